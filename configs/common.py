@@ -1,0 +1,139 @@
+"""Defaults of every config, and what is known of common data sets.
+
+Each key does what the comment above it says; all of them can be overridden on
+the command line, for example `--config.base_lr=0.01 --config.pp.crop=64`.
+"""
+
+import ml_collections
+from ml_collections.config_dict import placeholder
+
+# data set: (training split, test split).
+SPLITS = {
+  'cifar10': ('train[:98%]', 'test'),
+  'cifar100': ('train[:98%]', 'test'),
+  'imagenet2012': ('train[:99%]', 'validation'),
+  'imagenet21k': ('full[102400:]', 'full[:102400]'),
+  'oxford_iiit_pet': ('train[:90%]', 'test'),
+  'oxford_flowers102': ('train[:90%]', 'test'),
+}
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """Returns the defaults: every key that exists, but for the model's size."""
+  config = ml_collections.ConfigDict()
+
+  # What is learned: the name of a module in vit_jax.tasks.
+  config.task = 'classify'
+  # What runs: 'train'.
+  config.trainer = 'train'
+  # Everything random (initial weights, order, augmentation, dropout) comes from
+  # this number.
+  config.seed = 0
+
+  # --- Data ---
+  # A TFDS name, or a folder with train/<class>/* and test/<class>/*.
+  config.dataset = placeholder(str)
+  # Where TFDS keeps its data sets (default: ~/tensorflow_datasets).
+  config.tfds_data_dir = placeholder(str)
+  # Where data sets lie that must be downloaded by hand (ImageNet).
+  config.tfds_manual_dir = placeholder(str)
+  # Images per update, over all devices and hosts together.
+  config.batch = 512
+  # Images per evaluation step, over all devices and hosts together.
+  config.batch_eval = 512
+  # Batches kept ready on the devices.
+  config.prefetch = 2
+  # Buffer of a source that can only be streamed (tfrecord files too big for
+  # memory); all other sources are shuffled as a whole and need none.
+  config.shuffle_buffer = 50_000
+  # A folder's images that cannot be decoded: 'error' names them and stops
+  # before training, 'skip' leaves them out and counts them, 'trust' does not
+  # look (a broken image then stops the run when its turn comes).
+  config.broken_images = 'error'
+
+  # Splits, as TFDS writes them ('train[:90%]'), and preprocessing.
+  config.pp = ml_collections.ConfigDict()
+  config.pp.train = 'train'
+  config.pp.test = 'test'
+  # Size of the images that the model sees, in pixels: an int, or (height,
+  # width).
+  config.pp.crop = 224
+  # Evaluation: None squeezes the image to `crop`; a number makes the short side
+  # that long and cuts `crop` out of the middle.
+  config.pp.resize = placeholder(int)
+  # Colour channels: 3, or 1 for grey.
+  config.pp.channels = 3
+  # Training: smallest and largest share of the image's area, and of its width
+  # to height, that a random crop has. None for `crop_area` squeezes the image.
+  config.pp.crop_area = (0.05, 1.0)
+  config.pp.crop_ratio = (3 / 4, 4 / 3)
+  # Training: mirrors every other image.
+  config.pp.flip = True
+  # Training: turns the image by up to so many degrees either way.
+  config.pp.rotate = 0.0
+
+  # --- Model: set from models.py ---
+  config.model = placeholder(ml_collections.ConfigDict)
+
+  # --- Objective ---
+  # 'softmax' or 'sigmoid' cross-entropy (for several labels an image).
+  config.loss = 'softmax'
+  config.label_smoothing = 0.0
+
+  # --- Optimiser ---
+  # Number of updates, or of passes over the training data (give one).
+  config.total_steps = placeholder(int)
+  config.total_epochs = placeholder(float)
+  # 'sgd' (with momentum) or 'adam'.
+  config.optimizer = 'sgd'
+  config.momentum = 0.9
+  config.b1 = 0.9
+  config.b2 = 0.999
+  # Type of the accumulator: SGD's momentum, Adam's first moment.
+  config.optim_dtype = 'bfloat16'
+  # Learning rate after the warm-up.
+  config.base_lr = 0.03
+  # 'cosine', 'linear' or 'constant'.
+  config.decay_type = 'cosine'
+  # Updates, or passes over the data, in which the learning rate rises.
+  config.warmup_steps = placeholder(int)
+  config.warmup_epochs = placeholder(float)
+  # Decoupled, on kernels only, multiplied by the learning rate.
+  config.weight_decay = 0.0
+  # Largest global norm of the gradient (0: no limit).
+  config.grad_norm_clip = 1.0
+  # Micro-batches that a batch is computed in, to save memory; the result is the
+  # same but for dropout's noise.
+  config.accum_steps = 1
+  # Decay of the exponential average of the weights (0: none is kept). Where one
+  # is kept, it is what evaluation and prediction use.
+  config.ema_decay = 0.0
+
+  # --- Devices ---
+  # Size of each axis of the mesh; -1 is the rest. All axes but 'model' split
+  # the batch.
+  config.mesh = ml_collections.ConfigDict({'data': -1})
+  # Ordered (regex, spec) pairs: how parameters and the optimiser's state are
+  # split over the mesh. See vit_jax/sharding.py.
+  config.sharding_rules = ()
+
+  # --- Log, evaluation, checkpoints ---
+  # Steps between two lines of progress, evaluations and checkpoints; 0 leaves
+  # only those at the end of the run.
+  config.progress_every = 10
+  config.eval_every = 100
+  config.checkpoint_every = 1_000
+  # How many of the newest checkpoints stay; the best one, by `best_metric`,
+  # stays too.
+  config.keep_checkpoints = 2
+  config.best_metric = 'accuracy_test'
+  # Steps to record with the profiler, shown by TensorBoard (0: none).
+  config.profile_steps = 0
+  return config
+
+
+def set_dataset(config, dataset: str):
+  """Sets the data set, and its splits where they are known."""
+  config.dataset = dataset
+  config.pp.train, config.pp.test = SPLITS.get(dataset, ('train', 'test'))
+  return config

@@ -1,0 +1,9 @@
+"""The Vision Transformer in JAX and Flax. Start with `python -m vit_jax.main`."""
+
+import os
+
+# TensorFlow only reads and augments images here. Keep it from printing its
+# start-up notes (level 1 and below) into every log; set the variables to have
+# them back.
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')

@@ -1,0 +1,122 @@
+r"""Trains a Vision Transformer, or evaluates one.
+
+Train on scikit-learn's handwritten digits (no download, minutes on a laptop):
+
+  python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
+
+on your own images, in /data/pets/train/<class>/* and /data/pets/test/<class>/*:
+
+  python -m vit_jax.main --config=configs/pretrain.py:ti16,/data/pets \
+    --workdir=/tmp/pets
+
+Stop it any time, with Ctrl-C or otherwise: the same command goes on where it was.
+Every key of a config can be set, for example --config.base_lr=0.01; the keys
+and what they do are in configs/common.py.
+
+Evaluate a run on any split, without training:
+
+  python -m vit_jax.main --workdir=/tmp/digits --evaluate=test
+
+On several hosts: start the same command on each. On TPU pods and under SLURM
+they find each other; elsewhere add --coordinator=HOST:PORT --num_processes=N
+--process_id=I.
+"""
+
+import os
+import sys
+import traceback
+
+from absl import app
+from absl import flags
+from absl import logging
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file(
+  'config', None, 'Config file, with its argument after a colon.'
+)
+_WORKDIR = flags.DEFINE_string(
+  'workdir', None, 'Folder for checkpoints, metrics and config; or gs://...'
+)
+_EVALUATE = flags.DEFINE_string(
+  'evaluate',
+  None,
+  "Does not train, but evaluates the run in --workdir on this split: 'test', "
+  "'train[:10%]', ...",
+)
+_DATASET = flags.DEFINE_string(
+  'dataset', None, 'With --evaluate: another data set of the same classes.'
+)
+_COORDINATOR = flags.DEFINE_string(
+  'coordinator', None, 'HOST:PORT of process 0, for a run of many processes.'
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+  'num_processes', None, 'With --coordinator: number of processes.'
+)
+_PROCESS_ID = flags.DEFINE_integer(
+  'process_id', None, 'With --coordinator: number of this process, from 0.'
+)
+
+
+def main(argv):
+  """Runs what the flags say; returns the exit status."""
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments {argv[1:]}: flags begin with --')
+  if not _WORKDIR.value:
+    raise app.UsageError('--workdir=FOLDER is needed')
+  if _EVALUATE.value is None and _CONFIG.value is None:
+    raise app.UsageError(
+      '--config=FILE is needed to train, --evaluate=SPLIT to evaluate'
+    )
+  _initialize_distributed()
+  # Imported late, so that --help and wrong flags are answered at once.
+  from vit_jax import train  # pylint: disable=g-import-not-at-top
+
+  try:
+    if _EVALUATE.value is not None:
+      train.evaluate(_WORKDIR.value, _EVALUATE.value, _DATASET.value)
+    else:
+      train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+  except train.Interrupted as e:
+    print(e, flush=True)
+    return 128 + e.signal
+  return 0
+
+
+def _initialize_distributed():
+  """Connects the processes of a run, where there are several."""
+  import jax  # pylint: disable=g-import-not-at-top
+
+  given = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+  if any(value is not None for value in given):
+    if None in given:
+      raise app.UsageError(
+        '--coordinator, --num_processes and --process_id go together'
+      )
+    jax.distributed.initialize(*given)
+    return
+  try:
+    jax.distributed.initialize()
+  except (ValueError, RuntimeError):
+    logging.info('No cluster detected: a run of one process.')
+
+
+def run(main_function):
+  """Runs a program so that what its user got wrong is said in one line.
+
+  An error that this package raises (a wrong flag, a missing folder) is printed
+  without a traceback; any other keeps it.
+  """
+  try:
+    app.run(main_function)
+  except (ValueError, FileNotFoundError, FloatingPointError, OSError) as e:
+    last = traceback.extract_tb(e.__traceback__)[-1]
+    folders = (os.path.dirname(__file__), 'configs')
+    if not any(part in last.filename for part in folders):
+      raise
+    logging.debug('The error came from here', exc_info=True)
+    print(f'Error: {e}', file=sys.stderr)
+    sys.exit(1)
+
+
+if __name__ == '__main__':
+  run(main)

@@ -1,0 +1,58 @@
+"""The models under their public names: `from vit_jax import models`.
+
+Importing this loads neither TensorFlow nor anything of the trainer.
+"""
+
+from vit_jax import models_resnet
+from vit_jax import models_vit
+from vit_jax.configs import models as model_configs
+
+AddPositionEmbs = models_vit.AddPositionEmbs
+Encoder = models_vit.Encoder
+Encoder1DBlock = models_vit.Encoder1DBlock
+IdentityLayer = models_vit.IdentityLayer
+MlpBlock = models_vit.MlpBlock
+ResidualUnit = models_resnet.ResidualUnit
+ResNetStage = models_resnet.ResNetStage
+StdConv = models_resnet.StdConv
+VisionTransformer = models_vit.VisionTransformer
+
+
+def get_model(name: str, **kwargs) -> VisionTransformer:
+  """Returns the model of that name.
+
+  Args:
+    name: 'ViT-B_16', 'R50+ViT-L_32', ... or its short form 'b16', 'r50_l32'; a
+      key of `vit_jax.configs.models.MODEL_CONFIGS`.
+    **kwargs: fields of VisionTransformer, `num_classes` for one; they win over
+      those of the config.
+
+  Raises:
+    ValueError: if there is no such model.
+  """
+  return make_model(model_configs.get_config(name), **kwargs)
+
+
+def make_model(config, **kwargs) -> VisionTransformer:
+  """Returns the model of a config (`config.model` of a run).
+
+  Args:
+    config: fields of VisionTransformer.
+    **kwargs: fields that win over those of the config.
+
+  Raises:
+    ValueError: if there is no such field.
+  """
+  fields = {**config, **kwargs}
+  for given, known in (
+    (fields, models_vit.VisionTransformer),
+    (fields.get('transformer') or {}, fields.get('encoder', Encoder)),
+  ):
+    names = set(known.__dataclass_fields__) - {'parent', 'name'}
+    unknown = sorted(set(given) - names)
+    if unknown:
+      raise ValueError(
+        f'config.model has unknown fields {unknown}: {known.__name__} takes '
+        f'{sorted(names)}'
+      )
+  return VisionTransformer(**fields)

@@ -1,0 +1,443 @@
+"""The Vision Transformer as Flax Linen modules (arXiv 2010.11929, section 3.1).
+
+An image is cut into patches, each patch becomes one token by a linear map, and
+a plain pre-norm Transformer encoder reads the tokens. Names of modules and
+parameters are the published ones, so published weights fit without renaming.
+
+Shapes in the comments:
+  B images    H, W image height and width    C channels (or classes)
+  h, w patches down and across               N tokens (h*w, plus the class token)
+  D width of a token    M width of the MLP   K heads    E = D/K width of a head
+
+Look inside with `model.apply(..., mutable='intermediates')`: every attention
+layer sows `attention_weights` [B, K, N, N], the encoder `tokens` [B, N, D], the
+model `pre_logits` [B, D]. Nothing is stored when nobody asks.
+"""
+
+from collections.abc import Mapping
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax import models_resnet
+from vit_jax import sharding
+
+CLASSIFIERS = ('token', 'gap', 'unpooled', 'token_unpooled')
+
+# What a block under `remat` keeps for the backward pass; all else is computed
+# again. None keeps nothing but the block's input.
+REMAT_POLICIES = {
+  'full': None,
+  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def _field(config: Any, name: str, default: Any = None) -> Any:
+  """Reads `name` from a ConfigDict, a mapping or an object."""
+  if isinstance(config, Mapping):
+    return config.get(name, default)
+  return getattr(config, name, default)
+
+
+class IdentityLayer(nn.Module):
+  """Returns its input: gives an activation a name that can be captured."""
+
+  @nn.compact
+  def __call__(self, x):
+    return x
+
+
+class PatchEmbedding(nn.Module):
+  """Cuts images into patches and maps each to a token (equation 1).
+
+  The same numbers as a convolution whose stride is its size, written as one
+  matrix product, which is faster on every backend.
+
+  Attributes:
+    features: width D of a token.
+    patch_size: (height, width) of a patch in pixels.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  features: int
+  patch_size: tuple[int, int]
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps images [B, H, W, C] to a grid of tokens [B, h, w, D].
+
+    Raises:
+      ValueError: if patches do not divide the image.
+    """
+    ph, pw = self.patch_size
+    b, height, width, c = x.shape
+    for name, size, patch in (('height', height, ph), ('width', width, pw)):
+      if size < patch:
+        raise ValueError(
+          f'image {name} {size} is smaller than one patch of {patch}: resize '
+          f'the images to a multiple of {patch} (config.pp.crop) or use smaller '
+          'patches (config.model.patches.size)'
+        )
+      if size % patch:
+        low = size - size % patch
+        raise ValueError(
+          f'image {name} {size} is not a multiple of the patch {name} {patch}: '
+          f'use {low} or {low + patch} (config.pp.crop) or other patches '
+          '(config.model.patches.size)'
+        )
+    kernel = self.param(
+      'kernel',
+      nn.initializers.lecun_normal(),
+      (ph, pw, c, self.features),
+      self.param_dtype,
+    )
+    bias = self.param(
+      'bias', nn.initializers.zeros, (self.features,), self.param_dtype
+    )
+    x, kernel, bias = nn.dtypes.promote_dtype(
+      x, kernel, bias, dtype=self.dtype
+    )
+    h, w = height // ph, width // pw
+    x = x.reshape(b, h, ph, w, pw, c).swapaxes(2, 3)  # [B, h, w, ph, pw, C]
+    x = x.reshape(b, h, w, ph * pw * c)
+    return x @ kernel.reshape(-1, self.features) + bias  # [B, h, w, D]
+
+
+class AddPositionEmbs(nn.Module):
+  """Adds one learned vector to each position (section 3.1; T8, "1-D learned").
+
+  Attributes:
+    posemb_init: initialiser of the table.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  posemb_init: Any = nn.initializers.normal(stddev=0.02)
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, inputs):
+    """Adds the embeddings to tokens [B, N, D]."""
+    if inputs.ndim != 3:
+      raise ValueError(
+        f'inputs must be tokens [batch, tokens, width], got {inputs.shape}'
+      )
+    table = self.param(
+      'pos_embedding', self.posemb_init, (1, *inputs.shape[1:]), self.param_dtype
+    )
+    inputs, table = nn.dtypes.promote_dtype(inputs, table, dtype=self.dtype)
+    return inputs + table  # [B, N, D]
+
+
+class MlpBlock(nn.Module):
+  """Two dense layers with a GELU (tanh approximation) between.
+
+  Attributes:
+    mlp_dim: width M of the hidden layer.
+    out_dim: width of the output, by default that of the input.
+    dropout_rate: dropout after each dense layer.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  mlp_dim: int
+  out_dim: int | None = None
+  dropout_rate: float = 0.1
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, inputs, *, deterministic):
+    """Maps tokens [B, N, D] to [B, N, out_dim]."""
+    dense = functools.partial(
+      nn.Dense,
+      kernel_init=nn.initializers.xavier_uniform(),
+      bias_init=nn.initializers.normal(stddev=1e-6),
+      dtype=self.dtype,
+      param_dtype=self.param_dtype,
+    )
+    x = nn.gelu(dense(self.mlp_dim)(inputs))  # [B, N, M]
+    x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
+    x = dense(self.out_dim or inputs.shape[-1])(x)  # [B, N, D]
+    return nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
+
+
+class MultiHeadDotProductAttention(nn.Module):
+  """Multi-head self-attention (appendix A), softmax in float32.
+
+  Attributes:
+    num_heads: number of heads K; must divide the width.
+    dropout_rate: dropout of the attention weights (0 in the paper).
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  num_heads: int
+  dropout_rate: float = 0.0
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x, *, deterministic):
+    """Maps tokens [B, N, D] to [B, N, D].
+
+    Raises:
+      ValueError: if the heads do not divide the width.
+    """
+    width = x.shape[-1]
+    if width % self.num_heads:
+      raise ValueError(
+        f'num_heads={self.num_heads} does not divide the width {width} '
+        '(config.model.hidden_size): choose a divisor'
+      )
+    head_dim = width // self.num_heads
+    dense = functools.partial(
+      nn.DenseGeneral,
+      kernel_init=nn.initializers.xavier_uniform(),
+      dtype=self.dtype,
+      param_dtype=self.param_dtype,
+    )
+    heads = functools.partial(dense, features=(self.num_heads, head_dim))
+    query = heads(name='query')(x)  # [B, N, K, E]
+    key = heads(name='key')(x)  # [B, N, K, E]
+    value = heads(name='value')(x)  # [B, N, K, E]
+    logits = jnp.einsum(
+      'bqke,bske->bkqs',
+      query * head_dim**-0.5,
+      key,
+      preferred_element_type=jnp.promote_types(query.dtype, jnp.float32),
+    )  # [B, K, N, N]
+    weights = jax.nn.softmax(logits, axis=-1)
+    self.sow('intermediates', 'attention_weights', weights)
+    weights = nn.Dropout(self.dropout_rate)(
+      weights.astype(value.dtype), deterministic=deterministic
+    )
+    x = jnp.einsum('bkqs,bske->bqke', weights, value)  # [B, N, K, E]
+    return dense(features=width, axis=(-2, -1), name='out')(x)  # [B, N, D]
+
+
+class Encoder1DBlock(nn.Module):
+  """One layer of the encoder: attention, then MLP, pre-norm (equations 2, 3).
+
+  Attributes:
+    mlp_dim: width M of the MLP.
+    num_heads: number of heads K.
+    dropout_rate: dropout after dense layers.
+    attention_dropout_rate: dropout of the attention weights.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  mlp_dim: int
+  num_heads: int
+  dropout_rate: float = 0.1
+  attention_dropout_rate: float = 0.1
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, inputs, deterministic):
+    """Maps tokens [B, N, D] to [B, N, D]."""
+    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    x = nn.LayerNorm(**types)(inputs)
+    x = MultiHeadDotProductAttention(
+      num_heads=self.num_heads,
+      dropout_rate=self.attention_dropout_rate,
+      **types,
+    )(x, deterministic=deterministic)
+    x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
+    x = x + inputs
+    y = nn.LayerNorm(**types)(x)
+    y = MlpBlock(
+      mlp_dim=self.mlp_dim, dropout_rate=self.dropout_rate, **types
+    )(y, deterministic=deterministic)
+    return sharding.constrain_batch(x + y)
+
+
+class Encoder(nn.Module):
+  """Position embeddings, the layers, and a last LayerNorm (equations 1 to 4).
+
+  Attributes:
+    num_layers: number of layers.
+    mlp_dim: width M of the MLP.
+    num_heads: number of heads K.
+    dropout_rate: dropout after dense layers and after the position embeddings.
+    attention_dropout_rate: dropout of the attention weights.
+    add_position_embedding: whether positions are told apart at all.
+    remat: '' keeps all activations; 'full' keeps each layer's input alone and
+      computes the rest again in the backward pass; 'dots' keeps the results of
+      the dense layers too.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  num_layers: int
+  mlp_dim: int
+  num_heads: int
+  dropout_rate: float = 0.1
+  attention_dropout_rate: float = 0.1
+  add_position_embedding: bool = True
+  remat: str = ''
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x, *, train):
+    """Maps tokens [B, N, D] to tokens [B, N, D].
+
+    Raises:
+      ValueError: if `remat` is none of its values.
+    """
+    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    if self.add_position_embedding:
+      x = AddPositionEmbs(name='posembed_input', **types)(x)
+      x = nn.Dropout(self.dropout_rate)(x, deterministic=not train)
+    block = Encoder1DBlock
+    if self.remat:
+      if self.remat not in REMAT_POLICIES:
+        raise ValueError(
+          f"remat='{self.remat}' is unknown: use '' or one of "
+          f'{sorted(REMAT_POLICIES)} (config.model.transformer.remat)'
+        )
+      block = nn.remat(
+        block, static_argnums=(2,), policy=REMAT_POLICIES[self.remat]
+      )
+    for i in range(self.num_layers):
+      x = block(
+        mlp_dim=self.mlp_dim,
+        num_heads=self.num_heads,
+        dropout_rate=self.dropout_rate,
+        attention_dropout_rate=self.attention_dropout_rate,
+        name=f'encoderblock_{i}',
+        **types,
+      )(x, not train)
+    x = nn.LayerNorm(name='encoder_norm', **types)(x)
+    self.sow('intermediates', 'tokens', x)
+    return x
+
+
+class VisionTransformer(nn.Module):
+  """The Vision Transformer, with or without a ResNet in front of it (hybrid).
+
+  Attributes:
+    num_classes: width of the head; 0 or None gives the pre-logits instead.
+    patches: has a field `size`, (height, width) of a patch: in pixels, or for a
+      hybrid in cells of the ResNet's feature map.
+    transformer: arguments of `encoder`; None leaves the encoder out.
+    hidden_size: width D of a token.
+    resnet: None, or has fields `num_layers` (units per stage, possibly none)
+      and `width_factor`.
+    representation_size: width of a dense layer with tanh before the head (the
+      paper's pre-training head, section 3.1), or None.
+    classifier: 'token' reads the class token, 'gap' the mean over patches;
+      'unpooled' and 'token_unpooled' apply the head to every token, without and
+      with a class token.
+    head_bias_init: initial bias of the head (-10 for the 21k models).
+    encoder: class of the encoder.
+    model_name: name in the table of configs; has no effect.
+    dtype: type of the computation, 'bfloat16' for one. Softmax, the norms'
+      statistics and the logits are float32 whatever it is.
+    param_dtype: type of the parameters.
+  """
+
+  num_classes: int | None
+  patches: Any
+  transformer: Any
+  hidden_size: int
+  resnet: Any = None
+  representation_size: int | None = None
+  classifier: str = 'token'
+  head_bias_init: float = 0.0
+  encoder: type[nn.Module] = Encoder
+  model_name: str | None = None
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, inputs, *, train):
+    """Computes logits.
+
+    Args:
+      inputs: images, float [B, H, W, C] in [-1, 1].
+      train: whether dropout is on (needs the rng 'dropout').
+
+    Returns:
+      Logits, float32 [B, num_classes], or [B, N, num_classes] for an unpooled
+      classifier; the pre-logits in `dtype` where there is no head.
+
+    Raises:
+      ValueError: on an unknown classifier, on inputs of another rank, and where
+        patches do not divide the image.
+    """
+    if self.classifier not in CLASSIFIERS:
+      raise ValueError(
+        f"classifier='{self.classifier}' is unknown: use one of {CLASSIFIERS} "
+        '(config.model.classifier)'
+      )
+    if inputs.ndim != 4:
+      raise ValueError(
+        'images must be [batch, height, width, channels], got '
+        f'{inputs.shape}; batches have no device dimension here'
+      )
+    types = dict(
+      dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
+    )
+    x = inputs.astype(types['dtype'])
+    if self.resnet is not None:
+      x = models_resnet.apply_resnet(
+        x,
+        num_layers=_field(self.resnet, 'num_layers') or (),
+        width_factor=_field(self.resnet, 'width_factor', 1),
+        **types,
+      )
+    x = PatchEmbedding(
+      features=self.hidden_size,
+      patch_size=tuple(_field(self.patches, 'size')),
+      name='embedding',
+      **types,
+    )(x)  # [B, h, w, D]
+    x = sharding.constrain_batch(x)
+
+    if self.transformer is not None:
+      x = x.reshape(x.shape[0], -1, x.shape[-1])  # [B, N, D]
+      if self.classifier in ('token', 'token_unpooled'):
+        cls = self.param(
+          'cls',
+          nn.initializers.zeros,
+          (1, 1, self.hidden_size),
+          types['param_dtype'],
+        )
+        cls = jnp.broadcast_to(cls, (x.shape[0], 1, x.shape[-1]))
+        x = jnp.concatenate([cls.astype(x.dtype), x], axis=1)  # [B, N+1, D]
+      x = self.encoder(name='Transformer', **types, **self.transformer)(
+        x, train=train
+      )
+
+    if self.classifier == 'token':
+      x = x[:, 0]  # [B, D]
+    elif self.classifier == 'gap':
+      x = x.mean(axis=range(1, x.ndim - 1))  # [B, D]
+    if self.representation_size is not None:
+      x = nn.tanh(
+        nn.Dense(self.representation_size, name='pre_logits', **types)(x)
+      )
+    else:
+      x = IdentityLayer(name='pre_logits')(x)
+    self.sow('intermediates', 'pre_logits', x)
+    if not self.num_classes:
+      return x
+    return nn.Dense(
+      self.num_classes,
+      name='head',
+      kernel_init=nn.initializers.zeros,
+      bias_init=nn.initializers.constant(self.head_bias_init),
+      dtype=jnp.promote_types(types['dtype'], jnp.float32),
+      param_dtype=types['param_dtype'],
+    )(x)  # [B, num_classes]

@@ -1,0 +1,266 @@
+"""Image operations in TensorFlow: decode, crop, augment, scale to [-1, 1].
+
+Training takes an Inception crop (a random part of the image, of random shape),
+evaluation the whole image squeezed to the square, as in the original, or the
+middle of it. Every random choice is a function of a seed, so that example i of a
+run is the same pixels whenever and wherever it is computed.
+
+Images are decoded the way people see them: palettes and CMYK become RGB, what is
+transparent becomes white, of an animation the first frame is taken.
+"""
+
+import io
+from typing import Any
+
+import numpy as np
+from PIL import Image
+import tensorflow as tf
+
+# Decoded by TensorFlow; everything else goes through Pillow.
+_PNG = b'\x89PNG\r\n\x1a\n'
+
+
+def crop_size(pp) -> tuple[int, int]:
+  """Returns `config.pp.crop` as (height, width) in pixels.
+
+  Raises:
+    ValueError: if it is neither a positive int nor a pair of them.
+  """
+  crop = pp.crop
+  pair = (crop, crop) if isinstance(crop, int) else tuple(crop)
+  if len(pair) != 2 or not all(isinstance(x, int) and x > 0 for x in pair):
+    raise ValueError(
+      f'crop={crop} must be a number of pixels or a pair (height, width) of '
+      'them (config.pp.crop)'
+    )
+  return pair
+
+
+def check(pp):
+  """Checks the values of `config.pp` that are not tied to a data set.
+
+  Raises:
+    ValueError: names the key, its value and what is allowed.
+  """
+  height, width = crop_size(pp)
+  if pp.channels not in (1, 3):
+    raise ValueError(
+      f'channels={pp.channels} must be 3 (colour) or 1 (grey) '
+      '(config.pp.channels)'
+    )
+  if pp.resize is not None and pp.resize < max(height, width):
+    raise ValueError(
+      f'resize={pp.resize} is smaller than crop={pp.crop}: the middle of the '
+      'image cannot be cut out of it; use at least '
+      f'{max(height, width)} or None (config.pp.resize)'
+    )
+  for name, high in (('crop_area', 1.0), ('crop_ratio', float('inf'))):
+    pair = pp[name]
+    if pair is None and name == 'crop_area':
+      continue
+    if pair is None or len(pair) != 2 or not 0 < pair[0] <= pair[1] <= high:
+      raise ValueError(
+        f'{name}={pair} must be a pair (smallest, largest), above 0 and at most '
+        f'{high} (config.pp.{name})'
+      )
+
+
+def decode(encoded, channels: int = 3):
+  """Decodes one image of any format.
+
+  Args:
+    encoded: string scalar, the contents of a jpeg, png, webp, bmp or gif file.
+    channels: 3, or 1 for grey.
+
+  Returns:
+    uint8 [height, width, channels].
+
+  Raises:
+    tf.errors.OpError: if it is no image, or only part of one.
+  """
+  return tf.cond(
+    tf.io.is_jpeg(encoded),
+    lambda: tf.io.decode_jpeg(
+      encoded, channels=channels, dct_method='INTEGER_FAST'
+    ),
+    lambda: _decode_other(encoded, channels),
+  )
+
+
+def _decode_other(encoded, channels):
+  """Decodes anything but JPEG: png in TensorFlow, the rest with Pillow."""
+  image = tf.cond(
+    tf.strings.substr(encoded, 0, len(_PNG)) == _PNG,
+    lambda: tf.io.decode_png(encoded, channels=4),
+    lambda: tf.ensure_shape(
+      tf.numpy_function(_pillow_rgba, [encoded], tf.uint8, stateful=False),
+      [None, None, 4],
+    ),
+  )
+  alpha = tf.cast(image[..., 3:], tf.int32)
+  colour = tf.cast(image[..., :3], tf.int32)
+  colour = (colour * alpha + 255 * (255 - alpha) + 127) // 255
+  image = tf.cast(colour, tf.uint8)
+  return tf.image.rgb_to_grayscale(image) if channels == 1 else image
+
+
+def _pillow_rgba(encoded: bytes) -> np.ndarray:
+  with Image.open(io.BytesIO(encoded)) as image:
+    return np.asarray(image.convert('RGBA'))
+
+
+def to_float(image):
+  """Scales pixels from [0, 255] to [-1, 1], float32."""
+  return (tf.cast(image, tf.float32) - 127.5) / 127.5
+
+
+def decode_for_training(encoded, seed, pp):
+  """Decodes and augments one image.
+
+  Args:
+    encoded: string scalar, the contents of an image file.
+    seed: int64 [2]; all that is random follows from it.
+    pp: `config.pp`; reads `crop`, `channels`, `crop_area`, `crop_ratio`,
+      `flip`, `rotate`.
+
+  Returns:
+    float32 [crop height, crop width, channels] in [-1, 1].
+  """
+  size = crop_size(pp)
+  seeds = tf.random.experimental.stateless_split(seed, 3)  # [3, 2]
+  if pp.crop_area is None:
+    image = decode(encoded, pp.channels)
+  else:
+    image = _decode_random_crop(encoded, seeds[0], pp)
+  image = tf.image.resize(image, size)
+  if pp.flip:
+    image = tf.image.stateless_random_flip_left_right(image, seeds[1])
+  if pp.rotate:
+    image = _random_rotation(image, seeds[2], pp.rotate)
+  return tf.ensure_shape(to_float(image), [*size, pp.channels])
+
+
+def _decode_random_crop(encoded, seed, pp):
+  """Decodes a random part of an image; of a JPEG that part alone."""
+
+  def box(shape):
+    begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
+      shape,
+      bounding_boxes=tf.zeros([1, 0, 4]),
+      seed=seed,
+      area_range=tuple(pp.crop_area),
+      aspect_ratio_range=tuple(pp.crop_ratio),
+      min_object_covered=0.0,
+      max_attempts=100,
+      use_image_if_no_bounding_boxes=True,
+    )
+    return begin[:2], size[:2]  # (y, x), (height, width)
+
+  def jpeg():
+    begin, size = box(tf.io.extract_jpeg_shape(encoded))
+    return tf.io.decode_and_crop_jpeg(
+      encoded,
+      tf.concat([begin, size], axis=0),
+      channels=pp.channels,
+      dct_method='INTEGER_FAST',
+    )
+
+  def other():
+    image = _decode_other(encoded, pp.channels)
+    begin, size = box(tf.shape(image))
+    return tf.slice(image, [*tf.unstack(begin), 0], [*tf.unstack(size), -1])
+
+  return tf.cond(tf.io.is_jpeg(encoded), jpeg, other)
+
+
+def _random_rotation(image, seed, degrees):
+  """Turns [h, w, C] about its middle by up to `degrees`; edges are repeated."""
+  limit = degrees * np.pi / 180
+  angle = tf.random.stateless_uniform([], seed, -limit, limit)
+  cos, sin = tf.cos(angle), tf.sin(angle)
+  h, w = image.shape[0] - 1, image.shape[1] - 1
+  dx = (w - (cos * w - sin * h)) / 2
+  dy = (h - (sin * w + cos * h)) / 2
+  return tf.raw_ops.ImageProjectiveTransformV3(
+    images=image[None],
+    transforms=tf.stack([cos, -sin, dx, sin, cos, dy, 0.0, 0.0])[None],
+    output_shape=image.shape[:2],
+    interpolation='BILINEAR',
+    fill_mode='NEAREST',
+    fill_value=0.0,
+  )[0]
+
+
+def for_evaluation(image, pp):
+  """Brings one decoded image to the size of the model.
+
+  Args:
+    image: uint8 or float [height, width, channels] in [0, 255].
+    pp: `config.pp`; reads `crop`, `resize`, `channels`.
+
+  Returns:
+    float32 [crop height, crop width, channels] in [-1, 1].
+  """
+  size = crop_size(pp)
+  if pp.resize is None:
+    image = tf.image.resize(image, size)
+  else:
+    shape = tf.cast(tf.shape(image)[:2], tf.float32)
+    scale = pp.resize / tf.reduce_min(shape)
+    image = tf.image.resize(image, tf.cast(tf.round(shape * scale), tf.int32))
+    image = tf.image.resize_with_crop_or_pad(image, *size)
+  return tf.ensure_shape(to_float(image), [*size, pp.channels])
+
+
+def load_image(image: Any, pp) -> np.ndarray:
+  """Prepares one image of a user for the model, as evaluation does.
+
+  Args:
+    image: a path, the bytes of a file, a PIL image, or an array uint8 [height,
+      width] or [height, width, 1, 3 or 4].
+    pp: `config.pp`.
+
+  Returns:
+    float32 [crop height, crop width, channels] in [-1, 1].
+
+  Raises:
+    FileNotFoundError: if the path does not exist.
+    ValueError: if it is no image, or an array of another shape or type.
+  """
+  name = 'image'
+  if isinstance(image, np.ndarray):
+    if image.ndim not in (2, 3) or image.dtype != np.uint8:
+      raise ValueError(
+        f'image is an array {image.dtype}{list(image.shape)}: give uint8 '
+        '[height, width, channels] with values 0 to 255'
+      )
+    if image.ndim == 3 and image.shape[2] == 1:
+      image = image[..., 0]
+    elif image.ndim == 3 and image.shape[2] not in (3, 4):
+      raise ValueError(
+        f'image is an array of {image.shape[2]} channels: give 1 (grey), 3 '
+        '(RGB) or 4 (RGBA)'
+      )
+    image = Image.fromarray(image)
+  if isinstance(image, Image.Image):
+    buffer = io.BytesIO()
+    image.convert('RGBA').save(buffer, 'PNG', compress_level=0)
+    image = buffer.getvalue()
+  if not isinstance(image, bytes):
+    name = str(image)
+    if not tf.io.gfile.exists(name) or tf.io.gfile.isdir(name):
+      raise FileNotFoundError(f"there is no image file '{name}'")
+    image = tf.io.read_file(name).numpy()
+  try:
+    return for_evaluation(decode(image, pp.channels), pp).numpy()
+  except tf.errors.OpError as e:
+    raise ValueError(
+      f"'{name}' is not an image that can be read (jpeg, png, webp, bmp, gif), "
+      f'or only part of one: {first_line(e)}'
+    ) from None
+
+
+def first_line(error: tf.errors.OpError) -> str:
+  """Returns what TensorFlow's error says, without its wrapping."""
+  line = error.message.strip().splitlines()[0]
+  return line.removeprefix('{{function_node ').split('}} ')[-1][:200]

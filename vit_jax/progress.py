@@ -1,0 +1,99 @@
+"""What a person sees of a run: a bar on a terminal, plain lines in a log."""
+
+import sys
+import time
+
+import jax
+import tqdm
+
+
+def say(text: str):
+  """Prints a line, from the first process only, around a bar if one is shown."""
+  if jax.process_index() == 0:
+    tqdm.tqdm.write(text)
+    sys.stdout.flush()
+
+
+def duration(seconds: float) -> str:
+  """Formats seconds as people read them: '48s', '3m 05s', '2h 07m', '3d 04h'."""
+  seconds = int(round(seconds))
+  if seconds < 60:
+    return f'{seconds}s'
+  if seconds < 3600:
+    return f'{seconds // 60}m {seconds % 60:02}s'
+  if seconds < 86400:
+    return f'{seconds // 3600}h {seconds % 3600 // 60:02}m'
+  return f'{seconds // 86400}d {seconds % 86400 // 3600:02}h'
+
+
+class Progress:
+  """Counts steps, measures speed, and shows both.
+
+  Time between `pause` and `resume` (evaluation, checkpoints) and that of the
+  first step (compilation) does not count in the speed.
+
+  Args:
+    step: number of updates made already.
+    total_steps: number of updates of the whole run.
+    batch: images per update, over all devices.
+  """
+
+  def __init__(self, step: int, total_steps: int, batch: int):
+    self._total = total_steps
+    self._batch = batch
+    self._step = step
+    self._mark = None
+    self._paused = 0.0
+    self._rate = None
+    self._bar = None
+    if jax.process_index() == 0 and sys.stderr.isatty():
+      self._bar = tqdm.tqdm(
+        total=total_steps, initial=step, unit='step', dynamic_ncols=True
+      )
+
+  def start(self, step: int):
+    """Starts the clock, once the first step is done."""
+    self._mark = (step, time.perf_counter())
+
+  def update(self, step: int):
+    """Moves the bar."""
+    self._step = step
+    if self._bar is not None:
+      self._bar.update(step - self._bar.n)
+
+  def rate(self, step: int) -> float:
+    """Returns images per second since the last call, over all devices."""
+    now = time.perf_counter()
+    before, then = self._mark
+    seconds = now - then - self._paused
+    self._mark, self._paused = (step, now), 0.0
+    if step > before and seconds > 0:
+      self._rate = (step - before) * self._batch / seconds
+    return self._rate or 0.0
+
+  def show(self, step: int, loss: float, rate: float):
+    """Shows loss, speed and time left."""
+    left = (self._total - step) * self._batch / rate if rate else None
+    if self._bar is not None:
+      self._bar.set_postfix_str(f'loss {loss:.4f}, {rate:,.0f} img/s')
+      return
+    say(
+      f'step {step:>{len(str(self._total))}}/{self._total}  '
+      f'loss {loss:.4f}  {rate:,.0f} img/s  '
+      + ('' if left is None else f'{duration(left)} left')
+    )
+
+  def pause(self) -> 'Progress':
+    """Stops the clock inside a `with` block."""
+    return self
+
+  def __enter__(self):
+    self._pause_start = time.perf_counter()
+
+  def __exit__(self, *_):
+    self._paused += time.perf_counter() - self._pause_start
+
+  def close(self):
+    """Leaves the bar as it is."""
+    if self._bar is not None:
+      self._bar.close()

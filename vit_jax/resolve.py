@@ -1,0 +1,117 @@
+"""Checks a config before anything is done, and works out its numbers of steps."""
+
+import difflib
+import importlib.util
+
+import ml_collections
+
+from vit_jax import preprocess
+from vit_jax.configs import common
+
+# Keys below which anything may stand: they are checked where they are used.
+_FREE = ('mesh', 'model')
+
+
+def check(config):
+  """Checks that a config has the keys of common.py, and sensible values.
+
+  Raises:
+    ValueError: names the key, its value and the remedy.
+  """
+  _check_keys(config, common.get_config())
+  if config.model is None:
+    raise ValueError(
+      'model is not set: take a config file that sets it, such as '
+      'configs/pretrain.py:ti16,DATA (config.model)'
+    )
+  if config.trainer != 'train':
+    raise ValueError(
+      f"trainer='{config.trainer}' is unknown: use 'train' (config.trainer)"
+    )
+  if importlib.util.find_spec(f'vit_jax.tasks.{config.task}') is None:
+    raise ValueError(
+      f"task='{config.task}' is unknown: use 'classify' (config.task)"
+    )
+  preprocess.check(config.pp)
+  for key in ('batch', 'batch_eval', 'accum_steps', 'keep_checkpoints'):
+    if config[key] < 1:
+      raise ValueError(f'{key}={config[key]} must be at least 1 (config.{key})')
+  for key in (
+    'eval_every',
+    'progress_every',
+    'checkpoint_every',
+    'profile_steps',
+    'prefetch',
+    'seed',
+  ):
+    if config[key] < 0:
+      raise ValueError(f'{key}={config[key]} must be at least 0 (config.{key})')
+
+
+def _check_keys(config, known, prefix=''):
+  for key, value in config.items():
+    if key not in known:
+      near = difflib.get_close_matches(key, list(known), n=1)
+      hint = f"did you mean '{prefix}{near[0]}'?" if near else (
+        f'known are {", ".join(sorted(known))}'
+      )
+      raise ValueError(f"config has no key '{prefix}{key}': {hint}")
+    nested = isinstance(value, ml_collections.ConfigDict)
+    if nested and prefix + key not in _FREE:
+      _check_keys(value, known[key], f'{prefix}{key}.')
+
+
+def check_batch(config, shards: int):
+  """Checks that devices and micro-batches divide the batches.
+
+  Args:
+    config: reads `batch`, `batch_eval`, `accum_steps`.
+    shards: number of parts into which the mesh splits a batch.
+
+  Raises:
+    ValueError: says by what a batch must be divisible, and the nearest that is.
+  """
+  for key, parts, why in (
+    ('batch', shards * config.accum_steps, ' x accum_steps'),
+    ('batch_eval', shards, ''),
+  ):
+    batch = config[key]
+    if batch % parts:
+      raise ValueError(
+        f'{key}={batch} is not a multiple of {parts} (devices that split the '
+        f'batch{why} = {shards}{f" x {config.accum_steps}" if why else ""}): use '
+        f'--config.{key}={max(1, round(batch / parts)) * parts}'
+      )
+
+
+def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
+  """Returns a copy whose `total_steps` and `warmup_steps` are numbers.
+
+  Args:
+    config: gives steps, or passes over the data (`total_epochs`,
+      `warmup_epochs`).
+    num_examples: size of the training split.
+
+  Raises:
+    ValueError: if the length of the training is given twice or not at all.
+  """
+  config = ml_collections.ConfigDict(config)
+  if config.total_steps is None and config.total_epochs is None:
+    raise ValueError(
+      'the length of the training is not given: use --config.total_steps=N or '
+      '--config.total_epochs=N'
+    )
+  for name in ('total', 'warmup'):
+    steps, epochs = config[f'{name}_steps'], config[f'{name}_epochs']
+    if steps is not None and steps < 0 or epochs is not None and epochs < 0:
+      raise ValueError(
+        f'{name}_steps={steps}, {name}_epochs={epochs}: must be at least 0'
+      )
+    if steps is None:
+      config[f'{name}_steps'] = round((epochs or 0) * num_examples / config.batch)
+  if not config.total_steps:
+    raise ValueError(
+      f'total_epochs={config.total_epochs} of {num_examples} examples are less '
+      f'than one batch of {config.batch}: raise it, or lower --config.batch'
+    )
+  return config

@@ -1,0 +1,248 @@
+"""The state of a run, its checkpoints (Orbax), and stopping without loss.
+
+Checkpoints lie in `workdir/checkpoints/<step>`. They are written in the
+background, appear under their name only when complete, and can be restored on
+any other mesh.
+"""
+
+from collections.abc import Callable
+import os
+import signal
+from typing import Any
+
+from absl import logging
+from etils import epath
+import flax.struct
+import jax
+from jax.experimental import multihost_utils
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+from vit_jax import sharding
+
+
+@flax.struct.dataclass
+class TrainState:
+  """All that a run carries from one step to the next.
+
+  Attributes:
+    step: int32 scalar, number of updates made.
+    params: the parameters.
+    opt_state: the optimiser's state, averaged weights included.
+  """
+
+  step: jax.Array
+  params: Any
+  opt_state: Any
+
+
+def abstract_state(init: Callable, tx, rng, mesh, rules):
+  """Returns shapes, types and shardings of the state; computes nothing.
+
+  Args:
+    init: function from a random key to the parameters.
+    tx: the optimiser.
+    rng: the random key.
+    mesh: the mesh.
+    rules: sharding rules, see vit_jax.sharding.tree_shardings.
+
+  Returns:
+    A function that computes the initial state, and the TrainState of
+    jax.ShapeDtypeStruct that describes what it returns.
+
+  Raises:
+    ValueError: if model or rules do not fit; see there.
+  """
+
+  def create():
+    params = init(rng)
+    return TrainState(jax.numpy.int32(0), params, tx.init(params))
+
+  shapes = jax.eval_shape(create)
+  shardings = sharding.tree_shardings(shapes, rules, mesh)
+  abstract = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes,
+    shardings,
+  )
+  return jax.jit(create, out_shardings=shardings), abstract
+
+
+class Checkpoints:
+  """The checkpoints of a run: the newest few, and the best.
+
+  Args:
+    workdir: folder of the run.
+    keep: number of the newest that stay.
+    best_metric: name of the metric by which one more, the best, stays. Higher
+      is better, unless 'loss' is part of its name.
+    read_only: whether the folder is only read from.
+  """
+
+  def __init__(
+    self,
+    workdir,
+    keep: int = 1,
+    best_metric: str | None = None,
+    read_only: bool = False,
+  ):
+    self.directory = epath.Path(workdir) / 'checkpoints'
+    sign = -1 if best_metric and 'loss' in best_metric else 1
+    policies = [checkpoint_managers.LatestN(max(1, keep))]
+    if best_metric:
+      policies.append(
+        checkpoint_managers.BestN(
+          get_metric_fn=lambda m: sign * m.get(best_metric, -sign * float('inf')),
+          n=1,
+          keep_checkpoints_without_metrics=False,
+        )
+      )
+    options = ocp.CheckpointManagerOptions(
+      preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+      cleanup_tmp_directories=not read_only,
+      read_only=read_only,
+      create=not read_only,
+    )
+    self._manager = ocp.CheckpointManager(
+      self.directory, options=options, item_handlers=ocp.StandardCheckpointHandler()
+    )
+
+  def steps(self) -> list[int]:
+    """Returns the steps of all complete checkpoints, ascending."""
+    return sorted(self._manager.all_steps())
+
+  def save(self, step: int, state: TrainState, metrics: dict | None = None):
+    """Begins to write a checkpoint; the one before it must then be complete.
+
+    Raises:
+      OSError: if this or the one before cannot be written.
+    """
+    try:
+      self._manager.save(
+        step, args=ocp.args.StandardSave(state), metrics=metrics
+      )
+    except Exception as e:
+      raise self._failure(e) from e
+
+  def wait(self):
+    """Waits until all is written; raises OSError if it cannot be."""
+    try:
+      self._manager.wait_until_finished()
+    except Exception as e:
+      raise self._failure(e) from e
+
+  def _failure(self, cause):
+    steps = self.steps()
+    last = f'step {steps[-1]}' if steps else 'none'
+    reason = ' '.join(str(cause).split())[:300]
+    return OSError(
+      f"a checkpoint could not be written to '{self.directory}': {reason}. The "
+      f'last complete one: {last}. Free some space (or mend the disk) and start '
+      'the same command again: the run goes on from there'
+    )
+
+  def restore(self, abstract, step: int | None = None):
+    """Restores a checkpoint onto the shardings of `abstract`.
+
+    Tries the newest first; one that is damaged or is not of this run is moved
+    aside, and the next older one is taken.
+
+    Args:
+      abstract: TrainState (or a part of it) of jax.ShapeDtypeStruct.
+      step: the one to restore, and no other.
+
+    Returns:
+      (state, step); (None, 0) where there is no checkpoint.
+
+    Raises:
+      ValueError: if there are checkpoints but none can be restored.
+    """
+    failures = []
+    for candidate in [step] if step is not None else self.steps()[::-1]:
+      try:
+        state = self._manager.restore(
+          candidate, args=ocp.args.StandardRestore(abstract)
+        )
+      except Exception as e:  # pylint: disable=broad-except
+        reason = ' '.join(str(e).split())[:300]
+        failures.append((candidate, reason))
+        logging.warning(
+          'Checkpoint %s/%d cannot be restored (it is damaged or of another '
+          'run): %s', self.directory, candidate, reason,
+        )
+        continue
+      for bad, _ in failures:
+        self._move_aside(bad)
+      if failures:
+        logging.warning('Restored the older checkpoint of step %d', candidate)
+      return state, candidate
+    if failures:
+      raise ValueError(
+        f"no checkpoint in '{self.directory}' can be restored; the newest, step "
+        f'{failures[0][0]}: {failures[0][1]}. Take the folder away to start '
+        'anew, or use another --workdir'
+      )
+    return None, 0
+
+  def _move_aside(self, step):
+    """Keeps a damaged checkpoint under another name, out of the way."""
+    if jax.process_index() == 0:
+      target = self.directory.parent / 'damaged_checkpoints'
+      target.mkdir(parents=True, exist_ok=True)
+      count = sum(1 for _ in target.iterdir())
+      (self.directory / str(step)).rename(target / f'{step}_{count}')
+    multihost_utils.sync_global_devices('move_aside')
+    self._manager.reload()
+
+  def close(self):
+    """Waits until all is written and frees what is held."""
+    self.wait()
+    self._manager.close()
+
+
+class StopRequest:
+  """Notices Ctrl-C, SIGTERM and preemption notices; a context manager.
+
+  The first signal asks the loop to save and stop, the second Ctrl-C stops at
+  once. With many processes all of them stop after the same step, whichever got
+  the signal (jax.distributed tells the others, and listens for SIGTERM itself).
+  """
+
+  def __init__(self):
+    self.signal = None
+    self._previous = {}
+
+  def __enter__(self):
+    handled = [signal.SIGINT]
+    if jax.process_count() == 1:
+      handled.append(signal.SIGTERM)
+    for number in handled:
+      self._previous[number] = signal.signal(number, self._handle)
+    return self
+
+  def __exit__(self, *_):
+    for number, previous in self._previous.items():
+      signal.signal(number, previous)
+
+  def _handle(self, number, _):
+    if self.signal == signal.SIGINT == number:
+      raise KeyboardInterrupt
+    self.signal = number
+    if jax.process_count() > 1:
+      os.kill(os.getpid(), signal.SIGTERM)
+
+  def after(self, step: int) -> bool:
+    """Tells whether to stop after this step; all processes must ask."""
+    if jax.process_count() == 1:
+      return self.signal is not None
+    stop = multihost_utils.reached_preemption_sync_point(step)
+    if stop and self.signal is None:
+      self.signal = signal.SIGTERM
+    return stop
+
+  def now(self) -> bool:
+    """Tells whether to break off work between steps, an evaluation say.
+
+    Always False with many processes, which may only stop after a step.
+    """
+    return jax.process_count() == 1 and self.signal is not None

@@ -1,0 +1,81 @@
+"""Classification: a Vision Transformer, a cross-entropy, top-1 accuracy."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax import losses
+from vit_jax import models
+from vit_jax import preprocess
+from vit_jax.tasks.evaluators import classification
+
+
+class Task(NamedTuple):
+  """What the training loop knows of an objective.
+
+  Attributes:
+    init: (random key) -> parameters.
+    loss: (parameters, batch, random key for dropout) -> scalar, the mean over
+      the batch.
+    evaluators: (mesh, source, split name) -> list of objects whose
+      `run(parameters, stop)` returns a dict of numbers.
+    predict: (parameters, images) -> logits [B, classes].
+  """
+
+  init: Callable
+  loss: Callable
+  evaluators: Callable
+  predict: Callable
+
+
+def make(config, class_names: Sequence[str]) -> Task:
+  """Returns the task of a config.
+
+  Args:
+    config: reads `model`, `loss`, `label_smoothing`, `pp`, `batch_eval`.
+    class_names: the classes of the training data.
+
+  Raises:
+    ValueError: on an unknown loss or unknown fields of the model.
+  """
+  model = models.make_model(config.model, num_classes=len(class_names))
+  train_loss = losses.get_loss(config.loss, config.label_smoothing)
+  eval_loss = losses.get_loss(config.loss)
+  height, width = preprocess.crop_size(config.pp)
+
+  def init(rng):
+    images = jnp.zeros((1, height, width, config.pp.channels))
+    return model.init(rng, images, train=False)['params']
+
+  def loss(params, batch, rng):
+    logits = model.apply(
+      {'params': params}, batch['image'], train=True, rngs={'dropout': rng}
+    )
+    return train_loss(logits, batch['label']).mean()
+
+  def predict(params, images):
+    return model.apply({'params': params}, images, train=False)
+
+  def evaluators(mesh, source, split='test'):
+    return [
+      classification.Evaluator(
+        config, mesh, source, predict, eval_loss, suffix=f'_{split}'
+      )
+    ]
+
+  # Traces the model, which finds what does not fit before anything is compiled.
+  shape = jax.eval_shape(
+    lambda: predict(
+      init(jax.random.key(0)),
+      jnp.zeros((1, height, width, config.pp.channels)),
+    )
+  ).shape
+  if len(shape) != 2:
+    raise ValueError(
+      f"classifier='{config.model.classifier}' gives logits {shape}, not one row "
+      "an image: to train a classifier use 'token' or 'gap' "
+      '(config.model.classifier)'
+    )
+  return Task(init, loss, evaluators, predict)

@@ -1,0 +1,294 @@
+"""The training loop, the only one: whatever the task, on any mesh.
+
+  python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
+"""
+
+from collections.abc import Callable
+import contextlib
+import importlib
+import math
+import time
+
+from clu import periodic_actions
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+
+from vit_jax import input_pipeline
+from vit_jax import metrics as metrics_lib
+from vit_jax import optim
+from vit_jax import progress as progress_lib
+from vit_jax import resolve
+from vit_jax import sharding
+from vit_jax import sources
+from vit_jax import state as state_lib
+from vit_jax import workdir as workdir_lib
+
+say = progress_lib.say
+
+
+class Interrupted(Exception):
+  """A signal stopped the run, after a checkpoint was saved.
+
+  Attributes:
+    step: the step of the checkpoint.
+    signal: number of the signal.
+  """
+
+  def __init__(self, step: int, signal: int):
+    super().__init__(
+      f'Stopped at step {step}, which is saved. The same command goes on there.'
+    )
+    self.step = step
+    self.signal = signal
+
+
+def make_task(config, class_names):
+  """Returns the task that `config.task` names (see vit_jax.tasks.classify)."""
+  module = importlib.import_module(f'vit_jax.tasks.{config.task}')
+  return module.make(config, class_names)
+
+
+def make_update_fn(
+  loss_fn: Callable, tx, schedule: optax.Schedule, seed: int, accum_steps: int
+) -> Callable:
+  """Returns one update: (state, batch) -> (state, metrics).
+
+  Args:
+    loss_fn: (parameters, batch, random key) -> scalar, the mean over the batch.
+    tx: the optimiser.
+    schedule: learning rate by step.
+    seed: seed of the run; dropout's noise follows from (seed, step), and with
+      accumulation from the number of the micro-batch too.
+    accum_steps: number of micro-batches that a batch is computed in.
+  """
+
+  def gradients(params, batch, rng):
+    return jax.value_and_grad(loss_fn)(params, batch, rng)
+
+  def accumulated(params, batch, rng):
+    # Row r goes to micro-batch r mod accum_steps: so each of them lies on all
+    # devices, and no row moves to another device.
+    micro_batches = jax.tree.map(
+      lambda x: x.reshape(-1, accum_steps, *x.shape[1:]).swapaxes(0, 1), batch
+    )
+
+    def add(total, numbered):
+      number, rows = numbered
+      rows = jax.tree.map(sharding.constrain_batch, rows)
+      result = gradients(params, rows, jax.random.fold_in(rng, number))
+      return jax.tree.map(jnp.add, total, result), None
+
+    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    total, _ = jax.lax.scan(
+      add, zeros, (jnp.arange(accum_steps), micro_batches)
+    )
+    return jax.tree.map(lambda x: x / accum_steps, total)
+
+  def update(state, batch):
+    rng = jax.random.fold_in(jax.random.key(seed), state.step)
+    compute = accumulated if accum_steps > 1 else gradients
+    loss, grads = compute(state.params, batch, rng)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = {
+      'train_loss': loss,
+      'grad_norm': optax.global_norm(grads),
+      'lr': schedule(state.step),
+    }
+    return state_lib.TrainState(state.step + 1, params, opt_state), metrics
+
+  return update
+
+
+def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
+  """Trains to the end of the config, from the newest checkpoint if there is one.
+
+  Args:
+    config: see vit_jax/configs/common.py.
+    workdir: folder for checkpoints, metrics and config; gs:// works too.
+
+  Returns:
+    The TrainState at the end, and the metrics of the last evaluation.
+
+  Raises:
+    ValueError, FileNotFoundError: if config, data, mesh or workdir are not
+      right; before anything is compiled or written.
+    FloatingPointError: if the loss is no longer a finite number.
+    OSError: if a checkpoint cannot be written.
+    Interrupted: after a signal, once all is saved.
+  """
+  began = time.perf_counter()
+
+  # Config, mesh, data.
+  resolve.check(config)
+  mesh = sharding.make_mesh(config.mesh)
+  resolve.check_batch(config, sharding.batch_shards(mesh))
+  train = sources.open_split(config, config.pp.train)
+  test = sources.open_split(config, config.pp.test, train.class_names)
+  config = resolve.resolve_steps(config, train.num_examples)
+  total_steps = config.total_steps
+
+  # Task, optimiser, and the state's shapes and shardings.
+  task = make_task(config, train.class_names)
+  schedule = optim.create_learning_rate_schedule(
+    total_steps, config.base_lr, config.decay_type, config.warmup_steps
+  )
+  tx = optim.get_optimizer(config, schedule)
+  create_state, abstract = state_lib.abstract_state(
+    task.init, tx, jax.random.key(config.seed), mesh, config.sharding_rules
+  )
+
+  # The workdir, which is written from here on. The state comes from the newest
+  # complete checkpoint, or is random where there is none.
+  workdir_lib.check(workdir, config)
+  workdir_lib.create(workdir, config, train.class_names)
+  checkpoints = state_lib.Checkpoints(
+    workdir, config.keep_checkpoints, config.best_metric
+  )
+  _describe(config, abstract, train, test, mesh)
+  state, step = checkpoints.restore(abstract)
+  if step:
+    say(f'Going on from the checkpoint of step {step}.')
+  else:
+    state = create_state()
+
+  update_fn = jax.jit(
+    make_update_fn(task.loss, tx, schedule, config.seed, config.accum_steps),
+    donate_argnums=0,
+    out_shardings=(jax.tree.map(lambda x: x.sharding, abstract), None),
+  )
+  evaluators = task.evaluators(mesh, test)
+  batches = input_pipeline.train_batches(config, train, mesh, step)
+  log = metrics_lib.MetricsLog(workdir, step)
+  progress = progress_lib.Progress(step, total_steps, config.batch)
+  profile = periodic_actions.Profile(
+    logdir=str(workdir),
+    num_profile_steps=config.profile_steps,
+    first_profile=step + 10,
+  )
+  unseen = []  # Metrics of steps whose loss nobody has looked at.
+
+  def due(every):
+    return step == total_steps or (every > 0 and step % every == 0)
+
+  def look():
+    """Fetches the metrics of the last steps; stops the run if one is not finite."""
+    fetched = jax.device_get(unseen)
+    for i, metrics in enumerate(fetched):
+      if not math.isfinite(metrics['train_loss'] + metrics['grad_norm']):
+        checkpoints.wait()
+        saved = checkpoints.steps()
+        raise FloatingPointError(
+          f'loss {metrics["train_loss"]} with gradient norm '
+          f'{metrics["grad_norm"]} at step {step - len(fetched) + i + 1}: not '
+          'finite. Lower --config.base_lr, warm up longer or clip the gradient. '
+          f'Last good checkpoint: {f"step {saved[-1]}" if saved else "none"} in '
+          f"'{checkpoints.directory}'"
+        )
+    unseen.clear()
+    return fetched[-1] if fetched else None
+
+  def evaluate(stop):
+    """Evaluates and logs; returns None if a signal broke it off."""
+    averaged = optim.get_ema(state.opt_state)
+    params = state.params if averaged is None else averaged
+    metrics = {}
+    with progress.pause():
+      for evaluator in evaluators:
+        result = evaluator.run(params, stop.now)
+        if result is None:
+          return None
+        metrics.update(result)
+    log.write(step, metrics)
+    say(f'step {step}/{total_steps}  ' + _format(metrics))
+    return metrics
+
+  with (
+    jax.set_mesh(mesh),
+    contextlib.closing(log),
+    contextlib.closing(progress),
+    state_lib.StopRequest() as stop,
+  ):
+    done = metrics_lib.find(workdir, step, config.best_metric)
+    if step and due(config.eval_every) and not done:
+      done = evaluate(stop)  # A signal had come before it was done.
+    if step == total_steps and done:
+      say('This run is finished.')
+    first = step
+    while step < total_steps:
+      batch = next(batches)
+      if step == first:
+        say('Compiling ...')
+        compiling = time.perf_counter()
+      state, metrics = update_fn(state, batch)
+      step += 1
+      unseen.append(metrics)
+      if step == first + 1:
+        look()
+        seconds = time.perf_counter() - compiling
+        say(f'Compiled in {progress_lib.duration(seconds)}.')
+        progress.start(step)
+      progress.update(step)
+      profile(step) if config.profile_steps else None
+
+      if due(config.progress_every) and unseen:
+        metrics = look()
+        rate = progress.rate(step)
+        log.write(step, {**metrics, 'img_sec_core_train': rate / mesh.size})
+        progress.show(step, metrics['train_loss'], rate)
+
+      done = None
+      if due(config.eval_every):
+        done = evaluate(stop)
+
+      stopping = stop.after(step)
+      if stopping or due(config.checkpoint_every):
+        with progress.pause():
+          look()  # What is saved is good.
+          checkpoints.save(step, state, done)
+      if stopping:
+        checkpoints.close()
+        raise Interrupted(step, stop.signal)
+
+  checkpoints.close()
+  _summarise(workdir, done, time.perf_counter() - began)
+  return state, done
+
+
+def _describe(config, abstract, train, test, mesh):
+  """Says what is about to run."""
+  count = sum(x.size for x in jax.tree.leaves(abstract.params))
+  epochs = config.total_steps * config.batch / train.num_examples
+  say(
+    f'{config.model.get("model_name") or "model"}, {count:,} parameters, on '
+    f'{mesh.size} {mesh.devices.flat[0].platform} device(s)'
+    f' in {jax.process_count()} process(es), mesh {dict(mesh.shape)}.\n'
+    f'{config.dataset}: {train.num_examples:,} examples to train on, '
+    f'{test.num_examples:,} to test on, {len(train.class_names):,} classes.\n'
+    f'{config.total_steps:,} steps of {config.batch:,} images: {epochs:,.1f} '
+    'epochs.'
+  )
+
+
+def _format(metrics):
+  """Writes accuracies in percent, for people."""
+  return ', '.join(
+    f'{name} {100 * value:.2f} %' if 'accuracy' in name else
+    f'{name} {value:,.4g}'
+    for name, value in metrics.items()
+  )
+
+
+def _summarise(workdir, metrics, seconds):
+  """Says how it ended, where everything lies and what to do next."""
+  metrics = {k: v for k, v in metrics.items() if k != 'step'}
+  say(
+    f'\nDone in {progress_lib.duration(seconds)}: {_format(metrics)}.\n'
+    f'  checkpoints  {workdir}/checkpoints\n'
+    f'  metrics      {workdir}/metrics.jsonl\n'
+    f'  TensorBoard  tensorboard --logdir={workdir}\n'
+    'Next, the classes of an image:\n'
+    f'  python -m vit_jax.predict --workdir={workdir} IMAGE.png'
+  )
