@@ -18,6 +18,11 @@ SPLITS = {
 }
 
 
+def _any(value):
+  """Makes a key whose value may be of any type, an int or a pair for one."""
+  return ml_collections.FieldReference(value, field_type=object)
+
+
 def get_config() -> ml_collections.ConfigDict:
   """Returns the defaults: every key that exists, but for the model's size."""
   config = ml_collections.ConfigDict()
@@ -57,7 +62,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.pp.test = 'test'
   # Size of the images that the model sees, in pixels: an int, or (height,
   # width).
-  config.pp.crop = 224
+  config.pp.crop = _any(224)
   # Evaluation: None squeezes the image to `crop`; a number makes the short side
   # that long and cuts `crop` out of the middle.
   config.pp.resize = placeholder(int)
@@ -65,7 +70,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.pp.channels = 3
   # Training: smallest and largest share of the image's area, and of its width
   # to height, that a random crop has. None for `crop_area` squeezes the image.
-  config.pp.crop_area = (0.05, 1.0)
+  config.pp.crop_area = _any((0.05, 1.0))
   config.pp.crop_ratio = (3 / 4, 4 / 3)
   # Training: mirrors every other image.
   config.pp.flip = True
@@ -111,8 +116,8 @@ def get_config() -> ml_collections.ConfigDict:
 
   # --- Devices ---
   # Size of each axis of the mesh; -1 is the rest. All axes but 'model' split
-  # the batch.
-  config.mesh = ml_collections.ConfigDict({'data': -1})
+  # the batch; others are added with --config.mesh="{'data': -1, 'fsdp': 4}".
+  config.mesh = ml_collections.ConfigDict({'data': -1, 'model': 1})
   # Ordered (regex, spec) pairs: how parameters and the optimiser's state are
   # split over the mesh. See vit_jax/sharding.py.
   config.sharding_rules = ()

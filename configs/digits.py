@@ -1,6 +1,6 @@
 """Trains a small ViT from scratch on scikit-learn's digits, without a download.
 
-  python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
+python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
 """
 
 from vit_jax.configs import common

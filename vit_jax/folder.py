@@ -91,7 +91,11 @@ def list_split(
     keep = [i for i, path in enumerate(paths) if path not in skipped]
     logging.warning(
       'Skipped %d of %d images of %s/%s that cannot be read, the first: %s',
-      len(bad), len(paths), root, split, ': '.join(bad[0]),
+      len(bad),
+      len(paths),
+      root,
+      split,
+      ': '.join(bad[0]),
     )
     if not keep:
       raise ValueError(f"no image of split '{split}' of '{root}' can be read")
@@ -132,7 +136,9 @@ def _list_classes(root, split):
   if ignored:
     logging.warning(
       'Ignored %d files of %s that are no images, the first: %s',
-      len(ignored), top, ignored[0],
+      len(ignored),
+      top,
+      ignored[0],
     )
   found.sort(key=lambda pair: _hash(pair[0][len(top) :]))
   return found, tuple(names)
@@ -191,7 +197,12 @@ def _find_broken(paths, deep):
     for path, why in zip(
       paths,
       tqdm.tqdm(
-        whys, 'Checking images', len(paths), delay=3, leave=False, unit=' images'
+        whys,
+        'Checking images',
+        len(paths),
+        delay=3,
+        leave=False,
+        unit=' images',
       ),
     ):
       if why:

@@ -127,9 +127,7 @@ def train_dataset(
     records = positions.map(
       lambda i: {
         'position': i,
-        **source.lookup(
-          example_indices(i, source.num_examples, config.seed)
-        ),
+        **source.lookup(example_indices(i, source.num_examples, config.seed)),
       },
     ).unbatch()
   else:
@@ -217,10 +215,12 @@ def _many_hot(label, num_classes):
     'a label is out of range: the data set names '
     f'{num_classes} classes, labels must be 0 to {num_classes - 1}'
   )
-  with tf.control_dependencies([
-    tf.debugging.assert_less(label, tf.cast(num_classes, tf.int64), message),
-    tf.debugging.assert_greater_equal(label, tf.cast(-1, tf.int64), message),
-  ]):
+  with tf.control_dependencies(
+    [
+      tf.debugging.assert_less(label, tf.cast(num_classes, tf.int64), message),
+      tf.debugging.assert_greater_equal(label, tf.cast(-1, tf.int64), message),
+    ]
+  ):
     return tf.reduce_max(tf.one_hot(label, num_classes), axis=0)
 
 

@@ -22,14 +22,15 @@ they find each other; elsewhere add --coordinator=HOST:PORT --num_processes=N
 --process_id=I.
 """
 
+import importlib
 import os
-import sys
-import traceback
 
 from absl import app
 from absl import flags
 from absl import logging
 from ml_collections import config_flags
+
+from vit_jax import cli
 
 _CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'Config file, with its argument after a colon.'
@@ -59,6 +60,8 @@ _PROCESS_ID = flags.DEFINE_integer(
 
 def main(argv):
   """Runs what the flags say; returns the exit status."""
+  if not flags.FLAGS['verbosity'].present:
+    logging.set_verbosity(logging.WARNING)
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}: flags begin with --')
   if not _WORKDIR.value:
@@ -69,11 +72,12 @@ def main(argv):
     )
   _initialize_distributed()
   # Imported late, so that --help and wrong flags are answered at once.
-  from vit_jax import train  # pylint: disable=g-import-not-at-top
+  from vit_jax import evaluate
+  from vit_jax import train
 
   try:
     if _EVALUATE.value is not None:
-      train.evaluate(_WORKDIR.value, _EVALUATE.value, _DATASET.value)
+      evaluate.evaluate(_WORKDIR.value, _EVALUATE.value, _DATASET.value)
     else:
       train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
   except train.Interrupted as e:
@@ -84,7 +88,7 @@ def main(argv):
 
 def _initialize_distributed():
   """Connects the processes of a run, where there are several."""
-  import jax  # pylint: disable=g-import-not-at-top
+  import jax
 
   given = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   if any(value is not None for value in given):
@@ -100,23 +104,36 @@ def _initialize_distributed():
     logging.info('No cluster detected: a run of one process.')
 
 
-def run(main_function):
-  """Runs a program so that what its user got wrong is said in one line.
+def parse_flags(argv):
+  """Parses the flags; what is wrong with a config raises ValueError.
 
-  An error that this package raises (a wrong flag, a missing folder) is printed
-  without a traceback; any other keeps it.
+  A config file that is not in the current folder is looked for among those that
+  are installed with the package.
   """
+  for i, arg in enumerate(argv):
+    name, equals, value = arg.partition('=')
+    path, colon, argument = value.partition(':')
+    if name.lstrip('-') == 'config' and equals and not os.path.exists(path):
+      installed = os.path.join(
+        importlib.import_module('vit_jax.configs').__path__[0],
+        os.path.basename(path),
+      )
+      if not os.path.exists(installed):
+        known = sorted(os.listdir(os.path.dirname(installed)))
+        raise ValueError(
+          f"config='{path}' does not exist; the package brings "
+          f'{[k for k in known if k.endswith(".py") and k[0] != "_"]}'
+        )
+      argv[i] = f'{name}={installed}{colon}{argument}'
   try:
-    app.run(main_function)
-  except (ValueError, FileNotFoundError, FloatingPointError, OSError) as e:
-    last = traceback.extract_tb(e.__traceback__)[-1]
-    folders = (os.path.dirname(__file__), 'configs')
-    if not any(part in last.filename for part in folders):
-      raise
-    logging.debug('The error came from here', exc_info=True)
-    print(f'Error: {e}', file=sys.stderr)
-    sys.exit(1)
+    return app.parse_flags_with_usage(argv)
+  except (AttributeError, KeyError, TypeError) as e:
+    reason = str(e.args[0] if e.args else e).replace('\n', ' ').strip('\'" ')
+    raise ValueError(
+      f'a --config flag does not fit the config: {reason} (the keys and what '
+      'they do are in configs/common.py)'
+    ) from e
 
 
 if __name__ == '__main__':
-  run(main)
+  cli.run(lambda: app.run(main, flags_parser=parse_flags))

@@ -78,16 +78,16 @@ class ResidualUnit(nn.Module):
     out = 4 * self.features
     residual = x
     if x.shape[-1] != out or self.strides != (1, 1):
-      residual = StdConv(out, strides=self.strides, name='conv_proj', **types)(x)
+      residual = StdConv(out, strides=self.strides, name='conv_proj', **types)(
+        x
+      )
       residual = nn.GroupNorm(name='gn_proj', **types)(residual)
     y = StdConv(self.features, name='conv1', **types)(x)
     y = nn.relu(nn.GroupNorm(name='gn1', **types)(y))
     y = StdConv(self.features, (3, 3), self.strides, name='conv2', **types)(y)
     y = nn.relu(nn.GroupNorm(name='gn2', **types)(y))
     y = StdConv(out, name='conv3', **types)(y)
-    y = nn.GroupNorm(
-      name='gn3', scale_init=nn.initializers.zeros, **types
-    )(y)
+    y = nn.GroupNorm(name='gn3', scale_init=nn.initializers.zeros, **types)(y)
     return nn.relu(residual + y)
 
 

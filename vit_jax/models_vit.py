@@ -11,7 +11,7 @@ Shapes in the comments:
 
 Look inside with `model.apply(..., mutable='intermediates')`: every attention
 layer sows `attention_weights` [B, K, N, N], the encoder `tokens` [B, N, D], the
-model `pre_logits` [B, D]. Nothing is stored when nobody asks.
+model `features` [B, D], the pre-logits. Nothing is stored when nobody asks.
 """
 
 from collections.abc import Mapping
@@ -100,9 +100,7 @@ class PatchEmbedding(nn.Module):
     bias = self.param(
       'bias', nn.initializers.zeros, (self.features,), self.param_dtype
     )
-    x, kernel, bias = nn.dtypes.promote_dtype(
-      x, kernel, bias, dtype=self.dtype
-    )
+    x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
     h, w = height // ph, width // pw
     x = x.reshape(b, h, ph, w, pw, c).swapaxes(2, 3)  # [B, h, w, ph, pw, C]
     x = x.reshape(b, h, w, ph * pw * c)
@@ -130,7 +128,10 @@ class AddPositionEmbs(nn.Module):
         f'inputs must be tokens [batch, tokens, width], got {inputs.shape}'
       )
     table = self.param(
-      'pos_embedding', self.posemb_init, (1, *inputs.shape[1:]), self.param_dtype
+      'pos_embedding',
+      self.posemb_init,
+      (1, *inputs.shape[1:]),
+      self.param_dtype,
     )
     inputs, table = nn.dtypes.promote_dtype(inputs, table, dtype=self.dtype)
     return inputs + table  # [B, N, D]
@@ -255,9 +256,9 @@ class Encoder1DBlock(nn.Module):
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
     x = x + inputs
     y = nn.LayerNorm(**types)(x)
-    y = MlpBlock(
-      mlp_dim=self.mlp_dim, dropout_rate=self.dropout_rate, **types
-    )(y, deterministic=deterministic)
+    y = MlpBlock(mlp_dim=self.mlp_dim, dropout_rate=self.dropout_rate, **types)(
+      y, deterministic=deterministic
+    )
     return sharding.constrain_batch(x + y)
 
 
@@ -430,7 +431,7 @@ class VisionTransformer(nn.Module):
       )
     else:
       x = IdentityLayer(name='pre_logits')(x)
-    self.sow('intermediates', 'pre_logits', x)
+    self.sow('intermediates', 'features', x)
     if not self.num_classes:
       return x
     return nn.Dense(

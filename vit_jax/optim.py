@@ -3,7 +3,8 @@
 All of it is optax; this file says which parts, in which order, from a config.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -10,13 +10,13 @@ transparent becomes white, of an animation the first frame is taken.
 """
 
 import io
+import re
 from typing import Any
 
 import numpy as np
 from PIL import Image
 import tensorflow as tf
 
-# Decoded by TensorFlow; everything else goes through Pillow.
 _PNG = b'\x89PNG\r\n\x1a\n'
 
 
@@ -78,19 +78,24 @@ def decode(encoded, channels: int = 3):
   Raises:
     tf.errors.OpError: if it is no image, or only part of one.
   """
-  return tf.cond(
-    tf.io.is_jpeg(encoded),
-    lambda: tf.io.decode_jpeg(
-      encoded, channels=channels, dct_method='INTEGER_FAST'
-    ),
-    lambda: _decode_other(encoded, channels),
-  )
-
-
-def _decode_other(encoded, channels):
-  """Decodes anything but JPEG: png in TensorFlow, the rest with Pillow."""
   image = tf.cond(
+    tf.io.is_jpeg(encoded),
+    lambda: tf.io.decode_jpeg(encoded, channels=3, dct_method='INTEGER_FAST'),
+    lambda: _decode_other(encoded),
+  )
+  return image if channels == 3 else _to_grey(image)
+
+
+def _decode_other(encoded):
+  """Decodes anything but JPEG: common png in TensorFlow, the rest in Pillow."""
+  # Byte 24 of a png is its bit depth; TensorFlow is wrong on less than 8.
+  depth = tf.strings.substr(encoded, 24, 1)
+  fast = tf.logical_and(
     tf.strings.substr(encoded, 0, len(_PNG)) == _PNG,
+    tf.logical_or(depth == b'\x08', depth == b'\x10'),
+  )
+  image = tf.cond(
+    fast,
     lambda: tf.io.decode_png(encoded, channels=4),
     lambda: tf.ensure_shape(
       tf.numpy_function(_pillow_rgba, [encoded], tf.uint8, stateful=False),
@@ -100,11 +105,19 @@ def _decode_other(encoded, channels):
   alpha = tf.cast(image[..., 3:], tf.int32)
   colour = tf.cast(image[..., :3], tf.int32)
   colour = (colour * alpha + 255 * (255 - alpha) + 127) // 255
-  image = tf.cast(colour, tf.uint8)
-  return tf.image.rgb_to_grayscale(image) if channels == 1 else image
+  return tf.cast(colour, tf.uint8)
 
 
-def _pillow_rgba(encoded: bytes) -> np.ndarray:
+def _to_grey(image):
+  """Turns uint8 RGB into luma (ITU-R 601), grey values into themselves."""
+  weights = tf.constant([19595, 38470, 7471])  # Sum: 2**16.
+  luma = tf.reduce_sum(tf.cast(image, tf.int32) * weights, -1, keepdims=True)
+  return tf.cast((luma + 2**15) // 2**16, tf.uint8)
+
+
+def _pillow_rgba(encoded) -> np.ndarray:
+  if isinstance(encoded, np.ndarray):  # What an eager call gets.
+    encoded = encoded.item()
   with Image.open(io.BytesIO(encoded)) as image:
     return np.asarray(image.convert('RGBA'))
 
@@ -161,16 +174,17 @@ def _decode_random_crop(encoded, seed, pp):
     return tf.io.decode_and_crop_jpeg(
       encoded,
       tf.concat([begin, size], axis=0),
-      channels=pp.channels,
+      channels=3,
       dct_method='INTEGER_FAST',
     )
 
   def other():
-    image = _decode_other(encoded, pp.channels)
+    image = _decode_other(encoded)
     begin, size = box(tf.shape(image))
     return tf.slice(image, [*tf.unstack(begin), 0], [*tf.unstack(size), -1])
 
-  return tf.cond(tf.io.is_jpeg(encoded), jpeg, other)
+  image = tf.cond(tf.io.is_jpeg(encoded), jpeg, other)
+  return image if pp.channels == 3 else _to_grey(image)
 
 
 def _random_rotation(image, seed, degrees):
@@ -263,4 +277,6 @@ def load_image(image: Any, pp) -> np.ndarray:
 def first_line(error: tf.errors.OpError) -> str:
   """Returns what TensorFlow's error says, without its wrapping."""
   line = error.message.strip().splitlines()[0]
-  return line.removeprefix('{{function_node ').split('}} ')[-1][:200]
+  line = re.sub(r'^\{\{function_node .*?\}\} ', '', line)
+  line = re.sub(r'^Error in user-defined function .*? iterator: \S+: ', '', line)
+  return line[:200]

@@ -16,7 +16,7 @@ def say(text: str):
 
 def duration(seconds: float) -> str:
   """Formats seconds as people read them: '48s', '3m 05s', '2h 07m', '3d 04h'."""
-  seconds = int(round(seconds))
+  seconds = round(seconds)
   if seconds < 60:
     return f'{seconds}s'
   if seconds < 3600:
@@ -24,6 +24,16 @@ def duration(seconds: float) -> str:
   if seconds < 86400:
     return f'{seconds // 3600}h {seconds % 3600 // 60:02}m'
   return f'{seconds // 86400}d {seconds % 86400 // 3600:02}h'
+
+
+def format_metrics(metrics: dict) -> str:
+  """Writes numbers for people: accuracies in percent, the rest short."""
+  return ', '.join(
+    f'{name} {100 * value:.2f} %'
+    if 'accuracy' in name
+    else f'{name} {value:,.4g}'
+    for name, value in metrics.items()
+  )
 
 
 class Progress:

@@ -52,8 +52,10 @@ def _check_keys(config, known, prefix=''):
   for key, value in config.items():
     if key not in known:
       near = difflib.get_close_matches(key, list(known), n=1)
-      hint = f"did you mean '{prefix}{near[0]}'?" if near else (
-        f'known are {", ".join(sorted(known))}'
+      hint = (
+        f"did you mean '{prefix}{near[0]}'?"
+        if near
+        else (f'known are {", ".join(sorted(known))}')
       )
       raise ValueError(f"config has no key '{prefix}{key}': {hint}")
     nested = isinstance(value, ml_collections.ConfigDict)
@@ -103,12 +105,14 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
     )
   for name in ('total', 'warmup'):
     steps, epochs = config[f'{name}_steps'], config[f'{name}_epochs']
-    if steps is not None and steps < 0 or epochs is not None and epochs < 0:
+    if (steps is not None and steps < 0) or (epochs is not None and epochs < 0):
       raise ValueError(
         f'{name}_steps={steps}, {name}_epochs={epochs}: must be at least 0'
       )
     if steps is None:
-      config[f'{name}_steps'] = round((epochs or 0) * num_examples / config.batch)
+      config[f'{name}_steps'] = round(
+        (epochs or 0) * num_examples / config.batch
+      )
   if not config.total_steps:
     raise ValueError(
       f'total_epochs={config.total_epochs} of {num_examples} examples are less '

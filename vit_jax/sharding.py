@@ -10,7 +10,8 @@ where the first rule found in the path decides and what no rule matches is
 replicated.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence
 import math
 import re
 from typing import Any

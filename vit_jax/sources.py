@@ -10,6 +10,8 @@ both as TensorFlow graphs; labels are padded with -1 to L per example. Only
 """
 
 from collections.abc import Sequence
+import contextlib
+import io
 
 from absl import logging
 import jax
@@ -134,7 +136,9 @@ class StreamSource:
       seed: seed of the order.
     """
     train = shuffle_buffer > 0
-    split = tfds.even_splits(self._split, shards)[shard] if train else self._split
+    split = (
+      tfds.even_splits(self._split, shards)[shard] if train else self._split
+    )
     data = self._builder.as_dataset(
       split=split,
       shuffle_files=train,
@@ -225,16 +229,20 @@ def get_builder(config):
   is_first = jax.process_index() == 0
   if not is_first:
     multihost_utils.sync_global_devices('tfds_prepare')
+  # What ships with this package is made in a moment, and needs no announcement.
+  quiet = contextlib.nullcontext()
+  if own:
+    tfds.disable_progress_bar()
+    quiet = contextlib.redirect_stdout(io.StringIO())
   try:
-    if own:
-      tfds.disable_progress_bar()
     # This format gives random access, hence a shuffle of the whole data set.
     builder = tfds.builder(name, data_dir=data_dir, file_format='array_record')
-    builder.download_and_prepare(
-      download_config=tfds.download.DownloadConfig(
-        manual_dir=config.tfds_manual_dir
+    with quiet:
+      builder.download_and_prepare(
+        download_config=tfds.download.DownloadConfig(
+          manual_dir=config.tfds_manual_dir
+        )
       )
-    )
   except Exception as e:
     raise ValueError(
       f"data set '{name}' is not in {builder.data_dir} and could not be "
@@ -269,7 +277,8 @@ def _open_tfds(config, split):
       "'%s' is stored as tfrecord files: it is streamed, through a shuffle "
       'buffer, and a resumed run reads again what came before. Prepared anew '
       "with file_format='array_record' it is shuffled as a whole and resumes "
-      'at once.', config.dataset,
+      'at once.',
+      config.dataset,
     )
     return StreamSource(builder, split, class_names, image_key, label_key)
   records = list(

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from vit_jax import optim
 from vit_jax import sharding
 
 
@@ -34,6 +35,12 @@ class TrainState:
   step: jax.Array
   params: Any
   opt_state: Any
+
+
+def best_params(state: TrainState):
+  """Returns the weights to evaluate: their average where one is kept."""
+  averaged = optim.get_ema(state.opt_state)
+  return state.params if averaged is None else averaged
 
 
 def abstract_state(init: Callable, tx, rng, mesh, rules):
@@ -86,13 +93,16 @@ class Checkpoints:
     best_metric: str | None = None,
     read_only: bool = False,
   ):
+    self._read_only = read_only
     self.directory = epath.Path(workdir) / 'checkpoints'
     sign = -1 if best_metric and 'loss' in best_metric else 1
     policies = [checkpoint_managers.LatestN(max(1, keep))]
     if best_metric:
       policies.append(
         checkpoint_managers.BestN(
-          get_metric_fn=lambda m: sign * m.get(best_metric, -sign * float('inf')),
+          get_metric_fn=lambda m: (
+            sign * m.get(best_metric, -sign * float('inf'))
+          ),
           n=1,
           keep_checkpoints_without_metrics=False,
         )
@@ -100,11 +110,12 @@ class Checkpoints:
     options = ocp.CheckpointManagerOptions(
       preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
       cleanup_tmp_directories=not read_only,
-      read_only=read_only,
       create=not read_only,
     )
     self._manager = ocp.CheckpointManager(
-      self.directory, options=options, item_handlers=ocp.StandardCheckpointHandler()
+      self.directory,
+      options=options,
+      item_handlers=ocp.StandardCheckpointHandler(),
     )
 
   def steps(self) -> list[int]:
@@ -168,10 +179,13 @@ class Checkpoints:
         failures.append((candidate, reason))
         logging.warning(
           'Checkpoint %s/%d cannot be restored (it is damaged or of another '
-          'run): %s', self.directory, candidate, reason,
+          'run): %s',
+          self.directory,
+          candidate,
+          reason,
         )
         continue
-      for bad, _ in failures:
+      for bad, _ in failures if not self._read_only else []:
         self._move_aside(bad)
       if failures:
         logging.warning('Restored the older checkpoint of step %d', candidate)

@@ -1,6 +1,6 @@
 """The training loop, the only one: whatever the task, on any mesh.
 
-  python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
+python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
 """
 
 from collections.abc import Callable
@@ -8,6 +8,8 @@ import contextlib
 import importlib
 import math
 import time
+from typing import Any
+from typing import NamedTuple
 
 from clu import periodic_actions
 import jax
@@ -28,6 +30,22 @@ from vit_jax import workdir as workdir_lib
 say = progress_lib.say
 
 
+class Program(NamedTuple):
+  """All that follows from a config and the classes, before any data is read.
+
+  Attributes:
+    task: the objective.
+    update: (state, batch) -> (state, metrics), to be compiled.
+    create_state: () -> the initial TrainState.
+    abstract: its shapes, types and shardings.
+  """
+
+  task: Any
+  update: Callable
+  create_state: Callable
+  abstract: state_lib.TrainState
+
+
 class Interrupted(Exception):
   """A signal stopped the run, after a checkpoint was saved.
 
@@ -44,10 +62,32 @@ class Interrupted(Exception):
     self.signal = signal
 
 
-def make_task(config, class_names):
-  """Returns the task that `config.task` names (see vit_jax.tasks.classify)."""
-  module = importlib.import_module(f'vit_jax.tasks.{config.task}')
-  return module.make(config, class_names)
+def make_program(config, class_names, mesh) -> Program:
+  """Builds task, optimiser and update of a config; computes nothing.
+
+  Args:
+    config: with `total_steps` and `warmup_steps` as numbers.
+    class_names: the classes of the training data.
+    mesh: the mesh.
+
+  Raises:
+    ValueError: if model, loss, optimiser, schedule or sharding rules are not
+      right.
+  """
+  task = importlib.import_module(f'vit_jax.tasks.{config.task}').make(
+    config, class_names
+  )
+  schedule = optim.create_learning_rate_schedule(
+    config.total_steps, config.base_lr, config.decay_type, config.warmup_steps
+  )
+  tx = optim.get_optimizer(config, schedule)
+  create_state, abstract = state_lib.abstract_state(
+    task.init, tx, jax.random.key(config.seed), mesh, config.sharding_rules
+  )
+  update = make_update_fn(
+    task.loss, tx, schedule, config.seed, config.accum_steps
+  )
+  return Program(task, update, create_state, abstract)
 
 
 def make_update_fn(
@@ -131,14 +171,8 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   total_steps = config.total_steps
 
   # Task, optimiser, and the state's shapes and shardings.
-  task = make_task(config, train.class_names)
-  schedule = optim.create_learning_rate_schedule(
-    total_steps, config.base_lr, config.decay_type, config.warmup_steps
-  )
-  tx = optim.get_optimizer(config, schedule)
-  create_state, abstract = state_lib.abstract_state(
-    task.init, tx, jax.random.key(config.seed), mesh, config.sharding_rules
-  )
+  program = make_program(config, train.class_names, mesh)
+  abstract = program.abstract
 
   # The workdir, which is written from here on. The state comes from the newest
   # complete checkpoint, or is random where there is none.
@@ -152,14 +186,14 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   if step:
     say(f'Going on from the checkpoint of step {step}.')
   else:
-    state = create_state()
+    state = program.create_state()
 
   update_fn = jax.jit(
-    make_update_fn(task.loss, tx, schedule, config.seed, config.accum_steps),
+    program.update,
     donate_argnums=0,
     out_shardings=(jax.tree.map(lambda x: x.sharding, abstract), None),
   )
-  evaluators = task.evaluators(mesh, test)
+  evaluators = program.task.evaluators(mesh, test)
   batches = input_pipeline.train_batches(config, train, mesh, step)
   log = metrics_lib.MetricsLog(workdir, step)
   progress = progress_lib.Progress(step, total_steps, config.batch)
@@ -192,8 +226,7 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
 
   def evaluate(stop):
     """Evaluates and logs; returns None if a signal broke it off."""
-    averaged = optim.get_ema(state.opt_state)
-    params = state.params if averaged is None else averaged
+    params = state_lib.best_params(state)
     metrics = {}
     with progress.pause():
       for evaluator in evaluators:
@@ -202,7 +235,7 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
           return None
         metrics.update(result)
     log.write(step, metrics)
-    say(f'step {step}/{total_steps}  ' + _format(metrics))
+    say(f'step {step}/{total_steps}  ' + progress_lib.format_metrics(metrics))
     return metrics
 
   with (
@@ -272,20 +305,11 @@ def _describe(config, abstract, train, test, mesh):
   )
 
 
-def _format(metrics):
-  """Writes accuracies in percent, for people."""
-  return ', '.join(
-    f'{name} {100 * value:.2f} %' if 'accuracy' in name else
-    f'{name} {value:,.4g}'
-    for name, value in metrics.items()
-  )
-
-
 def _summarise(workdir, metrics, seconds):
   """Says how it ended, where everything lies and what to do next."""
   metrics = {k: v for k, v in metrics.items() if k != 'step'}
   say(
-    f'\nDone in {progress_lib.duration(seconds)}: {_format(metrics)}.\n'
+    f'\nDone in {progress_lib.duration(seconds)}: {progress_lib.format_metrics(metrics)}.\n'
     f'  checkpoints  {workdir}/checkpoints\n'
     f'  metrics      {workdir}/metrics.jsonl\n'
     f'  TensorBoard  tensorboard --logdir={workdir}\n'

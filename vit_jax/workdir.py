@@ -1,8 +1,8 @@
 """The files of a run beside its checkpoints: config, class names, versions.
 
-  config.json        the resolved config
-  class_names.json   the names of the classes, in the order of the logits
-  versions.json      versions of Python and of the packages that matter
+config.json        the resolved config
+class_names.json   the names of the classes, in the order of the logits
+versions.json      versions of Python and of the packages that matter
 """
 
 import importlib.metadata

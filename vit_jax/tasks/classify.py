@@ -1,6 +1,7 @@
 """Classification: a Vision Transformer, a cross-entropy, top-1 accuracy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax

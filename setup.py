@@ -1,0 +1,59 @@
+"""Installs vit_jax; `pip install -e '.[test]'` for work on it."""
+
+import pathlib
+
+import setuptools
+
+# PyPI has a small TensorFlow without CUDA for these machines only. It reads and
+# augments images here; nothing of the models runs in it.
+_SMALL = "platform_system == 'Linux' and platform_machine == 'x86_64'"
+
+setuptools.setup(
+  name='vit_jax',
+  version='0.1.0',
+  description='The Vision Transformer in JAX and Flax: train, transfer, look in',
+  long_description=pathlib.Path(__file__).with_name('README.md').read_text(),
+  long_description_content_type='text/markdown',
+  license='Apache-2.0',
+  license_files=['LICENSE'],
+  python_requires='>=3.11',
+  packages=[
+    'vit_jax',
+    'vit_jax.configs',
+    'vit_jax.datasets',
+    'vit_jax.tasks',
+    'vit_jax.tasks.evaluators',
+  ],
+  # The config files lie in the top-level folder. find_packages would not see
+  # them, and a wheel would silently lack them.
+  package_dir={'vit_jax.configs': 'configs'},
+  install_requires=[
+    'absl-py',
+    'array-record',
+    'clu',
+    'etils[epath]',
+    'flax',
+    'importlib_resources',  # Imported by tensorflow-datasets, not declared.
+    'jax>=0.6',
+    'ml-collections',
+    'numpy',
+    'optax',
+    'orbax-checkpoint',
+    'Pillow',
+    'scikit-learn',
+    'tensorboard',  # Imported by clu.metric_writers, not declared.
+    f'tensorflow-cpu; {_SMALL}',
+    f'tensorflow; not ({_SMALL})',
+    'tensorflow-datasets',
+    'tqdm',
+  ],
+  extras_require={
+    'test': ['pytest', 'pytest-xdist', 'ruff', 'scipy'],
+    'tpu': ['jax[tpu]'],
+    'cuda': ['jax[cuda12]'],
+  },
+  classifiers=[
+    'Programming Language :: Python :: 3',
+    'Topic :: Scientific/Engineering :: Artificial Intelligence',
+  ],
+)

@@ -1,0 +1,87 @@
+"""Eight simulated devices for every test, and the fixtures that tests share."""
+
+import os
+
+# Before jax is imported.
+os.environ['XLA_FLAGS'] = ' '.join(
+  [
+    os.environ.get('XLA_FLAGS', ''),
+    '--xla_force_host_platform_device_count=8',
+  ]
+)
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
+
+import jax
+import numpy as np
+from PIL import Image
+import pytest
+
+from vit_jax.configs import common
+from vit_jax.configs import models
+
+# Bit-exact tests below compare runs on the same backend.
+jax.config.update('jax_platforms', 'cpu')
+
+
+def make_folder(root, counts, splits=('train', 'test'), size=(24, 20)):
+  """Writes a folder of images; each class has its colour, and some noise.
+
+  Args:
+    root: pathlib.Path of the folder.
+    counts: images per class, by split.
+    splits: names of the splits.
+    size: (height, width) of the images.
+
+  Returns:
+    root.
+  """
+  rng = np.random.RandomState(0)
+  endings = ('jpg', 'PNG', 'jpeg', 'webp', 'bmp')
+  colours = {'ant': (200, 40, 40), 'bee': (40, 200, 40), 'cow': (40, 40, 200)}
+  for split, count in zip(splits, counts, strict=True):
+    for name, colour in colours.items():
+      folder = root / split / name
+      folder.mkdir(parents=True)
+      for i in range(count):
+        noise = rng.randint(-30, 30, (*size, 3))
+        pixels = np.clip(np.array(colour) + noise, 0, 255).astype(np.uint8)
+        ending = endings[i % len(endings)]
+        Image.fromarray(pixels).save(folder / f'{name}{i}.{ending}')
+  return root
+
+
+@pytest.fixture(scope='session')
+def image_folder(tmp_path_factory):
+  """A folder of 3 classes, 11 training and 3 test images each; read only."""
+  return make_folder(tmp_path_factory.mktemp('images'), (11, 3))
+
+
+@pytest.fixture(scope='session')
+def data_dir(tmp_path_factory):
+  """Where TFDS keeps the data sets of this test session."""
+  return str(tmp_path_factory.mktemp('tfds'))
+
+
+@pytest.fixture
+def tiny_config(data_dir):
+  """A config on the digits that trains in seconds; to be changed at will."""
+  config = common.set_dataset(common.get_config(), 'digits')
+  config.tfds_data_dir = data_dir
+  config.pp.update(crop=8, channels=1, flip=False)
+  config.pp.crop_area = (0.5, 1.0)
+  config.model = models.get_config('testing')
+  config.model.patches.size = (4, 4)
+  config.update(
+    batch=16,
+    batch_eval=104,
+    total_steps=6,
+    warmup_steps=1,
+    optimizer='adam',
+    base_lr=1e-3,
+    eval_every=3,
+    checkpoint_every=3,
+    progress_every=2,
+  )
+  return config

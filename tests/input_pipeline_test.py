@@ -1,0 +1,351 @@
+"""Tests of the contract "batches are a pure function of (config, step)"."""
+
+import collections
+
+import jax
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from vit_jax import input_pipeline
+from vit_jax import sharding
+from vit_jax import sources
+
+
+def train_batches(config, source, rows=None, start=0, count=3):
+  rows = np.arange(config.batch) if rows is None else rows
+  data = input_pipeline.train_dataset(config, source, rows, start)
+  return list(data.take(count).as_numpy_iterator())
+
+
+def assert_same(a, b):
+  assert a.keys() == b.keys()
+  for key in a:
+    np.testing.assert_array_equal(a[key], b[key])
+
+
+@pytest.fixture
+def digits(tiny_config):
+  return tiny_config, sources.open_split(tiny_config, 'train')
+
+
+def test_the_digits_are_scikit_learns(tiny_config):
+  datasets = pytest.importorskip('sklearn.datasets')
+  seen = collections.Counter()
+  for split, count in (('train', 1437), ('test', 360)):
+    source = sources.open_split(tiny_config, split)
+    assert source.num_examples == count
+    record = source.lookup(tf.range(count, dtype=tf.int64))
+    for image, label in zip(record['image'].numpy(), record['label'].numpy()):
+      pixels = tf.io.decode_png(image).numpy()
+      seen[pixels.tobytes(), int(label[0])] += 1
+  raw = datasets.load_digits()
+  images = (raw.images * (255 / 16)).round().astype(np.uint8)
+  want = collections.Counter(
+    (image.tobytes(), int(label)) for image, label in zip(images, raw.target)
+  )
+  assert seen == want
+
+
+def test_every_epoch_is_another_permutation():
+  order = input_pipeline.example_indices(
+    tf.range(30, dtype=tf.int64), num_examples=10, seed=3
+  ).numpy()
+  epochs = [tuple(order[i : i + 10]) for i in (0, 10, 20)]
+  assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+  assert len(set(epochs)) == 3
+  again = input_pipeline.example_indices(
+    tf.range(7, 23, dtype=tf.int64), num_examples=10, seed=3
+  )
+  np.testing.assert_array_equal(again, order[7:23])
+  other = input_pipeline.example_indices(
+    tf.range(30, dtype=tf.int64), num_examples=10, seed=4
+  )
+  assert (other.numpy() != order).any()
+  one = input_pipeline.example_indices(
+    tf.range(3, dtype=tf.int64), num_examples=1, seed=0
+  )
+  assert one.numpy().tolist() == [0, 0, 0]
+
+
+def test_a_batch_may_be_larger_than_the_data(digits):
+  config, _ = digits
+  source = sources.open_split(config, 'train[:5]')
+  [batch] = train_batches(config, source, count=1)
+  counts = batch['label'].sum(axis=0)
+  assert counts.sum() == 16
+  assert batch['image'].shape == (16, 8, 8, 1)
+
+
+def test_a_resumed_run_sees_the_same_batches(digits):
+  config, source = digits
+  whole = train_batches(config, source, count=95)  # Goes into a second epoch.
+  for start in (1, 50, 90):
+    for got, want in zip(
+      train_batches(config, source, start=start), whole[start:]
+    ):
+      assert_same(got, want)
+
+
+def test_processes_read_their_rows_of_the_same_batch(digits):
+  config, source = digits
+  [whole] = train_batches(config, source, count=1)
+  for rows in (np.arange(8), np.arange(8, 16), np.array([1, 6])):
+    [part] = train_batches(config, source, rows, count=1)
+    assert_same(part, {key: value[rows] for key, value in whole.items()})
+
+
+@pytest.mark.parametrize(
+  'mesh', [{'data': 1}, {'data': 8}, {'data': 2, 'model': 4}]
+)
+def test_batches_do_not_depend_on_the_devices(digits, mesh):
+  config, source = digits
+  mesh = sharding.make_mesh(mesh, jax.devices()[: np.prod(list(mesh.values()))])
+  batches = input_pipeline.train_batches(config, source, mesh, 2)
+  for want in train_batches(config, source, start=2):
+    got = next(batches)
+    assert got['image'].sharding.is_equivalent_to(
+      sharding.batch_sharding(mesh), 4
+    )
+    assert_same(jax.device_get(got), want)
+
+
+def test_the_seed_changes_order_and_augmentation(digits):
+  config, source = digits
+  [a] = train_batches(config, source, count=1)
+  config.seed = 1
+  [b] = train_batches(config, source, count=1)
+  assert (a['image'] != b['image']).any()
+  assert (a['label'] != b['label']).any()
+
+
+@pytest.mark.parametrize(
+  'n, batch', [(360, 104), (360, 360), (9, 16), (17, 16)]
+)
+def test_evaluation_sees_every_example_once(digits, n, batch):
+  config, _ = digits
+  config.batch_eval = batch
+  source = sources.open_split(config, f'test[:{n}]')
+  rows = np.arange(batch)
+  everything = list(
+    input_pipeline.eval_dataset(config, source, rows).as_numpy_iterator()
+  )
+  assert len(everything) == -(-n // batch)
+  masks = np.concatenate([b['mask'] for b in everything])
+  assert masks.tolist() == [1.0] * n + [0.0] * (len(masks) - n)
+  images = np.concatenate([b['image'] for b in everything])[:n]
+  raw = source.lookup(tf.range(n, dtype=tf.int64))['image'].numpy()
+  for got, encoded in zip(images, raw):
+    want = tf.io.decode_png(encoded).numpy() / 127.5 - 1
+    np.testing.assert_allclose(got, want, atol=1e-6)
+  # The halves of two processes make up the whole.
+  halves = [
+    list(input_pipeline.eval_dataset(config, source, r).as_numpy_iterator())
+    for r in (rows[: batch // 2], rows[batch // 2 :])
+  ]
+  for whole, first, second in zip(everything, *halves, strict=True):
+    for key in whole:
+      np.testing.assert_array_equal(
+        whole[key], np.concatenate([first[key], second[key]])
+      )
+
+
+def test_get_datasets(tiny_config):
+  train, test = input_pipeline.get_datasets(tiny_config)
+  batch = next(train.as_numpy_iterator())
+  assert batch['image'].shape == (16, 8, 8, 1)
+  assert batch['label'].shape == (16, 10)
+  assert batch['image'].dtype == batch['label'].dtype == np.float32
+  np.testing.assert_array_equal(batch['label'].sum(axis=1), 1)
+  assert sum(b['mask'].sum() for b in test.as_numpy_iterator()) == 360
+
+
+def test_folders_give_the_same_batches_too(tiny_config, image_folder):
+  config = tiny_config
+  config.dataset = str(image_folder)
+  config.pp.channels = 3
+  source = sources.open_split(config, 'train')
+  whole = train_batches(config, source, count=5)
+  assert_same(train_batches(config, source, start=4, count=1)[0], whole[4])
+  colour = whole[0]['image'].mean(axis=(1, 2)).argmax(axis=1)
+  np.testing.assert_array_equal(colour, whole[0]['label'].argmax(axis=1))
+
+
+def test_an_image_that_breaks_during_the_run_is_named(
+  tiny_config, image_folder, tmp_path
+):
+  import shutil
+
+  config = tiny_config
+  root = shutil.copytree(image_folder, tmp_path / 'images')
+  config.dataset = str(root)
+  config.pp.channels = 3
+  config.broken_images = 'trust'
+  bad = root / 'train' / 'bee' / 'bee5.jpg'
+  bad.write_bytes(bad.read_bytes()[:400])
+  source = sources.open_split(config, 'train')
+  mesh = sharding.make_mesh({'data': -1})
+  with pytest.raises(ValueError, match='bee5.jpg. cannot be decoded'):
+    for _, _ in zip(
+      range(5), input_pipeline.train_batches(config, source, mesh)
+    ):
+      pass
+
+
+# --- TFDS data sets of other kinds ---
+
+
+class Shapes(tfds.core.GeneratorBasedBuilder):
+  """40 grey images; image i is all i. Written as the subclasses say."""
+
+  VERSION = tfds.core.Version('1.0.0')
+  LABEL = tfds.features.ClassLabel(num_classes=4)
+
+  def _info(self):
+    return tfds.core.DatasetInfo(
+      builder=self,
+      features=tfds.features.FeaturesDict(
+        {
+          'image': tfds.features.Image(shape=(None, None, 1)),
+          'label': self.LABEL,
+        }
+      ),
+    )
+
+  def _split_generators(self, dl_manager):
+    return {'train': self._generate_examples()}
+
+  def label(self, i):
+    return i % 4
+
+  def _generate_examples(self):
+    for i in range(40):
+      image = np.full((5, 6, 1), i, np.uint8)
+      yield i, {'image': image, 'label': self.label(i)}
+
+
+class ManyLabels(Shapes):
+  """Image i has labels i mod 4 and, if even, 3."""
+
+  LABEL = tfds.features.Sequence(tfds.features.ClassLabel(num_classes=4))
+
+  def label(self, i):
+    return sorted({i % 4, 3}) if i % 2 == 0 else [i % 4]
+
+
+class Unlabelled(Shapes):
+  """Has a number that is no class."""
+
+  LABEL = np.int64
+
+
+def prepare(cls, data_dir, file_format):
+  builder = cls(data_dir=data_dir, file_format=file_format)
+  builder.download_and_prepare()
+  return cls.name
+
+
+def grey_config(config, name, data_dir):
+  config.dataset = name
+  config.tfds_data_dir = data_dir
+  config.pp.update(crop=4, crop_area=None)
+  config.update(batch=8, batch_eval=8)
+  return config
+
+
+def values(batch):
+  """The i of each image, from its pixels."""
+  return np.round(batch['image'][:, 0, 0, 0] * 127.5 + 127.5).astype(int)
+
+
+@pytest.mark.parametrize('file_format', ['array_record', 'tfrecord'])
+def test_sources_agree_on_tfds_data(tiny_config, tmp_path, file_format):
+  name = prepare(Shapes, str(tmp_path), file_format)
+  config = grey_config(tiny_config, name, str(tmp_path))
+  source = sources.open_split(config, 'train')
+  kind = {
+    'array_record': sources.ArrayRecordSource,
+    'tfrecord': sources.MemorySource,
+  }[file_format]
+  assert isinstance(source, kind)
+  epoch = train_batches(config, source, count=5)
+  seen = np.concatenate([values(b) for b in epoch])
+  assert sorted(seen) == list(range(40))
+  labels = np.concatenate([b['label'].argmax(axis=1) for b in epoch])
+  np.testing.assert_array_equal(labels, seen % 4)
+  with pytest.raises(ValueError, match=r"no split 'test': it has \['train'\]"):
+    sources.open_split(config, 'test')
+
+
+def test_a_stream_is_read_once_in_evaluation_and_for_ever_in_training(
+  tiny_config, tmp_path, monkeypatch, caplog
+):
+  name = prepare(Shapes, str(tmp_path), 'tfrecord')
+  config = grey_config(tiny_config, name, str(tmp_path))
+  config.shuffle_buffer = 10
+  monkeypatch.setattr(sources, 'MEMORY_LIMIT_BYTES', 10)
+  source = sources.open_split(config, 'train')
+  assert isinstance(source, sources.StreamSource)
+  assert 'resumed run reads again' in caplog.text
+  batches = train_batches(config, source, count=12)
+  assert len(batches) == 12
+  assert_same(train_batches(config, source, start=7, count=1)[0], batches[7])
+  for rows in (np.arange(8), np.arange(4), np.arange(4, 8)):
+    data = input_pipeline.eval_dataset(config, source, rows)
+    got = np.concatenate([values(b) for b in data.as_numpy_iterator()])
+    order = [i for i in range(40) if i % 8 in rows]
+    everything = input_pipeline.eval_dataset(config, source, np.arange(8))
+    want = np.concatenate([values(b) for b in everything.as_numpy_iterator()])
+    np.testing.assert_array_equal(got, want[order])
+
+
+@pytest.mark.parametrize('file_format', ['array_record', 'tfrecord'])
+def test_several_labels_an_image(tiny_config, tmp_path, file_format):
+  name = prepare(ManyLabels, str(tmp_path), file_format)
+  config = grey_config(tiny_config, name, str(tmp_path))
+  source = sources.open_split(config, 'train')
+  [batch] = train_batches(config, source, count=1)
+  for i, label in zip(values(batch), batch['label']):
+    want = {i % 4, 3} if i % 2 == 0 else {i % 4}
+    assert set(np.flatnonzero(label)) == want
+    assert set(label) <= {0.0, 1.0}
+
+
+def test_data_without_classes_is_named(tiny_config, tmp_path):
+  name = prepare(Unlabelled, str(tmp_path), 'array_record')
+  config = grey_config(tiny_config, name, str(tmp_path))
+  with pytest.raises(ValueError, match="'unlabelled' has no image or no class"):
+    sources.open_split(config, 'train')
+
+
+def test_unknown_data_sets_are_named(tiny_config):
+  tiny_config.dataset = 'no_such_data'
+  with pytest.raises(
+    ValueError, match="dataset='no_such_data' is neither a fol"
+  ):
+    sources.open_split(tiny_config, 'train')
+  with tiny_config.unlocked():
+    tiny_config.dataset = None
+  with pytest.raises(ValueError, match='dataset is not set'):
+    sources.open_split(tiny_config, 'train')
+
+
+def test_labels_out_of_range_are_named(tiny_config):
+  encoded = tf.io.encode_png(np.zeros((8, 8, 1), np.uint8)).numpy()
+  for label in (10, -2):
+    source = sources.MemorySource(
+      [encoded] * 4, np.array([[0], [label], [1], [2]]), map(str, range(10))
+    )
+    mesh = sharding.make_mesh({'data': -1})
+    with pytest.raises(ValueError, match='a label is out of range.* 0 to 9'):
+      next(input_pipeline.train_batches(tiny_config, source, mesh))
+    with pytest.raises(ValueError, match='a label is out of range.* 0 to 9'):
+      next(input_pipeline.eval_batches(tiny_config, source, mesh))
+
+
+def test_labels_are_padded():
+  np.testing.assert_array_equal(
+    sources.pad_labels([[1, 2], [], [3]]), [[1, 2], [-1, -1], [3, -1]]
+  )
+  np.testing.assert_array_equal(sources.pad_labels([4, 5]), [[4], [5]])

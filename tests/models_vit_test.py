@@ -1,0 +1,368 @@
+"""Tests of the models: published counts, timm's logits, every option."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax import models
+from vit_jax import models_vit
+from vit_jax.configs import models as model_configs
+
+# arXiv 2010.11929 and 2106.10270, 1000 classes, no pre-logits layer.
+COUNTS = {
+  'ViT-Ti_16': 5_717_416,
+  'ViT-S_16': 22_050_664,
+  'ViT-S_32': 22_878_952,
+  'ViT-B_8': 86_576_872,
+  'ViT-B_16': 86_567_656,
+  'ViT-B_32': 88_224_232,
+  'ViT-L_16': 304_326_632,
+  'ViT-L_32': 306_535_400,
+  'ViT-H_14': 632_045_800,
+  'ViT-S_16-gap-norep': 22_049_896,
+  'ViT-S_32-gap-norep': 22_878_184,
+  'ViT-B_16-gap-norep': 86_566_120,
+  'ViT-B_32-gap-norep': 88_222_696,
+  'R+ViT-Ti_16': 6_337_704,
+  'R26+ViT-S_32': 36_431_912,
+  'R26+ViT-B_32': 101_383_976,
+  'R50+ViT-B_16': 98_659_112,
+  'R50+ViT-L_32': 328_994_856,
+  'R50+ViT-B_32': 110_945_832,
+  'R50+ViT-L_16': 316_483_624,
+}
+
+
+def tiny(**kwargs):
+  """A model that compiles in no time."""
+  fields = dict(
+    num_classes=5,
+    patches={'size': (4, 4)},
+    hidden_size=16,
+    transformer=dict(
+      num_layers=2,
+      mlp_dim=32,
+      num_heads=2,
+      dropout_rate=0.0,
+      attention_dropout_rate=0.0,
+    ),
+  )
+  return models.VisionTransformer(**{**fields, **kwargs})
+
+
+def shapes(model, size=224, channels=3):
+  """Shapes of the parameters, by path."""
+  height, width = (size, size) if isinstance(size, int) else size
+  tree = jax.eval_shape(
+    lambda: model.init(
+      jax.random.key(0), jnp.zeros((1, height, width, channels)), train=False
+    )
+  )
+  leaves, _ = jax.tree_util.tree_flatten_with_path(tree['params'])
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+    for path, leaf in leaves
+  }
+
+
+def images(shape=(2, 8, 8, 3), seed=1):
+  return jax.random.uniform(jax.random.key(seed), shape, minval=-1)
+
+
+def randomised(model, x, seed=0):
+  """Parameters that are all random, heads and class tokens too."""
+  params = model.init(jax.random.key(seed), x, train=False)['params']
+  leaves, tree = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+  return jax.tree.unflatten(
+    tree,
+    [p + 0.1 * jax.random.normal(k, p.shape) for p, k in zip(leaves, keys)],
+  )
+
+
+@pytest.mark.parametrize('name', COUNTS)
+def test_parameter_counts_are_the_published_ones(name):
+  leaves = shapes(models.get_model(name, num_classes=1000)).values()
+  assert sum(leaf.size for leaf in leaves) == COUNTS[name]
+
+
+def test_every_published_count_and_every_size_has_a_config():
+  assert set(COUNTS) <= set(model_configs.MODEL_CONFIGS)
+  for size in 'BLH':
+    for patch in (14, 16, 32):
+      assert f'ViT-{size}_{patch}' in model_configs.MODEL_CONFIGS
+
+
+def test_functions_and_short_names_lead_to_the_same_config():
+  for short, name in model_configs.SHORT_NAMES.items():
+    config = getattr(model_configs, f'get_{short}_config')()
+    assert config == model_configs.MODEL_CONFIGS[name]
+    assert config.model_name == name
+  assert model_configs.SHORT_NAMES['r50_l32'] == 'R50+ViT-L_32'
+  assert model_configs.SHORT_NAMES['b16'] == 'ViT-B_16'
+
+
+def test_pre_logits_layer_adds_one_dense_layer():
+  base = shapes(models.get_model('b16', num_classes=1000))
+  with_rep = shapes(
+    models.get_model('b16', num_classes=1000, representation_size=768)
+  )
+  extra = sum(x.size for x in with_rep.values()) - sum(
+    x.size for x in base.values()
+  )
+  assert extra == 768 * 768 + 768
+
+
+def test_parameter_names_are_the_published_ones():
+  names = shapes(models.get_model('b16', num_classes=10))
+  block = 'Transformer/encoderblock_11'
+  attention = f'{block}/MultiHeadDotProductAttention_0'
+  expected = {
+    'cls': (1, 1, 768),
+    'embedding/kernel': (16, 16, 3, 768),
+    'embedding/bias': (768,),
+    'Transformer/posembed_input/pos_embedding': (1, 197, 768),
+    f'{block}/LayerNorm_0/scale': (768,),
+    f'{block}/LayerNorm_1/bias': (768,),
+    f'{attention}/query/kernel': (768, 12, 64),
+    f'{attention}/key/bias': (12, 64),
+    f'{attention}/value/kernel': (768, 12, 64),
+    f'{attention}/out/kernel': (12, 64, 768),
+    f'{attention}/out/bias': (768,),
+    f'{block}/MlpBlock_0/Dense_0/kernel': (768, 3072),
+    f'{block}/MlpBlock_0/Dense_1/kernel': (3072, 768),
+    'Transformer/encoder_norm/scale': (768,),
+    'head/kernel': (768, 10),
+    'head/bias': (10,),
+  }
+  assert {k: v.shape for k, v in names.items() if k in expected} == expected
+
+
+def test_hybrid_parameter_names_are_the_published_ones():
+  names = shapes(models.get_model('R50+ViT-B_16', num_classes=10))
+  assert names['conv_root/kernel'].shape == (7, 7, 3, 64)
+  assert names['gn_root/scale'].shape == (64,)
+  assert names['block1/unit1/conv_proj/kernel'].shape == (1, 1, 64, 256)
+  assert names['block2/unit1/gn_proj/bias'].shape == (512,)
+  assert names['block3/unit9/conv2/kernel'].shape == (3, 3, 256, 256)
+  assert names['embedding/kernel'].shape == (1, 1, 1024, 768)
+  # 16 times fewer positions down and across, whatever makes the features.
+  assert names['Transformer/posembed_input/pos_embedding'].shape == (
+    1,
+    197,
+    768,
+  )
+
+
+def test_patch_embedding_is_a_strided_convolution():
+  x = images((2, 12, 8, 3))
+  layer = models_vit.PatchEmbedding(features=7, patch_size=(3, 4))
+  params = layer.init(jax.random.key(0), x)
+  conv = nn.Conv(7, (3, 4), strides=(3, 4), padding='VALID')
+  np.testing.assert_allclose(
+    layer.apply(params, x), conv.apply(params, x), atol=1e-5
+  )
+
+
+def test_attention_is_flax_attention():
+  x = jax.random.normal(jax.random.key(1), (2, 5, 12))
+  layer = models_vit.MultiHeadDotProductAttention(num_heads=3)
+  params = layer.init(jax.random.key(0), x, deterministic=True)
+  flax_layer = nn.MultiHeadDotProductAttention(num_heads=3)
+  np.testing.assert_allclose(
+    layer.apply(params, x, deterministic=True),
+    flax_layer.apply(params, x, x),
+    atol=1e-5,
+  )
+
+
+@pytest.mark.parametrize(
+  'classifier, shape',
+  [
+    ('token', (2, 5)),
+    ('gap', (2, 5)),
+    ('unpooled', (2, 4, 5)),
+    ('token_unpooled', (2, 5, 5)),
+  ],
+)
+def test_classifiers(classifier, shape):
+  model = tiny(classifier=classifier)
+  x = images()
+  params = randomised(model, x)
+  logits = model.apply({'params': params}, x, train=False)
+  assert logits.shape == shape
+  assert ('cls' in params) == ('token' in classifier)
+
+
+def test_gap_is_the_mean_of_what_unpooled_gives():
+  x = images()
+  params = randomised(tiny(classifier='gap'), x)
+  unpooled = tiny(classifier='unpooled').apply(
+    {'params': params}, x, train=False
+  )
+  pooled = tiny(classifier='gap').apply({'params': params}, x, train=False)
+  np.testing.assert_allclose(unpooled.mean(axis=1), pooled, atol=1e-5)
+
+
+def test_head_starts_at_its_bias_and_no_head_gives_the_pre_logits():
+  x = images()
+  model = tiny(head_bias_init=-10.0)
+  logits, _ = model.init_with_output(jax.random.key(0), x, train=False)
+  np.testing.assert_array_equal(logits, np.full((2, 5), -10.0))
+  features, _ = tiny(num_classes=None).init_with_output(
+    jax.random.key(0), x, train=False
+  )
+  assert features.shape == (2, 16)
+
+
+def test_rectangular_images_and_patches():
+  model = tiny(patches={'size': (2, 8)})
+  x = images((2, 8, 24, 1))
+  params = model.init(jax.random.key(0), x, train=False)['params']
+  table = params['Transformer']['posembed_input']['pos_embedding']
+  assert table.shape == (1, 1 + 4 * 3, 16)
+
+
+def test_positions_matter_only_with_position_embeddings():
+  x = images((1, 8, 8, 3))
+  turned = x.reshape(1, 2, 4, 8, 3)[:, ::-1].reshape(x.shape)
+  for add, same in ((True, False), (False, True)):
+    transformer = {**tiny().transformer, 'add_position_embedding': add}
+    model = tiny(transformer=transformer)
+    params = randomised(model, x)
+    difference = model.apply({'params': params}, x, train=False) - model.apply(
+      {'params': params}, turned, train=False
+    )
+    assert (jnp.abs(difference).max() < 1e-5) == same
+
+
+def test_dtype_reaches_every_layer_and_logits_stay_float32():
+  x = images()
+  model = tiny(dtype='bfloat16', representation_size=8)
+  params = randomised(model, x)
+  logits, seen = model.apply(
+    {'params': params},
+    x,
+    train=False,
+    capture_intermediates=True,
+    mutable=['intermediates'],
+  )
+  assert logits.dtype == jnp.float32
+  leaves, _ = jax.tree_util.tree_flatten_with_path(seen['intermediates'])
+  types = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in leaves}
+  for path, dtype in types.items():
+    if dtype != jnp.bfloat16:
+      assert (
+        'attention_weights' in path
+        or "['head']" in path
+        or (path.startswith("['__call__']"))
+      ), path
+  assert any('attention_weights' in path for path in types)
+  assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(params))
+  half = tiny(param_dtype='bfloat16', representation_size=8)
+  assert all(leaf.dtype == jnp.bfloat16 for leaf in shapes(half, 8).values())
+  exact = tiny(representation_size=8).apply({'params': params}, x, train=False)
+  np.testing.assert_allclose(logits, exact, atol=0.1)
+  assert jnp.abs(logits - exact).max() > 0
+
+
+@pytest.mark.parametrize('remat', ['full', 'dots'])
+def test_remat_changes_neither_parameters_nor_gradients(remat):
+  x = images()
+  plain = tiny()
+  spare = tiny(transformer={**plain.transformer, 'remat': remat})
+  params = randomised(plain, x)
+
+  def gradient(model):
+    def loss(params):
+      return (model.apply({'params': params}, x, train=False) ** 2).sum()
+
+    return jax.jit(jax.grad(loss))(params)
+
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4),
+    gradient(spare),
+    gradient(plain),
+  )
+
+
+def test_dropout_is_where_the_paper_has_it():
+  x = images()
+  model = tiny(transformer={**tiny().transformer, 'dropout_rate': 0.5})
+  params = randomised(model, x)
+  _, seen = model.apply(
+    {'params': params},
+    x,
+    train=True,
+    rngs={'dropout': jax.random.key(0)},
+    capture_intermediates=lambda m, _: isinstance(m, nn.Dropout),
+    mutable=['intermediates'],
+  )
+  encoder = seen['intermediates']['Transformer']
+  zeros = lambda t: float((t['__call__'][0] == 0).mean())
+  assert zeros(encoder['Dropout_0']) == pytest.approx(0.5, abs=0.15)
+  block = encoder['encoderblock_1']
+  assert zeros(block['Dropout_0']) == pytest.approx(0.5, abs=0.15)
+  assert zeros(block['MlpBlock_0']['Dropout_0']) == pytest.approx(0.5, abs=0.15)
+  assert zeros(block['MlpBlock_0']['Dropout_1']) == pytest.approx(0.5, abs=0.15)
+  assert zeros(block['MultiHeadDotProductAttention_0']['Dropout_0']) == 0
+  same = [model.apply({'params': params}, x, train=False) for _ in range(2)]
+  np.testing.assert_array_equal(*same)
+
+
+def test_attention_weights_and_tokens_are_sown():
+  x = images()
+  model = tiny()
+  params = randomised(model, x)
+  _, seen = model.apply(
+    {'params': params}, x, train=False, mutable=['intermediates']
+  )
+  seen = seen['intermediates']
+  [weights] = seen['Transformer']['encoderblock_0'][
+    'MultiHeadDotProductAttention_0'
+  ]['attention_weights']
+  assert weights.shape == (2, 2, 5, 5)
+  np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-5)
+  assert seen['Transformer']['tokens'][0].shape == (2, 5, 16)
+  assert seen['features'][0].shape == (2, 16)
+  variables = model.init(jax.random.key(0), x, train=False)
+  assert set(variables) == {'params'}
+
+
+@pytest.mark.parametrize(
+  'fields, shape, message',
+  [
+    ({'classifier': 'sum'}, (1, 8, 8, 3), "classifier='sum'.*token.*gap"),
+    ({}, (1, 10, 8, 3), 'image height 10 is not a multiple.*use 8 or 12'),
+    ({}, (1, 8, 2, 3), 'image width 2 is smaller than one patch of 4'),
+    ({}, (8, 8, 3), r'must be \[batch, height, width, channels\]'),
+    ({'hidden_size': 15}, (1, 8, 8, 3), 'num_heads=2 does not divide'),
+    (
+      {'transformer': {**tiny().transformer, 'remat': 'some'}},
+      (1, 8, 8, 3),
+      "remat='some' is unknown",
+    ),
+  ],
+)
+def test_wrong_input_is_named(fields, shape, message):
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(
+      lambda: tiny(**fields).init(
+        jax.random.key(0), jnp.zeros(shape), train=False
+      )
+    )
+
+
+def test_unknown_models_and_fields_are_named():
+  with pytest.raises(
+    ValueError, match="model 'b17' is unknown: use one of.*b16"
+  ):
+    models.get_model('b17', num_classes=3)
+  with pytest.raises(ValueError, match=r"unknown fields \['hiden_size'\]"):
+    models.get_model('b16', num_classes=3, hiden_size=3)
+  config = model_configs.get_b16_config()
+  config.transformer.num_layer = 3
+  with pytest.raises(ValueError, match=r"unknown fields \['num_layer'\]"):
+    models.make_model(config, num_classes=3)

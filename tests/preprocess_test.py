@@ -1,0 +1,223 @@
+"""Tests of decoding and augmentation against Pillow and closed forms."""
+
+import io
+
+import numpy as np
+from PIL import Image
+import pytest
+import tensorflow as tf
+
+from vit_jax import preprocess
+from vit_jax.configs import common
+
+
+def encode(image, fmt, **kwargs):
+  buffer = io.BytesIO()
+  image.save(buffer, fmt, **kwargs)
+  return buffer.getvalue()
+
+
+def pp(**kwargs):
+  config = common.get_config().pp
+  config.update(kwargs)
+  return config
+
+
+def smooth(height=40, width=60):
+  """A colour picture without sharp edges, which JPEG keeps well."""
+  y, x = np.mgrid[:height, :width]
+  red, green = 255 * y // height, 255 * x // width
+  return np.stack([red, green, 255 - red], axis=-1).astype(np.uint8)
+
+
+RGB = Image.fromarray(smooth())
+FILES = {
+  'jpeg': (encode(RGB, 'JPEG', quality=95), 6),
+  'grey jpeg': (encode(RGB.convert('L'), 'JPEG', quality=95), 6),
+  'cmyk jpeg': (encode(RGB.convert('CMYK'), 'JPEG', quality=95), 6),
+  'png': (encode(RGB, 'PNG'), 0),
+  'grey png': (encode(RGB.convert('L'), 'PNG'), 0),
+  'palette png': (encode(RGB.convert('P'), 'PNG'), 0),
+  'one bit png': (encode(RGB.convert('1'), 'PNG'), 0),
+  'webp': (encode(RGB, 'WEBP', lossless=True), 0),
+  'bmp': (encode(RGB, 'BMP'), 0),
+  'palette bmp': (encode(RGB.convert('P'), 'BMP'), 0),
+  'gif': (encode(RGB, 'GIF'), 0),
+}
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_every_format_comes_out_as_pillow_decodes_it(name):
+  encoded, tolerance = FILES[name]
+  want = np.asarray(Image.open(io.BytesIO(encoded)).convert('RGB')).astype(int)
+  got = preprocess.decode(tf.constant(encoded)).numpy().astype(int)
+  assert got.shape == (40, 60, 3)
+  assert np.abs(got - want).max() <= tolerance
+  grey = preprocess.decode(tf.constant(encoded), channels=1).numpy()
+  assert grey.shape == (40, 60, 1)
+  weights = np.array([0.299, 0.587, 0.114])
+  assert np.abs(grey[..., 0] - want @ weights).max() <= tolerance + 2
+
+
+@pytest.mark.parametrize('fmt', ['PNG', 'WEBP'])
+def test_what_is_transparent_is_white(fmt):
+  image = np.zeros((4, 4, 4), np.uint8)  # Black, and transparent all over ...
+  image[0, 0] = (10, 20, 30, 255)  # ... but for one pixel,
+  image[1, 1] = (0, 0, 0, 128)  # and one that is half so.
+  encoded = encode(Image.fromarray(image), fmt, lossless=True, exact=True)
+  got = preprocess.decode(tf.constant(encoded)).numpy()
+  assert got[0, 0].tolist() == [10, 20, 30]
+  assert got[3, 3].tolist() == [255] * 3
+  np.testing.assert_allclose(got[1, 1], [127] * 3, atol=1)
+
+
+def test_values_lie_between_minus_one_and_one():
+  image = tf.constant([[[0], [255]], [[51], [204]]], tf.uint8)
+  got = preprocess.for_evaluation(image, pp(crop=2, channels=1)).numpy()
+  np.testing.assert_allclose(got[..., 0], [[-1, 1], [-0.6, 0.6]], atol=1e-6)
+
+
+def test_squeeze_keeps_all_and_central_crop_keeps_the_middle():
+  image = np.zeros((20, 60, 3), np.uint8)
+  image[:, 20:40] = 255  # White in the middle third.
+  squeezed = preprocess.for_evaluation(image, pp(crop=12)).numpy()
+  np.testing.assert_array_equal(
+    squeezed[6, :, 0], [-1] * 4 + [1] * 4 + [-1] * 4
+  )
+  cut = preprocess.for_evaluation(image, pp(crop=12, resize=12)).numpy()
+  assert cut.min() == 1  # The short side is 20 -> 12, the middle 12 of 36 left.
+  rectangle = preprocess.for_evaluation(image, pp(crop=(6, 12))).numpy()
+  assert rectangle.shape == (6, 12, 3)
+
+
+def train(encoded, seed, **kwargs):
+  fields = {'crop': 16, **kwargs}
+  return preprocess.decode_for_training(
+    tf.constant(encoded), tf.constant(seed, tf.int64), pp(**fields)
+  ).numpy()
+
+
+@pytest.mark.parametrize('name', ['jpeg', 'png', 'webp'])
+def test_augmentation_is_a_function_of_its_seed(name):
+  encoded, _ = FILES[name]
+  first = train(encoded, (0, 5), rotate=20.0)
+  np.testing.assert_array_equal(first, train(encoded, (0, 5), rotate=20.0))
+  assert np.abs(first - train(encoded, (0, 6), rotate=20.0)).max() > 0.01
+  assert np.abs(first - train(encoded, (1, 5), rotate=20.0)).max() > 0.01
+  assert first.shape == (16, 16, 3)
+  assert first.min() >= -1
+  assert first.max() <= 1
+
+
+def test_a_jpeg_is_cropped_like_any_other_image():
+  jpeg, _ = FILES['jpeg']
+  png = encode(Image.open(io.BytesIO(jpeg)), 'PNG')
+  for seed in range(10):
+    np.testing.assert_allclose(
+      train(jpeg, (0, seed)), train(png, (0, seed)), atol=0.06
+    )
+
+
+def test_crops_cover_the_areas_that_the_config_says():
+  # The picture's value is its x coordinate: the slope tells the width of a crop.
+  ramp = np.tile(np.arange(200, dtype=np.uint8), (200, 1))
+  encoded = encode(Image.fromarray(ramp).convert('RGB'), 'PNG')
+  widths = []
+  for seed in range(60):
+    crop = train(
+      encoded, (0, seed), crop=50, flip=False, crop_area=(0.1, 0.3),
+      crop_ratio=(1.0, 1.0),
+    )  # fmt: skip
+    slope = (crop[25, 40, 0] - crop[25, 10, 0]) * 127.5 / 30
+    widths.append(slope * 50)
+  areas = (np.array(widths) / 200) ** 2
+  assert 0.08 < areas.min() < 0.14
+  assert 0.26 < areas.max() < 0.32
+
+
+def test_half_of_the_images_are_mirrored():
+  ramp = np.tile(np.arange(0, 240, 4, dtype=np.uint8), (60, 1))
+  encoded = encode(Image.fromarray(ramp).convert('RGB'), 'PNG')
+  kwargs = dict(crop_area=None)
+  mirrored = 0
+  for seed in range(100):
+    crop = train(encoded, (0, seed), **kwargs)
+    mirrored += crop[0, 0, 0] > crop[0, -1, 0]
+  assert 35 <= mirrored <= 65
+  plain = train(encoded, (0, 0), flip=False, **kwargs)
+  want = preprocess.for_evaluation(preprocess.decode(encoded), pp(crop=16))
+  np.testing.assert_array_equal(plain, want)
+
+
+def test_rotation_is_scipys():
+  ndimage = pytest.importorskip('scipy.ndimage')
+  image = np.asarray(Image.fromarray(smooth(32, 32)).convert('L'), np.float32)
+  encoded = encode(Image.fromarray(image.astype(np.uint8)), 'PNG')
+  got = train(
+    encoded,
+    (0, 3),
+    crop=32,
+    channels=1,
+    crop_area=None,
+    flip=False,
+    rotate=30.0,
+  )[..., 0]
+  got = got * 127.5 + 127.5
+  angles = np.arange(-30, 30.25, 0.25)
+  errors = [
+    np.abs(
+      ndimage.rotate(image, a, reshape=False, order=1, mode='nearest') - got
+    )[8:24, 8:24].max()
+    for a in angles
+  ]
+  assert min(errors) < 2
+  assert abs(angles[int(np.argmin(errors))]) > 1
+
+
+@pytest.mark.parametrize(
+  'image',
+  [
+    np.asarray(RGB),
+    RGB,
+    RGB.convert('P'),
+    np.dstack([np.asarray(RGB), np.full((40, 60), 255, np.uint8)]),
+    FILES['png'][0],
+  ],
+)
+def test_images_of_a_user_come_in_any_form(image):
+  want = preprocess.for_evaluation(np.asarray(RGB), pp(crop=8))
+  tolerance = 0.5 if getattr(image, 'mode', '') == 'P' else 1e-6
+  got = preprocess.load_image(image, pp(crop=8))
+  np.testing.assert_allclose(got, want, atol=tolerance)
+
+
+def test_wrong_images_are_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match="no image file '/no/such.png'"):
+    preprocess.load_image('/no/such.png', pp())
+  path = tmp_path / 'broken.jpg'
+  path.write_bytes(FILES['jpeg'][0][:300])
+  with pytest.raises(ValueError, match="broken.jpg' is not an image"):
+    preprocess.load_image(path, pp())
+  with pytest.raises(ValueError, match=r'array float32\[8, 8, 3\]: give uint8'):
+    preprocess.load_image(np.zeros((8, 8, 3), np.float32), pp())
+  with pytest.raises(ValueError, match='array of 2 channels'):
+    preprocess.load_image(np.zeros((8, 8, 2), np.uint8), pp())
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'crop': 0}, 'crop=0 must be'),
+    ({'crop': (3, 4, 5)}, r'crop=\(3, 4, 5\) must be'),
+    ({'channels': 2}, 'channels=2 must be 3'),
+    ({'resize': 200}, 'resize=200 is smaller than crop=224'),
+    ({'crop_area': (0.5, 1.5)}, r'crop_area=\(0.5, 1.5\) must be'),
+    ({'crop_ratio': (2.0, 1.0)}, r'crop_ratio=\(2.0, 1.0\) must be'),
+  ],
+)
+def test_wrong_settings_are_named(fields, message):
+  config = pp()
+  with config.unlocked(), config.ignore_type():
+    config.update(fields)
+  with pytest.raises(ValueError, match=message):
+    preprocess.check(config)

@@ -1,0 +1,86 @@
+"""Tests of meshes, rules and rows, on eight simulated devices."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from vit_jax import sharding
+
+
+def test_the_rest_of_the_devices_goes_where_the_config_says():
+  mesh = sharding.make_mesh({'data': -1, 'model': 2})
+  assert dict(mesh.shape) == {'data': 4, 'model': 2}
+  assert sharding.batch_shards(mesh) == 4
+  assert sharding.batch_axes(mesh) == ('data',)
+  mesh = sharding.make_mesh({'data': 2, 'fsdp': 4})
+  assert sharding.batch_axes(mesh) == ('data', 'fsdp')
+  assert sharding.batch_shards(mesh) == 8
+
+
+@pytest.mark.parametrize(
+  'axes, message',
+  [
+    ({'data': 3}, r"mesh=\{'data': 3\} does not fit 8 device"),
+    ({'data': 4}, 'does not fit 8 device'),
+    ({'data': -1, 'model': 3}, 'does not fit 8 device'),
+    ({'data': -1, 'model': -1}, 'at most one of them -1'),
+    ({'model': 8}, "the axis 'data' is needed"),
+    ({'data': 0}, 'sizes must be positive'),
+  ],
+)
+def test_a_mesh_that_does_not_fit_is_named(axes, message):
+  with pytest.raises(ValueError, match=message):
+    sharding.make_mesh(axes)
+
+
+def test_rows():
+  mesh = sharding.make_mesh({'data': -1, 'model': 2})
+  np.testing.assert_array_equal(sharding.local_rows(mesh, 8), np.arange(8))
+  with pytest.raises(ValueError, match='batch=6 is not a multiple of the 4'):
+    sharding.local_rows(mesh, 6)
+
+
+TREE = {
+  'block': {'kernel': jnp.zeros((8, 4)), 'bias': jnp.zeros((4,))},
+  'count': jnp.zeros(()),
+}
+
+
+def test_the_first_rule_that_matches_decides():
+  mesh = sharding.make_mesh({'data': -1, 'model': 2})
+  rules = [
+    ('block/kernel', ('data', 'model')),
+    ('block/.*', ('model',)),
+    ('.*', ('data',)),
+  ]
+  got = sharding.tree_shardings(TREE, rules, mesh)
+  assert got['block']['kernel'].spec == P('data', 'model')
+  assert got['block']['bias'].spec == P('model')
+  assert got['count'].spec == P()
+  placed = jax.device_put(TREE, got)
+  assert placed['block']['kernel'].addressable_shards[0].data.shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+  'rule, message',
+  [
+    (('bias', ('data', 'model')), 'more dimensions than the array has'),
+    (('bias', ('fsdp',)), "has no axis 'fsdp'"),
+    (('kernel', (None, ('data', 'model'))), '8 parts do not divide 4'),
+  ],
+)
+def test_rules_that_do_not_fit_are_named(rule, message):
+  mesh = sharding.make_mesh({'data': -1, 'model': 2})
+  with pytest.raises(ValueError, match=f'{rule[0]}.*{message}'):
+    sharding.tree_shardings(TREE, [rule], mesh)
+
+
+def test_the_constraint_splits_the_batch_and_does_nothing_without_a_mesh():
+  mesh = sharding.make_mesh({'data': -1, 'model': 2})
+  x = jnp.zeros((8, 6))
+  with jax.set_mesh(mesh):
+    y = jax.jit(sharding.constrain_batch)(x)
+  assert y.sharding.is_equivalent_to(sharding.batch_sharding(mesh), 2)
+  assert sharding.constrain_batch(x) is x
