@@ -6,6 +6,8 @@ Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2 (Ti, S, R+Ti,
 R26+S).
 """
 
+import copy
+
 import ml_collections
 
 # name: layers, width D, width of the MLP, heads.
@@ -112,7 +114,7 @@ def get_config(name: str) -> ml_collections.ConfigDict:
       f"model '{name}' is unknown: use one of {', '.join(SHORT_NAMES)} "
       f'(or their long names, {", ".join(MODEL_CONFIGS)})'
     )
-  return ml_collections.ConfigDict(MODEL_CONFIGS[name])
+  return copy.deepcopy(MODEL_CONFIGS[name])
 
 
 def _add_functions():

@@ -121,7 +121,7 @@ def test_adams_first_step_is_the_sign_and_decay_acts_on_kernels_alone():
 def test_the_accumulator_has_the_type_of_the_config(optimizer, dtype):
   _, state = run(config(optimizer=optimizer, optim_dtype=dtype))
   name = 'mu' if optimizer == 'adam' else 'trace'
-  accumulator = optax.tree_utils.tree_get(state, name)
+  accumulator = optax.tree.get(state, name)
   assert {x.dtype for x in jax.tree.leaves(accumulator)} == {jnp.dtype(dtype)}
 
 

@@ -27,11 +27,11 @@ def evaluate(
     FileNotFoundError: if there is no such run or folder.
     ValueError: if split, data set or classes are not right.
   """
-  model = predict.load(workdir, step)
+  mesh = sharding.make_mesh({'data': -1})
+  model = predict.load(workdir, step, mesh)
   config = model.config
   if dataset is not None:
     config.dataset = dataset
-  mesh = sharding.make_mesh({'data': -1})
   shards = sharding.batch_shards(mesh)
   config.batch_eval = -(-config.batch_eval // shards) * shards
   source = sources.open_split(config, split, model.class_names)

@@ -101,19 +101,22 @@ class Predictor:
     return results
 
 
-def load(workdir: str, step: int | None = None) -> Predictor:
+def load(
+  workdir: str, step: int | None = None, mesh: jax.sharding.Mesh | None = None
+) -> Predictor:
   """Loads a trained model.
 
   Args:
     workdir: folder of a run, local or gs://.
     step: the checkpoint to take, by default the newest that is complete.
+    mesh: where the parameters go, by default to one device.
 
   Raises:
     FileNotFoundError: if there is no run in the folder, or no checkpoint yet.
     ValueError: if no checkpoint can be read, or not the one asked for.
   """
   config, class_names = workdir_lib.load(workdir)
-  mesh = sharding.make_mesh({'data': 1}, jax.local_devices()[:1])
+  mesh = mesh or sharding.make_mesh({'data': 1}, jax.local_devices()[:1])
   config.sharding_rules = ()
   program = train.make_program(config, class_names, mesh)
   checkpoints = state_lib.Checkpoints(workdir, read_only=True)

@@ -278,5 +278,7 @@ def first_line(error: tf.errors.OpError) -> str:
   """Returns what TensorFlow's error says, without its wrapping."""
   line = error.message.strip().splitlines()[0]
   line = re.sub(r'^\{\{function_node .*?\}\} ', '', line)
-  line = re.sub(r'^Error in user-defined function .*? iterator: \S+: ', '', line)
+  line = re.sub(
+    r'^Error in user-defined function .*? iterator: \S+: ', '', line
+  )
   return line[:200]

@@ -1,5 +1,6 @@
 """Checks a config before anything is done, and works out its numbers of steps."""
 
+import copy
 import difflib
 import importlib.util
 
@@ -97,7 +98,7 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
   Raises:
     ValueError: if the length of the training is given twice or not at all.
   """
-  config = ml_collections.ConfigDict(config)
+  config = copy.deepcopy(config)
   if config.total_steps is None and config.total_epochs is None:
     raise ValueError(
       'the length of the training is not given: use --config.total_steps=N or '

@@ -134,7 +134,7 @@ def make_update_fn(
     params = optax.apply_updates(state.params, updates)
     metrics = {
       'train_loss': loss,
-      'grad_norm': optax.global_norm(grads),
+      'grad_norm': optax.tree.norm(grads),
       'lr': schedule(state.step),
     }
     return state_lib.TrainState(state.step + 1, params, opt_state), metrics
@@ -202,7 +202,8 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
     num_profile_steps=config.profile_steps,
     first_profile=step + 10,
   )
-  unseen = []  # Metrics of steps whose loss nobody has looked at.
+  unseen = []  # Metrics, still on the devices, that nobody has looked at.
+  latest = {}  # Those of the last step that somebody has.
 
   def due(every):
     return step == total_steps or (every > 0 and step % every == 0)
@@ -221,8 +222,8 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
           f'Last good checkpoint: {f"step {saved[-1]}" if saved else "none"} in '
           f"'{checkpoints.directory}'"
         )
+      latest.update(metrics)
     unseen.clear()
-    return fetched[-1] if fetched else None
 
   def evaluate(stop):
     """Evaluates and logs; returns None if a signal broke it off."""
@@ -266,11 +267,11 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
       progress.update(step)
       profile(step) if config.profile_steps else None
 
-      if due(config.progress_every) and unseen:
-        metrics = look()
+      if due(config.progress_every):
+        look()
         rate = progress.rate(step)
-        log.write(step, {**metrics, 'img_sec_core_train': rate / mesh.size})
-        progress.show(step, metrics['train_loss'], rate)
+        log.write(step, {**latest, 'img_sec_core_train': rate / mesh.size})
+        progress.show(step, latest['train_loss'], rate)
 
       done = None
       if due(config.eval_every):

@@ -1,0 +1,395 @@
+"""Tests of the loop: what it writes, how it goes on, what it refuses."""
+
+import copy
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from vit_jax import evaluate
+from vit_jax import metrics as metrics_lib
+from vit_jax import predict
+from vit_jax import sharding
+from vit_jax import state as state_lib
+from vit_jax import train
+from vit_jax import workdir as workdir_lib
+
+
+def fit(config, workdir):
+  return train.train_and_evaluate(copy.deepcopy(config), str(workdir))
+
+
+def assert_same_trees(a, b):
+  jax.tree.map(
+    np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b)
+  )
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory, request):
+  """A run of six steps: its config, its folder, its last state."""
+  config = request.getfixturevalue('module_config')
+  workdir = tmp_path_factory.mktemp('finished')
+  state, metrics = fit(config, workdir)
+  return config, workdir, state, metrics
+
+
+@pytest.fixture(scope='module')
+def module_config(data_dir):
+  """The config of `tiny_config`, with all that is random switched on."""
+  from vit_jax.configs import common
+  from vit_jax.configs import models
+
+  config = common.set_dataset(common.get_config(), 'digits')
+  config.tfds_data_dir = data_dir
+  config.pp.update(crop=8, channels=1)
+  config.model = models.get_config('testing')
+  config.model.patches.size = (4, 4)
+  config.model.transformer.dropout_rate = 0.1
+  config.update(
+    batch=16,
+    batch_eval=104,
+    total_steps=6,
+    warmup_steps=2,
+    optimizer='adam',
+    base_lr=1e-3,
+    ema_decay=0.9,
+    eval_every=2,
+    checkpoint_every=2,
+    progress_every=2,
+  )
+  return config
+
+
+def test_what_a_run_leaves_behind(finished):
+  config, workdir, state, metrics = finished
+  assert int(state.step) == 6
+  lines = metrics_lib.read(workdir)
+  train_lines = [line for line in lines if 'train_loss' in line]
+  assert [line['step'] for line in train_lines] == [2, 4, 6]
+  assert all(line['img_sec_core_train'] > 0 for line in train_lines[1:])
+  # The rate of the update that made the step: the first, 0-based, is 1/2.
+  np.testing.assert_allclose(
+    [line['lr'] for line in train_lines],
+    [1e-3, 1e-3 * (1 + np.cos(np.pi / 4)) / 2, 1e-3 * (1 + np.cos(3 * np.pi / 4)) / 2],
+    rtol=1e-5,
+  )  # fmt: skip
+  eval_lines = [line for line in lines if 'accuracy_test' in line]
+  assert [line['step'] for line in eval_lines] == [2, 4, 6]
+  assert eval_lines[-1]['num_examples_test'] == 360
+  assert eval_lines[-1]['accuracy_test'] == metrics['accuracy_test']
+  assert eval_lines[-1]['img_sec_core_test'] > 0
+  assert (workdir / 'checkpoints' / '6').is_dir()
+  assert json.loads((workdir / 'class_names.json').read_text()) == [
+    str(i) for i in range(10)
+  ]
+  stored = json.loads((workdir / 'config.json').read_text())
+  assert stored['base_lr'] == config.base_lr
+  assert stored['model']['patches']['size'] == [4, 4]
+  versions = json.loads((workdir / 'versions.json').read_text())
+  assert {'python', 'jax', 'flax', 'optax'} <= set(versions)
+  assert list(workdir.glob('events.out.tfevents.*'))
+
+
+def test_a_finished_run_says_so_and_does_nothing(finished, capsys):
+  config, workdir, state, metrics = finished
+  before = (workdir / 'metrics.jsonl').read_text()
+  again, found = fit(config, workdir)
+  assert 'This run is finished' in capsys.readouterr().out
+  assert_same_trees(again, state)
+  assert found['accuracy_test'] == metrics['accuracy_test']
+  assert (workdir / 'metrics.jsonl').read_text() == before
+
+
+def test_the_evaluation_is_that_of_the_averaged_weights(finished):
+  _, workdir, state, metrics = finished
+  model = predict.load(str(workdir))
+  assert_same_trees(model.params, state_lib.best_params(state))
+  assert any(
+    (a != b).any()
+    for a, b in zip(
+      jax.tree.leaves(jax.device_get(model.params)),
+      jax.tree.leaves(jax.device_get(state.params)),
+    )
+  )
+  again = evaluate.evaluate(str(workdir), 'test')
+  assert again['accuracy'] == pytest.approx(metrics['accuracy_test'])
+  assert again['loss'] == pytest.approx(metrics['loss_test'], rel=1e-5)
+  assert evaluate.evaluate(str(workdir), 'train[:50]')['num_examples'] == 50
+
+
+class StopAfter:
+  """Stands for a signal that comes during a step."""
+
+  def __init__(self, step):
+    self.step = step
+    self.signal = 15
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    pass
+
+  def after(self, step):
+    return step == self.step
+
+  def now(self):
+    return False
+
+
+@pytest.mark.parametrize('step', [1, 3, 4])
+def test_a_stopped_run_goes_on_bit_for_bit(
+  finished, tmp_path, monkeypatch, step
+):
+  config, workdir, state, _ = finished
+  with monkeypatch.context() as patch:
+    patch.setattr(state_lib, 'StopRequest', lambda: StopAfter(step))
+    with pytest.raises(
+      train.Interrupted, match=f'Stopped at step {step}, which'
+    ):
+      fit(config, tmp_path)
+  again, _ = fit(config, tmp_path)
+  assert_same_trees(again, state)
+  drop = ('img_sec_core_train', 'img_sec_core_test')
+  ours, theirs = (
+    [
+      {k: v for k, v in line.items() if k not in drop}
+      for line in metrics_lib.read(w)
+    ]
+    for w in (tmp_path, workdir)
+  )
+  assert ours == theirs
+
+
+def test_a_signal_during_an_evaluation_loses_nothing(
+  finished, tmp_path, monkeypatch
+):
+  config, _, state, metrics = finished
+
+  class StopInEvaluation(StopAfter):
+    def now(self):
+      self.step = 6
+      return True
+
+  config = copy.deepcopy(config)
+  config.eval_every = 0  # Only the last one.
+  with monkeypatch.context() as patch:
+    patch.setattr(state_lib, 'StopRequest', lambda: StopInEvaluation(99))
+    with pytest.raises(train.Interrupted, match='Stopped at step 6'):
+      fit(config, tmp_path)
+  again, found = fit(config, tmp_path)
+  assert_same_trees(again, state)
+  assert found['accuracy_test'] == metrics['accuracy_test']
+
+
+@pytest.mark.parametrize('mesh', [{'data': 1}, {'data': 2, 'model': 2}])
+def test_a_checkpoint_of_eight_devices_restores_on_fewer(finished, mesh):
+  config, workdir, state, _ = finished
+  count = int(np.prod(list(mesh.values())))
+  mesh = sharding.make_mesh(mesh, jax.devices()[:count])
+  config = copy.deepcopy(config)
+  config.sharding_rules = (('Dense_0/kernel', (None, 'model')),)
+  if 'model' not in mesh.shape:
+    config.sharding_rules = ()
+  program = train.make_program(config, [str(i) for i in range(10)], mesh)
+  checkpoints = state_lib.Checkpoints(workdir, read_only=True)
+  restored, step = checkpoints.restore(program.abstract)
+  assert step == 6
+  assert_same_trees(restored, state)
+  kernel = restored.params['Transformer']['encoderblock_0']['MlpBlock_0'][
+    'Dense_0'
+  ]['kernel']
+  assert len(kernel.sharding.device_set) == count
+
+
+def losses_of(config, mesh, steps=3, batches=None):
+  """Losses of a few steps on a mesh, in float32."""
+  mesh = sharding.make_mesh(mesh, jax.devices()[: np.prod(list(mesh.values()))])
+  program = train.make_program(config, [str(i) for i in range(10)], mesh)
+  state = program.create_state()
+  update = jax.jit(program.update)
+  result = []
+  with jax.set_mesh(mesh):
+    for i in range(steps):
+      rng = np.random.RandomState(i)
+      batch = {
+        'image': rng.uniform(-1, 1, (16, 8, 8, 1)).astype(np.float32),
+        'label': np.eye(10, dtype=np.float32)[rng.randint(10, size=16)],
+      }
+      batch = jax.device_put(batch, sharding.batch_sharding(mesh))
+      state, metrics = update(state, batch)
+      result.append([float(metrics['train_loss']), float(metrics['grad_norm'])])
+  return np.array(result), state
+
+
+@pytest.mark.parametrize('accum_steps', [1, 2])
+def test_the_loss_does_not_depend_on_the_mesh(module_config, accum_steps):
+  config = copy.deepcopy(module_config)
+  config.accum_steps = accum_steps
+  want, _ = losses_of(config, {'data': 1})
+  got, _ = losses_of(config, {'data': 8})
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+  config.sharding_rules = (
+    ('Dense_0/kernel', (None, 'model')),
+    ('Dense_1/kernel', ('model', None)),
+    ('(query|key|value)/kernel', (None, 'model')),
+  )
+  got, state = losses_of(config, {'data': 4, 'model': 2})
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+  moments = optax.tree.get(state.opt_state, 'mu')
+  for tree in (state.params, moments):
+    kernel = tree['Transformer']['encoderblock_0']['MlpBlock_0']['Dense_0']
+    assert kernel['kernel'].addressable_shards[0].data.shape == (16, 8)
+
+
+def test_accumulation_is_exact_without_dropout(module_config):
+  config = copy.deepcopy(module_config)
+  config.model.transformer.dropout_rate = 0.0
+  want, whole = losses_of(config, {'data': 1})
+  config.accum_steps = 4
+  got, parts = losses_of(config, {'data': 1})
+  np.testing.assert_allclose(got, want, rtol=1e-4)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
+    whole.params,
+    parts.params,
+  )
+
+
+def test_every_micro_batch_and_step_has_its_own_dropout():
+  def loss(params, batch, rng):
+    return params * jax.random.uniform(rng) * batch['x'].mean()
+
+  tx = optax.sgd(1.0)
+  seen = []
+  for accum_steps in (1, 2):
+    update = train.make_update_fn(loss, tx, lambda _: 1.0, 0, accum_steps)
+    state = state_lib.TrainState(
+      jnp.int32(0), jnp.ones(()), tx.init(jnp.ones(()))
+    )
+    for _ in range(2):
+      state, metrics = update(
+        state.replace(params=jnp.ones(())), {'x': jnp.ones((4, 1))}
+      )
+      seen.append(float(metrics['train_loss']))
+  key = jax.random.fold_in(jax.random.key(0), 1)
+  two = [jax.random.uniform(jax.random.fold_in(key, i)) for i in range(2)]
+  assert seen[3] == pytest.approx(float(sum(two)) / 2)
+  assert len(set(seen)) == 4
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(module_config, tmp_path):
+  config = copy.deepcopy(module_config)
+  config.update(
+    optimizer='sgd', base_lr=1e38, grad_norm_clip=0.0, warmup_steps=0,
+    total_steps=20, progress_every=10, checkpoint_every=1, ema_decay=0.0,
+  )  # fmt: skip
+  with pytest.raises(FloatingPointError, match=r'at step \d+: not finite') as e:
+    fit(config, tmp_path)
+  step = int(str(e.value).split('at step ')[1].split(':')[0])
+  assert f'Last good checkpoint: step {step - 1}' in str(e.value) or step == 1
+  saved = state_lib.Checkpoints(tmp_path, read_only=True).steps()
+  assert max(saved, default=0) == step - 1
+
+
+# --- What is refused, before anything is compiled or written ---
+
+
+def refuse(config, workdir, message, error=ValueError):
+  with pytest.raises(error, match=message):
+    fit(config, workdir)
+  assert not workdir.exists()
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'batch': 12}, r'batch=12 is not a multiple of 8 .*--config.batch=16'),
+    ({'batch_eval': 3}, 'batch_eval=3 is not a multiple of 8'),
+    ({'accum_steps': 3}, r'batch=16 is not a multiple of 24 .*= 8 x 3'),
+    ({'accum_steps': 0}, 'accum_steps=0 must be at least 1'),
+    ({'optimizer': 'lamb'}, "optimizer='lamb' is unknown"),
+    ({'decay_type': 'step'}, "decay_type='step' is unknown"),
+    ({'loss': 'hinge'}, "loss='hinge' is unknown"),
+    ({'task': 'segment'}, "task='segment' is unknown"),
+    ({'trainer': 'tune'}, "trainer='tune' is unknown"),
+    ({'dataset': 'nothing_such'}, "dataset='nothing_such' is neither"),
+    ({'warmup_steps': 9}, 'warmup_steps=9 must be .*below total_steps=6'),
+    ({'eval_every': -1}, 'eval_every=-1 must be at least 0'),
+    ({'pp.crop': 10}, 'image height 10 is not a multiple of the patch'),
+    ({'pp.crop': 2}, 'image height 2 is smaller than one patch'),
+    ({'pp.test': 'val'}, "has no split 'val'"),
+    ({'mesh.data': 3}, 'does not fit 8 device'),
+    ({'mesh.model': 3}, 'does not fit 8 device'),
+    ({'model.classifier': 'mean'}, "classifier='mean' is unknown"),
+    ({'model.classifier': 'unpooled'}, "use 'token' or 'gap'"),
+    ({'sharding_rules': (('head', ('fsdp',)),)}, "has no axis 'fsdp'"),
+  ],
+)
+def test_wrong_configs_are_refused(module_config, tmp_path, fields, message):
+  config = copy.deepcopy(module_config)
+  config.update_from_flattened_dict(fields)
+  refuse(config, tmp_path / 'run', message)
+
+
+def test_unknown_keys_are_refused(module_config, tmp_path):
+  config = copy.deepcopy(module_config)
+  config.btach = 3
+  refuse(config, tmp_path / 'run', "no key 'btach': did you mean 'batch'")
+  del config.btach
+  config.pp.corp = 3
+  refuse(config, tmp_path / 'run', r"no key 'pp.corp': did you mean 'pp.crop'")
+
+
+def test_a_training_without_length_is_refused(module_config, tmp_path):
+  config = copy.deepcopy(module_config)
+  with config.ignore_type():
+    config.total_steps = None
+  refuse(config, tmp_path / 'run', 'use --config.total_steps=N')
+  config.total_epochs = 0.001
+  refuse(config, tmp_path / 'run', 'are less than one batch of 16')
+
+
+def test_epochs_become_steps(module_config):
+  from vit_jax import resolve
+
+  config = copy.deepcopy(module_config)
+  with config.ignore_type():
+    config.update(total_steps=None, warmup_steps=None)
+  config.update(total_epochs=2.0, warmup_epochs=0.5)
+  resolved = resolve.resolve_steps(config, 1000)
+  assert (resolved.total_steps, resolved.warmup_steps) == (125, 31)
+
+
+def test_a_workdir_of_another_config_is_refused(finished):
+  config, workdir, _, _ = finished
+  config = copy.deepcopy(config)
+  config.base_lr = 0.5
+  config.progress_every = 3  # This one may differ.
+  with pytest.raises(
+    ValueError, match='base_lr: 0.001 there, 0.5 here'
+  ) as error:
+    fit(config, workdir)
+  assert 'progress_every' not in str(error.value)
+
+
+def test_a_workdir_that_cannot_be_written_is_refused(module_config, tmp_path):
+  path = tmp_path / 'file'
+  path.write_text('')
+  with pytest.raises(ValueError, match="workdir='.*file' is a file"):
+    fit(module_config, path)
+  with pytest.raises(ValueError, match="workdir='.*run' cannot be written"):
+    fit(module_config, path / 'run')
+
+
+def test_a_folder_without_a_run_has_nothing_to_evaluate(tmp_path):
+  with pytest.raises(
+    FileNotFoundError, match='holds no run: there is no config'
+  ):
+    evaluate.evaluate(str(tmp_path), 'test')
+  with pytest.raises(FileNotFoundError, match='holds no run'):
+    workdir_lib.load(tmp_path)
