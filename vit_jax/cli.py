@@ -1,11 +1,27 @@
 """What the command lines share: errors that a user can act on, in one line."""
 
 from collections.abc import Callable
+import logging as python_logging
 import pathlib
 import sys
 import traceback
 
+from absl import logging
+
 _EXPECTED = (ValueError, FileNotFoundError, FloatingPointError, OSError)
+
+
+def quiet():
+  """Leaves out of the log what only concerns the libraries underneath.
+
+  That is all below a warning, and what Orbax says of a failed save: hundreds of
+  tracebacks from its threads, of an error that the caller gets anyway.
+  """
+  logging.set_verbosity(logging.WARNING)
+  logging.get_absl_handler().addFilter(
+    lambda record: 'orbax' not in record.pathname
+  )
+  python_logging.getLogger('asyncio').setLevel(python_logging.CRITICAL)
 
 
 def run(function: Callable[[], int | None]):

@@ -61,7 +61,7 @@ _PROCESS_ID = flags.DEFINE_integer(
 def main(argv):
   """Runs what the flags say; returns the exit status."""
   if not flags.FLAGS['verbosity'].present:
-    logging.set_verbosity(logging.WARNING)
+    cli.quiet()
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}: flags begin with --')
   if not _WORKDIR.value:
@@ -73,6 +73,7 @@ def main(argv):
   _initialize_distributed()
   # Imported late, so that --help and wrong flags are answered at once.
   from vit_jax import evaluate
+  from vit_jax import progress
   from vit_jax import train
 
   try:
@@ -81,7 +82,7 @@ def main(argv):
     else:
       train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
   except train.Interrupted as e:
-    print(e, flush=True)
+    progress.say(str(e))
     return 128 + e.signal
   return 0
 

@@ -147,6 +147,7 @@ def main() -> None:
   parser.add_argument('--step', type=int, help='checkpoint (the newest)')
   parser.add_argument('--top', type=int, default=5, help='classes to print (5)')
   args = parser.parse_args()
+  cli.quiet()
   model = load(args.workdir, args.step)
   results = model.predict(args.images, args.top)
   for path, classes in zip(args.images, results, strict=True):

@@ -123,8 +123,10 @@ def _pillow_rgba(encoded) -> np.ndarray:
 
 
 def to_float(image):
-  """Scales pixels from [0, 255] to [-1, 1], float32."""
-  return (tf.cast(image, tf.float32) - 127.5) / 127.5
+  """Scales uint8 pixels from [0, 255] to [-1, 1], float32, in one operation."""
+  return tf.quantization.dequantize(
+    tf.bitcast(image, tf.quint8), -1.0, 1.0, mode='MIN_COMBINED'
+  )
 
 
 def decode_for_training(encoded, seed, pp):
@@ -145,12 +147,14 @@ def decode_for_training(encoded, seed, pp):
     image = decode(encoded, pp.channels)
   else:
     image = _decode_random_crop(encoded, seeds[0], pp)
-  image = tf.image.resize(image, size)
+  # In this order each step has the fewest bytes to touch. Resizing is done in
+  # float32, where TensorFlow is twice as fast as on uint8.
   if pp.flip:
     image = tf.image.stateless_random_flip_left_right(image, seeds[1])
+  image = tf.image.resize(to_float(image), size)
   if pp.rotate:
     image = _random_rotation(image, seeds[2], pp.rotate)
-  return tf.ensure_shape(to_float(image), [*size, pp.channels])
+  return tf.ensure_shape(image, [*size, pp.channels])
 
 
 def _decode_random_crop(encoded, seed, pp):
@@ -209,13 +213,14 @@ def for_evaluation(image, pp):
   """Brings one decoded image to the size of the model.
 
   Args:
-    image: uint8 or float [height, width, channels] in [0, 255].
+    image: uint8 [height, width, channels].
     pp: `config.pp`; reads `crop`, `resize`, `channels`.
 
   Returns:
     float32 [crop height, crop width, channels] in [-1, 1].
   """
   size = crop_size(pp)
+  image = to_float(image)
   if pp.resize is None:
     image = tf.image.resize(image, size)
   else:
@@ -223,7 +228,7 @@ def for_evaluation(image, pp):
     scale = pp.resize / tf.reduce_min(shape)
     image = tf.image.resize(image, tf.cast(tf.round(shape * scale), tf.int32))
     image = tf.image.resize_with_crop_or_pad(image, *size)
-  return tf.ensure_shape(to_float(image), [*size, pp.channels])
+  return tf.ensure_shape(image, [*size, pp.channels])
 
 
 def load_image(image: Any, pp) -> np.ndarray:

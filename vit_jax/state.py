@@ -75,6 +75,12 @@ def abstract_state(init: Callable, tx, rng, mesh, rules):
   return jax.jit(create, out_shardings=shardings), abstract
 
 
+def _short(error: Exception) -> str:
+  """Begin and end of an error's text; Orbax's are long, the cause stands last."""
+  text = ' '.join(str(error).split()) or type(error).__name__
+  return text if len(text) < 300 else f'{text[:120]} ... {text[-160:]}'
+
+
 class Checkpoints:
   """The checkpoints of a run: the newest few, and the best.
 
@@ -145,9 +151,8 @@ class Checkpoints:
   def _failure(self, cause):
     steps = self.steps()
     last = f'step {steps[-1]}' if steps else 'none'
-    reason = ' '.join(str(cause).split())[:300]
     return OSError(
-      f"a checkpoint could not be written to '{self.directory}': {reason}. The "
+      f"a checkpoint could not be written to '{self.directory}': {_short(cause)}. The "
       f'last complete one: {last}. Free some space (or mend the disk) and start '
       'the same command again: the run goes on from there'
     )
@@ -175,7 +180,7 @@ class Checkpoints:
           candidate, args=ocp.args.StandardRestore(abstract)
         )
       except Exception as e:  # pylint: disable=broad-except
-        reason = ' '.join(str(e).split())[:300]
+        reason = _short(e)
         failures.append((candidate, reason))
         logging.warning(
           'Checkpoint %s/%d cannot be restored (it is damaged or of another '

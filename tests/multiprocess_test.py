@@ -1,0 +1,155 @@
+"""Tests of runs of two processes on loopback, four devices each."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests import processes
+from vit_jax import input_pipeline
+from vit_jax import metrics as metrics_lib
+from vit_jax import sources
+from vit_jax import workdir as workdir_lib
+
+FLAGS = ('--config.checkpoint_every=20',)
+
+
+def addresses():
+  """Flags by which two processes find each other."""
+  with socket.socket() as s:
+    s.bind(('localhost', 0))
+    port = s.getsockname()[1]
+  return [
+    [
+      f'--coordinator=localhost:{port}',
+      '--num_processes=2',
+      f'--process_id={i}',
+    ]
+    for i in range(2)
+  ]
+
+
+def start_pair(config, workdir, *flags, data_dir):
+  return [
+    processes.start(
+      config, workdir, *FLAGS, *flags, *address, data_dir=data_dir, devices=4
+    )
+    for address in addresses()
+  ]
+
+
+def finish_pair(pair):
+  outputs = [p.communicate(timeout=300)[0] for p in pair]
+  return [p.returncode for p in pair], outputs
+
+
+@pytest.fixture(scope='module')
+def config(tmp_path_factory):
+  return processes.write_config(tmp_path_factory.mktemp('config'))
+
+
+@pytest.fixture(scope='module')
+def two_processes(config, data_dir, tmp_path_factory):
+  """A run of two processes, that nothing disturbs: its folder."""
+  workdir = tmp_path_factory.mktemp('two')
+  statuses, outputs = finish_pair(
+    start_pair(config, workdir, data_dir=data_dir)
+  )
+  assert statuses == [0, 0], outputs
+  assert 'on 8 cpu device(s) in 2 process(es)' in outputs[0]
+  assert 'Done in' in outputs[0]
+  # One of them speaks.
+  assert not re.search(r'^(step|Done|digits)', outputs[1], re.MULTILINE)
+  return workdir
+
+
+def test_two_processes_compute_what_one_does(
+  config, data_dir, two_processes, tmp_path
+):
+  status, output = processes.finish(
+    config, tmp_path, *FLAGS, data_dir=data_dir, devices=8
+  )
+  assert status == 0, output
+  got, want = metrics_lib.read(two_processes), metrics_lib.read(tmp_path)
+  assert [line['step'] for line in got] == [line['step'] for line in want]
+  # Rounding differs by the order of sums, and Adam makes it grow with time.
+  for a, b in zip(got, want):
+    rel = 1e-5 if b['step'] <= 20 else 1e-3
+    for key in ('train_loss', 'loss_test'):
+      assert a.get(key) == pytest.approx(b.get(key), rel=rel)
+  assert got[-1]['num_examples_test'] == 360
+
+
+def test_a_signal_to_one_process_stops_both_and_they_go_on(
+  config, data_dir, two_processes, tmp_path
+):
+  pair = start_pair(config, tmp_path, data_dir=data_dir)
+  for line in pair[0].stdout:
+    if line.startswith('step  5/60'):
+      pair[1].send_signal(signal.SIGTERM)
+      break
+  statuses, outputs = finish_pair(pair)
+  assert statuses == [128 + signal.SIGTERM] * 2, outputs
+  [step] = re.findall(r'Stopped at step (\d+)', ''.join(outputs))
+  statuses, outputs = finish_pair(
+    start_pair(config, tmp_path, data_dir=data_dir)
+  )
+  assert statuses == [0, 0], outputs
+  assert f'Going on from the checkpoint of step {step}.' in outputs[0]
+  processes.assert_same_trees(
+    processes.load_state(tmp_path)[0], processes.load_state(two_processes)[0]
+  )
+
+
+BATCHES = """
+import json, sys
+import jax, numpy as np
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
+address, index, path = sys.argv[1:4]
+jax.distributed.initialize(address, 2, int(index))
+from vit_jax import input_pipeline, sharding, sources
+config = ConfigDict(json.loads(sys.argv[4]))
+source = sources.open_split(config, 'train')
+mesh = sharding.make_mesh({'data': -1})
+rows = sharding.local_rows(mesh, config.batch)
+assert rows.tolist() == list(range(8 * int(index), 8 * int(index) + 8))
+batches = input_pipeline.train_batches(config, source, mesh, 3)
+batch = multihost_utils.process_allgather(next(batches), tiled=True)
+if index == '0':
+  np.savez(path, **batch)
+"""
+
+
+def test_two_processes_see_the_batch_of_one(tiny_config, tmp_path):
+  source = sources.open_split(tiny_config, 'train')
+  data = input_pipeline.train_dataset(tiny_config, source, np.arange(16), 3)
+  want = next(data.as_numpy_iterator())
+  path = tmp_path / 'batch.npz'
+  address = addresses()[0][0].partition('=')[2]
+  config = json.dumps(workdir_lib.to_plain(tiny_config))
+  pair = [
+    subprocess.Popen(
+      [sys.executable, '-c', BATCHES, address, str(i), str(path), config],
+      env={
+        **os.environ,
+        'XLA_FLAGS': '--xla_force_host_platform_device_count=4',
+        'PYTHONPATH': str(processes.ROOT),
+      },
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  statuses, outputs = finish_pair(pair)
+  assert statuses == [0, 0], outputs
+  got = np.load(path)
+  for key in want:
+    np.testing.assert_array_equal(got[key], want[key])

@@ -1,0 +1,197 @@
+"""Tests of prediction and of damaged checkpoints, on a run of a few steps."""
+
+import copy
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+from PIL import Image
+import pytest
+
+from vit_jax import evaluate
+from vit_jax import input_pipeline
+from vit_jax import predict
+from vit_jax import sources
+from vit_jax import state as state_lib
+from vit_jax import train
+from vit_jax.configs import pretrain
+
+
+@pytest.fixture(scope='module')
+def folder_run(image_folder, tmp_path_factory):
+  """A run on the folder of images: its config and its folder."""
+  config = pretrain.get_config(f'testing,{image_folder}')
+  config.pp.crop = 16
+  config.model.transformer.dropout_rate = 0.0
+  config.update(
+    batch=16, batch_eval=8, total_epochs=30.0, warmup_epochs=1.0,
+    base_lr=1e-2, checkpoint_every=20, progress_every=20, eval_every=60,
+  )  # fmt: skip
+  workdir = tmp_path_factory.mktemp('folder_run')
+  _, metrics = train.train_and_evaluate(copy.deepcopy(config), str(workdir))
+  return config, workdir, metrics
+
+
+def test_a_folder_is_learned_from_scratch(folder_run):
+  _, _, metrics = folder_run
+  assert metrics['accuracy_test'] == 1
+  assert metrics['num_examples_test'] == 9
+
+
+def test_classes_come_by_name_with_probabilities(folder_run, image_folder):
+  _, workdir, _ = folder_run
+  model = predict.load(str(workdir))
+  assert model.class_names == ('ant', 'bee', 'cow')
+  paths = sorted(str(p) for p in (image_folder / 'test').glob('*/*'))
+  results = model.predict(paths)
+  for path, classes in zip(paths, results):
+    assert classes[0][0] == pathlib.Path(path).parent.name
+    assert sum(p for _, p in classes) == pytest.approx(1, abs=1e-5)
+    assert [p for _, p in classes] == sorted([p for _, p in classes])[::-1]
+  assert [len(r) for r in model.predict(paths[:2], top=2)] == [2, 2]
+  assert model.predict([]) == []
+
+
+def test_prediction_is_evaluation(folder_run):
+  config, workdir, _ = folder_run
+  model = predict.load(str(workdir))
+  source = sources.open_split(config, 'test', model.class_names)
+  data = input_pipeline.eval_dataset(config, source, np.arange(8))
+  batch = next(data.as_numpy_iterator())
+  want = model.task.predict(model.params, batch['image'])
+  got = model.logits([source.name(i) for i in range(8)])
+  np.testing.assert_allclose(got, want, atol=1e-5)
+  many = [source.name(i % 9) for i in range(40)]  # More than one batch.
+  np.testing.assert_allclose(model.logits(many)[36:40], got[:4], atol=1e-5)
+
+
+def test_images_may_be_arrays_of_any_size(folder_run):
+  _, workdir, _ = folder_run
+  model = predict.load(str(workdir))
+  red = np.full((50, 31, 3), (200, 40, 40), np.uint8)
+  blue = Image.fromarray(np.full((9, 9, 3), (40, 40, 200), np.uint8))
+  assert [r[0][0] for r in model.predict([red, blue])] == ['ant', 'cow']
+  assert model.predict(red[None])[0][0][0] == 'ant'
+  with pytest.raises(ValueError, match='must be a list'):
+    model.predict('image.png')
+
+
+def test_the_command_prints_the_classes(folder_run, image_folder):
+  _, workdir, _ = folder_run
+  image = next((image_folder / 'test' / 'bee').iterdir())
+
+  def run(*args):
+    return subprocess.run(
+      [sys.executable, '-m', 'vit_jax.predict', f'--workdir={workdir}', *args],
+      capture_output=True,
+      text=True,
+      check=False,
+    )
+
+  done = run('--top=2', str(image))
+  assert done.returncode == 0, done.stderr
+  lines = done.stdout.splitlines()
+  assert lines[0] == str(image)
+  assert len(lines) == 3
+  assert lines[1].endswith(' %  bee')
+  missing = run('/no/such.png')
+  assert missing.returncode == 1
+  assert missing.stderr == "Error: there is no image file '/no/such.png'\n"
+
+
+def test_another_split_and_another_folder(folder_run, tmp_path, image_folder):
+  _, workdir, _ = folder_run
+  assert evaluate.evaluate(str(workdir), 'train[:7]')['num_examples'] == 7
+  other = tmp_path / 'other'
+  shutil.copytree(image_folder / 'test', other / 'mine')
+  assert evaluate.evaluate(str(workdir), 'mine', str(other))['accuracy'] == 1
+  (other / 'mine' / 'cow').rename(other / 'mine' / 'yak')
+  with pytest.raises(ValueError, match=r"training split lacks: \['yak'\]"):
+    evaluate.evaluate(str(workdir), 'mine', str(other))
+  with pytest.raises(ValueError, match='give data of the same classes'):
+    evaluate.evaluate(str(workdir), 'test', 'digits')
+
+
+# --- Checkpoints that are damaged or missing ---
+
+
+@pytest.fixture
+def damaged(folder_run, tmp_path):
+  """A copy of the run whose newest checkpoint will be damaged."""
+  _, workdir, _ = folder_run
+  copied = tmp_path / 'copy'
+  shutil.copytree(workdir, copied)
+  steps = state_lib.Checkpoints(copied, read_only=True).steps()
+  assert steps[-2:] == [60, 62]
+  return copied
+
+
+def largest_file(folder):
+  return max(
+    (p for p in folder.rglob('*') if p.is_file()),
+    key=lambda path: path.stat().st_size,
+  )
+
+
+def test_a_truncated_checkpoint_gives_way_to_the_one_before(
+  damaged, folder_run, caplog
+):
+  config, workdir, _ = folder_run
+  path = largest_file(damaged / 'checkpoints' / '62')
+  path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+  assert predict.load(str(damaged)).step == 60
+  assert (damaged / 'checkpoints' / '62').exists()  # Predicting only reads.
+  train.train_and_evaluate(copy.deepcopy(config), str(damaged))
+  assert 'checkpoints/62 cannot be restored' in caplog.text
+  assert 'Restored the older checkpoint of step 60' in caplog.text
+  assert [p.name for p in (damaged / 'damaged_checkpoints').iterdir()] == [
+    '62_0'
+  ]
+  got, want = predict.load(str(damaged)), predict.load(str(workdir))
+  assert got.step == want.step == 62
+  jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
+
+
+def test_a_checkpoint_of_another_model_gives_way_too(
+  damaged, folder_run, tmp_path, caplog
+):
+  config = copy.deepcopy(folder_run[0])
+  config.model.hidden_size = 20
+  config.update(total_epochs=1.0, warmup_epochs=0.0)
+  train.train_and_evaluate(config, str(tmp_path / 'foreign'))
+  shutil.rmtree(damaged / 'checkpoints' / '62')
+  shutil.copytree(
+    tmp_path / 'foreign' / 'checkpoints' / '2', damaged / 'checkpoints' / '62'
+  )
+  assert predict.load(str(damaged)).step == 60
+  assert 'damaged or of another run' in caplog.text
+
+
+def test_no_checkpoint_that_can_be_read(damaged, folder_run):
+  for step in state_lib.Checkpoints(damaged, read_only=True).steps():
+    largest_file(damaged / 'checkpoints' / str(step)).write_bytes(b'')
+  with pytest.raises(ValueError, match='no checkpoint in .* can be restored'):
+    train.train_and_evaluate(copy.deepcopy(folder_run[0]), str(damaged))
+  with pytest.raises(ValueError, match='step=61 is not among the checkpoints'):
+    predict.load(str(damaged), step=61)
+  shutil.rmtree(damaged / 'checkpoints')
+  with pytest.raises(FileNotFoundError, match='has no complete checkpoint'):
+    predict.load(str(damaged))
+
+
+def test_damaged_files_of_a_run_are_named(damaged):
+  (damaged / 'config.json').write_text('{"batch": ')
+  with pytest.raises(ValueError, match="config.json' is damaged"):
+    predict.load(str(damaged))
+
+
+def test_weights_of_another_number_of_channels_are_refused(damaged, caplog):
+  path = damaged / 'config.json'
+  path.write_text(path.read_text().replace('"channels": 3', '"channels": 1'))
+  with pytest.raises(
+    ValueError, match=r'\(16, 16, 1, 16\) is not .*\(16, 16, 3, 16\)'
+  ):
+    predict.load(str(damaged))

@@ -1,0 +1,85 @@
+"""Runs `python -m vit_jax.main` in real processes, for several tests."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+
+from vit_jax import predict
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# A config file for a run of sixty steps that takes a second or two.
+CONFIG = """
+from vit_jax.configs import common
+from vit_jax.configs import models
+
+def get_config():
+  config = common.set_dataset(common.get_config(), 'digits')
+  config.pp.update(crop=8, channels=1)
+  config.model = models.get_config('testing')
+  config.model.patches.size = (4, 4)
+  config.model.transformer.dropout_rate = 0.1
+  config.update(
+    batch=16, batch_eval=120, total_steps=60, warmup_steps=1, optimizer='adam',
+    base_lr=1e-3, eval_every=20, checkpoint_every=1, progress_every=5,
+  )
+  return config
+"""
+
+
+def write_config(folder):
+  """Writes CONFIG to a file in a folder; returns its path."""
+  path = folder / 'tiny.py'
+  path.write_text(CONFIG)
+  return path
+
+
+def start(config, workdir, *flags, data_dir, shell_prefix='', devices=1):
+  """Starts `python -m vit_jax.main` as a user would."""
+  command = [
+    sys.executable, '-m', 'vit_jax.main', f'--config={config}',
+    f'--workdir={workdir}', f'--config.tfds_data_dir={data_dir}', *flags,
+  ]  # fmt: skip
+  if shell_prefix:
+    command = ['bash', '-c', f'{shell_prefix}; exec "$@"', 'bash', *command]
+  return subprocess.Popen(
+    command,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    env={
+      **os.environ,
+      'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+      'PYTHONPATH': str(ROOT),
+    },
+  )
+
+
+def finish(*args, **kwargs):
+  """Runs to the end; returns the exit status and what was printed."""
+  process = start(*args, **kwargs)
+  output, _ = process.communicate(timeout=300)
+  return process.returncode, output
+
+
+def load_state(workdir):
+  """Returns the parameters of the newest checkpoint, and its step."""
+  model = predict.load(str(workdir))
+  return jax.device_get(model.params), model.step
+
+
+def assert_same_trees(a, b):
+  """Asserts that two trees of arrays are equal, bit for bit."""
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def wait_for(condition, process, seconds=120):
+  """Waits until something is so, or the process has ended."""
+  end = time.time() + seconds
+  while not condition() and process.poll() is None and time.time() < end:
+    time.sleep(0.002)

@@ -1,0 +1,327 @@
+r"""Times what a user waits for, and writes a table and JSON.
+
+  python -m vit_jax.benchmark --json=/tmp/benchmark.json
+
+Sections (choose with --only): import, start, train, inference, pipeline. Each is
+warmed up, repeated, and reported as the median with the least and the most. The
+steps' share is that of this machine's peak, which is measured in the same run as
+the speed of a large float32 matrix product. Where two things are compared, they
+take turns.
+"""
+
+import argparse
+from collections.abc import Callable
+import contextlib
+import json
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import numpy as np
+
+from vit_jax import cli
+from vit_jax import flops
+from vit_jax import sharding
+from vit_jax.configs import common
+from vit_jax.configs import models as model_configs
+
+SECTIONS = ('import', 'start', 'train', 'inference', 'pipeline')
+
+
+def measure(*functions: Callable, repeats: int) -> list[list[float]]:
+  """Times functions in turn, once each unmeasured; returns seconds of each.
+
+  A function that returns a number has timed itself.
+  """
+  seconds = [[] for _ in functions]
+  for turn in range(repeats + 1):
+    for times, function in zip(seconds, functions):
+      start = time.perf_counter()
+      own = function()
+      if turn:
+        times.append(own or time.perf_counter() - start)
+  return seconds
+
+
+def row(name: str, values: list[float], unit: str, **extra) -> dict:
+  """Makes one row of the table."""
+  return {
+    'name': name,
+    'median': statistics.median(values),
+    'min': min(values),
+    'max': max(values),
+    'unit': unit,
+    **extra,
+  }
+
+
+def matrix_product(size: int = 2048) -> Callable:
+  """Returns a function that times the product of two float32 matrices."""
+  a = jax.random.normal(jax.random.key(0), (size, size))
+  multiply = jax.jit(
+    lambda a: jax.lax.dot(a, a, precision=jax.lax.Precision.HIGHEST)
+  )
+
+  def run():
+    # What ran before has left its own data in the caches: not the first counts,
+    # but the fastest of the next.
+    multiply(a).block_until_ready()
+    seconds = []
+    for _ in range(4):
+      start = time.perf_counter()
+      multiply(a).block_until_ready()
+      seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+  return run
+
+
+def benchmark_import(args) -> list[dict]:
+  """Times `import vit_jax.models` beside the two packages it needs."""
+
+  def run(statement):
+    return lambda: subprocess.run([sys.executable, '-c', statement], check=True)
+
+  ours, theirs = measure(
+    run('import vit_jax.models'),
+    run('import flax.linen, optax'),
+    repeats=args.repeats,
+  )
+  ratios = [a / b for a, b in zip(ours, theirs)]
+  return [
+    row('import vit_jax.models', ours, 's'),
+    row('import flax.linen, optax', theirs, 's'),
+    row('ratio', ratios, 'x'),
+  ]
+
+
+def benchmark_start(args) -> list[dict]:
+  """Times the digits from the start of the process to their first step."""
+
+  def run():
+    with tempfile.TemporaryDirectory() as workdir:
+      process = subprocess.Popen(
+        [
+          sys.executable, '-m', 'vit_jax.main', '--config=configs/digits.py',
+          f'--workdir={workdir}/run',
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+      )  # fmt: skip
+      printed = []
+      for line in process.stdout:
+        printed.append(line)
+        if line.startswith('Compiled in'):
+          break
+      process.kill()
+      process.communicate()
+      if not printed or not printed[-1].startswith('Compiled in'):
+        raise RuntimeError('the digits did not start:\n' + ''.join(printed))
+
+  [times] = measure(run, repeats=args.repeats)
+  return [row('digits: start to first step', times, 's')]
+
+
+def _model_rows(args, train: bool) -> list[dict]:
+  from vit_jax import train as train_lib
+
+  config = common.get_config()
+  config.model = model_configs.get_config(args.model)
+  config.model.dtype = args.dtype
+  config.pp.crop = args.image_size
+  config.update(
+    optimizer='adam', optim_dtype='float32', total_steps=10, warmup_steps=1,
+    weight_decay=0.1,
+  )  # fmt: skip
+  mesh = sharding.make_mesh({'data': -1})
+  sharding.local_rows(mesh, args.batch)
+  names = [str(i) for i in range(1000)]
+  program = train_lib.make_program(config, names, mesh)
+  state = program.create_state()
+  rng = np.random.RandomState(0)
+  size = (args.batch, args.image_size, args.image_size, 3)
+  batch = {
+    'image': rng.uniform(-1, 1, size).astype(np.float32),
+    'label': np.eye(1000, dtype=np.float32)[rng.randint(1000, size=args.batch)],
+  }
+  batch = jax.device_put(batch, sharding.batch_sharding(mesh))
+  holder = [state]
+  update = jax.jit(program.update, donate_argnums=0)
+  predict = jax.jit(program.task.predict)
+
+  def step():
+    if train:
+      holder[0], metrics = update(holder[0], batch)
+      jax.block_until_ready(metrics)
+    else:
+      predict(holder[0].params, batch['image']).block_until_ready()
+
+  with jax.set_mesh(mesh):
+    steps, products = measure(
+      step, matrix_product(), repeats=max(10, args.repeats)
+    )
+  size = (args.image_size, args.image_size)
+  count = flops.forward_multiply_adds(config.model, size, 1000)
+  work = (flops.training_flops(count) if train else 2 * count) * args.batch
+  peak = [2 * 2048**3 / t * mesh.size for t in products]
+  speeds = [args.batch / t for t in steps]
+  kind = 'training step' if train else 'inference'
+  label = f'{kind}, {args.model}, batch {args.batch}, {args.dtype}'
+  share = statistics.median(work / t for t in steps) / statistics.median(peak)
+  return [
+    row(label, speeds, 'img/s', share_of_peak=share),
+    row(
+      'matrix product, float32, beside it',
+      [p / 1e9 for p in peak],
+      'GFLOP/s',
+    ),
+  ]
+
+
+def benchmark_train(args) -> list[dict]:
+  """Times the training step of the trainer, with Adam."""
+  return _model_rows(args, train=True)
+
+
+def benchmark_inference(args) -> list[dict]:
+  """Times logits of a batch of images."""
+  return _model_rows(args, train=False)
+
+
+def photographs(folder: pathlib.Path, count: int = 64):
+  """Writes JPEGs of 500x375 pixels, cut out of scikit-learn's photographs."""
+  from PIL import Image
+  from sklearn import datasets
+
+  rng = np.random.RandomState(0)
+  images = datasets.load_sample_images().images
+  for split in ('train', 'test'):
+    for i in range(count):
+      image = images[i % len(images)]
+      y = rng.randint(image.shape[0] - 374)
+      x = rng.randint(image.shape[1] - 499)
+      path = folder / split / f'class{i % len(images)}' / f'{i}.jpg'
+      path.parent.mkdir(parents=True, exist_ok=True)
+      Image.fromarray(image[y : y + 375, x : x + 500]).save(path, quality=90)
+
+
+def plain_pipeline(folder: pathlib.Path, batch: int):
+  """The usual pipeline, to compare with: decode all, then crop."""
+  import tensorflow as tf
+
+  def augment(path):
+    image = tf.io.decode_jpeg(tf.io.read_file(path), channels=3)
+    begin, size, _ = tf.image.sample_distorted_bounding_box(
+      tf.shape(image),
+      tf.zeros([0, 0, 4], tf.float32),
+      area_range=(0.05, 1.0),
+      min_object_covered=0,
+      use_image_if_no_bounding_boxes=True,
+    )
+    image = tf.slice(image, begin, size)
+    image = tf.image.resize(image, (224, 224))
+    image = tf.image.random_flip_left_right(image)
+    return (image - 127.5) / 127.5
+
+  files = tf.data.Dataset.list_files(f'{folder}/train/*/*').cache().repeat()
+  data = files.shuffle(1000).map(augment, tf.data.AUTOTUNE)
+  return data.batch(batch).prefetch(1)
+
+
+def benchmark_pipeline(args) -> list[dict]:
+  """Times training crops of 224 px from 500x375 JPEGs of photographs."""
+  from vit_jax import input_pipeline
+  from vit_jax import sources
+
+  batch, batches = 64, 20
+  with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name)
+    photographs(folder)
+    config = common.set_dataset(common.get_config(), name)
+    config.batch = batch
+    source = sources.open_split(config, 'train')
+
+    def ours():
+      return input_pipeline.train_dataset(config, source, np.arange(batch))
+
+    def read(make):
+      # Each turn reads anew, so that nothing of the other is under way.
+      iterator = make().as_numpy_iterator()
+      for _ in range(5):
+        next(iterator)
+      start = time.perf_counter()
+      for _ in range(batches):
+        next(iterator)
+      return time.perf_counter() - start
+
+    first, second = measure(
+      lambda: read(ours),
+      lambda: read(lambda: plain_pipeline(folder, batch)),
+      repeats=args.repeats,
+    )
+  speeds = [[batch * batches / t for t in times] for times in (first, second)]
+  ratios = [a / b for a, b in zip(*speeds)]
+  return [
+    row('input pipeline, 500x375 JPEG -> 224 px', speeds[0], 'img/s'),
+    row('plain pipeline beside it', speeds[1], 'img/s'),
+    row('ratio', ratios, 'x'),
+  ]
+
+
+def main() -> None:
+  """Runs the sections that the command line names."""
+  parser = argparse.ArgumentParser(
+    prog='python -m vit_jax.benchmark',
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument('--only', nargs='+', choices=SECTIONS, default=SECTIONS)
+  parser.add_argument('--json', type=pathlib.Path, help='file for the figures')
+  parser.add_argument('--repeats', type=int, default=5, help='at least (5)')
+  parser.add_argument('--model', default='s16', help='for the steps (s16)')
+  parser.add_argument('--batch', type=int, default=8, help='images a step (8)')
+  parser.add_argument('--image_size', type=int, default=224)
+  parser.add_argument(
+    '--dtype', default='float32', choices=('float32', 'bfloat16')
+  )
+  args = parser.parse_args()
+  cli.quiet()
+  if args.repeats < 1:
+    raise ValueError(f'repeats={args.repeats} must be at least 1 (--repeats)')
+  device = jax.devices()[0]
+  machine = {
+    'device': device.device_kind,
+    'platform': device.platform,
+    'num_devices': jax.device_count(),
+    'processor': platform.processor() or platform.machine(),
+    'python': platform.python_version(),
+    'jax': jax.__version__,
+  }
+  print(', '.join(f'{key} {value}' for key, value in machine.items()))
+  results = {}
+  with contextlib.ExitStack() as stack:
+    if args.json:
+      args.json.parent.mkdir(parents=True, exist_ok=True)
+      file = stack.enter_context(args.json.open('w'))
+    for section in args.only:
+      results[section] = globals()[f'benchmark_{section}'](args)
+      for line in results[section]:
+        share = line.get('share_of_peak')
+        print(
+          f'{line["name"]:<45} {line["median"]:>9.2f} {line["unit"]:<8}'
+          f' ({line["min"]:.2f} to {line["max"]:.2f})'
+          + (f'  {100 * share:.0f} % of peak' if share else ''),
+          flush=True,
+        )
+    if args.json:
+      json.dump({'machine': machine, 'results': results}, file, indent=1)
+
+
+if __name__ == '__main__':
+  cli.run(main)

@@ -1,0 +1,44 @@
+"""Multiply-adds of a Vision Transformer, counted from its config.
+
+Checked against the pre-training compute of arXiv 2010.11929, table 6, which is 6
+x multiply-adds of one forward pass x images.
+"""
+
+
+def forward_multiply_adds(
+  model, image_size: tuple[int, int], num_classes: int, channels: int = 3
+) -> int:
+  """Counts the multiply-adds of one forward pass on one image.
+
+  Only matrix products count, as usual: patches, attention, MLP and head.
+
+  Args:
+    model: a config of `vit_jax.configs.models`, without a ResNet in front.
+    image_size: (height, width) in pixels.
+    num_classes: width of the head.
+    channels: channels of the image.
+
+  Raises:
+    ValueError: if the model is a hybrid.
+  """
+  if model.get('resnet') is not None:
+    raise ValueError(
+      f'model={model.get("model_name")} has a ResNet, which is not counted here: '
+      'give a model of patches alone'
+    )
+  width, encoder = model.hidden_size, model.transformer
+  patch_height, patch_width = model.patches.size
+  patches = (image_size[0] // patch_height) * (image_size[1] // patch_width)
+  tokens = patches + model.classifier.startswith('token')
+  embedding = patches * patch_height * patch_width * channels * width
+  dense = tokens * (4 * width * width + 2 * width * encoder.mlp_dim)
+  attention = 2 * tokens * tokens * width
+  head = width * num_classes
+  if model.get('representation_size'):
+    head = model.representation_size * (width + num_classes)
+  return embedding + encoder.num_layers * (dense + attention) + head
+
+
+def training_flops(multiply_adds: int) -> int:
+  """FLOPs of forward and backward pass: 2 a multiply-add, 3 times."""
+  return 6 * multiply_adds
