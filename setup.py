@@ -7,6 +7,7 @@ import setuptools
 # PyPI has a small TensorFlow without CUDA for these machines only. It reads and
 # augments images here; nothing of the models runs in it.
 _SMALL = "platform_system == 'Linux' and platform_machine == 'x86_64'"
+_OTHER = "platform_system != 'Linux' or platform_machine != 'x86_64'"
 
 setuptools.setup(
   name='vit_jax',
@@ -34,16 +35,16 @@ setuptools.setup(
     'etils[epath]',
     'flax',
     'importlib_resources',  # Imported by tensorflow-datasets, not declared.
-    'jax>=0.6',
+    'jax>=0.8',
     'ml-collections',
     'numpy',
-    'optax',
+    'optax>=0.2.5',
     'orbax-checkpoint',
     'Pillow',
     'scikit-learn',
     'tensorboard',  # Imported by clu.metric_writers, not declared.
     f'tensorflow-cpu; {_SMALL}',
-    f'tensorflow; not ({_SMALL})',
+    f'tensorflow; {_OTHER}',
     'tensorflow-datasets',
     'tqdm',
   ],

@@ -30,6 +30,8 @@ from vit_jax import sharding
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
 
+PIPELINE_BATCH = 64
+PRODUCT_SIZE = 2048
 SECTIONS = ('import', 'start', 'train', 'inference', 'pipeline')
 
 
@@ -60,9 +62,9 @@ def row(name: str, values: list[float], unit: str, **extra) -> dict:
   }
 
 
-def matrix_product(size: int = 2048) -> Callable:
+def matrix_product() -> Callable:
   """Returns a function that times the product of two float32 matrices."""
-  a = jax.random.normal(jax.random.key(0), (size, size))
+  a = jax.random.normal(jax.random.key(0), (PRODUCT_SIZE, PRODUCT_SIZE))
   multiply = jax.jit(
     lambda a: jax.lax.dot(a, a, precision=jax.lax.Precision.HIGHEST)
   )
@@ -163,13 +165,11 @@ def _model_rows(args, train: bool) -> list[dict]:
       predict(holder[0].params, batch['image']).block_until_ready()
 
   with jax.set_mesh(mesh):
-    steps, products = measure(
-      step, matrix_product(), repeats=max(10, args.repeats)
-    )
+    steps, products = measure(step, matrix_product(), repeats=args.repeats)
   size = (args.image_size, args.image_size)
   count = flops.forward_multiply_adds(config.model, size, 1000)
   work = (flops.training_flops(count) if train else 2 * count) * args.batch
-  peak = [2 * 2048**3 / t * mesh.size for t in products]
+  peak = [2 * PRODUCT_SIZE**3 / t * mesh.size for t in products]
   speeds = [args.batch / t for t in steps]
   kind = 'training step' if train else 'inference'
   label = f'{kind}, {args.model}, batch {args.batch}, {args.dtype}'
@@ -239,7 +239,7 @@ def benchmark_pipeline(args) -> list[dict]:
   from vit_jax import input_pipeline
   from vit_jax import sources
 
-  batch, batches = 64, 20
+  batch, batches = PIPELINE_BATCH, 20
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
     photographs(folder)
@@ -283,7 +283,9 @@ def main() -> None:
   )
   parser.add_argument('--only', nargs='+', choices=SECTIONS, default=SECTIONS)
   parser.add_argument('--json', type=pathlib.Path, help='file for the figures')
-  parser.add_argument('--repeats', type=int, default=5, help='at least (5)')
+  parser.add_argument(
+    '--repeats', type=int, default=5, help='measured turns (5)'
+  )
   parser.add_argument('--model', default='s16', help='for the steps (s16)')
   parser.add_argument('--batch', type=int, default=8, help='images a step (8)')
   parser.add_argument('--image_size', type=int, default=224)

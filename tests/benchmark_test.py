@@ -1,0 +1,52 @@
+"""Tests that the benchmark runs and reports what it should; not how fast."""
+
+import json
+import sys
+
+import pytest
+
+from vit_jax import benchmark
+
+
+def run(monkeypatch, tmp_path, *flags):
+  path = tmp_path / 'out' / 'benchmark.json'
+  argv = ['benchmark', f'--json={path}', '--repeats=1', *flags]
+  monkeypatch.setattr(sys, 'argv', argv)
+  benchmark.main()
+  return json.loads(path.read_text())
+
+
+def test_steps_are_reported_with_their_share_of_the_peak(
+  monkeypatch, tmp_path, capsys
+):
+  monkeypatch.setattr(benchmark, 'PRODUCT_SIZE', 512)
+  got = run(
+    monkeypatch, tmp_path, '--only', 'train', 'inference', '--model=testing',
+    '--image_size=32',
+  )  # fmt: skip
+  assert got['machine']['platform'] == 'cpu'
+  for section in ('train', 'inference'):
+    step, product = got['results'][section]
+    assert step['unit'] == 'img/s'
+    assert 0 < step['min'] <= step['median'] <= step['max']
+    assert 0 < step['share_of_peak'] < 1
+    assert product['unit'] == 'GFLOP/s'
+  assert '% of peak' in capsys.readouterr().out
+
+
+def test_pipelines_take_turns(monkeypatch, tmp_path):
+  monkeypatch.setattr(benchmark, 'PIPELINE_BATCH', 8)
+  got = run(monkeypatch, tmp_path, '--only', 'pipeline')
+  ours, plain, ratio = got['results']['pipeline']
+  assert ratio['median'] == pytest.approx(ours['median'] / plain['median'])
+
+
+def test_turns_alternate_and_a_function_may_time_itself():
+  calls = []
+  first, second = benchmark.measure(
+    lambda: calls.append('a'), lambda: calls.append('b') or 7.0, repeats=2
+  )
+  assert calls == list('ababab')
+  assert second == [7.0, 7.0]
+  assert len(first) == 2
+  assert benchmark.row('x', [3.0, 1.0, 2.0], 's')['median'] == 2.0

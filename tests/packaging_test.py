@@ -1,0 +1,132 @@
+"""Tests of what is installed, what is imported, and who may import whom."""
+
+import ast
+import pathlib
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# The floors of the house: a module imports from its own floor or from below.
+FLOORS = [
+  [
+    'models_vit',
+    'models_resnet',
+    'losses',
+    'optim',
+    'sharding',
+    'flops',
+    'cli',
+  ],
+  ['models', 'state', 'workdir', 'metrics', 'progress'],
+  ['preprocess', 'folder', 'sources', 'input_pipeline', 'datasets', 'resolve'],
+  ['tasks'],
+  ['train', 'predict', 'evaluate', 'benchmark'],
+  ['main'],
+]
+
+
+def run(code, cwd='/'):
+  """Runs Python elsewhere, with the checkout importable."""
+  return subprocess.run(
+    [sys.executable, '-c', code],
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd=cwd,
+    env={'PYTHONPATH': str(ROOT), 'PATH': '/usr/bin:/bin', 'HOME': '/tmp'},
+  )
+
+
+def test_models_load_neither_tensorflow_nor_the_trainer():
+  done = run(
+    'import sys, vit_jax.models, vit_jax.losses, vit_jax.optim\n'
+    'for name in ("tensorflow", "tensorflow_datasets", "orbax", "clu",'
+    ' "matplotlib"):\n'
+    '  assert name not in sys.modules, name\n'
+  )
+  assert done.returncode == 0, done.stderr
+
+
+def imports_of(path):
+  """Names of the modules of this package that a file imports."""
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.ImportFrom) and node.module:
+      first, *rest = node.module.split('.')
+      if first == 'vit_jax':
+        yield from rest[:1] or [alias.name for alias in node.names]
+
+
+def test_imports_point_down_only():
+  floor = {name: i for i, names in enumerate(FLOORS) for name in names}
+  files = sorted((ROOT / 'vit_jax').rglob('*.py'))
+  seen = set()
+  for path in files:
+    name = path.relative_to(ROOT / 'vit_jax').parts[0].removesuffix('.py')
+    if name in ('__init__', 'configs'):
+      continue
+    seen.add(name)
+    for imported in imports_of(path):
+      if imported != 'configs':
+        assert floor[imported] <= floor[name], f'{name} imports {imported}'
+  assert seen == set(floor)
+  for path in (ROOT / 'configs').glob('*.py'):
+    assert set(imports_of(path)) <= {'configs'}, path
+
+
+def test_the_names_of_the_original_can_be_imported():
+  done = run(
+    'from vit_jax import models, models_vit, models_resnet, input_pipeline\n'
+    'from vit_jax import preprocess, train\n'
+    'from vit_jax.configs import common, models as m\n'
+    'model = models.get_model("ViT-B_16", num_classes=10)\n'
+    'assert model.num_classes == 10 and model.hidden_size == 768\n'
+    'models.VisionTransformer(num_classes=2, **m.get_b16_config())\n'
+  )
+  assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope='module')
+def wheel(tmp_path_factory):
+  """The wheel, built from a copy of the checkout."""
+  tmp = tmp_path_factory.mktemp('wheel')
+  ignore = shutil.ignore_patterns('.*', '*.egg-info', 'build', '__pycache__')
+  shutil.copytree(ROOT, tmp / 'source', ignore=ignore)
+  subprocess.run(
+    [sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '-w', tmp, tmp / 'source'],
+    check=True,
+  )  # fmt: skip
+  [path] = tmp.glob('*.whl')
+  return path
+
+
+def test_a_wheel_has_the_configs_and_works_without_the_checkout(
+  wheel, tmp_path
+):
+  with zipfile.ZipFile(wheel) as archive:
+    names = set(archive.namelist())
+    archive.extractall(tmp_path)
+  for path in (ROOT / 'configs').glob('*.py'):
+    assert f'vit_jax/configs/{path.name}' in names
+  packaged = {
+    n for n in names if n.startswith('vit_jax/') and n.endswith('.py')
+  }
+  in_tree = {
+    str(p.relative_to(ROOT)) for p in (ROOT / 'vit_jax').rglob('*.py')
+  } - {'vit_jax/configs/__init__.py'}
+  assert in_tree <= packaged
+  done = subprocess.run(
+    [
+      sys.executable, '-m', 'vit_jax.main', '--config=configs/pretrain.py:b17,x',
+      '--workdir=/nowhere',
+    ],
+    capture_output=True, text=True, check=False, cwd='/',
+    env={'PYTHONPATH': str(tmp_path), 'PATH': '/usr/bin:/bin', 'HOME': '/tmp'},
+  )  # fmt: skip
+  assert done.returncode == 1
+  assert "Error: model 'b17' is unknown" in done.stderr
+  assert 'Traceback' not in done.stderr
