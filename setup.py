@@ -35,7 +35,7 @@ setuptools.setup(
     'etils[epath]',
     'flax',
     'importlib_resources',  # Imported by tensorflow-datasets, not declared.
-    'jax>=0.8',
+    'jax>=0.10',
     'ml-collections',
     'numpy',
     'optax>=0.2.5',

@@ -80,6 +80,13 @@ def get_config() -> ml_collections.ConfigDict:
   # --- Model: set from models.py ---
   config.model = placeholder(ml_collections.ConfigDict)
 
+  # Weights to start from, all but the head: a published .npz file, local or
+  # gs://; position embeddings are resized to the image. None: random weights.
+  config.pretrained = placeholder(str)
+  # The same, as the folder of such files, each named after its model: takes
+  # <pretrained_dir>/<model.model_name>.npz.
+  config.pretrained_dir = placeholder(str)
+
   # --- Objective ---
   # 'softmax' or 'sigmoid' cross-entropy (for several labels an image).
   config.loss = 'softmax'

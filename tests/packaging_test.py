@@ -22,7 +22,7 @@ FLOORS = [
     'flops',
     'cli',
   ],
-  ['models', 'state', 'workdir', 'metrics', 'progress'],
+  ['models', 'flops', 'checkpoint', 'state', 'workdir', 'metrics', 'progress'],
   ['preprocess', 'folder', 'sources', 'input_pipeline', 'datasets', 'resolve'],
   ['tasks'],
   ['train', 'predict', 'evaluate', 'benchmark'],

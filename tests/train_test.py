@@ -210,7 +210,7 @@ def losses_of(config, mesh, steps=3, batches=None):
   """Losses of a few steps on a mesh, in float32."""
   mesh = sharding.make_mesh(mesh, jax.devices()[: np.prod(list(mesh.values()))])
   program = train.make_program(config, [str(i) for i in range(10)], mesh)
-  state = program.create_state()
+  state = program.create_state({})
   update = jax.jit(program.update)
   result = []
   with jax.set_mesh(mesh):
@@ -315,6 +315,7 @@ def refuse(config, workdir, message, error=ValueError):
     ({'optimizer': 'lamb'}, "optimizer='lamb' is unknown"),
     ({'decay_type': 'step'}, "decay_type='step' is unknown"),
     ({'loss': 'hinge'}, "loss='hinge' is unknown"),
+    ({'best_metric': 'accuracy'}, "best_metric='accuracy' is not among"),
     ({'task': 'segment'}, "task='segment' is unknown"),
     ({'trainer': 'tune'}, "trainer='tune' is unknown"),
     ({'dataset': 'nothing_such'}, "dataset='nothing_such' is neither"),

@@ -145,7 +145,7 @@ def _model_rows(args, train: bool) -> list[dict]:
   sharding.local_rows(mesh, args.batch)
   names = [str(i) for i in range(1000)]
   program = train_lib.make_program(config, names, mesh)
-  state = program.create_state()
+  state = program.create_state({})
   rng = np.random.RandomState(0)
   size = (args.batch, args.image_size, args.image_size, 3)
   batch = {

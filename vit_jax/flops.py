@@ -4,6 +4,10 @@ Checked against the pre-training compute of arXiv 2010.11929, table 6, which is 
 x multiply-adds of one forward pass x images.
 """
 
+import math
+
+from vit_jax import models
+
 
 def forward_multiply_adds(
   model, image_size: tuple[int, int], num_classes: int, channels: int = 3
@@ -28,7 +32,7 @@ def forward_multiply_adds(
     )
   width, encoder = model.hidden_size, model.transformer
   patch_height, patch_width = model.patches.size
-  patches = (image_size[0] // patch_height) * (image_size[1] // patch_width)
+  patches = math.prod(models.patch_grid(model, image_size))
   tokens = patches + model.classifier.startswith('token')
   embedding = patches * patch_height * patch_width * channels * width
   dense = tokens * (4 * width * width + 2 * width * encoder.mlp_dim)

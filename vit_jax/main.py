@@ -27,7 +27,6 @@ import os
 
 from absl import app
 from absl import flags
-from absl import logging
 from ml_collections import config_flags
 
 from vit_jax import cli
@@ -101,8 +100,11 @@ def _initialize_distributed():
     return
   try:
     jax.distributed.initialize()
-  except (ValueError, RuntimeError):
-    logging.info('No cluster detected: a run of one process.')
+  except ValueError as e:
+    # What JAX says where it finds no cluster: a run of one process. Any other
+    # error is that of a cluster, whose hosts must not train each on its own.
+    if 'coordinator_address' not in str(e):
+      raise
 
 
 def parse_flags(argv):
@@ -127,13 +129,16 @@ def parse_flags(argv):
         )
       argv[i] = f'{name}={installed}{colon}{argument}'
   try:
-    return app.parse_flags_with_usage(argv)
-  except (AttributeError, KeyError, TypeError) as e:
-    reason = str(e.args[0] if e.args else e).replace('\n', ' ').strip('\'" ')
+    return flags.FLAGS(argv)
+  except (flags.Error, AttributeError, KeyError, TypeError) as e:
+    # An error inside a config file comes with its whole traceback as text.
+    lines = str(e.args[0] if e.args else e).strip().splitlines()
+    reason = lines[-1] if 'Traceback' in ''.join(lines) else ' '.join(lines)
+    reason = reason.removeprefix('ValueError: ').replace('\\n', ' ')
     raise ValueError(
-      f'a --config flag does not fit the config: {reason} (the keys and what '
-      'they do are in configs/common.py)'
-    ) from e
+      reason.replace("\\'", "'").strip('" ') + ' (see --help; the keys of a '
+      'config and what they do are in configs/common.py)'
+    ) from None
 
 
 if __name__ == '__main__':

@@ -56,3 +56,19 @@ def make_model(config, **kwargs) -> VisionTransformer:
         f'{sorted(names)}'
       )
   return VisionTransformer(**fields)
+
+
+def patch_grid(config, image_size: tuple[int, int]) -> tuple[int, int]:
+  """Returns how many patches (down, across) a model cuts an image into.
+
+  Args:
+    config: reads `patches.size` and `resnet`.
+    image_size: (height, width) in pixels.
+  """
+  stride = 1
+  if config.get('resnet') is not None:
+    # The root divides by 4, every stage but the first by 2.
+    stride = 4 * 2 ** max(0, len(config.resnet.num_layers) - 1)
+  cells = (-(-size // stride) for size in image_size)
+  height, width = (c // p for c, p in zip(cells, config.patches.size))
+  return height, width

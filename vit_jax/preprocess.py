@@ -17,6 +17,12 @@ import numpy as np
 from PIL import Image
 import tensorflow as tf
 
+# TensorFlow reads images; the accelerators are for JAX alone.
+try:
+  tf.config.set_visible_devices([], 'GPU')
+except RuntimeError:  # A program around this one has initialised it already.
+  pass
+
 _PNG = b'\x89PNG\r\n\x1a\n'
 
 

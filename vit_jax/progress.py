@@ -71,27 +71,32 @@ class Progress:
     if self._bar is not None:
       self._bar.update(step - self._bar.n)
 
-  def rate(self, step: int) -> float:
-    """Returns images per second since the last call, over all devices."""
+  def rate(self, step: int) -> float | None:
+    """Returns images per second since the last call, over all devices.
+
+    None where no step but the first, which compiles, has been made.
+    """
     now = time.perf_counter()
     before, then = self._mark
     seconds = now - then - self._paused
     self._mark, self._paused = (step, now), 0.0
     if step > before and seconds > 0:
       self._rate = (step - before) * self._batch / seconds
-    return self._rate or 0.0
+    return self._rate
 
-  def show(self, step: int, loss: float, rate: float):
+  def show(self, step: int, loss: float, rate: float | None):
     """Shows loss, speed and time left."""
-    left = (self._total - step) * self._batch / rate if rate else None
+    speed = f'{rate:,.0f} img/s' if rate else ''
     if self._bar is not None:
-      self._bar.set_postfix_str(f'loss {loss:.4f}, {rate:,.0f} img/s')
+      self._bar.set_postfix_str(f'loss {loss:.4f}, {speed}')
       return
-    say(
-      f'step {step:>{len(str(self._total))}}/{self._total}  '
-      f'loss {loss:.4f}  {rate:,.0f} img/s  '
-      + ('' if left is None else f'{duration(left)} left')
+    line = (
+      f'step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}'
     )
+    if rate:
+      left = (self._total - step) * self._batch / rate
+      line += f'  {speed}  {duration(left)} left'
+    say(line)
 
   def pause(self) -> 'Progress':
     """Stops the clock inside a `with` block."""

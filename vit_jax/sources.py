@@ -14,6 +14,7 @@ import contextlib
 import io
 
 from absl import logging
+from etils import epath
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
@@ -164,6 +165,24 @@ class StreamSource:
   def name(self, index: int) -> str:
     """Names an example for an error message."""
     return f'example {index} of the stream'
+
+
+def example_file(source, workdir) -> str:
+  """Returns the path of an image of a split, written to the workdir if need be.
+
+  Args:
+    source: the split.
+    workdir: folder of the run.
+  """
+  if isinstance(source, FolderSource):
+    return source.name(0)
+  if not source.random_access:
+    return 'IMAGE.jpg'
+  encoded = source.lookup(tf.constant([0], tf.int64))['image'][0].numpy()
+  ending = 'jpg' if encoded.startswith(b'\xff\xd8') else 'png'
+  path = epath.Path(workdir) / f'example.{ending}'
+  path.write_bytes(encoded)
+  return str(path)
 
 
 def pad_labels(labels: Sequence) -> np.ndarray:

@@ -8,11 +8,13 @@ any other mesh.
 from collections.abc import Callable
 import os
 import signal
+import threading
 from typing import Any
 
 from absl import logging
 from etils import epath
 import flax.struct
+import flax.traverse_util
 import jax
 from jax.experimental import multihost_utils
 import orbax.checkpoint as ocp
@@ -55,17 +57,21 @@ def abstract_state(init: Callable, tx, rng, mesh, rules):
 
   Returns:
     A function that computes the initial state, and the TrainState of
-    jax.ShapeDtypeStruct that describes what it returns.
+    jax.ShapeDtypeStruct that describes what it returns. The function takes
+    weights, {'/'-joined path: array}, that stand in for the random ones.
 
   Raises:
     ValueError: if model or rules do not fit; see there.
   """
 
-  def create():
-    params = init(rng)
+  def create(weights):
+    flat = flax.traverse_util.flatten_dict(init(rng), sep='/')
+    for path, value in weights.items():
+      flat[path] = value.astype(flat[path].dtype)
+    params = flax.traverse_util.unflatten_dict(flat, sep='/')
     return TrainState(jax.numpy.int32(0), params, tx.init(params))
 
-  shapes = jax.eval_shape(create)
+  shapes = jax.eval_shape(create, {})
   shardings = sharding.tree_shardings(shapes, rules, mesh)
   abstract = jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -232,6 +238,8 @@ class StopRequest:
     self._previous = {}
 
   def __enter__(self):
+    if threading.current_thread() is not threading.main_thread():
+      return self  # Python gives signals to the main thread alone.
     handled = [signal.SIGINT]
     if jax.process_count() == 1:
       handled.append(signal.SIGTERM)

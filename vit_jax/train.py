@@ -17,9 +17,12 @@ import jax.numpy as jnp
 import ml_collections
 import optax
 
+from vit_jax import checkpoint
 from vit_jax import input_pipeline
 from vit_jax import metrics as metrics_lib
+from vit_jax import models
 from vit_jax import optim
+from vit_jax import preprocess
 from vit_jax import progress as progress_lib
 from vit_jax import resolve
 from vit_jax import sharding
@@ -36,7 +39,7 @@ class Program(NamedTuple):
   Attributes:
     task: the objective.
     update: (state, batch) -> (state, metrics), to be compiled.
-    create_state: () -> the initial TrainState.
+    create_state: (weights by path, possibly none) -> the initial TrainState.
     abstract: its shapes, types and shardings.
   """
 
@@ -44,6 +47,29 @@ class Program(NamedTuple):
   update: Callable
   create_state: Callable
   abstract: state_lib.TrainState
+
+
+def pretrained_weights(config, params) -> dict:
+  """Loads the published weights that a config names; {} where it names none.
+
+  Args:
+    config: reads `pretrained`, `pretrained_dir`, `model`, `pp.crop`.
+    params: the parameters' shapes.
+
+  Raises:
+    FileNotFoundError, ValueError: if there is no such file or it does not fit.
+  """
+  path = config.pretrained
+  if path is None and config.pretrained_dir is not None:
+    path = f'{config.pretrained_dir}/{config.model.model_name}.npz'
+  if path is None:
+    return {}
+  return checkpoint.transferable(
+    path,
+    params,
+    config.model,
+    new_grid=models.patch_grid(config.model, preprocess.crop_size(config.pp)),
+  )
 
 
 class Interrupted(Exception):
@@ -174,9 +200,10 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   program = make_program(config, train.class_names, mesh)
   abstract = program.abstract
 
-  # The workdir, which is written from here on. The state comes from the newest
-  # complete checkpoint, or is random where there is none.
+  # The workdir, which is written from here on. The state comes from, in order:
+  # the newest complete checkpoint; published weights; random numbers.
   workdir_lib.check(workdir, config)
+  weights = pretrained_weights(config, abstract.params)
   workdir_lib.create(workdir, config, train.class_names)
   checkpoints = state_lib.Checkpoints(
     workdir, config.keep_checkpoints, config.best_metric
@@ -186,7 +213,9 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   if step:
     say(f'Going on from the checkpoint of step {step}.')
   else:
-    state = program.create_state()
+    state = program.create_state(weights)
+  if weights and not step:
+    say('Starting from pre-trained weights, with a new head.')
 
   update_fn = jax.jit(
     program.update,
@@ -270,8 +299,11 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
       if due(config.progress_every):
         look()
         rate = progress.rate(step)
-        log.write(step, {**latest, 'img_sec_core_train': rate / mesh.size})
+        speed = {'img_sec_core_train': rate / mesh.size} if rate else {}
+        log.write(step, {**latest, **speed})
         progress.show(step, latest['train_loss'], rate)
+      elif len(unseen) >= 1000:
+        look()
 
       done = None
       if due(config.eval_every):
@@ -287,7 +319,12 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
         raise Interrupted(step, stop.signal)
 
   checkpoints.close()
-  _summarise(workdir, done, time.perf_counter() - began)
+  _summarise(
+    workdir,
+    done,
+    time.perf_counter() - began,
+    sources.example_file(test, workdir) if jax.process_index() == 0 else None,
+  )
   return state, done
 
 
@@ -306,14 +343,15 @@ def _describe(config, abstract, train, test, mesh):
   )
 
 
-def _summarise(workdir, metrics, seconds):
+def _summarise(workdir, metrics, seconds, example):
   """Says how it ended, where everything lies and what to do next."""
   metrics = {k: v for k, v in metrics.items() if k != 'step'}
   say(
-    f'\nDone in {progress_lib.duration(seconds)}: {progress_lib.format_metrics(metrics)}.\n'
+    f'\nDone in {progress_lib.duration(seconds)}: '
+    f'{progress_lib.format_metrics(metrics)}.\n'
     f'  checkpoints  {workdir}/checkpoints\n'
     f'  metrics      {workdir}/metrics.jsonl\n'
     f'  TensorBoard  tensorboard --logdir={workdir}\n'
     'Next, the classes of an image:\n'
-    f'  python -m vit_jax.predict --workdir={workdir} IMAGE.png'
+    f'  python -m vit_jax.predict --workdir={workdir} {example}'
   )

@@ -12,6 +12,9 @@ from vit_jax import models
 from vit_jax import preprocess
 from vit_jax.tasks.evaluators import classification
 
+# By which a checkpoint can be the best.
+METRICS = ('accuracy_test', 'loss_test')
+
 
 class Task(NamedTuple):
   """What the training loop knows of an objective.
@@ -39,8 +42,13 @@ def make(config, class_names: Sequence[str]) -> Task:
     class_names: the classes of the training data.
 
   Raises:
-    ValueError: on an unknown loss or unknown fields of the model.
+    ValueError: on an unknown loss or metric, or unknown fields of the model.
   """
+  if config.best_metric not in METRICS:
+    raise ValueError(
+      f"best_metric='{config.best_metric}' is not among the metrics of this "
+      f'task: use one of {METRICS} (config.best_metric)'
+    )
   model = models.make_model(config.model, num_classes=len(class_names))
   train_loss = losses.get_loss(config.loss, config.label_smoothing)
   eval_loss = losses.get_loss(config.loss)

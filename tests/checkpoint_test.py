@@ -1,0 +1,277 @@
+"""Tests of published weights: names, resizing, and files that do not fit."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import ndimage
+
+from vit_jax import checkpoint
+from vit_jax import models
+from vit_jax import train
+from vit_jax.configs import models as model_configs
+
+
+def make_config(**kwargs):
+  config = model_configs.get_config('testing')
+  config.patches.size = (4, 4)
+  with config.ignore_type():
+    config.update(kwargs)
+  return config
+
+
+def random_params(config, size=16, num_classes=3, seed=0):
+  """Parameters of a model, all of them random."""
+  model = models.make_model(config, num_classes=num_classes)
+  shapes = jax.eval_shape(
+    lambda: model.init(
+      jax.random.key(0), jnp.zeros((1, size, size, 3)), train=False
+    )
+  )['params']
+  rng = np.random.RandomState(seed)
+  return jax.tree.map(lambda x: rng.randn(*x.shape).astype(np.float32), shapes)
+
+
+def assert_same_trees(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture
+def weights(tmp_path):
+  """A file of weights, its parameters and its config."""
+  config = make_config()
+  params = random_params(config)
+  path = tmp_path / 'testing.npz'
+  checkpoint.save(params, str(path))
+  return str(path), params, config
+
+
+def test_files_have_the_published_names(weights):
+  path, _, _ = weights
+  with np.load(path) as arrays:
+    names = set(arrays.files)
+  block = 'Transformer/encoderblock_0'
+  assert {
+    'cls',
+    'embedding/kernel',
+    'Transformer/posembed_input/pos_embedding',
+    f'{block}/LayerNorm_0/scale',
+    f'{block}/MultiHeadDotProductAttention_1/query/kernel',
+    f'{block}/LayerNorm_2/bias',
+    f'{block}/MlpBlock_3/Dense_0/kernel',
+    'Transformer/encoder_norm/scale',
+    'head/bias',
+  } <= names
+  assert not [n for n in names if 'LayerNorm_1' in n or 'MlpBlock_0' in n]
+
+
+def test_a_round_trip_is_exact(weights):
+  path, params, _ = weights
+  assert_same_trees(checkpoint.load(path), params)
+
+
+@pytest.mark.parametrize('prefix', ['', 'params/', 'opt/target/'])
+@pytest.mark.parametrize('linen', [False, True])
+def test_both_namings_and_all_prefixes_are_read(
+  weights, tmp_path, prefix, linen
+):
+  path, params, _ = weights
+  with np.load(path) as arrays:
+    flat = {prefix + key: arrays[key] for key in arrays.files}
+  if linen:
+    for old, new in (
+      ('LayerNorm_2', 'LayerNorm_1'),
+      ('MlpBlock_3', 'MlpBlock_0'),
+      ('Attention_1', 'Attention_0'),
+    ):
+      flat = {key.replace(old, new): value for key, value in flat.items()}
+  np.savez(tmp_path / 'other.npz', **flat)
+  assert_same_trees(checkpoint.load(str(tmp_path / 'other.npz')), params)
+
+
+def test_old_files_with_group_norms_of_four_dimensions(tmp_path):
+  np.savez(
+    tmp_path / 'old.npz',
+    **{'gn_root/scale': np.ones((1, 1, 1, 8)), 'block1/unit1/gn3/bias': np.ones((1, 1, 1, 8))},
+  )  # fmt: skip
+  params = checkpoint.load(str(tmp_path / 'old.npz'))
+  assert params['gn_root']['scale'].shape == (8,)
+  assert params['block1']['unit1']['gn3']['bias'].shape == (8,)
+
+
+@pytest.mark.parametrize(
+  'grid, new_grid',
+  [
+    ((14, 14), (24, 24)),
+    ((24, 24), (7, 7)),
+    ((4, 36), (12, 9)),
+    ((3, 5), (1, 8)),
+  ],
+)
+@pytest.mark.parametrize('has_class_token', [True, False])
+def test_position_embeddings_are_resized_as_scipy_does(
+  grid, new_grid, has_class_token
+):
+  extra = int(has_class_token)
+  posemb = np.random.RandomState(0).randn(1, extra + np.prod(grid), 5)
+  posemb = posemb.astype(np.float32)
+  got = checkpoint.interpolate_posembed(
+    posemb, extra + np.prod(new_grid), has_class_token, grid, new_grid
+  )
+  table = posemb[0, extra:].reshape(*grid, 5)
+  zoom = (new_grid[0] / grid[0], new_grid[1] / grid[1], 1)
+  want = ndimage.zoom(table, zoom, order=1).reshape(1, -1, 5)
+  np.testing.assert_array_equal(got[:, :extra], posemb[:, :extra])
+  np.testing.assert_allclose(got[:, extra:], want, atol=1e-6)
+
+
+def test_a_grid_that_the_tokens_do_not_allow_is_named():
+  posemb = np.zeros((1, 1 + 4 * 36, 8))
+  with pytest.raises(ValueError, match='145 position embeddings'):
+    checkpoint.interpolate_posembed(posemb, 1 + 144, False)
+  with pytest.raises(ValueError, match='no grid of 5 x 36'):
+    checkpoint.interpolate_posembed(posemb, 145, True, grid=(5, 36))
+
+
+def test_logits_survive_a_higher_resolution_and_a_new_head(weights):
+  path, params, config = weights
+  init = random_params(config, size=24, num_classes=7, seed=1)
+  got = checkpoint.load_pretrained(
+    pretrained_path=path, init_params=init, model_config=config
+  )
+  assert_same_trees(got['head'], init['head'])
+  assert_same_trees(got['embedding'], params['embedding'])
+  table = got['Transformer']['posembed_input']['pos_embedding']
+  assert table.shape == (1, 37, 16)
+  old = params['Transformer']['posembed_input']['pos_embedding']
+  for new, before in ((0, 0), (1, 1), (6, 4), (31, 13), (36, 16)):  # Corners.
+    np.testing.assert_allclose(table[0, new], old[0, before], atol=1e-6)
+
+
+def test_pre_logits_are_dropped_or_kept_or_new(tmp_path):
+  with_rep = make_config(representation_size=6)
+  params = random_params(with_rep)
+  checkpoint.save(params, str(tmp_path / 'rep.npz'))
+  plain = random_params(make_config(), seed=1)
+  checkpoint.save(plain, str(tmp_path / 'plain.npz'))
+
+  def load(name, config, init):
+    return checkpoint.load_pretrained(
+      pretrained_path=str(tmp_path / name),
+      init_params=init,
+      model_config=config,
+    )
+
+  assert 'pre_logits' not in load('rep.npz', make_config(), plain)
+  kept = load('rep.npz', with_rep, random_params(with_rep, seed=2))
+  assert_same_trees(kept['pre_logits'], params['pre_logits'])
+  init = random_params(with_rep, seed=3)
+  new = load('plain.npz', with_rep, init)
+  assert_same_trees(new['pre_logits'], init['pre_logits'])
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'hidden_size': 20}, r'cls: \(1, 1, 16\) in the weights, \(1, 1, 20\) in'),
+    (
+      {'patches': {'size': (2, 2)}},
+      r'embedding/kernel: \(4, 4, 3, 16\) in the',
+    ),
+    ({'classifier': 'gap'}, 'cls: not in the model'),
+  ],
+)
+def test_weights_of_another_model_are_named_leaf_by_leaf(
+  weights, fields, message
+):
+  path, _, _ = weights
+  config = make_config(**fields)
+  with pytest.raises(ValueError, match=message):
+    checkpoint.load_pretrained(
+      pretrained_path=path,
+      init_params=random_params(config),
+      model_config=config,
+    )
+
+
+def test_weights_of_fewer_layers_lack_leaves(weights):
+  path, _, _ = weights
+  config = make_config()
+  config.transformer.num_layers = 2
+  with pytest.raises(
+    ValueError, match='encoderblock_1.*: missing in the weights'
+  ):
+    checkpoint.load_pretrained(
+      pretrained_path=path,
+      init_params=random_params(config),
+      model_config=config,
+    )
+
+
+def test_files_that_are_no_weights(weights, tmp_path):
+  path, _, _ = weights
+  with pytest.raises(FileNotFoundError, match="no weights file '/no.npz'"):
+    checkpoint.load('/no.npz')
+  cut = tmp_path / 'cut.npz'
+  with open(path, 'rb') as f:
+    cut.write_bytes(f.read()[:500])
+  pickled = tmp_path / 'pickled.npz'
+  np.savez(pickled, a=np.array([{}], dtype=object))
+  text = tmp_path / 'text.npz'
+  text.write_text('weights')
+  for file in (cut, pickled, text):
+    with pytest.raises(ValueError, match=f"{file.name}' is not an .npz file"):
+      checkpoint.load(str(file))
+
+
+def test_a_head_of_zeros_is_noticed(weights, tmp_path, caplog):
+  _, params, config = weights
+  params = copy.deepcopy(params)
+  params['head']['kernel'] *= 0
+  path = str(tmp_path / 'zeros.npz')
+  checkpoint.save(params, path)
+  checkpoint.load_pretrained(
+    pretrained_path=path, init_params=params, model_config=config
+  )
+  assert 'is all zeros' in caplog.text
+
+
+@pytest.mark.parametrize('key', ['pretrained', 'pretrained_dir'])
+def test_a_run_starts_from_weights(tiny_config, tmp_path, key):
+  config = tiny_config
+  model = models.make_model(config.model, num_classes=1000)
+  params = jax.device_get(
+    model.init(jax.random.key(3), jnp.zeros((1, 16, 16, 1)), train=False)
+  )['params']
+  path = tmp_path / 'testing.npz'
+  checkpoint.save(params, str(path))
+  config.update(total_steps=1, warmup_steps=0, base_lr=0.0)
+  config[key] = str(path if key == 'pretrained' else tmp_path)
+  state, _ = train.train_and_evaluate(config, str(tmp_path / 'run'))
+  assert_same_trees(
+    jax.device_get(state.params)['embedding'], params['embedding']
+  )
+  assert state.params['head']['kernel'].shape == (16, 10)
+  table = state.params['Transformer']['posembed_input']['pos_embedding']
+  assert table.shape == (1, 5, 16)
+
+
+def test_weights_of_another_number_of_channels_are_refused(
+  tiny_config, tmp_path
+):
+  config = tiny_config
+  params = random_params(config.model, size=8, num_classes=10)
+  checkpoint.save(params, str(tmp_path / 'colour.npz'))
+  config.pretrained = str(tmp_path / 'colour.npz')
+  message = r'embedding/kernel: \(4, 4, 3, 16\) in the weights, \(4, 4, 1, 16\)'
+  with pytest.raises(ValueError, match=message):
+    train.train_and_evaluate(config, str(tmp_path / 'run'))
+  assert not (tmp_path / 'run').exists()
+
+
+def test_grids():
+  assert models.patch_grid(make_config(), (16, 24)) == (4, 6)
+  r50 = model_configs.get_config('r50_b16')
+  assert models.patch_grid(r50, (224, 384)) == (14, 24)
