@@ -35,10 +35,16 @@ def test_steps_are_reported_with_their_share_of_the_peak(
 
 
 def test_pipelines_take_turns(monkeypatch, tmp_path):
-  monkeypatch.setattr(benchmark, 'PIPELINE_BATCH', 8)
   got = run(monkeypatch, tmp_path, '--only', 'pipeline')
   ours, plain, ratio = got['results']['pipeline']
   assert ratio['median'] == pytest.approx(ours['median'] / plain['median'])
+
+
+def test_imports_are_compared(monkeypatch, tmp_path):
+  got = run(monkeypatch, tmp_path, '--only', 'import')
+  ours, theirs, ratio = got['results']['import']
+  assert ratio['median'] == pytest.approx(ours['median'] / theirs['median'])
+  assert ours['unit'] == 's'
 
 
 def test_turns_alternate_and_a_function_may_time_itself():

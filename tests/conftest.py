@@ -11,7 +11,6 @@ os.environ['XLA_FLAGS'] = ' '.join(
 )
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
 
 import jax
 import numpy as np

@@ -296,6 +296,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(module_config, tmp_path):
   assert max(saved, default=0) == step - 1
 
 
+def test_a_profile_is_recorded(module_config, tmp_path):
+  config = copy.deepcopy(module_config)
+  config.update(total_steps=14, profile_steps=2, checkpoint_every=0)
+  config.update(eval_every=0, progress_every=0)
+  fit(config, tmp_path)
+  assert list(tmp_path.glob('plugins/profile/*/*.xplane.pb'))
+
+
 # --- What is refused, before anything is compiled or written ---
 
 

@@ -6,4 +6,3 @@ import os
 # start-up notes (level 1 and below) into every log; set the variables to have
 # them back.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')

@@ -31,6 +31,7 @@ from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
 
 PIPELINE_BATCH = 64
+PIPELINE_BATCHES = 20
 PRODUCT_SIZE = 2048
 SECTIONS = ('import', 'start', 'train', 'inference', 'pipeline')
 
@@ -46,7 +47,8 @@ def measure(*functions: Callable, repeats: int) -> list[list[float]]:
       start = time.perf_counter()
       own = function()
       if turn:
-        times.append(own or time.perf_counter() - start)
+        elapsed = time.perf_counter() - start
+        times.append(own if isinstance(own, float) else elapsed)
   return seconds
 
 
@@ -131,6 +133,7 @@ def benchmark_start(args) -> list[dict]:
 
 
 def _model_rows(args, train: bool) -> list[dict]:
+  cli.load_tensorflow()
   from vit_jax import train as train_lib
 
   config = common.get_config()
@@ -234,38 +237,46 @@ def plain_pipeline(folder: pathlib.Path, batch: int):
   return data.batch(batch).prefetch(1)
 
 
-def benchmark_pipeline(args) -> list[dict]:
-  """Times training crops of 224 px from 500x375 JPEGs of photographs."""
+def time_pipeline(name: str, folder: str):
+  """Prints the seconds that 20 batches of 'ours' or 'plain' take."""
+  cli.load_tensorflow()
   from vit_jax import input_pipeline
   from vit_jax import sources
 
-  batch, batches = PIPELINE_BATCH, 20
-  with tempfile.TemporaryDirectory() as name:
-    folder = pathlib.Path(name)
-    photographs(folder)
-    config = common.set_dataset(common.get_config(), name)
-    config.batch = batch
+  if name == 'ours':
+    config = common.set_dataset(common.get_config(), folder)
+    config.batch = PIPELINE_BATCH
     source = sources.open_split(config, 'train')
+    rows = np.arange(PIPELINE_BATCH)
+    data = input_pipeline.train_dataset(config, source, rows)
+  else:
+    data = plain_pipeline(pathlib.Path(folder), PIPELINE_BATCH)
+  iterator = data.as_numpy_iterator()
+  for _ in range(5):
+    next(iterator)
+  start = time.perf_counter()
+  for _ in range(PIPELINE_BATCHES):
+    next(iterator)
+  print(time.perf_counter() - start)
 
-    def ours():
-      return input_pipeline.train_dataset(config, source, np.arange(batch))
 
-    def read(make):
-      # Each turn reads anew, so that nothing of the other is under way.
-      iterator = make().as_numpy_iterator()
-      for _ in range(5):
-        next(iterator)
-      start = time.perf_counter()
-      for _ in range(batches):
-        next(iterator)
-      return time.perf_counter() - start
+def benchmark_pipeline(args) -> list[dict]:
+  """Times training crops of 224 px from 500x375 JPEGs of photographs."""
 
-    first, second = measure(
-      lambda: read(ours),
-      lambda: read(lambda: plain_pipeline(folder, batch)),
-      repeats=args.repeats,
+  def run(name, folder):
+    # A process of its own, as in a training: two pipelines in one process slow
+    # each other.
+    code = f'from vit_jax import benchmark as b; b.time_pipeline({name!r}, {folder!r})'
+    command = [sys.executable, '-c', code]
+    return lambda: float(subprocess.check_output(command, text=True))
+
+  with tempfile.TemporaryDirectory() as folder:
+    photographs(pathlib.Path(folder))
+    ours, plain = measure(
+      run('ours', folder), run('plain', folder), repeats=args.repeats
     )
-  speeds = [[batch * batches / t for t in times] for times in (first, second)]
+  images = PIPELINE_BATCH * PIPELINE_BATCHES
+  speeds = [[images / t for t in times] for times in (ours, plain)]
   ratios = [a / b for a, b in zip(*speeds)]
   return [
     row('input pipeline, 500x375 JPEG -> 224 px', speeds[0], 'img/s'),

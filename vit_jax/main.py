@@ -71,6 +71,7 @@ def main(argv):
     )
   _initialize_distributed()
   # Imported late, so that --help and wrong flags are answered at once.
+  cli.load_tensorflow()
   from vit_jax import evaluate
   from vit_jax import progress
   from vit_jax import train

@@ -16,11 +16,6 @@ import jax
 import numpy as np
 
 from vit_jax import cli
-from vit_jax import preprocess
-from vit_jax import sharding
-from vit_jax import state as state_lib
-from vit_jax import train
-from vit_jax import workdir as workdir_lib
 
 _BATCH = 32
 
@@ -46,6 +41,8 @@ class Predictor:
 
   def logits(self, images: Sequence[Any]) -> np.ndarray:
     """Computes logits, float32 [n, classes]; see `predict` for the arguments."""
+    from vit_jax import preprocess
+
     if isinstance(images, (str, bytes)):
       raise ValueError(
         f'images={images!r:.80} must be a list: give [image], also for one'
@@ -115,6 +112,13 @@ def load(
     FileNotFoundError: if there is no run in the folder, or no checkpoint yet.
     ValueError: if no checkpoint can be read, or not the one asked for.
   """
+  # Imported late: they bring TensorFlow, which takes seconds to load.
+  cli.load_tensorflow()
+  from vit_jax import sharding
+  from vit_jax import state as state_lib
+  from vit_jax import train
+  from vit_jax import workdir as workdir_lib
+
   config, class_names = workdir_lib.load(workdir)
   mesh = mesh or sharding.make_mesh({'data': 1}, jax.local_devices()[:1])
   config.sharding_rules = ()

@@ -229,6 +229,7 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   profile = periodic_actions.Profile(
     logdir=str(workdir),
     num_profile_steps=config.profile_steps,
+    profile_duration_ms=1,  # No least duration: so many steps, and no more.
     first_profile=step + 10,
   )
   unseen = []  # Metrics, still on the devices, that nobody has looked at.
@@ -288,13 +289,18 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
       state, metrics = update_fn(state, batch)
       step += 1
       unseen.append(metrics)
+      if len(unseen) > 2:
+        # The host may run ahead of the devices, but only so far: a signal then
+        # finds little that must be finished before the state can be saved.
+        jax.block_until_ready(unseen[-3])
       if step == first + 1:
         look()
         seconds = time.perf_counter() - compiling
         say(f'Compiled in {progress_lib.duration(seconds)}.')
         progress.start(step)
       progress.update(step)
-      profile(step) if config.profile_steps else None
+      if config.profile_steps:
+        profile(step)
 
       if due(config.progress_every):
         look()
