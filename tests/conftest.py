@@ -63,9 +63,8 @@ def data_dir(tmp_path_factory):
   return str(tmp_path_factory.mktemp('tfds'))
 
 
-@pytest.fixture
-def tiny_config(data_dir):
-  """A config on the digits that trains in seconds; to be changed at will."""
+def make_tiny_config(data_dir):
+  """Returns a config on the digits that trains in seconds."""
   config = common.set_dataset(common.get_config(), 'digits')
   config.tfds_data_dir = data_dir
   config.pp.update(crop=8, channels=1, flip=False)
@@ -84,3 +83,9 @@ def tiny_config(data_dir):
     progress_every=2,
   )
   return config
+
+
+@pytest.fixture
+def tiny_config(data_dir):
+  """The config of `make_tiny_config`; to be changed at will."""
+  return make_tiny_config(data_dir)

@@ -1,10 +1,12 @@
 """Tests of the contract "batches are a pure function of (config, step)"."""
 
 import collections
+import shutil
 
 import jax
 import numpy as np
 import pytest
+from sklearn import datasets
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
@@ -31,7 +33,6 @@ def digits(tiny_config):
 
 
 def test_the_digits_are_scikit_learns(tiny_config):
-  datasets = pytest.importorskip('sklearn.datasets')
   seen = collections.Counter()
   for split, count in (('train', 1437), ('test', 360)):
     source = sources.open_split(tiny_config, split)
@@ -175,8 +176,6 @@ def test_folders_give_the_same_batches_too(tiny_config, image_folder):
 def test_an_image_that_breaks_during_the_run_is_named(
   tiny_config, image_folder, tmp_path
 ):
-  import shutil
-
   config = tiny_config
   root = shutil.copytree(image_folder, tmp_path / 'images')
   config.dataset = str(root)

@@ -5,6 +5,7 @@ import io
 import numpy as np
 from PIL import Image
 import pytest
+from scipy import ndimage
 import tensorflow as tf
 
 from vit_jax import preprocess
@@ -150,7 +151,6 @@ def test_half_of_the_images_are_mirrored():
 
 
 def test_rotation_is_scipys():
-  ndimage = pytest.importorskip('scipy.ndimage')
   image = np.asarray(Image.fromarray(smooth(32, 32)).convert('L'), np.float32)
   encoded = encode(Image.fromarray(image.astype(np.uint8)), 'PNG')
   got = train(

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests import conftest
 from vit_jax import evaluate
 from vit_jax import metrics as metrics_lib
 from vit_jax import predict
@@ -40,27 +41,10 @@ def finished(tmp_path_factory, request):
 @pytest.fixture(scope='module')
 def module_config(data_dir):
   """The config of `tiny_config`, with all that is random switched on."""
-  from vit_jax.configs import common
-  from vit_jax.configs import models
-
-  config = common.set_dataset(common.get_config(), 'digits')
-  config.tfds_data_dir = data_dir
-  config.pp.update(crop=8, channels=1)
-  config.model = models.get_config('testing')
-  config.model.patches.size = (4, 4)
+  config = conftest.make_tiny_config(data_dir)
+  config.pp.flip = True
   config.model.transformer.dropout_rate = 0.1
-  config.update(
-    batch=16,
-    batch_eval=104,
-    total_steps=6,
-    warmup_steps=2,
-    optimizer='adam',
-    base_lr=1e-3,
-    ema_decay=0.9,
-    eval_every=2,
-    checkpoint_every=2,
-    progress_every=2,
-  )
+  config.update(warmup_steps=2, ema_decay=0.9, eval_every=2, checkpoint_every=2)
   return config
 
 
@@ -179,8 +163,9 @@ def test_a_signal_during_an_evaluation_loses_nothing(
   config.eval_every = 0  # Only the last one.
   with monkeypatch.context() as patch:
     patch.setattr(state_lib, 'StopRequest', lambda: StopInEvaluation(99))
-    with pytest.raises(train.Interrupted, match='Stopped at step 6'):
-      fit(config, tmp_path)
+    for _ in range(2):  # And again when the run goes on with it.
+      with pytest.raises(train.Interrupted, match='Stopped at step 6'):
+        fit(config, tmp_path)
   again, found = fit(config, tmp_path)
   assert_same_trees(again, state)
   assert found['accuracy_test'] == metrics['accuracy_test']

@@ -56,6 +56,9 @@ def run(function: Callable[[], int | None]):
   """
   try:
     sys.exit(function())
+  except KeyboardInterrupt:
+    print('Interrupted.', file=sys.stderr)
+    sys.exit(130)
   except _EXPECTED as e:
     source = pathlib.Path(traceback.extract_tb(e.__traceback__)[-1].filename)
     if not {'vit_jax', 'configs'} & set(source.parts[-3:-1]):

@@ -29,14 +29,35 @@ from vit_jax import folder
 MEMORY_LIMIT_BYTES = 4 * 2**30
 
 
-class MemorySource:
-  """Examples held encoded in memory, or by path (see FolderSource)."""
+class Source:
+  """What all sources share.
+
+  Attributes:
+    num_examples: number of examples.
+    class_names: names of the classes, by label.
+    random_access: whether `lookup` works.
+  """
 
   random_access = True
 
-  def __init__(self, images: Sequence, labels: np.ndarray, class_names):
-    self.num_examples = len(images)
+  def __init__(self, num_examples: int, class_names: Sequence[str]):
+    self.num_examples = num_examples
     self.class_names = tuple(class_names)
+
+  def read(self, image):
+    """Returns the contents of the image's file."""
+    return image
+
+  def name(self, index: int) -> str:
+    """Names an example for an error message."""
+    return f'example {index}'
+
+
+class MemorySource(Source):
+  """Examples held encoded in memory."""
+
+  def __init__(self, images: Sequence, labels: np.ndarray, class_names):
+    super().__init__(len(images), class_names)
     self._images = tf.constant(images, tf.string)
     self._labels = tf.constant(labels, tf.int64)
 
@@ -46,14 +67,6 @@ class MemorySource:
       'image': tf.gather(self._images, indices),
       'label': tf.gather(self._labels, indices),
     }
-
-  def read(self, image):
-    """Returns the contents of the image's file."""
-    return image
-
-  def name(self, index: int) -> str:
-    """Names an example for an error message."""
-    return f'example {index}'
 
 
 class FolderSource(MemorySource):
@@ -72,14 +85,11 @@ class FolderSource(MemorySource):
     return self._images[index].numpy().decode()
 
 
-class ArrayRecordSource:
+class ArrayRecordSource(Source):
   """A TFDS data set in array_record files, read at random from disk."""
 
-  random_access = True
-
   def __init__(self, data, class_names, image_key: str, label_key: str):
-    self.num_examples = len(data)
-    self.class_names = tuple(class_names)
+    super().__init__(len(data), class_names)
     self._data = data
     self._image_key = image_key
     self._label_key = label_key
@@ -99,16 +109,8 @@ class ArrayRecordSource:
       'label': tf.ensure_shape(label, [None, None]),
     }
 
-  def read(self, image):
-    """Returns the contents of the image's file."""
-    return image
 
-  def name(self, index: int) -> str:
-    """Names an example for an error message."""
-    return f'example {index}'
-
-
-class StreamSource:
+class StreamSource(Source):
   """A TFDS data set that can only be read from its start (tfrecord files).
 
   What it cannot promise: the order is a shuffle buffer's, not a permutation of
@@ -119,8 +121,7 @@ class StreamSource:
   random_access = False
 
   def __init__(self, builder, split, class_names, image_key, label_key):
-    self.num_examples = builder.info.splits[split].num_examples
-    self.class_names = tuple(class_names)
+    super().__init__(builder.info.splits[split].num_examples, class_names)
     self._builder = builder
     self._split = split
     self._image_key = image_key
@@ -157,14 +158,6 @@ class StreamSource:
     if train:
       data = data.repeat().shuffle(shuffle_buffer, seed=seed)
     return data
-
-  def read(self, image):
-    """Returns the contents of the image's file."""
-    return image
-
-  def name(self, index: int) -> str:
-    """Names an example for an error message."""
-    return f'example {index} of the stream'
 
 
 def example_file(source, workdir) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from clu import periodic_actions
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import ml_collections
 import optax
@@ -276,9 +277,14 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
     state_lib.StopRequest() as stop,
   ):
     done = metrics_lib.find(workdir, step, config.best_metric)
-    if step and due(config.eval_every) and not done:
-      done = evaluate(stop)  # A signal had come before it was done.
-    if step == total_steps and done:
+    # All processes must agree on it, also where one sees the file later.
+    if not multihost_utils.broadcast_one_to_all(done is not None):
+      done = None
+      if step and due(config.eval_every):
+        done = evaluate(stop)  # A signal had come before it was done.
+        if done is None:
+          raise Interrupted(step, stop.signal)
+    elif step == total_steps:
       say('This run is finished.')
     first = step
     while step < total_steps:
@@ -327,7 +333,7 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   checkpoints.close()
   _summarise(
     workdir,
-    done,
+    done or {},
     time.perf_counter() - began,
     sources.example_file(test, workdir) if jax.process_index() == 0 else None,
   )
