@@ -178,6 +178,98 @@ def test_attention_is_flax_attention():
   )
 
 
+def numpy_vit(params, x, heads):
+  """The equations 1 to 4 of the paper, in float64, for square patches of 4."""
+
+  def norm(p, x):
+    x = x - x.mean(axis=-1, keepdims=True)
+    return (
+      x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * p['scale']
+      + p['bias']
+    )
+
+  def dense(p, x, axes=1):
+    return np.tensordot(x, p['kernel'], axes) + p['bias']
+
+  def attention(p, x):
+    q, k, v = (dense(p[name], x) for name in ('query', 'key', 'value'))
+    result = np.zeros_like(q)
+    for b in range(len(x)):
+      for head in range(heads):
+        scores = q[b, :, head] @ k[b, :, head].T / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        result[b, :, head] = weights @ v[b, :, head]
+    return dense(p['out'], result, axes=2)
+
+  def gelu(x):
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+  kernel = params['embedding']['kernel']
+  patches = [
+    np.einsum('bijc,ijcd->bd', x[:, r : r + 4, c : c + 4], kernel)
+    for r in range(0, x.shape[1], 4)
+    for c in range(0, x.shape[2], 4)
+  ]
+  z = np.stack(patches, axis=1) + params['embedding']['bias']
+  z = np.concatenate([np.repeat(params['cls'], len(x), axis=0), z], axis=1)
+  encoder = params['Transformer']
+  z = z + encoder['posembed_input']['pos_embedding']
+  for i in range(2):
+    block = encoder[f'encoderblock_{i}']
+    z = z + attention(
+      block['MultiHeadDotProductAttention_0'], norm(block['LayerNorm_0'], z)
+    )
+    mlp = block['MlpBlock_0']
+    y = gelu(dense(mlp['Dense_0'], norm(block['LayerNorm_1'], z)))
+    z = z + dense(mlp['Dense_1'], y)
+  z = norm(encoder['encoder_norm'], z)[:, 0]
+  z = np.tanh(dense(params['pre_logits'], z))
+  return dense(params['head'], z)
+
+
+def test_logits_are_those_of_the_equations_of_the_paper():
+  model = tiny(representation_size=6)
+  x = images((2, 8, 12, 3))
+  params = randomised(model, x)
+  exact = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+  want = numpy_vit(exact, np.asarray(x, np.float64), heads=2)
+  got = model.apply({'params': params}, x, train=False)
+  assert np.abs(want).max() > 0.1
+  np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_the_hybrids_unit_standardises_its_kernels_and_ends_in_a_relu():
+  unit = models.ResidualUnit(features=32, strides=(2, 2))
+  x = jax.random.normal(jax.random.key(0), (1, 6, 6, 32))
+  params = unit.init(jax.random.key(1), x)['params']
+  # The block's last norm starts at 0: at first a unit is its projection alone.
+  np.testing.assert_array_equal(params['gn3']['scale'], 0)
+  params['gn3']['scale'] += 1.0
+  got = unit.apply({'params': params}, x)
+  assert got.shape == (1, 3, 3, 128)
+  assert float(got.min()) == 0.0
+  # Scale and mean of a kernel do not matter once it is standardised.
+  for name in ('conv1', 'conv2', 'conv3', 'conv_proj'):
+    params[name]['kernel'] = 3.0 * params[name]['kernel'] + 5.0
+  again = unit.apply({'params': params}, x)
+  np.testing.assert_allclose(again, got, atol=1e-3)
+
+
+def test_standardised_convolution():
+  conv = models.StdConv(features=3, kernel_size=(3, 3), strides=(2, 2))
+  x = jax.random.normal(jax.random.key(0), (2, 9, 9, 4))
+  params = conv.init(jax.random.key(1), x)['params']
+  kernel = np.asarray(params['kernel'])
+  kernel = (kernel - kernel.mean((0, 1, 2))) / (kernel.std((0, 1, 2)) + 1e-5)
+  plain = nn.Conv(3, (3, 3), strides=(2, 2), padding='SAME', use_bias=False)
+  np.testing.assert_allclose(
+    conv.apply({'params': params}, x),
+    plain.apply({'params': {'kernel': kernel}}, x),
+    atol=1e-5,
+  )
+
+
 @pytest.mark.parametrize(
   'classifier, shape',
   [
