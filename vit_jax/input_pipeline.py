@@ -13,6 +13,7 @@ which rows count.
 import collections
 from collections.abc import Iterator
 import itertools
+import os
 
 import jax
 import numpy as np
@@ -23,6 +24,9 @@ from vit_jax import preprocess
 from vit_jax import sharding
 from vit_jax import sources
 from vit_jax.configs import common
+
+# Images decoded at a time.
+_CALLS = os.cpu_count() or 1
 
 
 def get_dataset_info(dataset: str, split: str) -> dict:
@@ -150,7 +154,7 @@ def train_dataset(
       'label': _many_hot(record['label'], len(source.class_names)),
     }
 
-  return _batches(records.map(example, tf.data.AUTOTUNE), len(rows))
+  return _batches(records.map(example, num_parallel_calls=_CALLS), len(rows))
 
 
 def eval_dataset(config, source, rows: np.ndarray) -> tf.data.Dataset:
@@ -193,7 +197,7 @@ def eval_dataset(config, source, rows: np.ndarray) -> tf.data.Dataset:
       'mask': tf.ones([]),
     }
 
-  data = records.map(example, tf.data.AUTOTUNE)
+  data = records.map(example, num_parallel_calls=_CALLS)
   padding = tf.nest.map_structure(
     lambda spec: tf.zeros(spec.shape, spec.dtype), data.element_spec
   )
@@ -206,6 +210,9 @@ def eval_dataset(config, source, rows: np.ndarray) -> tf.data.Dataset:
 def _batches(data, size):
   options = tf.data.Options()
   options.deterministic = True
+  # The thread that tunes a pipeline sleeps for up to a minute, and the end of
+  # the iterator, hence of the program, waits for it. One call a core is as fast.
+  options.autotune.enabled = False
   return data.batch(size, drop_remainder=True).prefetch(1).with_options(options)
 
 

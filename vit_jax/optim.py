@@ -46,7 +46,7 @@ def create_learning_rate_schedule(
     raise ValueError(
       f'total_steps={total_steps} must be at least 1 (config.total_steps)'
     )
-  if not 0 <= warmup_steps < max(total_steps, 2):
+  if not 0 <= warmup_steps < total_steps:
     raise ValueError(
       f'warmup_steps={warmup_steps} must be at least 0 and below '
       f'total_steps={total_steps}: lower --config.warmup_steps or train longer'
