@@ -111,8 +111,8 @@ def get_config(name: str) -> ml_collections.ConfigDict:
   name = SHORT_NAMES.get(name.lower(), name)
   if name not in MODEL_CONFIGS:
     raise ValueError(
-      f"model '{name}' is unknown: use one of {', '.join(SHORT_NAMES)} "
-      f'(or their long names, {", ".join(MODEL_CONFIGS)})'
+      f"model '{name}' is unknown: use one of {', '.join(SHORT_NAMES)}, or a "
+      "long name such as 'ViT-B_16'"
     )
   return copy.deepcopy(MODEL_CONFIGS[name])
 

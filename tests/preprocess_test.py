@@ -198,6 +198,12 @@ def test_wrong_images_are_named(tmp_path):
   path.write_bytes(FILES['jpeg'][0][:300])
   with pytest.raises(ValueError, match="broken.jpg' is not an image"):
     preprocess.load_image(path, pp())
+  for content in (b'junk', b'A text, which is longer than any header. ' * 9):
+    path.write_bytes(content)
+    with pytest.raises(
+      ValueError, match='broken.jpg.*no image of a known form'
+    ):
+      preprocess.load_image(path, pp())
   with pytest.raises(ValueError, match=r'array float32\[8, 8, 3\]: give uint8'):
     preprocess.load_image(np.zeros((8, 8, 3), np.float32), pp())
   with pytest.raises(ValueError, match='array of 2 channels'):

@@ -131,7 +131,7 @@ def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(
 @pytest.mark.parametrize(
   'flag, message',
   [
-    ('--config.base_lrr=1', 'Did you mean "base_lr" instead of "base_lrr"'),
+    ('--config.base_lrr=1', "no key 'base_lrr': did you mean 'base_lr'?"),
     ('--config.batch=big', 'batch'),
     ('--config.batch=0', 'Error: batch=0 must be at least 1'),
     (

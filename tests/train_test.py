@@ -312,6 +312,7 @@ def refuse(config, workdir, message, error=ValueError):
     ({'task': 'segment'}, "task='segment' is unknown"),
     ({'trainer': 'tune'}, "trainer='tune' is unknown"),
     ({'dataset': 'nothing_such'}, "dataset='nothing_such' is neither"),
+    ({'total_steps': 0}, 'total_steps=0 must be at least 1'),
     ({'warmup_steps': 9}, 'warmup_steps=9 must be .*below total_steps=6'),
     ({'eval_every': -1}, 'eval_every=-1 must be at least 0'),
     ({'pp.crop': 10}, 'image height 10 is not a multiple of the patch'),
@@ -357,6 +358,9 @@ def test_epochs_become_steps(module_config):
   config.update(total_epochs=2.0, warmup_epochs=0.5)
   resolved = resolve.resolve_steps(config, 1000)
   assert (resolved.total_steps, resolved.warmup_steps) == (125, 31)
+  config.warmup_epochs = 5.0  # Longer than the training: a tenth of it.
+  resolved = resolve.resolve_steps(config, 1000)
+  assert (resolved.total_steps, resolved.warmup_steps) == (125, 12)
 
 
 def test_a_workdir_of_another_config_is_refused(finished):

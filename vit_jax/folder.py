@@ -232,6 +232,6 @@ def _why_broken(path, deep):
         return ''
       file.seek(0)
       preprocess.decode(tf.constant(file.read()))
-  except tf.errors.OpError as e:
+  except preprocess.DECODE_ERRORS as e:
     return preprocess.first_line(e)
   return ''

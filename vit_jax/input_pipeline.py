@@ -310,7 +310,7 @@ def _read(data, source, indices):
       record = source.lookup(tf.constant([index], tf.int64))
       try:
         preprocess.decode(source.read(record['image'][0]))
-      except tf.errors.OpError as cause:
+      except preprocess.DECODE_ERRORS as cause:
         raise ValueError(
           f"image '{source.name(index)}' cannot be decoded: "
           f'{preprocess.first_line(cause)}. Mend or delete it; '

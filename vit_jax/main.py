@@ -24,6 +24,8 @@ they find each other; elsewhere add --coordinator=HOST:PORT --num_processes=N
 
 import importlib
 import os
+import re
+import sys
 
 from absl import app
 from absl import flags
@@ -62,12 +64,13 @@ def main(argv):
   if not flags.FLAGS['verbosity'].present:
     cli.quiet()
   if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}: flags begin with --')
+    raise ValueError(f'unknown arguments {argv[1:]}: flags begin with --')
   if not _WORKDIR.value:
-    raise app.UsageError('--workdir=FOLDER is needed')
+    raise ValueError('--workdir=FOLDER is needed (see --help)')
   if _EVALUATE.value is None and _CONFIG.value is None:
-    raise app.UsageError(
-      '--config=FILE is needed to train, --evaluate=SPLIT to evaluate'
+    raise ValueError(
+      '--config=FILE is needed to train, --evaluate=SPLIT to evaluate a run (see '
+      '--help)'
     )
   _initialize_distributed()
   # Imported late, so that --help and wrong flags are answered at once.
@@ -94,7 +97,7 @@ def _initialize_distributed():
   given = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   if any(value is not None for value in given):
     if None in given:
-      raise app.UsageError(
+      raise ValueError(
         '--coordinator, --num_processes and --process_id go together'
       )
     jax.distributed.initialize(*given)
@@ -131,15 +134,23 @@ def parse_flags(argv):
       argv[i] = f'{name}={installed}{colon}{argument}'
   try:
     return flags.FLAGS(argv)
-  except (flags.Error, AttributeError, KeyError, TypeError) as e:
+  except SystemExit:
+    sys.exit(0)  # --help was answered, for which absl would exit with 1.
+  except (AttributeError, KeyError) as e:  # There is no such key in the config.
+    hint = re.search(r'Did you mean "(.*?)" instead of "(.*?)"', str(e))
+    reason = (
+      f"config has no key '{hint[2]}': did you mean '{hint[1]}'?"
+      if hint
+      else f'config has no key {e}'
+    )
+  except (flags.Error, TypeError) as e:
     # An error inside a config file comes with its whole traceback as text.
-    lines = str(e.args[0] if e.args else e).strip().splitlines()
+    lines = str(e).strip().splitlines()
     reason = lines[-1] if 'Traceback' in ''.join(lines) else ' '.join(lines)
-    reason = reason.removeprefix('ValueError: ').replace('\\n', ' ')
-    raise ValueError(
-      reason.replace("\\'", "'").strip('" ') + ' (see --help; the keys of a '
-      'config and what they do are in configs/common.py)'
-    ) from None
+    reason = reason.removeprefix('ValueError: ')
+  raise ValueError(
+    f'{reason} (see --help; the keys of a config are in configs/common.py)'
+  )
 
 
 if __name__ == '__main__':

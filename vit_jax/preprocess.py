@@ -23,6 +23,9 @@ try:
 except RuntimeError:  # A program around this one has initialised it already.
   pass
 
+# What `decode` raises: a ValueError comes from Pillow, when run eagerly.
+DECODE_ERRORS = (tf.errors.OpError, ValueError)
+
 _PNG = b'\x89PNG\r\n\x1a\n'
 
 
@@ -82,7 +85,7 @@ def decode(encoded, channels: int = 3):
     uint8 [height, width, channels].
 
   Raises:
-    tf.errors.OpError: if it is no image, or only part of one.
+    DECODE_ERRORS: if it is no image, or only part of one.
   """
   image = tf.cond(
     tf.io.is_jpeg(encoded),
@@ -95,9 +98,10 @@ def decode(encoded, channels: int = 3):
 def _decode_other(encoded):
   """Decodes anything but JPEG: common png in TensorFlow, the rest in Pillow."""
   # Byte 24 of a png is its bit depth; TensorFlow is wrong on less than 8.
-  depth = tf.strings.substr(encoded, 24, 1)
+  head = tf.strings.join([tf.strings.substr(encoded, 0, 25), b'\0' * 25])
+  depth = tf.strings.substr(head, 24, 1)
   fast = tf.logical_and(
-    tf.strings.substr(encoded, 0, len(_PNG)) == _PNG,
+    tf.strings.substr(head, 0, len(_PNG)) == _PNG,
     tf.logical_or(depth == b'\x08', depth == b'\x10'),
   )
   image = tf.cond(
@@ -124,8 +128,11 @@ def _to_grey(image):
 def _pillow_rgba(encoded) -> np.ndarray:
   if isinstance(encoded, np.ndarray):  # What an eager call gets.
     encoded = encoded.item()
-  with Image.open(io.BytesIO(encoded)) as image:
-    return np.asarray(image.convert('RGBA'))
+  try:
+    with Image.open(io.BytesIO(encoded)) as image:
+      return np.asarray(image.convert('RGBA'))
+  except Exception as e:  # Pillow's readers raise all sorts.
+    raise ValueError('no image of a known format, or only part of one') from e
 
 
 def to_float(image):
@@ -278,18 +285,18 @@ def load_image(image: Any, pp) -> np.ndarray:
     image = tf.io.read_file(name).numpy()
   try:
     return for_evaluation(decode(image, pp.channels), pp).numpy()
-  except tf.errors.OpError as e:
+  except DECODE_ERRORS as e:
     raise ValueError(
-      f"'{name}' is not an image that can be read (jpeg, png, webp, bmp, gif), "
-      f'or only part of one: {first_line(e)}'
+      f"'{name}' is not an image that can be read (jpeg, png, webp, bmp, gif): "
+      f'{first_line(e)}'
     ) from None
 
 
-def first_line(error: tf.errors.OpError) -> str:
-  """Returns what TensorFlow's error says, without its wrapping."""
-  line = error.message.strip().splitlines()[0]
+def first_line(error: Exception) -> str:
+  """Returns what an error of `decode` says, without TensorFlow's wrapping."""
+  line = getattr(error, 'message', str(error)).strip().splitlines()[0]
   line = re.sub(r'^\{\{function_node .*?\}\} ', '', line)
   line = re.sub(
     r'^Error in user-defined function .*? iterator: \S+: ', '', line
   )
-  return line[:200]
+  return re.sub(r' \[Op:.*', '', line)[:200]

@@ -4,6 +4,7 @@ import copy
 import difflib
 import importlib.util
 
+from absl import logging
 import ml_collections
 
 from vit_jax import preprocess
@@ -104,6 +105,7 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
       'the length of the training is not given: use --config.total_steps=N or '
       '--config.total_epochs=N'
     )
+  warmup_given = config.warmup_steps
   for name in ('total', 'warmup'):
     steps, epochs = config[f'{name}_steps'], config[f'{name}_epochs']
     if (steps is not None and steps < 0) or (epochs is not None and epochs < 0):
@@ -114,9 +116,19 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
       config[f'{name}_steps'] = round(
         (epochs or 0) * num_examples / config.batch
       )
+    elif name == 'total' and not steps:
+      raise ValueError('total_steps=0 must be at least 1 (config.total_steps)')
   if not config.total_steps:
     raise ValueError(
       f'total_epochs={config.total_epochs} of {num_examples} examples are less '
       f'than one batch of {config.batch}: raise it, or lower --config.batch'
+    )
+  if warmup_given is None and config.warmup_steps >= config.total_steps:
+    config.warmup_steps = config.total_steps // 10
+    logging.warning(
+      'warmup_epochs=%s would be all of the %d steps: warming up for %d',
+      config.warmup_epochs,
+      config.total_steps,
+      config.warmup_steps,
     )
   return config

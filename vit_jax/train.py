@@ -7,6 +7,7 @@ from collections.abc import Callable
 import contextlib
 import importlib
 import math
+import shlex
 import time
 from typing import Any
 from typing import NamedTuple
@@ -211,12 +212,12 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   )
   _describe(config, abstract, train, test, mesh)
   state, step = checkpoints.restore(abstract)
-  if step:
-    say(f'Going on from the checkpoint of step {step}.')
-  else:
+  if not step:
     state = program.create_state(weights)
-  if weights and not step:
-    say('Starting from pre-trained weights, with a new head.')
+    if weights:
+      say('Starting from pre-trained weights, with a new head.')
+  elif step < total_steps:
+    say(f'Going on from the checkpoint of step {step}.')
 
   update_fn = jax.jit(
     program.update,
@@ -365,5 +366,6 @@ def _summarise(workdir, metrics, seconds, example):
     f'  metrics      {workdir}/metrics.jsonl\n'
     f'  TensorBoard  tensorboard --logdir={workdir}\n'
     'Next, the classes of an image:\n'
-    f'  python -m vit_jax.predict --workdir={workdir} {example}'
+    f'  python -m vit_jax.predict --workdir={shlex.quote(str(workdir))} '
+    + shlex.quote(str(example))
   )
