@@ -50,6 +50,10 @@ setuptools.setup(
   ],
   extras_require={
     'test': ['pytest', 'pytest-xdist', 'ruff', 'scipy'],
+    'plots': ['matplotlib'],
+    'interop': ['safetensors'],
+    'plan': ['libtpu'],
+    'colab': ['matplotlib', 'safetensors'],
     'tpu': ['jax[tpu]'],
     'cuda': ['jax[cuda12]'],
   },
