@@ -52,6 +52,17 @@ def test_models_load_neither_tensorflow_nor_the_trainer():
   assert done.returncode == 0, done.stderr
 
 
+def test_tensorflow_is_loaded_in_silence():
+  done = run(
+    'from vit_jax import cli\n'
+    'cli.load_tensorflow()\n'
+    'import tensorflow as tf\n'
+    'assert int(tf.constant(2) + 1) == 3\n'
+  )
+  assert done.returncode == 0
+  assert done.stderr == ''
+
+
 def imports_of(path):
   """Names of the modules of this package that a file imports."""
   for node in ast.walk(ast.parse(path.read_text())):

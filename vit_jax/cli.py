@@ -38,7 +38,9 @@ def load_tensorflow():
   with tempfile.TemporaryFile() as notes:
     os.dup2(notes.fileno(), 2)
     try:
-      importlib.import_module('tensorflow').constant(0)
+      tf = importlib.import_module('tensorflow')
+      tf.config.set_visible_devices([], 'GPU')  # They are for JAX alone.
+      tf.constant(0)
     except BaseException:
       notes.seek(0)
       os.write(stderr, notes.read())

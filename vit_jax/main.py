@@ -48,6 +48,12 @@ _EVALUATE = flags.DEFINE_string(
 _DATASET = flags.DEFINE_string(
   'dataset', None, 'With --evaluate: another data set of the same classes.'
 )
+_DISTRIBUTED = flags.DEFINE_boolean(
+  'distributed',
+  True,
+  'Looks for the other hosts of a TPU pod or a SLURM job; --nodistributed runs on '
+  'this host alone.',
+)
 _COORDINATOR = flags.DEFINE_string(
   'coordinator', None, 'HOST:PORT of process 0, for a run of many processes.'
 )
@@ -101,6 +107,8 @@ def _initialize_distributed():
         '--coordinator, --num_processes and --process_id go together'
       )
     jax.distributed.initialize(*given)
+    return
+  if not _DISTRIBUTED.value:
     return
   try:
     jax.distributed.initialize()
