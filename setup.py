@@ -49,11 +49,24 @@ setuptools.setup(
     'tqdm',
   ],
   extras_require={
-    'test': ['pytest', 'pytest-xdist', 'ruff', 'scipy'],
+    'test': [
+      'pandas',
+      'pytest',
+      'pytest-xdist',
+      'ruff',
+      'safetensors',
+      'scipy',
+      # The other implementations, to compare with. This version of PyTorch, for
+      # which its CPU build is at hand where this project is tested.
+      'timm',
+      'torch==2.13.0',
+      'transformers',
+    ],
     'plots': ['matplotlib'],
     'interop': ['safetensors'],
+    'torch': ['torch>=2.6'],  # Before, a .bin could run code of its own.
     'plan': ['libtpu'],
-    'colab': ['matplotlib', 'safetensors'],
+    'colab': ['matplotlib', 'pandas', 'safetensors'],
     'tpu': ['jax[tpu]'],
     'cuda': ['jax[cuda12]'],
   },

@@ -80,12 +80,18 @@ def get_config() -> ml_collections.ConfigDict:
   # --- Model: set from models.py ---
   config.model = placeholder(ml_collections.ConfigDict)
 
-  # Weights to start from, all but the head: a published .npz file, local or
-  # gs://; position embeddings are resized to the image. None: random weights.
+  # Weights to start from, all but the head: a published .npz, a .safetensors or
+  # .bin of timm's or Hugging Face's, a URL or gs:// path of one, or the workdir
+  # of a run. Position embeddings are resized to the image. None: random weights.
   config.pretrained = placeholder(str)
-  # The same, as the folder of such files, each named after its model: takes
+  # The same, as the folder of published files, each named after its model: takes
   # <pretrained_dir>/<model.model_name>.npz.
   config.pretrained_dir = placeholder(str)
+  # With pretrained_dir, a model of the AugReg paper ('R_Ti_16': its best 21k
+  # checkpoint by the folder's index.csv) or the name of one checkpoint.
+  config.model_or_filename = placeholder(str)
+  # Patches (height, width) of weights that are neither square nor say it.
+  config.pretrained_grid = _any(None)
 
   # --- Objective ---
   # 'softmax' or 'sigmoid' cross-entropy (for several labels an image).

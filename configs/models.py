@@ -1,9 +1,9 @@
 """Sizes of the models: one table, from which every model config is made.
 
 Reading `get_b16_config()` and `MODEL_CONFIGS['ViT-B_16']` gives the same thing:
-the arguments of `vit_jax.models.VisionTransformer` but for `num_classes`.
-Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2 (Ti, S, R+Ti,
-R26+S).
+the arguments of `vit_jax.models.VisionTransformer` (or `MlpMixer`) but for
+`num_classes`. Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2
+(Ti, S, R+Ti, R26+S), 2105.01601 table 1 (Mixer).
 """
 
 import copy
@@ -39,6 +39,13 @@ HYBRIDS = {
   'R50+ViT-L_32': ('L', 1, (3, 4, 6, 3), 1),
 }
 
+# name: patch in pixels, width D, blocks, width of the MLPs over tokens, channels.
+MIXERS = {
+  'Mixer-B_16': (16, 768, 12, 384, 3072),
+  'Mixer-B_32': (32, 768, 12, 384, 3072),
+  'Mixer-L_16': (16, 1024, 24, 512, 4096),
+}
+
 # Mean pooling in place of the class token, as in the published models.
 GAP = ('S_16', 'S_32', 'B_16', 'B_32')
 
@@ -55,6 +62,8 @@ def _config(name, size, patch, resnet=None, classifier='token'):
   config.transformer.num_layers = layers
   config.transformer.attention_dropout_rate = 0.0
   config.transformer.dropout_rate = 0.0
+  config.transformer.gelu = 'tanh'
+  config.transformer.norm_eps = 1e-6
   config.transformer.remat = ''
   config.classifier = classifier
   config.representation_size = ml_collections.config_dict.placeholder(int)
@@ -66,6 +75,20 @@ def _config(name, size, patch, resnet=None, classifier='token'):
     config.resnet = ml_collections.ConfigDict()
     config.resnet.num_layers = units
     config.resnet.width_factor = width_factor
+    config.resnet.eps = 'published'
+  return config
+
+
+def _mixer_config(name, patch, width, blocks, tokens_mlp_dim, channels_mlp_dim):
+  config = ml_collections.ConfigDict()
+  config.model_name = name
+  config.patches = ml_collections.ConfigDict({'size': (patch, patch)})
+  config.hidden_dim = width
+  config.num_blocks = blocks
+  config.tokens_mlp_dim = tokens_mlp_dim
+  config.channels_mlp_dim = channels_mlp_dim
+  config.dtype = 'float32'
+  config.param_dtype = 'float32'
   return config
 
 
@@ -83,6 +106,8 @@ def _make_configs():
     configs[name] = _config(
       name, SIZES[size], patch, resnet=(units, width_factor)
     )
+  for name, sizes in MIXERS.items():
+    configs[name] = _mixer_config(name, *sizes)
   return configs
 
 
@@ -91,11 +116,21 @@ def short_name(name: str) -> str:
   hybrid, _, rest = name.rpartition('+')
   rest = rest.removeprefix('ViT-')
   size, _, variant = rest.partition('_')
-  short = (size + variant).replace('-', '_')
+  short = (size + variant).replace('-', '_')  # mixer_b16 for Mixer-B_16.
   return (f'{hybrid}_{short}' if hybrid else short).lower()
 
 
 MODEL_CONFIGS = _make_configs()
+
+# The models of "How to train your ViT?" (arXiv 2106.10270), by the first part of
+# the names of their files.
+AUGREG_CONFIGS = {
+  name.replace('ViT-', '').replace('+', '_'): MODEL_CONFIGS[name]
+  for name in (
+    'ViT-Ti_16', 'ViT-S_32', 'ViT-S_16', 'ViT-B_32', 'ViT-B_16', 'ViT-B_8',
+    'ViT-L_16', 'R+ViT-Ti_16', 'R26+ViT-S_32', 'R26+ViT-B_32', 'R50+ViT-L_32',
+  )
+}  # fmt: skip
 SHORT_NAMES = {short_name(name): name for name in MODEL_CONFIGS}
 
 

@@ -1,16 +1,18 @@
 """Tests of the models: published counts, timm's logits, every option."""
 
 import flax.linen as nn
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from vit_jax import identify
 from vit_jax import models
 from vit_jax import models_vit
 from vit_jax.configs import models as model_configs
 
-# arXiv 2010.11929 and 2106.10270, 1000 classes, no pre-logits layer.
+# arXiv 2010.11929, 2106.10270 and 2105.01601, 1000 classes, no pre-logits layer.
 COUNTS = {
   'ViT-Ti_16': 5_717_416,
   'ViT-S_16': 22_050_664,
@@ -32,6 +34,9 @@ COUNTS = {
   'R50+ViT-L_32': 328_994_856,
   'R50+ViT-B_32': 110_945_832,
   'R50+ViT-L_16': 316_483_624,
+  'Mixer-B_16': 59_880_472,
+  'Mixer-B_32': 60_293_428,
+  'Mixer-L_16': 208_196_168,
 }
 
 
@@ -84,7 +89,10 @@ def randomised(model, x, seed=0):
 
 @pytest.mark.parametrize('name', COUNTS)
 def test_parameter_counts_are_the_published_ones(name):
-  leaves = shapes(models.get_model(name, num_classes=1000)).values()
+  leaves_by_path = shapes(models.get_model(name, num_classes=1000))
+  leaves = leaves_by_path.values()
+  params = flax.traverse_util.unflatten_dict(leaves_by_path, sep='/')
+  assert identify.describe(params) == name
   assert sum(leaf.size for leaf in leaves) == COUNTS[name]
 
 

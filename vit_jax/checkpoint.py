@@ -1,17 +1,13 @@
-"""Published weights, .npz files, in and out of a model's parameters.
+"""Published weights in and out of a model's parameters.
 
-The files name the layers of a block by their place (LayerNorm_0,
-MultiHeadDotProductAttention_1, LayerNorm_2, MlpBlock_3), Linen counts each kind
-on its own (LayerNorm_0, MultiHeadDotProductAttention_0, LayerNorm_1,
-MlpBlock_0). Reading takes both; writing gives the former, which the original's
-readers and timm's `load_npz` understand.
+Files of any kind are read (vit_jax.formats); what is written is an .npz by the
+published names, which the original's readers and timm's `load_npz` understand.
 """
 
 from collections.abc import Sequence
+import csv
 import math
-import re
 from typing import Any
-import zipfile
 
 from absl import logging
 from etils import epath
@@ -19,15 +15,14 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-# Name in a file -> name in Linen, for the layers of an encoder block.
-_LINEN_NAMES = {
-  'LayerNorm_2': 'LayerNorm_1',
-  'MlpBlock_3': 'MlpBlock_0',
-  'MultiHeadDotProductAttention_1': 'MultiHeadDotProductAttention_0',
-}
-_FILE_NAMES = {linen: name for name, linen in _LINEN_NAMES.items()}
-_PREFIXES = ('opt/target/', 'params/')
+from vit_jax import fetch
+from vit_jax import formats
+from vit_jax import identify
+from vit_jax import models
+
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
+
+copy = fetch.copy
 
 
 def recover_tree(keys: Sequence[str], values: Sequence[Any]) -> dict:
@@ -36,44 +31,24 @@ def recover_tree(keys: Sequence[str], values: Sequence[Any]) -> dict:
 
 
 def load(path: str) -> dict:
-  """Loads a published .npz file.
+  """Loads weights.
 
   Args:
-    path: the file, local or gs://.
+    path: a published .npz, timm's or Hugging Face's .safetensors or .bin (or a
+      folder of it with its config.json), the workdir of a run; local, https://
+      or gs://.
 
   Returns:
     Parameters as nested dict of numpy arrays, by Linen's names.
 
   Raises:
-    FileNotFoundError: if there is no such file.
-    ValueError: if it is no .npz file, is truncated, or holds pickled objects.
+    FileNotFoundError, PermissionError, OSError: if there is no such file or it
+      may not be read.
+    ValueError: if it holds no weights of a ViT, hybrid or Mixer, is truncated,
+      or holds pickled objects.
+    ImportError: if a package is missing; names the extra to install.
   """
-  file = epath.Path(path)
-  if not file.is_file():
-    raise FileNotFoundError(
-      f"there is no weights file '{path}': give the path of a published .npz "
-      '(config.pretrained), or their folder (config.pretrained_dir)'
-    )
-  flat = {}
-  try:
-    with file.open('rb') as f, np.load(f, allow_pickle=False) as arrays:
-      for key in arrays.files:
-        flat[_linen_name(key)] = arrays[key]
-  except (
-    ValueError,
-    OSError,
-    EOFError,
-    AttributeError,
-    zipfile.BadZipFile,
-  ) as e:
-    raise ValueError(
-      f"'{path}' is not an .npz file of weights, or only part of one: {e}"
-    ) from e
-  for key, value in flat.items():
-    # Old files keep the scale and bias of GroupNorms with dimensions of 1.
-    if re.search(r'gn[^/]*/(scale|bias)$', key):
-      flat[key] = value.reshape(-1)
-  return recover_tree(*_split(flat))
+  return formats.read(path).params
 
 
 def save(params, path: str):
@@ -86,33 +61,16 @@ def save(params, path: str):
   """
   flat = flax.traverse_util.flatten_dict(jax.device_get(params), sep='/')
   flat = {
-    _file_name(key): np.asarray(v, np.float32 if v.dtype.name == 'bfloat16' else None)
+    formats.file_name(key): np.asarray(
+      v, np.float32 if v.dtype.name == 'bfloat16' else None
+    )
     for key, v in flat.items()
-  }  # fmt: skip
+  }
   target = epath.Path(path)
   temporary = target.parent / f'.{target.name}.tmp'
   with temporary.open('wb') as f:
     np.savez(f, **flat)
   temporary.replace(target)
-
-
-def _linen_name(key):
-  for prefix in _PREFIXES:
-    key = key.removeprefix(prefix)
-  return _rename_block(key, _LINEN_NAMES)
-
-
-def _file_name(key):
-  return _rename_block(key, _FILE_NAMES)
-
-
-def _rename_block(key, names):
-  """Renames the layer that comes after 'encoderblock_<i>/'."""
-  return re.sub(
-    r'(encoderblock_\d+/)([^/]+)',
-    lambda match: match[1] + names.get(match[2], match[2]),
-    key,
-  )
 
 
 def inspect_params(
@@ -236,25 +194,27 @@ def load_pretrained(
   grid: tuple[int, int] | None = None,
   new_grid: tuple[int, int] | None = None,
 ) -> dict:
-  """Loads published weights to fine-tune them (appendix B.1.1).
+  """Loads weights to fine-tune them (appendix B.1.1).
 
   The head is that of `init_params` (zeros, in a new model), and so is the
   pre-logits layer where the model wants one that the file lacks; a pre-logits
   layer that the model does not want is dropped; position embeddings are resized.
 
   Args:
-    pretrained_path: an .npz file, local or gs://.
+    pretrained_path: see `load`.
     init_params: parameters of the model, newly initialised.
     model_config: reads `representation_size`.
-    grid: patches (height, width) of the weights; None: a square.
+    grid: patches (height, width) of the weights; None: what the file says of
+      it, or else a square.
     new_grid: patches (height, width) of the model; None: a square.
 
   Returns:
     Parameters of the shapes of `init_params`.
 
   Raises:
-    FileNotFoundError, ValueError: if the file cannot be read or does not fit;
-      lists the leaves at fault, with both shapes.
+    FileNotFoundError, PermissionError, OSError, ValueError, ImportError: if the
+      file cannot be read (see `load`) or does not fit; lists the leaves at
+      fault, with both shapes, and says which model the weights look like.
   """
   taken = transferable(
     pretrained_path, init_params, model_config, grid, new_grid
@@ -269,16 +229,21 @@ def transferable(
   """Returns what `load_pretrained` takes from the file, by '/'-joined path.
 
   Args:
-    pretrained_path: an .npz file, local or gs://.
+    pretrained_path: see `load`.
     expected: parameters of the model, arrays or jax.ShapeDtypeStruct.
-    model_config: reads `representation_size`.
-    grid: patches (height, width) of the weights; None: a square.
+    model_config: reads `representation_size` and, to explain what does not fit
+      with it, `transformer`.
+    grid: patches (height, width) of the weights; None: what the file says of
+      it, or else a square.
     new_grid: patches (height, width) of the model; None: a square.
 
   Raises:
-    FileNotFoundError, ValueError: see load_pretrained.
+    FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
+      load_pretrained.
   """
-  flat = flax.traverse_util.flatten_dict(load(pretrained_path), sep='/')
+  encoder = model_config.get('transformer') or {}
+  weights = formats.read(pretrained_path, encoder.get('num_heads'))
+  flat = flax.traverse_util.flatten_dict(weights.params, sep='/')
   want = flax.traverse_util.flatten_dict(expected, sep='/')
   head = flat.get('head/kernel')
   if head is not None and not head.any():
@@ -286,6 +251,7 @@ def transferable(
       "The head of '%s' is all zeros: no classifier comes with these weights",
       pretrained_path,
     )
+  _note_differences(weights, model_config)
   new = ['head/']
   if model_config.get('representation_size') is None:
     new.append('pre_logits/')
@@ -294,22 +260,129 @@ def transferable(
     new.append('pre_logits/')
   want = {k: v for k, v in want.items() if not k.startswith(tuple(new))}
   has_class_token = 'cls' in flat
-  if {_POSEMB} <= flat.keys() & want.keys() and has_class_token == (
-    'cls' in want
-  ):
-    old, resized = flat[_POSEMB].shape, want[_POSEMB].shape
-    if old != resized and old[2] == resized[2]:
-      flat[_POSEMB] = interpolate_posembed(
-        flat[_POSEMB], resized[1], has_class_token, grid, new_grid
-      )
   try:
-    inspect_params(
-      params=recover_tree(*_split(flat)), expected=recover_tree(*_split(want))
-    )
+    if {_POSEMB} <= flat.keys() & want.keys() and has_class_token == (
+      'cls' in want
+    ):
+      old, resized = flat[_POSEMB].shape, want[_POSEMB].shape
+      grid = grid or _grid(weights)
+      # As many tokens may still be another grid: 2 x 8 and 4 x 4.
+      if old[2] == resized[2] and (
+        old != resized or (grid and new_grid and tuple(grid) != tuple(new_grid))
+      ):
+        flat[_POSEMB] = interpolate_posembed(
+          flat[_POSEMB], resized[1], has_class_token, grid, new_grid
+        )
+    inspect_params(params=_nested(flat), expected=_nested(want))
   except ValueError as e:
-    raise ValueError(f"'{pretrained_path}': {e}") from None
+    raise ValueError(
+      f"'{pretrained_path}' looks like {identify.describe(weights.params)}, the "
+      f'model of this config like {identify.describe(expected)}: {e}'
+    ) from None
   return flat
 
 
-def _split(flat):
-  return list(flat), list(flat.values())
+def _nested(flat):
+  return flax.traverse_util.unflatten_dict(flat, sep='/')
+
+
+def _grid(weights):
+  """Patches (height, width) where the file says its image size, else None."""
+  config = identify.model_config(weights.params)
+  if weights.image_size is None or config is None:
+    return None
+  return models.patch_grid(config, weights.image_size)
+
+
+def _note_differences(weights, model_config):
+  """Logs where the source computes what these weights are for differently."""
+  encoder = weights.model.get('transformer', {})
+  for key in ('gelu', 'norm_eps'):
+    there = encoder.get(key)
+    here = (model_config.get('transformer') or {}).get(key)
+    if weights.kind in ('timm', 'hf') and here is not None and there != here:
+      logging.info(
+        'The source of the weights computes with %s=%s, this model with %s: for '
+        'the same logits set --config.model.transformer.%s=%s',
+        key,
+        there,
+        here,
+        key,
+        there,
+      )
+
+
+def augreg_filename(model: str, directory: str) -> str:
+  """Returns the file of the best 21k checkpoint of a model of the AugReg paper.
+
+  Best by the validation accuracy at the end of pre-training, of those that were
+  pre-trained on ImageNet-21k for 300 epochs ("i21k"); from `index.csv`.
+
+  Args:
+    model: 'R_Ti_16', or the name of one checkpoint ('R_Ti_16-i21k-...'), which
+      is then taken as it is.
+    directory: folder of the published files, gs://vit_models/augreg for one.
+
+  Returns:
+    The path of the .npz.
+
+  Raises:
+    FileNotFoundError, PermissionError, OSError: if the index cannot be read.
+    ValueError: if it has no such model.
+  """
+  filename = model
+  if '-' not in model:
+    rows = csv.DictReader(_augreg_index(directory).read_text().splitlines())
+    ours = [
+      row
+      for row in rows
+      if row['filename'].split('-')[0] == model and row['ds'] == 'i21k'
+    ]
+    if not ours:
+      raise ValueError(
+        f"model '{model}' is not among the i21k checkpoints of "
+        f"'{directory}/index.csv' (config.model_or_filename)"
+      )
+    filename = max(ours, key=lambda row: float(row['final_val']))['filename']
+  return f'{directory}/{filename}.npz'
+
+
+def _augreg_index(directory):
+  path = f'{directory}/index.csv'
+  index = fetch.fetch(path)
+  if not index.exists():
+    raise FileNotFoundError(
+      f"there is no '{path}': give the folder of the AugReg checkpoints "
+      '(config.pretrained_dir), or the name of one of its files '
+      '(configs/augreg.py:NAME). ' + fetch.elsewhere('')
+    )
+  return index
+
+
+def get_augreg_df(directory: str = 'gs://vit_models/augreg'):
+  """Reads the index of the AugReg checkpoints (arXiv 2106.10270).
+
+  Args:
+    directory: folder of `index.csv`, local, https:// or gs://.
+
+  Returns:
+    A pandas.DataFrame with a row for each fine-tuned checkpoint. Its columns:
+    `name` of the model, `ds` pre-trained on, `lr`, `aug`, `wd`, `do`, `sd` of
+    the pre-training, `best_val`, `final_val`, `final_test` accuracy,
+    `adapt_ds`, `adapt_lr`, `adapt_steps`, `adapt_resolution` of the
+    fine-tuning, `adapt_final_val`, `adapt_final_test` accuracy, `params`,
+    `infer_samples_per_sec`, `filename` and `adapt_filename` of the checkpoints
+    before and after fine-tuning, without their .npz.
+
+  Raises:
+    FileNotFoundError, PermissionError, OSError: if it cannot be read.
+    ImportError: if pandas is missing.
+  """
+  try:
+    import pandas as pd
+  except ImportError as e:
+    raise ImportError(
+      "get_augreg_df needs pandas: pip install 'vit_jax[colab]'"
+    ) from e
+  with _augreg_index(directory).open('r') as f:
+    return pd.read_csv(f)

@@ -3,6 +3,7 @@
 Importing this loads neither TensorFlow nor anything of the trainer.
 """
 
+from vit_jax import models_mixer
 from vit_jax import models_resnet
 from vit_jax import models_vit
 from vit_jax.configs import models as model_configs
@@ -12,20 +13,21 @@ Encoder = models_vit.Encoder
 Encoder1DBlock = models_vit.Encoder1DBlock
 IdentityLayer = models_vit.IdentityLayer
 MlpBlock = models_vit.MlpBlock
+MlpMixer = models_mixer.MlpMixer
 ResidualUnit = models_resnet.ResidualUnit
 ResNetStage = models_resnet.ResNetStage
 StdConv = models_resnet.StdConv
 VisionTransformer = models_vit.VisionTransformer
 
 
-def get_model(name: str, **kwargs) -> VisionTransformer:
+def get_model(name: str, **kwargs) -> VisionTransformer | MlpMixer:
   """Returns the model of that name.
 
   Args:
-    name: 'ViT-B_16', 'R50+ViT-L_32', ... or its short form 'b16', 'r50_l32'; a
-      key of `vit_jax.configs.models.MODEL_CONFIGS`.
-    **kwargs: fields of VisionTransformer, `num_classes` for one; they win over
-      those of the config.
+    name: 'ViT-B_16', 'R50+ViT-L_32', 'Mixer-B_16', ... or its short form 'b16',
+      'r50_l32', 'mixer_b16'; a key of `vit_jax.configs.models.MODEL_CONFIGS`.
+    **kwargs: fields of the model, `num_classes` for one; they win over those of
+      the config.
 
   Raises:
     ValueError: if there is no such model.
@@ -33,19 +35,21 @@ def get_model(name: str, **kwargs) -> VisionTransformer:
   return make_model(model_configs.get_config(name), **kwargs)
 
 
-def make_model(config, **kwargs) -> VisionTransformer:
+def make_model(config, **kwargs) -> VisionTransformer | MlpMixer:
   """Returns the model of a config (`config.model` of a run).
 
   Args:
-    config: fields of VisionTransformer.
+    config: fields of VisionTransformer, or of MlpMixer, which it is when it has
+      `tokens_mlp_dim`.
     **kwargs: fields that win over those of the config.
 
   Raises:
     ValueError: if there is no such field.
   """
   fields = {**config, **kwargs}
+  model = MlpMixer if is_mixer(config) else VisionTransformer
   for given, known in (
-    (fields, models_vit.VisionTransformer),
+    (fields, model),
     (fields.get('transformer') or {}, fields.get('encoder', Encoder)),
   ):
     names = set(known.__dataclass_fields__) - {'parent', 'name'}
@@ -55,7 +59,12 @@ def make_model(config, **kwargs) -> VisionTransformer:
         f'config.model has unknown fields {unknown}: {known.__name__} takes '
         f'{sorted(names)}'
       )
-  return VisionTransformer(**fields)
+  return model(**fields)
+
+
+def is_mixer(config) -> bool:
+  """Tells whether a model's config is that of a Mixer."""
+  return 'tokens_mlp_dim' in config
 
 
 def patch_grid(config, image_size: tuple[int, int]) -> tuple[int, int]:

@@ -7,17 +7,49 @@ Shapes in the comments: B images, H x W pixels, C channels, F features.
 """
 
 from collections.abc import Sequence
+import functools
 from typing import Any
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 
-def weight_standardize(w, axis, eps):
-  """Subtracts the mean of `w` over `axis` and divides by its deviation + eps."""
+class Epsilons(NamedTuple):
+  """The small numbers that keep divisions finite.
+
+  Attributes:
+    norm: added to the variance in GroupNorm.
+    std: added to the deviation of a kernel that is standardised.
+    std_variance: added to its variance.
+  """
+
+  norm: float
+  std: float
+  std_variance: float
+
+
+# By name (config.model.resnet.eps): those of the published models, and those
+# that timm computes with.
+EPSILONS = {
+  'published': Epsilons(norm=1e-6, std=1e-5, std_variance=0.0),
+  'timm': Epsilons(norm=1e-5, std=0.0, std_variance=1e-8),
+}
+
+
+def weight_standardize(w, axis, eps, variance_eps=0.0):
+  """Subtracts the mean of `w` over `axis` and divides by its deviation.
+
+  Args:
+    w: a kernel.
+    axis: the axes to standardise over.
+    eps: added to the deviation.
+    variance_eps: added to the variance.
+  """
   w = w - jnp.mean(w, axis=axis, keepdims=True)
-  return w / (jnp.std(w, axis=axis, keepdims=True) + eps)
+  variance = jnp.mean(w**2, axis=axis, keepdims=True)
+  return w / (jnp.sqrt(variance + variance_eps) + eps)
 
 
 class StdConv(nn.Module):
@@ -27,6 +59,7 @@ class StdConv(nn.Module):
     features: number F of output channels.
     kernel_size: (height, width) of the kernel.
     strides: (down, across).
+    eps: the epsilons.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -34,6 +67,7 @@ class StdConv(nn.Module):
   features: int
   kernel_size: tuple[int, int] = (1, 1)
   strides: tuple[int, int] = (1, 1)
+  eps: Epsilons = EPSILONS['published']
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -46,7 +80,9 @@ class StdConv(nn.Module):
       (*self.kernel_size, x.shape[-1], self.features),
       self.param_dtype,
     )
-    kernel = weight_standardize(kernel, axis=(0, 1, 2), eps=1e-5)
+    kernel = weight_standardize(
+      kernel, (0, 1, 2), self.eps.std, self.eps.std_variance
+    )
     return jax.lax.conv_general_dilated(
       x.astype(self.dtype),
       kernel.astype(self.dtype),
@@ -62,12 +98,14 @@ class ResidualUnit(nn.Module):
   Attributes:
     features: channels F inside the bottleneck.
     strides: strides of the 3x3 convolution and of the projection.
+    eps: the epsilons.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
 
   features: int
   strides: tuple[int, int] = (1, 1)
+  eps: Epsilons = EPSILONS['published']
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -75,19 +113,19 @@ class ResidualUnit(nn.Module):
   def __call__(self, x):
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
     types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    conv = functools.partial(StdConv, eps=self.eps, **types)
+    norm = functools.partial(nn.GroupNorm, epsilon=self.eps.norm, **types)
     out = 4 * self.features
     residual = x
     if x.shape[-1] != out or self.strides != (1, 1):
-      residual = StdConv(out, strides=self.strides, name='conv_proj', **types)(
-        x
-      )
-      residual = nn.GroupNorm(name='gn_proj', **types)(residual)
-    y = StdConv(self.features, name='conv1', **types)(x)
-    y = nn.relu(nn.GroupNorm(name='gn1', **types)(y))
-    y = StdConv(self.features, (3, 3), self.strides, name='conv2', **types)(y)
-    y = nn.relu(nn.GroupNorm(name='gn2', **types)(y))
-    y = StdConv(out, name='conv3', **types)(y)
-    y = nn.GroupNorm(name='gn3', scale_init=nn.initializers.zeros, **types)(y)
+      residual = conv(out, strides=self.strides, name='conv_proj')(x)
+      residual = norm(name='gn_proj')(residual)
+    y = conv(self.features, name='conv1')(x)
+    y = nn.relu(norm(name='gn1')(y))
+    y = conv(self.features, (3, 3), self.strides, name='conv2')(y)
+    y = nn.relu(norm(name='gn2')(y))
+    y = conv(out, name='conv3')(y)
+    y = norm(name='gn3', scale_init=nn.initializers.zeros)(y)
     return nn.relu(residual + y)
 
 
@@ -98,6 +136,7 @@ class ResNetStage(nn.Module):
     block_size: number of units.
     nout: channels F inside each bottleneck.
     first_stride: strides of the first unit.
+    eps: the epsilons.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -105,6 +144,7 @@ class ResNetStage(nn.Module):
   block_size: int
   nout: int
   first_stride: tuple[int, int] = (1, 1)
+  eps: Epsilons = EPSILONS['published']
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -116,6 +156,7 @@ class ResNetStage(nn.Module):
         self.nout,
         strides=self.first_stride if i == 0 else (1, 1),
         name=f'unit{i + 1}',
+        eps=self.eps,
         dtype=self.dtype,
         param_dtype=self.param_dtype,
       )(x)
@@ -126,6 +167,7 @@ def apply_resnet(
   x,
   num_layers: Sequence[int],
   width_factor: float = 1,
+  eps: str = 'published',
   dtype: Any = jnp.float32,
   param_dtype: Any = jnp.float32,
 ):
@@ -135,17 +177,28 @@ def apply_resnet(
     x: images [B, H, W, C].
     num_layers: units in each stage; empty leaves the root block alone.
     width_factor: the root has 64 times as many channels.
+    eps: a key of EPSILONS.
     dtype: type of the computation.
     param_dtype: type of the parameters.
 
   Returns:
     Features: a quarter of the image's height and width after the root and the
     first stage, halved by each further stage.
+
+  Raises:
+    ValueError: on unknown `eps`.
   """
+  if eps not in EPSILONS:
+    raise ValueError(
+      f"eps='{eps}' is unknown: use one of {sorted(EPSILONS)} "
+      '(config.model.resnet.eps)'
+    )
+  eps = EPSILONS[eps]
   types = dict(dtype=dtype, param_dtype=param_dtype)
+  norm = nn.GroupNorm(name='gn_root', epsilon=eps.norm, **types)
   width = int(64 * width_factor)
-  x = StdConv(width, (7, 7), (2, 2), name='conv_root', **types)(x)
-  x = nn.relu(nn.GroupNorm(name='gn_root', **types)(x))
+  x = StdConv(width, (7, 7), (2, 2), name='conv_root', eps=eps, **types)(x)
+  x = nn.relu(norm(x))
   x = nn.max_pool(x, window_shape=(3, 3), strides=(2, 2), padding='SAME')
   for i, units in enumerate(num_layers):
     x = ResNetStage(
@@ -153,6 +206,7 @@ def apply_resnet(
       nout=width * 2**i,
       first_stride=(1, 1) if i == 0 else (2, 2),
       name=f'block{i + 1}',
+      eps=eps,
       **types,
     )(x)
   return x

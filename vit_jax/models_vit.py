@@ -27,6 +27,13 @@ from vit_jax import sharding
 
 CLASSIFIERS = ('token', 'gap', 'unpooled', 'token_unpooled')
 
+# The two ways to compute the GELU: Google's models were trained with the tanh
+# approximation, timm and Hugging Face compute the function itself unless told.
+GELUS = {
+  'tanh': functools.partial(jax.nn.gelu, approximate=True),
+  'erf': functools.partial(jax.nn.gelu, approximate=False),
+}
+
 # What a block under `remat` keeps for the backward pass; all else is computed
 # again. None keeps nothing but the block's input.
 REMAT_POLICIES = {
@@ -40,6 +47,15 @@ def _field(config: Any, name: str, default: Any = None) -> Any:
   if isinstance(config, Mapping):
     return config.get(name, default)
   return getattr(config, name, default)
+
+
+def check_images(images):
+  """Raises ValueError if `images` are not [B, H, W, C]."""
+  if images.ndim != 4:
+    raise ValueError(
+      'images must be [batch, height, width, channels], got '
+      f'{images.shape}; batches have no device dimension here'
+    )
 
 
 class IdentityLayer(nn.Module):
@@ -138,12 +154,13 @@ class AddPositionEmbs(nn.Module):
 
 
 class MlpBlock(nn.Module):
-  """Two dense layers with a GELU (tanh approximation) between.
+  """Two dense layers with a GELU between.
 
   Attributes:
     mlp_dim: width M of the hidden layer.
     out_dim: width of the output, by default that of the input.
     dropout_rate: dropout after each dense layer.
+    gelu: 'tanh' approximation, or 'erf', the exact function.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -151,12 +168,22 @@ class MlpBlock(nn.Module):
   mlp_dim: int
   out_dim: int | None = None
   dropout_rate: float = 0.1
+  gelu: str = 'tanh'
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
   @nn.compact
   def __call__(self, inputs, *, deterministic):
-    """Maps tokens [B, N, D] to [B, N, out_dim]."""
+    """Maps tokens [B, N, D] to [B, N, out_dim].
+
+    Raises:
+      ValueError: if `gelu` is none of its values.
+    """
+    if self.gelu not in GELUS:
+      raise ValueError(
+        f"gelu='{self.gelu}' is unknown: use one of {sorted(GELUS)} "
+        '(config.model.transformer.gelu)'
+      )
     dense = functools.partial(
       nn.Dense,
       kernel_init=nn.initializers.xavier_uniform(),
@@ -164,7 +191,7 @@ class MlpBlock(nn.Module):
       dtype=self.dtype,
       param_dtype=self.param_dtype,
     )
-    x = nn.gelu(dense(self.mlp_dim)(inputs))  # [B, N, M]
+    x = GELUS[self.gelu](dense(self.mlp_dim)(inputs))  # [B, N, M]
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
     x = dense(self.out_dim or inputs.shape[-1])(x)  # [B, N, D]
     return nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
@@ -232,6 +259,8 @@ class Encoder1DBlock(nn.Module):
     num_heads: number of heads K.
     dropout_rate: dropout after dense layers.
     attention_dropout_rate: dropout of the attention weights.
+    gelu: see MlpBlock.
+    norm_eps: added to the variance in LayerNorm.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -240,6 +269,8 @@ class Encoder1DBlock(nn.Module):
   num_heads: int
   dropout_rate: float = 0.1
   attention_dropout_rate: float = 0.1
+  gelu: str = 'tanh'
+  norm_eps: float = 1e-6
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -247,7 +278,7 @@ class Encoder1DBlock(nn.Module):
   def __call__(self, inputs, deterministic):
     """Maps tokens [B, N, D] to [B, N, D]."""
     types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-    x = nn.LayerNorm(**types)(inputs)
+    x = nn.LayerNorm(self.norm_eps, **types)(inputs)
     x = MultiHeadDotProductAttention(
       num_heads=self.num_heads,
       dropout_rate=self.attention_dropout_rate,
@@ -255,10 +286,13 @@ class Encoder1DBlock(nn.Module):
     )(x, deterministic=deterministic)
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
     x = x + inputs
-    y = nn.LayerNorm(**types)(x)
-    y = MlpBlock(mlp_dim=self.mlp_dim, dropout_rate=self.dropout_rate, **types)(
-      y, deterministic=deterministic
-    )
+    y = nn.LayerNorm(self.norm_eps, **types)(x)
+    y = MlpBlock(
+      mlp_dim=self.mlp_dim,
+      dropout_rate=self.dropout_rate,
+      gelu=self.gelu,
+      **types,
+    )(y, deterministic=deterministic)
     return sharding.constrain_batch(x + y)
 
 
@@ -272,6 +306,8 @@ class Encoder(nn.Module):
     dropout_rate: dropout after dense layers and after the position embeddings.
     attention_dropout_rate: dropout of the attention weights.
     add_position_embedding: whether positions are told apart at all.
+    gelu: see MlpBlock.
+    norm_eps: added to the variance in LayerNorm.
     remat: '' keeps all activations; 'full' keeps each layer's input alone and
       computes the rest again in the backward pass; 'dots' keeps the results of
       the dense layers too.
@@ -285,6 +321,8 @@ class Encoder(nn.Module):
   dropout_rate: float = 0.1
   attention_dropout_rate: float = 0.1
   add_position_embedding: bool = True
+  gelu: str = 'tanh'
+  norm_eps: float = 1e-6
   remat: str = ''
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
@@ -316,10 +354,12 @@ class Encoder(nn.Module):
         num_heads=self.num_heads,
         dropout_rate=self.dropout_rate,
         attention_dropout_rate=self.attention_dropout_rate,
+        gelu=self.gelu,
+        norm_eps=self.norm_eps,
         name=f'encoderblock_{i}',
         **types,
       )(x, not train)
-    x = nn.LayerNorm(name='encoder_norm', **types)(x)
+    x = nn.LayerNorm(self.norm_eps, name='encoder_norm', **types)(x)
     self.sow('intermediates', 'tokens', x)
     return x
 
@@ -333,8 +373,8 @@ class VisionTransformer(nn.Module):
       hybrid in cells of the ResNet's feature map.
     transformer: arguments of `encoder`; None leaves the encoder out.
     hidden_size: width D of a token.
-    resnet: None, or has fields `num_layers` (units per stage, possibly none)
-      and `width_factor`.
+    resnet: None, or has fields `num_layers` (units per stage, possibly none),
+      `width_factor` and possibly `eps` (see vit_jax.models_resnet).
     representation_size: width of a dense layer with tanh before the head (the
       paper's pre-training head, section 3.1), or None.
     classifier: 'token' reads the class token, 'gap' the mean over patches;
@@ -382,22 +422,13 @@ class VisionTransformer(nn.Module):
         f"classifier='{self.classifier}' is unknown: use one of {CLASSIFIERS} "
         '(config.model.classifier)'
       )
-    if inputs.ndim != 4:
-      raise ValueError(
-        'images must be [batch, height, width, channels], got '
-        f'{inputs.shape}; batches have no device dimension here'
-      )
+    check_images(inputs)
     types = dict(
       dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
     )
     x = inputs.astype(types['dtype'])
     if self.resnet is not None:
-      x = models_resnet.apply_resnet(
-        x,
-        num_layers=_field(self.resnet, 'num_layers') or (),
-        width_factor=_field(self.resnet, 'width_factor', 1),
-        **types,
-      )
+      x = models_resnet.apply_resnet(x, **dict(self.resnet), **types)
     x = PatchEmbedding(
       features=self.hidden_size,
       patch_size=tuple(_field(self.patches, 'size')),

@@ -6,6 +6,7 @@ any other mesh.
 """
 
 from collections.abc import Callable
+import contextlib
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ import flax.struct
 import flax.traverse_util
 import jax
 from jax.experimental import multihost_utils
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
@@ -223,6 +225,59 @@ class Checkpoints:
     """Waits until all is written and frees what is held."""
     self.wait()
     self._manager.close()
+
+
+def load_params(workdir):
+  """Loads the parameters of a run, and nothing else, onto the host.
+
+  Args:
+    workdir: folder of the run.
+
+  Returns:
+    Nested dict of numpy arrays: the averaged weights where the run kept them,
+    of the newest checkpoint.
+
+  Raises:
+    FileNotFoundError: if there is no complete checkpoint.
+    ValueError: if it cannot be read.
+  """
+  checkpoints = Checkpoints(workdir, read_only=True)
+  steps = checkpoints.steps()
+  checkpoints.close()
+  if not steps:
+    raise FileNotFoundError(
+      f"'{workdir}' has no complete checkpoint: train first, or longer"
+    )
+  path = checkpoints.directory / str(steps[-1]) / 'default'
+  try:
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+      tree = handler.metadata(path).tree
+      wanted = jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
+      holder = wanted  # What has the parameters: the state, or the average.
+      key = 'params'
+      for part in wanted['opt_state']:
+        if isinstance(part, dict) and 'ema' in part:
+          holder, key = part, 'ema'
+      holder[key] = jax.tree.map(lambda _: 0, holder[key])
+      restored = handler.restore(
+        path,
+        args=ocp.args.PyTreeRestore(
+          item=wanted,
+          restore_args=jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
+          ),
+        ),
+      )
+  except Exception as e:
+    raise ValueError(
+      f"the checkpoint '{path}' cannot be read: {_short(e)}"
+    ) from e
+  averages = [
+    part['ema']
+    for part in restored['opt_state']
+    if isinstance(part, dict) and 'ema' in part
+  ]
+  return averages[0] if averages else restored['params']
 
 
 class StopRequest:

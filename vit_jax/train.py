@@ -63,13 +63,19 @@ def pretrained_weights(config, params) -> dict:
   """
   path = config.pretrained
   if path is None and config.pretrained_dir is not None:
-    path = f'{config.pretrained_dir}/{config.model.model_name}.npz'
+    name = config.model_or_filename
+    path = (
+      checkpoint.augreg_filename(name, config.pretrained_dir)
+      if name
+      else f'{config.pretrained_dir}/{config.model.model_name}.npz'
+    )
   if path is None:
     return {}
   return checkpoint.transferable(
     path,
     params,
     config.model,
+    grid=config.pretrained_grid,
     new_grid=models.patch_grid(config.model, preprocess.crop_size(config.pp)),
   )
 

@@ -1,0 +1,483 @@
+"""Tests of weights from and for elsewhere, beside timm and transformers."""
+
+import http.server
+import json
+import pickle
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from tests import torch_models
+from vit_jax import checkpoint
+from vit_jax import convert
+from vit_jax import fetch
+from vit_jax import formats
+from vit_jax import models
+from vit_jax import predict
+from vit_jax import train
+
+# What must be imported in its own way.
+timm = torch_models.timm
+transformers = torch_models.transformers
+
+
+def random_model(name, size, num_classes=10, **fields):
+  """Returns a model and parameters that give logits of order 1."""
+  model = models.get_model(name, num_classes=num_classes, **fields)
+  shapes = jax.eval_shape(
+    lambda: model.init(jax.random.key(0), jnp.zeros((1, *size, 3)), train=False)
+  )['params']
+  rng = np.random.RandomState(0)
+
+  def fill(path, leaf):
+    name = jax.tree_util.keystr(path)
+    noise = rng.randn(*leaf.shape)
+    if 'scale' in name:
+      noise = 1 + 0.3 * noise
+    elif 'bias' in name:
+      noise = 0.3 * noise
+    else:
+      one_input = any(part in name for part in ('query', 'key', 'value'))
+      fan = leaf.shape[:1] if one_input else leaf.shape[:-1]
+      noise = noise / np.sqrt(np.prod(fan))
+    return noise.astype(np.float32)
+
+  return model, jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def random_images(size, count=2):
+  rng = np.random.RandomState(1)
+  return rng.uniform(-1, 1, (count, *size, 3)).astype(np.float32)
+
+
+def our_logits(model, params, images):
+  apply = jax.jit(lambda p, x: model.apply({'params': p}, x, train=False))
+  return np.asarray(apply(params, images))
+
+
+def load_elsewhere(folder, kind):
+  if kind == 'timm':
+    return timm.create_model(f'local-dir:{folder}', pretrained=True)
+  return transformers.ViTForImageClassification.from_pretrained(folder)
+
+
+def assert_same_trees(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture(scope='module')
+def tiny(tmp_path_factory):
+  """An .npz of a tiny model for images of 8 x 12, with its parameters."""
+  model, params = random_model(
+    'testing', (8, 12), num_classes=3, patches={'size': (4, 4)}
+  )
+  path = tmp_path_factory.mktemp('tiny') / 'tiny.npz'
+  checkpoint.save(params, str(path))
+  return str(path), model, params
+
+
+@pytest.mark.parametrize(
+  'name, size, kinds',
+  [
+    ('ti16', (64, 64), ('timm', 'hf')),
+    ('ti16', (64, 96), ('timm', 'hf', 'workdir')),
+    ('b32', (224, 224), ('timm', 'hf')),
+    ('b32', (96, 160), ('timm', 'hf')),
+    ('s16_gap_norep', (64, 96), ('timm',)),
+  ],
+)
+def test_logits_agree_and_round_trips_are_exact(tmp_path, name, size, kinds):
+  model, params = random_model(name, size)
+  source = str(tmp_path / 'source.npz')
+  checkpoint.save(params, source)
+  images = random_images(size)
+  ours = our_logits(model, params, images)
+  assert 0.3 < ours.std() < 3
+  for kind in kinds:
+    there, back = str(tmp_path / kind), str(tmp_path / f'{kind}.npz')
+    convert.convert(source, there, kind, image_size=size)
+    convert.convert(there, back)
+    assert_same_trees(checkpoint.load(back), params)
+    if kind == 'workdir':
+      run = predict.load(there)
+      theirs = np.asarray(jax.jit(run.task.predict)(run.params, images))
+    else:
+      theirs = torch_models.logits(load_elsewhere(there, kind), images)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  'name, size', [('r_ti16', (64, 64)), ('r26_s32', (128, 96))]
+)
+def test_hybrids_agree_with_timm(tmp_path, name, size):
+  model, params = random_model(name, size)
+  source, there = str(tmp_path / 'source.npz'), str(tmp_path / 'timm')
+  checkpoint.save(params, source)
+  _, notes = convert.convert(source, there, 'timm', image_size=size)
+  assert 'model.resnet.eps=timm' in notes[0]
+  images = random_images(size)
+  theirs = torch_models.logits(load_elsewhere(there, 'timm'), images)
+  np.testing.assert_allclose(
+    our_logits(model, params, images), theirs, atol=1e-2
+  )
+  # Back again, timm's epsilons come along: then they are as good as equal.
+  back = convert.read(there)
+  assert_same_trees(back.params, params)
+  assert back.config.resnet.eps == 'timm'
+  model = models.make_model(back.config, num_classes=10)
+  np.testing.assert_allclose(
+    our_logits(model, params, images), theirs, atol=1e-4
+  )
+
+
+def hf_model(cls=transformers.ViTForImageClassification, **kwargs):
+  config = transformers.ViTConfig(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=48,
+    image_size=(8, 12),
+    patch_size=4,
+    id2label={0: 'ant', 1: 'bee', 2: 'cow'},
+    label2id={'ant': 0, 'bee': 1, 'cow': 2},
+    **kwargs,
+  )
+  return torch_models.randomize(cls(config))
+
+
+def test_a_model_of_hugging_face_becomes_a_run(tmp_path):
+  """Exact GELU, eps 1e-12 and the class names come along."""
+  theirs = hf_model()
+  theirs.save_pretrained(tmp_path / 'hf')
+  convert.convert(str(tmp_path / 'hf'), str(tmp_path / 'run'), 'workdir')
+  run = predict.load(str(tmp_path / 'run'))
+  assert run.class_names == ('ant', 'bee', 'cow')
+  assert run.config.model.transformer.gelu == 'erf'
+  assert run.config.model.transformer.norm_eps == 1e-12
+  pixels = np.random.RandomState(0).randint(0, 256, (2, 8, 12, 3), np.uint8)
+  want = torch_models.logits(theirs, pixels.astype(np.float32) / 127.5 - 1)
+  np.testing.assert_allclose(run.logits(list(pixels)), want, atol=1e-4)
+  [top, _] = run.predict(list(pixels))
+  assert top[0][0] == run.class_names[want[0].argmax()]
+  # And on to timm, which knows another way to say it.
+  convert.convert(str(tmp_path / 'run'), str(tmp_path / 'timm'), 'timm')
+  images = random_images((8, 12))
+  timm_model = load_elsewhere(tmp_path / 'timm', 'timm')
+  np.testing.assert_allclose(
+    torch_models.logits(timm_model, images),
+    torch_models.logits(theirs, images),
+    atol=1e-4,
+  )
+  assert formats.read(str(tmp_path / 'timm')).class_names == run.class_names
+
+
+@pytest.mark.parametrize('act_layer', ['gelu', 'gelu_tanh'])
+def test_a_model_of_timm_keeps_its_gelu(tmp_path, act_layer):
+  args = dict(
+    img_size=(8, 12), patch_size=4, embed_dim=32, depth=2, num_heads=4,
+    act_layer=act_layer, num_classes=3,
+  )  # fmt: skip
+  theirs = torch_models.randomize(
+    timm.create_model('vit_base_patch16_224', **args)
+  )
+  timm.models.save_for_hf(theirs, tmp_path / 'timm', model_args=args)
+  found = convert.read(str(tmp_path / 'timm'))
+  model = models.make_model(found.config, num_classes=3)
+  images = random_images((8, 12))
+  np.testing.assert_allclose(
+    our_logits(model, found.params, images),
+    torch_models.logits(theirs, images),
+    atol=1e-4,
+  )
+
+
+def test_the_pooler_of_hugging_face_is_the_pre_logits(tmp_path):
+  theirs = hf_model(transformers.ViTModel)
+  theirs.save_pretrained(tmp_path / 'hf')
+  found = convert.read(str(tmp_path / 'hf'))
+  assert found.config.representation_size == 32
+  assert found.num_classes == 0
+  images = random_images((8, 12))
+  with torch.no_grad():
+    want = theirs.eval()(torch.tensor(images).permute(0, 3, 1, 2)).pooler_output
+  model = models.make_model(found.config, num_classes=0)
+  np.testing.assert_allclose(
+    our_logits(model, found.params, images), want.numpy(), atol=1e-4
+  )
+
+
+@pytest.mark.parametrize('kind', ['timm', 'hf'])
+def test_head_and_pre_logits_go_round(tmp_path, kind):
+  _, params = random_model(
+    'testing', (32, 32), num_classes=3, representation_size=6
+  )
+  source, there = str(tmp_path / 'a.npz'), str(tmp_path / kind)
+  checkpoint.save(params, source)
+  _, notes = convert.convert(source, there, kind, class_names=['a', 'b', 'c'])
+  assert 'pre-logits layer' in notes[-1]
+  _, notes = convert.convert(there, str(tmp_path / 'b.npz'))
+  assert_same_trees(checkpoint.load(str(tmp_path / 'b.npz')), params)
+  assert 'class names are in' in notes[0]
+  assert convert.read(str(tmp_path / 'b.npz')).class_names == ('a', 'b', 'c')
+
+
+def test_saved_files_load_in_timm(tmp_path):
+  model, params = random_model('ti16', (224, 224))
+  checkpoint.save(params, str(tmp_path / 'ti16.npz'))
+  theirs = timm.create_model(
+    'vit_tiny_patch16_224', num_classes=10, act_layer='gelu_tanh'
+  )
+  theirs.load_pretrained(str(tmp_path / 'ti16.npz'))
+  images = random_images((224, 224))
+  np.testing.assert_allclose(
+    our_logits(model, params, images),
+    torch_models.logits(theirs, images),
+    atol=1e-4,
+  )
+
+
+def test_bin_files_old_and_new_names(tmp_path):
+  theirs = hf_model()
+  theirs.save_pretrained(tmp_path / 'hf')
+  want = formats.read(str(tmp_path / 'hf')).params
+  torch.save(theirs.state_dict(), tmp_path / 'new.bin')  # Names of version 5.
+  on_disk = safetensors.numpy.load_file(tmp_path / 'hf' / 'model.safetensors')
+  torch.save(
+    {k: torch.tensor(v) for k, v in on_disk.items()}, tmp_path / 'old.bin'
+  )
+  for name in ('new.bin', 'old.bin'):
+    got = formats.read(str(tmp_path / name), num_heads=4)
+    assert_same_trees(got.params, want)
+
+
+def test_half_precision_is_kept(tmp_path):
+  state = {
+    name: value.bfloat16() for name, value in hf_model().state_dict().items()
+  }
+  path = tmp_path / 'half.safetensors'
+  safetensors.torch.save_file(state, path)
+  params = formats.read(str(path), num_heads=4).params
+  assert params['cls'].dtype.name == 'bfloat16'
+
+
+class Bomb:
+  """What runs when it is unpickled."""
+
+  def __reduce__(self):
+    return (print, ('boom',))
+
+
+def test_files_that_are_refused(tmp_path, tiny, capfd):
+  path, _, _ = tiny
+  (tmp_path / 'bomb.bin').write_bytes(pickle.dumps({'a': Bomb()}))
+  torch.save({'a': Bomb()}, tmp_path / 'bomb.pth')
+  for name in ('bomb.bin', 'bomb.pth'):
+    with pytest.raises(ValueError, match='pickled objects, which are never'):
+      formats.read(str(tmp_path / name))
+  assert 'boom' not in capfd.readouterr().out
+  convert.convert(path, str(tmp_path / 'timm'), 'timm', image_size=(8, 12))
+  whole = (tmp_path / 'timm' / 'model.safetensors').read_bytes()
+  (tmp_path / 'cut.safetensors').write_bytes(whole[:-100])
+  with pytest.raises(ValueError, match='or only part of one'):
+    formats.read(str(tmp_path / 'cut.safetensors'))
+  safetensors.numpy.save_file({'a': np.ones(3)}, tmp_path / 'other.safetensors')
+  with pytest.raises(ValueError, match="no Vision Transformer by timm's"):
+    formats.read(str(tmp_path / 'other.safetensors'))
+  (tmp_path / 'empty').mkdir()
+  with pytest.raises(ValueError, match='is a folder without weights'):
+    formats.read(str(tmp_path / 'empty'))
+  (tmp_path / 'timm' / 'config.json').unlink()
+  with pytest.raises(ValueError, match='how many attention heads its model of'):
+    formats.read(str(tmp_path / 'timm'))
+
+
+def test_models_that_are_no_plain_vit(tmp_path):
+  for name, fields, message in (
+    ('vit_small_patch16_224', {}, None),
+    ('deit3_small_patch16_224', {}, r'ls1.gamma.*\(layer scale\)'),
+    (
+      'vit_small_patch16_224',
+      {'global_pool': 'avg'},
+      'fc_norm.*pools such models before',
+    ),
+  ):
+    state = timm.create_model(name, depth=1, **fields).state_dict()
+    path = tmp_path / 'weights.safetensors'
+    safetensors.torch.save_file(state, path)
+    if message is None:
+      assert 'cls' in formats.read(str(path)).params
+      continue
+    with pytest.raises(ValueError, match=message):
+      formats.read(str(path))
+
+
+def test_what_the_other_side_does_not_have(tmp_path, tiny):
+  shallow = {'transformer': dict(num_layers=1, mlp_dim=8, num_heads=3)}
+  for name, size, kind, fields, message in (
+    ('r_ti16', (64, 64), 'hf', shallow, 'no hybrid of ResNet and ViT any more'),
+    ('s16_gap_norep', (32, 32), 'hf', shallow, 'no ViT without a class token'),
+    (
+      'mixer_b32',
+      (64, 64),
+      'timm',
+      {'num_blocks': 1},
+      'MLP-Mixer cannot be written for timm',
+    ),
+    ('r50_b32', (64, 64), 'timm', shallow, 'no hybrid like R'),
+  ):
+    _, params = random_model(name, size, **fields)
+    source = str(tmp_path / f'{name}.npz')
+    checkpoint.save(params, source)
+    with pytest.raises(ValueError, match=message):
+      convert.convert(source, str(tmp_path / 'no'), kind, image_size=size)
+    assert not (tmp_path / 'no').exists()
+  path, *_ = tiny
+  with pytest.raises(ValueError, match='makes 2 x 2 patches, but .* for 6'):
+    convert.convert(path, str(tmp_path / 'no'), 'hf', image_size=(8, 8))
+  with pytest.raises(ValueError, match='2 class names for a head of 3'):
+    convert.convert(path, str(tmp_path / 'no'), 'hf', class_names=['a', 'b'])
+  with pytest.raises(ValueError, match=r'--to=npz\|timm\|hf\|workdir'):
+    convert.convert(path, str(tmp_path / 'no'))
+  with pytest.raises(FileExistsError, match='exists: give another'):
+    convert.convert(path, path)
+  assert not list(tmp_path.glob('.*'))
+
+
+@pytest.mark.parametrize(
+  'package, extra', [('safetensors', 'interop'), ('torch', 'torch')]
+)
+def test_a_missing_package_names_the_extra(
+  tmp_path, monkeypatch, package, extra
+):
+  name = {'safetensors': 'a.safetensors', 'torch': 'a.bin'}[package]
+  (tmp_path / name).write_bytes(b'')
+  monkeypatch.setitem(sys.modules, package, None)
+  with pytest.raises(ImportError, match=rf"pip install 'vit_jax\[{extra}\]'"):
+    formats.read(str(tmp_path / name))
+
+
+def test_the_command_line(tmp_path, tiny, monkeypatch, capsys):
+  path, *_ = tiny
+  (tmp_path / 'names.txt').write_text('ant\nbee\ncow\n')
+  monkeypatch.setattr(
+    'sys.argv',
+    [
+      'convert', path, str(tmp_path / 'hf'), '--to=hf', '--image_size=8,12',
+      f'--class_names={tmp_path}/names.txt',
+    ],
+  )  # fmt: skip
+  convert.main()
+  out = capsys.readouterr().out
+  assert 'ViT of 1 layers, width 16' in out
+  assert 'images of 8x12, 3 classes' in out
+  config = json.loads((tmp_path / 'hf' / 'config.json').read_text())
+  assert config['id2label'] == {'0': 'ant', '1': 'bee', '2': 'cow'}
+  assert config['image_size'] == [8, 12]
+
+
+def test_the_weights_of_a_run_are_those_that_it_predicts_with(
+  tiny_config, tmp_path
+):
+  config = tiny_config
+  config.ema_decay = 0.9
+  train.train_and_evaluate(config, str(tmp_path / 'run'))
+  run = predict.load(str(tmp_path / 'run'))
+  params = jax.device_get(run.params)
+  assert_same_trees(checkpoint.load(str(tmp_path / 'run')), params)
+  convert.convert(str(tmp_path / 'run'), str(tmp_path / 'run.npz'))
+  found = convert.read(str(tmp_path / 'run.npz'))
+  assert_same_trees(found.params, params)
+  assert found.class_names == run.class_names
+  # A further run starts from it.
+  config.pretrained = str(tmp_path / 'run')
+  config.update(total_steps=1, warmup_steps=0, base_lr=0.0, ema_decay=0.0)
+  state, _ = train.train_and_evaluate(config, str(tmp_path / 'next'))
+  assert_same_trees(
+    jax.device_get(state.params)['Transformer'], params['Transformer']
+  )
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+  """A server on loopback; yields its address and what it was asked for."""
+  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
+  asked = []
+
+  class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+      asked.append(self.path)
+      status = {'/403': 403, '/404': 404}.get(self.path[:4], 200)
+      self.send_response(status)
+      body = (tmp_path / 'served').read_bytes() if status == 200 else b''
+      short = 10 if self.path.startswith('/short') else 0
+      self.send_header('Content-Length', str(len(body)))
+      self.end_headers()
+      self.wfile.write(body[: len(body) - short])
+
+    def log_message(self, *_):
+      pass
+
+  with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as httpd:
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield f'http://127.0.0.1:{httpd.server_port}', asked
+    httpd.shutdown()
+
+
+def test_a_url_is_fetched_once(tmp_path, tiny, server):
+  address, asked = server
+  path, _, params = tiny
+  (tmp_path / 'served').write_bytes(open(path, 'rb').read())
+  for _ in range(2):
+    assert_same_trees(checkpoint.load(f'{address}/ViT-B_16.npz'), params)
+  assert asked == ['/ViT-B_16.npz']
+
+
+@pytest.mark.parametrize(
+  'page, error, message',
+  [
+    ('403/ViT-B_16.npz', PermissionError, '403 .*google/vit-base-patch16-224'),
+    ('404/R_Ti_16.npz', FileNotFoundError, '404 .*timm/vit_tiny_r_s16_p8_224'),
+    ('short.npz', OSError, 'came only in part'),
+  ],
+)
+def test_a_url_that_does_not_answer(tmp_path, server, page, error, message):
+  address, _ = server
+  (tmp_path / 'served').write_bytes(b'x' * 100)
+  with pytest.raises(error, match=message):
+    checkpoint.load(f'{address}/{page}')
+  assert not list((tmp_path / 'cache').rglob('*.npz*'))
+
+
+def test_a_bucket_that_answers_403(monkeypatch, tmp_path):
+  """Where the bucket says no, the error says where else the weights are."""
+  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
+
+  def urlopen(request, timeout):
+    assert request.full_url == (
+      'https://storage.googleapis.com/vit_models/augreg/R_Ti_16-i21k.npz'
+    )
+    raise fetch.urllib.error.HTTPError(request.full_url, 403, 'Forbidden', {}, None)  # fmt: skip
+
+  monkeypatch.setattr(fetch.urllib.request, 'urlopen', urlopen)
+  monkeypatch.setattr(fetch, '_copy_from_bucket', lambda *_: False)
+  with pytest.raises(
+    PermissionError, match='403 Forbidden.*huggingface.co/timm'
+  ):
+    checkpoint.load('gs://vit_models/augreg/R_Ti_16-i21k.npz')
+
+
+def test_copies_are_complete_or_not_there(tmp_path, capsys):
+  (tmp_path / 'a').write_bytes(b'x' * 1000)
+  checkpoint.copy(str(tmp_path / 'a'), str(tmp_path / 'b'), block_size=300)
+  assert (tmp_path / 'b').read_bytes() == b'x' * 1000
+  assert '1.00k/1.00k' in capsys.readouterr().err
+  with pytest.raises(FileNotFoundError, match="src='.*no' is no file"):
+    checkpoint.copy(str(tmp_path / 'no'), str(tmp_path / 'c'))
+  assert not (tmp_path / 'c').exists()

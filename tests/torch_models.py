@@ -1,0 +1,46 @@
+"""timm and transformers for the tests, beside a PyTorch without CUDA.
+
+Both import torchvision, whose package on PyPI is built for the PyTorch with
+CUDA. Beside another it fails for want of two operators, which no test needs:
+they are declared here, without a body.
+"""
+
+import os
+
+os.environ['HF_HUB_OFFLINE'] = '1'
+
+import torch
+
+try:
+  import torchvision  # noqa: F401
+except RuntimeError:
+  _LIBRARY = torch.library.Library('torchvision', 'DEF')
+  for _name in ('nms', 'qnms'):
+    _LIBRARY.define(
+      f'{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor'
+    )
+
+import timm  # noqa: F401 (for who imports this module)
+import transformers
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+def logits(model, images):
+  """Computes the logits of images [B, H, W, C] as numpy."""
+  with torch.no_grad():
+    out = model.eval()(torch.tensor(images).permute(0, 3, 1, 2))
+  return getattr(out, 'logits', out).numpy()
+
+
+def randomize(model):
+  """Fills all parameters with numbers for which logits are of order 1."""
+  generator = torch.Generator().manual_seed(0)
+  with torch.no_grad():
+    for name, value in model.named_parameters():
+      noise = torch.randn(value.shape, generator=generator)
+      scale = 0.5 if value.ndim < 2 else (value[0].numel()) ** -0.5
+      norm = 'norm' in name and name.endswith('weight')
+      value.copy_(noise * scale * 0.3 + 1 if norm else noise * scale)
+  return model

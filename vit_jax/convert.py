@@ -1,0 +1,251 @@
+r"""Converts weights between this package, timm and Hugging Face, bit for bit.
+
+  python -m vit_jax.convert SRC DST [--to=npz|timm|hf|workdir]
+
+SRC is a published .npz, a .safetensors or .bin of timm's or Hugging Face's or a
+folder of it, the workdir of a run, or a URL or gs:// path of a file. DST is
+
+  npz       a file that the original's readers and timm's `load_npz` read
+  timm      a folder for timm.create_model('local-dir:DST', pretrained=True)
+  hf        a folder for ViTForImageClassification.from_pretrained(DST)
+  workdir   a folder for vit_jax.predict, for --config.pretrained, and for
+            vit_jax.main --evaluate
+
+Examples:
+
+  python -m vit_jax.convert ViT-B_16.npz /tmp/b16_timm --to=timm
+  python -m vit_jax.convert /tmp/run /tmp/run.npz
+  python -m vit_jax.convert https://huggingface.co/google/vit-base-patch16-224\
+/resolve/main/model.safetensors /tmp/b16 --to=workdir --class_names=names.txt
+
+The arrays are only renamed and laid out anew. What the two sides compute
+differently (the GELU, the epsilons of norms) is written to the config of DST, so
+that logits agree; where it has no place, the command says so.
+"""
+
+import argparse
+from collections.abc import Sequence
+import json
+import math
+import shutil
+from typing import Any
+
+from etils import epath
+import flax.traverse_util
+import jax
+import ml_collections
+
+from vit_jax import cli
+from vit_jax import exports
+from vit_jax import formats
+from vit_jax import identify
+from vit_jax import models
+
+KINDS = tuple(exports.WRITERS)
+
+
+def read(
+  src: str,
+  class_names: Sequence[str] | None = None,
+  image_size: tuple[int, int] | None = None,
+  num_heads: int | None = None,
+) -> exports.Model:
+  """Reads weights, and works out the model that they are for.
+
+  Args:
+    src: see vit_jax.formats.read.
+    class_names: names of the classes, in place of those that come with `src`.
+    image_size: (height, width) in pixels, where `src` does not say it and the
+      patches are no square.
+    num_heads: see vit_jax.formats.read.
+
+  Raises:
+    FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
+      vit_jax.formats.read; and ValueError where names, size and weights do not
+      go together.
+  """
+  weights = formats.read(src, num_heads)
+  config = identify.model_config(weights.params)
+  if config is None:
+    raise ValueError(
+      f"'{src}' holds the parameters of no ViT, hybrid or Mixer: it has "
+      f'{sorted(weights.params)[:6]} (SRC)'
+    )
+  if weights.kind == 'workdir':
+    config = ml_collections.ConfigDict(weights.model)
+  else:
+    with config.ignore_type():
+      config.update(weights.model)
+  head = weights.params.get('head')
+  num_classes = 0 if head is None else head['bias'].shape[0]
+  names = class_names or weights.class_names
+  if names is not None and len(names) != num_classes:
+    if class_names:
+      raise ValueError(
+        f'{len(names)} class names for a head of {num_classes} classes: give as '
+        'many (--class_names)'
+      )
+    names = None
+  size = image_size or weights.image_size or _square(weights.params, config)
+  _check_size(weights.params, config, size)
+  return exports.Model(
+    weights.params, config, tuple(names) if names else None, num_classes, size
+  )
+
+
+def _stride(config):
+  """Pixels (down, across) of image for each patch."""
+  side = 2**10  # Any size that all strides divide.
+  grid = models.patch_grid(
+    config, tuple(side * size for size in config.patches.size)
+  )
+  return tuple(
+    side * size // count for size, count in zip(config.patches.size, grid)
+  )
+
+
+def _tokens(params):
+  """Number of patches that parameters fit; None where any number does."""
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  mixing = 'MixerBlock_0/token_mixing/Dense_0/kernel'
+  if mixing in flat:
+    return flat[mixing].shape[0]
+  posemb = flat.get('Transformer/posembed_input/pos_embedding')
+  return None if posemb is None else posemb.shape[1] - ('cls' in flat)
+
+
+def _square(params, config):
+  tokens = _tokens(params)
+  side = 14 if tokens is None else math.isqrt(tokens)
+  return tuple(side * stride for stride in _stride(config))
+
+
+def _check_size(params, config, size):
+  tokens = _tokens(params)
+  grid = models.patch_grid(config, size)
+  if tokens is not None and math.prod(grid) != tokens:
+    raise ValueError(
+      f'image_size={size[0]},{size[1]} makes {grid[0]} x {grid[1]} patches, but '
+      f'the weights are for {tokens}: give the size of the images '
+      '(--image_size=HEIGHT,WIDTH)'
+    )
+
+
+def convert(
+  src: str,
+  dst: str,
+  to: str | None = None,
+  class_names: Sequence[str] | None = None,
+  image_size: tuple[int, int] | None = None,
+  num_heads: int | None = None,
+) -> tuple[exports.Model, list[str]]:
+  """Converts weights; arrays stay as they are, bit for bit.
+
+  Args:
+    src: weights of any kind, see vit_jax.formats.read.
+    dst: the file (npz) or folder to make; it appears only when it is complete.
+    to: one of KINDS; by default npz where `dst` ends so.
+    class_names: names of the classes, in place of those that come with `src`.
+    image_size: (height, width) in pixels, where `src` does not say it and the
+      patches are no square.
+    num_heads: number of attention heads, where `src` does not say it and its
+      width is unusual.
+
+  Returns:
+    The model, and what is to be said of the result (possibly nothing).
+
+  Raises:
+    FileExistsError: if there is a `dst` already.
+    ValueError: if the other side has no such model, or see `read`.
+    FileNotFoundError, PermissionError, OSError, ImportError: see `read`.
+  """
+  target = epath.Path(dst)
+  if to is None and target.suffix == '.npz':
+    to = 'npz'
+  if to not in KINDS:
+    raise ValueError(
+      f"to={to!r} with DST '{dst}': say what to make of it, --to={'|'.join(KINDS)}"
+    )
+  if to == 'npz' and target.suffix != '.npz':
+    raise ValueError(f"DST '{dst}' must end in .npz for --to=npz")
+  if target.exists():
+    raise FileExistsError(
+      f"DST '{dst}' exists: give another, or delete it first"
+    )
+  model = read(src, class_names, image_size, num_heads)
+  target.parent.mkdir(parents=True, exist_ok=True)
+  if to == 'npz':  # Is written under another name first by itself.
+    return model, exports.WRITERS['npz'](model, target)
+  temporary = target.parent / f'.{target.name}.tmp'
+  if temporary.exists():
+    temporary.rmtree()
+  try:
+    notes = exports.WRITERS[to](model, temporary)
+    temporary.rename(target)
+  finally:
+    if temporary.exists():
+      shutil.rmtree(temporary)
+  return model, notes
+
+
+def _size(text: str) -> tuple[int, int]:
+  numbers = [int(number) for number in text.replace('x', ',').split(',')]
+  return (numbers[0], numbers[-1])
+
+
+def _names(path: str) -> list[str]:
+  """Reads names of classes: a JSON list, or a name a line."""
+  text = epath.Path(path).read_text()
+  if path.endswith('.json'):
+    names: Any = json.loads(text)
+    return list(names.values() if isinstance(names, dict) else names)
+  return text.splitlines()
+
+
+def main() -> None:
+  """Converts what the command line says, and says what came of it."""
+  parser = argparse.ArgumentParser(
+    prog='python -m vit_jax.convert',
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument('src', metavar='SRC', help='weights of any kind')
+  parser.add_argument('dst', metavar='DST', help='file or folder to make')
+  parser.add_argument(
+    '--to', choices=KINDS, help='kind of DST (npz by its name)'
+  )
+  parser.add_argument(
+    '--class_names', help='file with a name a line, or a .json list'
+  )
+  parser.add_argument(
+    '--image_size',
+    type=_size,
+    help='SIZE or HEIGHT,WIDTH in pixels, where SRC does not say it',
+  )
+  parser.add_argument(
+    '--num_heads', type=int, help='attention heads, where SRC does not say it'
+  )
+  args = parser.parse_args()
+  cli.quiet()
+  model, notes = convert(
+    args.src,
+    args.dst,
+    args.to,
+    _names(args.class_names) if args.class_names else None,
+    args.image_size,
+    args.num_heads,
+  )
+  count = sum(x.size for x in jax.tree.leaves(model.params))
+  height, width = model.image_size
+  print(
+    f'{args.src}: {identify.describe(model.params)}, {count:,} parameters, '
+    f'images of {height}x{width}, '
+    + (f'{model.num_classes:,} classes' if model.num_classes else 'no head')
+  )
+  for note in notes:
+    print(f'note: {note}')
+  print(f'written to {args.dst}')
+
+
+if __name__ == '__main__':
+  cli.run(main)

@@ -1,0 +1,168 @@
+"""Files from elsewhere: copies with progress, and a cache of what was fetched.
+
+A file at https:// or gs:// is fetched once, into $VIT_JAX_CACHE (by default
+~/.cache/vit_jax), and appears there only when it is complete.
+"""
+
+from collections.abc import Iterable
+import contextlib
+import hashlib
+import os
+import pathlib
+import urllib.error
+import urllib.request
+
+from etils import epath
+import tqdm
+
+# Where the published weights are, in two places that do not need the bucket.
+_ELSEWHERE = (
+  'The same weights are on Hugging Face; give the URL of a model.safetensors, for '
+  'example https://huggingface.co/{example}/resolve/main/model.safetensors, or '
+  'the path of a file that you have (config.pretrained)'
+)
+# Name in the published file's name: one repository that holds the same weights.
+_REPOSITORIES = {
+  'ViT-B_16': 'google/vit-base-patch16-224-in21k',
+  'ViT-B_32': 'google/vit-base-patch32-224-in21k',
+  'ViT-L_16': 'google/vit-large-patch16-224-in21k',
+  'ViT-L_32': 'google/vit-large-patch32-224-in21k',
+  'ViT-H_14': 'google/vit-huge-patch14-224-in21k',
+  'R26_S_32': 'timm/vit_small_r26_s32_224.augreg_in21k',
+  'R50_L_32': 'timm/vit_large_r50_s32_224.augreg_in21k',
+  'R_Ti_16': 'timm/vit_tiny_r_s16_p8_224.augreg_in21k',
+  'Ti_16': 'timm/vit_tiny_patch16_224.augreg_in21k',
+  'S_16': 'timm/vit_small_patch16_224.augreg_in21k',
+  'S_32': 'timm/vit_small_patch32_224.augreg_in21k',
+  'B_8': 'timm/vit_base_patch8_224.augreg_in21k',
+  'B_16': 'timm/vit_base_patch16_224.augreg_in21k',
+  'B_32': 'timm/vit_base_patch32_224.augreg_in21k',
+  'L_16': 'timm/vit_large_patch16_224.augreg_in21k',
+}
+
+
+def elsewhere(path: str) -> str:
+  """Says where else the weights are that cannot be had at `path`."""
+  example = next(
+    (repo for name, repo in _REPOSITORIES.items() if name in path),
+    _REPOSITORIES['B_16'],
+  )
+  return _ELSEWHERE.format(example=example)
+
+
+def is_remote(path: str) -> bool:
+  """Tells whether `path` is a URL or in a bucket."""
+  return str(path).startswith(('http://', 'https://', 'gs://'))
+
+
+def fetch(path: str) -> epath.Path:
+  """Returns the path of a file on this machine; fetches it if need be.
+
+  Args:
+    path: a local path, a URL, or gs://bucket/file, which is first asked for
+      without credentials and then with those of this machine.
+
+  Raises:
+    FileNotFoundError: if there is no such file.
+    PermissionError: if it may not be read.
+    OSError: if it cannot be fetched.
+  """
+  path = str(path)
+  if not is_remote(path):
+    return epath.Path(path)
+  cache = pathlib.Path(
+    os.environ.get('VIT_JAX_CACHE', '~/.cache/vit_jax')
+  ).expanduser()
+  name = path.split('?')[0].rpartition('/')[2]
+  target = cache / hashlib.sha256(path.encode()).hexdigest()[:16] / name
+  if target.exists():
+    return epath.Path(target)
+  url = path
+  if path.startswith('gs://'):
+    url = 'https://storage.googleapis.com/' + path.removeprefix('gs://')
+  request = urllib.request.Request(url, headers={'User-Agent': 'vit_jax'})
+  try:
+    with urllib.request.urlopen(request, timeout=60) as response:
+      length = response.headers.get('Content-Length')
+      _write(
+        iter(lambda: response.read(1 << 20), b''),
+        target,
+        int(length) if length else None,
+        path,
+      )
+  except urllib.error.HTTPError as e:
+    if path.startswith('gs://') and _copy_from_bucket(path, target):
+      return epath.Path(target)
+    kind = FileNotFoundError if e.code == 404 else PermissionError
+    if e.code not in (401, 403, 404):
+      kind = OSError
+    raise kind(
+      f"'{path}' cannot be fetched: the server answers {e.code} {e.reason}. "
+      + elsewhere(path)
+    ) from None
+  except urllib.error.URLError as e:
+    raise OSError(
+      f"'{path}' cannot be fetched: {e.reason}. {elsewhere(path)}"
+    ) from None
+  return epath.Path(target)
+
+
+def _copy_from_bucket(path, target):
+  """Copies with this machine's credentials; False if that does not work."""
+  try:
+    copy(path, str(target))
+  except Exception:  # pylint: disable=broad-except
+    return False  # No access this way either, or no library for it.
+  return True
+
+
+def copy(
+  src: str, dst: str, progress: bool = True, block_size: int = 10 * 1024 * 1024
+):
+  """Copies a file, from and to anywhere that etils.epath reaches.
+
+  Args:
+    src: the file to copy.
+    dst: the copy; it appears only when it is complete.
+    progress: whether to show a bar.
+    block_size: bytes to read at a time.
+
+  Raises:
+    FileNotFoundError: if there is no such file.
+  """
+  source = epath.Path(src)
+  if not source.is_file():
+    raise FileNotFoundError(f"src='{src}' is no file: give the path of one")
+  with source.open('rb') as f:
+    _write(
+      iter(lambda: f.read(block_size), b''),
+      epath.Path(dst),
+      source.stat().length,
+      str(src) if progress else None,
+    )
+
+
+def _write(blocks: Iterable[bytes], target, length, label):
+  """Writes blocks to a file; shows a bar if it has a label."""
+  target.parent.mkdir(parents=True, exist_ok=True)
+  temporary = target.parent / f'.{target.name}.{os.getpid()}.tmp'
+  written = 0
+  bar = tqdm.tqdm(
+    total=length, unit='B', unit_scale=True, desc=label, disable=label is None
+  )
+  try:
+    with bar, temporary.open('wb') as f:
+      for block in blocks:
+        f.write(block)
+        written += len(block)
+        bar.update(len(block))
+    if length is not None and written != length:
+      raise OSError(
+        f"'{label or target}' came only in part: {written:,} of {length:,} "
+        'bytes; try again'
+      )
+    temporary.replace(target)
+  except BaseException:
+    with contextlib.suppress(OSError):
+      temporary.unlink()
+    raise

@@ -1,0 +1,319 @@
+"""The same weights by other names: timm's and Hugging Face's state dicts.
+
+One table pairs each leaf of the published parameter tree with its names over
+there and says how the array lies differently. Nothing is computed: every
+conversion is exact, in both directions.
+
+  conv   [h, w, in, out]            here, [out, in, h, w] there
+  dense  [in, out]                  here, [out, in] there
+  heads  [in, heads, size]          here, [heads * size, in] there
+  bias   [heads, size]              here, [heads * size] there
+  out    [heads, size, out]         here, [out, heads * size] there
+  same   as it is
+"""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+import re
+from typing import NamedTuple
+
+import flax.traverse_util
+import numpy as np
+
+LAYOUTS = ('timm', 'hf')
+_BLOCK = 'Transformer/encoderblock_{}/'
+_ATTENTION = 'MultiHeadDotProductAttention_0/'
+
+
+class _Leaf(NamedTuple):
+  path: str
+  kind: str
+  timm: str
+  hf: str
+
+
+def _affine(path, kind, timm, hf):
+  """The two leaves of a layer: kernel (or scale) and bias."""
+  first = 'scale' if kind == 'norm' else 'kernel'
+  bias = 'bias' if kind == 'heads' else 'same'
+  return [
+    _Leaf(f'{path}/{first}', 'same' if kind == 'norm' else kind, f'{timm}.weight', f'{hf}.weight'),
+    _Leaf(f'{path}/bias', bias, f'{timm}.bias', f'{hf}.bias'),
+  ]  # fmt: skip
+
+
+_STEM = (
+  _Leaf('cls', 'same', 'cls_token', 'embeddings.cls_token'),
+  _Leaf(
+    'Transformer/posembed_input/pos_embedding',
+    'same',
+    'pos_embed',
+    'embeddings.position_embeddings',
+  ),
+  *_affine(
+    'embedding',
+    'conv',
+    'patch_embed.proj',
+    'embeddings.patch_embeddings.projection',
+  ),
+  *_affine('Transformer/encoder_norm', 'norm', 'norm', 'layernorm'),
+  *_affine('pre_logits', 'dense', 'pre_logits.fc', 'pooler.dense'),
+  *_affine('head', 'dense', 'head', 'classifier'),
+)
+_LAYER = (
+  *_affine('LayerNorm_0', 'norm', 'norm1', 'layernorm_before'),
+  *_affine(
+    f'{_ATTENTION}query', 'heads', 'attn.q', 'attention.attention.query'
+  ),
+  *_affine(f'{_ATTENTION}key', 'heads', 'attn.k', 'attention.attention.key'),
+  *_affine(
+    f'{_ATTENTION}value', 'heads', 'attn.v', 'attention.attention.value'
+  ),
+  *_affine(f'{_ATTENTION}out', 'out', 'attn.proj', 'attention.output.dense'),
+  *_affine('LayerNorm_1', 'norm', 'norm2', 'layernorm_after'),
+  *_affine('MlpBlock_0/Dense_0', 'dense', 'mlp.fc1', 'intermediate.dense'),
+  *_affine('MlpBlock_0/Dense_1', 'dense', 'mlp.fc2', 'output.dense'),
+)
+_UNIT = (
+  ('conv1', 'gn1', 'conv1', 'norm1'),
+  ('conv2', 'gn2', 'conv2', 'norm2'),
+  ('conv3', 'gn3', 'conv3', 'norm3'),
+  ('conv_proj', 'gn_proj', 'downsample.conv', 'downsample.norm'),
+)
+
+# Names in the memory of transformers 5; its files keep those of the table.
+_HF_NEW = (
+  (r'^layers\.', 'encoder.layer.'),
+  (r'\.attention\.q_proj\.', '.attention.attention.query.'),
+  (r'\.attention\.k_proj\.', '.attention.attention.key.'),
+  (r'\.attention\.v_proj\.', '.attention.attention.value.'),
+  (r'\.attention\.o_proj\.', '.attention.output.dense.'),
+  (r'\.mlp\.fc1\.', '.intermediate.dense.'),
+  (r'\.mlp\.fc2\.', '.output.dense.'),
+)
+
+
+def _table(num_layers: int, units: Iterable[int] | None) -> list[_Leaf]:
+  """Lists all leaves that a model may have.
+
+  Args:
+    num_layers: layers of the encoder.
+    units: units in each stage of a hybrid's ResNet; None: it has none.
+  """
+  leaves = list(_STEM)
+  for i in range(num_layers):
+    block = _BLOCK.format(i)
+    leaves += [
+      leaf._replace(
+        path=block + leaf.path,
+        timm=f'blocks.{i}.{leaf.timm}',
+        hf=f'encoder.layer.{i}.{leaf.hf}',
+      )
+      for leaf in _LAYER
+    ]
+  if units is None:
+    return leaves
+  backbone = 'patch_embed.backbone.'
+  root = backbone + ('stem.' if units else '')
+  convolutions = [('', 'conv_root', 'gn_root', f'{root}conv', f'{root}norm')]
+  for i, count in enumerate(units):
+    for j in range(count):
+      for conv, norm, timm_conv, timm_norm in _UNIT:
+        there = f'{backbone}stages.{i}.blocks.{j}.'
+        convolutions.append(
+          (f'block{i + 1}/unit{j + 1}/', conv, norm, there + timm_conv, there + timm_norm)
+        )  # fmt: skip
+  for path, conv, norm, timm_conv, timm_norm in convolutions:
+    leaves.append(_affine(path + conv, 'conv', timm_conv, '')[0])
+    leaves += _affine(path + norm, 'norm', timm_norm, '')
+  return leaves
+
+
+def detect(names: Iterable[str]) -> str | None:
+  """Returns whose names these are: 'timm', 'hf', or None."""
+  names = set(names)
+  if 'patch_embed.proj.weight' in names:
+    return 'timm'
+  if any(
+    re.fullmatch(r'(\w+\.)?embeddings\.patch_embeddings\.projection\.weight', n)
+    for n in names
+  ):
+    return 'hf'
+  return None
+
+
+def _count(names, pattern):
+  """One more than the largest number that `pattern` finds in a name."""
+  found = [int(m[1]) for m in (re.match(pattern, n) for n in names) if m]
+  return max(found, default=-1) + 1
+
+
+def load(
+  flat: Mapping[str, np.ndarray], layout: str, num_heads: int
+) -> dict[str, np.ndarray]:
+  """Renames a state dict to the published tree.
+
+  Args:
+    flat: arrays by name.
+    layout: 'timm' or 'hf'.
+    num_heads: number of attention heads, which the arrays do not tell.
+
+  Returns:
+    Arrays by '/'-joined path, Linen's names.
+
+  Raises:
+    ValueError: if there are arrays that a plain ViT does not have (all are
+      listed), or heads do not divide the width.
+  """
+  flat = dict(flat)
+  units = None
+  if layout == 'timm':
+    num_layers = _count(flat, r'blocks\.(\d+)\.')
+    if any(name.startswith('patch_embed.backbone.') for name in flat):
+      stage = r'patch_embed\.backbone\.stages\.'
+      units = [
+        _count(flat, rf'{stage}{i}\.blocks\.(\d+)\.')
+        for i in range(_count(flat, rf'{stage}(\d+)\.'))
+      ]
+    for i in range(num_layers):
+      for end in ('weight', 'bias'):
+        joined = flat.pop(f'blocks.{i}.attn.qkv.{end}', None)
+        if joined is not None:
+          for name, part in zip('qkv', np.split(joined, 3)):
+            flat[f'blocks.{i}.attn.{name}.{end}'] = part
+  else:
+    flat = {_old_hf_name(name): value for name, value in flat.items()}
+    num_layers = _count(flat, r'encoder\.layer\.(\d+)\.')
+  params = {}
+  for leaf in _table(num_layers, units):
+    value = flat.pop(getattr(leaf, layout), None)
+    if value is not None:
+      params[leaf.path] = _from_torch(value, leaf, num_heads)
+  if flat:
+    raise ValueError(
+      'these weights are not of a plain Vision Transformer, which has no '
+      + ', '.join(sorted(flat)[:10])
+      + (f' and {len(flat) - 10} more' if len(flat) > 10 else '')
+      + _hint(flat)
+    )
+  return params
+
+
+def _hint(names):
+  """Says what some leaves that do not belong here are."""
+  for part, what in (
+    ('fc_norm', 'timm pools such models before their last norm, not after'),
+    ('reg_token', 'register tokens'),
+    ('gamma', 'layer scale'),
+    ('dist', 'a distillation token'),
+    ('q_norm', 'norms of queries and keys'),
+    ('mask_token', 'a model for masked images'),
+  ):
+    if any(part in name for name in names):
+      return f' ({what})'
+  return ''
+
+
+def _old_hf_name(name):
+  name = re.sub(r'^(vit|deit)\.', '', name)
+  for new, old in _HF_NEW:
+    name = re.sub(new, old, name)
+  return name
+
+
+def _from_torch(value, leaf, num_heads):
+  kind = leaf.kind
+  if kind in ('heads', 'bias', 'out'):
+    width = value.shape[1] if kind == 'out' else value.shape[0]
+    if width % num_heads:
+      raise ValueError(
+        f'num_heads={num_heads} does not divide the width {width} of '
+        f"'{leaf.path}': give the number of heads of the model"
+      )
+  if kind == 'conv':
+    value = value.transpose(2, 3, 1, 0)
+  elif kind == 'dense':
+    value = value.T
+  elif kind == 'heads':
+    value = value.T.reshape(value.shape[1], num_heads, -1)
+  elif kind == 'bias':
+    value = value.reshape(num_heads, -1)
+  elif kind == 'out':
+    value = value.T.reshape(num_heads, -1, value.shape[0])
+  return np.ascontiguousarray(value)
+
+
+def _to_torch(value, kind):
+  if kind == 'conv':
+    value = value.transpose(3, 2, 0, 1)
+  elif kind == 'dense':
+    value = value.T
+  elif kind == 'heads':
+    value = value.reshape(value.shape[0], -1).T
+  elif kind == 'bias':
+    value = value.reshape(-1)
+  elif kind == 'out':
+    value = value.reshape(-1, value.shape[-1]).T
+  return np.ascontiguousarray(value)
+
+
+def dump(params: dict, layout: str) -> dict[str, np.ndarray]:
+  """Renames a published tree to a state dict.
+
+  Args:
+    params: nested dict of arrays, Linen's names.
+    layout: 'timm' or 'hf'.
+
+  Returns:
+    Arrays by name.
+
+  Raises:
+    ValueError: if the other side has no such model.
+  """
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  _check_exists(flat, layout)
+  num_layers = _count(flat, r'Transformer/encoderblock_(\d+)/')
+  units = None
+  if 'conv_root/kernel' in flat:
+    units = [
+      _count(flat, rf'block{i + 1}/unit(\d+)/') - 1
+      for i in range(_count(flat, r'block(\d+)/') - 1)
+    ]
+  state = {}
+  for leaf in _table(num_layers, units):
+    value = flat.pop(leaf.path, None)
+    if value is not None:
+      name = getattr(leaf, layout)
+      # transformers reads and writes all but the head below 'vit.'.
+      if layout == 'hf' and not name.startswith('classifier.'):
+        name = f'vit.{name}'
+      state[name] = _to_torch(np.asarray(value), leaf.kind)
+  if flat:
+    raise ValueError(
+      f'{sorted(flat)[:10]} have no counterpart in {_NAMES[layout]}'
+    )
+  if layout == 'timm':
+    for i in range(num_layers):
+      for end in ('weight', 'bias'):
+        parts = [state.pop(f'blocks.{i}.attn.{name}.{end}') for name in 'qkv']
+        state[f'blocks.{i}.attn.qkv.{end}'] = np.concatenate(parts)
+  return state
+
+
+_NAMES = {'timm': 'timm', 'hf': "Hugging Face's transformers"}
+
+
+def _check_exists(flat, layout):
+  name = _NAMES[layout]
+  if any(path.startswith('MixerBlock') for path in flat):
+    raise ValueError(f'an MLP-Mixer cannot be written for {name} (--to)')
+  if layout == 'hf' and 'conv_root/kernel' in flat:
+    raise ValueError(
+      f'{name} has no hybrid of ResNet and ViT any more: write it for timm '
+      '(--to=timm)'
+    )
+  if layout == 'hf' and 'cls' not in flat:
+    raise ValueError(
+      f'{name} has no ViT without a class token (mean pooling): write it for '
+      'timm (--to=timm)'
+    )

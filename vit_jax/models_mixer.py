@@ -1,0 +1,132 @@
+"""MLP-Mixer as Flax Linen modules (arXiv 2105.01601), published names.
+
+The Vision Transformer's sibling in the original code base: patches become
+tokens, but an MLP over the tokens takes the place of attention.
+
+Shapes in the comments:
+  B images    H, W image height and width    C channels (or classes)
+  N patches   D width of a token
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from vit_jax import models_vit
+from vit_jax import sharding
+
+
+class MlpBlock(nn.Module):
+  """Two dense layers with a GELU (tanh approximation) between.
+
+  Attributes:
+    mlp_dim: width of the hidden layer.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  mlp_dim: int
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps [..., F] to [..., F]."""
+    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    y = nn.gelu(nn.Dense(self.mlp_dim, **types)(x))
+    return nn.Dense(x.shape[-1], **types)(y)
+
+
+class MixerBlock(nn.Module):
+  """One layer: an MLP over the tokens, then one over the channels, pre-norm.
+
+  Attributes:
+    tokens_mlp_dim: width of the hidden layer of the MLP over tokens.
+    channels_mlp_dim: width of the hidden layer of the MLP over channels.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  tokens_mlp_dim: int
+  channels_mlp_dim: int
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps tokens [B, N, D] to [B, N, D]."""
+    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    y = nn.LayerNorm(**types)(x).swapaxes(1, 2)  # [B, D, N]
+    y = MlpBlock(self.tokens_mlp_dim, name='token_mixing', **types)(y)
+    x = x + y.swapaxes(1, 2)  # [B, N, D]
+    y = nn.LayerNorm(**types)(x)
+    y = MlpBlock(self.channels_mlp_dim, name='channel_mixing', **types)(y)
+    return sharding.constrain_batch(x + y)
+
+
+class MlpMixer(nn.Module):
+  """MLP-Mixer.
+
+  Attributes:
+    patches: has a field `size`, (height, width) of a patch in pixels.
+    num_classes: width of the head; 0 or None gives the mean token instead.
+    num_blocks: number of layers.
+    hidden_dim: width D of a token.
+    tokens_mlp_dim: see MixerBlock.
+    channels_mlp_dim: see MixerBlock.
+    model_name: name in the table of configs; has no effect.
+    dtype: type of the computation. The logits are float32 whatever it is.
+    param_dtype: type of the parameters.
+  """
+
+  patches: Any
+  num_classes: int | None
+  num_blocks: int
+  hidden_dim: int
+  tokens_mlp_dim: int
+  channels_mlp_dim: int
+  model_name: str | None = None
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, inputs, *, train):
+    """Computes logits.
+
+    Args:
+      inputs: images, float [B, H, W, C] in [-1, 1], of the size that the model
+        was initialised with: the MLPs over tokens fit no other.
+      train: has no effect; a Mixer has no dropout.
+
+    Returns:
+      Logits, float32 [B, num_classes]; features [B, D] where there is no head.
+
+    Raises:
+      ValueError: on inputs of another rank, and where patches do not divide the
+        image.
+    """
+    del train
+    models_vit.check_images(inputs)
+    types = dict(
+      dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
+    )
+    x = models_vit.PatchEmbedding(
+      self.hidden_dim, tuple(self.patches['size']), name='stem', **types
+    )(inputs)  # [B, h, w, D]
+    x = sharding.constrain_batch(x)
+    x = x.reshape(x.shape[0], -1, x.shape[-1])  # [B, N, D]
+    for _ in range(self.num_blocks):
+      x = MixerBlock(self.tokens_mlp_dim, self.channels_mlp_dim, **types)(x)
+    x = nn.LayerNorm(name='pre_head_layer_norm', **types)(x)
+    x = x.mean(axis=1)  # [B, D]
+    self.sow('intermediates', 'features', x)
+    if not self.num_classes:
+      return x
+    return nn.Dense(
+      self.num_classes,
+      name='head',
+      kernel_init=nn.initializers.zeros,
+      dtype=jnp.promote_types(types['dtype'], jnp.float32),
+      param_dtype=types['param_dtype'],
+    )(x)  # [B, num_classes]
