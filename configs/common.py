@@ -4,10 +4,14 @@ Each key does what the comment above it says; all of them can be overridden on
 the command line, for example `--config.base_lr=0.01 --config.pp.crop=64`.
 """
 
+from collections.abc import Iterable
+import copy
+
 import ml_collections
 from ml_collections.config_dict import placeholder
 
-# data set: (training split, test split).
+# data set: (training split, test split). A part of the training data is held out
+# to choose the learning rate on (arXiv 2010.11929, B.1.1).
 SPLITS = {
   'cifar10': ('train[:98%]', 'test'),
   'cifar100': ('train[:98%]', 'test'),
@@ -15,6 +19,38 @@ SPLITS = {
   'imagenet21k': ('full[102400:]', 'full[:102400]'),
   'oxford_iiit_pet': ('train[:90%]', 'test'),
   'oxford_flowers102': ('train[:90%]', 'test'),
+}
+
+# Fine-tuning (table 4). Data set: updates, learning rates to try.
+FINE_TUNING = {
+  'imagenet2012': (20_000, (0.003, 0.01, 0.03, 0.06)),
+  'cifar10': (10_000, (0.001, 0.003, 0.01, 0.03)),
+  'cifar100': (10_000, (0.001, 0.003, 0.01, 0.03)),
+  'oxford_iiit_pet': (500, (0.001, 0.003, 0.01, 0.03)),
+  'oxford_flowers102': (500, (0.001, 0.003, 0.01, 0.03)),
+}
+# Any other data, a folder for one: as the small ones of the table.
+_OTHER_STEPS = 500
+# Updates of warm-up, of runs of 10,000 updates and more and of shorter ones,
+# which the paper's 500 would fill.
+_WARMUP, _SHORT_WARMUP = 500, 100
+
+
+def _preset(dataset, total_steps):
+  train, test = SPLITS.get(dataset, ('train', 'test'))
+  return ml_collections.ConfigDict(
+    {
+      'total_steps': total_steps,
+      'warmup_steps': _WARMUP if total_steps >= 10_000 else _SHORT_WARMUP,
+      'pp': {'train': train, 'test': test, 'crop': 384},
+    }
+  )
+
+
+# What `with_dataset` sets.
+DATASET_PRESETS = {
+  dataset: _preset(dataset, total_steps)
+  for dataset, (total_steps, _) in FINE_TUNING.items()
 }
 
 
@@ -29,7 +65,7 @@ def get_config() -> ml_collections.ConfigDict:
 
   # What is learned: the name of a module in vit_jax.tasks.
   config.task = 'classify'
-  # What runs: 'train'.
+  # What runs: 'train' ('inference_time' has a config of its own).
   config.trainer = 'train'
   # Everything random (initial weights, order, augmentation, dropout) comes from
   # this number.
@@ -155,3 +191,30 @@ def set_dataset(config, dataset: str):
   config.dataset = dataset
   config.pp.train, config.pp.test = SPLITS.get(dataset, ('train', 'test'))
   return config
+
+
+def with_dataset(
+  config: ml_collections.ConfigDict, dataset: str
+) -> ml_collections.ConfigDict:
+  """Returns a copy, set for fine-tuning on a data set (table 4, B.1.1).
+
+  Sets the splits, the size of the images, and the numbers of updates.
+
+  Args:
+    config: what `get_config` returns.
+    dataset: a key of DATASET_PRESETS, any other TFDS name, or a folder.
+  """
+  config = copy.deepcopy(config)
+  config.dataset = dataset
+  preset = DATASET_PRESETS.get(dataset) or _preset(dataset, _OTHER_STEPS)
+  config.update(copy.deepcopy(preset))
+  return config
+
+
+def flatten(config, prefix: tuple[str, ...] = ('config',)) -> Iterable[tuple]:
+  """Yields ('config.pp.crop', 384) and the like, for sweeps."""
+  for key, value in config.items():
+    if isinstance(value, dict | ml_collections.ConfigDict):
+      yield from flatten(value, (*prefix, key))
+    else:
+      yield '.'.join((*prefix, key)), value

@@ -46,6 +46,14 @@ MIXERS = {
   'Mixer-L_16': (16, 1024, 24, 512, 4096),
 }
 
+# Models that the original fine-tunes with dropout.
+DROPOUT = {
+  'ViT-L_16': 0.1,
+  'ViT-H_14': 0.1,
+  'R50+ViT-B_16': 0.1,
+  'R50+ViT-L_32': 0.1,
+}
+
 # Mean pooling in place of the class token, as in the published models.
 GAP = ('S_16', 'S_32', 'B_16', 'B_32')
 
@@ -61,7 +69,7 @@ def _config(name, size, patch, resnet=None, classifier='token'):
   config.transformer.num_heads = heads
   config.transformer.num_layers = layers
   config.transformer.attention_dropout_rate = 0.0
-  config.transformer.dropout_rate = 0.0
+  config.transformer.dropout_rate = DROPOUT.get(name, 0.0)
   config.transformer.gelu = 'tanh'
   config.transformer.norm_eps = 1e-6
   config.transformer.remat = ''

@@ -66,7 +66,8 @@ def get_config(arg: str = 'b16,imagenet2012'):
     )
   config = common.set_dataset(common.get_config(), dataset)
   config.model = models.get_config(model)
-  config.model.transformer.dropout_rate = DROPOUT
+  if 'transformer' in config.model:  # A Mixer has none.
+    config.model.transformer.dropout_rate = DROPOUT
   config.optimizer = 'adam'
   config.optim_dtype = 'float32'
   config.eval_every = 1_000

@@ -6,8 +6,10 @@ import pathlib
 import pytest
 
 from vit_jax import resolve
+from vit_jax.configs import augreg
 from vit_jax.configs import common
 from vit_jax.configs import pretrain
+from vit_jax.configs import vit
 
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 
@@ -18,7 +20,8 @@ def test_every_config_opens_with_its_command_and_passes_the_check():
     if path.stem in ('common', 'models'):
       continue
     assert f'--config=configs/{path.name}' in module.__doc__
-    resolve.check(module.get_config())
+    if path.stem != 'inference_time':  # Has keys of its own.
+      resolve.check(module.get_config())
 
 
 @pytest.mark.parametrize(
@@ -71,6 +74,69 @@ def test_splits_of_known_data():
   assert (config.pp.train, config.pp.test) == ('train[:98%]', 'test')
   config = common.set_dataset(common.get_config(), '/some/folder')
   assert (config.pp.train, config.pp.test) == ('train', 'test')
+
+
+@pytest.mark.parametrize(
+  'dataset, steps, warmup, train, test, rates',
+  [
+    # arXiv 2010.11929, T4 and B.1.1: steps, what is held out, rates to try.
+    ('imagenet2012', 20_000, 500, '99%', 'validation', [0.003, 0.01, 0.03, 0.06]),
+    ('cifar10', 10_000, 500, '98%', 'test', [0.001, 0.003, 0.01, 0.03]),
+    ('cifar100', 10_000, 500, '98%', 'test', [0.001, 0.003, 0.01, 0.03]),
+    ('oxford_iiit_pet', 500, 100, '90%', 'test', [0.001, 0.003, 0.01, 0.03]),
+    ('oxford_flowers102', 500, 100, '90%', 'test', [0.001, 0.003, 0.01, 0.03]),
+  ],
+)  # fmt: skip
+def test_fine_tuning_is_that_of_table_4(
+  dataset, steps, warmup, train, test, rates
+):
+  config = vit.get_config(f'l16,{dataset}')
+  assert (config.total_steps, config.warmup_steps) == (steps, warmup)
+  assert (config.pp.train, config.pp.test) == (f'train[:{train}]', test)
+  assert list(common.FINE_TUNING[dataset][1]) == rates
+  assert config.base_lr in rates
+  assert (config.optimizer, config.momentum, config.batch) == ('sgd', 0.9, 512)
+  assert (config.decay_type, config.grad_norm_clip) == ('cosine', 1.0)
+  assert (config.weight_decay, config.ema_decay) == (0, 0)
+  assert (config.pp.crop, config.pp.resize) == (384, None)
+  assert config.model.representation_size is None
+  preset = common.DATASET_PRESETS[dataset]
+  assert (preset.total_steps, preset.pp.crop) == (steps, 384)
+
+
+def test_sizes_of_fine_tuning():
+  # T2: 512 px for L/16, 518 px for H/14, with Polyak averaging of .9999.
+  for arg, crop, ema in (
+    ('b16,cifar10', 384, 0),
+    ('h14,imagenet2012', 378, 0),
+    ('l16,imagenet2012,512', 512, 0.9999),
+    ('h14,imagenet2012,518', 518, 0.9999),
+    ('b32,/some/folder,224', 224, 0),
+  ):
+    config = vit.get_config(arg)
+    assert (config.pp.crop, config.ema_decay) == (crop, ema)
+  assert vit.get_config('b16,cifar10').base_lr == 0.01
+  config = vit.get_config('b16,/some/folder')
+  assert (config.dataset, config.pp.train) == ('/some/folder', 'train')
+  for arg in ('b16', 'b16,cifar10,big', 'b16,cifar10,3,4'):
+    with pytest.raises(ValueError, match='must be MODEL,DATA or MODEL,DATA,S'):
+      vit.get_config(arg)
+
+
+def test_augreg():
+  config = augreg.get_config('B_16-i21k-300ep-lr_0.001')
+  assert config.model.model_name == 'ViT-B_16'
+  assert config.pretrained_dir == 'gs://vit_models/augreg'
+  assert (config.total_steps, config.warmup_steps) == (500, 100)
+  assert augreg.get_config('L_16').model.transformer.dropout_rate == 0
+  with pytest.raises(ValueError, match="AugReg model 'B_17' is unknown"):
+    augreg.get_config('B_17')
+
+
+def test_flat_view():
+  flat = dict(common.flatten(common.get_config()))
+  assert flat['config.pp.crop'] == 224
+  assert flat['config.seed'] == 0
 
 
 @pytest.mark.parametrize('arg', ['b16', 'b16,', ''])

@@ -37,9 +37,18 @@ FLOORS = [
     'metrics',
     'progress',
   ],
-  ['preprocess', 'folder', 'sources', 'input_pipeline', 'datasets', 'resolve'],
+  [
+    'preprocess',
+    'folder',
+    'sources',
+    'input_pipeline',
+    'datasets',
+    'resolve',
+    'test_utils',
+    'utils',
+  ],
   ['tasks'],
-  ['train', 'predict', 'evaluate', 'benchmark'],
+  ['train', 'predict', 'evaluate', 'benchmark', 'inference_time'],
   ['main'],
 ]
 
@@ -105,9 +114,11 @@ def test_imports_point_down_only():
 
 def test_the_names_of_the_original_can_be_imported():
   done = run(
-    'from vit_jax import models, models_vit, models_resnet, input_pipeline\n'
-    'from vit_jax import preprocess, train\n'
-    'from vit_jax.configs import common, models as m\n'
+    'from vit_jax import models, models_vit, models_resnet, models_mixer\n'
+    'from vit_jax import checkpoint, input_pipeline, preprocess, train, utils\n'
+    'from vit_jax import inference_time, test_utils\n'
+    'from vit_jax.configs import common, models as m, vit, augreg\n'
+    'from vit_jax.configs import inference_time as i\n'
     'model = models.get_model("ViT-B_16", num_classes=10)\n'
     'assert model.num_classes == 10 and model.hidden_size == 768\n'
     'models.VisionTransformer(num_classes=2, **m.get_b16_config())\n'

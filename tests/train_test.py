@@ -252,7 +252,7 @@ def test_every_micro_batch_and_step_has_its_own_dropout():
   tx = optax.sgd(1.0)
   seen = []
   for accum_steps in (1, 2):
-    update = train.make_update_fn(loss, tx, lambda _: 1.0, 0, accum_steps)
+    update = train.make_update(loss, tx, lambda _: 1.0, 0, accum_steps)
     state = state_lib.TrainState(
       jnp.int32(0), jnp.ones(()), tx.init(jnp.ones(()))
     )
@@ -304,7 +304,7 @@ def refuse(config, workdir, message, error=ValueError):
     ({'batch': 12}, r'batch=12 is not a multiple of 8 .*--config.batch=16'),
     ({'batch_eval': 3}, 'batch_eval=3 is not a multiple of 8'),
     ({'accum_steps': 3}, r'batch=16 is not a multiple of 24 .*= 8 x 3'),
-    ({'accum_steps': 0}, 'accum_steps=0 must be at least 1'),
+    ({'accum_steps': -1}, 'accum_steps=-1 must be at least 1'),
     ({'optimizer': 'lamb'}, "optimizer='lamb' is unknown"),
     ({'decay_type': 'step'}, "decay_type='step' is unknown"),
     ({'loss': 'hinge'}, "loss='hinge' is unknown"),

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from vit_jax import folder
 from vit_jax import preprocess
+from vit_jax import resolve
 from vit_jax import sharding
 from vit_jax import sources
 from vit_jax.configs import common
@@ -72,6 +73,7 @@ def get_datasets(config):
   Raises:
     ValueError, FileNotFoundError: where the config or the data are not right.
   """
+  config = resolve.complete(config)
   preprocess.check(config.pp)
   mesh = sharding.make_mesh({'data': -1})
   train = sources.open_split(config, config.pp.train)
@@ -80,6 +82,50 @@ def get_datasets(config):
     train_dataset(config, train, sharding.local_rows(mesh, config.batch)),
     eval_dataset(config, test, sharding.local_rows(mesh, config.batch_eval)),
   )
+
+
+def get_data_from_tfds(*, config, mode: str) -> tf.data.Dataset:
+  """Returns the training or the test data of a config, see `get_datasets`.
+
+  Args:
+    config: see `get_datasets`.
+    mode: 'train' or 'test'.
+
+  Raises:
+    ValueError, FileNotFoundError: see `get_datasets`; on an unknown mode.
+  """
+  if mode not in ('train', 'test'):
+    raise ValueError(f"mode='{mode}' is unknown: use 'train' or 'test'")
+  return get_datasets(config)[mode == 'test']
+
+
+def get_data_from_directory(
+  *, config, directory: str, mode: str
+) -> tf.data.Dataset:
+  """The same for a folder with train/<class>/* and test/<class>/*."""
+  config = resolve.complete(config)
+  config.dataset = directory
+  config.pp.train, config.pp.test = 'train', 'test'
+  return get_data_from_tfds(config=config, mode=mode)
+
+
+def get_directory_info(directory: str) -> dict:
+  """Returns what is known of the training images of a folder.
+
+  See `get_dataset_info`.
+  """
+  return get_dataset_info(directory, 'train')
+
+
+def prefetch(dataset: tf.data.Dataset, n_prefetch: int) -> Iterator[dict]:
+  """Yields the batches of tf.data as arrays, split over all devices.
+
+  Args:
+    dataset: elements are dicts of arrays [B, ...], the rows of this process.
+    n_prefetch: batches kept ready on the devices.
+  """
+  mesh = sharding.make_mesh({'data': -1})
+  return _on_devices(dataset.as_numpy_iterator(), mesh, n_prefetch)
 
 
 def example_indices(positions, num_examples: int, seed: int):
@@ -252,7 +298,7 @@ def train_batches(config, source, mesh, start_step: int = 0) -> Iterator[dict]:
     ).numpy()
 
   data = train_dataset(config, source, rows, start_step)
-  return _batches_on_devices(data, source, mesh, config.prefetch, indices)
+  return _on_devices(_read(data, source, indices), mesh, config.prefetch)
 
 
 def eval_batches(config, source, mesh) -> Iterator[dict]:
@@ -273,10 +319,10 @@ def eval_batches(config, source, mesh) -> Iterator[dict]:
     return positions[positions < source.num_examples]
 
   data = eval_dataset(config, source, rows)
-  return _batches_on_devices(data, source, mesh, config.prefetch, indices)
+  return _on_devices(_read(data, source, indices), mesh, config.prefetch)
 
 
-def _batches_on_devices(data, source, mesh, prefetch, indices):
+def _on_devices(batches, mesh, prefetch):
   """Sends `prefetch` batches ahead of their use."""
   split = sharding.batch_sharding(mesh)
   placed = (
@@ -284,7 +330,7 @@ def _batches_on_devices(data, source, mesh, prefetch, indices):
       key: jax.make_array_from_process_local_data(split, value)
       for key, value in batch.items()
     }
-    for batch in _read(data, source, indices)
+    for batch in batches
   )
   ready = collections.deque(itertools.islice(placed, max(1, prefetch)))
   while ready:

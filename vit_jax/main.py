@@ -9,6 +9,11 @@ on your own images, in /data/pets/train/<class>/* and /data/pets/test/<class>/*:
   python -m vit_jax.main --config=configs/pretrain.py:ti16,/data/pets \
     --workdir=/tmp/pets
 
+fine-tune published weights, on a TFDS data set or a folder:
+
+  python -m vit_jax.main --config=configs/vit.py:b16,cifar10 \
+    --config.pretrained=ViT-B_16.npz --workdir=/tmp/cifar10
+
 Stop it any time, with Ctrl-C or otherwise: the same command goes on where it was.
 Every key of a config can be set, for example --config.base_lr=0.01; the keys
 and what they do are in configs/common.py.
@@ -82,12 +87,15 @@ def main(argv):
   # Imported late, so that --help and wrong flags are answered at once.
   cli.load_tensorflow()
   from vit_jax import evaluate
+  from vit_jax import inference_time
   from vit_jax import progress
   from vit_jax import train
 
   try:
     if _EVALUATE.value is not None:
       evaluate.evaluate(_WORKDIR.value, _EVALUATE.value, _DATASET.value)
+    elif _CONFIG.value.get('trainer') == 'inference_time':
+      inference_time.inference_time(_CONFIG.value, _WORKDIR.value)
     else:
       train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
   except train.Interrupted as e:
@@ -123,8 +131,13 @@ def parse_flags(argv):
   """Parses the flags; what is wrong with a config raises ValueError.
 
   A config file that is not in the current folder is looked for among those that
-  are installed with the package.
+  are installed with the package. The flags of JAX, --jax_platforms for one, are
+  flags here too.
   """
+  if any(arg.lstrip('-').startswith(('jax_', 'nojax_')) for arg in argv):
+    import jax
+
+    jax.config.config_with_absl()  # --jax_platforms and the like.
   for i, arg in enumerate(argv):
     name, equals, value = arg.partition('=')
     path, colon, argument = value.partition(':')

@@ -3,12 +3,15 @@
 All of it is optax; this file says which parts, in which order, from a config.
 """
 
+from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from vit_jax import sharding
 
 DECAY_TYPES = ('cosine', 'linear', 'constant')
 OPTIMIZERS = ('adam', 'sgd')
@@ -63,6 +66,46 @@ def create_learning_rate_schedule(
   if warmup_steps == 1:
     warmup = optax.constant_schedule(base)
   return optax.join_schedules([warmup, decay], [warmup_steps])
+
+
+def accumulate(compute: Callable, batch, steps: int):
+  """Computes the mean of a function over the micro-batches of a batch.
+
+  Args:
+    compute: (rows, number of the micro-batch) -> a tree of means over the rows.
+    batch: a tree of arrays [B, ...].
+    steps: number of micro-batches.
+
+  Returns:
+    The mean of what `compute` returns.
+
+  Raises:
+    ValueError: if `steps` does not divide B.
+  """
+  size = jax.tree.leaves(batch)[0].shape[0]
+  if steps < 1 or size % steps:
+    raise ValueError(
+      f'accum_steps={steps} does not divide the batch of {size}: choose a divisor'
+    )
+  if steps == 1:
+    return compute(batch, 0)
+  # Row r goes to micro-batch r mod `steps`: so each of them lies on all devices,
+  # and no row moves to another device.
+  micro_batches = jax.tree.map(
+    lambda x: x.reshape(-1, steps, *x.shape[1:]).swapaxes(0, 1), batch
+  )
+
+  def add(total, numbered):
+    number, rows = numbered
+    rows = jax.tree.map(sharding.constrain_batch, rows)
+    return jax.tree.map(jnp.add, total, compute(rows, number)), None
+
+  first = jax.tree.map(lambda x: x[0], micro_batches)
+  zeros = jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, first, 0)
+  )
+  total, _ = jax.lax.scan(add, zeros, (jnp.arange(steps), micro_batches))
+  return jax.tree.map(lambda x: x / steps, total)
 
 
 def decay_mask(params):

@@ -89,8 +89,14 @@ class Predictor:
       For each image a list of (class name, probability), the best first.
 
     Raises:
-      FileNotFoundError, ValueError: if an image does not exist or cannot be read.
+      FileNotFoundError, ValueError: if an image does not exist or cannot be read,
+        or the model has no head.
     """
+    if not self.class_names:
+      raise ValueError(
+        'this model has no head, hence no classes: fine-tune it first '
+        '(--config.pretrained), or take its features from .logits(images)'
+      )
     results = []
     for row in self.probabilities(images):
       best = np.argsort(-row, kind='stable')[:top]
@@ -114,12 +120,14 @@ def load(
   """
   # Imported late: they bring TensorFlow, which takes seconds to load.
   cli.load_tensorflow()
+  from vit_jax import resolve
   from vit_jax import sharding
   from vit_jax import state as state_lib
   from vit_jax import train
   from vit_jax import workdir as workdir_lib
 
   config, class_names = workdir_lib.load(workdir)
+  config = resolve.complete(config)
   mesh = mesh or sharding.make_mesh({'data': 1}, jax.local_devices()[:1])
   config.sharding_rules = ()
   program = train.make_program(config, class_names, mesh)

@@ -14,6 +14,32 @@ from vit_jax.configs import common
 _FREE = ('mesh', 'model')
 
 
+def complete(config) -> ml_collections.ConfigDict:
+  """Returns a copy that has every key of common.py.
+
+  Configs of the original and of older runs lack some, and so does one whose `pp`
+  was replaced as a whole. `accum_steps` 0 or None means 1, as it does there;
+  `model_type` goes, since a model's own fields say what it is.
+  """
+  config = copy.deepcopy(config)
+  with config.unlocked():
+    if 'model_type' in config:
+      del config['model_type']
+    if config.get('accum_steps', 1) in (0, None):
+      config.accum_steps = 1
+    for defaults, given in (
+      (common.get_config(), config),
+      (common.get_config().pp, config.get('pp') or ml_collections.ConfigDict()),
+    ):
+      with given.unlocked():
+        for key, value in defaults.items():
+          if key not in given:
+            given[key] = value
+      if given is not config:
+        config.pp = given
+  return config
+
+
 def check(config):
   """Checks that a config has the keys of common.py, and sensible values.
 

@@ -15,12 +15,12 @@ from typing import NamedTuple
 from clu import periodic_actions
 import jax
 from jax.experimental import multihost_utils
-import jax.numpy as jnp
 import ml_collections
 import optax
 
 from vit_jax import checkpoint
 from vit_jax import input_pipeline
+from vit_jax import losses
 from vit_jax import metrics as metrics_lib
 from vit_jax import models
 from vit_jax import optim
@@ -118,13 +118,11 @@ def make_program(config, class_names, mesh) -> Program:
   create_state, abstract = state_lib.abstract_state(
     task.init, tx, jax.random.key(config.seed), mesh, config.sharding_rules
   )
-  update = make_update_fn(
-    task.loss, tx, schedule, config.seed, config.accum_steps
-  )
+  update = make_update(task.loss, tx, schedule, config.seed, config.accum_steps)
   return Program(task, update, create_state, abstract)
 
 
-def make_update_fn(
+def make_update(
   loss_fn: Callable, tx, schedule: optax.Schedule, seed: int, accum_steps: int
 ) -> Callable:
   """Returns one update: (state, batch) -> (state, metrics).
@@ -138,32 +136,14 @@ def make_update_fn(
     accum_steps: number of micro-batches that a batch is computed in.
   """
 
-  def gradients(params, batch, rng):
-    return jax.value_and_grad(loss_fn)(params, batch, rng)
-
-  def accumulated(params, batch, rng):
-    # Row r goes to micro-batch r mod accum_steps: so each of them lies on all
-    # devices, and no row moves to another device.
-    micro_batches = jax.tree.map(
-      lambda x: x.reshape(-1, accum_steps, *x.shape[1:]).swapaxes(0, 1), batch
-    )
-
-    def add(total, numbered):
-      number, rows = numbered
-      rows = jax.tree.map(sharding.constrain_batch, rows)
-      result = gradients(params, rows, jax.random.fold_in(rng, number))
-      return jax.tree.map(jnp.add, total, result), None
-
-    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    total, _ = jax.lax.scan(
-      add, zeros, (jnp.arange(accum_steps), micro_batches)
-    )
-    return jax.tree.map(lambda x: x / accum_steps, total)
-
   def update(state, batch):
     rng = jax.random.fold_in(jax.random.key(seed), state.step)
-    compute = accumulated if accum_steps > 1 else gradients
-    loss, grads = compute(state.params, batch, rng)
+
+    def compute(rows, number):
+      key = jax.random.fold_in(rng, number) if accum_steps > 1 else rng
+      return jax.value_and_grad(loss_fn)(state.params, rows, key)
+
+    loss, grads = optim.accumulate(compute, batch, accum_steps)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     metrics = {
@@ -174,6 +154,42 @@ def make_update_fn(
     return state_lib.TrainState(state.step + 1, params, opt_state), metrics
 
   return update
+
+
+def make_update_fn(
+  *, apply_fn: Callable, accum_steps: int | None, tx
+) -> Callable:
+  """Returns one compiled update for loops of one's own, as in the original.
+
+  Args:
+    apply_fn: `model.apply`.
+    accum_steps: number of micro-batches that a batch is computed in.
+    tx: an optax.GradientTransformation.
+
+  Returns:
+    (params, opt_state, batch, rng) -> (params, opt_state, loss, new rng), where
+    `batch` has `image` [B, H, W, C] and `label` [B, classes] and the loss is the
+    softmax cross-entropy. `params` are donated: use those that it returns.
+  """
+
+  def update_fn(params, opt_state, batch, rng):
+    _, new_rng = jax.random.split(rng)
+
+    def loss_fn(params, rows, key):
+      logits = apply_fn(
+        {'params': params}, rows['image'], train=True, rngs={'dropout': key}
+      )
+      return losses.softmax_xent(logits, rows['label']).mean()
+
+    def compute(rows, number):
+      key = jax.random.fold_in(rng, number)
+      return jax.value_and_grad(loss_fn)(params, rows, key)
+
+    loss, grads = optim.accumulate(compute, batch, accum_steps or 1)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss, new_rng
+
+  return jax.jit(update_fn, donate_argnums=0)
 
 
 def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
@@ -196,6 +212,7 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   began = time.perf_counter()
 
   # Config, mesh, data.
+  config = resolve.complete(config)
   resolve.check(config)
   mesh = sharding.make_mesh(config.mesh)
   resolve.check_batch(config, sharding.batch_shards(mesh))

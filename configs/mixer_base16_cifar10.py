@@ -1,0 +1,21 @@
+r"""Fine-tunes an MLP-Mixer B/16 on CIFAR-10 (arXiv 2105.01601).
+
+  python -m vit_jax.main --config=configs/mixer_base16_cifar10.py \
+    --config.pretrained=Mixer-B_16.npz --workdir=/tmp/mixer
+
+At 224 pixels, as it was pre-trained: a Mixer fits no other number of patches.
+Without --config.pretrained the file Mixer-B_16.npz is looked for in
+--config.pretrained_dir, by default '.'.
+"""
+
+from vit_jax.configs import common
+from vit_jax.configs import models
+
+
+def get_config():
+  """Returns the config."""
+  config = common.with_dataset(common.get_config(), 'cifar10')
+  config.model = models.get_config('mixer_b16')
+  config.pretrained_dir = '.'
+  config.pp.crop = 224
+  return config

@@ -1,0 +1,107 @@
+"""Measures how many images a model classifies a second.
+
+python -m vit_jax.main --config=configs/inference_time.py --workdir=/tmp/inference
+"""
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from vit_jax import metrics as metrics_lib
+from vit_jax import models
+from vit_jax import progress
+from vit_jax import sharding
+from vit_jax.configs import inference_time as default_config
+
+
+def inference_time(
+  config: ml_collections.ConfigDict, workdir: str
+) -> dict[str, float]:
+  """Times the forward pass, step by step, on all devices.
+
+  Args:
+    config: see vit_jax/configs/inference_time.py.
+    workdir: folder for the metrics.
+
+  Returns:
+    `imgs_sec_core_min`, `_max`, `_mean` and `_std`: images a second for each
+    device over the `config.steps` measured steps; they are logged too.
+
+  Raises:
+    ValueError: if a number is not positive, the devices do not divide the
+      batch, or there is no such model.
+  """
+  config = _check(config)
+  mesh = sharding.make_mesh({'data': -1})
+  shards = sharding.batch_shards(mesh)
+  if config.batch % shards:
+    raise ValueError(
+      f'batch={config.batch} is not a multiple of the {shards} devices: use '
+      f'--config.batch={max(1, round(config.batch / shards)) * shards}'
+    )
+  model = models.get_model(
+    config.model_name, num_classes=config.num_classes, dtype=config.dtype
+  )
+  size = (config.image_size, config.image_size, 3)
+  params = jax.jit(
+    lambda: model.init(
+      jax.random.key(0), jnp.zeros((1, *size)), train=False
+    )['params']
+  )()  # fmt: skip
+  forward = jax.jit(lambda p, x: model.apply({'params': p}, x, train=False))
+
+  seconds = []
+  with jax.set_mesh(mesh):
+    params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+    images = jnp.ones(
+      (config.batch, *size), device=sharding.batch_sharding(mesh)
+    )
+    progress.say(
+      f'{config.model_name}, {size[0]}x{size[1]} pixels, {config.batch} images a '
+      f'step on {mesh.size} {mesh.devices.flat[0].platform} device(s), '
+      f'{config.dtype}. Compiling ...'
+    )
+    forward(params, images).block_until_ready()
+    for step in range(config.initial_steps + config.steps):
+      start = time.perf_counter()
+      forward(params, images).block_until_ready()
+      if step >= config.initial_steps:
+        seconds.append(time.perf_counter() - start)
+  speeds = [config.batch / mesh.size / elapsed for elapsed in seconds]
+  result = {
+    'imgs_sec_core_min': min(speeds),
+    'imgs_sec_core_max': max(speeds),
+    'imgs_sec_core_mean': statistics.mean(speeds),
+    'imgs_sec_core_std': statistics.pstdev(speeds),
+  }
+  log = metrics_lib.MetricsLog(workdir, 0)
+  log.write(0, result)
+  log.close()
+  progress.say(
+    f'{len(seconds)} steps: {result["imgs_sec_core_mean"]:,.2f} images a second '
+    f'for each device (std {result["imgs_sec_core_std"]:,.2f}, '
+    f'{result["imgs_sec_core_min"]:,.2f} to '
+    f'{result["imgs_sec_core_max"]:,.2f}).'
+  )
+  return result
+
+
+def _check(config):
+  """Returns the config, complete; raises ValueError on a wrong value."""
+  complete = default_config.get_config()
+  with complete.ignore_type():
+    complete.update(config)
+  for key in ('steps', 'batch', 'num_classes', 'image_size'):
+    if not complete[key] or complete[key] < 1:
+      raise ValueError(
+        f'{key}={complete[key]} must be at least 1 (--config.{key})'
+      )
+  if complete.initial_steps < 0:
+    raise ValueError(
+      f'initial_steps={complete.initial_steps} must be at least 0 '
+      '(--config.initial_steps)'
+    )
+  return complete

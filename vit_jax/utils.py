@@ -1,0 +1,71 @@
+"""What the original keeps under this name: schedule, accumulation, a log file."""
+
+from collections.abc import Callable
+import logging as python_logging
+
+from absl import logging
+from etils import epath
+
+from vit_jax import optim
+
+create_learning_rate_schedule = optim.create_learning_rate_schedule
+
+
+def accumulate_gradient(
+  loss_and_grad_fn: Callable, params, images, labels, accum_steps: int | None
+):
+  """Computes loss and gradient of a batch piece by piece, to save memory.
+
+  Args:
+    loss_and_grad_fn: (params, images, labels) -> (loss, gradient), both means
+      over the images.
+    params: the parameters.
+    images: [B, ...].
+    labels: [B, ...].
+    accum_steps: number of pieces; None, 0 and 1 compute the batch at once.
+
+  Returns:
+    (loss, gradient), the means over the batch.
+
+  Raises:
+    ValueError: if the pieces do not divide the batch.
+  """
+  return optim.accumulate(
+    lambda batch, _: loss_and_grad_fn(params, *batch),
+    (images, labels),
+    accum_steps or 1,
+  )
+
+
+class GFileHandler(python_logging.StreamHandler):
+  """Appends log records to a file, local or in a bucket.
+
+  Args:
+    filename: the file; its folder is made.
+    mode: 'a' to append to what is there, 'w' to begin anew.
+  """
+
+  def __init__(self, filename: str, mode: str = 'a'):
+    path = epath.Path(filename)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    super().__init__(path.open(mode))
+
+  def close(self):
+    """Closes the file."""
+    self.stream.close()
+    super().close()
+
+
+def add_gfile_logger(
+  workdir: str, *, basename: str = 'train', level: int = python_logging.INFO
+) -> GFileHandler:
+  """Writes the log to <workdir>/<basename>.log too, from now on.
+
+  Returns:
+    The handler, to be removed from the root logger when it is over.
+  """
+  handler = GFileHandler(f'{workdir}/{basename}.log')
+  handler.setLevel(level)
+  handler.setFormatter(logging.PythonFormatter())
+  python_logging.getLogger('').addHandler(handler)
+  return handler
