@@ -65,7 +65,8 @@ def get_config() -> ml_collections.ConfigDict:
 
   # What is learned: the name of a module in vit_jax.tasks.
   config.task = 'classify'
-  # What runs: 'train' ('inference_time' has a config of its own).
+  # What runs: 'train' ('inference_time' and 'transfer' have configs of their
+  # own).
   config.trainer = 'train'
   # Everything random (initial weights, order, augmentation, dropout) comes from
   # this number.

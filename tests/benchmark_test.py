@@ -47,6 +47,14 @@ def test_imports_are_compared(monkeypatch, tmp_path):
   assert ours['unit'] == 's'
 
 
+def test_weights_are_loaded_beside_plain_numpy(monkeypatch, tmp_path):
+  monkeypatch.setattr(benchmark, 'WEIGHTS_MODEL', 'ViT-Ti_16')
+  got = run(monkeypatch, tmp_path, '--only', 'weights')
+  ours, plain, ratio = got['results']['weights']
+  assert ratio['median'] == pytest.approx(ours['median'] / plain['median'])
+  assert ours['name'] == 'load_pretrained, ViT-Ti_16.npz'
+
+
 def test_turns_alternate_and_a_function_may_time_itself():
   calls = []
   first, second = benchmark.measure(

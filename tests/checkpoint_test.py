@@ -256,6 +256,10 @@ def test_a_run_starts_from_weights(tiny_config, tmp_path, key):
   assert state.params['head']['kernel'].shape == (16, 10)
   table = state.params['Transformer']['posembed_input']['pos_embedding']
   assert table.shape == (1, 5, 16)
+  # Once there is a checkpoint, the weights are not needed any more.
+  path.unlink()
+  again, _ = train.train_and_evaluate(config, str(tmp_path / 'run'))
+  assert_same_trees(jax.device_get(again.params), jax.device_get(state.params))
 
 
 def test_weights_of_another_number_of_channels_are_refused(

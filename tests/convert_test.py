@@ -276,7 +276,7 @@ class Bomb:
 
 def test_files_that_are_refused(tmp_path, tiny, capfd):
   path, _, _ = tiny
-  (tmp_path / 'bomb.bin').write_bytes(pickle.dumps({'a': Bomb()}))
+  (tmp_path / 'bomb.bin').write_bytes(pickle.dumps({'a': Bomb()}, protocol=2))
   torch.save({'a': Bomb()}, tmp_path / 'bomb.pth')
   for name in ('bomb.bin', 'bomb.pth'):
     with pytest.raises(ValueError, match='pickled objects, which are never'):
@@ -415,7 +415,10 @@ def server(tmp_path, monkeypatch):
       asked.append(self.path)
       status = {'/403': 403, '/404': 404}.get(self.path[:4], 200)
       self.send_response(status)
-      body = (tmp_path / 'served').read_bytes() if status == 200 else b''
+      served = tmp_path / 'served'
+      if served.is_dir():
+        served = served / self.path[1:]
+      body = served.read_bytes() if status == 200 else b''
       short = 10 if self.path.startswith('/short') else 0
       self.send_header('Content-Length', str(len(body)))
       self.end_headers()
@@ -437,6 +440,17 @@ def test_a_url_is_fetched_once(tmp_path, tiny, server):
   for _ in range(2):
     assert_same_trees(checkpoint.load(f'{address}/ViT-B_16.npz'), params)
   assert asked == ['/ViT-B_16.npz']
+
+
+def test_the_config_beside_a_url_comes_along(tmp_path, server):
+  address, asked = server
+  theirs = hf_model(hidden_act='gelu_new')
+  theirs.save_pretrained(tmp_path / 'served')
+  found = formats.read(f'{address}/model.safetensors')
+  assert asked == ['/model.safetensors', '/config.json']
+  assert found.class_names == ('ant', 'bee', 'cow')
+  assert found.model['transformer']['gelu'] == 'tanh'
+  assert found.image_size == (8, 12)
 
 
 @pytest.mark.parametrize(

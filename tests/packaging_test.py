@@ -49,6 +49,7 @@ FLOORS = [
   ],
   ['tasks'],
   ['train', 'predict', 'evaluate', 'benchmark', 'inference_time'],
+  ['transfer'],
   ['main'],
 ]
 

@@ -2,11 +2,11 @@ r"""Times what a user waits for, and writes a table and JSON.
 
   python -m vit_jax.benchmark --json=/tmp/benchmark.json
 
-Sections (choose with --only): import, start, train, inference, pipeline. Each is
-warmed up, repeated, and reported as the median with the least and the most. The
-steps' share is that of this machine's peak, which is measured in the same run as
-the speed of a large float32 matrix product. Where two things are compared, they
-take turns.
+Sections (choose with --only): import, start, train, inference, pipeline,
+weights. Each is warmed up, repeated, and reported as the median with the least
+and the most. The steps' share is that of this machine's peak, which is measured
+in the same run as the speed of a large float32 matrix product. Where two things
+are compared, they take turns.
 """
 
 import argparse
@@ -24,8 +24,10 @@ import time
 import jax
 import numpy as np
 
+from vit_jax import checkpoint
 from vit_jax import cli
 from vit_jax import flops
+from vit_jax import models
 from vit_jax import sharding
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
@@ -33,7 +35,8 @@ from vit_jax.configs import models as model_configs
 PIPELINE_BATCH = 64
 PIPELINE_BATCHES = 20
 PRODUCT_SIZE = 2048
-SECTIONS = ('import', 'start', 'train', 'inference', 'pipeline')
+WEIGHTS_MODEL = 'ViT-B_16'
+SECTIONS = ('import', 'start', 'train', 'inference', 'pipeline', 'weights')
 
 
 def measure(*functions: Callable, repeats: int) -> list[list[float]]:
@@ -281,6 +284,39 @@ def benchmark_pipeline(args) -> list[dict]:
   return [
     row('input pipeline, 500x375 JPEG -> 224 px', speeds[0], 'img/s'),
     row('plain pipeline beside it', speeds[1], 'img/s'),
+    row('ratio', ratios, 'x'),
+  ]
+
+
+def benchmark_weights(args) -> list[dict]:
+  """Times an .npz of a model into its parameters, with all checks."""
+  config = model_configs.get_config(WEIGHTS_MODEL)
+  model = models.make_model(config, num_classes=1000)
+  shapes = jax.eval_shape(
+    lambda: model.init(
+      jax.random.key(0), np.zeros((1, 224, 224, 3)), train=False
+    )
+  )['params']
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(lambda x: rng.random(x.shape, np.float32), shapes)
+
+  def read():
+    with np.load(path) as arrays:
+      return [arrays[name] for name in arrays.files]
+
+  def load():
+    return checkpoint.load_pretrained(
+      pretrained_path=path, init_params=params, model_config=config
+    )
+
+  with tempfile.TemporaryDirectory() as folder:
+    path = f'{folder}/weights.npz'
+    checkpoint.save(params, path)
+    ours, plain = measure(load, read, repeats=args.repeats)
+  ratios = [a / b for a, b in zip(ours, plain)]
+  return [
+    row(f'load_pretrained, {WEIGHTS_MODEL}.npz', ours, 's'),
+    row('np.load of all its arrays beside it', plain, 's'),
     row('ratio', ratios, 'x'),
   ]
 

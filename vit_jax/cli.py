@@ -11,7 +11,7 @@ import traceback
 
 from absl import logging
 
-_EXPECTED = (ValueError, FileNotFoundError, FloatingPointError, OSError)
+_EXPECTED = (ValueError, FloatingPointError, OSError, ImportError)
 
 
 def quiet():

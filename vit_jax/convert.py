@@ -188,14 +188,21 @@ def convert(
   return model, notes
 
 
-def _size(text: str) -> tuple[int, int]:
+def pixels(text: str) -> tuple[int, int]:
+  """Reads SIZE or HEIGHT,WIDTH."""
   numbers = [int(number) for number in text.replace('x', ',').split(',')]
   return (numbers[0], numbers[-1])
 
 
 def _names(path: str) -> list[str]:
   """Reads names of classes: a JSON list, or a name a line."""
-  text = epath.Path(path).read_text()
+  file = epath.Path(path)
+  if not file.is_file():
+    raise FileNotFoundError(
+      f"class_names='{path}' is no file: give one with a name a line "
+      '(--class_names)'
+    )
+  text = file.read_text()
   if path.endswith('.json'):
     names: Any = json.loads(text)
     return list(names.values() if isinstance(names, dict) else names)
@@ -219,7 +226,7 @@ def main() -> None:
   )
   parser.add_argument(
     '--image_size',
-    type=_size,
+    type=pixels,
     help='SIZE or HEIGHT,WIDTH in pixels, where SRC does not say it',
   )
   parser.add_argument(

@@ -35,7 +35,7 @@ _FILE_NAMES = {linen: name for name, linen in _LINEN_NAMES.items()}
 _PREFIXES = ('opt/target/', 'params/')
 # Files of weights in a folder of timm's or Hugging Face's, the best first.
 FILES = ('model.safetensors', 'pytorch_model.bin')
-_TORCH_ENDINGS = ('.bin', '.pt', '.pth')
+_TORCH_ENDINGS = ('.safetensors', '.bin', '.pt', '.pth')
 _GELUS = {
   'gelu': 'erf',
   'gelu_new': 'tanh',
@@ -88,14 +88,26 @@ def read(path: str, num_heads: int | None = None) -> Weights:
         f"'{path}' is a folder without weights: neither a workdir (checkpoints/) "
         f'nor one of {FILES}'
       )
-    return _read_torch(files[0], num_heads)
-  if found.suffix == '.safetensors' or found.suffix in _TORCH_ENDINGS:
-    return _read_torch(found, num_heads)
+    return _read_torch(files[0], num_heads, found / 'config.json')
+  if found.suffix in _TORCH_ENDINGS:
+    return _read_torch(found, num_heads, _config_beside(path))
   return _read_npz(found)
 
 
+def _config_beside(path):
+  """Path of the config.json beside a file, fetched if it is a remote one."""
+  folder, _, _ = str(path).rpartition('/')
+  try:
+    return fetch.fetch(f'{folder}/config.json' if folder else 'config.json')
+  except OSError:
+    return epath.Path(folder) / 'config.json'  # There is none.
+
+
 def _existing(path):
-  found = fetch.fetch(path)
+  # A bucket's folder, a workdir for one, is read where it is.
+  bucket = str(path).startswith('gs://')
+  whole = bucket and not str(path).endswith(('.npz', *_TORCH_ENDINGS))
+  found = epath.Path(path) if whole else fetch.fetch(path)
   if not found.exists():
     raise FileNotFoundError(
       f"there is no weights file '{path}': give a published .npz, a .safetensors "
@@ -174,8 +186,8 @@ def _read_workdir(folder):
   )
 
 
-def _read_torch(file, num_heads):
-  """Reads a state dict of timm's or Hugging Face's."""
+def _read_torch(file, num_heads, beside):
+  """Reads a state dict of timm's or Hugging Face's, and its config.json."""
   flat = _state_dict(file)
   layout = layouts.detect(flat)
   if layout is None:
@@ -183,7 +195,6 @@ def _read_torch(file, num_heads):
       f"'{file}' holds no Vision Transformer by timm's or Hugging Face's names; "
       f'it has {sorted(flat)[:4]} ...'
     )
-  beside = file.parent / 'config.json'
   config = _read_json(beside) if beside.exists() else {}
   found = _from_timm if layout == 'timm' else _from_hf
   model, class_names, image_size = found(config, file)

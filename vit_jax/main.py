@@ -90,14 +90,18 @@ def main(argv):
   from vit_jax import inference_time
   from vit_jax import progress
   from vit_jax import train
+  from vit_jax import transfer
 
   try:
     if _EVALUATE.value is not None:
       evaluate.evaluate(_WORKDIR.value, _EVALUATE.value, _DATASET.value)
-    elif _CONFIG.value.get('trainer') == 'inference_time':
-      inference_time.inference_time(_CONFIG.value, _WORKDIR.value)
     else:
-      train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+      trainers = {
+        'inference_time': inference_time.inference_time,
+        'transfer': transfer.transfer,
+      }
+      run = trainers.get(_CONFIG.value.get('trainer'), train.train_and_evaluate)
+      run(_CONFIG.value, _WORKDIR.value)
   except train.Interrupted as e:
     progress.say(str(e))
     return 128 + e.signal

@@ -1,15 +1,29 @@
 """What a person sees of a run: a bar on a terminal, plain lines in a log."""
 
+import contextlib
 import sys
 import time
 
 import jax
 import tqdm
 
+_muted = False
+
+
+@contextlib.contextmanager
+def muted():
+  """Shows nothing inside a `with` block, neither lines nor bars."""
+  global _muted
+  before, _muted = _muted, True
+  try:
+    yield
+  finally:
+    _muted = before
+
 
 def say(text: str):
   """Prints a line, from the first process only, around a bar if one is shown."""
-  if jax.process_index() == 0:
+  if jax.process_index() == 0 and not _muted:
     tqdm.tqdm.write(text)
     sys.stdout.flush()
 
@@ -56,7 +70,7 @@ class Progress:
     self._paused = 0.0
     self._rate = None
     self._bar = None
-    if jax.process_index() == 0 and sys.stderr.isatty():
+    if jax.process_index() == 0 and sys.stderr.isatty() and not _muted:
       self._bar = tqdm.tqdm(
         total=total_steps, initial=step, unit='step', dynamic_ncols=True
       )

@@ -227,6 +227,12 @@ class Checkpoints:
     self._manager.close()
 
 
+def has_checkpoint(workdir) -> bool:
+  """Tells whether a folder holds a checkpoint, without opening any."""
+  folder = epath.Path(workdir) / 'checkpoints'
+  return folder.exists() and any(p.name.isdigit() for p in folder.iterdir())
+
+
 def load_params(workdir):
   """Loads the parameters of a run, and nothing else, onto the host.
 

@@ -228,7 +228,9 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   # The workdir, which is written from here on. The state comes from, in order:
   # the newest complete checkpoint; published weights; random numbers.
   workdir_lib.check(workdir, config)
-  weights = pretrained_weights(config, abstract.params)
+  weights = {}
+  if not state_lib.has_checkpoint(workdir):
+    weights = pretrained_weights(config, abstract.params)
   workdir_lib.create(workdir, config, train.class_names)
   checkpoints = state_lib.Checkpoints(
     workdir, config.keep_checkpoints, config.best_metric
@@ -236,6 +238,7 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   _describe(config, abstract, train, test, mesh)
   state, step = checkpoints.restore(abstract)
   if not step:
+    weights = weights or pretrained_weights(config, abstract.params)
     state = program.create_state(weights)
     if weights:
       say('Starting from pre-trained weights, with a new head.')

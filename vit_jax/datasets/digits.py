@@ -1,20 +1,42 @@
 """scikit-learn's handwritten digits as a TFDS data set: no download.
 
 1,797 real images of 8x8 grey pixels in 10 classes, from the test set of the UCI
-"Optical Recognition of Handwritten Digits". Split 80/20 by one fixed permutation.
+"Optical Recognition of Handwritten Digits".
+
+digits             all classes, split 80/20 by one fixed permutation
+digits/0to4        the first five classes alone, split 80/20
+digits/5to9_few    the others, to learn from few labels: few_0, few_1 and few_2
+                   have 5 images a class each, no two the same; test has the rest
 """
+
+from typing import ClassVar
 
 import numpy as np
 from sklearn import datasets
 import tensorflow_datasets as tfds
 
-NUM_TRAIN = 1437
+SHOTS = 5
+NUM_FEW = 3
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-  """Handwritten digits; images uint8 [8, 8, 1], labels 0 to 9."""
+  """Handwritten digits; images uint8 [8, 8, 1], labels by their class."""
 
   VERSION = tfds.core.Version('1.0.0')
+  # The first one is what 'digits' alone means.
+  BUILDER_CONFIGS: ClassVar = [
+    tfds.core.BuilderConfig(name=name, description=description)
+    for name, description in (
+      ('all', 'All ten classes.'),
+      ('0to4', 'The digits 0 to 4.'),
+      ('5to9_few', 'The digits 5 to 9, with splits of 5 images a class.'),
+    )
+  ]
+
+  def _classes(self):
+    return {'all': range(10), '0to4': range(5)}.get(
+      self.builder_config.name, range(5, 10)
+    )
 
   def _info(self) -> tfds.core.DatasetInfo:
     return self.dataset_info_from_configs(
@@ -23,7 +45,9 @@ class Digits(tfds.core.GeneratorBasedBuilder):
       features=tfds.features.FeaturesDict(
         {
           'image': tfds.features.Image(shape=(8, 8, 1)),
-          'label': tfds.features.ClassLabel(names=[str(i) for i in range(10)]),
+          'label': tfds.features.ClassLabel(
+            names=[str(i) for i in self._classes()]
+          ),
         }
       ),
       supervised_keys=('image', 'label'),
@@ -31,15 +55,33 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
   def _split_generators(self, dl_manager):
     del dl_manager  # Nothing to download.
-    order = np.random.RandomState(0).permutation(1797)
+    target = datasets.load_digits().target
+    order = np.random.RandomState(0).permutation(len(target))
+    order = order[np.isin(target[order], self._classes())]
+    if self.builder_config.name != '5to9_few':
+      num_train = len(order) * 4 // 5
+      return {
+        'train': self._generate_examples(order[:num_train]),
+        'test': self._generate_examples(order[num_train:]),
+      }
+    by_class = [order[target[order] == c] for c in self._classes()]
+    splits = {
+      f'few_{i}': np.concatenate(
+        [indices[i * SHOTS : (i + 1) * SHOTS] for indices in by_class]
+      )
+      for i in range(NUM_FEW)
+    }
+    splits['test'] = np.concatenate(
+      [indices[NUM_FEW * SHOTS :] for indices in by_class]
+    )
     return {
-      'train': self._generate_examples(order[:NUM_TRAIN]),
-      'test': self._generate_examples(order[NUM_TRAIN:]),
+      name: self._generate_examples(indices) for name, indices in splits.items()
     }
 
   def _generate_examples(self, indices):
     digits = datasets.load_digits()
     # Grey values 0 to 16, spread over 0 to 255.
     images = (digits.images * (255 / 16)).round().astype(np.uint8)[..., None]
+    first = self._classes()[0]
     for i in indices:
-      yield int(i), {'image': images[i], 'label': int(digits.target[i])}
+      yield int(i), {'image': images[i], 'label': int(digits.target[i]) - first}

