@@ -196,6 +196,27 @@ def test_weights_of_another_model_are_named_leaf_by_leaf(
     )
 
 
+def test_weights_of_another_model_are_recognised(tmp_path):
+  small = models.get_model('ti16', num_classes=3)
+  large = models.get_model('b16', num_classes=3)
+  images = jnp.zeros((1, 32, 32, 3))
+  params = small.init(jax.random.key(0), images, train=False)['params']
+  checkpoint.save(params, str(tmp_path / 'weights.npz'))
+  expected = jax.eval_shape(
+    lambda: large.init(jax.random.key(0), images, train=False)
+  )['params']
+  message = (
+    "weights.npz' looks like ViT-Ti_16, the model of this config like "
+    r'ViT-B_16: .*\n.*cls: \(1, 1, 192\) in the weights, \(1, 1, 768\)'
+  )
+  with pytest.raises(ValueError, match=message):
+    checkpoint.load_pretrained(
+      pretrained_path=str(tmp_path / 'weights.npz'),
+      init_params=expected,
+      model_config=model_configs.get_b16_config(),
+    )
+
+
 def test_weights_of_fewer_layers_lack_leaves(weights):
   path, _, _ = weights
   config = make_config()

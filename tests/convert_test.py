@@ -198,6 +198,28 @@ def test_a_model_of_timm_keeps_its_gelu(tmp_path, act_layer):
   )
 
 
+def test_a_run_warns_of_another_gelu(tmp_path, caplog):
+  theirs = hf_model()
+  theirs.save_pretrained(tmp_path / 'hf')
+  config = convert.read(str(tmp_path / 'hf')).config
+  config.transformer.gelu = 'tanh'
+  model = models.make_model(config, num_classes=5)
+  init = model.init(jax.random.key(0), random_images((16, 12)), train=False)
+  params = checkpoint.load_pretrained(
+    pretrained_path=str(tmp_path / 'hf'),
+    init_params=init['params'],
+    model_config=config,
+    new_grid=(4, 3),
+  )
+  assert 'gelu=erf, this model with tanh' in caplog.text
+  assert 'norm_eps' not in caplog.text
+  # The file says that its grid is 2 x 3: corners stay where they are.
+  table = params['Transformer']['posembed_input']['pos_embedding'][0, 1:]
+  old = theirs.vit.embeddings.position_embeddings.detach().numpy()[0, 1:]
+  for new, before in ((0, 0), (2, 2), (9, 3), (11, 5)):
+    np.testing.assert_allclose(table[new], old[before], atol=1e-6)
+
+
 def test_the_pooler_of_hugging_face_is_the_pre_logits(tmp_path):
   theirs = hf_model(transformers.ViTModel)
   theirs.save_pretrained(tmp_path / 'hf')

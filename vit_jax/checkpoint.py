@@ -163,8 +163,8 @@ def _check_grid(grid, patches, where):
   if math.prod(grid) != patches:
     raise ValueError(
       f'the {patches} position embeddings of {where} are no grid of {grid[0]} x '
-      f'{grid[1]} patches: say which they are with grid=(height, width) and '
-      'new_grid=(height, width)'
+      f'{grid[1]} patches: say which they are with grid=(height, width) '
+      '(--config.pretrained_grid) and new_grid=(height, width)'
     )
   return grid
 
@@ -295,15 +295,15 @@ def _grid(weights):
 
 
 def _note_differences(weights, model_config):
-  """Logs where the source computes what these weights are for differently."""
+  """Warns where the source computes what these weights are for differently."""
   encoder = weights.model.get('transformer', {})
   for key in ('gelu', 'norm_eps'):
     there = encoder.get(key)
     here = (model_config.get('transformer') or {}).get(key)
-    if weights.kind in ('timm', 'hf') and here is not None and there != here:
-      logging.info(
+    if None not in (here, there) and there != here:
+      logging.warning(
         'The source of the weights computes with %s=%s, this model with %s: for '
-        'the same logits set --config.model.transformer.%s=%s',
+        'the same features set --config.model.transformer.%s=%s',
         key,
         there,
         here,
