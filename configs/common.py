@@ -165,11 +165,11 @@ def get_config() -> ml_collections.ConfigDict:
   config.ema_decay = 0.0
 
   # --- Devices ---
-  # Size of each axis of the mesh; -1 is the rest. All axes but 'model' split
-  # the batch; others are added with --config.mesh="{'data': -1, 'fsdp': 4}".
-  config.mesh = ml_collections.ConfigDict({'data': -1, 'model': 1})
-  # Ordered (regex, spec) pairs: how parameters and the optimiser's state are
-  # split over the mesh. See vit_jax/sharding.py.
+  # Size of each axis of the mesh; -1 is the rest. 'data' and 'fsdp' split the
+  # batch, 'fsdp' splits the parameters and the optimiser's state too, 'model'
+  # splits heads and hidden layers: see vit_jax/sharding.py.
+  config.mesh = ml_collections.ConfigDict({'data': -1, 'fsdp': 1, 'model': 1})
+  # Ordered (regex, spec) pairs, which go before what follows from the mesh.
   config.sharding_rules = ()
 
   # --- Log, evaluation, checkpoints ---

@@ -38,6 +38,20 @@ RECIPES = {
 }
 DROPOUT = 0.1
 
+# JFT-300M, which is not public: for plans (vit_jax.plan) and those who have it.
+# Model: epochs, learning rate.
+JFT = {
+  'b16': (7.0, 8e-4),
+  'b32': (7.0, 8e-4),
+  'l32': (7.0, 6e-4),
+  'l16': (14.0, 4e-4),
+  'h14': (14.0, 3e-4),
+  'r50_b16': (7.0, 8e-4),
+  'r50_b32': (7.0, 8e-4),
+  'r50_l32': (7.0, 2e-4),
+  'r50_l16': (14.0, 4e-4),
+}
+
 # For data that table 3 does not know, a folder for one: no published number.
 OTHER = dict(
   total_epochs=100.0,
@@ -73,6 +87,16 @@ def get_config(arg: str = 'b16,imagenet2012'):
   config.eval_every = 1_000
   config.progress_every = 50
   recipe = RECIPES.get(dataset)
+  if dataset == 'jft300m' and model in JFT:
+    epochs, base_lr = JFT[model]
+    recipe = dict(
+      total_epochs=epochs,
+      base_lr=base_lr,
+      decay_type='linear',
+      weight_decay=0.1,
+      loss='sigmoid',
+    )
+    config.model.transformer.dropout_rate = 0.0
   if recipe is None:
     config.update(OTHER)
     config.eval_every = 200
@@ -80,7 +104,7 @@ def get_config(arg: str = 'b16,imagenet2012'):
     config.checkpoint_every = 200
     return config
   config.update(recipe, batch=4096, batch_eval=4096, warmup_steps=10_000)
-  if dataset == 'imagenet21k':
+  if dataset in ('imagenet21k', 'jft300m'):
     # One hidden layer of the width before the head, whose bias starts so low
     # that all classes are improbable at first (issue #2 of the original).
     config.model.representation_size = config.model.hidden_size

@@ -49,7 +49,7 @@ FLOORS = [
   ],
   ['tasks'],
   ['train', 'predict', 'evaluate', 'benchmark', 'inference_time'],
-  ['transfer'],
+  ['plan', 'transfer'],
   ['main'],
 ]
 

@@ -63,6 +63,38 @@ def test_the_first_rule_that_matches_decides():
   assert placed['block']['kernel'].addressable_shards[0].data.shape == (2, 2)
 
 
+def test_what_follows_from_the_axes_alone():
+  mesh = sharding.make_mesh({'data': 1, 'fsdp': 4, 'model': 2})
+  tree = {
+    'query': {'kernel': jnp.zeros((512, 4, 64)), 'bias': jnp.zeros((4, 64))},
+    'MlpBlock_0': {'Dense_1': {'kernel': jnp.zeros((2048, 510))}},
+    'head': {'kernel': jnp.zeros((512, 1001))},
+    'cls': jnp.zeros((1, 1, 512)),
+  }
+  got = sharding.tree_shardings(tree, (), mesh)
+  assert got['query']['kernel'].spec == P('fsdp', 'model', None)
+  assert got['query']['bias'].spec == P('model', None)  # Too small for fsdp.
+  # 510 is not divided by 4, and the other dimension is taken.
+  assert got['MlpBlock_0']['Dense_1']['kernel'].spec == P('model', None)
+  assert got['head']['kernel'].spec == P('fsdp', None)  # 1001 is odd.
+  assert got['cls'].spec == P(None, None, None)
+  abstract = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, got
+  )
+  rows = {row['spec']: row for row in sharding.report(abstract)}
+  assert rows['fsdp+model']['bytes'] == 512 * 4 * 64 * 4
+  assert rows['fsdp+model']['bytes_per_device'] == 512 * 4 * 64 * 4 // 8
+  assert rows['replicated']['arrays'] == 1
+
+
+def test_a_rule_that_matches_nothing_is_named():
+  mesh = sharding.make_mesh({'data': -1})
+  with pytest.raises(
+    ValueError, match=r"\['kernle'\] match nothing: paths are"
+  ):
+    sharding.tree_shardings(TREE, [('kernle', ('data',))], mesh)
+
+
 @pytest.mark.parametrize(
   'rule, message',
   [

@@ -212,23 +212,26 @@ def losses_of(config, mesh, steps=3, batches=None):
 
 
 @pytest.mark.parametrize('accum_steps', [1, 2])
-def test_the_loss_does_not_depend_on_the_mesh(module_config, accum_steps):
+def test_the_loss_does_not_depend_on_the_mesh(
+  module_config, accum_steps, monkeypatch
+):
+  """20 steps with dropout, on one device, copied, split, and both."""
+  monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 1)
   config = copy.deepcopy(module_config)
   config.accum_steps = accum_steps
-  want, _ = losses_of(config, {'data': 1})
-  got, _ = losses_of(config, {'data': 8})
-  np.testing.assert_allclose(got, want, rtol=1e-5)
-  config.sharding_rules = (
-    ('Dense_0/kernel', (None, 'model')),
-    ('Dense_1/kernel', ('model', None)),
-    ('(query|key|value)/kernel', (None, 'model')),
-  )
-  got, state = losses_of(config, {'data': 4, 'model': 2})
-  np.testing.assert_allclose(got, want, rtol=1e-5)
-  moments = optax.tree.get(state.opt_state, 'mu')
-  for tree in (state.params, moments):
-    kernel = tree['Transformer']['encoderblock_0']['MlpBlock_0']['Dense_0']
-    assert kernel['kernel'].addressable_shards[0].data.shape == (16, 8)
+  want, _ = losses_of(config, {'data': 1}, steps=20)
+  for mesh, shape in (
+    ({'data': 8}, (16, 16)),
+    ({'data': 1, 'fsdp': 8}, (2, 16)),
+    ({'data': 4, 'model': 2}, (16, 8)),
+    ({'data': 2, 'fsdp': 2, 'model': 2}, (8, 8)),
+  ):
+    got, state = losses_of(config, mesh, steps=20)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    moments = optax.tree.get(state.opt_state, 'mu')
+    for tree in (state.params, moments):
+      kernel = tree['Transformer']['encoderblock_0']['MlpBlock_0']['Dense_0']
+      assert kernel['kernel'].addressable_shards[0].data.shape == shape
 
 
 def test_accumulation_is_exact_without_dropout(module_config):

@@ -1,14 +1,17 @@
 """What the command lines share: quiet logs, errors in one line."""
 
 from collections.abc import Callable
+import contextlib
 import importlib
 import logging as python_logging
 import os
 import pathlib
+import re
 import sys
 import tempfile
 import traceback
 
+from absl import flags
 from absl import logging
 
 _EXPECTED = (ValueError, FloatingPointError, OSError, ImportError)
@@ -27,20 +30,18 @@ def quiet():
   python_logging.getLogger('asyncio').setLevel(python_logging.CRITICAL)
 
 
-def load_tensorflow():
-  """Imports TensorFlow without the notes that it prints and no setting hides.
+@contextlib.contextmanager
+def hidden_stderr():
+  """Hides what libraries write to stderr inside a `with` block.
 
-  (Switching off oneDNN would hide them, and slow the input pipeline by a third.)
+  Also what is written past Python; if the block fails it is shown.
   """
-  if 'tensorflow' in sys.modules:
-    return
+  sys.stderr.flush()
   stderr = os.dup(2)
   with tempfile.TemporaryFile() as notes:
     os.dup2(notes.fileno(), 2)
     try:
-      tf = importlib.import_module('tensorflow')
-      tf.config.set_visible_devices([], 'GPU')  # They are for JAX alone.
-      tf.constant(0)
+      yield
     except BaseException:
       notes.seek(0)
       os.write(stderr, notes.read())
@@ -48,6 +49,63 @@ def load_tensorflow():
     finally:
       os.dup2(stderr, 2)
       os.close(stderr)
+
+
+def load_tensorflow():
+  """Imports TensorFlow without the notes that it prints and no setting hides.
+
+  (Switching off oneDNN would hide them, and slow the input pipeline by a third.)
+  """
+  if 'tensorflow' in sys.modules:
+    return
+  with hidden_stderr():
+    tf = importlib.import_module('tensorflow')
+    tf.config.set_visible_devices([], 'GPU')  # They are for JAX alone.
+    tf.constant(0)
+
+
+def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
+  """Parses flags, `config` among them; what is wrong raises ValueError.
+
+  A config file that is not in the current folder is looked for among those that
+  are installed with the package.
+
+  Returns:
+    The arguments that are no flags.
+  """
+  argv = list(argv)
+  for i, arg in enumerate(argv):
+    name, equals, value = arg.partition('=')
+    path, colon, argument = value.partition(':')
+    if name.lstrip('-') == 'config' and equals and not os.path.exists(path):
+      installed = os.path.join(
+        importlib.import_module('vit_jax.configs').__path__[0],
+        os.path.basename(path),
+      )
+      if not os.path.exists(installed):
+        known = sorted(os.listdir(os.path.dirname(installed)))
+        raise ValueError(
+          f"config='{path}' does not exist; the package brings "
+          f'{[k for k in known if k.endswith(".py") and k[0] != "_"]}'
+        )
+      argv[i] = f'{name}={installed}{colon}{argument}'
+  try:
+    return flag_values(argv)
+  except (AttributeError, KeyError) as e:  # There is no such key in the config.
+    hint = re.search(r'Did you mean "(.*?)" instead of "(.*?)"', str(e))
+    reason = (
+      f"config has no key '{hint[2]}': did you mean '{hint[1]}'?"
+      if hint
+      else f'config has no key {str(e).strip(chr(34))}'
+    )
+  except (flags.Error, TypeError) as e:
+    # An error inside a config file comes with its whole traceback as text.
+    lines = str(e).strip().splitlines()
+    reason = lines[-1] if 'Traceback' in ''.join(lines) else ' '.join(lines)
+    reason = reason.removeprefix('ValueError: ')
+  raise ValueError(
+    f'{reason} (see --help; the keys of a config are in configs/common.py)'
+  )
 
 
 def run(function: Callable[[], int | None]):

@@ -46,3 +46,39 @@ def forward_multiply_adds(
 def training_flops(multiply_adds: int) -> int:
   """FLOPs of forward and backward pass: 2 a multiply-add, 3 times."""
   return 6 * multiply_adds
+
+
+def count_flops(jaxpr) -> int:
+  """Counts the FLOPs of the matrix products in a program, as it is written.
+
+  What is computed twice counts twice, and what stands in a loop as often as the
+  loop runs, neither of which a compiler's own count can be trusted with.
+
+  Args:
+    jaxpr: jax.core.Jaxpr or ClosedJaxpr, `jax.jit(f).trace(...).jaxpr` for one.
+  """
+  jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
+  total = 0
+  for eqn in jaxpr.eqns:
+    name = eqn.primitive.name
+    if name == 'dot_general':
+      (contracted, _), _ = eqn.params['dimension_numbers']
+      shape = eqn.invars[0].aval.shape
+      depth = math.prod(shape[i] for i in contracted)
+      total += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+    elif name == 'conv_general_dilated':
+      kernel = eqn.invars[1].aval.shape
+      features = kernel[eqn.params['dimension_numbers'].rhs_spec[0]]
+      depth = math.prod(kernel) // features
+      total += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+    times = eqn.params['length'] if name == 'scan' else 1
+    for inner in _inner_jaxprs(eqn.params):
+      total += times * count_flops(inner)
+  return total
+
+
+def _inner_jaxprs(params):
+  for value in params.values():
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+      if hasattr(getattr(item, 'jaxpr', item), 'eqns'):
+        yield item

@@ -27,9 +27,6 @@ they find each other; elsewhere add --coordinator=HOST:PORT --num_processes=N
 --process_id=I.
 """
 
-import importlib
-import os
-import re
 import sys
 
 from absl import app
@@ -132,50 +129,15 @@ def _initialize_distributed():
 
 
 def parse_flags(argv):
-  """Parses the flags; what is wrong with a config raises ValueError.
-
-  A config file that is not in the current folder is looked for among those that
-  are installed with the package. The flags of JAX, --jax_platforms for one, are
-  flags here too.
-  """
+  """Parses the flags, those of JAX (--jax_platforms for one) among them."""
   if any(arg.lstrip('-').startswith(('jax_', 'nojax_')) for arg in argv):
     import jax
 
-    jax.config.config_with_absl()  # --jax_platforms and the like.
-  for i, arg in enumerate(argv):
-    name, equals, value = arg.partition('=')
-    path, colon, argument = value.partition(':')
-    if name.lstrip('-') == 'config' and equals and not os.path.exists(path):
-      installed = os.path.join(
-        importlib.import_module('vit_jax.configs').__path__[0],
-        os.path.basename(path),
-      )
-      if not os.path.exists(installed):
-        known = sorted(os.listdir(os.path.dirname(installed)))
-        raise ValueError(
-          f"config='{path}' does not exist; the package brings "
-          f'{[k for k in known if k.endswith(".py") and k[0] != "_"]}'
-        )
-      argv[i] = f'{name}={installed}{colon}{argument}'
+    jax.config.config_with_absl()
   try:
-    return flags.FLAGS(argv)
+    return cli.parse_flags(argv, flags.FLAGS)
   except SystemExit:
     sys.exit(0)  # --help was answered, for which absl would exit with 1.
-  except (AttributeError, KeyError) as e:  # There is no such key in the config.
-    hint = re.search(r'Did you mean "(.*?)" instead of "(.*?)"', str(e))
-    reason = (
-      f"config has no key '{hint[2]}': did you mean '{hint[1]}'?"
-      if hint
-      else f'config has no key {e}'
-    )
-  except (flags.Error, TypeError) as e:
-    # An error inside a config file comes with its whole traceback as text.
-    lines = str(e).strip().splitlines()
-    reason = lines[-1] if 'Traceback' in ''.join(lines) else ' '.join(lines)
-    reason = reason.removeprefix('ValueError: ')
-  raise ValueError(
-    f'{reason} (see --help; the keys of a config are in configs/common.py)'
-  )
 
 
 if __name__ == '__main__':

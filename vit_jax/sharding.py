@@ -1,13 +1,18 @@
 """Mesh, sharding rules and constraints: how one program spans many devices.
 
-A mesh names its axes. Every axis but `model` splits the batch; `data` is there
-always, others as `config.mesh` wants them. Parameters and the optimiser's state
-follow an ordered list of (regex, spec) rules on their path, for example
+A mesh names its axes, and all of them but `model` split the batch:
+
+  data    copies of the parameters (data parallelism)
+  fsdp    every large array, parameters and optimiser's state, is split over it
+          along its largest dimension that it divides (fully sharded)
+  model   heads and hidden layers are split over it (tensor parallelism)
+
+So `--config.mesh.fsdp=8` or `--config.mesh.model=2` is all that most runs need.
+`config.sharding_rules`, ordered (regex, spec) pairs, go before that, for example
 
   ('Transformer/.*/MlpBlock_0/Dense_0/kernel', (None, 'model'))
 
-where the first rule found in the path decides and what no rule matches is
-replicated.
+where the first rule found in the path decides for a leaf, and nothing is added.
 """
 
 from collections.abc import Mapping
@@ -22,6 +27,24 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 MODEL_AXIS = 'model'
+FSDP_AXIS = 'fsdp'
+
+# Tensor parallelism: a head, or a hidden unit, lives on one device. Where the
+# axis does not divide the dimension, the leaf is not split over it.
+TENSOR_RULES = (
+  ('(query|key|value)/kernel', (None, MODEL_AXIS)),
+  ('(query|key|value)/bias', (MODEL_AXIS,)),
+  ('MultiHeadDotProductAttention_0/out/kernel', (MODEL_AXIS,)),
+  ('(MlpBlock_0|_mixing)/Dense_0/kernel', (None, MODEL_AXIS)),
+  ('(MlpBlock_0|_mixing)/Dense_0/bias', (MODEL_AXIS,)),
+  ('(MlpBlock_0|_mixing)/Dense_1/kernel', (MODEL_AXIS,)),
+  ('head/kernel', (None, MODEL_AXIS)),
+  ('head/bias', (MODEL_AXIS,)),
+)
+
+# Elements from which an array is split over the axis `fsdp`: to gather a small
+# one takes longer than it saves.
+FSDP_MIN_SIZE = 2**16
 
 Rules = Sequence[tuple[str, Sequence[Any]]]
 
@@ -129,24 +152,84 @@ def tree_shardings(tree, rules: Rules, mesh):
     tree: a tree of arrays or of jax.ShapeDtypeStruct.
     rules: ordered (regex, spec) pairs; the regex is searched in the leaf's path
       ('/'-joined), the spec names a mesh axis, several, or None for each
-      dimension. Scalars and what no rule matches are replicated.
+      dimension. What no rule matches follows from the axes, as the top of this
+      module says; scalars are replicated.
     mesh: the mesh.
 
   Raises:
     ValueError: if a rule names no axis of the mesh, has more dimensions than
-      the leaf, or does not divide it.
+      the leaf, does not divide it, or matches no leaf at all.
   """
   rules = [(re.compile(regex), P(*map(_axis, spec))) for regex, spec in rules]
+  unused = {regex.pattern for regex, _ in rules}
 
   def leaf_sharding(path, leaf):
     name = path_name(path)
     for regex, spec in rules:
-      if leaf.ndim and regex.search(name):
-        _check_spec(name, leaf.shape, regex.pattern, spec, mesh)
-        return NamedSharding(mesh, spec)
-    return NamedSharding(mesh, P())
+      if regex.search(name):
+        unused.discard(regex.pattern)
+        if leaf.ndim:
+          _check_spec(name, leaf.shape, regex.pattern, spec, mesh)
+          return NamedSharding(mesh, spec)
+    return NamedSharding(mesh, _default_spec(name, leaf.shape, mesh))
 
-  return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
+  shardings = jax.tree_util.tree_map_with_path(leaf_sharding, tree)
+  if unused:
+    names = [path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    raise ValueError(
+      f'sharding rules {sorted(unused)} match nothing: paths are like '
+      f"'{max(names, key=len)}' (config.sharding_rules)"
+    )
+  return shardings
+
+
+def _default_spec(name, shape, mesh):
+  """Spec of a leaf for which there is no rule."""
+  spec = [None] * len(shape)
+  parts = mesh.shape.get(MODEL_AXIS, 1)
+  if parts > 1:
+    for regex, wanted in TENSOR_RULES:
+      if re.search(regex, name):
+        for i, axis in enumerate(wanted[: len(shape)]):
+          if axis and shape[i] % parts == 0:
+            spec[i] = axis
+        break
+  parts = mesh.shape.get(FSDP_AXIS, 1)
+  if parts > 1 and math.prod(shape) >= FSDP_MIN_SIZE:
+    free = [
+      i for i, size in enumerate(shape) if spec[i] is None and size % parts == 0
+    ]
+    if free:
+      spec[max(free, key=lambda i: shape[i])] = FSDP_AXIS
+  return P(*spec)
+
+
+def report(abstract) -> list[dict]:
+  """Says what is split how, and how much of it lies on one device.
+
+  Args:
+    abstract: a tree of jax.ShapeDtypeStruct with shardings.
+
+  Returns:
+    A row for each way to split that occurs, the largest first: `spec`, `arrays`,
+    `bytes` in all and `bytes_per_device`.
+  """
+  rows = {}
+  for leaf in jax.tree.leaves(abstract):
+    # Where in the array the axes stand does not matter here.
+    axes = [a for a in jax.tree.leaves(tuple(leaf.sharding.spec)) if a]
+    row = rows.setdefault(
+      '+'.join(sorted(axes)) or 'replicated',
+      {'arrays': 0, 'bytes': 0, 'bytes_per_device': 0},
+    )
+    shard = leaf.sharding.shard_shape(leaf.shape)
+    row['arrays'] += 1
+    row['bytes'] += leaf.size * leaf.dtype.itemsize
+    row['bytes_per_device'] += math.prod(shard) * leaf.dtype.itemsize
+  return sorted(
+    ({'spec': spec, **row} for spec, row in rows.items()),
+    key=lambda row: -row['bytes'],
+  )
 
 
 def _axis(entry):

@@ -122,6 +122,15 @@ def make_program(config, class_names, mesh) -> Program:
   return Program(task, update, create_state, abstract)
 
 
+def jit_update(program: Program) -> Callable:
+  """Returns the update of a program, to be compiled; the state is donated."""
+  return jax.jit(
+    program.update,
+    donate_argnums=0,
+    out_shardings=(jax.tree.map(lambda x: x.sharding, program.abstract), None),
+  )
+
+
 def make_update(
   loss_fn: Callable, tx, schedule: optax.Schedule, seed: int, accum_steps: int
 ) -> Callable:
@@ -245,11 +254,7 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   elif step < total_steps:
     say(f'Going on from the checkpoint of step {step}.')
 
-  update_fn = jax.jit(
-    program.update,
-    donate_argnums=0,
-    out_shardings=(jax.tree.map(lambda x: x.sharding, abstract), None),
-  )
+  update_fn = jit_update(program)
   evaluators = program.task.evaluators(mesh, test)
   batches = input_pipeline.train_batches(config, train, mesh, step)
   log = metrics_lib.MetricsLog(workdir, step)

@@ -1,0 +1,190 @@
+"""Tests of plans: what the TPU's compiler says, without a TPU."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from vit_jax import flops
+from vit_jax import models
+from vit_jax import plan
+from vit_jax.configs import models as model_configs
+from vit_jax.configs import pretrain
+
+
+@pytest.fixture(scope='module')
+def cache(tmp_path_factory):
+  """Plans are made anew in each test session."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv('VIT_JAX_CACHE', str(tmp_path_factory.mktemp('cache')))
+    yield
+
+
+def config_of(arg, **fields):
+  config = pretrain.get_config(arg)
+  config.model.dtype = 'bfloat16'
+  config.model.transformer.dropout_rate = 0.0
+  config.update_from_flattened_dict(fields)
+  return config
+
+
+def run(monkeypatch, *args):
+  monkeypatch.setattr(sys, 'argv', ['plan', *args])
+  plan.main()
+
+
+def test_a_plan_of_ti16(cache, monkeypatch, tmp_path, capsys):
+  args = [
+    '--config=configs/pretrain.py:ti16,imagenet2012', '--config.batch=256',
+    '--config.model.dtype=bfloat16', '--config.mesh.data=1',
+    '--config.model.transformer.dropout_rate=0.0', '--config.mesh.fsdp=8',
+    '--topology=v3:2x2', f'--json={tmp_path}/plan.json',
+  ]  # fmt: skip
+  run(monkeypatch, *args)
+  out = capsys.readouterr().out
+  got = json.loads((tmp_path / 'plan.json').read_text())
+  assert got['cores'] == 8
+  assert got['fits']
+  assert 'fits' in out
+  assert '(estimate)' in out
+  # Forward and backward, by hand: within 3 %.
+  model = model_configs.get_config('ti16')
+  count = flops.forward_multiply_adds(model, (224, 224), 1000)
+  want = flops.training_flops(count) * 32
+  assert got['flops_per_step_per_core'] == pytest.approx(want, rel=0.03)
+  # Parameters and both moments of Adam, split over 8 cores but for small ones.
+  assert got['parameters'] == 5_717_416
+  assert 4 * 5_717_416 / 8 < got['params_bytes'] < 4 * 5_717_416 / 8 * 1.5
+  assert got['optimizer_bytes'] == pytest.approx(
+    2 * got['params_bytes'], rel=0.01
+  )
+  total = (
+    got['params_bytes'] + got['optimizer_bytes'] + got['activations_bytes']
+  )
+  assert total < got['memory_per_core_bytes'] < 16 * 2**30
+  assert got['memory_per_core_bytes'] < 1.3 * total
+  assert {'all-gather'} <= set(got['collectives'])
+  rate = got['images_per_second_per_core']
+  assert rate == pytest.approx(32 / got['step_seconds'])
+  assert 0.1 < got['share_of_peak'] < 1
+  steps = round(300 * 1_268_356 / 256)
+  assert got['total_steps'] == steps
+  days = got['step_seconds'] * steps * 8 / 86400
+  assert got['core_days'] == pytest.approx(days)
+  assert got['chip_hours'] == pytest.approx(days * 24 / 2)
+  assert not got['cached']
+  # Again: from the cache, the same but for that.
+  run(monkeypatch, *args)
+  again = json.loads((tmp_path / 'plan.json').read_text())
+  assert again.pop('cached')
+  got.pop('cached')
+  assert again == got
+
+
+def test_a_model_that_does_not_fit(cache):
+  config = config_of('h14,imagenet2012', batch=8 * 512)
+  got = plan.make_plan(config, 'v2:2x2', 1_000_000, 1000)
+  assert not got['fits']
+  assert 'DOES NOT FIT' in plan.table(got)
+  assert got['memory_per_core_bytes'] is None or (
+    got['memory_per_core_bytes'] > 8 * 2**30
+  )
+
+
+def test_loops_and_recomputation_count():
+  def body(x, _):
+    return jnp.tanh(x @ x), None
+
+  def loop(x):
+    return jax.lax.scan(body, x, None, length=5)[0].sum()
+
+  x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+  product = 2 * 4**3
+  assert flops.count_flops(jax.jit(loop).trace(x).jaxpr) == 5 * product
+  grad = jax.jit(jax.grad(loop)).trace(x).jaxpr
+  assert flops.count_flops(grad) == 3 * 5 * product
+  again = jax.jit(jax.grad(jax.checkpoint(loop))).trace(x).jaxpr
+  assert flops.count_flops(again) >= 4 * 5 * product
+  conv = jax.jit(
+    lambda x, k: jax.lax.conv(x, k, (1, 1), 'VALID')
+  ).trace(jnp.zeros((1, 3, 8, 8)), jnp.zeros((5, 3, 2, 2)))  # fmt: skip
+  assert flops.count_flops(conv.jaxpr) == 2 * 5 * 7 * 7 * 3 * 2 * 2
+
+
+def test_flops_of_a_model_as_it_is_written():
+  config = model_configs.get_config('s16')
+  model = models.make_model(config, num_classes=10)
+  images = jax.ShapeDtypeStruct((2, 96, 96, 3), jnp.float32)
+  params = jax.eval_shape(
+    lambda x: model.init(jax.random.key(0), x, train=False), images
+  )
+  traced = jax.jit(lambda p, x: model.apply(p, x, train=False)).trace(
+    params, images
+  )
+  count = flops.forward_multiply_adds(config, (96, 96), 10)
+  assert flops.count_flops(traced.jaxpr) == 2 * 2 * count
+
+
+def test_collectives_are_read_from_the_program():
+  hlo = """
+  %ar = (f32[2,3]{1,0:T(8,128)}, bf16[4]{0}) all-reduce(%a, %b), channel_id=1
+  %ag = (f32[8]{0}, f32[16]{0}) all-gather-start(%c), channel_id=2
+  %done = f32[16]{0} all-gather-done(%ag)
+  %rs = f32[10]{0} reduce-scatter(%d), channel_id=3
+  %other = f32[10]{0} fusion(%rs), calls=%all-reduce-like
+  """
+  assert plan.collectives(hlo) == {
+    'all-reduce': {'count': 1, 'bytes': 32},
+    'all-gather': {'count': 1, 'bytes': 48},
+    'reduce-scatter': {'count': 1, 'bytes': 40},
+  }
+
+
+def test_settings_that_a_search_tries():
+  config = config_of('b16,imagenet2012', batch=1024)
+  tried = list(plan.candidates(config, 32))
+  assert {t['mesh.fsdp'] for t in tried} == {1, 8, 32}
+  assert {t['model.transformer.remat'] for t in tried} == {'', 'dots', 'full'}
+  for settings in tried:
+    assert settings['mesh.data'] * settings['mesh.fsdp'] == 32
+    assert 1024 % (32 * settings['accum_steps']) == 0
+
+
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    (['--topology=v9:2x2'], "topology='v9:2x2' is unknown.*v3:4x4"),
+    (['--topology=v3'], "topology='v3' is unknown"),
+    (['--config.mesh.data=3'], 'does not fit 8 device'),
+    (['--config.batch=12'], 'batch=12 is not a multiple of 8'),
+    (['--config.dataset=mine'], "dataset='mine' has a size that is not known"),
+    (['--config.topologie=1'], "config has no key 'topologie'"),
+    (['extra'], r"unknown arguments \['extra'\]"),
+  ],
+)
+def test_wrong_arguments(monkeypatch, args, message):
+  config = '--config=configs/pretrain.py:ti16,imagenet2012'
+  with pytest.raises(ValueError, match=message):
+    run(monkeypatch, config, *args)
+
+
+def test_a_rule_that_matches_nothing(monkeypatch):
+  config = config_of('ti16,imagenet2012', batch=256)
+  config.sharding_rules = (('nothing', ('data',)),)
+  with pytest.raises(ValueError, match=r"\['nothing'\] match nothing"):
+    plan.make_plan(config, 'v3:2x2', 1_000_000, 1000)
+
+
+def test_libtpu_is_missing(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'libtpu', None)
+  with pytest.raises(ImportError, match=r"pip install 'vit_jax\[plan\]'"):
+    plan.get_topology('v3:2x2')
+
+
+def test_help(monkeypatch, capsys):
+  run(monkeypatch, '--help')
+  out = capsys.readouterr().out
+  assert '--topology=v3:4x4' in out
+  assert '--[no]search' in out
