@@ -50,6 +50,7 @@ setuptools.setup(
   ],
   extras_require={
     'test': [
+      'libtpu',
       'pandas',
       'pytest',
       'pytest-xdist',

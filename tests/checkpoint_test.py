@@ -207,7 +207,7 @@ def test_weights_of_another_model_are_recognised(tmp_path):
   )['params']
   message = (
     "weights.npz' looks like ViT-Ti_16, the model of this config like "
-    r'ViT-B_16: .*\n.*cls: \(1, 1, 192\) in the weights, \(1, 1, 768\)'
+    r'ViT-B_16: .*\n.*encoder_norm/bias: \(192,\) in the weights, \(768,\)'
   )
   with pytest.raises(ValueError, match=message):
     checkpoint.load_pretrained(
@@ -233,8 +233,11 @@ def test_weights_of_fewer_layers_lack_leaves(weights):
 
 def test_files_that_are_no_weights(weights, tmp_path):
   path, _, _ = weights
-  with pytest.raises(FileNotFoundError, match="no weights file '/no.npz'"):
+  with pytest.raises(FileNotFoundError, match="no weights file '/no.npz'") as e:
     checkpoint.load('/no.npz')
+  assert 'huggingface' not in str(e.value)
+  with pytest.raises(FileNotFoundError, match='google/vit-large-patch16-224'):
+    checkpoint.load('/nowhere/ViT-L_16.npz')
   cut = tmp_path / 'cut.npz'
   with open(path, 'rb') as f:
     cut.write_bytes(f.read()[:500])
@@ -242,8 +245,13 @@ def test_files_that_are_no_weights(weights, tmp_path):
   np.savez(pickled, a=np.array([{}], dtype=object))
   text = tmp_path / 'text.npz'
   text.write_text('weights')
-  for file in (cut, pickled, text):
-    with pytest.raises(ValueError, match=f"{file.name}' is not an .npz file"):
+  for file, reason in (
+    (cut, 'no zip archive, or only part of one'),
+    (pickled, 'pickled objects, which are never loaded'),
+    (text, 'no zip archive, or only part of one'),
+  ):
+    message = f"{file.name}' is not an .npz file of weights: .*{reason}"
+    with pytest.raises(ValueError, match=message):
       checkpoint.load(str(file))
 
 

@@ -198,6 +198,41 @@ def test_a_model_of_timm_keeps_its_gelu(tmp_path, act_layer):
   )
 
 
+def test_an_npz_keeps_what_it_cannot_hold_beside_it(tmp_path):
+  theirs = hf_model()
+  theirs.save_pretrained(tmp_path / 'hf')
+  _, notes = convert.convert(str(tmp_path / 'hf'), str(tmp_path / 'a.npz'))
+  assert any('gelu=tanh, these weights are for erf' in note for note in notes)
+  _, notes = convert.convert(
+    str(tmp_path / 'a.npz'), str(tmp_path / 'again'), 'hf', image_size=(8, 12)
+  )
+  assert notes == []
+  images = random_images((8, 12))
+  np.testing.assert_array_equal(
+    torch_models.logits(load_elsewhere(tmp_path / 'again', 'hf'), images),
+    torch_models.logits(theirs, images),
+  )
+
+
+def test_loading_warns_of_another_gelu(tmp_path, caplog):
+  hf_model().save_pretrained(tmp_path / 'hf')
+  checkpoint.load(str(tmp_path / 'hf'))
+  assert 'gelu=erf, this model with tanh' in caplog.text
+
+
+def test_relative_paths(tmp_path, tiny, monkeypatch):
+  path, _, params = tiny
+  monkeypatch.chdir(tmp_path)
+  convert.convert(path, 'run', 'workdir', image_size=(8, 12))
+  assert_same_trees(checkpoint.load('run'), params)
+  assert_same_trees(jax.device_get(predict.load('run').params), params)
+  convert.convert('run', 'run.npz')
+  convert.convert('run.npz', 'timm', 'timm', image_size=(8, 12))
+  convert.convert('timm/model.safetensors', 'back.npz')
+  assert_same_trees(checkpoint.load('back.npz'), params)
+  assert not list(tmp_path.glob('.*'))
+
+
 def test_a_run_warns_of_another_gelu(tmp_path, caplog):
   theirs = hf_model()
   theirs.save_pretrained(tmp_path / 'hf')
@@ -246,7 +281,7 @@ def test_head_and_pre_logits_go_round(tmp_path, kind):
   assert 'pre-logits layer' in notes[-1]
   _, notes = convert.convert(there, str(tmp_path / 'b.npz'))
   assert_same_trees(checkpoint.load(str(tmp_path / 'b.npz')), params)
-  assert 'class names are in' in notes[0]
+  assert 'b.npz.json, where this package finds it' in notes[-1]
   assert convert.read(str(tmp_path / 'b.npz')).class_names == ('a', 'b', 'c')
 
 
@@ -504,7 +539,7 @@ def test_a_bucket_that_answers_403(monkeypatch, tmp_path):
   monkeypatch.setattr(fetch.urllib.request, 'urlopen', urlopen)
   monkeypatch.setattr(fetch, '_copy_from_bucket', lambda *_: False)
   with pytest.raises(
-    PermissionError, match='403 Forbidden.*huggingface.co/timm'
+    PermissionError, match='403 Forbidden. The same.*huggingface.co/timm'
   ):
     checkpoint.load('gs://vit_models/augreg/R_Ti_16-i21k.npz')
 

@@ -234,6 +234,13 @@ def test_the_loss_does_not_depend_on_the_mesh(
       assert kernel['kernel'].addressable_shards[0].data.shape == shape
 
 
+def test_a_relative_workdir(tiny_config, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  tiny_config.update(total_steps=1, warmup_steps=0)
+  state, _ = fit(tiny_config, 'run')
+  assert_same_trees(predict.load('run').params, state.params)
+
+
 def test_accumulation_is_exact_without_dropout(module_config):
   config = copy.deepcopy(module_config)
   config.model.transformer.dropout_rate = 0.0
@@ -325,7 +332,7 @@ def refuse(config, workdir, message, error=ValueError):
     ({'mesh.model': 3}, 'does not fit 8 device'),
     ({'model.classifier': 'mean'}, "classifier='mean' is unknown"),
     ({'model.classifier': 'unpooled'}, "use 'token' or 'gap'"),
-    ({'sharding_rules': (('head', ('fsdp',)),)}, "has no axis 'fsdp'"),
+    ({'sharding_rules': (('head', ('expert',)),)}, "has no axis 'expert'"),
   ],
 )
 def test_wrong_configs_are_refused(module_config, tmp_path, fields, message):

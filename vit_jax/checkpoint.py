@@ -48,7 +48,10 @@ def load(path: str) -> dict:
       or holds pickled objects.
     ImportError: if a package is missing; names the extra to install.
   """
-  return formats.read(path).params
+  weights = formats.read(path)
+  if weights.kind != 'workdir':
+    _note_differences(weights, identify.model_config(weights.params) or {})
+  return weights.params
 
 
 def save(params, path: str):
@@ -67,6 +70,7 @@ def save(params, path: str):
     for key, v in flat.items()
   }
   target = epath.Path(path)
+  target.parent.mkdir(parents=True, exist_ok=True)
   temporary = target.parent / f'.{target.name}.tmp'
   with temporary.open('wb') as f:
     np.savez(f, **flat)
@@ -251,7 +255,6 @@ def transferable(
       "The head of '%s' is all zeros: no classifier comes with these weights",
       pretrained_path,
     )
-  _note_differences(weights, model_config)
   new = ['head/']
   if model_config.get('representation_size') is None:
     new.append('pre_logits/')
@@ -279,6 +282,7 @@ def transferable(
       f"'{pretrained_path}' looks like {identify.describe(weights.params)}, the "
       f'model of this config like {identify.describe(expected)}: {e}'
     ) from None
+  _note_differences(weights, model_config)
   return flat
 
 
@@ -354,7 +358,7 @@ def _augreg_index(directory):
     raise FileNotFoundError(
       f"there is no '{path}': give the folder of the AugReg checkpoints "
       '(config.pretrained_dir), or the name of one of its files '
-      '(configs/augreg.py:NAME). ' + fetch.elsewhere('')
+      '(configs/augreg.py:NAME)' + fetch.elsewhere(path)
     )
   return index
 

@@ -27,6 +27,9 @@ def quiet():
   logging.get_absl_handler().addFilter(
     lambda record: 'orbax' not in record.pathname
   )
+  logging.get_absl_handler().setFormatter(
+    python_logging.Formatter('%(levelname)s: %(message)s')
+  )
   python_logging.getLogger('asyncio').setLevel(python_logging.CRITICAL)
 
 
@@ -93,10 +96,12 @@ def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
     return flag_values(argv)
   except (AttributeError, KeyError) as e:  # There is no such key in the config.
     hint = re.search(r'Did you mean "(.*?)" instead of "(.*?)"', str(e))
-    reason = (
-      f"config has no key '{hint[2]}': did you mean '{hint[1]}'?"
-      if hint
-      else f'config has no key {str(e).strip(chr(34))}'
+    name = hint[2] if hint else str(e).strip('"\'')
+    # Such as base_lr for lr, where there is nothing closer.
+    keys = importlib.import_module('vit_jax.configs.common').get_config()
+    near = [hint[1]] if hint else [key for key in keys if name in key]
+    reason = f"config has no key '{name}'" + (
+      f": did you mean '{near[0]}'?" if near else ''
     )
   except (flags.Error, TypeError) as e:
     # An error inside a config file comes with its whole traceback as text.

@@ -164,7 +164,8 @@ def convert(
     to = 'npz'
   if to not in KINDS:
     raise ValueError(
-      f"to={to!r} with DST '{dst}': say what to make of it, --to={'|'.join(KINDS)}"
+      f"say what to make of DST '{dst}': give --to={'|'.join(KINDS)}"
+      + (f', not {to}' if to else '')
     )
   if to == 'npz' and target.suffix != '.npz':
     raise ValueError(f"DST '{dst}' must end in .npz for --to=npz")

@@ -50,20 +50,25 @@ class Model(NamedTuple):
 
 
 def _write_npz(model, dst):
-  notes = []
-  if model.class_names:
-    names = formats.class_names_file(dst)
-    workdir_lib.write_atomically(
-      names, json.dumps(list(model.class_names), indent=1)
-    )
-    notes.append(f'class names are in {names}')
-  checkpoint.save(model.params, dst)
   published = identify.model_config(model.params)
+  notes, beside = [], {}
+  if model.class_names:
+    beside['class_names'] = list(model.class_names)
   for key, here, there in _differences(model.config, published):
+    _, part, name = key.split('.')
+    beside.setdefault('model', {}).setdefault(part, {})[name] = here
     notes.append(
-      f'an .npz cannot hold {key}={here}: whoever reads it must set it, or '
-      f'computes with {there}'
+      f'readers of .npz compute with {key}={there}, these weights are for '
+      f'{here}: logits differ a little'
     )
+  if beside:
+    file = formats.notes_file(dst)
+    workdir_lib.write_atomically(file, json.dumps(beside, indent=1))
+    notes.append(
+      f'what an .npz cannot hold ({", ".join(beside)}) is in {file}, where this '
+      'package finds it'
+    )
+  checkpoint.save(model.params, dst)
   return notes
 
 

@@ -15,12 +15,6 @@ import urllib.request
 from etils import epath
 import tqdm
 
-# Where the published weights are, in two places that do not need the bucket.
-_ELSEWHERE = (
-  'The same weights are on Hugging Face; give the URL of a model.safetensors, for '
-  'example https://huggingface.co/{example}/resolve/main/model.safetensors, or '
-  'the path of a file that you have (config.pretrained)'
-)
 # Name in the published file's name: one repository that holds the same weights.
 _REPOSITORIES = {
   'ViT-B_16': 'google/vit-base-patch16-224-in21k',
@@ -42,12 +36,21 @@ _REPOSITORIES = {
 
 
 def elsewhere(path: str) -> str:
-  """Says where else the weights are that cannot be had at `path`."""
-  example = next(
-    (repo for name, repo in _REPOSITORIES.items() if name in path),
-    _REPOSITORIES['B_16'],
-  )
-  return _ELSEWHERE.format(example=example)
+  """Says where else weights are that cannot be had at `path`; '' if unknown."""
+  for name, repository in _REPOSITORIES.items():
+    if name in path.rpartition('/')[2]:
+      return (
+        '. The same weights are on Hugging Face: '
+        f'https://huggingface.co/{repository}/resolve/main/model.safetensors '
+        '(config.pretrained)'
+      )
+  if path.startswith('gs://vit_models'):
+    return (
+      '. The published weights are also at https://huggingface.co/google and '
+      'https://huggingface.co/timm: give the URL of a model.safetensors '
+      '(config.pretrained)'
+    )
+  return ''
 
 
 def is_remote(path: str) -> bool:
@@ -97,12 +100,12 @@ def fetch(path: str) -> epath.Path:
     if e.code not in (401, 403, 404):
       kind = OSError
     raise kind(
-      f"'{path}' cannot be fetched: the server answers {e.code} {e.reason}. "
+      f"'{path}' cannot be fetched: the server answers {e.code} {e.reason}"
       + elsewhere(path)
     ) from None
   except urllib.error.URLError as e:
     raise OSError(
-      f"'{path}' cannot be fetched: {e.reason}. {elsewhere(path)}"
+      f"'{path}' cannot be fetched: {e.reason}{elsewhere(path)}"
     ) from None
   return epath.Path(target)
 

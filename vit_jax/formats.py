@@ -36,6 +36,13 @@ _PREFIXES = ('opt/target/', 'params/')
 # Files of weights in a folder of timm's or Hugging Face's, the best first.
 FILES = ('model.safetensors', 'pytorch_model.bin')
 _TORCH_ENDINGS = ('.safetensors', '.bin', '.pt', '.pth')
+_NPZ_ERRORS = (
+  ValueError,
+  OSError,
+  EOFError,
+  AttributeError,
+  zipfile.BadZipFile,
+)
 _GELUS = {
   'gelu': 'erf',
   'gelu_new': 'tanh',
@@ -52,7 +59,7 @@ class Weights(NamedTuple):
     params: nested dict of numpy arrays, Linen's names.
     kind: 'npz', 'timm', 'hf' or 'workdir'.
     model: fields of the model that the arrays do not tell, the kind of GELU for
-      one; a nested dict, empty for an npz.
+      one; a nested dict, empty for a published npz.
     class_names: in the order of the logits, or None where they are not known.
     image_size: (height, width) in pixels, or None where it is not known.
   """
@@ -113,7 +120,7 @@ def _existing(path):
       f"there is no weights file '{path}': give a published .npz, a .safetensors "
       "or .bin of timm's or Hugging Face's, a URL of one, or a workdir "
       '(config.pretrained), or the folder of the published files '
-      '(config.pretrained_dir). ' + fetch.elsewhere(str(path))
+      '(config.pretrained_dir)' + fetch.elsewhere(str(path))
     )
   return found
 
@@ -124,33 +131,35 @@ def _read_npz(file):
     with file.open('rb') as f, np.load(f, allow_pickle=False) as arrays:
       for key in arrays.files:
         flat[_linen_name(key)] = arrays[key]
-  except (
-    ValueError,
-    OSError,
-    EOFError,
-    AttributeError,
-    zipfile.BadZipFile,
-  ) as e:
+  except _NPZ_ERRORS as e:
+    with file.open('rb') as f:
+      whole = zipfile.is_zipfile(f)
+    reason = 'it is no zip archive, or only part of one'
+    if whole:
+      reason = 'it is damaged, or holds pickled objects, which are never loaded'
     raise ValueError(
-      f"'{file}' is not an .npz file of weights, or only part of one: {e}"
+      f"'{file}' is not an .npz file of weights: {reason}"
     ) from e
   for key, value in flat.items():
     # Old files keep the scale and bias of GroupNorms with dimensions of 1.
     if re.search(r'gn[^/]*/(scale|bias)$', key):
       flat[key] = value.reshape(-1)
-  names = class_names_file(file)
+  beside = notes_file(file)
+  notes = _read_json(beside) if beside.exists() else {}
+  names = notes.get('class_names')
   return Weights(
     flax.traverse_util.unflatten_dict(flat, sep='/'),
     'npz',
-    {},
-    tuple(_read_json(names)) if names.exists() else None,
+    notes.get('model', {}),
+    tuple(names) if names else None,
   )
 
 
-def class_names_file(npz) -> epath.Path:
-  """Path of the class names beside an .npz, which cannot hold them itself."""
+def notes_file(npz) -> epath.Path:
+  """Path of what an .npz cannot hold, a JSON file beside it: class names, and
+  fields of the model in which it differs from the published ones."""
   npz = epath.Path(npz)
-  return npz.with_name(npz.name.removesuffix('.npz') + '.class_names.json')
+  return npz.with_name(f'{npz.name}.json')
 
 
 def _linen_name(key):
@@ -237,10 +246,9 @@ def _state_dict(file) -> dict[str, np.ndarray]:
   try:
     state = torch.load(file, map_location='cpu', weights_only=True)
   except Exception as e:
-    first = ' '.join(str(e).split())[:200]
     raise ValueError(
       f"'{file}' is no file of PyTorch weights, is only part of one, or holds "
-      f'pickled objects, which are never loaded: {first}'
+      'pickled objects, which are never loaded'
     ) from e
   if isinstance(state, dict):
     state = state.get('state_dict', state.get('model', state))

@@ -95,7 +95,11 @@ def _mixer_sizes(flat):
 
 
 def _matches(config, sizes):
-  """Whether a config of the table has these sizes (the pre-logits apart)."""
+  """Whether a config of the table has these sizes.
+
+  The pre-logits layer and the number of heads, which some files do not tell, may
+  be others.
+  """
   if ('resnet' in config) != ('resnet' in sizes):
     return False
   for key, value in sizes.items():
@@ -103,7 +107,9 @@ def _matches(config, sizes):
       continue
     have = config.get(key)
     if isinstance(value, dict):
-      if have is None or any(have.get(k) != v for k, v in value.items()):
+      if have is None or any(
+        have.get(k) != v for k, v in value.items() if k != 'num_heads'
+      ):
         return False
     elif have != value:
       return False

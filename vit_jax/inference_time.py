@@ -35,6 +35,7 @@ def inference_time(
       batch, or there is no such model.
   """
   config = _check(config)
+  log = metrics_lib.MetricsLog(workdir, 0)  # Fails early where it cannot be.
   mesh = sharding.make_mesh({'data': -1})
   shards = sharding.batch_shards(mesh)
   if config.batch % shards:
@@ -77,7 +78,6 @@ def inference_time(
     'imgs_sec_core_mean': statistics.mean(speeds),
     'imgs_sec_core_std': statistics.pstdev(speeds),
   }
-  log = metrics_lib.MetricsLog(workdir, 0)
   log.write(0, result)
   log.close()
   progress.say(

@@ -23,6 +23,7 @@ class MetricsLog:
     self._writer = None
     if jax.process_index():
       return
+    self.path.parent.mkdir(parents=True, exist_ok=True)
     lines = [line for line in read(workdir) if line['step'] <= start_step]
     workdir_lib.write_atomically(
       self.path, ''.join(json.dumps(line) + '\n' for line in lines)

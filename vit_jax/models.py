@@ -44,9 +44,13 @@ def make_model(config, **kwargs) -> VisionTransformer | MlpMixer:
     **kwargs: fields that win over those of the config.
 
   Raises:
-    ValueError: if there is no such field.
+    ValueError: if there is no such field, or no `num_classes`.
   """
   fields = {**config, **kwargs}
+  if 'num_classes' not in fields:
+    raise ValueError(
+      'num_classes is missing: give the width of the head, or 0 for none'
+    )
   model = MlpMixer if is_mixer(config) else VisionTransformer
   for given, known in (
     (fields, model),

@@ -44,7 +44,7 @@ TENSOR_RULES = (
 
 # Elements from which an array is split over the axis `fsdp`: to gather a small
 # one takes longer than it saves.
-FSDP_MIN_SIZE = 2**16
+FSDP_MIN_SIZE = 2**14
 
 Rules = Sequence[tuple[str, Sequence[Any]]]
 

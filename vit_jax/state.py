@@ -24,6 +24,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from vit_jax import optim
 from vit_jax import sharding
+from vit_jax import workdir as workdir_lib
 
 
 @flax.struct.dataclass
@@ -108,7 +109,7 @@ class Checkpoints:
     read_only: bool = False,
   ):
     self._read_only = read_only
-    self.directory = epath.Path(workdir) / 'checkpoints'
+    self.directory = workdir_lib.absolute(workdir) / 'checkpoints'
     sign = -1 if best_metric and 'loss' in best_metric else 1
     policies = [checkpoint_managers.LatestN(max(1, keep))]
     if best_metric:

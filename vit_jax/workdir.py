@@ -7,6 +7,7 @@ versions.json      versions of Python and of the packages that matter
 
 import importlib.metadata
 import json
+import os
 import platform
 from typing import Any
 
@@ -43,6 +44,15 @@ PACKAGES = (
   'tensorflow-datasets',
   'numpy',
 )
+
+
+def absolute(path) -> epath.Path:
+  """Returns a path that does not depend on the current folder.
+
+  Orbax takes no other. What has a scheme, gs:// for one, stays as it is.
+  """
+  text = str(path)
+  return epath.Path(text if '://' in text else os.path.abspath(text))
 
 
 def to_plain(config) -> dict[str, Any]:
