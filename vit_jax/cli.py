@@ -67,6 +67,17 @@ def load_tensorflow():
     tf.constant(0)
 
 
+def find_devices():
+  """Has JAX look for its devices, which the first use of it does otherwise.
+
+  Where libtpu is installed, for vit_jax.plan, but there is no TPU, it complains.
+  """
+  import jax
+
+  with hidden_stderr():
+    jax.devices()
+
+
 def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
   """Parses flags, `config` among them; what is wrong raises ValueError.
 

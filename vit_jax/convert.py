@@ -235,6 +235,7 @@ def main() -> None:
   )
   args = parser.parse_args()
   cli.quiet()
+  cli.find_devices()
   model, notes = convert(
     args.src,
     args.dst,

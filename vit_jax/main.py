@@ -81,6 +81,7 @@ def main(argv):
       '--help)'
     )
   _initialize_distributed()
+  cli.find_devices()
   # Imported late, so that --help and wrong flags are answered at once.
   cli.load_tensorflow()
   from vit_jax import evaluate

@@ -119,6 +119,7 @@ def load(
     ValueError: if no checkpoint can be read, or not the one asked for.
   """
   # Imported late: they bring TensorFlow, which takes seconds to load.
+  cli.find_devices()
   cli.load_tensorflow()
   from vit_jax import resolve
   from vit_jax import sharding
