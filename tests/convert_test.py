@@ -452,6 +452,15 @@ def test_the_weights_of_a_run_are_those_that_it_predicts_with(
   found = convert.read(str(tmp_path / 'run.npz'))
   assert_same_trees(found.params, params)
   assert found.class_names == run.class_names
+  # Grey images, in timm and Hugging Face too.
+  images = random_images((8, 8))[..., :1]
+  for kind in ('timm', 'hf'):
+    convert.convert(str(tmp_path / 'run'), str(tmp_path / kind), kind)
+    np.testing.assert_allclose(
+      torch_models.logits(load_elsewhere(tmp_path / kind, kind), images),
+      run.task.predict(params, images),
+      atol=1e-4,
+    )
   # A further run starts from it.
   config.pretrained = str(tmp_path / 'run')
   config.update(total_steps=1, warmup_steps=0, base_lr=0.0, ema_decay=0.0)
@@ -515,6 +524,7 @@ def test_the_config_beside_a_url_comes_along(tmp_path, server):
   [
     ('403/ViT-B_16.npz', PermissionError, '403 .*google/vit-base-patch16-224'),
     ('404/R_Ti_16.npz', FileNotFoundError, '404 .*timm/vit_tiny_r_s16_p8_224'),
+    ('404/mine.npz', FileNotFoundError, '404 .*also at .*huggingface.co/timm'),
     ('short.npz', OSError, 'came only in part'),
   ],
 )

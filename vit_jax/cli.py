@@ -14,7 +14,13 @@ import traceback
 from absl import flags
 from absl import logging
 
-_EXPECTED = (ValueError, FloatingPointError, OSError, ImportError)
+_EXPECTED = (
+  ValueError,
+  FloatingPointError,
+  OSError,
+  ImportError,
+  RuntimeError,
+)
 
 
 def quiet():

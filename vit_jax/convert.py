@@ -16,7 +16,7 @@ Examples:
   python -m vit_jax.convert ViT-B_16.npz /tmp/b16_timm --to=timm
   python -m vit_jax.convert /tmp/run /tmp/run.npz
   python -m vit_jax.convert https://huggingface.co/google/vit-base-patch16-224\
-/resolve/main/model.safetensors /tmp/b16 --to=workdir --class_names=names.txt
+/resolve/main/model.safetensors /tmp/b16 --to=workdir
 
 The arrays are only renamed and laid out anew. What the two sides compute
 differently (the GELU, the epsilons of norms) is written to the config of DST, so

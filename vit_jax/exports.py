@@ -6,6 +6,7 @@ computes differently and its config cannot say.
 
 import copy
 import json
+import math
 from typing import NamedTuple
 
 import flax.traverse_util
@@ -28,7 +29,6 @@ _TIMM_HYBRIDS = {
   'R50+ViT-B_16': 'vit_base_r50_s16_224',
   'R50+ViT-L_32': 'vit_large_r50_s32_224',
 }
-_PIXELS = dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 
 
 class Model(NamedTuple):
@@ -101,7 +101,9 @@ def _write_timm(model, dst):
     embed_dim=config.hidden_size,
     depth=encoder.num_layers,
     num_heads=encoder.num_heads,
-    mlp_ratio=encoder.mlp_dim / config.hidden_size,
+    # timm cuts the product off to an integer.
+    mlp_ratio=math.nextafter(encoder.mlp_dim / config.hidden_size, math.inf),
+    in_chans=_channels(model.params),
     class_token=config.classifier == 'token',
     global_pool='token' if config.classifier == 'token' else 'avg',
     fc_norm=False,
@@ -132,7 +134,7 @@ def _write_timm(model, dst):
         interpolation='bilinear',
         first_conv=None,
         classifier='head',
-        **_PIXELS,
+        **_pixels(model.params),
       ),
       **({'label_names': model.class_names} if model.class_names else {}),
     ),
@@ -197,8 +199,8 @@ def _write_hf(model, dst):
     do_rescale=True,
     rescale_factor=1 / 255,
     do_normalize=True,
-    image_mean=_PIXELS['mean'],
-    image_std=_PIXELS['std'],
+    image_mean=_pixels(model.params)['mean'],
+    image_std=_pixels(model.params)['std'],
   )
   (dst / 'preprocessor_config.json').write_text(json.dumps(processor, indent=1))
   if whole:
@@ -223,6 +225,12 @@ def _channels(params):
     if path in flat:
       return flat[path].shape[2]
   raise KeyError('embedding/kernel')
+
+
+def _pixels(params):
+  """Mean and deviation by which pixels from 0 to 1 come to be from -1 to 1."""
+  half = (0.5,) * _channels(params)
+  return dict(mean=half, std=half)
 
 
 def _write_torch(dst, state, config):

@@ -44,7 +44,7 @@ def elsewhere(path: str) -> str:
         f'https://huggingface.co/{repository}/resolve/main/model.safetensors '
         '(config.pretrained)'
       )
-  if path.startswith('gs://vit_models'):
+  if is_remote(path) and path.endswith(('.npz', '.csv')):
     return (
       '. The published weights are also at https://huggingface.co/google and '
       'https://huggingface.co/timm: give the URL of a model.safetensors '
