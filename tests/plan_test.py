@@ -152,6 +152,39 @@ def test_settings_that_a_search_tries():
     assert 1024 % (32 * settings['accum_steps']) == 0
 
 
+def test_a_search_shows_the_best_first(monkeypatch, capsys):
+  """With plans made up: the more is split the slower, and copies do not fit."""
+  seen = []
+
+  def make_plan(config, topology, num_examples, num_classes):
+    seen.append((config.mesh.fsdp, config.accum_steps))
+    fits = config.mesh.fsdp > 1 and config.accum_steps > 1
+    return {
+      'fits': fits,
+      'memory_per_core_bytes': 2**30,
+      'images_per_second_per_core': 100.0 / config.mesh.fsdp,
+    }
+
+  monkeypatch.setattr(plan, 'make_plan', make_plan)
+  config = config_of('b16,imagenet2012', batch=1024)
+  best = plan.search(config, 'v3:4x4', 1, 1)
+  assert '--config.mesh.fsdp=8' in best[0]['flags']
+  assert best[0]['images_per_second_per_core'] == 12.5
+  assert all(p['fits'] for p in best)
+  assert (8, 16) not in seen  # It fitted with 4 micro-batches.
+  assert (1, 16) in seen
+  assert config.mesh.fsdp == 1  # The caller's config is as it was.
+  out = capsys.readouterr().out
+  assert out.index('The best (estimates)') > out.index('does not fit')
+
+
+def test_every_version_has_a_topology_that_works():
+  for name, chip in plan.CHIPS.items():
+    devices = plan.get_topology(chip.example)
+    chips = len({tuple(d.coords) for d in devices})
+    assert len(devices) == chips * chip.per_chip, name
+
+
 @pytest.mark.parametrize(
   'args, message',
   [

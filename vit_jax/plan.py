@@ -14,7 +14,7 @@ programs, no measurements.
 and prints the flags of the best. Plans are kept in $VIT_JAX_CACHE (by default
 ~/.cache/vit_jax), by the program that was compiled.
 
-A topology is a TPU version and the chips along each axis: v2 and v3 have two
+A topology is a TPU version and the chips along each axis: v2, v3 and v4 have two
 cores a chip. The data need not be there: sizes of the paper's data sets are
 known, --num_examples and --num_classes give others.
 """
@@ -47,7 +47,7 @@ GIB = 2**30
 
 
 class Chip(NamedTuple):
-  """A device as JAX sees it: a core of v2 and v3, a chip of the others.
+  """A device as the compiler sees it: a core of v2 to v4, a chip of v5e and v6e.
 
   Attributes:
     memory: bytes.
@@ -66,7 +66,7 @@ class Chip(NamedTuple):
 CHIPS = {
   'v2': Chip(8 * GIB, 45e12 / 2, 2, 'v2:2x2'),
   'v3': Chip(16 * GIB, 123e12 / 2, 2, 'v3:4x4'),
-  'v4': Chip(32 * GIB, 275e12, 1, 'v4:2x2x1'),
+  'v4': Chip(16 * GIB, 275e12 / 2, 2, 'v4:2x2x1'),
   'v5e': Chip(16 * GIB, 197e12, 1, 'v5e:4x4'),
   'v6e': Chip(32 * GIB, 918e12, 1, 'v6e:4x4'),
 }
