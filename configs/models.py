@@ -73,6 +73,7 @@ def _config(name, size, patch, resnet=None, classifier='token'):
   config.transformer.gelu = 'tanh'
   config.transformer.norm_eps = 1e-6
   config.transformer.remat = ''
+  config.transformer.scan = False
   config.classifier = classifier
   config.representation_size = ml_collections.config_dict.placeholder(int)
   config.head_bias_init = 0.0

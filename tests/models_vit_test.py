@@ -466,3 +466,52 @@ def test_unknown_models_and_fields_are_named():
   config.transformer.num_layer = 3
   with pytest.raises(ValueError, match=r"unknown fields \['num_layer'\]"):
     models.make_model(config, num_classes=3)
+
+
+@pytest.mark.parametrize('remat', ['', 'dots', 'full'])
+def test_layers_in_a_loop_compute_the_same(remat):
+  fields = dict(num_layers=3, mlp_dim=32, num_heads=2, dropout_rate=0.0,
+                attention_dropout_rate=0.0)  # fmt: skip
+  plain = tiny(transformer=fields)
+  loop = tiny(transformer=dict(fields, scan=True, remat=remat))
+  x = images()
+  params = randomised(plain, x)
+  assert jax.tree.structure(params) == jax.tree.structure(
+    loop.init(jax.random.key(0), x, train=False)['params']
+  )
+
+  def loss(model):
+    return lambda p: jnp.sum(model.apply({'params': p}, x, train=True) ** 2)
+
+  want, want_grad = jax.value_and_grad(loss(plain))(params)
+  got, got_grad = jax.jit(jax.value_and_grad(loss(loop)))(params)
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
+    got_grad,
+    want_grad,
+  )
+  jaxpr = str(jax.make_jaxpr(loss(loop))(params))
+  assert 'length=3' in jaxpr
+  # Who looks inside sees every layer.
+  _, seen = loop.apply(
+    {'params': params}, x, train=False, mutable='intermediates'
+  )
+  assert 'encoderblock_2' in seen['intermediates']['Transformer']
+
+
+def test_dropout_in_a_loop_differs_by_layer_and_key():
+  fields = dict(num_layers=2, mlp_dim=32, num_heads=2, dropout_rate=0.5,
+                scan=True)  # fmt: skip
+  model = tiny(transformer=fields)
+  x = images()
+  params = randomised(model, x)
+
+  def run(key):
+    rngs = {'dropout': jax.random.key(key)}
+    return model.apply({'params': params}, x, train=True, rngs=rngs)
+
+  np.testing.assert_array_equal(run(0), run(0))
+  assert np.abs(run(0) - run(1)).max() > 1e-3
+  keys = jax.make_jaxpr(lambda: run(0))()
+  assert 'random_split' in str(keys)

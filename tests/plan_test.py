@@ -93,6 +93,29 @@ def test_a_model_that_does_not_fit(cache):
   )
 
 
+def test_what_is_in_loops_counts_as_often_as_it_runs(cache):
+  """Layers and micro-batches in loops cost about what they cost written out."""
+  whole, loops = (
+    plan.make_plan(
+      config_of('ti16,imagenet2012', batch=512, **fields), 'v3:2x2', 10**6, 1000
+    )
+    for fields in (
+      {'model.transformer.num_layers': 4},
+      {
+        'model.transformer.num_layers': 4,
+        'model.transformer.scan': True,
+        'accum_steps': 2,
+      },
+    )
+  )
+  assert loops['flops_per_step_per_core'] == whole['flops_per_step_per_core']
+  assert loops['step_seconds'] == pytest.approx(whole['step_seconds'], rel=0.3)
+  assert loops['bytes_accessed_per_core'] == pytest.approx(
+    whole['bytes_accessed_per_core'], rel=0.5
+  )
+  assert loops['params_bytes'] == whole['params_bytes']
+
+
 def test_loops_and_recomputation_count():
   def body(x, _):
     return jnp.tanh(x @ x), None

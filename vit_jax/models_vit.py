@@ -314,6 +314,9 @@ class Encoder(nn.Module):
     remat: '' keeps all activations; 'full' keeps each layer's input alone and
       computes the rest again in the backward pass; 'dots' keeps the results of
       the dense layers too.
+    scan: whether to loop over the layers rather than to write them out: compiles
+      faster, computes the same but for dropout's noise, and keeps more for the
+      backward pass, which `remat` makes less. Parameters keep their names.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -327,6 +330,7 @@ class Encoder(nn.Module):
   gelu: str = 'tanh'
   norm_eps: float = 1e-6
   remat: str = ''
+  scan: bool = False
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -351,20 +355,51 @@ class Encoder(nn.Module):
       block = nn.remat(
         block, static_argnums=(2,), policy=REMAT_POLICIES[self.remat]
       )
-    for i in range(self.num_layers):
-      x = block(
-        mlp_dim=self.mlp_dim,
-        num_heads=self.num_heads,
-        dropout_rate=self.dropout_rate,
-        attention_dropout_rate=self.attention_dropout_rate,
-        gelu=self.gelu,
-        norm_eps=self.norm_eps,
-        name=f'encoderblock_{i}',
-        **types,
-      )(x, not train)
+    fields = dict(
+      mlp_dim=self.mlp_dim,
+      num_heads=self.num_heads,
+      dropout_rate=self.dropout_rate,
+      attention_dropout_rate=self.attention_dropout_rate,
+      gelu=self.gelu,
+      norm_eps=self.norm_eps,
+      **types,
+    )
+    # Parameters are made, and intermediates seen, layer by layer in any case.
+    if (
+      self.scan
+      and not self.is_initializing()
+      and not self.is_mutable_collection('intermediates')
+    ):
+      x = self._scan_layers(block(**fields, parent=None), x, train)
+    else:
+      for i in range(self.num_layers):
+        x = block(name=f'encoderblock_{i}', **fields)(x, not train)
     x = nn.LayerNorm(self.norm_eps, name='encoder_norm', **types)(x)
     self.sow('intermediates', 'tokens', x)
     return x
+
+  def _scan_layers(self, block, x, train):
+    """Applies the layers in a loop, which is compiled once for all of them."""
+    params = self.variables['params']
+    stacked = jax.tree.map(
+      lambda *leaves: jnp.stack(leaves),
+      *(params[f'encoderblock_{i}'] for i in range(self.num_layers)),
+    )
+    dropout = train and (self.dropout_rate or self.attention_dropout_rate)
+    keys = (
+      jax.random.split(self.make_rng('dropout'), self.num_layers)
+      if dropout
+      else None
+    )
+
+    def apply(x, layer):
+      layer_params, key = layer
+      rngs = None if key is None else {'dropout': key}
+      return block.apply(
+        {'params': layer_params}, x, not train, rngs=rngs
+      ), None
+
+    return jax.lax.scan(apply, x, (stacked, keys))[0]
 
 
 class VisionTransformer(nn.Module):

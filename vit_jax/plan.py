@@ -169,14 +169,14 @@ class Lowered(NamedTuple):
 
   Attributes:
     update: jax.stages.Lowered of the whole update.
-    micro_batch: the same of the gradient of one micro-batch; None where there is
-      one alone. The compiler counts what is in a loop once.
+    loops: (times, jax.stages.Lowered) whose costs, so often, are to be added:
+      the compiler counts what is in a loop once.
     abstract: the TrainState's shapes and shardings.
     flops: of the matrix products of an update, over all devices.
   """
 
   update: jax.stages.Lowered
-  micro_batch: jax.stages.Lowered | None
+  loops: list[tuple[int, jax.stages.Lowered]]
   abstract: Any
   flops: int
 
@@ -198,29 +198,39 @@ def lower(config, num_classes: int, devices) -> Lowered:
   mesh = sharding.make_mesh(config.mesh, devices)
   resolve.check_batch(config, sharding.batch_shards(mesh))
   names = [str(i) for i in range(num_classes)]
-  program = train.make_program(config, names, mesh)
-  params = program.abstract.params
-  micro_batch = None
-  with jax.set_mesh(mesh):
-    traced = train.jit_update(program).trace(
-      program.abstract, abstract_batch(config, config.batch, num_classes, mesh)
+
+  def gradient(num_layers=None):
+    """Lowers the gradient of a micro-batch, maybe of fewer layers in a row."""
+    part = copy.deepcopy(config)
+    if num_layers:
+      part.model.transformer.update(num_layers=num_layers, scan=False)
+    task, _, _, abstract = train.make_program(part, names, mesh)
+    params = abstract.params
+    function = jax.jit(
+      lambda params, batch: jax.value_and_grad(task.loss)(
+        params, batch, jax.random.key(0)
+      ),
+      out_shardings=(None, jax.tree.map(lambda x: x.sharding, params)),
     )
-    if config.accum_steps > 1:
-      size = config.batch // config.accum_steps
-      gradient = jax.jit(
-        lambda params, batch: jax.value_and_grad(program.task.loss)(
-          params, batch, jax.random.key(0)
-        ),
-        out_shardings=(None, jax.tree.map(lambda x: x.sharding, params)),
-      )
-      micro_batch = gradient.lower(
-        params, abstract_batch(config, size, num_classes, mesh)
-      )
+    size = config.batch // config.accum_steps
+    batch = abstract_batch(config, size, num_classes, mesh)
+    with jax.set_mesh(mesh):  # Where nothing can be computed, only lowered.
+      return function.lower(params, batch)
+
+  loops = []
+  if config.accum_steps > 1:
+    loops.append((config.accum_steps - 1, gradient()))
+  encoder = config.model.get('transformer') or {}
+  if encoder.get('scan'):
+    # One more layer costs what two layers cost more than one.
+    times = config.accum_steps * (encoder.num_layers - 1)
+    loops += [(times, gradient(2)), (-times, gradient(1))]
+  program = train.make_program(config, names, mesh)
+  batch = abstract_batch(config, config.batch, num_classes, mesh)
+  with jax.set_mesh(mesh):
+    traced = train.jit_update(program).trace(program.abstract, batch)
     return Lowered(
-      traced.lower(),
-      micro_batch,
-      program.abstract,
-      flops.count_flops(traced.jaxpr),
+      traced.lower(), loops, program.abstract, flops.count_flops(traced.jaxpr)
     )
 
 
@@ -256,7 +266,7 @@ def _bytes(abstract):
   return sum(row['bytes_per_device'] for row in sharding.report(abstract))
 
 
-def compile_plan(lowered: Lowered, accum_steps: int) -> dict:
+def compile_plan(lowered: Lowered) -> dict:
   """Compiles, and returns what the compiler says.
 
   Returns:
@@ -272,9 +282,9 @@ def compile_plan(lowered: Lowered, accum_steps: int) -> dict:
   try:
     with cli.hidden_stderr():
       compiled = lowered.update.compile()
+      seconds = time.perf_counter() - start
       costs = [(1, compiled)]
-      if lowered.micro_batch is not None:
-        costs.append((accum_steps - 1, lowered.micro_batch.compile()))
+      costs += [(times, part.compile()) for times, part in lowered.loops]
   except jax.errors.JaxRuntimeError as e:
     text = str(e)
     if 'RESOURCE_EXHAUSTED' not in text:
@@ -303,7 +313,7 @@ def compile_plan(lowered: Lowered, accum_steps: int) -> dict:
       total = result['collectives'].setdefault(kind, {'count': 0, 'bytes': 0})
       for key, value in row.items():
         total[key] += times * value
-  result['compile_seconds'] = time.perf_counter() - start
+  result['compile_seconds'] = seconds
   return result
 
 
@@ -361,7 +371,7 @@ def make_plan(
   if cached:
     result = json.loads(file.read_text())
   else:
-    result = compile_plan(lowered, config.accum_steps)
+    result = compile_plan(lowered)
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(f'.{os.getpid()}.tmp')
     temporary.write_text(json.dumps(result))
