@@ -87,6 +87,19 @@ def test_tensorflow_is_loaded_in_silence():
   assert done.stderr == ''
 
 
+def test_libtpu_is_left_alone_where_there_is_no_tpu():
+  done = run(
+    'from vit_jax import cli\n'
+    'cli.avoid_libtpu()\n'
+    'import jax\n'
+    'assert jax.devices()[0].platform == "cpu"\n'
+    'maps = open("/proc/self/maps").read()\n'
+    'assert "libtpu.so" not in maps\n'
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stderr == ''
+
+
 def imports_of(path):
   """Names of the modules of this package that a file imports."""
   for node in ast.walk(ast.parse(path.read_text())):

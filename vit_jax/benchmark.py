@@ -341,6 +341,7 @@ def main() -> None:
   )
   args = parser.parse_args()
   cli.quiet()
+  cli.avoid_libtpu()
   if args.repeats < 1:
     raise ValueError(f'repeats={args.repeats} must be at least 1 (--repeats)')
   device = jax.devices()[0]

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 import contextlib
+import glob
 import importlib
+import importlib.metadata
+import importlib.util
 import logging as python_logging
 import os
 import pathlib
@@ -73,15 +76,26 @@ def load_tensorflow():
     tf.constant(0)
 
 
-def find_devices():
-  """Has JAX look for its devices, which the first use of it does otherwise.
+def avoid_libtpu():
+  """Keeps JAX from libtpu where there is no TPU.
 
-  Where libtpu is installed, for vit_jax.plan, but there is no TPU, it complains.
+  It may be installed for vit_jax.plan alone. JAX loads it all the same, and then
+  it complains, and the profiler crashes beside it.
   """
+  if (
+    'JAX_PLATFORMS' in os.environ
+    or importlib.util.find_spec('libtpu') is None
+    or glob.glob('/dev/accel*')
+    or glob.glob('/dev/vfio/*')
+    or any(
+      name.startswith(('jax_cuda', 'jax-cuda', 'jax_rocm', 'jax-rocm'))
+      for name in importlib.metadata.packages_distributions()
+    )
+  ):
+    return
   import jax
 
-  with hidden_stderr():
-    jax.devices()
+  jax.config.update('jax_platforms', 'cpu')
 
 
 def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:

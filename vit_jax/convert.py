@@ -235,7 +235,7 @@ def main() -> None:
   )
   args = parser.parse_args()
   cli.quiet()
-  cli.find_devices()
+  cli.avoid_libtpu()
   model, notes = convert(
     args.src,
     args.dst,

@@ -80,8 +80,8 @@ def main(argv):
       '--config=FILE is needed to train, --evaluate=SPLIT to evaluate a run (see '
       '--help)'
     )
+  cli.avoid_libtpu()
   _initialize_distributed()
-  cli.find_devices()
   # Imported late, so that --help and wrong flags are answered at once.
   cli.load_tensorflow()
   from vit_jax import evaluate

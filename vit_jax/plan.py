@@ -577,6 +577,7 @@ def main() -> None:
   if values.config is None:
     raise ValueError('--config=FILE is needed (see --help)')
   cli.quiet()
+  cli.avoid_libtpu()  # Its compiler is used, but no device of its.
   sizes = _data(values.config, values.num_examples, values.num_classes)
   get_topology(values.topology)  # Before anything that takes long.
   if values.search:

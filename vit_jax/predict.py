@@ -119,7 +119,6 @@ def load(
     ValueError: if no checkpoint can be read, or not the one asked for.
   """
   # Imported late: they bring TensorFlow, which takes seconds to load.
-  cli.find_devices()
   cli.load_tensorflow()
   from vit_jax import resolve
   from vit_jax import sharding
@@ -161,6 +160,7 @@ def main() -> None:
   parser.add_argument('--top', type=int, default=5, help='classes to print (5)')
   args = parser.parse_args()
   cli.quiet()
+  cli.avoid_libtpu()
   model = load(args.workdir, args.step)
   results = model.predict(args.images, args.top)
   for path, classes in zip(args.images, results, strict=True):
