@@ -34,6 +34,7 @@ def run_python(*args, cache):
     env={**os.environ, 'VIT_JAX_CACHE': str(cache)},
   )
   assert done.returncode == 0, done.stderr[-2000:]
+  assert 'hbm' not in done.stderr  # What the compiler says stays with us.
   return done.stdout
 
 

@@ -279,16 +279,19 @@ def compile_plan(lowered: Lowered) -> dict:
     'params_bytes': _bytes(lowered.abstract.params),
     'optimizer_bytes': _bytes(lowered.abstract.opt_state),
   }
-  try:
-    with cli.hidden_stderr():
+  failure = None
+  with cli.hidden_stderr():  # It is noisy, most of all where it fails.
+    try:
       compiled = lowered.update.compile()
       seconds = time.perf_counter() - start
       costs = [(1, compiled)]
       costs += [(times, part.compile()) for times, part in lowered.loops]
-  except jax.errors.JaxRuntimeError as e:
-    text = str(e)
+    except jax.errors.JaxRuntimeError as e:
+      failure = e
+  if failure is not None:
+    text = str(failure)
     if 'RESOURCE_EXHAUSTED' not in text:
-      raise
+      raise failure
     used = re.search(r'Used ([\d.]+)([GM]) of', text)
     unit = {'G': GIB, 'M': 2**20}
     memory = float(used[1]) * unit[used[2]] if used else None
