@@ -24,6 +24,8 @@ FLOORS = [
     'layouts',
     'fetch',
     'identify',
+    'attention',
+    'topology',
   ],
   [
     'models',
@@ -49,7 +51,8 @@ FLOORS = [
   ],
   ['tasks'],
   ['train', 'predict', 'evaluate', 'benchmark', 'inference_time'],
-  ['plan', 'transfer'],
+  ['estimate', 'transfer'],
+  ['plan'],
   ['main'],
 ]
 

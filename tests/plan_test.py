@@ -78,7 +78,7 @@ def test_a_plan_of_ti16(cache):
   assert '(estimate)' in out
   # Forward and backward, by hand: within 3 %.
   model = model_configs.get_config('ti16')
-  count = flops.forward_multiply_adds(model, (224, 224), 1000)
+  count = flops.forward_multiply_adds(model, (224, 224), 1000, as_run=True)
   want = flops.training_flops(count) * 32
   assert got['flops_per_step_per_core'] == pytest.approx(want, rel=0.03)
   # Parameters and both moments of Adam, split over 8 cores but for small ones.
@@ -164,7 +164,7 @@ def test_flops_of_a_model_as_it_is_written():
   traced = jax.jit(lambda p, x: model.apply(p, x, train=False)).trace(
     params, images
   )
-  count = flops.forward_multiply_adds(config, (96, 96), 10)
+  count = flops.forward_multiply_adds(config, (96, 96), 10, as_run=True)
   assert flops.count_flops(traced.jaxpr) == 2 * 2 * count
 
 

@@ -72,7 +72,7 @@ def test_what_follows_from_the_axes_alone():
     'cls': jnp.zeros((1, 1, 512)),
   }
   got = sharding.tree_shardings(tree, (), mesh)
-  assert got['query']['kernel'].spec == P('fsdp', 'model', None)
+  assert got['query']['kernel'].spec == P(None, 'model', 'fsdp')
   assert got['query']['bias'].spec == P('model', None)  # Too small for fsdp.
   # 510 is not divided by 4, and the other dimension is taken.
   assert got['MlpBlock_0']['Dense_1']['kernel'].spec == P('model', None)

@@ -173,7 +173,7 @@ def _model_rows(args, train: bool) -> list[dict]:
   with jax.set_mesh(mesh):
     steps, products = measure(step, matrix_product(), repeats=args.repeats)
   size = (args.image_size, args.image_size)
-  count = flops.forward_multiply_adds(config.model, size, 1000)
+  count = flops.forward_multiply_adds(config.model, size, 1000, as_run=True)
   work = (flops.training_flops(count) if train else 2 * count) * args.batch
   peak = [2 * PRODUCT_SIZE**3 / t * mesh.size for t in products]
   speeds = [args.batch / t for t in steps]

@@ -10,7 +10,11 @@ from vit_jax import models
 
 
 def forward_multiply_adds(
-  model, image_size: tuple[int, int], num_classes: int, channels: int = 3
+  model,
+  image_size: tuple[int, int],
+  num_classes: int,
+  channels: int = 3,
+  as_run: bool = False,
 ) -> int:
   """Counts the multiply-adds of one forward pass on one image.
 
@@ -21,6 +25,8 @@ def forward_multiply_adds(
     image_size: (height, width) in pixels.
     num_classes: width of the head.
     channels: channels of the image.
+    as_run: whether to leave out what is not computed here: of the last layer's
+      tokens only the class token is read, where there is one.
 
   Raises:
     ValueError: if the model is a hybrid.
@@ -40,7 +46,11 @@ def forward_multiply_adds(
   head = width * num_classes
   if model.get('representation_size'):
     head = model.representation_size * (width + num_classes)
-  return embedding + encoder.num_layers * (dense + attention) + head
+  total = embedding + encoder.num_layers * (dense + attention) + head
+  if as_run and model.classifier == 'token':
+    unread = tokens - 1
+    total -= unread * (2 * width * (width + encoder.mlp_dim + tokens))
+  return total
 
 
 def training_flops(multiply_adds: int) -> int:
@@ -52,7 +62,7 @@ def count_flops(jaxpr) -> int:
   """Counts the FLOPs of the matrix products in a program, as it is written.
 
   What is computed twice counts twice, and what stands in a loop as often as the
-  loop runs, neither of which a compiler's own count can be trusted with.
+  loop or a kernel's grid runs, neither of which a compiler's own count can be trusted with.
 
   Args:
     jaxpr: jax.core.Jaxpr or ClosedJaxpr, `jax.jit(f).trace(...).jaxpr` for one.
@@ -71,7 +81,11 @@ def count_flops(jaxpr) -> int:
       features = kernel[eqn.params['dimension_numbers'].rhs_spec[0]]
       depth = math.prod(kernel) // features
       total += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
-    times = eqn.params['length'] if name == 'scan' else 1
+    times = 1
+    if name == 'scan':
+      times = eqn.params['length']
+    elif name == 'pallas_call':
+      times = math.prod(eqn.params['grid_mapping'].grid)
     for inner in _inner_jaxprs(eqn.params):
       total += times * count_flops(inner)
   return total

@@ -22,8 +22,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax import attention
 from vit_jax import models_resnet
 from vit_jax import sharding
+
+MultiHeadDotProductAttention = attention.MultiHeadDotProductAttention
 
 CLASSIFIERS = ('token', 'gap', 'unpooled', 'token_unpooled')
 
@@ -197,63 +200,6 @@ class MlpBlock(nn.Module):
     return nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
 
 
-class MultiHeadDotProductAttention(nn.Module):
-  """Multi-head self-attention (appendix A), softmax in float32.
-
-  Attributes:
-    num_heads: number of heads K; must divide the width.
-    dropout_rate: dropout of the attention weights (0 in the paper).
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
-  """
-
-  num_heads: int
-  dropout_rate: float = 0.0
-  dtype: Any = jnp.float32
-  param_dtype: Any = jnp.float32
-
-  @nn.compact
-  def __call__(self, x, *, deterministic):
-    """Maps tokens [B, N, D] to [B, N, D].
-
-    Raises:
-      ValueError: if the heads do not divide the width.
-    """
-    width = x.shape[-1]
-    if width % self.num_heads:
-      raise ValueError(
-        f'num_heads={self.num_heads} does not divide the width {width} '
-        '(config.model.hidden_size): choose a divisor'
-      )
-    head_dim = width // self.num_heads
-    dense = functools.partial(
-      nn.DenseGeneral,
-      kernel_init=nn.initializers.xavier_uniform(),
-      dtype=self.dtype,
-      param_dtype=self.param_dtype,
-    )
-    heads = functools.partial(dense, features=(self.num_heads, head_dim))
-    query = heads(name='query')(x)  # [B, N, K, E]
-    key = heads(name='key')(x)  # [B, N, K, E]
-    value = heads(name='value')(x)  # [B, N, K, E]
-    logits = jnp.einsum(
-      'bqke,bske->bkqs',
-      query * head_dim**-0.5,
-      key,
-    )  # [B, K, N, N]
-    # Stored as `dtype` (half the memory traffic of the largest array in bfloat16,
-    # which makes the training step of B/16 a tenth faster on TPU v3 by the
-    # compiler's estimate), exponentiated in float32.
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    weights = jax.nn.softmax(logits, axis=-1)
-    self.sow('intermediates', 'attention_weights', weights)
-    weights = nn.Dropout(self.dropout_rate)(
-      weights.astype(value.dtype), deterministic=deterministic
-    )
-    x = jnp.einsum('bkqs,bske->bqke', weights, value)  # [B, N, K, E]
-    return dense(features=width, axis=(-2, -1), name='out')(x)  # [B, N, D]
-
-
 class Encoder1DBlock(nn.Module):
   """One layer of the encoder: attention, then MLP, pre-norm (equations 2, 3).
 
@@ -262,6 +208,8 @@ class Encoder1DBlock(nn.Module):
     num_heads: number of heads K.
     dropout_rate: dropout after dense layers.
     attention_dropout_rate: dropout of the attention weights.
+    attention: how attention is computed, see vit_jax.attention.
+    only_first: whether only the first token is computed, [B, 1, D].
     gelu: see MlpBlock.
     norm_eps: added to the variance in LayerNorm.
     dtype: type of the computation.
@@ -272,6 +220,8 @@ class Encoder1DBlock(nn.Module):
   num_heads: int
   dropout_rate: float = 0.1
   attention_dropout_rate: float = 0.1
+  attention: str = 'default'
+  only_first: bool = False
   gelu: str = 'tanh'
   norm_eps: float = 1e-6
   dtype: Any = jnp.float32
@@ -285,10 +235,12 @@ class Encoder1DBlock(nn.Module):
     x = MultiHeadDotProductAttention(
       num_heads=self.num_heads,
       dropout_rate=self.attention_dropout_rate,
+      attention=self.attention,
+      only_first=self.only_first,
       **types,
     )(x, deterministic=deterministic)
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
-    x = x + inputs
+    x = x + (attention.first_token(inputs) if self.only_first else inputs)
     y = nn.LayerNorm(self.norm_eps, **types)(x)
     y = MlpBlock(
       mlp_dim=self.mlp_dim,
@@ -309,12 +261,15 @@ class Encoder(nn.Module):
     dropout_rate: dropout after dense layers and after the position embeddings.
     attention_dropout_rate: dropout of the attention weights.
     add_position_embedding: whether positions are told apart at all.
+    only_first: whether only the first token is read, the class token. The last
+      layer then computes no other, and the result is [B, 1, D].
+    attention: how attention is computed, see vit_jax.attention.
     gelu: see MlpBlock.
     norm_eps: added to the variance in LayerNorm.
     remat: '' keeps all activations; 'full' keeps each layer's input alone and
       computes the rest again in the backward pass; 'dots' keeps the results of
       the dense layers too.
-    scan: whether to loop over the layers rather than to write them out: compiles
+    scan: whether to loop over the layers, but for the last, rather than to write them out: compiles
       faster, computes the same but for dropout's noise, and keeps more for the
       backward pass, which `remat` makes less. Parameters keep their names.
     dtype: type of the computation.
@@ -327,6 +282,8 @@ class Encoder(nn.Module):
   dropout_rate: float = 0.1
   attention_dropout_rate: float = 0.1
   add_position_embedding: bool = True
+  only_first: bool = False
+  attention: str = 'default'
   gelu: str = 'tanh'
   norm_eps: float = 1e-6
   remat: str = ''
@@ -360,34 +317,37 @@ class Encoder(nn.Module):
       num_heads=self.num_heads,
       dropout_rate=self.dropout_rate,
       attention_dropout_rate=self.attention_dropout_rate,
+      attention=self.attention,
       gelu=self.gelu,
       norm_eps=self.norm_eps,
       **types,
     )
-    # Parameters are made, and intermediates seen, layer by layer in any case.
-    if (
-      self.scan
-      and not self.is_initializing()
-      and not self.is_mutable_collection('intermediates')
-    ):
-      x = self._scan_layers(block(**fields, parent=None), x, train)
+    # Parameters are made, and intermediates seen, layer by layer and in full.
+    seen = self.is_mutable_collection('intermediates')
+    last = self.num_layers - 1
+    if self.scan and last > 0 and not seen and not self.is_initializing():
+      x = self._scan_layers(block(**fields, parent=None), x, last, train)
     else:
-      for i in range(self.num_layers):
+      for i in range(last):
         x = block(name=f'encoderblock_{i}', **fields)(x, not train)
+    if self.num_layers:
+      only_first = self.only_first and not seen
+      name = f'encoderblock_{last}'
+      x = block(name=name, only_first=only_first, **fields)(x, not train)
     x = nn.LayerNorm(self.norm_eps, name='encoder_norm', **types)(x)
     self.sow('intermediates', 'tokens', x)
     return x
 
-  def _scan_layers(self, block, x, train):
-    """Applies the layers in a loop, which is compiled once for all of them."""
+  def _scan_layers(self, block, x, num_layers, train):
+    """Applies the first layers in a loop, which is compiled once for them all."""
     params = self.variables['params']
     stacked = jax.tree.map(
       lambda *leaves: jnp.stack(leaves),
-      *(params[f'encoderblock_{i}'] for i in range(self.num_layers)),
+      *(params[f'encoderblock_{i}'] for i in range(num_layers)),
     )
     dropout = train and (self.dropout_rate or self.attention_dropout_rate)
     keys = (
-      jax.random.split(self.make_rng('dropout'), self.num_layers)
+      jax.random.split(self.make_rng('dropout'), num_layers)
       if dropout
       else None
     )
@@ -486,9 +446,10 @@ class VisionTransformer(nn.Module):
         )
         cls = jnp.broadcast_to(cls, (x.shape[0], 1, x.shape[-1]))
         x = jnp.concatenate([cls.astype(x.dtype), x], axis=1)  # [B, N+1, D]
-      x = self.encoder(name='Transformer', **types, **self.transformer)(
-        x, train=train
-      )
+      fields = dict(self.transformer)
+      if self.classifier == 'token' and issubclass(self.encoder, Encoder):
+        fields['only_first'] = True
+      x = self.encoder(name='Transformer', **types, **fields)(x, train=train)
 
     if self.classifier == 'token':
       x = x[:, 0]  # [B, D]

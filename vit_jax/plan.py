@@ -8,68 +8,41 @@ Compiles the very update that `vit_jax.main` would run, with the TPU's own
 compiler, which runs on any x86 Linux machine, and says what it reports: the
 memory of a core, FLOPs, its estimate of the time of a step, and what follows for
 the whole run. The times are the compiler's estimates: good to compare two
-programs, no measurements.
+programs, no measurements. They count no network; the least that it takes is a
+line of its own.
 
---search tries rematerialisation, accumulation and ways to split the parameters,
-and prints the flags of the best. Plans are kept in $VIT_JAX_CACHE (by default
-~/.cache/vit_jax), by the program that was compiled.
+--search tries meshes (copies, parameters split over some or all devices, heads
+over two) and, for each, rematerialisation and accumulation until it fits; it
+prints the best and the flags that select it. Plans are kept in $VIT_JAX_CACHE (by
+default ~/.cache/vit_jax), by the program that was compiled.
 
-A topology is a TPU version and the chips along each axis: v2, v3 and v4 have two
-cores a chip. The data need not be there: sizes of the paper's data sets are
-known, --num_examples and --num_classes give others.
+A topology is a TPU version and the chips along each axis, v3:4x4 or v4:2x2x4: a
+device is a core of v2 and v3, of which a chip has two, else a chip. The data need
+not be there: sizes of the paper's data sets are known, --num_examples and
+--num_classes give others.
 """
 
 from collections.abc import Iterator
 import copy
 import hashlib
+import importlib.metadata
 import json
 import math
 import os
 import pathlib
-import re
 import sys
-import time
-from typing import Any
-from typing import NamedTuple
 
 from absl import flags
 import jax
-import jax.numpy as jnp
 from ml_collections import config_flags
 
 from vit_jax import cli
-from vit_jax import flops
+from vit_jax import estimate
 from vit_jax import progress
 from vit_jax import sharding
+from vit_jax import topology as topology_lib
 
 say = progress.say
-GIB = 2**30
-
-
-class Chip(NamedTuple):
-  """A device as the compiler sees it: a core of v2 to v4, a chip of v5e and v6e.
-
-  Attributes:
-    memory: bytes.
-    peak: bfloat16 FLOPs a second.
-    per_chip: devices on a chip.
-    example: a topology of it.
-  """
-
-  memory: int
-  peak: float
-  per_chip: int
-  example: str
-
-
-# Google Cloud's documentation of each version: a chip's memory and peak.
-CHIPS = {
-  'v2': Chip(8 * GIB, 45e12 / 2, 2, 'v2:2x2'),
-  'v3': Chip(16 * GIB, 123e12 / 2, 2, 'v3:4x4'),
-  'v4': Chip(16 * GIB, 275e12 / 2, 2, 'v4:2x2x1'),
-  'v5e': Chip(16 * GIB, 197e12, 1, 'v5e:4x4'),
-  'v6e': Chip(32 * GIB, 918e12, 1, 'v6e:4x4'),
-}
 
 # data set: training examples, classes.
 DATASETS = {
@@ -90,255 +63,24 @@ PAPER_CORE_DAYS = {
   ('ViT-L_16', 'imagenet21k'): 230,
 }
 
-_COLLECTIVES = (
-  'all-reduce',
-  'all-gather',
-  'reduce-scatter',
-  'all-to-all',
-  'collective-permute',
-)
-_SIZES = {'f32': 4, 's32': 4, 'u32': 4, 'bf16': 2, 'f16': 2, 'pred': 1}
-
-
-def get_topology(name: str):
-  """Returns the devices of a topology.
-
-  Args:
-    name: 'v3:4x4', say.
-
-  Raises:
-    ValueError: if there is no such topology.
-    ImportError: if libtpu is missing.
-    RuntimeError: if another process uses libtpu.
-  """
-  version = name.split(':')[0]
-  if version not in CHIPS or not re.fullmatch(r'\w+:\d+(x\d+)*', name):
-    raise ValueError(
-      f"topology='{name}' is unknown: give a version and the chips along each "
-      f'axis, for example {", ".join(c.example for c in CHIPS.values())} '
-      '(--topology)'
-    )
-  try:
-    import libtpu  # noqa: F401
-  except ImportError as e:
-    raise ImportError(
-      "planning needs the TPU's compiler: pip install 'vit_jax[plan]'"
-    ) from e
-  from jax.experimental import topologies
-
-  # It looks for a TPU's metadata server, and warns where there is none.
-  os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
-  os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v3-8')
-  os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
-  try:
-    with cli.hidden_stderr():
-      return topologies.get_topology_desc(name, 'tpu').devices
-  except Exception as e:
-    text = ' '.join(str(e).split())
-    if 'already in use' in text or 'lockfile' in text:
-      raise RuntimeError(
-        'libtpu is in use by another process: wait for it, or set '
-        'ALLOW_MULTIPLE_LIBTPU_LOAD=1'
-      ) from e
-    raise ValueError(
-      f"topology='{name}' cannot be made: {text[:200]}; for example "
-      f'{", ".join(c.example for c in CHIPS.values())} work (--topology)'
-    ) from e
-
-
-def abstract_batch(config, size: int, num_classes: int, mesh) -> dict:
-  """Shapes and shardings of a training batch of a config."""
-  from vit_jax import preprocess  # Late: brings TensorFlow.
-
-  height, width = preprocess.crop_size(config.pp)
-  split = sharding.batch_sharding(mesh)
-  return {
-    'image': jax.ShapeDtypeStruct(
-      (size, height, width, config.pp.channels),
-      jnp.float32,
-      sharding=split,
-    ),
-    'label': jax.ShapeDtypeStruct(
-      (size, num_classes), jnp.float32, sharding=split
-    ),
-  }
-
-
-class Lowered(NamedTuple):
-  """A program ready to be compiled.
-
-  Attributes:
-    update: jax.stages.Lowered of the whole update.
-    loops: (times, jax.stages.Lowered) whose costs, so often, are to be added:
-      the compiler counts what is in a loop once.
-    abstract: the TrainState's shapes and shardings.
-    flops: of the matrix products of an update, over all devices.
-  """
-
-  update: jax.stages.Lowered
-  loops: list[tuple[int, jax.stages.Lowered]]
-  abstract: Any
-  flops: int
-
-
-def lower(config, num_classes: int, devices) -> Lowered:
-  """Lowers the update of a config for devices that need not be there.
-
-  Args:
-    config: with `total_steps` and `warmup_steps` as numbers.
-    num_classes: width of the head.
-    devices: of a topology.
-
-  Raises:
-    ValueError: if config and devices do not go together, as in training.
-  """
-  from vit_jax import resolve  # Late: they bring TensorFlow.
-  from vit_jax import train
-
-  mesh = sharding.make_mesh(config.mesh, devices)
-  resolve.check_batch(config, sharding.batch_shards(mesh))
-  names = [str(i) for i in range(num_classes)]
-
-  def gradient(num_layers=None):
-    """Lowers the gradient of a micro-batch, maybe of fewer layers in a row."""
-    part = copy.deepcopy(config)
-    if num_layers:
-      part.model.transformer.update(num_layers=num_layers, scan=False)
-    task, _, _, abstract = train.make_program(part, names, mesh)
-    params = abstract.params
-    function = jax.jit(
-      lambda params, batch: jax.value_and_grad(task.loss)(
-        params, batch, jax.random.key(0)
-      ),
-      out_shardings=(None, jax.tree.map(lambda x: x.sharding, params)),
-    )
-    size = config.batch // config.accum_steps
-    batch = abstract_batch(config, size, num_classes, mesh)
-    with jax.set_mesh(mesh):  # Where nothing can be computed, only lowered.
-      return function.lower(params, batch)
-
-  loops = []
-  if config.accum_steps > 1:
-    loops.append((config.accum_steps - 1, gradient()))
-  encoder = config.model.get('transformer') or {}
-  if encoder.get('scan'):
-    # One more layer costs what two layers cost more than one.
-    times = config.accum_steps * (encoder.num_layers - 1)
-    loops += [(times, gradient(2)), (-times, gradient(1))]
-  program = train.make_program(config, names, mesh)
-  batch = abstract_batch(config, config.batch, num_classes, mesh)
-  with jax.set_mesh(mesh):
-    traced = train.jit_update(program).trace(program.abstract, batch)
-    return Lowered(
-      traced.lower(), loops, program.abstract, flops.count_flops(traced.jaxpr)
-    )
-
-
-def collectives(hlo: str) -> dict[str, dict]:
-  """Counts the collectives of a compiled program, by kind.
-
-  Args:
-    hlo: its text.
-
-  Returns:
-    kind -> {'count', 'bytes'}: bytes of the results on one device. What stands
-    in the body of a loop counts once.
-  """
-  found = {}
-  call = re.compile(rf' ({"|".join(_COLLECTIVES)})(-start)?\(')
-  for line in hlo.splitlines():
-    match = call.search(line)
-    if match is None or ' = ' not in line[: match.start()]:
-      continue
-    shape = line[: match.start()].partition(' = ')[2]
-    size = sum(
-      _SIZES.get(dtype, 4) * math.prod(int(n) for n in dims.split(',') if n)
-      for dtype, dims in re.findall(r'(\w+)\[([\d,]*)\]', shape)
-    )
-    row = found.setdefault(match[1], {'count': 0, 'bytes': 0})
-    row['count'] += 1
-    # What only starts here names its operands too.
-    row['bytes'] += size // 2 if match[2] else size
-  return found
-
-
-def _bytes(abstract):
-  return sum(row['bytes_per_device'] for row in sharding.report(abstract))
-
-
-def compile_plan(lowered: Lowered) -> dict:
-  """Compiles, and returns what the compiler says.
-
-  Returns:
-    `fits`; where it does: `memory_per_core_bytes` and its parts,
-    `bytes_accessed_per_core`, `step_seconds`, `collectives`; else
-    `memory_per_core_bytes` as far as the compiler says it.
-  """
-  start = time.perf_counter()
-  result = {
-    'params_bytes': _bytes(lowered.abstract.params),
-    'optimizer_bytes': _bytes(lowered.abstract.opt_state),
-  }
-  failure = None
-  with cli.hidden_stderr():  # It is noisy, most of all where it fails.
-    try:
-      compiled = lowered.update.compile()
-      seconds = time.perf_counter() - start
-      costs = [(1, compiled)]
-      costs += [(times, part.compile()) for times, part in lowered.loops]
-    except jax.errors.JaxRuntimeError as e:
-      failure = e
-  if failure is not None:
-    text = str(failure)
-    if 'RESOURCE_EXHAUSTED' not in text:
-      raise failure
-    used = re.search(r'Used ([\d.]+)([GM]) of', text)
-    unit = {'G': GIB, 'M': 2**20}
-    memory = float(used[1]) * unit[used[2]] if used else None
-    return {**result, 'fits': False, 'memory_per_core_bytes': memory}
-  memory = compiled.memory_analysis()
-  result['fits'] = True
-  result['memory_per_core_bytes'] = (
-    memory.argument_size_in_bytes
-    + memory.output_size_in_bytes
-    - memory.alias_size_in_bytes
-    + memory.temp_size_in_bytes
-  )
-  result['activations_bytes'] = memory.temp_size_in_bytes
-  for ours, theirs in (
-    ('bytes_accessed_per_core', 'bytes accessed'),
-    ('step_seconds', 'optimal_seconds'),
-  ):
-    result[ours] = sum(n * c.cost_analysis()[theirs] for n, c in costs)
-  result['collectives'] = {}
-  for times, part in costs:
-    for kind, row in collectives(part.as_text()).items():
-      total = result['collectives'].setdefault(kind, {'count': 0, 'bytes': 0})
-      for key, value in row.items():
-        total[key] += times * value
-  result['compile_seconds'] = seconds
-  return result
+# Part of the cache's key: another one where what is kept changes.
+_FORMAT = '2'
 
 
 def _cache_file(lowered, topology):
   key = hashlib.sha256()
   for part in (
-    lowered.update.as_text(),
+    _FORMAT,
     topology,
     jax.__version__,
-    _libtpu_version(),
+    importlib.metadata.version('libtpu'),
+    lowered.update.as_text(),
   ):
     key.update(part.encode())
   folder = os.environ.get('VIT_JAX_CACHE', '~/.cache/vit_jax')
   return (
     pathlib.Path(folder).expanduser() / 'plans' / f'{key.hexdigest()[:32]}.json'
   )
-
-
-def _libtpu_version():
-  import importlib.metadata
-
-  return importlib.metadata.version('libtpu')
 
 
 def make_plan(
@@ -357,24 +99,25 @@ def make_plan(
     estimates them.
 
   Raises:
-    ValueError, ImportError, RuntimeError: see get_topology and lower.
+    ValueError, ImportError, RuntimeError: see vit_jax.topology.get_topology and
+      vit_jax.estimate.lower.
   """
-  devices = get_topology(topology)
+  devices = topology_lib.get_topology(topology)
   cli.load_tensorflow()
   from vit_jax import resolve
 
-  chip = CHIPS[topology.split(':')[0]]
+  chip = topology_lib.get_chip(topology)
   config = resolve.complete(config)
   resolve.check(config)
   config = resolve.resolve_steps(config, num_examples)
-  lowered = lower(config, num_classes, devices)
+  lowered = estimate.lower(config, num_classes, devices)
   abstract = lowered.abstract
   file = _cache_file(lowered, topology)
   cached = file.exists()
   if cached:
     result = json.loads(file.read_text())
   else:
-    result = compile_plan(lowered)
+    result = estimate.compile_plan(lowered, chip, len(devices))
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(f'.{os.getpid()}.tmp')
     temporary.write_text(json.dumps(result))
@@ -395,6 +138,9 @@ def make_plan(
   if result['fits']:
     seconds = result['step_seconds']
     result['images_per_second_per_core'] = config.batch / cores / seconds
+    result['images_per_second_per_core_with_network'] = (
+      config.batch / cores / (seconds + result['network_seconds'])
+    )
     result['flops_per_step_per_core'] = lowered.flops / cores
     result['share_of_peak'] = (
       result['flops_per_step_per_core'] / seconds / chip.peak
@@ -412,9 +158,9 @@ def make_plan(
 def _gib(count):
   if count is None:
     return 'unknown'
-  if count < GIB / 10:
+  if count < topology_lib.GIB / 10:
     return f'{count / 2**20:.1f} MiB'
-  return f'{count / GIB:.2f} GiB'
+  return f'{count / topology_lib.GIB:.2f} GiB'
 
 
 def table(plan: dict) -> str:
@@ -456,6 +202,12 @@ def table(plan: dict) -> str:
         for kind, found in plan['collectives'].items()
       ),
       (
+        'network, at best',
+        f'{1000 * plan["network_seconds"]:,.1f} ms, not in the estimate: '
+        f'{plan["images_per_second_per_core_with_network"]:,.1f} images a second '
+        'if none of it is hidden',
+      ),
+      (
         'the whole run',
         f'{plan["total_steps"]:,} steps, {plan["hours"]:,.1f} hours, '
         f'{plan["core_days"]:,.0f} core-days, {plan["chip_hours"]:,.0f} '
@@ -470,64 +222,90 @@ def table(plan: dict) -> str:
   return '\n'.join(f'{name:<{width}}  {value}' for name, value in rows)
 
 
-def candidates(config, cores: int) -> Iterator[dict]:
-  """Yields the settings that --search tries, as {flag: value}.
+def meshes(config, devices: int) -> Iterator[dict[str, int]]:
+  """Yields the meshes that --search tries.
 
-  Meshes: all copied, all split, and half of each; no rematerialisation, that of
-  all but dense layers, and that of everything; one and more micro-batches.
+  All copied; parameters split over 8 devices, and over all; the latter with heads
+  and hidden layers split over 2.
   """
-  for fsdp in sorted({1, min(8, cores), cores}):
-    for remat in ('', 'dots', 'full'):
-      for accum_steps in (1, 4, 16):
-        if config.batch % (cores * accum_steps) == 0:
-          yield {
-            'mesh.data': cores // fsdp,
-            'mesh.fsdp': fsdp,
-            'mesh.model': 1,
-            'model.transformer.remat': remat,
-            'accum_steps': accum_steps,
-          }
+  heads = (config.model.get('transformer') or {}).get('num_heads', 1)
+  tried = [(1, 1), (min(8, devices), 1), (devices, 1)]
+  if devices % 2 == 0 and heads % 2 == 0:
+    tried.append((devices // 2, 2))
+  for fsdp, model in dict.fromkeys(tried):
+    if devices % (fsdp * model) == 0:
+      yield {'data': devices // (fsdp * model), 'fsdp': fsdp, 'model': model}
+
+
+def _first_that_fits(config, settings, plan, devices):
+  """Plans with more and more micro-batches; yields each, up to one that fits."""
+  shards = devices // settings['mesh.model']
+  steps = 1
+  while config.batch % (shards * steps) == 0:
+    trial = copy.deepcopy(config)
+    trial.update_from_flattened_dict({**settings, 'accum_steps': steps})
+    result = plan(trial)
+    yield {**settings, 'accum_steps': steps}, result
+    if result['fits']:
+      return
+    # What it needs says about how many more micro-batches it takes.
+    needed = result['memory_per_core_bytes'] or 0
+    times = needed / result.get('memory_of_core_bytes', math.inf)
+    steps *= max(2, 2 ** math.floor(math.log2(max(times, 1))))
 
 
 def search(config, topology, num_examples, num_classes, shown=5) -> list[dict]:
-  """Plans all candidates; prints the best and the flags that select it.
+  """Plans a run in many ways; prints the best and the flags that select it.
 
-  A micro-batch is halved, so to speak, only where the whole does not fit: when a
-  setting fits with fewer micro-batches, more of them are not tried.
+  For each mesh: without rematerialisation first; where that does not fit, or only
+  with accumulation, also with it, which leaves room for larger micro-batches.
+
+  Returns:
+    The plans that fit, the fastest first, with the network where nothing of it is
+    hidden; all plans, if none fits. Each has its `flags`.
   """
-  cores = len(get_topology(topology))
-  plans, fitting = [], set()
-  for settings in candidates(config, cores):
-    key = (settings['mesh.fsdp'], settings['model.transformer.remat'])
-    if key in fitting:
-      continue
-    trial = copy.deepcopy(config)
-    trial.update_from_flattened_dict(settings)
-    text = ' '.join(f'--config.{k}={v}' for k, v in settings.items())
-    say(f'compiling {text} ...')
-    plan = make_plan(trial, topology, num_examples, num_classes)
-    plan['flags'] = text
-    plans.append(plan)
-    if plan['fits']:
-      fitting.add(key)
-      speed = f'{plan["images_per_second_per_core"]:,.1f} images/s a device, '
-    else:
-      speed = 'does not fit, '
-    say(f'  {speed}{_gib(plan["memory_per_core_bytes"])}')
+  devices = len(topology_lib.get_topology(topology))
+  plans = []
+
+  def plan(trial):
+    return make_plan(trial, topology, num_examples, num_classes)
+
+  remats = ('', 'dots', 'full') if 'transformer' in config.model else (None,)
+  for mesh in meshes(config, devices):
+    for remat in remats:
+      settings = {f'mesh.{axis}': size for axis, size in mesh.items()}
+      if remat is not None:
+        settings['model.transformer.remat'] = remat
+      for found, result in _first_that_fits(config, settings, plan, devices):
+        result['flags'] = ' '.join(
+          f'--config.{k}={v}' for k, v in found.items()
+        )
+        plans.append(result)
+        say(f'{_speed(result)}  {result["flags"]}')
+      if result['fits'] and found['accum_steps'] == 1:
+        break  # To compute again what fits is only slower.
   best = sorted(
     (p for p in plans if p['fits']),
-    key=lambda p: -p['images_per_second_per_core'],
+    key=lambda p: -p['images_per_second_per_core_with_network'],
   )
   if not best:
     say('None of them fits: take more devices, or a smaller batch.')
     return plans
-  say('\nThe best (estimates):')
-  for plan in best[:shown]:
-    say(
-      f'  {plan["images_per_second_per_core"]:8,.1f} images/s a device, '
-      f'{_gib(plan["memory_per_core_bytes"])}  {plan["flags"]}'
-    )
+  say('\nThe best, with the network (estimates):')
+  for result in best[:shown]:
+    say(f'{_speed(result)}  {result["flags"]}')
   return best
+
+
+def _speed(plan):
+  """A line on the speed and the memory of a plan."""
+  memory = f'{_gib(plan["memory_per_core_bytes"]):>9}'
+  if not plan['fits']:
+    return f'     does not fit          {memory}'
+  return (
+    f'{plan["images_per_second_per_core_with_network"]:9,.1f} images/s a device '
+    f'{memory}'
+  )
 
 
 def _define_flags(argv):
@@ -582,8 +360,12 @@ def main() -> None:
   cli.quiet()
   cli.avoid_libtpu()  # Its compiler is used, but no device of its.
   sizes = _data(values.config, values.num_examples, values.num_classes)
-  get_topology(values.topology)  # Before anything that takes long.
+  # Before anything that takes long.
+  topology_lib.get_topology(values.topology)
   if values.search:
+    say(
+      f'Compiling for {values.topology}, several times, each takes minutes ...'
+    )
     result = search(values.config, values.topology, *sizes)
   else:
     say(f'Compiling for {values.topology} ...')

@@ -130,6 +130,8 @@ def load(
   config = resolve.complete(config)
   mesh = mesh or sharding.make_mesh({'data': 1}, jax.local_devices()[:1])
   config.sharding_rules = ()
+  if 'transformer' in config.model:  # This may be another device.
+    config.model.transformer.attention = 'default'
   program = train.make_program(config, class_names, mesh)
   checkpoints = state_lib.Checkpoints(workdir, read_only=True)
   steps = checkpoints.steps()

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 import ml_collections
 import optax
 
+from vit_jax import attention
 from vit_jax import checkpoint
 from vit_jax import input_pipeline
 from vit_jax import losses
@@ -105,9 +106,16 @@ def make_program(config, class_names, mesh) -> Program:
     mesh: the mesh.
 
   Raises:
-    ValueError: if model, loss, optimiser, schedule or sharding rules are not
-      right.
+    ValueError: if model, attention, loss, optimiser, schedule or sharding rules
+      are not right.
   """
+  encoder = config.model.get('transformer') or {}
+  attention.check(
+    encoder.get('attention', 'default'),
+    encoder.get('attention_dropout_rate', 0.0),
+    mesh.devices.flat[0].platform,
+    config.model.get('dtype', 'float32'),
+  )
   task = importlib.import_module(f'vit_jax.tasks.{config.task}').make(
     config, class_names
   )

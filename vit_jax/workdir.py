@@ -15,9 +15,10 @@ from etils import epath
 import jax
 import ml_collections
 
-# Keys that say how a run is watched and where it runs, not what it computes:
-# they may differ when a run goes on.
+# Keys that say how a run is watched, where it runs and in what order it computes,
+# but not what: they may differ when a run goes on, on other devices for one.
 FREE_KEYS = (
+  'accum_steps',
   'batch_eval',
   'best_metric',
   'broken_images',
@@ -25,6 +26,9 @@ FREE_KEYS = (
   'eval_every',
   'keep_checkpoints',
   'mesh',
+  'model.transformer.attention',
+  'model.transformer.remat',
+  'model.transformer.scan',
   'prefetch',
   'profile_steps',
   'progress_every',
@@ -88,7 +92,8 @@ def check(workdir, config):
   differing = [
     f'{key}: {old.get(key)} there, {new.get(key)} here'
     for key in sorted({*old, *new})
-    if old.get(key) != new.get(key) and key.split('.')[0] not in FREE_KEYS
+    if old.get(key) != new.get(key)
+    and not {key, key.split('.')[0]} & set(FREE_KEYS)
   ]
   if differing:
     raise ValueError(

@@ -1,0 +1,101 @@
+"""TPUs that need not be there: the versions, and the devices of a topology."""
+
+import os
+import re
+from typing import NamedTuple
+
+from vit_jax import cli
+
+GIB = 2**30
+
+
+class Chip(NamedTuple):
+  """A device as the compiler sees it: a core of v2 and v3, else a chip.
+
+  Attributes:
+    memory: bytes.
+    peak: bfloat16 FLOPs a second.
+    network: bytes a second over all links of the chip, one way.
+    per_chip: devices on a chip.
+    example: a topology of it.
+    options: for JAX's function that makes a topology.
+  """
+
+  memory: int
+  peak: float
+  network: float
+  per_chip: int
+  example: str
+  options: dict = {}
+
+
+# Google Cloud's documentation of each version: a chip's memory, peak and links.
+# Two cores of v4 and v5p work as one device ("megacore").
+_ONE = {'chip_config_name': 'megacore'}
+CHIPS = {
+  'v2': Chip(8 * GIB, 45e12 / 2, 248e9, 2, 'v2:2x2'),
+  'v3': Chip(16 * GIB, 123e12 / 2, 328e9, 2, 'v3:4x4'),
+  'v4': Chip(32 * GIB, 275e12, 300e9, 1, 'v4:2x2x1', _ONE),
+  'v5e': Chip(16 * GIB, 197e12, 200e9, 1, 'v5e:4x4'),
+  'v5p': Chip(95 * GIB, 459e12, 600e9, 1, 'v5p:2x2x1', _ONE),
+  'v6e': Chip(32 * GIB, 918e12, 400e9, 1, 'v6e:4x4'),
+}
+
+
+def get_chip(name: str) -> Chip:
+  """Returns the devices' kind of a topology, 'v3:4x4' say.
+
+  Raises:
+    ValueError: if there is no such version, or the name is none of a topology.
+  """
+  version = name.split(':')[0]
+  if version not in CHIPS or not re.fullmatch(r'\w+:\d+(x\d+)*', name):
+    raise ValueError(
+      f"topology='{name}' is unknown: give a version and the chips along each "
+      f'axis, for example {_examples()} (--topology)'
+    )
+  return CHIPS[version]
+
+
+def get_topology(name: str):
+  """Returns the devices of a topology.
+
+  Args:
+    name: 'v3:4x4', say.
+
+  Raises:
+    ValueError: if there is no such topology.
+    ImportError: if libtpu is missing.
+    RuntimeError: if another process uses libtpu.
+  """
+  chip = get_chip(name)
+  try:
+    import libtpu  # noqa: F401
+  except ImportError as e:
+    raise ImportError(
+      "planning needs the TPU's compiler: pip install 'vit_jax[plan]'"
+    ) from e
+  from jax.experimental import topologies
+
+  # It looks for a TPU's metadata server, and warns where there is none.
+  os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+  os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v3-8')
+  os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
+  try:
+    with cli.hidden_stderr():
+      return topologies.get_topology_desc(name, 'tpu', **chip.options).devices
+  except Exception as e:
+    text = ' '.join(str(e).split())
+    if 'already in use' in text or 'lockfile' in text:
+      raise RuntimeError(
+        'libtpu is in use by another process: wait for it, or set '
+        'ALLOW_MULTIPLE_LIBTPU_LOAD=1'
+      ) from e
+    raise ValueError(
+      f"topology='{name}' cannot be made: {text[:200]}; for example "
+      f'{_examples()} work (--topology)'
+    ) from e
+
+
+def _examples():
+  return ', '.join(chip.example for chip in CHIPS.values())
