@@ -26,7 +26,9 @@ def test_steps_are_reported_with_their_share_of_the_peak(
   )  # fmt: skip
   assert got['machine']['platform'] == 'cpu'
   for section in ('train', 'inference'):
-    step, product = got['results'][section]
+    step, ratio, product = got['results'][section]
+    assert ratio['name'] == 'ratio to attention=xla'
+    assert ratio['median'] > 0
     assert step['unit'] == 'img/s'
     assert 0 < step['min'] <= step['median'] <= step['max']
     assert 0 < step['share_of_peak'] < 1

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from vit_jax import estimate
 from vit_jax import flops
 from vit_jax import models
 from vit_jax import plan
+from vit_jax import topology
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import pretrain
 
@@ -175,49 +177,98 @@ def test_collectives_are_read_from_the_program():
   %done = f32[16]{0} all-gather-done(%ag)
   %rs = f32[10]{0} reduce-scatter(%d), channel_id=3
   %other = f32[10]{0} fusion(%rs), calls=%all-reduce-like
+  %sc = f32[5]{0} fusion(%d), kind=kCustom, calls=%all-reduce-scatter.1
+%all-reduce-scatter.1 (input: f32[40]) -> f32[5] {
+  %sum = f32[40]{0} all-reduce(%input), channel_id=4
+}
   """
-  assert plan.collectives(hlo) == {
+  assert estimate.collectives(hlo) == {
     'all-reduce': {'count': 1, 'bytes': 32},
     'all-gather': {'count': 1, 'bytes': 48},
-    'reduce-scatter': {'count': 1, 'bytes': 40},
+    'reduce-scatter': {'count': 2, 'bytes': 60},
   }
 
 
-def test_settings_that_a_search_tries():
-  config = config_of('b16,imagenet2012', batch=1024)
-  tried = list(plan.candidates(config, 32))
-  assert {t['mesh.fsdp'] for t in tried} == {1, 8, 32}
-  assert {t['model.transformer.remat'] for t in tried} == {'', 'dots', 'full'}
-  for settings in tried:
-    assert settings['mesh.data'] * settings['mesh.fsdp'] == 32
-    assert 1024 % (32 * settings['accum_steps']) == 0
+def test_meshes_that_a_search_tries():
+  config = config_of('b16,imagenet2012')
+  tried = list(plan.meshes(config, 32))
+  assert {'data': 32, 'fsdp': 1, 'model': 1} in tried
+  assert {'data': 4, 'fsdp': 8, 'model': 1} in tried
+  assert {'data': 1, 'fsdp': 32, 'model': 1} in tried
+  assert {'data': 1, 'fsdp': 16, 'model': 2} in tried
+  # 3 heads are not split over 2.
+  config = config_of('ti16,imagenet2012')
+  assert all(m['model'] == 1 for m in plan.meshes(config, 32))
+  assert list(plan.meshes(config, 1)) == [{'data': 1, 'fsdp': 1, 'model': 1}]
 
 
 def test_a_search_shows_the_best_first(monkeypatch, capsys):
-  """With plans made up: the more is split the slower, and copies do not fit."""
+  """With plans made up: what is split fits, and computing again is slower."""
   seen = []
 
   def make_plan(config, topology, num_examples, num_classes):
-    seen.append((config.mesh.fsdp, config.accum_steps))
-    fits = config.mesh.fsdp > 1 and config.accum_steps > 1
+    remat = config.model.transformer.remat
+    seen.append(
+      (config.mesh.fsdp, config.mesh.model, remat, config.accum_steps)
+    )
+    rows = config.batch // 32 // config.accum_steps
+    memory = rows * (1 if remat else 10) + 100 // config.mesh.fsdp
     return {
-      'fits': fits,
-      'memory_per_core_bytes': 2**30,
-      'images_per_second_per_core': 100.0 / config.mesh.fsdp,
+      'fits': memory <= 64,
+      'memory_per_core_bytes': memory,
+      'memory_of_core_bytes': 64,
+      'images_per_second_per_core_with_network': (
+        100.0 * rows / (rows + 1) * (0.5 if remat else 1.0) / config.mesh.model
+      ),
     }
 
   monkeypatch.setattr(plan, 'make_plan', make_plan)
-  monkeypatch.setattr(plan, 'get_topology', lambda _: range(32))
+  monkeypatch.setattr(plan.topology_lib, 'get_topology', lambda _: range(32))
   config = config_of('b16,imagenet2012', batch=1024)
   best = plan.search(config, 'v3:4x4', 1, 1)
-  assert '--config.mesh.fsdp=8' in best[0]['flags']
-  assert best[0]['images_per_second_per_core'] == 12.5
   assert all(p['fits'] for p in best)
-  assert (8, 16) not in seen  # It fitted with 4 micro-batches.
-  assert (1, 16) in seen
+  speeds = [p['images_per_second_per_core_with_network'] for p in best]
+  assert speeds == sorted(speeds, reverse=True)
+  # 32 images at 10 do not fit, nor 16 or 8; 4 do: from 332 of 64, times 4 at once.
+  assert [a for f, m, r, a in seen if (f, m, r) == (8, 1, '')] == [1, 4, 8]
+  assert (1, 1, '', 32) in seen  # The copies fit in no way, without remat.
+  assert not any(p['flags'].startswith('--config.mesh.data=32') for p in best)
+  assert '--config.mesh.model=1' in best[0]['flags']
+  assert '--config.accum_steps=8' in best[0]['flags']
+  # Recomputation leaves room for all at once, and is tried.
+  assert (8, 1, 'dots', 1) in seen
+  assert (8, 1, 'full', 1) not in seen  # It could only be slower.
   assert config.mesh.fsdp == 1  # The caller's config is as it was.
   out = capsys.readouterr().out
-  assert out.index('The best (estimates)') > out.index('does not fit')
+  assert out.index('The best, with the network') > out.index('does not fit')
+
+
+def test_a_search_does_not_compute_again_what_fits(monkeypatch):
+  seen = []
+
+  def make_plan(config, *_):
+    seen.append(config.model.transformer.remat)
+    return {'fits': True, 'memory_per_core_bytes': 1,
+            'images_per_second_per_core_with_network': 1.0}  # fmt: skip
+
+  monkeypatch.setattr(plan, 'make_plan', make_plan)
+  monkeypatch.setattr(plan.topology_lib, 'get_topology', lambda _: range(8))
+  plan.search(config_of('b16,imagenet2012', batch=256), 'v3:2x2', 1, 1)
+  assert set(seen) == {''}
+
+
+def test_the_network_at_best():
+  chip = topology.CHIPS['v3']
+  found = {
+    'all-gather': {'count': 1, 'bytes': 8_000_000},
+    'all-reduce': {'count': 2, 'bytes': 16_000_000},
+    'reduce-scatter': {'count': 1, 'bytes': 1_000_000},
+  }
+  # Of a result gathered from 8 devices, 7 parts come over the links; a sum goes
+  # round twice; what is summed is 8 times what is left of it.
+  want = (8e6 + 2 * 16e6 + 8 * 1e6) * 7 / 8 / 328e9
+  assert estimate.network_seconds(found, 8, chip) == pytest.approx(want)
+  assert estimate.network_seconds(found, 1, chip) == 0
 
 
 # Prints what each of the arguments lists raises, then all example topologies.
@@ -228,6 +279,7 @@ import pathlib
 import subprocess
 import sys
 from vit_jax import plan
+from vit_jax import topology
 errors = []
 for args in json.loads(sys.argv[1]):
   sys.argv = ['plan', '--config=configs/pretrain.py:ti16,imagenet2012', *args]
@@ -236,8 +288,8 @@ for args in json.loads(sys.argv[1]):
   except ValueError as e:
     errors.append(str(e))
 coordinates = {
-  name: [list(d.coords) for d in plan.get_topology(chip.example)]
-  for name, chip in plan.CHIPS.items()
+  name: [list(d.coords) for d in topology.get_topology(chip.example)]
+  for name, chip in topology.CHIPS.items()
 }
 print(json.dumps([errors, coordinates]))
 """
@@ -260,7 +312,7 @@ def test_topologies_and_what_does_not_fit_them(cache):
     assert message in error
   for name, coords in coordinates.items():
     chips = len({tuple(c) for c in coords})
-    assert len(coords) == chips * plan.CHIPS[name].per_chip, name
+    assert len(coords) == chips * topology.CHIPS[name].per_chip, name
 
 
 @pytest.mark.parametrize(
@@ -282,7 +334,7 @@ def test_wrong_arguments(monkeypatch, args, message):
 def test_libtpu_is_missing(monkeypatch):
   monkeypatch.setitem(sys.modules, 'libtpu', None)
   with pytest.raises(ImportError, match=r"pip install 'vit_jax\[plan\]'"):
-    plan.get_topology('v3:2x2')
+    topology.get_topology('v3:2x2')
 
 
 def test_help(monkeypatch, capsys):

@@ -135,23 +135,21 @@ def benchmark_start(args) -> list[dict]:
   return [row('digits: start to first step', times, 's')]
 
 
-def _model_rows(args, train: bool) -> list[dict]:
-  cli.load_tensorflow()
+def _model_step(args, mesh, train: bool, attention: str) -> Callable:
+  """Returns a function that does one step of a model, or one batch of logits."""
   from vit_jax import train as train_lib
 
   config = common.get_config()
   config.model = model_configs.get_config(args.model)
   config.model.dtype = args.dtype
+  config.model.transformer.attention = attention
   config.pp.crop = args.image_size
   config.update(
     optimizer='adam', optim_dtype='float32', total_steps=10, warmup_steps=1,
     weight_decay=0.1,
   )  # fmt: skip
-  mesh = sharding.make_mesh({'data': -1})
-  sharding.local_rows(mesh, args.batch)
   names = [str(i) for i in range(1000)]
   program = train_lib.make_program(config, names, mesh)
-  state = program.create_state({})
   rng = np.random.RandomState(0)
   size = (args.batch, args.image_size, args.image_size, 3)
   batch = {
@@ -159,7 +157,7 @@ def _model_rows(args, train: bool) -> list[dict]:
     'label': np.eye(1000, dtype=np.float32)[rng.randint(1000, size=args.batch)],
   }
   batch = jax.device_put(batch, sharding.batch_sharding(mesh))
-  holder = [state]
+  holder = [program.create_state({})]
   update = jax.jit(program.update, donate_argnums=0)
   predict = jax.jit(program.task.predict)
 
@@ -170,18 +168,29 @@ def _model_rows(args, train: bool) -> list[dict]:
     else:
       predict(holder[0].params, batch['image']).block_until_ready()
 
+  return step
+
+
+def _model_rows(args, train: bool) -> list[dict]:
+  cli.load_tensorflow()
+  mesh = sharding.make_mesh({'data': -1})
+  sharding.local_rows(mesh, args.batch)
+  steps = [_model_step(args, mesh, train, name) for name in ('default', 'xla')]
   with jax.set_mesh(mesh):
-    steps, products = measure(step, matrix_product(), repeats=args.repeats)
+    ours, xla, products = measure(
+      *steps, matrix_product(), repeats=args.repeats
+    )
+  model = model_configs.get_config(args.model)
   size = (args.image_size, args.image_size)
-  count = flops.forward_multiply_adds(config.model, size, 1000, as_run=True)
+  count = flops.forward_multiply_adds(model, size, 1000, as_run=True)
   work = (flops.training_flops(count) if train else 2 * count) * args.batch
   peak = [2 * PRODUCT_SIZE**3 / t * mesh.size for t in products]
-  speeds = [args.batch / t for t in steps]
   kind = 'training step' if train else 'inference'
   label = f'{kind}, {args.model}, batch {args.batch}, {args.dtype}'
-  share = statistics.median(work / t for t in steps) / statistics.median(peak)
+  share = statistics.median(work / t for t in ours) / statistics.median(peak)
   return [
-    row(label, speeds, 'img/s', share_of_peak=share),
+    row(label, [args.batch / t for t in ours], 'img/s', share_of_peak=share),
+    row('ratio to attention=xla', [b / a for a, b in zip(ours, xla)], 'x'),
     row(
       'matrix product, float32, beside it',
       [p / 1e9 for p in peak],

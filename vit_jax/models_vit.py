@@ -269,9 +269,9 @@ class Encoder(nn.Module):
     remat: '' keeps all activations; 'full' keeps each layer's input alone and
       computes the rest again in the backward pass; 'dots' keeps the results of
       the dense layers too.
-    scan: whether to loop over the layers, but for the last, rather than to write them out: compiles
-      faster, computes the same but for dropout's noise, and keeps more for the
-      backward pass, which `remat` makes less. Parameters keep their names.
+    scan: whether to loop over the layers, but for the last, rather than to write
+      them out: compiles faster, and computes the same but for dropout's noise.
+      Parameters keep their names.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -302,15 +302,24 @@ class Encoder(nn.Module):
     if self.add_position_embedding:
       x = AddPositionEmbs(name='posembed_input', **types)(x)
       x = nn.Dropout(self.dropout_rate)(x, deterministic=not train)
+    # Parameters are made, and intermediates seen, layer by layer and in full.
+    seen = self.is_mutable_collection('intermediates')
+    last = self.num_layers - 1
+    loop = self.scan and last > 0 and not seen and not self.is_initializing()
+    if self.remat and self.remat not in REMAT_POLICIES:
+      raise ValueError(
+        f"remat='{self.remat}' is unknown: use '' or one of "
+        f'{sorted(REMAT_POLICIES)} (config.model.transformer.remat)'
+      )
     block = Encoder1DBlock
-    if self.remat:
-      if self.remat not in REMAT_POLICIES:
-        raise ValueError(
-          f"remat='{self.remat}' is unknown: use '' or one of "
-          f'{sorted(REMAT_POLICIES)} (config.model.transformer.remat)'
-        )
+    if self.remat or loop:
+      # A loop stores what the backward pass needs as it is: better the results of
+      # matrix products alone, from which the rest follows without another one.
+      policy = REMAT_POLICIES.get(
+        self.remat, jax.checkpoint_policies.dots_saveable
+      )
       block = nn.remat(
-        block, static_argnums=(2,), policy=REMAT_POLICIES[self.remat]
+        block, static_argnums=(2,), policy=policy, prevent_cse=not loop
       )
     fields = dict(
       mlp_dim=self.mlp_dim,
@@ -322,10 +331,7 @@ class Encoder(nn.Module):
       norm_eps=self.norm_eps,
       **types,
     )
-    # Parameters are made, and intermediates seen, layer by layer and in full.
-    seen = self.is_mutable_collection('intermediates')
-    last = self.num_layers - 1
-    if self.scan and last > 0 and not seen and not self.is_initializing():
+    if loop:
       x = self._scan_layers(block(**fields, parent=None), x, last, train)
     else:
       for i in range(last):

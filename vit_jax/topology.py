@@ -18,7 +18,7 @@ class Chip(NamedTuple):
     network: bytes a second over all links of the chip, one way.
     per_chip: devices on a chip.
     example: a topology of it.
-    options: for JAX's function that makes a topology.
+    config: name of the chip's configuration, where it is not the only one.
   """
 
   memory: int
@@ -26,12 +26,12 @@ class Chip(NamedTuple):
   network: float
   per_chip: int
   example: str
-  options: dict = {}
+  config: str | None = None
 
 
 # Google Cloud's documentation of each version: a chip's memory, peak and links.
-# Two cores of v4 and v5p work as one device ("megacore").
-_ONE = {'chip_config_name': 'megacore'}
+# The two cores of a chip of v4 and v5p work as one device.
+_ONE = 'megacore'
 CHIPS = {
   'v2': Chip(8 * GIB, 45e12 / 2, 248e9, 2, 'v2:2x2'),
   'v3': Chip(16 * GIB, 123e12 / 2, 328e9, 2, 'v3:4x4'),
@@ -83,7 +83,8 @@ def get_topology(name: str):
   os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
   try:
     with cli.hidden_stderr():
-      return topologies.get_topology_desc(name, 'tpu', **chip.options).devices
+      options = {'chip_config_name': chip.config} if chip.config else {}
+      return topologies.get_topology_desc(name, 'tpu', **options).devices
   except Exception as e:
     text = ' '.join(str(e).split())
     if 'already in use' in text or 'lockfile' in text:
