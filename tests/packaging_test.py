@@ -25,6 +25,7 @@ FLOORS = [
     'fetch',
     'identify',
     'attention',
+    'progress',
     'topology',
   ],
   [
@@ -37,7 +38,6 @@ FLOORS = [
     'state',
     'workdir',
     'metrics',
-    'progress',
   ],
   [
     'preprocess',

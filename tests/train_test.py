@@ -191,6 +191,32 @@ def test_a_checkpoint_of_eight_devices_restores_on_fewer(finished, mesh):
   assert len(kernel.sharding.device_set) == count
 
 
+def test_a_run_goes_on_on_other_devices_in_another_order(
+  module_config, tmp_path, monkeypatch
+):
+  config = copy.deepcopy(module_config)
+  config.model.transformer.dropout_rate = 0.0
+  config.eval_every = config.checkpoint_every = 6
+  want, _ = fit(config, tmp_path / 'whole')
+  with monkeypatch.context() as patch:
+    patch.setattr(state_lib, 'StopRequest', lambda: StopAfter(3))
+    with pytest.raises(train.Interrupted):
+      fit(config, tmp_path / 'moved')
+  config.mesh.update(data=2, fsdp=2, model=2)
+  config.accum_steps = 2
+  config.model.transformer.update(remat='full', scan=True, attention='xla')
+  got, _ = fit(config, tmp_path / 'moved')
+  assert len(got.params['head']['kernel'].sharding.device_set) == 8
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5),
+    jax.device_get(got.params),
+    jax.device_get(want.params),
+  )
+  config.base_lr *= 2
+  with pytest.raises(ValueError, match='belongs to a run of another config'):
+    fit(config, tmp_path / 'moved')
+
+
 def losses_of(config, mesh, steps=3, batches=None):
   """Losses of a few steps on a mesh, in float32."""
   mesh = sharding.make_mesh(mesh, jax.devices()[: np.prod(list(mesh.values()))])

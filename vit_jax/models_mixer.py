@@ -123,10 +123,4 @@ class MlpMixer(nn.Module):
     self.sow('intermediates', 'features', x)
     if not self.num_classes:
       return x
-    return nn.Dense(
-      self.num_classes,
-      name='head',
-      kernel_init=nn.initializers.zeros,
-      dtype=jnp.promote_types(types['dtype'], jnp.float32),
-      param_dtype=types['param_dtype'],
-    )(x)  # [B, num_classes]
+    return models_vit.make_head(self.num_classes, 0.0, **types)(x)

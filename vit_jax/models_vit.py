@@ -61,6 +61,25 @@ def check_images(images):
     )
 
 
+def make_head(num_classes: int, bias: float, dtype, param_dtype) -> nn.Dense:
+  """The linear classifier, of zeros at first; logits are float32 or wider.
+
+  Args:
+    num_classes: number of logits.
+    bias: initial value of the bias.
+    dtype: type of the computation before it.
+    param_dtype: type of the parameters.
+  """
+  return nn.Dense(
+    num_classes,
+    name='head',
+    kernel_init=nn.initializers.zeros,
+    bias_init=nn.initializers.constant(bias),
+    dtype=jnp.promote_types(dtype, jnp.float32),
+    param_dtype=param_dtype,
+  )
+
+
 class IdentityLayer(nn.Module):
   """Returns its input: gives an activation a name that can be captured."""
 
@@ -470,11 +489,4 @@ class VisionTransformer(nn.Module):
     self.sow('intermediates', 'features', x)
     if not self.num_classes:
       return x
-    return nn.Dense(
-      self.num_classes,
-      name='head',
-      kernel_init=nn.initializers.zeros,
-      bias_init=nn.initializers.constant(self.head_bias_init),
-      dtype=jnp.promote_types(types['dtype'], jnp.float32),
-      param_dtype=types['param_dtype'],
-    )(x)  # [B, num_classes]
+    return make_head(self.num_classes, self.head_bias_init, **types)(x)

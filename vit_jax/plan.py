@@ -155,14 +155,6 @@ def make_plan(
   return result
 
 
-def _gib(count):
-  if count is None:
-    return 'unknown'
-  if count < topology_lib.GIB / 10:
-    return f'{count / 2**20:.1f} MiB'
-  return f'{count / topology_lib.GIB:.2f} GiB'
-
-
 def table(plan: dict) -> str:
   """Formats a plan for people."""
   rows = [
@@ -174,16 +166,19 @@ def table(plan: dict) -> str:
     ('batch', f'{plan["batch"]:,}, {plan["batch"] / plan["cores"]:g} a device'),
     (
       'memory a device',
-      f'{_gib(plan["memory_per_core_bytes"])} of '
-      f'{_gib(plan["memory_of_core_bytes"])}: '
+      f'{progress.size(plan["memory_per_core_bytes"])} of '
+      f'{progress.size(plan["memory_of_core_bytes"])}: '
       + ('fits' if plan['fits'] else 'DOES NOT FIT'),
     ),
-    ('  parameters', _gib(plan['params_bytes'])),
-    ('  optimiser', _gib(plan['optimizer_bytes'])),
+    ('  parameters', progress.size(plan['params_bytes'])),
+    *(
+      (f'    {row["spec"]}', sharding.describe(row)) for row in plan['sharding']
+    ),
+    ('  optimiser', progress.size(plan['optimizer_bytes'])),
   ]
   if plan['fits']:
     rows += [
-      ('  activations and the rest', _gib(plan['activations_bytes'])),
+      ('  activations and the rest', progress.size(plan['activations_bytes'])),
       (
         'FLOPs a step, a device',
         f'{plan["flops_per_step_per_core"] / 1e12:,.2f} T',
@@ -197,7 +192,7 @@ def table(plan: dict) -> str:
       *(
         (
           f'  {kind}',
-          f'{found["count"]}, together {_gib(found["bytes"])}',
+          f'{found["count"]}, together {progress.size(found["bytes"])}',
         )
         for kind, found in plan['collectives'].items()
       ),
@@ -299,7 +294,7 @@ def search(config, topology, num_examples, num_classes, shown=5) -> list[dict]:
 
 def _speed(plan):
   """A line on the speed and the memory of a plan."""
-  memory = f'{_gib(plan["memory_per_core_bytes"]):>9}'
+  memory = f'{progress.size(plan["memory_per_core_bytes"]):>9}'
   if not plan['fits']:
     return f'     does not fit          {memory}'
   return (

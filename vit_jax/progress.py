@@ -28,6 +28,15 @@ def say(text: str):
     sys.stdout.flush()
 
 
+def size(count: float | None) -> str:
+  """Formats bytes as people read them: '3.2 MiB', '2.09 GiB', 'unknown'."""
+  if count is None:
+    return 'unknown'
+  if count < 2**30 / 10:
+    return f'{count / 2**20:.1f} MiB'
+  return f'{count / 2**30:.2f} GiB'
+
+
 def duration(seconds: float) -> str:
   """Formats seconds as people read them: '48s', '3m 05s', '2h 07m', '3d 04h'."""
   seconds = round(seconds)

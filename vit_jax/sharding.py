@@ -26,6 +26,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+from vit_jax import progress
+
 MODEL_AXIS = 'model'
 FSDP_AXIS = 'fsdp'
 
@@ -243,6 +245,14 @@ def report(abstract) -> list[dict]:
   return sorted(
     ({'spec': spec, **row} for spec, row in rows.items()),
     key=lambda row: -row['bytes'],
+  )
+
+
+def describe(row: Mapping[str, Any]) -> str:
+  """Says in words what a row of `report` holds, but for its axes."""
+  return (
+    f'{row["arrays"]} arrays, {progress.size(row["bytes_per_device"])} of '
+    f'{progress.size(row["bytes"])} on each device'
   )
 
 

@@ -393,6 +393,10 @@ def _describe(config, abstract, train, test, mesh):
     f'{config.total_steps:,} steps of {config.batch:,} images: {epochs:,.1f} '
     'epochs.'
   )
+  rows = sharding.report(abstract.params)
+  if any(row['spec'] != 'replicated' for row in rows):
+    for row in rows:
+      say(f'Parameters, {row["spec"]}: {sharding.describe(row)}.')
 
 
 def _summarise(workdir, metrics, seconds, example):
