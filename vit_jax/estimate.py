@@ -7,7 +7,6 @@ where the loops are ours (micro-batches, layers), and where they are the
 compiler's own, for the matrix products in them.
 """
 
-from collections.abc import Mapping
 import copy
 import math
 import re
@@ -132,20 +131,25 @@ def collectives(hlo: str) -> dict[str, dict]:
     hlo: its text.
 
   Returns:
-    kind -> {'count', 'bytes'}: bytes of the results on one device. What stands
-    in the body of a loop counts once.
+    kind -> {'count', 'bytes', 'network_bytes'}: bytes of the results on one
+    device, and the least that goes over the links of a chip for them, each way.
+    What stands in the body of a loop counts once.
   """
   found = {}
   call = re.compile(rf' ({"|".join(_COLLECTIVES)})(-start)?\(')
-  inside = False  # What TPUs from v4 on make of a reduce-scatter.
+  groups = {}  # Of the fusions that TPUs from v4 on make of a reduce-scatter.
+  inside = None
   for line in hlo.splitlines():
     if line.startswith('%all-reduce-scatter'):
-      inside = True
+      inside = line.split(' ')[0]
     elif line.startswith('}'):
-      inside = False
-    scatter = re.search(r' fusion\(.*calls=%all-reduce-scatter', line)
+      inside = None
+    elif inside:
+      groups[inside] = groups.get(inside) or _group_size(line)
+      continue
+    scatter = re.search(r' fusion\(.*calls=(%all-reduce-scatter[\w.]*)', line)
     match = scatter or call.search(line)
-    if inside or match is None or ' = ' not in line[: match.start()]:
+    if match is None or ' = ' not in line[: match.start()]:
       continue
     kind = 'reduce-scatter' if scatter else match[1]
     shape = line[: match.start()].partition(' = ')[2]
@@ -153,32 +157,40 @@ def collectives(hlo: str) -> dict[str, dict]:
       _SIZES.get(dtype, 4) * math.prod(int(n) for n in dims.split(',') if n)
       for dtype, dims in re.findall(r'(\w+)\[([\d,]*)\]', shape)
     )
-    row = found.setdefault(kind, {'count': 0, 'bytes': 0})
+    if not scatter and match[2]:
+      size //= 2  # What only starts here names its operands too.
+    group = (groups.get(match[1]) if scatter else _group_size(line)) or 1
+    row = found.setdefault(kind, {'count': 0, 'bytes': 0, 'network_bytes': 0})
     row['count'] += 1
-    # What only starts here names its operands too.
-    row['bytes'] += size // 2 if not scatter and match[2] else size
+    row['bytes'] += size
+    row['network_bytes'] += size * _passes(kind, group)
   return found
 
 
-def network_seconds(
-  found: Mapping[str, Mapping], devices: int, chip: topology.Chip
-) -> float:
-  """The least time that collectives take on the links of a chip.
+def _group_size(line):
+  """Number of devices that a collective joins; 0 where the line does not say.
 
-  All links busy both ways, nothing waits, and nothing hides behind arithmetic:
-  collectives of a compiled program may well overlap with it.
-
-  Args:
-    found: what `collectives` returns.
-    devices: number of devices.
-    chip: their kind.
+  Written {{0,1},{2,3}}, [groups,size]<=[devices], or as the axes of a mesh,
+  mesh['a'=4,'b'=8] {'b'}.
   """
-  # Bytes through a chip, for each byte of the result on a device.
-  factors = {'all-reduce': 2, 'reduce-scatter': devices}
-  total = sum(
-    row['bytes'] * factors.get(kind, 1) for kind, row in found.items()
-  )
-  return total * (devices - 1) / devices / chip.network
+  text = line.partition('replica_groups=')[2]
+  if text.startswith('{{'):
+    return text[2 : text.index('}')].count(',') + 1
+  if text.startswith('mesh['):
+    axes, _, joined = text.partition(']')
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes))
+    names = re.findall(r"'(\w+)'", joined.partition('}')[0])
+    return math.prod(int(sizes[name]) for name in names)
+  match = re.match(r'\[\d+,(\d+)\]', text)
+  return int(match[1]) if match else 0
+
+
+def _passes(kind, group):
+  """Bytes through the links of a chip for each byte of the result on a device."""
+  if kind == 'collective-permute':
+    return 1
+  factor = {'all-reduce': 2, 'reduce-scatter': group}.get(kind, 1)
+  return factor * (group - 1) / group
 
 
 def _bytes(abstract):
@@ -241,7 +253,7 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
     hlo = part.as_text()
     unknown += times * hlo.count(_UNKNOWN)
     for kind, row in collectives(hlo).items():
-      total = found.setdefault(kind, {'count': 0, 'bytes': 0})
+      total = found.setdefault(kind, dict.fromkeys(row, 0))
       for key, value in row.items():
         total[key] += times * value
   # Operations that the compiler has no idea of count minus one second each.
@@ -254,5 +266,8 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
   result['flops_unseen_per_core'] = unseen
   result['bytes_accessed_per_core'] = cost['bytes accessed']
   result['collectives'] = found
-  result['network_seconds'] = network_seconds(found, devices, chip)
+  # At best: all links busy both ways, nothing waits.
+  result['network_seconds'] = (
+    sum(row['network_bytes'] for row in found.values()) / chip.network
+  )
   return result

@@ -64,7 +64,7 @@ PAPER_CORE_DAYS = {
 }
 
 # Part of the cache's key: another one where what is kept changes.
-_FORMAT = '2'
+_FORMAT = '3'
 
 
 def _cache_file(lowered, topology):
