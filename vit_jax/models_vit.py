@@ -472,7 +472,7 @@ class VisionTransformer(nn.Module):
         cls = jnp.broadcast_to(cls, (x.shape[0], 1, x.shape[-1]))
         x = jnp.concatenate([cls.astype(x.dtype), x], axis=1)  # [B, N+1, D]
       fields = dict(self.transformer)
-      if self.classifier == 'token' and issubclass(self.encoder, Encoder):
+      if self.classifier == 'token' and self.encoder is Encoder:
         fields['only_first'] = True
       x = self.encoder(name='Transformer', **types, **fields)(x, train=train)
 
