@@ -25,6 +25,7 @@ FLOORS = [
     'fetch',
     'identify',
     'attention',
+    'encoder',
     'progress',
     'topology',
   ],

@@ -196,10 +196,10 @@ def test_a_run_goes_on_on_other_devices_in_another_order(
 ):
   config = copy.deepcopy(module_config)
   config.model.transformer.dropout_rate = 0.0
-  config.eval_every = config.checkpoint_every = 6
+  config.update(total_steps=4, eval_every=4, checkpoint_every=4)
   want, _ = fit(config, tmp_path / 'whole')
   with monkeypatch.context() as patch:
-    patch.setattr(state_lib, 'StopRequest', lambda: StopAfter(3))
+    patch.setattr(state_lib, 'StopRequest', lambda: StopAfter(2))
     with pytest.raises(train.Interrupted):
       fit(config, tmp_path / 'moved')
   config.mesh.update(data=2, fsdp=2, model=2)
