@@ -323,6 +323,12 @@ def test_wrong_arguments(monkeypatch, args, message):
     run(monkeypatch, config, *args)
 
 
+def test_a_folder_is_counted(image_folder):
+  config = config_of(f'ti16,{image_folder}')
+  assert plan._data(config, None, None) == (33, 3)
+  assert plan._data(config, 500, None) == (500, 3)
+
+
 def test_libtpu_is_missing(monkeypatch):
   monkeypatch.setitem(sys.modules, 'libtpu', None)
   with pytest.raises(ImportError, match=r"pip install 'vit_jax\[plan\]'"):

@@ -5,7 +5,7 @@
   default  matrix products and a softmax, with a backward pass of its own
   xla      jax.nn.dot_product_attention, as XLA has it
   cudnn    the same by cuDNN's flash attention: GPUs from Ampere on, 16 bits
-  flash    JAX's flash attention in Pallas: TPU v4 and newer, long sequences
+  flash    JAX's flash attention in Pallas: TPUs, long sequences
 
 The numbers are the same but for rounding, and so are the parameters. Only the
 default has dropout of the attention weights, and shows them.

@@ -243,6 +243,12 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
     + memory.temp_size_in_bytes
   )
   result['activations_bytes'] = memory.temp_size_in_bytes
+  result['batch_bytes'] = max(
+    0,
+    memory.argument_size_in_bytes
+    - result['params_bytes']
+    - result['optimizer_bytes'],
+  )
   result['compile_seconds'] = seconds
   cost = dict.fromkeys(('optimal_seconds', 'bytes accessed', 'flops'), 0)
   found, unknown = {}, 0

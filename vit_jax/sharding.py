@@ -75,9 +75,14 @@ def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
     )
   fixed = math.prod(size for size in sizes.values() if size != -1)
   if len(devices) % fixed or (not free and fixed != len(devices)):
+    remedy = (
+      f'the sizes given multiply to {fixed}, which must divide {len(devices)}'
+      if free
+      else f'the sizes must multiply to {len(devices)}; --config.mesh.data=-1 takes '
+      'what is left'
+    )
     raise ValueError(
-      f'mesh={dict(axes)} does not fit {len(devices)} device(s): the sizes must '
-      f'multiply to {len(devices)}; --config.mesh.data=-1 takes what is left'
+      f'mesh={dict(axes)} does not fit {len(devices)} device(s): {remedy}'
     )
   for name in free:
     sizes[name] = len(devices) // fixed
