@@ -87,6 +87,35 @@ def test_two_processes_compute_what_one_does(
   assert got[-1]['num_examples_test'] == 360
 
 
+def test_split_parameters_and_micro_batches_across_processes(
+  config, data_dir, tmp_path
+):
+  """FSDP over two processes beside one device: 20 steps with dropout."""
+  flags = [
+    '--config.accum_steps=2', '--config.total_steps=20',
+    '--config.progress_every=1',
+  ]  # fmt: skip
+  statuses, outputs = finish_pair(
+    start_pair(
+      config, tmp_path / 'two', *flags, '--config.mesh.data=1',
+      '--config.mesh.fsdp=8', data_dir=data_dir,
+    )
+  )  # fmt: skip
+  assert statuses == [0, 0], outputs
+  assert 'Parameters, fsdp: ' in outputs[0]
+  status, output = processes.finish(
+    config, tmp_path / 'one', *FLAGS, *flags, data_dir=data_dir
+  )
+  assert status == 0, output
+  got, want = (
+    [line['train_loss'] for line in metrics_lib.read(tmp_path / name)
+     if 'train_loss' in line]
+    for name in ('two', 'one')
+  )  # fmt: skip
+  assert len(want) == 20
+  assert got == pytest.approx(want, rel=1e-5)
+
+
 def test_a_signal_to_one_process_stops_both_and_they_go_on(
   config, data_dir, two_processes, tmp_path
 ):

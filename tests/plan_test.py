@@ -249,6 +249,12 @@ def test_a_search_shows_the_best_first(monkeypatch, capsys):
   assert out.index('The best, with the network') > out.index('does not fit')
 
 
+def test_a_search_of_a_batch_that_nothing_divides(monkeypatch):
+  monkeypatch.setattr(plan.topology_lib, 'get_topology', lambda _: range(8))
+  with pytest.raises(ValueError, match='batch=13 is not a mult.*batch=16'):
+    plan.search(config_of('b16,imagenet2012', batch=13), 'v3:2x2', 1, 1)
+
+
 def test_a_search_does_not_compute_again_what_fits(monkeypatch):
   seen = []
 
@@ -263,11 +269,11 @@ def test_a_search_does_not_compute_again_what_fits(monkeypatch):
   assert set(seen) == {''}
 
 
-# Prints what each of the arguments lists raises, then all example topologies.
+# Prints what each of the arguments lists raises, all example topologies, and what
+# a second process says meanwhile.
 _SCRIPT = """
 import json
 import os
-import pathlib
 import subprocess
 import sys
 from vit_jax import plan
@@ -283,7 +289,13 @@ coordinates = {
   name: [list(d.coords) for d in topology.get_topology(chip.example)]
   for name, chip in topology.CHIPS.items()
 }
-print(json.dumps([errors, coordinates]))
+# This process holds libtpu now.
+second = subprocess.run(
+  [sys.executable, '-m', 'vit_jax.plan', sys.argv[1]],
+  capture_output=True, text=True,
+  env={k: v for k, v in os.environ.items() if k != 'ALLOW_MULTIPLE_LIBTPU_LOAD'},
+)
+print(json.dumps([errors, coordinates, [second.returncode, second.stderr]]))
 """
 
 
@@ -299,12 +311,16 @@ def test_topologies_and_what_does_not_fit_them(cache):
   )
   args = json.dumps([[flag] for flag, _ in cases])
   out = run_python('-c', _SCRIPT, args, cache=cache)
-  errors, coordinates = json.loads(out.splitlines()[-1])
+  errors, coordinates, second = json.loads(out.splitlines()[-1])
   for (_, message), error in zip(cases, errors, strict=True):
     assert message in error
   for name, coords in coordinates.items():
     chips = len({tuple(c) for c in coords})
     assert len(coords) == chips * topology.CHIPS[name].per_chip, name
+  status, said = second
+  assert status != 0
+  assert 'libtpu is in use by another process: wait for it' in said
+  assert 'Traceback' not in said
 
 
 @pytest.mark.parametrize(

@@ -236,20 +236,30 @@ def meshes(config, devices: int) -> Iterator[dict[str, int]]:
       yield {'data': devices // (fsdp * model), 'fsdp': fsdp, 'model': model}
 
 
-def _first_that_fits(config, settings, plan, devices):
-  """Plans with more and more micro-batches; yields each, up to one that fits."""
-  shards = devices // settings['mesh.model']
+def _first_that_fits(config, settings, plan, parts):
+  """Plans with more and more micro-batches, until one fits; yields each plan.
+
+  Args:
+    config: of a training.
+    settings: {flag: value}, all but the number of micro-batches.
+    plan: config -> plan.
+    parts: into how many the mesh splits a batch.
+  """
   steps = 1
-  while config.batch % (shards * steps) == 0:
+  while config.batch % (parts * steps) == 0:
     trial = copy.deepcopy(config)
-    trial.update_from_flattened_dict({**settings, 'accum_steps': steps})
-    result = plan(trial)
-    yield {**settings, 'accum_steps': steps}, result
+    found = {**settings, 'accum_steps': steps}
+    trial.update_from_flattened_dict(found)
+    text = ' '.join(f'--config.{k}={v}' for k, v in found.items())
+    say(f'{text} ...')
+    result = {**plan(trial), 'accum_steps': steps, 'flags': text}
+    say(f'  {_speed(result)}')
+    yield result
     if result['fits']:
       return
     # What it needs says about how many more micro-batches it takes.
     needed = result['memory_per_core_bytes'] or 0
-    times = needed / result.get('memory_of_core_bytes', math.inf)
+    times = needed / result['memory_of_core_bytes']
     steps *= max(2, 2 ** math.floor(math.log2(max(times, 1))))
 
 
@@ -262,6 +272,9 @@ def search(config, topology, num_examples, num_classes, shown=5) -> list[dict]:
   Returns:
     The plans that fit, the fastest first, with the network where nothing of it is
     hidden; all plans, if none fits. Each has its `flags`.
+
+  Raises:
+    ValueError: if no mesh divides the batch, or see make_plan.
   """
   devices = len(topology_lib.get_topology(topology))
   plans = []
@@ -275,14 +288,17 @@ def search(config, topology, num_examples, num_classes, shown=5) -> list[dict]:
       settings = {f'mesh.{axis}': size for axis, size in mesh.items()}
       if remat is not None:
         settings['model.transformer.remat'] = remat
-      for found, result in _first_that_fits(config, settings, plan, devices):
-        result['flags'] = ' '.join(
-          f'--config.{k}={v}' for k, v in found.items()
-        )
-        plans.append(result)
-        say(f'{_speed(result)}  {result["flags"]}')
-      if result['fits'] and found['accum_steps'] == 1:
+      parts = devices // mesh['model']
+      tried = list(_first_that_fits(config, settings, plan, parts))
+      plans += tried
+      if tried and tried[-1]['fits'] and tried[-1]['accum_steps'] == 1:
         break  # To compute again what fits is only slower.
+  if not plans:
+    raise ValueError(
+      f'batch={config.batch} is not a multiple of the {devices} devices of '
+      f"topology='{topology}', nor of half of them: use --config.batch="
+      f'{max(1, round(config.batch / devices)) * devices}'
+    )
   best = sorted(
     (p for p in plans if p['fits']),
     key=lambda p: -p['images_per_second_per_core_with_network'],
@@ -292,19 +308,17 @@ def search(config, topology, num_examples, num_classes, shown=5) -> list[dict]:
     return plans
   say('\nThe best, with the network (estimates):')
   for result in best[:shown]:
-    say(f'{_speed(result)}  {result["flags"]}')
+    say(f'  {_speed(result)}  {result["flags"]}')
   return best
 
 
 def _speed(plan):
   """A line on the speed and the memory of a plan."""
-  memory = f'{progress.size(plan["memory_per_core_bytes"]):>9}'
+  memory = progress.size(plan['memory_per_core_bytes'])
   if not plan['fits']:
-    return f'     does not fit          {memory}'
-  return (
-    f'{plan["images_per_second_per_core_with_network"]:9,.1f} images/s a device '
-    f'{memory}'
-  )
+    return f'does not fit: {memory}'
+  speed = plan['images_per_second_per_core_with_network']
+  return f'{speed:,.1f} images/s a device, {memory}'
 
 
 def _define_flags(argv):
