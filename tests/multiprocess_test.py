@@ -93,7 +93,8 @@ def test_split_parameters_and_micro_batches_across_processes(
   """FSDP over two processes beside one device: 20 steps with dropout."""
   flags = [
     '--config.accum_steps=2', '--config.total_steps=20',
-    '--config.progress_every=1',
+    '--config.progress_every=1', '--config.model.hidden_size=64',
+    '--config.model.transformer.mlp_dim=256',
   ]  # fmt: skip
   statuses, outputs = finish_pair(
     start_pair(
@@ -102,7 +103,7 @@ def test_split_parameters_and_micro_batches_across_processes(
     )
   )  # fmt: skip
   assert statuses == [0, 0], outputs
-  assert 'Parameters, fsdp: ' in outputs[0]
+  assert 'Parameters, fsdp: 2 arrays, ' in outputs[0]
   status, output = processes.finish(
     config, tmp_path / 'one', *FLAGS, *flags, data_dir=data_dir
   )
