@@ -84,8 +84,11 @@ def _average_jvp(primals, tangents):
 def _flash(query, key, value):
   """Flash attention on each device's own images, and heads where those are split.
 
-  The compiler cannot split a kernel by itself.
+  The compiler cannot split a kernel by itself. One query, as the last layer has,
+  is no work for blocks of them.
   """
+  if query.shape[1] == 1:
+    return _default(query, key, value)
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return _flash_on_one_device(query, key, value)

@@ -17,13 +17,7 @@ import traceback
 from absl import flags
 from absl import logging
 
-_EXPECTED = (
-  ValueError,
-  FloatingPointError,
-  OSError,
-  ImportError,
-  RuntimeError,
-)
+_EXPECTED = (ValueError, FloatingPointError, OSError, ImportError)
 
 
 def quiet():

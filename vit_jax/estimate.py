@@ -110,10 +110,9 @@ def lower(config, num_classes: int, devices) -> Lowered:
     loops.append((config.accum_steps - 1, gradient()))
   encoder = config.model.get('transformer') or {}
   if encoder.get('scan'):
-    # One more layer costs what three layers cost more than two.
-    times = config.accum_steps * (
-      encoder.num_layers - 2
-    )  # The last is outside.
+    # One more layer costs what three layers cost more than two. The last layer
+    # stands outside the loop, one inside is counted.
+    times = config.accum_steps * (encoder.num_layers - 2)
     loops += [(times, gradient(3)), (-times, gradient(2))]
   program = train.make_program(config, names, mesh)
   batch = abstract_batch(config, config.batch, num_classes, mesh)

@@ -61,8 +61,9 @@ def training_flops(multiply_adds: int) -> int:
 def count_flops(jaxpr) -> int:
   """Counts the FLOPs of the matrix products in a program, as it is written.
 
-  What is computed twice counts twice, and what stands in a loop as often as the
-  loop or a kernel's grid runs, neither of which a compiler's own count can be trusted with.
+  What is computed twice counts twice, and what stands in a loop, or in a kernel,
+  as often as the loop or the kernel's grid runs: a compiler's own count can be
+  trusted with neither.
 
   Args:
     jaxpr: jax.core.Jaxpr or ClosedJaxpr, `jax.jit(f).trace(...).jaxpr` for one.

@@ -102,7 +102,7 @@ def make_plan(
     estimates them.
 
   Raises:
-    ValueError, ImportError, RuntimeError: see vit_jax.topology.get_topology and
+    ValueError, ImportError, OSError: see vit_jax.topology.get_topology and
       vit_jax.estimate.lower.
   """
   devices = topology_lib.get_topology(topology)

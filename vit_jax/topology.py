@@ -66,7 +66,7 @@ def get_topology(name: str):
   Raises:
     ValueError: if there is no such topology.
     ImportError: if libtpu is missing.
-    RuntimeError: if another process uses libtpu.
+    OSError: if another process uses libtpu.
   """
   chip = get_chip(name)
   try:
@@ -88,7 +88,7 @@ def get_topology(name: str):
   except Exception as e:
     text = ' '.join(str(e).split())
     if 'already in use' in text or 'lockfile' in text:
-      raise RuntimeError(
+      raise OSError(
         'libtpu is in use by another process: wait for it, or set '
         'ALLOW_MULTIPLE_LIBTPU_LOAD=1'
       ) from e
