@@ -1,10 +1,13 @@
 """Tests of plans: what the TPU's compiler says, without a TPU."""
 
+import io
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,7 @@ from vit_jax import estimate
 from vit_jax import flops
 from vit_jax import models
 from vit_jax import plan
+from vit_jax import progress
 from vit_jax import topology
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import pretrain
@@ -115,6 +119,7 @@ def test_a_model_that_does_not_fit(cache):
   out, got = run_plan(cache, 'h14', '--topology=v2:2x2', '--config.batch=4096')
   assert not got['fits']
   assert 'DOES NOT FIT' in out
+  assert re.search('what helps +--search tries', out)
   assert got['memory_per_core_bytes'] is None or (
     got['memory_per_core_bytes'] > 8 * 2**30
   )
@@ -267,6 +272,21 @@ def test_a_search_does_not_compute_again_what_fits(monkeypatch):
   monkeypatch.setattr(plan.topology_lib, 'get_topology', lambda _: range(8))
   plan.search(config_of('b16,imagenet2012', batch=256), 'v3:2x2', 1, 1)
   assert set(seen) == {''}
+
+
+def test_what_one_waits_for_is_said(monkeypatch, capsys):
+  with progress.waiting('Compiling'):
+    pass
+  assert capsys.readouterr().out == 'Compiling ...\n'
+  # On a terminal the time goes by.
+  terminal = io.StringIO()
+  terminal.isatty = lambda: True
+  monkeypatch.setattr(sys, 'stdout', terminal)
+  with progress.waiting('Compiling', every=0.1):
+    time.sleep(2.2)
+  shown = terminal.getvalue()
+  assert 'Compiling ... 00:00' in shown
+  assert 'Compiling ... 00:02' in shown
 
 
 # Prints what each of the arguments lists raises, all example topologies, and what

@@ -132,6 +132,7 @@ def make_plan(
     topology=topology,
     cores=cores,
     batch=config.batch,
+    dtype=config.model.get('dtype', 'float32'),
     mesh={k: v for k, v in sharding.make_mesh(config.mesh, devices).shape.items()},
     memory_of_core_bytes=chip.memory,
     parameters=sum(x.size for x in jax.tree.leaves(abstract.params)),
@@ -217,6 +218,11 @@ def table(plan: dict) -> str:
       rows.append(
         ('the paper spent', f'{plan["paper_core_days"]:,} TPU v3 core-days')
       )
+  else:
+    helps = '--search tries meshes, micro-batches and recomputation'
+    if plan['dtype'] == 'float32':
+      helps += '; --config.model.dtype=bfloat16 halves the activations'
+    rows.append(('what helps', helps))
   width = max(len(name) for name, _ in rows)
   return '\n'.join(f'{name:<{width}}  {value}' for name, value in rows)
 
@@ -251,8 +257,8 @@ def _first_that_fits(config, settings, plan, parts):
     found = {**settings, 'accum_steps': steps}
     trial.update_from_flattened_dict(found)
     text = ' '.join(f'--config.{k}={v}' for k, v in found.items())
-    say(f'{text} ...')
-    result = {**plan(trial), 'accum_steps': steps, 'flags': text}
+    with progress.waiting(text):
+      result = {**plan(trial), 'accum_steps': steps, 'flags': text}
     say(f'  {_speed(result)}')
     yield result
     if result['fits']:
@@ -386,13 +392,11 @@ def main() -> None:
   # Before anything that takes long.
   topology_lib.get_topology(values.topology)
   if values.search:
-    say(
-      f'Compiling for {values.topology}, several times, each takes minutes ...'
-    )
+    say(f'Compiling for {values.topology}, several times, each takes minutes.')
     result = search(values.config, values.topology, *sizes)
   else:
-    say(f'Compiling for {values.topology}, which takes minutes ...')
-    result = make_plan(values.config, values.topology, *sizes)
+    with progress.waiting(f'Compiling for {values.topology}, takes minutes'):
+      result = make_plan(values.config, values.topology, *sizes)
     say(table(result))
   if values.json:
     path = pathlib.Path(values.json)

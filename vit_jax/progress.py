@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 import time
 
 import jax
@@ -26,6 +27,40 @@ def say(text: str):
   if jax.process_index() == 0 and not _muted:
     tqdm.tqdm.write(text)
     sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def waiting(text: str, every: float = 1.0):
+  """Says what takes long inside a `with` block; on a terminal, how long so far.
+
+  Args:
+    text: what is done.
+    every: seconds after which the time is shown anew.
+  """
+  # To stdout: what libraries write to stderr may be hidden meanwhile.
+  if jax.process_index() or _muted or not sys.stdout.isatty():
+    say(f'{text} ...')
+    yield
+    return
+  done = threading.Event()
+
+  def tick():
+    while not done.wait(every):
+      line.refresh()
+
+  with tqdm.tqdm(
+    desc=text,
+    bar_format='{desc} ... {elapsed}',
+    file=sys.stdout,
+    dynamic_ncols=True,
+  ) as line:
+    ticking = threading.Thread(target=tick, daemon=True)
+    ticking.start()
+    try:
+      yield
+    finally:
+      done.set()
+      ticking.join()
 
 
 def size(count: float | None) -> str:
