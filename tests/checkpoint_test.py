@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
+from tests import trees
 from vit_jax import checkpoint
 from vit_jax import models
 from vit_jax import train
@@ -32,10 +33,6 @@ def random_params(config, size=16, num_classes=3, seed=0):
   )['params']
   rng = np.random.RandomState(seed)
   return jax.tree.map(lambda x: rng.randn(*x.shape).astype(np.float32), shapes)
-
-
-def assert_same_trees(a, b):
-  jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 @pytest.fixture
@@ -69,7 +66,7 @@ def test_files_have_the_published_names(weights):
 
 def test_a_round_trip_is_exact(weights):
   path, params, _ = weights
-  assert_same_trees(checkpoint.load(path), params)
+  trees.assert_same(checkpoint.load(path), params)
 
 
 @pytest.mark.parametrize('prefix', ['', 'params/', 'opt/target/'])
@@ -88,7 +85,7 @@ def test_both_namings_and_all_prefixes_are_read(
     ):
       flat = {key.replace(old, new): value for key, value in flat.items()}
   np.savez(tmp_path / 'other.npz', **flat)
-  assert_same_trees(checkpoint.load(str(tmp_path / 'other.npz')), params)
+  trees.assert_same(checkpoint.load(str(tmp_path / 'other.npz')), params)
 
 
 def test_old_files_with_group_norms_of_four_dimensions(tmp_path):
@@ -141,8 +138,8 @@ def test_logits_survive_a_higher_resolution_and_a_new_head(weights):
   got = checkpoint.load_pretrained(
     pretrained_path=path, init_params=init, model_config=config
   )
-  assert_same_trees(got['head'], init['head'])
-  assert_same_trees(got['embedding'], params['embedding'])
+  trees.assert_same(got['head'], init['head'])
+  trees.assert_same(got['embedding'], params['embedding'])
   table = got['Transformer']['posembed_input']['pos_embedding']
   assert table.shape == (1, 37, 16)
   old = params['Transformer']['posembed_input']['pos_embedding']
@@ -166,10 +163,10 @@ def test_pre_logits_are_dropped_or_kept_or_new(tmp_path):
 
   assert 'pre_logits' not in load('rep.npz', make_config(), plain)
   kept = load('rep.npz', with_rep, random_params(with_rep, seed=2))
-  assert_same_trees(kept['pre_logits'], params['pre_logits'])
+  trees.assert_same(kept['pre_logits'], params['pre_logits'])
   init = random_params(with_rep, seed=3)
   new = load('plain.npz', with_rep, init)
-  assert_same_trees(new['pre_logits'], init['pre_logits'])
+  trees.assert_same(new['pre_logits'], init['pre_logits'])
 
 
 @pytest.mark.parametrize(
@@ -279,7 +276,7 @@ def test_a_run_starts_from_weights(tiny_config, tmp_path, key):
   config.update(total_steps=1, warmup_steps=0, base_lr=0.0)
   config[key] = str(path if key == 'pretrained' else tmp_path)
   state, _ = train.train_and_evaluate(config, str(tmp_path / 'run'))
-  assert_same_trees(
+  trees.assert_same(
     jax.device_get(state.params)['embedding'], params['embedding']
   )
   assert state.params['head']['kernel'].shape == (16, 10)
@@ -288,7 +285,7 @@ def test_a_run_starts_from_weights(tiny_config, tmp_path, key):
   # Once there is a checkpoint, the weights are not needed any more.
   path.unlink()
   again, _ = train.train_and_evaluate(config, str(tmp_path / 'run'))
-  assert_same_trees(jax.device_get(again.params), jax.device_get(state.params))
+  trees.assert_same(jax.device_get(again.params), jax.device_get(state.params))
 
 
 def test_weights_of_another_number_of_channels_are_refused(

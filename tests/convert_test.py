@@ -1,10 +1,8 @@
 """Tests of weights from and for elsewhere, beside timm and transformers."""
 
-import http.server
 import json
 import pickle
 import sys
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +13,9 @@ import safetensors.torch
 import torch
 
 from tests import torch_models
+from tests import trees
 from vit_jax import checkpoint
 from vit_jax import convert
-from vit_jax import fetch
 from vit_jax import formats
 from vit_jax import models
 from vit_jax import predict
@@ -68,10 +66,6 @@ def load_elsewhere(folder, kind):
   return transformers.ViTForImageClassification.from_pretrained(folder)
 
 
-def assert_same_trees(a, b):
-  jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 @pytest.fixture(scope='module')
 def tiny(tmp_path_factory):
   """An .npz of a tiny model for images of 8 x 12, with its parameters."""
@@ -104,7 +98,7 @@ def test_logits_agree_and_round_trips_are_exact(tmp_path, name, size, kinds):
     there, back = str(tmp_path / kind), str(tmp_path / f'{kind}.npz')
     convert.convert(source, there, kind, image_size=size)
     convert.convert(there, back)
-    assert_same_trees(checkpoint.load(back), params)
+    trees.assert_same(checkpoint.load(back), params)
     if kind == 'workdir':
       run = predict.load(there)
       theirs = np.asarray(jax.jit(run.task.predict)(run.params, images))
@@ -129,7 +123,7 @@ def test_hybrids_agree_with_timm(tmp_path, name, size):
   )
   # Back again, timm's epsilons come along: then they are as good as equal.
   back = convert.read(there)
-  assert_same_trees(back.params, params)
+  trees.assert_same(back.params, params)
   assert back.config.resnet.eps == 'timm'
   model = models.make_model(back.config, num_classes=10)
   np.testing.assert_allclose(
@@ -137,24 +131,9 @@ def test_hybrids_agree_with_timm(tmp_path, name, size):
   )
 
 
-def hf_model(cls=transformers.ViTForImageClassification, **kwargs):
-  config = transformers.ViTConfig(
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    intermediate_size=48,
-    image_size=(8, 12),
-    patch_size=4,
-    id2label={0: 'ant', 1: 'bee', 2: 'cow'},
-    label2id={'ant': 0, 'bee': 1, 'cow': 2},
-    **kwargs,
-  )
-  return torch_models.randomize(cls(config))
-
-
 def test_a_model_of_hugging_face_becomes_a_run(tmp_path):
   """Exact GELU, eps 1e-12 and the class names come along."""
-  theirs = hf_model()
+  theirs = torch_models.hf_model()
   theirs.save_pretrained(tmp_path / 'hf')
   convert.convert(str(tmp_path / 'hf'), str(tmp_path / 'run'), 'workdir')
   run = predict.load(str(tmp_path / 'run'))
@@ -199,7 +178,7 @@ def test_a_model_of_timm_keeps_its_gelu(tmp_path, act_layer):
 
 
 def test_an_npz_keeps_what_it_cannot_hold_beside_it(tmp_path):
-  theirs = hf_model()
+  theirs = torch_models.hf_model()
   theirs.save_pretrained(tmp_path / 'hf')
   _, notes = convert.convert(str(tmp_path / 'hf'), str(tmp_path / 'a.npz'))
   assert any('gelu=tanh, these weights are for erf' in note for note in notes)
@@ -215,7 +194,7 @@ def test_an_npz_keeps_what_it_cannot_hold_beside_it(tmp_path):
 
 
 def test_loading_warns_of_another_gelu(tmp_path, caplog):
-  hf_model().save_pretrained(tmp_path / 'hf')
+  torch_models.hf_model().save_pretrained(tmp_path / 'hf')
   checkpoint.load(str(tmp_path / 'hf'))
   assert 'gelu=erf, this model with tanh' in caplog.text
 
@@ -224,17 +203,17 @@ def test_relative_paths(tmp_path, tiny, monkeypatch):
   path, _, params = tiny
   monkeypatch.chdir(tmp_path)
   convert.convert(path, 'run', 'workdir', image_size=(8, 12))
-  assert_same_trees(checkpoint.load('run'), params)
-  assert_same_trees(jax.device_get(predict.load('run').params), params)
+  trees.assert_same(checkpoint.load('run'), params)
+  trees.assert_same(jax.device_get(predict.load('run').params), params)
   convert.convert('run', 'run.npz')
   convert.convert('run.npz', 'timm', 'timm', image_size=(8, 12))
   convert.convert('timm/model.safetensors', 'back.npz')
-  assert_same_trees(checkpoint.load('back.npz'), params)
+  trees.assert_same(checkpoint.load('back.npz'), params)
   assert not list(tmp_path.glob('.*'))
 
 
 def test_a_run_warns_of_another_gelu(tmp_path, caplog):
-  theirs = hf_model()
+  theirs = torch_models.hf_model()
   theirs.save_pretrained(tmp_path / 'hf')
   config = convert.read(str(tmp_path / 'hf')).config
   config.transformer.gelu = 'tanh'
@@ -256,7 +235,7 @@ def test_a_run_warns_of_another_gelu(tmp_path, caplog):
 
 
 def test_the_pooler_of_hugging_face_is_the_pre_logits(tmp_path):
-  theirs = hf_model(transformers.ViTModel)
+  theirs = torch_models.hf_model(transformers.ViTModel)
   theirs.save_pretrained(tmp_path / 'hf')
   found = convert.read(str(tmp_path / 'hf'))
   assert found.config.representation_size == 32
@@ -280,7 +259,7 @@ def test_head_and_pre_logits_go_round(tmp_path, kind):
   _, notes = convert.convert(source, there, kind, class_names=['a', 'b', 'c'])
   assert 'pre-logits layer' in notes[-1]
   _, notes = convert.convert(there, str(tmp_path / 'b.npz'))
-  assert_same_trees(checkpoint.load(str(tmp_path / 'b.npz')), params)
+  trees.assert_same(checkpoint.load(str(tmp_path / 'b.npz')), params)
   assert 'b.npz.json, where this package finds it' in notes[-1]
   assert convert.read(str(tmp_path / 'b.npz')).class_names == ('a', 'b', 'c')
 
@@ -301,7 +280,7 @@ def test_saved_files_load_in_timm(tmp_path):
 
 
 def test_bin_files_old_and_new_names(tmp_path):
-  theirs = hf_model()
+  theirs = torch_models.hf_model()
   theirs.save_pretrained(tmp_path / 'hf')
   want = formats.read(str(tmp_path / 'hf')).params
   torch.save(theirs.state_dict(), tmp_path / 'new.bin')  # Names of version 5.
@@ -311,12 +290,13 @@ def test_bin_files_old_and_new_names(tmp_path):
   )
   for name in ('new.bin', 'old.bin'):
     got = formats.read(str(tmp_path / name), num_heads=4)
-    assert_same_trees(got.params, want)
+    trees.assert_same(got.params, want)
 
 
 def test_half_precision_is_kept(tmp_path):
   state = {
-    name: value.bfloat16() for name, value in hf_model().state_dict().items()
+    name: value.bfloat16()
+    for name, value in torch_models.hf_model().state_dict().items()
   }
   path = tmp_path / 'half.safetensors'
   safetensors.torch.save_file(state, path)
@@ -447,10 +427,10 @@ def test_the_weights_of_a_run_are_those_that_it_predicts_with(
   train.train_and_evaluate(config, str(tmp_path / 'run'))
   run = predict.load(str(tmp_path / 'run'))
   params = jax.device_get(run.params)
-  assert_same_trees(checkpoint.load(str(tmp_path / 'run')), params)
+  trees.assert_same(checkpoint.load(str(tmp_path / 'run')), params)
   convert.convert(str(tmp_path / 'run'), str(tmp_path / 'run.npz'))
   found = convert.read(str(tmp_path / 'run.npz'))
-  assert_same_trees(found.params, params)
+  trees.assert_same(found.params, params)
   assert found.class_names == run.class_names
   # Grey images, in timm and Hugging Face too.
   images = random_images((8, 8))[..., :1]
@@ -465,100 +445,6 @@ def test_the_weights_of_a_run_are_those_that_it_predicts_with(
   config.pretrained = str(tmp_path / 'run')
   config.update(total_steps=1, warmup_steps=0, base_lr=0.0, ema_decay=0.0)
   state, _ = train.train_and_evaluate(config, str(tmp_path / 'next'))
-  assert_same_trees(
+  trees.assert_same(
     jax.device_get(state.params)['Transformer'], params['Transformer']
   )
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-  """A server on loopback; yields its address and what it was asked for."""
-  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
-  asked = []
-
-  class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-      asked.append(self.path)
-      status = {'/403': 403, '/404': 404}.get(self.path[:4], 200)
-      self.send_response(status)
-      served = tmp_path / 'served'
-      if served.is_dir():
-        served = served / self.path[1:]
-      body = served.read_bytes() if status == 200 else b''
-      short = 10 if self.path.startswith('/short') else 0
-      self.send_header('Content-Length', str(len(body)))
-      self.end_headers()
-      self.wfile.write(body[: len(body) - short])
-
-    def log_message(self, *_):
-      pass
-
-  with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as httpd:
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
-    yield f'http://127.0.0.1:{httpd.server_port}', asked
-    httpd.shutdown()
-
-
-def test_a_url_is_fetched_once(tmp_path, tiny, server):
-  address, asked = server
-  path, _, params = tiny
-  (tmp_path / 'served').write_bytes(open(path, 'rb').read())
-  for _ in range(2):
-    assert_same_trees(checkpoint.load(f'{address}/ViT-B_16.npz'), params)
-  assert asked == ['/ViT-B_16.npz']
-
-
-def test_the_config_beside_a_url_comes_along(tmp_path, server):
-  address, asked = server
-  theirs = hf_model(hidden_act='gelu_new')
-  theirs.save_pretrained(tmp_path / 'served')
-  found = formats.read(f'{address}/model.safetensors')
-  assert asked == ['/model.safetensors', '/config.json']
-  assert found.class_names == ('ant', 'bee', 'cow')
-  assert found.model['transformer']['gelu'] == 'tanh'
-  assert found.image_size == (8, 12)
-
-
-@pytest.mark.parametrize(
-  'page, error, message',
-  [
-    ('403/ViT-B_16.npz', PermissionError, '403 .*google/vit-base-patch16-224'),
-    ('404/R_Ti_16.npz', FileNotFoundError, '404 .*timm/vit_tiny_r_s16_p8_224'),
-    ('404/mine.npz', FileNotFoundError, '404 .*also at .*huggingface.co/timm'),
-    ('short.npz', OSError, 'came only in part'),
-  ],
-)
-def test_a_url_that_does_not_answer(tmp_path, server, page, error, message):
-  address, _ = server
-  (tmp_path / 'served').write_bytes(b'x' * 100)
-  with pytest.raises(error, match=message):
-    checkpoint.load(f'{address}/{page}')
-  assert not list((tmp_path / 'cache').rglob('*.npz*'))
-
-
-def test_a_bucket_that_answers_403(monkeypatch, tmp_path):
-  """Where the bucket says no, the error says where else the weights are."""
-  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
-
-  def urlopen(request, timeout):
-    assert request.full_url == (
-      'https://storage.googleapis.com/vit_models/augreg/R_Ti_16-i21k.npz'
-    )
-    raise fetch.urllib.error.HTTPError(request.full_url, 403, 'Forbidden', {}, None)  # fmt: skip
-
-  monkeypatch.setattr(fetch.urllib.request, 'urlopen', urlopen)
-  monkeypatch.setattr(fetch, '_copy_from_bucket', lambda *_: False)
-  with pytest.raises(
-    PermissionError, match='403 Forbidden. The same.*huggingface.co/timm'
-  ):
-    checkpoint.load('gs://vit_models/augreg/R_Ti_16-i21k.npz')
-
-
-def test_copies_are_complete_or_not_there(tmp_path, capsys):
-  (tmp_path / 'a').write_bytes(b'x' * 1000)
-  checkpoint.copy(str(tmp_path / 'a'), str(tmp_path / 'b'), block_size=300)
-  assert (tmp_path / 'b').read_bytes() == b'x' * 1000
-  assert '1.00k/1.00k' in capsys.readouterr().err
-  with pytest.raises(FileNotFoundError, match="src='.*no' is no file"):
-    checkpoint.copy(str(tmp_path / 'no'), str(tmp_path / 'c'))
-  assert not (tmp_path / 'c').exists()

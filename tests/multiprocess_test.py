@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests import processes
+from tests import trees
 from vit_jax import input_pipeline
 from vit_jax import metrics as metrics_lib
 from vit_jax import sources
@@ -133,7 +134,7 @@ def test_a_signal_to_one_process_stops_both_and_they_go_on(
   )
   assert statuses == [0, 0], outputs
   assert f'Going on from the checkpoint of step {step}.' in outputs[0]
-  processes.assert_same_trees(
+  trees.assert_same(
     processes.load_state(tmp_path)[0], processes.load_state(two_processes)[0]
   )
 

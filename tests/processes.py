@@ -7,7 +7,6 @@ import sys
 import time
 
 import jax
-import numpy as np
 
 from vit_jax import predict
 
@@ -71,11 +70,6 @@ def load_state(workdir):
   """Returns the parameters of the newest checkpoint, and its step."""
   model = predict.load(str(workdir))
   return jax.device_get(model.params), model.step
-
-
-def assert_same_trees(a, b):
-  """Asserts that two trees of arrays are equal, bit for bit."""
-  jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def wait_for(condition, process, seconds=120):

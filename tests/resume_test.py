@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tests import processes
+from tests import trees
 from vit_jax import metrics as metrics_lib
 from vit_jax import state as state_lib
 
@@ -71,7 +72,7 @@ def test_killed_at_ten_moments_the_end_is_the_same(
   got, step = processes.load_state(tmp_path)
   want, last = processes.load_state(reference[0])
   assert step == last == 60
-  processes.assert_same_trees(got, want)
+  trees.assert_same(got, want)
   ours, theirs = metrics_lib.read(tmp_path), metrics_lib.read(reference[0])
   assert [line['step'] for line in ours] == [line['step'] for line in theirs]
   for a, b in zip(ours, theirs):
@@ -101,7 +102,7 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on(
   status, output = processes.finish(config, tmp_path, *flags, data_dir=data_dir)
   assert status == 0, output
   assert f'Going on from the checkpoint of step {step}.' in output
-  processes.assert_same_trees(
+  trees.assert_same(
     processes.load_state(tmp_path)[0], processes.load_state(reference[0])[0]
   )
 
@@ -122,7 +123,7 @@ def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(
   assert not state_lib.Checkpoints(tmp_path, read_only=True).steps()
   status, output = processes.finish(config, tmp_path, *flags, data_dir=data_dir)
   assert status == 0, output
-  processes.assert_same_trees(
+  trees.assert_same(
     processes.load_state(tmp_path)[0], processes.load_state(reference[0])[0]
   )
   assert not list((tmp_path / 'checkpoints').glob('*tmp*'))

@@ -27,6 +27,22 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
+def hf_model(cls=transformers.ViTForImageClassification, **kwargs):
+  """A tiny model of Hugging Face for images of 8 x 12, of three classes."""
+  config = transformers.ViTConfig(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=48,
+    image_size=(8, 12),
+    patch_size=4,
+    id2label={0: 'ant', 1: 'bee', 2: 'cow'},
+    label2id={'ant': 0, 'bee': 1, 'cow': 2},
+    **kwargs,
+  )
+  return randomize(cls(config))
+
+
 def logits(model, images):
   """Computes the logits of images [B, H, W, C] as numpy."""
   with torch.no_grad():

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from tests import conftest
+from tests import trees
 from vit_jax import evaluate
 from vit_jax import metrics as metrics_lib
 from vit_jax import predict
@@ -21,12 +22,6 @@ from vit_jax import workdir as workdir_lib
 
 def fit(config, workdir):
   return train.train_and_evaluate(copy.deepcopy(config), str(workdir))
-
-
-def assert_same_trees(a, b):
-  jax.tree.map(
-    np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b)
-  )
 
 
 @pytest.fixture(scope='module')
@@ -83,7 +78,7 @@ def test_a_finished_run_says_so_and_does_nothing(finished, capsys):
   before = (workdir / 'metrics.jsonl').read_text()
   again, found = fit(config, workdir)
   assert 'This run is finished' in capsys.readouterr().out
-  assert_same_trees(again, state)
+  trees.assert_same(again, state)
   assert found['accuracy_test'] == metrics['accuracy_test']
   assert (workdir / 'metrics.jsonl').read_text() == before
 
@@ -91,7 +86,7 @@ def test_a_finished_run_says_so_and_does_nothing(finished, capsys):
 def test_the_evaluation_is_that_of_the_averaged_weights(finished):
   _, workdir, state, metrics = finished
   model = predict.load(str(workdir))
-  assert_same_trees(model.params, state_lib.best_params(state))
+  trees.assert_same(model.params, state_lib.best_params(state))
   assert any(
     (a != b).any()
     for a, b in zip(
@@ -137,7 +132,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     ):
       fit(config, tmp_path)
   again, _ = fit(config, tmp_path)
-  assert_same_trees(again, state)
+  trees.assert_same(again, state)
   drop = ('img_sec_core_train', 'img_sec_core_test')
   ours, theirs = (
     [
@@ -167,7 +162,7 @@ def test_a_signal_during_an_evaluation_loses_nothing(
       with pytest.raises(train.Interrupted, match='Stopped at step 6'):
         fit(config, tmp_path)
   again, found = fit(config, tmp_path)
-  assert_same_trees(again, state)
+  trees.assert_same(again, state)
   assert found['accuracy_test'] == metrics['accuracy_test']
 
 
@@ -184,7 +179,7 @@ def test_a_checkpoint_of_eight_devices_restores_on_fewer(finished, mesh):
   checkpoints = state_lib.Checkpoints(workdir, read_only=True)
   restored, step = checkpoints.restore(program.abstract)
   assert step == 6
-  assert_same_trees(restored, state)
+  trees.assert_same(restored, state)
   kernel = restored.params['Transformer']['encoderblock_0']['MlpBlock_0'][
     'Dense_0'
   ]['kernel']
@@ -264,7 +259,7 @@ def test_a_relative_workdir(tiny_config, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   tiny_config.update(total_steps=1, warmup_steps=0)
   state, _ = fit(tiny_config, 'run')
-  assert_same_trees(predict.load('run').params, state.params)
+  trees.assert_same(predict.load('run').params, state.params)
 
 
 def test_accumulation_is_exact_without_dropout(module_config):
