@@ -27,6 +27,7 @@ FLOORS = [
     'attention',
     'encoder',
     'progress',
+    'search',
     'topology',
   ],
   [

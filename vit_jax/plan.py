@@ -11,9 +11,9 @@ the whole run. The times are the compiler's estimates: good to compare two
 programs, no measurements. They count no network; the least that it takes is a
 line of its own.
 
---search tries meshes (copies, parameters split over some or all devices, heads
-over two) and, for each, rematerialisation and accumulation until it fits; it
-prints the best and the flags that select it. Plans are kept in $VIT_JAX_CACHE (by
+--search tries meshes (parameters split over all devices, over some, or copied;
+heads over two) and, for each, accumulation until it fits, and rematerialisation
+where that could be faster; it prints the best and the flags that select it. Plans are kept in $VIT_JAX_CACHE (by
 default ~/.cache/vit_jax), by the program that was compiled.
 
 A topology is a TPU version (v2, v3, v4, v5e, v5p, v6e) and the chips along each
@@ -25,12 +25,10 @@ The data need not be there: sizes of the paper's data sets are known, a folder i
 counted, --num_examples and --num_classes give others.
 """
 
-from collections.abc import Iterator
 import copy
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import pathlib
 import sys
@@ -42,6 +40,7 @@ from ml_collections import config_flags
 from vit_jax import cli
 from vit_jax import estimate
 from vit_jax import progress
+from vit_jax import search
 from vit_jax import sharding
 from vit_jax import topology as topology_lib
 
@@ -227,106 +226,6 @@ def table(plan: dict) -> str:
   return '\n'.join(f'{name:<{width}}  {value}' for name, value in rows)
 
 
-def meshes(config, devices: int) -> Iterator[dict[str, int]]:
-  """Yields the meshes that --search tries.
-
-  All copied; parameters split over 8 devices, and over all; the latter with heads
-  and hidden layers split over 2.
-  """
-  heads = (config.model.get('transformer') or {}).get('num_heads', 1)
-  tried = [(1, 1), (min(8, devices), 1), (devices, 1)]
-  if devices % 2 == 0 and heads % 2 == 0:
-    tried.append((devices // 2, 2))
-  for fsdp, model in dict.fromkeys(tried):
-    if devices % (fsdp * model) == 0:
-      yield {'data': devices // (fsdp * model), 'fsdp': fsdp, 'model': model}
-
-
-def _first_that_fits(config, settings, plan, parts):
-  """Plans with more and more micro-batches, until one fits; yields each plan.
-
-  Args:
-    config: of a training.
-    settings: {flag: value}, all but the number of micro-batches.
-    plan: config -> plan.
-    parts: into how many the mesh splits a batch.
-  """
-  steps = 1
-  while config.batch % (parts * steps) == 0:
-    trial = copy.deepcopy(config)
-    found = {**settings, 'accum_steps': steps}
-    trial.update_from_flattened_dict(found)
-    text = ' '.join(f'--config.{k}={v}' for k, v in found.items())
-    with progress.waiting(text):
-      result = {**plan(trial), 'accum_steps': steps, 'flags': text}
-    say(f'  {_speed(result)}')
-    yield result
-    if result['fits']:
-      return
-    # What it needs says about how many more micro-batches it takes.
-    needed = result['memory_per_core_bytes'] or 0
-    times = needed / result['memory_of_core_bytes']
-    steps *= max(2, 2 ** math.floor(math.log2(max(times, 1))))
-
-
-def search(config, topology, num_examples, num_classes, shown=5) -> list[dict]:
-  """Plans a run in many ways; prints the best and the flags that select it.
-
-  For each mesh: without rematerialisation first; where that does not fit, or only
-  with accumulation, also with it, which leaves room for larger micro-batches.
-
-  Returns:
-    The plans that fit, the fastest first, with the network where nothing of it is
-    hidden; all plans, if none fits. Each has its `flags`.
-
-  Raises:
-    ValueError: if no mesh divides the batch, or see make_plan.
-  """
-  devices = len(topology_lib.get_topology(topology))
-  plans = []
-
-  def plan(trial):
-    return make_plan(trial, topology, num_examples, num_classes)
-
-  remats = ('', 'dots', 'full') if 'transformer' in config.model else (None,)
-  for mesh in meshes(config, devices):
-    for remat in remats:
-      settings = {f'mesh.{axis}': size for axis, size in mesh.items()}
-      if remat is not None:
-        settings['model.transformer.remat'] = remat
-      parts = devices // mesh['model']
-      tried = list(_first_that_fits(config, settings, plan, parts))
-      plans += tried
-      if tried and tried[-1]['fits'] and tried[-1]['accum_steps'] == 1:
-        break  # To compute again what fits is only slower.
-  if not plans:
-    raise ValueError(
-      f'batch={config.batch} is not a multiple of the {devices} devices of '
-      f"topology='{topology}', nor of half of them: use --config.batch="
-      f'{max(1, round(config.batch / devices)) * devices}'
-    )
-  best = sorted(
-    (p for p in plans if p['fits']),
-    key=lambda p: -p['images_per_second_per_core_with_network'],
-  )
-  if not best:
-    say('None of them fits: take more devices, or a smaller batch.')
-    return plans
-  say('\nThe best, with the network (estimates):')
-  for result in best[:shown]:
-    say(f'  {_speed(result)}  {result["flags"]}')
-  return best
-
-
-def _speed(plan):
-  """A line on the speed and the memory of a plan."""
-  memory = progress.size(plan['memory_per_core_bytes'])
-  if not plan['fits']:
-    return f'does not fit: {memory}'
-  speed = plan['images_per_second_per_core_with_network']
-  return f'{speed:,.1f} images/s a device, {memory}'
-
-
 def _define_flags(argv):
   """Returns the flags of this command, apart from those of vit_jax.main."""
   values = flags.FlagValues()
@@ -390,10 +289,14 @@ def main() -> None:
   cli.avoid_libtpu()  # Its compiler is used, but no device of its.
   sizes = _data(values.config, values.num_examples, values.num_classes)
   # Before anything that takes long.
-  topology_lib.get_topology(values.topology)
+  devices = topology_lib.get_topology(values.topology)
   if values.search:
     say(f'Compiling for {values.topology}, several times, each takes minutes.')
-    result = search(values.config, values.topology, *sizes)
+    result = search.search(
+      values.config,
+      len(devices),
+      lambda trial: make_plan(trial, values.topology, *sizes),
+    )
   else:
     with progress.waiting(f'Compiling for {values.topology}, takes minutes'):
       result = make_plan(values.config, values.topology, *sizes)
