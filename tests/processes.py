@@ -55,6 +55,9 @@ def start(config, workdir, *flags, data_dir, shell_prefix='', devices=1):
       **os.environ,
       'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
       'PYTHONPATH': str(ROOT),
+      # What one run has compiled, the next one loads.
+      'JAX_COMPILATION_CACHE_DIR': f'{data_dir}/compiled',
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     },
   )
 
