@@ -36,8 +36,8 @@ def search(
 ) -> list[dict]:
   """Plans a run in many ways; prints the best and the flags that select it.
 
-  For each mesh the fewest micro-batches that fit are looked for, from as many as
-  the mesh before needed. Rematerialisation, which leaves room for larger ones, is
+  For each mesh the fewest micro-batches that fit are looked for, beginning with
+  as many as the best so far has. Rematerialisation, which leaves room for larger ones, is
   tried where nothing found so far is so fast that it could not win.
 
   Args:
@@ -54,8 +54,9 @@ def search(
     ValueError: if no mesh divides the batch, or see plan.make_plan.
   """
   remats = REMATS if 'transformer' in config.model else REMATS[:1]
-  plans, best, start = [], [], 1
+  plans, best = [], []
   for mesh in meshes(config, devices):
+    start = best[0]['accum_steps'] if best else 1
     for remat, enough in remats:
       if best and _share(best[0]) >= enough:
         continue
