@@ -283,16 +283,7 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
     """Fetches the metrics of the last steps; stops the run if one is not finite."""
     fetched = jax.device_get(unseen)
     for i, metrics in enumerate(fetched):
-      if not math.isfinite(metrics['train_loss'] + metrics['grad_norm']):
-        checkpoints.wait()
-        saved = checkpoints.steps()
-        raise FloatingPointError(
-          f'loss {metrics["train_loss"]} with gradient norm '
-          f'{metrics["grad_norm"]} at step {step - len(fetched) + i + 1}: not '
-          'finite. Lower --config.base_lr, warm up longer or clip the gradient. '
-          f'Last good checkpoint: {f"step {saved[-1]}" if saved else "none"} in '
-          f"'{checkpoints.directory}'"
-        )
+      _check_finite(metrics, step - len(fetched) + i + 1, checkpoints)
       latest.update(metrics)
     unseen.clear()
 
@@ -378,6 +369,20 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
     sources.example_file(test, workdir) if jax.process_index() == 0 else None,
   )
   return state, done
+
+
+def _check_finite(metrics, step, checkpoints):
+  """Stops the run where loss or gradient of a step are no numbers any more."""
+  if math.isfinite(metrics['train_loss'] + metrics['grad_norm']):
+    return
+  checkpoints.wait()
+  saved = checkpoints.steps()
+  raise FloatingPointError(
+    f'loss {metrics["train_loss"]} with gradient norm {metrics["grad_norm"]} at '
+    f'step {step}: not finite. Lower --config.base_lr, warm up longer or clip the '
+    f'gradient. Last good checkpoint: {f"step {saved[-1]}" if saved else "none"} '
+    f"in '{checkpoints.directory}'"
+  )
 
 
 def _describe(config, abstract, train, test, mesh):
