@@ -276,6 +276,8 @@ def test_topologies_and_what_does_not_fit_them(cache):
     (['--topology=v3'], "topology='v3' is unknown"),
     (['--config.dataset=mine'], "dataset='mine' has a size that is not known"),
     (['--config.topologie=1'], "config has no key 'topologie'"),
+    (['--config.dataset=/no/folder'], "dataset='/no/folder' is no folder that"),
+    (['--json=/no/folder/x.json'], "json='/no/folder/x.json' is in no folder"),
     (['extra'], r"unknown arguments \['extra'\]"),
   ],
 )

@@ -101,7 +101,7 @@ def test_recomputation_is_tried_where_it_could_win():
 
 
 def test_what_fits_at_once_is_not_divided():
-  plans = Plans(per_image=1, params=1)
+  plans = Plans(per_image=1, params=1, peak=0.1)
   search.search(config_of('b16,imagenet2012', batch=256), 8, plans)
   assert {key[2:] for key in plans.seen} == {('', 1)}
   assert len(plans.seen) == 3

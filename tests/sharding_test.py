@@ -87,6 +87,27 @@ def test_what_follows_from_the_axes_alone():
   assert rows['replicated']['arrays'] == 1
 
 
+def test_what_tensor_parallelism_cannot_split_is_named():
+  tree = {
+    'query': {'kernel': np.zeros((64, 3, 8)), 'bias': np.zeros((3, 8))},
+    'MlpBlock_0': {'Dense_0': {'kernel': np.zeros((64, 128))}},
+    'scale': np.zeros(64),
+  }
+  said = []
+  for axes in ({'data': 8}, {'data': 4, 'model': 2}):
+    mesh = sharding.make_mesh(axes)
+    abstract = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      tree,
+      sharding.tree_shardings(tree, (), mesh),
+    )
+    said.append(sharding.not_split(abstract, mesh))
+  # 3 heads; the rest is split, or never is.
+  assert said[0] == ''
+  assert said[1].startswith('2 arrays are not split over model=2')
+  assert 'query/kernel (64, 3, 8)' in said[1]
+
+
 def test_a_rule_that_matches_nothing_is_named():
   mesh = sharding.make_mesh({'data': -1})
   with pytest.raises(

@@ -352,8 +352,10 @@ def refuse(config, workdir, message, error=ValueError):
     ({'mesh.data': 3}, 'does not fit 8 device'),
     ({'mesh.model': 3}, 'does not fit 8 device'),
     ({'model.classifier': 'mean'}, "classifier='mean' is unknown"),
+    ({'model.dtype': 'bf16'}, "dtype='bf16' is unknown: use 'float32' or"),
+    ({'model.dtype': 'int32'}, r"dtype='int32' is unknown.*config.model.dtype"),
     ({'model.classifier': 'unpooled'}, "use 'token' or 'gap'"),
-    ({'sharding_rules': (('head', ('expert',)),)}, "has no axis 'expert'"),
+    ({'sharding_rules': (('head', ('expert',)),)}, "'expert': use one of data"),
   ],
 )
 def test_wrong_configs_are_refused(module_config, tmp_path, fields, message):

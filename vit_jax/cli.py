@@ -134,7 +134,8 @@ def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
     reason = lines[-1] if 'Traceback' in ''.join(lines) else ' '.join(lines)
     reason = reason.removeprefix('ValueError: ')
   raise ValueError(
-    f'{reason} (see --help; the keys of a config are in configs/common.py)'
+    f'{reason} (see --help; the keys of a config are in configs/common.py, those of '
+    'config.model in configs/models.py)'
   )
 
 
@@ -146,8 +147,8 @@ def run(function: Callable[[], int | None]):
   """
   try:
     sys.exit(function())
-  except KeyboardInterrupt:
-    print('Interrupted.', file=sys.stderr)
+  except KeyboardInterrupt as e:
+    print(str(e) or 'Interrupted.', file=sys.stderr)
     sys.exit(130)
   except _EXPECTED as e:
     source = pathlib.Path(traceback.extract_tb(e.__traceback__)[-1].filename)

@@ -3,6 +3,8 @@
 Importing this loads neither TensorFlow nor anything of the trainer.
 """
 
+import jax.numpy as jnp
+
 from vit_jax import models_mixer
 from vit_jax import models_resnet
 from vit_jax import models_vit
@@ -44,9 +46,21 @@ def make_model(config, **kwargs) -> VisionTransformer | MlpMixer:
     **kwargs: fields that win over those of the config.
 
   Raises:
-    ValueError: if there is no such field, or no `num_classes`.
+    ValueError: if there is no such field or type, or no `num_classes`.
   """
   fields = {**config, **kwargs}
+  for key in ('dtype', 'param_dtype'):
+    try:
+      known = jnp.issubdtype(
+        jnp.dtype(fields.get(key, 'float32')), jnp.floating
+      )
+    except TypeError:
+      known = False
+    if not known:
+      raise ValueError(
+        f"{key}='{fields[key]}' is unknown: use 'float32' or 'bfloat16' "
+        f'(config.model.{key})'
+      )
   if 'num_classes' not in fields:
     raise ValueError(
       'num_classes is missing: give the width of the head, or 0 for none'

@@ -13,8 +13,9 @@ line of its own.
 
 --search tries meshes (parameters split over all devices, over some, or copied;
 heads over two) and, for each, accumulation until it fits, and rematerialisation
-where that could be faster; it prints the best and the flags that select it. Plans are kept in $VIT_JAX_CACHE (by
-default ~/.cache/vit_jax), by the program that was compiled.
+where that could be faster, whatever the config says of these; it prints the best
+and the flags that select it. Plans are kept in $VIT_JAX_CACHE (by default
+~/.cache/vit_jax), by the program that was compiled.
 
 A topology is a TPU version (v2, v3, v4, v5e, v5p, v6e) and the chips along each
 axis, v3:4x4 or v4:2x2x4: a device is a core of v2 and v3, of which a chip has two,
@@ -31,6 +32,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import signal
 import sys
 
 from absl import flags
@@ -119,12 +121,14 @@ def make_plan(
   if cached:
     result = json.loads(file.read_text())
   else:
-    result = estimate.compile_plan(lowered, chip, len(devices))
+    with progress.waiting(f'Compiling for {topology}, takes minutes'):
+      result = estimate.compile_plan(lowered, chip, len(devices))
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(f'.{os.getpid()}.tmp')
     temporary.write_text(json.dumps(result))
     temporary.replace(file)
   cores = len(devices)
+  mesh = sharding.make_mesh(config.mesh, devices)
   result.update(
     model=config.model.get('model_name'),
     dataset=config.dataset,
@@ -132,10 +136,12 @@ def make_plan(
     cores=cores,
     batch=config.batch,
     dtype=config.model.get('dtype', 'float32'),
-    mesh={k: v for k, v in sharding.make_mesh(config.mesh, devices).shape.items()},
+    mesh=dict(mesh.shape),
+    batch_per_core=config.batch // sharding.batch_shards(mesh),
     memory_of_core_bytes=chip.memory,
     parameters=sum(x.size for x in jax.tree.leaves(abstract.params)),
     sharding=sharding.report(abstract.params),
+    not_split=sharding.not_split(abstract.params, mesh),
     cached=cached,
   )  # fmt: skip
   if result['fits']:
@@ -166,7 +172,7 @@ def table(plan: dict) -> str:
       'devices',
       f'{plan["cores"]} of {plan["topology"]}, mesh {plan["mesh"]}',
     ),
-    ('batch', f'{plan["batch"]:,}, {plan["batch"] / plan["cores"]:g} a device'),
+    ('batch', f'{plan["batch"]:,}, {plan["batch_per_core"]:,} a device'),
     (
       'memory a device',
       f'{progress.size(plan["memory_per_core_bytes"])} of '
@@ -179,6 +185,8 @@ def table(plan: dict) -> str:
     ),
     ('  optimiser', progress.size(plan['optimizer_bytes'])),
   ]
+  if plan['not_split']:
+    rows.insert(-1, ('    NOTE', plan['not_split']))
   if plan['fits']:
     rows += [
       ('  images and labels', progress.size(plan['batch_bytes'])),
@@ -237,19 +245,35 @@ def _define_flags(argv):
     sys_argv=argv,
   )
   flags.DEFINE_string(
-    'topology', 'v3:2x2', 'TPU version and chips.', flag_values=values
+    'topology',
+    'v3:2x2',
+    'TPU version and the chips along each axis, v3:4x4 say.',
+    flag_values=values,
   )
   flags.DEFINE_boolean(
-    'search', False, 'Tries several settings.', flag_values=values
+    'search',
+    False,
+    'Tries meshes, micro-batches and rematerialisation; see above.',
+    flag_values=values,
   )
   flags.DEFINE_string(
-    'json', None, 'Path of a JSON file for the figures.', flag_values=values
+    'json',
+    None,
+    'Path of a JSON file for the figures: an object, or with --search a list of '
+    'them, the best first. Bytes and FLOPs are those of one device.',
+    flag_values=values,
   )
   flags.DEFINE_integer(
-    'num_examples', None, 'Size of the training data.', flag_values=values
+    'num_examples',
+    None,
+    'Size of the training data, where it is not known.',
+    flag_values=values,
   )
   flags.DEFINE_integer(
-    'num_classes', None, 'Width of the head.', flag_values=values
+    'num_classes',
+    None,
+    'Number of classes of the data, where it is not known.',
+    flag_values=values,
   )
   return values
 
@@ -266,6 +290,10 @@ def _data(config, num_examples, num_classes):
     source = sources.open_split(config, config.pp.train)
     known = (source.num_examples, len(source.class_names))
   sizes = (num_examples or known[0], num_classes or known[1])
+  if None in sizes and os.sep in config.dataset:
+    raise ValueError(
+      f"dataset='{config.dataset}' is no folder that exists (config.dataset)"
+    )
   if None in sizes:
     raise ValueError(
       f"dataset='{config.dataset}' has a size that is not known here, and is no "
@@ -285,26 +313,34 @@ def main() -> None:
     raise ValueError(f'unknown arguments {rest}: flags begin with --')
   if values.config is None:
     raise ValueError('--config=FILE is needed (see --help)')
+  if values.json and not pathlib.Path(values.json).absolute().parent.is_dir():
+    raise ValueError(
+      f"json='{values.json}' is in no folder that exists (--json)"
+    )
   cli.quiet()
   cli.avoid_libtpu()  # Its compiler is used, but no device of its.
   sizes = _data(values.config, values.num_examples, values.num_classes)
   # Before anything that takes long.
   devices = topology_lib.get_topology(values.topology)
+  # Python hears of no signal while the compiler runs, and libtpu prints the stack.
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL)
   if values.search:
-    say(f'Compiling for {values.topology}, several times, each takes minutes.')
+    say(
+      'Looking for the best mesh, accum_steps and remat, whatever the config says '
+      'of them. Plans are kept: stopped, the same command goes on.'
+    )
     result = search.search(
       values.config,
       len(devices),
       lambda trial: make_plan(trial, values.topology, *sizes),
     )
   else:
-    with progress.waiting(f'Compiling for {values.topology}, takes minutes'):
-      result = make_plan(values.config, values.topology, *sizes)
+    result = make_plan(values.config, values.topology, *sizes)
     say(table(result))
   if values.json:
-    path = pathlib.Path(values.json)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1))
+    pathlib.Path(values.json).write_text(json.dumps(result, indent=1))
+    say(f'Figures: {values.json}')
 
 
 if __name__ == '__main__':

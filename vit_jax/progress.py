@@ -144,16 +144,16 @@ class Progress:
 
   def show(self, step: int, loss: float, rate: float | None):
     """Shows loss, speed and time left."""
-    speed = f'{rate:,.0f} img/s' if rate else ''
     if self._bar is not None:
-      self._bar.set_postfix_str(f'loss {loss:.4f}, {speed}')
+      speed = f', {rate:,.0f} img/s' if rate else ''
+      self._bar.set_postfix_str(f'loss {loss:.4f}{speed}')
       return
     line = (
       f'step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}'
     )
     if rate:
       left = (self._total - step) * self._batch / rate
-      line += f'  {speed}  {duration(left)} left'
+      line += f'  {rate:,.0f} img/s  {duration(left)} left'
     say(line)
 
   def pause(self) -> 'Progress':

@@ -70,6 +70,8 @@ def search(
       if fit:
         start = min(p['accum_steps'] for p in fit)
       best = sorted([*best, *fit], key=lambda p: -_images_per_second(p))
+      if fit and start == 1:
+        break  # To compute again what fits whole is only slower.
   if not plans:
     raise ValueError(
       f'batch={config.batch} is not a multiple of the {devices} devices, nor of '
@@ -108,8 +110,8 @@ def _fewest_that_fit(config, settings, plan, parts, start):
     found = {**settings, 'accum_steps': numbers[i]}
     trial.update_from_flattened_dict(found)
     text = ' '.join(f'--config.{k}={v}' for k, v in found.items())
-    with progress.waiting(text):
-      result = {**plan(trial), 'accum_steps': numbers[i], 'flags': text}
+    say(text)
+    result = {**plan(trial), 'accum_steps': numbers[i], 'flags': text}
     say(f'  {_speed(result)}')
     yield result
     if result['fits']:

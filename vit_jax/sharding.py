@@ -253,6 +253,33 @@ def report(abstract) -> list[dict]:
   )
 
 
+def not_split(abstract, mesh) -> str:
+  """Says which arrays the axis `model` would split, but does not divide.
+
+  Args:
+    abstract: a tree of jax.ShapeDtypeStruct with shardings: the parameters.
+    mesh: the mesh.
+
+  Returns:
+    '' where there are none.
+  """
+  parts = mesh.shape.get(MODEL_AXIS, 1)
+  if parts == 1:
+    return ''
+  names = [
+    f'{path_name(path)} {leaf.shape}'
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
+    if any(re.search(regex, path_name(path)) for regex, _ in TENSOR_RULES)
+    and MODEL_AXIS not in jax.tree.leaves(tuple(leaf.sharding.spec))
+  ]
+  return (
+    f'{len(names)} arrays are not split over model={parts}, which does not divide '
+    f'them, {max(names, key=len)} for one'
+    if names
+    else ''
+  )
+
+
 def describe(row: Mapping[str, Any]) -> str:
   """Says in words what a row of `report` holds, but for its axes."""
   return (
@@ -275,8 +302,8 @@ def _check_spec(name, shape, regex, spec, mesh):
     for axis in axes:
       if axis not in mesh.shape:
         raise ValueError(
-          f"{where}: the mesh {dict(mesh.shape)} has no axis '{axis}'; add it "
-          f'with --config.mesh.{axis}'
+          f"{where}: the mesh {dict(mesh.shape)} has no axis '{axis}': use "
+          f'one of {", ".join(mesh.axis_names)}'
         )
     parts = math.prod(mesh.shape[axis] for axis in axes)
     if size % parts:

@@ -276,7 +276,7 @@ def _open_tfds(config, split):
     if base not in builder.info.splits:
       raise ValueError(
         f"data set '{config.dataset}' has no split '{base}': it has "
-        f'{list(builder.info.splits)} (config.pp.train, config.pp.test)'
+        f'{list(builder.info.splits)} (config.pp.train, config.pp.test, --evaluate)'
       )
   if not builder.info.splits[split].num_examples:
     raise ValueError(f"split '{split}' of '{config.dataset}' is empty")

@@ -315,7 +315,9 @@ class StopRequest:
 
   def _handle(self, number, _):
     if self.signal == signal.SIGINT == number:
-      raise KeyboardInterrupt
+      raise KeyboardInterrupt(
+        'Interrupted. The same command goes on from the last step that was saved.'
+      )
     self.signal = number
     if jax.process_count() > 1:
       os.kill(os.getpid(), signal.SIGTERM)

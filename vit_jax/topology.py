@@ -89,8 +89,8 @@ def get_topology(name: str):
     text = ' '.join(str(e).split())
     if 'already in use' in text or 'lockfile' in text:
       raise OSError(
-        'libtpu is in use by another process: wait for it, or set '
-        'ALLOW_MULTIPLE_LIBTPU_LOAD=1'
+        'libtpu is in use by another process: wait for it, or to plan beside it '
+        'set ALLOW_MULTIPLE_LIBTPU_LOAD=1'
       ) from e
     raise ValueError(
       f"topology='{name}' cannot be made: {text[:200]}; for example "

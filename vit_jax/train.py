@@ -353,6 +353,8 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
         done = evaluate(stop)
 
       stopping = stop.after(step)
+      if stopping:
+        say(f'Stopping: step {step} is being saved ...')
       if stopping or due(config.checkpoint_every):
         with progress.pause():
           look()  # What is saved is good.
@@ -402,6 +404,9 @@ def _describe(config, abstract, train, test, mesh):
   if any(row['spec'] != 'replicated' for row in rows):
     for row in rows:
       say(f'Parameters, {row["spec"]}: {sharding.describe(row)}.')
+  copied = sharding.not_split(abstract.params, mesh)
+  if copied:
+    say(f'{copied}.')
 
 
 def _summarise(workdir, metrics, seconds, example):
