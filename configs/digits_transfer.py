@@ -31,9 +31,9 @@ def get_config():
   config.pretrain.pp.crop_area = (0.4, 1.0)
   config.pretrain.pp.rotate = 15.0
   config.pretrain.update(total_epochs=100.0, eval_every=0, checkpoint_every=0)
-  # For the sake of the transfer, as the paper does: no label smoothing, which
-  # makes features less general (arXiv 2010.16402), and strong weight decay
-  # (arXiv 2010.11929, section 4.1).
+  # For the sake of the transfer: no label smoothing, which makes features less
+  # general (arXiv 2010.16402), and strong weight decay, which the paper too found
+  # useful for it (arXiv 2010.11929, section 4.1).
   config.pretrain.update(label_smoothing=0.0, weight_decay=0.3)
 
   # {seed} stands for the draw.

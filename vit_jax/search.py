@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 import copy
 import math
+from typing import Any
 
 from vit_jax import progress
 
@@ -32,18 +33,18 @@ def meshes(config, devices: int) -> Iterator[dict[str, int]]:
 
 
 def search(
-  config, devices: int, plan: Callable[..., dict], shown: int = 5
+  config, devices: int, plan: Callable[[Any], dict], shown: int = 5
 ) -> list[dict]:
   """Plans a run in many ways; prints the best and the flags that select it.
 
   For each mesh the fewest micro-batches that fit are looked for, beginning with
-  as many as the best so far has. Rematerialisation, which leaves room for larger ones, is
-  tried where nothing found so far is so fast that it could not win.
+  as many as the best so far has. Rematerialisation, which leaves room for larger
+  ones, is tried where nothing found so far is so fast that it could not win.
 
   Args:
     config: of a training; it stays as it is.
     devices: their number.
-    plan: makes the plan of a config, see plan.make_plan.
+    plan: config -> its plan, with what plan.make_plan returns.
     shown: how many of the best are printed.
 
   Returns:

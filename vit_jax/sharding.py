@@ -266,11 +266,20 @@ def not_split(abstract, mesh) -> str:
   parts = mesh.shape.get(MODEL_AXIS, 1)
   if parts == 1:
     return ''
+
+  def divides(name, shape):
+    return not any(
+      axis and size % parts
+      for regex, wanted in TENSOR_RULES
+      if re.search(regex, name)
+      for size, axis in zip(shape, wanted)
+    )
+
   names = [
     f'{path_name(path)} {leaf.shape}'
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
-    if any(re.search(regex, path_name(path)) for regex, _ in TENSOR_RULES)
-    and MODEL_AXIS not in jax.tree.leaves(tuple(leaf.sharding.spec))
+    if MODEL_AXIS not in jax.tree.leaves(tuple(leaf.sharding.spec))
+    and not divides(path_name(path), leaf.shape)
   ]
   return (
     f'{len(names)} arrays are not split over model={parts}, which does not divide '
