@@ -21,9 +21,14 @@ setuptools.setup(
   packages=[
     'vit_jax',
     'vit_jax.configs',
+    'vit_jax.data',
     'vit_jax.datasets',
+    'vit_jax.evaluators',
+    'vit_jax.layers',
+    'vit_jax.run',
+    'vit_jax.scale',
     'vit_jax.tasks',
-    'vit_jax.tasks.evaluators',
+    'vit_jax.weights',
   ],
   # The config files lie in the top-level folder. find_packages would not see
   # them, and a wheel would silently lack them.

@@ -167,7 +167,7 @@ def get_config() -> ml_collections.ConfigDict:
   # --- Devices ---
   # Size of each axis of the mesh; -1 is the rest. 'data' and 'fsdp' split the
   # batch, 'fsdp' splits the parameters and the optimiser's state too, 'model'
-  # splits heads and hidden layers: see vit_jax/sharding.py.
+  # splits heads and hidden layers: see vit_jax/scale/sharding.py.
   config.mesh = ml_collections.ConfigDict({'data': -1, 'fsdp': 1, 'model': 1})
   # Ordered (regex, spec) pairs, which go before what follows from the mesh.
   config.sharding_rules = ()

@@ -68,7 +68,7 @@ def _config(name, size, patch, resnet=None, classifier='token'):
   config.transformer.mlp_dim = mlp_dim
   config.transformer.num_heads = heads
   config.transformer.num_layers = layers
-  # How attention is computed: see vit_jax/attention.py.
+  # How attention is computed: see vit_jax/layers/attention.py.
   config.transformer.attention = 'default'
   config.transformer.attention_dropout_rate = 0.0
   config.transformer.dropout_rate = DROPOUT.get(name, 0.0)

@@ -5,11 +5,11 @@ import pathlib
 
 import pytest
 
-from vit_jax import resolve
 from vit_jax.configs import augreg
 from vit_jax.configs import common
 from vit_jax.configs import pretrain
 from vit_jax.configs import vit
+from vit_jax.run import config as run_config
 
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 
@@ -25,7 +25,7 @@ def test_every_config_opens_with_its_command_and_passes_the_check():
       'inference_time': [],
       'transfer': ['pretrain', 'finetune', 'scratch'],
     }.get(config.trainer, [None]):
-      resolve.check(config[run] if run else config)
+      run_config.check(config[run] if run else config)
 
 
 @pytest.mark.parametrize(

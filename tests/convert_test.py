@@ -16,10 +16,10 @@ from tests import torch_models
 from tests import trees
 from vit_jax import checkpoint
 from vit_jax import convert
-from vit_jax import formats
 from vit_jax import models
 from vit_jax import predict
 from vit_jax import train
+from vit_jax.weights import reading
 
 # What must be imported in its own way.
 timm = torch_models.timm
@@ -154,7 +154,7 @@ def test_a_model_of_hugging_face_becomes_a_run(tmp_path):
     torch_models.logits(theirs, images),
     atol=1e-4,
   )
-  assert formats.read(str(tmp_path / 'timm')).class_names == run.class_names
+  assert reading.read(str(tmp_path / 'timm')).class_names == run.class_names
 
 
 @pytest.mark.parametrize('act_layer', ['gelu', 'gelu_tanh'])
@@ -282,14 +282,14 @@ def test_saved_files_load_in_timm(tmp_path):
 def test_bin_files_old_and_new_names(tmp_path):
   theirs = torch_models.hf_model()
   theirs.save_pretrained(tmp_path / 'hf')
-  want = formats.read(str(tmp_path / 'hf')).params
+  want = reading.read(str(tmp_path / 'hf')).params
   torch.save(theirs.state_dict(), tmp_path / 'new.bin')  # Names of version 5.
   on_disk = safetensors.numpy.load_file(tmp_path / 'hf' / 'model.safetensors')
   torch.save(
     {k: torch.tensor(v) for k, v in on_disk.items()}, tmp_path / 'old.bin'
   )
   for name in ('new.bin', 'old.bin'):
-    got = formats.read(str(tmp_path / name), num_heads=4)
+    got = reading.read(str(tmp_path / name), num_heads=4)
     trees.assert_same(got.params, want)
 
 
@@ -300,7 +300,7 @@ def test_half_precision_is_kept(tmp_path):
   }
   path = tmp_path / 'half.safetensors'
   safetensors.torch.save_file(state, path)
-  params = formats.read(str(path), num_heads=4).params
+  params = reading.read(str(path), num_heads=4).params
   assert params['cls'].dtype.name == 'bfloat16'
 
 
@@ -317,22 +317,22 @@ def test_files_that_are_refused(tmp_path, tiny, capfd):
   torch.save({'a': Bomb()}, tmp_path / 'bomb.pth')
   for name in ('bomb.bin', 'bomb.pth'):
     with pytest.raises(ValueError, match='pickled objects, which are never'):
-      formats.read(str(tmp_path / name))
+      reading.read(str(tmp_path / name))
   assert 'boom' not in capfd.readouterr().out
   convert.convert(path, str(tmp_path / 'timm'), 'timm', image_size=(8, 12))
   whole = (tmp_path / 'timm' / 'model.safetensors').read_bytes()
   (tmp_path / 'cut.safetensors').write_bytes(whole[:-100])
   with pytest.raises(ValueError, match='or only part of one'):
-    formats.read(str(tmp_path / 'cut.safetensors'))
+    reading.read(str(tmp_path / 'cut.safetensors'))
   safetensors.numpy.save_file({'a': np.ones(3)}, tmp_path / 'other.safetensors')
   with pytest.raises(ValueError, match="no Vision Transformer by timm's"):
-    formats.read(str(tmp_path / 'other.safetensors'))
+    reading.read(str(tmp_path / 'other.safetensors'))
   (tmp_path / 'empty').mkdir()
   with pytest.raises(ValueError, match='is a folder without weights'):
-    formats.read(str(tmp_path / 'empty'))
+    reading.read(str(tmp_path / 'empty'))
   (tmp_path / 'timm' / 'config.json').unlink()
   with pytest.raises(ValueError, match='how many attention heads its model of'):
-    formats.read(str(tmp_path / 'timm'))
+    reading.read(str(tmp_path / 'timm'))
 
 
 def test_models_that_are_no_plain_vit(tmp_path):
@@ -349,10 +349,10 @@ def test_models_that_are_no_plain_vit(tmp_path):
     path = tmp_path / 'weights.safetensors'
     safetensors.torch.save_file(state, path)
     if message is None:
-      assert 'cls' in formats.read(str(path)).params
+      assert 'cls' in reading.read(str(path)).params
       continue
     with pytest.raises(ValueError, match=message):
-      formats.read(str(path))
+      reading.read(str(path))
 
 
 def test_what_the_other_side_does_not_have(tmp_path, tiny):
@@ -397,7 +397,7 @@ def test_a_missing_package_names_the_extra(
   (tmp_path / name).write_bytes(b'')
   monkeypatch.setitem(sys.modules, package, None)
   with pytest.raises(ImportError, match=rf"pip install 'vit_jax\[{extra}\]'"):
-    formats.read(str(tmp_path / name))
+    reading.read(str(tmp_path / name))
 
 
 def test_the_command_line(tmp_path, tiny, monkeypatch, capsys):

@@ -11,8 +11,8 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from vit_jax import input_pipeline
-from vit_jax import sharding
-from vit_jax import sources
+from vit_jax.data import sources
+from vit_jax.scale import sharding
 
 
 def train_batches(config, source, rows=None, start=0, count=3):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit_jax import identify
 from vit_jax import models
 from vit_jax import models_vit
 from vit_jax.configs import models as model_configs
+from vit_jax.weights import identify
 
 # arXiv 2010.11929, 2106.10270 and 2105.01601, 1000 classes, no pre-logits layer.
 COUNTS = {

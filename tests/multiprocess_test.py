@@ -14,9 +14,9 @@ import pytest
 from tests import processes
 from tests import trees
 from vit_jax import input_pipeline
-from vit_jax import metrics as metrics_lib
-from vit_jax import sources
-from vit_jax import workdir as workdir_lib
+from vit_jax.data import sources
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.run import workdir as workdir_lib
 
 FLAGS = ('--config.checkpoint_every=20',)
 

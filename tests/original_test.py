@@ -14,7 +14,6 @@ from vit_jax import checkpoint
 from vit_jax import inference_time
 from vit_jax import input_pipeline
 from vit_jax import main
-from vit_jax import metrics as metrics_lib
 from vit_jax import models
 from vit_jax import test_utils
 from vit_jax import train
@@ -23,6 +22,7 @@ from vit_jax.configs import augreg as augreg_config
 from vit_jax.configs import common as common_config
 from vit_jax.configs import inference_time as inference_time_config
 from vit_jax.configs import models as models_config
+from vit_jax.run import metrics as metrics_lib
 
 
 def test_a_loop_of_ones_own(image_folder, tmp_path):

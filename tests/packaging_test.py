@@ -11,52 +11,29 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# The floors of the house: a module imports from its own floor or from below.
+# The floors of the house, from the ground up: a room, or a module that is in none,
+# imports from its own floor or from below.
 FLOORS = [
-  [
-    'models_vit',
-    'models_resnet',
-    'losses',
-    'optim',
-    'sharding',
-    'cli',
-    'models_mixer',
-    'layouts',
-    'fetch',
-    'identify',
-    'attention',
-    'encoder',
-    'progress',
-    'search',
-    'topology',
-  ],
-  [
-    'models',
-    'flops',
-    'checkpoint',
-    'convert',
-    'exports',
-    'formats',
-    'state',
-    'workdir',
-    'metrics',
-  ],
-  [
-    'preprocess',
-    'folder',
-    'sources',
-    'input_pipeline',
-    'datasets',
-    'resolve',
-    'test_utils',
-    'utils',
-  ],
+  ['cli'],
+  ['scale'],
+  ['layers'],
+  ['models_vit', 'models_resnet', 'models_mixer'],
+  ['models', 'datasets'],
+  ['data'],
+  ['preprocess'],
+  ['run'],
+  ['weights'],
+  ['input_pipeline', 'checkpoint', 'convert', 'utils', 'test_utils'],
+  ['evaluators'],
   ['tasks'],
-  ['train', 'predict', 'evaluate', 'benchmark', 'inference_time'],
-  ['estimate', 'transfer'],
-  ['plan'],
+  ['train', 'inference_time'],
+  ['predict', 'transfer', 'benchmark', 'plan'],
+  ['evaluate'],
   ['main'],
 ]
+ROOMS = (
+  'data', 'datasets', 'evaluators', 'layers', 'run', 'scale', 'tasks', 'weights',
+)  # fmt: skip
 
 
 def run(code, cwd='/'):
@@ -73,7 +50,7 @@ def run(code, cwd='/'):
 
 def test_models_load_neither_tensorflow_nor_the_trainer():
   done = run(
-    'import sys, vit_jax.models, vit_jax.losses, vit_jax.optim\n'
+    'import sys, vit_jax.models, vit_jax.run.losses, vit_jax.run.optim\n'
     'for name in ("tensorflow", "tensorflow_datasets", "orbax", "clu",'
     ' "matplotlib"):\n'
     '  assert name not in sys.modules, name\n'
@@ -106,29 +83,58 @@ def test_libtpu_is_left_alone_where_there_is_no_tpu():
 
 
 def imports_of(path):
-  """Names of the modules of this package that a file imports."""
+  """Yields what a file imports of this package: (room or module, file in it)."""
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and node.module:
       first, *rest = node.module.split('.')
-      if first == 'vit_jax':
-        yield from rest[:1] or [alias.name for alias in node.names]
+      if first == 'vit_jax' and rest:
+        for alias in node.names:
+          yield rest[0], alias.name
+      elif first == 'vit_jax':
+        for alias in node.names:
+          yield alias.name, None
 
 
 def test_imports_point_down_only():
   floor = {name: i for i, names in enumerate(FLOORS) for name in names}
-  files = sorted((ROOT / 'vit_jax').rglob('*.py'))
   seen = set()
-  for path in files:
+  for path in sorted((ROOT / 'vit_jax').rglob('*.py')):
     name = path.relative_to(ROOT / 'vit_jax').parts[0].removesuffix('.py')
     if name in ('__init__', 'configs'):
       continue
     seen.add(name)
-    for imported in imports_of(path):
+    for imported, _ in imports_of(path):
       if imported != 'configs':
-        assert floor[imported] <= floor[name], f'{name} imports {imported}'
+        assert floor[imported] <= floor[name], f'{path} imports {imported}'
   assert seen == set(floor)
   for path in (ROOT / 'configs').glob('*.py'):
-    assert set(imports_of(path)) <= {'configs'}, path
+    assert {room for room, _ in imports_of(path)} <= {'configs'}, path
+
+
+def test_rooms_are_one_level_deep_and_small():
+  top = [p.name for p in (ROOT / 'vit_jax').glob('*.py')]
+  assert len(top) <= 20, top  # One of them is __init__.py.
+  folders = {p.parent for p in (ROOT / 'vit_jax').rglob('*.py')}
+  rooms = {f.name for f in folders} - {'vit_jax', 'configs'}
+  assert rooms == set(ROOMS)
+  for room in ROOMS:
+    path = ROOT / 'vit_jax' / room
+    files = [p for p in path.glob('*.py') if p.name != '__init__.py']
+    assert 0 < len(files) <= 9, room
+    assert not (path / '__init__.py').read_text() or room == 'datasets'
+
+
+def test_tests_mirror_the_rooms():
+  for folder in (ROOT / 'tests').iterdir():
+    if folder.is_dir() and folder.name != '__pycache__':
+      assert folder.name in ROOMS
+
+
+def test_only_figures_import_matplotlib_and_nothing_imports_main():
+  for path in (ROOT / 'vit_jax').rglob('*.py'):
+    text = path.read_text()
+    assert 'import matplotlib' not in text, path
+    assert 'main' not in {name for name, _ in imports_of(path)}, path
 
 
 def test_the_names_of_the_original_can_be_imported():

@@ -14,10 +14,10 @@ import pytest
 from vit_jax import evaluate
 from vit_jax import input_pipeline
 from vit_jax import predict
-from vit_jax import sources
-from vit_jax import state as state_lib
 from vit_jax import train
 from vit_jax.configs import pretrain
+from vit_jax.data import sources
+from vit_jax.run import checkpoints as checkpoints_lib
 
 
 @pytest.fixture(scope='module')
@@ -124,7 +124,7 @@ def damaged(folder_run, tmp_path):
   _, workdir, _ = folder_run
   copied = tmp_path / 'copy'
   shutil.copytree(workdir, copied)
-  steps = state_lib.Checkpoints(copied, read_only=True).steps()
+  steps = checkpoints_lib.Checkpoints(copied, read_only=True).steps()
   assert steps[-2:] == [60, 62]
   return copied
 
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_another_model_gives_way_too(
 
 
 def test_no_checkpoint_that_can_be_read(damaged, folder_run):
-  for step in state_lib.Checkpoints(damaged, read_only=True).steps():
+  for step in checkpoints_lib.Checkpoints(damaged, read_only=True).steps():
     largest_file(damaged / 'checkpoints' / str(step)).write_bytes(b'')
   with pytest.raises(ValueError, match='no checkpoint in .* can be restored'):
     train.train_and_evaluate(copy.deepcopy(folder_run[0]), str(damaged))

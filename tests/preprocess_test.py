@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from vit_jax import preprocess
 from vit_jax.configs import common
+from vit_jax.data import images
 
 
 def encode(image, fmt, **kwargs):
@@ -51,10 +52,10 @@ FILES = {
 def test_every_format_comes_out_as_pillow_decodes_it(name):
   encoded, tolerance = FILES[name]
   want = np.asarray(Image.open(io.BytesIO(encoded)).convert('RGB')).astype(int)
-  got = preprocess.decode(tf.constant(encoded)).numpy().astype(int)
+  got = images.decode(tf.constant(encoded)).numpy().astype(int)
   assert got.shape == (40, 60, 3)
   assert np.abs(got - want).max() <= tolerance
-  grey = preprocess.decode(tf.constant(encoded), channels=1).numpy()
+  grey = images.decode(tf.constant(encoded), channels=1).numpy()
   assert grey.shape == (40, 60, 1)
   weights = np.array([0.299, 0.587, 0.114])
   assert np.abs(grey[..., 0] - want @ weights).max() <= tolerance + 2
@@ -66,7 +67,7 @@ def test_what_is_transparent_is_white(fmt):
   image[0, 0] = (10, 20, 30, 255)  # ... but for one pixel,
   image[1, 1] = (0, 0, 0, 128)  # and one that is half so.
   encoded = encode(Image.fromarray(image), fmt, lossless=True, exact=True)
-  got = preprocess.decode(tf.constant(encoded)).numpy()
+  got = images.decode(tf.constant(encoded)).numpy()
   assert got[0, 0].tolist() == [10, 20, 30]
   assert got[3, 3].tolist() == [255] * 3
   np.testing.assert_allclose(got[1, 1], [127] * 3, atol=1)
@@ -146,7 +147,7 @@ def test_half_of_the_images_are_mirrored():
     mirrored += crop[0, 0, 0] > crop[0, -1, 0]
   assert 35 <= mirrored <= 65
   plain = train(encoded, (0, 0), flip=False, **kwargs)
-  want = preprocess.for_evaluation(preprocess.decode(encoded), pp(crop=16))
+  want = preprocess.for_evaluation(images.decode(encoded), pp(crop=16))
   np.testing.assert_array_equal(plain, want)
 
 

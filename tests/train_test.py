@@ -12,12 +12,14 @@ import pytest
 from tests import conftest
 from tests import trees
 from vit_jax import evaluate
-from vit_jax import metrics as metrics_lib
 from vit_jax import predict
-from vit_jax import sharding
-from vit_jax import state as state_lib
 from vit_jax import train
-from vit_jax import workdir as workdir_lib
+from vit_jax.run import checkpoints as checkpoints_lib
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.run import state as state_lib
+from vit_jax.run import stopping
+from vit_jax.run import workdir as workdir_lib
+from vit_jax.scale import sharding
 
 
 def fit(config, workdir):
@@ -126,7 +128,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 ):
   config, workdir, state, _ = finished
   with monkeypatch.context() as patch:
-    patch.setattr(state_lib, 'StopRequest', lambda: StopAfter(step))
+    patch.setattr(stopping, 'StopRequest', lambda: StopAfter(step))
     with pytest.raises(
       train.Interrupted, match=f'Stopped at step {step}, which'
     ):
@@ -157,7 +159,7 @@ def test_a_signal_during_an_evaluation_loses_nothing(
   config = copy.deepcopy(config)
   config.eval_every = 0  # Only the last one.
   with monkeypatch.context() as patch:
-    patch.setattr(state_lib, 'StopRequest', lambda: StopInEvaluation(99))
+    patch.setattr(stopping, 'StopRequest', lambda: StopInEvaluation(99))
     for _ in range(2):  # And again when the run goes on with it.
       with pytest.raises(train.Interrupted, match='Stopped at step 6'):
         fit(config, tmp_path)
@@ -176,7 +178,7 @@ def test_a_checkpoint_of_eight_devices_restores_on_fewer(finished, mesh):
   if 'model' not in mesh.shape:
     config.sharding_rules = ()
   program = train.make_program(config, [str(i) for i in range(10)], mesh)
-  checkpoints = state_lib.Checkpoints(workdir, read_only=True)
+  checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   restored, step = checkpoints.restore(program.abstract)
   assert step == 6
   trees.assert_same(restored, state)
@@ -194,7 +196,7 @@ def test_a_run_goes_on_on_other_devices_in_another_order(
   config.update(total_steps=4, eval_every=4, checkpoint_every=4)
   want, _ = fit(config, tmp_path / 'whole')
   with monkeypatch.context() as patch:
-    patch.setattr(state_lib, 'StopRequest', lambda: StopAfter(2))
+    patch.setattr(stopping, 'StopRequest', lambda: StopAfter(2))
     with pytest.raises(train.Interrupted):
       fit(config, tmp_path / 'moved')
   config.mesh.update(data=2, fsdp=2, model=2)
@@ -308,7 +310,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(module_config, tmp_path):
     fit(config, tmp_path)
   step = int(str(e.value).split('at step ')[1].split(':')[0])
   assert f'Last good checkpoint: step {step - 1}' in str(e.value) or step == 1
-  saved = state_lib.Checkpoints(tmp_path, read_only=True).steps()
+  saved = checkpoints_lib.Checkpoints(tmp_path, read_only=True).steps()
   assert max(saved, default=0) == step - 1
 
 
@@ -383,16 +385,16 @@ def test_a_training_without_length_is_refused(module_config, tmp_path):
 
 
 def test_epochs_become_steps(module_config):
-  from vit_jax import resolve
+  from vit_jax.run import config as run_config
 
   config = copy.deepcopy(module_config)
   with config.ignore_type():
     config.update(total_steps=None, warmup_steps=None)
   config.update(total_epochs=2.0, warmup_epochs=0.5)
-  resolved = resolve.resolve_steps(config, 1000)
+  resolved = run_config.resolve_steps(config, 1000)
   assert (resolved.total_steps, resolved.warmup_steps) == (125, 31)
   config.warmup_epochs = 5.0  # Longer than the training: a tenth of it.
-  resolved = resolve.resolve_steps(config, 1000)
+  resolved = run_config.resolve_steps(config, 1000)
   assert (resolved.total_steps, resolved.warmup_steps) == (125, 12)
 
 

@@ -26,11 +26,11 @@ import numpy as np
 
 from vit_jax import checkpoint
 from vit_jax import cli
-from vit_jax import flops
 from vit_jax import models
-from vit_jax import sharding
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
+from vit_jax.scale import flops
+from vit_jax.scale import sharding
 
 PIPELINE_BATCH = 64
 PIPELINE_BATCHES = 20
@@ -253,7 +253,7 @@ def time_pipeline(name: str, folder: str):
   """Prints the seconds that 20 batches of 'ours' or 'plain' take."""
   cli.load_tensorflow()
   from vit_jax import input_pipeline
-  from vit_jax import sources
+  from vit_jax.data import sources
 
   if name == 'ours':
     config = common.set_dataset(common.get_config(), folder)

@@ -1,6 +1,6 @@
 """Published weights in and out of a model's parameters.
 
-Files of any kind are read (vit_jax.formats); what is written is an .npz by the
+Files of any kind are read (vit_jax.weights.reading); what is written is an .npz by the
 published names, which the original's readers and timm's `load_npz` understand.
 """
 
@@ -10,19 +10,19 @@ import math
 from typing import Any
 
 from absl import logging
-from etils import epath
 import flax.traverse_util
-import jax
 import numpy as np
 
-from vit_jax import fetch
-from vit_jax import formats
-from vit_jax import identify
 from vit_jax import models
+from vit_jax.weights import fetch
+from vit_jax.weights import identify
+from vit_jax.weights import reading
+from vit_jax.weights import writing
 
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
 
 copy = fetch.copy
+save = writing.save
 
 
 def recover_tree(keys: Sequence[str], values: Sequence[Any]) -> dict:
@@ -48,33 +48,10 @@ def load(path: str) -> dict:
       or holds pickled objects.
     ImportError: if a package is missing; names the extra to install.
   """
-  weights = formats.read(path)
+  weights = reading.read(path)
   if weights.kind != 'workdir':
     _note_differences(weights, identify.model_config(weights.params) or {})
   return weights.params
-
-
-def save(params, path: str):
-  """Writes parameters as an .npz file, by the published names.
-
-  Args:
-    params: nested dict of arrays; their types are kept, but for bfloat16, which
-      .npz cannot hold and which becomes float32.
-    path: the file; it appears only when it is complete.
-  """
-  flat = flax.traverse_util.flatten_dict(jax.device_get(params), sep='/')
-  flat = {
-    formats.file_name(key): np.asarray(
-      v, np.float32 if v.dtype.name == 'bfloat16' else None
-    )
-    for key, v in flat.items()
-  }
-  target = epath.Path(path)
-  target.parent.mkdir(parents=True, exist_ok=True)
-  temporary = target.parent / f'.{target.name}.tmp'
-  with temporary.open('wb') as f:
-    np.savez(f, **flat)
-  temporary.replace(target)
 
 
 def inspect_params(
@@ -246,7 +223,7 @@ def transferable(
       load_pretrained.
   """
   encoder = model_config.get('transformer') or {}
-  weights = formats.read(pretrained_path, encoder.get('num_heads'))
+  weights = reading.read(pretrained_path, encoder.get('num_heads'))
   flat = flax.traverse_util.flatten_dict(weights.params, sep='/')
   want = flax.traverse_util.flatten_dict(expected, sep='/')
   head = flat.get('head/kernel')

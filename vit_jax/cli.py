@@ -1,4 +1,4 @@
-"""What the command lines share: quiet logs, errors in one line."""
+"""What the command lines share: words for people, quiet logs, errors in one line."""
 
 from collections.abc import Callable
 import contextlib
@@ -12,12 +12,15 @@ import pathlib
 import re
 import sys
 import tempfile
+import threading
 import traceback
 
 from absl import flags
 from absl import logging
+import tqdm
 
 _EXPECTED = (ValueError, FloatingPointError, OSError, ImportError)
+_muted = False
 
 
 def quiet():
@@ -90,6 +93,90 @@ def avoid_libtpu():
   import jax
 
   jax.config.update('jax_platforms', 'cpu')
+
+
+def _is_first() -> bool:
+  """Tells the process that speaks; without JAX there is but one."""
+  jax = sys.modules.get('jax')
+  return jax is None or jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def muted():
+  """Shows nothing inside a `with` block, neither lines nor bars."""
+  global _muted
+  before, _muted = _muted, True
+  try:
+    yield
+  finally:
+    _muted = before
+
+
+def is_muted() -> bool:
+  """Tells whether `muted` is in force."""
+  return _muted
+
+
+def say(text: str):
+  """Prints a line, from the first process only, around a bar if one is shown."""
+  if _is_first() and not _muted:
+    tqdm.tqdm.write(text)
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def waiting(text: str, every: float = 1.0):
+  """Says what takes long inside a `with` block; on a terminal, how long so far.
+
+  Args:
+    text: what is done.
+    every: seconds after which the time is shown anew.
+  """
+  # To stdout: what libraries write to stderr may be hidden meanwhile.
+  if not _is_first() or _muted or not sys.stdout.isatty():
+    say(f'{text} ...')
+    yield
+    return
+  done = threading.Event()
+
+  def tick():
+    while not done.wait(every):
+      line.refresh()
+
+  with tqdm.tqdm(
+    desc=text,
+    bar_format='{desc} ... {elapsed}',
+    file=sys.stdout,
+    dynamic_ncols=True,
+  ) as line:
+    ticking = threading.Thread(target=tick, daemon=True)
+    ticking.start()
+    try:
+      yield
+    finally:
+      done.set()
+      ticking.join()
+
+
+def size(count: float | None) -> str:
+  """Formats bytes as people read them: '3.2 MiB', '2.09 GiB', 'unknown'."""
+  if count is None:
+    return 'unknown'
+  if count < 2**30 / 10:
+    return f'{count / 2**20:.1f} MiB'
+  return f'{count / 2**30:.2f} GiB'
+
+
+def duration(seconds: float) -> str:
+  """Formats seconds as people read them: '48s', '3m 05s', '2h 07m', '3d 04h'."""
+  seconds = round(seconds)
+  if seconds < 60:
+    return f'{seconds}s'
+  if seconds < 3600:
+    return f'{seconds // 60}m {seconds % 60:02}s'
+  if seconds < 86400:
+    return f'{seconds // 3600}h {seconds % 3600 // 60:02}m'
+  return f'{seconds // 86400}d {seconds % 86400 // 3600:02}h'
 
 
 def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:

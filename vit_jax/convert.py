@@ -36,12 +36,12 @@ import jax
 import ml_collections
 
 from vit_jax import cli
-from vit_jax import exports
-from vit_jax import formats
-from vit_jax import identify
 from vit_jax import models
+from vit_jax.weights import identify
+from vit_jax.weights import reading
+from vit_jax.weights import writing
 
-KINDS = tuple(exports.WRITERS)
+KINDS = tuple(writing.WRITERS)
 
 
 def read(
@@ -49,22 +49,22 @@ def read(
   class_names: Sequence[str] | None = None,
   image_size: tuple[int, int] | None = None,
   num_heads: int | None = None,
-) -> exports.Model:
+) -> writing.Model:
   """Reads weights, and works out the model that they are for.
 
   Args:
-    src: see vit_jax.formats.read.
+    src: see vit_jax.weights.reading.read.
     class_names: names of the classes, in place of those that come with `src`.
     image_size: (height, width) in pixels, where `src` does not say it and the
       patches are no square.
-    num_heads: see vit_jax.formats.read.
+    num_heads: see vit_jax.weights.reading.read.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
-      vit_jax.formats.read; and ValueError where names, size and weights do not
+      vit_jax.weights.reading.read; and ValueError where names, size and weights do not
       go together.
   """
-  weights = formats.read(src, num_heads)
+  weights = reading.read(src, num_heads)
   config = identify.model_config(weights.params)
   if config is None:
     raise ValueError(
@@ -88,7 +88,7 @@ def read(
     names = None
   size = image_size or weights.image_size or _square(weights.params, config)
   _check_size(weights.params, config, size)
-  return exports.Model(
+  return writing.Model(
     weights.params, config, tuple(names) if names else None, num_classes, size
   )
 
@@ -138,11 +138,11 @@ def convert(
   class_names: Sequence[str] | None = None,
   image_size: tuple[int, int] | None = None,
   num_heads: int | None = None,
-) -> tuple[exports.Model, list[str]]:
+) -> tuple[writing.Model, list[str]]:
   """Converts weights; arrays stay as they are, bit for bit.
 
   Args:
-    src: weights of any kind, see vit_jax.formats.read.
+    src: weights of any kind, see vit_jax.weights.reading.read.
     dst: the file (npz) or folder to make; it appears only when it is complete.
     to: one of KINDS; by default npz where `dst` ends so.
     class_names: names of the classes, in place of those that come with `src`.
@@ -176,12 +176,12 @@ def convert(
   model = read(src, class_names, image_size, num_heads)
   target.parent.mkdir(parents=True, exist_ok=True)
   if to == 'npz':  # Is written under another name first by itself.
-    return model, exports.WRITERS['npz'](model, target)
+    return model, writing.WRITERS['npz'](model, target)
   temporary = target.parent / f'.{target.name}.tmp'
   if temporary.exists():
     temporary.rmtree()
   try:
-    notes = exports.WRITERS[to](model, temporary)
+    notes = writing.WRITERS[to](model, temporary)
     temporary.rename(target)
   finally:
     if temporary.exists():

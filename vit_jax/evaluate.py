@@ -3,10 +3,11 @@
 python -m vit_jax.main --workdir=/tmp/digits --evaluate=test
 """
 
+from vit_jax import cli
 from vit_jax import predict
-from vit_jax import progress
-from vit_jax import sharding
-from vit_jax import sources
+from vit_jax.data import sources
+from vit_jax.run import progress
+from vit_jax.scale import sharding
 
 
 def evaluate(
@@ -47,7 +48,7 @@ def evaluate(
   metrics = {
     name.removesuffix(f'_{split}'): value for name, value in metrics.items()
   }
-  progress.say(
+  cli.say(
     f"{workdir}, step {model.step}, split '{split}' of {config.dataset}: "
     + progress.format_metrics(metrics)
   )

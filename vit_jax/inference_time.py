@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from vit_jax import metrics as metrics_lib
+from vit_jax import cli
 from vit_jax import models
-from vit_jax import progress
-from vit_jax import sharding
 from vit_jax.configs import inference_time as default_config
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.scale import sharding
 
 
 def inference_time(
@@ -60,7 +60,7 @@ def inference_time(
     images = jnp.ones(
       (config.batch, *size), device=sharding.batch_sharding(mesh)
     )
-    progress.say(
+    cli.say(
       f'{config.model_name}, {size[0]}x{size[1]} pixels, {config.batch} images a '
       f'step on {mesh.size} {mesh.devices.flat[0].platform} device(s), '
       f'{config.dtype}. Compiling ...'
@@ -80,7 +80,7 @@ def inference_time(
   }
   log.write(0, result)
   log.close()
-  progress.say(
+  cli.say(
     f'{len(seconds)} steps: {result["imgs_sec_core_mean"]:,.2f} images a second '
     f'for each device (std {result["imgs_sec_core_std"]:,.2f}, '
     f'{result["imgs_sec_core_min"]:,.2f} to '

@@ -19,12 +19,13 @@ import jax
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import folder
 from vit_jax import preprocess
-from vit_jax import resolve
-from vit_jax import sharding
-from vit_jax import sources
 from vit_jax.configs import common
+from vit_jax.data import folder
+from vit_jax.data import images
+from vit_jax.data import sources
+from vit_jax.run import config as run_config
+from vit_jax.scale import sharding
 
 # Images decoded at a time.
 _CALLS = os.cpu_count() or 1
@@ -73,7 +74,7 @@ def get_datasets(config):
   Raises:
     ValueError, FileNotFoundError: where the config or the data are not right.
   """
-  config = resolve.complete(config)
+  config = run_config.complete(config)
   preprocess.check(config.pp)
   mesh = sharding.make_mesh({'data': -1})
   train = sources.open_split(config, config.pp.train)
@@ -103,7 +104,7 @@ def get_data_from_directory(
   *, config, directory: str, mode: str
 ) -> tf.data.Dataset:
   """The same for a folder with train/<class>/* and test/<class>/*."""
-  config = resolve.complete(config)
+  config = run_config.complete(config)
   config.dataset = directory
   config.pp.train, config.pp.test = 'train', 'test'
   return get_data_from_tfds(config=config, mode=mode)
@@ -236,7 +237,7 @@ def eval_dataset(config, source, rows: np.ndarray) -> tf.data.Dataset:
     )
 
   def example(record):
-    image = preprocess.decode(source.read(record['image']), config.pp.channels)
+    image = images.decode(source.read(record['image']), config.pp.channels)
     return {
       'image': preprocess.for_evaluation(image, config.pp),
       'label': _many_hot(record['label'], len(source.class_names)),
@@ -355,13 +356,11 @@ def _read(data, source, indices):
     for index in indices(count) if source.random_access else []:
       record = source.lookup(tf.constant([index], tf.int64))
       try:
-        preprocess.decode(source.read(record['image'][0]))
-      except preprocess.DECODE_ERRORS as cause:
+        images.decode(source.read(record['image'][0]))
+      except images.DECODE_ERRORS as cause:
         raise ValueError(
           f"image '{source.name(index)}' cannot be decoded: "
-          f'{preprocess.first_line(cause)}. Mend or delete it; '
+          f'{images.first_line(cause)}. Mend or delete it; '
           '--config.broken_images=skip leaves such images of a folder out'
         ) from None
-    raise ValueError(
-      f'reading the data failed: {preprocess.first_line(e)}'
-    ) from e
+    raise ValueError(f'reading the data failed: {images.first_line(e)}') from e

@@ -86,7 +86,6 @@ def main(argv):
   cli.load_tensorflow()
   from vit_jax import evaluate
   from vit_jax import inference_time
-  from vit_jax import progress
   from vit_jax import train
   from vit_jax import transfer
 
@@ -101,7 +100,7 @@ def main(argv):
       run = trainers.get(_CONFIG.value.get('trainer'), train.train_and_evaluate)
       run(_CONFIG.value, _WORKDIR.value)
   except train.Interrupted as e:
-    progress.say(str(e))
+    cli.say(str(e))
     return 128 + e.signal
   return 0
 

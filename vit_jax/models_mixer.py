@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax import models_vit
-from vit_jax import sharding
+from vit_jax.scale import sharding
 
 
 class MlpBlock(nn.Module):

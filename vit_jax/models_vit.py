@@ -21,10 +21,10 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from vit_jax import attention
-from vit_jax import encoder as encoder_lib
 from vit_jax import models_resnet
-from vit_jax import sharding
+from vit_jax.layers import attention
+from vit_jax.layers import encoder as encoder_lib
+from vit_jax.scale import sharding
 
 CLASSIFIERS = ('token', 'gap', 'unpooled', 'token_unpooled')
 

@@ -40,13 +40,12 @@ import jax
 from ml_collections import config_flags
 
 from vit_jax import cli
-from vit_jax import estimate
-from vit_jax import progress
-from vit_jax import search
-from vit_jax import sharding
-from vit_jax import topology as topology_lib
+from vit_jax.scale import estimate
+from vit_jax.scale import search
+from vit_jax.scale import sharding
+from vit_jax.scale import topology as topology_lib
 
-say = progress.say
+say = cli.say
 
 # data set: training examples, classes.
 DATASETS = {
@@ -103,32 +102,39 @@ def make_plan(
     estimates them.
 
   Raises:
-    ValueError, ImportError, OSError: see vit_jax.topology.get_topology and
-      vit_jax.estimate.lower.
+    ValueError, ImportError, OSError: see vit_jax.scale.topology.get_topology and
+      vit_jax.scale.estimate.lower.
   """
   devices = topology_lib.get_topology(topology)
   cli.load_tensorflow()
-  from vit_jax import resolve
+  from vit_jax import train
+  from vit_jax.run import config as run_config
 
   chip = topology_lib.get_chip(topology)
-  config = resolve.complete(config)
-  resolve.check(config)
-  config = resolve.resolve_steps(config, num_examples)
-  lowered = estimate.lower(config, num_classes, devices)
+  config = run_config.complete(config)
+  run_config.check(config)
+  config = run_config.resolve_steps(config, num_examples)
+  mesh = sharding.make_mesh(config.mesh, devices)
+  run_config.check_batch(config, sharding.batch_shards(mesh))
+  names = [str(i) for i in range(num_classes)]
+  lowered = estimate.lower(
+    config,
+    lambda part, mesh: train.make_program(part, names, mesh),
+    devices,
+  )
   abstract = lowered.abstract
   file = _cache_file(lowered, topology)
   cached = file.exists()
   if cached:
     result = json.loads(file.read_text())
   else:
-    with progress.waiting(f'Compiling for {topology}, takes minutes'):
+    with cli.waiting(f'Compiling for {topology}, takes minutes'):
       result = estimate.compile_plan(lowered, chip, len(devices))
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(f'.{os.getpid()}.tmp')
     temporary.write_text(json.dumps(result))
     temporary.replace(file)
   cores = len(devices)
-  mesh = sharding.make_mesh(config.mesh, devices)
   result.update(
     model=config.model.get('model_name'),
     dataset=config.dataset,
@@ -175,22 +181,22 @@ def table(plan: dict) -> str:
     ('batch', f'{plan["batch"]:,}, {plan["batch_per_core"]:,} a device'),
     (
       'memory a device',
-      f'{progress.size(plan["memory_per_core_bytes"])} of '
-      f'{progress.size(plan["memory_of_core_bytes"])}: '
+      f'{cli.size(plan["memory_per_core_bytes"])} of '
+      f'{cli.size(plan["memory_of_core_bytes"])}: '
       + ('fits' if plan['fits'] else 'DOES NOT FIT'),
     ),
-    ('  parameters', progress.size(plan['params_bytes'])),
+    ('  parameters', cli.size(plan['params_bytes'])),
     *(
       (f'    {row["spec"]}', sharding.describe(row)) for row in plan['sharding']
     ),
-    ('  optimiser', progress.size(plan['optimizer_bytes'])),
+    ('  optimiser', cli.size(plan['optimizer_bytes'])),
   ]
   if plan['not_split']:
     rows.insert(-1, ('    NOTE', plan['not_split']))
   if plan['fits']:
     rows += [
-      ('  images and labels', progress.size(plan['batch_bytes'])),
-      ('  activations and the rest', progress.size(plan['activations_bytes'])),
+      ('  images and labels', cli.size(plan['batch_bytes'])),
+      ('  activations and the rest', cli.size(plan['activations_bytes'])),
       (
         'FLOPs a step, a device',
         f'{plan["flops_per_step_per_core"] / 1e12:,.2f} T',
@@ -204,7 +210,7 @@ def table(plan: dict) -> str:
       *(
         (
           f'  {kind}',
-          f'{found["count"]}, together {progress.size(found["bytes"])}',
+          f'{found["count"]}, together {cli.size(found["bytes"])}',
         )
         for kind, found in plan['collectives'].items()
       ),
@@ -283,7 +289,7 @@ def _data(config, num_examples, num_classes):
   known = DATASETS.get(config.dataset, (None, None))
   if known[0] is None and os.path.isdir(config.dataset or ''):
     cli.load_tensorflow()
-    from vit_jax import sources
+    from vit_jax.data import sources
 
     config = copy.deepcopy(config)
     config.broken_images = 'trust'  # They are counted, not read.

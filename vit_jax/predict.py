@@ -120,20 +120,21 @@ def load(
   """
   # Imported late: they bring TensorFlow, which takes seconds to load.
   cli.load_tensorflow()
-  from vit_jax import resolve
-  from vit_jax import sharding
-  from vit_jax import state as state_lib
   from vit_jax import train
-  from vit_jax import workdir as workdir_lib
+  from vit_jax.run import checkpoints as checkpoints_lib
+  from vit_jax.run import config as run_config
+  from vit_jax.run import state as state_lib
+  from vit_jax.run import workdir as workdir_lib
+  from vit_jax.scale import sharding
 
   config, class_names = workdir_lib.load(workdir)
-  config = resolve.complete(config)
+  config = run_config.complete(config)
   mesh = mesh or sharding.make_mesh({'data': 1}, jax.local_devices()[:1])
   config.sharding_rules = ()
   if 'transformer' in config.model:  # This may be another device.
     config.model.transformer.attention = 'default'
   program = train.make_program(config, class_names, mesh)
-  checkpoints = state_lib.Checkpoints(workdir, read_only=True)
+  checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   steps = checkpoints.steps()
   if not steps:
     raise FileNotFoundError(

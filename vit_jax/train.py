@@ -18,22 +18,25 @@ from jax.experimental import multihost_utils
 import ml_collections
 import optax
 
-from vit_jax import attention
 from vit_jax import checkpoint
+from vit_jax import cli
 from vit_jax import input_pipeline
-from vit_jax import losses
-from vit_jax import metrics as metrics_lib
 from vit_jax import models
-from vit_jax import optim
 from vit_jax import preprocess
-from vit_jax import progress as progress_lib
-from vit_jax import resolve
-from vit_jax import sharding
-from vit_jax import sources
-from vit_jax import state as state_lib
-from vit_jax import workdir as workdir_lib
+from vit_jax.data import sources
+from vit_jax.layers import attention
+from vit_jax.run import checkpoints as checkpoints_lib
+from vit_jax.run import config as run_config
+from vit_jax.run import losses
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.run import optim
+from vit_jax.run import progress as progress_lib
+from vit_jax.run import state as state_lib
+from vit_jax.run import stopping
+from vit_jax.run import workdir as workdir_lib
+from vit_jax.scale import sharding
 
-say = progress_lib.say
+say = cli.say
 
 
 class Program(NamedTuple):
@@ -50,6 +53,14 @@ class Program(NamedTuple):
   update: Callable
   create_state: Callable
   abstract: state_lib.TrainState
+
+  def jit_update(self) -> Callable:
+    """Returns the update, to be compiled; the state is donated."""
+    return jax.jit(
+      self.update,
+      donate_argnums=0,
+      out_shardings=(jax.tree.map(lambda x: x.sharding, self.abstract), None),
+    )
 
 
 def pretrained_weights(config, params) -> dict:
@@ -128,15 +139,6 @@ def make_program(config, class_names, mesh) -> Program:
   )
   update = make_update(task.loss, tx, schedule, config.seed, config.accum_steps)
   return Program(task, update, create_state, abstract)
-
-
-def jit_update(program: Program) -> Callable:
-  """Returns the update of a program, to be compiled; the state is donated."""
-  return jax.jit(
-    program.update,
-    donate_argnums=0,
-    out_shardings=(jax.tree.map(lambda x: x.sharding, program.abstract), None),
-  )
 
 
 def make_update(
@@ -229,13 +231,13 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   began = time.perf_counter()
 
   # Config, mesh, data.
-  config = resolve.complete(config)
-  resolve.check(config)
+  config = run_config.complete(config)
+  run_config.check(config)
   mesh = sharding.make_mesh(config.mesh)
-  resolve.check_batch(config, sharding.batch_shards(mesh))
+  run_config.check_batch(config, sharding.batch_shards(mesh))
   train = sources.open_split(config, config.pp.train)
   test = sources.open_split(config, config.pp.test, train.class_names)
-  config = resolve.resolve_steps(config, train.num_examples)
+  config = run_config.resolve_steps(config, train.num_examples)
   total_steps = config.total_steps
 
   # Task, optimiser, and the state's shapes and shardings.
@@ -246,10 +248,10 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   # the newest complete checkpoint; published weights; random numbers.
   workdir_lib.check(workdir, config)
   weights = {}
-  if not state_lib.has_checkpoint(workdir):
+  if not checkpoints_lib.has_checkpoint(workdir):
     weights = pretrained_weights(config, abstract.params)
   workdir_lib.create(workdir, config, train.class_names)
-  checkpoints = state_lib.Checkpoints(
+  checkpoints = checkpoints_lib.Checkpoints(
     workdir, config.keep_checkpoints, config.best_metric
   )
   _describe(config, abstract, train, test, mesh)
@@ -262,7 +264,7 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   elif step < total_steps:
     say(f'Going on from the checkpoint of step {step}.')
 
-  update_fn = jit_update(program)
+  update_fn = program.jit_update()
   evaluators = program.task.evaluators(mesh, test)
   batches = input_pipeline.train_batches(config, train, mesh, step)
   log = metrics_lib.MetricsLog(workdir, step)
@@ -305,7 +307,7 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
     jax.set_mesh(mesh),
     contextlib.closing(log),
     contextlib.closing(progress),
-    state_lib.StopRequest() as stop,
+    stopping.StopRequest() as stop,
   ):
     done = metrics_lib.find(workdir, step, config.best_metric)
     # All processes must agree on it, also where one sees the file later.
@@ -333,7 +335,7 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
       if step == first + 1:
         look()
         seconds = time.perf_counter() - compiling
-        say(f'Compiled in {progress_lib.duration(seconds)}.')
+        say(f'Compiled in {cli.duration(seconds)}.')
         progress.start(step)
       progress.update(step)
       if config.profile_steps:
@@ -352,14 +354,14 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
       if due(config.eval_every):
         done = evaluate(stop)
 
-      stopping = stop.after(step)
-      if stopping:
+      stop_now = stop.after(step)
+      if stop_now:
         say(f'Stopping: step {step} is being saved ...')
-      if stopping or due(config.checkpoint_every):
+      if stop_now or due(config.checkpoint_every):
         with progress.pause():
           look()  # What is saved is good.
           checkpoints.save(step, state, done)
-      if stopping:
+      if stop_now:
         checkpoints.close()
         raise Interrupted(step, stop.signal)
 
@@ -413,7 +415,7 @@ def _summarise(workdir, metrics, seconds, example):
   """Says how it ended, where everything lies and what to do next."""
   metrics = {k: v for k, v in metrics.items() if k != 'step'}
   say(
-    f'\nDone in {progress_lib.duration(seconds)}: '
+    f'\nDone in {cli.duration(seconds)}: '
     f'{progress_lib.format_metrics(metrics)}.\n'
     f'  checkpoints  {workdir}/checkpoints\n'
     f'  metrics      {workdir}/metrics.jsonl\n'

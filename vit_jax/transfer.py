@@ -10,11 +10,11 @@ import statistics
 from etils import epath
 import ml_collections
 
-from vit_jax import progress
+from vit_jax import cli
 from vit_jax import train
-from vit_jax import workdir as workdir_lib
+from vit_jax.run import workdir as workdir_lib
 
-say = progress.say
+say = cli.say
 _KINDS = ('finetune', 'scratch')
 _NAMES = {'finetune': 'fine-tuned', 'scratch': 'from scratch'}
 
@@ -55,7 +55,7 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> dict:
   accuracies = {kind: [] for kind in _KINDS}
   for seed in config.seeds:
     for kind in _KINDS:
-      with progress.muted():
+      with cli.muted():
         _, metrics = train.train_and_evaluate(
           _run_config(config, kind, seed, pretrained),
           f'{workdir}/{kind}_{seed}',

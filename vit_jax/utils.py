@@ -6,7 +6,7 @@ import logging as python_logging
 from absl import logging
 from etils import epath
 
-from vit_jax import optim
+from vit_jax.run import optim
 
 create_learning_rate_schedule = optim.create_learning_rate_schedule
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from vit_jax import losses
 from vit_jax import models
 from vit_jax import preprocess
-from vit_jax.tasks.evaluators import classification
+from vit_jax.evaluators import classification
+from vit_jax.run import losses
 
 # By which a checkpoint can be the best.
 METRICS = ('accuracy_test', 'loss_test')
@@ -26,12 +26,14 @@ class Task(NamedTuple):
     evaluators: (mesh, source, split name) -> list of objects whose
       `run(parameters, stop)` returns a dict of numbers.
     predict: (parameters, images) -> logits [B, classes].
+    batch_spec: number of rows -> shapes and types of a training batch.
   """
 
   init: Callable
   loss: Callable
   evaluators: Callable
   predict: Callable
+  batch_spec: Callable
 
 
 def make(config, class_names: Sequence[str]) -> Task:
@@ -74,6 +76,13 @@ def make(config, class_names: Sequence[str]) -> Task:
       )
     ]
 
+  def batch_spec(size):
+    image = (size, height, width, config.pp.channels)
+    return {
+      'image': jax.ShapeDtypeStruct(image, jnp.float32),
+      'label': jax.ShapeDtypeStruct((size, len(class_names)), jnp.float32),
+    }
+
   # Traces the model, which finds what does not fit before anything is compiled.
   shape = jax.eval_shape(
     lambda: predict(
@@ -87,4 +96,4 @@ def make(config, class_names: Sequence[str]) -> Task:
       "an image: to train a classifier use 'token' or 'gap' "
       '(config.model.classifier)'
     )
-  return Task(init, loss, evaluators, predict)
+  return Task(init, loss, evaluators, predict, batch_spec)

@@ -1,0 +1,143 @@
+"""Tests of image folders: what is found, and everything that can be wrong."""
+
+import pathlib
+import shutil
+
+import pytest
+
+from vit_jax import input_pipeline
+from vit_jax.data import folder
+
+
+@pytest.fixture
+def root(image_folder, tmp_path):
+  """A copy of the folder, to be damaged."""
+  return pathlib.Path(shutil.copytree(image_folder, tmp_path / 'images'))
+
+
+def test_classes_and_images_of_any_ending_and_case(image_folder):
+  paths, labels, names = folder.list_split(str(image_folder), 'train')
+  assert names == ('ant', 'bee', 'cow')
+  assert len(paths) == 33
+  for path, label in zip(paths, labels):
+    assert pathlib.Path(path).parent.name == names[label]
+
+
+def test_the_order_is_mixed_and_does_not_depend_on_where_the_folder_lies(
+  image_folder, root
+):
+  ours, labels, _ = folder.list_split(str(image_folder), 'train')
+  theirs, _, _ = folder.list_split(str(root), 'train')
+  assert [p.removeprefix(str(image_folder)) for p in ours] == [
+    p.removeprefix(str(root)) for p in theirs
+  ]
+  assert set(labels[:12]) == {0, 1, 2}
+
+
+def test_slices_share_out_the_images(image_folder):
+  whole, _, _ = folder.list_split(str(image_folder), 'train')
+  first, _, names = folder.list_split(str(image_folder), 'train[:70%]')
+  last, _, _ = folder.list_split(str(image_folder), 'train[70%:]')
+  assert first + last == whole
+  assert len(first) == 23
+  assert names == ('ant', 'bee', 'cow')
+  both, _, _ = folder.list_split(str(image_folder), 'train[:2]+test[:3]')
+  assert len(both) == 5
+
+
+def test_hidden_and_other_files_do_not_disturb(root):
+  (root / 'train' / '.DS_Store').write_text('x')
+  (root / 'train' / 'ant' / '.hidden.jpg').write_text('x')
+  (root / 'train' / 'ant' / 'notes.txt').write_text('x')
+  (root / 'train' / 'list.csv').write_text('x')
+  assert len(folder.list_split(str(root), 'train')[0]) == 33
+
+
+def test_info_counts_a_split_with_the_classes_of_train(root):
+  info = input_pipeline.get_dataset_info(str(root), 'test')
+  assert info['num_examples'] == 9
+  assert info['num_classes'] == 3
+  assert info['int2str'](2) == 'cow'
+
+
+def test_no_folder_and_no_split():
+  with pytest.raises(
+    FileNotFoundError, match="dataset='/no/such' is not a fol"
+  ):
+    folder.is_folder('/no/such')
+  assert not folder.is_folder('cifar10')
+
+
+def test_a_missing_split_is_named(root):
+  with pytest.raises(FileNotFoundError, match=r"no split 'val'.*\['test', 'tr"):
+    folder.list_split(str(root), 'val')
+
+
+def test_a_folder_without_images(tmp_path):
+  (tmp_path / 'train' / 'ant').mkdir(parents=True)
+  with pytest.raises(FileNotFoundError, match='no images in .*train/<class>/'):
+    folder.list_split(str(tmp_path), 'train')
+
+
+def test_a_class_without_images_among_other_files(root):
+  for path in (root / 'train' / 'bee').iterdir():
+    path.rename(path.with_suffix('.txt'))
+  with pytest.raises(ValueError, match=r"train/bee' holds no image.*\.jpg"):
+    folder.list_split(str(root), 'train')
+
+
+def test_a_class_that_test_lacks(root):
+  shutil.rmtree(root / 'test' / 'bee')
+  with pytest.raises(ValueError, match=r"test' has no images of .*\['bee'\]"):
+    folder.list_split(str(root), 'test', ('ant', 'bee', 'cow'))
+
+
+def test_a_class_that_train_lacks(root):
+  shutil.copytree(root / 'test' / 'bee', root / 'test' / 'wasp')
+  with pytest.raises(ValueError, match=r"training split lacks: \['wasp'\]"):
+    folder.list_split(str(root), 'test', ('ant', 'bee', 'cow'))
+
+
+def damage(root):
+  """Damages three images; returns their paths."""
+  zero = root / 'train' / 'ant' / 'ant0.jpg'
+  zero.write_bytes(b'')
+  cut = root / 'train' / 'bee' / 'bee1.PNG'
+  cut.write_bytes(cut.read_bytes()[:-200])
+  short = root / 'train' / 'bee' / 'bee5.jpg'
+  short.write_bytes(short.read_bytes()[:400])
+  return zero, cut, short
+
+
+def test_broken_images_are_named(root):
+  zero, cut, short = damage(root)
+  text = root / 'train' / 'cow' / 'cow3.webp'
+  text.write_text('this is no image')
+  with pytest.raises(ValueError, match='4 of 33 images cannot be') as error:
+    folder.list_split(str(root), 'train')
+  for path in (zero, cut, short, text):
+    assert str(path) in str(error.value)
+  assert 'zero bytes' in str(error.value)
+  assert '--config.broken_images=skip' in str(error.value)
+
+
+def test_broken_images_are_skipped_and_counted_where_the_config_says(
+  root, caplog
+):
+  broken = damage(root)
+  paths, labels, names = folder.list_split(str(root), 'train', broken='skip')
+  assert len(paths) == len(labels) == 30
+  assert not {str(path) for path in broken} & set(paths)
+  assert names == ('ant', 'bee', 'cow')
+  assert 'Skipped 3 of 33 images' in caplog.text
+  with pytest.raises(ValueError, match="broken_images='drop' is unknown"):
+    folder.list_split(str(root), 'train', broken='drop')
+
+
+def test_damage_inside_a_file_is_found_when_every_image_is_decoded(root):
+  path = root / 'train' / 'ant' / 'ant1.PNG'
+  data = bytearray(path.read_bytes())
+  data[60:90] = bytes(30)  # Both ends stay as they are.
+  path.write_bytes(data)
+  assert len(folder.list_split(str(root), 'train')[0]) == 33
+  assert len(folder.list_split(str(root), 'train', broken='skip')[0]) == 32

@@ -1,0 +1,154 @@
+"""Tests of schedules and optimisers against closed forms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from vit_jax.configs import common
+from vit_jax.run import optim
+
+
+def config(**kwargs):
+  result = common.get_config()
+  result.update(kwargs)
+  return result
+
+
+def values(schedule, steps):
+  return [float(schedule(s)) for s in steps]
+
+
+def test_warm_up_is_linear_and_does_not_start_at_zero():
+  schedule = optim.create_learning_rate_schedule(100, 0.5, 'cosine', 5)
+  np.testing.assert_allclose(
+    values(schedule, range(6)), [0.1, 0.2, 0.3, 0.4, 0.5, 0.5], rtol=1e-6
+  )
+
+
+def test_cosine_and_linear_end_where_the_paper_says():
+  cosine = optim.create_learning_rate_schedule(110, 2.0, 'cosine', 10)
+  np.testing.assert_allclose(
+    values(cosine, [10, 60, 110]), [2.0, 1.0, 0.0], atol=1e-6
+  )
+  linear = optim.create_learning_rate_schedule(110, 2.0, 'linear', 10)
+  np.testing.assert_allclose(
+    values(linear, [10, 60, 110]), [2.0, 1.000005, 1e-5], rtol=1e-5
+  )
+  constant = optim.create_learning_rate_schedule(110, 2.0, 'constant', 1)
+  assert values(constant, [0, 1, 109]) == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    ((10, 1.0, 'step', 2), "decay_type='step' is unknown.*cosine"),
+    (
+      (10, 1.0, 'cosine', 10),
+      'warmup_steps=10 must be .* below total_steps=10',
+    ),
+    ((10, 1.0, 'cosine', -1), 'warmup_steps=-1 must be at least 0'),
+    ((0, 1.0, 'cosine', 0), 'total_steps=0 must be at least 1'),
+  ],
+)
+def test_wrong_schedules_are_named(args, message):
+  with pytest.raises(ValueError, match=message):
+    optim.create_learning_rate_schedule(*args)
+
+
+PARAMS = {
+  'dense': {'kernel': jnp.array([1.0, -2.0]), 'bias': jnp.array([3.0])},
+  'cls': jnp.array([4.0]),
+}
+GRADS = {
+  'dense': {'kernel': jnp.array([0.3, 0.0]), 'bias': jnp.array([-0.4])},
+  'cls': jnp.array([0.0]),
+}
+
+
+def run(cfg, steps=1, lr=0.1, params=None, grads=None):
+  """Makes some updates; returns the parameters and the state."""
+  params = PARAMS if params is None else params
+  tx = optim.get_optimizer(cfg, optax.constant_schedule(lr))
+  state = tx.init(params)
+  for _ in range(steps):
+    updates, state = tx.update(GRADS if grads is None else grads, state, params)
+    params = optax.apply_updates(params, updates)
+  return params, state
+
+
+def test_sgd_with_momentum():
+  got, _ = run(
+    config(optimizer='sgd', grad_norm_clip=0.0, optim_dtype='float32'), steps=2
+  )
+  # Velocity g, then 1.9 g: in all 2.9 g.
+  np.testing.assert_allclose(
+    got['dense']['kernel'], [1 - 0.1 * 2.9 * 0.3, -2.0], rtol=1e-6
+  )
+
+
+def test_clipping_is_by_the_global_norm():
+  got, _ = run(
+    config(optimizer='sgd', grad_norm_clip=0.1, optim_dtype='float32')
+  )
+  # The norm of all gradients together is .5: each is divided by 5.
+  np.testing.assert_allclose(
+    got['dense']['bias'], [3 + 0.1 * 0.4 / 5], rtol=1e-6
+  )
+
+
+def test_adams_first_step_is_the_sign_and_decay_acts_on_kernels_alone():
+  got, _ = run(
+    config(
+      optimizer='adam',
+      weight_decay=0.5,
+      grad_norm_clip=0.0,
+      optim_dtype='float32',
+    )
+  )
+  np.testing.assert_allclose(
+    got['dense']['kernel'],
+    [1 - 0.1 * (1 + 0.5 * 1.0), -2 - 0.1 * (0 + 0.5 * -2.0)],
+    rtol=1e-5,
+  )
+  np.testing.assert_allclose(got['dense']['bias'], [3 + 0.1], rtol=1e-5)
+  np.testing.assert_allclose(got['cls'], [4.0])
+
+
+@pytest.mark.parametrize('optimizer', ['sgd', 'adam'])
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
+def test_the_accumulator_has_the_type_of_the_config(optimizer, dtype):
+  _, state = run(config(optimizer=optimizer, optim_dtype=dtype))
+  name = 'mu' if optimizer == 'adam' else 'trace'
+  accumulator = optax.tree.get(state, name)
+  assert {x.dtype for x in jax.tree.leaves(accumulator)} == {jnp.dtype(dtype)}
+
+
+def test_average_of_the_weights():
+  cfg = config(
+    optimizer='sgd', momentum=0.0, ema_decay=0.75, grad_norm_clip=0.0
+  )
+  params = {'kernel': jnp.array([0.0])}
+  grads = {'kernel': jnp.array([-1.0])}
+  got, state = run(cfg, steps=3, lr=1.0, params=params, grads=grads)
+  np.testing.assert_allclose(got['kernel'], [3.0])
+  # .25 * (3 + .75 * 2 + .75**2 * 1)
+  np.testing.assert_allclose(optim.get_ema(state)['kernel'], [1.265625])
+  _, state = run(config())
+  assert optim.get_ema(state) is None
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'optimizer': 'lion'}, "optimizer='lion' is unknown.*adam"),
+    ({'optim_dtype': 'int8'}, "optim_dtype='int8' is unknown"),
+    ({'momentum': 1.0}, 'momentum=1.0 must be at least 0 and below 1'),
+    ({'weight_decay': -0.1}, 'weight_decay=-0.1 must be'),
+    ({'ema_decay': 1.5}, 'ema_decay=1.5 must be'),
+  ],
+)
+def test_wrong_optimisers_are_named(fields, message):
+  with pytest.raises(ValueError, match=message):
+    optim.get_optimizer(config(**fields), optax.constant_schedule(0.1))

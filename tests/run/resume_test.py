@@ -1,0 +1,152 @@
+"""Tests with real processes: killed at any moment, they go on bit for bit."""
+
+import random
+import signal
+import time
+
+import pytest
+
+from tests import processes
+from tests import trees
+from vit_jax.run import checkpoints as checkpoints_lib
+from vit_jax.run import metrics as metrics_lib
+
+
+@pytest.fixture(scope='module')
+def config(tmp_path_factory):
+  return processes.write_config(tmp_path_factory.mktemp('config'))
+
+
+@pytest.fixture(scope='module')
+def reference(config, data_dir, tmp_path_factory):
+  """A run that nothing disturbs: its folder and what it printed."""
+  workdir = tmp_path_factory.mktemp('reference')
+  status, output = processes.finish(config, workdir, data_dir=data_dir)
+  assert status == 0, output
+  return workdir, output
+
+
+def test_what_a_user_sees(reference):
+  workdir, output = reference
+  lines = output.splitlines()
+  assert not [
+    line for line in lines if 'WARNING' in line or 'Traceback' in line
+  ]
+  [first] = [line for line in lines if line.startswith('step  5/60')]
+  assert 'loss' in first
+  assert 'img/s' in first
+  assert 'left' in first
+  assert 'Done in' in output
+  for name in ('checkpoints', 'metrics.jsonl', 'tensorboard --logdir='):
+    assert name in output
+  assert f'python -m vit_jax.predict --workdir={workdir}' in output
+
+
+def test_killed_at_ten_moments_the_end_is_the_same(
+  config, data_dir, reference, tmp_path
+):
+  rng = random.Random(0)
+  checkpoints = tmp_path / 'checkpoints'
+  kills = during_a_save = 0
+  for attempt in range(10):
+    seen = set(checkpoints.iterdir()) if checkpoints.exists() else set()
+    process = processes.start(config, tmp_path, data_dir=data_dir)
+
+    # In turn while a checkpoint is being written, and at any moment after one.
+    pattern = '*tmp*' if attempt % 2 else '*'
+
+    def new_entry(seen=seen, pattern=pattern):
+      return bool(set(checkpoints.glob(pattern)) - seen)
+
+    processes.wait_for(new_entry, process)
+    time.sleep(rng.random() * (0.02 if attempt % 2 else 0.3))
+    process.kill()
+    process.communicate()
+    kills += process.returncode == -signal.SIGKILL
+    during_a_save += bool(list(checkpoints.glob('*tmp*')))
+  assert kills >= 8
+  assert during_a_save >= 2
+  status, output = processes.finish(config, tmp_path, data_dir=data_dir)
+  assert status == 0, output
+  assert 'Going on from the checkpoint of step' in output
+  got, step = processes.load_state(tmp_path)
+  want, last = processes.load_state(reference[0])
+  assert step == last == 60
+  trees.assert_same(got, want)
+  ours, theirs = metrics_lib.read(tmp_path), metrics_lib.read(reference[0])
+  assert [line['step'] for line in ours] == [line['step'] for line in theirs]
+  for a, b in zip(ours, theirs):
+    for key in ('train_loss', 'lr', 'accuracy_test', 'loss_test'):
+      assert a.get(key) == b.get(key)
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops_and_the_same_command_goes_on(
+  config, data_dir, reference, tmp_path, number
+):
+  # Checkpoints only at the end: what is there after the signal is its own.
+  flags = ('--config.checkpoint_every=0',)
+  process = processes.start(config, tmp_path, *flags, data_dir=data_dir)
+  lines = []
+  for line in process.stdout:
+    lines.append(line)
+    if line.startswith('step  5/60'):
+      process.send_signal(number)
+      break
+  output, _ = process.communicate(timeout=120)
+  assert process.returncode == 128 + number, output
+  assert 'is saved. The same command goes on there.' in output
+  assert 'Traceback' not in output
+  [step] = checkpoints_lib.Checkpoints(tmp_path, read_only=True).steps()
+  assert 5 <= step < 60
+  status, output = processes.finish(config, tmp_path, *flags, data_dir=data_dir)
+  assert status == 0, output
+  assert f'Going on from the checkpoint of step {step}.' in output
+  trees.assert_same(
+    processes.load_state(tmp_path)[0], processes.load_state(reference[0])[0]
+  )
+
+
+def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(
+  config, data_dir, reference, tmp_path
+):
+  # A file of more than 16 KiB cannot be written, as on a disk that is full.
+  flags = ('--config.checkpoint_every=10',)
+  status, output = processes.finish(
+    config, tmp_path, *flags, data_dir=data_dir, shell_prefix='ulimit -f 16'
+  )
+  assert status == 1, output
+  assert 'Error: a checkpoint could not be written to' in output
+  assert 'File too large' in output
+  assert 'The last complete one: none' in output
+  assert output.splitlines()[-1].startswith('Error: ')
+  assert not checkpoints_lib.Checkpoints(tmp_path, read_only=True).steps()
+  status, output = processes.finish(config, tmp_path, *flags, data_dir=data_dir)
+  assert status == 0, output
+  trees.assert_same(
+    processes.load_state(tmp_path)[0], processes.load_state(reference[0])[0]
+  )
+  assert not list((tmp_path / 'checkpoints').glob('*tmp*'))
+
+
+@pytest.mark.parametrize(
+  'flag, message',
+  [
+    ('--config.base_lrr=1', "no key 'base_lrr': did you mean 'base_lr'?"),
+    ('--config.batch=big', 'batch'),
+    ('--config.batch=0', 'Error: batch=0 must be at least 1'),
+    (
+      '--config.dataset=/no/where',
+      "Error: dataset='/no/where' is not a folder",
+    ),
+  ],
+)
+def test_wrong_flags_are_answered_without_a_traceback(
+  config, data_dir, tmp_path, flag, message
+):
+  workdir = tmp_path / 'run'
+  status, output = processes.finish(config, workdir, flag, data_dir=data_dir)
+  assert status == 1
+  assert message in output
+  assert 'Traceback' not in output
+  assert not workdir.exists()

@@ -1,0 +1,108 @@
+"""Tests of weights and files that come from elsewhere."""
+
+import http.server
+import threading
+
+import numpy as np
+import pytest
+
+from tests import torch_models
+from tests import trees
+from vit_jax import checkpoint
+from vit_jax.weights import fetch
+from vit_jax.weights import reading
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+  """A server on loopback; yields its address and what it was asked for."""
+  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
+  asked = []
+
+  class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+      asked.append(self.path)
+      status = {'/403': 403, '/404': 404}.get(self.path[:4], 200)
+      self.send_response(status)
+      served = tmp_path / 'served'
+      if served.is_dir():
+        served = served / self.path[1:]
+      body = served.read_bytes() if status == 200 else b''
+      short = 10 if self.path.startswith('/short') else 0
+      self.send_header('Content-Length', str(len(body)))
+      self.end_headers()
+      self.wfile.write(body[: len(body) - short])
+
+    def log_message(self, *_):
+      pass
+
+  with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as httpd:
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield f'http://127.0.0.1:{httpd.server_port}', asked
+    httpd.shutdown()
+
+
+def test_a_url_is_fetched_once(tmp_path, server):
+  address, asked = server
+  params = {'cls': np.arange(3.0), 'head': {'kernel': np.ones((2, 3))}}
+  checkpoint.save(params, str(tmp_path / 'some.npz'))
+  (tmp_path / 'some.npz').rename(tmp_path / 'served')
+  for _ in range(2):
+    trees.assert_same(checkpoint.load(f'{address}/ViT-B_16.npz'), params)
+  assert asked == ['/ViT-B_16.npz']
+
+
+def test_the_config_beside_a_url_comes_along(tmp_path, server):
+  address, asked = server
+  theirs = torch_models.hf_model(hidden_act='gelu_new')
+  theirs.save_pretrained(tmp_path / 'served')
+  found = reading.read(f'{address}/model.safetensors')
+  assert asked == ['/model.safetensors', '/config.json']
+  assert found.class_names == ('ant', 'bee', 'cow')
+  assert found.model['transformer']['gelu'] == 'tanh'
+  assert found.image_size == (8, 12)
+
+
+@pytest.mark.parametrize(
+  'page, error, message',
+  [
+    ('403/ViT-B_16.npz', PermissionError, '403 .*google/vit-base-patch16-224'),
+    ('404/R_Ti_16.npz', FileNotFoundError, '404 .*timm/vit_tiny_r_s16_p8_224'),
+    ('404/mine.npz', FileNotFoundError, '404 .*also at .*huggingface.co/timm'),
+    ('short.npz', OSError, 'came only in part'),
+  ],
+)
+def test_a_url_that_does_not_answer(tmp_path, server, page, error, message):
+  address, _ = server
+  (tmp_path / 'served').write_bytes(b'x' * 100)
+  with pytest.raises(error, match=message):
+    checkpoint.load(f'{address}/{page}')
+  assert not list((tmp_path / 'cache').rglob('*.npz*'))
+
+
+def test_a_bucket_that_answers_403(monkeypatch, tmp_path):
+  """Where the bucket says no, the error says where else the weights are."""
+  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
+
+  def urlopen(request, timeout):
+    assert request.full_url == (
+      'https://storage.googleapis.com/vit_models/augreg/R_Ti_16-i21k.npz'
+    )
+    raise fetch.urllib.error.HTTPError(request.full_url, 403, 'Forbidden', {}, None)  # fmt: skip
+
+  monkeypatch.setattr(fetch.urllib.request, 'urlopen', urlopen)
+  monkeypatch.setattr(fetch, '_copy_from_bucket', lambda *_: False)
+  with pytest.raises(
+    PermissionError, match='403 Forbidden. The same.*huggingface.co/timm'
+  ):
+    checkpoint.load('gs://vit_models/augreg/R_Ti_16-i21k.npz')
+
+
+def test_copies_are_complete_or_not_there(tmp_path, capsys):
+  (tmp_path / 'a').write_bytes(b'x' * 1000)
+  checkpoint.copy(str(tmp_path / 'a'), str(tmp_path / 'b'), block_size=300)
+  assert (tmp_path / 'b').read_bytes() == b'x' * 1000
+  assert '1.00k/1.00k' in capsys.readouterr().err
+  with pytest.raises(FileNotFoundError, match="src='.*no' is no file"):
+    checkpoint.copy(str(tmp_path / 'no'), str(tmp_path / 'c'))
+  assert not (tmp_path / 'c').exists()

@@ -1,0 +1,273 @@
+"""The encoder of the Vision Transformer: position embeddings, layers, a norm.
+
+A plain pre-norm Transformer (arXiv 2010.11929, equations 1 to 4), with the
+published names of modules and parameters.
+
+Shapes: B images, N tokens, D width of a token, M width of the MLP.
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.layers import attention
+from vit_jax.scale import sharding
+
+# The two ways to compute the GELU: Google's models were trained with the tanh
+# approximation, timm and Hugging Face compute the function itself unless told.
+GELUS = {
+  'tanh': functools.partial(jax.nn.gelu, approximate=True),
+  'erf': functools.partial(jax.nn.gelu, approximate=False),
+}
+
+# What a block under `remat` keeps for the backward pass; all else is computed
+# again. None keeps nothing but the block's input.
+REMAT_POLICIES = {
+  'full': None,
+  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class AddPositionEmbs(nn.Module):
+  """Adds one learned vector to each position (section 3.1; T8, "1-D learned").
+
+  Attributes:
+    posemb_init: initialiser of the table.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  posemb_init: Any = nn.initializers.normal(stddev=0.02)
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, inputs):
+    """Adds the embeddings to tokens [B, N, D]."""
+    if inputs.ndim != 3:
+      raise ValueError(
+        f'inputs must be tokens [batch, tokens, width], got {inputs.shape}'
+      )
+    table = self.param(
+      'pos_embedding',
+      self.posemb_init,
+      (1, *inputs.shape[1:]),
+      self.param_dtype,
+    )
+    inputs, table = nn.dtypes.promote_dtype(inputs, table, dtype=self.dtype)
+    return inputs + table  # [B, N, D]
+
+
+class MlpBlock(nn.Module):
+  """Two dense layers with a GELU between.
+
+  Attributes:
+    mlp_dim: width M of the hidden layer.
+    out_dim: width of the output, by default that of the input.
+    dropout_rate: dropout after each dense layer.
+    gelu: 'tanh' approximation, or 'erf', the exact function.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  mlp_dim: int
+  out_dim: int | None = None
+  dropout_rate: float = 0.1
+  gelu: str = 'tanh'
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, inputs, *, deterministic):
+    """Maps tokens [B, N, D] to [B, N, out_dim].
+
+    Raises:
+      ValueError: if `gelu` is none of its values.
+    """
+    if self.gelu not in GELUS:
+      raise ValueError(
+        f"gelu='{self.gelu}' is unknown: use one of {sorted(GELUS)} "
+        '(config.model.transformer.gelu)'
+      )
+    dense = functools.partial(
+      nn.Dense,
+      kernel_init=nn.initializers.xavier_uniform(),
+      bias_init=nn.initializers.normal(stddev=1e-6),
+      dtype=self.dtype,
+      param_dtype=self.param_dtype,
+    )
+    x = GELUS[self.gelu](dense(self.mlp_dim)(inputs))  # [B, N, M]
+    x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
+    x = dense(self.out_dim or inputs.shape[-1])(x)  # [B, N, D]
+    return nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
+
+
+class Encoder1DBlock(nn.Module):
+  """One layer of the encoder: attention, then MLP, pre-norm (equations 2, 3).
+
+  Attributes:
+    mlp_dim: width M of the MLP.
+    num_heads: number of heads K.
+    dropout_rate: dropout after dense layers.
+    attention_dropout_rate: dropout of the attention weights.
+    attention: how attention is computed, see vit_jax.layers.attention.
+    only_first: whether only the first token is computed, [B, 1, D].
+    gelu: see MlpBlock.
+    norm_eps: added to the variance in LayerNorm.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  mlp_dim: int
+  num_heads: int
+  dropout_rate: float = 0.1
+  attention_dropout_rate: float = 0.1
+  attention: str = 'default'
+  only_first: bool = False
+  gelu: str = 'tanh'
+  norm_eps: float = 1e-6
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, inputs, deterministic):
+    """Maps tokens [B, N, D] to [B, N, D]."""
+    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    x = nn.LayerNorm(self.norm_eps, **types)(inputs)
+    x = attention.MultiHeadDotProductAttention(
+      num_heads=self.num_heads,
+      dropout_rate=self.attention_dropout_rate,
+      attention=self.attention,
+      only_first=self.only_first,
+      **types,
+    )(x, deterministic=deterministic)
+    x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
+    x = x + (attention.first_token(inputs) if self.only_first else inputs)
+    y = nn.LayerNorm(self.norm_eps, **types)(x)
+    y = MlpBlock(
+      mlp_dim=self.mlp_dim,
+      dropout_rate=self.dropout_rate,
+      gelu=self.gelu,
+      **types,
+    )(y, deterministic=deterministic)
+    return sharding.constrain_batch(x + y)
+
+
+class Encoder(nn.Module):
+  """Position embeddings, the layers, and a last LayerNorm (equations 1 to 4).
+
+  Attributes:
+    num_layers: number of layers.
+    mlp_dim: width M of the MLP.
+    num_heads: number of heads K.
+    dropout_rate: dropout after dense layers and after the position embeddings.
+    attention_dropout_rate: dropout of the attention weights.
+    add_position_embedding: whether positions are told apart at all.
+    only_first: whether only the first token is read, the class token. The last
+      layer then computes no other, and the result is [B, 1, D].
+    attention: how attention is computed, see vit_jax.layers.attention.
+    gelu: see MlpBlock.
+    norm_eps: added to the variance in LayerNorm.
+    remat: '' keeps all activations; 'full' keeps each layer's input alone and
+      computes the rest again in the backward pass; 'dots' keeps the results of
+      the dense layers too.
+    scan: whether to loop over the layers, but for the last, rather than to write
+      them out: compiles faster, and computes the same but for dropout's noise.
+      Parameters keep their names.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  num_layers: int
+  mlp_dim: int
+  num_heads: int
+  dropout_rate: float = 0.1
+  attention_dropout_rate: float = 0.1
+  add_position_embedding: bool = True
+  only_first: bool = False
+  attention: str = 'default'
+  gelu: str = 'tanh'
+  norm_eps: float = 1e-6
+  remat: str = ''
+  scan: bool = False
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x, *, train):
+    """Maps tokens [B, N, D] to tokens [B, N, D].
+
+    Raises:
+      ValueError: if `remat` is none of its values.
+    """
+    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    if self.add_position_embedding:
+      x = AddPositionEmbs(name='posembed_input', **types)(x)
+      x = nn.Dropout(self.dropout_rate)(x, deterministic=not train)
+    # Parameters are made, and intermediates seen, layer by layer and in full.
+    seen = self.is_mutable_collection('intermediates')
+    last = self.num_layers - 1
+    loop = self.scan and last > 0 and not seen and not self.is_initializing()
+    if self.remat and self.remat not in REMAT_POLICIES:
+      raise ValueError(
+        f"remat='{self.remat}' is unknown: use '' or one of "
+        f'{sorted(REMAT_POLICIES)} (config.model.transformer.remat)'
+      )
+    block = Encoder1DBlock
+    if self.remat or loop:
+      # A loop stores what the backward pass needs as it is: better the results of
+      # matrix products alone, from which the rest follows without another one.
+      policy = REMAT_POLICIES.get(
+        self.remat, jax.checkpoint_policies.dots_saveable
+      )
+      block = nn.remat(
+        block, static_argnums=(2,), policy=policy, prevent_cse=not loop
+      )
+    fields = dict(
+      mlp_dim=self.mlp_dim,
+      num_heads=self.num_heads,
+      dropout_rate=self.dropout_rate,
+      attention_dropout_rate=self.attention_dropout_rate,
+      attention=self.attention,
+      gelu=self.gelu,
+      norm_eps=self.norm_eps,
+      **types,
+    )
+    if loop:
+      x = self._scan_layers(block(**fields, parent=None), x, last, train)
+    else:
+      for i in range(last):
+        x = block(name=f'encoderblock_{i}', **fields)(x, not train)
+    if self.num_layers:
+      only_first = self.only_first and not seen
+      name = f'encoderblock_{last}'
+      x = block(name=name, only_first=only_first, **fields)(x, not train)
+    x = nn.LayerNorm(self.norm_eps, name='encoder_norm', **types)(x)
+    self.sow('intermediates', 'tokens', x)
+    return x
+
+  def _scan_layers(self, block, x, num_layers, train):
+    """Applies the first layers in a loop, which is compiled once for them all."""
+    params = self.variables['params']
+    stacked = jax.tree.map(
+      lambda *leaves: jnp.stack(leaves),
+      *(params[f'encoderblock_{i}'] for i in range(num_layers)),
+    )
+    dropout = train and (self.dropout_rate or self.attention_dropout_rate)
+    keys = (
+      jax.random.split(self.make_rng('dropout'), num_layers)
+      if dropout
+      else None
+    )
+
+    def apply(x, layer):
+      layer_params, key = layer
+      rngs = None if key is None else {'dropout': key}
+      return block.apply(
+        {'params': layer_params}, x, not train, rngs=rngs
+      ), None
+
+    return jax.lax.scan(apply, x, (stacked, keys))[0]

@@ -1,0 +1,68 @@
+"""Numbers of a run: `workdir/metrics.jsonl`, and TensorBoard events beside it."""
+
+import json
+
+from clu import metric_writers
+from etils import epath
+import jax
+
+from vit_jax.run import workdir as workdir_lib
+
+
+class MetricsLog:
+  """Writes numbers by step; only the first process does.
+
+  Args:
+    workdir: folder of the run.
+    start_step: the step from which the run goes on: what the file has of later
+      steps is taken out, since these steps will come again.
+  """
+
+  def __init__(self, workdir, start_step: int = 0):
+    self.path = epath.Path(workdir) / 'metrics.jsonl'
+    self._writer = None
+    if jax.process_index():
+      return
+    self.path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [line for line in read(workdir) if line['step'] <= start_step]
+    workdir_lib.write_atomically(
+      self.path, ''.join(json.dumps(line) + '\n' for line in lines)
+    )
+    self._writer = metric_writers.AsyncMultiWriter(
+      [metric_writers.SummaryWriter(str(workdir))]
+    )
+
+  def write(self, step: int, scalars: dict):
+    """Writes the numbers of a step."""
+    if self._writer is None:
+      return
+    scalars = {name: float(value) for name, value in scalars.items()}
+    with self.path.open('a') as file:
+      file.write(json.dumps({'step': step, **scalars}) + '\n')
+    self._writer.write_scalars(step, scalars)
+
+  def close(self):
+    """Writes what is still held."""
+    if self._writer is not None:
+      self._writer.close()
+      self._writer = None
+
+
+def read(workdir) -> list[dict]:
+  """Returns the lines of metrics.jsonl, the last one left out if half written."""
+  path = epath.Path(workdir) / 'metrics.jsonl'
+  lines = []
+  for line in path.read_text().splitlines() if path.exists() else []:
+    try:
+      lines.append(json.loads(line))
+    except ValueError:
+      continue
+  return lines
+
+
+def find(workdir, step: int, name: str) -> dict | None:
+  """Returns the line of a step that has a number of that name, or None."""
+  for line in read(workdir):
+    if line['step'] == step and name in line:
+      return line
+  return None

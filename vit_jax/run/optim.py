@@ -1,0 +1,217 @@
+"""Schedules, optimisers and weight-decay masks (arXiv 2010.11929, T3, T4, B.1).
+
+All of it is optax; this file says which parts, in which order, from a config.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from vit_jax.scale import sharding
+
+DECAY_TYPES = ('cosine', 'linear', 'constant')
+OPTIMIZERS = ('adam', 'sgd')
+
+
+def create_learning_rate_schedule(
+  total_steps: int,
+  base: float,
+  decay_type: str,
+  warmup_steps: int,
+  linear_end: float = 1e-5,
+) -> optax.Schedule:
+  """Returns a schedule: linear warm-up, then decay to the last step.
+
+  Args:
+    total_steps: number of updates.
+    base: learning rate at the end of the warm-up.
+    decay_type: 'cosine' (to 0), 'linear' (to `linear_end`) or 'constant'.
+    warmup_steps: number of updates that rise linearly; the first of them
+      already has base / warmup_steps, not 0.
+    linear_end: last learning rate of the linear decay (1e-5; issue #2).
+
+  Returns:
+    A function from the step (0 for the first update) to the learning rate.
+
+  Raises:
+    ValueError: on an unknown decay or a warm-up that leaves no step.
+  """
+  if decay_type not in DECAY_TYPES:
+    raise ValueError(
+      f"decay_type='{decay_type}' is unknown: use one of {DECAY_TYPES} "
+      '(config.decay_type)'
+    )
+  if total_steps < 1:
+    raise ValueError(
+      f'total_steps={total_steps} must be at least 1 (config.total_steps)'
+    )
+  if not 0 <= warmup_steps < total_steps:
+    raise ValueError(
+      f'warmup_steps={warmup_steps} must be at least 0 and below '
+      f'total_steps={total_steps}: lower --config.warmup_steps or train longer'
+    )
+  steps = total_steps - warmup_steps
+  decay = {
+    'cosine': optax.cosine_decay_schedule(base, steps),
+    'linear': optax.linear_schedule(base, linear_end, steps),
+    'constant': optax.constant_schedule(base),
+  }[decay_type]
+  if not warmup_steps:
+    return decay
+  warmup = optax.linear_schedule(base / warmup_steps, base, warmup_steps - 1)
+  if warmup_steps == 1:
+    warmup = optax.constant_schedule(base)
+  return optax.join_schedules([warmup, decay], [warmup_steps])
+
+
+def accumulate(compute: Callable, batch, steps: int):
+  """Computes the mean of a function over the micro-batches of a batch.
+
+  Args:
+    compute: (rows, number of the micro-batch) -> a tree of means over the rows.
+    batch: a tree of arrays [B, ...].
+    steps: number of micro-batches.
+
+  Returns:
+    The mean of what `compute` returns.
+
+  Raises:
+    ValueError: if `steps` does not divide B.
+  """
+  size = jax.tree.leaves(batch)[0].shape[0]
+  if steps < 1 or size % steps:
+    raise ValueError(
+      f'accum_steps={steps} does not divide the batch of {size}: choose a divisor'
+    )
+  if steps == 1:
+    return compute(batch, 0)
+  # Row r goes to micro-batch r mod `steps`: so each of them lies on all devices,
+  # and no row moves to another device.
+  micro_batches = jax.tree.map(
+    lambda x: x.reshape(-1, steps, *x.shape[1:]).swapaxes(0, 1), batch
+  )
+
+  def add(total, numbered):
+    number, rows = numbered
+    rows = jax.tree.map(sharding.constrain_batch, rows)
+    return jax.tree.map(jnp.add, total, compute(rows, number)), None
+
+  first = jax.tree.map(lambda x: x[0], micro_batches)
+  zeros = jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, first, 0)
+  )
+  total, _ = jax.lax.scan(add, zeros, (jnp.arange(steps), micro_batches))
+  return jax.tree.map(lambda x: x / steps, total)
+
+
+def decay_mask(params):
+  """Marks the kernels, the only parameters that weight decay acts on."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: getattr(path[-1], 'key', None) == 'kernel', params
+  )
+
+
+class EmaState(NamedTuple):
+  """The exponential average of the weights, a tree like the parameters."""
+
+  ema: Any
+
+
+def track_ema(decay: float) -> optax.GradientTransformation:
+  """Keeps an exponential average of the weights; the last link of a chain.
+
+  Args:
+    decay: factor of the old average (.9999 in T2, "Polyak averaging").
+
+  Returns:
+    A transformation that leaves the updates as they are; `get_ema` reads the
+    average from the optimiser's state.
+  """
+
+  def init(params):
+    return EmaState(jax.tree.map(jnp.copy, params))
+
+  def update(updates, state, params):
+    new = optax.apply_updates(params, updates)
+    return updates, EmaState(
+      optax.incremental_update(new, state.ema, 1.0 - decay)
+    )
+
+  return optax.GradientTransformation(init, update)
+
+
+def get_ema(opt_state):
+  """Returns the averaged weights in `opt_state`, or None where none are kept."""
+  found = [
+    leaf.ema
+    for leaf in jax.tree.leaves(
+      opt_state, is_leaf=lambda node: isinstance(node, EmaState)
+    )
+    if isinstance(leaf, EmaState)
+  ]
+  return found[0] if found else None
+
+
+def get_optimizer(config, schedule: optax.Schedule):
+  """Builds the optimiser of a config.
+
+  The order is: clip the gradient to a global norm, precondition (Adam or
+  momentum), add decoupled weight decay on the kernels, multiply by the learning
+  rate, and last average the weights. Weight decay is thus multiplied by the
+  learning rate, as in AdamW: T3's 0.1 with lr 1e-3 takes 1e-4 off at the peak.
+
+  Args:
+    config: reads `optimizer`, `optim_dtype`, `momentum`, `b1`, `b2`,
+      `grad_norm_clip`, `weight_decay`, `ema_decay`.
+    schedule: learning rate by step.
+
+  Returns:
+    An optax.GradientTransformation.
+
+  Raises:
+    ValueError: on an unknown optimiser or a value out of range.
+  """
+  if config.optimizer not in OPTIMIZERS:
+    raise ValueError(
+      f"optimizer='{config.optimizer}' is unknown: use one of {OPTIMIZERS} "
+      '(config.optimizer)'
+    )
+  for name, low, high in (
+    ('momentum', 0, 1),
+    ('b1', 0, 1),
+    ('b2', 0, 1),
+    ('weight_decay', 0, float('inf')),
+    ('ema_decay', 0, 1),
+    ('grad_norm_clip', 0, float('inf')),
+  ):
+    value = config[name]
+    if value is not None and not low <= value < high:
+      raise ValueError(
+        f'{name}={value} must be at least {low} and below {high} '
+        f'(config.{name})'
+      )
+  if config.optim_dtype not in ('float32', 'bfloat16'):
+    raise ValueError(
+      f"optim_dtype='{config.optim_dtype}' is unknown: use 'float32' or "
+      "'bfloat16' (config.optim_dtype)"
+    )
+  dtype = jnp.dtype(config.optim_dtype)
+  chain = []
+  if config.grad_norm_clip:
+    chain.append(optax.clip_by_global_norm(config.grad_norm_clip))
+  if config.optimizer == 'adam':
+    chain.append(
+      optax.scale_by_adam(b1=config.b1, b2=config.b2, mu_dtype=dtype)
+    )
+  else:
+    chain.append(optax.trace(config.momentum, accumulator_dtype=dtype))
+  if config.weight_decay:
+    chain.append(optax.add_decayed_weights(config.weight_decay, decay_mask))
+  chain.append(optax.scale_by_learning_rate(schedule))
+  if config.ema_decay:
+    chain.append(track_ema(config.ema_decay))
+  return optax.chain(*chain)

@@ -1,0 +1,163 @@
+"""The search of `python -m vit_jax.plan --search`: meshes, micro-batches, remat."""
+
+import bisect
+from collections.abc import Callable
+from collections.abc import Iterator
+import copy
+import math
+from typing import Any
+
+from vit_jax import cli
+
+say = cli.say
+
+# What may be computed again for the backward pass, and the share of the peak that
+# a plan without it must reach for it not to be tried: dense layers are most of
+# the arithmetic, so that the first costs little of it and the second a quarter.
+REMATS = (('', math.inf), ('dots', 0.75), ('full', 0.6))
+
+
+def meshes(config, devices: int) -> Iterator[dict[str, int]]:
+  """Yields the meshes that are tried.
+
+  Parameters split over all devices, over 8, and copied; and split over half of
+  the devices, with heads and hidden layers split over 2.
+  """
+  heads = (config.model.get('transformer') or {}).get('num_heads', 1)
+  tried = [(devices, 1), (min(8, devices), 1), (1, 1)]
+  if devices % 2 == 0 and heads % 2 == 0:
+    tried.append((devices // 2, 2))
+  for fsdp, model in dict.fromkeys(tried):
+    if devices % (fsdp * model) == 0:
+      yield {'data': devices // (fsdp * model), 'fsdp': fsdp, 'model': model}
+
+
+def search(
+  config, devices: int, plan: Callable[[Any], dict], shown: int = 5
+) -> list[dict]:
+  """Plans a run in many ways; prints the best and the flags that select it.
+
+  For each mesh the fewest micro-batches that fit are looked for, beginning with
+  as many as the best so far has. Rematerialisation, which leaves room for larger
+  ones, is tried where nothing found so far is so fast that it could not win.
+
+  Args:
+    config: of a training; it stays as it is.
+    devices: their number.
+    plan: config -> its plan, with what plan.make_plan returns.
+    shown: how many of the best are printed.
+
+  Returns:
+    The plans that fit, the fastest first, with the network where nothing of it is
+    hidden; all plans, if none fits. Each has its `flags`.
+
+  Raises:
+    ValueError: if no mesh divides the batch, or see plan.make_plan.
+  """
+  remats = REMATS if 'transformer' in config.model else REMATS[:1]
+  plans, best = [], []
+  for mesh in meshes(config, devices):
+    start = best[0]['accum_steps'] if best else 1
+    for remat, enough in remats:
+      if best and _share(best[0]) >= enough:
+        continue
+      settings = {f'mesh.{axis}': size for axis, size in mesh.items()}
+      if len(remats) > 1:
+        settings['model.transformer.remat'] = remat
+      parts = devices // mesh['model']
+      tried = list(_fewest_that_fit(config, settings, plan, parts, start))
+      plans += tried
+      fit = [p for p in tried if p['fits']]
+      if fit:
+        start = min(p['accum_steps'] for p in fit)
+      best = sorted([*best, *fit], key=lambda p: -_images_per_second(p))
+      if fit and start == 1:
+        break  # To compute again what fits whole is only slower.
+  if not plans:
+    raise ValueError(
+      f'batch={config.batch} is not a multiple of the {devices} devices, nor of '
+      'half of them: use '
+      f'--config.batch={max(1, round(config.batch / devices)) * devices}'
+    )
+  if not best:
+    say('None of them fits: take more devices, or a smaller batch.')
+    return plans
+  say(f'\nThe best of {len(plans)}, with the network (estimates):')
+  for result in best[:shown]:
+    say(f'  {_speed(result)}  {result["flags"]}')
+  return best
+
+
+def _fewest_that_fit(config, settings, plan, parts, start):
+  """Looks for the fewest micro-batches that fit; yields each plan on the way.
+
+  Args:
+    config: of a training.
+    settings: {flag: value}, all but the number of micro-batches.
+    plan: config -> plan.
+    parts: into how many the mesh splits a batch.
+    start: number of micro-batches to begin with.
+  """
+  numbers = [
+    2**i
+    for i in range(config.batch.bit_length())
+    if config.batch % (parts * 2**i) == 0
+  ]
+  i = bisect.bisect_right(numbers, start) - 1
+  tried, too_large = set(), {}
+  while 0 <= i < len(numbers) and i not in tried:
+    tried.add(i)
+    trial = copy.deepcopy(config)
+    found = {**settings, 'accum_steps': numbers[i]}
+    trial.update_from_flattened_dict(found)
+    text = ' '.join(f'--config.{k}={v}' for k, v in found.items())
+    say(text)
+    result = {**plan(trial), 'accum_steps': numbers[i], 'flags': text}
+    say(f'  {_speed(result)}')
+    yield result
+    if result['fits']:
+      i -= 1
+      continue
+    too_large[numbers[i]] = result['memory_per_core_bytes']
+    needed = _extrapolate(too_large, result['memory_of_core_bytes'])
+    i = max(i + 1, min(bisect.bisect_left(numbers, needed), len(numbers) - 1))
+
+
+def _extrapolate(memory, limit):
+  """Says about how many micro-batches fit.
+
+  Args:
+    memory: {number of micro-batches: bytes, or None where they are not known} of
+      what does not fit, the last last.
+    limit: bytes of a device.
+  """
+  known = [(steps, size) for steps, size in memory.items() if size]
+  if not known:
+    return 0
+  steps, size = known[-1]
+  if len(known) == 1:
+    return steps * 2 ** math.floor(math.log2(size / limit))
+  # Some of the memory does not depend on their number, the rest is shared out.
+  before, larger = known[-2]
+  shared = (larger - size) / (1 / before - 1 / steps)
+  fixed = size - shared / steps
+  return shared / (limit - fixed) if fixed < limit else 0
+
+
+def _images_per_second(plan):
+  """Images per second and device, with the network where nothing is hidden."""
+  return plan['images_per_second_per_core_with_network']
+
+
+def _share(plan):
+  """Share of the peak that a plan reaches, with the network."""
+  alone = plan['images_per_second_per_core']
+  return plan['share_of_peak'] * _images_per_second(plan) / alone
+
+
+def _speed(plan):
+  """A line on the speed and the memory of a plan."""
+  memory = cli.size(plan['memory_per_core_bytes'])
+  if not plan['fits']:
+    return f'does not fit: {memory}'
+  return f'{_images_per_second(plan):,.1f} images/s a device, {memory}'

@@ -1,0 +1,303 @@
+"""Writes a model's weights as npz, for timm, for Hugging Face, as a workdir.
+
+Every writer returns what is to be said of the result: what the other side
+computes differently and its config cannot say.
+"""
+
+import copy
+import json
+import math
+from typing import NamedTuple
+
+from etils import epath
+import flax.traverse_util
+import jax
+import ml_collections
+import numpy as np
+
+from vit_jax.configs import common
+from vit_jax.run import workdir as workdir_lib
+from vit_jax.weights import identify
+from vit_jax.weights import layouts
+from vit_jax.weights import reading
+
+# timm's name for a hybrid, by its units per stage and size.
+_TIMM_HYBRIDS = {
+  'R+ViT-Ti_16': 'vit_tiny_r_s16_p8_224',
+  'R26+ViT-S_32': 'vit_small_r26_s32_224',
+  'R26+ViT-B_32': 'vit_base_r26_s32_224',
+  'R50+ViT-B_16': 'vit_base_r50_s16_224',
+  'R50+ViT-L_32': 'vit_large_r50_s32_224',
+}
+
+
+class Model(NamedTuple):
+  """A model with its weights, complete: what every writer needs.
+
+  Attributes:
+    params: nested dict of numpy arrays, Linen's names.
+    config: fields of the model but for `num_classes`.
+    class_names: in the order of the logits, or None where they are not known.
+    num_classes: width of the head; 0: there is none.
+    image_size: (height, width) in pixels.
+  """
+
+  params: dict
+  config: ml_collections.ConfigDict
+  class_names: tuple[str, ...] | None
+  num_classes: int
+  image_size: tuple[int, int]
+
+
+def save(params, path: str):
+  """Writes parameters as an .npz file, by the published names.
+
+  Args:
+    params: nested dict of arrays; their types are kept, but for bfloat16, which
+      .npz cannot hold and which becomes float32.
+    path: the file; it appears only when it is complete.
+  """
+  flat = flax.traverse_util.flatten_dict(jax.device_get(params), sep='/')
+  flat = {
+    reading.file_name(key): np.asarray(
+      v, np.float32 if v.dtype.name == 'bfloat16' else None
+    )
+    for key, v in flat.items()
+  }
+  target = epath.Path(path)
+  target.parent.mkdir(parents=True, exist_ok=True)
+  temporary = target.parent / f'.{target.name}.tmp'
+  with temporary.open('wb') as f:
+    np.savez(f, **flat)
+  temporary.replace(target)
+
+
+def _write_npz(model, dst):
+  published = identify.model_config(model.params)
+  notes, beside = [], {}
+  if model.class_names:
+    beside['class_names'] = list(model.class_names)
+  for key, here, there in _differences(model.config, published):
+    _, part, name = key.split('.')
+    beside.setdefault('model', {}).setdefault(part, {})[name] = here
+    notes.append(
+      f'readers of .npz compute with {key}={there}, these weights are for '
+      f'{here}: logits differ a little'
+    )
+  if beside:
+    file = reading.notes_file(dst)
+    workdir_lib.write_atomically(file, json.dumps(beside, indent=1))
+    notes.append(
+      f'what an .npz cannot hold ({", ".join(beside)}) is in {file}, where this '
+      'package finds it'
+    )
+  save(model.params, dst)
+  return notes
+
+
+def _differences(config, other):
+  """Lists (key, value, other value) where two models compute differently."""
+  pairs = [
+    (f'model.{part}.{key}', part, key)
+    for part, key in (
+      ('transformer', 'gelu'),
+      ('transformer', 'norm_eps'),
+      ('resnet', 'eps'),
+    )
+  ]
+  for name, part, key in pairs:
+    if part in config and part in other:
+      default = {'gelu': 'tanh', 'norm_eps': 1e-6, 'eps': 'published'}[key]
+      here = config[part].get(key, default)
+      there = other[part].get(key, default)
+      if here != there:
+        yield name, here, there
+
+
+def _write_timm(model, dst):
+  config = model.config
+  state = layouts.dump(model.params, 'timm')
+  encoder = config.transformer
+  args = dict(
+    img_size=model.image_size,
+    patch_size=_one(config.patches.size),
+    embed_dim=config.hidden_size,
+    depth=encoder.num_layers,
+    num_heads=encoder.num_heads,
+    # timm cuts the product off to an integer.
+    mlp_ratio=math.nextafter(encoder.mlp_dim / config.hidden_size, math.inf),
+    in_chans=_channels(model.params),
+    class_token=config.classifier == 'token',
+    global_pool='token' if config.classifier == 'token' else 'avg',
+    fc_norm=False,
+    act_layer='gelu_tanh' if encoder.get('gelu', 'tanh') == 'tanh' else 'gelu',
+  )
+  architecture = 'vit_base_patch16_224'
+  resnet = config.get('resnet')
+  if resnet is not None:
+    name = identify.describe(model.params)
+    if name not in _TIMM_HYBRIDS:
+      raise ValueError(
+        f'timm has no hybrid like {name}: it has {sorted(_TIMM_HYBRIDS)} (--to)'
+      )
+    architecture = _TIMM_HYBRIDS[name]
+  _write_torch(
+    dst,
+    state,
+    dict(
+      architecture=architecture,
+      num_classes=model.num_classes,
+      num_features=config.hidden_size,
+      global_pool=args['global_pool'],
+      model_args=args,
+      pretrained_cfg=dict(
+        num_classes=model.num_classes,
+        input_size=(_channels(model.params), *model.image_size),
+        crop_pct=1.0,
+        interpolation='bilinear',
+        first_conv=None,
+        classifier='head',
+        **_pixels(model.params),
+      ),
+      **({'label_names': model.class_names} if model.class_names else {}),
+    ),
+  )
+  computes = copy.deepcopy(config)
+  computes.transformer.norm_eps = 1e-6
+  if resnet is not None:
+    computes.resnet.eps = 'timm'
+  notes = [
+    f'timm computes with {key}={there}, these weights are for {here}: logits '
+    'differ a little'
+    for key, here, there in _differences(config, computes)
+  ]
+  if 'pre_logits' in model.params and model.num_classes:
+    notes.append(
+      'timm leaves the pre-logits layer out (it is in the file): its logits are '
+      'not those of this model'
+    )
+  return notes
+
+
+def _write_hf(model, dst):
+  config = model.config
+  state = layouts.dump(model.params, 'hf')
+  encoder = config.transformer
+  pooled = 'pre_logits' in model.params
+  whole = model.num_classes and not pooled
+  names = model.class_names or [f'LABEL_{i}' for i in range(model.num_classes)]
+  height, width = model.image_size
+  _write_torch(
+    dst,
+    state,
+    dict(
+      model_type='vit',
+      architectures=['ViTForImageClassification' if whole else 'ViTModel'],
+      hidden_size=config.hidden_size,
+      num_hidden_layers=encoder.num_layers,
+      num_attention_heads=encoder.num_heads,
+      intermediate_size=encoder.mlp_dim,
+      hidden_act='gelu_pytorch_tanh'
+      if encoder.get('gelu', 'tanh') == 'tanh'
+      else 'gelu',
+      layer_norm_eps=encoder.get('norm_eps', 1e-6),
+      hidden_dropout_prob=0.0,
+      attention_probs_dropout_prob=0.0,
+      qkv_bias=True,
+      image_size=_one(model.image_size),
+      patch_size=_one(config.patches.size),
+      num_channels=_channels(model.params),
+      pooler_act='tanh',
+      pooler_output_size=config.get('representation_size')
+      or config.hidden_size,
+      id2label={str(i): name for i, name in enumerate(names)},
+      label2id={name: i for i, name in enumerate(names)},
+    ),
+  )
+  processor = dict(
+    image_processor_type='ViTImageProcessor',
+    do_resize=True,
+    size=dict(height=height, width=width),
+    resample=2,
+    do_rescale=True,
+    rescale_factor=1 / 255,
+    do_normalize=True,
+    image_mean=_pixels(model.params)['mean'],
+    image_std=_pixels(model.params)['std'],
+  )
+  (dst / 'preprocessor_config.json').write_text(json.dumps(processor, indent=1))
+  if whole:
+    return []
+  notes = ['load it as ViTModel(Config): it has no classifier of its own']
+  if pooled and model.num_classes:
+    notes = [
+      'ViTForImageClassification has no pre-logits layer: load it as ViTModel, '
+      'whose pooler_output is the pre-logits; the head is in the file'
+    ]
+  return notes
+
+
+def _one(pair):
+  """A number for a square, a list for anything else."""
+  return pair[0] if pair[0] == pair[1] else list(pair)
+
+
+def _channels(params):
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  for path in ('conv_root/kernel', 'stem/kernel', 'embedding/kernel'):
+    if path in flat:
+      return flat[path].shape[2]
+  raise KeyError('embedding/kernel')
+
+
+def _pixels(params):
+  """Mean and deviation by which pixels from 0 to 1 come to be from -1 to 1."""
+  half = (0.5,) * _channels(params)
+  return dict(mean=half, std=half)
+
+
+def _write_torch(dst, state, config):
+  try:
+    from safetensors import numpy as safetensors
+  except ImportError as e:
+    raise ImportError(
+      "writing .safetensors needs the package safetensors: pip install "
+      "'vit_jax[interop]'"
+    ) from e  # fmt: skip
+  dst.mkdir(parents=True)
+  safetensors.save_file(
+    state, dst / 'model.safetensors', metadata={'format': 'pt'}
+  )
+  (dst / 'config.json').write_text(json.dumps(config, indent=1))
+
+
+def _write_workdir(model, dst):
+  from vit_jax.run import checkpoints as checkpoints_lib
+  from vit_jax.run import optim  # Late: they bring Orbax and the optimisers.
+  from vit_jax.run import state as state_lib
+
+  config = common.get_config()
+  config.model = model.config
+  config.pp.crop = model.image_size
+  config.pp.channels = _channels(model.params)
+  # The state of a run that is finished after one step, of plain SGD.
+  config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
+  tx = optim.get_optimizer(config, lambda _: 0.0)
+  params = jax.tree.map(np.asarray, model.params)
+  state = state_lib.TrainState(np.int32(1), params, tx.init(params))
+  names = model.class_names or [str(i) for i in range(model.num_classes)]
+  workdir_lib.create(dst, config, names)
+  checkpoints = checkpoints_lib.Checkpoints(dst)
+  checkpoints.save(1, state)
+  checkpoints.close()
+  if model.num_classes and not model.class_names:
+    return ['the classes have numbers for names: give --class_names=FILE']
+  return []
+
+
+WRITERS = {
+  'npz': _write_npz,
+  'timm': _write_timm,
+  'hf': _write_hf,
+  'workdir': _write_workdir,
+}
