@@ -13,7 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from vit_jax import models_vit
+from vit_jax.layers import patches
 from vit_jax.scale import sharding
 
 
@@ -107,11 +107,11 @@ class MlpMixer(nn.Module):
         image.
     """
     del train
-    models_vit.check_images(inputs)
+    patches.check_images(inputs)
     types = dict(
       dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
     )
-    x = models_vit.PatchEmbedding(
+    x = patches.PatchEmbedding(
       self.hidden_dim, tuple(self.patches['size']), name='stem', **types
     )(inputs)  # [B, h, w, D]
     x = sharding.constrain_batch(x)
@@ -123,4 +123,4 @@ class MlpMixer(nn.Module):
     self.sow('intermediates', 'features', x)
     if not self.num_classes:
       return x
-    return models_vit.make_head(self.num_classes, 0.0, **types)(x)
+    return patches.make_head(self.num_classes, 0.0, **types)(x)

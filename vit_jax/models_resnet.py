@@ -163,18 +163,16 @@ class ResNetStage(nn.Module):
     return x
 
 
-def apply_resnet(
-  x,
+def make_resnet(
   num_layers: Sequence[int],
   width_factor: float = 1,
   eps: str = 'published',
   dtype: Any = jnp.float32,
   param_dtype: Any = jnp.float32,
-):
-  """Applies root block and stages, as submodules of the module that calls it.
+) -> list[nn.Module]:
+  """Makes root block and stages, as submodules of the module that calls it.
 
   Args:
-    x: images [B, H, W, C].
     num_layers: units in each stage; empty leaves the root block alone.
     width_factor: the root has 64 times as many channels.
     eps: a key of EPSILONS.
@@ -182,8 +180,7 @@ def apply_resnet(
     param_dtype: type of the parameters.
 
   Returns:
-    Features: a quarter of the image's height and width after the root and the
-    first stage, halved by each further stage.
+    Layers for `apply_resnet`: the root's convolution and its norm, the stages.
 
   Raises:
     ValueError: on unknown `eps`.
@@ -195,18 +192,38 @@ def apply_resnet(
     )
   eps = EPSILONS[eps]
   types = dict(dtype=dtype, param_dtype=param_dtype)
-  norm = nn.GroupNorm(name='gn_root', epsilon=eps.norm, **types)
   width = int(64 * width_factor)
-  x = StdConv(width, (7, 7), (2, 2), name='conv_root', eps=eps, **types)(x)
-  x = nn.relu(norm(x))
-  x = nn.max_pool(x, window_shape=(3, 3), strides=(2, 2), padding='SAME')
+  layers = [
+    StdConv(width, (7, 7), (2, 2), name='conv_root', eps=eps, **types),
+    nn.GroupNorm(name='gn_root', epsilon=eps.norm, **types),
+  ]
   for i, units in enumerate(num_layers):
-    x = ResNetStage(
+    stage = ResNetStage(
       units,
       nout=width * 2**i,
       first_stride=(1, 1) if i == 0 else (2, 2),
       name=f'block{i + 1}',
       eps=eps,
       **types,
-    )(x)
+    )
+    layers.append(stage)
+  return layers
+
+
+def apply_resnet(x, layers: Sequence[nn.Module]):
+  """Applies the layers of `make_resnet`.
+
+  Args:
+    x: images [B, H, W, C].
+    layers: the layers.
+
+  Returns:
+    Features: a quarter of the image's height and width after the root and the
+    first stage, halved by each further stage.
+  """
+  conv, norm, *stages = layers
+  x = nn.relu(norm(conv(x)))
+  x = nn.max_pool(x, window_shape=(3, 3), strides=(2, 2), padding='SAME')
+  for stage in stages:
+    x = stage(x)
   return x

@@ -13,6 +13,15 @@ Look inside with `model.apply(..., mutable='intermediates')`: every attention
 layer sows `attention_weights` [B, K, N, N], the encoder `tokens` [B, N, D], the
 model `features` [B, D], the pre-logits. When nobody asks, nothing is stored, and
 where the class token alone is read the last layer computes no other.
+
+The model is made of three methods, which can be called one by one:
+
+  tokens = model.apply(variables, images, method='embed')  # [B, h*w, D]
+  tokens = model.apply(variables, tokens, train=False, method='encode')
+  logits = model.apply(variables, tokens, train=False, method='classify')
+
+A subclass can thus put tokens of its own between them, and parameters of its own
+beside the published ones, in a `setup` that calls `super().setup()` first.
 """
 
 from collections.abc import Mapping
@@ -24,16 +33,20 @@ import jax.numpy as jnp
 from vit_jax import models_resnet
 from vit_jax.layers import attention
 from vit_jax.layers import encoder as encoder_lib
+from vit_jax.layers import patches as patches_lib
 from vit_jax.scale import sharding
 
 CLASSIFIERS = ('token', 'gap', 'unpooled', 'token_unpooled')
 
 # The names under which the original has them.
+PatchEmbedding = patches_lib.PatchEmbedding
 AddPositionEmbs = encoder_lib.AddPositionEmbs
 MlpBlock = encoder_lib.MlpBlock
 MultiHeadDotProductAttention = attention.MultiHeadDotProductAttention
 Encoder1DBlock = encoder_lib.Encoder1DBlock
 Encoder = encoder_lib.Encoder
+check_images = patches_lib.check_images
+make_head = patches_lib.make_head
 
 
 def _field(config: Any, name: str, default: Any = None) -> Any:
@@ -43,97 +56,12 @@ def _field(config: Any, name: str, default: Any = None) -> Any:
   return getattr(config, name, default)
 
 
-def check_images(images):
-  """Raises ValueError if `images` are not [B, H, W, C]."""
-  if images.ndim != 4:
-    raise ValueError(
-      'images must be [batch, height, width, channels], got '
-      f'{images.shape}; batches have no device dimension here'
-    )
-
-
-def make_head(num_classes: int, bias: float, dtype, param_dtype) -> nn.Dense:
-  """The linear classifier, of zeros at first; logits are float32 or wider.
-
-  Args:
-    num_classes: number of logits.
-    bias: initial value of the bias.
-    dtype: type of the computation before it.
-    param_dtype: type of the parameters.
-  """
-  return nn.Dense(
-    num_classes,
-    name='head',
-    kernel_init=nn.initializers.zeros,
-    bias_init=nn.initializers.constant(bias),
-    dtype=jnp.promote_types(dtype, jnp.float32),
-    param_dtype=param_dtype,
-  )
-
-
 class IdentityLayer(nn.Module):
   """Returns its input: gives an activation a name that can be captured."""
 
   @nn.compact
   def __call__(self, x):
     return x
-
-
-class PatchEmbedding(nn.Module):
-  """Cuts images into patches and maps each to a token (equation 1).
-
-  The same numbers as a convolution whose stride is its size, written as one
-  matrix product, which is faster on every backend.
-
-  Attributes:
-    features: width D of a token.
-    patch_size: (height, width) of a patch in pixels.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
-  """
-
-  features: int
-  patch_size: tuple[int, int]
-  dtype: Any = jnp.float32
-  param_dtype: Any = jnp.float32
-
-  @nn.compact
-  def __call__(self, x):
-    """Maps images [B, H, W, C] to a grid of tokens [B, h, w, D].
-
-    Raises:
-      ValueError: if patches do not divide the image.
-    """
-    ph, pw = self.patch_size
-    b, height, width, c = x.shape
-    for name, size, patch in (('height', height, ph), ('width', width, pw)):
-      if size < patch:
-        raise ValueError(
-          f'image {name} {size} is smaller than one patch of {patch}: resize '
-          f'the images to a multiple of {patch} (config.pp.crop) or use smaller '
-          'patches (config.model.patches.size)'
-        )
-      if size % patch:
-        low = size - size % patch
-        raise ValueError(
-          f'image {name} {size} is not a multiple of the patch {name} {patch}: '
-          f'use {low} or {low + patch} (config.pp.crop) or other patches '
-          '(config.model.patches.size)'
-        )
-    kernel = self.param(
-      'kernel',
-      nn.initializers.lecun_normal(),
-      (ph, pw, c, self.features),
-      self.param_dtype,
-    )
-    bias = self.param(
-      'bias', nn.initializers.zeros, (self.features,), self.param_dtype
-    )
-    x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-    h, w = height // ph, width // pw
-    x = x.reshape(b, h, ph, w, pw, c).swapaxes(2, 3)  # [B, h, w, ph, pw, C]
-    x = x.reshape(b, h, w, ph * pw * c)
-    return x @ kernel.reshape(-1, self.features) + bias  # [B, h, w, D]
 
 
 class VisionTransformer(nn.Module):
@@ -173,9 +101,59 @@ class VisionTransformer(nn.Module):
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
-  @nn.compact
+  def setup(self):
+    """Makes the parts, named as published.
+
+    Raises:
+      ValueError: on an unknown classifier, and where the class token, which
+        stands first, would be read and see nothing but itself.
+    """
+    if self.classifier not in CLASSIFIERS:
+      raise ValueError(
+        f"classifier='{self.classifier}' is unknown: use one of {CLASSIFIERS} "
+        '(config.model.classifier)'
+      )
+    types = self._types()
+    if self.resnet is not None:
+      self.resnet_layers = models_resnet.make_resnet(
+        **dict(self.resnet), **types
+      )
+    self.embedding = PatchEmbedding(
+      features=self.hidden_size,
+      patch_size=tuple(_field(self.patches, 'size')),
+      **types,
+    )
+    if self.transformer is not None:
+      fields = dict(self.transformer)
+      if fields.get('causal') and self.classifier == 'token':
+        raise ValueError(
+          "classifier='token' reads the class token, which stands first, and with "
+          "causal=True sees no other: use 'gap' or 'unpooled' "
+          '(config.model.classifier)'
+        )
+      if self.classifier in ('token', 'token_unpooled'):
+        self.cls = self.param(
+          'cls',
+          nn.initializers.zeros,
+          (1, 1, self.hidden_size),
+          types['param_dtype'],
+        )
+      self.Transformer = self.encoder(**types, **fields)
+    if self.representation_size is not None:
+      self.pre_logits = nn.Dense(self.representation_size, **types)
+    else:
+      self.pre_logits = IdentityLayer()
+    if self.num_classes:
+      self.head = make_head(self.num_classes, self.head_bias_init, **types)
+
+  def _types(self):
+    """Types of the computation and of the parameters, by name of argument."""
+    return dict(
+      dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
+    )
+
   def __call__(self, inputs, *, train):
-    """Computes logits.
+    """Computes logits: embeds images, encodes the tokens, classifies them.
 
     Args:
       inputs: images, float [B, H, W, C] in [-1, 1].
@@ -189,53 +167,83 @@ class VisionTransformer(nn.Module):
       ValueError: on an unknown classifier, on inputs of another rank, and where
         patches do not divide the image.
     """
-    if self.classifier not in CLASSIFIERS:
-      raise ValueError(
-        f"classifier='{self.classifier}' is unknown: use one of {CLASSIFIERS} "
-        '(config.model.classifier)'
-      )
-    check_images(inputs)
-    types = dict(
-      dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
-    )
-    x = inputs.astype(types['dtype'])
+    x = self.embed(inputs, flat=self.transformer is not None)
+    x = self.encode(x, train=train, only_first=self.classifier == 'token')
+    return self.classify(x, train=train)
+
+  def embed(self, images, *, flat=True):
+    """Makes a token of each patch, as yet without a position.
+
+    Args:
+      images: float [B, H, W, C] in [-1, 1].
+      flat: whether the tokens come in one row, line by line.
+
+    Returns:
+      Tokens [B, h*w, D] in `dtype`; as a grid [B, h, w, D] where not `flat`.
+
+    Raises:
+      ValueError: on inputs of another rank, and where patches do not divide the
+        image.
+    """
+    check_images(images)
+    x = images.astype(self._types()['dtype'])
     if self.resnet is not None:
-      x = models_resnet.apply_resnet(x, **dict(self.resnet), **types)
-    x = PatchEmbedding(
-      features=self.hidden_size,
-      patch_size=tuple(_field(self.patches, 'size')),
-      name='embedding',
-      **types,
-    )(x)  # [B, h, w, D]
-    x = sharding.constrain_batch(x)
+      x = models_resnet.apply_resnet(x, self.resnet_layers)
+    x = sharding.constrain_batch(self.embedding(x))  # [B, h, w, D]
+    return x.reshape(x.shape[0], -1, x.shape[-1]) if flat else x
 
-    if self.transformer is not None:
-      x = x.reshape(x.shape[0], -1, x.shape[-1])  # [B, N, D]
-      if self.classifier in ('token', 'token_unpooled'):
-        cls = self.param(
-          'cls',
-          nn.initializers.zeros,
-          (1, 1, self.hidden_size),
-          types['param_dtype'],
-        )
-        cls = jnp.broadcast_to(cls, (x.shape[0], 1, x.shape[-1]))
-        x = jnp.concatenate([cls.astype(x.dtype), x], axis=1)  # [B, N+1, D]
-      fields = dict(self.transformer)
-      if self.classifier == 'token' and self.encoder is Encoder:
-        fields['only_first'] = True
-      x = self.encoder(name='Transformer', **types, **fields)(x, train=train)
+  def encode(self, tokens, *, train, mask=None, only_first=False):
+    """Adds class token and positions, and applies the encoder.
 
+    Args:
+      tokens: [B, h*w, D], of `embed` or made of them.
+      train: whether dropout is on.
+      mask: which tokens may attend to which, bool, broadcastable to
+        [B, K, N, N], the class token being the first; None: all to all.
+      only_first: whether only the first of the result is wanted, the class token.
+
+    Returns:
+      Tokens [B, N, D], the class token first where the classifier has one, or
+      [B, 1, D] for the first alone (an `encoder` of one's own gives all of them).
+      The input where there is no transformer.
+
+    Raises:
+      ValueError: on tokens of another rank.
+    """
+    if self.transformer is None:
+      return tokens
+    if tokens.ndim != 3:
+      raise ValueError(
+        f'tokens must be [batch, tokens, width], got {tokens.shape}'
+      )
+    x = tokens.astype(self._types()['dtype'])
+    if self.classifier in ('token', 'token_unpooled'):
+      cls = jnp.broadcast_to(self.cls, (x.shape[0], 1, x.shape[-1]))
+      x = jnp.concatenate([cls.astype(x.dtype), x], axis=1)  # [B, N, D]
+    # An encoder of one's own need not know these arguments.
+    extra = {} if mask is None else {'mask': mask}
+    if only_first and self.encoder is Encoder:
+      extra['only_first'] = True
+    return self.Transformer(x, train=train, **extra)
+
+  def classify(self, encoded, *, train):
+    """Pools tokens as the classifier has it, and applies pre-logits and head.
+
+    Args:
+      encoded: tokens [B, N, D] of `encode`.
+      train: has no effect here.
+
+    Returns:
+      What the model returns.
+    """
+    del train
+    x = encoded
     if self.classifier == 'token':
       x = x[:, 0]  # [B, D]
     elif self.classifier == 'gap':
       x = x.mean(axis=range(1, x.ndim - 1))  # [B, D]
+    x = self.pre_logits(x)
     if self.representation_size is not None:
-      x = nn.tanh(
-        nn.Dense(self.representation_size, name='pre_logits', **types)(x)
-      )
-    else:
-      x = IdentityLayer(name='pre_logits')(x)
+      x = nn.tanh(x)
     self.sow('intermediates', 'features', x)
-    if not self.num_classes:
-      return x
-    return make_head(self.num_classes, self.head_bias_init, **types)(x)
+    return self.head(x) if self.num_classes else x

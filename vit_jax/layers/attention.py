@@ -1,4 +1,4 @@
-"""Multi-head self-attention, and the ways to compute it.
+"""Multi-head attention, and the ways to compute it.
 
 `config.model.transformer.attention` chooses:
 
@@ -7,24 +7,35 @@
   cudnn    the same by cuDNN's flash attention: GPUs from Ampere on, 16 bits
   flash    JAX's flash attention in Pallas: TPUs, long sequences
 
-The numbers are the same but for rounding, and so are the parameters. Only the
-default has dropout of the attention weights, and shows them.
+The numbers are the same but for rounding, and so are the parameters. They differ
+in what they can do:
+
+           dropout of weights   other keys   causal   mask
+  default  yes                  yes          yes      yes
+  xla      no                   yes          yes      yes
+  cudnn    no                   yes          yes      yes, as a bias in memory
+  flash    no                   yes          yes      no
+
+Other keys are those of another sequence (cross-attention). Who asks to see the
+attention weights is shown those of the default, with causality and mask in them.
+A query that may attend to nothing at all gets zeros, whatever computes it, and
+passes no gradient on: its weights are zeros too.
 
 Shapes: B images, Q tokens that ask, S tokens that are asked, K heads, E width of
-a head.
+a head, D and D' width of a token in the two sequences.
 """
 
 import functools
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
-from vit_jax.scale import sharding
+from vit_jax.layers import attention_kernels
 
-# The flash attention of TPUs works on blocks of so many tokens.
-_BLOCK = 128
+IMPLEMENTATIONS = attention_kernels.IMPLEMENTATIONS
+average = attention_kernels.average
+check = attention_kernels.check
 
 
 def first_token(x):
@@ -37,158 +48,52 @@ def first_token(x):
   return x.sum(axis=1, keepdims=True, where=first)
 
 
-def _softmax(logits, dtype):
-  """Softmax over the last axis, computed in float32, returned as `dtype`."""
-  wide = jnp.promote_types(logits.dtype, jnp.float32)
-  return jax.nn.softmax(logits.astype(wide), axis=-1).astype(dtype)
-
-
-@jax.custom_jvp
-def average(logits, value):
-  """Averages values with the softmax of logits as weights.
-
-  The tangent is written so that the backward pass needs of the weights' own
-  gradient, the largest array of a layer, no sum: the sum over S of weight times
-  gradient is that over E of output times its gradient (as in FlashAttention,
-  arXiv 2205.14135, appendix B.2). The gradient of the logits is then written to
-  memory once, where JAX's softmax writes and reads that of the weights too.
-
-  Args:
-    logits: [B, K, Q, S].
-    value: [B, S, K, E].
-
-  Returns:
-    [B, Q, K, E], of the type of `value`.
-  """
-  return jnp.einsum('bkqs,bske->bqke', _softmax(logits, value.dtype), value)
-
-
-@average.defjvp
-def _average_jvp(primals, tangents):
-  logits, value = primals
-  logits_dot, value_dot = tangents
-  weights = _softmax(logits, value.dtype)
-  out = jnp.einsum('bkqs,bske->bqke', weights, value)
-  # Of softmax(logits)' = weights * (logits' - sum(weights * logits')).
-  wide = jnp.promote_types(logits.dtype, jnp.float32)
-  first = _softmax(logits, wide) * logits_dot.astype(wide)
-  mean = first.sum(axis=-1).swapaxes(1, 2)[..., None]  # [B, Q, K, 1]
-  dot = (
-    jnp.einsum('bkqs,bske->bqke', weights, value_dot)
-    + jnp.einsum('bkqs,bske->bqke', first.astype(value.dtype), value)
-    - (mean * out.astype(wide)).astype(value.dtype)
-  )
-  return out, dot
-
-
-def _flash(query, key, value):
-  """Flash attention on each device's own images, and heads where those are split.
-
-  The compiler cannot split a kernel by itself. One query, as the last layer has,
-  is no work for blocks of them.
-  """
-  if query.shape[1] == 1:
-    return _default(query, key, value)
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty:
-    return _flash_on_one_device(query, key, value)
-  parts = mesh.shape.get(sharding.MODEL_AXIS, 1)
-  heads = (
-    sharding.MODEL_AXIS if parts > 1 and query.shape[2] % parts == 0 else None
-  )
-  spec = jax.P(sharding.batch_axes(mesh), None, heads)
-  return jax.shard_map(
-    _flash_on_one_device,
-    in_specs=(spec, spec, spec),
-    out_specs=spec,
-    check_vma=False,
-  )(query, key, value)
-
-
-def _flash_on_one_device(query, key, value):
-  """JAX's flash attention for TPUs, which wants whole blocks of tokens."""
-  from jax.experimental.pallas.ops.tpu import flash_attention
-
-  def blocks(x):  # [B, N, K, E] -> [B, K, whole blocks, E]
-    rest = -x.shape[1] % _BLOCK
-    return jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))).swapaxes(1, 2)
-
-  def segments(x):  # What is padded is a segment of its own.
-    length = x.shape[1] + -x.shape[1] % _BLOCK
-    return jnp.broadcast_to(
-      (jnp.arange(length) >= x.shape[1]).astype(jnp.int32), (len(x), length)
-    )
-
-  out = flash_attention.flash_attention(
-    *map(blocks, (query, key, value)),
-    segment_ids=flash_attention.SegmentIds(segments(query), segments(key)),
-  )
-  return out.swapaxes(1, 2)[:, : query.shape[1]]
-
-
-def _default(query, key, value):
-  return average(jnp.einsum('bqke,bske->bkqs', query, key), value)
-
-
-# (queries [B, Q, K, E], already scaled; keys, values [B, S, K, E]) -> [B, Q, K, E].
-IMPLEMENTATIONS = {
-  'default': _default,
-  'xla': functools.partial(
-    jax.nn.dot_product_attention, scale=1.0, implementation='xla'
-  ),
-  'cudnn': functools.partial(
-    jax.nn.dot_product_attention, scale=1.0, implementation='cudnn'
-  ),
-  'flash': _flash,
-}
-
-
-def check(
-  name: str, dropout_rate: float, platform: str | None = None, dtype: str = ''
-) -> None:
-  """Checks that a way to compute attention goes with the devices.
-
-  Args:
-    name: `config.model.transformer.attention`.
-    dropout_rate: of the attention weights.
-    platform: of the devices: 'cpu', 'gpu' or 'tpu'; None where it is not known.
-    dtype: `config.model.dtype`.
+def _check_inputs(x, kv, mask, num_heads, causal):
+  """Returns the mask with four dimensions.
 
   Raises:
-    ValueError: says what it needs, and the remedy.
+    ValueError: where shapes or types are not those of attention.
   """
-  problem = None
-  if name not in IMPLEMENTATIONS:
-    problem = f'is unknown: use one of {", ".join(IMPLEMENTATIONS)}'
-  elif (
-    name == 'cudnn' and platform and (platform, dtype) != ('gpu', 'bfloat16')
-  ):
-    problem = (
-      'needs NVIDIA GPUs from Ampere on and --config.model.dtype=bfloat16, and '
-      f"these are '{platform}' devices with {dtype}: use 'default'"
-    )
-  elif name == 'flash' and platform not in ('tpu', None):
-    problem = f"needs TPUs, and these are '{platform}' devices: use 'default'"
-  elif name != 'default' and dropout_rate:
-    problem = (
-      'has no dropout of the attention weights: set '
-      "--config.model.transformer.attention_dropout_rate=0.0, or use 'default'"
-    )
-  if problem:
+  if x.shape[-1] % num_heads:
     raise ValueError(
-      f"attention='{name}' {problem} (config.model.transformer.attention)"
+      f'num_heads={num_heads} does not divide the width {x.shape[-1]} '
+      '(config.model.hidden_size): choose a divisor'
     )
+  if kv is not None and causal:
+    raise ValueError(
+      'causal=True has no meaning for the keys of another sequence: leave kv '
+      'out, or give a mask in its place'
+    )
+  if kv is not None and (kv.ndim != 3 or len(kv) != len(x)):
+    raise ValueError(
+      f'kv must be tokens [{len(x)}, tokens, width], got {kv.shape}'
+    )
+  if mask is None:
+    return None
+  keys = (x if kv is None else kv).shape[1]
+  whole = (len(x), num_heads, x.shape[1], keys)
+  fits = mask.ndim <= 4 and all(
+    size in (1, full) for size, full in zip(mask.shape[::-1], whole[::-1])
+  )
+  if mask.dtype != bool or not fits:
+    raise ValueError(
+      'mask must be bool, True where a query may attend to a key, and broadcast '
+      f'to [batch, heads, queries, keys] = {list(whole)}, got {mask.dtype} '
+      f'{list(mask.shape)}; [batch, 1, 1, keys] leaves out keys'
+    )
+  return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 class MultiHeadDotProductAttention(nn.Module):
-  """Multi-head self-attention (appendix A), softmax in float32.
+  """Multi-head attention (appendix A), softmax in float32.
 
   Attributes:
     num_heads: number of heads K; must divide the width.
     dropout_rate: dropout of the attention weights (0 in the paper).
     attention: how it is computed, see the top of this module.
-    only_first: whether the result is wanted for the first token alone, which
-      attends to all.
+    only_first: whether the result is wanted for the first token alone. It is the
+      same as if all were computed: causal, the first token sees itself alone.
+    causal: whether token i attends to tokens 0 to i alone; self-attention only.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -197,25 +102,35 @@ class MultiHeadDotProductAttention(nn.Module):
   dropout_rate: float = 0.0
   attention: str = 'default'
   only_first: bool = False
+  causal: bool = False
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x, *, deterministic):
-    """Maps tokens [B, N, D] to [B, N, D], or to [B, 1, D].
+  def __call__(self, x, kv=None, *, mask=None, deterministic):
+    """Lets tokens attend to each other, or to those of another sequence.
+
+    Args:
+      x: the tokens that ask, [B, Q, D].
+      kv: the tokens that are asked, [B, S, D'], from which keys and values are
+        made; None: those of `x`.
+      mask: bool, broadcastable to [B, K, Q, S], True where a query may attend to
+        a key; None: everywhere.
+      deterministic: whether dropout is off.
+
+    Returns:
+      [B, Q, D], or [B, 1, D] for the first token alone. Where a query may attend
+      to nothing, the bias of the last layer.
 
     Raises:
       ValueError: if the heads do not divide the width, if `attention` is none of
-        its values, or has no dropout.
+        its values, or has no dropout or no mask, if `kv` or `mask` has another
+        shape or type, or `kv` is given where attention is causal.
     """
     width = x.shape[-1]
-    if width % self.num_heads:
-      raise ValueError(
-        f'num_heads={self.num_heads} does not divide the width {width} '
-        '(config.model.hidden_size): choose a divisor'
-      )
+    mask = _check_inputs(x, kv, mask, self.num_heads, self.causal)
     dropout = 0.0 if deterministic else self.dropout_rate
-    check(self.attention, dropout)
+    check(self.attention, dropout, mask=mask is not None)
     head_dim = width // self.num_heads
     dense = functools.partial(
       nn.DenseGeneral,
@@ -224,25 +139,28 @@ class MultiHeadDotProductAttention(nn.Module):
       param_dtype=self.param_dtype,
     )
     heads = functools.partial(dense, features=(self.num_heads, head_dim))
-    asking = first_token(x) if self.only_first else x
-    query = heads(name='query')(asking)  # [B, Q, K, E]
+    kv = x if kv is None else kv
+    causal = self.causal and not self.only_first
+    if self.only_first:
+      x = first_token(x)  # [B, 1, D]
+      kv = x if self.causal else kv
+      if mask is not None:
+        mask = mask[:, :, :1, : kv.shape[1]]
+    query = heads(name='query')(x)  # [B, Q, K, E]
     query = query * head_dim**-0.5
-    key = heads(name='key')(x)  # [B, S, K, E]
-    value = heads(name='value')(x)  # [B, S, K, E]
+    key = heads(name='key')(kv)  # [B, S, K, E]
+    value = heads(name='value')(kv)  # [B, S, K, E]
     if (
       dropout
       or self.is_initializing()
       or self.is_mutable_collection('intermediates')
     ):
-      # Logits are stored as `dtype`: in bfloat16 half the traffic of the largest
-      # array of the layer.
-      logits = jnp.einsum('bqke,bske->bkqs', query, key)  # [B, K, Q, S]
-      weights = _softmax(logits, jnp.promote_types(logits.dtype, jnp.float32))
+      weights = attention_kernels.attention_weights(query, key, mask, causal)
       self.sow('intermediates', 'attention_weights', weights)
       weights = nn.Dropout(self.dropout_rate)(
         weights.astype(value.dtype), deterministic=deterministic
       )
       x = jnp.einsum('bkqs,bske->bqke', weights, value)
-    else:
-      x = IMPLEMENTATIONS[self.attention](query, key, value)  # [B, Q, K, E]
+    else:  # [B, Q, K, E]
+      x = IMPLEMENTATIONS[self.attention](query, key, value, mask, causal)
     return dense(features=width, axis=(-2, -1), name='out')(x)  # [B, Q, D]

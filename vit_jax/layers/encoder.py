@@ -117,6 +117,7 @@ class Encoder1DBlock(nn.Module):
     only_first: whether only the first token is computed, [B, 1, D].
     gelu: see MlpBlock.
     norm_eps: added to the variance in LayerNorm.
+    causal: whether token i attends to tokens 0 to i alone.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -129,12 +130,19 @@ class Encoder1DBlock(nn.Module):
   only_first: bool = False
   gelu: str = 'tanh'
   norm_eps: float = 1e-6
+  causal: bool = False
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, inputs, deterministic):
-    """Maps tokens [B, N, D] to [B, N, D]."""
+  def __call__(self, inputs, deterministic, mask=None):
+    """Maps tokens [B, N, D] to [B, N, D].
+
+    Args:
+      inputs: the tokens.
+      deterministic: whether dropout is off.
+      mask: who may attend to whom, bool, broadcastable to [B, K, N, N].
+    """
     types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
     x = nn.LayerNorm(self.norm_eps, **types)(inputs)
     x = attention.MultiHeadDotProductAttention(
@@ -142,8 +150,9 @@ class Encoder1DBlock(nn.Module):
       dropout_rate=self.attention_dropout_rate,
       attention=self.attention,
       only_first=self.only_first,
+      causal=self.causal,
       **types,
-    )(x, deterministic=deterministic)
+    )(x, mask=mask, deterministic=deterministic)
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
     x = x + (attention.first_token(inputs) if self.only_first else inputs)
     y = nn.LayerNorm(self.norm_eps, **types)(x)
@@ -177,6 +186,7 @@ class Encoder(nn.Module):
     scan: whether to loop over the layers, but for the last, rather than to write
       them out: compiles faster, and computes the same but for dropout's noise.
       Parameters keep their names.
+    causal: whether token i attends to tokens 0 to i alone, in every layer.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -193,12 +203,20 @@ class Encoder(nn.Module):
   norm_eps: float = 1e-6
   remat: str = ''
   scan: bool = False
+  causal: bool = False
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x, *, train):
+  def __call__(self, x, *, train, mask=None, only_first=None):
     """Maps tokens [B, N, D] to tokens [B, N, D].
+
+    Args:
+      x: the tokens.
+      train: whether dropout is on.
+      mask: who may attend to whom in every layer, bool, broadcastable to
+        [B, K, N, N]; None: all to all.
+      only_first: goes before the field of that name where it is not None.
 
     Raises:
       ValueError: if `remat` is none of its values.
@@ -234,22 +252,26 @@ class Encoder(nn.Module):
       attention=self.attention,
       gelu=self.gelu,
       norm_eps=self.norm_eps,
+      causal=self.causal,
       **types,
     )
     if loop:
-      x = self._scan_layers(block(**fields, parent=None), x, last, train)
+      x = self._scan_layers(block(**fields, parent=None), x, last, train, mask)
     else:
       for i in range(last):
-        x = block(name=f'encoderblock_{i}', **fields)(x, not train)
+        x = block(name=f'encoderblock_{i}', **fields)(x, not train, mask)
     if self.num_layers:
-      only_first = self.only_first and not seen
-      name = f'encoderblock_{last}'
-      x = block(name=name, only_first=only_first, **fields)(x, not train)
+      only_first = self.only_first if only_first is None else only_first
+      x = block(
+        name=f'encoderblock_{last}',
+        only_first=only_first and not seen,
+        **fields,
+      )(x, not train, mask)
     x = nn.LayerNorm(self.norm_eps, name='encoder_norm', **types)(x)
     self.sow('intermediates', 'tokens', x)
     return x
 
-  def _scan_layers(self, block, x, num_layers, train):
+  def _scan_layers(self, block, x, num_layers, train, mask):
     """Applies the first layers in a loop, which is compiled once for them all."""
     params = self.variables['params']
     stacked = jax.tree.map(
@@ -267,7 +289,7 @@ class Encoder(nn.Module):
       layer_params, key = layer
       rngs = None if key is None else {'dropout': key}
       return block.apply(
-        {'params': layer_params}, x, not train, rngs=rngs
+        {'params': layer_params}, x, not train, mask, rngs=rngs
       ), None
 
     return jax.lax.scan(apply, x, (stacked, keys))[0]

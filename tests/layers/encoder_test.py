@@ -1,0 +1,217 @@
+"""Tests of the encoder: recomputation, dropout, layers in a loop, masks."""
+
+import functools
+
+import flax.linen as nn
+import jax
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tiny_models
+from vit_jax import models_vit
+from vit_jax.layers import encoder
+from vit_jax.scale import sharding
+
+
+def test_attention_is_flax_attention():
+  x = jax.random.normal(jax.random.key(1), (2, 5, 12))
+  layer = models_vit.MultiHeadDotProductAttention(num_heads=3)
+  params = layer.init(jax.random.key(0), x, deterministic=True)
+  flax_layer = nn.MultiHeadDotProductAttention(num_heads=3)
+  np.testing.assert_allclose(
+    layer.apply(params, x, deterministic=True),
+    flax_layer.apply(params, x, x),
+    atol=1e-5,
+  )
+
+
+@pytest.mark.parametrize('remat', ['full', 'dots'])
+def test_remat_changes_neither_parameters_nor_gradients(remat):
+  x = tiny_models.images()
+  plain = tiny_models.tiny()
+  spare = tiny_models.tiny(transformer={**plain.transformer, 'remat': remat})
+  params = tiny_models.randomised(plain, x)
+
+  def gradient(model):
+    def loss(params):
+      return (model.apply({'params': params}, x, train=False) ** 2).sum()
+
+    return jax.jit(jax.grad(loss))(params)
+
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4),
+    gradient(spare),
+    gradient(plain),
+  )
+
+
+def test_dropout_is_where_the_paper_has_it():
+  x = tiny_models.images()
+  model = tiny_models.tiny(
+    transformer={**tiny_models.tiny().transformer, 'dropout_rate': 0.5}
+  )
+  params = tiny_models.randomised(model, x)
+  _, seen = model.apply(
+    {'params': params},
+    x,
+    train=True,
+    rngs={'dropout': jax.random.key(0)},
+    capture_intermediates=lambda m, _: isinstance(m, nn.Dropout),
+    mutable=['intermediates'],
+  )
+  encoder = seen['intermediates']['Transformer']
+  zeros = lambda t: float((t['__call__'][0] == 0).mean())
+  assert zeros(encoder['Dropout_0']) == pytest.approx(0.5, abs=0.15)
+  block = encoder['encoderblock_1']
+  assert zeros(block['Dropout_0']) == pytest.approx(0.5, abs=0.15)
+  assert zeros(block['MlpBlock_0']['Dropout_0']) == pytest.approx(0.5, abs=0.15)
+  assert zeros(block['MlpBlock_0']['Dropout_1']) == pytest.approx(0.5, abs=0.15)
+  assert zeros(block['MultiHeadDotProductAttention_0']['Dropout_0']) == 0
+  same = [model.apply({'params': params}, x, train=False) for _ in range(2)]
+  np.testing.assert_array_equal(*same)
+
+
+@pytest.mark.parametrize('remat', ['', 'dots', 'full'])
+def test_layers_in_a_loop_compute_the_same(remat):
+  fields = dict(num_layers=3, mlp_dim=32, num_heads=2, dropout_rate=0.0,
+                attention_dropout_rate=0.0)  # fmt: skip
+  plain = tiny_models.tiny(transformer=fields)
+  loop = tiny_models.tiny(transformer=dict(fields, scan=True, remat=remat))
+  x = tiny_models.images()
+  params = tiny_models.randomised(plain, x)
+  assert jax.tree.structure(params) == jax.tree.structure(
+    loop.init(jax.random.key(0), x, train=False)['params']
+  )
+
+  def loss(model):
+    return lambda p: jnp.sum(model.apply({'params': p}, x, train=True) ** 2)
+
+  want, want_grad = jax.value_and_grad(loss(plain))(params)
+  got, got_grad = jax.jit(jax.value_and_grad(loss(loop)))(params)
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
+    got_grad,
+    want_grad,
+  )
+  jaxpr = str(jax.make_jaxpr(loss(loop))(params))
+  assert 'length=2' in jaxpr  # The last layer is outside of the loop.
+  # Who looks inside sees every layer.
+  _, seen = loop.apply(
+    {'params': params}, x, train=False, mutable='intermediates'
+  )
+  assert 'encoderblock_2' in seen['intermediates']['Transformer']
+
+
+def test_dropout_in_a_loop_differs_by_layer_and_key():
+  fields = dict(num_layers=2, mlp_dim=32, num_heads=2, dropout_rate=0.5,
+                scan=True)  # fmt: skip
+  model = tiny_models.tiny(transformer=fields)
+  x = tiny_models.images()
+  params = tiny_models.randomised(model, x)
+
+  def run(key):
+    rngs = {'dropout': jax.random.key(key)}
+    return model.apply({'params': params}, x, train=True, rngs=rngs)
+
+  np.testing.assert_array_equal(run(0), run(0))
+  assert np.abs(run(0) - run(1)).max() > 1e-3
+  keys = jax.make_jaxpr(lambda: run(0))()
+  assert 'random_split' in str(keys)
+
+
+def encoder_and_params(**fields):
+  fields = dict(
+    num_layers=3, mlp_dim=24, num_heads=2, dropout_rate=0.0,
+    attention_dropout_rate=0.0, **fields,
+  )  # fmt: skip
+  x = jax.random.normal(jax.random.key(0), (4, 7, 16))
+  model = encoder.Encoder(**fields)
+  params = model.init(jax.random.key(1), x, train=False)['params']
+  return model, params, x
+
+
+@pytest.mark.parametrize('name', ['default', 'xla', 'flash'])
+def test_a_causal_encoder_sees_no_later_token(name):
+  model, params, x = encoder_and_params(attention=name, causal=True)
+  run = lambda x: model.apply({'params': params}, x, train=False)
+  with pltpu.force_tpu_interpret_mode():
+    before, after = run(x), run(x.at[:, 4:].multiply(-1.0))
+  np.testing.assert_array_equal(before[:, :4], after[:, :4])
+  assert np.abs(before - after)[:, 4:].max(axis=(0, 2)).min() > 0.01
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [{'remat': 'full'}, {'remat': 'dots'}, {'scan': True},
+   {'scan': True, 'remat': 'full'}, {'attention': 'xla', 'scan': True}],
+)  # fmt: skip
+def test_masks_reach_every_layer(fields):
+  """Keys that are left out change nothing: as if they were not there."""
+  plain_model, params, x = encoder_and_params(add_position_embedding=False)
+  model, _, _ = encoder_and_params(add_position_embedding=False, **fields)
+  keys = (np.arange(7) < 5)[None, None, None]
+
+  def loss(model, x, mask):
+    def total(params):
+      out = model.apply({'params': params}, x, train=True, mask=mask)[:, :5]
+      return jnp.sum(jnp.sin(3 * out))
+
+    return jax.jit(jax.value_and_grad(total))(params)
+
+  got = loss(model, x, keys)
+  want = loss(plain_model, x[:, :5], None)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
+    got, want,
+  )  # fmt: skip
+  assert abs(float(loss(model, x, None)[0] - want[0])) > 0.01
+
+
+@pytest.mark.parametrize('causal', [False, True])
+def test_the_first_token_of_an_encoder(causal):
+  model, params, x = encoder_and_params(causal=causal)
+  mask = np.random.RandomState(0).rand(4, 1, 7, 7) < 0.5
+  run = functools.partial(
+    model.apply, {'params': params}, x, train=False, mask=mask
+  )
+  whole = run()
+  assert whole.shape == x.shape
+  np.testing.assert_allclose(
+    run(only_first=True), whole[:, :1], rtol=1e-4, atol=1e-5
+  )
+  first = model.clone(only_first=True)
+  apply = functools.partial(first.apply, {'params': params}, x, train=False)
+  assert apply().shape == (4, 1, 16)
+  assert apply(only_first=False).shape == x.shape
+
+
+@pytest.mark.parametrize('name', ['default', 'xla', 'flash'])
+def test_on_eight_devices(name):
+  flash = name == 'flash'  # Its interpreter has no recomputation, so no loop.
+  fields = dict(causal=True, scan=not flash, attention=name)
+  model, params, x = encoder_and_params(**fields)
+  mask = None if flash else np.random.RandomState(0).rand(4, 1, 7, 7) < 0.5
+
+  def loss(params, x, mask):
+    return jnp.sum(
+      model.apply({'params': params}, x, train=True, mask=mask) ** 3
+    )
+
+  with pltpu.force_tpu_interpret_mode():
+    want = jax.value_and_grad(loss)(params, x, mask)
+  mesh = sharding.make_mesh({'data': 2, 'fsdp': 2, 'model': 2})
+  shardings = sharding.tree_shardings(params, (), mesh)
+  batch = sharding.batch_sharding(mesh)
+  args = (
+    jax.device_put(params, shardings),
+    *jax.device_put((x, mask), batch),
+  )
+  with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode():
+    got = jax.device_get(jax.jit(jax.value_and_grad(loss))(*args))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3),
+    got, want,
+  )  # fmt: skip

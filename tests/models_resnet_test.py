@@ -1,0 +1,55 @@
+"""Tests of the ResNet in front of a hybrid."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from tests import tiny_models
+from vit_jax import models
+
+
+def test_hybrid_parameter_names_are_the_published_ones():
+  names = tiny_models.shapes(models.get_model('R50+ViT-B_16', num_classes=10))
+  assert names['conv_root/kernel'].shape == (7, 7, 3, 64)
+  assert names['gn_root/scale'].shape == (64,)
+  assert names['block1/unit1/conv_proj/kernel'].shape == (1, 1, 64, 256)
+  assert names['block2/unit1/gn_proj/bias'].shape == (512,)
+  assert names['block3/unit9/conv2/kernel'].shape == (3, 3, 256, 256)
+  assert names['embedding/kernel'].shape == (1, 1, 1024, 768)
+  # 16 times fewer positions down and across, whatever makes the features.
+  assert names['Transformer/posembed_input/pos_embedding'].shape == (
+    1,
+    197,
+    768,
+  )
+
+
+def test_the_hybrids_unit_standardises_its_kernels_and_ends_in_a_relu():
+  unit = models.ResidualUnit(features=32, strides=(2, 2))
+  x = jax.random.normal(jax.random.key(0), (1, 6, 6, 32))
+  params = unit.init(jax.random.key(1), x)['params']
+  # The block's last norm starts at 0: at first a unit is its projection alone.
+  np.testing.assert_array_equal(params['gn3']['scale'], 0)
+  params['gn3']['scale'] += 1.0
+  got = unit.apply({'params': params}, x)
+  assert got.shape == (1, 3, 3, 128)
+  assert float(got.min()) == 0.0
+  # Scale and mean of a kernel do not matter once it is standardised.
+  for name in ('conv1', 'conv2', 'conv3', 'conv_proj'):
+    params[name]['kernel'] = 3.0 * params[name]['kernel'] + 5.0
+  again = unit.apply({'params': params}, x)
+  np.testing.assert_allclose(again, got, atol=1e-3)
+
+
+def test_standardised_convolution():
+  conv = models.StdConv(features=3, kernel_size=(3, 3), strides=(2, 2))
+  x = jax.random.normal(jax.random.key(0), (2, 9, 9, 4))
+  params = conv.init(jax.random.key(1), x)['params']
+  kernel = np.asarray(params['kernel'])
+  kernel = (kernel - kernel.mean((0, 1, 2))) / (kernel.std((0, 1, 2)) + 1e-5)
+  plain = nn.Conv(3, (3, 3), strides=(2, 2), padding='SAME', use_bias=False)
+  np.testing.assert_allclose(
+    conv.apply({'params': params}, x),
+    plain.apply({'params': {'kernel': kernel}}, x),
+    atol=1e-5,
+  )

@@ -1,0 +1,176 @@
+"""Tests of the models by name: published counts, configs, kinds."""
+
+import flax.linen as nn
+import flax.traverse_util
+import jax.numpy as jnp
+import ml_collections
+import pytest
+
+from tests import tiny_models
+from vit_jax import models
+from vit_jax import models_vit
+from vit_jax.configs import models as model_configs
+from vit_jax.weights import identify
+
+# arXiv 2010.11929, 2106.10270 and 2105.01601, 1000 classes, no pre-logits layer.
+COUNTS = {
+  'ViT-Ti_16': 5_717_416,
+  'ViT-S_16': 22_050_664,
+  'ViT-S_32': 22_878_952,
+  'ViT-B_8': 86_576_872,
+  'ViT-B_16': 86_567_656,
+  'ViT-B_32': 88_224_232,
+  'ViT-L_16': 304_326_632,
+  'ViT-L_32': 306_535_400,
+  'ViT-H_14': 632_045_800,
+  'ViT-S_16-gap-norep': 22_049_896,
+  'ViT-S_32-gap-norep': 22_878_184,
+  'ViT-B_16-gap-norep': 86_566_120,
+  'ViT-B_32-gap-norep': 88_222_696,
+  'R+ViT-Ti_16': 6_337_704,
+  'R26+ViT-S_32': 36_431_912,
+  'R26+ViT-B_32': 101_383_976,
+  'R50+ViT-B_16': 98_659_112,
+  'R50+ViT-L_32': 328_994_856,
+  'R50+ViT-B_32': 110_945_832,
+  'R50+ViT-L_16': 316_483_624,
+  'Mixer-B_16': 59_880_472,
+  'Mixer-B_32': 60_293_428,
+  'Mixer-L_16': 208_196_168,
+}
+
+
+@pytest.mark.parametrize('name', COUNTS)
+def test_parameter_counts_are_the_published_ones(name):
+  leaves_by_path = tiny_models.shapes(models.get_model(name, num_classes=1000))
+  leaves = leaves_by_path.values()
+  params = flax.traverse_util.unflatten_dict(leaves_by_path, sep='/')
+  assert identify.describe(params) == name
+  assert sum(leaf.size for leaf in leaves) == COUNTS[name]
+
+
+def test_every_published_count_and_every_size_has_a_config():
+  assert set(COUNTS) <= set(model_configs.MODEL_CONFIGS)
+  for size in 'BLH':
+    for patch in (14, 16, 32):
+      assert f'ViT-{size}_{patch}' in model_configs.MODEL_CONFIGS
+
+
+def test_functions_and_short_names_lead_to_the_same_config():
+  for short, name in model_configs.SHORT_NAMES.items():
+    config = getattr(model_configs, f'get_{short}_config')()
+    assert config == model_configs.MODEL_CONFIGS[name]
+    assert config.model_name == name
+  assert model_configs.SHORT_NAMES['r50_l32'] == 'R50+ViT-L_32'
+  assert model_configs.SHORT_NAMES['b16'] == 'ViT-B_16'
+
+
+def test_unknown_models_and_fields_are_named():
+  with pytest.raises(
+    ValueError, match="model 'b17' is unknown: use one of.*b16"
+  ):
+    models.get_model('b17', num_classes=3)
+  with pytest.raises(ValueError, match=r"unknown fields \['hiden_size'\]"):
+    models.get_model('b16', num_classes=3, hiden_size=3)
+  config = model_configs.get_b16_config()
+  config.transformer.num_layer = 3
+  with pytest.raises(ValueError, match=r"unknown fields \['num_layer'\]"):
+    models.make_model(config, num_classes=3)
+
+
+def test_every_config_has_a_kind():
+  for name, config in model_configs.MODEL_CONFIGS.items():
+    assert 'kind' not in config
+    kind = 'mixer' if name.startswith('Mixer') else 'vit'
+    assert models.kind_of(config) == kind
+    cls = {'mixer': models.MlpMixer, 'vit': models.VisionTransformer}[kind]
+    assert models.class_of(config) is cls
+    assert type(models.make_model(config, num_classes=3)) is cls
+  assert set(models.KINDS) == {'vit', 'mixer'}
+
+
+def test_a_config_may_say_its_kind():
+  config = model_configs.get_config('mixer_b16')
+  with config.unlocked():
+    config.kind = 'mixer'
+  assert models.make_model(config, num_classes=3).num_blocks == 12
+  assert models.get_model('b16', num_classes=3, kind='vit').hidden_size == 768
+  config.kind = 'vit'
+  with pytest.raises(ValueError, match=r"unknown fields \['channels_mlp_dim'"):
+    models.make_model(config, num_classes=3)
+  config.kind = 'rnn'
+  with pytest.raises(
+    ValueError, match="kind='rnn' is unknown: use one of vit, mixer, or"
+  ):
+    models.make_model(config, num_classes=3)
+  empty = ml_collections.config_dict.placeholder(str)
+  with_empty = model_configs.get_config('b16')
+  with with_empty.unlocked():
+    with_empty.kind = empty
+  assert models.kind_of(with_empty) == 'vit'
+
+
+class Linear(nn.Module):
+  """A model of somebody's research, with a field of its own."""
+
+  num_classes: int
+  shift: float = 0.0
+  dtype: str = 'float32'
+
+  @nn.compact
+  def __call__(self, x, *, train):
+    del train
+    x = x.reshape(len(x), -1) + self.shift
+    return nn.Dense(self.num_classes, dtype=self.dtype)(x)
+
+
+def test_research_adds_kinds_of_its_own(monkeypatch):
+  monkeypatch.setattr(models, 'KINDS', dict(models.KINDS))
+  models.register('linear', Linear)
+  models.register('linear', Linear)  # As when a notebook's cell runs again.
+  config = {'kind': 'linear', 'shift': 2.0, 'dtype': 'bfloat16'}
+  model = models.make_model(config, num_classes=3)
+  assert model == Linear(num_classes=3, shift=2.0, dtype='bfloat16')
+  with pytest.raises(ValueError, match=r"fields \['shaft'\]: Linear takes"):
+    models.make_model(config, num_classes=3, shaft=1.0)
+  with pytest.raises(ValueError, match="kind='vit' is taken by .*Transformer"):
+    models.register('vit', Linear)
+  with pytest.raises(ValueError, match="kind='deep' must be a class"):
+    models.register('deep', jnp.sin)
+
+
+class Wide(models_vit.Encoder):
+  """An encoder with a field of its own."""
+
+  wide: bool = True
+
+
+class Task(models.VisionTransformer):
+  """A task's own model."""
+
+  encoder: type[nn.Module] = Wide
+  patches_hidden: int = 0
+
+
+def test_a_task_brings_its_own_class():
+  config = model_configs.get_config('testing')
+  model = models.make_model(config, Task, num_classes=3, patches_hidden=2)
+  assert isinstance(model, Task)
+  assert (model.patches_hidden, model.num_classes) == (2, 3)
+  by_name = models.get_model('testing', cls=Task, num_classes=3, kind='own')
+  assert isinstance(by_name, Task)
+  with pytest.raises(ValueError, match=r"\['patches_hiden'\]: Task takes"):
+    models.make_model(config, Task, num_classes=3, patches_hiden=2)
+  # The fields of `transformer` are those of its encoder.
+  config.transformer.wide = False
+  models.make_model(config, Task, num_classes=3)
+  with pytest.raises(ValueError, match=r"\['wide'\]: Encoder takes"):
+    models.make_model(config, num_classes=3)
+
+
+def test_what_a_config_lacks_or_has_wrong_is_named():
+  config = model_configs.get_config('testing')
+  with pytest.raises(ValueError, match='num_classes is missing'):
+    models.make_model(config)
+  with pytest.raises(ValueError, match="dtype='int8' is unknown: use"):
+    models.make_model(config, num_classes=3, dtype='int8')

@@ -1,0 +1,53 @@
+"""Models that compile in no time, and what tests do with them."""
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax import models
+
+
+def tiny(**kwargs):
+  """A model that compiles in no time."""
+  fields = dict(
+    num_classes=5,
+    patches={'size': (4, 4)},
+    hidden_size=16,
+    transformer=dict(
+      num_layers=2,
+      mlp_dim=32,
+      num_heads=2,
+      dropout_rate=0.0,
+      attention_dropout_rate=0.0,
+    ),
+  )
+  return models.VisionTransformer(**{**fields, **kwargs})
+
+
+def shapes(model, size=224, channels=3):
+  """Shapes of the parameters, by path."""
+  height, width = (size, size) if isinstance(size, int) else size
+  tree = jax.eval_shape(
+    lambda: model.init(
+      jax.random.key(0), jnp.zeros((1, height, width, channels)), train=False
+    )
+  )
+  leaves, _ = jax.tree_util.tree_flatten_with_path(tree['params'])
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+    for path, leaf in leaves
+  }
+
+
+def images(shape=(2, 8, 8, 3), seed=1):
+  return jax.random.uniform(jax.random.key(seed), shape, minval=-1)
+
+
+def randomised(model, x, seed=0):
+  """Parameters that are all random, heads and class tokens too."""
+  params = model.init(jax.random.key(seed), x, train=False)['params']
+  leaves, tree = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+  return jax.tree.unflatten(
+    tree,
+    [p + 0.1 * jax.random.normal(k, p.shape) for p, k in zip(leaves, keys)],
+  )

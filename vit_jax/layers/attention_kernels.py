@@ -1,0 +1,269 @@
+"""The ways to compute attention from queries, keys and values.
+
+What each of them can do stands in vit_jax.layers.attention, whose modules choose
+between them. All take queries [B, Q, K, E], already scaled, keys and values
+[B, S, K, E], a mask (bool, broadcastable to [B, K, Q, S], or None) and whether
+attention is causal, and return [B, Q, K, E].
+
+Shapes: B images, Q tokens that ask, S tokens that are asked, K heads, E width of
+a head.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax.scale import sharding
+
+# The flash attention of TPUs works on blocks of so many tokens.
+_BLOCK = 128
+
+
+def _softmax(logits, dtype):
+  """Softmax over the last axis, computed in float32, returned as `dtype`."""
+  wide = jnp.promote_types(logits.dtype, jnp.float32)
+  return jax.nn.softmax(logits.astype(wide), axis=-1).astype(dtype)
+
+
+@jax.custom_jvp
+def average(logits, value):
+  """Averages values with the softmax of logits as weights.
+
+  The tangent is written so that the backward pass needs of the weights' own
+  gradient, the largest array of a layer, no sum: the sum over S of weight times
+  gradient is that over E of output times its gradient (as in FlashAttention,
+  arXiv 2205.14135, appendix B.2). The gradient of the logits is then written to
+  memory once, where JAX's softmax writes and reads that of the weights too.
+
+  Args:
+    logits: [B, K, Q, S].
+    value: [B, S, K, E].
+
+  Returns:
+    [B, Q, K, E], of the type of `value`.
+  """
+  return jnp.einsum('bkqs,bske->bqke', _softmax(logits, value.dtype), value)
+
+
+@average.defjvp
+def _average_jvp(primals, tangents):
+  logits, value = primals
+  logits_dot, value_dot = tangents
+  weights = _softmax(logits, value.dtype)
+  out = jnp.einsum('bkqs,bske->bqke', weights, value)
+  # Of softmax(logits)' = weights * (logits' - sum(weights * logits')).
+  wide = jnp.promote_types(logits.dtype, jnp.float32)
+  first = _softmax(logits, wide) * logits_dot.astype(wide)
+  mean = first.sum(axis=-1).swapaxes(1, 2)[..., None]  # [B, Q, K, 1]
+  dot = (
+    jnp.einsum('bkqs,bske->bqke', weights, value_dot)
+    + jnp.einsum('bkqs,bske->bqke', first.astype(value.dtype), value)
+    - (mean * out.astype(wide)).astype(value.dtype)
+  )
+  return out, dot
+
+
+def _allowed(mask, causal, queries, keys):
+  """Returns who may attend to whom, or None for everyone to everything.
+
+  Args:
+    mask: None, or bool, broadcastable to [B, K, Q, S].
+    causal: whether query i may attend to keys 0 to i alone.
+    queries: the number Q.
+    keys: the number S.
+
+  Returns:
+    None, or bool with four dimensions, broadcastable to [B, K, Q, S].
+  """
+  if mask is not None:
+    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+  if not causal:
+    return mask
+  past = jnp.tri(queries, keys, dtype=bool)[None, None]  # [1, 1, Q, S]
+  return past if mask is None else mask & past
+
+
+def _hide(logits, allowed):
+  """Makes logits [B, K, Q, S] so low where not allowed that weights are 0.
+
+  Not infinitely low: the softmax of a row without any other is then a number.
+  """
+  if allowed is None:
+    return logits
+  return jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
+
+
+def attention_weights(query, key, mask=None, causal=False):
+  """Returns the attention weights themselves, float32 or wider [B, K, Q, S]."""
+  # Logits are stored as they come: in bfloat16 half the traffic of the largest
+  # array of the layer.
+  logits = jnp.einsum('bqke,bske->bkqs', query, key)  # [B, K, Q, S]
+  allowed = _allowed(mask, causal, *logits.shape[2:])
+  logits = _hide(logits, allowed)
+  weights = _softmax(logits, jnp.promote_types(logits.dtype, jnp.float32))
+  if mask is None:
+    return weights
+  return jnp.where(allowed.any(axis=-1, keepdims=True), weights, 0.0)
+
+
+def _zero_blind(out, allowed):
+  """Sets to 0 what [B, Q, K, E] has for queries that may attend to nothing."""
+  sees = allowed.any(axis=-1).swapaxes(1, 2)[..., None]  # [B, Q, K, 1]
+  return jnp.where(sees, out, jnp.zeros_like(out))
+
+
+def _default(query, key, value, mask=None, causal=False):
+  """Attention as matrix products."""
+  logits = jnp.einsum('bqke,bske->bkqs', query, key)  # [B, K, Q, S]
+  allowed = _allowed(mask, causal, *logits.shape[2:])
+  out = average(_hide(logits, allowed), value)
+  return out if mask is None else _zero_blind(out, allowed)
+
+
+def _xla(query, key, value, mask=None, causal=False):
+  """Attention of jax.nn, computed by XLA."""
+  out = jax.nn.dot_product_attention(
+    query,
+    key,
+    value,
+    mask=mask,
+    is_causal=causal,
+    scale=1.0,
+    implementation='xla',
+  )
+  if mask is None:
+    return out
+  return _zero_blind(out, _allowed(mask, causal, query.shape[1], key.shape[1]))
+
+
+def _cudnn(query, key, value, mask=None, causal=False):
+  """Attention of jax.nn, computed by cuDNN.
+
+  Where gradients are wanted jax 0.10 takes even numbers of tokens alone, with or
+  without a mask: one is added where the number is odd, and nobody sees it. A mask
+  becomes a bias, with all of its rows and columns. A query that sees nothing is
+  let see everything: the bias alone would overflow in the backward pass.
+  """
+  queries, keys = query.shape[1], key.shape[1]
+  allowed = _allowed(mask, causal, queries, keys)
+  hidden = {}
+  if mask is not None:
+    whole = jnp.broadcast_to(allowed, (*allowed.shape[:2], queries, keys))
+    whole = jnp.pad(whole, ((0, 0), (0, 0), (0, queries % 2), (0, keys % 2)))
+    hidden['mask'] = whole | ~whole.any(axis=-1, keepdims=True)
+  elif keys % 2 and not causal:
+    hidden['key_value_seq_lengths'] = jnp.full(len(key), keys, jnp.int32)
+
+  def even(x):  # [B, N, K, E] -> [B, N or N+1, K, E]
+    return jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) if x.shape[1] % 2 else x
+
+  out = jax.nn.dot_product_attention(
+    *map(even, (query, key, value)),
+    is_causal=causal,
+    scale=1.0,
+    implementation='cudnn',
+    **hidden,
+  )[:, :queries]
+  return out if mask is None else _zero_blind(out, allowed)
+
+
+def _flash(query, key, value, mask=None, causal=False):
+  """Flash attention on each device's own images, and heads where those are split.
+
+  The compiler cannot split a kernel by itself. One query, as the last layer has,
+  is no work for blocks of them.
+  """
+  check('flash', 0.0, mask=mask is not None)
+  if query.shape[1] == 1:
+    return _default(query, key, value, causal=causal)
+  compute = functools.partial(_flash_on_one_device, causal=causal)
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return compute(query, key, value)
+  parts = mesh.shape.get(sharding.MODEL_AXIS, 1)
+  heads = (
+    sharding.MODEL_AXIS if parts > 1 and query.shape[2] % parts == 0 else None
+  )
+  spec = jax.P(sharding.batch_axes(mesh), None, heads)
+  return jax.shard_map(
+    compute,
+    in_specs=(spec, spec, spec),
+    out_specs=spec,
+    check_vma=False,
+  )(query, key, value)
+
+
+def _flash_on_one_device(query, key, value, causal):
+  """JAX's flash attention for TPUs, which wants whole blocks of tokens."""
+  from jax.experimental.pallas.ops.tpu import flash_attention
+
+  def blocks(x):  # [B, N, K, E] -> [B, K, whole blocks, E]
+    rest = -x.shape[1] % _BLOCK
+    return jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))).swapaxes(1, 2)
+
+  def segments(x):  # What is padded is a segment of its own.
+    length = x.shape[1] + -x.shape[1] % _BLOCK
+    return jnp.broadcast_to(
+      (jnp.arange(length) >= x.shape[1]).astype(jnp.int32), (len(x), length)
+    )
+
+  out = flash_attention.flash_attention(
+    *map(blocks, (query, key, value)),
+    segment_ids=flash_attention.SegmentIds(segments(query), segments(key)),
+    causal=causal,
+  )
+  return out.swapaxes(1, 2)[:, : query.shape[1]]
+
+
+# By name (config.model.transformer.attention).
+IMPLEMENTATIONS = {
+  'default': _default,
+  'xla': _xla,
+  'cudnn': _cudnn,
+  'flash': _flash,
+}
+
+
+def check(
+  name: str,
+  dropout_rate: float,
+  platform: str | None = None,
+  dtype: str = '',
+  mask: bool = False,
+) -> None:
+  """Checks that a way to compute attention can do what is wanted of it.
+
+  Args:
+    name: `config.model.transformer.attention`.
+    dropout_rate: of the attention weights.
+    platform: of the devices: 'cpu', 'gpu' or 'tpu'; None where it is not known.
+    dtype: `config.model.dtype`.
+    mask: whether there is to be a mask, other than a causal one.
+
+  Raises:
+    ValueError: says what it needs, and the remedy.
+  """
+  problem = None
+  if name not in IMPLEMENTATIONS:
+    problem = f'is unknown: use one of {", ".join(IMPLEMENTATIONS)}'
+  elif (
+    name == 'cudnn' and platform and (platform, dtype) != ('gpu', 'bfloat16')
+  ):
+    problem = (
+      'needs NVIDIA GPUs from Ampere on and --config.model.dtype=bfloat16, and '
+      f"these are '{platform}' devices with {dtype}: use 'default'"
+    )
+  elif name == 'flash' and platform not in ('tpu', None):
+    problem = f"needs TPUs, and these are '{platform}' devices: use 'default'"
+  elif name != 'default' and dropout_rate:
+    problem = (
+      'has no dropout of the attention weights: set '
+      "--config.model.transformer.attention_dropout_rate=0.0, or use 'default'"
+    )
+  elif name == 'flash' and mask:
+    problem = "takes no mask: use 'default', or 'xla'"
+  if problem:
+    raise ValueError(
+      f"attention='{name}' {problem} (config.model.transformer.attention)"
+    )
