@@ -35,6 +35,18 @@ _OTHER_STEPS = 500
 # which the paper's 500 would fill.
 _WARMUP, _SHORT_WARMUP = 500, 100
 
+# The settings of "How to train your ViT?" (arXiv 2106.10270). Name: layers and
+# magnitude of RandAugment, p of mixup.
+AUGREG = {
+  'none': (0, 0, 0.0),
+  'light1': (2, 0, 0.0),
+  'light2': (2, 10, 0.2),
+  'medium1': (2, 15, 0.2),
+  'medium2': (2, 15, 0.5),
+  'strong1': (2, 20, 0.5),
+  'strong2': (2, 20, 0.8),
+}
+
 
 def _preset(dataset, total_steps):
   train, test = SPLITS.get(dataset, ('train', 'test'))
@@ -63,8 +75,12 @@ def get_config() -> ml_collections.ConfigDict:
   """Returns the defaults: every key that exists, but for the model's size."""
   config = ml_collections.ConfigDict()
 
-  # What is learned: the name of a module in vit_jax.tasks.
+  # What is learned: a task of vit_jax/run/config.py (TASKS), or the dotted name of
+  # a module with a class Task: see vit_jax/tasks/base.py.
   config.task = 'classify'
+  # The task's own options, as its file lists them (OPTIONS);
+  # --config.task_options.mixup=0.2 for one.
+  config.task_options = ml_collections.ConfigDict()
   # What runs: 'train' ('inference_time' and 'transfer' have configs of their
   # own).
   config.trainer = 'train'
@@ -73,8 +89,11 @@ def get_config() -> ml_collections.ConfigDict:
   config.seed = 0
 
   # --- Data ---
-  # A TFDS name, or a folder with train/<class>/* and test/<class>/*.
-  config.dataset = placeholder(str)
+  # A TFDS name, or a folder with train/<class>/* and test/<class>/*, or with
+  # train.jsonl and test.jsonl (vit_jax/data/manifest.py). Or several to train on
+  # together, with weights: (('cifar10', 0.7), ('/data/photos', 0.3)); evaluation
+  # then reads the first.
+  config.dataset = _any(None)
   # Where TFDS keeps its data sets (default: ~/tensorflow_datasets).
   config.tfds_data_dir = placeholder(str)
   # Where data sets lie that must be downloaded by hand (ImageNet).
@@ -113,6 +132,14 @@ def get_config() -> ml_collections.ConfigDict:
   config.pp.flip = True
   # Training: turns the image by up to so many degrees either way.
   config.pp.rotate = 0.0
+  # Training: RandAugment as (layers, magnitude), (2, 15) for one; () for none.
+  # Magnitudes are from 0 to 30, and for images of about 224 pixels.
+  config.pp.randaugment = ()
+  # Training: strength, from 0 to 1, by which brightness, contrast and
+  # saturation change.
+  config.pp.color_jitter = 0.0
+  # Training: share of the images of which a random rectangle is made grey.
+  config.pp.random_erasing = 0.0
 
   # --- Model: set from models.py ---
   config.model = placeholder(ml_collections.ConfigDict)
@@ -155,6 +182,10 @@ def get_config() -> ml_collections.ConfigDict:
   config.warmup_epochs = placeholder(float)
   # Decoupled, on kernels only, multiplied by the learning rate.
   config.weight_decay = 0.0
+  # Factors on the learning rate, as ordered (regex, factor) pairs; the first one
+  # found in a parameter's path decides, 0 freezes. A linear probe:
+  # (('head/', 1.0), ('', 0.0)); layer-wise decay: see layer_wise_decay below.
+  config.lr_multipliers = ()
   # Largest global norm of the gradient (0: no limit).
   config.grad_norm_clip = 1.0
   # Micro-batches that a batch is computed in, to save memory; the result is the
@@ -175,6 +206,9 @@ def get_config() -> ml_collections.ConfigDict:
   # --- Log, evaluation, checkpoints ---
   # Steps between two lines of progress, evaluations and checkpoints; 0 leaves
   # only those at the end of the run.
+  # What is evaluated: (name, split) or (name, split, data set) each; the name ends
+  # the names of the metrics. Empty: (('test', pp.test),).
+  config.evals = ()
   config.progress_every = 10
   config.eval_every = 100
   config.checkpoint_every = 1_000
@@ -187,10 +221,11 @@ def get_config() -> ml_collections.ConfigDict:
   return config
 
 
-def set_dataset(config, dataset: str):
+def set_dataset(config, dataset):
   """Sets the data set, and its splits where they are known."""
   config.dataset = dataset
-  config.pp.train, config.pp.test = SPLITS.get(dataset, ('train', 'test'))
+  known = SPLITS.get(dataset) if isinstance(dataset, str) else None
+  config.pp.train, config.pp.test = known or ('train', 'test')
   return config
 
 
@@ -209,6 +244,54 @@ def with_dataset(
   config.dataset = dataset
   preset = DATASET_PRESETS.get(dataset) or _preset(dataset, _OTHER_STEPS)
   config.update(copy.deepcopy(preset))
+  return config
+
+
+def set_augmentation(config, name: str):
+  """Sets RandAugment and mixup to one of the published settings.
+
+  Args:
+    config: changed in place: `pp.randaugment` and `task_options.mixup`.
+    name: a key of AUGREG.
+
+  Returns:
+    config.
+
+  Raises:
+    ValueError: if there is no such setting.
+  """
+  if name not in AUGREG:
+    raise ValueError(
+      f"augmentation '{name}' is unknown: use one of {', '.join(AUGREG)}"
+    )
+  layers, magnitude, mixup = AUGREG[name]
+  config.pp.randaugment = (layers, magnitude) if layers else ()
+  with config.unlocked():
+    if config.get('task_options') is None:
+      config.task_options = ml_collections.ConfigDict()
+    config.task_options.mixup = mixup
+  return config
+
+
+def layer_wise_decay(
+  config: ml_collections.ConfigDict, factor: float
+) -> ml_collections.ConfigDict:
+  """Makes the learning rate of a Vision Transformer fall from layer to layer.
+
+  The head has the whole rate, the last layer and the norm behind it `factor` times
+  that, the layer before `factor` squared, and so on down to the embeddings
+  (arXiv 2106.08254, section 3.2, and others).
+
+  Args:
+    config: with its model; `lr_multipliers` is set.
+    factor: above 0 and below 1, .75 for one.
+  """
+  layers = config.model.transformer.num_layers
+  rules = [('^(head|pre_logits)/', 1.0), ('encoder_norm/', factor)]
+  rules += [
+    (f'encoderblock_{i}/', factor ** (layers - i)) for i in range(layers)
+  ]
+  config.lr_multipliers = (*rules, ('', factor ** (layers + 1)))
   return config
 
 

@@ -5,9 +5,14 @@ r"""Trains a ViT from scratch with Adam, on any TFDS data set or folder.
   python -m vit_jax.main --config=configs/pretrain.py:b16,imagenet2012 \
     --workdir=/tmp/run
 
-The argument is MODEL,DATA: a short name from models.py (ti16, s16, b32, l16,
-h14, r50_b16, ...), and a TFDS name or a folder with train/<class>/* and
-test/<class>/*.
+  python -m vit_jax.main --config=configs/pretrain.py:s16,imagenet2012,light2 \
+    --workdir=/tmp/run
+
+The argument is MODEL,DATA or MODEL,DATA,AUGMENTATION: a short name from models.py
+(ti16, s16, b32, l16, h14, r50_b16, ...), a TFDS name or a folder with
+train/<class>/* and test/<class>/*, and a setting of RandAugment and mixup of
+"How to train your ViT?" (arXiv 2106.10270): none, light1, light2, medium1,
+medium2, strong1 or strong2.
 
 Recipes are those of arXiv 2010.11929, table 3 and B.1. What to expect on the
 ImageNet validation set after 300 epochs of ImageNet from scratch: B/32 69.19,
@@ -67,18 +72,22 @@ OTHER = dict(
 
 
 def get_config(arg: str = 'b16,imagenet2012'):
-  """Returns the config for 'MODEL,DATA'.
+  """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,AUGMENTATION'.
 
   Raises:
-    ValueError: if the argument is no such pair or the model is unknown.
+    ValueError: if the argument is nothing like that, or model or augmentation are
+      unknown.
   """
-  model, _, dataset = arg.partition(',')
-  if not dataset:
+  model, dataset, augmentation = (*arg.split(','), '', '')[:3]
+  if not dataset or arg.count(',') > 2:
     raise ValueError(
-      f"'{arg}' must be MODEL,DATA: --config=configs/pretrain.py:ti16,/path/to/"
-      'folder or --config=configs/pretrain.py:b16,imagenet2012'
+      f"'{arg}' must be MODEL,DATA or MODEL,DATA,AUGMENTATION: "
+      '--config=configs/pretrain.py:ti16,/path/to/folder or '
+      '--config=configs/pretrain.py:b16,imagenet2012,medium1'
     )
   config = common.set_dataset(common.get_config(), dataset)
+  if augmentation:
+    common.set_augmentation(config, augmentation)
   config.model = models.get_config(model)
   if 'transformer' in config.model:  # A Mixer has none.
     config.model.transformer.dropout_rate = DROPOUT

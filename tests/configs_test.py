@@ -3,13 +3,18 @@
 import importlib
 import pathlib
 
+import flax.traverse_util
+import ml_collections
+import numpy as np
 import pytest
 
+from vit_jax import preprocess
 from vit_jax.configs import augreg
 from vit_jax.configs import common
 from vit_jax.configs import pretrain
 from vit_jax.configs import vit
 from vit_jax.run import config as run_config
+from vit_jax.run import optim
 
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 
@@ -137,6 +142,45 @@ def test_augreg():
     augreg.get_config('B_17')
 
 
+@pytest.mark.parametrize(
+  'name, randaugment, mixup',
+  [
+    # arXiv 2106.10270: RandAugment's layers and magnitude, mixup's p.
+    ('none', (), 0.0),
+    ('light1', (2, 0), 0.0),
+    ('light2', (2, 10), 0.2),
+    ('medium1', (2, 15), 0.2),
+    ('medium2', (2, 15), 0.5),
+    ('strong1', (2, 20), 0.5),
+    ('strong2', (2, 20), 0.8),
+  ],
+)
+def test_augmentation_is_that_of_augreg(name, randaugment, mixup):
+  config = common.get_config()
+  config.pp.randaugment = (9, 9)
+  config.task_options = {'other': 3}
+  config.lock()
+  assert common.set_augmentation(config, name) is config
+  assert config.pp.randaugment == randaugment
+  assert config.task_options.mixup == mixup
+  assert config.task_options.other == 3
+  assert config.is_locked
+  preprocess.check(config.pp)
+
+
+def test_augmentation_by_name():
+  assert len(common.AUGREG) == 7
+  config = ml_collections.ConfigDict({'pp': {'randaugment': ()}})
+  common.set_augmentation(config, 'light2')
+  common.set_augmentation(config, 'strong2')  # The later one counts.
+  assert config.to_dict() == {
+    'pp': {'randaugment': (2, 20)},
+    'task_options': {'mixup': 0.8},
+  }
+  with pytest.raises(ValueError, match="augmentation 'medium' is unknown: use"):
+    common.set_augmentation(config, 'medium')
+
+
 def test_flat_view():
   flat = dict(common.flatten(common.get_config()))
   assert flat['config.pp.crop'] == 224
@@ -149,3 +193,32 @@ def test_a_wrong_argument_is_named(arg):
     pretrain.get_config(arg)
   with pytest.raises(ValueError, match="model 'b17' is unknown"):
     pretrain.get_config('b17,cifar10')
+
+
+def test_layer_wise_decay():
+  config = vit.get_config('testing,cifar10')
+  config.model.transformer.num_layers = 2
+  config = common.layer_wise_decay(config, 0.5)
+  names = (
+    'head/kernel', 'Transformer/encoder_norm/scale',
+    'Transformer/encoderblock_1/MlpBlock_0/Dense_0/bias',
+    'Transformer/encoderblock_0/LayerNorm_0/scale',
+    'Transformer/posembed_input/pos_embedding', 'cls', 'embedding/kernel',
+  )  # fmt: skip
+  tree = flax.traverse_util.unflatten_dict(
+    dict.fromkeys(names, np.zeros(1)), sep='/'
+  )
+  factors = optim.multipliers(config.lr_multipliers, tree)
+  flat = flax.traverse_util.flatten_dict(factors, sep='/')
+  assert [flat[name] for name in names] == [
+    1.0, 0.5, 0.5, 0.25, 0.125, 0.125, 0.125,
+  ]  # fmt: skip
+
+
+def test_a_recipe_takes_a_published_augmentation():
+  config = pretrain.get_config('s16,imagenet2012,light2')
+  assert config.pp.randaugment == (2, 10)
+  assert config.task_options.mixup == 0.2
+  assert config.weight_decay == pretrain.RECIPES['imagenet2012']['weight_decay']
+  with pytest.raises(ValueError, match="augmentation 'heavy' is unknown"):
+    pretrain.get_config('s16,imagenet2012,heavy')

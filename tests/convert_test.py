@@ -101,7 +101,9 @@ def test_logits_agree_and_round_trips_are_exact(tmp_path, name, size, kinds):
     trees.assert_same(checkpoint.load(back), params)
     if kind == 'workdir':
       run = predict.load(there)
-      theirs = np.asarray(jax.jit(run.task.predict)(run.params, images))
+      theirs = np.asarray(
+        jax.jit(run.task.outputs)(run.params, {}, {'image': images})
+      )
     else:
       theirs = torch_models.logits(load_elsewhere(there, kind), images)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
@@ -438,7 +440,7 @@ def test_the_weights_of_a_run_are_those_that_it_predicts_with(
     convert.convert(str(tmp_path / 'run'), str(tmp_path / kind), kind)
     np.testing.assert_allclose(
       torch_models.logits(load_elsewhere(tmp_path / kind, kind), images),
-      run.task.predict(params, images),
+      run.task.outputs(params, {}, {'image': images}),
       atol=1e-4,
     )
   # A further run starts from it.

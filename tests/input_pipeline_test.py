@@ -1,6 +1,7 @@
 """Tests of the contract "batches are a pure function of (config, step)"."""
 
 import collections
+import itertools
 import shutil
 
 import jax
@@ -11,14 +12,29 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from vit_jax import input_pipeline
+from vit_jax.data import mixture
+from vit_jax.data import records
 from vit_jax.data import sources
 from vit_jax.scale import sharding
 
 
+def example(config, source):
+  return input_pipeline.labelled_example(config, len(source.class_names))
+
+
 def train_batches(config, source, rows=None, start=0, count=3):
   rows = np.arange(config.batch) if rows is None else rows
-  data = input_pipeline.train_dataset(config, source, rows, start)
+  data = input_pipeline.train_dataset(
+    config, source, example(config, source), rows, start
+  )
   return list(data.take(count).as_numpy_iterator())
+
+
+def eval_batches(config, source, rows):
+  data = input_pipeline.eval_dataset(
+    config, source, example(config, source), rows
+  )
+  return list(data.as_numpy_iterator())
 
 
 def assert_same(a, b):
@@ -50,21 +66,21 @@ def test_the_digits_are_scikit_learns(tiny_config):
 
 
 def test_every_epoch_is_another_permutation():
-  order = input_pipeline.example_indices(
+  order = mixture.example_indices(
     tf.range(30, dtype=tf.int64), num_examples=10, seed=3
   ).numpy()
   epochs = [tuple(order[i : i + 10]) for i in (0, 10, 20)]
   assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
   assert len(set(epochs)) == 3
-  again = input_pipeline.example_indices(
+  again = mixture.example_indices(
     tf.range(7, 23, dtype=tf.int64), num_examples=10, seed=3
   )
   np.testing.assert_array_equal(again, order[7:23])
-  other = input_pipeline.example_indices(
+  other = mixture.example_indices(
     tf.range(30, dtype=tf.int64), num_examples=10, seed=4
   )
   assert (other.numpy() != order).any()
-  one = input_pipeline.example_indices(
+  one = mixture.example_indices(
     tf.range(3, dtype=tf.int64), num_examples=1, seed=0
   )
   assert one.numpy().tolist() == [0, 0, 0]
@@ -103,7 +119,9 @@ def test_processes_read_their_rows_of_the_same_batch(digits):
 def test_batches_do_not_depend_on_the_devices(digits, mesh):
   config, source = digits
   mesh = sharding.make_mesh(mesh, jax.devices()[: np.prod(list(mesh.values()))])
-  batches = input_pipeline.train_batches(config, source, mesh, 2)
+  batches = input_pipeline.train_batches(
+    config, source, example(config, source), mesh, 2
+  )
   for want in train_batches(config, source, start=2):
     got = next(batches)
     assert got['image'].sharding.is_equivalent_to(
@@ -129,12 +147,13 @@ def test_evaluation_sees_every_example_once(digits, n, batch):
   config.batch_eval = batch
   source = sources.open_split(config, f'test[:{n}]')
   rows = np.arange(batch)
-  everything = list(
-    input_pipeline.eval_dataset(config, source, rows).as_numpy_iterator()
-  )
+  everything = eval_batches(config, source, rows)
   assert len(everything) == -(-n // batch)
   masks = np.concatenate([b['mask'] for b in everything])
   assert masks.tolist() == [1.0] * n + [0.0] * (len(masks) - n)
+  index = np.concatenate([b['index'] for b in everything])
+  assert index.dtype == np.int32
+  assert index.tolist() == [*range(n)] + [-1] * (len(masks) - n)
   images = np.concatenate([b['image'] for b in everything])[:n]
   raw = source.lookup(tf.range(n, dtype=tf.int64))['image'].numpy()
   for got, encoded in zip(images, raw):
@@ -142,7 +161,7 @@ def test_evaluation_sees_every_example_once(digits, n, batch):
     np.testing.assert_allclose(got, want, atol=1e-6)
   # The halves of two processes make up the whole.
   halves = [
-    list(input_pipeline.eval_dataset(config, source, r).as_numpy_iterator())
+    eval_batches(config, source, r)
     for r in (rows[: batch // 2], rows[batch // 2 :])
   ]
   for whole, first, second in zip(everything, *halves, strict=True):
@@ -160,6 +179,7 @@ def test_get_datasets(tiny_config):
   assert batch['image'].dtype == batch['label'].dtype == np.float32
   np.testing.assert_array_equal(batch['label'].sum(axis=1), 1)
   assert sum(b['mask'].sum() for b in test.as_numpy_iterator()) == 360
+  assert test.element_spec.keys() == {'image', 'label', 'mask'}
 
 
 def test_folders_give_the_same_batches_too(tiny_config, image_folder):
@@ -185,11 +205,11 @@ def test_an_image_that_breaks_during_the_run_is_named(
   bad.write_bytes(bad.read_bytes()[:400])
   source = sources.open_split(config, 'train')
   mesh = sharding.make_mesh({'data': -1})
+  batches = input_pipeline.train_batches(
+    config, source, example(config, source), mesh
+  )
   with pytest.raises(ValueError, match='bee5.jpg. cannot be decoded'):
-    for _, _ in zip(
-      range(5), input_pipeline.train_batches(config, source, mesh)
-    ):
-      pass
+    list(itertools.islice(batches, 5))
 
 
 # --- TFDS data sets of other kinds ---
@@ -233,6 +253,13 @@ class ManyLabels(Shapes):
     return sorted({i % 4, 3}) if i % 2 == 0 else [i % 4]
 
 
+class NoLabels(ManyLabels):
+  """Has images of which none of the classes is seen."""
+
+  def label(self, i):
+    return []
+
+
 class Unlabelled(Shapes):
   """Has a number that is no class."""
 
@@ -265,7 +292,7 @@ def test_sources_agree_on_tfds_data(tiny_config, tmp_path, file_format):
   source = sources.open_split(config, 'train')
   kind = {
     'array_record': sources.ArrayRecordSource,
-    'tfrecord': sources.MemorySource,
+    'tfrecord': records.MemorySource,
   }[file_format]
   assert isinstance(source, kind)
   epoch = train_batches(config, source, count=5)
@@ -291,12 +318,14 @@ def test_a_stream_is_read_once_in_evaluation_and_for_ever_in_training(
   assert len(batches) == 12
   assert_same(train_batches(config, source, start=7, count=1)[0], batches[7])
   for rows in (np.arange(8), np.arange(4), np.arange(4, 8)):
-    data = input_pipeline.eval_dataset(config, source, rows)
-    got = np.concatenate([values(b) for b in data.as_numpy_iterator()])
+    batches = eval_batches(config, source, rows)
+    got = np.concatenate([values(b) for b in batches])
     order = [i for i in range(40) if i % 8 in rows]
-    everything = input_pipeline.eval_dataset(config, source, np.arange(8))
-    want = np.concatenate([values(b) for b in everything.as_numpy_iterator()])
+    everything = eval_batches(config, source, np.arange(8))
+    want = np.concatenate([values(b) for b in everything])
     np.testing.assert_array_equal(got, want[order])
+    index = np.concatenate([b['index'] for b in batches])
+    np.testing.assert_array_equal(index, order)
 
 
 @pytest.mark.parametrize('file_format', ['array_record', 'tfrecord'])
@@ -314,7 +343,7 @@ def test_several_labels_an_image(tiny_config, tmp_path, file_format):
 def test_data_without_classes_is_named(tiny_config, tmp_path):
   name = prepare(Unlabelled, str(tmp_path), 'array_record')
   config = grey_config(tiny_config, name, str(tmp_path))
-  with pytest.raises(ValueError, match="'unlabelled' has no image or no class"):
+  with pytest.raises(ValueError, match="'unlabelled' has no feature 'label'"):
     sources.open_split(config, 'train')
 
 
@@ -332,19 +361,53 @@ def test_unknown_data_sets_are_named(tiny_config):
 
 def test_labels_out_of_range_are_named(tiny_config):
   encoded = tf.io.encode_png(np.zeros((8, 8, 1), np.uint8)).numpy()
+  mesh = sharding.make_mesh({'data': -1})
   for label in (10, -2):
-    source = sources.MemorySource(
-      [encoded] * 4, np.array([[0], [label], [1], [2]]), map(str, range(10))
+    source = records.MemorySource(
+      {
+        'image': [encoded] * 4,
+        'label': np.array([[0], [label], [1], [2]]),
+      },
+      {'label': map(str, range(10))},
     )
-    mesh = sharding.make_mesh({'data': -1})
+    make = example(tiny_config, source)
     with pytest.raises(ValueError, match='a label is out of range.* 0 to 9'):
-      next(input_pipeline.train_batches(tiny_config, source, mesh))
+      next(input_pipeline.train_batches(tiny_config, source, make, mesh))
     with pytest.raises(ValueError, match='a label is out of range.* 0 to 9'):
-      next(input_pipeline.eval_batches(tiny_config, source, mesh))
+      next(input_pipeline.eval_batches(tiny_config, source, make, mesh))
 
 
-def test_labels_are_padded():
-  np.testing.assert_array_equal(
-    sources.pad_labels([[1, 2], [], [3]]), [[1, 2], [-1, -1], [3, -1]]
-  )
-  np.testing.assert_array_equal(sources.pad_labels([4, 5]), [[4], [5]])
+def test_an_example_may_have_no_label(tiny_config, tmp_path):
+  name = prepare(NoLabels, str(tmp_path), 'array_record')
+  config = grey_config(tiny_config, name, str(tmp_path))
+  source = sources.open_split(config, 'train')
+  batches = eval_batches(config, source, np.arange(8))
+  assert sum(b['mask'].sum() for b in batches) == 40
+  for batch in batches:
+    np.testing.assert_array_equal(batch['label'], np.zeros((8, 4)))
+
+
+def test_an_example_is_what_the_task_makes_of_it(tiny_config):
+  source = sources.open_split(tiny_config, 'test', features=('label',))
+  seeds = []
+
+  def make(record, seed):
+    assert record.keys() == {'label', 'index'}
+    seeds.append(seed)
+    place = tf.zeros([2], tf.int64) if seed is None else seed
+    return {'place': place, 'number': record['index'], 'one': record['label']}
+
+  mesh = sharding.make_mesh({'data': -1})
+  rows = np.arange(16)
+  data = input_pipeline.train_dataset(tiny_config, source, make, rows, 2)
+  batch = next(data.as_numpy_iterator())
+  np.testing.assert_array_equal(batch['place'][:, 0], tiny_config.seed)
+  np.testing.assert_array_equal(batch['place'][:, 1], np.arange(32, 48))
+  labels = source.lookup(batch['number'])['label'].numpy()
+  np.testing.assert_array_equal(batch['one'], labels)
+  indices = mixture.training_indices(source, np.arange(32, 48), 0)
+  np.testing.assert_array_equal(batch['number'], indices)
+  first = next(input_pipeline.eval_batches(tiny_config, source, make, mesh))
+  assert seeds[-1] is None
+  np.testing.assert_array_equal(first['index'], np.arange(104))
+  np.testing.assert_array_equal(first['number'], np.arange(104))

@@ -146,13 +146,16 @@ from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 address, index, path = sys.argv[1:4]
 jax.distributed.initialize(address, 2, int(index))
-from vit_jax import input_pipeline, sharding, sources
+from vit_jax import input_pipeline
+from vit_jax.data import sources
+from vit_jax.scale import sharding
 config = ConfigDict(json.loads(sys.argv[4]))
 source = sources.open_split(config, 'train')
 mesh = sharding.make_mesh({'data': -1})
 rows = sharding.local_rows(mesh, config.batch)
 assert rows.tolist() == list(range(8 * int(index), 8 * int(index) + 8))
-batches = input_pipeline.train_batches(config, source, mesh, 3)
+example = input_pipeline.labelled_example(config, 10)
+batches = input_pipeline.train_batches(config, source, example, mesh, 3)
 batch = multihost_utils.process_allgather(next(batches), tiled=True)
 if index == '0':
   np.savez(path, **batch)
@@ -161,7 +164,9 @@ if index == '0':
 
 def test_two_processes_see_the_batch_of_one(tiny_config, tmp_path):
   source = sources.open_split(tiny_config, 'train')
-  data = input_pipeline.train_dataset(tiny_config, source, np.arange(16), 3)
+  example = input_pipeline.labelled_example(tiny_config, 10)
+  rows = np.arange(16)
+  data = input_pipeline.train_dataset(tiny_config, source, example, rows, 3)
   want = next(data.as_numpy_iterator())
   path = tmp_path / 'batch.npz'
   address = addresses()[0][0].partition('=')[2]

@@ -58,10 +58,11 @@ def test_classes_come_by_name_with_probabilities(folder_run, image_folder):
 def test_prediction_is_evaluation(folder_run):
   config, workdir, _ = folder_run
   model = predict.load(str(workdir))
-  source = sources.open_split(config, 'test', model.class_names)
-  data = input_pipeline.eval_dataset(config, source, np.arange(8))
+  source = sources.open_split(config, 'test', class_names=model.class_names)
+  example = input_pipeline.labelled_example(config, len(model.class_names))
+  data = input_pipeline.eval_dataset(config, source, example, np.arange(8))
   batch = next(data.as_numpy_iterator())
-  want = model.task.predict(model.params, batch['image'])
+  want = model.task.outputs(model.params, {}, batch)
   got = model.logits([source.name(i) for i in range(8)])
   np.testing.assert_allclose(got, want, atol=1e-5)
   many = [source.name(i % 9) for i in range(40)]  # More than one batch.

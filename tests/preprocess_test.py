@@ -175,6 +175,13 @@ def test_rotation_is_scipys():
   assert abs(angles[int(np.argmin(errors))]) > 1
 
 
+def load(image, config):
+  """Brings an image of a user to size, as prediction does."""
+  return preprocess.from_user(
+    image, lambda encoded: preprocess.prepare(encoded, None, config).numpy()
+  )
+
+
 @pytest.mark.parametrize(
   'image',
   [
@@ -188,27 +195,27 @@ def test_rotation_is_scipys():
 def test_images_of_a_user_come_in_any_form(image):
   want = preprocess.for_evaluation(np.asarray(RGB), pp(crop=8))
   tolerance = 0.5 if getattr(image, 'mode', '') == 'P' else 1e-6
-  got = preprocess.load_image(image, pp(crop=8))
+  got = load(image, pp(crop=8))
   np.testing.assert_allclose(got, want, atol=tolerance)
 
 
 def test_wrong_images_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match="no image file '/no/such.png'"):
-    preprocess.load_image('/no/such.png', pp())
+    load('/no/such.png', pp())
   path = tmp_path / 'broken.jpg'
   path.write_bytes(FILES['jpeg'][0][:300])
   with pytest.raises(ValueError, match="broken.jpg' is not an image"):
-    preprocess.load_image(path, pp())
+    load(path, pp())
   for content in (b'junk', b'A text, which is longer than any header. ' * 9):
     path.write_bytes(content)
     with pytest.raises(
       ValueError, match='broken.jpg.*no image of a known form'
     ):
-      preprocess.load_image(path, pp())
+      load(path, pp())
   with pytest.raises(ValueError, match=r'array float32\[8, 8, 3\]: give uint8'):
-    preprocess.load_image(np.zeros((8, 8, 3), np.float32), pp())
+    load(np.zeros((8, 8, 3), np.float32), pp())
   with pytest.raises(ValueError, match='array of 2 channels'):
-    preprocess.load_image(np.zeros((8, 8, 2), np.uint8), pp())
+    load(np.zeros((8, 8, 2), np.uint8), pp())
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from vit_jax.run import stopping
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.scale import sharding
 
+NAMES = {'class_names': [str(i) for i in range(10)]}
+
 
 def fit(config, workdir):
   return train.train_and_evaluate(copy.deepcopy(config), str(workdir))
@@ -177,7 +179,7 @@ def test_a_checkpoint_of_eight_devices_restores_on_fewer(finished, mesh):
   config.sharding_rules = (('Dense_0/kernel', (None, 'model')),)
   if 'model' not in mesh.shape:
     config.sharding_rules = ()
-  program = train.make_program(config, [str(i) for i in range(10)], mesh)
+  program = train.make_program(config, NAMES, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   restored, step = checkpoints.restore(program.abstract)
   assert step == 6
@@ -217,7 +219,7 @@ def test_a_run_goes_on_on_other_devices_in_another_order(
 def losses_of(config, mesh, steps=3, batches=None):
   """Losses of a few steps on a mesh, in float32."""
   mesh = sharding.make_mesh(mesh, jax.devices()[: np.prod(list(mesh.values()))])
-  program = train.make_program(config, [str(i) for i in range(10)], mesh)
+  program = train.make_program(config, NAMES, mesh)
   state = program.create_state({})
   update = jax.jit(program.update)
   result = []
@@ -278,14 +280,27 @@ def test_accumulation_is_exact_without_dropout(module_config):
   )
 
 
-def test_every_micro_batch_and_step_has_its_own_dropout():
-  def loss(params, batch, rng):
-    return params * jax.random.uniform(rng) * batch['x'].mean()
+class RandomTask:
+  """A loss that is a random number, times the parameter."""
 
+  def augment(self, batch, rng):
+    return batch
+
+  def update_extra(self, extra, params, metrics):
+    return extra
+
+  def loss(self, params, extra, batch, rng):
+    total = params * jax.random.uniform(rng) * batch['x'].sum()
+    return (total, batch['x'].sum()), {}
+
+
+def test_every_micro_batch_and_step_has_its_own_dropout():
   tx = optax.sgd(1.0)
   seen = []
   for accum_steps in (1, 2):
-    update = train.make_update(loss, tx, lambda _: 1.0, 0, accum_steps)
+    update = state_lib.make_update(
+      RandomTask(), tx, lambda _: 1.0, 0, accum_steps
+    )
     state = state_lib.TrainState(
       jnp.int32(0), jnp.ones(()), tx.init(jnp.ones(()))
     )
@@ -426,3 +441,68 @@ def test_a_folder_without_a_run_has_nothing_to_evaluate(tmp_path):
     evaluate.evaluate(str(tmp_path), 'test')
   with pytest.raises(FileNotFoundError, match='holds no run'):
     workdir_lib.load(tmp_path)
+
+
+def test_a_linear_probe_trains_the_head_alone(tiny_config, tmp_path, capsys):
+  tiny_config.lr_multipliers = (('^head/', 1.0), ('', 0.0))
+  tiny_config.update(weight_decay=0.1, ema_decay=0.5)
+  state, _ = fit(tiny_config, tmp_path)
+  assert '2,096 of the parameters are frozen' in capsys.readouterr().out
+  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
+  first = train.make_program(tiny_config, NAMES, mesh).create_state({})
+  for name, tree in jax.device_get(state.params).items():
+    if name == 'head':
+      assert (tree['kernel'] != 0).any()
+    else:
+      trees.assert_same(tree, first.params[name])
+  moments = optax.tree.get(state.opt_state, 'mu')
+  assert sum(x.size for x in jax.tree.leaves(moments)) == 16 * 10 + 10
+  # The average, the last of a chain, is found where the rest is split in two.
+  averaged = checkpoints_lib.load_params(tmp_path)
+  trees.assert_same(averaged, state_lib.best_params(state))
+  again, _ = fit(tiny_config, tmp_path)
+  trees.assert_same(again, state)
+
+
+def test_several_splits_are_evaluated_by_name(tiny_config, tmp_path):
+  tiny_config.update(total_steps=2)
+  tiny_config.evals = (('test', 'test'), ('val', 'train[:50]', 'digits'))
+  tiny_config.best_metric = 'accuracy_val'
+  _, metrics = fit(tiny_config, tmp_path)
+  assert metrics['num_examples_test'] == 360
+  assert metrics['num_examples_val'] == 50
+  assert {'accuracy_val', 'loss_val', 'accuracy_test'} <= set(metrics)
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'evals': (('test', 'tset'),)}, "has no split 'tset'"),
+    ({'evals': ('test',)}, r"evals: \('test',\) must be \(name, split\)"),
+    ({'evals': (('test', 'test'),) * 2}, 'evals: names must differ'),
+    (
+      {'evals': (('val', 'test'),)},
+      "best_metric='accuracy_test' is not among.*accuracy_val",
+    ),
+    ({'lr_multipliers': (('hed/', 0.0),)}, r"\['hed/'\] match no parameter"),
+    (
+      {
+        'task_options': {'mixup': 0.2},
+        'batch': 1,
+        'mesh': {'data': 1, 'model': 8},
+      },
+      'mixup=0.2 mixes an image',
+    ),
+    ({'task_options': {'mixpu': 0.2}}, "no key 'task_options.mixpu': did you"),
+    ({'task': 'no.such.module'}, "there is no module 'no'"),
+    ({'task': 'vit_jax.tasks.base.x'}, 'there is no module'),
+    ({'task': '../x'}, r"task='../x' is unknown"),
+    ({'task': 'tests.trees'}, 'the module has no class Task'),
+  ],
+)
+def test_wrong_tasks_and_evaluations_are_named(
+  tiny_config, tmp_path, fields, message
+):
+  with tiny_config.ignore_type():
+    tiny_config.update(fields)
+  refuse(tiny_config, tmp_path / 'run', message)

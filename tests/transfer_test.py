@@ -22,8 +22,8 @@ def labels_of(dataset, split, data_dir):
   config.tfds_data_dir = data_dir
   source = sources.open_split(config, split)
   records = source.lookup(np.arange(source.num_examples))
-  images = [source.read(image).numpy() for image in records['image']]
-  return source.class_names, records['label'].numpy()[:, 0], images
+  labels = records['label'].numpy()[:, 0]
+  return source.class_names, labels, list(records['image'].numpy())
 
 
 def test_classes_and_labels_of_the_digits(data_dir):

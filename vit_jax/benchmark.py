@@ -138,6 +138,7 @@ def benchmark_start(args) -> list[dict]:
 def _model_step(args, mesh, train: bool, attention: str) -> Callable:
   """Returns a function that does one step of a model, or one batch of logits."""
   from vit_jax import train as train_lib
+  from vit_jax.run import config as run_config
 
   config = common.get_config()
   config.model = model_configs.get_config(args.model)
@@ -148,8 +149,9 @@ def _model_step(args, mesh, train: bool, attention: str) -> Callable:
     optimizer='adam', optim_dtype='float32', total_steps=10, warmup_steps=1,
     weight_decay=0.1,
   )  # fmt: skip
-  names = [str(i) for i in range(1000)]
-  program = train_lib.make_program(config, names, mesh)
+  config = run_config.complete(config)
+  metadata = run_config.get_task(config.task).planned_metadata(config, 1000)
+  program = train_lib.make_program(config, metadata, mesh)
   rng = np.random.RandomState(0)
   size = (args.batch, args.image_size, args.image_size, 3)
   batch = {
@@ -159,14 +161,14 @@ def _model_step(args, mesh, train: bool, attention: str) -> Callable:
   batch = jax.device_put(batch, sharding.batch_sharding(mesh))
   holder = [program.create_state({})]
   update = jax.jit(program.update, donate_argnums=0)
-  predict = jax.jit(program.task.predict)
+  predict = jax.jit(program.task.outputs)
 
   def step():
     if train:
       holder[0], metrics = update(holder[0], batch)
       jax.block_until_ready(metrics)
     else:
-      predict(holder[0].params, batch['image']).block_until_ready()
+      predict(holder[0].params, {}, batch).block_until_ready()
 
   return step
 
@@ -259,8 +261,9 @@ def time_pipeline(name: str, folder: str):
     config = common.set_dataset(common.get_config(), folder)
     config.batch = PIPELINE_BATCH
     source = sources.open_split(config, 'train')
+    example = input_pipeline.labelled_example(config, len(source.class_names))
     rows = np.arange(PIPELINE_BATCH)
-    data = input_pipeline.train_dataset(config, source, rows)
+    data = input_pipeline.train_dataset(config, source, example, rows)
   else:
     data = plain_pipeline(pathlib.Path(folder), PIPELINE_BATCH)
   iterator = data.as_numpy_iterator()

@@ -205,7 +205,12 @@ def load_pretrained(
 
 
 def transferable(
-  pretrained_path: str, expected: dict, model_config, grid=None, new_grid=None
+  pretrained_path: str,
+  expected: dict,
+  model_config,
+  grid=None,
+  new_grid=None,
+  new: Sequence[str] = ('head/',),
 ) -> dict[str, np.ndarray]:
   """Returns what `load_pretrained` takes from the file, by '/'-joined path.
 
@@ -217,6 +222,7 @@ def transferable(
     grid: patches (height, width) of the weights; None: what the file says of
       it, or else a square.
     new_grid: patches (height, width) of the model; None: a square.
+    new: beginnings of the paths that are not taken, nor missed.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
@@ -232,7 +238,7 @@ def transferable(
       "The head of '%s' is all zeros: no classifier comes with these weights",
       pretrained_path,
     )
-  new = ['head/']
+  new = list(new)
   if model_config.get('representation_size') is None:
     new.append('pre_logits/')
   flat = {k: v for k, v in flat.items() if not k.startswith(tuple(new))}

@@ -21,6 +21,10 @@ import tqdm
 
 _EXPECTED = (ValueError, FloatingPointError, OSError, ImportError)
 _muted = False
+# --config.task_options.NAME=VALUE, also of a config within the config.
+_OPTION = re.compile(
+  r'--?config\.((?:\w+\.)*)task_options\.(\w+)=(.*)', re.DOTALL
+)
 
 
 def quiet():
@@ -188,7 +192,7 @@ def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
   Returns:
     The arguments that are no flags.
   """
-  argv = list(argv)
+  argv = _join_values(argv)
   for i, arg in enumerate(argv):
     name, equals, value = arg.partition('=')
     path, colon, argument = value.partition(':')
@@ -204,8 +208,14 @@ def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
           f'{[k for k in known if k.endswith(".py") and k[0] != "_"]}'
         )
       argv[i] = f'{name}={installed}{colon}{argument}'
+  options = [arg for arg in argv if _OPTION.match(arg)]
+  argv = [arg for arg in argv if arg not in options]
+  whole = sys.argv  # Where flags of a config are looked up.
   try:
-    return flag_values(argv)
+    sys.argv = [arg for arg in whole if arg not in options]
+    rest = flag_values(argv)
+    _set_options(flag_values['config'].value, options)
+    return rest
   except (AttributeError, KeyError) as e:  # There is no such key in the config.
     hint = re.search(r'Did you mean "(.*?)" instead of "(.*?)"', str(e))
     name = hint[2] if hint else str(e).strip('"\'')
@@ -220,10 +230,46 @@ def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
     lines = str(e).strip().splitlines()
     reason = lines[-1] if 'Traceback' in ''.join(lines) else ' '.join(lines)
     reason = reason.removeprefix('ValueError: ')
+  finally:
+    sys.argv = whole
   raise ValueError(
     f'{reason} (see --help; the keys of a config are in configs/common.py, those of '
     'config.model in configs/models.py)'
   )
+
+
+def _set_options(config, options):
+  """Sets options of a task, whose names and types only the task knows."""
+  for option in options:
+    path, key, value = _OPTION.match(option).groups()
+    holder = config
+    for part in path.split('.')[:-1]:
+      holder = holder[part]
+    with holder.unlocked():
+      if not holder.get('task_options'):
+        holder.task_options = {}
+      with holder.task_options.unlocked(), holder.task_options.ignore_type():
+        holder.task_options[key] = value
+
+
+def _join_values(argv):
+  """Turns '--config.KEY VALUE' into '--config.KEY=VALUE'.
+
+  Where a key may be of any type, absl would take the first to mean 'true'.
+  """
+  joined = []
+  for arg in argv:
+    last = joined[-1] if joined else ''
+    if (
+      last.lstrip('-').startswith('config.')
+      and last.startswith('-')
+      and '=' not in last
+      and not arg.startswith('-')
+    ):
+      joined[-1] = f'{last}={arg}'
+    else:
+      joined.append(arg)
+  return joined
 
 
 def run(function: Callable[[], int | None]):

@@ -5,8 +5,8 @@ python -m vit_jax.main --workdir=/tmp/digits --evaluate=test
 
 from vit_jax import cli
 from vit_jax import predict
-from vit_jax.data import sources
-from vit_jax.run import progress
+from vit_jax import train
+from vit_jax.run import metrics as metrics_lib
 from vit_jax.scale import sharding
 
 
@@ -22,7 +22,8 @@ def evaluate(
     step: the checkpoint to take, by default the newest.
 
   Returns:
-    A dict with `accuracy`, `loss`, `num_examples` and `img_sec_core`.
+    A dict with what the task measures (`accuracy` and `loss`, for classes),
+    `num_examples` and `img_sec_core`.
 
   Raises:
     FileNotFoundError: if there is no such run or folder.
@@ -30,26 +31,28 @@ def evaluate(
   """
   mesh = sharding.make_mesh({'data': -1})
   model = predict.load(workdir, step, mesh)
-  config = model.config
+  config, task = model.config, model.task
   if dataset is not None:
-    config.dataset = dataset
+    with config.ignore_type():  # That of the run may be a mixture.
+      config.dataset = dataset
   shards = sharding.batch_shards(mesh)
   config.batch_eval = -(-config.batch_eval // shards) * shards
-  source = sources.open_split(config, split, model.class_names)
-  if source.class_names != model.class_names:
-    raise ValueError(
-      f"dataset='{config.dataset}' has {len(source.class_names)} classes "
-      f'{source.class_names[:5]} ..., the model {len(model.class_names)} '
-      f'{model.class_names[:5]} ...: give data of the same classes'
-    )
+
+  def open_split(wanted):
+    source = train.open_for(config, type(task), model.metadata, wanted)
+    if task.class_names and source.class_names != task.class_names:
+      raise ValueError(
+        f"dataset='{config.dataset}' has {len(source.class_names)} classes "
+        f'{source.class_names[:5]} ..., the model {len(task.class_names)} '
+        f'{task.class_names[:5]} ...: give data of the same classes'
+      )
+    return source
+
   metrics = {}
-  for evaluator in model.task.evaluators(mesh, source, split):
-    metrics.update(evaluator.run(model.params))
-  metrics = {
-    name.removesuffix(f'_{split}'): value for name, value in metrics.items()
-  }
+  for evaluator in task.evaluators(mesh, split, open_split):
+    metrics.update(evaluator.run(model.params, model.extra))
   cli.say(
     f"{workdir}, step {model.step}, split '{split}' of {config.dataset}: "
-    + progress.format_metrics(metrics)
+    + metrics_lib.format_metrics(metrics)
   )
   return metrics

@@ -1,4 +1,4 @@
-"""Batches as a pure function of (config, step): source, order, augment, batch.
+"""Batches as a pure function of (config, step): source, order, example, batch.
 
 Example i of a run (i = step * batch + row) belongs to epoch e = i // n; which one
 of the n examples it is follows from a permutation seeded by (seed, e), and how it
@@ -8,9 +8,17 @@ many hosts read it: each reads its own rows.
 
 Evaluation visits every example once: the last batch is padded, and `mask` says
 which rows count.
+
+What becomes of an example, a task says by a function `example(record, seed)`. The
+record has the features that the task asked the source for, of one example, with
+images as the contents of their files, and `index`, int64 scalar, the number of
+the example within its split (-1 in training from a stream, which does not tell).
+The seed is int64 [2] in training, from which all that is random must follow, and
+None in evaluation. The function returns tensors of static shapes, by name.
 """
 
 import collections
+from collections.abc import Callable
 from collections.abc import Iterator
 import itertools
 import os
@@ -23,6 +31,7 @@ from vit_jax import preprocess
 from vit_jax.configs import common
 from vit_jax.data import folder
 from vit_jax.data import images
+from vit_jax.data import mixture
 from vit_jax.data import sources
 from vit_jax.run import config as run_config
 from vit_jax.scale import sharding
@@ -35,7 +44,8 @@ def get_dataset_info(dataset: str, split: str) -> dict:
   """Returns what is known of a data set.
 
   Args:
-    dataset: a TFDS name or a folder with train/<class>/* and test/<class>/*.
+    dataset: a TFDS name, or a folder as vit_jax/data/folder.py or manifest.py
+      says.
     split: the split to count, as TFDS writes it.
 
   Returns:
@@ -49,7 +59,7 @@ def get_dataset_info(dataset: str, split: str) -> dict:
   class_names = None
   if folder.is_folder(dataset):
     class_names = sources.open_split(config, config.pp.train).class_names
-  source = sources.open_split(config, split, class_names)
+  source = sources.open_split(config, split, class_names=class_names)
   return {
     'num_examples': source.num_examples,
     'num_classes': len(source.class_names),
@@ -78,10 +88,17 @@ def get_datasets(config):
   preprocess.check(config.pp)
   mesh = sharding.make_mesh({'data': -1})
   train = sources.open_split(config, config.pp.train)
-  test = sources.open_split(config, config.pp.test, train.class_names)
+  test = sources.open_split(
+    config, config.pp.test, class_names=train.class_names
+  )
+  example = labelled_example(config, len(train.class_names))
+  train_rows = sharding.local_rows(mesh, config.batch)
+  test_rows = sharding.local_rows(mesh, config.batch_eval)
   return (
-    train_dataset(config, train, sharding.local_rows(mesh, config.batch)),
-    eval_dataset(config, test, sharding.local_rows(mesh, config.batch_eval)),
+    train_dataset(config, train, example, train_rows),
+    eval_dataset(config, test, example, test_rows).map(
+      lambda batch: {key: batch[key] for key in ('image', 'label', 'mask')}
+    ),
   )
 
 
@@ -129,125 +146,97 @@ def prefetch(dataset: tf.data.Dataset, n_prefetch: int) -> Iterator[dict]:
   return _on_devices(dataset.as_numpy_iterator(), mesh, n_prefetch)
 
 
-def example_indices(positions, num_examples: int, seed: int):
-  """Returns which example stands at each position of the endless run.
+def labelled_example(config, num_classes: int) -> Callable:
+  """Returns what a classifier makes of an example.
 
   Args:
-    positions: int64 [b], ascending.
-    num_examples: size n of an epoch.
-    seed: seed of the run.
+    config: reads `pp`.
+    num_classes: number of classes.
 
   Returns:
-    int64 [b]: position i gets element i mod n of the permutation that (seed,
-    i // n) draws.
+    example(record, seed), of records with 'image' and 'label', as the module's
+    text says; it returns `image`, float32 [height, width, channels] in [-1, 1],
+    and `label`, float32 [classes], 0 or 1.
   """
-  epochs = positions // num_examples
-  inside = positions % num_examples
 
-  def fill(epoch, indices):
-    shuffled = tf.random.experimental.index_shuffle(
-      inside, tf.stack([tf.cast(seed, tf.int64), epoch]), num_examples - 1
-    )
-    return epoch + 1, tf.where(epochs == epoch, shuffled, indices)
+  def example(record, seed):
+    image = preprocess.prepare(record['image'], seed, config.pp)
+    return {'image': image, 'label': _many_hot(record['label'], num_classes)}
 
-  _, indices = tf.while_loop(
-    lambda epoch, _: epoch <= epochs[-1], fill, [epochs[0], inside]
-  )
-  return indices
+  return example
 
 
 def train_dataset(
-  config, source, rows: np.ndarray, start_step: int = 0
+  config, source, example: Callable, rows: np.ndarray, start_step: int = 0
 ) -> tf.data.Dataset:
   """Returns the training batches from a step on, without end.
 
   Args:
-    config: reads `batch`, `seed`, `pp`, `shuffle_buffer`.
+    config: reads `batch`, `seed`, `shuffle_buffer`.
     source: the training split.
+    example: (record, seed) -> tensors by name, see the module's text.
     rows: the rows of the global batch that this process reads.
     start_step: number of the first batch.
 
   Returns:
-    tf.data of dicts with `image` and `label`, as in get_datasets.
+    tf.data of dicts of what `example` returns, [B, ...] each.
   """
-  rows = tf.constant(rows, tf.int64)
-  steps = tf.data.Dataset.range(start_step, np.iinfo(np.int64).max)
-  positions = steps.map(lambda step: step * config.batch + rows)
 
-  if source.random_access:
-    records = positions.map(
-      lambda i: {
-        'position': i,
-        **source.lookup(example_indices(i, source.num_examples, config.seed)),
-      },
-    ).unbatch()
-  else:
-    stream = source.stream(
-      jax.process_count(),
-      jax.process_index(),
-      config.shuffle_buffer,
-      config.seed,
-    ).skip(start_step * len(rows))
-    records = tf.data.Dataset.zip(
-      {'position': positions.unbatch(), 'record': stream}
-    ).map(lambda both: {'position': both['position'], **both['record']})
+  def make(position, record):
+    seed = tf.stack([tf.cast(config.seed, tf.int64), position])
+    return example(source.read(record), seed)
 
-  def example(record):
-    seed = tf.stack([tf.cast(config.seed, tf.int64), record['position']])
-    return {
-      'image': preprocess.decode_for_training(
-        source.read(record['image']), seed, config.pp
-      ),
-      'label': _many_hot(record['label'], len(source.class_names)),
-    }
-
-  return _batches(records.map(example, num_parallel_calls=_CALLS), len(rows))
+  records = mixture.training_records(config, source, rows, start_step)
+  return _batches(records.map(make, num_parallel_calls=_CALLS), len(rows))
 
 
-def eval_dataset(config, source, rows: np.ndarray) -> tf.data.Dataset:
+def eval_dataset(
+  config, source, example: Callable, rows: np.ndarray
+) -> tf.data.Dataset:
   """Returns every example of a split once, in batches padded at the end.
 
   Args:
-    config: reads `batch_eval`, `pp`.
+    config: reads `batch_eval`.
     source: the split.
+    example: (record, None) -> tensors by name, see the module's text.
     rows: the rows of the global batch that this process reads.
 
   Returns:
-    tf.data of dicts with `image`, `label` and `mask`, as in get_datasets.
+    tf.data of dicts of what `example` returns, [B, ...] each; and `mask`,
+    float32 [B], and `index`, int32 [B], the number of the example: 0 and -1 for
+    padding.
   """
+  source = source.evaluated
   steps = -(-source.num_examples // config.batch_eval)
   positions = np.arange(steps)[:, None] * config.batch_eval + rows
   positions = positions.reshape(-1).astype(np.int64)
   real = positions[positions < source.num_examples]
 
   if source.random_access:
-    records = (
-      tf.data.Dataset.from_tensor_slices(real)
-      .batch(len(rows))
-      .map(source.lookup)
-      .unbatch()
-    )
+    indices = tf.data.Dataset.from_tensor_slices(real).batch(len(rows))
+    records = indices.map(
+      lambda index: {'index': index, **source.lookup(index)}
+    ).unbatch()
   else:
     mine = tf.constant(rows, tf.int64)
     records = (
       source.stream(1, 0, shuffle_buffer=0, seed=0)
       .enumerate()
       .filter(lambda i, _: tf.reduce_any(i % config.batch_eval == mine))
-      .map(lambda _, record: record)
+      .map(lambda index, record: {'index': index, **record})
     )
 
-  def example(record):
-    image = images.decode(source.read(record['image']), config.pp.channels)
-    return {
-      'image': preprocess.for_evaluation(image, config.pp),
-      'label': _many_hot(record['label'], len(source.class_names)),
-      'mask': tf.ones([]),
-    }
+  def make(record):
+    made = example(source.read(record), None)
+    index = tf.cast(record['index'], tf.int32)
+    return {**made, 'mask': tf.ones([]), 'index': index}
 
-  data = records.map(example, num_parallel_calls=_CALLS)
-  padding = tf.nest.map_structure(
-    lambda spec: tf.zeros(spec.shape, spec.dtype), data.element_spec
-  )
+  data = records.map(make, num_parallel_calls=_CALLS)
+  padding = {
+    name: tf.zeros(spec.shape, spec.dtype)
+    for name, spec in data.element_spec.items()
+  }
+  padding['index'] = tf.constant(-1)
   data = data.concatenate(
     tf.data.Dataset.from_tensors(padding).repeat(len(positions) - len(real))
   )
@@ -275,15 +264,19 @@ def _many_hot(label, num_classes):
       tf.debugging.assert_greater_equal(label, tf.cast(-1, tf.int64), message),
     ]
   ):
-    return tf.reduce_max(tf.one_hot(label, num_classes), axis=0)
+    counts = tf.reduce_sum(tf.one_hot(label, num_classes), axis=0)
+    return tf.minimum(counts, 1)
 
 
-def train_batches(config, source, mesh, start_step: int = 0) -> Iterator[dict]:
+def train_batches(
+  config, source, example: Callable, mesh, start_step: int = 0
+) -> Iterator[dict]:
   """Yields training batches from a step on, as global arrays, without end.
 
   Args:
-    config: reads `batch`, `seed`, `pp`, `prefetch`, `shuffle_buffer`.
+    config: reads `batch`, `seed`, `prefetch`, `shuffle_buffer`.
     source: the training split.
+    example: (record, seed) -> tensors by name, see the module's text.
     mesh: the mesh, over whose batch axes the rows are split.
     start_step: number of the first batch.
 
@@ -294,32 +287,32 @@ def train_batches(config, source, mesh, start_step: int = 0) -> Iterator[dict]:
 
   def indices(number):
     positions = (start_step + number) * config.batch + rows
-    return example_indices(
-      tf.constant(positions), source.num_examples, config.seed
-    ).numpy()
+    return mixture.training_indices(source, positions, config.seed)
 
-  data = train_dataset(config, source, rows, start_step)
+  data = train_dataset(config, source, example, rows, start_step)
   return _on_devices(_read(data, source, indices), mesh, config.prefetch)
 
 
-def eval_batches(config, source, mesh) -> Iterator[dict]:
+def eval_batches(config, source, example: Callable, mesh) -> Iterator[dict]:
   """Yields every example of a split once, as global arrays.
 
   Args:
-    config: reads `batch_eval`, `pp`, `prefetch`.
+    config: reads `batch_eval`, `prefetch`.
     source: the split.
+    example: (record, None) -> tensors by name, see the module's text.
     mesh: the mesh, over whose batch axes the rows are split.
 
   Raises:
     ValueError: if an image cannot be decoded or a label is out of range.
   """
+  source = source.evaluated
   rows = sharding.local_rows(mesh, config.batch_eval)
 
   def indices(number):
     positions = number * config.batch_eval + rows
     return positions[positions < source.num_examples]
 
-  data = eval_dataset(config, source, rows)
+  data = eval_dataset(config, source, example, rows)
   return _on_devices(_read(data, source, indices), mesh, config.prefetch)
 
 
@@ -353,13 +346,17 @@ def _read(data, source, indices):
       yield batch
       count += 1
   except tf.errors.OpError as e:
-    for index in indices(count) if source.random_access else []:
-      record = source.lookup(tf.constant([index], tf.int64))
+    for index in indices(count):
+      part, number = source.locate(int(index))
+      if index < 0 or not part.random_access or 'image' not in part.features:
+        continue
+      record = part.lookup(tf.constant([number], tf.int64))
+      record = {name: value[0] for name, value in record.items()}
       try:
-        images.decode(source.read(record['image'][0]))
+        images.decode(part.read(record)['image'])
       except images.DECODE_ERRORS as cause:
         raise ValueError(
-          f"image '{source.name(index)}' cannot be decoded: "
+          f"image '{part.name(number)}' cannot be decoded: "
           f'{images.first_line(cause)}. Mend or delete it; '
           '--config.broken_images=skip leaves such images of a folder out'
         ) from None

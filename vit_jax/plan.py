@@ -26,7 +26,6 @@ The data need not be there: sizes of the paper's data sets are known, a folder i
 counted, --num_examples and --num_classes give others.
 """
 
-import copy
 import hashlib
 import importlib.metadata
 import json
@@ -87,7 +86,7 @@ def _cache_file(lowered, topology):
 
 
 def make_plan(
-  config, topology: str, num_examples: int, num_classes: int
+  config, topology: str, num_examples: int, num_classes: int | None
 ) -> dict:
   """Plans a run.
 
@@ -95,7 +94,7 @@ def make_plan(
     config: of a training.
     topology: see the top of this module.
     num_examples: size of the training data.
-    num_classes: width of the head.
+    num_classes: classes of the data, for tasks that learn them.
 
   Returns:
     What the table shows and --json writes, times and rates as the compiler
@@ -116,10 +115,11 @@ def make_plan(
   config = run_config.resolve_steps(config, num_examples)
   mesh = sharding.make_mesh(config.mesh, devices)
   run_config.check_batch(config, sharding.batch_shards(mesh))
-  names = [str(i) for i in range(num_classes)]
+  task = run_config.get_task(config.task)
+  metadata = task.planned_metadata(config, num_classes)
   lowered = estimate.lower(
     config,
-    lambda part, mesh: train.make_program(part, names, mesh),
+    lambda part, mesh: train.make_program(part, metadata, mesh),
     devices,
   )
   abstract = lowered.abstract
@@ -165,7 +165,7 @@ def make_plan(
     result['core_days'] = seconds * config.total_steps * cores / 86400
     result['chip_hours'] = result['hours'] * cores / chip.per_chip
     result['paper_core_days'] = PAPER_CORE_DAYS.get(
-      (result['model'], config.dataset)
+      (result['model'], str(config.dataset))
     )
   return result
 
@@ -240,7 +240,7 @@ def table(plan: dict) -> str:
   return '\n'.join(f'{name:<{width}}  {value}' for name, value in rows)
 
 
-def _define_flags(argv):
+def _define_flags():
   """Returns the flags of this command, apart from those of vit_jax.main."""
   values = flags.FlagValues()
   config_flags.DEFINE_config_file(
@@ -248,7 +248,6 @@ def _define_flags(argv):
     None,
     'Config file of a training, with its argument after a colon.',
     flag_values=values,
-    sys_argv=argv,
   )
   flags.DEFINE_string(
     'topology',
@@ -285,22 +284,26 @@ def _define_flags(argv):
 
 
 def _data(config, num_examples, num_classes):
-  """Returns the size of the data: (examples, classes)."""
-  known = DATASETS.get(config.dataset, (None, None))
-  if known[0] is None and os.path.isdir(config.dataset or ''):
+  """Returns the size of the data: (examples, classes or None)."""
+  # Of a mixture nothing is known but what the flags say.
+  name = config.dataset if isinstance(config.dataset, str) else ''
+  known = DATASETS.get(name, (None, None))
+  if known[0] is None and os.path.isdir(name):
     cli.load_tensorflow()
     from vit_jax.data import sources
+    from vit_jax.run import config as run_config
 
-    config = copy.deepcopy(config)
+    config = run_config.complete(config)
     config.broken_images = 'trust'  # They are counted, not read.
-    source = sources.open_split(config, config.pp.train)
-    known = (source.num_examples, len(source.class_names))
+    features = run_config.get_task(config.task).FEATURES
+    source = sources.open_split(config, config.pp.train, features)
+    known = (source.num_examples, len(source.class_names) or None)
   sizes = (num_examples or known[0], num_classes or known[1])
-  if None in sizes and os.sep in config.dataset:
+  if sizes[0] is None and os.sep in name:
     raise ValueError(
       f"dataset='{config.dataset}' is no folder that exists (config.dataset)"
     )
-  if None in sizes:
+  if sizes[0] is None:
     raise ValueError(
       f"dataset='{config.dataset}' has a size that is not known here, and is no "
       'folder: give --num_examples and --num_classes'
@@ -310,7 +313,7 @@ def _data(config, num_examples, num_classes):
 
 def main() -> None:
   """Plans what the command line says."""
-  values = _define_flags(sys.argv)
+  values = _define_flags()
   if {'-h', '--help', '--helpfull'} & set(sys.argv):
     print(__doc__ + '\n' + values.get_help())
     return

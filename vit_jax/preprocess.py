@@ -6,6 +6,7 @@ middle of it. Every random choice is a function of a seed, so that example i of 
 run is the same pixels whenever and wherever it is computed.
 """
 
+from collections.abc import Callable
 import io
 from typing import Any
 
@@ -13,23 +14,11 @@ import numpy as np
 from PIL import Image
 import tensorflow as tf
 
+from vit_jax.data import augment
+from vit_jax.data import geometry
 from vit_jax.data import images
 
-
-def crop_size(pp) -> tuple[int, int]:
-  """Returns `config.pp.crop` as (height, width) in pixels.
-
-  Raises:
-    ValueError: if it is neither a positive int nor a pair of them.
-  """
-  crop = pp.crop
-  pair = (crop, crop) if isinstance(crop, int) else tuple(crop)
-  if len(pair) != 2 or not all(isinstance(x, int) and x > 0 for x in pair):
-    raise ValueError(
-      f'crop={crop} must be a number of pixels or a pair (height, width) of '
-      'them (config.pp.crop)'
-    )
-  return pair
+crop_size = geometry.crop_size  # What it means is said where it is used.
 
 
 def check(pp):
@@ -59,6 +48,26 @@ def check(pp):
         f'{name}={pair} must be a pair (smallest, largest), above 0 and at most '
         f'{high} (config.pp.{name})'
       )
+  if not _is_randaugment(pp.randaugment):
+    raise ValueError(
+      f'randaugment={pp.randaugment} must be a pair (layers, magnitude) of '
+      'whole numbers, at least 1 layer and a magnitude from 0 to 30, or () for '
+      'none (config.pp.randaugment)'
+    )
+  for name in ('color_jitter', 'random_erasing'):
+    if not (isinstance(pp[name], int | float) and 0 <= pp[name] <= 1):
+      raise ValueError(
+        f'{name}={pp[name]} must be a number from 0 (none) to 1 '
+        f'(config.pp.{name})'
+      )
+
+
+def _is_randaugment(value) -> bool:
+  if not isinstance(value, tuple | list) or len(value) not in (0, 2):
+    return False
+  if any(isinstance(v, bool) or not isinstance(v, int) for v in value):
+    return False
+  return not value or (value[0] >= 1 and 0 <= value[1] <= 30)
 
 
 def decode_for_training(encoded, seed, pp):
@@ -68,77 +77,78 @@ def decode_for_training(encoded, seed, pp):
     encoded: string scalar, the contents of an image file.
     seed: int64 [2]; all that is random follows from it.
     pp: `config.pp`; reads `crop`, `channels`, `crop_area`, `crop_ratio`,
-      `flip`, `rotate`.
+      `flip`, `rotate`, `randaugment`, `color_jitter`, `random_erasing`.
 
   Returns:
     float32 [crop height, crop width, channels] in [-1, 1].
   """
-  size = crop_size(pp)
-  seeds = tf.random.experimental.stateless_split(seed, 3)  # [3, 2]
+  return decode_with_geometry(encoded, seed, pp)[0]
+
+
+def decode_with_geometry(encoded, seed, pp):
+  """Does the same, and says where the pixels come from.
+
+  Args:
+    encoded: see `decode_for_training`.
+    seed: see `decode_for_training`.
+    pp: see `decode_for_training`.
+
+  Returns:
+    (image, geometry): what `decode_for_training` returns, and the
+    `geometry.Geometry` that boxes and masks of the image are to follow (what
+    RandAugment moves is not part of it).
+  """
+  image, drawn = _decode_crop(encoded, seed, pp)
+  image = geometry.fit(image, drawn)
+  image = tf.ensure_shape(image, [*drawn.size, pp.channels])
+  return _change_pixels(image, seed, pp), drawn
+
+
+def _change_pixels(image, seed, pp):
+  """Applies what `pp` asks for beyond the geometry, in float32 [h, w, C]."""
+  # Each has a seed of its own, so that none changes what the others draw.
+  fold = tf.random.experimental.stateless_fold_in
+  if pp.randaugment:
+    layers, magnitude = pp.randaugment
+    values = tf.cast(image * 127.5 + 128, tf.uint8)  # Rounded.
+    values = augment.randaugment(values, fold(seed, 1), layers, magnitude)
+    image = images.to_float(values)
+  if pp.color_jitter:
+    strengths = (pp.color_jitter,) * 3
+    image = augment.color_jitter(image, fold(seed, 2), *strengths)
+  if pp.random_erasing:
+    image = augment.random_erasing(image, fold(seed, 3), pp.random_erasing)
+  return image
+
+
+def _decode_crop(encoded, seed, pp):
+  """Decodes the part of an image that is drawn; of a JPEG that part alone."""
   if pp.crop_area is None:
     image = images.decode(encoded, pp.channels)
-  else:
-    image = _decode_random_crop(encoded, seeds[0], pp)
-  # In this order each step has the fewest bytes to touch. Resizing is done in
-  # float32, where TensorFlow is twice as fast as on uint8.
-  if pp.flip:
-    image = tf.image.stateless_random_flip_left_right(image, seeds[1])
-  image = tf.image.resize(images.to_float(image), size)
-  if pp.rotate:
-    image = _random_rotation(image, seeds[2], pp.rotate)
-  return tf.ensure_shape(image, [*size, pp.channels])
-
-
-def _decode_random_crop(encoded, seed, pp):
-  """Decodes a random part of an image; of a JPEG that part alone."""
-
-  def box(shape):
-    begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
-      shape,
-      bounding_boxes=tf.zeros([1, 0, 4]),
-      seed=seed,
-      area_range=tuple(pp.crop_area),
-      aspect_ratio_range=tuple(pp.crop_ratio),
-      min_object_covered=0.0,
-      max_attempts=100,
-      use_image_if_no_bounding_boxes=True,
-    )
-    return begin[:2], size[:2]  # (y, x), (height, width)
-
-  def jpeg():
-    begin, size = box(tf.io.extract_jpeg_shape(encoded))
-    return tf.io.decode_and_crop_jpeg(
-      encoded,
-      tf.concat([begin, size], axis=0),
-      channels=3,
-      dct_method='INTEGER_FAST',
-    )
+    return image, geometry.sample(tf.shape(image), seed, pp)
 
   def other():
     image = images.decode_other(encoded)
-    begin, size = box(tf.shape(image))
-    return tf.slice(image, [*tf.unstack(begin), 0], [*tf.unstack(size), -1])
+    return tf.shape(image), image
 
-  image = tf.cond(tf.io.is_jpeg(encoded), jpeg, other)
-  return image if pp.channels == 3 else images.to_grey(image)
-
-
-def _random_rotation(image, seed, degrees):
-  """Turns [h, w, C] about its middle by up to `degrees`; edges are repeated."""
-  limit = degrees * np.pi / 180
-  angle = tf.random.stateless_uniform([], seed, -limit, limit)
-  cos, sin = tf.cos(angle), tf.sin(angle)
-  h, w = image.shape[0] - 1, image.shape[1] - 1
-  dx = (w - (cos * w - sin * h)) / 2
-  dy = (h - (sin * w + cos * h)) / 2
-  return tf.raw_ops.ImageProjectiveTransformV3(
-    images=image[None],
-    transforms=tf.stack([cos, -sin, dx, sin, cos, dy, 0.0, 0.0])[None],
-    output_shape=image.shape[:2],
-    interpolation='BILINEAR',
-    fill_mode='NEAREST',
-    fill_value=0.0,
-  )[0]
+  is_jpeg = tf.io.is_jpeg(encoded)
+  shape, decoded = tf.cond(
+    is_jpeg,
+    lambda: (tf.io.extract_jpeg_shape(encoded), tf.zeros([0, 0, 3], tf.uint8)),
+    other,
+  )
+  drawn = geometry.sample(shape, seed, pp)
+  image = tf.cond(
+    is_jpeg,
+    lambda: tf.io.decode_and_crop_jpeg(
+      encoded,
+      tf.stack([drawn.y, drawn.x, drawn.height, drawn.width]),
+      channels=3,
+      dct_method='INTEGER_FAST',
+    ),
+    lambda: geometry.crop(decoded, drawn),
+  )
+  return image if pp.channels == 3 else images.to_grey(image), drawn
 
 
 def for_evaluation(image, pp):
@@ -163,16 +173,32 @@ def for_evaluation(image, pp):
   return tf.ensure_shape(image, [*size, pp.channels])
 
 
-def load_image(image: Any, pp) -> np.ndarray:
-  """Prepares one image of a user for the model, as evaluation does.
+def prepare(encoded, seed, pp):
+  """Decodes one image, and augments it for training or brings it to size.
 
   Args:
-    image: a path, the bytes of a file, a PIL image, or an array uint8 [height,
-      width] or [height, width, 1, 3 or 4].
+    encoded: string scalar, the contents of an image file.
+    seed: int64 [2] in training; None in evaluation.
     pp: `config.pp`.
 
   Returns:
     float32 [crop height, crop width, channels] in [-1, 1].
+  """
+  if seed is None:
+    return for_evaluation(images.decode(encoded, pp.channels), pp)
+  return decode_for_training(encoded, seed, pp)
+
+
+def from_user(image: Any, function: Callable[[bytes], Any]):
+  """Applies a function to the file of an image that a user gives.
+
+  Args:
+    image: a path, the bytes of a file, a PIL image, or an array uint8 [height,
+      width] or [height, width, 1, 3 or 4].
+    function: from the contents of an image file; it may raise what `decode` does.
+
+  Returns:
+    What the function returns.
 
   Raises:
     FileNotFoundError: if the path does not exist.
@@ -203,7 +229,7 @@ def load_image(image: Any, pp) -> np.ndarray:
       raise FileNotFoundError(f"there is no image file '{name}'")
     image = tf.io.read_file(name).numpy()
   try:
-    return for_evaluation(images.decode(image, pp.channels), pp).numpy()
+    return function(image)
   except images.DECODE_ERRORS as e:
     raise ValueError(
       f"'{name}' is not an image that can be read (jpeg, png, webp, bmp, gif): "

@@ -5,6 +5,7 @@ import logging as python_logging
 
 from absl import logging
 from etils import epath
+import jax
 
 from vit_jax.run import optim
 
@@ -30,11 +31,11 @@ def accumulate_gradient(
   Raises:
     ValueError: if the pieces do not divide the batch.
   """
-  return optim.accumulate(
-    lambda batch, _: loss_and_grad_fn(params, *batch),
-    (images, labels),
-    accum_steps or 1,
+  steps = accum_steps or 1
+  total = optim.accumulate(
+    lambda batch, _: loss_and_grad_fn(params, *batch), (images, labels), steps
   )
+  return jax.tree.map(lambda x: x / steps, total)
 
 
 class GFileHandler(python_logging.StreamHandler):

@@ -162,4 +162,4 @@ def test_training_refuses_before_it_compiles():
   config = run_config.resolve_steps(run_config.complete(config), 1000)
   mesh = sharding.make_mesh({'data': -1})
   with pytest.raises(ValueError, match="attention='flash' needs TPUs"):
-    train.make_program(config, ['a', 'b'], mesh)
+    train.make_program(config, {'class_names': ['a', 'b']}, mesh)

@@ -152,3 +152,85 @@ def test_average_of_the_weights():
 def test_wrong_optimisers_are_named(fields, message):
   with pytest.raises(ValueError, match=message):
     optim.get_optimizer(config(**fields), optax.constant_schedule(0.1))
+
+
+MODEL = {
+  'Transformer': {
+    f'encoderblock_{i}': {'kernel': jnp.ones((2, 2)), 'bias': jnp.ones(2)}
+    for i in range(2)
+  },
+  'head': {'kernel': jnp.ones((2, 3))},
+}
+
+
+def test_the_first_multiplier_that_is_found_decides():
+  rules = (('bias$', 0.5), ('encoderblock_0/', 0.0))
+  assert optim.multipliers(rules, MODEL) == {
+    'Transformer': {
+      'encoderblock_0': {'kernel': 0.0, 'bias': 0.5},
+      'encoderblock_1': {'kernel': 1.0, 'bias': 0.5},
+    },
+    'head': {'kernel': 1.0},
+  }
+  assert optim.count_frozen(rules, MODEL) == 4
+  assert optim.count_frozen((), MODEL) == 0
+
+
+def test_multipliers_scale_updates_and_freeze_without_a_state():
+  factors = optim.multipliers(
+    (('head', 1.0), ('encoderblock_1', 0.25), ('', 0.0)), MODEL
+  )
+  cfg = config(
+    optimizer='adam', weight_decay=0.1, grad_norm_clip=0.0, ema_decay=0.5,
+    optim_dtype='float32',
+  )  # fmt: skip
+  grads = jax.tree.map(lambda x: 0.5 * jnp.ones_like(x), MODEL)
+
+  def updates(factors):
+    tx = optim.get_optimizer(cfg, optax.constant_schedule(0.1), factors)
+    state = tx.init(MODEL)
+    return (*tx.update(grads, state, MODEL), state)
+
+  got, state, _ = updates(factors)
+  want, _, _ = updates(None)
+  jax.tree.map(
+    lambda a, b, factor: np.testing.assert_allclose(a, b * factor, rtol=1e-6),
+    got,
+    want,
+    factors,
+  )
+  # Moments of the trained parameters alone; the average is of all.
+  moments = optax.tree.get(state, 'mu')
+  assert sum(x.size for x in jax.tree.leaves(moments)) == 12
+  average = optim.get_ema(state)
+  assert jax.tree.structure(average) == jax.tree.structure(MODEL)
+
+
+def test_no_gradient_is_computed_of_what_is_frozen():
+  factors = optim.multipliers((('head', 1.0), ('', 0.0)), MODEL)
+
+  def loss(params):
+    params = optim.stop_frozen(params, factors)
+    return sum((x**2).sum() for x in jax.tree.leaves(params))
+
+  grads = jax.grad(loss)(MODEL)
+  np.testing.assert_array_equal(grads['head']['kernel'], 2 * np.ones((2, 3)))
+  assert not any(
+    x.any() for x in jax.tree.leaves(jax.device_get(grads['Transformer']))
+  )
+
+
+@pytest.mark.parametrize(
+  'rules, message',
+  [
+    ((('hed/', 1.0),), r"\['hed/'\] match no parameter.*head/kernel"),
+    ((('', 0.5), ('head', 1.0)), r"\['head'\] match no parameter that an earl"),
+    ((('head', -1.0),), r"factor of \('head', -1.0\) must be 0 \(frozen\) or"),
+    ((('(', 1.0),), r"\('\(', 1.0\) is no pair \(regex, factor\)"),
+    (('head',), "'head' is no pair"),
+    ((('', 0),), 'freeze all parameters: nothing is left'),
+  ],
+)
+def test_wrong_multipliers_are_named(rules, message):
+  with pytest.raises(ValueError, match=message):
+    optim.multipliers(rules, MODEL)

@@ -1,10 +1,12 @@
 """A folder of images as a data set: `root/<split>/<class>/<image>`.
 
+Images without labels may lie in `root/<split>` anyhow.
+
 Everything that can be wrong with such a folder is found here, before training.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence
-import concurrent.futures
 import hashlib
 import os
 
@@ -12,13 +14,14 @@ from absl import logging
 import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
-import tqdm
 
 from vit_jax.data import images
 
 EXTENSIONS = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif')
-BROKEN_IMAGES = ('error', 'skip', 'trust')
-_LAYOUT = 'a folder must hold train/<class>/* and test/<class>/*'
+_LAYOUT = (
+  'a folder must hold train/<class>/* and test/<class>/*, or train.jsonl and '
+  'test.jsonl'
+)
 
 
 def is_folder(dataset: str) -> bool:
@@ -43,7 +46,7 @@ def list_split(
   class_names: Sequence[str] | None = None,
   broken: str = 'error',
 ):
-  """Lists the images of a split.
+  """Lists the images of a split of classes, `root/<split>/<class>/<image>`.
 
   Args:
     root: the folder, local or gs://.
@@ -61,87 +64,151 @@ def list_split(
     FileNotFoundError: if there is no such split or no image in it.
     ValueError: on missing, unknown or empty classes, and on broken images.
   """
-  if broken not in BROKEN_IMAGES:
-    raise ValueError(
-      f"broken_images='{broken}' is unknown: use one of {BROKEN_IMAGES} "
-      '(config.broken_images)'
-    )
   paths, labels = [], []
-  for part in split.split('+'):
-    base, _, instruction = part.strip().partition('[')
+  for base, instruction in parts(split):
     found, names = _list_classes(root, base)
     class_names = names if class_names is None else tuple(class_names)
     _check_classes(f'{root}/{base}', names, class_names)
-    found = _slice(found, base, f'[{instruction}' if instruction else '')
+    found = take_slice(found, base, instruction)
     paths += [path for path, _ in found]
     labels += [class_names.index(name) for _, name in found]
-  if not paths:
-    raise ValueError(f"split '{split}' of folder '{root}' is empty")
-  labels = np.array(labels, np.int64)
-  bad = [] if broken == 'trust' else _find_broken(paths, deep=broken == 'skip')
-  if bad and broken == 'error':
-    shown = '\n  '.join(f'{path}: {why}' for path, why in bad[:10])
-    raise ValueError(
-      f'{len(bad)} of {len(paths)} images cannot be read:\n  {shown}\n'
-      'Mend or delete them, or leave them out with '
-      '--config.broken_images=skip'
+  keep = images.usable(paths, f'{root}/{split}', broken)
+  labels = np.array(labels, np.int64)[keep]
+  return [paths[i] for i in keep], labels, class_names
+
+
+def list_images(root: str, split: str, broken: str = 'error') -> list[str]:
+  """Lists the images of a split, in whatever folders of `root/<split>` they lie.
+
+  Args:
+    root: see list_split.
+    split: see list_split.
+    broken: see list_split.
+
+  Returns:
+    Paths, ordered by a hash of their names: in the order of list_split.
+
+  Raises:
+    FileNotFoundError: if there is no such split or no image in it.
+    ValueError: on broken images.
+  """
+  paths = []
+  for base, instruction in parts(split):
+    top = _split_folder(root, base)
+    found, ignored = _find_images(top)
+    if not found:
+      raise FileNotFoundError(
+        f"no images in '{top}': known are the endings {', '.join(EXTENSIONS)}, "
+        'in any case'
+      )
+    _warn_of_ignored(ignored, top)
+    found.sort(key=lambda path: hash_name(path[len(top) :]))
+    paths += take_slice(found, base, instruction)
+  return [paths[i] for i in images.usable(paths, f'{root}/{split}', broken)]
+
+
+def has_labels(root: str, split: str) -> bool:
+  """Tells a split of class folders from one of images without labels.
+
+  Args:
+    root: see list_split.
+    split: see list_split.
+
+  Raises:
+    FileNotFoundError: if there is no such split.
+  """
+  tops = [_split_folder(root, base) for base, _ in parts(split)]
+  for top in tops:
+    for name in _listdir(top):
+      path = os.path.join(top, name)
+      if not is_image(name) and tf.io.gfile.isdir(path):
+        if any(map(is_image, _listdir(path))):
+          return True
+  # Where there is no image at all, it is class folders that are missing.
+  return not any(_find_images(top)[0] for top in tops)
+
+
+def parts(split: str) -> Iterator[tuple[str, str]]:
+  """Yields the parts of 'train[:9]+test' with their slices: 'train', '[:9]'."""
+  for part in split.split('+'):
+    base, bracket, instruction = part.strip().partition('[')
+    yield base, bracket + instruction
+
+
+def is_image(name: str) -> bool:
+  """Tells an image file by the ending of its name."""
+  return name.lower().endswith(EXTENSIONS)
+
+
+def _split_folder(root, base):
+  """Returns the folder of a split, which must exist."""
+  top = os.path.join(root, base)
+  if not tf.io.gfile.isdir(top):
+    there = [
+      name
+      for name in _listdir(root)
+      if name.endswith('.jsonl') or tf.io.gfile.isdir(f'{root}/{name}')
+    ]
+    raise FileNotFoundError(
+      f"folder '{root}' has no split '{base}': {_LAYOUT}; it holds "
+      f'{there[:10]} (config.pp.train, config.pp.test)'
     )
-  if bad:
-    skipped = {path for path, _ in bad}
-    keep = [i for i, path in enumerate(paths) if path not in skipped]
-    logging.warning(
-      'Skipped %d of %d images of %s/%s that cannot be read, the first: %s',
-      len(bad),
-      len(paths),
-      root,
-      split,
-      ': '.join(bad[0]),
-    )
-    if not keep:
-      raise ValueError(f"no image of split '{split}' of '{root}' can be read")
-    paths, labels = [paths[i] for i in keep], labels[keep]
-  return paths, labels, class_names
+  return top
 
 
 def _list_classes(root, split):
   """Returns [(path, class)] of a split in their order, and the class names."""
-  top = os.path.join(root, split)
-  if not tf.io.gfile.isdir(top):
-    there = [d for d in _listdir(root) if tf.io.gfile.isdir(f'{root}/{d}')]
-    raise FileNotFoundError(
-      f"folder '{root}' has no split '{split}': {_LAYOUT}; it holds "
-      f'{there[:10]} (config.pp.train, config.pp.test)'
-    )
+  top = _split_folder(root, split)
   names, found, ignored = [], [], []
   for name in _listdir(top):
     if not tf.io.gfile.isdir(os.path.join(top, name)):
       ignored.append(os.path.join(top, name))
       continue
     files = [os.path.join(top, name, f) for f in _listdir(f'{top}/{name}')]
-    images = [f for f in files if f.lower().endswith(EXTENSIONS)]
-    ignored += [f for f in files if not f.lower().endswith(EXTENSIONS)]
-    if files and not images:
+    pictures = [f for f in files if is_image(f)]
+    ignored += [f for f in files if not is_image(f)]
+    if files and not pictures:
       raise ValueError(
         f"class folder '{top}/{name}' holds no image: known are the endings "
         f'{", ".join(EXTENSIONS)}, in any case'
       )
-    if images:
+    if pictures:
       names.append(name)
-      found += [(image, name) for image in images]
+      found += [(image, name) for image in pictures]
   if not found:
     raise FileNotFoundError(
       f"no images in '{top}/<class>/': {_LAYOUT}, with files that end in "
       f'{", ".join(EXTENSIONS)}'
     )
-  if ignored:
+  _warn_of_ignored(ignored, top)
+  found.sort(key=lambda pair: hash_name(pair[0][len(top) :]))
+  return found, tuple(names)
+
+
+def _find_images(top):
+  """Returns paths of the images below a folder, and of all other files."""
+  found, ignored = [], []
+  for name in _listdir(top):
+    path = os.path.join(top, name)
+    if is_image(name):  # No look at each of a million files.
+      found.append(path)
+    elif tf.io.gfile.isdir(path):
+      inner, others = _find_images(path)
+      found += inner
+      ignored += others
+    else:
+      ignored.append(path)
+  return found, ignored
+
+
+def _warn_of_ignored(paths, top):
+  if paths:
     logging.warning(
       'Ignored %d files of %s that are no images, the first: %s',
-      len(ignored),
+      len(paths),
       top,
-      ignored[0],
+      paths[0],
     )
-  found.sort(key=lambda pair: _hash(pair[0][len(top) :]))
-  return found, tuple(names)
 
 
 def _listdir(path):
@@ -150,7 +217,8 @@ def _listdir(path):
   return sorted(name for name in names if not name.startswith('.'))
 
 
-def _hash(name):
+def hash_name(name: str) -> bytes:
+  """Returns by what images are ordered, the same for a name everywhere."""
   return hashlib.md5(name.encode(), usedforsecurity=False).digest()
 
 
@@ -169,7 +237,7 @@ def _check_classes(top, names, expected):
     )
 
 
-def _slice(found, name, instruction):
+def take_slice(found: Sequence, name: str, instruction: str) -> Sequence:
   """Takes a slice like '[:90%]' of a list, with TFDS's own arithmetic."""
   info = tfds.core.SplitInfo(
     name=name, shard_lengths=[len(found)], num_bytes=0, filename_template=None
@@ -183,55 +251,3 @@ def _slice(found, name, instruction):
       'config.pp.test)'
     ) from e
   return found[absolute.from_ : absolute.to]
-
-
-def _find_broken(paths, deep):
-  """Returns [(path, why)] of the images that cannot be decoded.
-
-  Looks at both ends of each file, and decodes those that do not begin and end
-  as they should; all of them if `deep`.
-  """
-  bad = []
-  with concurrent.futures.ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
-    whys = pool.map(lambda path: _why_broken(path, deep), paths)
-    for path, why in zip(
-      paths,
-      tqdm.tqdm(
-        whys,
-        'Checking images',
-        len(paths),
-        delay=3,
-        leave=False,
-        unit=' images',
-      ),
-    ):
-      if why:
-        bad.append((path, why))
-  return bad
-
-
-# Format: how a file begins, how it ends.
-_MAGIC = (
-  (b'\xff\xd8\xff', b'\xff\xd9'),
-  (b'\x89PNG\r\n\x1a\n', b'IEND\xaeB`\x82'),
-)
-
-
-def _why_broken(path, deep):
-  """Returns why a file cannot be decoded, or '' if it can."""
-  try:
-    with tf.io.gfile.GFile(path, 'rb') as file:
-      size = file.size()
-      if not size:
-        return 'zero bytes'
-      begin = file.read(16)
-      file.seek(max(0, size - 64))
-      end = file.read(64).rstrip(b'\0')
-      whole = any(begin.startswith(b) and end.endswith(e) for b, e in _MAGIC)
-      if whole and not deep:
-        return ''
-      file.seek(0)
-      images.decode(tf.constant(file.read()))
-  except images.DECODE_ERRORS as e:
-    return images.first_line(e)
-  return ''

@@ -24,14 +24,22 @@ def _short(error: Exception) -> str:
   return text if len(text) < 300 else f'{text[:120]} ... {text[-160:]}'
 
 
+def _stored(state: state_lib.TrainState) -> dict:
+  """What of a state is written: where there is nothing extra, nothing of it."""
+  tree = {key: getattr(state, key) for key in ('step', 'params', 'opt_state')}
+  if jax.tree.leaves(state.extra):
+    tree['extra'] = state.extra
+  return tree
+
+
 class Checkpoints:
   """The checkpoints of a run: the newest few, and the best.
 
   Args:
     workdir: folder of the run.
     keep: number of the newest that stay.
-    best_metric: name of the metric by which one more, the best, stays. Higher
-      is better, unless 'loss' is part of its name.
+    best_metric: name of the metric by which one more, the best, stays.
+    low: whether the lowest is the best.
     read_only: whether the folder is only read from.
   """
 
@@ -40,11 +48,12 @@ class Checkpoints:
     workdir,
     keep: int = 1,
     best_metric: str | None = None,
+    low: bool = False,
     read_only: bool = False,
   ):
     self._read_only = read_only
     self.directory = workdir_lib.absolute(workdir) / 'checkpoints'
-    sign = -1 if best_metric and 'loss' in best_metric else 1
+    sign = -1 if low else 1
     policies = [checkpoint_managers.LatestN(max(1, keep))]
     if best_metric:
       policies.append(
@@ -81,7 +90,7 @@ class Checkpoints:
     """
     try:
       self._manager.save(
-        step, args=ocp.args.StandardSave(state), metrics=metrics
+        step, args=ocp.args.StandardSave(_stored(state)), metrics=metrics
       )
     except Exception as e:
       raise self._failure(e) from e
@@ -109,7 +118,7 @@ class Checkpoints:
     aside, and the next older one is taken.
 
     Args:
-      abstract: TrainState (or a part of it) of jax.ShapeDtypeStruct.
+      abstract: TrainState of jax.ShapeDtypeStruct.
       step: the one to restore, and no other.
 
     Returns:
@@ -121,8 +130,8 @@ class Checkpoints:
     failures = []
     for candidate in [step] if step is not None else self.steps()[::-1]:
       try:
-        state = self._manager.restore(
-          candidate, args=ocp.args.StandardRestore(abstract)
+        restored = self._manager.restore(
+          candidate, args=ocp.args.StandardRestore(_stored(abstract))
         )
       except Exception as e:  # pylint: disable=broad-except
         reason = _short(e)
@@ -139,7 +148,7 @@ class Checkpoints:
         self._move_aside(bad)
       if failures:
         logging.warning('Restored the older checkpoint of step %d', candidate)
-      return state, candidate
+      return abstract.replace(**restored), candidate
     if failures:
       raise ValueError(
         f"no checkpoint in '{self.directory}' can be restored; the newest, step "

@@ -1,17 +1,53 @@
 """Checks a config before anything is done, and works out its numbers of steps."""
 
+import ast
 import copy
 import difflib
-import importlib.util
+import importlib
 
 from absl import logging
 import ml_collections
 
-from vit_jax import preprocess
 from vit_jax.configs import common
 
+# The tasks that come with the package: name, module. Any other module, by its
+# dotted name, can be one too.
+TASKS = {
+  'classify': 'vit_jax.tasks.classify',
+}
+
 # Keys below which anything may stand: they are checked where they are used.
-_FREE = ('mesh', 'model')
+_FREE = ('mesh', 'model', 'task_options')
+
+
+def get_task(name: str) -> type:
+  """Returns the class of a task.
+
+  Args:
+    name: a key of TASKS, or the dotted name of a module that has a class `Task`.
+
+  Raises:
+    ValueError: if there is no such task.
+  """
+  module = TASKS.get(name) or name
+  parts = module.split('.')
+  if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+    raise ValueError(
+      f"task='{name}' is unknown: use one of {sorted(TASKS)}, or a module with a "
+      "class Task, 'my_package.my_task' say (config.task)"
+    )
+  try:
+    return importlib.import_module(module).Task
+  except ModuleNotFoundError as e:
+    if e.name is None or not module.startswith(e.name):
+      raise  # Of what the module itself imports.
+    raise ValueError(
+      f"task='{name}': there is no module '{e.name}' (config.task)"
+    ) from e
+  except AttributeError as e:
+    raise ValueError(
+      f"task='{name}': the module has no class Task (config.task)"
+    ) from e
 
 
 def complete(config) -> ml_collections.ConfigDict:
@@ -37,7 +73,72 @@ def complete(config) -> ml_collections.ConfigDict:
             given[key] = value
       if given is not config:
         config.pp = given
+    config.task_options = task_options(config)
   return config
+
+
+def task_options(config):
+  """Returns the task's options, with the defaults of those that are not given.
+
+  Raises:
+    ValueError: if the task has no such option, or it is of another type.
+  """
+  defaults = get_task(config.task).OPTIONS
+  given = config.get('task_options') or {}
+  options = ml_collections.ConfigDict(convert_dict=False)
+  for key, default in defaults.items():
+    options[key] = ml_collections.FieldReference(default, field_type=object)
+  for key, value in given.items():
+    if key not in defaults:
+      _raise_unknown(key, defaults, 'task_options.', f"task '{config.task}'")
+    options[key] = _typed(key, value, defaults[key])
+  return options
+
+
+def _typed(key, value, default):
+  """Gives an option the type of its default; text, as flags are, is read."""
+  if isinstance(value, str) and not isinstance(default, str | None):
+    try:
+      value = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+      pass
+  if isinstance(default, float) and type(value) is int:
+    value = float(value)
+  if isinstance(default, tuple) and isinstance(value, list):
+    value = tuple(value)
+  if default is not None and type(value) is not type(default):
+    raise ValueError(
+      f'task_options.{key}={value!r} must be {type(default).__name__}, as '
+      f'{default!r} is (config.task_options.{key})'
+    )
+  return value
+
+
+def evaluations(config) -> list[tuple[str, str, str | None]]:
+  """Returns the evaluations of a run: (name, split, data set or None).
+
+  Args:
+    config: reads `evals` and, where it is empty, `pp.test`.
+
+  Raises:
+    ValueError: if an entry is none, or two have one name.
+  """
+  found = []
+  for entry in config.evals or (('test', config.pp.test),):
+    entry = tuple(entry) if isinstance(entry, (list, tuple)) else (entry,)
+    if len(entry) not in (2, 3) or not all(isinstance(x, str) for x in entry):
+      raise ValueError(
+        f'evals: {entry!r} must be (name, split) or (name, split, data set), '
+        "('val', 'train[90%:]') say (config.evals)"
+      )
+    found.append((*entry, None)[:3])
+  names = [name for name, _, _ in found]
+  if len(set(names)) < len(names):
+    raise ValueError(
+      f'evals: names must differ, not {names}: they end the names of the metrics '
+      '(config.evals)'
+    )
+  return found
 
 
 def check(config):
@@ -46,6 +147,8 @@ def check(config):
   Raises:
     ValueError: names the key, its value and the remedy.
   """
+  from vit_jax import preprocess  # Late: brings TensorFlow.
+
   _check_keys(config, common.get_config())
   if config.model is None:
     raise ValueError(
@@ -56,11 +159,18 @@ def check(config):
     raise ValueError(
       f"trainer='{config.trainer}' is unknown: use 'train' (config.trainer)"
     )
-  if importlib.util.find_spec(f'vit_jax.tasks.{config.task}') is None:
-    raise ValueError(
-      f"task='{config.task}' is unknown: use 'classify' (config.task)"
-    )
+  task = get_task(config.task)
   preprocess.check(config.pp)
+  metrics = [
+    f'{metric}_{name}'
+    for name, _, _ in evaluations(config)
+    for metric in task.METRICS
+  ]
+  if config.best_metric not in metrics:
+    raise ValueError(
+      f"best_metric='{config.best_metric}' is not among the metrics of this "
+      f'run: use one of {metrics} (config.best_metric)'
+    )
   for key in ('batch', 'batch_eval', 'accum_steps', 'keep_checkpoints'):
     if config[key] < 1:
       raise ValueError(f'{key}={config[key]} must be at least 1 (config.{key})')
@@ -79,16 +189,30 @@ def check(config):
 def _check_keys(config, known, prefix=''):
   for key, value in config.items():
     if key not in known:
-      near = difflib.get_close_matches(key, list(known), n=1)
-      hint = (
-        f"did you mean '{prefix}{near[0]}'?"
-        if near
-        else (f'known are {", ".join(sorted(known))}')
-      )
-      raise ValueError(f"config has no key '{prefix}{key}': {hint}")
+      _raise_unknown(key, known, prefix)
     nested = isinstance(value, ml_collections.ConfigDict)
     if nested and prefix + key not in _FREE:
       _check_keys(value, known[key], f'{prefix}{key}.')
+
+
+def _raise_unknown(key, known, prefix='', of='config'):
+  """Raises ValueError: there is no such key."""
+  near = difflib.get_close_matches(key, list(known), n=1)
+  hint = (
+    f"did you mean '{prefix}{near[0]}'?"
+    if near
+    else f'known are {", ".join(sorted(known)) or "none"}'
+  )
+  raise ValueError(f"{of} has no key '{prefix}{key}': {hint}")
+
+
+def is_low(config) -> bool:
+  """Tells whether the best checkpoint is the one of the lowest best_metric."""
+  return any(
+    config.best_metric == f'{metric}_{name}'
+    for metric in get_task(config.task).LOW
+    for name, _, _ in evaluations(config)
+  )
 
 
 def check_batch(config, shards: int):

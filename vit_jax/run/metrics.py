@@ -1,10 +1,12 @@
 """Numbers of a run: `workdir/metrics.jsonl`, and TensorBoard events beside it."""
 
+import io
 import json
 
 from clu import metric_writers
 from etils import epath
 import jax
+from PIL import Image
 
 from vit_jax.run import workdir as workdir_lib
 
@@ -66,3 +68,32 @@ def find(workdir, step: int, name: str) -> dict | None:
     if line['step'] == step and name in line:
       return line
   return None
+
+
+def format_metrics(metrics: dict) -> str:
+  """Writes numbers for people: accuracies in percent, the rest short."""
+  return ', '.join(
+    f'{name} {100 * value:.2f} %'
+    if 'accuracy' in name
+    else f'{name} {value:,.4g}'
+    for name, value in metrics.items()
+  )
+
+
+def write_pictures(workdir, step: int, pictures) -> list[epath.Path]:
+  """Writes pictures, uint8 [height, width, 3] by name; returns their paths.
+
+  The first process writes each as NAME.png into the workdir, and for TensorBoard.
+  """
+  if not pictures or jax.process_index():
+    return []
+  paths = []
+  for name, pixels in pictures.items():
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, 'PNG')
+    paths.append(epath.Path(workdir) / f'{name}.png')
+    paths[-1].write_bytes(buffer.getvalue())
+  writer = metric_writers.SummaryWriter(str(workdir))
+  writer.write_images(step, {k: v[None] for k, v in pictures.items()})
+  writer.close()
+  return paths

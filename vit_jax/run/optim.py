@@ -4,6 +4,8 @@ All of it is optax; this file says which parts, in which order, from a config.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence
+import re
 from typing import Any
 from typing import NamedTuple
 
@@ -69,15 +71,15 @@ def create_learning_rate_schedule(
 
 
 def accumulate(compute: Callable, batch, steps: int):
-  """Computes the mean of a function over the micro-batches of a batch.
+  """Sums a function over the micro-batches of a batch.
 
   Args:
-    compute: (rows, number of the micro-batch) -> a tree of means over the rows.
+    compute: (rows, number of the micro-batch) -> a tree of sums over the rows.
     batch: a tree of arrays [B, ...].
     steps: number of micro-batches.
 
   Returns:
-    The mean of what `compute` returns.
+    The sum of what `compute` returns.
 
   Raises:
     ValueError: if `steps` does not divide B.
@@ -105,7 +107,7 @@ def accumulate(compute: Callable, batch, steps: int):
     lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, first, 0)
   )
   total, _ = jax.lax.scan(add, zeros, (jnp.arange(steps), micro_batches))
-  return jax.tree.map(lambda x: x / steps, total)
+  return total
 
 
 def decay_mask(params):
@@ -156,18 +158,121 @@ def get_ema(opt_state):
   return found[0] if found else None
 
 
-def get_optimizer(config, schedule: optax.Schedule):
+def multipliers(rules: Sequence[tuple[str, float]], params):
+  """Returns the factor on the learning rate of every parameter.
+
+  Args:
+    rules: `config.lr_multipliers`, ordered (regex, factor) pairs. The regex is
+      searched in the parameter's path ('/'-joined); the first that is found
+      decides. 0 freezes; what no rule matches has 1.
+    params: a tree of arrays or shapes.
+
+  Returns:
+    A tree of floats like `params`.
+
+  Raises:
+    ValueError: if a rule is no such pair, has a negative factor, or decides for
+      no parameter.
+  """
+  compiled = []
+  for rule in rules:
+    try:
+      regex, factor = rule
+      compiled.append((re.compile(regex), float(factor)))
+    except (TypeError, ValueError, re.error) as e:
+      raise ValueError(
+        f'lr_multipliers: {rule!r} is no pair (regex, factor): {e} '
+        '(config.lr_multipliers)'
+      ) from e
+    if not 0 <= compiled[-1][1] < float('inf'):
+      raise ValueError(
+        f'lr_multipliers: the factor of {tuple(rule)!r} must be 0 (frozen) or '
+        'more, and finite (config.lr_multipliers)'
+      )
+  unused = {regex.pattern for regex, _ in compiled}
+
+  def factor_of(path, _):
+    for regex, factor in compiled:
+      if regex.search(sharding.path_name(path)):
+        unused.discard(regex.pattern)
+        return factor
+    return 1.0
+
+  factors = jax.tree_util.tree_map_with_path(factor_of, params)
+  if unused:
+    names = [
+      sharding.path_name(path)
+      for path, _ in jax.tree_util.tree_leaves_with_path(params)
+    ]
+    raise ValueError(
+      f'lr_multipliers: {sorted(unused)} match no parameter that an earlier rule '
+      f'leaves; parameters are {_some(names)} (config.lr_multipliers)'
+    )
+  if not any(jax.tree.leaves(factors)):
+    raise ValueError(
+      'lr_multipliers freeze all parameters: nothing is left to train '
+      '(config.lr_multipliers)'
+    )
+  return factors
+
+
+def count_frozen(rules, params) -> int:
+  """Returns how many numbers among the parameters no update will change."""
+  if not rules:
+    return 0
+  factors = multipliers(rules, params)
+  return sum(
+    x.size
+    for x, factor in zip(jax.tree.leaves(params), jax.tree.leaves(factors))
+    if not factor
+  )
+
+
+def _some(names, count=12):
+  """Shows the names of the parameters, the layers of an encoder but once."""
+  shown = [name for name in names if not re.search(r'_[1-9]\d*/', name)]
+  more = len(names) - len(shown[:count])
+  return ', '.join(shown[:count]) + (f' and {more} more' if more else '')
+
+
+def stop_frozen(params, factors):
+  """Keeps gradients from being computed of parameters whose factor is 0."""
+  if factors is None:
+    return params
+  return jax.tree.map(
+    lambda x, factor: x if factor else jax.lax.stop_gradient(x), params, factors
+  )
+
+
+def _with_factors(tx, factors):
+  """Freezes what has the factor 0, and multiplies the other updates by theirs."""
+  labels = jax.tree.map(lambda x: 'trained' if x else 'frozen', factors)
+  return optax.chain(
+    optax.partition(
+      {'trained': tx, 'frozen': optax.set_to_zero()}, param_labels=labels
+    ),
+    optax.stateless(
+      lambda updates, _: jax.tree.map(
+        lambda x, factor: x * jnp.asarray(factor, x.dtype), updates, factors
+      )
+    ),
+  )
+
+
+def get_optimizer(config, schedule: optax.Schedule, factors=None):
   """Builds the optimiser of a config.
 
   The order is: clip the gradient to a global norm, precondition (Adam or
   momentum), add decoupled weight decay on the kernels, multiply by the learning
-  rate, and last average the weights. Weight decay is thus multiplied by the
-  learning rate, as in AdamW: T3's 0.1 with lr 1e-3 takes 1e-4 off at the peak.
+  rate and by the parameter's own factor, and last average the weights. Weight
+  decay is thus multiplied by the learning rate, as in AdamW: T3's 0.1 with lr
+  1e-3 takes 1e-4 off at the peak. Frozen parameters have no state here.
 
   Args:
     config: reads `optimizer`, `optim_dtype`, `momentum`, `b1`, `b2`,
       `grad_norm_clip`, `weight_decay`, `ema_decay`.
     schedule: learning rate by step.
+    factors: what `multipliers` returns; None: 1 for all parameters.
 
   Returns:
     An optax.GradientTransformation.
@@ -212,6 +317,8 @@ def get_optimizer(config, schedule: optax.Schedule):
   if config.weight_decay:
     chain.append(optax.add_decayed_weights(config.weight_decay, decay_mask))
   chain.append(optax.scale_by_learning_rate(schedule))
+  if factors is not None:
+    chain = [_with_factors(optax.chain(*chain), factors)]
   if config.ema_decay:
     chain.append(track_ema(config.ema_decay))
   return optax.chain(*chain)

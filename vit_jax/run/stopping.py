@@ -8,6 +8,22 @@ import jax
 from jax.experimental import multihost_utils
 
 
+class Interrupted(Exception):
+  """A signal stopped the run, after a checkpoint was saved.
+
+  Attributes:
+    step: the step of the checkpoint.
+    signal: number of the signal.
+  """
+
+  def __init__(self, step: int, signal: int):
+    super().__init__(
+      f'Stopped at step {step}, which is saved. The same command goes on there.'
+    )
+    self.step = step
+    self.signal = signal
+
+
 class StopRequest:
   """Notices Ctrl-C, SIGTERM and preemption notices; a context manager.
 

@@ -1,10 +1,12 @@
-"""The files of a run beside its checkpoints: config, class names, versions.
+"""The files of a run beside its checkpoints: config, metadata, versions.
 
 config.json        the resolved config
-class_names.json   the names of the classes, in the order of the logits
+class_names.json   for classification: the names of the classes, in the order of
+                   the logits; other tasks have other metadata, NAME.json each
 versions.json      versions of Python and of the packages that matter
 """
 
+from collections.abc import Mapping
 import importlib.metadata
 import json
 import os
@@ -15,6 +17,8 @@ from etils import epath
 import jax
 import ml_collections
 
+from vit_jax.run import config as run_config
+
 # Keys that say how a run is watched, where it runs and in what order it computes,
 # but not what: they may differ when a run goes on, on other devices for one.
 FREE_KEYS = (
@@ -24,6 +28,7 @@ FREE_KEYS = (
   'broken_images',
   'checkpoint_every',
   'eval_every',
+  'evals',
   'keep_checkpoints',
   'mesh',
   'model.transformer.attention',
@@ -87,7 +92,9 @@ def check(workdir, config):
         'not of a run of this program; use another --workdir'
       )
     return
-  old = _flatten(_read_json(path / 'config.json'))
+  # Runs of older versions lack keys that have come since.
+  old = ml_collections.ConfigDict(_read_json(path / 'config.json'))
+  old = _flatten(to_plain(run_config.complete(old)))
   new = _flatten(to_plain(config))
   differing = [
     f'{key}: {old.get(key)} there, {new.get(key)} here'
@@ -103,8 +110,13 @@ def check(workdir, config):
     )
 
 
-def create(workdir, config, class_names):
-  """Writes the files of a run, or leaves them if they are there.
+def create(workdir, config, metadata: Mapping[str, Any]):
+  """Writes the files of a run.
+
+  Args:
+    workdir: the folder.
+    config: the resolved config.
+    metadata: what the task stores of the data: {name of the file: JSON}.
 
   Raises:
     ValueError: if the folder cannot be written.
@@ -114,9 +126,8 @@ def create(workdir, config, class_names):
   path = epath.Path(workdir)
   try:
     path.mkdir(parents=True, exist_ok=True)
-    write_atomically(
-      path / 'class_names.json', json.dumps(list(class_names), indent=1)
-    )
+    for name, value in metadata.items():
+      write_atomically(path / f'{name}.json', json.dumps(value, indent=1))
     write_atomically(path / 'versions.json', json.dumps(_versions(), indent=1))
     # The last, since it is what makes the folder a run's.
     write_atomically(
@@ -130,22 +141,28 @@ def create(workdir, config, class_names):
     ) from e
 
 
-def load(workdir) -> tuple[ml_collections.ConfigDict, tuple[str, ...]]:
-  """Returns the config and the class names of a run.
+def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
+  """Returns the config of a run, complete, and its metadata.
 
   Raises:
     FileNotFoundError: if the folder holds no run.
-    ValueError: if its files cannot be read.
+    ValueError: if its files cannot be read, or its task is not known.
   """
   path = epath.Path(workdir)
-  for name in ('config.json', 'class_names.json'):
-    if not (path / name).exists():
-      raise FileNotFoundError(
-        f"workdir='{workdir}' holds no run: there is no {name}; give the "
-        '--workdir of a training'
-      )
-  config = ml_collections.ConfigDict(_read_json(path / 'config.json'))
-  return config, tuple(_read_json(path / 'class_names.json'))
+  config = ml_collections.ConfigDict(_read_run(path, 'config'))
+  config = run_config.complete(config)
+  names = run_config.get_task(config.task).METADATA
+  return config, {name: _read_run(path, name) for name in names}
+
+
+def _read_run(path, name):
+  file = path / f'{name}.json'
+  if not file.exists():
+    raise FileNotFoundError(
+      f"workdir='{path}' holds no run: there is no {name}.json; give the "
+      '--workdir of a training'
+    )
+  return _read_json(file)
 
 
 def write_atomically(path: epath.Path, text: str):

@@ -78,15 +78,18 @@ def lower(config, make_program: Callable, devices) -> Lowered:
       part.model.transformer.update(num_layers=num_layers, scan=False)
     task, _, _, abstract = make_program(part, mesh)
     params = abstract.params
+
+    def total(params, extra, batch):
+      (total, _), metrics = task.loss(params, extra, batch, jax.random.key(0))
+      return total, metrics
+
     function = jax.jit(
-      lambda params, batch: jax.value_and_grad(task.loss)(
-        params, batch, jax.random.key(0)
-      ),
+      jax.value_and_grad(total, has_aux=True),
       out_shardings=(None, jax.tree.map(lambda x: x.sharding, params)),
     )
     batch = batch_of(task, config.batch // config.accum_steps)
     with jax.set_mesh(mesh):  # Where nothing can be computed, only lowered.
-      return function.lower(params, batch)
+      return function.lower(params, abstract.extra, batch)
 
   loops = []
   if config.accum_steps > 1:

@@ -19,6 +19,7 @@ from etils import epath
 import flax.traverse_util
 import numpy as np
 
+from vit_jax import cli
 from vit_jax.configs import models as model_configs
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import fetch
@@ -183,14 +184,22 @@ def _rename_block(key, names):
 
 
 def _read_workdir(folder):
+  # Late: they bring Orbax and TensorFlow.
   from vit_jax.run import checkpoints as checkpoints_lib
+  from vit_jax.run import config as run_config
 
-  config, class_names = workdir_lib.load(folder)
+  cli.load_tensorflow()
+  config, metadata = workdir_lib.load(folder)
+  own = run_config.get_task(config.task).OWN_PARAMS
+  flat = flax.traverse_util.flatten_dict(
+    checkpoints_lib.load_params(folder), sep='/'
+  )
+  flat = {k: v for k, v in flat.items() if not k.startswith(tuple(own))}
   return Weights(
-    checkpoints_lib.load_params(folder),
+    flax.traverse_util.unflatten_dict(flat, sep='/'),
     'workdir',
     config.model.to_dict(),
-    class_names or None,
+    tuple(metadata.get('class_names', ())) or None,
     image_size=_pair(config.pp.crop),
   )
 

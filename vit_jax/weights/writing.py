@@ -273,6 +273,7 @@ def _write_torch(dst, state, config):
 
 def _write_workdir(model, dst):
   from vit_jax.run import checkpoints as checkpoints_lib
+  from vit_jax.run import config as run_config
   from vit_jax.run import optim  # Late: they bring Orbax and the optimisers.
   from vit_jax.run import state as state_lib
 
@@ -286,7 +287,9 @@ def _write_workdir(model, dst):
   params = jax.tree.map(np.asarray, model.params)
   state = state_lib.TrainState(np.int32(1), params, tx.init(params))
   names = model.class_names or [str(i) for i in range(model.num_classes)]
-  workdir_lib.create(dst, config, names)
+  workdir_lib.create(
+    dst, run_config.complete(config), {'class_names': list(names)}
+  )
   checkpoints = checkpoints_lib.Checkpoints(dst)
   checkpoints.save(1, state)
   checkpoints.close()

@@ -1,0 +1,341 @@
+"""Tests of manifests: what they may hold, and everything that can be wrong."""
+
+import json
+
+import numpy as np
+from PIL import Image
+import pytest
+import tensorflow as tf
+
+from vit_jax import input_pipeline
+from vit_jax.data import folder
+from vit_jax.data import manifest
+from vit_jax.data import sources
+
+
+def write(root, lines, split='train'):
+  """Writes a manifest, and small images for those that it names.
+
+  Args:
+    root: the folder.
+    lines: dicts without `image`, which becomes photos/<number>.png of grey
+      value <number>; strings are written as they are.
+    split: name of the manifest.
+  """
+  (root / 'photos').mkdir(exist_ok=True)
+  texts = []
+  for i, line in enumerate(lines):
+    if isinstance(line, dict):
+      pixels = np.full((4, 5), i, np.uint8)
+      Image.fromarray(pixels).save(root / 'photos' / f'{i}.png')
+      line = json.dumps({'image': f'photos/{i}.png', **line})
+    texts.append(line)
+  (root / f'{split}.jsonl').write_text('\n'.join(texts) + '\n')
+
+
+def read(root, *features, split='train', **kwargs):
+  """Returns the features in the order of the lines, and names of classes."""
+  columns, names = manifest.read_split(
+    str(root), split, ('image', *features), **kwargs
+  )
+  numbers = [
+    int(path.split(b'/')[-1][:-4]) for path in columns.pop('image').numpy()
+  ]
+  order = np.argsort(numbers)
+  return {name: tf.gather(x, order) for name, x in columns.items()}, names
+
+
+def test_types_and_shapes_of_features(tmp_path):
+  first = {
+    'count': 3,
+    'score': 1,
+    'caption': 'a cat',
+    'seen': True,
+    'vector': [1, 2.5],
+    'words': ['a', 'cat'],
+    'matrix': [[1, 2], [3, 4]],
+    'camera': {'id': 7, 'lens': {'mm': 35.0}},
+    'objects': [
+      {'bbox': [0, 0.5, 1, 1], 'label': 2, 'outline': [1.5]},
+      {'bbox': [0, 0, 1, 1], 'label': 0, 'outline': []},
+    ],
+    'regions': {'bbox': [[0, 1, 2, 3]], 'area': [4]},
+    'nothing': [],
+  }
+  second = {
+    'count': -4,
+    'score': 0.25,
+    'caption': '',
+    'seen': False,
+    'vector': [3, 4],
+    'words': [],
+    'matrix': [[5, 6], [7, 8]],
+    'camera': {'id': 8, 'lens': {'mm': 50}},
+    'objects': [],
+    'regions': {'bbox': [], 'area': []},
+    'nothing': [],
+  }
+  write(tmp_path, [first, second])
+  got, names = read(
+    tmp_path,
+    'count', 'score', 'caption', 'seen', 'vector', 'words', 'matrix', 'camera',
+    'objects', 'regions', 'nothing', 'depth?',
+  )  # fmt: skip
+  assert names == {}
+  plain = {
+    name: (x.dtype.name, x.numpy().tolist())
+    for name, x in got.items()
+    if isinstance(x, tf.Tensor)
+  }
+  assert plain == {
+    'count': ('int64', [3, -4]),
+    'score': ('float32', [1.0, 0.25]),
+    'caption': ('string', [b'a cat', b'']),
+    'seen': ('bool', [True, False]),
+    'vector': ('float32', [[1.0, 2.5], [3.0, 4.0]]),
+    'matrix': ('int64', [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]),
+    'camera/id': ('int64', [7, 8]),
+    'camera/lens/mm': ('float32', [35.0, 50.0]),
+  }
+  ragged = {
+    name: (x.dtype.name, x.shape.as_list(), x.to_list())
+    for name, x in got.items()
+    if isinstance(x, tf.RaggedTensor)
+  }
+  boxes = [[0.0, 0.5, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
+  assert ragged == {
+    'words': ('string', [2, None], [[b'a', b'cat'], []]),
+    'objects/bbox': ('float32', [2, None, 4], [boxes, []]),
+    'objects/label': ('int64', [2, None], [[2, 0], []]),
+    'objects/outline': ('float32', [2, None, None], [[[1.5], []], []]),
+    'regions/bbox': ('int64', [2, None, 4], [[[0, 1, 2, 3]], []]),
+    'regions/area': ('int64', [2, None], [[4], []]),
+    'nothing': ('float32', [2, None], [[], []]),
+  }
+
+
+def test_labels_are_names_numbers_or_nothing(tmp_path):
+  labels = ['cow', None, ['ant', 'cow'], [], 'bee']
+  write(tmp_path, [{'label': label} for label in labels] + [{}])
+  got, names = read(tmp_path, 'label')
+  assert names == {'label': ('ant', 'bee', 'cow')}
+  want = [[2, -1], [-1, -1], [0, 2], [-1, -1], [1, -1], [-1, -1]]
+  assert got['label'].numpy().tolist() == want
+  write(tmp_path, [{'label': 2}, {'label': 0}, {}], 'test')
+  got, names = read(tmp_path, 'label', split='test')
+  assert names == {'label': ('0', '1', '2')}
+  assert got['label'].numpy().tolist() == [[2], [0], [-1]]
+
+
+def test_classes_of_the_training_split_hold_for_all(tmp_path):
+  write(tmp_path, [{'label': 'bee'}, {'label': 'ant'}])
+  write(tmp_path, [{'label': 'bee'}], 'test')
+  got, names = read(tmp_path, 'label', split='test', class_names=('ant', 'bee'))
+  assert names == {'label': ('ant', 'bee')}
+  assert got['label'].numpy().tolist() == [[1]]
+  write(tmp_path, [{'label': 'bee'}, {'label': 'wasp'}], 'test')
+  with pytest.raises(
+    ValueError, match=r'test.jsonl:2: "wasp" is none of the 2'
+  ):
+    read(tmp_path, 'label', split='test', class_names=('ant', 'bee'))
+  write(tmp_path, [{'label': 1}, {'label': 2}], 'test')
+  with pytest.raises(ValueError, match=r'test.jsonl:2: 2 is none of the 2'):
+    read(tmp_path, 'label', split='test', class_names=('0', '1'))
+
+
+@pytest.mark.parametrize(
+  'content',
+  [['wasp', 'bee'], {'class_names': ['wasp', 'bee']}, {'label': ['wasp', 'bee']}],
+)  # fmt: skip
+def test_classes_may_be_listed(tmp_path, content):
+  (tmp_path / 'classes.json').write_text(json.dumps(content))
+  write(tmp_path, [{'label': 'bee'}, {'label': ['wasp']}])
+  write(tmp_path, [{'label': 1}, {'label': 0}], 'test')
+  for split in ('train', 'test'):
+    got, names = read(tmp_path, 'label', split=split)
+    assert names == {'label': ('wasp', 'bee')}
+    assert got['label'].numpy().tolist() == [[1], [0]]
+
+
+def test_classes_of_other_features(tmp_path):
+  names = {'objects/label': ['cat', 'dog']}
+  (tmp_path / 'classes.json').write_text(json.dumps(names))
+  objects = [{'label': 'dog'}, {'label': 'cat'}]
+  write(tmp_path, [{'objects': objects}, {'objects': []}])
+  got, names = read(tmp_path, 'objects')
+  assert names == {'objects/label': ('cat', 'dog')}
+  assert got['objects/label'].to_list() == [[1, 0], []]
+  write(tmp_path, [{'objects': objects}, {'objects': [{'label': 'cow'}]}])
+  with pytest.raises(
+    ValueError, match=r'train.jsonl:2: "cow" is none of the 2'
+  ):
+    read(tmp_path, 'objects')
+
+
+GOOD = '{"image": "photos/0.png", "x": [1, 2]}'
+
+
+@pytest.mark.parametrize(
+  'line, message',
+  [
+    ('{"image": "photos/0.png"', 'this is no JSON: Expecting'),
+    ('\xff', 'this is no JSON'),
+    ('["photos/0.png"]', r'a line must be an object, .*: \["photos/0.png"\]'),
+    ('{"x": [1, 2]}', '`image` must be the path of an image, and is missing'),
+    ('{"image": 3, "x": [1, 2]}', '`image` must be .*, and is 3'),
+    ('{"image": "photos/0.png"}', "there is no 'x', which other lines have"),
+    ('{"image": "photos/0.png", "x": null}', "there is no 'x'"),
+    ('{"image": "photos/0.png", "x": "y"}', r"'x' is \"y\", string\[\], and int64\[2\] on"),
+    ('{"image": "photos/0.png", "x": [[1]]}', r"'x' is \[\[1\]\], int64\[1, 1\], and"),
+    ('{"image": "photos/0.png", "x": 1}', r"'x' is 1, int64\[\], and int64\[2\]"),
+    ('{"image": "photos/0.png", "x": [1, "y"]}', "'x' is no array of one type"),
+    ('{"image": "photos/0.png", "x": [99999999999999999999]}', 'is no array of'),
+    ('{"image": "photos/0.png", "x": [{"y": 1}, 2]}', "'x' lists objects and oth"),
+    ('{"image": "photos/0.png", "x": [{"y": 1}, {}]}', "objects of 'x' must all"),
+    ('{"image": "photos/none.png", "x": [1, 2]}', 'photos/none.png: .*No such fi'),
+    ('{"image": "train.jsonl", "x": [1, 2]}', 'train.jsonl: no image of a known'),
+  ],
+)  # fmt: skip
+def test_errors_name_the_line(tmp_path, line, message):
+  write(tmp_path, [{}])
+  path = tmp_path / 'train.jsonl'
+  path.write_bytes('\n'.join([GOOD, GOOD, '', line]).encode('latin1'))
+  with pytest.raises(ValueError, match=rf'train.jsonl:4: .*{message}'):
+    read(tmp_path, 'x')
+
+
+@pytest.mark.parametrize(
+  'labels, message',
+  [
+    (['a', 1], 'train.jsonl:2: `label` is 1: names and numbers of classes cannot'),
+    ([0, -1], 'train.jsonl:2: `label` is -1: classes count from 0'),
+    ([0, 1.5], 'train.jsonl:2: `label` must be the name or the number'),
+    ([[0, None]], 'train.jsonl:1: `label` must be the name or the number'),
+    ([None, None], 'train.jsonl:1: neither this nor any other line has a `label`'),
+  ],
+)  # fmt: skip
+def test_wrong_labels(tmp_path, labels, message):
+  write(tmp_path, [{'label': label} for label in labels])
+  with pytest.raises(ValueError, match=message):
+    read(tmp_path, 'label')
+
+
+def test_wrong_lists_of_classes(tmp_path):
+  write(tmp_path, [{'label': 0}])
+  for text in ('["a", "a"]', '{"label": 3}', '"a"', '[0, 1]'):
+    (tmp_path / 'classes.json').write_text(text)
+    with pytest.raises(ValueError, match=r"classes.json' must be a list of"):
+      read(tmp_path, 'label')
+  (tmp_path / 'classes.json').write_text('[')
+  with pytest.raises(ValueError, match=r"classes.json' is no JSON"):
+    read(tmp_path, 'label')
+
+
+def test_missing_features_and_splits(tiny_config, tmp_path):
+  write(tmp_path, [{'x': 1}])
+  tiny_config.dataset = str(tmp_path)
+  with pytest.raises(
+    ValueError, match=r"train.jsonl' has no feature 'label'.*\['image', 'x'\]"
+  ):
+    sources.open_split(tiny_config, 'train')
+  with pytest.raises(
+    FileNotFoundError, match=r"no split 'test'.*\['photos', 'train.jsonl'\]"
+  ):
+    sources.open_split(tiny_config, 'test')
+  with pytest.raises(FileNotFoundError, match=r"no manifest '.*test.jsonl'"):
+    sources.open_split(tiny_config, 'train+test', ('image',))
+  (tmp_path / 'empty.jsonl').write_text('\n')
+  with pytest.raises(ValueError, match="has no feature 'image'"):
+    sources.open_split(tiny_config, 'empty')
+
+
+def test_broken_images_are_skipped_where_the_config_says(tmp_path, caplog):
+  write(tmp_path, [{'x': i} for i in range(5)])
+  (tmp_path / 'photos' / '2.png').unlink()
+  (tmp_path / 'photos' / '3.png').write_text('no image')
+  with pytest.raises(ValueError, match='2 of 5 images cannot be') as error:
+    read(tmp_path, 'x')
+  for i in (3, 4):
+    assert f'train.jsonl:{i}: {tmp_path}/photos/{i - 1}.png' in str(error.value)
+  got, _ = read(tmp_path, 'x', broken='skip')
+  assert got['x'].numpy().tolist() == [0, 1, 4]
+  assert 'Skipped 2 of 5 images' in caplog.text
+  got, _ = read(tmp_path, 'x', broken='trust')
+  assert got['x'].numpy().tolist() == [0, 1, 2, 3, 4]
+
+
+def as_manifest(image_folder, root, splits=('train', 'test')):
+  """Describes a folder of classes by manifests elsewhere, as links."""
+  for split in splits:
+    (root / split).symlink_to(image_folder / split)
+    lines = [
+      json.dumps(
+        {
+          'image': str(path.relative_to(image_folder)),
+          'label': path.parent.name,
+        }
+      )
+      for path in sorted((image_folder / split).glob('*/*'))
+    ]
+    (root / f'{split}.jsonl').write_text('\n'.join(lines))
+
+
+def test_a_manifest_of_a_folder_gives_its_batches(
+  tiny_config, image_folder, tmp_path
+):
+  as_manifest(image_folder, tmp_path)
+  config = tiny_config
+  config.pp.channels = 3
+  batches = []
+  for root in (image_folder, tmp_path):
+    config.dataset = str(root)
+    source = sources.open_split(config, 'train[:80%]+test[:3]')
+    assert source.class_names == ('ant', 'bee', 'cow')
+    example = input_pipeline.labelled_example(config, 3)
+    rows = np.arange(config.batch)
+    data = input_pipeline.train_dataset(config, source, example, rows)
+    batches += data.take(1).as_numpy_iterator()
+  for key in ('image', 'label'):
+    np.testing.assert_array_equal(batches[0][key], batches[1][key])
+  info = input_pipeline.get_dataset_info(str(tmp_path), 'test')
+  assert (info['num_examples'], info['int2str'](2)) == (9, 'cow')
+
+
+def test_the_order_does_not_depend_on_where_the_manifest_lies(tmp_path):
+  orders = []
+  for name in ('here', 'there'):
+    (tmp_path / name).mkdir()
+    write(tmp_path / name, [{'x': i} for i in range(20)])
+    columns, _ = manifest.read_split(str(tmp_path / name), 'train', ('x',))
+    orders.append(columns['x'].numpy().tolist())
+  assert orders[0] == orders[1] != list(range(20))
+  first, _ = manifest.read_split(str(tmp_path / 'here'), 'train[:70%]', ('x',))
+  last, _ = manifest.read_split(str(tmp_path / 'here'), 'train[70%:]', ('x',))
+  assert [*first['x'].numpy(), *last['x'].numpy()] == orders[0]
+
+
+def test_records_have_the_contents_of_files_wherever_they_lie(
+  tiny_config, image_folder, tmp_path
+):
+  outside = next((image_folder / 'test' / 'bee').iterdir())
+  lines = [{'x': [0] * i, 'image': str(outside)} for i in range(3)]
+  write(tmp_path, lines)
+  assert manifest.exists(str(tmp_path), 'train[:2]')
+  assert not manifest.exists(str(tmp_path), 'test')
+  assert folder.is_folder(str(tmp_path))
+  tiny_config.dataset = str(tmp_path)
+  source = sources.open_split(tiny_config, 'train', ('image', 'x'))
+  sizes = []
+
+  def example(record, seed):
+    sizes.append(record['x'].shape.as_list())
+    same = tf.reduce_all(record['image'] == outside.read_bytes())
+    return {'same': same, 'size': tf.size(record['x'])}
+
+  tiny_config.batch_eval = 4
+  data = input_pipeline.eval_dataset(tiny_config, source, example, np.arange(4))
+  [batch] = data.as_numpy_iterator()
+  assert batch['same'].tolist() == [True, True, True, False]
+  assert sorted(batch['size'][:3]) == [0, 1, 2]
+  assert sizes == [[None]]
+  assert sources.example_file(source, tmp_path) == str(outside)

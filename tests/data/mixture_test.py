@@ -1,0 +1,346 @@
+"""Tests of several data sets at once: who stands where in the run."""
+
+import fractions
+import itertools
+import json
+
+from absl import flags
+import jax
+from ml_collections import config_flags
+import numpy as np
+from PIL import Image
+import pytest
+import tensorflow as tf
+
+from tests import input_pipeline_test
+from vit_jax import cli
+from vit_jax import input_pipeline
+from vit_jax.data import mixture
+from vit_jax.data import records
+from vit_jax.data import sources
+from vit_jax.run import workdir
+from vit_jax.scale import sharding
+
+
+def numbered(size, begin=0, **columns):
+  """A source of images that say which they are, in their contents."""
+  names = [str(begin + i) for i in range(size)]
+  return records.MemorySource({'image': names, **columns}, {})
+
+
+def mix(sizes, weights):
+  """A mixture of numbered sources: the images of part k begin at 1000 k."""
+  parts = [numbered(size, 1000 * k) for k, size in enumerate(sizes)]
+  pairs = [(f'part{k}', weight) for k, weight in enumerate(weights)]
+  return mixture.MixtureSource(parts, pairs)
+
+
+def number(record, seed):
+  """What a task makes of such an image."""
+  return {
+    'value': tf.strings.to_number(record['image'], tf.int32),
+    'index': tf.cast(record['index'], tf.int32),
+    'seed': seed,
+  }
+
+
+def batches(config, source, start=0, count=3, rows=None, example=number):
+  rows = np.arange(config.batch) if rows is None else rows
+  data = input_pipeline.train_dataset(config, source, example, rows, start)
+  return list(data.take(count).as_numpy_iterator())
+
+
+@pytest.mark.parametrize(
+  'weights, bound',
+  [
+    ((7, 3), 1),
+    ((0.7, 0.3), 1),
+    ((1, 1, 1), 1),
+    ((0.11, 0.5, 0.4), 1),
+    ((5, 1e-3), 1),
+    ((3, 1, 4, 1, 5, 9, 2, 6), 2),
+  ],
+)
+def test_every_prefix_has_its_shares_and_no_position_is_lost(weights, bound):
+  source = mix([5] * len(weights), weights)
+  positions = np.arange(4000)
+  part, local = source.place(positions)
+  for k, weight in enumerate(weights):
+    mine = part == k
+    np.testing.assert_array_equal(local[mine], np.arange(mine.sum()))
+    want = (positions + 1) * weight / sum(weights)
+    assert np.abs(np.cumsum(mine) - want).max() <= bound
+  in_graph = tf.function(source.place)(tf.constant(positions))
+  np.testing.assert_array_equal(in_graph[0], part)
+  np.testing.assert_array_equal(in_graph[1], local)
+
+
+def test_positions_far_away_are_counted_without_error():
+  source = mix([5, 5], (1, 2))
+  far = 10**17 + np.arange(6)
+  part, local = source.place(far)
+  np.testing.assert_array_equal(np.bincount(part), [2, 4])
+  share = fractions.Fraction(2, 3)
+  for p, k, i in zip(far, part, local):
+    before = int(int(p) * share + fractions.Fraction(1, 2))
+    assert i == (before if k == 1 else p - before)
+
+
+def test_each_data_set_goes_through_epochs_of_its_own(tiny_config):
+  source = mix([7, 10, 5], (2, 1, 1))
+  assert source.num_examples == 22
+  got = batches(tiny_config, source, count=14)
+  values = np.concatenate([b['value'] for b in got])
+  index = np.concatenate([b['index'] for b in got])
+  offsets = {0: 0, 1: 7, 2: 17}
+  for k, size, count in ((0, 7, 112), (1, 10, 56), (2, 5, 56)):
+    mine = values[values // 1000 == k] - 1000 * k
+    assert len(mine) == count
+    epochs = [mine[i : i + size] for i in range(0, count - size, size)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    np.testing.assert_array_equal(index[values // 1000 == k], mine + offsets[k])
+  indices = mixture.training_indices(source, np.arange(14 * 16), 0)
+  np.testing.assert_array_equal(indices, index)
+  for i in (0, 7, 16, 21):
+    part, inner = source.locate(i)
+    assert part.name(inner) == f'example {inner}'
+    value = part.lookup(tf.constant([inner], tf.int64))['image'][0].numpy()
+    assert int(value) % 1000 == inner == i - offsets[int(value) // 1000]
+
+
+def test_a_resumed_run_and_other_processes_see_the_same(tiny_config):
+  source = mix([7, 10, 5], (0.5, 0.3, 0.2))
+  whole = batches(tiny_config, source, count=12)
+  for start in (1, 5, 11):
+    for got, want in zip(
+      batches(tiny_config, source, start, 12 - start),
+      whole[start:],
+      strict=True,
+    ):
+      input_pipeline_test.assert_same(got, want)
+  for rows in (np.arange(8), np.arange(8, 16), np.array([3, 4, 11])):
+    for got, want in zip(batches(tiny_config, source, 2, 3, rows), whole[2:]):
+      for key in got:
+        np.testing.assert_array_equal(got[key], want[key][rows])
+  positions = np.concatenate([b['seed'][:, 1] for b in whole])
+  np.testing.assert_array_equal(positions, np.arange(12 * 16))
+
+
+def test_a_mixture_of_one_is_that_data_set(tiny_config):
+  example = input_pipeline.labelled_example(tiny_config, 10)
+  plain = sources.open_split(tiny_config, 'train')
+  tiny_config.dataset = (('digits', 3),)
+  one = sources.open_split(tiny_config, 'train')
+  assert one.class_names == plain.class_names
+  for got, want in zip(
+    batches(tiny_config, one, 88, 4, example=example),
+    batches(tiny_config, plain, 88, 4, example=example),
+    strict=True,
+  ):
+    input_pipeline_test.assert_same(got, want)
+
+
+@pytest.fixture
+def photos(tmp_path):
+  """A folder without labels; all its images are white."""
+  (tmp_path / 'train').mkdir()
+  for i in range(6):
+    path = tmp_path / 'train' / f'{i}.jpg'
+    Image.new('L', (12, 10), 255).save(path)
+  return tmp_path
+
+
+def test_folders_and_tfds_by_a_config(tiny_config, photos):
+  config = tiny_config
+  config.dataset = (('digits', 0.75), (str(photos), 0.25))
+  source = sources.open_split(config, 'train', ('image', 'label?'))
+  assert source.features == ('image',)
+  assert source.class_names == ()
+  assert source.num_examples == 1437 + 6
+
+  def example(record, seed):
+    image = tf.io.decode_image(record['image'], 1, expand_animations=False)
+    return {'height': tf.shape(image)[0], 'white': tf.reduce_min(image) == 255}
+
+  [batch] = batches(config, source, count=1, example=example)
+  assert np.bincount(batch['height']).tolist()[8:] == [12, 0, 4]
+  np.testing.assert_array_equal(batch['white'], batch['height'] == 10)
+  # Evaluation reads the first, also where the others have no such split.
+  for split, count in (('test', 360), ('train', 1437)):
+    source = sources.open_split(config, split, ('image',))
+    mesh = sharding.make_mesh({'data': -1})
+    found = input_pipeline.eval_batches(config, source, example, mesh)
+    index = np.concatenate([b['index'] for b in found])
+    assert index.max() == count - 1
+  assert sources.open_split(config, 'test').num_examples == 360
+  assert sources.example_file(source, photos).endswith('.png')
+  with pytest.raises(ValueError, match="has no feature 'label'"):
+    sources.open_split(config, 'train')
+
+
+def test_an_image_that_breaks_during_the_run_is_named(tiny_config, photos):
+  tiny_config.dataset = (('digits', 1), (str(photos), 1))
+  tiny_config.broken_images = 'trust'
+  source = sources.open_split(tiny_config, 'train', ('image',))
+  bad = photos / 'train' / '4.jpg'
+  bad.write_bytes(bad.read_bytes()[:200])
+
+  def example(record, seed):
+    image = tf.io.decode_image(record['image'], 1, expand_animations=False)
+    return {'x': tf.reduce_mean(tf.cast(image, tf.float32))}
+
+  mesh = sharding.make_mesh({'data': -1})
+  found = input_pipeline.train_batches(tiny_config, source, example, mesh)
+  with pytest.raises(ValueError, match='train/4.jpg. cannot be decoded'):
+    list(itertools.islice(found, 3))
+
+
+@pytest.mark.parametrize('stream_first', [True, False])
+def test_streams_take_part(tiny_config, tmp_path, monkeypatch, stream_first):
+  config = tiny_config
+  name = input_pipeline_test.prepare(
+    input_pipeline_test.Shapes, str(tmp_path), 'tfrecord'
+  )
+  input_pipeline_test.grey_config(config, name, str(tmp_path))
+  monkeypatch.setattr(sources, 'MEMORY_LIMIT_BYTES', 10)
+  config.shuffle_buffer = 10
+  stream = sources.open_split(config, 'train', ('image',))
+  parts = [(stream, ('shapes', 2)), (numbered(5), ('numbers', 1))]
+  if not stream_first:
+    parts.reverse()
+  source = mixture.MixtureSource(*zip(*parts))
+
+  def example(record, seed):
+    is_png = tf.strings.length(record['image']) > 9
+    return {
+      'value': tf.cond(
+        is_png,
+        lambda: tf.cast(tf.io.decode_png(record['image'])[0, 0, 0], tf.int32),
+        lambda: 100 + tf.strings.to_number(record['image'], tf.int32),
+      ),
+      'index': record['index'],
+    }
+
+  whole = batches(config, source, count=18, example=example)
+  values = np.concatenate([b['value'] for b in whole])
+  index = np.concatenate([b['index'] for b in whole])
+  assert (values < 100).sum() == 96
+  assert set(values[values < 100]) == set(range(40))
+  np.testing.assert_array_equal(index[values < 100], -1)
+  assert set(index[values >= 100]) == {
+    (40 if stream_first else 0) + i for i in range(5)
+  }
+  for start in (1, 7):
+    [got] = batches(config, source, start, 1, example=example)
+    input_pipeline_test.assert_same(got, whole[start])
+
+
+def test_data_sets_must_agree(tiny_config, tmp_path):
+  tiny_config.dataset = (('digits', 1), ('digits/0to4', 1))
+  with pytest.raises(
+    ValueError, match=r"classes of 'label' are 5, .*'digits/0to4', and in 'dig"
+  ):
+    sources.open_split(tiny_config, 'train')
+  source = sources.open_split(tiny_config, 'train', ('image',))
+  assert source.num_examples == 1437 + source.parts[1].num_examples
+  for name, x in (('a', 1), ('b', 'y')):
+    (tmp_path / name).mkdir()
+    Image.new('L', (4, 4)).save(tmp_path / name / 'x.png')
+    line = json.dumps({'image': 'x.png', 'x': x})
+    (tmp_path / name / 'train.jsonl').write_text(line)
+  tiny_config.dataset = ((f'{tmp_path}/a', 1), (f'{tmp_path}/b', 1))
+  with pytest.raises(
+    ValueError, match="'x' is string of 0 axes in '.*b', and in '.*a' int64 of"
+  ):
+    sources.open_split(tiny_config, 'train', ('x',))
+
+
+def test_ragged_features_from_each(tiny_config, tmp_path):
+  for name, sizes in (('a', (2, 2)), ('b', (0, 3))):
+    (tmp_path / name).mkdir()
+    Image.new('L', (4, 4)).save(tmp_path / name / 'x.png')
+    lines = [{'image': 'x.png', 'x': [1.5] * size} for size in sizes]
+    text = '\n'.join(map(json.dumps, lines))
+    (tmp_path / name / 'train.jsonl').write_text(text)
+  tiny_config.dataset = ((f'{tmp_path}/a', 1), (f'{tmp_path}/b', 1))
+  source = sources.open_split(tiny_config, 'train', ('image', 'x'))
+
+  def example(record, seed):
+    return {'size': tf.size(record['x'])}
+
+  [batch] = batches(tiny_config, source, count=1, example=example)
+  assert sorted(batch['size']) == [0] * 4 + [2] * 8 + [3] * 4
+
+
+@pytest.mark.parametrize(
+  'dataset',
+  [
+    ('digits', 1),
+    (('digits', 0),),
+    (('digits', -1),),
+    (('digits', float('nan')),),
+    (('digits', True),),
+    (('digits', 'x'),),
+    (('digits',),),
+    ((3, 1),),
+    (),
+    {'digits': 1},
+    12,
+  ],
+)
+def test_what_is_no_mixture(tiny_config, dataset):
+  with pytest.raises(ValueError, match=r'dataset=.* must be the name of'):
+    mixture.parse(dataset)
+
+
+CONFIG = """
+from vit_jax.configs import common
+
+def get_config():
+  config = common.get_config()
+  return common.set_dataset(config, {dataset!r})
+"""
+PAIRS = (('digits', 1), ('digits/0to4', 0.5))
+
+
+@pytest.mark.parametrize(
+  'given, args, want',
+  [
+    ('digits', [], 'digits'),
+    (PAIRS, [], PAIRS),
+    (None, ['--config.dataset=digits'], 'digits'),
+    (None, ['--config.dataset', 'digits'], 'digits'),
+    ('digits', [f'--config.dataset={PAIRS}'], PAIRS),
+    (PAIRS, ['--config.dataset=/data/my photos'], '/data/my photos'),
+    ('digits', ['--config.dataset=[["digits",1],["digits/0to4",.5]]'], PAIRS),
+  ],
+)
+def test_flags_and_config_files(tmp_path, monkeypatch, given, args, want):
+  path = tmp_path / 'config.py'
+  path.write_text(CONFIG.format(dataset=given))
+  values = flags.FlagValues()
+  config_flags.DEFINE_config_file('config', flag_values=values)
+  argv = ['main', f'--config={path}', *args, '--config.pp.flip', 'false']
+  monkeypatch.setattr('sys.argv', argv)  # Where config flags look them up.
+  assert cli.parse_flags(argv, values) == ['main']
+  config = values.config
+  assert mixture.parse(config.dataset) == want
+  assert config.pp.flip is False
+  # As a workdir keeps it.
+  kept = json.loads(json.dumps(workdir.to_plain(config)))
+  assert mixture.parse(kept['dataset']) == want
+
+
+def test_a_mixture_on_many_devices(tiny_config):
+  tiny_config.dataset = PAIRS
+  source = sources.open_split(tiny_config, 'train', ('image',))
+
+  def example(record, seed):
+    return {'index': record['index']}
+
+  mesh = sharding.make_mesh({'data': -1})
+  found = input_pipeline.train_batches(tiny_config, source, example, mesh, 3)
+  batch = jax.device_get(next(found))
+  want = mixture.training_indices(source, 48 + np.arange(16), 0)
+  np.testing.assert_array_equal(batch['index'], want)

@@ -1,0 +1,336 @@
+"""Tests of records: the same named features from every kind of source."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from vit_jax import input_pipeline
+from vit_jax.data import folder
+from vit_jax.data import records
+from vit_jax.data import sources
+
+SIZE = 7
+
+
+class Boxes(tfds.core.GeneratorBasedBuilder):
+  """Image i is all i, and has i mod 3 objects."""
+
+  VERSION = tfds.core.Version('1.0.0')
+
+  def _info(self):
+    features = tfds.features
+    return tfds.core.DatasetInfo(
+      builder=self,
+      features=features.FeaturesDict(
+        {
+          'picture': features.Image(shape=(None, None, 1)),
+          'mask': features.Image(shape=(None, None, 1)),
+          'kind': features.ClassLabel(names=['even', 'odd']),
+          'text': features.Text(),
+          'picture/id': np.int64,
+          'vector': features.Tensor(shape=(3,), dtype=np.float32),
+          'points': features.Tensor(shape=(None, 2), dtype=np.float32),
+          'camera': {'id': np.int64, 'flash': np.bool_},
+          'objects': features.Sequence(
+            {
+              'bbox': features.BBoxFeature(),
+              'label': features.ClassLabel(names=['cat', 'dog']),
+              'is_crowd': np.bool_,
+              'outline': features.Sequence(np.float32),
+              'crop': features.Image(shape=(None, None, 1)),
+            }
+          ),
+        }
+      ),
+    )
+
+  def _split_generators(self, dl_manager):
+    return {'train': self._generate_examples()}
+
+  def _generate_examples(self):
+    for i in range(SIZE):
+      yield (
+        i,
+        {
+          'picture': np.full((5, 6, 1), i, np.uint8),
+          'mask': np.full((5, 6, 1), 100 + i, np.uint8),
+          'kind': i % 2,
+          'text': f'number {i}',
+          'picture/id': 50 + i,
+          'vector': np.full(3, i, np.float32),
+          'points': np.full((i, 2), i, np.float32),
+          'camera': {'id': i, 'flash': i % 2 == 0},
+          'objects': [
+            {
+              'bbox': tfds.features.BBox(0.0, 0.125 * j, 0.5, 1.0),
+              'label': j % 2,
+              'is_crowd': False,
+              'outline': np.arange(i + j, dtype=np.float32),
+              'crop': np.full((2, 2, 1), 200 + j, np.uint8),
+            }
+            for j in range(i % 3)
+          ],
+        },
+      )
+
+
+ALL = (
+  'image', 'label', 'mask', 'text', 'vector', 'points', 'camera', 'objects',
+  'picture/id',
+)  # fmt: skip
+KINDS = ('array_record', 'tfrecord', 'stream')
+
+
+@pytest.fixture(scope='module')
+def boxes_dirs(tmp_path_factory):
+  """Folders with the data set, by file format."""
+  folders = {}
+  for file_format in ('array_record', 'tfrecord'):
+    folders[file_format] = str(tmp_path_factory.mktemp(file_format))
+    builder = Boxes(data_dir=folders[file_format], file_format=file_format)
+    builder.download_and_prepare()
+  return folders
+
+
+@pytest.fixture
+def open_boxes(boxes_dirs, tiny_config, monkeypatch):
+  """Opens the data set: (kind, features) -> config, source."""
+
+  def open_split(kind, features, split='train'):
+    tiny_config.dataset = 'boxes'
+    tiny_config.tfds_data_dir = boxes_dirs[
+      'array_record' if kind == 'array_record' else 'tfrecord'
+    ]
+    limit = 0 if kind == 'stream' else 2**30
+    monkeypatch.setattr(sources, 'MEMORY_LIMIT_BYTES', limit)
+    tiny_config.update(batch=4, batch_eval=4, shuffle_buffer=5)
+    return tiny_config, sources.open_split(tiny_config, split, features)
+
+  return open_split
+
+
+def pixel(encoded):
+  return int(tf.io.decode_png(encoded).numpy().ravel()[0])
+
+
+def check_record(record):
+  """Compares a record with what the builder wrote."""
+  i = pixel(record['image'])
+  n = i % 3
+  assert pixel(record['mask']) == 100 + i
+  assert record['label'].numpy().tolist() == [i % 2]
+  assert record['label'].dtype == tf.int64
+  assert record['picture/id'].numpy() == 50 + i
+  assert record['text'].numpy() == f'number {i}'.encode()
+  np.testing.assert_array_equal(record['vector'], np.full(3, i, np.float32))
+  np.testing.assert_array_equal(record['points'], np.full((i, 2), i))
+  assert record['camera/id'].numpy() == i
+  assert record['camera/flash'].numpy() == (i % 2 == 0)
+  boxes = [[0.0, 0.125 * j, 0.5, 1.0] for j in range(n)]
+  np.testing.assert_array_equal(
+    record['objects/bbox'], np.reshape(boxes, (n, 4)).astype(np.float32)
+  )
+  assert record['objects/bbox'].dtype == tf.float32
+  np.testing.assert_array_equal(record['objects/label'], np.arange(n) % 2)
+  assert record['objects/label'].dtype == tf.int64
+  assert record['objects/is_crowd'].dtype == tf.bool
+  outline = record['objects/outline']
+  assert outline.to_list() == [list(range(i + j)) for j in range(n)]
+  crops = record['objects/crop'].numpy()
+  assert [pixel(crop) for crop in crops] == [200 + j for j in range(n)]
+  return i
+
+
+def records_of(config, source):
+  """Yields the records that a task's function sees, in evaluation."""
+  seen = []
+
+  def example(record, seed):
+    seen.append(record)
+    return {'x': tf.zeros([])}
+
+  input_pipeline.eval_dataset(config, source, example, np.arange(4))
+  spec = {
+    name: x.shape for name, x in seen[0].items() if name != 'objects/outline'
+  }
+  if source.random_access:
+    data = tf.data.Dataset.range(SIZE).batch(3).map(source.lookup).unbatch()
+  else:
+    data = source.stream(1, 0, 0, 0)
+  return spec, [source.read(record) for record in data]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_features_nested_ragged_and_encoded(open_boxes, kind):
+  config, source = open_boxes(kind, ALL)
+  assert source.random_access == (kind != 'stream')
+  assert set(source.features) == {
+    'image', 'label', 'mask', 'text', 'vector', 'points', 'camera/id',
+    'camera/flash', 'objects/bbox', 'objects/label', 'objects/is_crowd',
+    'objects/outline', 'objects/crop', 'picture/id',
+  }  # fmt: skip
+  assert source.names == {
+    'label': ('even', 'odd'),
+    'objects/label': ('cat', 'dog'),
+  }
+  assert source.class_names == ('even', 'odd')
+  shapes, examples = records_of(config, source)
+  assert shapes['objects/bbox'].as_list() == [None, 4]
+  assert shapes['objects/label'].as_list() == [None]
+  assert shapes['vector'].as_list() == [3]
+  assert shapes['image'].as_list() == shapes['index'].as_list() == []
+  assert sorted(map(check_record, examples)) == list(range(SIZE))
+  if source.random_access:
+    batch = source.lookup(tf.constant([0, 1, 2], tf.int64))
+    assert isinstance(batch['objects/bbox'], tf.RaggedTensor)
+    assert batch['objects/bbox'].shape.as_list() == [3, None, 4]
+    assert batch['label'].shape.as_list() == [3, 1]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_training_and_evaluation_on_ragged_features(open_boxes, kind):
+  config, source = open_boxes(kind, ('image', 'objects/bbox'))
+  assert source.features == ('image', 'objects/bbox')
+  assert source.class_names == ()
+
+  def example(record, seed):
+    assert record.keys() == {'image', 'objects/bbox', 'index'}
+    boxes = record['objects/bbox']
+    padding = [[0, 3 - tf.shape(boxes)[0]], [0, 0]]
+    return {
+      'value': tf.io.decode_png(record['image'])[0, 0, 0],
+      'boxes': tf.ensure_shape(tf.pad(boxes, padding), [3, 4]),
+      'number': record['index'],
+    }
+
+  rows = np.arange(4)
+  data = input_pipeline.train_dataset(config, source, example, rows)
+  train = list(data.take(7).as_numpy_iterator())
+  values = np.concatenate([b['value'] for b in train])
+  counts = (np.concatenate([b['boxes'] for b in train])[..., 2] > 0).sum(1)
+  np.testing.assert_array_equal(counts, values % 3)
+  np.testing.assert_array_equal(np.bincount(values), [4] * SIZE)
+  data = input_pipeline.eval_dataset(config, source, example, rows)
+  test = list(data.as_numpy_iterator())
+  assert np.concatenate([b['index'] for b in test]).tolist() == [
+    *range(SIZE), -1,
+  ]  # fmt: skip
+  values = np.concatenate([b['value'] for b in test])[:SIZE]
+  assert sorted(values) == list(range(SIZE))
+  # The number of an example is the same in training.
+  for batch in train:
+    for number, value in zip(batch['number'], batch['value']):
+      assert number == (-1 if kind == 'stream' else list(values).index(value))
+
+
+def test_only_what_is_wanted_is_read(open_boxes):
+  _, source = open_boxes('tfrecord', ('objects/label',))
+  assert source.features == ('objects/label',)
+  assert source.names == {'objects/label': ('cat', 'dog')}
+  assert source.lookup(tf.range(3, dtype=tf.int64)).keys() == {'objects/label'}
+
+
+def test_features_that_may_be_lacking(open_boxes):
+  _, source = open_boxes(
+    'array_record', ('image', 'depth?', 'camera/id?', 'index')
+  )
+  assert source.features == ('image', 'camera/id')
+  with pytest.raises(
+    ValueError, match=r"'boxes' has no feature 'depth': it has \['camera/flash'"
+  ):
+    open_boxes('array_record', ('image', 'depth'))
+
+
+def test_another_data_set_than_that_of_the_config(tiny_config):
+  source = sources.open_split(tiny_config, 'train', dataset='digits/0to4')
+  assert source.class_names == ('0', '1', '2', '3', '4')
+  assert tiny_config.dataset == 'digits'
+
+
+def test_an_example_on_disk(tiny_config, image_folder, tmp_path):
+  source = sources.open_split(tiny_config, 'test', ('image',))
+  path = sources.example_file(source, tmp_path)
+  assert tf.io.decode_png(tf.io.read_file(path)).shape == (8, 8, 1)
+  tiny_config.dataset = str(image_folder)
+  source = sources.open_split(tiny_config, 'test')
+  assert sources.example_file(source, tmp_path) == source.name(0)
+  assert source.name(0).startswith(str(image_folder))
+
+
+# --- Folders ---
+
+
+def test_class_folders_give_images_alone_in_the_same_order(
+  tiny_config, image_folder
+):
+  tiny_config.dataset = str(image_folder)
+  labelled = sources.open_split(tiny_config, 'train[:20]')
+  images = sources.open_split(tiny_config, 'train[:20]', ('image',))
+  assert images.features == ('image',)
+  assert images.names == {}
+  assert [images.name(i) for i in range(20)] == [
+    labelled.name(i) for i in range(20)
+  ]
+  record = images.read({'image': tf.constant(images.name(0))})
+  with open(images.name(0), 'rb') as file:
+    assert record['image'].numpy() == file.read()
+
+
+def test_images_without_labels_lie_anywhere(
+  tiny_config, image_folder, tmp_path, caplog
+):
+  flat = tmp_path / 'train'
+  (flat / 'a' / 'b').mkdir(parents=True)
+  for i, path in enumerate(sorted((image_folder / 'test').glob('*/*'))):
+    target = (flat, flat / 'a' / 'b')[i % 2]
+    (target / path.name).write_bytes(path.read_bytes())
+  (flat / 'a' / 'notes.txt').write_text('x')
+  tiny_config.dataset = str(tmp_path)
+  source = sources.open_split(tiny_config, 'train', ('image', 'label?'))
+  assert source.features == ('image',)
+  assert source.num_examples == 9
+  assert 'Ignored 1 files' in caplog.text
+  paths = {source.name(i) for i in range(9)}
+  assert paths == {str(p) for p in flat.rglob('*.*') if p.suffix != '.txt'}
+  half = folder.list_images(str(tmp_path), 'train[:5]')
+  assert half == [source.name(i) for i in range(5)]
+  with pytest.raises(
+    ValueError, match=r"no feature 'label', a class.*: it has \['image'\]"
+  ):
+    sources.open_split(tiny_config, 'train')
+  with pytest.raises(FileNotFoundError, match="has no split 'test'"):
+    sources.open_split(tiny_config, 'test', ('image',))
+  (flat / 'broken.jpg').write_text('x')
+  with pytest.raises(ValueError, match='1 of 10 images cannot be'):
+    sources.open_split(tiny_config, 'train', ('image',))
+
+
+def test_folders_without_images(tiny_config, tmp_path):
+  (tmp_path / 'train' / 'ant').mkdir(parents=True)
+  tiny_config.dataset = str(tmp_path)
+  with pytest.raises(FileNotFoundError, match='no images in .*train/<class>/'):
+    sources.open_split(tiny_config, 'train')
+  with pytest.raises(FileNotFoundError, match='no images in .*train.: known'):
+    sources.open_split(tiny_config, 'train', ('image',))
+
+
+def test_names_of_features():
+  available = (
+    'image', 'image/id', 'label/id', 'objects/bbox', 'objects/label',
+    'objectsize', 'index',
+  )  # fmt: skip
+
+  def resolve(*wanted):
+    return records.resolve(wanted, available, 'data')
+
+  assert resolve('objects') == ('objects/bbox', 'objects/label')
+  assert resolve('objects/label', 'objects') == (
+    'objects/label',
+    'objects/bbox',
+  )
+  assert resolve('index', 'image?', 'image', 'objects/x?') == ('image',)
+  assert resolve('image', 'image/id') == ('image', 'image/id')
+  for name in ('objects/x', 'label', 'object'):
+    with pytest.raises(ValueError, match=f"data has no feature '{name}'"):
+      resolve(name)

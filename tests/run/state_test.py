@@ -1,0 +1,169 @@
+"""Tests of the update: sums and weights, and what a task keeps beside parameters."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import conftest
+from tests import toy_task
+from tests import trees
+from vit_jax import predict
+from vit_jax import train
+from vit_jax.run import checkpoints as checkpoints_lib
+from vit_jax.run import config as run_config
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.run import state as state_lib
+from vit_jax.scale import sharding
+
+DECAY = 0.75
+MODULE = 'tests.run.state_test'
+
+
+class Task(toy_task.Task):
+  """Keeps a teacher, the average of the parameters, and a count of the rows."""
+
+  def init(self, rng):
+    params, _ = super().init(rng)
+    teacher = jax.tree.map(jnp.copy, params)
+    return params, {'teacher': teacher, 'rows': jnp.zeros(2)}
+
+  def loss(self, params, extra, batch, rng):
+    del rng
+    rows = jnp.ones((len(batch['image']), 2)) * jnp.array([1.0, 2.0])
+    errors = self._errors(params, extra, batch)
+    # A vector is for `update_extra` alone; a scalar is logged.
+    metrics = {
+      'rows': (rows.sum(axis=0), jnp.float32(1)),
+      'error': (errors.sum(), jnp.float32(len(errors))),
+    }
+    return (errors.sum(), jnp.float32(len(errors))), metrics
+
+  def update_extra(self, extra, params, metrics):
+    return {
+      'teacher': jax.tree.map(
+        lambda old, new: DECAY * old + (1 - DECAY) * new,
+        extra['teacher'],
+        params,
+      ),
+      'rows': extra['rows'] + metrics['rows'],
+    }
+
+
+@pytest.fixture(scope='module')
+def config(data_dir):
+  """A run of six steps with a teacher, split over devices."""
+  config = conftest.make_tiny_config(data_dir)
+  config.update(task=MODULE, best_metric='loss_test')
+  config.mesh.update(data=2, fsdp=4)
+  return config
+
+
+@pytest.fixture(scope='module')
+def finished(config, tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('teacher')
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sharding, 'FSDP_MIN_SIZE', 1)
+    state, _ = train.train_and_evaluate(copy.deepcopy(config), str(workdir))
+  return workdir, state
+
+
+def test_the_teacher_follows_and_vectors_are_not_logged(finished, config):
+  workdir, state = finished
+  np.testing.assert_allclose(
+    state.extra['rows'], [6 * config.batch, 12 * config.batch]
+  )
+  # A recomputation from the checkpoints of step 3 and 6 is bounded by them.
+  teacher = state.extra['teacher']['head']['kernel']
+  student = state.params['head']['kernel']
+  assert abs(teacher - student).max() > 0
+  lines = [x for x in metrics_lib.read(workdir) if 'train_loss' in x]
+  assert all(x['train_error'] == x['train_loss'] for x in lines)
+  assert not any('train_rows' in x for x in lines)
+
+
+def test_extra_is_split_like_the_parameters(finished):
+  _, state = finished
+  for tree in (state.params, state.extra['teacher']):
+    kernel = tree['Transformer']['encoderblock_0']['MlpBlock_0']['Dense_0']
+    assert kernel['kernel'].addressable_shards[0].data.shape == (4, 16)
+
+
+def test_extra_is_saved_and_restored(finished, config):
+  workdir, state = finished
+  trees.assert_same(predict.load(str(workdir)).extra, state.extra)
+  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
+  config = run_config.complete(config)
+  program = train.make_program(config, {}, mesh)
+  checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
+  restored, step = checkpoints.restore(program.abstract)
+  assert step == 6
+  trees.assert_same(restored, state)
+  params = checkpoints_lib.load_params(workdir)
+  trees.assert_same(params, state.params)
+
+
+def test_a_run_goes_on_with_its_extra(finished, config, tmp_path, monkeypatch):
+  _, state = finished
+  monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 1)
+  half = copy.deepcopy(config)
+
+  class StopAfter:
+    signal = 15
+
+    def __enter__(self):
+      return self
+
+    def __exit__(self, *_):
+      pass
+
+    def after(self, step):
+      return step == 4
+
+    def now(self):
+      return False
+
+  with monkeypatch.context() as patch:
+    patch.setattr(train.stopping, 'StopRequest', StopAfter)
+    with pytest.raises(train.Interrupted):
+      train.train_and_evaluate(half, str(tmp_path))
+  again, _ = train.train_and_evaluate(copy.deepcopy(config), str(tmp_path))
+  trees.assert_same(again, state)
+
+
+def test_the_mean_of_nothing_is_nothing():
+  assert state_lib.mean(jnp.float32(0), jnp.float32(0)) == 0
+  assert state_lib.mean(jnp.float32(3), jnp.float32(2)) == 1.5
+
+
+def test_rows_without_a_label_do_not_count(data_dir):
+  """Six of sixteen rows have a label: loss and gradient are those of the six."""
+  config = conftest.make_tiny_config(data_dir)
+  config.update(grad_norm_clip=0.0)
+  names = {'class_names': [str(i) for i in range(10)]}
+  rng = np.random.RandomState(0)
+  image = rng.uniform(-1, 1, (16, 8, 8, 1)).astype(np.float32)
+  label = np.eye(10, dtype=np.float32)[rng.randint(10, size=16)]
+  has_label = np.isin(np.arange(16), [0, 1, 2, 3, 9, 14])
+
+  def losses(image, label, accum_steps, devices):
+    config.accum_steps = accum_steps
+    mesh = sharding.make_mesh({'data': devices}, jax.devices()[:devices])
+    program = train.make_program(config, names, mesh)
+    batch = jax.device_put(
+      {'image': image, 'label': label}, sharding.batch_sharding(mesh)
+    )
+    with jax.set_mesh(mesh):
+      state, seen = program.create_state({}), []
+      for _ in range(3):
+        state, metrics = program.jit_update()(state, batch)
+        seen.append([float(metrics[k]) for k in ('train_loss', 'grad_norm')])
+    return seen
+
+  want = losses(image[has_label], label[has_label], 1, 1)
+  masked = label * has_label[:, None]
+  for accum_steps, devices in ((1, 1), (4, 1), (1, 8), (2, 8)):
+    got = losses(image, masked, accum_steps, devices)
+    np.testing.assert_allclose(got, want, rtol=1e-5)

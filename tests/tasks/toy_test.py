@@ -1,0 +1,108 @@
+"""Tests of a task that is not of this package, by the public commands alone."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests import processes
+from tests import toy_task
+from tests import trees
+from vit_jax.run import metrics as metrics_lib
+
+CONFIG = processes.ROOT / 'tests' / 'toy_config.py'
+FLAGS = (  # Forty steps.
+  '--config.total_epochs=3.57', '--config.warmup_epochs=0.4',
+  '--config.model.transformer.num_layers=1', '--config.progress_every=5',
+  '--config.task_options.power=1.5',
+)  # fmt: skip
+
+
+def command(*args):
+  """Runs `python -m ...` as a user would, in the checkout."""
+  done = subprocess.run(
+    [sys.executable, '-m', *args],
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd=processes.ROOT,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  return done.stdout
+
+
+@pytest.fixture(scope='module')
+def trained(data_dir, tmp_path_factory):
+  """A run of the task to its end: its folder, and what it printed."""
+  workdir = tmp_path_factory.mktemp('toy')
+  status, output = processes.finish(CONFIG, workdir, *FLAGS, data_dir=data_dir)
+  assert status == 0, output
+  return workdir, output
+
+
+def test_it_is_a_small_file():
+  assert len((CONFIG.parent / 'toy_task.py').read_text().splitlines()) <= 60
+  assert toy_task.Task.METRICS == ('loss',)
+
+
+def test_it_trains(trained):
+  workdir, output = trained
+  assert 'Done in' in output
+  assert 'Next, what the model says of an image' in output
+  losses = [
+    line['loss_test']
+    for line in metrics_lib.read(workdir)
+    if 'loss_test' in line
+  ]
+  train = [
+    line['train_loss']
+    for line in metrics_lib.read(workdir)
+    if 'train_loss' in line
+  ]
+  # The grey of digits varies little: to know nothing costs some .3.
+  assert losses[-1] < 0.05 < train[0]
+  config = json.loads((workdir / 'config.json').read_text())
+  assert config['task_options'] == {'power': 1.5}
+  assert not (workdir / 'class_names.json').exists()
+
+
+def test_it_evaluates_and_predicts(trained):
+  workdir, _ = trained
+  output = command(
+    'vit_jax.main', f'--workdir={workdir}', '--evaluate=train[:100]'
+  )
+  assert re.search(r"split 'train\[:100\]' of digits: loss \d", output)
+  assert 'num_examples 100' in output
+  output = command(
+    'vit_jax.predict', f'--workdir={workdir}', str(workdir / 'example.png')
+  )
+  [value] = re.findall(r'\[(-?[\d.]+)\]', output)
+  assert -1 < float(value) < 0  # White strokes on black.
+
+
+def test_it_stops_and_goes_on(trained, data_dir, tmp_path):
+  process = processes.start(CONFIG, tmp_path, *FLAGS, data_dir=data_dir)
+  for line in process.stdout:
+    if line.startswith('step 10/40'):
+      process.send_signal(signal.SIGTERM)
+  assert process.wait() == 128 + signal.SIGTERM
+  status, output = processes.finish(CONFIG, tmp_path, *FLAGS, data_dir=data_dir)
+  assert status == 0, output
+  assert 'Going on from the checkpoint of step' in output
+  trees.assert_same(
+    processes.load_state(tmp_path)[0], processes.load_state(trained[0])[0]
+  )
+
+
+def test_it_can_be_planned(tmp_path):
+  output = command(
+    'vit_jax.plan', '--config=tests/toy_config.py', '--topology=v3:2x2', *FLAGS,
+    f'--json={tmp_path}/plan.json',
+  )  # fmt: skip
+  assert 'fits' in output
+  plan = json.loads((tmp_path / 'plan.json').read_text())
+  assert plan['fits']
+  assert plan['step_seconds'] > 0

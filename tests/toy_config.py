@@ -1,0 +1,10 @@
+"""Trains the task of tests/toy_task.py on the digits."""
+
+from vit_jax.configs import digits
+
+
+def get_config():
+  """Returns the config."""
+  config = digits.get_config()
+  config.update(task='tests.toy_task', best_metric='loss_test')
+  return config

@@ -1,0 +1,413 @@
+"""Random changes of the pixels of one image: RandAugment, colours, holes.
+
+All of them run in TensorFlow, image by image, and all that is random follows
+from a seed. Images are uint8 for RandAugment, whose operations are defined on
+256 values, and float32 in [-1, 1] for the others. They have 3 channels or 1.
+"""
+
+import functools
+import math
+
+import tensorflow as tf
+
+from vit_jax.data import geometry
+from vit_jax.data import images
+
+# The grey that fills what RandAugment moves into the picture or cuts out of it.
+_FILL = 128
+# Sizes that random erasing draws before it gives up.
+_ATTEMPTS = 10
+
+
+def _fold(seed, number):
+  return tf.random.experimental.stateless_fold_in(seed, number)
+
+
+# --- The operations of RandAugment, each on uint8 [h, w, C] -------------------
+
+
+def autocontrast(image):
+  """Stretches each channel to 0..255, as PIL.ImageOps.autocontrast does."""
+  low = tf.cast(tf.reduce_min(image, [0, 1]), tf.float64)[:, None]  # [C, 1]
+  high = tf.cast(tf.reduce_max(image, [0, 1]), tf.float64)[:, None]
+  values = tf.range(256, dtype=tf.float64)
+  scale = 255 / tf.maximum(high - low, 1)
+  table = tf.clip_by_value(values * scale - low * scale, 0, 255)  # [C, 256]
+  return _look_up(tf.where(high > low, table, values), _index(image), image)
+
+
+def equalize(image):
+  """Spreads the values of each channel evenly, as PIL.ImageOps.equalize."""
+  index = _index(image)
+  channels = image.shape[2]
+  counts = tf.math.bincount(index, minlength=256 * channels)
+  counts = tf.reshape(counts, [channels, 256])
+  brightest = tf.cast(tf.reduce_max(image, [0, 1]), tf.int32)  # [C]
+  brightest = tf.gather(counts, brightest, batch_dims=1)[:, None]  # How often.
+  step = (tf.reduce_sum(counts, 1, keepdims=True) - brightest) // 255  # [C, 1]
+  below = tf.cumsum(counts, axis=1, exclusive=True)
+  table = tf.minimum((below + step // 2) // tf.maximum(step, 1), 255)
+  return _look_up(tf.where(step > 0, table, tf.range(256)), index, image)
+
+
+def _index(image):
+  """Returns where each value stands in a table [C, 256]: int32 [h, w * C]."""
+  # A row of pixels is a vector: TensorFlow is slow on dimensions of 3.
+  height, width, channels = image.shape
+  values = tf.cast(tf.reshape(image, [height, width * channels]), tf.int32)
+  return values + tf.tile(tf.range(channels) * 256, [width])
+
+
+def _look_up(table, index, image):
+  table = tf.cast(tf.reshape(table, [-1]), tf.uint8)
+  return tf.reshape(tf.gather(table, index), image.shape)
+
+
+def invert(image):
+  """Makes a negative, as PIL.ImageOps.invert does."""
+  return tf.bitwise.invert(image)
+
+
+def posterize(image, bits: int):
+  """Keeps the highest `bits` (1 to 8) of each value: PIL.ImageOps.posterize."""
+  return tf.bitwise.bitwise_and(
+    image, tf.constant(256 - 2 ** (8 - bits), 'uint8')
+  )
+
+
+def solarize(image, threshold: int):
+  """Inverts values from `threshold` (0 to 255) on, as PIL.ImageOps.solarize."""
+  bright = tf.cast(image >= threshold, tf.uint8)
+  return tf.bitwise.bitwise_xor(image, 255 * bright)
+
+
+def solarize_add(image, addition: int):
+  """Makes values below 128 brighter by `addition`, up to 255."""
+  dark = tf.cast(image < 128, tf.uint8)
+  return image + dark * tf.minimum(255 - image, min(addition, 255))
+
+
+def color(image, factor: float):
+  """Blends with the grey image, as PIL.ImageEnhance.Color does.
+
+  A grey image is left as it is.
+  """
+  if image.shape[-1] == 1:
+    return tf.identity(image)
+  return _blend(tf.cast(images.to_grey(image), tf.float32), image, factor)
+
+
+def contrast(image, factor: float):
+  """Blends with the grey min(255, h * w // 256), which is 196 at 224 pixels.
+
+  PIL.ImageEnhance.Contrast blends with the mean of the image; `randaugment`
+  says why this does not.
+  """
+  height, width, _ = image.shape
+  return _blend(float(min(255, height * width // 256)), image, factor)
+
+
+def brightness(image, factor: float):
+  """Multiplies by `factor`, up to 255, as PIL.ImageEnhance.Brightness does."""
+  return _blend(0.0, image, factor)
+
+
+def sharpness(image, factor: float):
+  """Blends with a smooth image, as PIL.ImageEnhance.Sharpness does.
+
+  Smooth is the mean of 3 x 3 pixels, of which the middle one counts five times;
+  the outermost pixels stay as they are.
+  """
+  if min(image.shape[:2]) < 3:
+    return image  # All of it is outermost.
+  values = tf.cast(image, tf.int32)
+  rows = values[:-2] + values[1:-1] + values[2:]
+  box = rows[:, :-2] + rows[:, 1:-1] + rows[:, 2:]
+  inner = values[1:-1, 1:-1]
+  smooth = (box + 4 * inner + 6) // 13  # Rounded to the nearest.
+  blended = _blend(tf.cast(smooth, tf.float32), image[1:-1, 1:-1], factor)
+  middle = tf.concat([image[1:-1, :1], blended, image[1:-1, -1:]], axis=1)
+  return tf.concat([image[:1], middle, image[-1:]], axis=0)
+
+
+def _blend(start, image, factor):
+  """Goes from `start` (float32) towards `image`; past it if factor > 1."""
+  values = start + factor * (tf.cast(image, tf.float32) - start)
+  return tf.cast(tf.clip_by_value(values, 0.0, 255.0), tf.uint8)
+
+
+def rotate(image, degrees):
+  """Turns about the middle to the left."""
+  height, width, _ = image.shape
+  angle = degrees * (math.pi / 180)
+  return _move(image, geometry.rotation(angle, height, width))
+
+
+def shear_x(image, level):
+  """Takes row y from x + level y: lower rows move further to the left."""
+  return _move(image, tf.stack([1, level, 0, 0, 1, 0, 0, 0]))
+
+
+def shear_y(image, level):
+  """Takes column x from y + level x."""
+  return _move(image, tf.stack([1, 0, 0, level, 1, 0, 0, 0]))
+
+
+def translate_x(image, pixels):
+  """Moves the image to the left by `pixels`."""
+  return _move(image, tf.stack([1, 0, pixels, 0, 1, 0, 0, 0]))
+
+
+def translate_y(image, pixels):
+  """Moves the image up by `pixels`."""
+  return _move(image, tf.stack([1, 0, 0, 0, 1, pixels, 0, 0]))
+
+
+def _move(image, transform):
+  """Takes each pixel from the one nearest to where `transform` (8) sends it."""
+  return tf.raw_ops.ImageProjectiveTransformV3(
+    images=image[None],
+    transforms=transform[None],
+    output_shape=image.shape[:2],
+    interpolation='NEAREST',
+    fill_mode='CONSTANT',
+    fill_value=float(_FILL),
+  )[0]
+
+
+def cutout(image, seed, half: int):
+  """Fills a square of 2 `half` pixels about a random pixel (arXiv 1708.04552).
+
+  What reaches over the edge of the image is lost.
+  """
+  size = tf.constant([*image.shape[:2]], tf.float32)
+  middle = tf.floor(tf.random.stateless_uniform([2], seed) * size)
+  hole = _rectangle(image, middle - half, [2 * half, 2 * half])
+  hole = tf.cast(hole, tf.uint8)
+  return image * (1 - hole) + _FILL * hole
+
+
+def _rectangle(image, begin, extent):
+  """Returns bool [h, w, C], True in a rectangle; pairs (y, x), whole floats."""
+  height, width, channels = image.shape
+  y = tf.range(height, dtype=tf.float32) - begin[0]
+  x = tf.repeat(tf.range(width, dtype=tf.float32), channels) - begin[1]
+  rows = tf.logical_and(y >= 0, y < extent[0])
+  columns = tf.logical_and(x >= 0, x < extent[1])
+  return tf.reshape(tf.logical_and(rows[:, None], columns), image.shape)
+
+
+# --- RandAugment --------------------------------------------------------------
+
+
+def _posterize_bits(magnitude):
+  # As there, in uint8, whose shifts are by 7 at most. So 0 bits mean 1, and so
+  # do more than 8, whose shift of less than 0 wraps round.
+  return 8 - min((8 - int(magnitude / 10 * 4)) % 256, 7)
+
+
+def _solarize_threshold(magnitude):
+  return int(magnitude / 10 * 256) % 256  # As there, in uint8.
+
+
+def _enhance(function):
+  """An operation whose factor is .1 at magnitude 0, 1 at 5 and 1.9 at 10."""
+  return lambda image, magnitude, seed: function(
+    image, magnitude / 10 * 1.8 + 0.1
+  )
+
+
+def _either_way(function, unit):
+  """An operation by `unit` times the magnitude, half of the time backwards."""
+
+  def apply(image, magnitude, seed):
+    sign = tf.random.stateless_uniform([], seed, 0, 2, tf.int32) * 2 - 1
+    return function(image, tf.cast(sign, tf.float32) * (unit * magnitude))
+
+  return apply
+
+
+# Functions of (image, magnitude, seed), in the order of their numbers.
+OPERATIONS = {
+  'AutoContrast': lambda image, magnitude, seed: autocontrast(image),
+  'Equalize': lambda image, magnitude, seed: equalize(image),
+  'Invert': lambda image, magnitude, seed: invert(image),
+  'Rotate': _either_way(rotate, 3.0),
+  'Posterize': lambda image, magnitude, seed: posterize(
+    image, _posterize_bits(magnitude)
+  ),
+  'Solarize': lambda image, magnitude, seed: solarize(
+    image, _solarize_threshold(magnitude)
+  ),
+  'Color': _enhance(color),
+  'Contrast': _enhance(contrast),
+  'Brightness': _enhance(brightness),
+  'Sharpness': _enhance(sharpness),
+  'ShearX': _either_way(shear_x, 0.03),
+  'ShearY': _either_way(shear_y, 0.03),
+  'TranslateX': _either_way(translate_x, 10.0),
+  'TranslateY': _either_way(translate_y, 10.0),
+  'Cutout': lambda image, magnitude, seed: cutout(image, seed, 4 * magnitude),
+  'SolarizeAdd': lambda image, magnitude, seed: solarize_add(
+    image, 11 * magnitude
+  ),
+}
+
+
+def randaugment(image, seed, layers: int, magnitude: int):
+  """Applies RandAugment as the ViTs of arXiv 2106.10270 were trained with it.
+
+  Each layer applies one of the 16 OPERATIONS, all equally likely (arXiv
+  1909.13719, as in big_vision's pp/autoaugment.py). At magnitude m: rotate by
+  3m degrees, shear by .03m, translate by 10m pixels, each either way; posterize
+  to int(.4m) bits; solarize from int(25.6m) on; solarize-add 11m; colour,
+  contrast, brightness and sharpness by the factor .18m + .1; cutout of half a
+  side of 4m pixels. What comes into the picture is 128.
+
+  What one would not expect is as it is there, since the published settings were
+  chosen with it:
+
+  - Always: the chosen operation is applied, whatever probability is drawn for
+    it.
+  - Zero: magnitude 0 is not the identity. It inverts, equalises, leaves a tenth
+    of colour, contrast, light and sharpness, and solarizes from 0 on.
+  - Pixels: lengths do not shrink with the image. They suit one of 224 pixels;
+    one of 32 is moved out of the picture.
+  - Grey of contrast: not the mean of the image but its number of pixels / 256,
+    at most 255.
+  - Solarize wraps: its threshold is a uint8. So m=10 and m=20 mean 0, which
+    inverts, and m=15 means 128.
+  - Posterize to no bits (m < 3) leaves one, and so does one to more than 8
+    (m > 22).
+
+  In a grey image colour changes nothing, and each other operation does what it
+  does to a colour image of equal channels. Values are rounded as in Pillow,
+  which in colour and sharpness can differ by 1 from there.
+
+  Args:
+    image: uint8 [h, w, C] of known shape, C = 3 or 1.
+    seed: int64 [2]; all that is random follows from it.
+    layers: operations that are applied one after the other.
+    magnitude: how strong they are, an int from 0 to 30.
+
+  Returns:
+    uint8 [h, w, C].
+  """
+  for layer in range(layers):
+    seeds = tf.random.experimental.stateless_split(_fold(seed, layer), 2)
+    number = tf.random.stateless_uniform(
+      [], seeds[0], 0, len(OPERATIONS), tf.int32
+    )
+    shape = image.shape
+    image = _choose(number, OPERATIONS.values(), image, magnitude, seeds[1])
+    image = tf.ensure_shape(image, shape)
+  return image
+
+
+def _choose(number, functions, *args):
+  """Calls one of the functions."""
+  return tf.switch_case(
+    number, [functools.partial(f, *args) for f in functions]
+  )
+
+
+# --- Colours and holes, on float32 [h, w, C] in [-1, 1] -----------------------
+
+
+def color_jitter(image, seed, brightness, contrast, saturation):
+  """Changes brightness, contrast and saturation, in an order that is drawn too.
+
+  A strength means what it does in torchvision's ColorJitter: the factor is
+  uniform in [max(0, 1 - strength), 1 + strength]. With values from 0 (black) to
+  1 (white), brightness multiplies by it, contrast blends with the mean of the
+  grey image, saturation with the grey image (of each the factor is the share of
+  the image, and what leaves 0..1 is clipped). Of grey images saturation is
+  none.
+
+  Args:
+    image: float32 [h, w, C] in [-1, 1], C = 3 or 1.
+    seed: int64 [2]; all that is random follows from it.
+    brightness: strength, at least 0; with 0 it is left as it is.
+    contrast: the same.
+    saturation: the same.
+
+  Returns:
+    float32 [h, w, C] in [-1, 1].
+  """
+  seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
+  steps = []
+  for number, (start, strength) in enumerate(
+    ((_black, brightness), (_mean, contrast), (_grey, saturation))
+  ):
+    if strength:
+      low, high = max(0.0, 1.0 - strength), 1.0 + strength
+      factor = tf.random.stateless_uniform([], seeds[number], low, high)
+      steps.append(functools.partial(_towards, start, factor))
+  order = tf.random.experimental.stateless_shuffle(
+    tf.range(len(steps)), seeds[3]
+  )
+  for turn in range(len(steps)):
+    image = _choose(order[turn], steps, image)
+  return image
+
+
+def _towards(start, factor, image):
+  start = start(image)
+  return tf.clip_by_value(start + factor * (image - start), -1.0, 1.0)
+
+
+def _black(image):
+  del image
+  return tf.constant(-1.0)
+
+
+def _mean(image):
+  return tf.reduce_mean(_grey(image))
+
+
+def _grey(image):
+  """Returns the luma of ITU-R 601, float32 [h, w, 1]."""
+  if image.shape[-1] == 1:
+    return image
+  return tf.tensordot(image, tf.constant([0.299, 0.587, 0.114]), 1)[..., None]
+
+
+def random_erasing(
+  image, seed, probability, area=(0.02, 1 / 3), ratio=(0.3, 3.3)
+):
+  """Erases a random rectangle, which lies in the image as a whole.
+
+  Random Erasing (arXiv 1708.04896), with the defaults of torchvision and timm.
+  As there, the shape is uniform in its logarithm, so that upright and lying
+  rectangles are equally frequent (it is uniform in the paper), and the place is
+  drawn once the size fits. What is erased becomes 0, the middle of [-1, 1], a
+  grey (in the paper noise).
+
+  Args:
+    image: float32 [h, w, C] of known shape.
+    seed: int64 [2]; all that is random follows from it.
+    probability: share of the images that lose a rectangle.
+    area: smallest and largest share of the image's area.
+    ratio: smallest and largest height / width of the rectangle.
+
+  Returns:
+    float32 [h, w, C].
+  """
+  seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
+  size = tf.constant([*image.shape[:2]], tf.float32)
+  areas = tf.random.stateless_uniform([_ATTEMPTS], seeds[0], *area)
+  ratios = tf.exp(
+    tf.random.stateless_uniform(
+      [_ATTEMPTS], seeds[1], math.log(ratio[0]), math.log(ratio[1])
+    )
+  )
+  areas *= size[0] * size[1]
+  sizes = tf.stack([tf.sqrt(areas * ratios), tf.sqrt(areas / ratios)], axis=1)
+  sizes = tf.round(sizes)  # [_ATTEMPTS, (height, width)]
+  fits = tf.reduce_all(sizes <= size, axis=1)
+  extent = sizes[tf.argmax(tf.cast(fits, tf.int32))]  # The first that fits.
+  u = tf.random.stateless_uniform([3], seeds[2])
+  erased = tf.logical_and(u[0] < probability, tf.reduce_any(fits))
+  extent = tf.where(erased, extent, 0.0)
+  begin = tf.floor(u[1:] * (size - extent + 1))
+  return image * (1 - tf.cast(_rectangle(image, begin, extent), tf.float32))

@@ -1,0 +1,317 @@
+"""A manifest as a data set: `root/<split>.jsonl`, one JSON object a line.
+
+  {"image": "photos/1.jpg", "label": "cat"}
+  {"image": "photos/2.jpg", "label": ["cat", "dog"], "objects":
+   [{"bbox": [0.1, 0.2, 0.5, 0.9], "label": 3}]}
+
+`image` is a path, relative to the folder of the manifest, or absolute. All else
+is features: numbers are float32, integers int64, then strings and booleans; lists
+of them become arrays, ragged where lengths vary; what lies in a dict, or in a
+list of dicts, is named with '/': 'objects/bbox' [n, 4].
+
+`label` is the name of a class, or its number from 0, or a list of them; null or
+none at all is no label. Names of classes are those of the training split, sorted,
+or a list of them in `root/classes.json`; there {"objects/label": [...]} names the
+classes of another feature.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+import json
+import os
+from typing import Any
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from vit_jax.data import folder
+from vit_jax.data import images
+from vit_jax.data import records
+
+
+class _Line(NamedTuple):
+  """A line of a manifest: where it stands, and its values by feature."""
+
+  where: str
+  image: str
+  values: dict[str, Any]
+
+  def key(self, top: str) -> str:
+    """Returns by what it is ordered: as an image of the folder of the split."""
+    inside = self.image.startswith(f'{top}/')
+    return self.image.removeprefix(top) if inside else self.values['image']
+
+  def get(self, name):
+    """Returns a value; None where it is null or missing."""
+    if name in self.values:
+      return self.values[name]
+    # An empty list of dicts is an empty list of each of their values.
+    parents = name.split('/')[:-1]
+    prefixes = ('/'.join(parents[:i]) for i in range(1, len(parents) + 1))
+    empty = any(self.values.get(prefix) == [] for prefix in prefixes)
+    return [] if empty else None
+
+
+def exists(root: str, split: str) -> bool:
+  """Tells whether a folder describes a split by a manifest."""
+  return any(
+    tf.io.gfile.exists(_path(root, base)) for base, _ in folder.parts(split)
+  )
+
+
+def read_split(
+  root: str,
+  split: str,
+  features: Iterable[str],
+  class_names: Sequence[str] | None = None,
+  broken: str = 'error',
+):
+  """Reads the wanted features of a split.
+
+  Args:
+    root: the folder, local or gs://.
+    split: name of a manifest in it, or a slice of one: 'train[:90%]'.
+    features: names of what is wanted, see `records.resolve`.
+    class_names: classes of the training split; None for that itself.
+    broken: see `images.usable`.
+
+  Returns:
+    columns: features by name, tensors and RaggedTensors [n, ...], in the order
+      of `folder.list_split`; 'image' are paths, 'label' is int64 [n, L].
+    names: names of the classes, for each feature that has them.
+
+  Raises:
+    FileNotFoundError: if a manifest of the split does not exist.
+    ValueError: if a line or an image is not as it must be; names both.
+  """
+  everything, taken = [], []
+  for base, instruction in folder.parts(split):
+    lines = _parse(root, base)
+    top = os.path.join(root, base)
+    ordered = sorted(lines, key=lambda x, top=top: folder.hash_name(x.key(top)))
+    everything += lines
+    taken += folder.take_slice(ordered, base, instruction)
+  wanted = records.resolve(
+    features, _available(everything), f"manifest '{_path(root, split)}'"
+  )
+  keep = images.usable(
+    [line.image for line in taken],
+    f'{root}/{split}',
+    broken,
+    lambda i: f'{taken[i].where}: {taken[i].image}',
+  )
+  taken = [taken[i] for i in keep]
+  names = _class_files(root)
+  if class_names is not None:
+    names['label'] = tuple(class_names)
+  columns = {}
+  for name in wanted:
+    if name == 'image':
+      columns[name] = tf.constant([line.image for line in taken])
+    elif name == 'label':
+      names[name] = _label_names(everything, names.get(name))
+      columns[name] = _labels(everything, taken, names[name])
+    else:
+      columns[name] = _column(name, everything, taken, names.get(name))
+  return columns, {name: names[name] for name in wanted if name in names}
+
+
+def _path(root, base):
+  return os.path.join(root, f'{base}.jsonl')
+
+
+def _parse(root, base) -> list[_Line]:
+  """Reads a manifest."""
+  path = _path(root, base)
+  if not tf.io.gfile.exists(path):
+    raise FileNotFoundError(
+      f"there is no manifest '{path}', though another part of the split has one "
+      '(config.pp.train, config.pp.test)'
+    )
+  with tf.io.gfile.GFile(path, 'rb') as file:
+    texts = file.read().splitlines()
+  lines = []
+  for i, text in enumerate(texts):
+    where = f'{path}:{i + 1}'
+    if not text.strip():
+      continue
+    try:
+      values = json.loads(text)
+    except ValueError as e:
+      raise ValueError(f'{where}: this is no JSON: {e}') from e
+    if not isinstance(values, dict):
+      raise ValueError(
+        f'{where}: a line must be an object, {{"image": PATH, ...}}: '
+        f'{_short(values)}'
+      )
+    values = dict(_flatten(values, '', where))
+    image = values.get('image')
+    if not isinstance(image, str) or not image:
+      raise ValueError(
+        f'{where}: `image` must be the path of an image, and is '
+        f'{_short(image) if "image" in values else "missing"}'
+      )
+    if '://' not in image:
+      image = os.path.join(root, image)
+    lines.append(_Line(where, image, values))
+  return lines
+
+
+def _short(value):
+  text = json.dumps(value)
+  return text if len(text) < 60 else f'{text[:57]}...'
+
+
+def _flatten(values, prefix, where):
+  """Yields (name, value) of what lies in a dict, names joined with '/'."""
+  for key, value in values.items():
+    name = prefix + key
+    if isinstance(value, dict):
+      yield from _flatten(value, f'{name}/', where)
+    elif isinstance(value, list) and dict in (types := set(map(type, value))):
+      if len(types) > 1:
+        raise ValueError(f"{where}: '{name}' lists objects and other values")
+      items = [dict(_flatten(x, f'{name}/', where)) for x in value]
+      if any(item.keys() != items[0].keys() for item in items):
+        raise ValueError(
+          f"{where}: the objects of '{name}' must all have the same keys"
+        )
+      for inner in items[0]:
+        yield inner, [item[inner] for item in items]
+    else:
+      yield name, value
+
+
+def _available(lines):
+  """Returns the names of all features of a manifest."""
+  names = dict.fromkeys(name for line in lines for name in line.values)
+  # Without those of dicts, which an empty list may stand for.
+  inner = {
+    '/'.join(name.split('/')[:i])
+    for name in names
+    for i in range(1, name.count('/') + 1)
+  }
+  return [name for name in names if name not in inner]
+
+
+def _class_files(root) -> dict[str, tuple[str, ...]]:
+  """Reads `root/classes.json`: names of classes by feature."""
+  path = os.path.join(root, 'classes.json')
+  if not tf.io.gfile.exists(path):
+    return {}
+  try:
+    with tf.io.gfile.GFile(path, 'rb') as file:
+      content = json.loads(file.read())
+  except ValueError as e:
+    raise ValueError(f"'{path}' is no JSON: {e}") from e
+  if isinstance(content, list):
+    content = {'label': content}
+  elif isinstance(content, dict) and 'class_names' in content:
+    content = {**content, 'label': content['class_names']}
+  for value in content.values() if isinstance(content, dict) else [None]:
+    texts = isinstance(value, list) and all(isinstance(x, str) for x in value)
+    if not texts or len(set(value)) < len(value):
+      raise ValueError(
+        f"'{path}' must be a list of the names of the classes, no two the same, "
+        'or an object with one for each feature'
+      )
+  return {name: tuple(value) for name, value in content.items()}
+
+
+def _as_list(label) -> list:
+  if label is None:
+    return []
+  return label if isinstance(label, list) else [label]
+
+
+def _label_names(lines, names) -> tuple[str, ...]:
+  """Checks all labels; returns the names of their classes."""
+  first, seen = {}, set()  # Where each type of label was first seen.
+  for line in lines:
+    for label in _as_list(line.get('label')):
+      if type(label) not in (int, str):
+        raise ValueError(
+          f'{line.where}: `label` must be the name or the number of a class, or '
+          f'a list of them: {_short(label)}'
+        )
+      first.setdefault(type(label), line.where)
+      if len(first) > 1:
+        raise ValueError(
+          f'{line.where}: `label` is {_short(label)}: names and numbers of '
+          f'classes cannot be mixed, {next(iter(first.values()))} has the other'
+        )
+      if type(label) is int and label < 0:
+        raise ValueError(
+          f'{line.where}: `label` is {label}: classes count from 0, and null is '
+          'no label'
+        )
+      seen.add(label)
+  if names is not None:
+    return names
+  if not seen:
+    raise ValueError(
+      f'{lines[0].where}: neither this nor any other line has a `label`'
+    )
+  if int in first:
+    return tuple(str(i) for i in range(max(seen) + 1))
+  return tuple(sorted(seen))
+
+
+def _numbers(values, lines, names) -> list:
+  """Turns names of classes, in lists or not, into numbers, and checks these."""
+  table = {name: i for i, name in enumerate(names)}
+
+  def number(value, where):
+    if isinstance(value, list):
+      return [number(x, where) for x in value]
+    if type(value) is int and 0 <= value < len(names):
+      return value
+    if isinstance(value, str) and value in table:
+      return table[value]
+    raise ValueError(
+      f'{where}: {_short(value)} is none of the {len(names)} classes '
+      f'{list(names[:5])}{" ..." if len(names) > 5 else ""} of the training '
+      'split or of classes.json'
+    )
+
+  return [number(value, line.where) for value, line in zip(values, lines)]
+
+
+def _labels(everything, taken, names):
+  """Returns class numbers of the lines taken, int64 [n, L], padded with -1."""
+  rows = [_as_list(line.get('label')) for line in everything]
+  rows = _numbers(rows, everything, names)
+  by_line = {line.where: row for line, row in zip(everything, rows)}
+  rows = [by_line[line.where] for line in taken]
+  return records.padded(records.stack(rows, records.Kind('int64', (None,))))
+
+
+def _column(name, everything, taken, names):
+  """Returns a feature of the lines taken, as a tensor or RaggedTensor [n, ...].
+
+  Its type is that of all lines of the manifests, also of those in no slice.
+  """
+  values = [line.get(name) for line in everything]
+  for line, value in zip(everything, values):
+    if value is None:
+      raise ValueError(
+        f"{line.where}: there is no '{name}', which other lines have"
+      )
+  if names is not None:
+    values = _numbers(values, everything, names)
+  common = None
+  for line, value in zip(everything, values):
+    kind = records.kind_of(value)
+    if kind is None:
+      raise ValueError(
+        f"{line.where}: '{name}' is no array of one type: {_short(value)}"
+      )
+    merged = records.merge_kinds(common or kind, kind)
+    if merged is None:
+      raise ValueError(
+        f"{line.where}: '{name}' is {_short(value)}, {kind}, and {common} on "
+        'the other lines'
+      )
+    common = merged
+  by_line = {line.where: value for line, value in zip(everything, values)}
+  return records.stack([by_line[line.where] for line in taken], common)

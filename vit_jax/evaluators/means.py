@@ -1,0 +1,70 @@
+"""Means over a whole split, every example counted once."""
+
+from collections.abc import Callable
+import time
+
+import jax
+import numpy as np
+
+from vit_jax import input_pipeline
+
+
+class Means:
+  """Evaluates what a task's `measure` sums up.
+
+  Args:
+    task: has `config`, `example` and `measure`, see vit_jax.tasks.base.Task.
+    mesh: the mesh.
+    source: the split.
+  """
+
+  def __init__(self, task, mesh, source):
+    self._task = task
+    self._mesh = mesh
+    self._source = source
+
+    def sums(params, extra, batch):
+      count = (batch['mask'] > 0).sum()
+      return task.measure(params, extra, batch), count
+
+    self._sums = jax.jit(sums)
+
+  def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
+    """Evaluates.
+
+    Args:
+      params: the parameters.
+      extra: what else the state carries.
+      stop: is asked between batches whether to break off.
+
+    Returns:
+      A dict with what the task measures, `num_examples` and `img_sec_core`; None
+      if it was broken off.
+    """
+    config, source = self._task.config, self._source
+    start, first_timed = time.perf_counter(), 0
+    totals = []
+    for batch in input_pipeline.eval_batches(
+      config, source, self._task.example, self._mesh
+    ):
+      if stop():
+        return None
+      with jax.set_mesh(self._mesh):
+        totals.append(self._sums(params, extra, batch))
+      if len(totals) == 1 and source.num_examples > config.batch_eval:
+        # The first batch may compile: the speed is that of the others.
+        jax.block_until_ready(totals)
+        start, first_timed = time.perf_counter(), 1
+    totals = jax.device_get(totals)
+    seconds = time.perf_counter() - start
+    metrics = {}
+    for name in totals[0][0]:
+      pairs = np.array([sums[name] for sums, _ in totals], np.float64)
+      total, weight = pairs.sum(axis=0)
+      metrics[name] = total / weight if weight else float('nan')
+    counts = [int(count) for _, count in totals]
+    return {
+      **metrics,
+      'num_examples': sum(counts),
+      'img_sec_core': sum(counts[first_timed:]) / seconds / self._mesh.size,
+    }
