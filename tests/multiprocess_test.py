@@ -91,8 +91,12 @@ def test_two_processes_compute_what_one_does(
 def test_split_parameters_and_micro_batches_across_processes(
   config, data_dir, tmp_path
 ):
-  """FSDP over two processes beside one device: 20 steps with dropout."""
+  """FSDP over two processes beside one device: 20 steps with dropout.
+
+  Of masked patches, since the weights of their micro-batches are not equal.
+  """
   flags = [
+    '--config.task=masked_patches',
     '--config.accum_steps=2', '--config.total_steps=20',
     '--config.progress_every=1', '--config.model.hidden_size=64',
     '--config.model.transformer.mlp_dim=256',

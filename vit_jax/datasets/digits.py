@@ -7,6 +7,8 @@ digits             all classes, split 80/20 by one fixed permutation
 digits/0to4        the first five classes alone, split 80/20
 digits/5to9_few    the others, to learn from few labels: few_0, few_1 and few_2
                    have 5 images a class each, no two the same; test has the rest
+digits/few         all classes, likewise, out of the training images of `digits`;
+                   test has the test images of `digits`
 """
 
 from typing import ClassVar
@@ -30,12 +32,13 @@ class Digits(tfds.core.GeneratorBasedBuilder):
       ('all', 'All ten classes.'),
       ('0to4', 'The digits 0 to 4.'),
       ('5to9_few', 'The digits 5 to 9, with splits of 5 images a class.'),
+      ('few', 'All ten classes, with splits of 5 images a class.'),
     )
   ]
 
   def _classes(self):
-    return {'all': range(10), '0to4': range(5)}.get(
-      self.builder_config.name, range(5, 10)
+    return {'0to4': range(5), '5to9_few': range(5, 10)}.get(
+      self.builder_config.name, range(10)
     )
 
   def _info(self) -> tfds.core.DatasetInfo:
@@ -58,22 +61,26 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     target = datasets.load_digits().target
     order = np.random.RandomState(0).permutation(len(target))
     order = order[np.isin(target[order], self._classes())]
-    if self.builder_config.name != '5to9_few':
-      num_train = len(order) * 4 // 5
+    num_train = len(order) * 4 // 5
+    train, test = order[:num_train], order[num_train:]
+    if not self.builder_config.name.endswith('few'):
       return {
-        'train': self._generate_examples(order[:num_train]),
-        'test': self._generate_examples(order[num_train:]),
+        'train': self._generate_examples(train),
+        'test': self._generate_examples(test),
       }
-    by_class = [order[target[order] == c] for c in self._classes()]
+    chosen_from = train if self.builder_config.name == 'few' else order
+    by_class = [chosen_from[target[chosen_from] == c] for c in self._classes()]
     splits = {
       f'few_{i}': np.concatenate(
         [indices[i * SHOTS : (i + 1) * SHOTS] for indices in by_class]
       )
       for i in range(NUM_FEW)
     }
-    splits['test'] = np.concatenate(
-      [indices[NUM_FEW * SHOTS :] for indices in by_class]
-    )
+    splits['test'] = test
+    if self.builder_config.name == '5to9_few':
+      splits['test'] = np.concatenate(
+        [indices[NUM_FEW * SHOTS :] for indices in by_class]
+      )
     return {
       name: self._generate_examples(indices) for name, indices in splits.items()
     }

@@ -14,6 +14,7 @@ from vit_jax.configs import common
 # dotted name, can be one too.
 TASKS = {
   'classify': 'vit_jax.tasks.classify',
+  'masked_patches': 'vit_jax.tasks.masked_patches',
 }
 
 # Keys below which anything may stand: they are checked where they are used.

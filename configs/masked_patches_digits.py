@@ -1,0 +1,23 @@
+r"""Predicts masked patches of scikit-learn's digits, without a download.
+
+  python -m vit_jax.main --config=configs/masked_patches_digits.py \
+    --workdir=/tmp/masked
+
+A small ViT sees digits of 16x16 pixels in patches of 4x4, half of them corrupted,
+and predicts the mean grey of each in 3 bits. It ends with a picture of test
+images: masked_patches.png.
+"""
+
+from vit_jax.configs import digits
+
+
+def get_config():
+  """Returns the config."""
+  config = digits.get_config()
+  config.task = 'masked_patches'
+  config.label_smoothing = 0.0
+  config.total_epochs = 100.0
+  config.warmup_epochs = 5.0
+  config.eval_every = 500
+  config.checkpoint_every = 500
+  return config

@@ -1,0 +1,373 @@
+"""Tests of masked patch prediction: what is corrupted, what is to be predicted."""
+
+import copy
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from PIL import Image
+import pytest
+import tensorflow as tf
+
+from tests import conftest
+from vit_jax import convert
+from vit_jax import predict
+from vit_jax import train
+from vit_jax.configs import common
+from vit_jax.configs import masked_patches as config_lib
+from vit_jax.configs import masked_patches_digits
+from vit_jax.run import config as run_config
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.scale import sharding
+from vit_jax.tasks import masked_patches
+
+
+def options(**kwargs):
+  return ml_collections.ConfigDict({**masked_patches.Task.OPTIONS, **kwargs})
+
+
+def draw(n, patches=50, **kwargs):
+  """Fates and other patches of n images, int [n, patches]."""
+  seeds = tf.constant(np.arange(4 * n).reshape(n, 2, 2), tf.int64)
+  fate, other = tf.map_fn(
+    lambda s: masked_patches.corrupt(s, patches, options(**kwargs)),
+    seeds,
+    fn_output_signature=(tf.int32, tf.int32),
+  )
+  return fate.numpy(), other.numpy()
+
+
+@pytest.mark.parametrize('corruption', [0.5, 0.15])
+def test_half_are_corrupted_of_these_80_10_10(corruption):
+  fate, other = draw(2000, corruption=corruption)
+  shares = np.bincount(fate.reshape(-1), minlength=4) / fate.size
+  want = [
+    1 - corruption,
+    0.8 * corruption,
+    0.1 * corruption,
+    0.1 * corruption,
+  ]
+  # 100,000 independent draws: five standard deviations.
+  for share, p in zip(shares, want):
+    assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / fate.size)
+  # A swapped patch is never its own; all the others are as likely.
+  offset = (other - np.arange(50)) % 50
+  counts = np.bincount(offset.reshape(-1), minlength=50)
+  assert counts[0] == 0
+  assert abs(counts[1:] / other.size - 1 / 49).max() < 5 * math.sqrt(
+    1 / 49 / other.size
+  )
+
+
+def test_shares_may_be_all_or_none():
+  fate, _ = draw(20, corruption=1.0, masked=1.0, swapped=0.0)
+  assert (fate == masked_patches.MASKED).all()
+  fate, _ = draw(20, corruption=1.0, masked=0.0, swapped=0.0)
+  assert (fate == masked_patches.UNCHANGED).all()
+  fate, _ = draw(20, corruption=1.0, masked=0.0, swapped=1.0)
+  assert (fate == masked_patches.SWAPPED).all()
+
+
+def test_patches_are_cut_in_the_order_of_the_tokens_and_pasted_back():
+  image = np.arange(2 * 4 * 6 * 3).reshape(2, 4, 6, 3)
+  patches = masked_patches.cut(image, (2, 3))
+  assert patches.shape == (2, 6, 2, 2, 3)
+  np.testing.assert_array_equal(patches[1, 4], image[1, 2:4, 2:4])
+  np.testing.assert_array_equal(masked_patches.paste(patches, (2, 3)), image)
+
+
+def test_a_colour_has_three_bits_of_each_channel():
+  # -1, just below and at 0, 1: the bins 0, 3, 4, 7 of 8.
+  values = np.array([[-1.0, -1e-3, 0.0], [1.0, 1.0, 1.0], [-1, -1, -1]])
+  np.testing.assert_array_equal(
+    masked_patches.colors(values), [0 * 64 + 3 * 8 + 4, 511, 0]
+  )
+  grey = np.array([[-0.76], [-0.74]])  # 0.12 and 0.13 of 1: below, above 1/8.
+  np.testing.assert_array_equal(masked_patches.colors(grey), [0, 1])
+
+
+def test_the_middle_of_a_colour_has_its_number():
+  for channels in (1, 3):
+    numbers = np.arange(8**channels)
+    values = masked_patches.middle(numbers, channels)
+    np.testing.assert_array_equal(masked_patches.colors(values), numbers)
+    assert abs(values).max() == 7 / 8
+
+
+def test_targets_are_means_over_the_patch_or_its_cells():
+  rng = np.random.RandomState(0)
+  patches = rng.uniform(-1, 1, (2, 3, 8, 4, 3)).astype(np.float32)
+  got = masked_patches.mean_colors(patches)
+  want = np.floor((patches.mean(axis=(2, 3)) + 1) * 4) @ [64, 8, 1]
+  np.testing.assert_array_equal(got, want)
+  cells = masked_patches.mean_colors(patches, 4)  # Cells of 2 x 1 pixels.
+  assert cells.shape == (2, 3, 16)
+  cell = patches[1, 2, 4:6, 3]  # The third row, the last column.
+  want = np.floor((cell.mean(axis=0) + 1) * 4) @ [64, 8, 1]
+  assert cells[1, 2, 2 * 4 + 3] == want
+
+
+def make_task(data_dir, target='mean', channels=1, **kwargs):
+  config = conftest.make_tiny_config(data_dir)
+  config.task = 'masked_patches'
+  config.pp.channels = channels
+  config.update(**kwargs)
+  config.task_options = {'target': target}
+  config = run_config.complete(config)
+  return masked_patches.Task(config, {})
+
+
+def make_batch(task, n=4):
+  rng = np.random.RandomState(0)
+  fate, other = draw(n, task.num_patches)
+  shape = (n, *task.image_size, task.config.pp.channels)
+  image = rng.uniform(-1, 1, shape).astype(np.float32)
+  return {'image': image, 'fate': fate, 'other': other}
+
+
+@pytest.mark.parametrize('channels', [1, 3])
+@pytest.mark.parametrize('target', masked_patches.TARGETS)
+def test_the_loss_is_that_of_the_corrupted_patches_alone(
+  data_dir, target, channels
+):
+  """A new head predicts zeros: every loss has a closed form."""
+  task = make_task(data_dir, target, channels)
+  batch = make_batch(task)
+  params, extra = task.init(jax.random.key(0))
+  (total, weight), metrics = task.loss(params, extra, batch, jax.random.key(0))
+  corrupted = batch['fate'] != masked_patches.KEPT
+  assert weight == corrupted.sum()
+  patches = masked_patches.cut(batch['image'], task.grid)
+  if target == 'l2':
+    want = (patches**2).mean(axis=(2, 3, 4))[corrupted].sum()
+  else:
+    want = math.log(8**channels) * corrupted.sum()
+  np.testing.assert_allclose(total, want, rtol=1e-5)
+  right, count = metrics['accuracy']
+  assert count == weight
+  # The prediction is colour 0, or for pixels the grey in the middle.
+  cells = 4 if target == '4x4' else 1
+  target_colors = masked_patches.mean_colors(patches, cells)
+  guess = 0
+  if target == 'l2':
+    guess = masked_patches.colors(np.zeros(channels))
+  hits = (np.asarray(target_colors) == guess).mean(axis=-1)[corrupted].sum()
+  np.testing.assert_allclose(right, hits, rtol=1e-6)
+  # What is not corrupted does not count, nor do rows that are padding.
+  gradient = jax.grad(
+    lambda params, images: task.loss(
+      params, extra, {**batch, 'image': images}, jax.random.key(0)
+    )[0][0]
+  )(params, batch['image'])
+  assert gradient['head']['bias'].any()
+  sums = task.measure(
+    params, extra, {**batch, 'mask': jnp.array([1.0, 0, 0, 0])}
+  )
+  assert sums['loss'][1] == corrupted[0].sum()
+
+
+def test_tokens_are_masked_swapped_or_left(data_dir):
+  task = make_task(data_dir)
+  params, _ = task.init(jax.random.key(0))
+  batch = make_batch(task, n=1)
+  image = batch['image']
+  n = task.num_patches
+  rng = np.random.RandomState(1)
+  params['head'] = jax.tree.map(
+    lambda x: rng.normal(size=x.shape).astype(np.float32), params['head']
+  )
+
+  def predict_with(image, fate, other=None):
+    other = np.zeros((1, n), np.int32) if other is None else other
+    fate = np.array([fate], np.int32)
+    return np.asarray(
+      task.outputs(params, {}, {'image': image, 'fate': fate, 'other': other})
+    )
+
+  kept = predict_with(image, [0, 0, 0, 0])
+  unchanged = predict_with(image, [masked_patches.UNCHANGED] * n)
+  np.testing.assert_array_equal(kept, unchanged)
+  # A masked patch is not seen at all.
+  fate = [masked_patches.MASKED, 0, 0, 0]
+  other_image = image.copy()
+  other_image[:, :4, :4] = 0.5
+  np.testing.assert_array_equal(
+    predict_with(image, fate), predict_with(other_image, fate)
+  )
+  assert abs(predict_with(image, fate) - kept).max() > 1e-4
+  # A swapped one looks like the other, at its own place.
+  copied = image.copy()
+  copied[:, :4, :4] = image[:, 4:, :4]
+  np.testing.assert_allclose(
+    predict_with(
+      image,
+      [masked_patches.SWAPPED, 0, 0, 0],
+      np.array([[2, 0, 0, 0]], np.int32),
+    ),
+    predict_with(copied, [0, 0, 0, 0]),
+    atol=1e-6,
+  )
+
+
+@pytest.mark.parametrize('mesh, accum_steps', [({'data': 8}, 1), ({'data': 1}, 4), ({'data': 8}, 2)])  # fmt: skip
+def test_unequal_weights_do_not_depend_on_how_a_batch_is_taken_apart(
+  data_dir, mesh, accum_steps
+):
+  """Loss, gradient and parameters beside those of one device, whole."""
+
+  def steps(mesh, accum_steps):
+    config = make_task(data_dir, accum_steps=accum_steps).config
+    config.model.transformer.dropout_rate = 0.0
+    mesh = sharding.make_mesh(mesh, jax.devices()[: math.prod(mesh.values())])
+    program = train.make_program(config, {}, mesh)
+    batch = make_batch(program.task, n=16)
+    # Row by row more is corrupted: the parts' weights are far from equal.
+    batch['fate'] = np.where(
+      np.arange(4) < np.arange(16)[:, None] / 4, batch['fate'] | 1, 0
+    ).astype(np.int32)
+    batch = jax.device_put(batch, sharding.batch_sharding(mesh))
+    state, seen = program.create_state({}), []
+    with jax.set_mesh(mesh):
+      update = program.jit_update()
+      for _ in range(3):
+        state, metrics = update(state, batch)
+        seen.append(
+          [metrics[k] for k in ('train_loss', 'train_accuracy', 'grad_norm')]
+        )
+    return np.array(jax.device_get(seen)), jax.device_get(state.params)
+
+  want, params = steps({'data': 1}, 1)
+  got, other = steps(mesh, accum_steps)
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), other, params
+  )
+
+
+@pytest.fixture(scope='module')
+def finished(data_dir, tmp_path_factory):
+  """A run of masked patches: its config, its folder, what it measured."""
+  config = conftest.make_tiny_config(data_dir)
+  config.task = 'masked_patches'
+  workdir = tmp_path_factory.mktemp('masked')
+  _, metrics = train.train_and_evaluate(copy.deepcopy(config), str(workdir))
+  return config, workdir, metrics
+
+
+def test_a_run_logs_its_accuracy_and_ends_with_a_picture(finished):
+  _, workdir, metrics = finished
+  assert metrics['num_examples_test'] == 360
+  lines = metrics_lib.read(workdir)
+  assert all('train_accuracy' in x for x in lines if 'train_loss' in x)
+  assert 0 <= metrics['accuracy_test'] <= 1
+  # Of the colours of grey, ln 8 is what knows nothing.
+  assert metrics['loss_test'] < math.log(8) + 0.1
+  with Image.open(workdir / 'masked_patches.png') as picture:
+    assert picture.size == (3 * (96 + 8) + 8, 8 * (96 + 8) + 20)
+  assert not (workdir / 'class_names.json').exists()
+  stored = json.loads((workdir / 'config.json').read_text())
+  assert stored['task_options']['corruption'] == 0.5
+
+
+def test_evaluation_masks_the_same_patches_whatever_the_batch(finished):
+  _, workdir, metrics = finished
+  mesh = sharding.make_mesh({'data': 8})
+  model = predict.load(str(workdir), mesh=mesh)
+  source = train.open_for(model.config, type(model.task), {}, 'test')
+  for batch in (8, 200):
+    model.config.batch_eval = batch
+    [evaluator] = model.task.evaluators(mesh, 'test', lambda _: source)
+    again = evaluator.run(model.params, model.extra)
+    assert again['accuracy'] == pytest.approx(metrics['accuracy_test'])
+    assert again['loss'] == pytest.approx(metrics['loss_test'], rel=1e-5)
+
+
+def test_prediction_draws_what_was_masked_and_predicted(finished):
+  _, workdir, _ = finished
+  model = predict.load(str(workdir))
+  images = [np.full((8, 8), value, np.uint8) for value in (0, 255)]
+  pictures = model.predict(images)
+  assert [p.shape for p in pictures] == [(3, 8, 8, 1)] * 2
+  image, seen, guessed = pictures[1]
+  assert (image == 1).all()
+  assert set(np.unique(seen)) <= {0.0, 1.0}
+  kept = seen == 1
+  np.testing.assert_array_equal(guessed[kept], image[kept])
+  assert model.predict([]) == []
+
+
+def test_fine_tuning_takes_all_but_what_is_its_own(
+  finished, data_dir, tmp_path
+):
+  _, workdir, _ = finished
+  config = conftest.make_tiny_config(data_dir)
+  config.pretrained = str(workdir)
+  config.update(total_steps=1, warmup_steps=0, base_lr=0.0)
+  state, _ = train.train_and_evaluate(config, str(tmp_path / 'tuned'))
+  pretrained = predict.load(str(workdir)).params
+  assert 'mask_token' in pretrained
+  assert 'mask_token' not in state.params
+  assert state.params['head']['kernel'].shape == (16, 10)
+  for key in ('Transformer', 'embedding', 'cls'):
+    jax.tree.map(
+      np.testing.assert_array_equal, state.params[key], pretrained[key]
+    )
+  model, _ = convert.convert(str(workdir), str(tmp_path / 'masked.npz'))
+  assert model.num_classes == 0
+  with np.load(tmp_path / 'masked.npz') as arrays:
+    assert not {'mask_token', 'head/kernel'} & set(arrays.files)
+
+
+def test_the_recipe_is_the_papers():
+  config = config_lib.get_config('b16,imagenet2012')
+  assert (config.optimizer, config.base_lr, config.decay_type) == (
+    'adam', 2e-4, 'cosine',
+  )  # fmt: skip
+  assert (config.batch, config.total_steps, config.warmup_steps) == (
+    4096, 1_000_000, 10_000,
+  )  # fmt: skip
+  assert config.task == masked_patches_digits.get_config().task
+  assert dict(masked_patches.Task.OPTIONS) == dict(
+    corruption=0.5, masked=0.8, swapped=0.1, target='mean'
+  )
+  with pytest.raises(ValueError, match='must be MODEL,DATA'):
+    config_lib.get_config('b16')
+  # 512 colours a patch, and the parameters of B/16 without a classifier.
+  config = run_config.complete(config)
+  task = masked_patches.Task(config, {})
+  params, _ = jax.eval_shape(task.init, jax.random.key(0))
+  count = sum(x.size for x in jax.tree.leaves(params))
+  assert count == 86_567_656 - 769 * 1000 + 769 * 512 + 768
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    ({'corruption': 0.0}, 'corruption=0.0 leaves nothing to predict'),
+    ({'corruption': 1.5}, 'corruption=1.5 must be from 0 to 1'),
+    ({'masked': 0.9, 'swapped': 0.2}, 'must not sum to more than 1'),
+    ({'target': 'hog'}, "target='hog' is unknown: use one of"),
+    ({'corruptoin': 0.5}, "no key 'task_options.corruptoin': did you mean"),
+    ({'target': 1}, 'task_options.target=1 must be str'),
+  ],
+)
+def test_wrong_options_are_named(data_dir, change, message):
+  config = conftest.make_tiny_config(data_dir)
+  config.task = 'masked_patches'
+  config.task_options = change
+  with pytest.raises(ValueError, match=message):
+    masked_patches.Task(run_config.complete(config), {})
+
+
+def test_models_and_images_that_do_not_fit_are_named(data_dir):
+  config = common.get_config()
+  config.task = 'masked_patches'
+  config = run_config.complete(config)
+  config.model = config_lib.models.get_config('mixer_b16')
+  with pytest.raises(ValueError, match='has no tokens that could be masked'):
+    masked_patches.Task(config, {})
+  with pytest.raises(ValueError, match='is one patch'):
+    make_task(data_dir, **{'pp': {'crop': 4}})
