@@ -69,6 +69,16 @@ def test_prediction_is_evaluation(folder_run):
   np.testing.assert_allclose(model.logits(many)[36:40], got[:4], atol=1e-5)
 
 
+def test_a_classifier_draws_nothing(folder_run, tmp_path, monkeypatch):
+  _, workdir, _ = folder_run
+  argv = ['predict', 'a.png', f'--workdir={workdir}', f'--out={tmp_path}/a.png']
+  monkeypatch.setattr(sys, 'argv', argv)
+  with pytest.raises(
+    ValueError, match="task 'classify' says of an image is no picture"
+  ):
+    predict.main()
+
+
 def test_images_may_be_arrays_of_any_size(folder_run):
   _, workdir, _ = folder_run
   model = predict.load(str(workdir))

@@ -153,10 +153,9 @@ def _model_step(args, mesh, train: bool, attention: str) -> Callable:
   metadata = run_config.get_task(config.task).planned_metadata(config, 1000)
   program = train_lib.make_program(config, metadata, mesh)
   rng = np.random.RandomState(0)
-  size = (args.batch, args.image_size, args.image_size, 3)
   batch = {
-    'image': rng.uniform(-1, 1, size).astype(np.float32),
-    'label': np.eye(1000, dtype=np.float32)[rng.randint(1000, size=args.batch)],
+    name: rng.uniform(size=spec.shape).astype(spec.dtype)
+    for name, spec in program.task.batch_spec(args.batch).items()
   }
   batch = jax.device_put(batch, sharding.batch_sharding(mesh))
   holder = [program.create_state({})]

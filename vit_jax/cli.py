@@ -234,7 +234,8 @@ def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
     sys.argv = whole
   raise ValueError(
     f'{reason} (see --help; the keys of a config are in configs/common.py, those of '
-    'config.model in configs/models.py)'
+    'config.model in configs/models.py, those of config.task_options in the file of '
+    'the task)'
   )
 
 

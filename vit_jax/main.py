@@ -14,9 +14,17 @@ fine-tune published weights, on a TFDS data set or a folder:
   python -m vit_jax.main --config=configs/vit.py:b16,cifar10 \
     --config.pretrained=ViT-B_16.npz --workdir=/tmp/cifar10
 
+pre-train without labels, by masked patch prediction:
+
+  python -m vit_jax.main --config=configs/masked_patches.py:b16,/data/photos \
+    --workdir=/tmp/masked
+
 Stop it any time, with Ctrl-C or otherwise: the same command goes on where it was.
 Every key of a config can be set, for example --config.base_lr=0.01; the keys
-and what they do are in configs/common.py.
+and what they do are in configs/common.py. What is learned is a task
+(config.task), whose own options are set like --config.task_options.mixup=0.2 and
+are in its file, vit_jax/tasks/classify.py; a task of your own is the module
+that config.task names (vit_jax/tasks/base.py).
 
 Evaluate a run on any split, without training:
 

@@ -81,7 +81,20 @@ def main() -> None:
   args = parser.parse_args()
   cli.quiet()
   cli.avoid_libtpu()
+  from vit_jax.run import workdir as workdir_lib
+
+  if args.out and not workdir_lib.absolute(args.out).parent.is_dir():
+    raise ValueError(f"out='{args.out}' is in no folder that exists (--out)")
   model = load(args.workdir, args.step)
+  if bool(args.out) != model.task.DRAWS:
+    raise ValueError(
+      f"what a run of task '{model.config.task}' says of an image is "
+      + (
+        'a picture: give --out=FILE.png'
+        if model.task.DRAWS
+        else 'no picture: leave --out away'
+      )
+    )
   for line in model.report(args.images, args):
     print(line)
 

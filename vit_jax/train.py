@@ -377,4 +377,6 @@ def _summarise(run, metrics, seconds):
     say(
       f'Next, {task.NEXT}:\n  python -m vit_jax.predict '
       f'--workdir={shlex.quote(str(workdir))} {shlex.quote(str(example))}'
+      + ' --out=picture.png'
+      * task.DRAWS
     )

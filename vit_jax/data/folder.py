@@ -204,7 +204,7 @@ def _find_images(top):
 def _warn_of_ignored(paths, top):
   if paths:
     logging.warning(
-      'Ignored %d files of %s that are no images, the first: %s',
+      'Ignored %d files of %s that are no images of a class folder, the first: %s',
       len(paths),
       top,
       paths[0],

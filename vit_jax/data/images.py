@@ -211,3 +211,10 @@ def _why_broken(path, deep):
   except DECODE_ERRORS as e:
     return first_line(e)
   return ''
+
+
+def encode_png(pixels: np.ndarray) -> bytes:
+  """Returns the contents of a PNG file of uint8 [height, width, 3]."""
+  buffer = io.BytesIO()
+  Image.fromarray(pixels).save(buffer, 'PNG')
+  return buffer.getvalue()

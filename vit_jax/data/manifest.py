@@ -22,6 +22,7 @@ import os
 from typing import Any
 from typing import NamedTuple
 
+from absl import logging
 import tensorflow as tf
 
 from vit_jax.data import folder
@@ -138,7 +139,8 @@ def _parse(root, base) -> list[_Line]:
     try:
       values = json.loads(text)
     except ValueError as e:
-      raise ValueError(f'{where}: this is no JSON: {e}') from e
+      reason = str(e).replace('line 1 column', 'column')
+      raise ValueError(f'{where}: this is no JSON: {reason}') from e
     if not isinstance(values, dict):
       raise ValueError(
         f'{where}: a line must be an object, {{"image": PATH, ...}}: '
@@ -283,6 +285,14 @@ def _labels(everything, taken, names):
   rows = _numbers(rows, everything, names)
   by_line = {line.where: row for line, row in zip(everything, rows)}
   rows = [by_line[line.where] for line in taken]
+  missing = [line.where for line, row in zip(taken, rows) if not row]
+  if missing:
+    logging.warning(
+      '%d of %d images have no label and do not count, the first: %s',
+      len(missing),
+      len(taken),
+      missing[0],
+    )
   return records.padded(records.stack(rows, records.Kind('int64', (None,))))
 
 

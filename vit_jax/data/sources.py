@@ -202,7 +202,8 @@ def _open_tfds(config, dataset, split, features):
     if base not in info.splits:
       raise ValueError(
         f"data set '{dataset}' has no split '{base}': it has "
-        f'{list(info.splits)} (config.pp.train, config.pp.test, --evaluate)'
+        f'{list(info.splits)} (config.pp.train, config.pp.test, '
+        'config.evals, --evaluate)'
       )
   if not info.splits[split].num_examples:
     raise ValueError(f"split '{split}' of '{dataset}' is empty")

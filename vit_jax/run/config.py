@@ -25,30 +25,31 @@ def get_task(name: str) -> type:
   """Returns the class of a task.
 
   Args:
-    name: a key of TASKS, or the dotted name of a module that has a class `Task`.
+    name: a key of TASKS, or the name of a module that has a class `Task`.
 
   Raises:
     ValueError: if there is no such task.
   """
   module = TASKS.get(name) or name
-  parts = module.split('.')
-  if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-    raise ValueError(
-      f"task='{name}' is unknown: use one of {sorted(TASKS)}, or a module with a "
-      "class Task, 'my_package.my_task' say (config.task)"
-    )
+  remedy = (
+    f'use one of {sorted(TASKS)}, or a module with a class Task that Python finds '
+    "from the current folder or PYTHONPATH, 'my_package.my_task' say (config.task)"
+  )
+  if not all(part.isidentifier() for part in module.split('.')):
+    raise ValueError(f"task='{name}' is unknown: {remedy}")
   try:
-    return importlib.import_module(module).Task
+    found = importlib.import_module(module)
   except ModuleNotFoundError as e:
-    if e.name is None or not module.startswith(e.name):
+    if e.name is None or not f'{module}.'.startswith(f'{e.name}.'):
       raise  # Of what the module itself imports.
     raise ValueError(
-      f"task='{name}': there is no module '{e.name}' (config.task)"
+      f"task='{name}' is unknown: there is no module '{e.name}'; {remedy}"
     ) from e
-  except AttributeError as e:
+  if not hasattr(found, 'Task'):
     raise ValueError(
       f"task='{name}': the module has no class Task (config.task)"
-    ) from e
+    )
+  return found.Task
 
 
 def complete(config) -> ml_collections.ConfigDict:
@@ -125,12 +126,15 @@ def evaluations(config) -> list[tuple[str, str, str | None]]:
     ValueError: if an entry is none, or two have one name.
   """
   found = []
-  for entry in config.evals or (('test', config.pp.test),):
+  entries = config.evals or (('test', config.pp.test),)
+  if all(isinstance(x, str) for x in entries) and len(entries) in (2, 3):
+    entries = (entries,)  # A single one, whose tuple has lost its comma.
+  for entry in entries:
     entry = tuple(entry) if isinstance(entry, (list, tuple)) else (entry,)
     if len(entry) not in (2, 3) or not all(isinstance(x, str) for x in entry):
       raise ValueError(
-        f'evals: {entry!r} must be (name, split) or (name, split, data set), '
-        "('val', 'train[90%:]') say (config.evals)"
+        f'evals: {entry!r} must be (name, split) or (name, split, data set); '
+        "(('val', 'train[90%:]'),) for one (config.evals)"
       )
     found.append((*entry, None)[:3])
   names = [name for name, _, _ in found]

@@ -1,13 +1,12 @@
 """Numbers of a run: `workdir/metrics.jsonl`, and TensorBoard events beside it."""
 
-import io
 import json
 
 from clu import metric_writers
 from etils import epath
 import jax
-from PIL import Image
 
+from vit_jax.data import images
 from vit_jax.run import workdir as workdir_lib
 
 
@@ -89,10 +88,8 @@ def write_pictures(workdir, step: int, pictures) -> list[epath.Path]:
     return []
   paths = []
   for name, pixels in pictures.items():
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, 'PNG')
     paths.append(epath.Path(workdir) / f'{name}.png')
-    paths[-1].write_bytes(buffer.getvalue())
+    paths[-1].write_bytes(images.encode_png(pixels))
   writer = metric_writers.SummaryWriter(str(workdir))
   writer.write_images(step, {k: v[None] for k, v in pictures.items()})
   writer.close()

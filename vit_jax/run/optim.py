@@ -175,14 +175,16 @@ def multipliers(rules: Sequence[tuple[str, float]], params):
       no parameter.
   """
   compiled = []
+  if len(rules) == 2 and isinstance(rules[0], str):
+    rules = (rules,)  # A single one, whose tuple has lost its comma.
   for rule in rules:
     try:
       regex, factor = rule
       compiled.append((re.compile(regex), float(factor)))
     except (TypeError, ValueError, re.error) as e:
       raise ValueError(
-        f'lr_multipliers: {rule!r} is no pair (regex, factor): {e} '
-        '(config.lr_multipliers)'
+        f'lr_multipliers: {rule!r} is no pair of a regular expression and a '
+        "number; (('head/', 1.0), ('', 0.0)) for two (config.lr_multipliers)"
       ) from e
     if not 0 <= compiled[-1][1] < float('inf'):
       raise ValueError(
@@ -200,13 +202,14 @@ def multipliers(rules: Sequence[tuple[str, float]], params):
 
   factors = jax.tree_util.tree_map_with_path(factor_of, params)
   if unused:
-    names = [
-      sharding.path_name(path)
+    names = {
+      sharding.path_name(path).split('/')[0] + '/' * (len(path) > 1): None
       for path, _ in jax.tree_util.tree_leaves_with_path(params)
-    ]
+    }
     raise ValueError(
-      f'lr_multipliers: {sorted(unused)} match no parameter that an earlier rule '
-      f'leaves; parameters are {_some(names)} (config.lr_multipliers)'
+      f'lr_multipliers: {sorted(unused)} match no parameter (or none that an '
+      f'earlier rule leaves); paths begin with {", ".join(names)} '
+      '(config.lr_multipliers)'
     )
   if not any(jax.tree.leaves(factors)):
     raise ValueError(
@@ -226,13 +229,6 @@ def count_frozen(rules, params) -> int:
     for x, factor in zip(jax.tree.leaves(params), jax.tree.leaves(factors))
     if not factor
   )
-
-
-def _some(names, count=12):
-  """Shows the names of the parameters, the layers of an encoder but once."""
-  shown = [name for name in names if not re.search(r'_[1-9]\d*/', name)]
-  more = len(names) - len(shown[:count])
-  return ', '.join(shown[:count]) + (f' and {more} more' if more else '')
 
 
 def stop_frozen(params, factors):

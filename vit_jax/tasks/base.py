@@ -55,6 +55,7 @@ class Task(abc.ABC):
     OWN_PARAMS: beginnings of the paths of parameters that only this objective can
       use: runs that start from one of this task, and converted weights, do not
       get them.
+    DRAWS: whether that is a picture, which the predictor's `report` writes.
     NEXT: what `python -m vit_jax.predict` tells of an image, in words.
     config: the config of the run, complete.
     metadata: what `make_metadata` returned.
@@ -70,6 +71,7 @@ class Task(abc.ABC):
   METADATA: ClassVar[tuple[str, ...]] = ()
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head/',)
   OWN_PARAMS: ClassVar[tuple[str, ...]] = ()
+  DRAWS: ClassVar[bool] = False
   NEXT: ClassVar[str] = 'what the model says of an image'
 
   model: Any = None
@@ -274,7 +276,7 @@ class Predictor:
     class_names: names of the classes, in the order of the logits.
   """
 
-  BATCH = 32
+  BATCH = 32  # Images at a time.
 
   def __init__(self, task: Task, params, extra, step: int):
     self.task = task

@@ -10,6 +10,7 @@ Shapes: B images, h x w = N patches of p x q pixels, C channels, D width of a to
 
 import math
 
+from etils import epath
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ import tensorflow as tf
 from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax import models_vit
+from vit_jax.data import images as images_lib
 from vit_jax.run import state as state_lib
 from vit_jax.tasks import base
 
@@ -88,6 +90,7 @@ class Task(base.Task):
   METRICS = ('accuracy', 'loss')
   NEW_PARAMS = ('head/', 'mask_token')
   OWN_PARAMS = ('head/', 'mask_token')
+  DRAWS = True
   NEXT = 'an image, what is masked of it, and what is predicted'
 
   def __init__(self, config, metadata):
@@ -212,8 +215,8 @@ class Task(base.Task):
       'l2': 'the pixels of',
     }[self.options.target]
     return (
-      f'to predict {what} corrupted patches, {self.options.corruption:.0%} of '
-      f'{self.num_patches}'
+      f'to predict {what} corrupted patches: {self.options.corruption:.0%} of the '
+      f'{self.num_patches} of an image'
     )
 
   def predictor(self, params, extra, step):
@@ -283,9 +286,9 @@ class Predictor(base.Predictor):
 
   def report(self, images, args):
     """Writes a picture."""
-    out = args.out or 'masked_patches.png'
+    out = epath.Path(args.out)
     pictures = np.stack(self.predict(images))
-    Image.fromarray(draw(pictures)).save(out)
+    out.write_bytes(images_lib.encode_png(draw(pictures)))
     return [f'{len(pictures)} image(s), masked and predicted: {out}']
 
 
