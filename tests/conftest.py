@@ -1,6 +1,9 @@
 """Eight simulated devices for every test, and the fixtures that tests share."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Before jax is imported.
 os.environ['XLA_FLAGS'] = ' '.join(
@@ -22,6 +25,15 @@ from vit_jax.configs import models
 
 # Bit-exact tests below compare runs on the same backend.
 jax.config.update('jax_platforms', 'cpu')
+
+_COMPILED = 'VIT_JAX_TESTS_COMPILED'
+# What one test has compiled the next one loads, in all processes of pytest.
+if _COMPILED not in os.environ:
+  os.environ[_COMPILED] = tempfile.mkdtemp()
+  atexit.register(shutil.rmtree, os.environ[_COMPILED], ignore_errors=True)
+jax.config.update('jax_compilation_cache_dir', os.environ[_COMPILED])
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
 
 
 def make_folder(root, counts, splits=('train', 'test'), size=(24, 20)):
