@@ -5,8 +5,8 @@ r"""Predicts masked patches of scikit-learn's digits, without a download.
 
 A small ViT sees digits of 16x16 pixels in patches of 4x4, half of them corrupted,
 and predicts the mean grey of each in 3 bits: 67 % of the test images' corrupted
-patches right, of eight values, in two minutes on two cores. It ends with a picture
-of test images, masked_patches.png.
+patches right, of eight values, after a few minutes on two cores. It ends with a
+picture of test images, masked_patches.png.
 """
 
 from vit_jax.configs import digits
