@@ -20,11 +20,13 @@ setuptools.setup(
   python_requires='>=3.11',
   packages=[
     'vit_jax',
+    'vit_jax.augmentation',
     'vit_jax.configs',
     'vit_jax.data',
     'vit_jax.datasets',
     'vit_jax.evaluators',
     'vit_jax.layers',
+    'vit_jax.learning',
     'vit_jax.run',
     'vit_jax.scale',
     'vit_jax.tasks',

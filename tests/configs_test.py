@@ -13,8 +13,8 @@ from vit_jax.configs import augreg
 from vit_jax.configs import common
 from vit_jax.configs import pretrain
 from vit_jax.configs import vit
+from vit_jax.learning import optim
 from vit_jax.run import config as run_config
-from vit_jax.run import optim
 
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 

@@ -20,7 +20,9 @@ FLOORS = [
   ['models_vit', 'models_resnet', 'models_mixer'],
   ['models', 'datasets'],
   ['data'],
+  ['augmentation'],
   ['preprocess'],
+  ['learning'],
   ['run'],
   ['weights'],
   ['input_pipeline', 'checkpoint', 'convert', 'utils', 'test_utils'],
@@ -32,7 +34,8 @@ FLOORS = [
   ['main'],
 ]
 ROOMS = (
-  'data', 'datasets', 'evaluators', 'layers', 'run', 'scale', 'tasks', 'weights',
+  'augmentation', 'data', 'datasets', 'evaluators', 'layers', 'learning', 'run',
+  'scale', 'tasks', 'weights',
 )  # fmt: skip
 
 
@@ -50,7 +53,7 @@ def run(code, cwd='/'):
 
 def test_models_load_neither_tensorflow_nor_the_trainer():
   done = run(
-    'import sys, vit_jax.models, vit_jax.run.losses, vit_jax.run.optim\n'
+    'import sys, vit_jax.models, vit_jax.learning.losses, vit_jax.learning.optim\n'
     'for name in ("tensorflow", "tensorflow_datasets", "orbax", "clu",'
     ' "matplotlib"):\n'
     '  assert name not in sys.modules, name\n'

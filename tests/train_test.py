@@ -15,9 +15,9 @@ from tests import trees
 from vit_jax import evaluate
 from vit_jax import predict
 from vit_jax import train
+from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import state as state_lib
 from vit_jax.run import stopping
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.scale import sharding

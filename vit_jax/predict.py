@@ -39,8 +39,8 @@ def load(
   # Imported late: they bring TensorFlow, which takes seconds to load.
   cli.load_tensorflow()
   from vit_jax import train
+  from vit_jax.learning import state as state_lib
   from vit_jax.run import checkpoints as checkpoints_lib
-  from vit_jax.run import state as state_lib
   from vit_jax.run import workdir as workdir_lib
   from vit_jax.scale import sharding
 

@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 import tensorflow as tf
 
-from vit_jax.data import augment
-from vit_jax.data import geometry
+from vit_jax.augmentation import geometry
+from vit_jax.augmentation import pixels
 from vit_jax.data import images
 
 crop_size = geometry.crop_size  # What it means is said where it is used.
@@ -111,13 +111,13 @@ def _change_pixels(image, seed, pp):
   if pp.randaugment:
     layers, magnitude = pp.randaugment
     values = tf.cast(image * 127.5 + 128, tf.uint8)  # Rounded.
-    values = augment.randaugment(values, fold(seed, 1), layers, magnitude)
+    values = pixels.randaugment(values, fold(seed, 1), layers, magnitude)
     image = images.to_float(values)
   if pp.color_jitter:
     strengths = (pp.color_jitter,) * 3
-    image = augment.color_jitter(image, fold(seed, 2), *strengths)
+    image = pixels.color_jitter(image, fold(seed, 2), *strengths)
   if pp.random_erasing:
-    image = augment.random_erasing(image, fold(seed, 3), pp.random_erasing)
+    image = pixels.random_erasing(image, fold(seed, 3), pp.random_erasing)
   return image
 
 

@@ -22,13 +22,13 @@ from vit_jax import preprocess
 from vit_jax.data import mixture
 from vit_jax.data import sources
 from vit_jax.layers import attention
+from vit_jax.learning import losses
+from vit_jax.learning import optim
+from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import config as run_config
 from vit_jax.run import loop
-from vit_jax.run import losses
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import optim
-from vit_jax.run import state as state_lib
 from vit_jax.run import stopping
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.scale import sharding

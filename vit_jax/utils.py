@@ -7,7 +7,7 @@ from absl import logging
 from etils import epath
 import jax
 
-from vit_jax.run import optim
+from vit_jax.learning import optim
 
 create_learning_rate_schedule = optim.create_learning_rate_schedule
 

@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from vit_jax.run import state as state_lib
+from vit_jax.learning import state as state_lib
 from vit_jax.run import workdir as workdir_lib
 
 

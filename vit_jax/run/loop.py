@@ -13,8 +13,8 @@ from jax.experimental import multihost_utils
 import tqdm
 
 from vit_jax import cli
+from vit_jax.learning import state as state_lib
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import state as state_lib
 from vit_jax.run import stopping
 
 

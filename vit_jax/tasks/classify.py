@@ -9,8 +9,8 @@ import numpy as np
 
 from vit_jax import input_pipeline
 from vit_jax import models
-from vit_jax.data import mixing
-from vit_jax.run import losses
+from vit_jax.augmentation import mixing
+from vit_jax.learning import losses
 from vit_jax.tasks import base
 
 

@@ -23,7 +23,7 @@ from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax import models_vit
 from vit_jax.data import images as images_lib
-from vit_jax.run import state as state_lib
+from vit_jax.learning import state as state_lib
 from vit_jax.tasks import base
 
 # What may become of a patch.

@@ -272,10 +272,12 @@ def _write_torch(dst, state, config):
 
 
 def _write_workdir(model, dst):
+  from vit_jax.learning import (
+    optim,  # Late: they bring Orbax and the optimisers.
+  )
+  from vit_jax.learning import state as state_lib
   from vit_jax.run import checkpoints as checkpoints_lib
   from vit_jax.run import config as run_config
-  from vit_jax.run import optim  # Late: they bring Orbax and the optimisers.
-  from vit_jax.run import state as state_lib
 
   config = common.get_config()
   config.model = model.config

@@ -12,8 +12,8 @@ from scipy import stats
 import tensorflow as tf
 
 from vit_jax import preprocess
+from vit_jax.augmentation import pixels
 from vit_jax.configs import common
-from vit_jax.data import augment
 from vit_jax.data import images
 
 
@@ -43,10 +43,10 @@ def pp(**kwargs):
 
 def test_operations_without_a_magnitude_are_pillows():
   np.testing.assert_array_equal(
-    augment.autocontrast(IMAGE), ImageOps.autocontrast(PIL)
+    pixels.autocontrast(IMAGE), ImageOps.autocontrast(PIL)
   )
-  np.testing.assert_array_equal(augment.equalize(IMAGE), ImageOps.equalize(PIL))
-  np.testing.assert_array_equal(augment.invert(IMAGE), ImageOps.invert(PIL))
+  np.testing.assert_array_equal(pixels.equalize(IMAGE), ImageOps.equalize(PIL))
+  np.testing.assert_array_equal(pixels.invert(IMAGE), ImageOps.invert(PIL))
 
 
 @pytest.mark.parametrize(
@@ -62,22 +62,22 @@ def test_operations_without_a_magnitude_are_pillows():
 def test_histograms_of_rare_forms_are_pillows(image):
   pil = Image.fromarray(image)
   np.testing.assert_array_equal(
-    augment.autocontrast(image), ImageOps.autocontrast(pil)
+    pixels.autocontrast(image), ImageOps.autocontrast(pil)
   )
-  np.testing.assert_array_equal(augment.equalize(image), ImageOps.equalize(pil))
+  np.testing.assert_array_equal(pixels.equalize(image), ImageOps.equalize(pil))
 
 
 @pytest.mark.parametrize('bits', range(1, 9))
 def test_posterize_is_pillows(bits):
   np.testing.assert_array_equal(
-    augment.posterize(IMAGE, bits), ImageOps.posterize(PIL, bits)
+    pixels.posterize(IMAGE, bits), ImageOps.posterize(PIL, bits)
   )
 
 
 @pytest.mark.parametrize('threshold', [0, 1, 128, 255])
 def test_solarize_is_pillows(threshold):
   np.testing.assert_array_equal(
-    augment.solarize(IMAGE, threshold), ImageOps.solarize(PIL, threshold)
+    pixels.solarize(IMAGE, threshold), ImageOps.solarize(PIL, threshold)
   )
 
 
@@ -85,14 +85,14 @@ def test_solarize_is_pillows(threshold):
 def test_solarize_add_in_closed_form(addition):
   wide = IMAGE.astype(int)
   want = np.where(wide < 128, np.minimum(wide + addition, 255), wide)
-  np.testing.assert_array_equal(augment.solarize_add(IMAGE, addition), want)
+  np.testing.assert_array_equal(pixels.solarize_add(IMAGE, addition), want)
 
 
 @pytest.mark.parametrize('factor', FACTORS)
 @pytest.mark.parametrize('name', ['color', 'brightness', 'sharpness'])
 def test_enhancing_is_pillows(name, factor):
   enhance = getattr(ImageEnhance, name.capitalize())(PIL).enhance
-  got = getattr(augment, name)(IMAGE, factor)
+  got = getattr(pixels, name)(IMAGE, factor)
   np.testing.assert_array_equal(got, enhance(factor))
 
 
@@ -104,19 +104,19 @@ def test_contrast_blends_with_the_number_of_pixels(factor, shape, grey):
   image = picture(*shape)
   flat = Image.new('RGB', shape[::-1], (grey,) * 3)
   want = Image.blend(flat, Image.fromarray(image), factor)
-  np.testing.assert_array_equal(augment.contrast(image, factor), want)
+  np.testing.assert_array_equal(pixels.contrast(image, factor), want)
 
 
 def test_contrast_is_pillows_where_the_mean_is_that_number():
   image = np.tile(np.array([[[156], [236]]], np.uint8), (224, 112, 3))
   want = ImageEnhance.Contrast(Image.fromarray(image)).enhance(0.3)
-  np.testing.assert_array_equal(augment.contrast(image, 0.3), want)
+  np.testing.assert_array_equal(pixels.contrast(image, 0.3), want)
 
 
 @pytest.mark.parametrize('degrees', [-60.0, -7.0, 30.0, 45.0, 90.0])
 def test_rotate_is_pillows(degrees):
   want = np.asarray(PIL.rotate(degrees, fillcolor=(128,) * 3))
-  got = augment.rotate(IMAGE, degrees).numpy()
+  got = pixels.rotate(IMAGE, degrees).numpy()
   # Where a position is half between two pixels, either may be taken.
   assert (got != want).any(-1).mean() < 0.02
   if abs(degrees) > 10:
@@ -127,8 +127,8 @@ def test_rotate_is_pillows(degrees):
 def test_shears_are_pillows(level):
   for function, data in (
     # Pillow measures from the edge of the image, not the middle of a pixel.
-    (augment.shear_x, (1, level, -level / 2, 0, 1, 0)),
-    (augment.shear_y, (1, 0, 0, level, 1, -level / 2)),
+    (pixels.shear_x, (1, level, -level / 2, 0, 1, 0)),
+    (pixels.shear_y, (1, 0, 0, level, 1, -level / 2)),
   ):
     want = PIL.transform(
       PIL.size, Image.Transform.AFFINE, data, fillcolor=(128,) * 3
@@ -141,16 +141,16 @@ def test_translations_in_closed_form(pixels):
   padded = np.pad(IMAGE, ((200, 200), (200, 200), (0, 0)), constant_values=128)
   start = 200 + int(pixels)
   np.testing.assert_array_equal(
-    augment.translate_x(IMAGE, pixels), padded[200:260, start : start + 80]
+    pixels.translate_x(IMAGE, pixels), padded[200:260, start : start + 80]
   )
   np.testing.assert_array_equal(
-    augment.translate_y(IMAGE, pixels), padded[start : start + 60, 200:280]
+    pixels.translate_y(IMAGE, pixels), padded[start : start + 60, 200:280]
   )
 
 
 def test_cutout_is_a_square_about_any_pixel():
   black = np.zeros((12, 16, 3), np.uint8)
-  hole = tf.function(lambda s: augment.cutout(black, s, 2))
+  hole = tf.function(lambda s: pixels.cutout(black, s, 2))
   seen = set()
   for number in range(1500):
     holes = hole(seed(number)).numpy()
@@ -166,14 +166,14 @@ def test_cutout_is_a_square_about_any_pixel():
     for y in range(12)
     for x in range(16)
   }
-  image = augment.cutout(IMAGE, seed(0), 0)
+  image = pixels.cutout(IMAGE, seed(0), 0)
   np.testing.assert_array_equal(image, IMAGE)
 
 
-@pytest.mark.parametrize('name', augment.OPERATIONS)
+@pytest.mark.parametrize('name', pixels.OPERATIONS)
 def test_a_grey_image_is_a_colour_image_of_equal_channels(name):
   grey = IMAGE[..., :1]
-  operation = augment.OPERATIONS[name]
+  operation = pixels.OPERATIONS[name]
   one = operation(grey, 7, seed(1)).numpy()
   three = operation(np.repeat(grey, 3, 2), 7, seed(1)).numpy()
   assert one.shape == grey.shape
@@ -181,11 +181,11 @@ def test_a_grey_image_is_a_colour_image_of_equal_channels(name):
     np.testing.assert_array_equal(three[..., channel], one[..., 0])
 
 
-@pytest.mark.parametrize('name', augment.OPERATIONS)
+@pytest.mark.parametrize('name', pixels.OPERATIONS)
 @pytest.mark.parametrize('shape', [(1, 1, 3), (2, 5, 1), (9, 2, 3)])
 def test_tiny_images_keep_their_shape(name, shape):
   image = np.full(shape, 200, np.uint8)
-  got = augment.OPERATIONS[name](image, 15, seed(0))
+  got = pixels.OPERATIONS[name](image, 15, seed(0))
   assert (got.dtype, got.shape) == (tf.uint8, shape)
 
 
@@ -193,41 +193,41 @@ def test_tiny_images_keep_their_shape(name, shape):
 # Thresholds and shifts are those that its uint8 arithmetic makes of int(25.6m)
 # and int(.4m).
 ONE_WAY = {
-  'AutoContrast': (augment.autocontrast, {0: (), 10: (), 15: ()}),
-  'Equalize': (augment.equalize, {0: (), 10: (), 15: ()}),
-  'Invert': (augment.invert, {0: (), 10: (), 15: ()}),
+  'AutoContrast': (pixels.autocontrast, {0: (), 10: (), 15: ()}),
+  'Equalize': (pixels.equalize, {0: (), 10: (), 15: ()}),
+  'Invert': (pixels.invert, {0: (), 10: (), 15: ()}),
   'Posterize': (
-    augment.posterize,
+    pixels.posterize,
     {0: 1, 2: 1, 5: 2, 10: 4, 15: 6, 20: 8, 22: 8, 23: 1, 30: 1},
   ),
   'Solarize': (
-    augment.solarize, {0: 0, 5: 128, 9: 230, 10: 0, 15: 128, 20: 0},
+    pixels.solarize, {0: 0, 5: 128, 9: 230, 10: 0, 15: 128, 20: 0},
   ),
-  'SolarizeAdd': (augment.solarize_add, {0: 0, 10: 110, 15: 165, 20: 220}),
-  'Color': (augment.color, {0: 0.1, 5: 1, 10: 1.9, 15: 2.8, 20: 3.7}),
-  'Contrast': (augment.contrast, {0: 0.1, 5: 1, 10: 1.9, 15: 2.8, 20: 3.7}),
-  'Brightness': (augment.brightness, {0: 0.1, 5: 1, 10: 1.9, 15: 2.8, 20: 3.7}),
-  'Sharpness': (augment.sharpness, {0: 0.1, 5: 1, 10: 1.9, 15: 2.8, 20: 3.7}),
+  'SolarizeAdd': (pixels.solarize_add, {0: 0, 10: 110, 15: 165, 20: 220}),
+  'Color': (pixels.color, {0: 0.1, 5: 1, 10: 1.9, 15: 2.8, 20: 3.7}),
+  'Contrast': (pixels.contrast, {0: 0.1, 5: 1, 10: 1.9, 15: 2.8, 20: 3.7}),
+  'Brightness': (pixels.brightness, {0: 0.1, 5: 1, 10: 1.9, 15: 2.8, 20: 3.7}),
+  'Sharpness': (pixels.sharpness, {0: 0.1, 5: 1, 10: 1.9, 15: 2.8, 20: 3.7}),
 }  # fmt: skip
 EITHER_WAY = {
-  'Rotate': (augment.rotate, {0: 0.0, 10: 30.0, 15: 45.0, 20: 60.0}),
-  'ShearX': (augment.shear_x, {0: 0.0, 10: 0.3, 15: 0.45, 20: 0.6}),
-  'ShearY': (augment.shear_y, {0: 0.0, 10: 0.3, 15: 0.45, 20: 0.6}),
-  'TranslateX': (augment.translate_x, {0: 0.0, 2: 20.0, 5: 50.0}),
-  'TranslateY': (augment.translate_y, {0: 0.0, 2: 20.0, 5: 50.0}),
+  'Rotate': (pixels.rotate, {0: 0.0, 10: 30.0, 15: 45.0, 20: 60.0}),
+  'ShearX': (pixels.shear_x, {0: 0.0, 10: 0.3, 15: 0.45, 20: 0.6}),
+  'ShearY': (pixels.shear_y, {0: 0.0, 10: 0.3, 15: 0.45, 20: 0.6}),
+  'TranslateX': (pixels.translate_x, {0: 0.0, 2: 20.0, 5: 50.0}),
+  'TranslateY': (pixels.translate_y, {0: 0.0, 2: 20.0, 5: 50.0}),
 }
 
 
 def test_there_are_16_operations():
-  assert len(augment.OPERATIONS) == 16
-  assert set(augment.OPERATIONS) == {*ONE_WAY, *EITHER_WAY, 'Cutout'}
+  assert len(pixels.OPERATIONS) == 16
+  assert set(pixels.OPERATIONS) == {*ONE_WAY, *EITHER_WAY, 'Cutout'}
 
 
 @pytest.mark.parametrize('name', ONE_WAY)
 def test_magnitudes(name):
   function, arguments = ONE_WAY[name]
   for magnitude, argument in arguments.items():
-    got = augment.OPERATIONS[name](IMAGE, magnitude, seed(0)).numpy()
+    got = pixels.OPERATIONS[name](IMAGE, magnitude, seed(0)).numpy()
     args = argument if isinstance(argument, tuple) else (argument,)
     # A factor may differ in its last bit, and so may what is rounded after it.
     want = function(IMAGE, *args).numpy().astype(int)
@@ -237,7 +237,7 @@ def test_magnitudes(name):
 @pytest.mark.parametrize('name', EITHER_WAY)
 def test_magnitudes_either_way(name):
   function, arguments = EITHER_WAY[name]
-  apply = tf.function(augment.OPERATIONS[name])
+  apply = tf.function(pixels.OPERATIONS[name])
   for magnitude, argument in arguments.items():
     ways = [function(IMAGE, way * argument).numpy() for way in (1, -1)]
     counts = np.zeros(2, int)
@@ -255,7 +255,7 @@ def test_magnitude_of_cutout():
   image = np.zeros((400, 400, 1), np.uint8)
   for magnitude, side in {0: 0, 1: 8, 10: 80, 15: 120}.items():
     for number in range(100):
-      hole = augment.OPERATIONS['Cutout'](image, magnitude, seed(number))
+      hole = pixels.OPERATIONS['Cutout'](image, magnitude, seed(number))
       hole = hole.numpy()[..., 0] > 0
       if not (hole[0].any() | hole[-1].any() | hole[:, [0, -1]].any()):
         break
@@ -267,12 +267,12 @@ def test_all_operations_are_equally_frequent(monkeypatch):
     str(i): lambda image, magnitude, seed, i=i: image * 16 + i
     for i in range(16)
   }
-  monkeypatch.setattr(augment, 'OPERATIONS', marks)
+  monkeypatch.setattr(pixels, 'OPERATIONS', marks)
   black = tf.zeros([1, 1, 1], tf.uint8)
   seeds = tf.stack([tf.zeros(4000, tf.int64), tf.range(4000, dtype='int64')], 1)
   drawn = tf.function(
     lambda seeds: tf.map_fn(
-      lambda s: augment.randaugment(black, s, 2, 5), seeds, tf.uint8
+      lambda s: pixels.randaugment(black, s, 2, 5), seeds, tf.uint8
     )
   )(seeds).numpy()
   first, second = drawn.flatten() // 16, drawn.flatten() % 16
@@ -281,13 +281,13 @@ def test_all_operations_are_equally_frequent(monkeypatch):
 
 
 def test_randaugment_is_a_function_of_its_seed():
-  layers = tf.function(lambda s, n: augment.randaugment(IMAGE, s, n, 9))
+  layers = tf.function(lambda s, n: pixels.randaugment(IMAGE, s, n, 9))
   other = 0
   for number in range(12):
-    eager = augment.randaugment(IMAGE, seed(number), 2, 9).numpy()
+    eager = pixels.randaugment(IMAGE, seed(number), 2, 9).numpy()
     np.testing.assert_array_equal(layers(seed(number), 2), eager)
     other += (
-      (eager != augment.randaugment(IMAGE, seed(number + 99), 2, 9))
+      (eager != pixels.randaugment(IMAGE, seed(number + 99), 2, 9))
       .numpy()
       .any()
     )
@@ -298,9 +298,7 @@ def test_randaugment_applies_layer_after_layer():
   for number in range(12):
     results = [IMAGE]
     for layers in (1, 2, 3):
-      results.append(
-        augment.randaugment(IMAGE, seed(number), layers, 4).numpy()
-      )
+      results.append(pixels.randaugment(IMAGE, seed(number), layers, 4).numpy())
     for before, after in itertools.pairwise(results):
       # Some operation takes the one to the other; those with a draw of their
       # own are tried both ways, and cutout is known by what it leaves.
@@ -318,12 +316,12 @@ def test_randaugment_applies_layer_after_layer():
 
 TURNS = [function for function, _ in EITHER_WAY.values()]
 AT_FOUR = [
-  (augment.autocontrast, ()), (augment.equalize, ()), (augment.invert, ()),
-  (augment.posterize, 1), (augment.solarize, 102), (augment.solarize_add, 44),
-  (augment.color, 0.82), (augment.contrast, 0.82), (augment.brightness, 0.82),
-  (augment.sharpness, 0.82), (augment.rotate, 12.0), (augment.shear_x, 0.12),
-  (augment.shear_y, 0.12), (augment.translate_x, 40.0),
-  (augment.translate_y, 40.0),
+  (pixels.autocontrast, ()), (pixels.equalize, ()), (pixels.invert, ()),
+  (pixels.posterize, 1), (pixels.solarize, 102), (pixels.solarize_add, 44),
+  (pixels.color, 0.82), (pixels.contrast, 0.82), (pixels.brightness, 0.82),
+  (pixels.sharpness, 0.82), (pixels.rotate, 12.0), (pixels.shear_x, 0.12),
+  (pixels.shear_y, 0.12), (pixels.translate_x, 40.0),
+  (pixels.translate_y, 40.0),
 ]  # fmt: skip
 
 
@@ -354,7 +352,7 @@ def jitter_factors(strength, count):
     strengths = [0.0] * 3
     strengths[i] = strength
     jitter = tf.function(
-      lambda s, strengths=strengths: augment.color_jitter(image, s, *strengths)
+      lambda s, strengths=strengths: pixels.color_jitter(image, s, *strengths)
     )
     row = []
     for number in range(count):
@@ -376,7 +374,7 @@ def test_factors_of_the_jitter_are_uniform():
 def test_the_jitter_takes_any_order():
   image = (picture() / 127.5 - 1).astype(np.float32)
   factors = jitter_factors(0.8, 60)
-  jitter = tf.function(lambda s: augment.color_jitter(image, s, 0.8, 0.8, 0.8))
+  jitter = tf.function(lambda s: pixels.color_jitter(image, s, 0.8, 0.8, 0.8))
   orders = list(itertools.permutations(range(3)))
   counts = np.zeros(6, int)
   for number, row in enumerate(factors):
@@ -394,12 +392,12 @@ def test_the_jitter_takes_any_order():
 
 def test_jitter_of_a_grey_image_has_no_saturation():
   image = (picture()[..., :1] / 127.5 - 1).astype(np.float32)
-  got = augment.color_jitter(image, seed(0), 0.0, 0.0, 0.9)
+  got = pixels.color_jitter(image, seed(0), 0.0, 0.0, 0.9)
   np.testing.assert_allclose(got, image, atol=1e-6)
-  got = augment.color_jitter(image, seed(0), 0.5, 0.5, 0.0)
+  got = pixels.color_jitter(image, seed(0), 0.5, 0.5, 0.0)
   assert got.shape == image.shape
   assert np.abs(got - image).max() > 0.01
-  same = augment.color_jitter(image, seed(0), 0.0, 0.0, 0.0)
+  same = pixels.color_jitter(image, seed(0), 0.0, 0.0, 0.0)
   np.testing.assert_array_equal(same, image)
 
 
@@ -409,7 +407,7 @@ def test_jitter_of_a_grey_image_has_no_saturation():
 def test_random_erasing():
   image = np.full((100, 120, 3), 0.5, np.float32)
   erase = tf.function(
-    lambda s: augment.random_erasing(image, s, 0.25, (0.1, 0.3), (0.5, 2.0))
+    lambda s: pixels.random_erasing(image, s, 0.25, (0.1, 0.3), (0.5, 2.0))
   )
   areas, ratios, tops, lefts = [], [], [], []
   for number in range(1600):
@@ -440,16 +438,16 @@ def test_random_erasing():
 def test_what_is_erased_always_fits():
   image = np.ones((20, 60, 1), np.float32)
   erase = tf.function(
-    lambda s: augment.random_erasing(image, s, 1.0, (0.3, 0.5), (0.3, 3.3))
+    lambda s: pixels.random_erasing(image, s, 1.0, (0.3, 0.5), (0.3, 3.3))
   )
   shares = [1 - erase(seed(i)).numpy().mean() for i in range(100)]
   erased = np.array(shares)[np.array(shares) > 0]
   assert len(erased) >= 95  # The others found no size that fits in ten draws.
   assert 0.27 < erased.min()
   assert erased.max() < 0.53
-  never = augment.random_erasing(image, seed(0), 1.0, (0.9, 0.9), (3.3, 3.3))
+  never = pixels.random_erasing(image, seed(0), 1.0, (0.9, 0.9), (3.3, 3.3))
   np.testing.assert_array_equal(never, image)
-  never = augment.random_erasing(image, seed(0), 0.0)
+  never = pixels.random_erasing(image, seed(0), 0.0)
   np.testing.assert_array_equal(never, image)
 
 
@@ -470,12 +468,12 @@ def test_training_images_are_augmented_with_seeds_of_their_own():
   fold = tf.random.experimental.stateless_fold_in
   for number in range(8):
     np.testing.assert_array_equal(train(number), plain)
-    want = augment.randaugment(IMAGE, fold(seed(number), 1), 2, 15)
+    want = pixels.randaugment(IMAGE, fold(seed(number), 1), 2, 15)
     got = train(number, randaugment=(2, 15))
     np.testing.assert_array_equal(got, images.to_float(want))
     np.testing.assert_array_equal(got, train(number, randaugment=[2, 15]))
     got = train(number, color_jitter=0.4)
-    want = augment.color_jitter(plain, fold(seed(number), 2), 0.4, 0.4, 0.4)
+    want = pixels.color_jitter(plain, fold(seed(number), 2), 0.4, 0.4, 0.4)
     np.testing.assert_allclose(got, want, atol=1e-6)
     got = train(number, random_erasing=1.0)
     assert (got == 0).all(-1).mean() > 0.015

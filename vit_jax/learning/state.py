@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.run import optim
+from vit_jax.learning import optim
 from vit_jax.scale import sharding
 
 # Sets the random numbers of a task's `augment` apart from those of dropout, whose
@@ -98,7 +98,7 @@ def make_update(
     seed: seed of the run; dropout's noise follows from (seed, step), and with
       accumulation from the number of the micro-batch too.
     accum_steps: number of micro-batches that a batch is computed in.
-    factors: of the learning rate, see vit_jax.run.optim.multipliers.
+    factors: of the learning rate, see vit_jax.learning.optim.multipliers.
   """
 
   def update(state, batch):

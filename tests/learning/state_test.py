@@ -12,14 +12,14 @@ from tests import toy_task
 from tests import trees
 from vit_jax import predict
 from vit_jax import train
+from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import state as state_lib
 from vit_jax.scale import sharding
 
 DECAY = 0.75
-MODULE = 'tests.run.state_test'
+MODULE = 'tests.learning.state_test'
 
 
 class Task(toy_task.Task):

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from vit_jax import preprocess
+from vit_jax.augmentation import geometry
 from vit_jax.configs import common
-from vit_jax.data import geometry
 from vit_jax.data import images
 
 H, W = 120, 160

@@ -10,7 +10,7 @@ import math
 
 import tensorflow as tf
 
-from vit_jax.data import geometry
+from vit_jax.augmentation import geometry
 from vit_jax.data import images
 
 # The grey that fills what RandAugment moves into the picture or cuts out of it.

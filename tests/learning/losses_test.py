@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from vit_jax.run import losses
+from vit_jax.learning import losses
 
 
 def test_softmax_of_equal_logits_is_log_of_the_classes():

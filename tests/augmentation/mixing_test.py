@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vit_jax.data import mixing
+from vit_jax.augmentation import mixing
 from vit_jax.scale import sharding
 
 B, H, W, C = 16, 10, 12, 3

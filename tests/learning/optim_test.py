@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from vit_jax.configs import common
-from vit_jax.run import optim
+from vit_jax.learning import optim
 
 
 def config(**kwargs):
