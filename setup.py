@@ -25,6 +25,7 @@ setuptools.setup(
     'vit_jax.data',
     'vit_jax.datasets',
     'vit_jax.evaluators',
+    'vit_jax.files',
     'vit_jax.layers',
     'vit_jax.learning',
     'vit_jax.run',

@@ -104,15 +104,23 @@ def get_config() -> ml_collections.ConfigDict:
   config.batch_eval = 512
   # Batches kept ready on the devices.
   config.prefetch = 2
-  # Buffer of a source that can only be streamed (tfrecord files too big for
-  # memory); all other sources are shuffled as a whole and need none.
+  # Of a source that can only be streamed (tfrecord files too big for memory):
+  # records that are shuffled among each other, and bytes that each host may hold
+  # for that; the smaller counts. All other sources are shuffled as a whole.
   config.shuffle_buffer = 50_000
-  # A folder's images that cannot be decoded: 'error' names them and stops
-  # before training, 'skip' leaves them out and counts them, 'trust' does not
-  # look (a broken image then stops the run when its turn comes).
+  config.shuffle_buffer_bytes = 2**30
+  # A folder's images that cannot be decoded. 'error' decodes all of them once,
+  # before training, names those and stops; 'skip' leaves them out and counts them;
+  # 'trust' does not look, and such an image stops the run when its turn comes. What
+  # was found is kept in the workdir, or beside the images by vit_jax.manifest.
   config.broken_images = 'error'
+  # Largest number of pixels, height times width, of an image file; a larger one
+  # counts as broken and is not decoded. The default is Pillow's.
+  config.max_image_pixels = 89_478_485
 
-  # Splits, as TFDS writes them ('train[:90%]'), and preprocessing.
+  # Splits, as TFDS writes them ('train[:90%]'), and preprocessing. Of a folder that
+  # has test/ (or test.jsonl), a `test` cut from the training images is not followed,
+  # as in the original, which tests on test/: name other splits in `evals`.
   config.pp = ml_collections.ConfigDict()
   config.pp.train = 'train'
   config.pp.test = 'test'
@@ -128,6 +136,10 @@ def get_config() -> ml_collections.ConfigDict:
   # to height, that a random crop has. None for `crop_area` squeezes the image.
   config.pp.crop_area = _any((0.05, 1.0))
   config.pp.crop_ratio = (3 / 4, 4 / 3)
+  # Decodes a JPEG, or the part of it that is cut out, at 1/2, 1/4 or 1/8 where
+  # that has as many pixels as `crop` or more, in height and width: photographs of
+  # many megapixels take half of the time, and their pixels differ a little.
+  config.pp.jpeg_shrink = True
   # Training: mirrors every other image.
   config.pp.flip = True
   # Training: turns the image by up to so many degrees either way.
@@ -146,11 +158,12 @@ def get_config() -> ml_collections.ConfigDict:
 
   # Weights to start from, all but the head: a published .npz, a .safetensors or
   # .bin of timm's or Hugging Face's, a URL or gs:// path of one, or the workdir
-  # of a run. Position embeddings are resized to the image. None: random weights.
+  # of a run. Position embeddings are resized to the image.
   config.pretrained = placeholder(str)
   # The same, as the folder of published files, each named after its model: takes
-  # <pretrained_dir>/<model.model_name>.npz.
-  config.pretrained_dir = placeholder(str)
+  # <pretrained_dir>/<model.model_name>.npz where `pretrained` is None. None:
+  # random weights, --config.pretrained_dir=None.
+  config.pretrained_dir = '.'
   # With pretrained_dir, a model of the AugReg paper ('R_Ti_16': its best 21k
   # checkpoint by the folder's index.csv) or the name of one checkpoint.
   config.model_or_filename = placeholder(str)
@@ -177,7 +190,8 @@ def get_config() -> ml_collections.ConfigDict:
   config.base_lr = 0.03
   # 'cosine', 'linear' or 'constant'.
   config.decay_type = 'cosine'
-  # Updates, or passes over the data, in which the learning rate rises.
+  # Updates, or passes over the data, in which the learning rate rises (give one).
+  # None for both: 500 updates, or a tenth of the run if that is less.
   config.warmup_steps = placeholder(int)
   config.warmup_epochs = placeholder(float)
   # Decoupled, on kernels only, multiplied by the learning rate.
@@ -191,8 +205,9 @@ def get_config() -> ml_collections.ConfigDict:
   # Micro-batches that a batch is computed in, to save memory; the result is the
   # same but for dropout's noise.
   config.accum_steps = 1
-  # Decay of the exponential average of the weights (0: none is kept). Where one
-  # is kept, it is what evaluation and prediction use.
+  # Decay of the exponential average of the weights (0: none is kept), which rises
+  # to this value: (1 + t) / (10 + t) after t updates at most. Where an average is
+  # kept, it is what evaluation and prediction use.
   config.ema_decay = 0.0
 
   # --- Devices ---
@@ -204,11 +219,11 @@ def get_config() -> ml_collections.ConfigDict:
   config.sharding_rules = ()
 
   # --- Log, evaluation, checkpoints ---
-  # Steps between two lines of progress, evaluations and checkpoints; 0 leaves
-  # only those at the end of the run.
   # What is evaluated: (name, split) or (name, split, data set) each; the name ends
   # the names of the metrics. Empty: (('test', pp.test),).
   config.evals = ()
+  # Steps between two lines of progress, evaluations and checkpoints; 0 leaves
+  # only those at the end of the run.
   config.progress_every = 10
   config.eval_every = 100
   config.checkpoint_every = 1_000

@@ -39,6 +39,7 @@ def get_config(arg: str = 'b16,imagenet2012'):
       '/path/to/folder or --config=configs/masked_patches.py:b16,imagenet2012'
     )
   config = common.set_dataset(common.get_config(), dataset)
+  config.pretrained_dir = None  # From random weights.
   config.task = 'masked_patches'
   config.model = models.get_config(model)
   config.batch = 4096

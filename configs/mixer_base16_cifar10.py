@@ -16,6 +16,5 @@ def get_config():
   """Returns the config."""
   config = common.with_dataset(common.get_config(), 'cifar10')
   config.model = models.get_config('mixer_b16')
-  config.pretrained_dir = '.'
   config.pp.crop = 224
   return config

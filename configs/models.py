@@ -4,6 +4,10 @@ Reading `get_b16_config()` and `MODEL_CONFIGS['ViT-B_16']` gives the same thing:
 the arguments of `vit_jax.models.VisionTransformer` (or `MlpMixer`) but for
 `num_classes`. Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2
 (Ti, S, R+Ti, R26+S), 2105.01601 table 1 (Mixer).
+
+They hold the sizes alone, so that other people's copies of the models take them
+too. What else a model can be told, with its default, is in OPTIONS: the command
+line sets it (--config.model.dtype=bfloat16), or a config file.
 """
 
 import copy
@@ -46,8 +50,13 @@ MIXERS = {
   'Mixer-L_16': (16, 1024, 24, 512, 4096),
 }
 
+# Small enough for tests, with the original's sizes: its classifier.
+TESTING = {'testing': 'token', 'testing-unpooled': 'unpooled'}
+
 # Models that the original fine-tunes with dropout.
 DROPOUT = {
+  'testing': 0.1,
+  'testing-unpooled': 0.1,
   'ViT-L_16': 0.1,
   'ViT-H_14': 0.1,
   'R50+ViT-B_16': 0.1,
@@ -56,6 +65,36 @@ DROPOUT = {
 
 # Mean pooling in place of the class token, as in the published models.
 GAP = ('S_16', 'S_32', 'B_16', 'B_32')
+
+
+# What a model can be told beyond its sizes, and what holds where it is not. Of a
+# Vision Transformer:
+OPTIONS = {
+  # Type of the computation, 'bfloat16' for one, and of the parameters.
+  'dtype': 'float32',
+  'param_dtype': 'float32',
+  # Initial bias of the head: -10 for many classes with a sigmoid.
+  'head_bias_init': 0.0,
+  # How attention is computed: see vit_jax/layers/attention.py.
+  'transformer.attention': 'default',
+  # What the backward pass computes again, to save memory: '' nothing, 'dots' all
+  # but the results of dense layers, 'full' everything inside a layer.
+  'transformer.remat': '',
+  # Whether layers are a loop, which compiles faster.
+  'transformer.scan': False,
+  # GELU: 'tanh', the approximation, or 'erf', the function itself.
+  'transformer.gelu': 'tanh',
+  # Added to the variance in LayerNorm.
+  'transformer.norm_eps': 1e-6,
+  # Whether positions are told apart.
+  'transformer.add_position_embedding': True,
+  # Whether a token attends only to those before it.
+  'transformer.causal': False,
+  # Epsilons of a hybrid's ResNet: 'published', or 'timm'.
+  'resnet.eps': 'published',
+}
+# Of an MLP-Mixer:
+MIXER_OPTIONS = {'dtype': 'float32', 'param_dtype': 'float32'}
 
 
 def _config(name, size, patch, resnet=None, classifier='token'):
@@ -68,25 +107,15 @@ def _config(name, size, patch, resnet=None, classifier='token'):
   config.transformer.mlp_dim = mlp_dim
   config.transformer.num_heads = heads
   config.transformer.num_layers = layers
-  # How attention is computed: see vit_jax/layers/attention.py.
-  config.transformer.attention = 'default'
   config.transformer.attention_dropout_rate = 0.0
   config.transformer.dropout_rate = DROPOUT.get(name, 0.0)
-  config.transformer.gelu = 'tanh'
-  config.transformer.norm_eps = 1e-6
-  config.transformer.remat = ''
-  config.transformer.scan = False
   config.classifier = classifier
   config.representation_size = ml_collections.config_dict.placeholder(int)
-  config.head_bias_init = 0.0
-  config.dtype = 'float32'
-  config.param_dtype = 'float32'
   if resnet is not None:
     units, width_factor = resnet
     config.resnet = ml_collections.ConfigDict()
     config.resnet.num_layers = units
     config.resnet.width_factor = width_factor
-    config.resnet.eps = 'published'
   return config
 
 
@@ -98,13 +127,13 @@ def _mixer_config(name, patch, width, blocks, tokens_mlp_dim, channels_mlp_dim):
   config.num_blocks = blocks
   config.tokens_mlp_dim = tokens_mlp_dim
   config.channels_mlp_dim = channels_mlp_dim
-  config.dtype = 'float32'
-  config.param_dtype = 'float32'
   return config
 
 
 def _make_configs():
-  configs = {'testing': _config('testing', (1, 16, 16, 2), 16)}
+  configs = {}
+  for name, classifier in TESTING.items():
+    configs[name] = _config(name, (1, 10, 10, 2), 16, classifier=classifier)
   for size, patches in PATCHES.items():
     for patch in patches:
       name = f'ViT-{size}_{patch}'
@@ -136,11 +165,14 @@ MODEL_CONFIGS = _make_configs()
 # The models of "How to train your ViT?" (arXiv 2106.10270), by the first part of
 # the names of their files.
 AUGREG_CONFIGS = {
-  name.replace('ViT-', '').replace('+', '_'): MODEL_CONFIGS[name]
-  for name in (
+  name.replace('ViT-', '').replace('+', '_'): config
+  for name, config in MODEL_CONFIGS.items()
+  if name
+  in (
     'ViT-Ti_16', 'ViT-S_32', 'ViT-S_16', 'ViT-B_32', 'ViT-B_16', 'ViT-B_8',
     'ViT-L_16', 'R+ViT-Ti_16', 'R26+ViT-S_32', 'R26+ViT-B_32', 'R50+ViT-L_32',
   )
+  or name.endswith('-gap-norep')
 }  # fmt: skip
 SHORT_NAMES = {short_name(name): name for name in MODEL_CONFIGS}
 
@@ -149,18 +181,41 @@ def get_config(name: str) -> ml_collections.ConfigDict:
   """Returns a copy of the config of a model.
 
   Args:
-    name: a key of MODEL_CONFIGS ('ViT-B_16') or its short form ('b16').
+    name: a key of MODEL_CONFIGS ('ViT-B_16'), its short form ('b16'), or a key of
+      AUGREG_CONFIGS ('R_Ti_16').
 
   Raises:
     ValueError: if there is no such model.
   """
   name = SHORT_NAMES.get(name.lower(), name)
+  if name in AUGREG_CONFIGS:
+    name = AUGREG_CONFIGS[name].model_name
   if name not in MODEL_CONFIGS:
     raise ValueError(
       f"model '{name}' is unknown: use one of {', '.join(SHORT_NAMES)}, or a "
       "long name such as 'ViT-B_16'"
     )
   return copy.deepcopy(MODEL_CONFIGS[name])
+
+
+def with_options(config) -> ml_collections.ConfigDict:
+  """Returns a copy of a model's config that says all of its options.
+
+  Args:
+    config: of a Vision Transformer or a Mixer (`config.model` of a run); that of
+      any other `kind` is returned as it is.
+  """
+  config = copy.deepcopy(config)
+  if config.get('kind') not in (None, 'vit', 'mixer'):
+    return config
+  is_mixer = config.get('kind') == 'mixer' or 'tokens_mlp_dim' in config
+  for path, default in (MIXER_OPTIONS if is_mixer else OPTIONS).items():
+    group, _, key = path.rpartition('.')
+    holder = config.get(group) if group else config
+    if isinstance(holder, ml_collections.ConfigDict) and key not in holder:
+      with holder.unlocked():
+        holder[key] = default
+  return config
 
 
 def _add_functions():

@@ -8,11 +8,15 @@ r"""Trains a ViT from scratch with Adam, on any TFDS data set or folder.
   python -m vit_jax.main --config=configs/pretrain.py:s16,imagenet2012,light2 \
     --workdir=/tmp/run
 
-The argument is MODEL,DATA or MODEL,DATA,AUGMENTATION: a short name from models.py
-(ti16, s16, b32, l16, h14, r50_b16, ...), a TFDS name or a folder with
-train/<class>/* and test/<class>/*, and a setting of RandAugment and mixup of
-"How to train your ViT?" (arXiv 2106.10270): none, light1, light2, medium1,
-medium2, strong1 or strong2.
+  python -m vit_jax.main --config=configs/pretrain.py:b16,/data/21k,imagenet21k \
+    --workdir=/tmp/run
+
+The argument is MODEL,DATA and then, in any order, RECIPE and AUGMENTATION if need
+be: a short name from models.py (ti16, s16, b32, l16, h14, r50_b16, ...); a TFDS name
+or a folder with train/<class>/* and test/<class>/*; imagenet2012, imagenet21k,
+jft300m or other, by default that of the data set's name; a setting of RandAugment
+and mixup of "How to train your ViT?" (arXiv 2106.10270), none, light1, light2,
+medium1, medium2, strong1 or strong2.
 
 Recipes are those of arXiv 2010.11929, table 3 and B.1. What to expect on the
 ImageNet validation set after 300 epochs of ImageNet from scratch: B/32 69.19,
@@ -24,7 +28,7 @@ ImageNet-21k's own, after 90 epochs: B/16 47.88, B/32 44.04, L/16 49.90, L/32
 from vit_jax.configs import common
 from vit_jax.configs import models
 
-# data set: what table 3 says (Adam, batch 4096, 10k warm-up, 224 px for all).
+# Name: what table 3 says (Adam, batch 4096, 10k warm-up, 224 px for all).
 RECIPES = {
   'imagenet2012': dict(
     total_epochs=300.0,
@@ -72,33 +76,70 @@ OTHER = dict(
 
 
 def get_config(arg: str = 'b16,imagenet2012'):
-  """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,AUGMENTATION'.
+  """Returns the config for 'MODEL,DATA', with ',RECIPE' and ',AUGMENTATION'.
 
   Raises:
-    ValueError: if the argument is nothing like that, or model or augmentation are
-      unknown.
+    ValueError: if the argument is nothing like that, or model, recipe or
+      augmentation are unknown.
   """
-  model, dataset, augmentation = (*arg.split(','), '', '')[:3]
-  if not dataset or arg.count(',') > 2:
+  model, _, rest = arg.partition(',')
+  dataset, *names = rest.split(',')
+  if not dataset:
     raise ValueError(
-      f"'{arg}' must be MODEL,DATA or MODEL,DATA,AUGMENTATION: "
-      '--config=configs/pretrain.py:ti16,/path/to/folder or '
-      '--config=configs/pretrain.py:b16,imagenet2012,medium1'
+      f"'{arg}' must be MODEL,DATA, MODEL,DATA,RECIPE, MODEL,DATA,AUGMENTATION or "
+      'both: --config=configs/pretrain.py:ti16,/path/to/folder or '
+      '--config=configs/pretrain.py:b16,/path/to/folder,imagenet21k,medium1'
     )
   config = common.set_dataset(common.get_config(), dataset)
-  if augmentation:
-    common.set_augmentation(config, augmentation)
+  config.pretrained_dir = None  # From random weights.
   config.model = models.get_config(model)
   if 'transformer' in config.model:  # A Mixer has none.
     config.model.transformer.dropout_rate = DROPOUT
   config.optimizer = 'adam'
   config.optim_dtype = 'float32'
-  config.eval_every = 1_000
-  config.progress_every = 50
-  recipe = RECIPES.get(dataset)
-  if dataset == 'jft300m' and model in JFT:
+  recipe, augmentation = _chosen(names)
+  if augmentation:
+    common.set_augmentation(config, augmentation)
+  return _set_recipe(config, recipe or _usual_recipe(dataset, model), model)
+
+
+def _chosen(names):
+  """Returns recipe and augmentation among the names, None where there is none."""
+  chosen = {}
+  for name in names:
+    kind = 'augmentation' if name in common.AUGREG else 'recipe'
+    if kind == 'recipe' and name not in (*RECIPES, 'jft300m', 'other'):
+      raise ValueError(
+        f"'{name}' is neither a recipe, {', '.join(RECIPES)}, jft300m or other, nor "
+        f'an augmentation, {", ".join(common.AUGREG)} '
+        '(--config=configs/pretrain.py:MODEL,DATA,RECIPE,AUGMENTATION)'
+      )
+    if kind in chosen:
+      raise ValueError(f"'{chosen[kind]}' and '{name}': give one {kind}")
+    chosen[kind] = name
+  return chosen.get('recipe'), chosen.get('augmentation')
+
+
+def _usual_recipe(dataset, model):
+  """Returns the name of the recipe of a data set."""
+  known = dataset in RECIPES or (dataset == 'jft300m' and model in JFT)
+  return dataset if known else 'other'
+
+
+def _set_recipe(config, name, model):
+  """Sets what a recipe says; returns the config."""
+  if name == 'other':
+    config.update(OTHER)
+    config.update(eval_every=200, progress_every=10, checkpoint_every=200)
+    return config
+  if name == 'jft300m':
+    if model not in JFT:
+      raise ValueError(
+        f"recipe 'jft300m' does not know the model '{model}': use one of "
+        f'{", ".join(JFT)}'
+      )
     epochs, base_lr = JFT[model]
-    recipe = dict(
+    config.update(
       total_epochs=epochs,
       base_lr=base_lr,
       decay_type='linear',
@@ -106,14 +147,11 @@ def get_config(arg: str = 'b16,imagenet2012'):
       loss='sigmoid',
     )
     config.model.transformer.dropout_rate = 0.0
-  if recipe is None:
-    config.update(OTHER)
-    config.eval_every = 200
-    config.progress_every = 10
-    config.checkpoint_every = 200
-    return config
-  config.update(recipe, batch=4096, batch_eval=4096, warmup_steps=10_000)
-  if dataset in ('imagenet21k', 'jft300m'):
+  else:
+    config.update(RECIPES[name])
+  config.update(batch=4096, batch_eval=4096, warmup_steps=10_000)
+  config.update(eval_every=1_000, progress_every=50)
+  if name in ('imagenet21k', 'jft300m'):
     # One hidden layer of the width before the head, whose bias starts so low
     # that all classes are improbable at first (issue #2 of the original).
     config.model.representation_size = config.model.hidden_size

@@ -43,7 +43,6 @@ def get_config(model_dataset: str = 'b16,cifar10'):
     )
   config = common.with_dataset(common.get_config(), dataset)
   config.model = models.get_config(model)
-  config.pretrained_dir = '.'
   # Patches of 14 pixels do not divide 384: 27 of them fit, whatever is left.
   patch = config.model.patches.size[0]
   config.pp.crop = int(size) if size else SIZE

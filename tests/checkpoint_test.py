@@ -2,21 +2,24 @@
 
 import copy
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import ndimage
 
+from tests import tiny_models
 from tests import trees
 from vit_jax import checkpoint
 from vit_jax import models
 from vit_jax import train
 from vit_jax.configs import models as model_configs
+from vit_jax.weights import identify
 
 
 def make_config(**kwargs):
-  config = model_configs.get_config('testing')
+  config = tiny_models.config()
   config.patches.size = (4, 4)
   with config.ignore_type():
     config.update(kwargs)
@@ -26,13 +29,7 @@ def make_config(**kwargs):
 def random_params(config, size=16, num_classes=3, seed=0):
   """Parameters of a model, all of them random."""
   model = models.make_model(config, num_classes=num_classes)
-  shapes = jax.eval_shape(
-    lambda: model.init(
-      jax.random.key(0), jnp.zeros((1, size, size, 3)), train=False
-    )
-  )['params']
-  rng = np.random.RandomState(seed)
-  return jax.tree.map(lambda x: rng.randn(*x.shape).astype(np.float32), shapes)
+  return tiny_models.numbers(model, size, seed)
 
 
 @pytest.fixture
@@ -62,6 +59,17 @@ def test_files_have_the_published_names(weights):
     'head/bias',
   } <= names
   assert not [n for n in names if 'LayerNorm_1' in n or 'MlpBlock_0' in n]
+
+
+def test_no_array_is_lost_to_the_name_of_another(tmp_path):
+  """The second norm of a block is the file's LayerNorm_2, whatever else is so."""
+  norms = {f'LayerNorm_{i}': {'bias': np.full(3, i)} for i in range(3)}
+  params = {'Transformer': {'encoderblock_0': norms}}
+  with pytest.raises(
+    ValueError, match="LayerNorm_1/bias' and .*LayerNorm_2/bias'"
+  ):
+    checkpoint.save(params, str(tmp_path / 'a.npz'))
+  assert not list(tmp_path.iterdir())
 
 
 def test_a_round_trip_is_exact(weights):
@@ -194,14 +202,10 @@ def test_weights_of_another_model_are_named_leaf_by_leaf(
 
 
 def test_weights_of_another_model_are_recognised(tmp_path):
-  small = models.get_model('ti16', num_classes=3)
-  large = models.get_model('b16', num_classes=3)
-  images = jnp.zeros((1, 32, 32, 3))
-  params = small.init(jax.random.key(0), images, train=False)['params']
+  params = tiny_models.numbers(models.get_model('ti16', num_classes=3), 32)
+  expected = tiny_models.shapes(models.get_model('b16', num_classes=3), 32)
+  expected = flax.traverse_util.unflatten_dict(expected, sep='/')
   checkpoint.save(params, str(tmp_path / 'weights.npz'))
-  expected = jax.eval_shape(
-    lambda: large.init(jax.random.key(0), images, train=False)
-  )['params']
   message = (
     "weights.npz' looks like ViT-Ti_16, the model of this config like "
     r'ViT-B_16: .*\n.*encoder_norm/bias: \(192,\) in the weights, \(768,\)'
@@ -226,6 +230,117 @@ def test_weights_of_fewer_layers_lack_leaves(weights):
       init_params=random_params(config),
       model_config=config,
     )
+
+
+def flat_of(params):
+  return flax.traverse_util.flatten_dict(params, sep='/')
+
+
+def test_programs_that_compare_names(weights):
+  """As a fork for test-time training does, before it looks at shapes itself."""
+  path, params, config = weights
+  other = random_params(config, size=24, num_classes=7)
+  other['adapter'] = {'kernel': np.ones((2, 2))}
+  restored_params = checkpoint.inspect_params(
+    params=checkpoint.load(path),
+    expected=other,
+    fail_if_extra=False,
+    fail_if_missing=False,
+  )
+  trees.assert_same(restored_params, params)
+  checkpoint.inspect_params(
+    params=params, expected=other, fail_if_missing=False
+  )
+  with pytest.raises(
+    ValueError, match='adapter/kernel: missing in the weights'
+  ):
+    checkpoint.inspect_params(params=params, expected=other)
+  with pytest.raises(ValueError, match='adapter/kernel: not in the model'):
+    checkpoint.inspect_params(params=other, expected=params)
+
+
+def test_programs_that_fix_group_norms_themselves():
+  """As forks do that read a file by themselves."""
+  old = {
+    'gn_root': {'scale': np.ones((1, 1, 1, 8))},
+    'head': {'bias': np.ones(3)},
+  }
+  restored_params = checkpoint._fix_groupnorm(old)
+  assert restored_params['gn_root']['scale'].shape == (8,)
+  assert restored_params['head']['bias'].shape == (3,)
+
+
+def test_programs_that_unfreeze_what_they_loaded(weights):
+  """The original returns a FrozenDict; its second notebook adds to it so."""
+  path, params, config = weights
+  loaded = checkpoint.load_pretrained(
+    pretrained_path=path, init_params=params, model_config=config
+  )
+  params_with_pre_logits = loaded.unfreeze()
+  params_with_pre_logits['pre_logits'] = {}
+  trees.assert_same(loaded, params)
+  rest, head = loaded.pop('head')
+  assert 'head' not in rest
+  trees.assert_same(head, params['head'])
+
+
+def test_adapters_keep_their_initial_values(weights, caplog):
+  path, params, config = weights
+  own = {
+    'Transformer/encoderblock_0/adapter/kernel': np.full((16, 4), 2.0),
+    'Transformer/encoderblock_0/MlpBlock_1/Dense_0/kernel': np.ones((16, 4)),
+    'prompt': np.full((1, 5, 16), 3.0),
+  }
+  init = checkpoint.recover_tree(*zip(*{**flat_of(params), **own}.items()))
+  got = checkpoint.load_pretrained(
+    pretrained_path=path, init_params=init, model_config=config
+  )
+  trees.assert_same(got, init)
+  assert (
+    "testing.npz' lacks, and they keep their initial values: " in caplog.text
+  )
+  assert caplog.text.count('adapter/kernel') == 1
+  # Such a file of one's own is read again; in another shape it does not fit.
+  checkpoint.save(init, path)
+  init['prompt'] = np.zeros((1, 6, 16))
+  with pytest.raises(ValueError, match=r'prompt: \(1, 5, 16\) in the weights'):
+    checkpoint.load_pretrained(
+      pretrained_path=path, init_params=init, model_config=config
+    )
+
+
+def test_a_deeper_file_gives_a_shallower_model_its_first_layers(
+  tmp_path, caplog
+):
+  deep = make_config()
+  deep.transformer.num_layers = 3
+  params = random_params(deep)
+  checkpoint.save(params, str(tmp_path / 'deep.npz'))
+  config = make_config()
+  got = checkpoint.load_pretrained(
+    pretrained_path=str(tmp_path / 'deep.npz'),
+    init_params=random_params(config, seed=1),
+    model_config=config,
+  )
+  blocks = [key for key in got['Transformer'] if key.startswith('encoderblock')]
+  assert blocks == ['encoderblock_0']
+  trees.assert_same(
+    got['Transformer']['encoderblock_0'],
+    params['Transformer']['encoderblock_0'],
+  )
+  assert "deep.npz' has beyond those of the model, left out: " in caplog.text
+  # A run, whose config says how deep it is, stops as before.
+  with pytest.raises(ValueError, match='encoderblock_1/.*: not in the model'):
+    checkpoint.transferable(
+      str(tmp_path / 'deep.npz'), random_params(config), config
+    )
+
+
+@pytest.mark.parametrize('name', ['testing', 'r_ti16', 'mixer_b32'])
+def test_published_names_are_known(name):
+  shapes = tiny_models.shapes(models.get_model(name, num_classes=3), 64)
+  assert all(map(identify.is_published, shapes))
+  assert not identify.is_published('Transformer/encoderblock_0/MlpBlock_1/bias')
 
 
 def test_files_that_are_no_weights(weights, tmp_path):

@@ -1,20 +1,30 @@
 """Tests of the configs against the tables of the paper."""
 
 import importlib
+import inspect
+import json
 import pathlib
 
+from absl import flags
 import flax.traverse_util
 import ml_collections
+from ml_collections import config_flags
 import numpy as np
 import pytest
 
-from vit_jax import preprocess
+from vit_jax import cli
+from vit_jax import models_mixer
+from vit_jax import models_resnet
+from vit_jax import models_vit
 from vit_jax.configs import augreg
 from vit_jax.configs import common
+from vit_jax.configs import models
 from vit_jax.configs import pretrain
 from vit_jax.configs import vit
 from vit_jax.learning import optim
 from vit_jax.run import config as run_config
+from vit_jax.run import keys
+from vit_jax.run import workdir
 
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 
@@ -22,7 +32,7 @@ CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 def test_every_config_opens_with_its_command_and_passes_the_check():
   for path in CONFIGS.glob('*.py'):
     module = importlib.import_module(f'vit_jax.configs.{path.stem}')
-    if path.stem in ('common', 'models'):
+    if path.stem in ('common', 'models', 'rules'):
       continue
     assert f'--config=configs/{path.name}' in module.__doc__
     config = module.get_config()
@@ -30,7 +40,9 @@ def test_every_config_opens_with_its_command_and_passes_the_check():
       'inference_time': [],
       'transfer': ['pretrain', 'finetune', 'scratch'],
     }.get(config.trainer, [None]):
-      run_config.check(config[run] if run else config)
+      run = config[run] if run else config
+      run.pp.train = run.pp.train.format(seed=0)
+      run_config.check(run_config.complete(run))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +177,7 @@ def test_augmentation_is_that_of_augreg(name, randaugment, mixup):
   assert config.task_options.mixup == mixup
   assert config.task_options.other == 3
   assert config.is_locked
-  preprocess.check(config.pp)
+  keys.check_preprocessing(config.pp)
 
 
 def test_augmentation_by_name():
@@ -220,5 +232,165 @@ def test_a_recipe_takes_a_published_augmentation():
   assert config.pp.randaugment == (2, 10)
   assert config.task_options.mixup == 0.2
   assert config.weight_decay == pretrain.RECIPES['imagenet2012']['weight_decay']
-  with pytest.raises(ValueError, match="augmentation 'heavy' is unknown"):
-    pretrain.get_config('s16,imagenet2012,heavy')
+  other_order = pretrain.get_config('s16,imagenet2012,light2,imagenet2012')
+  assert other_order.to_dict() == config.to_dict()
+
+
+def test_a_recipe_is_chosen_apart_from_the_data():
+  own = pretrain.get_config('b16,imagenet21k')
+  config = pretrain.get_config('b16,/some/folder,imagenet21k')
+  assert config.dataset == '/some/folder'
+  assert (config.pp.train, config.pp.test) == ('train', 'test')
+  config.dataset, config.pp = own.dataset, own.pp
+  assert config.to_dict() == own.to_dict()
+  other = pretrain.get_config('b16,imagenet2012,other,medium1')
+  assert other.total_epochs == pretrain.OTHER['total_epochs']
+  assert other.batch == pretrain.OTHER['batch']
+  assert other.pp.randaugment == (2, 15)
+  jft = pretrain.get_config('l16,/some/folder,jft300m')
+  assert (jft.total_epochs, jft.base_lr) == (14, 4e-4)
+
+
+@pytest.mark.parametrize(
+  'arg, message',
+  [
+    (
+      'heavy',
+      "'heavy' is neither a recipe, imagenet2012, imagenet21k, jft300m",
+    ),
+    ('512', "'512' is neither .* augmentation, none, light1"),
+    ('', "'' is neither a recipe"),
+    ('light1,light2', "'light1' and 'light2': give one augmentation"),
+    ('other,imagenet21k', "'other' and 'imagenet21k': give one recipe"),
+    ('jft300m', "'jft300m' does not know the model 's16': use one of b16"),
+  ],
+)
+def test_a_wrong_recipe_is_named(arg, message):
+  with pytest.raises(ValueError, match=message):
+    pretrain.get_config(f's16,cifar10,{arg}')
+
+
+# --- Options of models, which the configs of named models leave out ---
+
+
+def model_flags(monkeypatch, *flag, config='pretrain.py:r_ti16,x'):
+  """The config of a command line."""
+  values = flags.FlagValues()
+  config_flags.DEFINE_config_file('config', None, '', flag_values=values)
+  argv = ['main', f'--config=configs/{config}', *flag]
+  monkeypatch.setattr('sys.argv', argv)  # Where config flags look them up.
+  assert cli.parse_flags(argv, values) == ['main']
+  return values['config'].value
+
+
+def test_named_models_have_the_originals_keys_alone():
+  encoder = {
+    'mlp_dim', 'num_heads', 'num_layers', 'attention_dropout_rate',
+    'dropout_rate',
+  }  # fmt: skip
+  keys = {
+    'model_name', 'patches', 'hidden_size', 'transformer', 'classifier',
+    'representation_size',
+  }  # fmt: skip
+  for name, config in models.MODEL_CONFIGS.items():
+    if name.startswith('Mixer'):
+      assert set(config) == {
+        'model_name', 'patches', 'hidden_dim', 'num_blocks', 'tokens_mlp_dim',
+        'channels_mlp_dim',
+      }  # fmt: skip
+      continue
+    resnet = {'resnet'} if 'R' in name else set()
+    assert (set(config), set(config.transformer)) == (keys | resnet, encoder)
+
+
+def test_options_are_the_defaults_of_the_modules():
+  types = ('dtype', 'param_dtype')
+  resnet = inspect.signature(models_resnet.make_resnet).parameters
+  for path, default in models.OPTIONS.items():
+    group, _, key = path.rpartition('.')
+    if group == 'resnet':
+      assert resnet[key].default == default
+      continue
+    cls = {'': models_vit.VisionTransformer, 'transformer': models_vit.Encoder}
+    field = getattr(cls[group], key)
+    assert (np.dtype(field).name if key in types else field) == default, path
+  fields = set(models_vit.Encoder.__dataclass_fields__)
+  known = {p.removeprefix('transformer.') for p in models.OPTIONS}
+  named = set(models.get_config('b16').transformer)
+  assert fields - known - named - {'only_first', 'parent', 'name'} == set()
+  for key, default in models.MIXER_OPTIONS.items():
+    assert np.dtype(getattr(models_mixer.MlpMixer, key)).name == default
+
+
+def test_options_of_a_model_are_flags(monkeypatch):
+  config = model_flags(
+    monkeypatch, '--config.model.dtype=bfloat16',
+    '--config.model.transformer.remat=full', '--config.model.transformer.scan',
+    '--config.model.transformer.norm_eps', '1e-5', '--config.model.hidden_size=24',
+    '--config.model.resnet.eps=timm', '--noconfig.model.transformer.causal',
+  )  # fmt: skip
+  model = config.model
+  assert (model.dtype, model.hidden_size, model.resnet.eps) == (
+    'bfloat16', 24, 'timm',
+  )  # fmt: skip
+  encoder = model.transformer
+  assert (encoder.remat, encoder.scan, encoder.norm_eps) == ('full', True, 1e-5)
+  assert encoder.causal is False
+  assert 'gelu' not in encoder
+  config = model_flags(
+    monkeypatch, '--config.finetune.model.dtype=bfloat16',
+    config='digits_transfer.py',
+  )  # fmt: skip
+  assert config.finetune.model.dtype == 'bfloat16'
+  assert 'dtype' not in config.scratch.model
+
+
+def test_a_length_on_the_command_line_takes_the_place_of_the_files(monkeypatch):
+  config = model_flags(
+    monkeypatch, '--config.total_steps=50', '--config.warmup_steps', '0',
+    config='digits.py',
+  )  # fmt: skip
+  assert (config.total_steps, config.total_epochs) == (50, None)
+  assert (config.warmup_steps, config.warmup_epochs) == (0, None)
+  config = model_flags(
+    monkeypatch, '--config.pretrain.total_steps=9', config='digits_transfer.py'
+  )
+  assert config.pretrain.total_epochs is None
+  assert config.pretrain.warmup_epochs == 5.0
+  config = model_flags(
+    monkeypatch, '--config.total_steps=50', '--config.total_epochs=2',
+    config='digits.py',
+  )  # fmt: skip
+  assert (config.total_steps, config.total_epochs) == (50, 2.0)
+
+
+@pytest.mark.parametrize(
+  'flag, message',
+  [
+    ('transformer.scan=maybe', r'scan=maybe must be True or False \(config.mod'),
+    ('transformer.norm_eps=x', 'model.transformer.norm_eps=x must be a number'),
+    ('transformer.remta=full', "no key 'remta': did you mean 'remat'"),
+    ('transfomer.remat=full', "no key 'transfomer': did you mean 'transformer'"),
+  ],
+)  # fmt: skip
+def test_wrong_flags_of_a_model_are_named(monkeypatch, flag, message):
+  with pytest.raises(ValueError, match=message):
+    model_flags(monkeypatch, f'--config.model.{flag}')
+
+
+def test_a_run_of_an_older_version_goes_on(tmp_path):
+  """Its config.json says all options, as they were then."""
+  config = run_config.complete(pretrain.get_config('r_ti16,x'))
+  stored = workdir.to_plain(config)
+  assert stored['model']['transformer']['gelu'] == 'tanh'
+  assert stored['model']['resnet']['eps'] == 'published'
+  for key in ('causal', 'add_position_embedding'):  # They came later.
+    del stored['model']['transformer'][key]
+  (tmp_path / 'config.json').write_text(json.dumps(stored))
+  workdir.check(tmp_path, config, {}, {})
+  stored['model']['dtype'] = 'bfloat16'
+  (tmp_path / 'config.json').write_text(json.dumps(stored))
+  with pytest.raises(
+    ValueError, match='model.dtype: bfloat16 there, float32 h'
+  ):
+    workdir.check(tmp_path, config, {}, {})

@@ -20,8 +20,8 @@ import numpy as np
 from PIL import Image
 import pytest
 
+from tests import tiny_models
 from vit_jax.configs import common
-from vit_jax.configs import models
 
 # Bit-exact tests below compare runs on the same backend.
 jax.config.update('jax_platforms', 'cpu')
@@ -81,7 +81,8 @@ def make_tiny_config(data_dir):
   config.tfds_data_dir = data_dir
   config.pp.update(crop=8, channels=1, flip=False)
   config.pp.crop_area = (0.5, 1.0)
-  config.model = models.get_config('testing')
+  config.model = tiny_models.config()
+  config.pretrained_dir = None
   config.model.patches.size = (4, 4)
   config.update(
     batch=16,

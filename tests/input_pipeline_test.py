@@ -12,9 +12,11 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from vit_jax import input_pipeline
-from vit_jax.data import mixture
+from vit_jax.data import order
 from vit_jax.data import records
 from vit_jax.data import sources
+from vit_jax.datasets import splits
+from vit_jax.datasets import streams
 from vit_jax.scale import sharding
 
 
@@ -66,21 +68,21 @@ def test_the_digits_are_scikit_learns(tiny_config):
 
 
 def test_every_epoch_is_another_permutation():
-  order = mixture.example_indices(
+  found = order.example_indices(
     tf.range(30, dtype=tf.int64), num_examples=10, seed=3
   ).numpy()
-  epochs = [tuple(order[i : i + 10]) for i in (0, 10, 20)]
+  epochs = [tuple(found[i : i + 10]) for i in (0, 10, 20)]
   assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
   assert len(set(epochs)) == 3
-  again = mixture.example_indices(
+  again = order.example_indices(
     tf.range(7, 23, dtype=tf.int64), num_examples=10, seed=3
   )
-  np.testing.assert_array_equal(again, order[7:23])
-  other = mixture.example_indices(
+  np.testing.assert_array_equal(again, found[7:23])
+  other = order.example_indices(
     tf.range(30, dtype=tf.int64), num_examples=10, seed=4
   )
-  assert (other.numpy() != order).any()
-  one = mixture.example_indices(
+  assert (other.numpy() != found).any()
+  one = order.example_indices(
     tf.range(3, dtype=tf.int64), num_examples=1, seed=0
   )
   assert one.numpy().tolist() == [0, 0, 0]
@@ -193,23 +195,63 @@ def test_folders_give_the_same_batches_too(tiny_config, image_folder):
   np.testing.assert_array_equal(colour, whole[0]['label'].argmax(axis=1))
 
 
+def cut_with_end(data):
+  return data[:-100] + b'\xff\xd9'
+
+
+@pytest.mark.parametrize(
+  'change, error, message',
+  [
+    (lambda data: data[:400], ValueError, 'cannot be decoded'),
+    (cut_with_end, ValueError, 'cannot be decoded: only part of a JPEG'),
+    (None, OSError, 'cannot be read: .*No such file'),
+  ],
+)
 def test_an_image_that_breaks_during_the_run_is_named(
-  tiny_config, image_folder, tmp_path
+  tiny_config, image_folder, tmp_path, change, error, message
 ):
+  """Seen: half a JPEG with an end marker was trained on, half of it grey."""
   config = tiny_config
   root = shutil.copytree(image_folder, tmp_path / 'images')
   config.dataset = str(root)
   config.pp.channels = 3
   config.broken_images = 'trust'
   bad = root / 'train' / 'bee' / 'bee5.jpg'
-  bad.write_bytes(bad.read_bytes()[:400])
   source = sources.open_split(config, 'train')
+  if change:
+    bad.write_bytes(change(bad.read_bytes()))
+  else:
+    bad.unlink()
   mesh = sharding.make_mesh({'data': -1})
   batches = input_pipeline.train_batches(
     config, source, example(config, source), mesh
   )
-  with pytest.raises(ValueError, match='bee5.jpg. cannot be decoded'):
+  with pytest.raises(error, match=f'bee5.jpg. {message}'):
+    list(itertools.islice(batches, 9))
+
+
+def test_an_image_of_too_many_pixels_is_named(
+  tiny_config, image_folder, tmp_path
+):
+  root = shutil.copytree(image_folder, tmp_path / 'images')
+  tiny_config.dataset = str(root)
+  bad = root / 'train' / 'bee' / 'bee5.jpg'
+  data = bytearray(bad.read_bytes())
+  size = data.index(b'\xff\xc0') + 5
+  data[size : size + 4] = b'\x32\xc8' * 2  # 13,000 x 13,000.
+  bad.write_bytes(data)
+  message = 'bee5.jpg.*it has 13000 x 13000 pixels, more than max_image_pixels='
+  tiny_config.broken_images = 'trust'
+  source = sources.open_split(tiny_config, 'train')
+  mesh = sharding.make_mesh({'data': -1})
+  batches = input_pipeline.train_batches(
+    tiny_config, source, example(tiny_config, source), mesh
+  )
+  with pytest.raises(ValueError, match=message):
     list(itertools.islice(batches, 5))
+  tiny_config.broken_images = 'error'
+  with pytest.raises(ValueError, match=message):
+    sources.open_split(tiny_config, 'train')
 
 
 # --- TFDS data sets of other kinds ---
@@ -291,7 +333,7 @@ def test_sources_agree_on_tfds_data(tiny_config, tmp_path, file_format):
   config = grey_config(tiny_config, name, str(tmp_path))
   source = sources.open_split(config, 'train')
   kind = {
-    'array_record': sources.ArrayRecordSource,
+    'array_record': splits.ArrayRecordSource,
     'tfrecord': records.MemorySource,
   }[file_format]
   assert isinstance(source, kind)
@@ -310,22 +352,46 @@ def test_a_stream_is_read_once_in_evaluation_and_for_ever_in_training(
   name = prepare(Shapes, str(tmp_path), 'tfrecord')
   config = grey_config(tiny_config, name, str(tmp_path))
   config.shuffle_buffer = 10
-  monkeypatch.setattr(sources, 'MEMORY_LIMIT_BYTES', 10)
+  monkeypatch.setattr(splits, 'MEMORY_LIMIT_BYTES', 10)
   source = sources.open_split(config, 'train')
-  assert isinstance(source, sources.StreamSource)
-  assert 'resumed run reads again' in caplog.text
+  assert isinstance(source, streams.StreamSource)
+  assert 'python -m vit_jax.datasets.convert shapes' in caplog.text
   batches = train_batches(config, source, count=12)
   assert len(batches) == 12
   assert_same(train_batches(config, source, start=7, count=1)[0], batches[7])
-  for rows in (np.arange(8), np.arange(4), np.arange(4, 8)):
+  seen = []
+  for rows in (np.arange(4), np.arange(4, 8)):
     batches = eval_batches(config, source, rows)
-    got = np.concatenate([values(b) for b in batches])
-    order = [i for i in range(40) if i % 8 in rows]
-    everything = eval_batches(config, source, np.arange(8))
-    want = np.concatenate([values(b) for b in everything])
-    np.testing.assert_array_equal(got, want[order])
     index = np.concatenate([b['index'] for b in batches])
-    np.testing.assert_array_equal(index, order)
+    got = np.concatenate([values(b) for b in batches])
+    everything = eval_batches(config, source, np.arange(8))
+    want = dict(
+      zip(
+        np.concatenate([b['index'] for b in everything]),
+        np.concatenate([values(b) for b in everything]),
+      )
+    )
+    np.testing.assert_array_equal(got, [want[i] for i in index])
+    seen += index.tolist()
+  assert sorted(seen) == list(range(40))
+
+
+def test_the_size_of_a_slice_decides_whether_it_is_streamed(
+  tiny_config, tmp_path, monkeypatch
+):
+  name = prepare(Shapes, str(tmp_path), 'tfrecord')
+  config = grey_config(tiny_config, name, str(tmp_path))
+  whole = tfds.builder(name, data_dir=str(tmp_path)).info.splits['train']
+  monkeypatch.setattr(splits, 'MEMORY_LIMIT_BYTES', whole.num_bytes // 2)
+  kinds = {'train': streams.StreamSource, 'train[:10%]': records.MemorySource}
+  for split, kind in kinds.items():
+    assert type(sources.open_split(config, split)) is kind
+  # Where the data set does not say its size, that of a file tells.
+  files = whole.file_instructions
+  by_file = splits._record_bytes([whole.replace(num_bytes=0)], files)
+  size = splits._record_bytes([whole], files)
+  assert size == whole.num_bytes / 40
+  assert size < by_file < size + 20  # With the length and checksums of each.
 
 
 @pytest.mark.parametrize('file_format', ['array_record', 'tfrecord'])
@@ -405,7 +471,7 @@ def test_an_example_is_what_the_task_makes_of_it(tiny_config):
   np.testing.assert_array_equal(batch['place'][:, 1], np.arange(32, 48))
   labels = source.lookup(batch['number'])['label'].numpy()
   np.testing.assert_array_equal(batch['one'], labels)
-  indices = mixture.training_indices(source, np.arange(32, 48), 0)
+  indices = order.training_indices(source, np.arange(32, 48), 0)
   np.testing.assert_array_equal(batch['number'], indices)
   first = next(input_pipeline.eval_batches(tiny_config, source, make, mesh))
   assert seeds[-1] is None

@@ -1,16 +1,13 @@
 """Tests of runs of two processes on loopback, four devices each."""
 
 import json
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
+from tests import input_pipeline_test
 from tests import processes
 from tests import trees
 from vit_jax import input_pipeline
@@ -23,15 +20,9 @@ FLAGS = ('--config.checkpoint_every=20',)
 
 def addresses():
   """Flags by which two processes find each other."""
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    port = s.getsockname()[1]
+  place = processes.address()
   return [
-    [
-      f'--coordinator=localhost:{port}',
-      '--num_processes=2',
-      f'--process_id={i}',
-    ]
+    [f'--coordinator={place}', '--num_processes=2', f'--process_id={i}']
     for i in range(2)
   ]
 
@@ -145,7 +136,7 @@ def test_a_signal_to_one_process_stops_both_and_they_go_on(
 
 BATCHES = """
 import json, sys
-import jax, numpy as np
+import jax, numpy as np, tensorflow as tf
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 address, index, path = sys.argv[1:4]
@@ -163,34 +154,43 @@ batches = input_pipeline.train_batches(config, source, example, mesh, 3)
 batch = multihost_utils.process_allgather(next(batches), tiled=True)
 if index == '0':
   np.savez(path, **batch)
+# Both feed all rows, since one model spans them: so they must read the same, also
+# from a stream.
+from vit_jax.datasets import splits
+splits.MEMORY_LIMIT_BYTES = 0
+config.dataset, config.tfds_data_dir = 'shapes', sys.argv[5]
+source = sources.open_split(config, 'train', ('image',))
+mesh = sharding.make_mesh({'data': 1, 'model': 8})
+def contents(record, seed):
+  return {'value': tf.cast(tf.io.decode_png(record['image'])[0, 0, 0], tf.int32)}
+for name, batches in (
+  ('train', input_pipeline.train_batches(config, source, contents, mesh, 1)),
+  ('test', input_pipeline.eval_batches(config, source, contents, mesh)),
+):
+  shards = next(batches)['value'].addressable_shards
+  np.save(f'{path}_{name}_{index}.npy', np.stack([x.data for x in shards]))
 """
 
 
 def test_two_processes_see_the_batch_of_one(tiny_config, tmp_path):
+  input_pipeline_test.prepare(
+    input_pipeline_test.Shapes, str(tmp_path), 'tfrecord'
+  )
   source = sources.open_split(tiny_config, 'train')
   example = input_pipeline.labelled_example(tiny_config, 10)
   rows = np.arange(16)
   data = input_pipeline.train_dataset(tiny_config, source, example, rows, 3)
   want = next(data.as_numpy_iterator())
   path = tmp_path / 'batch.npz'
-  address = addresses()[0][0].partition('=')[2]
   config = json.dumps(workdir_lib.to_plain(tiny_config))
-  pair = [
-    subprocess.Popen(
-      [sys.executable, '-c', BATCHES, address, str(i), str(path), config],
-      env={
-        **os.environ,
-        'XLA_FLAGS': '--xla_force_host_platform_device_count=4',
-        'PYTHONPATH': str(processes.ROOT),
-      },
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
-    for i in range(2)
-  ]
-  statuses, outputs = finish_pair(pair)
+  statuses, outputs = processes.run_two(
+    BATCHES, path, config, tmp_path, devices=4
+  )
   assert statuses == [0, 0], outputs
   got = np.load(path)
   for key in want:
     np.testing.assert_array_equal(got[key], want[key])
+  for name, count in (('train', 16), ('test', 40)):
+    seen = [np.load(f'{path}_{name}_{i}.npy') for i in range(2)]
+    np.testing.assert_array_equal(seen[0], seen[1])
+    assert len(set(seen[0][0])) == count

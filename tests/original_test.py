@@ -53,7 +53,7 @@ def test_a_loop_of_ones_own(image_folder, tmp_path):
     model_config=model_config,
   )
   table = params['Transformer']['posembed_input']['pos_embedding']
-  assert table.shape == (1, 5, 16)
+  assert table.shape == (1, 5, 10)
   total_steps = 12
   lr_fn = utils.create_learning_rate_schedule(total_steps, 0.1, 'cosine', 2)
   tx = optax.chain(
@@ -129,6 +129,7 @@ def test_a_mixer_trains_and_starts_from_weights(image_folder, tmp_path):
     common_config.get_config(), str(image_folder)
   )
   config.model_type = 'Mixer'
+  config.pretrained_dir = None
   config.model = models_config.get_mixer_b16_config()
   config.model.update(
     hidden_dim=16, num_blocks=1, tokens_mlp_dim=8, channels_mlp_dim=8
@@ -233,9 +234,9 @@ def test_inference_time(tmp_path, monkeypatch):
   [line] = metrics_lib.read(tmp_path / 'new')
   assert line == {'step': 0, **result}
   for key, message in (
-    ('batch', 'batch=0 must be at least 1'),
-    ('steps', 'steps=0 must be at least 1'),
-    ('image_size', 'image_size=0 must be at least 1'),
+    ('batch', 'batch=0 must be a whole number of at least 1'),
+    ('steps', 'steps=0 must be a whole number'),
+    ('image_size', 'image_size=0 must be a whole number'),
   ):
     wrong = inference_time_config.get_config()
     wrong[key] = 0

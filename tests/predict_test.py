@@ -7,16 +7,19 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 import pytest
 
+from tests import tiny_models
 from vit_jax import evaluate
 from vit_jax import input_pipeline
 from vit_jax import predict
 from vit_jax import train
 from vit_jax.configs import pretrain
 from vit_jax.data import sources
+from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 
 
@@ -25,7 +28,7 @@ def folder_run(image_folder, tmp_path_factory):
   """A run on the folder of images: its config and its folder."""
   config = pretrain.get_config(f'testing,{image_folder}')
   config.pp.crop = 16
-  config.model.transformer.dropout_rate = 0.0
+  config.model = tiny_models.config()
   config.update(
     batch=16, batch_eval=8, total_epochs=30.0, warmup_epochs=1.0,
     base_lr=1e-2, checkpoint_every=20, progress_every=20, eval_every=60,
@@ -77,6 +80,17 @@ def test_a_classifier_draws_nothing(folder_run, tmp_path, monkeypatch):
     ValueError, match="task 'classify' says of an image is no picture"
   ):
     predict.main()
+
+
+def test_outputs_that_are_not_finite_are_refused(folder_run, image_folder):
+  _, workdir, _ = folder_run
+  model = predict.load(str(workdir))
+  model.params['head']['bias'] = model.params['head']['bias'].at[1].set(np.nan)
+  image = str(next((image_folder / 'test' / 'bee').iterdir()))
+  with pytest.raises(ValueError, match='is not finite') as error:
+    model.predict([image])
+  assert image in str(error.value)
+  assert str(workdir) in str(error.value)
 
 
 def test_images_may_be_arrays_of_any_size(folder_run):
@@ -166,16 +180,16 @@ def test_a_truncated_checkpoint_gives_way_to_the_one_before(
   jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
 
 
-def test_a_checkpoint_of_another_model_gives_way_too(
-  damaged, folder_run, tmp_path, caplog
-):
-  config = copy.deepcopy(folder_run[0])
-  config.model.hidden_size = 20
-  config.update(total_epochs=1.0, warmup_epochs=0.0)
-  train.train_and_evaluate(config, str(tmp_path / 'foreign'))
+def test_a_checkpoint_of_another_model_gives_way_too(damaged, tmp_path, caplog):
+  params = jax.tree.map(
+    lambda x: x[..., :-1], predict.load(str(damaged)).params
+  )
+  foreign = checkpoints_lib.Checkpoints(tmp_path / 'foreign')
+  foreign.save(62, state_lib.TrainState(jnp.int32(62), params, (params,)))
+  foreign.close()
   shutil.rmtree(damaged / 'checkpoints' / '62')
   shutil.copytree(
-    tmp_path / 'foreign' / 'checkpoints' / '2', damaged / 'checkpoints' / '62'
+    tmp_path / 'foreign' / 'checkpoints' / '62', damaged / 'checkpoints' / '62'
   )
   assert predict.load(str(damaged)).step == 60
   assert 'damaged or of another run' in caplog.text

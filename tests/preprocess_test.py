@@ -115,9 +115,8 @@ def test_a_jpeg_is_cropped_like_any_other_image():
   jpeg, _ = FILES['jpeg']
   png = encode(Image.open(io.BytesIO(jpeg)), 'PNG')
   for seed in range(10):
-    np.testing.assert_allclose(
-      train(jpeg, (0, seed)), train(png, (0, seed)), atol=0.06
-    )
+    got = train(jpeg, (0, seed), jpeg_shrink=False)
+    np.testing.assert_allclose(got, train(png, (0, seed)), atol=0.06)
 
 
 def test_crops_cover_the_areas_that_the_config_says():
@@ -218,20 +217,31 @@ def test_wrong_images_are_named(tmp_path):
     load(np.zeros((8, 8, 2), np.uint8), pp())
 
 
-@pytest.mark.parametrize(
-  'fields, message',
-  [
-    ({'crop': 0}, 'crop=0 must be'),
-    ({'crop': (3, 4, 5)}, r'crop=\(3, 4, 5\) must be'),
-    ({'channels': 2}, 'channels=2 must be 3'),
-    ({'resize': 200}, 'resize=200 is smaller than crop=224'),
-    ({'crop_area': (0.5, 1.5)}, r'crop_area=\(0.5, 1.5\) must be'),
-    ({'crop_ratio': (2.0, 1.0)}, r'crop_ratio=\(2.0, 1.0\) must be'),
-  ],
-)
-def test_wrong_settings_are_named(fields, message):
-  config = pp()
-  with config.unlocked(), config.ignore_type():
-    config.update(fields)
+@pytest.mark.parametrize('fmt', ['WEBP', 'BMP', 'GIF', 'PNG'])
+def test_files_that_end_in_zero_bytes_are_read_as_in_training(fmt, tmp_path):
+  """Seen: prediction refused every WebP of Pillow, whose last byte is zero."""
+  zeros = 0
+  for width in range(3, 9):
+    path = tmp_path / f'image{width}'
+    pixels = np.zeros((4, width, 3), np.uint8)
+    pixels[0] = width * 20
+    Image.fromarray(pixels).save(path, fmt)
+    zeros += path.read_bytes()[-1] == 0
+    got = preprocess.from_user(path, images.decode)
+    want = images.decode(tf.constant(path.read_bytes()))
+    np.testing.assert_array_equal(got, want)
+  assert zeros or fmt in ('GIF', 'PNG')
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_pixels_are_counted_before_they_are_decoded(name, tmp_path):
+  path = tmp_path / 'large.img'
+  path.write_bytes(FILES[name][0])
+
+  def fail(encoded):
+    raise AssertionError
+
+  message = r'large.img.*60 x 40 pixels, more than max_image_pixels=2399'
   with pytest.raises(ValueError, match=message):
-    preprocess.check(config)
+    preprocess.from_user(path, fail, 2399)
+  assert preprocess.from_user(path, len, 2400) == len(FILES[name][0])

@@ -1,7 +1,9 @@
 """Runs `python -m vit_jax.main` in real processes, for several tests."""
 
+import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import time
@@ -15,12 +17,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 # A config file for a run of sixty steps that takes a second or two.
 CONFIG = """
 from vit_jax.configs import common
-from vit_jax.configs import models
+from tests import tiny_models
 
 def get_config():
   config = common.set_dataset(common.get_config(), 'digits')
   config.pp.update(crop=8, channels=1)
-  config.model = models.get_config('testing')
+  config.model = tiny_models.config()
+  config.pretrained_dir = None
   config.model.patches.size = (4, 4)
   config.model.transformer.dropout_rate = 0.1
   config.update(
@@ -67,6 +70,53 @@ def finish(*args, **kwargs):
   process = start(*args, **kwargs)
   output, _ = process.communicate(timeout=300)
   return process.returncode, output
+
+
+def address():
+  """Returns a free HOST:PORT, at which processes can find each other."""
+  with socket.socket() as s:
+    s.bind(('localhost', 0))
+    return f'localhost:{s.getsockname()[1]}'
+
+
+def run_two(code, *arguments, devices=1):
+  """Runs code in two processes, which it gets an address and its number for.
+
+  Args:
+    code: Python; its arguments are HOST:PORT, 0 or 1, and `arguments`.
+    *arguments: more of them.
+    devices: CPU devices of each process.
+
+  Returns:
+    Exit statuses, and what was printed.
+  """
+  place = address()
+  pair = [
+    subprocess.Popen(
+      [sys.executable, '-c', code, place, str(i), *map(str, arguments)],
+      env={
+        **os.environ,
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+        'PYTHONPATH': str(ROOT),
+      },
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  outputs = [p.communicate(timeout=300)[0] for p in pair]
+  return [p.returncode for p in pair], outputs
+
+
+def said(outputs):
+  """Returns what each of two processes printed as 'SAID ' and JSON."""
+  lines = [
+    [x for x in output.splitlines() if x.startswith('SAID ')]
+    for output in outputs
+  ]
+  assert all(lines), outputs
+  return [json.loads(each[0].removeprefix('SAID ')) for each in lines]
 
 
 def load_state(workdir):

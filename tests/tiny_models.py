@@ -1,9 +1,20 @@
 """Models that compile in no time, and what tests do with them."""
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vit_jax import models
+from vit_jax.configs import models as model_configs
+
+
+def config():
+  """A config whose sizes eight devices divide, without dropout."""
+  model = model_configs.get_config('testing')
+  model.hidden_size = 16
+  model.transformer.update(mlp_dim=16, dropout_rate=0.0)
+  return model
 
 
 def tiny(**kwargs):
@@ -36,6 +47,16 @@ def shapes(model, size=224, channels=3):
     jax.tree_util.keystr(path, simple=True, separator='/'): leaf
     for path, leaf in leaves
   }
+
+
+def numbers(model, size=224, seed=0):
+  """Parameters of random numbers, made without compiling the model."""
+  rng = np.random.RandomState(seed)
+  flat = {
+    path: rng.randn(*leaf.shape).astype(np.float32)
+    for path, leaf in shapes(model, size).items()
+  }
+  return flax.traverse_util.unflatten_dict(flat, sep='/')
 
 
 def images(shape=(2, 8, 8, 3), seed=1):

@@ -55,6 +55,7 @@ def config(data_dir):
     run.tfds_data_dir = data_dir
     run.model = copy.deepcopy(tiny.model)
     run.update(batch=8, batch_eval=104, total_steps=2, warmup_steps=1)
+    run.update(total_epochs=None, warmup_epochs=None)
   config.seeds = (0, 1)
   return config
 
@@ -89,6 +90,15 @@ def test_one_seed_tells_no_spread(config, tmp_path):
   config.seeds = (0,)
   with pytest.raises(ValueError, match=r'seeds=\(0,\) must be two at least'):
     transfer.transfer(config, str(tmp_path))
+
+
+def test_one_process_writes_the_result(tmp_path, monkeypatch):
+  monkeypatch.setattr('jax.process_index', lambda: 1)
+  transfer._store({'margin': 0.5}, tmp_path)
+  assert not list(tmp_path.iterdir())
+  monkeypatch.setattr('jax.process_index', lambda: 0)
+  transfer._store({'margin': 0.5}, tmp_path)
+  assert [path.name for path in tmp_path.iterdir()] == ['transfer.json']
 
 
 def test_weights_come_in_at_another_resolution(config, tmp_path):

@@ -1,11 +1,11 @@
 """Compares trees of arrays, for several tests."""
 
+import flax.core
 import jax
 import numpy as np
 
 
 def assert_same(a, b):
-  """Asserts that two trees of arrays are equal, bit for bit."""
-  jax.tree.map(
-    np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b)
-  )
+  """Asserts that two trees of arrays, frozen or not, are equal, bit for bit."""
+  a, b = (flax.core.unfreeze(jax.device_get(tree)) for tree in (a, b))
+  jax.tree.map(np.testing.assert_array_equal, a, b)

@@ -6,23 +6,22 @@ published names, which the original's readers and timm's `load_npz` understand.
 
 from collections.abc import Sequence
 import csv
-import math
 from typing import Any
 
 from absl import logging
+import flax.core
 import flax.traverse_util
-import numpy as np
 
-from vit_jax import models
 from vit_jax.weights import fetch
+from vit_jax.weights import fitting
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 from vit_jax.weights import writing
 
-_POSEMB = 'Transformer/posembed_input/pos_embedding'
-
 copy = fetch.copy
 save = writing.save
+interpolate_posembed = fitting.interpolate_posembed
+transferable = fitting.transferable
 
 
 def recover_tree(keys: Sequence[str], values: Sequence[Any]) -> dict:
@@ -50,7 +49,9 @@ def load(path: str) -> dict:
   """
   weights = reading.read(path)
   if weights.kind != 'workdir':
-    _note_differences(weights, identify.model_config(weights.params) or {})
+    fitting.note_differences(
+      weights, identify.model_config(weights.params) or {}
+    )
   return weights.params
 
 
@@ -61,11 +62,12 @@ def inspect_params(
   fail_if_extra: bool = True,
   fail_if_missing: bool = True,
 ) -> dict:
-  """Compares the leaves of `params` with those expected.
+  """Compares the names of the leaves of `params` with those expected.
 
   Args:
     params: nested dict of arrays.
-    expected: nested dict of arrays or jax.ShapeDtypeStruct.
+    expected: nested dict of arrays or jax.ShapeDtypeStruct; their shapes may be
+      others, as those of a head are.
     fail_if_extra: whether a leaf that is not expected is an error.
     fail_if_missing: whether a leaf that is missing is an error.
 
@@ -73,98 +75,20 @@ def inspect_params(
     `params`.
 
   Raises:
-    ValueError: lists the leaves that are missing, extra, or of another shape.
+    ValueError: lists the leaves that are missing or extra.
   """
   have = flax.traverse_util.flatten_dict(params, sep='/')
   want = flax.traverse_util.flatten_dict(expected, sep='/')
   missing, extra = sorted(want.keys() - have), sorted(have.keys() - want)
-  problems = [
-    f'{key}: {tuple(have[key].shape)} in the weights, '
-    f'{tuple(want[key].shape)} in the model'
-    for key in sorted(want.keys() & have)
-    if tuple(have[key].shape) != tuple(want[key].shape)
-  ]
   if missing:
     logging.info('The weights lack: %s', missing)
   if extra:
     logging.info('The weights have, beside those of the model: %s', extra)
-  if missing and fail_if_missing:
-    problems += [f'{key}: missing in the weights' for key in missing]
-  if extra and fail_if_extra:
-    problems += [f'{key}: not in the model' for key in extra]
-  if problems:
-    shown = problems[:20] + [f'and {len(problems) - 20} more'] * (
-      len(problems) > 20
-    )
-    raise ValueError(
-      'the weights do not fit the model:\n  ' + '\n  '.join(shown)
-    )
-  return params
-
-
-def interpolate_posembed(
-  posemb,
-  num_tokens: int,
-  has_class_token: bool,
-  grid: tuple[int, int] | None = None,
-  new_grid: tuple[int, int] | None = None,
-) -> np.ndarray:
-  """Resizes position embeddings to another number of patches (section 3.2).
-
-  Bilinear with corners aligned, what `scipy.ndimage.zoom(order=1)` computes. The
-  class token's embedding is kept as it is.
-
-  Args:
-    posemb: [1, N, D], that of the class token first if there is one.
-    num_tokens: number of tokens wanted, the class token included.
-    has_class_token: whether the first token is a class token.
-    grid: (height, width) of the patches in `posemb`; None: a square.
-    new_grid: (height, width) wanted; None: a square.
-
-  Returns:
-    float32 [1, num_tokens, D].
-
-  Raises:
-    ValueError: if a grid is not what the number of tokens allows.
-  """
-  posemb = np.asarray(posemb, np.float32)
-  extra = int(has_class_token)
-  grid = _check_grid(grid, posemb.shape[1] - extra, 'the weights')
-  new_grid = _check_grid(new_grid, num_tokens - extra, 'the model')
-  table = posemb[0, extra:].reshape(*grid, -1)  # [h, w, D]
-  for axis, size in enumerate(new_grid):
-    table = _resize_axis(table, axis, size)
-  table = table.reshape(1, math.prod(new_grid), -1)
-  return np.concatenate([posemb[:, :extra], table], axis=1)
-
-
-def _check_grid(grid, patches, where):
-  side = math.isqrt(patches)
-  grid = (side, side) if grid is None else tuple(grid)
-  if math.prod(grid) != patches:
-    raise ValueError(
-      f'the {patches} position embeddings of {where} are no grid of {grid[0]} x '
-      f'{grid[1]} patches: say which they are with grid=(height, width) '
-      '(--config.pretrained_grid) and new_grid=(height, width)'
-    )
-  return grid
-
-
-def _resize_axis(table, axis, size):
-  """Linear interpolation along an axis, first and last entry kept in place."""
-  old = table.shape[axis]
-  if old == size:
-    return table
-  positions = np.linspace(0, old - 1, size, dtype=np.float64)
-  low = np.clip(np.floor(positions).astype(int), 0, max(old - 2, 0))
-  high = np.minimum(low + 1, old - 1)
-  shape = [1] * table.ndim
-  shape[axis] = size
-  weight = (positions - low).astype(np.float32).reshape(shape)
-  return (
-    np.take(table, low, axis) * (1 - weight)
-    + np.take(table, high, axis) * weight
+  fitting.fail_for(
+    fitting.say_missing(missing * fail_if_missing)
+    + fitting.say_extra(extra * fail_if_extra)
   )
+  return params
 
 
 def load_pretrained(
@@ -174,12 +98,15 @@ def load_pretrained(
   model_config,
   grid: tuple[int, int] | None = None,
   new_grid: tuple[int, int] | None = None,
-) -> dict:
+) -> flax.core.FrozenDict:
   """Loads weights to fine-tune them (appendix B.1.1).
 
   The head is that of `init_params` (zeros, in a new model), and so is the
   pre-logits layer where the model wants one that the file lacks; a pre-logits
   layer that the model does not want is dropped; position embeddings are resized.
+  Parameters that no published model has, those of adapters for one, keep their
+  initial values where the file lacks them, and layers of the file beyond those of
+  the model are left out, with a warning each.
 
   Args:
     pretrained_path: see `load`.
@@ -190,113 +117,30 @@ def load_pretrained(
     new_grid: patches (height, width) of the model; None: a square.
 
   Returns:
-    Parameters of the shapes of `init_params`.
+    Parameters of the shapes of `init_params`, frozen as the original's are:
+    `.unfreeze()` makes a nested dict of them.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: if the
       file cannot be read (see `load`) or does not fit; lists the leaves at
       fault, with both shapes, and says which model the weights look like.
   """
-  taken = transferable(
-    pretrained_path, init_params, model_config, grid, new_grid
+  taken = fitting.transferable(
+    pretrained_path, init_params, model_config, grid, new_grid, partly=True
   )
   init = flax.traverse_util.flatten_dict(init_params, sep='/')
-  return flax.traverse_util.unflatten_dict({**init, **taken}, sep='/')
+  params = flax.traverse_util.unflatten_dict({**init, **taken}, sep='/')
+  return flax.core.freeze(params)
 
 
-def transferable(
-  pretrained_path: str,
-  expected: dict,
-  model_config,
-  grid=None,
-  new_grid=None,
-  new: Sequence[str] = ('head/',),
-) -> dict[str, np.ndarray]:
-  """Returns what `load_pretrained` takes from the file, by '/'-joined path.
+def _fix_groupnorm(params):
+  """Returns parameters with the GroupNorms of old files as vectors.
 
-  Args:
-    pretrained_path: see `load`.
-    expected: parameters of the model, arrays or jax.ShapeDtypeStruct.
-    model_config: reads `representation_size` and, to explain what does not fit
-      with it, `transformer`.
-    grid: patches (height, width) of the weights; None: what the file says of
-      it, or else a square.
-    new_grid: patches (height, width) of the model; None: a square.
-    new: beginnings of the paths that are not taken, nor missed.
-
-  Raises:
-    FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
-      load_pretrained.
+  Programs written for the original call it on what they read by themselves.
   """
-  encoder = model_config.get('transformer') or {}
-  weights = reading.read(pretrained_path, encoder.get('num_heads'))
-  flat = flax.traverse_util.flatten_dict(weights.params, sep='/')
-  want = flax.traverse_util.flatten_dict(expected, sep='/')
-  head = flat.get('head/kernel')
-  if head is not None and not head.any():
-    logging.warning(
-      "The head of '%s' is all zeros: no classifier comes with these weights",
-      pretrained_path,
-    )
-  new = list(new)
-  if model_config.get('representation_size') is None:
-    new.append('pre_logits/')
-  flat = {k: v for k, v in flat.items() if not k.startswith(tuple(new))}
-  if not any(key.startswith('pre_logits/') for key in flat):
-    new.append('pre_logits/')
-  want = {k: v for k, v in want.items() if not k.startswith(tuple(new))}
-  has_class_token = 'cls' in flat
-  try:
-    if {_POSEMB} <= flat.keys() & want.keys() and has_class_token == (
-      'cls' in want
-    ):
-      old, resized = flat[_POSEMB].shape, want[_POSEMB].shape
-      grid = grid or _grid(weights)
-      # As many tokens may still be another grid: 2 x 8 and 4 x 4.
-      if old[2] == resized[2] and (
-        old != resized or (grid and new_grid and tuple(grid) != tuple(new_grid))
-      ):
-        flat[_POSEMB] = interpolate_posembed(
-          flat[_POSEMB], resized[1], has_class_token, grid, new_grid
-        )
-    inspect_params(params=_nested(flat), expected=_nested(want))
-  except ValueError as e:
-    raise ValueError(
-      f"'{pretrained_path}' looks like {identify.describe(weights.params)}, the "
-      f'model of this config like {identify.describe(expected)}: {e}'
-    ) from None
-  _note_differences(weights, model_config)
-  return flat
-
-
-def _nested(flat):
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  flat = {path: reading.without_ones(path, leaf) for path, leaf in flat.items()}
   return flax.traverse_util.unflatten_dict(flat, sep='/')
-
-
-def _grid(weights):
-  """Patches (height, width) where the file says its image size, else None."""
-  config = identify.model_config(weights.params)
-  if weights.image_size is None or config is None:
-    return None
-  return models.patch_grid(config, weights.image_size)
-
-
-def _note_differences(weights, model_config):
-  """Warns where the source computes what these weights are for differently."""
-  encoder = weights.model.get('transformer', {})
-  for key in ('gelu', 'norm_eps'):
-    there = encoder.get(key)
-    here = (model_config.get('transformer') or {}).get(key)
-    if None not in (here, there) and there != here:
-      logging.warning(
-        'The source of the weights computes with %s=%s, this model with %s: for '
-        'the same features set --config.model.transformer.%s=%s',
-        key,
-        there,
-        here,
-        key,
-        there,
-      )
 
 
 def augreg_filename(model: str, directory: str) -> str:
@@ -369,7 +213,8 @@ def get_augreg_df(directory: str = 'gs://vit_models/augreg'):
     import pandas as pd
   except ImportError as e:
     raise ImportError(
-      "get_augreg_df needs pandas: pip install 'vit_jax[colab]'"
+      "get_augreg_df needs pandas: pip install -e '.[colab]' in the checkout of "
+      'vit_jax'
     ) from e
   with _augreg_index(directory).open('r') as f:
     return pd.read_csv(f)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import contextlib
+import difflib
 import glob
 import importlib
 import importlib.metadata
@@ -25,6 +26,14 @@ _muted = False
 _OPTION = re.compile(
   r'--?config\.((?:\w+\.)*)task_options\.(\w+)=(.*)', re.DOTALL
 )
+# --config.model.NAME=VALUE, likewise; without a value for what is true or false.
+_MODEL_OPTION = re.compile(
+  r'--?(no)?config\.((?:\w+\.)*)model\.([\w.]+)(?:=(.*))?', re.DOTALL
+)
+# The length of a run or of its warm-up.
+_LENGTH = re.compile(r'--?config\.((?:\w+\.)*(?:total|warmup))_(steps|epochs)=')
+# --config.KEY=None, which absl would read as a text, or refuse.
+_NONE = re.compile(r'--?config\.((?!.*task_options\.)[\w.]+)=None')
 
 
 def quiet():
@@ -192,7 +201,7 @@ def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
   Returns:
     The arguments that are no flags.
   """
-  argv = _join_values(argv)
+  argv, nones = _without_nones(_join_values(argv))
   for i, arg in enumerate(argv):
     name, equals, value = arg.partition('=')
     path, colon, argument = value.partition(':')
@@ -208,20 +217,19 @@ def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
           f'{[k for k in known if k.endswith(".py") and k[0] != "_"]}'
         )
       argv[i] = f'{name}={installed}{colon}{argument}'
-  options = [arg for arg in argv if _OPTION.match(arg)]
+  options = [arg for arg in argv if _OPTION.match(arg) or _model_option(arg)]
   argv = [arg for arg in argv if arg not in options]
   whole = sys.argv  # Where flags of a config are looked up.
   try:
-    sys.argv = [arg for arg in whole if arg not in options]
+    sys.argv = argv
     rest = flag_values(argv)
     _set_options(flag_values['config'].value, options)
+    _set_to_none(flag_values['config'].value, nones + _overruled(argv))
     return rest
   except (AttributeError, KeyError) as e:  # There is no such key in the config.
     hint = re.search(r'Did you mean "(.*?)" instead of "(.*?)"', str(e))
     name = hint[2] if hint else str(e).strip('"\'')
-    # Such as base_lr for lr, where there is nothing closer.
-    keys = importlib.import_module('vit_jax.configs.common').get_config()
-    near = [hint[1]] if hint else [key for key in keys if name in key]
+    near = [hint[1]] if hint else _near(name)
     reason = f"config has no key '{name}'" + (
       f": did you mean '{near[0]}'?" if near else ''
     )
@@ -239,9 +247,61 @@ def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
   )
 
 
+def _near(name):
+  """Returns keys of a config that may be meant by a name, the likeliest first."""
+  options = importlib.import_module('vit_jax.configs.models').OPTIONS
+  # Such as base_lr for lr, where there is nothing closer.
+  keys = importlib.import_module('vit_jax.configs.common').get_config()
+  return difflib.get_close_matches(
+    name, [option.split('.')[-1] for option in options], n=1
+  ) or [key for key in keys if name in key]
+
+
+def _model_option(arg):
+  """Parses the flag of an option of a model, which its config need not have.
+
+  Returns:
+    The path to the model, that of the option, and its value; None for other flags.
+
+  Raises:
+    ValueError: if the value is of another type than the option's default.
+  """
+  match = _MODEL_OPTION.fullmatch(arg)
+  options = importlib.import_module('vit_jax.configs.models').OPTIONS
+  if not match or match[3] not in options:
+    return None
+  negated, path, option, value = match.groups()
+  default = options[option]
+  if isinstance(default, bool):
+    words = {'true': True, '1': True, 'false': False, '0': False}
+    value = str(not negated if value is None else value).lower()
+    if value not in words:
+      raise ValueError(
+        f'model.{option}={value} must be True or False (config.model.{option})'
+      )
+    value = words[value]
+  elif isinstance(default, float):
+    try:
+      value = float(value)
+    except (TypeError, ValueError):
+      raise ValueError(
+        f'model.{option}={value} must be a number (config.model.{option})'
+      ) from None
+  return path, option, '' if value is None else value
+
+
 def _set_options(config, options):
-  """Sets options of a task, whose names and types only the task knows."""
+  """Sets options of a task or a model, which the config need not have."""
   for option in options:
+    found = _model_option(option)
+    if found:
+      path, name, value = found
+      holder = config
+      for part in [*path.split('.')[:-1], 'model', *name.split('.')[:-1]]:
+        holder = holder[part]
+      with holder.unlocked(), holder.ignore_type():
+        holder[name.split('.')[-1]] = value
+      continue
     path, key, value = _OPTION.match(option).groups()
     holder = config
     for part in path.split('.')[:-1]:
@@ -251,6 +311,38 @@ def _set_options(config, options):
         holder.task_options = {}
       with holder.task_options.unlocked(), holder.task_options.ignore_type():
         holder.task_options[key] = value
+
+
+def _without_nones(argv):
+  """Returns the flags but for --config.KEY=None, and the keys that end as None."""
+  last = {arg.partition('=')[0].lstrip('-'): arg for arg in argv}
+  nones = [m[1] for m in map(_NONE.fullmatch, last.values()) if m]
+  return [arg for arg in argv if not _NONE.fullmatch(arg)], nones
+
+
+def _overruled(argv):
+  """Returns the keys of passes where only steps are given here, or the reverse.
+
+  A length on the command line takes the place of the config file's.
+  """
+  given = [m.groups() for m in map(_LENGTH.match, argv) if m]
+  other = {'steps': 'epochs', 'epochs': 'steps'}
+  return [
+    f'{name}_{other[unit]}'
+    for name, unit in given
+    if (name, other[unit]) not in given
+  ]
+
+
+def _set_to_none(config, keys):
+  for key in keys:
+    *parts, name = key.split('.')
+    holder = config
+    for part in parts:
+      holder = holder[part]
+    _ = holder[name]  # KeyError, with what it may be, where there is none.
+    with holder.ignore_type():
+      holder[name] = None
 
 
 def _join_values(argv):

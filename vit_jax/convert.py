@@ -3,7 +3,7 @@ r"""Converts weights between this package, timm and Hugging Face, bit for bit.
   python -m vit_jax.convert SRC DST [--to=npz|timm|hf|workdir]
 
 SRC is a published .npz, a .safetensors or .bin of timm's or Hugging Face's or a
-folder of it, the workdir of a run, or a URL or gs:// path of a file. DST is
+folder of it, or the workdir of a run, here or at gs://, or a URL of a file. DST is
 
   npz       a file that the original's readers and timm's `load_npz` read
   timm      a folder for timm.create_model('local-dir:DST', pretrained=True)
@@ -27,16 +27,17 @@ import argparse
 from collections.abc import Sequence
 import json
 import math
-import shutil
 from typing import Any
 
 from etils import epath
 import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import ml_collections
 
 from vit_jax import cli
 from vit_jax import models
+from vit_jax.weights import arrays
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 from vit_jax.weights import writing
@@ -76,8 +77,8 @@ def read(
   else:
     with config.ignore_type():
       config.update(weights.model)
-  head = weights.params.get('head')
-  num_classes = 0 if head is None else head['bias'].shape[0]
+  flat = flax.traverse_util.flatten_dict(weights.params, sep='/')
+  num_classes = flat['head/bias'].size if 'head/bias' in flat else 0
   names = class_names or weights.class_names
   if names is not None and len(names) != num_classes:
     if class_names:
@@ -86,8 +87,11 @@ def read(
         'many (--class_names)'
       )
     names = None
-  size = image_size or weights.image_size or _square(weights.params, config)
-  _check_size(weights.params, config, size)
+  with arrays.naming(src, 'cannot be used'):
+    size = image_size or weights.image_size or _square(weights.params, config)
+    _check_size(weights.params, config, size)
+    if weights.kind != 'workdir':
+      _check_shapes(weights.params, config, num_classes, size)
   return writing.Model(
     weights.params, config, tuple(names) if names else None, num_classes, size
   )
@@ -128,6 +132,25 @@ def _check_size(params, config, size):
       f'image_size={size[0]},{size[1]} makes {grid[0]} x {grid[1]} patches, but '
       f'the weights are for {tokens}: give the size of the images '
       '(--image_size=HEIGHT,WIDTH)'
+    )
+
+
+def _check_shapes(params, config, num_classes, size):
+  """Checks that all parameters of the model are there, in their shapes."""
+  model = models.make_model(config, num_classes=num_classes)
+  images = (1, *size, identify.channels(params))
+  expected = jax.eval_shape(
+    lambda: model.init(jax.random.key(0), jnp.zeros(images), train=False)
+  )['params']
+  have = flax.traverse_util.flatten_dict(params, sep='/')
+  want = flax.traverse_util.flatten_dict(expected, sep='/')
+  problems = identify.misfits(have, want) + [
+    f'{path}: missing in the weights' for path in sorted(want.keys() - have)
+  ]
+  if problems:
+    raise ValueError(
+      f'it looks like {identify.describe(params)}, but:\n  '
+      + '\n  '.join(problems[:20])
     )
 
 
@@ -185,7 +208,7 @@ def convert(
     temporary.rename(target)
   finally:
     if temporary.exists():
-      shutil.rmtree(temporary)
+      temporary.rmtree()
   return model, notes
 
 
@@ -203,11 +226,17 @@ def _names(path: str) -> list[str]:
       f"class_names='{path}' is no file: give one with a name a line "
       '(--class_names)'
     )
-  text = file.read_text()
-  if path.endswith('.json'):
+  with arrays.naming(file, 'holds no names of classes (--class_names)'):
+    text = file.read_text()
+    if not path.endswith('.json'):
+      return text.splitlines()
     names: Any = json.loads(text)
-    return list(names.values() if isinstance(names, dict) else names)
-  return text.splitlines()
+    names = list(names.values()) if isinstance(names, dict) else names
+    if not isinstance(names, list) or not all(
+      isinstance(name, str) for name in names
+    ):
+      raise ValueError('it must be a list of names, or an object of them')
+    return names
 
 
 def main() -> None:

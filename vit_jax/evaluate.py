@@ -6,7 +6,9 @@ python -m vit_jax.main --workdir=/tmp/digits --evaluate=test
 from vit_jax import cli
 from vit_jax import predict
 from vit_jax import train
+from vit_jax.configs import rules
 from vit_jax.run import metrics as metrics_lib
+from vit_jax.run import workdir as workdir_lib
 from vit_jax.scale import sharding
 
 
@@ -27,9 +29,11 @@ def evaluate(
 
   Raises:
     FileNotFoundError: if there is no such run or folder.
-    ValueError: if split, data set or classes are not right.
+    ValueError: if split, data set or classes are not right, or no checkpoint is.
+    OSError: if the storage does not answer.
   """
-  mesh = sharding.make_mesh({'data': -1})
+  rules.check('split', split, rules.split)
+  mesh = _mesh(workdir)
   model = predict.load(workdir, step, mesh)
   config, task = model.config, model.task
   if dataset is not None:
@@ -56,3 +60,12 @@ def evaluate(
     + metrics_lib.format_metrics(metrics)
   )
   return metrics
+
+
+def _mesh(workdir):
+  """Returns the mesh of a run; copies on all devices where these are others."""
+  config, _ = workdir_lib.load(workdir)
+  try:
+    return sharding.make_mesh(config.mesh)
+  except ValueError:
+    return sharding.make_mesh({'data': -1})

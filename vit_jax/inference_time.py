@@ -13,8 +13,20 @@ import ml_collections
 from vit_jax import cli
 from vit_jax import models
 from vit_jax.configs import inference_time as default_config
+from vit_jax.configs import rules
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.scale import sharding
+
+# What the keys of the config may be.
+RULES = {
+  'model_name': rules.text,
+  'dtype': rules.text,
+  'steps': rules.whole(1),
+  'initial_steps': rules.whole(0),
+  'batch': rules.whole(1),
+  'num_classes': rules.whole(1),
+  'image_size': rules.whole(1),
+}
 
 
 def inference_time(
@@ -94,14 +106,6 @@ def _check(config):
   complete = default_config.get_config()
   with complete.ignore_type():
     complete.update(config)
-  for key in ('steps', 'batch', 'num_classes', 'image_size'):
-    if not complete[key] or complete[key] < 1:
-      raise ValueError(
-        f'{key}={complete[key]} must be at least 1 (--config.{key})'
-      )
-  if complete.initial_steps < 0:
-    raise ValueError(
-      f'initial_steps={complete.initial_steps} must be at least 0 '
-      '(--config.initial_steps)'
-    )
+  for key, value in complete.items():
+    rules.check(key, value, RULES.get(key, rules.no_nan))
   return complete

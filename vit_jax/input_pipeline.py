@@ -12,7 +12,7 @@ which rows count.
 What becomes of an example, a task says by a function `example(record, seed)`. The
 record has the features that the task asked the source for, of one example, with
 images as the contents of their files, and `index`, int64 scalar, the number of
-the example within its split (-1 in training from a stream, which does not tell).
+the example within its split.
 The seed is int64 [2] in training, from which all that is random must follow, and
 None in evaluation. The function returns tensors of static shapes, by name.
 """
@@ -31,9 +31,12 @@ from vit_jax import preprocess
 from vit_jax.configs import common
 from vit_jax.data import folder
 from vit_jax.data import images
-from vit_jax.data import mixture
+from vit_jax.data import manifest
+from vit_jax.data import order
 from vit_jax.data import sources
+from vit_jax.files import reading
 from vit_jax.run import config as run_config
+from vit_jax.run import keys
 from vit_jax.scale import sharding
 
 # Images decoded at a time.
@@ -49,23 +52,84 @@ def get_dataset_info(dataset: str, split: str) -> dict:
     split: the split to count, as TFDS writes it.
 
   Returns:
-    A dict with `num_examples`, `num_classes`, `class_names`, and `int2str`, a
-    function from the number of a class to its name.
+    A dict with `num_examples`, `num_classes`, `class_names`, `int2str`, a
+    function from the number of a class to its name, and `examples_glob`, which
+    matches the files of a split that is a folder of classes; None for all else.
 
   Raises:
     ValueError, FileNotFoundError: if there is no such data set or split.
   """
   config = common.set_dataset(common.get_config(), dataset)
-  class_names = None
-  if folder.is_folder(dataset):
-    class_names = sources.open_split(config, config.pp.train).class_names
+  if not folder.is_folder(dataset):
+    return _info(sources.open_split(config, split))
+  class_names = sources.open_split(config, config.pp.train).class_names
   source = sources.open_split(config, split, class_names=class_names)
+  return _info(source, _examples_glob(dataset, split))
+
+
+def get_tfds_info(dataset: str, split: str) -> dict:
+  """Returns what is known of a data set of TFDS.
+
+  See `get_dataset_info`.
+  """
+  config = common.set_dataset(common.get_config(), dataset)
+  if tf.io.gfile.isdir(dataset):
+    raise ValueError(
+      f"dataset='{dataset}' is a folder, not the name of a TFDS data set: use "
+      'get_directory_info'
+    )
+  return _info(sources.open_split(config, split))
+
+
+def get_directory_info(directory: str) -> dict:
+  """Returns what is known of a folder of classes.
+
+  See `get_dataset_info`.
+
+  Args:
+    directory: `directory/<class>/<image>`; or a folder with a split `train`,
+      which is what is counted then.
+  """
+  split = _split_of(directory, 'train')
+  config = common.set_dataset(common.get_config(), directory)
+  source = sources.open_split(config, split)
+  return _info(source, _examples_glob(directory, split))
+
+
+def _examples_glob(root, split):
+  """Matches the files of a split that is a folder of classes, else None."""
+  top = root.rstrip('/') + ('' if split == '.' else f'/{split}')
+  listed = manifest.exists(root, split) or not tf.io.gfile.isdir(top)
+  return None if listed else f'{top}/*/*'
+
+
+def _info(source, examples_glob=None):
   return {
     'num_examples': source.num_examples,
     'num_classes': len(source.class_names),
     'class_names': source.class_names,
     'int2str': lambda i: source.class_names[i],
+    'examples_glob': examples_glob,
   }
+
+
+def _split_of(directory, split):
+  """Returns `split` where a folder has one of that name, '.' where it is one.
+
+  Raises:
+    FileNotFoundError: if there is no such folder.
+  """
+  top = os.path.join(directory, split)
+  if not tf.io.gfile.isdir(directory):
+    raise FileNotFoundError(
+      f"directory='{directory}' is not a folder that exists: give one with "
+      '<class>/<image> in it'
+    )
+  if manifest.exists(directory, split):
+    return split
+  # Else it may be a class of that name.
+  is_split = tf.io.gfile.isdir(top) and folder.has_labels(directory, split)
+  return split if is_split else '.'
 
 
 def get_datasets(config):
@@ -77,29 +141,21 @@ def get_datasets(config):
 
   Returns:
     (ds_train, ds_test). Each element is a dict with `image`, float32 [B, height,
-    width, channels] in [-1, 1], and `label`, float32 [B, classes]; that of
-    ds_test also has `mask`, float32 [B], which is 0 for padding. ds_train does
-    not end. In a run of many processes B counts the rows of this one.
+    width, channels] in [-1, 1], and `label`, float32 [B, classes]. ds_train does
+    not end. ds_test has every example once, in its last batch as many as are
+    left, so that a mean over all its rows is right; and `mask`, float32 [B], all
+    ones. In a run of many processes B counts the rows of this one, all batches of
+    ds_test are of one size, and `mask` is 0 for the rows that pad the last.
 
   Raises:
     ValueError, FileNotFoundError: where the config or the data are not right.
   """
   config = run_config.complete(config)
-  preprocess.check(config.pp)
-  mesh = sharding.make_mesh({'data': -1})
   train = sources.open_split(config, config.pp.train)
   test = sources.open_split(
     config, config.pp.test, class_names=train.class_names
   )
-  example = labelled_example(config, len(train.class_names))
-  train_rows = sharding.local_rows(mesh, config.batch)
-  test_rows = sharding.local_rows(mesh, config.batch_eval)
-  return (
-    train_dataset(config, train, example, train_rows),
-    eval_dataset(config, test, example, test_rows).map(
-      lambda batch: {key: batch[key] for key in ('image', 'label', 'mask')}
-    ),
-  )
+  return _dataset(config, 'train', train), _dataset(config, 'test', test)
 
 
 def get_data_from_tfds(*, config, mode: str) -> tf.data.Dataset:
@@ -112,31 +168,75 @@ def get_data_from_tfds(*, config, mode: str) -> tf.data.Dataset:
   Raises:
     ValueError, FileNotFoundError: see `get_datasets`; on an unknown mode.
   """
-  if mode not in ('train', 'test'):
-    raise ValueError(f"mode='{mode}' is unknown: use 'train' or 'test'")
+  _check_mode(mode)
   return get_datasets(config)[mode == 'test']
 
 
 def get_data_from_directory(
   *, config, directory: str, mode: str
 ) -> tf.data.Dataset:
-  """The same for a folder with train/<class>/* and test/<class>/*."""
+  """Returns the images of a folder of classes, see `get_datasets`.
+
+  Args:
+    config: see `get_datasets`; `dataset` and the splits are not read.
+    directory: `directory/<class>/<image>`, whose classes are those that it has;
+      or a folder with the splits `train` and `test`, of which `mode` says which.
+    mode: 'train' or 'test'.
+
+  Raises:
+    ValueError, FileNotFoundError: see `get_datasets`; on an unknown mode.
+  """
+  _check_mode(mode)
   config = run_config.complete(config)
   config.dataset = directory
+  split = _split_of(directory, mode)
+  if split == '.':
+    return _dataset(config, mode, sources.open_split(config, split))
   config.pp.train, config.pp.test = 'train', 'test'
   return get_data_from_tfds(config=config, mode=mode)
 
 
-def get_directory_info(directory: str) -> dict:
-  """Returns what is known of the training images of a folder.
+def _check_mode(mode):
+  if mode not in ('train', 'test'):
+    raise ValueError(f"mode='{mode}' is unknown: use 'train' or 'test'")
 
-  See `get_dataset_info`.
-  """
-  return get_dataset_info(directory, 'train')
+
+def _dataset(config, mode, source):
+  """Returns a split as `get_datasets` hands it out."""
+  keys.check_preprocessing(config.pp)
+  mesh = sharding.make_mesh({'data': -1})
+  parts = sharding.row_parts(mesh)
+  example = labelled_example(config, len(source.class_names))
+  parts = sharding.row_parts(mesh)
+  if mode == 'train':
+    rows = sharding.local_rows(mesh, config.batch)
+    data = train_dataset(config, source, example, rows, parts=parts)
+    return _of_length(data, tf.data.INFINITE_CARDINALITY)
+  rows = sharding.local_rows(mesh, config.batch_eval)
+  count = source.evaluated.num_examples
+  padded = count % config.batch_eval and jax.process_count() == 1
+
+  def hand_out(batch):
+    batch = {key: batch[key] for key in ('image', 'label', 'mask')}
+    if not padded:
+      return batch
+    real = batch['mask'] > 0
+    return {key: tf.boolean_mask(x, real) for key, x in batch.items()}
+
+  data = eval_dataset(config, source, example, rows, parts).map(hand_out)
+  return _of_length(data, -(-count // config.batch_eval))
+
+
+def _of_length(data, batches):
+  """Says how many batches there are, which tf.data cannot tell itself."""
+  return data.apply(tf.data.experimental.assert_cardinality(batches))
 
 
 def prefetch(dataset: tf.data.Dataset, n_prefetch: int) -> Iterator[dict]:
   """Yields the batches of tf.data as arrays, split over all devices.
+
+  A batch that the devices do not divide, the last of a test set, lies on each of
+  them as a whole.
 
   Args:
     dataset: elements are dicts of arrays [B, ...], the rows of this process.
@@ -167,16 +267,22 @@ def labelled_example(config, num_classes: int) -> Callable:
 
 
 def train_dataset(
-  config, source, example: Callable, rows: np.ndarray, start_step: int = 0
+  config,
+  source,
+  example: Callable,
+  rows: np.ndarray,
+  start_step: int = 0,
+  parts: int | None = None,
 ) -> tf.data.Dataset:
   """Returns the training batches from a step on, without end.
 
   Args:
-    config: reads `batch`, `seed`, `shuffle_buffer`.
+    config: reads `batch`, `seed`, `shuffle_buffer`, `shuffle_buffer_bytes`.
     source: the training split.
     example: (record, seed) -> tensors by name, see the module's text.
     rows: the rows of the global batch that this process reads.
     start_step: number of the first batch.
+    parts: see sharding.row_parts; by default as few as `rows` allow.
 
   Returns:
     tf.data of dicts of what `example` returns, [B, ...] each.
@@ -186,61 +292,75 @@ def train_dataset(
     seed = tf.stack([tf.cast(config.seed, tf.int64), position])
     return example(source.read(record), seed)
 
-  records = mixture.training_records(config, source, rows, start_step)
+  records = order.training_records(config, source, rows, start_step, parts)
   return _batches(records.map(make, num_parallel_calls=_CALLS), len(rows))
 
 
 def eval_dataset(
-  config, source, example: Callable, rows: np.ndarray
+  config,
+  source,
+  example: Callable,
+  rows: np.ndarray,
+  parts: int | None = None,
 ) -> tf.data.Dataset:
-  """Returns every example of a split once, in batches padded at the end.
+  """Returns every example of a split once, in padded batches.
 
   Args:
     config: reads `batch_eval`.
     source: the split.
     example: (record, None) -> tensors by name, see the module's text.
     rows: the rows of the global batch that this process reads.
+    parts: see sharding.row_parts; by default as few as `rows` allow.
 
   Returns:
     tf.data of dicts of what `example` returns, [B, ...] each; and `mask`,
     float32 [B], and `index`, int32 [B], the number of the example: 0 and -1 for
-    padding.
+    padding, which stands at the end; for a stream at that of each part.
   """
   source = source.evaluated
   steps = -(-source.num_examples // config.batch_eval)
-  positions = np.arange(steps)[:, None] * config.batch_eval + rows
-  positions = positions.reshape(-1).astype(np.int64)
-  real = positions[positions < source.num_examples]
-
-  if source.random_access:
-    indices = tf.data.Dataset.from_tensor_slices(real).batch(len(rows))
-    records = indices.map(
-      lambda index: {'index': index, **source.lookup(index)}
-    ).unbatch()
-  else:
-    mine = tf.constant(rows, tf.int64)
-    records = (
-      source.stream(1, 0, shuffle_buffer=0, seed=0)
-      .enumerate()
-      .filter(lambda i, _: tf.reduce_any(i % config.batch_eval == mine))
-      .map(lambda index, record: {'index': index, **record})
-    )
 
   def make(record):
     made = example(source.read(record), None)
     index = tf.cast(record['index'], tf.int32)
     return {**made, 'mask': tf.ones([]), 'index': index}
 
-  data = records.map(make, num_parallel_calls=_CALLS)
-  padding = {
-    name: tf.zeros(spec.shape, spec.dtype)
-    for name, spec in data.element_spec.items()
-  }
-  padding['index'] = tf.constant(-1)
-  data = data.concatenate(
-    tf.data.Dataset.from_tensors(padding).repeat(len(positions) - len(real))
+  def batches(records, count, size):
+    data = records.map(make, num_parallel_calls=_CALLS)
+    padding = {
+      name: tf.zeros(spec.shape, spec.dtype)
+      for name, spec in data.element_spec.items()
+    }
+    padding['index'] = tf.constant(-1)
+    padding = tf.data.Dataset.from_tensors(padding)
+    return _batches(
+      data.concatenate(padding.repeat(steps * size - count)), size
+    )
+
+  data = [batches(*x) for x in _eval_records(config, source, rows, parts)]
+  if len(data) == 1:
+    return data[0]
+  return tf.data.Dataset.zip(*data).map(
+    lambda *parts: {k: tf.concat([b[k] for b in parts], 0) for k in parts[0]}
   )
-  return _batches(data, len(rows))
+
+
+def _eval_records(config, source, rows, parts):
+  """Yields (records, number of them, rows of a batch that they fill)."""
+  if not source.random_access:
+    for number, part, block in order.blocks_of(rows, config.batch_eval, parts):
+      begin, end = source.share(number, part)
+      yield source.once(number, part), end - begin, len(block)
+    return
+  begins = np.arange(0, source.num_examples, config.batch_eval)
+  positions = (begins[:, None] + rows).reshape(-1).astype(np.int64)
+  real = positions[positions < source.num_examples]
+  records = order.at_a_time(
+    source,
+    tf.data.Dataset.from_tensor_slices(real).batch(len(rows)),
+    lambda index: {'index': index, **source.lookup(index)},
+  )
+  yield records, len(real), len(rows)
 
 
 def _batches(data, size):
@@ -274,7 +394,8 @@ def train_batches(
   """Yields training batches from a step on, as global arrays, without end.
 
   Args:
-    config: reads `batch`, `seed`, `prefetch`, `shuffle_buffer`.
+    config: reads `batch`, `seed`, `prefetch`, `shuffle_buffer`,
+      `shuffle_buffer_bytes`.
     source: the training split.
     example: (record, seed) -> tensors by name, see the module's text.
     mesh: the mesh, over whose batch axes the rows are split.
@@ -287,9 +408,10 @@ def train_batches(
 
   def indices(number):
     positions = (start_step + number) * config.batch + rows
-    return mixture.training_indices(source, positions, config.seed)
+    return order.training_indices(source, positions, config.seed)
 
-  data = train_dataset(config, source, example, rows, start_step)
+  parts = sharding.row_parts(mesh)
+  data = train_dataset(config, source, example, rows, start_step, parts)
   return _on_devices(_read(data, source, indices), mesh, config.prefetch)
 
 
@@ -312,19 +434,25 @@ def eval_batches(config, source, example: Callable, mesh) -> Iterator[dict]:
     positions = number * config.batch_eval + rows
     return positions[positions < source.num_examples]
 
-  data = eval_dataset(config, source, example, rows)
+  parts = sharding.row_parts(mesh)
+  data = eval_dataset(config, source, example, rows, parts)
   return _on_devices(_read(data, source, indices), mesh, config.prefetch)
 
 
 def _on_devices(batches, mesh, prefetch):
   """Sends `prefetch` batches ahead of their use."""
   split = sharding.batch_sharding(mesh)
+  whole = jax.NamedSharding(mesh, jax.P())
+
+  def place(value):
+    rows = len(value) * jax.process_count()
+    even = rows % sharding.batch_shards(mesh) == 0
+    return jax.make_array_from_process_local_data(
+      split if even else whole, value
+    )
+
   placed = (
-    {
-      key: jax.make_array_from_process_local_data(split, value)
-      for key, value in batch.items()
-    }
-    for batch in batches
+    {key: place(value) for key, value in batch.items()} for batch in batches
   )
   ready = collections.deque(itertools.islice(placed, max(1, prefetch)))
   while ready:
@@ -357,7 +485,13 @@ def _read(data, source, indices):
       except images.DECODE_ERRORS as cause:
         raise ValueError(
           f"image '{part.name(number)}' cannot be decoded: "
-          f'{images.first_line(cause)}. Mend or delete it; '
+          f'{reading.first_line(cause)}. Mend or delete it; '
           '--config.broken_images=skip leaves such images of a folder out'
         ) from None
-    raise ValueError(f'reading the data failed: {images.first_line(e)}') from e
+      except tf.errors.OpError as cause:
+        raise OSError(
+          f"image '{part.name(number)}' cannot be read: "
+          f'{reading.first_line(cause)}. Look whether it can be from this '
+          'machine; the same command goes on'
+        ) from None
+    raise ValueError(f'reading the data failed: {reading.first_line(e)}') from e

@@ -89,24 +89,41 @@ def main(argv):
       '--help)'
     )
   cli.avoid_libtpu()
-  _initialize_distributed()
   # Imported late, so that --help and wrong flags are answered at once.
+  if (
+    _EVALUATE.value is None and _CONFIG.value.get('trainer', 'train') == 'train'
+  ):
+    from vit_jax.run import config as run_config
+
+    run_config.check_values(_CONFIG.value)
+  from vit_jax.scale import processes
+
+  try:
+    _initialize_distributed()
+    return _run()
+  except Exception as e:
+    processes.end_with(e)
+    raise
+
+
+def _run() -> int:
+  """Trains or evaluates; returns the exit status."""
   cli.load_tensorflow()
   from vit_jax import evaluate
   from vit_jax import inference_time
   from vit_jax import train
   from vit_jax import transfer
 
+  if _EVALUATE.value is not None:
+    evaluate.evaluate(_WORKDIR.value, _EVALUATE.value, _DATASET.value)
+    return 0
+  trainers = {
+    'inference_time': inference_time.inference_time,
+    'transfer': transfer.transfer,
+  }
+  run = trainers.get(_CONFIG.value.get('trainer'), train.train_and_evaluate)
   try:
-    if _EVALUATE.value is not None:
-      evaluate.evaluate(_WORKDIR.value, _EVALUATE.value, _DATASET.value)
-    else:
-      trainers = {
-        'inference_time': inference_time.inference_time,
-        'transfer': transfer.transfer,
-      }
-      run = trainers.get(_CONFIG.value.get('trainer'), train.train_and_evaluate)
-      run(_CONFIG.value, _WORKDIR.value)
+    run(_CONFIG.value, _WORKDIR.value)
   except train.Interrupted as e:
     cli.say(str(e))
     return 128 + e.signal
@@ -115,7 +132,7 @@ def main(argv):
 
 def _initialize_distributed():
   """Connects the processes of a run, where there are several."""
-  import jax
+  from vit_jax.scale import processes
 
   given = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   if any(value is not None for value in given):
@@ -123,12 +140,12 @@ def _initialize_distributed():
       raise ValueError(
         '--coordinator, --num_processes and --process_id go together'
       )
-    jax.distributed.initialize(*given)
+    processes.initialize(*given)
     return
   if not _DISTRIBUTED.value:
     return
   try:
-    jax.distributed.initialize()
+    processes.initialize()
   except ValueError as e:
     # What JAX says where it finds no cluster: a run of one process. Any other
     # error is that of a cluster, whose hosts must not train each on its own.

@@ -107,7 +107,8 @@ def get_model(name: str, **kwargs) -> nn.Module:
 
   Args:
     name: 'ViT-B_16', 'R50+ViT-L_32', 'Mixer-B_16', ... or its short form 'b16',
-      'r50_l32', 'mixer_b16'; a key of `vit_jax.configs.models.MODEL_CONFIGS`.
+      'r50_l32', 'mixer_b16', or as AugReg's files begin, 'R_Ti_16': see
+      `vit_jax.configs.models.get_config`.
     **kwargs: fields of the model, `num_classes` for one; they win over those of
       the config. `cls` as for make_model.
 
@@ -154,7 +155,7 @@ def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
   _check_fields(fields, model)
   if 'encoder' in known:
     encoder = fields.get('encoder', known['encoder'].default)
-    _check_fields(fields.get('transformer') or {}, encoder)
+    models_vit.encoder_fields(encoder, fields.get('transformer') or {})
   return model(**fields)
 
 

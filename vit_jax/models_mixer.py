@@ -65,7 +65,7 @@ class MixerBlock(nn.Module):
     return sharding.constrain_batch(x + y)
 
 
-class MlpMixer(nn.Module):
+class MlpMixer(patches.ImageModel):
   """MLP-Mixer.
 
   Attributes:
@@ -107,6 +107,7 @@ class MlpMixer(nn.Module):
         image.
     """
     del train
+    inputs = jnp.asarray(inputs)  # TensorFlow's tensors, too.
     patches.check_images(inputs)
     types = dict(
       dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)

@@ -12,7 +12,6 @@ from typing import Any
 from typing import NamedTuple
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
 
@@ -52,43 +51,24 @@ def weight_standardize(w, axis, eps, variance_eps=0.0):
   return w / (jnp.sqrt(variance + variance_eps) + eps)
 
 
-class StdConv(nn.Module):
-  """A convolution without bias whose kernel is standardised before its use.
+class StdConv(nn.Conv):
+  """A convolution whose kernel is standardised before its use.
 
   Attributes:
-    features: number F of output channels.
-    kernel_size: (height, width) of the kernel.
-    strides: (down, across).
-    eps: the epsilons.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
+    eps: the epsilons. All others are those of flax.linen.Conv.
   """
 
-  features: int
-  kernel_size: tuple[int, int] = (1, 1)
-  strides: tuple[int, int] = (1, 1)
   eps: Epsilons = EPSILONS['published']
-  dtype: Any = jnp.float32
-  param_dtype: Any = jnp.float32
 
-  @nn.compact
-  def __call__(self, x):
-    """Maps [B, H, W, C] to [B, H / stride, W / stride, F]."""
-    kernel = self.param(
-      'kernel',
-      nn.initializers.lecun_normal(),
-      (*self.kernel_size, x.shape[-1], self.features),
-      self.param_dtype,
-    )
-    kernel = weight_standardize(
-      kernel, (0, 1, 2), self.eps.std, self.eps.std_variance
-    )
-    return jax.lax.conv_general_dilated(
-      x.astype(self.dtype),
-      kernel.astype(self.dtype),
-      window_strides=self.strides,
-      padding='SAME',
-      dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+  @nn.nowrap
+  def param(self, name, *args, **kwargs):
+    """Declares a parameter, and returns what is computed with."""
+    value = super().param(name, *args, **kwargs)
+    if name != 'kernel':
+      return value
+    inputs = tuple(range(value.ndim - 1))  # All axes but that of the outputs.
+    return weight_standardize(
+      value, inputs, self.eps.std, self.eps.std_variance
     )
 
 
@@ -113,18 +93,18 @@ class ResidualUnit(nn.Module):
   def __call__(self, x):
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
     types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-    conv = functools.partial(StdConv, eps=self.eps, **types)
+    conv = functools.partial(StdConv, use_bias=False, eps=self.eps, **types)
     norm = functools.partial(nn.GroupNorm, epsilon=self.eps.norm, **types)
     out = 4 * self.features
     residual = x
-    if x.shape[-1] != out or self.strides != (1, 1):
-      residual = conv(out, strides=self.strides, name='conv_proj')(x)
+    if x.shape[-1] != out or tuple(self.strides) != (1, 1):
+      residual = conv(out, (1, 1), self.strides, name='conv_proj')(x)
       residual = norm(name='gn_proj')(residual)
-    y = conv(self.features, name='conv1')(x)
+    y = conv(self.features, (1, 1), name='conv1')(x)
     y = nn.relu(norm(name='gn1')(y))
     y = conv(self.features, (3, 3), self.strides, name='conv2')(y)
     y = nn.relu(norm(name='gn2')(y))
-    y = conv(out, name='conv3')(y)
+    y = conv(out, (1, 1), name='conv3')(y)
     y = norm(name='gn3', scale_init=nn.initializers.zeros)(y)
     return nn.relu(residual + y)
 
@@ -194,7 +174,9 @@ def make_resnet(
   types = dict(dtype=dtype, param_dtype=param_dtype)
   width = int(64 * width_factor)
   layers = [
-    StdConv(width, (7, 7), (2, 2), name='conv_root', eps=eps, **types),
+    StdConv(
+      width, (7, 7), (2, 2), use_bias=False, name='conv_root', eps=eps, **types
+    ),
     nn.GroupNorm(name='gn_root', epsilon=eps.norm, **types),
   ]
   for i, units in enumerate(num_layers):

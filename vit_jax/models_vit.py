@@ -24,7 +24,9 @@ A subclass can thus put tokens of its own between them, and parameters of its ow
 beside the published ones, in a `setup` that calls `super().setup()` first.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
+import inspect
 from typing import Any
 
 import flax.linen as nn
@@ -56,6 +58,39 @@ def _field(config: Any, name: str, default: Any = None) -> Any:
   return getattr(config, name, default)
 
 
+def encoder_fields(encoder: Callable, fields: Mapping[str, Any]) -> dict:
+  """Returns the fields that an encoder is made with: of those given, what it has.
+
+  An encoder of one's own may have the original's fields alone. What it lacks is
+  left out where it says no more than that all is as by default.
+
+  Args:
+    encoder: class of the encoder, or a function that makes one.
+    fields: all that a config says, with the types of computation and parameters.
+
+  Raises:
+    ValueError: names the fields that the encoder lacks, and those that it has.
+  """
+  known = inspect.signature(encoder).parameters
+  if any(p.kind is p.VAR_KEYWORD for p in known.values()):
+    return dict(fields)
+  lacking = {key: fields[key] for key in fields if key not in known}
+  wrong = {
+    key: value
+    for key, value in lacking.items()
+    if not hasattr(Encoder, key) or value != getattr(Encoder, key)
+  }
+  if wrong:
+    name = getattr(encoder, '__name__', encoder)
+    has = sorted(set(known) - {'parent', 'name'})
+    raise ValueError(
+      f'config.model has unknown fields {sorted(wrong)}: {name} takes {has}, and '
+      f'the config says {", ".join(f"{k}={v}" for k, v in wrong.items())} '
+      '(config.model.transformer)'
+    )
+  return {key: fields[key] for key in fields if key in known}
+
+
 class IdentityLayer(nn.Module):
   """Returns its input: gives an activation a name that can be captured."""
 
@@ -64,7 +99,7 @@ class IdentityLayer(nn.Module):
     return x
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(patches_lib.ImageModel):
   """The Vision Transformer, with or without a ResNet in front of it (hybrid).
 
   Attributes:
@@ -81,7 +116,7 @@ class VisionTransformer(nn.Module):
       'unpooled' and 'token_unpooled' apply the head to every token, without and
       with a class token.
     head_bias_init: initial bias of the head (-10 for the 21k models).
-    encoder: class of the encoder.
+    encoder: class of the encoder; it gets those of its fields that are given.
     model_name: name in the table of configs; has no effect.
     dtype: type of the computation, 'bfloat16' for one. Softmax, the norms'
       statistics and the logits are float32 whatever it is.
@@ -138,7 +173,9 @@ class VisionTransformer(nn.Module):
           (1, 1, self.hidden_size),
           types['param_dtype'],
         )
-      self.Transformer = self.encoder(**types, **fields)
+      self.Transformer = self.encoder(
+        **encoder_fields(self.encoder, {**types, **fields})
+      )
     if self.representation_size is not None:
       self.pre_logits = nn.Dense(self.representation_size, **types)
     else:
@@ -185,6 +222,7 @@ class VisionTransformer(nn.Module):
       ValueError: on inputs of another rank, and where patches do not divide the
         image.
     """
+    images = jnp.asarray(images)  # TensorFlow's tensors, too.
     check_images(images)
     x = images.astype(self._types()['dtype'])
     if self.resnet is not None:

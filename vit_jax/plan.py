@@ -1,6 +1,6 @@
 r"""Plans a training run for TPUs without one: memory, speed, cost.
 
-  pip install 'vit_jax[plan]'
+  pip install -e '.[plan]'
   python -m vit_jax.plan --config=configs/pretrain.py:h14,imagenet21k \
     --topology=v3:4x4 --config.mesh.fsdp=32 --config.mesh.data=1
 

@@ -12,6 +12,7 @@ run: see the class Predictor in its file, vit_jax/tasks/classify.py for one.
 """
 
 import argparse
+import math
 
 import jax
 
@@ -21,12 +22,14 @@ from vit_jax import cli
 def load(
   workdir: str, step: int | None = None, mesh: jax.sharding.Mesh | None = None
 ):
-  """Loads a trained model.
+  """Loads a trained model: parameters (their average where there is one) and extra.
 
   Args:
     workdir: folder of a run, local or gs://.
     step: the checkpoint to take, by default the newest that is complete.
-    mesh: where the parameters go, by default to one device.
+    mesh: where the parameters go; by default to as many devices as the run split
+      them over, or to one where there are fewer. They are split as in the run
+      where the mesh has its axes.
 
   Returns:
     The predictor of the run's task, see vit_jax.tasks.base.Predictor: it has
@@ -34,34 +37,42 @@ def load(
 
   Raises:
     FileNotFoundError: if there is no run in the folder, or no checkpoint yet.
-    ValueError: if no checkpoint can be read, or not the one asked for.
+    ValueError: if no checkpoint is good, or there is none of that step.
+    OSError: if the storage does not answer.
   """
   # Imported late: they bring TensorFlow, which takes seconds to load.
   cli.load_tensorflow()
   from vit_jax import train
-  from vit_jax.learning import state as state_lib
   from vit_jax.run import checkpoints as checkpoints_lib
   from vit_jax.run import workdir as workdir_lib
-  from vit_jax.scale import sharding
 
   config, metadata = workdir_lib.load(workdir)
-  mesh = mesh or sharding.make_mesh({'data': 1}, jax.local_devices()[:1])
-  config.sharding_rules = ()
+  mesh = mesh or _mesh(config)
+  if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
+    config.sharding_rules = ()
   if 'transformer' in config.model:  # This may be another device.
     config.model.transformer.attention = 'default'
   program = train.make_program(config, metadata, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
-  steps = checkpoints.steps()
-  if not steps:
-    raise FileNotFoundError(
-      f"workdir='{workdir}' has no complete checkpoint: train first, or longer"
-    )
-  if step is not None and step not in steps:
-    raise ValueError(
-      f"step={step} is not among the checkpoints of '{workdir}': {steps}"
-    )
-  state, step = checkpoints.restore(program.abstract, step)
-  return program.task.predictor(state_lib.best_params(state), state.extra, step)
+  abstract = program.abstract
+  weights = checkpoints.restore_weights(abstract.params, abstract.extra, step)
+  model = program.task.predictor(weights.params, weights.extra, weights.step)
+  model.workdir = str(workdir)
+  return model
+
+
+def _mesh(config):
+  """Returns the axes that split the run's parameters, where the devices allow."""
+  from vit_jax.scale import sharding
+
+  devices = jax.local_devices()
+  axes = {name: size for name, size in config.mesh.items() if size is not None}
+  axes['data'] = 1
+  count = len(devices) if -1 in axes.values() else math.prod(axes.values())
+  try:
+    return sharding.make_mesh(axes, devices[:count])
+  except ValueError:
+    return sharding.make_mesh({'data': 1}, devices[:1])
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ run is the same pixels whenever and wherever it is computed.
 """
 
 from collections.abc import Callable
+import dataclasses
 import io
 from typing import Any
 
@@ -17,57 +18,10 @@ import tensorflow as tf
 from vit_jax.augmentation import geometry
 from vit_jax.augmentation import pixels
 from vit_jax.data import images
+from vit_jax.files import jpeg
+from vit_jax.files import reading
 
 crop_size = geometry.crop_size  # What it means is said where it is used.
-
-
-def check(pp):
-  """Checks the values of `config.pp` that are not tied to a data set.
-
-  Raises:
-    ValueError: names the key, its value and what is allowed.
-  """
-  height, width = crop_size(pp)
-  if pp.channels not in (1, 3):
-    raise ValueError(
-      f'channels={pp.channels} must be 3 (colour) or 1 (grey) '
-      '(config.pp.channels)'
-    )
-  if pp.resize is not None and pp.resize < max(height, width):
-    raise ValueError(
-      f'resize={pp.resize} is smaller than crop={pp.crop}: the middle of the '
-      'image cannot be cut out of it; use at least '
-      f'{max(height, width)} or None (config.pp.resize)'
-    )
-  for name, high in (('crop_area', 1.0), ('crop_ratio', float('inf'))):
-    pair = pp[name]
-    if pair is None and name == 'crop_area':
-      continue
-    if pair is None or len(pair) != 2 or not 0 < pair[0] <= pair[1] <= high:
-      raise ValueError(
-        f'{name}={pair} must be a pair (smallest, largest), above 0 and at most '
-        f'{high} (config.pp.{name})'
-      )
-  if not _is_randaugment(pp.randaugment):
-    raise ValueError(
-      f'randaugment={pp.randaugment} must be a pair (layers, magnitude) of '
-      'whole numbers, at least 1 layer and a magnitude from 0 to 30, or () for '
-      'none (config.pp.randaugment)'
-    )
-  for name in ('color_jitter', 'random_erasing'):
-    if not (isinstance(pp[name], int | float) and 0 <= pp[name] <= 1):
-      raise ValueError(
-        f'{name}={pp[name]} must be a number from 0 (none) to 1 '
-        f'(config.pp.{name})'
-      )
-
-
-def _is_randaugment(value) -> bool:
-  if not isinstance(value, tuple | list) or len(value) not in (0, 2):
-    return False
-  if any(isinstance(v, bool) or not isinstance(v, int) for v in value):
-    return False
-  return not value or (value[0] >= 1 and 0 <= value[1] <= 30)
 
 
 def decode_for_training(encoded, seed, pp):
@@ -77,7 +31,8 @@ def decode_for_training(encoded, seed, pp):
     encoded: string scalar, the contents of an image file.
     seed: int64 [2]; all that is random follows from it.
     pp: `config.pp`; reads `crop`, `channels`, `crop_area`, `crop_ratio`,
-      `flip`, `rotate`, `randaugment`, `color_jitter`, `random_erasing`.
+      `flip`, `rotate`, `jpeg_shrink`, `randaugment`, `color_jitter`,
+      `random_erasing`.
 
   Returns:
     float32 [crop height, crop width, channels] in [-1, 1].
@@ -123,31 +78,34 @@ def _change_pixels(image, seed, pp):
 
 def _decode_crop(encoded, seed, pp):
   """Decodes the part of an image that is drawn; of a JPEG that part alone."""
-  if pp.crop_area is None:
-    image = images.decode(encoded, pp.channels)
-    return image, geometry.sample(tf.shape(image), seed, pp)
+  is_jpeg = tf.io.is_jpeg(encoded)
 
   def other():
     image = images.decode_other(encoded)
     return tf.shape(image), image
 
-  is_jpeg = tf.io.is_jpeg(encoded)
   shape, decoded = tf.cond(
     is_jpeg,
     lambda: (tf.io.extract_jpeg_shape(encoded), tf.zeros([0, 0, 3], tf.uint8)),
     other,
   )
   drawn = geometry.sample(shape, seed, pp)
-  image = tf.cond(
-    is_jpeg,
-    lambda: tf.io.decode_and_crop_jpeg(
-      encoded,
-      tf.stack([drawn.y, drawn.x, drawn.height, drawn.width]),
-      channels=3,
-      dct_method='INTEGER_FAST',
-    ),
-    lambda: geometry.crop(decoded, drawn),
-  )
+  ratio = None
+  if pp.jpeg_shrink:
+    ratio = jpeg.ratio([drawn.height, drawn.width], drawn.size)
+    ratio = tf.where(is_jpeg, ratio, 1)
+  if pp.crop_area is None:
+    image = tf.cond(
+      is_jpeg, lambda: jpeg.decode(encoded, ratio), lambda: decoded
+    )
+  else:
+    if ratio is not None:
+      drawn = geometry.snap(drawn, ratio)
+    image = tf.cond(
+      is_jpeg,
+      lambda: jpeg.decode(encoded, ratio, geometry.window(drawn, ratio)),
+      lambda: geometry.crop(decoded, drawn),
+    )
   return image if pp.channels == 3 else images.to_grey(image), drawn
 
 
@@ -162,15 +120,50 @@ def for_evaluation(image, pp):
     float32 [crop height, crop width, channels] in [-1, 1].
   """
   size = crop_size(pp)
-  image = images.to_float(image)
-  if pp.resize is None:
-    image = tf.image.resize(image, size)
-  else:
-    shape = tf.cast(tf.shape(image)[:2], tf.float32)
-    scale = pp.resize / tf.reduce_min(shape)
-    image = tf.image.resize(image, tf.cast(tf.round(shape * scale), tf.int32))
-    image = tf.image.resize_with_crop_or_pad(image, *size)
+  image = _to_size(images.to_float(image), size, pp.resize)
   return tf.ensure_shape(image, [*size, pp.channels])
+
+
+def _to_size(image, size, short_side):
+  """Squeezes an image to a size; or cuts it out, once the short side is so long."""
+  if short_side is None:
+    return tf.image.resize(image, size)
+  shape = tf.cast(tf.shape(image)[:2], tf.float32)
+  scale = short_side / tf.reduce_min(shape)
+  image = tf.image.resize(image, tf.cast(tf.round(shape * scale), tf.int32))
+  return tf.image.resize_with_crop_or_pad(image, *size)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreprocessImages:
+  """Brings decoded images to a square and to [-1, 1], as the original's does.
+
+  Attributes:
+    size: height and width of the square, in pixels.
+    crop: whether the square is the middle of the image, whose short side becomes
+      that long; or else the whole image, squeezed.
+  """
+
+  size: int
+  crop: bool = False
+
+  def preprocess_tf(self, image):
+    """Maps one image, uint8 [height, width, channels], to float32 [size, size, C].
+
+    Raises:
+      ValueError: on values of another type.
+    """
+    if image.dtype != tf.uint8:
+      raise ValueError(
+        f'image has values of type {image.dtype.name}: give uint8, from 0 to 255'
+      )
+    short_side = self.size if self.crop else None
+    image = _to_size(image, (self.size, self.size), short_side)
+    return images.to_float(tf.cast(image, tf.uint8))
+
+  def __call__(self, images):
+    """Maps a sequence of images to an array of NumPy, float32 [n, size, size, C]."""
+    return np.stack([self.preprocess_tf(tf.constant(x)) for x in images])
 
 
 def prepare(encoded, seed, pp):
@@ -185,53 +178,65 @@ def prepare(encoded, seed, pp):
     float32 [crop height, crop width, channels] in [-1, 1].
   """
   if seed is None:
-    return for_evaluation(images.decode(encoded, pp.channels), pp)
+    size = None
+    if pp.jpeg_shrink:
+      size = (pp.resize, pp.resize) if pp.resize else crop_size(pp)
+    return for_evaluation(images.decode(encoded, pp.channels, size), pp)
   return decode_for_training(encoded, seed, pp)
 
 
-def from_user(image: Any, function: Callable[[bytes], Any]):
+def from_user(
+  image: Any, function: Callable[[bytes], Any], max_pixels: int | None = None
+):
   """Applies a function to the file of an image that a user gives.
 
   Args:
     image: a path, the bytes of a file, a PIL image, or an array uint8 [height,
       width] or [height, width, 1, 3 or 4].
     function: from the contents of an image file; it may raise what `decode` does.
+    max_pixels: a file of more is refused before it is decoded; None: no limit.
 
   Returns:
     What the function returns.
 
   Raises:
     FileNotFoundError: if the path does not exist.
+    OSError: if the file cannot be read.
     ValueError: if it is no image, or an array of another shape or type.
   """
-  name = 'image'
+  name, limit = 'image', max_pixels
   if isinstance(image, np.ndarray):
-    if image.ndim not in (2, 3) or image.dtype != np.uint8:
-      raise ValueError(
-        f'image is an array {image.dtype}{list(image.shape)}: give uint8 '
-        '[height, width, channels] with values 0 to 255'
-      )
-    if image.ndim == 3 and image.shape[2] == 1:
-      image = image[..., 0]
-    elif image.ndim == 3 and image.shape[2] not in (3, 4):
-      raise ValueError(
-        f'image is an array of {image.shape[2]} channels: give 1 (grey), 3 '
-        '(RGB) or 4 (RGBA)'
-      )
-    image = Image.fromarray(image)
+    image = _to_pillow(image)
   if isinstance(image, Image.Image):
+    limit = None
     buffer = io.BytesIO()
     image.convert('RGBA').save(buffer, 'PNG', compress_level=0)
     image = buffer.getvalue()
   if not isinstance(image, bytes):
-    name = str(image)
-    if not tf.io.gfile.exists(name) or tf.io.gfile.isdir(name):
-      raise FileNotFoundError(f"there is no image file '{name}'")
-    image = tf.io.read_file(name).numpy()
+    name = reading.display(image)
+    image = reading.read_file(image)
   try:
+    if limit is not None:
+      images.bounded(image, limit)
     return function(image)
   except images.DECODE_ERRORS as e:
     raise ValueError(
       f"'{name}' is not an image that can be read (jpeg, png, webp, bmp, gif): "
-      f'{images.first_line(e)}'
+      f'{reading.first_line(e)}'
     ) from None
+
+
+def _to_pillow(image: np.ndarray) -> Image.Image:
+  if image.ndim not in (2, 3) or image.dtype != np.uint8:
+    raise ValueError(
+      f'image is an array {image.dtype}{list(image.shape)}: give uint8 '
+      '[height, width, channels] with values 0 to 255'
+    )
+  if image.ndim == 3 and image.shape[2] == 1:
+    image = image[..., 0]
+  elif image.ndim == 3 and image.shape[2] not in (3, 4):
+    raise ValueError(
+      f'image is an array of {image.shape[2]} channels: give 1 (grey), 3 '
+      '(RGB) or 4 (RGBA)'
+    )
+  return Image.fromarray(image)

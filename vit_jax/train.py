@@ -22,16 +22,20 @@ from vit_jax import preprocess
 from vit_jax.data import mixture
 from vit_jax.data import sources
 from vit_jax.layers import attention
+from vit_jax.layers import patches
 from vit_jax.learning import losses
 from vit_jax.learning import optim
 from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import config as run_config
+from vit_jax.run import holder
 from vit_jax.run import loop
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import stopping
 from vit_jax.run import workdir as workdir_lib
+from vit_jax.scale import processes
 from vit_jax.scale import sharding
+from vit_jax.weights import reading
 
 say = cli.say
 
@@ -119,6 +123,7 @@ def make_update_fn(
   steps = accum_steps or 1
 
   def update_fn(params, opt_state, batch, rng):
+    patches.check_keys(rng)
     _, new_rng = jax.random.split(rng)
 
     def loss_fn(params, rows, key):
@@ -161,21 +166,37 @@ class Prepared(NamedTuple):
   evaluators: dict[str, list]
 
 
-def prepare(config: ml_collections.ConfigDict) -> Prepared:
+def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   """Checks a config, opens its data and builds its program.
+
+  Args:
+    config: see train_and_evaluate.
+    workdir: of the run; where the list of a folder's images is kept, see
+      sources.open_split.
 
   Raises:
     ValueError, FileNotFoundError: if config, data or mesh are not right.
   """
   config = run_config.complete(config)
+  if workdir is not None:
+    workdir_lib.as_begun(workdir, config)
   run_config.check(config)
+  config = run_config.with_test_folder(config)
   mesh = sharding.make_mesh(config.mesh)
   run_config.check_batch(config, sharding.batch_shards(mesh))
+  run_config.check_memory(config, jax.process_count())
+  processes.agree('the config', workdir_lib.facts(config))
+  if workdir is not None:
+    workdir_lib.check_config(workdir, config)
+    if not checkpoints_lib.has_checkpoint(workdir):
+      _check_weights_exist(config)
   task_class = run_config.get_task(config.task)
-  train = sources.open_split(config, config.pp.train, task_class.FEATURES)
+  train = sources.open_split(
+    config, config.pp.train, task_class.FEATURES, workdir=workdir
+  )
   metadata = task_class.make_metadata(config, train)
   tests = {
-    name: open_for(config, task_class, metadata, split, dataset)
+    name: open_for(config, task_class, metadata, split, dataset, workdir)
     for name, split, dataset in run_config.evaluations(config)
   }
   config = run_config.resolve_steps(config, train.num_examples)
@@ -186,14 +207,18 @@ def prepare(config: ml_collections.ConfigDict) -> Prepared:
 
     def open_split(wanted, opened=opened, dataset=dataset):
       if wanted not in opened:
-        opened[wanted] = open_for(config, task_class, metadata, wanted, dataset)
+        opened[wanted] = open_for(
+          config, task_class, metadata, wanted, dataset, workdir
+        )
       return opened[wanted]
 
     evaluators[name] = program.task.evaluators(mesh, split, open_split)
   return Prepared(config, mesh, program, metadata, train, tests, evaluators)
 
 
-def open_for(config, task_class, metadata, split: str, dataset=None):
+def open_for(
+  config, task_class, metadata, split: str, dataset=None, workdir=None
+):
   """Opens a split of other data than the training's, of the same classes."""
   return sources.open_split(
     config,
@@ -201,7 +226,39 @@ def open_for(config, task_class, metadata, split: str, dataset=None):
     task_class.FEATURES,
     class_names=metadata.get('class_names'),
     dataset=dataset,
+    workdir=workdir,
   )
+
+
+def _weights_path(config) -> str | None:
+  """Returns where the weights are that a config names."""
+  if config.pretrained is not None or config.pretrained_dir is None:
+    return config.pretrained
+  name = config.model_or_filename
+  if name:
+    return checkpoint.augreg_filename(name, config.pretrained_dir)
+  return f'{config.pretrained_dir}/{config.model.get("model_name")}.npz'
+
+
+@contextlib.contextmanager
+def _weights_named(config):
+  """Adds to the error of a missing file how to do without one."""
+  try:
+    yield
+  except FileNotFoundError as e:
+    if config.pretrained is not None:
+      raise
+    raise FileNotFoundError(
+      f'{e}; to start from random weights take --config.pretrained_dir=None'
+    ) from e
+
+
+def _check_weights_exist(config):
+  """Raises FileNotFoundError for a file of this machine that is not there."""
+  path = _weights_path(config)
+  if path is not None and '://' not in path:
+    with _weights_named(config):
+      reading.existing(path)
 
 
 def pretrained_weights(config, task, params) -> dict:
@@ -215,45 +272,77 @@ def pretrained_weights(config, task, params) -> dict:
   Raises:
     FileNotFoundError, ValueError: if there is no such file or it does not fit.
   """
-  path = config.pretrained
-  if path is None and config.pretrained_dir is not None:
-    name = config.model_or_filename
-    path = (
-      checkpoint.augreg_filename(name, config.pretrained_dir)
-      if name
-      else f'{config.pretrained_dir}/{config.model.model_name}.npz'
-    )
+  path = _weights_path(config)
   if path is None:
     return {}
-  return checkpoint.transferable(
-    path,
-    params,
-    config.model,
-    grid=config.pretrained_grid,
-    new_grid=models.patch_grid(config.model, preprocess.crop_size(config.pp)),
-    new=task.NEW_PARAMS,
+  with _weights_named(config):
+    return checkpoint.transferable(
+      path,
+      params,
+      config.model,
+      grid=config.pretrained_grid,
+      new_grid=models.patch_grid(config.model, preprocess.crop_size(config.pp)),
+      new=task.NEW_PARAMS,
+    )
+
+
+def check_start(prepared: Prepared, workdir) -> dict:
+  """Checks that a run can begin, or go on, in a workdir; writes nothing.
+
+  Returns:
+    The weights that the config names, by path; {} where it names none, or where
+    the run goes on from a checkpoint.
+
+  Raises:
+    ValueError, FileNotFoundError: if workdir, data or weights are not right; the
+      same on all processes.
+  """
+  config, program, data = (
+    prepared.config,
+    prepared.program,
+    fingerprints(prepared),
   )
+  processes.agree('the data', workdir_lib.flatten(data))
+  workdir_lib.check(workdir, config, prepared.metadata, data)
+  begun = processes.from_first(
+    'looking for checkpoints', lambda: checkpoints_lib.has_checkpoint(workdir)
+  )
+  if begun:
+    return {}
+  return pretrained_weights(config, program.task, program.abstract.params)
 
 
-def start(prepared: Prepared, workdir):
+def fingerprints(prepared: Prepared) -> dict[str, dict]:
+  """Says in short which data a run reads, to compare them later and elsewhere."""
+  sources_ = {f'evaluation {k}': v for k, v in prepared.tests.items()}
+  return {
+    name: source.fingerprint()
+    for name, source in {'train': prepared.train, **sources_}.items()
+  }
+
+
+def start(prepared: Prepared, workdir, weights):
   """Makes the workdir and the state that the run starts from.
 
   The state comes from, in this order: the newest complete checkpoint; the weights
   that the config names; random numbers.
 
+  Args:
+    prepared: see prepare.
+    workdir: folder of the run.
+    weights: see check_start.
+
   Returns:
     The checkpoints, the state, and its step.
 
   Raises:
-    ValueError, FileNotFoundError: if workdir or weights are not right; before
-      anything is written.
+    ValueError: if the workdir cannot be written.
   """
-  config, _, program = prepared[:3]
-  workdir_lib.check(workdir, config)
-  weights = {}
-  if not checkpoints_lib.has_checkpoint(workdir):
-    weights = pretrained_weights(config, program.task, program.abstract.params)
-  workdir_lib.create(workdir, config, prepared.metadata)
+  config, program = prepared.config, prepared.program
+  workdir_lib.create(workdir, config, prepared.metadata, fingerprints(prepared))
+  if jax.process_index() == 0:
+    for source in (prepared.train, *prepared.tests.values()):
+      source.store(workdir)
   checkpoints = checkpoints_lib.Checkpoints(
     workdir,
     config.keep_checkpoints,
@@ -292,9 +381,19 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
     Interrupted: after a signal, once all is saved.
   """
   began = time.perf_counter()
-  prepared = prepare(config)
+  prepared = prepare(config, workdir)
+  weights = check_start(prepared, workdir)
+  with holder.Holder(workdir) as held:
+    begun = start(prepared, workdir, weights)
+    del weights  # They would stay in memory.
+    run, metrics = _train(prepared, workdir, held, *begun)
+  _summarise(run, metrics or {}, time.perf_counter() - began)
+  return run.state, metrics
+
+
+def _train(prepared, workdir, held, checkpoints, state, step):
+  """Makes all updates that are left; returns the run and the last metrics."""
   config = prepared.config
-  checkpoints, state, step = start(prepared, workdir)
   run = loop.Run(prepared, workdir, checkpoints, state, step)
   batches = input_pipeline.train_batches(
     config, prepared.train, prepared.program.task.example, prepared.mesh, step
@@ -314,13 +413,13 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
       if stop_now:
         say(f'Stopping: step {run.step} is being saved ...')
       if stop_now or run.due(config.checkpoint_every):
+        held.check()
         run.save(metrics)
       if stop_now:
         checkpoints.close()
         raise Interrupted(run.step, stop.signal)
     checkpoints.close()
-  _summarise(run, metrics or {}, time.perf_counter() - began)
-  return run.state, metrics
+  return run, metrics
 
 
 def _describe(prepared):
@@ -330,7 +429,10 @@ def _describe(prepared):
   count = sum(x.size for x in jax.tree.leaves(params))
   epochs = config.total_steps * config.batch / prepared.train.num_examples
   tested = ' and '.join(
-    f'{source.num_examples:,}' for source in prepared.tests.values()
+    f"{prepared.tests[name].num_examples:,} ('{split}') of {dataset}"
+    if dataset
+    else f"{prepared.tests[name].num_examples:,} ('{split}')"
+    for name, split, dataset in run_config.evaluations(config)
   )
   words = program.task.describe()
   say(
@@ -338,7 +440,7 @@ def _describe(prepared):
     f'{mesh.size} {mesh.devices.flat[0].platform} device(s)'
     f' in {jax.process_count()} process(es), mesh {dict(mesh.shape)}.\n'
     f'{mixture.describe(config.dataset)}: {prepared.train.num_examples:,} '
-    'examples to train on, '
+    f"examples ('{config.pp.train}') to train on, "
     f'{tested} to test on{f", {words}" if words else ""}.\n'
     f'{config.total_steps:,} steps of {config.batch:,} images: {epochs:,.1f} '
     'epochs.'

@@ -8,10 +8,12 @@ import json
 import statistics
 
 from etils import epath
+import jax
 import ml_collections
 
 from vit_jax import cli
 from vit_jax import train
+from vit_jax.run import config as run_config
 from vit_jax.run import workdir as workdir_lib
 
 say = cli.say
@@ -46,6 +48,13 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> dict:
       '(--config.seeds)'
     )
   pretrained = f'{workdir}/pretrain'
+  for run in (
+    config.pretrain,
+    *(
+      _run_config(config, kind, config.seeds[0], pretrained) for kind in _KINDS
+    ),
+  ):
+    run_config.check(run_config.complete(run))
   say(f'Pre-training on {config.pretrain.dataset}.')
   train.train_and_evaluate(config.pretrain, pretrained)
   say(
@@ -71,9 +80,7 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> dict:
       a - b for a, b in zip(accuracies['finetune'], accuracies['scratch'])
     ),
   }
-  workdir_lib.write_atomically(
-    epath.Path(workdir) / 'transfer.json', json.dumps(result, indent=1)
-  )
+  _store(result, workdir)
   _show(result)
   return result
 
@@ -85,6 +92,14 @@ def _run_config(config, kind, seed, pretrained):
   if kind == 'finetune':
     run.pretrained = pretrained
   return run
+
+
+def _store(result, workdir):
+  """Writes the result; one process does, since all share the folder."""
+  if jax.process_index() == 0:
+    workdir_lib.write_atomically(
+      epath.Path(workdir) / 'transfer.json', json.dumps(result, indent=1)
+    )
 
 
 def _show(result):

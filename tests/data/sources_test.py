@@ -1,5 +1,8 @@
 """Tests of records: the same named features from every kind of source."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,6 +12,7 @@ from vit_jax import input_pipeline
 from vit_jax.data import folder
 from vit_jax.data import records
 from vit_jax.data import sources
+from vit_jax.datasets import splits
 
 SIZE = 7
 
@@ -103,7 +107,7 @@ def open_boxes(boxes_dirs, tiny_config, monkeypatch):
       'array_record' if kind == 'array_record' else 'tfrecord'
     ]
     limit = 0 if kind == 'stream' else 2**30
-    monkeypatch.setattr(sources, 'MEMORY_LIMIT_BYTES', limit)
+    monkeypatch.setattr(splits, 'MEMORY_LIMIT_BYTES', limit)
     tiny_config.update(batch=4, batch_eval=4, shuffle_buffer=5)
     return tiny_config, sources.open_split(tiny_config, split, features)
 
@@ -157,7 +161,7 @@ def records_of(config, source):
   if source.random_access:
     data = tf.data.Dataset.range(SIZE).batch(3).map(source.lookup).unbatch()
   else:
-    data = source.stream(1, 0, 0, 0)
+    data = source.once(1, 0)
   return spec, [source.read(record) for record in data]
 
 
@@ -221,7 +225,7 @@ def test_training_and_evaluation_on_ragged_features(open_boxes, kind):
   # The number of an example is the same in training.
   for batch in train:
     for number, value in zip(batch['number'], batch['value']):
-      assert number == (-1 if kind == 'stream' else list(values).index(value))
+      assert number == list(values).index(value)
 
 
 def test_only_what_is_wanted_is_read(open_boxes):
@@ -256,6 +260,60 @@ def test_an_example_on_disk(tiny_config, image_folder, tmp_path):
   source = sources.open_split(tiny_config, 'test')
   assert sources.example_file(source, tmp_path) == source.name(0)
   assert source.name(0).startswith(str(image_folder))
+
+
+# --- Fingerprints: which data a run was trained on ---
+
+
+def fingerprint(config, split='train', **kwargs):
+  """Returns a fingerprint, as it is after it was stored."""
+  source = sources.open_split(config, split, **kwargs)
+  return json.loads(json.dumps(source.fingerprint()))
+
+
+def test_a_fingerprint_of_a_folder_is_that_of_its_names_and_labels(
+  tiny_config, image_folder, tmp_path
+):
+  shutil.copytree(image_folder, tmp_path, dirs_exist_ok=True)
+  tiny_config.dataset = str(image_folder)
+  first = fingerprint(tiny_config)
+  assert (first['num_examples'], first['num_classes']) == (33, 3)
+  tiny_config.dataset = str(tmp_path)
+  assert fingerprint(tiny_config) == first  # It lies elsewhere.
+  assert fingerprint(tiny_config, 'train[:30]') != first
+  ants = tmp_path / 'train' / 'ant'
+  (ants / 'ant0.jpg').rename(ants / 'ant99.jpg')
+  renamed = fingerprint(tiny_config)
+  assert {k for k in first if first[k] != renamed[k]} >= {'images'}
+  (ants / 'ant99.jpg').rename(ants / 'ant0.jpg')
+  ants.rename(tmp_path / 'train' / 'wasp')
+  moved = fingerprint(tiny_config)
+  assert {k for k in first if first[k] != moved[k]} >= {'class_names', 'images'}
+
+
+def test_a_fingerprint_of_a_manifest_sees_its_labels(
+  tiny_config, image_folder, tmp_path
+):
+  paths = sorted(str(p) for p in (image_folder / 'test').rglob('*.*'))
+  tiny_config.dataset = str(tmp_path)
+
+  def write(labels):
+    lines = [{'image': p, 'label': x} for p, x in zip(paths, labels)]
+    text = '\n'.join(map(json.dumps, lines))
+    (tmp_path / 'train.jsonl').write_text(text)
+    return fingerprint(tiny_config)
+
+  first, second = write([0, 1, 2] * 3), write([2, 1, 0] * 3)
+  assert {k for k in first if first[k] != second[k]} == {'labels'}
+
+
+def test_a_fingerprint_of_tfds_and_of_a_mixture(tiny_config):
+  first = fingerprint(tiny_config)
+  assert first['dataset'] == 'digits/all/1.0.0'
+  assert first['split'] == 'train'
+  assert fingerprint(tiny_config, 'train[:9]') != first
+  mixed = fingerprint(tiny_config, dataset=(('digits', 0.5), ('digits', 0.5)))
+  assert mixed['parts'] == [first, first]
 
 
 # --- Folders ---
@@ -294,7 +352,7 @@ def test_images_without_labels_lie_anywhere(
   paths = {source.name(i) for i in range(9)}
   assert paths == {str(p) for p in flat.rglob('*.*') if p.suffix != '.txt'}
   half = folder.list_images(str(tmp_path), 'train[:5]')
-  assert half == [source.name(i) for i in range(5)]
+  assert list(half) == [source.name(i) for i in range(5)]
   with pytest.raises(
     ValueError, match=r"no feature 'label', a class.*: it has \['image'\]"
   ):

@@ -1,10 +1,6 @@
 """Tests of results gathered from all processes."""
 
-import os
 import pickle
-import socket
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,26 +76,8 @@ with open(f'{folder}/{process}.pickle', 'wb') as file:
 
 
 def test_two_processes_have_the_same(tmp_path):
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    address = f'localhost:{s.getsockname()[1]}'
-  pair = [
-    subprocess.Popen(
-      [sys.executable, '-c', SHARES, address, str(i), str(tmp_path)],
-      env={
-        **os.environ,
-        'XLA_FLAGS': '--xla_force_host_platform_device_count=2',
-        'PYTHONPATH': str(processes.ROOT),
-      },
-      cwd=processes.ROOT,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
-    for i in range(2)
-  ]
-  outputs = [process.communicate(timeout=300)[0] for process in pair]
-  assert [process.returncode for process in pair] == [0, 0], outputs
+  statuses, outputs = processes.run_two(SHARES, tmp_path, devices=2)
+  assert statuses == [0, 0], outputs
   want = {
     'unequal': [result(i) for i in (1, 4, 7, *range(8, 40))],
     'empty': [result(i) for i in range(3)],

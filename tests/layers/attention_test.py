@@ -159,7 +159,7 @@ def test_what_does_not_go_together_is_named(args, message):
 def test_training_refuses_before_it_compiles():
   config = pretrain.get_config('ti16,imagenet2012')
   config.model.transformer.attention = 'flash'
-  config = run_config.resolve_steps(run_config.complete(config), 1000)
+  config = run_config.resolve_steps(run_config.complete(config), 1_000_000)
   mesh = sharding.make_mesh({'data': -1})
   with pytest.raises(ValueError, match="attention='flash' needs TPUs"):
     train.make_program(config, {'class_names': ['a', 'b']}, mesh)

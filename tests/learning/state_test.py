@@ -1,6 +1,8 @@
 """Tests of the update: sums and weights, and what a task keeps beside parameters."""
 
 import copy
+import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 from tests import conftest
 from tests import toy_task
 from tests import trees
+from vit_jax import evaluate
 from vit_jax import predict
 from vit_jax import train
 from vit_jax.learning import state as state_lib
@@ -103,6 +106,36 @@ def test_extra_is_saved_and_restored(finished, config):
   trees.assert_same(restored, state)
   params = checkpoints_lib.load_params(workdir)
   trees.assert_same(params, state.params)
+
+
+def test_evaluation_and_prediction_split_parameters_as_the_run_did(
+  finished, monkeypatch
+):
+  monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 1)
+  workdir, _ = finished
+  model = predict.load(str(workdir))
+  tree = model.extra['teacher']['Transformer']['encoderblock_0']['MlpBlock_0']
+  kernel = tree['Dense_0']['kernel']
+  assert kernel.addressable_shards[0].data.shape == (4, 16)
+  assert len(kernel.sharding.device_set) == 4  # No copies, the axis `data`.
+  assert dict(evaluate._mesh(workdir).shape) == {
+    'data': 2,
+    'fsdp': 4,
+    'model': 1,
+  }
+  lines = [x for x in metrics_lib.read(workdir) if 'loss_test' in x]
+  again = evaluate.evaluate(str(workdir), 'test')
+  assert again['loss'] == pytest.approx(lines[-1]['loss_test'], rel=1e-5)
+
+
+def test_where_the_devices_do_not_allow_it_they_are_copied(finished, tmp_path):
+  workdir = shutil.copytree(finished[0], tmp_path / 'run')
+  stored = json.loads((workdir / 'config.json').read_text())
+  stored['mesh'] = {'data': 1, 'fsdp': 16, 'model': 1}
+  (workdir / 'config.json').write_text(json.dumps(stored))
+  assert dict(evaluate._mesh(workdir).shape) == {'data': 8}
+  model = predict.load(str(workdir))
+  assert {len(x.devices()) for x in jax.tree.leaves(model.params)} == {1}
 
 
 def test_a_run_goes_on_with_its_extra(finished, config, tmp_path, monkeypatch):

@@ -1,11 +1,10 @@
 """Tests with real processes: killed at any moment, they go on bit for bit."""
 
-import random
 import signal
-import time
 
 import pytest
 
+from tests import forked
 from tests import processes
 from tests import trees
 from vit_jax.run import checkpoints as checkpoints_lib
@@ -42,38 +41,61 @@ def test_what_a_user_sees(reference):
   assert f'python -m vit_jax.predict --workdir={workdir}' in output
 
 
-def test_killed_at_ten_moments_the_end_is_the_same(
-  config, data_dir, reference, tmp_path
+_SAVE = 'vit_jax.run.checkpoint_files'
+_RESTORE = 'vit_jax.run.checkpoints'
+# Where the clock of a kill starts, and the most that it then runs: see
+# tests.forked.start. In this order: the first lives find no checkpoint.
+KILLS = [
+  ('start-up', 'vit_jax.run.config', 'complete', 1, 0.05),
+  ('start-up', 'vit_jax.run.workdir', 'create', 1, 0.02),
+  ('start-up', 'vit_jax.run.loop', 'Run.update', 1, 0.5),
+  ('first save', _RESTORE, 'Checkpoints.save', 1, 0.05),
+  ('first save', _SAVE, '_write_own', 1, 0.0),
+  ('first save', _SAVE, 'Handler.finalize', 1, 0.01),
+  ('save', _SAVE, '_write', 3, 0.0),
+  ('restore', _SAVE, 'read', 1, 0.0),
+  ('restore', _SAVE, 'read', 1, 0.02),
+  ('restore', _SAVE, 'check', 1, 0.005),
+  ('step', 'vit_jax.run.loop', 'Run.update', 8, 0.1),
+  ('save', _RESTORE, 'Checkpoints.save', 2, 0.1),
+  ('evaluation', 'vit_jax.evaluators.means', 'Means.run', 1, 0.0),
+  ('evaluation', 'vit_jax.evaluators.means', 'Means.run', 1, 0.05),
+  ('metrics', 'vit_jax.run.metrics', 'MetricsLog.write', 3, 0.0),
+  ('start-up', 'vit_jax.run.metrics', 'MetricsLog.__init__', 1, 0.02),
+  ('step', 'vit_jax.run.loop', 'Run.update', 10, 0.2),
+  ('save', _SAVE, 'Handler.finalize', 2, 0.05),
+  ('evaluation', 'vit_jax.evaluators.means', 'Means.run', 1, 0.02),
+  ('save', _RESTORE, 'Checkpoints.save', 3, 0.2),
+]
+
+
+def test_killed_at_twenty_moments_the_end_is_the_same(
+  config, data_dir, reference, tmp_path, monkeypatch
 ):
-  rng = random.Random(0)
-  checkpoints = tmp_path / 'checkpoints'
-  kills = during_a_save = 0
-  for attempt in range(10):
-    seen = set(checkpoints.iterdir()) if checkpoints.exists() else set()
-    process = processes.start(config, tmp_path, data_dir=data_dir)
-
-    # In turn while a checkpoint is being written, and at any moment after one.
-    pattern = '*tmp*' if attempt % 2 else '*'
-
-    def new_entry(seen=seen, pattern=pattern):
-      return bool(set(checkpoints.glob(pattern)) - seen)
-
-    processes.wait_for(new_entry, process)
-    time.sleep(rng.random() * (0.02 if attempt % 2 else 0.3))
-    process.kill()
-    process.communicate()
-    kills += process.returncode == -signal.SIGKILL
-    during_a_save += bool(list(checkpoints.glob('*tmp*')))
-  assert kills >= 8
-  assert during_a_save >= 2
-  status, output = processes.finish(config, tmp_path, data_dir=data_dir)
-  assert status == 0, output
-  assert 'Going on from the checkpoint of step' in output
-  got, step = processes.load_state(tmp_path)
+  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', f'{data_dir}/compiled')
+  monkeypatch.setenv('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
+  workdir, output = tmp_path / 'run', tmp_path / 'output'
+  flags = [
+    f'--config={config}', f'--workdir={workdir}',
+    f'--config.tfds_data_dir={data_dir}', '--config.checkpoint_every=3',
+  ]  # fmt: skip
+  for seed, (what, *kill) in enumerate(KILLS):
+    process = forked.start(flags, output, (*kill, seed))
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL, (what, kill, output.read_text())
+  process = forked.start(flags, output)
+  process.join(120)
+  assert process.exitcode == 0, output.read_text()
+  assert 'Traceback' not in output.read_text()
+  assert 'Going on from the checkpoint of step' in output.read_text()
+  assert sorted(path.name for path in workdir.glob('*checkpoints')) == [
+    'checkpoints'
+  ]
+  got, step = processes.load_state(workdir)
   want, last = processes.load_state(reference[0])
   assert step == last == 60
   trees.assert_same(got, want)
-  ours, theirs = metrics_lib.read(tmp_path), metrics_lib.read(reference[0])
+  ours, theirs = metrics_lib.read(workdir), metrics_lib.read(reference[0])
   assert [line['step'] for line in ours] == [line['step'] for line in theirs]
   for a, b in zip(ours, theirs):
     for key in ('train_loss', 'lr', 'accuracy_test', 'loss_test'):
@@ -134,7 +156,7 @@ def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(
   [
     ('--config.base_lrr=1', "no key 'base_lrr': did you mean 'base_lr'?"),
     ('--config.batch=big', 'batch'),
-    ('--config.batch=0', 'Error: batch=0 must be at least 1'),
+    ('--config.batch=0', 'Error: batch=0 must be a whole number of at least 1'),
     (
       '--config.dataset=/no/where',
       "Error: dataset='/no/where' is not a folder",

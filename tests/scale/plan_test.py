@@ -295,7 +295,7 @@ def test_a_folder_is_counted(image_folder):
 
 def test_libtpu_is_missing(monkeypatch):
   monkeypatch.setitem(sys.modules, 'libtpu', None)
-  with pytest.raises(ImportError, match=r"pip install 'vit_jax\[plan\]'"):
+  with pytest.raises(ImportError, match=r"pip install -e '\.\[plan\]'"):
     topology.get_topology('v3:2x2')
 
 

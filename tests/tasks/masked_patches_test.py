@@ -372,12 +372,13 @@ def test_the_recipe_is_the_papers():
 @pytest.mark.parametrize(
   'change, message',
   [
-    ({'corruption': 0.0}, 'corruption=0.0 leaves nothing to predict'),
-    ({'corruption': 1.5}, 'corruption=1.5 must be from 0 to 1'),
+    ({'corruption': 0.0}, 'corruption=0.0 must be a number above 0 and at mo'),
+    ({'masked': 1.5}, 'masked=1.5 must be a finite number from 0 to 1'),
     ({'masked': 0.9, 'swapped': 0.2}, 'must not sum to more than 1'),
     ({'target': 'hog'}, "target='hog' is unknown: use one of"),
     ({'corruptoin': 0.5}, "no key 'task_options.corruptoin': did you mean"),
     ({'target': 1}, 'task_options.target=1 must be str'),
+    ({'swapped': float('nan')}, 'swapped=nan must be a finite number'),
   ],
 )
 def test_wrong_options_are_named(data_dir, change, message):

@@ -3,14 +3,18 @@
 import http.server
 import threading
 
+from etils import epath
 import numpy as np
 import pytest
 
+from tests import tiny_models
 from tests import torch_models
 from tests import trees
 from vit_jax import checkpoint
+from vit_jax import convert
 from vit_jax.weights import fetch
 from vit_jax.weights import reading
+from vit_jax.weights import writing
 
 
 @pytest.fixture
@@ -96,6 +100,58 @@ def test_a_bucket_that_answers_403(monkeypatch, tmp_path):
     PermissionError, match='403 Forbidden. The same.*huggingface.co/timm'
   ):
     checkpoint.load('gs://vit_models/augreg/R_Ti_16-i21k.npz')
+
+
+def bucket_backend(root):
+  """What epath does at gs://, done in a folder; nothing else reaches it there."""
+
+  def redirected(name):
+    def call(self, *args, **kwargs):
+      here = (str(arg).replace('gs://', f'{root}/', 1) for arg in args)
+      return getattr(epath.backend.os_backend, name)(*here, **kwargs)
+
+    return call
+
+  names = epath.backend.Backend.__abstractmethods__
+  return type(
+    'Bucket',
+    (epath.backend.Backend,),
+    {name: redirected(name) for name in names},
+  )()
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+  """An empty bucket, gs://ours, in this folder."""
+  backend = bucket_backend(tmp_path / 'gs')
+  monkeypatch.setattr(epath.gpath.backend_lib, 'tf_backend', backend)
+  (tmp_path / 'gs' / 'ours').mkdir(parents=True)
+  return tmp_path / 'gs' / 'ours'
+
+
+@pytest.mark.parametrize('kind', ['timm', 'hf'])
+def test_folders_of_weights_in_a_bucket(tmp_path, bucket, kind, monkeypatch):
+  """They are written there and read there, as on this machine."""
+  params = tiny_models.numbers(tiny_models.tiny(), 8)
+  checkpoint.save(params, str(tmp_path / 'a.npz'))
+  there = f'gs://ours/some/{kind}'
+  convert.convert(str(tmp_path / 'a.npz'), there, kind)
+  assert sorted(p.name for p in (bucket / 'some' / kind).iterdir())[:2] == [
+    'config.json', 'model.safetensors'
+  ]  # fmt: skip
+  trees.assert_same(checkpoint.load(there), params)
+  assert reading.read(there).image_size == (8, 8)
+  # What is left of a conversion that failed there is taken away there.
+  monkeypatch.setitem(writing.WRITERS, kind, write_in_part)
+  with pytest.raises(OSError, match='no space'):
+    convert.convert(there, 'gs://ours/other', kind)
+  assert [p.name for p in bucket.iterdir()] == ['some']
+
+
+def write_in_part(_, dst):
+  dst.mkdir()
+  (dst / 'model.safetensors').write_text('some')
+  raise OSError('no space')
 
 
 def test_copies_are_complete_or_not_there(tmp_path, capsys):

@@ -128,6 +128,33 @@ def sample(shape, seed, pp) -> Geometry:
   return geometry
 
 
+def snap(geometry: Geometry, ratio) -> Geometry:
+  """Returns the geometry whose part begins and ends at multiples of a ratio.
+
+  Args:
+    geometry: of a part that is much larger.
+    ratio: int32 scalar.
+  """
+  return geometry._replace(
+    **{
+      name: getattr(geometry, name) // ratio * ratio
+      for name in ('y', 'x', 'height', 'width')
+    }
+  )
+
+
+def window(geometry: Geometry, ratio=None):
+  """Returns (y, x, height, width) of the part, int32 [4], as decoders take it.
+
+  Args:
+    geometry: of the original; of multiples of the ratio.
+    ratio: int32 scalar, by which the decoded image is smaller; None: it is not.
+  """
+  found = [geometry.y, geometry.x, geometry.height, geometry.width]
+  found = tf.stack(found)
+  return found if ratio is None else found // ratio
+
+
 def crop(image, geometry: Geometry):
   """Cuts the part that a geometry takes out of [height, width, C]."""
   return tf.slice(

@@ -1,21 +1,18 @@
 """Decodes images of any format, the way people see them.
 
 Palettes and CMYK become RGB, what is transparent becomes white, of an animation
-the first frame is taken. What cannot be decoded is found before training.
+the first frame is taken. A JPEG of which a part is missing is an error, also where
+the decoder would fill it with grey.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
-import concurrent.futures
 import io
-import os
-import re
 
-from absl import logging
 import numpy as np
 from PIL import Image
 import tensorflow as tf
-import tqdm
+
+from vit_jax.files import jpeg
+from vit_jax.files import reading
 
 # TensorFlow reads images; the accelerators are for JAX alone.
 try:
@@ -24,20 +21,26 @@ except RuntimeError:  # A program around this one has initialised it already.
   pass
 
 # What `decode` raises: a ValueError comes from Pillow, when run eagerly.
-DECODE_ERRORS = (tf.errors.OpError, ValueError)
-
-# What to do about images that cannot be decoded.
-BROKEN_IMAGES = ('error', 'skip', 'trust')
+DECODE_ERRORS = (
+  tf.errors.InvalidArgumentError,
+  tf.errors.DataLossError,
+  tf.errors.UnimplementedError,
+  ValueError,
+)
 
 _PNG = b'\x89PNG\r\n\x1a\n'
+# What Pillow is asked to read. Some of its other readers start programs.
+_FORMATS = ('BMP', 'GIF', 'PNG', 'WEBP')
 
 
-def decode(encoded, channels: int = 3):
+def decode(encoded, channels: int = 3, size=None):
   """Decodes one image of any format.
 
   Args:
     encoded: string scalar, the contents of a jpeg, png, webp, bmp or gif file.
     channels: 3, or 1 for grey.
+    size: (height, width) that the image is to be brought to; a JPEG that is much
+      larger is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`. None: in full.
 
   Returns:
     uint8 [height, width, channels].
@@ -45,10 +48,18 @@ def decode(encoded, channels: int = 3):
   Raises:
     DECODE_ERRORS: if it is no image, or only part of one.
   """
+  encoded = tf.convert_to_tensor(
+    encoded
+  )  # NumPy's bytes lose zeros at the end.
+
+  def decode_jpeg():
+    if size is None:
+      return jpeg.decode(encoded)
+    shape = tf.io.extract_jpeg_shape(encoded)
+    return jpeg.decode(encoded, jpeg.ratio(shape, size))
+
   image = tf.cond(
-    tf.io.is_jpeg(encoded),
-    lambda: tf.io.decode_jpeg(encoded, channels=3, dct_method='INTEGER_FAST'),
-    lambda: decode_other(encoded),
+    tf.io.is_jpeg(encoded), decode_jpeg, lambda: decode_other(encoded)
   )
   return image if channels == 3 else to_grey(image)
 
@@ -59,8 +70,7 @@ def decode_other(encoded):
   head = tf.strings.join([tf.strings.substr(encoded, 0, 25), b'\0' * 25])
   depth = tf.strings.substr(head, 24, 1)
   fast = tf.logical_and(
-    tf.strings.substr(head, 0, len(_PNG)) == _PNG,
-    tf.logical_or(depth == b'\x08', depth == b'\x10'),
+    _is_png(encoded), tf.logical_or(depth == b'\x08', depth == b'\x10')
   )
   image = tf.cond(
     fast,
@@ -70,6 +80,14 @@ def decode_other(encoded):
       [None, None, 4],
     ),
   )
+  return tf.cond(
+    tf.reduce_all(image[..., 3] == 255),
+    lambda: image[..., :3],
+    lambda: _on_white(image),
+  )
+
+
+def _on_white(image):
   alpha = tf.cast(image[..., 3:], tf.int32)
   colour = tf.cast(image[..., :3], tf.int32)
   colour = (colour * alpha + 255 * (255 - alpha) + 127) // 255
@@ -83,14 +101,92 @@ def to_grey(image):
   return tf.cast((luma + 2**15) // 2**16, tf.uint8)
 
 
-def _pillow_rgba(encoded) -> np.ndarray:
+def _is_png(encoded):
+  return tf.strings.substr(encoded, 0, len(_PNG)) == _PNG
+
+
+def _open(encoded):
+  """Opens a file in Pillow, which reads no more than its header."""
   if isinstance(encoded, np.ndarray):  # What an eager call gets.
     encoded = encoded.item()
+  return Image.open(io.BytesIO(encoded), formats=_FORMATS)
+
+
+def _pillow_rgba(encoded) -> np.ndarray:
   try:
-    with Image.open(io.BytesIO(encoded)) as image:
+    with _open(encoded) as image:
       return np.asarray(image.convert('RGBA'))
   except Exception as e:  # Pillow's readers raise all sorts.
-    raise ValueError('no image of a known format, or only part of one') from e
+    raise ValueError(_reason(e)) from e
+
+
+def _pillow_shape(encoded) -> np.ndarray:
+  try:
+    with _open(encoded) as image:
+      return np.array([image.height, image.width], np.int64)
+  except Exception as e:
+    raise ValueError(_reason(e)) from e
+
+
+def _reason(error):
+  if isinstance(error, Image.DecompressionBombError):
+    return f'Pillow refuses it: {error}'
+  return 'no image of a known format, or only part of one'
+
+
+def bounded(encoded, limit: int):
+  """Returns the contents of an image file; an error if it has too many pixels.
+
+  Its header is looked at, nothing is decoded.
+
+  Args:
+    encoded: string scalar, the contents of an image file.
+    limit: largest number of pixels, height times width.
+
+  Raises:
+    DECODE_ERRORS: if it has more pixels, or no header of an image.
+  """
+  encoded = tf.convert_to_tensor(encoded)
+
+  def png():
+    sizes = tf.strings.join([tf.strings.substr(encoded, 16, 8), b'\0' * 8])
+    sizes = tf.strings.substr(sizes, 0, 8)
+    return tf.cast(
+      tf.io.decode_raw(sizes, tf.int32, little_endian=False), tf.int64
+    )[::-1]
+
+  def other():
+    return tf.ensure_shape(
+      tf.numpy_function(_pillow_shape, [encoded], tf.int64, stateful=False),
+      [2],
+    )
+
+  shape = tf.case(
+    [
+      (
+        tf.io.is_jpeg(encoded),
+        lambda: tf.cast(tf.io.extract_jpeg_shape(encoded)[:2], tf.int64),
+      ),
+      (tf.logical_and(_is_png(encoded), tf.strings.length(encoded) > 23), png),
+    ],
+    other,
+  )
+
+  def refuse(shape, limit):
+    height, width = shape.tolist()
+    raise ValueError(
+      f'it has {width} x {height} pixels, more than max_image_pixels={limit}'
+    )
+
+  def fail():
+    return tf.ensure_shape(
+      tf.numpy_function(refuse, [shape, limit], tf.string, stateful=False), []
+    )
+
+  limit = tf.cast(limit, tf.int64)
+  return tf.cond(
+    tf.reduce_prod(shape) > limit, fail, lambda: tf.identity(encoded)
+  )
 
 
 def to_float(image):
@@ -100,121 +196,37 @@ def to_float(image):
   )
 
 
-def first_line(error: Exception) -> str:
-  """Returns what an error of `decode` says, without TensorFlow's wrapping."""
-  line = getattr(error, 'message', str(error)).strip().splitlines()[0]
-  line = re.sub(r'^\{\{function_node .*?\}\} ', '', line)
-  line = re.sub(
-    r'^Error in user-defined function .*? iterator: \S+: ', '', line
-  )
-  return re.sub(r' \[Op:.*', '', line)[:200]
-
-
-def usable(
-  paths: Sequence[str],
-  where: str,
-  broken: str,
-  named: Callable[[int], str] | None = None,
-) -> list[int]:
-  """Checks that images can be read.
-
-  Args:
-    paths: of all images of a split.
-    where: the split, for messages.
-    broken: what to do about images that cannot be decoded: 'error', 'skip', or
-      'trust' (do not look).
-    named: names an image of the list in a message; by default by its path.
-
-  Returns:
-    Numbers of the images to take: all of them, unless some are skipped.
-
-  Raises:
-    ValueError: on broken images, if none is left, or if `broken` is unknown.
-  """
-  if broken not in BROKEN_IMAGES:
-    raise ValueError(
-      f"broken_images='{broken}' is unknown: use one of {BROKEN_IMAGES} "
-      '(config.broken_images)'
-    )
-  if not paths:
-    raise ValueError(f"split '{where}' is empty")
-  if broken == 'trust':
-    return list(range(len(paths)))
-  whys = _check_all(paths, deep=broken == 'skip')
-  bad = [
-    f'{named(i) if named else paths[i]}: {why}'
-    for i, why in enumerate(whys)
-    if why
-  ]
-  if bad and broken == 'error':
-    shown = '\n  '.join(bad[:10])
-    raise ValueError(
-      f'{len(bad)} of {len(paths)} images cannot be read:\n  {shown}\n'
-      'Mend or delete them, or leave them out with '
-      '--config.broken_images=skip'
-    )
-  if bad:
-    logging.warning(
-      'Skipped %d of %d images of %s that cannot be read, the first: %s',
-      len(bad),
-      len(paths),
-      where,
-      bad[0],
-    )
-  if len(bad) == len(paths):
-    raise ValueError(f"no image of '{where}' can be read")
-  return [i for i, why in enumerate(whys) if not why]
-
-
-def _check_all(paths, deep):
-  """Returns why each image cannot be decoded, '' where it can.
-
-  Looks at both ends of each file, and decodes those that do not begin and end
-  as they should; all of them if `deep`.
-  """
-  with concurrent.futures.ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
-    whys = pool.map(lambda path: _why_broken(path, deep), paths)
-    return list(
-      tqdm.tqdm(
-        whys,
-        'Checking images',
-        len(paths),
-        delay=3,
-        leave=False,
-        unit=' images',
-      )
-    )
-
-
-# Format: how a file begins, how it ends.
-_MAGIC = (
-  (b'\xff\xd8\xff', b'\xff\xd9'),
-  (b'\x89PNG\r\n\x1a\n', b'IEND\xaeB`\x82'),
-)
-
-
-def _why_broken(path, deep):
-  """Returns why a file cannot be decoded, or '' if it can."""
-  try:
-    with tf.io.gfile.GFile(path, 'rb') as file:
-      size = file.size()
-      if not size:
-        return 'zero bytes'
-      begin = file.read(16)
-      file.seek(max(0, size - 64))
-      end = file.read(64).rstrip(b'\0')
-      whole = any(begin.startswith(b) and end.endswith(e) for b, e in _MAGIC)
-      if whole and not deep:
-        return ''
-      file.seek(0)
-      decode(tf.constant(file.read()))
-  except DECODE_ERRORS as e:
-    return first_line(e)
-  return ''
-
-
 def encode_png(pixels: np.ndarray) -> bytes:
   """Returns the contents of a PNG file of uint8 [height, width, 3]."""
   buffer = io.BytesIO()
   Image.fromarray(pixels).save(buffer, 'PNG')
   return buffer.getvalue()
+
+
+def why_broken(path: bytes, max_pixels: int) -> str:
+  """Decodes an image file; returns why that fails, or ''.
+
+  Raises:
+    OSError: see reading.read_file.
+  """
+  try:
+    encoded = reading.read_file(path)
+    if not encoded:
+      return 'zero bytes'
+    _try(tf.constant(encoded), tf.constant(max_pixels, tf.int64))
+    if encoded.startswith(b'\xff\xd8') and jpeg.has_many_scans(encoded):
+      jpeg.check_whole(encoded)
+  except (*DECODE_ERRORS, FileNotFoundError) as e:
+    return reading.first_line(e)
+  return ''
+
+
+@tf.function(
+  input_signature=[
+    tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64)
+  ]
+)  # fmt: skip
+def _try(encoded, max_pixels):
+  """Decodes an image, a JPEG at an eighth of its size."""
+  encoded = bounded(encoded, max_pixels)
+  return tf.reduce_max(decode(encoded, size=(1, 1)))

@@ -25,9 +25,10 @@ from typing import NamedTuple
 from absl import logging
 import tensorflow as tf
 
+from vit_jax.data import checking
 from vit_jax.data import folder
-from vit_jax.data import images
 from vit_jax.data import records
+from vit_jax.files import index as index_lib
 
 
 class _Line(NamedTuple):
@@ -65,7 +66,7 @@ def read_split(
   split: str,
   features: Iterable[str],
   class_names: Sequence[str] | None = None,
-  broken: str = 'error',
+  **kwargs,
 ):
   """Reads the wanted features of a split.
 
@@ -74,11 +75,12 @@ def read_split(
     split: name of a manifest in it, or a slice of one: 'train[:90%]'.
     features: names of what is wanted, see `records.resolve`.
     class_names: classes of the training split; None for that itself.
-    broken: see `images.usable`.
+    **kwargs: `broken` and `max_pixels`, see `checking.usable`; `workdir`, see
+      `checking.open_index`.
 
   Returns:
     columns: features by name, tensors and RaggedTensors [n, ...], in the order
-      of `folder.list_split`; 'image' are paths, 'label' is int64 [n, L].
+      of `folder.list_split`; 'image' is an paths.Paths, 'label' int64 [n, L].
     names: names of the classes, for each feature that has them.
 
   Raises:
@@ -89,32 +91,69 @@ def read_split(
   for base, instruction in folder.parts(split):
     lines = _parse(root, base)
     top = os.path.join(root, base)
-    ordered = sorted(lines, key=lambda x, top=top: folder.hash_name(x.key(top)))
+    ordered = sorted(
+      lines, key=lambda x, top=top: index_lib.hash_name(x.key(top).encode())
+    )
     everything += lines
     taken += folder.take_slice(ordered, base, instruction)
   wanted = records.resolve(
     features, _available(everything), f"manifest '{_path(root, split)}'"
   )
-  keep = images.usable(
-    [line.image for line in taken],
+  workdir = kwargs.get('workdir')
+  index = open_index(root, split, [line.image for line in taken], workdir)
+  paths = checking.usable(
+    [(index, index.order)],
     f'{root}/{split}',
-    broken,
+    kwargs.get('broken', 'error'),
+    kwargs.get('max_pixels'),
     lambda i: f'{taken[i].where}: {taken[i].image}',
   )
-  taken = [taken[i] for i in keep]
+  [(_, rows)] = paths.parts
+  kept = set(rows.tolist())
+  taken = [x for x, row in zip(taken, index.order.tolist()) if row in kept]
   names = _class_files(root)
   if class_names is not None:
     names['label'] = tuple(class_names)
   columns = {}
   for name in wanted:
     if name == 'image':
-      columns[name] = tf.constant([line.image for line in taken])
+      columns[name] = paths
     elif name == 'label':
       names[name] = _label_names(everything, names.get(name))
       columns[name] = _labels(everything, taken, names[name])
     else:
       columns[name] = _column(name, everything, taken, names.get(name))
   return columns, {name: names[name] for name in wanted if name in names}
+
+
+def open_index(root: str, base: str, paths: Sequence[str], workdir=None):
+  """Returns an index of listed images, with what was found out about them.
+
+  Args:
+    root: the folder of the manifest.
+    base: the split; of a part of a manifest too.
+    paths: of the images, in their order; relative ones are to the folder.
+    workdir: see `checking.open_index`.
+  """
+  index = index_lib.of_paths(root, f'{base}.jsonl', paths)
+  names = [
+    f'{base}.jsonl',
+    *(f'{name}.jsonl' for name, _ in folder.parts(base)),
+  ]
+  for name in dict.fromkeys(names):
+    for path in index_lib.places(workdir, root, name):
+      try:
+        old = index_lib.Index.load(path, root, name)
+      except FileNotFoundError:
+        continue
+      if old is not None:
+        index.recall(old)
+  return index
+
+
+def image_paths(root: str, base: str) -> list[str]:
+  """Returns the paths of the images of a manifest, line by line."""
+  return [line.image for line in _parse(root, base)]
 
 
 def _path(root, base):
@@ -137,8 +176,8 @@ def _parse(root, base) -> list[_Line]:
     if not text.strip():
       continue
     try:
-      values = json.loads(text)
-    except ValueError as e:
+      values = _loads(text)
+    except (ValueError, RecursionError) as e:
       reason = str(e).replace('line 1 column', 'column')
       raise ValueError(f'{where}: this is no JSON: {reason}') from e
     if not isinstance(values, dict):
@@ -148,7 +187,7 @@ def _parse(root, base) -> list[_Line]:
       )
     values = dict(_flatten(values, '', where))
     image = values.get('image')
-    if not isinstance(image, str) or not image:
+    if not isinstance(image, str) or not image or '\0' in image:
       raise ValueError(
         f'{where}: `image` must be the path of an image, and is '
         f'{_short(image) if "image" in values else "missing"}'
@@ -157,6 +196,14 @@ def _parse(root, base) -> list[_Line]:
       image = os.path.join(root, image)
     lines.append(_Line(where, image, values))
   return lines
+
+
+def _loads(text: bytes):
+  """Reads JSON; a ValueError, too, where it holds halves of characters."""
+  value = json.loads(text)
+  if b'\\u' in text:
+    json.dumps(value, ensure_ascii=False).encode()
+  return value
 
 
 def _short(value):
@@ -203,8 +250,8 @@ def _class_files(root) -> dict[str, tuple[str, ...]]:
     return {}
   try:
     with tf.io.gfile.GFile(path, 'rb') as file:
-      content = json.loads(file.read())
-  except ValueError as e:
+      content = _loads(file.read())
+  except (ValueError, RecursionError) as e:
     raise ValueError(f"'{path}' is no JSON: {e}") from e
   if isinstance(content, list):
     content = {'label': content}

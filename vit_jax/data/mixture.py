@@ -1,7 +1,5 @@
-"""Which example stands at each position of a run: of one data set, or several.
+"""Several data sets to train on together.
 
-In the endless run of a training that is a pure function of the position: nothing
-is buffered to shuffle, and any position can be computed without those before it.
 A mixture, `config.dataset = (('cifar10', 0.7), ('/data/photos', 0.3))`, gives
 each of its data sets its share of the positions, evenly spread, and each goes
 through epochs of its own, in a permutation each. Evaluation reads the first.
@@ -11,7 +9,6 @@ from collections.abc import Sequence
 import fractions
 import math
 
-import jax
 import numpy as np
 import tensorflow as tf
 
@@ -117,6 +114,16 @@ class MixtureSource(records.Source):
     """What evaluation reads: the first part."""
     return self.parts[0]
 
+  def fingerprint(self) -> dict:
+    """Says in short which data these are, see records.Source.fingerprint."""
+    parts = [part.fingerprint() for part in self.parts]
+    return {**super().fingerprint(), 'parts': parts}
+
+  def store(self, workdir):
+    """Keeps what its parts keep, see records.Source.store."""
+    for part in self.parts:
+      part.store(workdir)
+
   def place(self, positions):
     """Says what stands at some positions of the run.
 
@@ -181,150 +188,3 @@ def _describe(spec) -> str:
   return f'{spec.dtype.name} of {spec.shape.rank} axes' + ', ragged' * (
     rank > 0
   )
-
-
-def example_indices(positions, num_examples: int, seed: int):
-  """Returns which example stands at each position of the endless run.
-
-  Args:
-    positions: int64 [b], ascending, b > 0.
-    num_examples: size n of an epoch.
-    seed: seed of the run.
-
-  Returns:
-    int64 [b]: position i gets element i mod n of the permutation that (seed,
-    i // n) draws.
-  """
-  epochs = positions // num_examples
-  inside = positions % num_examples
-
-  def fill(epoch, indices):
-    shuffled = tf.random.experimental.index_shuffle(
-      inside, tf.stack([tf.cast(seed, tf.int64), epoch]), num_examples - 1
-    )
-    return epoch + 1, tf.where(epochs == epoch, shuffled, indices)
-
-  _, indices = tf.while_loop(
-    lambda epoch, _: epoch <= epochs[-1], fill, [epochs[0], inside]
-  )
-  return indices
-
-
-def _seed(seed, part):
-  """Returns the seed of a part's order; that of a data set alone for the first."""
-  return seed + 1_000_003 * part
-
-
-def training_indices(source, positions: np.ndarray, seed: int) -> np.ndarray:
-  """Returns the numbers of the examples at some positions of the run.
-
-  Args:
-    source: the training split.
-    positions: int64 [b], ascending.
-    seed: seed of the run.
-
-  Returns:
-    int64 [b]: -1 where a stream does not tell. In a mixture the examples are
-    counted through all its parts.
-  """
-  indices = np.full_like(positions, -1)
-  if isinstance(source, MixtureSource):
-    part, local = source.place(positions)
-    for k, (inner, offset) in enumerate(zip(source.parts, source.offsets)):
-      mine = part == k
-      if mine.any() and inner.random_access:
-        found = training_indices(inner, local[mine], _seed(seed, k))
-        indices[mine] = found + offset
-  elif source.random_access:
-    indices = example_indices(
-      tf.constant(positions), source.num_examples, seed
-    ).numpy()
-  return indices
-
-
-def training_records(
-  config, source, rows: np.ndarray, start_step: int
-) -> tf.data.Dataset:
-  """Returns the records of a run from a step on, without end.
-
-  Args:
-    config: reads `batch`, `seed`, `shuffle_buffer`.
-    source: the training split.
-    rows: the rows of the global batch that this process reads.
-    start_step: number of the first batch.
-
-  Returns:
-    tf.data of (position, record): int64 scalar, and the features of one example
-    (before `source.read`) with its number, `index`, int64 scalar; -1 from a
-    stream, which does not tell.
-  """
-  mine = tf.constant(rows, tf.int64)
-  steps = tf.data.Dataset.range(start_step, np.iinfo(np.int64).max)
-  positions = steps.map(lambda step: step * config.batch + mine)
-  if not isinstance(source, MixtureSource):
-    both = positions.map(lambda position: (position, position))
-    skip = start_step * len(rows)
-    return _records(config, source, both, config.seed, skip)
-
-  def part_records(k, part):
-    def choose(position):
-      number, local = source.place(position)
-      chosen = tf.boolean_mask(position, number == k)
-      return chosen, tf.boolean_mask(local, number == k)
-
-    both = positions.map(choose).filter(lambda chosen, _: tf.size(chosen) > 0)
-    skip = 0
-    if not part.random_access:
-      skip = _count(source, k, rows, config.batch, start_step)
-    number = tf.constant(k, tf.int64)
-
-    def finish(position, record):
-      index = record['index']
-      if part.random_access:
-        index += source.offsets[k]
-      kept = {name: record[name] for name in source.features}
-      return position, {'index': index, 'part': number, **kept}
-
-    data = _records(config, part, both, _seed(config.seed, k), skip)
-    return data.map(finish)
-
-  return tf.data.Dataset.choose_from_datasets(
-    [part_records(k, part) for k, part in enumerate(source.parts)],
-    positions.map(lambda position: source.place(position)[0]).unbatch(),
-    stop_on_empty_dataset=False,
-  )
-
-
-def _records(config, source, positions, seed, skip):
-  """Returns tf.data of (position in the run, record) of one data set.
-
-  Args:
-    config: see training_records.
-    source: the data set.
-    positions: tf.data of (positions in the run [b], among its own [b]).
-    seed: seed of its order.
-    skip: number of records of a stream that came before.
-  """
-  if source.random_access:
-
-    def look_up(position, local):
-      index = example_indices(local, source.num_examples, seed)
-      return position, {'index': index, **source.lookup(index)}
-
-    return positions.map(look_up).unbatch()
-  stream = source.stream(
-    jax.process_count(), jax.process_index(), config.shuffle_buffer, seed
-  ).skip(skip)
-  unknown = tf.constant(-1, tf.int64)
-  return tf.data.Dataset.zip(
-    positions.map(lambda position, _: position).unbatch(), stream
-  ).map(lambda position, record: (position, {'index': unknown, **record}))
-
-
-def _count(source, k, rows, batch, steps):
-  """Counts the positions of a part in these rows of the first batches."""
-  total = 0
-  for begin in range(0, steps, 1000):
-    step = np.arange(begin, min(begin + 1000, steps))[:, None]
-    total += int((source.place(step * batch + rows)[0] == k).sum())
-  return total

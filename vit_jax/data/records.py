@@ -8,18 +8,30 @@ A source gives example number `index` at any time, in any order (random access):
 both as TensorFlow graphs. 'image' is a string, the contents of an image file (or
 its path, before `read`); 'label' is int64 [b, L], class numbers padded with -1 to
 L per example, where -1 alone means that there is no label; what varies from
-example to example otherwise is a RaggedTensor. Only a stream cannot be looked up,
-and says what it cannot promise.
+example to example otherwise is a RaggedTensor. Only a stream cannot be looked up:
+see vit_jax/datasets/streams.py.
 """
 
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
+import json
+import os
+from typing import Any
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
+
+from vit_jax.data import images
+from vit_jax.files import index as index_lib
+
+# Where reading takes long: how often at the same time, and how many records at a
+# time, in bytes and in number.
+CALLS = min(16, 2 * (os.cpu_count() or 1))
+_CHUNK_BYTES = 8 * 2**20
+_CHUNK = 1024
 
 
 class Source:
@@ -30,9 +42,15 @@ class Source:
     features: names of what `lookup` gives.
     names: names of the classes, for each feature that is a class label.
     random_access: whether `lookup` works.
+    chunk: how many examples to look up at a time, in CALLS calls at the same time;
+      None for as many as a batch has, in one call.
+    origin: which data these are, as JSON can hold it: {'dataset': 'cifar10/3.0.2',
+      'split': 'train'} for one; part of the fingerprint.
   """
 
   random_access = True
+  chunk: int | None = None
+  origin: Mapping[str, Any] = {}
 
   def __init__(
     self,
@@ -53,6 +71,29 @@ class Source:
   def evaluated(self) -> 'Source':
     """What evaluation reads: of a mixture, its first data set."""
     return self
+
+  def fingerprint(self) -> dict[str, Any]:
+    """Says in short which data these are: other data have another one.
+
+    It is cheap, the same in all processes, and does not depend on where a folder
+    lies.
+
+    Returns:
+      What JSON can hold: `num_examples`, `num_classes`, `class_names` (a hash of
+      them), and `origin`. Of a folder also `images` and `labels`, hashes of the
+      images' names and of their labels; of a mixture `parts`, a list of the
+      fingerprints of its parts.
+    """
+    names = json.dumps(self.names, sort_keys=True).encode()
+    return {
+      **self.origin,
+      'num_examples': self.num_examples,
+      'num_classes': len(self.class_names),
+      'class_names': index_lib.digest([names]),
+    }
+
+  def store(self, workdir):
+    """Writes to the workdir of a run what makes its next start quicker."""
 
   def read(self, record):
     """Returns the record of one example with contents in place of paths."""
@@ -97,27 +138,79 @@ class FolderSource(MemorySource):
 
   The order is that of a hash of their names: so a slice of the split, like
   'train[:90%]', is a fair sample of the whole.
+
+  Args:
+    columns: see MemorySource; 'image', if it is among them, is an
+      paths.Paths.
+    names: see MemorySource.
+    max_pixels: a file of more is an error, before it is decoded.
   """
+
+  def __init__(self, columns: Mapping, names: Mapping, max_pixels: int):
+    self._paths = columns.get('image')
+    self._max_pixels = max_pixels
+    super().__init__({k: v for k, v in columns.items() if k != 'image'}, names)
+    self.features = tuple(columns)
+    if self._paths is not None:
+      self.num_examples = len(self._paths)
+
+  def lookup(self, indices) -> dict:
+    """Returns the examples of these numbers, as said in the module's text."""
+    found = super().lookup(indices)
+    if 'label' in found:
+      found['label'] = tf.cast(found['label'], tf.int64)
+    if self._paths is not None:
+      paths = tf.numpy_function(
+        self._paths.encoded, [indices], tf.string, stateful=False
+      )
+      found['image'] = tf.ensure_shape(paths, indices.shape)
+    return {name: found[name] for name in self.features}
+
+  def fingerprint(self) -> dict[str, Any]:
+    """Says in short which images these are, see Source.fingerprint."""
+    found = super().fingerprint()
+    if self._paths is not None:
+      found['images'] = self._paths.digest()
+    if 'label' in self._columns:
+      labels = self._columns['label'].numpy()
+      found['labels'] = index_lib.digest([str(labels.shape).encode(), labels])
+    return found
 
   def read(self, record):
     """Returns the record of one example with the contents of its file."""
     if 'image' not in record:
       return record
-    return {**record, 'image': tf.io.read_file(record['image'])}
+    encoded = tf.io.read_file(record['image'])
+    return {**record, 'image': images.bounded(encoded, self._max_pixels)}
 
   def name(self, index: int) -> str:
     """Names an example for an error message."""
-    if 'image' not in self._columns:
-      return super().name(index)
-    return self._columns['image'][index].numpy().decode()
+    return super().name(index) if self._paths is None else self._paths[index]
+
+  def store(self, workdir):
+    """Keeps the list of the files in a workdir, see Source.store."""
+    if self._paths is not None:
+      self._paths.store(workdir)
+
+
+def chunk(num_examples: int, record_bytes: float) -> int:
+  """Returns how many records of a data set to read at a time.
+
+  Args:
+    num_examples: its size: no more than that.
+    record_bytes: mean size of a record.
+  """
+  fitting = int(_CHUNK_BYTES / max(1.0, record_bytes))
+  return max(1, min(_CHUNK, fitting, num_examples))
 
 
 def element_spec(source) -> dict[str, tf.TypeSpec]:
   """Returns the types of the record of one example, before `read`."""
-  if source.random_access:
-    data = tf.data.Dataset.range(1).batch(1).map(source.lookup).unbatch()
-  else:
-    data = source.stream(1, 0, shuffle_buffer=0, seed=0)
+  if not source.random_access:
+    spec = dict(source.once(1, 0).element_spec)
+    spec.pop('index')
+    return spec
+  data = tf.data.Dataset.range(1).batch(1).map(source.lookup).unbatch()
   return data.element_spec
 
 
@@ -157,6 +250,13 @@ def resolve(
       )
     chosen += [a for a in found if a != 'index']
   return tuple(dict.fromkeys(chosen))
+
+
+def with_padded_labels(columns: dict) -> dict:
+  """Returns the columns with 'label', where there is one, padded."""
+  if 'label' not in columns:
+    return columns
+  return {**columns, 'label': padded(columns['label'])}
 
 
 def padded(labels) -> tf.Tensor:

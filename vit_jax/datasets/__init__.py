@@ -12,3 +12,16 @@ def register(name: str) -> bool:
   if module is not None:
     importlib.import_module(module)
   return module is not None
+
+
+def has_array_records(info) -> bool:
+  """Tells whether a TFDS data set lies in array_record files, alone or too.
+
+  Args:
+    info: the builder's tfds.core.DatasetInfo.
+  """
+  stored = (
+    info.as_proto
+  )  # The list beside it is not always read from the files.
+  formats = (stored.file_format, *stored.alternative_file_formats)
+  return 'array_record' in formats

@@ -12,11 +12,11 @@ import io
 from typing import NamedTuple
 
 import jax
-from jax.experimental import multihost_utils
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from vit_jax import datasets
+from vit_jax.scale import processes
 
 
 def get_builder(config, dataset: str):
@@ -33,6 +33,11 @@ def get_builder(config, dataset: str):
   own = datasets.register(dataset)
   try:
     builder = tfds.builder(dataset, data_dir=data_dir)
+  except AssertionError as e:  # There is no such version.
+    reason = str(e).rpartition(': Dataset ')[2]
+    raise ValueError(
+      f"dataset='{dataset}' cannot be opened: {reason} (config.dataset)"
+    ) from e
   except (tfds.core.DatasetNotFoundError, ValueError) as e:
     raise ValueError(
       f"dataset='{dataset}' is neither a folder nor known to TFDS: "
@@ -40,23 +45,34 @@ def get_builder(config, dataset: str):
       'test/<class>/*; names are listed at '
       'https://www.tensorflow.org/datasets/catalog (config.dataset)'
     ) from e
-  if builder.info.splits:
-    return builder
-  # Every process asks in turn, the first one first: so files on a shared disk
-  # are made once, and on disks of their own everywhere.
+  # The first process prepares, then the others: so files on a shared disk are made
+  # once, and on disks of their own everywhere.
   is_first = jax.process_index() == 0
-  if not is_first:
-    multihost_utils.sync_global_devices('tfds_prepare')
+  for turn in (True, False):
+
+    def prepare(turn=turn):
+      nonlocal builder
+      if not builder.info.splits:  # They may have come since.
+        builder = tfds.builder(dataset, data_dir=data_dir)
+      if is_first == turn and not builder.info.splits:
+        builder = _prepare(config, dataset, own)
+
+    processes.attempt(f"preparing data set '{dataset}'", prepare)
+  return builder
+
+
+def _prepare(config, dataset, own):
+  """Downloads and writes a data set."""
   # What ships with this package is made in a moment, and needs no announcement.
   quiet = contextlib.nullcontext()
   if own:
     tfds.disable_progress_bar()
     quiet = contextlib.redirect_stdout(io.StringIO())
+  # This format gives random access, hence a shuffle of the whole data set.
+  builder = tfds.builder(
+    dataset, data_dir=config.tfds_data_dir, file_format='array_record'
+  )
   try:
-    # This format gives random access, hence a shuffle of the whole data set.
-    builder = tfds.builder(
-      dataset, data_dir=data_dir, file_format='array_record'
-    )
     with quiet:
       builder.download_and_prepare(
         download_config=tfds.download.DownloadConfig(
@@ -69,9 +85,6 @@ def get_builder(config, dataset: str):
       f'prepared: {e} (config.tfds_data_dir is where prepared data sets lie, '
       'config.tfds_manual_dir where files are that TFDS cannot download)'
     ) from e
-  finally:
-    if is_first:
-      multihost_utils.sync_global_devices('tfds_prepare')
   return builder
 
 
@@ -150,11 +163,14 @@ class Reader:
     wanted: features by name, among those of `features`.
 
   Attributes:
+    features: names of the wanted features.
     decoders: what `builder.as_dataset` needs to do the same.
   """
 
   def __init__(self, info, wanted: Mapping[str, Feature]):
+    self.features = tuple(wanted)
     self._paths = {name: feature.path for name, feature in wanted.items()}
+    self._flat = _flat_specs(info.features, self._paths)
     keys, decoders = {}, {}
     for feature in wanted.values():
       _put(keys, feature.path, True)
@@ -192,6 +208,12 @@ class Reader:
 
   def parse_all(self, serialized) -> dict:
     """Returns the same of many, strings [b]; what varies is a RaggedTensor."""
+    if self._flat is not None:
+      batch = tf.io.parse_example(serialized, self._flat)
+      batch = {k: batch['/'.join(path)] for k, path in self._paths.items()}
+      if 'label' in batch:
+        batch['label'] = tf.reshape(batch['label'], [-1, 1])
+      return batch
     outputs = (
       tf.function(self.parse)
       .get_concrete_function(tf.TensorSpec([], tf.string))
@@ -202,6 +224,47 @@ class Reader:
       serialized,
       fn_output_signature={name: _spec(x) for name, x in outputs.items()},
     )
+
+
+def _flat_specs(features, paths) -> dict | None:
+  """Returns how to parse features that are stored as they are read, all at once.
+
+  Args:
+    features: those of a TFDS data set.
+    paths: the keys that lead to the wanted ones.
+
+  Returns:
+    What tf.io.parse_example needs; None if a feature needs more than that.
+  """
+  specs = {}
+  for path in paths.values():
+    feature = features
+    for key in path:
+      if type(feature) is not tfds.features.FeaturesDict:
+        return None
+      feature = feature[key]
+    if isinstance(feature, tfds.features.Image):
+      shape, dtype = (), tf.string  # It stays encoded.
+    elif type(feature) in _PLAIN:
+      stored, seen = feature.get_serialized_info(), feature.get_tensor_info()
+      shape, dtype = stored.shape, stored.tf_dtype
+      if (shape, dtype) != (seen.shape, seen.tf_dtype) or None in shape:
+        return None
+      if dtype not in (tf.int64, tf.float32, tf.string):
+        return None
+    else:
+      return None
+    specs['/'.join(path)] = tf.io.FixedLenFeature(shape, dtype)
+  return specs
+
+
+# Features whose values are stored as they are, but for the type of some.
+_PLAIN = (
+  tfds.features.ClassLabel,
+  tfds.features.Scalar,
+  tfds.features.Tensor,
+  tfds.features.Text,
+)
 
 
 class _Wanted(tfds.decode.PartialDecoding):

@@ -51,6 +51,10 @@ class Means:
         return None
       with jax.set_mesh(self._mesh):
         totals.append(self._sums(params, extra, batch))
+      if len(totals) > 2:
+        # The host may run ahead of the devices, but only so far: the batches that
+        # wait lie in their memory.
+        jax.block_until_ready(totals[-3])
       if len(totals) == 1 and source.num_examples > config.batch_eval:
         # The first batch may compile: the speed is that of the others.
         jax.block_until_ready(totals)

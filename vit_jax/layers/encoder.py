@@ -36,13 +36,13 @@ class AddPositionEmbs(nn.Module):
 
   Attributes:
     posemb_init: initialiser of the table.
-    dtype: type of the computation.
     param_dtype: type of the parameters.
+    dtype: type of the computation.
   """
 
   posemb_init: Any = nn.initializers.normal(stddev=0.02)
-  dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
+  dtype: Any = jnp.float32
 
   @nn.compact
   def __call__(self, inputs):
@@ -66,19 +66,23 @@ class MlpBlock(nn.Module):
 
   Attributes:
     mlp_dim: width M of the hidden layer.
-    out_dim: width of the output, by default that of the input.
-    dropout_rate: dropout after each dense layer.
-    gelu: 'tanh' approximation, or 'erf', the exact function.
     dtype: type of the computation.
     param_dtype: type of the parameters.
+    out_dim: width of the output, by default that of the input.
+    dropout_rate: dropout after each dense layer.
+    kernel_init: initialiser of the kernels.
+    bias_init: initialiser of the biases.
+    gelu: 'tanh' approximation, or 'erf', the exact function.
   """
 
   mlp_dim: int
-  out_dim: int | None = None
-  dropout_rate: float = 0.1
-  gelu: str = 'tanh'
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
+  out_dim: int | None = None
+  dropout_rate: float = 0.1
+  kernel_init: Any = nn.initializers.xavier_uniform()
+  bias_init: Any = nn.initializers.normal(stddev=1e-6)
+  gelu: str = 'tanh'
 
   @nn.compact
   def __call__(self, inputs, *, deterministic):
@@ -94,14 +98,15 @@ class MlpBlock(nn.Module):
       )
     dense = functools.partial(
       nn.Dense,
-      kernel_init=nn.initializers.xavier_uniform(),
-      bias_init=nn.initializers.normal(stddev=1e-6),
+      kernel_init=self.kernel_init,
+      bias_init=self.bias_init,
       dtype=self.dtype,
       param_dtype=self.param_dtype,
     )
     x = GELUS[self.gelu](dense(self.mlp_dim)(inputs))  # [B, N, M]
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
-    x = dense(self.out_dim or inputs.shape[-1])(x)  # [B, N, D]
+    out_dim = inputs.shape[-1] if self.out_dim is None else self.out_dim
+    x = dense(out_dim)(x)  # [B, N, out_dim]
     return nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
 
 
@@ -111,6 +116,7 @@ class Encoder1DBlock(nn.Module):
   Attributes:
     mlp_dim: width M of the MLP.
     num_heads: number of heads K.
+    dtype: type of the computation.
     dropout_rate: dropout after dense layers.
     attention_dropout_rate: dropout of the attention weights.
     attention: how attention is computed, see vit_jax.layers.attention.
@@ -118,12 +124,12 @@ class Encoder1DBlock(nn.Module):
     gelu: see MlpBlock.
     norm_eps: added to the variance in LayerNorm.
     causal: whether token i attends to tokens 0 to i alone.
-    dtype: type of the computation.
     param_dtype: type of the parameters.
   """
 
   mlp_dim: int
   num_heads: int
+  dtype: Any = jnp.float32
   dropout_rate: float = 0.1
   attention_dropout_rate: float = 0.1
   attention: str = 'default'
@@ -131,7 +137,6 @@ class Encoder1DBlock(nn.Module):
   gelu: str = 'tanh'
   norm_eps: float = 1e-6
   causal: bool = False
-  dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
   @nn.compact

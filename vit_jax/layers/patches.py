@@ -5,9 +5,11 @@ Shapes in the comments:
   h, w patches down and across    D width of a token
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 
@@ -18,6 +20,41 @@ def check_images(images):
       'images must be [batch, height, width, channels], got '
       f'{images.shape}; batches have no device dimension here'
     )
+
+
+def check_keys(rngs):
+  """Raises ValueError if there is a batch of random keys in place of one.
+
+  Args:
+    rngs: a random key, old-style (uint32 [2]) or new, or keys by name.
+  """
+  keys = rngs if isinstance(rngs, Mapping) else {'params': rngs}
+  for name, key in keys.items():
+    dtype = getattr(key, 'dtype', None)
+    is_new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if jnp.ndim(key) > (0 if is_new else 1):
+      raise ValueError(
+        f"rngs['{name}'] must be one random key, got {dtype}{list(key.shape)}: "
+        'take one of them, or hand them out by jax.vmap or jax.pmap; where it was '
+        'made by flax.jax_utils.replicate, give the key itself'
+      )
+
+
+class ImageModel(nn.Module):
+  """What the models share: they say what is wrong with random keys."""
+
+  @nn.nowrap
+  def init(self, rngs, *args, **kwargs):
+    """Makes the variables; see flax.linen.Module.init."""
+    check_keys(rngs)
+    return super().init(rngs, *args, **kwargs)
+
+  @nn.nowrap
+  def apply(self, variables, *args, rngs=None, **kwargs):
+    """Applies the model to inputs; see flax.linen.Module.apply."""
+    if rngs is not None:
+      check_keys(rngs)
+    return super().apply(variables, *args, rngs=rngs, **kwargs)
 
 
 def make_head(num_classes: int, bias: float, dtype, param_dtype) -> nn.Dense:

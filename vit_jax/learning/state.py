@@ -101,6 +101,8 @@ def make_update(
     factors: of the learning rate, see vit_jax.learning.optim.multipliers.
   """
 
+  tx = optax.with_extra_args_support(tx)
+
   def update(state, batch):
     rng = jax.random.fold_in(jax.random.key(seed), state.step)
     batch = task.augment(batch, jax.random.fold_in(rng, _AUGMENT))
@@ -121,7 +123,9 @@ def make_update(
     (loss, sums), grads = optim.accumulate(compute, batch, accum_steps)
     if accum_steps > 1:
       grads = jax.tree.map(lambda g: mean(g, loss[1]).astype(g.dtype), grads)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    updates, opt_state = tx.update(
+      grads, state.opt_state, state.params, step=state.step
+    )
     params = optax.apply_updates(state.params, updates)
     means = {name: mean(*pair) for name, pair in sums.items()}
     extra = task.update_extra(state.extra, params, means)

@@ -2,34 +2,48 @@
 
 They lie in `workdir/checkpoints/<step>`. They are written in the background,
 appear under their name only when complete, and can be restored on any other mesh.
+
+What goes wrong when one is read is of two kinds. Damage (a checksum that differs, a
+file that is missing, arrays of another model) stays: the next older checkpoint is
+taken, by all processes together. An error of the storage may pass: all processes
+try again, and give up with that error; nothing is renamed for it.
 """
 
-import contextlib
+from collections.abc import Callable
+import time
+from typing import Any
+from typing import NamedTuple
 
 from absl import logging
 from etils import epath
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from vit_jax.learning import state as state_lib
+from vit_jax.run import checkpoint_files as files
 from vit_jax.run import workdir as workdir_lib
+from vit_jax.scale import processes
+
+# Seconds to wait before the storage is asked again.
+RETRY_AFTER = (1, 4, 16)
+# How often a reader looks anew for what a run beside it has not yet deleted.
+_LISTINGS = 20
+_ITEM = 'default'  # Orbax's name for what is saved where it is one thing.
 
 
-def _short(error: Exception) -> str:
-  """Begin and end of an error's text; Orbax's are long, the cause stands last."""
-  text = ' '.join(str(error).split()) or type(error).__name__
-  return text if len(text) < 300 else f'{text[:120]} ... {text[-160:]}'
+class Weights(NamedTuple):
+  """What evaluation and prediction need of a checkpoint.
 
+  Attributes:
+    params: the parameters: their average where the run kept one.
+    extra: see vit_jax.learning.state.TrainState.
+    step: number of updates made.
+  """
 
-def _stored(state: state_lib.TrainState) -> dict:
-  """What of a state is written: where there is nothing extra, nothing of it."""
-  tree = {key: getattr(state, key) for key in ('step', 'params', 'opt_state')}
-  if jax.tree.leaves(state.extra):
-    tree['extra'] = state.extra
-  return tree
+  params: Any
+  extra: Any
+  step: int
 
 
 class Checkpoints:
@@ -40,7 +54,7 @@ class Checkpoints:
     keep: number of the newest that stay.
     best_metric: name of the metric by which one more, the best, stays.
     low: whether the lowest is the best.
-    read_only: whether the folder is only read from.
+    read_only: whether the folder is only read from, beside the run perhaps.
   """
 
   def __init__(
@@ -53,32 +67,21 @@ class Checkpoints:
   ):
     self._read_only = read_only
     self.directory = workdir_lib.absolute(workdir) / 'checkpoints'
-    sign = -1 if low else 1
-    policies = [checkpoint_managers.LatestN(max(1, keep))]
+    self._best_metric = best_metric
+    self._policies = [checkpoint_managers.LatestN(max(1, keep))]
+    self._value = None  # Of the metrics; more is better.
     if best_metric:
-      policies.append(
+      sign = -1 if low else 1
+      worst = -sign * float('inf')
+      self._value = lambda metrics: sign * metrics.get(best_metric, worst)
+      self._policies.append(
         checkpoint_managers.BestN(
-          get_metric_fn=lambda m: (
-            sign * m.get(best_metric, -sign * float('inf'))
-          ),
-          n=1,
-          keep_checkpoints_without_metrics=False,
+          get_metric_fn=self._value, n=1, keep_checkpoints_without_metrics=False
         )
       )
-    options = ocp.CheckpointManagerOptions(
-      preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
-      cleanup_tmp_directories=not read_only,
-      create=not read_only,
-    )
-    self._manager = ocp.CheckpointManager(
-      self.directory,
-      options=options,
-      item_handlers=ocp.StandardCheckpointHandler(),
-    )
+    self._manager = None  # Made for the first that is saved.
 
-  def steps(self) -> list[int]:
-    """Returns the steps of all complete checkpoints, ascending."""
-    return sorted(self._manager.all_steps())
+  # --- Writing ---
 
   def save(
     self, step: int, state: state_lib.TrainState, metrics: dict | None = None
@@ -89,33 +92,94 @@ class Checkpoints:
       OSError: if this or the one before cannot be written.
     """
     try:
-      self._manager.save(
-        step, args=ocp.args.StandardSave(_stored(state)), metrics=metrics
+      # Within Orbax the other processes would wait for one that fails here.
+      processes.attempt('beginning a checkpoint', self._open)
+      found = (metrics or {}).get(self._best_metric)
+      begun = self._manager.save(
+        step,
+        args=files.Save(_stored(state)),
+        metrics={} if found is None else {self._best_metric: float(found)},
       )
+      if not begun:
+        raise ValueError(f'there is one of step {step} or a later one already')
     except Exception as e:
       raise self._failure(e) from e
 
+  def _open(self):
+    """Makes Orbax's manager, if it is not made; sees that files can be written."""
+    if jax.process_index() == 0:
+      self.directory.mkdir(parents=True, exist_ok=True)
+      (self.directory / '.probe').write_text('')
+      (self.directory / '.probe').unlink()
+    if self._manager is not None:
+      return
+    everyone = (
+      set(range(jax.process_count())) if jax.process_count() > 1 else None
+    )
+    self._manager = ocp.CheckpointManager(
+      self.directory,
+      options=ocp.CheckpointManagerOptions(
+        preservation_policy=checkpoint_managers.AnyPreservationPolicy(
+          self._policies
+        ),
+        best_fn=self._value,  # Has the metrics written, for the next start.
+        create=False,
+        save_root_metadata=False,
+        cleanup_tmp_directories=True,
+        # Made in the background, one that cannot be made is waited for by all
+        # other threads, for minutes.
+        async_options=ocp.AsyncOptions(
+          create_directories_asynchronously=False,
+          barrier_sync_fn=_meet if everyone else None,
+        ),
+        # So named, they wait for each other with a deadline.
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+          active_processes=everyone
+        ),
+      ),
+      item_handlers=files.Handler(),
+    )
+
   def wait(self):
     """Waits until all is written; raises OSError if it cannot be."""
+    self._finish(lambda manager: manager.wait_until_finished())
+
+  def close(self):
+    """Waits until all is written and frees what is held; see `wait`."""
+    self._finish(lambda manager: manager.close())
+
+  def _finish(self, call: Callable):
+    if self._manager is None:
+      return
     try:
-      self._manager.wait_until_finished()
+      call(self._manager)
     except Exception as e:
       raise self._failure(e) from e
 
   def _failure(self, cause):
-    steps = self.steps()
-    last = f'step {steps[-1]}' if steps else 'none'
+    try:
+      steps = self.steps()
+      last = f'step {steps[-1]}' if steps else 'none'
+    except OSError:
+      last = 'unknown, the folder cannot be listed'
+    processes.give_up(files.short(cause))
     return OSError(
-      f"a checkpoint could not be written to '{self.directory}': {_short(cause)}. The "
+      f"a checkpoint could not be written to '{self.directory}': {files.short(cause)}. The "
       f'last complete one: {last}. Free some space (or mend the disk) and start '
       'the same command again: the run goes on from there'
     )
 
-  def restore(self, abstract, step: int | None = None):
-    """Restores a checkpoint onto the shardings of `abstract`.
+  # --- Reading ---
 
-    Tries the newest first; one that is damaged or is not of this run is moved
-    aside, and the next older one is taken.
+  def steps(self) -> list[int]:
+    """Returns the steps of all complete checkpoints, ascending."""
+    return _list(self.directory, complete=True)
+
+  def restore(self, abstract: state_lib.TrainState, step: int | None = None):
+    """Restores the newest checkpoint onto the shardings of `abstract`.
+
+    One that is damaged or is not of this run is moved aside, once an older one is
+    restored. All processes must call it.
 
     Args:
       abstract: TrainState of jax.ShapeDtypeStruct.
@@ -125,108 +189,209 @@ class Checkpoints:
       (state, step); (None, 0) where there is no checkpoint.
 
     Raises:
-      ValueError: if there are checkpoints but none can be restored.
+      ValueError: if there are checkpoints, but all are damaged.
+      OSError: if the storage does not answer.
     """
-    failures = []
-    for candidate in [step] if step is not None else self.steps()[::-1]:
-      try:
-        restored = self._manager.restore(
-          candidate, args=ocp.args.StandardRestore(_stored(abstract))
-        )
-      except Exception as e:  # pylint: disable=broad-except
-        reason = _short(e)
-        failures.append((candidate, reason))
+    wanted = _stored(abstract)
+    found, step = self._newest(lambda path: files.read(path, wanted), step)
+    return (abstract.replace(**found), step) if found else (None, 0)
+
+  def restore_weights(
+    self, params=None, extra=None, step: int | None = None
+  ) -> Weights:
+    """Restores what evaluation and prediction need, and nothing else.
+
+    All processes must call it.
+
+    Args:
+      params: a tree of jax.ShapeDtypeStruct with shardings; None: all parameters,
+        onto the host.
+      extra: likewise; None: none of it.
+      step: the one to restore, by default the newest.
+
+    Raises:
+      FileNotFoundError: if there is no complete checkpoint.
+      ValueError: if there is none of that step, or all are damaged.
+      OSError: if the storage does not answer.
+    """
+    if step is not None and step not in (steps := self._agreed(complete=True)):
+      raise ValueError(
+        f"step={step} is not among the checkpoints in '{self.directory}': {steps}"
+      )
+    found, step = self._newest(
+      lambda path: files.read_weights(path, params, extra), step
+    )
+    if found is None:
+      raise FileNotFoundError(
+        f"'{self.directory.parent}' has no complete checkpoint: train first, or "
+        'longer'
+      )
+    return Weights(
+      found['params'], found['extra'] if jax.tree.leaves(extra) else {}, step
+    )
+
+  def _newest(self, read: Callable, step: int | None):
+    """Returns what `read` makes of the newest checkpoint that is good; its step."""
+    for _ in range(_LISTINGS):
+      # A run moves aside what is incomplete too, or Orbax would save no older step.
+      steps = self._agreed(complete=self._read_only)
+      damaged = {}
+      for candidate in steps[::-1] if step is None else [step]:
+        found, damage = self._restore(candidate, read)
+        if damage is None:
+          if damaged:
+            logging.warning(
+              'Restored the older checkpoint of step %d', candidate
+            )
+            self._move_aside(damaged)
+          return found, candidate
+        damaged[candidate] = damage
         logging.warning(
-          'Checkpoint %s/%d cannot be restored (it is damaged or of another '
-          'run): %s',
+          'Checkpoint %s/%d cannot be restored (it is damaged or of another run): '
+          '%s',
           self.directory,
           candidate,
-          reason,
+          damage,
         )
-        continue
-      for bad, _ in failures if not self._read_only else []:
-        self._move_aside(bad)
-      if failures:
-        logging.warning('Restored the older checkpoint of step %d', candidate)
-      return abstract.replace(**restored), candidate
-    if failures:
-      raise ValueError(
-        f"no checkpoint in '{self.directory}' can be restored; the newest, step "
-        f'{failures[0][0]}: {failures[0][1]}. Take the folder away to start '
-        'anew, or use another --workdir'
+      # A run beside this one may have deleted them, and written others.
+      if not self._read_only or self._agreed(complete=True) == steps:
+        break
+    if not damaged:
+      return None, 0
+    newest, damage = next(iter(damaged.items()))
+    raise ValueError(
+      f"no checkpoint in '{self.directory}' can be restored; the newest, step "
+      f'{newest}: {damage}'
+      + (
+        ''
+        if self._read_only
+        else '. Take the folder away to start anew, or use another --workdir'
       )
-    return None, 0
+    )
 
-  def _move_aside(self, step):
-    """Keeps a damaged checkpoint under another name, out of the way."""
-    if jax.process_index() == 0:
-      target = self.directory.parent / 'damaged_checkpoints'
+  def _restore(self, step: int, read: Callable):
+    """Reads one checkpoint; returns (what is read, None) or (None, its damage).
+
+    All processes return the same of the two, or raise OSError.
+    """
+    path, suspect = self.directory / str(step) / _ITEM, False
+    for delay in (0, *RETRY_AFTER, None):
+      found, damage, error = files.attempt(path, step, read)
+      everyone = processes.gather(
+        f'restoring the checkpoint of step {step}',
+        [damage, error],
+        deadline=12 * processes.DEADLINE,
+      )
+      damages = [damage for damage, _ in everyone if damage]
+      errors = [error for _, error in everyone if error]
+      if errors:
+        _try_again(f"the checkpoint '{path.parent}'", errors[0], delay)
+      elif not damages:
+        return found, None
+      elif suspect:  # Seen twice, it is no error that looks like damage.
+        return None, damages[0]
+      suspect = not errors
+
+  def _agreed(self, complete: bool) -> list[int]:
+    """Returns the steps that the first process finds."""
+
+    return processes.from_first(
+      'listing the checkpoints', lambda: _find(self.directory, complete)
+    )
+
+  def _move_aside(self, damaged):
+    """Keeps damaged checkpoints under another name, out of the way."""
+    if self._read_only:
+      return
+    target = self.directory.parent / 'damaged_checkpoints'
+
+    def move():
       target.mkdir(parents=True, exist_ok=True)
-      count = sum(1 for _ in target.iterdir())
-      (self.directory / str(step)).rename(target / f'{step}_{count}')
-    multihost_utils.sync_global_devices('move_aside')
-    self._manager.reload()
+      for step in damaged:
+        count = sum(1 for _ in target.iterdir())
+        (self.directory / str(step)).rename(target / f'{step}_{count}')
 
-  def close(self):
-    """Waits until all is written and frees what is held."""
-    self.wait()
-    self._manager.close()
+    processes.from_first('moving damaged checkpoints aside', move)
 
 
 def has_checkpoint(workdir) -> bool:
-  """Tells whether a folder holds a checkpoint, without opening any."""
-  folder = epath.Path(workdir) / 'checkpoints'
-  return folder.exists() and any(p.name.isdigit() for p in folder.iterdir())
+  """Tells whether a folder holds a complete checkpoint, as this process sees it."""
+  directory = workdir_lib.absolute(workdir) / 'checkpoints'
+  return bool(_find(directory, complete=True))
 
 
 def load_params(workdir):
   """Loads the parameters of a run, and nothing else, onto the host.
 
+  All processes must call it.
+
   Args:
     workdir: folder of the run.
 
   Returns:
-    Nested dict of numpy arrays: the averaged weights where the run kept them,
-    of the newest checkpoint.
+    Nested dict of numpy arrays: the averaged weights where the run kept them, of
+    the newest checkpoint.
 
   Raises:
-    FileNotFoundError: if there is no complete checkpoint.
-    ValueError: if it cannot be read.
+    FileNotFoundError, ValueError, OSError: see Checkpoints.restore_weights.
   """
-  checkpoints = Checkpoints(workdir, read_only=True)
-  steps = checkpoints.steps()
-  checkpoints.close()
-  if not steps:
-    raise FileNotFoundError(
-      f"'{workdir}' has no complete checkpoint: train first, or longer"
-    )
-  path = checkpoints.directory / str(steps[-1]) / 'default'
+  return Checkpoints(workdir, read_only=True).restore_weights().params
+
+
+def _meet(*, key: str, timeout_ms: int):
+  """Waits for the other processes, as long as none has given up."""
+  processes.meet(key, timeout_ms / 1000)
+
+
+def _list(directory: epath.Path, complete: bool) -> list[int]:
+  """Returns the steps that have a folder, ascending."""
   try:
-    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-      tree = handler.metadata(path).tree
-      wanted = jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
-      holder = wanted  # What has the parameters: the state, or the average.
-      key = 'params'
-      for part in wanted['opt_state']:
-        if isinstance(part, dict) and 'ema' in part:
-          holder, key = part, 'ema'
-      holder[key] = jax.tree.map(lambda _: 0, holder[key])
-      restored = handler.restore(
-        path,
-        args=ocp.args.PyTreeRestore(
-          item=wanted,
-          restore_args=jax.tree.map(
-            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
-          ),
-        ),
-      )
-  except Exception as e:
-    raise ValueError(
-      f"the checkpoint '{path}' cannot be read: {_short(e)}"
-    ) from e
-  averages = [
-    part['ema']
-    for part in restored['opt_state']
-    if isinstance(part, dict) and 'ema' in part
-  ]
-  return averages[0] if averages else restored['params']
+    folders = [path for path in directory.iterdir() if path.name.isdigit()]
+  except (FileNotFoundError, NotADirectoryError):
+    return []
+  # In a bucket, where nothing is renamed, a file says what is complete.
+  needed = [f'{_ITEM}/_METADATA']
+  if str(directory).startswith('gs:'):
+    needed.append('commit_success.txt')
+  return sorted(
+    int(path.name)
+    for path in folders
+    if not complete or all(_exists(path / name) for name in needed)
+  )
+
+
+def _find(directory: epath.Path, complete: bool) -> list[int]:
+  """Returns what `_list` does; tries again where the storage does not answer."""
+  for delay in (*RETRY_AFTER, None):
+    try:
+      return _list(directory, complete)
+    except Exception as e:  # pylint: disable=broad-except
+      _try_again(f"the folder '{directory}'", files.short(e), delay)
+
+
+def _exists(path: epath.Path) -> bool:
+  """Tells whether there is a file; `exists` takes any error for a no."""
+  try:
+    path.stat()
+    return True
+  except (FileNotFoundError, NotADirectoryError):
+    return False
+
+
+def _stored(state: state_lib.TrainState) -> dict:
+  """What of a state is written: where there is nothing extra, nothing of it."""
+  tree = {key: getattr(state, key) for key in ('step', 'params', 'opt_state')}
+  if jax.tree.leaves(state.extra):
+    tree['extra'] = state.extra
+  return tree
+
+
+def _try_again(what: str, error: str, delay: float | None):
+  """Waits and says so; raises OSError where there is nothing to wait for."""
+  if delay is None:
+    raise OSError(
+      f'{what} cannot be read now: {error}. Nothing was renamed or removed: start '
+      'the same command again when the storage answers'
+    )
+  logging.warning('%s: %s. Trying again in %s s', what, error, delay)
+  time.sleep(delay)

@@ -2,13 +2,21 @@
 
 import ast
 import copy
-import difflib
 import importlib
+import importlib.util
+import os
+import traceback
 
 from absl import logging
+from etils import epath
 import ml_collections
 
+from vit_jax import cli
 from vit_jax.configs import common
+from vit_jax.configs import models as model_configs
+from vit_jax.configs import rules
+from vit_jax.learning import optim
+from vit_jax.run import keys
 
 # The tasks that come with the package: name, module. Any other module, by its
 # dotted name, can be one too.
@@ -16,9 +24,10 @@ TASKS = {
   'classify': 'vit_jax.tasks.classify',
   'masked_patches': 'vit_jax.tasks.masked_patches',
 }
-
-# Keys below which anything may stand: they are checked where they are used.
-_FREE = ('mesh', 'model', 'task_options')
+_TASK = (
+  f'use one of {sorted(TASKS)}, or a module with a class Task that Python finds '
+  "from the current folder or PYTHONPATH, 'my_package.my_task' say (config.task)"
+)
 
 
 def get_task(name: str) -> type:
@@ -30,20 +39,18 @@ def get_task(name: str) -> type:
   Raises:
     ValueError: if there is no such task.
   """
-  module = TASKS.get(name) or name
-  remedy = (
-    f'use one of {sorted(TASKS)}, or a module with a class Task that Python finds '
-    "from the current folder or PYTHONPATH, 'my_package.my_task' say (config.task)"
-  )
-  if not all(part.isidentifier() for part in module.split('.')):
-    raise ValueError(f"task='{name}' is unknown: {remedy}")
+  module = _task_module(name)
   try:
     found = importlib.import_module(module)
-  except ModuleNotFoundError as e:
-    if e.name is None or not f'{module}.'.startswith(f'{e.name}.'):
-      raise  # Of what the module itself imports.
+  except Exception as e:
+    missing = isinstance(e, ModuleNotFoundError) and e.name
+    if missing and f'{module}.'.startswith(f'{missing}.'):
+      raise ValueError(
+        f"task='{name}' is unknown: there is no module '{missing}'; {_TASK}"
+      ) from e
     raise ValueError(
-      f"task='{name}' is unknown: there is no module '{e.name}'; {remedy}"
+      f"task='{name}' cannot be imported: {type(e).__name__} at {_where(e)}: "
+      f'{e} (config.task)'
     ) from e
   if not hasattr(found, 'Task'):
     raise ValueError(
@@ -52,30 +59,91 @@ def get_task(name: str) -> type:
   return found.Task
 
 
+def _task_module(name) -> str:
+  """Returns the dotted name of a task's module, of which no part is imported."""
+  module = TASKS.get(name, name) if isinstance(name, str) else ''
+  top, *rest = module.split('.')
+  if not all(part.isidentifier() for part in (top, *rest)):
+    raise ValueError(f"task='{name}' is unknown: {_TASK}")
+  if importlib.util.find_spec(top) is None:
+    raise ValueError(
+      f"task='{name}' is unknown: there is no module '{top}'; {_TASK}"
+    )
+  return module
+
+
+def _where(error) -> str:
+  """Returns 'file:line' of what raised an error."""
+  if isinstance(error, SyntaxError):
+    return f'{error.filename}:{error.lineno}'
+  frame = [
+    frame
+    for frame in traceback.extract_tb(error.__traceback__)
+    if not frame.filename.startswith('<')  # Python's own, which import.
+  ][-1]
+  return f'{frame.filename}:{frame.lineno}'
+
+
 def complete(config) -> ml_collections.ConfigDict:
-  """Returns a copy that has every key of common.py.
+  """Returns a copy that has every key of common.py, of its model and of its task.
 
   Configs of the original and of older runs lack some, and so does one whose `pp`
   was replaced as a whole. `accum_steps` 0 or None means 1, as it does there;
   `model_type` goes, since a model's own fields say what it is.
   """
+  config = _with_keys(config)
+  with config.unlocked():
+    config.task_options = task_options(config)
+  return config
+
+
+def of_run(config) -> ml_collections.ConfigDict:
+  """Returns a copy, complete, of the config that a run has stored.
+
+  Runs of older versions stored passes over the data beside the steps that they
+  came to, and possibly values that are refused now where they make no sense.
+
+  Raises:
+    ValueError: names a key whose value makes no sense.
+  """
+  config = copy.deepcopy(config)
+  if 'pretrained_dir' not in config:
+    config.pretrained_dir = None
+  keys.check(_with_keys(config))
+  return _without_epochs(complete(config))
+
+
+def _with_keys(config):
+  """Does what `complete` does but for the task, which brings TensorFlow."""
   config = copy.deepcopy(config)
   with config.unlocked():
     if 'model_type' in config:
       del config['model_type']
     if config.get('accum_steps', 1) in (0, None):
       config.accum_steps = 1
-    for defaults, given in (
-      (common.get_config(), config),
-      (common.get_config().pp, config.get('pp') or ml_collections.ConfigDict()),
-    ):
-      with given.unlocked():
-        for key, value in defaults.items():
-          if key not in given:
-            given[key] = value
-      if given is not config:
-        config.pp = given
-    config.task_options = task_options(config)
+    if config.get('pp', None) is None:
+      config.pp = ml_collections.ConfigDict()
+    defaults = common.get_config()
+    _fill(config, defaults)
+    if isinstance(config.pp, ml_collections.ConfigDict):
+      _fill(config.pp, defaults.pp)
+    if isinstance(config.model, ml_collections.ConfigDict):
+      config.model = model_configs.with_options(config.model)
+  return config
+
+
+def _fill(given, defaults):
+  with given.unlocked():
+    for key, value in defaults.items():
+      if key not in given:
+        given[key] = value
+
+
+def _without_epochs(config):
+  """Drops numbers of passes where there are numbers of steps."""
+  for name in ('total', 'warmup'):
+    if config[f'{name}_steps'] is not None:
+      config[f'{name}_epochs'] = None
   return config
 
 
@@ -85,15 +153,22 @@ def task_options(config):
   Raises:
     ValueError: if the task has no such option, or it is of another type.
   """
-  defaults = get_task(config.task).OPTIONS
+  task = get_task(config.task)
+  defaults = task.OPTIONS
+  rules.check('task_options', config.get('task_options'), rules.group)
   given = config.get('task_options') or {}
   options = ml_collections.ConfigDict(convert_dict=False)
   for key, default in defaults.items():
     options[key] = ml_collections.FieldReference(default, field_type=object)
   for key, value in given.items():
     if key not in defaults:
-      _raise_unknown(key, defaults, 'task_options.', f"task '{config.task}'")
+      rules.raise_unknown(
+        key, defaults, 'task_options.', f"task '{config.task}'"
+      )
     options[key] = _typed(key, value, defaults[key])
+  for key, value in options.items():
+    rule = task.OPTION_RULES.get(key, rules.no_nan)
+    rules.check(f'task_options.{key}', value, rule)
   return options
 
 
@@ -136,6 +211,7 @@ def evaluations(config) -> list[tuple[str, str, str | None]]:
         f'evals: {entry!r} must be (name, split) or (name, split, data set); '
         "(('val', 'train[90%:]'),) for one (config.evals)"
       )
+    rules.check('evals', entry[1], rules.split)
     found.append((*entry, None)[:3])
   names = [name for name, _, _ in found]
   if len(set(names)) < len(names):
@@ -146,26 +222,38 @@ def evaluations(config) -> list[tuple[str, str, str | None]]:
   return found
 
 
-def check(config):
-  """Checks that a config has the keys of common.py, and sensible values.
+def check_values(config):
+  """Checks all that can be wrong with a config but for its task; no TensorFlow.
+
+  Args:
+    config: as a config file and the command line make it, or complete.
 
   Raises:
-    ValueError: names the key, its value and the remedy.
+    ValueError: names the key, its value and what is allowed.
   """
-  from vit_jax import preprocess  # Late: brings TensorFlow.
-
-  _check_keys(config, common.get_config())
+  config = _with_keys(config)
+  keys.check(config, known=common.get_config())
   if config.model is None:
     raise ValueError(
       'model is not set: take a config file that sets it, such as '
       'configs/pretrain.py:ti16,DATA (config.model)'
     )
-  if config.trainer != 'train':
-    raise ValueError(
-      f"trainer='{config.trainer}' is unknown: use 'train' (config.trainer)"
-    )
+  _task_module(config.task)
+  keys.check_together(config)
+  evaluations(config)
+
+
+def check(config):
+  """Checks that a config has the keys of common.py, and sensible values.
+
+  Args:
+    config: complete.
+
+  Raises:
+    ValueError: names the key, its value and what is allowed.
+  """
+  check_values(config)
   task = get_task(config.task)
-  preprocess.check(config.pp)
   metrics = [
     f'{metric}_{name}'
     for name, _, _ in evaluations(config)
@@ -176,39 +264,6 @@ def check(config):
       f"best_metric='{config.best_metric}' is not among the metrics of this "
       f'run: use one of {metrics} (config.best_metric)'
     )
-  for key in ('batch', 'batch_eval', 'accum_steps', 'keep_checkpoints'):
-    if config[key] < 1:
-      raise ValueError(f'{key}={config[key]} must be at least 1 (config.{key})')
-  for key in (
-    'eval_every',
-    'progress_every',
-    'checkpoint_every',
-    'profile_steps',
-    'prefetch',
-    'seed',
-  ):
-    if config[key] < 0:
-      raise ValueError(f'{key}={config[key]} must be at least 0 (config.{key})')
-
-
-def _check_keys(config, known, prefix=''):
-  for key, value in config.items():
-    if key not in known:
-      _raise_unknown(key, known, prefix)
-    nested = isinstance(value, ml_collections.ConfigDict)
-    if nested and prefix + key not in _FREE:
-      _check_keys(value, known[key], f'{prefix}{key}.')
-
-
-def _raise_unknown(key, known, prefix='', of='config'):
-  """Raises ValueError: there is no such key."""
-  near = difflib.get_close_matches(key, list(known), n=1)
-  hint = (
-    f"did you mean '{prefix}{near[0]}'?"
-    if near
-    else f'known are {", ".join(sorted(known)) or "none"}'
-  )
-  raise ValueError(f"{of} has no key '{prefix}{key}': {hint}")
 
 
 def is_low(config) -> bool:
@@ -243,47 +298,114 @@ def check_batch(config, shards: int):
       )
 
 
+def check_memory(config, processes: int):
+  """Checks that the batches of a process fit this machine's memory.
+
+  Args:
+    config: reads `batch`, `batch_eval`, `prefetch`, `pp.crop`, `pp.channels`.
+    processes: number of processes that share a batch.
+
+  Raises:
+    ValueError: names the key, its value, and what it takes.
+  """
+  crop = config.pp.crop
+  height, width = crop if isinstance(crop, tuple | list) else (crop, crop)
+  image = 4 * height * width * config.pp.channels  # float32
+  memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  for key in ('batch', 'batch_eval'):
+    # Those that wait, and the one that is computed.
+    needed = -(-config[key] // processes) * image * (1 + config.prefetch)
+    if needed > memory:
+      raise ValueError(
+        f'{key}={config[key]} and prefetch={config.prefetch}: the batches that a '
+        f'process holds, images of {height} x {width} pixels, take '
+        f'{cli.size(needed)}, and this machine has {cli.size(memory)}; lower '
+        f'--config.{key} or --config.prefetch'
+      )
+
+
+def with_test_folder(config) -> ml_collections.ConfigDict:
+  """Returns the config, tested on test/ of a folder as the original does.
+
+  There `pp.train` and `pp.test` are for TFDS, and of a folder train/ and test/ are
+  taken whatever they say. Here they are followed. But where `pp.test` is cut from
+  the training images although the folder has a split `test`, and `evals` does not
+  say what to test on, it is a config of the original's kind.
+
+  Args:
+    config: complete.
+  """
+  train, test = (
+    {part.split('[')[0].strip() for part in config.pp[key].split('+')}
+    for key in ('train', 'test')
+  )
+  if config.evals or not isinstance(config.dataset, str) or not test <= train:
+    return config
+  root = epath.Path(config.dataset)
+  if 'test' in train or not (
+    (root / 'test').is_dir() or (root / 'test.jsonl').exists()
+  ):
+    return config
+  logging.warning(
+    "pp.test='%s' is cut from the training images, but '%s' has a split 'test': "
+    'that is what is tested on, as in the original; set '
+    "--config.evals=\"(('test', '%s'),)\" to test on the other",
+    config.pp.test,
+    config.dataset,
+    config.pp.test,
+  )
+  config = copy.deepcopy(config)
+  config.evals = (('test', 'test'),)
+  return config
+
+
 def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
   """Returns a copy whose `total_steps` and `warmup_steps` are numbers.
 
+  Passes over the data are None in it, so that it can be resolved again.
+
   Args:
     config: gives steps, or passes over the data (`total_epochs`,
-      `warmup_epochs`).
+      `warmup_epochs`), not both. Where it gives no warm-up,
+      that is optim.default_warmup.
     num_examples: size of the training split.
 
   Raises:
-    ValueError: if the length of the training is given twice or not at all.
+    ValueError: if the length of the training is not given, or that is no step at
+      all, or the warm-up is not shorter.
   """
-  config = copy.deepcopy(config)
-  if config.total_steps is None and config.total_epochs is None:
+  total, epochs = config.total_steps, config.total_epochs
+  if total is None and epochs is None:
     raise ValueError(
       'the length of the training is not given: use --config.total_steps=N or '
       '--config.total_epochs=N'
     )
-  warmup_given = config.warmup_steps
-  for name in ('total', 'warmup'):
-    steps, epochs = config[f'{name}_steps'], config[f'{name}_epochs']
-    if (steps is not None and steps < 0) or (epochs is not None and epochs < 0):
+  if total is None:
+    total = round(epochs * num_examples / config.batch)
+    if not total:
       raise ValueError(
-        f'{name}_steps={steps}, {name}_epochs={epochs}: must be at least 0'
+        f'total_epochs={epochs} of {num_examples} examples are less '
+        f'than one batch of {config.batch}: raise it, or lower --config.batch'
       )
-    if steps is None:
-      config[f'{name}_steps'] = round(
-        (epochs or 0) * num_examples / config.batch
-      )
-    elif name == 'total' and not steps:
-      raise ValueError('total_steps=0 must be at least 1 (config.total_steps)')
-  if not config.total_steps:
+    rules.check('total_steps', total, keys.KEYS['total_steps'])
+  warmup, epochs = config.warmup_steps, config.warmup_epochs
+  if warmup is not None and warmup >= total:
     raise ValueError(
-      f'total_epochs={config.total_epochs} of {num_examples} examples are less '
-      f'than one batch of {config.batch}: raise it, or lower --config.batch'
+      f'warmup_steps={warmup} must be below total_steps={total}: lower '
+      '--config.warmup_steps or train longer'
     )
-  if warmup_given is None and config.warmup_steps >= config.total_steps:
-    config.warmup_steps = config.total_steps // 10
-    logging.warning(
-      'warmup_epochs=%s would be all of the %d steps: warming up for %d',
-      config.warmup_epochs,
-      config.total_steps,
-      config.warmup_steps,
-    )
-  return config
+  if warmup is None and epochs is None:
+    warmup = optim.default_warmup(total)
+  elif warmup is None:
+    warmup = round(epochs * num_examples / config.batch)
+    if warmup >= total:
+      warmup = total // 10
+      logging.warning(
+        'warmup_epochs=%s would be all of the %d steps: warming up for %d',
+        epochs,
+        total,
+        warmup,
+      )
+  config = copy.deepcopy(config)
+  config.update(total_steps=total, warmup_steps=warmup)
+  return _without_epochs(config)

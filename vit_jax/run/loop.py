@@ -9,13 +9,13 @@ import time
 
 from clu import periodic_actions
 import jax
-from jax.experimental import multihost_utils
 import tqdm
 
 from vit_jax import cli
 from vit_jax.learning import state as state_lib
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import stopping
+from vit_jax.scale import processes
 
 
 class Run:
@@ -115,9 +115,13 @@ class Run:
 
   def catch_up(self, stop) -> dict | None:
     """Does the evaluation of the step to go on from, if it was not done yet."""
-    done = metrics_lib.find(self.workdir, self.step, self.config.best_metric)
-    # All processes must agree on it, also where one sees the file later.
-    if multihost_utils.broadcast_one_to_all(done is not None):
+    done = processes.from_first(
+      'looking for the last evaluation',
+      lambda: metrics_lib.find(
+        self.workdir, self.step, self.config.best_metric
+      ),
+    )
+    if done is not None:
       if self.step == self.config.total_steps:
         cli.say('This run is finished.')
       return done
@@ -132,6 +136,7 @@ class Run:
     """Begins to write a checkpoint."""
     with self._progress.pause():
       self.look()  # What is saved is good.
+      self._log.flush()
       self.checkpoints.save(self.step, self.state, metrics)
 
   def close(self):

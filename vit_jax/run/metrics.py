@@ -1,7 +1,16 @@
-"""Numbers of a run: `workdir/metrics.jsonl`, and TensorBoard events beside it."""
+"""Numbers of a run: `workdir/metrics.jsonl`, and TensorBoard events beside it.
+
+On a local disk a line is appended as it comes. A file of a bucket can only be
+written as a whole: there lines and events are held on this machine, and uploaded
+before each checkpoint and at the end. What a kill loses is what comes after the
+checkpoint, and will be computed again.
+"""
 
 import json
+import os
+import tempfile
 
+from absl import logging
 from clu import metric_writers
 from etils import epath
 import jax
@@ -25,12 +34,23 @@ class MetricsLog:
     if jax.process_index():
       return
     self.path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [line for line in read(workdir) if line['step'] <= start_step]
-    workdir_lib.write_atomically(
-      self.path, ''.join(json.dumps(line) + '\n' for line in lines)
-    )
+    found, bad = _parse(self.path)
+    if bad:
+      logging.warning(
+        "'%s' has %d lines that are no metrics, the first %s: left out",
+        self.path,
+        len(bad),
+        bad[0][:80],
+      )
+    lines = [_line(line) for line in found if line['step'] <= start_step]
+    workdir_lib.write_atomically(self.path, ''.join(lines))
+    self._held = None  # Lines and a folder of events, to be uploaded.
+    events = str(workdir)
+    if is_remote(workdir):
+      self._folder = tempfile.TemporaryDirectory()
+      self._held, events = lines, self._folder.name
     self._writer = metric_writers.AsyncMultiWriter(
-      [metric_writers.SummaryWriter(str(workdir))]
+      [metric_writers.SummaryWriter(events)]
     )
 
   def write(self, step: int, scalars: dict):
@@ -38,27 +58,75 @@ class MetricsLog:
     if self._writer is None:
       return
     scalars = {name: float(value) for name, value in scalars.items()}
-    with self.path.open('a') as file:
-      file.write(json.dumps({'step': step, **scalars}) + '\n')
+    line = _line({'step': step, **scalars})
+    if self._held is None:
+      with self.path.open('a') as file:
+        file.write(line)
+    else:
+      self._held.append(line)
     self._writer.write_scalars(step, scalars)
+
+  def flush(self):
+    """Makes what was written outlive this machine; for before a checkpoint."""
+    if self._writer is not None and self._held is not None:
+      self._writer.flush()
+      self._upload()
 
   def close(self):
     """Writes what is still held."""
-    if self._writer is not None:
-      self._writer.close()
-      self._writer = None
+    if self._writer is None:
+      return
+    self._writer.close()
+    self._writer = None
+    if self._held is not None:
+      self._upload()
+      self._folder.cleanup()
+
+  def _upload(self):
+    workdir_lib.write_atomically(self.path, ''.join(self._held))
+    for file in epath.Path(self._folder.name).iterdir():
+      file.copy(self.path.parent / file.name, overwrite=True)
+
+
+def is_remote(path) -> bool:
+  """Tells whether a path is that of a bucket, gs://... for one."""
+  return '://' in os.fspath(path)
+
+
+def _line(scalars) -> str:
+  return json.dumps(scalars) + '\n'
+
+
+def _parse(path) -> tuple[list[dict], list[bytes]]:
+  """Returns what a metrics.jsonl holds, and the lines that are no metrics.
+
+  The last line, where it was half written, belongs to neither.
+  """
+  *whole, last = path.read_bytes().split(b'\n') if path.exists() else [b'']
+  found, bad = [], []
+  for text in (*whole, last):
+    try:
+      line = json.loads(text)
+    except ValueError:
+      line = None
+    if _is_metrics(line):
+      found.append(line)
+    elif text.strip() and text is not last:
+      bad.append(text)
+  return found, bad
+
+
+def _is_metrics(line) -> bool:
+  return (
+    isinstance(line, dict)
+    and type(line.get('step')) is int
+    and all(type(value) in (int, float) for value in line.values())
+  )
 
 
 def read(workdir) -> list[dict]:
-  """Returns the lines of metrics.jsonl, the last one left out if half written."""
-  path = epath.Path(workdir) / 'metrics.jsonl'
-  lines = []
-  for line in path.read_text().splitlines() if path.exists() else []:
-    try:
-      lines.append(json.loads(line))
-    except ValueError:
-      continue
-  return lines
+  """Returns the lines of metrics.jsonl, but for those that are no metrics."""
+  return _parse(epath.Path(workdir) / 'metrics.jsonl')[0]
 
 
 def find(workdir, step: int, name: str) -> dict | None:

@@ -7,6 +7,8 @@ import threading
 import jax
 from jax.experimental import multihost_utils
 
+from vit_jax.scale import processes
+
 
 class Interrupted(Exception):
   """A signal stopped the run, after a checkpoint was saved.
@@ -29,7 +31,8 @@ class StopRequest:
 
   The first signal asks the loop to save and stop, the second Ctrl-C stops at
   once. With many processes all of them stop after the same step, whichever got
-  the signal (jax.distributed tells the others, and listens for SIGTERM itself).
+  the signal (jax.distributed tells the others, and listens for SIGTERM itself
+  inside the `with` block; outside of it SIGTERM ends the process at once).
   """
 
   def __init__(self):
@@ -44,9 +47,11 @@ class StopRequest:
       handled.append(signal.SIGTERM)
     for number in handled:
       self._previous[number] = signal.signal(number, self._handle)
+    processes.listens_for_sigterm(True)
     return self
 
   def __exit__(self, *_):
+    processes.listens_for_sigterm(False)
     for number, previous in self._previous.items():
       signal.signal(number, previous)
 

@@ -3,21 +3,24 @@
 config.json        the resolved config
 class_names.json   for classification: the names of the classes, in the order of
                    the logits; other tasks have other metadata, NAME.json each
+data.json          what the data were: counts and hashes, and one of the metadata
 versions.json      versions of Python and of the packages that matter
 """
 
 from collections.abc import Mapping
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 from typing import Any
 
+from absl import logging
 from etils import epath
-import jax
 import ml_collections
 
 from vit_jax.run import config as run_config
+from vit_jax.scale import processes
 
 # Keys that say how a run is watched, where it runs and in what order it computes,
 # but not what: they may differ when a run goes on, on other devices for one.
@@ -30,6 +33,7 @@ FREE_KEYS = (
   'eval_every',
   'evals',
   'keep_checkpoints',
+  'max_image_pixels',
   'mesh',
   'model.transformer.attention',
   'model.transformer.remat',
@@ -41,6 +45,11 @@ FREE_KEYS = (
   'tfds_data_dir',
   'tfds_manual_dir',
 )
+# Keys that are worked out from the size of the data.
+_LENGTHS = ('total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs')
+_DATA = 'data.json'
+# Keys of `pp` that have come since, and what runs did before.
+_BEFORE = {'jpeg_shrink': False}
 PACKAGES = (
   'vit_jax',
   'jax',
@@ -69,76 +78,183 @@ def to_plain(config) -> dict[str, Any]:
   return json.loads(json.dumps(config.to_dict()))
 
 
-def check(workdir, config):
-  """Checks that a run of this config can be, or go on, in a folder.
+def facts(config) -> dict[str, Any]:
+  """Returns what all processes of a run must have the same, by name."""
+  versions = {f'version of {k}': v for k, v in _versions().items()}
+  return {**flatten(to_plain(config)), **versions}
+
+
+def check(
+  workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
+):
+  """Checks that a run can be, or go on, in a folder; process 0 does so for all.
 
   Args:
     workdir: the folder; it need not exist.
     config: the resolved config.
+    metadata: what the task stores of the data: {name of the file: JSON}.
+    data: fingerprints of the data, `train` first, then one for each evaluation;
+      see vit_jax.data.records.Source.fingerprint.
 
   Raises:
-    ValueError: if the folder holds a run of another config, or other files; says
-      which keys differ.
+    ValueError: if the folder holds a run of another config, of other classes or
+      training data, or other files; says what differs.
   """
-  path = epath.Path(workdir)
+  processes.from_first(
+    'checking the workdir',
+    lambda: _check(epath.Path(workdir), config, metadata, data),
+  )
+
+
+def check_config(workdir, config):
+  """Checks what `check` does, but for lengths and data; before data are opened.
+
+  Args:
+    workdir: see check.
+    config: complete; its length may be given in passes over the data.
+
+  Raises:
+    ValueError: see check.
+  """
+  free = (*FREE_KEYS, *_LENGTHS)
+  processes.from_first(
+    'checking the workdir',
+    lambda: _check_config(epath.Path(workdir), config, free),
+  )
+
+
+def _check_config(path, config, free) -> bool:
+  """Checks the config of a run; returns False where none has begun here."""
   if path.exists() and not path.is_dir():
-    raise ValueError(
-      f"workdir='{workdir}' is a file: give a folder (--workdir)"
-    )
+    raise ValueError(f"workdir='{path}' is a file: give a folder (--workdir)")
   if not (path / 'config.json').exists():
     if path.exists() and (path / 'checkpoints').exists():
       raise ValueError(
-        f"workdir='{workdir}' holds checkpoints but no config.json: they are "
+        f"workdir='{path}' holds checkpoints but no config.json: they are "
         'not of a run of this program; use another --workdir'
       )
-    return
-  # Runs of older versions lack keys that have come since.
-  old = ml_collections.ConfigDict(_read_json(path / 'config.json'))
-  old = _flatten(to_plain(run_config.complete(old)))
-  new = _flatten(to_plain(config))
-  differing = [
-    f'{key}: {old.get(key)} there, {new.get(key)} here'
-    for key in sorted({*old, *new})
-    if old.get(key) != new.get(key)
-    and not {key, key.split('.')[0]} & set(FREE_KEYS)
-  ]
+    return False
+  old = _read_config(path)
+  differing = _differences(to_plain(old), to_plain(config), free)
   if differing:
     raise ValueError(
-      f"workdir='{workdir}' belongs to a run of another config:\n  "
+      f"workdir='{path}' belongs to a run of another config:\n  "
       + '\n  '.join(differing)
       + '\nUse another --workdir, or the same config to go on with that run'
     )
+  return True
 
 
-def create(workdir, config, metadata: Mapping[str, Any]):
-  """Writes the files of a run.
+def _check(path, config, metadata, data):
+  if not _check_config(path, config, FREE_KEYS):
+    return
+  for name, value in metadata.items():
+    if (path / f'{name}.json').exists():
+      _check_metadata(path, name, value)
+  _check_data(path, data)
+
+
+def _check_metadata(path, name, value):
+  """Checks that what the task learns of the data is what it has learned."""
+  file = path / f'{name}.json'
+  old, new = _read_json(file), json.loads(json.dumps(value))
+  if old == new:
+    return
+  what = f'{old!r:.100} there, {new!r:.100} here'
+  if isinstance(old, list) and isinstance(new, list):
+    what = f'{len(old)} entries there, {len(new)} here'
+    pairs = ((i, *pair) for i, pair in enumerate(zip(old, new)))
+    for i, before, now in pairs:
+      if before != now:
+        what += f'; number {i} is {before!r} there, {now!r} here'
+        break
+  raise ValueError(
+    f"'{file}' differs from what the data say now ({what}): the run has learned "
+    'the former. Give the data back these names, or train into another --workdir '
+    f'with --config.pretrained={path}, which takes all but the head'
+  )
+
+
+def _check_data(path, data):
+  """Refuses other training data; warns of others to test on."""
+  file = path / _DATA
+  if not file.exists():
+    return  # Of an older version.
+  sources = _read_object(file).get('sources')
+  if not isinstance(sources, dict):
+    raise _damaged(file, "it has no 'sources'")
+  for name, found in data.items():
+    before = sources.get(name, {})
+    if not isinstance(before, dict):
+      raise _damaged(file, f'{name!r} is {before!r:.50}')
+    # What a later version adds is not compared.
+    differing = _differences(
+      {k: v for k, v in before.items() if k in found},
+      {k: v for k, v in found.items() if k in before},
+    )
+    if not differing:
+      continue
+    if name == 'train':
+      raise ValueError(
+        f"workdir='{path}' belongs to a run on other training data:\n  "
+        + '\n  '.join(differing)
+        + '\nBring those data back to go on with that run, or train into another '
+        f'--workdir with --config.pretrained={path}'
+      )
+    logging.warning(
+      '%s is on other data than before: %s; its metrics cannot be compared with '
+      'the earlier ones',
+      name,
+      '; '.join(differing),
+    )
+
+
+def _differences(old, new, free=()) -> list[str]:
+  """Says in which keys two trees differ, but for those that are free."""
+  old, new = flatten(old), flatten(new)
+  return [
+    f'{key}: {old.get(key)} there, {new.get(key)} here'
+    for key in sorted({*old, *new})
+    if old.get(key) != new.get(key) and not {key, key.split('.')[0]} & set(free)
+  ]
+
+
+def create(
+  workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
+):
+  """Writes the files of a run; process 0 does so for all.
 
   Args:
     workdir: the folder.
     config: the resolved config.
-    metadata: what the task stores of the data: {name of the file: JSON}.
+    metadata: see check.
+    data: see check.
 
   Raises:
     ValueError: if the folder cannot be written.
   """
-  if jax.process_index():
-    return
-  path = epath.Path(workdir)
-  try:
-    path.mkdir(parents=True, exist_ok=True)
-    for name, value in metadata.items():
-      write_atomically(path / f'{name}.json', json.dumps(value, indent=1))
-    write_atomically(path / 'versions.json', json.dumps(_versions(), indent=1))
-    # The last, since it is what makes the folder a run's.
-    write_atomically(
-      path / 'config.json',
-      json.dumps(to_plain(config), indent=1, sort_keys=True),
-    )
-  except OSError as e:
-    raise ValueError(
-      f"workdir='{workdir}' cannot be written: {e}; give a folder that can "
-      '(--workdir)'
-    ) from e
+
+  def write():
+    path = epath.Path(workdir)
+    files = {f'{name}.json': value for name, value in metadata.items()}
+    files[_DATA] = {'metadata': _digest(metadata), 'sources': data}
+    files['versions.json'] = _versions()
+    try:
+      path.mkdir(parents=True, exist_ok=True)
+      for name, value in files.items():
+        write_atomically(path / name, json.dumps(value, indent=1))
+      # The last, since it is what makes the folder a run's.
+      write_atomically(
+        path / 'config.json',
+        json.dumps(to_plain(config), indent=1, sort_keys=True),
+      )
+    except OSError as e:
+      raise ValueError(
+        f"workdir='{workdir}' cannot be written: {e}; give a folder that can "
+        '(--workdir)'
+      ) from e
+
+  processes.from_first('writing the workdir', write)
 
 
 def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
@@ -146,23 +262,69 @@ def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
 
   Raises:
     FileNotFoundError: if the folder holds no run.
-    ValueError: if its files cannot be read, or its task is not known.
+    ValueError: if its files cannot be read or were changed, or its task is not
+      known.
   """
   path = epath.Path(workdir)
-  config = ml_collections.ConfigDict(_read_run(path, 'config'))
-  config = run_config.complete(config)
-  names = run_config.get_task(config.task).METADATA
-  return config, {name: _read_run(path, name) for name in names}
+  config = _read_config(path)
+  task = run_config.get_task(config.task)
+  names = task.METADATA
+  metadata = {name: _read_json(_existing(path, name)) for name in names}
+  if (path / _DATA).exists():
+    if _read_object(path / _DATA).get('metadata') != _digest(metadata):
+      raise ValueError(
+        f"{[f'{name}.json' for name in names]} in workdir='{path}' are not those "
+        'that the run has learned (data.json has a hash of them): bring back what '
+        'the run wrote there'
+      )
+  for name, rule in task.METADATA_RULES.items():
+    wrong = rule(metadata[name])
+    if wrong:  # Runs of older versions have no hash of it.
+      raise _damaged(path / f'{name}.json', f'{metadata[name]!r:.50} {wrong}')
+  return config, metadata
 
 
-def _read_run(path, name):
+def _existing(path, name):
   file = path / f'{name}.json'
   if not file.exists():
     raise FileNotFoundError(
       f"workdir='{path}' holds no run: there is no {name}.json; give the "
       '--workdir of a training'
     )
-  return _read_json(file)
+  return file
+
+
+def as_begun(workdir, config):
+  """Makes a run that began before a key came go on as it was.
+
+  Args:
+    workdir: folder of the run; it need not exist.
+    config: complete; changed in place.
+  """
+
+  def find():
+    path = epath.Path(workdir)
+    if not (path / 'config.json').exists():
+      return []
+    pp = _read_object(path / 'config.json').get('pp')
+    return [k for k in _BEFORE if isinstance(pp, dict) and k not in pp]
+
+  for key in processes.from_first('reading the config of the workdir', find):
+    config.pp[key] = _BEFORE[key]
+
+
+def _read_config(path) -> ml_collections.ConfigDict:
+  """Returns the config of a run, complete."""
+  file = _existing(path, 'config')
+  plain = _read_object(file)
+  if not isinstance(plain.get('model'), dict):
+    raise _damaged(file, f"{plain!r:.50} has no key 'model'")
+  if isinstance(plain.get('pp'), dict):
+    plain['pp'] = {**_BEFORE, **plain['pp']}
+  try:
+    return run_config.of_run(ml_collections.ConfigDict(plain))
+  except (ValueError, AttributeError, KeyError, TypeError) as e:
+    raise _damaged(file, str(e)) from e
 
 
 def write_atomically(path: epath.Path, text: str):
@@ -175,15 +337,35 @@ def write_atomically(path: epath.Path, text: str):
 def _read_json(path):
   try:
     return json.loads(path.read_text())
-  except ValueError as e:
-    raise ValueError(f"'{path}' is damaged: {e}") from e
+  except (ValueError, RecursionError) as e:
+    raise _damaged(path, str(e)) from e
 
 
-def _flatten(tree, prefix=''):
+def _read_object(path) -> dict:
+  content = _read_json(path)
+  if not isinstance(content, dict):
+    raise _damaged(path, f'it holds no JSON object, but {content!r:.50}')
+  return content
+
+
+def _damaged(path, why) -> ValueError:
+  return ValueError(
+    f"'{path}' is damaged: {why}; bring back what the run wrote there, or start "
+    'anew in another --workdir'
+  )
+
+
+def _digest(value) -> str:
+  text = json.dumps(value, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+  """Turns {'a': {'b': 1}} into {'a.b': 1}."""
   flat = {}
   for key, value in tree.items():
     if isinstance(value, dict):
-      flat.update(_flatten(value, f'{prefix}{key}.'))
+      flat.update(flatten(value, f'{prefix}{key}.'))
     else:
       flat[prefix + key] = value
   return flat

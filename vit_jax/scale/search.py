@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from vit_jax import cli
+from vit_jax.configs import models as model_configs
 
 say = cli.say
 
@@ -54,6 +55,8 @@ def search(
   Raises:
     ValueError: if no mesh divides the batch, or see plan.make_plan.
   """
+  config = copy.deepcopy(config)
+  config.model = model_configs.with_options(config.model)
   remats = REMATS if 'transformer' in config.model else REMATS[:1]
   plans, best = [], []
   for mesh in meshes(config, devices):

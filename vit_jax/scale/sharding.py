@@ -114,10 +114,13 @@ def constrain_batch(x):
 
   Without it the partitioner may follow the parameters' sharding into the
   activations, which more than halves the speed of a sharded model. Does nothing
-  where no mesh is set.
+  where no mesh of `make_mesh` is set, or where somebody else says how arrays are
+  split: in jax.pmap and jax.shard_map, whose axes are manual, and under a mesh of
+  explicit axes.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty:
+  automatic = set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+  if not automatic or 'data' not in mesh.axis_names:
     return x
   return jax.lax.with_sharding_constraint(x, P(batch_axes(mesh)))
 
@@ -145,6 +148,41 @@ def local_rows(mesh, batch_size: int) -> np.ndarray:
   slices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
   rows = np.arange(batch_size)
   return np.unique(np.concatenate([rows[index] for index in slices.values()]))
+
+
+def row_parts(mesh) -> int:
+  """Returns into how many parts a batch falls that processes feed as a whole.
+
+  The parts are equal and stand in the order of the rows. The processes that feed
+  one row of a part feed all of them: one process, or several that the axis `model`
+  spans. All processes get the same answer.
+
+  Args:
+    mesh: the mesh.
+  """
+  shards = batch_shards(mesh)
+  feeders = [set() for _ in range(shards)]
+  where = batch_sharding(mesh).devices_indices_map((shards,))
+  for device, (rows,) in where.items():
+    for shard in range(shards)[rows]:
+      feeders[shard].add(device.process_index)
+  return count_parts(feeders)
+
+
+def count_parts(feeders: Sequence) -> int:
+  """Returns the least number of equal parts such that each is of one kind.
+
+  Args:
+    feeders: who feeds each row.
+  """
+  total = len(feeders)
+  for parts in range(1, total):
+    size, rest = divmod(total, parts)
+    if not rest and all(
+      feeders[row] == feeders[row - row % size] for row in range(total)
+    ):
+      return parts
+  return total
 
 
 def path_name(path) -> str:

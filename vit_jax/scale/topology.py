@@ -73,7 +73,8 @@ def get_topology(name: str):
     import libtpu  # noqa: F401
   except ImportError as e:
     raise ImportError(
-      "planning needs the TPU's compiler: pip install 'vit_jax[plan]'"
+      "planning needs the TPU's compiler: pip install -e '.[plan]' in the "
+      'checkout of vit_jax'
     ) from e
   from jax.experimental import topologies
 

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import preprocess
+from vit_jax.configs import rules
 from vit_jax.evaluators import means
 from vit_jax.run import config as run_config
 
@@ -45,11 +46,14 @@ class Task(abc.ABC):
       vit_jax.data.sources.open_split: 'image', 'label', 'objects/bbox', ...
     OPTIONS: what `config.task_options` may hold, with the defaults, whose types
       the values must have.
+    OPTION_RULES: what else their values must be, by name, in the words of
+      vit_jax/configs/rules.py: {'mixup': rules.number(0)}.
     METRICS: names of what the evaluators measure. With the name of an evaluation
       behind, 'accuracy_test', one can be `config.best_metric`.
     LOW: those of METRICS of which less is better.
     METADATA: names of what `make_metadata` returns; each is a JSON file of the
       workdir.
+    METADATA_RULES: what they must be, by name, likewise.
     NEW_PARAMS: beginnings of the paths of parameters that start anew where the
       others come from `config.pretrained`.
     OWN_PARAMS: beginnings of the paths of parameters that only this objective can
@@ -66,9 +70,11 @@ class Task(abc.ABC):
 
   FEATURES: ClassVar[tuple[str, ...]] = ('image',)
   OPTIONS: ClassVar[dict[str, Any]] = {}
+  OPTION_RULES: ClassVar[dict[str, rules.Rule]] = {}
   METRICS: ClassVar[tuple[str, ...]] = ('loss',)
   LOW: ClassVar[tuple[str, ...]] = ('loss',)
   METADATA: ClassVar[tuple[str, ...]] = ()
+  METADATA_RULES: ClassVar[dict[str, rules.Rule]] = {}
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head/',)
   OWN_PARAMS: ClassVar[tuple[str, ...]] = ()
   DRAWS: ClassVar[bool] = False
@@ -271,6 +277,7 @@ class Predictor:
     params: the parameters (their average, where the run kept one).
     extra: see Task.init.
     step: the step of the checkpoint.
+    workdir: the folder of the run, '' where nobody said it.
     config: the config of the run.
     metadata: see Task.make_metadata.
     class_names: names of the classes, in the order of the logits.
@@ -283,6 +290,7 @@ class Predictor:
     self.params = params
     self.extra = extra
     self.step = step
+    self.workdir = ''
     self.config = task.config
     self.metadata = task.metadata
     self.class_names = task.class_names
@@ -299,7 +307,8 @@ class Predictor:
       What the task's `outputs` returns, float32 arrays [n, ...].
 
     Raises:
-      FileNotFoundError, ValueError: if an image does not exist or cannot be read.
+      FileNotFoundError, ValueError: if an image does not exist or cannot be read,
+        or if an output is not finite.
     """
     return self.run(images)[1]
 
@@ -315,7 +324,9 @@ class Predictor:
     for start in range(0, len(images), size):
       rows = [
         preprocess.from_user(
-          image, lambda encoded, i=start + i: self._inputs(encoded, i)
+          image,
+          lambda encoded, i=start + i: self._inputs(encoded, i),
+          self.config.max_image_pixels,
         )
         for i, image in enumerate(images[start : start + size])
       ]
@@ -327,9 +338,21 @@ class Predictor:
       found.append(
         jax.tree.map(lambda x, n=count: np.asarray(x)[:n], (batch, outputs))
       )
+      self._check_finite(found[-1][1], images[start : start + count], start)
     if not found:
       return self._none()
     return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+
+  def _check_finite(self, outputs, images, start):
+    """Refuses outputs [n, ...] of images that are no numbers."""
+    for i, image in enumerate(images):
+      if not all(np.isfinite(x[i]).all() for x in jax.tree.leaves(outputs)):
+        name = image if isinstance(image, str) else f'image {start + i}'
+        raise ValueError(
+          f"what the model of step {self.step} in '{self.workdir}' computes of "
+          f"'{name}' is not finite: the training diverged, or its checkpoint is "
+          'damaged; take another one (--step=N)'
+        )
 
   def _inputs(self, encoded, index):
     record = {'image': encoded, 'index': np.int64(index)}

@@ -10,6 +10,7 @@ import numpy as np
 from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax.augmentation import mixing
+from vit_jax.configs import rules
 from vit_jax.learning import losses
 from vit_jax.tasks import base
 
@@ -25,8 +26,13 @@ class Task(base.Task):
     # Pastes a box of another image into each, likewise (arXiv 1905.04899).
     'cutmix': 0.0,
   }
+  OPTION_RULES = {  # noqa: RUF012
+    'mixup': rules.number(),
+    'cutmix': rules.number(),
+  }
   METRICS = ('accuracy', 'loss')
   METADATA = ('class_names',)
+  METADATA_RULES = {'class_names': rules.names}  # noqa: RUF012
   NEXT = 'the classes of an image'
 
   def __init__(self, config, metadata):

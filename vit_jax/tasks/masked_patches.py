@@ -22,6 +22,7 @@ import tensorflow as tf
 from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax import models_vit
+from vit_jax.configs import rules
 from vit_jax.data import images as images_lib
 from vit_jax.learning import state as state_lib
 from vit_jax.tasks import base
@@ -87,6 +88,12 @@ class Task(base.Task):
     # its pixels, by regression.
     'target': 'mean',
   }
+  OPTION_RULES = {  # noqa: RUF012
+    'corruption': rules.share,
+    'masked': rules.number(0, 1),
+    'swapped': rules.number(0, 1),
+    'target': rules.one_of(*TARGETS),
+  }
   METRICS = ('accuracy', 'loss')
   NEW_PARAMS = ('head/', 'mask_token')
   OWN_PARAMS = ('head/', 'mask_token')
@@ -95,7 +102,12 @@ class Task(base.Task):
 
   def __init__(self, config, metadata):
     super().__init__(config, metadata)
-    _check(self.options)
+    if self.options.masked + self.options.swapped > 1 + 1e-9:
+      raise ValueError(
+        f'masked={self.options.masked} and swapped={self.options.swapped} are '
+        'more than all corrupted patches: they must not sum to more than 1 '
+        '(config.task_options.masked)'
+      )
     if models.kind_of(config.model) != 'vit':
       raise ValueError(
         f'model={config.model.get("model_name")} has no tokens that could be '
@@ -290,31 +302,6 @@ class Predictor(base.Predictor):
     pictures = np.stack(self.predict(images))
     out.write_bytes(images_lib.encode_png(draw(pictures)))
     return [f'{len(pictures)} image(s), masked and predicted: {out}']
-
-
-def _check(options):
-  for name in ('corruption', 'masked', 'swapped'):
-    if not 0 <= options[name] <= 1:
-      raise ValueError(
-        f'{name}={options[name]} must be from 0 to 1 '
-        f'(config.task_options.{name})'
-      )
-  if not options.corruption:
-    raise ValueError(
-      'corruption=0.0 leaves nothing to predict: use 0.5 '
-      '(config.task_options.corruption)'
-    )
-  if options.masked + options.swapped > 1 + 1e-9:
-    raise ValueError(
-      f'masked={options.masked} and swapped={options.swapped} are more than all '
-      'corrupted patches: they must not sum to more than 1 '
-      '(config.task_options.masked)'
-    )
-  if options.target not in TARGETS:
-    raise ValueError(
-      f"target='{options.target}' is unknown: use one of {TARGETS} "
-      '(config.task_options.target)'
-    )
 
 
 def batch_args(batch) -> dict:

@@ -5,10 +5,12 @@ A file at https:// or gs:// is fetched once, into $VIT_JAX_CACHE (by default
 """
 
 from collections.abc import Iterable
+from collections.abc import Iterator
 import contextlib
 import hashlib
 import os
 import pathlib
+import tempfile
 import urllib.error
 import urllib.request
 
@@ -117,6 +119,41 @@ def _copy_from_bucket(path, target):
   except Exception:  # pylint: disable=broad-except
     return False  # No access this way either, or no library for it.
   return True
+
+
+def is_elsewhere(path: epath.Path) -> bool:
+  """Tells whether `path` is not on this machine, for any scheme of epath."""
+  return '://' in str(path)
+
+
+@contextlib.contextmanager
+def local_input(path: epath.Path) -> Iterator[epath.Path]:
+  """Yields where a file is on this machine, for libraries that read no other.
+
+  A file that is elsewhere is copied, for as long as the `with` block lasts.
+  """
+  if not is_elsewhere(path):
+    yield path
+    return
+  with tempfile.TemporaryDirectory() as folder:
+    here = epath.Path(folder) / path.name
+    copy(path, here)
+    yield here
+
+
+@contextlib.contextmanager
+def local_output(path: epath.Path) -> Iterator[epath.Path]:
+  """Yields where to write a file, for libraries that write on this machine alone.
+
+  It is copied to `path` where that is elsewhere.
+  """
+  if not is_elsewhere(path):
+    yield path
+    return
+  with tempfile.TemporaryDirectory() as folder:
+    here = epath.Path(folder) / path.name
+    yield here
+    copy(here, path)
 
 
 def copy(

@@ -1,5 +1,6 @@
 """Which model is it? Answers from the shapes of the parameters alone."""
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 import re
 from typing import Any
@@ -12,10 +13,25 @@ from vit_jax.configs import models as model_configs
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
 
 
-def _numbers(flat, pattern):
-  """The numbers that a pattern finds in the paths, largest first."""
-  found = {int(m[1]) for m in (re.match(pattern, path) for path in flat) if m}
-  return sorted(found, reverse=True)
+def count(names: Iterable[str], pattern: str, first: int = 0) -> int:
+  """Counts the layers, units or the like that names speak of.
+
+  Args:
+    names: of the arrays.
+    pattern: finds the number of a layer at the beginning of a name.
+    first: number of the first one.
+
+  Raises:
+    ValueError: if one is left out.
+  """
+  found = {int(m[1]) for m in (re.match(pattern, name) for name in names) if m}
+  if found and (min(found) != first or max(found) != first + len(found) - 1):
+    shown = pattern.replace(r'(\d+)', 'N').replace('\\', '')
+    raise ValueError(
+      f"the names '{shown}' are numbered from {min(found)} to {max(found)}, and "
+      f'{len(found)} of them are there: some are missing'
+    )
+  return len(found)
 
 
 def model_config(params: Mapping[str, Any]) -> ml_collections.ConfigDict | None:
@@ -36,10 +52,10 @@ def model_config(params: Mapping[str, Any]) -> ml_collections.ConfigDict | None:
   try:
     sizes = _mixer_sizes(flat) if 'stem/kernel' in flat else _vit_sizes(flat)
   except (KeyError, IndexError, ValueError):
-    return None
+    return None  # Leaves are missing, or have other numbers of dimensions.
   for name in model_configs.MODEL_CONFIGS:
     config = model_configs.get_config(name)
-    if name != 'testing' and _matches(config, sizes):
+    if name not in model_configs.TESTING and _matches(config, sizes):
       break
   else:
     config = model_configs.get_config(
@@ -52,19 +68,21 @@ def model_config(params: Mapping[str, Any]) -> ml_collections.ConfigDict | None:
 
 
 def _vit_sizes(flat):
-  *patch, _, width = flat['embedding/kernel']
-  blocks = _numbers(flat, r'Transformer/encoderblock_(\d+)/')
-  block = f'Transformer/encoderblock_{blocks[0]}/'
+  down, across, _, width = flat['embedding/kernel']
+  num_layers = count(flat, r'Transformer/encoderblock_(\d+)/')
+  block = f'Transformer/encoderblock_{num_layers - 1}/'
   attention = f'{block}MultiHeadDotProductAttention_0/query/kernel'
   transformer = dict(
-    num_layers=blocks[0] + 1,
+    num_layers=num_layers,
     mlp_dim=flat[f'{block}MlpBlock_0/Dense_0/kernel'][1],
     num_heads=flat[attention][1],
   )
   if _POSEMB not in flat:
     transformer['add_position_embedding'] = False
+  elif len(flat[_POSEMB]) != 3:
+    raise ValueError(f'{_POSEMB} has the shape {flat[_POSEMB]}')
   sizes = dict(
-    patches=dict(size=tuple(patch)),
+    patches=dict(size=(down, across)),
     hidden_size=width,
     transformer=transformer,
     classifier='token' if 'cls' in flat else 'gap',
@@ -72,10 +90,10 @@ def _vit_sizes(flat):
   if 'pre_logits/kernel' in flat:
     sizes['representation_size'] = flat['pre_logits/kernel'][1]
   if 'conv_root/kernel' in flat:
-    stages = _numbers(flat, r'block(\d+)/unit')[::-1]
+    stages = count(flat, r'block(\d+)/unit', first=1)
     sizes['resnet'] = dict(
       num_layers=tuple(
-        _numbers(flat, rf'block{i}/unit(\d+)/')[0] for i in stages
+        count(flat, rf'block{i + 1}/unit(\d+)/', first=1) for i in range(stages)
       ),
       width_factor=flat['conv_root/kernel'][-1] // 64,
     )
@@ -83,14 +101,17 @@ def _vit_sizes(flat):
 
 
 def _mixer_sizes(flat):
-  *patch, _, width = flat['stem/kernel']
-  blocks = _numbers(flat, r'MixerBlock_(\d+)/')
+  down, across, _, width = flat['stem/kernel']
+  tokens_mlp, channels_mlp = (
+    f'MixerBlock_0/{part}_mixing/Dense_0/kernel'
+    for part in ('token', 'channel')
+  )
   return dict(
-    patches=dict(size=tuple(patch)),
+    patches=dict(size=(down, across)),
     hidden_dim=width,
-    num_blocks=blocks[0] + 1,
-    tokens_mlp_dim=flat['MixerBlock_0/token_mixing/Dense_0/kernel'][1],
-    channels_mlp_dim=flat['MixerBlock_0/channel_mixing/Dense_0/kernel'][1],
+    num_blocks=count(flat, r'MixerBlock_(\d+)/'),
+    tokens_mlp_dim=flat[tokens_mlp][1],
+    channels_mlp_dim=flat[channels_mlp][1],
   )
 
 
@@ -131,6 +152,60 @@ def _describe_sizes(sizes):
     f'{encoder["num_heads"]} heads, patches {patch}'
     + ('' if sizes['classifier'] == 'token' else ', mean pooling')
   )
+
+
+def channels(params: Mapping[str, Any]) -> int:
+  """Returns the number of channels of the images that a model is for."""
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  for path in ('conv_root/kernel', 'stem/kernel', 'embedding/kernel'):
+    if path in flat:
+      return flat[path].shape[2]
+  raise KeyError('embedding/kernel')
+
+
+_PUBLISHED = re.compile(
+  r"""
+  cls
+  | (embedding | stem | pre_logits | head) / (kernel | bias)
+  | Transformer/posembed_input/pos_embedding
+  | Transformer/encoderblock_\d+ / (
+      LayerNorm_[01] / (scale | bias)
+      | MultiHeadDotProductAttention_0/(query|key|value|out) / (kernel | bias)
+      | MlpBlock_0/Dense_[01] / (kernel | bias)
+    )
+  | MixerBlock_\d+ / (
+      LayerNorm_[01] / (scale | bias)
+      | (token|channel)_mixing/Dense_[01] / (kernel | bias)
+    )
+  | (Transformer/encoder_norm | pre_head_layer_norm | gn_root) / (scale | bias)
+  | conv_root/kernel
+  | block\d+/unit\d+ / (
+      conv(\d|_proj)/kernel
+      | gn(\d|_proj) / (scale | bias)
+    )
+  """,
+  re.VERBOSE,
+)
+
+
+def is_published(path: str) -> bool:
+  """Tells whether a '/'-joined path is one that published models have."""
+  return _PUBLISHED.fullmatch(path) is not None
+
+
+def misfits(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
+  """Says of each leaf that both have which shapes it has, if they differ.
+
+  Args:
+    have: leaves of weights, arrays or shapes, by '/'-joined path.
+    want: leaves of a model, likewise.
+  """
+  return [
+    f'{path}: {tuple(have[path].shape)} in the weights, '
+    f'{tuple(want[path].shape)} in the model'
+    for path in sorted(want.keys() & have.keys())
+    if tuple(have[path].shape) != tuple(want[path].shape)
+  ]
 
 
 def describe(params: Mapping[str, Any]) -> str:

@@ -20,7 +20,10 @@ from typing import NamedTuple
 import flax.traverse_util
 import numpy as np
 
+from vit_jax.weights import identify
+
 LAYOUTS = ('timm', 'hf')
+_DIMENSIONS = {'conv': 4, 'dense': 2, 'heads': 2, 'bias': 1, 'out': 2}
 _BLOCK = 'Transformer/encoderblock_{}/'
 _ATTENTION = 'MultiHeadDotProductAttention_0/'
 
@@ -142,12 +145,6 @@ def detect(names: Iterable[str]) -> str | None:
   return None
 
 
-def _count(names, pattern):
-  """One more than the largest number that `pattern` finds in a name."""
-  found = [int(m[1]) for m in (re.match(pattern, n) for n in names) if m]
-  return max(found, default=-1) + 1
-
-
 def load(
   flat: Mapping[str, np.ndarray], layout: str, num_heads: int
 ) -> dict[str, np.ndarray]:
@@ -168,22 +165,17 @@ def load(
   flat = dict(flat)
   units = None
   if layout == 'timm':
-    num_layers = _count(flat, r'blocks\.(\d+)\.')
+    num_layers = identify.count(flat, r'blocks\.(\d+)\.')
     if any(name.startswith('patch_embed.backbone.') for name in flat):
       stage = r'patch_embed\.backbone\.stages\.'
       units = [
-        _count(flat, rf'{stage}{i}\.blocks\.(\d+)\.')
-        for i in range(_count(flat, rf'{stage}(\d+)\.'))
+        identify.count(flat, rf'{stage}{i}\.blocks\.(\d+)\.')
+        for i in range(identify.count(flat, rf'{stage}(\d+)\.'))
       ]
-    for i in range(num_layers):
-      for end in ('weight', 'bias'):
-        joined = flat.pop(f'blocks.{i}.attn.qkv.{end}', None)
-        if joined is not None:
-          for name, part in zip('qkv', np.split(joined, 3)):
-            flat[f'blocks.{i}.attn.{name}.{end}'] = part
+    flat = _split_attention(flat)
   else:
     flat = {_old_hf_name(name): value for name, value in flat.items()}
-    num_layers = _count(flat, r'encoder\.layer\.(\d+)\.')
+    num_layers = identify.count(flat, r'encoder\.layer\.(\d+)\.')
   params = {}
   for leaf in _table(num_layers, units):
     value = flat.pop(getattr(leaf, layout), None)
@@ -197,6 +189,24 @@ def load(
       + _hint(flat)
     )
   return params
+
+
+def _split_attention(flat):
+  """Splits the joined queries, keys and values of timm's."""
+  split = {}
+  for name, joined in flat.items():
+    block, qkv, end = name.partition('.attn.qkv.')
+    if not qkv:
+      split[name] = joined
+      continue
+    if not joined.ndim or len(joined) % 3:
+      raise ValueError(
+        f"'{name}' of shape {joined.shape} cannot be split into query, key and "
+        'value'
+      )
+    for part, value in zip('qkv', np.split(joined, 3)):
+      split[f'{block}.attn.{part}.{end}'] = value
+  return split
 
 
 def _hint(names):
@@ -223,6 +233,11 @@ def _old_hf_name(name):
 
 def _from_torch(value, leaf, num_heads):
   kind = leaf.kind
+  if value.ndim != _DIMENSIONS.get(kind, value.ndim):
+    raise ValueError(
+      f"'{leaf.path}' has the shape {value.shape} there, where "
+      f'{_DIMENSIONS[kind]} dimensions are needed'
+    )
   if kind in ('heads', 'bias', 'out'):
     width = value.shape[1] if kind == 'out' else value.shape[0]
     if width % num_heads:
@@ -272,12 +287,12 @@ def dump(params: dict, layout: str) -> dict[str, np.ndarray]:
   """
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   _check_exists(flat, layout)
-  num_layers = _count(flat, r'Transformer/encoderblock_(\d+)/')
+  num_layers = identify.count(flat, r'Transformer/encoderblock_(\d+)/')
   units = None
   if 'conv_root/kernel' in flat:
     units = [
-      _count(flat, rf'block{i + 1}/unit(\d+)/') - 1
-      for i in range(_count(flat, r'block(\d+)/') - 1)
+      identify.count(flat, rf'block{i + 1}/unit(\d+)/', first=1)
+      for i in range(identify.count(flat, r'block(\d+)/', first=1))
     ]
   state = {}
   for leaf in _table(num_layers, units):

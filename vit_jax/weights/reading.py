@@ -9,21 +9,24 @@ What is read, and by what it is known:
   workdir         folder of a run: config.json and checkpoints
 """
 
-import json
+from collections.abc import Callable
+import math
+import os
 import re
-from typing import Any
 from typing import NamedTuple
-import zipfile
 
 from etils import epath
 import flax.traverse_util
-import numpy as np
+import jax
 
 from vit_jax import cli
 from vit_jax.configs import models as model_configs
 from vit_jax.run import workdir as workdir_lib
+from vit_jax.weights import arrays
+from vit_jax.weights import descriptions
 from vit_jax.weights import fetch
 from vit_jax.weights import layouts
+from vit_jax.weights import state_dicts
 
 # Name in a file -> name in Linen, for the layers of an encoder block. Files name
 # them by their place in the block, Linen counts each kind on its own.
@@ -37,20 +40,6 @@ _PREFIXES = ('opt/target/', 'params/')
 # Files of weights in a folder of timm's or Hugging Face's, the best first.
 FILES = ('model.safetensors', 'pytorch_model.bin')
 _TORCH_ENDINGS = ('.safetensors', '.bin', '.pt', '.pth')
-_NPZ_ERRORS = (
-  ValueError,
-  OSError,
-  EOFError,
-  AttributeError,
-  zipfile.BadZipFile,
-)
-_GELUS = {
-  'gelu': 'erf',
-  'gelu_new': 'tanh',
-  'gelu_pytorch_tanh': 'tanh',
-  'gelu_fast': 'tanh',
-  'gelu_tanh': 'tanh',
-}
 
 
 class Weights(NamedTuple):
@@ -72,34 +61,52 @@ class Weights(NamedTuple):
   image_size: tuple[int, int] | None = None
 
 
-def read(path: str, num_heads: int | None = None) -> Weights:
-  """Reads weights of any kind.
+def read(
+  path: str,
+  num_heads: int | None = None,
+  check: Callable[[dict], None] = lambda params: None,
+) -> Weights:
+  """Reads weights of any kind; warns where they are not finite.
 
   Args:
     path: see the top of this module; local, https:// or gs://.
     num_heads: number of attention heads, for files of timm's or Hugging Face's
       that come without a config.json and are of an unusual width.
+    check: called with the shapes of the parameters where a file tells them
+      before its arrays are read (.npz), to raise ValueError if they do not fit.
 
   Raises:
     FileNotFoundError, PermissionError, OSError: if it is not there.
     ValueError: if it is no file of weights, is damaged or truncated, holds
-      pickled objects, or is not of a plain ViT, hybrid or Mixer.
+      pickled objects or anything but floats, unfolds to far more than the file
+      is, or is not of a plain ViT, hybrid or Mixer; or what `check` raises.
     ImportError: if a package is missing; names the extra to install.
   """
-  found = _existing(path)
-  if found.is_dir():
-    if (found / 'checkpoints').exists():
-      return _read_workdir(found)
-    files = [found / name for name in FILES if (found / name).exists()]
-    if not files:
-      raise ValueError(
-        f"'{path}' is a folder without weights: neither a workdir (checkpoints/) "
-        f'nor one of {FILES}'
-      )
-    return _read_torch(files[0], num_heads, found / 'config.json')
-  if found.suffix in _TORCH_ENDINGS:
-    return _read_torch(found, num_heads, _config_beside(path))
-  return _read_npz(found)
+  if num_heads is not None and num_heads < 1:
+    raise ValueError(f'num_heads={num_heads} must be at least 1')
+  found = existing(path)
+  if found.is_dir() and (found / 'checkpoints').exists():
+    weights = _read_workdir(found)
+  elif found.is_dir():
+    weights = _read_torch(_file_in(found), num_heads, found / 'config.json')
+  elif found.suffix in _TORCH_ENDINGS:
+    weights = _read_torch(found, num_heads, _config_beside(path))
+  else:
+    weights = _read_npz(found, check)
+  flat = flax.traverse_util.flatten_dict(weights.params, sep='/')
+  arrays.warn_of_what_is_not_finite(found, flat)
+  return weights
+
+
+def _file_in(folder):
+  """The file of weights in a folder of timm's or Hugging Face's."""
+  for name in FILES:
+    if (folder / name).exists():
+      return folder / name
+  raise ValueError(
+    f"'{folder}' is a folder without weights: neither a workdir (checkpoints/) "
+    f'nor one of {FILES}'
+  )
 
 
 def _config_beside(path):
@@ -107,11 +114,17 @@ def _config_beside(path):
   folder, _, _ = str(path).rpartition('/')
   try:
     return fetch.fetch(f'{folder}/config.json' if folder else 'config.json')
-  except OSError:
+  except (FileNotFoundError, PermissionError):
     return epath.Path(folder) / 'config.json'  # There is none.
 
 
-def _existing(path):
+def existing(path) -> epath.Path:
+  """Returns where a file of weights is on this machine; fetches a remote one.
+
+  Raises:
+    FileNotFoundError: if there is none; says what may be given.
+    ValueError: if it is neither a file nor a folder.
+  """
   # A bucket's folder, a workdir for one, is read where it is.
   bucket = str(path).startswith('gs://')
   whole = bucket and not str(path).endswith(('.npz', *_TORCH_ENDINGS))
@@ -123,44 +136,38 @@ def _existing(path):
       '(config.pretrained), or the folder of the published files '
       '(config.pretrained_dir)' + fetch.elsewhere(str(path))
     )
+  if not (found.is_dir() or fetch.is_elsewhere(found) or os.path.isfile(found)):
+    raise ValueError(f"'{path}' is a pipe or a device: give a file of weights")
   return found
 
 
-def _read_npz(file):
-  flat = {}
-  try:
-    with file.open('rb') as f, np.load(f, allow_pickle=False) as arrays:
-      for key in arrays.files:
-        flat[_linen_name(key)] = arrays[key]
-  except _NPZ_ERRORS as e:
-    with file.open('rb') as f:
-      whole = zipfile.is_zipfile(f)
-    reason = 'it is no zip archive, or only part of one'
-    if whole:
-      reason = 'it is damaged, or holds pickled objects, which are never loaded'
-    raise ValueError(
-      f"'{file}' is not an .npz file of weights: {reason}"
-    ) from e
-  for key, value in flat.items():
-    # Old files keep the scale and bias of GroupNorms with dimensions of 1.
-    if re.search(r'gn[^/]*/(scale|bias)$', key):
-      flat[key] = value.reshape(-1)
-  beside = notes_file(file)
-  notes = _read_json(beside) if beside.exists() else {}
-  names = notes.get('class_names')
-  return Weights(
-    flax.traverse_util.unflatten_dict(flat, sep='/'),
-    'npz',
-    notes.get('model', {}),
-    tuple(names) if names else None,
+def _read_npz(file, check):
+  def tree(leaves):
+    leaves = {path: without_ones(path, leaf) for path, leaf in leaves.items()}
+    return flax.traverse_util.unflatten_dict(leaves, sep='/')
+
+  leaves = arrays.read_npz(
+    file, _linen_name, lambda shapes: check(tree(shapes))
   )
+  found = descriptions.read(descriptions.notes_file(file), 'npz')
+  return Weights(tree(leaves), 'npz', found.model, found.class_names)
 
 
-def notes_file(npz) -> epath.Path:
-  """Path of what an .npz cannot hold, a JSON file beside it: class names, and
-  fields of the model in which it differs from the published ones."""
-  npz = epath.Path(npz)
-  return npz.with_name(f'{npz.name}.json')
+def without_ones(path: str, leaf):
+  """Returns a leaf as it is, or without its dimensions of 1.
+
+  Old files keep the scale and bias of GroupNorms as [1, 1, 1, C].
+
+  Args:
+    path: its '/'-joined path.
+    leaf: an array or jax.ShapeDtypeStruct.
+  """
+  if not re.search(r'gn[^/]*/(scale|bias)$', path):
+    return leaf
+  shape = (math.prod(leaf.shape),)
+  if isinstance(leaf, jax.ShapeDtypeStruct):
+    return leaf.update(shape=shape)
+  return leaf.reshape(shape)
 
 
 def _linen_name(key):
@@ -206,125 +213,30 @@ def _read_workdir(folder):
 
 def _read_torch(file, num_heads, beside):
   """Reads a state dict of timm's or Hugging Face's, and its config.json."""
-  flat = _state_dict(file)
+  flat = (
+    arrays.read_safetensors(file)
+    if file.suffix == '.safetensors'
+    else state_dicts.read(file)
+  )
   layout = layouts.detect(flat)
   if layout is None:
     raise ValueError(
       f"'{file}' holds no Vision Transformer by timm's or Hugging Face's names; "
       f'it has {sorted(flat)[:4]} ...'
     )
-  config = _read_json(beside) if beside.exists() else {}
-  found = _from_timm if layout == 'timm' else _from_hf
-  model, class_names, image_size = found(config, file)
-  heads = num_heads or model['transformer'].pop('num_heads', None)
-  heads = heads or _usual_heads(flat, layout, file)
-  try:
+  model, class_names, image_size = descriptions.read(beside, layout)
+  heads = model['transformer'].pop('num_heads', None)
+  heads = num_heads or heads or _usual_heads(flat, layout, file)
+  with arrays.naming(file, 'cannot be used'):
     flat = layouts.load(flat, layout, heads)
-  except ValueError as e:
-    raise ValueError(f"'{file}': {e}") from None
   params = flax.traverse_util.unflatten_dict(flat, sep='/')
   if 'conv_root/kernel' in flat:
     model['resnet'] = {'eps': 'timm'}
   return Weights(params, layout, model, class_names, image_size=image_size)
 
 
-def _state_dict(file) -> dict[str, np.ndarray]:
-  """Reads arrays by name, and runs no code that the file may hold."""
-  if file.suffix == '.safetensors':
-    try:
-      from safetensors import SafetensorError
-      from safetensors import numpy as safetensors
-    except ImportError as e:
-      raise ImportError(
-        f"'{file}' needs the package safetensors: pip install "
-        "'vit_jax[interop]'"
-      ) from e
-    try:
-      return safetensors.load_file(file)
-    except (SafetensorError, OSError) as e:
-      raise ValueError(
-        f"'{file}' is no .safetensors file, or only part of one: {e}"
-      ) from e
-  try:
-    import torch
-  except ImportError as e:
-    raise ImportError(
-      f"'{file}' needs PyTorch to be read: pip install 'vit_jax[torch]', or take "
-      'the .safetensors file of the same model'
-    ) from e
-  try:
-    state = torch.load(file, map_location='cpu', weights_only=True)
-  except Exception as e:
-    raise ValueError(
-      f"'{file}' is no file of PyTorch weights, is only part of one, or holds "
-      'pickled objects, which are never loaded'
-    ) from e
-  if isinstance(state, dict):
-    state = state.get('state_dict', state.get('model', state))
-  if not isinstance(state, dict) or not all(
-    isinstance(value, torch.Tensor) for value in state.values()
-  ):
-    raise ValueError(f"'{file}' holds no state dict: arrays by name")
-  return {
-    name: value.float().numpy() if value.dtype == torch.bfloat16 else value.numpy()
-    for name, value in state.items()
-  }  # fmt: skip
-
-
-def _gelu(name, file):
-  if name not in _GELUS:
-    raise ValueError(
-      f"'{file}': activation '{name}' (config.json) is none that a ViT has here: "
-      f'{sorted(_GELUS)}'
-    )
-  return _GELUS[name]
-
-
 def _pair(size):
   return (size, size) if isinstance(size, int) else tuple(size)
-
-
-def _from_hf(config, file):
-  """What Hugging Face's config.json says: (model fields, classes, size)."""
-  transformer = dict(
-    gelu=_gelu(config.get('hidden_act', 'gelu'), file),
-    norm_eps=float(config.get('layer_norm_eps', 1e-12)),
-  )
-  if 'num_attention_heads' in config:
-    transformer['num_heads'] = config['num_attention_heads']
-  names = config.get('id2label')
-  if names:
-    names = tuple(names[key] for key in sorted(names, key=int))
-  size = config.get('image_size')
-  return dict(transformer=transformer), names or None, size and _pair(size)
-
-
-def _from_timm(config, file):
-  """What timm's config.json says: (model fields, classes, size)."""
-  args = config.get('model_args', {})
-  pretrained = config.get('pretrained_cfg', {})
-  transformer = dict(
-    gelu=_gelu(args.get('act_layer', 'gelu'), file), norm_eps=1e-6
-  )
-  architecture = config.get('architecture', '')
-  for part, size in (
-    ('tiny', 'Ti'),
-    ('small', 'S'),
-    ('base', 'B'),
-    ('large', 'L'),
-    ('huge', 'H'),
-  ):
-    if f'_{part}_' in architecture:
-      transformer['num_heads'] = model_configs.SIZES[size][3]
-  if 'num_heads' in args:
-    transformer['num_heads'] = args['num_heads']
-  size = args.get('img_size') or pretrained.get('input_size', (0, 0, 0))[1:]
-  names = config.get('label_names') or pretrained.get('label_names')
-  return (
-    dict(transformer=transformer),
-    tuple(names) if names else None,
-    _pair(size) if any(_pair(size)) else None,
-  )
 
 
 def _usual_heads(flat, layout, file):
@@ -332,7 +244,7 @@ def _usual_heads(flat, layout, file):
   bias = 'patch_embed.proj.bias'
   if layout == 'hf':
     [bias] = [k for k in flat if k.endswith('patch_embeddings.projection.bias')]
-  width = flat[bias].shape[0] if bias in flat else None
+  width = flat[bias].size if bias in flat else None
   for _, size, _, heads in model_configs.SIZES.values():
     if size == width:
       return heads
@@ -340,10 +252,3 @@ def _usual_heads(flat, layout, file):
     f"'{file}' does not say how many attention heads its model of width {width} "
     'has: put its config.json beside it, or give num_heads'
   )
-
-
-def _read_json(path) -> Any:
-  try:
-    return json.loads(path.read_text())
-  except ValueError as e:
-    raise ValueError(f"'{path}' is damaged: {e}") from e

@@ -17,6 +17,8 @@ import numpy as np
 
 from vit_jax.configs import common
 from vit_jax.run import workdir as workdir_lib
+from vit_jax.weights import descriptions
+from vit_jax.weights import fetch
 from vit_jax.weights import identify
 from vit_jax.weights import layouts
 from vit_jax.weights import reading
@@ -56,13 +58,25 @@ def save(params, path: str):
     params: nested dict of arrays; their types are kept, but for bfloat16, which
       .npz cannot hold and which becomes float32.
     path: the file; it appears only when it is complete.
+
+  Raises:
+    ValueError: if two arrays would have one name in the file.
   """
   flat = flax.traverse_util.flatten_dict(jax.device_get(params), sep='/')
+  names = {}  # In the file, each with the path in the tree.
+  for key in flat:
+    name = reading.file_name(key)
+    if name in names:
+      raise ValueError(
+        f"'{names[name]}' and '{key}' would both be '{name}' in '{path}', which "
+        'has the published names: give the module another name (name=)'
+      )
+    names[name] = key
   flat = {
-    reading.file_name(key): np.asarray(
-      v, np.float32 if v.dtype.name == 'bfloat16' else None
+    name: np.asarray(
+      flat[key], np.float32 if flat[key].dtype.name == 'bfloat16' else None
     )
-    for key, v in flat.items()
+    for name, key in names.items()
   }
   target = epath.Path(path)
   target.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +99,7 @@ def _write_npz(model, dst):
       f'{here}: logits differ a little'
     )
   if beside:
-    file = reading.notes_file(dst)
+    file = descriptions.notes_file(dst)
     workdir_lib.write_atomically(file, json.dumps(beside, indent=1))
     notes.append(
       f'what an .npz cannot hold ({", ".join(beside)}) is in {file}, where this '
@@ -126,7 +140,7 @@ def _write_timm(model, dst):
     num_heads=encoder.num_heads,
     # timm cuts the product off to an integer.
     mlp_ratio=math.nextafter(encoder.mlp_dim / config.hidden_size, math.inf),
-    in_chans=_channels(model.params),
+    in_chans=identify.channels(model.params),
     class_token=config.classifier == 'token',
     global_pool='token' if config.classifier == 'token' else 'avg',
     fc_norm=False,
@@ -152,7 +166,7 @@ def _write_timm(model, dst):
       model_args=args,
       pretrained_cfg=dict(
         num_classes=model.num_classes,
-        input_size=(_channels(model.params), *model.image_size),
+        input_size=(identify.channels(model.params), *model.image_size),
         crop_pct=1.0,
         interpolation='bilinear',
         first_conv=None,
@@ -206,7 +220,7 @@ def _write_hf(model, dst):
       qkv_bias=True,
       image_size=_one(model.image_size),
       patch_size=_one(config.patches.size),
-      num_channels=_channels(model.params),
+      num_channels=identify.channels(model.params),
       pooler_act='tanh',
       pooler_output_size=config.get('representation_size')
       or config.hidden_size,
@@ -242,17 +256,9 @@ def _one(pair):
   return pair[0] if pair[0] == pair[1] else list(pair)
 
 
-def _channels(params):
-  flat = flax.traverse_util.flatten_dict(params, sep='/')
-  for path in ('conv_root/kernel', 'stem/kernel', 'embedding/kernel'):
-    if path in flat:
-      return flat[path].shape[2]
-  raise KeyError('embedding/kernel')
-
-
 def _pixels(params):
   """Mean and deviation by which pixels from 0 to 1 come to be from -1 to 1."""
-  half = (0.5,) * _channels(params)
+  half = (0.5,) * identify.channels(params)
   return dict(mean=half, std=half)
 
 
@@ -261,20 +267,18 @@ def _write_torch(dst, state, config):
     from safetensors import numpy as safetensors
   except ImportError as e:
     raise ImportError(
-      "writing .safetensors needs the package safetensors: pip install "
-      "'vit_jax[interop]'"
-    ) from e  # fmt: skip
+      'writing .safetensors needs the package safetensors: pip install -e '
+      "'.[interop]' in the checkout of vit_jax"
+    ) from e
   dst.mkdir(parents=True)
-  safetensors.save_file(
-    state, dst / 'model.safetensors', metadata={'format': 'pt'}
-  )
+  with fetch.local_output(dst / 'model.safetensors') as file:
+    safetensors.save_file(state, file, metadata={'format': 'pt'})
   (dst / 'config.json').write_text(json.dumps(config, indent=1))
 
 
 def _write_workdir(model, dst):
-  from vit_jax.learning import (
-    optim,  # Late: they bring Orbax and the optimisers.
-  )
+  # Late: they bring Orbax and the optimisers.
+  from vit_jax.learning import optim
   from vit_jax.learning import state as state_lib
   from vit_jax.run import checkpoints as checkpoints_lib
   from vit_jax.run import config as run_config
@@ -282,7 +286,7 @@ def _write_workdir(model, dst):
   config = common.get_config()
   config.model = model.config
   config.pp.crop = model.image_size
-  config.pp.channels = _channels(model.params)
+  config.pp.channels = identify.channels(model.params)
   # The state of a run that is finished after one step, of plain SGD.
   config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
   tx = optim.get_optimizer(config, lambda _: 0.0)
@@ -290,7 +294,7 @@ def _write_workdir(model, dst):
   state = state_lib.TrainState(np.int32(1), params, tx.init(params))
   names = model.class_names or [str(i) for i in range(model.num_classes)]
   workdir_lib.create(
-    dst, run_config.complete(config), {'class_names': list(names)}
+    dst, run_config.complete(config), {'class_names': list(names)}, data={}
   )
   checkpoints = checkpoints_lib.Checkpoints(dst)
   checkpoints.save(1, state)

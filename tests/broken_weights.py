@@ -1,0 +1,125 @@
+"""Files of weights that are broken, or made to do harm; from a seed."""
+
+import io
+import json
+import pathlib
+import pickle
+import struct
+import zipfile
+
+import numpy as np
+import torch
+
+from tests import broken
+
+
+class Bomb:
+  """Touches a file where it is unpickled."""
+
+  def __init__(self, marker):
+    self.marker = marker
+
+  def __reduce__(self):
+    return (pathlib.Path.touch, (self.marker,))
+
+
+def write_npz(path, members, compression=zipfile.ZIP_STORED):
+  """Writes an archive of (name, bytes or array)."""
+  with zipfile.ZipFile(path, 'w', compression) as archive:
+    for name, content in members:
+      if isinstance(content, np.ndarray):
+        buffer = io.BytesIO()
+        np.save(buffer, content)
+        content = buffer.getvalue()
+      archive.writestr(name, content)
+  return str(path)
+
+
+def npy(header, data=b''):
+  """An .npy file of a header that is any text."""
+  text = header.encode().ljust(117) + b'\n'
+  return b'\x93NUMPY\x01\x00' + struct.pack('<H', len(text)) + text + data
+
+
+def claim(shape, descr='<f4'):
+  return npy(
+    f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}}}"
+  )
+
+
+def broken_safetensors(rng, data):
+  """Changes the header of a .safetensors file."""
+  [length] = struct.unpack('<Q', data[:8])
+  header = broken.of_json(rng, json.loads(data[8 : 8 + length]))
+  text = json.dumps(header).encode()
+  return struct.pack('<Q', len(text)) + text + data[8 + length :]
+
+
+def broken_npz(rng, data):
+  """Changes the headers of some arrays of an .npz file."""
+  descr = rng.choice(
+    ("'<f4'", "'>f8'", "'|O'", "'<c8'", "'|S9'", "[('a', '<f4')]", '9')
+  )
+  shape = rng.choice(('()', '(3,)', '(-1,)', '(True,)', '(0,)', '(1e9,)', '9' * 99,
+                      f'({2**62},)', '(1,) * 9', '(' * 99, "{'a': 1}"))  # fmt: skip
+  odd = npy(
+    f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}", b'1' * 12
+  )
+  members = []
+  with zipfile.ZipFile(io.BytesIO(data)) as archive:
+    for name in archive.namelist():
+      if rng.random() < 0.9:
+        changed = rng.choice(
+          (name, name, '/', name + '/x.npy', 'cls.npy', 'é' * 99)
+        )
+        members.append((name, archive.read(name)))
+        if rng.random() < 0.1:
+          members[-1] = (changed, rng.choice((odd, members[-1][1], b'')))
+  buffer = io.BytesIO()
+  write_npz(
+    buffer, members, rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
+  )
+  return buffer.getvalue()
+
+
+def broken_state(rng, state, marker):
+  """Changes some tensors of a state dict to what is none, or has code in it."""
+  whole, state = state, dict(state)
+  for _ in range(rng.choice((1, 3))):
+    name = rng.choice(list(whole))
+    value = whole[name]
+    state[rng.choice((name, name, 'x', 7, ''))] = rng.choice((
+      value[..., :1], value.reshape(-1), value.double(), value.bool(),
+      torch.tensor(0.5), torch.zeros(0), torch.ones(1).expand(2**rng.randrange(40)),
+      value.detach().to_sparse(), value.to('meta'), {}, None, 'x', Bomb(marker),
+    ))  # fmt: skip
+  wrap = rng.choice(('', '', 'model', 'state_dict'))
+  buffer = io.BytesIO()
+  content = {wrap: state} if wrap else state
+  if rng.random() < 0.2:
+    return pickle.dumps(content if rng.random() < 0.5 else Bomb(marker))
+  torch.save(content, buffer, _use_new_zipfile_serialization=rng.random() < 0.5)
+  return buffer.getvalue()
+
+
+def broken_files(rng, good, marker):
+  """Yields the path below `good` of a file and what to put in its place."""
+  names = (
+    'a.npz', 'b.npz', 'a.npz.json', 'timm/model.safetensors', 'timm/config.json',
+    'hf/model.safetensors', 'hf/config.json', 'hf/new.bin', 'hf/old.bin',
+  )  # fmt: skip
+  whole = {name: (good / name).read_bytes() for name in names}
+  state = torch.load(good / 'hf' / 'new.bin', weights_only=True)
+  while True:
+    for name, data in whole.items():
+      if rng.random() < 0.5:
+        yield name, broken.of_bytes(rng, data)
+      elif name.endswith('.npz'):
+        yield name, broken_npz(rng, data)
+      elif name.endswith('.safetensors'):
+        yield name, broken_safetensors(rng, data)
+      elif name.endswith('.bin'):
+        yield name, broken_state(rng, state, marker)
+      else:
+        text = json.dumps(broken.of_json(rng, json.loads(data)))
+        yield name, text.encode()

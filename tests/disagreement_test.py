@@ -1,0 +1,87 @@
+"""Tests of processes that are started with other files or other flags."""
+
+import pytest
+
+from tests import conftest
+from tests import processes
+
+CASES = """
+import json, os, sys
+import jax
+jax.config.update('jax_platforms', 'cpu')
+from vit_jax.scale import processes
+me = int(sys.argv[2])
+os.chdir(f'{sys.argv[3]}/host{me}')  # Each host has a disk of its own.
+processes.initialize(sys.argv[1], 2, me)
+from tests import conftest
+from vit_jax import cli
+cli.load_tensorflow()
+from vit_jax import train
+from vit_jax.datasets import builders
+
+said = {}
+def case(name, folder, **changes):
+  config = conftest.make_tiny_config(None)
+  config.dataset = f'./{folder}'
+  config.pp.update(crop=16, channels=3)
+  config.update(batch=16, batch_eval=16, **changes)
+  try:
+    train.check_start(train.prepare(config), 'workdir')
+    said[name] = ['', 'no error']
+  except Exception as e:
+    said[name] = [type(e).__name__, str(e)]
+
+case('same', 'whole')
+case('eval_every', 'whole', eval_every=3 + me)
+case('train', 'train_differs')
+case('test', 'test_differs')
+
+# Prepared on one, not on the other.
+config = conftest.make_tiny_config('tfds')
+if not me:
+  from vit_jax import datasets
+  datasets.register('digits')
+  builders._prepare(config, 'digits', own=True)
+said['prepared'] = builders.get_builder(config, 'digits').info.splits['train'].num_examples
+print('SAID ' + json.dumps(said), flush=True)
+"""
+
+
+@pytest.fixture(scope='module')
+def said(tmp_path_factory):
+  """What two processes say in each case."""
+  root = tmp_path_factory.mktemp('disagreement')
+  for host in ('host0', 'host1'):
+    for name in ('whole', 'train_differs', 'test_differs'):
+      conftest.make_folder(root / host / name, (4, 2))
+  (root / 'host1/train_differs/train/bee/bee1.PNG').unlink()
+  (root / 'host1/test_differs/test/bee/bee1.PNG').unlink()
+  statuses, outputs = processes.run_two(CASES, root, devices=8)
+  assert statuses == [0, 0], outputs
+  assert not list(root.glob('*/workdir'))  # Nothing was written.
+  return processes.said(outputs)
+
+
+def test_the_same_is_fine(said):
+  assert said[0]['same'] == said[1]['same'] == ['', 'no error']
+
+
+@pytest.mark.parametrize(
+  ('case', 'words'),
+  [
+    ('eval_every', ('differ in the config', 'eval_every: 3 on process 0', '4 on')),
+    ('train', ("the images of './train_differs/train'", 'number: 12 on', '11 on')),
+    ('test', ("the images of './test_differs/test'", 'number: 6 on', '5 on')),
+  ],
+)  # fmt: skip
+def test_both_name_what_differs_and_where(said, case, words):
+  assert said[0][case] == said[1][case]
+  kind, text = said[0][case]
+  assert kind == 'ValueError'
+  for word in words:
+    assert word in text
+  assert 'process 1 (' in text
+
+
+def test_a_data_set_prepared_on_one_is_prepared_on_the_other(said):
+  assert said[0]['prepared'] == said[1]['prepared'] > 0

@@ -1,0 +1,34 @@
+"""Tests of means over a split: how far the host runs ahead."""
+
+import types
+
+import jax
+import numpy as np
+
+from vit_jax import input_pipeline
+from vit_jax.evaluators import means
+
+
+def test_the_host_runs_two_batches_ahead_at_most(monkeypatch):
+  begun, waited = [], []
+  monkeypatch.setattr(
+    input_pipeline, 'eval_batches', lambda *_: iter(range(10))
+  )
+  monkeypatch.setattr(
+    jax, 'block_until_ready', lambda x: waited.append(int(x[1]))
+  )
+
+  def sums(params, extra, batch):
+    assert not [i for i in begun if i < batch - 2 and i not in waited]
+    begun.append(batch)
+    return {'loss': (np.float32(batch), np.float32(1))}, np.int32(batch)
+
+  task = types.SimpleNamespace(
+    config=types.SimpleNamespace(batch_eval=8), example=None
+  )
+  source = types.SimpleNamespace(num_examples=8)
+  mesh = jax.make_mesh((8,), ('data',))
+  evaluator = means.Means(task, mesh, source)
+  evaluator._sums = sums
+  assert evaluator.run({}, {})['loss'] == 4.5
+  assert waited == list(range(8))

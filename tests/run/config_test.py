@@ -1,0 +1,222 @@
+"""Tests of how a config is completed, resolved, and read back from a run."""
+
+import copy
+import json
+import os
+
+import pytest
+
+from vit_jax import train
+from vit_jax.configs import augreg
+from vit_jax.configs import common
+from vit_jax.configs import digits
+from vit_jax.configs import mixer_base16_cifar10
+from vit_jax.configs import models as model_configs
+from vit_jax.configs import pretrain
+from vit_jax.configs import vit
+from vit_jax.run import config as run_config
+from vit_jax.run import workdir as workdir_lib
+from vit_jax.tasks import classify
+
+
+@pytest.mark.parametrize(
+  'fields, want',
+  [
+    # Steps or epochs, of 1,000 examples in batches of 16: steps, warm-up.
+    (dict(total_steps=125, warmup_steps=31), (125, 31)),
+    (dict(total_epochs=2.0, warmup_epochs=0.5), (125, 31)),
+    (dict(total_epochs=2.0, warmup_steps=0), (125, 0)),
+    # None is given: the original's 500, or a tenth.
+    (dict(total_steps=10_000), (10_000, 500)),
+    (dict(total_steps=4_000), (4_000, 400)),
+    (dict(total_epochs=2.0), (125, 12)),
+    (dict(total_steps=9), (9, 0)),
+  ],
+)
+def test_steps_follow_from_steps_or_epochs(fields, want):
+  config = common.get_config()
+  config.update(batch=16, **fields)
+  resolved = run_config.resolve_steps(config, 1000)
+  assert (resolved.total_steps, resolved.warmup_steps) == want
+  assert (resolved.total_epochs, resolved.warmup_epochs) == (None, None)
+  # What is stored of a run can be the config of the next one.
+  assert run_config.resolve_steps(resolved, 77) == resolved
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    (dict(), 'is not given: use --config.total_steps=N'),
+    (dict(total_epochs=0.001), 'are less than one batch of 16'),
+    (dict(total_epochs=1e300), 'must be a whole number from 1 to 2147483647'),
+    (
+      dict(total_steps=6, warmup_steps=6),
+      'warmup_steps=6 must be below total_steps=6: lower',
+    ),
+  ],
+)
+def test_steps_that_make_no_sense_are_refused(fields, message):
+  config = common.get_config()
+  config.update(batch=16, **fields)
+  with pytest.raises(ValueError, match=message):
+    run_config.resolve_steps(config, 1000)
+
+
+def test_a_config_of_the_original_does_not_start_from_random_weights(
+  tmp_path, monkeypatch
+):
+  """Neither its own configs nor those that others built on them."""
+  monkeypatch.chdir(tmp_path)
+  mixer = common.get_config()  # As the original's file makes it.
+  mixer.model_type = 'Mixer'
+  mixer.model = model_configs.get_mixer_b16_config()
+  mixer.dataset = 'cifar10'
+  mixer.total_steps = 10_000
+  own = common.with_dataset(common.get_config(), 'cifar10')
+  own.model = model_configs.get_config('ti16')
+  for config in (
+    mixer, own, vit.get_config('ti16,cifar10'),
+    mixer_base16_cifar10.get_config(),
+  ):  # fmt: skip
+    config = run_config.complete(config)
+    name = config.model.model_name
+    with pytest.raises(
+      FileNotFoundError, match=rf'\./{name}\.npz.*--config.pretrained_dir=None'
+    ):
+      train.pretrained_weights(config, classify.Task, {})
+    assert run_config.resolve_steps(config, 9).warmup_steps == 500
+  assert augreg.get_config().pretrained_dir == 'gs://vit_models/augreg'
+  # A recipe from scratch says so.
+  for config in (digits.get_config(), pretrain.get_config('ti16,cifar10')):
+    config = run_config.complete(config)
+    assert train.pretrained_weights(config, classify.Task, {}) == {}
+
+
+@pytest.mark.parametrize(
+  'folders, train_split, test_split, want',
+  [
+    (('train', 'test'), 'train[:90%]', 'train[90%:]', (('test', 'test'),)),
+    (('train', 'test'), 'train', 'train[90%:]+train[:5]', (('test', 'test'),)),
+    (('train',), 'train[:90%]', 'train[90%:]', ()),
+    (('train', 'test'), 'train[:90%]', 'test[:5]', ()),
+    (('train', 'val', 'test'), 'train', 'val', ()),
+    (('train', 'test'), 'train+test[:5]', 'test[5:]', ()),
+  ],
+)
+def test_a_folder_is_tested_on_its_test_images(
+  tmp_path, caplog, folders, train_split, test_split, want
+):
+  """As in the original, whose AugReg notebook has pp.test='train[90%:]'."""
+  for name in folders:
+    (tmp_path / name).mkdir()
+  config = augreg.get_config('R_Ti_16')
+  config.dataset = str(tmp_path)
+  config.pp.train, config.pp.test = train_split, test_split
+  before = copy.deepcopy(config)
+  found = run_config.with_test_folder(config)
+  assert found.evals == want
+  assert ('that is what is tested on' in caplog.text) == bool(want)
+  assert (found.pp, config) == (before.pp, before)
+  config.evals = (('val', 'train[90%:]'),)  # Who means it says so.
+  assert run_config.with_test_folder(config).evals == config.evals
+
+
+def test_a_batch_must_fit_the_memory(monkeypatch):
+  config = common.get_config()
+  config.batch = 10_000_000
+  with pytest.raises(
+    ValueError,
+    match=r'batch=10000000 and prefetch=2: .*224 x 224 pixels, take 16822.81 GiB',
+  ):
+    run_config.check_memory(config, processes=1)
+  config.update(batch=4096, batch_eval=4096)
+  memory = {'SC_PAGE_SIZE': 4096, 'SC_PHYS_PAGES': 2**20}  # 4 GiB
+  monkeypatch.setattr(os, 'sysconf', memory.get)
+  run_config.check_memory(config, processes=2)  # 3.4 GiB each
+  with pytest.raises(ValueError, match='take 6.89 GiB.* has 4.00 GiB; lower'):
+    run_config.check_memory(config, processes=1)
+
+
+@pytest.mark.parametrize(
+  'text, message',
+  [
+    ('import nothing_such', r'ModuleNotFoundError at .*mine\.py:2: No module'),
+    ('x = (', r'SyntaxError at .*mine\.py:2'),
+    ('1 / 0', r'ZeroDivisionError at .*mine\.py:2: division by zero'),
+    ('from vit_jax import nothing_such', r'ImportError at .*mine\.py:2'),
+  ],
+)
+def test_a_task_that_cannot_be_imported_is_named_with_the_cause(
+  tmp_path, monkeypatch, text, message
+):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / 'mine.py').write_text(f'"""A task."""\n{text}\n')
+  with pytest.raises(
+    ValueError, match=f"task='mine' cannot be imported: {message}"
+  ):
+    run_config.get_task('mine')
+
+
+# --- What a run has stored ---
+
+
+@pytest.fixture
+def stored(tmp_path):
+  """The files of a run that is read only, of an older version."""
+  config = run_config.complete(digits.get_config())
+  plain = workdir_lib.to_plain(config)
+  plain.update(total_steps=880, warmup_steps=55)  # Beside the epochs.
+  (tmp_path / 'config.json').write_text(json.dumps(plain))
+  (tmp_path / 'class_names.json').write_text('["a", "b"]')
+  return tmp_path, plain
+
+
+def test_a_config_that_a_run_has_stored_goes_on(stored):
+  path, plain = stored
+  config, metadata = workdir_lib.load(path)
+  assert (config.total_steps, config.total_epochs) == (880, None)
+  assert (config.warmup_steps, config.warmup_epochs) == (55, None)
+  assert metadata == {'class_names': ['a', 'b']}
+  run_config.check(config)
+  # The same command comes to the same config.
+  again = run_config.complete(digits.get_config())
+  again = run_config.resolve_steps(again, 1408)
+  assert workdir_lib.to_plain(again) == workdir_lib.to_plain(config)
+  # A run of before `pretrained_dir` was not from weights in the current folder.
+  for key in ('pretrained_dir', 'task_options', 'evals', 'pp'):
+    del plain[key]
+  (path / 'config.json').write_text(json.dumps({**plain, 'of_later': 1}))
+  config, _ = workdir_lib.load(path)
+  assert config.pretrained_dir is None
+  assert config.pp.crop == 224
+
+
+@pytest.mark.parametrize(
+  'file, text, message',
+  [
+    ('config', 'null', 'holds no JSON object, but None'),
+    ('config', '[]', r'holds no JSON object, but \[\]'),
+    ('config', '{}', "{} has no key 'model'"),
+    ('config', '{"model": null}', "has no key 'model'"),
+    ('config', '{"model": {}, "pp": []}', 'must be a group of keys'),
+    ('config', '{"model": {}, "task": 5}', 'task=5 must be a text'),
+    ('config', '{"model": {}, "task_options": 5}', 'must be a group of keys'),
+    ('config', '{"model": {}, "batch": "x"}', "batch='x' must be a whole"),
+    ('config', '{"model": {}, "base_lr": NaN}', 'base_lr=nan must be'),
+    ('config', '{"model": {"hidden_size": -1}}', 'hidden_size=-1 must be'),
+    ('config', '{"model": {"a.b": 1}}', 'a.b'),
+    ('config', '{"model":', 'is damaged: Expecting'),
+    ('config', '[' * 10**6, 'is damaged: .*recursion'),
+    ('class_names', 'null', 'None must be a list of names'),
+    ('class_names', '{}', '{} must be a list of names'),
+    ('class_names', '[1, 2]', r'\[1, 2\] must be a list of names'),
+    ('class_names', '["a", "a"]', 'must be a list of names, each of them once'),
+  ],
+)
+def test_damaged_files_of_a_run_are_named(stored, file, text, message):
+  path, _ = stored
+  (path / f'{file}.json').write_text(text)
+  with pytest.raises(ValueError, match=message) as error:
+    workdir_lib.load(path)
+  assert f"{file}.json' is damaged" in str(error.value)
+  assert 'bring back what the run wrote' in str(error.value)

@@ -1,0 +1,90 @@
+"""Tests of metrics.jsonl and the events: on disks, in buckets, damaged."""
+
+import pytest
+
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.run import workdir as workdir_lib
+
+
+def steps(workdir):
+  return [line['step'] for line in metrics_lib.read(workdir)]
+
+
+def events(workdir):
+  return [path.stat().st_size for path in workdir.glob('*tfevents*')]
+
+
+def test_on_a_disk_each_line_is_there_at_once(tmp_path):
+  log = metrics_lib.MetricsLog(tmp_path)
+  for step in (1, 2, 3):
+    log.write(step, {'loss': 0.5})
+    assert steps(tmp_path)[-1] == step
+  log.flush()
+  log.close()
+  log = metrics_lib.MetricsLog(tmp_path, 2)
+  log.close()
+  assert steps(tmp_path) == [1, 2]
+
+
+def test_to_a_bucket_everything_goes_at_checkpoints_and_at_the_end(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(metrics_lib, 'is_remote', lambda path: True)
+  uploads = []
+  write = workdir_lib.write_atomically
+  monkeypatch.setattr(
+    workdir_lib,
+    'write_atomically',
+    lambda path, text: [uploads.append(path.name), write(path, text)],
+  )
+  log = metrics_lib.MetricsLog(tmp_path)
+  log.write(1, {'loss': 1.0})
+  assert steps(tmp_path) == []
+  assert events(tmp_path) == []
+  log.flush()  # As a checkpoint does.
+  assert steps(tmp_path) == [1]
+  [size] = events(tmp_path)
+  assert size > 0
+  for step in range(2, 50):
+    log.write(step, {'loss': 1.0})
+  assert len(uploads) == 2
+  # Killed here, and gone on from the checkpoint of step 1.
+  again = metrics_lib.MetricsLog(tmp_path, 1)
+  assert steps(tmp_path) == [1]
+  again.write(2, {'loss': 0.25})
+  again.close()
+  assert metrics_lib.read(tmp_path) == [
+    {'step': 1, 'loss': 1.0},
+    {'step': 2, 'loss': 0.25},
+  ]
+  assert len(uploads) == 4
+  log.close()
+
+
+@pytest.mark.parametrize(
+  'bad',
+  [
+    b'\xff\xfe', b'5', b'{}', b'[1]', b'null', b'{"step": "3"}',
+    b'{"step": true}', b'{"step": 1.5}', b'{"step": 2, "loss": "x"}', b'{"st',
+    b'{"step": 2, "loss": null}',
+  ],
+)  # fmt: skip
+def test_lines_that_are_no_metrics_are_left_out_and_named(
+  tmp_path, caplog, bad
+):
+  good = b'{"step": 1, "loss": 2.0}\n'
+  path = tmp_path / 'metrics.jsonl'
+  path.write_bytes(good + bad + b'\n\n' + good)
+  assert steps(tmp_path) == [1, 1]
+  assert metrics_lib.find(tmp_path, 1, 'loss')
+  for _ in range(2):
+    metrics_lib.MetricsLog(tmp_path, 5).close()
+  assert caplog.text.count('has 1 lines that are no metrics') == 1
+  assert path.read_bytes() == good * 2
+
+
+def test_a_last_line_that_was_half_written_is_no_damage(tmp_path, caplog):
+  (tmp_path / 'metrics.jsonl').write_bytes(b'{"step": 1, "a": 1.0}\n{"step": 2')
+  metrics_lib.MetricsLog(tmp_path, 5).close()
+  assert steps(tmp_path) == [1]
+  assert not caplog.text

@@ -1,0 +1,169 @@
+"""Tests of the files of a run beside its checkpoints."""
+
+import json
+import random
+
+from absl import logging
+import pytest
+
+from tests import broken
+from tests import conftest
+from vit_jax import train
+from vit_jax.run import config as run_config
+from vit_jax.run import metrics
+from vit_jax.run import workdir
+
+NAMES = {'class_names': [str(i) for i in range(10)]}
+DATA = {
+  'train': {'origin': 'a', 'num_examples': 9, 'images': 'x'},
+  'evaluation test': {'origin': 'a', 'num_examples': 3, 'images': 'y'},
+}
+
+
+@pytest.fixture
+def config(tiny_config):
+  return run_config.complete(tiny_config)
+
+
+@pytest.fixture
+def run(config, tmp_path):
+  """The folder of a run that has just begun."""
+  workdir.create(tmp_path, config, NAMES, DATA)
+  return tmp_path
+
+
+def test_a_run_goes_on_with_its_own_files(run, config):
+  workdir.check(run, config, NAMES, DATA)
+  loaded, metadata = workdir.load(run)
+  assert metadata == NAMES
+  assert workdir.to_plain(loaded) == workdir.to_plain(config)
+
+
+def test_other_classes_are_refused(run, config):
+  names = {'class_names': ['b', *NAMES['class_names'][1:]]}
+  message = "10 entries there, 10 here; number 0 is '0' there, 'b' here"
+  with pytest.raises(ValueError, match=message) as error:
+    workdir.check(run, config, names, DATA)
+  assert f'--config.pretrained={run}' in str(error.value)
+  names = {'class_names': NAMES['class_names'][:5]}
+  with pytest.raises(ValueError, match='10 entries there, 5 here'):
+    workdir.check(run, config, names, DATA)
+
+
+def test_other_training_data_are_refused(run, config):
+  data = {**DATA, 'train': {**DATA['train'], 'num_examples': 8, 'new': 1}}
+  with pytest.raises(
+    ValueError, match=r'other training data:\s+num_examples: 9 there, 8 here\n'
+  ):
+    workdir.check(run, config, NAMES, data)
+
+
+def test_other_data_to_test_on_are_named(run, config, caplog):
+  data = {**DATA, 'evaluation test': {**DATA['evaluation test'], 'images': 'z'}}
+  data['evaluation new'] = {'num_examples': 1}
+  with caplog.at_level(logging.WARNING):
+    workdir.check(run, config, NAMES, data)
+  [line] = caplog.messages
+  assert 'evaluation test is on other data than before: images: y there' in line
+
+
+def test_a_run_of_an_older_version_goes_on(run, config):
+  (run / 'data.json').unlink()
+  workdir.check(run, config, NAMES, {'train': {'num_examples': 1}})
+  assert workdir.load(run)[1] == NAMES
+
+
+def test_names_that_were_changed_are_refused(run):
+  (run / 'class_names.json').write_text(json.dumps(['a'] * 5))
+  with pytest.raises(
+    ValueError, match=r"\['class_names.json'\] in .* are not those"
+  ):
+    workdir.load(run)
+
+
+@pytest.mark.parametrize('content', ['null', '[]', '5', '"text"', '{', ''])
+@pytest.mark.parametrize('name', ['config.json', 'data.json'])
+def test_damaged_files_are_named(run, config, name, content):
+  (run / name).write_text(content)
+  for use in (
+    lambda: workdir.load(run),
+    lambda: workdir.check(run, config, NAMES, DATA),
+  ):
+    with pytest.raises(ValueError, match=f"'.*{name}' is damaged"):
+      use()
+
+
+@pytest.mark.parametrize(
+  'name', ['config.json', 'class_names.json', 'data.json', 'metrics.jsonl']
+)
+def test_files_that_are_broken_anyhow_are_named(run, config, name):
+  """Sixty of each, from a seed."""
+  rng = random.Random(name)
+  file = run / name
+  if name == 'metrics.jsonl':
+    lines = [{'step': i, 'train_loss': 0.5, 'lr': 1e-3} for i in range(5)]
+    good = ''.join(json.dumps(line) + '\n' for line in lines).encode()
+  else:
+    good = file.read_bytes()
+  for case in range(60):
+    if case % 2 and name != 'metrics.jsonl':
+      content = broken.of_json(rng, json.loads(good))
+      file.write_text(json.dumps(content))
+    else:
+      file.write_bytes(broken.of_bytes(rng, good))
+    for use in (
+      lambda: workdir.load(run),
+      lambda: workdir.check(run, config, NAMES, DATA),
+      lambda: metrics.read(run),
+    ):
+      try:
+        use()
+        said = str(run)
+      except ValueError as e:
+        said = str(e)
+      assert str(run) in said, file.read_bytes()
+    if name == 'metrics.jsonl' and case % 12 == 0:
+      metrics.MetricsLog(run, 3).close()
+      assert all(line['step'] <= 3 for line in metrics.read(run))
+
+
+def test_a_class_folder_that_is_renamed_stops_the_run(tmp_path):
+  """Renamed a to z: the classes would change places."""
+  conftest.make_folder(tmp_path / 'images', (6, 2))
+  config = conftest.make_tiny_config(None)
+  config.dataset = str(tmp_path / 'images')
+  config.pp.update(crop=16, channels=3)
+  config.update(batch=8, batch_eval=8)
+  prepared = train.prepare(config)
+  workdir.create(
+    tmp_path / 'run',
+    prepared.config,
+    prepared.metadata,
+    train.fingerprints(prepared),
+  )
+  train.check_start(prepared, tmp_path / 'run')
+  for split in ('train', 'test'):
+    (tmp_path / 'images' / split / 'ant').rename(
+      tmp_path / 'images' / split / 'zebra'
+    )
+  with pytest.raises(ValueError, match="number 0 is 'ant' there, 'bee' here"):
+    train.check_start(train.prepare(config), tmp_path / 'run')
+  for split in ('train', 'test'):
+    (tmp_path / 'images' / split / 'zebra').rename(
+      tmp_path / 'images' / split / 'ant'
+    )
+  next((tmp_path / 'images/train/bee').iterdir()).unlink()
+  with pytest.raises(ValueError, match='num_examples: 18 there, 17 here'):
+    train.check_start(train.prepare(config), tmp_path / 'run')
+
+
+def test_a_run_from_before_a_key_goes_on_as_it_was(config, tmp_path):
+  """Images were decoded in full before jpeg_shrink came."""
+  workdir.as_begun(tmp_path, config)
+  assert config.pp.jpeg_shrink
+  old = workdir.to_plain(config)
+  del old['pp']['jpeg_shrink']
+  (tmp_path / 'config.json').write_text(json.dumps(old))
+  workdir.as_begun(tmp_path, config)
+  assert not config.pp.jpeg_shrink
+  workdir.check(tmp_path, config, {}, {})

@@ -1,0 +1,43 @@
+"""Files of weights that several tests read."""
+
+import json
+
+import flax.traverse_util
+import numpy as np
+import pytest
+import torch
+
+from tests import tiny_models
+from vit_jax import checkpoint
+from vit_jax import convert
+from vit_jax.weights import layouts
+
+
+@pytest.fixture(scope='session')
+def params():
+  """Parameters of a tiny model for images of 8 x 8 pixels, by Linen's names."""
+  nested = tiny_models.numbers(tiny_models.tiny(), 8)
+  return flax.traverse_util.flatten_dict(nested, sep='/')
+
+
+@pytest.fixture(scope='session')
+def good(tmp_path_factory, params):
+  """A folder of good files: those that are broken in what follows."""
+  folder = tmp_path_factory.mktemp('good')
+  nested = flax.traverse_util.unflatten_dict(params, sep='/')
+  checkpoint.save(nested, str(folder / 'a.npz'))
+  np.savez_compressed(folder / 'b.npz', **params)
+  notes = {
+    'class_names': list('abcde'),
+    'model': {'transformer': {'gelu': 'erf', 'norm_eps': 1e-12}},
+  }
+  (folder / 'a.npz.json').write_text(json.dumps(notes))
+  for name in ('timm', 'hf'):
+    convert.convert(str(folder / 'a.npz'), str(folder / name), name)
+  state = layouts.dump(nested, 'hf')
+  state = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in state.items()}
+  torch.save(state, folder / 'hf' / 'new.bin')
+  torch.save(
+    state, folder / 'hf' / 'old.bin', _use_new_zipfile_serialization=False
+  )
+  return folder

@@ -1,0 +1,133 @@
+"""Tests of reading weights of every kind, and of what is refused."""
+
+import pickle
+import sys
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from tests import broken_weights
+from tests import tiny_models
+from tests import torch_models
+from tests import trees
+from vit_jax import checkpoint
+from vit_jax import convert
+from vit_jax import models
+from vit_jax.weights import reading
+
+# What must be imported in its own way.
+timm = torch_models.timm
+
+
+def test_loading_warns_of_another_gelu(tmp_path, caplog):
+  torch_models.hf_model().save_pretrained(tmp_path / 'hf')
+  checkpoint.load(str(tmp_path / 'hf'))
+  assert 'gelu=erf, this model with tanh' in caplog.text
+
+
+def test_a_run_warns_of_another_gelu(tmp_path, caplog):
+  theirs = torch_models.hf_model()
+  theirs.save_pretrained(tmp_path / 'hf')
+  config = convert.read(str(tmp_path / 'hf')).config
+  config.transformer.gelu = 'tanh'
+  model = models.make_model(config, num_classes=5)
+  params = checkpoint.load_pretrained(
+    pretrained_path=str(tmp_path / 'hf'),
+    init_params=tiny_models.numbers(model, (16, 12)),
+    model_config=config,
+    new_grid=(4, 3),
+  )
+  assert 'gelu=erf, this model with tanh' in caplog.text
+  assert 'norm_eps' not in caplog.text
+  # The file says that its grid is 2 x 3: corners stay where they are.
+  table = params['Transformer']['posembed_input']['pos_embedding'][0, 1:]
+  old = theirs.vit.embeddings.position_embeddings.detach().numpy()[0, 1:]
+  for new, before in ((0, 0), (2, 2), (9, 3), (11, 5)):
+    np.testing.assert_allclose(table[new], old[before], atol=1e-6)
+
+
+def test_bin_files_old_and_new_names(tmp_path):
+  theirs = torch_models.hf_model()
+  theirs.save_pretrained(tmp_path / 'hf')
+  want = reading.read(str(tmp_path / 'hf')).params
+  torch.save(theirs.state_dict(), tmp_path / 'new.bin')  # Names of version 5.
+  on_disk = safetensors.numpy.load_file(tmp_path / 'hf' / 'model.safetensors')
+  torch.save(
+    {k: torch.tensor(v) for k, v in on_disk.items()}, tmp_path / 'old.bin'
+  )
+  for name in ('new.bin', 'old.bin'):
+    got = reading.read(str(tmp_path / name), num_heads=4)
+    trees.assert_same(got.params, want)
+
+
+def test_half_precision_is_kept(tmp_path):
+  state = {
+    name: value.bfloat16()
+    for name, value in torch_models.hf_model().state_dict().items()
+  }
+  path = tmp_path / 'half.safetensors'
+  safetensors.torch.save_file(state, path)
+  params = reading.read(str(path), num_heads=4).params
+  assert params['cls'].dtype.name == 'bfloat16'
+
+
+def test_files_that_are_refused(tmp_path):
+  bomb = broken_weights.Bomb(tmp_path / 'boom')
+  (tmp_path / 'bomb.bin').write_bytes(pickle.dumps({'a': bomb}, protocol=2))
+  torch.save({'a': bomb}, tmp_path / 'bomb.pth')
+  for name in ('bomb.bin', 'bomb.pth'):
+    with pytest.raises(ValueError, match='pickled objects, which are never'):
+      reading.read(str(tmp_path / name))
+  assert not (tmp_path / 'boom').exists()
+  params = tiny_models.numbers(tiny_models.tiny(), 8)
+  checkpoint.save(params, str(tmp_path / 'a.npz'))
+  convert.convert(str(tmp_path / 'a.npz'), str(tmp_path / 'timm'), 'timm')
+  whole = (tmp_path / 'timm' / 'model.safetensors').read_bytes()
+  (tmp_path / 'cut.safetensors').write_bytes(whole[:-100])
+  with pytest.raises(ValueError, match='or only part of one'):
+    reading.read(str(tmp_path / 'cut.safetensors'))
+  safetensors.numpy.save_file({'a': np.ones(3)}, tmp_path / 'other.safetensors')
+  with pytest.raises(ValueError, match="no Vision Transformer by timm's"):
+    reading.read(str(tmp_path / 'other.safetensors'))
+  (tmp_path / 'empty').mkdir()
+  with pytest.raises(ValueError, match='is a folder without weights'):
+    reading.read(str(tmp_path / 'empty'))
+  (tmp_path / 'timm' / 'config.json').unlink()
+  with pytest.raises(ValueError, match='how many attention heads its model of'):
+    reading.read(str(tmp_path / 'timm'))
+
+
+def test_models_that_are_no_plain_vit(tmp_path):
+  for name, fields, message in (
+    ('vit_small_patch16_224', {}, None),
+    ('deit3_small_patch16_224', {}, r'ls1.gamma.*\(layer scale\)'),
+    (
+      'vit_small_patch16_224',
+      {'global_pool': 'avg'},
+      'fc_norm.*pools such models before',
+    ),
+  ):
+    state = timm.create_model(name, depth=1, **fields).state_dict()
+    path = tmp_path / 'weights.safetensors'
+    safetensors.torch.save_file(state, path)
+    if message is None:
+      assert 'cls' in reading.read(str(path)).params
+      continue
+    with pytest.raises(ValueError, match=message):
+      reading.read(str(path))
+
+
+@pytest.mark.parametrize(
+  'package, extra', [('safetensors', 'interop'), ('torch', 'torch')]
+)
+def test_a_missing_package_names_the_extra(
+  tmp_path, monkeypatch, package, extra
+):
+  name = {'safetensors': 'a.safetensors', 'torch': 'a.bin'}[package]
+  (tmp_path / name).write_bytes(b'')
+  monkeypatch.setitem(sys.modules, package, None)
+  with pytest.raises(ImportError, match=rf"pip install -e '\.\[{extra}\]'"):
+    reading.read(str(tmp_path / name))

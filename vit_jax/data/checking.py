@@ -1,0 +1,227 @@
+"""Who lists a folder and looks at its images, and how all processes know.
+
+Process 0 does, once. What it found, an index, is kept in the workdir of the run, or
+beside the images (`python -m vit_jax.manifest`), and is what all processes use.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import os
+import time
+
+from absl import logging
+import jax
+import numpy as np
+import tensorflow as tf
+
+from vit_jax import cli
+from vit_jax.configs import common
+from vit_jax.data import images
+from vit_jax.files import index as index_lib
+from vit_jax.files import listing
+from vit_jax.files import paths as paths_lib
+from vit_jax.files import reading
+from vit_jax.scale import processes
+
+# What to do about images that cannot be decoded.
+BROKEN_IMAGES = ('error', 'skip', 'trust')
+# Folders that were opened last, as a split for training and one for testing do.
+_RECENT = 2
+_recent: dict[str, tuple[index_lib.Index, float]] = {}
+# Seconds for which the list of a remote folder is taken for true.
+_REMOTE_AGE = 600.0
+LAYOUT = (
+  'a folder must hold train/<class>/* and test/<class>/*, or train.jsonl and '
+  'test.jsonl'
+)
+
+
+def usable(
+  views: Sequence[tuple[index_lib.Index, np.ndarray]],
+  where: str,
+  broken: str,
+  max_pixels: int | None = None,
+  named: Callable[[int], str] | None = None,
+) -> paths_lib.Paths:
+  """Checks that images can be decoded; process 0 does, and tells the others.
+
+  Args:
+    views: (index, rows) each.
+    where: the split, for messages.
+    broken: what to do about images that cannot be decoded: 'error', 'skip', or
+      'trust' (do not look).
+    max_pixels: files of more are broken; None: the limit of the config's default.
+    named: names an image by its number in a message; by default by its path.
+
+  Returns:
+    The images to take: all of them, unless some are skipped.
+
+  Raises:
+    ValueError: on broken images, if none is left, or if `broken` is unknown.
+    OSError: if a file cannot be read: that does not make it broken.
+  """
+  if broken not in BROKEN_IMAGES:
+    raise ValueError(
+      f"broken_images='{broken}' is unknown: use one of {BROKEN_IMAGES} "
+      '(config.broken_images)'
+    )
+  paths = paths_lib.Paths(views)
+  if not len(paths):
+    raise ValueError(f"split '{where}' is empty")
+  limit = max_pixels or common.get_config().max_image_pixels
+
+  def look():
+    for index, rows in views:
+      index.look_again(rows)
+      if broken != 'trust':
+        index.check(rows, index_lib.DECODED, images.why_broken, limit)
+    bad = paths.broken()
+    return bad, [paths.reason(number) for number in bad[:10]]
+
+  bad, whys = processes.from_first(f"checking the images of '{where}'", look)
+  lines = [
+    f'{named(i) if named else paths[i]}: {why}' for i, why in zip(bad, whys)
+  ]
+  if bad and broken != 'skip':
+    shown = '\n  '.join(lines)
+    raise ValueError(
+      f'{len(bad)} of {len(paths)} images cannot be read:\n  {shown}\n'
+      'Mend or delete them, or leave them out with '
+      '--config.broken_images=skip'
+    )
+  if len(bad) == len(paths):
+    raise ValueError(f"no image of '{where}' can be read")
+  if bad:
+    logging.warning(
+      'Skipped %d of %d images of %s that cannot be read, the first: %s',
+      len(bad),
+      len(paths),
+      where,
+      lines[0],
+    )
+  return paths.without(bad)
+
+
+def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
+  """Returns the index of a split: one that was stored if it is true, or a new one.
+
+  Process 0 decides and lists; the others read what it wrote, and all compare.
+
+  Args:
+    root: the folder, local or gs://.
+    base: the split.
+    workdir: folder of a run, that all processes see, with its index; None: there
+      is none, and every process lists the folder.
+
+  Raises:
+    FileNotFoundError: if there is no such split.
+    ValueError: if the processes find different images.
+    OSError: if a folder cannot be read.
+  """
+  top = os.path.join(root, base)
+  if jax.process_count() == 1:
+    return _find_index(root, base, workdir)
+
+  def first():
+    index = _find_index(root, base, workdir)
+    if index.path is None and workdir:
+      _save(index, workdir)
+    return index.path, index.digest()
+
+  path, digest = processes.from_first(f"listing the images of '{top}'", first)
+
+  def read():
+    index, _ = _recent.get(top, (None, 0))
+    if index is None or index.digest() != digest:
+      index = path and index_lib.Index.load(path, root, base)
+      _remember(index or _list(root, base))
+    found = _recent[top][0]
+    return {'number': len(found), 'hash of their names': found.digest()}
+
+  everywhere = processes.attempt(f"reading the index of '{top}'", read)
+  mine = everywhere[jax.process_index()]
+  processes.agree(f"the images of '{top}'", mine)
+  return _recent[top][0]
+
+
+def renew_index(root: str, base: str) -> index_lib.Index:
+  """Lists a split anew, and keeps what was known of files that are as they were.
+
+  Raises:
+    FileNotFoundError: if there is no such split.
+    OSError: if a folder cannot be read.
+  """
+  try:
+    old = index_lib.Index.load(index_lib.place(None, root, base), root, base)
+  except FileNotFoundError:
+    old = None
+  index = _list(root, base)
+  if old is not None:
+    index.recall(old)
+  return index
+
+
+def _find_index(root, base, workdir):
+  """Returns an index of this process: the last one, a stored one, or a new one."""
+  top = _check_split(root, base)
+  index, since = _recent.get(top, (None, 0))
+  if index is not None and index.is_true():
+    if reading.is_local(os.fsencode(top)) or time.time() - since < _REMOTE_AGE:
+      return index
+  old = None
+  for path in index_lib.places(workdir, root, base):
+    try:
+      found = index_lib.Index.load(path, root, base)
+    except FileNotFoundError:
+      continue
+    if found is not None and found.is_true():
+      cli.say(
+        f"Images of '{top}' as listed on {found.facts['listed']} in '{path}'."
+      )
+      return _remember(found)
+    old = old or found
+  if old is not None:
+    cli.say(f"'{top}' has changed since {old.facts['listed']}: listed anew.")
+  index = _list(root, base)
+  if old is not None:
+    index.recall(old)
+  return _remember(index)
+
+
+def _save(index, workdir):
+  try:
+    index.save(index_lib.place(workdir, index.root, index.base))
+  except OSError as e:
+    raise ValueError(
+      f"workdir='{workdir}' cannot be written: {e}; give a folder that can, and "
+      'that all processes see (--workdir)'
+    ) from e
+
+
+def _list(root, base):
+  _check_split(root, base)
+  return listing.list_folder(root, base)
+
+
+def _remember(index):
+  _recent.pop(index.top, None)
+  while len(_recent) >= _RECENT:
+    del _recent[next(iter(_recent))]
+  _recent[index.top] = index, time.time()
+  return index
+
+
+def _check_split(root, base):
+  """Returns the folder of a split, which must exist."""
+  top = os.path.join(root, base)
+  if not tf.io.gfile.isdir(top):
+    there = [
+      name.rstrip('/')
+      for name in sorted(tf.io.gfile.listdir(root))
+      if name.endswith('.jsonl') or tf.io.gfile.isdir(f'{root}/{name}')
+    ]
+    raise FileNotFoundError(
+      f"folder '{root}' has no split '{base}': {LAYOUT}; it holds "
+      f'{there[:10]} (config.pp.train, config.pp.test)'
+    )
+  return top

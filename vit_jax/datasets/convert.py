@@ -1,0 +1,127 @@
+"""Makes array_record files of a TFDS data set that lies in other files (tfrecord).
+
+  python -m vit_jax.datasets.convert imagenet2012 --data_dir=/data/tfds
+
+They are read at random, so that a run shuffles the whole data set, goes on at once
+and does not depend on the number of hosts. They lie beside the files that are there,
+take as much space again, and are used from then on. A command that was stopped goes
+on where it was.
+"""
+
+import argparse
+from concurrent import futures
+import os
+
+from etils import epath
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core import dataset_info
+from tensorflow_datasets.core import file_adapters
+from tensorflow_datasets.core import utils
+import tqdm
+
+from vit_jax import cli
+from vit_jax import datasets
+
+_TARGET = file_adapters.FileFormat.ARRAY_RECORD
+
+
+def convert(dataset: str, data_dir: str | None = None) -> epath.Path:
+  """Makes array_record files of a TFDS data set that is prepared.
+
+  Args:
+    dataset: its TFDS name.
+    data_dir: where TFDS keeps its data sets; by default ~/tensorflow_datasets.
+
+  Returns:
+    The folder of the data set.
+
+  Raises:
+    ValueError: if it is not there, or a file does not hold what it should.
+  """
+  datasets.register(dataset)
+  try:
+    builder = tfds.builder(dataset, data_dir=data_dir)
+  except (tfds.core.DatasetNotFoundError, ValueError) as e:
+    raise ValueError(
+      f"TFDS knows no data set '{dataset}' (NAME, --data_dir): "
+      f'{str(e).strip().splitlines()[0]}'
+    ) from e
+  info, folder = builder.info, epath.Path(builder.data_dir)
+  if not info.splits:
+    raise ValueError(
+      f"'{folder}' holds no prepared data set: say where it lies (--data_dir), or "
+      'start a training, which prepares array_record files itself'
+    )
+  if datasets.has_array_records(info):
+    return folder
+  adapter = file_adapters.ADAPTER_FOR_FORMAT[info.file_format]
+  jobs = [job for split in info.splits.values() for job in _missing(split)]
+  with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    running = [pool.submit(_convert_file, adapter, *job) for job in jobs]
+    try:
+      for done in tqdm.tqdm(futures.as_completed(running), total=len(jobs), unit='file'):  # fmt: skip
+        done.result()
+    except BaseException:
+      pool.shutdown(cancel_futures=True)
+      raise
+  info.add_alternative_file_format(_TARGET)
+  path = dataset_info.dataset_info_path(folder)
+  with utils.incomplete_file(path) as temporary:
+    temporary.write_text(dataset_info.get_dataset_info_json(info.as_proto))
+  return folder
+
+
+def _missing(split):
+  """Yields (file, file to make of it, number of records) of a split."""
+  here = split.filename_template
+  there = here.replace(filetype_suffix=_TARGET.file_suffix)
+  for i, count in enumerate(split.shard_lengths):
+    source, target = (
+      template.sharded_filepath(shard_index=i, num_shards=split.num_shards)
+      for template in (here, there)
+    )
+    if not target.exists():
+      yield source, target, count
+
+
+def _convert_file(adapter, source, target, count):
+  """Writes the records of one file into another, which appears when complete."""
+  read = 0
+
+  def examples():
+    nonlocal read
+    for example in adapter.make_tf_data(source).as_numpy_iterator():
+      yield None, example
+      read += 1
+
+  with utils.incomplete_file(target) as temporary:
+    file_adapters.ADAPTER_FOR_FORMAT[_TARGET].write_examples(
+      temporary, examples()
+    )
+    if read != count:
+      raise ValueError(
+        f"'{source}' has {read} records where dataset_info.json says {count}: it is "
+        'damaged; prepare or copy the data set again'
+      )
+
+
+def main() -> None:
+  """Converts the data set that the command line names."""
+  parser = argparse.ArgumentParser(
+    prog='python -m vit_jax.datasets.convert',
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument('name', metavar='NAME', help='TFDS name of the data set')
+  parser.add_argument(
+    '--data_dir', help='where TFDS keeps data sets (~/tensorflow_datasets)'
+  )
+  args = parser.parse_args()
+  cli.quiet()
+  cli.load_tensorflow()
+  folder = convert(args.name, args.data_dir)
+  print(f'{args.name}: array_record files are in {folder}')
+
+
+if __name__ == '__main__':
+  cli.run(main)

@@ -1,0 +1,120 @@
+"""Splits of TFDS data sets: read at random, held in memory, or streamed."""
+
+from absl import logging
+from array_record.python import array_record_data_source
+from etils import epath
+import numpy as np
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from vit_jax import datasets
+from vit_jax.data import folder
+from vit_jax.data import records
+from vit_jax.datasets import builders
+from vit_jax.datasets import streams
+
+# A split that is not random access and not larger than this is read into memory, as
+# the files encode it; a larger one is streamed.
+MEMORY_LIMIT_BYTES = 4 * 2**30
+
+
+class ArrayRecordSource(records.Source):
+  """A TFDS data set in array_record files, read at random from disk.
+
+  Args:
+    files: the files, and what of each belongs to the split.
+    record_bytes: mean size of a record.
+    reader: parses a record.
+    names: names of the classes, for each feature that is a class label.
+  """
+
+  def __init__(self, files, record_bytes, reader: builders.Reader, names):
+    self._data = array_record_data_source.ArrayRecordDataSource(
+      files, reader_options={'max_parallelism': '0'}
+    )
+    self._reader = reader
+    super().__init__(len(self._data), reader.features, names)
+    self.chunk = records.chunk(len(self._data), record_bytes)
+
+  def lookup(self, indices) -> dict:
+    """Returns the examples of these numbers, see vit_jax/data/records.py."""
+
+    def read(indices):
+      return np.array(self._data.__getitems__(indices.tolist()), dtype=object)
+
+    serialized = tf.numpy_function(read, [indices], tf.string, stateful=False)
+    batch = self._reader.parse_all(tf.ensure_shape(serialized, [None]))
+    return records.with_padded_labels(batch)
+
+
+def open_split(config, dataset: str, split: str, features) -> records.Source:
+  """Opens a split of a TFDS data set; see vit_jax.data.sources.open_split."""
+  builder = builders.get_builder(config, dataset)
+  source = _open(builder, dataset, split, features)
+  source.origin = {'dataset': builder.info.full_name, 'split': split}
+  return source
+
+
+def _open(builder, dataset, split, features):
+  """Opens a split of a prepared data set; see open_split."""
+  info = builder.info
+  available = builders.features(info)
+  wanted = records.resolve(features, available, f"data set '{info.name}'")
+  names = {
+    name: available[name].class_names
+    for name in wanted
+    if available[name].class_names is not None
+  }
+  bases = [base for base, _ in folder.parts(split)]
+  for base in bases:
+    if base not in info.splits:
+      raise ValueError(
+        f"data set '{dataset}' has no split '{base}': it has "
+        f'{list(info.splits)} (config.pp.train, config.pp.test, '
+        'config.evals, --evaluate)'
+      )
+  for base, instruction in folder.parts(split):
+    folder.bounds(info.splits[base], instruction)
+  count = info.splits[split].num_examples
+  reader = builders.Reader(info, {name: available[name] for name in wanted})
+  if datasets.has_array_records(info):
+    info.set_file_format(
+      tfds.core.FileFormat.ARRAY_RECORD,
+      override=True,
+      override_if_initialized=True,
+    )
+  files = info.splits[split].file_instructions
+  record_bytes = _record_bytes([info.splits[base] for base in bases], files)
+  if info.file_format == tfds.core.FileFormat.ARRAY_RECORD:
+    return ArrayRecordSource(files, record_bytes, reader, names)
+  if record_bytes * count > MEMORY_LIMIT_BYTES:
+    logging.warning(
+      "'%s' is stored as %s files: it is streamed, and shuffled by files and "
+      'windows of records. `python -m vit_jax.datasets.convert %s` makes files '
+      'that are read at random and shuffled as a whole.',
+      dataset,
+      info.file_format.value,
+      dataset,
+    )
+    return streams.StreamSource(
+      files, info.file_format, record_bytes, reader, names
+    )
+  data = builder.as_dataset(
+    split=split, decoders=reader.decoders, shuffle_files=False
+  ).map(reader.select)
+  columns = data.ragged_batch(count).get_single_element()
+  return records.MemorySource(records.with_padded_labels(columns), names)
+
+
+def _record_bytes(splits, files) -> float:
+  """Returns the mean size of a record, as far as is known.
+
+  Args:
+    splits: the whole splits that a slice is taken from.
+    files: those of the slice.
+  """
+  size = sum(split.num_bytes for split in splits)
+  if size:
+    return size / sum(split.num_examples for split in splits)
+  file = files[0]  # The data set does not say: as in its first file.
+  return epath.Path(file.filename).stat().length / file.examples_in_shard

@@ -1,0 +1,339 @@
+"""The list of a folder's images, and which of them can be decoded: an index.
+
+Millions of names take a few bytes each. A list is as old as the youngest folder
+in it: it is true as long as no folder has changed since, which is seen without a
+look at the files. What was found out about a file holds as long as its size and
+its time of change stay.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+import concurrent.futures
+import hashlib
+import io
+import itertools
+import json
+import os
+import sys
+
+from absl import logging
+from etils import epath
+import numpy as np
+import tqdm
+
+from vit_jax import cli
+from vit_jax.files import reading
+
+# What is known of a file: nothing; that it begins and ends as an image; that it
+# was decoded; that it cannot be.
+UNKNOWN, FORM, DECODED, BROKEN = range(4)
+
+_VERSION = 1
+_THREADS = 2 * (os.cpu_count() or 1)
+REMOTE_THREADS = 32
+# Files that are handed to the threads at a time.
+_BLOCK = 4096
+
+
+class Index:
+  """Images below a folder, by row; a row stays what it is.
+
+  Attributes:
+    root: the folder of the data set.
+    base: the split that it is of.
+    top: the folder of the split.
+    path: where it is stored as it is; None if it is not, or no longer.
+    folders: paths of the folders that hold images, relative to it; bytes.
+    counts: int64 [f], number of images in each of them.
+    order: uint32 [n], rows in the order of a hash of their names.
+    status: uint8 [n], see UNKNOWN.
+    stamps: uint64 [n], size and time of files when they were looked at, or 0.
+    facts: what JSON can hold: 'listed' (a date), 'times' (of change, of every
+      folder), 'ignored' (the first of them, and how many), 'bare' (folders below
+      the first that hold files but no image), 'broken' (reasons by row),
+      'max_pixels' of the check.
+  """
+
+  def __init__(self, root, base, folders, counts, names, order, facts):
+    self.root = root
+    self.base = base
+    self.top = os.path.join(root, base)
+    self.path = None
+    self.folders = folders
+    self.counts = np.asarray(counts, np.int64)
+    self.order = order
+    self.status = np.zeros(len(order), np.uint8)
+    self.stamps = np.zeros(len(order), np.uint64)
+    self.facts = facts
+    self._names = names  # Each with a zero byte at its end.
+    ends = np.flatnonzero(np.frombuffer(names, np.uint8) == 0)
+    kind = np.uint32 if len(names) < 2**32 else np.int64
+    self._ends = ends.astype(kind)
+    self._last = np.cumsum(self.counts)
+
+  def __len__(self):
+    return len(self.order)
+
+  def folder_of(self, rows) -> np.ndarray:
+    """Returns the numbers of the folders that rows lie in."""
+    return np.searchsorted(self._last, rows, side='right')
+
+  def names(self, rows) -> list[bytes]:
+    """Returns paths of images relative to the folder."""
+    rows = np.asarray(rows, np.int64)
+    ends = self._ends[rows].tolist()
+    begins = np.where(rows > 0, self._ends[rows - 1].astype(np.int64) + 1, 0)
+    folders, names = self.folders, self._names
+    return [
+      b'%s/%s' % (folders[f], names[a:b]) if folders[f] else names[a:b]
+      for f, a, b in zip(self.folder_of(rows).tolist(), begins.tolist(), ends)
+    ]
+
+  def paths(self, rows) -> list[bytes]:
+    """Returns paths of reading."""
+    top = os.fsencode(self.top)
+    return [
+      name
+      if name.startswith(b'/') or b'://' in name
+      else os.path.join(top, name)
+      for name in self.names(rows)
+    ]
+
+  def names_digest(self) -> bytes:
+    """Returns a hash of all names, by row."""
+    folders = b''.join(folder + b'\0' for folder in self.folders)
+    return digest([folders, self.counts, self._names]).encode()
+
+  def digest(self) -> str:
+    """Returns a hash of all names, their order, and which ones are broken."""
+    bad = np.flatnonzero(self.status == BROKEN)
+    return digest([self.names_digest(), self.order, bad])
+
+  # --- What is known of the files ---
+
+  def check(self, rows, level: int, why: Callable, max_pixels: int):
+    """Looks at those files that were not looked at before.
+
+    Args:
+      rows: of the files.
+      level: FORM or DECODED.
+      why: (path, max_pixels) -> why a file is broken, '' if it is not.
+      max_pixels: files of more are broken.
+
+    Raises:
+      OSError: if a file cannot be read; that is no broken image.
+    """
+    if self.facts.get('max_pixels') != max_pixels:
+      self.status[:] = UNKNOWN
+      self.facts.update(max_pixels=max_pixels, broken={})
+    rows = np.unique(rows[self.status[rows] < level])
+    reasons = self.facts['broken']
+
+    def look(path):
+      stamp = reading.stamp(path)
+      return why(path, max_pixels), stamp
+
+    for block, found in self._each(rows, look, 'Checking images'):
+      whys, self.stamps[block] = zip(*found)
+      bad = np.array([bool(why) for why in whys])
+      self.status[block] = np.where(bad, BROKEN, level)
+      reasons.update({str(row): why for row, why in zip(block, whys) if why})
+    if len(rows):
+      self.path = None
+
+  def look_again(self, rows):
+    """Forgets what was wrong with those files that have changed since."""
+    for row in np.unique(rows[self.status[rows] == BROKEN]).tolist():
+      if reading.stamp(self.paths([row])[0]) != self.stamps[row]:
+        self.status[row] = UNKNOWN
+        self.facts['broken'].pop(str(row), None)
+        self.path = None
+
+  def recall(self, old: 'Index'):
+    """Takes over what was known of the files that have not changed since."""
+    known = np.flatnonzero(old.status)
+    if not len(known) or not len(self):
+      return
+    keys, wanted = _keys(self), _keys(old, known)
+    sorter = np.argsort(keys)
+    at = np.searchsorted(keys, wanted, sorter=sorter)
+    at = sorter[np.minimum(at, len(keys) - 1)]
+    mine, theirs = at[keys[at] == wanted], known[keys[at] == wanted]
+    for block, stamps in self._each(mine, reading.stamp, 'Comparing images'):
+      self.stamps[block] = stamps
+    same = (self.stamps[mine] == old.stamps[theirs]) & (self.stamps[mine] > 0)
+    mine, theirs = mine[same], theirs[same]
+    self.status[mine] = old.status[theirs]
+    reasons = old.facts['broken']
+    self.facts['max_pixels'] = old.facts['max_pixels']
+    self.facts['broken'] = {
+      str(m): reasons[str(t)]
+      for m, t in zip(mine.tolist(), theirs.tolist())
+      if str(t) in reasons
+    }
+
+  def _each(self, rows, function, title):
+    """Yields (rows, results of function(path)), block by block."""
+    local = reading.is_local(os.fsencode(self.top))
+    threads = _THREADS if local else REMOTE_THREADS
+    some = -(-_BLOCK // (8 * threads))
+
+    def call(rows):
+      return list(map(function, self.paths(rows)))
+
+    with (
+      concurrent.futures.ThreadPoolExecutor(threads) as pool,
+      tqdm.tqdm(
+        desc=title, total=len(rows), delay=3, leave=False, unit=' images',
+        disable=cli.is_muted() or not sys.stderr.isatty(),
+      ) as bar,
+    ):  # fmt: skip
+      for start in range(0, len(rows), _BLOCK):
+        block = rows[start : start + _BLOCK]
+        pieces = [block[i : i + some] for i in range(0, len(block), some)]
+        yield block, [x for found in pool.map(call, pieces) for x in found]
+        bar.update(len(block))
+
+  # --- On disk ---
+
+  def save(self, path):
+    """Writes the index to a file, all of it or nothing.
+
+    Raises:
+      OSError: if it cannot be written.
+    """
+    path = epath.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {**self.facts, 'version': _VERSION, 'digest': self.digest()}
+    temporary = path.parent / f'.{path.name}.{os.getpid()}.tmp'
+    with temporary.open('wb') as file:
+      np.savez_compressed(
+        file,
+        facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
+        folders=_to_array(b''.join(f + b'\0' for f in self.folders)),
+        names=_to_array(self._names),
+        counts=self.counts,
+        order=self.order,
+        status=self.status,
+        stamps=self.stamps,
+      )
+    temporary.replace(path)
+    self.path = str(path)
+
+  @classmethod
+  def load(cls, path, root: str, base: str) -> 'Index | None':
+    """Returns what `save` wrote; None, with a warning, if it is damaged.
+
+    Args:
+      path: the file.
+      root: the folder of the data set; it may have been moved with its reading.
+      base: the split.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      OSError: if it cannot be read.
+    """
+    content = reading.read_file(path)
+    try:
+      with np.load(io.BytesIO(content), allow_pickle=False) as found:
+        facts = json.loads(found['facts'].tobytes())
+        folders = found['folders'].tobytes().split(b'\0')[:-1]
+        names = found['names'].tobytes()
+        columns = found['counts'], names, found['order'], facts
+        index = cls(root, base, folders, *columns)
+        index.status, index.stamps = found['status'], found['stamps']
+        fine = (
+          facts['version'] == _VERSION and facts['digest'] == index.digest()
+        )
+        fine &= len(index) == len(index.stamps) == index.counts.sum()
+    except Exception:  # What a damaged file raises, NumPy does not say.
+      fine = False
+    if not fine:
+      logging.warning("'%s' is damaged, or of another version: not used", path)
+      return None
+    index.path = str(path)
+    return index
+
+  def is_true(self) -> bool:
+    """Tells whether no folder has changed since it was listed.
+
+    Of a folder that is not of this machine that is not known, and taken for so.
+    """
+    if not reading.is_local(os.fsencode(self.top)):
+      return True
+    folders = self.facts['times']
+    paths = [os.path.join(self.top, folder) for folder in folders]
+    with concurrent.futures.ThreadPoolExecutor(REMOTE_THREADS) as pool:
+      return list(pool.map(reading.time_of, paths)) == list(folders.values())
+
+
+def place(workdir, root: str, base: str) -> str:
+  """Returns where the index of a split is kept.
+
+  Args:
+    workdir: of a run; None: beside the reading.
+    root: the folder of the data set.
+    base: the split.
+  """
+  if workdir is None:
+    alone = base in ('', '.')
+    return (root.rstrip('/') if alone else f'{root}/{base}') + '.index.npz'
+  name = ''.join(c if c.isalnum() else '_' for c in base)
+  key = digest([f'{root}/{base}'.encode()])[:8]
+  return f'{workdir}/data/{name}-{key}.npz'
+
+
+def places(workdir, root: str, base: str) -> list[str]:
+  """Returns where an index may be: that of the run first."""
+  runs = [] if workdir is None else [place(workdir, root, base)]
+  return [*runs, place(None, root, base)]
+
+
+def digest(contents: Iterable) -> str:
+  """Returns a hash of bytes, or of what has their interface, as 32 digits."""
+  found = hashlib.blake2b(digest_size=16)
+  for content in contents:
+    found.update(content)
+  return found.hexdigest()
+
+
+def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
+  """Makes an index of files that a list names; `order` is that of the list.
+
+  Args:
+    root: what relative paths are relative to.
+    base: name of the list.
+    paths: of images, absolute or relative.
+  """
+  names = [os.fsencode(path) for path in paths]
+  split = [os.path.split(name) for name in names]
+  rows = sorted(range(len(split)), key=split.__getitem__)
+  order = np.empty(len(rows), np.uint32)
+  order[rows] = np.arange(len(rows))
+  folders, counts = [], []
+  for folder, group in itertools.groupby(split[row][0] for row in rows):
+    folders.append(folder)
+    counts.append(len(list(group)))
+  content = b''.join(split[row][1] + b'\0' for row in rows)
+  return Index(root, base, folders, counts, content, order, {'broken': {}})
+
+
+def hash_name(name: bytes) -> bytes:
+  """Returns by what images are ordered, the same for a name everywhere."""
+  return hashlib.md5(name, usedforsecurity=False).digest()
+
+
+def _keys(index, rows=None) -> np.ndarray:
+  """Returns a hash of the names of rows, uint64 [n]."""
+  rows = np.arange(len(index)) if rows is None else rows
+  keys = np.empty(len(rows), np.uint64)
+  for start in range(0, len(rows), _BLOCK):
+    names = index.names(rows[start : start + _BLOCK])
+    digests = b''.join(hash_name(name)[:8] for name in names)
+    keys[start : start + _BLOCK] = np.frombuffer(digests, np.uint64)
+  return keys
+
+
+def _to_array(content: bytes) -> np.ndarray:
+  return np.frombuffer(content, np.uint8)

@@ -1,0 +1,183 @@
+"""Decodes JPEG files, in part or at a fraction of their size, and only whole ones.
+
+Of a file that is cut off, with an end marker behind the cut, libjpeg decodes what
+there is and fills the rest with grey; TensorFlow takes that for an image. So a
+picture whose last pixel has that grey is looked at again: bytes put behind its
+data change nothing if these are whole, and are read as pixels otherwise.
+"""
+
+import io
+import re
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+import tensorflow as tf
+
+# A JPEG can be decoded at 1 / each of these for less than it costs in full.
+RATIOS = (1, 2, 4, 8)
+_CUT = 'only part of a JPEG: its data end before the picture does'
+_PROGRESSIVE = b'\xff\xc2'
+_END = b'\xff\xd9'
+_NOISE = bytes(range(3, 250, 5)) * 2
+# Ends entropy-coded data: a marker other than a restart, or a stuffed 0xff.
+_MARKER = re.compile(rb'\xff+[^\x00\xff\xd0-\xd7]')
+
+
+def ratio(shape, size):
+  """Returns the largest of RATIOS at which no pixel of the result is made up.
+
+  Args:
+    shape: int32 [2] or [3], height and width (and channels) of the part that is
+      decoded.
+    size: (height, width) that it is resized to.
+
+  Returns:
+    int32 scalar.
+  """
+  times = tf.reduce_min(shape[:2] // tf.convert_to_tensor(size, tf.int32))
+  return tf.reduce_max([tf.where(times >= r, r, 1) for r in RATIOS])
+
+
+def decode(encoded, ratio=None, window=None):
+  """Decodes a JPEG.
+
+  Args:
+    encoded: string scalar, the contents of a file.
+    ratio: int32 scalar, one of RATIOS: the picture is decoded at 1 / ratio of its
+      size. None: in full.
+    window: int32 [4], (y, x, height, width) of the part that is decoded, in
+      pixels of the picture at that size; None for all of it.
+
+  Returns:
+    uint8 [height, width, 3].
+
+  Raises:
+    InvalidArgumentError, ValueError: if it is no JPEG, or only part of one.
+  """
+
+  def at(ratio):
+    kwargs = {'channels': 3, 'ratio': ratio, 'dct_method': 'INTEGER_FAST'}
+    if window is None:
+      return tf.io.decode_jpeg(encoded, **kwargs)
+    return tf.io.decode_and_crop_jpeg(encoded, window, **kwargs)
+
+  if ratio is None:
+    image = at(1)
+  else:
+    which = tf.reduce_sum(tf.cast(ratio > tf.constant(RATIOS), tf.int32))
+    image = tf.switch_case(which, [lambda r=r: at(r) for r in RATIOS])
+
+  def look_again():
+    # Added, since what nothing depends on is not computed.
+    nothing = tf.numpy_function(_check, [encoded], tf.uint8, stateful=False)
+    return image + tf.ensure_shape(nothing, [])
+
+  return tf.cond(_may_be_cut(encoded, image), look_again, lambda: image)
+
+
+def _may_be_cut(encoded, image):
+  """Says whether a picture looks as one that is cut off; few whole ones do."""
+  weights = tf.constant([0.299, 0.587, 0.114])
+  luma = tf.reduce_sum(tf.cast(image[-1, -1], tf.float32) * weights)
+  # The grey that libjpeg fills with, and what that is in CMYK. A neighbour may
+  # bleed into its colour, not into its luma.
+  grey = tf.reduce_any(tf.abs(luma - [128.0, 64.0]) < 2.5)
+  # This comes in many scans, each over the whole picture.
+  halves = tf.strings.split(encoded[None], _PROGRESSIVE, maxsplit=1)
+  return tf.logical_or(grey, tf.size(halves.values) > 1)
+
+
+def _check(encoded) -> np.uint8:
+  if isinstance(encoded, np.ndarray):  # What an eager call gets.
+    encoded = encoded.item()
+  check_whole(encoded, thorough=False)
+  return np.uint8(0)
+
+
+class _Scan(NamedTuple):
+  """One scan: its components, its coefficients, and the bit they end at."""
+
+  components: bytes
+  first: int
+  last: int
+  low_bit: int
+
+
+class _Structure(NamedTuple):
+  """What lies between the data: components, scans, the end of the last one."""
+
+  components: bytes
+  scans: list[_Scan]
+  end: int
+
+  def is_covered(self) -> bool:
+    """Tells whether the scans bring all coefficients to their last bit."""
+    left = {c: np.full(64, 99) for c in self.components}
+    for scan in self.scans:
+      for c in scan.components:
+        if c in left:
+          left[c][scan.first : scan.last + 1] = scan.low_bit
+    return not any(bits.any() for bits in left.values())
+
+
+def check_whole(data: bytes, thorough: bool = True):
+  """Checks that the data of a JPEG reach to the end of its picture.
+
+  Args:
+    data: the contents of a file.
+    thorough: False lets pass what lacks nothing but a part of the last of many
+      scans, which takes two more decodings in full to see.
+
+  Raises:
+    ValueError: if a part is missing.
+  """
+  structure = _read_structure(data)
+  if not structure.is_covered():
+    raise ValueError(_CUT)
+  many = len(structure.scans) > 1
+  if many and not thorough:
+    return
+  more = data[: structure.end] + _NOISE + _END
+  if _pixels(data, many) != _pixels(more, many):
+    raise ValueError(_CUT)
+
+
+def has_many_scans(data: bytes) -> bool:
+  """Tells a JPEG of many scans, a progressive one, from the common kind."""
+  # A thumbnail has a scan of its own.
+  return data.count(b'\xff\xda') > 1 and len(_read_structure(data).scans) > 1
+
+
+def _read_structure(data) -> _Structure:
+  """Reads the markers of a JPEG, to its end marker."""
+  components, scans, position, progressive = b'', [], 2, False
+  while match := _MARKER.search(data, position):
+    marker, position = data[match.end() - 1], match.end()
+    if marker == _END[1]:
+      break
+    length = int.from_bytes(data[position : position + 2], 'big')
+    content = data[position + 2 : position + length]
+    position += max(2, length)
+    if marker in (0xC0, 0xC1, 0xC2) and len(content) > 5:
+      components = content[6::3][: content[5]]
+      progressive = marker == _PROGRESSIVE[1]
+    elif marker == 0xDA and content and len(content) >= 4 + 2 * content[0]:
+      count = content[0]
+      parts = content[1 + 2 * count :] if progressive else b'\0\x3f\0'
+      ids = content[1 : 1 + 2 * count : 2]
+      scans.append(_Scan(ids, parts[0], parts[1], parts[2] & 15))
+  return _Structure(components, scans, match.start() if match else len(data))
+
+
+def _pixels(data, full: bool) -> bytes:
+  """Returns the pixels of a JPEG, at 1/8 of its size or in full."""
+  try:
+    with Image.open(io.BytesIO(data), formats=['JPEG']) as image:
+      if not full:
+        image.draft(None, (image.width // 8, image.height // 8))
+      return image.tobytes()
+  except Image.DecompressionBombError:  # The limit is the user's, not Pillow's.
+    return b''
+  except Exception as e:  # Pillow's readers raise all sorts.
+    raise ValueError(f'a damaged JPEG: {e}') from e

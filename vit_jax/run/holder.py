@@ -1,0 +1,168 @@
+"""Who holds a workdir: one run at a time writes to it.
+
+On a local disk the operating system keeps the lock, and gives it up with the process
+that had it, however that ends. Elsewhere (gs://) the holder renews a file: one that
+is no longer renewed is anyone's.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+
+from absl import logging
+from etils import epath
+
+from vit_jax import cli
+from vit_jax.run import workdir as workdir_lib
+from vit_jax.scale import processes
+
+# Seconds between two renewals, and those without one after which a file is nobody's.
+_RENEWAL = 15.0
+_ABANDONED = 60.0
+# Seconds in which two that begin at the same moment see each other's file.
+_SETTLING = 2.0
+
+
+class Holder:
+  """Holds a workdir inside a `with` block; process 0 does so for all.
+
+  Args:
+    workdir: the folder; made where it does not exist.
+
+  Raises:
+    ValueError: on entering, on all processes, if another run holds it (says which
+      host and process, and since when) or it cannot be written.
+  """
+
+  def __init__(self, workdir):
+    self._workdir = workdir
+    self._path = epath.Path(workdir) / 'holder.json'
+    self._lock = None  # Where the operating system has one.
+    self._renewal = None
+    self._done = threading.Event()
+    self._taken_by = None
+    self._me = {
+      'host': socket.gethostname(),
+      'process': os.getpid(),
+      'since': time.strftime('%Y-%m-%d %H:%M:%S %Z'),
+      'id': secrets.token_hex(8),
+    }
+
+  def __enter__(self):
+    processes.from_first('taking the workdir', self._take)
+    return self
+
+  def __exit__(self, *_):
+    self._done.set()
+    if self._renewal is not None:
+      self._renewal.join()
+      if not self._taken_by:
+        self._path.unlink(missing_ok=True)
+    if self._lock is not None:
+      os.ftruncate(self._lock, 0)
+      os.close(self._lock)  # And gives up the lock.
+
+  def check(self):
+    """Raises OSError if another run has taken the workdir meanwhile."""
+    if self._taken_by:
+      raise OSError(
+        f"workdir='{self._workdir}' was not renewed for {_ABANDONED:.0f} seconds, "
+        f'and {_describe(self._taken_by)} has taken it: this run stops, so that '
+        'they do not mix'
+      )
+
+  def _take(self):
+    try:
+      self._path.parent.mkdir(parents=True, exist_ok=True)
+      if not self._lock_file():
+        self._lease()
+    except OSError as e:
+      raise ValueError(
+        f"workdir='{self._workdir}' cannot be written: {e}; give a folder that can "
+        '(--workdir)'
+      ) from e
+
+  def _lock_file(self) -> bool:
+    """Takes the lock of a local file; returns False where there are none."""
+    if '://' in str(self._path):
+      return False
+    file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      os.close(file)
+      self._refuse(self._read())
+    except OSError:  # A file system without locks.
+      os.close(file)
+      return False
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(self._me).encode(), 0)
+    self._lock = file
+    return True
+
+  def _lease(self):
+    """Takes a file that nobody renews, and renews it from then on."""
+    before = self._read()
+    if before:
+      cli.say(
+        f"workdir='{self._workdir}' was held by {_describe(before)}: looking for "
+        f'{_ABANDONED:.0f} seconds whether that run still lives ...'
+      )
+      end = time.monotonic() + _ABANDONED
+      while time.monotonic() < end:
+        time.sleep(min(1.0, _RENEWAL))
+        now = self._read()
+        if now is None:
+          break  # It has just ended.
+        if now != before:
+          self._refuse(now)
+    self._write(0)
+    time.sleep(_SETTLING)
+    found = self._read()
+    if not found or found['id'] != self._me['id']:
+      self._refuse(found)
+    self._renewal = threading.Thread(target=self._renew, daemon=True)
+    self._renewal.start()
+
+  def _renew(self):
+    count = 0
+    while not self._done.wait(_RENEWAL):
+      count += 1
+      try:
+        found = self._read()
+        if found and found['id'] != self._me['id']:
+          self._taken_by = found
+          return
+        self._write(count)
+      except OSError as e:
+        logging.warning("'%s' could not be renewed: %s", self._path, e)
+
+  def _write(self, count):
+    content = json.dumps({**self._me, 'renewed': count})
+    workdir_lib.write_atomically(self._path, content)
+
+  def _read(self) -> dict | None:
+    """Returns what the file says; None where it says nothing."""
+    try:
+      content = json.loads(self._path.read_text())
+      return content if isinstance(content, dict) and 'id' in content else None
+    except (FileNotFoundError, ValueError):
+      return None
+
+  def _refuse(self, holder):
+    raise ValueError(
+      f"workdir='{self._workdir}' is held by {_describe(holder)}: wait until that "
+      'run ends, stop it (it saves first), or use another --workdir'
+    )
+
+
+def _describe(holder) -> str:
+  if not holder:
+    return 'another run'
+  keys = ('host', 'process', 'since')
+  host, process, since = (holder.get(key, 'unknown') for key in keys)
+  return f'process {process} on {host} since {since}'

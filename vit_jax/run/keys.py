@@ -1,0 +1,211 @@
+"""What each key of a config may be: its type, its range, what goes together.
+
+KEYS has a rule (vit_jax/configs/rules.py) for each key of configs/common.py, MODEL one
+for each field of the package's own models; a task has those of its own options
+(OPTION_RULES in vit_jax/tasks/base.py).
+
+All of it is checked before TensorFlow is loaded, so nothing here imports it.
+"""
+
+import ml_collections
+
+from vit_jax import models_resnet
+from vit_jax import models_vit
+from vit_jax.configs import rules
+from vit_jax.layers import attention
+from vit_jax.layers import encoder
+from vit_jax.learning import losses
+from vit_jax.learning import optim
+
+# Seeds of TensorFlow and the number of a step have so many bits.
+_MAX_SEED, _MAX_STEPS = 2**63 - 1, 2**31 - 1
+_STEPS, _EVERY = rules.whole(1, _MAX_STEPS), rules.whole(0)
+_SHARE, _RATE = rules.number(0, 1), rules.number(0, 1, below=True)
+_FLOAT = rules.one_of('float32', 'bfloat16', 'float16', 'float64')
+
+# Keys of configs/common.py, which says what they do.
+KEYS: dict[str, rules.Rule] = {
+  'task': rules.text,
+  'trainer': rules.one_of('train'),
+  'seed': rules.whole(0, _MAX_SEED),
+  'dataset': rules.optional(rules.dataset),
+  'tfds_data_dir': rules.optional(rules.text),
+  'tfds_manual_dir': rules.optional(rules.text),
+  'batch': rules.whole(1),
+  'batch_eval': rules.whole(1),
+  'prefetch': rules.whole(0, 1_000),
+  'shuffle_buffer': rules.whole(1),
+  'shuffle_buffer_bytes': rules.whole(1),
+  'max_image_pixels': rules.whole(1),
+  'broken_images': rules.one_of('error', 'skip', 'trust'),
+  'pp.train': rules.split,
+  'pp.test': rules.split,
+  'pp.crop': rules.size,
+  'pp.resize': rules.optional(rules.whole(1)),
+  'pp.channels': rules.one_of(1, 3),
+  'pp.crop_area': rules.optional(rules.shares(1.0)),
+  'pp.crop_ratio': rules.shares(None),
+  'pp.jpeg_shrink': rules.flag,
+  'pp.flip': rules.flag,
+  'pp.rotate': rules.number(0, 360),
+  'pp.randaugment': rules.randaugment,
+  'pp.color_jitter': _SHARE,
+  'pp.random_erasing': _SHARE,
+  'pretrained': rules.optional(rules.text),
+  'pretrained_dir': rules.optional(rules.text),
+  'model_or_filename': rules.optional(rules.text),
+  'pretrained_grid': rules.optional(rules.pair_of_sizes),
+  'loss': rules.one_of(*losses.LOSSES),
+  'label_smoothing': _RATE,
+  'total_steps': rules.optional(_STEPS),
+  'total_epochs': rules.optional(rules.positive),
+  'optimizer': rules.one_of(*optim.OPTIMIZERS),
+  'momentum': _RATE,
+  'b1': _RATE,
+  'b2': _RATE,
+  'optim_dtype': rules.one_of('float32', 'bfloat16'),
+  'base_lr': rules.number(),
+  'decay_type': rules.one_of(*optim.DECAY_TYPES),
+  'warmup_steps': rules.optional(rules.whole(0, _MAX_STEPS)),
+  'warmup_epochs': rules.optional(rules.number()),
+  'weight_decay': rules.optional(rules.number()),
+  'lr_multipliers': rules.pairs(
+    lambda factor: rules.is_number(factor) and factor >= 0,
+    'must be pairs of a regular expression and a finite factor of at least 0 (0 '
+    "freezes), (('head/', 1.0), ('', 0.0)) for two",
+    single=True,
+  ),
+  'grad_norm_clip': rules.optional(rules.number()),
+  'accum_steps': rules.whole(1),
+  'ema_decay': rules.optional(_RATE),
+  'mesh': rules.mesh,
+  'sharding_rules': rules.pairs(
+    rules.is_spec,
+    'must be pairs of a regular expression and a spec, the names of axes of the '
+    "mesh or None, (('head/kernel', (None, 'model')),) for one",
+  ),
+  'evals': rules.sequence,
+  'progress_every': _EVERY,
+  'eval_every': _EVERY,
+  'checkpoint_every': _EVERY,
+  'keep_checkpoints': rules.whole(1),
+  'best_metric': rules.text,
+  'profile_steps': _EVERY,
+}
+
+# Fields of the package's own models (config.model).
+MODEL: dict[str, rules.Rule] = {
+  'kind': rules.optional(rules.text),
+  'model_name': rules.optional(rules.text),
+  'patches.size': rules.pair_of_sizes,
+  'hidden_size': rules.whole(1),
+  'transformer.num_layers': rules.whole(1),
+  'transformer.mlp_dim': rules.whole(1),
+  'transformer.num_heads': rules.whole(1),
+  'transformer.dropout_rate': _RATE,
+  'transformer.attention_dropout_rate': _RATE,
+  'transformer.add_position_embedding': rules.flag,
+  'transformer.attention': rules.one_of(*attention.IMPLEMENTATIONS),
+  'transformer.gelu': rules.one_of(*encoder.GELUS),
+  'transformer.norm_eps': rules.positive,
+  'transformer.remat': rules.one_of('', *encoder.REMAT_POLICIES),
+  'transformer.scan': rules.flag,
+  'transformer.causal': rules.flag,
+  'transformer.only_first': rules.flag,
+  'resnet.num_layers': rules.units,
+  'resnet.width_factor': rules.width_factor,
+  'resnet.eps': rules.one_of(*models_resnet.EPSILONS),
+  'representation_size': rules.optional(rules.whole(1)),
+  'classifier': rules.one_of(*models_vit.CLASSIFIERS),
+  'head_bias_init': rules.finite,
+  'dtype': _FLOAT,
+  'param_dtype': _FLOAT,
+  # A Mixer's.
+  'hidden_dim': rules.whole(1),
+  'num_blocks': rules.whole(1),
+  'tokens_mlp_dim': rules.whole(1),
+  'channels_mlp_dim': rules.whole(1),
+}
+
+
+def check(config, known=None):
+  """Checks the value of every key that a config has.
+
+  Args:
+    config: a config of a run, or one that lacks keys.
+    known: a config of all keys that there are; None: unknown keys may be there.
+
+  Raises:
+    ValueError: names the key, its value and what is allowed.
+  """
+  model = config.get('model')
+  own = isinstance(model, ml_collections.ConfigDict) and (
+    model.get('kind') in (None, 'vit', 'mixer')
+  )
+  fields = {f'model.{name}': rule for name, rule in MODEL.items() if own}
+  _check_group(config, {'model': rules.group, **KEYS, **fields}, known)
+
+
+def check_preprocessing(pp):
+  """Checks the values of `config.pp`.
+
+  Raises:
+    ValueError: names the key, its value and what is allowed.
+  """
+  _check_group(pp, KEYS, prefix='pp.')
+  _check_resize(pp)
+
+
+def check_together(config):
+  """Checks what values must be to each other.
+
+  Args:
+    config: one that `check` passes, with all keys of common.py.
+
+  Raises:
+    ValueError: names the keys, their values and the remedy.
+  """
+  _check_resize(config.pp)
+  encoder_fields = config.model.get('transformer') or {}
+  heads, width = (
+    encoder_fields.get('num_heads'),
+    config.model.get('hidden_size'),
+  )
+  if isinstance(heads, int) and isinstance(width, int) and width % heads:
+    raise ValueError(
+      f'model.transformer.num_heads={heads} does not divide '
+      f'model.hidden_size={width}: choose a divisor '
+      '(config.model.transformer.num_heads)'
+    )
+  for name in ('total', 'warmup'):
+    steps, epochs = config[f'{name}_steps'], config[f'{name}_epochs']
+    if steps is not None and epochs is not None:
+      raise ValueError(
+        f'{name}_steps={steps} and {name}_epochs={epochs} are both given: set '
+        f'one of them to None, --config.{name}_epochs=None or '
+        f'--config.{name}_steps=None'
+      )
+
+
+def _check_resize(pp):
+  largest = max(pp.crop) if isinstance(pp.crop, tuple | list) else pp.crop
+  if pp.resize is not None and pp.resize < largest:
+    raise ValueError(
+      f'resize={pp.resize} is smaller than crop={pp.crop}: the middle of the '
+      f'image cannot be cut out of it; use at least {largest} or None '
+      '(config.pp.resize)'
+    )
+
+
+def _check_group(config, table, known=None, prefix=''):
+  for key, value in config.items():
+    name = prefix + key
+    if known is not None and key not in known:
+      rules.raise_unknown(key, known, prefix)
+    rule = table.get(name)
+    if rule is None and any(other.startswith(f'{name}.') for other in table):
+      rule = rules.group
+    rules.check(name, value, rule or rules.no_nan)
+    if isinstance(value, ml_collections.ConfigDict) and name != 'mesh':
+      inside = known[key] if known is not None and name == 'pp' else None
+      _check_group(value, table, inside, f'{name}.')

@@ -1,0 +1,274 @@
+"""Which of a file's weights a model takes, and how they are made to fit.
+
+Names and shapes are compared leaf by leaf; position embeddings are resized (section
+3.2 of the paper).
+"""
+
+from collections.abc import Sequence
+import contextlib
+import math
+import re
+
+from absl import logging
+import flax.traverse_util
+import numpy as np
+
+from vit_jax import models
+from vit_jax.weights import identify
+from vit_jax.weights import reading
+
+_POSEMB = 'Transformer/posembed_input/pos_embedding'
+
+
+def transferable(
+  pretrained_path: str,
+  expected: dict,
+  model_config,
+  grid=None,
+  new_grid=None,
+  new: Sequence[str] = ('head/',),
+  partly: bool = False,
+) -> dict[str, np.ndarray]:
+  """Returns what `load_pretrained` takes from the file, by '/'-joined path.
+
+  Args:
+    pretrained_path: see `load`.
+    expected: parameters of the model, arrays or jax.ShapeDtypeStruct.
+    model_config: reads `representation_size` and, to explain what does not fit
+      with it, `transformer`.
+    grid: patches (height, width) of the weights; None: what the file says of
+      it, or else a square.
+    new_grid: patches (height, width) of the model; None: a square.
+    new: beginnings of the paths that are not taken, nor missed.
+    partly: whether the model may have parameters that no published one has, and
+      the file more layers; see `load_pretrained`.
+
+  Raises:
+    FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
+      load_pretrained.
+  """
+  new = list(new)
+  if model_config.get('representation_size') is None:
+    new.append('pre_logits/')
+  want = flax.traverse_util.flatten_dict(expected, sep='/')
+
+  def check(params):
+    flat = flax.traverse_util.flatten_dict(params, sep='/')
+    with _explaining(pretrained_path, params, expected):
+      return _choose(flat, want, new, partly)
+
+  encoder = model_config.get('transformer') or {}
+  weights = reading.read(pretrained_path, encoder.get('num_heads'), check)
+  flat = flax.traverse_util.flatten_dict(weights.params, sep='/')
+  _note_zero_head(pretrained_path, flat)
+  taken = {path: flat[path] for path in check(weights.params)}
+  if _resizes(flat, want):
+    # As many tokens may still be another grid: 2 x 8 and 4 x 4.
+    grid = grid or _grid(weights)
+    old, resized = flat[_POSEMB].shape, want[_POSEMB].shape
+    if old != resized or (grid and new_grid and tuple(grid) != tuple(new_grid)):
+      with _explaining(pretrained_path, weights.params, expected):
+        taken[_POSEMB] = interpolate_posembed(
+          flat[_POSEMB], resized[1], 'cls' in flat, grid, new_grid
+        )
+  note_differences(weights, model_config)
+  if partly:
+    _note_parts(pretrained_path, flat, want, taken, new)
+  return taken
+
+
+def _choose(flat, want, new, partly):
+  """Lists the paths to take from the file; raises ValueError if they do not fit.
+
+  Args:
+    flat: leaves of the file, arrays or shapes, by path.
+    want: leaves of the model, likewise.
+    new: beginnings of the paths that are not taken, nor missed.
+    partly: see `transferable`.
+  """
+  new = tuple(new)
+  have = {k: v for k, v in flat.items() if not k.startswith(new)}
+  if not any(key.startswith('pre_logits/') for key in have):
+    new += ('pre_logits/',)
+  want = {k: v for k, v in want.items() if not k.startswith(new)}
+  missing, extra = sorted(want.keys() - have), sorted(have.keys() - want)
+  if partly:
+    missing = [path for path in missing if identify.is_published(path)]
+    deepest = max(map(_layer, want), default=-1)
+    extra = [path for path in extra if not _layer(path) > deepest >= 0]
+  both = {k: v for k, v in have.items() if k in want}
+  resized = {_POSEMB} if _resizes(have, want) else set()
+  misfits = identify.misfits(
+    {k: v for k, v in both.items() if k not in resized}, want
+  )
+  fail_for(misfits + say_missing(missing) + say_extra(extra))
+  return list(both)
+
+
+def _layer(path):
+  """Number of the encoder's or the Mixer's layer that a path is in, or -1."""
+  found = re.match(r'(?:Transformer/encoderblock|MixerBlock)_(\d+)/', path)
+  return int(found[1]) if found else -1
+
+
+def _resizes(flat, want):
+  """Tells whether position embeddings can be made those of the model."""
+  if not {_POSEMB} <= flat.keys() & want.keys():
+    return False
+  old, new = flat[_POSEMB].shape, want[_POSEMB].shape
+  same_tokens = ('cls' in flat) == ('cls' in want)
+  return same_tokens and len(old) == 3 and old[::2] == new[::2]
+
+
+@contextlib.contextmanager
+def _explaining(path, params, expected):
+  """Adds to an error which models the weights and the parameters look like."""
+  try:
+    yield
+  except ValueError as e:
+    raise ValueError(
+      f"'{path}' looks like {identify.describe(params)}, the model of this "
+      f'config like {identify.describe(expected)}: {e}'
+    ) from None
+
+
+def _note_zero_head(path, flat):
+  head = flat.get('head/kernel')
+  if head is not None and not head.any():
+    logging.warning(
+      "The head of '%s' is all zeros: no classifier comes with these weights",
+      path,
+    )
+
+
+def _note_parts(path, flat, want, taken, new):
+  """Warns of what of the model is not in the file, and the other way round."""
+  new = (*new, 'pre_logits/')
+  for paths, what in (
+    (want.keys() - taken.keys(), 'lacks, and they keep their initial values'),
+    (flat.keys() - want.keys(), 'has beyond those of the model, left out'),
+  ):
+    paths = sorted(key for key in paths if not key.startswith(new))
+    if paths:
+      logging.warning(
+        "Parameters that '%s' %s: %s%s",
+        path,
+        what,
+        ', '.join(paths[:10]),
+        f' and {len(paths) - 10} more' if len(paths) > 10 else '',
+      )
+
+
+def say_missing(paths):
+  return [f'{path}: missing in the weights' for path in paths]
+
+
+def say_extra(paths):
+  return [f'{path}: not in the model' for path in paths]
+
+
+def fail_for(problems):
+  """Raises a ValueError that lists what is wrong, if anything is."""
+  if len(problems) > 20:
+    problems = [*problems[:20], f'and {len(problems) - 20} more']
+  if problems:
+    raise ValueError(
+      'the weights do not fit the model:\n  ' + '\n  '.join(problems)
+    )
+
+
+def _grid(weights):
+  """Patches (height, width) where the file says its image size, else None."""
+  config = identify.model_config(weights.params)
+  if weights.image_size is None or config is None:
+    return None
+  return models.patch_grid(config, weights.image_size)
+
+
+def note_differences(weights, model_config):
+  """Warns where the source computes what these weights are for differently."""
+  encoder = weights.model.get('transformer', {})
+  for key in ('gelu', 'norm_eps'):
+    there = encoder.get(key)
+    default = getattr(models.Encoder, key)
+    here = (model_config.get('transformer') or {}).get(key, default)
+    if None not in (here, there) and there != here:
+      logging.warning(
+        'The source of the weights computes with %s=%s, this model with %s: for '
+        'the same features set --config.model.transformer.%s=%s',
+        key,
+        there,
+        here,
+        key,
+        there,
+      )
+
+
+def interpolate_posembed(
+  posemb,
+  num_tokens: int,
+  has_class_token: bool,
+  grid: tuple[int, int] | None = None,
+  new_grid: tuple[int, int] | None = None,
+) -> np.ndarray:
+  """Resizes position embeddings to another number of patches (section 3.2).
+
+  Bilinear with corners aligned, what `scipy.ndimage.zoom(order=1)` computes. The
+  class token's embedding is kept as it is.
+
+  Args:
+    posemb: [1, N, D], that of the class token first if there is one.
+    num_tokens: number of tokens wanted, the class token included.
+    has_class_token: whether the first token is a class token.
+    grid: (height, width) of the patches in `posemb`; None: a square.
+    new_grid: (height, width) wanted; None: a square.
+
+  Returns:
+    float32 [1, num_tokens, D].
+
+  Raises:
+    ValueError: if a grid is not what the number of tokens allows.
+  """
+  posemb = np.asarray(posemb, np.float32)
+  extra = int(has_class_token)
+  grid = _check_grid(grid, posemb.shape[1] - extra, 'the weights')
+  new_grid = _check_grid(new_grid, num_tokens - extra, 'the model')
+  table = posemb[0, extra:].reshape(*grid, -1)  # [h, w, D]
+  for axis, size in enumerate(new_grid):
+    table = _resize_axis(table, axis, size)
+  table = table.reshape(1, math.prod(new_grid), -1)
+  return np.concatenate([posemb[:, :extra], table], axis=1)
+
+
+def _check_grid(grid, patches, where):
+  side = math.isqrt(max(patches, 0))
+  grid = (side, side) if grid is None else tuple(grid)
+  if patches < 1:
+    raise ValueError(
+      f'the position embeddings of {where} are of {patches} patches: give '
+      '[1, N, D], that of the class token included if there is one'
+    )
+  if math.prod(grid) != patches:
+    raise ValueError(
+      f'the {patches} position embeddings of {where} are no grid of {grid[0]} x '
+      f'{grid[1]} patches: say which they are with grid=(height, width) '
+      '(--config.pretrained_grid) and new_grid=(height, width)'
+    )
+  return grid
+
+
+def _resize_axis(table, axis, size):
+  """Linear interpolation along an axis, first and last entry kept in place."""
+  old = table.shape[axis]
+  if old == size:
+    return table
+  positions = np.linspace(0, old - 1, size, dtype=np.float64)
+  low = np.clip(np.floor(positions).astype(int), 0, max(old - 2, 0))
+  high = np.minimum(low + 1, old - 1)
+  shape = [1] * table.ndim
+  shape[axis] = size
+  weight = (positions - low).astype(np.float32).reshape(shape)
+  return (
+    np.take(table, low, axis) * (1 - weight)
+    + np.take(table, high, axis) * weight
+  )
