@@ -25,7 +25,9 @@ setuptools.setup(
     'vit_jax.data',
     'vit_jax.datasets',
     'vit_jax.evaluators',
+    'vit_jax.figures',
     'vit_jax.files',
+    'vit_jax.jobs',
     'vit_jax.layers',
     'vit_jax.learning',
     'vit_jax.run',
@@ -58,7 +60,13 @@ setuptools.setup(
   ],
   extras_require={
     'test': [
+      'ipykernel',
+      'ipywidgets',
+      'jupytext',
       'libtpu',
+      'nbclient',
+      'nbformat',
+      'matplotlib',
       'pandas',
       'pytest',
       'pytest-xdist',

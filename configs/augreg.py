@@ -4,15 +4,15 @@ r"""Fine-tunes a checkpoint of "How to train your ViT?" (arXiv 2106.10270).
     --config.dataset=oxford_iiit_pet --config.pp.train='train[:90%]' \
     --config.base_lr=0.01 --workdir=/tmp/vit
 
-The argument is a model, of which the best checkpoint is taken by its accuracy
-on the validation data of ImageNet-21k as index.csv has it, or the name of one
-checkpoint without its .npz:
+The argument is a model, whose best checkpoint is selected by its accuracy on
+the validation data of ImageNet-21k in index.csv; or the name of one checkpoint
+without .npz:
 
   --config=configs/augreg.py:R_Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0
 
-Both are looked for in --config.pretrained_dir, by default the public bucket.
-Where that does not answer, take a file that you have, or the URL of the same
-weights on Hugging Face: --config.pretrained=FILE. What to expect: the column
+Both are taken from --config.pretrained_dir, by default the public bucket. If
+the bucket does not answer, give a local file, or the URL of the same weights on
+Hugging Face: --config.pretrained=FILE. Expected accuracy: the column
 adapt_final_test of index.csv (vit_jax.checkpoint.get_augreg_df).
 """
 
@@ -24,7 +24,7 @@ def get_config(model_or_filename: str = 'R_Ti_16'):
   """Returns the config for a model or the name of a checkpoint.
 
   Raises:
-    ValueError: if there is no such model.
+    ValueError: if the model is unknown.
   """
   config = common.get_config()
   config.pretrained_dir = 'gs://vit_models/augreg'
@@ -36,10 +36,10 @@ def get_config(model_or_filename: str = 'R_Ti_16'):
       f'{sorted(models.AUGREG_CONFIGS)}'
     )
   config.model = models.get_config(models.AUGREG_CONFIGS[model].model_name)
-  # Neither dropout nor other regularisation in fine-tuning.
+  # Fine-tuning uses neither dropout nor other regularisation.
   config.model.transformer.dropout_rate = 0.0
 
-  # Often set on the command line; the data set must be.
+  # Often set on the command line, where the data set must be set.
   config.base_lr = 0.03
   config.total_steps = 500
   config.warmup_steps = 100

@@ -17,7 +17,8 @@ def get_config():
   # 8x8 pixels, grey, enlarged to 16x16: 16 patches of 4x4.
   config.pp.crop = 16
   config.pp.channels = 1
-  # Digits move, stretch and lean a little; a mirrored one is another sign.
+  # Digits move, stretch and lean a little; mirroring would change their
+  # meaning.
   config.pp.crop_area = (0.8, 1.0)
   config.pp.crop_ratio = (0.9, 1.1)
   config.pp.flip = False

@@ -1,14 +1,14 @@
-r"""Shows transfer at work on scikit-learn's digits, without a download.
+r"""Demonstrates transfer on scikit-learn's digits, without a download.
 
   python -m vit_jax.main --config=configs/digits_transfer.py \
     --workdir=/tmp/transfer
 
-A small ViT is trained on the digits 0 to 4 at 16x16 pixels, then fine-tuned on 5
-to 9 at 24x24 with 5 labels a class (position embeddings interpolated, a new
+A small ViT is trained on the digits 0 to 4 at 16x16 pixels, then fine-tuned on
+5 to 9 at 24x24 with 5 labels a class (position embeddings interpolated, a new
 head), and the same model is trained from scratch on the same labels. Both are
 tested on all other images of 5 to 9, with three draws of the labels.
 
-Takes three and a half minutes on two cores. To expect: fine-tuned 84.6 %, from
+Takes three and a half minutes on two cores. Expected: fine-tuned 84.6 %, from
 scratch 78.5 %.
 """
 
@@ -18,25 +18,25 @@ from vit_jax.configs import digits
 
 
 def get_config():
-  """Returns the config: what runs, and the three runs as configs of their own."""
+  """Returns the config: the program, and the configs of the three runs."""
   config = ml_collections.ConfigDict()
   config.trainer = 'transfer'
-  # Draws of the labels, and seeds of all else.
+  # Seeds of the draws of labels, and of all other random numbers.
   config.seeds = (0, 1, 2)
 
   config.pretrain = digits.get_config()
   config.pretrain.dataset = 'digits/0to4'
-  # Larger crops of the small images: strokes as they look at the higher
+  # Larger crops of the small images show strokes as they look at the higher
   # resolution, where a patch covers less of the digit.
   config.pretrain.pp.crop_area = (0.4, 1.0)
   config.pretrain.pp.rotate = 15.0
   config.pretrain.update(total_epochs=100.0, eval_every=0, checkpoint_every=0)
-  # For the sake of the transfer: no label smoothing, which makes features less
-  # general (arXiv 2010.16402), and strong weight decay, which the paper too found
-  # useful for it (arXiv 2010.11929, section 4.1).
+  # To help the transfer: no label smoothing, which makes features less general
+  # (arXiv 2010.16402), and strong weight decay, which also helped in the paper
+  # (arXiv 2010.11929, section 4.1).
   config.pretrain.update(label_smoothing=0.0, weight_decay=0.3)
 
-  # {seed} stands for the draw.
+  # The seed of the draw replaces {seed}.
   few = digits.get_config()
   few.dataset = 'digits/5to9_few'
   few.pp.train = 'few_{seed}'

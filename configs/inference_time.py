@@ -1,9 +1,9 @@
-r"""Measures how many images a model classifies a second, on this machine.
+r"""Measures how many images per second a model classifies on this machine.
 
   python -m vit_jax.main --config=configs/inference_time.py \
     --config.model_name=ViT-B_32 --config.batch=64 --workdir=/tmp/inference
 
-Prints images a second for each device (the least, the most, mean and standard
+Prints images per second and device (minimum, maximum, mean and standard
 deviation over the measured steps), and logs them to the workdir.
 """
 
@@ -13,16 +13,16 @@ import ml_collections
 def get_config():
   """Returns the config."""
   config = ml_collections.ConfigDict()
-  # What runs.
+  # The program to run.
   config.trainer = 'inference_time'
-  # Which model: a key of models.MODEL_CONFIGS, or its short form.
+  # The model: a key of models.MODEL_CONFIGS, or its short form.
   config.model_name = 'ViT-B_32'
   # Type of the computation: 'float32' or 'bfloat16'.
   config.dtype = 'float32'
-  # Measured steps, and steps before them.
+  # Number of measured steps, and of unmeasured steps before them.
   config.steps = 30
   config.initial_steps = 10
-  # Images a step, over all devices.
+  # Images per step, over all devices.
   config.batch = 32
   # Width of the head.
   config.num_classes = 1000

@@ -8,15 +8,16 @@ r"""Pre-trains without labels by masked patch prediction (arXiv 2010.11929, B.1.
 The argument is MODEL,DATA: a short name from models.py, and a TFDS name or a
 folder, with or without classes: train/* and test/*, at any depth.
 
-Half of the patches are corrupted (80 % masked, 10 % replaced by another patch, 10 %
-unchanged), and the mean colour of each is predicted in 3 bits a channel. The other
-variants of the paper, each slightly worse there:
+Half of the patches are corrupted (80 % masked, 10 % replaced by another patch,
+10 % unchanged), and the model predicts the mean colour of each in 3 bits per
+channel. The paper's other variants, each slightly worse there:
 --config.task_options.target=4x4, =l2, --config.task_options.corruption=0.15.
 
-The recipe is that for JFT-300M: a million steps (14 epochs), of which the first
-100,000 bring most of the gain. The paper names no weight decay for it; there is
-none here. What to expect: B/16 so pre-trained fine-tunes to 79.9 % on ImageNet, 2
-points over from scratch, 4 behind supervised pre-training:
+The recipe is the paper's for JFT-300M: a million steps (14 epochs), of which
+the first 100,000 bring most of the gain. The paper gives no weight decay for
+it, so there is none here. Expected: B/16 pre-trained this way fine-tunes to
+79.9 % on ImageNet, 2 points above training from scratch, 4 below supervised
+pre-training:
 
   python -m vit_jax.main --config=configs/vit.py:b16,imagenet2012 \
     --config.pretrained=/tmp/run --workdir=/tmp/tuned
@@ -30,7 +31,7 @@ def get_config(arg: str = 'b16,imagenet2012'):
   """Returns the config for 'MODEL,DATA'.
 
   Raises:
-    ValueError: if the argument is no such pair or the model is unknown.
+    ValueError: if the argument is not such a pair or the model is unknown.
   """
   model, _, dataset = arg.partition(',')
   if not dataset:

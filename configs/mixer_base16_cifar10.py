@@ -3,8 +3,8 @@ r"""Fine-tunes an MLP-Mixer B/16 on CIFAR-10 (arXiv 2105.01601).
   python -m vit_jax.main --config=configs/mixer_base16_cifar10.py \
     --config.pretrained=Mixer-B_16.npz --workdir=/tmp/mixer
 
-At 224 pixels, as it was pre-trained: a Mixer fits no other number of patches.
-Without --config.pretrained the file Mixer-B_16.npz is looked for in
+Uses 224 pixels, as in pre-training: a Mixer accepts no other number of patches.
+Without --config.pretrained the weights are Mixer-B_16.npz in
 --config.pretrained_dir, by default '.'.
 """
 

@@ -1,20 +1,21 @@
-"""Sizes of the models: one table, from which every model config is made.
+"""Sizes of the models: tables from which every model config is made.
 
-Reading `get_b16_config()` and `MODEL_CONFIGS['ViT-B_16']` gives the same thing:
-the arguments of `vit_jax.models.VisionTransformer` (or `MlpMixer`) but for
+`get_b16_config()` and `MODEL_CONFIGS['ViT-B_16']` give the same config: the
+arguments of `vit_jax.models.VisionTransformer` (or `MlpMixer`) without
 `num_classes`. Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2
 (Ti, S, R+Ti, R26+S), 2105.01601 table 1 (Mixer).
 
-They hold the sizes alone, so that other people's copies of the models take them
-too. What else a model can be told, with its default, is in OPTIONS: the command
-line sets it (--config.model.dtype=bfloat16), or a config file.
+The configs hold sizes only, so that other implementations of the models accept
+them too. All other fields of a model, with their defaults, are in OPTIONS; set
+them on the command line (--config.model.dtype=bfloat16) or in a config file.
 """
 
 import copy
+import difflib
 
 import ml_collections
 
-# name: layers, width D, width of the MLP, heads.
+# Name -> (layers, width D, width of the MLP, heads).
 SIZES = {
   'Ti': (12, 192, 768, 3),
   'S': (12, 384, 1536, 6),
@@ -23,7 +24,7 @@ SIZES = {
   'H': (32, 1280, 5120, 16),
 }
 
-# size: patches in pixels.
+# Size -> patch sizes in pixels.
 PATCHES = {
   'Ti': (16, 32),
   'S': (16, 32),
@@ -32,7 +33,8 @@ PATCHES = {
   'H': (14, 16, 32),
 }
 
-# name: size, patch in cells of the feature map, units per stage, width factor.
+# Name -> (size, patch in cells of the feature map, units per stage, width
+# factor).
 HYBRIDS = {
   'R+ViT-Ti_16': ('Ti', 8, (), 1),
   'R26+ViT-S_32': ('S', 1, (2, 2, 2, 2), 1),
@@ -43,14 +45,15 @@ HYBRIDS = {
   'R50+ViT-L_32': ('L', 1, (3, 4, 6, 3), 1),
 }
 
-# name: patch in pixels, width D, blocks, width of the MLPs over tokens, channels.
+# Name -> (patch in pixels, width D, blocks, widths of the MLPs over tokens and
+# over channels).
 MIXERS = {
   'Mixer-B_16': (16, 768, 12, 384, 3072),
   'Mixer-B_32': (32, 768, 12, 384, 3072),
   'Mixer-L_16': (16, 1024, 24, 512, 4096),
 }
 
-# Small enough for tests, with the original's sizes: its classifier.
+# Small models for tests, with the original's sizes -> classifier.
 TESTING = {'testing': 'token', 'testing-unpooled': 'unpooled'}
 
 # Models that the original fine-tunes with dropout.
@@ -63,37 +66,36 @@ DROPOUT = {
   'R50+ViT-L_32': 0.1,
 }
 
-# Mean pooling in place of the class token, as in the published models.
+# Models with mean pooling in place of the class token, as published.
 GAP = ('S_16', 'S_32', 'B_16', 'B_32')
 
 
-# What a model can be told beyond its sizes, and what holds where it is not. Of a
-# Vision Transformer:
+# Fields of a Vision Transformer beyond its sizes, with their defaults.
 OPTIONS = {
-  # Type of the computation, 'bfloat16' for one, and of the parameters.
+  # Type of the computation, such as 'bfloat16', and of the parameters.
   'dtype': 'float32',
   'param_dtype': 'float32',
   # Initial bias of the head: -10 for many classes with a sigmoid.
   'head_bias_init': 0.0,
-  # How attention is computed: see vit_jax/layers/attention.py.
+  # Implementation of attention: see vit_jax/layers/attention.py.
   'transformer.attention': 'default',
-  # What the backward pass computes again, to save memory: '' nothing, 'dots' all
+  # What the backward pass recomputes, to save memory: '' nothing, 'dots' all
   # but the results of dense layers, 'full' everything inside a layer.
   'transformer.remat': '',
-  # Whether layers are a loop, which compiles faster.
+  # Whether to apply the layers in a loop, which compiles faster.
   'transformer.scan': False,
-  # GELU: 'tanh', the approximation, or 'erf', the function itself.
+  # GELU: 'tanh' for the approximation, 'erf' for the exact function.
   'transformer.gelu': 'tanh',
   # Added to the variance in LayerNorm.
   'transformer.norm_eps': 1e-6,
-  # Whether positions are told apart.
+  # Whether to add position embeddings.
   'transformer.add_position_embedding': True,
-  # Whether a token attends only to those before it.
+  # Whether a token attends only to itself and to the tokens before it.
   'transformer.causal': False,
   # Epsilons of a hybrid's ResNet: 'published', or 'timm'.
   'resnet.eps': 'published',
 }
-# Of an MLP-Mixer:
+# The same for an MLP-Mixer.
 MIXER_OPTIONS = {'dtype': 'float32', 'param_dtype': 'float32'}
 
 
@@ -152,7 +154,7 @@ def _make_configs():
 
 
 def short_name(name: str) -> str:
-  """Shortens a model's name for the command line: 'ViT-B_16' -> 'b16'."""
+  """Returns a model's name for the command line: 'ViT-B_16' -> 'b16'."""
   hybrid, _, rest = name.rpartition('+')
   rest = rest.removeprefix('ViT-')
   size, _, variant = rest.partition('_')
@@ -162,8 +164,8 @@ def short_name(name: str) -> str:
 
 MODEL_CONFIGS = _make_configs()
 
-# The models of "How to train your ViT?" (arXiv 2106.10270), by the first part of
-# the names of their files.
+# The models of "How to train your ViT?" (arXiv 2106.10270), by the first part
+# of their file names.
 AUGREG_CONFIGS = {
   name.replace('ViT-', '').replace('+', '_'): config
   for name, config in MODEL_CONFIGS.items()
@@ -181,29 +183,31 @@ def get_config(name: str) -> ml_collections.ConfigDict:
   """Returns a copy of the config of a model.
 
   Args:
-    name: a key of MODEL_CONFIGS ('ViT-B_16'), its short form ('b16'), or a key of
-      AUGREG_CONFIGS ('R_Ti_16').
+    name: a key of MODEL_CONFIGS ('ViT-B_16'), its short form ('b16'), or a key
+      of AUGREG_CONFIGS ('R_Ti_16').
 
   Raises:
-    ValueError: if there is no such model.
+    ValueError: if the name is unknown.
   """
   name = SHORT_NAMES.get(name.lower(), name)
   if name in AUGREG_CONFIGS:
     name = AUGREG_CONFIGS[name].model_name
   if name not in MODEL_CONFIGS:
+    near = difflib.get_close_matches(name.lower(), SHORT_NAMES, 1)
+    hint = f"did you mean '{near[0]}'? Or " if near else ''
     raise ValueError(
-      f"model '{name}' is unknown: use one of {', '.join(SHORT_NAMES)}, or a "
+      f"model '{name}' is unknown: {hint}use one of {', '.join(SHORT_NAMES)}, or a "
       "long name such as 'ViT-B_16'"
     )
   return copy.deepcopy(MODEL_CONFIGS[name])
 
 
 def with_options(config) -> ml_collections.ConfigDict:
-  """Returns a copy of a model's config that says all of its options.
+  """Returns a copy of a model's config that contains all of its options.
 
   Args:
-    config: of a Vision Transformer or a Mixer (`config.model` of a run); that of
-      any other `kind` is returned as it is.
+    config: config of a Vision Transformer or a Mixer (`config.model` of a run);
+      a config of another `kind` is returned as it is.
   """
   config = copy.deepcopy(config)
   if config.get('kind') not in (None, 'vit', 'mixer'):
@@ -219,7 +223,7 @@ def with_options(config) -> ml_collections.ConfigDict:
 
 
 def _add_functions():
-  """Adds get_b16_config() and its like, one for each row."""
+  """Adds get_b16_config() and the like, one for each model."""
   for short, name in SHORT_NAMES.items():
     globals()[f'get_{short}_config'] = lambda name=name: get_config(name)
 

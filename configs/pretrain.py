@@ -11,24 +11,25 @@ r"""Trains a ViT from scratch with Adam, on any TFDS data set or folder.
   python -m vit_jax.main --config=configs/pretrain.py:b16,/data/21k,imagenet21k \
     --workdir=/tmp/run
 
-The argument is MODEL,DATA and then, in any order, RECIPE and AUGMENTATION if need
-be: a short name from models.py (ti16, s16, b32, l16, h14, r50_b16, ...); a TFDS name
-or a folder with train/<class>/* and test/<class>/*; imagenet2012, imagenet21k,
-jft300m or other, by default that of the data set's name; a setting of RandAugment
-and mixup of "How to train your ViT?" (arXiv 2106.10270), none, light1, light2,
-medium1, medium2, strong1 or strong2.
+The argument is MODEL,DATA, optionally followed by RECIPE and AUGMENTATION in
+any order. MODEL is a short name from models.py (ti16, s16, b32, l16, h14,
+r50_b16, ...). DATA is a TFDS name, or a folder with train/<class>/* and
+test/<class>/*. RECIPE is imagenet2012, imagenet21k, jft300m or other; by
+default the recipe of the data set's name. AUGMENTATION is a setting of
+RandAugment and mixup from "How to train your ViT?" (arXiv 2106.10270): none,
+light1, light2, medium1, medium2, strong1 or strong2.
 
-Recipes are those of arXiv 2010.11929, table 3 and B.1. What to expect on the
-ImageNet validation set after 300 epochs of ImageNet from scratch: B/32 69.19,
-B/16 74.79, L/32 66.90, L/16 72.59 (issue #62 of the original); on
-ImageNet-21k's own, after 90 epochs: B/16 47.88, B/32 44.04, L/16 49.90, L/32
-45.42, H/14 49.06.
+The recipes are those of arXiv 2010.11929, table 3 and B.1. Expected on the
+ImageNet validation set, after 300 epochs of ImageNet from scratch: B/32 69.19,
+B/16 74.79, L/32 66.90, L/16 72.59 (issue #62 of the original); on the
+validation data of ImageNet-21k, after 90 epochs: B/16 47.88, B/32 44.04, L/16
+49.90, L/32 45.42, H/14 49.06.
 """
 
 from vit_jax.configs import common
 from vit_jax.configs import models
 
-# Name: what table 3 says (Adam, batch 4096, 10k warm-up, 224 px for all).
+# Recipes of table 3 (all with Adam, batch 4096, 10k warm-up, 224 px).
 RECIPES = {
   'imagenet2012': dict(
     total_epochs=300.0,
@@ -47,8 +48,8 @@ RECIPES = {
 }
 DROPOUT = 0.1
 
-# JFT-300M, which is not public: for plans (vit_jax.plan) and those who have it.
-# Model: epochs, learning rate.
+# JFT-300M, which is not public: for plans (vit_jax.plan), and for its owners.
+# Model -> (epochs, learning rate).
 JFT = {
   'b16': (7.0, 8e-4),
   'b32': (7.0, 8e-4),
@@ -61,7 +62,7 @@ JFT = {
   'r50_l16': (14.0, 4e-4),
 }
 
-# For data that table 3 does not know, a folder for one: no published number.
+# For data that table 3 does not have, such as a folder: not a published recipe.
 OTHER = dict(
   total_epochs=100.0,
   warmup_epochs=5.0,
@@ -79,8 +80,8 @@ def get_config(arg: str = 'b16,imagenet2012'):
   """Returns the config for 'MODEL,DATA', with ',RECIPE' and ',AUGMENTATION'.
 
   Raises:
-    ValueError: if the argument is nothing like that, or model, recipe or
-      augmentation are unknown.
+    ValueError: if the argument has another form, or the model, the recipe or
+      the augmentation is unknown.
   """
   model, _, rest = arg.partition(',')
   dataset, *names = rest.split(',')
@@ -104,7 +105,7 @@ def get_config(arg: str = 'b16,imagenet2012'):
 
 
 def _chosen(names):
-  """Returns recipe and augmentation among the names, None where there is none."""
+  """Returns (recipe, augmentation) among the names, None for a missing one."""
   chosen = {}
   for name in names:
     kind = 'augmentation' if name in common.AUGREG else 'recipe'
@@ -121,13 +122,13 @@ def _chosen(names):
 
 
 def _usual_recipe(dataset, model):
-  """Returns the name of the recipe of a data set."""
+  """Returns the name of a data set's default recipe."""
   known = dataset in RECIPES or (dataset == 'jft300m' and model in JFT)
   return dataset if known else 'other'
 
 
 def _set_recipe(config, name, model):
-  """Sets what a recipe says; returns the config."""
+  """Applies a recipe to the config; returns the config."""
   if name == 'other':
     config.update(OTHER)
     config.update(eval_every=200, progress_every=10, checkpoint_every=200)
@@ -135,7 +136,7 @@ def _set_recipe(config, name, model):
   if name == 'jft300m':
     if model not in JFT:
       raise ValueError(
-        f"recipe 'jft300m' does not know the model '{model}': use one of "
+        f"recipe 'jft300m' has no settings for the model '{model}': use one of "
         f'{", ".join(JFT)}'
       )
     epochs, base_lr = JFT[model]
@@ -152,8 +153,8 @@ def _set_recipe(config, name, model):
   config.update(batch=4096, batch_eval=4096, warmup_steps=10_000)
   config.update(eval_every=1_000, progress_every=50)
   if name in ('imagenet21k', 'jft300m'):
-    # One hidden layer of the width before the head, whose bias starts so low
-    # that all classes are improbable at first (issue #2 of the original).
+    # The paper's head has a hidden layer of the model's width. The low bias
+    # makes all classes improbable at first (issue #2 of the original).
     config.model.representation_size = config.model.hidden_size
     config.model.head_bias_init = -10.0
   return config

@@ -1,7 +1,8 @@
-"""Rules of what a value may be, and how it is said.
+"""Rules for the values of config keys.
 
-A rule is a function from a value to what is wrong with it, 'must be a whole number
-of at least 1', or None.
+A rule is a function from a value to a description of what is wrong with it, for
+example 'must be a whole number of at least 1', or to None if the value is
+valid.
 """
 
 from collections.abc import Callable
@@ -22,9 +23,12 @@ _SHOWN = 200  # Characters of a value in a message.
 
 
 def is_number(value) -> bool:
-  """Tells a finite number."""
+  """Returns whether a value is a number within the range of floats."""
   is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  return is_real and math.isfinite(value)
+  try:
+    return is_real and math.isfinite(value)
+  except OverflowError:  # An int may be larger than any float.
+    return False
 
 
 def _range(low, high, below):
@@ -34,7 +38,7 @@ def _range(low, high, below):
 
 
 def whole(low: int, high: int | None = None) -> Rule:
-  """A whole number from `low` to `high`, both included."""
+  """Returns a rule: a whole number from `low` to `high`, both included."""
   words = f'must be a whole number{_range(low, high, False)}'
 
   def rule(value):
@@ -47,7 +51,7 @@ def whole(low: int, high: int | None = None) -> Rule:
 
 
 def number(low: float = 0, high: float | None = None, below=False) -> Rule:
-  """A finite number from `low` to `high`, which is excluded where `below`."""
+  """Returns a rule: a finite number from `low` to (`below`: under) `high`."""
   words = f'must be a finite number{_range(low, high, below)}'
 
   def rule(value):
@@ -60,35 +64,35 @@ def number(low: float = 0, high: float | None = None, below=False) -> Rule:
 
 
 def positive(value) -> str | None:
-  """A finite number above 0."""
+  """Checks for a finite number above 0."""
   fits = is_number(value) and value > 0
   return None if fits else 'must be a finite number above 0'
 
 
 def share(value) -> str | None:
-  """A number above 0 and at most 1."""
+  """Checks for a number above 0 and at most 1."""
   fits = not positive(value) and value <= 1
   return None if fits else 'must be a number above 0 and at most 1'
 
 
 def finite(value) -> str | None:
-  """A finite number of either sign."""
+  """Checks for a finite number of either sign."""
   return None if is_number(value) else 'must be a finite number'
 
 
 def flag(value) -> str | None:
-  """True or False."""
+  """Checks for True or False."""
   return None if isinstance(value, bool) else 'must be True or False'
 
 
 def text(value) -> str | None:
-  """A text that is not empty."""
+  """Checks for a text that is not empty."""
   fits = isinstance(value, str) and value
   return None if fits else 'must be a text that is not empty'
 
 
 def one_of(*known: str | int) -> Rule:
-  """One of some names or numbers."""
+  """Returns a rule: one of some names or numbers."""
   words = f'is unknown: use one of {", ".join(map(repr, known))}'
 
   def rule(value):
@@ -99,7 +103,7 @@ def one_of(*known: str | int) -> Rule:
 
 
 def optional(rule: Rule) -> Rule:
-  """What the rule says, or None."""
+  """Returns a rule: None, or a value that another rule accepts."""
 
   def check(value):
     wrong = None if value is None else rule(value)
@@ -114,37 +118,37 @@ def _is_sequence(value, *lengths) -> bool:
 
 
 def split(value) -> str | None:
-  """The name of a split, or a slice, or a sum of such, as TFDS writes them."""
+  """Checks for a split, a slice or a sum of them in the notation of TFDS."""
   fits = isinstance(value, str) and all(
     _SPLIT.fullmatch(part.strip()) for part in value.split('+')
   )
   return None if fits else (
-    "must be a split as TFDS writes it: 'train', 'train[:90%]', "
+    "must be a split in the notation of TFDS: 'train', 'train[:90%]', "
     "'train[100:]+test'"
   )  # fmt: skip
 
 
 def sequence(value) -> str | None:
-  """A tuple or a list."""
+  """Checks for a tuple or a list."""
   return None if _is_sequence(value) else 'must be a tuple'
 
 
 def size(value) -> str | None:
-  """Pixels or patches: a number for both sides, or (height, width)."""
+  """Checks for a number of pixels or patches, or (height, width)."""
   pair = value if _is_sequence(value, 2) else (value, value)
   fits = not any(map(whole(1), pair))
   return None if fits else 'must be a whole number of at least 1, or two'
 
 
 def pair_of_sizes(value) -> str | None:
-  """(height, width)."""
+  """Checks for (height, width)."""
   fits = _is_sequence(value, 2) and not size(value)
   words = 'must be (height, width), two whole numbers of at least 1'
   return None if fits else words
 
 
 def shares(high: float | None) -> Rule:
-  """(smallest, largest), above 0 and at most `high`."""
+  """Returns a rule: (smallest, largest), above 0 and at most `high`."""
   most = '' if high is None else f' and at most {high}'
   words = f'must be (smallest, largest), finite numbers above 0{most}'
 
@@ -158,7 +162,7 @@ def shares(high: float | None) -> Rule:
 
 
 def randaugment(value) -> str | None:
-  """(layers, magnitude), or ()."""
+  """Checks for (layers, magnitude), or ()."""
   fits = _is_sequence(value, 0) or (
     _is_sequence(value, 2) and not whole(1)(value[0] or 0)
     and not whole(0, 30)(value[1])
@@ -170,40 +174,46 @@ def randaugment(value) -> str | None:
 
 
 def width_factor(value) -> str | None:
-  """The width of a ResNet."""
-  # The norms take groups of 32 channels, of which the root has 64 times this.
+  """Checks for the width factor of a ResNet."""
+  # GroupNorm has groups of 32 channels, and the root 64 times the factor.
   fits = not positive(value) and value % 0.5 == 0
   return None if fits else 'must be a multiple of 0.5 above 0'
 
 
 def units(value) -> str | None:
-  """Units of each stage of a ResNet."""
+  """Checks for the numbers of units in the stages of a ResNet."""
   fits = _is_sequence(value) and not any(map(whole(1), value))
   words = 'must be the units of each stage, whole numbers of at least 1'
   return None if fits else words
 
 
 def names(value) -> str | None:
-  """A list of texts, none of them twice."""
+  """Checks for a list of different texts."""
   fits = _is_sequence(value) and all(isinstance(x, str) for x in value)
   fits = fits and len(set(value)) == len(value)
   return None if fits else 'must be a list of names, each of them once'
 
 
 def dataset(value) -> str | None:
-  """A data set, or several with weights."""
+  """Checks for a data set, or several with weights."""
   parts = value if _is_sequence(value) and value else ((value, 1.0),)
   fits = all(_is_sequence(p, 2) for p in parts) and not any(
     text(name) or positive(weight) for name, weight in parts
   )
   return None if fits else (
-    'must be the name of a data set, a folder, or several with weights above 0, '
-    "(('cifar10', 0.7), ('/data/photos', 0.3))"
+    'must be the name of a data set, a folder, or several with weights above '
+    "0 as in (('cifar10', 0.7), ('/data/photos', 0.3))"
   )  # fmt: skip
 
 
 def pairs(is_second: Callable[[Any], bool], words: str, single=False) -> Rule:
-  """Ordered (regular expression, something) pairs; or one where `single`."""
+  """Returns a rule: ordered (regular expression, value) pairs.
+
+  Args:
+    is_second: whether a second element is valid.
+    words: description of valid values.
+    single: whether one pair without the outer tuple is valid too.
+  """
 
   def rule(value):
     if not _is_sequence(value):
@@ -224,7 +234,7 @@ def pairs(is_second: Callable[[Any], bool], words: str, single=False) -> Rule:
 
 
 def is_spec(value) -> bool:
-  """Tells a spec of sharding: names of axes, several or None, for each dimension."""
+  """Returns whether a value is a sharding spec: mesh axes per dimension."""
   return _is_sequence(value) and all(
     axis is None
     or isinstance(axis, str)
@@ -234,13 +244,13 @@ def is_spec(value) -> bool:
 
 
 def group(value) -> str | None:
-  """Keys within a key, or None."""
+  """Checks for a group of keys, or None."""
   fits = value is None or isinstance(value, ml_collections.ConfigDict)
   return None if fits else 'must be a group of keys'
 
 
 def mesh(value) -> str | None:
-  """Axes of a mesh and their sizes."""
+  """Checks for the axes of a mesh and their sizes."""
   fits = isinstance(value, Mapping | ml_collections.ConfigDict) and all(
     size is None or size == -1 or not whole(1)(size) for size in value.values()
   )
@@ -249,7 +259,7 @@ def mesh(value) -> str | None:
 
 
 def check(name: str, value, rule: Rule):
-  """Raises ValueError with the key's name, its value, and what is wrong."""
+  """Raises ValueError with the key, its value and the rule that it breaks."""
   wrong = rule(value)
   if wrong:
     plain = isinstance(value, ml_collections.ConfigDict)
@@ -259,17 +269,17 @@ def check(name: str, value, rule: Rule):
 
 
 def no_nan(value) -> str | None:
-  """Anything but NaN: the rule of keys of which nothing is known."""
+  """Checks for anything but NaN: the rule of keys without a rule."""
   is_nan = isinstance(value, float) and math.isnan(value)
   return 'must be a number' if is_nan else None
 
 
 def raise_unknown(key, known, prefix='', of='config'):
-  """Raises ValueError: there is no such key."""
+  """Raises ValueError for an unknown key, with the nearest known one."""
   near = difflib.get_close_matches(key, list(known), n=1)
   hint = (
     f"did you mean '{prefix}{near[0]}'?"
     if near
-    else f'known are {", ".join(sorted(known)) or "none"}'
+    else f'known keys are {", ".join(sorted(known)) or "none"}'
   )
   raise ValueError(f"{of} has no key '{prefix}{key}': {hint}")

@@ -5,26 +5,28 @@ r"""Fine-tunes a Vision Transformer, as in the paper (table 4, B.1.1).
   python -m vit_jax.main --config=configs/vit.py:b16,/path/to/folder \
     --config.pretrained=model.safetensors --workdir=/tmp/vit
 
-The argument is MODEL,DATA or MODEL,DATA,SIZE: a short name from models.py, a
-TFDS name or a folder with train/<class>/* and test/<class>/*, and the size of
-the images (384 pixels, or for 14-pixel patches 378, the same patches as 384
-gives them; 512 and more as in table 2, with the weights averaged by .9999).
---config.pretrained takes a published .npz, a .safetensors or .bin of timm's or
-Hugging Face's, a URL, a gs:// path, or the workdir of a run; without it, the
-file ViT-B_16.npz (say) is looked for in --config.pretrained_dir, by default '.'.
+The argument is MODEL,DATA or MODEL,DATA,SIZE. MODEL is a short name from
+models.py. DATA is a TFDS name, or a folder with train/<class>/* and
+test/<class>/*. SIZE is the size of the images in pixels: by default 384, or 378
+for patches of 14 pixels. From 512 on the weights are averaged with decay .9999,
+as in table 2.
 
-The learning rates that the paper tries on each data set are
-common.FINE_TUNING. What to expect from the 21k models: CIFAR-10 B/16 98.92 and
-99.03 (issue #21 of the original), CIFAR-100 B/32 92.31 (issue #152), ImageNet
-B/16 84.61 (issue #85).
+--config.pretrained takes a published .npz, a .safetensors or .bin of timm or
+Hugging Face, a URL, a gs:// path, or the workdir of a run. Without it, the
+weights are the file named after the model, such as ViT-B_16.npz, in
+--config.pretrained_dir, by default '.'.
+
+common.FINE_TUNING has the learning rates that the paper tries on each data set.
+Expected from the 21k models: CIFAR-10 B/16 98.92 and 99.03 (issue #21 of the
+original), CIFAR-100 B/32 92.31 (issue #152), ImageNet B/16 84.61 (issue #85).
 """
 
 from vit_jax.configs import common
 from vit_jax.configs import models
 
 SIZE = 384
-# From here on the paper averages the weights (table 2: 512 for L/16, 518 for
-# H/14).
+# The paper averages the weights from this size on (table 2: 512 for L/16, 518
+# for H/14).
 AVERAGED_SIZE = 512
 
 
@@ -32,7 +34,7 @@ def get_config(model_dataset: str = 'b16,cifar10'):
   """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,SIZE'.
 
   Raises:
-    ValueError: if the argument is nothing like that or the model is unknown.
+    ValueError: if the argument has another form or the model is unknown.
   """
   model, dataset, size = (*model_dataset.split(','), '', '')[:3]
   if not dataset or model_dataset.count(',') > 2 or not (size or '1').isdigit():
@@ -43,7 +45,7 @@ def get_config(model_dataset: str = 'b16,cifar10'):
     )
   config = common.with_dataset(common.get_config(), dataset)
   config.model = models.get_config(model)
-  # Patches of 14 pixels do not divide 384: 27 of them fit, whatever is left.
+  # Patches of 14 pixels do not divide 384: 27 of them fit, the rest is dropped.
   patch = config.model.patches.size[0]
   config.pp.crop = int(size) if size else SIZE
   if not size and patch == 14:

@@ -2,9 +2,11 @@
 
 import json
 import sys
+import types
 
 import pytest
 
+from tests import processes
 from vit_jax import benchmark
 
 
@@ -37,6 +39,19 @@ def test_steps_are_reported_with_their_share_of_the_peak(
 
 
 def test_pipelines_take_turns(monkeypatch, tmp_path):
+  few = {'PIPELINE_BATCH': 8, 'PIPELINE_BATCHES': 2}
+
+  def check_output(command, text):
+    *_, code = command
+    values = ''.join(f'benchmark.{k} = {v}\n' for k, v in few.items())
+    before = 'from vit_jax import benchmark\n' + values
+    assert text
+    return processes.run_code(before + code).splitlines()[-1]
+
+  for name, value in few.items():
+    monkeypatch.setattr(benchmark, name, value)
+  forked = types.SimpleNamespace(check_output=check_output)
+  monkeypatch.setattr(benchmark, 'subprocess', forked)
   got = run(monkeypatch, tmp_path, '--only', 'pipeline')
   ours, plain, ratio = got['results']['pipeline']
   assert ratio['median'] == pytest.approx(ours['median'] / plain['median'])

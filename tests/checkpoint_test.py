@@ -296,9 +296,7 @@ def test_adapters_keep_their_initial_values(weights, caplog):
     pretrained_path=path, init_params=init, model_config=config
   )
   trees.assert_same(got, init)
-  assert (
-    "testing.npz' lacks, and they keep their initial values: " in caplog.text
-  )
+  assert "testing.npz' lacks, which keep their initial values: " in caplog.text
   assert caplog.text.count('adapter/kernel') == 1
   # Such a file of one's own is read again; in another shape it does not fit.
   checkpoint.save(init, path)
@@ -328,7 +326,9 @@ def test_a_deeper_file_gives_a_shallower_model_its_first_layers(
     got['Transformer']['encoderblock_0'],
     params['Transformer']['encoderblock_0'],
   )
-  assert "deep.npz' has beyond those of the model, left out: " in caplog.text
+  assert (
+    "deep.npz' has but the model lacks, which are left out: " in caplog.text
+  )
   # A run, whose config says how deep it is, stops as before.
   with pytest.raises(ValueError, match='encoderblock_1/.*: not in the model'):
     checkpoint.transferable(
@@ -384,8 +384,8 @@ def test_a_run_starts_from_weights(tiny_config, tmp_path, key):
   config = tiny_config
   model = models.make_model(config.model, num_classes=1000)
   params = jax.device_get(
-    model.init(jax.random.key(3), jnp.zeros((1, 16, 16, 1)), train=False)
-  )['params']
+    tiny_models.init(model, jnp.zeros((1, 16, 16, 1)), seed=3)
+  )
   path = tmp_path / 'testing.npz'
   checkpoint.save(params, str(path))
   config.update(total_steps=1, warmup_steps=0, base_lr=0.0)

@@ -262,7 +262,10 @@ def test_a_recipe_is_chosen_apart_from_the_data():
     ('', "'' is neither a recipe"),
     ('light1,light2', "'light1' and 'light2': give one augmentation"),
     ('other,imagenet21k', "'other' and 'imagenet21k': give one recipe"),
-    ('jft300m', "'jft300m' does not know the model 's16': use one of b16"),
+    (
+      'jft300m',
+      "'jft300m' has no settings for the model 's16': use one of b16",
+    ),
   ],
 )
 def test_a_wrong_recipe_is_named(arg, message):

@@ -10,6 +10,10 @@ os.environ['XLA_FLAGS'] = ' '.join(
   [
     os.environ.get('XLA_FLAGS', ''),
     '--xla_force_host_platform_device_count=8',
+    # To compile is most of what tests take: LLVM leaves out what makes programs
+    # faster. XLA's own passes, which decide what is computed, stay.
+    '--xla_backend_optimization_level=0',
+    '--xla_llvm_disable_expensive_passes=true',
   ]
 )
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -34,6 +38,20 @@ if _COMPILED not in os.environ:
 jax.config.update('jax_compilation_cache_dir', os.environ[_COMPILED])
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
 jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+
+
+# What takes minutes begins, so that no process is left alone with it at the end.
+_FIRST = (
+  'plan_test.py', 'resume_test.py', 'train_test.py', 'multiprocess_test.py',
+  'convert_test.py', 'encoder_test.py', 'masked_patches_test.py',
+  'original_test.py', 'toy_test.py', 'transfer_test.py', 'benchmark_test.py',
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+  """Sorts the tests by file, the longest first."""
+  places = {name: place for place, name in enumerate(_FIRST)}
+  items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 def make_folder(root, counts, splits=('train', 'test'), size=(24, 20)):

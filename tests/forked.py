@@ -1,53 +1,132 @@
-"""Runs `vit_jax.main` in processes that are forked with all that is imported.
+"""Runs Python in processes that are forked with all that is imported.
 
 A start takes a second in place of ten, so that a test can afford many.
 """
 
+import atexit
 import importlib
 import multiprocessing
 import os
 import random
+import resource
 import runpy
 import signal
 import sys
 import threading
 
 _PRELOAD = [
-  'vit_jax.evaluate', 'vit_jax.inference_time', 'vit_jax.train',
-  'vit_jax.transfer', 'tensorflow_datasets', 'tests.forked',
+  'vit_jax.jobs.evaluate', 'vit_jax.inference_time', 'vit_jax.train',
+  'vit_jax.jobs.transfer', 'tensorflow_datasets', 'tests.forked',
 ]  # fmt: skip
+# What JAX reads from the environment when it is imported, before the fork.
+_JAX_SETTINGS = {
+  'JAX_COMPILATION_CACHE_DIR': str,
+  'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': float,
+}
 
 
-def start(flags, output, kill=None):
-  """Starts a run.
+class Process:
+  """A process with the methods of subprocess.Popen that tests use."""
+
+  def __init__(self, process, stdout):
+    self._process = process
+    self.pid = process.pid
+    self.stdout = stdout
+
+  @property
+  def returncode(self):
+    return self._process.exitcode
+
+  def poll(self):
+    return self._process.exitcode
+
+  def wait(self, timeout=1200):
+    self._process.join(timeout)
+    assert self.returncode is not None, f'still runs after {timeout} s'
+    return self.returncode
+
+  def communicate(self, timeout=1200):
+    """Waits for the end; returns what was printed, and None for stderr."""
+    # A process that hangs must not be waited for longer than that.
+    clock = threading.Timer(timeout, self._process.kill)
+    clock.start()
+    output = self.stdout.read()
+    clock.cancel()
+    self.wait(timeout)
+    return output, None
+
+  def send_signal(self, number):
+    os.kill(self.pid, number)
+
+
+def start(flags, env, kill=None, file_size=None):
+  """Starts `python -m vit_jax.main`.
 
   Args:
     flags: the command line behind `python -m vit_jax.main`.
-    output: file that takes what it prints.
+    env: the environment.
     kill: (module, name of a function or method in it, number of the call from 1,
       longest delay in seconds, seed): from that call on the process lives so much
       longer at most. None: until its end.
+    file_size: bytes that a file may have, as on a disk that is full. None: any.
 
   Returns:
-    A multiprocessing.Process.
+    A Process.
   """
+  return _start(_run_main, (flags, kill, file_size), env)
+
+
+def start_code(code, arguments, env):
+  """Starts `python -c CODE ARGUMENTS`; returns a Process."""
+  return _start(_run_code, (code, arguments), env)
+
+
+def _start(target, args, env):
   context = multiprocessing.get_context('forkserver')
   context.set_forkserver_preload(_PRELOAD)
-  process = context.Process(target=_run, args=(flags, str(output), kill))
+  reader, writer = context.Pipe(duplex=False)
+  process = context.Process(target=_run, args=(target, args, writer, env))
   process.start()
-  return process
+  writer.close()
+  stdout = os.fdopen(os.dup(reader.fileno()), 'r')
+  reader.close()
+  return Process(process, stdout)
 
 
-def _run(flags, output, kill):
-  descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-  os.dup2(descriptor, 1)
-  os.dup2(descriptor, 2)
-  # Before JAX looks at them.
-  os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=1'
+def _run(target, args, writer, env):
+  """Does in the forked process what the interpreter does before and after."""
+  os.dup2(writer.fileno(), 1)
+  os.dup2(writer.fileno(), 2)
+  writer.close()
+  os.environ.clear()
+  os.environ.update(env)
+  import jax
+
+  for name, kind in _JAX_SETTINGS.items():
+    if name in env:
+      jax.config.update(name.lower(), kind(env[name]))
+  try:
+    target(*args)
+  except Exception:
+    sys.excepthook(*sys.exc_info())
+    sys.exit(1)
+  finally:
+    # Where processes take leave of each other.
+    atexit._run_exitfuncs()
+
+
+def _run_main(flags, kill, file_size):
+  if file_size:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
   if kill:
     _arm(*kill)
   sys.argv = ['vit_jax.main', *flags]
   runpy.run_module('vit_jax.main', run_name='__main__')
+
+
+def _run_code(code, arguments):
+  sys.argv = ['-c', *arguments]
+  exec(code, {'__name__': '__main__'})
 
 
 def _arm(module, name, number, delay, seed):

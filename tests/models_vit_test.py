@@ -150,7 +150,7 @@ def test_head_starts_at_its_bias_and_no_head_gives_the_pre_logits():
 def test_rectangular_images_and_patches():
   model = tiny_models.tiny(patches={'size': (2, 8)})
   x = tiny_models.images((2, 8, 24, 1))
-  params = model.init(jax.random.key(0), x, train=False)['params']
+  params = tiny_models.init(model, x)
   table = params['Transformer']['posembed_input']['pos_embedding']
   assert table.shape == (1, 1 + 4 * 3, 16)
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests import tiny_models
 from vit_jax import checkpoint
 from vit_jax import inference_time
 from vit_jax import input_pipeline
@@ -92,9 +93,11 @@ def test_the_augreg_notebook(image_folder, tmp_path):
   (tmp_path / 'index.csv').write_text(rows)
   config = augreg_config.get_config('R_Ti_16')
   config.model.transformer.update(num_layers=1, mlp_dim=8)
-  params = models.make_model(config.model, num_classes=9).init(
-    jax.random.key(5), jnp.zeros((1, 32, 32, 3)), train=False
-  )['params']
+  params = tiny_models.init(
+    models.make_model(config.model, num_classes=9),
+    jnp.zeros((1, 32, 32, 3)),
+    seed=5,
+  )
   checkpoint.save(params, str(tmp_path / 'R_Ti_16-i21k-c.npz'))
 
   df = checkpoint.get_augreg_df(directory=str(tmp_path))
@@ -156,7 +159,7 @@ def test_mixer_by_hand():
     tokens_mlp_dim=3, channels_mlp_dim=5,
   )  # fmt: skip
   images = jnp.asarray(np.random.RandomState(0).randn(1, 2, 2, 3), jnp.float32)
-  params = model.init(jax.random.key(0), images, train=False)['params']
+  params = tiny_models.init(model, images)
   params = jax.tree.map(
     lambda x: np.random.RandomState(x.size).randn(*x.shape), params
   )

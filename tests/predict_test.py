@@ -13,12 +13,13 @@ from PIL import Image
 import pytest
 
 from tests import tiny_models
-from vit_jax import evaluate
+from vit_jax import checkpoint
 from vit_jax import input_pipeline
 from vit_jax import predict
 from vit_jax import train
 from vit_jax.configs import pretrain
 from vit_jax.data import sources
+from vit_jax.jobs import evaluate
 from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 
@@ -58,6 +59,18 @@ def test_classes_come_by_name_with_probabilities(folder_run, image_folder):
   assert model.predict([]) == []
 
 
+def test_weights_without_a_run_give_the_same(
+  folder_run, image_folder, tmp_path
+):
+  _, workdir, _ = folder_run
+  model, path = predict.load(str(workdir)), str(tmp_path / 'weights.npz')
+  checkpoint.save(model.params, path)
+  loaded = predict.load_weights(path, model.class_names, image_size=(16, 16))
+  images = [str(next((image_folder / 'test/ant').iterdir()))]
+  assert loaded.predict(images) == model.predict(images)
+  assert predict.load_weights(path).class_names == ('0', '1', '2')
+
+
 def test_prediction_is_evaluation(folder_run):
   config, workdir, _ = folder_run
   model = predict.load(str(workdir))
@@ -77,7 +90,7 @@ def test_a_classifier_draws_nothing(folder_run, tmp_path, monkeypatch):
   argv = ['predict', 'a.png', f'--workdir={workdir}', f'--out={tmp_path}/a.png']
   monkeypatch.setattr(sys, 'argv', argv)
   with pytest.raises(
-    ValueError, match="task 'classify' says of an image is no picture"
+    ValueError, match="task 'classify' prints its predictions"
   ):
     predict.main()
 
@@ -138,6 +151,10 @@ def test_another_split_and_another_folder(folder_run, tmp_path, image_folder):
     evaluate.evaluate(str(workdir), 'mine', str(other))
   with pytest.raises(ValueError, match='give data of the same classes'):
     evaluate.evaluate(str(workdir), 'test', 'digits')
+  with pytest.raises(FileNotFoundError, match=r"'tset'.*--evaluate=SPLIT"):
+    evaluate.evaluate(str(workdir), 'tset')
+  with pytest.raises(FileNotFoundError, match=r'moved by --dataset=FOLDER'):
+    evaluate.evaluate(str(workdir), 'test', str(tmp_path / 'moved'))
 
 
 # --- Checkpoints that are damaged or missing ---

@@ -1,8 +1,9 @@
-"""Runs `python -m vit_jax.main` in real processes, for several tests."""
+"""Runs `vit_jax.main` in real processes, for several tests."""
 
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 
 import jax
 
+from tests import forked
 from vit_jax import predict
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -41,35 +43,52 @@ def write_config(folder):
   return path
 
 
-def start(config, workdir, *flags, data_dir, shell_prefix='', devices=1):
-  """Starts `python -m vit_jax.main` as a user would."""
-  command = [
-    sys.executable, '-m', 'vit_jax.main', f'--config={config}',
-    f'--workdir={workdir}', f'--config.tfds_data_dir={data_dir}', *flags,
+def _command(config, workdir, flags, data_dir):
+  return [
+    f'--config={config}', f'--workdir={workdir}',
+    f'--config.tfds_data_dir={data_dir}', *flags,
   ]  # fmt: skip
-  if shell_prefix:
-    command = ['bash', '-c', f'{shell_prefix}; exec "$@"', 'bash', *command]
-  return subprocess.Popen(
-    command,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    env={
-      **os.environ,
-      'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
-      'PYTHONPATH': str(ROOT),
-      # What one run has compiled, the next one loads.
-      'JAX_COMPILATION_CACHE_DIR': f'{data_dir}/compiled',
-      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-    },
-  )
+
+
+def _environment(devices):
+  return {
+    **os.environ,
+    'XLA_FLAGS': re.sub(
+      r'(?<=device_count=)8', str(devices), os.environ['XLA_FLAGS']
+    ),
+    'PYTHONPATH': str(ROOT),
+    # What one run has compiled, the next one loads.
+    'JAX_COMPILATION_CACHE_DIR': os.environ['VIT_JAX_TESTS_COMPILED'],
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+  }
+
+
+def start(config, workdir, *flags, data_dir, devices=1, **options):
+  """Starts what `python -m vit_jax.main` does; see forked.start for options."""
+  command = _command(config, workdir, flags, data_dir)
+  return forked.start(command, _environment(devices), **options)
 
 
 def finish(*args, **kwargs):
   """Runs to the end; returns the exit status and what was printed."""
   process = start(*args, **kwargs)
-  output, _ = process.communicate(timeout=300)
+  output, _ = process.communicate()
   return process.returncode, output
+
+
+def finish_anew(config, workdir, *flags, data_dir):
+  """Like `finish`, of a command that starts and imports all as a user's does."""
+  command = _command(config, workdir, flags, data_dir)
+  done = subprocess.run(
+    [sys.executable, '-m', 'vit_jax.main', *command],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    timeout=1200,
+    check=False,
+    env=_environment(1),
+  )
+  return done.returncode, done.stdout
 
 
 def address():
@@ -77,6 +96,14 @@ def address():
   with socket.socket() as s:
     s.bind(('localhost', 0))
     return f'localhost:{s.getsockname()[1]}'
+
+
+def run_code(code):
+  """Runs code in a process; returns what was printed."""
+  process = forked.start_code(code, [], _environment(1))
+  output, _ = process.communicate()
+  assert process.returncode == 0, output
+  return output
 
 
 def run_two(code, *arguments, devices=1):
@@ -92,20 +119,12 @@ def run_two(code, *arguments, devices=1):
   """
   place = address()
   pair = [
-    subprocess.Popen(
-      [sys.executable, '-c', code, place, str(i), *map(str, arguments)],
-      env={
-        **os.environ,
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
-        'PYTHONPATH': str(ROOT),
-      },
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
+    forked.start_code(
+      code, [place, str(i), *map(str, arguments)], _environment(devices)
     )
     for i in range(2)
   ]
-  outputs = [p.communicate(timeout=300)[0] for p in pair]
+  outputs = [p.communicate()[0] for p in pair]
   return [p.returncode for p in pair], outputs
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from tests import conftest
 from tests import trees
-from vit_jax import evaluate
 from vit_jax import predict
 from vit_jax import train
+from vit_jax.jobs import evaluate
 from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import metrics as metrics_lib
@@ -94,7 +94,9 @@ def test_a_run_of_an_older_version_is_read_and_goes_on(finished, tmp_path):
   old = tmp_path / 'old'
   shutil.copytree(workdir, old)
   stored = json.loads((old / 'config.json').read_text())
-  for key in ('task_options', 'evals', 'lr_multipliers'):
+  for key in (
+    'task_options', 'evals', 'lr_multipliers', 'log_images', 'log_attention',
+  ):  # fmt: skip
     del stored[key]
   for key in ('randaugment', 'color_jitter', 'random_erasing'):
     del stored['pp'][key]
@@ -513,7 +515,10 @@ def test_several_splits_are_evaluated_by_name(tiny_config, tmp_path):
   [
     ({'evals': (('test', 'tset'),)}, "has no split 'tset'"),
     ({'evals': ('test',)}, r"evals: \('test',\) must be \(name, split\)"),
-    ({'evals': (('test', 'test'),) * 2}, 'evals: names must differ'),
+    (
+      {'evals': (('test', 'test'),) * 2},
+      'must differ: the names of the metrics',
+    ),
     (
       {'evals': (('val', 'test'),)},
       "best_metric='accuracy_test' is not among.*accuracy_val",

@@ -1,12 +1,12 @@
-r"""Times what a user waits for, and writes a table and JSON.
+r"""Times the steps that users wait for, and writes a table and JSON.
 
   python -m vit_jax.benchmark --json=/tmp/benchmark.json
 
 Sections (choose with --only): import, start, train, inference, pipeline,
-weights. Each is warmed up, repeated, and reported as the median with the least
-and the most. The steps' share is that of this machine's peak, which is measured
-in the same run as the speed of a large float32 matrix product. Where two things
-are compared, they take turns.
+weights. Each section is warmed up, repeated, and reported as median, minimum
+and maximum. A step's share of the peak is relative to the speed of a large
+float32 matrix product, measured in the same run. Programs that are compared
+take turns.
 """
 
 import argparse
@@ -40,9 +40,14 @@ SECTIONS = ('import', 'start', 'train', 'inference', 'pipeline', 'weights')
 
 
 def measure(*functions: Callable, repeats: int) -> list[list[float]]:
-  """Times functions in turn, once each unmeasured; returns seconds of each.
+  """Times functions in turn, after one unmeasured call of each.
 
-  A function that returns a number has timed itself.
+  Args:
+    *functions: functions to time. If one returns a float, that is its time.
+    repeats: number of measured calls.
+
+  Returns:
+    Seconds, a list of `repeats` numbers for each function.
   """
   seconds = [[] for _ in functions]
   for turn in range(repeats + 1):
@@ -75,8 +80,8 @@ def matrix_product() -> Callable:
   )
 
   def run():
-    # What ran before has left its own data in the caches: not the first counts,
-    # but the fastest of the next.
+    # The previous program has filled the caches with its own data. Therefore
+    # the first call does not count, and the fastest of the next calls does.
     multiply(a).block_until_ready()
     seconds = []
     for _ in range(4):
@@ -89,7 +94,7 @@ def matrix_product() -> Callable:
 
 
 def benchmark_import(args) -> list[dict]:
-  """Times `import vit_jax.models` beside the two packages it needs."""
+  """Times `import vit_jax.models`, and the two packages that it needs."""
 
   def run(statement):
     return lambda: subprocess.run([sys.executable, '-c', statement], check=True)
@@ -108,7 +113,7 @@ def benchmark_import(args) -> list[dict]:
 
 
 def benchmark_start(args) -> list[dict]:
-  """Times the digits from the start of the process to their first step."""
+  """Times the digits run from the start of the process to its first step."""
 
   def run():
     with tempfile.TemporaryDirectory() as workdir:
@@ -136,7 +141,7 @@ def benchmark_start(args) -> list[dict]:
 
 
 def _model_step(args, mesh, train: bool, attention: str) -> Callable:
-  """Returns a function that does one step of a model, or one batch of logits."""
+  """Returns a function that makes one update of a model, or computes logits."""
   from vit_jax import train as train_lib
   from vit_jax.run import config as run_config
 
@@ -206,12 +211,12 @@ def benchmark_train(args) -> list[dict]:
 
 
 def benchmark_inference(args) -> list[dict]:
-  """Times logits of a batch of images."""
+  """Times the logits of a batch of images."""
   return _model_rows(args, train=False)
 
 
 def photographs(folder: pathlib.Path, count: int = 64):
-  """Writes JPEGs of 500x375 pixels, cut out of scikit-learn's photographs."""
+  """Writes JPEGs of 500x375 pixels, cropped from scikit-learn's photographs."""
   from PIL import Image
   from sklearn import datasets
 
@@ -228,7 +233,7 @@ def photographs(folder: pathlib.Path, count: int = 64):
 
 
 def plain_pipeline(folder: pathlib.Path, batch: int):
-  """The usual pipeline, to compare with: decode all, then crop."""
+  """Returns the usual pipeline, for comparison: decodes whole images, crops."""
   import tensorflow as tf
 
   def augment(path):
@@ -278,8 +283,8 @@ def benchmark_pipeline(args) -> list[dict]:
   """Times training crops of 224 px from 500x375 JPEGs of photographs."""
 
   def run(name, folder):
-    # A process of its own, as in a training: two pipelines in one process slow
-    # each other.
+    # In separate processes, as in a training: two pipelines in one process slow
+    # each other down.
     code = f'from vit_jax import benchmark as b; b.time_pipeline({name!r}, {folder!r})'
     command = [sys.executable, '-c', code]
     return lambda: float(subprocess.check_output(command, text=True))
@@ -300,7 +305,7 @@ def benchmark_pipeline(args) -> list[dict]:
 
 
 def benchmark_weights(args) -> list[dict]:
-  """Times an .npz of a model into its parameters, with all checks."""
+  """Times loading an .npz into the parameters of a model, with all checks."""
   config = model_configs.get_config(WEIGHTS_MODEL)
   model = models.make_model(config, num_classes=1000)
   shapes = jax.eval_shape(
@@ -332,25 +337,28 @@ def benchmark_weights(args) -> list[dict]:
   ]
 
 
-def main() -> None:
-  """Runs the sections that the command line names."""
-  parser = argparse.ArgumentParser(
-    prog='python -m vit_jax.benchmark',
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
+def make_parser() -> argparse.ArgumentParser:
+  """Returns the parser of this command."""
+  parser = cli.parser('vit_jax.benchmark', __doc__)
   parser.add_argument('--only', nargs='+', choices=SECTIONS, default=SECTIONS)
-  parser.add_argument('--json', type=pathlib.Path, help='file for the figures')
+  parser.add_argument('--json', type=pathlib.Path, help='file for the results')
   parser.add_argument(
-    '--repeats', type=int, default=5, help='measured turns (5)'
+    '--repeats', type=int, default=5, help='measured calls (5)'
   )
-  parser.add_argument('--model', default='s16', help='for the steps (s16)')
-  parser.add_argument('--batch', type=int, default=8, help='images a step (8)')
+  parser.add_argument('--model', default='s16', help='model to step (s16)')
+  parser.add_argument(
+    '--batch', type=int, default=8, help='images per step (8)'
+  )
   parser.add_argument('--image_size', type=int, default=224)
   parser.add_argument(
     '--dtype', default='float32', choices=('float32', 'bfloat16')
   )
-  args = parser.parse_args()
+  return parser
+
+
+def main() -> None:
+  """Runs the sections of the command line; prints and writes the results."""
+  args = make_parser().parse_args()
   cli.quiet()
   cli.avoid_libtpu()
   if args.repeats < 1:

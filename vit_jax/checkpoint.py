@@ -1,10 +1,12 @@
-"""Published weights in and out of a model's parameters.
+"""Reads weights into a model's parameters, and writes parameters as .npz.
 
-Files of any kind are read (vit_jax.weights.reading); what is written is an .npz by the
-published names, which the original's readers and timm's `load_npz` understand.
+All formats of vit_jax.weights.reading can be read. Parameters are written as
+.npz under the published names, which the original's readers and timm's
+`load_npz` read.
 """
 
 from collections.abc import Sequence
+import contextlib
 import csv
 from typing import Any
 
@@ -12,6 +14,7 @@ from absl import logging
 import flax.core
 import flax.traverse_util
 
+from vit_jax import models
 from vit_jax.weights import fetch
 from vit_jax.weights import fitting
 from vit_jax.weights import identify
@@ -25,7 +28,7 @@ transferable = fitting.transferable
 
 
 def recover_tree(keys: Sequence[str], values: Sequence[Any]) -> dict:
-  """Makes a nested dict of '/'-joined keys and their values."""
+  """Makes a nested dict from '/'-joined keys and their values."""
   return flax.traverse_util.unflatten_dict(dict(zip(keys, values)), sep='/')
 
 
@@ -33,16 +36,16 @@ def load(path: str) -> dict:
   """Loads weights.
 
   Args:
-    path: a published .npz, timm's or Hugging Face's .safetensors or .bin (or a
-      folder of it with its config.json), the workdir of a run; local, https://
-      or gs://.
+    path: a published .npz, a .safetensors or .bin of timm or Hugging Face (or a
+      folder with such a file and its config.json), or the workdir of a run;
+      local, https:// or gs://.
 
   Returns:
-    Parameters as nested dict of numpy arrays, by Linen's names.
+    Parameters as a nested dict of numpy arrays, with Linen's names.
 
   Raises:
-    FileNotFoundError, PermissionError, OSError: if there is no such file or it
-      may not be read.
+    FileNotFoundError, PermissionError, OSError: if the file does not exist or
+      cannot be read.
     ValueError: if it holds no weights of a ViT, hybrid or Mixer, is truncated,
       or holds pickled objects.
     ImportError: if a package is missing; names the extra to install.
@@ -66,10 +69,10 @@ def inspect_params(
 
   Args:
     params: nested dict of arrays.
-    expected: nested dict of arrays or jax.ShapeDtypeStruct; their shapes may be
-      others, as those of a head are.
-    fail_if_extra: whether a leaf that is not expected is an error.
-    fail_if_missing: whether a leaf that is missing is an error.
+    expected: nested dict of arrays or jax.ShapeDtypeStruct; shapes are not
+      compared.
+    fail_if_extra: whether an unexpected leaf is an error.
+    fail_if_missing: whether a missing leaf is an error.
 
   Returns:
     `params`.
@@ -83,7 +86,7 @@ def inspect_params(
   if missing:
     logging.info('The weights lack: %s', missing)
   if extra:
-    logging.info('The weights have, beside those of the model: %s', extra)
+    logging.info('The model lacks these leaves of the weights: %s', extra)
   fitting.fail_for(
     fitting.say_missing(missing * fail_if_missing)
     + fitting.say_extra(extra * fail_if_extra)
@@ -99,31 +102,32 @@ def load_pretrained(
   grid: tuple[int, int] | None = None,
   new_grid: tuple[int, int] | None = None,
 ) -> flax.core.FrozenDict:
-  """Loads weights to fine-tune them (appendix B.1.1).
+  """Loads weights for fine-tuning (appendix B.1.1).
 
-  The head is that of `init_params` (zeros, in a new model), and so is the
-  pre-logits layer where the model wants one that the file lacks; a pre-logits
-  layer that the model does not want is dropped; position embeddings are resized.
-  Parameters that no published model has, those of adapters for one, keep their
-  initial values where the file lacks them, and layers of the file beyond those of
-  the model are left out, with a warning each.
+  The head keeps the values of `init_params` (zeros in a new model), and so does
+  a pre-logits layer that the file lacks. A pre-logits layer that the model
+  lacks is dropped. Position embeddings are resized. Parameters that no
+  published model has, such as adapters, keep their initial values if the file
+  lacks them, with a warning. Layers of the file beyond those of the model are
+  left out, with a warning.
 
   Args:
     pretrained_path: see `load`.
-    init_params: parameters of the model, newly initialised.
-    model_config: reads `representation_size`.
-    grid: patches (height, width) of the weights; None: what the file says of
-      it, or else a square.
-    new_grid: patches (height, width) of the model; None: a square.
+    init_params: initial parameters of the model.
+    model_config: config of the model; reads `representation_size` and
+      `transformer`.
+    grid: (height, width) in patches of the weights; None: the grid that the
+      file gives, or else a square.
+    new_grid: (height, width) in patches of the model; None: a square.
 
   Returns:
-    Parameters of the shapes of `init_params`, frozen as the original's are:
-    `.unfreeze()` makes a nested dict of them.
+    Parameters with the shapes of `init_params`, frozen as in the original:
+    `.unfreeze()` converts them to a nested dict.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: if the
-      file cannot be read (see `load`) or does not fit; lists the leaves at
-      fault, with both shapes, and says which model the weights look like.
+      file cannot be read (see `load`) or does not fit; lists the wrong leaves
+      with both shapes, and names the model that the weights look like.
   """
   taken = fitting.transferable(
     pretrained_path, init_params, model_config, grid, new_grid, partly=True
@@ -133,10 +137,73 @@ def load_pretrained(
   return flax.core.freeze(params)
 
 
-def _fix_groupnorm(params):
-  """Returns parameters with the GroupNorms of old files as vectors.
+def _weights_path(config) -> str | None:
+  """Returns the path of the weights that a config names, or None."""
+  if config.pretrained is not None or config.pretrained_dir is None:
+    return config.pretrained
+  name = config.model_or_filename
+  if name:
+    return augreg_filename(name, config.pretrained_dir)
+  return f'{config.pretrained_dir}/{config.model.get("model_name")}.npz'
 
-  Programs written for the original call it on what they read by themselves.
+
+@contextlib.contextmanager
+def _weights_named(config):
+  """Adds the remedy to the error for missing weights."""
+  try:
+    yield
+  except FileNotFoundError as e:
+    if config.pretrained is not None:
+      raise
+    raise FileNotFoundError(
+      f'{e}; to start from random weights use --config.pretrained_dir=None'
+    ) from e
+
+
+def check_exists(config):
+  """Checks that the weights that a config names exist, if they are local.
+
+  Raises:
+    FileNotFoundError: if they do not exist; names the path.
+  """
+  path = _weights_path(config)
+  if path is not None and '://' not in path:
+    with _weights_named(config):
+      reading.existing(path)
+
+
+def pretrained_weights(config, task, params) -> dict:
+  """Loads the weights that a config names; returns {} if it names none.
+
+  Args:
+    config: reads `pretrained`, `pretrained_dir`, `model`, `pp.crop`.
+    task: the task; its NEW_PARAMS keep their initial values.
+    params: shapes of the parameters.
+
+  Raises:
+    FileNotFoundError, ValueError: if there is no such file or it does not fit.
+  """
+  from vit_jax import preprocess  # Late: imports TensorFlow.
+
+  path = _weights_path(config)
+  if path is None:
+    return {}
+  with _weights_named(config):
+    return transferable(
+      path,
+      params,
+      config.model,
+      grid=config.pretrained_grid,
+      new_grid=models.patch_grid(config.model, preprocess.crop_size(config.pp)),
+      new=task.NEW_PARAMS,
+    )
+
+
+def _fix_groupnorm(params):
+  """Reshapes the GroupNorm parameters of old files to vectors.
+
+  Programs written for the original call it on weights that they read
+  themselves.
   """
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   flat = {path: reading.without_ones(path, leaf) for path, leaf in flat.items()}
@@ -146,20 +213,20 @@ def _fix_groupnorm(params):
 def augreg_filename(model: str, directory: str) -> str:
   """Returns the file of the best 21k checkpoint of a model of the AugReg paper.
 
-  Best by the validation accuracy at the end of pre-training, of those that were
-  pre-trained on ImageNet-21k for 300 epochs ("i21k"); from `index.csv`.
+  Selects by `index.csv`, among the checkpoints pre-trained on ImageNet-21k for
+  300 epochs ("i21k"), the one with the highest final validation accuracy.
 
   Args:
-    model: 'R_Ti_16', or the name of one checkpoint ('R_Ti_16-i21k-...'), which
-      is then taken as it is.
-    directory: folder of the published files, gs://vit_models/augreg for one.
+    model: a model such as 'R_Ti_16', or the name of one checkpoint
+      ('R_Ti_16-i21k- ...'), which is used as it is.
+    directory: folder of the published files, such as gs://vit_models/augreg.
 
   Returns:
     The path of the .npz.
 
   Raises:
     FileNotFoundError, PermissionError, OSError: if the index cannot be read.
-    ValueError: if it has no such model.
+    ValueError: if the index lacks the model.
   """
   filename = model
   if '-' not in model:
@@ -198,15 +265,15 @@ def get_augreg_df(directory: str = 'gs://vit_models/augreg'):
 
   Returns:
     A pandas.DataFrame with a row for each fine-tuned checkpoint. Its columns:
-    `name` of the model, `ds` pre-trained on, `lr`, `aug`, `wd`, `do`, `sd` of
-    the pre-training, `best_val`, `final_val`, `final_test` accuracy,
+    `name` of the model; `ds`, `lr`, `aug`, `wd`, `do`, `sd` of the
+    pre-training; its accuracy `best_val`, `final_val`, `final_test`;
     `adapt_ds`, `adapt_lr`, `adapt_steps`, `adapt_resolution` of the
-    fine-tuning, `adapt_final_val`, `adapt_final_test` accuracy, `params`,
-    `infer_samples_per_sec`, `filename` and `adapt_filename` of the checkpoints
-    before and after fine-tuning, without their .npz.
+    fine-tuning; its accuracy `adapt_final_val`, `adapt_final_test`; `params`;
+    `infer_samples_per_sec`; `filename` and `adapt_filename`, the checkpoints
+    before and after fine-tuning, without .npz.
 
   Raises:
-    FileNotFoundError, PermissionError, OSError: if it cannot be read.
+    FileNotFoundError, PermissionError, OSError: if the index cannot be read.
     ImportError: if pandas is missing.
   """
   try:

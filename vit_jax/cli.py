@@ -1,5 +1,6 @@
-"""What the command lines share: words for people, quiet logs, errors in one line."""
+"""Shared by the command lines: output, quiet logs, flags, one-line errors."""
 
+import argparse
 from collections.abc import Callable
 import contextlib
 import difflib
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from typing import TextIO
 
 from absl import flags
 from absl import logging
@@ -22,25 +24,25 @@ import tqdm
 
 _EXPECTED = (ValueError, FloatingPointError, OSError, ImportError)
 _muted = False
-# --config.task_options.NAME=VALUE, also of a config within the config.
+# --config.task_options.NAME=VALUE, also in a config within the config.
 _OPTION = re.compile(
   r'--?config\.((?:\w+\.)*)task_options\.(\w+)=(.*)', re.DOTALL
 )
-# --config.model.NAME=VALUE, likewise; without a value for what is true or false.
+# --config.model.NAME=VALUE, likewise; booleans need no value.
 _MODEL_OPTION = re.compile(
   r'--?(no)?config\.((?:\w+\.)*)model\.([\w.]+)(?:=(.*))?', re.DOTALL
 )
-# The length of a run or of its warm-up.
+# Length of a run or of its warm-up.
 _LENGTH = re.compile(r'--?config\.((?:\w+\.)*(?:total|warmup))_(steps|epochs)=')
-# --config.KEY=None, which absl would read as a text, or refuse.
+# --config.KEY=None, which absl would read as text or refuse.
 _NONE = re.compile(r'--?config\.((?!.*task_options\.)[\w.]+)=None')
 
 
 def quiet():
-  """Leaves out of the log what only concerns the libraries underneath.
+  """Logs only warnings, and only those that concern users of this package.
 
-  That is all below a warning, and what Orbax says of a failed save: hundreds of
-  tracebacks from its threads, of an error that the caller gets anyway.
+  Also drops Orbax's log of a failed save: hundreds of tracebacks from its
+  threads, for an error that the caller receives anyway.
   """
   logging.set_verbosity(logging.WARNING)
   logging.get_absl_handler().addFilter(
@@ -54,9 +56,9 @@ def quiet():
 
 @contextlib.contextmanager
 def hidden_stderr():
-  """Hides what libraries write to stderr inside a `with` block.
+  """Hides output of libraries on stderr inside a `with` block.
 
-  Also what is written past Python; if the block fails it is shown.
+  This includes output of C++ code. If the block fails, the output is shown.
   """
   sys.stderr.flush()
   stderr = os.dup(2)
@@ -74,23 +76,24 @@ def hidden_stderr():
 
 
 def load_tensorflow():
-  """Imports TensorFlow without the notes that it prints and no setting hides.
+  """Imports TensorFlow without the messages that no setting hides.
 
-  (Switching off oneDNN would hide them, and slow the input pipeline by a third.)
+  (Switching off oneDNN would hide them, but slows the input pipeline by a
+  third.)
   """
   if 'tensorflow' in sys.modules:
     return
   with hidden_stderr():
     tf = importlib.import_module('tensorflow')
-    tf.config.set_visible_devices([], 'GPU')  # They are for JAX alone.
+    tf.config.set_visible_devices([], 'GPU')  # JAX alone uses the GPUs.
     tf.constant(0)
 
 
 def avoid_libtpu():
-  """Keeps JAX from libtpu where there is no TPU.
+  """Keeps JAX from loading libtpu on a machine without a TPU.
 
-  It may be installed for vit_jax.plan alone. JAX loads it all the same, and then
-  it complains, and the profiler crashes beside it.
+  libtpu may be installed for vit_jax.plan only. JAX would load it all the same,
+  print errors, and make the profiler crash.
   """
   if (
     'JAX_PLATFORMS' in os.environ
@@ -109,14 +112,14 @@ def avoid_libtpu():
 
 
 def _is_first() -> bool:
-  """Tells the process that speaks; without JAX there is but one."""
+  """Returns whether this is the first process, which alone prints."""
   jax = sys.modules.get('jax')
   return jax is None or jax.process_index() == 0
 
 
 @contextlib.contextmanager
 def muted():
-  """Shows nothing inside a `with` block, neither lines nor bars."""
+  """Suppresses lines and bars inside a `with` block."""
   global _muted
   before, _muted = _muted, True
   try:
@@ -125,13 +128,45 @@ def muted():
     _muted = before
 
 
-def is_muted() -> bool:
-  """Tells whether `muted` is in force."""
-  return _muted
+def kind_of_output(stream: TextIO | None = None) -> str:
+  """Tells who reads what this process prints.
+
+  Args:
+    stream: where it is printed to, by default sys.stderr.
+
+  Returns:
+    'notebook' in the kernel of a notebook, of Jupyter or Colab; 'terminal'
+    where the stream is one; else 'log', a file or a pipe.
+  """
+  ipython = sys.modules.get('IPython')
+  shell = ipython and ipython.get_ipython()
+  if shell and 'IPKernelApp' in shell.config:
+    return 'notebook'
+  return 'terminal' if (stream or sys.stderr).isatty() else 'log'
+
+
+def bar(stream: TextIO | None = None, **kwargs) -> tqdm.tqdm:
+  """Makes a progress bar: a widget in a notebook, text on a terminal.
+
+  Args:
+    stream: where a bar of text is printed to, by default sys.stderr.
+    **kwargs: see tqdm.tqdm. By default the bar is disabled, and shows nothing,
+      in a log, inside `muted`, and in all processes but the first.
+  """
+  kind = kind_of_output(stream)
+  hidden = kind == 'log' or _muted or not _is_first()
+  kwargs = {'disable': hidden, 'dynamic_ncols': True, 'file': stream, **kwargs}
+  if kind != 'notebook':
+    return tqdm.tqdm(**kwargs)
+  # A notebook shows what is written to stderr as an error.
+  kwargs['file'] = sys.stdout
+  if not importlib.util.find_spec('ipywidgets'):
+    return tqdm.tqdm(**kwargs)
+  return importlib.import_module('tqdm.auto').tqdm(**kwargs)
 
 
 def say(text: str):
-  """Prints a line, from the first process only, around a bar if one is shown."""
+  """Prints a line from the first process, without breaking progress bars."""
   if _is_first() and not _muted:
     tqdm.tqdm.write(text)
     sys.stdout.flush()
@@ -139,29 +174,22 @@ def say(text: str):
 
 @contextlib.contextmanager
 def waiting(text: str, every: float = 1.0):
-  """Says what takes long inside a `with` block; on a terminal, how long so far.
+  """Shows what a `with` block does, on a terminal with the time it has taken.
 
   Args:
-    text: what is done.
-    every: seconds after which the time is shown anew.
+    text: description of the work in the `with` block.
+    every: seconds between updates of the elapsed time.
   """
-  # To stdout: what libraries write to stderr may be hidden meanwhile.
-  if not _is_first() or _muted or not sys.stdout.isatty():
-    say(f'{text} ...')
-    yield
-    return
   done = threading.Event()
 
   def tick():
     while not done.wait(every):
       line.refresh()
 
-  with tqdm.tqdm(
-    desc=text,
-    bar_format='{desc} ... {elapsed}',
-    file=sys.stdout,
-    dynamic_ncols=True,
-  ) as line:
+  # To stdout: what libraries write to stderr may be hidden meanwhile.
+  with bar(sys.stdout, desc=text, bar_format='{desc} ... {elapsed}') as line:
+    if line.disable:
+      say(f'{text} ...')
     ticking = threading.Thread(target=tick, daemon=True)
     ticking.start()
     try:
@@ -172,7 +200,7 @@ def waiting(text: str, every: float = 1.0):
 
 
 def size(count: float | None) -> str:
-  """Formats bytes as people read them: '3.2 MiB', '2.09 GiB', 'unknown'."""
+  """Formats bytes for people: '3.2 MiB', '2.09 GiB', 'unknown'."""
   if count is None:
     return 'unknown'
   if count < 2**30 / 10:
@@ -181,7 +209,7 @@ def size(count: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-  """Formats seconds as people read them: '48s', '3m 05s', '2h 07m', '3d 04h'."""
+  """Formats seconds for people: '48s', '3m 05s', '2h 07m', '3d 04h'."""
   seconds = round(seconds)
   if seconds < 60:
     return f'{seconds}s'
@@ -192,14 +220,28 @@ def duration(seconds: float) -> str:
   return f'{seconds // 86400}d {seconds % 86400 // 3600:02}h'
 
 
-def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
-  """Parses flags, `config` among them; what is wrong raises ValueError.
+def parser(module: str, text: str) -> argparse.ArgumentParser:
+  """Returns the parser of a command, with a text as its description.
 
-  A config file that is not in the current folder is looked for among those that
-  are installed with the package.
+  Args:
+    module: name of the module, as given to `python -m`.
+    text: docstring of the module.
+  """
+  return argparse.ArgumentParser(
+    prog=f'python -m {module}',
+    description=text,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+
+
+def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
+  """Parses flags, including `config`; raises ValueError for wrong flags.
+
+  A config file that does not exist is looked up among the configs installed
+  with the package.
 
   Returns:
-    The arguments that are no flags.
+    The arguments that are not flags.
   """
   argv, nones = _without_nones(_join_values(argv))
   for i, arg in enumerate(argv):
@@ -213,44 +255,46 @@ def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
       if not os.path.exists(installed):
         known = sorted(os.listdir(os.path.dirname(installed)))
         raise ValueError(
-          f"config='{path}' does not exist; the package brings "
+          f"config='{path}' does not exist; the package has "
           f'{[k for k in known if k.endswith(".py") and k[0] != "_"]}'
         )
       argv[i] = f'{name}={installed}{colon}{argument}'
   options = [arg for arg in argv if _OPTION.match(arg) or _model_option(arg)]
   argv = [arg for arg in argv if arg not in options]
-  whole = sys.argv  # Where flags of a config are looked up.
+  whole = sys.argv  # config_flags looks up the flags of a config here.
   try:
     sys.argv = argv
     rest = flag_values(argv)
     _set_options(flag_values['config'].value, options)
     _set_to_none(flag_values['config'].value, nones + _overruled(argv))
     return rest
-  except (AttributeError, KeyError) as e:  # There is no such key in the config.
+  except (AttributeError, KeyError) as e:  # The config has no such key.
     hint = re.search(r'Did you mean "(.*?)" instead of "(.*?)"', str(e))
     name = hint[2] if hint else str(e).strip('"\'')
     near = [hint[1]] if hint else _near(name)
     reason = f"config has no key '{name}'" + (
       f": did you mean '{near[0]}'?" if near else ''
     )
+    help_ = (
+      'see --help; the keys of a config are in configs/common.py, those of '
+      'config.model in configs/models.py, those of config.task_options in the '
+      'file of the task'
+    )
   except (flags.Error, TypeError) as e:
-    # An error inside a config file comes with its whole traceback as text.
+    # An error in a config file arrives with its whole traceback as text.
     lines = str(e).strip().splitlines()
     reason = lines[-1] if 'Traceback' in ''.join(lines) else ' '.join(lines)
     reason = reason.removeprefix('ValueError: ')
+    help_ = 'see --help'
   finally:
     sys.argv = whole
-  raise ValueError(
-    f'{reason} (see --help; the keys of a config are in configs/common.py, those of '
-    'config.model in configs/models.py, those of config.task_options in the file of '
-    'the task)'
-  )
+  raise ValueError(f'{reason} ({help_})')
 
 
 def _near(name):
-  """Returns keys of a config that may be meant by a name, the likeliest first."""
+  """Returns keys of a config that a name may mean, the likeliest first."""
   options = importlib.import_module('vit_jax.configs.models').OPTIONS
-  # Such as base_lr for lr, where there is nothing closer.
+  # Without a close match: keys that contain the name, such as base_lr for lr.
   keys = importlib.import_module('vit_jax.configs.common').get_config()
   return difflib.get_close_matches(
     name, [option.split('.')[-1] for option in options], n=1
@@ -258,13 +302,13 @@ def _near(name):
 
 
 def _model_option(arg):
-  """Parses the flag of an option of a model, which its config need not have.
+  """Parses the flag of a model's option, which the config may lack.
 
   Returns:
-    The path to the model, that of the option, and its value; None for other flags.
+    (path to the model, option, value); None for other flags.
 
   Raises:
-    ValueError: if the value is of another type than the option's default.
+    ValueError: if the value has another type than the option's default.
   """
   match = _MODEL_OPTION.fullmatch(arg)
   options = importlib.import_module('vit_jax.configs.models').OPTIONS
@@ -291,7 +335,7 @@ def _model_option(arg):
 
 
 def _set_options(config, options):
-  """Sets options of a task or a model, which the config need not have."""
+  """Sets options of a task or a model, which the config may lack."""
   for option in options:
     found = _model_option(option)
     if found:
@@ -314,16 +358,16 @@ def _set_options(config, options):
 
 
 def _without_nones(argv):
-  """Returns the flags but for --config.KEY=None, and the keys that end as None."""
+  """Returns the flags except --config.KEY=None, and the keys set to None."""
   last = {arg.partition('=')[0].lstrip('-'): arg for arg in argv}
   nones = [m[1] for m in map(_NONE.fullmatch, last.values()) if m]
   return [arg for arg in argv if not _NONE.fullmatch(arg)], nones
 
 
 def _overruled(argv):
-  """Returns the keys of passes where only steps are given here, or the reverse.
+  """Returns the epochs keys whose steps key is given here, and vice versa.
 
-  A length on the command line takes the place of the config file's.
+  A length on the command line replaces that of the config file.
   """
   given = [m.groups() for m in map(_LENGTH.match, argv) if m]
   other = {'steps': 'epochs', 'epochs': 'steps'}
@@ -340,7 +384,7 @@ def _set_to_none(config, keys):
     holder = config
     for part in parts:
       holder = holder[part]
-    _ = holder[name]  # KeyError, with what it may be, where there is none.
+    _ = holder[name]  # Raises KeyError with suggestions if it is missing.
     with holder.ignore_type():
       holder[name] = None
 
@@ -348,7 +392,7 @@ def _set_to_none(config, keys):
 def _join_values(argv):
   """Turns '--config.KEY VALUE' into '--config.KEY=VALUE'.
 
-  Where a key may be of any type, absl would take the first to mean 'true'.
+  For a key of any type, absl would read the first form as 'true'.
   """
   joined = []
   for arg in argv:
@@ -368,8 +412,8 @@ def _join_values(argv):
 def run(function: Callable[[], int | None]):
   """Runs a program, and exits with the status that it returns.
 
-  An error that this package raises itself (a wrong flag, a missing folder) is
-  printed without a traceback; any other keeps it.
+  An error raised by this package (a wrong flag, a missing folder) is printed
+  without a traceback; any other error with its traceback.
   """
   try:
     sys.exit(function())

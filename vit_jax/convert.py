@@ -2,8 +2,9 @@ r"""Converts weights between this package, timm and Hugging Face, bit for bit.
 
   python -m vit_jax.convert SRC DST [--to=npz|timm|hf|workdir]
 
-SRC is a published .npz, a .safetensors or .bin of timm's or Hugging Face's or a
-folder of it, or the workdir of a run, here or at gs://, or a URL of a file. DST is
+SRC is a published .npz, a .safetensors or .bin file of timm or Hugging Face or
+a folder with such a file, or the workdir of a run; local, at gs://, or a URL.
+DST is
 
   npz       a file that the original's readers and timm's `load_npz` read
   timm      a folder for timm.create_model('local-dir:DST', pretrained=True)
@@ -18,9 +19,10 @@ Examples:
   python -m vit_jax.convert https://huggingface.co/google/vit-base-patch16-224\
 /resolve/main/model.safetensors /tmp/b16 --to=workdir
 
-The arrays are only renamed and laid out anew. What the two sides compute
-differently (the GELU, the epsilons of norms) is written to the config of DST, so
-that logits agree; where it has no place, the command says so.
+The arrays are only renamed, transposed and reshaped. Differences in computation
+(the GELU, the epsilons of norms) are written to the config of DST, so that
+logits agree; if that config has no field for a difference, the command reports
+it.
 """
 
 import argparse
@@ -51,25 +53,25 @@ def read(
   image_size: tuple[int, int] | None = None,
   num_heads: int | None = None,
 ) -> writing.Model:
-  """Reads weights, and works out the model that they are for.
+  """Reads weights and identifies their model.
 
   Args:
     src: see vit_jax.weights.reading.read.
-    class_names: names of the classes, in place of those that come with `src`.
-    image_size: (height, width) in pixels, where `src` does not say it and the
-      patches are no square.
+    class_names: names of the classes; override those of `src`.
+    image_size: (height, width) in pixels; needed if `src` does not tell it and
+      the grid of patches is not square.
     num_heads: see vit_jax.weights.reading.read.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
-      vit_jax.weights.reading.read; and ValueError where names, size and weights do not
-      go together.
+      vit_jax.weights.reading.read. Also ValueError if names, size and weights
+      do not fit together.
   """
   weights = reading.read(src, num_heads)
   config = identify.model_config(weights.params)
   if config is None:
     raise ValueError(
-      f"'{src}' holds the parameters of no ViT, hybrid or Mixer: it has "
+      f"'{src}' does not hold the parameters of a ViT, hybrid or Mixer: it has "
       f'{sorted(weights.params)[:6]} (SRC)'
     )
   if weights.kind == 'workdir':
@@ -83,8 +85,8 @@ def read(
   if names is not None and len(names) != num_classes:
     if class_names:
       raise ValueError(
-        f'{len(names)} class names for a head of {num_classes} classes: give as '
-        'many (--class_names)'
+        f'{len(names)} class names for a head of {num_classes} classes: give '
+        f'{num_classes} names (--class_names)'
       )
     names = None
   with arrays.naming(src, 'cannot be used'):
@@ -98,7 +100,7 @@ def read(
 
 
 def _stride(config):
-  """Pixels (down, across) of image for each patch."""
+  """Returns the pixels (down, across) of an image per patch."""
   side = 2**10  # Any size that all strides divide.
   grid = models.patch_grid(
     config, tuple(side * size for size in config.patches.size)
@@ -109,7 +111,7 @@ def _stride(config):
 
 
 def _tokens(params):
-  """Number of patches that parameters fit; None where any number does."""
+  """Returns the number of patches that parameters fit; None for any number."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   mixing = 'MixerBlock_0/token_mixing/Dense_0/kernel'
   if mixing in flat:
@@ -136,7 +138,7 @@ def _check_size(params, config, size):
 
 
 def _check_shapes(params, config, num_classes, size):
-  """Checks that all parameters of the model are there, in their shapes."""
+  """Checks that all parameters of the model are present, with their shapes."""
   model = models.make_model(config, num_classes=num_classes)
   images = (1, *size, identify.channels(params))
   expected = jax.eval_shape(
@@ -162,24 +164,24 @@ def convert(
   image_size: tuple[int, int] | None = None,
   num_heads: int | None = None,
 ) -> tuple[writing.Model, list[str]]:
-  """Converts weights; arrays stay as they are, bit for bit.
+  """Converts weights bit for bit.
 
   Args:
-    src: weights of any kind, see vit_jax.weights.reading.read.
-    dst: the file (npz) or folder to make; it appears only when it is complete.
-    to: one of KINDS; by default npz where `dst` ends so.
-    class_names: names of the classes, in place of those that come with `src`.
-    image_size: (height, width) in pixels, where `src` does not say it and the
-      patches are no square.
-    num_heads: number of attention heads, where `src` does not say it and its
-      width is unusual.
+    src: weights in any format, see vit_jax.weights.reading.read.
+    dst: file (npz) or folder to write; it appears only when it is complete.
+    to: one of KINDS; by default npz if `dst` ends in .npz.
+    class_names: names of the classes; override those of `src`.
+    image_size: (height, width) in pixels; needed if `src` does not tell it and
+      the grid of patches is not square.
+    num_heads: number of attention heads; needed if `src` does not tell it and
+      the table of sizes lacks its width.
 
   Returns:
-    The model, and what is to be said of the result (possibly nothing).
+    The model, and a list of notes about the result.
 
   Raises:
-    FileExistsError: if there is a `dst` already.
-    ValueError: if the other side has no such model, or see `read`.
+    FileExistsError: if `dst` exists.
+    ValueError: if the other library has no such model; see also `read`.
     FileNotFoundError, PermissionError, OSError, ImportError: see `read`.
   """
   target = epath.Path(dst)
@@ -187,7 +189,7 @@ def convert(
     to = 'npz'
   if to not in KINDS:
     raise ValueError(
-      f"say what to make of DST '{dst}': give --to={'|'.join(KINDS)}"
+      f"the format of DST '{dst}' is unknown: give --to={'|'.join(KINDS)}"
       + (f', not {to}' if to else '')
     )
   if to == 'npz' and target.suffix != '.npz':
@@ -198,7 +200,7 @@ def convert(
     )
   model = read(src, class_names, image_size, num_heads)
   target.parent.mkdir(parents=True, exist_ok=True)
-  if to == 'npz':  # Is written under another name first by itself.
+  if to == 'npz':  # This writer makes a temporary file itself.
     return model, writing.WRITERS['npz'](model, target)
   temporary = target.parent / f'.{target.name}.tmp'
   if temporary.exists():
@@ -213,17 +215,17 @@ def convert(
 
 
 def pixels(text: str) -> tuple[int, int]:
-  """Reads SIZE or HEIGHT,WIDTH."""
+  """Parses SIZE or HEIGHT,WIDTH."""
   numbers = [int(number) for number in text.replace('x', ',').split(',')]
   return (numbers[0], numbers[-1])
 
 
 def _names(path: str) -> list[str]:
-  """Reads names of classes: a JSON list, or a name a line."""
+  """Reads class names from a JSON list, or from a file with one per line."""
   file = epath.Path(path)
   if not file.is_file():
     raise FileNotFoundError(
-      f"class_names='{path}' is no file: give one with a name a line "
+      f"class_names='{path}' is no file: give one with a name per line "
       '(--class_names)'
     )
   with arrays.naming(file, 'holds no names of classes (--class_names)'):
@@ -239,30 +241,31 @@ def _names(path: str) -> list[str]:
     return names
 
 
-def main() -> None:
-  """Converts what the command line says, and says what came of it."""
-  parser = argparse.ArgumentParser(
-    prog='python -m vit_jax.convert',
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
-  parser.add_argument('src', metavar='SRC', help='weights of any kind')
-  parser.add_argument('dst', metavar='DST', help='file or folder to make')
+def make_parser() -> argparse.ArgumentParser:
+  """Returns the parser of this command."""
+  parser = cli.parser('vit_jax.convert', __doc__)
+  parser.add_argument('src', metavar='SRC', help='weights in any format')
+  parser.add_argument('dst', metavar='DST', help='file or folder to write')
   parser.add_argument(
-    '--to', choices=KINDS, help='kind of DST (npz by its name)'
+    '--to', choices=KINDS, help='format of DST (npz if DST ends in .npz)'
   )
   parser.add_argument(
-    '--class_names', help='file with a name a line, or a .json list'
+    '--class_names', help='file with one name per line, or a .json list'
   )
   parser.add_argument(
     '--image_size',
     type=pixels,
-    help='SIZE or HEIGHT,WIDTH in pixels, where SRC does not say it',
+    help='SIZE or HEIGHT,WIDTH in pixels, if SRC does not tell it',
   )
   parser.add_argument(
-    '--num_heads', type=int, help='attention heads, where SRC does not say it'
+    '--num_heads', type=int, help='attention heads, if SRC does not tell it'
   )
-  args = parser.parse_args()
+  return parser
+
+
+def main() -> None:
+  """Converts the weights that the command line names, and prints a summary."""
+  args = make_parser().parse_args()
   cli.quiet()
   cli.avoid_libtpu()
   model, notes = convert(

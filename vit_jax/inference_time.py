@@ -1,4 +1,4 @@
-"""Measures how many images a model classifies a second.
+"""Measures how many images per second a model classifies.
 
 python -m vit_jax.main --config=configs/inference_time.py --workdir=/tmp/inference
 """
@@ -17,7 +17,7 @@ from vit_jax.configs import rules
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.scale import sharding
 
-# What the keys of the config may be.
+# Rules for the keys of the config.
 RULES = {
   'model_name': rules.text,
   'dtype': rules.text,
@@ -39,15 +39,15 @@ def inference_time(
     workdir: folder for the metrics.
 
   Returns:
-    `imgs_sec_core_min`, `_max`, `_mean` and `_std`: images a second for each
+    `imgs_sec_core_min`, `_max`, `_mean` and `_std`: images per second and
     device over the `config.steps` measured steps; they are logged too.
 
   Raises:
     ValueError: if a number is not positive, the devices do not divide the
-      batch, or there is no such model.
+      batch, or the model is unknown.
   """
   config = _check(config)
-  log = metrics_lib.MetricsLog(workdir, 0)  # Fails early where it cannot be.
+  log = metrics_lib.MetricsLog(workdir, 0)  # Fails early if it cannot write.
   mesh = sharding.make_mesh({'data': -1})
   shards = sharding.batch_shards(mesh)
   if config.batch % shards:
@@ -73,7 +73,7 @@ def inference_time(
       (config.batch, *size), device=sharding.batch_sharding(mesh)
     )
     cli.say(
-      f'{config.model_name}, {size[0]}x{size[1]} pixels, {config.batch} images a '
+      f'{config.model_name}, {size[0]}x{size[1]} pixels, {config.batch} images per '
       f'step on {mesh.size} {mesh.devices.flat[0].platform} device(s), '
       f'{config.dtype}. Compiling ...'
     )
@@ -93,8 +93,8 @@ def inference_time(
   log.write(0, result)
   log.close()
   cli.say(
-    f'{len(seconds)} steps: {result["imgs_sec_core_mean"]:,.2f} images a second '
-    f'for each device (std {result["imgs_sec_core_std"]:,.2f}, '
+    f'{len(seconds)} steps: {result["imgs_sec_core_mean"]:,.2f} images per second '
+    f'and device (std {result["imgs_sec_core_std"]:,.2f}, '
     f'{result["imgs_sec_core_min"]:,.2f} to '
     f'{result["imgs_sec_core_max"]:,.2f}).'
   )
@@ -102,7 +102,7 @@ def inference_time(
 
 
 def _check(config):
-  """Returns the config, complete; raises ValueError on a wrong value."""
+  """Completes the config with defaults; raises ValueError for a wrong value."""
   complete = default_config.get_config()
   with complete.ignore_type():
     complete.update(config)

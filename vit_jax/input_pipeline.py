@@ -1,26 +1,24 @@
 """Batches as a pure function of (config, step): source, order, example, batch.
 
-Example i of a run (i = step * batch + row) belongs to epoch e = i // n; which one
-of the n examples it is follows from a permutation seeded by (seed, e), and how it
-is augmented from (seed, i). So nothing is buffered to shuffle, a resumed run sees
-the batches that it would have seen, and the global batch does not depend on how
-many hosts read it: each reads its own rows.
+Example i of a run (i = step * batch + row) belongs to epoch e = i // n. A
+permutation seeded by (seed, e) selects one of the n examples, and (seed, i)
+determines its augmentation. Nothing is buffered for shuffling, a resumed run
+sees the batches that it would have seen without interruption, and the global
+batch does not depend on the number of hosts: each host reads its own rows.
 
-Evaluation visits every example once: the last batch is padded, and `mask` says
-which rows count.
+Evaluation visits every example once: the last batch is padded, and `mask` marks
+the real rows.
 
-What becomes of an example, a task says by a function `example(record, seed)`. The
-record has the features that the task asked the source for, of one example, with
-images as the contents of their files, and `index`, int64 scalar, the number of
-the example within its split.
-The seed is int64 [2] in training, from which all that is random must follow, and
-None in evaluation. The function returns tensors of static shapes, by name.
+A task turns a record into an example by its function `example(record, seed)`.
+The record holds the features that the task requested from the source, for one
+example, with images as the contents of their files; and `index`, int64 scalar,
+the number of the example within its split. The seed is int64 [2] in training
+and determines all random numbers; it is None in evaluation. The function
+returns tensors of static shapes, by name.
 """
 
-import collections
 from collections.abc import Callable
 from collections.abc import Iterator
-import itertools
 import os
 
 import jax
@@ -29,32 +27,32 @@ import tensorflow as tf
 
 from vit_jax import preprocess
 from vit_jax.configs import common
+from vit_jax.data import feeding
 from vit_jax.data import folder
-from vit_jax.data import images
 from vit_jax.data import manifest
 from vit_jax.data import order
 from vit_jax.data import sources
-from vit_jax.files import reading
 from vit_jax.run import config as run_config
 from vit_jax.run import keys
 from vit_jax.scale import sharding
 
-# Images decoded at a time.
+# Number of images decoded at a time.
 _CALLS = os.cpu_count() or 1
 
 
 def get_dataset_info(dataset: str, split: str) -> dict:
-  """Returns what is known of a data set.
+  """Returns the sizes and classes of a data set.
 
   Args:
-    dataset: a TFDS name, or a folder as vit_jax/data/folder.py or manifest.py
-      says.
-    split: the split to count, as TFDS writes it.
+    dataset: a TFDS name, or a folder as in vit_jax/data/folder.py or
+      manifest.py.
+    split: the split to count, in the notation of TFDS.
 
   Returns:
     A dict with `num_examples`, `num_classes`, `class_names`, `int2str`, a
-    function from the number of a class to its name, and `examples_glob`, which
-    matches the files of a split that is a folder of classes; None for all else.
+    function from the number of a class to its name, and `examples_glob`, a
+    pattern for the files of a split that is a folder of classes; None for any
+    other split.
 
   Raises:
     ValueError, FileNotFoundError: if there is no such data set or split.
@@ -68,10 +66,7 @@ def get_dataset_info(dataset: str, split: str) -> dict:
 
 
 def get_tfds_info(dataset: str, split: str) -> dict:
-  """Returns what is known of a data set of TFDS.
-
-  See `get_dataset_info`.
-  """
+  """Returns the sizes and classes of a TFDS data set, see get_dataset_info."""
   config = common.set_dataset(common.get_config(), dataset)
   if tf.io.gfile.isdir(dataset):
     raise ValueError(
@@ -82,13 +77,13 @@ def get_tfds_info(dataset: str, split: str) -> dict:
 
 
 def get_directory_info(directory: str) -> dict:
-  """Returns what is known of a folder of classes.
+  """Returns the sizes and classes of a folder of classes.
 
   See `get_dataset_info`.
 
   Args:
     directory: `directory/<class>/<image>`; or a folder with a split `train`,
-      which is what is counted then.
+      which is then counted.
   """
   split = _split_of(directory, 'train')
   config = common.set_dataset(common.get_config(), directory)
@@ -97,7 +92,7 @@ def get_directory_info(directory: str) -> dict:
 
 
 def _examples_glob(root, split):
-  """Matches the files of a split that is a folder of classes, else None."""
+  """Returns a pattern for the files of a split of class folders, else None."""
   top = root.rstrip('/') + ('' if split == '.' else f'/{split}')
   listed = manifest.exists(root, split) or not tf.io.gfile.isdir(top)
   return None if listed else f'{top}/*/*'
@@ -114,7 +109,7 @@ def _info(source, examples_glob=None):
 
 
 def _split_of(directory, split):
-  """Returns `split` where a folder has one of that name, '.' where it is one.
+  """Returns `split` if a folder has a split of that name, else '.'.
 
   Raises:
     FileNotFoundError: if there is no such folder.
@@ -122,12 +117,12 @@ def _split_of(directory, split):
   top = os.path.join(directory, split)
   if not tf.io.gfile.isdir(directory):
     raise FileNotFoundError(
-      f"directory='{directory}' is not a folder that exists: give one with "
-      '<class>/<image> in it'
+      f"directory='{directory}' is not a folder that exists: give a folder of "
+      '<class>/<image>'
     )
   if manifest.exists(directory, split):
     return split
-  # Else it may be a class of that name.
+  # Otherwise the folder may be a class of that name.
   is_split = tf.io.gfile.isdir(top) and folder.has_labels(directory, split)
   return split if is_split else '.'
 
@@ -140,15 +135,16 @@ def get_datasets(config):
       vit_jax.configs.common.
 
   Returns:
-    (ds_train, ds_test). Each element is a dict with `image`, float32 [B, height,
-    width, channels] in [-1, 1], and `label`, float32 [B, classes]. ds_train does
-    not end. ds_test has every example once, in its last batch as many as are
-    left, so that a mean over all its rows is right; and `mask`, float32 [B], all
-    ones. In a run of many processes B counts the rows of this one, all batches of
-    ds_test are of one size, and `mask` is 0 for the rows that pad the last.
+    (ds_train, ds_test). Each element is a dict with `image`, float32 [B,
+    height, width, channels] in [-1, 1], and `label`, float32 [B, classes].
+    ds_train is infinite. ds_test has every example once, and a smaller last
+    batch, so that a mean over all of its rows is exact; its `mask`, float32
+    [B], is all ones. With several processes B counts the rows of this process,
+    all batches of ds_test have the same size, and `mask` is 0 for the rows that
+    pad the last batch.
 
   Raises:
-    ValueError, FileNotFoundError: where the config or the data are not right.
+    ValueError, FileNotFoundError: if the config or the data are wrong.
   """
   config = run_config.complete(config)
   train = sources.open_split(config, config.pp.train)
@@ -166,7 +162,7 @@ def get_data_from_tfds(*, config, mode: str) -> tf.data.Dataset:
     mode: 'train' or 'test'.
 
   Raises:
-    ValueError, FileNotFoundError: see `get_datasets`; on an unknown mode.
+    ValueError, FileNotFoundError: see `get_datasets`; also for an unknown mode.
   """
   _check_mode(mode)
   return get_datasets(config)[mode == 'test']
@@ -179,12 +175,12 @@ def get_data_from_directory(
 
   Args:
     config: see `get_datasets`; `dataset` and the splits are not read.
-    directory: `directory/<class>/<image>`, whose classes are those that it has;
-      or a folder with the splits `train` and `test`, of which `mode` says which.
+    directory: `directory/<class>/<image>`; or a folder with the splits `train`
+      and `test`, of which `mode` selects one.
     mode: 'train' or 'test'.
 
   Raises:
-    ValueError, FileNotFoundError: see `get_datasets`; on an unknown mode.
+    ValueError, FileNotFoundError: see `get_datasets`; also for an unknown mode.
   """
   _check_mode(mode)
   config = run_config.complete(config)
@@ -202,7 +198,7 @@ def _check_mode(mode):
 
 
 def _dataset(config, mode, source):
-  """Returns a split as `get_datasets` hands it out."""
+  """Returns a split in the form of `get_datasets`."""
   keys.check_preprocessing(config.pp)
   mesh = sharding.make_mesh({'data': -1})
   parts = sharding.row_parts(mesh)
@@ -228,35 +224,35 @@ def _dataset(config, mode, source):
 
 
 def _of_length(data, batches):
-  """Says how many batches there are, which tf.data cannot tell itself."""
+  """Declares the number of batches, which tf.data cannot infer here."""
   return data.apply(tf.data.experimental.assert_cardinality(batches))
 
 
 def prefetch(dataset: tf.data.Dataset, n_prefetch: int) -> Iterator[dict]:
   """Yields the batches of tf.data as arrays, split over all devices.
 
-  A batch that the devices do not divide, the last of a test set, lies on each of
-  them as a whole.
+  A batch that the devices do not divide, such as the last of a test set, is
+  copied to every device.
 
   Args:
     dataset: elements are dicts of arrays [B, ...], the rows of this process.
-    n_prefetch: batches kept ready on the devices.
+    n_prefetch: number of batches kept ready on the devices.
   """
   mesh = sharding.make_mesh({'data': -1})
-  return _on_devices(dataset.as_numpy_iterator(), mesh, n_prefetch)
+  return feeding.on_devices(dataset.as_numpy_iterator(), mesh, n_prefetch)
 
 
 def labelled_example(config, num_classes: int) -> Callable:
-  """Returns what a classifier makes of an example.
+  """Returns the function `example` of a classifier.
 
   Args:
     config: reads `pp`.
     num_classes: number of classes.
 
   Returns:
-    example(record, seed), of records with 'image' and 'label', as the module's
-    text says; it returns `image`, float32 [height, width, channels] in [-1, 1],
-    and `label`, float32 [classes], 0 or 1.
+    example(record, seed), see the top of this module. Its records have 'image'
+    and 'label'; it returns `image`, float32 [height, width, channels] in [-1,
+    1], and `label`, float32 [classes], 0 or 1.
   """
 
   def example(record, seed):
@@ -279,13 +275,13 @@ def train_dataset(
   Args:
     config: reads `batch`, `seed`, `shuffle_buffer`, `shuffle_buffer_bytes`.
     source: the training split.
-    example: (record, seed) -> tensors by name, see the module's text.
-    rows: the rows of the global batch that this process reads.
+    example: (record, seed) -> tensors by name, see the top of this module.
+    rows: rows of the global batch that this process reads.
     start_step: number of the first batch.
     parts: see sharding.row_parts; by default as few as `rows` allow.
 
   Returns:
-    tf.data of dicts of what `example` returns, [B, ...] each.
+    tf.data of dicts of the tensors of `example`, [B, ...] each.
   """
 
   def make(position, record):
@@ -308,14 +304,15 @@ def eval_dataset(
   Args:
     config: reads `batch_eval`.
     source: the split.
-    example: (record, None) -> tensors by name, see the module's text.
-    rows: the rows of the global batch that this process reads.
+    example: (record, None) -> tensors by name, see the top of this module.
+    rows: rows of the global batch that this process reads.
     parts: see sharding.row_parts; by default as few as `rows` allow.
 
   Returns:
-    tf.data of dicts of what `example` returns, [B, ...] each; and `mask`,
-    float32 [B], and `index`, int32 [B], the number of the example: 0 and -1 for
-    padding, which stands at the end; for a stream at that of each part.
+    tf.data of dicts of the tensors of `example`, [B, ...] each; and `mask`,
+    float32 [B], and `index`, int32 [B], the number of the example. Padding has
+    mask 0 and index -1, and stands at the end; in a stream at the end of each
+    part.
   """
   source = source.evaluated
   steps = -(-source.num_examples // config.batch_eval)
@@ -346,7 +343,7 @@ def eval_dataset(
 
 
 def _eval_records(config, source, rows, parts):
-  """Yields (records, number of them, rows of a batch that they fill)."""
+  """Yields (records, number of records, rows of a batch that they fill)."""
   if not source.random_access:
     for number, part, block in order.blocks_of(rows, config.batch_eval, parts):
       begin, end = source.share(number, part)
@@ -366,8 +363,9 @@ def _eval_records(config, source, rows, parts):
 def _batches(data, size):
   options = tf.data.Options()
   options.deterministic = True
-  # The thread that tunes a pipeline sleeps for up to a minute, and the end of
-  # the iterator, hence of the program, waits for it. One call a core is as fast.
+  # The autotuning thread sleeps for up to a minute, and the end of the
+  # iterator, hence of the program, waits for that thread. One call per core is
+  # as fast.
   options.autotune.enabled = False
   return data.batch(size, drop_remainder=True).prefetch(1).with_options(options)
 
@@ -375,8 +373,8 @@ def _batches(data, size):
 def _many_hot(label, num_classes):
   """Turns label ids [L], padded with -1, into float32 [num_classes]."""
   message = (
-    'a label is out of range: the data set names '
-    f'{num_classes} classes, labels must be 0 to {num_classes - 1}'
+    f'a label is out of range: the data set has {num_classes} class names, so '
+    f'labels must be 0 to {num_classes - 1}'
   )
   with tf.control_dependencies(
     [
@@ -391,14 +389,14 @@ def _many_hot(label, num_classes):
 def train_batches(
   config, source, example: Callable, mesh, start_step: int = 0
 ) -> Iterator[dict]:
-  """Yields training batches from a step on, as global arrays, without end.
+  """Yields training batches from a step on, without end, as global arrays.
 
   Args:
     config: reads `batch`, `seed`, `prefetch`, `shuffle_buffer`,
       `shuffle_buffer_bytes`.
     source: the training split.
-    example: (record, seed) -> tensors by name, see the module's text.
-    mesh: the mesh, over whose batch axes the rows are split.
+    example: (record, seed) -> tensors by name, see the top of this module.
+    mesh: the mesh; its batch axes split the rows.
     start_step: number of the first batch.
 
   Raises:
@@ -412,7 +410,9 @@ def train_batches(
 
   parts = sharding.row_parts(mesh)
   data = train_dataset(config, source, example, rows, start_step, parts)
-  return _on_devices(_read(data, source, indices), mesh, config.prefetch)
+  return feeding.on_devices(
+    feeding.read(data, source, indices), mesh, config.prefetch
+  )
 
 
 def eval_batches(config, source, example: Callable, mesh) -> Iterator[dict]:
@@ -421,8 +421,8 @@ def eval_batches(config, source, example: Callable, mesh) -> Iterator[dict]:
   Args:
     config: reads `batch_eval`, `prefetch`.
     source: the split.
-    example: (record, None) -> tensors by name, see the module's text.
-    mesh: the mesh, over whose batch axes the rows are split.
+    example: (record, None) -> tensors by name, see the top of this module.
+    mesh: the mesh; its batch axes split the rows.
 
   Raises:
     ValueError: if an image cannot be decoded or a label is out of range.
@@ -436,62 +436,6 @@ def eval_batches(config, source, example: Callable, mesh) -> Iterator[dict]:
 
   parts = sharding.row_parts(mesh)
   data = eval_dataset(config, source, example, rows, parts)
-  return _on_devices(_read(data, source, indices), mesh, config.prefetch)
-
-
-def _on_devices(batches, mesh, prefetch):
-  """Sends `prefetch` batches ahead of their use."""
-  split = sharding.batch_sharding(mesh)
-  whole = jax.NamedSharding(mesh, jax.P())
-
-  def place(value):
-    rows = len(value) * jax.process_count()
-    even = rows % sharding.batch_shards(mesh) == 0
-    return jax.make_array_from_process_local_data(
-      split if even else whole, value
-    )
-
-  placed = (
-    {key: place(value) for key, value in batch.items()} for batch in batches
+  return feeding.on_devices(
+    feeding.read(data, source, indices), mesh, config.prefetch
   )
-  ready = collections.deque(itertools.islice(placed, max(1, prefetch)))
-  while ready:
-    yield ready.popleft()
-    ready.extend(itertools.islice(placed, 1))
-
-
-def _read(data, source, indices):
-  """Iterates over tf.data, and makes its errors name the image at fault.
-
-  Args:
-    data: tf.data.
-    source: the split that it reads.
-    indices: function from the number of a batch to the indices of its examples.
-  """
-  count = 0
-  try:
-    for batch in data.as_numpy_iterator():
-      yield batch
-      count += 1
-  except tf.errors.OpError as e:
-    for index in indices(count):
-      part, number = source.locate(int(index))
-      if index < 0 or not part.random_access or 'image' not in part.features:
-        continue
-      record = part.lookup(tf.constant([number], tf.int64))
-      record = {name: value[0] for name, value in record.items()}
-      try:
-        images.decode(part.read(record)['image'])
-      except images.DECODE_ERRORS as cause:
-        raise ValueError(
-          f"image '{part.name(number)}' cannot be decoded: "
-          f'{reading.first_line(cause)}. Mend or delete it; '
-          '--config.broken_images=skip leaves such images of a folder out'
-        ) from None
-      except tf.errors.OpError as cause:
-        raise OSError(
-          f"image '{part.name(number)}' cannot be read: "
-          f'{reading.first_line(cause)}. Look whether it can be from this '
-          'machine; the same command goes on'
-        ) from None
-    raise ValueError(f'reading the data failed: {reading.first_line(e)}') from e

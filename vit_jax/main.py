@@ -19,20 +19,20 @@ pre-train without labels, by masked patch prediction:
   python -m vit_jax.main --config=configs/masked_patches.py:b16,/data/photos \
     --workdir=/tmp/masked
 
-Stop it any time, with Ctrl-C or otherwise: the same command goes on where it was.
-Every key of a config can be set, for example --config.base_lr=0.01; the keys
-and what they do are in configs/common.py. What is learned is a task
-(config.task), whose own options are set like --config.task_options.mixup=0.2 and
-are in its file, vit_jax/tasks/classify.py; a task of your own is the module
-that config.task names (vit_jax/tasks/base.py).
+Stop a run at any time, with Ctrl-C or otherwise: the same command resumes it.
+Every key of a config can be set, for example --config.base_lr=0.01;
+configs/common.py describes the keys. config.task selects the objective, a task.
+Its options are listed in its file, for example vit_jax/tasks/classify.py, and
+set like --config.task_options.mixup=0.2. config.task can also name a module
+with a task of your own (vit_jax/tasks/base.py).
 
 Evaluate a run on any split, without training:
 
   python -m vit_jax.main --workdir=/tmp/digits --evaluate=test
 
-On several hosts: start the same command on each. On TPU pods and under SLURM
-they find each other; elsewhere add --coordinator=HOST:PORT --num_processes=N
---process_id=I.
+On several hosts: start the same command on each host. On TPU pods and under
+SLURM the hosts find each other; elsewhere add --coordinator=HOST:PORT
+--num_processes=N --process_id=I.
 """
 
 import sys
@@ -52,20 +52,20 @@ _WORKDIR = flags.DEFINE_string(
 _EVALUATE = flags.DEFINE_string(
   'evaluate',
   None,
-  "Does not train, but evaluates the run in --workdir on this split: 'test', "
+  "Evaluate the run in --workdir on this split, without training: 'test', "
   "'train[:10%]', ...",
 )
 _DATASET = flags.DEFINE_string(
-  'dataset', None, 'With --evaluate: another data set of the same classes.'
+  'dataset', None, 'With --evaluate: another data set with the same classes.'
 )
 _DISTRIBUTED = flags.DEFINE_boolean(
   'distributed',
   True,
-  'Looks for the other hosts of a TPU pod or a SLURM job; --nodistributed runs on '
-  'this host alone.',
+  'Find the other hosts of a TPU pod or a SLURM job; --nodistributed runs on '
+  'this host only.',
 )
 _COORDINATOR = flags.DEFINE_string(
-  'coordinator', None, 'HOST:PORT of process 0, for a run of many processes.'
+  'coordinator', None, 'HOST:PORT of process 0, for a run of several processes.'
 )
 _NUM_PROCESSES = flags.DEFINE_integer(
   'num_processes', None, 'With --coordinator: number of processes.'
@@ -76,7 +76,7 @@ _PROCESS_ID = flags.DEFINE_integer(
 
 
 def main(argv):
-  """Runs what the flags say; returns the exit status."""
+  """Runs the command line; returns the exit status."""
   if not flags.FLAGS['verbosity'].present:
     cli.quiet()
   if len(argv) > 1:
@@ -89,30 +89,30 @@ def main(argv):
       '--help)'
     )
   cli.avoid_libtpu()
-  # Imported late, so that --help and wrong flags are answered at once.
+  # Imported late, so that --help and errors in flags are fast.
   if (
     _EVALUATE.value is None and _CONFIG.value.get('trainer', 'train') == 'train'
   ):
     from vit_jax.run import config as run_config
 
     run_config.check_values(_CONFIG.value)
-  from vit_jax.scale import processes
+  from vit_jax.scale import liveness
 
   try:
     _initialize_distributed()
     return _run()
   except Exception as e:
-    processes.end_with(e)
+    liveness.end_with(e)
     raise
 
 
 def _run() -> int:
   """Trains or evaluates; returns the exit status."""
   cli.load_tensorflow()
-  from vit_jax import evaluate
   from vit_jax import inference_time
   from vit_jax import train
-  from vit_jax import transfer
+  from vit_jax.jobs import evaluate
+  from vit_jax.jobs import transfer
 
   if _EVALUATE.value is not None:
     evaluate.evaluate(_WORKDIR.value, _EVALUATE.value, _DATASET.value)
@@ -131,14 +131,14 @@ def _run() -> int:
 
 
 def _initialize_distributed():
-  """Connects the processes of a run, where there are several."""
+  """Connects the processes of a run, if there are several."""
   from vit_jax.scale import processes
 
   given = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   if any(value is not None for value in given):
     if None in given:
       raise ValueError(
-        '--coordinator, --num_processes and --process_id go together'
+        '--coordinator, --num_processes and --process_id must be given together'
       )
     processes.initialize(*given)
     return
@@ -147,14 +147,14 @@ def _initialize_distributed():
   try:
     processes.initialize()
   except ValueError as e:
-    # What JAX says where it finds no cluster: a run of one process. Any other
-    # error is that of a cluster, whose hosts must not train each on its own.
+    # JAX raises this error if it finds no cluster: the run has one process. Any
+    # other error is due to a cluster, whose hosts must not train separately.
     if 'coordinator_address' not in str(e):
       raise
 
 
 def parse_flags(argv):
-  """Parses the flags, those of JAX (--jax_platforms for one) among them."""
+  """Parses the flags, including those of JAX such as --jax_platforms."""
   if any(arg.lstrip('-').startswith(('jax_', 'nojax_')) for arg in argv):
     import jax
 
@@ -162,7 +162,7 @@ def parse_flags(argv):
   try:
     return cli.parse_flags(argv, flags.FLAGS)
   except SystemExit:
-    sys.exit(0)  # --help was answered, for which absl would exit with 1.
+    sys.exit(0)  # After --help, where absl exits with 1.
 
 
 if __name__ == '__main__':

@@ -1,27 +1,30 @@
-r"""Lists the images of a folder and decodes each, once, ahead of any training.
+r"""Lists the images of a folder and decodes each once, ahead of any training.
 
   python -m vit_jax.manifest /data/photos
 
-goes through /data/photos/train, test and so on, and writes what it finds beside
-them: /data/photos/train.index.npz, test.index.npz. A training on that folder takes
-these lists in place of looking for itself, as long as they are true:
+reads /data/photos/train, test and so on, and writes its results beside these
+folders: /data/photos/train.index.npz, test.index.npz. A training on
+/data/photos uses these lists instead of listing the folders itself, as long as
+the lists are up to date:
 
-- Of a folder of this machine, when images are added, removed or renamed, the list
-  is made anew; files whose size and time of change are as they were are not
-  decoded again.
-- Of a folder in a bucket (gs://) nobody can see that without listing all of it: the
-  list is taken as it is, with its date. Run this command again after a change.
+- On this machine's disks, the list is made again when images are added, removed
+  or renamed. Files of unchanged size and modification time are not decoded
+  again.
+- In a bucket (gs://), detecting a change would require listing the whole
+  folder. The list is used as it is, and its date is shown. Run this command
+  again after a change.
 
-It needs no accelerator, uses all cores, and says how far it is. To list millions of
-images in seconds, and look at the first and the last bytes of each alone:
+The command needs no accelerator, uses all cores, and shows its progress. To
+list millions of images in seconds, checking only the first and last bytes of
+each:
 
   python -m vit_jax.manifest /data/photos --check=form
 
-and train with --config.broken_images=trust, which looks no further. An image that
-is broken between its ends then stops the training when its turn comes, by name.
+Then train with --config.broken_images=trust, which checks no further. An image
+that is broken elsewhere stops the training when it is read; the error names it.
 
-The exit status is 1 if images are broken. They are named, and remembered:
---config.broken_images=skip leaves them out.
+The exit status is 1 if images are broken. They are named and recorded in the
+list; --config.broken_images=skip leaves them out.
 """
 
 import argparse
@@ -29,11 +32,11 @@ import time
 
 from vit_jax import cli
 
-# --check: what is looked at.
+# Values of --check.
 _CHECKS = {
-  'none': 'names alone',
-  'form': 'the first and last bytes of every file',
-  'decode': 'every image is decoded, a JPEG at 1/8 of its size',
+  'none': 'list names only',
+  'form': 'check the first and last bytes of every file',
+  'decode': 'decode every image, a JPEG at 1/8 of its size',
 }
 _SHOWN = 10
 
@@ -45,17 +48,19 @@ def make(
 
   Args:
     root: the folder, local or gs://.
-    split: name of a folder in it, or of a manifest (train for train.jsonl); '.' is
-      the folder itself.
-    check: 'none', 'form' or 'decode', see above.
-    max_pixels: images of more are broken; None: the default of the config.
+    split: name of a folder in `root`, or of a manifest (train for train.jsonl);
+      '.' for `root` itself.
+    check: 'none', 'form' or 'decode', see the top of this module.
+    max_pixels: images with more pixels count as broken; None: the config's
+      default.
 
   Returns:
-    Where it is, the number of images, and the broken ones with the reasons.
+    (path of the index, number of images, broken images with their reasons).
 
   Raises:
     FileNotFoundError: if there is no such split.
-    OSError: if a folder or a file cannot be read, or the index not be written.
+    OSError: if a folder or a file cannot be read, or the index cannot be
+      written.
   """
   from vit_jax.configs import common
   from vit_jax.data import checking
@@ -84,19 +89,15 @@ def make(
   return path, len(index), broken
 
 
-def main() -> int:
-  """Makes the indices that the command line asks for; returns the exit status."""
-  parser = argparse.ArgumentParser(
-    prog='python -m vit_jax.manifest',
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
-  parser.add_argument('folder', help='the folder of the data set, also gs://')
+def make_parser() -> argparse.ArgumentParser:
+  """Returns the parser of this command."""
+  parser = cli.parser('vit_jax.manifest', __doc__)
+  parser.add_argument('folder', help='folder of the data set, local or gs://')
   parser.add_argument(
     'splits',
     nargs='*',
-    help="folders in it (by default all, and those of its .jsonl); '.' is the "
-    'folder itself, with classes in it',
+    help="splits in the folder (by default all folders and .jsonl files); '.' for "
+    'the folder itself, with a folder per class',
   )
   parser.add_argument(
     '--check',
@@ -107,9 +108,14 @@ def main() -> int:
   parser.add_argument(
     '--max_image_pixels',
     type=int,
-    help='images of more pixels are broken, as config.max_image_pixels says',
+    help='images with more pixels count as broken (config.max_image_pixels)',
   )
-  args = parser.parse_args()
+  return parser
+
+
+def main() -> int:
+  """Lists and checks the splits of the folder; returns the exit status."""
+  args = make_parser().parse_args()
   cli.quiet()
   cli.avoid_libtpu()
   cli.load_tensorflow()
@@ -128,8 +134,8 @@ def main() -> int:
     if broken:
       found = True
       cli.say(
-        f'Broken images: {len(broken):,}. Mend or delete them, or train with '
-        '--config.broken_images=skip, which leaves them out.'
+        f'Broken images: {len(broken):,}. Repair or delete them, or leave them out '
+        'of the training with --config.broken_images=skip.'
       )
   return int(found)
 

@@ -1,9 +1,9 @@
 """The models under their public names: `from vit_jax import models`.
 
-Importing this loads neither TensorFlow nor anything of the trainer.
+Importing this module loads neither TensorFlow nor the trainer.
 
-`config.model.kind` says of which class a model is. Research code adds its own,
-a Linen module with the fields `num_classes`, `dtype` and `param_dtype`:
+`config.model.kind` names the class of a model. Research code can register its
+own, a Linen module with the fields `num_classes`, `dtype` and `param_dtype`:
 
   models.register('mine', MyModel)  # Then config.model.kind = 'mine'.
 """
@@ -29,7 +29,7 @@ ResNetStage = models_resnet.ResNetStage
 StdConv = models_resnet.StdConv
 VisionTransformer = models_vit.VisionTransformer
 
-# kind (config.model.kind): the class, or 'module:name' to import it when needed.
+# Kind (config.model.kind) -> class, or 'module:name' to import when needed.
 KINDS = {
   'vit': 'vit_jax.models_vit:VisionTransformer',
   'mixer': 'vit_jax.models_mixer:MlpMixer',
@@ -37,14 +37,14 @@ KINDS = {
 
 
 def register(kind: str, cls: type[nn.Module]) -> None:
-  """Makes a class known as `config.model.kind`.
+  """Registers a class under a value of `config.model.kind`.
 
   Args:
-    kind: its name.
-    cls: the class; its fields are the keys of `config.model`.
+    kind: the value.
+    cls: the class; its fields become the keys of `config.model`.
 
   Raises:
-    ValueError: if the name is that of another class, or `cls` is no Linen module.
+    ValueError: if another class has this kind, or `cls` is no Linen module.
   """
   if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
     raise ValueError(
@@ -55,7 +55,7 @@ def register(kind: str, cls: type[nn.Module]) -> None:
     raise ValueError(
       f"kind='{kind}' is taken by {_location(KINDS[kind])}: use another name"
     )
-  KINDS[kind] = cls  # Once more, where a notebook defines its class again.
+  KINDS[kind] = cls  # Replaces the class if a notebook defines it again.
 
 
 def _location(entry):
@@ -69,31 +69,31 @@ def kind_of(config) -> str:
   """Returns the kind of a model, a key of KINDS.
 
   Args:
-    config: reads `kind`; without one a Mixer is known by `tokens_mlp_dim`, and
-      all else is a Vision Transformer.
+    config: reads `kind`. Without it, a model with `tokens_mlp_dim` is a Mixer
+      and any other a Vision Transformer.
 
   Raises:
-    ValueError: if there is no such kind.
+    ValueError: if the kind is unknown.
   """
   kind = config.get('kind')
   if kind is None:
     return 'mixer' if 'tokens_mlp_dim' in config else 'vit'
   if kind not in KINDS:
     raise ValueError(
-      f"kind='{kind}' is unknown: use one of {', '.join(KINDS)}, or "
-      'models.register another (config.model.kind)'
+      f"kind='{kind}' is unknown: use one of {', '.join(KINDS)}, or add it with "
+      'models.register (config.model.kind)'
     )
   return kind
 
 
 def class_of(config) -> type[nn.Module]:
-  """Returns the class of a model's config.
+  """Returns the class of a model.
 
   Args:
     config: see kind_of.
 
   Raises:
-    ValueError: if there is no such kind.
+    ValueError: if the kind is unknown.
   """
   entry = KINDS[kind_of(config)]
   if not isinstance(entry, str):
@@ -103,17 +103,17 @@ def class_of(config) -> type[nn.Module]:
 
 
 def get_model(name: str, **kwargs) -> nn.Module:
-  """Returns the model of that name.
+  """Returns a model by name.
 
   Args:
-    name: 'ViT-B_16', 'R50+ViT-L_32', 'Mixer-B_16', ... or its short form 'b16',
-      'r50_l32', 'mixer_b16', or as AugReg's files begin, 'R_Ti_16': see
-      `vit_jax.configs.models.get_config`.
-    **kwargs: fields of the model, `num_classes` for one; they win over those of
-      the config. `cls` as for make_model.
+    name: a name such as 'ViT-B_16', 'R50+ViT-L_32' or 'Mixer-B_16', its short
+      form such as 'b16', 'r50_l32' or 'mixer_b16', or the beginning of an
+      AugReg file such as 'R_Ti_16'; see `vit_jax.configs.models.get_config`.
+    **kwargs: fields of the model, such as `num_classes`, which override those
+      of the config; also `cls`, see `make_model`.
 
   Raises:
-    ValueError: if there is no such model.
+    ValueError: if the name is unknown.
   """
   return make_model(model_configs.get_config(name), **kwargs)
 
@@ -122,15 +122,16 @@ def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
   """Returns the model of a config (`config.model` of a run).
 
   Args:
-    config: fields of the model, and possibly `kind`, which says what it is.
-    cls: the class, in place of the one that `kind` says: a task's own subclass.
-    **kwargs: fields that win over those of the config.
+    config: fields of the model, and optionally `kind`.
+    cls: class of the model, such as a task's own subclass; overrides `kind`.
+    **kwargs: fields that override those of the config.
 
   Returns:
     The model, a Linen module.
 
   Raises:
-    ValueError: if there is no such kind, field or type, or no `num_classes`.
+    ValueError: if the kind, a field or a type is unknown, or `num_classes` is
+      missing.
   """
   fields = {**config, **kwargs}
   model = cls or class_of(fields)
@@ -150,7 +151,7 @@ def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
   known = model.__dataclass_fields__
   if 'num_classes' in known and 'num_classes' not in fields:
     raise ValueError(
-      'num_classes is missing: give the width of the head, or 0 for none'
+      'num_classes is missing: give the width of the head, or 0 for no head'
     )
   _check_fields(fields, model)
   if 'encoder' in known:
@@ -160,7 +161,7 @@ def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
 
 
 def _check_fields(given, cls):
-  """Raises ValueError if a class has not all of the fields that are given."""
+  """Raises ValueError if a class lacks one of the given fields."""
   names = set(cls.__dataclass_fields__) - {'parent', 'name'}
   unknown = sorted(set(given) - names)
   if unknown:
@@ -171,7 +172,7 @@ def _check_fields(given, cls):
 
 
 def patch_grid(config, image_size: tuple[int, int]) -> tuple[int, int]:
-  """Returns how many patches (down, across) a model cuts an image into.
+  """Returns the number of patches (down, across) of an image.
 
   Args:
     config: reads `patches.size` and `resnet`.
@@ -179,7 +180,7 @@ def patch_grid(config, image_size: tuple[int, int]) -> tuple[int, int]:
   """
   stride = 1
   if config.get('resnet') is not None:
-    # The root divides by 4, every stage but the first by 2.
+    # The root block divides the size by 4, every stage but the first by 2.
     stride = 4 * 2 ** max(0, len(config.resnet.num_layers) - 1)
   cells = (-(-size // stride) for size in image_size)
   height, width = (c // p for c, p in zip(cells, config.patches.size))

@@ -1,7 +1,7 @@
 """MLP-Mixer as Flax Linen modules (arXiv 2105.01601), published names.
 
-The Vision Transformer's sibling in the original code base: patches become
-tokens, but an MLP over the tokens takes the place of attention.
+The model maps patches to tokens as the Vision Transformer does, but replaces
+attention with an MLP over the tokens.
 
 Shapes in the comments:
   B images    H, W image height and width    C channels (or classes)
@@ -70,13 +70,14 @@ class MlpMixer(patches.ImageModel):
 
   Attributes:
     patches: has a field `size`, (height, width) of a patch in pixels.
-    num_classes: width of the head; 0 or None gives the mean token instead.
+    num_classes: width of the head; with 0 or None the model returns the mean
+      token.
     num_blocks: number of layers.
     hidden_dim: width D of a token.
     tokens_mlp_dim: see MixerBlock.
     channels_mlp_dim: see MixerBlock.
     model_name: name in the table of configs; has no effect.
-    dtype: type of the computation. The logits are float32 whatever it is.
+    dtype: type of the computation. The logits are always float32.
     param_dtype: type of the parameters.
   """
 
@@ -95,19 +96,19 @@ class MlpMixer(patches.ImageModel):
     """Computes logits.
 
     Args:
-      inputs: images, float [B, H, W, C] in [-1, 1], of the size that the model
-        was initialised with: the MLPs over tokens fit no other.
+      inputs: images, float [B, H, W, C] in [-1, 1], of the size at
+        initialisation, which determines the shapes of the MLPs over tokens.
       train: has no effect; a Mixer has no dropout.
 
     Returns:
-      Logits, float32 [B, num_classes]; features [B, D] where there is no head.
+      Logits, float32 [B, num_classes]; without a head, features [B, D].
 
     Raises:
-      ValueError: on inputs of another rank, and where patches do not divide the
-        image.
+      ValueError: if the inputs have another rank, or the patch size does not
+        divide the image size.
     """
     del train
-    inputs = jnp.asarray(inputs)  # TensorFlow's tensors, too.
+    inputs = jnp.asarray(inputs)  # Accepts TensorFlow's tensors.
     patches.check_images(inputs)
     types = dict(
       dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)

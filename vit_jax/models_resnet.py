@@ -16,12 +16,12 @@ import jax.numpy as jnp
 
 
 class Epsilons(NamedTuple):
-  """The small numbers that keep divisions finite.
+  """Constants that keep divisions finite.
 
   Attributes:
     norm: added to the variance in GroupNorm.
-    std: added to the deviation of a kernel that is standardised.
-    std_variance: added to its variance.
+    std: added to the standard deviation of a kernel.
+    std_variance: added to the variance of a kernel.
   """
 
   norm: float
@@ -29,8 +29,8 @@ class Epsilons(NamedTuple):
   std_variance: float
 
 
-# By name (config.model.resnet.eps): those of the published models, and those
-# that timm computes with.
+# By name (config.model.resnet.eps): the constants of the published models, and
+# those of timm.
 EPSILONS = {
   'published': Epsilons(norm=1e-6, std=1e-5, std_variance=0.0),
   'timm': Epsilons(norm=1e-5, std=0.0, std_variance=1e-8),
@@ -38,12 +38,12 @@ EPSILONS = {
 
 
 def weight_standardize(w, axis, eps, variance_eps=0.0):
-  """Subtracts the mean of `w` over `axis` and divides by its deviation.
+  """Subtracts the mean of `w` and divides by its standard deviation.
 
   Args:
     w: a kernel.
-    axis: the axes to standardise over.
-    eps: added to the deviation.
+    axis: axes to standardise over.
+    eps: added to the standard deviation.
     variance_eps: added to the variance.
   """
   w = w - jnp.mean(w, axis=axis, keepdims=True)
@@ -52,21 +52,21 @@ def weight_standardize(w, axis, eps, variance_eps=0.0):
 
 
 class StdConv(nn.Conv):
-  """A convolution whose kernel is standardised before its use.
+  """A convolution with a standardised kernel.
 
   Attributes:
-    eps: the epsilons. All others are those of flax.linen.Conv.
+    eps: the epsilons. For the others see flax.linen.Conv.
   """
 
   eps: Epsilons = EPSILONS['published']
 
   @nn.nowrap
   def param(self, name, *args, **kwargs):
-    """Declares a parameter, and returns what is computed with."""
+    """Declares a parameter; returns it, standardised if it is the kernel."""
     value = super().param(name, *args, **kwargs)
     if name != 'kernel':
       return value
-    inputs = tuple(range(value.ndim - 1))  # All axes but that of the outputs.
+    inputs = tuple(range(value.ndim - 1))  # All axes but the output channels.
     return weight_standardize(
       value, inputs, self.eps.std, self.eps.std_variance
     )
@@ -110,7 +110,7 @@ class ResidualUnit(nn.Module):
 
 
 class ResNetStage(nn.Module):
-  """A row of units, the first of which may stride.
+  """A sequence of units; the first may have strides.
 
   Attributes:
     block_size: number of units.
@@ -150,20 +150,21 @@ def make_resnet(
   dtype: Any = jnp.float32,
   param_dtype: Any = jnp.float32,
 ) -> list[nn.Module]:
-  """Makes root block and stages, as submodules of the module that calls it.
+  """Creates root block and stages, as submodules of the calling module.
 
   Args:
-    num_layers: units in each stage; empty leaves the root block alone.
-    width_factor: the root has 64 times as many channels.
+    num_layers: number of units in each stage; if empty, there is only the root.
+    width_factor: the root block has 64 times this number of channels.
     eps: a key of EPSILONS.
     dtype: type of the computation.
     param_dtype: type of the parameters.
 
   Returns:
-    Layers for `apply_resnet`: the root's convolution and its norm, the stages.
+    Layers for `apply_resnet`: convolution and norm of the root, then the
+      stages.
 
   Raises:
-    ValueError: on unknown `eps`.
+    ValueError: if `eps` is unknown.
   """
   if eps not in EPSILONS:
     raise ValueError(
@@ -200,8 +201,8 @@ def apply_resnet(x, layers: Sequence[nn.Module]):
     layers: the layers.
 
   Returns:
-    Features: a quarter of the image's height and width after the root and the
-    first stage, halved by each further stage.
+    Features. Height and width are a quarter of the image's after the root and
+    the first stage, and each further stage halves them.
   """
   conv, norm, *stages = layers
   x = nn.relu(norm(conv(x)))

@@ -1,27 +1,28 @@
 """The Vision Transformer as Flax Linen modules (arXiv 2010.11929, section 3.1).
 
-An image is cut into patches, each patch becomes one token by a linear map, and
-a plain pre-norm Transformer encoder reads the tokens. Names of modules and
-parameters are the published ones, so published weights fit without renaming.
+A linear map turns each patch of an image into a token, and a pre-norm
+Transformer encoder processes the tokens. Modules and parameters have their
+published names, so that published weights fit without renaming.
 
 Shapes in the comments:
   B images    H, W image height and width    C channels (or classes)
-  h, w patches down and across               N tokens (h*w, plus the class token)
+  h, w patches down and across               N tokens (h*w and the class token)
   D width of a token    M width of the MLP   K heads    E = D/K width of a head
 
-Look inside with `model.apply(..., mutable='intermediates')`: every attention
-layer sows `attention_weights` [B, K, N, N], the encoder `tokens` [B, N, D], the
-model `features` [B, D], the pre-logits. When nobody asks, nothing is stored, and
-where the class token alone is read the last layer computes no other.
+`model.apply(..., mutable='intermediates')` also returns intermediate values:
+every attention layer sows `attention_weights` [B, K, N, N], the encoder
+`tokens` [B, N, D], and the model `features` [B, D], the pre-logits. Otherwise
+nothing is stored, and if only the class token is read, the last layer computes
+no other token.
 
-The model is made of three methods, which can be called one by one:
+The model consists of three methods, which can be called separately:
 
   tokens = model.apply(variables, images, method='embed')  # [B, h*w, D]
   tokens = model.apply(variables, tokens, train=False, method='encode')
   logits = model.apply(variables, tokens, train=False, method='classify')
 
-A subclass can thus put tokens of its own between them, and parameters of its own
-beside the published ones, in a `setup` that calls `super().setup()` first.
+A subclass can insert tokens of its own between the calls. It can add parameters
+to the published ones in a `setup` that calls `super().setup()` first.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ from vit_jax.scale import sharding
 
 CLASSIFIERS = ('token', 'gap', 'unpooled', 'token_unpooled')
 
-# The names under which the original has them.
+# Names of the original.
 PatchEmbedding = patches_lib.PatchEmbedding
 AddPositionEmbs = encoder_lib.AddPositionEmbs
 MlpBlock = encoder_lib.MlpBlock
@@ -52,24 +53,25 @@ make_head = patches_lib.make_head
 
 
 def _field(config: Any, name: str, default: Any = None) -> Any:
-  """Reads `name` from a ConfigDict, a mapping or an object."""
+  """Reads the field `name` of a ConfigDict, a mapping or an object."""
   if isinstance(config, Mapping):
     return config.get(name, default)
   return getattr(config, name, default)
 
 
 def encoder_fields(encoder: Callable, fields: Mapping[str, Any]) -> dict:
-  """Returns the fields that an encoder is made with: of those given, what it has.
+  """Selects the given fields that an encoder has.
 
-  An encoder of one's own may have the original's fields alone. What it lacks is
-  left out where it says no more than that all is as by default.
+  An encoder class of a user may lack fields of this package's Encoder. Such a
+  field is left out if it has its default value.
 
   Args:
     encoder: class of the encoder, or a function that makes one.
-    fields: all that a config says, with the types of computation and parameters.
+    fields: fields from the config, `dtype` and `param_dtype`.
 
   Raises:
-    ValueError: names the fields that the encoder lacks, and those that it has.
+    ValueError: if the encoder lacks a field with another value; names the
+      fields that it has.
   """
   known = inspect.signature(encoder).parameters
   if any(p.kind is p.VAR_KEYWORD for p in known.values()):
@@ -84,15 +86,15 @@ def encoder_fields(encoder: Callable, fields: Mapping[str, Any]) -> dict:
     name = getattr(encoder, '__name__', encoder)
     has = sorted(set(known) - {'parent', 'name'})
     raise ValueError(
-      f'config.model has unknown fields {sorted(wrong)}: {name} takes {has}, and '
-      f'the config says {", ".join(f"{k}={v}" for k, v in wrong.items())} '
+      f'config.model has unknown fields {sorted(wrong)}: {name} takes {has}, but '
+      f'the config gives {", ".join(f"{k}={v}" for k, v in wrong.items())} '
       '(config.model.transformer)'
     )
   return {key: fields[key] for key in fields if key in known}
 
 
 class IdentityLayer(nn.Module):
-  """Returns its input: gives an activation a name that can be captured."""
+  """Returns its input; names an activation, so that it can be captured."""
 
   @nn.compact
   def __call__(self, x):
@@ -100,26 +102,26 @@ class IdentityLayer(nn.Module):
 
 
 class VisionTransformer(patches_lib.ImageModel):
-  """The Vision Transformer, with or without a ResNet in front of it (hybrid).
+  """The Vision Transformer, optionally behind a ResNet (hybrid).
 
   Attributes:
-    num_classes: width of the head; 0 or None gives the pre-logits instead.
+    num_classes: width of the head; with 0 or None the model returns pre-logits.
     patches: has a field `size`, (height, width) of a patch: in pixels, or for a
       hybrid in cells of the ResNet's feature map.
-    transformer: arguments of `encoder`; None leaves the encoder out.
+    transformer: fields of `encoder`; None for no encoder.
     hidden_size: width D of a token.
     resnet: None, or has fields `num_layers` (units per stage, possibly none),
-      `width_factor` and possibly `eps` (see vit_jax.models_resnet).
+      `width_factor` and optionally `eps` (see vit_jax.models_resnet).
     representation_size: width of a dense layer with tanh before the head (the
       paper's pre-training head, section 3.1), or None.
     classifier: 'token' reads the class token, 'gap' the mean over patches;
       'unpooled' and 'token_unpooled' apply the head to every token, without and
       with a class token.
     head_bias_init: initial bias of the head (-10 for the 21k models).
-    encoder: class of the encoder; it gets those of its fields that are given.
+    encoder: class of the encoder.
     model_name: name in the table of configs; has no effect.
-    dtype: type of the computation, 'bfloat16' for one. Softmax, the norms'
-      statistics and the logits are float32 whatever it is.
+    dtype: type of the computation, such as 'bfloat16'. Softmax, the statistics
+      of norms and the logits are always float32.
     param_dtype: type of the parameters.
   """
 
@@ -137,11 +139,11 @@ class VisionTransformer(patches_lib.ImageModel):
   param_dtype: Any = jnp.float32
 
   def setup(self):
-    """Makes the parts, named as published.
+    """Creates the submodules, with published names.
 
     Raises:
-      ValueError: on an unknown classifier, and where the class token, which
-        stands first, would be read and see nothing but itself.
+      ValueError: if the classifier is unknown, or if it reads the class token
+        while causal attention hides all other tokens from that token.
     """
     if self.classifier not in CLASSIFIERS:
       raise ValueError(
@@ -162,8 +164,8 @@ class VisionTransformer(patches_lib.ImageModel):
       fields = dict(self.transformer)
       if fields.get('causal') and self.classifier == 'token':
         raise ValueError(
-          "classifier='token' reads the class token, which stands first, and with "
-          "causal=True sees no other: use 'gap' or 'unpooled' "
+          "classifier='token' reads the class token, which comes first and with "
+          "causal=True attends to itself only: use 'gap' or 'unpooled' "
           '(config.model.classifier)'
         )
       if self.classifier in ('token', 'token_unpooled'):
@@ -184,7 +186,7 @@ class VisionTransformer(patches_lib.ImageModel):
       self.head = make_head(self.num_classes, self.head_bias_init, **types)
 
   def _types(self):
-    """Types of the computation and of the parameters, by name of argument."""
+    """Returns the types of computation and parameters, by argument name."""
     return dict(
       dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
     )
@@ -198,31 +200,31 @@ class VisionTransformer(patches_lib.ImageModel):
 
     Returns:
       Logits, float32 [B, num_classes], or [B, N, num_classes] for an unpooled
-      classifier; the pre-logits in `dtype` where there is no head.
+      classifier; without a head the pre-logits, of type `dtype`.
 
     Raises:
-      ValueError: on an unknown classifier, on inputs of another rank, and where
-        patches do not divide the image.
+      ValueError: if the classifier is unknown, the inputs have another rank, or
+        the patch size does not divide the image size.
     """
     x = self.embed(inputs, flat=self.transformer is not None)
     x = self.encode(x, train=train, only_first=self.classifier == 'token')
     return self.classify(x, train=train)
 
   def embed(self, images, *, flat=True):
-    """Makes a token of each patch, as yet without a position.
+    """Maps each patch to a token, without its position embedding.
 
     Args:
       images: float [B, H, W, C] in [-1, 1].
-      flat: whether the tokens come in one row, line by line.
+      flat: whether to flatten the grid of tokens, row by row.
 
     Returns:
-      Tokens [B, h*w, D] in `dtype`; as a grid [B, h, w, D] where not `flat`.
+      Tokens of type `dtype`: [B, h*w, D] if `flat`, else a grid [B, h, w, D].
 
     Raises:
-      ValueError: on inputs of another rank, and where patches do not divide the
-        image.
+      ValueError: if the images have another rank, or the patch size does not
+        divide the image size.
     """
-    images = jnp.asarray(images)  # TensorFlow's tensors, too.
+    images = jnp.asarray(images)  # Accepts TensorFlow's tensors.
     check_images(images)
     x = images.astype(self._types()['dtype'])
     if self.resnet is not None:
@@ -231,22 +233,22 @@ class VisionTransformer(patches_lib.ImageModel):
     return x.reshape(x.shape[0], -1, x.shape[-1]) if flat else x
 
   def encode(self, tokens, *, train, mask=None, only_first=False):
-    """Adds class token and positions, and applies the encoder.
+    """Adds class token and position embeddings, and applies the encoder.
 
     Args:
-      tokens: [B, h*w, D], of `embed` or made of them.
+      tokens: [B, h*w, D], from `embed`, possibly modified.
       train: whether dropout is on.
-      mask: which tokens may attend to which, bool, broadcastable to
-        [B, K, N, N], the class token being the first; None: all to all.
-      only_first: whether only the first of the result is wanted, the class token.
+      mask: bool, broadcastable to [B, K, N, N], True where a query may attend
+        to a key (the class token is the first); None: everywhere.
+      only_first: whether to compute the first token alone, the class token. An
+        encoder class of a user computes all tokens regardless.
 
     Returns:
-      Tokens [B, N, D], the class token first where the classifier has one, or
-      [B, 1, D] for the first alone (an `encoder` of one's own gives all of them).
-      The input where there is no transformer.
+      Tokens [B, N, D], the class token first if there is one; [B, 1, D] with
+      `only_first`. Without a transformer, the input.
 
     Raises:
-      ValueError: on tokens of another rank.
+      ValueError: if the tokens have another rank.
     """
     if self.transformer is None:
       return tokens
@@ -258,21 +260,21 @@ class VisionTransformer(patches_lib.ImageModel):
     if self.classifier in ('token', 'token_unpooled'):
       cls = jnp.broadcast_to(self.cls, (x.shape[0], 1, x.shape[-1]))
       x = jnp.concatenate([cls.astype(x.dtype), x], axis=1)  # [B, N, D]
-    # An encoder of one's own need not know these arguments.
+    # An encoder class of a user need not accept these arguments.
     extra = {} if mask is None else {'mask': mask}
     if only_first and self.encoder is Encoder:
       extra['only_first'] = True
     return self.Transformer(x, train=train, **extra)
 
   def classify(self, encoded, *, train):
-    """Pools tokens as the classifier has it, and applies pre-logits and head.
+    """Pools tokens as `classifier` specifies, and applies pre-logits and head.
 
     Args:
-      encoded: tokens [B, N, D] of `encode`.
+      encoded: tokens [B, N, D] from `encode`.
       train: has no effect here.
 
     Returns:
-      What the model returns.
+      The model's result, see `__call__`.
     """
     del train
     x = encoded

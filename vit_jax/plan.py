@@ -1,29 +1,29 @@
-r"""Plans a training run for TPUs without one: memory, speed, cost.
+r"""Plans a training run for TPUs without a TPU: memory, speed, cost.
 
   pip install -e '.[plan]'
   python -m vit_jax.plan --config=configs/pretrain.py:h14,imagenet21k \
     --topology=v3:4x4 --config.mesh.fsdp=32 --config.mesh.data=1
 
-Compiles the very update that `vit_jax.main` would run, with the TPU's own
-compiler, which runs on any x86 Linux machine, and says what it reports: the
-memory of a core, FLOPs, its estimate of the time of a step, and what follows for
-the whole run. The times are the compiler's estimates: good to compare two
-programs, no measurements. They count no network; the least that it takes is a
-line of its own.
+Compiles the update of `vit_jax.main` with the TPU compiler, which runs on any
+x86 Linux machine. Reports the memory of a core, the FLOPs, the compiler's
+estimate of the time of a step, and the resulting duration of the whole run.
+Estimated times serve to compare programs; they are not measurements. They
+exclude the network, for which a lower bound is reported separately.
 
 --search tries meshes (parameters split over all devices, over some, or copied;
-heads over two) and, for each, accumulation until it fits, and rematerialisation
-where that could be faster, whatever the config says of these; it prints the best
-and the flags that select it. Plans are kept in $VIT_JAX_CACHE (by default
-~/.cache/vit_jax), by the program that was compiled.
+heads split over two) and, for each mesh, more and more micro-batches until the
+run fits, and rematerialisation where it could be faster. It ignores what the
+config says of these, and prints the best plans and the flags that select them.
+Plans are cached in $VIT_JAX_CACHE (by default ~/.cache/vit_jax), by the
+compiled program.
 
-A topology is a TPU version (v2, v3, v4, v5e, v5p, v6e) and the chips along each
-axis, v3:4x4 or v4:2x2x4: a device is a core of v2 and v3, of which a chip has two,
-else a chip. To compile takes one to two minutes for v3 on two cores, several for
-v5e and v6e.
+A topology is a TPU version (v2, v3, v4, v5e, v5p, v6e) and the number of chips
+along each axis, v3:4x4 or v4:2x2x4. A device is a core on v2 and v3, where a
+chip has two, and a chip on later versions. Compilation takes one to two minutes
+for v3 on two cores, and several for v5e and v6e.
 
-The data need not be there: sizes of the paper's data sets are known, a folder is
-counted, --num_examples and --num_classes give others.
+The data need not exist: the sizes of the paper's data sets are known, a folder
+is counted, and --num_examples and --num_classes give any other sizes.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ from vit_jax.scale import topology as topology_lib
 
 say = cli.say
 
-# data set: training examples, classes.
+# Data set -> (training examples, classes).
 DATASETS = {
   'imagenet2012': (1_268_356, 1_000),  # train[:99%]
   'imagenet21k': (14_094_797, 21_843),  # full[102400:]
@@ -58,14 +58,14 @@ DATASETS = {
   'digits': (1_437, 10),
 }
 
-# What the paper spent, TPU v3 core-days (arXiv 2010.11929, table 2).
+# Cost of the paper's runs in TPU v3 core-days (arXiv 2010.11929, table 2).
 PAPER_CORE_DAYS = {
   ('ViT-H_14', 'jft300m'): 2_500,
   ('ViT-L_16', 'jft300m'): 680,
   ('ViT-L_16', 'imagenet21k'): 230,
 }
 
-# Part of the cache's key: another one where what is kept changes.
+# Part of the cache's key; change it when the cached values change.
 _FORMAT = '4'
 
 
@@ -91,18 +91,18 @@ def make_plan(
   """Plans a run.
 
   Args:
-    config: of a training.
+    config: config of a training.
     topology: see the top of this module.
-    num_examples: size of the training data.
-    num_classes: classes of the data, for tasks that learn them.
+    num_examples: number of training examples.
+    num_classes: number of classes, for tasks that classify.
 
   Returns:
-    What the table shows and --json writes, times and rates as the compiler
-    estimates them.
+    A dict with the values of the table and of --json. Times and rates are
+    estimates of the compiler.
 
   Raises:
-    ValueError, ImportError, OSError: see vit_jax.scale.topology.get_topology and
-      vit_jax.scale.estimate.lower.
+    ValueError, ImportError, OSError: see vit_jax.scale.topology.get_topology
+      and vit_jax.scale.estimate.lower.
   """
   devices = topology_lib.get_topology(topology)
   cli.load_tensorflow()
@@ -171,7 +171,7 @@ def make_plan(
 
 
 def table(plan: dict) -> str:
-  """Formats a plan for people."""
+  """Formats a plan as a table."""
   rows = [
     ('model', f'{plan["model"]}, {plan["parameters"]:,} parameters'),
     (
@@ -252,39 +252,53 @@ def _define_flags():
   flags.DEFINE_string(
     'topology',
     'v3:2x2',
-    'TPU version and the chips along each axis, v3:4x4 say.',
+    'TPU version and number of chips along each axis, for example v3:4x4.',
     flag_values=values,
   )
   flags.DEFINE_boolean(
     'search',
     False,
-    'Tries meshes, micro-batches and rematerialisation; see above.',
+    'Try meshes, micro-batches and rematerialisation; see above.',
     flag_values=values,
   )
   flags.DEFINE_string(
     'json',
     None,
-    'Path of a JSON file for the figures: an object, or with --search a list of '
-    'them, the best first. Bytes and FLOPs are those of one device.',
+    'Path of a JSON file to write the plan to: an object, or with --search a list '
+    'of objects, the best first. Bytes and FLOPs are those of one device.',
     flag_values=values,
   )
   flags.DEFINE_integer(
     'num_examples',
     None,
-    'Size of the training data, where it is not known.',
+    'Number of training examples, if the data set is unknown.',
     flag_values=values,
   )
   flags.DEFINE_integer(
     'num_classes',
     None,
-    'Number of classes of the data, where it is not known.',
+    'Number of classes, if the data set is unknown.',
     flag_values=values,
   )
   return values
 
 
-def _data(config, num_examples, num_classes):
-  """Returns the size of the data: (examples, classes or None)."""
+def data_size(
+  config, num_examples: int | None = None, num_classes: int | None = None
+) -> tuple[int, int | None]:
+  """Returns the size of a config's training data.
+
+  Args:
+    config: of a training; a folder that it names is counted.
+    num_examples: size of data that is not known.
+    num_classes: likewise.
+
+  Returns:
+    Number of examples, and of classes or None where it is unknown.
+
+  Raises:
+    ValueError: if the data is unknown and no folder, and num_examples is None.
+  """
   # Of a mixture nothing is known but what the flags say.
   name = config.dataset if isinstance(config.dataset, str) else ''
   known = DATASETS.get(name, (None, None))
@@ -294,7 +308,7 @@ def _data(config, num_examples, num_classes):
     from vit_jax.run import config as run_config
 
     config = run_config.complete(config)
-    config.broken_images = 'trust'  # They are counted, not read.
+    config.broken_images = 'trust'  # Images are counted, not read.
     features = run_config.get_task(config.task).FEATURES
     source = sources.open_split(config, config.pp.train, features)
     known = (source.num_examples, len(source.class_names) or None)
@@ -305,14 +319,14 @@ def _data(config, num_examples, num_classes):
     )
   if sizes[0] is None:
     raise ValueError(
-      f"dataset='{config.dataset}' has a size that is not known here, and is no "
+      f"dataset='{config.dataset}' is neither a data set of known size nor a "
       'folder: give --num_examples and --num_classes'
     )
   return sizes
 
 
 def main() -> None:
-  """Plans what the command line says."""
+  """Plans the run of the command line."""
   values = _define_flags()
   if {'-h', '--help', '--helpfull'} & set(sys.argv):
     print(__doc__ + '\n' + values.get_help())
@@ -328,16 +342,18 @@ def main() -> None:
     )
   cli.quiet()
   cli.avoid_libtpu()  # Its compiler is used, but no device of its.
-  sizes = _data(values.config, values.num_examples, values.num_classes)
+  sizes = data_size(values.config, values.num_examples, values.num_classes)
   # Before anything that takes long.
   devices = topology_lib.get_topology(values.topology)
-  # Python hears of no signal while the compiler runs, and libtpu prints the stack.
+  # While the compiler runs, Python handles no signal, and libtpu prints its
+  # stack.
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_DFL)
   if values.search:
     say(
-      'Looking for the best mesh, accum_steps and remat, whatever the config says '
-      'of them. Plans are kept: stopped, the same command goes on.'
+      'Searching for the best mesh, accum_steps and remat; the config does not '
+      'limit the search. Plans are cached: the same command continues a stopped '
+      'search.'
     )
     result = search.search(
       values.config,
@@ -349,7 +365,7 @@ def main() -> None:
     say(table(result))
   if values.json:
     pathlib.Path(values.json).write_text(json.dumps(result, indent=1))
-    say(f'Figures: {values.json}')
+    say(f'Plan written to {values.json}')
 
 
 if __name__ == '__main__':

@@ -1,17 +1,20 @@
-r"""Prints what a trained model says of images: their classes, for one.
+r"""Prints the predictions of a trained model for images, such as their classes.
 
   python -m vit_jax.predict --workdir=/tmp/digits image.png other.jpg
+  python -m vit_jax.predict --weights=model.safetensors image.png
 
 In Python:
 
   model = predict.load('/tmp/digits')
   model.predict(['image.png'])  # [[('7', 0.98), ('9', 0.01), ...]]
+  model = predict.load_weights('ViT-B_16.npz')
 
-What there is to say, and what else the model can do, depends on the task of the
-run: see the class Predictor in its file, vit_jax/tasks/classify.py for one.
+The task of the run decides what is predicted: see the class Predictor in the
+file of the task, such as vit_jax/tasks/classify.py.
 """
 
 import argparse
+from collections.abc import Sequence
 import math
 
 import jax
@@ -22,25 +25,25 @@ from vit_jax import cli
 def load(
   workdir: str, step: int | None = None, mesh: jax.sharding.Mesh | None = None
 ):
-  """Loads a trained model: parameters (their average where there is one) and extra.
+  """Loads a trained model: its parameters (averaged if kept) and extra state.
 
   Args:
     workdir: folder of a run, local or gs://.
-    step: the checkpoint to take, by default the newest that is complete.
-    mesh: where the parameters go; by default to as many devices as the run split
-      them over, or to one where there are fewer. They are split as in the run
-      where the mesh has its axes.
+    step: step of the checkpoint; by default the newest complete one.
+    mesh: mesh for the parameters, split as in the run if the mesh has the axes
+      of the run. By default as many devices as the run splits them over, or one
+      if there are fewer.
 
   Returns:
     The predictor of the run's task, see vit_jax.tasks.base.Predictor: it has
     `params`, `config`, `metadata`, `class_names` and `predict(images)`.
 
   Raises:
-    FileNotFoundError: if there is no run in the folder, or no checkpoint yet.
-    ValueError: if no checkpoint is good, or there is none of that step.
+    FileNotFoundError: if the folder has no run, or the run no checkpoint yet.
+    ValueError: if all checkpoints are damaged, or the step has none.
     OSError: if the storage does not answer.
   """
-  # Imported late: they bring TensorFlow, which takes seconds to load.
+  # Imported late: these modules load TensorFlow, which takes seconds.
   cli.load_tensorflow()
   from vit_jax import train
   from vit_jax.run import checkpoints as checkpoints_lib
@@ -50,7 +53,7 @@ def load(
   mesh = mesh or _mesh(config)
   if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
     config.sharding_rules = ()
-  if 'transformer' in config.model:  # This may be another device.
+  if 'transformer' in config.model:  # The run may have had other devices.
     config.model.transformer.attention = 'default'
   program = train.make_program(config, metadata, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
@@ -61,8 +64,40 @@ def load(
   return model
 
 
+def load_weights(
+  path: str,
+  class_names: Sequence[str] | None = None,
+  image_size: tuple[int, int] | None = None,
+):
+  """Loads a classifier from weights in any format, without a run.
+
+  Args:
+    path: a published .npz, a .safetensors or .bin of timm or Hugging Face or a
+      folder with such a file; local, gs:// or a URL.
+    class_names: names of the classes; override those of the file. Without any,
+      the classes are named by their numbers.
+    image_size: (height, width) in pixels; needed if the file does not contain
+      it and the grid of patches is not square.
+
+  Returns:
+    A vit_jax.tasks.classify.Predictor.
+
+  Raises:
+    FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
+      vit_jax.convert.read.
+  """
+  cli.load_tensorflow()
+  from vit_jax import convert
+  from vit_jax.tasks import classify
+  from vit_jax.weights import writing
+
+  model = convert.read(path, class_names, image_size)
+  task = classify.Task(*writing.as_run(model))
+  return task.predictor(jax.device_put(model.params), {}, 0)
+
+
 def _mesh(config):
-  """Returns the axes that split the run's parameters, where the devices allow."""
+  """Returns the mesh that splits the run's parameters, if devices suffice."""
   from vit_jax.scale import sharding
 
   devices = jax.local_devices()
@@ -75,35 +110,55 @@ def _mesh(config):
     return sharding.make_mesh({'data': 1}, devices[:1])
 
 
-def main() -> None:
-  """Prints what is to be said of the images that the command line names."""
-  parser = argparse.ArgumentParser(
-    prog='python -m vit_jax.predict',
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
+def make_parser() -> argparse.ArgumentParser:
+  """Returns the parser of this command."""
+  parser = cli.parser('vit_jax.predict', __doc__)
   parser.add_argument('images', nargs='+', help='image files of any size')
-  parser.add_argument('--workdir', required=True, help='folder of the run')
-  parser.add_argument('--step', type=int, help='checkpoint (the newest)')
-  parser.add_argument('--top', type=int, default=5, help='classes to print (5)')
+  given = parser.add_mutually_exclusive_group(required=True)
+  given.add_argument('--workdir', help='folder of the run')
+  given.add_argument(
+    '--weights', help='file or folder of weights, in place of a run'
+  )
+  parser.add_argument(
+    '--step', type=int, help='step of the checkpoint (the newest)'
+  )
+  parser.add_argument(
+    '--top', type=int, default=5, help='number of classes to print (5)'
+  )
   parser.add_argument(
     '--out', help='PNG to write, for tasks whose result is a picture'
   )
-  args = parser.parse_args()
+  return parser
+
+
+def main() -> None:
+  """Prints the predictions for the images on the command line."""
+  args = make_parser().parse_args()
+  if args.weights and args.step is not None:
+    raise ValueError(
+      f'--step={args.step} selects a checkpoint of a run: leave it out with '
+      '--weights'
+    )
   cli.quiet()
   cli.avoid_libtpu()
   from vit_jax.run import workdir as workdir_lib
 
   if args.out and not workdir_lib.absolute(args.out).parent.is_dir():
-    raise ValueError(f"out='{args.out}' is in no folder that exists (--out)")
-  model = load(args.workdir, args.step)
+    raise ValueError(
+      f"out='{args.out}' is in no folder that exists: make the folder, or give "
+      'another path (--out)'
+    )
+  if args.weights:
+    model = load_weights(args.weights)
+  else:
+    model = load(args.workdir, args.step)
   if bool(args.out) != model.task.DRAWS:
     raise ValueError(
-      f"what a run of task '{model.config.task}' says of an image is "
+      f"the task '{model.config.task}' "
       + (
-        'a picture: give --out=FILE.png'
+        'writes its predictions as a picture: give --out=FILE.png'
         if model.task.DRAWS
-        else 'no picture: leave --out away'
+        else 'prints its predictions and writes no picture: leave out --out'
       )
     )
   for line in model.report(args.images, args):

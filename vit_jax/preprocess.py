@@ -1,9 +1,9 @@
 """Image operations in TensorFlow: decode, crop, augment, scale to [-1, 1].
 
-Training takes an Inception crop (a random part of the image, of random shape),
-evaluation the whole image squeezed to the square, as in the original, or the
-middle of it. Every random choice is a function of a seed, so that example i of a
-run is the same pixels whenever and wherever it is computed.
+Training takes an Inception crop (a random part of random aspect ratio).
+Evaluation resizes the whole image to the square, as in the original, or takes
+its centre. A seed determines every random choice, so that example i of a run
+has the same pixels whenever and wherever it is computed.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from vit_jax.data import images
 from vit_jax.files import jpeg
 from vit_jax.files import reading
 
-crop_size = geometry.crop_size  # What it means is said where it is used.
+crop_size = geometry.crop_size
 
 
 def decode_for_training(encoded, seed, pp):
@@ -29,7 +29,7 @@ def decode_for_training(encoded, seed, pp):
 
   Args:
     encoded: string scalar, the contents of an image file.
-    seed: int64 [2]; all that is random follows from it.
+    seed: int64 [2]; determines all random numbers.
     pp: `config.pp`; reads `crop`, `channels`, `crop_area`, `crop_ratio`,
       `flip`, `rotate`, `jpeg_shrink`, `randaugment`, `color_jitter`,
       `random_erasing`.
@@ -41,7 +41,7 @@ def decode_for_training(encoded, seed, pp):
 
 
 def decode_with_geometry(encoded, seed, pp):
-  """Does the same, and says where the pixels come from.
+  """Decodes and augments one image, and returns its geometry.
 
   Args:
     encoded: see `decode_for_training`.
@@ -49,9 +49,9 @@ def decode_with_geometry(encoded, seed, pp):
     pp: see `decode_for_training`.
 
   Returns:
-    (image, geometry): what `decode_for_training` returns, and the
-    `geometry.Geometry` that boxes and masks of the image are to follow (what
-    RandAugment moves is not part of it).
+    (image, geometry): the result of `decode_for_training`, and the
+    `geometry.Geometry` to apply to boxes and masks of the image. It does not
+    include the moves of RandAugment.
   """
   image, drawn = _decode_crop(encoded, seed, pp)
   image = geometry.fit(image, drawn)
@@ -60,8 +60,8 @@ def decode_with_geometry(encoded, seed, pp):
 
 
 def _change_pixels(image, seed, pp):
-  """Applies what `pp` asks for beyond the geometry, in float32 [h, w, C]."""
-  # Each has a seed of its own, so that none changes what the others draw.
+  """Applies the augmentations of pixels in `pp` to float32 [h, w, C]."""
+  # Each augmentation has its own seed, so that none changes the others' draws.
   fold = tf.random.experimental.stateless_fold_in
   if pp.randaugment:
     layers, magnitude = pp.randaugment
@@ -77,7 +77,7 @@ def _change_pixels(image, seed, pp):
 
 
 def _decode_crop(encoded, seed, pp):
-  """Decodes the part of an image that is drawn; of a JPEG that part alone."""
+  """Decodes a random crop of an image; from a JPEG only the crop is decoded."""
   is_jpeg = tf.io.is_jpeg(encoded)
 
   def other():
@@ -110,7 +110,7 @@ def _decode_crop(encoded, seed, pp):
 
 
 def for_evaluation(image, pp):
-  """Brings one decoded image to the size of the model.
+  """Resizes one decoded image to the size of the model.
 
   Args:
     image: uint8 [height, width, channels].
@@ -125,7 +125,7 @@ def for_evaluation(image, pp):
 
 
 def _to_size(image, size, short_side):
-  """Squeezes an image to a size; or cuts it out, once the short side is so long."""
+  """Resizes to `size`, or the short side to `short_side` and then crops."""
   if short_side is None:
     return tf.image.resize(image, size)
   shape = tf.cast(tf.shape(image)[:2], tf.float32)
@@ -136,12 +136,14 @@ def _to_size(image, size, short_side):
 
 @dataclasses.dataclass(frozen=True)
 class PreprocessImages:
-  """Brings decoded images to a square and to [-1, 1], as the original's does.
+  """Resizes decoded images to a square and scales them to [-1, 1].
+
+  Computes the same as the original's class of this name.
 
   Attributes:
-    size: height and width of the square, in pixels.
-    crop: whether the square is the middle of the image, whose short side becomes
-      that long; or else the whole image, squeezed.
+    size: height and width of the square in pixels.
+    crop: if True, resizes the short side to `size` and crops the centre; if
+      False, resizes the whole image to the square.
   """
 
   size: int
@@ -151,7 +153,7 @@ class PreprocessImages:
     """Maps one image, uint8 [height, width, channels], to float32 [size, size, C].
 
     Raises:
-      ValueError: on values of another type.
+      ValueError: if the values have another type.
     """
     if image.dtype != tf.uint8:
       raise ValueError(
@@ -162,12 +164,12 @@ class PreprocessImages:
     return images.to_float(tf.cast(image, tf.uint8))
 
   def __call__(self, images):
-    """Maps a sequence of images to an array of NumPy, float32 [n, size, size, C]."""
+    """Maps a sequence of images to NumPy's float32 [n, size, size, C]."""
     return np.stack([self.preprocess_tf(tf.constant(x)) for x in images])
 
 
 def prepare(encoded, seed, pp):
-  """Decodes one image, and augments it for training or brings it to size.
+  """Decodes one image and prepares it for training or evaluation.
 
   Args:
     encoded: string scalar, the contents of an image file.
@@ -188,21 +190,23 @@ def prepare(encoded, seed, pp):
 def from_user(
   image: Any, function: Callable[[bytes], Any], max_pixels: int | None = None
 ):
-  """Applies a function to the file of an image that a user gives.
+  """Applies a function to the encoded bytes of an image in any form.
 
   Args:
     image: a path, the bytes of a file, a PIL image, or an array uint8 [height,
       width] or [height, width, 1, 3 or 4].
-    function: from the contents of an image file; it may raise what `decode` does.
-    max_pixels: a file of more is refused before it is decoded; None: no limit.
+    function: function of the contents of an image file; may raise the errors of
+      `decode`.
+    max_pixels: files with more pixels are refused before decoding; None: no
+      limit.
 
   Returns:
-    What the function returns.
+    The result of the function.
 
   Raises:
     FileNotFoundError: if the path does not exist.
     OSError: if the file cannot be read.
-    ValueError: if it is no image, or an array of another shape or type.
+    ValueError: if the file is no image, or the array has another shape or type.
   """
   name, limit = 'image', max_pixels
   if isinstance(image, np.ndarray):

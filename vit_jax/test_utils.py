@@ -1,4 +1,4 @@
-"""What tests of other code need: a file of weights of a small model."""
+"""Helpers for tests of other code: writes weights of a small model."""
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ def create_checkpoint(model_config, path: str):
   """Writes an .npz of a model's initial weights.
 
   Args:
-    model_config: fields of the model but for `num_classes`, which is 1, for
+    model_config: fields of the model without `num_classes`, which is 1; for
       images of 16 x 16 pixels.
-    path: the file.
+    path: path of the file.
   """
   model = models.make_model(model_config, num_classes=1)
   variables = model.init(

@@ -1,4 +1,4 @@
-"""The training loop, the only one: whatever the task, on any mesh.
+"""Trains and evaluates any task on any mesh: the only training loop.
 
 python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
 """
@@ -17,10 +17,9 @@ import optax
 from vit_jax import checkpoint
 from vit_jax import cli
 from vit_jax import input_pipeline
-from vit_jax import models
-from vit_jax import preprocess
 from vit_jax.data import mixture
 from vit_jax.data import sources
+from vit_jax.evaluators import pictures
 from vit_jax.layers import attention
 from vit_jax.layers import patches
 from vit_jax.learning import losses
@@ -35,22 +34,24 @@ from vit_jax.run import stopping
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.scale import processes
 from vit_jax.scale import sharding
-from vit_jax.weights import reading
 
 say = cli.say
+# Runs of fewer updates are most likely a mistake.
+_FEW = 20
 
 
 Interrupted = stopping.Interrupted
 
 
 class Program(NamedTuple):
-  """All that follows from a config and the metadata, before any data is read.
+  """The program of a config and its metadata; needs no data.
 
   Attributes:
     task: the objective, a vit_jax.tasks.base.Task.
-    update: (state, batch) -> (state, metrics), to be compiled.
-    create_state: (weights by path, possibly none) -> the initial TrainState.
-    abstract: its shapes, types and shardings.
+    update: function (state, batch) -> (state, metrics), not compiled.
+    create_state: function (weights by path, possibly empty) -> initial
+      TrainState.
+    abstract: shapes, types and shardings of the state.
   """
 
   task: Any
@@ -59,7 +60,7 @@ class Program(NamedTuple):
   abstract: state_lib.TrainState
 
   def jit_update(self) -> Callable:
-    """Returns the update, to be compiled; the state is donated."""
+    """Returns the jitted update, which donates the state."""
     return jax.jit(
       self.update,
       donate_argnums=0,
@@ -71,13 +72,13 @@ def make_program(config, metadata, mesh) -> Program:
   """Builds task, optimiser and update of a config; computes nothing.
 
   Args:
-    config: with `total_steps` and `warmup_steps` as numbers.
-    metadata: what the task made of the training data, its class names for one.
+    config: config with `total_steps` and `warmup_steps` as numbers.
+    metadata: the task's metadata of the training data, such as class names.
     mesh: the mesh.
 
   Raises:
-    ValueError: if model, attention, task, optimiser, schedule or rules for
-      sharding and learning rates are not right.
+    ValueError: if the model, attention, task, optimiser, schedule, or the rules
+      for sharding or learning rates are wrong.
   """
   encoder = config.model.get('transformer') or {}
   attention.check(
@@ -108,17 +109,17 @@ def make_program(config, metadata, mesh) -> Program:
 def make_update_fn(
   *, apply_fn: Callable, accum_steps: int | None, tx
 ) -> Callable:
-  """Returns one compiled update for loops of one's own, as in the original.
+  """Returns a compiled update for training loops of users, as in the original.
 
   Args:
     apply_fn: `model.apply`.
-    accum_steps: number of micro-batches that a batch is computed in.
+    accum_steps: number of micro-batches of a batch.
     tx: an optax.GradientTransformation.
 
   Returns:
-    (params, opt_state, batch, rng) -> (params, opt_state, loss, new rng), where
-    `batch` has `image` [B, H, W, C] and `label` [B, classes] and the loss is the
-    softmax cross-entropy. `params` are donated: use those that it returns.
+    Function (params, opt_state, batch, rng) -> (params, opt_state, loss, new
+    rng). `batch` has `image` [B, H, W, C] and `label` [B, classes]; the loss is
+    the softmax cross-entropy. `params` are donated: use the returned ones.
   """
   steps = accum_steps or 1
 
@@ -145,16 +146,17 @@ def make_update_fn(
 
 
 class Prepared(NamedTuple):
-  """All that a run needs, checked and opened; nothing is compiled or written yet.
+  """Everything that a run needs, checked and opened; nothing is compiled yet.
 
   Attributes:
-    config: complete, with numbers of steps.
+    config: complete config, with numbers of steps.
     mesh: the mesh.
     program: see Program.
-    metadata: what the task made of the training data.
+    metadata: the task's metadata of the training data.
     train: the training data, see vit_jax.data.sources.Source.
-    tests: what is tested on, by the name of the evaluation.
+    tests: evaluation data by the name of the evaluation.
     evaluators: lists of evaluators by the name of the evaluation.
+    pictures: draws images during training; see vit_jax.evaluators.pictures.
   """
 
   config: ml_collections.ConfigDict
@@ -164,6 +166,7 @@ class Prepared(NamedTuple):
   train: Any
   tests: dict[str, Any]
   evaluators: dict[str, list]
+  pictures: Any
 
 
 def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
@@ -171,11 +174,12 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
 
   Args:
     config: see train_and_evaluate.
-    workdir: of the run; where the list of a folder's images is kept, see
-      sources.open_split.
+    workdir: folder of the run, in which the list of a folder's images is
+      stored, see sources.open_split.
 
   Raises:
-    ValueError, FileNotFoundError: if config, data or mesh are not right.
+    ValueError, FileNotFoundError: if the config, the data or the mesh are
+      wrong.
   """
   config = run_config.complete(config)
   if workdir is not None:
@@ -189,7 +193,7 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   if workdir is not None:
     workdir_lib.check_config(workdir, config)
     if not checkpoints_lib.has_checkpoint(workdir):
-      _check_weights_exist(config)
+      checkpoint.check_exists(config)
   task_class = run_config.get_task(config.task)
   train = sources.open_split(
     config, config.pp.train, task_class.FEATURES, workdir=workdir
@@ -213,13 +217,16 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
       return opened[wanted]
 
     evaluators[name] = program.task.evaluators(mesh, split, open_split)
-  return Prepared(config, mesh, program, metadata, train, tests, evaluators)
+  drawn = pictures.Pictures(program.task, mesh, next(iter(tests.values())))
+  return Prepared(
+    config, mesh, program, metadata, train, tests, evaluators, drawn
+  )
 
 
 def open_for(
   config, task_class, metadata, split: str, dataset=None, workdir=None
 ):
-  """Opens a split of other data than the training's, of the same classes."""
+  """Opens a split with the classes of the training data."""
   return sources.open_split(
     config,
     split,
@@ -230,72 +237,16 @@ def open_for(
   )
 
 
-def _weights_path(config) -> str | None:
-  """Returns where the weights are that a config names."""
-  if config.pretrained is not None or config.pretrained_dir is None:
-    return config.pretrained
-  name = config.model_or_filename
-  if name:
-    return checkpoint.augreg_filename(name, config.pretrained_dir)
-  return f'{config.pretrained_dir}/{config.model.get("model_name")}.npz'
-
-
-@contextlib.contextmanager
-def _weights_named(config):
-  """Adds to the error of a missing file how to do without one."""
-  try:
-    yield
-  except FileNotFoundError as e:
-    if config.pretrained is not None:
-      raise
-    raise FileNotFoundError(
-      f'{e}; to start from random weights take --config.pretrained_dir=None'
-    ) from e
-
-
-def _check_weights_exist(config):
-  """Raises FileNotFoundError for a file of this machine that is not there."""
-  path = _weights_path(config)
-  if path is not None and '://' not in path:
-    with _weights_named(config):
-      reading.existing(path)
-
-
-def pretrained_weights(config, task, params) -> dict:
-  """Loads the weights that a config names; {} where it names none.
-
-  Args:
-    config: reads `pretrained`, `pretrained_dir`, `model`, `pp.crop`.
-    task: says which parameters start anew.
-    params: the parameters' shapes.
-
-  Raises:
-    FileNotFoundError, ValueError: if there is no such file or it does not fit.
-  """
-  path = _weights_path(config)
-  if path is None:
-    return {}
-  with _weights_named(config):
-    return checkpoint.transferable(
-      path,
-      params,
-      config.model,
-      grid=config.pretrained_grid,
-      new_grid=models.patch_grid(config.model, preprocess.crop_size(config.pp)),
-      new=task.NEW_PARAMS,
-    )
-
-
 def check_start(prepared: Prepared, workdir) -> dict:
-  """Checks that a run can begin, or go on, in a workdir; writes nothing.
+  """Checks that a run can start or resume in a workdir; writes nothing.
 
   Returns:
-    The weights that the config names, by path; {} where it names none, or where
-    the run goes on from a checkpoint.
+    The weights that the config names, by path; {} if it names none, or if the
+    run resumes from a checkpoint.
 
   Raises:
-    ValueError, FileNotFoundError: if workdir, data or weights are not right; the
-      same on all processes.
+    ValueError, FileNotFoundError: if the workdir, the data or the weights are
+      wrong; the same on all processes.
   """
   config, program, data = (
     prepared.config,
@@ -309,11 +260,13 @@ def check_start(prepared: Prepared, workdir) -> dict:
   )
   if begun:
     return {}
-  return pretrained_weights(config, program.task, program.abstract.params)
+  return checkpoint.pretrained_weights(
+    config, program.task, program.abstract.params
+  )
 
 
 def fingerprints(prepared: Prepared) -> dict[str, dict]:
-  """Says in short which data a run reads, to compare them later and elsewhere."""
+  """Returns short descriptions of a run's data, for comparison."""
   sources_ = {f'evaluation {k}': v for k, v in prepared.tests.items()}
   return {
     name: source.fingerprint()
@@ -322,10 +275,10 @@ def fingerprints(prepared: Prepared) -> dict[str, dict]:
 
 
 def start(prepared: Prepared, workdir, weights):
-  """Makes the workdir and the state that the run starts from.
+  """Creates the workdir and the initial state of a run.
 
-  The state comes from, in this order: the newest complete checkpoint; the weights
-  that the config names; random numbers.
+  The state comes from the first of these that exists: the newest complete
+  checkpoint; the weights that the config names; random numbers.
 
   Args:
     prepared: see prepare.
@@ -352,7 +305,7 @@ def start(prepared: Prepared, workdir, weights):
   _describe(prepared)
   state, step = checkpoints.restore(program.abstract)
   if not step:
-    weights = weights or pretrained_weights(
+    weights = weights or checkpoint.pretrained_weights(
       config, program.task, program.abstract.params
     )
     state = program.create_state(weights)
@@ -364,35 +317,35 @@ def start(prepared: Prepared, workdir, weights):
 
 
 def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
-  """Trains to the end of the config, from the newest checkpoint if there is one.
+  """Trains to the last step of a config, resuming from the newest checkpoint.
 
   Args:
     config: see vit_jax/configs/common.py.
-    workdir: folder for checkpoints, metrics and config; gs:// works too.
+    workdir: folder for checkpoints, metrics and config; local or gs://.
 
   Returns:
-    The TrainState at the end, and the metrics of the last evaluation.
+    The final TrainState, and the metrics of the last evaluation.
 
   Raises:
-    ValueError, FileNotFoundError: if config, data, mesh or workdir are not
-      right; before anything is compiled or written.
-    FloatingPointError: if the loss is no longer a finite number.
+    ValueError, FileNotFoundError: if the config, data, mesh or workdir are
+      wrong; before anything is compiled or written.
+    FloatingPointError: if the loss is not finite.
     OSError: if a checkpoint cannot be written.
-    Interrupted: after a signal, once all is saved.
+    Interrupted: after a signal, when everything is saved.
   """
   began = time.perf_counter()
   prepared = prepare(config, workdir)
   weights = check_start(prepared, workdir)
   with holder.Holder(workdir) as held:
     begun = start(prepared, workdir, weights)
-    del weights  # They would stay in memory.
+    del weights  # Frees their memory.
     run, metrics = _train(prepared, workdir, held, *begun)
   _summarise(run, metrics or {}, time.perf_counter() - began)
   return run.state, metrics
 
 
 def _train(prepared, workdir, held, checkpoints, state, step):
-  """Makes all updates that are left; returns the run and the last metrics."""
+  """Makes all remaining updates; returns the run and the last metrics."""
   config = prepared.config
   run = loop.Run(prepared, workdir, checkpoints, state, step)
   batches = input_pipeline.train_batches(
@@ -411,7 +364,7 @@ def _train(prepared, workdir, held, checkpoints, state, step):
       metrics = run.evaluate(stop) if run.due(config.eval_every) else None
       stop_now = stop.after(run.step)
       if stop_now:
-        say(f'Stopping: step {run.step} is being saved ...')
+        say(f'Stopping: saving step {run.step} ...')
       if stop_now or run.due(config.checkpoint_every):
         held.check()
         run.save(metrics)
@@ -423,7 +376,7 @@ def _train(prepared, workdir, held, checkpoints, state, step):
 
 
 def _describe(prepared):
-  """Says what is about to run."""
+  """Prints a description of the run."""
   config, mesh, program = prepared[:3]
   params = program.abstract.params
   count = sum(x.size for x in jax.tree.leaves(params))
@@ -445,6 +398,11 @@ def _describe(prepared):
     f'{config.total_steps:,} steps of {config.batch:,} images: {epochs:,.1f} '
     'epochs.'
   )
+  if config.total_steps < _FEW:
+    say(
+      f'{config.total_steps:,} updates teach a model little: lower --config.batch '
+      'or raise --config.total_epochs.'
+    )
   frozen = optim.count_frozen(config.lr_multipliers, params)
   if frozen:
     say(f'{frozen:,} of the parameters are frozen.')
@@ -458,7 +416,7 @@ def _describe(prepared):
 
 
 def _summarise(run, metrics, seconds):
-  """Writes and says what belongs to the end, and what to do next."""
+  """Writes and prints final results, and suggests the next command."""
   prepared, workdir = run.prepared, run.workdir
   metrics = {k: v for k, v in metrics.items() if k != 'step'}
   say(
@@ -469,11 +427,8 @@ def _summarise(run, metrics, seconds):
     f'  TensorBoard  tensorboard --logdir={workdir}'
   )
   task, test = prepared.program.task, next(iter(prepared.tests.values()))
-  ending = task.finish(test, run.state, prepared.mesh)
-  for path in metrics_lib.write_pictures(workdir, run.step, ending.pictures):
+  for path in run.pictures:
     say(f'  picture      {path}')
-  for line in ending.lines:
-    say(line)
   if jax.process_index() == 0:
     example = sources.example_file(test, workdir)
     say(

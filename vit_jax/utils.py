@@ -1,4 +1,4 @@
-"""What the original keeps under this name: schedule, accumulation, a log file."""
+"""The original's utils: schedule, gradient accumulation, a log file."""
 
 from collections.abc import Callable
 import logging as python_logging
@@ -15,7 +15,7 @@ create_learning_rate_schedule = optim.create_learning_rate_schedule
 def accumulate_gradient(
   loss_and_grad_fn: Callable, params, images, labels, accum_steps: int | None
 ):
-  """Computes loss and gradient of a batch piece by piece, to save memory.
+  """Computes loss and gradient of a batch in micro-batches, to save memory.
 
   Args:
     loss_and_grad_fn: (params, images, labels) -> (loss, gradient), both means
@@ -23,13 +23,14 @@ def accumulate_gradient(
     params: the parameters.
     images: [B, ...].
     labels: [B, ...].
-    accum_steps: number of pieces; None, 0 and 1 compute the batch at once.
+    accum_steps: number of micro-batches; None, 0 and 1 compute the batch at
+      once.
 
   Returns:
     (loss, gradient), the means over the batch.
 
   Raises:
-    ValueError: if the pieces do not divide the batch.
+    ValueError: if `accum_steps` does not divide the batch.
   """
   steps = accum_steps or 1
   total = optim.accumulate(
@@ -42,8 +43,8 @@ class GFileHandler(python_logging.StreamHandler):
   """Appends log records to a file, local or in a bucket.
 
   Args:
-    filename: the file; its folder is made.
-    mode: 'a' to append to what is there, 'w' to begin anew.
+    filename: path of the file; its folder is created.
+    mode: 'a' to append to the file, 'w' to overwrite it.
   """
 
   def __init__(self, filename: str, mode: str = 'a'):
@@ -60,10 +61,10 @@ class GFileHandler(python_logging.StreamHandler):
 def add_gfile_logger(
   workdir: str, *, basename: str = 'train', level: int = python_logging.INFO
 ) -> GFileHandler:
-  """Writes the log to <workdir>/<basename>.log too, from now on.
+  """Also writes the log to <workdir>/<basename>.log from now on.
 
   Returns:
-    The handler, to be removed from the root logger when it is over.
+    The handler; remove it from the root logger to stop.
   """
   handler = GFileHandler(f'{workdir}/{basename}.log')
   handler.setLevel(level)

@@ -8,7 +8,9 @@ from PIL import Image
 import pytest
 
 from vit_jax import input_pipeline
+from vit_jax.data import checking
 from vit_jax.data import folder
+from vit_jax.data import images
 
 
 @pytest.fixture
@@ -121,6 +123,29 @@ def test_broken_images_are_named(root):
     assert str(path) in str(error.value)
   assert 'zero bytes' in str(error.value)
   assert '--config.broken_images=skip' in str(error.value)
+
+
+def test_what_was_looked_at_before_the_error_is_not_looked_at_again(
+  root, tmp_path, monkeypatch
+):
+  zero, cut, short = damage(root)
+  workdir = str(tmp_path / 'run')
+  with pytest.raises(ValueError, match='3 of 33 images cannot be'):
+    folder.list_split(str(root), 'train', workdir=workdir)
+  for path in (cut, short):
+    path.unlink()
+  shutil.copy(root / 'train' / 'ant' / 'ant5.jpg', zero)
+  monkeypatch.setattr(checking, '_recent', {})  # As in another process.
+  looked, why_broken = [], images.why_broken
+
+  def count(path, max_pixels):
+    looked.append(path)
+    return why_broken(path, max_pixels)
+
+  monkeypatch.setattr(images, 'why_broken', count)
+  paths, _, _ = folder.list_split(str(root), 'train', workdir=workdir)
+  assert len(paths) == 31
+  assert looked == [str(zero).encode()]
 
 
 def test_broken_images_are_skipped_and_counted_where_the_config_says(

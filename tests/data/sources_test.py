@@ -369,7 +369,9 @@ def test_folders_without_images(tiny_config, tmp_path):
   tiny_config.dataset = str(tmp_path)
   with pytest.raises(FileNotFoundError, match='no images in .*train/<class>/'):
     sources.open_split(tiny_config, 'train')
-  with pytest.raises(FileNotFoundError, match='no images in .*train.: known'):
+  with pytest.raises(
+    FileNotFoundError, match='no images in .*train.: the known'
+  ):
     sources.open_split(tiny_config, 'train', ('image',))
 
 

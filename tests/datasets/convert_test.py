@@ -52,7 +52,9 @@ def test_a_damaged_file_is_named_and_what_is_done_stays_done(folder, tmp_path):
   whole = bad.read_bytes()
   with tf.io.TFRecordWriter(str(bad)) as writer:
     writer.write('x')
-  message = 'digits-train.* has 1 records where .* says 1437: it is damaged'
+  message = (
+    'digits-train.* has 1 records, but .* says 1437: the file is damaged'
+  )
   with pytest.raises(ValueError, match=message):
     convert.convert('digits', str(tmp_path))
   assert not list(folder.glob('*incomplete*'))

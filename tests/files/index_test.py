@@ -149,7 +149,7 @@ def test_a_damaged_list_is_not_used(root, caplog):
     found = index_lib.Index.load(path, str(root), 'train')
     # A bit of the archive's own notes may flip without harm.
     assert found is None or len(found) == 33
-  assert 'is damaged, or of another version: not used' in caplog.text
+  assert 'is damaged or of another version: ignored' in caplog.text
 
 
 def test_an_error_of_the_storage_breaks_no_image(root, monkeypatch):

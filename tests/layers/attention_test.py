@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import tiny_models
 from vit_jax import models
 from vit_jax import train
 from vit_jax.configs import pretrain
@@ -40,10 +41,10 @@ def test_values_and_gradients_are_those_of_the_plain_formula(name, queries):
   function = attention.IMPLEMENTATIONS[name]
   # Pallas has an interpreter of the TPU's kernels.
   with pltpu.force_tpu_interpret_mode():
-    got = function(*args)
-    gradients = jax.grad(loss(function, weights), (0, 1, 2))(*args)
+    got = jax.jit(function)(*args)
+    gradients = jax.jit(jax.grad(loss(function, weights), (0, 1, 2)))(*args)
   np.testing.assert_allclose(got, plain(*args), atol=1e-5)
-  want = jax.grad(loss(plain, weights), (0, 1, 2))(*args)
+  want = jax.jit(jax.grad(loss(plain, weights), (0, 1, 2)))(*args)
   for mine, theirs in zip(gradients, want, strict=True):
     np.testing.assert_allclose(mine, theirs, atol=3e-5)
 
@@ -84,7 +85,7 @@ def test_tangents_and_second_derivatives():
 
 def test_gradients_in_bfloat16_are_near_those_in_float32():
   *args, weights = inputs()
-  want = jax.grad(loss(plain, weights), (0, 1, 2))(*args)
+  want = jax.jit(jax.grad(loss(plain, weights), (0, 1, 2)))(*args)
   low = [x.astype(jnp.bfloat16) for x in args]
   function = attention.IMPLEMENTATIONS['default']
   got = jax.grad(loss(function, weights), (0, 1, 2))(*low)
@@ -111,7 +112,7 @@ def test_the_last_layer_computes_only_what_is_read(scan, remat):
     attention_dropout_rate=0.0, scan=scan, remat=remat,
   ))  # fmt: skip
   x = jax.random.normal(jax.random.key(1), (2, 48, 32, 3))
-  params = model.init(jax.random.key(0), x, train=False)['params']
+  params = tiny_models.init(model, x)
   params = jax.tree.map(
     lambda p: p + 0.05 * jax.random.normal(jax.random.key(p.size), p.shape),
     params,
@@ -144,11 +145,17 @@ def test_the_last_layer_computes_only_what_is_read(scan, remat):
   'args, message',
   [
     (('best', 0.0, 'tpu', 'bfloat16'), "attention='best' is unknown: .*flash"),
-    (('cudnn', 0.0, 'cpu', 'bfloat16'), "'cpu' devices with bfloat16: use"),
-    (('cudnn', 0.0, 'gpu', 'float32'), 'bfloat16, and these are'),
-    (('flash', 0.0, 'gpu', 'bfloat16'), "needs TPUs, and these are 'gpu'"),
+    (
+      ('cudnn', 0.0, 'cpu', 'bfloat16'),
+      "devices are 'cpu' and the type is bfloat16: use",
+    ),
+    (('cudnn', 0.0, 'gpu', 'float32'), 'bfloat16, but the devices are'),
+    (
+      ('flash', 0.0, 'gpu', 'bfloat16'),
+      "needs TPUs, but the devices are 'gpu'",
+    ),
     (('flash', 0.1, 'tpu', 'bfloat16'), 'attention_dropout_rate=0.0'),
-    (('xla', 0.1), "attention='xla' has no dropout"),
+    (('xla', 0.1), "attention='xla' does not support dropout"),
   ],
 )
 def test_what_does_not_go_together_is_named(args, message):

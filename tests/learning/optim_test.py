@@ -270,9 +270,9 @@ def test_no_gradient_is_computed_of_what_is_frozen():
     ((('hed/', 1.0),), r"\['hed/'\] match no parameter.*Transformer/, head/"),
     (
       (('', 0.5), ('head', 1.0)),
-      r"\['head'\] match no parameter .or none that an",
+      r"\['head'\] match no parameter, or only parameters",
     ),
-    ((('head', -1.0),), r"factor of \('head', -1.0\) must be 0 \(frozen\) or"),
+    ((('head', -1.0),), r"factor of \('head', -1.0\) must be finite and at"),
     ((('(', 1.0),), r"\('\(', 1.0\) is no pair of a regular"),
     (('head',), "'head' is no pair"),
     ((('', 0),), 'freeze all parameters: nothing is left'),

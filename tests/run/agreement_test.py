@@ -78,6 +78,8 @@ def damaged(path, *args):
 checkpoint_files.check = damaged
 trial(restore)
 checkpoint_files.check = check
+# Storage that answers "there is no such file" is waited for, twice as long as this.
+processes.DEADLINE = 5
 def save():
   checkpoints = checkpoints_lib.Checkpoints(workdir, keep=2)
   checkpoints.save(30, make(30))

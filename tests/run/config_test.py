@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from vit_jax import train
+from vit_jax import checkpoint
 from vit_jax.configs import augreg
 from vit_jax.configs import common
 from vit_jax.configs import digits
@@ -83,13 +83,13 @@ def test_a_config_of_the_original_does_not_start_from_random_weights(
     with pytest.raises(
       FileNotFoundError, match=rf'\./{name}\.npz.*--config.pretrained_dir=None'
     ):
-      train.pretrained_weights(config, classify.Task, {})
+      checkpoint.pretrained_weights(config, classify.Task, {})
     assert run_config.resolve_steps(config, 9).warmup_steps == 500
   assert augreg.get_config().pretrained_dir == 'gs://vit_models/augreg'
   # A recipe from scratch says so.
   for config in (digits.get_config(), pretrain.get_config('ti16,cifar10')):
     config = run_config.complete(config)
-    assert train.pretrained_weights(config, classify.Task, {}) == {}
+    assert checkpoint.pretrained_weights(config, classify.Task, {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_folder_is_tested_on_its_test_images(
   before = copy.deepcopy(config)
   found = run_config.with_test_folder(config)
   assert found.evals == want
-  assert ('that is what is tested on' in caplog.text) == bool(want)
+  assert ('is tested on that split' in caplog.text) == bool(want)
   assert (found.pp, config) == (before.pp, before)
   config.evals = (('val', 'train[90%:]'),)  # Who means it says so.
   assert run_config.with_test_folder(config).evals == config.evals
@@ -219,4 +219,4 @@ def test_damaged_files_of_a_run_are_named(stored, file, text, message):
   with pytest.raises(ValueError, match=message) as error:
     workdir_lib.load(path)
   assert f"{file}.json' is damaged" in str(error.value)
-  assert 'bring back what the run wrote' in str(error.value)
+  assert 'restore the file that the run wrote' in str(error.value)

@@ -1,5 +1,7 @@
 """Tests of metrics.jsonl and the events: on disks, in buckets, damaged."""
 
+import ml_collections
+import numpy as np
 import pytest
 
 from vit_jax.run import metrics as metrics_lib
@@ -19,7 +21,14 @@ def test_on_a_disk_each_line_is_there_at_once(tmp_path):
   for step in (1, 2, 3):
     log.write(step, {'loss': 0.5})
     assert steps(tmp_path)[-1] == step
+  log.write_config(0, ml_collections.ConfigDict({'a': {'b': '|`'}}))
+  log.write_pictures(3, {'some': np.zeros((2, 3, 3), np.uint8)})
   log.flush()
+  # What a kill after a checkpoint leaves.
+  [path] = tmp_path.glob('*tfevents*')
+  found = path.read_bytes()
+  assert b'| a.b | `"\\|\'"` |' in found
+  assert b'\x89PNG' in found
   log.close()
   log = metrics_lib.MetricsLog(tmp_path, 2)
   log.close()
@@ -79,7 +88,7 @@ def test_lines_that_are_no_metrics_are_left_out_and_named(
   assert metrics_lib.find(tmp_path, 1, 'loss')
   for _ in range(2):
     metrics_lib.MetricsLog(tmp_path, 5).close()
-  assert caplog.text.count('has 1 lines that are no metrics') == 1
+  assert caplog.text.count('has 1 lines that are not metrics') == 1
   assert path.read_bytes() == good * 2
 
 

@@ -4,7 +4,6 @@ import signal
 
 import pytest
 
-from tests import forked
 from tests import processes
 from tests import trees
 from vit_jax.run import checkpoints as checkpoints_lib
@@ -20,7 +19,7 @@ def config(tmp_path_factory):
 def reference(config, data_dir, tmp_path_factory):
   """A run that nothing disturbs: its folder and what it printed."""
   workdir = tmp_path_factory.mktemp('reference')
-  status, output = processes.finish(config, workdir, data_dir=data_dir)
+  status, output = processes.finish_anew(config, workdir, data_dir=data_dir)
   assert status == 0, output
   return workdir, output
 
@@ -70,24 +69,21 @@ KILLS = [
 
 
 def test_killed_at_twenty_moments_the_end_is_the_same(
-  config, data_dir, reference, tmp_path, monkeypatch
+  config, data_dir, reference, tmp_path
 ):
-  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', f'{data_dir}/compiled')
-  monkeypatch.setenv('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
-  workdir, output = tmp_path / 'run', tmp_path / 'output'
-  flags = [
-    f'--config={config}', f'--workdir={workdir}',
-    f'--config.tfds_data_dir={data_dir}', '--config.checkpoint_every=3',
-  ]  # fmt: skip
-  for seed, (what, *kill) in enumerate(KILLS):
-    process = forked.start(flags, output, (*kill, seed))
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL, (what, kill, output.read_text())
-  process = forked.start(flags, output)
-  process.join(120)
-  assert process.exitcode == 0, output.read_text()
-  assert 'Traceback' not in output.read_text()
-  assert 'Going on from the checkpoint of step' in output.read_text()
+  workdir = tmp_path / 'run'
+  outputs = ''
+  for seed, kill in enumerate([*KILLS, None]):
+    process = processes.start(
+      config, workdir, '--config.checkpoint_every=3', data_dir=data_dir,
+      kill=kill and (*kill[1:], seed),
+    )  # fmt: skip
+    outputs += process.communicate()[0]
+    assert process.returncode == (-signal.SIGKILL if kill else 0), (
+      kill, outputs,
+    )  # fmt: skip
+  assert 'Traceback' not in outputs
+  assert 'Going on from the checkpoint of step' in outputs
   assert sorted(path.name for path in workdir.glob('*checkpoints')) == [
     'checkpoints'
   ]
@@ -135,7 +131,7 @@ def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(
   # A file of more than 16 KiB cannot be written, as on a disk that is full.
   flags = ('--config.checkpoint_every=10',)
   status, output = processes.finish(
-    config, tmp_path, *flags, data_dir=data_dir, shell_prefix='ulimit -f 16'
+    config, tmp_path, *flags, data_dir=data_dir, file_size=16 * 1024
   )
   assert status == 1, output
   assert 'Error: a checkpoint could not be written to' in output

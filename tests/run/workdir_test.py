@@ -167,3 +167,14 @@ def test_a_run_from_before_a_key_goes_on_as_it_was(config, tmp_path):
   workdir.as_begun(tmp_path, config)
   assert not config.pp.jpeg_shrink
   workdir.check(tmp_path, config, {}, {})
+
+
+def test_a_run_of_a_task_that_is_elsewhere_is_not_called_damaged(run):
+  file = run / 'config.json'
+  plain = json.loads(file.read_text())
+  plain['task'] = 'no_such_module.registers'
+  file.write_text(json.dumps(plain))
+  with pytest.raises(ValueError, match='needs the module of its task') as error:
+    workdir.load(run)
+  assert str(run) in str(error.value)
+  assert 'PYTHONPATH' in str(error.value)

@@ -6,15 +6,17 @@ import jax
 import pytest
 
 from tests import processes as running
+from vit_jax.scale import liveness
 from vit_jax.scale import processes
 
 BEGIN = """
 import os, signal, sys, time
 import jax
 jax.config.update('jax_platforms', 'cpu')
+from vit_jax.scale import liveness
 from vit_jax.scale import processes
 me = int(sys.argv[2])
-processes._PULSE = 0.2
+liveness.PULSE = 0.2
 processes.initialize(sys.argv[1], 2, me)
 """
 
@@ -41,21 +43,21 @@ note('agree', lambda: processes.agree('the data', {'n': 3, 'same': None}))
 note('differ', lambda: processes.agree('the data', {'n': 7 + me, 'same': 1}))
 note('elsewhere', lambda: processes.barrier('here' if me else 'there'))
 if me:
-  processes._client().blocking_key_value_get('go', 60_000)
+  liveness.client().blocking_key_value_get('go', 60_000)
 else:
   note('late', lambda: processes.gather('the next', 0, deadline=0.01))
-  processes._client().key_value_set('go', '')
+  liveness.client().key_value_set('go', '')
 print('SAID ' + json.dumps(said), flush=True)
 """
 
 KILLED = """
-processes._SILENCE = 2.0
+liveness.SILENCE = 2.0
 if me == int(sys.argv[3]):
   os.kill(os.getpid(), signal.SIGTERM)
 try:
   processes.barrier('the end')
 except Exception as e:
-  processes.end_with(e)
+  liveness.end_with(e)
 """
 
 LEFT = """
@@ -64,7 +66,7 @@ try:
     raise KeyError('an error of its own')
   processes.barrier('the end')
 except Exception as e:
-  processes.end_with(e)
+  liveness.end_with(e)
   raise
 """
 
@@ -77,7 +79,7 @@ try:
   while True:
     multihost_utils.process_allgather(jax.numpy.ones(1))
 except Exception as e:
-  processes.end_with(e)
+  liveness.end_with(e)
   raise
 """
 
@@ -145,4 +147,4 @@ def test_one_process_sends_nothing():
   processes.barrier('x')
   with pytest.raises(KeyError, match='as it is'):
     processes.attempt('x', lambda: {}['as it is'])
-  processes.end_with(RuntimeError('Gloo'))
+  liveness.end_with(RuntimeError('Gloo'))

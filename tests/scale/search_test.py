@@ -113,7 +113,7 @@ def test_where_nothing_fits_all_plans_come_back(capsys):
   assert len(got) == len(plans.seen) > 0
   assert not any(p['fits'] for p in got)
   assert {remat for _, _, remat, _ in plans.seen} == {'', 'dots', 'full'}
-  assert 'None of them fits: take more devices' in capsys.readouterr().out
+  assert 'No plan fits: use more devices' in capsys.readouterr().out
 
 
 def test_memory_that_the_compiler_does_not_say():

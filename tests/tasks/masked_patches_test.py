@@ -20,6 +20,7 @@ from vit_jax import train
 from vit_jax.configs import common
 from vit_jax.configs import masked_patches as config_lib
 from vit_jax.configs import masked_patches_digits
+from vit_jax.layers import patches as patches_lib
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.scale import sharding
@@ -78,10 +79,10 @@ def test_shares_may_be_all_or_none():
 
 def test_patches_are_cut_in_the_order_of_the_tokens_and_pasted_back():
   image = np.arange(2 * 4 * 6 * 3).reshape(2, 4, 6, 3)
-  patches = masked_patches.cut(image, (2, 3))
+  patches = patches_lib.cut(image, (2, 3))
   assert patches.shape == (2, 6, 2, 2, 3)
   np.testing.assert_array_equal(patches[1, 4], image[1, 2:4, 2:4])
-  np.testing.assert_array_equal(masked_patches.paste(patches, (2, 3)), image)
+  np.testing.assert_array_equal(patches_lib.paste(patches, (2, 3)), image)
 
 
 def test_a_colour_has_three_bits_of_each_channel():
@@ -145,7 +146,7 @@ def test_the_loss_is_that_of_the_corrupted_patches_alone(
   (total, weight), metrics = task.loss(params, extra, batch, jax.random.key(0))
   corrupted = batch['fate'] != masked_patches.KEPT
   assert weight == corrupted.sum()
-  patches = masked_patches.cut(batch['image'], task.grid)
+  patches = patches_lib.cut(batch['image'], task.grid)
   if target == 'l2':
     want = (patches**2).mean(axis=(2, 3, 4))[corrupted].sum()
   else:

@@ -50,11 +50,11 @@ def test_what_is_no_float_is_refused(tmp_path, value, message):
     ([('cls.npy', files.npy('(' * 5000))], 'damaged|is no array'),
     ([('readme.txt', b'hello, this is no array')], "'readme.txt' in it is no"),
     ([('a/' * 1000 + 'b.npy', np.ones(1))], 'has more than 32 parts'),
-    ([('a.npy', np.ones(1)), ('a/b.npy', np.ones(1))], "'a' is an array, and"),
-    ([('a.npy', np.ones(1)), ('a.npy', np.zeros(1))], "arrays of the name 'a'"),
+    ([('a.npy', np.ones(1)), ('a/b.npy', np.ones(1))], "'a' is both an array and"),
+    ([('a.npy', np.ones(1)), ('a.npy', np.zeros(1))], "arrays named 'a'"),
     (
       [('params/cls.npy', np.ones(1)), ('cls.npy', np.zeros(1))],
-      "several arrays of the name 'cls'",
+      "several arrays named 'cls'",
     ),
   ],
 )  # fmt: skip
@@ -178,13 +178,13 @@ def test_json_of_another_type(tmp_path, good, text):
 @pytest.mark.parametrize(
   'fields, message',
   [
-    ({'model': []}, r'model is \[\], which must be an object'),
-    ({'model': {'transformer': 5}}, 'transformer is 5, which must be an object'),
-    ({'model': {'transformer': {'gelu': 'x'}}}, "gelu is 'x', which must be one"),
+    ({'model': []}, r'model is \[\], but must be an object'),
+    ({'model': {'transformer': 5}}, 'transformer is 5, but must be an object'),
+    ({'model': {'transformer': {'gelu': 'x'}}}, "gelu is 'x', but must be one"),
     ({'model': {'transformer': {'scale': 2}}}, r"model has \['scale'\], which this"),
     ({'model': {'transformer': {'norm_eps': 10**400}}}, 'norm_eps is 1000'),
     ({'model': {'experts': {}}}, r"model has \['experts'\], which this version"),
-    ({'class_names': [1, 2]}, r'class_names is \[1, 2\], which must be a list'),
+    ({'class_names': [1, 2]}, r'class_names is \[1, 2\], but must be a list'),
   ],
 )  # fmt: skip
 def test_notes_of_another_type(tmp_path, good, fields, message):
@@ -203,15 +203,15 @@ def test_a_pipe_is_not_waited_for(tmp_path):
 @pytest.mark.parametrize(
   'kind, fields, message',
   [
-    ('hf', {'num_attention_heads': 0}, 'num_attention_heads is 0, which must'),
-    ('hf', {'num_attention_heads': []}, r'num_attention_heads is \[\], which'),
-    ('hf', {'id2label': {'a': 'b'}}, 'id2label is .* which must be an object'),
+    ('hf', {'num_attention_heads': 0}, 'num_attention_heads is 0, but must'),
+    ('hf', {'num_attention_heads': []}, r'num_attention_heads is \[\], but'),
+    ('hf', {'id2label': {'a': 'b'}}, 'id2label is .* but must be an object'),
     ('hf', {'id2label': ['a', 'b']}, 'id2label is'),
-    ('hf', {'layer_norm_eps': -1}, 'layer_norm_eps is -1, which must be a'),
+    ('hf', {'layer_norm_eps': -1}, 'layer_norm_eps is -1, but must be a'),
     ('hf', {'layer_norm_eps': 'x'}, "layer_norm_eps is 'x'"),
     ('hf', {'image_size': [8]}, r'image_size is \[8\]'),
-    ('hf', {'hidden_act': 'relu'}, "hidden_act is 'relu', which must be one"),
-    ('timm', {'model_args': 5}, 'model_args is 5, which must be an object'),
+    ('hf', {'hidden_act': 'relu'}, "hidden_act is 'relu', but must be one"),
+    ('timm', {'model_args': 5}, 'model_args is 5, but must be an object'),
     ('timm', {'architecture': 5}, 'architecture is 5'),
     ('timm', {'label_names': 'abc'}, "label_names is 'abc'"),
     ('timm', {'pretrained_cfg': {'input_size': 3}}, 'input_size is 3'),
@@ -235,17 +235,17 @@ def test_fields_of_another_type(tmp_path, good, kind, fields, message):
 @pytest.mark.parametrize(
   'path, shape, message',
   [
-    ('embedding/kernel', (4, 16), 'holds the parameters of no ViT'),
+    ('embedding/kernel', (4, 16), 'does not hold the parameters of a ViT'),
     ('head/kernel', (5,), r'head/kernel: \(5,\) in the weights, \(16, 5\) in'),
     ('head/bias', (), r'head/bias: \(\) in the weights'),
     ('Transformer/encoder_norm/scale', (4, 4), r'encoder_norm/scale: \(4, 4\)'),
-    ('Transformer/posembed_input/pos_embedding', (7,), 'parameters of no ViT'),
+    ('Transformer/posembed_input/pos_embedding', (7,), 'not hold the parameters of a ViT'),
     ('Transformer/posembed_input/pos_embedding', (1, 1, 16), 'a.npz. cannot be used: '),
     ('Transformer/encoderblock_0/LayerNorm_0/bias', None, 'LayerNorm_0/bias: mis'),
     (
       'Transformer/encoderblock_999999999/LayerNorm_0/bias',
       (1,),
-      'parameters of no ViT',
+      'not hold the parameters of a ViT',
     ),
   ],
 )  # fmt: skip
@@ -266,7 +266,7 @@ def test_parameters_of_other_ranks(tmp_path, params, path, shape, message):
     ('hf', 'vit.layernorm.weight', (3, 3), 'cannot be used: it looks like'),
     ('timm', 'blocks.0.attn.qkv.weight', (16, 16), 'split into query, key and'),
     ('timm', 'blocks.99999999.norm1.bias', (16,), 'numbered from 0 to 99999999'),
-    ('timm', 'blocks.0.attn.proj.weight', (16,), '2 dimensions are needed'),
+    ('timm', 'blocks.0.attn.proj.weight', (16,), 'must have 2 dimensions'),
   ],
 )  # fmt: skip
 def test_tensors_of_other_ranks(tmp_path, good, kind, name, shape, message):

@@ -25,7 +25,7 @@ timm = torch_models.timm
 def test_loading_warns_of_another_gelu(tmp_path, caplog):
   torch_models.hf_model().save_pretrained(tmp_path / 'hf')
   checkpoint.load(str(tmp_path / 'hf'))
-  assert 'gelu=erf, this model with tanh' in caplog.text
+  assert 'gelu=erf, this model computes with tanh' in caplog.text
 
 
 def test_a_run_warns_of_another_gelu(tmp_path, caplog):
@@ -40,7 +40,7 @@ def test_a_run_warns_of_another_gelu(tmp_path, caplog):
     model_config=config,
     new_grid=(4, 3),
   )
-  assert 'gelu=erf, this model with tanh' in caplog.text
+  assert 'gelu=erf, this model computes with tanh' in caplog.text
   assert 'norm_eps' not in caplog.text
   # The file says that its grid is 2 x 3: corners stay where they are.
   table = params['Transformer']['posembed_input']['pos_embedding'][0, 1:]
@@ -107,7 +107,7 @@ def test_models_that_are_no_plain_vit(tmp_path):
     (
       'vit_small_patch16_224',
       {'global_pool': 'avg'},
-      'fc_norm.*pools such models before',
+      'fc_norm.*pools in this model before',
     ),
   ):
     state = timm.create_model(name, depth=1, **fields).state_dict()

@@ -1,14 +1,13 @@
-"""Where the pixels of a training image come from, apart from the pixels.
+"""Geometric augmentation of images, boxes and masks.
 
-A `Geometry` says which part of an image is taken, whether it is mirrored, by
-how much it is turned, and to what size it is brought. The same one applies to
-an image, to the boxes of its objects and to their masks, so that these stay on
-what they mark:
+A `Geometry` holds the part of an image to crop, whether to mirror it, the angle
+to rotate it by, and the size of the result. The same `Geometry` applies to an
+image, to the boxes of its objects and to their masks, in this order:
 
-  crop -> mirror -> resize -> turn
+  crop -> mirror -> resize -> rotate
 
-Positions are those of TFDS: (y, x) from the upper left, the edges of an image
-of h pixels being at 0 and h, the middle of its first pixel at 0.5.
+Positions are (y, x) from the upper left, as in TFDS: an image of h pixels
+reaches from 0 to h, and the centre of its first pixel is at 0.5.
 """
 
 from typing import Any
@@ -19,24 +18,24 @@ import tensorflow as tf
 
 from vit_jax.data import images
 
-# A box of which less than this is left, in pixels of the new image, is gone:
-# what two roundings of float32 leave of one that ends where the image begins.
+# Boxes whose visible height or width is below this number of pixels of the
+# result are dropped. Rounding in float32 leaves about as much of a box that
+# ends where the crop begins.
 _NOTHING = 0.01
 
 
 class Geometry(NamedTuple):
-  """What is done to an image, of whatever content.
+  """Parameters of a geometric augmentation.
 
   Attributes:
     shape: int32 [2], height and width of the original in pixels.
-    y: int32 scalar, first row of the part that is taken, in the original.
-    x: int32 scalar, first column of it.
-    height: int32 scalar, rows that it has.
-    width: int32 scalar, columns that it has.
-    flip: bool scalar, whether left and right change places.
-    angle: float32 scalar, radians by which the picture is turned, after it was
-      resized, about its middle and to the left (x towards -y); None if it never
-      is.
+    y: int32 scalar, first row of the crop, in pixels of the original.
+    x: int32 scalar, first column of the crop.
+    height: int32 scalar, number of rows of the crop.
+    width: int32 scalar, number of columns of the crop.
+    flip: bool scalar, whether to mirror left and right.
+    angle: float32 scalar, radians by which to rotate the resized image about
+      its centre, counter-clockwise (x towards -y); None for no rotation.
     size: (height, width) of the result in pixels, two ints.
   """
 
@@ -67,7 +66,7 @@ def crop_size(pp) -> tuple[int, int]:
 
 
 def whole(shape, size: tuple[int, int]) -> Geometry:
-  """Returns the geometry of evaluation: all of the image, squeezed to a size.
+  """Returns the geometry of evaluation: the whole image, resized.
 
   Args:
     shape: int32 [2] or [3], height and width (and channels) of the original.
@@ -90,16 +89,16 @@ def whole(shape, size: tuple[int, int]) -> Geometry:
 def sample(shape, seed, pp) -> Geometry:
   """Draws the geometry of a training image.
 
-  The part is an Inception crop (arXiv 1409.4842, section 6): its share of the
-  area and its shape are uniform between the limits of `pp`.
+  The crop is an Inception crop (arXiv 1409.4842, section 6): its share of the
+  area and its aspect ratio are uniform between the limits in `pp`.
 
   Args:
     shape: int32 [2] or [3], height and width (and channels) of the original.
-    seed: int64 [2]; all that is random follows from it.
+    seed: int64 [2]; determines all random numbers.
     pp: `config.pp`; reads `crop`, `crop_area`, `crop_ratio`, `flip`, `rotate`.
 
   Raises:
-    ValueError: if `pp.crop` is no size.
+    ValueError: if `pp.crop` is not a size.
   """
   seeds = tf.random.experimental.stateless_split(seed, 3)  # [3, 2]
   geometry = whole(shape, crop_size(pp))
@@ -118,7 +117,7 @@ def sample(shape, seed, pp) -> Geometry:
       y=begin[0], x=begin[1], height=size[0], width=size[1]
     )
   if pp.flip:
-    # What tf.image.stateless_random_flip_left_right draws.
+    # The same draw as that of tf.image.stateless_random_flip_left_right.
     flip = tf.random.stateless_uniform([], seeds[1]) < 0.5
     geometry = geometry._replace(flip=flip)
   if pp.rotate:
@@ -129,10 +128,10 @@ def sample(shape, seed, pp) -> Geometry:
 
 
 def snap(geometry: Geometry, ratio) -> Geometry:
-  """Returns the geometry whose part begins and ends at multiples of a ratio.
+  """Rounds the crop of a geometry down to multiples of a ratio.
 
   Args:
-    geometry: of a part that is much larger.
+    geometry: a geometry whose crop is much larger than the ratio.
     ratio: int32 scalar.
   """
   return geometry._replace(
@@ -144,11 +143,11 @@ def snap(geometry: Geometry, ratio) -> Geometry:
 
 
 def window(geometry: Geometry, ratio=None):
-  """Returns (y, x, height, width) of the part, int32 [4], as decoders take it.
+  """Returns (y, x, height, width) of the crop, int32 [4], as decoders take it.
 
   Args:
-    geometry: of the original; of multiples of the ratio.
-    ratio: int32 scalar, by which the decoded image is smaller; None: it is not.
+    geometry: geometry of the original; its crop is in multiples of the ratio.
+    ratio: int32 scalar, factor by which the decoded image is smaller; None: 1.
   """
   found = [geometry.y, geometry.x, geometry.height, geometry.width]
   found = tf.stack(found)
@@ -156,7 +155,7 @@ def window(geometry: Geometry, ratio=None):
 
 
 def crop(image, geometry: Geometry):
-  """Cuts the part that a geometry takes out of [height, width, C]."""
+  """Crops an image [height, width, C]."""
   return tf.slice(
     image,
     [geometry.y, geometry.x, 0],
@@ -165,19 +164,19 @@ def crop(image, geometry: Geometry):
 
 
 def fit(image, geometry: Geometry):
-  """Does what follows the crop: mirrors, resizes and turns.
+  """Mirrors, resizes and rotates an image that is cropped already.
 
   Args:
-    image: uint8 [geometry.height, geometry.width, C], what `crop` returns or a
-      decoder that crops; or float32.
-    geometry: what to do.
+    image: uint8 or float32 [geometry.height, geometry.width, C], the result of
+      `crop` or of a decoder that crops.
+    geometry: the parameters.
 
   Returns:
     float32 [*geometry.size, C]. uint8 is scaled to [-1, 1], float32 keeps its
-    scale. What a turn brings into the picture repeats the pixels of its edge.
+    scale. Pixels that rotation brings in from outside repeat the edge.
   """
-  # In this order each step has the fewest bytes to touch. Resizing is done in
-  # float32, where TensorFlow is twice as fast as on uint8.
+  # This order moves the fewest bytes. TensorFlow resizes float32 twice as fast
+  # as uint8.
   image = _flip(image, geometry, axis=1)
   if image.dtype == tf.uint8:
     image = images.to_float(image)
@@ -188,11 +187,11 @@ def fit(image, geometry: Geometry):
 
 
 def to_image(image, geometry: Geometry):
-  """Applies a geometry to an image; see `fit` for what comes out.
+  """Applies a geometry to an image; returns what `fit` returns.
 
   Args:
     image: uint8 or float32 [*geometry.shape, C].
-    geometry: what to do.
+    geometry: the parameters.
   """
   return fit(crop(tf.convert_to_tensor(image), geometry), geometry)
 
@@ -200,19 +199,19 @@ def to_image(image, geometry: Geometry):
 def to_boxes(boxes, geometry: Geometry):
   """Applies a geometry to boxes.
 
-  Of a box that is turned, the smallest upright one around it is taken.
+  A rotated box is replaced by the smallest upright box around it.
 
   Args:
-    boxes: float32 [n, 4], normalised (ymin, xmin, ymax, xmax) as TFDS has them:
+    boxes: float32 [n, 4], normalised (ymin, xmin, ymax, xmax) as in TFDS:
       shares of the original's height and width.
-    geometry: what to do.
+    geometry: the parameters.
 
   Returns:
-    (boxes, kept): float32 [n, 4], normalised to the new image and clipped to
-    it, and bool [n], False for those of which nothing is left in it.
+    (boxes, kept): float32 [n, 4], normalised and clipped to the new image, and
+    bool [n], False for boxes that lie outside of the new image.
 
   Raises:
-    ValueError: if there are not four numbers a box.
+    ValueError: if there are not four numbers per box.
   """
   boxes = tf.convert_to_tensor(boxes, tf.float32)
   if boxes.shape.rank != 2 or boxes.shape[-1] not in (4, None):
@@ -230,7 +229,7 @@ def to_boxes(boxes, geometry: Geometry):
   size = tf.constant(geometry.size, tf.float32)
   kept = _visible(y, x, size)
   if geometry.angle is not None:
-    # From the middle, in pixels: in them angles are right angles.
+    # In pixels from the centre, where axes have the same unit.
     y, x = (y - 0.5) * size[0], (x - 0.5) * size[1]
     y, x = (
       tf.gather(y, [0, 0, 1, 1], axis=1),
@@ -252,7 +251,7 @@ def to_boxes(boxes, geometry: Geometry):
 
 
 def _visible(y, x, size):
-  """Says for boxes [n, 2], [n, 2] whether they are more than a line."""
+  """Returns which boxes [n, 2], [n, 2] have a visible height and width."""
   return tf.logical_and(
     (y[:, 1] - y[:, 0]) * size[0] > _NOTHING,
     (x[:, 1] - x[:, 0]) * size[1] > _NOTHING,
@@ -260,18 +259,18 @@ def _visible(y, x, size):
 
 
 def to_masks(masks, geometry: Geometry):
-  """Applies a geometry to masks; the nearest pixel is taken, none is mixed.
+  """Applies a geometry to masks, with nearest-neighbour interpolation.
 
   Args:
     masks: uint8 or bool [n, *geometry.shape].
-    geometry: what to do.
+    geometry: the parameters.
 
   Returns:
-    [n, *geometry.size], of the type of `masks`. What a turn brings into the
-    picture is 0: it belongs to no object.
+    [n, *geometry.size], of the type of `masks`. Pixels that rotation brings in
+    from outside are 0: they belong to no object.
 
   Raises:
-    ValueError: on another type or number of dimensions.
+    ValueError: if `masks` have another type or number of dimensions.
   """
   masks = tf.convert_to_tensor(masks)
   if masks.dtype not in (tf.uint8, tf.bool) or masks.shape.rank != 3:
@@ -292,16 +291,16 @@ def to_masks(masks, geometry: Geometry):
 
 
 def rotation(angle, height, width):
-  """Returns the map that turns a picture about its middle.
+  """Returns the transform that rotates an image about its centre.
 
   Args:
-    angle: float32 scalar, radians, to the left.
-    height: of the picture, in pixels.
-    width: of the picture, in pixels.
+    angle: float32 scalar, radians, counter-clockwise.
+    height: height of the image in pixels.
+    width: width of the image in pixels.
 
   Returns:
-    float32 [8], as tf.raw_ops.ImageProjectiveTransformV3 takes it: from the
-    indices of a new pixel to those of the old one.
+    float32 [8], as tf.raw_ops.ImageProjectiveTransformV3 takes it: maps indices
+    of a new pixel to indices of the old pixel.
   """
   cos, sin = tf.cos(angle), tf.sin(angle)
   h, w = height - 1, width - 1

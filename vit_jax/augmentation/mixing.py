@@ -1,12 +1,13 @@
 """Mixes the images of a batch, and their labels in the same proportion.
 
-Both methods work on the whole batch inside the compiled update, with one draw
-for all of it: mixup (arXiv 1710.09412) averages an image and its partner,
-CutMix (arXiv 1905.04899) puts a rectangle of the partner into it. The partner
-of a row is the row before it, that of the first row the last, as in big_vision.
+Both methods work on the whole batch in the compiled update, with one draw per
+batch: mixup (arXiv 1710.09412) averages an image and its partner, CutMix (arXiv
+1905.04899) replaces a rectangle of the image by that of the partner. The
+partner of a row is the row before it, and the partner of the first row is the
+last row, as in big_vision.
 
-Mix before a batch is cut into micro-batches, or each of them gets a draw of its
-own and partners from its own rows.
+Call `mix` before splitting a batch into micro-batches. After the split, every
+micro-batch would have a draw of its own and partners from its own rows only.
 """
 
 from collections.abc import Mapping
@@ -24,18 +25,18 @@ def check(mixup: float, cutmix: float, batch: int):
     batch: `config.batch`.
 
   Raises:
-    ValueError: if one of the first two is negative or no finite number, or a
-      batch of 1 is to be mixed.
+    ValueError: if `mixup` or `cutmix` is negative or not finite, or if a batch
+      of one example is to be mixed.
   """
   for key, value in (('mixup', mixup), ('cutmix', cutmix)):
     if not (isinstance(value, int | float) and 0 <= value < float('inf')):
       raise ValueError(
-        f'{key}={value} must be a number of at least 0, 0.2 for one; 0 is none '
-        f'(config.task_options.{key})'
+        f'{key}={value} must be a number of at least 0, for example 0.2; 0 '
+        f'switches it off (config.task_options.{key})'
       )
     if value and batch < 2:
       raise ValueError(
-        f'{key}={value} mixes an image with another one of its batch, but '
+        f'{key}={value} mixes an image with another image of its batch, but '
         f'batch={batch}: use --config.batch=2 or more, or '
         f'--config.task_options.{key}=0'
       )
@@ -44,26 +45,27 @@ def check(mixup: float, cutmix: float, batch: int):
 def mix(batch: Mapping, rng, mixup: float, cutmix: float) -> dict:
   """Mixes a batch; can be jitted, with `mixup` and `cutmix` static.
 
-  Mixup draws a ~ Beta(mixup, mixup) and takes the share max(a, 1 - a) of an
-  image and the rest of its partner, as in big_vision. CutMix draws l ~
-  Beta(cutmix, cutmix) and a middle, uniform over the pixels; the rectangle
-  about it, with the shape of the image and the share 1 - l of its area, is
-  clipped to the image and comes from the partner. The share of its label is
-  what is left of the area.
+  Mixup draws a ~ Beta(mixup, mixup) and weights an image by max(a, 1 - a) and
+  its partner by the rest, as in big_vision. CutMix draws l ~ Beta(cutmix,
+  cutmix) and a centre, uniform over the pixels. A rectangle about the centre,
+  of the image's aspect ratio and the share 1 - l of its area, is clipped to the
+  image and taken from the partner. The label's weight is the remaining share of
+  the area.
 
   Args:
-    batch: `image` [B, H, W, C] and `label` [B, classes], float32, split over
-      devices in whatever way; other entries are passed on.
+    batch: `image` [B, H, W, C] and `label` [B, classes], float32, with any
+      sharding; other entries are returned as they are.
     rng: random key.
-    mixup: parameter of mixup's distribution; 0 is no mixup.
-    cutmix: the same for CutMix. Where both are above 0, one of them is drawn
-      for the batch, either as likely.
+    mixup: parameter of mixup's Beta distribution; 0 for no mixup.
+    cutmix: parameter of CutMix's Beta distribution; 0 for no CutMix. If both
+      are above 0, one of the two methods is drawn for the batch with
+      probability 1/2.
 
   Returns:
     A dict like `batch`.
 
   Raises:
-    ValueError: on settings that `check` refuses.
+    ValueError: if `check` refuses the settings.
   """
   check(mixup, cutmix, batch['image'].shape[0])
   if not mixup and not cutmix:
@@ -90,7 +92,7 @@ def mix(batch: Mapping, rng, mixup: float, cutmix: float) -> dict:
 
 
 def _blend(rows, share):
-  """Takes a share (one, or one a pixel) of each row, the rest of another."""
+  """Averages rows with weight `share` (one, or per pixel) and their partners."""
   return share * rows + (1 - share) * jnp.roll(rows, 1, axis=0)
 
 

@@ -1,8 +1,8 @@
-"""Random changes of the pixels of one image: RandAugment, colours, holes.
+"""Random augmentation of an image's pixels: RandAugment, colours, erasing.
 
-All of them run in TensorFlow, image by image, and all that is random follows
-from a seed. Images are uint8 for RandAugment, whose operations are defined on
-256 values, and float32 in [-1, 1] for the others. They have 3 channels or 1.
+All functions run in TensorFlow on one image, and a seed determines their random
+numbers. Images are uint8 for RandAugment, whose operations are defined on 256
+values, and float32 in [-1, 1] for the others. They have 3 channels or 1.
 """
 
 import functools
@@ -13,9 +13,9 @@ import tensorflow as tf
 from vit_jax.augmentation import geometry
 from vit_jax.data import images
 
-# The grey that fills what RandAugment moves into the picture or cuts out of it.
+# The grey with which RandAugment fills pixels from outside and cut-out squares.
 _FILL = 128
-# Sizes that random erasing draws before it gives up.
+# Number of rectangles that random erasing draws before it gives up.
 _ATTEMPTS = 10
 
 
@@ -51,8 +51,8 @@ def equalize(image):
 
 
 def _index(image):
-  """Returns where each value stands in a table [C, 256]: int32 [h, w * C]."""
-  # A row of pixels is a vector: TensorFlow is slow on dimensions of 3.
+  """Returns the place of each value in a table [C, 256]: int32 [h, w * C]."""
+  # Each row of pixels is flattened: TensorFlow is slow on dimensions of size 3.
   height, width, channels = image.shape
   values = tf.cast(tf.reshape(image, [height, width * channels]), tf.int32)
   return values + tf.tile(tf.range(channels) * 256, [width])
@@ -76,13 +76,13 @@ def posterize(image, bits: int):
 
 
 def solarize(image, threshold: int):
-  """Inverts values from `threshold` (0 to 255) on, as PIL.ImageOps.solarize."""
+  """Inverts values of `threshold` (0 to 255) or more: PIL.ImageOps.solarize."""
   bright = tf.cast(image >= threshold, tf.uint8)
   return tf.bitwise.bitwise_xor(image, 255 * bright)
 
 
 def solarize_add(image, addition: int):
-  """Makes values below 128 brighter by `addition`, up to 255."""
+  """Adds `addition` to values below 128, up to 255."""
   dark = tf.cast(image < 128, tf.uint8)
   return image + dark * tf.minimum(255 - image, min(addition, 255))
 
@@ -90,7 +90,7 @@ def solarize_add(image, addition: int):
 def color(image, factor: float):
   """Blends with the grey image, as PIL.ImageEnhance.Color does.
 
-  A grey image is left as it is.
+  A grey image stays as it is.
   """
   if image.shape[-1] == 1:
     return tf.identity(image)
@@ -100,8 +100,8 @@ def color(image, factor: float):
 def contrast(image, factor: float):
   """Blends with the grey min(255, h * w // 256), which is 196 at 224 pixels.
 
-  PIL.ImageEnhance.Contrast blends with the mean of the image; `randaugment`
-  says why this does not.
+  PIL.ImageEnhance.Contrast blends with the mean of the image instead; see
+  `randaugment`.
   """
   height, width, _ = image.shape
   return _blend(float(min(255, height * width // 256)), image, factor)
@@ -113,13 +113,13 @@ def brightness(image, factor: float):
 
 
 def sharpness(image, factor: float):
-  """Blends with a smooth image, as PIL.ImageEnhance.Sharpness does.
+  """Blends with a smoothed image, as PIL.ImageEnhance.Sharpness does.
 
-  Smooth is the mean of 3 x 3 pixels, of which the middle one counts five times;
+  Smoothing takes the mean of 3 x 3 pixels, with a weight of 5 for the centre;
   the outermost pixels stay as they are.
   """
   if min(image.shape[:2]) < 3:
-    return image  # All of it is outermost.
+    return image  # All pixels are outermost.
   values = tf.cast(image, tf.int32)
   rows = values[:-2] + values[1:-1] + values[2:]
   box = rows[:, :-2] + rows[:, 1:-1] + rows[:, 2:]
@@ -131,20 +131,20 @@ def sharpness(image, factor: float):
 
 
 def _blend(start, image, factor):
-  """Goes from `start` (float32) towards `image`; past it if factor > 1."""
+  """Interpolates (or extrapolates) from `start` (float32) to `image`."""
   values = start + factor * (tf.cast(image, tf.float32) - start)
   return tf.cast(tf.clip_by_value(values, 0.0, 255.0), tf.uint8)
 
 
 def rotate(image, degrees):
-  """Turns about the middle to the left."""
+  """Rotates about the centre, counter-clockwise."""
   height, width, _ = image.shape
   angle = degrees * (math.pi / 180)
   return _move(image, geometry.rotation(angle, height, width))
 
 
 def shear_x(image, level):
-  """Takes row y from x + level y: lower rows move further to the left."""
+  """Takes row y from x + level y: lower rows move further left."""
   return _move(image, tf.stack([1, level, 0, 0, 1, 0, 0, 0]))
 
 
@@ -164,7 +164,7 @@ def translate_y(image, pixels):
 
 
 def _move(image, transform):
-  """Takes each pixel from the one nearest to where `transform` (8) sends it."""
+  """Takes each pixel from the one nearest to its place under `transform` (8)."""
   return tf.raw_ops.ImageProjectiveTransformV3(
     images=image[None],
     transforms=transform[None],
@@ -176,9 +176,9 @@ def _move(image, transform):
 
 
 def cutout(image, seed, half: int):
-  """Fills a square of 2 `half` pixels about a random pixel (arXiv 1708.04552).
+  """Fills a square of side 2 `half` about a random pixel (arXiv 1708.04552).
 
-  What reaches over the edge of the image is lost.
+  The part of the square outside of the image is ignored.
   """
   size = tf.constant([*image.shape[:2]], tf.float32)
   middle = tf.floor(tf.random.stateless_uniform([2], seed) * size)
@@ -188,7 +188,7 @@ def cutout(image, seed, half: int):
 
 
 def _rectangle(image, begin, extent):
-  """Returns bool [h, w, C], True in a rectangle; pairs (y, x), whole floats."""
+  """Returns bool [h, w, C], True in a rectangle; (y, x) are whole floats."""
   height, width, channels = image.shape
   y = tf.range(height, dtype=tf.float32) - begin[0]
   x = tf.repeat(tf.range(width, dtype=tf.float32), channels) - begin[1]
@@ -201,24 +201,24 @@ def _rectangle(image, begin, extent):
 
 
 def _posterize_bits(magnitude):
-  # As there, in uint8, whose shifts are by 7 at most. So 0 bits mean 1, and so
-  # do more than 8, whose shift of less than 0 wraps round.
+  # big_vision shifts in uint8, by 7 bits at most: 0 bits mean 1, and so do more
+  # than 8 bits, for which the shift is negative and wraps round.
   return 8 - min((8 - int(magnitude / 10 * 4)) % 256, 7)
 
 
 def _solarize_threshold(magnitude):
-  return int(magnitude / 10 * 256) % 256  # As there, in uint8.
+  return int(magnitude / 10 * 256) % 256  # uint8, as in big_vision.
 
 
 def _enhance(function):
-  """An operation whose factor is .1 at magnitude 0, 1 at 5 and 1.9 at 10."""
+  """Makes an operation with factor .1 at magnitude 0, 1 at 5 and 1.9 at 10."""
   return lambda image, magnitude, seed: function(
     image, magnitude / 10 * 1.8 + 0.1
   )
 
 
 def _either_way(function, unit):
-  """An operation by `unit` times the magnitude, half of the time backwards."""
+  """Makes an operation by `unit` times the magnitude, with a random sign."""
 
   def apply(image, magnitude, seed):
     sign = tf.random.stateless_uniform([], seed, 0, 2, tf.int32) * 2 - 1
@@ -255,40 +255,40 @@ OPERATIONS = {
 
 
 def randaugment(image, seed, layers: int, magnitude: int):
-  """Applies RandAugment as the ViTs of arXiv 2106.10270 were trained with it.
+  """Applies RandAugment as in the training of the ViTs of arXiv 2106.10270.
 
   Each layer applies one of the 16 OPERATIONS, all equally likely (arXiv
   1909.13719, as in big_vision's pp/autoaugment.py). At magnitude m: rotate by
-  3m degrees, shear by .03m, translate by 10m pixels, each either way; posterize
-  to int(.4m) bits; solarize from int(25.6m) on; solarize-add 11m; colour,
-  contrast, brightness and sharpness by the factor .18m + .1; cutout of half a
-  side of 4m pixels. What comes into the picture is 128.
+  3m degrees, shear by .03m, translate by 10m pixels, each with a random sign;
+  posterize to int(.4m) bits; solarize from int(25.6m) on; solarize-add 11m;
+  colour, contrast, brightness and sharpness by the factor .18m + .1; cutout of
+  a square whose half side is 4m pixels. Pixels from outside become 128.
 
-  What one would not expect is as it is there, since the published settings were
-  chosen with it:
+  Some details are surprising. They are kept from big_vision, since the
+  published settings were chosen with them:
 
-  - Always: the chosen operation is applied, whatever probability is drawn for
-    it.
-  - Zero: magnitude 0 is not the identity. It inverts, equalises, leaves a tenth
-    of colour, contrast, light and sharpness, and solarizes from 0 on.
-  - Pixels: lengths do not shrink with the image. They suit one of 224 pixels;
-    one of 32 is moved out of the picture.
-  - Grey of contrast: not the mean of the image but its number of pixels / 256,
-    at most 255.
-  - Solarize wraps: its threshold is a uint8. So m=10 and m=20 mean 0, which
-    inverts, and m=15 means 128.
-  - Posterize to no bits (m < 3) leaves one, and so does one to more than 8
-    (m > 22).
+  - Probability: the chosen operation is always applied, whatever probability is
+    drawn for it.
+  - Magnitude 0 is not the identity. It inverts, equalises, leaves a tenth of
+    colour, contrast, brightness and sharpness, and solarizes from 0 on.
+  - Lengths in pixels do not scale with the image. They suit images of 224
+    pixels; an image of 32 pixels can be moved out of view.
+  - Contrast blends not with the mean of the image but with its number of pixels
+    / 256, at most 255.
+  - Solarize takes its threshold as uint8: m=10 and m=20 mean 0, which inverts
+    the image, and m=15 means 128.
+  - Posterize keeps one bit where it should keep none (m < 3), and also where it
+    should keep more than 8 (m > 22).
 
-  In a grey image colour changes nothing, and each other operation does what it
-  does to a colour image of equal channels. Values are rounded as in Pillow,
-  which in colour and sharpness can differ by 1 from there.
+  On grey images colour has no effect, and every other operation does what it
+  does to a colour image of equal channels. Values are rounded as in Pillow, so
+  that colour and sharpness can differ by 1 from big_vision.
 
   Args:
     image: uint8 [h, w, C] of known shape, C = 3 or 1.
-    seed: int64 [2]; all that is random follows from it.
-    layers: operations that are applied one after the other.
-    magnitude: how strong they are, an int from 0 to 30.
+    seed: int64 [2]; determines all random numbers.
+    layers: number of operations to apply, one after another.
+    magnitude: strength of the operations, an int from 0 to 30.
 
   Returns:
     uint8 [h, w, C].
@@ -305,7 +305,7 @@ def randaugment(image, seed, layers: int, magnitude: int):
 
 
 def _choose(number, functions, *args):
-  """Calls one of the functions."""
+  """Calls function `number` of the functions."""
   return tf.switch_case(
     number, [functools.partial(f, *args) for f in functions]
   )
@@ -315,21 +315,22 @@ def _choose(number, functions, *args):
 
 
 def color_jitter(image, seed, brightness, contrast, saturation):
-  """Changes brightness, contrast and saturation, in an order that is drawn too.
+  """Changes brightness, contrast and saturation, in random order.
 
-  A strength means what it does in torchvision's ColorJitter: the factor is
-  uniform in [max(0, 1 - strength), 1 + strength]. With values from 0 (black) to
-  1 (white), brightness multiplies by it, contrast blends with the mean of the
-  grey image, saturation with the grey image (of each the factor is the share of
-  the image, and what leaves 0..1 is clipped). Of grey images saturation is
-  none.
+  The strengths are those of torchvision's ColorJitter: each factor is uniform
+  in [max(0, 1 - strength), 1 + strength]. With values from 0 (black) to 1
+  (white), brightness multiplies by the factor, contrast blends with the mean of
+  the grey image, and saturation blends with the grey image; the factor is the
+  share of the image, and results are clipped to [0, 1]. Saturation does not
+  change grey images.
 
   Args:
     image: float32 [h, w, C] in [-1, 1], C = 3 or 1.
-    seed: int64 [2]; all that is random follows from it.
-    brightness: strength, at least 0; with 0 it is left as it is.
-    contrast: the same.
-    saturation: the same.
+    seed: int64 [2]; determines all random numbers.
+    brightness: strength, at least 0; 0 for no change.
+    contrast: likewise.
+    saturation: likewise.
+
 
   Returns:
     float32 [h, w, C] in [-1, 1].
@@ -375,20 +376,21 @@ def _grey(image):
 def random_erasing(
   image, seed, probability, area=(0.02, 1 / 3), ratio=(0.3, 3.3)
 ):
-  """Erases a random rectangle, which lies in the image as a whole.
+  """Erases a random rectangle that lies within the image.
 
   Random Erasing (arXiv 1708.04896), with the defaults of torchvision and timm.
-  As there, the shape is uniform in its logarithm, so that upright and lying
-  rectangles are equally frequent (it is uniform in the paper), and the place is
-  drawn once the size fits. What is erased becomes 0, the middle of [-1, 1], a
-  grey (in the paper noise).
+  As in these, the logarithm of the aspect ratio is uniform (in the paper the
+  ratio is), so that upright and lying rectangles are equally frequent, and the
+  position is drawn after a size that fits. Erased pixels become 0, the grey in
+  the middle of [-1, 1] (in the paper noise).
 
   Args:
     image: float32 [h, w, C] of known shape.
-    seed: int64 [2]; all that is random follows from it.
-    probability: share of the images that lose a rectangle.
-    area: smallest and largest share of the image's area.
-    ratio: smallest and largest height / width of the rectangle.
+    seed: int64 [2]; determines all random numbers.
+    probability: probability of erasing a rectangle.
+    area: least and greatest share of the image's area.
+    ratio: least and greatest height / width of the rectangle.
+
 
   Returns:
     float32 [h, w, C].

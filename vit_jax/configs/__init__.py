@@ -1,7 +1,7 @@
 """Makes the top-level folder `configs/` importable as `vit_jax.configs`.
 
-A wheel holds the config files beside this one. In a checkout they lie in the
-top-level folder, and the package's path is pointed there.
+A wheel has the config files beside this file. In a checkout they are in the
+top-level folder, and `__path__` points to it.
 """
 
 import pathlib

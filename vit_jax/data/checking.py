@@ -1,7 +1,8 @@
-"""Who lists a folder and looks at its images, and how all processes know.
+"""Lists folders and checks their images, once for all processes.
 
-Process 0 does, once. What it found, an index, is kept in the workdir of the run, or
-beside the images (`python -m vit_jax.manifest`), and is what all processes use.
+Process 0 does the work. It stores the result, an index, in the workdir of the
+run or
+beside the images (`python -m vit_jax.manifest`), and all processes use it.
 """
 
 from collections.abc import Callable
@@ -23,12 +24,12 @@ from vit_jax.files import paths as paths_lib
 from vit_jax.files import reading
 from vit_jax.scale import processes
 
-# What to do about images that cannot be decoded.
+# Ways to treat images that cannot be decoded.
 BROKEN_IMAGES = ('error', 'skip', 'trust')
-# Folders that were opened last, as a split for training and one for testing do.
+# Number of folders whose indices stay in memory: a training and a test split.
 _RECENT = 2
 _recent: dict[str, tuple[index_lib.Index, float]] = {}
-# Seconds for which the list of a remote folder is taken for true.
+# Seconds for which the list of a remote folder counts as up to date.
 _REMOTE_AGE = 600.0
 LAYOUT = (
   'a folder must hold train/<class>/* and test/<class>/*, or train.jsonl and '
@@ -42,23 +43,28 @@ def usable(
   broken: str,
   max_pixels: int | None = None,
   named: Callable[[int], str] | None = None,
+  workdir=None,
 ) -> paths_lib.Paths:
-  """Checks that images can be decoded; process 0 does, and tells the others.
+  """Checks that images can be decoded, on process 0 for all.
 
   Args:
-    views: (index, rows) each.
-    where: the split, for messages.
-    broken: what to do about images that cannot be decoded: 'error', 'skip', or
-      'trust' (do not look).
-    max_pixels: files of more are broken; None: the limit of the config's default.
-    named: names an image by its number in a message; by default by its path.
+    views: (index, rows) pairs.
+    where: name of the split for messages.
+    broken: how to treat images that cannot be decoded: 'error', 'skip', or
+      'trust' (no check).
+    max_pixels: files with more pixels count as broken; None: the config's
+      default.
+    named: function from an image's number to its name in messages; by default
+      its path.
+    workdir: folder of a run. Process 0 stores its results there before raising
+      an error, so that the next start checks changed files only.
 
   Returns:
-    The images to take: all of them, unless some are skipped.
+    The usable images: all images, unless some are skipped.
 
   Raises:
-    ValueError: on broken images, if none is left, or if `broken` is unknown.
-    OSError: if a file cannot be read: that does not make it broken.
+    ValueError: if images are broken, none is left, or `broken` is unknown.
+    OSError: if a file cannot be read; the file then does not count as broken.
   """
   if broken not in BROKEN_IMAGES:
     raise ValueError(
@@ -76,6 +82,8 @@ def usable(
       if broken != 'trust':
         index.check(rows, index_lib.DECODED, images.why_broken, limit)
     bad = paths.broken()
+    if bad and broken == 'error' and workdir:
+      paths.store(workdir)
     return bad, [paths.reason(number) for number in bad[:10]]
 
   bad, whys = processes.from_first(f"checking the images of '{where}'", look)
@@ -86,7 +94,7 @@ def usable(
     shown = '\n  '.join(lines)
     raise ValueError(
       f'{len(bad)} of {len(paths)} images cannot be read:\n  {shown}\n'
-      'Mend or delete them, or leave them out with '
+      'Repair or delete them, or leave them out with '
       '--config.broken_images=skip'
     )
   if len(bad) == len(paths):
@@ -103,15 +111,16 @@ def usable(
 
 
 def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
-  """Returns the index of a split: one that was stored if it is true, or a new one.
+  """Returns the index of a split: a stored one if up to date, or a new one.
 
-  Process 0 decides and lists; the others read what it wrote, and all compare.
+  Process 0 decides and lists. The other processes read the stored index, and
+  all processes compare theirs.
 
   Args:
     root: the folder, local or gs://.
     base: the split.
-    workdir: folder of a run, that all processes see, with its index; None: there
-      is none, and every process lists the folder.
+    workdir: folder of a run that all processes share; None: every process lists
+      the folder.
 
   Raises:
     FileNotFoundError: if there is no such split.
@@ -145,7 +154,7 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
 
 
 def renew_index(root: str, base: str) -> index_lib.Index:
-  """Lists a split anew, and keeps what was known of files that are as they were.
+  """Lists a split anew, keeping the status of unchanged files.
 
   Raises:
     FileNotFoundError: if there is no such split.
@@ -162,7 +171,7 @@ def renew_index(root: str, base: str) -> index_lib.Index:
 
 
 def _find_index(root, base, workdir):
-  """Returns an index of this process: the last one, a stored one, or a new one."""
+  """Returns the index in memory, a stored one, or a new one."""
   top = _check_split(root, base)
   index, since = _recent.get(top, (None, 0))
   if index is not None and index.is_true():
@@ -181,7 +190,9 @@ def _find_index(root, base, workdir):
       return _remember(found)
     old = old or found
   if old is not None:
-    cli.say(f"'{top}' has changed since {old.facts['listed']}: listed anew.")
+    cli.say(
+      f"'{top}' has changed since {old.facts['listed']}: listing it anew."
+    )
   index = _list(root, base)
   if old is not None:
     index.recall(old)
@@ -193,8 +204,8 @@ def _save(index, workdir):
     index.save(index_lib.place(workdir, index.root, index.base))
   except OSError as e:
     raise ValueError(
-      f"workdir='{workdir}' cannot be written: {e}; give a folder that can, and "
-      'that all processes see (--workdir)'
+      f"workdir='{workdir}' cannot be written: {e}; give a writable folder that "
+      'all processes share (--workdir)'
     ) from e
 
 
@@ -212,7 +223,7 @@ def _remember(index):
 
 
 def _check_split(root, base):
-  """Returns the folder of a split, which must exist."""
+  """Returns the folder of a split; raises FileNotFoundError if missing."""
   top = os.path.join(root, base)
   if not tf.io.gfile.isdir(top):
     there = [

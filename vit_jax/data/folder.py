@@ -1,8 +1,7 @@
 """A folder of images as a data set: `root/<split>/<class>/<image>`.
 
-Images without labels may lie in `root/<split>` anyhow.
-
-Who lists it, and looks at its images, is said in vit_jax/data/checking.py.
+Images without labels may lie anywhere below `root/<split>`.
+vit_jax/data/checking.py lists the folder and checks the images.
 """
 
 from collections.abc import Iterator
@@ -22,10 +21,11 @@ from vit_jax.files import reading
 
 
 def is_folder(dataset: str) -> bool:
-  """Tells a folder from the name of a TFDS data set.
+  """Returns whether a data set is a folder, not a TFDS name.
 
-  A folder of the current one may have the name of a data set that comes with this
-  package, the workdir of a run on it for one: './digits' is the folder then.
+  A name of a data set that comes with this package always means that data set,
+  even if the current folder has a folder of that name: write './digits' for the
+    folder.
 
   Raises:
     FileNotFoundError: if it is written as a path, but there is no such folder.
@@ -49,26 +49,26 @@ def list_split(
   broken: str = 'error',
   **kwargs,
 ):
-  """Lists the images of a split of classes, `root/<split>/<class>/<image>`.
+  """Lists the images of a split with classes, `root/<split>/<class>/<image>`.
 
   Args:
     root: the folder, local or gs://.
-    split: name of a folder in it, or a slice of one: 'train[:90%]'; '.' is the
-      folder itself.
-    class_names: names that the classes must have; None takes those found.
-    broken: what to do about images that cannot be decoded: 'error', 'skip', or
-      'trust' (do not look).
+    split: name of a folder in `root`, or a slice of it: 'train[:90%]'; '.' is
+      `root` itself.
+    class_names: names that the classes must have; None to take those found.
+    broken: how to treat images that cannot be decoded: 'error', 'skip', or
+      'trust' (no check).
     **kwargs: `max_pixels` and `workdir`, see `checking.usable` and
       `checking.open_index`.
 
   Returns:
-    paths: of n images, ordered by a hash of their names; paths_lib.Paths.
-    labels: int32 [n], index into the class names.
-    class_names: tuple of them, sorted.
+    paths: paths_lib.Paths of n images, ordered by a hash of their names.
+    labels: int32 [n], numbers of the classes.
+    class_names: tuple of the classes' names, sorted.
 
   Raises:
     FileNotFoundError: if there is no such split or no image in it.
-    ValueError: on missing, unknown or empty classes, and on broken images.
+    ValueError: if classes are missing, unknown or empty, or images are broken.
     OSError: if a folder or a file cannot be read.
   """
   views = []
@@ -81,9 +81,7 @@ def list_split(
     rows = index.order[is_class[index.folder_of(index.order)]]
     _warn_of_ignored(index, len(rows))
     views.append((index, take_slice(rows, base, instruction)))
-  paths = checking.usable(
-    views, f'{root}/{split}', broken, kwargs.get('max_pixels')
-  )
+  paths = checking.usable(views, f'{root}/{split}', broken, **kwargs)
   numbers = {name: i for i, name in enumerate(class_names)}
   labels = [np.zeros(0, np.int32)]
   for index, rows in paths.parts:
@@ -95,7 +93,7 @@ def list_split(
 def list_images(
   root: str, split: str, broken: str = 'error', **kwargs
 ) -> paths_lib.Paths:
-  """Lists the images of a split, in whatever folders of `root/<split>` they lie.
+  """Lists the images of a split, anywhere below `root/<split>`.
 
   Args:
     root: see list_split.
@@ -104,11 +102,11 @@ def list_images(
     **kwargs: see list_split.
 
   Returns:
-    Paths, ordered by a hash of their names: in the order of list_split.
+    paths_lib.Paths, ordered by a hash of their names, as in list_split.
 
   Raises:
     FileNotFoundError: if there is no such split or no image in it.
-    ValueError: on broken images.
+    ValueError: if images are broken.
     OSError: if a folder or a file cannot be read.
   """
   views = []
@@ -116,18 +114,16 @@ def list_images(
     index = checking.open_index(root, base, kwargs.get('workdir'))
     if not len(index):
       raise FileNotFoundError(
-        f"no images in '{index.top}': known are the endings "
-        f'{", ".join(listing.EXTENSIONS)}, in any case'
+        f"no images in '{index.top}': the known endings are "
+        f'{", ".join(listing.EXTENSIONS)}, in upper or lower case'
       )
     _warn_of_ignored(index, len(index))
     views.append((index, take_slice(index.order, base, instruction)))
-  return checking.usable(
-    views, f'{root}/{split}', broken, kwargs.get('max_pixels')
-  )
+  return checking.usable(views, f'{root}/{split}', broken, **kwargs)
 
 
 def has_labels(root: str, split: str, workdir=None) -> bool:
-  """Tells a split of class folders from one of images without labels.
+  """Returns whether a split has class folders.
 
   Args:
     root: see list_split.
@@ -138,21 +134,21 @@ def has_labels(root: str, split: str, workdir=None) -> bool:
     FileNotFoundError: if there is no such split.
   """
   found = [checking.open_index(root, base, workdir) for base, _ in parts(split)]
-  # Where there is no image at all, it is class folders that are missing.
+  # A split without any image counts as one whose class folders are missing.
   return not any(map(len, found)) or any(
     _is_class(folder) for index in found for folder in index.folders
   )
 
 
 def parts(split: str) -> Iterator[tuple[str, str]]:
-  """Yields the parts of 'train[:9]+test' with their slices: 'train', '[:9]'."""
+  """Yields the parts of 'train[:9]+test' with their slices, 'train', '[:9]'."""
   for part in split.split('+'):
     base, bracket, instruction = part.strip().partition('[')
     yield base, bracket + instruction
 
 
 def splits(root: str) -> list[str]:
-  """Returns the names of the splits of a folder, those of manifests too.
+  """Returns the names of the splits of a folder, including those of manifests.
 
   Raises:
     FileNotFoundError: if there is no such folder, or no split in it.
@@ -167,8 +163,8 @@ def splits(root: str) -> list[str]:
   }
   if not lists and not folders:
     raise FileNotFoundError(
-      f"folder '{root}' has no split: {checking.LAYOUT}; others can be named, and '.' is "
-      'the folder itself'
+      f"folder '{root}' has no split: {checking.LAYOUT}; name other folders as "
+      "splits, or give '.' for the folder itself"
     )
   return sorted(lists or folders)
 
@@ -182,8 +178,8 @@ def _class_names(index) -> tuple[str, ...]:
   bare = index.facts['bare']
   if bare and len(index):
     raise ValueError(
-      f"class folder '{index.top}/{bare[0]}' holds no image: known are the "
-      f'endings {", ".join(listing.EXTENSIONS)}, in any case'
+      f"class folder '{index.top}/{bare[0]}' holds no image: the known endings "
+      f'are {", ".join(listing.EXTENSIONS)}, in upper or lower case'
     )
   found = [folder for folder in index.folders if _is_class(folder)]
   if not found:
@@ -205,7 +201,7 @@ def _warn_of_ignored(index, taken):
   count += len(index) - taken
   if count:
     logging.warning(
-      'Ignored %d files of %s that are no images of a class folder, the first: %s',
+      'Ignored %d files of %s that are not images in a class folder, the first: %s',
       count,
       index.top,
       os.path.join(index.top, *first)
@@ -220,17 +216,17 @@ def _check_classes(top, names, expected):
   if unknown:
     raise ValueError(
       f"'{top}' has classes that the training split lacks: {unknown[:10]}; add "
-      'them there or take them away here'
+      'them to the training split or remove them from this one'
     )
   if missing:
     raise ValueError(
       f"'{top}' has no images of the classes {missing[:10]} of the training "
-      'split; add some, or take these classes away there'
+      'split; add some, or remove these classes from the training split'
     )
 
 
 def take_slice(found: Sequence, name: str, instruction: str) -> Sequence:
-  """Takes a slice like '[:90%]' of a list, with TFDS's own arithmetic."""
+  """Returns a slice such as '[:90%]' of a list, by the arithmetic of TFDS."""
   if not instruction:
     return found
   info = tfds.core.SplitInfo(
@@ -241,11 +237,11 @@ def take_slice(found: Sequence, name: str, instruction: str) -> Sequence:
 
 
 def bounds(info, instruction: str) -> tuple[int, int]:
-  """Returns from where to where a slice of a split goes, by TFDS's arithmetic.
+  """Returns (begin, end) of a slice of a split, by the arithmetic of TFDS.
 
   Args:
     info: the whole split, a tfds.core.SplitInfo.
-    instruction: the slice, '[:90%]' for one, or '' for all of it.
+    instruction: the slice, such as '[:90%]', or '' for the whole split.
 
   Raises:
     ValueError: if the slice reaches beyond the split, or is empty.
@@ -253,7 +249,7 @@ def bounds(info, instruction: str) -> tuple[int, int]:
   count, split = info.num_examples, f'{info.name}{instruction}'
   remedy = f"'{info.name}' has {count:,} examples (config.pp, config.evals)"
   try:
-    # By another name, since '.' is none of TFDS's.
+    # Under another name, since TFDS does not accept '.'.
     spec = tfds.core.ReadInstruction.from_spec(f'train{instruction}')
     [absolute] = spec.to_absolute({'train': info})
   except (ValueError, AssertionError) as e:

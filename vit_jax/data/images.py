@@ -1,8 +1,8 @@
-"""Decodes images of any format, the way people see them.
+"""Decodes images of any format as people see them.
 
-Palettes and CMYK become RGB, what is transparent becomes white, of an animation
-the first frame is taken. A JPEG of which a part is missing is an error, also where
-the decoder would fill it with grey.
+Palettes and CMYK become RGB, transparent pixels become white, and an animation
+yields its first frame. A truncated JPEG is an error, even where the decoder
+would fill the missing part with grey.
 """
 
 import io
@@ -14,13 +14,13 @@ import tensorflow as tf
 from vit_jax.files import jpeg
 from vit_jax.files import reading
 
-# TensorFlow reads images; the accelerators are for JAX alone.
+# TensorFlow only reads images; JAX alone uses the GPUs.
 try:
   tf.config.set_visible_devices([], 'GPU')
-except RuntimeError:  # A program around this one has initialised it already.
+except RuntimeError:  # The calling program has initialised TensorFlow already.
   pass
 
-# What `decode` raises: a ValueError comes from Pillow, when run eagerly.
+# Errors of `decode`; a ValueError comes from Pillow in eager calls.
 DECODE_ERRORS = (
   tf.errors.InvalidArgumentError,
   tf.errors.DataLossError,
@@ -29,7 +29,7 @@ DECODE_ERRORS = (
 )
 
 _PNG = b'\x89PNG\r\n\x1a\n'
-# What Pillow is asked to read. Some of its other readers start programs.
+# Formats that Pillow may read. Some of its other readers start programs.
 _FORMATS = ('BMP', 'GIF', 'PNG', 'WEBP')
 
 
@@ -37,16 +37,17 @@ def decode(encoded, channels: int = 3, size=None):
   """Decodes one image of any format.
 
   Args:
-    encoded: string scalar, the contents of a jpeg, png, webp, bmp or gif file.
+    encoded: string scalar, the content of a jpeg, png, webp, bmp or gif file.
     channels: 3, or 1 for grey.
-    size: (height, width) that the image is to be brought to; a JPEG that is much
-      larger is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`. None: in full.
+    size: (height, width) to which the caller will resize the image. A much
+      larger JPEG is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`. None: in
+      full.
 
   Returns:
     uint8 [height, width, channels].
 
   Raises:
-    DECODE_ERRORS: if it is no image, or only part of one.
+    DECODE_ERRORS: if it is no image, or a truncated one.
   """
   encoded = tf.convert_to_tensor(
     encoded
@@ -65,7 +66,7 @@ def decode(encoded, channels: int = 3, size=None):
 
 
 def decode_other(encoded):
-  """Decodes anything but JPEG: common png in TensorFlow, the rest in Pillow."""
+  """Decodes all formats but JPEG: common png in TensorFlow, others in Pillow."""
   # Byte 24 of a png is its bit depth; TensorFlow is wrong on less than 8.
   head = tf.strings.join([tf.strings.substr(encoded, 0, 25), b'\0' * 25])
   depth = tf.strings.substr(head, 24, 1)
@@ -95,7 +96,7 @@ def _on_white(image):
 
 
 def to_grey(image):
-  """Turns uint8 RGB into luma (ITU-R 601), grey values into themselves."""
+  """Converts uint8 RGB to luma (ITU-R 601); grey values stay the same."""
   weights = tf.constant([19595, 38470, 7471])  # Sum: 2**16.
   luma = tf.reduce_sum(tf.cast(image, tf.int32) * weights, -1, keepdims=True)
   return tf.cast((luma + 2**15) // 2**16, tf.uint8)
@@ -106,8 +107,8 @@ def _is_png(encoded):
 
 
 def _open(encoded):
-  """Opens a file in Pillow, which reads no more than its header."""
-  if isinstance(encoded, np.ndarray):  # What an eager call gets.
+  """Opens a file in Pillow, which reads only its header."""
+  if isinstance(encoded, np.ndarray):  # In eager calls.
     encoded = encoded.item()
   return Image.open(io.BytesIO(encoded), formats=_FORMATS)
 
@@ -137,11 +138,11 @@ def _reason(error):
 def bounded(encoded, limit: int):
   """Returns the contents of an image file; an error if it has too many pixels.
 
-  Its header is looked at, nothing is decoded.
+  Reads the header only, without decoding the image.
 
   Args:
-    encoded: string scalar, the contents of an image file.
-    limit: largest number of pixels, height times width.
+    encoded: string scalar, the content of an image file.
+    limit: greatest number of pixels, height times width.
 
   Raises:
     DECODE_ERRORS: if it has more pixels, or no header of an image.

@@ -1,18 +1,18 @@
-"""A manifest as a data set: `root/<split>.jsonl`, one JSON object a line.
+"""A manifest as a data set: `root/<split>.jsonl`, one JSON object per line.
 
   {"image": "photos/1.jpg", "label": "cat"}
   {"image": "photos/2.jpg", "label": ["cat", "dog"], "objects":
    [{"bbox": [0.1, 0.2, 0.5, 0.9], "label": 3}]}
 
-`image` is a path, relative to the folder of the manifest, or absolute. All else
-is features: numbers are float32, integers int64, then strings and booleans; lists
-of them become arrays, ragged where lengths vary; what lies in a dict, or in a
-list of dicts, is named with '/': 'objects/bbox' [n, 4].
+`image` is a path, absolute or relative to the folder of the manifest. All other
+keys are features. Integers are int64, other numbers float32; strings and
+booleans are features too. Lists become arrays, ragged if lengths vary. Values
+in a dict, or in a list of dicts, are named with '/': 'objects/bbox' [n, 4].
 
-`label` is the name of a class, or its number from 0, or a list of them; null or
-none at all is no label. Names of classes are those of the training split, sorted,
-or a list of them in `root/classes.json`; there {"objects/label": [...]} names the
-classes of another feature.
+`label` is the name of a class, its number from 0, or a list of them; an example
+without a label has null or no `label`. The names of the classes are those in
+the training split, sorted, or a list in `root/classes.json`. In that file,
+{"objects/label": [...]} names the classes of another feature.
 """
 
 from collections.abc import Iterable
@@ -32,19 +32,19 @@ from vit_jax.files import index as index_lib
 
 
 class _Line(NamedTuple):
-  """A line of a manifest: where it stands, and its values by feature."""
+  """A line of a manifest: its file and number, and its values by feature."""
 
   where: str
   image: str
   values: dict[str, Any]
 
   def key(self, top: str) -> str:
-    """Returns by what it is ordered: as an image of the folder of the split."""
+    """Returns the sort key: the key of an image in the folder of the split."""
     inside = self.image.startswith(f'{top}/')
     return self.image.removeprefix(top) if inside else self.values['image']
 
   def get(self, name):
-    """Returns a value; None where it is null or missing."""
+    """Returns a value; None if it is null or missing."""
     if name in self.values:
       return self.values[name]
     # An empty list of dicts is an empty list of each of their values.
@@ -55,7 +55,7 @@ class _Line(NamedTuple):
 
 
 def exists(root: str, split: str) -> bool:
-  """Tells whether a folder describes a split by a manifest."""
+  """Returns whether a folder has a manifest for a split."""
   return any(
     tf.io.gfile.exists(_path(root, base)) for base, _ in folder.parts(split)
   )
@@ -72,20 +72,21 @@ def read_split(
 
   Args:
     root: the folder, local or gs://.
-    split: name of a manifest in it, or a slice of one: 'train[:90%]'.
-    features: names of what is wanted, see `records.resolve`.
-    class_names: classes of the training split; None for that itself.
+    split: name of a manifest in `root`, or a slice of it: 'train[:90%]'.
+    features: names of the wanted features, see `records.resolve`.
+    class_names: classes of the training split; None for the training split
+      itself.
     **kwargs: `broken` and `max_pixels`, see `checking.usable`; `workdir`, see
       `checking.open_index`.
 
   Returns:
     columns: features by name, tensors and RaggedTensors [n, ...], in the order
-      of `folder.list_split`; 'image' is an paths.Paths, 'label' int64 [n, L].
-    names: names of the classes, for each feature that has them.
+      of `folder.list_split`; 'image' is a paths.Paths, 'label' int64 [n, L].
+    names: {feature: names of its classes} for features with class names.
 
   Raises:
     FileNotFoundError: if a manifest of the split does not exist.
-    ValueError: if a line or an image is not as it must be; names both.
+    ValueError: if a line or an image is wrong; names both.
   """
   everything, taken = [], []
   for base, instruction in folder.parts(split):
@@ -107,6 +108,7 @@ def read_split(
     kwargs.get('broken', 'error'),
     kwargs.get('max_pixels'),
     lambda i: f'{taken[i].where}: {taken[i].image}',
+    workdir,
   )
   [(_, rows)] = paths.parts
   kept = set(rows.tolist())
@@ -127,12 +129,12 @@ def read_split(
 
 
 def open_index(root: str, base: str, paths: Sequence[str], workdir=None):
-  """Returns an index of listed images, with what was found out about them.
+  """Returns an index of listed images, with the stored status of each.
 
   Args:
     root: the folder of the manifest.
-    base: the split; of a part of a manifest too.
-    paths: of the images, in their order; relative ones are to the folder.
+    base: the split, or a part of a manifest.
+    paths: paths of the images, in order; relative paths refer to the folder.
     workdir: see `checking.open_index`.
   """
   index = index_lib.of_paths(root, f'{base}.jsonl', paths)
@@ -189,7 +191,7 @@ def _parse(root, base) -> list[_Line]:
     image = values.get('image')
     if not isinstance(image, str) or not image or '\0' in image:
       raise ValueError(
-        f'{where}: `image` must be the path of an image, and is '
+        f'{where}: `image` must be the path of an image, but is '
         f'{_short(image) if "image" in values else "missing"}'
       )
     if '://' not in image:
@@ -199,7 +201,7 @@ def _parse(root, base) -> list[_Line]:
 
 
 def _loads(text: bytes):
-  """Reads JSON; a ValueError, too, where it holds halves of characters."""
+  """Parses JSON; raises ValueError also for unpaired surrogates."""
   value = json.loads(text)
   if b'\\u' in text:
     json.dumps(value, ensure_ascii=False).encode()
@@ -212,7 +214,7 @@ def _short(value):
 
 
 def _flatten(values, prefix, where):
-  """Yields (name, value) of what lies in a dict, names joined with '/'."""
+  """Yields (name, value) for nested dicts, with names joined by '/'."""
   for key, value in values.items():
     name = prefix + key
     if isinstance(value, dict):
@@ -234,7 +236,7 @@ def _flatten(values, prefix, where):
 def _available(lines):
   """Returns the names of all features of a manifest."""
   names = dict.fromkeys(name for line in lines for name in line.values)
-  # Without those of dicts, which an empty list may stand for.
+  # Without the names of dicts, which occur as names of empty lists.
   inner = {
     '/'.join(name.split('/')[:i])
     for name in names
@@ -261,8 +263,8 @@ def _class_files(root) -> dict[str, tuple[str, ...]]:
     texts = isinstance(value, list) and all(isinstance(x, str) for x in value)
     if not texts or len(set(value)) < len(value):
       raise ValueError(
-        f"'{path}' must be a list of the names of the classes, no two the same, "
-        'or an object with one for each feature'
+        f"'{path}' must be a list of different class names, or an object with "
+        'such a list for each feature'
       )
   return {name: tuple(value) for name, value in content.items()}
 
@@ -286,12 +288,12 @@ def _label_names(lines, names) -> tuple[str, ...]:
       first.setdefault(type(label), line.where)
       if len(first) > 1:
         raise ValueError(
-          f'{line.where}: `label` is {_short(label)}: names and numbers of '
-          f'classes cannot be mixed, {next(iter(first.values()))} has the other'
+          f'{line.where}: `label` is {_short(label)}: names and numbers of classes '
+          f'cannot be mixed, but {next(iter(first.values()))} has the other kind'
         )
       if type(label) is int and label < 0:
         raise ValueError(
-          f'{line.where}: `label` is {label}: classes count from 0, and null is '
+          f'{line.where}: `label` is {label}: classes count from 0, and null means '
           'no label'
         )
       seen.add(label)
@@ -299,7 +301,7 @@ def _label_names(lines, names) -> tuple[str, ...]:
     return names
   if not seen:
     raise ValueError(
-      f'{lines[0].where}: neither this nor any other line has a `label`'
+      f'{lines[0].where}: neither this line nor any other has a `label`'
     )
   if int in first:
     return tuple(str(i) for i in range(max(seen) + 1))
@@ -307,7 +309,7 @@ def _label_names(lines, names) -> tuple[str, ...]:
 
 
 def _numbers(values, lines, names) -> list:
-  """Turns names of classes, in lists or not, into numbers, and checks these."""
+  """Converts names of classes, also in lists, to numbers; checks numbers."""
   table = {name: i for i, name in enumerate(names)}
 
   def number(value, where):
@@ -346,7 +348,8 @@ def _labels(everything, taken, names):
 def _column(name, everything, taken, names):
   """Returns a feature of the lines taken, as a tensor or RaggedTensor [n, ...].
 
-  Its type is that of all lines of the manifests, also of those in no slice.
+  Its type is the common type of all lines, including lines outside of the
+  slice.
   """
   values = [line.get(name) for line in everything]
   for line, value in zip(everything, values):
@@ -366,8 +369,8 @@ def _column(name, everything, taken, names):
     merged = records.merge_kinds(common or kind, kind)
     if merged is None:
       raise ValueError(
-        f"{line.where}: '{name}' is {_short(value)}, {kind}, and {common} on "
-        'the other lines'
+        f"{line.where}: '{name}' is {_short(value)}, {kind}, but {common} on the "
+        'other lines'
       )
     common = merged
   by_line = {line.where: value for line, value in zip(everything, values)}

@@ -1,8 +1,8 @@
-"""Several data sets to train on together.
+"""Mixtures: several data sets to train on together.
 
-A mixture, `config.dataset = (('cifar10', 0.7), ('/data/photos', 0.3))`, gives
-each of its data sets its share of the positions, evenly spread, and each goes
-through epochs of its own, in a permutation each. Evaluation reads the first.
+In a mixture, `config.dataset = (('cifar10', 0.7), ('/data/photos', 0.3))`, each
+data set has its share of the positions, evenly spread, and its own epochs with
+a permutation each. Evaluation reads the first data set.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from vit_jax.data import records
 
-# Shares are fractions with denominators up to this, so that positions up to
-# 2**63 are counted in int64 without error.
+# Greatest denominator of a share, so that int64 holds all positions up to 2**63
+# without error.
 _DENOMINATOR = 10**9
 
 
@@ -34,14 +34,14 @@ def parse(dataset) -> str | tuple[tuple[str, float], ...]:
   ):
     raise ValueError(
       f'dataset={dataset!r} must be the name of a data set, a folder, or several '
-      "with weights above 0, (('cifar10', 0.7), ('/data/photos', 0.3)) "
+      "with weights above 0 as in (('cifar10', 0.7), ('/data/photos', 0.3)) "
       '(config.dataset)'
     )
   return tuple((name, weight) for name, weight in dataset)
 
 
 def describe(dataset) -> str:
-  """Says which data `config.dataset` is, with the shares of a mixture."""
+  """Describes `config.dataset` in words, with the shares of a mixture."""
   if isinstance(dataset, str):
     return dataset
   total = sum(weight for _, weight in dataset)
@@ -49,7 +49,7 @@ def describe(dataset) -> str:
 
 
 def _is_pair(pair) -> bool:
-  """Tells whether something is a data set with its weight."""
+  """Returns whether a value is a data set with its weight."""
   if not isinstance(pair, list | tuple) or len(pair) != 2:
     return False
   name, weight = pair
@@ -58,13 +58,13 @@ def _is_pair(pair) -> bool:
 
 
 class MixtureSource(records.Source):
-  """Data sets to train on together; its parts are sources.
+  """Several data sets to train on together.
 
-  The share of a part is kept in any prefix of the run: to within one example for
-  up to three parts, hardly more for many.
+  In any prefix of the run, the share of a part is exact to within one example
+  for up to three parts, and to hardly more for many.
 
   Args:
-    parts: sources of the same classes. What only some of them have is left out.
+    parts: sources with the same classes. Only their common features are used.
     pairs: their names, and weights of any sum.
 
   Raises:
@@ -111,32 +111,32 @@ class MixtureSource(records.Source):
 
   @property
   def evaluated(self) -> records.Source:
-    """What evaluation reads: the first part."""
+    """The source for evaluation: the first part."""
     return self.parts[0]
 
   def fingerprint(self) -> dict:
-    """Says in short which data these are, see records.Source.fingerprint."""
+    """Describes the data in short, see records.Source.fingerprint."""
     parts = [part.fingerprint() for part in self.parts]
     return {**super().fingerprint(), 'parts': parts}
 
   def store(self, workdir):
-    """Keeps what its parts keep, see records.Source.store."""
+    """Stores what the parts store, see records.Source.store."""
     for part in self.parts:
       part.store(workdir)
 
   def place(self, positions):
-    """Says what stands at some positions of the run.
+    """Returns the part at each position of the run, and the position in it.
 
     Args:
       positions: int64 [b], of NumPy or TensorFlow.
 
     Returns:
-      The numbers of the parts, int64 [b], and of the positions among all that
-      the part has, int64 [b].
+      Numbers of the parts, int64 [b], and positions within each part, int64
+      [b].
     """
     part = local = positions * 0
-    free = part + 1  # 0 once it is known whose position it is.
-    rest = positions  # The position among those of this part and the next ones.
+    free = part + 1  # 0 once the part of the position is known.
+    rest = positions  # The position among those of this and the later parts.
     for k, share in self._shares:
       before = _rounded(rest, share)
       mine = free * (_rounded(rest + 1, share) - before)
@@ -147,7 +147,7 @@ class MixtureSource(records.Source):
     return part, local
 
   def read(self, record):
-    """Returns the record of one example with contents in place of paths."""
+    """Returns the record of one example, with contents in place of paths."""
     record = dict(record)
     part = tf.cast(record.pop('part'), tf.int32)
     return tf.switch_case(
@@ -155,15 +155,15 @@ class MixtureSource(records.Source):
     )
 
   def locate(self, index: int) -> tuple[records.Source, int]:
-    """Returns the source that an example comes from, and its number there."""
+    """Returns the source that holds an example, and its number there."""
     part = np.searchsorted(self.offsets, index, side='right') - 1
     return self.parts[part], index - self.offsets[part]
 
 
 def _shares(weights) -> list[tuple[int, fractions.Fraction]]:
-  """Returns (number of a part, its share of what those before it leave)."""
+  """Returns (number of a part, its share of what the earlier parts leave)."""
   exact = [fractions.Fraction(weight) for weight in weights]
-  # From the heaviest on: so errors of rounding stay small.
+  # The heaviest part comes first, which keeps rounding errors small.
   order = sorted(range(len(exact)), key=lambda k: -exact[k])
   shares = []
   for i, k in enumerate(order):
@@ -174,7 +174,7 @@ def _shares(weights) -> list[tuple[int, fractions.Fraction]]:
 
 
 def _rounded(count, share):
-  """Returns round(count * share), halves up, of int64 [b], without overflow."""
+  """Returns round(count * share), halves up, int64 [b], without overflow."""
   numerator, denominator = share.numerator, share.denominator
   inside = count % denominator
   return count // denominator * numerator + (
@@ -183,7 +183,7 @@ def _rounded(count, share):
 
 
 def _describe(spec) -> str:
-  """Describes the type of a feature, with what may not differ."""
+  """Describes the properties of a feature that all parts must share."""
   rank = getattr(spec, 'ragged_rank', 0)
   return f'{spec.dtype.name} of {spec.shape.rank} axes' + ', ragged' * (
     rank > 0

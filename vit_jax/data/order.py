@@ -1,9 +1,9 @@
-"""Which example stands at each position of a run: of one data set, or several.
+"""Selects the example at each position of a run, for a data set or a mixture.
 
-In the endless run of a training that is a pure function of the position: nothing
-is buffered to shuffle, and any position can be computed without those before it.
-(What a stream does instead, vit_jax/datasets/streams.py says.) In a mixture each of
-the data sets goes through epochs of its own, in a permutation each.
+The example is a pure function of the position: nothing is buffered for
+shuffling, and any position can be computed without the positions before it (for
+streams see vit_jax/datasets/streams.py). In a mixture each data set has its own
+epochs, with a permutation each.
 """
 
 from typing import NamedTuple
@@ -17,16 +17,16 @@ from vit_jax.scale import sharding
 
 
 def example_indices(positions, num_examples: int, seed: int):
-  """Returns which example stands at each position of the endless run.
+  """Returns the number of the example at each position of the endless run.
 
   Args:
     positions: int64 [b], ascending, b > 0.
-    num_examples: size n of an epoch.
+    num_examples: number of examples n of an epoch.
     seed: seed of the run.
 
   Returns:
-    int64 [b]: position i gets element i mod n of the permutation that (seed,
-    i // n) draws.
+    int64 [b]: position i gets element i mod n of the permutation drawn from
+    (seed, i // n).
   """
   epochs = positions // num_examples
   inside = positions % num_examples
@@ -44,7 +44,7 @@ def example_indices(positions, num_examples: int, seed: int):
 
 
 def _seed(seed, part):
-  """Returns the seed of a part's order; that of a data set alone for the first."""
+  """Returns the seed of a part's order; the first part has the run's seed."""
   return (seed + 1_000_003 * part) % 2**63
 
 
@@ -57,8 +57,8 @@ def training_indices(source, positions: np.ndarray, seed: int) -> np.ndarray:
     seed: seed of the run.
 
   Returns:
-    int64 [b]: -1 where a stream does not tell. In a mixture the examples are
-    counted through all its parts.
+    int64 [b]; -1 for streams, where the number is unknown. A mixture numbers
+    the examples of all its parts consecutively.
   """
   indices = np.full_like(positions, -1)
   if isinstance(source, mixture.MixtureSource):
@@ -83,10 +83,10 @@ def training_records(
   Args:
     config: reads `batch`, `seed`, `shuffle_buffer`, `shuffle_buffer_bytes`.
     source: the training split.
-    rows: the rows of the global batch that this process reads, in order.
+    rows: rows of the global batch that this process reads, in order.
     start_step: number of the first batch.
     parts: see sharding.row_parts; by default as few as `rows` allow. Each part
-      reads its own share of what can only be streamed.
+      reads its own share of a stream.
 
   Returns:
     tf.data of (position, record): int64 scalar, and the features of one example
@@ -113,7 +113,7 @@ def training_records(
 
 
 def leaves(source) -> tuple[records.Source, ...]:
-  """Returns the sources that a source is made of: itself, or its parts."""
+  """Returns the parts of a mixture, or the source itself."""
   return (
     source.parts if isinstance(source, mixture.MixtureSource) else (source,)
   )
@@ -123,12 +123,12 @@ def blocks_of(rows: np.ndarray, batch: int, parts: int | None = None):
   """Returns the parts of a batch that hold some rows.
 
   Args:
-    rows: rows of the global batch, all of each part.
+    rows: rows of the global batch; all rows of each part.
     batch: size of the global batch.
     parts: number of parts; by default as few as `rows` allow.
 
   Returns:
-    A list of (number of parts, number of the part, its rows).
+    A list of (number of parts, number of the part, rows of the part).
   """
   if parts is None:
     parts = sharding.count_parts(np.isin(np.arange(batch), rows).tolist())
@@ -137,12 +137,12 @@ def blocks_of(rows: np.ndarray, batch: int, parts: int | None = None):
 
 
 class _Share(NamedTuple):
-  """What of a stream is read.
+  """The share of a stream that is read.
 
   Attributes:
     parts: number of shares.
-    part: which of them.
-    size: bytes that its windows may take.
+    part: number of the share.
+    size: bytes that the windows of the share may take.
   """
 
   parts: int
@@ -193,10 +193,11 @@ def _records(config, source, positions, seed, done, share):
   Args:
     config: see training_records.
     source: the data set.
-    positions: tf.data of (positions in the run [b], among its own [b]).
-    seed: seed of its order.
-    done: number of records of a stream that came before.
-    share: what of a stream is read.
+    positions: tf.data of (positions in the run [b], positions in the data set
+      [b]).
+    seed: seed of the data set's order.
+    done: number of records to skip in a stream.
+    share: share of a stream to read.
   """
   if source.random_access:
 
@@ -213,10 +214,10 @@ def _records(config, source, positions, seed, done, share):
 
 
 def at_a_time(source, batches, look_up) -> tf.data.Dataset:
-  """Looks up records in chunks, as many at a time as is good for the source.
+  """Looks up records in chunks, with the parallelism that suits the source.
 
   Args:
-    source: where they are looked up.
+    source: the source.
     batches: tf.data of tensors [b].
     look_up: function from such tensors [c] to records [c].
 
@@ -233,7 +234,7 @@ def at_a_time(source, batches, look_up) -> tf.data.Dataset:
 
 
 def _count(source, k, rows, batch, steps):
-  """Counts the positions of a part in these rows of the first batches."""
+  """Counts the positions of a part in some rows of the first batches."""
   total = 0
   for begin in range(0, steps, 1000):
     step = np.arange(begin, min(begin + 1000, steps))[:, None]

@@ -1,15 +1,15 @@
-"""What all sources of examples share: records of named features, by number.
+"""Base of all sources of examples: records of named features, by number.
 
-A source gives example number `index` at any time, in any order (random access):
+A source returns any examples by their numbers (random access):
 
-  lookup(indices [b]) -> features by name, of b examples
-  read(record) -> the features of one example, paths replaced by contents
+  lookup(indices [b]) -> {feature: values of b examples}
+  read(record) -> the features of one example, with contents in place of paths
 
-both as TensorFlow graphs. 'image' is a string, the contents of an image file (or
-its path, before `read`); 'label' is int64 [b, L], class numbers padded with -1 to
-L per example, where -1 alone means that there is no label; what varies from
-example to example otherwise is a RaggedTensor. Only a stream cannot be looked up:
-see vit_jax/datasets/streams.py.
+both as TensorFlow graphs. 'image' is a string, the content of an image file (or
+its path, before `read`). 'label' is int64 [b, L], class numbers, padded with -1
+to L per example; an example without a label has only -1. Other features of
+varying size are RaggedTensors. Streams alone have no `lookup`: see
+vit_jax/datasets/streams.py.
 """
 
 from collections.abc import Iterable
@@ -27,25 +27,25 @@ import tensorflow as tf
 from vit_jax.data import images
 from vit_jax.files import index as index_lib
 
-# Where reading takes long: how often at the same time, and how many records at a
-# time, in bytes and in number.
+# For slow reading: number of parallel calls, and greatest bytes and number of
+# records per call.
 CALLS = min(16, 2 * (os.cpu_count() or 1))
 _CHUNK_BYTES = 8 * 2**20
 _CHUNK = 1024
 
 
 class Source:
-  """What all sources share.
+  """Base class of sources.
 
   Attributes:
     num_examples: number of examples.
-    features: names of what `lookup` gives.
-    names: names of the classes, for each feature that is a class label.
+    features: names of the features that `lookup` returns.
+    names: {feature: names of its classes} for the class labels.
     random_access: whether `lookup` works.
-    chunk: how many examples to look up at a time, in CALLS calls at the same time;
-      None for as many as a batch has, in one call.
-    origin: which data these are, as JSON can hold it: {'dataset': 'cifar10/3.0.2',
-      'split': 'train'} for one; part of the fingerprint.
+    chunk: number of examples per call of `lookup`, in CALLS parallel calls;
+      None for one call per batch.
+    origin: name of the data, as JSON, such as {'dataset': 'cifar10/3.0.2',
+      'split': 'train'}; part of the fingerprint.
   """
 
   random_access = True
@@ -64,24 +64,24 @@ class Source:
 
   @property
   def class_names(self) -> tuple[str, ...]:
-    """Names of the classes of 'label'; () where it was not asked for."""
+    """Names of the classes of 'label'; () if 'label' is not read."""
     return self.names.get('label', ())
 
   @property
   def evaluated(self) -> 'Source':
-    """What evaluation reads: of a mixture, its first data set."""
+    """The source for evaluation: for a mixture its first data set."""
     return self
 
   def fingerprint(self) -> dict[str, Any]:
-    """Says in short which data these are: other data have another one.
+    """Returns a short description of the data; other data have another one.
 
-    It is cheap, the same in all processes, and does not depend on where a folder
-    lies.
+    The fingerprint is cheap, the same in all processes, and independent of the
+    location of a folder.
 
     Returns:
-      What JSON can hold: `num_examples`, `num_classes`, `class_names` (a hash of
-      them), and `origin`. Of a folder also `images` and `labels`, hashes of the
-      images' names and of their labels; of a mixture `parts`, a list of the
+      A dict for JSON: `num_examples`, `num_classes`, `class_names` (a hash of
+      them), and `origin`. For a folder also `images` and `labels`, hashes of
+      the images' names and labels; for a mixture `parts`, a list of the
       fingerprints of its parts.
     """
     names = json.dumps(self.names, sort_keys=True).encode()
@@ -93,10 +93,10 @@ class Source:
     }
 
   def store(self, workdir):
-    """Writes to the workdir of a run what makes its next start quicker."""
+    """Writes data to the workdir of a run that make its next start faster."""
 
   def read(self, record):
-    """Returns the record of one example with contents in place of paths."""
+    """Returns the record of one example, with contents in place of paths."""
     return record
 
   def name(self, index: int) -> str:
@@ -104,16 +104,16 @@ class Source:
     return f'example {index}'
 
   def locate(self, index: int) -> tuple['Source', int]:
-    """Returns the source that an example comes from, and its number there."""
+    """Returns the source that holds an example, and its number there."""
     return self, index
 
 
 class MemorySource(Source):
-  """Examples held in memory, images encoded.
+  """Examples in memory, with encoded images.
 
   Args:
     columns: features by name: tensors or RaggedTensors [n, ...].
-    names: names of the classes, for each feature that is a class label.
+    names: {feature: names of its classes} for the class labels.
   """
 
   def __init__(self, columns: Mapping, names: Mapping[str, Sequence[str]]):
@@ -123,7 +123,7 @@ class MemorySource(Source):
     self._columns = columns
 
   def lookup(self, indices) -> dict:
-    """Returns the examples of these numbers, as said in the module's text."""
+    """Returns the examples with these numbers; see the top of this module."""
     return {k: tf.gather(v, indices) for k, v in self._columns.items()}
 
 
@@ -136,14 +136,13 @@ def _tensor(column):
 class FolderSource(MemorySource):
   """Images in files, listed by a folder or a manifest.
 
-  The order is that of a hash of their names: so a slice of the split, like
-  'train[:90%]', is a fair sample of the whole.
+  Examples are ordered by a hash of their names, so that a slice of the split,
+  such as 'train[:90%]', is a random sample of the whole.
 
   Args:
-    columns: see MemorySource; 'image', if it is among them, is an
-      paths.Paths.
+    columns: see MemorySource; 'image', if present, is a paths.Paths.
     names: see MemorySource.
-    max_pixels: a file of more is an error, before it is decoded.
+    max_pixels: a file with more pixels is refused before decoding.
   """
 
   def __init__(self, columns: Mapping, names: Mapping, max_pixels: int):
@@ -155,7 +154,7 @@ class FolderSource(MemorySource):
       self.num_examples = len(self._paths)
 
   def lookup(self, indices) -> dict:
-    """Returns the examples of these numbers, as said in the module's text."""
+    """Returns the examples with these numbers; see the top of this module."""
     found = super().lookup(indices)
     if 'label' in found:
       found['label'] = tf.cast(found['label'], tf.int64)
@@ -167,7 +166,7 @@ class FolderSource(MemorySource):
     return {name: found[name] for name in self.features}
 
   def fingerprint(self) -> dict[str, Any]:
-    """Says in short which images these are, see Source.fingerprint."""
+    """Returns a short description of the images, see Source.fingerprint."""
     found = super().fingerprint()
     if self._paths is not None:
       found['images'] = self._paths.digest()
@@ -177,7 +176,7 @@ class FolderSource(MemorySource):
     return found
 
   def read(self, record):
-    """Returns the record of one example with the contents of its file."""
+    """Returns the record of one example, with the content of its file."""
     if 'image' not in record:
       return record
     encoded = tf.io.read_file(record['image'])
@@ -188,16 +187,16 @@ class FolderSource(MemorySource):
     return super().name(index) if self._paths is None else self._paths[index]
 
   def store(self, workdir):
-    """Keeps the list of the files in a workdir, see Source.store."""
+    """Stores the list of the files in a workdir, see Source.store."""
     if self._paths is not None:
       self._paths.store(workdir)
 
 
 def chunk(num_examples: int, record_bytes: float) -> int:
-  """Returns how many records of a data set to read at a time.
+  """Returns how many records to read at a time.
 
   Args:
-    num_examples: its size: no more than that.
+    num_examples: size of the data set, an upper bound.
     record_bytes: mean size of a record.
   """
   fitting = int(_CHUNK_BYTES / max(1.0, record_bytes))
@@ -217,13 +216,14 @@ def element_spec(source) -> dict[str, tf.TypeSpec]:
 def resolve(
   wanted: Iterable[str], available: Iterable[str], where: str
 ) -> tuple[str, ...]:
-  """Says which features of the data are wanted.
+  """Selects the wanted features of the data.
 
   Args:
-    wanted: names; 'objects' stands for all below it, 'objects/bbox' and others,
-      and what ends with '?' may be lacking. 'index' is always there.
-    available: names of what the data have.
-    where: names the data in an error message.
+    wanted: names. 'objects' selects all features below it, such as
+      'objects/bbox'; a name that ends with '?' is optional. 'index' always
+      exists.
+    available: names of the data's features.
+    where: name of the data for error messages.
 
   Returns:
     Names among `available`, each once.
@@ -235,7 +235,7 @@ def resolve(
   chosen = []
   for name in wanted:
     key = name.removesuffix('?')
-    if key in available or key in ('image', 'label'):  # Not 'image/id' for one.
+    if key in available or key in ('image', 'label'):  # Excludes 'image/id'.
       found = [key] if key in available else []
     else:
       found = [a for a in available if a.startswith(f'{key}/')]
@@ -245,22 +245,22 @@ def resolve(
         'label': ', a class label (or several) of the image',
       }.get(key, '')
       raise ValueError(
-        f"{where} has no feature '{key}'{kind}: it has {sorted(available)}; take "
-        'other data, or a task that does without (config.dataset, config.task)'
+        f"{where} has no feature '{key}'{kind}: it has {sorted(available)}; use "
+        'other data, or a task without this feature (config.dataset, config.task)'
       )
     chosen += [a for a in found if a != 'index']
   return tuple(dict.fromkeys(chosen))
 
 
 def with_padded_labels(columns: dict) -> dict:
-  """Returns the columns with 'label', where there is one, padded."""
+  """Returns the columns, with 'label' padded if there is one."""
   if 'label' not in columns:
     return columns
   return {**columns, 'label': padded(columns['label'])}
 
 
 def padded(labels) -> tf.Tensor:
-  """Returns labels as int64 [n, L], padded with -1; L is 1 at least.
+  """Returns labels as int64 [n, L], padded with -1; L is at least 1.
 
   Args:
     labels: int64 [n, L], ragged or not.
@@ -268,15 +268,15 @@ def padded(labels) -> tf.Tensor:
   if not isinstance(labels, tf.RaggedTensor):
     return labels
   labels = labels.to_tensor(-1)
-  # An L of 0 would make tf.data crash.
+  # tf.data crashes for L = 0.
   missing = tf.cast(tf.shape(labels)[1] == 0, tf.int32)
   return tf.pad(labels, [[0, 0], [0, missing]], constant_values=-1)
 
 
 class Kind(NamedTuple):
-  """Type and shape of values in lists: sizes that vary are None.
+  """Type and shape of nested lists; varying sizes are None.
 
-  The type is None where there are but empty lists, which may be of anything.
+  The type is None if all lists are empty, since these may hold any type.
   """
 
   dtype: str | None
@@ -290,7 +290,7 @@ _DTYPES = {bool: 'bool', int: 'int64', float: 'float32', str: 'string'}
 
 
 def kind_of(value) -> Kind | None:
-  """Returns the kind of a value of JSON; None if it is no array of one type."""
+  """Returns the kind of a JSON value; None if it is no array of one type."""
   if not isinstance(value, list):
     inner = kind_of([value])
     return inner and Kind(inner.dtype, ())
@@ -312,7 +312,7 @@ def _fits(numbers) -> bool:
 
 
 def merge_kinds(a: Kind | None, b: Kind | None) -> Kind | None:
-  """Returns the kind that takes in both; None if there is none."""
+  """Returns the kind that includes both kinds; None if there is none."""
   if a is None or b is None:
     return None
   if len(a.shape) > len(b.shape):
@@ -333,15 +333,15 @@ def stack(values: list, kind: Kind):
   """Stacks values of one kind.
 
   Args:
-    values: n values of JSON.
-    kind: what takes in the kinds of all of them.
+    values: n JSON values.
+    kind: kind that includes the kinds of all values.
 
   Returns:
-    A tensor [n, ...], or a RaggedTensor whose sizes vary up to the last that
-    does.
+    A tensor [n, ...], or a RaggedTensor up to the last dimension of varying
+    size.
   """
-  # What is empty everywhere counts as varying: tf.data cannot take apart a
-  # tensor without elements.
+  # A size that is 0 everywhere counts as varying, since tf.data cannot unbatch
+  # a tensor without elements.
   varying = [i for i, size in enumerate(kind.shape) if not size]
   lengths = []
   for _ in range(varying[-1] + 1 if varying else 0):

@@ -1,6 +1,6 @@
-"""Where examples come from: an image folder, a manifest, any TFDS data set.
+"""Opens sources of examples: image folders, manifests, and TFDS data sets.
 
-`open_split` opens any of them; see vit_jax/data/records.py for what a source is.
+See vit_jax/data/records.py for the interface of a source.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from vit_jax.data import mixture
 from vit_jax.data import records
 from vit_jax.datasets import splits
 
-# What a classifier learns from.
+# Features that a classifier needs.
 LABELLED = ('image', 'label')
 
 
 def example_file(source, workdir) -> str:
-  """Returns the path of an image of a split, written to the workdir if need be.
+  """Returns the path of an image of a split; writes the image if needed.
 
   Args:
     source: the split.
@@ -45,37 +45,39 @@ def open_split(
   dataset=None,
   workdir=None,
 ) -> records.Source:
-  """Opens one split of a data set, for the features that the caller wants.
+  """Opens one split of a data set, with the requested features.
 
   Args:
     config: reads `dataset`, `tfds_data_dir`, `tfds_manual_dir`,
       `broken_images`, `max_image_pixels`.
-    split: as TFDS writes it: 'train', 'test[:50%]', 'train[:800]+test[:9]'.
-    features: names of what records shall have: 'image', 'label', and those of
-      the data set, '/' leading into nested ones ('objects/bbox', or 'objects'
-      for all of them). Where one that ends with '?' is lacking, the records lack
-      it. Nothing else is read.
-    class_names: the classes of the training split, which another split of a
-      folder must have too; None for the training split itself.
-    dataset: the data set, by default `config.dataset`. Of a mixture, the split
-      that `config.pp.train` names is that of all its data sets, any other split
-      that of the first.
-    workdir: of the run, where the list of a folder's images is kept; all processes
-      must see it. None: it is listed and checked anew.
+    split: a split in the notation of TFDS: 'train', 'test[:50%]',
+      'train[:800]+test[:9]'.
+    features: names of the requested features: 'image', 'label', and features of
+      the data set, with '/' for nested ones ('objects/bbox', or 'objects' for
+      all of them). A name that ends with '?' is optional. Other features are
+      not read.
+    class_names: classes of the training split, which another split of a folder
+      must share; None for the training split itself.
+    dataset: the data set; by default `config.dataset`. For a mixture,
+      `config.pp.train` opens that split of all its data sets, and any other
+      split is that of the first data set.
+    workdir: folder of the run, in which the list of a folder's images is
+      stored; all processes must share it. None: the folder is listed and
+      checked anew.
 
   Returns:
     A source: records.FolderSource or MemorySource, splits.ArrayRecordSource,
     streams.StreamSource, or mixture.MixtureSource.
 
   Raises:
-    ValueError, FileNotFoundError: where data set, split, features or images are
-      not as they must be; says which and what to do.
+    ValueError, FileNotFoundError: if data set, split, features or images are
+      wrong; names them and the remedy.
   """
   dataset = config.dataset if dataset is None else dataset
   if not dataset:
     raise ValueError(
-      'dataset is not set: use --config.dataset=NAME of a TFDS data set, or of '
-      'a folder with train/<class>/* and test/<class>/*'
+      'dataset is not set: set --config.dataset to the name of a TFDS data set, '
+      'or to a folder with train/<class>/* and test/<class>/*'
     )
   dataset = mixture.parse(dataset)
   if not isinstance(dataset, str):

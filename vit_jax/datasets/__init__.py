@@ -1,4 +1,4 @@
-"""TFDS builders that this package brings along, by name."""
+"""TFDS builders that come with this package, by name."""
 
 import importlib
 
@@ -7,7 +7,7 @@ BUILDERS = {'digits': 'vit_jax.datasets.digits'}
 
 
 def register(name: str) -> bool:
-  """Makes a builder of this package known to TFDS; False if there is none."""
+  """Registers a builder of this package with TFDS; returns if there is one."""
   module = BUILDERS.get(name.split(':')[0].split('/')[0])
   if module is not None:
     importlib.import_module(module)
@@ -15,13 +15,12 @@ def register(name: str) -> bool:
 
 
 def has_array_records(info) -> bool:
-  """Tells whether a TFDS data set lies in array_record files, alone or too.
+  """Returns whether a TFDS data set has array_record files, alone or not.
 
   Args:
     info: the builder's tfds.core.DatasetInfo.
   """
-  stored = (
-    info.as_proto
-  )  # The list beside it is not always read from the files.
+  # DatasetInfo.alternative_file_formats is not always read from the files.
+  stored = info.as_proto
   formats = (stored.file_format, *stored.alternative_file_formats)
   return 'array_record' in formats

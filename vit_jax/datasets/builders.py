@@ -1,9 +1,9 @@
-"""Data sets of TFDS: prepared on this machine, their features by name.
+"""Prepares TFDS data sets, and names and parses their features.
 
-A feature inside others is named with '/': `objects`, a Sequence of dicts with a
-`bbox` each, has 'objects/bbox' [n, 4]. What people learn from has one name in
-all data sets: 'image' is the image of the data set's supervised keys, or else
-its first one, 'label' likewise its class label (or list of them).
+A nested feature is named by its path: `objects`, a Sequence of dicts with a
+`bbox` each, has 'objects/bbox' [n, 4]. Two names are the same for all data
+sets: 'image' is the image among the supervised keys, or else the first image;
+'label' is likewise a class label or a list of class labels.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ def get_builder(config, dataset: str):
 
   Args:
     config: reads `tfds_data_dir`, `tfds_manual_dir`.
-    dataset: the TFDS name.
+    dataset: TFDS name of the data set.
 
   Raises:
-    ValueError: if TFDS knows no such data set or it cannot be prepared.
+    ValueError: if TFDS does not know the data set or cannot prepare it.
   """
   data_dir = config.tfds_data_dir
   own = datasets.register(dataset)
@@ -45,14 +45,14 @@ def get_builder(config, dataset: str):
       'test/<class>/*; names are listed at '
       'https://www.tensorflow.org/datasets/catalog (config.dataset)'
     ) from e
-  # The first process prepares, then the others: so files on a shared disk are made
-  # once, and on disks of their own everywhere.
+  # The first process prepares, then the others do. Files on a shared disk are
+  # thus made once, and each disk of its own gets them.
   is_first = jax.process_index() == 0
   for turn in (True, False):
 
     def prepare(turn=turn):
       nonlocal builder
-      if not builder.info.splits:  # They may have come since.
+      if not builder.info.splits:  # Another process may have prepared them.
         builder = tfds.builder(dataset, data_dir=data_dir)
       if is_first == turn and not builder.info.splits:
         builder = _prepare(config, dataset, own)
@@ -63,12 +63,12 @@ def get_builder(config, dataset: str):
 
 def _prepare(config, dataset, own):
   """Downloads and writes a data set."""
-  # What ships with this package is made in a moment, and needs no announcement.
+  # Builders of this package prepare within seconds, and need no progress bar.
   quiet = contextlib.nullcontext()
   if own:
     tfds.disable_progress_bar()
     quiet = contextlib.redirect_stdout(io.StringIO())
-  # This format gives random access, hence a shuffle of the whole data set.
+  # array_record has random access, so that the whole data set can be shuffled.
   builder = tfds.builder(
     dataset, data_dir=config.tfds_data_dir, file_format='array_record'
   )
@@ -82,8 +82,8 @@ def _prepare(config, dataset, own):
   except Exception as e:
     raise ValueError(
       f"data set '{dataset}' is not in {builder.data_dir} and could not be "
-      f'prepared: {e} (config.tfds_data_dir is where prepared data sets lie, '
-      'config.tfds_manual_dir where files are that TFDS cannot download)'
+      f'prepared: {e} (config.tfds_data_dir is the folder of prepared data sets, '
+      'config.tfds_manual_dir that of files that TFDS cannot download)'
     ) from e
   return builder
 
@@ -92,9 +92,9 @@ class Feature(NamedTuple):
   """A feature of a TFDS data set.
 
   Attributes:
-    path: keys that lead to it in a record of TFDS.
-    is_image: whether it is an image, or a sequence of them.
-    class_names: names of its classes; None if it is no class label.
+    path: keys that lead to the feature in a record of TFDS.
+    is_image: whether it is an image or a sequence of images.
+    class_names: names of its classes; None if it is not a class label.
   """
 
   path: tuple[str, ...]
@@ -103,7 +103,7 @@ class Feature(NamedTuple):
 
 
 def features(info) -> dict[str, Feature]:
-  """Returns the features of a TFDS data set by name, as the module's text says.
+  """Returns the features of a TFDS data set by name, see the top of this file.
 
   Args:
     info: the builder's tfds.core.DatasetInfo.
@@ -132,7 +132,7 @@ def features(info) -> dict[str, Feature]:
 
 
 def _sequence_rank(feature) -> int:
-  """Counts the sequences that a feature lies in."""
+  """Counts the nested sequences that hold a feature."""
   rank = 0
   while type(feature) is tfds.features.Sequence:
     feature, rank = feature.feature, rank + 1
@@ -140,8 +140,8 @@ def _sequence_rank(feature) -> int:
 
 
 def _leaves(feature, path):
-  """Yields (name, Feature) of all that lies in a feature of TFDS."""
-  # Subclasses of these two decode their parts as a whole: they are leaves.
+  """Yields (name, Feature) of a feature of TFDS and the features within it."""
+  # Subclasses of these two decode all of their parts together: they are leaves.
   if type(feature) is tfds.features.FeaturesDict:
     for key, inner in feature.items():
       yield from _leaves(inner, (*path, key))
@@ -156,15 +156,15 @@ def _leaves(feature, path):
 
 
 class Reader:
-  """Parses the wanted features of records, and leaves images encoded.
+  """Parses the wanted features of records; images stay encoded.
 
   Args:
     info: the builder's tfds.core.DatasetInfo.
-    wanted: features by name, among those of `features`.
+    wanted: features by name, some of those that `features` returns.
 
   Attributes:
     features: names of the wanted features.
-    decoders: what `builder.as_dataset` needs to do the same.
+    decoders: decoders with which `builder.as_dataset` parses the same.
   """
 
   def __init__(self, info, wanted: Mapping[str, Feature]):
@@ -180,10 +180,10 @@ class Reader:
     self._features = self.decoders.extract_features(info.features)
 
   def select(self, record) -> dict:
-    """Returns the wanted features of a record of TFDS, by their names.
+    """Returns the wanted features of a TFDS record, by name.
 
-    'label' is int64 [L], also where the data have one class an image; of any
-    other feature, dimensions that vary inside others are ragged.
+    'label' is int64 [L], also for data with one class per image. In any other
+    feature, dimensions of varying size within others are ragged.
     """
     selected = {}
     for name, path in self._paths.items():
@@ -200,14 +200,14 @@ class Reader:
     return selected
 
   def parse(self, serialized):
-    """Returns the same of a serialized record, a string scalar."""
+    """Parses a serialized record, a string scalar, see `select`."""
     record = self._features.deserialize_example(
       serialized, decoders=self.decoders.decoders
     )
     return self.select(record)
 
   def parse_all(self, serialized) -> dict:
-    """Returns the same of many, strings [b]; what varies is a RaggedTensor."""
+    """Parses serialized records, strings [b]; varying sizes become ragged."""
     if self._flat is not None:
       batch = tf.io.parse_example(serialized, self._flat)
       batch = {k: batch['/'.join(path)] for k, path in self._paths.items()}
@@ -227,14 +227,14 @@ class Reader:
 
 
 def _flat_specs(features, paths) -> dict | None:
-  """Returns how to parse features that are stored as they are read, all at once.
+  """Returns specs to parse features with that are stored as they are read.
 
   Args:
-    features: those of a TFDS data set.
-    paths: the keys that lead to the wanted ones.
+    features: features of a TFDS data set.
+    paths: keys that lead to the wanted features.
 
   Returns:
-    What tf.io.parse_example needs; None if a feature needs more than that.
+    Specs for tf.io.parse_example; None if a feature needs further decoding.
   """
   specs = {}
   for path in paths.values():
@@ -244,7 +244,7 @@ def _flat_specs(features, paths) -> dict | None:
         return None
       feature = feature[key]
     if isinstance(feature, tfds.features.Image):
-      shape, dtype = (), tf.string  # It stays encoded.
+      shape, dtype = (), tf.string  # Images stay encoded.
     elif type(feature) in _PLAIN:
       stored, seen = feature.get_serialized_info(), feature.get_tensor_info()
       shape, dtype = stored.shape, stored.tf_dtype
@@ -258,7 +258,7 @@ def _flat_specs(features, paths) -> dict | None:
   return specs
 
 
-# Features whose values are stored as they are, but for the type of some.
+# Features that are stored as they are, except for the type of some.
 _PLAIN = (
   tfds.features.ClassLabel,
   tfds.features.Scalar,
@@ -268,15 +268,15 @@ _PLAIN = (
 
 
 class _Wanted(tfds.decode.PartialDecoding):
-  """PartialDecoding without its warnings of what it does itself."""
+  """PartialDecoding without warnings about its own decoders."""
 
   def extract_features(self, features):
-    """Returns the wanted part of the features of a data set."""
+    """Selects the wanted part of the features of a data set."""
     return _part(features, self._feature_specs)
 
 
 def _part(feature, keys):
-  """Returns the part of a feature that nested keys lead to."""
+  """Returns the part of a feature that nested keys select."""
   if keys is True:
     return feature
   if isinstance(feature, tfds.features.Sequence):
@@ -288,14 +288,14 @@ def _part(feature, keys):
 
 
 def _put(tree, path, leaf):
-  """Puts a leaf into nested dicts, which it makes."""
+  """Puts a leaf into nested dicts, creating them as needed."""
   for key in path[:-1]:
     tree = tree.setdefault(key, {})
   tree[path[-1]] = leaf
 
 
 def _spec(tensor):
-  """Returns what tf.map_fn needs to know of an output to stack it."""
+  """Returns the spec that tf.map_fn needs to stack an output."""
   if isinstance(tensor, tf.RaggedTensor):
     return tf.RaggedTensorSpec(tensor.shape, tensor.dtype, tensor.ragged_rank)
   if tensor.shape.is_fully_defined():

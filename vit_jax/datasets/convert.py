@@ -1,11 +1,11 @@
-"""Makes array_record files of a TFDS data set that lies in other files (tfrecord).
+"""Converts a prepared TFDS data set (tfrecord for example) to array_record.
 
   python -m vit_jax.datasets.convert imagenet2012 --data_dir=/data/tfds
 
-They are read at random, so that a run shuffles the whole data set, goes on at once
-and does not depend on the number of hosts. They lie beside the files that are there,
-take as much space again, and are used from then on. A command that was stopped goes
-on where it was.
+array_record files have random access: a run shuffles the whole data set,
+resumes at once, and does not depend on the number of hosts. The new files are
+written beside the old ones, take the same space again, and are used from then
+on. After an interruption the same command continues.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core import dataset_info
 from tensorflow_datasets.core import file_adapters
 from tensorflow_datasets.core import utils
-import tqdm
 
 from vit_jax import cli
 from vit_jax import datasets
@@ -26,17 +25,19 @@ _TARGET = file_adapters.FileFormat.ARRAY_RECORD
 
 
 def convert(dataset: str, data_dir: str | None = None) -> epath.Path:
-  """Makes array_record files of a TFDS data set that is prepared.
+  """Writes array_record files of a prepared TFDS data set.
 
   Args:
-    dataset: its TFDS name.
-    data_dir: where TFDS keeps its data sets; by default ~/tensorflow_datasets.
+    dataset: TFDS name of the data set.
+    data_dir: folder where TFDS keeps data sets; by default
+      ~/tensorflow_datasets.
 
   Returns:
     The folder of the data set.
 
   Raises:
-    ValueError: if it is not there, or a file does not hold what it should.
+    ValueError: if the data set does not exist or is not prepared, or if a file
+      has a wrong number of records.
   """
   datasets.register(dataset)
   try:
@@ -49,7 +50,7 @@ def convert(dataset: str, data_dir: str | None = None) -> epath.Path:
   info, folder = builder.info, epath.Path(builder.data_dir)
   if not info.splits:
     raise ValueError(
-      f"'{folder}' holds no prepared data set: say where it lies (--data_dir), or "
+      f"'{folder}' holds no prepared data set: give its folder (--data_dir), or "
       'start a training, which prepares array_record files itself'
     )
   if datasets.has_array_records(info):
@@ -59,8 +60,10 @@ def convert(dataset: str, data_dir: str | None = None) -> epath.Path:
   with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
     running = [pool.submit(_convert_file, adapter, *job) for job in jobs]
     try:
-      for done in tqdm.tqdm(futures.as_completed(running), total=len(jobs), unit='file'):  # fmt: skip
-        done.result()
+      with cli.bar(total=len(jobs), unit='file') as bar:
+        for done in futures.as_completed(running):
+          done.result()
+          bar.update()
     except BaseException:
       pool.shutdown(cancel_futures=True)
       raise
@@ -72,7 +75,7 @@ def convert(dataset: str, data_dir: str | None = None) -> epath.Path:
 
 
 def _missing(split):
-  """Yields (file, file to make of it, number of records) of a split."""
+  """Yields (file, array_record file, number of records) that remain to do."""
   here = split.filename_template
   there = here.replace(filetype_suffix=_TARGET.file_suffix)
   for i, count in enumerate(split.shard_lengths):
@@ -85,7 +88,7 @@ def _missing(split):
 
 
 def _convert_file(adapter, source, target, count):
-  """Writes the records of one file into another, which appears when complete."""
+  """Copies the records of a file to another, which appears when complete."""
   read = 0
 
   def examples():
@@ -100,23 +103,24 @@ def _convert_file(adapter, source, target, count):
     )
     if read != count:
       raise ValueError(
-        f"'{source}' has {read} records where dataset_info.json says {count}: it is "
-        'damaged; prepare or copy the data set again'
+        f"'{source}' has {read} records, but dataset_info.json says {count}: the "
+        'file is damaged; prepare or copy the data set again'
       )
+
+
+def make_parser() -> argparse.ArgumentParser:
+  """Returns the parser of this command."""
+  parser = cli.parser('vit_jax.datasets.convert', __doc__)
+  parser.add_argument('name', metavar='NAME', help='TFDS name of the data set')
+  parser.add_argument(
+    '--data_dir', help='folder of TFDS data sets (~/tensorflow_datasets)'
+  )
+  return parser
 
 
 def main() -> None:
   """Converts the data set that the command line names."""
-  parser = argparse.ArgumentParser(
-    prog='python -m vit_jax.datasets.convert',
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
-  parser.add_argument('name', metavar='NAME', help='TFDS name of the data set')
-  parser.add_argument(
-    '--data_dir', help='where TFDS keeps data sets (~/tensorflow_datasets)'
-  )
-  args = parser.parse_args()
+  args = make_parser().parse_args()
   cli.quiet()
   cli.load_tensorflow()
   folder = convert(args.name, args.data_dir)

@@ -4,11 +4,12 @@
 "Optical Recognition of Handwritten Digits".
 
 digits             all classes, split 80/20 by one fixed permutation
-digits/0to4        the first five classes alone, split 80/20
-digits/5to9_few    the others, to learn from few labels: few_0, few_1 and few_2
-                   have 5 images a class each, no two the same; test has the rest
-digits/few         all classes, likewise, out of the training images of `digits`;
-                   test has the test images of `digits`
+digits/0to4        the first five classes, split 80/20
+digits/5to9_few    the other five, for learning from few labels: few_0 to
+                   few_2 have 5 images a class each, without overlap; test has
+                   the remaining images
+digits/few         all classes, with few_0 to few_2 from the training images of
+                   `digits`; test has the test images of `digits`
 """
 
 from typing import ClassVar
@@ -22,10 +23,10 @@ NUM_FEW = 3
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-  """Handwritten digits; images uint8 [8, 8, 1], labels by their class."""
+  """Handwritten digits: images uint8 [8, 8, 1], and labels."""
 
   VERSION = tfds.core.Version('1.0.0')
-  # The first one is what 'digits' alone means.
+  # TFDS uses the first one for the name 'digits' alone.
   BUILDER_CONFIGS: ClassVar = [
     tfds.core.BuilderConfig(name=name, description=description)
     for name, description in (
@@ -87,7 +88,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
   def _generate_examples(self, indices):
     digits = datasets.load_digits()
-    # Grey values 0 to 16, spread over 0 to 255.
+    # Grey values 0 to 16 are scaled to 0 to 255.
     images = (digits.images * (255 / 16)).round().astype(np.uint8)[..., None]
     first = self._classes()[0]
     for i in indices:

@@ -1,4 +1,4 @@
-"""Splits of TFDS data sets: read at random, held in memory, or streamed."""
+"""Opens splits of TFDS data sets: on disk, in memory, or streamed."""
 
 from absl import logging
 from array_record.python import array_record_data_source
@@ -13,19 +13,19 @@ from vit_jax.data import records
 from vit_jax.datasets import builders
 from vit_jax.datasets import streams
 
-# A split that is not random access and not larger than this is read into memory, as
-# the files encode it; a larger one is streamed.
+# Files without random access are read into memory, still encoded, if the split
+# is at most this large; a larger split is streamed.
 MEMORY_LIMIT_BYTES = 4 * 2**30
 
 
 class ArrayRecordSource(records.Source):
-  """A TFDS data set in array_record files, read at random from disk.
+  """A split in array_record files, with random access on disk.
 
   Args:
-    files: the files, and what of each belongs to the split.
+    files: files of the split, and which records of each belong to the split.
     record_bytes: mean size of a record.
-    reader: parses a record.
-    names: names of the classes, for each feature that is a class label.
+    reader: parser of the records.
+    names: {feature: names of its classes} for the class labels.
   """
 
   def __init__(self, files, record_bytes, reader: builders.Reader, names):
@@ -37,7 +37,7 @@ class ArrayRecordSource(records.Source):
     self.chunk = records.chunk(len(self._data), record_bytes)
 
   def lookup(self, indices) -> dict:
-    """Returns the examples of these numbers, see vit_jax/data/records.py."""
+    """Returns the examples with these numbers; see records.Source.lookup."""
 
     def read(indices):
       return np.array(self._data.__getitems__(indices.tolist()), dtype=object)
@@ -90,8 +90,8 @@ def _open(builder, dataset, split, features):
   if record_bytes * count > MEMORY_LIMIT_BYTES:
     logging.warning(
       "'%s' is stored as %s files: it is streamed, and shuffled by files and "
-      'windows of records. `python -m vit_jax.datasets.convert %s` makes files '
-      'that are read at random and shuffled as a whole.',
+      'windows of records only. Run `python -m vit_jax.datasets.convert %s` to get '
+      'files with random access, which are shuffled as a whole.',
       dataset,
       info.file_format.value,
       dataset,
@@ -107,14 +107,14 @@ def _open(builder, dataset, split, features):
 
 
 def _record_bytes(splits, files) -> float:
-  """Returns the mean size of a record, as far as is known.
+  """Returns the mean size of a record in bytes.
 
   Args:
     splits: the whole splits that a slice is taken from.
-    files: those of the slice.
+    files: files of the slice.
   """
   size = sum(split.num_bytes for split in splits)
   if size:
     return size / sum(split.num_examples for split in splits)
-  file = files[0]  # The data set does not say: as in its first file.
+  file = files[0]  # The data set does not tell: estimate from the first file.
   return epath.Path(file.filename).stat().length / file.examples_in_shard

@@ -1,26 +1,28 @@
-"""TFDS data sets in files that can only be read from their start (tfrecord).
+"""Streams TFDS data sets from files without random access (tfrecord).
 
-The order is a pure function of (seed, position), as that of all other sources, but
-no permutation of the whole. In each epoch the files stand in an order drawn from
-(seed, epoch). The rows of a batch fall into parts, one for each group of hosts that
-feeds the same rows; each part reads its share of that sequence, some files at a
-time, and the records of each window of its share are permuted among themselves.
+The order is a pure function of (seed, position), as for all sources, but it is
+no permutation of the whole data set. In each epoch (seed, epoch) determines the
+order of the files. The rows of a batch are divided into parts, one for each
+group of hosts that feeds the same rows. Each part reads its share of the
+sequence of records, a few files at a time, and permutes the records within each
+window of its share.
 
-So such a source promises:
+A streamed source guarantees:
 
 - Every epoch has every example once, over all parts together.
 - Hosts that feed the same rows read the same records.
-- A run that goes on sees the examples that it would have seen, at the same places,
-  as long as the number of parts (of hosts, where `config.mesh.model` is 1) and the
-  size of the window (`config.shuffle_buffer`, `config.shuffle_buffer_bytes`) stay
-  what they were. With other numbers it goes on in another order, in which some
-  examples of the current epoch come twice and others not at all.
-- To go on costs nothing for the epochs before, and for the files before in the same
-  epoch. Of the files that are open at that place the beginning is read over, and of
-  the data at most one window.
+- A resumed run sees the examples that it would have seen without interruption,
+as
+  long as the number of parts (of hosts, if `config.mesh.model` is 1) and the
+  size of the window (`config.shuffle_buffer`, `config.shuffle_buffer_bytes`)
+  are unchanged. Otherwise it resumes in another order, in which some examples
+  of the current epoch come twice and others not at all.
+- Resuming skips earlier epochs, and earlier files of the epoch, without reading
+  them. It reads again the beginning of the files that are open at that place,
+  and at most one window of records.
 
-What it cannot promise: the shuffle is that of the files and of windows of records,
-so what stands together in a file comes up together.
+The shuffle is weaker than a permutation: records that are close in a file come
+up close in time.
 """
 
 from collections.abc import Sequence
@@ -34,22 +36,22 @@ from vit_jax.data import order
 from vit_jax.data import records
 from vit_jax.datasets import builders
 
-# Files that are read at a time, in turns of so many records.
+# Number of files read at a time, and records taken from each in turn.
 _FILES = 16
 _TURN = 16
-# The window that is read, the one that is permuted and the one that is used.
+# Windows in memory: one being read, one being permuted, one in use.
 _WINDOWS = 3
 
 
 class StreamSource(records.Source):
-  """A split of a TFDS data set that can only be read from its start.
+  """A split of a TFDS data set whose files have no random access.
 
   Args:
-    files: the files, and what of each belongs to the split.
-    file_format: of TFDS.
+    files: files of the split, and which records of each belong to the split.
+    file_format: format of TFDS.
     record_bytes: mean size of a record.
-    reader: parses a record.
-    names: names of the classes, for each feature that is a class label.
+    reader: parser of the records.
+    names: {feature: names of its classes} for the class labels.
   """
 
   random_access = False
@@ -67,24 +69,24 @@ class StreamSource(records.Source):
     self.chunk = records.chunk(self.num_examples, record_bytes)
     self._paths = tf.constant([str(file.filename) for file in files])
     self._skips = tf.constant([file.skip for file in files], tf.int64)
-    # The number of the first record of each file, among those of the split.
+    # Number of the first record of each file, among the records of the split.
     self._numbers = tf.constant(np.cumsum(self._takes) - self._takes)
     self._adapter = file_adapters.ADAPTER_FOR_FORMAT[file_format]
     self._record_bytes = record_bytes
     self._reader = reader
 
   def window(self, shuffle_buffer: int, shuffle_bytes: float) -> int:
-    """Returns how many records are permuted among themselves.
+    """Returns the number of records to permute among themselves.
 
     Args:
-      shuffle_buffer: number of records at most.
-      shuffle_bytes: bytes at most that all windows at hand may take.
+      shuffle_buffer: greatest number of records.
+      shuffle_bytes: greatest number of bytes for all windows in memory.
     """
     fitting = int(shuffle_bytes / (_WINDOWS * max(1.0, self._record_bytes)))
     return max(1, min(shuffle_buffer, fitting))
 
   def share(self, parts: int, part: int) -> tuple[int, int]:
-    """Returns begin and end of a part's share of the sequence of an epoch."""
+    """Returns (begin, end) of a part's share of the sequence of an epoch."""
     return (
       part * self.num_examples // parts,
       (part + 1) * self.num_examples // parts,
@@ -93,8 +95,8 @@ class StreamSource(records.Source):
   def once(self, parts: int, part: int) -> tf.data.Dataset:
     """Returns a part's share of the records, once, as tf.data.
 
-    The shares of all parts together have every example once. A record has its
-    number, `index`, too.
+    All parts together have every example once. A record also has its number
+    within the split, `index`.
     """
     begin, end = self.share(parts, part)
     sequence = tf.range(len(self._takes), dtype=tf.int64)
@@ -107,8 +109,8 @@ class StreamSource(records.Source):
 
     Args:
       parts: number of parts.
-      part: which of them.
-      start: number of records of this part that came before.
+      part: number of the part.
+      start: number of records of this part to skip.
       window: number of records to permute among themselves.
       seed: seed of the order.
 
@@ -118,7 +120,7 @@ class StreamSource(records.Source):
     if self.num_examples < parts:
       raise ValueError(
         f'{self.num_examples} examples are too few for {parts} groups of hosts: '
-        'take a larger split (config.pp.train)'
+        'use a larger split (config.pp.train)'
       )
     begin, end = self.share(parts, part)
     size, files = end - begin, len(self._takes)
@@ -149,13 +151,13 @@ class StreamSource(records.Source):
     return self._parsed(windows.rebatch(self.chunk)).skip(lead)
 
   def _read(self, sequence, begin: int, end: int, done) -> tf.data.Dataset:
-    """Reads a share of the sequence of the files, some of them at a time.
+    """Reads a share of the records, several files at a time.
 
     Args:
       sequence: the files in their order, int64 [files].
-      begin: where in the sequence of their records the share begins.
-      end: where it ends.
-      done: number of records that are left out, int64 scalar.
+      begin: first record of the share, in the sequence of records.
+      end: end of the share, exclusive.
+      done: number of records to skip, int64 scalar.
 
     Returns:
       tf.data of `index`, int64 scalar, and `serialized`, string scalar.
@@ -184,12 +186,12 @@ class StreamSource(records.Source):
     )
 
   def _read_file(self, file, skip, take):
-    """Reads `take` records of a file behind the first `skip` of the split."""
+    """Reads `take` records of a file, after skipping `skip` of the split."""
     index = self._numbers[file] + skip
     data = self._adapter.make_tf_data(self._paths[file])
     data = data.skip(self._skips[file] + skip).take(take)
     data = tf.data.Dataset.zip(tf.data.Dataset.range(index, index + take), data)
-    # A file that is cut short must not shift all that comes after it.
+    # Fails if a file is truncated, since its end would shift all later records.
     return data.apply(tf.data.experimental.assert_cardinality(take))
 
   def _parsed(self, batches):
@@ -205,19 +207,20 @@ class StreamSource(records.Source):
 
 
 def plan(takes, sequence, begin, end, done):
-  """Says what to read of which files, for a share of an epoch.
+  """Computes which records of which files to read for a share of an epoch.
 
   Args:
     takes: number of records of each file, int64 [files].
     sequence: the files in the order of the epoch, int64 [files].
-    begin: where in the sequence of their records the share begins.
-    end: where it ends.
-    done: number of records that are left out at the beginning of what is read.
+    begin: first record of the share, in the sequence of records.
+    end: end of the share, exclusive.
+    done: number of records to skip at the beginning of the share.
 
   Returns:
-    Three int64 [groups, files]: numbers of the files that are read in turns, how
-    many records to skip in each and how many to take then (0: no file); and how
-    many more to leave out, int64 scalar: less than a turn of every file.
+    Three int64 [groups, files]: numbers of the files that are read in turns,
+    records to skip in each, and records to take from each (0: no file). And the
+    number of records to skip after that, int64 scalar, less than a turn of
+    every file.
   """
   takes = takes[sequence]
   places = np.cumsum(takes) - takes
@@ -243,7 +246,7 @@ def plan(takes, sequence, begin, end, done):
 
 
 def _full_turns(takes, count) -> int:
-  """Returns how many turns of all files fit into so many records."""
+  """Returns how many turns of all files fit into `count` records."""
   low, high = 0, -(-int(takes.max()) // _TURN)
   while low < high:
     middle = -(-(low + high) // 2)

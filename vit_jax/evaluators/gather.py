@@ -1,7 +1,7 @@
-"""Results of single images, brought together from all processes.
+"""Gathers results of single images from all processes.
 
-What an evaluator finds on an image may be of any length, boxes for one: it cannot
-be summed over a batch, but is gathered once at the end.
+Results of an image may have any length, such as a list of boxes. They cannot be
+summed over a batch, and are gathered once at the end of an evaluation.
 """
 
 from collections.abc import Mapping
@@ -12,23 +12,23 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-# Bytes of each process that travel at a time: so much lies on every device, times
-# the number of processes.
+# Bytes per process in one exchange. Each device holds this number times the
+# number of processes.
 CHUNK = 16 * 2**20
 
 
 def gather(results: Mapping[int, Mapping[str, np.ndarray]]) -> list[dict]:
   """Returns the results of all images, the same on every process.
 
-  All processes must call it, also those that have none.
+  All processes must call it, including those without results.
 
   Args:
-    results: what this process found: arrays by name, of any shape, for each
-      image by its `index`, its number within the split. Several processes may
-      have the same image: that of the first counts.
+    results: results of this process: {index of the image within the split:
+      {name: array of any shape}}. If several processes have the same image, the
+      result of the first process counts.
 
   Returns:
-    The arrays by name of each image once, in the order of the indices.
+    {name: array} for each image, in the order of the indices.
 
   Raises:
     ValueError: if an array holds Python objects.
@@ -62,7 +62,7 @@ def _exchange(data: bytes) -> list[bytes]:
 
 
 def _encode(results) -> bytes:
-  """Packs arrays into bytes: an npz of few members, however many arrays."""
+  """Packs arrays into an npz with two members, a table and the values."""
   table, values = [], []
   for index, arrays in results.items():
     for name, array in arrays.items():
@@ -72,7 +72,7 @@ def _encode(results) -> bytes:
           f"'{name}' of image {index} holds Python objects: give numbers or "
           'strings of fixed length'
         )
-      # Types that NumPy does not know itself, bfloat16 for one, go by name.
+      # NumPy knows types such as bfloat16 by name only.
       kind = array.dtype.name if array.dtype.kind == 'V' else array.dtype.str
       table.append([int(index), name, kind, array.shape])
       values.append(array.tobytes())
@@ -88,7 +88,7 @@ def _encode(results) -> bytes:
 
 
 def _decode(data: bytes) -> dict[int, dict[str, np.ndarray]]:
-  """Returns what `_encode` packed."""
+  """Unpacks the result of `_encode`."""
   with np.load(io.BytesIO(data)) as file:
     table = json.loads(file['table'].tobytes())
     values = file['values'].tobytes()
@@ -100,6 +100,6 @@ def _decode(data: bytes) -> dict[int, dict[str, np.ndarray]]:
     dtype = np.dtype(kind)
     count = int(np.prod(shape))
     array = np.frombuffer(values, dtype, count, begin)
-    arrays[name] = array.reshape(shape).copy()  # To be changed at will.
+    arrays[name] = array.reshape(shape).copy()  # Makes it writable.
     begin += array.nbytes
   return results

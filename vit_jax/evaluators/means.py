@@ -1,4 +1,4 @@
-"""Means over a whole split, every example counted once."""
+"""Computes means over a whole split, with every example counted once."""
 
 from collections.abc import Callable
 import time
@@ -10,7 +10,7 @@ from vit_jax import input_pipeline
 
 
 class Means:
-  """Evaluates what a task's `measure` sums up.
+  """Computes the means of a task's `measure` over a split.
 
   Args:
     task: has `config`, `example` and `measure`, see vit_jax.tasks.base.Task.
@@ -30,16 +30,16 @@ class Means:
     self._sums = jax.jit(sums)
 
   def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
-    """Evaluates.
+    """Evaluates parameters.
 
     Args:
       params: the parameters.
-      extra: what else the state carries.
-      stop: is asked between batches whether to break off.
+      extra: other state of the task.
+      stop: called between batches; returns whether to stop the evaluation.
 
     Returns:
-      A dict with what the task measures, `num_examples` and `img_sec_core`; None
-      if it was broken off.
+      A dict with the means of `measure`, `num_examples` and `img_sec_core`
+      (images per second and device); None if `stop` ended the evaluation.
     """
     config, source = self._task.config, self._source
     start, first_timed = time.perf_counter(), 0
@@ -52,11 +52,11 @@ class Means:
       with jax.set_mesh(self._mesh):
         totals.append(self._sums(params, extra, batch))
       if len(totals) > 2:
-        # The host may run ahead of the devices, but only so far: the batches that
-        # wait lie in their memory.
+        # Limits how far the host runs ahead of the devices: waiting batches
+        # take device memory.
         jax.block_until_ready(totals[-3])
       if len(totals) == 1 and source.num_examples > config.batch_eval:
-        # The first batch may compile: the speed is that of the others.
+        # The first batch may compile, so it is not timed.
         jax.block_until_ready(totals)
         start, first_timed = time.perf_counter(), 1
     totals = jax.device_get(totals)

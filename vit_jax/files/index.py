@@ -1,9 +1,9 @@
-"""The list of a folder's images, and which of them can be decoded: an index.
+"""An index: the images of a folder, and which of them can be decoded.
 
-Millions of names take a few bytes each. A list is as old as the youngest folder
-in it: it is true as long as no folder has changed since, which is seen without a
-look at the files. What was found out about a file holds as long as its size and
-its time of change stay.
+An index of millions of images takes a few bytes per name. It is up to date as
+long as no folder has changed, which is checked without reading the files.
+Results of checking a file are valid as long as its size and modification time
+stay the same.
 """
 
 from collections.abc import Callable
@@ -15,44 +15,42 @@ import io
 import itertools
 import json
 import os
-import sys
 
 from absl import logging
 from etils import epath
 import numpy as np
-import tqdm
 
 from vit_jax import cli
 from vit_jax.files import reading
 
-# What is known of a file: nothing; that it begins and ends as an image; that it
-# was decoded; that it cannot be.
+# Status of a file: not checked; begins and ends as an image; was decoded;
+# cannot be decoded.
 UNKNOWN, FORM, DECODED, BROKEN = range(4)
 
 _VERSION = 1
 _THREADS = 2 * (os.cpu_count() or 1)
 REMOTE_THREADS = 32
-# Files that are handed to the threads at a time.
+# Number of files passed to the threads at a time.
 _BLOCK = 4096
 
 
 class Index:
-  """Images below a folder, by row; a row stays what it is.
+  """Images below a folder, by row; the rows never change.
 
   Attributes:
     root: the folder of the data set.
-    base: the split that it is of.
+    base: the split.
     top: the folder of the split.
-    path: where it is stored as it is; None if it is not, or no longer.
-    folders: paths of the folders that hold images, relative to it; bytes.
-    counts: int64 [f], number of images in each of them.
+    path: file with exactly this content; None if there is none.
+    folders: paths of the folders with images, relative to `top`; bytes.
+    counts: int64 [f], number of images in each folder.
     order: uint32 [n], rows in the order of a hash of their names.
     status: uint8 [n], see UNKNOWN.
-    stamps: uint64 [n], size and time of files when they were looked at, or 0.
-    facts: what JSON can hold: 'listed' (a date), 'times' (of change, of every
-      folder), 'ignored' (the first of them, and how many), 'bare' (folders below
-      the first that hold files but no image), 'broken' (reasons by row),
-      'max_pixels' of the check.
+    stamps: uint64 [n], hash of size and time of each file when checked, or 0.
+    facts: values for JSON: 'listed' (a date), 'times' (of the last change of
+      every folder), 'ignored' (number of ignored entries, and the first),
+      'bare' (direct subfolders that hold files but no image), 'broken' (reasons
+      by row), 'max_pixels' of the check.
   """
 
   def __init__(self, root, base, folders, counts, names, order, facts):
@@ -66,7 +64,7 @@ class Index:
     self.status = np.zeros(len(order), np.uint8)
     self.stamps = np.zeros(len(order), np.uint64)
     self.facts = facts
-    self._names = names  # Each with a zero byte at its end.
+    self._names = names  # Each name ends with a zero byte.
     ends = np.flatnonzero(np.frombuffer(names, np.uint8) == 0)
     kind = np.uint32 if len(names) < 2**32 else np.int64
     self._ends = ends.astype(kind)
@@ -76,11 +74,11 @@ class Index:
     return len(self.order)
 
   def folder_of(self, rows) -> np.ndarray:
-    """Returns the numbers of the folders that rows lie in."""
+    """Returns the numbers of the folders of rows."""
     return np.searchsorted(self._last, rows, side='right')
 
   def names(self, rows) -> list[bytes]:
-    """Returns paths of images relative to the folder."""
+    """Returns the paths of images relative to `top`, by row."""
     rows = np.asarray(rows, np.int64)
     ends = self._ends[rows].tolist()
     begins = np.where(rows > 0, self._ends[rows - 1].astype(np.int64) + 1, 0)
@@ -91,7 +89,7 @@ class Index:
     ]
 
   def paths(self, rows) -> list[bytes]:
-    """Returns paths of reading."""
+    """Returns the paths of images, by row."""
     top = os.fsencode(self.top)
     return [
       name
@@ -106,23 +104,23 @@ class Index:
     return digest([folders, self.counts, self._names]).encode()
 
   def digest(self) -> str:
-    """Returns a hash of all names, their order, and which ones are broken."""
+    """Returns a hash of all names, their order, and the broken ones."""
     bad = np.flatnonzero(self.status == BROKEN)
     return digest([self.names_digest(), self.order, bad])
 
-  # --- What is known of the files ---
+  # --- Status of the files ---
 
   def check(self, rows, level: int, why: Callable, max_pixels: int):
-    """Looks at those files that were not looked at before.
+    """Checks the files that were not checked before.
 
     Args:
-      rows: of the files.
+      rows: rows of the files.
       level: FORM or DECODED.
-      why: (path, max_pixels) -> why a file is broken, '' if it is not.
-      max_pixels: files of more are broken.
+      why: function (path, max_pixels) -> why a file is broken, '' if it is not.
+      max_pixels: files with more pixels count as broken.
 
     Raises:
-      OSError: if a file cannot be read; that is no broken image.
+      OSError: if a file cannot be read; the file then does not count as broken.
     """
     if self.facts.get('max_pixels') != max_pixels:
       self.status[:] = UNKNOWN
@@ -143,7 +141,7 @@ class Index:
       self.path = None
 
   def look_again(self, rows):
-    """Forgets what was wrong with those files that have changed since."""
+    """Resets the status of broken files that have changed since their check."""
     for row in np.unique(rows[self.status[rows] == BROKEN]).tolist():
       if reading.stamp(self.paths([row])[0]) != self.stamps[row]:
         self.status[row] = UNKNOWN
@@ -151,7 +149,7 @@ class Index:
         self.path = None
 
   def recall(self, old: 'Index'):
-    """Takes over what was known of the files that have not changed since."""
+    """Copies from an old index the status of files that have not changed."""
     known = np.flatnonzero(old.status)
     if not len(known) or not len(self):
       return
@@ -184,11 +182,10 @@ class Index:
 
     with (
       concurrent.futures.ThreadPoolExecutor(threads) as pool,
-      tqdm.tqdm(
-        desc=title, total=len(rows), delay=3, leave=False, unit=' images',
-        disable=cli.is_muted() or not sys.stderr.isatty(),
+      cli.bar(
+        desc=title, total=len(rows), delay=3, leave=False, unit=' images'
       ) as bar,
-    ):  # fmt: skip
+    ):
       for start in range(0, len(rows), _BLOCK):
         block = rows[start : start + _BLOCK]
         pieces = [block[i : i + some] for i in range(0, len(block), some)]
@@ -198,10 +195,10 @@ class Index:
   # --- On disk ---
 
   def save(self, path):
-    """Writes the index to a file, all of it or nothing.
+    """Writes the index to a file atomically.
 
     Raises:
-      OSError: if it cannot be written.
+      OSError: if the file cannot be written.
     """
     path = epath.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,16 +220,17 @@ class Index:
 
   @classmethod
   def load(cls, path, root: str, base: str) -> 'Index | None':
-    """Returns what `save` wrote; None, with a warning, if it is damaged.
+    """Returns the index in a file; None, with a warning, if it is damaged.
 
     Args:
       path: the file.
-      root: the folder of the data set; it may have been moved with its reading.
+      root: the folder of the data set, which may have been moved with its
+        images.
       base: the split.
 
     Raises:
       FileNotFoundError: if there is no such file.
-      OSError: if it cannot be read.
+      OSError: if the file cannot be read.
     """
     content = reading.read_file(path)
     try:
@@ -247,18 +245,18 @@ class Index:
           facts['version'] == _VERSION and facts['digest'] == index.digest()
         )
         fine &= len(index) == len(index.stamps) == index.counts.sum()
-    except Exception:  # What a damaged file raises, NumPy does not say.
+    except Exception:  # NumPy does not document the errors for damaged files.
       fine = False
     if not fine:
-      logging.warning("'%s' is damaged, or of another version: not used", path)
+      logging.warning("'%s' is damaged or of another version: ignored", path)
       return None
     index.path = str(path)
     return index
 
   def is_true(self) -> bool:
-    """Tells whether no folder has changed since it was listed.
+    """Returns whether no folder has changed since it was listed.
 
-    Of a folder that is not of this machine that is not known, and taken for so.
+    Always True for a remote folder, where a change cannot be detected.
     """
     if not reading.is_local(os.fsencode(self.top)):
       return True
@@ -269,10 +267,10 @@ class Index:
 
 
 def place(workdir, root: str, base: str) -> str:
-  """Returns where the index of a split is kept.
+  """Returns the path at which the index of a split is stored.
 
   Args:
-    workdir: of a run; None: beside the reading.
+    workdir: folder of a run; None for the place beside the images.
     root: the folder of the data set.
     base: the split.
   """
@@ -285,13 +283,13 @@ def place(workdir, root: str, base: str) -> str:
 
 
 def places(workdir, root: str, base: str) -> list[str]:
-  """Returns where an index may be: that of the run first."""
+  """Returns the paths at which an index may be stored, the run's first."""
   runs = [] if workdir is None else [place(workdir, root, base)]
   return [*runs, place(None, root, base)]
 
 
 def digest(contents: Iterable) -> str:
-  """Returns a hash of bytes, or of what has their interface, as 32 digits."""
+  """Returns a hash of bytes-like objects, as 32 digits."""
   found = hashlib.blake2b(digest_size=16)
   for content in contents:
     found.update(content)
@@ -299,12 +297,12 @@ def digest(contents: Iterable) -> str:
 
 
 def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
-  """Makes an index of files that a list names; `order` is that of the list.
+  """Makes an index of listed files; `order` is the order of the list.
 
   Args:
-    root: what relative paths are relative to.
+    root: folder that relative paths refer to.
     base: name of the list.
-    paths: of images, absolute or relative.
+    paths: paths of images, absolute or relative.
   """
   names = [os.fsencode(path) for path in paths]
   split = [os.path.split(name) for name in names]
@@ -320,7 +318,7 @@ def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
 
 
 def hash_name(name: bytes) -> bytes:
-  """Returns by what images are ordered, the same for a name everywhere."""
+  """Returns the hash of a name by which images are ordered."""
   return hashlib.md5(name, usedforsecurity=False).digest()
 
 

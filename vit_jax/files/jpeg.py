@@ -1,9 +1,9 @@
-"""Decodes JPEG files, in part or at a fraction of their size, and only whole ones.
+"""Decodes JPEG files, in part or at reduced size, and refuses truncated files.
 
-Of a file that is cut off, with an end marker behind the cut, libjpeg decodes what
-there is and fills the rest with grey; TensorFlow takes that for an image. So a
-picture whose last pixel has that grey is looked at again: bytes put behind its
-data change nothing if these are whole, and are read as pixels otherwise.
+If a file is truncated but has an end marker, libjpeg fills the missing part
+with grey, and TensorFlow accepts the image. Therefore an image whose last pixel
+has that grey is checked again: bytes appended to complete data change nothing,
+but are decoded as pixels if data are missing.
 """
 
 import io
@@ -14,23 +14,25 @@ import numpy as np
 from PIL import Image
 import tensorflow as tf
 
-# A JPEG can be decoded at 1 / each of these for less than it costs in full.
+# Decoding a JPEG at 1 / each of these sizes is cheaper than decoding it in
+# full.
 RATIOS = (1, 2, 4, 8)
 _CUT = 'only part of a JPEG: its data end before the picture does'
 _PROGRESSIVE = b'\xff\xc2'
 _END = b'\xff\xd9'
 _NOISE = bytes(range(3, 250, 5)) * 2
-# Ends entropy-coded data: a marker other than a restart, or a stuffed 0xff.
+# The end of entropy-coded data: a marker other than a restart or a stuffed
+# 0xff.
 _MARKER = re.compile(rb'\xff+[^\x00\xff\xd0-\xd7]')
 
 
 def ratio(shape, size):
-  """Returns the largest of RATIOS at which no pixel of the result is made up.
+  """Returns the largest of RATIOS at which the crop is not enlarged.
 
   Args:
-    shape: int32 [2] or [3], height and width (and channels) of the part that is
-      decoded.
-    size: (height, width) that it is resized to.
+    shape: int32 [2] or [3], height and width (and channels) of the decoded
+      crop.
+    size: (height, width) to resize the crop to.
 
   Returns:
     int32 scalar.
@@ -43,17 +45,17 @@ def decode(encoded, ratio=None, window=None):
   """Decodes a JPEG.
 
   Args:
-    encoded: string scalar, the contents of a file.
-    ratio: int32 scalar, one of RATIOS: the picture is decoded at 1 / ratio of its
-      size. None: in full.
-    window: int32 [4], (y, x, height, width) of the part that is decoded, in
-      pixels of the picture at that size; None for all of it.
+    encoded: string scalar, the content of a file.
+    ratio: int32 scalar, one of RATIOS: decodes at 1 / ratio of the size. None:
+      in full.
+    window: int32 [4], (y, x, height, width) of the crop to decode, in pixels of
+      the image at that size; None for the whole image.
 
   Returns:
     uint8 [height, width, 3].
 
   Raises:
-    InvalidArgumentError, ValueError: if it is no JPEG, or only part of one.
+    InvalidArgumentError, ValueError: if it is no JPEG, or a truncated one.
   """
 
   def at(ratio):
@@ -69,7 +71,8 @@ def decode(encoded, ratio=None, window=None):
     image = tf.switch_case(which, [lambda r=r: at(r) for r in RATIOS])
 
   def look_again():
-    # Added, since what nothing depends on is not computed.
+    # The sum makes the result depend on the check, which would not run
+    # otherwise.
     nothing = tf.numpy_function(_check, [encoded], tf.uint8, stateful=False)
     return image + tf.ensure_shape(nothing, [])
 
@@ -77,26 +80,26 @@ def decode(encoded, ratio=None, window=None):
 
 
 def _may_be_cut(encoded, image):
-  """Says whether a picture looks as one that is cut off; few whole ones do."""
+  """Returns whether an image looks truncated; few complete ones do."""
   weights = tf.constant([0.299, 0.587, 0.114])
   luma = tf.reduce_sum(tf.cast(image[-1, -1], tf.float32) * weights)
-  # The grey that libjpeg fills with, and what that is in CMYK. A neighbour may
-  # bleed into its colour, not into its luma.
+  # The grey that libjpeg fills with, and its value in CMYK. Neighbouring pixels
+  # may change its colour but not its luma.
   grey = tf.reduce_any(tf.abs(luma - [128.0, 64.0]) < 2.5)
-  # This comes in many scans, each over the whole picture.
+  # A progressive JPEG has many scans, each over the whole picture.
   halves = tf.strings.split(encoded[None], _PROGRESSIVE, maxsplit=1)
   return tf.logical_or(grey, tf.size(halves.values) > 1)
 
 
 def _check(encoded) -> np.uint8:
-  if isinstance(encoded, np.ndarray):  # What an eager call gets.
+  if isinstance(encoded, np.ndarray):  # In eager calls.
     encoded = encoded.item()
   check_whole(encoded, thorough=False)
   return np.uint8(0)
 
 
 class _Scan(NamedTuple):
-  """One scan: its components, its coefficients, and the bit they end at."""
+  """One scan: its components, its range of coefficients, and its lowest bit."""
 
   components: bytes
   first: int
@@ -105,14 +108,14 @@ class _Scan(NamedTuple):
 
 
 class _Structure(NamedTuple):
-  """What lies between the data: components, scans, the end of the last one."""
+  """The structure of a JPEG: components, scans, end of the last scan."""
 
   components: bytes
   scans: list[_Scan]
   end: int
 
   def is_covered(self) -> bool:
-    """Tells whether the scans bring all coefficients to their last bit."""
+    """Returns whether the scans contain all coefficients to their last bit."""
     left = {c: np.full(64, 99) for c in self.components}
     for scan in self.scans:
       for c in scan.components:
@@ -122,12 +125,12 @@ class _Structure(NamedTuple):
 
 
 def check_whole(data: bytes, thorough: bool = True):
-  """Checks that the data of a JPEG reach to the end of its picture.
+  """Raises ValueError if the data of a JPEG end before its picture does.
 
   Args:
-    data: the contents of a file.
-    thorough: False lets pass what lacks nothing but a part of the last of many
-      scans, which takes two more decodings in full to see.
+    data: the content of a file.
+    thorough: whether to detect that only the last of many scans is truncated,
+      which takes two more full decodings.
 
   Raises:
     ValueError: if a part is missing.
@@ -144,13 +147,13 @@ def check_whole(data: bytes, thorough: bool = True):
 
 
 def has_many_scans(data: bytes) -> bool:
-  """Tells a JPEG of many scans, a progressive one, from the common kind."""
-  # A thumbnail has a scan of its own.
+  """Returns whether a JPEG is progressive."""
+  # A thumbnail adds a scan, so the markers must be read.
   return data.count(b'\xff\xda') > 1 and len(_read_structure(data).scans) > 1
 
 
 def _read_structure(data) -> _Structure:
-  """Reads the markers of a JPEG, to its end marker."""
+  """Reads the markers of a JPEG up to its end marker."""
   components, scans, position, progressive = b'', [], 2, False
   while match := _MARKER.search(data, position):
     marker, position = data[match.end() - 1], match.end()

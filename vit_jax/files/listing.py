@@ -1,20 +1,18 @@
-"""Lists the images below a folder, many folders at a time.
+"""Lists the images below a folder, reading many folders in parallel.
 
-Hidden files are left out; so is what has the name of an image and is no file: a
-folder, a pipe, a device, a link that leads nowhere or in circles.
+Hidden files are left out. So are entries with the name of an image that are not
+files: folders, pipes, devices, and links that are broken or circular.
 """
 
 import concurrent.futures
 import datetime
 import errno
 import os
-import sys
 import time
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
-import tqdm
 
 from vit_jax import cli
 from vit_jax.files import index as index_lib
@@ -22,13 +20,17 @@ from vit_jax.files import reading
 
 EXTENSIONS = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif')
 _ENDINGS = tuple(ending.encode() for ending in EXTENSIONS)
-# A folder that was changed within so many seconds before it was listed may change
-# again, in the same tick of its clock.
+# If a folder changed less than this many seconds before its listing, a later
+# change may have the same time stamp.
 _TICK = 2.0
 
 
 def list_folder(root: str, base: str) -> index_lib.Index:
-  """Lists the images of a split; as many folders at a time as is quick.
+  """Lists the images of a split.
+
+  Args:
+    root: the folder of the data set.
+    base: the split.
 
   Raises:
     OSError: if a folder cannot be read; names it.
@@ -38,11 +40,8 @@ def list_folder(root: str, base: str) -> index_lib.Index:
   level, found = [b''], []
   with (
     concurrent.futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool,
-    tqdm.tqdm(
-      desc='Listing images', delay=3, leave=False, unit=' images',
-      disable=cli.is_muted() or not sys.stderr.isatty(),
-    ) as bar,
-  ):  # fmt: skip
+    cli.bar(desc='Listing images', delay=3, leave=False, unit=' images') as bar,
+  ):
     while level:
       pieces = pool.map(lambda name: _scan(top, name, local), level)
       level = []
@@ -82,7 +81,7 @@ def list_folder(root: str, base: str) -> index_lib.Index:
 
 
 class _Piece(NamedTuple):
-  """What lies in one folder."""
+  """The content of one folder."""
 
   name: bytes
   time: int
@@ -100,7 +99,7 @@ def _scan(top, name, local) -> _Piece:
   listing = _local_entries if local else _remote_entries
   changed = reading.time_of(path) if local else 0
   if local and time.time() - changed / 1e9 < _TICK:
-    changed = -2  # It may yet change, unseen.
+    changed = -2  # A later change could go unnoticed.
   found, inner, others = reading.retried(path, listing)
   prefix = name + b'/' if name else b''
   found.sort()
@@ -120,7 +119,7 @@ def _scan(top, name, local) -> _Piece:
 
 
 def _local_entries(path):
-  """Returns images, (folder, is a link), and all else in a folder."""
+  """Returns images, (folder, is a link) pairs, and other entries."""
   found, inner, others = [], [], []
   with os.scandir(path) as entries:
     for entry in entries:
@@ -147,7 +146,7 @@ def _is(entry, kind) -> bool:
 
 
 def _remote_entries(path):
-  """The same for a folder that is not of this machine."""
+  """Returns the same as `_local_entries` for a remote folder."""
   found, inner, others = [], [], []
   for name in map(os.fsencode, tf.io.gfile.listdir(path)):
     short = name.rstrip(b'/')
@@ -163,7 +162,7 @@ def _remote_entries(path):
 
 
 def _is_loop(top, name) -> bool:
-  """Tells whether a link leads to a folder that it lies in."""
+  """Returns whether a link leads to a folder that contains the link."""
   path = os.path.join(os.fsencode(top), name)
   real, parts = os.path.realpath(path), name.split(b'/')
   above = (b'/'.join(parts[:i]) for i in range(len(parts)))
@@ -172,11 +171,11 @@ def _is_loop(top, name) -> bool:
 
 
 def is_image(name: bytes) -> bool:
-  """Tells an image file by the ending of its name."""
+  """Returns whether a name has the ending of an image file."""
   return name.lower().endswith(_ENDINGS)
 
 
 def _order(digests: bytes) -> np.ndarray:
-  """Returns the numbers of digests of 16 bytes in their order, uint32 [n]."""
+  """Returns the order of digests of 16 bytes each, uint32 [n]."""
   words = np.frombuffer(digests, '>u8').reshape(-1, 2).astype(np.uint64)
   return np.lexsort((words[:, 1], words[:, 0])).astype(np.uint32)

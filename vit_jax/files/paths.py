@@ -1,4 +1,4 @@
-"""Paths of the images of a split, in few bytes each, by their numbers."""
+"""Holds the paths of a split's images in few bytes each, by number."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ import numpy as np
 from vit_jax.files import index as index_lib
 from vit_jax.files import reading
 
-# Names that are hashed at a time.
+# Number of names hashed at a time.
 _BLOCK = 4096
 
 
 class Paths(Sequence):
-  """Paths of images as text, of rows of indices.
+  """Sequence of image paths as text, stored as rows of indices.
 
   Args:
-    parts: (index, rows) each.
+    parts: (index, rows) pairs.
   """
 
   def __init__(self, parts: Iterable[tuple[index_lib.Index, np.ndarray]]):
@@ -35,7 +35,7 @@ class Paths(Sequence):
     return reading.display(self.encoded([i % len(self)])[0])
 
   def encoded(self, numbers) -> np.ndarray:
-    """Returns paths by number, as an array of bytes objects."""
+    """Returns the paths of some images, as an array of bytes objects."""
     numbers = np.asarray(numbers, np.int64)
     which = np.searchsorted(self._ends, numbers, side='right')
     found = np.empty(len(numbers), object)
@@ -47,7 +47,7 @@ class Paths(Sequence):
     return found
 
   def broken(self) -> list[int]:
-    """Returns the numbers of those that are known to be broken."""
+    """Returns the numbers of the images known to be broken."""
     found = [np.zeros(0, np.int64)]
     for (index, rows), end in zip(self.parts, self._ends):
       bad = np.flatnonzero(index.status[rows] == index_lib.BROKEN)
@@ -55,14 +55,14 @@ class Paths(Sequence):
     return np.concatenate(found).tolist()
 
   def reason(self, number: int) -> str:
-    """Returns why one is broken."""
+    """Returns why an image is broken."""
     k = int(np.searchsorted(self._ends, number, side='right'))
     index, rows = self.parts[k]
     row = rows[number - self._ends[k] + len(rows)]
     return index.facts['broken'].get(str(row), '')
 
   def without(self, numbers: Sequence[int]) -> 'Paths':
-    """Returns the paths but for those of some numbers."""
+    """Returns the paths without those of some numbers."""
     kept, begin = [], 0
     numbers = np.asarray(numbers, np.int64)
     for (index, rows), end in zip(self.parts, self._ends):
@@ -72,13 +72,13 @@ class Paths(Sequence):
     return Paths(kept)
 
   def store(self, workdir):
-    """Writes to the workdir of a run what is not stored yet."""
+    """Writes those indices to the workdir of a run that are not stored yet."""
     for index, _ in self.parts:
       if index.path is None:
         index.save(index_lib.place(workdir, index.root, index.base))
 
   def digest(self) -> str:
-    """Returns a hash of the names, relative to their folders, in their order."""
+    """Returns a hash of the names, relative to their folders, in order."""
     if self._digest is None:
       self._digest = index_lib.digest(
         b''.join(name + b'\0' for name in index.names(rows[i : i + _BLOCK]))

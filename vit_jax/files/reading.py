@@ -1,7 +1,7 @@
-"""Reads files of images, of this machine or of a bucket.
+"""Reads image files, local or in a bucket.
 
-What storage fails at now and then is tried again. What is no regular file, a pipe
-for one, is refused and not waited for.
+Errors that storage has now and then lead to another attempt. Anything but a
+regular file, such as a pipe, is refused without waiting.
 """
 
 import errno
@@ -12,15 +12,15 @@ import time
 
 import tensorflow as tf
 
-# How a whole file of a format begins and ends.
+# First and last bytes of complete files, by format.
 _ENDS = (
   (b'\xff\xd8\xff', b'\xff\xd9'),
   (b'\x89PNG\r\n\x1a\n', b'IEND\xaeB`\x82'),
 )
 _BEGINS = (b'GIF8', b'BM', b'RIFF', *(begin for begin, _ in _ENDS))
-# Seconds after which a read that failed is tried again.
+# Seconds to wait before each new attempt to read.
 _DELAYS = (0.5, 2.0)
-# Errors that a second try does not mend.
+# Errors for which another attempt is useless.
 _LASTING = (
   errno.ENOENT,
   errno.ENOTDIR,
@@ -31,21 +31,21 @@ _LASTING = (
 
 
 def display(path) -> str:
-  """Returns a path as text, also one whose bytes are no UTF-8."""
+  """Returns a path as text, even if its bytes are not UTF-8."""
   return os.fsencode(path).decode(errors='backslashreplace')
 
 
 def is_local(path: bytes) -> bool:
-  """Tells a path of this machine from one with a scheme, gs:// for one."""
+  """Returns whether a path has no scheme, such as gs://."""
   return b'://' not in path
 
 
 def retried(path, function):
-  """Calls function(path), again where it fails as storage does now and then.
+  """Calls function(path), with new attempts after passing storage errors.
 
   Raises:
     FileNotFoundError: if there is no such file.
-    OSError: if it cannot be read; names it.
+    OSError: if the file cannot be read; names it.
   """
   for delay in (*_DELAYS, None):
     try:
@@ -59,28 +59,28 @@ def retried(path, function):
       if delay is None or number in _LASTING:
         reason = e.strerror if isinstance(e, OSError) else first_line(e)
         raise OSError(
-          f"'{display(path)}' cannot be read: {reason}; look whether it can be "
-          'from this machine, then start again'
+          f"'{display(path)}' cannot be read: {reason}; make it readable from "
+          'this machine, then start again'
         ) from e
       time.sleep(delay)
 
 
 def read_file(path) -> bytes:
-  """Returns the contents of an image file.
+  """Returns the content of an image file.
 
   Args:
-    path: str, bytes or os.PathLike; of this machine or with a scheme.
+    path: str, bytes or os.PathLike; local or with a scheme.
 
   Raises:
     FileNotFoundError: if there is no such file.
-    OSError: if it cannot be read.
-    ValueError: if it is no regular file; it is not waited for.
+    OSError: if the file cannot be read.
+    ValueError: if it is not a regular file.
   """
   return retried(os.fsencode(path), _read)
 
 
 def _read(path, begin: int | None = None, end: int = 0):
-  """Returns a file's contents; or but its first and last bytes, joined."""
+  """Returns the content of a file, or its first and last bytes, joined."""
   if not is_local(path):
     with tf.io.gfile.GFile(path, 'rb') as file:
       if begin is None:
@@ -103,7 +103,7 @@ def _read(path, begin: int | None = None, end: int = 0):
 
 
 def first_line(error: Exception) -> str:
-  """Returns what an error says in one line, without TensorFlow's wrapping."""
+  """Returns an error's message in one line, without TensorFlow's wrapping."""
   lines = getattr(error, 'message', str(error)).splitlines()
   wrapping = (' ', '\t', 'Graph execution error', 'Detected at ', 'Node: ')
   own = [x for x in lines if x.strip() and not x.startswith(wrapping)]
@@ -119,7 +119,7 @@ def first_line(error: Exception) -> str:
 
 
 def why_malformed(path: bytes) -> str:
-  """Looks at both ends of a file; returns what is wrong with them, or ''.
+  """Checks both ends of a file; returns what is wrong with them, or ''.
 
   Raises:
     OSError: see read_file.
@@ -139,7 +139,7 @@ def why_malformed(path: bytes) -> str:
 
 
 def time_of(folder) -> int:
-  """Returns when a folder was changed, in ns; -1 if it cannot be seen."""
+  """Returns the time of a folder's last change in ns; -1 if unknown."""
   try:
     return os.stat(folder).st_mtime_ns
   except OSError:
@@ -147,7 +147,7 @@ def time_of(folder) -> int:
 
 
 def stamp(path) -> int:
-  """Returns a number that follows from size and time of a file; 0 without one."""
+  """Returns a number from a file's size and time; 0 if there is no file."""
 
   def look(path):
     if is_local(path):

@@ -1,28 +1,29 @@
-"""Multi-head attention, and the ways to compute it.
+"""Multi-head attention with a choice of implementations.
 
-`config.model.transformer.attention` chooses:
+`config.model.transformer.attention` selects one:
 
-  default  matrix products and a softmax, with a backward pass of its own
-  xla      jax.nn.dot_product_attention, as XLA has it
-  cudnn    the same by cuDNN's flash attention: GPUs from Ampere on, 16 bits
+  default  matrix products and a softmax, with its own backward pass
+  xla      jax.nn.dot_product_attention, compiled by XLA
+  cudnn    the same function with cuDNN's flash attention: GPUs from Ampere on,
+           16 bits
   flash    JAX's flash attention in Pallas: TPUs, long sequences
 
-The numbers are the same but for rounding, and so are the parameters. They differ
-in what they can do:
+All implementations have the same parameters and give the same results up to
+rounding. They differ in what they support:
 
-           dropout of weights   other keys   causal   mask
-  default  yes                  yes          yes      yes
-  xla      no                   yes          yes      yes
-  cudnn    no                   yes          yes      yes, as a bias in memory
-  flash    no                   yes          yes      no
+           dropout of weights   cross-attention   causal   mask
+  default  yes                  yes               yes      yes
+  xla      no                   yes               yes      yes
+  cudnn    no                   yes               yes      as a bias
+  flash    no                   yes               yes      no
 
-Other keys are those of another sequence (cross-attention). Who asks to see the
-attention weights is shown those of the default, with causality and mask in them.
-A query that may attend to nothing at all gets zeros, whatever computes it, and
-passes no gradient on: its weights are zeros too.
+If the collection `intermediates` is mutable, the default implementation runs
+and sows the attention weights, with causality and mask applied. A query that
+may not attend to any key yields zeros in every implementation, has zero
+attention weights and passes no gradient on.
 
-Shapes: B images, Q tokens that ask, S tokens that are asked, K heads, E width of
-a head, D and D' width of a token in the two sequences.
+Shapes: B images, Q queries, S keys and values, K heads, E width of a head, D
+and D' width of a token in the sequences of the queries and of the keys.
 """
 
 import functools
@@ -39,20 +40,20 @@ check = attention_kernels.check
 
 
 def first_token(x):
-  """Returns the first of tokens [B, N, D], [B, 1, D].
+  """Returns the first of tokens [B, N, D] as [B, 1, D].
 
-  As a sum: for the sake of a slice the TPU's compiler would lay out the tokens of
-  all layers in another way, a tenth slower by its own estimate.
+  The slice is written as a sum, since with a slice the TPU compiler changes the
+  layout of the tokens in all layers, which it estimates to be a tenth slower.
   """
   first = jnp.arange(x.shape[1])[:, None] == 0
   return x.sum(axis=1, keepdims=True, where=first)
 
 
 def _check_inputs(x, kv, mask, num_heads, causal):
-  """Returns the mask with four dimensions.
+  """Checks shapes and types; returns the mask with four dimensions.
 
   Raises:
-    ValueError: where shapes or types are not those of attention.
+    ValueError: if shapes or types do not fit together.
   """
   if x.shape[-1] % num_heads:
     raise ValueError(
@@ -61,8 +62,8 @@ def _check_inputs(x, kv, mask, num_heads, causal):
     )
   if kv is not None and causal:
     raise ValueError(
-      'causal=True has no meaning for the keys of another sequence: leave kv '
-      'out, or give a mask in its place'
+      'causal=True is not defined for keys of another sequence (kv): leave out '
+      'kv, or give a mask instead of causal=True'
     )
   if kv is not None and (kv.ndim != 3 or len(kv) != len(x)):
     raise ValueError(
@@ -79,7 +80,7 @@ def _check_inputs(x, kv, mask, num_heads, causal):
     raise ValueError(
       'mask must be bool, True where a query may attend to a key, and broadcast '
       f'to [batch, heads, queries, keys] = {list(whole)}, got {mask.dtype} '
-      f'{list(mask.shape)}; [batch, 1, 1, keys] leaves out keys'
+      f'{list(mask.shape)}; [batch, 1, 1, keys] hides keys from all'
     )
   return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
@@ -90,10 +91,11 @@ class MultiHeadDotProductAttention(nn.Module):
   Attributes:
     num_heads: number of heads K; must divide the width.
     dropout_rate: dropout of the attention weights (0 in the paper).
-    attention: how it is computed, see the top of this module.
-    only_first: whether the result is wanted for the first token alone. It is the
-      same as if all were computed: causal, the first token sees itself alone.
-    causal: whether token i attends to tokens 0 to i alone; self-attention only.
+    attention: name of the implementation, see the top of this module.
+    only_first: whether to compute the output of the first query alone. The
+      output equals the first one of a full computation; in causal attention the
+      first query attends to the first token only.
+    causal: whether token i attends to tokens 0 to i only; self-attention only.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -108,24 +110,25 @@ class MultiHeadDotProductAttention(nn.Module):
 
   @nn.compact
   def __call__(self, x, kv=None, *, mask=None, deterministic):
-    """Lets tokens attend to each other, or to those of another sequence.
+    """Applies self-attention, or cross-attention to another sequence.
 
     Args:
-      x: the tokens that ask, [B, Q, D].
-      kv: the tokens that are asked, [B, S, D'], from which keys and values are
-        made; None: those of `x`.
-      mask: bool, broadcastable to [B, K, Q, S], True where a query may attend to
-        a key; None: everywhere.
+      x: tokens that the queries are computed from, [B, Q, D].
+      kv: tokens that the keys and values are computed from, [B, S, D']; None:
+        `x`.
+      mask: bool, broadcastable to [B, K, Q, S], True where a query may attend
+        to a key; None: everywhere.
       deterministic: whether dropout is off.
 
     Returns:
-      [B, Q, D], or [B, 1, D] for the first token alone. Where a query may attend
-      to nothing, the bias of the last layer.
+      [B, Q, D], or [B, 1, D] with `only_first`. A query that may not attend to
+      any key yields the bias of the last layer.
 
     Raises:
-      ValueError: if the heads do not divide the width, if `attention` is none of
-        its values, or has no dropout or no mask, if `kv` or `mask` has another
-        shape or type, or `kv` is given where attention is causal.
+      ValueError: if the heads do not divide the width, if `attention` has an
+        unknown value or does not support the dropout or the mask, if `kv` or
+        `mask` has a wrong shape or type, or if `kv` is given together with
+        `causal`.
     """
     width = x.shape[-1]
     mask = _check_inputs(x, kv, mask, self.num_heads, self.causal)

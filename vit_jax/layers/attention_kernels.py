@@ -1,12 +1,11 @@
-"""The ways to compute attention from queries, keys and values.
+"""Implementations of attention on queries, keys and values.
 
-What each of them can do stands in vit_jax.layers.attention, whose modules choose
-between them. All take queries [B, Q, K, E], already scaled, keys and values
-[B, S, K, E], a mask (bool, broadcastable to [B, K, Q, S], or None) and whether
-attention is causal, and return [B, Q, K, E].
+vit_jax.layers.attention lists what each of them supports and selects one. All
+of them take queries [B, Q, K, E], already scaled, keys and values [B, S, K, E],
+a mask (bool, broadcastable to [B, K, Q, S], or None) and whether attention is
+causal, and return [B, Q, K, E].
 
-Shapes: B images, Q tokens that ask, S tokens that are asked, K heads, E width of
-a head.
+Shapes: B images, Q queries, S keys and values, K heads, E width of a head.
 """
 
 import functools
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 
 from vit_jax.scale import sharding
 
-# The flash attention of TPUs works on blocks of so many tokens.
+# Number of tokens in a block of the TPU's flash attention.
 _BLOCK = 128
 
 
@@ -28,13 +27,14 @@ def _softmax(logits, dtype):
 
 @jax.custom_jvp
 def average(logits, value):
-  """Averages values with the softmax of logits as weights.
+  """Averages values, weighted by the softmax of logits.
 
-  The tangent is written so that the backward pass needs of the weights' own
-  gradient, the largest array of a layer, no sum: the sum over S of weight times
-  gradient is that over E of output times its gradient (as in FlashAttention,
-  arXiv 2205.14135, appendix B.2). The gradient of the logits is then written to
-  memory once, where JAX's softmax writes and reads that of the weights too.
+  The tangent is written so that the backward pass does not sum over the
+  gradient of the weights, the largest array of a layer. The sum over S of
+  weight times gradient equals the sum over E of output times its gradient (as
+  in FlashAttention, arXiv 2205.14135, appendix B.2). The backward pass then
+  writes the gradient of the logits once, where the gradient of JAX's softmax
+  also writes and reads the gradient of the weights.
 
   Args:
     logits: [B, K, Q, S].
@@ -52,7 +52,7 @@ def _average_jvp(primals, tangents):
   logits_dot, value_dot = tangents
   weights = _softmax(logits, value.dtype)
   out = jnp.einsum('bkqs,bske->bqke', weights, value)
-  # Of softmax(logits)' = weights * (logits' - sum(weights * logits')).
+  # softmax(logits)' = weights * (logits' - sum(weights * logits')).
   wide = jnp.promote_types(logits.dtype, jnp.float32)
   first = _softmax(logits, wide) * logits_dot.astype(wide)
   mean = first.sum(axis=-1).swapaxes(1, 2)[..., None]  # [B, Q, K, 1]
@@ -65,11 +65,11 @@ def _average_jvp(primals, tangents):
 
 
 def _allowed(mask, causal, queries, keys):
-  """Returns who may attend to whom, or None for everyone to everything.
+  """Combines mask and causality into one mask; None if every pair is allowed.
 
   Args:
     mask: None, or bool, broadcastable to [B, K, Q, S].
-    causal: whether query i may attend to keys 0 to i alone.
+    causal: whether query i may attend to keys 0 to i only.
     queries: the number Q.
     keys: the number S.
 
@@ -85,9 +85,9 @@ def _allowed(mask, causal, queries, keys):
 
 
 def _hide(logits, allowed):
-  """Makes logits [B, K, Q, S] so low where not allowed that weights are 0.
+  """Lowers logits [B, K, Q, S] where not allowed, so that the weights are 0.
 
-  Not infinitely low: the softmax of a row without any other is then a number.
+  The lowest finite number keeps the softmax of a fully masked row finite.
   """
   if allowed is None:
     return logits
@@ -95,9 +95,9 @@ def _hide(logits, allowed):
 
 
 def attention_weights(query, key, mask=None, causal=False):
-  """Returns the attention weights themselves, float32 or wider [B, K, Q, S]."""
-  # Logits are stored as they come: in bfloat16 half the traffic of the largest
-  # array of the layer.
+  """Returns the attention weights, float32 or wider, [B, K, Q, S]."""
+  # The logits keep the type of the queries: bfloat16 halves the memory traffic
+  # of the layer's largest array.
   logits = jnp.einsum('bqke,bske->bkqs', query, key)  # [B, K, Q, S]
   allowed = _allowed(mask, causal, *logits.shape[2:])
   logits = _hide(logits, allowed)
@@ -108,13 +108,13 @@ def attention_weights(query, key, mask=None, causal=False):
 
 
 def _zero_blind(out, allowed):
-  """Sets to 0 what [B, Q, K, E] has for queries that may attend to nothing."""
+  """Sets the outputs [B, Q, K, E] of queries without an allowed key to 0."""
   sees = allowed.any(axis=-1).swapaxes(1, 2)[..., None]  # [B, Q, K, 1]
   return jnp.where(sees, out, jnp.zeros_like(out))
 
 
 def _default(query, key, value, mask=None, causal=False):
-  """Attention as matrix products."""
+  """Computes attention with matrix products."""
   logits = jnp.einsum('bqke,bske->bkqs', query, key)  # [B, K, Q, S]
   allowed = _allowed(mask, causal, *logits.shape[2:])
   out = average(_hide(logits, allowed), value)
@@ -122,7 +122,7 @@ def _default(query, key, value, mask=None, causal=False):
 
 
 def _xla(query, key, value, mask=None, causal=False):
-  """Attention of jax.nn, computed by XLA."""
+  """Computes attention with jax.nn, compiled by XLA."""
   out = jax.nn.dot_product_attention(
     query,
     key,
@@ -138,12 +138,12 @@ def _xla(query, key, value, mask=None, causal=False):
 
 
 def _cudnn(query, key, value, mask=None, causal=False):
-  """Attention of jax.nn, computed by cuDNN.
+  """Computes attention with jax.nn and cuDNN.
 
-  Where gradients are wanted jax 0.10 takes even numbers of tokens alone, with or
-  without a mask: one is added where the number is odd, and nobody sees it. A mask
-  becomes a bias, with all of its rows and columns. A query that sees nothing is
-  let see everything: the bias alone would overflow in the backward pass.
+  For gradients jax 0.10 supports only even numbers of tokens: an odd number is
+  padded with one token, which is masked out. The mask is turned into a bias of
+  full size. A query without an allowed key is here allowed all keys, since the
+  bias alone would overflow in the backward pass; its output is then set to 0.
   """
   queries, keys = query.shape[1], key.shape[1]
   allowed = _allowed(mask, causal, queries, keys)
@@ -169,10 +169,11 @@ def _cudnn(query, key, value, mask=None, causal=False):
 
 
 def _flash(query, key, value, mask=None, causal=False):
-  """Flash attention on each device's own images, and heads where those are split.
+  """Computes flash attention on each device's own images and heads.
 
-  The compiler cannot split a kernel by itself. One query, as the last layer has,
-  is no work for blocks of them.
+  The compiler cannot split the kernel over devices, so shard_map does. A single
+  query, as in the last layer, uses the default: the kernel works on whole
+  blocks of queries.
   """
   check('flash', 0.0, mask=mask is not None)
   if query.shape[1] == 1:
@@ -195,14 +196,14 @@ def _flash(query, key, value, mask=None, causal=False):
 
 
 def _flash_on_one_device(query, key, value, causal):
-  """JAX's flash attention for TPUs, which wants whole blocks of tokens."""
+  """Computes flash attention on TPUs, in whole blocks of tokens."""
   from jax.experimental.pallas.ops.tpu import flash_attention
 
   def blocks(x):  # [B, N, K, E] -> [B, K, whole blocks, E]
     rest = -x.shape[1] % _BLOCK
     return jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))).swapaxes(1, 2)
 
-  def segments(x):  # What is padded is a segment of its own.
+  def segments(x):  # The padding is a segment of its own.
     length = x.shape[1] + -x.shape[1] % _BLOCK
     return jnp.broadcast_to(
       (jnp.arange(length) >= x.shape[1]).astype(jnp.int32), (len(x), length)
@@ -216,7 +217,7 @@ def _flash_on_one_device(query, key, value, causal):
   return out.swapaxes(1, 2)[:, : query.shape[1]]
 
 
-# By name (config.model.transformer.attention).
+# Implementations by name (config.model.transformer.attention).
 IMPLEMENTATIONS = {
   'default': _default,
   'xla': _xla,
@@ -232,17 +233,17 @@ def check(
   dtype: str = '',
   mask: bool = False,
 ) -> None:
-  """Checks that a way to compute attention can do what is wanted of it.
+  """Checks that an implementation of attention supports what is requested.
 
   Args:
     name: `config.model.transformer.attention`.
-    dropout_rate: of the attention weights.
-    platform: of the devices: 'cpu', 'gpu' or 'tpu'; None where it is not known.
+    dropout_rate: dropout rate of the attention weights.
+    platform: platform of the devices: 'cpu', 'gpu' or 'tpu'; None if unknown.
     dtype: `config.model.dtype`.
-    mask: whether there is to be a mask, other than a causal one.
+    mask: whether a mask is used, other than the causal one.
 
   Raises:
-    ValueError: says what it needs, and the remedy.
+    ValueError: if it is unknown or lacks support; names the remedy.
   """
   problem = None
   if name not in IMPLEMENTATIONS:
@@ -251,18 +252,18 @@ def check(
     name == 'cudnn' and platform and (platform, dtype) != ('gpu', 'bfloat16')
   ):
     problem = (
-      'needs NVIDIA GPUs from Ampere on and --config.model.dtype=bfloat16, and '
-      f"these are '{platform}' devices with {dtype}: use 'default'"
+      'needs NVIDIA GPUs from Ampere on and --config.model.dtype=bfloat16, but '
+      f"the devices are '{platform}' and the type is {dtype}: use 'default'"
     )
   elif name == 'flash' and platform not in ('tpu', None):
-    problem = f"needs TPUs, and these are '{platform}' devices: use 'default'"
+    problem = f"needs TPUs, but the devices are '{platform}': use 'default'"
   elif name != 'default' and dropout_rate:
     problem = (
-      'has no dropout of the attention weights: set '
+      'does not support dropout of the attention weights: set '
       "--config.model.transformer.attention_dropout_rate=0.0, or use 'default'"
     )
   elif name == 'flash' and mask:
-    problem = "takes no mask: use 'default', or 'xla'"
+    problem = "takes no mask: use 'default' or 'xla'"
   if problem:
     raise ValueError(
       f"attention='{name}' {problem} (config.model.transformer.attention)"

@@ -1,7 +1,7 @@
 """The encoder of the Vision Transformer: position embeddings, layers, a norm.
 
-A plain pre-norm Transformer (arXiv 2010.11929, equations 1 to 4), with the
-published names of modules and parameters.
+A pre-norm Transformer (arXiv 2010.11929, equations 1 to 4) with the published
+names of modules and parameters.
 
 Shapes: B images, N tokens, D width of a token, M width of the MLP.
 """
@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from vit_jax.layers import attention
 from vit_jax.scale import sharding
 
-# The two ways to compute the GELU: Google's models were trained with the tanh
-# approximation, timm and Hugging Face compute the function itself unless told.
+# Google's models were trained with the tanh approximation; timm and Hugging
+# Face compute the exact function by default.
 GELUS = {
   'tanh': functools.partial(jax.nn.gelu, approximate=True),
   'erf': functools.partial(jax.nn.gelu, approximate=False),
 }
 
-# What a block under `remat` keeps for the backward pass; all else is computed
-# again. None keeps nothing but the block's input.
+# What `remat` stores of a block for the backward pass, beside the block's
+# input; everything else is recomputed.
 REMAT_POLICIES = {
   'full': None,
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -72,7 +72,7 @@ class MlpBlock(nn.Module):
     dropout_rate: dropout after each dense layer.
     kernel_init: initialiser of the kernels.
     bias_init: initialiser of the biases.
-    gelu: 'tanh' approximation, or 'erf', the exact function.
+    gelu: 'tanh' for the approximation, 'erf' for the exact function.
   """
 
   mlp_dim: int
@@ -89,7 +89,7 @@ class MlpBlock(nn.Module):
     """Maps tokens [B, N, D] to [B, N, out_dim].
 
     Raises:
-      ValueError: if `gelu` is none of its values.
+      ValueError: if `gelu` has an unknown value.
     """
     if self.gelu not in GELUS:
       raise ValueError(
@@ -119,11 +119,11 @@ class Encoder1DBlock(nn.Module):
     dtype: type of the computation.
     dropout_rate: dropout after dense layers.
     attention_dropout_rate: dropout of the attention weights.
-    attention: how attention is computed, see vit_jax.layers.attention.
-    only_first: whether only the first token is computed, [B, 1, D].
+    attention: name of the implementation, see vit_jax.layers.attention.
+    only_first: whether to compute the first token alone, [B, 1, D].
     gelu: see MlpBlock.
     norm_eps: added to the variance in LayerNorm.
-    causal: whether token i attends to tokens 0 to i alone.
+    causal: whether token i attends to tokens 0 to i only.
     param_dtype: type of the parameters.
   """
 
@@ -141,12 +141,13 @@ class Encoder1DBlock(nn.Module):
 
   @nn.compact
   def __call__(self, inputs, deterministic, mask=None):
-    """Maps tokens [B, N, D] to [B, N, D].
+    """Maps tokens [B, N, D] to tokens [B, N, D].
 
     Args:
       inputs: the tokens.
       deterministic: whether dropout is off.
-      mask: who may attend to whom, bool, broadcastable to [B, K, N, N].
+      mask: bool, broadcastable to [B, K, N, N], True where a query may attend
+        to a key; None: everywhere.
     """
     types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
     x = nn.LayerNorm(self.norm_eps, **types)(inputs)
@@ -179,19 +180,19 @@ class Encoder(nn.Module):
     num_heads: number of heads K.
     dropout_rate: dropout after dense layers and after the position embeddings.
     attention_dropout_rate: dropout of the attention weights.
-    add_position_embedding: whether positions are told apart at all.
-    only_first: whether only the first token is read, the class token. The last
-      layer then computes no other, and the result is [B, 1, D].
-    attention: how attention is computed, see vit_jax.layers.attention.
+    add_position_embedding: whether to add position embeddings.
+    only_first: whether the model reads the first token alone, the class token.
+      The last layer then computes that token only, and the result is [B, 1, D].
+    attention: name of the implementation, see vit_jax.layers.attention.
     gelu: see MlpBlock.
     norm_eps: added to the variance in LayerNorm.
-    remat: '' keeps all activations; 'full' keeps each layer's input alone and
-      computes the rest again in the backward pass; 'dots' keeps the results of
-      the dense layers too.
-    scan: whether to loop over the layers, but for the last, rather than to write
-      them out: compiles faster, and computes the same but for dropout's noise.
-      Parameters keep their names.
-    causal: whether token i attends to tokens 0 to i alone, in every layer.
+    remat: what the backward pass recomputes. '': nothing; 'full': everything
+      but each layer's input; 'dots': everything but the inputs and the results
+      of the dense layers.
+    scan: whether to apply all layers but the last in a loop, which compiles
+      faster. Results are the same except for dropout's noise, and parameters
+      keep their names.
+    causal: whether token i attends to tokens 0 to i only, in every layer.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -219,21 +220,22 @@ class Encoder(nn.Module):
     Args:
       x: the tokens.
       train: whether dropout is on.
-      mask: who may attend to whom in every layer, bool, broadcastable to
-        [B, K, N, N]; None: all to all.
-      only_first: goes before the field of that name where it is not None.
+      mask: bool, broadcastable to [B, K, N, N], True where a query may attend
+        to a key, in every layer; None: everywhere.
+      only_first: overrides the field `only_first` unless it is None.
 
     Raises:
-      ValueError: if `remat` is none of its values.
+      ValueError: if `remat` has an unknown value.
     """
     types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
     if self.add_position_embedding:
       x = AddPositionEmbs(name='posembed_input', **types)(x)
       x = nn.Dropout(self.dropout_rate)(x, deterministic=not train)
-    # Parameters are made, and intermediates seen, layer by layer and in full.
-    seen = self.is_mutable_collection('intermediates')
+    # Initialising parameters and sowing intermediates need separate layers, and
+    # intermediates need all tokens of the last layer.
+    sows = self.is_mutable_collection('intermediates')
     last = self.num_layers - 1
-    loop = self.scan and last > 0 and not seen and not self.is_initializing()
+    loop = self.scan and last > 0 and not sows and not self.is_initializing()
     if self.remat and self.remat not in REMAT_POLICIES:
       raise ValueError(
         f"remat='{self.remat}' is unknown: use '' or one of "
@@ -241,8 +243,8 @@ class Encoder(nn.Module):
       )
     block = Encoder1DBlock
     if self.remat or loop:
-      # A loop stores what the backward pass needs as it is: better the results of
-      # matrix products alone, from which the rest follows without another one.
+      # By default a scan stores every activation of every layer. Results of
+      # matrix products suffice: the rest is recomputed cheaply from them.
       policy = REMAT_POLICIES.get(
         self.remat, jax.checkpoint_policies.dots_saveable
       )
@@ -269,7 +271,7 @@ class Encoder(nn.Module):
       only_first = self.only_first if only_first is None else only_first
       x = block(
         name=f'encoderblock_{last}',
-        only_first=only_first and not seen,
+        only_first=only_first and not sows,
         **fields,
       )(x, not train, mask)
     x = nn.LayerNorm(self.norm_eps, name='encoder_norm', **types)(x)
@@ -277,7 +279,7 @@ class Encoder(nn.Module):
     return x
 
   def _scan_layers(self, block, x, num_layers, train, mask):
-    """Applies the first layers in a loop, which is compiled once for them all."""
+    """Applies the first `num_layers` layers in a loop, compiled once."""
     params = self.variables['params']
     stacked = jax.tree.map(
       lambda *leaves: jnp.stack(leaves),

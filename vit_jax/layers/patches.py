@@ -1,7 +1,7 @@
-"""What models of images begin and end with: patches of an image, and the head.
+"""Patch embedding and head, cutting images into patches, checks of arguments.
 
 Shapes in the comments:
-  B images    H, W image height and width    C channels
+  B images    H, W height and width of an image    C channels
   h, w patches down and across    D width of a token
 """
 
@@ -23,10 +23,10 @@ def check_images(images):
 
 
 def check_keys(rngs):
-  """Raises ValueError if there is a batch of random keys in place of one.
+  """Raises ValueError if a batch of random keys is given in place of one key.
 
   Args:
-    rngs: a random key, old-style (uint32 [2]) or new, or keys by name.
+    rngs: a random key, old-style (uint32 [2]) or new-style, or a dict of them.
   """
   keys = rngs if isinstance(rngs, Mapping) else {'params': rngs}
   for name, key in keys.items():
@@ -35,13 +35,14 @@ def check_keys(rngs):
     if jnp.ndim(key) > (0 if is_new else 1):
       raise ValueError(
         f"rngs['{name}'] must be one random key, got {dtype}{list(key.shape)}: "
-        'take one of them, or hand them out by jax.vmap or jax.pmap; where it was '
-        'made by flax.jax_utils.replicate, give the key itself'
+        'pass one key of the batch, or distribute the keys with jax.vmap or '
+        'jax.pmap; if the keys come from flax.jax_utils.replicate, give the key '
+        'before that call'
       )
 
 
 class ImageModel(nn.Module):
-  """What the models share: they say what is wrong with random keys."""
+  """Base class of the models; checks the random keys passed to it."""
 
   @nn.nowrap
   def init(self, rngs, *args, **kwargs):
@@ -58,12 +59,12 @@ class ImageModel(nn.Module):
 
 
 def make_head(num_classes: int, bias: float, dtype, param_dtype) -> nn.Dense:
-  """The linear classifier, of zeros at first; logits are float32 or wider.
+  """Returns the linear classifier, initialised to zeros.
 
   Args:
     num_classes: number of logits.
     bias: initial value of the bias.
-    dtype: type of the computation before it.
+    dtype: type of the preceding layers; logits are float32 or wider.
     param_dtype: type of the parameters.
   """
   return nn.Dense(
@@ -79,8 +80,8 @@ def make_head(num_classes: int, bias: float, dtype, param_dtype) -> nn.Dense:
 class PatchEmbedding(nn.Module):
   """Cuts images into patches and maps each to a token (equation 1).
 
-  The same numbers as a convolution whose stride is its size, written as one
-  matrix product, which is faster on every backend.
+  Computes a convolution whose stride equals its kernel size, as one matrix
+  product, which is faster on every backend.
 
   Attributes:
     features: width D of a token.
@@ -99,7 +100,7 @@ class PatchEmbedding(nn.Module):
     """Maps images [B, H, W, C] to a grid of tokens [B, h, w, D].
 
     Raises:
-      ValueError: if patches do not divide the image.
+      ValueError: if the patch size does not divide the image size.
     """
     ph, pw = self.patch_size
     b, height, width, c = x.shape
@@ -131,3 +132,27 @@ class PatchEmbedding(nn.Module):
     x = x.reshape(b, h, ph, w, pw, c).swapaxes(2, 3)  # [B, h, w, ph, pw, C]
     x = x.reshape(b, h, w, ph * pw * c)
     return x @ kernel.reshape(-1, self.features) + bias  # [B, h, w, D]
+
+
+def cut(images, grid):
+  """Cuts images into patches, in rows from the top left.
+
+  Args:
+    images: array [B, H, W, C] of NumPy or JAX.
+    grid: number of patches (down, across), (h, w), which divides (H, W).
+
+  Returns:
+    Array [B, N, p, q, C] of N = h * w patches of p x q pixels.
+  """
+  b, height, width, c = images.shape
+  h, w = grid
+  x = images.reshape(b, h, height // h, w, width // w, c).swapaxes(2, 3)
+  return x.reshape(b, h * w, height // h, width // w, c)
+
+
+def paste(patches, grid):
+  """Joins patches [B, N, p, q, C] into images [B, H, W, C]; inverts `cut`."""
+  b, _, p, q, c = patches.shape
+  h, w = grid
+  x = patches.reshape(b, h, w, p, q, c).swapaxes(2, 3)
+  return x.reshape(b, h * p, w * q, c)

@@ -1,4 +1,4 @@
-"""Classification losses, one value per example (optax does the arithmetic)."""
+"""Classification losses, one value per example, computed by optax."""
 
 from collections.abc import Callable
 
@@ -7,12 +7,12 @@ import optax
 
 
 def softmax_xent(logits, labels):
-  """Softmax cross-entropy.
+  """Computes the softmax cross-entropy.
 
   Args:
     logits: float [B, C].
-    labels: float [B, C]; one-hot, or several ones, or smoothed. Rows are scaled
-      to sum to 1, so that an example with two labels wants each at 1/2.
+    labels: float [B, C]: one-hot, multi-hot or smoothed. Rows with a sum above
+      1 are scaled to sum to 1: an example with two labels has 1/2 for each.
 
   Returns:
     float32 [B].
@@ -22,11 +22,11 @@ def softmax_xent(logits, labels):
 
 
 def sigmoid_xent(logits, labels):
-  """Sigmoid cross-entropy, summed over the classes (ImageNet-21k; issue #34).
+  """Computes the sigmoid cross-entropy, summed over classes (issue #34).
 
   Args:
     logits: float [B, C].
-    labels: float [B, C] in [0, 1], any number of ones in a row.
+    labels: float [B, C] in [0, 1], with any number of ones in a row.
 
   Returns:
     float32 [B].
@@ -41,14 +41,14 @@ LOSSES = {'softmax': softmax_xent, 'sigmoid': sigmoid_xent}
 
 
 def get_loss(name: str, label_smoothing: float = 0.0) -> Callable:
-  """Returns the loss of that name, a function (logits, labels) -> [B].
+  """Returns a loss by name, a function (logits, labels) -> [B].
 
   Args:
     name: a key of LOSSES.
-    label_smoothing: share of each label that is spread evenly over all classes.
+    label_smoothing: share of each label to spread evenly over all classes.
 
   Raises:
-    ValueError: on an unknown name, and on smoothing outside of [0, 1).
+    ValueError: if the name is unknown, or the smoothing is not in [0, 1).
   """
   if name not in LOSSES:
     raise ValueError(

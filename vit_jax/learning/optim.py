@@ -1,6 +1,6 @@
 """Schedules, optimisers and weight-decay masks (arXiv 2010.11929, T3, T4, B.1).
 
-All of it is optax; this file says which parts, in which order, from a config.
+Builds optax transformations from a config.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from vit_jax.scale import sharding
 
 DECAY_TYPES = ('cosine', 'linear', 'constant')
 OPTIMIZERS = ('adam', 'sgd')
-# Updates of warm-up where none are given, as in the original.
+# Default number of warm-up updates, as in the original.
 WARMUP_STEPS = 500
 
 
 def default_warmup(total_steps: int) -> int:
-  """Returns the warm-up of a run that gives none, at most a tenth of it."""
+  """Returns the default number of warm-up updates, at most a tenth of a run."""
   return min(WARMUP_STEPS, total_steps // 10)
 
 
@@ -34,22 +34,23 @@ def create_learning_rate_schedule(
   warmup_steps: int | None,
   linear_end: float = 1e-5,
 ) -> optax.Schedule:
-  """Returns a schedule: linear warm-up, then decay to the last step.
+  """Returns a schedule of linear warm-up, then decay to the last step.
 
   Args:
     total_steps: number of updates.
     base: learning rate at the end of the warm-up.
     decay_type: 'cosine' (to 0), 'linear' (to `linear_end`) or 'constant'.
-    warmup_steps: number of updates that rise linearly; the first of them
-      already has base / warmup_steps, not 0. None: `default_warmup`. From
-      `total_steps` on the rate only rises, and stays small: with a warning.
+    warmup_steps: number of warm-up updates; the first has the learning rate
+      base / warmup_steps, not 0. None: `default_warmup`. Logs a warning if it
+      is not below `total_steps`: the learning rate then only rises.
     linear_end: last learning rate of the linear decay (1e-5; issue #2).
 
   Returns:
     A function from the step (0 for the first update) to the learning rate.
 
   Raises:
-    ValueError: on an unknown decay, no step, or a negative warm-up.
+    ValueError: if the decay is unknown, `total_steps` is below 1, or
+      `warmup_steps` is negative.
   """
   if decay_type not in DECAY_TYPES:
     raise ValueError(
@@ -91,12 +92,13 @@ def accumulate(compute: Callable, batch, steps: int):
   """Sums a function over the micro-batches of a batch.
 
   Args:
-    compute: (rows, number of the micro-batch) -> a tree of sums over the rows.
+    compute: function (rows, number of the micro-batch) -> tree of sums over
+      rows.
     batch: a tree of arrays [B, ...].
     steps: number of micro-batches.
 
   Returns:
-    The sum of what `compute` returns.
+    The sum of the results of `compute`.
 
   Raises:
     ValueError: if `steps` does not divide B.
@@ -108,8 +110,8 @@ def accumulate(compute: Callable, batch, steps: int):
     )
   if steps == 1:
     return compute(batch, 0)
-  # Row r goes to micro-batch r mod `steps`: so each of them lies on all devices,
-  # and no row moves to another device.
+  # Row r goes to micro-batch r mod `steps`. Each micro-batch then lies on all
+  # devices, and no row moves between devices.
   micro_batches = jax.tree.map(
     lambda x: x.reshape(-1, steps, *x.shape[1:]).swapaxes(0, 1), batch
   )
@@ -128,32 +130,33 @@ def accumulate(compute: Callable, batch, steps: int):
 
 
 def decay_mask(params):
-  """Marks the kernels, the only parameters that weight decay acts on."""
+  """Marks kernels with True: weight decay applies to kernels only."""
   return jax.tree_util.tree_map_with_path(
     lambda path, _: getattr(path[-1], 'key', None) == 'kernel', params
   )
 
 
 class EmaState(NamedTuple):
-  """The exponential average of the weights: a tree like the parameters, float32."""
+  """Exponential average of the parameters: a tree like them, in float32."""
 
   ema: Any
 
 
 def track_ema(decay: float) -> optax.GradientTransformationExtraArgs:
-  """Keeps an exponential average of the weights; the last link of a chain.
+  """Keeps an exponential average of the parameters; must come last in a chain.
 
-  The decay of update t, counted from 0, is min(decay, (1 + t) / (10 + t)): an
-  average that began at once with `decay` would long be that of the random
-  weights. It is kept in float32 whatever the type of the weights, in which a
-  ten-thousandth of a difference may vanish.
+  The decay of update t, counted from 0, is min(decay, (1 + t) / (10 + t)): with
+  a constant decay, the random initial parameters would dominate for long. The
+  average is in float32 whatever the type of the parameters, since it adds very
+  small differences.
 
   Args:
-    decay: factor of the old average in the end (.9999 in T2, "Polyak averaging").
+    decay: final factor of the old average (.9999 in T2, "Polyak averaging").
 
   Returns:
-    A transformation that leaves the updates as they are, and whose `update`
-    needs `step`, t above; `get_ema` reads the average from the optimiser's state.
+    A transformation that does not change the updates. Its `update` takes the
+    argument `step`, t above; `get_ema` reads the average from the optimiser
+    state.
   """
 
   def init(params):
@@ -163,8 +166,8 @@ def track_ema(decay: float) -> optax.GradientTransformationExtraArgs:
 
   def update(updates, state, params, *, step, **_):
     new = optax.apply_updates(params, updates)
-    share = jnp.maximum(1.0 - decay, 9.0 / (10.0 + step))  # 1 - the decay
-    # So written, weights that stay the same are their own average to the bit.
+    share = jnp.maximum(1.0 - decay, 9.0 / (10.0 + step))  # 1 - decay.
+    # In this form constant parameters equal their average bit for bit.
     ema = jax.tree.map(lambda old, x: old + share * (x - old), state.ema, new)
     return updates, EmaState(ema)
 
@@ -172,7 +175,7 @@ def track_ema(decay: float) -> optax.GradientTransformationExtraArgs:
 
 
 def get_ema(opt_state):
-  """Returns the averaged weights in `opt_state`, or None where none are kept."""
+  """Returns the averaged parameters in `opt_state`, or None if not kept."""
   found = [
     leaf.ema
     for leaf in jax.tree.leaves(
@@ -187,21 +190,21 @@ def multipliers(rules: Sequence[tuple[str, float]], params):
   """Returns the factor on the learning rate of every parameter.
 
   Args:
-    rules: `config.lr_multipliers`, ordered (regex, factor) pairs. The regex is
-      searched in the parameter's path ('/'-joined); the first that is found
-      decides. 0 freezes; what no rule matches has 1.
+    rules: `config.lr_multipliers`, ordered (regex, factor) pairs. The first
+      regex that is found in the parameter's path ('/'-joined) gives its factor;
+      0 freezes the parameter. Without a match the factor is 1.
     params: a tree of arrays or shapes.
 
   Returns:
     A tree of floats like `params`.
 
   Raises:
-    ValueError: if a rule is no such pair, has a negative factor, or decides for
-      no parameter.
+    ValueError: if a rule is not such a pair, has a negative factor, or applies
+      to no parameter.
   """
   compiled = []
   if len(rules) == 2 and isinstance(rules[0], str):
-    rules = (rules,)  # A single one, whose tuple has lost its comma.
+    rules = (rules,)  # A single pair, written without the trailing comma.
   for rule in rules:
     try:
       regex, factor = rule
@@ -209,12 +212,12 @@ def multipliers(rules: Sequence[tuple[str, float]], params):
     except (TypeError, ValueError, re.error) as e:
       raise ValueError(
         f'lr_multipliers: {rule!r} is no pair of a regular expression and a '
-        "number; (('head/', 1.0), ('', 0.0)) for two (config.lr_multipliers)"
+        "number, as in (('head/', 1.0), ('', 0.0)) (config.lr_multipliers)"
       ) from e
     if not 0 <= compiled[-1][1] < float('inf'):
       raise ValueError(
-        f'lr_multipliers: the factor of {tuple(rule)!r} must be 0 (frozen) or '
-        'more, and finite (config.lr_multipliers)'
+        f'lr_multipliers: the factor of {tuple(rule)!r} must be finite and at '
+        'least 0 (0 freezes) (config.lr_multipliers)'
       )
   unused = {regex.pattern for regex, _ in compiled}
 
@@ -232,8 +235,8 @@ def multipliers(rules: Sequence[tuple[str, float]], params):
       for path, _ in jax.tree_util.tree_leaves_with_path(params)
     }
     raise ValueError(
-      f'lr_multipliers: {sorted(unused)} match no parameter (or none that an '
-      f'earlier rule leaves); paths begin with {", ".join(names)} '
+      f'lr_multipliers: {sorted(unused)} match no parameter, or only parameters '
+      f'that an earlier rule matches; paths begin with {", ".join(names)} '
       '(config.lr_multipliers)'
     )
   if not any(jax.tree.leaves(factors)):
@@ -245,7 +248,7 @@ def multipliers(rules: Sequence[tuple[str, float]], params):
 
 
 def count_frozen(rules, params) -> int:
-  """Returns how many numbers among the parameters no update will change."""
+  """Returns the number of values in the frozen parameters."""
   if not rules:
     return 0
   factors = multipliers(rules, params)
@@ -257,7 +260,7 @@ def count_frozen(rules, params) -> int:
 
 
 def stop_frozen(params, factors):
-  """Keeps gradients from being computed of parameters whose factor is 0."""
+  """Stops the gradient of parameters whose factor is 0."""
   if factors is None:
     return params
   return jax.tree.map(
@@ -266,7 +269,7 @@ def stop_frozen(params, factors):
 
 
 def _with_factors(tx, factors):
-  """Freezes what has the factor 0, and multiplies the other updates by theirs."""
+  """Multiplies the updates of `tx` by factors; a factor of 0 freezes."""
   labels = jax.tree.map(lambda x: 'trained' if x else 'frozen', factors)
   return optax.chain(
     optax.partition(
@@ -283,24 +286,25 @@ def _with_factors(tx, factors):
 def get_optimizer(config, schedule: optax.Schedule, factors=None):
   """Builds the optimiser of a config.
 
-  The order is: clip the gradient to a global norm, precondition (Adam or
+  In order: clip the gradient by its global norm, precondition it (Adam or
   momentum), add decoupled weight decay on the kernels, multiply by the learning
-  rate and by the parameter's own factor, and last average the weights. Weight
-  decay is thus multiplied by the learning rate, as in AdamW: T3's 0.1 with lr
-  1e-3 takes 1e-4 off at the peak. Frozen parameters have no state here.
+  rate and by the parameter's factor, and average the parameters. Weight decay
+  is thus multiplied by the learning rate, as in AdamW: T3's 0.1 with lr 1e-3
+  takes 1e-4 off at the peak. Frozen parameters have no optimiser state.
 
   Args:
     config: reads `optimizer`, `optim_dtype`, `momentum`, `b1`, `b2`,
       `grad_norm_clip`, `weight_decay`, `ema_decay`.
     schedule: learning rate by step.
-    factors: what `multipliers` returns; None: 1 for all parameters.
+    factors: result of `multipliers`; None: 1 for all parameters.
 
   Returns:
-    An optax.GradientTransformation; with `ema_decay` its `update` needs `step`,
-    the number of updates made before.
+    An optax.GradientTransformation. With `ema_decay` its `update` takes the
+    argument `step`, the number of updates so far.
 
   Raises:
-    ValueError: on an unknown optimiser or type; ranges are checked with the config.
+    ValueError: if the optimiser or the type is unknown. Ranges of numbers are
+      checked with the config.
   """
   if config.optimizer not in OPTIMIZERS:
     raise ValueError(

@@ -1,4 +1,4 @@
-"""The state of a run, and the update that brings it from one step to the next."""
+"""The state of a training and its update."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,20 +12,20 @@ import optax
 from vit_jax.learning import optim
 from vit_jax.scale import sharding
 
-# Sets the random numbers of a task's `augment` apart from those of dropout, whose
-# keys come from the numbers of micro-batches.
+# Number of the random key of `augment`; keys of dropout use the numbers of
+# micro-batches.
 _AUGMENT = 2**31 - 1
 
 
 @flax.struct.dataclass
 class TrainState:
-  """All that a run carries from one step to the next.
+  """State of a training.
 
   Attributes:
-    step: int32 scalar, number of updates made.
+    step: int32 scalar, number of updates so far.
     params: the parameters.
-    opt_state: the optimiser's state, averaged weights included.
-    extra: what a task keeps that is neither: a teacher, a codebook, statistics;
+    opt_state: state of the optimiser, including averaged parameters.
+    extra: other state of the task, such as a teacher, a codebook or statistics;
       an empty dict for most tasks.
   """
 
@@ -36,13 +36,13 @@ class TrainState:
 
 
 def best_params(state: TrainState):
-  """Returns the weights to evaluate: their average where one is kept."""
+  """Returns the parameters to evaluate: the averaged ones if they are kept."""
   averaged = optim.get_ema(state.opt_state)
   return state.params if averaged is None else averaged
 
 
 def abstract_state(init: Callable, tx, rng, mesh, rules):
-  """Returns shapes, types and shardings of the state; computes nothing.
+  """Returns shapes, types and shardings of the state without computing it.
 
   Args:
     init: function from a random key to (parameters, extra).
@@ -52,12 +52,13 @@ def abstract_state(init: Callable, tx, rng, mesh, rules):
     rules: sharding rules, see vit_jax.scale.sharding.tree_shardings.
 
   Returns:
-    A function that computes the initial state, and the TrainState of
-    jax.ShapeDtypeStruct that describes what it returns. The function takes
-    weights, {'/'-joined path: array}, that stand in for the random ones.
+    (create, abstract). `create` computes the initial state; it takes weights,
+    {'/'-joined path: array}, that replace random parameters. `abstract` is the
+    state's TrainState of jax.ShapeDtypeStruct.
 
   Raises:
-    ValueError: if model or rules do not fit; see there.
+    ValueError: if the model or the rules do not fit, see `init` and
+      `tree_shardings`.
   """
 
   def create(weights):
@@ -79,33 +80,50 @@ def abstract_state(init: Callable, tx, rng, mesh, rules):
 
 
 def mean(total, weight):
-  """Divides a sum by its weight; 0 where there is no weight."""
+  """Divides a sum by its weight; returns 0 for a weight of 0."""
   return total / jnp.where(weight > 0, weight, 1)
+
+
+def step_key(seed: int, step) -> jax.Array:
+  """Returns the random key of the update that is made after so many."""
+  return jax.random.fold_in(jax.random.key(seed), step)
+
+
+def augment(task, batch: dict, rng) -> dict:
+  """Returns a global batch as an update sees it, see Task.augment.
+
+  Args:
+    task: has `augment`.
+    batch: arrays [B, ...].
+    rng: the key of the step, see step_key.
+  """
+  return task.augment(batch, jax.random.fold_in(rng, _AUGMENT))
 
 
 def make_update(
   task, tx, schedule: optax.Schedule, seed: int, accum_steps: int, factors=None
 ) -> Callable:
-  """Returns one update: (state, batch) -> (state, metrics).
+  """Returns the update function, (state, batch) -> (state, metrics).
 
-  The loss and its gradient are means over the whole batch, over all devices and
-  micro-batches: sums and weights are added up first, and divided once.
+  Loss and gradient are means over the whole batch, across devices and
+  micro-batches: sums and weights are added up first, then divided once.
 
   Args:
     task: has `loss`, `augment` and `update_extra`, see vit_jax.tasks.base.Task.
     tx: the optimiser.
     schedule: learning rate by step.
-    seed: seed of the run; dropout's noise follows from (seed, step), and with
-      accumulation from the number of the micro-batch too.
-    accum_steps: number of micro-batches that a batch is computed in.
-    factors: of the learning rate, see vit_jax.learning.optim.multipliers.
+    seed: seed of the run. Dropout depends on (seed, step), and with
+      accumulation on the number of the micro-batch.
+    accum_steps: number of micro-batches of a batch.
+    factors: factors on the learning rate, see
+      vit_jax.learning.optim.multipliers.
   """
 
   tx = optax.with_extra_args_support(tx)
 
   def update(state, batch):
-    rng = jax.random.fold_in(jax.random.key(seed), state.step)
-    batch = task.augment(batch, jax.random.fold_in(rng, _AUGMENT))
+    rng = step_key(seed, state.step)
+    batch = augment(task, batch, rng)
 
     def compute(rows, number):
       key = jax.random.fold_in(rng, number) if accum_steps > 1 else rng
@@ -113,7 +131,7 @@ def make_update(
       def loss_fn(params):
         params = optim.stop_frozen(params, factors)
         (total, weight), metrics = task.loss(params, state.extra, rows, key)
-        # Of a whole batch the mean itself, of a part the sum.
+        # The mean for a whole batch, the sum for a micro-batch.
         value = mean(total, weight) if accum_steps == 1 else total
         return value, ((total, weight), metrics)
 

@@ -1,14 +1,14 @@
-"""The files of one checkpoint: written with checksums, checked and read.
+"""Writes, checks and reads the files of one checkpoint, with checksums.
 
-What Orbax offers covers the index of the arrays, not the numbers in it. So each
-process reads back what it wrote itself, and the first the rest, before the
-checkpoint appears under its name:
+Orbax has checksums for the index of the arrays, but not for their values. Here
+each process reads back the files that it wrote, and the first process all other
+files, before the checkpoint appears under its name:
 
   default/checksums/process_N.json   the files of process N
-  default/checksums.json             all others, those above among them
+  default/checksums.json             all other files, including those above
 
-A checkpoint without the second is of an older version: there is nothing to check.
-One that was broken off by a kill has no name yet.
+A checkpoint without checksums.json is of an older version, and is not checked.
+A checkpoint that a kill interrupted does not have its name yet.
 """
 
 from collections.abc import Callable
@@ -28,32 +28,32 @@ import orbax.checkpoint as ocp
 
 NAME = 'checksums.json'
 _FOLDER = 'checksums'
-# What TensorStore says of storage that does not answer, in a ValueError.
+# Words in TensorStore's ValueError for storage that does not answer.
 _UNAVAILABLE = re.compile(
   r'\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|CANCELLED|'
   r'PERMISSION_DENIED|UNAUTHENTICATED|INTERNAL|UNKNOWN)\b'
 )
-_BLOCK = 2**24  # Bytes that have a checksum of their own, for several threads.
-_CHUNK = 2**18  # Bytes read at a time: they fit into a core's cache.
-_PIECE = 2**16  # Bytes of one sum, see _digest.
+_BLOCK = 2**24  # Bytes with one checksum; threads work on different blocks.
+_CHUNK = 2**18  # Bytes read at a time; fits into a core's cache.
+_PIECE = 2**16  # Bytes with one sum, see _digest.
 
 
 class DamagedError(ValueError):
-  """A checkpoint is not what was written, whatever read it."""
+  """The content of a checkpoint differs from what was written."""
 
 
 class Handler(ocp.PyTreeCheckpointHandler):
-  """Writes a tree of arrays, and checksums of all its files."""
+  """Writes a tree of arrays, and checksums of all of its files."""
 
   async def async_save(self, directory, args=None):
-    """Begins to save; the last of the futures writes this process's checksums."""
+    """Begins to save; the last future writes this process's checksums."""
     futures = await super().async_save(directory, args=args)
     return [
       ocp.future.ChainedFuture(futures or [], lambda: _write_own(directory))
     ]
 
   def finalize(self, directory):
-    """Completes the files, on the first process, and writes the other checksums."""
+    """Completes the files and writes the other checksums, on process 0."""
     super().finalize(directory)
     names = set(_files(directory))
     for part in (directory / _FOLDER).iterdir():
@@ -61,10 +61,10 @@ class Handler(ocp.PyTreeCheckpointHandler):
     _write(directory, directory / NAME, names)
 
 
-# Orbax knows no handler without both. Restored it is by that of its own.
+# Orbax requires both arguments; restoring uses Orbax's own handler.
 @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
 class Save(ocp.args.PyTreeSave):
-  """What `Handler` is given to save."""
+  """Argument of `Handler` for saving."""
 
 
 def check(directory: epath.Path, part: int = 0, parts: int = 1):
@@ -72,12 +72,12 @@ def check(directory: epath.Path, part: int = 0, parts: int = 1):
 
   Args:
     directory: folder of the arrays, `checkpoints/STEP/default`.
-    part: which of `parts` shares to read, all of about the same size, so that as
-      many processes can do it together.
+    part: number of the share to read, one of `parts` shares of similar size, so
+      that several processes can divide the work.
     parts: number of shares.
 
   Raises:
-    DamagedError: if a file is missing, is of another size, or is not the same.
+    DamagedError: if a file is missing, or has another size or checksum.
     OSError: if a file cannot be read.
   """
   names = _files(directory)
@@ -94,7 +94,7 @@ def check(directory: epath.Path, part: int = 0, parts: int = 1):
         f"'{directory / name}' has {sizes.get(name, 'no')} bytes, not "
         f'{table["size"]}'
       )
-  if not want:  # All is read the same, to see whether the storage answers.
+  if not want:  # Files are read all the same, to test the storage.
     sizes = {n: (directory / n).stat().length for n in names}
   blocks = _blocks(sizes)[part::parts]
   found = _in_threads(lambda b: _digest(directory / b[0], b[1]), blocks)
@@ -106,7 +106,7 @@ def check(directory: epath.Path, part: int = 0, parts: int = 1):
 
 
 def attempt(path: epath.Path, step: int, read: Callable):
-  """Checks and reads a checkpoint; returns (what is read, damage, error)."""
+  """Checks and reads a checkpoint; returns (read's result, damage, error)."""
   try:
     check(path, jax.process_index(), jax.process_count())
     found = read(path)
@@ -118,9 +118,9 @@ def attempt(path: epath.Path, step: int, read: Callable):
 
 
 def read(path: epath.Path, wanted):
-  """Reads arrays onto the shardings of a tree; PLACEHOLDER stands for none.
+  """Reads arrays onto the shardings of a tree; skips PLACEHOLDER leaves.
 
-  What of the tree has no sharding is read onto the host.
+  Leaves without a sharding are read onto the host.
   """
 
   def argument(leaf):
@@ -138,15 +138,15 @@ def read(path: epath.Path, wanted):
 
 
 def read_weights(path: epath.Path, params, extra) -> dict:
-  """Reads `step`, `params` (their average where there is one) and `extra`.
+  """Reads `step`, `params` (averaged if the run kept an average) and `extra`.
 
   Args:
     path: folder of the arrays.
-    params: a tree of jax.ShapeDtypeStruct; None: as they are, onto the host.
-    extra: likewise; None: none of it.
+    params: a tree of jax.ShapeDtypeStruct; None: all parameters, onto the host.
+    extra: likewise; None: nothing.
 
   Returns:
-    The tree of the checkpoint; what is not read is PLACEHOLDER.
+    The tree of the checkpoint, with PLACEHOLDER for what was not read.
   """
   with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
     tree = handler.metadata(path).tree
@@ -171,7 +171,7 @@ def read_weights(path: epath.Path, params, extra) -> dict:
 
 
 def _average(tree):
-  """Returns what of an optimiser's state, as it lies on disk, is the average."""
+  """Returns the part of a stored optimiser state that holds the average."""
   for part in tree['opt_state']:
     if isinstance(part, dict) and 'ema' in part:
       return part
@@ -179,7 +179,7 @@ def _average(tree):
 
 
 def _is_damage(error: Exception) -> bool:
-  """Tells what stays as it is from an error of the storage, which may pass."""
+  """Returns whether an error is lasting damage, not a passing storage error."""
   if isinstance(error, DamagedError | FileNotFoundError):
     return True
   kinds = (ValueError, TypeError, LookupError, AttributeError)
@@ -187,13 +187,16 @@ def _is_damage(error: Exception) -> bool:
 
 
 def short(error: Exception) -> str:
-  """Begin and end of an error's text; Orbax's are long, the cause stands last."""
+  """Returns the beginning and the end of an error's text.
+
+  Orbax's texts are long, with the cause at the end.
+  """
   text = ' '.join(str(error).split()) or type(error).__name__
   return text if len(text) < 300 else f'{text[:120]} ... {text[-160:]}'
 
 
 def _write_own(directory):
-  """Writes the checksums of the files that this process has written."""
+  """Writes the checksums of the files that this process wrote."""
   own = f'process_{jax.process_index()}'
   names = []
   for name in (f'ocdbt.{own}', f'array_metadatas/{own}'):
@@ -218,7 +221,7 @@ def _write(directory, path, names: Iterable[str]):
 
 
 def _blocks(sizes) -> list[tuple[str, int]]:
-  """Returns (name, number of the block) for all blocks of files of these sizes."""
+  """Returns (name, number of the block) for all blocks of some files."""
   return [
     (name, number)
     for name, size in sizes.items()
@@ -227,7 +230,7 @@ def _blocks(sizes) -> list[tuple[str, int]]:
 
 
 def _load(path) -> dict:
-  """Returns what `_write` wrote: {name: {'size': bytes, 'digests': [...]}}."""
+  """Reads a file of `_write`: {name: {'size': bytes, 'digests': [...]}}."""
   data = path.read_bytes()
   digest, _, text = data.partition(b'\n')
   if digest != str(zlib.crc32(text)).encode():
@@ -236,7 +239,7 @@ def _load(path) -> dict:
 
 
 def _files(directory) -> list[str]:
-  """Returns all files below a folder, by their names relative to it."""
+  """Returns the names of all files below a folder, relative to the folder."""
   names = []
   for path in directory.iterdir():
     if path.is_dir():
@@ -249,9 +252,9 @@ def _files(directory) -> list[str]:
 def _digest(path, block: int) -> int:
   """Returns the digest of a block of a file.
 
-  It is the CRC-32 of the sums of its 64-bit words, a sum for each _PIECE bytes,
-  and of the bytes that are left over: three times as fast as that of all bytes,
-  and a change of one word, or of any that lie together, still changes it.
+  The digest is the CRC-32 of sums of 64-bit words, one sum for each _PIECE
+  bytes, and of the remaining bytes. It is three times as fast as the CRC-32 of
+  all bytes, and still detects a change of one word or of adjacent words.
   """
   value, left = 0, _BLOCK
   with path.open('rb') as file:
@@ -267,7 +270,7 @@ def _digest(path, block: int) -> int:
 
 
 def _in_threads(function, blocks) -> list:
-  """Maps in threads: neither reading nor zlib holds Python's lock."""
+  """Maps in threads; both reading and zlib release Python's lock."""
   threads = min(8, os.cpu_count() or 1, len(blocks))
   if threads < 2:
     return list(map(function, blocks))

@@ -1,15 +1,17 @@
-"""The checkpoints of a run (Orbax): the newest few, and the best.
+"""Saves and restores checkpoints of a run (Orbax): the newest and the best.
 
-They lie in `workdir/checkpoints/<step>`. They are written in the background,
-appear under their name only when complete, and can be restored on any other mesh.
+Checkpoints lie in `workdir/checkpoints/<step>`. They are written in the
+background, appear under their name only when complete, and can be restored on
+any other mesh.
 
-What goes wrong when one is read is of two kinds. Damage (a checksum that differs, a
-file that is missing, arrays of another model) stays: the next older checkpoint is
-taken, by all processes together. An error of the storage may pass: all processes
-try again, and give up with that error; nothing is renamed for it.
+Reading can fail in two ways. Damage (a wrong checksum, a missing file, arrays
+of another model) is permanent: all processes together take the next older
+checkpoint. An error of the storage may pass: all processes try again, and in
+the end raise the error without renaming anything.
 """
 
 from collections.abc import Callable
+import math
 import time
 from typing import Any
 from typing import NamedTuple
@@ -25,20 +27,20 @@ from vit_jax.run import checkpoint_files as files
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.scale import processes
 
-# Seconds to wait before the storage is asked again.
+# Seconds to wait before each new attempt to reach the storage.
 RETRY_AFTER = (1, 4, 16)
-# How often a reader looks anew for what a run beside it has not yet deleted.
+# Attempts of a reader to list checkpoints while a run writes and deletes them.
 _LISTINGS = 20
-_ITEM = 'default'  # Orbax's name for what is saved where it is one thing.
+_ITEM = 'default'  # Orbax's name for the only item of a checkpoint.
 
 
 class Weights(NamedTuple):
-  """What evaluation and prediction need of a checkpoint.
+  """The part of a checkpoint that evaluation and prediction need.
 
   Attributes:
-    params: the parameters: their average where the run kept one.
+    params: the parameters; averaged if the run kept an average.
     extra: see vit_jax.learning.state.TrainState.
-    step: number of updates made.
+    step: number of updates so far.
   """
 
   params: Any
@@ -51,10 +53,11 @@ class Checkpoints:
 
   Args:
     workdir: folder of the run.
-    keep: number of the newest that stay.
-    best_metric: name of the metric by which one more, the best, stays.
-    low: whether the lowest is the best.
-    read_only: whether the folder is only read from, beside the run perhaps.
+    keep: number of newest checkpoints to keep.
+    best_metric: metric that selects one more checkpoint to keep, the best.
+    low: whether the lowest metric is the best.
+    read_only: whether the folder is only read, perhaps while a run writes to
+      it.
   """
 
   def __init__(
@@ -69,7 +72,7 @@ class Checkpoints:
     self.directory = workdir_lib.absolute(workdir) / 'checkpoints'
     self._best_metric = best_metric
     self._policies = [checkpoint_managers.LatestN(max(1, keep))]
-    self._value = None  # Of the metrics; more is better.
+    self._value = None  # Function of the metrics; greater is better.
     if best_metric:
       sign = -1 if low else 1
       worst = -sign * float('inf')
@@ -79,20 +82,20 @@ class Checkpoints:
           get_metric_fn=self._value, n=1, keep_checkpoints_without_metrics=False
         )
       )
-    self._manager = None  # Made for the first that is saved.
+    self._manager = None  # Created by the first `save`.
 
   # --- Writing ---
 
   def save(
     self, step: int, state: state_lib.TrainState, metrics: dict | None = None
   ):
-    """Begins to write a checkpoint; the one before it must then be complete.
+    """Begins to write a checkpoint, after the previous one is complete.
 
     Raises:
-      OSError: if this or the one before cannot be written.
+      OSError: if this or the previous checkpoint cannot be written.
     """
     try:
-      # Within Orbax the other processes would wait for one that fails here.
+      # In Orbax the other processes would wait for a process that fails here.
       processes.attempt('beginning a checkpoint', self._open)
       found = (metrics or {}).get(self._best_metric)
       begun = self._manager.save(
@@ -101,12 +104,14 @@ class Checkpoints:
         metrics={} if found is None else {self._best_metric: float(found)},
       )
       if not begun:
-        raise ValueError(f'there is one of step {step} or a later one already')
+        raise ValueError(
+          f'there is a checkpoint of step {step} or a later one already'
+        )
     except Exception as e:
       raise self._failure(e) from e
 
   def _open(self):
-    """Makes Orbax's manager, if it is not made; sees that files can be written."""
+    """Creates Orbax's manager if needed; checks that files can be written."""
     if jax.process_index() == 0:
       self.directory.mkdir(parents=True, exist_ok=True)
       (self.directory / '.probe').write_text('')
@@ -122,17 +127,18 @@ class Checkpoints:
         preservation_policy=checkpoint_managers.AnyPreservationPolicy(
           self._policies
         ),
-        best_fn=self._value,  # Has the metrics written, for the next start.
+        best_fn=self._value,  # Also makes Orbax store the metrics.
         create=False,
         save_root_metadata=False,
         cleanup_tmp_directories=True,
-        # Made in the background, one that cannot be made is waited for by all
-        # other threads, for minutes.
+        # If creation in the background fails, all other threads wait for
+        # minutes.
         async_options=ocp.AsyncOptions(
           create_directories_asynchronously=False,
+          timeout_secs=math.ceil(2 * processes.DEADLINE),
           barrier_sync_fn=_meet if everyone else None,
         ),
-        # So named, they wait for each other with a deadline.
+        # With explicit processes, they wait for each other with a deadline.
         multiprocessing_options=ocp.options.MultiprocessingOptions(
           active_processes=everyone
         ),
@@ -141,11 +147,11 @@ class Checkpoints:
     )
 
   def wait(self):
-    """Waits until all is written; raises OSError if it cannot be."""
+    """Waits until all checkpoints are written; raises OSError if that fails."""
     self._finish(lambda manager: manager.wait_until_finished())
 
   def close(self):
-    """Waits until all is written and frees what is held; see `wait`."""
+    """Waits like `wait`, and frees resources."""
     self._finish(lambda manager: manager.close())
 
   def _finish(self, call: Callable):
@@ -165,8 +171,8 @@ class Checkpoints:
     processes.give_up(files.short(cause))
     return OSError(
       f"a checkpoint could not be written to '{self.directory}': {files.short(cause)}. The "
-      f'last complete one: {last}. Free some space (or mend the disk) and start '
-      'the same command again: the run goes on from there'
+      f'last complete one: {last}. Free some space (or repair the disk) and start '
+      'the same command again: the run resumes from there'
     )
 
   # --- Reading ---
@@ -178,15 +184,15 @@ class Checkpoints:
   def restore(self, abstract: state_lib.TrainState, step: int | None = None):
     """Restores the newest checkpoint onto the shardings of `abstract`.
 
-    One that is damaged or is not of this run is moved aside, once an older one is
-    restored. All processes must call it.
+    Checkpoints that are damaged or of another run are moved aside after an
+    older one is restored. All processes must call it.
 
     Args:
       abstract: TrainState of jax.ShapeDtypeStruct.
-      step: the one to restore, and no other.
+      step: step of the only checkpoint to try; None: all, the newest first.
 
     Returns:
-      (state, step); (None, 0) where there is no checkpoint.
+      (state, step); (None, 0) if there is no checkpoint.
 
     Raises:
       ValueError: if there are checkpoints, but all are damaged.
@@ -199,19 +205,19 @@ class Checkpoints:
   def restore_weights(
     self, params=None, extra=None, step: int | None = None
   ) -> Weights:
-    """Restores what evaluation and prediction need, and nothing else.
+    """Restores only what evaluation and prediction need.
 
     All processes must call it.
 
     Args:
-      params: a tree of jax.ShapeDtypeStruct with shardings; None: all parameters,
-        onto the host.
-      extra: likewise; None: none of it.
-      step: the one to restore, by default the newest.
+      params: a tree of jax.ShapeDtypeStruct with shardings; None: all
+        parameters, onto the host.
+      extra: likewise; None: nothing.
+      step: step of the checkpoint; by default the newest.
 
     Raises:
       FileNotFoundError: if there is no complete checkpoint.
-      ValueError: if there is none of that step, or all are damaged.
+      ValueError: if the step has no checkpoint, or all are damaged.
       OSError: if the storage does not answer.
     """
     if step is not None and step not in (steps := self._agreed(complete=True)):
@@ -231,9 +237,10 @@ class Checkpoints:
     )
 
   def _newest(self, read: Callable, step: int | None):
-    """Returns what `read` makes of the newest checkpoint that is good; its step."""
+    """Returns (read's result, step) of the newest undamaged checkpoint."""
     for _ in range(_LISTINGS):
-      # A run moves aside what is incomplete too, or Orbax would save no older step.
+      # A run also moves incomplete checkpoints aside, since Orbax saves no step
+      # older than these.
       steps = self._agreed(complete=self._read_only)
       damaged = {}
       for candidate in steps[::-1] if step is None else [step]:
@@ -253,7 +260,7 @@ class Checkpoints:
           candidate,
           damage,
         )
-      # A run beside this one may have deleted them, and written others.
+      # A run may meanwhile have deleted these checkpoints and written others.
       if not self._read_only or self._agreed(complete=True) == steps:
         break
     if not damaged:
@@ -265,14 +272,14 @@ class Checkpoints:
       + (
         ''
         if self._read_only
-        else '. Take the folder away to start anew, or use another --workdir'
+        else '. Move the folder away to start anew, or use another --workdir'
       )
     )
 
   def _restore(self, step: int, read: Callable):
-    """Reads one checkpoint; returns (what is read, None) or (None, its damage).
+    """Reads one checkpoint; returns (result of `read`, None) or (None, damage).
 
-    All processes return the same of the two, or raise OSError.
+    All processes return the same kind, or raise OSError.
     """
     path, suspect = self.directory / str(step) / _ITEM, False
     for delay in (0, *RETRY_AFTER, None):
@@ -288,19 +295,19 @@ class Checkpoints:
         _try_again(f"the checkpoint '{path.parent}'", errors[0], delay)
       elif not damages:
         return found, None
-      elif suspect:  # Seen twice, it is no error that looks like damage.
+      elif suspect:  # Damage seen twice is not a passing error.
         return None, damages[0]
       suspect = not errors
 
   def _agreed(self, complete: bool) -> list[int]:
-    """Returns the steps that the first process finds."""
+    """Returns the steps that the first process finds, on all processes."""
 
     return processes.from_first(
       'listing the checkpoints', lambda: _find(self.directory, complete)
     )
 
   def _move_aside(self, damaged):
-    """Keeps damaged checkpoints under another name, out of the way."""
+    """Renames damaged checkpoints, so that they are kept out of the way."""
     if self._read_only:
       return
     target = self.directory.parent / 'damaged_checkpoints'
@@ -315,13 +322,13 @@ class Checkpoints:
 
 
 def has_checkpoint(workdir) -> bool:
-  """Tells whether a folder holds a complete checkpoint, as this process sees it."""
+  """Returns whether this process finds a complete checkpoint in a folder."""
   directory = workdir_lib.absolute(workdir) / 'checkpoints'
   return bool(_find(directory, complete=True))
 
 
 def load_params(workdir):
-  """Loads the parameters of a run, and nothing else, onto the host.
+  """Loads only the parameters of a run, onto the host.
 
   All processes must call it.
 
@@ -329,8 +336,8 @@ def load_params(workdir):
     workdir: folder of the run.
 
   Returns:
-    Nested dict of numpy arrays: the averaged weights where the run kept them, of
-    the newest checkpoint.
+    Nested dict of numpy arrays from the newest checkpoint; averaged if the run
+    kept an average.
 
   Raises:
     FileNotFoundError, ValueError, OSError: see Checkpoints.restore_weights.
@@ -339,7 +346,7 @@ def load_params(workdir):
 
 
 def _meet(*, key: str, timeout_ms: int):
-  """Waits for the other processes, as long as none has given up."""
+  """Waits for the other processes, unless one of them has given up."""
   processes.meet(key, timeout_ms / 1000)
 
 
@@ -349,7 +356,7 @@ def _list(directory: epath.Path, complete: bool) -> list[int]:
     folders = [path for path in directory.iterdir() if path.name.isdigit()]
   except (FileNotFoundError, NotADirectoryError):
     return []
-  # In a bucket, where nothing is renamed, a file says what is complete.
+  # In a bucket nothing is renamed; a file marks complete checkpoints.
   needed = [f'{_ITEM}/_METADATA']
   if str(directory).startswith('gs:'):
     needed.append('commit_success.txt')
@@ -361,7 +368,7 @@ def _list(directory: epath.Path, complete: bool) -> list[int]:
 
 
 def _find(directory: epath.Path, complete: bool) -> list[int]:
-  """Returns what `_list` does; tries again where the storage does not answer."""
+  """Calls `_list`; tries again if the storage does not answer."""
   for delay in (*RETRY_AFTER, None):
     try:
       return _list(directory, complete)
@@ -370,7 +377,7 @@ def _find(directory: epath.Path, complete: bool) -> list[int]:
 
 
 def _exists(path: epath.Path) -> bool:
-  """Tells whether there is a file; `exists` takes any error for a no."""
+  """Returns whether a file exists; unlike `exists`, raises storage errors."""
   try:
     path.stat()
     return True
@@ -379,7 +386,7 @@ def _exists(path: epath.Path) -> bool:
 
 
 def _stored(state: state_lib.TrainState) -> dict:
-  """What of a state is written: where there is nothing extra, nothing of it."""
+  """Returns the part of a state to write; without `extra` if that is empty."""
   tree = {key: getattr(state, key) for key in ('step', 'params', 'opt_state')}
   if jax.tree.leaves(state.extra):
     tree['extra'] = state.extra
@@ -387,7 +394,7 @@ def _stored(state: state_lib.TrainState) -> dict:
 
 
 def _try_again(what: str, error: str, delay: float | None):
-  """Waits and says so; raises OSError where there is nothing to wait for."""
+  """Logs an error and waits; raises OSError if `delay` is None."""
   if delay is None:
     raise OSError(
       f'{what} cannot be read now: {error}. Nothing was renamed or removed: start '

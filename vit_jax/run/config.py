@@ -1,6 +1,7 @@
-"""Checks a config before anything is done, and works out its numbers of steps."""
+"""Checks and completes configs, and computes their numbers of steps."""
 
 import ast
+from collections.abc import Sequence
 import copy
 import importlib
 import importlib.util
@@ -18,16 +19,25 @@ from vit_jax.configs import rules
 from vit_jax.learning import optim
 from vit_jax.run import keys
 
-# The tasks that come with the package: name, module. Any other module, by its
-# dotted name, can be one too.
+# Name -> module of the tasks that come with the package. A config can also name
+# any other module, by its dotted name.
 TASKS = {
   'classify': 'vit_jax.tasks.classify',
   'masked_patches': 'vit_jax.tasks.masked_patches',
 }
 _TASK = (
   f'use one of {sorted(TASKS)}, or a module with a class Task that Python finds '
-  "from the current folder or PYTHONPATH, 'my_package.my_task' say (config.task)"
+  "from the current folder or PYTHONPATH, such as 'my_package.my_task' "
+  '(config.task)'
 )
+
+# Keys that were added to the config after runs had stored theirs, and what
+# those runs did.
+_BEFORE = {'pp.jpeg_shrink': False, 'pretrained_dir': None}
+
+
+class UnknownTaskError(ValueError):
+  """No module of a task's name can be found."""
 
 
 def get_task(name: str) -> type:
@@ -37,7 +47,7 @@ def get_task(name: str) -> type:
     name: a key of TASKS, or the name of a module that has a class `Task`.
 
   Raises:
-    ValueError: if there is no such task.
+    ValueError: if the task is unknown or cannot be imported.
   """
   module = _task_module(name)
   try:
@@ -45,7 +55,7 @@ def get_task(name: str) -> type:
   except Exception as e:
     missing = isinstance(e, ModuleNotFoundError) and e.name
     if missing and f'{module}.'.startswith(f'{missing}.'):
-      raise ValueError(
+      raise UnknownTaskError(
         f"task='{name}' is unknown: there is no module '{missing}'; {_TASK}"
       ) from e
     raise ValueError(
@@ -60,36 +70,36 @@ def get_task(name: str) -> type:
 
 
 def _task_module(name) -> str:
-  """Returns the dotted name of a task's module, of which no part is imported."""
+  """Returns the dotted name of a task's module, without importing it."""
   module = TASKS.get(name, name) if isinstance(name, str) else ''
   top, *rest = module.split('.')
   if not all(part.isidentifier() for part in (top, *rest)):
     raise ValueError(f"task='{name}' is unknown: {_TASK}")
   if importlib.util.find_spec(top) is None:
-    raise ValueError(
+    raise UnknownTaskError(
       f"task='{name}' is unknown: there is no module '{top}'; {_TASK}"
     )
   return module
 
 
 def _where(error) -> str:
-  """Returns 'file:line' of what raised an error."""
+  """Returns 'file:line' of the code that raised an error."""
   if isinstance(error, SyntaxError):
     return f'{error.filename}:{error.lineno}'
   frame = [
     frame
     for frame in traceback.extract_tb(error.__traceback__)
-    if not frame.filename.startswith('<')  # Python's own, which import.
+    if not frame.filename.startswith('<')  # Python's import machinery.
   ][-1]
   return f'{frame.filename}:{frame.lineno}'
 
 
 def complete(config) -> ml_collections.ConfigDict:
-  """Returns a copy that has every key of common.py, of its model and of its task.
+  """Returns a copy with every key of common.py, of its model and of its task.
 
-  Configs of the original and of older runs lack some, and so does one whose `pp`
-  was replaced as a whole. `accum_steps` 0 or None means 1, as it does there;
-  `model_type` goes, since a model's own fields say what it is.
+  Configs of the original and of older runs lack some keys, and so does a config
+  whose `pp` was replaced as a whole. `accum_steps` 0 or None becomes 1, its
+  meaning in the original. `model_type` is removed: the model's fields imply it.
   """
   config = _with_keys(config)
   with config.unlocked():
@@ -98,23 +108,49 @@ def complete(config) -> ml_collections.ConfigDict:
 
 
 def of_run(config) -> ml_collections.ConfigDict:
-  """Returns a copy, complete, of the config that a run has stored.
+  """Returns a complete copy of the config that a run has stored.
 
-  Runs of older versions stored passes over the data beside the steps that they
-  came to, and possibly values that are refused now where they make no sense.
+  Older versions stored numbers of epochs beside the resulting steps, and
+  possibly values that are refused now.
 
   Raises:
-    ValueError: names a key whose value makes no sense.
+    ValueError: names a key with an invalid value.
   """
   config = copy.deepcopy(config)
-  if 'pretrained_dir' not in config:
-    config.pretrained_dir = None
+  set_before(config, missing_before(config))
   keys.check(_with_keys(config))
   return _without_epochs(complete(config))
 
 
+def missing_before(config) -> list[str]:
+  """Returns the keys of _BEFORE that a stored config lacks.
+
+  Args:
+    config: ConfigDict or dict, as a run has stored it.
+  """
+  lacking = []
+  for key in _BEFORE:
+    *groups, name = key.split('.')
+    found = config
+    for group in groups:
+      found = found.get(group)
+    if hasattr(found, 'keys') and name not in found:
+      lacking.append(key)
+  return lacking
+
+
+def set_before(config, keys_: Sequence[str]):
+  """Sets keys, in place, to what runs did before these keys were added."""
+  for key in keys_:
+    *groups, name = key.split('.')
+    found = config
+    for group in groups:
+      found = found[group]
+    found[name] = _BEFORE[key]
+
+
 def _with_keys(config):
-  """Does what `complete` does but for the task, which brings TensorFlow."""
+  """Completes a config except for its task, whose import loads TensorFlow."""
   config = copy.deepcopy(config)
   with config.unlocked():
     if 'model_type' in config:
@@ -140,7 +176,7 @@ def _fill(given, defaults):
 
 
 def _without_epochs(config):
-  """Drops numbers of passes where there are numbers of steps."""
+  """Sets epochs to None where the number of steps is given."""
   for name in ('total', 'warmup'):
     if config[f'{name}_steps'] is not None:
       config[f'{name}_epochs'] = None
@@ -148,10 +184,10 @@ def _without_epochs(config):
 
 
 def task_options(config):
-  """Returns the task's options, with the defaults of those that are not given.
+  """Returns the task's options, completed with defaults.
 
   Raises:
-    ValueError: if the task has no such option, or it is of another type.
+    ValueError: if the task lacks an option, or an option has another type.
   """
   task = get_task(config.task)
   defaults = task.OPTIONS
@@ -173,7 +209,7 @@ def task_options(config):
 
 
 def _typed(key, value, default):
-  """Gives an option the type of its default; text, as flags are, is read."""
+  """Converts an option to the type of its default; parses text from flags."""
   if isinstance(value, str) and not isinstance(default, str | None):
     try:
       value = ast.literal_eval(value)
@@ -185,8 +221,8 @@ def _typed(key, value, default):
     value = tuple(value)
   if default is not None and type(value) is not type(default):
     raise ValueError(
-      f'task_options.{key}={value!r} must be {type(default).__name__}, as '
-      f'{default!r} is (config.task_options.{key})'
+      f'task_options.{key}={value!r} must be {type(default).__name__}, like the '
+      f'default {default!r} (config.task_options.{key})'
     )
   return value
 
@@ -195,41 +231,41 @@ def evaluations(config) -> list[tuple[str, str, str | None]]:
   """Returns the evaluations of a run: (name, split, data set or None).
 
   Args:
-    config: reads `evals` and, where it is empty, `pp.test`.
+    config: reads `evals` and, if that is empty, `pp.test`.
 
   Raises:
-    ValueError: if an entry is none, or two have one name.
+    ValueError: if an entry has another form, or two entries have the same name.
   """
   found = []
   entries = config.evals or (('test', config.pp.test),)
   if all(isinstance(x, str) for x in entries) and len(entries) in (2, 3):
-    entries = (entries,)  # A single one, whose tuple has lost its comma.
+    entries = (entries,)  # A single entry, written without the trailing comma.
   for entry in entries:
     entry = tuple(entry) if isinstance(entry, (list, tuple)) else (entry,)
     if len(entry) not in (2, 3) or not all(isinstance(x, str) for x in entry):
       raise ValueError(
-        f'evals: {entry!r} must be (name, split) or (name, split, data set); '
-        "(('val', 'train[90%:]'),) for one (config.evals)"
+        f'evals: {entry!r} must be (name, split) or (name, split, data set), as in '
+        "(('val', 'train[90%:]'),) (config.evals)"
       )
     rules.check('evals', entry[1], rules.split)
     found.append((*entry, None)[:3])
   names = [name for name, _, _ in found]
   if len(set(names)) < len(names):
     raise ValueError(
-      f'evals: names must differ, not {names}: they end the names of the metrics '
-      '(config.evals)'
+      f'evals: the names {names} must differ: the names of the metrics end in '
+      'them (config.evals)'
     )
   return found
 
 
 def check_values(config):
-  """Checks all that can be wrong with a config but for its task; no TensorFlow.
+  """Checks a config except for its task, without loading TensorFlow.
 
   Args:
-    config: as a config file and the command line make it, or complete.
+    config: config from a config file and the command line, or a complete one.
 
   Raises:
-    ValueError: names the key, its value and what is allowed.
+    ValueError: names the key, its value and the valid values.
   """
   config = _with_keys(config)
   keys.check(config, known=common.get_config())
@@ -244,13 +280,13 @@ def check_values(config):
 
 
 def check(config):
-  """Checks that a config has the keys of common.py, and sensible values.
+  """Checks that a config has the keys of common.py, with valid values.
 
   Args:
-    config: complete.
+    config: a complete config.
 
   Raises:
-    ValueError: names the key, its value and what is allowed.
+    ValueError: names the key, its value and the valid values.
   """
   check_values(config)
   task = get_task(config.task)
@@ -267,7 +303,7 @@ def check(config):
 
 
 def is_low(config) -> bool:
-  """Tells whether the best checkpoint is the one of the lowest best_metric."""
+  """Returns whether the best checkpoint has the lowest `best_metric`."""
   return any(
     config.best_metric == f'{metric}_{name}'
     for metric in get_task(config.task).LOW
@@ -283,7 +319,7 @@ def check_batch(config, shards: int):
     shards: number of parts into which the mesh splits a batch.
 
   Raises:
-    ValueError: says by what a batch must be divisible, and the nearest that is.
+    ValueError: gives the divisor, and the nearest valid batch size.
   """
   for key, parts, why in (
     ('batch', shards * config.accum_steps, ' x accum_steps'),
@@ -306,14 +342,14 @@ def check_memory(config, processes: int):
     processes: number of processes that share a batch.
 
   Raises:
-    ValueError: names the key, its value, and what it takes.
+    ValueError: names the key, its value, and the memory that it needs.
   """
   crop = config.pp.crop
   height, width = crop if isinstance(crop, tuple | list) else (crop, crop)
   image = 4 * height * width * config.pp.channels  # float32
   memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
   for key in ('batch', 'batch_eval'):
-    # Those that wait, and the one that is computed.
+    # The batches that wait, and the batch that is computed.
     needed = -(-config[key] // processes) * image * (1 + config.prefetch)
     if needed > memory:
       raise ValueError(
@@ -325,15 +361,16 @@ def check_memory(config, processes: int):
 
 
 def with_test_folder(config) -> ml_collections.ConfigDict:
-  """Returns the config, tested on test/ of a folder as the original does.
+  """Returns the config, with `evals` on test/ if it is one of the original.
 
-  There `pp.train` and `pp.test` are for TFDS, and of a folder train/ and test/ are
-  taken whatever they say. Here they are followed. But where `pp.test` is cut from
-  the training images although the folder has a split `test`, and `evals` does not
-  say what to test on, it is a config of the original's kind.
+  The original reads train/ and test/ of a folder, and uses `pp.train` and
+  `pp.test` for TFDS only. Here both keys apply to folders too. There is one
+  exception: if `pp.test` is cut from the training images, the folder has a
+  split `test`, and `evals` is empty, the config is taken for one of the
+  original.
 
   Args:
-    config: complete.
+    config: a complete config.
   """
   train, test = (
     {part.split('[')[0].strip() for part in config.pp[key].split('+')}
@@ -348,8 +385,8 @@ def with_test_folder(config) -> ml_collections.ConfigDict:
     return config
   logging.warning(
     "pp.test='%s' is cut from the training images, but '%s' has a split 'test': "
-    'that is what is tested on, as in the original; set '
-    "--config.evals=\"(('test', '%s'),)\" to test on the other",
+    'the run is tested on that split, as in the original; set '
+    "--config.evals=\"(('test', '%s'),)\" to test on pp.test",
     config.pp.test,
     config.dataset,
     config.pp.test,
@@ -362,17 +399,16 @@ def with_test_folder(config) -> ml_collections.ConfigDict:
 def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
   """Returns a copy whose `total_steps` and `warmup_steps` are numbers.
 
-  Passes over the data are None in it, so that it can be resolved again.
+  Epochs are None in the copy, so that it can be resolved again.
 
   Args:
-    config: gives steps, or passes over the data (`total_epochs`,
-      `warmup_epochs`), not both. Where it gives no warm-up,
-      that is optim.default_warmup.
+    config: has steps or epochs (`total_epochs`, `warmup_epochs`), not both.
+      Without a warm-up, optim.default_warmup applies.
     num_examples: size of the training split.
 
   Raises:
-    ValueError: if the length of the training is not given, or that is no step at
-      all, or the warm-up is not shorter.
+    ValueError: if the length of the training is missing or below one step, or
+      if the warm-up is not shorter.
   """
   total, epochs = config.total_steps, config.total_epochs
   if total is None and epochs is None:
@@ -385,7 +421,8 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
     if not total:
       raise ValueError(
         f'total_epochs={epochs} of {num_examples} examples are less '
-        f'than one batch of {config.batch}: raise it, or lower --config.batch'
+        f'than one batch of {config.batch}: raise --config.total_epochs, or '
+        'lower --config.batch'
       )
     rules.check('total_steps', total, keys.KEYS['total_steps'])
   warmup, epochs = config.warmup_steps, config.warmup_epochs
@@ -401,7 +438,7 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
     if warmup >= total:
       warmup = total // 10
       logging.warning(
-        'warmup_epochs=%s would be all of the %d steps: warming up for %d',
+        'warmup_epochs=%s would take all of the %d steps: warm-up is %d steps',
         epochs,
         total,
         warmup,

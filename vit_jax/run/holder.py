@@ -1,8 +1,8 @@
-"""Who holds a workdir: one run at a time writes to it.
+"""Locks a workdir, so that only one run at a time writes to it.
 
-On a local disk the operating system keeps the lock, and gives it up with the process
-that had it, however that ends. Elsewhere (gs://) the holder renews a file: one that
-is no longer renewed is anyone's.
+On a local disk the operating system keeps the lock, and releases it when the
+process ends for any reason. Elsewhere (gs://) the holder renews a file; if the
+file is no longer renewed, any run may take the workdir.
 """
 
 import fcntl
@@ -20,28 +20,29 @@ from vit_jax import cli
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.scale import processes
 
-# Seconds between two renewals, and those without one after which a file is nobody's.
+# Seconds between two renewals, and seconds without one after which a file is
+# free.
 _RENEWAL = 15.0
 _ABANDONED = 60.0
-# Seconds in which two that begin at the same moment see each other's file.
+# Seconds in which two runs that start at the same moment see each other's file.
 _SETTLING = 2.0
 
 
 class Holder:
-  """Holds a workdir inside a `with` block; process 0 does so for all.
+  """Holds a workdir inside a `with` block; process 0 does so for all processes.
 
   Args:
-    workdir: the folder; made where it does not exist.
+    workdir: the folder; created if it does not exist.
 
   Raises:
-    ValueError: on entering, on all processes, if another run holds it (says which
-      host and process, and since when) or it cannot be written.
+    ValueError: on entering, on all processes, if another run holds the workdir
+      (names its host, process and start) or the workdir cannot be written.
   """
 
   def __init__(self, workdir):
     self._workdir = workdir
     self._path = epath.Path(workdir) / 'holder.json'
-    self._lock = None  # Where the operating system has one.
+    self._lock = None  # File descriptor, on file systems with locks.
     self._renewal = None
     self._done = threading.Event()
     self._taken_by = None
@@ -64,7 +65,7 @@ class Holder:
         self._path.unlink(missing_ok=True)
     if self._lock is not None:
       os.ftruncate(self._lock, 0)
-      os.close(self._lock)  # And gives up the lock.
+      os.close(self._lock)  # Releases the lock.
 
   def check(self):
     """Raises OSError if another run has taken the workdir meanwhile."""
@@ -72,7 +73,7 @@ class Holder:
       raise OSError(
         f"workdir='{self._workdir}' was not renewed for {_ABANDONED:.0f} seconds, "
         f'and {_describe(self._taken_by)} has taken it: this run stops, so that '
-        'they do not mix'
+        'the two do not mix'
       )
 
   def _take(self):
@@ -82,12 +83,12 @@ class Holder:
         self._lease()
     except OSError as e:
       raise ValueError(
-        f"workdir='{self._workdir}' cannot be written: {e}; give a folder that can "
+        f"workdir='{self._workdir}' cannot be written: {e}; give a writable folder "
         '(--workdir)'
       ) from e
 
   def _lock_file(self) -> bool:
-    """Takes the lock of a local file; returns False where there are none."""
+    """Locks a local file; returns False if the file system has no locks."""
     if '://' in str(self._path):
       return False
     file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -105,12 +106,12 @@ class Holder:
     return True
 
   def _lease(self):
-    """Takes a file that nobody renews, and renews it from then on."""
+    """Takes a file that no run renews, and renews it from then on."""
     before = self._read()
     if before:
       cli.say(
-        f"workdir='{self._workdir}' was held by {_describe(before)}: looking for "
-        f'{_ABANDONED:.0f} seconds whether that run still lives ...'
+        f"workdir='{self._workdir}' was held by {_describe(before)}: checking for "
+        f'{_ABANDONED:.0f} seconds whether that run is alive ...'
       )
       end = time.monotonic() + _ABANDONED
       while time.monotonic() < end:
@@ -143,10 +144,10 @@ class Holder:
 
   def _write(self, count):
     content = json.dumps({**self._me, 'renewed': count})
-    workdir_lib.write_atomically(self._path, content)
+    workdir_lib.write_atomically(self._path, content, self._me['id'])
 
   def _read(self) -> dict | None:
-    """Returns what the file says; None where it says nothing."""
+    """Returns the content of the file; None if it has no valid content."""
     try:
       content = json.loads(self._path.read_text())
       return content if isinstance(content, dict) and 'id' in content else None

@@ -1,10 +1,11 @@
-"""What each key of a config may be: its type, its range, what goes together.
+"""Rules for the keys of a config: types, ranges, and how keys fit together.
 
-KEYS has a rule (vit_jax/configs/rules.py) for each key of configs/common.py, MODEL one
-for each field of the package's own models; a task has those of its own options
-(OPTION_RULES in vit_jax/tasks/base.py).
+KEYS has a rule (vit_jax/configs/rules.py) for each key of configs/common.py,
+and MODEL one for each field of the package's own models. A task has the rules
+of its own options (OPTION_RULES in vit_jax/tasks/base.py).
 
-All of it is checked before TensorFlow is loaded, so nothing here imports it.
+Configs are checked before TensorFlow is loaded, so this module must not import
+it.
 """
 
 import ml_collections
@@ -17,13 +18,13 @@ from vit_jax.layers import encoder
 from vit_jax.learning import losses
 from vit_jax.learning import optim
 
-# Seeds of TensorFlow and the number of a step have so many bits.
+# Greatest int64, for seeds of TensorFlow, and int32, for the number of a step.
 _MAX_SEED, _MAX_STEPS = 2**63 - 1, 2**31 - 1
 _STEPS, _EVERY = rules.whole(1, _MAX_STEPS), rules.whole(0)
 _SHARE, _RATE = rules.number(0, 1), rules.number(0, 1, below=True)
 _FLOAT = rules.one_of('float32', 'bfloat16', 'float16', 'float64')
 
-# Keys of configs/common.py, which says what they do.
+# Keys of configs/common.py, which describes them.
 KEYS: dict[str, rules.Rule] = {
   'task': rules.text,
   'trainer': rules.one_of('train'),
@@ -72,7 +73,7 @@ KEYS: dict[str, rules.Rule] = {
   'lr_multipliers': rules.pairs(
     lambda factor: rules.is_number(factor) and factor >= 0,
     'must be pairs of a regular expression and a finite factor of at least 0 (0 '
-    "freezes), (('head/', 1.0), ('', 0.0)) for two",
+    "freezes), as in (('head/', 1.0), ('', 0.0))",
     single=True,
   ),
   'grad_norm_clip': rules.optional(rules.number()),
@@ -81,8 +82,8 @@ KEYS: dict[str, rules.Rule] = {
   'mesh': rules.mesh,
   'sharding_rules': rules.pairs(
     rules.is_spec,
-    'must be pairs of a regular expression and a spec, the names of axes of the '
-    "mesh or None, (('head/kernel', (None, 'model')),) for one",
+    'must be pairs of a regular expression and a spec, the names of mesh axes or '
+    "None, as in (('head/kernel', (None, 'model')),)",
   ),
   'evals': rules.sequence,
   'progress_every': _EVERY,
@@ -90,6 +91,8 @@ KEYS: dict[str, rules.Rule] = {
   'checkpoint_every': _EVERY,
   'keep_checkpoints': rules.whole(1),
   'best_metric': rules.text,
+  'log_images': rules.whole(0, 1_000),
+  'log_attention': rules.flag,
   'profile_steps': _EVERY,
 }
 
@@ -120,7 +123,7 @@ MODEL: dict[str, rules.Rule] = {
   'head_bias_init': rules.finite,
   'dtype': _FLOAT,
   'param_dtype': _FLOAT,
-  # A Mixer's.
+  # Fields of a Mixer.
   'hidden_dim': rules.whole(1),
   'num_blocks': rules.whole(1),
   'tokens_mlp_dim': rules.whole(1),
@@ -129,14 +132,14 @@ MODEL: dict[str, rules.Rule] = {
 
 
 def check(config, known=None):
-  """Checks the value of every key that a config has.
+  """Checks the value of every key in a config.
 
   Args:
-    config: a config of a run, or one that lacks keys.
-    known: a config of all keys that there are; None: unknown keys may be there.
+    config: config of a run; may lack keys.
+    known: config with all known keys; None to allow unknown keys.
 
   Raises:
-    ValueError: names the key, its value and what is allowed.
+    ValueError: names the key, its value and the valid values.
   """
   model = config.get('model')
   own = isinstance(model, ml_collections.ConfigDict) and (
@@ -150,17 +153,17 @@ def check_preprocessing(pp):
   """Checks the values of `config.pp`.
 
   Raises:
-    ValueError: names the key, its value and what is allowed.
+    ValueError: names the key, its value and the valid values.
   """
   _check_group(pp, KEYS, prefix='pp.')
   _check_resize(pp)
 
 
 def check_together(config):
-  """Checks what values must be to each other.
+  """Checks values that depend on each other.
 
   Args:
-    config: one that `check` passes, with all keys of common.py.
+    config: config with all keys of common.py that has passed `check`.
 
   Raises:
     ValueError: names the keys, their values and the remedy.
@@ -177,6 +180,11 @@ def check_together(config):
       f'model.hidden_size={width}: choose a divisor '
       '(config.model.transformer.num_heads)'
     )
+  if config.log_attention and not config.log_images:
+    raise ValueError(
+      'log_attention=True needs images to draw attention maps of, and '
+      'log_images=0: set --config.log_images=8 or --config.log_attention=False'
+    )
   for name in ('total', 'warmup'):
     steps, epochs = config[f'{name}_steps'], config[f'{name}_epochs']
     if steps is not None and epochs is not None:
@@ -191,8 +199,8 @@ def _check_resize(pp):
   largest = max(pp.crop) if isinstance(pp.crop, tuple | list) else pp.crop
   if pp.resize is not None and pp.resize < largest:
     raise ValueError(
-      f'resize={pp.resize} is smaller than crop={pp.crop}: the middle of the '
-      f'image cannot be cut out of it; use at least {largest} or None '
+      f'resize={pp.resize} is smaller than crop={pp.crop}, so that the centre '
+      f'cannot be cropped: use at least {largest} or None '
       '(config.pp.resize)'
     )
 

@@ -1,15 +1,13 @@
-"""A run under way: updates, and what is done beside them now and then.
+"""Runs updates, and evaluates, logs and saves at the steps of the config.
 
-What a person sees of it is a bar on a terminal, plain lines in a log.
+A terminal and a notebook show a progress bar, a log file plain lines.
 """
 
 import math
-import sys
 import time
 
 from clu import periodic_actions
 import jax
-import tqdm
 
 from vit_jax import cli
 from vit_jax.learning import state as state_lib
@@ -19,14 +17,14 @@ from vit_jax.scale import processes
 
 
 class Run:
-  """A run under way.
+  """The updates of a run, with evaluation, logging and saving.
 
   Args:
     prepared: see vit_jax.train.Prepared.
     workdir: folder of the run.
     checkpoints: see vit_jax.run.checkpoints.Checkpoints.
-    state: the TrainState to go on from.
-    step: its number of updates.
+    state: TrainState to start from.
+    step: number of updates made so far.
   """
 
   def __init__(self, prepared, workdir, checkpoints, state, step):
@@ -42,53 +40,61 @@ class Run:
     self._profile = periodic_actions.Profile(
       logdir=str(workdir),
       num_profile_steps=self.config.profile_steps,
-      profile_duration_ms=1,  # No least duration: so many steps, and no more.
+      profile_duration_ms=1,  # Only `num_profile_steps` limits the profile.
       first_profile=step + 10,
     )
-    self._unseen = []  # Metrics on the devices that nobody has looked at.
-    self._latest = {}  # Those of the last step that somebody has.
+    self._pending = []  # Metrics of the last steps, still on the devices.
+    self._latest = {}  # Metrics of the last step that was fetched.
     self._compiled = False
+    self.pictures = []  # Paths of the pictures of the last evaluation.
 
   def due(self, every: int) -> bool:
-    """Tells whether what is done every so many steps is to be done now."""
+    """Returns whether an action that runs every `every` steps is due now."""
     last = self.step == self.config.total_steps
     return last or (every > 0 and self.step % every == 0)
 
   def update(self, batch):
     """Makes one update."""
     if not self._compiled:
+      self._show_start(batch)
       cli.say('Compiling ...')
       compiling = time.perf_counter()
     self.state, metrics = self._update(self.state, batch)
     self.step += 1
-    self._unseen.append(metrics)
-    if len(self._unseen) > 2:
-      # The host may run ahead of the devices, but only so far: a signal then
-      # finds little that must be finished before the state can be saved.
-      jax.block_until_ready(self._unseen[-3])
+    self._pending.append(metrics)
+    if len(self._pending) > 2:
+      # Limits how far the host runs ahead of the devices, so that after a
+      # signal the state can be saved soon.
+      jax.block_until_ready(self._pending[-3])
     if not self._compiled:
       self._compiled = True
-      self.look()
+      self.fetch_metrics()
       seconds = time.perf_counter() - compiling
       cli.say(f'Compiled in {cli.duration(seconds)}.')
       self._progress.start(self.step)
-    elif len(self._unseen) >= 1000:
-      self.look()
+    elif len(self._pending) >= 1000:
+      self.fetch_metrics()
     self._progress.update(self.step)
     if self.config.profile_steps:
       self._profile(self.step)
 
-  def look(self):
-    """Fetches the metrics of the last steps; stops the run if one is not finite."""
-    fetched = jax.device_get(self._unseen)
+  def _show_start(self, batch):
+    """Writes the config and the first training images for TensorBoard."""
+    self._log.write_config(self.step, self.config)
+    pictures = self.prepared.pictures.training(batch, self.step)
+    self._log.write_pictures(self.step + 1, pictures)
+
+  def fetch_metrics(self):
+    """Fetches pending metrics; raises FloatingPointError if not finite."""
+    fetched = jax.device_get(self._pending)
     for i, metrics in enumerate(fetched):
       _check_finite(metrics, self.step - len(fetched) + i + 1, self.checkpoints)
       self._latest.update(metrics)
-    self._unseen.clear()
+    self._pending.clear()
 
   def report(self):
     """Logs and shows the metrics of the last step, and the speed."""
-    self.look()
+    self.fetch_metrics()
     rate = self._progress.rate(self.step)
     speed = (
       {'img_sec_core_train': rate / self.prepared.mesh.size} if rate else {}
@@ -97,7 +103,7 @@ class Run:
     self._progress.show(self.step, self._latest['train_loss'], rate)
 
   def evaluate(self, stop) -> dict | None:
-    """Evaluates and logs; returns None if a signal broke it off."""
+    """Evaluates and logs; returns None if a signal interrupted that."""
     params, metrics = state_lib.best_params(self.state), {}
     with self._progress.pause():
       for name, evaluators in self.prepared.evaluators.items():
@@ -106,7 +112,13 @@ class Run:
           if result is None:
             return None
           metrics.update({f'{k}_{name}': v for k, v in result.items()})
+      pictures = self.prepared.pictures.evaluation(params, self.state.extra)
     self._log.write(self.step, metrics)
+    best = {self.config.best_metric: metrics[self.config.best_metric]}
+    self._progress.evaluated(metrics_lib.format_metrics(best))
+    self._log.write_pictures(self.step, pictures)
+    if self.step == self.config.total_steps:
+      self.pictures = metrics_lib.save_pictures(self.workdir, pictures)
     cli.say(
       f'step {self.step}/{self.config.total_steps}  '
       + metrics_lib.format_metrics(metrics)
@@ -114,7 +126,7 @@ class Run:
     return metrics
 
   def catch_up(self, stop) -> dict | None:
-    """Does the evaluation of the step to go on from, if it was not done yet."""
+    """Evaluates the step that the run resumes from, if that was not done."""
     done = processes.from_first(
       'looking for the last evaluation',
       lambda: metrics_lib.find(
@@ -127,7 +139,7 @@ class Run:
       return done
     if not self.step or not self.due(self.config.eval_every):
       return None
-    done = self.evaluate(stop)  # A signal had come before it was done.
+    done = self.evaluate(stop)  # A signal had interrupted this evaluation.
     if done is None:
       raise stopping.Interrupted(self.step, stop.signal)
     return done
@@ -135,18 +147,18 @@ class Run:
   def save(self, metrics: dict | None):
     """Begins to write a checkpoint."""
     with self._progress.pause():
-      self.look()  # What is saved is good.
+      self.fetch_metrics()  # Only states with finite metrics are saved.
       self._log.flush()
       self.checkpoints.save(self.step, self.state, metrics)
 
   def close(self):
-    """Writes what is still held of the metrics, and leaves the bar as it is."""
+    """Writes the remaining metrics, and leaves the bar as it is."""
     self._progress.close()
     self._log.close()
 
 
 def _check_finite(metrics, step, checkpoints):
-  """Stops the run where loss or gradient of a step are no numbers any more."""
+  """Raises FloatingPointError if the loss or the gradient is not finite."""
   if math.isfinite(metrics['train_loss'] + metrics['grad_norm']):
     return
   checkpoints.wait()
@@ -160,13 +172,13 @@ def _check_finite(metrics, step, checkpoints):
 
 
 class Progress:
-  """Counts steps, measures speed, and shows both.
+  """Counts steps, measures the speed, and shows both.
 
-  Time between `pause` and `resume` (evaluation, checkpoints) and that of the
-  first step (compilation) does not count in the speed.
+  The speed excludes the time inside `pause` (evaluation, checkpoints) and the
+  first step, which compiles.
 
   Args:
-    step: number of updates made already.
+    step: number of updates made so far.
     total_steps: number of updates of the whole run.
     batch: images per update, over all devices.
   """
@@ -178,26 +190,22 @@ class Progress:
     self._mark = None
     self._paused = 0.0
     self._rate = None
-    self._bar = None
-    if jax.process_index() == 0 and sys.stderr.isatty() and not cli.is_muted():
-      self._bar = tqdm.tqdm(
-        total=total_steps, initial=step, unit='step', dynamic_ncols=True
-      )
+    self._said = ['', '']  # Loss and speed; the last evaluation.
+    self._bar = cli.bar(total=total_steps, initial=step, unit='step')
 
   def start(self, step: int):
-    """Starts the clock, once the first step is done."""
+    """Starts the clock after the first step."""
     self._mark = (step, time.perf_counter())
 
   def update(self, step: int):
     """Moves the bar."""
+    self._bar.update(step - self._step)
     self._step = step
-    if self._bar is not None:
-      self._bar.update(step - self._bar.n)
 
   def rate(self, step: int) -> float | None:
     """Returns images per second since the last call, over all devices.
 
-    None where no step but the first, which compiles, has been made.
+    None if only the first step, which compiles, has been made.
     """
     now = time.perf_counter()
     before, then = self._mark
@@ -208,10 +216,10 @@ class Progress:
     return self._rate
 
   def show(self, step: int, loss: float, rate: float | None):
-    """Shows loss, speed and time left."""
-    if self._bar is not None:
+    """Shows loss, speed and, where no bar does, the time left."""
+    if not self._bar.disable:
       speed = f', {rate:,.0f} img/s' if rate else ''
-      self._bar.set_postfix_str(f'loss {loss:.4f}{speed}')
+      self._beside_bar(0, f'loss {loss:.4f}{speed}')
       return
     line = (
       f'step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}'
@@ -220,6 +228,14 @@ class Progress:
       left = (self._total - step) * self._batch / rate
       line += f'  {rate:,.0f} img/s  {cli.duration(left)} left'
     cli.say(line)
+
+  def evaluated(self, text: str):
+    """Shows the last evaluation beside the bar."""
+    self._beside_bar(1, text)
+
+  def _beside_bar(self, place, text):
+    self._said[place] = text
+    self._bar.set_postfix_str(', '.join(filter(None, self._said)))
 
   def pause(self) -> 'Progress':
     """Stops the clock inside a `with` block."""
@@ -233,5 +249,4 @@ class Progress:
 
   def close(self):
     """Leaves the bar as it is."""
-    if self._bar is not None:
-      self._bar.close()
+    self._bar.close()

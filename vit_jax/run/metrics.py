@@ -1,11 +1,14 @@
-"""Numbers of a run: `workdir/metrics.jsonl`, and TensorBoard events beside it.
+"""Writes the metrics of a run to `workdir/metrics.jsonl` and to TensorBoard.
 
-On a local disk a line is appended as it comes. A file of a bucket can only be
-written as a whole: there lines and events are held on this machine, and uploaded
-before each checkpoint and at the end. What a kill loses is what comes after the
-checkpoint, and will be computed again.
+TensorBoard also gets pictures and the config.
+
+On a local disk each line is appended at once. A file in a bucket can only be
+written as a whole: lines and events are collected on this machine, and uploaded
+before each checkpoint and at the end. A kill loses only metrics after the last
+checkpoint, which the resumed run computes again.
 """
 
+from collections.abc import Mapping
 import json
 import os
 import tempfile
@@ -14,18 +17,19 @@ from absl import logging
 from clu import metric_writers
 from etils import epath
 import jax
+import numpy as np
 
 from vit_jax.data import images
 from vit_jax.run import workdir as workdir_lib
 
 
 class MetricsLog:
-  """Writes numbers by step; only the first process does.
+  """Writes metrics by step, from the first process only.
 
   Args:
     workdir: folder of the run.
-    start_step: the step from which the run goes on: what the file has of later
-      steps is taken out, since these steps will come again.
+    start_step: step that the run starts from. Lines of later steps are removed
+      from the file, since the run makes these steps again.
   """
 
   def __init__(self, workdir, start_step: int = 0):
@@ -37,14 +41,14 @@ class MetricsLog:
     found, bad = _parse(self.path)
     if bad:
       logging.warning(
-        "'%s' has %d lines that are no metrics, the first %s: left out",
+        "'%s' has %d lines that are not metrics, the first %s: they are removed",
         self.path,
         len(bad),
         bad[0][:80],
       )
     lines = [_line(line) for line in found if line['step'] <= start_step]
     workdir_lib.write_atomically(self.path, ''.join(lines))
-    self._held = None  # Lines and a folder of events, to be uploaded.
+    self._held = None  # Lines to upload, with the events in `self._folder`.
     events = str(workdir)
     if is_remote(workdir):
       self._folder = tempfile.TemporaryDirectory()
@@ -54,7 +58,7 @@ class MetricsLog:
     )
 
   def write(self, step: int, scalars: dict):
-    """Writes the numbers of a step."""
+    """Writes the metrics of a step."""
     if self._writer is None:
       return
     scalars = {name: float(value) for name, value in scalars.items()}
@@ -66,14 +70,30 @@ class MetricsLog:
       self._held.append(line)
     self._writer.write_scalars(step, scalars)
 
+  def write_config(self, step: int, config):
+    """Writes the config of a run that starts or resumes at a step."""
+    if self._writer is None:
+      return
+    rows = workdir_lib.flatten(workdir_lib.to_plain(config))
+    lines = [f'| {key} | {_cell(value)} |' for key, value in rows.items()]
+    table = '\n'.join(['| key | value |', '|---|---|', *sorted(lines)])
+    self._writer.write_texts(step, {'config': table})
+
+  def write_pictures(self, step: int, pictures: Mapping[str, np.ndarray]):
+    """Writes pictures, uint8 [height, width, 3] by name."""
+    if self._writer is not None and pictures:
+      self._writer.write_images(step, {k: v[None] for k, v in pictures.items()})
+
   def flush(self):
-    """Makes what was written outlive this machine; for before a checkpoint."""
-    if self._writer is not None and self._held is not None:
-      self._writer.flush()
+    """Flushes, and uploads to a bucket; called before each checkpoint."""
+    if self._writer is None:
+      return
+    self._writer.flush()
+    if self._held is not None:
       self._upload()
 
   def close(self):
-    """Writes what is still held."""
+    """Writes everything that remains."""
     if self._writer is None:
       return
     self._writer.close()
@@ -89,8 +109,14 @@ class MetricsLog:
 
 
 def is_remote(path) -> bool:
-  """Tells whether a path is that of a bucket, gs://... for one."""
+  """Returns whether a path is in a bucket, such as gs://..."""
   return '://' in os.fspath(path)
+
+
+def _cell(value) -> str:
+  """Writes a value as a cell of a Markdown table shows it."""
+  text = json.dumps(value, ensure_ascii=False)
+  return '`' + text.replace('|', '\\|').replace('`', "'") + '`'
 
 
 def _line(scalars) -> str:
@@ -98,9 +124,9 @@ def _line(scalars) -> str:
 
 
 def _parse(path) -> tuple[list[dict], list[bytes]]:
-  """Returns what a metrics.jsonl holds, and the lines that are no metrics.
+  """Returns the metrics in a metrics.jsonl, and the lines that are not metrics.
 
-  The last line, where it was half written, belongs to neither.
+  An incomplete last line belongs to neither.
   """
   *whole, last = path.read_bytes().split(b'\n') if path.exists() else [b'']
   found, bad = [], []
@@ -125,12 +151,12 @@ def _is_metrics(line) -> bool:
 
 
 def read(workdir) -> list[dict]:
-  """Returns the lines of metrics.jsonl, but for those that are no metrics."""
+  """Returns the metrics in the metrics.jsonl of a run."""
   return _parse(epath.Path(workdir) / 'metrics.jsonl')[0]
 
 
 def find(workdir, step: int, name: str) -> dict | None:
-  """Returns the line of a step that has a number of that name, or None."""
+  """Returns the line of a step that contains a metric, or None."""
   for line in read(workdir):
     if line['step'] == step and name in line:
       return line
@@ -138,7 +164,7 @@ def find(workdir, step: int, name: str) -> dict | None:
 
 
 def format_metrics(metrics: dict) -> str:
-  """Writes numbers for people: accuracies in percent, the rest short."""
+  """Formats metrics for people: accuracies in percent, others with 4 digits."""
   return ', '.join(
     f'{name} {100 * value:.2f} %'
     if 'accuracy' in name
@@ -147,18 +173,14 @@ def format_metrics(metrics: dict) -> str:
   )
 
 
-def write_pictures(workdir, step: int, pictures) -> list[epath.Path]:
-  """Writes pictures, uint8 [height, width, 3] by name; returns their paths.
+def save_pictures(workdir, pictures) -> list[epath.Path]:
+  """Writes pictures, uint8 [height, width, 3] by name, as NAME.png.
 
-  The first process writes each as NAME.png into the workdir, and for TensorBoard.
+  Returns:
+    The paths of the files in the workdir.
   """
-  if not pictures or jax.process_index():
-    return []
   paths = []
   for name, pixels in pictures.items():
     paths.append(epath.Path(workdir) / f'{name}.png')
     paths[-1].write_bytes(images.encode_png(pixels))
-  writer = metric_writers.SummaryWriter(str(workdir))
-  writer.write_images(step, {k: v[None] for k, v in pictures.items()})
-  writer.close()
   return paths

@@ -1,4 +1,4 @@
-"""Stopping without loss: Ctrl-C, SIGTERM and preemption notices."""
+"""Stops a run without loss on Ctrl-C, SIGTERM and preemption notices."""
 
 import os
 import signal
@@ -7,14 +7,14 @@ import threading
 import jax
 from jax.experimental import multihost_utils
 
-from vit_jax.scale import processes
+from vit_jax.scale import liveness
 
 
 class Interrupted(Exception):
   """A signal stopped the run, after a checkpoint was saved.
 
   Attributes:
-    step: the step of the checkpoint.
+    step: step of the checkpoint.
     signal: number of the signal.
   """
 
@@ -25,14 +25,21 @@ class Interrupted(Exception):
     self.step = step
     self.signal = signal
 
+  def _render_traceback_(self) -> list[str]:
+    """Returns what a notebook shows: not where in the code the run was stopped."""
+    return [
+      f'Stopped at step {self.step}, which is saved. Run this cell again to go on.'
+    ]
+
 
 class StopRequest:
-  """Notices Ctrl-C, SIGTERM and preemption notices; a context manager.
+  """Context manager that notices Ctrl-C, SIGTERM and preemption notices.
 
-  The first signal asks the loop to save and stop, the second Ctrl-C stops at
-  once. With many processes all of them stop after the same step, whichever got
-  the signal (jax.distributed tells the others, and listens for SIGTERM itself
-  inside the `with` block; outside of it SIGTERM ends the process at once).
+  The first signal asks the loop to save and stop; a second Ctrl-C stops at
+  once. With several processes all of them stop after the same step, whichever
+  received the signal. Then jax.distributed notifies the others, and handles
+  SIGTERM itself inside the `with` block; outside of the block SIGTERM ends the
+  process at once.
   """
 
   def __init__(self):
@@ -41,17 +48,17 @@ class StopRequest:
 
   def __enter__(self):
     if threading.current_thread() is not threading.main_thread():
-      return self  # Python gives signals to the main thread alone.
+      return self  # Python delivers signals to the main thread only.
     handled = [signal.SIGINT]
     if jax.process_count() == 1:
       handled.append(signal.SIGTERM)
     for number in handled:
       self._previous[number] = signal.signal(number, self._handle)
-    processes.listens_for_sigterm(True)
+    liveness.listens_for_sigterm(True)
     return self
 
   def __exit__(self, *_):
-    processes.listens_for_sigterm(False)
+    liveness.listens_for_sigterm(False)
     for number, previous in self._previous.items():
       signal.signal(number, previous)
 
@@ -65,7 +72,7 @@ class StopRequest:
       os.kill(os.getpid(), signal.SIGTERM)
 
   def after(self, step: int) -> bool:
-    """Tells whether to stop after this step; all processes must ask."""
+    """Returns whether to stop after this step; all processes must call it."""
     if jax.process_count() == 1:
       return self.signal is not None
     stop = multihost_utils.reached_preemption_sync_point(step)
@@ -74,8 +81,8 @@ class StopRequest:
     return stop
 
   def now(self) -> bool:
-    """Tells whether to break off work between steps, an evaluation say.
+    """Returns whether to break off work between steps, such as an evaluation.
 
-    Always False with many processes, which may only stop after a step.
+    Always False with several processes, which may only stop after a step.
     """
     return jax.process_count() == 1 and self.signal is not None

@@ -1,10 +1,11 @@
-"""The files of a run beside its checkpoints: config, metadata, versions.
+"""Writes, reads and checks the files of a run except its checkpoints.
 
 config.json        the resolved config
-class_names.json   for classification: the names of the classes, in the order of
-                   the logits; other tasks have other metadata, NAME.json each
-data.json          what the data were: counts and hashes, and one of the metadata
-versions.json      versions of Python and of the packages that matter
+class_names.json   for classification: names of the classes, in the order of the
+                   logits; other tasks have other metadata, a NAME.json each
+data.json          fingerprints of the data (counts and hashes), and a hash of
+                   the metadata
+versions.json      versions of Python and of important packages
 """
 
 from collections.abc import Mapping
@@ -22,8 +23,9 @@ import ml_collections
 from vit_jax.run import config as run_config
 from vit_jax.scale import processes
 
-# Keys that say how a run is watched, where it runs and in what order it computes,
-# but not what: they may differ when a run goes on, on other devices for one.
+# Keys that do not change what a run computes, only where, in which order and
+# how it is observed. They may differ when a run resumes, for example on other
+# devices.
 FREE_KEYS = (
   'accum_steps',
   'batch_eval',
@@ -33,6 +35,8 @@ FREE_KEYS = (
   'eval_every',
   'evals',
   'keep_checkpoints',
+  'log_attention',
+  'log_images',
   'max_image_pixels',
   'mesh',
   'model.transformer.attention',
@@ -45,11 +49,9 @@ FREE_KEYS = (
   'tfds_data_dir',
   'tfds_manual_dir',
 )
-# Keys that are worked out from the size of the data.
+# Keys that are computed from the size of the data.
 _LENGTHS = ('total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs')
 _DATA = 'data.json'
-# Keys of `pp` that have come since, and what runs did before.
-_BEFORE = {'jpeg_shrink': False}
 PACKAGES = (
   'vit_jax',
   'jax',
@@ -65,21 +67,21 @@ PACKAGES = (
 
 
 def absolute(path) -> epath.Path:
-  """Returns a path that does not depend on the current folder.
+  """Returns the absolute path, which Orbax requires.
 
-  Orbax takes no other. What has a scheme, gs:// for one, stays as it is.
+  A path with a scheme, such as gs://, stays as it is.
   """
   text = str(path)
   return epath.Path(text if '://' in text else os.path.abspath(text))
 
 
 def to_plain(config) -> dict[str, Any]:
-  """Turns a config into what JSON can hold (tuples become lists)."""
+  """Converts a config to types of JSON (tuples become lists)."""
   return json.loads(json.dumps(config.to_dict()))
 
 
 def facts(config) -> dict[str, Any]:
-  """Returns what all processes of a run must have the same, by name."""
+  """Returns values by name that must agree in all processes of a run."""
   versions = {f'version of {k}': v for k, v in _versions().items()}
   return {**flatten(to_plain(config)), **versions}
 
@@ -87,18 +89,18 @@ def facts(config) -> dict[str, Any]:
 def check(
   workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
 ):
-  """Checks that a run can be, or go on, in a folder; process 0 does so for all.
+  """Checks that a run can start or resume in a folder, on process 0 for all.
 
   Args:
     workdir: the folder; it need not exist.
     config: the resolved config.
-    metadata: what the task stores of the data: {name of the file: JSON}.
-    data: fingerprints of the data, `train` first, then one for each evaluation;
-      see vit_jax.data.records.Source.fingerprint.
+    metadata: the task's metadata of the data: {name of the file: JSON}.
+    data: fingerprints of the data, first `train`, then each evaluation; see
+      vit_jax.data.records.Source.fingerprint.
 
   Raises:
-    ValueError: if the folder holds a run of another config, of other classes or
-      training data, or other files; says what differs.
+    ValueError: if the folder holds a run with another config, other classes or
+      other training data, or holds other files; lists the differences.
   """
   processes.from_first(
     'checking the workdir',
@@ -107,11 +109,11 @@ def check(
 
 
 def check_config(workdir, config):
-  """Checks what `check` does, but for lengths and data; before data are opened.
+  """Checks a config as `check` does, except its lengths; needs no data.
 
   Args:
     workdir: see check.
-    config: complete; its length may be given in passes over the data.
+    config: a complete config; its length may be given in epochs.
 
   Raises:
     ValueError: see check.
@@ -124,14 +126,14 @@ def check_config(workdir, config):
 
 
 def _check_config(path, config, free) -> bool:
-  """Checks the config of a run; returns False where none has begun here."""
+  """Checks the config of a run; returns False if no run has started here."""
   if path.exists() and not path.is_dir():
     raise ValueError(f"workdir='{path}' is a file: give a folder (--workdir)")
   if not (path / 'config.json').exists():
     if path.exists() and (path / 'checkpoints').exists():
       raise ValueError(
         f"workdir='{path}' holds checkpoints but no config.json: they are "
-        'not of a run of this program; use another --workdir'
+        'not from a run of this program; use another --workdir'
       )
     return False
   old = _read_config(path)
@@ -140,7 +142,7 @@ def _check_config(path, config, free) -> bool:
     raise ValueError(
       f"workdir='{path}' belongs to a run of another config:\n  "
       + '\n  '.join(differing)
-      + '\nUse another --workdir, or the same config to go on with that run'
+      + '\nUse another --workdir, or the same config to resume that run'
     )
   return True
 
@@ -155,7 +157,7 @@ def _check(path, config, metadata, data):
 
 
 def _check_metadata(path, name, value):
-  """Checks that what the task learns of the data is what it has learned."""
+  """Checks that the metadata of the data are those that the run learned."""
   file = path / f'{name}.json'
   old, new = _read_json(file), json.loads(json.dumps(value))
   if old == new:
@@ -170,13 +172,13 @@ def _check_metadata(path, name, value):
         break
   raise ValueError(
     f"'{file}' differs from what the data say now ({what}): the run has learned "
-    'the former. Give the data back these names, or train into another --workdir '
-    f'with --config.pretrained={path}, which takes all but the head'
+    'the former. Restore the former names in the data, or train into another '
+    f'--workdir with --config.pretrained={path}, which takes all but the head'
   )
 
 
 def _check_data(path, data):
-  """Refuses other training data; warns of others to test on."""
+  """Refuses other training data; warns of other evaluation data."""
   file = path / _DATA
   if not file.exists():
     return  # Of an older version.
@@ -187,7 +189,7 @@ def _check_data(path, data):
     before = sources.get(name, {})
     if not isinstance(before, dict):
       raise _damaged(file, f'{name!r} is {before!r:.50}')
-    # What a later version adds is not compared.
+    # Fingerprints that only one of the versions has are not compared.
     differing = _differences(
       {k: v for k, v in before.items() if k in found},
       {k: v for k, v in found.items() if k in before},
@@ -198,19 +200,19 @@ def _check_data(path, data):
       raise ValueError(
         f"workdir='{path}' belongs to a run on other training data:\n  "
         + '\n  '.join(differing)
-        + '\nBring those data back to go on with that run, or train into another '
+        + '\nRestore those data to resume that run, or train into another '
         f'--workdir with --config.pretrained={path}'
       )
     logging.warning(
-      '%s is on other data than before: %s; its metrics cannot be compared with '
-      'the earlier ones',
+      'Evaluation %s is on other data than before: %s; its metrics cannot be '
+      'compared with the earlier ones',
       name,
       '; '.join(differing),
     )
 
 
 def _differences(old, new, free=()) -> list[str]:
-  """Says in which keys two trees differ, but for those that are free."""
+  """Lists the keys, other than free ones, in which two trees differ."""
   old, new = flatten(old), flatten(new)
   return [
     f'{key}: {old.get(key)} there, {new.get(key)} here'
@@ -243,14 +245,14 @@ def create(
       path.mkdir(parents=True, exist_ok=True)
       for name, value in files.items():
         write_atomically(path / name, json.dumps(value, indent=1))
-      # The last, since it is what makes the folder a run's.
+      # Written last, since config.json marks the folder as that of a run.
       write_atomically(
         path / 'config.json',
         json.dumps(to_plain(config), indent=1, sort_keys=True),
       )
     except OSError as e:
       raise ValueError(
-        f"workdir='{workdir}' cannot be written: {e}; give a folder that can "
+        f"workdir='{workdir}' cannot be written: {e}; give a writable folder "
         '(--workdir)'
       ) from e
 
@@ -258,12 +260,12 @@ def create(
 
 
 def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
-  """Returns the config of a run, complete, and its metadata.
+  """Returns the complete config of a run, and its metadata.
 
   Raises:
     FileNotFoundError: if the folder holds no run.
-    ValueError: if its files cannot be read or were changed, or its task is not
-      known.
+    ValueError: if its files cannot be read or were changed, or its task is
+      unknown.
   """
   path = epath.Path(workdir)
   config = _read_config(path)
@@ -274,12 +276,12 @@ def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
     if _read_object(path / _DATA).get('metadata') != _digest(metadata):
       raise ValueError(
         f"{[f'{name}.json' for name in names]} in workdir='{path}' are not those "
-        'that the run has learned (data.json has a hash of them): bring back what '
-        'the run wrote there'
+        'that the run has learned (data.json has a hash of them): restore the files '
+        'that the run wrote'
       )
   for name, rule in task.METADATA_RULES.items():
     wrong = rule(metadata[name])
-    if wrong:  # Runs of older versions have no hash of it.
+    if wrong:  # Runs of older versions have no hash of the metadata.
       raise _damaged(path / f'{name}.json', f'{metadata[name]!r:.50} {wrong}')
   return config, metadata
 
@@ -295,41 +297,49 @@ def _existing(path, name):
 
 
 def as_begun(workdir, config):
-  """Makes a run that began before a key came go on as it was.
+  """Sets keys that were added after a run began to their former behaviour.
 
   Args:
     workdir: folder of the run; it need not exist.
-    config: complete; changed in place.
+    config: a complete config; changed in place.
   """
 
   def find():
     path = epath.Path(workdir)
     if not (path / 'config.json').exists():
       return []
-    pp = _read_object(path / 'config.json').get('pp')
-    return [k for k in _BEFORE if isinstance(pp, dict) and k not in pp]
+    return run_config.missing_before(_read_object(path / 'config.json'))
 
-  for key in processes.from_first('reading the config of the workdir', find):
-    config.pp[key] = _BEFORE[key]
+  run_config.set_before(
+    config, processes.from_first('reading the config of the workdir', find)
+  )
 
 
 def _read_config(path) -> ml_collections.ConfigDict:
-  """Returns the config of a run, complete."""
+  """Returns the complete config of a run."""
   file = _existing(path, 'config')
   plain = _read_object(file)
   if not isinstance(plain.get('model'), dict):
     raise _damaged(file, f"{plain!r:.50} has no key 'model'")
-  if isinstance(plain.get('pp'), dict):
-    plain['pp'] = {**_BEFORE, **plain['pp']}
   try:
     return run_config.of_run(ml_collections.ConfigDict(plain))
+  except run_config.UnknownTaskError as e:
+    raise ValueError(
+      f"the run in workdir='{path}' needs the module of its task: {e}"
+    ) from e
   except (ValueError, AttributeError, KeyError, TypeError) as e:
     raise _damaged(file, str(e)) from e
 
 
-def write_atomically(path: epath.Path, text: str):
-  """Writes a file such that it is never seen half written."""
-  temporary = path.parent / f'.{path.name}.tmp'
+def write_atomically(path: epath.Path, text: str, owner: str = ''):
+  """Writes a file so that no reader ever sees it incomplete.
+
+  Args:
+    path: the file.
+    text: its content.
+    owner: distinguishes writers of the same file that do not know each other.
+  """
+  temporary = path.parent / f'.{path.name}{owner}.tmp'
   temporary.write_text(text)
   temporary.replace(path)
 
@@ -350,7 +360,7 @@ def _read_object(path) -> dict:
 
 def _damaged(path, why) -> ValueError:
   return ValueError(
-    f"'{path}' is damaged: {why}; bring back what the run wrote there, or start "
+    f"'{path}' is damaged: {why}; restore the file that the run wrote, or start "
     'anew in another --workdir'
   )
 
@@ -361,7 +371,7 @@ def _digest(value) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-  """Turns {'a': {'b': 1}} into {'a.b': 1}."""
+  """Converts {'a': {'b': 1}} to {'a.b': 1}."""
   flat = {}
   for key, value in tree.items():
     if isinstance(value, dict):

@@ -1,10 +1,11 @@
-"""What a training step costs on TPUs, by their compiler, without one.
+"""Compiles a training step for TPUs and estimates its time and memory.
 
-The compiler's estimate of a program's time is a sum, over its operations, of the
-longer of two times: that of the arithmetic and that of the memory. It counts no
-network, and what is in a loop once. The first is given apart; the second is mended
-where the loops are ours (micro-batches, layers), and where they are the
-compiler's own, for the matrix products in them.
+No TPU is needed, only its compiler. For each operation the compiler estimates
+the time of the arithmetic and that of the memory traffic; the longer one
+counts, and a program takes the sum over its operations. The compiler leaves out
+the network, which is estimated here on its own, and counts the body of a loop
+once. Loops over micro-batches and layers are therefore added here in full; in
+loops that the compiler made itself, only the matrix products are.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,8 @@ _COLLECTIVES = (
   'all-to-all',
   'collective-permute',
 )
-# What it rearranges memory with on v5e and newer, and cannot estimate.
+# An operation that rearranges memory on v5e and newer; its time is not
+# estimated.
 _UNKNOWN = 'custom_call_target="ConcatBitcast"'
 _SIZES = {'f32': 4, 's32': 4, 'u32': 4, 'bf16': 2, 'f16': 2, 'pred': 1}
 
@@ -39,10 +41,10 @@ class Lowered(NamedTuple):
 
   Attributes:
     update: jax.stages.Lowered of the whole update.
-    loops: (times, jax.stages.Lowered) whose costs, so often, are to be added:
-      the compiler counts what is in a loop once.
-    abstract: the TrainState's shapes and shardings.
-    flops: of the matrix products of an update, over all devices.
+    loops: (times, jax.stages.Lowered) pairs: programs whose costs are added to
+      those of `update`, each so many times.
+    abstract: TrainState of shapes and shardings.
+    flops: FLOPs of the matrix products of one update, over all devices.
   """
 
   update: jax.stages.Lowered
@@ -52,15 +54,15 @@ class Lowered(NamedTuple):
 
 
 def lower(config, make_program: Callable, devices) -> Lowered:
-  """Lowers the update of a config for devices that need not be there.
+  """Lowers the training update for the devices of a topology.
 
   Args:
-    config: with `total_steps` and `warmup_steps` as numbers.
-    make_program: (config, mesh) -> vit_jax.train.Program.
-    devices: of a topology.
+    config: a training's, with `total_steps` and `warmup_steps` as numbers.
+    make_program: function (config, mesh) -> vit_jax.train.Program.
+    devices: devices of a topology, of which none needs to exist.
 
   Raises:
-    ValueError: if config and devices do not go together, as in training.
+    ValueError: if the config does not fit the devices, as in training.
   """
   mesh = sharding.make_mesh(config.mesh, devices)
 
@@ -72,7 +74,7 @@ def lower(config, make_program: Callable, devices) -> Lowered:
     )
 
   def gradient(num_layers=None):
-    """Lowers the gradient of a micro-batch, maybe of fewer layers in a row."""
+    """Lowers the gradient of a micro-batch; `num_layers` replaces the depth."""
     part = copy.deepcopy(config)
     if num_layers:
       part.model.transformer.update(num_layers=num_layers, scan=False)
@@ -88,7 +90,7 @@ def lower(config, make_program: Callable, devices) -> Lowered:
       out_shardings=(None, jax.tree.map(lambda x: x.sharding, params)),
     )
     batch = batch_of(task, config.batch // config.accum_steps)
-    with jax.set_mesh(mesh):  # Where nothing can be computed, only lowered.
+    with jax.set_mesh(mesh):
       return function.lower(params, abstract.extra, batch)
 
   loops = []
@@ -96,8 +98,9 @@ def lower(config, make_program: Callable, devices) -> Lowered:
     loops.append((config.accum_steps - 1, gradient()))
   encoder = config.model.get('transformer') or {}
   if encoder.get('scan'):
-    # One more layer costs what three layers cost more than two. The last layer
-    # stands outside the loop, one inside is counted.
+    # The difference between three layers and two is the cost of one. The last
+    # layer stands outside the loop, and the compiler counts one layer inside
+    # it.
     times = config.accum_steps * (encoder.num_layers - 2)
     loops += [(times, gradient(3)), (-times, gradient(2))]
   program = make_program(config, mesh)
@@ -113,16 +116,16 @@ def collectives(hlo: str) -> dict[str, dict]:
   """Counts the collectives of a compiled program, by kind.
 
   Args:
-    hlo: its text.
+    hlo: text of the compiled program.
 
   Returns:
-    kind -> {'count', 'bytes', 'network_bytes'}: bytes of the results on one
-    device, and the least that goes over the links of a chip for them, each way.
-    What stands in the body of a loop counts once.
+    kind -> {'count', 'bytes', 'network_bytes'}: how often the collective
+    occurs, bytes of its results on one device, and the least number of bytes
+    that it sends over the links of a chip. The body of a loop counts once.
   """
   found = {}
   call = re.compile(rf' ({"|".join(_COLLECTIVES)})(-start)?\(')
-  groups = {}  # Of the fusions that TPUs from v4 on make of a reduce-scatter.
+  groups = {}  # Group sizes of the fusions that hold a reduce-scatter (v4 on).
   inside = None
   for line in hlo.splitlines():
     if line.startswith('%all-reduce-scatter'):
@@ -143,7 +146,7 @@ def collectives(hlo: str) -> dict[str, dict]:
       for dtype, dims in re.findall(r'(\w+)\[([\d,]*)\]', shape)
     )
     if not scatter and match[2]:
-      size //= 2  # What only starts here names its operands too.
+      size //= 2  # The shape of a '-start' holds the operands too.
     group = (groups.get(match[1]) if scatter else _group_size(line)) or 1
     row = found.setdefault(kind, {'count': 0, 'bytes': 0, 'network_bytes': 0})
     row['count'] += 1
@@ -153,10 +156,10 @@ def collectives(hlo: str) -> dict[str, dict]:
 
 
 def _group_size(line):
-  """Number of devices that a collective joins; 0 where the line does not say.
+  """Returns the number of devices in a collective's group, 0 if unknown.
 
-  Written {{0,1},{2,3}}, [groups,size]<=[devices], or as the axes of a mesh,
-  mesh['a'=4,'b'=8] {'b'}.
+  The group is written as {{0,1},{2,3}}, as [groups,size]<=[devices], or by the
+  axes of a mesh: mesh['a'=4,'b'=8] {'b'}.
   """
   text = line.partition('replica_groups=')[2]
   if text.startswith('{{'):
@@ -171,7 +174,7 @@ def _group_size(line):
 
 
 def _passes(kind, group):
-  """Bytes through the links of a chip for each byte of the result on a device."""
+  """Returns bytes over a chip's links per byte of a device's result."""
   if kind == 'collective-permute':
     return 1
   factor = {'all-reduce': 2, 'reduce-scatter': group}.get(kind, 1)
@@ -183,17 +186,18 @@ def _bytes(abstract):
 
 
 def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
-  """Compiles, and returns what the compiler says.
+  """Compiles a program; returns the compiler's memory and time estimates.
 
   Args:
     lowered: the program.
     chip: kind of the devices.
-    devices: their number.
+    devices: number of devices.
 
   Returns:
-    `fits`; where it does: `memory_per_core_bytes` and its parts,
-    `bytes_accessed_per_core`, `step_seconds`, `network_seconds`, `collectives`;
-    else `memory_per_core_bytes` as far as the compiler says it.
+    A dict with `fits`, whether the program fits the device's memory. If it
+    does: `memory_per_core_bytes` and its parts, `bytes_accessed_per_core`,
+    `step_seconds`, `network_seconds` and `collectives`. If not:
+    `memory_per_core_bytes`, or None where the compiler does not report it.
   """
   start = time.perf_counter()
   result = {
@@ -201,7 +205,7 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
     'optimizer_bytes': _bytes(lowered.abstract.opt_state),
   }
   failure = None
-  with cli.hidden_stderr():  # It is noisy, most of all where it fails.
+  with cli.hidden_stderr():  # The compiler logs a lot, most of all on failure.
     try:
       compiled = lowered.update.compile()
       seconds = time.perf_counter() - start
@@ -247,17 +251,17 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
       total = found.setdefault(kind, dict.fromkeys(row, 0))
       for key, value in row.items():
         total[key] += times * value
-  # Operations that the compiler has no idea of count minus one second each.
-  # Matrix products in loops that it made itself, or in kernels, are not seen in
-  # full: what is missing is added at the device's peak.
-  unseen = max(0, lowered.flops / devices - cost['flops'])
+  # The compiler counts an operation that it cannot estimate as minus one
+  # second. It counts matrix products in kernels and in its own loops only in
+  # part: the missing FLOPs are added at the peak of the device.
+  missing = max(0, lowered.flops / devices - cost['flops'])
   result['step_seconds'] = (
-    cost['optimal_seconds'] + unknown + unseen / chip.peak
+    cost['optimal_seconds'] + unknown + missing / chip.peak
   )
-  result['flops_unseen_per_core'] = unseen
+  result['flops_unseen_per_core'] = missing
   result['bytes_accessed_per_core'] = cost['bytes accessed']
   result['collectives'] = found
-  # At best: all links busy both ways, nothing waits.
+  # A lower bound: all links are busy in both directions and nothing waits.
   result['network_seconds'] = (
     sum(row['network_bytes'] for row in found.values()) / chip.network
   )

@@ -1,7 +1,7 @@
-"""Multiply-adds of a Vision Transformer, counted from its config.
+"""Counts the multiply-adds of a Vision Transformer and the FLOPs of a program.
 
-Checked against the pre-training compute of arXiv 2010.11929, table 6, which is 6
-x multiply-adds of one forward pass x images.
+The counts agree with the pre-training compute of arXiv 2010.11929, table 6,
+which is 6 x multiply-adds of one forward pass x images.
 """
 
 import math
@@ -16,23 +16,23 @@ def forward_multiply_adds(
 ) -> int:
   """Counts the multiply-adds of one forward pass on one image.
 
-  Only matrix products count, as usual: patches, attention, MLP and head.
+  Only matrix products count, as is usual: patches, attention, MLP and head.
 
   Args:
     model: a config of `vit_jax.configs.models`, without a ResNet in front.
     image_size: (height, width) in pixels.
     num_classes: width of the head.
     channels: channels of the image.
-    as_run: whether to leave out what is not computed here: of the last layer's
-      tokens only the class token is read, where there is one.
+    as_run: whether to leave out what this implementation skips: in a model with
+      a class token the last layer computes that token alone.
 
   Raises:
     ValueError: if the model is a hybrid.
   """
   if model.get('resnet') is not None:
     raise ValueError(
-      f'model={model.get("model_name")} has a ResNet, which is not counted here: '
-      'give a model of patches alone'
+      f'model={model.get("model_name")} has a ResNet, whose multiply-adds cannot '
+      'be counted: choose a model without one'
     )
   width, encoder = model.hidden_size, model.transformer
   patch_height, patch_width = model.patches.size
@@ -52,19 +52,19 @@ def forward_multiply_adds(
 
 
 def training_flops(multiply_adds: int) -> int:
-  """FLOPs of forward and backward pass: 2 a multiply-add, 3 times."""
+  """FLOPs of a forward and backward pass: 3 passes, 2 FLOPs a multiply-add."""
   return 6 * multiply_adds
 
 
 def count_flops(jaxpr) -> int:
   """Counts the FLOPs of the matrix products in a program, as it is written.
 
-  What is computed twice counts twice, and what stands in a loop, or in a kernel,
-  as often as the loop or the kernel's grid runs: a compiler's own count can be
-  trusted with neither.
+  Recomputed products count again, and the body of a loop or kernel counts as
+  often as it runs. A compiler's own count does neither reliably.
 
   Args:
-    jaxpr: jax.core.Jaxpr or ClosedJaxpr, `jax.jit(f).trace(...).jaxpr` for one.
+    jaxpr: jax.core.Jaxpr or ClosedJaxpr, for example
+      `jax.jit(f).trace(...).jaxpr`.
   """
   jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
   total = 0

@@ -1,4 +1,7 @@
-"""The search of `python -m vit_jax.plan --search`: meshes, micro-batches, remat."""
+"""Searches for the fastest settings that fit (`vit_jax.plan --search`).
+
+The settings are the mesh, the number of micro-batches and rematerialisation.
+"""
 
 import bisect
 from collections.abc import Callable
@@ -12,17 +15,17 @@ from vit_jax.configs import models as model_configs
 
 say = cli.say
 
-# What may be computed again for the backward pass, and the share of the peak that
-# a plan without it must reach for it not to be tried: dense layers are most of
-# the arithmetic, so that the first costs little of it and the second a quarter.
+# (remat, share of the peak). A kind of rematerialisation is tried only while
+# the best plan so far stays below this share. 'dots' recomputes little, as
+# dense layers do most of the arithmetic; 'full' recomputes a quarter of it.
 REMATS = (('', math.inf), ('dots', 0.75), ('full', 0.6))
 
 
 def meshes(config, devices: int) -> Iterator[dict[str, int]]:
-  """Yields the meshes that are tried.
+  """Yields the meshes to try.
 
-  Parameters split over all devices, over 8, and copied; and split over half of
-  the devices, with heads and hidden layers split over 2.
+  Parameters are split over all devices, over 8, or over none; the last mesh
+  splits them over half of the devices, and heads and hidden layers over 2.
   """
   heads = (config.model.get('transformer') or {}).get('num_heads', 1)
   tried = [(devices, 1), (min(8, devices), 1), (1, 1)]
@@ -36,24 +39,26 @@ def meshes(config, devices: int) -> Iterator[dict[str, int]]:
 def search(
   config, devices: int, plan: Callable[[Any], dict], shown: int = 5
 ) -> list[dict]:
-  """Plans a run in many ways; prints the best and the flags that select it.
+  """Plans a run with many settings; prints the best plans and their flags.
 
-  For each mesh the fewest micro-batches that fit are looked for, beginning with
-  as many as the best so far has. Rematerialisation, which leaves room for larger
-  ones, is tried where nothing found so far is so fast that it could not win.
+  For each mesh the search looks for the fewest micro-batches that fit, starting
+  from the number of the best plan so far. Rematerialisation leaves room for
+  larger micro-batches; it is tried unless the best plan is already so fast that
+  recomputing could not win.
 
   Args:
-    config: of a training; it stays as it is.
-    devices: their number.
-    plan: config -> its plan, with what plan.make_plan returns.
-    shown: how many of the best are printed.
+    config: config of a training; not modified.
+    devices: number of devices.
+    plan: function config -> plan, a dict as plan.make_plan returns it.
+    shown: number of plans to print.
 
   Returns:
-    The plans that fit, the fastest first, with the network where nothing of it is
-    hidden; all plans, if none fits. Each has its `flags`.
+    The plans that fit, the fastest first; all plans if none fits. The order
+    assumes that communication does not overlap with computation. Each plan has
+    its `flags`.
 
   Raises:
-    ValueError: if no mesh divides the batch, or see plan.make_plan.
+    ValueError: if no mesh divides the batch; see also plan.make_plan.
   """
   config = copy.deepcopy(config)
   config.model = model_configs.with_options(config.model)
@@ -75,7 +80,7 @@ def search(
         start = min(p['accum_steps'] for p in fit)
       best = sorted([*best, *fit], key=lambda p: -_images_per_second(p))
       if fit and start == 1:
-        break  # To compute again what fits whole is only slower.
+        break  # The whole batch fits: recomputing would only be slower.
   if not plans:
     raise ValueError(
       f'batch={config.batch} is not a multiple of the {devices} devices, nor of '
@@ -83,7 +88,7 @@ def search(
       f'--config.batch={max(1, round(config.batch / devices)) * devices}'
     )
   if not best:
-    say('None of them fits: take more devices, or a smaller batch.')
+    say('No plan fits: use more devices or a smaller batch.')
     return plans
   say(f'\nThe best of {len(plans)}, with the network (estimates):')
   for result in best[:shown]:
@@ -92,13 +97,13 @@ def search(
 
 
 def _fewest_that_fit(config, settings, plan, parts, start):
-  """Looks for the fewest micro-batches that fit; yields each plan on the way.
+  """Searches for the fewest micro-batches that fit; yields each plan made.
 
   Args:
-    config: of a training.
-    settings: {flag: value}, all but the number of micro-batches.
-    plan: config -> plan.
-    parts: into how many the mesh splits a batch.
+    config: config of a training.
+    settings: {flag: value}, without the number of micro-batches.
+    plan: function config -> plan.
+    parts: number of parts into which the mesh splits a batch.
     start: number of micro-batches to begin with.
   """
   numbers = [
@@ -127,11 +132,11 @@ def _fewest_that_fit(config, settings, plan, parts, start):
 
 
 def _extrapolate(memory, limit):
-  """Says about how many micro-batches fit.
+  """Estimates how many micro-batches are needed.
 
   Args:
-    memory: {number of micro-batches: bytes, or None where they are not known} of
-      what does not fit, the last last.
+    memory: {number of micro-batches: bytes, or None if unknown} of the plans
+      that do not fit, in the order in which they were made.
     limit: bytes of a device.
   """
   known = [(steps, size) for steps, size in memory.items() if size]
@@ -140,7 +145,7 @@ def _extrapolate(memory, limit):
   steps, size = known[-1]
   if len(known) == 1:
     return steps * 2 ** math.floor(math.log2(size / limit))
-  # Some of the memory does not depend on their number, the rest is shared out.
+  # A part of the memory is fixed, the rest shrinks with more micro-batches.
   before, larger = known[-2]
   shared = (larger - size) / (1 / before - 1 / steps)
   fixed = size - shared / steps
@@ -148,18 +153,18 @@ def _extrapolate(memory, limit):
 
 
 def _images_per_second(plan):
-  """Images per second and device, with the network where nothing is hidden."""
+  """Images per second and device, network time added."""
   return plan['images_per_second_per_core_with_network']
 
 
 def _share(plan):
-  """Share of the peak that a plan reaches, with the network."""
+  """Share of the peak that a plan reaches, network time added."""
   alone = plan['images_per_second_per_core']
   return plan['share_of_peak'] * _images_per_second(plan) / alone
 
 
 def _speed(plan):
-  """A line on the speed and the memory of a plan."""
+  """Describes the speed and the memory of a plan in one line."""
   memory = cli.size(plan['memory_per_core_bytes'])
   if not plan['fits']:
     return f'does not fit: {memory}'

@@ -1,18 +1,20 @@
-"""Mesh, sharding rules and constraints: how one program spans many devices.
+"""Builds the mesh and the shardings: how one program spans many devices.
 
-A mesh names its axes, and all of them but `model` split the batch:
+The axes of a mesh, of which all but `model` split the batch:
 
-  data    copies of the parameters (data parallelism)
-  fsdp    every large array, parameters and optimiser's state, is split over it
-          along its largest dimension that it divides (fully sharded)
-  model   heads and hidden layers are split over it (tensor parallelism)
+  data    replicates the parameters (data parallelism)
+  fsdp    splits each large array, of parameters and optimiser state, along its
+          largest dimension that the axis divides (fully sharded)
+  model   splits heads and hidden layers (tensor parallelism)
 
-So `--config.mesh.fsdp=8` or `--config.mesh.model=2` is all that most runs need.
-`config.sharding_rules`, ordered (regex, spec) pairs, go before that, for example
+Most runs need no more than `--config.mesh.fsdp=8` or `--config.mesh.model=2`.
+`config.sharding_rules` overrides these defaults. It is an ordered list of
+(regex, spec) pairs, for example
 
   ('Transformer/.*/MlpBlock_0/Dense_0/kernel', (None, 'model'))
 
-where the first rule found in the path decides for a leaf, and nothing is added.
+The first rule whose regex is found in a leaf's path gives the whole spec of
+that leaf.
 """
 
 from collections.abc import Mapping
@@ -31,8 +33,8 @@ from vit_jax import cli
 MODEL_AXIS = 'model'
 FSDP_AXIS = 'fsdp'
 
-# Tensor parallelism: a head, or a hidden unit, lives on one device. Where the
-# axis does not divide the dimension, the leaf is not split over it.
+# Tensor parallelism: each head and each hidden unit lies on one device. A
+# dimension that the axis does not divide is not split.
 TENSOR_RULES = (
   ('(query|key|value)/kernel', (None, MODEL_AXIS)),
   ('(query|key|value)/bias', (MODEL_AXIS,)),
@@ -44,8 +46,8 @@ TENSOR_RULES = (
   ('head/bias', (MODEL_AXIS,)),
 )
 
-# Elements from which an array is split over the axis `fsdp`: to gather a small
-# one takes longer than it saves.
+# Least number of elements for an array to be split over the axis `fsdp`:
+# gathering a smaller one takes longer than the split saves.
 FSDP_MIN_SIZE = 2**14
 
 Rules = Sequence[tuple[str, Sequence[Any]]]
@@ -55,8 +57,8 @@ def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
   """Builds the mesh of `config.mesh`.
 
   Args:
-    axes: size of each axis by name; one of them may be -1, "the rest".
-    devices: the devices, by default all of the run.
+    axes: size of each axis by name; one size may be -1, for "the rest".
+    devices: the devices; by default all devices of the run.
 
   Returns:
     A mesh with these axes, in this order.
@@ -100,7 +102,7 @@ def batch_axes(mesh) -> tuple[str, ...]:
 
 
 def batch_shards(mesh) -> int:
-  """Returns into how many parts the batch is split."""
+  """Returns the number of parts into which the mesh splits the batch."""
   return math.prod(mesh.shape[name] for name in batch_axes(mesh))
 
 
@@ -110,13 +112,12 @@ def batch_sharding(mesh) -> NamedSharding:
 
 
 def constrain_batch(x):
-  """Says that the first dimension of `x` is the batch, split over the mesh.
+  """Splits the first dimension of `x`, the batch, over the mesh.
 
-  Without it the partitioner may follow the parameters' sharding into the
-  activations, which more than halves the speed of a sharded model. Does nothing
-  where no mesh of `make_mesh` is set, or where somebody else says how arrays are
-  split: in jax.pmap and jax.shard_map, whose axes are manual, and under a mesh of
-  explicit axes.
+  Without this constraint the partitioner may carry the parameters' sharding
+  into the activations, which more than halves the speed of a sharded model.
+  Returns `x` as it is where no mesh of `make_mesh` is set, and under jax.pmap,
+  jax.shard_map or a mesh of explicit axes, where the caller splits the arrays.
   """
   mesh = jax.sharding.get_abstract_mesh()
   automatic = set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
@@ -126,14 +127,14 @@ def constrain_batch(x):
 
 
 def local_rows(mesh, batch_size: int) -> np.ndarray:
-  """Returns which rows of a global batch this process feeds, in order.
+  """Returns the rows of a global batch that this process feeds, in order.
 
   Args:
     mesh: the mesh.
     batch_size: number of rows of the global batch.
 
   Returns:
-    int64 [rows]: all of them where there is one process.
+    int64 [rows]; with one process, all rows.
 
   Raises:
     ValueError: if the devices do not divide the batch.
@@ -151,11 +152,11 @@ def local_rows(mesh, batch_size: int) -> np.ndarray:
 
 
 def row_parts(mesh) -> int:
-  """Returns into how many parts a batch falls that processes feed as a whole.
+  """Returns the number of equal parts that processes feed as a whole.
 
-  The parts are equal and stand in the order of the rows. The processes that feed
-  one row of a part feed all of them: one process, or several that the axis `model`
-  spans. All processes get the same answer.
+  The parts are consecutive rows. A process that feeds one row of a part feeds
+  all of its rows; several processes feed the same part if the axis `model`
+  spans them. All processes get the same answer.
 
   Args:
     mesh: the mesh.
@@ -170,10 +171,10 @@ def row_parts(mesh) -> int:
 
 
 def count_parts(feeders: Sequence) -> int:
-  """Returns the least number of equal parts such that each is of one kind.
+  """Returns the least number of equal parts with the same feeders throughout.
 
   Args:
-    feeders: who feeds each row.
+    feeders: for each row, the processes that feed it.
   """
   total = len(feeders)
   for parts in range(1, total):
@@ -195,15 +196,15 @@ def tree_shardings(tree, rules: Rules, mesh):
 
   Args:
     tree: a tree of arrays or of jax.ShapeDtypeStruct.
-    rules: ordered (regex, spec) pairs; the regex is searched in the leaf's path
-      ('/'-joined), the spec names a mesh axis, several, or None for each
-      dimension. What no rule matches follows from the axes, as the top of this
-      module says; scalars are replicated.
+    rules: ordered (regex, spec) pairs. The regex is searched in the leaf's path
+      ('/'-joined); the spec gives a mesh axis, several axes or None for each
+      dimension. Leaves that no rule matches are split by the defaults at the
+      top of this module; scalars are replicated.
     mesh: the mesh.
 
   Raises:
-    ValueError: if a rule names no axis of the mesh, has more dimensions than
-      the leaf, does not divide it, or matches no leaf at all.
+    ValueError: if a rule names an axis that the mesh lacks, has more dimensions
+      than the leaf, does not divide the leaf, or matches no leaf.
   """
   rules = [(re.compile(regex), P(*map(_axis, spec))) for regex, spec in rules]
   unused = {regex.pattern for regex, _ in rules}
@@ -229,7 +230,7 @@ def tree_shardings(tree, rules: Rules, mesh):
 
 
 def _default_spec(name, shape, mesh):
-  """Spec of a leaf for which there is no rule."""
+  """Returns the spec of a leaf that no rule matches."""
   spec = [None] * len(shape)
   parts = mesh.shape.get(MODEL_AXIS, 1)
   if parts > 1:
@@ -251,10 +252,10 @@ def _default_spec(name, shape, mesh):
 
 
 def _attention_width(name):
-  """The dimension of a head's width in a kernel of attention, else None.
+  """Returns the dimension of the head width in an attention kernel, else None.
 
-  Where attention's kernels are split there, the TPU's compiler needs no copy to
-  bring what it gathers into the layout that it computes with.
+  With attention kernels split there, the TPU compiler needs no copy to bring
+  the gathered kernel into the layout of the computation.
   """
   if re.search('(query|key|value)/kernel$', name):
     return 2
@@ -264,18 +265,18 @@ def _attention_width(name):
 
 
 def report(abstract) -> list[dict]:
-  """Says what is split how, and how much of it lies on one device.
+  """Reports how the arrays of a tree are split, and the bytes on each device.
 
   Args:
     abstract: a tree of jax.ShapeDtypeStruct with shardings.
 
   Returns:
-    A row for each way to split that occurs, the largest first: `spec`, `arrays`,
-    `bytes` in all and `bytes_per_device`.
+    A row for each kind of split, the largest first: `spec`, the number of
+    `arrays`, total `bytes`, and `bytes_per_device`.
   """
   rows = {}
   for leaf in jax.tree.leaves(abstract):
-    # Where in the array the axes stand does not matter here.
+    # The order of the axes within the array does not matter here.
     axes = [a for a in jax.tree.leaves(tuple(leaf.sharding.spec)) if a]
     row = rows.setdefault(
       '+'.join(sorted(axes)) or 'replicated',
@@ -292,14 +293,14 @@ def report(abstract) -> list[dict]:
 
 
 def not_split(abstract, mesh) -> str:
-  """Says which arrays the axis `model` would split, but does not divide.
+  """Describes the arrays that should be split over `model` but cannot be.
 
   Args:
-    abstract: a tree of jax.ShapeDtypeStruct with shardings: the parameters.
+    abstract: the parameters, a tree of jax.ShapeDtypeStruct with shardings.
     mesh: the mesh.
 
   Returns:
-    '' where there are none.
+    A sentence, or '' if there are no such arrays.
   """
   parts = mesh.shape.get(MODEL_AXIS, 1)
   if parts == 1:
@@ -321,14 +322,14 @@ def not_split(abstract, mesh) -> str:
   ]
   return (
     f'{len(names)} arrays are not split over model={parts}, which does not divide '
-    f'them, {max(names, key=len)} for one'
+    f'their dimensions, for example {max(names, key=len)}'
     if names
     else ''
   )
 
 
 def describe(row: Mapping[str, Any]) -> str:
-  """Says in words what a row of `report` holds, but for its axes."""
+  """Describes a row of `report` in words, without its axes."""
   return (
     f'{row["arrays"]} arrays, {cli.size(row["bytes_per_device"])} of '
     f'{cli.size(row["bytes"])} on each device'
@@ -336,7 +337,7 @@ def describe(row: Mapping[str, Any]) -> str:
 
 
 def _axis(entry):
-  """Turns the list that a config or a JSON file holds into a tuple."""
+  """Turns a list, as configs and JSON files hold, into a tuple."""
   return tuple(entry) if isinstance(entry, (list, tuple)) else entry
 
 

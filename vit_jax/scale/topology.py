@@ -1,4 +1,4 @@
-"""TPUs that need not be there: the versions, and the devices of a topology."""
+"""TPU versions and their topologies, for planning without a TPU."""
 
 import os
 import re
@@ -10,15 +10,15 @@ GIB = 2**30
 
 
 class Chip(NamedTuple):
-  """A device as the compiler sees it: a core of v2 and v3, else a chip.
+  """A device as the compiler counts them: a core on v2 and v3, else a chip.
 
   Attributes:
     memory: bytes.
-    peak: bfloat16 FLOPs a second.
-    network: bytes a second over all links of the chip, one way.
+    peak: bfloat16 FLOPs per second.
+    network: bytes per second over all links of the chip, one way.
     per_chip: devices on a chip.
-    example: a topology of it.
-    config: name of the chip's configuration, where it is not the only one.
+    example: a topology of this version.
+    config: name of the chip's configuration, for versions with several.
   """
 
   memory: int
@@ -29,8 +29,8 @@ class Chip(NamedTuple):
   config: str | None = None
 
 
-# Google Cloud's documentation of each version: a chip's memory, peak and links.
-# The two cores of a chip of v4 and v5p work as one device.
+# From Google Cloud's documentation of each version. On v4 and v5p the two cores
+# of a chip work as one device.
 _ONE = 'megacore'
 CHIPS = {
   'v2': Chip(8 * GIB, 45e12 / 2, 248e9, 2, 'v2:2x2'),
@@ -43,10 +43,10 @@ CHIPS = {
 
 
 def get_chip(name: str) -> Chip:
-  """Returns the devices' kind of a topology, 'v3:4x4' say.
+  """Returns the kind of device in a topology such as 'v3:4x4'.
 
   Raises:
-    ValueError: if there is no such version, or the name is none of a topology.
+    ValueError: if the version is unknown or the name is not that of a topology.
   """
   version = name.split(':')[0]
   if version not in CHIPS or not re.fullmatch(r'\w+:\d+(x\d+)*', name):
@@ -61,7 +61,7 @@ def get_topology(name: str):
   """Returns the devices of a topology.
 
   Args:
-    name: 'v3:4x4', say.
+    name: for example 'v3:4x4'.
 
   Raises:
     ValueError: if there is no such topology.
@@ -78,7 +78,7 @@ def get_topology(name: str):
     ) from e
   from jax.experimental import topologies
 
-  # It looks for a TPU's metadata server, and warns where there is none.
+  # libtpu looks for a TPU's metadata server, and warns if it finds none.
   os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
   os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v3-8')
   os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
@@ -90,12 +90,12 @@ def get_topology(name: str):
     text = ' '.join(str(e).split())
     if 'already in use' in text or 'lockfile' in text:
       raise OSError(
-        'libtpu is in use by another process: wait for it, or to plan beside it '
-        'set ALLOW_MULTIPLE_LIBTPU_LOAD=1'
+        'libtpu is in use by another process: wait until that process ends, or '
+        'set ALLOW_MULTIPLE_LIBTPU_LOAD=1 to plan beside it'
       ) from e
     raise ValueError(
-      f"topology='{name}' cannot be made: {text[:200]}; for example "
-      f'{_examples()} work (--topology)'
+      f"topology='{name}' is not available: {text[:200]}; use for example "
+      f'{_examples()} (--topology)'
     ) from e
 
 

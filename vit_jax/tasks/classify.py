@@ -1,4 +1,4 @@
-"""Classification: a Vision Transformer, a cross-entropy, top-1 accuracy."""
+"""Classification with a cross-entropy loss; measures top-1 accuracy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,11 @@ from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax.augmentation import mixing
 from vit_jax.configs import rules
+from vit_jax.figures import captions
 from vit_jax.learning import losses
 from vit_jax.tasks import base
+
+_NAMES = 3  # Maximum number of classes in the caption of a training image.
 
 
 class Task(base.Task):
@@ -20,10 +23,11 @@ class Task(base.Task):
 
   FEATURES = ('image', 'label')
   OPTIONS = {  # noqa: RUF012
-    # Mixes pairs of images and their labels: the parameter of the Beta
-    # distribution that the shares come from (arXiv 1710.09412); 0 does not.
+    # Mixes pairs of images and their labels (arXiv 1710.09412). The value is
+    # the parameter of the Beta distribution of the shares; 0 turns mixup off.
     'mixup': 0.0,
-    # Pastes a box of another image into each, likewise (arXiv 1905.04899).
+    # Pastes a box of another image into each image, and mixes the labels (arXiv
+    # 1905.04899). The value has the same meaning; 0 turns CutMix off.
     'cutmix': 0.0,
   }
   OPTION_RULES = {  # noqa: RUF012
@@ -43,7 +47,7 @@ class Task(base.Task):
     self._eval_loss = losses.get_loss(config.loss)
     self._example = input_pipeline.labelled_example(config, num_classes)
     mixing.check(self.options.mixup, self.options.cutmix, config.batch)
-    # Traces the model, which finds what does not fit before anything is compiled.
+    # Tracing raises errors of shape before anything is compiled.
     shape = jax.eval_shape(
       lambda: self.outputs(
         self.init(jax.random.key(0))[0],
@@ -53,8 +57,8 @@ class Task(base.Task):
     ).shape
     if len(shape) != 2:
       raise ValueError(
-        f"classifier='{config.model.classifier}' gives logits {shape}, not one "
-        "row an image: to train a classifier use 'token' or 'gap' "
+        f"classifier='{config.model.classifier}' gives logits of shape {shape}, "
+        "not one row per image: to train a classifier use 'token' or 'gap' "
         '(config.model.classifier)'
       )
 
@@ -66,38 +70,38 @@ class Task(base.Task):
 
   @classmethod
   def planned_metadata(cls, config, num_classes):
-    """Returns numbers for names."""
+    """Returns class names for a plan: '0', '1', ..."""
     if num_classes is None:
       raise ValueError(
-        f"dataset='{config.dataset}' has a number of classes that is not known "
-        'here: give --num_classes'
+        f"the number of classes of dataset='{config.dataset}' is not known here: "
+        'give --num_classes'
       )
     return {'class_names': [str(i) for i in range(num_classes)]}
 
   def example(self, record, seed):
-    """Returns `image`, and `label`, float32 [classes] with a one for each class."""
+    """Returns `image`, and `label`, float32 [classes], 1 for each true class."""
     return self._example(record, seed)
 
   def batch_spec(self, size):
-    """Returns shapes of images and of labels, one float for each class."""
+    """Returns shapes and types of images and of labels [B, classes]."""
     label = jax.ShapeDtypeStruct((size, len(self.class_names)), jnp.float32)
     return {'image': self.image_spec(size), 'label': label}
 
   def augment(self, batch, rng):
-    """Mixes images and labels, where the options say so."""
+    """Applies mixup and CutMix if the options turn them on."""
     if not (self.options.mixup or self.options.cutmix):
       return batch
     return mixing.mix(batch, rng, self.options.mixup, self.options.cutmix)
 
   def _counted(self, batch):
-    """1 for the rows that count: with softmax those that have a label."""
+    """Returns float32 [B]: 1 for rows that count; softmax needs a label."""
     label = batch['label']
     if self.config.loss == 'sigmoid':
       return jnp.ones(label.shape[0], jnp.float32)
     return (label.sum(axis=-1) > 0).astype(jnp.float32)
 
   def loss(self, params, extra, batch, rng):
-    """Returns the cross-entropy's sum over the rows, and their number."""
+    """Returns the cross-entropy summed over rows, and the number of rows."""
     del extra
     logits = self.model.apply(
       {'params': params}, batch['image'], train=True, rngs={'dropout': rng}
@@ -107,7 +111,7 @@ class Task(base.Task):
     return ((losses_ * counted).sum(), counted.sum()), {}
 
   def measure(self, params, extra, batch):
-    """Returns how many are right, and the loss."""
+    """Computes accuracy and loss, as sums over the rows that count."""
     logits = self.outputs(params, extra, batch)
     best = jax.nn.one_hot(logits.argmax(axis=-1), logits.shape[-1])
     correct = (best * batch['label']).sum(axis=-1) > 0  # [B]
@@ -119,32 +123,68 @@ class Task(base.Task):
       'loss': (loss.sum(), count),
     }
 
+  def probabilities(self, logits) -> np.ndarray:
+    """Turns logits [n, classes] into probabilities, float32 [n, classes]."""
+    sigmoid = self.config.loss == 'sigmoid'
+    return np.asarray((jax.nn.sigmoid if sigmoid else jax.nn.softmax)(logits))
+
+  def captions_of(self, batch, outputs=None):
+    """Returns captions: the labels in training, else the predicted class.
+
+    Below a wrong prediction the caption names the classes of the label.
+    """
+    if outputs is None:
+      return [self._label_caption(label) for label in batch['label']]
+    return [
+      self._prediction_caption(*row)
+      for row in zip(self.probabilities(outputs), batch['label'])
+    ]
+
+  def _label_caption(self, label):
+    """Returns the classes of a label [classes], the largest share first."""
+    best = np.argsort(-label, kind='stable')[: np.count_nonzero(label)]
+    return captions.Caption(
+      '\n'.join(
+        self.class_names[i]
+        + (f': {100 * label[i]:.0f} %' if label[i] < 1 else '')
+        for i in best[:_NAMES]
+      )
+    )
+
+  def _prediction_caption(self, probabilities, label):
+    """Returns the predicted class, and the label's classes if it is not one."""
+    best = probabilities.argmax()
+    first = f'{self.class_names[best]}: {100 * probabilities[best]:.0f} %'
+    true = ', '.join(self.class_names[i] for i in np.flatnonzero(label))
+    if not true:
+      return captions.Caption(f'{first}\n')
+    if label[best]:
+      return captions.Caption(f'{first}\n', captions.RIGHT)
+    return captions.Caption(f'{first}\nis {true}', captions.WRONG)
+
   def predictor(self, params, extra, step):
-    """Returns a predictor that names classes."""
+    """Returns a predictor of class names."""
     return Predictor(self, params, extra, step)
 
   def describe(self):
-    """Says how many classes there are."""
+    """Returns the number of classes, in words."""
     return f'{len(self.class_names):,} classes'
 
 
 class Predictor(base.Predictor):
-  """Names the classes of images."""
+  """Predicts the classes of images."""
 
   def logits(self, images: Sequence[Any]) -> np.ndarray:
-    """Computes logits, float32 [n, classes]; see `outputs` for the arguments."""
+    """Computes logits, float32 [n, classes]; for `images` see `outputs`."""
     return self.outputs(images)
 
   def probabilities(self, images: Sequence[Any]) -> np.ndarray:
     """Computes probabilities, float32 [n, classes].
 
-    Rows sum to 1, but for a model trained with the sigmoid loss, whose classes
-    do not exclude each other.
+    Rows sum to 1, unless the model was trained with the sigmoid loss, whose
+    classes do not exclude each other.
     """
-    activate = (
-      jax.nn.sigmoid if self.config.loss == 'sigmoid' else jax.nn.softmax
-    )
-    return np.asarray(activate(self.logits(images)))
+    return self.task.probabilities(self.logits(images))
 
   def predict(
     self, images: Sequence[Any], top: int = 5
@@ -153,14 +193,14 @@ class Predictor(base.Predictor):
 
     Args:
       images: see `outputs`.
-      top: how many classes to return at most.
+      top: maximum number of classes.
 
     Returns:
       For each image a list of (class name, probability), the best first.
 
     Raises:
-      FileNotFoundError, ValueError: if an image does not exist or cannot be read,
-        or the model has no head.
+      FileNotFoundError, ValueError: if an image does not exist or cannot be
+        read, or the model has no head.
     """
     if not self.class_names:
       raise ValueError(
@@ -174,7 +214,7 @@ class Predictor(base.Predictor):
     return results
 
   def report(self, images, args):
-    """Lists the most probable classes below the name of each image."""
+    """Returns lines: the path of each image, then its most probable classes."""
     lines = []
     for path, classes in zip(images, self.predict(images, args.top)):
       lines.append(path)

@@ -1,11 +1,12 @@
 """Masked patch prediction (arXiv 2010.11929, B.1.2 and section 4.6).
 
-Part of the patches of an image are corrupted: most of them become a learned mask
-token, some another patch of the image, some stay as they are. The encoder sees
-the result, and a linear head on every token predicts what the corrupted patches
-looked like, of which alone the loss is made.
+Corrupts a part of the patches of each image: most become a learned mask token,
+some become another patch of the image, and some stay as they are. The encoder
+reads the result, and a linear head on every token predicts the original
+patches. The loss counts the corrupted patches alone.
 
-Shapes: B images, h x w = N patches of p x q pixels, C channels, D width of a token.
+Shapes: B images, h x w = N patches of p x q pixels, C channels, tokens of width
+D.
 """
 
 import math
@@ -15,31 +16,28 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from PIL import Image
-from PIL import ImageDraw
 import tensorflow as tf
 
-from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax import models_vit
 from vit_jax.configs import rules
 from vit_jax.data import images as images_lib
-from vit_jax.learning import state as state_lib
+from vit_jax.figures import captions
+from vit_jax.layers import patches as patches_lib
 from vit_jax.tasks import base
 
-# What may become of a patch.
+# The fate of a patch: not corrupted, or corrupted in one of three ways.
 KEPT, MASKED, SWAPPED, UNCHANGED = range(4)
 TARGETS = ('mean', '4x4', 'l2')
-BITS = 3  # Of each channel of a colour.
-_CELLS = 4  # Patches are downsized to so many cells each way.
-# Sets the corruption apart from all else that follows from the same seed.
+BITS = 3  # Bits of each channel of a predicted colour.
+_CELLS = 4  # Cells along each side of a patch, for the target '4x4'.
+# Makes the random numbers of the corruption differ from those of augmentation.
 _FOLD = 1_914_201
-_EVALUATION = 2_011_929  # Stands for the seed where there is none.
-_SHOWN = 8  # Images in the picture at the end of a run.
+_EVALUATION = 2_011_929  # First half of the seed in evaluation.
 
 
 class MaskedViT(models_vit.VisionTransformer):
-  """A Vision Transformer whose tokens are corrupted before they are encoded."""
+  """A Vision Transformer that corrupts tokens before it encodes them."""
 
   def setup(self):
     """Adds the mask token to the parameters of the Vision Transformer."""
@@ -52,12 +50,12 @@ class MaskedViT(models_vit.VisionTransformer):
     )
 
   def __call__(self, images, fate, other, *, train):
-    """Predicts every patch.
+    """Predicts every patch from the corrupted tokens.
 
     Args:
-      images: float [B, H, W, C].
+      images: float [B, H, W, C] in [-1, 1].
       fate: int32 [B, N]: KEPT, MASKED, SWAPPED, or UNCHANGED.
-      other: int32 [B, N], the patch that a SWAPPED one becomes.
+      other: int32 [B, N], index of the patch that replaces a SWAPPED one.
       train: whether dropout is on.
 
     Returns:
@@ -77,14 +75,14 @@ class Task(base.Task):
   """Learns to predict what corrupted patches look like."""
 
   OPTIONS = {  # noqa: RUF012
-    # Share of the patches that are corrupted (15 % is slightly worse), and of
-    # these the share that is masked, and replaced by another patch of the image;
-    # the rest stay as they are.
+    # Share of the patches that are corrupted (15 % is slightly worse). Of the
+    # corrupted patches, `masked` is the share that becomes the mask token and
+    # `swapped` the share that becomes another patch; the rest stay as they are.
     'corruption': 0.5,
     'masked': 0.8,
     'swapped': 0.1,
-    # What is predicted of a patch: 'mean', its mean colour in 3 bits a channel;
-    # '4x4', the same of each cell of the patch downsized to 4 x 4; 'l2', all of
+    # What is predicted for a patch: 'mean', its mean colour in 3 bits per
+    # channel; '4x4', the mean colour of each of its 4 x 4 cells; 'l2', all of
     # its pixels, by regression.
     'target': 'mean',
   }
@@ -98,14 +96,14 @@ class Task(base.Task):
   NEW_PARAMS = ('head/', 'mask_token')
   OWN_PARAMS = ('head/', 'mask_token')
   DRAWS = True
-  NEXT = 'an image, what is masked of it, and what is predicted'
+  NEXT = 'a picture of the image, the masked image, and the prediction'
 
   def __init__(self, config, metadata):
     super().__init__(config, metadata)
     if self.options.masked + self.options.swapped > 1 + 1e-9:
       raise ValueError(
         f'masked={self.options.masked} and swapped={self.options.swapped} are '
-        'more than all corrupted patches: they must not sum to more than 1 '
+        'shares of the corrupted patches: they must not sum to more than 1 '
         '(config.task_options.masked)'
       )
     if models.kind_of(config.model) != 'vit':
@@ -125,11 +123,11 @@ class Task(base.Task):
     self.num_patches = math.prod(self.grid)
     if self.num_patches < 2:
       raise ValueError(
-        f'crop={config.pp.crop} is one patch: there is nothing to predict it '
-        'from; use larger images or smaller patches (config.pp.crop)'
+        f'crop={config.pp.crop} is one patch, which no other patch can predict: '
+        'use larger images or smaller patches (config.pp.crop)'
       )
     channels = config.pp.channels
-    self.num_colors = 2 ** (BITS * channels)  # 512, of grey 8.
+    self.num_colors = 2 ** (BITS * channels)  # 512; 8 for grey images.
     outputs = {
       'mean': self.num_colors,
       '4x4': _CELLS**2 * self.num_colors,
@@ -138,12 +136,12 @@ class Task(base.Task):
     self.model = models.make_model(
       config.model, cls=MaskedViT, num_classes=outputs
     )
-    jax.eval_shape(self.init, jax.random.key(0))  # Finds what does not fit.
+    jax.eval_shape(self.init, jax.random.key(0))  # Raises errors of shape.
 
   def inputs(self, record, seed=None):
-    """Returns the image, and what becomes of its patches.
+    """Returns `image`, and `fate` and `other` of its patches, see `corrupt`.
 
-    In evaluation that follows from the number of the image in its split.
+    In evaluation the index of the image in its split determines the corruption.
     """
     example = super().inputs(record, seed)
     if seed is None:
@@ -157,7 +155,7 @@ class Task(base.Task):
     return {**example, 'fate': fate, 'other': other}
 
   def batch_spec(self, size):
-    """Returns shapes of images, and of what becomes of their patches."""
+    """Returns shapes and types of `image`, `fate` and `other`."""
     patches = jax.ShapeDtypeStruct((size, self.num_patches), jnp.int32)
     return {'image': self.image_spec(size), 'fate': patches, 'other': patches}
 
@@ -169,9 +167,17 @@ class Task(base.Task):
     return self.model.init(rng, **batch_args(batch), train=False)['params'], {}
 
   def _losses(self, outputs, batch):
-    """Returns loss, and share that is right, of every patch: float32 [B, N]."""
+    """Computes the loss, and the share of right colours, of every patch.
+
+    Args:
+      outputs: float [B, N, ...], see `outputs`.
+      batch: arrays [B, ...], see `inputs`.
+
+    Returns:
+      Two arrays, float32 [B, N].
+    """
     outputs = outputs.astype(jnp.float32)
-    patches = cut(batch['image'], self.grid)  # [B, N, p, q, C]
+    patches = patches_lib.cut(batch['image'], self.grid)  # [B, N, p, q, C]
     if self.options.target == 'l2':
       error = outputs - patches.reshape(outputs.shape)
       means = outputs.reshape(patches.shape).mean(axis=(2, 3))  # [B, N, C]
@@ -209,18 +215,18 @@ class Task(base.Task):
     return sums['loss'], {'accuracy': sums['accuracy']}
 
   def outputs(self, params, extra, batch):
-    """Returns what is predicted of every patch, float32 [B, N, ...]."""
+    """Returns logits of colours, or pixels, per patch: float32 [B, N, ...]."""
     del extra
     return self.model.apply(
       {'params': params}, **batch_args(batch), train=False
     )
 
   def measure(self, params, extra, batch):
-    """Returns loss, and the share of colours predicted right."""
+    """Computes the loss, and the share of colours that are predicted right."""
     return self._sums(self.outputs(params, extra, batch), batch)
 
   def describe(self):
-    """Says what is predicted."""
+    """Returns what the model learns to predict, in words."""
     what = {
       'mean': f'the mean colour (of {self.num_colors}) of',
       '4x4': f'4 x 4 colours (of {self.num_colors}) of',
@@ -232,45 +238,27 @@ class Task(base.Task):
     )
 
   def predictor(self, params, extra, step):
-    """Returns a predictor that draws."""
+    """Returns a predictor that draws its predictions."""
     return Predictor(self, params, extra, step)
 
-  def finish(self, source, state, mesh):
-    """Returns a picture of test images, what was masked, what is predicted."""
-    batches = input_pipeline.eval_batches(
-      self.config, source, self.example, mesh
-    )
-
-    def first(params, extra, batch):
-      shown = jax.tree.map(lambda x: x[:_SHOWN], batch)
-      return shown, self.outputs(params, extra, batch)[:_SHOWN]
-
-    with jax.set_mesh(mesh):
-      whole = jax.NamedSharding(mesh, jax.P())
-      batch, outputs = jax.device_get(
-        jax.jit(first, out_shardings=whole)(
-          state_lib.best_params(state), state.extra, next(batches)
-        )
-      )
-    count = int(batch['mask'].sum())
-    batch, outputs = jax.tree.map(lambda x: x[:count], (batch, outputs))
-    return base.Ending(
-      pictures={'masked_patches': draw(self.pictures(batch, outputs))}
-    )
+  def draw_evaluation(self, batch, outputs):
+    """Draws test images beside the masked images and the predictions."""
+    pictures = self.pictures(batch, outputs)
+    return {'masked_patches': draw(pictures, captions.MOST)}
 
   def pictures(self, batch, outputs) -> np.ndarray:
-    """Returns images, what is seen of them, and what is predicted, side by side.
+    """Returns each image, the masked image and the prediction.
 
     Args:
-      batch: arrays [B, ...] as `inputs` makes them.
-      outputs: what `outputs` returns of them.
+      batch: arrays [B, ...], see `inputs`.
+      outputs: result of `outputs` for the batch.
 
     Returns:
       float32 [B, 3, H, W, C] in [-1, 1]. Corrupted patches are grey in the
-      second; in the third they are what the model predicts.
+      second image; the third shows the model's prediction in their place.
     """
     images = np.asarray(batch['image'])
-    patches = cut(images, self.grid)  # [B, N, p, q, C]
+    patches = patches_lib.cut(images, self.grid)  # [B, N, p, q, C]
     corrupted = (np.asarray(batch['fate']) != KEPT)[..., None, None, None]
     if self.options.target == 'l2':
       predicted = np.asarray(outputs, np.float32).reshape(patches.shape)
@@ -285,7 +273,12 @@ class Task(base.Task):
     seen = np.where(corrupted, 0.0, patches)
     guessed = np.where(corrupted, predicted.clip(-1, 1), patches)
     return np.stack(
-      [images, paste(seen, self.grid), paste(guessed, self.grid)], axis=1
+      [
+        images,
+        patches_lib.paste(seen, self.grid),
+        patches_lib.paste(guessed, self.grid),
+      ],
+      axis=1,
     )
 
 
@@ -293,11 +286,11 @@ class Predictor(base.Predictor):
   """Predicts masked patches of images."""
 
   def predict(self, images):
-    """Returns for each image float32 [3, H, W, C], see Task.pictures."""
+    """Returns float32 [3, H, W, C] for each image; see Task.pictures."""
     return list(self.task.pictures(*self.run(images)))
 
   def report(self, images, args):
-    """Writes a picture."""
+    """Writes a PNG of the predictions to `args.out`, and returns a line."""
     out = epath.Path(args.out)
     pictures = np.stack(self.predict(images))
     out.write_bytes(images_lib.encode_png(draw(pictures)))
@@ -305,22 +298,23 @@ class Predictor(base.Predictor):
 
 
 def batch_args(batch) -> dict:
-  """Returns the arguments of MaskedViT out of a batch."""
+  """Returns the arguments of MaskedViT from a batch of the task."""
   return {
     'images': batch['image'], 'fate': batch['fate'], 'other': batch['other'],
   }  # fmt: skip
 
 
 def corrupt(seeds, num_patches: int, options):
-  """Draws what becomes of each patch, independently of the others.
+  """Draws the fate of each patch at random, independently of the others.
 
   Args:
-    seeds: int64 [2, 2].
+    seeds: int64 [2, 2], two seeds of stateless random numbers.
     num_patches: number N of patches.
-    options: reads `corruption`, `masked` and `swapped`.
+    options: has the shares `corruption`, `masked` and `swapped`, see OPTIONS.
 
   Returns:
-    fate int32 [N], and other int32 [N], a patch that is not the same one.
+    The fates, int32 [N] (KEPT, MASKED, SWAPPED or UNCHANGED); and for each
+    patch the index of another one, int32 [N], which replaces a SWAPPED patch.
   """
   draw = tf.random.stateless_uniform([num_patches], seeds[0])
   limits = np.cumsum([options.masked, options.swapped, 1.0])
@@ -335,24 +329,8 @@ def corrupt(seeds, num_patches: int, options):
   return tf.cast(fate, tf.int32), other
 
 
-def cut(images, grid):
-  """Cuts images [B, H, W, C] into patches [B, N, p, q, C]."""
-  b, height, width, c = images.shape
-  h, w = grid
-  x = images.reshape(b, h, height // h, w, width // w, c).swapaxes(2, 3)
-  return x.reshape(b, h * w, height // h, width // w, c)
-
-
-def paste(patches, grid):
-  """Puts patches [B, N, p, q, C] together to images [B, H, W, C]."""
-  b, _, p, q, c = patches.shape
-  h, w = grid
-  x = patches.reshape(b, h, w, p, q, c).swapaxes(2, 3)
-  return x.reshape(b, h * p, w * q, c)
-
-
 def colors(values):
-  """Returns the number of a colour: BITS bits of each channel, the first highest.
+  """Quantises colours to numbers: BITS bits per channel, the first one highest.
 
   Args:
     values: float [..., C] in [-1, 1].
@@ -368,14 +346,15 @@ def colors(values):
 
 
 def mean_colors(patches, cells: int | None = None):
-  """Returns the number of the mean colour of patches [B, N, p, q, C].
+  """Computes the mean colours of patches, quantised by `colors`.
 
   Args:
-    patches: float in [-1, 1].
-    cells: into how many cells each way a patch is cut first; None: it is not.
+    patches: float [B, N, p, q, C] in [-1, 1].
+    cells: number of cells along each side of a patch, each with a mean colour;
+      None for one mean colour per patch.
 
   Returns:
-    int32 [B, N, cells * cells], or [B, N].
+    int32 [B, N, cells * cells], or [B, N] if `cells` is None.
   """
   b, n, p, q, c = patches.shape
   k = cells or 1
@@ -385,41 +364,32 @@ def mean_colors(patches, cells: int | None = None):
 
 
 def middle(numbers, channels: int) -> np.ndarray:
-  """Returns the colour in the middle of those of a number, in [-1, 1]."""
+  """Returns the colours in the middle of quantised ones; inverts `colors`.
+
+  Args:
+    numbers: int [...], see `colors`.
+    channels: number C of channels.
+
+  Returns:
+    float32 [..., C] in [-1, 1].
+  """
   levels = 2**BITS
   places = levels ** np.arange(channels)[::-1]
   bins = (np.asarray(numbers)[..., None] // places) % levels
   return ((bins + 0.5) / levels * 2 - 1).astype(np.float32)
 
 
-def draw(pictures: np.ndarray, least: int = 96) -> np.ndarray:
-  """Draws rows of image, what is seen of it, what is predicted.
+def draw(pictures: np.ndarray, most: int | None = None) -> np.ndarray:
+  """Draws a row per image: the image, the masked image, the prediction.
 
   Args:
-    pictures: float32 [B, 3, H, W, C] in [-1, 1].
-    least: pixels that each is enlarged to at least.
+    pictures: float32 [B, 3, H, W, C] in [-1, 1], see Task.pictures.
+    most: see vit_jax.figures.captions.grid.
 
   Returns:
     uint8 [height, width, 3].
   """
-  b, columns, height, width, c = pictures.shape
-  times = max(1, -(-least // min(height, width)))
-  pixels = ((pictures + 1) * 127.5).round().clip(0, 255).astype(np.uint8)
-  pixels = np.broadcast_to(pixels, (*pixels.shape[:-1], max(c, 3)))
-  height, width, gap, top = height * times, width * times, 8, 20
-  canvas = Image.new(
-    'RGB',
-    (columns * (width + gap) + gap, b * (height + gap) + top),
-    'white',
-  )
-  pen = ImageDraw.Draw(canvas)
-  for i, title in enumerate(('image', 'masked', 'predicted')):
-    pen.text((gap + i * (width + gap), 4), title, fill='black')
-  for row in range(b):
-    for column in range(columns):
-      image = Image.fromarray(pixels[row, column])
-      image = image.resize((width, height), Image.Resampling.NEAREST)
-      canvas.paste(
-        image, (gap + column * (width + gap), top + row * (height + gap))
-      )
-  return np.asarray(canvas)
+  titles = ('image', 'masked', 'predicted')
+  pixels = captions.to_pixels(pictures)
+  pixels = pixels.reshape(-1, *pixels.shape[2:])
+  return captions.grid(pixels, columns=len(titles), titles=titles, most=most)

@@ -1,8 +1,8 @@
-"""Arrays by name, from files that anybody may have written.
+"""Reads named arrays from untrusted files.
 
-Such a file is not believed: no code in it is run, types and sizes are read from its
-headers and checked before memory is taken, and whatever goes wrong becomes a
-ValueError that names the file.
+No code in a file is run. Types and sizes are read from headers and checked
+before memory is allocated. Every fault of a file becomes a ValueError that
+names it.
 """
 
 from collections.abc import Callable
@@ -21,36 +21,37 @@ from vit_jax.weights import fetch
 
 FLOATS = ('bfloat16', 'float16', 'float32', 'float64')
 _SAFETENSORS_FLOATS = dict(zip(('BF16', 'F16', 'F32', 'F64'), FLOATS))
-# Weights hardly compress; what unfolds to more than so many times its file, and
-# to more than so many bytes, is made to fill the memory.
+# Weights hardly compress. A file that decompresses to more than this multiple
+# of its size, and to more than this many bytes, is refused.
 _UNFOLDS = 20
 _SMALL = 2**26
-# Published names have up to five parts.
+# Greatest number of '/'-separated parts of a name; published names have up to
+# 5.
 _DEEPEST = 32
 
 
 class Unfolds(ValueError):
-  """A file unfolds to far more than it is."""
+  """A file decompresses to far more than its size."""
 
 
 @contextlib.contextmanager
 def naming(file, fault: str):
-  """Turns what goes wrong with a file's content into an error that names it.
+  """Turns errors about a file's content into a ValueError that names the file.
 
   Args:
-    file: the path to name.
-    fault: what to say of the file, before the reason.
+    file: path of the file.
+    fault: predicate about the file, put before the reason.
 
   Raises:
-    ValueError: for any error inside the `with` block but those below.
-    OSError, ImportError: as they are; they are no damage.
+    ValueError: for any error in the `with` block except the following.
+    OSError, ImportError: unchanged, since they say nothing about the content.
   """
   try:
     yield
   except ImportError:
     raise
   except Exception as e:  # pylint: disable=broad-except
-    # Libraries follow a wrong offset to before the start of the file: EINVAL.
+    # Libraries turn a wrong offset into a seek before the file's start: EINVAL.
     if isinstance(e, OSError) and e.errno != errno.EINVAL:
       raise
     known = isinstance(e, ValueError) and str(e)
@@ -68,12 +69,13 @@ def read_npz(
   """Reads the arrays of an .npz file.
 
   Args:
-    file: its path.
-    rename: makes of a name in the file the one in the result.
-    check: called with the shapes before the arrays are read; may raise.
+    file: path of the file.
+    rename: function from a name in the file to the name in the result.
+    check: function called with the shapes before the arrays are read; may
+      raise.
 
   Raises:
-    ValueError: if it is no .npz file of weights; see `naming`.
+    ValueError: if the file is no .npz file of weights; see `naming`.
   """
   with fetch.local_input(file) as here:
     with _archive(file, here) as archive:
@@ -90,7 +92,7 @@ def read_npz(
 
 @contextlib.contextmanager
 def _archive(file, here):
-  """Opens the zip archive `here`; what goes wrong with it names `file`."""
+  """Opens the zip archive `here`; errors name `file`."""
   with naming(file, 'is not an .npz file of weights'):
     try:
       archive = zipfile.ZipFile(here)
@@ -101,7 +103,7 @@ def _archive(file, here):
 
 
 def _headers(archive, length, rename):
-  """Checks the members of an archive, and lists their shapes by name."""
+  """Checks the members of an archive; returns their shapes by name."""
   members = archive.infolist()
   check_size(sum(info.file_size for info in members), length)
   names = [rename(info.filename.removesuffix('.npy')) for info in members]
@@ -115,7 +117,7 @@ def _headers(archive, length, rename):
     check_array(name, dtype.name, shape)
     if claimed != has:
       raise ValueError(
-        f"the header of '{name}' claims {claimed:,} bytes of data, there are "
+        f"the header of '{name}' claims {claimed:,} bytes of data, but there are "
         f'{has:,}'
       )
     shapes[name] = jax.ShapeDtypeStruct(shape, dtype.newbyteorder('='))
@@ -123,7 +125,7 @@ def _headers(archive, length, rename):
 
 
 def _header(member, name):
-  """Reads the header of an .npy file: (shape, dtype)."""
+  """Reads (shape, dtype) from the header of an .npy file."""
   try:
     version = np.lib.format.read_magic(member)
     read = {
@@ -146,15 +148,15 @@ def read_safetensors(file: epath.Path) -> dict[str, np.ndarray]:
   """Reads the arrays of a .safetensors file.
 
   Raises:
-    ValueError: if it is no .safetensors file of weights; see `naming`.
+    ValueError: if the file is no .safetensors file of weights; see `naming`.
     ImportError: if safetensors is missing.
   """
   try:
     import safetensors
   except ImportError as e:
     raise ImportError(
-      f"'{file}' needs the package safetensors: pip install -e '.[interop]' in "
-      'the checkout of vit_jax'
+      f"reading '{file}' needs the package safetensors: pip install -e "
+      "'.[interop]' in the checkout of vit_jax"
     ) from e
   with (
     naming(file, 'is not a .safetensors file of weights'),
@@ -176,26 +178,26 @@ def read_safetensors(file: epath.Path) -> dict[str, np.ndarray]:
 
 
 def check_size(unfolded: int, length: int):
-  """Checks that a file does not unfold to far more than it is.
+  """Raises Unfolds if a file decompresses to far more than its size.
 
   Args:
-    unfolded: bytes that reading it takes.
+    unfolded: bytes of the decompressed content.
     length: bytes of the file.
   """
   limit = max(_SMALL, _UNFOLDS * length)
   if unfolded > limit:
     raise Unfolds(
-      f'its {length:,} bytes unfold to {unfolded:,}, which no weights do (more '
-      f'than {limit:,}): save them uncompressed, each array as it is'
+      f'its {length:,} bytes unfold to {unfolded:,}, far more than weights do '
+      f'(limit {limit:,}): save them uncompressed, without repeated arrays'
     )
 
 
 def _check_names(names: Iterable[str]):
-  """Checks that names make a tree."""
+  """Raises ValueError unless the names form a tree."""
   seen = set()
   for name in names:
     if name in seen:
-      raise ValueError(f"it holds several arrays of the name '{name}'")
+      raise ValueError(f"it holds several arrays named '{name}'")
     if name.count('/') >= _DEEPEST:
       raise ValueError(
         f"the name '{name[:80]}...' has more than {_DEEPEST} parts"
@@ -207,15 +209,15 @@ def _check_names(names: Iterable[str]):
     branches.update('/'.join(parts[:i]) for i in range(1, len(parts)))
   if seen & branches:
     raise ValueError(
-      f"'{min(seen & branches)}' is an array, and has arrays below it too"
+      f"'{min(seen & branches)}' is both an array and a prefix of other names"
     )
 
 
 def check_array(name: str, dtype: str, shape: Iterable[int]):
-  """Checks from its header that an array may be one of weights."""
+  """Raises ValueError unless type and shape are possible for weights."""
   if dtype not in FLOATS:
     raise ValueError(
-      f"'{name}' is of type {dtype}, weights are of {', '.join(FLOATS)}: save it "
+      f"'{name}' is of type {dtype}, but weights are {', '.join(FLOATS)}: save it "
       'as float32'
     )
   if not all(size > 0 for size in shape):
@@ -223,14 +225,14 @@ def check_array(name: str, dtype: str, shape: Iterable[int]):
 
 
 def warn_of_what_is_not_finite(file, arrays: dict[str, np.ndarray]):
-  """Warns of arrays with values that are NaN or infinite, by their names."""
+  """Warns of arrays that hold NaN or infinity."""
   names = [name for name, array in arrays.items() if not _is_finite(array)]
   if names:
     shown = ', '.join(names[:10])
     more = f' and {len(names) - 10} more' if len(names) > 10 else ''
     logging.warning(
-      "'%s' holds values that are NaN or infinite, and so will be what is "
-      'computed with them: %s%s',
+      "'%s' holds values that are NaN or infinite, so everything computed with "
+      'them will be too: %s%s',
       file,
       shown,
       more,
@@ -239,5 +241,5 @@ def warn_of_what_is_not_finite(file, arrays: dict[str, np.ndarray]):
 
 def _is_finite(array):
   with np.errstate(over='ignore', invalid='ignore'):
-    # NaN and infinity stay in a sum; a sum that overflows is looked at closely.
+    # NaN and infinity persist in a sum; the sum itself may overflow.
     return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())

@@ -1,7 +1,7 @@
-"""What JSON files beside weights say of their model, each field checked.
+"""Reads the JSON files that describe weights, and checks each field.
 
-timm's and Hugging Face's config.json, and NAME.npz.json, which holds what an .npz
-cannot.
+These are config.json of timm and of Hugging Face, and NAME.npz.json, which
+holds what an .npz cannot.
 """
 
 from collections.abc import Callable
@@ -29,16 +29,16 @@ _TIMM_SIZES = {
   'large': 'L',
   'huge': 'H',
 }
-_LONGEST = 2**24  # Bytes; the names of 21k classes take one million.
+_LONGEST = 2**24  # Bytes; the names of 21k classes take about one million.
 
 
 class Description(NamedTuple):
-  """What is known of weights beside their arrays.
+  """What a JSON file tells about weights.
 
   Attributes:
     model: fields of the model, a nested dict.
-    class_names: in the order of the logits, or None where they are not known.
-    image_size: (height, width) in pixels, or None where it is not known.
+    class_names: in the order of the logits, or None if unknown.
+    image_size: (height, width) in pixels, or None if unknown.
   """
 
   model: dict
@@ -47,21 +47,23 @@ class Description(NamedTuple):
 
 
 def notes_file(npz) -> epath.Path:
-  """Path of what an .npz cannot hold, a JSON file beside it: class names, and
-  fields of the model in which it differs from the published ones."""
+  """Returns the path of the JSON file beside an .npz.
+
+  It holds class names, and fields of the model that differ from the published.
+  """
   npz = epath.Path(npz)
   return npz.with_name(f'{npz.name}.json')
 
 
 def read(path: epath.Path, kind: str) -> Description:
-  """Reads what a JSON file says; where there is none, what goes without saying.
+  """Reads a JSON file; returns defaults if it does not exist.
 
   Args:
     path: the file.
-    kind: 'npz', 'timm' or 'hf': whose file it is.
+    kind: format of the file: 'npz', 'timm' or 'hf'.
 
   Raises:
-    ValueError: if it is damaged or a field is not what it must be; names both.
+    ValueError: if the file is damaged or a field has a wrong value; names both.
   """
   with arrays.naming(path, 'cannot be used'):
     config = _load(path) if path.exists() else {}
@@ -79,7 +81,7 @@ def _load(path):
     raise ValueError(f'it is damaged: {e}') from e
   if not isinstance(config, dict):
     raise ValueError(
-      f'it holds a {type(config).__name__}, which must be an object: {{...}}'
+      f'it holds a {type(config).__name__} and must hold an object: {{...}}'
     )
   return config
 
@@ -91,20 +93,20 @@ def _field(
   what: str,
   default=None,
 ):
-  """Returns a field, or the default where it is missing or null.
+  """Returns a field, or the default if it is missing or null.
 
   Args:
     config: the fields.
-    key: the field's name.
-    is_right: whether a value may be used.
-    what: says so in words.
-    default: for a field that is not there.
+    key: name of the field.
+    is_right: function that returns whether a value is valid.
+    what: description of valid values.
+    default: value of a missing field.
   """
   value = config.get(key)
   if value is None:
     return default
   if not is_right(value):
-    raise ValueError(f'{key} is {value!r:.80}, which must be {what}')
+    raise ValueError(f'{key} is {value!r:.80}, but must be {what}')
   return value
 
 
@@ -119,7 +121,7 @@ def _choice(config, key, kinds, default=None):
     config,
     key,
     lambda x: isinstance(x, str) and x in kinds,
-    f'one that a model has here: {sorted(kinds)}',
+    f'one of {sorted(kinds)}',
     default,
   )
 
@@ -153,7 +155,7 @@ def _names(config, key):
 
 
 def _size(config, key):
-  """(height, width) of a field that holds one number or both."""
+  """Returns (height, width) from a field that holds one number or two."""
   size = _field(
     config,
     key,
@@ -208,7 +210,7 @@ def _from_hf(config):
       and set(x) == {str(i) for i in range(len(x))}
       and all(isinstance(name, str) for name in x.values())
     ),
-    'an object of a name for each class: {"0": ..., "1": ...}',
+    'an object that names each class: {"0": ..., "1": ...}',
     {},
   )
   names = tuple(labels[str(i)] for i in range(len(labels)))

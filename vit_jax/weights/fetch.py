@@ -1,7 +1,7 @@
-"""Files from elsewhere: copies with progress, and a cache of what was fetched.
+"""Fetches remote files into a cache and copies files, with a progress bar.
 
 A file at https:// or gs:// is fetched once, into $VIT_JAX_CACHE (by default
-~/.cache/vit_jax), and appears there only when it is complete.
+~/.cache/vit_jax), where it appears only when it is complete.
 """
 
 from collections.abc import Iterable
@@ -15,9 +15,10 @@ import urllib.error
 import urllib.request
 
 from etils import epath
-import tqdm
 
-# Name in the published file's name: one repository that holds the same weights.
+from vit_jax import cli
+
+# Model in a published file's name -> a repository that holds the same weights.
 _REPOSITORIES = {
   'ViT-B_16': 'google/vit-base-patch16-224-in21k',
   'ViT-B_32': 'google/vit-base-patch32-224-in21k',
@@ -38,7 +39,7 @@ _REPOSITORIES = {
 
 
 def elsewhere(path: str) -> str:
-  """Says where else weights are that cannot be had at `path`; '' if unknown."""
+  """Returns a sentence with another source of the weights at `path`, or ''."""
   for name, repository in _REPOSITORIES.items():
     if name in path.rpartition('/')[2]:
       return (
@@ -56,21 +57,21 @@ def elsewhere(path: str) -> str:
 
 
 def is_remote(path: str) -> bool:
-  """Tells whether `path` is a URL or in a bucket."""
+  """Returns whether `path` is a URL or in a bucket."""
   return str(path).startswith(('http://', 'https://', 'gs://'))
 
 
 def fetch(path: str) -> epath.Path:
-  """Returns the path of a file on this machine; fetches it if need be.
+  """Returns the local path of a file; fetches a remote file first.
 
   Args:
-    path: a local path, a URL, or gs://bucket/file, which is first asked for
-      without credentials and then with those of this machine.
+    path: a local path, a URL, or gs://bucket/file. Buckets are tried without
+      credentials first, then with those of this machine.
 
   Raises:
     FileNotFoundError: if there is no such file.
-    PermissionError: if it may not be read.
-    OSError: if it cannot be fetched.
+    PermissionError: if access is denied.
+    OSError: if the file cannot be fetched.
   """
   path = str(path)
   if not is_remote(path):
@@ -113,24 +114,24 @@ def fetch(path: str) -> epath.Path:
 
 
 def _copy_from_bucket(path, target):
-  """Copies with this machine's credentials; False if that does not work."""
+  """Copies with this machine's credentials; returns whether that worked."""
   try:
     copy(path, str(target))
   except Exception:  # pylint: disable=broad-except
-    return False  # No access this way either, or no library for it.
+    return False  # No access either, or no library for buckets.
   return True
 
 
 def is_elsewhere(path: epath.Path) -> bool:
-  """Tells whether `path` is not on this machine, for any scheme of epath."""
+  """Returns whether `path` has a scheme of epath, such as gs://."""
   return '://' in str(path)
 
 
 @contextlib.contextmanager
 def local_input(path: epath.Path) -> Iterator[epath.Path]:
-  """Yields where a file is on this machine, for libraries that read no other.
+  """Yields a local path of a file, for libraries that read local files only.
 
-  A file that is elsewhere is copied, for as long as the `with` block lasts.
+  A remote file is copied for the duration of the `with` block.
   """
   if not is_elsewhere(path):
     yield path
@@ -143,9 +144,9 @@ def local_input(path: epath.Path) -> Iterator[epath.Path]:
 
 @contextlib.contextmanager
 def local_output(path: epath.Path) -> Iterator[epath.Path]:
-  """Yields where to write a file, for libraries that write on this machine alone.
+  """Yields a local path to write to, for libraries that write local files only.
 
-  It is copied to `path` where that is elsewhere.
+  The file is copied to `path` afterwards if `path` is remote.
   """
   if not is_elsewhere(path):
     yield path
@@ -159,7 +160,7 @@ def local_output(path: epath.Path) -> Iterator[epath.Path]:
 def copy(
   src: str, dst: str, progress: bool = True, block_size: int = 10 * 1024 * 1024
 ):
-  """Copies a file, from and to anywhere that etils.epath reaches.
+  """Copies a file between any two places that etils.epath reaches.
 
   Args:
     src: the file to copy.
@@ -183,11 +184,11 @@ def copy(
 
 
 def _write(blocks: Iterable[bytes], target, length, label):
-  """Writes blocks to a file; shows a bar if it has a label."""
+  """Writes blocks to a file; shows a bar if there is a label."""
   target.parent.mkdir(parents=True, exist_ok=True)
   temporary = target.parent / f'.{target.name}.{os.getpid()}.tmp'
   written = 0
-  bar = tqdm.tqdm(
+  bar = cli.bar(
     total=length, unit='B', unit_scale=True, desc=label, disable=label is None
   )
   try:
@@ -198,8 +199,8 @@ def _write(blocks: Iterable[bytes], target, length, label):
         bar.update(len(block))
     if length is not None and written != length:
       raise OSError(
-        f"'{label or target}' came only in part: {written:,} of {length:,} "
-        'bytes; try again'
+        f"'{label or target}' is incomplete: {written:,} of {length:,} bytes "
+        'arrived; try again'
       )
     temporary.replace(target)
   except BaseException:

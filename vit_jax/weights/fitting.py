@@ -1,9 +1,10 @@
-"""Which of a file's weights a model takes, and how they are made to fit.
+"""Selects the weights of a file that fit a model, and resizes embeddings.
 
-Names and shapes are compared leaf by leaf; position embeddings are resized (section
-3.2 of the paper).
+Names and shapes are compared leaf by leaf. Position embeddings are resized as in
+section 3.2 of the paper.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence
 import contextlib
 import math
@@ -29,23 +30,23 @@ def transferable(
   new: Sequence[str] = ('head/',),
   partly: bool = False,
 ) -> dict[str, np.ndarray]:
-  """Returns what `load_pretrained` takes from the file, by '/'-joined path.
+  """Returns the weights that `load_pretrained` takes, by '/'-joined path.
 
   Args:
-    pretrained_path: see `load`.
+    pretrained_path: see `load_pretrained`.
     expected: parameters of the model, arrays or jax.ShapeDtypeStruct.
-    model_config: reads `representation_size` and, to explain what does not fit
-      with it, `transformer`.
-    grid: patches (height, width) of the weights; None: what the file says of
-      it, or else a square.
-    new_grid: patches (height, width) of the model; None: a square.
-    new: beginnings of the paths that are not taken, nor missed.
-    partly: whether the model may have parameters that no published one has, and
-      the file more layers; see `load_pretrained`.
+    model_config: config of the model; reads `representation_size` and
+      `transformer`.
+    grid: (height, width) in patches of the weights; None: the grid that the
+      file gives, or else a square.
+    new_grid: (height, width) in patches of the model; None: a square.
+    new: prefixes of the paths that keep their initial values.
+    partly: whether the model may have parameters that no published model has,
+      and the file more layers; see `load_pretrained`.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
-      load_pretrained.
+      `load_pretrained`.
   """
   new = list(new)
   if model_config.get('representation_size') is None:
@@ -63,7 +64,7 @@ def transferable(
   _note_zero_head(pretrained_path, flat)
   taken = {path: flat[path] for path in check(weights.params)}
   if _resizes(flat, want):
-    # As many tokens may still be another grid: 2 x 8 and 4 x 4.
+    # An equal number of tokens may be another grid: 2 x 8 and 4 x 4.
     grid = grid or _grid(weights)
     old, resized = flat[_POSEMB].shape, want[_POSEMB].shape
     if old != resized or (grid and new_grid and tuple(grid) != tuple(new_grid)):
@@ -83,7 +84,7 @@ def _choose(flat, want, new, partly):
   Args:
     flat: leaves of the file, arrays or shapes, by path.
     want: leaves of the model, likewise.
-    new: beginnings of the paths that are not taken, nor missed.
+    new: prefixes of the paths that keep their initial values.
     partly: see `transferable`.
   """
   new = tuple(new)
@@ -106,13 +107,13 @@ def _choose(flat, want, new, partly):
 
 
 def _layer(path):
-  """Number of the encoder's or the Mixer's layer that a path is in, or -1."""
+  """Returns the number of the layer (of encoder or Mixer) of a path, or -1."""
   found = re.match(r'(?:Transformer/encoderblock|MixerBlock)_(\d+)/', path)
   return int(found[1]) if found else -1
 
 
 def _resizes(flat, want):
-  """Tells whether position embeddings can be made those of the model."""
+  """Returns whether the position embeddings can be resized to the model's."""
   if not {_POSEMB} <= flat.keys() & want.keys():
     return False
   old, new = flat[_POSEMB].shape, want[_POSEMB].shape
@@ -122,7 +123,7 @@ def _resizes(flat, want):
 
 @contextlib.contextmanager
 def _explaining(path, params, expected):
-  """Adds to an error which models the weights and the parameters look like."""
+  """Adds to an error which models the weights and parameters look like."""
   try:
     yield
   except ValueError as e:
@@ -136,17 +137,17 @@ def _note_zero_head(path, flat):
   head = flat.get('head/kernel')
   if head is not None and not head.any():
     logging.warning(
-      "The head of '%s' is all zeros: no classifier comes with these weights",
+      "The head of '%s' is all zeros: these weights have no trained classifier",
       path,
     )
 
 
 def _note_parts(path, flat, want, taken, new):
-  """Warns of what of the model is not in the file, and the other way round."""
+  """Warns of parameters that only the model or only the file has."""
   new = (*new, 'pre_logits/')
   for paths, what in (
-    (want.keys() - taken.keys(), 'lacks, and they keep their initial values'),
-    (flat.keys() - want.keys(), 'has beyond those of the model, left out'),
+    (want.keys() - taken.keys(), 'lacks, which keep their initial values'),
+    (flat.keys() - want.keys(), 'has but the model lacks, which are left out'),
   ):
     paths = sorted(key for key in paths if not key.startswith(new))
     if paths:
@@ -159,16 +160,18 @@ def _note_parts(path, flat, want, taken, new):
       )
 
 
-def say_missing(paths):
+def say_missing(paths: Iterable[str]) -> list[str]:
+  """Returns a line for each parameter of the model that the weights lack."""
   return [f'{path}: missing in the weights' for path in paths]
 
 
-def say_extra(paths):
+def say_extra(paths: Iterable[str]) -> list[str]:
+  """Returns a line for each of the weights that the model has no place for."""
   return [f'{path}: not in the model' for path in paths]
 
 
 def fail_for(problems):
-  """Raises a ValueError that lists what is wrong, if anything is."""
+  """Raises a ValueError that lists the problems, if there are any."""
   if len(problems) > 20:
     problems = [*problems[:20], f'and {len(problems) - 20} more']
   if problems:
@@ -178,7 +181,7 @@ def fail_for(problems):
 
 
 def _grid(weights):
-  """Patches (height, width) where the file says its image size, else None."""
+  """Returns (height, width) in patches if the file gives its image size."""
   config = identify.model_config(weights.params)
   if weights.image_size is None or config is None:
     return None
@@ -186,7 +189,7 @@ def _grid(weights):
 
 
 def note_differences(weights, model_config):
-  """Warns where the source computes what these weights are for differently."""
+  """Warns if the weights were made for another GELU or LayerNorm epsilon."""
   encoder = weights.model.get('transformer', {})
   for key in ('gelu', 'norm_eps'):
     there = encoder.get(key)
@@ -194,7 +197,7 @@ def note_differences(weights, model_config):
     here = (model_config.get('transformer') or {}).get(key, default)
     if None not in (here, there) and there != here:
       logging.warning(
-        'The source of the weights computes with %s=%s, this model with %s: for '
+        'These weights were made for %s=%s, this model computes with %s: for '
         'the same features set --config.model.transformer.%s=%s',
         key,
         there,
@@ -213,21 +216,21 @@ def interpolate_posembed(
 ) -> np.ndarray:
   """Resizes position embeddings to another number of patches (section 3.2).
 
-  Bilinear with corners aligned, what `scipy.ndimage.zoom(order=1)` computes. The
-  class token's embedding is kept as it is.
+  Interpolates bilinearly with corners aligned, as
+  `scipy.ndimage.zoom(order=1)` does. The class token's embedding is kept.
 
   Args:
-    posemb: [1, N, D], that of the class token first if there is one.
-    num_tokens: number of tokens wanted, the class token included.
+    posemb: [1, N, D]; the class token's embedding, if any, comes first.
+    num_tokens: number of tokens wanted, including the class token.
     has_class_token: whether the first token is a class token.
-    grid: (height, width) of the patches in `posemb`; None: a square.
+    grid: (height, width) of `posemb` in patches; None: a square.
     new_grid: (height, width) wanted; None: a square.
 
   Returns:
     float32 [1, num_tokens, D].
 
   Raises:
-    ValueError: if a grid is not what the number of tokens allows.
+    ValueError: if a grid does not match its number of tokens.
   """
   posemb = np.asarray(posemb, np.float32)
   extra = int(has_class_token)
@@ -245,20 +248,20 @@ def _check_grid(grid, patches, where):
   grid = (side, side) if grid is None else tuple(grid)
   if patches < 1:
     raise ValueError(
-      f'the position embeddings of {where} are of {patches} patches: give '
-      '[1, N, D], that of the class token included if there is one'
+      f'the position embeddings of {where} have {patches} patches: give '
+      '[1, N, D], including the class token if there is one'
     )
   if math.prod(grid) != patches:
     raise ValueError(
       f'the {patches} position embeddings of {where} are no grid of {grid[0]} x '
-      f'{grid[1]} patches: say which they are with grid=(height, width) '
+      f'{grid[1]} patches: give the sizes as grid=(height, width) '
       '(--config.pretrained_grid) and new_grid=(height, width)'
     )
   return grid
 
 
 def _resize_axis(table, axis, size):
-  """Linear interpolation along an axis, first and last entry kept in place."""
+  """Interpolates linearly along an axis; the first and last entry stay."""
   old = table.shape[axis]
   if old == size:
     return table

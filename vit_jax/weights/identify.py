@@ -1,4 +1,4 @@
-"""Which model is it? Answers from the shapes of the parameters alone."""
+"""Identifies a model by the shapes of its parameters."""
 
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -14,36 +14,37 @@ _POSEMB = 'Transformer/posembed_input/pos_embedding'
 
 
 def count(names: Iterable[str], pattern: str, first: int = 0) -> int:
-  """Counts the layers, units or the like that names speak of.
+  """Counts the layers, units or blocks in a list of names.
 
   Args:
-    names: of the arrays.
-    pattern: finds the number of a layer at the beginning of a name.
-    first: number of the first one.
+    names: names of arrays.
+    pattern: regex whose first group is the number of a layer; matched at the
+      beginning of each name.
+    first: number of the first layer.
 
   Raises:
-    ValueError: if one is left out.
+    ValueError: if a number is missing.
   """
   found = {int(m[1]) for m in (re.match(pattern, name) for name in names) if m}
   if found and (min(found) != first or max(found) != first + len(found) - 1):
     shown = pattern.replace(r'(\d+)', 'N').replace('\\', '')
     raise ValueError(
-      f"the names '{shown}' are numbered from {min(found)} to {max(found)}, and "
-      f'{len(found)} of them are there: some are missing'
+      f"the names '{shown}' are numbered from {min(found)} to {max(found)}, but "
+      f'there are only {len(found)} of them: some are missing'
     )
   return len(found)
 
 
 def model_config(params: Mapping[str, Any]) -> ml_collections.ConfigDict | None:
-  """Returns a config whose model has these parameters, but for the head.
+  """Returns a config whose model has these parameters, apart from the head.
 
   Args:
-    params: nested dict of arrays or shapes, Linen's names.
+    params: nested dict of arrays or shapes, with Linen's names.
 
   Returns:
-    The fields of VisionTransformer or MlpMixer but for `num_classes`; a model
-    of the table of sizes has its `model_name`, any other is named after its
-    sizes. None if these are the parameters of no such model.
+    The fields of VisionTransformer or MlpMixer without `num_classes`.
+    `model_name` is the name in the table of sizes, or a description of the
+    sizes. None if the parameters are those of no such model.
   """
   flat = {
     path: tuple(leaf.shape)
@@ -116,10 +117,10 @@ def _mixer_sizes(flat):
 
 
 def _matches(config, sizes):
-  """Whether a config of the table has these sizes.
+  """Returns whether a config of the table has these sizes.
 
-  The pre-logits layer and the number of heads, which some files do not tell, may
-  be others.
+  The pre-logits layer and the number of heads are not compared: some files do
+  not tell them.
   """
   if ('resnet' in config) != ('resnet' in sizes):
     return False
@@ -155,7 +156,7 @@ def _describe_sizes(sizes):
 
 
 def channels(params: Mapping[str, Any]) -> int:
-  """Returns the number of channels of the images that a model is for."""
+  """Returns the number of channels of a model's input images."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   for path in ('conv_root/kernel', 'stem/kernel', 'embedding/kernel'):
     if path in flat:
@@ -189,12 +190,12 @@ _PUBLISHED = re.compile(
 
 
 def is_published(path: str) -> bool:
-  """Tells whether a '/'-joined path is one that published models have."""
+  """Returns whether published models have a parameter of this path."""
   return _PUBLISHED.fullmatch(path) is not None
 
 
 def misfits(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
-  """Says of each leaf that both have which shapes it has, if they differ.
+  """Lists the leaves whose shapes differ, each with both shapes.
 
   Args:
     have: leaves of weights, arrays or shapes, by '/'-joined path.

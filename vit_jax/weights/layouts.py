@@ -1,15 +1,17 @@
-"""The same weights by other names: timm's and Hugging Face's state dicts.
+"""Converts between the published parameter tree and PyTorch state dicts.
 
-One table pairs each leaf of the published parameter tree with its names over
-there and says how the array lies differently. Nothing is computed: every
-conversion is exact, in both directions.
+The state dicts are those of timm and of Hugging Face. One table pairs each leaf
+of the published tree with its names in both, and gives the difference in
+layout:
 
-  conv   [h, w, in, out]            here, [out, in, h, w] there
-  dense  [in, out]                  here, [out, in] there
-  heads  [in, heads, size]          here, [heads * size, in] there
-  bias   [heads, size]              here, [heads * size] there
-  out    [heads, size, out]         here, [out, heads * size] there
-  same   as it is
+  conv   [h, w, in, out]            here, [out, in, h, w] in PyTorch
+  dense  [in, out]                  here, [out, in] in PyTorch
+  heads  [in, heads, size]          here, [heads * size, in] in PyTorch
+  bias   [heads, size]              here, [heads * size] in PyTorch
+  out    [heads, size, out]         here, [out, heads * size] in PyTorch
+  same   the same in both
+
+Conversions only transpose and reshape: they are exact in both directions.
 """
 
 from collections.abc import Iterable
@@ -36,7 +38,7 @@ class _Leaf(NamedTuple):
 
 
 def _affine(path, kind, timm, hf):
-  """The two leaves of a layer: kernel (or scale) and bias."""
+  """Returns the leaves of a layer: kernel (or scale) and bias."""
   first = 'scale' if kind == 'norm' else 'kernel'
   bias = 'bias' if kind == 'heads' else 'same'
   return [
@@ -84,7 +86,7 @@ _UNIT = (
   ('conv_proj', 'gn_proj', 'downsample.conv', 'downsample.norm'),
 )
 
-# Names in the memory of transformers 5; its files keep those of the table.
+# Module names of transformers 5 -> names in its files, which the table uses.
 _HF_NEW = (
   (r'^layers\.', 'encoder.layer.'),
   (r'\.attention\.q_proj\.', '.attention.attention.query.'),
@@ -100,8 +102,8 @@ def _table(num_layers: int, units: Iterable[int] | None) -> list[_Leaf]:
   """Lists all leaves that a model may have.
 
   Args:
-    num_layers: layers of the encoder.
-    units: units in each stage of a hybrid's ResNet; None: it has none.
+    num_layers: number of layers of the encoder.
+    units: number of units in each stage of a hybrid's ResNet; None: no ResNet.
   """
   leaves = list(_STEM)
   for i in range(num_layers):
@@ -133,7 +135,7 @@ def _table(num_layers: int, units: Iterable[int] | None) -> list[_Leaf]:
 
 
 def detect(names: Iterable[str]) -> str | None:
-  """Returns whose names these are: 'timm', 'hf', or None."""
+  """Returns the layout of a state dict's names: 'timm', 'hf', or None."""
   names = set(names)
   if 'patch_embed.proj.weight' in names:
     return 'timm'
@@ -148,19 +150,19 @@ def detect(names: Iterable[str]) -> str | None:
 def load(
   flat: Mapping[str, np.ndarray], layout: str, num_heads: int
 ) -> dict[str, np.ndarray]:
-  """Renames a state dict to the published tree.
+  """Converts a state dict to the published tree.
 
   Args:
     flat: arrays by name.
     layout: 'timm' or 'hf'.
-    num_heads: number of attention heads, which the arrays do not tell.
+    num_heads: number of attention heads, which the shapes do not tell.
 
   Returns:
-    Arrays by '/'-joined path, Linen's names.
+    Arrays by '/'-joined path, with Linen's names.
 
   Raises:
-    ValueError: if there are arrays that a plain ViT does not have (all are
-      listed), or heads do not divide the width.
+    ValueError: if there are arrays that a plain ViT does not have (the message
+      lists them), or if `num_heads` does not divide the width.
   """
   flat = dict(flat)
   units = None
@@ -183,7 +185,7 @@ def load(
       params[leaf.path] = _from_torch(value, leaf, num_heads)
   if flat:
     raise ValueError(
-      'these weights are not of a plain Vision Transformer, which has no '
+      'these weights are not those of a plain Vision Transformer, which lacks '
       + ', '.join(sorted(flat)[:10])
       + (f' and {len(flat) - 10} more' if len(flat) > 10 else '')
       + _hint(flat)
@@ -192,7 +194,7 @@ def load(
 
 
 def _split_attention(flat):
-  """Splits the joined queries, keys and values of timm's."""
+  """Splits timm's joined projections of queries, keys and values."""
   split = {}
   for name, joined in flat.items():
     block, qkv, end = name.partition('.attn.qkv.')
@@ -210,9 +212,9 @@ def _split_attention(flat):
 
 
 def _hint(names):
-  """Says what some leaves that do not belong here are."""
+  """Names the feature of other models that some leaves belong to."""
   for part, what in (
-    ('fc_norm', 'timm pools such models before their last norm, not after'),
+    ('fc_norm', 'timm pools in this model before the last norm, not after it'),
     ('reg_token', 'register tokens'),
     ('gamma', 'layer scale'),
     ('dist', 'a distillation token'),
@@ -235,8 +237,8 @@ def _from_torch(value, leaf, num_heads):
   kind = leaf.kind
   if value.ndim != _DIMENSIONS.get(kind, value.ndim):
     raise ValueError(
-      f"'{leaf.path}' has the shape {value.shape} there, where "
-      f'{_DIMENSIONS[kind]} dimensions are needed'
+      f"'{leaf.path}' has the shape {value.shape} in the state dict: it must have "
+      f'{_DIMENSIONS[kind]} dimensions'
     )
   if kind in ('heads', 'bias', 'out'):
     width = value.shape[1] if kind == 'out' else value.shape[0]
@@ -273,17 +275,17 @@ def _to_torch(value, kind):
 
 
 def dump(params: dict, layout: str) -> dict[str, np.ndarray]:
-  """Renames a published tree to a state dict.
+  """Converts a published tree to a state dict.
 
   Args:
-    params: nested dict of arrays, Linen's names.
+    params: nested dict of arrays, with Linen's names.
     layout: 'timm' or 'hf'.
 
   Returns:
     Arrays by name.
 
   Raises:
-    ValueError: if the other side has no such model.
+    ValueError: if the layout has no such model.
   """
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   _check_exists(flat, layout)
@@ -299,7 +301,7 @@ def dump(params: dict, layout: str) -> dict[str, np.ndarray]:
     value = flat.pop(leaf.path, None)
     if value is not None:
       name = getattr(leaf, layout)
-      # transformers reads and writes all but the head below 'vit.'.
+      # transformers puts all names but those of the head under 'vit.'.
       if layout == 'hf' and not name.startswith('classifier.'):
         name = f'vit.{name}'
       state[name] = _to_torch(np.asarray(value), leaf.kind)
@@ -324,11 +326,11 @@ def _check_exists(flat, layout):
     raise ValueError(f'an MLP-Mixer cannot be written for {name} (--to)')
   if layout == 'hf' and 'conv_root/kernel' in flat:
     raise ValueError(
-      f'{name} has no hybrid of ResNet and ViT any more: write it for timm '
+      f'{name} no longer has hybrids of ResNet and ViT: write this one for timm '
       '(--to=timm)'
     )
   if layout == 'hf' and 'cls' not in flat:
     raise ValueError(
-      f'{name} has no ViT without a class token (mean pooling): write it for '
-      'timm (--to=timm)'
+      f'{name} has no ViT without a class token (mean pooling): write this one '
+      'for timm (--to=timm)'
     )

@@ -1,12 +1,12 @@
 """Reads weights of any kind into the published parameter tree.
 
-What is read, and by what it is known:
+Formats, and how each is recognised:
 
-  published npz   a file of arrays with '/' in their names, or a URL or gs://
-  timm            .safetensors or .bin with timm's names, or a folder of it
-  hf              the same with Hugging Face's names (`ViTModel` and
-                  `ViTForImageClassification`)
-  workdir         folder of a run: config.json and checkpoints
+  npz       a file of arrays with '/' in their names, published ones for example
+  timm      .safetensors or .bin with timm's names, or a folder with such a file
+  hf        the same with Hugging Face's names (`ViTModel` and
+            `ViTForImageClassification`)
+  workdir   folder of a run, with config.json and checkpoints
 """
 
 from collections.abc import Callable
@@ -28,8 +28,9 @@ from vit_jax.weights import fetch
 from vit_jax.weights import layouts
 from vit_jax.weights import state_dicts
 
-# Name in a file -> name in Linen, for the layers of an encoder block. Files name
-# them by their place in the block, Linen counts each kind on its own.
+# Name in a file -> name in Linen, of the layers in an encoder block. Files
+# number the layers by their place in the block, Linen counts each kind
+# separately.
 _LINEN_NAMES = {
   'LayerNorm_2': 'LayerNorm_1',
   'MlpBlock_3': 'MlpBlock_0',
@@ -37,21 +38,22 @@ _LINEN_NAMES = {
 }
 _FILE_NAMES = {linen: name for name, linen in _LINEN_NAMES.items()}
 _PREFIXES = ('opt/target/', 'params/')
-# Files of weights in a folder of timm's or Hugging Face's, the best first.
+# Names of weights files in folders of timm or Hugging Face, the preferred
+# first.
 FILES = ('model.safetensors', 'pytorch_model.bin')
 _TORCH_ENDINGS = ('.safetensors', '.bin', '.pt', '.pth')
 
 
 class Weights(NamedTuple):
-  """Weights, and what came with them.
+  """Weights and their description.
 
   Attributes:
-    params: nested dict of numpy arrays, Linen's names.
+    params: nested dict of numpy arrays, with Linen's names.
     kind: 'npz', 'timm', 'hf' or 'workdir'.
-    model: fields of the model that the arrays do not tell, the kind of GELU for
-      one; a nested dict, empty for a published npz.
-    class_names: in the order of the logits, or None where they are not known.
-    image_size: (height, width) in pixels, or None where it is not known.
+    model: fields of the model that the arrays do not tell, such as the kind of
+      GELU; a nested dict, empty for a published npz.
+    class_names: in the order of the logits, or None if unknown.
+    image_size: (height, width) in pixels, or None if unknown.
   """
 
   params: dict
@@ -66,20 +68,21 @@ def read(
   num_heads: int | None = None,
   check: Callable[[dict], None] = lambda params: None,
 ) -> Weights:
-  """Reads weights of any kind; warns where they are not finite.
+  """Reads weights of any format; warns of values that are not finite.
 
   Args:
     path: see the top of this module; local, https:// or gs://.
-    num_heads: number of attention heads, for files of timm's or Hugging Face's
-      that come without a config.json and are of an unusual width.
-    check: called with the shapes of the parameters where a file tells them
-      before its arrays are read (.npz), to raise ValueError if they do not fit.
+    num_heads: number of attention heads; needed for files of timm or Hugging
+      Face without a config.json and of a width that the table of sizes lacks.
+    check: function that raises ValueError if the parameters do not fit. It is
+      called with their shapes before the arrays of an .npz are read.
 
   Raises:
-    FileNotFoundError, PermissionError, OSError: if it is not there.
-    ValueError: if it is no file of weights, is damaged or truncated, holds
-      pickled objects or anything but floats, unfolds to far more than the file
-      is, or is not of a plain ViT, hybrid or Mixer; or what `check` raises.
+    FileNotFoundError, PermissionError, OSError: if the file cannot be read.
+    ValueError: if the file holds no weights, is damaged or truncated, holds
+      pickled objects or types other than floats, decompresses to far more than
+      its size, or is not of a plain ViT, hybrid or Mixer; or what `check`
+      raises.
     ImportError: if a package is missing; names the extra to install.
   """
   if num_heads is not None and num_heads < 1:
@@ -99,7 +102,7 @@ def read(
 
 
 def _file_in(folder):
-  """The file of weights in a folder of timm's or Hugging Face's."""
+  """Returns the weights file in a folder of timm or Hugging Face."""
   for name in FILES:
     if (folder / name).exists():
       return folder / name
@@ -110,22 +113,22 @@ def _file_in(folder):
 
 
 def _config_beside(path):
-  """Path of the config.json beside a file, fetched if it is a remote one."""
+  """Returns the path of the config.json beside a file; fetches a remote one."""
   folder, _, _ = str(path).rpartition('/')
   try:
     return fetch.fetch(f'{folder}/config.json' if folder else 'config.json')
   except (FileNotFoundError, PermissionError):
-    return epath.Path(folder) / 'config.json'  # There is none.
+    return epath.Path(folder) / 'config.json'  # It does not exist.
 
 
 def existing(path) -> epath.Path:
-  """Returns where a file of weights is on this machine; fetches a remote one.
+  """Returns the local path of a weights file; fetches a remote one.
 
   Raises:
-    FileNotFoundError: if there is none; says what may be given.
+    FileNotFoundError: if it does not exist; lists what may be given.
     ValueError: if it is neither a file nor a folder.
   """
-  # A bucket's folder, a workdir for one, is read where it is.
+  # A folder in a bucket, such as a workdir, is read in place.
   bucket = str(path).startswith('gs://')
   whole = bucket and not str(path).endswith(('.npz', *_TORCH_ENDINGS))
   found = epath.Path(path) if whole else fetch.fetch(path)
@@ -154,12 +157,12 @@ def _read_npz(file, check):
 
 
 def without_ones(path: str, leaf):
-  """Returns a leaf as it is, or without its dimensions of 1.
+  """Returns a leaf, without dimensions of 1 if it belongs to a GroupNorm.
 
   Old files keep the scale and bias of GroupNorms as [1, 1, 1, C].
 
   Args:
-    path: its '/'-joined path.
+    path: '/'-joined path of the leaf.
     leaf: an array or jax.ShapeDtypeStruct.
   """
   if not re.search(r'gn[^/]*/(scale|bias)$', path):
@@ -177,12 +180,12 @@ def _linen_name(key):
 
 
 def file_name(key: str) -> str:
-  """Returns the name in published files of a '/'-joined path of Linen's."""
+  """Returns the published name of a '/'-joined path in Linen's names."""
   return _rename_block(key, _FILE_NAMES)
 
 
 def _rename_block(key, names):
-  """Renames the layer that comes after 'encoderblock_<i>/'."""
+  """Renames the layer that follows 'encoderblock_<i>/' in a name."""
   return re.sub(
     r'(encoderblock_\d+/)([^/]+)',
     lambda match: match[1] + names.get(match[2], match[2]),
@@ -191,7 +194,7 @@ def _rename_block(key, names):
 
 
 def _read_workdir(folder):
-  # Late: they bring Orbax and TensorFlow.
+  # Imported late: these modules import Orbax and TensorFlow.
   from vit_jax.run import checkpoints as checkpoints_lib
   from vit_jax.run import config as run_config
 
@@ -212,7 +215,7 @@ def _read_workdir(folder):
 
 
 def _read_torch(file, num_heads, beside):
-  """Reads a state dict of timm's or Hugging Face's, and its config.json."""
+  """Reads a state dict of timm or Hugging Face, and its config.json."""
   flat = (
     arrays.read_safetensors(file)
     if file.suffix == '.safetensors'
@@ -222,7 +225,7 @@ def _read_torch(file, num_heads, beside):
   if layout is None:
     raise ValueError(
       f"'{file}' holds no Vision Transformer by timm's or Hugging Face's names; "
-      f'it has {sorted(flat)[:4]} ...'
+      f'its names are {sorted(flat)[:4]} ...'
     )
   model, class_names, image_size = descriptions.read(beside, layout)
   heads = model['transformer'].pop('num_heads', None)
@@ -240,7 +243,7 @@ def _pair(size):
 
 
 def _usual_heads(flat, layout, file):
-  """Number of heads that goes with a width in the table of sizes."""
+  """Returns the number of heads of this width in the table of sizes."""
   bias = 'patch_embed.proj.bias'
   if layout == 'hf':
     [bias] = [k for k in flat if k.endswith('patch_embeddings.projection.bias')]

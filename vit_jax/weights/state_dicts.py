@@ -1,4 +1,4 @@
-"""State dicts of PyTorch's, read without running what a pickle may hold."""
+"""Reads state dicts of PyTorch without running code that a pickle may hold."""
 
 import pickletools
 import re
@@ -11,7 +11,7 @@ import numpy as np
 from vit_jax.weights import arrays
 from vit_jax.weights import fetch
 
-# What is called for in the pickle of a state dict.
+# Pickle opcodes that import a name, and the names that a state dict may import.
 _GLOBALS = ('GLOBAL', 'STACK_GLOBAL', 'INST', 'EXT1', 'EXT2', 'EXT4')
 _HARMLESS = re.compile(
   r'collections (OrderedDict|Counter)|_codecs encode'
@@ -23,18 +23,18 @@ _HARMLESS = re.compile(
 
 
 def read(file: epath.Path) -> dict[str, np.ndarray]:
-  """Reads a state dict of PyTorch's.
+  """Reads a state dict of PyTorch.
 
   Raises:
-    ValueError: if it is no state dict of weights; see arrays.naming.
+    ValueError: if the file is no state dict of weights; see `arrays.naming`.
     ImportError: if PyTorch is missing.
   """
   try:
     import torch
   except ImportError as e:
     raise ImportError(
-      f"'{file}' needs PyTorch to be read: pip install -e '.[torch]' in the "
-      'checkout of vit_jax, or take the .safetensors file of the same model'
+      f"reading '{file}' needs PyTorch: pip install -e '.[torch]' in the "
+      'checkout of vit_jax, or use the .safetensors file of the same model'
     ) from e
   with (
     arrays.naming(file, 'is not a file of PyTorch weights'),
@@ -43,14 +43,14 @@ def read(file: epath.Path) -> dict[str, np.ndarray]:
     state = _load_torch(torch, here)
     for name, value in state.items():
       _check_tensor(torch, name, value)
-    # Tensors may share their numbers, or repeat them with a stride of 0.
+    # Tensors may share storage, or repeat it with a stride of 0.
     bytes_in_all = sum(v.numel() * v.element_size() for v in state.values())
     arrays.check_size(bytes_in_all, here.stat().length)
     return {name: _to_numpy(torch, value) for name, value in state.items()}
 
 
 def _load_torch(torch, file):
-  """Loads the dict of tensors in a file; runs no code that it may hold."""
+  """Loads the dict of tensors from a file, without running code in it."""
   try:
     _check_pickles(file)
     state = torch.load(file, map_location='cpu', weights_only=True)
@@ -58,7 +58,7 @@ def _load_torch(torch, file):
     raise
   except Exception as e:  # pylint: disable=broad-except
     raise ValueError(
-      'it is only part of one, or holds pickled objects, which are never loaded'
+      'it is truncated, or holds pickled objects, which are never loaded'
     ) from e
   if isinstance(state, dict):
     state = state.get('state_dict', state.get('model', state))
@@ -68,14 +68,14 @@ def _load_torch(torch, file):
 
 
 def _check_pickles(file):
-  """Raises a ValueError where more is pickled than tensors are made of.
+  """Raises ValueError if a pickle uses more than the parts of tensors.
 
-  PyTorch lets through what runs no code, but may fill the memory: a bytearray of
-  any size, a copy of a tensor that repeats its numbers.
+  PyTorch admits everything that runs no code, also what may fill the memory: a
+  bytearray of any size, or a tensor that repeats its storage.
   """
   if not zipfile.is_zipfile(file):
     with file.open('rb') as f:
-      # A magic number, the version, the system, the tensors, their storages.
+      # Pickles: magic number, version, system, tensors, keys of the storages.
       for _ in range(5):
         _check_pickle(f)
     return
@@ -96,7 +96,7 @@ def _check_pickle(pickled):
 
 
 def _check_tensor(torch, name: Any, value: Any):
-  """Raises a ValueError unless it is a plain tensor of floats, with a name."""
+  """Raises ValueError unless `value` is a named plain tensor of floats."""
   if not isinstance(name, str) or not isinstance(value, torch.Tensor):
     raise ValueError(
       f'it holds no state dict, arrays by name: {name!r:.80} is a '
@@ -104,7 +104,7 @@ def _check_tensor(torch, name: Any, value: Any):
     )
   kind = None
   if value.is_meta:
-    kind = 'on the device meta: it has no values'
+    kind = 'on the device meta, which holds no values'
   elif value.is_quantized:
     kind = 'quantised: save it with .dequantize()'
   elif value.layout != torch.strided or value.is_nested:
@@ -115,5 +115,5 @@ def _check_tensor(torch, name: Any, value: Any):
 
 
 def _to_numpy(torch, value):
-  value = value.detach()  # A parameter, for one.
+  value = value.detach()  # It may be a parameter.
   return (value.float() if value.dtype == torch.bfloat16 else value).numpy()

@@ -1,7 +1,7 @@
-"""Writes a model's weights as npz, for timm, for Hugging Face, as a workdir.
+"""Writes a model's weights as npz, for timm, for Hugging Face, or as a workdir.
 
-Every writer returns what is to be said of the result: what the other side
-computes differently and its config cannot say.
+Every writer returns notes for the user: what the other library will compute
+differently, or what its files cannot hold.
 """
 
 import copy
@@ -23,7 +23,7 @@ from vit_jax.weights import identify
 from vit_jax.weights import layouts
 from vit_jax.weights import reading
 
-# timm's name for a hybrid, by its units per stage and size.
+# Description of a hybrid's sizes -> timm's name for it.
 _TIMM_HYBRIDS = {
   'R+ViT-Ti_16': 'vit_tiny_r_s16_p8_224',
   'R26+ViT-S_32': 'vit_small_r26_s32_224',
@@ -34,13 +34,13 @@ _TIMM_HYBRIDS = {
 
 
 class Model(NamedTuple):
-  """A model with its weights, complete: what every writer needs.
+  """A model with its weights and everything that a writer needs.
 
   Attributes:
-    params: nested dict of numpy arrays, Linen's names.
-    config: fields of the model but for `num_classes`.
-    class_names: in the order of the logits, or None where they are not known.
-    num_classes: width of the head; 0: there is none.
+    params: nested dict of numpy arrays, with Linen's names.
+    config: fields of the model without `num_classes`.
+    class_names: in the order of the logits, or None if unknown.
+    num_classes: width of the head; 0 if there is no head.
     image_size: (height, width) in pixels.
   """
 
@@ -52,24 +52,24 @@ class Model(NamedTuple):
 
 
 def save(params, path: str):
-  """Writes parameters as an .npz file, by the published names.
+  """Writes parameters as an .npz file, under the published names.
 
   Args:
-    params: nested dict of arrays; their types are kept, but for bfloat16, which
-      .npz cannot hold and which becomes float32.
+    params: nested dict of arrays. They keep their types, except that bfloat16
+      becomes float32, since .npz cannot hold bfloat16.
     path: the file; it appears only when it is complete.
 
   Raises:
-    ValueError: if two arrays would have one name in the file.
+    ValueError: if two arrays would get the same name in the file.
   """
   flat = flax.traverse_util.flatten_dict(jax.device_get(params), sep='/')
-  names = {}  # In the file, each with the path in the tree.
+  names = {}  # Name in the file -> path in the tree.
   for key in flat:
     name = reading.file_name(key)
     if name in names:
       raise ValueError(
-        f"'{names[name]}' and '{key}' would both be '{name}' in '{path}', which "
-        'has the published names: give the module another name (name=)'
+        f"'{names[name]}' and '{key}' would both be named '{name}' in '{path}', "
+        'which uses the published names: rename the module (name=)'
       )
     names[name] = key
   flat = {
@@ -95,22 +95,22 @@ def _write_npz(model, dst):
     _, part, name = key.split('.')
     beside.setdefault('model', {}).setdefault(part, {})[name] = here
     notes.append(
-      f'readers of .npz compute with {key}={there}, these weights are for '
-      f'{here}: logits differ a little'
+      f'readers of .npz compute with {key}={there}, but these weights were made '
+      f'for {here}: logits differ a little'
     )
   if beside:
     file = descriptions.notes_file(dst)
     workdir_lib.write_atomically(file, json.dumps(beside, indent=1))
     notes.append(
-      f'what an .npz cannot hold ({", ".join(beside)}) is in {file}, where this '
-      'package finds it'
+      f'an .npz cannot hold {" and ".join(beside)}: they are in {file}, where '
+      'this package finds them'
     )
   save(model.params, dst)
   return notes
 
 
 def _differences(config, other):
-  """Lists (key, value, other value) where two models compute differently."""
+  """Yields (key, value, other value) where two models compute differently."""
   pairs = [
     (f'model.{part}.{key}', part, key)
     for part, key in (
@@ -138,7 +138,7 @@ def _write_timm(model, dst):
     embed_dim=config.hidden_size,
     depth=encoder.num_layers,
     num_heads=encoder.num_heads,
-    # timm cuts the product off to an integer.
+    # timm truncates this product to an integer.
     mlp_ratio=math.nextafter(encoder.mlp_dim / config.hidden_size, math.inf),
     in_chans=identify.channels(model.params),
     class_token=config.classifier == 'token',
@@ -181,14 +181,14 @@ def _write_timm(model, dst):
   if resnet is not None:
     computes.resnet.eps = 'timm'
   notes = [
-    f'timm computes with {key}={there}, these weights are for {here}: logits '
-    'differ a little'
+    f'timm computes with {key}={there}, but these weights were made for {here}: '
+    'logits differ a little'
     for key, here, there in _differences(config, computes)
   ]
   if 'pre_logits' in model.params and model.num_classes:
     notes.append(
-      'timm leaves the pre-logits layer out (it is in the file): its logits are '
-      'not those of this model'
+      'timm ignores the pre-logits layer, though it is in the file: its logits '
+      'are not those of this model'
     )
   return notes
 
@@ -242,7 +242,7 @@ def _write_hf(model, dst):
   (dst / 'preprocessor_config.json').write_text(json.dumps(processor, indent=1))
   if whole:
     return []
-  notes = ['load it as ViTModel(Config): it has no classifier of its own']
+  notes = ['load it as ViTModel(Config): the model has no classifier']
   if pooled and model.num_classes:
     notes = [
       'ViTForImageClassification has no pre-logits layer: load it as ViTModel, '
@@ -252,12 +252,12 @@ def _write_hf(model, dst):
 
 
 def _one(pair):
-  """A number for a square, a list for anything else."""
+  """Returns one number for a square, else a list of two."""
   return pair[0] if pair[0] == pair[1] else list(pair)
 
 
 def _pixels(params):
-  """Mean and deviation by which pixels from 0 to 1 come to be from -1 to 1."""
+  """Returns the mean and deviation that map pixels in [0, 1] to [-1, 1]."""
   half = (0.5,) * identify.channels(params)
   return dict(mean=half, std=half)
 
@@ -276,31 +276,38 @@ def _write_torch(dst, state, config):
   (dst / 'config.json').write_text(json.dumps(config, indent=1))
 
 
-def _write_workdir(model, dst):
-  # Late: they bring Orbax and the optimisers.
-  from vit_jax.learning import optim
-  from vit_jax.learning import state as state_lib
-  from vit_jax.run import checkpoints as checkpoints_lib
+def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
+  """Returns config and metadata of a finished run of one step, for a model.
+
+  Classes without known names are named by their numbers.
+  """
   from vit_jax.run import config as run_config
 
   config = common.get_config()
   config.model = model.config
   config.pp.crop = model.image_size
   config.pp.channels = identify.channels(model.params)
-  # The state of a run that is finished after one step, of plain SGD.
   config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
+  names = model.class_names or [str(i) for i in range(model.num_classes)]
+  return run_config.complete(config), {'class_names': list(names)}
+
+
+def _write_workdir(model, dst):
+  # Imported late: these modules import Orbax and optax.
+  from vit_jax.learning import optim
+  from vit_jax.learning import state as state_lib
+  from vit_jax.run import checkpoints as checkpoints_lib
+
+  config, metadata = as_run(model)
   tx = optim.get_optimizer(config, lambda _: 0.0)
   params = jax.tree.map(np.asarray, model.params)
   state = state_lib.TrainState(np.int32(1), params, tx.init(params))
-  names = model.class_names or [str(i) for i in range(model.num_classes)]
-  workdir_lib.create(
-    dst, run_config.complete(config), {'class_names': list(names)}, data={}
-  )
+  workdir_lib.create(dst, config, metadata, data={})
   checkpoints = checkpoints_lib.Checkpoints(dst)
   checkpoints.save(1, state)
   checkpoints.close()
   if model.num_classes and not model.class_names:
-    return ['the classes have numbers for names: give --class_names=FILE']
+    return ['class names are unknown: give --class_names=FILE']
   return []
 
 

@@ -11,10 +11,10 @@ from sklearn import datasets as sklearn_datasets
 from tests import conftest
 from vit_jax import predict
 from vit_jax import train
-from vit_jax import transfer
 from vit_jax.configs import common
 from vit_jax.configs import digits_transfer
 from vit_jax.data import sources
+from vit_jax.jobs import transfer
 
 
 def labels_of(dataset, split, data_dir):

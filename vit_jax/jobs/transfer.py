@@ -1,4 +1,4 @@
-"""Fine-tuning beside training from scratch, on the same few labels.
+"""Compares fine-tuning with training from scratch on the same few labels.
 
 python -m vit_jax.main --config=configs/digits_transfer.py --workdir=/tmp/transfer
 """
@@ -22,29 +22,29 @@ _NAMES = {'finetune': 'fine-tuned', 'scratch': 'from scratch'}
 
 
 def transfer(config: ml_collections.ConfigDict, workdir: str) -> dict:
-  """Pre-trains once, then trains both ways for each seed, and compares.
+  """Pre-trains once, then fine-tunes and trains from scratch for each seed.
 
-  Each run has a workdir of its own below `workdir`; a command that was stopped
-  goes on where it was.
+  Each run has its own workdir below `workdir`; after an interruption the same
+  command continues.
 
   Args:
-    config: `pretrain`, `finetune` and `scratch`, each the config of a run;
-      `seeds`, each of which draws the labels too: it stands for '{seed}' in the
-      name of the training split.
-    workdir: folder for all of it.
+    config: `pretrain`, `finetune` and `scratch`, each the config of a run; and
+      `seeds`. Each seed also draws the labels: it replaces '{seed}' in the name
+      of the training split.
+    workdir: folder for all runs.
 
   Returns:
-    What is also in workdir/transfer.json: accuracies from 0 to 1 of both by
+    The content of workdir/transfer.json: accuracies from 0 to 1 of both ways by
     seed, their means and standard deviations over the seeds, and `margin`, the
     mean difference.
 
   Raises:
-    ValueError: if there are fewer than two seeds, or see train_and_evaluate.
+    ValueError: if there are fewer than two seeds; see also train_and_evaluate.
     train.Interrupted: see train_and_evaluate.
   """
   if len(config.seeds) < 2:
     raise ValueError(
-      f'seeds={tuple(config.seeds)} must be two at least, to tell the spread '
+      f'seeds={tuple(config.seeds)} must be two at least, for a standard deviation '
       '(--config.seeds)'
     )
   pretrained = f'{workdir}/pretrain'
@@ -58,8 +58,8 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> dict:
   say(f'Pre-training on {config.pretrain.dataset}.')
   train.train_and_evaluate(config.pretrain, pretrained)
   say(
-    f'\n{config.finetune.dataset}: fine-tuning and from scratch on the same '
-    f'labels, {len(config.seeds)} draws of them.'
+    f'\n{config.finetune.dataset}: fine-tuning and training from scratch on the '
+    f'same labels, {len(config.seeds)} draws of labels.'
   )
   accuracies = {kind: [] for kind in _KINDS}
   for seed in config.seeds:
@@ -95,7 +95,7 @@ def _run_config(config, kind, seed, pretrained):
 
 
 def _store(result, workdir):
-  """Writes the result; one process does, since all share the folder."""
+  """Writes the result from one process, since all share the folder."""
   if jax.process_index() == 0:
     workdir_lib.write_atomically(
       epath.Path(workdir) / 'transfer.json', json.dumps(result, indent=1)

@@ -1,0 +1,433 @@
+"""The notebooks: they are what their sources say, and run from top to bottom."""
+
+import ast
+import asyncio
+import collections
+import contextlib
+import importlib.metadata
+import os
+import pathlib
+import re
+import threading
+from typing import NamedTuple
+
+import jupytext
+import nbclient
+import nbformat
+import pytest
+
+from tests import tiny_models
+from vit_jax import checkpoint
+from vit_jax import models
+from vit_jax.configs import augreg
+from vit_jax.figures import gallery
+
+ROOT = pathlib.Path(__file__).parents[1]
+NAMES = ('vit_jax', 'vit_jax_augreg', 'inspect', 'plan')
+# A model that compiles and trains in seconds.
+TINY = {
+  'model.hidden_size': 48,
+  'model.transformer.num_layers': 1,
+  'model.transformer.mlp_dim': 96,
+}
+
+
+def read(name):
+  return nbformat.read(ROOT / 'colabs' / f'{name}.ipynb', as_version=4)
+
+
+def test_notebooks_are_made_from_their_sources():
+  folder = ROOT / 'colabs'
+  assert {p.stem for p in folder.glob('*.ipynb')} == set(NAMES)
+  assert {p.stem for p in (folder / 'src').iterdir()} == set(NAMES)
+  for name in NAMES:
+    made, source = read(name), jupytext.read(folder / 'src' / f'{name}.py')
+    assert [(c.cell_type, c.source, c.metadata) for c in made.cells] == [
+      (c.cell_type, c.source, c.metadata) for c in source.cells
+    ], f'make {name}.ipynb anew: see CONTRIBUTING.md'
+    assert set(made.metadata) == {'kernelspec'}
+    for cell in made.cells:
+      if cell.cell_type == 'code':
+        assert not cell.outputs
+        assert cell.execution_count is None
+
+
+def test_choices_stand_at_the_top_and_are_explained():
+  for name in NAMES:
+    cells = [c for c in read(name).cells if c.cell_type == 'code']
+    assert [c.metadata.get('tags') for c in cells] == [
+      ['parameters'], *[None] * (len(cells) - 1)
+    ]  # fmt: skip
+    choices = ast.parse(cells[0].source).body
+    lines = cells[0].source.splitlines()
+    for choice in choices:
+      assert isinstance(choice, ast.Assign)
+      assert lines[choice.lineno - 2].startswith('#'), lines[choice.lineno - 1]
+      # Each is used.
+      [target] = choice.targets
+      used = [c for c in cells[1:] if re.search(rf'\b{target.id}\b', c.source)]
+      assert used, target.id
+
+
+def test_only_what_is_missing_is_installed(monkeypatch):
+  monkeypatch.syspath_prepend(ROOT / 'colabs')
+  import colab_tools
+
+  versions = {
+    **{'Jax': '0.10.2', 'jaxlib': '0.10.2', 'jax-cuda12-plugin': '0.10.2'},
+    **{'numpy': '2.1.0', 'tensorflow': '2.19.0', 'optax': '0.2.4'},
+  }
+  found = {
+    colab_tools.utils.canonicalize_name(k): v for k, v in versions.items()
+  }
+
+  def version(name):
+    if name not in found:
+      raise importlib.metadata.PackageNotFoundError(name)
+    return found[name]
+
+  Found = collections.namedtuple('Found', 'name version')
+  monkeypatch.setattr(
+    importlib.metadata,
+    'distributions',
+    lambda: [Found(*item) for item in versions.items()],
+  )
+  monkeypatch.setattr(importlib.metadata, 'version', version)
+  wanted = [
+    'jax>=0.10', 'numpy', 'clu', 'optax>=0.2.5',
+    'tensorflow-cpu; platform_system == "Linux"',
+    'tensorflow; platform_system != "Linux"', 'libtpu; extra == "plan"',
+    'safetensors>=0.4; extra == "colab"',
+  ]  # fmt: skip
+  assert colab_tools.missing(wanted, ['colab']) == [
+    'clu', 'optax>=0.2.5', 'safetensors>=0.4'
+  ]  # fmt: skip
+  assert colab_tools.constraints() == [
+    'jax-cuda12-plugin==0.10.2', 'jax==0.10.2', 'jaxlib==0.10.2',
+    'numpy==2.1.0', 'tensorflow==2.19.0',
+  ]  # fmt: skip
+  found['jax'] = '0.7.2'
+  with pytest.raises(ImportError, match=r'needs jax>=0.10, .* 0.7.2, which'):
+    colab_tools.missing(wanted)
+
+
+class Notebook:
+  """A notebook under way, in the kernel of all of them.
+
+  Args:
+    client: an nbclient.NotebookClient whose kernel runs.
+    name: of the notebook.
+    choices: values that differ from those of its first cell.
+  """
+
+  def __init__(self, client, name, **choices):
+    self.client = client
+    self.notebook = client.nb = read(name)
+    self.cells = [c for c in client.nb.cells if c.cell_type == 'code']
+    first = self.cells[0]
+    for key, value in choices.items():
+      assert re.search(rf'^{key} = ', first.source, re.M), key
+      first.source += f'\n{key} = {value!r}'
+    self.add('%reset -f')
+
+  def add(self, source):
+    """Runs a cell that the notebook does not have; returns it."""
+    cell = nbformat.v4.new_code_cell(source)
+    self.client.nb.cells.append(cell)
+    self.client.execute_cell(cell, len(self.client.nb.cells) - 1)
+    return cell
+
+  def run(self, cell):
+    """Runs a cell; what it writes to stderr is an error."""
+    self.client.execute_cell(cell, self.client.nb.cells.index(cell))
+    for output in cell.outputs:
+      assert output.get('name') != 'stderr', output.text
+
+  def run_all(self):
+    for cell in self.cells:
+      self.run(cell)
+
+  def cell(self, text):
+    """Returns the one cell that has a text."""
+    [cell] = [c for c in self.cells if text in c.source]
+    return cell
+
+
+def printed(cell):
+  return ''.join(o.text for o in cell.outputs if o.output_type == 'stream')
+
+
+def pictures(cell):
+  return sum('image/png' in o.get('data', {}) for o in cell.outputs)
+
+
+def percent(cell, words):
+  """Returns a figure that a cell prints behind some words, in percent."""
+  return float(re.search(rf'{words} +([\d.]+)%', printed(cell))[1])
+
+
+@pytest.fixture(scope='module')
+def client(tmp_path_factory, data_dir):
+  """A client whose kernel all notebooks run in, one after the other.
+
+  Each begins with no name of the one before; what is loaded stays, TensorFlow
+  above all.
+  """
+  tmp = tmp_path_factory.mktemp('kernel')
+  env = {
+    **os.environ,
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+    'IPYTHONDIR': str(tmp),
+    'JAX_COMPILATION_CACHE_DIR': os.environ['VIT_JAX_TESTS_COMPILED'],
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+    'PYTHONPATH': str(ROOT),
+    'TFDS_DATA_DIR': data_dir,
+    'VIT_JAX_CACHE': str(tmp),
+    'XLA_FLAGS': '',  # One device, as on a runtime without an accelerator.
+  }
+  client = nbclient.NotebookClient(
+    nbformat.v4.new_notebook(),
+    timeout=600,
+    resources={'metadata': {'path': str(ROOT / 'colabs')}},
+  )
+  with client.setup_kernel(env=env):
+    yield client
+
+
+@contextlib.contextmanager
+def stopping(file, client):
+  """Presses the stop button once a file has a line."""
+
+  def press():
+    while not over.wait(0.05):
+      if file.exists() and file.read_text().count('\n'):
+        asyncio.run(client.km.interrupt_kernel())
+        return
+
+  over = threading.Event()
+  thread = threading.Thread(target=press)
+  thread.start()
+  yield
+  over.set()
+  thread.join()
+
+
+class Walked(NamedTuple):
+  """The walk through, after it has run.
+
+  Attributes:
+    notebook: the Notebook.
+    workdir: of its training run.
+    stopped: outputs of the cell that trains when it was stopped.
+  """
+
+  notebook: Notebook
+  workdir: pathlib.Path
+  stopped: list
+
+
+@pytest.fixture(scope='module')
+def walked(client, tmp_path_factory):
+  """The walk through: run, stopped in its training, and gone on with."""
+  workdir = tmp_path_factory.mktemp('walk') / 'run'
+  notebook = Notebook(
+    client,
+    'vit_jax',
+    WORKDIR=str(workdir),
+    CHANGES={
+      **TINY, 'total_epochs': 12.0, 'warmup_epochs': 1.0, 'base_lr': 3e-3,
+      'progress_every': 20, 'eval_every': 100, 'checkpoint_every': 0,
+    },
+    NEW_CHANGES={
+      **TINY, 'total_steps': 40, 'warmup_steps': 4, 'progress_every': 10,
+    },
+  )  # fmt: skip
+  stopped = []
+  for cell in notebook.cells:
+    if 'train_and_evaluate(config, WORKDIR)' in cell.source:
+      with (
+        stopping(workdir / 'metrics.jsonl', client),
+        pytest.raises(nbclient.exceptions.CellExecutionError),
+      ):
+        notebook.run(cell)
+      stopped += cell.outputs
+    notebook.run(cell)
+    if 'colab_tools.ready' in cell.source:
+      # From here on figures are shown, those without pyplot too.
+      drawn = notebook.add(
+        'from matplotlib import figure\n'
+        'drawn = figure.Figure()\n'
+        'drawn.subplots()\n'
+        'drawn'
+      )
+      assert pictures(drawn) == 1
+  return Walked(notebook, workdir, stopped)
+
+
+def test_the_walk_through(walked):
+  notebook = walked.notebook
+  assert 'sees 1 device(s): cpu' in printed(notebook.cells[1])
+  assert pictures(notebook.cell('get_datasets')) == 2
+  assert pictures(notebook.cell('patch_grid')) == 1
+  assert 'Transformer' in printed(notebook.cell('patch_grid'))
+  training = notebook.cell('train_and_evaluate(config, WORKDIR)')
+  assert percent(training, 'Test accuracy:') > 60
+  assert pictures(notebook.cell('learning_curves')) == 1
+  assert pictures(notebook.cell('predict.load(')) == 1
+  assert printed(notebook.cell('example.png')).count('%') == 3
+  last = notebook.cell('scratch.dataset')
+  tuned = percent(last, 'fine-tuned:')
+  assert tuned > 60
+  assert tuned > percent(last, 'from scratch:')
+
+
+def test_training_is_stopped_and_goes_on(walked):
+  [error] = [o for o in walked.stopped if o.output_type == 'error']
+  assert error.ename == 'Interrupted'
+  # One line: the place in the code, where the signal came, is nobody's concern.
+  [line] = error.traceback
+  step = re.fullmatch(
+    r'Stopped at step (\d+), which is saved. Run this cell again to go on.',
+    line,
+  )[1]
+  assert 20 <= int(step) < 135
+  cell = walked.notebook.cell('train_and_evaluate(config, WORKDIR)')
+  assert f'Going on from the checkpoint of step {step}.' in printed(cell)
+  # A bar, and no lines of progress.
+  [bar] = [o.data for o in cell.outputs if o.output_type == 'display_data']
+  assert 'application/vnd.jupyter.widget-view+json' in bar
+  assert ' img/s' not in printed(cell)
+
+
+def test_a_bar_without_widgets_is_text(client):
+  notebook = Notebook(client, 'vit_jax')
+  cell = notebook.add(
+    'import importlib.util\n'
+    'from unittest import mock\n'
+    'from vit_jax import cli\n'
+    "with mock.patch.object(importlib.util, 'find_spec', lambda name: None):\n"
+    '  with cli.bar(total=2) as bar:\n'
+    '    bar.update(2)\n'
+  )
+  assert {o.get('name') for o in cell.outputs} == {'stdout'}
+  assert '2/2' in printed(cell)
+
+
+# Columns of the published index, of which others are left out here.
+INDEX = """name,ds,final_val,wd,aug,params,infer_samples_per_sec,adapt_ds,\
+adapt_resolution,adapt_final_test,filename,adapt_filename
+Ti/16,i1k,0.9,0.1,none,5.7,610,imagenet2012,32,0.69,Ti_16-i1k-a,Ti_16-i1k-a--x
+Ti/16,i21k,0.3,0.1,none,5.7,610,imagenet2012,32,0.78,Ti_16-i21k-b,Ti_16-i21k-b--x
+Ti/16,i21k,0.4,0.1,none,5.7,610,imagenet2012,32,0.77,Ti_16-i21k-c,Ti_16-i21k-c--x
+Ti/16,i21k,0.4,0.1,none,5.7,610,cifar10,32,0.97,Ti_16-i21k-c,Ti_16-i21k-c--y
+S/16,i21k,0.5,0.1,none,22.1,300,imagenet2012,32,0.83,S_16-i21k-d,S_16-i21k-d--x
+"""
+
+
+def make_published(folder):
+  """Writes an index, and the files of the Ti/16 that it says are best."""
+  folder.mkdir()
+  (folder / 'index.csv').write_text(INDEX)
+  config = augreg.get_config('Ti_16')
+  config.model.transformer.num_layers = 1
+  for name, classes in (('Ti_16-i21k-c', 9), ('Ti_16-i21k-b--x', 7)):
+    model = models.make_model(config.model, num_classes=classes)
+    params = tiny_models.numbers(model, size=32)
+    checkpoint.save(params, str(folder / f'{name}.npz'))
+  (folder / 'names.txt').write_text('\n'.join(f'sort {i}' for i in range(7)))
+  return folder
+
+
+def test_augreg(client, tmp_path):
+  published = make_published(tmp_path / 'published')
+  notebook = Notebook(
+    client,
+    'vit_jax_augreg',
+    WORKDIR=str(tmp_path / 'run'),
+    PUBLISHED=str(published),
+    MODEL='Ti_16',
+    IMAGENET_NAMES=str(published / 'names.txt'),
+    CHANGES={
+      'pp.crop': 32, 'batch': 16, 'batch_eval': 60, 'total_steps': 8,
+      'warmup_steps': 2, 'eval_every': 4, 'progress_every': 2,
+      'model.transformer.num_layers': 1,
+    },
+  )  # fmt: skip
+  notebook.run_all()
+  index = notebook.cell('get_augreg_df')
+  assert '5 fine-tuned checkpoints, of 4 pre-trained ones' in printed(index)
+  assert pictures(notebook.cell('axes.scatter')) == 1
+  choice = printed(notebook.cell('augreg_filename'))
+  # Best by the validation accuracy of pre-training; best on ImageNet.
+  assert f'{published}/Ti_16-i21k-c.npz\n' in choice
+  assert f'{published}/Ti_16-i21k-b--x.npz\n' in choice
+  asked = notebook.cell('load_sample_images')
+  assert pictures(asked) == 2
+  assert len(re.findall(r'%  sort \d', printed(asked))) == 10
+  assert pictures(notebook.cell('plt.imread')) == 1
+  training = notebook.cell('train_and_evaluate')
+  assert 'Starting from pre-trained weights, with a new head.' in printed(
+    training
+  )
+  # Random filters tell a temple from a flower, too.
+  assert percent(training, 'Test accuracy:') > 60
+  assert pictures(notebook.cell('learning_curves')) == 1
+  assert pictures(notebook.cell('confusion')) == 1
+  assert printed(notebook.cell('path.name')).count('%') == 8
+  saved = checkpoint.load(str(tmp_path / 'run' / 'tuned.npz'))
+  assert saved['head']['bias'].shape == (2,)
+
+
+def test_inspect(client, walked):
+  notebook = Notebook(client, 'inspect', RUN=str(walked.workdir))
+  notebook.run_all()
+  assert 'ViT-digits, after 135 steps' in printed(
+    notebook.cell('predict.load(')
+  )
+  drawn = notebook.cell('visualize.figures')
+  titles = [
+    output.data['text/markdown'].splitlines()[0]
+    for output in drawn.outputs
+    if 'text/markdown' in output.data
+  ]
+  # All but the reconstructions of masked patches.
+  assert titles == [
+    f'### {entry.title}'
+    for entry in gallery.FIGURES
+    if entry.name != 'reconstructions'
+  ]
+  assert pictures(drawn) == len(titles)
+  arrays = printed(notebook.cell('attention.attention'))
+  assert 'layers, heads: (1, 3)' in arrays
+  assert 'attention weights of a layer: (8, 3, 17, 17)' in arrays
+  assert 'rollout: (8, 4, 4)' in arrays
+  assert pictures(notebook.cell('entropies')) == 1
+  assert pictures(notebook.cell('inductive_bias')) == 1
+
+
+def test_plan(client):
+  tiny = {
+    'model.transformer.num_layers': 1, 'model.transformer.dropout_rate': 0.0,
+    'batch': 64, 'pp.crop': 32, 'warmup_steps': 10,
+  }  # fmt: skip
+  notebook = Notebook(
+    client,
+    'plan',
+    TRAINING='ti16,imagenet2012',
+    CHANGES=tiny,
+    ALTERNATIVES={'too much': {'batch': 8 * 10**6}},
+    PRICE_PER_CHIP_HOUR=2.0,
+  )
+  notebook.run_all()
+  assert re.search(
+    r'memory a device +[\d.]+ MiB of 16.00 GiB: fits',
+    printed(notebook.cell('planner.table')),
+  )
+  assert pictures(notebook.cell('axes.barh')) == 1
+  cost = notebook.cell('chip-hours{price}')
+  hours, price = re.search(
+    r'as chosen +([\d,]+) chip-hours +([\d,]+)', printed(cost)
+  ).groups()
+  assert float(price) == pytest.approx(2 * float(hours), abs=1)
+  assert 'does not fit' in printed(cost)

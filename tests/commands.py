@@ -1,0 +1,103 @@
+"""Parses the commands and flags of README.md and docs/ as the programs do."""
+
+import copy
+import importlib
+
+from absl import flags
+from ml_collections import config_flags
+
+from vit_jax import cli
+from vit_jax import main
+from vit_jax import plan
+from vit_jax.run import config as run_config
+from vit_jax.run import keys
+
+# Commands that read their flags by argparse, each with arguments that are right.
+MINIMAL = {
+  'vit_jax.predict': ['--workdir=/tmp/run', 'a.png'],
+  'vit_jax.convert': ['a.npz', 'b.npz'],
+  'vit_jax.manifest': ['/tmp/folder'],
+  'vit_jax.benchmark': [],
+  'vit_jax.datasets.convert': ['imagenet2012'],
+  'vit_jax.visualize': ['--out=/tmp/out'],
+}
+# Configs that a flag on its own may be meant for.
+BASES = (
+  'configs/pretrain.py:s16,cifar10',
+  'configs/vit.py:s16,cifar10',
+  'configs/masked_patches.py:s16,cifar10',
+  'configs/digits_transfer.py',
+)
+
+
+def main_flags():
+  """Returns the flags of vit_jax.main, none of them set."""
+  values = flags.FlagValues()
+  config_flags.DEFINE_config_file('config', None, '', flag_values=values)
+  for flag in flags.FLAGS.flags_by_module_dict()[main.__name__]:
+    if flag.name.partition('.')[0] != 'config':
+      values[flag.name] = copy.deepcopy(flag)
+  return values
+
+
+def check_config(config):
+  """Checks every value of a config of a training, of a transfer its three."""
+  if config.get('trainer') == 'transfer':
+    for part in (config.pretrain, config.finetune, config.scratch):
+      part.pp.train = part.pp.train.format(seed=0)
+      check_config(part)
+  elif config.get('trainer', 'train') == 'train':
+    run_config.check_values(config)
+    run_config.check(run_config.complete(config))
+
+
+def parse(module, args):
+  """Parses a command as it does itself; raises ValueError on a wrong one."""
+  if module in ('vit_jax.main', 'vit_jax.plan'):
+    is_main = module == 'vit_jax.main'
+    values = main_flags() if is_main else plan._define_flags()
+    if args == ['--help']:
+      return values
+    if cli.parse_flags([module, *args], values)[1:]:
+      raise ValueError(f'{args} has words that are no flags')
+    if values.config is not None:
+      check_config(values.config)
+    if is_main and not values.workdir:
+      raise ValueError('--workdir is missing')
+    return values
+  try:
+    return importlib.import_module(module).make_parser().parse_args(args)
+  except SystemExit as e:
+    raise ValueError(f'python -m {module} {args}') from e
+
+
+def known_names():
+  """Returns the names of all flags, with their dashes."""
+  absl = [*main_flags(), *plan._define_flags()]
+  absl += [f'config.{name}' for name in keys.KEYS]
+  return {f'--{name}' for name in absl}.union(
+    *(
+      importlib.import_module(module).make_parser()._option_string_actions
+      for module in MINIMAL
+    )
+  )
+
+
+def accepted(given):
+  """Tells whether a command takes flags that stand alone on a page."""
+  if len(given) == 1 and '=' not in given[0]:  # A flag that is named, not set.
+    return given[0] in known_names()
+  candidates = [(module, [*given, *least]) for module, least in MINIMAL.items()]
+  for base in BASES:
+    config = [] if given[0].startswith('--config=') else [f'--config={base}']
+    candidates += [
+      ('vit_jax.main', [*config, '--workdir=/tmp/run', *given]),
+      ('vit_jax.plan', [*config, *given]),
+    ]
+  for module, args in candidates:
+    try:
+      parse(module, args)
+      return True
+    except ValueError:
+      pass
+  return False

@@ -1,0 +1,258 @@
+"""Tests of README.md and docs/: commands, flags, messages, links, figures."""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+import shlex
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests import commands
+from tests import markdown
+from tests import models_test
+from vit_jax import models
+from vit_jax.configs import common
+from vit_jax.configs import models as model_configs
+from vit_jax.figures import gallery
+from vit_jax.run import keys
+from vit_jax.scale import flops
+
+README, DOCS = markdown.ROOT / 'README.md', markdown.ROOT / 'docs'
+NAMES = [page.name for page in markdown.PAGES if page.parent == DOCS]
+
+
+@pytest.fixture(autouse=True)
+def where(monkeypatch):
+  """The folder in which the pages' commands are run."""
+  monkeypatch.chdir(markdown.ROOT)
+
+
+def test_the_commands_are_found():
+  found = markdown.commands()
+  assert len(found) >= 40
+  assert {module for _, module, _ in found} == {
+    *commands.MINIMAL, 'vit_jax.main', 'vit_jax.plan'
+  }  # fmt: skip
+  pods = [args for _, _, args in found if '--config.mesh.data=-1' in args]
+  assert pods[0][-1] == '--workdir=gs://bucket/runs/l16'
+
+
+def test_commands_are_right(monkeypatch, tmp_path):
+  markdown.write_modules(DOCS / 'extend.md', tmp_path, '/tmp/parity')
+  monkeypatch.syspath_prepend(str(tmp_path))  # A command names one of them.
+  for page, module, args in markdown.commands():
+    try:
+      commands.parse(module, args)
+    except ValueError as e:
+      raise AssertionError(f'{page}: python -m {module} {args}: {e}') from e
+
+
+@pytest.mark.parametrize(
+  'line',
+  [
+    'python -m vit_jax.main --config=configs/digits.py --workdir=w --confg=3',
+    'python -m vit_jax.main --config=configs/digits.py --workdir=w --config.btch=3',
+    'python -m vit_jax.main --config=configs/digits.py --workdir=w --config.batch=0',
+    'python -m vit_jax.main --config=configs/vit.py:b99,x --workdir=w',
+    'python -m vit_jax.plan --config=configs/digits.py --topologie=v3:2x2',
+    'python -m vit_jax.predict --workdir=w --tops=3 a.png',
+    'python -m vit_jax.convert a b --to=onnx',
+  ],
+)
+def test_wrong_commands_are_noticed(line, capsys):
+  ((module, args),) = markdown.calls(line)
+  with pytest.raises(ValueError):  # noqa: PT011
+    commands.parse(module, args)
+
+
+def test_flags_are_right(capsys):
+  found = {
+    code
+    for page in markdown.PAGES
+    for code in markdown.inline(page)
+    if code.startswith('--')
+  }
+  assert len(found) > 40
+  wrong = [code for code in found if not commands.accepted(shlex.split(code))]
+  assert not wrong
+  assert not commands.accepted(['--config.accum_step=8'])
+  assert not commands.accepted(['--config.accum_steps=none'])
+
+
+def test_keys_modules_files_and_functions_are_there():
+  known = {
+    *keys.KEYS,
+    *(f'model.{name}' for name in keys.MODEL),
+    'task_options',
+  }
+  known |= {name.split('.')[0] for name in known}
+  for page in markdown.PAGES:
+    for code in markdown.inline(page):
+      if re.fullmatch(r'config\.(?!json)[\w.]+', code):
+        assert code.removeprefix('config.') in known, (page.name, code)
+      elif re.fullmatch(r'vit_jax(\.\w+)+', code):
+        assert importlib.util.find_spec(code), (page.name, code)
+      elif re.fullmatch(r'(vit_jax|configs|tests|docs|colabs)/[\w./]+', code):
+        assert (markdown.ROOT / code).exists(), (page.name, code)
+      elif re.fullmatch(r'[a-z]\w+\.\w+\(.*\)', code):
+        check_call(page.name, code)
+
+
+def check_call(page, code):
+  """Checks that a function of this package takes what a page gives to it."""
+  module, name = code.split('(')[0].split('.')
+  if importlib.util.find_spec(f'vit_jax.{module}') is None:
+    return  # That of another package.
+  module = importlib.import_module(f'vit_jax.{module}')
+  assert hasattr(module, name), (page, code)
+  if '(...)' in code:
+    return  # What it takes is not said.
+  call = ast.parse(code, mode='eval').body
+  inspect.signature(getattr(module, name)).bind(
+    *call.args, **{keyword.arg: None for keyword in call.keywords}
+  )
+
+
+def test_extras_are_there():
+  setup = ast.parse((markdown.ROOT / 'setup.py').read_text())
+  (extras,) = [
+    ast.literal_eval(node.value)
+    for node in ast.walk(setup)
+    if isinstance(node, ast.keyword) and node.arg == 'extras_require'
+  ]
+  for page in markdown.PAGES:
+    named = re.findall(r"'\.\[(\w+)\]'", page.read_text())
+    assert set(named) <= set(extras), page.name
+
+
+def test_links_lead_somewhere():
+  count = 0
+  for page in markdown.PAGES:
+    for link in markdown.links(page):
+      path, _, anchor = link.partition('#')
+      if '://' in link:
+        continue
+      target = (page.parent / path).resolve() if path else page
+      assert target.exists(), (page.name, link)
+      if anchor:
+        assert anchor in markdown.anchors(target), (page.name, link)
+      count += 1
+  assert count > 60
+
+
+def test_pages_are_short_and_in_the_index():
+  assert len(README.read_text().splitlines()) <= 150
+  index = markdown.links(DOCS / 'README.md')
+  assert set(index) == set(NAMES) - {'README.md'}
+  for page in markdown.PAGES[1:]:
+    assert len(page.read_text().splitlines()) <= 125, page.name
+
+
+# --- Figures ---
+
+
+def gigaflops(name):
+  """Counts twice the multiply-adds of one forward pass, of all tokens."""
+  config = model_configs.get_config(name)
+  if 'transformer' in config and 'resnet' not in config:
+    return 2e-9 * flops.forward_multiply_adds(config, (224, 224), 1000)
+  model = models.make_model(config, num_classes=1000)
+  # Where intermediates are wanted, the last layer computes all of its tokens.
+  init = functools.partial(model.init, train=False, mutable=True)
+  images = jnp.zeros((1, 224, 224, 3))
+  return 1e-9 * flops.count_flops(
+    jax.make_jaxpr(init)(jax.random.key(0), images)
+  )
+
+
+def test_the_models_of_the_readme():
+  table = markdown.rows(README, 'model | name')
+  assert len(table) == 11
+  for title, name, parameters, giga, *published in table:
+    name = name.strip('`')
+    long = model_configs.SHORT_NAMES[name]
+    assert long.replace('_', '/') in (title, title.replace('R26+', 'R26+'))
+    # That is held against the model itself in models_test.
+    assert parameters == f'{models_test.COUNTS[long]:,}'
+    assert giga == f'{gigaflops(name):.2f}'
+    assert len(published) == 3
+
+
+def test_published_accuracies_are_those_of_the_configs():
+  """Those that the configs name too, from the issues of the original."""
+  expected = {'pretrain': (2, 'b32 b16 l32 l16'), 'vit': (1, 'b16')}
+  table = {
+    row[1].strip('`'): row[4:] for row in markdown.rows(README, 'model | name')
+  }
+  for name, (column, rows) in expected.items():
+    text = (markdown.ROOT / 'configs' / f'{name}.py').read_text()
+    for row in rows.split():
+      number = table[row][column].split()[0]
+      assert f'{row[0].upper()}/{row[1:]} {number}' in ' '.join(text.split())
+
+
+# --- Messages ---
+
+
+def texts_of(path):
+  """Yields the texts of a file, with '…' for what is put into them."""
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.JoinedStr | ast.BinOp | ast.Constant):
+      text = text_of(node)
+      if text:
+        yield re.sub(r'%[sd]', '…', text)
+
+
+def text_of(node):
+  if isinstance(node, ast.Constant):
+    return node.value if isinstance(node.value, str) else '…'
+  if isinstance(node, ast.JoinedStr):
+    return ''.join(map(text_of, node.values))
+  if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+    return text_of(node.left) + text_of(node.right)
+  return '…'
+
+
+def test_messages_are_those_of_the_code():
+  texts = [
+    text
+    for path in (markdown.ROOT / 'vit_jax').rglob('*.py')
+    for text in texts_of(path)
+  ]
+  quoted = [row[0] for row in markdown.rows(DOCS / 'trouble.md', 'message')]
+  assert len(quoted) > 25
+  for message in quoted:
+    pattern = '.*'.join(map(re.escape, message.strip('`').split('…')))
+    assert any(re.search(pattern, text, re.DOTALL) for text in texts), message
+
+
+def test_the_table_of_figures_is_complete():
+  shown = {
+    name
+    for row in markdown.rows(DOCS / 'look_inside.md', 'figure')
+    for name in re.findall(r'`(\w+)`', row[0])
+  }
+  assert shown == set(gallery.NAMES)
+
+
+def test_the_table_of_rooms_is_complete():
+  rooms = [
+    row[0].strip('`')
+    for row in markdown.rows(DOCS / 'inside_the_code.md', 'room')
+  ]
+  there = {p.parent.name for p in (markdown.ROOT / 'vit_jax').glob('*/*.py')}
+  assert sorted(rooms) == sorted(
+    f'vit_jax/{room}/' for room in there - {'configs', 'vit_jax'}
+  )
+
+
+def test_every_key_of_a_config_has_a_comment_to_lead_to():
+  """README sends its readers to configs/common.py for what a key does."""
+  assert set(common.get_config()) <= {name.split('.')[0] for name in keys.KEYS} | {
+    'pp', 'model', 'task_options'
+  }  # fmt: skip

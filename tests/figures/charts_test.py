@@ -1,0 +1,133 @@
+"""Tests of charts: labels, lines and the numbers that they show."""
+
+import numpy as np
+
+from vit_jax.figures import charts
+from vit_jax.figures import invariance
+from vit_jax.figures import results
+
+
+def test_a_dot_a_head():
+  distances = np.arange(6.0).reshape(2, 3)
+  fig = charts.attention_distances(distances, 4.5, count=8)
+  axes = fig.axes[0]
+  [dots] = axes.collections
+  np.testing.assert_array_equal(
+    dots.get_offsets(), [[1, 0], [1, 1], [1, 2], [2, 3], [2, 4], [2, 5]]
+  )
+  mean, uniform = axes.lines
+  np.testing.assert_array_equal(mean.get_ydata(), [1, 4])
+  assert set(uniform.get_ydata()) == {4.5}
+  assert axes.get_xlabel() == 'layer'
+  assert axes.get_ylabel() == 'mean attention distance (pixels)'
+
+
+def test_curves_of_one_measure_share_a_panel():
+  steps = np.array([1, 2])
+  names = (
+    'grad_norm', 'lr', 'train_loss', 'img_sec_core_train', 'loss_test',
+    'accuracy_test', 'num_examples_test', 'accuracy_val', 'bits_test',
+  )  # fmt: skip
+  curves = {name: (steps, np.array([0.5, 0.25])) for name in names}
+  assert charts.curve_panels(curves) == {
+    'loss': ['train_loss', 'loss_test'],
+    'accuracy': ['accuracy_test', 'accuracy_val'],
+    'bits': ['bits_test'],
+    'learning rate': ['lr'],
+  }
+  fig = charts.learning_curves(curves)
+  loss, accuracy, *_, rate, no, none = fig.axes
+  assert (loss.get_ylabel(), loss.get_xlabel()) == ('loss', 'step')
+  assert accuracy.get_ylabel() == 'accuracy (%)'
+  assert rate.get_ylabel() == 'learning rate'
+  assert [a.get_visible() for a in (no, none)] == [False, False]
+  test, validation = accuracy.lines
+  np.testing.assert_array_equal(test.get_ydata(), [50, 25])
+  # A split has one colour in all panels.
+  assert test.get_color() == loss.lines[1].get_color()
+  assert test.get_color() != validation.get_color()
+
+
+def found(confusion, mistakes=()):
+  return results.Results(np.asarray(confusion), mistakes, 0)
+
+
+def test_a_small_confusion_matrix_has_names_and_counts():
+  matrix = [[8, 2, 0], [0, 5, 0], [1, 0, 4]]
+  fig = charts.confusion(found(matrix), ('ant', 'bee', 'cow'), 'test')
+  assert '17 of 20 right (85.00 %)' in fig.get_suptitle()
+  axes, pairs, bar = fig.axes
+  assert [t.get_text() for t in axes.get_xticklabels()] == ['ant', 'bee', 'cow']
+  assert {t.get_text() for t in axes.texts} == {'8', '2', '5', '1', '4'}
+  assert (axes.get_xlabel(), axes.get_ylabel()) == (
+    'predicted class', 'true class',
+  )  # fmt: skip
+  image = np.asarray(axes.get_images()[0].get_array())
+  np.testing.assert_allclose(image[0], [80, 20, 0])
+  assert bar.get_ylabel() == 'share of the true class (%)'
+  assert [t.get_text() for t in pairs.texts] == ['ant → bee: 2', 'cow → ant: 1']
+  assert [p.get_width() for p in pairs.patches] == [2, 1]
+
+
+def test_a_large_confusion_matrix_has_pairs_in_place_of_names():
+  matrix = np.diag(np.full(1000, 50))
+  matrix[3, 7] = 9
+  names = [f'class {i}' for i in range(1000)]
+  axes, pairs, bar = charts.confusion(found(matrix), names, 'test').axes
+  assert not axes.texts
+  assert len(axes.get_xticks()) < 20
+  [label] = pairs.texts
+  assert label.get_text() == 'class 3 → class 7: 9'
+  # Several classes share a cell, which shows the largest share.
+  shown = np.asarray(axes.get_images()[0].get_array())
+  np.testing.assert_array_equal(shown > 0, np.eye(100, dtype=bool))
+  assert '10 x 10 classes' in bar.get_ylabel()
+  assert len(charts.confusion(found(np.eye(2, dtype=int)), 'ab', 'x').axes) == 3
+
+
+def test_mistakes_say_what_was_predicted_and_what_is_true():
+  image = np.zeros((8, 8, 1), np.float32)
+  wrong = [
+    results.Mistake(image, 0, 1, 0.876, '/data/test/ant/7.png'),
+    results.Mistake(image, 1, 0, 0.5, 'example 3'),
+  ]
+  fig = charts.mistakes(found(np.eye(2), wrong), ('ant', 'bee'), 'test')
+  first, second = fig.axes
+  assert first.get_title() == 'predicted: bee, 88 %\ntrue: ant'
+  assert [a.get_xlabel() for a in (first, second)] == ['7.png', 'example 3']
+  none = charts.mistakes(found(np.eye(2)), ('ant', 'bee'), 'test')
+  assert (
+    none.get_suptitle() == "All images of split 'test' are predicted correctly"
+  )
+
+
+def test_an_image_a_column_of_the_reconstructions():
+  pictures = np.linspace(-1, 1, 4 * 3)[:, None].repeat(64, 1)
+  fig = charts.reconstructions(
+    pictures.reshape(4, 3, 8, 8, 1), ('image', 'masked', 'predicted')
+  )
+  [axes] = fig.axes
+  labels = [t.get_text() for t in axes.get_yticklabels()]
+  assert labels == ['image', 'masked', 'predicted']
+  sheet = np.asarray(axes.get_images()[0].get_array())
+  np.testing.assert_allclose(sheet[-1, -1], 1)  # The last prediction.
+  np.testing.assert_allclose(sheet[-1, 0], 2 / 11, rtol=1e-5)  # The first.
+
+
+def test_inductive_bias_has_a_line_and_a_bar_a_model():
+  compared = invariance.Comparison(
+    names=('ViT', 'Mixer'),
+    shifts=np.arange(9),
+    shifted=np.random.RandomState(0).rand(2, 9).astype(np.float32),
+    shuffled=np.array([0.0, 0.5], np.float32),
+    patch=4,
+  )
+  fig = charts.inductive_bias(compared)
+  left, right = fig.axes
+  lines = {line.get_label(): line.get_ydata() for line in left.lines[:2]}
+  np.testing.assert_array_equal(lines['Mixer'], compared.shifted[1])
+  assert [line.get_xdata()[0] for line in left.lines[2:]] == [0, 4, 8]
+  assert [p.get_width() for p in right.patches] == [0, 0.5]
+  assert left.get_xlabel().startswith('shift (pixels')
+  legend = [t.get_text() for t in fig.legends[0].get_texts()]
+  assert legend == ['ViT', 'Mixer']

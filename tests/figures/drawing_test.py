@@ -1,0 +1,126 @@
+"""Tests of what is drawn of the inside of a model: labels, and numbers in pixels."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from vit_jax.figures import drawing
+
+
+def texts(ticks):
+  return [tick.get_text() for tick in ticks]
+
+
+def test_pixels_are_enlarged_and_grey_is_a_colour():
+  images = np.array([[[-1.0], [0.0]], [[1.0], [2.0]]])[None]  # [1, 2, 2, 1]
+  pixels = drawing.as_pixels(images)
+  assert pixels.shape == (1, 128, 128, 3)
+  corners = pixels[0, [0, 0, -1, -1], [0, -1, 0, -1]]
+  np.testing.assert_array_equal(
+    corners, np.repeat([[0], [0.5], [1], [1]], 3, 1)
+  )
+  assert drawing.as_pixels(np.zeros((224, 300, 3))).shape == (224, 300, 3)
+  assert drawing.as_pixels(np.zeros((224, 300, 4))).shape == (224, 300, 3)
+
+
+def test_a_map_over_a_picture():
+  grey = np.full((40, 60, 3), 0.5, np.float32)
+  flat = drawing.overlay(grey, np.full((2, 3), 0.1))
+  assert flat.shape == (40, 60, 3)
+  assert np.ptp(flat, axis=(0, 1)).max() < 1e-6
+  peak = drawing.overlay(grey, np.array([[0, 0, 0], [0, 0, 1]]))
+  np.testing.assert_allclose(peak[-1, -1], flat[0, 0], atol=1e-6)
+  assert peak[0, 0].sum() < peak[-1, -1].sum()  # Viridis: dark to bright.
+  assert np.isfinite(drawing.overlay(grey, np.zeros((2, 3)))).all()
+
+
+def test_pictures_side_by_side():
+  pictures = np.arange(6.0).reshape(2, 3, 1, 1).repeat(32, 2).repeat(64, 3)
+  sheet, x, y = drawing.tiles(pictures, gap=0.25, fill=-1)
+  assert sheet.shape == (2 * 32 + 8, 3 * 64 + 2 * 8)
+  middles = sheet[np.ix_(np.round(y).astype(int), np.round(x).astype(int))]
+  np.testing.assert_array_equal(middles, pictures[:, :, 0, 0])
+  assert (sheet[32:40] == -1).all()
+
+
+@pytest.mark.parametrize('channels', [1, 3])
+def test_filters(channels):
+  components = np.random.RandomState(0).randn(28, 4, 4, channels)
+  fig = drawing.filters(components, np.full(28, 0.03))
+  assert '28 principal components' in fig.get_suptitle()
+  assert '84 %' in fig.get_suptitle()
+  axes = fig.axes[0]
+  assert texts(axes.get_yticklabels()) == ['1', '8', '15', '22']
+  assert len(fig.axes) == (2 if channels == 1 else 1)  # A colour bar.
+  [image] = axes.get_images()
+  sheet = np.asarray(image.get_array())
+  low, high = image.get_clim()
+  if channels == 1:  # All on one scale.
+    assert high == -low == pytest.approx(np.abs(components).max())
+    np.testing.assert_allclose(sheet[0, 0], components[0, 0, 0, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'grid, rows, columns',
+  [
+    ((2, 3), '1 2', '1 2 3'),
+    ((14, 14), '1 3 5 7 9 11 13', '1 3 5 7 9 11 13'),
+    ((5, 37), '3', '1 6 11 16 21 26 31 36'),
+  ],
+)
+def test_large_grids_are_thinned_out(grid, rows, columns):
+  similarity = np.random.RandomState(0).rand(*grid, *grid)
+  fig = drawing.position_similarity(similarity)
+  axes, bar = fig.axes
+  assert texts(axes.get_yticklabels()) == rows.split()
+  assert texts(axes.get_xticklabels()) == columns.split()
+  assert ('every' in fig.get_suptitle()) == (max(grid) > 8)
+  assert bar.get_ylabel() == 'cosine similarity'
+  first = similarity[int(rows.split()[0]) - 1, int(columns.split()[0]) - 1]
+  sheet = np.asarray(axes.get_images()[0].get_array())
+  assert sheet[0, 0] == first[0, 0]
+
+
+def test_layers_lie_where_the_maps_are_larger_and_are_at_most_twelve():
+  images, rng = np.zeros((2, 16, 16, 3)), np.random.RandomState(0)
+  labels = ['ant, 90 %', 'bee, 80 %']
+  fig = drawing.attention_maps(images, rng.rand(24, 2, 4, 6), labels, 'class')
+  axes, bar = fig.axes
+  columns = texts(axes.get_xticklabels())
+  assert columns[:2] == ['image', '1']
+  assert columns[-1] == '24'
+  assert len(columns) == 13
+  assert '12 of 24' in fig.get_suptitle()
+  assert texts(axes.get_yticklabels()) == labels
+  assert (axes.get_xlabel(), axes.get_ylabel()) == ('layer', 'class')
+  assert 'attention' in bar.get_ylabel()
+  few = drawing.attention_maps(
+    images.repeat(4, 0), rng.rand(3, 8, 4, 6), labels * 4, ''
+  ).axes[0]
+  assert texts(few.get_yticklabels()) == ['image', '1', '2', '3']
+  assert few.get_ylabel() == 'layer'
+
+
+def test_rollout_beside_the_images():
+  images = np.zeros((2, 16, 16, 1))
+  labels = ['3, 98 %', '5, 51 %\ntrue: 6']
+  fig = drawing.rollout(images, np.eye(2)[None].repeat(2, 0), labels, 'class')
+  axes = fig.axes[0]
+  assert texts(axes.get_xticklabels()) == labels
+  assert texts(axes.get_yticklabels()) == ['image', 'rollout']
+  sheet = np.asarray(axes.get_images()[0].get_array())
+  np.testing.assert_array_equal(sheet[0, 0], 0.5)  # Mid-grey is 0.
+
+
+def test_long_names_are_cut_in_the_middle():
+  assert drawing.shorten('cat') == 'cat'
+  cut = drawing.shorten('a very long name of a class', 11)
+  assert cut == 'a ver…class'
+  assert len(cut) == 11
+
+
+def test_no_matplotlib(monkeypatch):
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(ImportError, match=r"pip install -e '\.\[plots\]'"):
+    drawing.filters(np.zeros((2, 2, 2, 1)), np.zeros(2))

@@ -1,0 +1,102 @@
+"""Reads README.md and docs/*.md: blocks, inline code, links, commands, tables."""
+
+import pathlib
+import re
+import shlex
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = (ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')))
+_FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+_ENDS = ('&&', '||', '|', ';')  # Of a command of the shell.
+
+
+def blocks(page, language: str) -> list[str]:
+  """Returns the fenced blocks of a language."""
+  found = _FENCE.findall(page.read_text())
+  return [text for name, text in found if name == language]
+
+
+def prose(page) -> str:
+  """Returns a page without its fenced blocks."""
+  return _FENCE.sub('', page.read_text())
+
+
+def inline(page) -> list[str]:
+  """Returns what stands in single backticks, line breaks as spaces."""
+  return [
+    ' '.join(code.split()) for code in re.findall(r'`([^`]+)`', prose(page))
+  ]
+
+
+def rows(page, heading: str) -> list[list[str]]:
+  """Returns the rows of the tables whose heading begins with these words."""
+  found, inside = [], False
+  for line in prose(page).splitlines():
+    if not line.startswith('|'):
+      inside = False
+    elif line.startswith(f'| {heading}'):
+      inside = True
+    elif inside and not line.startswith('|---'):
+      found.append([cell.strip() for cell in line.strip('|').split(' |')])
+  return found
+
+
+def links(page) -> list[str]:
+  """Returns the targets of links and pictures."""
+  text = re.sub(r'`[^`]*`', 'code', prose(page))
+  return re.findall(r'\[[^\]]*\]\(([^)\s]+)\)', text)
+
+
+def anchors(page) -> set[str]:
+  """Returns the anchors that GitHub gives to the headings."""
+  titles = re.findall(r'^#+ (.*)$', prose(page), re.MULTILINE)
+  return {
+    re.sub(r'[^\w\- ]', '', title.lower()).strip().replace(' ', '-')
+    for title in titles
+  }
+
+
+def shell_lines(page) -> list[str]:
+  """Returns the lines of the bash blocks, and the inline code that is a command."""
+  text = '\n'.join(blocks(page, 'bash')).replace('\\\n', ' ')
+  return text.splitlines() + [c for c in inline(page) if 'python -m' in c]
+
+
+def calls(line: str) -> list[tuple[str, list[str]]]:
+  """Returns the modules that a line runs by `python -m`, with their arguments."""
+  words = shlex.split(line, comments=True)
+  found = []
+  for i, word in enumerate(words):
+    if word == '-m' and words[i - 1].startswith('python'):
+      rest = words[i + 2 :]
+      ends = [j for j, other in enumerate(rest) if other in _ENDS]
+      found.append((words[i + 1], rest[: ends[0]] if ends else rest))
+    elif ' ' in word and 'python -m' in word:  # Such as --command="...".
+      found += calls(word)
+  return found
+
+
+def commands(prefix: str = 'vit_jax.') -> list[tuple[str, str, list[str]]]:
+  """Returns (page, module, arguments) of every command of this package."""
+  return [
+    (page.name, module, args)
+    for page in PAGES
+    for line in shell_lines(page)
+    for module, args in calls(line)
+    if module.startswith(prefix)
+  ]
+
+
+def write_modules(page, folder, data: str) -> None:
+  """Writes the Python blocks that begin with the name of their file.
+
+  Args:
+    page: the page.
+    folder: where they go.
+    data: a path that they name, in place of which they get one in the folder.
+  """
+  for code in blocks(page, 'python'):
+    name = re.match(r'# (\w+\.py)\n', code)
+    if name:
+      code = code.replace(data, str(folder / pathlib.Path(data).name))
+      (folder / name[1]).write_text(code)

@@ -1,0 +1,51 @@
+"""Tests of what shows how far a run is."""
+
+import io
+import sys
+
+from vit_jax import cli
+from vit_jax.run import loop
+
+
+def make_terminal(monkeypatch):
+  """Puts a terminal in place of stderr; returns it."""
+  stream = io.StringIO()
+  stream.isatty = lambda: True
+  monkeypatch.setattr(sys, 'stderr', stream)
+  return stream
+
+
+def advance():
+  progress = loop.Progress(0, 4, 8)
+  progress.start(0)
+  for step in (1, 2):
+    progress.update(step)
+  progress.show(2, 0.5, 800.0)
+  progress.evaluated('accuracy_test 75.00 %')
+  progress.close()
+
+
+def test_a_terminal_has_a_bar_with_the_last_evaluation(monkeypatch, capsys):
+  terminal = make_terminal(monkeypatch)
+  assert cli.kind_of_output() == 'terminal'
+  advance()
+  shown = terminal.getvalue().split('\r')[-1]
+  assert '2/4' in shown
+  assert 'loss 0.5000, 800 img/s, accuracy_test 75.00 %' in shown
+  assert not capsys.readouterr().out
+
+
+def test_a_log_has_lines(capsys):
+  assert cli.kind_of_output() == 'log'
+  advance()
+  out, err = capsys.readouterr()
+  assert out == 'step 2/4  loss 0.5000  800 img/s  0s left\n'
+  assert not err
+
+
+def test_nothing_is_shown_where_all_is_muted(monkeypatch, capsys):
+  terminal = make_terminal(monkeypatch)
+  with cli.muted():
+    advance()
+  assert not terminal.getvalue()
+  assert not capsys.readouterr().out

@@ -1,0 +1,86 @@
+"""Reads batches and places them on the devices; errors name the image."""
+
+import collections
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+import itertools
+
+import jax
+import tensorflow as tf
+
+from vit_jax.data import images
+from vit_jax.files import reading
+from vit_jax.scale import sharding
+
+
+def on_devices(batches: Iterable[dict], mesh, prefetch: int) -> Iterator[dict]:
+  """Yields batches as global arrays, placed `prefetch` batches ahead.
+
+  Args:
+    batches: dicts of numpy arrays [b, ...], the rows of this process.
+    mesh: the mesh; its batch axes split the rows if their sizes divide the
+      number of rows, else each device gets all rows.
+    prefetch: number of batches kept ready on the devices, at least one.
+  """
+  split = sharding.batch_sharding(mesh)
+  whole = jax.NamedSharding(mesh, jax.P())
+
+  def place(value):
+    rows = len(value) * jax.process_count()
+    even = rows % sharding.batch_shards(mesh) == 0
+    return jax.make_array_from_process_local_data(
+      split if even else whole, value
+    )
+
+  placed = (
+    {key: place(value) for key, value in batch.items()} for batch in batches
+  )
+  ready = collections.deque(itertools.islice(placed, max(1, prefetch)))
+  while ready:
+    yield ready.popleft()
+    ready.extend(itertools.islice(placed, 1))
+
+
+def read(data: tf.data.Dataset, source, indices: Callable) -> Iterator[dict]:
+  """Yields batches of a tf.data.Dataset; errors name the image at fault.
+
+  Args:
+    data: the dataset, batched.
+    source: the split that `data` reads, see vit_jax.data.sources.Source.
+    indices: function from the number of a batch to the indices of its examples.
+
+  Yields:
+    Dicts of NumPy arrays [b, ...].
+
+  Raises:
+    ValueError: if an image cannot be decoded, or reading fails otherwise.
+    OSError: if a file cannot be read.
+  """
+  count = 0
+  try:
+    for batch in data.as_numpy_iterator():
+      yield batch
+      count += 1
+  except tf.errors.OpError as e:
+    for index in indices(count):
+      part, number = source.locate(int(index))
+      if index < 0 or not part.random_access or 'image' not in part.features:
+        continue
+      record = part.lookup(tf.constant([number], tf.int64))
+      record = {name: value[0] for name, value in record.items()}
+      try:
+        images.decode(part.read(record)['image'])
+      except images.DECODE_ERRORS as cause:
+        raise ValueError(
+          f"image '{part.name(number)}' cannot be decoded: "
+          f'{reading.first_line(cause)}. Repair or delete it, or leave out the '
+          'broken images of a folder with --config.broken_images=skip'
+        ) from None
+      except tf.errors.OpError as cause:
+        raise OSError(
+          f"image '{part.name(number)}' cannot be read: "
+          f'{reading.first_line(cause)}. Check whether this machine can read '
+          'it; the same command resumes the run'
+        ) from None
+    raise ValueError(f'reading the data failed: {reading.first_line(e)}') from e

@@ -1,0 +1,278 @@
+"""Computes attention maps, rollout and distances of Vision Transformers.
+
+Source: arXiv 2010.11929, section 4.5, D.7 and D.8.
+
+  from vit_jax.figures import attention
+  found = attention.attention(model, params, images)
+  attention.rollout_maps(found)  # Figure 6: [B, h, w].
+  attention.mean_distances(found, (16, 16))  # Figure 11: [L, K].
+
+Shapes: B images, L layers, K heads, h x w patches, N tokens (the patches, and
+before them the class token where there is one).
+"""
+
+from collections.abc import Iterable
+import functools
+import re
+from typing import Any
+from typing import NamedTuple
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vit_jax import models_vit
+
+
+class Attention(NamedTuple):
+  """Attention weights and outputs of a model for a batch of images.
+
+  Attributes:
+    weights: attention weights of each layer, L arrays float32 [B, K, N, N]; the
+      row of each query sums to 1.
+    outputs: the model's outputs, float32; [B, classes] for a classifier.
+    grid: number of patches (down, across), (h, w).
+    before: number of tokens before the patches: 1 with a class token, else 0.
+  """
+
+  weights: list[np.ndarray]
+  outputs: np.ndarray
+  grid: tuple[int, int]
+  before: int
+
+
+def attention(
+  model: models_vit.VisionTransformer,
+  params: Any,
+  images: Any,
+  grid: tuple[int, int] | None = None,
+) -> Attention:
+  """Computes the attention weights and the outputs of a model.
+
+  The weights do not depend on the model's implementation of attention. Calls
+  `embed`, `encode` and `classify` alone, so that a model of masked patches
+  masks none.
+
+  Args:
+    model: a Vision Transformer, hybrid or not, or a subclass of it.
+    params: its parameters.
+    images: float [B, H, W, C] in [-1, 1].
+    grid: expected number of patches (down, across); None for no check.
+
+  Raises:
+    ValueError: if the model has no attention, its encoder does not sow the
+      weights, or its grid is not the expected one.
+  """
+  found = patch_grid(model, params, images)
+  if grid is not None and tuple(grid) != found:
+    raise ValueError(
+      f'grid={tuple(grid)} is not the grid of the model, which cuts images of '
+      f'{images.shape[1]} x {images.shape[2]} pixels into {found} patches: leave '
+      'grid out'
+    )
+  compute = jax.jit(functools.partial(forward, model))
+  weights, outputs = jax.device_get(compute(params, images))
+  before = weights[0].shape[-1] - found[0] * found[1]
+  return Attention(weights, outputs, found, before)
+
+
+def patch_grid(model, params, images) -> tuple[int, int]:
+  """Returns the number of patches (down, across) without running the model.
+
+  Args:
+    model: a Vision Transformer.
+    params: its parameters.
+    images: float [B, H, W, C].
+
+  Raises:
+    ValueError: if the model has no attention.
+  """
+  name = type(model).__name__
+  if not isinstance(model, models_vit.VisionTransformer):
+    raise ValueError(
+      f'model={name} has no attention weights to show: give a VisionTransformer, '
+      "models.get_model('ViT-B_16', ...) say (config.model)"
+    )
+  if model.transformer is None:
+    raise ValueError(
+      f'model={name} has transformer=None, and so no attention weights to show: '
+      'give it an encoder (config.model.transformer)'
+    )
+  embed = functools.partial(model.apply, method='embed', flat=False)
+  tokens = jax.eval_shape(embed, {'params': params}, images)  # [B, h, w, D]
+  return tokens.shape[1:3]
+
+
+def forward(model, params, images) -> tuple[list[jax.Array], jax.Array]:
+  """Computes attention weights and outputs; `jax.jit` can trace it.
+
+  Args:
+    model: a Vision Transformer.
+    params: its parameters.
+    images: float [B, H, W, C] in [-1, 1].
+
+  Returns:
+    Weights, L arrays float32 [B, K, N, N], and outputs, float32.
+
+  Raises:
+    ValueError: if the encoder does not sow the weights.
+  """
+
+  def compute(model, images):
+    encoded = model.encode(model.embed(images), train=False)
+    return model.classify(encoded, train=False)
+
+  outputs, seen = model.apply(
+    {'params': params}, images, method=compute, mutable='intermediates'
+  )
+  flat = flax.traverse_util.flatten_dict(seen.get('intermediates', {}), sep='/')
+  paths = [path for path in flat if path.endswith('/attention_weights')]
+  # Sorts by number: encoderblock_10 comes after encoderblock_2. A layer that is
+  # called several times has sown one array per call.
+  weights = [w for path in sorted(paths, key=_numbers) for w in flat[path]]
+  if not weights:
+    raise ValueError(
+      f'encoder={getattr(model.encoder, "__name__", model.encoder)} sows no '
+      'attention_weights: make its layers of '
+      'vit_jax.layers.attention.MultiHeadDotProductAttention, and give it at '
+      'least one (config.model.transformer)'
+    )
+  return [w.astype(jnp.float32) for w in weights], outputs.astype(jnp.float32)
+
+
+def _numbers(path):
+  """Returns a key that sorts paths by the numbers in them."""
+  return [int(x) if x.isdigit() else x for x in re.split(r'(\d+)', path)]
+
+
+def mean_distances(
+  attention: Attention, patch: tuple[float, float]
+) -> np.ndarray:
+  """Computes the mean attention distance of each head (D.7, figure 11).
+
+  Averages the distance between the centres of a query's patch and a key's
+  patch: over the keys, weighted by attention, then over queries and images. The
+  class token counts neither as query nor as key: the weights of each query are
+  divided by their sum over the patches. Uniform attention over 14 x 14 patches
+  of 16 pixels gives 116.49 with or without a class token. A query that attends
+  only to its own patch, or to no patch, gives 0.
+
+  Args:
+    attention: the weights, see `attention`.
+    patch: (height, width) of a patch in pixels of the image.
+
+  Returns:
+    Pixels, float32 [L, K].
+  """
+  lengths = _lengths(attention.grid, patch)
+  means = [_mean_distance(w, lengths).mean(axis=0) for w in attention.weights]
+  return np.stack(means)
+
+
+def mean_distances_of(
+  model: models_vit.VisionTransformer, params: Any, batches: Iterable[Any]
+) -> np.ndarray:
+  """Computes `mean_distances` over many images without keeping their weights.
+
+  The paper averages over 128 images, whose weights take 2.8 GB for B/16.
+
+  Args:
+    model: a Vision Transformer.
+    params: its parameters.
+    batches: arrays of images of one size, float [B, H, W, C] in [-1, 1]; each
+      further B is compiled anew.
+
+  Returns:
+    Pixels, float32 [L, K].
+
+  Raises:
+    ValueError: see `attention`; also if there are no images.
+  """
+
+  @jax.jit
+  def compute(params, images, lengths):
+    weights, _ = forward(model, params, images)
+    return jnp.stack([_mean_distance(w, lengths).sum(axis=0) for w in weights])
+
+  total, count = 0.0, 0
+  for images in batches:
+    grid = patch_grid(model, params, images)
+    height, width = images.shape[1:3]
+    lengths = _lengths(grid, (height / grid[0], width / grid[1]))
+    total = total + np.asarray(compute(params, images, lengths))  # [L, K]
+    count += len(images)
+  if not count:
+    raise ValueError('batches has no images: give at least one')
+  return total / np.float32(count)
+
+
+def _lengths(grid, patch) -> np.ndarray:
+  """Returns the distances between centres of patches, float32 [h*w, h*w]."""
+  rows, columns = np.indices(grid).reshape(2, -1)  # [h*w]
+  down = (rows[:, None] - rows) * patch[0]
+  across = (columns[:, None] - columns) * patch[1]
+  return np.hypot(down, across).astype(np.float32)
+
+
+def _mean_distance(weights, lengths):
+  """Averages lengths [h*w, h*w] with weights [B, K, N, N] over the patches."""
+  patches = weights[..., -len(lengths) :, -len(lengths) :]
+  far = (patches * lengths).sum(axis=-1)  # [B, K, h*w]
+  whole = patches.sum(axis=-1)
+  return (far / (whole + (whole == 0))).mean(axis=-1)  # [B, K]
+
+
+def maps(attention: Attention) -> np.ndarray:
+  """Computes attention maps of each layer, averaged over the heads.
+
+  Args:
+    attention: the weights, see `attention`.
+
+  Returns:
+    float32 [L, B, h, w]: the weights of the patches as keys, with the class
+    token as query; without a class token, the mean over all queries.
+  """
+  means = np.stack([np.mean(w, axis=1) for w in attention.weights])
+  return _on_grid(means, attention)
+
+
+def rollout(weights: list[np.ndarray]) -> np.ndarray:
+  """Computes attention rollout (Abnar and Zuidema, arXiv 2005.00928; D.8).
+
+  Estimates how much each token of the first layer contributes to each token of
+  the last. In each layer, averages the heads, adds the identity for the
+  residual connection, and divides rows by their sums; then multiplies the
+  layers, the last on the left.
+
+  Args:
+    weights: attention weights of each layer, L arrays [B, K, N, N].
+
+  Returns:
+    float32 [B, N, N]; the row of each token of the last layer sums to 1.
+  """
+  identity = np.eye(weights[0].shape[-1], dtype=np.float32)
+  result = identity
+  for layer in weights:
+    mixed = np.mean(layer, axis=1) + identity  # [B, N, N]
+    result = mixed / mixed.sum(axis=-1, keepdims=True) @ result
+  return result
+
+
+def rollout_maps(attention: Attention) -> np.ndarray:
+  """Computes maps of attention rollout (figure 6).
+
+  Args:
+    attention: the weights, see `attention`.
+
+  Returns:
+    float32 [B, h, w]: how much each patch contributes to the class token;
+    without a class token, the mean over all tokens.
+  """
+  return _on_grid(rollout(attention.weights), attention)
+
+
+def _on_grid(mixed, attention):
+  """Turns matrices [..., N, N] into maps [..., h, w]: one row, or their mean."""
+  row = mixed[..., 0, :] if attention.before else mixed.mean(axis=-2)
+  return row[..., attention.before :].reshape(*row.shape[:-1], *attention.grid)

@@ -1,0 +1,159 @@
+"""Draws small images in a grid, with a caption below each; needs Pillow alone.
+
+TensorBoard and the PNGs in a workdir show these grids. For figures of a paper,
+draw the arrays that the other files of this room compute.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+from PIL import ImageDraw
+from PIL import ImageFont
+
+# Colours of captions of right and of wrong predictions, which colour-blind
+# people can tell apart (Okabe and Ito, "Color Universal Design").
+RIGHT, WRONG = '#0072B2', '#D55E00'
+# Images with a shorter side below this are enlarged; in pixels.
+LEAST = 96
+# Value of `most` for pictures that a run draws repeatedly; in pixels.
+MOST = 128
+_GAP, _TITLE, _LINE, _FONT_SIZE = 8, 20, 15, 12
+# Points of the colour map viridis, from 0 to 1.
+_VIRIDIS = np.array(
+  [
+    (68, 1, 84), (71, 45, 123), (59, 82, 139), (44, 114, 142), (33, 145, 140),
+    (39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37),
+  ]
+)  # fmt: skip
+
+
+class Caption(NamedTuple):
+  """Text below an image.
+
+  Attributes:
+    text: one or more lines; a line wider than the image is cut off.
+    color: name or '#rrggbb', as for Pillow; see RIGHT and WRONG.
+  """
+
+  text: str
+  color: str = 'black'
+
+
+def to_pixels(images) -> np.ndarray:
+  """Converts a model's input images to RGB pixels.
+
+  Args:
+    images: float [..., H, W, C] in [-1, 1]; C is 3, or 1 for grey.
+
+  Returns:
+    uint8 [..., H, W, 3].
+  """
+  images = np.nan_to_num(np.asarray(images, np.float32))
+  pixels = ((images + 1) * 127.5).round().clip(0, 255).astype(np.uint8)
+  return np.broadcast_to(pixels, (*pixels.shape[:-1], 3))
+
+
+def heat(values, size: tuple[int, int]) -> np.ndarray:
+  """Colours maps: 0 is dark blue, the largest value of each map is yellow.
+
+  Args:
+    values: float [n, h, w], not negative.
+    size: (height, width) of the result in pixels.
+
+  Returns:
+    uint8 [n, height, width, 3].
+  """
+  values = np.nan_to_num(np.asarray(values, np.float32))
+  largest = values.max(axis=(1, 2), keepdims=True, initial=0.0)
+  shares = values / np.where(largest > 0, largest, 1.0)
+  points = np.linspace(0, 1, len(_VIRIDIS))
+  channels = [np.interp(shares, points, channel) for channel in _VIRIDIS.T]
+  pixels = np.stack(channels, axis=-1).round().astype(np.uint8)
+  return _resized(pixels, *size, Image.Resampling.NEAREST)
+
+
+def grid(
+  images: np.ndarray,
+  captions: Sequence[Caption] = (),
+  columns: int = 4,
+  titles: Sequence[str] = (),
+  most: int | None = None,
+) -> np.ndarray:
+  """Draws images row by row, on white.
+
+  Args:
+    images: uint8 [n, H, W, 3]; if the shorter side is below LEAST, enlarged by
+      a whole factor.
+    captions: one for each image, or none at all.
+    columns: number of images per row.
+    titles: text above each column, or none at all.
+    most: maximum length of the shorter side in pixels, to which larger images
+      are shrunk; None for no maximum.
+
+  Returns:
+    uint8 [height, width, 3].
+  """
+  height, width = _cell(images.shape[1:3], most)
+  shrinks = height < images.shape[1]
+  how = Image.Resampling.BOX if shrinks else Image.Resampling.NEAREST
+  images = _resized(images, height, width, how)
+  lines = max((len(c.text.split('\n')) for c in captions), default=0)
+  top = _TITLE if titles else _GAP
+  across, down = width + _GAP, height + _GAP + lines * _LINE
+  canvas = Image.new(
+    'RGB',
+    (columns * across + _GAP, -(-len(images) // columns) * down + top),
+    'white',
+  )
+  pen = ImageDraw.Draw(canvas)
+  for i, title in enumerate(titles):
+    _write(pen, (_GAP + i * across, 2), Caption(title), width)
+  for i, image in enumerate(images):
+    row, column = divmod(i, columns)
+    corner = (_GAP + column * across, top + row * down)
+    canvas.paste(Image.fromarray(image), corner)
+    if captions:
+      _write(pen, (corner[0], corner[1] + height + 1), captions[i], width)
+  return np.asarray(canvas)
+
+
+def _cell(size, most) -> tuple[int, int]:
+  """Returns the (height, width) in pixels at which an image is drawn."""
+  short = min(size)
+  if short < LEAST:
+    times = -(-LEAST // short)
+    return size[0] * times, size[1] * times
+  if most is None or short <= most:
+    return size
+  return round(size[0] * most / short), round(size[1] * most / short)
+
+
+def _resized(images, height, width, how) -> np.ndarray:
+  """Resizes images, and returns uint8 [n, height, width, 3]."""
+  if images.shape[1:3] == (height, width):
+    return images
+  found = np.zeros((len(images), height, width, 3), np.uint8)
+  for i, image in enumerate(images):
+    found[i] = Image.fromarray(image).resize((width, height), how)
+  return found
+
+
+def _write(pen, corner, caption, width):
+  """Writes the lines of a caption below one another."""
+  font = ImageFont.load_default(_FONT_SIZE)
+  for i, line in enumerate(caption.text.split('\n')):
+    place = (corner[0], corner[1] + i * _LINE)
+    pen.text(place, _fitting(line, font, width), caption.color, font)
+
+
+def _fitting(line, font, width) -> str:
+  """Cuts a line off so that it is at most `width` pixels wide."""
+  # Pillow cannot draw a lone surrogate.
+  line = line.encode('utf-8', 'replace').decode()
+  if font.getlength(line) <= width:
+    return line
+  while line and font.getlength(f'{line}...') > width:
+    line = line[:-1]
+  return f'{line}...'

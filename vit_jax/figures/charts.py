@@ -1,0 +1,351 @@
+"""Draws curves, confusion matrices, mistakes and reconstructions.
+
+Each function takes arrays and returns a matplotlib Figure; for the style see
+vit_jax/figures/drawing.py.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import itertools
+
+import numpy as np
+
+from vit_jax.figures import drawing
+from vit_jax.figures import invariance
+from vit_jax.figures import results
+
+# Beginnings of the names of logged numbers that are left out.
+_NOT_DRAWN = ('grad_norm', 'img_sec_core', 'num_examples')
+# Maximum number of classes for which a confusion matrix shows names; counts.
+_MOST_NAMED, _MOST_COUNTED = 25, 12
+# Maximum number of rows of a confusion matrix; more classes share rows.
+_MOST_CELLS = 100
+_PAIRS = 10  # Maximum number of pairs of confused classes.
+
+
+@drawing.styled
+def attention_distances(distances, uniform: float, count: int):
+  """Draws mean attention distances, one dot per head (figures 7 right and 11).
+
+  Args:
+    distances: distances in pixels, [layers, heads].
+    uniform: distance of uniform attention in pixels.
+    count: number of images that the distances are averaged over.
+
+  Returns:
+    A Figure.
+  """
+  layers, heads = distances.shape
+  fig = drawing.new_figure(
+    7.2,
+    f'Mean attention distance of {heads} heads per layer, over {count} images',
+  )
+  axes = fig.subplots()
+  x = np.arange(1, layers + 1)
+  axes.scatter(
+    np.repeat(x, heads),
+    distances.reshape(-1),
+    s=70,
+    color=drawing.BLUE,
+    alpha=0.7,
+    linewidths=0,
+    label='one head',
+    zorder=3,
+  )
+  axes.plot(
+    x, distances.mean(axis=1), color=drawing.ORANGE, label='mean of the layer'
+  )
+  axes.axhline(
+    uniform,
+    color=drawing.GREY,
+    linestyle='--',
+    label=f'uniform attention: {uniform:.1f} pixels',
+  )
+  axes.set_xlabel('layer')
+  axes.set_ylabel('mean attention distance (pixels)')
+  axes.set_xlim(0.5, layers + 0.5)
+  axes.set_xticks(x if layers <= 16 else x[1::2])
+  axes.set_ylim(0, 1.05 * max(uniform, float(distances.max())))
+  fig.legend(loc='outside lower center', ncols=3, frameon=False)
+  return fig
+
+
+@drawing.styled
+def learning_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]):
+  """Draws the losses, measures and learning rate that a run has logged.
+
+  Args:
+    curves: (steps, values) by name, see results.learning_curves.
+
+  Returns:
+    A Figure.
+  """
+  panels = curve_panels(curves)
+  fig = drawing.new_figure(5.2 if len(panels) < 4 else 8.0, 'Learning curves')
+  grid = fig.subplots(
+    -(-len(panels) // 3), min(3, len(panels)), squeeze=False, sharex=True
+  )
+  drawn = [name for names in panels.values() for name in names if name != 'lr']
+  splits = dict.fromkeys(['train', *map(_split_of, drawn)])
+  colours = dict(zip(splits, itertools.cycle(drawing.LINES)))
+  colours['lr'] = drawing.BLACK
+  for axes, (label, names) in zip(grid.flat, panels.items()):
+    for name in names:
+      steps, values = curves[name]
+      few = {'marker': 'o', 'markersize': 5} if len(steps) < 40 else {}
+      factor = 100 if 'accuracy' in name else 1
+      axes.plot(
+        steps,
+        factor * values,
+        color=colours[_split_of(name)],
+        label=_split_of(name),
+        **few,
+      )
+    axes.set_xlabel('step')
+    axes.set_ylabel(f'{label} (%)' if 'accuracy' in label else label)
+    if label == 'learning rate':
+      axes.ticklabel_format(axis='y', style='sci', scilimits=(-2, 3))
+      axes.set_ylim(bottom=0)
+    else:
+      axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
+  for axes in grid.flat[len(panels) :]:
+    axes.set_visible(False)
+  return fig
+
+
+def curve_panels(curves: Mapping) -> dict[str, list[str]]:
+  """Returns which curves share a panel: {title of the panel: names of curves}.
+
+  Args:
+    curves: see `learning_curves`.
+  """
+  panels = {'loss': [], 'accuracy': []}
+  for name in curves:
+    if name == 'lr' or name.startswith(_NOT_DRAWN):
+      continue
+    measure = name.removeprefix('train_') if name.startswith('train_') else None
+    measure = measure or name.rpartition('_')[0] or name
+    panels.setdefault(measure, []).append(name)
+  if 'lr' in curves:
+    panels['learning rate'] = ['lr']
+  return {title: names for title, names in panels.items() if names}
+
+
+def _split_of(name):
+  """Returns the split of a logged number: 'train', 'test', ..."""
+  return 'train' if name.startswith('train_') else name.rpartition('_')[2]
+
+
+@drawing.styled
+def confusion(found: results.Results, class_names: Sequence[str], split: str):
+  """Draws a confusion matrix, and the pairs of classes confused most often.
+
+  Args:
+    found: see results.classify.
+    class_names: names of the classes.
+    split: name of the split that was classified.
+
+  Returns:
+    A Figure.
+  """
+  from matplotlib import colors
+
+  matrix = np.asarray(found.confusion)
+  total, right = matrix.sum(), np.trace(matrix)
+  fig = drawing.new_figure(
+    7.2,
+    f"Confusion matrix of split '{split}': {right:,} of {total:,} right "
+    f'({100 * right / max(1, total):.2f} %)',
+  )
+  axes, beside = fig.subplots(1, 2, width_ratios=(1.7, 1))
+  shares = matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
+  count = len(class_names)
+  block = -(-count // _MOST_CELLS)
+  # The power 0.5 makes small shares of mistakes visible.
+  image = axes.imshow(
+    100 * _largest_of_blocks(shares, block),
+    cmap='cividis',
+    norm=colors.PowerNorm(0.5, 0, 100),
+    extent=(-0.5, count - 0.5, count - 0.5, -0.5),
+    interpolation='nearest',
+  )
+  if count <= _MOST_NAMED:
+    names = [drawing.shorten(name, 12) for name in class_names]
+    long = max(map(len, names)) > 3
+    axes.set_xticks(range(count), names, rotation=90 if long else 0)
+    axes.set_yticks(range(count), names)
+  if count <= _MOST_COUNTED:
+    for i, j in np.argwhere(matrix):
+      axes.text(
+        j,
+        i,
+        matrix[i, j],
+        ha='center',
+        va='center',
+        color='black' if shares[i, j] > 0.3 else 'white',
+        fontsize=12,
+      )
+  axes.spines[:].set_visible(False)
+  axes.set_xlabel('predicted class')
+  axes.set_ylabel('true class')
+  bar = fig.colorbar(image, ax=axes, shrink=0.8, ticks=(0, 1, 10, 25, 50, 100))
+  bar.set_label(
+    'share of the true class (%)'
+    if block == 1
+    else f'largest share of {block} x {block} classes (%)'
+  )
+  _draw_pairs(beside, results.most_confused(matrix, _PAIRS), class_names)
+  return fig
+
+
+def _largest_of_blocks(matrix, block):
+  """Returns the largest value of each block of a square matrix.
+
+  Args:
+    matrix: [n, n], not negative.
+    block: number of rows and of columns of a block.
+  """
+  size = -(-len(matrix) // block)
+  padded = np.zeros((size * block, size * block))
+  padded[: len(matrix), : len(matrix)] = matrix
+  return padded.reshape(size, block, size, block).max(axis=(1, 3))
+
+
+def _draw_pairs(axes, pairs, class_names):
+  """Draws the number of images of each pair of confused classes."""
+  axes.set_title('confused most often\n(true → predicted class)')
+  for row, (true, predicted, count) in enumerate(pairs):
+    axes.barh(row + 0.2, count, height=0.32, color=drawing.BLUE)
+    true, predicted = class_names[true], class_names[predicted]
+    axes.text(
+      0,
+      row - 0.06,
+      f'{drawing.shorten(true, 16)} → {drawing.shorten(predicted, 16)}: {count:,}',
+      fontsize=13,
+    )
+  axes.set_ylim(_PAIRS - 0.4, -0.7)  # The first on top.
+  axes.set_yticks([])
+  axes.set_xlabel('images')
+  axes.xaxis.get_major_locator().set_params(integer=True)
+  if not pairs:
+    axes.set_axis_off()
+
+
+@drawing.styled
+def mistakes(found: results.Results, class_names: Sequence[str], split: str):
+  """Draws the images that were predicted wrongly with the highest probability.
+
+  Args:
+    found: see results.classify.
+    class_names: names of the classes.
+    split: name of the split that was classified.
+
+  Returns:
+    A Figure.
+  """
+  wrong = found.mistakes
+  if not wrong:
+    fig = drawing.new_figure(
+      2.0, f"All images of split '{split}' are predicted correctly"
+    )
+    return fig
+  columns = min(4, len(wrong))
+  rows = -(-len(wrong) // columns)
+  height, width = wrong[0].image.shape[:2]
+  # Each image has two lines of text above it, and one below.
+  fig = drawing.new_figure(
+    0.6 + rows * (0.9 + min(2.6, 2.9 * height / width)),
+    f"The most confident mistakes on split '{split}'",
+  )
+  grid = fig.subplots(rows, columns, squeeze=False)
+  for axes in grid.flat:
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+  for axes, mistake in zip(grid.flat, wrong):
+    axes.imshow(drawing.as_pixels(mistake.image))
+    axes.set_title(
+      f'predicted: {drawing.shorten(class_names[mistake.predicted])}, '
+      f'{100 * mistake.probability:.0f} %\n'
+      f'true: {drawing.shorten(class_names[mistake.true])}',
+      fontsize=drawing.STYLE['font.size'],
+    )
+    name = drawing.shorten(mistake.name.rpartition('/')[2], 28)
+    axes.set_xlabel(name, fontsize=12, color=drawing.GREY)
+  return fig
+
+
+@drawing.styled
+def reconstructions(pictures, titles: Sequence[str]):
+  """Draws images, masked images and predictions below one another.
+
+  Args:
+    pictures: float32 [B, rows, H, W, C] in [-1, 1], see
+      vit_jax.tasks.masked_patches.Task.pictures.
+    titles: labels of the rows.
+
+  Returns:
+    A Figure with a column per image.
+  """
+  pixels = drawing.as_pixels(pictures).swapaxes(0, 1)  # [rows, B, H, W, 3]
+  rows, columns, height, width = pixels.shape[:4]
+  cell = min(11.2 / columns, 2.2 * width / height)
+  fig = drawing.new_figure(
+    0.6 + rows * cell * 1.07 * height / width, 'Masked patches, predicted'
+  )
+  axes = fig.subplots()
+  drawing.show_tiles(axes, pixels, [''] * columns, titles)
+  return fig
+
+
+@drawing.styled
+def inductive_bias(found: invariance.Comparison):
+  """Draws how features change when images are shifted or patches permuted.
+
+  Args:
+    found: see invariance.compare.
+
+  Returns:
+    A Figure.
+  """
+  fig = drawing.new_figure(
+    7.2, 'Inductive bias: how much the output of untrained models changes'
+  )
+  left, right = fig.subplots(1, 2, width_ratios=(2, 1))
+  markers = itertools.cycle('osD^vPX')
+  for name, line, colour, marker in zip(
+    found.names, found.shifted, itertools.cycle(drawing.LINES), markers
+  ):
+    left.plot(
+      found.shifts, line, color=colour, marker=marker, markersize=6, label=name
+    )
+  for position in range(0, int(found.shifts[-1]) + 1, found.patch):
+    left.axvline(position, color=drawing.GREY, linestyle=':', linewidth=1.5)
+  left.set_xlabel(f'shift (pixels; dotted: whole patches of {found.patch})')
+  left.set_ylabel('relative change of the output')
+  left.set_title('images shifted')
+  rows = range(len(found.names))
+  colours = [drawing.LINES[i % len(drawing.LINES)] for i in rows]
+  bars = right.barh(rows, found.shuffled, color=colours)
+  right.bar_label(bars, fmt='%.2g', padding=4, fontsize=12)
+  right.set_yticks(rows, map(_in_two_lines, found.names), fontsize=12)
+  right.invert_yaxis()
+  right.set_title('patches permuted')
+  right.set_xlabel('relative change of the output')
+  right.set_xlim(0, 1.25 * max(float(found.shuffled.max()), 1e-6))
+  fig.legend(
+    *left.get_legend_handles_labels(),
+    loc='outside lower center',
+    ncols=3,
+    frameon=False,
+  )
+  return fig
+
+
+def _in_two_lines(name):
+  """Breaks a name at the space nearest to its middle."""
+  places = [i for i, letter in enumerate(name) if letter == ' ']
+  if len(name) < 14 or not places:
+    return name
+  middle = min(places, key=lambda i: abs(i - len(name) / 2))
+  return f'{name[:middle]}\n{name[middle + 1 :]}'

@@ -1,0 +1,350 @@
+"""Lists all figures, and draws them for a model and images.
+
+  from vit_jax import predict, visualize
+  found = visualize.figures(predict.load('/tmp/digits'), ['a.png', 'b.png'])
+  found['attention_rollout']  # A matplotlib Figure; a notebook shows it.
+
+FIGURES is the list. Each figure takes a Subject (a model and images), computes
+arrays with the other files of this room, and draws them.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import math
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from vit_jax import models
+from vit_jax import models_resnet
+from vit_jax.figures import attention
+from vit_jax.figures import charts
+from vit_jax.figures import drawing
+from vit_jax.figures import embeddings
+from vit_jax.figures import invariance
+from vit_jax.figures import results
+
+_A_ROW = 8  # Maximum number of images per figure; more make further figures.
+_POSEMB = 'Transformer/posembed_input/pos_embedding'
+# Kernels of the first layer of a hybrid, a ViT, a Mixer.
+_KERNELS = ('conv_root/kernel', 'embedding/kernel', 'stem/kernel')
+
+
+# --- Requirements: each returns what is lacking for a figure, or None ---
+
+
+def _needs_posemb(subject):
+  if _POSEMB not in subject.params:
+    return 'the model has no position embeddings'
+  return None
+
+
+def _needs_images(subject):
+  if subject.batch is not None:
+    return None
+  why = f' ({subject.lacking})' if subject.lacking else ''
+  return f'there are no images{why}: name some (--images a.jpg b.png)'
+
+
+def _needs_attention(subject):
+  model = subject.model.task.model
+  if not isinstance(model, models.VisionTransformer):
+    return f'a model of the class {type(model).__name__} has no attention'
+  if model.transformer is None:
+    return 'the model has no transformer, and so no attention'
+  return _needs_images(subject)
+
+
+def _needs_kernel(subject):
+  if not any(path in subject.params for path in _KERNELS):
+    return f'the model has none of {", ".join(_KERNELS)}'
+  return None
+
+
+def _needs_pictures(subject):
+  if not hasattr(subject.model.task, 'pictures'):
+    return 'the model was not trained on masked patches'
+  return _needs_images(subject)
+
+
+def _needs_run(subject):
+  if not subject.model.workdir:
+    return 'weights without a run have no learning curves'
+  if not charts.curve_panels(results.learning_curves(subject.model.workdir)):
+    return f"'{subject.model.workdir}' has no metrics.jsonl with curves"
+  return None
+
+
+def _needs_labels(subject):
+  if not subject.names_classes:
+    return 'the model has no classes'
+  if subject.source is None:
+    return subject.lacking or 'there are no images with labels'
+  return None
+
+
+# --- Drawing: each returns a list of matplotlib Figures ---
+
+
+def _filters(subject):
+  path = next(path for path in _KERNELS if path in subject.params)
+  kernel = np.asarray(subject.params[path], np.float32)
+  if path == 'conv_root/kernel':  # The convolution standardises its kernel.
+    kernel = models_resnet.weight_standardize(kernel, (0, 1, 2), eps=1e-5)
+  return [drawing.filters(*embeddings.principal_filters(kernel))]
+
+
+def _position_similarity(subject):
+  table = subject.params[_POSEMB]
+  similarity = embeddings.position_similarity(table, subject.grid)
+  return [drawing.position_similarity(similarity)]
+
+
+def _attention_distance(subject):
+  count, grid = math.prod(subject.grid), subject.grid
+  size = subject.batch['image'].shape[1:3]
+  weights = [np.full((1, 1, count, count), 1 / count, np.float32)]
+  alike = attention.mean_distances(
+    attention.Attention(weights, np.zeros((1, 0)), grid, 0),
+    tuple(pixels / cells for pixels, cells in zip(size, grid)),
+  )
+  return [
+    charts.attention_distances(
+      subject.seen.distances, float(alike[0, 0]), len(subject.names)
+    )
+  ]
+
+
+def _pages(subject):
+  """Yields slices of the images, one per figure."""
+  for start in range(0, len(subject.names), _A_ROW):
+    yield slice(start, start + _A_ROW)
+
+
+def _attention_maps(subject):
+  return [
+    drawing.attention_maps(
+      subject.batch['image'][part],
+      subject.seen.maps[:, part],
+      subject.labels[part],
+      subject.labels_title,
+    )
+    for part in _pages(subject)
+  ]
+
+
+def _rollout(subject):
+  return [
+    drawing.rollout(
+      subject.batch['image'][part],
+      subject.seen.rollout[part],
+      subject.labels[part],
+      subject.labels_title,
+    )
+    for part in _pages(subject)
+  ]
+
+
+def _learning_curves(subject):
+  return [
+    charts.learning_curves(results.learning_curves(subject.model.workdir))
+  ]
+
+
+def _confusion(subject):
+  found, names = subject.results, subject.model.class_names
+  return [charts.confusion(found, names, subject.split)]
+
+
+def _mistakes(subject):
+  found, names = subject.results, subject.model.class_names
+  return [charts.mistakes(found, names, subject.split)]
+
+
+def _inductive_bias(images):
+  return [charts.inductive_bias(invariance.compare(images))]
+
+
+def _reconstructions(subject):
+  model, task = subject.model, subject.model.task
+  outputs = jax.jit(task.outputs)(model.params, model.extra, subject.batch)
+  pictures = task.pictures(subject.batch, outputs)
+  return [
+    charts.reconstructions(pictures[part], ('image', 'masked', 'predicted'))
+    for part in _pages(subject)
+  ]
+
+
+class Entry(NamedTuple):
+  """The description of a figure.
+
+  Attributes:
+    name: name of the figure and of its file.
+    title: the figure's content in a few words.
+    caption: an explanation of the figure in two or three sentences.
+    source: sections and figures of the paper, or other sources.
+    lacks: function from a Subject to what is lacking for the figure, in words,
+      or None.
+    draw: function from a Subject to a list of matplotlib Figures, one for each
+      8 images. (INDUCTIVE_BIAS takes images, float32 [B, H, W, C].)
+  """
+
+  name: str
+  title: str
+  caption: str
+  source: str
+  lacks: Callable[[Any], str | None]
+  draw: Callable[[Any], list]
+
+
+FIGURES = (
+  Entry(
+    'attention_rollout',
+    'Attention rollout',
+    'The upper row shows the images, and above them what the model predicts. The '
+    'lower row shows how much each patch contributes to the output when attention '
+    'is followed through all layers, relative to the largest value of each map.',
+    'arXiv 2010.11929, section 4.5, figures 6 and 14; rollout: arXiv 2005.00928',
+    _needs_attention,
+    _rollout,
+  ),
+  Entry(
+    'attention_maps',
+    'Attention of each layer',
+    'Each map shows how much the class token attends to each patch in a layer, '
+    'averaged over the heads. In a model without a class token, the map is the '
+    'mean over all patches as queries. Each map is scaled to its largest value.',
+    'arXiv 2010.11929, section 4.5 and appendix D.8',
+    _needs_attention,
+    _attention_maps,
+  ),
+  Entry(
+    'attention_distance',
+    'Mean attention distance',
+    'Each dot is a head. Its height is the distance between a patch and the '
+    'patches that it attends to, weighted by attention and averaged over patches '
+    'and images. Low dots are heads that attend locally, as convolutions do; heads '
+    'near the dashed line attend globally.',
+    'arXiv 2010.11929, section 4.5 and appendix D.7, figures 7 (right) and 11',
+    _needs_attention,
+    _attention_distance,
+  ),
+  Entry(
+    'filters',
+    'Filters of the first layer',
+    'The principal components of the filters of the first layer: the patch '
+    'embedding of a ViT, or the first convolution of a hybrid. After training on '
+    'many images they are smooth waves and colour edges; after little training '
+    'they look like noise.',
+    'arXiv 2010.11929, section 4.5, figure 7 (left)',
+    _needs_kernel,
+    _filters,
+  ),
+  Entry(
+    'position_similarity',
+    'Similarity of position embeddings',
+    'The map at row i and column j compares the position embedding of the patch '
+    'at row i and column j with those of all patches. Trained embeddings are most '
+    'similar near the patch and along its row and column.',
+    'arXiv 2010.11929, section 4.5 and appendix D.4, figures 7 (centre) and 10',
+    _needs_posemb,
+    _position_similarity,
+  ),
+  Entry(
+    'reconstructions',
+    'Masked patches, predicted',
+    'The top row shows the images, the middle row the images with corrupted '
+    'patches in grey. The bottom row shows what the model predicts for those '
+    'patches.',
+    'arXiv 2010.11929, section 4.6 and appendix B.1.2',
+    _needs_pictures,
+    _reconstructions,
+  ),
+  Entry(
+    'learning_curves',
+    'Learning curves',
+    'The losses, other measures and the learning rate that the run has logged, by '
+    'step. Training images are augmented, and their labels may be smoothed, so '
+    'the training loss can be higher than the test loss.',
+    'metrics.jsonl of the run',
+    _needs_run,
+    _learning_curves,
+  ),
+  Entry(
+    'confusion',
+    'Confusion matrix',
+    'Rows are true classes and columns are predicted classes, so correct '
+    'predictions lie on the diagonal. The bars show which classes are confused '
+    'most often.',
+    'the test split of the run, or the one that --split names',
+    _needs_labels,
+    _confusion,
+  ),
+  Entry(
+    'mistakes',
+    'Worst mistakes',
+    'The images that were predicted wrongly with the highest probability. They '
+    'show which classes look alike to the model, and sometimes wrong labels.',
+    'the test split of the run, or the one that --split names',
+    _needs_labels,
+    _mistakes,
+  ),
+)
+NAMES = tuple(entry.name for entry in FIGURES)
+# Needs no trained model, only images; see invariance.compare.
+INDUCTIVE_BIAS = Entry(
+  'inductive_bias',
+  'Inductive bias',
+  'The curves and bars show how much the output of small models with random '
+  'parameters changes when an image is shifted (what leaves it on one side comes '
+  'in on the other), and when its patches change places. The output of a ViT '
+  'without position embeddings stays the same as long as whole patches move.',
+  'arXiv 2010.11929, section 3.1, "Inductive bias"',
+  lambda images: None,
+  _inductive_bias,
+)
+
+
+def choose(subject: results.Subject, names: Sequence[str] | None = None):
+  """Returns which figures can be drawn.
+
+  Args:
+    subject: the model and images.
+    names: names of figures in FIGURES; None for all of them.
+
+  Returns:
+    Entries that can be drawn, and {name: what is lacking} of the others.
+
+  Raises:
+    ValueError: if a name is unknown, a named figure cannot be drawn, or no
+      figure can be drawn.
+  """
+  unknown = sorted(set(names or ()) - set(NAMES))
+  if unknown:
+    raise ValueError(
+      f'figures={unknown} are unknown: choose among {", ".join(NAMES)} (--figures)'
+    )
+  wanted = [e for e in FIGURES if names is None or e.name in names]
+  lacking = {e.name: e.lacks(subject) for e in wanted}
+  lacking = {name: why for name, why in lacking.items() if why}
+  if names and lacking:
+    name, why = next(iter(lacking.items()))
+    raise ValueError(f"figure '{name}' cannot be drawn: {why} (--figures)")
+  if len(lacking) == len(wanted):
+    raise ValueError(f'no figure can be drawn: {lacking}')
+  return [e for e in wanted if e.name not in lacking], lacking
+
+
+def draw(entry: Entry, subject) -> dict[str, Any]:
+  """Returns the matplotlib Figures of an entry by name: NAME, NAME_2, ...
+
+  Args:
+    entry: one of FIGURES, or INDUCTIVE_BIAS.
+    subject: a results.Subject; for INDUCTIVE_BIAS, float32 [B, H, W, C].
+  """
+  return {
+    entry.name if not i else f'{entry.name}_{i + 1}': figure
+    for i, figure in enumerate(entry.draw(subject))
+  }

@@ -1,0 +1,318 @@
+"""Computes the arrays behind figures of a trained model or a run.
+
+Attention for a few images, the confusion matrix and the worst mistakes of a
+classifier on a whole split, and learning curves.
+"""
+
+from collections.abc import Sequence
+import functools
+import heapq
+import math
+from typing import Any
+from typing import NamedTuple
+
+import flax.traverse_util
+import jax
+import numpy as np
+
+from vit_jax import input_pipeline
+from vit_jax import models
+from vit_jax.figures import attention
+from vit_jax.figures import drawing
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.scale import sharding
+
+# Maximum batch size: on a CPU larger ones are no faster and take more memory.
+_BATCH = 32
+# Maximum memory of the attention weights of a batch, in bytes.
+_BYTES = 2**29
+
+
+def learning_curves(workdir) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+  """Reads the numbers that a run has logged.
+
+  Args:
+    workdir: folder of the run.
+
+  Returns:
+    (steps, values), int64 [n] and float64 [n], by the names of metrics.jsonl:
+    'train_loss', 'lr', 'accuracy_test', ...
+  """
+  curves = {}
+  for line in metrics_lib.read(workdir):
+    for name, value in line.items():
+      if name != 'step':
+        curves.setdefault(name, []).append((line['step'], value))
+  return {
+    name: (
+      np.array([step for step, _ in points], np.int64),
+      np.array([value for _, value in points], np.float64),
+    )
+    for name, points in curves.items()
+  }
+
+
+class Mistake(NamedTuple):
+  """An image whose class was predicted wrongly.
+
+  Attributes:
+    image: the model's input, float32 [H, W, C] in [-1, 1].
+    true: index of the true class.
+    predicted: index of the predicted class.
+    probability: probability of the predicted class.
+    name: path of the image, or its number within the split.
+  """
+
+  image: np.ndarray
+  true: int
+  predicted: int
+  probability: float
+  name: str
+
+
+class Results(NamedTuple):
+  """Predictions of a classifier for a split, compared with the labels.
+
+  Attributes:
+    confusion: int64 [classes, classes]; [i, j] is the number of images of class
+      i that were predicted as class j.
+    mistakes: the mistakes of highest probability, the highest first.
+    unlabelled: number of images that do not count because they have no label,
+      or several.
+  """
+
+  confusion: np.ndarray
+  mistakes: Sequence[Mistake]
+  unlabelled: int
+
+
+def classify(model, source, num_mistakes: int = 8) -> Results:
+  """Compares the predictions of a classifier with the labels of a split.
+
+  Args:
+    model: a vit_jax.tasks.classify.Predictor.
+    source: the split, see vit_jax.data.sources.open_split.
+    num_mistakes: maximum number of mistakes to keep.
+
+  Raises:
+    ValueError: if an image cannot be decoded or a label is out of range.
+  """
+  config = model.config.copy_and_resolve_references()
+  config.batch_eval = min(config.batch_eval, _BATCH)
+  source = source.evaluated
+  mesh = sharding.make_mesh({'data': 1}, jax.local_devices()[:1])
+  outputs = jax.jit(model.task.outputs)
+  count = len(model.class_names)
+  confusion, mistakes, unlabelled = np.zeros((count, count), np.int64), [], 0
+  for batch in input_pipeline.eval_batches(
+    config, source, model.task.example, mesh
+  ):
+    batch = jax.device_get(batch)  # The parameters may lie on other devices.
+    logits = outputs(model.params, model.extra, batch)
+    probabilities = model.task.probabilities(logits)  # [B, classes]
+    predicted = probabilities.argmax(axis=-1)
+    true = batch['label'].argmax(axis=-1)
+    real = batch['mask'] > 0
+    counted = real & (batch['label'].sum(axis=-1) == 1)
+    unlabelled += int(real.sum() - counted.sum())
+    np.add.at(confusion, (true[counted], predicted[counted]), 1)
+    mistakes += [
+      Mistake(
+        image=batch['image'][i],
+        true=int(true[i]),
+        predicted=int(predicted[i]),
+        probability=float(probabilities[i].max()),
+        name=source.name(int(batch['index'][i])),
+      )
+      for i in np.flatnonzero(counted & (predicted != true))
+    ]
+    mistakes = heapq.nlargest(
+      num_mistakes, mistakes, key=lambda mistake: mistake.probability
+    )
+  return Results(confusion, mistakes, unlabelled)
+
+
+def most_confused(
+  confusion: np.ndarray, count: int
+) -> list[tuple[int, int, int]]:
+  """Returns the pairs of classes that are confused most often.
+
+  Args:
+    confusion: int [classes, classes], see Results.
+    count: maximum number of pairs.
+
+  Returns:
+    (true class, predicted class, number of images), the most frequent first;
+    pairs without an image are left out.
+  """
+  wrong = np.array(confusion)
+  np.fill_diagonal(wrong, 0)
+  order = np.argsort(-wrong, axis=None, kind='stable')[:count]
+  pairs = zip(*np.unravel_index(order, wrong.shape))
+  return [(int(i), int(j), int(wrong[i, j])) for i, j in pairs if wrong[i, j]]
+
+
+class Seen(NamedTuple):
+  """Attention and outputs of a model of L layers and K heads for B images.
+
+  Attributes:
+    maps: attention maps of each layer, float32 [L, B, h, w].
+    rollout: maps of attention rollout, float32 [B, h, w].
+    distances: mean attention distances in pixels, float32 [L, K].
+    outputs: the model's outputs, float32 [B, ...].
+  """
+
+  maps: np.ndarray
+  rollout: np.ndarray
+  distances: np.ndarray
+  outputs: np.ndarray
+
+
+class Subject:
+  """A trained model, and the images for its figures.
+
+  Attributes:
+    model: a vit_jax.tasks.base.Predictor.
+    batch: the model's inputs for the images, arrays [B, ...]; None if there are
+      no images.
+    names: names of the images.
+    source: a split with labels, for the confusion matrix, or None.
+    split: name of that split.
+    lacking: why there is no `source`, in words.
+  """
+
+  def __init__(
+    self,
+    model,
+    images: Sequence[Any] | None = None,
+    source=None,
+    split: str = '',
+    count: int = 8,
+    lacking: str = '',
+  ):
+    """Reads the images.
+
+    Args:
+      model: see the class.
+      images: a list of images of any size, see vit_jax.tasks.base.Predictor; by
+        default the first images of `source`.
+      source: see the class; vit_jax.data.sources.open_split returns one.
+      split: see the class.
+      count: number of images to take from `source`.
+      lacking: see the class.
+
+    Raises:
+      FileNotFoundError, ValueError: if an image cannot be read.
+    """
+    self.model = model
+    self.source, self.split, self.lacking = source, split, lacking
+    self.batch, self.names, self._labels = None, [], None
+    if images:
+      self.batch = model.inputs(images)
+      self.names = [
+        str(image).rpartition('/')[2] if isinstance(image, str) else f'{i + 1}'
+        for i, image in enumerate(images)
+      ]
+    elif source is not None:
+      self.batch = _first(model, source, count)
+      indices = self.batch.pop('index')
+      self.names = [source.name(int(i)).rpartition('/')[2] for i in indices]
+      self._labels = self.batch.get('label')
+
+  @functools.cached_property
+  def params(self) -> dict[str, Any]:
+    """Returns the parameters by path, such as 'head/kernel'."""
+    return flax.traverse_util.flatten_dict(dict(self.model.params), sep='/')
+
+  @functools.cached_property
+  def grid(self) -> tuple[int, int]:
+    """Returns the number of patches (down, across) of an image."""
+    return models.patch_grid(
+      self.model.config.model, self.model.task.image_size
+    )
+
+  @functools.cached_property
+  def seen(self) -> Seen:
+    """Computes attention and outputs for the images, once."""
+    return look(self.model, self.batch['image'], self.grid)
+
+  @functools.cached_property
+  def results(self) -> Results:
+    """Classifies the split, once."""
+    return classify(self.model, self.source)
+
+  @property
+  def names_classes(self) -> bool:
+    """Returns whether the model predicts classes."""
+    return bool(self.model.class_names) and hasattr(self.model, 'probabilities')
+
+  @property
+  def labels_title(self) -> str:
+    """Returns the title of `labels`."""
+    return 'predicted class, probability' if self.names_classes else ''
+
+  @functools.cached_property
+  def labels(self) -> list[str]:
+    """Returns a label per image: the predicted class, else the image's name."""
+    classes = self.model.class_names
+    if not self.names_classes:
+      return [drawing.shorten(name, 14) for name in self.names]
+    labels = []
+    for i, row in enumerate(self.model.task.probabilities(self.seen.outputs)):
+      best = int(row.argmax())
+      label = f'{drawing.shorten(classes[best], 14)}, {100 * row[best]:.0f} %'
+      truth = None if self._labels is None else self._labels[i]
+      if truth is not None and truth.any() and not truth[best]:
+        true = classes[int(truth.argmax())]
+        label += f'\ntrue: {drawing.shorten(true, 11)}'
+      labels.append(label)
+    return labels
+
+
+def _first(model, source, count) -> dict:
+  """Returns the first `count` examples of a split as an evaluation batch."""
+  config = model.config.copy_and_resolve_references()
+  config.batch_eval = min(count, source.evaluated.num_examples)
+  data = input_pipeline.eval_dataset(
+    config, source, model.task.example, np.arange(config.batch_eval)
+  )
+  batch = next(data.as_numpy_iterator())
+  del batch['mask']
+  return batch
+
+
+def look(model, images: np.ndarray, grid: tuple[int, int]) -> Seen:
+  """Computes attention and outputs in batches of limited memory.
+
+  Args:
+    model: a vit_jax.tasks.base.Predictor of a Vision Transformer.
+    images: float32 [B, H, W, C] in [-1, 1].
+    grid: number of patches (down, across).
+  """
+  module = model.task.model
+  compute = jax.jit(functools.partial(attention.forward, module))
+  patch = tuple(size / cells for size, cells in zip(images.shape[1:3], grid))
+  one, _ = jax.eval_shape(compute, model.params, images[:1])
+  size = max(1, min(len(images), _BYTES // sum(4 * x.size for x in one)))
+  parts = []
+  for start in range(0, len(images), size):
+    weights, outputs = jax.device_get(
+      compute(model.params, images[start : start + size])
+    )
+    before = weights[0].shape[-1] - math.prod(grid)
+    found = attention.Attention(weights, outputs, grid, before)
+    parts.append(
+      Seen(
+        maps=attention.maps(found),
+        rollout=attention.rollout_maps(found),
+        distances=attention.mean_distances(found, patch) * len(outputs),
+        outputs=outputs,
+      )
+    )
+  maps, mixed, distances, outputs = zip(*parts)
+  return Seen(
+    np.concatenate(maps, axis=1),
+    np.concatenate(mixed),
+    np.sum(distances, axis=0) / len(images),
+    np.concatenate(outputs),
+  )

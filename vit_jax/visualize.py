@@ -1,0 +1,301 @@
+r"""Draws the paper's figures for a run or a file of weights.
+
+  python -m vit_jax.visualize --workdir=/tmp/digits --out=/tmp/figures
+  python -m vit_jax.visualize --workdir=/tmp/run --images a.jpg b.png --out=DIR
+  python -m vit_jax.visualize --weights=ViT-B_16.npz --images a.jpg --out=DIR
+  python -m vit_jax.visualize --workdir=/tmp/run --out=DIR \
+    --figures filters attention_rollout
+  python -m vit_jax.visualize --inductive_bias --out=DIR
+
+Each command writes one PNG per figure, and index.html, which contains all of
+them and opens without a network. It leaves out figures that the model cannot
+have, and says why. Without --images it draws the first images of the run's test
+split. Needs matplotlib: pip install -e '.[plots]'.
+
+The figures: attention_rollout, attention_maps, attention_distance, filters,
+position_similarity, reconstructions (of masked patches), learning_curves,
+confusion and mistakes (of a classifier, on the run's test split or --split).
+
+In Python, with or without a list of images:
+
+  found = visualize.figures(predict.load('/tmp/digits'), ['a.png'])
+  found['attention_rollout']  # A matplotlib Figure.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from vit_jax import cli
+from vit_jax import predict
+from vit_jax.run import workdir as workdir_lib
+
+_SMALL = 64  # Side in pixels of the images for the figure of inductive bias.
+
+
+def subject(
+  model,
+  images: Sequence[Any] | None = None,
+  split: str | None = None,
+  num_images: int = 8,
+):
+  """Returns a model together with the images for its figures.
+
+  Args:
+    model: result of `predict.load` or `predict.load_weights`.
+    images: a list of images of any size: paths, PIL images, or arrays uint8
+      [height, width(, channels)]; by default the first images of the split.
+    split: split of the run's data set, for the images and the confusion matrix;
+      by default the first split that the run is tested on.
+    num_images: number of images to take from the split.
+
+  Returns:
+    A vit_jax.figures.results.Subject.
+
+  Raises:
+    FileNotFoundError, ValueError: if an image or the split cannot be read.
+  """
+  from vit_jax import train
+  from vit_jax.figures import results
+  from vit_jax.run import config as run_config
+
+  if not model.workdir:
+    if split is not None:
+      raise ValueError(
+        f"split='{split}' needs a run, and these are weights without a run: name "
+        'images (--images)'
+      )
+    lacking = 'weights without a run come with no data'
+    return results.Subject(model, images, lacking=lacking)
+  _, wanted, dataset = run_config.evaluations(model.config)[0]
+  try:
+    source = train.open_for(
+      model.config, type(model.task), model.metadata, split or wanted, dataset
+    )
+  except (OSError, ValueError) as e:
+    if split is not None:
+      raise
+    lacking = f'the data of the run cannot be opened: {e}'
+    return results.Subject(model, images, lacking=lacking)
+  return results.Subject(model, images, source, split or wanted, num_images)
+
+
+def figures(
+  model,
+  images: Sequence[Any] | None = None,
+  split: str | None = None,
+  names: Sequence[str] | None = None,
+  num_images: int = 8,
+) -> dict[str, Any]:
+  """Draws figures of a model.
+
+  Args:
+    model: see `subject`.
+    images: see `subject`.
+    split: see `subject`.
+    names: names of figures, see vit_jax.figures.gallery.FIGURES; by default all
+      that can be drawn for the model.
+    num_images: see `subject`.
+
+  Returns:
+    matplotlib Figures by name.
+
+  Raises:
+    FileNotFoundError, ValueError: see `subject`; also ValueError if a named
+      figure cannot be drawn.
+    ImportError: if matplotlib is missing.
+  """
+  from vit_jax.figures import drawing
+  from vit_jax.figures import gallery
+
+  drawing.require_matplotlib()
+  shown = subject(model, images, split, num_images)
+  found = {}
+  for entry in gallery.choose(shown, names)[0]:
+    found.update(gallery.draw(entry, shown))
+  return found
+
+
+def inductive_bias(images: Sequence[Any] | None = None):
+  """Draws how shifts and permuted patches change outputs of untrained models.
+
+  Args:
+    images: see `subject`; by default the two photographs of scikit-learn.
+
+  Returns:
+    A matplotlib Figure.
+
+  Raises:
+    FileNotFoundError, ValueError: if an image cannot be read.
+    ImportError: if matplotlib is missing.
+  """
+  from vit_jax.figures import drawing
+  from vit_jax.figures import gallery
+
+  drawing.require_matplotlib()
+  [figure] = gallery.INDUCTIVE_BIAS.draw(_small(images))
+  return figure
+
+
+def _small(images):
+  """Returns images as float32 [B, 64, 64, 3] in [-1, 1]."""
+  cli.load_tensorflow()
+  from vit_jax import preprocess
+  from vit_jax.configs import common
+
+  if not images:
+    from sklearn import datasets
+
+    images = datasets.load_sample_images().images
+  config = common.get_config()
+  config.pp.crop = config.pp.resize = _SMALL
+  return np.stack(
+    [
+      preprocess.from_user(
+        image,
+        lambda encoded: preprocess.prepare(encoded, None, config.pp).numpy(),
+        config.max_image_pixels,
+      )
+      for image in images
+    ]
+  )
+
+
+def _sections(entries, shown) -> list:
+  """Draws figures, and prints their titles; see gallery.draw for `shown`."""
+  from vit_jax.figures import gallery
+  from vit_jax.figures import page
+
+  sections = []
+  for entry in entries:
+    with cli.waiting(entry.title):
+      pictures = {
+        name: page.png(figure)
+        for name, figure in gallery.draw(entry, shown).items()
+      }
+    sections.append(page.Section(*entry[:4], pictures))
+  return sections
+
+
+def describe(model) -> tuple[str, dict[str, str]]:
+  """Describes a model: returns a title for the page, and facts by name."""
+  from vit_jax.weights import identify
+
+  config = model.config
+  name = config.model.get('model_name') or identify.describe(model.params)
+  count = sum(x.size for x in jax.tree.leaves(model.params))
+  height, width = model.task.image_size
+  facts = {
+    'parameters': f'{count:,}',
+    'images': f'{height} x {width} pixels, {config.pp.channels} channel(s)',
+  }
+  if model.class_names:
+    facts['classes'] = f'{len(model.class_names):,}'
+  if model.workdir:
+    facts['run'] = f'{model.workdir}, step {model.step:,}'
+  return f'Inside {name}', facts
+
+
+def make_parser() -> argparse.ArgumentParser:
+  """Returns the parser of this command."""
+  parser = cli.parser('vit_jax.visualize', __doc__)
+  parser.add_argument('--workdir', help='folder of the run')
+  parser.add_argument(
+    '--weights', help='file or folder of weights, in place of a run'
+  )
+  parser.add_argument(
+    '--images',
+    nargs='+',
+    help='image files of any size (the first of the split)',
+  )
+  parser.add_argument(
+    '--split', help="split of the run's data set (the run's test split)"
+  )
+  parser.add_argument(
+    '--num_images',
+    type=int,
+    default=8,
+    help='number of images to take from the split (8)',
+  )
+  parser.add_argument(
+    '--step', type=int, help='step of the checkpoint (the newest)'
+  )
+  parser.add_argument(
+    '--figures', nargs='+', metavar='NAME', help='figures to draw (all)'
+  )
+  parser.add_argument(
+    '--inductive_bias',
+    action='store_true',
+    help='draws how shifts and permuted patches change untrained models',
+  )
+  parser.add_argument(
+    '--out', required=True, help='new or empty folder for the figures'
+  )
+  return parser
+
+
+def _check(args):
+  """Raises ValueError if flags do not fit together."""
+  if args.workdir and args.weights:
+    raise ValueError('give --workdir or --weights, not both')
+  if not (args.workdir or args.weights or args.inductive_bias):
+    raise ValueError(
+      'there is nothing to draw: give --workdir=RUN, --weights=FILE or '
+      '--inductive_bias'
+    )
+  if args.figures and not (args.workdir or args.weights):
+    raise ValueError(
+      f'--figures={" ".join(args.figures)} needs a model: give --workdir=RUN or '
+      '--weights=FILE'
+    )
+  for flag in ('step', 'split'):
+    if getattr(args, flag) is not None and not args.workdir:
+      raise ValueError(
+        f'--{flag}={getattr(args, flag)} needs a run: give --workdir=RUN, or leave '
+        f'out --{flag}'
+      )
+  if args.num_images < 1:
+    raise ValueError(f'--num_images={args.num_images} must be 1 or more')
+
+
+def main() -> None:
+  """Draws the figures of the command line, and writes them to a folder."""
+  args = make_parser().parse_args()
+  _check(args)
+  cli.quiet()
+  cli.avoid_libtpu()
+  cli.load_tensorflow()
+  from vit_jax.figures import drawing
+  from vit_jax.figures import gallery
+  from vit_jax.figures import page
+
+  drawing.require_matplotlib()
+  out = page.check(workdir_lib.absolute(args.out))
+  title, facts = 'Inductive bias of Vision Transformers', {}
+  shown, chosen, lacking, sections = None, [], {}, []
+  if args.workdir or args.weights:
+    if args.weights:
+      model = predict.load_weights(args.weights)
+    else:
+      model = predict.load(args.workdir, args.step)
+    shown = subject(model, args.images, args.split, args.num_images)
+    chosen, lacking = gallery.choose(shown, args.figures)
+    title, facts = describe(model)
+    if args.weights:
+      facts['weights'] = args.weights
+  images = _small(args.images) if args.inductive_bias else None
+  for name, why in lacking.items():
+    cli.say(f'Left out: {name}: {why}.')
+  sections = _sections(chosen, shown)
+  if args.inductive_bias:
+    sections += _sections([gallery.INDUCTIVE_BIAS], images)
+  page.write(out, title, facts, sections, lacking)
+  count = sum(len(section.pictures) for section in sections)
+  cli.say(f'{count} figure(s), and a page with all of them: {out}/index.html')
+
+
+if __name__ == '__main__':
+  cli.run(main)
