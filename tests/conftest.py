@@ -3,7 +3,12 @@
 import atexit
 import os
 import shutil
+import sys
 import tempfile
+
+# PyPI's PyTorch for GPUs brings Triton, whose library crashes in a process that has
+# loaded TensorFlow; nothing here needs it.
+sys.modules.setdefault('triton', None)
 
 # Before jax is imported.
 os.environ['XLA_FLAGS'] = ' '.join(

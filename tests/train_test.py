@@ -483,7 +483,9 @@ def test_a_linear_probe_trains_the_head_alone(tiny_config, tmp_path, capsys):
   tiny_config.lr_multipliers = (('^head/', 1.0), ('', 0.0))
   tiny_config.update(weight_decay=0.1, ema_decay=0.5)
   state, _ = fit(tiny_config, tmp_path)
-  assert '2,096 of the parameters are frozen' in capsys.readouterr().out
+  said = capsys.readouterr().out
+  assert '2,096 of the parameters are frozen' in said
+  assert '6 updates teach a model little: lower --config.batch' in said
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   first = train.make_program(tiny_config, NAMES, mesh).create_state({})
   for name, tree in jax.device_get(state.params).items():

@@ -108,6 +108,7 @@ def make_plan(
   cli.load_tensorflow()
   from vit_jax import train
   from vit_jax.run import config as run_config
+  from vit_jax.run import workdir as workdir_lib
 
   chip = topology_lib.get_chip(topology)
   config = run_config.complete(config)
@@ -131,9 +132,7 @@ def make_plan(
     with cli.waiting(f'Compiling for {topology}, takes minutes'):
       result = estimate.compile_plan(lowered, chip, len(devices))
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f'.{os.getpid()}.tmp')
-    temporary.write_text(json.dumps(result))
-    temporary.replace(file)
+    workdir_lib.write_atomically(file, json.dumps(result), str(os.getpid()))
   cores = len(devices)
   result.update(
     model=config.model.get('model_name'),
@@ -151,23 +150,35 @@ def make_plan(
     cached=cached,
   )  # fmt: skip
   if result['fits']:
-    seconds = result['step_seconds']
-    result['images_per_second_per_core'] = config.batch / cores / seconds
-    result['images_per_second_per_core_with_network'] = (
-      config.batch / cores / (seconds + result['network_seconds'])
-    )
-    result['flops_per_step_per_core'] = lowered.flops / cores
-    result['share_of_peak'] = (
-      result['flops_per_step_per_core'] / seconds / chip.peak
-    )
-    result['total_steps'] = config.total_steps
-    result['hours'] = seconds * config.total_steps / 3600
-    result['core_days'] = seconds * config.total_steps * cores / 86400
-    result['chip_hours'] = result['hours'] * cores / chip.per_chip
-    result['paper_core_days'] = PAPER_CORE_DAYS.get(
-      (result['model'], str(config.dataset))
-    )
+    result.update(_rates(result, config, lowered.flops / cores, chip))
   return result
+
+
+def _rates(plan: dict, config, flops: float, chip: topology_lib.Chip) -> dict:
+  """Returns the speed and the cost of a run whose update fits the devices.
+
+  Args:
+    plan: a plan with `cores`, `step_seconds` and `network_seconds`.
+    config: the complete config of the run.
+    flops: FLOPs of an update on each core.
+    chip: kind of the devices.
+  """
+  cores, seconds = plan['cores'], plan['step_seconds']
+  images, hours = config.batch / cores, seconds * config.total_steps / 3600
+  return {
+    'images_per_second_per_core': images / seconds,
+    'images_per_second_per_core_with_network': images
+    / (seconds + plan['network_seconds']),
+    'flops_per_step_per_core': flops,
+    'share_of_peak': flops / seconds / chip.peak,
+    'total_steps': config.total_steps,
+    'hours': hours,
+    'core_days': hours * cores / 24,
+    'chip_hours': hours * cores / chip.per_chip,
+    'paper_core_days': PAPER_CORE_DAYS.get(
+      (plan['model'], str(config.dataset))
+    ),
+  }
 
 
 def table(plan: dict) -> str:

@@ -69,8 +69,11 @@ def test_a_run_stops_before_it_writes_beside_another(
 def test_a_kill_leaves_no_lock(another, tmp_path):
   another.send_signal(signal.SIGKILL)
   another.wait()
+  held_by = json.loads((tmp_path / 'holder.json').read_text())['process']
+  assert held_by == another.pid  # It has not released the workdir itself.
   with holder.Holder(tmp_path):
-    pass
+    held_by = json.loads((tmp_path / 'holder.json').read_text())['process']
+    assert held_by == os.getpid()
 
 
 def test_a_workdir_is_free_after_the_run(tmp_path):

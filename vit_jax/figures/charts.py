@@ -102,6 +102,7 @@ def learning_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]):
         **few,
       )
     axes.set_xlabel('step')
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel(f'{label} (%)' if 'accuracy' in label else label)
     if label == 'learning rate':
       axes.ticklabel_format(axis='y', style='sci', scilimits=(-2, 3))

@@ -185,6 +185,22 @@ def _bytes(abstract):
   return sum(row['bytes_per_device'] for row in sharding.report(abstract))
 
 
+def _memory_needed(failure: Exception) -> float | None:
+  """Returns the bytes that a program needs that does not fit; None if unknown.
+
+  Raises:
+    Exception: `failure` itself, if it has another cause.
+  """
+  text = str(failure)
+  if 'RESOURCE_EXHAUSTED' not in text:
+    raise failure
+  used = re.search(r'Used ([\d.]+)([GM]) of', text) or re.search(
+    r'memory required for HLO temporaries \(([\d.]+)([GM])\)', text
+  )
+  unit = {'G': topology.GIB, 'M': 2**20}
+  return float(used[1]) * unit[used[2]] if used else None
+
+
 def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
   """Compiles a program; returns the compiler's memory and time estimates.
 
@@ -214,14 +230,7 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
     except jax.errors.JaxRuntimeError as e:
       failure = e
   if failure is not None:
-    text = str(failure)
-    if 'RESOURCE_EXHAUSTED' not in text:
-      raise failure
-    used = re.search(r'Used ([\d.]+)([GM]) of', text) or re.search(
-      r'memory required for HLO temporaries \(([\d.]+)([GM])\)', text
-    )
-    unit = {'G': topology.GIB, 'M': 2**20}
-    memory = float(used[1]) * unit[used[2]] if used else None
+    memory = _memory_needed(failure)
     return {**result, 'fits': False, 'memory_per_core_bytes': memory}
   memory = compiled.memory_analysis()
   result['fits'] = True

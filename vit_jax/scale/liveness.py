@@ -114,6 +114,7 @@ def end_with(error: BaseException):
 
 
 def client():
+  """Returns the client of the coordination service; None in a single process."""
   return distributed.global_state.client
 
 
