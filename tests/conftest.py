@@ -6,10 +6,6 @@ import shutil
 import sys
 import tempfile
 
-# PyPI's PyTorch for GPUs brings Triton, whose library crashes in a process that has
-# loaded TensorFlow; nothing here needs it.
-sys.modules.setdefault('triton', None)
-
 # Before jax is imported.
 os.environ['XLA_FLAGS'] = ' '.join(
   [
@@ -31,6 +27,10 @@ import pytest
 
 from tests import tiny_models
 from vit_jax.configs import common
+
+# PyPI's PyTorch for GPUs brings Triton, whose library crashes in a process that has
+# loaded TensorFlow; nothing here needs it.
+sys.modules.setdefault('triton', None)
 
 # Bit-exact tests below compare runs on the same backend.
 jax.config.update('jax_platforms', 'cpu')
