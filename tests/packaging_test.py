@@ -117,7 +117,7 @@ def test_imports_point_down_only():
 
 def test_rooms_are_one_level_deep_and_small():
   top = [p.name for p in (ROOT / 'vit_jax').glob('*.py')]
-  assert len(top) <= 21, top  # One of them is __init__.py.
+  assert len(top) <= 25, top  # One of them is __init__.py.
   folders = {p.parent for p in (ROOT / 'vit_jax').rglob('*.py')}
   rooms = {f.name for f in folders} - {'vit_jax', 'configs'}
   assert rooms == set(ROOMS)

@@ -35,6 +35,7 @@ SLURM the hosts find each other; elsewhere add --coordinator=HOST:PORT
 --num_processes=N --process_id=I.
 """
 
+import importlib
 import sys
 
 from absl import app
@@ -42,6 +43,13 @@ from absl import flags
 from ml_collections import config_flags
 
 from vit_jax import cli
+
+# config.trainer -> 'module:function' of (config, workdir).
+TRAINERS = {
+  'train': 'vit_jax.train:train_and_evaluate',
+  'inference_time': 'vit_jax.inference_time:inference_time',
+  'transfer': 'vit_jax.jobs.transfer:transfer',
+}
 
 _CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'Config file, with its argument after a colon.'
@@ -109,25 +117,34 @@ def main(argv):
 def _run() -> int:
   """Trains or evaluates; returns the exit status."""
   cli.load_tensorflow()
-  from vit_jax import inference_time
   from vit_jax import train
   from vit_jax.jobs import evaluate
-  from vit_jax.jobs import transfer
 
   if _EVALUATE.value is not None:
     evaluate.evaluate(_WORKDIR.value, _EVALUATE.value, _DATASET.value)
     return 0
-  trainers = {
-    'inference_time': inference_time.inference_time,
-    'transfer': transfer.transfer,
-  }
-  run = trainers.get(_CONFIG.value.get('trainer'), train.train_and_evaluate)
+  run = _program(_CONFIG.value.get('trainer', 'train'))
   try:
     run(_CONFIG.value, _WORKDIR.value)
   except train.Interrupted as e:
     cli.say(str(e))
     return 128 + e.signal
   return 0
+
+
+def _program(trainer: str):
+  """Returns the function (config, workdir) of a program.
+
+  Raises:
+    ValueError: if `config.trainer` is no key of TRAINERS.
+  """
+  if trainer not in TRAINERS:
+    raise ValueError(
+      f"trainer='{trainer}' is unknown: use one of {', '.join(TRAINERS)} "
+      '(config.trainer)'
+    )
+  module, name = TRAINERS[trainer].split(':')
+  return getattr(importlib.import_module(module), name)
 
 
 def _initialize_distributed():
