@@ -4,6 +4,7 @@ import copy
 import importlib
 
 from absl import flags
+import ml_collections
 from ml_collections import config_flags
 
 from vit_jax import cli
@@ -40,15 +41,22 @@ def main_flags():
   return values
 
 
-def check_config(config):
-  """Checks every value of a config of a training, of a transfer its three."""
-  if config.get('trainer') == 'transfer':
-    for part in (config.pretrain, config.finetune, config.scratch):
+def runs_in(config):
+  """Yields the configs of the runs that a config's program trains."""
+  if config.get('trainer', 'train') == 'train':
+    yield config
+    return
+  for part in config.values():
+    if isinstance(part, ml_collections.ConfigDict) and 'trainer' in part:
       part.pp.train = part.pp.train.format(seed=0)
-      check_config(part)
-  elif config.get('trainer', 'train') == 'train':
-    run_config.check_values(config)
-    run_config.check(run_config.complete(config))
+      yield from runs_in(part)
+
+
+def check_config(config):
+  """Checks every value of a config, and of each run that it describes."""
+  for run in runs_in(config):
+    run_config.check_values(run)
+    run_config.check(run_config.complete(run))
 
 
 def parse(module, args):
