@@ -32,6 +32,7 @@ setuptools.setup(
     'vit_jax.learning',
     'vit_jax.run',
     'vit_jax.scale',
+    'vit_jax.self_training',
     'vit_jax.tasks',
     'vit_jax.weights',
   ],

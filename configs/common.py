@@ -10,6 +10,32 @@ import copy
 import ml_collections
 from ml_collections.config_dict import placeholder
 
+# The tasks of VTAB-1k, the data sets 'vtab/<task>', and which augmentations leave
+# their labels as they are. The paper augments as BiT does (arXiv 2010.11929,
+# B.1.1), and BiT omits what destroys labels (arXiv 1912.11370, section 3.3) but
+# does not list the tasks; this list is ours: nothing is mirrored that has digits,
+# positions or directions as labels, or cropped where labels are of geometry.
+VTAB = {
+  **dict.fromkeys(
+    (
+      'caltech101', 'cifar100', 'dtd', 'oxford_flowers102', 'oxford_iiit_pet',
+      'sun397', 'patch_camelyon', 'eurosat', 'resisc45', 'diabetic_retinopathy',
+    ), ('crop', 'flip'),
+  ),
+  'svhn': ('crop',),
+  **dict.fromkeys(
+    (
+      'clevr_count', 'clevr_distance', 'dmlab', 'kitti_distance',
+      'smallnorb_elevation',
+    ), ('flip',),
+  ),
+  **dict.fromkeys(
+    ('dsprites_x_position', 'dsprites_orientation', 'smallnorb_azimuth'), ()
+  ),
+}  # fmt: skip
+# BiT resizes images to 448x448 and crops 384x384 at random.
+_BIT_CROP_AREA = (384 / 448) ** 2
+
 # Data set -> (training split, test split). Part of the training data is held
 # out, to choose the learning rate on (arXiv 2010.11929, B.1.1).
 SPLITS = {
@@ -19,6 +45,7 @@ SPLITS = {
   'imagenet21k': ('full[102400:]', 'full[:102400]'),
   'oxford_iiit_pet': ('train[:90%]', 'test'),
   'oxford_flowers102': ('train[:90%]', 'test'),
+  **{f'vtab/{task}': ('train800val200', 'test') for task in VTAB},
 }
 
 # Fine-tuning (table 4). Data set -> (updates, learning rates to try).
@@ -28,10 +55,11 @@ FINE_TUNING = {
   'cifar100': (10_000, (0.001, 0.003, 0.01, 0.03)),
   'oxford_iiit_pet': (500, (0.001, 0.003, 0.01, 0.03)),
   'oxford_flowers102': (500, (0.001, 0.003, 0.01, 0.03)),
+  **{f'vtab/{task}': (2_500, (0.01,)) for task in VTAB},
 }
 # Any other data, such as a folder, is treated like the small sets of the table.
 _OTHER_STEPS = 500
-# Warm-up updates of runs of at least 10,000 updates, and of shorter runs, of
+# Warm-up updates of runs of at least 2,500 updates, and of shorter runs, of
 # which the paper's 500 would take up too much.
 _WARMUP, _SHORT_WARMUP = 500, 100
 
@@ -50,13 +78,35 @@ AUGREG = {
 
 def _preset(dataset, total_steps):
   train, test = SPLITS.get(dataset, ('train', 'test'))
-  return ml_collections.ConfigDict(
+  preset = ml_collections.ConfigDict(
     {
       'total_steps': total_steps,
-      'warmup_steps': _WARMUP if total_steps >= 10_000 else _SHORT_WARMUP,
+      'warmup_steps': _WARMUP if total_steps >= 2_500 else _SHORT_WARMUP,
       'pp': {'train': train, 'test': test, 'crop': 384},
     }
   )
+  task = dataset.removeprefix('vtab/')
+  if task in VTAB and task != dataset:
+    preset.base_lr = 0.01
+    preset.pp.crop_area = (_BIT_CROP_AREA, _BIT_CROP_AREA)
+    preset.pp.crop_ratio = None
+    preset.pp.flip = True
+    keep_labels(preset.pp, task)
+  return preset
+
+
+def keep_labels(pp, task: str):
+  """Turns off augmentation that changes the labels of a task of VTAB.
+
+  Args:
+    pp: `config.pp`, changed in place.
+    task: a key of VTAB.
+  """
+  if 'crop' not in VTAB[task]:
+    with pp.ignore_type():
+      pp.crop_area = None
+  if 'flip' not in VTAB[task]:
+    pp.flip = False
 
 
 # The settings of `with_dataset`.
@@ -81,8 +131,8 @@ def get_config() -> ml_collections.ConfigDict:
   # Options of the task, listed in its file (OPTIONS), for example
   # --config.task_options.mixup=0.2.
   config.task_options = ml_collections.ConfigDict()
-  # The program to run: 'train' ('inference_time' and 'transfer' have their own
-  # configs).
+  # The program to run: 'train' ('inference_time', 'study', 'transfer' and 'vtab'
+  # have their own configs).
   config.trainer = 'train'
   # Seed of all random numbers: initial weights, order, augmentation, dropout.
   config.seed = 0
@@ -128,16 +178,17 @@ def get_config() -> ml_collections.ConfigDict:
   config.pp.test = 'test'
   # Size of the model's input images in pixels: an int, or (height, width).
   config.pp.crop = _any(224)
-  # Evaluation: None resizes the whole image to `crop`; a number resizes the
-  # short side to that length, and then crops the centre.
-  config.pp.resize = placeholder(int)
+  # Evaluation: None resizes the whole image to `crop`. A number resizes the
+  # short side to that length, (height, width) the whole image to that size;
+  # then the centre is cropped.
+  config.pp.resize = _any(None)
   # Colour channels: 3, or 1 for grey.
   config.pp.channels = 3
   # Training: least and greatest share of the image's area, and least and
   # greatest width / height, of a random crop. None for `crop_area` resizes the
-  # whole image.
+  # whole image; None for `crop_ratio` keeps the width / height of the image.
   config.pp.crop_area = _any((0.05, 1.0))
-  config.pp.crop_ratio = (3 / 4, 4 / 3)
+  config.pp.crop_ratio = _any((3 / 4, 4 / 3))
   # Decodes a JPEG, or only its crop, at 1/2, 1/4 or 1/8 of its size if that is
   # still at least as high and wide as `crop`. Photographs of many megapixels
   # take half of the time, and their pixels differ a little.
@@ -191,14 +242,26 @@ def get_config() -> ml_collections.ConfigDict:
   config.optim_dtype = 'bfloat16'
   # Learning rate after the warm-up.
   config.base_lr = 0.03
-  # 'cosine', 'linear' or 'constant'.
+  # 'cosine', 'linear', 'constant' or 'staircase'.
   config.decay_type = 'cosine'
+  # Staircase: divides the learning rate by 10 after each of these shares of all
+  # updates, for example (0.3, 0.6, 0.9).
+  config.decay_at = ()
   # Updates, or epochs, of linear warm-up (set one of the two). None for both:
   # 500 updates, or a tenth of the run if that is less.
   config.warmup_steps = placeholder(int)
   config.warmup_epochs = placeholder(float)
   # Decoupled weight decay, on kernels only, multiplied by the learning rate.
   config.weight_decay = 0.0
+  # Multiplies weight decay by the schedule alone, learning rate / base_lr, as
+  # big_vision does: weight decay then stays the same for any `base_lr`. With a
+  # `base_lr` of 1e-3, independent weight decay of 1e-4 equals weight decay of
+  # 0.1.
+  config.independent_weight_decay = False
+  # Classical weight decay of SGD: this number times the kernels is added to the
+  # gradient, before the momentum. With a momentum of 0.9 it takes as much off
+  # as a `weight_decay` of ten times the number.
+  config.l2_decay = 0.0
   # Factors on the learning rate, as ordered (regex, factor) pairs; the first
   # regex found in a parameter's path decides, and 0 freezes. A linear probe:
   # (('head/', 1.0), ('', 0.0)); layer-wise decay: see layer_wise_decay below.
@@ -242,6 +305,28 @@ def get_config() -> ml_collections.ConfigDict:
   # Adds attention maps of those test images: of the last layer, and the rollout
   # through all layers.
   config.log_attention = False
+  # Few-shot linear probes at each evaluation: metrics such as 'fewshot_5_test',
+  # named after the first evaluation (vit_jax/evaluators/fewshot.py).
+  config.fewshot = ml_collections.ConfigDict()
+  # Training images per class, for example (1, 5, 10, 25); (): no probes.
+  config.fewshot.shots = ()
+  # Data set of the probes, a TFDS name or a folder, with its splits to train and
+  # to test on. None: those of the run.
+  config.fewshot.dataset = placeholder(str)
+  config.fewshot.train = placeholder(str)
+  config.fewshot.test = placeholder(str)
+  # Seeds that choose the training images; metrics are means over them.
+  config.fewshot.seeds = (0, 1, 2)
+  # Factor of the squared weights, added to the sum of the squared errors.
+  config.fewshot.l2 = 1024.0
+  # Layer of the model, see vit_jax/evaluators/features.py.
+  config.fewshot.layer = 'features'
+  # Images are squeezed to this factor times `pp.crop`, then cropped.
+  config.fewshot.squeeze = 8 / 7
+  # File of ImageNet ReaL labels (vit_jax/evaluators/real.py); adds
+  # 'accuracy_real' to the first evaluation, which must be on the validation
+  # images of ImageNet.
+  config.real_labels = placeholder(str)
   # Steps to record with the profiler, shown by TensorBoard (0: none).
   config.profile_steps = 0
   return config
@@ -271,6 +356,32 @@ def with_dataset(
   preset = DATASET_PRESETS.get(dataset) or _preset(dataset, _OTHER_STEPS)
   config.update(copy.deepcopy(preset))
   return config
+
+
+def choose(names: Iterable[str], known: dict[str, Iterable[str]]) -> dict:
+  """Sorts the words of a config's argument by what they choose.
+
+  Args:
+    names: the words, in any order.
+    known: what can be chosen (a noun, such as 'recipe') -> the words for it, all
+      of them different.
+
+  Returns:
+    A dict like `known`, with the one word that was given for a noun, or None.
+
+  Raises:
+    ValueError: if a word is unknown, or two words choose the same.
+  """
+  chosen = dict.fromkeys(known)
+  for name in names:
+    kind = next((kind for kind in known if name in known[kind]), None)
+    if kind is None:
+      lists = (f'{kind} {", ".join(words)}' for kind, words in known.items())
+      raise ValueError(f"'{name}' is unknown: give {'; '.join(lists)}")
+    if chosen[kind] is not None:
+      raise ValueError(f"'{chosen[kind]}' and '{name}': give one {kind}")
+    chosen[kind] = name
+  return chosen
 
 
 def set_augmentation(config, name: str):

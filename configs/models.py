@@ -1,9 +1,9 @@
 """Sizes of the models: tables from which every model config is made.
 
 `get_b16_config()` and `MODEL_CONFIGS['ViT-B_16']` give the same config: the
-arguments of `vit_jax.models.VisionTransformer` (or `MlpMixer`) without
+arguments of `vit_jax.models.VisionTransformer` (or of the class of another `kind`) without
 `num_classes`. Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2
-(Ti, S, R+Ti, R26+S), 2105.01601 table 1 (Mixer).
+(Ti, S, R+Ti, R26+S), 2105.01601 table 1 (Mixer), 1912.11370 (BiT).
 
 The configs hold sizes only, so that other implementations of the models accept
 them too. All other fields of a model, with their defaults, are in OPTIONS; set
@@ -53,6 +53,15 @@ MIXERS = {
   'Mixer-L_16': (16, 1024, 24, 512, 4096),
 }
 
+# Name -> units per stage of a BiT ResNet (arXiv 1912.11370, section 3.3), and
+# the width factors to which it is scaled.
+BITS = {
+  'R50': ((3, 4, 6, 3), (1, 2, 3)),
+  'R101': ((3, 4, 23, 3), (1, 3)),
+  'R152': ((3, 8, 36, 3), (1, 2, 4)),
+  'R200': ((3, 24, 36, 3), (3,)),
+}
+
 # Small models for tests, with the original's sizes -> classifier.
 TESTING = {'testing': 'token', 'testing-unpooled': 'unpooled'}
 
@@ -79,6 +88,9 @@ OPTIONS = {
   'head_bias_init': 0.0,
   # Implementation of attention: see vit_jax/layers/attention.py.
   'transformer.attention': 'default',
+  # Probability that an image skips the attention of the last layer, and likewise
+  # the MLP; it increases linearly from 0 in the first layer.
+  'transformer.stochastic_depth': 0.0,
   # What the backward pass recomputes, to save memory: '' nothing, 'dots' all
   # but the results of dense layers, 'full' everything inside a layer.
   'transformer.remat': '',
@@ -88,8 +100,13 @@ OPTIONS = {
   'transformer.gelu': 'tanh',
   # Added to the variance in LayerNorm.
   'transformer.norm_eps': 1e-6,
-  # Whether to add position embeddings.
+  # Whether there are position embeddings; of which kind: 'learned_1d',
+  # 'learned_2d', 'sincos2d', 'relative' or 'none'; and in which layers: 'stem'
+  # (before the first), 'every' or 'shared' (in all layers, with a table for
+  # each or one for all). See vit_jax/layers/positions.py.
   'transformer.add_position_embedding': True,
+  'transformer.position_embedding': 'learned_1d',
+  'transformer.position_layers': 'stem',
   # Whether a token attends only to itself and to the tokens before it.
   'transformer.causal': False,
   # Epsilons of a hybrid's ResNet: 'published', or 'timm'.
@@ -97,6 +114,20 @@ OPTIONS = {
 }
 # The same for an MLP-Mixer.
 MIXER_OPTIONS = {'dtype': 'float32', 'param_dtype': 'float32'}
+# The same for a BiT ResNet; `eps` and `remat` are described in
+# vit_jax/models_bit.py.
+BIT_OPTIONS = {
+  'dtype': 'float32',
+  'param_dtype': 'float32',
+  'head_bias_init': 0.0,
+  'eps': 'published',
+  'remat': '',
+}
+
+
+_OPTIONS_OF = {'vit': OPTIONS, 'mixer': MIXER_OPTIONS, 'bit': BIT_OPTIONS}
+# Options of any model, which the command line sets.
+ALL_OPTIONS = {**OPTIONS, **MIXER_OPTIONS, **BIT_OPTIONS}
 
 
 def _config(name, size, patch, resnet=None, classifier='token'):
@@ -132,6 +163,15 @@ def _mixer_config(name, patch, width, blocks, tokens_mlp_dim, channels_mlp_dim):
   return config
 
 
+def _bit_config(name, units, width_factor):
+  config = ml_collections.ConfigDict()
+  config.kind = 'bit'
+  config.model_name = name
+  config.num_layers = units
+  config.width_factor = float(width_factor)
+  return config
+
+
 def _make_configs():
   configs = {}
   for name, classifier in TESTING.items():
@@ -150,6 +190,10 @@ def _make_configs():
     )
   for name, sizes in MIXERS.items():
     configs[name] = _mixer_config(name, *sizes)
+  for depth, (units, width_factors) in BITS.items():
+    for factor in width_factors:
+      name = f'BiT-{depth}x{factor}'
+      configs[name] = _bit_config(name, units, factor)
   return configs
 
 
@@ -206,14 +250,14 @@ def with_options(config) -> ml_collections.ConfigDict:
   """Returns a copy of a model's config that contains all of its options.
 
   Args:
-    config: config of a Vision Transformer or a Mixer (`config.model` of a run);
-      a config of another `kind` is returned as it is.
+    config: config of a model of this package (`config.model` of a run); a config
+      of another `kind` is returned as it is.
   """
   config = copy.deepcopy(config)
-  if config.get('kind') not in (None, 'vit', 'mixer'):
-    return config
-  is_mixer = config.get('kind') == 'mixer' or 'tokens_mlp_dim' in config
-  for path, default in (MIXER_OPTIONS if is_mixer else OPTIONS).items():
+  kind = config.get('kind') or (
+    'mixer' if 'tokens_mlp_dim' in config else 'vit'
+  )
+  for path, default in _OPTIONS_OF.get(kind, {}).items():
     group, _, key = path.rpartition('.')
     holder = config.get(group) if group else config
     if isinstance(holder, ml_collections.ConfigDict) and key not in holder:

@@ -133,6 +133,18 @@ def sequence(value) -> str | None:
   return None if _is_sequence(value) else 'must be a tuple'
 
 
+def several(rule: Rule) -> Rule:
+  """Returns a rule: a tuple of one or more values that another rule accepts."""
+
+  def check(value):
+    if not _is_sequence(value) or not value:
+      return 'must be a tuple of one value or more, as in (0, 1)'
+    wrong = next(filter(None, map(rule, value)), None)
+    return wrong and f'must be a tuple, each value of which {wrong}'
+
+  return check
+
+
 def size(value) -> str | None:
   """Checks for a number of pixels or patches, or (height, width)."""
   pair = value if _is_sequence(value, 2) else (value, value)
@@ -161,6 +173,14 @@ def shares(high: float | None) -> Rule:
   return rule
 
 
+def moments(value) -> str | None:
+  """Checks for increasing shares of a run, between 0 and 1."""
+  fits = _is_sequence(value) and all(is_number(x) and 0 < x < 1 for x in value)
+  fits = fits and list(value) == sorted(set(value))
+  words = 'must be increasing shares of the run, between 0 and 1'
+  return None if fits else words
+
+
 def randaugment(value) -> str | None:
   """Checks for (layers, magnitude), or ()."""
   fits = _is_sequence(value, 0) or (
@@ -185,6 +205,23 @@ def units(value) -> str | None:
   fits = _is_sequence(value) and not any(map(whole(1), value))
   words = 'must be the units of each stage, whole numbers of at least 1'
   return None if fits else words
+
+
+def seeds(value) -> str | None:
+  """Checks for one or more different whole numbers."""
+  words = 'must be one or more whole numbers, each of them once'
+  return words if wholes(0)(value) or not value else None
+
+
+def wholes(low: int) -> Rule:
+  """Returns a rule: different whole numbers of at least `low`."""
+  words = f'must be a tuple of different whole numbers of at least {low}'
+
+  def rule(value):
+    fits = _is_sequence(value) and not any(map(whole(low), value))
+    return None if fits and len(set(value)) == len(value) else words
+
+  return rule
 
 
 def names(value) -> str | None:
@@ -276,7 +313,10 @@ def no_nan(value) -> str | None:
 
 def raise_unknown(key, known, prefix='', of='config'):
   """Raises ValueError for an unknown key, with the nearest known one."""
-  near = difflib.get_close_matches(key, list(known), n=1)
+  # Without a close match: keys that contain it, such as base_lr for lr.
+  near = difflib.get_close_matches(key, list(known), n=1) or [
+    other for other in known if key in other
+  ]
   hint = (
     f"did you mean '{prefix}{near[0]}'?"
     if near

@@ -10,6 +10,8 @@ from ml_collections import config_flags
 from vit_jax import cli
 from vit_jax import main
 from vit_jax import plan
+from vit_jax import sweep
+from vit_jax.jobs import study
 from vit_jax.run import config as run_config
 from vit_jax.run import keys
 
@@ -20,7 +22,9 @@ MINIMAL = {
   'vit_jax.manifest': ['/tmp/folder'],
   'vit_jax.benchmark': [],
   'vit_jax.datasets.convert': ['imagenet2012'],
+  'vit_jax.compute': [],
   'vit_jax.visualize': ['--out=/tmp/out'],
+  'vit_jax.probe': ['--workdir=/tmp/run'],
 }
 # Configs that a flag on its own may be meant for.
 BASES = (
@@ -28,6 +32,9 @@ BASES = (
   'configs/vit.py:s16,cifar10',
   'configs/masked_patches.py:s16,cifar10',
   'configs/digits_transfer.py',
+  'configs/vtab.py:s16',
+  'configs/data_scaling.py',
+  'configs/noisy_student.py:s16,cifar10,cifar100',
 )
 
 
@@ -35,7 +42,8 @@ def main_flags():
   """Returns the flags of vit_jax.main, none of them set."""
   values = flags.FlagValues()
   config_flags.DEFINE_config_file('config', None, '', flag_values=values)
-  for flag in flags.FLAGS.flags_by_module_dict()[main.__name__]:
+  by_module = flags.FLAGS.flags_by_module_dict()
+  for flag in by_module[main.__name__] + by_module[cli.__name__]:
     if flag.name.partition('.')[0] != 'config':
       values[flag.name] = copy.deepcopy(flag)
   return values
@@ -45,6 +53,9 @@ def runs_in(config):
   """Yields the configs of the runs that a config's program trains."""
   if config.get('trainer', 'train') == 'train':
     yield config
+    return
+  if config.trainer == 'study':
+    yield from (run.config for run in study.make_runs(config))
     return
   for part in config.values():
     if isinstance(part, ml_collections.ConfigDict) and 'trainer' in part:
@@ -61,6 +72,10 @@ def check_config(config):
 
 def parse(module, args):
   """Parses a command as it does itself; raises ValueError on a wrong one."""
+  if module == 'vit_jax.sweep':
+    values = sweep.parse([module, *args])
+    check_config(values.config)
+    return values
   if module in ('vit_jax.main', 'vit_jax.plan'):
     is_main = module == 'vit_jax.main'
     values = main_flags() if is_main else plan._define_flags()
@@ -81,7 +96,7 @@ def parse(module, args):
 
 def known_names():
   """Returns the names of all flags, with their dashes."""
-  absl = [*main_flags(), *plan._define_flags()]
+  absl = [*main_flags(), *plan._define_flags(), *sweep.define_flags()]
   absl += [f'config.{name}' for name in keys.KEYS]
   return {f'--{name}' for name in absl}.union(
     *(
@@ -101,6 +116,7 @@ def accepted(given):
     candidates += [
       ('vit_jax.main', [*config, '--workdir=/tmp/run', *given]),
       ('vit_jax.plan', [*config, *given]),
+      ('vit_jax.sweep', [*config, '--workdir=/tmp/run', *given]),
     ]
   for module, args in candidates:
     try:

@@ -7,24 +7,25 @@ import pathlib
 
 from absl import flags
 import flax.traverse_util
-import ml_collections
 from ml_collections import config_flags
 import numpy as np
 import pytest
 
 from tests import commands
 from vit_jax import cli
+from vit_jax import models_bit
 from vit_jax import models_mixer
 from vit_jax import models_resnet
 from vit_jax import models_vit
 from vit_jax.configs import augreg
+from vit_jax.configs import bit_hyperrule
+from vit_jax.configs import bit_pretrain
 from vit_jax.configs import common
 from vit_jax.configs import models
 from vit_jax.configs import pretrain
 from vit_jax.configs import vit
 from vit_jax.learning import optim
 from vit_jax.run import config as run_config
-from vit_jax.run import keys
 from vit_jax.run import workdir
 
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
@@ -33,7 +34,7 @@ CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 def test_every_config_opens_with_its_command_and_passes_the_check():
   for path in CONFIGS.glob('*.py'):
     module = importlib.import_module(f'vit_jax.configs.{path.stem}')
-    if path.stem in ('common', 'models', 'rules'):
+    if path.stem in ('common', 'models', 'rules', 'studies'):
       continue
     assert f'--config=configs/{path.name}' in module.__doc__
     runs = list(commands.runs_in(module.get_config()))
@@ -43,39 +44,79 @@ def test_every_config_opens_with_its_command_and_passes_the_check():
 
 
 @pytest.mark.parametrize(
-  'arg, fields',
+  'arg, epochs, drops, loss',
   [
-    # arXiv 2010.11929, T3: data, epochs, base lr, decay, weight decay, dropout.
-    ('b16,imagenet2012', (300, 3e-3, 'cosine', 0.3, 0.1, 'softmax')),
-    ('l32,imagenet2012', (300, 3e-3, 'cosine', 0.3, 0.1, 'softmax')),
-    ('b32,imagenet21k', (90, 1e-3, 'linear', 0.03, 0.1, 'sigmoid')),
-    ('l16,imagenet21k', (90, 1e-3, 'linear', 0.03, 0.1, 'sigmoid')),
+    # arXiv 1912.11370, section 3.2: BiT-S, BiT-M and BiT-L.
+    ('bit_r50x1,imagenet2012', 90, (30, 60, 80), 'softmax'),
+    ('bit_r101x3,/some/folder,imagenet21k', 90, (30, 60, 80), 'sigmoid'),
+    ('bit_r152x4,jft300m', 40, (10, 23, 30, 37), 'sigmoid'),
   ],
 )
-def test_pre_training_is_that_of_table_3(arg, fields):
-  config = pretrain.get_config(arg)
-  got = (
-    config.total_epochs,
-    config.base_lr,
-    config.decay_type,
-    config.weight_decay,
-    config.model.transformer.dropout_rate,
-    config.loss,
-  )
-  assert got == fields
-  assert (config.batch, config.warmup_steps, config.pp.crop) == (
-    4096,
-    10_000,
-    224,
-  )
-  assert (config.optimizer, config.b1, config.b2) == ('adam', 0.9, 0.999)
-  assert config.grad_norm_clip == 1
-  assert config.model.transformer.attention_dropout_rate == 0
-  if 'imagenet21k' in arg:  # Issue #2 of the original.
-    assert config.model.representation_size == config.model.hidden_size
-    assert config.model.head_bias_init == -10
-  else:
-    assert config.model.representation_size is None
+def test_bit_pre_training_is_that_of_its_paper(arg, epochs, drops, loss):
+  config = bit_pretrain.get_config(arg)
+  assert (config.total_epochs, config.decay_type) == (epochs, 'staircase')
+  np.testing.assert_allclose(np.multiply(config.decay_at, epochs), drops)
+  assert (config.batch, config.warmup_steps) == (4096, 5_000)
+  assert (config.optimizer, config.momentum) == ('sgd', 0.9)
+  assert config.base_lr == 0.03 * 4096 / 256
+  # Weight decay of SGD, through the momentum.
+  assert (config.l2_decay, config.weight_decay) == (1e-4, 0)
+  assert (config.grad_norm_clip, config.optim_dtype) == (0, 'float32')
+  assert (config.loss, config.pp.crop) == (loss, 224)
+  assert config.pretrained_dir is None
+
+
+def test_bit_pre_training_names_what_is_wrong():
+  for arg, message in (
+    ('bit_r50x1', 'must be MODEL,DATA or MODEL,DATA,RECIPE'),
+    ('bit_r50x1,a,jft300m,b', 'must be MODEL,DATA or MODEL,DATA,RECIPE'),
+    ('bit_r50x1,/some/folder', "recipe '/some/folder' is unknown: use one of"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      bit_pretrain.get_config(arg)
+
+
+@pytest.mark.parametrize(
+  'data, steps, warmup, mixup, resized, crop',
+  [
+    # arXiv 1912.11370, section 3.3.
+    ('oxford_flowers102', 500, 100, None, 448, 384),
+    ('oxford_iiit_pet', 500, 100, None, 448, 384),
+    ('cifar10', 10_000, 500, 0.1, 160, 128),
+    ('cifar100', 10_000, 500, 0.1, 160, 128),
+    ('imagenet2012', 20_000, 500, 0.1, 448, 384),
+    ('/some/folder,19999,95', 500, 100, None, 160, 128),
+    ('/some/folder,20000,96', 10_000, 500, 0.1, 448, 384),
+    ('/some/folder,499999,500', 10_000, 500, 0.1, 448, 384),
+    ('/some/folder,500000,500', 20_000, 500, 0.1, 448, 384),
+  ],
+)
+def test_bit_fine_tuning_is_bit_hyperrule(
+  data, steps, warmup, mixup, resized, crop
+):
+  config = bit_hyperrule.get_config(f'bit_r50x1,{data}')
+  assert config.dataset == data.split(',')[0]
+  assert (config.total_steps, config.warmup_steps) == (steps, warmup)
+  assert (config.decay_type, config.decay_at) == ('staircase', (0.3, 0.6, 0.9))
+  assert (config.base_lr, config.batch, config.momentum) == (0.003, 512, 0.9)
+  assert config.weight_decay == config.l2_decay == config.grad_norm_clip == 0
+  assert config.task_options.get('mixup') == mixup
+  # A part of crop / resized of the height and of the width, as the image is.
+  assert (config.pp.crop, config.pp.crop_ratio) == (crop, None)
+  np.testing.assert_allclose(np.sqrt(config.pp.crop_area), crop / resized)
+  assert (config.pp.flip, config.pp.resize) == (True, None)
+
+
+def test_bit_hyperrule_needs_the_size_of_the_data():
+  for arg, message in (
+    ('bit_r50x1', 'must be MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS'),
+    ('bit_r50x1,/some/folder,5', 'must be MODEL,DATA or MODEL,DATA,EXAMPLES'),
+    ('bit_r50x1,/some/folder,0,5', 'must be MODEL,DATA or MODEL,DATA,EXAMP'),
+    ('bit_r50x1,/some/folder,many,5', 'must be MODEL,DATA or MODEL,DATA,EX'),
+    ('bit_r50x1,/some/folder', "'/some/folder' is not among .*,5000,500"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      bit_hyperrule.get_config(arg)
 
 
 def test_defaults_are_the_fine_tuning_of_the_original():
@@ -151,57 +192,10 @@ def test_augreg():
     augreg.get_config('B_17')
 
 
-@pytest.mark.parametrize(
-  'name, randaugment, mixup',
-  [
-    # arXiv 2106.10270: RandAugment's layers and magnitude, mixup's p.
-    ('none', (), 0.0),
-    ('light1', (2, 0), 0.0),
-    ('light2', (2, 10), 0.2),
-    ('medium1', (2, 15), 0.2),
-    ('medium2', (2, 15), 0.5),
-    ('strong1', (2, 20), 0.5),
-    ('strong2', (2, 20), 0.8),
-  ],
-)
-def test_augmentation_is_that_of_augreg(name, randaugment, mixup):
-  config = common.get_config()
-  config.pp.randaugment = (9, 9)
-  config.task_options = {'other': 3}
-  config.lock()
-  assert common.set_augmentation(config, name) is config
-  assert config.pp.randaugment == randaugment
-  assert config.task_options.mixup == mixup
-  assert config.task_options.other == 3
-  assert config.is_locked
-  keys.check_preprocessing(config.pp)
-
-
-def test_augmentation_by_name():
-  assert len(common.AUGREG) == 7
-  config = ml_collections.ConfigDict({'pp': {'randaugment': ()}})
-  common.set_augmentation(config, 'light2')
-  common.set_augmentation(config, 'strong2')  # The later one counts.
-  assert config.to_dict() == {
-    'pp': {'randaugment': (2, 20)},
-    'task_options': {'mixup': 0.8},
-  }
-  with pytest.raises(ValueError, match="augmentation 'medium' is unknown: use"):
-    common.set_augmentation(config, 'medium')
-
-
 def test_flat_view():
   flat = dict(common.flatten(common.get_config()))
   assert flat['config.pp.crop'] == 224
   assert flat['config.seed'] == 0
-
-
-@pytest.mark.parametrize('arg', ['b16', 'b16,', ''])
-def test_a_wrong_argument_is_named(arg):
-  with pytest.raises(ValueError, match='must be MODEL,DATA'):
-    pretrain.get_config(arg)
-  with pytest.raises(ValueError, match="model 'b17' is unknown"):
-    pretrain.get_config('b17,cifar10')
 
 
 def test_layer_wise_decay():
@@ -222,52 +216,6 @@ def test_layer_wise_decay():
   assert [flat[name] for name in names] == [
     1.0, 0.5, 0.5, 0.25, 0.125, 0.125, 0.125,
   ]  # fmt: skip
-
-
-def test_a_recipe_takes_a_published_augmentation():
-  config = pretrain.get_config('s16,imagenet2012,light2')
-  assert config.pp.randaugment == (2, 10)
-  assert config.task_options.mixup == 0.2
-  assert config.weight_decay == pretrain.RECIPES['imagenet2012']['weight_decay']
-  other_order = pretrain.get_config('s16,imagenet2012,light2,imagenet2012')
-  assert other_order.to_dict() == config.to_dict()
-
-
-def test_a_recipe_is_chosen_apart_from_the_data():
-  own = pretrain.get_config('b16,imagenet21k')
-  config = pretrain.get_config('b16,/some/folder,imagenet21k')
-  assert config.dataset == '/some/folder'
-  assert (config.pp.train, config.pp.test) == ('train', 'test')
-  config.dataset, config.pp = own.dataset, own.pp
-  assert config.to_dict() == own.to_dict()
-  other = pretrain.get_config('b16,imagenet2012,other,medium1')
-  assert other.total_epochs == pretrain.OTHER['total_epochs']
-  assert other.batch == pretrain.OTHER['batch']
-  assert other.pp.randaugment == (2, 15)
-  jft = pretrain.get_config('l16,/some/folder,jft300m')
-  assert (jft.total_epochs, jft.base_lr) == (14, 4e-4)
-
-
-@pytest.mark.parametrize(
-  'arg, message',
-  [
-    (
-      'heavy',
-      "'heavy' is neither a recipe, imagenet2012, imagenet21k, jft300m",
-    ),
-    ('512', "'512' is neither .* augmentation, none, light1"),
-    ('', "'' is neither a recipe"),
-    ('light1,light2', "'light1' and 'light2': give one augmentation"),
-    ('other,imagenet21k', "'other' and 'imagenet21k': give one recipe"),
-    (
-      'jft300m',
-      "'jft300m' has no settings for the model 's16': use one of b16",
-    ),
-  ],
-)
-def test_a_wrong_recipe_is_named(arg, message):
-  with pytest.raises(ValueError, match=message):
-    pretrain.get_config(f's16,cifar10,{arg}')
 
 
 # --- Options of models, which the configs of named models leave out ---
@@ -299,6 +247,9 @@ def test_named_models_have_the_originals_keys_alone():
         'channels_mlp_dim',
       }  # fmt: skip
       continue
+    if name.startswith('BiT'):  # Not a model of the original.
+      assert set(config) == {'kind', 'model_name', 'num_layers', 'width_factor'}
+      continue
     resnet = {'resnet'} if 'R' in name else set()
     assert (set(config), set(config.transformer)) == (keys | resnet, encoder)
 
@@ -318,8 +269,13 @@ def test_options_are_the_defaults_of_the_modules():
   known = {p.removeprefix('transformer.') for p in models.OPTIONS}
   named = set(models.get_config('b16').transformer)
   assert fields - known - named - {'only_first', 'parent', 'name'} == set()
-  for key, default in models.MIXER_OPTIONS.items():
-    assert np.dtype(getattr(models_mixer.MlpMixer, key)).name == default
+  for cls, options in (
+    (models_mixer.MlpMixer, models.MIXER_OPTIONS),
+    (models_bit.BitResNet, models.BIT_OPTIONS),
+  ):
+    for key, default in options.items():
+      field = getattr(cls, key)
+      assert (np.dtype(field).name if key in types else field) == default, key
 
 
 def test_options_of_a_model_are_flags(monkeypatch):
@@ -337,6 +293,13 @@ def test_options_of_a_model_are_flags(monkeypatch):
   assert (encoder.remat, encoder.scan, encoder.norm_eps) == ('full', True, 1e-5)
   assert encoder.causal is False
   assert 'gelu' not in encoder
+  model = model_flags(
+    monkeypatch, '--config.model.remat=full', '--config.model.width_factor=0.5',
+    '--config.model.num_layers=(1, 2)', config='bit_hyperrule.py',
+  ).model  # fmt: skip
+  assert (model.remat, model.width_factor, model.num_layers) == (
+    'full', 0.5, (1, 2),
+  )  # fmt: skip
   config = model_flags(
     monkeypatch, '--config.finetune.model.dtype=bfloat16',
     config='digits_transfer.py',

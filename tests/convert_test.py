@@ -2,12 +2,15 @@
 
 import json
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
+from tests import models_test
+from tests import tiny_models
 from tests import torch_models
 from tests import trees
 from vit_jax import checkpoint
@@ -15,7 +18,9 @@ from vit_jax import convert
 from vit_jax import models
 from vit_jax import predict
 from vit_jax import train
+from vit_jax.configs import models as model_configs
 from vit_jax.weights import reading
+from vit_jax.weights import writing
 
 # What must be imported in its own way.
 timm = torch_models.timm
@@ -130,6 +135,43 @@ def test_hybrids_agree_with_timm(tmp_path, name, size):
   np.testing.assert_allclose(
     our_logits(model, params, images), theirs, atol=1e-4
   )
+
+
+def test_bit_resnets_go_to_timm_and_back(tmp_path):
+  model, params = random_model('bit_r50x1', (64, 64), width_factor=0.5)
+  source, there = str(tmp_path / 'source.npz'), str(tmp_path / 'timm')
+  checkpoint.save(params, source)
+  found, notes = convert.convert(source, there, 'timm')
+  assert (found.image_size, found.num_classes) == ((224, 224), 10)
+  assert 'model.eps=timm, but these weights were made for published' in notes[0]
+  # timm's own reader of published files makes the same model.
+  theirs, other = (load_elsewhere(there, 'timm') for _ in range(2))
+  torch_models.randomize(other)
+  other.load_pretrained(source)
+  for key, value in theirs.state_dict().items():
+    np.testing.assert_array_equal(value, other.state_dict()[key])
+  back = convert.read(there)
+  trees.assert_same(back.params, params)
+  assert back.config.eps == 'timm'
+  assert tuple(back.config.num_layers) == tuple(model.num_layers)
+  # An .npz keeps timm's epsilon beside it.
+  _, notes = convert.convert(there, str(tmp_path / 'b.npz'))
+  assert 'model.eps=published, but these weights were made for tim' in notes[0]
+  assert convert.read(str(tmp_path / 'b.npz')).config.eps == 'timm'
+
+
+def test_bit_resnets_have_their_sizes_in_timm():
+  for name, count in models_test.COUNTS.items():
+    if not name.startswith('BiT') or name == 'BiT-R200x3':
+      continue
+    params = tiny_models.shapes(models.get_model(name, num_classes=1000))
+    config = model_configs.get_config(name)
+    params = flax.traverse_util.unflatten_dict(params, sep='/')
+    model = writing.Model(params, config, None, 1000, (224, 224))
+    architecture, args = writing._timm_bit(model)
+    with torch.device('meta'):  # Shapes without numbers.
+      theirs = timm.create_model(architecture, **args)
+    assert sum(x.numel() for x in theirs.parameters()) == count, name
 
 
 def test_a_model_of_hugging_face_becomes_a_run(tmp_path):
@@ -273,6 +315,20 @@ def test_what_the_other_side_does_not_have(tmp_path, tiny):
       'MLP-Mixer cannot be written for timm',
     ),
     ('r50_b32', (64, 64), 'timm', shallow, 'no hybrid like R'),
+    (
+      'bit_r50x1',
+      (64, 64),
+      'hf',
+      {'num_layers': (1,)},
+      'a BiT ResNet cannot be',
+    ),
+    (
+      'bit_r50x2',
+      (64, 64),
+      'timm',
+      {'num_layers': (1,)},
+      'timm has no BiT ResN',
+    ),
   ):
     _, params = random_model(name, size, **fields)
     source = str(tmp_path / f'{name}.npz')
@@ -340,3 +396,40 @@ def test_the_weights_of_a_run_are_those_that_it_predicts_with(
   trees.assert_same(
     jax.device_get(state.params)['Transformer'], params['Transformer']
   )
+
+
+def test_a_bit_resnet_of_timm_is_trained_like_any_model(tiny_config, tmp_path):
+  theirs = torch_models.randomize(
+    timm.models.resnetv2._create_resnetv2_bit(
+      'resnetv2_50x1_bit', layers=(1,), width_factor=0.5, in_chans=1
+    )
+  )
+  torch.save(theirs.state_dict(), tmp_path / 'bit.bin')
+  config = tiny_config
+  config.model = model_configs.get_config('bit_r50x1')
+  config.model.update(num_layers=(1,), width_factor=0.5)
+  config.pretrained = str(tmp_path / 'bit.bin')
+  # The head alone is trained.
+  config.lr_multipliers = (('head/', 1.0), ('', 0.0))
+  config.update(total_steps=2, warmup_steps=0, log_images=0)
+  config.update(decay_type='staircase', decay_at=(0.5,), l2_decay=1e-4)
+  train.train_and_evaluate(config, str(tmp_path / 'run'))
+  run = predict.load(str(tmp_path / 'run'))
+  np.testing.assert_array_equal(
+    run.params['block1']['unit01']['conv2']['kernel'],
+    theirs.stages[0].blocks[0].conv2.weight.detach().permute(2, 3, 1, 0),
+  )
+  assert run.params['head']['kernel'].any()
+  # As a published file, and its model by its sizes.
+  convert.convert(str(tmp_path / 'run'), str(tmp_path / 'run.npz'))
+  found = convert.read(str(tmp_path / 'run.npz'))
+  trees.assert_same(found.params, jax.device_get(run.params))
+  assert found.class_names == run.class_names
+  assert (
+    found.config.model_name == 'BiT ResNet of (1,) units, 0.5 times the width'
+  )
+  config.model.width_factor = 1.0
+  with pytest.raises(
+    ValueError, match=r'looks like BiT ResNet of \(1,\) units, 0'
+  ):
+    train.train_and_evaluate(config, str(tmp_path / 'wider'))

@@ -41,7 +41,7 @@ config = conftest.make_tiny_config('tfds')
 if not me:
   from vit_jax import datasets
   datasets.register('digits')
-  builders._prepare(config, 'digits', own=True)
+  builders._prepare(config, 'digits')
 said['prepared'] = builders.get_builder(config, 'digits').info.splits['train'].num_examples
 print('SAID ' + json.dumps(said), flush=True)
 """

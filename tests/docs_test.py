@@ -1,15 +1,12 @@
 """Tests of README.md and docs/: commands, flags, messages, links, figures."""
 
 import ast
-import functools
 import importlib
 import importlib.util
 import inspect
 import re
 import shlex
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from tests import commands
@@ -36,7 +33,7 @@ def test_the_commands_are_found():
   found = markdown.commands()
   assert len(found) >= 40
   assert {module for _, module, _ in found} == {
-    *commands.MINIMAL, 'vit_jax.main', 'vit_jax.plan'
+    *commands.MINIMAL, 'vit_jax.main', 'vit_jax.plan', 'vit_jax.sweep'
   }  # fmt: skip
   pods = [args for _, _, args in found if '--config.mesh.data=-1' in args]
   assert pods[0][-1] == '--workdir=gs://bucket/runs/l16'
@@ -157,17 +154,9 @@ def test_pages_are_short_and_in_the_index():
 
 
 def gigaflops(name):
-  """Counts twice the multiply-adds of one forward pass, of all tokens."""
-  config = model_configs.get_config(name)
-  if 'transformer' in config and 'resnet' not in config:
-    return 2e-9 * flops.forward_multiply_adds(config, (224, 224), 1000)
-  model = models.make_model(config, num_classes=1000)
-  # Where intermediates are wanted, the last layer computes all of its tokens.
-  init = functools.partial(model.init, train=False, mutable=True)
-  images = jnp.zeros((1, 224, 224, 3))
-  return 1e-9 * flops.count_flops(
-    jax.make_jaxpr(init)(jax.random.key(0), images)
-  )
+  """Counts the FLOPs of one forward pass, of all tokens."""
+  model = models.get_model(name, num_classes=1000)
+  return 1e-9 * flops.forward_flops(model, (224, 224), whole=True)
 
 
 def test_the_models_of_the_readme():

@@ -8,6 +8,7 @@ import pytest
 
 from tests import tiny_models
 from vit_jax import models
+from vit_jax import models_bit
 from vit_jax import models_vit
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import identify
@@ -39,6 +40,16 @@ COUNTS = {
   'Mixer-B_16': 59_880_472,
   'Mixer-B_32': 60_293_428,
   'Mixer-L_16': 208_196_168,
+  # arXiv 1912.11370, 1000 classes.
+  'BiT-R50x1': 25_549_352,
+  'BiT-R50x2': 97_988_712,
+  'BiT-R50x3': 217_319_080,
+  'BiT-R101x1': 44_541_480,
+  'BiT-R101x3': 387_934_888,
+  'BiT-R152x1': 60_185_128,
+  'BiT-R152x2': 236_335_208,
+  'BiT-R152x4': 936_533_224,
+  'BiT-R200x3': 568_633_000,
 }
 
 
@@ -112,13 +123,16 @@ def test_unknown_models_and_fields_are_named():
 
 def test_every_config_has_a_kind():
   for name, config in model_configs.MODEL_CONFIGS.items():
-    assert 'kind' not in config
-    kind = 'mixer' if name.startswith('Mixer') else 'vit'
+    kind, cls = {
+      'Mixer': ('mixer', models.MlpMixer),
+      'BiT': ('bit', models_bit.BitResNet),
+    }.get(name.split('-')[0], ('vit', models.VisionTransformer))
+    # Other implementations of the original's models take no field `kind`.
+    assert ('kind' in config) == (kind == 'bit')
     assert models.kind_of(config) == kind
-    cls = {'mixer': models.MlpMixer, 'vit': models.VisionTransformer}[kind]
     assert models.class_of(config) is cls
     assert type(models.make_model(config, num_classes=3)) is cls
-  assert set(models.KINDS) == {'vit', 'mixer'}
+  assert set(models.KINDS) == {'vit', 'mixer', 'bit'}
 
 
 def test_a_config_may_say_its_kind():
@@ -132,7 +146,7 @@ def test_a_config_may_say_its_kind():
     models.make_model(config, num_classes=3)
   config.kind = 'rnn'
   with pytest.raises(
-    ValueError, match="kind='rnn' is unknown: use one of vit, mixer, or"
+    ValueError, match="kind='rnn' is unknown: use one of vit, mixer, bit,"
   ):
     models.make_model(config, num_classes=3)
   empty = ml_collections.config_dict.placeholder(str)

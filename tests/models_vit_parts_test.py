@@ -52,10 +52,11 @@ def test_shapes_of_the_parts():
   assert encoded.shape == (2, 7, 16)  # The class token is the first.
   first = bound.encode(tokens, train=False, only_first=True)
   np.testing.assert_allclose(first, encoded[:, :1], atol=1e-5)
+  np.testing.assert_array_equal(bound.encode(grid, train=False), encoded)
   with pytest.raises(
     ValueError, match=r'tokens must be \[batch, tokens, width'
   ):
-    bound.encode(grid, train=False)
+    bound.encode(tokens[0], train=False)
 
 
 def test_without_a_transformer_the_tokens_stay_as_they_are():

@@ -18,7 +18,7 @@ FLOORS = [
   ['cli'],
   ['scale'],
   ['layers'],
-  ['models_vit', 'models_resnet', 'models_mixer'],
+  ['models_vit', 'models_resnet', 'models_mixer', 'models_bit'],
   ['models', 'files'],
   ['data', 'datasets'],
   ['augmentation'],
@@ -31,12 +31,13 @@ FLOORS = [
   ['tasks'],
   ['train', 'inference_time', 'manifest'],
   ['predict', 'benchmark', 'plan'],
-  ['jobs', 'visualize'],
-  ['main'],
+  ['jobs', 'visualize', 'compute', 'probe'],
+  ['self_training'],
+  ['main', 'sweep'],
 ]
 ROOMS = (
   'augmentation', 'data', 'datasets', 'evaluators', 'figures', 'files', 'jobs', 'layers',
-  'learning', 'run', 'scale', 'tasks', 'weights',
+  'learning', 'run', 'scale', 'self_training', 'tasks', 'weights',
 )  # fmt: skip
 
 

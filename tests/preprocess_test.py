@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from vit_jax import preprocess
 from vit_jax.configs import common
-from vit_jax.data import images
+from vit_jax.files import images
 
 
 def encode(image, fmt, **kwargs):
@@ -88,6 +88,10 @@ def test_squeeze_keeps_all_and_central_crop_keeps_the_middle():
   )
   cut = preprocess.for_evaluation(image, pp(crop=12, resize=12)).numpy()
   assert cut.min() == 1  # The short side is 20 -> 12, the middle 12 of 36 left.
+  both = preprocess.for_evaluation(image, pp(crop=6, resize=(8, 12))).numpy()
+  np.testing.assert_array_equal(
+    both[3, :, 0], [-1, 1, 1, 1, 1, -1]
+  )  # The middle 6 of 12 columns.
   rectangle = preprocess.for_evaluation(image, pp(crop=(6, 12))).numpy()
   assert rectangle.shape == (6, 12, 3)
 

@@ -140,15 +140,23 @@ def benchmark_start(args) -> list[dict]:
   return [row('digits: start to first step', times, 's')]
 
 
-def _model_step(args, mesh, train: bool, attention: str) -> Callable:
-  """Returns a function that makes one update of a model, or computes logits."""
+def _model_step(args, mesh, train: bool, attention: str | None) -> Callable:
+  """Returns a function that makes one update of a model, or computes logits.
+
+  Args:
+    args: arguments of the command.
+    mesh: the devices.
+    train: whether to make an update.
+    attention: implementation of attention; None for a model without.
+  """
   from vit_jax import train as train_lib
   from vit_jax.run import config as run_config
 
   config = common.get_config()
   config.model = model_configs.get_config(args.model)
   config.model.dtype = args.dtype
-  config.model.transformer.attention = attention
+  if attention:
+    config.model.transformer.attention = attention
   config.pp.crop = args.image_size
   config.update(
     optimizer='adam', optim_dtype='float32', total_steps=10, warmup_steps=1,
@@ -181,22 +189,26 @@ def _model_rows(args, train: bool) -> list[dict]:
   cli.load_tensorflow()
   mesh = sharding.make_mesh({'data': -1})
   sharding.local_rows(mesh, args.batch)
-  steps = [_model_step(args, mesh, train, name) for name in ('default', 'xla')]
+  attends = 'transformer' in model_configs.get_config(args.model)
+  kinds = ('default', 'xla') if attends else (None,)
+  steps = [_model_step(args, mesh, train, kind) for kind in kinds]
   with jax.set_mesh(mesh):
-    ours, xla, products = measure(
+    ours, *others, products = measure(
       *steps, matrix_product(), repeats=args.repeats
     )
-  model = model_configs.get_config(args.model)
-  size = (args.image_size, args.image_size)
-  count = flops.forward_multiply_adds(model, size, 1000, as_run=True)
-  work = (flops.training_flops(count) if train else 2 * count) * args.batch
+  model = models.get_model(args.model, num_classes=1000)
+  work = args.batch * flops.forward_flops(model, 2 * (args.image_size,))
+  work = flops.training_flops(work) if train else work
   peak = [2 * PRODUCT_SIZE**3 / t * mesh.size for t in products]
   kind = 'training step' if train else 'inference'
   label = f'{kind}, {args.model}, batch {args.batch}, {args.dtype}'
   share = statistics.median(work / t for t in ours) / statistics.median(peak)
   return [
     row(label, [args.batch / t for t in ours], 'img/s', share_of_peak=share),
-    row('ratio to attention=xla', [b / a for a, b in zip(ours, xla)], 'x'),
+    *(
+      row('ratio to attention=xla', [b / a for a, b in zip(ours, xla)], 'x')
+      for xla in others
+    ),
     row(
       'matrix product, float32, beside it',
       [p / 1e9 for p in peak],

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from collections.abc import Sequence
 import contextlib
 import difflib
 import glob
@@ -44,6 +45,7 @@ def quiet():
   Also drops Orbax's log of a failed save: hundreds of tracebacks from its
   threads, for an error that the caller receives anyway.
   """
+  logging.use_absl_handler()
   logging.set_verbosity(logging.WARNING)
   logging.get_absl_handler().addFilter(
     lambda record: 'orbax' not in record.pathname
@@ -173,12 +175,13 @@ def say(text: str):
 
 
 @contextlib.contextmanager
-def waiting(text: str, every: float = 1.0):
+def waiting(text: str, every: float = 1.0, leave: bool = True):
   """Shows what a `with` block does, on a terminal with the time it has taken.
 
   Args:
     text: description of the work in the `with` block.
     every: seconds between updates of the elapsed time.
+    leave: whether a terminal still shows the line after the block.
   """
   done = threading.Event()
 
@@ -187,7 +190,8 @@ def waiting(text: str, every: float = 1.0):
       line.refresh()
 
   # To stdout: what libraries write to stderr may be hidden meanwhile.
-  with bar(sys.stdout, desc=text, bar_format='{desc} ... {elapsed}') as line:
+  form = '{desc} ... {elapsed}'
+  with bar(sys.stdout, desc=text, bar_format=form, leave=leave) as line:
     if line.disable:
       say(f'{text} ...')
     ticking = threading.Thread(target=tick, daemon=True)
@@ -220,6 +224,19 @@ def duration(seconds: float) -> str:
   return f'{seconds // 86400}d {seconds % 86400 // 3600:02}h'
 
 
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """Returns a table as text: the first column to the left, the others right."""
+  lines = [[str(cell) for cell in row] for row in (header, *rows)]
+  widths = [max(map(len, column)) for column in zip(*lines)]
+  return '\n'.join(
+    '  '.join(
+      cell.rjust(width) if column else cell.ljust(width)
+      for column, (cell, width) in enumerate(zip(line, widths))
+    ).rstrip()
+    for line in lines
+  )
+
+
 def parser(module: str, text: str) -> argparse.ArgumentParser:
   """Returns the parser of a command, with a text as its description.
 
@@ -232,6 +249,43 @@ def parser(module: str, text: str) -> argparse.ArgumentParser:
     description=text,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
+
+
+_PROCESS_FLAGS = ('distributed', 'coordinator', 'num_processes', 'process_id')
+
+
+def define_process_flags(values: flags.FlagValues):
+  """Defines the flags of a run of several processes."""
+  flags.DEFINE_boolean(
+    'distributed',
+    True,
+    'Find the other hosts of a TPU pod or a SLURM job; --nodistributed runs on '
+    'this host only.',
+    flag_values=values,
+  )
+  flags.DEFINE_string(
+    'coordinator',
+    None,
+    'HOST:PORT of process 0, for a run of several processes.',
+    flag_values=values,
+  )
+  flags.DEFINE_integer(
+    'num_processes',
+    None,
+    'With --coordinator: number of processes.',
+    flag_values=values,
+  )
+  flags.DEFINE_integer(
+    'process_id',
+    None,
+    'With --coordinator: number of this process, from 0.',
+    flag_values=values,
+  )
+
+
+def process_flags(values: flags.FlagValues) -> dict:
+  """Returns the arguments of vit_jax.scale.processes.connect."""
+  return {name: values[name].value for name in _PROCESS_FLAGS}
 
 
 def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
@@ -293,7 +347,7 @@ def parse_flags(argv: list[str], flag_values: flags.FlagValues) -> list[str]:
 
 def _near(name):
   """Returns keys of a config that a name may mean, the likeliest first."""
-  options = importlib.import_module('vit_jax.configs.models').OPTIONS
+  options = importlib.import_module('vit_jax.configs.models').ALL_OPTIONS
   # Without a close match: keys that contain the name, such as base_lr for lr.
   keys = importlib.import_module('vit_jax.configs.common').get_config()
   return difflib.get_close_matches(
@@ -311,7 +365,7 @@ def _model_option(arg):
     ValueError: if the value has another type than the option's default.
   """
   match = _MODEL_OPTION.fullmatch(arg)
-  options = importlib.import_module('vit_jax.configs.models').OPTIONS
+  options = importlib.import_module('vit_jax.configs.models').ALL_OPTIONS
   if not match or match[3] not in options:
     return None
   negated, path, option, value = match.groups()

@@ -27,6 +27,7 @@ it.
 
 import argparse
 from collections.abc import Sequence
+import copy
 import json
 import math
 from typing import Any
@@ -36,15 +37,19 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import ml_collections
+import numpy as np
 
 from vit_jax import cli
 from vit_jax import models
+from vit_jax.layers import positions
 from vit_jax.weights import arrays
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 from vit_jax.weights import writing
 
 KINDS = tuple(writing.WRITERS)
+# Image size of most pre-training, in pixels.
+_USUAL_SIZE = 224
 
 
 def read(
@@ -71,7 +76,7 @@ def read(
   config = identify.model_config(weights.params)
   if config is None:
     raise ValueError(
-      f"'{src}' does not hold the parameters of a ViT, hybrid or Mixer: it has "
+      f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer or BiT: it has "
       f'{sorted(weights.params)[:6]} (SRC)'
     )
   if weights.kind == 'workdir':
@@ -121,6 +126,8 @@ def _tokens(params):
 
 
 def _square(params, config):
+  if config.get('patches') is None:  # A model for images of any size.
+    return (_USUAL_SIZE, _USUAL_SIZE)
   tokens = _tokens(params)
   side = 14 if tokens is None else math.isqrt(tokens)
   return tuple(side * stride for stride in _stride(config))
@@ -129,7 +136,7 @@ def _square(params, config):
 def _check_size(params, config, size):
   tokens = _tokens(params)
   grid = models.patch_grid(config, size)
-  if tokens is not None and math.prod(grid) != tokens:
+  if None not in (tokens, grid) and math.prod(grid) != tokens:
     raise ValueError(
       f'image_size={size[0]},{size[1]} makes {grid[0]} x {grid[1]} patches, but '
       f'the weights are for {tokens}: give the size of the images '
@@ -199,19 +206,56 @@ def convert(
       f"DST '{dst}' exists: give another, or delete it first"
     )
   model = read(src, class_names, image_size, num_heads)
+  notes = []
+  if to != 'workdir':
+    model, notes = _with_plain_positions(model, to)
   target.parent.mkdir(parents=True, exist_ok=True)
   if to == 'npz':  # This writer makes a temporary file itself.
-    return model, writing.WRITERS['npz'](model, target)
+    return model, notes + writing.WRITERS['npz'](model, target)
   temporary = target.parent / f'.{target.name}.tmp'
   if temporary.exists():
     temporary.rmtree()
   try:
-    notes = writing.WRITERS[to](model, temporary)
+    notes += writing.WRITERS[to](model, temporary)
     temporary.rename(target)
   finally:
     if temporary.exists():
       temporary.rmtree()
   return model, notes
+
+
+def _with_plain_positions(model, to):
+  """Replaces position embeddings on a grid by the table that they make.
+
+  Returns:
+    The model, and a list of notes.
+
+  Raises:
+    ValueError: if the format has no such position embeddings.
+  """
+  encoder = model.config.get('transformer') or {}
+  kind = encoder.get('position_embedding', 'learned_1d')
+  layers = encoder.get('position_layers', 'stem')
+  if kind == 'none' or (kind, layers) == ('learned_1d', 'stem'):
+    return model, []
+  if kind == 'relative' or layers != 'stem':
+    raise ValueError(
+      f"position_embedding='{kind}' with position_layers='{layers}' cannot be "
+      f'written as {to}, whose models add one table before the first layer: use '
+      '--to=workdir'
+    )
+  flat = flax.traverse_util.flatten_dict(model.params, sep='/')
+  grid = models.patch_grid(model.config, model.image_size)
+  table = np.asarray(positions.first_table(flat, encoder, grid))
+  flat = {path: x for path, x in flat.items() if '/posembed_' not in path}
+  flat['Transformer/posembed_input/pos_embedding'] = table
+  config = copy.deepcopy(model.config)
+  config.transformer.position_embedding = 'learned_1d'
+  params = flax.traverse_util.unflatten_dict(flat, sep='/')
+  return model._replace(params=params, config=config), [
+    f"position_embedding='{kind}' is written as the table that it makes, with "
+    'which logits are the same'
+  ]
 
 
 def pixels(text: str) -> tuple[int, int]:

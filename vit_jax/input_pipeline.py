@@ -250,14 +250,19 @@ def labelled_example(config, num_classes: int) -> Callable:
     num_classes: number of classes.
 
   Returns:
-    example(record, seed), see the top of this module. Its records have 'image'
-    and 'label'; it returns `image`, float32 [height, width, channels] in [-1,
-    1], and `label`, float32 [classes], 0 or 1.
+    example(record, seed), see the top of this module. Its records have 'image',
+    'label' and possibly 'soft_label', a share of each class or all 0; it
+    returns `image`, float32 [height, width, channels] in [-1, 1], and `label`,
+    float32 [classes], the soft label if there is one, else 0 or 1.
   """
 
   def example(record, seed):
     image = preprocess.prepare(record['image'], seed, config.pp)
-    return {'image': image, 'label': _many_hot(record['label'], num_classes)}
+    label = _many_hot(record['label'], num_classes)
+    if 'soft_label' in record:
+      soft = tf.ensure_shape(record['soft_label'], [num_classes])
+      label = tf.where(tf.reduce_any(soft > 0), soft, label)
+    return {'image': image, 'label': label}
 
   return example
 

@@ -19,6 +19,11 @@ pre-train without labels, by masked patch prediction:
   python -m vit_jax.main --config=configs/masked_patches.py:b16,/data/photos \
     --workdir=/tmp/masked
 
+learn from images without labels too (Noisy Student):
+
+  python -m vit_jax.main --config=configs/noisy_student_digits.py \
+    --workdir=/tmp/noisy_student
+
 Stop a run at any time, with Ctrl-C or otherwise: the same command resumes it.
 Every key of a config can be set, for example --config.base_lr=0.01;
 configs/common.py describes the keys. config.task selects the objective, a task.
@@ -29,6 +34,10 @@ with a task of your own (vit_jax/tasks/base.py).
 Evaluate a run on any split, without training:
 
   python -m vit_jax.main --workdir=/tmp/digits --evaluate=test
+
+and on ImageNet's validation images by ReaL labels too:
+
+  python -m vit_jax.main --workdir=/tmp/run --evaluate=validation --real=real.json
 
 On several hosts: start the same command on each host. On TPU pods and under
 SLURM the hosts find each other; elsewhere add --coordinator=HOST:PORT
@@ -48,7 +57,10 @@ from vit_jax import cli
 TRAINERS = {
   'train': 'vit_jax.train:train_and_evaluate',
   'inference_time': 'vit_jax.inference_time:inference_time',
+  'noisy_student': 'vit_jax.self_training.noisy_student:noisy_student',
+  'study': 'vit_jax.jobs.study:study',
   'transfer': 'vit_jax.jobs.transfer:transfer',
+  'vtab': 'vit_jax.jobs.vtab:vtab',
 }
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -66,21 +78,13 @@ _EVALUATE = flags.DEFINE_string(
 _DATASET = flags.DEFINE_string(
   'dataset', None, 'With --evaluate: another data set with the same classes.'
 )
-_DISTRIBUTED = flags.DEFINE_boolean(
-  'distributed',
-  True,
-  'Find the other hosts of a TPU pod or a SLURM job; --nodistributed runs on '
-  'this host only.',
+_REAL = flags.DEFINE_string(
+  'real',
+  None,
+  'With --evaluate: file of ImageNet ReaL labels, real.json of '
+  'github.com/google-research/reassessed-imagenet; adds accuracy_real.',
 )
-_COORDINATOR = flags.DEFINE_string(
-  'coordinator', None, 'HOST:PORT of process 0, for a run of several processes.'
-)
-_NUM_PROCESSES = flags.DEFINE_integer(
-  'num_processes', None, 'With --coordinator: number of processes.'
-)
-_PROCESS_ID = flags.DEFINE_integer(
-  'process_id', None, 'With --coordinator: number of this process, from 0.'
-)
+cli.define_process_flags(flags.FLAGS)
 
 
 def main(argv):
@@ -96,6 +100,11 @@ def main(argv):
       '--config=FILE is needed to train, --evaluate=SPLIT to evaluate a run (see '
       '--help)'
     )
+  if _EVALUATE.value is None and _REAL.value is not None:
+    raise ValueError(
+      f'--real={_REAL.value} is for evaluation: add --evaluate=validation, or '
+      'leave it out'
+    )
   cli.avoid_libtpu()
   # Imported late, so that --help and errors in flags are fast.
   if (
@@ -105,9 +114,10 @@ def main(argv):
 
     run_config.check_values(_CONFIG.value)
   from vit_jax.scale import liveness
+  from vit_jax.scale import processes
 
   try:
-    _initialize_distributed()
+    processes.connect(**cli.process_flags(flags.FLAGS))
     return _run()
   except Exception as e:
     liveness.end_with(e)
@@ -121,7 +131,12 @@ def _run() -> int:
   from vit_jax.jobs import evaluate
 
   if _EVALUATE.value is not None:
-    evaluate.evaluate(_WORKDIR.value, _EVALUATE.value, _DATASET.value)
+    evaluate.evaluate(
+      _WORKDIR.value,
+      _EVALUATE.value,
+      _DATASET.value,
+      real_labels=_REAL.value,
+    )
     return 0
   run = _program(_CONFIG.value.get('trainer', 'train'))
   try:
@@ -145,29 +160,6 @@ def _program(trainer: str):
     )
   module, name = TRAINERS[trainer].split(':')
   return getattr(importlib.import_module(module), name)
-
-
-def _initialize_distributed():
-  """Connects the processes of a run, if there are several."""
-  from vit_jax.scale import processes
-
-  given = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-  if any(value is not None for value in given):
-    if None in given:
-      raise ValueError(
-        '--coordinator, --num_processes and --process_id must be given together'
-      )
-    processes.initialize(*given)
-    return
-  if not _DISTRIBUTED.value:
-    return
-  try:
-    processes.initialize()
-  except ValueError as e:
-    # JAX raises this error if it finds no cluster: the run has one process. Any
-    # other error is due to a cluster, whose hosts must not train separately.
-    if 'coordinator_address' not in str(e):
-      raise
 
 
 def parse_flags(argv):

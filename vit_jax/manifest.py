@@ -64,8 +64,8 @@ def make(
   """
   from vit_jax.configs import common
   from vit_jax.data import checking
-  from vit_jax.data import images
   from vit_jax.data import manifest
+  from vit_jax.files import images
   from vit_jax.files import index as index_lib
   from vit_jax.files import paths as paths_lib
   from vit_jax.files import reading

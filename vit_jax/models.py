@@ -33,6 +33,7 @@ VisionTransformer = models_vit.VisionTransformer
 KINDS = {
   'vit': 'vit_jax.models_vit:VisionTransformer',
   'mixer': 'vit_jax.models_mixer:MlpMixer',
+  'bit': 'vit_jax.models_bit:BitResNet',
 }
 
 
@@ -106,8 +107,8 @@ def get_model(name: str, **kwargs) -> nn.Module:
   """Returns a model by name.
 
   Args:
-    name: a name such as 'ViT-B_16', 'R50+ViT-L_32' or 'Mixer-B_16', its short
-      form such as 'b16', 'r50_l32' or 'mixer_b16', or the beginning of an
+    name: a name such as 'ViT-B_16', 'R50+ViT-L_32' or 'BiT-R50x1', its short
+      form such as 'b16', 'r50_l32' or 'bit_r50x1', or the beginning of an
       AugReg file such as 'R_Ti_16'; see `vit_jax.configs.models.get_config`.
     **kwargs: fields of the model, such as `num_classes`, which override those
       of the config; also `cls`, see `make_model`.
@@ -171,13 +172,18 @@ def _check_fields(given, cls):
     )
 
 
-def patch_grid(config, image_size: tuple[int, int]) -> tuple[int, int]:
+def patch_grid(config, image_size: tuple[int, int]) -> tuple[int, int] | None:
   """Returns the number of patches (down, across) of an image.
 
   Args:
     config: reads `patches.size` and `resnet`.
     image_size: (height, width) in pixels.
+
+  Returns:
+    The number of patches; None for a model without patches, such as BiT.
   """
+  if config.get('patches') is None:
+    return None
   stride = 1
   if config.get('resnet') is not None:
     # The root block divides the size by 4, every stage but the first by 2.

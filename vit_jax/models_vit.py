@@ -37,13 +37,14 @@ from vit_jax import models_resnet
 from vit_jax.layers import attention
 from vit_jax.layers import encoder as encoder_lib
 from vit_jax.layers import patches as patches_lib
+from vit_jax.layers import positions
 from vit_jax.scale import sharding
 
 CLASSIFIERS = ('token', 'gap', 'unpooled', 'token_unpooled')
 
 # Names of the original.
 PatchEmbedding = patches_lib.PatchEmbedding
-AddPositionEmbs = encoder_lib.AddPositionEmbs
+AddPositionEmbs = positions.AddPositionEmbs
 MlpBlock = encoder_lib.MlpBlock
 MultiHeadDotProductAttention = attention.MultiHeadDotProductAttention
 Encoder1DBlock = encoder_lib.Encoder1DBlock
@@ -191,6 +192,11 @@ class VisionTransformer(patches_lib.ImageModel):
       dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
     )
 
+  @property
+  def needs_grid(self) -> bool:
+    """Whether `encode` needs the grid of tokens, `embed(..., flat=False)`."""
+    return positions.needs_grid(_field(self.transformer, 'position_embedding'))
+
   def __call__(self, inputs, *, train):
     """Computes logits: embeds images, encodes the tokens, classifies them.
 
@@ -206,7 +212,8 @@ class VisionTransformer(patches_lib.ImageModel):
       ValueError: if the classifier is unknown, the inputs have another rank, or
         the patch size does not divide the image size.
     """
-    x = self.embed(inputs, flat=self.transformer is not None)
+    flat = self.transformer is not None and not self.needs_grid
+    x = self.embed(inputs, flat=flat)
     x = self.encode(x, train=train, only_first=self.classifier == 'token')
     return self.classify(x, train=train)
 
@@ -236,7 +243,8 @@ class VisionTransformer(patches_lib.ImageModel):
     """Adds class token and position embeddings, and applies the encoder.
 
     Args:
-      tokens: [B, h*w, D], from `embed`, possibly modified.
+      tokens: [B, h, w, D] or [B, h*w, D], from `embed`, possibly modified.
+        Position embeddings on a grid need the former.
       train: whether dropout is on.
       mask: bool, broadcastable to [B, K, N, N], True where a query may attend
         to a key (the class token is the first); None: everywhere.
@@ -252,16 +260,20 @@ class VisionTransformer(patches_lib.ImageModel):
     """
     if self.transformer is None:
       return tokens
-    if tokens.ndim != 3:
+    if tokens.ndim not in (3, 4):
       raise ValueError(
-        f'tokens must be [batch, tokens, width], got {tokens.shape}'
+        'tokens must be [batch, tokens, width] or [batch, height, width of the '
+        f'grid, width], got {tokens.shape}'
       )
     x = tokens.astype(self._types()['dtype'])
+    x = x.reshape(len(x), -1, x.shape[-1])  # [B, h*w, D]
     if self.classifier in ('token', 'token_unpooled'):
       cls = jnp.broadcast_to(self.cls, (x.shape[0], 1, x.shape[-1]))
       x = jnp.concatenate([cls.astype(x.dtype), x], axis=1)  # [B, N, D]
     # An encoder class of a user need not accept these arguments.
     extra = {} if mask is None else {'mask': mask}
+    if self.needs_grid and tokens.ndim == 4:
+      extra['grid'] = tokens.shape[1:3]
     if only_first and self.encoder is Encoder:
       extra['only_first'] = True
     return self.Transformer(x, train=train, **extra)

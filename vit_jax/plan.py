@@ -39,31 +39,14 @@ import jax
 from ml_collections import config_flags
 
 from vit_jax import cli
+from vit_jax import datasets
+from vit_jax.scale import costs
 from vit_jax.scale import estimate
 from vit_jax.scale import search
 from vit_jax.scale import sharding
 from vit_jax.scale import topology as topology_lib
 
 say = cli.say
-
-# Data set -> (training examples, classes).
-DATASETS = {
-  'imagenet2012': (1_268_356, 1_000),  # train[:99%]
-  'imagenet21k': (14_094_797, 21_843),  # full[102400:]
-  'jft300m': (303_000_000, 18_291),
-  'cifar10': (49_000, 10),
-  'cifar100': (49_000, 100),
-  'oxford_iiit_pet': (3_312, 37),
-  'oxford_flowers102': (918, 102),
-  'digits': (1_437, 10),
-}
-
-# Cost of the paper's runs in TPU v3 core-days (arXiv 2010.11929, table 2).
-PAPER_CORE_DAYS = {
-  ('ViT-H_14', 'jft300m'): 2_500,
-  ('ViT-L_16', 'jft300m'): 680,
-  ('ViT-L_16', 'imagenet21k'): 230,
-}
 
 # Part of the cache's key; change it when the cached values change.
 _FORMAT = '4'
@@ -175,8 +158,8 @@ def _rates(plan: dict, config, flops: float, chip: topology_lib.Chip) -> dict:
     'hours': hours,
     'core_days': hours * cores / 24,
     'chip_hours': hours * cores / chip.per_chip,
-    'paper_core_days': PAPER_CORE_DAYS.get(
-      (plan['model'], str(config.dataset))
+    'paper_core_days': costs.paper_core_days(
+      plan['model'], str(config.dataset)
     ),
   }
 
@@ -312,7 +295,12 @@ def data_size(
   """
   # Of a mixture nothing is known but what the flags say.
   name = config.dataset if isinstance(config.dataset, str) else ''
-  known = DATASETS.get(name, (None, None))
+  known = costs.DATASETS.get(name, (None, None))
+  if name.startswith(datasets.VTAB):
+    cli.load_tensorflow()
+    from vit_jax.datasets import vtab
+
+    known = vtab.planned_size(config, name)
   if known[0] is None and os.path.isdir(name):
     cli.load_tensorflow()
     from vit_jax.data import sources

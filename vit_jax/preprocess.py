@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from vit_jax.augmentation import geometry
 from vit_jax.augmentation import pixels
-from vit_jax.data import images
+from vit_jax.files import images
 from vit_jax.files import jpeg
 from vit_jax.files import reading
 
@@ -124,13 +124,21 @@ def for_evaluation(image, pp):
   return tf.ensure_shape(image, [*size, pp.channels])
 
 
-def _to_size(image, size, short_side):
-  """Resizes to `size`, or the short side to `short_side` and then crops."""
-  if short_side is None:
+def _to_size(image, size, resize):
+  """Resizes to `size`; or as `resize` says, and then crops the centre.
+
+  Args:
+    image: float32 [height, width, channels].
+    size: (height, width) of the result.
+    resize: see `config.pp.resize`.
+  """
+  if resize is None:
     return tf.image.resize(image, size)
-  shape = tf.cast(tf.shape(image)[:2], tf.float32)
-  scale = short_side / tf.reduce_min(shape)
-  image = tf.image.resize(image, tf.cast(tf.round(shape * scale), tf.int32))
+  if not isinstance(resize, tuple | list):
+    shape = tf.cast(tf.shape(image)[:2], tf.float32)
+    scale = resize / tf.reduce_min(shape)
+    resize = tf.cast(tf.round(shape * scale), tf.int32)
+  image = tf.image.resize(image, resize)
   return tf.image.resize_with_crop_or_pad(image, *size)
 
 
@@ -182,7 +190,10 @@ def prepare(encoded, seed, pp):
   if seed is None:
     size = None
     if pp.jpeg_shrink:
-      size = (pp.resize, pp.resize) if pp.resize else crop_size(pp)
+      size = crop_size(pp)
+      if pp.resize:
+        pair = isinstance(pp.resize, tuple | list)
+        size = pp.resize if pair else (pp.resize, pp.resize)
     return for_evaluation(images.decode(encoded, pp.channels, size), pp)
   return decode_for_training(encoded, seed, pp)
 

@@ -19,7 +19,9 @@ from vit_jax import cli
 from vit_jax import input_pipeline
 from vit_jax.data import mixture
 from vit_jax.data import sources
+from vit_jax.evaluators import fewshot
 from vit_jax.evaluators import pictures
+from vit_jax.evaluators import real
 from vit_jax.layers import attention
 from vit_jax.layers import patches
 from vit_jax.learning import losses
@@ -86,10 +88,15 @@ def make_program(config, metadata, mesh) -> Program:
     encoder.get('attention_dropout_rate', 0.0),
     mesh.devices.flat[0].platform,
     config.model.get('dtype', 'float32'),
+    bias=encoder.get('position_embedding') == 'relative',
   )
   task = run_config.get_task(config.task)(config, metadata)
   schedule = optim.create_learning_rate_schedule(
-    config.total_steps, config.base_lr, config.decay_type, config.warmup_steps
+    config.total_steps,
+    config.base_lr,
+    config.decay_type,
+    config.warmup_steps,
+    decay_at=config.decay_at,
   )
   rng = jax.random.key(config.seed)
   factors = None
@@ -184,11 +191,8 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   config = run_config.complete(config)
   if workdir is not None:
     workdir_lib.as_begun(workdir, config)
-  run_config.check(config)
+  mesh = check(config)
   config = run_config.with_test_folder(config)
-  mesh = sharding.make_mesh(config.mesh)
-  run_config.check_batch(config, sharding.batch_shards(mesh))
-  run_config.check_memory(config, jax.process_count())
   processes.agree('the config', workdir_lib.facts(config))
   if workdir is not None:
     workdir_lib.check_config(workdir, config)
@@ -217,20 +221,63 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
       return opened[wanted]
 
     evaluators[name] = program.task.evaluators(mesh, split, open_split)
+  first = next(iter(evaluators))
+  evaluators[first] = [
+    *evaluators[first], *_probes(program.task, mesh, workdir)
+  ]  # fmt: skip
   drawn = pictures.Pictures(program.task, mesh, next(iter(tests.values())))
   return Prepared(
     config, mesh, program, metadata, train, tests, evaluators, drawn
   )
 
 
+def check(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
+  """Checks all of a complete config that needs neither data nor a workdir.
+
+  Returns:
+    The mesh.
+
+  Raises:
+    ValueError: names the key, its value and the remedy.
+  """
+  run_config.check(config)
+  mesh = sharding.make_mesh(config.mesh)
+  run_config.check_batch(config, sharding.batch_shards(mesh))
+  run_config.check_memory(config, jax.process_count())
+  return mesh
+
+
+def _probes(task, mesh, workdir) -> list:
+  """Returns the evaluators that the config adds to those of the task."""
+  config, found = task.config, []
+  if config.fewshot.shots:
+    found.append(fewshot.FewShot(task, mesh, workdir))
+  if config.real_labels is not None:
+    _, split, dataset = run_config.evaluations(config)[0]
+
+    def open_split(wanted, further):
+      return open_for(
+        config, type(task), task.metadata, wanted, dataset, workdir, further
+      )
+
+    found.append(real.Real(task, mesh, open_split, split, config.real_labels))
+  return found
+
+
 def open_for(
-  config, task_class, metadata, split: str, dataset=None, workdir=None
+  config,
+  task_class,
+  metadata,
+  split: str,
+  dataset=None,
+  workdir=None,
+  further=(),
 ):
-  """Opens a split with the classes of the training data."""
+  """Opens a split with the classes of the training data, and `further` features."""
   return sources.open_split(
     config,
     split,
-    task_class.FEATURES,
+    (*task_class.FEATURES, *further),
     class_names=metadata.get('class_names'),
     dataset=dataset,
     workdir=workdir,

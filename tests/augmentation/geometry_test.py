@@ -10,7 +10,7 @@ import tensorflow as tf
 from vit_jax import preprocess
 from vit_jax.augmentation import geometry
 from vit_jax.configs import common
-from vit_jax.data import images
+from vit_jax.files import images
 
 H, W = 120, 160
 
@@ -88,6 +88,42 @@ def test_boxes_and_masks_follow_the_image(fields):
     assert wrong <= unit * 2 * (got[2] - got[0] + got[3] - got[1])
     compared += 1
   assert compared >= 5
+
+
+def test_a_crop_of_the_same_shape_is_that_of_a_squared_image():
+  """As in BiT (arXiv 1912.11370): resize to 448, crop 384 at random."""
+  config = pp(
+    crop=384, crop_area=((384 / 448) ** 2,) * 2, crop_ratio=None, flip=False
+  )
+  y, x = np.mgrid[:280, :700].astype(np.float32)
+  image = np.stack([y, x, y * 0], axis=-1)
+  squared = tf.image.resize(image, (448, 448)).numpy()
+  begins = set()
+  for number in range(40):
+    drawn = geometry.sample(image.shape, seed(number), config)
+    assert (drawn.height, drawn.width) == (240, 600)
+    begins.add((int(drawn.y), int(drawn.x)))
+    got = geometry.to_image(image, drawn).numpy()
+    top, left = int(drawn.y) / 280 * 448, int(drawn.x) / 700 * 448
+    # Of the squared image, the pixel that the middle one of the crop shows.
+    middle = squared[round(top) + 192, round(left) + 192]
+    np.testing.assert_allclose(got[192, 192], middle, atol=1)
+  tops, lefts = np.array(sorted(begins)).T
+  assert tops.min() <= 4
+  assert 36 <= tops.max() <= 40
+  assert lefts.min() <= 10
+  assert 90 <= lefts.max() <= 100
+  assert len(begins) > 35
+  areas = [
+    (drawn.height * drawn.width).numpy() / image[..., 0].size
+    for drawn in (
+      geometry.sample(image.shape, seed(i), pp(crop_ratio=None, crop_area=(0.2, 0.6)))
+      for i in range(60)
+    )
+  ]  # fmt: skip
+  assert 0.19 < min(areas) < 0.24
+  assert 0.56 < max(areas) < 0.61
+  assert np.mean(areas) == pytest.approx(0.4, abs=0.05)
 
 
 def test_a_crop_in_numbers():

@@ -8,8 +8,8 @@ from PIL import Image
 import pytest
 
 from vit_jax import preprocess
-from vit_jax.data import images
 from vit_jax.data import manifest
+from vit_jax.files import images
 
 _LIMIT = 10**6
 

@@ -20,7 +20,7 @@ TOTAL = sum(take for _, _, take in FILES)
 class Numbers:
   """Parses records that are numbers."""
 
-  features = ('value',)
+  features, names = ('value',), {}
 
   def parse_all(self, serialized):
     return {'value': tf.strings.to_number(serialized, tf.int64)}
@@ -39,7 +39,7 @@ def make_source(tmp_path):
           writer.write(str(1000 * i + j))
       found.append(shard_utils.FileInstruction(str(path), skip, take, size))
     tfrecord = file_adapters.FileFormat.TFRECORD
-    return streams.StreamSource(found, tfrecord, record_bytes, Numbers(), {})
+    return streams.StreamSource(found, tfrecord, record_bytes, Numbers())
 
   return make
 

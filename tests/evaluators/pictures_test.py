@@ -21,9 +21,9 @@ from vit_jax import predict
 from vit_jax import train
 from vit_jax.configs import models as model_configs
 from vit_jax.data import sources
+from vit_jax.evaluators import captions
 from vit_jax.evaluators import pictures
 from vit_jax.figures import attention
-from vit_jax.figures import captions
 from vit_jax.learning import state as state_lib
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics as metrics_lib

@@ -10,8 +10,8 @@ import pytest
 from vit_jax import manifest
 from vit_jax.data import checking
 from vit_jax.data import folder
-from vit_jax.data import images
 from vit_jax.data import sources
+from vit_jax.files import images
 from vit_jax.files import index as index_lib
 from vit_jax.files import reading
 

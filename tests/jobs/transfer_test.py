@@ -92,15 +92,6 @@ def test_one_seed_tells_no_spread(config, tmp_path):
     transfer.transfer(config, str(tmp_path))
 
 
-def test_one_process_writes_the_result(tmp_path, monkeypatch):
-  monkeypatch.setattr('jax.process_index', lambda: 1)
-  transfer._store({'margin': 0.5}, tmp_path)
-  assert not list(tmp_path.iterdir())
-  monkeypatch.setattr('jax.process_index', lambda: 0)
-  transfer._store({'margin': 0.5}, tmp_path)
-  assert [path.name for path in tmp_path.iterdir()] == ['transfer.json']
-
-
 def test_weights_come_in_at_another_resolution(config, tmp_path):
   """With a learning rate of 0, what is not interpolated or new is unchanged."""
   train.train_and_evaluate(config.pretrain, str(tmp_path / 'pretrain'))

@@ -122,6 +122,62 @@ def test_dropout_in_a_loop_differs_by_layer_and_key():
   assert 'random_split' in str(keys)
 
 
+def counting(layers, width):
+  """Parameters whose layer i adds 1 to value 2 i, and its MLP to 2 i + 1."""
+  model = encoder.Encoder(layers, 8, 1, add_position_embedding=False)
+  shapes = jax.eval_shape(
+    lambda: model.init(jax.random.key(0), jnp.zeros((1, 2, width)), train=False)
+  )['params']
+  params = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes)
+  for i in range(layers):
+    block = params[f'encoderblock_{i}']
+    attend = block['MultiHeadDotProductAttention_0']
+    attend['out']['bias'][2 * i] = 1
+    block['MlpBlock_0']['Dense_1']['bias'][2 * i + 1] = 1
+  params['encoder_norm']['scale'][:] = 1
+  return params
+
+
+@pytest.mark.parametrize(
+  'fields', [{}, {'remat': 'full'}, {'scan': True, 'remat': 'dots'}]
+)
+def test_stochastic_depth_drops_branches_by_layer_and_image(fields):
+  layers, width, images, most = 4, 9, 4000, 0.6
+  params = counting(layers, width)
+  model = encoder.Encoder(
+    layers, 8, 1, dropout_rate=0.0, attention_dropout_rate=0.0,
+    add_position_embedding=False, stochastic_depth=most, **fields,
+  )  # fmt: skip
+  x = np.zeros((images, 2, width), np.float32)
+
+  @functools.partial(jax.jit, static_argnames='train')
+  def run(key, train):
+    rngs = {'dropout': jax.random.key(key)}
+    return model.apply({'params': params}, x, train=train, rngs=rngs)
+
+  out = np.asarray(run(0, True), np.float64)
+  # The last value remains 0, the first is 1, as its rate is 0: that undoes the
+  # norm.
+  out = (out - out[..., -1:]) / (out[..., :1] - out[..., -1:])
+  np.testing.assert_array_equal(out[:, 0], out[:, 1])  # All tokens of an image.
+  branches = out[:, 0, :-1]  # [images, 2 layers]
+  rates = np.repeat([0.0, 0.2, 0.4, 0.6], 2)
+  is_kept = branches > 1e-3
+  np.testing.assert_allclose(is_kept.mean(axis=0), 1 - rates, atol=0.04)
+  kept = np.where(is_kept, branches * (1 - rates), 1)
+  np.testing.assert_allclose(kept, 1, rtol=1e-4)
+  np.testing.assert_allclose(branches.mean(axis=0), 1, atol=0.1)
+  # Branches are dropped apart from each other, anew with each key.
+  correlation = np.corrcoef(is_kept[:, 2:].T) - np.eye(2 * layers - 2)
+  assert np.abs(correlation).max() < 0.08
+  assert np.abs(run(1, True) - run(0, True)).max() > 0.1
+  # Evaluation drops nothing.
+  np.testing.assert_array_equal(run(0, False), run(1, False))
+  want = np.append(np.ones(2 * layers), 0)
+  want = (want - want.mean()) / want.std()
+  np.testing.assert_allclose(run(0, False)[0, 0], want, rtol=1e-4)
+
+
 def encoder_and_params(**fields):
   fields = dict(
     num_layers=3, mlp_dim=24, num_heads=2, dropout_rate=0.0,

@@ -41,6 +41,22 @@ def test_cosine_and_linear_end_where_the_paper_says():
   assert values(constant, [0, 1, 109]) == [2.0, 2.0, 2.0]
 
 
+def test_a_staircase_drops_to_a_tenth_at_each_share_of_the_run():
+  # arXiv 1912.11370: 90 epochs, a tenth after 30, 60 and 80; here 10 steps each.
+  schedule = optim.create_learning_rate_schedule(
+    900, 0.48, 'staircase', 4, decay_at=(30 / 90, 60 / 90, 80 / 90)
+  )
+  np.testing.assert_allclose(
+    values(schedule, [0, 3, 4, 299, 300, 599, 600, 799, 800, 899]),
+    [0.12, 0.48, 0.48, 0.48, 0.048, 0.048, 0.0048, 0.0048, 0.00048, 0.00048],
+    rtol=1e-5,
+  )
+  with pytest.raises(ValueError, match='at step 3, before the warm-up of 4 st'):
+    optim.create_learning_rate_schedule(
+      10, 1.0, 'staircase', 4, decay_at=(0.3, 0.6)
+    )
+
+
 @pytest.mark.parametrize(
   'args, message',
   [
@@ -116,6 +132,31 @@ def test_sgd_with_momentum():
   )
 
 
+def test_l2_decay_goes_through_the_momentum_and_acts_on_kernels_alone():
+  cfg = config(
+    optimizer='sgd', grad_norm_clip=0.0, optim_dtype='float32', l2_decay=0.5
+  )
+  got, _ = run(cfg, steps=2)
+  # Of the second weight the gradient is 0. Velocity -1: the weight becomes
+  # -1.9; velocity 0.9 * -1 + 0.5 * -1.9 = -1.85: it becomes -1.715.
+  np.testing.assert_allclose(got['dense']['kernel'][1], -1.715, rtol=1e-6)
+  np.testing.assert_allclose(
+    got['dense']['bias'], [3 + 0.1 * 2.9 * 0.4], rtol=1e-6
+  )
+  np.testing.assert_array_equal(got['cls'], PARAMS['cls'])
+  # In the long run, as much as `weight_decay` of l2_decay / (1 - momentum).
+  none = jax.tree.map(jnp.zeros_like, GRADS)
+  shrinks = {
+    key: run(
+      config(**{'optim_dtype': 'float32', key: value}), 300, 0.01, None, none
+    )[0]['dense']['kernel'][0]
+    for key, value in (('l2_decay', 0.1), ('weight_decay', 1.0))
+  }
+  np.testing.assert_allclose(
+    shrinks['l2_decay'], shrinks['weight_decay'], rtol=0.2
+  )
+
+
 def test_clipping_is_by_the_global_norm():
   got, _ = run(
     config(optimizer='sgd', grad_norm_clip=0.1, optim_dtype='float32')
@@ -142,6 +183,45 @@ def test_adams_first_step_is_the_sign_and_decay_acts_on_kernels_alone():
   )
   np.testing.assert_allclose(got['dense']['bias'], [3 + 0.1], rtol=1e-5)
   np.testing.assert_allclose(got['cls'], [4.0])
+
+
+def adamw(x, g, rates, decays, b1=0.9, b2=0.999, eps=1e-8):
+  """Adam's updates of a parameter in float64, each with its own decay."""
+  mu = nu = 0.0
+  for t, (rate, decay) in enumerate(zip(rates, decays), 1):
+    mu, nu = b1 * mu + (1 - b1) * g, b2 * nu + (1 - b2) * g**2
+    step = mu / (1 - b1**t) / (np.sqrt(nu / (1 - b2**t)) + eps)
+    x = x - rate * step - decay * x
+  return x
+
+
+@pytest.mark.parametrize(
+  'base, independent, weight_decay',
+  [
+    (0.01, True, 0.04),
+    (0.05, True, 0.04),  # Another rate, the same decay.
+    (0.01, False, 4.0),  # The same decay as the first.
+  ],
+)
+def test_independent_weight_decay_follows_the_schedule_alone(
+  base, independent, weight_decay
+):
+  x, g = np.array([1.0, -2.0]), np.array([0.3, 0.1])
+  shares = np.array([0.5, 1.0, 0.6, 0.2])
+  cfg = config(
+    optimizer='adam', optim_dtype='float32', grad_norm_clip=0.0, base_lr=base,
+    weight_decay=weight_decay, independent_weight_decay=independent,
+  )  # fmt: skip
+  tx = optim.get_optimizer(cfg, lambda step: jnp.array(base * shares)[step])
+  got = {'kernel': jnp.asarray(x), 'bias': jnp.asarray(x)}
+  grads = {'kernel': jnp.asarray(g), 'bias': jnp.asarray(g)}
+  state = tx.init(got)
+  for _ in shares:
+    updates, state = tx.update(grads, state, got)
+    got = optax.apply_updates(got, updates)
+  for name, decay in (('kernel', 0.04), ('bias', 0.0)):
+    want = adamw(x, g, base * shares, decay * shares)
+    np.testing.assert_allclose(got[name], want, rtol=1e-5)
 
 
 @pytest.mark.parametrize('optimizer', ['sgd', 'adam'])

@@ -118,7 +118,7 @@ def test_evaluation_and_prediction_split_parameters_as_the_run_did(
   kernel = tree['Dense_0']['kernel']
   assert kernel.addressable_shards[0].data.shape == (4, 16)
   assert len(kernel.sharding.device_set) == 4  # No copies, the axis `data`.
-  assert dict(evaluate._mesh(workdir).shape) == {
+  assert dict(evaluate.run_mesh(workdir).shape) == {
     'data': 2,
     'fsdp': 4,
     'model': 1,
@@ -133,7 +133,7 @@ def test_where_the_devices_do_not_allow_it_they_are_copied(finished, tmp_path):
   stored = json.loads((workdir / 'config.json').read_text())
   stored['mesh'] = {'data': 1, 'fsdp': 16, 'model': 1}
   (workdir / 'config.json').write_text(json.dumps(stored))
-  assert dict(evaluate._mesh(workdir).shape) == {'data': 8}
+  assert dict(evaluate.run_mesh(workdir).shape) == {'data': 8}
   model = predict.load(str(workdir))
   assert {len(x.devices()) for x in jax.tree.leaves(model.params)} == {1}
 

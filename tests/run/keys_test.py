@@ -47,7 +47,8 @@ WRONG = [
   ('pp.crop', (3, 4, 5), 'must be a whole number'),
   ('pp.crop', 'abc', 'must be a whole number'),
   ('pp.resize', 200, 'resize=200 is smaller than crop=384'),
-  ('pp.resize', NAN, WHOLE + ', or None'),
+  ('pp.resize', (448, 380), r'use at least \(448, 384\) or None'),
+  ('pp.resize', NAN, WHOLE + ', or two, or None'),
   ('pp.channels', 2, 'is unknown: use one of 1, 3'),
   ('pp.crop_area', (0.5, 1.5), 'must be .smallest, largest.*at most 1.0'),
   ('pp.crop_area', (0.0, 1.0), 'finite numbers above 0'),
@@ -66,6 +67,13 @@ WRONG = [
   ('pp.color_jitter', 1.5, 'must be a finite number from 0 to 1'),
   ('pp.color_jitter', NAN, 'must be a finite number from 0 to 1'),
   ('pp.random_erasing', '1', 'must be a finite number from 0 to 1'),
+  ('fewshot', 5, 'must be a group of keys'),
+  ('fewshot.shots', (1, 0), 'must be a tuple of different whole numbers of at'),
+  ('fewshot.shots', (5, 5), 'must be a tuple of different whole numbers of at'),
+  ('fewshot.seeds', (0.5,), 'must be a tuple of different whole numbers of at'),
+  ('fewshot.l2', 0.0, 'must be a finite number above 0'),
+  ('fewshot.squeeze', 0.9, 'must be a finite number of at least 1'),
+  ('fewshot.train', 'train[abc', 'must be a split in the notation'),
   ('pretrained_grid', (0, 0), 'must be .height, width., two whole numbers'),
   ('pretrained', '', 'must be a text that is not empty, or None'),
   ('loss', 'hinge', "is unknown: use one of 'softmax', 'sigmoid'"),
@@ -87,7 +95,14 @@ WRONG = [
   ('base_lr', NAN, 'must be a finite number of at least 0'),
   ('base_lr', INF, 'must be a finite number of at least 0'),
   ('decay_type', 'step', "is unknown: use one of 'cosine', 'linear'"),
+  ('decay_type', 'staircase', r"decay_type='staircase' and decay_at=\(\): a stair"),
+  ('decay_at', (0.3,), r"'cosine' and decay_at=\(0.3,\): .* other decays take none"),
+  ('decay_at', (0.6, 0.3), 'must be increasing shares of the run'),
+  ('decay_at', (0.3, 1.0), 'must be increasing shares of the run'),
+  ('decay_at', 0.3, 'must be increasing shares of the run'),
+  ('l2_decay', -1.0, 'must be a finite number of at least 0'),
   ('weight_decay', INF, 'must be a finite number of at least 0, or None'),
+  ('independent_weight_decay', 1, 'must be True or False'),
   ('lr_multipliers', (('(', 1.0),), "holds '.', which is no regular expr"),
   ('lr_multipliers', ('head/', -1.0), 'must be pairs of a regular'),
   ('lr_multipliers', (('head/', NAN),), 'a finite factor of at least 0'),
@@ -132,16 +147,28 @@ WRONG = [
   ('model.transformer.dropout_rate', 2.0, RATE),
   ('model.transformer.dropout_rate', -0.5, RATE),
   ('model.transformer.attention_dropout_rate', NAN, RATE),
+  ('model.transformer.stochastic_depth', 1.0, RATE),
   ('model.transformer.attention', 'fast', "is unknown: use one of 'default'"),
   ('model.transformer.gelu', 'sigmoid', "is unknown: use one of 'tanh', 'erf'"),
   ('model.transformer.norm_eps', 0.0, 'must be a finite number above 0'),
   ('model.transformer.remat', 'all', "is unknown: use one of '', 'full'"),
+  ('model.transformer.position_embedding', '3d', "unknown: use one of 'learned"),
+  ('model.transformer',
+   {'add_position_embedding': False, 'position_embedding': 'sincos2d'},
+   "False contradicts position_embedding='sincos2d': leave out"),
+  ('model', {'hidden_size': 38, 'transformer':
+             {'num_heads': 2, 'position_embedding': 'sincos2d'}},
+   'needs a width that is a multiple of 4, at least 8, not 38'),
   ('model.transformer.own', NAN, 'must be a number'),
   ('model.resnet', {'num_layers': (3, 0)}, 'must be the units of each stage'),
   ('model.resnet', {'width_factor': 0.3}, 'must be a multiple of 0.5 above 0'),
   ('model.resnet', {'eps': 'torch'}, "is unknown: use one of 'published'"),
   ('model.tokens_mlp_dim', 0, WHOLE),
   ('model.num_blocks', -1, WHOLE),
+  ('model.num_layers', (3, 0), 'must be the units of each stage'),
+  ('model.width_factor', 0.25, 'must be a multiple of 0.5 above 0'),
+  ('model.eps', 'torch', "is unknown: use one of 'published', 'timm'"),
+  ('model.remat', 'dots', "is unknown: use one of '', 'full'"),
 ]  # fmt: skip
 
 
@@ -164,6 +191,15 @@ def test_a_wrong_value_is_named(key, value, message):
   assert len(str(error.value).splitlines()) == 1
 
 
+def test_independent_weight_decay_needs_a_learning_rate():
+  config = vit.get_config('b16,cifar10')
+  config.update(independent_weight_decay=True, base_lr=0.0)
+  with pytest.raises(
+    ValueError, match='base_lr, which is 0: set --config.base'
+  ):
+    run_config.check_values(config)
+
+
 @pytest.mark.parametrize(
   'key, value',
   [
@@ -173,6 +209,7 @@ def test_a_wrong_value_is_named(key, value, message):
     ('pp.test', '.[:5]'),
     ('pp.crop', (224, 384)),
     ('pp.crop_area', None),
+    ('pp.crop_ratio', None),
     ('pp.randaugment', [2, 15]),
     ('pp.randaugment', (1, 0)),
     ('pretrained_grid', (14, 24)),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from vit_jax.configs import bit_pretrain
 from vit_jax.configs import pretrain
 from vit_jax.scale import search
 
@@ -24,7 +25,8 @@ class Plans:
     self.seen = []
 
   def __call__(self, config):
-    mesh, remat = config.mesh, config.model.transformer.remat
+    mesh, model = config.mesh, config.model
+    remat = model.get('transformer', model).remat
     self.seen.append((mesh.fsdp, mesh.model, remat, config.accum_steps))
     devices = mesh.data * mesh.fsdp * mesh.model
     images = config.batch // devices // config.accum_steps
@@ -114,6 +116,16 @@ def test_where_nothing_fits_all_plans_come_back(capsys):
   assert not any(p['fits'] for p in got)
   assert {remat for _, _, remat, _ in plans.seen} == {'', 'dots', 'full'}
   assert 'No plan fits: use more devices' in capsys.readouterr().out
+
+
+def test_a_bit_resnet_recomputes_everything_or_nothing():
+  plans = Plans(params=10_000)
+  config = bit_pretrain.get_config('bit_r50x1,imagenet2012')
+  config.batch = 256
+  search.search(config, 8, plans)
+  assert {(model, remat) for _, model, remat, _ in plans.seen} == {
+    (1, ''), (1, 'full'),
+  }  # fmt: skip
 
 
 def test_memory_that_the_compiler_does_not_say():

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from vit_jax.data import images
+from vit_jax.files import images
 
 # Boxes whose visible height or width is below this number of pixels of the
 # result are dropped. Rounding in float32 leaves about as much of a box that
@@ -90,7 +90,9 @@ def sample(shape, seed, pp) -> Geometry:
   """Draws the geometry of a training image.
 
   The crop is an Inception crop (arXiv 1409.4842, section 6): its share of the
-  area and its aspect ratio are uniform between the limits in `pp`.
+  area and its aspect ratio are uniform between the limits in `pp`. If
+  `pp.crop_ratio` is None, the crop has the aspect ratio of the image, as if the
+  image were resized to a square and then cropped (arXiv 1912.11370, section 3.3).
 
   Args:
     shape: int32 [2] or [3], height and width (and channels) of the original.
@@ -102,7 +104,9 @@ def sample(shape, seed, pp) -> Geometry:
   """
   seeds = tf.random.experimental.stateless_split(seed, 3)  # [3, 2]
   geometry = whole(shape, crop_size(pp))
-  if pp.crop_area is not None:
+  if pp.crop_area is not None and pp.crop_ratio is None:
+    geometry = _similar(geometry, seeds[0], pp.crop_area)
+  elif pp.crop_area is not None:
     begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
       tf.concat([geometry.shape, [3]], axis=0),
       bounding_boxes=tf.zeros([1, 0, 4]),
@@ -125,6 +129,20 @@ def sample(shape, seed, pp) -> Geometry:
     angle = tf.random.stateless_uniform([], seeds[2], -limit, limit)
     geometry = geometry._replace(angle=angle)
   return geometry
+
+
+def _similar(geometry, seed, crop_area) -> Geometry:
+  """Draws a crop with the aspect ratio of the image."""
+  draws = tf.random.stateless_uniform([3], seed)
+  least, greatest = crop_area
+  side = tf.sqrt(least + draws[0] * (greatest - least))
+  shape = tf.cast(geometry.shape, tf.float32)
+  size = tf.maximum(1.0, tf.round(side * shape))
+  begin = tf.cast(draws[1:] * (shape - size + 1), tf.int32)
+  size = tf.cast(size, tf.int32)
+  return geometry._replace(
+    y=begin[0], x=begin[1], height=size[0], width=size[1]
+  )
 
 
 def snap(geometry: Geometry, ratio) -> Geometry:

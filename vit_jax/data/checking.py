@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from vit_jax import cli
 from vit_jax.configs import common
-from vit_jax.data import images
+from vit_jax.files import images
 from vit_jax.files import index as index_lib
 from vit_jax.files import listing
 from vit_jax.files import paths as paths_lib

@@ -9,7 +9,7 @@ import itertools
 import jax
 import tensorflow as tf
 
-from vit_jax.data import images
+from vit_jax.files import images
 from vit_jax.files import reading
 from vit_jax.scale import sharding
 

@@ -30,7 +30,7 @@ def is_folder(dataset: str) -> bool:
   Raises:
     FileNotFoundError: if it is written as a path, but there is no such folder.
   """
-  if dataset in datasets.BUILDERS:
+  if dataset in datasets.BUILDERS or dataset.startswith(datasets.VTAB):
     return False
   if tf.io.gfile.isdir(dataset):
     return True

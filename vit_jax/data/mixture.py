@@ -17,6 +17,7 @@ from vit_jax.data import records
 # Greatest denominator of a share, so that int64 holds all positions up to 2**63
 # without error.
 _DENOMINATOR = 10**9
+_SOFT = 'soft_label'
 
 
 def parse(dataset) -> str | tuple[tuple[str, float], ...]:
@@ -64,7 +65,8 @@ class MixtureSource(records.Source):
   for up to three parts, and to hardly more for many.
 
   Args:
-    parts: sources with the same classes. Only their common features are used.
+    parts: sources with the same classes. Only their common features are used;
+      and 'soft_label' if some part has it, which is all 0 in the other parts.
     pairs: their names, and weights of any sum.
 
   Raises:
@@ -81,8 +83,9 @@ class MixtureSource(records.Source):
     features = [
       name
       for name in parts[0].features
-      if all(name in part.features for part in parts)
+      if name != _SOFT and all(name in part.features for part in parts)
     ]
+    self._has_soft = any(_SOFT in part.features for part in parts)
     names = {k: v for k, v in parts[0].names.items() if k in features}
     super().__init__(sum(part.num_examples for part in parts), features, names)
     self.parts = tuple(parts)
@@ -145,6 +148,13 @@ class MixtureSource(records.Source):
       free = free - mine
       rest = rest - before
     return part, local
+
+  def select(self, record) -> dict:
+    """Returns the features of the mixture in the record of a part."""
+    found = {name: record[name] for name in self.features}
+    if self._has_soft:
+      found[_SOFT] = record.get(_SOFT, tf.zeros([len(self.class_names)]))
+    return found
 
   def read(self, record):
     """Returns the record of one example, with contents in place of paths."""

@@ -174,7 +174,7 @@ def _part_records(config, source, rows, start_step, share):
 
     def finish(position, record):
       index = record['index'] + source.offsets[k]
-      kept = {name: record[name] for name in source.features}
+      kept = source.select(record)
       return position, {'index': index, 'part': number, **kept}
 
     seed = _seed(config.seed, k)

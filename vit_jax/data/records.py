@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from vit_jax.data import images
+from vit_jax.files import images
 from vit_jax.files import index as index_lib
 
 # For slow reading: number of parallel calls, and greatest bytes and number of
@@ -190,6 +190,50 @@ class FolderSource(MemorySource):
     """Stores the list of the files in a workdir, see Source.store."""
     if self._paths is not None:
       self._paths.store(workdir)
+
+
+class Subset(Source):
+  """Some examples of a source with random access.
+
+  Args:
+    source: the source.
+    indices: numbers of the examples, int64 [n], in any order; a number may occur
+      several times.
+
+  Raises:
+    ValueError: if the source is a stream.
+  """
+
+  def __init__(self, source: Source, indices: np.ndarray):
+    if not source.random_access:
+      raise ValueError(
+        'single examples cannot be taken from a data set that is streamed: '
+        'convert it first (python -m vit_jax.datasets.convert NAME)'
+      )
+    super().__init__(len(indices), source.features, source.names)
+    self._source = source
+    self._indices = np.asarray(indices, np.int64)
+    self.chunk = source.chunk
+
+  def lookup(self, indices) -> dict:
+    """Returns the examples with these numbers; see the top of this module."""
+    return self._source.lookup(tf.gather(self._indices, indices))
+
+  def read(self, record):
+    """Returns the record of one example, with contents in place of paths."""
+    return self._source.read(record)
+
+  def name(self, index: int) -> str:
+    """Names an example for an error message."""
+    return self._source.name(int(self._indices[index]))
+
+  def locate(self, index: int) -> tuple[Source, int]:
+    """Returns the source that holds an example, and its number there."""
+    return self._source.locate(int(self._indices[index]))
+
+  def store(self, workdir):
+    """Stores what the source stores, see Source.store."""
+    self._source.store(workdir)
 
 
 def chunk(num_examples: int, record_bytes: float) -> int:

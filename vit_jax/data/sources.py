@@ -1,4 +1,4 @@
-"""Opens sources of examples: image folders, manifests, and TFDS data sets.
+"""Opens sources of examples: folders, manifests, pseudo-labels, TFDS data sets.
 
 See vit_jax/data/records.py for the interface of a source.
 """
@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from etils import epath
 import tensorflow as tf
 
+from vit_jax import datasets
 from vit_jax.data import folder
 from vit_jax.data import manifest
 from vit_jax.data import mixture
+from vit_jax.data import pseudo_labels
 from vit_jax.data import records
 from vit_jax.datasets import splits
+from vit_jax.datasets import vtab
 
 # Features that a classifier needs.
 LABELLED = ('image', 'label')
@@ -67,7 +70,7 @@ def open_split(
 
   Returns:
     A source: records.FolderSource or MemorySource, splits.ArrayRecordSource,
-    streams.StreamSource, or mixture.MixtureSource.
+    streams.StreamSource, pseudo_labels.PseudoSource, or mixture.MixtureSource.
 
   Raises:
     ValueError, FileNotFoundError: if data set, split, features or images are
@@ -89,8 +92,29 @@ def open_split(
       return mixture.MixtureSource(parts, dataset)
     dataset = dataset[0][0]
   if folder.is_folder(dataset):
+    if pseudo_labels.exists(dataset):
+      return _open_pseudo_labels(
+        config, dataset, split, features, class_names, workdir
+      )
     return _open_folder(config, dataset, split, features, class_names, workdir)
-  return splits.open_split(config, dataset, split, features)
+  module = vtab if dataset.startswith(datasets.VTAB) else splits
+  return module.open_split(config, dataset, split, features)
+
+
+def _open_pseudo_labels(config, root, split, features, class_names, workdir):
+  """Opens a folder of pseudo-labels; see open_split."""
+  if split != config.pp.train:
+    raise ValueError(
+      f"'{root}' holds pseudo-labels, which are to train on: evaluate split "
+      f"'{split}' of data with labels (config.evals, --evaluate)"
+    )
+
+  def open_images(dataset, split):
+    return open_split(
+      config, split, ('image',), dataset=dataset, workdir=workdir
+    )
+
+  return pseudo_labels.open_folder(root, features, class_names, open_images)
 
 
 def _open_folder(config, root, split, features, class_names, workdir):

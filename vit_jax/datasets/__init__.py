@@ -4,6 +4,8 @@ import importlib
 
 # TFDS name: module that registers its builder.
 BUILDERS = {'digits': 'vit_jax.datasets.digits'}
+# Beginning of the names of the tasks of VTAB, see vit_jax/datasets/vtab.py.
+VTAB = 'vtab/'
 
 
 def register(name: str) -> bool:

@@ -10,6 +10,9 @@ digits/5to9_few    the other five, for learning from few labels: few_0 to
                    the remaining images
 digits/few         all classes, with few_0 to few_2 from the training images of
                    `digits`; test has the test images of `digits`
+digits/few10       the same with 10 images a class, in few_0 to few_5;
+                   unlabelled_0 to unlabelled_5 have the other training images
+                   (here with their labels, to judge pseudo-labels by)
 """
 
 from typing import ClassVar
@@ -18,8 +21,8 @@ import numpy as np
 from sklearn import datasets
 import tensorflow_datasets as tfds
 
-SHOTS = 5
-NUM_FEW = 3
+# Builder config -> (images a class, number of draws) of its splits few_<i>.
+FEW = {'5to9_few': (5, 3), 'few': (5, 3), 'few10': (10, 6)}
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
@@ -34,6 +37,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
       ('0to4', 'The digits 0 to 4.'),
       ('5to9_few', 'The digits 5 to 9, with splits of 5 images a class.'),
       ('few', 'All ten classes, with splits of 5 images a class.'),
+      ('few10', 'All ten classes, with splits of 10 images a class.'),
     )
   ]
 
@@ -64,27 +68,35 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     order = order[np.isin(target[order], self._classes())]
     num_train = len(order) * 4 // 5
     train, test = order[:num_train], order[num_train:]
-    if not self.builder_config.name.endswith('few'):
-      return {
-        'train': self._generate_examples(train),
-        'test': self._generate_examples(test),
-      }
-    chosen_from = train if self.builder_config.name == 'few' else order
-    by_class = [chosen_from[target[chosen_from] == c] for c in self._classes()]
-    splits = {
-      f'few_{i}': np.concatenate(
-        [indices[i * SHOTS : (i + 1) * SHOTS] for indices in by_class]
-      )
-      for i in range(NUM_FEW)
-    }
-    splits['test'] = test
-    if self.builder_config.name == '5to9_few':
-      splits['test'] = np.concatenate(
-        [indices[NUM_FEW * SHOTS :] for indices in by_class]
-      )
+    splits = {'train': train, 'test': test}
+    if self.builder_config.name in FEW:
+      splits = self._few(target, order, train, test)
     return {
       name: self._generate_examples(indices) for name, indices in splits.items()
     }
+
+  def _few(self, target, order, train, test):
+    """Returns the images of each split, in a builder config with few labels."""
+    name = self.builder_config.name
+    shots, draws = FEW[name]
+    chosen_from = order if name == '5to9_few' else train
+    by_class = [chosen_from[target[chosen_from] == c] for c in self._classes()]
+    splits = {
+      f'few_{i}': np.concatenate(
+        [indices[i * shots : (i + 1) * shots] for indices in by_class]
+      )
+      for i in range(draws)
+    }
+    if name == 'few10':
+      for i in range(draws):
+        others = train[~np.isin(train, splits[f'few_{i}'])]
+        splits[f'unlabelled_{i}'] = others
+    splits['test'] = test
+    if name == '5to9_few':
+      splits['test'] = np.concatenate(
+        [indices[draws * shots :] for indices in by_class]
+      )
+    return splits
 
   def _generate_examples(self, indices):
     digits = datasets.load_digits()

@@ -11,6 +11,7 @@ from vit_jax import datasets
 from vit_jax.data import folder
 from vit_jax.data import records
 from vit_jax.datasets import builders
+from vit_jax.datasets import parsing
 from vit_jax.datasets import streams
 
 # Files without random access are read into memory, still encoded, if the split
@@ -25,15 +26,14 @@ class ArrayRecordSource(records.Source):
     files: files of the split, and which records of each belong to the split.
     record_bytes: mean size of a record.
     reader: parser of the records.
-    names: {feature: names of its classes} for the class labels.
   """
 
-  def __init__(self, files, record_bytes, reader: builders.Reader, names):
+  def __init__(self, files, record_bytes, reader: parsing.Reader):
     self._data = array_record_data_source.ArrayRecordDataSource(
       files, reader_options={'max_parallelism': '0'}
     )
     self._reader = reader
-    super().__init__(len(self._data), reader.features, names)
+    super().__init__(len(self._data), reader.features, reader.names)
     self.chunk = records.chunk(len(self._data), record_bytes)
 
   def lookup(self, indices) -> dict:
@@ -43,40 +43,53 @@ class ArrayRecordSource(records.Source):
       return np.array(self._data.__getitems__(indices.tolist()), dtype=object)
 
     serialized = tf.numpy_function(read, [indices], tf.string, stateful=False)
-    batch = self._reader.parse_all(tf.ensure_shape(serialized, [None]))
-    return records.with_padded_labels(batch)
+    return self._reader.parse_all(tf.ensure_shape(serialized, [None]))
 
 
 def open_split(config, dataset: str, split: str, features) -> records.Source:
   """Opens a split of a TFDS data set; see vit_jax.data.sources.open_split."""
   builder = builders.get_builder(config, dataset)
-  source = _open(builder, dataset, split, features)
-  source.origin = {'dataset': builder.info.full_name, 'split': split}
+  info = builder.info
+  available = parsing.features(info)
+  wanted = records.resolve(features, available, f"data set '{info.name}'")
+  reader = parsing.Reader(info, {name: available[name] for name in wanted})
+  source = open_with(builder, dataset, split, reader)
+  source.origin = {'dataset': info.full_name, 'split': split}
   return source
 
 
-def _open(builder, dataset, split, features):
-  """Opens a split of a prepared data set; see open_split."""
+def whole(info, dataset: str, split: str):
+  """Returns a whole split of a TFDS data set, a tfds.core.SplitInfo.
+
+  Raises:
+    ValueError: if there is no such split.
+  """
+  if split not in info.splits:
+    raise ValueError(
+      f"data set '{dataset}' has no split '{split}': it has "
+      f'{list(info.splits)} (config.pp.train, config.pp.test, '
+      'config.evals, --evaluate)'
+    )
+  return info.splits[split]
+
+
+def open_with(
+  builder, dataset: str, split: str, reader: parsing.Reader
+) -> records.Source:
+  """Opens a split of a prepared TFDS data set.
+
+  Args:
+    builder: the builder of the data set.
+    dataset: name of the data set for messages.
+    split: a split in the notation of TFDS.
+    reader: parser of the records.
+  """
   info = builder.info
-  available = builders.features(info)
-  wanted = records.resolve(features, available, f"data set '{info.name}'")
-  names = {
-    name: available[name].class_names
-    for name in wanted
-    if available[name].class_names is not None
-  }
-  bases = [base for base, _ in folder.parts(split)]
-  for base in bases:
-    if base not in info.splits:
-      raise ValueError(
-        f"data set '{dataset}' has no split '{base}': it has "
-        f'{list(info.splits)} (config.pp.train, config.pp.test, '
-        'config.evals, --evaluate)'
-      )
+  bases = []
   for base, instruction in folder.parts(split):
-    folder.bounds(info.splits[base], instruction)
+    bases.append(whole(info, dataset, base))
+    folder.bounds(bases[-1], instruction)
   count = info.splits[split].num_examples
-  reader = builders.Reader(info, {name: available[name] for name in wanted})
   if datasets.has_array_records(info):
     info.set_file_format(
       tfds.core.FileFormat.ARRAY_RECORD,
@@ -84,9 +97,9 @@ def _open(builder, dataset, split, features):
       override_if_initialized=True,
     )
   files = info.splits[split].file_instructions
-  record_bytes = _record_bytes([info.splits[base] for base in bases], files)
+  record_bytes = _record_bytes(bases, files)
   if info.file_format == tfds.core.FileFormat.ARRAY_RECORD:
-    return ArrayRecordSource(files, record_bytes, reader, names)
+    return ArrayRecordSource(files, record_bytes, reader)
   if record_bytes * count > MEMORY_LIMIT_BYTES:
     logging.warning(
       "'%s' is stored as %s files: it is streamed, and shuffled by files and "
@@ -96,14 +109,12 @@ def _open(builder, dataset, split, features):
       info.file_format.value,
       dataset,
     )
-    return streams.StreamSource(
-      files, info.file_format, record_bytes, reader, names
-    )
+    return streams.StreamSource(files, info.file_format, record_bytes, reader)
   data = builder.as_dataset(
     split=split, decoders=reader.decoders, shuffle_files=False
   ).map(reader.select)
   columns = data.ragged_batch(count).get_single_element()
-  return records.MemorySource(records.with_padded_labels(columns), names)
+  return records.MemorySource(reader.finish(columns), reader.names)
 
 
 def _record_bytes(splits, files) -> float:

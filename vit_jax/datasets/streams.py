@@ -34,7 +34,7 @@ from tensorflow_datasets.core import file_adapters
 
 from vit_jax.data import order
 from vit_jax.data import records
-from vit_jax.datasets import builders
+from vit_jax.datasets import parsing
 
 # Number of files read at a time, and records taken from each in turn.
 _FILES = 16
@@ -51,7 +51,6 @@ class StreamSource(records.Source):
     file_format: format of TFDS.
     record_bytes: mean size of a record.
     reader: parser of the records.
-    names: {feature: names of its classes} for the class labels.
   """
 
   random_access = False
@@ -61,11 +60,10 @@ class StreamSource(records.Source):
     files: Sequence[tfds.core.utils.shard_utils.FileInstruction],
     file_format: file_adapters.FileFormat,
     record_bytes: float,
-    reader: builders.Reader,
-    names,
+    reader: parsing.Reader,
   ):
     self._takes = np.array([file.take for file in files], np.int64)
-    super().__init__(int(self._takes.sum()), reader.features, names)
+    super().__init__(int(self._takes.sum()), reader.features, reader.names)
     self.chunk = records.chunk(self.num_examples, record_bytes)
     self._paths = tf.constant([str(file.filename) for file in files])
     self._skips = tf.constant([file.skip for file in files], tf.int64)
@@ -199,7 +197,7 @@ class StreamSource(records.Source):
 
     def parse(batch):
       parsed = self._reader.parse_all(batch['serialized'])
-      return {'index': batch['index'], **records.with_padded_labels(parsed)}
+      return {'index': batch['index'], **parsed}
 
     return batches.map(
       parse, num_parallel_calls=records.CALLS, deterministic=True

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from vit_jax import input_pipeline
+from vit_jax.evaluators import captions
 from vit_jax.figures import attention
-from vit_jax.figures import captions
 from vit_jax.learning import state as state_lib
 from vit_jax.scale import sharding
 

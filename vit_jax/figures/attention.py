@@ -120,7 +120,8 @@ def forward(model, params, images) -> tuple[list[jax.Array], jax.Array]:
   """
 
   def compute(model, images):
-    encoded = model.encode(model.embed(images), train=False)
+    tokens = model.embed(images, flat=not model.needs_grid)
+    encoded = model.encode(tokens, train=False)
     return model.classify(encoded, train=False)
 
   outputs, seen = model.apply(

@@ -13,6 +13,7 @@ import numpy as np
 from vit_jax.figures import drawing
 from vit_jax.figures import invariance
 from vit_jax.figures import results
+from vit_jax.run import metrics as metrics_lib
 
 # Beginnings of the names of logged numbers that are left out.
 _NOT_DRAWN = ('grad_norm', 'img_sec_core', 'num_examples')
@@ -93,7 +94,7 @@ def learning_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]):
     for name in names:
       steps, values = curves[name]
       few = {'marker': 'o', 'markersize': 5} if len(steps) < 40 else {}
-      factor = 100 if 'accuracy' in name else 1
+      factor = 100 if metrics_lib.is_share(name) else 1
       axes.plot(
         steps,
         factor * values,
@@ -103,7 +104,8 @@ def learning_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]):
       )
     axes.set_xlabel('step')
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylabel(f'{label} (%)' if 'accuracy' in label else label)
+    percent = metrics_lib.is_share(label)
+    axes.set_ylabel(f'{label} (%)' if percent else label)
     if label == 'learning rate':
       axes.ticklabel_format(axis='y', style='sci', scilimits=(-2, 3))
       axes.set_ylim(bottom=0)

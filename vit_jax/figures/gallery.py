@@ -25,18 +25,27 @@ from vit_jax.figures import drawing
 from vit_jax.figures import embeddings
 from vit_jax.figures import invariance
 from vit_jax.figures import results
+from vit_jax.layers import positions
 
 _A_ROW = 8  # Maximum number of images per figure; more make further figures.
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
-# Kernels of the first layer of a hybrid, a ViT, a Mixer.
-_KERNELS = ('conv_root/kernel', 'embedding/kernel', 'stem/kernel')
+# Kernels of the first layer of a BiT ResNet, a hybrid, a ViT, a Mixer.
+_KERNELS = (
+  'root_block/conv_root/kernel',
+  'conv_root/kernel',
+  'embedding/kernel',
+  'stem/kernel',
+)
 
 
 # --- Requirements: each returns what is lacking for a figure, or None ---
 
 
 def _needs_posemb(subject):
-  if _POSEMB not in subject.params:
+  fields = getattr(subject.model.task.model, 'transformer', None) or {}
+  if fields.get('position_embedding') == 'relative':
+    return 'relative position embeddings are those of offsets, not of patches'
+  if _position_table(subject) is None:
     return 'the model has no position embeddings'
   return None
 
@@ -91,13 +100,25 @@ def _needs_labels(subject):
 def _filters(subject):
   path = next(path for path in _KERNELS if path in subject.params)
   kernel = np.asarray(subject.params[path], np.float32)
-  if path == 'conv_root/kernel':  # The convolution standardises its kernel.
+  if path.endswith(
+    'conv_root/kernel'
+  ):  # The convolution standardises its kernel.
     kernel = models_resnet.weight_standardize(kernel, (0, 1, 2), eps=1e-5)
   return [drawing.filters(*embeddings.principal_filters(kernel))]
 
 
+def _position_table(subject):
+  model = subject.model.task.model
+  if _POSEMB in subject.params or not isinstance(
+    model, models.VisionTransformer
+  ):
+    return subject.params.get(_POSEMB)
+  fields = model.transformer or {'position_embedding': 'none'}
+  return positions.first_table(subject.params, fields, subject.grid)
+
+
 def _position_similarity(subject):
-  table = subject.params[_POSEMB]
+  table = _position_table(subject)
   similarity = embeddings.position_similarity(table, subject.grid)
   return [drawing.position_similarity(similarity)]
 

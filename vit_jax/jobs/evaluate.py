@@ -1,19 +1,27 @@
 """Evaluates a trained model on any split, without training.
 
 python -m vit_jax.main --workdir=/tmp/digits --evaluate=test
+python -m vit_jax.main --workdir=/tmp/run --evaluate=validation --real=real.json
 """
+
+import jax
 
 from vit_jax import cli
 from vit_jax import predict
 from vit_jax import train
 from vit_jax.configs import rules
+from vit_jax.evaluators import real
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.scale import sharding
 
 
 def evaluate(
-  workdir: str, split: str, dataset: str | None = None, step: int | None = None
+  workdir: str,
+  split: str,
+  dataset: str | None = None,
+  step: int | None = None,
+  real_labels: str | None = None,
 ) -> dict[str, float]:
   """Evaluates a checkpoint of a run, and prints the metrics.
 
@@ -23,30 +31,33 @@ def evaluate(
       'train[:10%]'.
     dataset: another data set with the same classes; by default that of the run.
     step: step of the checkpoint; by default the newest.
+    real_labels: file of ReaL labels, see vit_jax/evaluators/real.py.
 
   Returns:
     A dict with the metrics of the task (`accuracy` and `loss`, for classes),
-    `num_examples` and `img_sec_core`.
+    `num_examples` and `img_sec_core`; with `real_labels` also `accuracy_real`
+    and `num_real`.
 
   Raises:
-    FileNotFoundError: if there is no such run or folder.
-    ValueError: if the split, the data set, its classes or the checkpoint are
-      wrong.
+    FileNotFoundError: if there is no such run, folder or file.
+    ValueError: if the split, the data set, its classes, the checkpoint or the
+      ReaL labels are wrong.
     OSError: if the storage does not answer.
   """
   rules.check('split', split, rules.split)
-  mesh = _mesh(workdir)
+  mesh = run_mesh(workdir)
   model = predict.load(workdir, step, mesh)
   config, task = model.config, model.task
   if dataset is not None:
     with config.ignore_type():  # The data set of the run may be a mixture.
       config.dataset = dataset
-  shards = sharding.batch_shards(mesh)
-  config.batch_eval = -(-config.batch_eval // shards) * shards
+  fit_batches(config, mesh)
 
-  def open_split(wanted):
+  def open_split(wanted, further=()):
     try:
-      source = train.open_for(config, type(task), model.metadata, wanted)
+      source = train.open_for(
+        config, type(task), model.metadata, wanted, further=further
+      )
     except FileNotFoundError as e:
       raise FileNotFoundError(
         f'{e}; to evaluate, name the split by --evaluate=SPLIT, and data that '
@@ -60,8 +71,13 @@ def evaluate(
       )
     return source
 
+  evaluators = task.evaluators(mesh, split, open_split)
+  if real_labels is not None:
+    evaluators = [
+      *evaluators, real.Real(task, mesh, open_split, split, real_labels)
+    ]  # fmt: skip
   metrics = {}
-  for evaluator in task.evaluators(mesh, split, open_split):
+  for evaluator in evaluators:
     metrics.update(evaluator.run(model.params, model.extra))
   cli.say(
     f"{workdir}, step {model.step}, split '{split}' of {config.dataset}: "
@@ -70,7 +86,14 @@ def evaluate(
   return metrics
 
 
-def _mesh(workdir):
+def fit_batches(config, mesh):
+  """Rounds the batches up, in place, so that the devices divide them."""
+  shards = sharding.batch_shards(mesh)
+  for key in ('batch', 'batch_eval'):
+    config[key] = -(-config[key] // shards) * shards
+
+
+def run_mesh(workdir) -> jax.sharding.Mesh:
   """Returns the mesh of a run, or a data-parallel one on other devices."""
   config, _ = workdir_lib.load(workdir)
   try:

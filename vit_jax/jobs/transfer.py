@@ -7,14 +7,13 @@ import copy
 import json
 import statistics
 
-from etils import epath
-import jax
 import ml_collections
 
 from vit_jax import cli
 from vit_jax import train
+from vit_jax.jobs import runs
+from vit_jax.jobs import tables
 from vit_jax.run import config as run_config
-from vit_jax.run import workdir as workdir_lib
 
 say = cli.say
 _KINDS = ('finetune', 'scratch')
@@ -39,7 +38,8 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> dict:
     mean difference.
 
   Raises:
-    ValueError: if there are fewer than two seeds; see also train_and_evaluate.
+    ValueError: if there are fewer than two seeds; see also train_and_evaluate
+      and runs.train_all.
     train.Interrupted: see train_and_evaluate.
   """
   if len(config.seeds) < 2:
@@ -61,26 +61,29 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> dict:
     f'\n{config.finetune.dataset}: fine-tuning and training from scratch on the '
     f'same labels, {len(config.seeds)} draws of labels.'
   )
-  accuracies = {kind: [] for kind in _KINDS}
-  for seed in config.seeds:
-    for kind in _KINDS:
-      with cli.muted():
-        _, metrics = train.train_and_evaluate(
-          _run_config(config, kind, seed, pretrained),
-          f'{workdir}/{kind}_{seed}',
-        )
-      accuracies[kind].append(metrics['accuracy_test'])
-      say(f'  draw {seed}, {_NAMES[kind]:<13} {accuracies[kind][-1]:.2%}')
+  metrics = runs.train_all(
+    [
+      runs.Run(f'{kind}_{seed}', _run_config(config, kind, seed, pretrained))
+      for seed in config.seeds
+      for kind in _KINDS
+    ],
+    workdir,
+  )
+  accuracies = {
+    kind: [metrics[f'{kind}_{seed}']['accuracy_test'] for seed in config.seeds]
+    for kind in _KINDS
+  }
+  spread = {kind: tables.mean_std(accuracies[kind]) for kind in _KINDS}
   result = {
     'seeds': list(config.seeds),
     'accuracies': accuracies,
-    'mean': {k: statistics.mean(v) for k, v in accuracies.items()},
-    'std': {k: statistics.stdev(v) for k, v in accuracies.items()},
+    'mean': {kind: mean for kind, (mean, _) in spread.items()},
+    'std': {kind: std for kind, (_, std) in spread.items()},
     'margin': statistics.mean(
       a - b for a, b in zip(accuracies['finetune'], accuracies['scratch'])
     ),
   }
-  _store(result, workdir)
+  tables.write(workdir, 'transfer.json', json.dumps(result, indent=1))
   _show(result)
   return result
 
@@ -92,14 +95,6 @@ def _run_config(config, kind, seed, pretrained):
   if kind == 'finetune':
     run.pretrained = pretrained
   return run
-
-
-def _store(result, workdir):
-  """Writes the result from one process, since all share the folder."""
-  if jax.process_index() == 0:
-    workdir_lib.write_atomically(
-      epath.Path(workdir) / 'transfer.json', json.dumps(result, indent=1)
-    )
 
 
 def _show(result):

@@ -11,11 +11,11 @@
 All implementations have the same parameters and give the same results up to
 rounding. They differ in what they support:
 
-           dropout of weights   cross-attention   causal   mask
-  default  yes                  yes               yes      yes
-  xla      no                   yes               yes      yes
-  cudnn    no                   yes               yes      as a bias
-  flash    no                   yes               yes      no
+           dropout of weights   cross-attention   causal   mask        relative
+  default  yes                  yes               yes      yes         yes
+  xla      no                   yes               yes      yes         yes
+  cudnn    no                   yes               yes      as a bias   no
+  flash    no                   yes               yes      no          no
 
 If the collection `intermediates` is mutable, the default implementation runs
 and sows the attention weights, with causality and mask applied. A query that
@@ -85,6 +85,21 @@ def _check_inputs(x, kv, mask, num_heads, causal):
   return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
+def _check_relative(x, kv, relative, head_dim):
+  """Raises ValueError if embeddings of offsets do not suit tokens x."""
+  if kv is not None:
+    raise ValueError(
+      'relative is not defined for keys of another sequence (kv), whose '
+      'positions have no offset: leave out relative or kv'
+    )
+  shape = (2 * x.shape[1] - 1, head_dim)
+  if relative.shape != shape:
+    raise ValueError(
+      f'relative must be [2 x {x.shape[1]} tokens - 1, width of a head] = '
+      f'{list(shape)}, got {list(relative.shape)}'
+    )
+
+
 class MultiHeadDotProductAttention(nn.Module):
   """Multi-head attention (appendix A), softmax in float32.
 
@@ -109,7 +124,7 @@ class MultiHeadDotProductAttention(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x, kv=None, *, mask=None, deterministic):
+  def __call__(self, x, kv=None, *, mask=None, relative=None, deterministic):
     """Applies self-attention, or cross-attention to another sequence.
 
     Args:
@@ -118,6 +133,9 @@ class MultiHeadDotProductAttention(nn.Module):
         `x`.
       mask: bool, broadcastable to [B, K, Q, S], True where a query may attend
         to a key; None: everywhere.
+      relative: embeddings of the offsets between the positions of two tokens,
+        [2Q - 1, E], from 1 - Q to Q - 1; self-attention only. A logit gains the
+        query times the embedding of p_q - p_k.
       deterministic: whether dropout is off.
 
     Returns:
@@ -126,15 +144,19 @@ class MultiHeadDotProductAttention(nn.Module):
 
     Raises:
       ValueError: if the heads do not divide the width, if `attention` has an
-        unknown value or does not support the dropout or the mask, if `kv` or
-        `mask` has a wrong shape or type, or if `kv` is given together with
-        `causal`.
+        unknown value or does not support the dropout, the mask or relative
+        embeddings, if `kv`, `mask` or `relative` has a wrong shape or type, or
+        if `kv` is given together with `causal` or `relative`.
     """
     width = x.shape[-1]
     mask = _check_inputs(x, kv, mask, self.num_heads, self.causal)
     dropout = 0.0 if deterministic else self.dropout_rate
-    check(self.attention, dropout, mask=mask is not None)
+    check(
+      self.attention, dropout, mask=mask is not None, bias=relative is not None
+    )
     head_dim = width // self.num_heads
+    if relative is not None:
+      _check_relative(x, kv, relative, head_dim)
     dense = functools.partial(
       nn.DenseGeneral,
       kernel_init=nn.initializers.xavier_uniform(),
@@ -153,17 +175,24 @@ class MultiHeadDotProductAttention(nn.Module):
     query = query * head_dim**-0.5
     key = heads(name='key')(kv)  # [B, S, K, E]
     value = heads(name='value')(kv)  # [B, S, K, E]
+    bias = None
+    if relative is not None:  # [B, K, Q, S]
+      bias = attention_kernels.relative_logits(
+        query, relative.astype(query.dtype), key.shape[1]
+      )
     if (
       dropout
       or self.is_initializing()
       or self.is_mutable_collection('intermediates')
     ):
-      weights = attention_kernels.attention_weights(query, key, mask, causal)
+      weights = attention_kernels.attention_weights(
+        query, key, mask, causal, bias
+      )
       self.sow('intermediates', 'attention_weights', weights)
       weights = nn.Dropout(self.dropout_rate)(
         weights.astype(value.dtype), deterministic=deterministic
       )
       x = jnp.einsum('bkqs,bske->bqke', weights, value)
     else:  # [B, Q, K, E]
-      x = IMPLEMENTATIONS[self.attention](query, key, value, mask, causal)
+      x = IMPLEMENTATIONS[self.attention](query, key, value, mask, causal, bias)
     return dense(features=width, axis=(-2, -1), name='out')(x)  # [B, Q, D]

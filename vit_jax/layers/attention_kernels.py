@@ -2,8 +2,9 @@
 
 vit_jax.layers.attention lists what each of them supports and selects one. All
 of them take queries [B, Q, K, E], already scaled, keys and values [B, S, K, E],
-a mask (bool, broadcastable to [B, K, Q, S], or None) and whether attention is
-causal, and return [B, Q, K, E].
+a mask (bool, broadcastable to [B, K, Q, S], or None), whether attention is
+causal, and a bias ([B, K, Q, S], added to the logits, or None), and return
+[B, Q, K, E].
 
 Shapes: B images, Q queries, S keys and values, K heads, E width of a head.
 """
@@ -12,6 +13,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vit_jax.scale import sharding
 
@@ -94,11 +96,36 @@ def _hide(logits, allowed):
   return jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
 
 
-def attention_weights(query, key, mask=None, causal=False):
+def relative_logits(query, embedding, keys):
+  """Multiplies queries with embeddings of offsets between positions (T8).
+
+  Args:
+    query: [B, Q, K, E], the queries of the first Q of N tokens.
+    embedding: [2N - 1, E], a vector for each offset from 1 - N to N - 1 between
+      the positions of query and key.
+    keys: number S of keys, those of the first S tokens.
+
+  Returns:
+    [B, K, Q, S].
+  """
+  offsets = np.arange(query.shape[1])[:, None] - np.arange(keys)  # [Q, S]
+  pairs = embedding[offsets + len(embedding) // 2]  # [Q, S, E]
+  return jnp.einsum('bqke,qse->bkqs', query, pairs)
+
+
+def _logits(query, key, bias):
+  """Returns the logits [B, K, Q, S], with the bias unless it is None.
+
+  The logits keep the type of the queries: bfloat16 halves the memory traffic of
+  the layer's largest array.
+  """
+  logits = jnp.einsum('bqke,bske->bkqs', query, key)
+  return logits if bias is None else logits + bias
+
+
+def attention_weights(query, key, mask=None, causal=False, bias=None):
   """Returns the attention weights, float32 or wider, [B, K, Q, S]."""
-  # The logits keep the type of the queries: bfloat16 halves the memory traffic
-  # of the layer's largest array.
-  logits = jnp.einsum('bqke,bske->bkqs', query, key)  # [B, K, Q, S]
+  logits = _logits(query, key, bias)
   allowed = _allowed(mask, causal, *logits.shape[2:])
   logits = _hide(logits, allowed)
   weights = _softmax(logits, jnp.promote_types(logits.dtype, jnp.float32))
@@ -113,20 +140,21 @@ def _zero_blind(out, allowed):
   return jnp.where(sees, out, jnp.zeros_like(out))
 
 
-def _default(query, key, value, mask=None, causal=False):
+def _default(query, key, value, mask=None, causal=False, bias=None):
   """Computes attention with matrix products."""
-  logits = jnp.einsum('bqke,bske->bkqs', query, key)  # [B, K, Q, S]
+  logits = _logits(query, key, bias)
   allowed = _allowed(mask, causal, *logits.shape[2:])
   out = average(_hide(logits, allowed), value)
   return out if mask is None else _zero_blind(out, allowed)
 
 
-def _xla(query, key, value, mask=None, causal=False):
+def _xla(query, key, value, mask=None, causal=False, bias=None):
   """Computes attention with jax.nn, compiled by XLA."""
   out = jax.nn.dot_product_attention(
     query,
     key,
     value,
+    bias=bias,
     mask=mask,
     is_causal=causal,
     scale=1.0,
@@ -137,7 +165,7 @@ def _xla(query, key, value, mask=None, causal=False):
   return _zero_blind(out, _allowed(mask, causal, query.shape[1], key.shape[1]))
 
 
-def _cudnn(query, key, value, mask=None, causal=False):
+def _cudnn(query, key, value, mask=None, causal=False, bias=None):
   """Computes attention with jax.nn and cuDNN.
 
   For gradients jax 0.10 supports only even numbers of tokens: an odd number is
@@ -145,6 +173,7 @@ def _cudnn(query, key, value, mask=None, causal=False):
   full size. A query without an allowed key is here allowed all keys, since the
   bias alone would overflow in the backward pass; its output is then set to 0.
   """
+  check('cudnn', 0.0, bias=bias is not None)
   queries, keys = query.shape[1], key.shape[1]
   allowed = _allowed(mask, causal, queries, keys)
   hidden = {}
@@ -168,14 +197,14 @@ def _cudnn(query, key, value, mask=None, causal=False):
   return out if mask is None else _zero_blind(out, allowed)
 
 
-def _flash(query, key, value, mask=None, causal=False):
+def _flash(query, key, value, mask=None, causal=False, bias=None):
   """Computes flash attention on each device's own images and heads.
 
   The compiler cannot split the kernel over devices, so shard_map does. A single
   query, as in the last layer, uses the default: the kernel works on whole
   blocks of queries.
   """
-  check('flash', 0.0, mask=mask is not None)
+  check('flash', 0.0, mask=mask is not None, bias=bias is not None)
   if query.shape[1] == 1:
     return _default(query, key, value, causal=causal)
   compute = functools.partial(_flash_on_one_device, causal=causal)
@@ -232,6 +261,7 @@ def check(
   platform: str | None = None,
   dtype: str = '',
   mask: bool = False,
+  bias: bool = False,
 ) -> None:
   """Checks that an implementation of attention supports what is requested.
 
@@ -241,6 +271,7 @@ def check(
     platform: platform of the devices: 'cpu', 'gpu' or 'tpu'; None if unknown.
     dtype: `config.model.dtype`.
     mask: whether a mask is used, other than the causal one.
+    bias: whether logits gain a bias, as relative position embeddings need.
 
   Raises:
     ValueError: if it is unknown or lacks support; names the remedy.
@@ -264,6 +295,11 @@ def check(
     )
   elif name == 'flash' and mask:
     problem = "takes no mask: use 'default' or 'xla'"
+  elif name in ('flash', 'cudnn') and bias:
+    problem = (
+      "cannot add relative position embeddings to the logits: use 'default' or "
+      "'xla', or another position_embedding"
+    )
   if problem:
     raise ValueError(
       f"attention='{name}' {problem} (config.model.transformer.attention)"

@@ -12,8 +12,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vit_jax.layers import attention
+from vit_jax.layers import positions
 from vit_jax.scale import sharding
 
 # Google's models were trained with the tanh approximation; timm and Hugging
@@ -29,36 +31,6 @@ REMAT_POLICIES = {
   'full': None,
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-
-
-class AddPositionEmbs(nn.Module):
-  """Adds one learned vector to each position (section 3.1; T8, "1-D learned").
-
-  Attributes:
-    posemb_init: initialiser of the table.
-    param_dtype: type of the parameters.
-    dtype: type of the computation.
-  """
-
-  posemb_init: Any = nn.initializers.normal(stddev=0.02)
-  param_dtype: Any = jnp.float32
-  dtype: Any = jnp.float32
-
-  @nn.compact
-  def __call__(self, inputs):
-    """Adds the embeddings to tokens [B, N, D]."""
-    if inputs.ndim != 3:
-      raise ValueError(
-        f'inputs must be tokens [batch, tokens, width], got {inputs.shape}'
-      )
-    table = self.param(
-      'pos_embedding',
-      self.posemb_init,
-      (1, *inputs.shape[1:]),
-      self.param_dtype,
-    )
-    inputs, table = nn.dtypes.promote_dtype(inputs, table, dtype=self.dtype)
-    return inputs + table  # [B, N, D]
 
 
 class MlpBlock(nn.Module):
@@ -110,6 +82,22 @@ class MlpBlock(nn.Module):
     return nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
 
 
+def drop_branch(x, rate, rng):
+  """Sets a residual branch to zero for some images (stochastic depth).
+
+  The rest is divided by 1 - rate, so that the expectation stays the same (arXiv
+  1603.09382; by image, as in arXiv 2106.10270).
+
+  Args:
+    x: output of the branch, [B, N, D].
+    rate: probability of dropping it, a number or a scalar array below 1.
+    rng: the random key.
+  """
+  kept = jax.random.bernoulli(rng, 1 - rate, (x.shape[0], 1, 1))  # [B, 1, 1]
+  scaled = x / jnp.asarray(1 - rate, jnp.float32)
+  return jnp.where(kept, scaled, 0).astype(x.dtype)
+
+
 class Encoder1DBlock(nn.Module):
   """One layer of the encoder: attention, then MLP, pre-norm (equations 2, 3).
 
@@ -140,7 +128,9 @@ class Encoder1DBlock(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, inputs, deterministic, mask=None):
+  def __call__(
+    self, inputs, deterministic, mask=None, drop_rate=None, relative=None
+  ):
     """Maps tokens [B, N, D] to tokens [B, N, D].
 
     Args:
@@ -148,7 +138,16 @@ class Encoder1DBlock(nn.Module):
       deterministic: whether dropout is off.
       mask: bool, broadcastable to [B, K, N, N], True where a query may attend
         to a key; None: everywhere.
+      drop_rate: probability that an image skips the attention, and likewise
+        the MLP (stochastic depth), a number or a scalar array; None: 0.
+      relative: relative position embeddings [2N - 1, E], or None.
     """
+
+    def drop(x):
+      if drop_rate is None or deterministic:
+        return x
+      return drop_branch(x, drop_rate, self.make_rng('dropout'))
+
     types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
     x = nn.LayerNorm(self.norm_eps, **types)(inputs)
     x = attention.MultiHeadDotProductAttention(
@@ -158,9 +157,9 @@ class Encoder1DBlock(nn.Module):
       only_first=self.only_first,
       causal=self.causal,
       **types,
-    )(x, mask=mask, deterministic=deterministic)
+    )(x, mask=mask, relative=relative, deterministic=deterministic)
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
-    x = x + (attention.first_token(inputs) if self.only_first else inputs)
+    x = drop(x) + (attention.first_token(inputs) if self.only_first else inputs)
     y = nn.LayerNorm(self.norm_eps, **types)(x)
     y = MlpBlock(
       mlp_dim=self.mlp_dim,
@@ -168,7 +167,7 @@ class Encoder1DBlock(nn.Module):
       gelu=self.gelu,
       **types,
     )(y, deterministic=deterministic)
-    return sharding.constrain_batch(x + y)
+    return sharding.constrain_batch(x + drop(y))
 
 
 class Encoder(nn.Module):
@@ -180,7 +179,8 @@ class Encoder(nn.Module):
     num_heads: number of heads K.
     dropout_rate: dropout after dense layers and after the position embeddings.
     attention_dropout_rate: dropout of the attention weights.
-    add_position_embedding: whether to add position embeddings.
+    add_position_embedding: whether there are position embeddings; False is
+      `position_embedding='none'`.
     only_first: whether the model reads the first token alone, the class token.
       The last layer then computes that token only, and the result is [B, 1, D].
     attention: name of the implementation, see vit_jax.layers.attention.
@@ -192,7 +192,13 @@ class Encoder(nn.Module):
     scan: whether to apply all layers but the last in a loop, which compiles
       faster. Results are the same except for dropout's noise, and parameters
       keep their names.
+    stochastic_depth: probability that an image skips the attention of the last
+      layer, and likewise the MLP; it increases linearly from 0 in the first
+      layer (arXiv 1603.09382).
     causal: whether token i attends to tokens 0 to i only, in every layer.
+    position_embedding: kind of position embeddings, see
+      vit_jax.layers.positions.
+    position_layers: the layers that add them, see there.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -209,12 +215,15 @@ class Encoder(nn.Module):
   norm_eps: float = 1e-6
   remat: str = ''
   scan: bool = False
+  stochastic_depth: float = 0.0
   causal: bool = False
+  position_embedding: str = 'learned_1d'
+  position_layers: str = 'stem'
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x, *, train, mask=None, only_first=None):
+  def __call__(self, x, *, train, mask=None, only_first=None, grid=None):
     """Maps tokens [B, N, D] to tokens [B, N, D].
 
     Args:
@@ -223,35 +232,22 @@ class Encoder(nn.Module):
       mask: bool, broadcastable to [B, K, N, N], True where a query may attend
         to a key, in every layer; None: everywhere.
       only_first: overrides the field `only_first` unless it is None.
+      grid: number of patches (down, across), (h, w), the last h*w tokens; for
+        position embeddings on a grid.
 
     Raises:
-      ValueError: if `remat` has an unknown value.
+      ValueError: if `remat` or `position_embedding` has an unknown value, or
+        the tokens do not suit the position embeddings.
     """
     types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-    if self.add_position_embedding:
-      x = AddPositionEmbs(name='posembed_input', **types)(x)
-      x = nn.Dropout(self.dropout_rate)(x, deterministic=not train)
+    x, later, relative = self._positions(x, train, grid)
     # Initialising parameters and sowing intermediates need separate layers, and
     # intermediates need all tokens of the last layer.
     sows = self.is_mutable_collection('intermediates')
     last = self.num_layers - 1
     loop = self.scan and last > 0 and not sows and not self.is_initializing()
-    if self.remat and self.remat not in REMAT_POLICIES:
-      raise ValueError(
-        f"remat='{self.remat}' is unknown: use '' or one of "
-        f'{sorted(REMAT_POLICIES)} (config.model.transformer.remat)'
-      )
-    block = Encoder1DBlock
-    if self.remat or loop:
-      # By default a scan stores every activation of every layer. Results of
-      # matrix products suffice: the rest is recomputed cheaply from them.
-      policy = REMAT_POLICIES.get(
-        self.remat, jax.checkpoint_policies.dots_saveable
-      )
-      block = nn.remat(
-        block, static_argnums=(2,), policy=policy, prevent_cse=not loop
-      )
-    fields = dict(
+    block = functools.partial(
+      self._block_class(loop),
       mlp_dim=self.mlp_dim,
       num_heads=self.num_heads,
       dropout_rate=self.dropout_rate,
@@ -262,30 +258,98 @@ class Encoder(nn.Module):
       causal=self.causal,
       **types,
     )
+    drop_rates = self._drop_rates()
     if loop:
-      x = self._scan_layers(block(**fields, parent=None), x, last, train, mask)
+      by_layer = drop_rates[:last], relative[:last], later
+      x = self._scan_layers(block(parent=None), x, last, train, mask, by_layer)
     else:
       for i in range(last):
-        x = block(name=f'encoderblock_{i}', **fields)(x, not train, mask)
+        x = block(name=f'encoderblock_{i}')(
+          x, not train, mask, drop_rates[i], relative[i]
+        )
+        x = x if later[i] is None else x + later[i]
     if self.num_layers:
       only_first = self.only_first if only_first is None else only_first
       x = block(
-        name=f'encoderblock_{last}',
-        only_first=only_first and not sows,
-        **fields,
-      )(x, not train, mask)
+        name=f'encoderblock_{last}', only_first=only_first and not sows
+      )(x, not train, mask, drop_rates[last], relative[last])
     x = nn.LayerNorm(self.norm_eps, name='encoder_norm', **types)(x)
     self.sow('intermediates', 'tokens', x)
     return x
 
-  def _scan_layers(self, block, x, num_layers, train, mask):
-    """Applies the first `num_layers` layers in a loop, compiled once."""
-    params = self.variables['params']
-    stacked = jax.tree.map(
-      lambda *leaves: jnp.stack(leaves),
-      *(params[f'encoderblock_{i}'] for i in range(num_layers)),
+  def _positions(self, x, train, grid):
+    """Adds position embeddings before the first layer.
+
+    Returns:
+      Tokens [B, N, D]; what to add before each later layer, L - 1 times [1, N, D]
+      or None; the relative embeddings of each layer, L times [2N - 1, E] or None.
+    """
+    kind = positions.kind_of(
+      self.add_position_embedding, self.position_embedding, self.position_layers
     )
-    dropout = train and (self.dropout_rate or self.attention_dropout_rate)
+    nothing = [None] * self.num_layers
+    if kind == 'none':
+      return x, nothing[1:], nothing
+    if kind == 'relative':
+      module = positions.RelativeEmbedding
+      size = (x.shape[1], x.shape[2] // self.num_heads)
+      make = lambda name: module(name=name, param_dtype=self.param_dtype)(*size)
+      tables = positions.by_layer(make, self.position_layers, self.num_layers)
+      return x, nothing[1:], tables
+    module = functools.partial(
+      positions.AddPositionEmbs,
+      kind=kind,
+      grid=grid,
+      param_dtype=self.param_dtype,
+    )
+    make = lambda name: module(name=name).table(x).astype(self.dtype)
+    tables = positions.by_layer(make, self.position_layers, self.num_layers)
+    x = x.astype(self.dtype) + tables[0]
+    x = nn.Dropout(self.dropout_rate)(x, deterministic=not train)
+    return x, tables[1:], nothing
+
+  def _block_class(self, loop):
+    """Returns the class of a layer, with the recomputation that is wanted."""
+    if self.remat and self.remat not in REMAT_POLICIES:
+      raise ValueError(
+        f"remat='{self.remat}' is unknown: use '' or one of "
+        f'{sorted(REMAT_POLICIES)} (config.model.transformer.remat)'
+      )
+    if not (self.remat or loop):
+      return Encoder1DBlock
+    # By default a scan stores every activation of every layer. Results of
+    # matrix products suffice: the rest is recomputed cheaply from them.
+    policy = REMAT_POLICIES.get(
+      self.remat, jax.checkpoint_policies.dots_saveable
+    )
+    return nn.remat(
+      Encoder1DBlock, static_argnums=(2,), policy=policy, prevent_cse=not loop
+    )
+
+  def _drop_rates(self):
+    """Returns the rate of stochastic depth of each layer; None for none."""
+    if not self.stochastic_depth:
+      return [None] * self.num_layers
+    return np.linspace(0, self.stochastic_depth, self.num_layers).tolist()
+
+  def _scan_layers(self, block, x, num_layers, train, mask, by_layer):
+    """Applies the first `num_layers` layers in a loop, compiled once.
+
+    Args:
+      block: a layer.
+      x: tokens [B, N, D].
+      num_layers: number of layers.
+      train: whether dropout is on.
+      mask: see `__call__`.
+      by_layer: for each layer the rate of stochastic depth, the relative
+        embeddings, and what to add after the layer; each a list.
+    """
+    params = self.variables['params']
+    layers = [params[f'encoderblock_{i}'] for i in range(num_layers)]
+    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
+    dropout = train and (
+      self.dropout_rate or self.attention_dropout_rate or self.stochastic_depth
+    )
     keys = (
       jax.random.split(self.make_rng('dropout'), num_layers)
       if dropout
@@ -293,10 +357,11 @@ class Encoder(nn.Module):
     )
 
     def apply(x, layer):
-      layer_params, key = layer
+      layer_params, key, rate, relative, later = layer
       rngs = None if key is None else {'dropout': key}
-      return block.apply(
-        {'params': layer_params}, x, not train, mask, rngs=rngs
-      ), None
+      variables = {'params': layer_params}
+      x = block.apply(variables, x, not train, mask, rate, relative, rngs=rngs)
+      return (x if later is None else x + later), None
 
-    return jax.lax.scan(apply, x, (stacked, keys))[0]
+    stacked = stack(layers), keys, *map(stack, by_layer)
+    return jax.lax.scan(apply, x, stacked)[0]

@@ -16,8 +16,10 @@ import optax
 
 from vit_jax.scale import sharding
 
-DECAY_TYPES = ('cosine', 'linear', 'constant')
+DECAY_TYPES = ('cosine', 'linear', 'constant', 'staircase')
 OPTIMIZERS = ('adam', 'sgd')
+# Factor of each drop of a staircase.
+_DROP = 0.1
 # Default number of warm-up updates, as in the original.
 WARMUP_STEPS = 500
 
@@ -33,24 +35,27 @@ def create_learning_rate_schedule(
   decay_type: str,
   warmup_steps: int | None,
   linear_end: float = 1e-5,
+  decay_at: Sequence[float] = (),
 ) -> optax.Schedule:
   """Returns a schedule of linear warm-up, then decay to the last step.
 
   Args:
     total_steps: number of updates.
     base: learning rate at the end of the warm-up.
-    decay_type: 'cosine' (to 0), 'linear' (to `linear_end`) or 'constant'.
+    decay_type: 'cosine' (to 0), 'linear' (to `linear_end`), 'constant' or
+      'staircase' (to a tenth at each of `decay_at`).
     warmup_steps: number of warm-up updates; the first has the learning rate
       base / warmup_steps, not 0. None: `default_warmup`. Logs a warning if it
       is not below `total_steps`: the learning rate then only rises.
     linear_end: last learning rate of the linear decay (1e-5; issue #2).
+    decay_at: when a staircase drops, as increasing shares of `total_steps`.
 
   Returns:
     A function from the step (0 for the first update) to the learning rate.
 
   Raises:
-    ValueError: if the decay is unknown, `total_steps` is below 1, or
-      `warmup_steps` is negative.
+    ValueError: if the decay is unknown, `total_steps` is below 1,
+      `warmup_steps` is negative, or a staircase drops during the warm-up.
   """
   if decay_type not in DECAY_TYPES:
     raise ValueError(
@@ -79,6 +84,7 @@ def create_learning_rate_schedule(
     'cosine': optax.cosine_decay_schedule(base, steps),
     'linear': optax.linear_schedule(base, linear_end, steps),
     'constant': optax.constant_schedule(base),
+    'staircase': _staircase(base, total_steps, warmup_steps, decay_at),
   }[decay_type]
   if not warmup_steps:
     return decay
@@ -86,6 +92,20 @@ def create_learning_rate_schedule(
   if warmup_steps == 1:
     warmup = optax.constant_schedule(base)
   return optax.join_schedules([warmup, decay], [warmup_steps])
+
+
+def _staircase(base, total_steps, warmup_steps, decay_at):
+  """Returns a schedule, from the end of the warm-up, that drops at times."""
+  steps = [round(share * total_steps) for share in decay_at]
+  if steps and steps[0] <= warmup_steps:
+    raise ValueError(
+      f'decay_at={tuple(decay_at)} of total_steps={total_steps} lets the learning '
+      f'rate drop at step {steps[0]}, before the warm-up of {warmup_steps} steps '
+      'ends: train longer, or lower --config.warmup_steps'
+    )
+  return optax.piecewise_constant_schedule(
+    base, {step - warmup_steps: _DROP for step in steps}
+  )
 
 
 def accumulate(compute: Callable, batch, steps: int):
@@ -286,15 +306,18 @@ def _with_factors(tx, factors):
 def get_optimizer(config, schedule: optax.Schedule, factors=None):
   """Builds the optimiser of a config.
 
-  In order: clip the gradient by its global norm, precondition it (Adam or
-  momentum), add decoupled weight decay on the kernels, multiply by the learning
-  rate and by the parameter's factor, and average the parameters. Weight decay
-  is thus multiplied by the learning rate, as in AdamW: T3's 0.1 with lr 1e-3
-  takes 1e-4 off at the peak. Frozen parameters have no optimiser state.
+  In order: clip the gradient by its global norm, add `l2_decay` times the
+  kernels, precondition it (Adam or momentum), add decoupled weight decay on the
+  kernels, multiply by the learning rate and by the parameter's factor, and
+  average the parameters. Weight decay is thus multiplied by the learning rate,
+  as in AdamW: T3's 0.1 with lr 1e-3 takes 1e-4 off at the peak. Independent
+  weight decay is multiplied by lr / base_lr instead. Frozen parameters have no
+  optimiser state.
 
   Args:
     config: reads `optimizer`, `optim_dtype`, `momentum`, `b1`, `b2`,
-      `grad_norm_clip`, `weight_decay`, `ema_decay`.
+      `grad_norm_clip`, `l2_decay`, `weight_decay`, `ema_decay`, and for
+      `independent_weight_decay` also `base_lr`, the peak of the schedule.
     schedule: learning rate by step.
     factors: result of `multipliers`; None: 1 for all parameters.
 
@@ -320,6 +343,8 @@ def get_optimizer(config, schedule: optax.Schedule, factors=None):
   chain = []
   if config.grad_norm_clip:
     chain.append(optax.clip_by_global_norm(config.grad_norm_clip))
+  if config.l2_decay:
+    chain.append(optax.add_decayed_weights(config.l2_decay, decay_mask))
   if config.optimizer == 'adam':
     chain.append(
       optax.scale_by_adam(b1=config.b1, b2=config.b2, mu_dtype=dtype)
@@ -327,7 +352,10 @@ def get_optimizer(config, schedule: optax.Schedule, factors=None):
   else:
     chain.append(optax.trace(config.momentum, accumulator_dtype=dtype))
   if config.weight_decay:
-    chain.append(optax.add_decayed_weights(config.weight_decay, decay_mask))
+    # The learning rate multiplies weight decay below: `base_lr` cancels.
+    unit = config.base_lr if config.independent_weight_decay else 1.0
+    decay = config.weight_decay / unit
+    chain.append(optax.add_decayed_weights(decay, decay_mask))
   chain.append(optax.scale_by_learning_rate(schedule))
   if factors is not None:
     chain = [_with_factors(optax.chain(*chain), factors)]

@@ -345,6 +345,25 @@ def load_params(workdir):
   return Checkpoints(workdir, read_only=True).restore_weights().params
 
 
+def delete_but_newest(workdir, count: int):
+  """Deletes the complete checkpoints of a finished run, except the newest.
+
+  Process 0 does so for all.
+
+  Args:
+    workdir: folder of the run.
+    count: number of checkpoints to keep.
+  """
+
+  def delete():
+    directory = workdir_lib.absolute(workdir) / 'checkpoints'
+    steps = _find(directory, complete=True)
+    for step in steps[: max(0, len(steps) - count)]:
+      (directory / str(step)).rmtree()
+
+  processes.from_first('deleting checkpoints', delete)
+
+
 def _meet(*, key: str, timeout_ms: int):
   """Waits for the other processes, unless one of them has given up."""
   processes.meet(key, timeout_ms / 1000)

@@ -157,12 +157,14 @@ def _with_keys(config):
       del config['model_type']
     if config.get('accum_steps', 1) in (0, None):
       config.accum_steps = 1
-    if config.get('pp', None) is None:
-      config.pp = ml_collections.ConfigDict()
+    for group in keys.GROUPS:
+      if config.get(group, None) is None:
+        config[group] = ml_collections.ConfigDict()
     defaults = common.get_config()
     _fill(config, defaults)
-    if isinstance(config.pp, ml_collections.ConfigDict):
-      _fill(config.pp, defaults.pp)
+    for group in keys.GROUPS:
+      if isinstance(config[group], ml_collections.ConfigDict):
+        _fill(config[group], defaults[group])
     if isinstance(config.model, ml_collections.ConfigDict):
       config.model = model_configs.with_options(config.model)
   return config
@@ -289,17 +291,23 @@ def check(config):
     ValueError: names the key, its value and the valid values.
   """
   check_values(config)
-  task = get_task(config.task)
-  metrics = [
-    f'{metric}_{name}'
-    for name, _, _ in evaluations(config)
-    for metric in task.METRICS
-  ]
+  metrics = metrics_of(config)
   if config.best_metric not in metrics:
     raise ValueError(
       f"best_metric='{config.best_metric}' is not among the metrics of this "
       f'run: use one of {metrics} (config.best_metric)'
     )
+
+
+def metrics_of(config) -> list[str]:
+  """Returns the names of the metrics of a run: 'accuracy_test', ..."""
+  names = [name for name, _, _ in evaluations(config)]
+  task = get_task(config.task)
+  metrics = [f'{metric}_{name}' for name in names for metric in task.METRICS]
+  metrics += [f'fewshot_{shots}_{names[0]}' for shots in config.fewshot.shots]
+  if config.real_labels is not None:
+    metrics.append(f'accuracy_real_{names[0]}')
+  return metrics
 
 
 def is_low(config) -> bool:

@@ -10,11 +10,13 @@ it.
 
 import ml_collections
 
+from vit_jax import models_bit
 from vit_jax import models_resnet
 from vit_jax import models_vit
 from vit_jax.configs import rules
 from vit_jax.layers import attention
 from vit_jax.layers import encoder
+from vit_jax.layers import positions
 from vit_jax.learning import losses
 from vit_jax.learning import optim
 
@@ -42,10 +44,10 @@ KEYS: dict[str, rules.Rule] = {
   'pp.train': rules.split,
   'pp.test': rules.split,
   'pp.crop': rules.size,
-  'pp.resize': rules.optional(rules.whole(1)),
+  'pp.resize': rules.optional(rules.size),
   'pp.channels': rules.one_of(1, 3),
   'pp.crop_area': rules.optional(rules.shares(1.0)),
-  'pp.crop_ratio': rules.shares(None),
+  'pp.crop_ratio': rules.optional(rules.shares(None)),
   'pp.jpeg_shrink': rules.flag,
   'pp.flip': rules.flag,
   'pp.rotate': rules.number(0, 360),
@@ -67,9 +69,12 @@ KEYS: dict[str, rules.Rule] = {
   'optim_dtype': rules.one_of('float32', 'bfloat16'),
   'base_lr': rules.number(),
   'decay_type': rules.one_of(*optim.DECAY_TYPES),
+  'decay_at': rules.moments,
   'warmup_steps': rules.optional(rules.whole(0, _MAX_STEPS)),
   'warmup_epochs': rules.optional(rules.number()),
   'weight_decay': rules.optional(rules.number()),
+  'l2_decay': rules.number(),
+  'independent_weight_decay': rules.flag,
   'lr_multipliers': rules.pairs(
     lambda factor: rules.is_number(factor) and factor >= 0,
     'must be pairs of a regular expression and a finite factor of at least 0 (0 '
@@ -93,8 +98,20 @@ KEYS: dict[str, rules.Rule] = {
   'best_metric': rules.text,
   'log_images': rules.whole(0, 1_000),
   'log_attention': rules.flag,
+  'fewshot.shots': rules.wholes(1),
+  'fewshot.dataset': rules.optional(rules.text),
+  'fewshot.train': rules.optional(rules.split),
+  'fewshot.test': rules.optional(rules.split),
+  'fewshot.seeds': rules.wholes(0),
+  'fewshot.l2': rules.positive,
+  'fewshot.layer': rules.text,
+  'fewshot.squeeze': rules.number(1),
+  'real_labels': rules.optional(rules.text),
   'profile_steps': _EVERY,
 }
+
+# Groups of keys that belong to common.py alone.
+GROUPS = ('pp', 'fewshot')
 
 # Fields of the package's own models (config.model).
 MODEL: dict[str, rules.Rule] = {
@@ -107,7 +124,10 @@ MODEL: dict[str, rules.Rule] = {
   'transformer.num_heads': rules.whole(1),
   'transformer.dropout_rate': _RATE,
   'transformer.attention_dropout_rate': _RATE,
+  'transformer.stochastic_depth': _RATE,
   'transformer.add_position_embedding': rules.flag,
+  'transformer.position_embedding': rules.one_of(*positions.KINDS),
+  'transformer.position_layers': rules.one_of(*positions.LAYERS),
   'transformer.attention': rules.one_of(*attention.IMPLEMENTATIONS),
   'transformer.gelu': rules.one_of(*encoder.GELUS),
   'transformer.norm_eps': rules.positive,
@@ -128,6 +148,11 @@ MODEL: dict[str, rules.Rule] = {
   'num_blocks': rules.whole(1),
   'tokens_mlp_dim': rules.whole(1),
   'channels_mlp_dim': rules.whole(1),
+  # Fields of a BiT ResNet.
+  'num_layers': rules.units,
+  'width_factor': rules.width_factor,
+  'eps': rules.one_of(*models_bit.EPSILONS),
+  'remat': rules.one_of(*models_bit.REMATS),
 }
 
 
@@ -143,7 +168,7 @@ def check(config, known=None):
   """
   model = config.get('model')
   own = isinstance(model, ml_collections.ConfigDict) and (
-    model.get('kind') in (None, 'vit', 'mixer')
+    model.get('kind') in (None, 'vit', 'mixer', 'bit')
   )
   fields = {f'model.{name}': rule for name, rule in MODEL.items() if own}
   _check_group(config, {'model': rules.group, **KEYS, **fields}, known)
@@ -169,21 +194,27 @@ def check_together(config):
     ValueError: names the keys, their values and the remedy.
   """
   _check_resize(config.pp)
-  encoder_fields = config.model.get('transformer') or {}
-  heads, width = (
-    encoder_fields.get('num_heads'),
-    config.model.get('hidden_size'),
-  )
-  if isinstance(heads, int) and isinstance(width, int) and width % heads:
+  _check_model(config.model)
+  if config.fewshot.shots and not config.fewshot.seeds:
     raise ValueError(
-      f'model.transformer.num_heads={heads} does not divide '
-      f'model.hidden_size={width}: choose a divisor '
-      '(config.model.transformer.num_heads)'
+      f'fewshot.shots={config.fewshot.shots} needs seeds, and there are none: set '
+      '--config.fewshot.seeds=(0,1,2)'
     )
   if config.log_attention and not config.log_images:
     raise ValueError(
       'log_attention=True needs images to draw attention maps of, and '
       'log_images=0: set --config.log_images=8 or --config.log_attention=False'
+    )
+  if (config.decay_type == 'staircase') != bool(config.decay_at):
+    raise ValueError(
+      f"decay_type='{config.decay_type}' and decay_at={config.decay_at}: a "
+      'staircase needs the shares of the run at which it drops, as in '
+      '--config.decay_at="(0.3, 0.6, 0.9)", and other decays take none'
+    )
+  if config.independent_weight_decay and not config.base_lr:
+    raise ValueError(
+      'independent_weight_decay=True divides by base_lr, which is 0: set '
+      '--config.base_lr above 0 or --config.independent_weight_decay=False'
     )
   for name in ('total', 'warmup'):
     steps, epochs = config[f'{name}_steps'], config[f'{name}_epochs']
@@ -195,12 +226,36 @@ def check_together(config):
       )
 
 
+def _check_model(model):
+  fields, width = model.get('transformer') or {}, model.get('hidden_size')
+  heads = fields.get('num_heads')
+  if isinstance(heads, int) and isinstance(width, int) and width % heads:
+    raise ValueError(
+      f'model.transformer.num_heads={heads} does not divide '
+      f'model.hidden_size={width}: choose a divisor '
+      '(config.model.transformer.num_heads)'
+    )
+  kind = positions.kind_of(
+    fields.get('add_position_embedding', True),
+    fields.get('position_embedding', 'learned_1d'),
+    fields.get('position_layers', 'stem'),
+  )
+  if isinstance(width, int):
+    positions.check_width(kind, width)
+
+
 def _check_resize(pp):
-  largest = max(pp.crop) if isinstance(pp.crop, tuple | list) else pp.crop
-  if pp.resize is not None and pp.resize < largest:
+  crop = pp.crop if isinstance(pp.crop, tuple | list) else (pp.crop, pp.crop)
+  if isinstance(pp.resize, tuple | list):
+    least = tuple(map(max, pp.resize, crop))
+    fits = least == tuple(pp.resize)
+  else:
+    least = max(crop)
+    fits = pp.resize is None or pp.resize >= least
+  if not fits:
     raise ValueError(
       f'resize={pp.resize} is smaller than crop={pp.crop}, so that the centre '
-      f'cannot be cropped: use at least {largest} or None '
+      f'cannot be cropped: use at least {least} or None '
       '(config.pp.resize)'
     )
 
@@ -215,5 +270,5 @@ def _check_group(config, table, known=None, prefix=''):
       rule = rules.group
     rules.check(name, value, rule or rules.no_nan)
     if isinstance(value, ml_collections.ConfigDict) and name != 'mesh':
-      inside = known[key] if known is not None and name == 'pp' else None
+      inside = known[key] if known is not None and name in GROUPS else None
       _check_group(value, table, inside, f'{name}.')

@@ -19,7 +19,7 @@ from etils import epath
 import jax
 import numpy as np
 
-from vit_jax.data import images
+from vit_jax.files import images
 from vit_jax.run import workdir as workdir_lib
 
 
@@ -163,14 +163,23 @@ def find(workdir, step: int, name: str) -> dict | None:
   return None
 
 
+def is_share(name: str) -> bool:
+  """Returns whether a metric is a share from 0 to 1, by its name."""
+  return 'accuracy' in name or name.startswith('fewshot_')
+
+
 def format_metrics(metrics: dict) -> str:
-  """Formats metrics for people: accuracies in percent, others with 4 digits."""
-  return ', '.join(
-    f'{name} {100 * value:.2f} %'
-    if 'accuracy' in name
-    else f'{name} {value:,.4g}'
-    for name, value in metrics.items()
-  )
+  """Formats metrics for people.
+
+  Accuracies are given in percent, counts in full, others with 4 digits.
+  """
+
+  def words(name, value):
+    if is_share(name):
+      return f'{100 * value:.2f} %'
+    return f'{value:,}' if isinstance(value, int) else f'{value:,.4g}'
+
+  return ', '.join(f'{name} {words(name, x)}' for name, x in metrics.items())
 
 
 def save_pictures(workdir, pictures) -> list[epath.Path]:

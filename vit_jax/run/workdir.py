@@ -34,17 +34,20 @@ FREE_KEYS = (
   'checkpoint_every',
   'eval_every',
   'evals',
+  'fewshot',
   'keep_checkpoints',
   'log_attention',
   'log_images',
   'max_image_pixels',
   'mesh',
+  'model.remat',
   'model.transformer.attention',
   'model.transformer.remat',
   'model.transformer.scan',
   'prefetch',
   'profile_steps',
   'progress_every',
+  'real_labels',
   'sharding_rules',
   'tfds_data_dir',
   'tfds_manual_dir',
@@ -137,7 +140,7 @@ def _check_config(path, config, free) -> bool:
       )
     return False
   old = _read_config(path)
-  differing = _differences(to_plain(old), to_plain(config), free)
+  differing = differences(to_plain(old), to_plain(config), free)
   if differing:
     raise ValueError(
       f"workdir='{path}' belongs to a run of another config:\n  "
@@ -190,7 +193,7 @@ def _check_data(path, data):
     if not isinstance(before, dict):
       raise _damaged(file, f'{name!r} is {before!r:.50}')
     # Fingerprints that only one of the versions has are not compared.
-    differing = _differences(
+    differing = differences(
       {k: v for k, v in before.items() if k in found},
       {k: v for k, v in found.items() if k in before},
     )
@@ -211,7 +214,7 @@ def _check_data(path, data):
     )
 
 
-def _differences(old, new, free=()) -> list[str]:
+def differences(old, new, free=()) -> list[str]:
   """Lists the keys, other than free ones, in which two trees differ."""
   old, new = flatten(old), flatten(new)
   return [

@@ -1,66 +1,56 @@
-"""Counts the multiply-adds of a Vision Transformer and the FLOPs of a program.
+"""Counts the FLOPs of the matrix products and convolutions in a program.
 
-The counts agree with the pre-training compute of arXiv 2010.11929, table 6,
-which is 6 x multiply-adds of one forward pass x images.
+Other operations (norms, softmax, activations) do not count, as is usual. The
+counts agree with the pre-training compute of arXiv 2010.11929, table 6; see
+vit_jax/scale/costs.py.
 """
 
 import math
 
+from flax import core
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-def forward_multiply_adds(
-  model,
-  image_size: tuple[int, int],
-  num_classes: int,
-  channels: int = 3,
-  as_run: bool = False,
+
+def forward_flops(
+  model, image_size: tuple[int, int], channels: int = 3, whole: bool = False
 ) -> int:
-  """Counts the multiply-adds of one forward pass on one image.
-
-  Only matrix products count, as is usual: patches, attention, MLP and head.
+  """Counts the FLOPs of one forward pass on one image, without compiling it.
 
   Args:
-    model: a config of `vit_jax.configs.models`, without a ResNet in front.
+    model: a Linen module that is called with (images, train=False).
     image_size: (height, width) in pixels.
-    num_classes: width of the head.
     channels: channels of the image.
-    as_run: whether to leave out what this implementation skips: in a model with
-      a class token the last layer computes that token alone.
+    whole: whether to count all tokens of the last layer, as published figures
+      do. A Vision Transformer that reads its class token alone computes no
+      other token there.
 
   Raises:
-    ValueError: if the model is a hybrid.
+    ValueError: if the model does not fit images of this size.
   """
-  if model.get('resnet') is not None:
-    raise ValueError(
-      f'model={model.get("model_name")} has a ResNet, whose multiply-adds cannot '
-      'be counted: choose a model without one'
-    )
-  width, encoder = model.hidden_size, model.transformer
-  patch_height, patch_width = model.patches.size
-  patches = (image_size[0] // patch_height) * (image_size[1] // patch_width)
-  tokens = patches + model.classifier.startswith('token')
-  embedding = patches * patch_height * patch_width * channels * width
-  dense = tokens * (4 * width * width + 2 * width * encoder.mlp_dim)
-  attention = 2 * tokens * tokens * width
-  head = width * num_classes
-  if model.get('representation_size'):
-    head = model.representation_size * (width + num_classes)
-  total = embedding + encoder.num_layers * (dense + attention) + head
-  if as_run and model.classifier == 'token':
-    unread = tokens - 1
-    total -= unread * (2 * width * (width + encoder.mlp_dim + tokens))
-  return total
+  images = jax.ShapeDtypeStruct((1, *image_size, channels), jnp.float32)
+
+  def init(images):
+    # Initialisers multiply no matrices. If intermediate values are wanted, the
+    # last layer computes all of its tokens.
+    mutable = True if whole else core.DenyList('intermediates')
+    return model.init(jax.random.key(0), images, train=False, mutable=mutable)
+
+  return count_flops(jax.make_jaxpr(init)(images))
 
 
-def training_flops(multiply_adds: int) -> int:
-  """FLOPs of a forward and backward pass: 3 passes, 2 FLOPs a multiply-add."""
-  return 6 * multiply_adds
+def training_flops(forward: int) -> int:
+  """FLOPs of a forward and backward pass: three times the forward pass."""
+  return 3 * forward
 
 
 def count_flops(jaxpr) -> int:
   """Counts the FLOPs of the matrix products in a program, as it is written.
 
   Recomputed products count again, and the body of a loop or kernel counts as
-  often as it runs. A compiler's own count does neither reliably.
+  often as it runs. A compiler's own count does neither reliably. The zeros that
+  a convolution inserts (padding, dilation) are not counted, as XLA does.
 
   Args:
     jaxpr: jax.core.Jaxpr or ClosedJaxpr, for example
@@ -76,10 +66,7 @@ def count_flops(jaxpr) -> int:
       depth = math.prod(shape[i] for i in contracted)
       total += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
     elif name == 'conv_general_dilated':
-      kernel = eqn.invars[1].aval.shape
-      features = kernel[eqn.params['dimension_numbers'].rhs_spec[0]]
-      depth = math.prod(kernel) // features
-      total += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+      total += _convolution_flops(eqn)
     times = 1
     if name == 'scan':
       times = eqn.params['length']
@@ -88,6 +75,35 @@ def count_flops(jaxpr) -> int:
     for inner in _inner_jaxprs(eqn.params):
       total += times * count_flops(inner)
   return total
+
+
+def _convolution_flops(eqn) -> int:
+  """Counts the FLOPs of a convolution, products with inserted zeros left out."""
+  numbers, params = eqn.params['dimension_numbers'], eqn.params
+  image, kernel = (v.aval.shape for v in eqn.invars)
+  out = eqn.outvars[0].aval.shape
+  batch, features, *out_axes = numbers.out_spec
+  _, depth, *kernel_axes = numbers.rhs_spec  # Inputs of each output channel.
+  products = out[batch] * out[features] * kernel[depth]
+  for image_axis, kernel_axis, out_axis, stride, (low, _), holes, spread in zip(
+    numbers.lhs_spec[2:],
+    kernel_axes,
+    out_axes,
+    params['window_strides'],
+    params['padding'],
+    params['lhs_dilation'],
+    params['rhs_dilation'],
+    strict=True,
+  ):
+    # Where each output reads the image with its padding and holes.
+    read = (
+      stride * np.arange(out[out_axis])[:, None]
+      + spread * np.arange(kernel[kernel_axis])
+      - low
+    )
+    inside = (read >= 0) & (read < holes * image[image_axis])
+    products *= int(np.sum(inside & (read % holes == 0)))
+  return 2 * products
 
 
 def _inner_jaxprs(params):

@@ -50,6 +50,43 @@ def initialize(*args, **kwargs):
     )
 
 
+def connect(
+  distributed: bool = True,
+  coordinator: str | None = None,
+  num_processes: int | None = None,
+  process_id: int | None = None,
+):
+  """Connects the processes of a run, if there are several.
+
+  Args:
+    distributed: whether to look for the other hosts of a TPU pod or a SLURM
+      job.
+    coordinator: HOST:PORT of process 0, where the hosts are not found.
+    num_processes: with `coordinator`, the number of processes.
+    process_id: with `coordinator`, the number of this process.
+
+  Raises:
+    ValueError: if only some of the last three are given.
+  """
+  given = (coordinator, num_processes, process_id)
+  if any(value is not None for value in given):
+    if None in given:
+      raise ValueError(
+        '--coordinator, --num_processes and --process_id must be given together'
+      )
+    initialize(*given)
+    return
+  if not distributed:
+    return
+  try:
+    initialize()
+  except ValueError as e:
+    # JAX raises this error if it finds no cluster: the run has one process. Any
+    # other error is due to a cluster, whose hosts must not train separately.
+    if 'coordinator_address' not in str(e):
+      raise
+
+
 def gather(what: str, value, deadline: float = DEADLINE) -> list:
   """Returns the values of all processes, in the order of the processes.
 

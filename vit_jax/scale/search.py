@@ -62,7 +62,7 @@ def search(
   """
   config = copy.deepcopy(config)
   config.model = model_configs.with_options(config.model)
-  remats = REMATS if 'transformer' in config.model else REMATS[:1]
+  remats, remat_key = _remats(config.model)
   plans, best = [], []
   for mesh in meshes(config, devices):
     start = best[0]['accum_steps'] if best else 1
@@ -70,8 +70,8 @@ def search(
       if best and _share(best[0]) >= enough:
         continue
       settings = {f'mesh.{axis}': size for axis, size in mesh.items()}
-      if len(remats) > 1:
-        settings['model.transformer.remat'] = remat
+      if remat_key:
+        settings[remat_key] = remat
       parts = devices // mesh['model']
       tried = list(_fewest_that_fit(config, settings, plan, parts, start))
       plans += tried
@@ -94,6 +94,15 @@ def search(
   for result in best[:shown]:
     say(f'  {_speed(result)}  {result["flags"]}')
   return best
+
+
+def _remats(model):
+  """Returns the kinds of rematerialisation to try, and their key or None."""
+  if 'transformer' in model:
+    return REMATS, 'model.transformer.remat'
+  if 'remat' in model:  # A BiT ResNet, which has no 'dots'.
+    return (REMATS[0], REMATS[-1]), 'model.remat'
+  return REMATS[:1], None
 
 
 def _fewest_that_fit(config, settings, plan, parts, start):

@@ -18,6 +18,7 @@ Methods, in the order in which a run calls them:
   loss            sum and weight over a part of a batch
   update_extra    extra state after an update
   evaluators      evaluators of a split
+  intermediates   features of images, for probes
   draw_evaluation pictures of test images and predictions
   predictor       the object that `vit_jax.predict` loads
 """
@@ -28,14 +29,15 @@ from collections.abc import Sequence
 from typing import Any
 from typing import ClassVar
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import preprocess
 from vit_jax.configs import rules
+from vit_jax.evaluators import captions
 from vit_jax.evaluators import means
-from vit_jax.figures import captions
 from vit_jax.run import config as run_config
 from vit_jax.tasks import prediction
 
@@ -212,6 +214,35 @@ class Task(abc.ABC):
     """Computes the model's outputs for a batch, a tree of arrays [B, ...]."""
     del extra
     return self.model.apply({'params': params}, batch['image'], train=False)
+
+  def intermediates(self, params, extra, batch: dict, capture=False) -> dict:
+    """Computes what lies inside of the model, for probes.
+
+    Args:
+      params: the parameters.
+      extra: see `init`.
+      batch: has `image`, float32 [B, H, W, C] in [-1, 1].
+      capture: see `capture_intermediates` of flax.linen.Module.apply.
+
+    Returns:
+      What the model sows while it reads the whole, unchanged images: tuples of
+      arrays by path, such as 'features', which are [B, D].
+    """
+    del extra
+    return self._intermediates(params, batch, capture)
+
+  def _intermediates(self, params, batch, capture, **kwargs):
+    """Returns what `model` sows; `kwargs` are further ones of its `apply`."""
+    _, seen = self.model.apply(
+      {'params': params},
+      batch['image'],
+      train=False,
+      mutable='intermediates',
+      capture_intermediates=capture,
+      **kwargs,
+    )
+    seen = seen.get('intermediates', {})
+    return flax.traverse_util.flatten_dict(seen, sep='/')
 
   @abc.abstractmethod
   def measure(self, params, extra, batch: dict) -> dict:

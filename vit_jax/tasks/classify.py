@@ -1,4 +1,4 @@
-"""Classification with a cross-entropy loss; measures top-1 accuracy."""
+"""Classification with a cross-entropy loss; measures top-1 and top-5 accuracy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,17 +11,20 @@ from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax.augmentation import mixing
 from vit_jax.configs import rules
-from vit_jax.figures import captions
+from vit_jax.evaluators import captions
 from vit_jax.learning import losses
 from vit_jax.tasks import base
 
+# Number of classes from which top-5 accuracy is measured too: of few classes five
+# are a large part.
+_TOP5 = 100
 _NAMES = 3  # Maximum number of classes in the caption of a training image.
 
 
 class Task(base.Task):
   """Learns the classes of images."""
 
-  FEATURES = ('image', 'label')
+  FEATURES = ('image', 'label', 'soft_label?')
   OPTIONS = {  # noqa: RUF012
     # Mixes pairs of images and their labels (arXiv 1710.09412). The value is
     # the parameter of the Beta distribution of the shares; 0 turns mixup off.
@@ -79,7 +82,10 @@ class Task(base.Task):
     return {'class_names': [str(i) for i in range(num_classes)]}
 
   def example(self, record, seed):
-    """Returns `image`, and `label`, float32 [classes], 1 for each true class."""
+    """Returns `image`, and `label`, float32 [classes], 1 for each true class.
+
+    For a soft label, `label` is the share of each class.
+    """
     return self._example(record, seed)
 
   def batch_spec(self, size):
@@ -111,22 +117,39 @@ class Task(base.Task):
     return ((losses_ * counted).sum(), counted.sum()), {}
 
   def measure(self, params, extra, batch):
-    """Computes accuracy and loss, as sums over the rows that count."""
+    """Computes accuracy and loss, as sums over the rows that count.
+
+    From 100 classes on also `accuracy_top5`: a label is among the five classes
+    of the highest logits.
+    """
     logits = self.outputs(params, extra, batch)
     best = jax.nn.one_hot(logits.argmax(axis=-1), logits.shape[-1])
     correct = (best * batch['label']).sum(axis=-1) > 0  # [B]
     counted = self._counted(batch) * batch['mask']
     loss = self._eval_loss(logits, batch['label']) * counted
     count = counted.sum()
-    return {
+    sums = {
       'accuracy': ((correct * counted).sum(), count),
       'loss': (loss.sum(), count),
     }
+    if logits.shape[-1] >= _TOP5:
+      _, best = jax.lax.top_k(logits, 5)  # [B, 5]
+      correct = jnp.take_along_axis(batch['label'], best, axis=-1).max(axis=-1)
+      sums['accuracy_top5'] = (((correct > 0) * counted).sum(), count)
+    return sums
+
+  @property
+  def exclusive(self) -> bool:
+    """Whether the classes exclude each other: their probabilities sum to 1."""
+    return self.config.loss != 'sigmoid'
+
+  def squash(self, logits) -> jax.Array:
+    """Turns logits [n, classes] into probabilities; can be jitted."""
+    return (jax.nn.softmax if self.exclusive else jax.nn.sigmoid)(logits)
 
   def probabilities(self, logits) -> np.ndarray:
     """Turns logits [n, classes] into probabilities, float32 [n, classes]."""
-    sigmoid = self.config.loss == 'sigmoid'
-    return np.asarray((jax.nn.sigmoid if sigmoid else jax.nn.softmax)(logits))
+    return np.asarray(self.squash(logits))
 
   def captions_of(self, batch, outputs=None):
     """Returns captions: the labels in training, else the predicted class.

@@ -21,8 +21,8 @@ import tensorflow as tf
 from vit_jax import models
 from vit_jax import models_vit
 from vit_jax.configs import rules
-from vit_jax.data import images as images_lib
-from vit_jax.figures import captions
+from vit_jax.evaluators import captions
+from vit_jax.files import images as images_lib
 from vit_jax.layers import patches as patches_lib
 from vit_jax.tasks import base
 
@@ -61,13 +61,14 @@ class MaskedViT(models_vit.VisionTransformer):
     Returns:
       float32 [B, N, num_classes].
     """
-    tokens = self.embed(images)  # [B, N, D]
+    grid = self.embed(images, flat=False)  # [B, h, w, D]
+    tokens = grid.reshape(len(grid), -1, grid.shape[-1])  # [B, N, D]
     swapped = jnp.take_along_axis(tokens, other[..., None], axis=1)
     fate = fate[..., None]
     tokens = jnp.where(fate == SWAPPED, swapped, tokens)
     mask = self.mask_token.astype(tokens.dtype)
     tokens = jnp.where(fate == MASKED, mask, tokens)
-    encoded = self.encode(tokens, train=train)
+    encoded = self.encode(tokens.reshape(grid.shape), train=train)
     return self.head(encoded[:, -fate.shape[1] :])  # Without the class token.
 
 
@@ -219,6 +220,13 @@ class Task(base.Task):
     del extra
     return self.model.apply(
       {'params': params}, **batch_args(batch), train=False
+    )
+
+  def intermediates(self, params, extra, batch, capture=False):
+    """Reads the images as a plain Vision Transformer, without corruption."""
+    del extra
+    return self._intermediates(
+      params, batch, capture, method=models_vit.VisionTransformer.__call__
     )
 
   def measure(self, params, extra, batch):
@@ -384,7 +392,7 @@ def draw(pictures: np.ndarray, most: int | None = None) -> np.ndarray:
 
   Args:
     pictures: float32 [B, 3, H, W, C] in [-1, 1], see Task.pictures.
-    most: see vit_jax.figures.captions.grid.
+    most: see vit_jax.evaluators.captions.grid.
 
   Returns:
     uint8 [height, width, 3].

@@ -11,6 +11,7 @@ from typing import Any
 from typing import NamedTuple
 
 from etils import epath
+import flax.traverse_util
 
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import arrays
@@ -29,6 +30,8 @@ _TIMM_SIZES = {
   'large': 'L',
   'huge': 'H',
 }
+# Names of the epsilons of a ResNet.
+_EPSILONS = ('published', 'timm')
 _LONGEST = 2**24  # Bytes; the names of 21k classes take about one million.
 
 
@@ -176,7 +179,8 @@ def _from_notes(config):
       gelu=_choice(encoder, 'gelu', ('erf', 'tanh')),
       norm_eps=_epsilon(encoder, 'norm_eps'),
     ),
-    'resnet': dict(eps=_choice(resnet, 'eps', ('published', 'timm'))),
+    'resnet': dict(eps=_choice(resnet, 'eps', _EPSILONS)),
+    'eps': _choice(model, 'eps', _EPSILONS),  # Of a BiT ResNet.
   }
   unknown = {*(model.keys() - known), *(encoder.keys() - known['transformer'])}
   unknown |= resnet.keys() - known['resnet']
@@ -184,13 +188,10 @@ def _from_notes(config):
     raise ValueError(
       f'model has {sorted(unknown)}, which this version does not know'
     )
-  found = {
-    part: {key: value for key, value in fields.items() if value is not None}
-    for part, fields in known.items()
-  }
+  flat = flax.traverse_util.flatten_dict(known)
+  found = {path: value for path, value in flat.items() if value is not None}
   return Description(
-    {part: fields for part, fields in found.items() if fields},
-    _names(config, 'class_names'),
+    flax.traverse_util.unflatten_dict(found), _names(config, 'class_names')
   )
 
 

@@ -18,7 +18,10 @@ from vit_jax import models
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 
-_POSEMB = 'Transformer/posembed_input/pos_embedding'
+# A table of position embeddings, see vit_jax/layers/positions.py.
+_POSEMB = re.compile(
+  r'Transformer/posembed_(?:input|\d+)/(pos|x|y|relative)_embedding'
+)
 
 
 def transferable(
@@ -63,15 +66,10 @@ def transferable(
   flat = flax.traverse_util.flatten_dict(weights.params, sep='/')
   _note_zero_head(pretrained_path, flat)
   taken = {path: flat[path] for path in check(weights.params)}
-  if _resizes(flat, want):
-    # An equal number of tokens may be another grid: 2 x 8 and 4 x 4.
+  if any(map(_POSEMB.fullmatch, taken)):
     grid = grid or _grid(weights)
-    old, resized = flat[_POSEMB].shape, want[_POSEMB].shape
-    if old != resized or (grid and new_grid and tuple(grid) != tuple(new_grid)):
-      with _explaining(pretrained_path, weights.params, expected):
-        taken[_POSEMB] = interpolate_posembed(
-          flat[_POSEMB], resized[1], 'cls' in flat, grid, new_grid
-        )
+    with _explaining(pretrained_path, weights.params, expected):
+      taken |= _resize(taken, want, grid, new_grid)
   note_differences(weights, model_config)
   if partly:
     _note_parts(pretrained_path, flat, want, taken, new)
@@ -98,10 +96,14 @@ def _choose(flat, want, new, partly):
     deepest = max(map(_layer, want), default=-1)
     extra = [path for path in extra if not _layer(path) > deepest >= 0]
   both = {k: v for k, v in have.items() if k in want}
-  resized = {_POSEMB} if _resizes(have, want) else set()
   misfits = identify.misfits(
-    {k: v for k, v in both.items() if k not in resized}, want
+    {k: v for k, v in both.items() if not _resizes(k, have, want)}, want
   )
+  misfits += [
+    f'{path}: {_SEQUENCE}'
+    for path in both
+    if _is_relative(path) and both[path].shape != want[path].shape
+  ]
   fail_for(misfits + say_missing(missing) + say_extra(extra))
   return list(both)
 
@@ -112,13 +114,50 @@ def _layer(path):
   return int(found[1]) if found else -1
 
 
-def _resizes(flat, want):
-  """Returns whether the position embeddings can be resized to the model's."""
-  if not {_POSEMB} <= flat.keys() & want.keys():
+_SEQUENCE = (
+  'relative position embeddings are those of offsets in a sequence of patches, '
+  'and cannot be resized to another grid: use images of the size that the weights '
+  'were trained with (config.pp.crop)'
+)
+
+
+def _is_relative(path):
+  found = _POSEMB.fullmatch(path)
+  return found is not None and found[1] == 'relative'
+
+
+def _resizes(path, have, want):
+  """Returns whether a leaf is a table that can be resized to the model's."""
+  found = _POSEMB.fullmatch(path)
+  old, new = have[path].shape, want[path].shape
+  if not found or ('cls' in have) != ('cls' in want):
     return False
-  old, new = flat[_POSEMB].shape, want[_POSEMB].shape
-  same_tokens = ('cls' in flat) == ('cls' in want)
-  return same_tokens and len(old) == 3 and old[::2] == new[::2]
+  if found[1] == 'pos':
+    return len(old) == 3 and old[::2] == new[::2]
+  return found[1] in 'xy' and len(old) == 2 and old[1:] == new[1:]
+
+
+def _resize(taken, want, grid, new_grid):
+  """Returns the position embeddings that change with the grid, by path.
+
+  An equal number of tokens may be another grid: 2 x 8 and 4 x 4.
+
+  Raises:
+    ValueError: if a grid does not fit, or the embeddings cannot be resized.
+  """
+  moved = bool(grid and new_grid and tuple(grid) != tuple(new_grid))
+  resized = {}
+  for path in filter(_POSEMB.fullmatch, taken):
+    table, shape = taken[path], want[path].shape
+    if moved and _is_relative(path):
+      fail_for([f'{path}: {_SEQUENCE}'])
+    if table.ndim == 2 and table.shape != shape:
+      resized[path] = _resize_axis(np.asarray(table, np.float32), 0, shape[0])
+    elif table.ndim == 3 and (moved or table.shape != shape):
+      resized[path] = interpolate_posembed(
+        table, shape[1], 'cls' in taken, grid, new_grid
+      )
+  return resized
 
 
 @contextlib.contextmanager

@@ -42,16 +42,20 @@ def model_config(params: Mapping[str, Any]) -> ml_collections.ConfigDict | None:
     params: nested dict of arrays or shapes, with Linen's names.
 
   Returns:
-    The fields of VisionTransformer or MlpMixer without `num_classes`.
-    `model_name` is the name in the table of sizes, or a description of the
+    The fields of VisionTransformer, MlpMixer or BitResNet without
+    `num_classes`. `model_name` is the name in the table of sizes, or a description of the
     sizes. None if the parameters are those of no such model.
   """
   flat = {
     path: tuple(leaf.shape)
     for path, leaf in flax.traverse_util.flatten_dict(params, sep='/').items()
   }
+  sizes_of, like = next(
+    (found for leaf, found in _FAMILIES.items() if leaf in flat),
+    (_vit_sizes, 'b16'),
+  )
   try:
-    sizes = _mixer_sizes(flat) if 'stem/kernel' in flat else _vit_sizes(flat)
+    sizes = sizes_of(flat)
   except (KeyError, IndexError, ValueError):
     return None  # Leaves are missing, or have other numbers of dimensions.
   for name in model_configs.MODEL_CONFIGS:
@@ -59,10 +63,8 @@ def model_config(params: Mapping[str, Any]) -> ml_collections.ConfigDict | None:
     if name not in model_configs.TESTING and _matches(config, sizes):
       break
   else:
-    config = model_configs.get_config(
-      'mixer_b16' if 'stem/kernel' in flat else 'b16'
-    )
-    config.model_name = _describe_sizes(sizes)  # fmt: skip
+    config = model_configs.get_config(like)
+    config.model_name = _describe_sizes(sizes)
   with config.ignore_type():
     config.update(sizes)
   return config
@@ -78,10 +80,7 @@ def _vit_sizes(flat):
     mlp_dim=flat[f'{block}MlpBlock_0/Dense_0/kernel'][1],
     num_heads=flat[attention][1],
   )
-  if _POSEMB not in flat:
-    transformer['add_position_embedding'] = False
-  elif len(flat[_POSEMB]) != 3:
-    raise ValueError(f'{_POSEMB} has the shape {flat[_POSEMB]}')
+  transformer.update(_position_fields(flat))
   sizes = dict(
     patches=dict(size=(down, across)),
     hidden_size=width,
@@ -91,14 +90,32 @@ def _vit_sizes(flat):
   if 'pre_logits/kernel' in flat:
     sizes['representation_size'] = flat['pre_logits/kernel'][1]
   if 'conv_root/kernel' in flat:
-    stages = count(flat, r'block(\d+)/unit', first=1)
     sizes['resnet'] = dict(
-      num_layers=tuple(
-        count(flat, rf'block{i + 1}/unit(\d+)/', first=1) for i in range(stages)
-      ),
+      num_layers=units(flat),
       width_factor=flat['conv_root/kernel'][-1] // 64,
     )
   return sizes
+
+
+def _position_fields(flat):
+  """Returns the fields of position embeddings, see layers/positions.py.
+
+  Parameters do not tell 'stem' from 'shared', nor 'sincos2d' from 'none'.
+  """
+  if _POSEMB in flat:
+    if len(flat[_POSEMB]) != 3:
+      raise ValueError(f'{_POSEMB} has the shape {flat[_POSEMB]}')
+    return {}
+  for leaf, kind in (
+    ('pos_embedding', 'learned_1d'),
+    ('x_embedding', 'learned_2d'),
+    ('relative_embedding', 'relative'),
+  ):
+    one = 'shared' if kind == 'relative' else 'stem'
+    for name, layers in (('posembed_input', one), ('posembed_0', 'every')):
+      if f'Transformer/{name}/{leaf}' in flat:
+        return {'position_embedding': kind, 'position_layers': layers}
+  return {'add_position_embedding': False}
 
 
 def _mixer_sizes(flat):
@@ -114,6 +131,33 @@ def _mixer_sizes(flat):
     tokens_mlp_dim=flat[tokens_mlp][1],
     channels_mlp_dim=flat[channels_mlp][1],
   )
+
+
+def _bit_sizes(flat):
+  return dict(
+    num_layers=units(flat),
+    width_factor=flat['root_block/conv_root/kernel'][-1] / 64,
+  )
+
+
+def units(flat: Iterable[str]) -> tuple[int, ...]:
+  """Returns the number of units in each stage of a ResNet.
+
+  Args:
+    flat: paths of its parameters.
+  """
+  stages = count(flat, r'block(\d+)/unit', first=1)
+  return tuple(
+    count(flat, rf'block{i + 1}/unit(\d+)/', first=1) for i in range(stages)
+  )
+
+
+# A leaf that only one family of models has -> the function that reads the
+# family's sizes, and a model of it. All others are Vision Transformers.
+_FAMILIES = {
+  'root_block/conv_root/kernel': (_bit_sizes, 'bit_r50x1'),
+  'stem/kernel': (_mixer_sizes, 'mixer_b16'),
+}
 
 
 def _matches(config, sizes):
@@ -139,6 +183,11 @@ def _matches(config, sizes):
 
 
 def _describe_sizes(sizes):
+  if 'patches' not in sizes:
+    return (
+      f'BiT ResNet of {sizes["num_layers"]} units, {sizes["width_factor"]:g} '
+      'times the width'
+    )
   patch = 'x'.join(str(size) for size in sizes['patches']['size'])
   if 'num_blocks' in sizes:
     return (
@@ -158,7 +207,12 @@ def _describe_sizes(sizes):
 def channels(params: Mapping[str, Any]) -> int:
   """Returns the number of channels of a model's input images."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
-  for path in ('conv_root/kernel', 'stem/kernel', 'embedding/kernel'):
+  for path in (
+    'root_block/conv_root/kernel',
+    'conv_root/kernel',
+    'stem/kernel',
+    'embedding/kernel',
+  ):
     if path in flat:
       return flat[path].shape[2]
   raise KeyError('embedding/kernel')
@@ -178,8 +232,10 @@ _PUBLISHED = re.compile(
       LayerNorm_[01] / (scale | bias)
       | (token|channel)_mixing/Dense_[01] / (kernel | bias)
     )
-  | (Transformer/encoder_norm | pre_head_layer_norm | gn_root) / (scale | bias)
-  | conv_root/kernel
+  | (
+      Transformer/encoder_norm | pre_head_layer_norm | gn_root | norm-pre-head
+    ) / (scale | bias)
+  | (root_block/)?conv_root/kernel
   | block\d+/unit\d+ / (
       conv(\d|_proj)/kernel
       | gn(\d|_proj) / (scale | bias)

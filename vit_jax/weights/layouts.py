@@ -5,6 +5,7 @@ of the published tree with its names in both, and gives the difference in
 layout:
 
   conv   [h, w, in, out]            here, [out, in, h, w] in PyTorch
+  pixel  [in, out]                  here, [out, in, 1, 1] in PyTorch
   dense  [in, out]                  here, [out, in] in PyTorch
   heads  [in, heads, size]          here, [heads * size, in] in PyTorch
   bias   [heads, size]              here, [heads * size] in PyTorch
@@ -25,7 +26,14 @@ import numpy as np
 from vit_jax.weights import identify
 
 LAYOUTS = ('timm', 'hf')
-_DIMENSIONS = {'conv': 4, 'dense': 2, 'heads': 2, 'bias': 1, 'out': 2}
+_DIMENSIONS = {
+  'conv': 4,
+  'pixel': 4,
+  'dense': 2,
+  'heads': 2,
+  'bias': 1,
+  'out': 2,
+}
 _BLOCK = 'Transformer/encoderblock_{}/'
 _ATTENTION = 'MultiHeadDotProductAttention_0/'
 
@@ -85,6 +93,21 @@ _UNIT = (
   ('conv3', 'gn3', 'conv3', 'norm3'),
   ('conv_proj', 'gn_proj', 'downsample.conv', 'downsample.norm'),
 )
+# BiT ResNets, which only timm has.
+_BIT_STEM = (
+  _Leaf('root_block/conv_root/kernel', 'conv', 'stem.conv.weight', ''),
+  *_affine('norm-pre-head', 'norm', 'norm', ''),
+  *_affine('head', 'pixel', 'head.fc', ''),
+)
+_BIT_UNIT = (
+  *_affine('gn1', 'norm', 'norm1', ''),
+  *_affine('gn2', 'norm', 'norm2', ''),
+  *_affine('gn3', 'norm', 'norm3', ''),
+  _Leaf('conv1/kernel', 'conv', 'conv1.weight', ''),
+  _Leaf('conv2/kernel', 'conv', 'conv2.weight', ''),
+  _Leaf('conv3/kernel', 'conv', 'conv3.weight', ''),
+  _Leaf('conv_proj/kernel', 'conv', 'downsample.conv.weight', ''),
+)
 
 # Module names of transformers 5 -> names in its files, which the table uses.
 _HF_NEW = (
@@ -134,10 +157,28 @@ def _table(num_layers: int, units: Iterable[int] | None) -> list[_Leaf]:
   return leaves
 
 
+def _bit_table(units: Iterable[int]) -> list[_Leaf]:
+  """Lists all leaves of a BiT ResNet with these numbers of units."""
+  leaves = list(_BIT_STEM)
+  for i, count in enumerate(units):
+    for j in range(count):
+      here, there = f'block{i + 1}/unit{j + 1:02d}/', f'stages.{i}.blocks.{j}.'
+      leaves += [
+        leaf._replace(path=here + leaf.path, timm=there + leaf.timm)
+        for leaf in _BIT_UNIT
+      ]
+  return leaves
+
+
+def is_bit(names: Iterable[str]) -> bool:
+  """Returns whether the names are those of a BiT ResNet, here or in timm."""
+  return not {_BIT_STEM[0].path, _BIT_STEM[0].timm}.isdisjoint(names)
+
+
 def detect(names: Iterable[str]) -> str | None:
   """Returns the layout of a state dict's names: 'timm', 'hf', or None."""
   names = set(names)
-  if 'patch_embed.proj.weight' in names:
+  if 'patch_embed.proj.weight' in names or is_bit(names):
     return 'timm'
   if any(
     re.fullmatch(r'(\w+\.)?embeddings\.patch_embeddings\.projection\.weight', n)
@@ -148,49 +189,61 @@ def detect(names: Iterable[str]) -> str | None:
 
 
 def load(
-  flat: Mapping[str, np.ndarray], layout: str, num_heads: int
+  flat: Mapping[str, np.ndarray], layout: str, num_heads: int | None
 ) -> dict[str, np.ndarray]:
   """Converts a state dict to the published tree.
 
   Args:
     flat: arrays by name.
     layout: 'timm' or 'hf'.
-    num_heads: number of attention heads, which the shapes do not tell.
+    num_heads: number of attention heads, which the shapes do not tell; None for
+      a BiT ResNet.
 
   Returns:
     Arrays by '/'-joined path, with Linen's names.
 
   Raises:
-    ValueError: if there are arrays that a plain ViT does not have (the message
-      lists them), or if `num_heads` does not divide the width.
+    ValueError: if there are arrays that a plain ViT, or a BiT ResNet, does not
+      have (the message lists them), or if `num_heads` does not divide the
+      width.
   """
-  flat = dict(flat)
-  units = None
-  if layout == 'timm':
-    num_layers = identify.count(flat, r'blocks\.(\d+)\.')
-    if any(name.startswith('patch_embed.backbone.') for name in flat):
-      stage = r'patch_embed\.backbone\.stages\.'
-      units = [
-        identify.count(flat, rf'{stage}{i}\.blocks\.(\d+)\.')
-        for i in range(identify.count(flat, rf'{stage}(\d+)\.'))
-      ]
+  what = 'plain Vision Transformer'
+  if is_bit(flat):
+    what, flat = 'BiT ResNet', dict(flat)
+    table = _bit_table(_timm_units(flat, ''))
+  elif layout == 'timm':
     flat = _split_attention(flat)
+    backbone = 'patch_embed.backbone.'
+    hybrid = any(name.startswith(backbone) for name in flat)
+    table = _table(
+      identify.count(flat, r'blocks\.(\d+)\.'),
+      _timm_units(flat, re.escape(backbone)) if hybrid else None,
+    )
   else:
     flat = {_old_hf_name(name): value for name, value in flat.items()}
-    num_layers = identify.count(flat, r'encoder\.layer\.(\d+)\.')
+    table = _table(identify.count(flat, r'encoder\.layer\.(\d+)\.'), None)
   params = {}
-  for leaf in _table(num_layers, units):
+  for leaf in table:
     value = flat.pop(getattr(leaf, layout), None)
     if value is not None:
       params[leaf.path] = _from_torch(value, leaf, num_heads)
   if flat:
     raise ValueError(
-      'these weights are not those of a plain Vision Transformer, which lacks '
+      f'these weights are not those of a {what}, which lacks '
       + ', '.join(sorted(flat)[:10])
       + (f' and {len(flat) - 10} more' if len(flat) > 10 else '')
       + _hint(flat)
     )
   return params
+
+
+def _timm_units(flat, prefix):
+  """Returns the number of units in each stage of timm's ResNet."""
+  stage = rf'{prefix}stages\.'
+  return [
+    identify.count(flat, rf'{stage}{i}\.blocks\.(\d+)\.')
+    for i in range(identify.count(flat, rf'{stage}(\d+)\.'))
+  ]
 
 
 def _split_attention(flat):
@@ -249,6 +302,8 @@ def _from_torch(value, leaf, num_heads):
       )
   if kind == 'conv':
     value = value.transpose(2, 3, 1, 0)
+  elif kind == 'pixel':
+    value = value[:, :, 0, 0].T
   elif kind == 'dense':
     value = value.T
   elif kind == 'heads':
@@ -263,6 +318,8 @@ def _from_torch(value, leaf, num_heads):
 def _to_torch(value, kind):
   if kind == 'conv':
     value = value.transpose(3, 2, 0, 1)
+  elif kind == 'pixel':
+    value = value.T[:, :, None, None]
   elif kind == 'dense':
     value = value.T
   elif kind == 'heads':
@@ -290,14 +347,13 @@ def dump(params: dict, layout: str) -> dict[str, np.ndarray]:
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   _check_exists(flat, layout)
   num_layers = identify.count(flat, r'Transformer/encoderblock_(\d+)/')
-  units = None
-  if 'conv_root/kernel' in flat:
-    units = [
-      identify.count(flat, rf'block{i + 1}/unit(\d+)/', first=1)
-      for i in range(identify.count(flat, r'block(\d+)/', first=1))
-    ]
+  hybrid = 'conv_root/kernel' in flat
+  if is_bit(flat):
+    table = _bit_table(identify.units(flat))
+  else:
+    table = _table(num_layers, identify.units(flat) if hybrid else None)
   state = {}
-  for leaf in _table(num_layers, units):
+  for leaf in table:
     value = flat.pop(leaf.path, None)
     if value is not None:
       name = getattr(leaf, layout)
@@ -324,6 +380,10 @@ def _check_exists(flat, layout):
   name = _NAMES[layout]
   if any(path.startswith('MixerBlock') for path in flat):
     raise ValueError(f'an MLP-Mixer cannot be written for {name} (--to)')
+  if layout == 'hf' and is_bit(flat):
+    raise ValueError(
+      f'a BiT ResNet cannot be written for {name}: write it for timm (--to=timm)'
+    )
   if layout == 'hf' and 'conv_root/kernel' in flat:
     raise ValueError(
       f'{name} no longer has hybrids of ResNet and ViT: write this one for timm '

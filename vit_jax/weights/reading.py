@@ -2,7 +2,8 @@
 
 Formats, and how each is recognised:
 
-  npz       a file of arrays with '/' in their names, published ones for example
+  npz       a file of arrays with '/' in their names, such as the published ones
+            of ViT, Mixer and BiT
   timm      .safetensors or .bin with timm's names, or a folder with such a file
   hf        the same with Hugging Face's names (`ViTModel` and
             `ViTForImageClassification`)
@@ -38,6 +39,22 @@ _LINEN_NAMES = {
 }
 _FILE_NAMES = {linen: name for name, linen in _LINEN_NAMES.items()}
 _PREFIXES = ('opt/target/', 'params/')
+# Name in a published BiT file -> name in this package, of the layers in a unit
+# and of those outside.
+_BIT_NAMES = {
+  'a/standardized_conv2d': 'conv1',
+  'b/standardized_conv2d': 'conv2',
+  'c/standardized_conv2d': 'conv3',
+  'a/proj/standardized_conv2d': 'conv_proj',
+  'a/group_norm': 'gn1',
+  'b/group_norm': 'gn2',
+  'c/group_norm': 'gn3',
+  'root_block/standardized_conv2d': 'root_block/conv_root',
+  'group_norm': 'norm-pre-head',
+  'head/conv2d': 'head',
+}
+_BIT_FILE_NAMES = {name: published for published, name in _BIT_NAMES.items()}
+_BIT_LAYER = r'(block\d+/unit\d+/|)(.+)/(\w+)'
 # Names of weights files in folders of timm or Hugging Face, the preferred
 # first.
 FILES = ('model.safetensors', 'pytorch_model.bin')
@@ -157,17 +174,21 @@ def _read_npz(file, check):
 
 
 def without_ones(path: str, leaf):
-  """Returns a leaf, without dimensions of 1 if it belongs to a GroupNorm.
+  """Returns a leaf without the dimensions of 1 that some files add.
 
-  Old files keep the scale and bias of GroupNorms as [1, 1, 1, C].
+  Old files keep the scale and bias of GroupNorms as [1, 1, 1, C], and those of
+  BiT the kernel of the head as [1, 1, D, classes].
 
   Args:
     path: '/'-joined path of the leaf.
     leaf: an array or jax.ShapeDtypeStruct.
   """
-  if not re.search(r'gn[^/]*/(scale|bias)$', path):
+  if re.search(r'(gn[^/]*|norm-pre-head)/(scale|bias)$', path):
+    shape = (math.prod(leaf.shape),)
+  elif path == 'head/kernel' and leaf.ndim == 4 and leaf.shape[:2] == (1, 1):
+    shape = leaf.shape[2:]
+  else:
     return leaf
-  shape = (math.prod(leaf.shape),)
   if isinstance(leaf, jax.ShapeDtypeStruct):
     return leaf.update(shape=shape)
   return leaf.reshape(shape)
@@ -176,12 +197,40 @@ def without_ones(path: str, leaf):
 def _linen_name(key):
   for prefix in _PREFIXES:
     key = key.removeprefix(prefix)
+  if key.startswith('resnet/'):
+    return _bit_name(key.removeprefix('resnet/'))
   return _rename_block(key, _LINEN_NAMES)
 
 
-def file_name(key: str) -> str:
-  """Returns the published name of a '/'-joined path in Linen's names."""
-  return _rename_block(key, _FILE_NAMES)
+def _bit_name(key):
+  """Returns the path of a leaf in a published BiT file."""
+  found = re.fullmatch(_BIT_LAYER, key)
+  if not found:
+    return key
+  unit, layer, leaf = found.groups()
+  # Some files number the convolutions: standardized_conv2d_3.
+  layer = re.sub(r'(standardized_conv2d)_\d+$', r'\1', layer)
+  leaf = {'gamma': 'scale', 'beta': 'bias'}.get(leaf, leaf)
+  return f'{unit}{_BIT_NAMES.get(layer, layer)}/{leaf}'
+
+
+def file_name(key: str, bit: bool = False) -> str:
+  """Returns the published name of a parameter.
+
+  Args:
+    key: '/'-joined path in Linen's names.
+    bit: whether the model is a BiT ResNet.
+  """
+  if not bit:
+    return _rename_block(key, _FILE_NAMES)
+  found = re.fullmatch(_BIT_LAYER, key)
+  if not found:
+    return key
+  unit, layer, leaf = found.groups()
+  layer = _BIT_FILE_NAMES.get(layer, layer)
+  if layer.endswith('group_norm'):
+    leaf = {'scale': 'gamma', 'bias': 'beta'}.get(leaf, leaf)
+  return f'resnet/{unit}{layer}/{leaf}'
 
 
 def _rename_block(key, names):
@@ -224,12 +273,15 @@ def _read_torch(file, num_heads, beside):
   layout = layouts.detect(flat)
   if layout is None:
     raise ValueError(
-      f"'{file}' holds no Vision Transformer by timm's or Hugging Face's names; "
-      f'its names are {sorted(flat)[:4]} ...'
+      f"'{file}' holds no Vision Transformer by timm's or Hugging Face's names, "
+      f"and no BiT ResNet by timm's; its names are {sorted(flat)[:4]} ..."
     )
   model, class_names, image_size = descriptions.read(beside, layout)
   heads = model['transformer'].pop('num_heads', None)
-  heads = num_heads or heads or _usual_heads(flat, layout, file)
+  if layouts.is_bit(flat):
+    model = {'eps': 'timm'}
+  else:
+    heads = num_heads or heads or _usual_heads(flat, layout, file)
   with arrays.naming(file, 'cannot be used'):
     flat = layouts.load(flat, layout, heads)
   params = flax.traverse_util.unflatten_dict(flat, sep='/')

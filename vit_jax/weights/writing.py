@@ -33,6 +33,21 @@ _TIMM_HYBRIDS = {
 }
 
 
+# Units per stage of a BiT ResNet -> timm's name for one, and its width factor.
+_TIMM_BITS = {
+  (3, 4, 6, 3): ('resnetv2_50x1_bit', 1),
+  (3, 4, 23, 3): ('resnetv2_101x1_bit', 1),
+  (3, 8, 36, 3): ('resnetv2_152x2_bit', 2),
+}
+# Fields that change what a model computes, but no shapes, and their defaults.
+_COMPUTES = {
+  'transformer.gelu': 'tanh',
+  'transformer.norm_eps': 1e-6,
+  'resnet.eps': 'published',
+  'eps': 'published',
+}
+
+
 class Model(NamedTuple):
   """A model with its weights and everything that a writer needs.
 
@@ -65,7 +80,7 @@ def save(params, path: str):
   flat = flax.traverse_util.flatten_dict(jax.device_get(params), sep='/')
   names = {}  # Name in the file -> path in the tree.
   for key in flat:
-    name = reading.file_name(key)
+    name = reading.file_name(key, layouts.is_bit(flat))
     if name in names:
       raise ValueError(
         f"'{names[name]}' and '{key}' would both be named '{name}' in '{path}', "
@@ -78,6 +93,9 @@ def save(params, path: str):
     )
     for name, key in names.items()
   }
+  head = 'resnet/head/conv2d/kernel'
+  if head in flat:  # Published BiT files hold it as a 1x1 convolution.
+    flat[head] = flat[head][None, None]
   target = epath.Path(path)
   target.parent.mkdir(parents=True, exist_ok=True)
   temporary = target.parent / f'.{target.name}.tmp'
@@ -92,8 +110,11 @@ def _write_npz(model, dst):
   if model.class_names:
     beside['class_names'] = list(model.class_names)
   for key, here, there in _differences(model.config, published):
-    _, part, name = key.split('.')
-    beside.setdefault('model', {}).setdefault(part, {})[name] = here
+    *groups, name = key.split('.')[1:]
+    fields = beside.setdefault('model', {})
+    for group in groups:
+      fields = fields.setdefault(group, {})
+    fields[name] = here
     notes.append(
       f'readers of .npz compute with {key}={there}, but these weights were made '
       f'for {here}: logits differ a little'
@@ -111,28 +132,76 @@ def _write_npz(model, dst):
 
 def _differences(config, other):
   """Yields (key, value, other value) where two models compute differently."""
-  pairs = [
-    (f'model.{part}.{key}', part, key)
-    for part, key in (
-      ('transformer', 'gelu'),
-      ('transformer', 'norm_eps'),
-      ('resnet', 'eps'),
-    )
-  ]
-  for name, part, key in pairs:
-    if part in config and part in other:
-      default = {'gelu': 'tanh', 'norm_eps': 1e-6, 'eps': 'published'}[key]
-      here = config[part].get(key, default)
-      there = other[part].get(key, default)
-      if here != there:
-        yield name, here, there
+  for key, default in _COMPUTES.items():
+    group, _, name = key.rpartition('.')
+    ours, theirs = (c.get(group) if group else c for c in (config, other))
+    if group and (ours is None or theirs is None):
+      continue
+    here, there = ours.get(name, default), theirs.get(name, default)
+    if here != there:
+      yield f'model.{key}', here, there
 
 
 def _write_timm(model, dst):
   config = model.config
+  flat = flax.traverse_util.flatten_dict(model.params, sep='/')
+  bit = layouts.is_bit(flat)
   state = layouts.dump(model.params, 'timm')
-  encoder = config.transformer
-  args = dict(
+  width = flat['norm-pre-head/scale'].size if bit else config.hidden_size
+  architecture, args = (_timm_bit if bit else _timm_vit)(model)
+  _write_torch(
+    dst,
+    state,
+    dict(
+      architecture=architecture,
+      num_classes=model.num_classes,
+      num_features=width,
+      global_pool=args['global_pool'],
+      model_args=args,
+      pretrained_cfg=dict(
+        num_classes=model.num_classes,
+        input_size=(identify.channels(model.params), *model.image_size),
+        crop_pct=1.0,
+        interpolation='bilinear',
+        first_conv=None,
+        classifier='head.fc' if bit else 'head',
+        **_pixels(model.params),
+      ),
+      **({'label_names': model.class_names} if model.class_names else {}),
+    ),
+  )
+  computes = copy.deepcopy(config)
+  if bit:
+    computes.eps = 'timm'
+  else:
+    computes.transformer.norm_eps = 1e-6
+  if config.get('resnet') is not None:
+    computes.resnet.eps = 'timm'
+  notes = [
+    f'timm computes with {key}={there}, but these weights were made for {here}: '
+    'logits differ a little'
+    for key, here, there in _differences(config, computes)
+  ]
+  if 'pre_logits' in model.params and model.num_classes:
+    notes.append(
+      'timm ignores the pre-logits layer, though it is in the file: its logits '
+      'are not those of this model'
+    )
+  return notes
+
+
+def _timm_vit(model):
+  """Returns timm's name of a ViT or hybrid, and its arguments there."""
+  config, encoder = model.config, model.config.transformer
+  architecture = 'vit_base_patch16_224'
+  if config.get('resnet') is not None:
+    name = identify.describe(model.params)
+    if name not in _TIMM_HYBRIDS:
+      raise ValueError(
+        f'timm has no hybrid like {name}: it has {sorted(_TIMM_HYBRIDS)} (--to)'
+      )
+    architecture = _TIMM_HYBRIDS[name]
+  return architecture, dict(
     img_size=model.image_size,
     patch_size=_one(config.patches.size),
     embed_dim=config.hidden_size,
@@ -146,51 +215,25 @@ def _write_timm(model, dst):
     fc_norm=False,
     act_layer='gelu_tanh' if encoder.get('gelu', 'tanh') == 'tanh' else 'gelu',
   )
-  architecture = 'vit_base_patch16_224'
-  resnet = config.get('resnet')
-  if resnet is not None:
-    name = identify.describe(model.params)
-    if name not in _TIMM_HYBRIDS:
-      raise ValueError(
-        f'timm has no hybrid like {name}: it has {sorted(_TIMM_HYBRIDS)} (--to)'
-      )
-    architecture = _TIMM_HYBRIDS[name]
-  _write_torch(
-    dst,
-    state,
-    dict(
-      architecture=architecture,
-      num_classes=model.num_classes,
-      num_features=config.hidden_size,
-      global_pool=args['global_pool'],
-      model_args=args,
-      pretrained_cfg=dict(
-        num_classes=model.num_classes,
-        input_size=(identify.channels(model.params), *model.image_size),
-        crop_pct=1.0,
-        interpolation='bilinear',
-        first_conv=None,
-        classifier='head',
-        **_pixels(model.params),
-      ),
-      **({'label_names': model.class_names} if model.class_names else {}),
-    ),
-  )
-  computes = copy.deepcopy(config)
-  computes.transformer.norm_eps = 1e-6
-  if resnet is not None:
-    computes.resnet.eps = 'timm'
-  notes = [
-    f'timm computes with {key}={there}, but these weights were made for {here}: '
-    'logits differ a little'
-    for key, here, there in _differences(config, computes)
-  ]
-  if 'pre_logits' in model.params and model.num_classes:
-    notes.append(
-      'timm ignores the pre-logits layer, though it is in the file: its logits '
-      'are not those of this model'
+
+
+def _timm_bit(model):
+  """Returns timm's name of a BiT ResNet, and its arguments there."""
+  config = model.config
+  units, width = tuple(config.num_layers), config.width_factor
+  if units not in _TIMM_BITS:
+    raise ValueError(
+      f'timm has no BiT ResNet of {units} units: it has {list(_TIMM_BITS)} (--to)'
     )
-  return notes
+  architecture, factor = _TIMM_BITS[units]
+  # timm multiplies these by the width factor of the architecture.
+  channels = [int(256 * 2**i * width) // factor for i in range(len(units))]
+  return architecture, dict(
+    in_chans=identify.channels(model.params),
+    stem_chs=int(64 * width) // factor,
+    channels=channels,
+    global_pool='avg',
+  )
 
 
 def _write_hf(model, dst):

@@ -1,7 +1,7 @@
 """Draws small images in a grid, with a caption below each; needs Pillow alone.
 
 TensorBoard and the PNGs in a workdir show these grids. For figures of a paper,
-draw the arrays that the other files of this room compute.
+draw the arrays that vit_jax/figures computes.
 """
 
 from collections.abc import Sequence

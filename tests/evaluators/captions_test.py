@@ -4,7 +4,7 @@ import numpy as np
 from PIL import ImageColor
 import pytest
 
-from vit_jax.figures import captions
+from vit_jax.evaluators import captions
 
 
 def images(*shape, seed=0):

@@ -1,0 +1,119 @@
+r"""Pre-trains a ViT as in "How to train your ViT?" (arXiv 2106.10270), AugReg.
+
+  python -m vit_jax.main --config=configs/augreg_pretrain.py:b16,imagenet21k \
+    --workdir=/tmp/run
+  python -m vit_jax.main \
+    --config=configs/augreg_pretrain.py:b16,imagenet2012,strong2,wd_0.1,do_0.1 \
+    --workdir=/tmp/run
+
+The argument is MODEL,DATA, optionally followed, in any order, by
+
+  AUGMENTATION    none, light1, light2, medium1, medium2, strong1 or strong2; by
+                  default the choice of big_vision for the model
+  WEIGHT DECAY    wd_0.03 or wd_0.1, the default
+  REGULARISATION  do_0.0, the default, or do_0.1: dropout and stochastic depth
+  LENGTH          300ep, the default, or 30ep (ImageNet-21k only in the paper)
+
+MODEL is a short name from models.py. DATA is a TFDS name, or a folder with
+train/<class>/* and test/<class>/*. The words are those in the names of the
+published checkpoints. The paper trains each model with 7 x 2 x 2 settings, whose
+arguments `grid` yields:
+
+  python -c "from vit_jax.configs import augreg_pretrain as a
+  print(*a.grid('b16', 'imagenet21k'), sep='\n')"
+
+The best ones for ImageNet-21k, and the accuracy on ImageNet that they reach when
+fine-tuned at 384 px (configs/augreg.py), as the original's README has it:
+
+  L/16      strong1,wd_0.1,do_0.0    85.59    B/32     light1,wd_0.1,do_0.0  83.59
+  B/16      medium1,wd_0.1,do_0.0    85.49    S/32     none,wd_0.1,do_0.0    79.58
+  S/16      light1,wd_0.03,do_0.0    83.73    R+Ti/16  none,wd_0.03,do_0.0   75.40
+  R50+L/32  medium1,wd_0.1,do_0.1    85.99    Ti/16    none,wd_0.03,do_0.0   78.22
+  R26+S/32  light1,wd_0.1,do_0.0     83.85
+
+Peculiarities of the published recipe:
+
+- The loss is a sigmoid per class, also on ImageNet. The head's bias starts at
+  -10, on ImageNet at -6.9, the logarithm of 1/1000.
+- The head is linear, on the class token. big_vision's `vit_i21k` has mean
+  pooling: --config.model.classifier=gap.
+- Weight decay is multiplied by the learning rate. That of big_vision, 1e-4, is
+  not: at the same learning rate it equals wd_0.1.
+- Stochastic depth skips attention and MLP apart from each other; its probability
+  increases linearly from 0 in the first layer to 0.1 in the last.
+- RandAugment of magnitude 0 (light1) still changes images: it inverts, for
+  example.
+- big_vision holds out 51,200 images of ImageNet-21k for validation and test, and
+  this package 102,400, as for the models of the first paper.
+"""
+
+from collections.abc import Iterator
+import itertools
+
+from vit_jax.configs import common
+from vit_jax.configs import vit_i1k
+
+# Model -> augmentation for 300 epochs of ImageNet-21k in big_vision; that for
+# ImageNet is in vit_i1k.py.
+AUGMENTATIONS = {
+  'ti16': 'none',
+  's32': 'none',
+  's16': 'light1',
+  'b32': 'light2',
+  'b16': 'light2',
+  'l16': 'medium2',
+}
+
+WEIGHT_DECAYS = {'wd_0.1': 0.1, 'wd_0.03': 0.03}
+# Rates of dropout, and of stochastic depth.
+DROPOUTS = {'do_0.0': 0.0, 'do_0.1': 0.1}
+LENGTHS = {'300ep': 300.0, '30ep': 30.0}
+
+
+def get_config(arg: str = 'b16,imagenet21k'):
+  """Returns the config for 'MODEL,DATA', with ',AUGMENTATION' and so on.
+
+  Raises:
+    ValueError: if the argument has another form, a word of it is unknown, or the
+      model needs an augmentation.
+  """
+  model, _, rest = arg.partition(',')
+  dataset, *names = rest.split(',')
+  if not dataset:
+    raise ValueError(
+      f"'{arg}' must be MODEL,DATA, or MODEL,DATA and settings: "
+      '--config=configs/augreg_pretrain.py:b16,imagenet21k or '
+      '--config=configs/augreg_pretrain.py:b16,/path/to/folder,medium1,wd_0.03'
+    )
+  chosen = common.choose(
+    names,
+    {
+      'augmentation': tuple(common.AUGREG),
+      'weight decay': tuple(WEIGHT_DECAYS),
+      'regularisation': tuple(DROPOUTS),
+      'length': tuple(LENGTHS),
+    },
+  )
+  is_imagenet = dataset == 'imagenet2012'
+  config = vit_i1k.get_config(f'{model},{dataset},none')
+  config.total_epochs = LENGTHS[chosen['length'] or '300ep']
+  config.weight_decay = WEIGHT_DECAYS[chosen['weight decay'] or 'wd_0.1']
+  config.independent_weight_decay = False
+  config.model.representation_size = None
+  config.model.head_bias_init = -6.9 if is_imagenet else -10.0
+  rate = DROPOUTS[chosen['regularisation'] or 'do_0.0']
+  config.model.transformer.update(dropout_rate=rate, stochastic_depth=rate)
+  return common.set_augmentation(
+    config,
+    chosen['augmentation']
+    or vit_i1k.augmentation_of(
+      config.model, vit_i1k.AUGMENTATIONS if is_imagenet else AUGMENTATIONS
+    ),
+  )
+
+
+def grid(model: str, dataset: str) -> Iterator[str]:
+  """Yields the argument of each setting that the paper trains for a model."""
+  settings = (common.AUGREG, WEIGHT_DECAYS, DROPOUTS)
+  for words in itertools.product(*settings):
+    yield ','.join((model, dataset, *words))

@@ -1,0 +1,83 @@
+r"""Trains a BiT ResNet from scratch (arXiv 1912.11370, section 3.2).
+
+  python -m vit_jax.main --config=configs/bit_pretrain.py:bit_r50x1,imagenet2012 \
+    --workdir=/tmp/bit
+  python -m vit_jax.main --workdir=/tmp/bit \
+    --config=configs/bit_pretrain.py:bit_r101x3,/data/21k,imagenet21k
+
+The argument is MODEL,DATA or MODEL,DATA,RECIPE. MODEL is a short name from
+models.py: bit_r50x1, bit_r50x2, bit_r50x3, bit_r101x1, bit_r101x3, bit_r152x1,
+bit_r152x2, bit_r152x4 or bit_r200x3. DATA is a TFDS name, or a folder with
+train/<class>/* and test/<class>/*. RECIPE is imagenet2012 (BiT-S), imagenet21k
+(BiT-M) or jft300m (BiT-L); by default the recipe of the data set's name.
+
+Expected after fine-tuning with configs/bit_hyperrule.py, of BiT-L R152x4 (arXiv
+2010.11929, table 2): ImageNet 87.54, CIFAR-10 99.37, CIFAR-100 93.51, Oxford
+Pets 96.62, Oxford Flowers 99.63.
+
+The learning rate is 0.03 for 256 images: with another --config.batch, also set
+--config.base_lr to 0.03 * batch / 256. Weight decay goes through the momentum
+(`l2_decay`), as usual for SGD. Several labels per image, as ImageNet-21k and
+JFT have, need the sigmoid and a low bias of the head, which the paper leaves
+open: they are those of big_vision's bit_i21k.
+"""
+
+from vit_jax.configs import common
+from vit_jax.configs import models
+
+BATCH = 4096
+# Recipe -> (epochs, epochs after which the learning rate is divided by 10).
+RECIPES = {
+  'imagenet2012': (90, (30, 60, 80)),
+  'imagenet21k': (90, (30, 60, 80)),
+  'jft300m': (40, (10, 23, 30, 37)),
+}
+# Recipes for several labels per image.
+SIGMOID = ('imagenet21k', 'jft300m')
+
+
+def get_config(arg: str = 'bit_r50x1,imagenet2012'):
+  """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,RECIPE'.
+
+  Raises:
+    ValueError: if the argument has another form, or the model or the recipe is
+      unknown.
+  """
+  model, dataset, recipe = (*arg.split(','), '', '')[:3]
+  if not dataset or arg.count(',') > 2:
+    raise ValueError(
+      f"'{arg}' must be MODEL,DATA or MODEL,DATA,RECIPE: "
+      '--config=configs/bit_pretrain.py:bit_r50x1,imagenet2012 or '
+      '--config=configs/bit_pretrain.py:bit_r50x1,/path/to/folder,imagenet2012'
+    )
+  recipe = recipe or dataset
+  if recipe not in RECIPES:
+    raise ValueError(
+      f"recipe '{recipe}' is unknown: use one of {', '.join(RECIPES)} "
+      '(--config=configs/bit_pretrain.py:MODEL,DATA,RECIPE)'
+    )
+  config = common.set_dataset(common.get_config(), dataset)
+  config.pretrained_dir = None  # From random weights.
+  config.model = models.get_config(model)
+  epochs, drops = RECIPES[recipe]
+  config.update(
+    batch=BATCH,
+    batch_eval=BATCH,
+    total_epochs=float(epochs),
+    warmup_steps=5_000,
+    optimizer='sgd',
+    momentum=0.9,
+    optim_dtype='float32',
+    base_lr=0.03 * BATCH / 256,
+    decay_type='staircase',
+    decay_at=tuple(epoch / epochs for epoch in drops),
+    l2_decay=1e-4,
+    grad_norm_clip=0.0,
+    eval_every=1_000,
+    progress_every=50,
+  )
+  config.pp.resize = 256  # Evaluation: the central crop.
+  if recipe in SIGMOID:
+    config.loss = 'sigmoid'
+    config.model.head_bias_init = -10.0
+  return config

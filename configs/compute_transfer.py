@@ -1,0 +1,72 @@
+r"""Figure 5 in small: transfer by the compute of the pre-training, on the digits.
+
+  python -m vit_jax.main --config=configs/compute_transfer.py \
+    --workdir=/tmp/compute
+
+The paper pre-trains ViTs, ResNets and hybrids for different lengths, and compares
+how they transfer by the compute that they have taken (arXiv 2010.11929, section
+4.4): ViTs reach the same accuracy with two to four times less. Here small models
+learn the digits 0 to 4 for 60, 180 and 540 updates. A linear probe then learns the
+digits 5 to 9, which they have not seen, from 5 images a class, and is tested on
+all other images of these.
+
+Takes about 13 minutes of processor time. Expected, in percent, over three seeds:
+
+  updates            ViT            BiT         hybrid
+       60   37.96 ± 5.66   64.72 ± 3.74   45.65 ± 6.67
+      180   41.70 ± 3.74   60.58 ± 2.75   42.93 ± 2.72
+      540   44.92 ± 2.45   55.70 ± 1.77   39.71 ± 2.09
+
+The ViT transfers better with more compute, and the gap to the ResNet closes from
+27 to 11 points. Unlike in the paper, the ResNet stays ahead, and transfers worse
+the longer it learns these few images by heart. With label smoothing of .1 and
+weight decay of .05, seed 0 shows the same.
+"""
+
+import ml_collections
+
+from vit_jax.configs import data_scaling
+
+STEPS = (60, 180, 540)
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """Returns the config: a study, whose x is the compute of its runs."""
+  families = {
+    'ViT': data_scaling.vit(3, 96),
+    'BiT': data_scaling.bit((1, 1, 1), 0.5),
+    'hybrid': data_scaling.hybrid(2, 96),
+  }
+  config = ml_collections.ConfigDict()
+  config.trainer = 'study'
+  config.base = data_scaling.base()
+  config.base.model = families['ViT']
+  config.base.dataset = 'digits/0to4'
+  # As in digits_transfer.py: both help the transfer.
+  config.base.update(label_smoothing=0.0, weight_decay=0.3)
+  config.base.fewshot.update(
+    shots=(5,),
+    dataset='digits/5to9_few',
+    train='few_0+few_1+few_2',
+    test='test',
+  )
+  config.seeds = (0, 1, 2)
+  config.metric = 'fewshot_5_test'
+  config.title = 'Transfer by pre-training compute (figure 5 in small)'
+  places = [(name, steps) for name in families for steps in STEPS]
+  config.x = tuple((name, 'exaflops') for name, _ in places)
+  config.x_label = 'exaFLOPs'
+  config.x_log = True
+  config.variants = tuple(
+    (
+      f'{name}, {steps} updates',
+      {
+        'model': families[name],
+        'total_steps': steps,
+        'warmup_steps': steps // 10,
+      },
+    )
+    for name, steps in places
+  )
+  config.checkpoints = 'none'
+  return config

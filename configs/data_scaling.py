@@ -1,0 +1,108 @@
+r"""Figure 4 in small: a ViT, a ResNet and a hybrid on growing parts of the digits.
+
+  python -m vit_jax.main --config=configs/data_scaling.py --workdir=/tmp/scaling
+
+The paper pre-trains on subsets of JFT-300M with one recipe for all sizes and
+models (arXiv 2010.11929, section 4.3): ResNets are better with few images, ViTs
+with many. Here three models of about the same compute learn scikit-learn's
+digits from 50, 250 and all 1,437 training images, with the same number of
+updates, and are tested on the same 360 images. The 50 images are other ones for
+each seed.
+
+Takes about ten minutes of processor time. Expected, mean and standard deviation of
+three seeds in percent:
+
+  images        ViT           BiT        hybrid
+      50   61.7 +- 5.1   84.9 +- 3.1   79.3 +- 2.6
+     250   90.4 +- 0.3   96.8 +- 0.4   96.6 +- 1.1
+   1,437   93.9 +- 1.1   99.0 +- 0.4   98.7 +- 0.8
+
+The ViT is 23 points below the ResNet with few images, and 5 with all. It does not
+overtake the ResNet, as it does in the paper with the most images.
+"""
+
+import ml_collections
+
+from vit_jax.configs import digits
+from vit_jax.configs import models
+
+# Name -> split. The seed replaces {seed}.
+SUBSETS = {
+  50: 'train[{seed}00:{seed}50]',
+  250: 'train[:250]',
+  1437: 'train',
+}
+
+
+def vit(num_layers: int, width: int) -> ml_collections.ConfigDict:
+  """Returns a small ViT with patches of 8x8 pixels."""
+  config = models.get_config('ti16')
+  config.model_name = f'ViT {num_layers}x{width}'
+  config.patches.size = (8, 8)
+  config.hidden_size = width
+  config.transformer.num_layers = num_layers
+  config.transformer.mlp_dim = 4 * width
+  return config
+
+
+def bit(num_layers: tuple[int, ...], width_factor: float):
+  """Returns a small BiT ResNet, with `num_layers` units in each stage."""
+  config = models.get_config('bit_r50x1')
+  units = ''.join(map(str, num_layers))
+  config.model_name = f'BiT {units}x{width_factor:g}'
+  config.num_layers = num_layers
+  config.width_factor = width_factor
+  return config
+
+
+def hybrid(num_layers: int, width: int) -> ml_collections.ConfigDict:
+  """Returns a small hybrid: one unit of a narrow ResNet, then a ViT."""
+  config = vit(num_layers, width)
+  config.model_name = f'R+ViT {num_layers}x{width}'
+  config.patches.size = (2, 2)  # In cells of 4x4 pixels.
+  config.resnet = ml_collections.ConfigDict(
+    {'num_layers': (1,), 'width_factor': 0.5}
+  )
+  return config
+
+
+def base() -> ml_collections.ConfigDict:
+  """Returns the recipe that all models share, that of configs/digits.py."""
+  config = digits.get_config()
+  config.pp.crop = 32  # Enough for the stages of a ResNet.
+  config.batch = 32
+  config.total_epochs = None
+  config.warmup_epochs = None
+  config.update(total_steps=400, warmup_steps=40)
+  config.update(eval_every=0, checkpoint_every=0, log_images=0)
+  return config
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """Returns the config of the study."""
+  # Forward passes of 9 to 10 MFLOPs each, as they run.
+  families = {
+    'ViT': vit(3, 96),
+    'BiT': bit((1, 1, 1), 0.5),
+    'hybrid': hybrid(2, 96),
+  }
+  config = ml_collections.ConfigDict()
+  config.trainer = 'study'
+  config.base = base()
+  config.base.model = families['ViT']
+  config.seeds = (0, 1, 2)
+  config.metric = 'accuracy_test'
+  config.title = 'Accuracy by the number of training images (figure 4 in small)'
+  config.x_label = 'training images'
+  config.x_log = True
+  places = [(name, size) for name in families for size in SUBSETS]
+  config.x = tuple(places)
+  config.variants = tuple(
+    (
+      f'{name}, {size} images',
+      {'model': families[name], 'pp.train': SUBSETS[size]},
+    )
+    for name, size in places
+  )
+  config.checkpoints = 'none'
+  return config

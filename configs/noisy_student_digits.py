@@ -1,0 +1,57 @@
+r"""Demonstrates Noisy Student on scikit-learn's digits, without a download.
+
+  python -m vit_jax.main --config=configs/noisy_student_digits.py \
+    --workdir=/tmp/noisy_student
+
+A small ViT learns from 10 labels a class, with three draws of the labels. It
+labels the other 1,337 training images, and a student of the same size learns
+from all of them, with crops, rotations, erased boxes, dropout and stochastic
+depth; then once more, with the student as the teacher. Expected on the 360 test
+images: teacher 87.5 %; first student 90.9 %, which is 3.4 points above the
+teacher of the same draw, with a standard deviation of 1.7 over the draws;
+second student 89.8 %, 2.3 points above, with 1.0: on so few images a second
+iteration gains nothing. With the labels alone, the student's noise and as many
+images per update give 86.2 %.
+
+Takes some minutes on two cores. The settings were chosen on few_3, tested
+on 300 of its unlabelled images:
+
+  python -m vit_jax.main --config=configs/noisy_student_digits.py \
+    --workdir=/tmp/chosen --config.seeds='(3,)' \
+    --config.teacher.pp.test='unlabelled_3[:300]' \
+    --config.student.pp.test='unlabelled_3[:300]' \
+    --config.unlabelled_split='unlabelled_3[300:]'
+"""
+
+import ml_collections
+
+from vit_jax.configs import digits
+from vit_jax.configs import noisy_student
+
+
+def get_config():
+  """Returns the config: the program, and the configs of teacher and student."""
+  config = ml_collections.ConfigDict()
+  config.trainer = 'noisy_student'
+  few = digits.get_config()
+  few.dataset = 'digits/few10'
+  few.pp.train = 'few_{seed}'
+  few.update(total_epochs=None, warmup_epochs=None)
+  few.update(eval_every=0, checkpoint_every=0)
+  few.update(total_steps=600, warmup_steps=60, batch=50, base_lr=3e-3)
+  config.teacher = few
+
+  config.student = config.teacher.copy_and_resolve_references()
+  config.student.update(total_steps=400, warmup_steps=40, batch=20)
+  config.student.update(label_smoothing=0.0)
+  # RandAugment is made for larger images.
+  config.student.pp.update(rotate=15.0, random_erasing=0.25)
+  config.student.pp.crop_area = (0.6, 1.0)
+  config.student.model.transformer.dropout_rate = 0.1
+  config.student.model.transformer.stochastic_depth = 0.1
+
+  noisy_student.set_defaults(config, 'digits/few10', 'unlabelled_{seed}')
+  config.seeds = (0, 1, 2)
+  config.per_class = 130
+  config.ratios = (4.0, 4.0)
+  return config

@@ -1,0 +1,187 @@
+"""Tests of the accounts of pre-training against the paper and closed forms."""
+
+import json
+import math
+import sys
+
+import pytest
+
+from tests.scale import flops_test
+from vit_jax import compute
+from vit_jax.configs import models as model_configs
+from vit_jax.scale import costs
+
+# Table 6 of arXiv 2010.11929, and what its formula gives where it was computed
+# with other code.
+TABLE_6 = [
+  ('ViT-B_32', 7, 55, 56.3),
+  ('ViT-B_16', 7, 224, 223.7),
+  ('ViT-L_32', 7, 196, 195.9),
+  ('ViT-L_16', 7, 783, 783.6),
+  ('ViT-L_16', 14, 1567, 1567.2),
+  ('ViT-H_14', 14, 4262, 4258.6),
+  ('BiT-R50x1', 7, 50, 50.7),
+  ('BiT-R50x2', 7, 199, 198.9),
+  ('BiT-R101x1', 7, 96, 95.6),
+  ('BiT-R152x1', 7, 141, 140.8),
+  ('BiT-R152x2', 7, 563, 559.3),
+  ('BiT-R152x2', 14, 1126, 1118.6),
+  ('BiT-R200x3', 14, 3306, 3291.3),
+  ('R50+ViT-B_32', 7, 106, 106.0),
+  ('R50+ViT-B_16', 7, 274, 272.7),
+  ('R50+ViT-L_32', 7, 246, 245.5),
+  ('R50+ViT-L_16', 7, 859, 832.8),
+  ('R50+ViT-L_16', 14, 1668, 1665.5),
+]
+
+
+def run(monkeypatch, *args):
+  monkeypatch.setattr(sys, 'argv', ['compute', *args])
+  compute.main()
+
+
+def test_table_6_and_table_2(monkeypatch, tmp_path, capsys):
+  """One command prints and writes them, and draws figure 5."""
+  file, plot = tmp_path / 'rows.json', tmp_path / 'plot.png'
+  run(monkeypatch, f'--json={file}', '--price=2', f'--plot={plot}')
+  rows = json.loads(file.read_text())
+  assert len(rows) == 18
+  far = []
+  for row, (model, epochs, published, computed) in zip(rows, TABLE_6):
+    assert (row['model'], row['epochs']) == (model, epochs)
+    assert row['published_exaflops'] == published
+    assert row['exaflops'] == pytest.approx(computed, abs=0.11)
+    if abs(row['exaflops'] / published - 1) > 0.025:
+      far.append((model, epochs))
+    days = row['exaflops'] * 1e18 / (0.4 * 61.5e12 * 86400)
+    assert row['core_days'] == pytest.approx(days)
+    assert row['price'] == pytest.approx(days * 24 / 2 * 2)
+  assert far == [('R50+ViT-L_16', 7)]
+  spent = {(r['model'], r['epochs']): r['published_core_days'] for r in rows}
+  assert {key: days for key, days in spent.items() if days} == {
+    ('ViT-H_14', 14): 2_500,
+    ('ViT-L_16', 14): 680,
+  }
+  out = capsys.readouterr().out
+  assert 'R50+ViT-L_16, 7 epochs: 859 is taken for an error' in out
+  assert 'at 40 % (--mfu) of its peak of 61.5 TFLOP/s' in out
+  # Table 2: 2,500 core-days of 61.5 TFLOP/s are 13,284 exaFLOPs.
+  assert 4258.6 / 13284 == pytest.approx(0.32, abs=0.005)
+  assert any(
+    line.startswith('ViT-H_14  ') and line.endswith('2,500           32 %')
+    for line in out.splitlines()
+  )
+  assert '12,300' in out
+  assert '87.54' in out
+  assert plot.read_bytes()[:4] == b'\x89PNG'
+
+
+def test_another_pre_training(monkeypatch, tmp_path, capsys):
+  file = tmp_path / 'rows.json'
+  run(
+    monkeypatch, '--model', 's16', 'ViT-S_32', '--epochs=1.5', '--chip=v5e',
+    '--num_examples=2e6', '--num_classes=10', '--image_size=64,96', '--mfu=0.5',
+    f'--json={file}',
+  )  # fmt: skip
+  rows = json.loads(file.read_text())
+  assert [row['model'] for row in rows] == ['ViT-S_16', 'ViT-S_32']
+  for row in rows:
+    config = model_configs.get_config(row['model'])
+    count = flops_test.multiply_adds(config, (64, 96), 10, as_run=False)
+    work = 6 * count * 3e6 / 1e18
+    assert row['exaflops'] == pytest.approx(work)
+    # A chip of v5e has 197 TFLOP/s.
+    days = work * 1e18 / (0.5 * 197e12) / 86400
+    assert row['core_days'] == pytest.approx(days)
+    assert row['published_exaflops'] is None
+    assert row['price'] is None
+  assert 'v5e chip-days' in capsys.readouterr().out
+
+
+def test_results_are_shown_beside_the_published_ones(
+  monkeypatch, tmp_path, capsys
+):
+  table = tmp_path / 'mine.csv'
+  table.write_text(
+    'family,name,exaflops,model,epochs,accuracy\n'
+    'Mine,small,0.5,,,81.25\n'
+    'Mine,,,s32,2,82\n'
+    'Mine,not done,0.7,,,\n'
+  )
+  study = tmp_path / 'study.json'
+  study.write_text(
+    json.dumps([{'variant': 'a', 'line': 'ViT', 'x': 2e-6, 'accuracy': 0.5}])
+  )
+  run(
+    monkeypatch, '--results', str(table), str(study), '--model', 's32',
+    '--epochs=2', '--dataset=digits', '--published=none',
+  )  # fmt: skip
+  out = capsys.readouterr().out.split('Transfer against')[1]
+  assert len(out.strip().splitlines()) == 1 + 1 + 1 + 3
+  config = model_configs.get_config('s32')
+  count = flops_test.multiply_adds(config, (224, 224), 10, as_run=False)
+  for line in (
+    ('Mine', 'small', '0.5', '81.25'),
+    ('Mine', 's32', f'{6 * count * 1437 * 2 / 1e18:.3g}', '82.00'),
+    ('ViT', 'a', '2e-06', '50.00'),
+  ):
+    assert list(line) in [row.split() for row in out.splitlines()]
+
+
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    (['--model', 'b17', '--epochs=1', '--dataset=digits'], "model 'b17' is un"),
+    (['--model', 'b16', '--dataset=digits'], '--model needs a length: give'),
+    (['--model', 'b16', '--epochs=7'], '--model needs the size of the data'),
+    (
+      ['--model', 'b16', '--epochs=0', '--dataset=digits'],
+      'epochs=0.0 must be',
+    ),
+    (['--epochs=7'], r'--epochs=7.0 needs a model: give --model=NAME'),
+    (
+      ['--mfu=1.5'],
+      r'mfu=1.5 must be a number above 0 and at most 1 \(--mfu\)',
+    ),
+    (['--price=-1'], r'price=-1.0 must be a finite number of at least 0'),
+    (['--json=/no/where/a.json'], r'is in no folder that exists \(--json\)'),
+  ],
+)
+def test_wrong_flags_are_named(monkeypatch, args, message):
+  with pytest.raises(ValueError, match=message):
+    run(monkeypatch, *args)
+
+
+@pytest.mark.parametrize(
+  'name, text, message',
+  [
+    ('a.csv', 'name,top1\nx,3\n', r"row 1 of .* has no column 'accuracy', only"),
+    ('a.csv', 'name,accuracy\nx,3\n', 'row 1 of .* has no column exaflops, only'),
+    ('a.csv', 'exaflops,accuracy\n-2,3\n', "exaflops='-2' must be a finite num"),
+    ('a.csv', 'exaflops,accuracy\n2,x\n', "accuracy='x' must be a finite number"),
+    ('a.csv', 'model,epochs,accuracy\nb16,1,3\n', "'b16' has no exaflops in its"),
+    ('a.json', '{"a": 1}', 'must be a JSON list of objects'),
+    ('a.json', 'nothing', 'is no JSON'),
+  ],
+)  # fmt: skip
+def test_wrong_results_are_named(monkeypatch, tmp_path, name, text, message):
+  monkeypatch.setattr(costs, 'TABLE_6', {})
+  monkeypatch.setattr(costs, 'TABLE_2', ())
+  path = tmp_path / name
+  path.write_text(text)
+  with pytest.raises(ValueError, match=message):
+    run(monkeypatch, '--results', str(path))
+  with pytest.raises(FileNotFoundError, match='is no file: give a CSV or JSON'):
+    run(monkeypatch, '--results', str(tmp_path / 'missing.csv'))
+
+
+def test_the_peak_of_a_chip_and_its_price():
+  setting = costs.Setting(1000, 10, chip='v3', mfu=1.0, price=3.0)
+  # One day of one core at its peak, a third of its FLOPs in the forward pass.
+  forward = 61.5e12 * 86400 / 3 / 1000
+  row = costs.account('any', 1, forward, setting)
+  assert row['core_days'] == pytest.approx(1)
+  assert row['price'] == pytest.approx(24 / 2 * 3)
+  v4 = costs.account('any', 1, forward, setting._replace(chip='v4'))
+  assert v4['core_days'] == pytest.approx(61.5 / 275)
+  assert math.isclose(v4['price'], 24 * 3 * 61.5 / 275)

@@ -1,0 +1,48 @@
+"""Tests of the studies on the digits: what they compare, and selecting."""
+
+import pytest
+
+from vit_jax.configs import pooling
+from vit_jax.configs import position_embeddings
+from vit_jax.jobs import study
+from vit_jax.run import config as run_config
+
+
+def test_position_embeddings_are_those_of_table_8():
+  config = position_embeddings.get_config()
+  runs = study.make_runs(config)
+  assert len(runs) == len(position_embeddings.VARIANTS) * len(config.seeds)
+  encoders = [run.config.model.transformer for run in runs]
+  chosen = {(x.position_embedding, x.position_layers) for x in encoders}
+  assert chosen >= {
+    ('none', 'stem'), ('relative', 'every'),
+    ('learned_1d', 'stem'), ('learned_1d', 'every'), ('learned_1d', 'shared'),
+    ('learned_2d', 'stem'), ('learned_2d', 'every'), ('learned_2d', 'shared'),
+  }  # fmt: skip
+  for run in runs[:: len(config.seeds)]:
+    run_config.check(run_config.complete(run.config))
+
+
+def test_pooling_is_compared_over_learning_rates():
+  config = pooling.get_config()
+  runs = study.make_runs(config)
+  pairs = {(run.config.model.classifier, run.config.base_lr) for run in runs}
+  assert pairs == {
+    (kind, rate) for kind in ('token', 'gap') for rate in pooling.RATES
+  }
+  for (name, changes), (label, x) in zip(config.variants, config.x):
+    assert name.startswith(label)
+    assert changes['base_lr'] == x
+
+
+@pytest.mark.parametrize(
+  'module, names', [(position_embeddings, '2d, none'), (pooling, 'gap')]
+)
+def test_an_argument_selects_variants(module, names):
+  all_of_them = len(module.get_config().variants)
+  assert 0 < len(module.get_config(names).variants) < all_of_them
+  known = ', '.join(module.VARIANTS)
+  with pytest.raises(
+    ValueError, match=f"variant '3d' is unknown: use some of {known}"
+  ):
+    module.get_config(f'{names},3d')

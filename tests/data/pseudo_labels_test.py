@@ -1,0 +1,173 @@
+"""Tests of pseudo-labels as a data set, alone and beside labelled images."""
+
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from vit_jax import input_pipeline
+from vit_jax.configs import common
+from vit_jax.data import order
+from vit_jax.data import pseudo_labels
+from vit_jax.data import records
+from vit_jax.data import sources
+
+NAMES = ('ant', 'bee', 'cow')
+# Three labelled images; the second is repeated.
+ARRAYS = {
+  'images': np.array([2, 5, 7]),
+  'classes': np.array([[1, 0, 2], [2, 1, 0], [0, 1, 2]], np.int32),
+  'probabilities': np.float32([[0.7, 0.2, 0.1], [0.4, 0.35, 0.25], [1, 0, 0]]),
+  'rows': np.array([1, 0, 1, 2]),
+}
+SOFT = [[0.2, 0.7, 0.1], [0.25, 0.35, 0.4], [1, 0, 0]]
+
+
+def write(root, config, **changes):
+  """Writes the pseudo-labels above for the training images of a folder."""
+  images = sources.open_split(
+    config, 'train', ('image',), dataset=changes.get('dataset')
+  )
+  facts = {
+    'dataset': config.dataset, 'split': 'train', 'images': images.fingerprint(),
+    'class_names': list(NAMES), 'soft': True, 'exclusive': True, **changes,
+  }  # fmt: skip
+  pseudo_labels.write(root, ARRAYS, facts)
+  return images
+
+
+@pytest.fixture
+def config(image_folder):
+  config = common.set_dataset(common.get_config(), str(image_folder))
+  config.pp.update(crop=8)
+  config.batch = 8
+  return config
+
+
+def test_images_and_labels_are_those_of_the_rows(config, tmp_path):
+  images = write(tmp_path, config)
+  source = sources.open_split(
+    config, 'train', ('image', 'label', 'soft_label?'), dataset=str(tmp_path)
+  )
+  assert source.num_examples == 4
+  assert source.class_names == NAMES
+  got = source.lookup(tf.constant([0, 3, 1, 2], tf.int64))
+  want = images.lookup(tf.constant([5, 7, 2, 5], tf.int64))
+  np.testing.assert_array_equal(got['image'], want['image'])
+  np.testing.assert_array_equal(got['label'], [[2], [0], [1], [2]])
+  np.testing.assert_allclose(
+    got['soft_label'], [SOFT[1], SOFT[2], SOFT[0], SOFT[1]]
+  )
+  assert source.name(3) == images.name(7)
+
+
+def test_hard_labels_are_classes_alone(config, tmp_path):
+  write(tmp_path, config, soft=False)
+  source = sources.open_split(
+    config, 'train', ('image', 'label', 'soft_label?'), dataset=str(tmp_path)
+  )
+  assert source.features == ('image', 'label')
+
+
+def test_what_is_left_of_1_is_spread_over_the_other_classes():
+  facts = {
+    'class_names': list('abcde'), 'soft': True, 'exclusive': True, 'digest': '',
+    'images': {},
+  }  # fmt: skip
+  images = records.MemorySource({'image': ['x', 'y']}, {})
+  arrays = {
+    'images': np.arange(2), 'rows': np.arange(2),
+    'classes': np.int32([[3, 0], [1, 2]]),
+    'probabilities': np.float32([[0.5, 0.2], [0.9, 0.1]]),
+  }  # fmt: skip
+
+  def soft(**changes):
+    source = pseudo_labels.PseudoSource(
+      images, arrays, {**facts, **changes}, ('soft_label',), 'x'
+    )
+    return source.lookup(tf.constant([0, 1], tf.int64))['soft_label']
+
+  np.testing.assert_allclose(
+    soft(), [[0.2, 0.1, 0.1, 0.5, 0.1], [0, 0.9, 0.1, 0, 0]], atol=1e-7
+  )
+  # Of classes that do not exclude each other, nothing is left.
+  np.testing.assert_allclose(soft(exclusive=False)[0], [0.2, 0, 0, 0.5, 0])
+
+
+def examples(config, source, start=0, count=3, rows=None):
+  rows = np.arange(config.batch) if rows is None else rows
+  example = input_pipeline.labelled_example(config, 3)
+  data = input_pipeline.train_dataset(config, source, example, rows, start)
+  return list(data.take(count).as_numpy_iterator())
+
+
+def test_labelled_and_pseudo_labelled_images_in_a_batch(config, tmp_path):
+  """Each batch has its share of both, and each image its own label."""
+  write(tmp_path, config)
+  folder = config.dataset
+  config.dataset = ((folder, 1.0), (str(tmp_path), 3.0))
+  source = sources.open_split(
+    config, 'train', ('image', 'label', 'soft_label?')
+  )
+  assert source.num_examples == 33 + 4
+  batches = examples(config, source)
+  numbers = order.training_indices(source, np.arange(24), config.seed)
+  labels = source.parts[0].lookup(tf.range(33, dtype=tf.int64))['label'].numpy()
+  for batch, index in zip(batches, numbers.reshape(3, 8)):
+    pseudo = index >= 33
+    assert pseudo.sum() == 6  # Ratio 3: of 8 images 2 are labelled.
+    rows = ARRAYS['rows'][index[pseudo] - 33]
+    np.testing.assert_allclose(
+      batch['label'][pseudo], np.float32(SOFT)[rows], rtol=1e-6
+    )
+    np.testing.assert_array_equal(
+      batch['label'][~pseudo], np.eye(3)[labels[index[~pseudo], 0]]
+    )
+  # From a later step, and on two hosts, the same.
+  for got, want in zip(examples(config, source, 1, 2), batches[1:]):
+    np.testing.assert_array_equal(got['image'], want['image'])
+    np.testing.assert_array_equal(got['label'], want['label'])
+  half = examples(config, source, 1, 1, np.arange(4, 8))[0]
+  np.testing.assert_array_equal(half['label'], batches[1]['label'][4:])
+  # Evaluation reads the labelled images.
+  assert sources.open_split(config, 'test').num_examples == 9
+
+
+def test_pseudo_labels_of_other_classes_are_refused(config, tmp_path):
+  write(tmp_path, config, class_names=['ant', 'bee', 'dog'])
+  folder = config.dataset
+  config.dataset = ((folder, 1.0), (str(tmp_path), 3.0))
+  with pytest.raises(ValueError, match="'bee', 'dog'.*must have the same"):
+    sources.open_split(config, 'train')
+  with pytest.raises(ValueError, match='are of 3 classes.*by a teacher of the'):
+    sources.open_split(
+      config, 'train', class_names=NAMES, dataset=str(tmp_path)
+    )
+
+
+def test_pseudo_labels_of_other_images_are_refused(config, tmp_path):
+  write(tmp_path, config)
+  file = tmp_path / pseudo_labels.JSON
+  facts = json.loads(file.read_text())
+  with pytest.raises(ValueError, match="evaluate split 'test' of data with"):
+    sources.open_split(config, 'test', dataset=str(tmp_path))
+  file.write_text(json.dumps({**facts, 'split': 'test'}))
+  with pytest.raises(ValueError, match="split 'test', are not those that"):
+    sources.open_split(config, 'train', dataset=str(tmp_path))
+  file.write_text(json.dumps({'dataset': 'x'}))
+  with pytest.raises(ValueError, match=r"is damaged: it lacks \['class_names'"):
+    sources.open_split(config, 'train', dataset=str(tmp_path))
+
+
+@pytest.mark.parametrize('how', ['cut', 'other', 'nothing'])
+def test_damaged_labels_are_refused(config, tmp_path, how):
+  write(tmp_path, config)
+  file = tmp_path / pseudo_labels.ARRAYS
+  if how == 'other':  # Of another labelling.
+    changed = {**ARRAYS, 'rows': ARRAYS['rows'][::-1]}
+    pseudo_labels.write_arrays(file, changed)
+  else:
+    file.write_bytes(file.read_bytes()[: 200 if how == 'cut' else 0])
+  with pytest.raises(ValueError, match="npz' is damaged: .* label the images"):
+    sources.open_split(config, 'train', dataset=str(tmp_path))

@@ -1,0 +1,145 @@
+"""Tests of extracting features: each example once, of any layer."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import tiny_models
+from vit_jax.configs import models as model_configs
+from vit_jax.data import records
+from vit_jax.evaluators import features
+from vit_jax.files import images as images_lib
+from vit_jax.run import config as run_config
+from vit_jax.scale import sharding
+
+COUNT = 21  # Neither the batch of 8 nor the devices divide it.
+
+
+def grey(values):
+  """A source of images of one grey value each, with labels."""
+  encoded = [
+    images_lib.encode_png(np.full((8, 8, 3), value, np.uint8))
+    for value in values
+  ]
+  labels = np.full((len(values), 2), -1)
+  labels[:, 0] = np.arange(len(values)) % 3
+  labels[4:5], labels[5:6] = -1, (0, 1)
+  columns = {'image': encoded, 'label': labels}
+  return records.MemorySource(columns, {'label': ('a', 'b', 'c')})
+
+
+@pytest.fixture
+def task(tiny_config):
+  """A classifier of three classes, which compiles nothing by itself."""
+  tiny_config.pp.channels = 3
+  tiny_config.batch_eval = 8
+  config = run_config.complete(tiny_config)
+  cls = run_config.get_task('classify')
+  return cls(config, {'class_names': ['a', 'b', 'c']})
+
+
+PARAMS = {'cls': np.float32(2)}
+
+
+def mean_grey(params, extra, batch):
+  return params['cls'].mean() * batch['image']  # [B, H, W, C]
+
+
+@pytest.mark.parametrize('devices', [1, 8])
+def test_every_example_comes_once_in_its_place(task, devices):
+  mesh = sharding.make_mesh({'data': devices}, jax.devices()[:devices])
+  values = np.arange(COUNT) * 12
+  found = features.extract(task, mesh, grey(values), PARAMS, {}, mean_grey)
+  assert found.values.dtype == np.float32
+  want = np.repeat(2 * (values[:, None] / 127.5 - 1), 3, axis=1)
+  np.testing.assert_allclose(found.values, want, atol=1e-5)
+  assert found.labels[:8].tolist() == [0, 1, 2, 0, -1, -1, 0, 1]
+
+
+def test_some_examples_in_any_order(task):
+  mesh = sharding.make_mesh({'data': 8})
+  source, indices = grey(np.arange(COUNT)), [17, 2, 9]
+  found = features.extract(
+    task, mesh, source, PARAMS, {}, mean_grey, indices=indices
+  )
+  want = 2 * (np.array(indices) / 127.5 - 1)
+  np.testing.assert_allclose(found.values[:, 0], want, atol=1e-5)
+  assert found.labels.tolist() == [2, 2, 0]
+  labelled = records.MemorySource(
+    {'label': source.lookup(tf.range(COUNT))['label']}, source.names
+  )
+  labels = features.read_labels(task.config, mesh, labelled)
+  assert labels.tolist() == [0, 1, 2, 0, -1, -1, *(i % 3 for i in range(6, 21))]
+
+
+def test_the_work_ends_when_it_is_told_to(task):
+  mesh = sharding.make_mesh({'data': 8})
+  made = features.Extractor(task, mesh, mean_grey)
+  assert made.run(grey(range(9)), PARAMS, {}, stop=lambda: True) is None
+
+
+def test_layers_are_those_that_the_model_computes(task):
+  """The head applied to the features gives the logits, and so on."""
+  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
+  x = jnp.ones((1, 8, 8, 3)) * 0.2
+  params = tiny_models.numbers(task.model, 8)
+
+  def compute(params):
+    tokens = task.model.apply(
+      {'params': params},
+      x,
+      method=lambda m, x: m.encode(m.embed(x), train=False),
+    )
+    return tokens, task.model.apply({'params': params}, x, train=False)
+
+  tokens, logits = jax.jit(compute)(params)
+  inputs, norm = (
+    features.extract(task, mesh, grey([153]), params, {}, name).values
+    for name in ('features', 'Transformer/encoder_norm')
+  )
+  head = params['head']
+  np.testing.assert_allclose(
+    inputs @ head['kernel'] + head['bias'], logits, atol=1e-4
+  )
+  np.testing.assert_allclose(norm, tokens.mean(axis=1), atol=1e-5)
+  assert inputs.shape == norm.shape == (1, 16)
+  assert not np.allclose(inputs, norm, atol=1e-2)
+
+
+def test_a_layer_that_is_not_there(task):
+  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
+  with pytest.raises(ValueError, match="layer='encoderblock_9' is no layer.*has.*Transformer/encoderblock_0,"):  # fmt: skip
+    features.Extractor(task, mesh, 'encoderblock_9')
+
+
+@pytest.mark.parametrize(
+  ('name', 'depth', 'width'),
+  [('mixer_b32', 'num_blocks', 768), ('r_ti16', 'transformer.num_layers', 192)],
+)
+def test_every_kind_of_model_has_features(task, name, depth, width):
+  task.config.model = model_configs.get_config(name)
+  task.config.model.update_from_flattened_dict({depth: 1})
+  task.config.pp.crop = 64
+  made = type(task)(task.config, task.metadata)
+  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
+  assert features.Extractor(made, mesh).width == width
+
+
+def test_masked_patches_have_the_features_of_whole_images(tiny_config):
+  tiny_config.task = 'masked_patches'
+  config = run_config.complete(tiny_config)
+  task = run_config.get_task('masked_patches')(config, {})
+  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
+  assert features.Extractor(task, mesh).width == 16
+
+
+def test_features_beyond_the_memory_are_refused(task):
+  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
+  huge = types.SimpleNamespace(num_examples=10**12)
+  huge.evaluated = huge
+  with pytest.raises(ValueError, match="1,000,000,000,000 examples with 16 .*take a part of the split"):  # fmt: skip
+    features.Extractor(task, mesh).run(huge, {}, {})

@@ -1,0 +1,120 @@
+"""Tests of ReaL accuracy on hand-made labels."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+import pytest
+
+from vit_jax.data import records
+from vit_jax.data import sources
+from vit_jax.evaluators import real
+from vit_jax.files import images
+from vit_jax.run import config as run_config
+from vit_jax.scale import sharding
+
+# Of the files 1 to 6; number 2 and 5 do not count.
+LABELS = [[0, 2], [], [1], [2, 1], [], [0]]
+# What `task` predicts of the images 1 to 6, which are as grey as that.
+PREDICTED = [2, 0, 0, 1, 1, 0]
+ORDER = [4, 1, 6, 3, 2, 5]  # Data come in another order.
+
+
+def png(number):
+  grey = PREDICTED[number - 1] * 100
+  return images.encode_png(np.full((8, 8, 3), grey, np.uint8))
+
+
+def source(names=None):
+  names = names or [f'ILSVRC2012_val_{i:08}.JPEG' for i in ORDER]
+  columns = {
+    'image': [png(i) for i in ORDER],
+    'label': np.zeros((6, 1), np.int64),
+    'file_name': names,
+  }
+  return records.MemorySource(columns, {'label': tuple('abc')})
+
+
+@pytest.fixture
+def task(tiny_config):
+  """A classifier that tells three shades of grey apart, without a model."""
+  tiny_config.pp.channels = 3
+  tiny_config.batch_eval = 8
+  config = run_config.complete(tiny_config)
+  cls = run_config.get_task('classify')
+  task = cls(config, {'class_names': ['a', 'b', 'c']})
+
+  def outputs(params, extra, batch):
+    shade = (batch['image'].mean(axis=(1, 2, 3)) + 1) * 1.275
+    return -jnp.abs(shade[:, None] - jnp.arange(3))
+
+  task.outputs = outputs
+  return task
+
+
+def make(task, labels, path, open_split=lambda split, further: source()):
+  path.write_text(labels if isinstance(labels, str) else json.dumps(labels))
+  mesh = sharding.make_mesh({'data': 8}, jax.devices())
+  return real.Real(task, mesh, open_split, 'validation', str(path))
+
+
+def test_sets_of_labels_are_matched_by_file_name(task, tmp_path):
+  """Right: 1, 4 and 6; wrong: 3; the empty sets of 2 and 5 do not count."""
+  evaluator = make(task, LABELS, tmp_path / 'real.json')
+  assert evaluator.run({}, {}) == {'accuracy_real': 0.75, 'num_real': 4}
+  assert evaluator.run({}, {}, lambda: True) is None
+
+
+def test_files_of_a_folder_have_their_names(task, tmp_path):
+  for i in ORDER:
+    folder = tmp_path / 'validation' / 'abc'[i % 3]
+    folder.mkdir(parents=True, exist_ok=True)
+    name = folder / f'ILSVRC2012_val_{i:08}.JPEG'
+    Image.fromarray(
+      np.full((8, 8, 3), PREDICTED[i - 1] * 100, np.uint8)
+    ).save(name)  # fmt: skip
+  task.config.dataset = str(tmp_path)
+
+  def open_split(split, further):
+    return sources.open_split(task.config, split, ('image', 'label', *further))
+
+  evaluator = make(task, LABELS, tmp_path / 'real.json', open_split)
+  assert evaluator.run({}, {}) == {'accuracy_real': 0.75, 'num_real': 4}
+
+
+@pytest.mark.parametrize(
+  ('labels', 'message'),
+  [
+    (LABELS[:5], "has labels of 5 images, and split 'validation' has 6 images"),
+    (
+      [*LABELS[:5], [3]],
+      r'gives image 6 the classes \[3\], and the model has 3',
+    ),
+    ([*LABELS[:5], 2], 'is not a list of lists of class numbers'),
+    ({'1': [2]}, 'is not a list of lists of class numbers'),
+    ('[[1', 'is not JSON'),
+  ],
+)
+def test_labels_of_something_else(task, tmp_path, labels, message):
+  with pytest.raises(ValueError, match=f'real.json.*{message}'):
+    make(task, labels, tmp_path / 'real.json')
+
+
+def test_a_file_that_is_not_there(task, tmp_path):
+  with pytest.raises(FileNotFoundError, match='no/real.json'):
+    real.Real(task, None, None, 'validation', 'no/real.json')
+
+
+def test_images_without_the_names_of_files(task, tmp_path):
+  names = ['ILSVRC2012_val_00000007.JPEG', *['n015_54.JPEG'] * 5]
+  evaluator = make(
+    task, LABELS, tmp_path / 'real.json', lambda *_: source(names)
+  )
+  with pytest.raises(ValueError, match="'example 0' and 5 more images cannot be matched"):  # fmt: skip
+    evaluator.run({}, {})
+  columns = {'image': [png(1)] * 6, 'label': np.zeros((6, 1), np.int64)}
+  nameless = records.MemorySource(columns, {'label': tuple('abc')})
+  with pytest.raises(ValueError, match="'example 0' and 5 more images cannot be matched"):  # fmt: skip
+    make(task, LABELS, tmp_path / 'real.json', lambda *_: nameless)

@@ -1,0 +1,78 @@
+"""Tests of the plots of studies: what is drawn, and where."""
+
+import numpy as np
+import pytest
+
+from vit_jax.figures import studies
+
+
+def heights(axes):
+  return [patch.get_height() for patch in axes.patches]
+
+
+def test_a_bar_a_label_with_its_deviation():
+  values = {'learned': [60.0, 62.0, 64.0], 'none': [50.0], 'lost': []}
+  fig = studies.bars({'': values}, 'accuracy (%)', 'Positions')
+  [axes] = fig.axes
+  assert heights(axes) == [62, 50]
+  labels = [label.get_text() for label in axes.get_xticklabels()]
+  assert labels == ['learned', 'none', 'lost']
+  [bar] = axes.containers[1].lines[2]  # The line of the standard deviation.
+  np.testing.assert_allclose(bar.get_segments()[0][:, 1], [60, 64])
+  assert axes.get_ylabel() == 'accuracy (%)'
+  assert not fig.legends
+  # Bars of one length are cut off below, so that their difference is seen.
+  [axes] = studies.bars({'': {'a': [99.0], 'b': [99.2]}}, '', '').axes
+  assert axes.get_ylim()[0] == pytest.approx(99 - 0.992)
+
+
+def test_groups_share_the_colours_of_their_bars():
+  groups = {
+    'natural': {'ViT': [80.0], 'BiT': [70.0]},
+    'structured': {'BiT': [60.0], 'ViT': [65.0]},
+  }
+  fig = studies.bars(groups, 'top-1 (%)', 'VTAB')
+  [axes] = fig.axes
+  assert heights(axes) == [80, 65, 70, 60]
+  colours = [patch.get_facecolor() for patch in axes.patches]
+  assert colours[0] == colours[1] != colours[2] == colours[3]
+  places = [patch.get_x() + patch.get_width() / 2 for patch in axes.patches]
+  np.testing.assert_allclose(places, [-0.2, 0.8, 0.2, 1.2])
+  [legend] = fig.legends
+  assert [text.get_text() for text in legend.get_texts()] == ['ViT', 'BiT']
+
+
+def test_lines_run_through_means_with_bands(tmp_path):
+  lines = {
+    'ViT': ((1000, 10, 100), ([3.0, 5.0], [1.0, 1.0], [])),
+    'BiT': ((10, 1000), ([2.0], [2.5])),
+  }
+  path = tmp_path / 'curves.png'
+  fig = studies.curves(
+    lines, 'images', 'accuracy (%)', 'Data', log_x=True, path=path
+  )
+  [axes] = fig.axes
+  first, second = axes.lines
+  np.testing.assert_array_equal(first.get_xdata(), [10, 1000])
+  np.testing.assert_array_equal(first.get_ydata(), [1, 4])
+  np.testing.assert_array_equal(second.get_ydata(), [2, 2.5])
+  band, *dots = axes.collections  # Single values have neither.
+  ys = band.get_paths()[0].vertices[:, 1]
+  assert (ys.min(), ys.max()) == (1, pytest.approx(4 + np.sqrt(2)))
+  assert [len(d.get_offsets()) for d in dots] == [2, 2]
+  assert (axes.get_xscale(), axes.get_yscale()) == ('log', 'linear')
+  assert path.read_bytes().startswith(b'\x89PNG')
+
+
+def test_points_have_names():
+  points = {'ViT': ([55, 224], [80.0, 84.0]), 'BiT': ([50], [77.0])}
+  fig = studies.scatter(
+    points, 'exaFLOPs', 'accuracy (%)', 'Compute', log_x=True,
+    names={'ViT': ('B/32', 'B/16')},
+  )  # fmt: skip
+  [axes] = fig.axes
+  vit, bit = axes.collections
+  np.testing.assert_array_equal(vit.get_offsets(), [[55, 80], [224, 84]])
+  np.testing.assert_array_equal(bit.get_offsets(), [[50, 77]])
+  assert [text.get_text() for text in axes.texts] == ['B/32', 'B/16']
+  assert axes.texts[1].xy == (224, 84)

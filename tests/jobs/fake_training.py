@@ -1,0 +1,35 @@
+"""A training without computation, for tests of programs that train many runs."""
+
+import pathlib
+
+from vit_jax import train
+from vit_jax.run import config as run_config
+from vit_jax.run import workdir as workdir_lib
+
+
+class Fake:
+  """Takes the place of train.train_and_evaluate.
+
+  Args:
+    monkeypatch: the fixture of pytest.
+    measure: function from a complete config to metrics; it may raise.
+
+  Attributes:
+    trained: names of the folders of all calls.
+    configs: their configs, by name.
+  """
+
+  def __init__(self, monkeypatch, measure):
+    self.measure, self.trained, self.configs = measure, [], {}
+    monkeypatch.setattr(train, 'train_and_evaluate', self)
+
+  def __call__(self, config, workdir):
+    name = pathlib.Path(workdir).name
+    self.trained.append(name)
+    self.configs[name] = config = run_config.complete(config)
+    workdir_lib.create(workdir, config, {}, {})
+    for step in (10, 20):  # As Orbax would leave them.
+      folder = pathlib.Path(workdir) / 'checkpoints' / str(step) / 'default'
+      folder.mkdir(parents=True, exist_ok=True)
+      (folder / '_METADATA').write_text('')
+    return None, {'step': 20, **self.measure(config)}

@@ -1,0 +1,250 @@
+"""Tests of position embeddings: parameters, and closed forms on a 3x4 grid."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import numpy_vit
+from tests import tiny_models
+from vit_jax.figures import attention as figure
+from vit_jax.layers import attention
+from vit_jax.layers import positions
+
+# Images of 3 x 4 patches; a token has width 16, each of two heads 8.
+SIZE, H, W, D, E, LAYERS = (12, 16), 3, 4, 16, 8, 2
+
+
+def vit(kind, layers='stem', transformer=(), **fields):
+  transformer = {
+    **tiny_models.tiny().transformer,
+    'position_embedding': kind,
+    'position_layers': layers,
+    **dict(transformer),
+  }
+  return tiny_models.tiny(transformer=transformer, **fields)
+
+
+@functools.cache
+def without_positions(classifier):
+  return tiny_models.shapes(vit('none', classifier=classifier), SIZE)
+
+
+@pytest.mark.parametrize('classifier', ['token', 'gap'])
+@pytest.mark.parametrize(
+  'kind, layers, count',
+  [
+    ('learned_1d', 'stem', lambda n: n * D),
+    ('learned_1d', 'every', lambda n: LAYERS * n * D),
+    ('learned_1d', 'shared', lambda n: n * D),
+    ('learned_2d', 'stem', lambda n: (H + W) * D // 2),
+    ('learned_2d', 'every', lambda n: LAYERS * (H + W) * D // 2),
+    ('learned_2d', 'shared', lambda n: (H + W) * D // 2),
+    ('relative', 'every', lambda n: LAYERS * (2 * n - 1) * E),
+    ('relative', 'shared', lambda n: (2 * n - 1) * E),
+    ('sincos2d', 'stem', lambda n: 0),
+    ('sincos2d', 'every', lambda n: 0),
+  ],
+)
+def test_numbers_of_parameters(kind, layers, count, classifier):
+  plain = without_positions(classifier)
+  names = tiny_models.shapes(vit(kind, layers, classifier=classifier), SIZE)
+  tokens = H * W + (classifier == 'token')
+  assert {k: v for k, v in names.items() if k in plain} == plain
+  new = [leaf.size for path, leaf in names.items() if path not in plain]
+  assert sum(new) == count(tokens)
+
+
+def sincos_of_big_vision():
+  """Writes out the definition: sin x, cos x, sin y, cos y of each patch."""
+  table = np.zeros((H, W, D))
+  for y, x, i in np.ndindex(H, W, D // 4):
+    frequency = 10_000.0 ** (-i / (D // 4 - 1))
+    table[y, x, i :: D // 4] = (
+      np.sin(x * frequency), np.cos(x * frequency),
+      np.sin(y * frequency), np.cos(y * frequency),
+    )  # fmt: skip
+  return table
+
+
+def closed_form(kind, table):
+  """Returns what is added to the 1 + 3 x 4 tokens, given a learned table."""
+  if kind == 'learned_1d':
+    return table['pos_embedding'][0]
+  if kind == 'sincos2d':
+    grid = sincos_of_big_vision()
+  else:
+    grid = np.zeros((H, W, D))
+    for y, x in np.ndindex(H, W):
+      grid[y, x] = *table['x_embedding'][x], *table['y_embedding'][y]
+  return np.concatenate([np.zeros((1, D)), grid.reshape(-1, D)])
+
+
+IMAGES = np.random.RandomState(0).uniform(-1, 1, (2, *SIZE, 3)).astype('f')
+
+
+@pytest.mark.parametrize('layers', positions.LAYERS)
+@pytest.mark.parametrize(
+  'kind', ['learned_1d', 'learned_2d', 'sincos2d', 'relative']
+)
+def test_logits_are_those_of_the_closed_form(kind, layers):
+  if (kind, layers) == ('relative', 'stem'):
+    with pytest.raises(
+      ValueError, match="'stem' names none: use 'every' or 's"
+    ):
+      tiny_models.shapes(vit(kind, layers), SIZE)
+    return
+  model = vit(kind, layers)
+  params = tiny_models.numbers(model, SIZE)
+  got = model.apply({'params': params}, IMAGES, train=False)
+  names = [f'posembed_{i}' for i in range(LAYERS)]
+  if layers != 'every':
+    names = ['posembed_input'] * LAYERS
+  tables = [params['Transformer'].get(name) for name in names]
+  added, relative = [0.0] * LAYERS, None
+  if kind == 'relative':
+    relative = [table['relative_embedding'] for table in tables]
+  else:
+    added = [closed_form(kind, table) for table in tables]
+    added[1:] = [0.0] if layers == 'stem' else added[1:]
+  want = numpy_vit.logits(params, IMAGES, 2, added, relative)
+  np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+  blind = numpy_vit.logits(params, IMAGES, 2, [0.0] * LAYERS)
+  assert np.abs(want - blind).max() > 0.1
+
+
+def test_a_class_token_has_no_place_on_the_grid():
+  module = positions.AddPositionEmbs(kind='sincos2d', grid=(H, W))
+  x = np.random.RandomState(0).randn(2, H * W, D).astype(np.float32)
+  assert module.init(jax.random.key(0), x) == {}
+  want = x + sincos_of_big_vision().reshape(-1, D)
+  np.testing.assert_allclose(module.apply({}, x), want, atol=1e-6)
+  got = module.apply({}, np.concatenate([x[:, :1], x], axis=1))
+  np.testing.assert_array_equal(got[:, 0], x[:, 0])
+  np.testing.assert_allclose(got[:, 1:], want, atol=1e-6)
+
+
+@pytest.mark.parametrize('name', ['default', 'xla'])
+@pytest.mark.parametrize('causal, masked', [(False, True), (True, False)])
+def test_relative_attention_by_every_implementation(name, causal, masked):
+  rng = np.random.RandomState(0)
+  x, relative = (
+    rng.randn(*shape).astype(np.float32) for shape in ((2, 5, D), (9, E))
+  )
+  mask = rng.rand(2, 1, 5, 5) < 0.6 if masked else None
+  layer = attention.MultiHeadDotProductAttention(
+    num_heads=2, attention=name, causal=causal
+  )
+  call = dict(mask=mask, relative=relative, deterministic=True)
+  variables = layer.init(jax.random.key(0), x, **call)
+  got = layer.apply(variables, x, **call)
+  _, seen = layer.apply(variables, x, **call, mutable='intermediates')
+  p = jax.tree.map(np.asarray, variables['params'])
+  q, k, v = (np.einsum('bnd,dke->bkne', x, p[n]['kernel'])
+             for n in ('query', 'key', 'value'))  # fmt: skip
+  scores = q @ k.swapaxes(-1, -2)
+  for i, j in np.ndindex(5, 5):
+    scores[:, :, i, j] += q[:, :, i] @ relative[4 + i - j]
+  allowed = np.tri(5, dtype=bool) if causal else mask
+  shares = np.exp(scores / np.sqrt(E)) * allowed
+  shares /= np.maximum(shares.sum(axis=-1, keepdims=True), 1e-30)
+  want = np.einsum('bkne,ked->bnd', shares @ v, p['out']['kernel'])
+  np.testing.assert_allclose(got, want, atol=1e-5)
+  weights = seen['intermediates']['attention_weights'][0]
+  np.testing.assert_allclose(weights, shares, atol=1e-5)
+  first = layer.clone(only_first=True).apply(variables, x, **call)
+  np.testing.assert_allclose(first, want[:, :1], atol=1e-5)
+
+
+def test_a_loop_over_layers_computes_the_same():
+  fields = dict(num_layers=3)
+  for kind, layers in (('relative', 'every'), ('learned_2d', 'every')):
+    plain = vit(kind, layers, fields)
+    params = tiny_models.numbers(plain, SIZE)
+    loop = vit(kind, layers, dict(fields, scan=True, remat='full'))
+
+    def run(model, params):
+      return model.apply({'params': params}, IMAGES, train=True)
+
+    np.testing.assert_allclose(
+      jax.jit(functools.partial(run, loop))(params), run(plain, params),
+      rtol=1e-4, atol=1e-3,
+    )  # fmt: skip
+
+
+def test_dropout_follows_the_first_addition_only():
+  model = vit('sincos2d', 'shared', {'dropout_rate': 0.5}, num_classes=0)
+  params = tiny_models.numbers(model, SIZE)
+  _, seen = model.apply(
+    {'params': params}, IMAGES, train=True,
+    rngs={'dropout': jax.random.key(0)},
+    capture_intermediates=lambda module, _: type(module).__name__ == 'Dropout',
+    mutable=['intermediates'],
+  )  # fmt: skip
+  encoder = seen['intermediates']['Transformer']
+  assert [name for name in encoder if 'Dropout' in name] == ['Dropout_0']
+
+
+@pytest.mark.parametrize('classifier', ['token', 'gap'])
+def test_hybrids_and_subclasses_know_their_grid(classifier):
+  resnet = {'num_layers': (1,), 'width_factor': 0.5}
+  model = vit(
+    'learned_2d', classifier=classifier, resnet=resnet,
+    patches={'size': (1, 1)},
+  )  # fmt: skip
+  names = tiny_models.shapes(model, SIZE)
+  assert names['Transformer/posembed_input/x_embedding'].shape == (W, D // 2)
+  assert names['Transformer/posembed_input/y_embedding'].shape == (H, D // 2)
+
+
+def test_what_does_not_fit_is_named():
+  variables = {'params': tiny_models.numbers(vit('learned_2d'), SIZE)}
+  bound = vit('learned_2d').bind(variables)
+  flat = bound.embed(IMAGES)
+  with pytest.raises(
+    ValueError, match='needs the grid of the patches: give enc'
+  ):
+    bound.encode(flat, train=False)
+  assert bound.encode(flat.reshape(2, H, W, D), train=False).shape == (2, 13, D)
+  x = jnp.zeros((1, 5, D))
+  for fields, message in (
+    (
+      {'kind': 'learned_2d', 'grid': (2, 3)},
+      '5 tokens are fewer than the 2 x 3',
+    ),
+    (
+      {'kind': 'sincos2d', 'grid': (1, 5)},
+      'width .* multiple of 4, at least 8',
+    ),
+  ):
+    with pytest.raises(ValueError, match=message):
+      positions.AddPositionEmbs(**fields).init(jax.random.key(0), x[..., :6])
+  for name in ('flash', 'cudnn'):
+    with pytest.raises(
+      ValueError, match="cannot add relative.*use 'default' or"
+    ):
+      tiny_models.shapes(vit('relative', 'every', {'attention': name}), SIZE)
+  layer = attention.MultiHeadDotProductAttention(num_heads=2)
+  for kv, shape, message in (
+    (x, (9, E), 'relative is not defined for keys of another sequence'),
+    (
+      None,
+      (8, E),
+      r'2 x 5 tokens - 1, width of a head\] = \[9, 8\], got \[8, 8',
+    ),
+  ):
+    with pytest.raises(ValueError, match=message):
+      layer.init(
+        jax.random.key(0), x, kv, relative=jnp.zeros(shape), deterministic=True
+      )
+
+
+def test_attention_is_drawn_of_models_with_a_grid():
+  model = vit('sincos2d')
+  params = tiny_models.numbers(model, SIZE)
+  weights, logits = figure.forward(model, params, IMAGES)
+  want = model.apply({'params': params}, IMAGES, train=False)
+  np.testing.assert_allclose(logits, want, atol=1e-4)
+  assert weights[0].shape == (2, 2, 1 + H * W, 1 + H * W)

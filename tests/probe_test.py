@@ -1,0 +1,115 @@
+"""Tests of the command that probes a model, on the digits."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from vit_jax import predict
+from vit_jax import probe
+from vit_jax import train
+from vit_jax.evaluators import features
+from vit_jax.evaluators import fewshot
+from vit_jax.evaluators import linear_probe
+from vit_jax.jobs import evaluate
+from vit_jax.run import config as run_config
+from vit_jax.scale import sharding
+
+
+@pytest.fixture
+def mesh():
+  return sharding.make_mesh({'data': 1}, jax.devices()[:1])
+
+
+@pytest.fixture
+def model(tiny_config):
+  """An untrained classifier of the digits."""
+  config = run_config.complete(tiny_config)
+  names = [str(i) for i in range(10)]
+  task = run_config.get_task('classify')(config, {'class_names': names})
+  shapes, _ = jax.eval_shape(task.init, jax.random.key(0))
+  rng = np.random.RandomState(0)
+  params = jax.tree.map(lambda x: rng.randn(*x.shape).astype('f') / 4, shapes)
+  return task.predictor(params, {}, 7)
+
+
+def test_the_command_measures_what_the_parts_do(
+  model, mesh, tmp_path, monkeypatch, capsys
+):
+  model.workdir = '/tmp/run'
+  monkeypatch.setattr(predict, 'load', lambda *_: model)
+  monkeypatch.setattr(evaluate, 'run_mesh', lambda _: mesh)
+  monkeypatch.setattr(linear_probe, 'L2', (1e-1, 1e-2))
+  path = tmp_path / 'probe.json'
+  args = (
+    'probe --workdir=/tmp/run --train=train[:200] --shots 1 9 --seeds 3 4 '
+    f'--squeeze=1 --linear --layer=Transformer/encoderblock_0 --json={path}'
+  )
+  monkeypatch.setattr('sys.argv', args.split())
+  probe.main()
+  found = json.loads(path.read_text())
+  assert (found['dataset'], found['num_test']) == ('digits', 360)
+  assert (found['num_train'], found['num_features']) == (200, 16)
+
+  extractor = features.Extractor(model.task, mesh, 'Transformer/encoderblock_0')
+  opened = (
+    train.open_for(model.config, type(model.task), model.metadata, split)
+    for split in ('train[:200]', 'test')
+  )
+  known, asked = (extractor.run(x, model.params, {}) for x in opened)
+  wanted = linear_probe.probe(known, asked)
+  assert found['linear']['accuracy'] == pytest.approx(wanted.accuracy)
+  assert wanted.accuracy > 0.5  # Random features of digits tell much.
+  for row, shots in zip(found['fewshot'], (1, 9), strict=True):
+    accuracies = []
+    for seed in (3, 4):
+      rows = fewshot.choose(known.labels, model.class_names, shots, seed)
+      rows = rows.reshape(-1)
+      fitted = fewshot.fit(known.values[rows], known.labels[rows], 10, 1024.0)
+      accuracies.append(fewshot.accuracy(asked, *fitted))
+    assert row['accuracies'] == pytest.approx(accuracies)
+    assert row['mean'] == pytest.approx(np.mean(accuracies))
+    assert row['std'] == pytest.approx(np.std(accuracies, ddof=1))
+  said = capsys.readouterr().out
+  assert f' 9-shot    {100 * found["fewshot"][1]["mean"]:7.2f} % +- ' in said
+  assert 'linear' in said
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({}, 'weights without a run come with no data: name a data set'),
+    ({'dataset': 'digits', 'shots': ()}, 'give --shots or --linear'),
+    ({'dataset': 'digits', 'shots': (0,)}, r'fewshot.shots=\(0,\) must be'),
+    ({'dataset': 'digits', 'layer': 'x'}, "layer='x' is no layer of the model"),
+    ({'dataset': 'digits', 'train': 'val'}, "has no split 'val'"),
+    (
+      {'dataset': 'digits', 'train': 'train[:30]'},
+      r'shots=25 are more than the \d examples of the class .*--shots',
+    ),
+  ],
+)
+def test_wrong_wishes(model, mesh, options, message):
+  with pytest.raises(ValueError, match=message):
+    probe.probe(model, mesh, **options)
+
+
+def test_a_run_probes_itself_in_its_first_evaluation(tiny_config, tmp_path):
+  labels = tmp_path / 'real.json'
+  labels.write_text('[[1]]')
+  tiny_config.fewshot.shots = (2,)
+  tiny_config.evals = (('val', 'train[:20]'), ('test', 'test'))
+  tiny_config.best_metric = 'fewshot_2_val'
+  prepared = train.prepare(tiny_config)
+  probes, test = prepared.evaluators['val'], prepared.evaluators['test']
+  assert [type(x).__name__ for x in probes] == ['Means', 'FewShot']
+  assert [type(x).__name__ for x in test] == ['Means']
+  assert not run_config.is_low(prepared.config)
+  tiny_config.best_metric = 'fewshot_5_val'
+  with pytest.raises(ValueError, match="use one of .*'fewshot_2_val'"):
+    train.prepare(tiny_config)
+  tiny_config.best_metric = 'accuracy_real_val'
+  tiny_config.real_labels = str(labels)
+  with pytest.raises(ValueError, match="labels of 1 images, and split 'train' has 1,437"):  # fmt: skip
+    train.prepare(tiny_config)

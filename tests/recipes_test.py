@@ -1,0 +1,331 @@
+"""Tests of the pre-training recipes against the published tables."""
+
+import math
+
+import ml_collections
+import pytest
+
+from vit_jax.configs import augreg_pretrain
+from vit_jax.configs import common
+from vit_jax.configs import models
+from vit_jax.configs import pretrain
+from vit_jax.configs import vit_i1k
+from vit_jax.configs import vit_s16_i1k
+from vit_jax.learning import optim
+from vit_jax.run import config as run_config
+from vit_jax.run import keys
+
+# arXiv 2010.11929, T3: models, data, epochs, base learning rate, decay, weight
+# decay, dropout.
+TABLE_3 = [
+  ('b16 b32', 'jft300m', '7', 8e-4, 'linear', 0.1, 0),
+  ('l32', 'jft300m', '7', 6e-4, 'linear', 0.1, 0),
+  ('l16', 'jft300m', '7 14', 4e-4, 'linear', 0.1, 0),
+  ('h14', 'jft300m', '14', 3e-4, 'linear', 0.1, 0),
+  ('bit_r50x1 bit_r50x2', 'jft300m', '7', 1e-3, 'linear', 0.1, None),
+  ('bit_r101x1', 'jft300m', '7', 8e-4, 'linear', 0.1, None),
+  ('bit_r152x1 bit_r152x2', 'jft300m', '7', 6e-4, 'linear', 0.1, None),
+  ('r50_b16 r50_b32', 'jft300m', '7', 8e-4, 'linear', 0.1, 0),
+  ('r50_l32', 'jft300m', '7', 2e-4, 'linear', 0.1, 0),
+  ('r50_l16', 'jft300m', '7 14', 4e-4, 'linear', 0.1, 0),
+  ('b16 b32', 'imagenet21k', '90', 1e-3, 'linear', 0.03, 0.1),
+  ('l16 l32', 'imagenet21k', '30 90', 1e-3, 'linear', 0.03, 0.1),
+  ('b16 b32 l16 l32', 'imagenet2012', '300', 3e-3, 'cosine', 0.3, 0.1),
+]
+ROWS = [
+  (model, data, int(epochs), lr, decay, weight_decay, dropout)
+  for names, data, lengths, lr, decay, weight_decay, dropout in TABLE_3
+  for model in names.split()
+  for epochs in lengths.split()
+]
+
+
+# arXiv 2106.10270: RandAugment's layers and magnitude, mixup's p.
+AUGMENTATIONS = {
+  'none': ((), 0.0),
+  'light1': ((2, 0), 0.0),
+  'light2': ((2, 10), 0.2),
+  'medium1': ((2, 15), 0.2),
+  'medium2': ((2, 15), 0.5),
+  'strong1': ((2, 20), 0.5),
+  'strong2': ((2, 20), 0.8),
+}
+
+
+def augmentation(config):
+  """Returns RandAugment and mixup of a config."""
+  return config.pp.randaugment, config.task_options.mixup
+
+
+def transformer_field(config, name):
+  """Returns a field of the encoder; None where there is no encoder."""
+  return config.model.get('transformer', {}).get(name)
+
+
+@pytest.mark.parametrize(
+  'row', ROWS, ids=lambda row: ','.join(map(str, row[:3]))
+)
+def test_pre_training_is_that_of_table_3(row):
+  model, data, epochs, *_ = row
+  config = pretrain.get_config(f'{model},{data},{epochs}ep')
+  assert row == (
+    models.short_name(config.model.model_name), config.dataset,
+    config.total_epochs, config.base_lr, config.decay_type,
+    config.weight_decay, transformer_field(config, 'dropout_rate'),
+  )  # fmt: skip
+  assert (config.batch, config.warmup_steps) == (4096, 10_000)
+  assert (config.total_steps, config.warmup_epochs) == (None, None)
+  assert (config.pp.crop, config.pp.flip) == (224, True)
+  assert (config.pp.crop_area, config.pp.randaugment) == ((0.05, 1.0), ())
+  assert (config.optimizer, config.b1, config.b2) == ('adam', 0.9, 0.999)
+  assert not config.independent_weight_decay
+  assert transformer_field(config, 'attention_dropout_rate') in (0, None)
+  # B.1: stated for ImageNet only.
+  assert config.grad_norm_clip == (1 if data == 'imagenet2012' else 0)
+  assert config.label_smoothing == 0
+  if data == 'imagenet2012':
+    assert config.loss == 'softmax'
+    assert config.model.representation_size is None
+    return
+  assert config.loss == 'sigmoid'  # Issue #34 of the original; #2 for the head.
+  assert config.model.head_bias_init == -10
+  if 'transformer' in config.model:
+    assert config.model.representation_size == config.model.hidden_size
+  run_config.check(run_config.complete(config))
+
+
+def test_linear_decay_ends_where_the_authors_say():
+  """Issue #2, and 14 x 303e6 / 4096 = 1.036M steps of H/14."""
+  config = run_config.resolve_steps(
+    pretrain.get_config('h14,jft300m'), 303_000_000
+  )
+  assert config.total_steps == 1_035_645
+  schedule = optim.create_learning_rate_schedule(
+    config.total_steps, config.base_lr, config.decay_type, config.warmup_steps
+  )
+  assert float(schedule(config.total_steps)) == pytest.approx(1e-5)
+  assert float(schedule(9_999)) == pytest.approx(3e-4)
+
+
+@pytest.mark.parametrize(
+  'arg, epochs',
+  [('l16,jft300m', 14), ('r50_l16,jft300m', 14), ('l16,imagenet21k', 90),
+   ('ti16,imagenet21k', 90), ('ViT-L_16,imagenet21k', 90)],
+)  # fmt: skip
+def test_a_recipe_takes_the_longest_training_by_default(arg, epochs):
+  assert pretrain.get_config(arg).total_epochs == epochs
+
+
+def test_models_without_an_encoder_take_recipes():
+  for model in ('mixer_b16', 'bit_r50x1'):
+    for data in ('imagenet2012', 'imagenet21k', '/some/folder'):
+      config = pretrain.get_config(f'{model},{data}')
+      run_config.check(run_config.complete(config))
+
+
+@pytest.mark.parametrize('name', AUGMENTATIONS)
+def test_augmentation_is_that_of_augreg(name):
+  config = common.get_config()
+  config.pp.randaugment = (9, 9)
+  config.task_options = {'other': 3}
+  config.lock()
+  assert common.set_augmentation(config, name) is config
+  assert augmentation(config) == AUGMENTATIONS[name]
+  assert config.task_options.other == 3
+  assert config.is_locked
+  keys.check_preprocessing(config.pp)
+
+
+def test_augmentation_by_name():
+  assert set(common.AUGREG) == set(AUGMENTATIONS)
+  config = ml_collections.ConfigDict({'pp': {'randaugment': ()}})
+  common.set_augmentation(config, 'light2')
+  common.set_augmentation(config, 'strong2')  # The later one counts.
+  assert config.to_dict() == {
+    'pp': {'randaugment': (2, 20)},
+    'task_options': {'mixup': 0.8},
+  }
+  with pytest.raises(ValueError, match="augmentation 'medium' is unknown: use"):
+    common.set_augmentation(config, 'medium')
+
+
+def test_a_recipe_takes_a_published_augmentation():
+  config = pretrain.get_config('s16,imagenet2012,light2')
+  assert augmentation(config) == AUGMENTATIONS['light2']
+  assert config.weight_decay == 0.3
+  other_order = pretrain.get_config('s16,imagenet2012,light2,imagenet2012')
+  assert other_order.to_dict() == config.to_dict()
+
+
+def test_a_recipe_is_chosen_apart_from_the_data():
+  own = pretrain.get_config('b16,imagenet21k')
+  config = pretrain.get_config('b16,/some/folder,imagenet21k')
+  assert config.dataset == '/some/folder'
+  assert (config.pp.train, config.pp.test) == ('train', 'test')
+  config.dataset, config.pp = own.dataset, own.pp
+  assert config.to_dict() == own.to_dict()
+  other = pretrain.get_config('b16,imagenet2012,other,medium1')
+  assert other.total_epochs == pretrain.OTHER['total_epochs']
+  assert other.batch == pretrain.OTHER['batch']
+  assert other.pp.randaugment == (2, 15)
+  jft = pretrain.get_config('l16,/some/folder,7ep,jft300m')
+  assert (jft.total_epochs, jft.base_lr) == (7, 4e-4)
+  # JFT-300M has no settings for S/16.
+  assert pretrain.get_config('s16,jft300m').loss == 'softmax'
+
+
+@pytest.mark.parametrize(
+  'arg, message',
+  [
+    ('heavy', "'heavy' is unknown: give recipe imagenet2012, imagenet21k, jft3"),
+    ('512', "'512' is unknown.* augmentation none, light1"),
+    ('', "'' is unknown"),
+    ('light1,light2', "'light1' and 'light2': give one augmentation"),
+    ('other,imagenet21k', "'other' and 'imagenet21k': give one recipe"),
+    ('jft300m', "'jft300m' has no settings for the model 's16': use one of b16"),
+    ('imagenet21k,30ep', "'s16' for 90 epochs, not '30ep': .*total_epochs=30"),
+    ('30ep', "the recipe here is 'other': set --config.total_epochs=30"),
+    ('9ep', "'9ep' is unknown.* length 7ep, 14ep, 30ep"),
+  ],
+)  # fmt: skip
+def test_a_wrong_recipe_is_named(arg, message):
+  with pytest.raises(ValueError, match=message):
+    pretrain.get_config(f's16,cifar10,{arg}')
+
+
+@pytest.mark.parametrize('arg', ['b16', 'b16,', ''])
+def test_a_wrong_argument_is_named(arg):
+  for module in (pretrain, augreg_pretrain):
+    with pytest.raises(ValueError, match='must be MODEL,DATA'):
+      module.get_config(arg)
+    with pytest.raises(ValueError, match="model 'b17' is unknown"):
+      module.get_config('b17,cifar10')
+
+
+def check_big_vision(config):
+  """Checks what the recipes of big_vision share."""
+  assert (config.optimizer, config.b1, config.b2) == ('adam', 0.9, 0.999)
+  assert (config.base_lr, config.decay_type) == (1e-3, 'cosine')
+  assert (config.warmup_steps, config.total_steps) == (10_000, None)
+  assert (config.grad_norm_clip, config.optim_dtype) == (1, 'bfloat16')
+  assert (config.pp.crop, config.pp.resize) == (224, 256)
+  assert (config.pp.crop_area, config.pp.flip) == ((0.05, 1.0), True)
+  assert (config.label_smoothing, config.ema_decay) == (0, 0)
+  assert config.model.transformer.attention_dropout_rate == 0
+  run_config.check(run_config.complete(config))
+
+
+@pytest.mark.parametrize(
+  'arg, name',
+  [
+    ('ti16', 'light1'), ('s32', 'medium1'), ('s16', 'medium2'),
+    ('b32', 'medium2'), ('b16', 'medium2'), ('l16', 'medium2'),
+    ('h14,imagenet2012,strong1', 'strong1'), ('b16,/some/folder', 'medium2'),
+  ],
+)  # fmt: skip
+def test_vit_i1k_is_that_of_big_vision(arg, name):
+  config = vit_i1k.get_config(arg)
+  check_big_vision(config)
+  assert (config.weight_decay, config.independent_weight_decay) == (1e-4, True)
+  assert (config.batch, config.total_epochs) == (4096, 300)
+  assert (config.loss, config.model.head_bias_init) == ('sigmoid', -6.9)
+  assert config.model.head_bias_init == pytest.approx(-math.log(1000), abs=0.01)
+  assert config.model.classifier == 'token'
+  assert config.model.representation_size == config.model.hidden_size
+  assert config.model.transformer.dropout_rate == 0
+  assert augmentation(config) == AUGMENTATIONS[name]
+  if '/' in arg:
+    assert (config.dataset, config.pp.train) == ('/some/folder', 'train')
+  else:
+    assert (config.pp.train, config.pp.test) == ('train[:99%]', 'validation')
+
+
+def test_vit_s16_i1k_is_that_of_big_vision():
+  config = vit_s16_i1k.get_config()
+  check_big_vision(config)
+  assert (config.weight_decay, config.independent_weight_decay) == (1e-4, True)
+  assert (config.batch, config.total_epochs) == (1024, 90)
+  assert config.loss == 'softmax'
+  assert augmentation(config) == ((2, 10), 0.2)
+  assert (config.pp.train, config.pp.test) == ('train[:99%]', 'validation')
+  model = config.model
+  assert (model.hidden_size, model.transformer.num_layers) == (384, 12)
+  assert (model.patches.size, model.classifier) == ((16, 16), 'gap')
+  assert model.transformer.position_embedding == 'sincos2d'
+  assert (model.representation_size, model.transformer.dropout_rate) == (384, 0)
+  assert vit_s16_i1k.get_config('/some/folder').dataset == '/some/folder'
+
+
+@pytest.mark.parametrize(
+  'model, name',
+  [('ti16', 'none'), ('s32', 'none'), ('s16', 'light1'), ('b32', 'light2'),
+   ('b16', 'light2'), ('l16', 'medium2')],
+)  # fmt: skip
+def test_augreg_on_imagenet21k(model, name):
+  config = augreg_pretrain.get_config(f'{model},imagenet21k')
+  check_big_vision(config)
+  assert (config.batch, config.total_epochs) == (4096, 300)
+  assert (config.loss, config.model.head_bias_init) == ('sigmoid', -10)
+  # As in big_vision: 1e-4 apart from the learning rate.
+  assert not config.independent_weight_decay
+  assert config.weight_decay * config.base_lr == pytest.approx(1e-4)
+  assert config.model.representation_size is None
+  assert config.model.transformer.dropout_rate == 0
+  assert config.model.transformer.stochastic_depth == 0
+  assert augmentation(config) == AUGMENTATIONS[name]
+  explicit = augreg_pretrain.get_config(
+    f'{model},imagenet21k,do_0.0,{name},300ep,wd_0.1'
+  )
+  assert explicit.to_dict() == config.to_dict()
+
+
+def test_augreg_on_imagenet():
+  config = augreg_pretrain.get_config('b16,imagenet2012,wd_0.03,do_0.1')
+  check_big_vision(config)
+  assert (config.loss, config.model.head_bias_init) == ('sigmoid', -6.9)
+  assert config.weight_decay == 0.03
+  assert config.model.transformer.dropout_rate == 0.1
+  assert config.model.transformer.stochastic_depth == 0.1
+  assert augmentation(config) == AUGMENTATIONS['medium2']
+  short = augreg_pretrain.get_config('b16,imagenet21k,30ep')
+  assert short.total_epochs == 30
+
+
+def test_the_grid_of_augreg():
+  """Seven augmentations, two weight decays, with and without dropout."""
+  args = list(augreg_pretrain.grid('r26_s32', 'imagenet21k'))
+  configs = [augreg_pretrain.get_config(arg) for arg in args]
+  settings = {
+    (
+      augmentation(config), config.weight_decay,
+      config.model.transformer.dropout_rate,
+      config.model.transformer.stochastic_depth,
+    )
+    for config in configs
+  }  # fmt: skip
+  assert len(args) == 28
+  assert settings == {
+    (setting, weight_decay, rate, rate)
+    for setting in AUGMENTATIONS.values()
+    for weight_decay in (0.03, 0.1)
+    for rate in (0.0, 0.1)
+  }
+
+
+@pytest.mark.parametrize(
+  'module, arg, message',
+  [
+    (vit_i1k, 'h14', "no augmentation is published for the model 'h14', only"),
+    (vit_i1k, 'b16,', 'must be MODEL, MODEL,DATA or MODEL,DATA,AUGM'),
+    (vit_i1k, 'b16,x,light1,30ep', 'must be MODEL, MODEL,DATA or'),
+    (vit_i1k, 'b16,x,heavy', "augmentation 'heavy' is unknown: use one of none"),
+    (vit_i1k, 'mixer_b16', "'mixer_b16' is no Vision Transformer"),
+    (augreg_pretrain, 'r50_l32,x', "published for the model 'r50_l32', only"),
+    (augreg_pretrain, 'bit_r50x1,x', "'bit_r50x1' is no Vision Transformer"),
+    (augreg_pretrain, 'b16,x,wd_0.2', "'wd_0.2' is unknown.*wd_0.1, wd_0.03"),
+    (augreg_pretrain, 'b16,x,do_0.1,do_0.0', "'do_0.0': give one regularisat"),
+  ],
+)  # fmt: skip
+def test_a_wrong_setting_is_named(module, arg, message):
+  with pytest.raises(ValueError, match=message):
+    module.get_config(arg)

@@ -1,0 +1,66 @@
+"""Tests of the flags of vit_jax.sweep."""
+
+import pytest
+
+from vit_jax import sweep
+
+CONFIG = ['sweep', '--config=configs/digits.py', '--workdir=/tmp/w']
+
+
+@pytest.mark.parametrize(
+  'text, values',
+  [
+    ('config.base_lr=.001,.01', {'base_lr': [0.001, 0.01]}),
+    ('--config.base_lr = 1e-3', {'base_lr': [0.001]}),
+    ('optimizer=sgd,adam', {'optimizer': ['sgd', 'adam']}),
+    ('pp.flip=True,False', {'pp.flip': [True, False]}),
+    ('pp.crop_area=(.05, 1.0),None', {'pp.crop_area': [(0.05, 1.0), None]}),
+    ('pp.resize=None,256', {'pp.resize': [None, 256]}),
+    ('ema_decay=0,none', {'ema_decay': [0, 'none']}),
+  ],
+)
+def test_values_are_pythons_or_words(text, values):
+  assert sweep.parse_values([text]) == values
+
+
+def test_several_keys_keep_their_order():
+  found = sweep.parse_values(['batch=8,16', 'base_lr=.1'])
+  assert list(found.items()) == [('batch', [8, 16]), ('base_lr', [0.1])]
+
+
+@pytest.mark.parametrize('text', ['base_lr', 'base_lr=', '=1,2', ''])
+def test_wrong_values_are_named(text):
+  with pytest.raises(ValueError, match=f"values='{text}' must be KEY=VALUE"):
+    sweep.parse_values([text])
+
+
+def test_a_key_that_is_given_twice_is_named():
+  with pytest.raises(ValueError, match="'base_lr' is given twice"):
+    sweep.parse_values(['config.base_lr=1', 'base_lr=2'])
+
+
+def test_flags():
+  found = sweep.parse(
+    [*CONFIG, '--values=base_lr=1', '--values=batch=8', '--config.batch=64',
+     '--held_out=10%', '--shard=1/4', '--seeds=5', '--refit=part']
+  )  # fmt: skip
+  assert found.values == ['base_lr=1', 'batch=8']
+  assert found.config.batch == 64
+  assert (found.held_out, found.seeds, found.refit) == ('10%', 5, 'part')
+
+
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    ([*CONFIG, '--shard=4/4'], "shard='4/4' must be i/n"),
+    ([*CONFIG, '--shard=1'], "shard='1' must be i/n"),
+    ([*CONFIG, '--seeds=x'], 'seeds'),
+    ([*CONFIG, '--valeus=base_lr=1'], 'valeus'),
+    ([*CONFIG, 'base_lr=1'], r"unknown arguments \['base_lr=1'\]"),
+    (CONFIG[:2], '--workdir=FOLDER is needed'),
+    (['sweep', CONFIG[2]], '--config=FILE is needed'),
+  ],
+)
+def test_wrong_flags_are_named(args, message):
+  with pytest.raises(ValueError, match=message):
+    sweep.parse(args)

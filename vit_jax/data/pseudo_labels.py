@@ -1,0 +1,196 @@
+"""Pseudo-labels as a data set: labels that a model has given to images.
+
+A folder with these two files is a data set to train on (config.dataset):
+
+pseudo_labels.json  `dataset`, `split` and `images` (a fingerprint): where the
+                    images are; `class_names`; `soft`, `exclusive`, `digest`
+pseudo_labels.npz   images int64 [m], numbers of images within that split;
+                    classes int32 [m, k], the k most probable classes of each;
+                    probabilities float32 [m, k] of these classes;
+                    rows int64 [n]: example i has the image and the label of row
+                    rows[i], so that an image can be repeated at no cost
+
+vit_jax/self_training/labelling.py writes them. The images stay where they are.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import json
+import zipfile
+
+from etils import epath
+import numpy as np
+import tensorflow as tf
+
+from vit_jax.data import records
+from vit_jax.files import index as index_lib
+
+JSON, ARRAYS = 'pseudo_labels.json', 'pseudo_labels.npz'
+# Key of the json: dict of the settings with which the labels were made.
+SETTINGS = 'settings'
+
+
+def exists(root: str) -> bool:
+  """Returns whether a folder holds complete pseudo-labels."""
+  return (epath.Path(root) / JSON).exists()
+
+
+def write(root: str, arrays: Mapping[str, np.ndarray], facts: Mapping):
+  """Writes pseudo-labels; they exist once everything is written.
+
+  Args:
+    root: the folder; it is created.
+    arrays: see the top of this file.
+    facts: values of the json, except `digest`.
+  """
+  path = epath.Path(root)
+  write_arrays(path / ARRAYS, arrays)
+  facts = {**facts, 'digest': _digest(arrays)}
+  temporary = path / f'.{JSON}.tmp'
+  temporary.write_text(json.dumps(facts, indent=1))
+  temporary.replace(path / JSON)
+
+
+def write_arrays(path: epath.Path, arrays: Mapping[str, np.ndarray]):
+  """Writes an npz file atomically, and the folder that it is in."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.parent / f'.{path.name}.tmp'
+  with temporary.open('wb') as file:
+    np.savez(file, **arrays)
+  temporary.replace(path)
+
+
+def read_facts(root: str) -> dict:
+  """Reads the json of pseudo-labels.
+
+  Raises:
+    ValueError: if the file is damaged.
+  """
+  path = epath.Path(root) / JSON
+  try:
+    facts = json.loads(path.read_text())
+    needed = {'dataset', 'split', 'images', 'class_names', 'digest'}
+    if needed - set(facts):
+      raise ValueError(f'it lacks {sorted(needed - set(facts))}')
+  except (ValueError, TypeError) as e:
+    raise ValueError(f"'{path}' is damaged: {e}; {_AGAIN}") from e
+  return facts
+
+
+_AGAIN = 'label the images again, into another folder'
+
+
+def open_folder(
+  root: str,
+  features: Sequence[str],
+  class_names: Sequence[str] | None,
+  open_images: Callable[[str, str], records.Source],
+) -> 'PseudoSource':
+  """Opens a folder of pseudo-labels.
+
+  Args:
+    root: the folder.
+    features: see vit_jax.data.sources.open_split.
+    class_names: names that the classes must have; None for any.
+    open_images: function (data set, split) -> the source of the images alone.
+
+  Raises:
+    ValueError: if the files are damaged, the classes are others, or the images
+      have changed since they were labelled.
+  """
+  facts = read_facts(root)
+  names = tuple(facts['class_names'])
+  if class_names is not None and tuple(class_names) != names:
+    raise ValueError(
+      f"the pseudo-labels in '{root}' are of {len(names)} classes, "
+      f'{list(names[:5])}, and the training data of {len(class_names)}, '
+      f'{list(class_names[:5])}: label the images by a teacher of the same '
+      'classes (config.dataset)'
+    )
+  images = open_images(facts['dataset'], facts['split'])
+  if images.fingerprint() != facts['images']:
+    raise ValueError(
+      f"the images of '{facts['dataset']}', split '{facts['split']}', are not "
+      f"those that the pseudo-labels in '{root}' number: restore the former "
+      f'images, or {_AGAIN}'
+    )
+  path = epath.Path(root) / ARRAYS
+  try:
+    with path.open('rb') as file, np.load(file) as found:
+      arrays = {name: found[name] for name in ARRAY_NAMES}
+    if _digest(arrays) != facts['digest']:
+      raise ValueError(f'it does not belong to {JSON}')
+  except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
+    raise ValueError(f"'{path}' is damaged: {e}; {_AGAIN}") from e
+  return PseudoSource(images, arrays, facts, features, root)
+
+
+ARRAY_NAMES = ('images', 'classes', 'probabilities', 'rows')
+
+
+def _digest(arrays) -> str:
+  return index_lib.digest(
+    part
+    for name in ARRAY_NAMES
+    for part in (str(arrays[name].shape).encode(), arrays[name])
+  )
+
+
+class PseudoSource(records.Subset):
+  """Images with the labels that a model has given them.
+
+  Its records have 'label', int64 [1], the most probable class; and, unless the
+  labels are hard, 'soft_label', float32 [classes], the probability of each
+  class. What the k known probabilities leave to 1 is spread evenly over the
+  other classes.
+
+  Args:
+    images: source of the images.
+    arrays: see the top of this file.
+    facts: see the top of this file.
+    features: names of the wanted features.
+    root: the folder.
+  """
+
+  def __init__(self, images, arrays, facts, features, root):
+    super().__init__(images, arrays['images'][arrays['rows']])
+    available = ['image', 'label', *(['soft_label'] if facts['soft'] else [])]
+    self.features = records.resolve(
+      features, available, f"folder '{root}' of pseudo-labels"
+    )
+    self.names = {'label': tuple(facts['class_names'])}
+    self.origin = {'pseudo_labels': facts['digest'], 'images': facts['images']}
+    self._exclusive = facts['exclusive']
+    self._rows = tf.constant(arrays['rows'])
+    self._classes = tf.constant(arrays['classes'])
+    self._probabilities = tf.constant(arrays['probabilities'])
+    most = records.chunk(self.num_examples, 4 * len(self.class_names))
+    self.chunk = min(most, self.chunk or most)
+
+  def lookup(self, indices) -> dict:
+    """Returns the examples with these numbers, see records.Source."""
+    found = super().lookup(indices)
+    rows = tf.gather(self._rows, indices)
+    classes = tf.gather(self._classes, rows)  # [b, k]
+    found['label'] = tf.cast(classes[:, :1], tf.int64)
+    found['soft_label'] = self._spread(
+      classes, tf.gather(self._probabilities, rows)
+    )
+    return {name: found[name] for name in self.features}
+
+  def _spread(self, classes, probabilities):
+    """Returns the probabilities of all classes, float32 [b, classes]."""
+    count = len(self.class_names)
+    rest = tf.zeros_like(probabilities[:, :1])  # [b, 1]
+    if self._exclusive and classes.shape[1] < count:
+      left = 1 - tf.reduce_sum(probabilities, 1, keepdims=True)
+      rest = tf.maximum(left, 0) / (count - classes.shape[1])
+    size, known = tf.shape(classes)[0], classes.shape[1]
+    places = tf.stack(
+      [tf.repeat(tf.range(size), known), tf.reshape(classes, [-1])], 1
+    )
+    dense = tf.tensor_scatter_nd_update(
+      tf.tile(rest, [1, count]), places, tf.reshape(probabilities, [-1])
+    )
+    return tf.ensure_shape(dense, [None, count])

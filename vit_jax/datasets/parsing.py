@@ -1,0 +1,246 @@
+"""Names and parses the features of TFDS data sets.
+
+A nested feature is named by its path: `objects`, a Sequence of dicts with a
+`bbox` each, has 'objects/bbox' [n, 4]. Two names are the same for all data
+sets: 'image' is the image among the supervised keys, or else the first image;
+'label' is likewise a class label or a list of class labels.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from vit_jax.data import records
+
+
+class Feature(NamedTuple):
+  """A feature of a TFDS data set.
+
+  Attributes:
+    path: keys that lead to the feature in a record of TFDS.
+    is_image: whether it is an image or a sequence of images.
+    class_names: names of its classes; None if it is not a class label.
+  """
+
+  path: tuple[str, ...]
+  is_image: bool
+  class_names: tuple[str, ...] | None
+
+
+def features(info) -> dict[str, Feature]:
+  """Returns the features of a TFDS data set by name, see the top of this file.
+
+  Args:
+    info: the builder's tfds.core.DatasetInfo.
+  """
+  found = dict(_leaves(info.features, ()))
+  top = {name: found[name] for name in info.features if name in found}
+  ranks = {name: _sequence_rank(info.features[name]) for name in top}
+  images = [
+    n for n, feature in top.items() if feature.is_image and not ranks[n]
+  ]
+  labels = [
+    name
+    for name, feature in top.items()
+    if feature.class_names is not None and ranks[name] < 2
+  ]
+  keys = info.supervised_keys or ('image', 'label')
+  chosen = {}
+  for name, key, candidates in (
+    ('image', keys[0], images),
+    ('label', keys[-1], labels),
+  ):
+    found.pop(name, None)
+    if candidates:
+      chosen[name] = top[key if key in candidates else candidates[0]]
+  return {**chosen, **found}
+
+
+def _sequence_rank(feature) -> int:
+  """Counts the nested sequences that hold a feature."""
+  rank = 0
+  while type(feature) is tfds.features.Sequence:
+    feature, rank = feature.feature, rank + 1
+  return rank
+
+
+def _leaves(feature, path):
+  """Yields (name, Feature) of a feature of TFDS and the features within it."""
+  # Subclasses of these two decode all of their parts together: they are leaves.
+  if type(feature) is tfds.features.FeaturesDict:
+    for key, inner in feature.items():
+      yield from _leaves(inner, (*path, key))
+  elif type(feature) is tfds.features.Sequence:
+    yield from _leaves(feature.feature, path)
+  elif isinstance(feature.get_tensor_info(), tfds.features.TensorInfo):
+    class_names = None
+    if isinstance(feature, tfds.features.ClassLabel):
+      class_names = tuple(feature.names) if feature.num_classes else ()
+    is_image = isinstance(feature, tfds.features.Image)
+    yield '/'.join(path), Feature(path, is_image, class_names)
+
+
+class Reader:
+  """Parses the wanted features of records; images stay encoded.
+
+  Args:
+    info: the builder's tfds.core.DatasetInfo.
+    wanted: features by name, some of those that `features` returns.
+
+  Attributes:
+    features: names of the wanted features.
+    names: {feature: names of its classes} for the class labels.
+    decoders: decoders with which `builder.as_dataset` parses the same.
+  """
+
+  def __init__(self, info, wanted: Mapping[str, Feature]):
+    self.features = tuple(wanted)
+    self.names = {
+      name: feature.class_names
+      for name, feature in wanted.items()
+      if feature.class_names is not None
+    }
+    self._paths = {name: feature.path for name, feature in wanted.items()}
+    self._flat = _flat_specs(info.features, self._paths)
+    keys, decoders = {}, {}
+    for feature in wanted.values():
+      _put(keys, feature.path, True)
+      if feature.is_image:
+        _put(decoders, feature.path, tfds.decode.SkipDecoding())
+    self.decoders = _Wanted(keys, decoders)
+    self._features = self.decoders.extract_features(info.features)
+
+  def select(self, record) -> dict:
+    """Returns the wanted features of a TFDS record, by name.
+
+    'label' is int64 [L], also for data with one class per image. In any other
+    feature, dimensions of varying size within others are ragged.
+    """
+    selected = {}
+    for name, path in self._paths.items():
+      value = record
+      for key in path:
+        value = value[key]
+      if name == 'label':
+        value = tf.reshape(tf.cast(value, tf.int64), [-1])
+      elif not isinstance(value, tf.RaggedTensor):
+        varying = [i for i, size in enumerate(value.shape) if size is None]
+        if varying and varying[-1]:
+          value = tf.RaggedTensor.from_tensor(value, ragged_rank=varying[-1])
+      selected[name] = value
+    return selected
+
+  def parse(self, serialized):
+    """Parses a serialized record, a string scalar, see `select`."""
+    record = self._features.deserialize_example(
+      serialized, decoders=self.decoders.decoders
+    )
+    return self.select(record)
+
+  def finish(self, batch: dict) -> dict:
+    """Makes the features of a source of those read; pads labels with -1.
+
+    Args:
+      batch: the wanted features of b records: tensors or RaggedTensors [b, ...].
+    """
+    return records.with_padded_labels(batch)
+
+  def parse_all(self, serialized) -> dict:
+    """Parses serialized records, strings [b]; varying sizes become ragged."""
+    if self._flat is not None:
+      batch = tf.io.parse_example(serialized, self._flat)
+      batch = {k: batch['/'.join(path)] for k, path in self._paths.items()}
+      if 'label' in batch:
+        batch['label'] = tf.reshape(batch['label'], [-1, 1])
+      return self.finish(batch)
+    outputs = (
+      tf.function(self.parse)
+      .get_concrete_function(tf.TensorSpec([], tf.string))
+      .structured_outputs
+    )
+    return self.finish(
+      tf.map_fn(
+        self.parse,
+        serialized,
+        fn_output_signature={name: _spec(x) for name, x in outputs.items()},
+      )
+    )
+
+
+def _flat_specs(features, paths) -> dict | None:
+  """Returns specs to parse features with that are stored as they are read.
+
+  Args:
+    features: features of a TFDS data set.
+    paths: keys that lead to the wanted features.
+
+  Returns:
+    Specs for tf.io.parse_example; None if a feature needs further decoding.
+  """
+  specs = {}
+  for path in paths.values():
+    feature = features
+    for key in path:
+      if type(feature) is not tfds.features.FeaturesDict:
+        return None
+      feature = feature[key]
+    if isinstance(feature, tfds.features.Image):
+      shape, dtype = (), tf.string  # Images stay encoded.
+    elif type(feature) in _PLAIN:
+      stored, seen = feature.get_serialized_info(), feature.get_tensor_info()
+      shape, dtype = stored.shape, stored.tf_dtype
+      if (shape, dtype) != (seen.shape, seen.tf_dtype) or None in shape:
+        return None
+      if dtype not in (tf.int64, tf.float32, tf.string):
+        return None
+    else:
+      return None
+    specs['/'.join(path)] = tf.io.FixedLenFeature(shape, dtype)
+  return specs
+
+
+# Features that are stored as they are, except for the type of some.
+_PLAIN = (
+  tfds.features.ClassLabel,
+  tfds.features.Scalar,
+  tfds.features.Tensor,
+  tfds.features.Text,
+)
+
+
+class _Wanted(tfds.decode.PartialDecoding):
+  """PartialDecoding without warnings about its own decoders."""
+
+  def extract_features(self, features):
+    """Selects the wanted part of the features of a data set."""
+    return _part(features, self._feature_specs)
+
+
+def _part(feature, keys):
+  """Returns the part of a feature that nested keys select."""
+  if keys is True:
+    return feature
+  if isinstance(feature, tfds.features.Sequence):
+    inner = _part(feature.feature, keys)
+    return tfds.features.Sequence(inner, length=feature._length)
+  return tfds.features.FeaturesDict(
+    {key: _part(feature[key], inner) for key, inner in keys.items()}
+  )
+
+
+def _put(tree, path, leaf):
+  """Puts a leaf into nested dicts, creating them as needed."""
+  for key in path[:-1]:
+    tree = tree.setdefault(key, {})
+  tree[path[-1]] = leaf
+
+
+def _spec(tensor):
+  """Returns the spec that tf.map_fn needs to stack an output."""
+  if isinstance(tensor, tf.RaggedTensor):
+    return tf.RaggedTensorSpec(tensor.shape, tensor.dtype, tensor.ragged_rank)
+  if tensor.shape.is_fully_defined():
+    return tf.TensorSpec(tensor.shape, tensor.dtype)
+  return tf.RaggedTensorSpec(tensor.shape, tensor.dtype, 0)

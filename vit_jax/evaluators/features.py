@@ -1,0 +1,303 @@
+"""Extracts features of all images of a split, for probes.
+
+The features of a model are the inputs of its head (`features`, which every
+model of this package sows), or the outputs of any other layer.
+"""
+
+import collections
+from collections.abc import Callable
+import math
+import os
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorflow as tf
+
+from vit_jax import cli
+from vit_jax import input_pipeline
+from vit_jax import preprocess
+from vit_jax.data import records
+
+# What a model of this package sows in front of its head.
+LAYER = 'features'
+
+_SAY_EVERY = 60  # Seconds between lines of progress in a log.
+
+# A layer by its name, or a function (params, extra, batch) -> [B, ...].
+Layer = str | Callable
+
+
+class Features(NamedTuple):
+  """Features and labels of n examples, in the order of the split.
+
+  Attributes:
+    values: float32 [n, D].
+    labels: int32 [n], the number of the class; -1 for an image that has no
+      class, or several.
+  """
+
+  values: np.ndarray
+  labels: np.ndarray
+
+  def labelled(self) -> np.ndarray:
+    """Returns the numbers of the examples with a label, int64.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    found = np.flatnonzero(self.labels >= 0)
+    if not len(found):
+      raise ValueError(
+        'no image of the split has one class: a probe needs labels, so give '
+        'labelled data'
+      )
+    return found
+
+
+def extract(task, mesh, source, params, extra, layer: Layer = LAYER, **kwargs):
+  """Computes the features of every example of a split, once.
+
+  Args:
+    task: see Extractor.
+    mesh: see Extractor.
+    source: see Extractor.run.
+    params: see Extractor.run.
+    extra: see Extractor.run.
+    layer: see Extractor.
+    **kwargs: `pp` of Extractor, and further arguments of Extractor.run.
+
+  Returns:
+    Features, the same on all processes; None if `stop` ended the extraction.
+
+  Raises:
+    ValueError: see Extractor and Extractor.run.
+  """
+  pp = kwargs.pop('pp', None)
+  return Extractor(task, mesh, layer, pp).run(source, params, extra, **kwargs)
+
+
+class Extractor:
+  """Computes features of splits; compiled once for all of them.
+
+  Args:
+    task: has `config`, `intermediates`, `init` and `image_spec`, see
+      vit_jax.tasks.base.Task.
+    mesh: the mesh; all of its processes must make the same calls.
+    layer: 'features', the path of another array that the model sows, the path
+      of a module, such as 'Transformer/encoderblock_3', for its outputs; or a
+      function (params, extra, batch) -> [B, ...]. Dimensions between the first
+      and the last, such as tokens, are averaged.
+    pp: preprocessing of the images, as of an evaluation; by default
+      `task.config.pp`.
+
+  Attributes:
+    width: number D of features.
+
+  Raises:
+    ValueError: if there is no such layer.
+  """
+
+  def __init__(self, task, mesh, layer: Layer = LAYER, pp=None):
+    self._config = task.config
+    self._mesh = mesh
+    self._pp = pp or task.config.pp
+    self._layer = layer if callable(layer) else _of_layer(task, layer)
+    params, extra = jax.eval_shape(task.init, jax.random.key(0))
+    batch = {'image': task.image_spec(1)}
+    shape = jax.eval_shape(self.compute, params, extra, batch).shape
+    self.width = math.prod(shape[1:])
+
+    def compute(params, extra, batch):
+      return {**batch, 'image': self.compute(params, extra, batch)}
+
+    self._compute = jax.jit(compute, out_shardings=_whole(mesh))
+
+  def compute(self, params, extra, batch: dict) -> jax.Array:
+    """Computes the features of a batch, float32 [B, D]; not compiled."""
+    values = self._layer(params, extra, batch)
+    values = values.mean(axis=tuple(range(1, values.ndim - 1)))
+    return values.astype(jnp.float32)
+
+  def example(self, record: dict, seed) -> dict:
+    """Returns `image` and `label` of a record; without augmentation."""
+    del seed
+    image = preprocess.prepare(record['image'], None, self._pp)
+    return {'image': image, **_label(record)}
+
+  def run(
+    self,
+    source,
+    params,
+    extra,
+    indices: np.ndarray | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    what: str = 'Extracting features',
+  ) -> Features | None:
+    """Computes the features of every example of a split, once.
+
+    Args:
+      source: the split, with the features 'image' and, if it has any, 'label'.
+      params: the parameters.
+      extra: other state of the task.
+      indices: numbers of the examples to take; None: all.
+      stop: called between batches; returns whether to stop.
+      what: what the progress bar says.
+
+    Returns:
+      Features, the same on all processes; None if `stop` ended the extraction.
+
+    Raises:
+      ValueError: if the features do not fit this machine's memory, if an image
+        cannot be decoded, or if `indices` need random access and the split is
+        a stream.
+    """
+    source = source.evaluated
+    if indices is not None:
+      source = records.Subset(source, indices)
+    self._check_memory(source.num_examples)
+
+    found = collect(
+      self._config,
+      self._mesh,
+      source,
+      self.example,
+      lambda batch: self._compute(params, extra, batch),
+      stop,
+      what,
+    )
+    if found is None:
+      return None
+    labels = found.get('label', np.full(source.num_examples, -1, np.int32))
+    return Features(found['image'], labels)
+
+  def _check_memory(self, count):
+    needed = 4 * count * self.width
+    memory = machine_memory()
+    if needed > memory / 2:
+      raise ValueError(
+        f'{count:,} examples with {self.width:,} features each take '
+        f'{cli.size(needed)}, more than half of the {cli.size(memory)} of this '
+        "machine: take a part of the split, such as 'train[:10%]'"
+      )
+
+
+def machine_memory() -> int:
+  """Returns the bytes of memory of this machine."""
+  return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+
+
+def read_labels(config, mesh, source) -> np.ndarray:
+  """Reads the class of every example of a split, without the images.
+
+  Args:
+    config: reads `batch_eval`, `prefetch`.
+    mesh: see Extractor.
+    source: the split, opened with the feature 'label' alone.
+
+  Returns:
+    int32 [n], see Features; the same on all processes.
+  """
+  whole = jax.jit(lambda batch: batch, out_shardings=_whole(mesh))
+  found = collect(
+    config,
+    mesh,
+    source.evaluated,
+    lambda record, seed: _label(record),
+    whole,
+    what='Reading labels',
+  )
+  return found['label']
+
+
+def collect(
+  config, mesh, source, example, compute, stop=lambda: False, what=''
+) -> dict[str, np.ndarray] | None:
+  """Computes arrays for every example of a split, once.
+
+  Args:
+    config: reads `batch_eval`, `prefetch`.
+    mesh: see Extractor.
+    source: the split.
+    example: see vit_jax.input_pipeline.eval_batches.
+    compute: function from a batch to a dict of arrays [B, ...] that every
+      process has as a whole; keeps `index` and `mask`.
+    stop: see Extractor.run.
+    what: what the progress bar says.
+
+  Returns:
+    Arrays [n, ...] by name, in the order of the split, the same on all
+    processes; None if `stop` ended the work.
+  """
+  found, waiting, said = {}, collections.deque(), time.monotonic()
+  # No bar is shown for work of a few seconds.
+  kwargs = dict(total=source.num_examples, unit='image', delay=3, leave=False)
+
+  def store(bar):
+    batch = jax.device_get(waiting.popleft())
+    real = batch.pop('mask') > 0
+    rows = batch.pop('index')[real]
+    for name, value in batch.items():
+      if name not in found:
+        shape = (source.num_examples, *value.shape[1:])
+        found[name] = np.empty(shape, value.dtype)
+      found[name][rows] = value[real]
+    bar.update(len(rows))
+
+  begun = 0
+  with cli.bar(desc=what, **kwargs) as bar:
+    for batch in input_pipeline.eval_batches(config, source, example, mesh):
+      if stop():
+        return None
+      with jax.set_mesh(mesh):
+        waiting.append(compute(batch))
+      if len(waiting) > 2:  # See Means.run.
+        store(bar)
+      if bar.disable and time.monotonic() > said + _SAY_EVERY:
+        said = time.monotonic()
+        cli.say(f'{what}: {begun:,} of {source.num_examples:,} images.')
+      begun += config.batch_eval
+    while waiting:
+      store(bar)
+  return found
+
+
+def _whole(mesh):
+  return jax.NamedSharding(mesh, jax.P())
+
+
+def _label(record) -> dict:
+  """Returns the class of a record, see Features; {} if it has no labels."""
+  if 'label' not in record:
+    return {}
+  label = tf.cast(record['label'], tf.int32)  # [L], padded with -1.
+  one = tf.reduce_sum(tf.cast(label >= 0, tf.int32)) == 1
+  return {'label': tf.where(one, tf.reduce_max(label), -1)}
+
+
+def _of_layer(task, layer: str) -> Callable:
+  """Returns the function of a layer by its name, see Extractor."""
+
+  def capture(module, method):
+    return method == '__call__' and '/'.join(module.path) == layer
+
+  def sown(params, extra, batch):
+    return task.intermediates(params, extra, batch, capture)
+
+  params, extra = jax.eval_shape(task.init, jax.random.key(0))
+  batch = {'image': task.image_spec(1)}
+  known = jax.eval_shape(sown, params, extra, batch)
+  path = layer if layer in known else f'{layer}/__call__'
+  if path not in known:
+    modules = jax.eval_shape(
+      lambda *args: task.intermediates(*args, True), params, extra, batch
+    )
+    names = sorted(
+      {p.removesuffix('/__call__') for p in modules} - {'__call__'}
+    )
+    raise ValueError(
+      f"layer='{layer}' is no layer of the model: it has {', '.join(names)}"
+    )
+  return lambda params, extra, batch: sown(params, extra, batch)[path][-1]

@@ -1,0 +1,183 @@
+r"""ImageNet ReaL: accuracy by reassessed labels (arXiv 2006.07159).
+
+Experts have reassessed the 50,000 validation images of ImageNet: an image has a
+set of right classes. A prediction is right if it is in the set; images with an
+empty set do not count, so that 46,837 are scored.
+
+The labels are `real.json` of github.com/google-research/reassessed-imagenet: a
+list with a list of classes per image, in the order of the files
+ILSVRC2012_val_00000001.JPEG to ILSVRC2012_val_00050000.JPEG. Classes are
+numbered by their sorted WordNet ids, as in TFDS and in folders of such names.
+Data come in another order, so that images are matched by the number in the name
+of their file.
+
+  python -m vit_jax.main --workdir=/tmp/run --evaluate=validation \
+    --real=real.json
+
+`config.real_labels` adds it to the evaluations of a run.
+"""
+
+from collections.abc import Callable
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorflow as tf
+
+from vit_jax.data import folder
+from vit_jax.evaluators import features
+from vit_jax.files import reading
+from vit_jax.scale import processes
+
+# What a source must tell of an image, if it can.
+FILE_NAME = 'file_name?'
+# A file of ImageNet's validation images, with its number.
+_NUMBER = r'ILSVRC2012_val_(\d{8})\.\w+'
+
+
+class Real:
+  """Measures ReaL accuracy, see the top of this module.
+
+  Args:
+    task: a classifier, see vit_jax.tasks.base.Task.
+    mesh: the mesh.
+    open_split: function from a split and the names of further features to its
+      source.
+    split: the split, or a slice of it.
+    path: file of the labels, local or gs://.
+
+  Raises:
+    FileNotFoundError, OSError: if the file does not exist or cannot be read.
+    ValueError: if it is no such file, has another number of images than the
+      whole split, or classes beyond those of the model, or if the images of the
+      split have no names.
+  """
+
+  def __init__(self, task, mesh, open_split: Callable, split: str, path: str):
+    labels = []
+    processes.attempt(
+      'reading the ReaL labels',
+      lambda: labels.extend(_read(path, len(task.class_names))),
+    )
+    whole = '+'.join(dict.fromkeys(base for base, _ in folder.parts(split)))
+    total = open_split(whole, (FILE_NAME,)).evaluated.num_examples
+    if len(labels) != total:
+      raise ValueError(
+        f"real='{path}' has labels of {len(labels):,} images, and split '{whole}' "
+        f'has {total:,} images: give the labels of this split (--real)'
+      )
+    self._right = labels
+    self._task = task
+    self._mesh = mesh
+    self._source = open_split(split, (FILE_NAME,)).evaluated
+    self._numbers = None
+    if 'file_name' not in self._source.features:
+      names = map(self._source.name, range(self._source.num_examples))
+      found = [re.fullmatch(_NUMBER, name.rpartition('/')[2]) for name in names]
+      self._numbers = np.array([int(m[1]) if m else 0 for m in found])
+      self._check(self._numbers)
+
+    def best(params, extra, batch):
+      logits = task.outputs(params, extra, batch)
+      kept = {name: batch[name] for name in ('index', 'mask', 'number')}
+      return {**kept, 'best': logits.argmax(axis=-1).astype(jnp.int32)}
+
+    self._best = jax.jit(best, out_shardings=jax.NamedSharding(mesh, jax.P()))
+
+  def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
+    """Evaluates parameters.
+
+    Args:
+      params: the parameters.
+      extra: other state of the task.
+      stop: called between batches; returns whether to stop the evaluation.
+
+    Returns:
+      A dict with `accuracy_real` and `num_real`, the number of images that
+      count; None if `stop` ended the evaluation.
+
+    Raises:
+      ValueError: if an image has a name without its number.
+    """
+    found = features.collect(
+      self._task.config,
+      self._mesh,
+      self._source,
+      self._example,
+      lambda batch: self._best(params, extra, batch),
+      stop,
+      'Evaluating by ReaL labels',
+    )
+    if found is None:
+      return None
+    numbers = self._numbers
+    if numbers is None:
+      numbers = found['number']
+      self._check(numbers)
+    return score(found['best'], [self._right[i - 1] for i in numbers])
+
+  def _example(self, record, seed):
+    number = tf.constant(0)
+    if 'file_name' in record:
+      name = record['file_name']
+      number = tf.cond(
+        tf.strings.regex_full_match(name, _NUMBER),
+        lambda: tf.strings.to_number(
+          tf.strings.regex_replace(name, _NUMBER, r'\1'), tf.int32
+        ),
+        lambda: 0,
+      )
+    return {**self._task.inputs(record, seed), 'number': number}
+
+  def _check(self, numbers):
+    """Raises ValueError if an image cannot be matched."""
+    wrong = np.flatnonzero((numbers < 1) | (numbers > len(self._right)))
+    if len(wrong):
+      raise ValueError(
+        f'{self._source.name(int(wrong[0]))!r} and {len(wrong) - 1:,} more images '
+        'cannot be matched with ReaL labels: their files must have the names of '
+        "ImageNet's validation images, ILSVRC2012_val_00000001.JPEG to "
+        f'ILSVRC2012_val_{len(self._right):08}.JPEG, which data of TFDS tell as '
+        "the feature 'file_name' (--real)"
+      )
+
+
+def score(best: np.ndarray, right: list[list[int]]) -> dict[str, float]:
+  """Scores predictions by sets of right classes.
+
+  Args:
+    best: int [n], predicted classes.
+    right: right classes of each image; images with none do not count.
+
+  Returns:
+    A dict with `accuracy_real`, nan if no image counts, and `num_real`, the
+    number of images that count.
+  """
+  counted = [int(b) in r for b, r in zip(best, right, strict=True) if r]
+  share = sum(counted) / len(counted) if counted else float('nan')
+  return {'accuracy_real': share, 'num_real': len(counted)}
+
+
+def _read(path, num_classes) -> list[list[int]]:
+  """Reads the file of labels; see Real."""
+  try:
+    labels = json.loads(reading.read_file(path))
+  except ValueError as e:
+    raise ValueError(f"real='{path}' is not JSON: {e} (--real)") from e
+  if not isinstance(labels, list) or not all(
+    isinstance(x, list) and all(type(i) is int for i in x) for x in labels
+  ):
+    raise ValueError(
+      f"real='{path}' is not a list of lists of class numbers, one per image: "
+      'give real.json of github.com/google-research/reassessed-imagenet (--real)'
+    )
+  for i, classes in enumerate(labels):
+    if any(not 0 <= c < num_classes for c in classes):
+      raise ValueError(
+        f"real='{path}' gives image {i + 1} the classes {classes}, and the model "
+        f'has {num_classes}, numbered from 0: evaluate a model of the classes '
+        'that the file names (--real)'
+      )
+  return labels

@@ -1,0 +1,119 @@
+"""Divides training data into a part to train on and a part to choose on."""
+
+import re
+from typing import NamedTuple
+
+import tensorflow_datasets as tfds
+
+from vit_jax.configs import rules
+from vit_jax.data import folder
+
+_LARGE = 10**9  # Number of examples by which slices are compared.
+
+
+class Parts(NamedTuple):
+  """Splits of the training data.
+
+  Attributes:
+    train: what each combination is trained on.
+    held_out: what the combinations are compared on.
+    all: both together.
+  """
+
+  train: str
+  held_out: str
+  all: str
+
+
+def cut(split: str, test: str, held_out: str | None = None) -> Parts:
+  """Divides the training data into a part to train on and a held-out part.
+
+  Args:
+    split: training split of the config, in the notation of TFDS.
+    test: test split of the config, which must not be held out.
+    held_out: None for the part that `split` leaves of its base ('train[98%:]'
+      for 'train[:98%]'); '10%' (of the base) or '200' (examples) to cut off the
+      end of `split`; or another split, 'validation'.
+
+  Raises:
+    ValueError: if nothing is left to train on or to hold out, or the part that
+      is held out has examples in common with the rest or the test split.
+  """
+  (base, instruction), *more = folder.parts(split)
+  if held_out and not re.fullmatch(r'\d+|\d+(\.\d+)?%', held_out):
+    wrong = rules.split(held_out)
+    if wrong:
+      raise ValueError(f"held_out='{held_out}' {wrong} (--held_out)")
+    found = Parts(split, held_out, f'{split}+{held_out}')
+  elif more:
+    raise ValueError(
+      f"pp.train='{split}' is a sum of splits: name the split to hold out, as in "
+      '--held_out=validation'
+    )
+  elif held_out:
+    found = _cut_off(base, instruction, held_out)
+  else:
+    begin, _, end = instruction.strip('[]').partition(':')
+    rest = [f'{base}[:{begin}]'] * bool(begin) + [f'{base}[{end}:]'] * bool(end)
+    found = Parts(split, '+'.join(rest), base)
+  remedy = (
+    'hold a part out with --held_out=10%, or name another split with '
+    '--held_out=validation'
+  )
+  if not found.held_out:
+    raise ValueError(
+      f"pp.train='{split}' leaves no part of the training data to choose on: "
+      f'{remedy}'
+    )
+  for key, other in (('pp.train', found.train), ('pp.test', test)):
+    if _overlap(found.held_out, other):
+      raise ValueError(
+        f"the part to choose on, '{found.held_out}', and {key}='{other}' have "
+        f'examples in common: {remedy}'
+      )
+  return found
+
+
+def _overlap(split: str, other: str) -> bool:
+  """Returns whether two splits have examples in common, if they are large."""
+
+  def ranges(split):
+    for base, instruction in folder.parts(split):
+      whole = tfds.core.SplitInfo(
+        name=base, shard_lengths=[_LARGE], num_bytes=0, filename_template=None
+      )
+      yield base, *folder.bounds(whole, instruction)
+
+  return any(
+    base == other_base and begin < other_end and other_begin < end
+    for base, begin, end in ranges(split)
+    for other_base, other_begin, other_end in ranges(other)
+  )
+
+
+def _cut_off(base, instruction, held_out) -> Parts:
+  """Cuts a share or a number of examples off the end of a slice."""
+  unit = '%' if held_out.endswith('%') else ''
+  spec = tfds.core.ReadInstruction.from_spec(f'train{instruction}')
+  if instruction and spec.unit != (unit or 'abs'):
+    raise ValueError(
+      f"held_out='{held_out}' and pp.train='{base}{instruction}' must both be in "
+      'percent, or both numbers of examples (--held_out)'
+    )
+  amount = float(held_out.rstrip('%'))
+  begin, end = spec.from_ or 0, spec.to or (100 if unit else 0)
+  middle = end - amount
+  if not amount or (end > 0 and middle <= begin):
+    raise ValueError(
+      f"held_out='{held_out}' leaves nothing of '{base}{instruction}' to train on, "
+      'or nothing to choose on (--held_out)'
+    )
+
+  def bound(number, given=True):
+    return f'{number:.10g}{unit}' if given else ''
+
+  return Parts(
+    f'{base}[{bound(begin, begin)}:{bound(middle)}]',
+    f'{base}[{bound(middle)}:{bound(end, spec.to)}]',
+    f'{base}{instruction}',
+  )

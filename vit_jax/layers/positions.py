@@ -1,0 +1,270 @@
+"""Position embeddings: what they are, and which layers add them (T8, D.4).
+
+`config.model.transformer.position_embedding` selects one:
+
+  learned_1d  a learned vector for each token of the sequence (section 3.1)
+  learned_2d  learned tables X and Y of width D/2, one row for each column and
+              each row of the grid of patches: a patch adds (X, Y)
+  sincos2d    sines and cosines of column and row in place of learned tables
+              (MoCo v3, arXiv 2104.02057; as in big_vision)
+  relative    a learned vector r of width E for each offset between the
+              positions p of a query q and a key k: the logits of attention are
+              q (k + r[p_q - p_k]) / sqrt(E), with the same r in all heads
+              (arXiv 1803.02155)
+  none        nothing
+
+`config.model.transformer.position_layers` selects where:
+
+  stem    added before the first layer
+  every   added before every layer, each with a table of its own
+  shared  added before every layer, all with the same table
+
+Relative embeddings enter the attention of each layer, so for them there is
+`every` and `shared`, and no `stem`. Dropout follows the addition before the
+first layer only.
+
+The positions of `learned_1d` and `relative` are those in the sequence: the class
+token, if there is one, and then the patches, row by row. The embeddings on a
+grid add nothing to the class token, which has no place on the grid and is
+learned itself.
+
+Shapes: B images, N tokens, h x w patches, D width of a token, E of a head.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+
+KINDS = ('learned_1d', 'learned_2d', 'sincos2d', 'relative', 'none')
+LAYERS = ('stem', 'every', 'shared')
+
+_ON_GRID = ('learned_2d', 'sincos2d')
+_TEMPERATURE = 10_000.0
+
+
+def kind_of(add: bool, kind: str, layers: str) -> str:
+  """Returns the kind of embeddings that the fields of an encoder select.
+
+  Args:
+    add: `add_position_embedding`, which the original has; False means 'none'.
+    kind: `position_embedding`.
+    layers: `position_layers`.
+
+  Raises:
+    ValueError: if kind or layers are unknown, if `add` is False and a kind other
+      than the default is given, or for relative embeddings at the stem.
+  """
+  for field, value, known in (
+    ('position_embedding', kind, KINDS),
+    ('position_layers', layers, LAYERS),
+  ):
+    if value not in known:
+      raise ValueError(
+        f"{field}='{value}' is unknown: use one of {', '.join(known)} "
+        f'(config.model.transformer.{field})'
+      )
+  if kind == 'relative' and layers == 'stem':
+    raise ValueError(
+      "position_embedding='relative' enters the attention of every layer, and "
+      "position_layers='stem' names none: use 'every' or 'shared' "
+      '(config.model.transformer.position_layers)'
+    )
+  if add:
+    return kind
+  if kind not in ('learned_1d', 'none'):
+    raise ValueError(
+      f"add_position_embedding=False contradicts position_embedding='{kind}': "
+      'leave out one of them (config.model.transformer.add_position_embedding)'
+    )
+  return 'none'
+
+
+def by_layer(make, layers: str, num_layers: int) -> list:
+  """Returns the table of each layer, or None where a layer has none.
+
+  Args:
+    make: function of the name of a table that makes it.
+    layers: `position_layers`.
+    num_layers: number of layers; with none, the stem still has its table.
+  """
+  if layers == 'every' and num_layers:
+    return [make(f'posembed_{i}') for i in range(num_layers)]
+  table = make('posembed_input')
+  later = table if layers == 'shared' else None
+  return [table] + [later] * (num_layers - 1)
+
+
+def needs_grid(kind: str | None) -> bool:
+  """Returns whether an embedding needs the grid of patches, (h, w)."""
+  return kind in _ON_GRID
+
+
+def sincos(count: int, width: int) -> np.ndarray:
+  """Returns sines and cosines of positions along one axis.
+
+  The frequencies are a geometric sequence from 1 to 1/10000, both included.
+
+  Args:
+    count: number of positions.
+    width: number of features; half are sines, half are cosines.
+
+  Returns:
+    float64 [count, width].
+  """
+  frequencies = _TEMPERATURE ** -np.linspace(0, 1, width // 2)
+  angles = np.arange(count)[:, None] * frequencies  # [count, width / 2]
+  return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+
+
+class AddPositionEmbs(nn.Module):
+  """Adds position embeddings to tokens (section 3.1; T8).
+
+  Attributes:
+    posemb_init: initialiser of learned tables.
+    param_dtype: type of the parameters.
+    dtype: type of the computation.
+    kind: name of the embedding, see the top of this module.
+    grid: number of patches (down, across), (h, w), for embeddings on a grid.
+  """
+
+  posemb_init: Any = nn.initializers.normal(stddev=0.02)
+  param_dtype: Any = jnp.float32
+  dtype: Any = jnp.float32
+  kind: str = 'learned_1d'
+  grid: tuple[int, int] | None = None
+
+  def __call__(self, inputs):
+    """Adds the embeddings to tokens [B, N, D].
+
+    Raises:
+      ValueError: see `table`.
+    """
+    inputs, table = nn.dtypes.promote_dtype(
+      inputs, self.table(inputs), dtype=self.dtype
+    )
+    return inputs + table  # [B, N, D]
+
+  @nn.compact
+  def table(self, inputs):
+    """Returns the embeddings of tokens [B, N, D] as [1, N, D].
+
+    Raises:
+      ValueError: if the inputs have another rank, or their number or width does
+        not suit the embedding.
+    """
+    if inputs.ndim != 3:
+      raise ValueError(
+        f'inputs must be tokens [batch, tokens, width], got {inputs.shape}'
+      )
+    _, tokens, width = inputs.shape
+    if self.kind == 'learned_1d':
+      return self._learned('pos_embedding', (1, tokens, width))
+    self._check_grid(tokens, width)
+    height, across = self.grid
+    if self.kind == 'learned_2d':
+      x = self._learned('x_embedding', (across, width // 2))
+      y = self._learned('y_embedding', (height, width // 2))
+    else:
+      x, y = (
+        jnp.asarray(sincos(count, width // 2), jnp.float32)
+        for count in (across, height)
+      )
+    x = jnp.broadcast_to(x, (height, *x.shape))
+    y = jnp.broadcast_to(y[:, None], x.shape)
+    table = jnp.concatenate([x, y], axis=-1).reshape(-1, width)  # [h*w, D]
+    before = tokens - height * across  # The class token.
+    return jnp.pad(table, ((before, 0), (0, 0)))[None]
+
+  def _learned(self, name, shape):
+    return self.param(name, self.posemb_init, shape, self.param_dtype)
+
+  def _check_grid(self, tokens, width):
+    if self.grid is None:
+      raise ValueError(
+        f"position_embedding='{self.kind}' needs the grid of the patches: give "
+        'encode() tokens [batch, height, width, D], from embed(..., flat=False) '
+        '(config.model.transformer.position_embedding)'
+      )
+    if self.grid[0] * self.grid[1] > tokens:
+      raise ValueError(
+        f'{tokens} tokens are fewer than the {self.grid[0]} x {self.grid[1]} '
+        'patches of the grid: give the grid of these tokens'
+      )
+    check_width(self.kind, width)
+
+
+def first_table(flat, transformer, grid):
+  """Returns what a Vision Transformer adds to tokens before its first layer.
+
+  Args:
+    flat: parameters of the model, by '/'-joined path.
+    transformer: fields of its encoder.
+    grid: number of patches (down, across), (h, w).
+
+  Returns:
+    [1, N, D], or None if the model adds nothing.
+  """
+  layers = transformer.get('position_layers', 'stem')
+  kind = kind_of(
+    transformer.get('add_position_embedding', True),
+    transformer.get('position_embedding', 'learned_1d'),
+    layers,
+  )
+  if kind in ('none', 'relative'):
+    return None
+  name = 'posembed_0' if layers == 'every' else 'posembed_input'
+  tables = {
+    path.rpartition('/')[2]: leaf
+    for path, leaf in flat.items()
+    if path.startswith(f'Transformer/{name}/')
+  }
+  if not tables and kind != 'sincos2d':
+    return None
+  tokens = grid[0] * grid[1] + ('cls' in flat)
+  inputs = jnp.zeros((1, tokens, *flat['embedding/bias'].shape))
+  module = AddPositionEmbs(kind=kind, grid=tuple(grid))
+  return module.apply({'params': tables}, inputs, method='table')
+
+
+class RelativeEmbedding(nn.Module):
+  """Holds one learned vector for each offset between two tokens (T8).
+
+  Attributes:
+    init: initialiser of the table.
+    param_dtype: type of the parameters.
+  """
+
+  init: Any = nn.initializers.normal(stddev=0.02)
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, tokens: int, head_dim: int):
+    """Returns the table of the offsets 1 - N to N - 1, [2N - 1, E].
+
+    Args:
+      tokens: number N of tokens.
+      head_dim: width E of a head.
+    """
+    shape = (2 * tokens - 1, head_dim)
+    return self.param('relative_embedding', self.init, shape, self.param_dtype)
+
+
+def check_width(kind: str, width: int) -> None:
+  """Checks that an embedding can have a width.
+
+  Args:
+    kind: name of the embedding.
+    width: width D of a token.
+
+  Raises:
+    ValueError: if the parts of the embedding do not fill the width.
+  """
+  parts = {'learned_2d': 2, 'sincos2d': 4}.get(kind, 1)
+  if width % parts or (kind == 'sincos2d' and width < 8):
+    raise ValueError(
+      f"position_embedding='{kind}' needs a width that is a multiple of {parts}"
+      f'{", at least 8" if parts == 4 else ""}, not {width} '
+      '(config.model.hidden_size)'
+    )

@@ -1,0 +1,240 @@
+"""BiT, the ResNets that the paper compares with (arXiv 1912.11370, section 3.3).
+
+Pre-activation (v2) bottlenecks with GroupNorm and weight-standardised
+convolutions, stride on the 3x3 convolution. A width factor multiplies the
+channels of every layer: R101x3 has three times those of a ResNet-101. The
+parameters have the names of big_vision's `bit_paper`.
+
+Shapes in the comments:
+  B images    H, W height and width    C channels
+  F channels inside a bottleneck       D width of the features
+"""
+
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from vit_jax import models_resnet
+from vit_jax.layers import patches
+from vit_jax.scale import sharding
+
+# By name (config.model.eps): the constants of the published models, and those
+# of timm.
+EPSILONS = {
+  'published': models_resnet.Epsilons(norm=1e-5, std=0.0, std_variance=1e-10),
+  'timm': models_resnet.EPSILONS['timm'],
+}
+# What the backward pass recomputes (config.model.remat): nothing, or everything
+# inside a unit.
+REMATS = ('', 'full')
+
+
+def _group_norm(eps, types, name):
+  """Returns a norm over groups of channels, 32 of them."""
+  return nn.GroupNorm(
+    32, epsilon=eps.norm, use_fast_variance=False, name=name, **types
+  )
+
+
+class ResidualUnit(nn.Module):
+  """One bottleneck: 1x1, 3x3, 1x1 to 4 F channels, added to the input.
+
+  Norm and ReLU come before each convolution, and before the projection of the
+  input where the shapes differ.
+
+  Attributes:
+    features: channels F inside the bottleneck.
+    strides: strides of the 3x3 convolution and of the projection.
+    eps: the epsilons.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  features: int
+  strides: tuple[int, int] = (1, 1)
+  eps: models_resnet.Epsilons = EPSILONS['published']
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
+    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    conv = functools.partial(
+      models_resnet.StdConv, use_bias=False, eps=self.eps, **types
+    )
+    norm = functools.partial(_group_norm, self.eps, types)
+    out = 4 * self.features
+    residual = x
+    x = nn.relu(norm('gn1')(x))
+    if x.shape[-1] != out or tuple(self.strides) != (1, 1):
+      residual = conv(out, (1, 1), self.strides, name='conv_proj')(x)
+    x = conv(self.features, (1, 1), name='conv1')(x)
+    x = nn.relu(norm('gn2')(x))
+    x = conv(self.features, (3, 3), self.strides, padding=1, name='conv2')(x)
+    x = nn.relu(norm('gn3')(x))
+    x = conv(out, (1, 1), name='conv3')(x)
+    return sharding.constrain_batch(residual + x)
+
+
+class ResNetStage(nn.Module):
+  """A sequence of units; the first may have strides.
+
+  Attributes:
+    num_units: number of units.
+    features: channels F inside each bottleneck.
+    first_strides: strides of the first unit.
+    remat: see BitResNet.
+    eps: the epsilons.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  num_units: int
+  features: int
+  first_strides: tuple[int, int] = (1, 1)
+  remat: str = ''
+  eps: models_resnet.Epsilons = EPSILONS['published']
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
+    unit = nn.remat(ResidualUnit) if self.remat else ResidualUnit
+    for i in range(self.num_units):
+      x = unit(
+        self.features,
+        strides=self.first_strides if i == 0 else (1, 1),
+        eps=self.eps,
+        dtype=self.dtype,
+        param_dtype=self.param_dtype,
+        name=f'unit{i + 1:02d}',
+      )(x)
+    return x
+
+
+class RootBlock(nn.Module):
+  """The first layers: a 7x7 convolution and a max-pool, each of stride 2.
+
+  Attributes:
+    features: number of channels F.
+    eps: the epsilons.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  features: int
+  eps: models_resnet.Epsilons = EPSILONS['published']
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps images [B, H, W, C] to [B, H / 4, W / 4, F]."""
+    x = models_resnet.StdConv(
+      self.features,
+      (7, 7),
+      (2, 2),
+      padding=3,
+      use_bias=False,
+      eps=self.eps,
+      dtype=self.dtype,
+      param_dtype=self.param_dtype,
+      name='conv_root',
+    )(x)
+    # Zeros at the borders, which count as values, are part of the published
+    # models.
+    x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    x = nn.max_pool(x, (3, 3), strides=(2, 2), padding='VALID')
+    return sharding.constrain_batch(x)
+
+
+class BitResNet(patches.ImageModel):
+  """A BiT ResNet.
+
+  `model.apply(..., mutable='intermediates')` also returns `features` [B, D],
+  the mean over the last feature map.
+
+  Attributes:
+    num_classes: width of the head; with 0 or None the model returns features.
+    num_layers: number of units in each stage, (3, 4, 6, 3) for R50.
+    width_factor: multiplies the channels; 1 gives those of a ResNet.
+    head_bias_init: initial bias of the head.
+    eps: a key of EPSILONS.
+    remat: '' stores all activations for the backward pass; 'full' recomputes
+      what is inside a unit, to save memory.
+    model_name: name in the table of configs; has no effect.
+    dtype: type of the computation. The statistics of norms and the logits are
+      always float32.
+    param_dtype: type of the parameters.
+  """
+
+  num_classes: int | None
+  num_layers: Sequence[int]
+  width_factor: float = 1.0
+  head_bias_init: float = 0.0
+  eps: str = 'published'
+  remat: str = ''
+  model_name: str | None = None
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, inputs, *, train):
+    """Computes logits.
+
+    Args:
+      inputs: images, float [B, H, W, C] in [-1, 1], of any size.
+      train: has no effect; a BiT ResNet has no dropout.
+
+    Returns:
+      Logits, float32 [B, num_classes]; without a head, features [B, D].
+
+    Raises:
+      ValueError: if the inputs have another rank, or a field is wrong.
+    """
+    del train
+    inputs = jnp.asarray(inputs)  # Accepts TensorFlow's tensors.
+    patches.check_images(inputs)
+    self._check()
+    types = dict(
+      dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
+    )
+    eps = EPSILONS[self.eps]
+    width = int(64 * self.width_factor)
+    x = RootBlock(width, eps=eps, name='root_block', **types)(inputs)
+    for i, num_units in enumerate(self.num_layers):
+      x = ResNetStage(
+        num_units,
+        width * 2**i,
+        first_strides=(1, 1) if i == 0 else (2, 2),
+        remat=self.remat,
+        eps=eps,
+        name=f'block{i + 1}',
+        **types,
+      )(x)
+    x = nn.relu(_group_norm(eps, types, 'norm-pre-head')(x))  # [B, h, w, D]
+    x = x.mean(axis=(1, 2))  # [B, D]
+    self.sow('intermediates', 'features', x)
+    if not self.num_classes:
+      return x
+    return patches.make_head(self.num_classes, self.head_bias_init, **types)(x)
+
+  def _check(self):
+    """Raises ValueError if a field has a wrong value."""
+    for name, known in (('eps', tuple(EPSILONS)), ('remat', REMATS)):
+      value = getattr(self, name)
+      if value not in known:
+        raise ValueError(
+          f"{name}='{value}' is unknown: use one of {known} "
+          f'(config.model.{name})'
+        )
+    if not self.width_factor > 0 or self.width_factor % 0.5:
+      raise ValueError(
+        f'width_factor={self.width_factor} must be a multiple of 0.5 above 0, so '
+        'that 32 groups divide the channels (config.model.width_factor)'
+      )

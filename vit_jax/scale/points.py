@@ -1,0 +1,105 @@
+"""Reads transfer accuracies and the compute of their pre-trainings from files."""
+
+from collections.abc import Callable
+import csv
+import json
+import math
+from typing import NamedTuple
+
+from etils import epath
+
+
+class Point(NamedTuple):
+  """A pre-training and what came of it.
+
+  Attributes:
+    family: models that belong together, such as 'ViT'.
+    name: name of the point.
+    exaflops: compute of the pre-training.
+    accuracy: accuracy of the transfer in percent.
+  """
+
+  family: str
+  name: str
+  exaflops: float
+  accuracy: float
+
+
+def read(
+  path: str, metric: str, count: Callable[[str, float], float]
+) -> list[Point]:
+  """Reads results from a file.
+
+  Args:
+    path: a CSV file with a header, or a JSON list of objects. A row has
+      `metric`, and `exaflops` or `model` and `epochs`; `family` and `name` are
+      optional. A study's `x`, `line` and `variant` take the place of `exaflops`,
+      `family` and `name`. Rows without a value of `metric` are left out.
+    metric: column of the accuracy, in percent, or a share of at most 1 in all
+      rows.
+    count: function of a model's name and a number of epochs that returns the
+      exaFLOPs of the pre-training.
+
+  Raises:
+    FileNotFoundError: if there is no such file.
+    ValueError: if the file is neither CSV nor JSON, or a row lacks a column or
+      has a wrong value.
+  """
+  rows = _rows(epath.Path(path))
+  points = []
+  for number, row in enumerate(rows, 1):
+    where = f"row {number} of results='{path}'"
+    if metric not in row:
+      raise ValueError(
+        f"{where} has no column '{metric}', only {', '.join(row)}: name the "
+        'column of the accuracy (--metric)'
+      )
+    if row[metric] in (None, ''):  # A run that is not done.
+      continue
+    if row.get('model') and row.get('epochs'):
+      work = count(row['model'], _number(row, 'epochs', where))
+    else:
+      work = _number(row, 'x' if 'x' in row else 'exaflops', where)
+    family = row.get('family') or row.get('line') or epath.Path(path).stem
+    name = row.get('name') or row.get('variant') or row.get('model') or ''
+    points.append(Point(family, name, work, _number(row, metric, where)))
+  if points and max(point.accuracy for point in points) <= 1:
+    points = [p._replace(accuracy=100 * p.accuracy) for p in points]
+  return points
+
+
+def _rows(path) -> list[dict]:
+  if not path.is_file():
+    raise FileNotFoundError(
+      f"results='{path}' is no file: give a CSV or JSON file (--results)"
+    )
+  text = path.read_text()
+  if path.suffix != '.json':
+    return list(csv.DictReader(text.splitlines()))
+  try:
+    rows = json.loads(text)
+  except ValueError as e:
+    raise ValueError(f"results='{path}' is no JSON: {e} (--results)") from e
+  if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
+    raise ValueError(
+      f"results='{path}' must be a JSON list of objects (--results)"
+    )
+  return rows
+
+
+def _number(row, key, where) -> float:
+  """Returns a positive number of a row."""
+  if key not in row:
+    raise ValueError(
+      f'{where} has no column {key}, only {", ".join(row)}: give exaflops, or '
+      'model and epochs'
+    )
+  try:
+    value = float(row[key])
+  except (TypeError, ValueError):
+    value = math.nan
+  if not 0 < value < math.inf:
+    raise ValueError(
+      f'{where}: {key}={row[key]!r} must be a finite number above 0'
+    )
+  return value
