@@ -144,7 +144,10 @@ def test_results_are_shown_beside_the_published_ones(
       r'mfu=1.5 must be a number above 0 and at most 1 \(--mfu\)',
     ),
     (['--price=-1'], r'price=-1.0 must be a finite number of at least 0'),
-    (['--json=/no/where/a.json'], r'is in no folder that exists \(--json\)'),
+    (
+      ['--json=/no/where/a.json'],
+      r'is in no folder that exists: .* \(--json\)',
+    ),
   ],
 )
 def test_wrong_flags_are_named(monkeypatch, args, message):
@@ -185,3 +188,9 @@ def test_the_peak_of_a_chip_and_its_price():
   v4 = costs.account('any', 1, forward, setting._replace(chip='v4'))
   assert v4['core_days'] == pytest.approx(61.5 / 275)
   assert math.isclose(v4['price'], 24 * 3 * 61.5 / 275)
+
+
+def test_core_days_of_the_paper_are_those_of_its_epochs():
+  """arXiv 2010.11929, table 2: L/16 was trained for 14 epochs of JFT-300M."""
+  assert costs.paper_core_days('ViT-L_16', 'jft300m', 14) == 680
+  assert costs.paper_core_days('ViT-L_16', 'jft300m', 7) is None

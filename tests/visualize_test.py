@@ -196,18 +196,25 @@ def test_the_help_names_all_figures():
   assert set(gallery.NAMES) <= set(words)
 
 
-def test_flags_that_do_not_go_together(run, mixer, tmp_path, monkeypatch):
+def test_flags_that_do_not_go_together(
+  run, mixer, tmp_path, monkeypatch, capsys
+):
   out = f'--out={tmp_path / "out"}'
   for args, words in (
     ([], 'there is nothing to draw'),
-    ([f'--workdir={run}', f'--weights={mixer}'], 'not both'),
-    ([f'--weights={mixer}', '--step=3'], '--step=3 needs a run'),
+    (
+      [f'--weights={mixer}', '--step=3'],
+      '--step=3 selects a checkpoint of a run',
+    ),
     ([f'--weights={mixer}', '--split=test'], '--split=test needs a run'),
     ([f'--workdir={run}', '--num_images=0'], '--num_images=0 must be 1'),
     (['--inductive_bias', '--figures', 'filters'], '--figures=filters needs'),
   ):
     with pytest.raises(ValueError, match=words):
       call(monkeypatch, out, *args)
+  with pytest.raises(SystemExit):
+    call(monkeypatch, out, f'--workdir={run}', f'--weights={mixer}')
+  assert 'not allowed with argument --workdir' in capsys.readouterr().err
   assert not (tmp_path / 'out').exists()
 
 

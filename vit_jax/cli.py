@@ -254,6 +254,55 @@ def parser(module: str, text: str) -> argparse.ArgumentParser:
 _PROCESS_FLAGS = ('distributed', 'coordinator', 'num_processes', 'process_id')
 
 
+def add_model_flags(args: argparse.ArgumentParser, required: bool = True):
+  """Adds the flags that name a model: --workdir or --weights, and --step.
+
+  Args:
+    args: parser of a command.
+    required: whether the command needs a model.
+  """
+  given = args.add_mutually_exclusive_group(required=required)
+  given.add_argument('--workdir', help='folder of the run')
+  given.add_argument(
+    '--weights', help='file or folder of weights, in place of a run'
+  )
+  args.add_argument(
+    '--step', type=int, help='step of the checkpoint (the newest)'
+  )
+
+
+def check_model_flags(args: argparse.Namespace):
+  """Checks the values of the flags of `add_model_flags`.
+
+  Raises:
+    ValueError: if a step is given without a run.
+  """
+  if args.step is not None and not args.workdir:
+    raise ValueError(
+      f'--step={args.step} selects a checkpoint of a run: give --workdir=RUN, or '
+      'leave out --step'
+    )
+
+
+def check_output(name: str, path: str | None):
+  """Checks that the folder of a file to write exists.
+
+  Args:
+    name: name of the flag, without its dashes.
+    path: value of the flag; None for no file.
+
+  Raises:
+    ValueError: if it does not.
+  """
+  from etils import epath  # Imported late, so that --help is fast.
+
+  if path and not epath.Path(path).parent.is_dir():
+    raise ValueError(
+      f"{name}='{path}' is in no folder that exists: make the folder, or give "
+      f'another path (--{name})'
+    )
+
+
 def define_process_flags(values: flags.FlagValues):
   """Defines the flags of a run of several processes."""
   flags.DEFINE_boolean(

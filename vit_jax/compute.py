@@ -198,11 +198,7 @@ def _check(args):
   if args.model and args.epochs is None:
     raise ValueError('--model needs a length: give --epochs=NUMBER')
   for name in ('json', 'plot'):
-    path = getattr(args, name)
-    if path and not pathlib.Path(path).absolute().parent.is_dir():
-      raise ValueError(
-        f"{name}='{path}' is in no folder that exists (--{name})"
-      )
+    cli.check_output(name, getattr(args, name))
 
 
 def _setting(args) -> costs.Setting:

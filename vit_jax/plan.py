@@ -158,10 +158,17 @@ def _rates(plan: dict, config, flops: float, chip: topology_lib.Chip) -> dict:
     'hours': hours,
     'core_days': hours * cores / 24,
     'chip_hours': hours * cores / chip.per_chip,
-    'paper_core_days': costs.paper_core_days(
-      plan['model'], str(config.dataset)
-    ),
+    'paper_core_days': _paper_core_days(plan['model'], config),
   }
+
+
+def _paper_core_days(model, config) -> float | None:
+  """Returns the core-days that the paper spent on this pre-training, if any."""
+  name = str(config.dataset)
+  if name not in costs.DATASETS:
+    return None
+  epochs = config.total_steps * config.batch / costs.DATASETS[name][0]
+  return costs.paper_core_days(model, name, round(epochs))
 
 
 def table(plan: dict) -> str:
@@ -335,10 +342,7 @@ def main() -> None:
     raise ValueError(f'unknown arguments {rest}: flags begin with --')
   if values.config is None:
     raise ValueError('--config=FILE is needed (see --help)')
-  if values.json and not pathlib.Path(values.json).absolute().parent.is_dir():
-    raise ValueError(
-      f"json='{values.json}' is in no folder that exists (--json)"
-    )
+  cli.check_output('json', values.json)
   cli.quiet()
   cli.avoid_libtpu()  # Its compiler is used, but no device of its.
   sizes = data_size(values.config, values.num_examples, values.num_classes)

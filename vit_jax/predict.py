@@ -114,14 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
   """Returns the parser of this command."""
   parser = cli.parser('vit_jax.predict', __doc__)
   parser.add_argument('images', nargs='+', help='image files of any size')
-  given = parser.add_mutually_exclusive_group(required=True)
-  given.add_argument('--workdir', help='folder of the run')
-  given.add_argument(
-    '--weights', help='file or folder of weights, in place of a run'
-  )
-  parser.add_argument(
-    '--step', type=int, help='step of the checkpoint (the newest)'
-  )
+  cli.add_model_flags(parser)
   parser.add_argument(
     '--top', type=int, default=5, help='number of classes to print (5)'
   )
@@ -134,20 +127,10 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
   """Prints the predictions for the images on the command line."""
   args = make_parser().parse_args()
-  if args.weights and args.step is not None:
-    raise ValueError(
-      f'--step={args.step} selects a checkpoint of a run: leave it out with '
-      '--weights'
-    )
+  cli.check_model_flags(args)
+  cli.check_output('out', args.out)
   cli.quiet()
   cli.avoid_libtpu()
-  from vit_jax.run import workdir as workdir_lib
-
-  if args.out and not workdir_lib.absolute(args.out).parent.is_dir():
-    raise ValueError(
-      f"out='{args.out}' is in no folder that exists: make the folder, or give "
-      'another path (--out)'
-    )
   if args.weights:
     model = load_weights(args.weights)
   else:

@@ -170,14 +170,7 @@ def table(result: dict) -> str:
 def make_parser() -> argparse.ArgumentParser:
   """Returns the parser of this command."""
   parser = cli.parser('vit_jax.probe', __doc__)
-  given = parser.add_mutually_exclusive_group(required=True)
-  given.add_argument('--workdir', help='folder of a run')
-  given.add_argument(
-    '--weights', help='file or folder of weights, in place of a run'
-  )
-  parser.add_argument(
-    '--step', type=int, help='step of the checkpoint (the newest)'
-  )
+  cli.add_model_flags(parser)
   parser.add_argument(
     '--dataset', help='TFDS name or folder with classes (that of the run)'
   )
@@ -217,11 +210,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
   """Probes the model of the command line, and prints a table."""
   args = make_parser().parse_args()
-  if args.weights and args.step is not None:
-    raise ValueError(
-      f'--step={args.step} selects a checkpoint of a run: leave it out with '
-      '--weights'
-    )
+  cli.check_model_flags(args)
+  cli.check_output('json', args.json)
   cli.quiet()
   cli.avoid_libtpu()
   cli.load_tensorflow()
@@ -229,12 +219,6 @@ def main() -> None:
   from vit_jax.run import workdir as workdir_lib
   from vit_jax.scale import sharding
 
-  out = args.json and workdir_lib.absolute(args.json)
-  if out and not out.parent.is_dir():
-    raise ValueError(
-      f"json='{args.json}' is in no folder that exists: make the folder, or give "
-      'another path (--json)'
-    )
   if args.weights:
     mesh = sharding.make_mesh({'data': -1})
     model = predict.load_weights(args.weights)
@@ -254,7 +238,8 @@ def main() -> None:
   result = probe(model, mesh, args.shots, args.linear, **options)
   step = '' if args.weights else f', step {model.step}'
   cli.say(f'{args.weights or args.workdir}{step}\n{table(result)}')
-  if out:
+  if args.json:
+    out = workdir_lib.absolute(args.json)
     workdir_lib.write_atomically(out, json.dumps(result, indent=1))
     cli.say(f'Written to {out}.')
 

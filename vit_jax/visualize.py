@@ -202,10 +202,7 @@ def describe(model) -> tuple[str, dict[str, str]]:
 def make_parser() -> argparse.ArgumentParser:
   """Returns the parser of this command."""
   parser = cli.parser('vit_jax.visualize', __doc__)
-  parser.add_argument('--workdir', help='folder of the run')
-  parser.add_argument(
-    '--weights', help='file or folder of weights, in place of a run'
-  )
+  cli.add_model_flags(parser, required=False)
   parser.add_argument(
     '--images',
     nargs='+',
@@ -219,9 +216,6 @@ def make_parser() -> argparse.ArgumentParser:
     type=int,
     default=8,
     help='number of images to take from the split (8)',
-  )
-  parser.add_argument(
-    '--step', type=int, help='step of the checkpoint (the newest)'
   )
   parser.add_argument(
     '--figures', nargs='+', metavar='NAME', help='figures to draw (all)'
@@ -239,8 +233,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _check(args):
   """Raises ValueError if flags do not fit together."""
-  if args.workdir and args.weights:
-    raise ValueError('give --workdir or --weights, not both')
+  cli.check_model_flags(args)
   if not (args.workdir or args.weights or args.inductive_bias):
     raise ValueError(
       'there is nothing to draw: give --workdir=RUN, --weights=FILE or '
@@ -251,12 +244,10 @@ def _check(args):
       f'--figures={" ".join(args.figures)} needs a model: give --workdir=RUN or '
       '--weights=FILE'
     )
-  for flag in ('step', 'split'):
-    if getattr(args, flag) is not None and not args.workdir:
-      raise ValueError(
-        f'--{flag}={getattr(args, flag)} needs a run: give --workdir=RUN, or leave '
-        f'out --{flag}'
-      )
+  if args.split is not None and not args.workdir:
+    raise ValueError(
+      f'--split={args.split} needs a run: give --workdir=RUN, or leave out --split'
+    )
   if args.num_images < 1:
     raise ValueError(f'--num_images={args.num_images} must be 1 or more')
 

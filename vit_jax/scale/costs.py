@@ -105,10 +105,16 @@ TABLE_2 = (
 NOISY_STUDENT_CORE_DAYS = 12_300
 
 
-def paper_core_days(model: str, dataset: str) -> float | None:
-  """Returns the TPU v3 core-days that table 2 reports; None if it does not."""
+def paper_core_days(model: str, dataset: str, epochs: float) -> float | None:
+  """Returns the TPU v3 core-days that table 2 reports; None if it does not.
+
+  Args:
+    model: name of the model.
+    dataset: name of the data set.
+    epochs: epochs of the pre-training.
+  """
   for column in TABLE_2:
-    if (column.model, column.dataset) == (model, dataset):
+    if column[:3] == (model, dataset, epochs):
       return column.core_days
   return None
 
@@ -166,10 +172,9 @@ def account(
   work = exaflops(forward, setting.num_examples * epochs)
   days = work * 1e18 / (setting.mfu * chip.peak) / 86_400
   spent = [
-    column.core_days
-    for column in TABLE_2
-    if (column.model, column.epochs) == (model, epochs)
-    and setting[:3] == (*DATASETS[column.dataset], PAPER_SIZE)
+    paper_core_days(model, name, epochs)
+    for name, sizes in DATASETS.items()
+    if setting[:3] == (*sizes, PAPER_SIZE)
   ]
   price = None
   if setting.price is not None:
