@@ -161,7 +161,7 @@ def gigaflops(name):
 
 def test_the_models_of_the_readme():
   table = markdown.rows(README, 'model | name')
-  assert len(table) == 11
+  assert len(table) == 12
   for title, name, parameters, giga, *published in table:
     name = name.strip('`')
     long = model_configs.SHORT_NAMES[name]

@@ -94,6 +94,7 @@ from vit_jax.configs import pretrain
 
 
 def make_plan(changes):
+  """Plans the training with other values of its keys, {key: value}."""
   config = pretrain.get_config(TRAINING)
   config.update_from_flattened_dict(CHANGES)
   config.update_from_flattened_dict(changes)

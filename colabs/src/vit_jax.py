@@ -118,6 +118,7 @@ test_batch = next(ds_test.as_numpy_iterator())
 
 
 def show(batch, count=16):
+  """Shows the first images of a batch, with their labels."""
   labels = [names[i] for i in batch['label'][:count].argmax(axis=1)]
   colab_tools.show(colab_tools.to_pixels(batch['image'][:count]), labels)
 
