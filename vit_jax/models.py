@@ -34,6 +34,7 @@ KINDS = {
   'vit': 'vit_jax.models_vit:VisionTransformer',
   'mixer': 'vit_jax.models_mixer:MlpMixer',
   'bit': 'vit_jax.models_bit:BitResNet',
+  'detr': 'vit_jax.models_detr:Detr',
 }
 
 

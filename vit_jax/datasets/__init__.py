@@ -3,7 +3,10 @@
 import importlib
 
 # TFDS name: module that registers its builder.
-BUILDERS = {'digits': 'vit_jax.datasets.digits'}
+BUILDERS = {
+  'digits': 'vit_jax.datasets.digits',
+  'scenes': 'vit_jax.datasets.scenes',
+}
 # Beginning of the names of the tasks of VTAB, see vit_jax/datasets/vtab.py.
 VTAB = 'vtab/'
 

@@ -25,6 +25,13 @@ import tensorflow_datasets as tfds
 FEW = {'5to9_few': (5, 3), 'few': (5, 3), 'few10': (10, 6)}
 
 
+def split_indices() -> dict[str, np.ndarray]:
+  """Returns the numbers of the training and the test images."""
+  count = len(datasets.load_digits().target)
+  order = np.random.RandomState(0).permutation(count)
+  return {'train': order[: count * 4 // 5], 'test': order[count * 4 // 5 :]}
+
+
 class Digits(tfds.core.GeneratorBasedBuilder):
   """Handwritten digits: images uint8 [8, 8, 1], and labels."""
 

@@ -124,13 +124,24 @@ class MultiHeadDotProductAttention(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x, kv=None, *, mask=None, relative=None, deterministic):
+  def __call__(
+    self,
+    x,
+    kv=None,
+    *,
+    values=None,
+    mask=None,
+    relative=None,
+    deterministic,
+  ):
     """Applies self-attention, or cross-attention to another sequence.
 
     Args:
       x: tokens that the queries are computed from, [B, Q, D].
       kv: tokens that the keys and values are computed from, [B, S, D']; None:
         `x`.
+      values: tokens that the values are computed from, if others than those of
+        the keys, [B, S, D'].
       mask: bool, broadcastable to [B, K, Q, S], True where a query may attend
         to a key; None: everywhere.
       relative: embeddings of the offsets between the positions of two tokens,
@@ -174,7 +185,7 @@ class MultiHeadDotProductAttention(nn.Module):
     query = heads(name='query')(x)  # [B, Q, K, E]
     query = query * head_dim**-0.5
     key = heads(name='key')(kv)  # [B, S, K, E]
-    value = heads(name='value')(kv)  # [B, S, K, E]
+    value = heads(name='value')(kv if values is None else values)
     bias = None
     if relative is not None:  # [B, K, Q, S]
       bias = attention_kernels.relative_logits(

@@ -23,6 +23,7 @@ from vit_jax.run import keys
 # any other module, by its dotted name.
 TASKS = {
   'classify': 'vit_jax.tasks.classify',
+  'detect': 'vit_jax.tasks.detect',
   'masked_patches': 'vit_jax.tasks.masked_patches',
 }
 _TASK = (

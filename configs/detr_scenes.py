@@ -1,0 +1,53 @@
+"""Trains a small DETR on scenes of digits, without a download.
+
+python -m vit_jax.main --config=configs/detr_scenes.py --workdir=/tmp/scenes
+"""
+
+import ml_collections
+
+from vit_jax.configs import common
+
+
+def get_config():
+  """Returns the config."""
+  config = common.set_dataset(common.get_config(), 'scenes')
+  config.pretrained_dir = None  # From random weights.
+  config.task = 'detect'
+  config.pp.crop = 64
+  config.pp.crop_area = (0.5, 1.0)
+  # Mirroring would change the meaning of digits.
+  config.pp.flip = False
+
+  config.model = ml_collections.ConfigDict(
+    {
+      'kind': 'detr',
+      'model_name': 'DETR-scenes',
+      'units': (1, 1, 1),
+      'backbone_width': 16,
+      'norm': 'group',
+      'hidden_size': 128,
+      'num_queries': 20,
+      'num_encoder_layers': 2,
+      'num_decoder_layers': 3,
+      'num_heads': 4,
+      'mlp_dim': 256,
+      'dropout_rate': 0.0,
+      'attention_dropout_rate': 0.0,
+    }
+  )
+  config.task_options.max_objects = 8
+
+  config.batch = 32
+  config.batch_eval = 50
+  config.total_steps = 5_000
+  config.warmup_steps = 200
+  config.optimizer = 'adam'
+  config.optim_dtype = 'float32'
+  config.base_lr = 5e-4
+  config.weight_decay = 1e-4
+  config.grad_norm_clip = 0.1
+  config.best_metric = 'AP_test'
+  config.progress_every = 50
+  config.eval_every = 1_000
+  config.checkpoint_every = 1_000
+  return config

@@ -1,0 +1,43 @@
+"""Tests of the matching against SciPy."""
+
+import jax
+import numpy as np
+import pytest
+from scipy import optimize
+
+from vit_jax.learning import matching
+
+
+def test_the_cost_is_the_least_for_a_thousand_problems():
+  rng = np.random.RandomState(0)
+  cost = rng.randn(1_000, 20, 30).astype(np.float32)
+  cost[:200] = rng.randint(0, 3, (200, 20, 30))  # Many ties.
+  cost[200:220] = 0
+  cost[220:240] = cost[220:240, :, :1]  # All predictions cost the same.
+  counts = rng.randint(0, 21, 1_000)
+  got = np.asarray(jax.jit(matching.match)(cost, counts))
+  for problem, found, count in zip(cost, got, counts):
+    assert (found[count:] == -1).all()
+    chosen = found[:count]
+    assert len(set(chosen)) == count
+    assert ((chosen >= 0) & (chosen < 30)).all()
+    rows, columns = optimize.linear_sum_assignment(problem[:count])
+    np.testing.assert_allclose(
+      problem[np.arange(count), chosen].sum(dtype=np.float64),
+      problem[rows, columns].sum(dtype=np.float64),
+      rtol=1e-5,
+      atol=1e-4,
+    )
+
+
+def test_a_cost_that_is_not_finite_is_chosen_last():
+  nan, inf = np.nan, np.inf
+  cost = np.array([[nan, 1.0, 5.0], [inf, 2.0, nan]], np.float32)
+  assert matching.match(cost, 2).tolist() == [2, 1]
+  cost = np.full((2, 2), np.nan, np.float32)
+  assert sorted(matching.match(cost, 2).tolist()) == [0, 1]
+
+
+def test_more_targets_than_predictions_are_refused():
+  with pytest.raises(ValueError, match='3 targets cannot each have one of 2'):
+    matching.match(np.zeros((3, 2)), 1)

@@ -1,0 +1,171 @@
+"""Average precision of detected boxes, as COCO defines it.
+
+pycocotools computes the figures. It ranks boxes by score, accepts a box whose
+overlap (IoU) with an object of its class is at least a threshold, and averages
+the precision over recalls, classes, and the thresholds .50, .55, ..., .95.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import contextlib
+import io
+
+import jax
+import numpy as np
+
+from vit_jax import input_pipeline
+
+# Names of pycocotools' first six figures, in its order.
+NAMES = ('AP', 'AP50', 'AP75', 'AP_small', 'AP_medium', 'AP_large')
+
+
+class Coco:
+  """Computes the average precision of a detector over a split.
+
+  Args:
+    task: has `config`, `example`, `detections` and `class_names`, see
+      vit_jax.tasks.detect.Task.
+    mesh: the mesh.
+    source: the split.
+  """
+
+  def __init__(self, task, mesh, source):
+    self._task = task
+    self._mesh = mesh
+    self._source = source
+    # Every process gets the results of all images: they are small.
+    self._found = jax.jit(
+      self._compute, out_shardings=jax.NamedSharding(mesh, jax.P())
+    )
+
+  def _compute(self, params, extra, batch):
+    found = self._task.detections(self._task.outputs(params, extra, batch))
+    truth = {k: v for k, v in batch.items() if k != 'image'}
+    return found, truth
+
+  def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
+    """Evaluates parameters.
+
+    Args:
+      params: the parameters.
+      extra: other state of the task.
+      stop: called between batches; returns whether to stop the evaluation.
+
+    Returns:
+      NAMES from 0 to 1 (NaN where the split has no object of that size), and
+      `num_examples`; None if `stop` ended the evaluation.
+    """
+    found, truth = {}, {}
+    for batch in input_pipeline.eval_batches(
+      self._task.config, self._source, self._task.example, self._mesh
+    ):
+      if stop():
+        return None
+      with jax.set_mesh(self._mesh):
+        results = jax.device_get(self._found(params, extra, batch))
+      detected, seen = results
+      for row, index in enumerate(seen['index']):
+        if seen['mask'][row]:
+          found[int(index)] = {k: v[row] for k, v in detected.items()}
+          truth[int(index)] = {k: v[row] for k, v in seen.items()}
+    metrics = average_precision(
+      [_objects(truth[i]) for i in sorted(truth)],
+      [_scaled(found[i], truth[i]) for i in sorted(found)],
+      len(self._task.class_names),
+    )
+    return {**metrics, 'num_examples': len(truth)}
+
+
+def _objects(row) -> dict:
+  """Returns the objects of an image, boxes in pixels of the original."""
+  exists = row['label'] >= 0
+  return {
+    'boxes': row['truth'][exists] * _pixels(row['size']),
+    'labels': row['label'][exists],
+    'areas': row['area'][exists],
+    'crowd': row['crowd'][exists],
+  }
+
+
+def _scaled(found, row) -> dict:
+  return {**found, 'boxes': found['boxes'] * _pixels(row['size'])}
+
+
+def _pixels(size) -> np.ndarray:
+  """Returns the factors from shares of an image to pixels, for x0 y0 x1 y1."""
+  height, width = size
+  return np.array([width, height, width, height], np.float64)
+
+
+def average_precision(
+  truth: Sequence[dict], found: Sequence[dict], num_classes: int
+) -> dict[str, float]:
+  """Computes COCO's average precision.
+
+  Args:
+    truth: for each image `boxes` [n, 4] (x0, y0, x1, y1) in pixels, `labels`
+      [n], `areas` [n] in pixels (which decide what is small: below 32 x 32; or
+      large: from 96 x 96 on), and `crowd` [n], whether the box is a crowd, which
+      may hold any number of detections that then do not count.
+    found: for each image `boxes` [m, 4], `labels` [m] and `scores` [m]. The 100
+      best count.
+    num_classes: number of classes.
+
+  Returns:
+    NAMES, each from 0 to 1, or NaN where there is no object of that size.
+  """
+  from pycocotools import coco as coco_lib
+  from pycocotools import cocoeval
+
+  annotations = [
+    {
+      'id': 0,
+      'image_id': image,
+      'category_id': int(label),
+      'bbox': _corner_and_size(box),
+      'area': float(area),
+      'iscrowd': int(crowd),
+    }
+    for image, row in enumerate(truth)
+    for box, label, area, crowd in zip(
+      row['boxes'], row['labels'], row['areas'], row['crowd']
+    )
+  ]
+  for number, annotation in enumerate(annotations, start=1):
+    annotation['id'] = number  # pycocotools takes 0 for none.
+  results = [
+    {
+      'image_id': image,
+      'category_id': int(label),
+      'bbox': _corner_and_size(box),
+      'score': float(score),
+    }
+    for image, row in enumerate(found)
+    for box, label, score in zip(row['boxes'], row['labels'], row['scores'])
+  ]
+  with contextlib.redirect_stdout(io.StringIO()):
+    reference = coco_lib.COCO()
+    reference.dataset = {
+      'info': {},
+      'images': [{'id': image} for image in range(len(truth))],
+      'annotations': annotations,
+      'categories': [{'id': label} for label in range(num_classes)],
+    }
+    reference.createIndex()
+    evaluation = cocoeval.COCOeval(
+      reference, reference.loadRes(results) if results else coco_lib.COCO(),
+      iouType='bbox',
+    )  # fmt: skip
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+  figures = evaluation.stats[: len(NAMES)]
+  return {
+    name: float(value) if value >= 0 else float('nan')
+    for name, value in zip(NAMES, figures)
+  }
+
+
+def _corner_and_size(box) -> list[float]:
+  x0, y0, x1, y1 = (float(value) for value in box)
+  return [x0, y0, x1 - x0, y1 - y0]

@@ -1,0 +1,162 @@
+"""The Transformer of a detector: post-norm encoder and decoder, sine positions.
+
+As in "End-to-End Object Detection with Transformers" (arXiv 2005.12872,
+section 3.2 and appendix A.4). Positions are added to queries and keys in every
+layer, never to values.
+
+Shapes: B images, h x w cells of the feature map, S = h*w tokens of the image,
+Q object queries, D width of a token.
+"""
+
+import functools
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from vit_jax.layers import attention
+from vit_jax.scale import sharding
+
+_NORM_EPS = 1e-5
+
+
+def sine_positions(mask, width: int, temperature: float = 10_000.0):
+  """Computes position embeddings of the cells of padded images.
+
+  A cell's row and column are counted among the cells that are no padding, and
+  scaled so that the last one is at 2 pi. Half of the features encode the row,
+  the other half the column, as sines and cosines in turn.
+
+  Args:
+    mask: bool [B, h, w], True for cells that are no padding.
+    width: number of features D; a multiple of 4.
+    temperature: greatest wavelength over 2 pi.
+
+  Returns:
+    float32 [B, h, w, D].
+  """
+  half = width // 2
+  powers = temperature ** (2 * (jnp.arange(half) // 2) / half)  # [D/2]
+  counted = mask.astype(jnp.float32)
+  features = []
+  for axis in (1, 2):
+    place = jnp.cumsum(counted, axis)  # [B, h, w]
+    last = jnp.take(place, jnp.array([-1]), axis=axis)
+    place = place / (last + 1e-6) * 2 * math.pi
+    angle = place[..., None] / powers  # [B, h, w, D/2]
+    even = jnp.arange(half) % 2 == 0
+    features.append(jnp.where(even, jnp.sin(angle), jnp.cos(angle)))
+  return jnp.concatenate(features, axis=-1)
+
+
+class _Layer(nn.Module):
+  """What the layers of encoder and decoder share.
+
+  Attributes:
+    num_heads: number of heads.
+    mlp_dim: width of the hidden layer of the MLP.
+    dropout_rate: dropout after attention and dense layers.
+    attention_dropout_rate: dropout of the attention weights.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  num_heads: int
+  mlp_dim: int
+  dropout_rate: float = 0.1
+  attention_dropout_rate: float = 0.1
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  def _types(self):
+    return dict(dtype=self.dtype, param_dtype=self.param_dtype)
+
+  def _attend(self, residual, name, norm, **kwargs):
+    """Adds the result of attention to the residual, and normalises."""
+    deterministic = kwargs['deterministic']
+    attend = attention.MultiHeadDotProductAttention(
+      num_heads=self.num_heads,
+      dropout_rate=self.attention_dropout_rate,
+      name=name,
+      **self._types(),
+    )
+    y = attend(**kwargs)
+    y = nn.Dropout(self.dropout_rate)(y, deterministic=deterministic)
+    return nn.LayerNorm(_NORM_EPS, name=norm, **self._types())(residual + y)
+
+  def _mlp(self, x, norm, deterministic):
+    """Adds an MLP's result to tokens x, and normalises the sum."""
+    dense = functools.partial(
+      nn.Dense, kernel_init=nn.initializers.xavier_uniform(), **self._types()
+    )
+    drop = functools.partial(
+      nn.Dropout(self.dropout_rate), deterministic=deterministic
+    )
+    y = drop(nn.relu(dense(self.mlp_dim, name='Dense_0')(x)))
+    y = drop(dense(x.shape[-1], name='Dense_1')(y))
+    x = nn.LayerNorm(_NORM_EPS, name=norm, **self._types())(x + y)
+    return sharding.constrain_batch(x)
+
+
+class EncoderLayer(_Layer):
+  """Self-attention over the image, then an MLP; post-norm."""
+
+  @nn.compact
+  def __call__(self, x, positions, mask, *, train):
+    """Maps tokens [B, S, D] to [B, S, D].
+
+    Args:
+      x: the tokens.
+      positions: position embeddings [B, S, D].
+      mask: bool [B, 1, 1, S], True for tokens that may be attended to.
+      train: whether dropout is on.
+    """
+    deterministic = not train
+    x = self._attend(
+      x,
+      'self_attention',
+      'LayerNorm_0',
+      x=x + positions,
+      values=x,
+      mask=mask,
+      deterministic=deterministic,
+    )
+    return self._mlp(x, 'LayerNorm_1', deterministic)
+
+
+class DecoderLayer(_Layer):
+  """Self-attention over the queries, attention to the image, an MLP."""
+
+  @nn.compact
+  def __call__(self, x, queries, memory, positions, mask, *, train):
+    """Maps the state of the queries [B, Q, D] to [B, Q, D].
+
+    Args:
+      x: the state.
+      queries: the queries' own embeddings [B, Q, D].
+      memory: result of the encoder [B, S, D].
+      positions: position embeddings of the image [B, S, D].
+      mask: bool [B, 1, 1, S], True for tokens that may be attended to.
+      train: whether dropout is on.
+    """
+    deterministic = not train
+    x = self._attend(
+      x,
+      'self_attention',
+      'LayerNorm_0',
+      x=x + queries,
+      values=x,
+      deterministic=deterministic,
+    )
+    x = self._attend(
+      x,
+      'cross_attention',
+      'LayerNorm_1',
+      x=x + queries,
+      kv=memory + positions,
+      values=memory,
+      mask=mask,
+      deterministic=deterministic,
+    )
+    return self._mlp(x, 'LayerNorm_2', deterministic)

@@ -1,0 +1,213 @@
+"""ResNets without a head, the backbones of detectors.
+
+The post-activation ResNet (v1.5: the stride is on the 3x3 convolution) that
+torchvision and timm publish, with one of two norms. Frozen batch norm is an
+affine map with constants that are never trained; they are in the collection
+`frozen`, apart from the parameters, and come from published weights. Group norm
+is for training from random weights.
+
+Shapes in the comments: B images, H x W pixels, C channels, F features.
+"""
+
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.scale import sharding
+
+# Name -> units per stage (arXiv 1512.03385, table 1).
+UNITS = {'r50': (3, 4, 6, 3), 'r101': (3, 4, 23, 3)}
+
+
+class FrozenBatchNorm(nn.Module):
+  """Batch norm whose statistics, scale and bias are constants.
+
+  Attributes:
+    eps: added to the variance.
+    dtype: type of the computation.
+  """
+
+  eps: float = 1e-5
+  dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps [B, H, W, C] to the same shape."""
+    shape = x.shape[-1:]
+    mean, bias = (
+      self.variable('frozen', name, jnp.zeros, shape).value
+      for name in ('mean', 'bias')
+    )
+    var, scale = (
+      self.variable('frozen', name, jnp.ones, shape).value
+      for name in ('var', 'scale')
+    )
+    scale = scale * jax.lax.rsqrt(var + self.eps)
+    bias = bias - mean * scale
+    return x.astype(self.dtype) * scale.astype(self.dtype) + bias.astype(
+      self.dtype
+    )
+
+
+NORMS = ('frozen_batch', 'group')
+
+
+def _norm(kind, types, name):
+  """Returns a norm, see NORMS."""
+  if kind == 'group':
+    return nn.GroupNorm(num_groups=None, group_size=8, name=name, **types)
+  return FrozenBatchNorm(dtype=types['dtype'], name=name)
+
+
+def _conv(features, size, **kwargs):
+  """Returns a convolution without bias, padded as PyTorch pads."""
+  dilation = kwargs.pop('dilation', 1)
+  pad = dilation * (size // 2)
+  return nn.Conv(
+    features,
+    (size, size),
+    padding=((pad, pad), (pad, pad)),
+    kernel_dilation=dilation,
+    use_bias=False,
+    kernel_init=nn.initializers.variance_scaling(2.0, 'fan_out', 'normal'),
+    **kwargs,
+  )
+
+
+class Bottleneck(nn.Module):
+  """1x1, 3x3, 1x1 to 4 F channels, added to the input.
+
+  Attributes:
+    features: channels F inside the bottleneck.
+    stride: stride of the 3x3 convolution and of the projection.
+    dilation: dilation of the 3x3 convolution.
+    project: whether the input needs a projection.
+    norm: one of NORMS.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  features: int
+  stride: int = 1
+  dilation: int = 1
+  project: bool = False
+  norm: str = NORMS[0]
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
+    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    conv = functools.partial(_conv, **types)
+    norm = functools.partial(_norm, self.norm, types)
+    residual = x
+    if self.project:
+      residual = conv(
+        4 * self.features, 1, strides=self.stride, name='conv_proj'
+      )(x)
+      residual = norm('bn_proj')(residual)
+    y = nn.relu(norm('bn1')(conv(self.features, 1, name='conv1')(x)))
+    y = conv(
+      self.features,
+      3,
+      strides=self.stride,
+      dilation=self.dilation,
+      name='conv2',
+    )(y)
+    y = nn.relu(norm('bn2')(y))
+    y = norm('bn3')(conv(4 * self.features, 1, name='conv3')(y))
+    return nn.relu(residual + y)
+
+
+class Stage(nn.Module):
+  """A sequence of bottlenecks; the first may have a stride.
+
+  Attributes:
+    units: number of bottlenecks.
+    features: channels F inside each.
+    stride: stride of the first.
+    dilation: dilation of all but the first.
+    norm: one of NORMS.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  units: int
+  features: int
+  stride: int = 1
+  dilation: int = 1
+  norm: str = NORMS[0]
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
+    for i in range(self.units):
+      x = Bottleneck(
+        self.features,
+        stride=1 if i else self.stride,
+        dilation=self.dilation if i else 1,
+        project=i == 0,
+        norm=self.norm,
+        name=f'unit{i + 1}',
+        dtype=self.dtype,
+        param_dtype=self.param_dtype,
+      )(x)
+    return sharding.constrain_batch(x)
+
+
+class ResNet(nn.Module):
+  """A ResNet without its head.
+
+  Attributes:
+    units: bottlenecks per stage, see UNITS.
+    width: channels of the root; the stages have 4, 8, 16 and 32 times as many.
+    dilate_last: whether the last stage has a dilation in place of its stride
+      ("DC5", arXiv 2005.12872, section 4).
+    norm: one of NORMS.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  units: Sequence[int]
+  width: int = 64
+  dilate_last: bool = False
+  norm: str = NORMS[0]
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Computes the feature maps of all stages.
+
+    Args:
+      x: images [B, H, W, C].
+
+    Returns:
+      One map per stage, [B, H / s, W / s, F], with s = 4, 8, 16, 32 (the last
+      16 if `dilate_last`), sizes rounded up.
+    """
+    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    x = _conv(self.width, 7, strides=2, name='conv_root', **types)(x)
+    x = nn.relu(_norm(self.norm, types, 'bn_root')(x))
+    x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+    maps = []
+    for i, units in enumerate(self.units):
+      dilated = self.dilate_last and i == len(self.units) - 1
+      x = Stage(
+        units,
+        self.width * 2**i,
+        stride=1 if i == 0 or dilated else 2,
+        dilation=2 if dilated else 1,
+        norm=self.norm,
+        name=f'block{i + 1}',
+        **types,
+      )(x)
+      maps.append(x)
+    return maps

@@ -1,0 +1,203 @@
+"""DETR: object detection as the prediction of a set (arXiv 2005.12872).
+
+A backbone makes a feature map of an image, a Transformer encoder relates its
+cells to each other, and a decoder turns a fixed number of learned queries into
+one class and one box each. Images of a batch may have padding below and to the
+right; a mask says which pixels are real.
+
+Shapes in the comments:
+  B images    H, W image height and width    h, w cells of the feature map
+  S = h*w     Q object queries    D width of a token    L layers of the decoder
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from vit_jax.layers import detection
+from vit_jax.layers import resnet
+
+# Mean and standard deviation of ImageNet's pixels in [0, 1], by channel, with
+# which the published backbones were trained.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def normalise(images, mask):
+  """Standardises images by ImageNet's statistics; padding becomes 0.
+
+  Args:
+    images: [B, H, W, 3] in [-1, 1].
+    mask: bool [B, H, W], True for real pixels.
+  """
+  dtype = images.dtype
+  images = (images.astype(jnp.float32) + 1) / 2
+  images = (images - jnp.array(MEAN)) / jnp.array(STD)
+  return (images * mask[..., None]).astype(dtype)
+
+
+def shrink_mask(mask, size: tuple[int, int]):
+  """Takes a mask [B, H, W] at the nearest pixel before each of h x w cells."""
+  for axis, cells in enumerate(size, start=1):
+    pixels = jnp.arange(cells) * mask.shape[axis] // cells
+    mask = jnp.take(mask, pixels, axis=axis)
+  return mask
+
+
+class BoxHead(nn.Module):
+  """An MLP of three layers to a box (section 3.2).
+
+  Attributes:
+    hidden_size: width of the two hidden layers.
+    dtype: type of the hidden layers; the box is float32.
+    param_dtype: type of the parameters.
+  """
+
+  hidden_size: int
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps [..., D] to boxes [..., 4] in [0, 1]: centre x, y, width, height."""
+    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    x = nn.relu(nn.Dense(self.hidden_size, **types)(x))
+    x = nn.relu(nn.Dense(self.hidden_size, **types)(x))
+    x = nn.Dense(4, dtype=jnp.float32, param_dtype=self.param_dtype)(x)
+    return nn.sigmoid(x)
+
+
+class Detr(nn.Module):
+  """DETR with a ResNet as the backbone.
+
+  Attributes:
+    num_classes: number of classes without "no object", which is the last one.
+    units: bottlenecks per stage of the backbone.
+    backbone_width: channels of the backbone's root.
+    dilate_last: whether the backbone's last stage has a dilation in place of
+      its stride ("DC5").
+    norm: norm of the backbone, one of vit_jax.layers.resnet.NORMS.
+    hidden_size: width D of a token.
+    num_queries: number of object queries Q.
+    num_encoder_layers: layers of the encoder.
+    num_decoder_layers: layers of the decoder.
+    num_heads: heads of all attention layers.
+    mlp_dim: width of the hidden layers of the MLPs.
+    dropout_rate: dropout after attention and dense layers.
+    attention_dropout_rate: dropout of the attention weights.
+    model_name: name in the table of configs; has no effect.
+    dtype: type of the computation. Logits and boxes are always float32.
+    param_dtype: type of the parameters.
+  """
+
+  num_classes: int
+  units: Sequence[int] = resnet.UNITS['r50']
+  backbone_width: int = 64
+  dilate_last: bool = False
+  norm: str = resnet.NORMS[0]
+  hidden_size: int = 256
+  num_queries: int = 100
+  num_encoder_layers: int = 6
+  num_decoder_layers: int = 6
+  num_heads: int = 8
+  mlp_dim: int = 2048
+  dropout_rate: float = 0.1
+  attention_dropout_rate: float = 0.1
+  model_name: str | None = None
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, images, mask=None, *, train):
+    """Detects objects.
+
+    Args:
+      images: float [B, H, W, 3] in [-1, 1].
+      mask: bool [B, H, W], True for real pixels, False for padding; None if
+        there is no padding.
+      train: whether dropout is on (needs the rng 'dropout').
+
+    Returns:
+      A dict with the outputs after each layer of the decoder, the last layer's
+      last: `logits`, float32 [L, B, Q, num_classes + 1], and `boxes`, float32
+      [L, B, Q, 4]: centre x, centre y, width and height, as shares of width and
+      height of the image without its padding.
+    """
+    types = self._types()
+    if mask is None:
+      mask = jnp.ones(images.shape[:3], bool)
+    x = normalise(images.astype(types['dtype']), mask)
+    features = resnet.ResNet(
+      self.units,
+      self.backbone_width,
+      self.dilate_last,
+      name='backbone',
+      **types,
+    )(x)[-1]  # [B, h, w, F]
+    memory, positions, seen = self._encode(features, mask, train)
+    states = self._decode(memory, positions, seen, train)  # [L, B, Q, D]
+    head = nn.Dense(
+      self.num_classes + 1,
+      dtype=jnp.float32,
+      param_dtype=types['param_dtype'],
+      name='class_head',
+    )
+    boxes = BoxHead(self.hidden_size, name='box_head', **types)
+    return {'logits': head(states), 'boxes': boxes(states)}
+
+  def _types(self):
+    """Returns the types of computation and parameters, by argument name."""
+    return dict(
+      dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
+    )
+
+  def _layers(self, cls, count, name):
+    return [
+      cls(
+        num_heads=self.num_heads,
+        mlp_dim=self.mlp_dim,
+        dropout_rate=self.dropout_rate,
+        attention_dropout_rate=self.attention_dropout_rate,
+        name=f'{name}_{i}',
+        **self._types(),
+      )
+      for i in range(count)
+    ]
+
+  def _encode(self, features, mask, train):
+    """Returns memory [B, S, D], positions [B, S, D], mask [B, 1, 1, S]."""
+    types = self._types()
+    mask = shrink_mask(mask, features.shape[1:3])  # [B, h, w]
+    positions = detection.sine_positions(mask, self.hidden_size)
+    x = nn.Conv(self.hidden_size, (1, 1), name='input_proj', **types)(features)
+    flat = (x.shape[0], -1, self.hidden_size)
+    x = x.reshape(flat)
+    positions = positions.reshape(flat).astype(x.dtype)
+    seen = mask.reshape(len(x), 1, 1, -1)
+    layers = self._layers(
+      detection.EncoderLayer, self.num_encoder_layers, 'encoder_layer'
+    )
+    for layer in layers:
+      x = layer(x, positions, seen, train=train)
+    return x, positions, seen
+
+  def _decode(self, memory, positions, seen, train):
+    """Returns the normalised state after each layer, [L, B, Q, D]."""
+    types = self._types()
+    queries = self.param(
+      'query_embedding',
+      nn.initializers.normal(1.0),
+      (self.num_queries, self.hidden_size),
+      types['param_dtype'],
+    ).astype(types['dtype'])
+    queries = jnp.broadcast_to(queries, (len(memory), *queries.shape))
+    norm = nn.LayerNorm(1e-5, name='decoder_norm', **types)
+    x, states = jnp.zeros_like(queries), []
+    layers = self._layers(
+      detection.DecoderLayer, self.num_decoder_layers, 'decoder_layer'
+    )
+    for layer in layers:
+      x = layer(x, queries, memory, positions, seen, train=train)
+      states.append(norm(x))
+    return jnp.stack(states)
