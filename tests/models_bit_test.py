@@ -13,7 +13,7 @@ from tests import torch_models
 from tests import trees
 from vit_jax import checkpoint
 from vit_jax import models
-from vit_jax.weights import layouts
+from vit_jax.layouts import vit as layouts
 from vit_jax.weights import reading
 
 

@@ -12,7 +12,7 @@ from tests import torch_models
 from vit_jax import models_detr
 from vit_jax.layers import detection
 from vit_jax.layers import resnet
-from vit_jax.weights import detection as weights
+from vit_jax.layouts import detr as layout
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def hf_detr():
 def test_logits_and_boxes_are_those_of_hugging_face_for_a_padded_batch():
   theirs = hf_detr()
   state = {name: value.numpy() for name, value in theirs.state_dict().items()}
-  found = weights.from_torch(state, resnet.UNITS['r50'], 2, 2, heads=4)
+  found = layout.from_torch(state, resnet.UNITS['r50'], 2, 2, heads=4)
   variables = {
     name: flax.traverse_util.unflatten_dict(tree, sep='/')
     for name, tree in found.items()

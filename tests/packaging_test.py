@@ -18,16 +18,23 @@ FLOORS = [
   ['cli'],
   ['scale'],
   ['layers'],
-  ['models_vit', 'models_resnet', 'models_mixer', 'models_bit'],
+  [
+    'models_vit',
+    'models_resnet',
+    'models_mixer',
+    'models_bit',
+    'models_detr',
+    'models_igpt',
+  ],
   ['models', 'files'],
-  ['data', 'datasets'],
+  ['data', 'datasets', 'annotations'],
   ['augmentation'],
   ['preprocess'],
   ['learning'],
   ['run'],
-  ['weights'],
+  ['weights', 'layouts'],
   ['input_pipeline', 'checkpoint', 'convert', 'utils', 'test_utils'],
-  ['evaluators', 'figures'],
+  ['evaluators', 'figures', 'detection'],
   ['tasks'],
   ['train', 'inference_time', 'manifest'],
   ['predict', 'benchmark', 'plan'],
@@ -36,8 +43,9 @@ FLOORS = [
   ['main', 'sweep'],
 ]
 ROOMS = (
-  'augmentation', 'data', 'datasets', 'evaluators', 'figures', 'files', 'jobs', 'layers',
-  'learning', 'run', 'scale', 'self_training', 'tasks', 'weights',
+  'annotations', 'augmentation', 'data', 'datasets', 'detection', 'evaluators', 'figures',
+  'files', 'jobs', 'layers', 'layouts', 'learning', 'run', 'scale', 'self_training',
+  'tasks', 'weights',
 )  # fmt: skip
 
 
@@ -118,7 +126,7 @@ def test_imports_point_down_only():
 
 def test_rooms_are_one_level_deep_and_small():
   top = [p.name for p in (ROOT / 'vit_jax').glob('*.py')]
-  assert len(top) <= 25, top  # One of them is __init__.py.
+  assert len(top) <= 27, top  # One of them is __init__.py.
   folders = {p.parent for p in (ROOT / 'vit_jax').rglob('*.py')}
   rooms = {f.name for f in folders} - {'vit_jax', 'configs'}
   assert rooms == set(ROOMS)

@@ -20,9 +20,9 @@ from vit_jax import models
 from vit_jax import preprocess
 from vit_jax.augmentation import geometry
 from vit_jax.configs import rules
-from vit_jax.evaluators import boxes as boxes_drawn
+from vit_jax.detection import average_precision as ap
+from vit_jax.detection import drawing
 from vit_jax.evaluators import captions
-from vit_jax.evaluators import coco
 from vit_jax.evaluators import means
 from vit_jax.files import images as images_lib
 from vit_jax.learning import boxes as boxes_lib
@@ -46,7 +46,7 @@ class Task(base.Task):
     'max_objects': 100,
   }
   OPTION_RULES = {'max_objects': rules.whole(1)}  # noqa: RUF012
-  METRICS = (*coco.NAMES, 'loss')
+  METRICS = (*ap.NAMES, 'loss')
   METADATA = ('class_names',)
   METADATA_RULES = {'class_names': rules.names}  # noqa: RUF012
   NEW_PARAMS = ('class_head/',)
@@ -260,7 +260,10 @@ class Task(base.Task):
   def evaluators(self, mesh, split, open_split):
     """Returns the mean of the loss, and COCO's average precision."""
     source = open_split(split)
-    return [means.Means(self, mesh, source), coco.Coco(self, mesh, source)]
+    return [
+      means.Means(self, mesh, source),
+      ap.AveragePrecision(self, mesh, source),
+    ]
 
   def describe(self):
     """Returns the number of classes and of queries, in words."""
@@ -280,7 +283,7 @@ class Task(base.Task):
     for i, image in enumerate(pixels):
       exists = batch['label'][i] >= 0
       drawn.append(
-        boxes_drawn.draw(
+        drawing.draw(
           image,
           batch['truth'][i][exists],
           [self.class_names[k] for k in batch['label'][i][exists]],
@@ -288,7 +291,7 @@ class Task(base.Task):
       )
       kept = found['scores'][i] >= THRESHOLD
       drawn.append(
-        boxes_drawn.draw(
+        drawing.draw(
           image,
           found['boxes'][i][kept],
           [
@@ -358,9 +361,9 @@ class Predictor(base.Predictor):
         for name, score, box in found
       ]
       if args.out is not None:
-        drawn.append(boxes_drawn.draw_file(path, found))
+        drawn.append(drawing.draw_file(path, found))
     if drawn:
-      boxes_drawn.save(drawn, args.out)
+      drawing.save(drawn, args.out)
       lines.append(f'picture: {args.out}')
     return lines
 

@@ -22,11 +22,11 @@ import jax
 
 from vit_jax import cli
 from vit_jax.configs import models as model_configs
+from vit_jax.layouts import vit as layouts
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import arrays
 from vit_jax.weights import descriptions
 from vit_jax.weights import fetch
-from vit_jax.weights import layouts
 from vit_jax.weights import state_dicts
 
 # Name in a file -> name in Linen, of the layers in an encoder block. Files

@@ -16,11 +16,11 @@ import ml_collections
 import numpy as np
 
 from vit_jax.configs import common
+from vit_jax.layouts import vit as layouts
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import descriptions
 from vit_jax.weights import fetch
 from vit_jax.weights import identify
-from vit_jax.weights import layouts
 from vit_jax.weights import reading
 
 # Description of a hybrid's sizes -> timm's name for it.

@@ -19,7 +19,7 @@ from vit_jax import input_pipeline
 NAMES = ('AP', 'AP50', 'AP75', 'AP_small', 'AP_medium', 'AP_large')
 
 
-class Coco:
+class AveragePrecision:
   """Computes the average precision of a detector over a split.
 
   Args:
