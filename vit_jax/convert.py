@@ -1,16 +1,21 @@
 r"""Converts weights between this package, timm and Hugging Face, bit for bit.
 
-  python -m vit_jax.convert SRC DST [--to=npz|timm|hf|workdir]
+  python -m vit_jax.convert SRC DST [--to=npz|timm|hf|pth|workdir]
 
 SRC is a published .npz, a .safetensors or .bin file of timm or Hugging Face or
-a folder with such a file, or the workdir of a run; local, at gs://, or a URL.
-DST is
+a folder with such a file, a .pth file released with DETR, or the workdir of a
+run; local, at gs://, or a URL. DST is
 
   npz       a file that the original's readers and timm's `load_npz` read
   timm      a folder for timm.create_model('local-dir:DST', pretrained=True)
-  hf        a folder for ViTForImageClassification.from_pretrained(DST)
+  hf        a folder for ViTForImageClassification.from_pretrained(DST), or for
+            DetrForObjectDetection
+  pth       a detector under the names of the files released with DETR: a .pth
+            file, which needs PyTorch, or a .safetensors file
   workdir   a folder for vit_jax.predict, for --config.pretrained, and for
             vit_jax.main --evaluate
+
+A detector is written as hf, pth or workdir, a classifier as all others.
 
 Examples:
 
@@ -18,6 +23,7 @@ Examples:
   python -m vit_jax.convert /tmp/run /tmp/run.npz
   python -m vit_jax.convert https://huggingface.co/google/vit-base-patch16-224\
 /resolve/main/model.safetensors /tmp/b16 --to=workdir
+  python -m vit_jax.convert detr-r50-e632da11.pth /tmp/detr --to=workdir
 
 The arrays are only renamed, transposed and reshaped. Differences in computation
 (the GELU, the epsilons of norms) are written to the config of DST, so that
@@ -75,17 +81,20 @@ def read(
   weights = reading.read(src, num_heads)
   config = identify.model_config(weights.params)
   if config is None:
+    alone = weights.kind == 'resnet'
     raise ValueError(
-      f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer or BiT: it has "
-      f'{sorted(weights.params)[:6]} (SRC)'
+      f"'{src}' holds the backbone of a detector alone: start a run from it "
+      '(--config.pretrained) and convert that'
+      if alone
+      else f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer, BiT, "
+      f'DETR or iGPT: it has {sorted(weights.params)[:6]} (SRC)'
     )
   if weights.kind == 'workdir':
     config = ml_collections.ConfigDict(weights.model)
   else:
     with config.ignore_type():
       config.update(weights.model)
-  flat = flax.traverse_util.flatten_dict(weights.params, sep='/')
-  num_classes = flat['head/bias'].size if 'head/bias' in flat else 0
+  num_classes = identify.num_classes(weights.params)
   names = class_names or weights.class_names
   if names is not None and len(names) != num_classes:
     if class_names:
@@ -98,9 +107,15 @@ def read(
     size = image_size or weights.image_size or _square(weights.params, config)
     _check_size(weights.params, config, size)
     if weights.kind != 'workdir':
-      _check_shapes(weights.params, config, num_classes, size)
+      _check_shapes(weights, config, num_classes, size)
   return writing.Model(
-    weights.params, config, tuple(names) if names else None, num_classes, size
+    weights.params,
+    config,
+    tuple(names) if names else None,
+    num_classes,
+    size,
+    weights.extra,
+    weights.metadata,
   )
 
 
@@ -144,21 +159,24 @@ def _check_size(params, config, size):
     )
 
 
-def _check_shapes(params, config, num_classes, size):
-  """Checks that all parameters of the model are present, with their shapes."""
+def _check_shapes(weights, config, num_classes, size):
+  """Checks that all leaves of the model are present, with their shapes."""
   model = models.make_model(config, num_classes=num_classes)
-  images = (1, *size, identify.channels(params))
+  inputs = identify.inputs(config, weights.params, size)
   expected = jax.eval_shape(
-    lambda: model.init(jax.random.key(0), jnp.zeros(images), train=False)
-  )['params']
-  have = flax.traverse_util.flatten_dict(params, sep='/')
-  want = flax.traverse_util.flatten_dict(expected, sep='/')
+    lambda: model.init(
+      jax.random.key(0), jnp.zeros(inputs.shape, inputs.dtype), train=False
+    )
+  )
+  have = reading.leaves_of(weights)
+  tree = {**expected.pop('params'), **expected}
+  want = flax.traverse_util.flatten_dict(tree, sep='/')
   problems = identify.misfits(have, want) + [
     f'{path}: missing in the weights' for path in sorted(want.keys() - have)
   ]
   if problems:
     raise ValueError(
-      f'it looks like {identify.describe(params)}, but:\n  '
+      f'it looks like {identify.describe(weights.params)}, but:\n  '
       + '\n  '.join(problems[:20])
     )
 
@@ -176,7 +194,7 @@ def convert(
   Args:
     src: weights in any format, see vit_jax.weights.reading.read.
     dst: file (npz) or folder to write; it appears only when it is complete.
-    to: one of KINDS; by default npz if `dst` ends in .npz.
+    to: one of KINDS; by default npz or pth if `dst` ends so.
     class_names: names of the classes; override those of `src`.
     image_size: (height, width) in pixels; needed if `src` does not tell it and
       the grid of patches is not square.
@@ -192,26 +210,30 @@ def convert(
     FileNotFoundError, PermissionError, OSError, ImportError: see `read`.
   """
   target = epath.Path(dst)
-  if to is None and target.suffix == '.npz':
-    to = 'npz'
+  if to is None:
+    to = {'.npz': 'npz', '.pth': 'pth'}.get(target.suffix)
   if to not in KINDS:
     raise ValueError(
       f"the format of DST '{dst}' is unknown: give --to={'|'.join(KINDS)}"
       + (f', not {to}' if to else '')
     )
-  if to == 'npz' and target.suffix != '.npz':
-    raise ValueError(f"DST '{dst}' must end in .npz for --to=npz")
+  endings = writing.FILES.get(to)
+  if endings and target.suffix not in endings:
+    raise ValueError(
+      f"DST '{dst}' must end in {' or '.join(endings)} for --to={to}"
+    )
   if target.exists():
     raise FileExistsError(
       f"DST '{dst}' exists: give another, or delete it first"
     )
   model = read(src, class_names, image_size, num_heads)
+  writing.check(model, to)
   notes = []
   if to != 'workdir':
     model, notes = _with_plain_positions(model, to)
   target.parent.mkdir(parents=True, exist_ok=True)
-  if to == 'npz':  # This writer makes a temporary file itself.
-    return model, notes + writing.WRITERS['npz'](model, target)
+  if endings:  # These writers make a temporary file themselves.
+    return model, notes + writing.WRITERS[to](model, target)
   temporary = target.parent / f'.{target.name}.tmp'
   if temporary.exists():
     temporary.rmtree()
@@ -291,7 +313,7 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument('src', metavar='SRC', help='weights in any format')
   parser.add_argument('dst', metavar='DST', help='file or folder to write')
   parser.add_argument(
-    '--to', choices=KINDS, help='format of DST (npz if DST ends in .npz)'
+    '--to', choices=KINDS, help='format of DST (npz or pth if DST ends so)'
   )
   parser.add_argument(
     '--class_names', help='file with one name per line, or a .json list'

@@ -16,12 +16,14 @@ import ml_collections
 import numpy as np
 
 from vit_jax.configs import common
+from vit_jax.layouts import families
 from vit_jax.layouts import vit as layouts
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import descriptions
 from vit_jax.weights import fetch
 from vit_jax.weights import identify
 from vit_jax.weights import reading
+from vit_jax.weights import state_dicts
 
 # Description of a hybrid's sizes -> timm's name for it.
 _TIMM_HYBRIDS = {
@@ -57,6 +59,8 @@ class Model(NamedTuple):
     class_names: in the order of the logits, or None if unknown.
     num_classes: width of the head; 0 if there is no head.
     image_size: (height, width) in pixels.
+    extra: see vit_jax.weights.reading.Weights.
+    metadata: likewise.
   """
 
   params: dict
@@ -64,6 +68,28 @@ class Model(NamedTuple):
   class_names: tuple[str, ...] | None
   num_classes: int
   image_size: tuple[int, int]
+  extra: dict = {}  # noqa: RUF012
+  metadata: dict = {}  # noqa: RUF012
+
+
+# Formats of classifiers. Those of other models are in vit_jax.layouts.
+_FORMATS = ('npz', 'timm', 'hf', 'workdir')
+
+
+def _family(model):
+  """Returns the family of a model; None for a classifier."""
+  return families.FAMILIES.get(model.config.get('kind'))
+
+
+def check(model: Model, to: str):
+  """Raises ValueError if a format holds no models of this kind."""
+  family = _family(model)
+  formats = family.files.FORMATS if family else _FORMATS
+  if to not in formats:
+    raise ValueError(
+      f'{identify.describe(model.params)} cannot be written as {to}: give '
+      f'--to={"|".join(formats)}'
+    )
 
 
 def save(params, path: str):
@@ -237,6 +263,34 @@ def _timm_bit(model):
 
 
 def _write_hf(model, dst):
+  family = _family(model)
+  if family is None:
+    return _write_hf_vit(model, dst)
+  layout = family.files.layout(model.config, 'hf')
+  state = family.layout.dump(reading.leaves_of(model), layout)
+  files = family.files.files(model)
+  _write_torch(dst, state, files.pop('config.json'))
+  for name, content in files.items():
+    (dst / name).write_text(json.dumps(content, indent=1))
+  return family.files.notes(model, 'hf')
+
+
+def _write_pth(model, dst):
+  """Writes a detector under the names of the files released with DETR."""
+  files = _family(model).files
+  layout = files.layout(model.config, 'pth')
+  state = _family(model).layout.dump(reading.leaves_of(model), layout)
+  temporary = dst.parent / f'.{dst.name}.tmp'
+  with fetch.local_output(temporary) as file:
+    if dst.suffix == '.pth':
+      state_dicts.write(file, {'model': state})
+    else:
+      _save_safetensors(state, file)
+  temporary.replace(dst)
+  return files.notes(model, 'pth')
+
+
+def _write_hf_vit(model, dst):
   config = model.config
   state = layouts.dump(model.params, 'hf')
   encoder = config.transformer
@@ -306,6 +360,13 @@ def _pixels(params):
 
 
 def _write_torch(dst, state, config):
+  dst.mkdir(parents=True)
+  with fetch.local_output(dst / 'model.safetensors') as file:
+    _save_safetensors(state, file)
+  (dst / 'config.json').write_text(json.dumps(config, indent=1))
+
+
+def _save_safetensors(state, file):
   try:
     from safetensors import numpy as safetensors
   except ImportError as e:
@@ -313,10 +374,7 @@ def _write_torch(dst, state, config):
       'writing .safetensors needs the package safetensors: pip install -e '
       "'.[interop]' in the checkout of vit_jax"
     ) from e
-  dst.mkdir(parents=True)
-  with fetch.local_output(dst / 'model.safetensors') as file:
-    safetensors.save_file(state, file, metadata={'format': 'pt'})
-  (dst / 'config.json').write_text(json.dumps(config, indent=1))
+  safetensors.save_file(state, file, metadata={'format': 'pt'})
 
 
 def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
@@ -332,7 +390,13 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   config.pp.channels = identify.channels(model.params)
   config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
   names = model.class_names or [str(i) for i in range(model.num_classes)]
-  return run_config.complete(config), {'class_names': list(names)}
+  family = _family(model)
+  if family is not None:
+    config.task = family.files.task(config.model)
+    config.task_options.update(family.files.options(config.model))
+  metadata = {'class_names': list(names), **model.metadata}
+  known = run_config.get_task(config.task).METADATA
+  return run_config.complete(config), {name: metadata[name] for name in known}
 
 
 def _write_workdir(model, dst):
@@ -343,8 +407,10 @@ def _write_workdir(model, dst):
 
   config, metadata = as_run(model)
   tx = optim.get_optimizer(config, lambda _: 0.0)
-  params = jax.tree.map(np.asarray, model.params)
-  state = state_lib.TrainState(np.int32(1), params, tx.init(params))
+  params, extra = (
+    jax.tree.map(np.asarray, tree) for tree in (model.params, model.extra)
+  )
+  state = state_lib.TrainState(np.int32(1), params, tx.init(params), extra)
   workdir_lib.create(dst, config, metadata, data={})
   checkpoints = checkpoints_lib.Checkpoints(dst)
   checkpoints.save(1, state)
@@ -358,5 +424,8 @@ WRITERS = {
   'npz': _write_npz,
   'timm': _write_timm,
   'hf': _write_hf,
+  'pth': _write_pth,
   'workdir': _write_workdir,
 }
+# Formats that are a single file, and how its name may end.
+FILES = {'npz': ('.npz',), 'pth': ('.pth', '.safetensors')}
