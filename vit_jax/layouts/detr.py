@@ -54,6 +54,8 @@ _HF_NEW = (
   (r'_attn\.o_proj\.', '_attn.out_proj.'),
   (r'(layers\.\d+)\.mlp\.fc', r'\1.fc'),
 )
+# Width and heads of the published models.
+_PUBLISHED = 256, 8
 # Projections of queries, keys and values, which the released files join.
 _JOINED = '.in_proj_', ('.q_proj_', '.k_proj_', '.v_proj_')
 
@@ -206,14 +208,15 @@ def _plain_name(name):
 
 
 def load(
-  flat: Mapping[str, np.ndarray], layout: Layout, num_heads: int
+  flat: Mapping[str, np.ndarray], layout: Layout, num_heads: int | None
 ) -> dict[str, np.ndarray]:
   """Converts a state dict.
 
   Args:
     flat: arrays by name.
     layout: result of `detect`.
-    num_heads: number of attention heads, which the shapes do not tell.
+    num_heads: number of attention heads, which the shapes do not tell; None:
+      that of the published models, if their width is that of these.
 
   Returns:
     Arrays by path: parameters, and at 'frozen/' the constants. Of a ResNet
@@ -221,7 +224,7 @@ def load(
 
   Raises:
     ValueError: if there are arrays that a DETR does not have (the message lists
-      them), or if `num_heads` does not divide the width.
+      them), or if `num_heads` does not divide the width, or is missing.
   """
   flat = {_plain_name(name): value for name, value in flat.items()}
   flat = leaves.split(flat, *_JOINED)
@@ -238,6 +241,7 @@ def load(
         for part in ('encoder', 'decoder')
       )
     )
+    num_heads = num_heads or _heads(flat[_SIGNS[layout.names]])
   found = {}
   for leaf in table:
     value = flat.pop(getattr(leaf, layout.names), None)
@@ -247,6 +251,18 @@ def load(
       )
   leaves.fail_for_unknown(flat, 'ResNet of bottlenecks' if alone else 'DETR')
   return found
+
+
+def _heads(queries):
+  """Returns the number of heads of the published models; checks the width."""
+  width, heads = _PUBLISHED
+  if queries.shape[-1:] != (width,):
+    raise ValueError(
+      f'it does not say how many attention heads its model has: give num_heads, '
+      f'or put its config.json beside it (the published models, of width {width}, '
+      f'have {heads})'
+    )
+  return heads
 
 
 def _units(flat, layout):

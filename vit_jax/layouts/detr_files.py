@@ -14,8 +14,6 @@ from vit_jax.weights import descriptions
 FORMATS = ('hf', 'pth', 'workdir')
 # Units per stage -> timm's name, of backbones that Hugging Face takes from timm.
 _TIMM = {(3, 4, 6, 3): 'resnet50', (3, 4, 23, 3): 'resnet101'}
-# Heads of the published models, whose released files do not tell them.
-_HEADS = 8
 # Sides of the images of the published models in pixels: shortest and longest.
 _SIDES = 800, 1333
 
@@ -51,7 +49,7 @@ def describe(
 
 
 def _describe(config, name):
-  heads = descriptions.count(config, 'encoder_attention_heads') or _HEADS
+  heads = descriptions.count(config, 'encoder_attention_heads')
   for key, only in (
     ('decoder_attention_heads', heads),
     ('position_embedding_type', 'sine'),
@@ -70,7 +68,10 @@ def _describe(config, name):
   if not config:
     dilated = re.search('dc5', name, re.IGNORECASE) is not None
   return descriptions.Description(
-    dict(num_heads=heads, dilate_last=dilated or stride == 16),
+    {
+      **({'num_heads': heads} if heads else {}),
+      'dilate_last': dilated or stride == 16,
+    },
     descriptions.labels(config, gap=rules.NO_CLASS),
   )
 

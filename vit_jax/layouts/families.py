@@ -31,6 +31,11 @@ class Family(NamedTuple):
 FAMILIES = {'detr': Family(detr, detr_files)}
 # A leaf that only one kind of model has -> the kind.
 LEAVES = {'query_embedding': 'detr'}
+_WORDS = {'detr': 'a detector'}
+_BACKBONE = 'a ResNet without a detector'
+# (weights, model) in the words of `describe`: models that can start from weights
+# of something else.
+STARTS = ((_BACKBONE, _WORDS['detr']),)
 
 
 def of_names(names: Iterable[str]) -> tuple[Family | None, Any]:
@@ -48,3 +53,11 @@ def of_tree(paths: Iterable[str]) -> Family | None:
     if leaf in paths:
       return FAMILIES[kind]
   return None
+
+
+def describe(paths: Iterable[str]) -> str:
+  """Returns what has these leaves, in words: 'a classifier', 'a detector'."""
+  for leaf, kind in LEAVES.items():
+    if leaf in paths:
+      return _WORDS[kind]
+  return _BACKBONE if 'backbone/conv_root/kernel' in paths else 'a classifier'

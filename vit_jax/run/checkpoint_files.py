@@ -166,7 +166,8 @@ def read_weights(path: epath.Path, params, extra) -> dict:
   if isinstance(extra, tuple):
     stored = wanted.get('extra') or {}
     named = {name: stored[name] for name in extra if name in stored}
-    wanted['extra'] = {**stored, **jax.tree.map(lambda _: 0, named)}
+    if named:
+      wanted['extra'] = {**stored, **jax.tree.map(lambda _: 0, named)}
   elif jax.tree.leaves(extra):
     wanted['extra'] = extra
   found = read(path, wanted)

@@ -61,7 +61,7 @@ class Task(abc.ABC):
       file in the workdir.
     METADATA_RULES: rules for these values, by name.
     NEW_PARAMS: prefixes of the paths of parameters that do not come from
-      `config.pretrained`.
+      `config.pretrained`; see also `new_params`.
     OWN_PARAMS: prefixes of the paths of parameters that only this objective
       uses: they are left out when a run starts from a run of this task, and
       when weights are converted.
@@ -167,6 +167,22 @@ class Task(abc.ABC):
     image = self.image_spec(1)
     zeros = jnp.zeros(image.shape, image.dtype)
     return self.model.init(rng, zeros, train=False)['params'], {}
+
+  def new_params(
+    self, have: dict, want: dict, class_names: Sequence[str] | None
+  ) -> Sequence[str]:
+    """Returns what keeps its initial values when a run starts from weights.
+
+    Args:
+      have: arrays or shapes of the weights by path.
+      want: shapes of the parameters and the extra state by path.
+      class_names: names of the classes of the weights, or None if unknown.
+
+    Returns:
+      Prefixes of paths; by default NEW_PARAMS.
+    """
+    del have, want, class_names
+    return self.NEW_PARAMS
 
   def augment(self, batch: dict, rng) -> dict:
     """Changes a whole global batch on the devices, before it is split.

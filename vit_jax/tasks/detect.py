@@ -177,6 +177,25 @@ class Task(base.Task):
     params = variables.pop('params')
     return params, {'frozen': variables.get('frozen', {})}
 
+  def new_params(self, have, want, class_names):
+    """Returns the class head if it is for other classes.
+
+    Weights of a backbone alone leave all else new. A head that weights lack is
+    new.
+    """
+    if 'query_embedding' not in have:
+      backbone = ('backbone/', 'frozen/')
+      return [path for path in want if not path.startswith(backbone)]
+    bias = 'class_head/bias'
+    same = bias in have and have[bias].shape == want[bias].shape
+    if class_names is not None:
+      same = same and tuple(class_names) == self.class_names
+    return [
+      prefix
+      for prefix in self.NEW_PARAMS
+      if not same or not prefix.startswith('class_head/')
+    ]
+
   def _apply(self, params, extra, images, **kwargs):
     variables = {'params': params, 'frozen': extra['frozen']}
     return self.model.apply(variables, images, **kwargs)

@@ -307,7 +307,7 @@ def _read_torch(file, num_heads, folder):
 def _read_family(family, layout, flat, file, num_heads, beside):
   """Reads weights of a model that is no classifier."""
   found = family.files.describe(beside, file.name)
-  heads = num_heads or found.model['num_heads']
+  heads = num_heads or found.model.get('num_heads')
   with arrays.naming(file, 'cannot be used'):
     flat = family.layout.load(flat, layout, heads)
   tree = flax.traverse_util.unflatten_dict(flat, sep='/')
@@ -315,7 +315,7 @@ def _read_family(family, layout, flat, file, num_heads, beside):
   return Weights(
     tree,
     layout.names,
-    {**found.model, 'num_heads': heads},
+    found.model,
     found.class_names,
     found.image_size,
     extra,
