@@ -8,14 +8,15 @@ run; local, at gs://, or a URL. DST is
 
   npz       a file that the original's readers and timm's `load_npz` read
   timm      a folder for timm.create_model('local-dir:DST', pretrained=True)
-  hf        a folder for ViTForImageClassification.from_pretrained(DST), or for
-            DetrForObjectDetection
+  hf        a folder for ViTForImageClassification.from_pretrained(DST), for
+            DetrForObjectDetection or for ImageGPTForCausalImageModeling
   pth       a detector under the names of the files released with DETR: a .pth
             file, which needs PyTorch, or a .safetensors file
   workdir   a folder for vit_jax.predict, for --config.pretrained, and for
             vit_jax.main --evaluate
 
-A detector is written as hf, pth or workdir, a classifier as all others.
+A detector is written as hf, pth or workdir, an iGPT with its palette as hf or
+workdir, a classifier as all but pth.
 
 Examples:
 
@@ -116,6 +117,7 @@ def read(
     size,
     weights.extra,
     weights.metadata,
+    weights.kind,
   )
 
 
@@ -227,10 +229,10 @@ def convert(
       f"DST '{dst}' exists: give another, or delete it first"
     )
   model = read(src, class_names, image_size, num_heads)
-  writing.check(model, to)
-  notes = []
+  notes = writing.check(model, to)
   if to != 'workdir':
-    model, notes = _with_plain_positions(model, to)
+    model, found = _with_plain_positions(model, to)
+    notes += found
   target.parent.mkdir(parents=True, exist_ok=True)
   if endings:  # These writers make a temporary file themselves.
     return model, notes + writing.WRITERS[to](model, target)

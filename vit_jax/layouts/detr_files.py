@@ -18,14 +18,14 @@ _TIMM = {(3, 4, 6, 3): 'resnet50', (3, 4, 23, 3): 'resnet101'}
 _SIDES = 800, 1333
 
 
-def task(config) -> str:
-  """Returns the task of a model's config."""
-  return 'segment' if config.get('mask_head') else 'detect'
+def task(model) -> str:
+  """Returns the task of a model."""
+  return 'segment' if model.config.get('mask_head') else 'detect'
 
 
-def options(config) -> dict:
-  """Returns the options of the task that the model's config determines."""
-  return {'max_objects': min(100, config.num_queries)}
+def options(model) -> dict:
+  """Returns the options of the task that the model determines."""
+  return {'max_objects': min(100, model.config.num_queries)}
 
 
 def describe(
@@ -78,7 +78,7 @@ def _describe(config, name):
 
 def notes(model, to: str) -> list[str]:
   """Returns what a user should know of a model in a format."""
-  if to != 'pth':
+  if 'pth' not in (model.source, to):
     return []
   dilated = 'has a' if model.config.get('dilate_last') else 'has no'
   return [

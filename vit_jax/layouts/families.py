@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from vit_jax.layouts import detr
 from vit_jax.layouts import detr_files
+from vit_jax.layouts import igpt
+from vit_jax.layouts import igpt_files
 
 
 class Family(NamedTuple):
@@ -28,10 +30,13 @@ class Family(NamedTuple):
 
 
 # Kind of the model (config.model.kind) -> its family.
-FAMILIES = {'detr': Family(detr, detr_files)}
+FAMILIES = {
+  'detr': Family(detr, detr_files),
+  'igpt': Family(igpt, igpt_files),
+}
 # A leaf that only one kind of model has -> the kind.
-LEAVES = {'query_embedding': 'detr'}
-_WORDS = {'detr': 'a detector'}
+LEAVES = {'query_embedding': 'detr', 'color_embedding': 'igpt'}
+_WORDS = {'detr': 'a detector', 'igpt': 'an iGPT'}
 _BACKBONE = 'a ResNet without a detector'
 # (weights, model) in the words of `describe`: models that can start from weights
 # of something else.

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from collections.abc import Mapping
-import math
 import re
 from typing import Any
 
@@ -211,18 +210,19 @@ def channels(params: Mapping[str, Any]) -> int:
 def num_classes(params: Mapping[str, Any]) -> int:
   """Returns the number of classes that a head tells apart; 0 for no head."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
-  head = flat.get('head/bias', flat.get('class_head/bias'))
-  if head is None:
-    return 0
-  # A detector's last one is "no object".
-  return math.prod(head.shape) - ('query_embedding' in flat)
+  for path in ('head/bias', 'class_head/bias', 'class_head/kernel'):
+    if path in flat and flat[path].shape:
+      # A detector's last one is "no object".
+      return flat[path].shape[-1] - ('query_embedding' in flat)
+  return 0
 
 
 def inputs(
   config, params: Mapping[str, Any], image_size: tuple[int, int]
 ) -> jax.ShapeDtypeStruct:
   """Returns shape and type of a model's input, one image."""
-  del config
+  if config.get('kind') == 'igpt':
+    return jax.ShapeDtypeStruct((1, config.num_positions), np.dtype('int32'))
   return jax.ShapeDtypeStruct(
     (1, *image_size, channels(params)), np.dtype('float32')
   )

@@ -6,8 +6,9 @@ Formats, and how each is recognised:
             of ViT, Mixer and BiT
   timm      .safetensors or .bin with timm's names, or a folder with such a file
   hf        the same with Hugging Face's names (`ViTModel` and
-            `ViTForImageClassification`, `DetrForObjectDetection` and
-            `DetrForSegmentation`)
+            `ViTForImageClassification`, `DetrForObjectDetection`,
+            `DetrForSegmentation`, `ImageGPTForCausalImageModeling` and
+            `ImageGPTModel`)
   pth       a file released with DETR's paper
   resnet    a ResNet of timm, torchvision or Hugging Face, as a backbone
   workdir   folder of a run, with config.json and checkpoints

@@ -61,6 +61,8 @@ class Model(NamedTuple):
     image_size: (height, width) in pixels.
     extra: see vit_jax.weights.reading.Weights.
     metadata: likewise.
+    source: format that the model was read from, see
+      vit_jax.weights.reading.Weights.
   """
 
   params: dict
@@ -70,6 +72,7 @@ class Model(NamedTuple):
   image_size: tuple[int, int]
   extra: dict = {}  # noqa: RUF012
   metadata: dict = {}  # noqa: RUF012
+  source: str = ''
 
 
 # Formats of classifiers. Those of other models are in vit_jax.layouts.
@@ -81,8 +84,12 @@ def _family(model):
   return families.FAMILIES.get(model.config.get('kind'))
 
 
-def check(model: Model, to: str):
-  """Raises ValueError if a format holds no models of this kind."""
+def check(model: Model, to: str) -> list[str]:
+  """Checks that a format holds models of this kind; returns notes.
+
+  Raises:
+    ValueError: if it does not.
+  """
   family = _family(model)
   formats = family.files.FORMATS if family else _FORMATS
   if to not in formats:
@@ -90,6 +97,7 @@ def check(model: Model, to: str):
       f'{identify.describe(model.params)} cannot be written as {to}: give '
       f'--to={"|".join(formats)}'
     )
+  return family.files.notes(model, to) if family else []
 
 
 def save(params, path: str):
@@ -272,7 +280,7 @@ def _write_hf(model, dst):
   _write_torch(dst, state, files.pop('config.json'))
   for name, content in files.items():
     (dst / name).write_text(json.dumps(content, indent=1))
-  return family.files.notes(model, 'hf')
+  return []
 
 
 def _write_pth(model, dst):
@@ -287,7 +295,7 @@ def _write_pth(model, dst):
     else:
       _save_safetensors(state, file)
   temporary.replace(dst)
-  return files.notes(model, 'pth')
+  return []
 
 
 def _write_hf_vit(model, dst):
@@ -392,8 +400,8 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   names = model.class_names or [str(i) for i in range(model.num_classes)]
   family = _family(model)
   if family is not None:
-    config.task = family.files.task(config.model)
-    config.task_options.update(family.files.options(config.model))
+    config.task = family.files.task(model)
+    config.task_options.update(family.files.options(model))
   metadata = {'class_names': list(names), **model.metadata}
   known = run_config.get_task(config.task).METADATA
   return run_config.complete(config), {name: metadata[name] for name in known}
