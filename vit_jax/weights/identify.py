@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from collections.abc import Mapping
+import math
 import re
 from typing import Any
 
@@ -211,9 +212,9 @@ def num_classes(params: Mapping[str, Any]) -> int:
   """Returns the number of classes that a head tells apart; 0 for no head."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   for path in ('head/bias', 'class_head/bias', 'class_head/kernel'):
-    if path in flat and flat[path].shape:
+    if path in flat:
       # A detector's last one is "no object".
-      return flat[path].shape[-1] - ('query_embedding' in flat)
+      return math.prod(flat[path].shape[-1:]) - ('query_embedding' in flat)
   return 0
 
 
