@@ -202,7 +202,10 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   train = sources.open_split(
     config, config.pp.train, task_class.FEATURES, workdir=workdir
   )
-  metadata = task_class.make_metadata(config, train)
+  metadata = {
+    **task_class.make_metadata(config, train),
+    **_learned(task_class, config, train, workdir),
+  }
   tests = {
     name: open_for(config, task_class, metadata, split, dataset, workdir)
     for name, split, dataset in run_config.evaluations(config)
@@ -213,12 +216,12 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   for name, split, dataset in run_config.evaluations(config):
     opened = {split: tests[name]}
 
-    def open_split(wanted, opened=opened, dataset=dataset):
-      if wanted not in opened:
-        opened[wanted] = open_for(
-          config, task_class, metadata, wanted, dataset, workdir
-        )
-      return opened[wanted]
+    def open_split(wanted, further=(), opened=opened, dataset=dataset):
+      if wanted in opened and not further:
+        return opened[wanted]
+      return open_for(
+        config, task_class, metadata, wanted, dataset, workdir, further
+      )
 
     evaluators[name] = program.task.evaluators(mesh, split, open_split)
   first = next(iter(evaluators))
@@ -229,6 +232,14 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   return Prepared(
     config, mesh, program, metadata, train, tests, evaluators, drawn
   )
+
+
+def _learned(task_class, config, source, workdir) -> dict[str, Any]:
+  """Returns metadata that the run has learned, or learns now."""
+  if not task_class.LEARNED:
+    return {}
+  stored = workdir and workdir_lib.stored(workdir, task_class.LEARNED)
+  return stored or task_class.learn(config, source)
 
 
 def check(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
