@@ -9,6 +9,7 @@ of one is a .npy of that array, as OpenAI has released it.
 """
 
 from collections.abc import Iterable
+import json
 
 from etils import epath
 import jax
@@ -19,6 +20,12 @@ from sklearn import cluster
 from vit_jax import cli
 from vit_jax.scale import processes
 
+# Files beside weights, of a run and of Hugging Face, and the key of the palette.
+_FILES = {'palette.json': None, 'preprocessor_config.json': 'clusters'}
+_REMEDY = (
+  'give the palette of the weights, a .npy float [colours, channels] in [-1, 1] '
+  "(config.task_options.palette); without weights '' finds one in the images"
+)
 # Pixels of a step of k-means, and passes over all pixels.
 _BATCH, _PASSES = 16_384, 4
 
@@ -110,47 +117,61 @@ def load(path: str) -> np.ndarray:
   """Reads a palette on process 0, and tells it to the others.
 
   Args:
-    path: a .npy, such as the released kmeans_centers.npy.
+    path: a .npy, such as the released kmeans_centers.npy; or weights whose
+      folder has the palette: the workdir of a run, or a model of Hugging Face.
 
   Returns:
     float32 [K, C].
 
   Raises:
-    FileNotFoundError: if there is no such file.
-    ValueError: if it holds no palette.
+    FileNotFoundError: if there is no such file, or no palette in the folder.
+    ValueError: if the file holds no palette.
   """
+  found = processes.from_first('reading the palette', lambda: _read(path))
+  return np.asarray(found, np.float32)
 
-  def read():
-    file = epath.Path(path)
-    if not file.exists():
-      raise FileNotFoundError(
-        f"palette='{path}' does not exist: give the .npy of a palette, or '' to "
-        'find one in the training images (config.task_options.palette)'
-      )
-    try:
+
+def _read(path):
+  """Returns a palette as lists, see `load`."""
+  file, key = epath.Path(path), None
+  if not file.exists():
+    raise FileNotFoundError(f"there is no palette '{path}': {_REMEDY}")
+  if file.suffix != '.npy':
+    file, key = _beside(file)
+  try:
+    if file.suffix == '.npy':
       with file.open('rb') as f:
-        array = np.load(f, allow_pickle=False)
-    except (ValueError, EOFError, OSError) as e:
-      raise ValueError(
-        f"palette='{path}' is no .npy file: {e} (config.task_options.palette)"
-      ) from e
-    wrong = rule(array)
-    if wrong:
-      raise ValueError(
-        f"palette='{path}' holds {getattr(array, 'dtype', type(array).__name__)}"
-        f'{list(getattr(array, "shape", []))}: a palette {wrong} '
-        '(config.task_options.palette)'
-      )
-    return array.tolist()
+        found = np.load(f, allow_pickle=False)
+    else:
+      found = json.loads(file.read_text())
+      found = np.asarray(found[key] if key else found)
+    wrong = rule(found)
+  except (ValueError, KeyError, TypeError, EOFError) as e:
+    raise ValueError(f"'{file}' holds no palette: {e}; {_REMEDY}") from e
+  if wrong:
+    raise ValueError(
+      f"'{file}' holds {found.dtype}{list(found.shape)}: a palette"
+      f' {wrong}; {_REMEDY}'
+    )
+  return found.tolist()
 
-  return np.asarray(processes.from_first('reading the palette', read), 'f')
+
+def _beside(path):
+  """Returns the file with the palette of weights, and its key there."""
+  folder = path if path.is_dir() else path.parent
+  for name, key in _FILES.items():
+    if (folder / name).exists():
+      return folder / name, key
+  raise FileNotFoundError(
+    f"the folder '{folder}' has no palette ({' or '.join(_FILES)}): {_REMEDY}"
+  )
 
 
 def rule(palette) -> str | None:
   """Tells what is wrong with a palette; None if nothing is."""
   words = (
     'must be colours of 3 channels (or of 1), an array [colours, channels] of '
-    'different numbers from -1 to 1'
+    'numbers from -1 to 1'
   )
   try:
     array = np.asarray(palette, np.float32)
