@@ -125,7 +125,7 @@ class ImageGPT(nn.Module):
 
   def _check_fields(self):
     """Raises ValueError if fields are wrong or do not fit together."""
-    attention_lib.check(self.attention, 0.0)
+    attention_lib.check(self.attention, 0.0, key='config.model.attention')
     for name, known in (
       ('attention_scale', decoder.SCALES),
       ('remat', ('', *encoder.REMAT_POLICIES)),

@@ -58,8 +58,9 @@ def load(
   mesh = mesh or _mesh(config)
   if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
     config.sharding_rules = ()
-  if 'transformer' in config.model:  # The run may have had other devices.
-    config.model.transformer.attention = 'default'
+  encoder = config.model.get('transformer') or config.model
+  if 'attention' in encoder:  # The run may have had other devices.
+    encoder.attention = 'default'
   program = train.make_program(config, metadata, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   abstract = program.abstract
