@@ -25,27 +25,28 @@ def get_config():
     {
       'kind': 'igpt',
       'model_name': 'iGPT-digits',
-      'num_colors': 16,
+      'num_colors': 4,
       'num_positions': 64,
-      'hidden_size': 64,
-      'num_layers': 6,
+      'hidden_size': 128,
+      'num_layers': 4,
       'num_heads': 4,
     }
   )
   config.task_options.counting = True
+  config.layer_probe = 10
 
-  config.batch = 64
+  config.batch = 32
   config.batch_eval = 120
-  config.total_steps = 1_000
+  config.total_steps = 1_400
   config.warmup_steps = 50
   config.optimizer = 'adam'
   config.b2 = 0.95
   config.optim_dtype = 'float32'
-  config.base_lr = 3e-3
+  config.base_lr = 2e-3
   config.grad_norm_clip = 1.0
   config.best_metric = 'bits_per_dim_test'
   config.log_images = 16
   config.progress_every = 50
-  config.eval_every = 250
-  config.checkpoint_every = 250
+  config.eval_every = 350
+  config.checkpoint_every = 350
   return config

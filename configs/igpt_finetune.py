@@ -31,6 +31,7 @@ def get_config(arg: str = 's,cifar10,32'):
   if arg == 'digits':
     config = igpt_digits.get_config()
     config.task_options = {}
+    config.layer_probe = 0
     config.total_steps = 400
     config.base_lr = 1e-3
   else:

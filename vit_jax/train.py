@@ -20,6 +20,7 @@ from vit_jax import input_pipeline
 from vit_jax.data import mixture
 from vit_jax.data import sources
 from vit_jax.evaluators import fewshot
+from vit_jax.evaluators import layer_probe
 from vit_jax.evaluators import pictures
 from vit_jax.evaluators import real
 from vit_jax.layers import attention
@@ -266,14 +267,21 @@ def _probes(task, mesh, workdir) -> list:
   config, found = task.config, []
   if config.fewshot.shots:
     found.append(fewshot.FewShot(task, mesh, workdir))
-  if config.real_labels is not None:
-    _, split, dataset = run_config.evaluations(config)[0]
+  _, split, dataset = run_config.evaluations(config)[0]
 
-    def open_split(wanted, further):
-      return open_for(
-        config, type(task), task.metadata, wanted, dataset, workdir, further
+  def open_split(wanted, further):
+    return open_for(
+      config, type(task), task.metadata, wanted, dataset, workdir, further
+    )
+
+  if config.layer_probe:
+    labelled = [open_split(x, ('label',)) for x in (config.pp.train, split)]
+    found.append(
+      layer_probe.LayerProbe(
+        task, mesh, workdir, *labelled, per_class=config.layer_probe
       )
-
+    )
+  if config.real_labels is not None:
     found.append(real.Real(task, mesh, open_split, split, config.real_labels))
   return found
 

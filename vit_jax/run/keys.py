@@ -107,6 +107,7 @@ KEYS: dict[str, rules.Rule] = {
   'fewshot.l2': rules.positive,
   'fewshot.layer': rules.text,
   'fewshot.squeeze': rules.number(1),
+  'layer_probe': rules.whole(0),
   'real_labels': rules.optional(rules.text),
   'profile_steps': _EVERY,
 }

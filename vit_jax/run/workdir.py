@@ -36,6 +36,7 @@ FREE_KEYS = (
   'evals',
   'fewshot',
   'keep_checkpoints',
+  'layer_probe',
   'log_attention',
   'log_images',
   'max_image_pixels',
