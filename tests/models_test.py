@@ -9,6 +9,7 @@ import pytest
 from tests import tiny_models
 from vit_jax import models
 from vit_jax import models_bit
+from vit_jax import models_igpt
 from vit_jax import models_vit
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import identify
@@ -126,13 +127,14 @@ def test_every_config_has_a_kind():
     kind, cls = {
       'Mixer': ('mixer', models.MlpMixer),
       'BiT': ('bit', models_bit.BitResNet),
+      'iGPT': ('igpt', models_igpt.ImageGPT),
     }.get(name.split('-')[0], ('vit', models.VisionTransformer))
     # Other implementations of the original's models take no field `kind`.
-    assert ('kind' in config) == (kind == 'bit')
+    assert ('kind' in config) == (kind in ('bit', 'igpt'))
     assert models.kind_of(config) == kind
     assert models.class_of(config) is cls
     assert type(models.make_model(config, num_classes=3)) is cls
-  assert set(models.KINDS) == {'vit', 'mixer', 'bit'}
+  assert set(models.KINDS) == {'vit', 'mixer', 'bit', 'detr', 'igpt'}
 
 
 def test_a_config_may_say_its_kind():

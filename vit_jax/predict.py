@@ -3,6 +3,11 @@ r"""Prints the predictions of a trained model for images, such as their classes.
   python -m vit_jax.predict --workdir=/tmp/digits image.png other.jpg
   python -m vit_jax.predict --weights=model.safetensors image.png
 
+A model of pixels (configs/igpt.py) draws images, and completes their lower part:
+
+  python -m vit_jax.predict --workdir=/tmp/igpt --sample=16 --out=samples.png
+  python -m vit_jax.predict --workdir=/tmp/igpt --complete half.png --out=whole.png
+
 In Python:
 
   model = predict.load('/tmp/digits')
@@ -53,8 +58,9 @@ def load(
   mesh = mesh or _mesh(config)
   if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
     config.sharding_rules = ()
-  if 'transformer' in config.model:  # The run may have had other devices.
-    config.model.transformer.attention = 'default'
+  encoder = config.model.get('transformer') or config.model
+  if 'attention' in encoder:  # The run may have had other devices.
+    encoder.attention = 'default'
   program = train.make_program(config, metadata, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   abstract = program.abstract
@@ -115,7 +121,7 @@ def _mesh(config):
 def make_parser() -> argparse.ArgumentParser:
   """Returns the parser of this command."""
   parser = cli.parser('vit_jax.predict', __doc__)
-  parser.add_argument('images', nargs='+', help='image files of any size')
+  parser.add_argument('images', nargs='*', help='image files of any size')
   cli.add_model_flags(parser)
   parser.add_argument(
     '--top', type=int, default=5, help='number of classes to print (5)'
@@ -123,7 +129,33 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument(
     '--out', help='PNG to write, for tasks whose result is a picture'
   )
+  _add_sampling_flags(parser)
   return parser
+
+
+def _add_sampling_flags(parser):
+  """Adds the flags of models that draw images."""
+  group = parser.add_argument_group('models of pixels')
+  group.add_argument('--sample', type=int, help='number of images to draw')
+  group.add_argument(
+    '--complete', nargs='+', help='image files whose lower part to draw'
+  )
+  group.add_argument(
+    '--rows',
+    type=int,
+    help="rows to keep of the model's image (all rows of an image that is low "
+    'for its width, half of the rows of any other)',
+  )
+  group.add_argument('--seed', type=int, default=0, help='seed of drawing (0)')
+  group.add_argument(
+    '--temperature',
+    type=float,
+    default=1.0,
+    help='below 1: more likely colours (1)',
+  )
+  group.add_argument(
+    '--top_k', type=int, help='draw among so many likely colours (all)'
+  )
 
 
 def main() -> None:
@@ -131,23 +163,48 @@ def main() -> None:
   args = make_parser().parse_args()
   cli.check_model_flags(args)
   cli.check_output('out', args.out)
+  _check_inputs(args)
   cli.quiet()
   cli.avoid_libtpu()
   if args.weights:
     model = load_weights(args.weights)
   else:
     model = load(args.workdir, args.step)
-  if bool(args.out) != model.task.DRAWS:
+  if (args.sample or args.complete) and not hasattr(model, 'sample'):
+    raise ValueError(
+      f"the task '{model.config.task}' draws no images: leave out --sample and "
+      '--complete, which are for models of pixels (configs/igpt.py)'
+    )
+  draws = model.draws(args)
+  if bool(args.out) != draws:
     raise ValueError(
       f"the task '{model.config.task}' "
       + (
         'writes its predictions as a picture: give --out=FILE.png'
-        if model.task.DRAWS
+        if draws
         else 'prints its predictions and writes no picture: leave out --out'
       )
     )
   for line in model.report(args.images, args):
     print(line)
+
+
+def _check_inputs(args):
+  """Raises ValueError unless the command line names one thing to do."""
+  given = {
+    'images': bool(args.images),
+    '--sample': args.sample is not None,
+    '--complete': bool(args.complete),
+  }
+  if sum(given.values()) != 1:
+    raise ValueError(
+      'give one of image files, --sample=NUMBER and --complete FILE, not '
+      + (' and '.join(k for k, v in given.items() if v) or 'none of them')
+    )
+  if args.rows is not None and not args.complete:
+    raise ValueError(
+      f'--rows={args.rows} is a part of --complete FILE: give that too'
+    )
 
 
 if __name__ == '__main__':

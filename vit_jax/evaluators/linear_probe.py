@@ -113,19 +113,23 @@ def probe(
   return Result(accuracy, best, held_out, 'L-BFGS')
 
 
-def fit(x: np.ndarray, labels: np.ndarray, l2: float) -> pipeline.Pipeline:
+def fit(
+  x: np.ndarray, labels: np.ndarray, l2: float, each: bool = True
+) -> pipeline.Pipeline:
   """Fits a classifier by L-BFGS, on standardised features.
 
   Args:
     x: features, float32 [n, D].
     labels: int [n], at least two different ones.
     l2: see L2.
+    each: whether to divide each feature by its standard deviation; otherwise
+      features are centred only.
 
   Returns:
     scikit-learn's classifier.
   """
   return pipeline.make_pipeline(
-    preprocessing.StandardScaler(),
+    preprocessing.StandardScaler(with_std=each),
     linear_model.LogisticRegression(
       C=1 / (l2 * len(x)), max_iter=1000, tol=1e-5
     ),

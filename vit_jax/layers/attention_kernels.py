@@ -262,16 +262,18 @@ def check(
   dtype: str = '',
   mask: bool = False,
   bias: bool = False,
+  key: str = 'config.model.transformer.attention',
 ) -> None:
   """Checks that an implementation of attention supports what is requested.
 
   Args:
-    name: `config.model.transformer.attention`.
+    name: name of the implementation.
     dropout_rate: dropout rate of the attention weights.
     platform: platform of the devices: 'cpu', 'gpu' or 'tpu'; None if unknown.
     dtype: `config.model.dtype`.
     mask: whether a mask is used, other than the causal one.
     bias: whether logits gain a bias, as relative position embeddings need.
+    key: the key of the config that chooses the implementation.
 
   Raises:
     ValueError: if it is unknown or lacks support; names the remedy.
@@ -301,6 +303,4 @@ def check(
       "'xla', or another position_embedding"
     )
   if problem:
-    raise ValueError(
-      f"attention='{name}' {problem} (config.model.transformer.attention)"
-    )
+    raise ValueError(f"attention='{name}' {problem} ({key})")

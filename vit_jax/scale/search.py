@@ -100,8 +100,9 @@ def _remats(model):
   """Returns the kinds of rematerialisation to try, and their key or None."""
   if 'transformer' in model:
     return REMATS, 'model.transformer.remat'
-  if 'remat' in model:  # A BiT ResNet, which has no 'dots'.
-    return (REMATS[0], REMATS[-1]), 'model.remat'
+  if 'remat' in model:  # A BiT ResNet has no 'dots'.
+    kinds = (REMATS[0], REMATS[-1]) if model.get('kind') == 'bit' else REMATS
+    return kinds, 'model.remat'
   return REMATS[:1], None
 
 

@@ -33,15 +33,18 @@ from vit_jax import cli
 MODEL_AXIS = 'model'
 FSDP_AXIS = 'fsdp'
 
+# What the heads of an attention layer are mapped by to its output.
+_OUT = '(MultiHeadDotProductAttention_0|attention)/out/kernel'
+
 # Tensor parallelism: each head and each hidden unit lies on one device. A
 # dimension that the axis does not divide is not split.
 TENSOR_RULES = (
   ('(query|key|value)/kernel', (None, MODEL_AXIS)),
   ('(query|key|value)/bias', (MODEL_AXIS,)),
-  ('MultiHeadDotProductAttention_0/out/kernel', (MODEL_AXIS,)),
-  ('(MlpBlock_0|_mixing)/Dense_0/kernel', (None, MODEL_AXIS)),
+  (_OUT, (MODEL_AXIS,)),
+  ('((MlpBlock_0|_mixing)/Dense_0|mlp/hidden)/kernel', (None, MODEL_AXIS)),
   ('(MlpBlock_0|_mixing)/Dense_0/bias', (MODEL_AXIS,)),
-  ('(MlpBlock_0|_mixing)/Dense_1/kernel', (MODEL_AXIS,)),
+  ('((MlpBlock_0|_mixing)/Dense_1|mlp/output)/kernel', (MODEL_AXIS,)),
   ('head/kernel', (None, MODEL_AXIS)),
   ('head/bias', (MODEL_AXIS,)),
 )
@@ -259,9 +262,7 @@ def _attention_width(name):
   """
   if re.search('(query|key|value)/kernel$', name):
     return 2
-  return (
-    1 if re.search('MultiHeadDotProductAttention_0/out/kernel$', name) else None
-  )
+  return 1 if re.search(f'{_OUT}$', name) else None
 
 
 def report(abstract) -> list[dict]:

@@ -56,22 +56,32 @@ class Predictor:
     """Returns the task's inputs for images, see `outputs`: arrays [n, ...]."""
     return _stacked(self._rows(images, 0), len(images))
 
-  def run(self, images: Sequence[Any]) -> tuple[dict, Any]:
-    """Returns (inputs, outputs) of images, see `outputs`: arrays [n, ...]."""
+  def run(self, images: Sequence[Any], compute=None) -> tuple[dict, Any]:
+    """Computes arrays for images, see `outputs`.
+
+    Args:
+      images: see `outputs`.
+      compute: compiled function (params, extra, inputs) -> arrays [B, ...]; by
+        default the outputs of the task.
+
+    Returns:
+      The inputs and the results of `compute`, arrays [n, ...].
+    """
+    compute = compute or self._outputs
     found = []
     # All batches have one shape, so that the model is compiled once.
     size = 1 if len(images) == 1 else self.BATCH
     for start in range(0, len(images), size):
       rows = self._rows(images[start : start + size], start)
       batch = _stacked(rows, size)
-      outputs = self._outputs(self.params, self.extra, batch)
+      outputs = compute(self.params, self.extra, batch)
       count = len(rows)
       found.append(
         jax.tree.map(lambda x, n=count: np.asarray(x)[:n], (batch, outputs))
       )
       self._check_finite(found[-1][1], images[start : start + count], start)
     if not found:
-      return self._none()
+      return self._none(compute)
     return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
   def _rows(self, images, start):
@@ -104,10 +114,10 @@ class Predictor:
     record = {'image': encoded, 'index': np.int64(index)}
     return {k: np.asarray(v) for k, v in self.task.inputs(record).items()}
 
-  def _none(self):
+  def _none(self, compute):
     """Returns the inputs and outputs of an empty list of images."""
     spec = self.task.batch_spec(1)
-    shapes = jax.eval_shape(self._outputs, self.params, self.extra, spec)
+    shapes = jax.eval_shape(compute, self.params, self.extra, spec)
     return jax.tree.map(
       lambda x: np.zeros((0, *x.shape[1:]), x.dtype), (spec, shapes)
     )
@@ -119,13 +129,18 @@ class Predictor:
       jax.tree.map(lambda x, i=i: x[i], outputs) for i in range(len(images))
     ]
 
+  def draws(self, args) -> bool:
+    """Returns whether `report` writes a picture; for `args` see there."""
+    del args
+    return self.task.DRAWS
+
   def report(self, images: Sequence[str], args) -> list[str]:
     """Returns the lines that `python -m vit_jax.predict` prints.
 
     Args:
       images: paths.
-      args: has `top`, the number of classes to show, and `out`, the path of the
-        picture to write, or None.
+      args: the flags of that command, such as `top`, the number of classes to
+        show, and `out`, the path of the picture to write, or None.
     """
     del args
     return [
