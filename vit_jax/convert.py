@@ -49,6 +49,7 @@ import numpy as np
 from vit_jax import cli
 from vit_jax import models
 from vit_jax.layers import positions
+from vit_jax.layouts import families
 from vit_jax.weights import arrays
 from vit_jax.weights import identify
 from vit_jax.weights import reading
@@ -105,20 +106,23 @@ def read(
       )
     names = None
   with arrays.naming(src, 'cannot be used'):
-    size = image_size or weights.image_size or _square(weights.params, config)
-    _check_size(weights.params, config, size)
+    size = _image_size(weights, config, image_size)
     if weights.kind != 'workdir':
       _check_shapes(weights, config, num_classes, size)
-  return writing.Model(
-    weights.params,
-    config,
-    tuple(names) if names else None,
-    num_classes,
-    size,
-    weights.extra,
-    weights.metadata,
-    weights.kind,
-  )
+    model = writing.Model(
+      weights.params,
+      config,
+      tuple(names) if names else None,
+      num_classes,
+      size,
+      weights.extra,
+      weights.metadata,
+      weights.kind,
+    )
+    family = families.FAMILIES.get(config.get('kind'))
+    if family is not None:
+      family.files.check(model)
+  return model
 
 
 def _stride(config):
@@ -140,6 +144,17 @@ def _tokens(params):
     return flat[mixing].shape[0]
   posemb = flat.get('Transformer/posembed_input/pos_embedding')
   return None if posemb is None else posemb.shape[1] - ('cls' in flat)
+
+
+def _image_size(weights, config, given):
+  """Returns (height, width) of a model's images; checks a given size."""
+  size = given or weights.image_size
+  family = families.FAMILIES.get(config.get('kind'))
+  if family is not None:
+    return family.files.image_size(config, size)
+  size = size or _square(weights.params, config)
+  _check_size(weights.params, config, size)
+  return size
 
 
 def _square(params, config):

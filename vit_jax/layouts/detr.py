@@ -27,6 +27,7 @@ from vit_jax.layers import resnet
 from vit_jax.layouts import leaves
 
 FROZEN = 'frozen/'
+MASK_HEAD = 'segmentation/'
 
 
 class Layout(NamedTuple):
@@ -48,11 +49,26 @@ _SIGNS = {
   'pth': 'query_embed.weight',
 }
 _ROOTS = {'timm': 'conv1', 'transformers': 'embedder.embedder.convolution'}
+# Parts of the names of a mask head, which all namings share.
+_MASKS = ('mask_head.', 'bbox_attention.')
 # Module names of transformers 5 -> names in its files, which the table uses.
 _HF_NEW = (
   (r'^model\.backbone\.model\.', _BACKBONE['hf']),
   (r'_attn\.o_proj\.', '_attn.out_proj.'),
   (r'(layers\.\d+)\.mlp\.fc', r'\1.fc'),
+  (r'^bbox_attention\.([qk])_proj', r'bbox_attention.\1_linear'),
+  (r'^mask_head\.conv(\d)\.conv', r'mask_head.lay\1'),
+  (r'^mask_head\.conv(\d)\.norm', r'mask_head.gn\1'),
+  (r'^mask_head\.output_conv', 'mask_head.out_lay'),
+  *(
+    (rf'^mask_head\.fpn_stages\.{i}\.{new}', f'mask_head.{old}')
+    for i in range(3)
+    for new, old in (
+      (r'fpn_adapter', f'adapter{i + 1}'),
+      (r'refine\.conv', f'lay{i + 3}'),
+      (r'refine\.norm', f'gn{i + 3}'),
+    )
+  ),
 )
 # Width and heads of the published models.
 _PUBLISHED = 256, 8
@@ -176,6 +192,24 @@ def _transformer(encoder_layers: int, decoder_layers: int) -> Iterator[_Leaf]:
   for i in range(3):
     names = f'bbox_predictor.layers.{i}', f'bbox_embed.layers.{i}'
     yield from _affine(f'box_head/Dense_{i}', 'dense', *names)
+  yield from _mask_head()
+
+
+def _mask_head() -> Iterator[_Leaf]:
+  """Yields the leaves of a mask head, whose names are those of all namings."""
+  for part in ('query', 'key'):
+    name = f'bbox_attention.{part[0]}_linear'
+    for end, kind, their_end in (('kernel', 'heads', 'weight'), ('bias',) * 3):
+      names = (f'{name}.{their_end}',) * 2
+      yield _Leaf(f'{MASK_HEAD}attention/{part}/{end}', kind, *names)
+  parts = [(f'adapter_{i}', 'conv', f'adapter{i + 1}') for i in range(3)]
+  for i in range(5):
+    parts.append((f'convolutions/conv_{i}', 'conv', f'lay{i + 1}'))
+    parts.append((f'convolutions/norm_{i}', 'norm', f'gn{i + 1}'))
+  parts.append(('convolutions/output', 'conv', 'out_lay'))
+  for path, kind, name in parts:
+    names = (f'mask_head.{name}',) * 2
+    yield from _affine(MASK_HEAD + path, kind, *names)
 
 
 def _rest(path, hf, pth, norms):
@@ -297,10 +331,13 @@ def dump(
     *_transformer(found['num_encoder_layers'], found['num_decoder_layers']),
   ]
   flat, state = dict(flat), {}
+  masks = any(path.startswith(MASK_HEAD) for path in flat)
   for leaf in table:
     value = flat.pop(leaf.path, None)
     if value is not None:
       name = getattr(leaf, layout.names)
+      if masks and not name.startswith(_MASKS):
+        name = f'detr.{name}'
       state[name] = leaves.to_torch(np.asarray(value), leaf.kind)
   if flat:
     raise ValueError(
@@ -328,6 +365,7 @@ def sizes(flat: Mapping[str, Any]) -> dict[str, Any]:
     for part in ('encoder', 'decoder')
   )
   layer = 'decoder_layer_0'
+  masks = any(path.startswith(MASK_HEAD) for path in shapes)
   return dict(
     kind='detr',
     units=tuple(
@@ -342,6 +380,7 @@ def sizes(flat: Mapping[str, Any]) -> dict[str, Any]:
     num_decoder_layers=decoder,
     num_heads=shapes[f'{layer}/self_attention/query/kernel'][1],
     mlp_dim=shapes[f'{layer}/Dense_0/kernel'][1],
+    **({'mask_head': True} if masks else {}),
   )
 
 
@@ -355,4 +394,5 @@ def describe(fields: Mapping[str, Any]) -> str:
   return (
     f'DETR of {layers} layers, width {fields["hidden_size"]}, '
     f'{fields["num_queries"]} queries, backbone {backbone}'
+    + (', mask head' if fields.get('mask_head') else '')
   )

@@ -18,14 +18,18 @@ _TIMM = {(3, 4, 6, 3): 'resnet50', (3, 4, 23, 3): 'resnet101'}
 _SIDES = 800, 1333
 
 
-def task(model) -> str:
-  """Returns the task of a model."""
-  return 'segment' if model.config.get('mask_head') else 'detect'
+def run(model) -> dict:
+  """Returns what a model determines of the config of its run."""
+  return {
+    'task': 'segment' if model.config.get('mask_head') else 'detect',
+    'task_options': {'max_objects': min(100, model.config.num_queries)},
+  }
 
 
-def options(model) -> dict:
-  """Returns the options of the task that the model determines."""
-  return {'max_objects': min(100, model.config.num_queries)}
+def image_size(config, given: tuple[int, int] | None) -> tuple[int, int]:
+  """Returns (height, width) of images; a model takes any."""
+  del config
+  return given or (_SIDES[0], _SIDES[0])
 
 
 def describe(
@@ -86,6 +90,10 @@ def notes(model, to: str) -> list[str]:
     "released file tells by its name alone: keep 'dc5' in the names of those "
     'that have one, and of no others'
   ]
+
+
+def check(model) -> None:
+  """Raises ValueError if parts of a model do not fit; a detector has none."""
 
 
 def layout(config, to: str) -> detr.Layout:

@@ -21,8 +21,8 @@ class Family(NamedTuple):
   Attributes:
     layout: module of the names of arrays: `detect`, `load`, `dump`, `sizes`,
       `describe`.
-    files: module of what is beside the arrays, and of the task: `FORMATS`,
-      `task`, `options`, `describe`, `layout`, `files`, `notes`.
+    files: module of what is beside the arrays, and of the run: `FORMATS`,
+      `run`, `image_size`, `describe`, `check`, `layout`, `files`, `notes`.
   """
 
   layout: types.ModuleType

@@ -9,6 +9,7 @@ import math
 from etils import epath
 import numpy as np
 
+from vit_jax.layers import decoder
 from vit_jax.layouts import igpt
 from vit_jax.weights import arrays
 from vit_jax.weights import descriptions
@@ -24,20 +25,52 @@ _ONLY = {
   'n_inner': None,
   'add_cross_attention': False,
 }
-_SCALES = ('exact', 'truncated')
+_SCALES = tuple(decoder.SCALES)  # The first is the default.
 # The first version of transformers that divides by the exact root.
 _EXACT_SINCE = '5.21'
 
 
-def task(model) -> str:
-  """Returns the task of a model."""
-  return 'pixels_finetune' if model.num_classes else 'pixels'
+def run(model) -> dict:
+  """Returns what a model determines of the config of its run."""
+  palette = model.metadata.get('palette') or [[0.0] * 3]
+  return {
+    'task': 'pixels_finetune' if model.num_classes else 'pixels',
+    'pp': {'channels': len(palette[0])},
+  }
 
 
-def options(model) -> dict:
-  """Returns the options of the task that the model determines."""
-  del model
-  return {}
+def image_size(config, given: tuple[int, int] | None) -> tuple[int, int]:
+  """Returns (height, width) of a model's images.
+
+  Args:
+    config: fields of the model.
+    given: the size, if it is known.
+
+  Raises:
+    ValueError: if the given size has another number of pixels, or none is given
+      and the pixels are no square.
+  """
+  pixels = config.num_positions
+  side = math.isqrt(pixels)
+  size = given or (side, side)
+  if math.prod(size) != pixels:
+    raise ValueError(
+      f'image_size={size[0]},{size[1]} has {math.prod(size)} pixels, but the '
+      f'weights are for {pixels}: give the size of the images '
+      '(--image_size=HEIGHT,WIDTH)'
+    )
+  return size
+
+
+def check(model) -> None:
+  """Raises ValueError if a model's palette does not fit its weights."""
+  palette = model.metadata.get('palette')
+  colors = model.config.num_colors
+  if palette is not None and len(palette) != colors:
+    raise ValueError(
+      f'preprocessor_config.json has a palette of {len(palette)} colours, but the '
+      f'weights are for {colors}: give the palette that they were trained with'
+    )
 
 
 def layout(config, to: str) -> igpt.Layout:

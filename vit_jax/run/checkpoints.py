@@ -233,9 +233,8 @@ class Checkpoints:
         f"'{self.directory.parent}' has no complete checkpoint: train first, or "
         'longer'
       )
-    return Weights(
-      found['params'], found['extra'] if jax.tree.leaves(extra) else {}, step
-    )
+    extra = found.get('extra', {}) if jax.tree.leaves(extra) else {}
+    return Weights(found['params'], extra, step)
 
   def _newest(self, read: Callable, step: int | None):
     """Returns (read's result, step) of the newest undamaged checkpoint."""

@@ -252,6 +252,7 @@ def note_differences(weights, model_config):
     ('transformer.gelu', models.Encoder.gelu),
     ('transformer.norm_eps', models.Encoder.norm_eps),
     ('dilate_last', False),
+    ('attention_scale', 'exact'),
   ):
     group, _, name = key.rpartition('.')
     theirs, ours = (

@@ -395,15 +395,22 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   config = common.get_config()
   config.model = model.config
   config.pp.crop = model.image_size
-  config.pp.channels = identify.channels(model.params)
   config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
-  names = model.class_names or [str(i) for i in range(model.num_classes)]
   family = _family(model)
   if family is not None:
-    config.task = family.files.task(model)
-    config.task_options.update(family.files.options(model))
+    config.update(family.files.run(model))
+  else:
+    config.pp.channels = identify.channels(model.params)
+  names = model.class_names or [str(i) for i in range(model.num_classes)]
   metadata = {'class_names': list(names), **model.metadata}
   known = run_config.get_task(config.task).METADATA
+  missing = sorted(set(known) - set(metadata))
+  if missing:
+    raise ValueError(
+      f"a run of the task '{config.task}' needs {missing}, which these weights do "
+      'not bring along: put the preprocessor_config.json of the model beside '
+      'them'
+    )
   return run_config.complete(config), {name: metadata[name] for name in known}
 
 
