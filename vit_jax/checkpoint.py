@@ -202,6 +202,7 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
       grid=config.pretrained_grid,
       new_grid=models.patch_grid(config.model, preprocess.crop_size(config.pp)),
       new=task.new_params,
+      adapt=task.adapt_weights,
     )
 
 

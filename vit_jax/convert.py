@@ -51,6 +51,7 @@ from vit_jax import models
 from vit_jax.layers import positions
 from vit_jax.layouts import families
 from vit_jax.weights import arrays
+from vit_jax.weights import fitting
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 from vit_jax.weights import writing
@@ -70,7 +71,9 @@ def read(
 
   Args:
     src: see vit_jax.weights.reading.read.
-    class_names: names of the classes; override those of `src`.
+    class_names: names of the classes; override those of `src`. Of a detector
+      they may be some of those of `src`, in any order: such as the 80 classes
+      of COCO of a model for its 91 ids.
     image_size: (height, width) in pixels; needed if `src` does not tell it and
       the grid of patches is not square.
     num_heads: see vit_jax.weights.reading.read.
@@ -97,6 +100,9 @@ def read(
     with config.ignore_type():
       config.update(weights.model)
   num_classes = identify.num_classes(weights.params)
+  if class_names and len(class_names) < num_classes:
+    weights = fitting.with_classes(weights, class_names)
+    num_classes = identify.num_classes(weights.params)
   names = class_names or weights.class_names
   if names is not None and len(names) != num_classes:
     if class_names:
@@ -212,7 +218,7 @@ def convert(
     src: weights in any format, see vit_jax.weights.reading.read.
     dst: file (npz) or folder to write; it appears only when it is complete.
     to: one of KINDS; by default npz or pth if `dst` ends so.
-    class_names: names of the classes; override those of `src`.
+    class_names: see `read`.
     image_size: (height, width) in pixels; needed if `src` does not tell it and
       the grid of patches is not square.
     num_heads: number of attention heads; needed if `src` does not tell it and
@@ -333,7 +339,9 @@ def make_parser() -> argparse.ArgumentParser:
     '--to', choices=KINDS, help='format of DST (npz or pth if DST ends so)'
   )
   parser.add_argument(
-    '--class_names', help='file with one name per line, or a .json list'
+    '--class_names',
+    help='file with one name per line, or a .json list; for a detector also '
+    'some of its classes, which are then the only ones',
   )
   parser.add_argument(
     '--image_size',

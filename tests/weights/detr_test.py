@@ -242,6 +242,18 @@ def test_files_that_are_no_whole_detector(good, tmp_path, change, message):
   assert str(tmp_path) in str(error.value)
 
 
+def test_some_classes_of_a_detector(good):
+  found = convert.read(str(good[0]))
+  some = convert.read(str(good[0]), class_names=('dog', 'cat'))
+  assert (some.class_names, some.num_classes) == (('dog', 'cat'), 2)
+  np.testing.assert_array_equal(
+    some.params['class_head']['kernel'],
+    found.params['class_head']['kernel'][:, [3, 1, 4]],
+  )
+  with pytest.raises(ValueError, match='1 class names for a head of 4 classes'):
+    convert.read(str(good[0]), class_names=('cow',))
+
+
 def test_formats_that_hold_no_detector(good, tmp_path):
   for to in ('timm', 'npz'):
     with pytest.raises(
@@ -292,10 +304,18 @@ def test_a_run_starts_from_a_detector_with_a_head_for_its_classes(
   assert train._describe_start(state.params, weights) == (
     'Starting from pre-trained weights, with a new class_head.'
   )
-  # The same classes keep their head, others of the same number do not.
-  for names, kept in ((found.class_names, True), ('abcd', False)):
-    weights = weights_for(program_of(found, names), good[0])
-    assert ('class_head/bias' in weights) == kept
+  # Of classes that the weights know by name, the rows of the head are taken.
+  bias = found.params['class_head']['bias']
+  for names, rows in (
+    (found.class_names, [0, 1, 2, 3, 4]),
+    (('dog', 'cat'), [3, 1, 4]),
+    ('abcd', None),
+  ):
+    got = weights_for(program_of(found, names), good[0]).get('class_head/bias')
+    if rows is None:
+      assert got is None
+    else:
+      np.testing.assert_array_equal(got, bias[rows])
 
 
 def test_a_run_starts_from_the_resnet_of_a_classifier(program, tmp_path):

@@ -1,17 +1,14 @@
 """Converts DETR's weights between this package and PyTorch's state dicts.
 
 One table pairs each leaf of a model with its names elsewhere. There are two
-namings of a detector, and two of its backbone:
+namings of a detector, and one of a backbone alone:
 
   hf            `DetrForObjectDetection`, `DetrForSegmentation`
   pth           the files released with the paper, {'model': state dict}
   resnet        a ResNet alone, without a detector
 
-  timm          the backbone's names in timm, torchvision and the released files
-  transformers  the backbone's names in Hugging Face's own ResNet
+and two of its backbone, see vit_jax.layouts.resnet.
 
-The constants of frozen batch norm are at 'frozen/' in the tree, beside the
-parameters.
 """
 
 from collections.abc import Iterable
@@ -25,8 +22,8 @@ import numpy as np
 
 from vit_jax.layers import resnet
 from vit_jax.layouts import leaves
+from vit_jax.layouts import resnet as resnet_names
 
-FROZEN = 'frozen/'
 MASK_HEAD = 'segmentation/'
 
 
@@ -48,7 +45,6 @@ _SIGNS = {
   'hf': 'model.query_position_embeddings.weight',
   'pth': 'query_embed.weight',
 }
-_ROOTS = {'timm': 'conv1', 'transformers': 'embedder.embedder.convolution'}
 # Parts of the names of a mask head, which all namings share.
 _MASKS = ('mask_head.', 'bbox_attention.')
 # Module names of transformers 5 -> names in its files, which the table uses.
@@ -105,57 +101,10 @@ def _attention(path, hf, pth):
   yield from _affine(f'{path}/out', 'out', f'{hf}.out_proj', f'{pth}.out_proj')
 
 
-def _convolution(path, conv, norm, their_conv, their_norm):
-  """Yields the kernel of a convolution of the backbone, and its norm."""
-  ends = (
-    ('scale', 'weight'),
-    ('bias', 'bias'),
-    ('mean', 'running_mean'),
-    ('var', 'running_var'),
-  )
-  found = [(f'{path}{conv}/kernel', 'conv', f'{their_conv}.weight')]
-  found += [
-    (f'{FROZEN}{path}{norm}/{ours}', 'same', f'{their_norm}.{theirs}')
-    for ours, theirs in ends
-  ]
-  for leaf, kind, name in found:
-    yield _Leaf(leaf, kind, *(start + name for start in _BACKBONE.values()))
-
-
 def _backbone(units: Iterable[int], style: str) -> Iterator[_Leaf]:
-  """Yields the leaves of a ResNet.
-
-  Args:
-    units: bottlenecks per stage.
-    style: 'timm' or 'transformers'.
-  """
-  timm = style == 'timm'
-  root = 'bn1' if timm else 'embedder.embedder.normalization'
-  yield from _convolution(
-    'backbone/', 'conv_root', 'bn_root', _ROOTS[style], root
-  )
-  for stage, count in enumerate(units, start=1):
-    for unit in range(count):
-      here = f'backbone/block{stage}/unit{unit + 1}/'
-      there = (
-        f'layer{stage}.{unit}.'
-        if timm
-        else f'encoder.stages.{stage - 1}.layers.{unit}.'
-      )
-      for i in (1, 2, 3):
-        names = (f'conv{i}', f'bn{i}')
-        if not timm:
-          names = (f'layer.{i - 1}.convolution', f'layer.{i - 1}.normalization')
-        yield from _convolution(
-          here, f'conv{i}', f'bn{i}', *(there + name for name in names)
-        )
-      if not unit:
-        names = ('downsample.0', 'downsample.1')
-        if not timm:
-          names = ('shortcut.convolution', 'shortcut.normalization')
-        yield from _convolution(
-          here, 'conv_proj', 'bn_proj', *(there + name for name in names)
-        )
+  """Yields the leaves of the backbone, see `resnet_names.table`."""
+  for path, kind, name in resnet_names.table(units, style):
+    yield _Leaf(path, kind, *(start + name for start in _BACKBONE.values()))
 
 
 def _transformer(encoder_layers: int, decoder_layers: int) -> Iterator[_Leaf]:
@@ -227,7 +176,7 @@ def detect(names: Iterable[str]) -> Layout | None:
   """Returns the layout of a state dict's names, or None."""
   names = {_plain_name(name) for name in names}
   naming = next((k for k, sign in _SIGNS.items() if sign in names), 'resnet')
-  for style, root in _ROOTS.items():
+  for style, root in resnet_names.ROOTS.items():
     if f'{_BACKBONE[naming]}{root}.weight' in names:
       return Layout(naming, style)
   return None if naming == 'resnet' else Layout(naming)
@@ -263,7 +212,8 @@ def load(
   flat = {_plain_name(name): value for name, value in flat.items()}
   flat = leaves.split(flat, *_JOINED)
   alone = layout.names == 'resnet'
-  table = [*_backbone(_units(flat, layout), layout.backbone)]
+  units = resnet_names.units(flat, _BACKBONE[layout.names], layout.backbone)
+  table = [*_backbone(units, layout.backbone)]
   if alone:
     head = ('fc.', 'classifier.')
     flat = {k: v for k, v in flat.items() if not k.startswith(head)}
@@ -297,20 +247,6 @@ def _heads(queries):
       f'have {heads})'
     )
   return heads
-
-
-def _units(flat, layout):
-  """Returns the number of bottlenecks in each stage, by a file's names."""
-  start = re.escape(_BACKBONE[layout.names])
-  if layout.backbone == 'timm':
-    stage, unit, first = rf'{start}layer', r'\.', 1
-  else:
-    stage, unit, first = rf'{start}encoder\.stages\.', r'\.layers\.', 0
-  stages = leaves.count(flat, rf'{stage}(\d+)\.', first)
-  return [
-    leaves.count(flat, rf'{stage}{first + i}{unit}(\d+)\.')
-    for i in range(stages)
-  ]
 
 
 def dump(

@@ -188,6 +188,14 @@ class Task(abc.ABC):
     zeros = jnp.zeros(image.shape, image.dtype)
     return self.model.init(rng, zeros, train=False)['params'], {}
 
+  def adapt_weights(self, weights):
+    """Changes weights from which a run starts, before they are compared.
+
+    Args:
+      weights: a vit_jax.weights.reading.Weights.
+    """
+    return weights
+
   def new_params(
     self, have: dict, want: dict, class_names: Sequence[str] | None
   ) -> Sequence[str]:

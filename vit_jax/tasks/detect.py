@@ -27,6 +27,7 @@ from vit_jax.evaluators import means
 from vit_jax.files import images as images_lib
 from vit_jax.learning import boxes as boxes_lib
 from vit_jax.tasks import base
+from vit_jax.weights import fitting
 
 THRESHOLD = 0.7  # Least score of an object that is shown.
 
@@ -176,6 +177,14 @@ class Task(base.Task):
     )
     params = variables.pop('params')
     return params, {'frozen': variables.get('frozen', {})}
+
+  def adapt_weights(self, weights):
+    """Takes the rows of the class head by name, if it has all classes.
+
+    So weights with COCO's 91 category ids suit data with the 80 classes that
+    there are.
+    """
+    return fitting.with_classes(weights, self.class_names)
 
   def new_params(self, have, want, class_names):
     """Returns the class head if it is for other classes.

@@ -34,6 +34,7 @@ def transferable(
   new_grid=None,
   new: Sequence[str] | Callable[..., Sequence[str]] = ('head/',),
   partly: bool = False,
+  adapt: Callable[[reading.Weights], reading.Weights] = lambda weights: weights,
 ) -> dict[str, np.ndarray]:
   """Returns the weights that `load_pretrained` takes, by '/'-joined path.
 
@@ -50,6 +51,7 @@ def transferable(
       that returns them, see vit_jax.tasks.base.Task.new_params.
     partly: whether the model may have parameters that no published model has,
       and the file more layers; see `load_pretrained`.
+    adapt: changes what was read, see vit_jax.tasks.base.Task.adapt_weights.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
@@ -70,7 +72,9 @@ def transferable(
       return _choose(flat, want, initial(flat, class_names), partly)
 
   encoder = model_config.get('transformer') or model_config
-  weights = reading.read(pretrained_path, encoder.get('num_heads'), check)
+  weights = adapt(
+    reading.read(pretrained_path, encoder.get('num_heads'), check)
+  )
   tree = {**weights.params, **weights.extra}
   flat = reading.leaves_of(weights)
   _note_zero_head(pretrained_path, flat)
@@ -83,6 +87,28 @@ def transferable(
   if partly:
     _note_parts(pretrained_path, flat, want, taken, initial(flat))
   return taken
+
+
+def with_classes(weights, class_names: Sequence[str]):
+  """Returns a detector's weights with a class head for some of its classes.
+
+  Args:
+    weights: a reading.Weights.
+    class_names: the classes, in order. If the weights lack one of these names,
+      or have it several times, the weights are returned as they are.
+  """
+  names = weights.class_names or ()
+  if 'class_head' not in weights.params or not all(
+    names.count(name) == 1 for name in class_names
+  ):
+    return weights
+  # The last row is "no object".
+  rows = np.array([*map(names.index, class_names), len(names)])
+  head = {k: x[..., rows] for k, x in weights.params['class_head'].items()}
+  return weights._replace(
+    params={**weights.params, 'class_head': head},
+    class_names=tuple(class_names),
+  )
 
 
 def _check_family(path, have, want):
