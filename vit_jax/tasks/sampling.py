@@ -156,6 +156,14 @@ class Predictor(prediction.Predictor):
     """Returns whether `report` writes a picture: of samples or completions."""
     return bool(args.sample or args.complete)
 
+  def describe(self, images, args) -> list[str]:
+    """Returns lines of the bits of images; see `report`."""
+    del args
+    return [
+      f'{image}\n  {bits:.4f} bits a dimension'
+      for image, bits in zip(images, self.log_likelihood(images))
+    ]
+
   def report(self, images, args):
     """Writes samples or completions to `args.out`; returns lines."""
     how = (args.seed, args.temperature, args.top_k)
@@ -174,7 +182,7 @@ class Predictor(prediction.Predictor):
       ]
       lines.append(f'completed: {args.out}')
     else:
-      return super().report(images, args)
+      return self.describe(images, args)
     epath.Path(args.out).write_bytes(images_lib.encode_png(picture))
     return lines
 
