@@ -27,7 +27,7 @@ def get_config():
       'model_name': 'iGPT-digits',
       'num_colors': 4,
       'num_positions': 64,
-      'hidden_size': 128,
+      'hidden_size': 96,
       'num_layers': 4,
       'num_heads': 4,
     }
@@ -37,16 +37,16 @@ def get_config():
 
   config.batch = 32
   config.batch_eval = 120
-  config.total_steps = 1_400
+  config.total_steps = 800
   config.warmup_steps = 50
   config.optimizer = 'adam'
   config.b2 = 0.95
   config.optim_dtype = 'float32'
-  config.base_lr = 2e-3
+  config.base_lr = 3e-3
   config.grad_norm_clip = 1.0
   config.best_metric = 'bits_per_dim_test'
   config.log_images = 16
   config.progress_every = 50
-  config.eval_every = 350
-  config.checkpoint_every = 350
+  config.eval_every = 400
+  config.checkpoint_every = 400
   return config

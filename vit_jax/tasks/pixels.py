@@ -39,7 +39,7 @@ from vit_jax.tasks import sampling
 # The palette is found in the first so many images of the run, and in so many
 # random pixels of each.
 _IMAGES, _PIXELS = 10_000, 256
-_SAMPLES = 17_042_019  # Seed of the samples that a run draws.
+_SEED = 17_042_019  # Of the masks and samples of evaluations.
 
 
 class Task(base.Task):
@@ -66,19 +66,12 @@ class Task(base.Task):
   NEXT = 'bits a dimension of an image, or pictures that the model draws'
 
   def __init__(self, config, metadata):
-    if models.kind_of(config.model) != 'igpt':
-      raise ValueError(
-        f"task='{config.task}' needs an iGPT, and "
-        f"model='{config.model.get('model_name')}' is none: use configs/igpt.py "
-        '(config.model)'
-      )
+    _check_model(config)
     self.palette = np.asarray(metadata['palette'], np.float32)  # [K, C]
     self.model = models.make_model(
       config.model, num_classes=len(metadata.get('class_names', ()))
     )
     palette_lib.check(self.palette, self.model.num_colors, config.pp.channels)
-    size = preprocess.crop_size(config.pp)
-    _check_size(size, self.model.num_positions)
     super().__init__(config, metadata)
 
   # --- Data ---
@@ -86,6 +79,7 @@ class Task(base.Task):
   @classmethod
   def learn(cls, config, source):
     """Returns the palette: of a file, of the weights, or of the images."""
+    _check_model(config)
     path = config.task_options.palette or config.pretrained
     if path:
       found = palette_lib.load(path)
@@ -123,15 +117,21 @@ class Task(base.Task):
     pixels = self.palette[np.asarray(colors)]
     return pixels.reshape(len(pixels), *self.image_size, pixels.shape[-1])
 
-  def _inputs(self, batch, key):
-    """Returns the arguments of the model, by name."""
+  def _inputs(self, batch, keys):
+    """Returns the arguments of the model, by name.
+
+    Args:
+      batch: has `image`.
+      keys: function from B to a random key for each image, [B].
+    """
     colors = self.colors(batch['image'])
     if self.model.causal:
       return {'colors': colors}
-    return {'colors': colors, 'masked': self._masked(colors.shape, key)}
 
-  def _masked(self, shape, key):
-    return jax.random.bernoulli(key, self.options.masked, shape)
+    def draw(key):
+      return jax.random.bernoulli(key, self.options.masked, colors.shape[1:])
+
+    return {'colors': colors, 'masked': jax.vmap(draw)(keys(len(colors)))}
 
   # --- Training ---
 
@@ -143,7 +143,7 @@ class Task(base.Task):
   def augment(self, batch, rng):
     """Replaces images by `colors`, and for 'bert' adds `masked`, bool [B, N]."""
     batch = dict(super().augment(batch, rng))
-    inputs = self._inputs(batch, rng)
+    inputs = self._inputs(batch, lambda count: jax.random.split(rng, count))
     del batch['image']
     return {**batch, **inputs}
 
@@ -165,20 +165,19 @@ class Task(base.Task):
 
   # --- Evaluation ---
 
-  def _evaluation_inputs(self, batch):
-    """Returns `_inputs` of test images, the same at each evaluation."""
-    inputs = self._inputs(batch, jax.random.key(_SAMPLES))
-    if 'masked' in inputs and 'index' in batch:
-      keys = jax.vmap(jax.random.fold_in, (None, 0))(
-        jax.random.key(_SAMPLES), batch['index']
-      )
-      shape = inputs['colors'].shape[1:]
-      inputs['masked'] = jax.vmap(lambda key: self._masked(shape, key))(keys)
-    return inputs
-
   def _read(self, params, batch):
-    """Returns the model's arguments, and its outputs for them."""
-    inputs = self._evaluation_inputs(batch)
+    """Returns the model's arguments for test images, and its outputs.
+
+    The index of an image determines which of its pixels are masked.
+    """
+
+    def keys(count):
+      index = batch.get('index', jnp.zeros(count, jnp.int32))
+      return jax.vmap(jax.random.fold_in, (None, 0))(
+        jax.random.key(_SEED), index
+      )
+
+    inputs = self._inputs(batch, keys)
     return inputs, self.model.apply({'params': params}, **inputs, train=False)
 
   def read(self, params, extra, batch) -> dict:
@@ -241,7 +240,7 @@ class Task(base.Task):
     upper = found['colors'][:, : height // 2 * width]
     for name, prefix in (('samples', upper[:, :0]), ('completions', upper)):
       found[name] = models_igpt.sample(
-        self.model, params, prefix, jax.random.key(_SAMPLES)
+        self.model, params, prefix, jax.random.key(_SEED)
       )
     return found
 
@@ -284,9 +283,17 @@ class Task(base.Task):
     return sampling.Predictor(self, params, extra, step)
 
 
-def _check_size(size, num_positions):
-  """Raises ValueError if a model has not a position for each pixel."""
-  height, width = size
+def _check_model(config):
+  """Raises ValueError unless the model is an iGPT for images of this size."""
+  if models.kind_of(config.model) != 'igpt':
+    raise ValueError(
+      f"task='{config.task}' needs an iGPT, and "
+      f"model='{config.model.get('model_name')}' is none: use configs/igpt.py "
+      '(config.model)'
+    )
+  height, width = preprocess.crop_size(config.pp)
+  default = models_igpt.ImageGPT.num_positions
+  num_positions = config.model.get('num_positions', default)
   if height * width != num_positions:
     raise ValueError(
       f'crop={height}x{width} has {height * width:,} pixels, and the model '

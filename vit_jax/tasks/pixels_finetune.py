@@ -97,3 +97,4 @@ class Predictor(sampling.Predictor, classify.Predictor):
   """Predicts classes, and draws images."""
 
   predict = classify.Predictor.predict
+  describe = classify.Predictor.report

@@ -21,6 +21,8 @@ from vit_jax.tasks import prediction
 class Predictor(prediction.Predictor):
   """Samples from a model of pixels; see vit_jax/tasks/pixels.py."""
 
+  FLAGS = ('sample', 'complete', 'rows', 'seed', 'temperature', 'top_k')
+
   def __init__(self, task, params, extra, step):
     super().__init__(task, params, extra, step)
     self._read = jax.jit(task.read)
@@ -98,7 +100,7 @@ class Predictor(prediction.Predictor):
     _, completed, _ = self._complete(images, rows, seed, temperature, top_k)
     return captions.to_pixels(completed)
 
-  def _complete(self, images, rows, seed, temperature, top_k):
+  def _complete(self, images, rows, seed=0, temperature=1.0, top_k=None):
     """Returns images [n, H, W, C] given and completed, and the rows kept [n]."""
     _check_rows(rows, self.task.image_size[0])
     prepared = [
@@ -152,19 +154,27 @@ class Predictor(prediction.Predictor):
     """Returns the bits a dimension of each image."""
     return [float(bits) for bits in self.log_likelihood(images)]
 
-  def draws(self, args) -> bool:
-    """Returns whether `report` writes a picture: of samples or completions."""
-    return bool(args.sample or args.complete)
+  def describe(self, images, args) -> list[str]:
+    """Returns lines of the bits of images; see `report`."""
+    del args
+    return [
+      f'{image}\n  {bits:.4f} bits a dimension'
+      for image, bits in zip(images, self.log_likelihood(images))
+    ]
 
   def report(self, images, args):
     """Writes samples or completions to `args.out`; returns lines."""
-    how = (args.seed, args.temperature, args.top_k)
-    if args.sample:
-      drawn = self.sample(args.sample, *how)
+    how = {
+      name: getattr(args, name)
+      for name in ('seed', 'temperature', 'top_k')
+      if getattr(args, name) is not None
+    }
+    if args.sample is not None:
+      drawn = self.sample(args.sample, **how)
       picture = drawing.samples(drawn)
       lines = [f'{len(drawn)} sample(s): {args.out}']
     elif args.complete:
-      given, completed, kept = self._complete(args.complete, args.rows, *how)
+      given, completed, kept = self._complete(args.complete, args.rows, **how)
       picture = drawing.beside(
         given=drawing.cut(given, kept), completed=completed
       )
@@ -174,7 +184,7 @@ class Predictor(prediction.Predictor):
       ]
       lines.append(f'completed: {args.out}')
     else:
-      return super().report(images, args)
+      return self.describe(images, args)
     epath.Path(args.out).write_bytes(images_lib.encode_png(picture))
     return lines
 
