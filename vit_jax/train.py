@@ -357,7 +357,12 @@ def start(prepared: Prepared, workdir, weights):
     )
     state = program.create_state(weights)
     if weights:
-      say('Starting from pre-trained weights, with a new head.')
+      is_part = all(path.startswith('backbone/') for path in weights)
+      say(
+        'Starting from a pre-trained backbone; the rest of the model is new.'
+        if is_part
+        else 'Starting from pre-trained weights, with a new head.'
+      )
   elif step < config.total_steps:
     say(f'Going on from the checkpoint of step {step}.')
   return checkpoints, state, step
