@@ -144,7 +144,12 @@ def _weights_path(config) -> str | None:
   name = config.model_or_filename
   if name:
     return augreg_filename(name, config.pretrained_dir)
-  return f'{config.pretrained_dir}/{config.model.get("model_name")}.npz'
+  model = config.model.vit if _has_vit_backbone(config) else config.model
+  return f'{config.pretrained_dir}/{model.get("model_name")}.npz'
+
+
+def _has_vit_backbone(config) -> bool:
+  return config.model.get('backbone') == 'vit'
 
 
 @contextlib.contextmanager
@@ -188,22 +193,49 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
   Raises:
     FileNotFoundError, ValueError: if there is no such file or it does not fit.
   """
-  from vit_jax import preprocess  # Late: imports TensorFlow.
-
   path = _weights_path(config)
   if path is None:
     return {}
   with _weights_named(config):
     beside = {k: v for k, v in (extra or {}).items() if k in reading.EXTRA}
-    return transferable(
-      path,
-      {**params, **beside},
-      config.model,
-      grid=config.pretrained_grid,
-      new_grid=models.patch_grid(config.model, preprocess.crop_size(config.pp)),
-      new=task.new_params,
-      adapt=task.adapt_weights,
-    )
+    try:
+      return transferable(
+        path,
+        {**params, **beside},
+        config.model,
+        grid=config.pretrained_grid,
+        new_grid=_new_grid(config, config.model),
+        new=task.new_params,
+        adapt=task.adapt_weights,
+      )
+    except fitting.OtherModelError:
+      if not _has_vit_backbone(config):
+        raise
+      return _backbone_weights(config, path, params)
+
+
+def _new_grid(config, model):
+  """Returns the grid of the position embeddings of a run's ViT."""
+  from vit_jax import preprocess  # Late: imports TensorFlow.
+
+  encoder = model.get('transformer') or {}
+  return encoder.get('position_grid') or models.patch_grid(
+    model, preprocess.crop_size(config.pp)
+  )
+
+
+def _backbone_weights(config, path, params) -> dict:
+  """Returns the weights of a Vision Transformer for a detector's backbone."""
+  vit = config.model.vit
+  taken = transferable(
+    path,
+    params['backbone'],
+    vit,
+    grid=config.pretrained_grid,
+    new_grid=_new_grid(config, vit),
+    new=('head/', 'pre_logits/'),
+  )
+  return {f'backbone/{name}': value for name, value in taken.items()}
 
 
 def _fix_groupnorm(params):

@@ -393,6 +393,8 @@ def _describe_start(params, weights) -> str:
     sorted({path.split('/')[0] for path in paths if (path in weights) == known})
     for known in (True, False)
   )
+  if taken == ['backbone'] and new:
+    return 'Starting from a pre-trained backbone; the rest of the model is new.'
   if len(taken) < len(new):
     return f'Starting from pre-trained weights of {", ".join(taken)}; all else is new.'
   heads = f', with a new {", ".join(new)}' if new else ''

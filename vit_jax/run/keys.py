@@ -11,6 +11,7 @@ it.
 import ml_collections
 
 from vit_jax import models_bit
+from vit_jax import models_detr
 from vit_jax import models_resnet
 from vit_jax import models_vit
 from vit_jax.configs import rules
@@ -142,6 +143,7 @@ MODEL: dict[str, rules.Rule] = {
   'transformer.attention': rules.one_of(*attention.IMPLEMENTATIONS),
   'transformer.gelu': rules.one_of(*encoder.GELUS),
   'transformer.norm_eps': rules.positive,
+  'transformer.position_grid': rules.optional(rules.pair_of_sizes),
   'transformer.remat': rules.one_of('', *encoder.REMAT_POLICIES),
   'transformer.scan': rules.flag,
   'transformer.causal': rules.flag,
@@ -178,6 +180,9 @@ MODEL: dict[str, rules.Rule] = {
   'attention_dropout_rate': _RATE,
 }
 
+# Backbones of a DETR.
+MODEL['backbone'] = rules.one_of(*models_detr.BACKBONES)
+MODEL.update({f'vit.{name}': rule for name, rule in MODEL.items()})
 # Fields of an iGPT (config.model.kind='igpt').
 IGPT: dict[str, rules.Rule] = {
   'kind': rules.text,
@@ -274,21 +279,22 @@ def check_together(config):
       )
 
 
-def _check_model(model):
+def _check_model(model, name='model'):
+  if model.get('vit') is not None:
+    _check_model(model.vit, f'{name}.vit')
   fields, width = model.get('transformer') or model, model.get('hidden_size')
   heads = fields.get('num_heads')
   if isinstance(heads, int) and isinstance(width, int) and width % heads:
-    key = (
-      'model.num_heads' if fields is model else 'model.transformer.num_heads'
-    )
+    key = name if fields is model else f'{name}.transformer'
     raise ValueError(
-      f'{key}={heads} does not divide model.hidden_size={width}: choose a '
-      f'divisor (config.{key})'
+      f'{key}.num_heads={heads} does not divide {name}.hidden_size={width}: '
+      f'choose a divisor (config.{key}.num_heads)'
     )
   kind = positions.kind_of(
     fields.get('add_position_embedding', True),
     fields.get('position_embedding', 'learned_1d'),
     fields.get('position_layers', 'stem'),
+    fields.get('position_grid'),
   )
   if isinstance(width, int):
     positions.check_width(kind, width)

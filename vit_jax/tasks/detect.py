@@ -252,7 +252,9 @@ class Task(base.Task):
     same = bias in have and have[bias].shape == want[bias].shape
     if class_names is not None:
       same = same and tuple(class_names) == self.class_names
-    found = {path for path in have if same or path.split('/')[0] != 'class_head'}
+    found = {
+      path for path in have if same or path.split('/')[0] != 'class_head'
+    }
     return [
       prefix
       for prefix in self.NEW_PARAMS

@@ -26,6 +26,10 @@ _POSEMB = re.compile(
 )
 
 
+class OtherModelError(ValueError):
+  """Weights are those of another kind of model, such as of a classifier."""
+
+
 def transferable(
   pretrained_path: str,
   expected: dict,
@@ -112,10 +116,10 @@ def with_classes(weights, class_names: Sequence[str]):
 
 
 def _check_family(path, have, want):
-  """Raises ValueError if weights are those of another kind of model."""
+  """Raises OtherModelError if weights are of another kind of model."""
   theirs, ours = (families.describe(flat) for flat in (have, want))
   if theirs != ours and (theirs, ours) not in families.STARTS:
-    raise ValueError(
+    raise OtherModelError(
       f"'{path}' holds the weights of {theirs}, and the model of this config is "
       f'{ours}, which cannot start from them: give weights of {ours} '
       '(config.pretrained)'
