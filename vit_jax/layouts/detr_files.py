@@ -6,6 +6,8 @@ import re
 from etils import epath
 
 from vit_jax import models_detr
+from vit_jax.configs import common
+from vit_jax.configs import detr as recipe
 from vit_jax.configs import rules
 from vit_jax.layouts import detr
 from vit_jax.weights import descriptions
@@ -14,22 +16,26 @@ from vit_jax.weights import descriptions
 FORMATS = ('hf', 'pth', 'workdir')
 # Units per stage -> timm's name, of backbones that Hugging Face takes from timm.
 _TIMM = {(3, 4, 6, 3): 'resnet50', (3, 4, 23, 3): 'resnet101'}
-# Sides of the images of the published models in pixels: shortest and longest.
-_SIDES = 800, 1333
 
 
 def run(model) -> dict:
   """Returns what a model determines of the config of its run."""
+  pp = {'sides': recipe.SIDES} if model.image_size is None else {}
   return {
     'task': 'segment' if model.config.get('mask_head') else 'detect',
     'task_options': {'max_objects': min(100, model.config.num_queries)},
+    'pp': pp,
   }
 
 
-def image_size(config, given: tuple[int, int] | None) -> tuple[int, int]:
-  """Returns (height, width) of images; a model takes any."""
+def image_size(config, given: tuple[int, int] | None) -> tuple[int, int] | None:
+  """Returns (height, width) of a model's images if it is known, see `run`.
+
+  A detector takes images of any size; those of an unknown size are prepared as
+  in the recipe of the published models.
+  """
   del config
-  return given or (_SIDES[0], _SIDES[0])
+  return given
 
 
 def describe(
@@ -131,11 +137,12 @@ def files(model) -> dict[str, dict]:
     label2id={name: i for i, name in enumerate(names)},
     **_backbone(config),
   )
+  pp = common.get_config().pp
   processor = dict(
     image_processor_type='DetrImageProcessor',
     format='coco_panoptic' if config.get('mask_head') else 'coco_detection',
     do_resize=True,
-    size=dict(zip(('shortest_edge', 'longest_edge'), _SIDES)),
+    size=dict(shortest_edge=pp.eval_side, longest_edge=pp.longest_side),
     do_rescale=True,
     rescale_factor=1 / 255,
     do_normalize=True,

@@ -11,6 +11,7 @@ import jax
 import ml_collections
 import numpy as np
 
+from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.layouts import families
 from vit_jax.layouts import leaves
@@ -18,11 +19,14 @@ from vit_jax.layouts import leaves
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
 
 
-def model_config(params: Mapping[str, Any]) -> ml_collections.ConfigDict | None:
+def model_config(
+  params: Mapping[str, Any], told: Mapping[str, Any] | None = None
+) -> ml_collections.ConfigDict | None:
   """Returns a config whose model has these parameters, apart from the head.
 
   Args:
     params: nested dict of arrays or shapes, with Linen's names.
+    told: fields of a model other than a classifier that shapes do not tell.
 
   Returns:
     The fields of VisionTransformer, MlpMixer or BitResNet without
@@ -40,7 +44,9 @@ def model_config(params: Mapping[str, Any]) -> ml_collections.ConfigDict | None:
     (_vit_sizes, 'b16'),
   )
   try:
-    sizes = other.layout.sizes(flat) if other else sizes_of(flat)
+    sizes = (
+      {**other.layout.sizes(flat), **(told or {})} if other else sizes_of(flat)
+    )
   except (KeyError, IndexError, ValueError):
     return None  # Leaves are missing, or have other numbers of dimensions.
   for name in model_configs.MODEL_CONFIGS:
@@ -160,7 +166,7 @@ def _matches(config, sizes):
   for key, value in sizes.items():
     if key == 'representation_size':
       continue
-    have = config.get(key)
+    have = config[key] if key in config else _default(config, key)
     if isinstance(value, dict):
       if have is None or any(
         have.get(k) != v for k, v in value.items() if k != 'num_heads'
@@ -169,6 +175,12 @@ def _matches(config, sizes):
     elif have != value:
       return False
   return True
+
+
+def _default(config, key):
+  """Returns the default of a field of a model; None if there is no such field."""
+  field = models.class_of(config).__dataclass_fields__.get(key)
+  return None if field is None else field.default
 
 
 def _describe_sizes(sizes):

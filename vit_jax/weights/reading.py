@@ -278,7 +278,7 @@ def _read_workdir(folder):
     'workdir',
     config.model.to_dict(),
     tuple(metadata.pop('class_names', ())) or None,
-    _pair(config.pp.crop),
+    None if config.pp.sides else _pair(config.pp.crop),
     found.extra,
     metadata,
   )

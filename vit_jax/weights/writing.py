@@ -33,7 +33,8 @@ class Model(NamedTuple):
     config: fields of the model without `num_classes`.
     class_names: in the order of the logits, or None if unknown.
     num_classes: width of the head; 0 if there is no head.
-    image_size: (height, width) in pixels.
+    image_size: (height, width) in pixels; None for a detector of images of any
+      size.
     extra: see vit_jax.weights.reading.Weights.
     metadata: likewise.
     source: format that the model was read from, see
@@ -44,7 +45,7 @@ class Model(NamedTuple):
   config: ml_collections.ConfigDict
   class_names: tuple[str, ...] | None
   num_classes: int
-  image_size: tuple[int, int]
+  image_size: tuple[int, int] | None
   extra: dict = {}  # noqa: RUF012
   metadata: dict = {}  # noqa: RUF012
   source: str = ''
@@ -203,7 +204,8 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
 
   config = common.get_config()
   config.model = model.config
-  config.pp.crop = model.image_size
+  if model.image_size is not None:
+    config.pp.crop = model.image_size
   config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
   family = _family(model)
   if family is not None:
