@@ -138,8 +138,9 @@ def get_config() -> ml_collections.ConfigDict:
   config.seed = 0
 
   # --- Data ---
-  # A TFDS name, or a folder with train/<class>/* and test/<class>/*, or with
-  # train.jsonl and test.jsonl (vit_jax/data/manifest.py). Or a weighted mixture
+  # A TFDS name, or a folder with train/<class>/* and test/<class>/*, with
+  # train.jsonl and test.jsonl (vit_jax/data/manifest.py), or with boxes in
+  # COCO's format (vit_jax/annotations/layout.py). Or a weighted mixture
   # to train on: (('cifar10', 0.7), ('/data/photos', 0.3)); evaluation then
   # reads the first data set.
   config.dataset = _any(None)
@@ -165,6 +166,11 @@ def get_config() -> ml_collections.ConfigDict:
   # stops the run when it is read. Results are kept in the workdir, or beside
   # the images by vit_jax.manifest.
   config.broken_images = 'error'
+  # What to do about boxes of an annotation file (COCO's JSON) that reach beyond
+  # their image, have no area or a negative size. 'refuse' names them and stops;
+  # 'skip' leaves them out and counts them; 'clip' cuts them off at the border of
+  # the image, and leaves out those of which nothing remains.
+  config.broken_boxes = 'refuse'
   # Greatest number of pixels, height times width, of an image file; a larger
   # image counts as broken and is not decoded. The default is Pillow's.
   config.max_image_pixels = 89_478_485
