@@ -40,6 +40,7 @@ _FORMS = {
 }
 _ROBOFLOW = '_annotations.coco.json'
 _VALIDATION = ('validation', 'val', 'valid')
+_SPLIT = r'((?:train|validation|valid|val|test)(?:\d{4})?)'
 _PROBED = 5  # Number of images looked for in a folder.
 
 
@@ -60,6 +61,24 @@ class Place(NamedTuple):
 def exists(root: str, split: str) -> bool:
   """Returns whether a folder has boxes for any part of a split."""
   return any(_find(root, base, 'instances') for base, _ in folder.parts(split))
+
+
+def splits(root: str) -> list[str]:
+  """Returns the names of the splits of a folder that have boxes."""
+  found = {
+    match[1]
+    for where, form in _FORMS['instances']
+    for file in _listed(os.path.join(root, where))
+    if (match := re.fullmatch(form.format(_SPLIT), file))
+  }
+  return sorted(
+    found.union(
+      name
+      for name in _listed(root)
+      if re.fullmatch(_SPLIT, name)
+      and tf.io.gfile.exists(os.path.join(root, name, _ROBOFLOW))
+    )
+  )
 
 
 def find(root: str, base: str, kind: str = 'instances') -> Place:

@@ -184,8 +184,9 @@ def _parse(path, kind):
     reason = str(e).replace('`', "'").replace('$.', '')
     raise ValueError(f"'{path}' is not COCO's: {reason}; {_NOT_COCO}") from e
   except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
+    nan = ', which has no NaN' if b'NaN' in content else ''
     raise ValueError(
-      f"'{path}' is no JSON: {e}. JSON has no NaN; write the file again"
+      f"'{path}' is no JSON{nan}: {e}; write or copy the file again"
     ) from e
   fields = ('images', 'annotations', 'categories')
   lacking = [name for name in fields if not getattr(found, name)]

@@ -116,7 +116,7 @@ def open_split(
   """
   where = f"split '{split}' of folder '{root}'"
   wanted = records.resolve(features, ('image', 'image/id', *OBJECTS), where)
-  parts = _open_parts(config, root, split, class_names)
+  parts = _open_parts(root, split, config.broken_boxes, class_names)
   classes = parts[0].found.classes if class_names is None else class_names
   paths, kept = _check_images(config, root, split, parts, workdir)
   columns = {'image': paths}
@@ -135,13 +135,13 @@ def open_split(
   return AnnotatedSource(columns, names, config.max_image_pixels, digest)
 
 
-def _open_parts(config, root, split, class_names) -> list[_Part]:
+def _open_parts(root, split, broken_boxes, class_names) -> list[_Part]:
   """Reads the annotations on all processes, which compare them."""
   parts = []
 
   def read():
     for base, instruction in folder.parts(split):
-      part = _open_part(config, root, base, instruction)
+      part = _open_part(root, base, instruction, broken_boxes)
       first = parts[0].found.classes if parts else None
       _check_classes(part.found, class_names or first)
       parts.append(part)
@@ -152,10 +152,10 @@ def _open_parts(config, root, split, class_names) -> list[_Part]:
   return parts
 
 
-def _open_part(config, root, base, instruction) -> _Part:
+def _open_part(root, base, instruction, broken_boxes) -> _Part:
   """Reads and checks the annotations of a part of a split."""
   place = layout.find(root, base)
-  found, shares = boxes.check(reading.read(place.path), config.broken_boxes)
+  found, shares = boxes.check(reading.read(place.path), broken_boxes)
   images_folder = layout.folder_of(root, place, found.files)
   # Sorted by a hash, so that a slice is a random sample.
   hashes = [
@@ -190,29 +190,49 @@ def _labels(part, classes):
   return part._replace(found=found).column('objects/label')
 
 
-def _check_images(config, root, split, parts, workdir):
-  """Returns the paths of the usable images, and which images these are."""
+def open_index(root: str, split: str, workdir=None):
+  """Returns the index of the images of a split, and how to check an image.
+
+  Args:
+    root: see open_split.
+    split: see open_split.
+    workdir: see open_split.
+
+  Returns:
+    An index.Index, and a function (path, max_pixels) -> why the image is broken
+    or has another size than its annotations say, '' if it is right.
+  """
+  parts = _open_parts(root, split, 'clip', None)
+  return _index(root, split, parts, workdir)
+
+
+def _index(root, split, parts, workdir):
+  """Returns what open_index returns."""
   listed = [path for part in parts for path in part.paths()]
   bases = [f'{base}.coco' for base, _ in folder.parts(split)]
   index = checking.open_listed(root, [f'{split}.coco', *bases], listed, workdir)
-  whole = [(part.found.files, part.found.sizes) for part in parts]
-  index.check_anew(
-    'sizes',
-    index_lib.digest(
-      x
-      for files, sizes in whole
-      for x in ('\0'.join(files).encode(errors='surrogatepass'), sizes)
-    ),
-  )
+  # Those of the whole files, so that slices know of each other.
+  every = [np.column_stack([p.found.image_ids, p.found.sizes]) for p in parts]
+  index.check_anew('sizes', index_lib.digest(every))
   sizes = np.concatenate([part.found.sizes[part.rows] for part in parts])
   expected = dict(zip(index.paths(index.order), sizes))
+
+  def why(path, max_pixels):
+    return images.why_broken(path, max_pixels, expected[path])
+
+  return index, why
+
+
+def _check_images(config, root, split, parts, workdir):
+  """Returns the paths of the usable images, and which images these are."""
+  index, why = _index(root, split, parts, workdir)
   paths = checking.usable(
     [(index, index.order)],
     f'{root}/{split}',
     config.broken_images,
     config.max_image_pixels,
     workdir=workdir,
-    why=lambda path, limit: images.why_broken(path, limit, expected[path]),
+    why=why,
   )
   [(_, rows)] = paths.parts
   return paths, np.flatnonzero(np.isin(index.order, rows))

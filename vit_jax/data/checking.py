@@ -44,7 +44,7 @@ def usable(
   max_pixels: int | None = None,
   named: Callable[[int], str] | None = None,
   workdir=None,
-  why: Callable[[bytes, int], str] = images.why_broken,
+  why: Callable[[bytes, int], str] | None = None,
 ) -> paths_lib.Paths:
   """Checks that images can be decoded, on process 0 for all.
 
@@ -59,7 +59,8 @@ def usable(
       its path.
     workdir: folder of a run. Process 0 stores its results there before raising
       an error, so that the next start checks changed files only.
-    why: function (path, max_pixels) -> why an image is broken, '' if it is not.
+    why: function (path, max_pixels) -> why an image is broken, '' if it is not;
+      by default images.why_broken.
 
   Returns:
     The usable images: all images, unless some are skipped.
@@ -82,7 +83,7 @@ def usable(
     for index, rows in views:
       index.look_again(rows)
       if broken != 'trust':
-        index.check(rows, index_lib.DECODED, why, limit)
+        index.check(rows, index_lib.DECODED, why or images.why_broken, limit)
     bad = paths.broken()
     if bad and broken == 'error' and workdir:
       paths.store(workdir)
