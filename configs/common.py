@@ -45,6 +45,11 @@ SPLITS = {
   'imagenet21k': ('full[102400:]', 'full[:102400]'),
   'oxford_iiit_pet': ('train[:90%]', 'test'),
   'oxford_flowers102': ('train[:90%]', 'test'),
+  # The test images of COCO have no annotations; DETR's figures are on the
+  # validation images (arXiv 2005.12872, section 4).
+  **dict.fromkeys(
+    ('coco/2014', 'coco/2017', 'coco/2017_panoptic'), ('train', 'validation')
+  ),
   **{f'vtab/{task}': ('train800val200', 'test') for task in VTAB},
 }
 

@@ -29,6 +29,7 @@ from vit_jax.learning import boxes as boxes_lib
 from vit_jax.run import config as run_config
 from vit_jax.tasks import base
 
+_ROUNDING = 1e-3  # Share of an image by which a box may reach beyond it.
 THRESHOLD = 0.7  # Least score of an object that is shown.
 
 
@@ -96,7 +97,7 @@ class Task(base.Task):
     image, drawn = preprocess.decode_with_geometry(
       record['image'], seed, self.config.pp
     )
-    found, kept = geometry.to_boxes(record['objects/bbox'], drawn)
+    found, kept = geometry.to_boxes(_boxes(record), drawn)
     kept = tf.logical_and(kept, ~self._crowd(record))
     found = tf.boolean_mask(found, kept)
     label = tf.boolean_mask(record['objects/label'], kept)
@@ -117,7 +118,7 @@ class Task(base.Task):
   def _for_evaluation(self, record):
     inputs = self.inputs(record)
     crowd = self._crowd(record)
-    found, label = record['objects/bbox'], record['objects/label']
+    found, label = _boxes(record), record['objects/label']
     area = record.get('objects/area')
     if area is None:
       pixels = tf.cast(tf.reduce_prod(inputs['size']), tf.float32)
@@ -369,6 +370,21 @@ class Predictor(base.Predictor):
       drawing.save(drawn, args.out)
       lines.append(f'picture: {args.out}')
     return lines
+
+
+def _boxes(record):
+  """Returns the boxes of a record [n, 4]; an error if they are none."""
+  boxes = tf.reshape(record['objects/bbox'], [-1, 4])
+  low, high = boxes[:, :2], boxes[:, 2:]
+  # False for NaN.
+  fine = (low <= high) & (low >= -_ROUNDING) & (high <= 1 + _ROUNDING)
+  tf.debugging.assert_equal(
+    tf.reduce_all(fine),
+    True,
+    "objects/bbox must be (ymin, xmin, ymax, xmax), shares of the image's height "
+    'and width from 0 to 1: correct the data',
+  )
+  return boxes
 
 
 def _areas(boxes):
