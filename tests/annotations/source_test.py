@@ -53,8 +53,12 @@ def root(tmp_path):
 
 
 def change(root, change, split='train'):
+  """Changes the boxes of a split."""
+  change_file(root / 'annotations' / f'instances_{split}2017.json', change)
+
+
+def change_file(path, change):
   """Changes the content of an annotation file."""
-  path = root / 'annotations' / f'instances_{split}2017.json'
   found = json.loads(path.read_text())
   change(found)
   path.write_text(json.dumps(found))
@@ -144,7 +148,7 @@ def test_two_years(root):
 def test_images_elsewhere(root):
   (root / 'train2017').rename(root / 'photos')
   with pytest.raises(
-    FileNotFoundError, match=r"0.jpg', which are in none of \['train2017', 'im"
+    FileNotFoundError, match="0.jpg', which are in none of .*train2017', '.*images'"
   ):
     open_split(root)
 

@@ -51,11 +51,13 @@ class Place(NamedTuple):
     path: its annotation file.
     name: its name there, 'train2017'.
     folders: folders in which its images may lie.
+    segments: folders in which its PNGs of segments may lie.
   """
 
   path: str
   name: str
   folders: tuple[str, ...]
+  segments: tuple[str, ...] = ()
 
 
 def exists(root: str, split: str) -> bool:
@@ -112,25 +114,24 @@ def find(root: str, base: str, kind: str = 'instances') -> Place:
   return found
 
 
-def folder_of(root: str, place: Place, files: Sequence[str]) -> str:
+def folder_of(path: str, folders: Sequence[str], files: Sequence[str]) -> str:
   """Returns the folder in which images of a split lie.
 
   Args:
-    root: the folder of the data set.
-    place: the split.
+    path: the annotation file.
+    folders: folders in which the images may lie.
     files: names of the images in the annotation file.
 
   Raises:
     FileNotFoundError: if none of the first images can be found.
   """
   probed = files[:: max(1, len(files) // _PROBED)]
-  for where in place.folders:
+  for where in folders:
     if any(tf.io.gfile.exists(os.path.join(where, name)) for name in probed):
       return where
   raise FileNotFoundError(
-    f"'{place.path}' lists images such as '{files[0]}', which are in none of "
-    f'{[where.removeprefix(root).lstrip("/") or "." for where in place.folders]} '
-    f"of '{root}': put the images of the split there"
+    f"'{path}' lists images such as '{files[0]}', which are in none of "
+    f'{[where.rstrip("/") for where in folders]}: put the images of the split there'
   )
 
 
@@ -165,8 +166,13 @@ def _only(root, where, form, name) -> Place | None:
     return None
   [match] = matches
   inside = (match[1], f'images/{match[1]}', 'images', '')
-  folders = tuple(os.path.join(root, x) for x in inside)
-  return Place(os.path.join(where, match[0]), match[1], folders)
+  segments = f'annotations/panoptic_{match[1]}', f'panoptic_{match[1]}'
+  return Place(
+    os.path.join(where, match[0]),
+    match[1],
+    tuple(os.path.join(root, x) for x in inside),
+    tuple(os.path.join(root, x) for x in segments),
+  )
 
 
 def _listed(where) -> list[str]:

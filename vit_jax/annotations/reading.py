@@ -67,6 +67,7 @@ class _Category(msgspec.Struct):
   id: _Number
   name: str
   supercategory: Any = None
+  isthing: int | bool = True
 
 
 class _Objects(msgspec.Struct):
@@ -96,8 +97,8 @@ class Annotations(NamedTuple):
     boxes: float64 [m, 4], x, y, width, height in pixels.
     area: float32 [m], in pixels.
     crowd: bool [m].
-    segments: n names of the PNGs of a panoptic file, '' where there is none;
-      None for other files.
+    segments: n names of the PNGs of a panoptic file; () for other files.
+    stuff: names of those classes of a panoptic file that are no things.
   """
 
   path: str
@@ -111,7 +112,8 @@ class Annotations(NamedTuple):
   boxes: np.ndarray
   area: np.ndarray
   crowd: np.ndarray
-  segments: Sequence[str] | None = None
+  segments: Sequence[str] = ()
+  stuff: tuple[str, ...] = ()
 
   @property
   def counts(self) -> np.ndarray:
@@ -125,7 +127,8 @@ class Annotations(NamedTuple):
 
   def digest(self) -> str:
     """Returns a hash of everything but the place of the file."""
-    texts = (*self.files, '', *self.classes, '', *(self.segments or ()))
+    lists = self.files, self.classes, self.segments, self.stuff
+    texts = [text for x in lists for text in (*x, '')]
     arrays = (x for x in self if isinstance(x, np.ndarray))
     return index_lib.digest(
       ['\0'.join(texts).encode(errors='surrogatepass'), *arrays]
@@ -152,7 +155,7 @@ def _read(path, panoptic, stamp):
   content = _parse(path, _Panoptic if panoptic else _Objects)
   image_ids, files, sizes = _images(path, content.images)
   category_ids, classes = _classes(path, content.categories)
-  objects, owners, segments = content.annotations, None, None
+  objects, owners, segments = content.annotations, None, ()
   if panoptic:
     objects, owners, segments = _flat(path, content, image_ids)
   _check_complete(path, objects, panoptic)
@@ -168,7 +171,7 @@ def _read(path, panoptic, stamp):
   found = Annotations(
     path, image_ids, files, sizes, classes, ids, owners, label, boxes,
     area.astype(np.float32), np.array([bool(x.iscrowd) for x in objects], bool),
-    segments,
+    segments, tuple(x.name for x in content.categories if not x.isthing),
   )  # fmt: skip
   return found.select(order)
 
@@ -244,6 +247,11 @@ def _flat(path, content, image_ids):
   segments = [''] * len(image_ids)
   for row, owner in zip(rows, owners.tolist()):
     segments[owner] = row.file_name
+  if '' in segments:
+    raise ValueError(
+      f"'{path}': image {image_ids[segments.index('')]} has no annotation: add "
+      'its segments, or remove the image'
+    )
   objects = list(itertools.chain(*(row.segments_info for row in rows)))
   counts = [len(row.segments_info) for row in rows]
   return objects, np.repeat(owners, counts), segments

@@ -28,6 +28,19 @@ from vit_jax.files import images
 from vit_jax.files import index as index_lib
 from vit_jax.scale import processes
 
+_VALUES = ('bbox', 'label', 'area', 'is_crowd', 'id')
+_SEGMENTS = 'panoptic_image'
+# Features by the kind of the annotation file.
+_FEATURES = {
+  'instances': ('image', 'image/id', *(f'objects/{x}' for x in _VALUES)),
+  'panoptic': (
+    'image',
+    'image/id',
+    _SEGMENTS,
+    *(f'panoptic_objects/{x}' for x in _VALUES),
+  ),
+}
+
 
 class AnnotatedSource(records.FolderSource):
   """Images with objects; see the top of this module.
@@ -37,16 +50,38 @@ class AnnotatedSource(records.FolderSource):
     names: likewise.
     max_pixels: likewise.
     digest: hash of the annotations and of the names of the images.
+    segments: paths of the PNGs of panoptic data.
+    stuff: names of classes that are no things, of panoptic data.
+
+  Attributes:
+    stuff: see above.
   """
 
-  def __init__(self, columns, names, max_pixels: int, digest: str):
+  def __init__(
+    self, columns, names, max_pixels: int, digest: str, segments=None, stuff=()
+  ):
     super().__init__(columns, names, max_pixels)
     self._digest = digest
+    self._segments = segments
+    self.stuff = tuple(stuff)
 
   def fingerprint(self) -> dict[str, Any]:
     """Returns a short description of images and annotations, see Source."""
     found = records.Source.fingerprint(self)
     return {**found, 'annotations': self._digest}
+
+  def read(self, record):
+    """Returns the record of one example, with the contents of its files."""
+    record = super().read(record)
+    if _SEGMENTS not in record:
+      return record
+    return {**record, _SEGMENTS: tf.io.read_file(record[_SEGMENTS])}
+
+  def store(self, workdir):
+    """Stores the lists of the files in a workdir, see records.Source.store."""
+    super().store(workdir)
+    if self._segments is not None:
+      self._segments.store(workdir)
 
 
 class _Part(NamedTuple):
@@ -54,21 +89,26 @@ class _Part(NamedTuple):
 
   found: reading.Annotations
   shares: np.ndarray  # float32 [m, 4], see boxes.check.
-  folder: str
+  paths: dict[str, list[str]]  # Paths of the images taken, by feature.
   rows: np.ndarray  # int64, numbers of the images taken, in order.
 
-  def paths(self) -> list[str]:
-    """Returns the paths of the images taken."""
-    return [os.path.join(self.folder, self.found.files[i]) for i in self.rows]
+  def column(self, name, classes):
+    """Returns a feature of the images taken, as a tensor or RaggedTensor.
 
-  def column(self, name):
-    """Returns a feature of the images taken, as a tensor or RaggedTensor."""
+    Args:
+      name: its name.
+      classes: names of the classes that labels count.
+    """
     found = self.found
+    if name == _SEGMENTS:
+      return tf.constant(self.paths[name])
     if name == 'image/id':
       return tf.constant(found.image_ids[self.rows])
+    numbers = {name: i for i, name in enumerate(classes)}
+    table = np.array([numbers[name] for name in found.classes], np.int64)
     values = {
       'bbox': self.shares,
-      'label': found.label,
+      'label': table[found.label],
       'area': found.area,
       'is_crowd': found.crowd,
       'id': found.ids,
@@ -77,15 +117,11 @@ class _Part(NamedTuple):
     return tf.gather(ragged, self.rows)
 
 
-OBJECTS = tuple(
-  f'objects/{name}' for name in ('bbox', 'label', 'area', 'is_crowd', 'id')
-)
-
-
 def wants(features: Sequence[str]) -> bool:
   """Returns whether some of the features come from annotations only."""
   return any(
-    name.startswith('objects') for name in features if not name.endswith('?')
+    name.startswith(('objects', 'panoptic')) and not name.endswith('?')
+    for name in features
   )
 
 
@@ -114,34 +150,42 @@ def open_split(
     ValueError: if annotations, boxes, classes or images are wrong; names them
       and the remedy.
   """
+  kind = 'instances'
+  if any(name.startswith('panoptic') for name in features):
+    kind = 'panoptic'
   where = f"split '{split}' of folder '{root}'"
-  wanted = records.resolve(features, ('image', 'image/id', *OBJECTS), where)
-  parts = _open_parts(root, split, config.broken_boxes, class_names)
+  wanted = records.resolve(features, _FEATURES[kind], where)
+  parts = _open_parts(root, split, kind, config.broken_boxes, class_names)
+  usable, kept = _check_images(config, root, split, parts, workdir)
   classes = parts[0].found.classes if class_names is None else class_names
-  paths, kept = _check_images(config, root, split, parts, workdir)
-  columns = {'image': paths}
+  columns, names = {}, {}
   for name in wanted:
-    if name == 'objects/label':
-      columns[name] = tf.concat([_labels(part, classes) for part in parts], 0)
-    elif name != 'image':
-      columns[name] = tf.concat([part.column(name) for part in parts], 0)
-  columns = {
-    name: paths if name == 'image' else tf.gather(columns[name], kept)
-    for name in wanted
-  }
-  names = {'objects/label': tuple(classes)} if 'objects/label' in wanted else {}
+    if name == 'image':
+      columns[name] = usable[name]
+      continue
+    column = tf.concat([part.column(name, classes) for part in parts], 0)
+    columns[name] = tf.gather(column, kept)
+    if name.endswith('/label'):
+      names[name] = tuple(classes)
   hashes = [part.found.digest().encode() for part in parts]
   digest = index_lib.digest([*hashes, *(part.rows for part in parts), kept])
-  return AnnotatedSource(columns, names, config.max_image_pixels, digest)
+  return AnnotatedSource(
+    columns,
+    names,
+    config.max_image_pixels,
+    digest,
+    usable.get(_SEGMENTS),
+    parts[0].found.stuff,
+  )
 
 
-def _open_parts(root, split, broken_boxes, class_names) -> list[_Part]:
+def _open_parts(root, split, kind, broken_boxes, class_names) -> list[_Part]:
   """Reads the annotations on all processes, which compare them."""
   parts = []
 
   def read():
     for base, instruction in folder.parts(split):
-      part = _open_part(root, base, instruction, broken_boxes)
+      part = _open_part(root, base, instruction, kind, broken_boxes)
       first = parts[0].found.classes if parts else None
       _check_classes(part.found, class_names or first)
       parts.append(part)
@@ -152,11 +196,12 @@ def _open_parts(root, split, broken_boxes, class_names) -> list[_Part]:
   return parts
 
 
-def _open_part(root, base, instruction, broken_boxes) -> _Part:
+def _open_part(root, base, instruction, kind, broken_boxes) -> _Part:
   """Reads and checks the annotations of a part of a split."""
-  place = layout.find(root, base)
-  found, shares = boxes.check(reading.read(place.path), broken_boxes)
-  images_folder = layout.folder_of(root, place, found.files)
+  place = layout.find(root, base, kind)
+  found, shares = boxes.check(
+    reading.read(place.path, kind == 'panoptic'), broken_boxes
+  )
   # Sorted by a hash, so that a slice is a random sample.
   hashes = [
     index_lib.hash_name(f'/{name}'.encode(errors='surrogatepass'))
@@ -164,7 +209,15 @@ def _open_part(root, base, instruction, broken_boxes) -> _Part:
   ]
   order = np.array(sorted(range(len(hashes)), key=hashes.__getitem__))
   rows = folder.take_slice(order, base, instruction)
-  return _Part(found, shares, images_folder, rows)
+  paths = {}
+  for name, folders, files in (
+    ('image', place.folders, found.files),
+    (_SEGMENTS, place.segments, found.segments),
+  ):
+    if files:
+      where = layout.folder_of(place.path, folders, files)
+      paths[name] = [os.path.join(where, files[i]) for i in rows]
+  return _Part(found, shares, paths, rows)
 
 
 def _check_classes(found, expected):
@@ -182,35 +235,28 @@ def _check_classes(found, expected):
   )
 
 
-def _labels(part, classes):
-  """Returns the labels of a part as numbers of the given classes."""
-  numbers = {name: i for i, name in enumerate(classes)}
-  table = np.array([numbers[name] for name in part.found.classes], np.int64)
-  found = part.found._replace(label=table[part.found.label])
-  return part._replace(found=found).column('objects/label')
-
-
-def open_index(root: str, split: str, workdir=None):
+def open_index(root: str, split: str):
   """Returns the index of the images of a split, and how to check an image.
 
   Args:
     root: see open_split.
     split: see open_split.
-    workdir: see open_split.
 
   Returns:
     An index.Index, and a function (path, max_pixels) -> why the image is broken
     or has another size than its annotations say, '' if it is right.
   """
-  parts = _open_parts(root, split, 'clip', None)
-  return _index(root, split, parts, workdir)
+  parts = _open_parts(root, split, 'instances', 'clip', None)
+  return _index(root, split, parts, 'image')
 
 
-def _index(root, split, parts, workdir):
-  """Returns what open_index returns."""
-  listed = [path for part in parts for path in part.paths()]
-  bases = [f'{base}.coco' for base, _ in folder.parts(split)]
-  index = checking.open_listed(root, [f'{split}.coco', *bases], listed, workdir)
+def _index(root, split, parts, feature, workdir=None):
+  """Returns what open_index returns, for the images of a feature."""
+  ending = {'image': 'coco', _SEGMENTS: 'segments'}[feature]
+  listed = [path for part in parts for path in part.paths[feature]]
+  bases = [f'{base}.{ending}' for base, _ in folder.parts(split)]
+  names = [f'{split}.{ending}', *bases]
+  index = checking.open_listed(root, names, listed, workdir)
   # Those of the whole files, so that slices know of each other.
   every = [np.column_stack([p.found.image_ids, p.found.sizes]) for p in parts]
   index.check_anew('sizes', index_lib.digest(every))
@@ -224,15 +270,25 @@ def _index(root, split, parts, workdir):
 
 
 def _check_images(config, root, split, parts, workdir):
-  """Returns the paths of the usable images, and which images these are."""
-  index, why = _index(root, split, parts, workdir)
-  paths = checking.usable(
-    [(index, index.order)],
-    f'{root}/{split}',
-    config.broken_images,
-    config.max_image_pixels,
-    workdir=workdir,
-    why=why,
-  )
-  [(_, rows)] = paths.parts
-  return paths, np.flatnonzero(np.isin(index.order, rows))
+  """Returns the usable images of each feature, and which images these are.
+
+  With segments, an image is usable if its PNG is, too.
+  """
+  found, fine = {}, {}
+  for feature in parts[0].paths:
+    index, why = _index(root, split, parts, feature, workdir)
+    found[feature] = checking.usable(
+      [(index, index.order)],
+      f'{root}/{split}',
+      config.broken_images,
+      config.max_image_pixels,
+      workdir=workdir,
+      why=why,
+    )
+    [(_, rows)] = found[feature].parts
+    fine[feature] = np.isin(index.order, rows)
+  kept = np.logical_and.reduce(list(fine.values()))
+  for feature in found:
+    lost = np.flatnonzero(~kept[fine[feature]])
+    found[feature] = found[feature].without(lost)
+  return found, np.flatnonzero(kept)

@@ -402,7 +402,8 @@ def _raise(most) -> str:
 
 def _check_counts(config, source):
   """Raises ValueError if a source knows an image with too many objects."""
-  counts = source.lengths('objects/label')
+  [labels] = (x for x in source.features if x.endswith('objects/label'))
+  counts = source.lengths(labels)
   if counts is None or not len(counts):
     return
   most = run_config.task_options(config).max_objects
