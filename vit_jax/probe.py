@@ -81,6 +81,7 @@ def probe(
   from vit_jax.evaluators import fewshot
   from vit_jax.jobs import evaluate
   from vit_jax.run import config as run_config
+  from vit_jax.scale import sharding
 
   config = model.config
   if not model.workdir and not options.get('dataset'):
@@ -91,7 +92,7 @@ def probe(
   if shots is None:
     shots = () if wanted == _ALL else SHOTS
   _check_wishes(shots, linear, wanted)
-  mesh = mesh or _mesh_of(model.params)
+  mesh = mesh or sharding.mesh_of(model.params)
   names = _layers(model.task, wanted)
   config.fewshot.update(shots=tuple(shots), layer=names[-1], **options)
   run_config.check_values(config)
@@ -153,16 +154,6 @@ def _layers(task, layer: str) -> list[str]:
       '(--layer)'
     )
   return [name]
-
-
-def _mesh_of(params):
-  """Returns the mesh that parameters lie on, or that of one device."""
-  from vit_jax.scale import sharding
-
-  where = jax.tree.leaves(params)[0].sharding
-  if isinstance(where, jax.NamedSharding):
-    return where.mesh
-  return sharding.make_mesh({'data': 1}, list(where.device_set))
 
 
 def _summary(shots, accuracies):
