@@ -62,6 +62,7 @@ setuptools.setup(
     f'tensorflow-cpu; {_SMALL}',
     f'tensorflow; {_OTHER}',
     'tensorflow-datasets',
+    'threadpoolctl',
     'tqdm',
   ],
   extras_require={
