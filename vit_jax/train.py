@@ -17,6 +17,7 @@ import optax
 from vit_jax import checkpoint
 from vit_jax import cli
 from vit_jax import input_pipeline
+from vit_jax.configs import models as model_configs
 from vit_jax.data import mixture
 from vit_jax.data import sources
 from vit_jax.evaluators import fewshot
@@ -82,7 +83,7 @@ def make_program(config, metadata, mesh) -> Program:
     ValueError: if the model, attention, task, optimiser, schedule, or the rules
       for sharding or learning rates are wrong.
   """
-  encoder = config.model.get('transformer') or {}
+  encoder = model_configs.vit_of(config.model).get('transformer') or {}
   attention.check(
     encoder.get('attention', 'default'),
     encoder.get('attention_dropout_rate', 0.0),
