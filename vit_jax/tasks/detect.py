@@ -226,16 +226,16 @@ class Task(base.Task):
   # --- Training ---
 
   def init(self, rng):
-    """Returns the parameters, and the constants of a frozen backbone."""
+    """Returns the parameters, and the constants of a frozen batch norm, if any."""
     image = self.image_spec(1)
     variables = self.model.init(
       rng, jnp.zeros(image.shape, image.dtype), train=False
     )
     params = variables.pop('params')
-    return params, {'frozen': variables.get('frozen', {})}
+    return params, {k: v for k, v in variables.items() if k == 'frozen'}
 
   def _apply(self, params, extra, batch, **kwargs):
-    variables = {'params': params, 'frozen': extra['frozen']}
+    variables = {'params': params, **extra}
     return self.model.apply(
       variables, batch['image'], batch.get('real'), **kwargs
     )
