@@ -67,6 +67,7 @@ def test_losses_and_gradients_are_those_of_hugging_face():
 
   def loss(logits, predicted):
     sums = boxes.losses(logits, predicted, labels, targets, counts)
+    assert sums.pop('query').shape == (layers, images, most)
     sums = {name: x.sum(axis=1) for name, x in sums.items()}
     return (
       boxes.CLASS * sums['class'] / boxes.class_weight(counts, queries).sum()
