@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers.loss import loss_for_object_detection
 
-from tests import torch_models  # noqa: F401 (so that transformers is quiet)
+from tests import torch_models  # noqa: F401 (before transformers.loss)
 from vit_jax.learning import boxes
 
 
@@ -35,6 +34,8 @@ def test_corners_and_back():
 
 
 def test_losses_and_gradients_are_those_of_hugging_face():
+  from transformers.loss import loss_for_object_detection
+
   layers, images, queries, classes, most = 3, 4, 20, 5, 8
   rng = np.random.RandomState(0)
   logits = rng.randn(layers, images, queries, classes + 1).astype(np.float32)

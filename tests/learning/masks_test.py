@@ -3,13 +3,14 @@
 import jax
 import numpy as np
 import torch
-from transformers.loss import loss_for_object_detection
 
-from tests import torch_models  # noqa: F401 (so that transformers is quiet)
+from tests import torch_models  # noqa: F401 (before transformers.loss)
 from vit_jax.learning import masks
 
 
 def test_losses_and_gradients_are_those_of_hugging_face():
+  from transformers.loss import loss_for_object_detection
+
   rng = np.random.RandomState(0)
   counts = np.array([3, 0, 4, 1])  # One image has no objects.
   logits = 3 * rng.randn(4, 4, 5, 7).astype(np.float32)
