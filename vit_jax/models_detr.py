@@ -144,6 +144,7 @@ class Detr(nn.Module):
       self.units,
       self.backbone_width,
       self.dilate_last,
+      self.norm,
       name='backbone',
       **types,
     )(x)  # The last is [B, h, w, F].
