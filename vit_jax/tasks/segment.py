@@ -35,6 +35,8 @@ from vit_jax.tasks import detect
 # Data set -> number of classes of things, which come before those of stuff.
 _THINGS = {'coco/2017_panoptic': 80, 'scenes/panoptic': 10}
 _OBJECTS = 'panoptic_objects/'
+# Greater than any number R + 256 G + 256 * 256 B of a colour.
+_NO_NUMBER = 2**24
 
 
 class Task(detect.Task):
@@ -152,10 +154,9 @@ class Task(detect.Task):
     colours = images_lib.decode(record['panoptic_image'], 3)
     colours = tf.cast(colours, tf.int64)
     pixels = tf.reduce_sum(colours * [1, 256, 65_536], axis=-1)  # [H, W]
-    ids = ids[: self.options.max_objects]
+    ids = tf.cast(ids[: self.options.max_objects], tf.int64)
     order = tf.argsort(ids)
-    # The last one is greater than the number of any pixel.
-    known = tf.concat([tf.gather(ids, order), [2**24]], axis=0)
+    known = tf.concat([tf.gather(ids, order), [_NO_NUMBER]], axis=0)
     place = tf.searchsorted(known, tf.reshape(pixels, [-1]))
     is_known = tf.gather(known, place) == tf.reshape(pixels, [-1])
     number = tf.gather(tf.concat([order + 1, [0]], axis=0), place)
