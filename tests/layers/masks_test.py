@@ -22,7 +22,8 @@ PARTS = {
 }
 for _i in range(5):
   _name = f'fpn_stages.{_i - 2}.refine' if _i > 1 else f'conv{_i + 1}'
-  PARTS[f'convolutions/conv_{_i}'] = f'mask_head.{_name}.conv'
+  _room = 'convolutions/' if _i else ''
+  PARTS[f'{_room}conv_{_i}'] = f'mask_head.{_name}.conv'
   PARTS[f'convolutions/norm_{_i}'] = f'mask_head.{_name}.norm'
 
 

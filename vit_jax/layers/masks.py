@@ -107,12 +107,59 @@ class Attention(nn.Module):
     return attention_maps(query, dense(name='key')(memory), mask)
 
 
+class FirstConvolution(nn.Module):
+  """A convolution of features beside maps, in two parts.
+
+  The convolution is linear: the part of the features is the same for all
+  queries and is computed once.
+
+  Attributes:
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, features, num_maps: int):
+    """Convolves the features.
+
+    Args:
+      features: [B, h, w, D].
+      num_maps: number of maps K of a query.
+
+    Returns:
+      The part of the features, [B, h, w, D + K], and the kernel of the maps, [3,
+      3, K, D + K].
+    """
+    width = features.shape[-1]
+    channels = width + num_maps
+    shape = (3, 3, channels, channels)
+    kernel = self.param('kernel', _CONV_INIT, shape, self.param_dtype)
+    bias = self.param(
+      'bias', nn.initializers.zeros, (channels,), self.param_dtype
+    )
+    kernel, bias = kernel.astype(self.dtype), bias.astype(self.dtype)
+    return (
+      _convolve(features, kernel[:, :, :width]) + bias,
+      kernel[:, :, width:],
+    )
+
+
+def _convolve(x, kernel):
+  return jax.lax.conv_general_dilated(
+    x, kernel, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC')
+  )
+
+
 class Convolutions(nn.Module):
   """The convolutions that turn the maps of one query into its mask.
 
+  The channels are D + K and then D / 2, D / 4, D / 8, D / 16.
+
   Attributes:
-    hidden_size: width D of a token; the channels are D + K and then D / 2, D /
-      4, D / 8, D / 16.
+    hidden_size: width D of a token.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -122,13 +169,14 @@ class Convolutions(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, _, maps, projected, stages):
+  def __call__(self, _, maps, shared, kernel, stages):
     """Computes a mask for each image.
 
     Args:
       _: nothing, for `nn.scan`.
       maps: attention of the query, [B, h, w, K].
-      projected: features of the image, [B, h, w, D].
+      shared: see FirstConvolution.
+      kernel: see FirstConvolution.
       stages: earlier features, adapted: [B, H, W, D / 2], [B, .., D / 4], ...
 
     Returns:
@@ -139,18 +187,16 @@ class Convolutions(nn.Module):
       nn.Conv, kernel_size=(3, 3), kernel_init=_CONV_INIT, **types
     )
 
-    def block(x, channels, number):
-      x = conv(channels, name=f'conv_{number}')(x)
-      groups = math.gcd(_GROUPS, channels)
+    def norm(x, number):
+      groups = math.gcd(_GROUPS, x.shape[-1])
       norm = nn.GroupNorm(groups, epsilon=1e-5, name=f'norm_{number}', **types)
       return sharding.constrain_batch(nn.relu(norm(x)))
 
-    x = jnp.concatenate([projected, maps], axis=-1)
-    x = block(x, x.shape[-1], 0)
-    x = block(x, self.hidden_size // 2, 1)
-    for i, stage in enumerate(stages):
+    x = norm(shared + _convolve(maps, kernel), 0)
+    x = norm(conv(self.hidden_size // 2, name='conv_1')(x), 1)
+    for i, stage in enumerate(stages, start=2):
       x = enlarge(x, stage.shape[1:3]) + stage
-      x = block(x, self.hidden_size // 2 ** (i + 2), i + 2)
+      x = norm(conv(self.hidden_size // 2**i, name=f'conv_{i}')(x), i)
     return None, conv(1, name='output')(x)[..., 0].astype(jnp.float32)
 
 
@@ -200,8 +246,11 @@ class MaskHead(nn.Module):
       nn.remat(Convolutions, prevent_cse=False),
       variable_broadcast='params',
       split_rngs={'params': False},
-      in_axes=(1, nn.broadcast, nn.broadcast),
+      in_axes=(1, nn.broadcast, nn.broadcast, nn.broadcast),
       out_axes=1,
     )
     convolutions = scanned(self.hidden_size, name='convolutions', **types)
-    return convolutions(None, maps, features.projected, stages)[1]
+    shared, kernel = FirstConvolution(name='conv_0', **types)(
+      features.projected, self.num_heads
+    )
+    return convolutions(None, maps, shared, kernel, stages)[1]
