@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax import preprocess
+from vit_jax.annotations import panoptic
 from vit_jax.augmentation import geometry
 from vit_jax.configs import rules
 from vit_jax.detection import drawing
@@ -32,11 +33,7 @@ from vit_jax.files import images as images_lib
 from vit_jax.learning import masks as masks_lib
 from vit_jax.tasks import detect
 
-# Data set -> number of classes of things, which come before those of stuff.
-_THINGS = {'coco/2017_panoptic': 80, 'scenes/panoptic': 10}
 _OBJECTS = 'panoptic_objects/'
-# Greater than any number R + 256 G + 256 * 256 B of a colour.
-_NO_NUMBER = 2**24
 
 
 class Task(detect.Task):
@@ -119,49 +116,33 @@ class Task(detect.Task):
 
   def _further(self, record, image, drawn, kept):
     ids = tf.boolean_mask(record['objects/id'], kept)
-    numbers = self._numbers(record, ids)
-    tf.debugging.assert_equal(tf.shape(numbers), drawn.shape, _SIZES)
-    numbers = geometry.to_masks(numbers[None], drawn)[0]
-    return {'segments': _padded(numbers, image)}
+    numbers = geometry.to_masks(
+      self._numbers(record, ids, drawn.shape)[None], drawn
+    )
+    return {'segments': _padded(numbers[0], image.shape[:2])}
 
   def _for_evaluation(self, record):
     example = super()._for_evaluation(record)
-    image, most = example['image'], self.options.truth_size
-    ids = record['objects/id']
-    numbers = self._numbers(record, ids)
-    tf.debugging.assert_equal(tf.shape(numbers), example['size'], _SIZES)
-    size = tf.cast(example['size'], tf.float32)
-    scale = tf.minimum(1.0, most / tf.reduce_max(size))
-    truth_size = tf.cast(tf.maximum(1.0, tf.round(size * scale)), tf.int32)
+    ids, most = record['objects/id'], self.options.truth_size
     targets = tf.boolean_mask(ids, ~self._crowd(record))
-    shown = _resized(self._numbers(record, targets), _shown(example))
+    numbers = self._numbers(record, targets, example['size'])
+    truth = self._numbers(record, ids, example['size'])
+    size = tf.cast(example['size'], tf.float32)
+    size = tf.round(size * tf.minimum(1.0, most / tf.reduce_max(size)))
+    size = tf.cast(tf.maximum(1.0, size), tf.int32)
     return {
       **example,
-      'segments': _padded(shown, image),
-      'truth_size': truth_size,
-      'truth_segments': _padded(
-        _resized(numbers, truth_size), tf.zeros([most, most])
+      'segments': _padded(
+        panoptic.resize(numbers, _shown(example)), example['image'].shape[:2]
       ),
+      'truth_size': size,
+      'truth_segments': _padded(panoptic.resize(truth, size), (most, most)),
     }
 
-  def _numbers(self, record, ids):
-    """Returns the number of each pixel's object among some objects, uint8.
-
-    Args:
-      record: has `panoptic_image`.
-      ids: numbers of the objects in the image, int64 [n].
-    """
-    colours = images_lib.decode(record['panoptic_image'], 3)
-    colours = tf.cast(colours, tf.int64)
-    pixels = tf.reduce_sum(colours * [1, 256, 65_536], axis=-1)  # [H, W]
-    ids = tf.cast(ids[: self.options.max_objects], tf.int64)
-    order = tf.argsort(ids)
-    known = tf.concat([tf.gather(ids, order), [_NO_NUMBER]], axis=0)
-    place = tf.searchsorted(known, tf.reshape(pixels, [-1]))
-    is_known = tf.gather(known, place) == tf.reshape(pixels, [-1])
-    number = tf.gather(tf.concat([order + 1, [0]], axis=0), place)
-    number = tf.where(is_known, number, 0)
-    return tf.cast(tf.reshape(number, tf.shape(pixels)), tf.uint8)
+  def _numbers(self, record, ids, shape):
+    """Returns the number of the object of each pixel, uint8 [*shape]."""
+    ids = ids[: self.options.max_objects]
+    return panoptic.read(record['panoptic_image'], ids, shape)
 
   def batch_spec(self, size):
     """Returns shapes and types of images, objects and segments."""
@@ -362,9 +343,6 @@ class Predictor(detect.Predictor):
     return lines
 
 
-_SIZES = 'a panoptic_image has another height or width than its image'
-
-
 def _things(config, source, names) -> list[bool]:
   """Returns whether each class is one of things.
 
@@ -374,7 +352,7 @@ def _things(config, source, names) -> list[bool]:
   stuff = tuple((config.get('task_options') or {}).get('stuff', ()))
   if not stuff:
     known = source.origin.get('dataset', '').rsplit('/', 1)[0]
-    stuff = names[_THINGS.get(known, len(names)) :]
+    stuff = names[panoptic.THINGS.get(known, len(names)) :]
   unknown = sorted(set(stuff) - set(names))
   if unknown:
     raise ValueError(
@@ -384,16 +362,9 @@ def _things(config, source, names) -> list[bool]:
   return [name not in stuff for name in names]
 
 
-def _resized(numbers, size):
-  """Resizes a map [h, w] to the nearest numbers."""
-  return tf.image.resize(numbers[..., None], size, method='nearest')[..., 0]
-
-
-def _padded(numbers, image):
-  """Pads a map below and to the right to the size of an image."""
-  missing = tf.shape(image)[:2] - tf.shape(numbers)
-  numbers = tf.pad(numbers, [[0, missing[0]], [0, missing[1]]])
-  return tf.ensure_shape(numbers, image.shape[:2])
+def _padded(numbers, size):
+  """Pads a map to a static (height, width)."""
+  return tf.ensure_shape(panoptic.pad(numbers, size), size)
 
 
 def _shown(example):
