@@ -106,7 +106,11 @@ class Task(base.Task):
     kept = tf.logical_and(kept, ~self._crowd(record))
     found = tf.boolean_mask(found, kept)
     label = tf.boolean_mask(record['objects/label'], kept)
-    return {**inputs, **self._targets(found, label)}
+    return {
+      **inputs,
+      **self._targets(found, label),
+      **self._further(record, inputs, drawn, kept),
+    }
 
   def _decode(self, record, seed):
     """Returns `image` and possibly `real` of training, and their geometry."""
@@ -117,6 +121,18 @@ class Task(base.Task):
     step = seed[1] // self.config.batch  # `seed` holds the example's position.
     group = canvases.group_at(step, self.config.seed, pp)
     return preprocess.decode_on_canvas(record['image'], pp, seed, group)
+
+  def _further(self, record, inputs, drawn, kept):
+    """Returns further tensors of a training example, for subclasses.
+
+    Args:
+      record: see `example`.
+      inputs: the augmented image, and `real` on a canvas.
+      drawn: its geometry, a geometry.Geometry.
+      kept: bool [n], which objects of the record are targets.
+    """
+    del record, inputs, drawn, kept
+    return {}
 
   def _crowd(self, record):
     if 'objects/is_crowd' in record:
@@ -268,18 +284,29 @@ class Task(base.Task):
 
   def loss(self, params, extra, batch, rng):
     """Returns the sum over layers of the set loss, and the number of images."""
-    outputs = self._apply(
-      params, extra, batch, train=True, rngs={'dropout': rng}
-    )
-    sums = self._sums(outputs, batch)  # [L, B]
+    terms = self._terms(params, extra, batch, train=True, rngs={'dropout': rng})
     rows = jnp.float32(len(batch['count']))
-    terms = {
+    total = sum(x.sum() for x in terms.values())
+    return (total, rows), {k: (x[-1].sum(), rows) for k, x in terms.items()}
+
+  def _terms(self, params, extra, batch, **kwargs):
+    """Returns the weighted losses of each image by name, [L, B].
+
+    Args:
+      params: the parameters.
+      extra: see `init`.
+      batch: has the shares that `augment` adds.
+      **kwargs: arguments of the model.
+    """
+    outputs = self._apply(params, extra, batch, **kwargs)
+    return self._weighted(self._sums(outputs, batch), batch)
+
+  def _weighted(self, sums, batch):
+    return {
       'class': boxes_lib.CLASS * sums['class'] * batch['class_share'],
       'l1': boxes_lib.L1 * sums['l1'] * batch['box_share'],
       'giou': boxes_lib.GIOU * sums['giou'] * batch['box_share'],
     }
-    total = sum(x.sum() for x in terms.values())
-    return (total, rows), {k: (x[-1].sum(), rows) for k, x in terms.items()}
 
   # --- Evaluation and prediction ---
 
@@ -307,13 +334,14 @@ class Task(base.Task):
 
   def measure(self, params, extra, batch):
     """Returns the sum of the losses of images, and the number of images."""
-    outputs = self.outputs(params, extra, batch)
-    sums = self._sums({name: x[None] for name, x in outputs.items()}, batch)
     count = batch['count'].astype(jnp.float32)
     weight = boxes_lib.class_weight(count, self.model.num_queries)
-    each = boxes_lib.CLASS * sums['class'][0] / weight + (
-      boxes_lib.L1 * sums['l1'][0] + boxes_lib.GIOU * sums['giou'][0]
-    ) / jnp.maximum(count, 1.0)
+    shares = {
+      'class_share': 1 / weight,
+      'box_share': 1 / jnp.maximum(count, 1.0),
+    }
+    terms = self._terms(params, extra, {**batch, **shares}, train=False)
+    each = sum(x[-1] for x in terms.values())  # [B]
     return {'loss': ((each * batch['mask']).sum(), batch['mask'].sum())}
 
   def evaluators(self, mesh, split, open_split):
