@@ -4,7 +4,7 @@
 arguments of `vit_jax.models.VisionTransformer` (or of the class of another `kind`) without
 `num_classes`. Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2
 (Ti, S, R+Ti, R26+S), 2105.01601 table 1 (Mixer), 1912.11370 (BiT), 2005.12872
-(DETR).
+(DETR), "Generative Pretraining from Pixels", section 3.1, and its released code (iGPT).
 
 The configs hold sizes only, so that other implementations of the models accept
 them too. All other fields of a model, with their defaults, are in OPTIONS; set
@@ -70,6 +70,15 @@ DETRS = {
   'DETR-R50-DC5': ((3, 4, 6, 3), True),
   'DETR-R101': ((3, 4, 23, 3), False),
   'DETR-R101-DC5': ((3, 4, 23, 3), True),
+}
+
+# iGPT: size -> (layers, width D, heads). The heads of XL, whose weights were
+# never released, are unknown: the number here is that of L.
+IGPTS = {
+  'S': (24, 512, 8),
+  'M': (36, 1024, 8),
+  'L': (48, 1536, 16),
+  'XL': (60, 3072, 16),
 }
 
 # Small models for tests, with the original's sizes -> classifier.
@@ -151,6 +160,19 @@ DETR_OPTIONS = {
 }
 
 
+# The same for iGPT; see vit_jax/models_igpt.py.
+IGPT_OPTIONS = {
+  'dtype': 'float32',
+  'param_dtype': 'float32',
+  # Whether a pixel is predicted from those before it, or from all others.
+  'causal': True,
+  # By what attention divides its logits: the 'exact' root of a head's width, or
+  # the root 'truncated' to an integer, as in versions of Hugging Face's.
+  'attention_scale': 'exact',
+  'attention': 'default',
+  'remat': '',
+}
+
 _OPTIONS_OF = {
   'vit': OPTIONS,
   'mixer': MIXER_OPTIONS,
@@ -215,6 +237,30 @@ def _detr_config(name, units, dilate_last):
   config.num_decoder_layers = 6
   config.num_heads = 8
   config.mlp_dim = 2048
+  return config
+
+
+def _igpt_config(name, num_layers, hidden_size, num_heads):
+  config = ml_collections.ConfigDict()
+  config.kind = 'igpt'
+  config.model_name = name
+  config.hidden_size = hidden_size
+  config.num_layers = num_layers
+  config.num_heads = num_heads
+  config.num_colors = 512
+  config.num_positions = 32 * 32
+  return config
+
+
+def _igpt_config(name, num_layers, hidden_size, num_heads):
+  config = ml_collections.ConfigDict()
+  config.kind = 'igpt'
+  config.model_name = name
+  config.hidden_size = hidden_size
+  config.num_layers = num_layers
+  config.num_heads = num_heads
+  config.num_colors = 512
+  config.num_positions = 32 * 32
   return config
 
 

@@ -60,8 +60,9 @@ def load(
   if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
     config.sharding_rules = ()
   vit = model_configs.vit_of(config.model)
-  if 'transformer' in vit:  # The run may have had other devices.
-    vit.transformer.attention = 'default'
+  encoder = vit.get('transformer') or vit
+  if 'attention' in encoder:  # The run may have had other devices.
+    encoder.attention = 'default'
   program = train.make_program(config, metadata, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   abstract = program.abstract

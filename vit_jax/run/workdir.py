@@ -40,6 +40,7 @@ FREE_KEYS = (
   'log_images',
   'max_image_pixels',
   'mesh',
+  'model.attention',
   'model.remat',
   'model.transformer.attention',
   'model.transformer.remat',

@@ -34,8 +34,8 @@ from vit_jax import cli
 MODEL_AXIS = 'model'
 FSDP_AXIS = 'fsdp'
 
-# In a Vision Transformer or Mixer, and in a detector.
-_ATTENTION_OUT = '(MultiHeadDotProductAttention_0|_attention)/out/kernel'
+# In a Vision Transformer or Mixer, in a detector, and in an iGPT.
+_ATTENTION_OUT = '(MultiHeadDotProductAttention_0|attention)/out/kernel'
 _MLP = r'(MlpBlock_0|_mixing|coder_layer_\d+|box_head)'
 
 # Tensor parallelism: each head and each hidden unit lies on one device. A
@@ -47,6 +47,8 @@ TENSOR_RULES = (
   (f'{_MLP}/Dense_0/kernel', (None, MODEL_AXIS)),
   (f'{_MLP}/Dense_0/bias', (MODEL_AXIS,)),
   (f'{_MLP}/Dense_1/kernel', (MODEL_AXIS,)),
+  ('mlp/hidden/kernel', (None, MODEL_AXIS)),
+  ('mlp/output/kernel', (MODEL_AXIS,)),
   ('head/kernel', (None, MODEL_AXIS)),
   ('head/bias', (MODEL_AXIS,)),
 )
