@@ -4,7 +4,8 @@
 arguments of `vit_jax.models.VisionTransformer` (or of the class of another `kind`) without
 `num_classes`. Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2
 (Ti, S, R+Ti, R26+S), 2105.01601 table 1 (Mixer), 1912.11370 (BiT), 2005.12872
-(DETR), "Generative Pretraining from Pixels", section 3.1, and its released code (iGPT).
+(DETR); "Generative Pretraining from Pixels", section 3.1, and its released code
+(iGPT).
 
 The configs hold sizes only, so that other implementations of the models accept
 them too. All other fields of a model, with their defaults, are in OPTIONS; set
@@ -63,15 +64,6 @@ BITS = {
   'R200': ((3, 24, 36, 3), (3,)),
 }
 
-# Name -> units per stage of the backbone, whether its last stage has a dilation
-# in place of its stride ("DC5"), of a DETR (arXiv 2005.12872, section 4).
-DETRS = {
-  'DETR-R50': ((3, 4, 6, 3), False),
-  'DETR-R50-DC5': ((3, 4, 6, 3), True),
-  'DETR-R101': ((3, 4, 23, 3), False),
-  'DETR-R101-DC5': ((3, 4, 23, 3), True),
-}
-
 # iGPT: size -> (layers, width D, heads). The heads of XL, whose weights were
 # never released, are unknown: the number here is that of L.
 IGPTS = {
@@ -79,6 +71,15 @@ IGPTS = {
   'M': (36, 1024, 8),
   'L': (48, 1536, 16),
   'XL': (60, 3072, 16),
+}
+
+# Name -> units per stage of the backbone, whether its last stage has a dilation
+# in place of its stride ("DC5"), of a DETR (arXiv 2005.12872, section 4).
+DETRS = {
+  'DETR-R50': ((3, 4, 6, 3), False),
+  'DETR-R50-DC5': ((3, 4, 6, 3), True),
+  'DETR-R101': ((3, 4, 23, 3), False),
+  'DETR-R101-DC5': ((3, 4, 23, 3), True),
 }
 
 # Small models for tests, with the original's sizes -> classifier.
@@ -148,18 +149,6 @@ BIT_OPTIONS = {
 }
 
 
-# The same for a DETR, see vit_jax/models_detr.py.
-DETR_OPTIONS = {
-  'dtype': 'float32',
-  'param_dtype': 'float32',
-  # Norm of the backbone: 'frozen_batch' or 'group'.
-  'norm': 'frozen_batch',
-  # Dropout after attention and dense layers, and of the attention weights.
-  'dropout_rate': 0.1,
-  'attention_dropout_rate': 0.1,
-}
-
-
 # The same for iGPT; see vit_jax/models_igpt.py.
 IGPT_OPTIONS = {
   'dtype': 'float32',
@@ -173,14 +162,28 @@ IGPT_OPTIONS = {
   'remat': '',
 }
 
+# The same for a DETR, see vit_jax/models_detr.py.
+DETR_OPTIONS = {
+  'dtype': 'float32',
+  'param_dtype': 'float32',
+  # Norm of the backbone: 'frozen_batch' or 'group'.
+  'norm': 'frozen_batch',
+  # Dropout after attention and dense layers, and of the attention weights.
+  'dropout_rate': 0.1,
+  'attention_dropout_rate': 0.1,
+}
+
 _OPTIONS_OF = {
   'vit': OPTIONS,
   'mixer': MIXER_OPTIONS,
   'bit': BIT_OPTIONS,
+  'igpt': IGPT_OPTIONS,
   'detr': DETR_OPTIONS,
 }
 # Options of any model, which the command line sets.
-ALL_OPTIONS = {**OPTIONS, **MIXER_OPTIONS, **BIT_OPTIONS, **DETR_OPTIONS}
+ALL_OPTIONS = {
+  k: v for options in _OPTIONS_OF.values() for k, v in options.items()
+}
 
 
 def _config(name, size, patch, resnet=None, classifier='token'):
@@ -225,6 +228,18 @@ def _bit_config(name, units, width_factor):
   return config
 
 
+def _igpt_config(name, num_layers, hidden_size, num_heads):
+  config = ml_collections.ConfigDict()
+  config.kind = 'igpt'
+  config.model_name = name
+  config.hidden_size = hidden_size
+  config.num_layers = num_layers
+  config.num_heads = num_heads
+  config.num_colors = 512
+  config.num_positions = 32 * 32
+  return config
+
+
 def _detr_config(name, units, dilate_last):
   config = ml_collections.ConfigDict()
   config.kind = 'detr'
@@ -237,30 +252,6 @@ def _detr_config(name, units, dilate_last):
   config.num_decoder_layers = 6
   config.num_heads = 8
   config.mlp_dim = 2048
-  return config
-
-
-def _igpt_config(name, num_layers, hidden_size, num_heads):
-  config = ml_collections.ConfigDict()
-  config.kind = 'igpt'
-  config.model_name = name
-  config.hidden_size = hidden_size
-  config.num_layers = num_layers
-  config.num_heads = num_heads
-  config.num_colors = 512
-  config.num_positions = 32 * 32
-  return config
-
-
-def _igpt_config(name, num_layers, hidden_size, num_heads):
-  config = ml_collections.ConfigDict()
-  config.kind = 'igpt'
-  config.model_name = name
-  config.hidden_size = hidden_size
-  config.num_layers = num_layers
-  config.num_heads = num_heads
-  config.num_colors = 512
-  config.num_positions = 32 * 32
   return config
 
 
@@ -286,6 +277,8 @@ def _make_configs():
     for factor in width_factors:
       name = f'BiT-{depth}x{factor}'
       configs[name] = _bit_config(name, units, factor)
+  for size, sizes in IGPTS.items():
+    configs[f'iGPT-{size}'] = _igpt_config(f'iGPT-{size}', *sizes)
   for name, sizes in DETRS.items():
     configs[name] = _detr_config(name, *sizes)
   return configs

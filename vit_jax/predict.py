@@ -3,6 +3,11 @@ r"""Prints the predictions of a trained model for images, such as their classes.
   python -m vit_jax.predict --workdir=/tmp/digits image.png other.jpg
   python -m vit_jax.predict --weights=model.safetensors image.png
 
+A model of pixels (configs/igpt.py) draws images, and completes their lower part:
+
+  python -m vit_jax.predict --workdir=/tmp/igpt --sample=16 --out=samples.png
+  python -m vit_jax.predict --workdir=/tmp/igpt --complete half.png --out=whole.png
+
 In Python:
 
   model = predict.load('/tmp/digits')
@@ -26,6 +31,12 @@ import jax
 
 from vit_jax import cli
 from vit_jax.configs import models as model_configs
+
+# Flags of some tasks alone, see FLAGS of vit_jax.tasks.base.Predictor.
+_OWN_FLAGS = (
+  'threshold', 'image_size', 'sample', 'complete', 'rows', 'seed', 'temperature',
+  'top_k',
+)  # fmt: skip
 
 
 def load(
@@ -127,7 +138,7 @@ def _image_size(text: str) -> int | tuple[int, ...]:
 def make_parser() -> argparse.ArgumentParser:
   """Returns the parser of this command."""
   parser = cli.parser('vit_jax.predict', __doc__)
-  parser.add_argument('images', nargs='+', help='image files of any size')
+  parser.add_argument('images', nargs='*', help='image files of any size')
   cli.add_model_flags(parser)
   parser.add_argument(
     '--top', type=int, default=5, help='number of classes to print (5)'
@@ -149,23 +160,49 @@ def make_parser() -> argparse.ArgumentParser:
     help='detectors: pixels of the shorter side, or height and width, of the '
     'images that the network sees (as in the evaluation of the run)',
   )
+  _add_sampling_flags(parser)
   return parser
+
+
+def _add_sampling_flags(parser):
+  """Adds the flags of models that draw images."""
+  group = parser.add_argument_group('models of pixels')
+  group.add_argument('--sample', type=int, help='number of images to draw')
+  group.add_argument(
+    '--complete', nargs='+', help='image files whose lower part to draw'
+  )
+  group.add_argument(
+    '--rows',
+    type=int,
+    help="rows to keep of the model's image (all rows of an image that is low "
+    'for its width, half of the rows of any other)',
+  )
+  group.add_argument('--seed', type=int, help='seed of drawing (0)')
+  group.add_argument(
+    '--temperature',
+    type=float,
+    help='below 1: more likely colours (1)',
+  )
+  group.add_argument(
+    '--top_k', type=int, help='draw among so many likely colours (all)'
+  )
 
 
 def _check_flags(model, args) -> None:
   """Raises ValueError if flags do not fit the task of a model."""
   task, which = model.task, f"the task '{model.config.task}'"
-  if args.out and not task.DRAWS:
+  for name in _OWN_FLAGS:
+    if getattr(args, name) is not None and name not in model.FLAGS:
+      raise ValueError(f'{which} has no --{name}: leave out the flag')
+  draws = args.sample is not None or bool(args.complete)
+  if args.out and not (task.DRAWS or draws):
     raise ValueError(
       f'{which} prints its predictions and writes no picture: leave out --out'
     )
-  if not args.out and not task.PRINTS:
+  if not args.out and (draws or not task.PRINTS):
     raise ValueError(
       f'{which} writes its predictions as a picture: give --out=FILE.png'
     )
-  for name in ('threshold', 'image_size'):
-    if getattr(args, name) is not None and name not in model.FLAGS:
-      raise ValueError(f'{which} has no --{name}: leave out the flag')
 
 
 def main() -> None:
@@ -173,6 +210,7 @@ def main() -> None:
   args = make_parser().parse_args()
   cli.check_model_flags(args)
   cli.check_output('out', args.out)
+  _check_inputs(args)
   cli.quiet()
   cli.avoid_libtpu()
   if args.weights:
@@ -182,6 +220,24 @@ def main() -> None:
   _check_flags(model, args)
   for line in model.report(args.images, args):
     print(line)
+
+
+def _check_inputs(args):
+  """Raises ValueError unless the command line names one thing to do."""
+  given = {
+    'images': bool(args.images),
+    '--sample': args.sample is not None,
+    '--complete': bool(args.complete),
+  }
+  if sum(given.values()) != 1:
+    raise ValueError(
+      'give one of image files, --sample=NUMBER and --complete FILE, not '
+      + (' and '.join(k for k, v in given.items() if v) or 'none of them')
+    )
+  if args.rows is not None and not args.complete:
+    raise ValueError(
+      f'--rows={args.rows} is a part of --complete FILE: give that too'
+    )
 
 
 if __name__ == '__main__':

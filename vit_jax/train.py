@@ -21,6 +21,7 @@ from vit_jax.configs import models as model_configs
 from vit_jax.data import mixture
 from vit_jax.data import sources
 from vit_jax.evaluators import fewshot
+from vit_jax.evaluators import layer_probe
 from vit_jax.evaluators import pictures
 from vit_jax.evaluators import real
 from vit_jax.layers import attention
@@ -207,7 +208,10 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   train = sources.open_split(
     config, config.pp.train, task_class.FEATURES, workdir=workdir
   )
-  metadata = task_class.make_metadata(config, train)
+  metadata = {
+    **task_class.make_metadata(config, train),
+    **_learned(task_class, config, train, workdir),
+  }
   tests = {
     name: open_for(config, task_class, metadata, split, dataset, workdir)
     for name, split, dataset in run_config.evaluations(config)
@@ -218,12 +222,12 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   for name, split, dataset in run_config.evaluations(config):
     opened = {split: tests[name]}
 
-    def open_split(wanted, opened=opened, dataset=dataset):
-      if wanted not in opened:
-        opened[wanted] = open_for(
-          config, task_class, metadata, wanted, dataset, workdir
-        )
-      return opened[wanted]
+    def open_split(wanted, further=(), opened=opened, dataset=dataset):
+      if wanted in opened and not further:
+        return opened[wanted]
+      return open_for(
+        config, task_class, metadata, wanted, dataset, workdir, further
+      )
 
     evaluators[name] = program.task.evaluators(mesh, split, open_split)
   first = next(iter(evaluators))
@@ -234,6 +238,14 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   return Prepared(
     config, mesh, program, metadata, train, tests, evaluators, drawn
   )
+
+
+def _learned(task_class, config, source, workdir) -> dict[str, Any]:
+  """Returns metadata that the run has learned, or learns now."""
+  if not task_class.LEARNED:
+    return {}
+  stored = workdir and workdir_lib.stored(workdir, task_class.LEARNED)
+  return stored or task_class.learn(config, source)
 
 
 def check(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
@@ -257,14 +269,21 @@ def _probes(task, mesh, workdir) -> list:
   config, found = task.config, []
   if config.fewshot.shots:
     found.append(fewshot.FewShot(task, mesh, workdir))
-  if config.real_labels is not None:
-    _, split, dataset = run_config.evaluations(config)[0]
+  _, split, dataset = run_config.evaluations(config)[0]
 
-    def open_split(wanted, further):
-      return open_for(
-        config, type(task), task.metadata, wanted, dataset, workdir, further
+  def open_split(wanted, further):
+    return open_for(
+      config, type(task), task.metadata, wanted, dataset, workdir, further
+    )
+
+  if config.layer_probe:
+    labelled = [open_split(x, ('label',)) for x in (config.pp.train, split)]
+    found.append(
+      layer_probe.LayerProbe(
+        task, mesh, workdir, *labelled, per_class=config.layer_probe
       )
-
+    )
+  if config.real_labels is not None:
     found.append(real.Real(task, mesh, open_split, split, config.real_labels))
   return found
 

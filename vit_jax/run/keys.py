@@ -118,6 +118,7 @@ KEYS: dict[str, rules.Rule] = {
   'fewshot.l2': rules.positive,
   'fewshot.layer': rules.text,
   'fewshot.squeeze': rules.number(1),
+  'layer_probe': rules.whole(0),
   'real_labels': rules.optional(rules.text),
   'profile_steps': _EVERY,
 }
@@ -202,11 +203,7 @@ IGPT: dict[str, rules.Rule] = {
 
 # Kind of model -> the rules of its fields; other kinds have none.
 MODELS = {
-  None: MODEL,
-  'vit': MODEL,
-  'mixer': MODEL,
-  'bit': MODEL,
-  'detr': MODEL,
+  **dict.fromkeys((None, 'vit', 'mixer', 'bit', 'detr'), MODEL),
   'igpt': IGPT,
 }
 

@@ -9,6 +9,7 @@ knows what a label is.
 Methods, in the order in which a run calls them:
 
   make_metadata   metadata of the training data, such as class names
+  learn           metadata that take long to compute, such as a palette
   Task(config, metadata)
   example         turns a record of the data into an example
   batch_spec      shapes of a batch
@@ -19,6 +20,7 @@ Methods, in the order in which a run calls them:
   update_extra    extra state after an update
   evaluators      evaluators of a split
   intermediates   features of images, for probes
+  drawn_outputs   what draw_evaluation draws, computed on the devices
   draw_evaluation pictures of test images and predictions
   predictor       the object that `vit_jax.predict` loads
 """
@@ -60,6 +62,7 @@ class Task(abc.ABC):
     METADATA: names of the values that `make_metadata` returns; each is a JSON
       file in the workdir.
     METADATA_RULES: rules for these values, by name.
+    LEARNED: names of those values that `learn` returns.
     NEW_PARAMS: prefixes of the paths of parameters that do not come from
       `config.pretrained`.
     OWN_PARAMS: prefixes of the paths of parameters that only this objective
@@ -85,6 +88,7 @@ class Task(abc.ABC):
   LOW: ClassVar[tuple[str, ...]] = ('loss',)
   METADATA: ClassVar[tuple[str, ...]] = ()
   METADATA_RULES: ClassVar[dict[str, rules.Rule]] = {}
+  LEARNED: ClassVar[tuple[str, ...]] = ()
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head/',)
   OWN_PARAMS: ClassVar[tuple[str, ...]] = ()
   DRAWS: ClassVar[bool] = False
@@ -120,6 +124,22 @@ class Task(abc.ABC):
     Args:
       config: config of the run.
       source: the training split, see vit_jax.data.sources.Source.
+    """
+    del config, source
+    return {}
+
+  @classmethod
+  def learn(cls, config, source) -> dict[str, Any]:
+    """Returns metadata that take long to compute, a dict for JSON.
+
+    A run that resumes reads them from its workdir instead.
+
+    Args:
+      config: config of the run.
+      source: the training split, see vit_jax.data.sources.Source.
+
+    Returns:
+      The values of LEARNED by name, the same on all processes.
     """
     del config, source
     return {}
@@ -278,6 +298,8 @@ class Task(abc.ABC):
     Returns:
       Objects with `run(params, extra, stop)`, which returns metrics by name, or
       None if `stop()` became true. The loop adds the name of the evaluation.
+      An evaluator with the attribute `final = True` runs after the last update
+      alone.
     """
     return [means.Means(self, mesh, open_split(split))]
 
@@ -295,6 +317,10 @@ class Task(abc.ABC):
     """
     return self._draw('training_images', batch)
 
+  def drawn_outputs(self, params, extra, batch: dict):
+    """Computes what `draw_evaluation` draws; see `outputs`."""
+    return self.outputs(params, extra, batch)
+
   def draw_evaluation(self, batch: dict, outputs) -> dict[str, np.ndarray]:
     """Draws the first test images with the model's predictions.
 
@@ -304,7 +330,7 @@ class Task(abc.ABC):
     Args:
       batch: NumPy arrays [b, ...]; b is `config.log_images`, at most the number
         of test images.
-      outputs: result of `outputs` for the batch, NumPy arrays [b, ...].
+      outputs: result of `drawn_outputs` for the batch, NumPy arrays [b, ...].
 
     Returns:
       See `draw_training`.
