@@ -286,14 +286,10 @@ def _check_model(model, name='model'):
   fields, width = model.get('transformer') or model, model.get('hidden_size')
   heads = fields.get('num_heads')
   if isinstance(heads, int) and isinstance(width, int) and width % heads:
-    key = (
-      f'{name}.num_heads'
-      if fields is model
-      else f'{name}.transformer.num_heads'
-    )
+    key = name if fields is model else f'{name}.transformer'
     raise ValueError(
-      f'{key}={heads} does not divide {name}.hidden_size={width}: choose a '
-      f'divisor (config.{key})'
+      f'{key}.num_heads={heads} does not divide {name}.hidden_size={width}: '
+      f'choose a divisor (config.{key}.num_heads)'
     )
   kind = positions.kind_of(
     fields.get('add_position_embedding', True),

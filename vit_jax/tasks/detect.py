@@ -31,6 +31,7 @@ from vit_jax.files import images as images_lib
 from vit_jax.learning import boxes as boxes_lib
 from vit_jax.run import config as run_config
 from vit_jax.tasks import base
+from vit_jax.weights import fitting
 
 _ROUNDING = 1e-3  # Share of an image by which a box may reach beyond it.
 THRESHOLD = 0.7  # Least score of an object that is shown.
@@ -249,6 +250,35 @@ class Task(base.Task):
     )
     params = variables.pop('params')
     return params, {k: v for k, v in variables.items() if k == 'frozen'}
+
+  def adapt_weights(self, weights):
+    """Takes the rows of the class head by name, if it has all classes.
+
+    So weights with COCO's 91 category ids suit data with the 80 classes that
+    there are.
+    """
+    return fitting.with_classes(weights, self.class_names)
+
+  def new_params(self, have, want, class_names):
+    """Returns the heads that weights lack, or that are for other classes.
+
+    Weights of a backbone alone leave all else new.
+    """
+    if 'query_embedding' not in have:
+      backbone = ('backbone/', 'frozen/')
+      return [path for path in want if not path.startswith(backbone)]
+    bias = 'class_head/bias'
+    same = bias in have and have[bias].shape == want[bias].shape
+    if class_names is not None:
+      same = same and tuple(class_names) == self.class_names
+    found = {
+      path for path in have if same or path.split('/')[0] != 'class_head'
+    }
+    return [
+      prefix
+      for prefix in self.NEW_PARAMS
+      if not any(path.startswith(prefix) for path in found)
+    ]
 
   def _apply(self, params, extra, batch, **kwargs):
     variables = {'params': params, **extra}
