@@ -173,7 +173,6 @@ DETR_OPTIONS = {
   'attention_dropout_rate': 0.1,
 }
 
-
 _OPTIONS_OF = {
   'vit': OPTIONS,
   'mixer': MIXER_OPTIONS,
@@ -334,15 +333,11 @@ def get_config(name: str) -> ml_collections.ConfigDict:
   return copy.deepcopy(MODEL_CONFIGS[name])
 
 
-def get_backbone_config(
-  name: str, position_grid: tuple[int, int]
-) -> ml_collections.ConfigDict:
+def get_backbone_config(name: str) -> ml_collections.ConfigDict:
   """Returns the config of a Vision Transformer as the backbone of a DETR.
 
   Args:
     name: see `get_config`.
-    position_grid: grid (height, width) in patches of the position embeddings,
-      which the model resizes to the images.
 
   Raises:
     ValueError: if the name is unknown, or that of another kind of model.
@@ -350,12 +345,19 @@ def get_backbone_config(
   config = get_config(name)
   if 'transformer' not in config:
     raise ValueError(
-      f"backbone '{name}' is no Vision Transformer: use the name of one, such as "
-      "'s16' or 'r50_b32'"
+      f"'{name}' is no Vision Transformer, and cannot be the backbone of a DETR: "
+      "use for example 's16' or 'r50_b32'"
     )
-  config = with_options(config)
-  config.transformer.position_grid = position_grid
-  return config
+  return with_options(config)
+
+
+def vit_of(model) -> ml_collections.ConfigDict:
+  """Returns the config of a DETR's Vision Transformer, or else that of the model.
+
+  Args:
+    model: config of a model (`config.model` of a run).
+  """
+  return model.get('vit') or model
 
 
 def with_options(config) -> ml_collections.ConfigDict:

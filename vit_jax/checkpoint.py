@@ -15,6 +15,7 @@ import flax.core
 import flax.traverse_util
 
 from vit_jax import models
+from vit_jax.configs import models as model_configs
 from vit_jax.weights import fetch
 from vit_jax.weights import fitting
 from vit_jax.weights import identify
@@ -144,12 +145,8 @@ def _weights_path(config) -> str | None:
   name = config.model_or_filename
   if name:
     return augreg_filename(name, config.pretrained_dir)
-  model = config.model.vit if _has_vit_backbone(config) else config.model
+  model = model_configs.vit_of(config.model)
   return f'{config.pretrained_dir}/{model.get("model_name")}.npz'
-
-
-def _has_vit_backbone(config) -> bool:
-  return config.model.get('backbone') == 'vit'
 
 
 @contextlib.contextmanager

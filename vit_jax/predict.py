@@ -30,6 +30,7 @@ import math
 import jax
 
 from vit_jax import cli
+from vit_jax.configs import models as model_configs
 
 # Flags of some tasks alone, see FLAGS of vit_jax.tasks.base.Predictor.
 _OWN_FLAGS = (
@@ -69,7 +70,8 @@ def load(
   mesh = mesh or _mesh(config)
   if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
     config.sharding_rules = ()
-  encoder = config.model.get('transformer') or config.model
+  vit = model_configs.vit_of(config.model)
+  encoder = vit.get('transformer') or vit
   if 'attention' in encoder:  # The run may have had other devices.
     encoder.attention = 'default'
   program = train.make_program(config, metadata, mesh)

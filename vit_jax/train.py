@@ -18,6 +18,7 @@ import optax
 from vit_jax import checkpoint
 from vit_jax import cli
 from vit_jax import input_pipeline
+from vit_jax.configs import models as model_configs
 from vit_jax.data import mixture
 from vit_jax.data import sources
 from vit_jax.evaluators import fewshot
@@ -84,9 +85,10 @@ def make_program(config, metadata, mesh) -> Program:
     ValueError: if the model, attention, task, optimiser, schedule, or the rules
       for sharding or learning rates are wrong.
   """
+  vit = model_configs.vit_of(config.model)
   # An iGPT has the encoder's fields among its own.
-  inner = config.model.get('transformer')
-  encoder = inner or config.model
+  inner = vit.get('transformer')
+  encoder = inner or vit
   attention.check(
     encoder.get('attention', 'default'),
     encoder.get('attention_dropout_rate', 0.0),

@@ -44,6 +44,7 @@ KEYS: dict[str, rules.Rule] = {
   'shuffle_buffer_bytes': rules.whole(1),
   'max_image_pixels': rules.whole(1),
   'broken_images': rules.one_of('error', 'skip', 'trust'),
+  'broken_boxes': rules.one_of('refuse', 'skip', 'clip'),
   'pp.train': rules.split,
   'pp.test': rules.split,
   'pp.crop': rules.size,

@@ -107,6 +107,14 @@ def batch_axes(mesh) -> tuple[str, ...]:
   return tuple(name for name in mesh.axis_names if name != MODEL_AXIS)
 
 
+def mesh_of(tree) -> jax.sharding.Mesh:
+  """Returns the mesh that the arrays of a tree lie on, or that of one device."""
+  where = jax.tree.leaves(tree)[0].sharding
+  if isinstance(where, NamedSharding):
+    return where.mesh
+  return make_mesh({'data': 1}, list(where.device_set))
+
+
 def batch_shards(mesh) -> int:
   """Returns the number of parts into which the mesh splits the batch."""
   return math.prod(mesh.shape[name] for name in batch_axes(mesh))
