@@ -1,6 +1,5 @@
 """Tests of looking inside a detector, beside Hugging Face's attention."""
 
-import re
 import types
 
 import flax.traverse_util
@@ -48,35 +47,12 @@ def hf_detr():
   return torch_models.randomize(model).eval()
 
 
-# Names of Hugging Face's ResNet -> of timm's.
-_TIMM = (
-  (r'embedder\.embedder\.convolution', 'conv1'),
-  (r'embedder\.embedder\.normalization', 'bn1'),
-  (r'encoder\.stages\.(\d)\.layers', lambda m: f'layer{int(m[1]) + 1}'),
-  (r'shortcut\.convolution', 'downsample.0'),
-  (r'shortcut\.normalization', 'downsample.1'),
-  (r'layer\.(\d)\.convolution', lambda m: f'conv{int(m[1]) + 1}'),
-  (r'layer\.(\d)\.normalization', lambda m: f'bn{int(m[1]) + 1}'),
-)
-
-
-def with_names_of_timm(state):
-  """Renames the backbone's parameters."""
-  found = {}
-  for name, value in state.items():
-    for pattern, new in _TIMM:
-      name = re.sub(pattern, new, name) if '.backbone.' in name else name
-    found[name] = value.numpy()
-  return found
-
-
 def test_attention_is_that_of_hugging_face_for_a_padded_batch():
   theirs = hf_detr()
-  state = with_names_of_timm(theirs.state_dict())
-  params, frozen = (
-    flax.traverse_util.unflatten_dict(tree, sep='/')
-    for tree in layout.from_torch(state, (1, 1, 1, 1), 2, 2, heads=2).values()
-  )
+  state = {name: x.numpy() for name, x in theirs.state_dict().items()}
+  found = layout.load(state, layout.detect(state), 2)
+  params = flax.traverse_util.unflatten_dict(found, sep='/')
+  frozen = params.pop('frozen')
   model = models_detr.Detr(
     3,
     units=(1, 1, 1, 1),

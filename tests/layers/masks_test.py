@@ -1,6 +1,5 @@
 """Tests of DETR's mask head against Hugging Face's."""
 
-import flax.traverse_util
 import jax
 import numpy as np
 import pytest
@@ -8,43 +7,14 @@ import torch
 import transformers
 
 from tests import torch_models
+from vit_jax import convert
+from vit_jax import models
 from vit_jax import models_detr
 from vit_jax.layers import masks
-from vit_jax.layouts import detr as layout
-
-UNITS = (2, 2, 2, 2)
-# Hugging Face's name of each part of the mask head.
-PARTS = {
-  'attention/query': 'bbox_attention.q_proj',
-  'attention/key': 'bbox_attention.k_proj',
-  **{f'adapter_{i}': f'mask_head.fpn_stages.{i}.fpn_adapter' for i in range(3)},
-  'convolutions/output': 'mask_head.output_conv',
-}
-for _i in range(5):
-  _name = f'fpn_stages.{_i - 2}.refine' if _i > 1 else f'conv{_i + 1}'
-  _room = 'convolutions/' if _i else ''
-  PARTS[f'{_room}conv_{_i}'] = f'mask_head.{_name}.conv'
-  PARTS[f'convolutions/norm_{_i}'] = f'mask_head.{_name}.norm'
-
-
-def segmentation(state, heads):
-  """The parameters of the mask head in a state dict of Hugging Face."""
-  found = {}
-  for path, name in PARTS.items():
-    weight, bias = state[f'{name}.weight'], state[f'{name}.bias']
-    kernel = 'scale' if 'norm' in path else 'kernel'
-    if weight.ndim == 4:
-      weight = weight.transpose(2, 3, 1, 0)
-    if 'attention' in path:
-      weight = weight.T.reshape(len(weight), heads, -1)
-      bias = bias.reshape(heads, -1)
-    found[f'segmentation/{path}/{kernel}'] = weight
-    found[f'segmentation/{path}/bias'] = bias
-  return found
 
 
 @pytest.fixture(scope='module')
-def models():
+def pair(tmp_path_factory):
   """A narrow DETR of Hugging Face with masks; the same model, and variables."""
   theirs = transformers.DetrForSegmentation(
     transformers.DetrConfig(
@@ -63,30 +33,15 @@ def models():
     )
   )
   torch_models.randomize(theirs).eval()
-  state = {name: value.numpy() for name, value in theirs.state_dict().items()}
-  detector = {name.removeprefix('detr.'): x for name, x in state.items()}
-  found = layout.from_torch(detector, UNITS, 1, 1, heads=8)
-  found['params'] |= segmentation(state, 8)
-  variables = {
-    name: flax.traverse_util.unflatten_dict(tree, sep='/')
-    for name, tree in found.items()
-  }
-  ours = models_detr.Detr(
-    4,
-    units=UNITS,
-    hidden_size=32,
-    num_queries=5,
-    num_encoder_layers=1,
-    num_decoder_layers=1,
-    num_heads=8,
-    mlp_dim=16,
-    mask_head=True,
-  )
-  return theirs, ours, variables
+  folder = tmp_path_factory.mktemp('masks')
+  theirs.save_pretrained(folder)
+  found = convert.read(str(folder))
+  ours = models.make_model(found.config, num_classes=found.num_classes)
+  return theirs, ours, {'params': found.params, **found.extra}
 
 
-def test_masks_are_those_of_hugging_face_for_a_padded_batch(models):
-  theirs, ours, variables = models
+def test_masks_are_those_of_hugging_face_for_a_padded_batch(pair):
+  theirs, ours, variables = pair
   rng = np.random.RandomState(0)
   # Three of the four maps have an odd height or width: 25 x 17, 13 x 9, 7 x 5.
   images = rng.uniform(-1, 1, (2, 100, 66, 3)).astype(np.float32)

@@ -54,19 +54,15 @@ class Task(detect.Task):
     # Height and width of the square in which test images are compared with
     # their segments; a larger image is reduced.
     'truth_size': 640,
-    # Beginnings of the names of the parameters that are not among the weights
-    # of `config.pretrained`: ('class_head/',) for weights with a mask head and
-    # of other classes.
-    'new_params': ('segmentation/',),
   }
   OPTION_RULES = {  # noqa: RUF012
     # The number of an object is a byte.
     'max_objects': rules.whole(1, 255),
     'stuff': rules.names,
     'truth_size': rules.whole(1),
-    'new_params': rules.names,
   }
   METRICS = (*pq.NAMES, *detect.Task.METRICS)
+  NEW_PARAMS = (*detect.Task.NEW_PARAMS, 'segmentation/')
   METADATA = ('class_names', 'isthing')
   METADATA_RULES = {  # noqa: RUF012
     **detect.Task.METADATA_RULES,
@@ -77,7 +73,6 @@ class Task(detect.Task):
   def __init__(self, config, metadata):
     super().__init__(config, metadata)
     self.is_thing = tuple(metadata['isthing'])
-    self.NEW_PARAMS = self.options.new_params
     if config.best_metric.startswith(pq.NAMES) and not self.model.mask_head:
       raise ValueError(
         f"best_metric='{config.best_metric}' needs masks: set "
