@@ -233,7 +233,9 @@ class Checkpoints:
         'longer'
       )
     return Weights(
-      found['params'], found['extra'] if jax.tree.leaves(extra) else {}, step
+      found['params'],
+      found['extra'] if jax.tree.leaves(extra) else extra or {},
+      step,
     )
 
   def _newest(self, read: Callable, step: int | None):
