@@ -1,23 +1,29 @@
 """DETR: object detection as the prediction of a set (arXiv 2005.12872).
 
-A backbone makes a feature map of an image, a Transformer encoder relates its
-cells to each other, and a decoder turns a fixed number of learned queries into
-one class and one box each. Images of a batch may have padding below and to the
+A backbone, a ResNet or a Vision Transformer, makes a feature map of an image, a
+Transformer encoder relates its cells to each other, and a decoder turns a fixed
+number of learned queries into one class and one box each. Images of a batch may have padding below and to the
 right; a mask says which pixels are real.
 
 Shapes in the comments:
   B images    H, W image height and width    h, w cells of the feature map
   S = h*w     Q object queries    D width of a token    L layers of the decoder
+  F channels of the feature map
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 
+from vit_jax import models_vit
 from vit_jax.layers import detection
 from vit_jax.layers import resnet
+from vit_jax.scale import sharding
+
+BACKBONES = ('resnet', 'vit')
 
 # Mean and standard deviation of ImageNet's pixels in [0, 1], by channel, with
 # which the published backbones were trained.
@@ -68,16 +74,67 @@ class BoxHead(nn.Module):
     return nn.sigmoid(x)
 
 
+class VitBackbone(models_vit.VisionTransformer):
+  """A Vision Transformer that returns its tokens as a feature map.
+
+  The class token, if there is one, takes part in the attention, as in the
+  published weights, and is left out of the map.
+  """
+
+  def __call__(self, images, mask=None, *, train):
+    """Maps images [B, H, W, 3] to [B, h, w, F].
+
+    Args:
+      images: float in [-1, 1].
+      mask: bool [B, H, W], True for real pixels; patches that begin in the
+        padding are not attended to. None if there is no padding.
+      train: whether dropout is on.
+    """
+    if mask is not None:
+      images = images * mask[..., None]
+    x = self.embed(images, flat=False)  # [B, h, w, F]
+    grid = x.shape[1:3]
+    tokens = grid[0] * grid[1]
+    if mask is not None:
+      mask = shrink_mask(mask, grid).reshape(len(x), 1, 1, tokens)
+      first = int(self.has_class_token)
+      mask = jnp.pad(
+        mask, ((0, 0), (0, 0), (0, 0), (first, 0)), constant_values=True
+      )
+    x = self.encode(x, train=train, mask=mask)[:, -tokens:]
+    return x.reshape(len(x), *grid, -1)
+
+
+def check_vit(fields):
+  """Checks the names of the fields of a Vision Transformer as the backbone.
+
+  Raises:
+    ValueError: if a field is missing or unknown.
+  """
+  known = set(VitBackbone.__dataclass_fields__) - {'parent', 'name'}
+  unknown = sorted(set(fields) - known)
+  missing = sorted({'patches', 'transformer', 'hidden_size'} - set(fields))
+  if unknown or missing:
+    raise ValueError(
+      f'config.model.vit lacks {missing} and has unknown fields {unknown}: give '
+      "the fields of a Vision Transformer with backbone='vit', as "
+      'vit_jax.configs.models.get_config returns them (config.model.vit)'
+    )
+
+
 class Detr(nn.Module):
-  """DETR with a ResNet as the backbone.
+  """DETR with a ResNet or a Vision Transformer as the backbone.
 
   Attributes:
     num_classes: number of classes without "no object", which is the last one.
-    units: bottlenecks per stage of the backbone.
-    backbone_width: channels of the backbone's root.
-    dilate_last: whether the backbone's last stage has a dilation in place of
-      its stride ("DC5").
-    norm: norm of the backbone, one of vit_jax.layers.resnet.NORMS.
+    backbone: one of BACKBONES.
+    vit: fields of vit_jax.models_vit.VisionTransformer, for `backbone='vit'`.
+      With `transformer.position_grid` images may have several sizes.
+    units: bottlenecks per stage of a ResNet.
+    backbone_width: channels of a ResNet's root.
+    dilate_last: whether a ResNet's last stage has a dilation in place of its
+      stride ("DC5").
+    norm: norm of a ResNet, one of vit_jax.layers.resnet.NORMS.
     hidden_size: width D of a token.
     num_queries: number of object queries Q.
     num_encoder_layers: layers of the encoder.
@@ -92,6 +149,8 @@ class Detr(nn.Module):
   """
 
   num_classes: int
+  backbone: str = BACKBONES[0]
+  vit: Mapping[str, Any] | None = None
   units: Sequence[int] = resnet.UNITS['r50']
   backbone_width: int = 64
   dilate_last: bool = False
@@ -125,16 +184,9 @@ class Detr(nn.Module):
       height of the image without its padding.
     """
     types = self._types()
+    features = self._features(images.astype(types['dtype']), mask, train)
     if mask is None:
       mask = jnp.ones(images.shape[:3], bool)
-    x = normalise(images.astype(types['dtype']), mask)
-    features = resnet.ResNet(
-      self.units,
-      self.backbone_width,
-      self.dilate_last,
-      name='backbone',
-      **types,
-    )(x)[-1]  # [B, h, w, F]
     memory, positions, seen = self._encode(features, mask, train)
     states = self._decode(memory, positions, seen, train)  # [L, B, Q, D]
     head = nn.Dense(
@@ -151,6 +203,30 @@ class Detr(nn.Module):
     return dict(
       dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
     )
+
+  def _features(self, images, mask, train):
+    """Returns the feature map [B, h, w, F] of the backbone."""
+    types = self._types()
+    if self.backbone == 'vit':
+      fields = {**(self.vit or {}), **types, 'num_classes': None}
+      check_vit(fields)
+      backbone = VitBackbone(name='backbone', **fields)
+      return backbone(images, mask, train=train)
+    if self.backbone != 'resnet':
+      raise ValueError(
+        f"backbone='{self.backbone}' is unknown: use one of {BACKBONES} "
+        '(config.model.backbone)'
+      )
+    if mask is None:
+      mask = jnp.ones(images.shape[:3], bool)
+    return resnet.ResNet(
+      self.units,
+      self.backbone_width,
+      self.dilate_last,
+      self.norm,
+      name='backbone',
+      **types,
+    )(normalise(images, mask))[-1]
 
   def _layers(self, cls, count, name):
     return [
@@ -192,6 +268,7 @@ class Detr(nn.Module):
       types['param_dtype'],
     ).astype(types['dtype'])
     queries = jnp.broadcast_to(queries, (len(memory), *queries.shape))
+    queries = sharding.constrain_batch(queries)
     norm = nn.LayerNorm(1e-5, name='decoder_norm', **types)
     x, states = jnp.zeros_like(queries), []
     layers = self._layers(

@@ -25,6 +25,7 @@ import math
 import jax
 
 from vit_jax import cli
+from vit_jax.configs import models as model_configs
 
 
 def load(
@@ -58,8 +59,9 @@ def load(
   mesh = mesh or _mesh(config)
   if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
     config.sharding_rules = ()
-  if 'transformer' in config.model:  # The run may have had other devices.
-    config.model.transformer.attention = 'default'
+  vit = model_configs.vit_of(config.model)
+  if 'transformer' in vit:  # The run may have had other devices.
+    vit.transformer.attention = 'default'
   program = train.make_program(config, metadata, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   abstract = program.abstract

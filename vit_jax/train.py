@@ -17,6 +17,7 @@ import optax
 from vit_jax import checkpoint
 from vit_jax import cli
 from vit_jax import input_pipeline
+from vit_jax.configs import models as model_configs
 from vit_jax.data import mixture
 from vit_jax.data import sources
 from vit_jax.evaluators import fewshot
@@ -82,7 +83,7 @@ def make_program(config, metadata, mesh) -> Program:
     ValueError: if the model, attention, task, optimiser, schedule, or the rules
       for sharding or learning rates are wrong.
   """
-  encoder = config.model.get('transformer') or {}
+  encoder = model_configs.vit_of(config.model).get('transformer') or {}
   attention.check(
     encoder.get('attention', 'default'),
     encoder.get('attention_dropout_rate', 0.0),
@@ -357,7 +358,12 @@ def start(prepared: Prepared, workdir, weights):
     )
     state = program.create_state(weights)
     if weights:
-      say('Starting from pre-trained weights, with a new head.')
+      is_part = all(path.startswith('backbone/') for path in weights)
+      say(
+        'Starting from a pre-trained backbone; the rest of the model is new.'
+        if is_part
+        else 'Starting from pre-trained weights, with a new head.'
+      )
   elif step < config.total_steps:
     say(f'Going on from the checkpoint of step {step}.')
   return checkpoints, state, step

@@ -31,6 +31,7 @@ WRONG = [
   ('prefetch', 10**9, 'must be a whole number from 0 to 1000'),
   ('shuffle_buffer', -1, WHOLE),
   ('broken_images', 'foo', "is unknown: use one of 'error', 'skip', 'trust'"),
+  ('broken_boxes', 'drop', "is unknown: use one of 'refuse', 'skip', 'clip'"),
   ('dataset', 5, 'must be the name of a data set, a folder, or several'),
   ('dataset', (('a', 0.0),), 'with weights above 0'),
   ('dataset', (('a', NAN), ('b', 1.0)), 'with weights above 0'),

@@ -11,6 +11,7 @@ it.
 import ml_collections
 
 from vit_jax import models_bit
+from vit_jax import models_detr
 from vit_jax import models_resnet
 from vit_jax import models_vit
 from vit_jax.configs import rules
@@ -42,6 +43,7 @@ KEYS: dict[str, rules.Rule] = {
   'shuffle_buffer_bytes': rules.whole(1),
   'max_image_pixels': rules.whole(1),
   'broken_images': rules.one_of('error', 'skip', 'trust'),
+  'broken_boxes': rules.one_of('refuse', 'skip', 'clip'),
   'pp.train': rules.split,
   'pp.test': rules.split,
   'pp.crop': rules.size,
@@ -140,6 +142,7 @@ MODEL: dict[str, rules.Rule] = {
   'transformer.attention': rules.one_of(*attention.IMPLEMENTATIONS),
   'transformer.gelu': rules.one_of(*encoder.GELUS),
   'transformer.norm_eps': rules.positive,
+  'transformer.position_grid': rules.optional(rules.pair_of_sizes),
   'transformer.remat': rules.one_of('', *encoder.REMAT_POLICIES),
   'transformer.scan': rules.flag,
   'transformer.causal': rules.flag,
@@ -175,6 +178,10 @@ MODEL: dict[str, rules.Rule] = {
   'dropout_rate': _RATE,
   'attention_dropout_rate': _RATE,
 }
+
+# Backbones of a DETR.
+MODEL['backbone'] = rules.one_of(*models_detr.BACKBONES)
+MODEL.update({f'vit.{name}': rule for name, rule in MODEL.items()})
 
 
 def check(config, known=None):
@@ -249,19 +256,22 @@ def check_together(config):
       )
 
 
-def _check_model(model):
+def _check_model(model, name='model'):
+  if model.get('vit') is not None:
+    _check_model(model.vit, f'{name}.vit')
   fields, width = model.get('transformer') or {}, model.get('hidden_size')
   heads = fields.get('num_heads')
   if isinstance(heads, int) and isinstance(width, int) and width % heads:
     raise ValueError(
-      f'model.transformer.num_heads={heads} does not divide '
-      f'model.hidden_size={width}: choose a divisor '
-      '(config.model.transformer.num_heads)'
+      f'{name}.transformer.num_heads={heads} does not divide '
+      f'{name}.hidden_size={width}: choose a divisor '
+      f'(config.{name}.transformer.num_heads)'
     )
   kind = positions.kind_of(
     fields.get('add_position_embedding', True),
     fields.get('position_embedding', 'learned_1d'),
     fields.get('position_layers', 'stem'),
+    fields.get('position_grid'),
   )
   if isinstance(width, int):
     positions.check_width(kind, width)

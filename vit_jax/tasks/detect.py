@@ -29,8 +29,10 @@ from vit_jax.evaluators import captions
 from vit_jax.evaluators import means
 from vit_jax.files import images as images_lib
 from vit_jax.learning import boxes as boxes_lib
+from vit_jax.run import config as run_config
 from vit_jax.tasks import base
 
+_ROUNDING = 1e-3  # Share of an image by which a box may reach beyond it.
 THRESHOLD = 0.7  # Least score of an object that is shown.
 _MOST = 512  # Pixels of the shorter side of an image in TensorBoard, at most.
 
@@ -75,8 +77,8 @@ class Task(base.Task):
 
   @classmethod
   def make_metadata(cls, config, source):
-    """Returns the names of the classes."""
-    del config
+    """Returns the names of the classes; checks the numbers of objects."""
+    _check_counts(config, source)
     return {'class_names': list(source.names['objects/label'])}
 
   @classmethod
@@ -100,7 +102,7 @@ class Task(base.Task):
     if seed is None:
       return self._for_evaluation(record)
     inputs, drawn = self._decode(record, seed)
-    found, kept = geometry.to_boxes(record['objects/bbox'], drawn)
+    found, kept = geometry.to_boxes(_boxes(record), drawn)
     kept = tf.logical_and(kept, ~self._crowd(record))
     found = tf.boolean_mask(found, kept)
     label = tf.boolean_mask(record['objects/label'], kept)
@@ -167,7 +169,7 @@ class Task(base.Task):
   def _for_evaluation(self, record):
     inputs = self.inputs(record)
     crowd = self._crowd(record)
-    found, label = record['objects/bbox'], record['objects/label']
+    found, label = _boxes(record), record['objects/label']
     area = record.get('objects/area')
     if area is None:
       pixels = tf.cast(tf.reduce_prod(inputs['size']), tf.float32)
@@ -188,17 +190,18 @@ class Task(base.Task):
     """Returns `box`, `class` and `count` of objects (ymin, xmin, ymax, xmax)."""
     y0, x0, y1, x1 = tf.unstack(tf.reshape(found, [-1, 4]), axis=-1)
     box = tf.stack([x0 + x1, y0 + y1, 2 * (x1 - x0), 2 * (y1 - y0)], -1) / 2
-    most = self.options.max_objects
     return {
       'box': self._padded(box),
       'class': self._padded(tf.cast(label, tf.int32)),
-      'count': tf.minimum(tf.size(label), most),
+      'count': tf.size(label),
     }
 
   def _padded(self, x):
-    """Pads or cuts the first axis to `max_objects`."""
+    """Pads the first axis to `max_objects`."""
     most = self.options.max_objects
-    x = x[:most]
+    tf.debugging.assert_less_equal(
+      tf.shape(x)[0], most, f'an image has more objects than {_raise(most)}'
+    )
     missing = most - tf.shape(x)[0]
     x = tf.pad(x, [[0, missing]] + [[0, 0]] * (x.shape.rank - 1))
     return tf.ensure_shape(x, [most, *x.shape[1:]])
@@ -223,16 +226,16 @@ class Task(base.Task):
   # --- Training ---
 
   def init(self, rng):
-    """Returns the parameters, and the constants of a frozen backbone."""
+    """Returns the parameters, and the constants of a frozen batch norm, if any."""
     image = self.image_spec(1)
     variables = self.model.init(
       rng, jnp.zeros(image.shape, image.dtype), train=False
     )
     params = variables.pop('params')
-    return params, {'frozen': variables.get('frozen', {})}
+    return params, {k: v for k, v in variables.items() if k == 'frozen'}
 
   def _apply(self, params, extra, batch, **kwargs):
-    variables = {'params': params, 'frozen': extra['frozen']}
+    variables = {'params': params, **extra}
     return self.model.apply(
       variables, batch['image'], batch.get('real'), **kwargs
     )
@@ -316,6 +319,7 @@ class Task(base.Task):
   def evaluators(self, mesh, split, open_split):
     """Returns the mean of the loss, and COCO's average precision."""
     source = open_split(split)
+    _check_counts(self.config, source)
     return [
       means.Means(self, mesh, source),
       ap.AveragePrecision(self, mesh, source),
@@ -451,7 +455,44 @@ class Predictor(base.Predictor):
     return lines
 
 
+def _boxes(record):
+  """Returns the boxes of a record [n, 4]; an error if they are none."""
+  boxes = tf.reshape(record['objects/bbox'], [-1, 4])
+  low, high = boxes[:, :2], boxes[:, 2:]
+  # False for NaN.
+  fine = (low <= high) & (low >= -_ROUNDING) & (high <= 1 + _ROUNDING)
+  tf.debugging.assert_equal(
+    tf.reduce_all(fine),
+    True,
+    "objects/bbox must be (ymin, xmin, ymax, xmax), shares of the image's height "
+    'and width from 0 to 1: correct the data',
+  )
+  return boxes
+
+
 def _areas(boxes):
   """Returns the areas [n] of boxes (ymin, xmin, ymax, xmax) [n, 4]."""
   size = tf.reshape(boxes, [-1, 2, 2])
   return tf.reduce_prod(size[:, 1] - size[:, 0], axis=-1)
+
+
+def _raise(most) -> str:
+  return (
+    f'max_objects={most}: raise --config.task_options.max_objects, and with it '
+    '--config.model.num_queries'
+  )
+
+
+def _check_counts(config, source):
+  """Raises ValueError if a source knows an image with too many objects."""
+  [labels] = (x for x in source.features if x.endswith('objects/label'))
+  counts = source.lengths(labels)
+  if counts is None or not len(counts):
+    return
+  most = run_config.task_options(config).max_objects
+  if counts.max() > most:
+    raise ValueError(
+      f'{np.sum(counts > most):,} of {len(counts):,} images have more objects than '
+      f"the model can find, the most '{source.name(int(counts.argmax()))}': "
+      f'{counts.max()}, and {_raise(most)}, to at least {counts.max()}'
+    )
