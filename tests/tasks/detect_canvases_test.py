@@ -106,12 +106,12 @@ def train_to(step, config, workdir):
 
 @pytest.fixture(scope='module')
 def stopped(config, tmp_path_factory):
-  """A run of three steps: its folder, its predictor and what it printed."""
+  """A run of two steps: its folder, its predictor and what it printed."""
   workdir = tmp_path_factory.mktemp('stopped')
   lines = []
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr('vit_jax.cli.say', lines.append)
-    train_to(3, config, workdir)
+    train_to(2, config, workdir)
   return workdir, predict.load(str(workdir)), lines
 
 
@@ -126,7 +126,7 @@ def test_each_size_is_compiled_once_and_said(stopped):
 
 def test_a_stopped_run_goes_on_bit_for_bit(config, stopped, tmp_path):
   train_to(1, config, tmp_path)
-  train_to(3, config, tmp_path)
+  train_to(2, config, tmp_path)
   trees.assert_same(predict.load(str(tmp_path)).params, stopped[1].params)
 
 

@@ -233,9 +233,7 @@ class Checkpoints:
         'longer'
       )
     return Weights(
-      found['params'],
-      found['extra'] if jax.tree.leaves(extra) else extra or {},
-      step,
+      found['params'], found['extra'] if jax.tree.leaves(extra) else {}, step
     )
 
   def _newest(self, read: Callable, step: int | None):
