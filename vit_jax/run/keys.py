@@ -168,6 +168,7 @@ MODEL: dict[str, rules.Rule] = {
   'eps': rules.one_of(*models_bit.EPSILONS),
   'remat': rules.one_of(*models_bit.REMATS),
   # Fields of a DETR.
+  'backbone': rules.one_of(*models_detr.BACKBONES),
   'units': rules.units,
   'dilate_last': rules.flag,
   'norm': rules.one_of(*resnet.NORMS),
@@ -181,8 +182,7 @@ MODEL: dict[str, rules.Rule] = {
   'attention_dropout_rate': _RATE,
 }
 
-# Backbones of a DETR.
-MODEL['backbone'] = rules.one_of(*models_detr.BACKBONES)
+# The ViT that is the backbone of a DETR.
 MODEL.update({f'vit.{name}': rule for name, rule in MODEL.items()})
 # Fields of an iGPT (config.model.kind='igpt').
 IGPT: dict[str, rules.Rule] = {
