@@ -3,7 +3,8 @@
 `get_b16_config()` and `MODEL_CONFIGS['ViT-B_16']` give the same config: the
 arguments of `vit_jax.models.VisionTransformer` (or of the class of another `kind`) without
 `num_classes`. Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2
-(Ti, S, R+Ti, R26+S), 2105.01601 table 1 (Mixer), 1912.11370 (BiT).
+(Ti, S, R+Ti, R26+S), 2105.01601 table 1 (Mixer), 1912.11370 (BiT), 2005.12872
+(DETR).
 
 The configs hold sizes only, so that other implementations of the models accept
 them too. All other fields of a model, with their defaults, are in OPTIONS; set
@@ -60,6 +61,15 @@ BITS = {
   'R101': ((3, 4, 23, 3), (1, 3)),
   'R152': ((3, 8, 36, 3), (1, 2, 4)),
   'R200': ((3, 24, 36, 3), (3,)),
+}
+
+# Name -> units per stage of the backbone, whether its last stage has a dilation
+# in place of its stride ("DC5"), of a DETR (arXiv 2005.12872, section 4).
+DETRS = {
+  'DETR-R50': ((3, 4, 6, 3), False),
+  'DETR-R50-DC5': ((3, 4, 6, 3), True),
+  'DETR-R101': ((3, 4, 23, 3), False),
+  'DETR-R101-DC5': ((3, 4, 23, 3), True),
 }
 
 # Small models for tests, with the original's sizes -> classifier.
@@ -125,9 +135,26 @@ BIT_OPTIONS = {
 }
 
 
-_OPTIONS_OF = {'vit': OPTIONS, 'mixer': MIXER_OPTIONS, 'bit': BIT_OPTIONS}
+# The same for a DETR, see vit_jax/models_detr.py.
+DETR_OPTIONS = {
+  'dtype': 'float32',
+  'param_dtype': 'float32',
+  # Norm of the backbone: 'frozen_batch' or 'group'.
+  'norm': 'frozen_batch',
+  # Dropout after attention and dense layers, and of the attention weights.
+  'dropout_rate': 0.1,
+  'attention_dropout_rate': 0.1,
+}
+
+
+_OPTIONS_OF = {
+  'vit': OPTIONS,
+  'mixer': MIXER_OPTIONS,
+  'bit': BIT_OPTIONS,
+  'detr': DETR_OPTIONS,
+}
 # Options of any model, which the command line sets.
-ALL_OPTIONS = {**OPTIONS, **MIXER_OPTIONS, **BIT_OPTIONS}
+ALL_OPTIONS = {**OPTIONS, **MIXER_OPTIONS, **BIT_OPTIONS, **DETR_OPTIONS}
 
 
 def _config(name, size, patch, resnet=None, classifier='token'):
@@ -172,6 +199,21 @@ def _bit_config(name, units, width_factor):
   return config
 
 
+def _detr_config(name, units, dilate_last):
+  config = ml_collections.ConfigDict()
+  config.kind = 'detr'
+  config.model_name = name
+  config.units = units
+  config.dilate_last = dilate_last
+  config.hidden_size = 256
+  config.num_queries = 100
+  config.num_encoder_layers = 6
+  config.num_decoder_layers = 6
+  config.num_heads = 8
+  config.mlp_dim = 2048
+  return config
+
+
 def _make_configs():
   configs = {}
   for name, classifier in TESTING.items():
@@ -194,6 +236,8 @@ def _make_configs():
     for factor in width_factors:
       name = f'BiT-{depth}x{factor}'
       configs[name] = _bit_config(name, units, factor)
+  for name, sizes in DETRS.items():
+    configs[name] = _detr_config(name, *sizes)
   return configs
 
 

@@ -152,6 +152,13 @@ def size(value) -> str | None:
   return None if fits else 'must be a whole number of at least 1, or two'
 
 
+def range_of_sizes(value) -> str | None:
+  """Checks for (smallest, largest) in pixels."""
+  fits = _is_sequence(value, 2) and not size(value) and value[0] <= value[1]
+  words = 'must be (smallest, largest), two whole numbers of at least 1'
+  return None if fits else words
+
+
 def pair_of_sizes(value) -> str | None:
   """Checks for (height, width)."""
   fits = _is_sequence(value, 2) and not size(value)

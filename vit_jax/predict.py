@@ -9,6 +9,11 @@ In Python:
   model.predict(['image.png'])  # [[('7', 0.98), ('9', 0.01), ...]]
   model = predict.load_weights('ViT-B_16.npz')
 
+A detector prints class, score and box (left, top, right, bottom edge in pixels)
+of each object, and draws them:
+
+  python -m vit_jax.predict --workdir=/tmp/detr street.jpg --out=boxes.png
+
 The task of the run decides what is predicted: see the class Predictor in the
 file of the task, such as vit_jax/tasks/classify.py.
 """
@@ -110,6 +115,12 @@ def _mesh(config):
     return sharding.make_mesh({'data': 1}, devices[:1])
 
 
+def _image_size(text: str) -> int | tuple[int, ...]:
+  """Parses SIDE or HEIGHT,WIDTH."""
+  numbers = tuple(int(number) for number in text.replace('x', ',').split(','))
+  return numbers if len(numbers) > 1 else numbers[0]
+
+
 def make_parser() -> argparse.ArgumentParser:
   """Returns the parser of this command."""
   parser = cli.parser('vit_jax.predict', __doc__)
@@ -119,9 +130,39 @@ def make_parser() -> argparse.ArgumentParser:
     '--top', type=int, default=5, help='number of classes to print (5)'
   )
   parser.add_argument(
-    '--out', help='PNG to write, for tasks whose result is a picture'
+    '--out',
+    help='PNG to write: required for tasks whose result is a picture, optional '
+    'for detectors, which draw boxes on the images',
+  )
+  parser.add_argument(
+    '--threshold',
+    type=float,
+    help='detectors: least score of an object, from 0 to 1 (0.7)',
+  )
+  parser.add_argument(
+    '--image_size',
+    type=_image_size,
+    metavar='SIDE or HEIGHT,WIDTH',
+    help='detectors: pixels of the shorter side, or height and width, of the '
+    'images that the network sees (as in the evaluation of the run)',
   )
   return parser
+
+
+def _check_flags(model, args) -> None:
+  """Raises ValueError if flags do not fit the task of a model."""
+  task, which = model.task, f"the task '{model.config.task}'"
+  if args.out and not task.DRAWS:
+    raise ValueError(
+      f'{which} prints its predictions and writes no picture: leave out --out'
+    )
+  if not args.out and not task.PRINTS:
+    raise ValueError(
+      f'{which} writes its predictions as a picture: give --out=FILE.png'
+    )
+  for name in ('threshold', 'image_size'):
+    if getattr(args, name) is not None and name not in model.FLAGS:
+      raise ValueError(f'{which} has no --{name}: leave out the flag')
 
 
 def main() -> None:
@@ -135,15 +176,7 @@ def main() -> None:
     model = load_weights(args.weights)
   else:
     model = load(args.workdir, args.step)
-  if bool(args.out) != model.task.DRAWS:
-    raise ValueError(
-      f"the task '{model.config.task}' "
-      + (
-        'writes its predictions as a picture: give --out=FILE.png'
-        if model.task.DRAWS
-        else 'prints its predictions and writes no picture: leave out --out'
-      )
-    )
+  _check_flags(model, args)
   for line in model.report(args.images, args):
     print(line)
 

@@ -9,6 +9,7 @@ from PIL import ImageColor
 from PIL import ImageDraw
 from PIL import ImageFont
 
+from vit_jax import preprocess
 from vit_jax.files import images as images_lib
 
 # Colours that colour-blind people can tell apart (Okabe and Ito, "Color
@@ -104,11 +105,11 @@ def _write(pen, place, name, size, anchor='la'):
 
 def draw_file(path, found) -> np.ndarray:
   """Draws the objects that a predictor found in an image file."""
-  with epath.Path(path).open('rb') as file:
-    image = Image.open(file).convert('RGB')
-  size = np.array([*image.size, *image.size])
+  image = preprocess.from_user(path, images_lib.decode).numpy()
+  height, width, _ = image.shape
+  size = np.array([width, height, width, height])
   return draw(
-    np.asarray(image),
+    image,
     [np.array(box) / size for _, _, box in found],
     [f'{name} {100 * score:.0f}' for name, score, _ in found],
   )

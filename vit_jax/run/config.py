@@ -348,13 +348,14 @@ def check_memory(config, processes: int):
   """Checks that the batches of a process fit this machine's memory.
 
   Args:
-    config: reads `batch`, `batch_eval`, `prefetch`, `pp.crop`, `pp.channels`.
+    config: reads `batch`, `batch_eval`, `prefetch`, `pp.crop`, `pp.sides`,
+      `pp.longest_side`, `pp.channels`.
     processes: number of processes that share a batch.
 
   Raises:
     ValueError: names the key, its value, and the memory that it needs.
   """
-  crop = config.pp.crop
+  crop = config.pp.longest_side if config.pp.sides else config.pp.crop
   height, width = crop if isinstance(crop, tuple | list) else (crop, crop)
   image = 4 * height * width * config.pp.channels  # float32
   memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')

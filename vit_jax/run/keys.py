@@ -17,6 +17,7 @@ from vit_jax.configs import rules
 from vit_jax.layers import attention
 from vit_jax.layers import encoder
 from vit_jax.layers import positions
+from vit_jax.layers import resnet
 from vit_jax.learning import losses
 from vit_jax.learning import optim
 
@@ -54,6 +55,13 @@ KEYS: dict[str, rules.Rule] = {
   'pp.randaugment': rules.randaugment,
   'pp.color_jitter': _SHARE,
   'pp.random_erasing': _SHARE,
+  'pp.sides': rules.wholes(1),
+  'pp.eval_side': rules.whole(1),
+  'pp.longest_side': rules.whole(1),
+  'pp.crop_sides': rules.wholes(1),
+  'pp.crop_range': rules.range_of_sizes,
+  'pp.canvases': rules.whole(1),
+  'pp.canvas_multiple': rules.whole(1),
   'pretrained': rules.optional(rules.text),
   'pretrained_dir': rules.optional(rules.text),
   'model_or_filename': rules.optional(rules.text),
@@ -73,6 +81,7 @@ KEYS: dict[str, rules.Rule] = {
   'warmup_steps': rules.optional(rules.whole(0, _MAX_STEPS)),
   'warmup_epochs': rules.optional(rules.number()),
   'weight_decay': rules.optional(rules.number()),
+  'weight_decay_on': rules.one_of(*optim.DECAYING),
   'l2_decay': rules.number(),
   'independent_weight_decay': rules.flag,
   'lr_multipliers': rules.pairs(
@@ -153,6 +162,18 @@ MODEL: dict[str, rules.Rule] = {
   'width_factor': rules.width_factor,
   'eps': rules.one_of(*models_bit.EPSILONS),
   'remat': rules.one_of(*models_bit.REMATS),
+  # Fields of a DETR.
+  'units': rules.units,
+  'dilate_last': rules.flag,
+  'norm': rules.one_of(*resnet.NORMS),
+  'backbone_width': rules.whole(1),
+  'num_queries': rules.whole(1),
+  'num_encoder_layers': rules.whole(0),
+  'num_decoder_layers': rules.whole(1),
+  'num_heads': rules.whole(1),
+  'mlp_dim': rules.whole(1),
+  'dropout_rate': _RATE,
+  'attention_dropout_rate': _RATE,
 }
 
 
@@ -168,7 +189,7 @@ def check(config, known=None):
   """
   model = config.get('model')
   own = isinstance(model, ml_collections.ConfigDict) and (
-    model.get('kind') in (None, 'vit', 'mixer', 'bit')
+    model.get('kind') in (None, 'vit', 'mixer', 'bit', 'detr')
   )
   fields = {f'model.{name}': rule for name, rule in MODEL.items() if own}
   _check_group(config, {'model': rules.group, **KEYS, **fields}, known)
@@ -182,6 +203,7 @@ def check_preprocessing(pp):
   """
   _check_group(pp, KEYS, prefix='pp.')
   _check_resize(pp)
+  _check_canvases(pp)
 
 
 def check_together(config):
@@ -194,6 +216,7 @@ def check_together(config):
     ValueError: names the keys, their values and the remedy.
   """
   _check_resize(config.pp)
+  _check_canvases(config.pp)
   _check_model(config.model)
   if config.fewshot.shots and not config.fewshot.seeds:
     raise ValueError(
@@ -257,6 +280,23 @@ def _check_resize(pp):
       f'resize={pp.resize} is smaller than crop={pp.crop}, so that the centre '
       f'cannot be cropped: use at least {least} or None '
       '(config.pp.resize)'
+    )
+
+
+def _check_canvases(pp):
+  if not pp.sides:
+    return
+  for name in ('rotate', 'randaugment', 'random_erasing'):
+    if pp[name]:
+      raise ValueError(
+        f'{name}={pp[name]} is not possible for images on canvases '
+        f'(pp.sides={pp.sides}): leave out --config.pp.{name}'
+      )
+  longest = max(*pp.sides, pp.eval_side)
+  if pp.longest_side < longest:
+    raise ValueError(
+      f'longest_side={pp.longest_side} is shorter than the shorter side, '
+      f'{longest} (pp.sides, pp.eval_side): raise --config.pp.longest_side'
     )
 
 

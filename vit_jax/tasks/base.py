@@ -65,11 +65,15 @@ class Task(abc.ABC):
     OWN_PARAMS: prefixes of the paths of parameters that only this objective
       uses: they are left out when a run starts from a run of this task, and
       when weights are converted.
-    DRAWS: whether the predictor's `report` writes a picture.
+    DRAWS: whether the predictor's `report` can write a picture.
+    PRINTS: whether `report` is of use without a picture.
+    CANVASES: whether `example` reads `config.pp.sides`.
     NEXT: what `python -m vit_jax.predict` prints or draws, in words.
     config: the complete config of the run.
     metadata: result of `make_metadata`.
     options: `config.task_options`, complete.
+    image_sizes: (height, width) of the images of training batches, the largest
+      last; the update is compiled for each. `image_size` is the last one.
     model: the Flax module, used by `init`, `outputs` and `loss` of this class,
       and by plans.
   """
@@ -84,6 +88,8 @@ class Task(abc.ABC):
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head/',)
   OWN_PARAMS: ClassVar[tuple[str, ...]] = ()
   DRAWS: ClassVar[bool] = False
+  PRINTS: ClassVar[bool] = True
+  CANVASES: ClassVar[bool] = False
   NEXT: ClassVar[str] = "the model's outputs for an image"
 
   model: Any = None
@@ -97,7 +103,13 @@ class Task(abc.ABC):
     self.config = config
     self.metadata = metadata
     self.options = run_config.task_options(config)
-    self.image_size = preprocess.crop_size(config.pp)
+    if config.pp.sides and not self.CANVASES:
+      raise ValueError(
+        f"pp.sides={config.pp.sides}: the task '{config.task}' resizes images to "
+        '`pp.crop`; leave out --config.pp.sides'
+      )
+    self.image_sizes = preprocess.image_sizes(config.pp)
+    self.image_size = self.image_sizes[-1]
 
   # --- Data ---
 
