@@ -46,6 +46,7 @@ SPLITS = {
   'oxford_iiit_pet': ('train[:90%]', 'test'),
   'oxford_flowers102': ('train[:90%]', 'test'),
   'coco/2017': ('train', 'validation'),
+  'coco/2017_panoptic': ('train', 'validation'),
   **{f'vtab/{task}': ('train800val200', 'test') for task in VTAB},
 }
 

@@ -141,6 +141,8 @@ DETR_OPTIONS = {
   'param_dtype': 'float32',
   # Norm of the backbone: 'frozen_batch' or 'group'.
   'norm': 'frozen_batch',
+  # Computes a mask for each query, for the task 'segment'.
+  'mask_head': False,
   # Dropout after attention and dense layers, and of the attention weights.
   'dropout_rate': 0.1,
   'attention_dropout_rate': 0.1,
