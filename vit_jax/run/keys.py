@@ -174,6 +174,8 @@ MODEL: dict[str, rules.Rule] = {
   'norm': rules.one_of(*resnet.NORMS),
   'backbone_width': rules.whole(1),
   'num_queries': rules.whole(1),
+  'mask_head': rules.flag,
+  'masks_at_a_time': rules.whole(0),
   'num_encoder_layers': rules.whole(0),
   'num_decoder_layers': rules.whole(1),
   'num_heads': rules.whole(1),
