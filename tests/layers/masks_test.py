@@ -36,7 +36,9 @@ def pair(tmp_path_factory):
   folder = tmp_path_factory.mktemp('masks')
   theirs.save_pretrained(folder)
   found = convert.read(str(folder))
-  ours = models.make_model(found.config, num_classes=found.num_classes)
+  ours = models.make_model(
+    found.config, num_classes=found.num_classes, masks_at_a_time=3
+  )
   return theirs, ours, {'params': found.params, **found.extra}
 
 
