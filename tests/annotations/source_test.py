@@ -148,7 +148,8 @@ def test_two_years(root):
 def test_images_elsewhere(root):
   (root / 'train2017').rename(root / 'photos')
   with pytest.raises(
-    FileNotFoundError, match="0.jpg', which are in none of .*train2017', '.*images'"
+    FileNotFoundError,
+    match="0.jpg', which are in none of .*train2017', '.*images'",
   ):
     open_split(root)
 
