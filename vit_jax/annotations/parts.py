@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from vit_jax import cli
 from vit_jax.annotations import boxes
 from vit_jax.annotations import layout
 from vit_jax.annotations import masks
@@ -110,6 +111,8 @@ def open_parts(
 def _open_part(root, base, instruction, kind, broken_boxes) -> Part:
   """Reads and checks the annotations of a part of a split."""
   place = layout.find(root, base, kind)
+  if not place.name.startswith(base):
+    cli.say(f"Split '{base}' of '{root}' is '{place.path}'.")
   found, shares = boxes.check(reading.read(place.path, kind), broken_boxes)
   # Sorted by a hash, so that a slice is a random sample.
   hashes = [
