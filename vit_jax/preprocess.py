@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 import tensorflow as tf
 
+from vit_jax.augmentation import canvases
 from vit_jax.augmentation import geometry
 from vit_jax.augmentation import pixels
 from vit_jax.files import images
@@ -22,6 +23,13 @@ from vit_jax.files import jpeg
 from vit_jax.files import reading
 
 crop_size = geometry.crop_size
+
+
+def image_sizes(pp) -> list[tuple[int, int]]:
+  """Returns the sizes of training images, see vit_jax.tasks.base.Task."""
+  if pp.sides:
+    return list(dict.fromkeys(group.canvas for group in canvases.groups(pp)))
+  return [crop_size(pp)]
 
 
 def decode_for_training(encoded, seed, pp):
@@ -53,10 +61,68 @@ def decode_with_geometry(encoded, seed, pp):
     `geometry.Geometry` to apply to boxes and masks of the image. It does not
     include the moves of RandAugment.
   """
-  image, drawn = _decode_crop(encoded, seed, pp)
+  image, drawn = _decode_crop(
+    encoded,
+    lambda shape: geometry.sample(shape, seed, pp),
+    pp,
+    crops=pp.crop_area is not None,
+  )
   image = geometry.fit(image, drawn)
   image = tf.ensure_shape(image, [*drawn.size, pp.channels])
   return _change_pixels(image, seed, pp), drawn
+
+
+def on_canvas_for_training(encoded, seed, group, pp):
+  """Decodes and augments one image, and puts it on a canvas.
+
+  Args:
+    encoded: see `decode_for_training`.
+    seed: see `decode_for_training`.
+    group: number of the group of the step, int32 scalar, see
+      canvases.group_at.
+    pp: `config.pp`.
+
+  Returns:
+    (tensors, geometry): `image`, float32 [height, width, channels] in [-1, 1],
+    and `real`, bool [height, width], False for padding, by name; and the
+    `geometry.Geometry` to apply to boxes and masks, which are then those of the
+    image without padding.
+  """
+  image, drawn = _decode_crop(
+    encoded, lambda shape: canvases.sample(shape, seed, group, pp), pp
+  )
+  image = geometry.fit(image, drawn)
+  image = tf.ensure_shape(image, [None, None, pp.channels])
+  image = _change_pixels(image, seed, pp)
+  sizes = [group.canvas for group in canvases.groups(pp)]
+  canvas = tf.unstack(tf.gather(sizes, group))
+  return canvases.place(image, canvas), drawn
+
+
+def on_canvas_for_evaluation(encoded, group, pp):
+  """Decodes one image and puts it on a canvas.
+
+  Args:
+    encoded: see `decode_for_training`.
+    group: a canvases.Group of one length.
+    pp: `config.pp`.
+
+  Returns:
+    See `on_canvas_for_training`.
+  """
+
+  def draw(shape):
+    size = canvases.fitted(shape, group.sides[0], group.longest)
+    return geometry.whole(shape, size)
+
+  image, drawn = _decode_crop(encoded, draw, pp, crops=False)
+  image = geometry.fit(image, drawn, antialias=True)
+  tensors = canvases.place(image, group.canvas)
+  shape = [*group.canvas, pp.channels]
+  return {
+    'image': tf.ensure_shape(tensors['image'], shape),
+    'real': tf.ensure_shape(tensors['real'], shape[:2]),
+  }, drawn
 
 
 def _change_pixels(image, seed, pp):
@@ -76,8 +142,19 @@ def _change_pixels(image, seed, pp):
   return image
 
 
-def _decode_crop(encoded, seed, pp):
-  """Decodes a random crop of an image; from a JPEG only the crop is decoded."""
+def _decode_crop(encoded, draw, pp, crops=True):
+  """Decodes a crop of an image; from a JPEG only the crop is decoded.
+
+  Args:
+    encoded: see `decode_for_training`.
+    draw: function from the shape of the image, int32 [3], to its geometry.
+    pp: reads `jpeg_shrink`, `channels`.
+    crops: whether the geometry may crop.
+
+  Returns:
+    The crop, uint8 [height, width, channels], and its geometry.
+  """
+  encoded = tf.convert_to_tensor(encoded)
   is_jpeg = tf.io.is_jpeg(encoded)
 
   def other():
@@ -89,12 +166,12 @@ def _decode_crop(encoded, seed, pp):
     lambda: (tf.io.extract_jpeg_shape(encoded), tf.zeros([0, 0, 3], tf.uint8)),
     other,
   )
-  drawn = geometry.sample(shape, seed, pp)
+  drawn = draw(shape)
   ratio = None
   if pp.jpeg_shrink:
     ratio = jpeg.ratio([drawn.height, drawn.width], drawn.size)
     ratio = tf.where(is_jpeg, ratio, 1)
-  if pp.crop_area is None:
+  if not crops:
     image = tf.cond(
       is_jpeg, lambda: jpeg.decode(encoded, ratio), lambda: decoded
     )
