@@ -357,6 +357,10 @@ def get_config() -> ml_collections.ConfigDict:
   config.fewshot.layer = 'features'
   # Images are squeezed to this factor times `pp.crop`, then cropped.
   config.fewshot.squeeze = 8 / 7
+  # Training images per class of linear probes of all layers, after the last
+  # update: a table, and probe.png and probe.csv in the workdir
+  # (vit_jax/evaluators/layer_probe.py). 0: none.
+  config.layer_probe = 0
   # File of ImageNet ReaL labels (vit_jax/evaluators/real.py); adds
   # 'accuracy_real' to the first evaluation, which must be on the validation
   # images of ImageNet.

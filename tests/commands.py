@@ -28,6 +28,7 @@ MINIMAL = {
 }
 # Configs that a flag on its own may be meant for.
 BASES = (
+  'configs/igpt.py:s,cifar10,32',
   'configs/pretrain.py:s16,cifar10',
   'configs/vit.py:s16,cifar10',
   'configs/masked_patches.py:s16,cifar10',

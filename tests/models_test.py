@@ -10,6 +10,7 @@ from tests import tiny_models
 from vit_jax import models
 from vit_jax import models_bit
 from vit_jax import models_detr
+from vit_jax import models_igpt
 from vit_jax import models_vit
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import identify
@@ -128,13 +129,14 @@ def test_every_config_has_a_kind():
       'Mixer': ('mixer', models.MlpMixer),
       'BiT': ('bit', models_bit.BitResNet),
       'DETR': ('detr', models_detr.Detr),
+      'iGPT': ('igpt', models_igpt.ImageGPT),
     }.get(name.split('-')[0], ('vit', models.VisionTransformer))
     # Other implementations of the original's models take no field `kind`.
-    assert ('kind' in config) == (kind in ('bit', 'detr'))
+    assert ('kind' in config) == (kind in ('bit', 'detr', 'igpt'))
     assert models.kind_of(config) == kind
     assert models.class_of(config) is cls
     assert type(models.make_model(config, num_classes=3)) is cls
-  assert set(models.KINDS) == {'vit', 'mixer', 'bit', 'detr'}
+  assert set(models.KINDS) == {'vit', 'mixer', 'bit', 'detr', 'igpt'}
 
 
 def test_a_config_may_say_its_kind():

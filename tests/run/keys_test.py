@@ -246,10 +246,12 @@ def test_there_is_a_rule_for_every_key():
   nested = ('mesh', 'task_options', 'model')
   own = {key for key in flat if key.split('.')[0] not in nested}
   assert own <= set(keys.KEYS)
-  fields = set()
   for config in model_configs.MODEL_CONFIGS.values():
-    fields |= set(flax.traverse_util.flatten_dict(config.to_dict(), sep='.'))
-  assert fields - {'resnet.num_layers'} <= set(keys.MODEL)
+    config = model_configs.with_options(config).to_dict()
+    fields = set(flax.traverse_util.flatten_dict(config, sep='.'))
+    assert fields - {'resnet.num_layers'} <= set(
+      keys.MODELS[config.get('kind')]
+    )
   for task in (classify.Task, detect.Task, masked_patches.Task):
     assert set(task.OPTION_RULES) == set(task.OPTIONS)
     assert set(task.METADATA_RULES) == set(task.METADATA)

@@ -129,6 +129,11 @@ def _box(mask) -> tfds.features.BBox:
   )
 
 
+def _number(scene, segment):
+  """Returns a number of a segment that no other scene has; 0 is for none."""
+  return 10 * scene + segment + 1
+
+
 def _annotation(scene, segment, number, label, of_box):
   mask = scene.segments == segment
   rows, columns = (np.ptp(np.nonzero(mask), axis=1) + 1).tolist()
@@ -209,18 +214,18 @@ class Scenes(tfds.core.GeneratorBasedBuilder):
       'image/id': i,
     }
     objects = [
-      _annotation(scene, k + 2, 10 * i + k + 2, label, not self._is_panoptic)
+      _annotation(scene, k + 2, _number(i, k + 2), label, not self._is_panoptic)
       for k, label in enumerate(scene.labels)
     ]
     if not self._is_panoptic:
       return {**example, 'objects': objects}
     ground = [
-      _annotation(scene, k, 10 * i + k, 10 + scene.textures[k], False)
+      _annotation(scene, k, _number(i, k), 10 + scene.textures[k], False)
       for k in (0, 1)
       if (scene.segments == k).any()
     ]
-    # A segment's number, as COCO stores it: R + 256 G + 256 * 256 B.
-    numbers = (10 * i + scene.segments)[..., None]
+    # COCO's colours of a number: R + 256 G + 256 * 256 B.
+    numbers = _number(i, scene.segments)[..., None]
     colours = numbers // np.array([1, 256, 65_536]) % 256
     return {
       **example,

@@ -31,6 +31,7 @@ from vit_jax.files import images as images_lib
 from vit_jax.learning import boxes as boxes_lib
 from vit_jax.run import config as run_config
 from vit_jax.tasks import base
+from vit_jax.weights import fitting
 
 _ROUNDING = 1e-3  # Share of an image by which a box may reach beyond it.
 THRESHOLD = 0.7  # Least score of an object that is shown.
@@ -106,7 +107,11 @@ class Task(base.Task):
     kept = tf.logical_and(kept, ~self._crowd(record))
     found = tf.boolean_mask(found, kept)
     label = tf.boolean_mask(record['objects/label'], kept)
-    return {**inputs, **self._targets(found, label)}
+    return {
+      **inputs,
+      **self._targets(found, label),
+      **self._further(record, inputs, drawn, kept),
+    }
 
   def _decode(self, record, seed):
     """Returns `image` and possibly `real` of training, and their geometry."""
@@ -117,6 +122,18 @@ class Task(base.Task):
     step = seed[1] // self.config.batch  # `seed` holds the example's position.
     group = canvases.group_at(step, self.config.seed, pp)
     return preprocess.on_canvas_for_training(record['image'], seed, group, pp)
+
+  def _further(self, record, inputs, drawn, kept):
+    """Returns further tensors of a training example, for subclasses.
+
+    Args:
+      record: see `example`.
+      inputs: the augmented image, and `real` on a canvas.
+      drawn: its geometry, a geometry.Geometry.
+      kept: bool [n], which objects of the record are targets.
+    """
+    del record, inputs, drawn, kept
+    return {}
 
   def _crowd(self, record):
     if 'objects/is_crowd' in record:
@@ -234,6 +251,35 @@ class Task(base.Task):
     params = variables.pop('params')
     return params, {k: v for k, v in variables.items() if k == 'frozen'}
 
+  def adapt_weights(self, weights):
+    """Takes the rows of the class head by name, if it has all classes.
+
+    So weights with COCO's 91 category ids suit data with the 80 classes that
+    there are.
+    """
+    return fitting.with_classes(weights, self.class_names)
+
+  def new_params(self, have, want, class_names):
+    """Returns the heads that weights lack, or that are for other classes.
+
+    Weights of a backbone alone leave all else new.
+    """
+    if 'query_embedding' not in have:
+      backbone = ('backbone/', 'frozen/')
+      return [path for path in want if not path.startswith(backbone)]
+    bias = 'class_head/bias'
+    same = bias in have and have[bias].shape == want[bias].shape
+    if class_names is not None:
+      same = same and tuple(class_names) == self.class_names
+    found = {
+      path for path in have if same or path.split('/')[0] != 'class_head'
+    }
+    return [
+      prefix
+      for prefix in self.NEW_PARAMS
+      if not any(path.startswith(prefix) for path in found)
+    ]
+
   def _apply(self, params, extra, batch, **kwargs):
     variables = {'params': params, **extra}
     return self.model.apply(
@@ -268,18 +314,29 @@ class Task(base.Task):
 
   def loss(self, params, extra, batch, rng):
     """Returns the sum over layers of the set loss, and the number of images."""
-    outputs = self._apply(
-      params, extra, batch, train=True, rngs={'dropout': rng}
-    )
-    sums = self._sums(outputs, batch)  # [L, B]
+    terms = self._terms(params, extra, batch, train=True, rngs={'dropout': rng})
     rows = jnp.float32(len(batch['count']))
-    terms = {
+    total = sum(x.sum() for x in terms.values())
+    return (total, rows), {k: (x[-1].sum(), rows) for k, x in terms.items()}
+
+  def _terms(self, params, extra, batch, **kwargs):
+    """Returns the weighted losses of each image by name, [L, B].
+
+    Args:
+      params: the parameters.
+      extra: see `init`.
+      batch: has the shares that `augment` adds.
+      **kwargs: arguments of the model.
+    """
+    outputs = self._apply(params, extra, batch, **kwargs)
+    return self._weighted(self._sums(outputs, batch), batch)
+
+  def _weighted(self, sums, batch):
+    return {
       'class': boxes_lib.CLASS * sums['class'] * batch['class_share'],
       'l1': boxes_lib.L1 * sums['l1'] * batch['box_share'],
       'giou': boxes_lib.GIOU * sums['giou'] * batch['box_share'],
     }
-    total = sum(x.sum() for x in terms.values())
-    return (total, rows), {k: (x[-1].sum(), rows) for k, x in terms.items()}
 
   # --- Evaluation and prediction ---
 
@@ -307,13 +364,14 @@ class Task(base.Task):
 
   def measure(self, params, extra, batch):
     """Returns the sum of the losses of images, and the number of images."""
-    outputs = self.outputs(params, extra, batch)
-    sums = self._sums({name: x[None] for name, x in outputs.items()}, batch)
     count = batch['count'].astype(jnp.float32)
     weight = boxes_lib.class_weight(count, self.model.num_queries)
-    each = boxes_lib.CLASS * sums['class'][0] / weight + (
-      boxes_lib.L1 * sums['l1'][0] + boxes_lib.GIOU * sums['giou'][0]
-    ) / jnp.maximum(count, 1.0)
+    shares = {
+      'class_share': 1 / weight,
+      'box_share': 1 / jnp.maximum(count, 1.0),
+    }
+    terms = self._terms(params, extra, {**batch, **shares}, train=False)
+    each = sum(x[-1] for x in terms.values())  # [B]
     return {'loss': ((each * batch['mask']).sum(), batch['mask'].sum())}
 
   def evaluators(self, mesh, split, open_split):
