@@ -8,14 +8,15 @@ import transformers
 
 from tests import torch_models
 from vit_jax import convert
-from vit_jax import models
+from vit_jax import models as models_lib
 from vit_jax import models_detr
 from vit_jax.layers import masks
 
 
 @pytest.fixture(scope='module')
-def pair(tmp_path_factory):
+def models(tmp_path_factory):
   """A narrow DETR of Hugging Face with masks; the same model, and variables."""
+  folder = tmp_path_factory.mktemp('detr')
   theirs = transformers.DetrForSegmentation(
     transformers.DetrConfig(
       backbone='resnet26',  # Half of the layers of a ResNet-50.
@@ -32,18 +33,18 @@ def pair(tmp_path_factory):
       decoder_ffn_dim=16,
     )
   )
-  torch_models.randomize(theirs).eval()
-  folder = tmp_path_factory.mktemp('masks')
-  theirs.save_pretrained(folder)
+  torch_models.randomize(theirs).eval().save_pretrained(folder)
   found = convert.read(str(folder))
-  ours = models.make_model(
-    found.config, num_classes=found.num_classes, masks_at_a_time=3
+  ours = models_lib.make_model(
+    found.config,
+    num_classes=found.num_classes,
+    masks_at_a_time=3,  # Two parts.
   )
   return theirs, ours, {'params': found.params, **found.extra}
 
 
-def test_masks_are_those_of_hugging_face_for_a_padded_batch(pair):
-  theirs, ours, variables = pair
+def test_masks_are_those_of_hugging_face_for_a_padded_batch(models):
+  theirs, ours, variables = models
   rng = np.random.RandomState(0)
   # Three of the four maps have an odd height or width: 25 x 17, 13 x 9, 7 x 5.
   images = rng.uniform(-1, 1, (2, 100, 66, 3)).astype(np.float32)
