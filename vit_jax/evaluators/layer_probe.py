@@ -142,6 +142,9 @@ class LayerProbe:
   Prints a table, and writes probe.json, probe.csv and probe.png into the
   workdir; each evaluation replaces those of the last one.
 
+  Attributes:
+    final: see vit_jax.tasks.base.Task.evaluators.
+
   Args:
     task: the objective, see vit_jax.evaluators.features.Extractor.
     mesh: the mesh.
@@ -159,6 +162,8 @@ class LayerProbe:
     ValueError: if a source has no labels, or the model sows no layers; see also
       `probe`.
   """
+
+  final = True
 
   def __init__(
     self,
