@@ -325,6 +325,6 @@ def plot(found: Mapping[str, tuple[float, float]], path=None):
       if name != features_lib.PIXELS
     },
     found.get(features_lib.PIXELS),
-    f'Linear probes: {best} is best, {100 * found[best][0]:.1f} %',
+    f'Linear probes: {best.replace("_", " ")} is best, {100 * found[best][0]:.1f} %',
     path=path,
   )
