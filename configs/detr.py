@@ -57,6 +57,8 @@ from vit_jax.configs import models
 _VIT, _SIDE = 'vit_', 800
 # Length -> (epochs, epoch after which the learning rate drops to a tenth).
 LENGTHS = {'300ep': (300, 200), '500ep': (500, 400)}
+# Lengths of the shorter side of training images in pixels (appendix A.4).
+SIDES = tuple(range(480, 801, 32))
 
 
 def get_config(arg: str = 'r50,coco/2017'):
@@ -83,7 +85,7 @@ def get_config(arg: str = 'r50,coco/2017'):
   config.pretrained_dir = None
   config.task = 'detect'
   config.model = _model(model)
-  config.pp.sides = tuple(range(480, 801, 32))
+  config.pp.sides = SIDES
   config.total_epochs, drop = float(LENGTHS[length][0]), LENGTHS[length][1]
   config.decay_type = 'staircase'
   config.decay_at = (drop / config.total_epochs,)

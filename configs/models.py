@@ -4,7 +4,8 @@
 arguments of `vit_jax.models.VisionTransformer` (or of the class of another `kind`) without
 `num_classes`. Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2
 (Ti, S, R+Ti, R26+S), 2105.01601 table 1 (Mixer), 1912.11370 (BiT), 2005.12872
-(DETR).
+(DETR); "Generative Pretraining from Pixels", section 3.1, and its released code
+(iGPT).
 
 The configs hold sizes only, so that other implementations of the models accept
 them too. All other fields of a model, with their defaults, are in OPTIONS; set
@@ -61,6 +62,15 @@ BITS = {
   'R101': ((3, 4, 23, 3), (1, 3)),
   'R152': ((3, 8, 36, 3), (1, 2, 4)),
   'R200': ((3, 24, 36, 3), (3,)),
+}
+
+# iGPT: size -> (layers, width D, heads). The heads of XL, whose weights were
+# never released, are unknown: the number here is that of L.
+IGPTS = {
+  'S': (24, 512, 8),
+  'M': (36, 1024, 8),
+  'L': (48, 1536, 16),
+  'XL': (60, 3072, 16),
 }
 
 # Name -> units per stage of the backbone, whether its last stage has a dilation
@@ -139,6 +149,19 @@ BIT_OPTIONS = {
 }
 
 
+# The same for iGPT; see vit_jax/models_igpt.py.
+IGPT_OPTIONS = {
+  'dtype': 'float32',
+  'param_dtype': 'float32',
+  # Whether a pixel is predicted from those before it, or from all others.
+  'causal': True,
+  # By what attention divides its logits: the 'exact' root of a head's width, or
+  # the root 'truncated' to an integer, as in versions of Hugging Face's.
+  'attention_scale': 'exact',
+  'attention': 'default',
+  'remat': '',
+}
+
 # The same for a DETR, see vit_jax/models_detr.py.
 DETR_OPTIONS = {
   'dtype': 'float32',
@@ -150,15 +173,17 @@ DETR_OPTIONS = {
   'attention_dropout_rate': 0.1,
 }
 
-
 _OPTIONS_OF = {
   'vit': OPTIONS,
   'mixer': MIXER_OPTIONS,
   'bit': BIT_OPTIONS,
+  'igpt': IGPT_OPTIONS,
   'detr': DETR_OPTIONS,
 }
 # Options of any model, which the command line sets.
-ALL_OPTIONS = {**OPTIONS, **MIXER_OPTIONS, **BIT_OPTIONS, **DETR_OPTIONS}
+ALL_OPTIONS = {
+  k: v for options in _OPTIONS_OF.values() for k, v in options.items()
+}
 
 
 def _config(name, size, patch, resnet=None, classifier='token'):
@@ -203,6 +228,18 @@ def _bit_config(name, units, width_factor):
   return config
 
 
+def _igpt_config(name, num_layers, hidden_size, num_heads):
+  config = ml_collections.ConfigDict()
+  config.kind = 'igpt'
+  config.model_name = name
+  config.hidden_size = hidden_size
+  config.num_layers = num_layers
+  config.num_heads = num_heads
+  config.num_colors = 512
+  config.num_positions = 32 * 32
+  return config
+
+
 def _detr_config(name, units, dilate_last):
   config = ml_collections.ConfigDict()
   config.kind = 'detr'
@@ -240,6 +277,8 @@ def _make_configs():
     for factor in width_factors:
       name = f'BiT-{depth}x{factor}'
       configs[name] = _bit_config(name, units, factor)
+  for size, sizes in IGPTS.items():
+    configs[f'iGPT-{size}'] = _igpt_config(f'iGPT-{size}', *sizes)
   for name, sizes in DETRS.items():
     configs[name] = _detr_config(name, *sizes)
   return configs

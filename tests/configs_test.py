@@ -250,6 +250,19 @@ def test_named_models_have_the_originals_keys_alone():
     if name.startswith('BiT'):  # Not a model of the original.
       assert set(config) == {'kind', 'model_name', 'num_layers', 'width_factor'}
       continue
+    if name.startswith('DETR'):
+      assert set(config) == {
+        'kind', 'model_name', 'units', 'dilate_last', 'hidden_size',
+        'num_queries', 'num_encoder_layers', 'num_decoder_layers', 'num_heads',
+        'mlp_dim',
+      }  # fmt: skip
+      continue
+    if name.startswith('iGPT'):
+      assert set(config) == {
+        'kind', 'model_name', 'hidden_size', 'num_layers', 'num_heads',
+        'num_colors', 'num_positions',
+      }  # fmt: skip
+      continue
     resnet = {'resnet'} if 'R' in name else set()
     assert (set(config), set(config.transformer)) == (keys | resnet, encoder)
 

@@ -3,7 +3,7 @@ r"""Times the steps that users wait for, and writes a table and JSON.
   python -m vit_jax.benchmark --json=/tmp/benchmark.json
 
 Sections (choose with --only): import, start, train, inference, pipeline,
-weights, detection. Each section is warmed up, repeated, and reported as median,
+weights, detection, sampling. Each section is warmed up, repeated, and reported as median,
 minimum and maximum. A step's share of the peak is relative to the speed of a
 large float32 matrix product, measured in the same run. Programs that are
 compared take turns.
@@ -12,6 +12,8 @@ compared take turns.
 import argparse
 from collections.abc import Callable
 import contextlib
+import functools
+import importlib.util
 import json
 import pathlib
 import platform
@@ -27,6 +29,7 @@ import numpy as np
 from vit_jax import checkpoint
 from vit_jax import cli
 from vit_jax import models
+from vit_jax import models_igpt
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
 from vit_jax.scale import flops
@@ -39,8 +42,11 @@ WEIGHTS_MODEL = 'ViT-B_16'
 DETECTOR, DETECTOR_SIZE, DETECTOR_BATCH = 'DETR-R50', 640, 2
 OBJECTS = 7  # Of an image of COCO, in the mean; at most 63.
 MATCHINGS = (6, 64, 63, 100)  # Layers, images, targets, predictions.
+SAMPLING_MODEL = 'iGPT-S'
+SAMPLING_STEPS = 8
 SECTIONS = (
   'import', 'start', 'train', 'inference', 'pipeline', 'weights', 'detection',
+  'sampling',
 )  # fmt: skip
 
 
@@ -462,6 +468,111 @@ def benchmark_detection(args) -> list[dict]:
       for name, seconds in zip(ways, times)
     ),
   ]
+
+
+def _draw_pixels(model, params, batch: int) -> Callable:
+  """Returns a function that draws SAMPLING_STEPS pixels after a number of them."""
+  keys = jax.random.split(jax.random.key(0), batch)
+  color = np.zeros(batch, np.int32)
+
+  @jax.jit
+  def run(params, cache, start):
+    positions = start + jax.numpy.arange(SAMPLING_STEPS)
+    draw_next = models_igpt.next_pixel(model, params, keys)
+    return models_igpt.draw_pixels(draw_next, color, cache, positions)[0]
+
+  cache = model.empty_cache(batch)
+  return lambda start: run(params, cache, start).block_until_ready()
+
+
+def _draw_uncached(model, params, batch: int) -> Callable:
+  """Returns a function that draws a pixel after a number of them, uncached."""
+  keys = jax.random.split(jax.random.key(0), batch)
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def run(params, start):
+    part = model.clone(num_positions=start + 1)
+    table = params['position_embedding'][: start + 1]
+    params = {**params, 'position_embedding': table}
+    colors = jax.numpy.zeros((batch, start + 1), 'int32')
+    logits = part.apply({'params': params}, colors)
+    return models_igpt.draw(keys, logits[:, -1], 1.0)
+
+  return lambda start: run(params, start).block_until_ready()
+
+
+def _draw_hugging_face(model, batch: int) -> Callable:
+  """Returns a function like `_draw_pixels` for Hugging Face's `generate`."""
+  import torch
+  import transformers
+
+  theirs = transformers.ImageGPTForCausalImageModeling(
+    transformers.ImageGPTConfig(
+      vocab_size=model.num_colors + 1,
+      n_positions=model.num_positions,
+      n_embd=model.hidden_size,
+      n_layer=model.num_layers,
+      n_head=model.num_heads,
+    )
+  ).eval()
+  pasts = {}
+
+  def run(start):
+    colors = torch.zeros((batch, start + 1), dtype=torch.long)
+    with torch.no_grad():
+      if start not in pasts:
+        seen = theirs(colors[:, :start], use_cache=True)
+        pasts[start] = seen.past_key_values
+      begin = time.perf_counter()
+      theirs.generate(
+        colors,
+        past_key_values=pasts[start],
+        max_new_tokens=SAMPLING_STEPS,
+        do_sample=True,
+        use_cache=True,
+      )
+      seconds = time.perf_counter() - begin
+    pasts[start].crop(start)
+    return seconds
+
+  return run
+
+
+def benchmark_sampling(args) -> list[dict]:
+  """Times the drawing of images, with and without cached keys and values.
+
+  Some pixels are drawn at three places, a sixth, a half and five sixths of an
+  image. Their mean time, times the number of pixels, is that of an image.
+  """
+  model = models.get_model(SAMPLING_MODEL)
+  pixels = model.num_positions
+  colors = np.zeros((1, pixels), np.int32)
+  params = jax.jit(model.init)(jax.random.key(0), colors)['params']
+  make = (model, params, args.batch)
+  programs = [(_draw_pixels(*make), SAMPLING_STEPS), (_draw_uncached(*make), 1)]
+  names = ['with cached keys and values', 'without, beside it']
+  if importlib.util.find_spec('transformers'):
+    programs.append((_draw_hugging_face(model, args.batch), SAMPLING_STEPS))
+    names.append("Hugging Face's generate beside it")
+  places = [pixels // 6, pixels // 2, pixels * 5 // 6]
+  times = measure(
+    *(functools.partial(run, at) for run, _ in programs for at in places),
+    repeats=args.repeats,
+  )
+  speeds = []
+  for i, (_, steps) in enumerate(programs):
+    turns = zip(*times[i * len(places) : (i + 1) * len(places)])
+    speeds.append(
+      [args.batch * steps / statistics.mean(turn) / pixels for turn in turns]
+    )
+  ours, *others = speeds
+  rows = [row(f'samples, {SAMPLING_MODEL}, {names[0]}', ours, 'img/s')]
+  for name, other in zip(names[1:], others):
+    rows += [
+      row(name, other, 'img/s'),
+      row('ratio', [a / b for a, b in zip(ours, other)], 'x'),
+    ]
+  return rows
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -174,13 +174,18 @@ def check_exists(config):
       reading.existing(path)
 
 
-def pretrained_weights(config, task, params) -> dict:
+def pretrained_weights(config, task, params, extra=None) -> dict:
   """Loads the weights that a config names; returns {} if it names none.
 
   Args:
     config: reads `pretrained`, `pretrained_dir`, `model`, `pp.crop`.
-    task: the task; its NEW_PARAMS keep their initial values.
+    task: the task; its `new_params` keep their initial values.
     params: shapes of the parameters.
+    extra: shapes of the extra state; None for none. Of it, weights bring what
+      vit_jax.weights.reading.EXTRA names.
+
+  Returns:
+    Arrays by '/'-joined path in parameters or extra state.
 
   Raises:
     FileNotFoundError, ValueError: if there is no such file or it does not fit.
@@ -189,16 +194,21 @@ def pretrained_weights(config, task, params) -> dict:
   if path is None:
     return {}
   with _weights_named(config):
-    if 'vit' in config.model:
+    beside = {k: v for k, v in (extra or {}).items() if k in reading.EXTRA}
+    try:
+      return transferable(
+        path,
+        {**params, **beside},
+        config.model,
+        grid=config.pretrained_grid,
+        new_grid=_new_grid(config, config.model),
+        new=task.new_params,
+        adapt=task.adapt_weights,
+      )
+    except fitting.OtherModelError:
+      if not _has_vit_backbone(config):
+        raise
       return _backbone_weights(config, path, params)
-    return transferable(
-      path,
-      params,
-      config.model,
-      grid=config.pretrained_grid,
-      new_grid=_new_grid(config, config.model),
-      new=task.NEW_PARAMS,
-    )
 
 
 def _new_grid(config, model):

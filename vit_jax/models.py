@@ -8,6 +8,7 @@ own, a Linen module with the fields `num_classes`, `dtype` and `param_dtype`:
   models.register('mine', MyModel)  # Then config.model.kind = 'mine'.
 """
 
+import dataclasses
 import importlib
 
 import flax.linen as nn
@@ -35,6 +36,7 @@ KINDS = {
   'mixer': 'vit_jax.models_mixer:MlpMixer',
   'bit': 'vit_jax.models_bit:BitResNet',
   'detr': 'vit_jax.models_detr:Detr',
+  'igpt': 'vit_jax.models_igpt:ImageGPT',
 }
 
 
@@ -108,9 +110,10 @@ def get_model(name: str, **kwargs) -> nn.Module:
   """Returns a model by name.
 
   Args:
-    name: a name such as 'ViT-B_16', 'R50+ViT-L_32' or 'BiT-R50x1', its short
-      form such as 'b16', 'r50_l32' or 'bit_r50x1', or the beginning of an
-      AugReg file such as 'R_Ti_16'; see `vit_jax.configs.models.get_config`.
+    name: a name such as 'ViT-B_16', 'R50+ViT-L_32', 'BiT-R50x1' or 'iGPT-S',
+      its short form such as 'b16', 'r50_l32', 'bit_r50x1' or 'igpt_s', or the
+      beginning of an AugReg file such as 'R_Ti_16'; see
+      `vit_jax.configs.models.get_config`.
     **kwargs: fields of the model, such as `num_classes`, which override those
       of the config; also `cls`, see `make_model`.
 
@@ -133,7 +136,7 @@ def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
 
   Raises:
     ValueError: if the kind, a field or a type is unknown, or `num_classes` is
-      missing.
+      missing for a model that cannot do without.
   """
   fields = {**config, **kwargs}
   model = cls or class_of(fields)
@@ -151,7 +154,9 @@ def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
         f'(config.model.{key})'
       )
   known = model.__dataclass_fields__
-  if 'num_classes' in known and 'num_classes' not in fields:
+  classes = known.get('num_classes')
+  needed = classes is not None and classes.default is dataclasses.MISSING
+  if needed and 'num_classes' not in fields:
     raise ValueError(
       'num_classes is missing: give the width of the head, or 0 for no head'
     )

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from vit_jax import models_vit
 from vit_jax.layers import detection
+from vit_jax.layers import masks
 from vit_jax.layers import resnet
 from vit_jax.scale import sharding
 
@@ -143,6 +144,7 @@ class Detr(nn.Module):
     mlp_dim: width of the hidden layers of the MLPs.
     dropout_rate: dropout after attention and dense layers.
     attention_dropout_rate: dropout of the attention weights.
+    mask_head: whether to compute a mask for each query (section 4.4).
     model_name: name in the table of configs; has no effect.
     dtype: type of the computation. Logits and boxes are always float32.
     param_dtype: type of the parameters.
@@ -163,12 +165,19 @@ class Detr(nn.Module):
   mlp_dim: int = 2048
   dropout_rate: float = 0.1
   attention_dropout_rate: float = 0.1
+  mask_head: bool = False
   model_name: str | None = None
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
+  def setup(self):
+    if self.mask_head:
+      self.segmentation = masks.MaskHead(
+        self.hidden_size, self.num_heads, **self._types()
+      )
+
   @nn.compact
-  def __call__(self, images, mask=None, *, train):
+  def __call__(self, images, mask=None, *, train, draw=True):
     """Detects objects.
 
     Args:
@@ -176,18 +185,21 @@ class Detr(nn.Module):
       mask: bool [B, H, W], True for real pixels, False for padding; None if
         there is no padding.
       train: whether dropout is on (needs the rng 'dropout').
+      draw: whether a model with a mask head computes the masks of all queries.
 
     Returns:
       A dict with the outputs after each layer of the decoder, the last layer's
       last: `logits`, float32 [L, B, Q, num_classes + 1], and `boxes`, float32
       [L, B, Q, 4]: centre x, centre y, width and height, as shares of width and
-      height of the image without its padding.
+      height of the image without its padding. With a mask head also `masks`,
+      the logits of the last layer's masks, float32 [B, Q, H / 4, W / 4]; or, if
+      not `draw`, `features`, of which `draw_masks` computes some of them.
     """
     types = self._types()
-    features = self._features(images.astype(types['dtype']), mask, train)
+    stages = self._stages(images.astype(types['dtype']), mask, train)
     if mask is None:
       mask = jnp.ones(images.shape[:3], bool)
-    memory, positions, seen = self._encode(features, mask, train)
+    projected, memory, positions, seen = self._encode(stages[-1], mask, train)
     states = self._decode(memory, positions, seen, train)  # [L, B, Q, D]
     head = nn.Dense(
       self.num_classes + 1,
@@ -196,7 +208,35 @@ class Detr(nn.Module):
       name='class_head',
     )
     boxes = BoxHead(self.hidden_size, name='box_head', **types)
-    return {'logits': head(states), 'boxes': boxes(states)}
+    outputs = {'logits': head(states), 'boxes': boxes(states)}
+    if not self.mask_head:
+      return outputs
+    cells = projected.shape[:3]
+    features = masks.Features(
+      queries=states[-1],
+      memory=memory.reshape(projected.shape),
+      mask=seen.reshape(cells),
+      projected=projected,
+      stages=stages[-2::-1],
+    )
+    if draw:
+      return {**outputs, 'masks': self.segmentation(features)}
+    return {**outputs, 'features': features}
+
+  def draw_masks(self, features, queries):
+    """Computes the masks of some queries.
+
+    Args:
+      features: see `__call__`.
+      queries: int [B, N], numbers of the queries.
+
+    Returns:
+      The logits, float32 [B, N, H / 4, W / 4].
+    """
+    chosen = jnp.take_along_axis(
+      features.queries, queries[..., None], axis=1
+    )  # [B, N, D]
+    return self.segmentation(features._replace(queries=chosen))
 
   def _types(self):
     """Returns the types of computation and parameters, by argument name."""
@@ -204,14 +244,19 @@ class Detr(nn.Module):
       dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
     )
 
-  def _features(self, images, mask, train):
-    """Returns the feature map [B, h, w, F] of the backbone."""
+  def _stages(self, images, mask, train):
+    """Returns the feature maps of the backbone; the last is [B, h, w, F]."""
     types = self._types()
     if self.backbone == 'vit':
+      if self.mask_head:
+        raise ValueError(
+          "backbone='vit' has one feature map, but mask_head=True needs those of "
+          "four stages: use backbone='resnet' (config.model.backbone)"
+        )
       fields = {**(self.vit or {}), **types, 'num_classes': None}
       check_vit(fields)
       backbone = VitBackbone(name='backbone', **fields)
-      return backbone(images, mask, train=train)
+      return [backbone(images, mask, train=train)]
     if self.backbone != 'resnet':
       raise ValueError(
         f"backbone='{self.backbone}' is unknown: use one of {BACKBONES} "
@@ -226,7 +271,7 @@ class Detr(nn.Module):
       self.norm,
       name='backbone',
       **types,
-    )(normalise(images, mask))[-1]
+    )(normalise(images, mask))
 
   def _layers(self, cls, count, name):
     return [
@@ -242,13 +287,20 @@ class Detr(nn.Module):
     ]
 
   def _encode(self, features, mask, train):
-    """Returns memory [B, S, D], positions [B, S, D], mask [B, 1, 1, S]."""
+    """Encodes a feature map.
+
+    Returns:
+      The map with D channels [B, h, w, D]; memory [B, S, D], positions [B, S,
+      D], and mask [B, 1, 1, S].
+    """
     types = self._types()
     mask = shrink_mask(mask, features.shape[1:3])  # [B, h, w]
     positions = detection.sine_positions(mask, self.hidden_size)
-    x = nn.Conv(self.hidden_size, (1, 1), name='input_proj', **types)(features)
-    flat = (x.shape[0], -1, self.hidden_size)
-    x = x.reshape(flat)
+    projected = nn.Conv(self.hidden_size, (1, 1), name='input_proj', **types)(
+      features
+    )
+    flat = (len(mask), -1, self.hidden_size)
+    x = projected.reshape(flat)
     positions = positions.reshape(flat).astype(x.dtype)
     seen = mask.reshape(len(x), 1, 1, -1)
     layers = self._layers(
@@ -256,7 +308,7 @@ class Detr(nn.Module):
     )
     for layer in layers:
       x = layer(x, positions, seen, train=train)
-    return x, positions, seen
+    return projected, x, positions, seen
 
   def _decode(self, memory, positions, seen, train):
     """Returns the normalised state after each layer, [L, B, Q, D]."""

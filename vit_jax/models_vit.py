@@ -11,7 +11,9 @@ Shapes in the comments:
 
 `model.apply(..., mutable='intermediates')` also returns intermediate values:
 every attention layer sows `attention_weights` [B, K, N, N], the encoder
-`tokens` [B, N, D], and the model `features` [B, D], the pre-logits. Otherwise
+`tokens` [B, N, D], and the model `features` [B, D], the pre-logits. For probes,
+each layer sows `layer_0`, `layer_1`, ... [B, D], the mean over the tokens of
+its first norm's result (the last one: of the encoder's norm). Otherwise
 nothing is stored, and if only the class token is read, the last layer computes
 no other token.
 
@@ -243,7 +245,8 @@ class VisionTransformer(patches_lib.ImageModel):
     check_images(images)
     x = images.astype(self._types()['dtype'])
     if self.resnet is not None:
-      x = models_resnet.apply_resnet(x, self.resnet_layers)
+      see = lambda i, x: patches_lib.sow_mean(self, f'stage_{i}', x)
+      x = models_resnet.apply_resnet(x, self.resnet_layers, see)
     x = sharding.constrain_batch(self.embedding(x))  # [B, h, w, D]
     return x.reshape(x.shape[0], -1, x.shape[-1]) if flat else x
 

@@ -3,6 +3,11 @@ r"""Prints the predictions of a trained model for images, such as their classes.
   python -m vit_jax.predict --workdir=/tmp/digits image.png other.jpg
   python -m vit_jax.predict --weights=model.safetensors image.png
 
+A model of pixels (configs/igpt.py) draws images, and completes their lower part:
+
+  python -m vit_jax.predict --workdir=/tmp/igpt --sample=16 --out=samples.png
+  python -m vit_jax.predict --workdir=/tmp/igpt --complete half.png --out=whole.png
+
 In Python:
 
   model = predict.load('/tmp/digits')
@@ -26,6 +31,12 @@ import jax
 
 from vit_jax import cli
 from vit_jax.configs import models as model_configs
+
+# Flags of some tasks alone, see FLAGS of vit_jax.tasks.base.Predictor.
+_OWN_FLAGS = (
+  'threshold', 'image_size', 'sample', 'complete', 'rows', 'seed', 'temperature',
+  'top_k',
+)  # fmt: skip
 
 
 def load(
@@ -60,8 +71,9 @@ def load(
   if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
     config.sharding_rules = ()
   vit = model_configs.vit_of(config.model)
-  if 'transformer' in vit:  # The run may have had other devices.
-    vit.transformer.attention = 'default'
+  encoder = vit.get('transformer') or vit
+  if 'attention' in encoder:  # The run may have had other devices.
+    encoder.attention = 'default'
   program = train.make_program(config, metadata, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   abstract = program.abstract
@@ -76,18 +88,19 @@ def load_weights(
   class_names: Sequence[str] | None = None,
   image_size: tuple[int, int] | None = None,
 ):
-  """Loads a classifier from weights in any format, without a run.
+  """Loads a model from weights in any format, without a run.
 
   Args:
     path: a published .npz, a .safetensors or .bin of timm or Hugging Face or a
-      folder with such a file; local, gs:// or a URL.
+      folder with such a file, or a released .pth; local, gs:// or a URL.
     class_names: names of the classes; override those of the file. Without any,
       the classes are named by their numbers.
     image_size: (height, width) in pixels; needed if the file does not contain
       it and the grid of patches is not square.
 
   Returns:
-    A vit_jax.tasks.classify.Predictor.
+    The predictor of the model's task, such as
+    vit_jax.tasks.classify.Predictor or vit_jax.tasks.detect.Predictor.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
@@ -95,12 +108,13 @@ def load_weights(
   """
   cli.load_tensorflow()
   from vit_jax import convert
-  from vit_jax.tasks import classify
+  from vit_jax.run import config as run_config
   from vit_jax.weights import writing
 
   model = convert.read(path, class_names, image_size)
-  task = classify.Task(*writing.as_run(model))
-  return task.predictor(jax.device_put(model.params), {}, 0)
+  config, metadata = writing.as_run(model)
+  task = run_config.get_task(config.task)(config, metadata)
+  return task.predictor(*jax.device_put((model.params, model.extra)), 0)
 
 
 def _mesh(config):
@@ -126,7 +140,7 @@ def _image_size(text: str) -> int | tuple[int, ...]:
 def make_parser() -> argparse.ArgumentParser:
   """Returns the parser of this command."""
   parser = cli.parser('vit_jax.predict', __doc__)
-  parser.add_argument('images', nargs='+', help='image files of any size')
+  parser.add_argument('images', nargs='*', help='image files of any size')
   cli.add_model_flags(parser)
   parser.add_argument(
     '--top', type=int, default=5, help='number of classes to print (5)'
@@ -148,23 +162,49 @@ def make_parser() -> argparse.ArgumentParser:
     help='detectors: pixels of the shorter side, or height and width, of the '
     'images that the network sees (as in the evaluation of the run)',
   )
+  _add_sampling_flags(parser)
   return parser
+
+
+def _add_sampling_flags(parser):
+  """Adds the flags of models that draw images."""
+  group = parser.add_argument_group('models of pixels')
+  group.add_argument('--sample', type=int, help='number of images to draw')
+  group.add_argument(
+    '--complete', nargs='+', help='image files whose lower part to draw'
+  )
+  group.add_argument(
+    '--rows',
+    type=int,
+    help="rows to keep of the model's image (all rows of an image that is low "
+    'for its width, half of the rows of any other)',
+  )
+  group.add_argument('--seed', type=int, help='seed of drawing (0)')
+  group.add_argument(
+    '--temperature',
+    type=float,
+    help='below 1: more likely colours (1)',
+  )
+  group.add_argument(
+    '--top_k', type=int, help='draw among so many likely colours (all)'
+  )
 
 
 def _check_flags(model, args) -> None:
   """Raises ValueError if flags do not fit the task of a model."""
   task, which = model.task, f"the task '{model.config.task}'"
-  if args.out and not task.DRAWS:
+  for name in _OWN_FLAGS:
+    if getattr(args, name) is not None and name not in model.FLAGS:
+      raise ValueError(f'{which} has no --{name}: leave out the flag')
+  draws = args.sample is not None or bool(args.complete)
+  if args.out and not (task.DRAWS or draws):
     raise ValueError(
       f'{which} prints its predictions and writes no picture: leave out --out'
     )
-  if not args.out and not task.PRINTS:
+  if not args.out and (draws or not task.PRINTS):
     raise ValueError(
       f'{which} writes its predictions as a picture: give --out=FILE.png'
     )
-  for name in ('threshold', 'image_size'):
-    if getattr(args, name) is not None and name not in model.FLAGS:
-      raise ValueError(f'{which} has no --{name}: leave out the flag')
 
 
 def main() -> None:
@@ -172,6 +212,7 @@ def main() -> None:
   args = make_parser().parse_args()
   cli.check_model_flags(args)
   cli.check_output('out', args.out)
+  _check_inputs(args)
   cli.quiet()
   cli.avoid_libtpu()
   if args.weights:
@@ -181,6 +222,24 @@ def main() -> None:
   _check_flags(model, args)
   for line in model.report(args.images, args):
     print(line)
+
+
+def _check_inputs(args):
+  """Raises ValueError unless the command line names one thing to do."""
+  given = {
+    'images': bool(args.images),
+    '--sample': args.sample is not None,
+    '--complete': bool(args.complete),
+  }
+  if sum(given.values()) != 1:
+    raise ValueError(
+      'give one of image files, --sample=NUMBER and --complete FILE, not '
+      + (' and '.join(k for k, v in given.items() if v) or 'none of them')
+    )
+  if args.rows is not None and not args.complete:
+    raise ValueError(
+      f'--rows={args.rows} is a part of --complete FILE: give that too'
+    )
 
 
 if __name__ == '__main__':

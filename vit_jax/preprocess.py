@@ -28,7 +28,7 @@ crop_size = geometry.crop_size
 def image_sizes(pp) -> list[tuple[int, int]]:
   """Returns the sizes of training images, see vit_jax.tasks.base.Task."""
   if pp.sides:
-    return [group.canvas for group in canvases.groups(pp)]
+    return list(dict.fromkeys(group.canvas for group in canvases.groups(pp)))
   return [crop_size(pp)]
 
 
@@ -146,6 +146,7 @@ def _decode_crop(encoded, draw, pp, crops=True):
   Returns:
     The crop, uint8 [height, width, channels], and its geometry.
   """
+  encoded = tf.convert_to_tensor(encoded)
   is_jpeg = tf.io.is_jpeg(encoded)
 
   def other():

@@ -25,6 +25,9 @@ TASKS = {
   'classify': 'vit_jax.tasks.classify',
   'detect': 'vit_jax.tasks.detect',
   'masked_patches': 'vit_jax.tasks.masked_patches',
+  'pixels': 'vit_jax.tasks.pixels',
+  'pixels_finetune': 'vit_jax.tasks.pixels_finetune',
+  'segment': 'vit_jax.tasks.segment',
 }
 _TASK = (
   f'use one of {sorted(TASKS)}, or a module with a class Task that Python finds '

@@ -1,7 +1,7 @@
 """Rules for the keys of a config: types, ranges, and how keys fit together.
 
 KEYS has a rule (vit_jax/configs/rules.py) for each key of configs/common.py,
-and MODEL one for each field of the package's own models. A task has the rules
+and MODELS has them for the fields of the package's own models. A task has the rules
 of its own options (OPTION_RULES in vit_jax/tasks/base.py).
 
 Configs are checked before TensorFlow is loaded, so this module must not import
@@ -16,6 +16,7 @@ from vit_jax import models_resnet
 from vit_jax import models_vit
 from vit_jax.configs import rules
 from vit_jax.layers import attention
+from vit_jax.layers import decoder
 from vit_jax.layers import encoder
 from vit_jax.layers import positions
 from vit_jax.layers import resnet
@@ -43,6 +44,7 @@ KEYS: dict[str, rules.Rule] = {
   'shuffle_buffer_bytes': rules.whole(1),
   'max_image_pixels': rules.whole(1),
   'broken_images': rules.one_of('error', 'skip', 'trust'),
+  'broken_boxes': rules.one_of('refuse', 'skip', 'clip'),
   'pp.train': rules.split,
   'pp.test': rules.split,
   'pp.crop': rules.size,
@@ -116,6 +118,7 @@ KEYS: dict[str, rules.Rule] = {
   'fewshot.l2': rules.positive,
   'fewshot.layer': rules.text,
   'fewshot.squeeze': rules.number(1),
+  'layer_probe': rules.whole(0),
   'real_labels': rules.optional(rules.text),
   'profile_steps': _EVERY,
 }
@@ -181,6 +184,28 @@ MODEL: dict[str, rules.Rule] = {
 # Backbones of a DETR.
 MODEL['backbone'] = rules.one_of(*models_detr.BACKBONES)
 MODEL.update({f'vit.{name}': rule for name, rule in MODEL.items()})
+# Fields of an iGPT (config.model.kind='igpt').
+IGPT: dict[str, rules.Rule] = {
+  'kind': rules.text,
+  'model_name': rules.optional(rules.text),
+  'hidden_size': rules.whole(1),
+  'num_layers': rules.whole(1),
+  'num_heads': rules.whole(1),
+  'num_colors': rules.whole(2),
+  'num_positions': rules.whole(1),
+  'causal': rules.flag,
+  'attention': rules.one_of(*attention.IMPLEMENTATIONS),
+  'attention_scale': rules.one_of(*decoder.SCALES),
+  'remat': rules.one_of('', *encoder.REMAT_POLICIES),
+  'dtype': _FLOAT,
+  'param_dtype': _FLOAT,
+}
+
+# Kind of model -> the rules of its fields; other kinds have none.
+MODELS = {
+  **dict.fromkeys((None, 'vit', 'mixer', 'bit', 'detr'), MODEL),
+  'igpt': IGPT,
+}
 
 
 def check(config, known=None):
@@ -194,10 +219,10 @@ def check(config, known=None):
     ValueError: names the key, its value and the valid values.
   """
   model = config.get('model')
-  own = isinstance(model, ml_collections.ConfigDict) and (
-    model.get('kind') in (None, 'vit', 'mixer', 'bit', 'detr')
-  )
-  fields = {f'model.{name}': rule for name, rule in MODEL.items() if own}
+  table = {}
+  if isinstance(model, ml_collections.ConfigDict):
+    table = MODELS.get(model.get('kind'), {})
+  fields = {f'model.{name}': rule for name, rule in table.items()}
   _check_group(config, {'model': rules.group, **KEYS, **fields}, known)
 
 
@@ -258,13 +283,13 @@ def check_together(config):
 def _check_model(model, name='model'):
   if model.get('vit') is not None:
     _check_model(model.vit, f'{name}.vit')
-  fields, width = model.get('transformer') or {}, model.get('hidden_size')
+  fields, width = model.get('transformer') or model, model.get('hidden_size')
   heads = fields.get('num_heads')
   if isinstance(heads, int) and isinstance(width, int) and width % heads:
+    key = name if fields is model else f'{name}.transformer'
     raise ValueError(
-      f'{name}.transformer.num_heads={heads} does not divide '
-      f'{name}.hidden_size={width}: choose a divisor '
-      f'(config.{name}.transformer.num_heads)'
+      f'{key}.num_heads={heads} does not divide {name}.hidden_size={width}: '
+      f'choose a divisor (config.{key}.num_heads)'
     )
   kind = positions.kind_of(
     fields.get('add_position_embedding', True),

@@ -49,10 +49,14 @@ class Run:
     self._shapes = set()  # Of the batches that the update is compiled for.
     self.pictures = []  # Paths of the pictures of the last evaluation.
 
+  @property
+  def done(self) -> bool:
+    """Whether all updates are made."""
+    return self.step == self.config.total_steps
+
   def due(self, every: int) -> bool:
     """Returns whether an action that runs every `every` steps is due now."""
-    last = self.step == self.config.total_steps
-    return last or (every > 0 and self.step % every == 0)
+    return self.done or (every > 0 and self.step % every == 0)
 
   def update(self, batch):
     """Makes one update."""
@@ -127,6 +131,8 @@ class Run:
     with self._progress.pause():
       for name, evaluators in self.prepared.evaluators.items():
         for evaluator in evaluators:
+          if getattr(evaluator, 'final', False) and not self.done:
+            continue
           result = evaluator.run(params, self.state.extra, stop.now)
           if result is None:
             return None
@@ -136,7 +142,7 @@ class Run:
     best = {self.config.best_metric: metrics[self.config.best_metric]}
     self._progress.evaluated(metrics_lib.format_metrics(best))
     self._log.write_pictures(self.step, pictures)
-    if self.step == self.config.total_steps:
+    if self.done:
       self.pictures = metrics_lib.save_pictures(self.workdir, pictures)
     cli.say(
       f'step {self.step}/{self.config.total_steps}  '
@@ -153,7 +159,7 @@ class Run:
       ),
     )
     if done is not None:
-      if self.step == self.config.total_steps:
+      if self.done:
         cli.say('This run is finished.')
       return done
     if not self.step or not self.due(self.config.eval_every):

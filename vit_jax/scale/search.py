@@ -102,8 +102,9 @@ def _remats(model):
   if 'transformer' in model_configs.vit_of(model):
     path = 'model.vit' if 'vit' in model else 'model'
     return REMATS, f'{path}.transformer.remat'
-  if 'remat' in model:  # A BiT ResNet, which has no 'dots'.
-    return (REMATS[0], REMATS[-1]), 'model.remat'
+  if 'remat' in model:  # A BiT ResNet has no 'dots'.
+    kinds = (REMATS[0], REMATS[-1]) if model.get('kind') == 'bit' else REMATS
+    return kinds, 'model.remat'
   return REMATS[:1], None
 
 

@@ -34,8 +34,9 @@ from vit_jax import cli
 MODEL_AXIS = 'model'
 FSDP_AXIS = 'fsdp'
 
-# In a Vision Transformer or Mixer, and in a detector.
-_ATTENTION_OUT = '(MultiHeadDotProductAttention_0|_attention)/out/kernel'
+# What the heads of an attention layer are mapped by to its output.
+_OUT = '(MultiHeadDotProductAttention_0|attention)/out/kernel'
+# The MLPs of a Vision Transformer or Mixer, of a detector, and of an iGPT.
 _MLP = r'(MlpBlock_0|_mixing|coder_layer_\d+|box_head)'
 
 # Tensor parallelism: each head and each hidden unit lies on one device. A
@@ -43,10 +44,10 @@ _MLP = r'(MlpBlock_0|_mixing|coder_layer_\d+|box_head)'
 TENSOR_RULES = (
   ('(query|key|value)/kernel', (None, MODEL_AXIS)),
   ('(query|key|value)/bias', (MODEL_AXIS,)),
-  (_ATTENTION_OUT, (MODEL_AXIS,)),
-  (f'{_MLP}/Dense_0/kernel', (None, MODEL_AXIS)),
+  (_OUT, (MODEL_AXIS,)),
+  (f'({_MLP}/Dense_0|mlp/hidden)/kernel', (None, MODEL_AXIS)),
   (f'{_MLP}/Dense_0/bias', (MODEL_AXIS,)),
-  (f'{_MLP}/Dense_1/kernel', (MODEL_AXIS,)),
+  (f'({_MLP}/Dense_1|mlp/output)/kernel', (MODEL_AXIS,)),
   ('head/kernel', (None, MODEL_AXIS)),
   ('head/bias', (MODEL_AXIS,)),
 )
@@ -104,6 +105,14 @@ def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
 def batch_axes(mesh) -> tuple[str, ...]:
   """Returns the names of the axes that split the batch."""
   return tuple(name for name in mesh.axis_names if name != MODEL_AXIS)
+
+
+def mesh_of(tree) -> jax.sharding.Mesh:
+  """Returns the mesh that the arrays of a tree lie on, or that of one device."""
+  where = jax.tree.leaves(tree)[0].sharding
+  if isinstance(where, NamedSharding):
+    return where.mesh
+  return make_mesh({'data': 1}, list(where.device_set))
 
 
 def batch_shards(mesh) -> int:
@@ -295,7 +304,7 @@ def _attention_width(name):
   """
   if re.search('(query|key|value)/kernel$', name):
     return 2
-  return 1 if re.search(f'{_ATTENTION_OUT}$', name) else None
+  return 1 if re.search(f'{_OUT}$', name) else None
 
 
 def report(abstract) -> list[dict]:

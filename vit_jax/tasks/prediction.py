@@ -61,15 +61,27 @@ class Predictor:
     """Returns the task's inputs for images, see `outputs`: arrays [n, ...]."""
     return _stacked(list(self._rows(images)), len(images))
 
-  def run(self, images: Sequence[Any]) -> tuple[dict, Any]:
-    """Returns (inputs, outputs) of images, see `outputs`: arrays [n, ...]."""
-    found = self.each(images)
+  def run(self, images: Sequence[Any], compute=None) -> tuple[dict, Any]:
+    """Computes arrays for images, see `outputs`.
+
+    Args:
+      images: see `outputs`.
+      compute: compiled function (params, extra, inputs) -> arrays [B, ...]; by
+        default the outputs of the task.
+
+    Returns:
+      The inputs and the results of `compute`, arrays [n, ...].
+    """
+    found = self.each(images, compute=compute)
     if not found:
-      return self._none()
+      return self._none(compute or self._outputs)
     return jax.tree.map(lambda *rows: np.stack(rows), *found)
 
   def each(
-    self, images: Sequence[Any], inputs: Callable[[dict], dict] | None = None
+    self,
+    images: Sequence[Any],
+    inputs: Callable[[dict], dict] | None = None,
+    compute: Callable | None = None,
   ) -> list[tuple[dict, Any]]:
     """Computes the inputs and the outputs of each image.
 
@@ -79,6 +91,7 @@ class Predictor:
     Args:
       images: see `outputs`.
       inputs: function from a record to inputs; by default that of the task.
+      compute: see `run`.
 
     Returns:
       For each image its inputs and its outputs, NumPy arrays.
@@ -93,7 +106,9 @@ class Predictor:
       numbers, rows = zip(*waiting.pop(shapes))
       # All batches have one size, so that the model is compiled once.
       size = 1 if counts[shapes] == 1 else self.batch_size(rows[0])
-      for number, result in zip(numbers, self._compute(rows, size)):
+      for number, result in zip(
+        numbers, self._compute(rows, size, compute or self._outputs)
+      ):
         self._check_finite(result[1], images[number], number)
         found[number] = result
 
@@ -112,10 +127,10 @@ class Predictor:
     del row
     return self.BATCH
 
-  def _compute(self, rows, size) -> list[tuple[dict, Any]]:
+  def _compute(self, rows, size, compute) -> list[tuple[dict, Any]]:
     """Computes (inputs, outputs) of some images in a batch of a given size."""
     batch = _stacked(rows, size)
-    outputs = self._outputs(self.params, self.extra, batch)
+    outputs = compute(self.params, self.extra, batch)
     both = jax.tree.map(np.asarray, (batch, outputs))
     return [jax.tree.map(lambda x, i=i: x[i], both) for i in range(len(rows))]
 
@@ -148,10 +163,10 @@ class Predictor:
         'damaged; choose another checkpoint (--step=N)'
       )
 
-  def _none(self):
+  def _none(self, compute):
     """Returns the inputs and outputs of an empty list of images."""
     spec = self.task.batch_spec(1)
-    shapes = jax.eval_shape(self._outputs, self.params, self.extra, spec)
+    shapes = jax.eval_shape(compute, self.params, self.extra, spec)
     return jax.tree.map(
       lambda x: np.zeros((0, *x.shape[1:]), x.dtype), (spec, shapes)
     )
@@ -168,8 +183,8 @@ class Predictor:
 
     Args:
       images: paths.
-      args: has `top`, the number of classes to show, and `out`, the path of the
-        picture to write, or None.
+      args: the flags of that command, such as `top`, the number of classes to
+        show, and `out`, the path of the picture to write, or None.
     """
     del args
     return [

@@ -1,0 +1,405 @@
+"""Tests of iGPT: published counts, Hugging Face's model, causality, sampling."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+import transformers
+
+from tests import torch_models
+from vit_jax import models
+from vit_jax import models_igpt
+
+# Computed from the released code, 32 x 32 pixels and 512 colours.
+COUNTS = {
+  'iGPT-S': 76_571_648,
+  'iGPT-M': 455_157_760,
+  'iGPT-L': 1_362_250_752,
+  'iGPT-XL': 6_801_438_720,
+}
+# Pixels and colours of the tiny models.
+N, C = 12, 7
+
+
+def shapes(model):
+  colors = jax.ShapeDtypeStruct((1, model.num_positions), jnp.int32)
+  init = functools.partial(model.init, train=False)
+  return jax.eval_shape(init, jax.random.key(0), colors)['params']
+
+
+@pytest.mark.parametrize('name', COUNTS)
+def test_parameter_counts(name):
+  layers = models.get_model(name).num_layers
+  params = shapes(models.get_model(name, num_layers=1))
+  block = params.pop('block_0')  # All blocks are alike.
+  total = count(params) + layers * count(block)
+  assert total == COUNTS[name]
+
+
+def count(tree):
+  return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def make(**kwargs):
+  fields = dict(
+    hidden_size=16, num_layers=2, num_heads=2, num_positions=N, num_colors=C
+  )
+  return models_igpt.ImageGPT(**{**fields, **kwargs})
+
+
+def random_colors(model, batch=3, seed=0):
+  shape = (batch, model.num_positions)
+  rng = np.random.RandomState(seed)
+  return rng.randint(0, model.num_colors, shape).astype(np.int32)
+
+
+@functools.cache
+def params_of(model):
+  """Random parameters for which a model's logits are of order 1."""
+  rng = np.random.RandomState(0)
+
+  def fill(leaf):
+    fan_in = (
+      leaf.size // leaf.shape[-1] if leaf.ndim == 2 else model.hidden_size
+    )
+    scale = fan_in**-0.5 if leaf.ndim > 1 else 1.0
+    return (scale * rng.randn(*leaf.shape)).astype(np.float32)
+
+  return jax.tree.map(fill, shapes(model))
+
+
+@functools.cache
+def apply(model):
+  """The compiled model: (parameters, colours, what is masked) -> logits."""
+  return jax.jit(lambda params, *args: model.apply({'params': params}, *args))
+
+
+def logits_of(model, *args):
+  """Logits with `params_of` a model."""
+  return apply(model)(params_of(model), *args)
+
+
+def test_initial_weights_are_those_of_the_released_code():
+  model = make(num_positions=64, num_colors=100, hidden_size=64, num_classes=3)
+  # Keys of this kind compile faster.
+  key, colors = jax.random.key(0, impl='rbg'), random_colors(model)
+  params = jax.jit(model.init)(key, colors)['params']
+  block = params['block_1']
+  want = {
+    'start_token': (params['start_token'], 0.02),
+    'colors': (params['color_embedding'], 0.02),
+    'positions': (params['position_embedding'], 0.01),
+    **{
+      name: (block['attention'][name]['kernel'], 1 / 8)
+      for name in ('query', 'key', 'value')
+    },
+    'out': (block['attention']['out']['kernel'], 128**-0.5),
+    'hidden': (block['mlp']['hidden']['kernel'], 0.02),
+    'output': (block['mlp']['output']['kernel'], 0.02),
+  }
+  for name, (found, std) in want.items():
+    error = 4 * std / (2 * found.size) ** 0.5
+    assert abs(found.std() - std) < error, name
+  assert not params['color_head']['kernel'].any()
+  assert not params['class_head']['kernel'].any()
+
+
+def test_bits_a_dimension_before_training():
+  model = make()
+  params = params_of(model) | {'color_head': {'kernel': np.zeros((16, C))}}
+  colors = random_colors(model)
+  logits = apply(model)(params, colors)
+  bits = -models_igpt.log_likelihood(logits, colors) / np.log(2) / N
+  np.testing.assert_allclose(bits, np.log2(C), rtol=1e-6)
+
+
+# --- Hugging Face ---
+
+
+def hf_model(**kwargs):
+  """A model of Hugging Face, whose biases are zero as in the released code."""
+  config = transformers.ImageGPTConfig(vocab_size=C + 1, **kwargs)
+  model = transformers.ImageGPTForCausalImageModeling(config)
+  torch_models.randomize(model)
+  with torch.no_grad():
+    for name, value in model.named_parameters():
+      if name.endswith('bias'):
+        value.zero_()
+  return model.eval()
+
+
+def copied(theirs):
+  """Their weights as the parameters of this package's model."""
+  state = {name: x.numpy() for name, x in theirs.state_dict().items()}
+  heads = theirs.config.n_head
+  width = theirs.config.n_embd
+  params = {
+    'color_embedding': state['transformer.wte.weight'][:-1],
+    'start_token': state['transformer.wte.weight'][-1],
+    'position_embedding': state['transformer.wpe.weight'],
+    'norm': {'scale': state['transformer.ln_f.weight']},
+    'color_head': {'kernel': state['lm_head.weight'].T},
+  }
+  for i in range(theirs.config.n_layer):
+    here = f'transformer.h.{i}.'
+    query, key, value = (
+      {'kernel': x.reshape(width, heads, -1)}
+      for x in np.split(state[here + 'attn.c_attn.weight'], 3, axis=1)
+    )
+    out = state[here + 'attn.c_proj.weight'].reshape(heads, -1, width)
+    params[f'block_{i}'] = {
+      'norm_1': {'scale': state[here + 'ln_1.weight']},
+      'attention': {
+        'query': query, 'key': key, 'value': value, 'out': {'kernel': out},
+      },
+      'norm_2': {'scale': state[here + 'ln_2.weight']},
+      'mlp': {
+        'hidden': {'kernel': state[here + 'mlp.c_fc.weight']},
+        'output': {'kernel': state[here + 'mlp.c_proj.weight']},
+      },
+    }  # fmt: skip
+  return params
+
+
+def compare(theirs, **kwargs):
+  """Compares logits and layers; returns our model, parameters and colours."""
+  config = theirs.config
+  ours = make(
+    num_positions=config.n_positions,
+    hidden_size=config.n_embd,
+    num_layers=config.n_layer,
+    num_heads=config.n_head,
+    **kwargs,
+  )
+  colors = random_colors(ours, 2)
+  before = np.pad(colors[:, :-1], ((0, 0), (1, 0)), constant_values=C)
+  with torch.no_grad():
+    want = theirs(torch.tensor(before).long(), output_hidden_states=True)
+    norms = [block.ln_1 for block in theirs.transformer.h]
+    layers = [
+      norm(x).mean(1) for norm, x in zip(norms, want.hidden_states[:-1])
+    ]
+  layers.append(want.hidden_states[-1].mean(1))
+  apply = jax.jit(
+    lambda params, x: ours.apply({'params': params}, x, mutable='intermediates')
+  )
+  logits, sown = apply(copied(theirs), colors)
+  np.testing.assert_allclose(logits, want.logits, atol=1e-4)
+  sown = sown['intermediates']
+  for i, layer in enumerate(layers):
+    found = sown.get(f'block_{i}', sown)[f'layer_{i}'][0]
+    np.testing.assert_allclose(found, layer, atol=1e-4)
+  assert float(want.logits.std()) > 0.3
+
+
+def test_logits_and_layers_are_those_of_hugging_face():
+  compare(hf_model(n_positions=64, n_embd=32, n_layer=2, n_head=2))
+
+
+def test_logits_of_two_layers_of_s_are_those_of_hugging_face():
+  compare(hf_model(n_positions=1024, n_embd=512, n_layer=2, n_head=8))
+
+
+def test_the_truncated_scale_is_that_of_older_versions(monkeypatch):
+  theirs = hf_model(n_positions=16, n_embd=48, n_layer=2, n_head=2)
+  compare(theirs)  # The root of 24 is 4.9.
+  module = 'transformers.models.imagegpt.modeling_imagegpt'
+  monkeypatch.setattr(f'{module}.torch_float', int)  # As it was until 2026.
+  compare(theirs, attention_scale='truncated')
+  with pytest.raises(AssertionError, match='Not equal to tolerance'):
+    compare(theirs)
+
+
+# --- What a pixel is predicted from ---
+
+
+def changes(model, *args):
+  """Which logits change with which pixel: bool [changed pixel, pixel]."""
+  colors = random_colors(model, 1)
+  eye = np.eye(N, dtype=np.int32)
+  others = (colors + eye * (1 + np.arange(N)[:, None] % (C - 1))) % C
+  logits = logits_of(model, np.concatenate([colors, others]), *args)
+  return np.asarray((logits[1:] != logits[:1]).any(axis=-1))
+
+
+def test_a_pixel_changes_the_logits_of_later_pixels_only():
+  rows, columns = np.indices((N, N))
+  np.testing.assert_array_equal(changes(make()), columns > rows)
+
+
+def test_a_masked_pixel_changes_no_logits():
+  masked = np.arange(N) % 3 == 1
+  seen = np.broadcast_to(~masked[:, None], (N, N))
+  found = changes(make(causal=False), np.tile(masked, (N + 1, 1)))
+  np.testing.assert_array_equal(found, seen)
+
+
+def test_a_model_with_classes_has_the_same_logits():
+  model, both = make(), make(num_classes=3)
+  kernel = np.random.RandomState(0).randn(16, 3).astype(np.float32)
+  params = {**params_of(model), 'class_head': {'kernel': kernel}}
+  colors = random_colors(model)
+  run = jax.jit(
+    lambda params: both.apply(
+      {'params': params}, colors, mutable='intermediates'
+    )
+  )
+  (logits, classes), sown = run(params)
+  np.testing.assert_allclose(logits, logits_of(model, colors), atol=1e-5)
+  [last] = sown['intermediates']['layer_2']
+  np.testing.assert_allclose(classes, last @ kernel, atol=1e-5)
+
+
+def test_other_attention_changes_nothing():
+  model = make()
+  colors = random_colors(model)
+  other = apply(make(attention='xla'))(params_of(model), colors)
+  np.testing.assert_allclose(other, logits_of(model, colors), atol=1e-5)
+
+
+def test_recomputation_changes_nothing():
+  def gradient(model):
+    colors = random_colors(model)
+
+    def loss(params):
+      logits = model.apply({'params': params}, colors, train=True)
+      return -models_igpt.log_likelihood(logits, colors).mean()
+
+    return jax.jit(jax.grad(loss))(params_of(model))
+
+  got, want = gradient(make(remat='full')), gradient(make())
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, want
+  )
+
+
+# --- Sampling ---
+
+
+@pytest.mark.parametrize('pieces', [(1,) * N, (5, 1, 6)])
+def test_cached_logits_are_those_of_all_pixels_together(pieces):
+  model = make()
+  colors = random_colors(model)
+  before = np.pad(colors, ((0, 0), (1, 0)))
+  extend = jax.jit(
+    functools.partial(
+      model.apply, {'params': params_of(model)}, method='extend'
+    )
+  )
+  cache, found, start = model.empty_cache(len(colors)), [], 0
+  for size in pieces:
+    logits, cache = extend(before[:, start : start + size], start, cache)
+    found.append(logits)
+    start += size
+  found = np.concatenate(found, axis=1)
+  np.testing.assert_allclose(found, logits_of(model, colors), atol=1e-5)
+
+
+@functools.cache
+def small():
+  """A model of 4 pixels of 2 colours, all its images, and their likelihood."""
+  model = make(num_positions=4, num_colors=2)
+  images = np.array(list(itertools.product((0, 1), repeat=4)), np.int32)
+  likelihood = models_igpt.log_likelihood(logits_of(model, images), images)
+  return model, images, np.exp(np.float64(likelihood))
+
+
+def test_the_likelihood_of_all_images_is_1():
+  _, _, likelihood = small()
+  assert likelihood.sum() == pytest.approx(1, abs=1e-5)
+  assert likelihood.max() > 3 * likelihood.min()
+
+
+@pytest.mark.parametrize('given', [0, 2])
+def test_samples_are_as_frequent_as_they_are_likely(given):
+  model, images, likelihood = small()
+  count = 4000
+  prefix = np.tile([1, 0][:given], (count, 1)).reshape(count, given)
+  drawn = models_igpt.sample(model, params_of(model), prefix, jax.random.key(1))
+  np.testing.assert_array_equal(drawn[:, :given], prefix)
+  fits = (images[:, :given] == prefix[0]).all(axis=1)
+  observed = np.bincount(np.asarray(drawn) @ [8, 4, 2, 1], minlength=16)
+  assert not observed[~fits].any()
+  expected = likelihood[fits] / likelihood[fits].sum() * count
+  assert scipy.stats.chisquare(observed[fits], expected).pvalue > 1e-3
+
+
+def test_the_likeliest_colors_and_parts_of_a_batch():
+  model, prefix = make(), random_colors(make(), 4)[:, :3]
+  draw = functools.partial(models_igpt.sample, model, params_of(model))
+  greedy = draw(prefix, jax.random.key(0), top_k=1)
+  best = logits_of(model, greedy).argmax(axis=-1)
+  np.testing.assert_array_equal(greedy[:, 3:], best[:, 3:])
+  cold = draw(prefix, jax.random.key(0), temperature=1e-4)
+  np.testing.assert_array_equal(cold, greedy)
+  # Each image has its own key.
+  keys = jax.random.split(jax.random.key(0), 4)
+  whole = draw(prefix, jax.random.key(0))
+  np.testing.assert_array_equal(draw(prefix, keys), whole)
+  np.testing.assert_array_equal(draw(prefix[2:], keys[2:]), whole[2:])
+  assert (whole != greedy).any()
+
+
+def test_colors_are_drawn_by_temperature_among_the_likeliest():
+  logits = np.log([0.4, 0.1, 0.3, 0.2]).astype(np.float32)
+  keys = jax.random.split(jax.random.key(0), 4000)
+  drawn = models_igpt.draw(keys, jnp.tile(logits, (4000, 1)), 2.0, 3)
+  roots = np.sqrt([0.4, 0, 0.3, 0.2])
+  observed = np.bincount(drawn, minlength=4)
+  assert observed[1] == 0
+  kept = roots > 0
+  expected = 4000 * roots[kept] / roots.sum()
+  assert scipy.stats.chisquare(observed[kept], expected).pvalue > 1e-3
+
+
+# --- Mistakes ---
+
+
+@pytest.mark.parametrize(
+  'fields, args, message',
+  [
+    ({'num_heads': 3}, (), 'num_heads=3 does not divide the width 16'),
+    (
+      {'remat': 'some'},
+      (),
+      r"remat='some' is unknown: use one of \['', 'full'",
+    ),
+    ({'attention_scale': 'no'}, (), "attention_scale='no' is unknown: use one"),
+    ({'attention': 'no'}, (), r"'no' is unknown.*\(config.model.attention\)"),
+    ({'num_positions': 9}, (), 'colors has 12 pixels an image, but .* 9 posi'),
+    ({}, (np.ones((3, N), bool),), 'masked is for a model with causal=False'),
+  ],
+)
+def test_wrong_fields_and_pixels_are_named(fields, args, message):
+  model = make(**fields)
+  colors = np.zeros((3, N), np.int32)
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(model.init, jax.random.key(0), colors, *args)
+
+
+def test_colors_are_numbers():
+  model = make()
+  for colors in (np.zeros((3, N)), np.zeros((3, N, 3), np.int32)):
+    with pytest.raises(ValueError, match='colors must be numbers of colours'):
+      jax.eval_shape(model.init, jax.random.key(0), colors)
+
+
+@pytest.mark.parametrize(
+  'fields, pixels, kwargs, message',
+  [
+    ({'causal': False}, 3, {}, "causal=False .*cannot draw images.*'ar'"),
+    ({}, N, {}, 'prefix must be colours .*fewer than 12 .*nothing is left'),
+    ({}, 3, {'temperature': 0.0}, 'temperature=0.0 must be positive'),
+    ({}, 3, {'top_k': 8}, 'top_k=8 must be from 1 to the number of colours, 7'),
+    ({}, 3, {'top_k': 0}, 'top_k=0 must be from 1'),
+  ],
+)
+def test_what_cannot_be_drawn_is_named(fields, pixels, kwargs, message):
+  prefix = np.zeros((2, pixels), np.int32)
+  with pytest.raises(ValueError, match=message):
+    models_igpt.sample(make(**fields), {}, prefix, jax.random.key(0), **kwargs)

@@ -1,0 +1,198 @@
+"""The layers of iGPT: a pre-norm Transformer without biases.
+
+As in the released code of "Generative Pretraining from Pixels" (Chen et al.,
+ICML 2020, section 2.2): the norms have a gain only and do not subtract the
+mean, and each branch starts with the standard deviations given there.
+
+Attention to earlier tokens can be computed piece by piece: keys and values of
+the tokens so far are kept in a cache, and each call appends those of its own.
+
+Shapes: B images, N tokens, Q tokens of a piece, D width of a token, K heads,
+E = D/K width of a head.
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.layers import attention as attention_lib
+from vit_jax.scale import sharding
+
+NORM_EPS = 1e-5
+# By what the logits of attention are divided: the root of the head's width, or
+# the root without its fraction, as versions of Hugging Face's ImageGPT do.
+SCALES = {
+  'exact': lambda width: width**0.5,
+  'truncated': lambda width: int(width**0.5),
+}
+
+
+def quick_gelu(x):
+  """Returns x * sigmoid(1.702 x), an approximation of GELU."""
+  return x * nn.sigmoid(1.702 * x)
+
+
+def empty_cache(batch: int, tokens: int, heads: int, head_dim: int, dtype):
+  """Returns keys and values for `attend_to_past`, zeros [B, K, N, E] each."""
+  zeros = jnp.zeros((batch, heads, tokens, head_dim), dtype)
+  return zeros, zeros
+
+
+def attend_to_past(query, key, value, start):
+  """Computes causal attention of some tokens to themselves and earlier ones.
+
+  Args:
+    query: scaled queries of the tokens from number `start` on, [B, Q, K, E].
+    key: keys of all tokens, [B, K, N, E]; those of later tokens do not matter.
+    value: values likewise.
+    start: number of the first query's token, int32.
+
+  Returns:
+    [B, Q, K, E].
+  """
+  logits = jnp.einsum('bqke,bkne->bkqn', query, key)
+  last = start + jnp.arange(query.shape[1])[:, None]  # [Q, 1]
+  seen = jnp.arange(key.shape[2]) <= last  # [Q, N]
+  logits = jnp.where(seen, logits.astype(jnp.float32), -jnp.inf)
+  weights = jax.nn.softmax(logits).astype(value.dtype)
+  return jnp.einsum('bkqn,bkne->bqke', weights, value)
+
+
+class Attention(nn.Module):
+  """Self-attention without biases.
+
+  Attributes:
+    num_heads: number of heads K; must divide the width.
+    num_layers: number of layers of the model, for the initial output.
+    causal: whether token i attends to tokens 0 to i only.
+    attention: name of the implementation, see vit_jax.layers.attention.
+    scale: a key of SCALES.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  num_heads: int
+  num_layers: int
+  causal: bool = True
+  attention: str = 'default'
+  scale: str = 'exact'
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x, cache=None, start=0):
+    """Maps tokens [B, N, D] to [B, N, D]; see Block."""
+    width = x.shape[-1]
+    head_dim = width // self.num_heads
+    dense = functools.partial(
+      nn.DenseGeneral,
+      use_bias=False,
+      dtype=self.dtype,
+      param_dtype=self.param_dtype,
+    )
+    heads = functools.partial(
+      dense,
+      features=(self.num_heads, head_dim),
+      kernel_init=nn.initializers.normal(width**-0.5),
+    )
+    query = heads(name='query')(x) / SCALES[self.scale](head_dim)
+    key, value = heads(name='key')(x), heads(name='value')(x)  # [B, N, K, E]
+    if cache is None:
+      compute = attention_lib.IMPLEMENTATIONS[self.attention]
+      x = compute(query, key, value, causal=self.causal)
+    else:
+      cache = tuple(
+        jax.lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), start, 2)
+        for old, new in zip(cache, (key, value))
+      )
+      x = attend_to_past(query, *cache, start)
+    out = dense(
+      features=width,
+      axis=(-2, -1),
+      kernel_init=nn.initializers.normal((width * self.num_layers) ** -0.5),
+      name='out',
+    )
+    return out(x), cache
+
+
+class Mlp(nn.Module):
+  """Two dense layers without biases, four times as wide between.
+
+  Attributes:
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps tokens [B, N, D] to [B, N, D]."""
+    width = x.shape[-1]
+    dense = functools.partial(
+      nn.Dense,
+      use_bias=False,
+      kernel_init=nn.initializers.normal(0.02),
+      dtype=self.dtype,
+      param_dtype=self.param_dtype,
+    )
+    return dense(width, name='output')(
+      quick_gelu(dense(4 * width, name='hidden')(x))
+    )
+
+
+class Block(nn.Module):
+  """One layer: attention, then an MLP, each after a norm without a mean.
+
+  Sows `layer_<layer>`, float32 [B, D], the mean over the tokens of what enters
+  the attention.
+
+  Attributes:
+    layer: number of the layer, from 0.
+    num_heads: see Attention; so are the other attributes.
+  """
+
+  layer: int
+  num_heads: int
+  num_layers: int
+  causal: bool = True
+  attention: str = 'default'
+  scale: str = 'exact'
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x, cache=None, start=0):
+    """Maps tokens [B, N, D] to tokens [B, N, D].
+
+    Args:
+      x: all tokens; with a cache, those from number `start` on.
+      cache: keys and values of all tokens, see `empty_cache`, of which those
+        before `start` are known; None if `x` has all tokens.
+      start: int32 scalar.
+
+    Returns:
+      The tokens, and the cache with keys and values of `x`, or None.
+    """
+    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    y = nn.RMSNorm(NORM_EPS, name='norm_1', **types)(x)
+    self.sow(
+      'intermediates', f'layer_{self.layer}', y.mean(axis=1, dtype=jnp.float32)
+    )
+    y, cache = Attention(
+      self.num_heads,
+      self.num_layers,
+      self.causal,
+      self.attention,
+      self.scale,
+      name='attention',
+      **types,
+    )(y, cache, start)
+    x = x + y
+    y = nn.RMSNorm(NORM_EPS, name='norm_2', **types)(x)
+    x = x + Mlp(name='mlp', **types)(y)
+    return sharding.constrain_batch(x), cache

@@ -1,0 +1,403 @@
+"""iGPT: a Transformer on the pixels of an image, one token each.
+
+"Generative Pretraining from Pixels" (Chen et al., ICML 2020). A pixel is the
+number of its colour in a palette; the pixels of an image are read row by row.
+There are two objectives:
+
+  causal   predicts each pixel from the pixels before it ("ar" in the paper)
+  masked   predicts some pixels from all others ("BERT")
+
+Shapes in the comments:
+  B images    N pixels    C colours    D width of a token    L layers
+  Q pixels of a piece
+
+Parameters:
+
+  start_token         [D], what the first pixel is predicted from (causal only)
+  color_embedding     [C, D]
+  position_embedding  [N, D]
+  block_<i>           see vit_jax.layers.decoder
+  norm/scale          [D]
+  color_head/kernel   [D, C]
+  class_head/kernel   [D, num_classes], only with classes
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.layers import attention as attention_lib
+from vit_jax.layers import decoder
+from vit_jax.layers import encoder
+from vit_jax.scale import sharding
+
+
+class ImageGPT(nn.Module):
+  """iGPT.
+
+  `model.apply(..., mutable='intermediates')` also returns what a linear probe
+  reads: `layer_<l>`, float32 [B, D], for l from 0 to L, the mean over the
+  pixels of the normalised tokens that enter the attention of layer l; the last
+  is that of the tokens that enter the head.
+
+  Attributes:
+    hidden_size: width D of a token.
+    num_layers: number of layers L.
+    num_heads: number of heads.
+    num_colors: number of colours C of the palette.
+    num_positions: number of pixels N of an image.
+    num_classes: number of classes of a second head, for fine-tuning; 0 or None
+      for no such head.
+    causal: whether a pixel is predicted from the pixels before it; otherwise
+      from all pixels that are not masked.
+    attention: implementation, see vit_jax.layers.attention.
+    attention_scale: a key of vit_jax.layers.decoder.SCALES.
+    remat: what the backward pass recomputes, see vit_jax.layers.encoder.Encoder.
+    model_name: name in the table of configs; has no effect.
+    dtype: type of the computation. Logits are always float32.
+    param_dtype: type of the parameters.
+  """
+
+  hidden_size: int
+  num_layers: int
+  num_heads: int
+  num_colors: int = 512
+  num_positions: int = 1024
+  num_classes: int | None = 0
+  causal: bool = True
+  attention: str = 'default'
+  attention_scale: str = 'exact'
+  remat: str = ''
+  model_name: str | None = None
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  def setup(self):
+    """Creates parameters and layers.
+
+    Raises:
+      ValueError: if a field has an unknown value, or the heads do not divide
+        the width.
+    """
+    self._check_fields()
+    types = self._types()
+    normal = nn.initializers.normal
+    width, dtype = self.hidden_size, types['param_dtype']
+    if self.causal:
+      self.start_token = self.param(
+        'start_token', normal(0.02), (width,), dtype
+      )
+    self.color_embedding = self.param(
+      'color_embedding', normal(0.02), (self.num_colors, width), dtype
+    )
+    self.position_embedding = self.param(
+      'position_embedding', normal(0.01), (self.num_positions, width), dtype
+    )
+    block = decoder.Block
+    if self.remat:
+      block = nn.remat(block, policy=encoder.REMAT_POLICIES[self.remat])
+    self.block = [
+      block(
+        i,
+        self.num_heads,
+        self.num_layers,
+        self.causal,
+        self.attention,
+        self.attention_scale,
+        **types,
+      )
+      for i in range(self.num_layers)
+    ]
+    self.norm = nn.RMSNorm(decoder.NORM_EPS, **types)
+    head = functools.partial(
+      nn.Dense,
+      use_bias=False,
+      kernel_init=nn.initializers.zeros,
+      dtype=jnp.float32,
+      param_dtype=dtype,
+    )
+    self.color_head = head(self.num_colors)
+    if self.num_classes:
+      self.class_head = head(self.num_classes)
+
+  def _check_fields(self):
+    """Raises ValueError if fields are wrong or do not fit together."""
+    attention_lib.check(self.attention, 0.0, key='config.model.attention')
+    for name, known in (
+      ('attention_scale', decoder.SCALES),
+      ('remat', ('', *encoder.REMAT_POLICIES)),
+    ):
+      if getattr(self, name) not in known:
+        raise ValueError(
+          f"{name}='{getattr(self, name)}' is unknown: use one of {list(known)} "
+          f'(config.model.{name})'
+        )
+    if self.hidden_size % self.num_heads:
+      raise ValueError(
+        f'num_heads={self.num_heads} does not divide the width '
+        f'{self.hidden_size} (config.model.hidden_size): choose a divisor'
+      )
+
+  def _types(self):
+    """Returns the types of computation and parameters, by argument name."""
+    return dict(
+      dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
+    )
+
+  def __call__(self, colors, masked=None, *, train=False):
+    """Predicts the colours of pixels.
+
+    Args:
+      colors: numbers of the colours of all pixels, int32 [B, N].
+      masked: bool [B, N], True for pixels whose colour the model must not see;
+        None for no pixels. Not for a causal model.
+      train: has no effect: there is no dropout.
+
+    Returns:
+      Logits of the colour of each pixel, float32 [B, N, C]; with classes a pair
+      of these and the logits of the classes, float32 [B, num_classes].
+
+    Raises:
+      ValueError: if the colours have another shape or type, or pixels of a
+        causal model are masked.
+    """
+    del train
+    self._check_colors(colors, masked)
+    if self.causal:
+      x = self._embed(jnp.pad(colors[:, :-1], ((0, 0), (1, 0))), 0)
+    else:
+      x = self._embed(colors, 0, masked)
+    for block in self.block:
+      x, _ = block(x)
+    x = self.norm(x)
+    mean = x.mean(axis=1, dtype=jnp.float32)  # [B, D]
+    self.sow('intermediates', f'layer_{self.num_layers}', mean)
+    logits = self.color_head(x)
+    return (logits, self.class_head(mean)) if self.num_classes else logits
+
+  def _check_colors(self, colors, masked):
+    """Raises ValueError if the inputs do not suit the model."""
+    if colors.ndim != 2 or not jnp.issubdtype(colors.dtype, jnp.integer):
+      raise ValueError(
+        'colors must be numbers of colours, integers [batch, pixels], got '
+        f'{colors.dtype} {list(colors.shape)}'
+      )
+    if colors.shape[1] != self.num_positions:
+      raise ValueError(
+        f'colors has {colors.shape[1]} pixels an image, but the model has '
+        f'{self.num_positions} positions: resize the images, or set '
+        'config.model.num_positions'
+      )
+    if masked is not None and self.causal:
+      raise ValueError(
+        'masked is for a model with causal=False: a causal model sees only the '
+        'pixels before the one that it predicts (config.model.causal)'
+      )
+
+  def _embed(self, colors, start, masked=None):
+    """Makes tokens [B, Q, D] of the colours that they may see.
+
+    Args:
+      colors: int32 [B, Q]; in a causal model, colours of the pixels before.
+      start: number of the first token.
+      masked: bool [B, Q] or None, True for tokens without a colour.
+    """
+    x = jnp.take(self.color_embedding, colors, axis=0)  # [B, Q, D]
+    numbers = start + jnp.arange(colors.shape[1])  # [Q]
+    if self.causal:
+      x = jnp.where((numbers == 0)[:, None], self.start_token, x)
+    if masked is not None:
+      x = jnp.where(masked[..., None], 0, x)
+    x = x + jnp.take(self.position_embedding, numbers, axis=0)
+    return sharding.constrain_batch(x.astype(self._types()['dtype']))
+
+  def empty_cache(self, batch: int):
+    """Returns the cache of `extend` before the first pixel.
+
+    Args:
+      batch: number of images B.
+    """
+    return [
+      decoder.empty_cache(
+        batch,
+        self.num_positions,
+        self.num_heads,
+        self.hidden_size // self.num_heads,
+        self._types()['dtype'],
+      )
+      for _ in range(self.num_layers)
+    ]
+
+  def extend(self, before, start, cache):
+    """Predicts some pixels of a causal model, after those of earlier calls.
+
+    Args:
+      before: colour of the pixel before each of these pixels, int32 [B, Q];
+        that before pixel 0 does not matter.
+      start: number of the first of these pixels, int32 scalar.
+      cache: result of earlier calls for the pixels before `start`, or
+        `empty_cache`.
+
+    Returns:
+      Logits, float32 [B, Q, C], equal to those of all pixels together, and the
+      cache for the next call.
+    """
+    x, grown = self._embed(before, start), []
+    for block, old in zip(self.block, cache, strict=True):
+      x, new = block(x, old, start)
+      grown.append(new)
+    return self.color_head(self.norm(x)), grown
+
+
+def log_likelihood(logits, colors):
+  """Computes the log-likelihood of images under a causal model.
+
+  Divided by N and by -log(2), these are bits a dimension.
+
+  Args:
+    logits: float32 [B, N, C].
+    colors: int32 [B, N].
+
+  Returns:
+    Nats, float32 [B].
+  """
+  log_p = jax.nn.log_softmax(logits)
+  return jnp.take_along_axis(log_p, colors[..., None], axis=-1).sum((1, 2))
+
+
+def draw(keys, logits, temperature, top_k: int | None = None):
+  """Draws a colour for each image.
+
+  Args:
+    keys: a random key for each image, [B].
+    logits: float32 [B, C].
+    temperature: by what the logits are divided.
+    top_k: draw among so many most likely colours; None for all.
+
+  Returns:
+    int32 [B].
+  """
+  if top_k is not None:
+    least = jax.lax.top_k(logits, top_k)[0][:, -1:]
+    logits = jnp.where(logits < least, -jnp.inf, logits)
+  drawn = jax.vmap(jax.random.categorical)(keys, logits / temperature)
+  return drawn.astype(jnp.int32)
+
+
+def sample(
+  model: ImageGPT,
+  params,
+  prefix,
+  rng,
+  temperature: float = 1.0,
+  top_k: int | None = None,
+):
+  """Draws the pixels of images after given ones, in one compiled loop.
+
+  Each image has a random key of its own, so that with the keys of a batch, its
+  images can be drawn in parts.
+
+  Args:
+    model: a causal model.
+    params: its parameters.
+    prefix: colours of the first pixels, int32 [B, M]; M may be 0.
+    rng: a random key, which is split into one for each image; or B keys.
+    temperature: by what logits are divided; below 1 likely colours become more
+      likely.
+    top_k: draw among so many most likely colours; None for all.
+
+  Returns:
+    Colours of all pixels, int32 [B, N].
+
+  Raises:
+    ValueError: if the model is not causal, the prefix leaves no pixel to draw,
+      or the temperature or `top_k` is out of range.
+  """
+  prefix = jnp.asarray(prefix, jnp.int32)
+  _check_sampling(model, prefix, temperature, top_k)
+  keys = rng if rng.ndim else jax.random.split(rng, len(prefix))
+  return _sample(model, params, prefix, keys, temperature, top_k)
+
+
+def _check_sampling(model, prefix, temperature, top_k):
+  """Raises ValueError if nothing can be drawn."""
+  if not model.causal:
+    raise ValueError(
+      'a model with causal=False predicts masked pixels from all others and '
+      "cannot draw images: train one with the objective 'ar'"
+    )
+  if prefix.ndim != 2 or prefix.shape[1] >= model.num_positions:
+    raise ValueError(
+      f'prefix must be colours [batch, fewer than {model.num_positions} pixels], '
+      f'got {list(prefix.shape)}: nothing is left to draw'
+    )
+  if not temperature > 0:
+    raise ValueError(f'temperature={temperature} must be positive')
+  if top_k is not None and not 1 <= top_k <= model.num_colors:
+    raise ValueError(
+      f'top_k={top_k} must be from 1 to the number of colours, '
+      f'{model.num_colors}, or None for all colours'
+    )
+
+
+@functools.partial(jax.jit, static_argnames=('model', 'top_k'))
+def _sample(model, params, prefix, keys, temperature, top_k):
+  """See `sample`; `keys` are random keys [B]."""
+  draw_next = next_pixel(model, params, keys, temperature, top_k)
+  given = prefix.shape[1]
+  # The prefix and the first new pixel at once, the others one after another.
+  before = jnp.pad(prefix, ((0, 0), (1, 0)))  # [B, M + 1]
+  first, cache = draw_next(before, 0, model.empty_cache(len(prefix)))
+  positions = jnp.arange(given + 1, model.num_positions)
+  rest, _ = draw_pixels(draw_next, first, cache, positions)
+  return jnp.concatenate([prefix, first[:, None], rest], axis=1)
+
+
+def next_pixel(model, params, keys, temperature=1.0, top_k=None):
+  """Returns a function that draws one pixel of each image.
+
+  The function takes `before`, `start` and `cache` of ImageGPT.extend, and
+  returns the colour of the last of these pixels, int32 [B], and the cache.
+
+  Args:
+    model: a causal model.
+    params: its parameters.
+    keys: a random key for each image, [B].
+    temperature: see `sample`.
+    top_k: see `sample`.
+  """
+
+  def draw_next(before, start, cache):
+    logits, cache = model.apply(
+      {'params': params}, before, start, cache, method='extend'
+    )
+    last = start + before.shape[1] - 1
+    own = jax.vmap(jax.random.fold_in, (0, None))(keys, last)
+    return draw(own, logits[:, -1], temperature, top_k), cache
+
+  return draw_next
+
+
+def draw_pixels(draw_next, color, cache, positions):
+  """Draws pixels one after another, in one loop.
+
+  Args:
+    draw_next: see `next_pixel`.
+    color: colour of the pixel before the first of them, int32 [B].
+    cache: the cache for that position.
+    positions: numbers of the pixels, int32 [P].
+
+  Returns:
+    Colours, int32 [B, P], and the cache after them.
+  """
+
+  def step(carry, position):
+    color, cache = carry
+    carry = draw_next(color[:, None], position, cache)
+    return carry, carry[0]
+
+  (_, cache), colors = jax.lax.scan(step, (color, cache), positions)
+  return colors.T, cache
