@@ -206,7 +206,7 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
         adapt=task.adapt_weights,
       )
     except fitting.OtherModelError:
-      if not _has_vit_backbone(config):
+      if 'vit' not in config.model:
         raise
       return _backbone_weights(config, path, params)
 
