@@ -271,7 +271,10 @@ def fail_for(problems):
 
 
 def _grid(weights):
-  """Returns (height, width) in patches if the file gives its image size."""
+  """Returns (height, width) in patches if the file gives it, or its image size."""
+  encoder = weights.model.get('transformer') or {}
+  if encoder.get('position_grid'):
+    return tuple(encoder['position_grid'])
   config = identify.model_config(weights.params)
   if weights.image_size is None or config is None:
     return None
