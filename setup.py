@@ -29,6 +29,7 @@ setuptools.setup(
     'vit_jax.evaluators',
     'vit_jax.figures',
     'vit_jax.files',
+    'vit_jax.generation',
     'vit_jax.jobs',
     'vit_jax.layers',
     'vit_jax.layouts',

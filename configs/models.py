@@ -168,6 +168,11 @@ DETR_OPTIONS = {
   'param_dtype': 'float32',
   # Norm of the backbone: 'frozen_batch' or 'group'.
   'norm': 'frozen_batch',
+  # Computes a mask for each query, for the task 'segment'.
+  'mask_head': False,
+  # Queries whose masks are computed together, to save memory; 0: all. Each part
+  # is computed anew in the backward pass.
+  'masks_at_a_time': 10,
   # Dropout after attention and dense layers, and of the attention weights.
   'dropout_rate': 0.1,
   'attention_dropout_rate': 0.1,

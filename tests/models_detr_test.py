@@ -77,12 +77,14 @@ def test_logits_and_boxes_are_those_of_hugging_face_for_a_padded_batch(
       torch.tensor(pixels).permute(0, 3, 1, 2),
       pixel_mask=torch.tensor(mask).long(),
     )
-  got = jax.jit(lambda x, m: ours.apply(variables, x, m, train=False))(
-    images, mask
-  )
+  apply = jax.jit(lambda x, m: ours.apply(variables, x, m, train=False))
+  got = apply(images, mask)
   assert got['logits'].shape == (2, 2, 7, 6)
   np.testing.assert_allclose(got['logits'][-1], want.logits, atol=1e-4)
   np.testing.assert_allclose(got['boxes'][-1], want.pred_boxes, atol=1e-4)
+  # Rows that fill up a batch have no real pixel.
+  empty = apply(images, np.zeros_like(mask))
+  assert all(np.isfinite(x).all() for x in empty.values())
   # What lies in the padding has no influence.
   images[~mask] = 1.0
   again = models_detr.normalise(jnp.asarray(images), jnp.asarray(mask))

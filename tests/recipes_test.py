@@ -1,5 +1,6 @@
 """Tests of the pre-training recipes against the published tables."""
 
+import itertools
 import math
 
 import jax
@@ -11,6 +12,7 @@ from vit_jax import models as models_lib
 from vit_jax.configs import augreg_pretrain
 from vit_jax.configs import common
 from vit_jax.configs import detr
+from vit_jax.configs import detr_panoptic
 from vit_jax.configs import models
 from vit_jax.configs import pretrain
 from vit_jax.configs import vit_i1k
@@ -410,3 +412,42 @@ def test_the_learning_rate_of_detr_drops_after(length, drop):
 def test_a_wrong_argument_of_detr_is_named(arg, message):
   with pytest.raises(ValueError, match=message):
     detr.get_config(arg)
+
+
+def test_detr_for_segments_is_that_of_the_paper():
+  """Section 4.4: the mask head takes 25 epochs, with the detector frozen."""
+  data = 'r50,coco/2017_panoptic'
+  boxes, masks, both = (
+    detr_panoptic.get_config(f'{data},{part}') for part in detr_panoptic.PARTS
+  )
+  for config in (boxes, masks, both):
+    run_config.check(run_config.complete(config))
+    assert (config.task, config.base_lr) == ('segment', 1e-4)
+  assert not boxes.model.get('mask_head')
+  assert masks.model.mask_head
+  assert both.model.mask_head
+  assert (boxes.total_epochs, both.total_epochs) == (300, 300)
+  assert (masks.total_epochs, masks.decay_at) == (25, (0.6,))
+  model = models_lib.make_model(masks.model, num_classes=133)
+  shapes = jax.eval_shape(
+    lambda: model.init(
+      jax.random.key(0), jnp.zeros((1, 64, 64, 3)), train=False
+    )
+  )['params']
+  head = sum(x.size for x in jax.tree.leaves(shapes['segmentation']))
+  # Three-by-three convolutions with biases, and a norm after each.
+  sizes = (264, 264, 128, 64, 32, 16)
+  want = sum(9 * a * b + 3 * b for a, b in itertools.pairwise(sizes))
+  want += 9 * 16 + 1
+  # One-by-one convolutions of the stages; queries and keys.
+  want += sum(a * b + b for a, b in ((1024, 128), (512, 64), (256, 32)))
+  want += 2 * (256 * 256 + 256)
+  assert head == want == 1_333_657
+  everything = sum(x.size for x in jax.tree.leaves(shapes))
+  frozen = optim.count_frozen(masks.lr_multipliers, shapes)
+  assert everything - frozen == head
+
+
+def test_a_wrong_part_of_detr_is_named():
+  with pytest.raises(ValueError, match="'r50,x' must be MODEL,DATA,PART"):
+    detr_panoptic.get_config('r50,x')

@@ -145,6 +145,8 @@ class Detr(nn.Module):
     dropout_rate: dropout after attention and dense layers.
     attention_dropout_rate: dropout of the attention weights.
     mask_head: whether to compute a mask for each query (section 4.4).
+    masks_at_a_time: number of queries whose masks are computed together, to
+      save memory; 0: all.
     model_name: name in the table of configs; has no effect.
     dtype: type of the computation. Logits and boxes are always float32.
     param_dtype: type of the parameters.
@@ -166,6 +168,7 @@ class Detr(nn.Module):
   dropout_rate: float = 0.1
   attention_dropout_rate: float = 0.1
   mask_head: bool = False
+  masks_at_a_time: int = 10
   model_name: str | None = None
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
@@ -173,7 +176,10 @@ class Detr(nn.Module):
   def setup(self):
     if self.mask_head:
       self.segmentation = masks.MaskHead(
-        self.hidden_size, self.num_heads, **self._types()
+        self.hidden_size,
+        self.num_heads,
+        self.masks_at_a_time,
+        **self._types(),
       )
 
   @nn.compact

@@ -39,7 +39,7 @@ def png(pixels):
 def trained(encoded, config):
   """Returns a function from the number of a seed to an image and its geometry."""
   graph = tf.function(
-    lambda key: preprocess.decode_on_canvas(encoded, config, key, 0)
+    lambda key: preprocess.on_canvas_for_training(encoded, key, 0, config)
   )
   return lambda number: graph(seed(number))
 
@@ -106,7 +106,8 @@ def test_each_length_is_drawn_equally_often():
 
 def test_an_image_lies_at_the_upper_left_of_its_canvas():
   pixels = noise(6, 11)
-  inputs, drawn = preprocess.decode_on_canvas(png(pixels), pp())
+  group = canvases.evaluation(pp())
+  inputs, drawn = preprocess.on_canvas_for_evaluation(png(pixels), group, pp())
   want = np.zeros((16, 16, 3))
   want[:6, :11] = pixels / 127.5 - 1
   np.testing.assert_allclose(inputs['image'], want, atol=1e-6)
@@ -115,10 +116,12 @@ def test_an_image_lies_at_the_upper_left_of_its_canvas():
   np.testing.assert_array_equal(inputs['real'], real)
   assert drawn.shape.numpy().tolist() == [6, 11]
   # Of a canvas for one image, only the lower or the right half is left out.
-  wide = canvases.trim(inputs, canvases.evaluation(pp()), 8)
+  wide = canvases.trim(inputs, group, 8)
   np.testing.assert_array_equal(wide['image'], inputs['image'][:8])
-  turned, _ = preprocess.decode_on_canvas(png(pixels.swapaxes(0, 1)), pp())
-  high = canvases.trim(turned, canvases.evaluation(pp()), 8)
+  turned, _ = preprocess.on_canvas_for_evaluation(
+    png(pixels.swapaxes(0, 1)), group, pp()
+  )
+  high = canvases.trim(turned, group, 8)
   np.testing.assert_array_equal(high['real'], real[:8].T)
 
 

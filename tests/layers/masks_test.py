@@ -81,6 +81,7 @@ def models():
     num_heads=8,
     mlp_dim=16,
     mask_head=True,
+    masks_at_a_time=3,  # Two parts.
   )
   return theirs, ours, variables
 

@@ -238,7 +238,9 @@ def test_predicted_segments_are_those_of_the_original_image(classes, tmp_path):
   path = str(tmp_path / 'image.png')
   Image.fromarray(image).save(path)
   out = str(tmp_path / 'out.png')
-  lines = predictor.report([path], argparse.Namespace(out=out, threshold=None))
+  lines = predictor.report(
+    [path], argparse.Namespace(out=out, threshold=None, image_size=None)
+  )
   assert lines[0] == path
   assert 'grass  stuff' in ' '.join(lines)
   assert lines[-1] == f'picture: {out}'
@@ -264,6 +266,7 @@ def test_things_and_stuff_are_known_or_named():
   source = types.SimpleNamespace(
     origin={'dataset': 'coco/2017_panoptic/1.1.0'},
     names={'panoptic_objects/label': [str(i) for i in range(133)]},
+    stuff=(),
   )
   config = make_config()
   found = segment.Task.make_metadata(config, source)
@@ -271,6 +274,8 @@ def test_things_and_stuff_are_known_or_named():
   assert found['isthing'] == [True] * 80 + [False] * 53
   source.origin = {}
   assert all(segment.Task.make_metadata(config, source)['isthing'])
+  source.stuff = ('7',)
+  assert segment.Task.make_metadata(config, source)['isthing'].index(False) == 7
   config = make_config(stuff=('131', '5'))
   found = segment.Task.make_metadata(config, source)['isthing']
   assert [i for i, is_thing in enumerate(found) if not is_thing] == [5, 131]

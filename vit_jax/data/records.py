@@ -41,6 +41,7 @@ class Source:
     num_examples: number of examples.
     features: names of the features that `lookup` returns.
     names: {feature: names of its classes} for the class labels.
+    stuff: names of those classes of segments that are no things.
     random_access: whether `lookup` works.
     chunk: number of examples per call of `lookup`, in CALLS parallel calls;
       None for one call per batch.
@@ -48,6 +49,7 @@ class Source:
       'split': 'train'}; part of the fingerprint.
   """
 
+  stuff: Sequence[str] = ()
   random_access = True
   chunk: int | None = None
   origin: Mapping[str, Any] = {}

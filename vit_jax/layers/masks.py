@@ -154,7 +154,7 @@ def _convolve(x, kernel):
 
 
 class Convolutions(nn.Module):
-  """The convolutions that turn the maps of one query into its mask.
+  """The convolutions that turn the maps of queries into their masks.
 
   The channels are D + K and then D / 2, D / 4, D / 8, D / 16.
 
@@ -170,18 +170,19 @@ class Convolutions(nn.Module):
 
   @nn.compact
   def __call__(self, _, maps, shared, kernel, stages):
-    """Computes a mask for each image.
+    """Computes masks.
 
     Args:
       _: nothing, for `nn.scan`.
-      maps: attention of the query, [B, h, w, K].
+      maps: attention of the queries, [B, Q, h, w, K].
       shared: see FirstConvolution.
       kernel: see FirstConvolution.
       stages: earlier features, adapted: [B, H, W, D / 2], [B, .., D / 4], ...
 
     Returns:
-      (None, logits): float32 [B, H, W] of the size of the last of `stages`.
+      (None, logits): float32 [B, Q, H, W] of the size of the last of `stages`.
     """
+    images, queries = maps.shape[:2]
     types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
     conv = functools.partial(
       nn.Conv, kernel_size=(3, 3), kernel_init=_CONV_INIT, **types
@@ -192,29 +193,34 @@ class Convolutions(nn.Module):
       norm = nn.GroupNorm(groups, epsilon=1e-5, name=f'norm_{number}', **types)
       return sharding.constrain_batch(nn.relu(norm(x)))
 
-    x = norm(shared + _convolve(maps, kernel), 0)
+    def of_queries(x):
+      return jnp.repeat(x, queries, axis=0)  # [B Q, ...]
+
+    x = _convolve(maps.reshape(-1, *maps.shape[2:]), kernel)
+    x = norm(x + of_queries(shared), 0)
     x = norm(conv(self.hidden_size // 2, name='conv_1')(x), 1)
     for i, stage in enumerate(stages, start=2):
-      x = enlarge(x, stage.shape[1:3]) + stage
+      x = enlarge(x, stage.shape[1:3]) + of_queries(stage)
       x = norm(conv(self.hidden_size // 2**i, name=f'conv_{i}')(x), i)
-    return None, conv(1, name='output')(x)[..., 0].astype(jnp.float32)
+    x = conv(1, name='output')(x).astype(jnp.float32)  # [B Q, H, W, 1]
+    return None, x.reshape(images, queries, *x.shape[1:3])
 
 
 class MaskHead(nn.Module):
   """Computes the logits of masks.
 
-  The queries are computed one after the other, and anew in the backward pass:
-  all maps of 100 queries of an image of 800 x 1333 pixels take 4 GiB.
-
   Attributes:
     hidden_size: width D of a token.
     num_heads: number of heads K.
+    at_a_time: number of queries that are computed together; others wait, and
+      are computed anew in the backward pass, to save memory. 0: all.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
 
   hidden_size: int
   num_heads: int
+  at_a_time: int = 0
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -231,7 +237,7 @@ class MaskHead(nn.Module):
     types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
     maps = Attention(self.num_heads, name='attention', **types)(
       features.queries, features.memory, features.mask
-    )
+    )  # [B, Q, h, w, K]
     stages = [
       nn.Conv(
         self.hidden_size // 2 ** (i + 1),
@@ -242,6 +248,18 @@ class MaskHead(nn.Module):
       )(stage)
       for i, stage in enumerate(features.stages)
     ]
+    shared, kernel = FirstConvolution(name='conv_0', **types)(
+      features.projected, self.num_heads
+    )
+    queries, part = maps.shape[1], self.at_a_time
+    kwargs = dict(hidden_size=self.hidden_size, name='convolutions', **types)
+    if not part or queries <= part:
+      return Convolutions(**kwargs)(None, maps, shared, kernel, stages)[1]
+    parts = -(-queries // part)
+    missing = [(0, 0)] * maps.ndim
+    missing[1] = (0, parts * part - queries)
+    maps = jnp.pad(maps, missing)
+    maps = maps.reshape(len(maps), parts, part, *maps.shape[2:])
     scanned = nn.scan(
       nn.remat(Convolutions, prevent_cse=False),
       variable_broadcast='params',
@@ -249,8 +267,5 @@ class MaskHead(nn.Module):
       in_axes=(1, nn.broadcast, nn.broadcast, nn.broadcast),
       out_axes=1,
     )
-    convolutions = scanned(self.hidden_size, name='convolutions', **types)
-    shared, kernel = FirstConvolution(name='conv_0', **types)(
-      features.projected, self.num_heads
-    )
-    return convolutions(None, maps, shared, kernel, stages)[1]
+    masks = scanned(**kwargs)(None, maps, shared, kernel, stages)[1]
+    return masks.reshape(len(masks), -1, *masks.shape[3:])[:, :queries]

@@ -168,11 +168,14 @@ MODEL: dict[str, rules.Rule] = {
   'eps': rules.one_of(*models_bit.EPSILONS),
   'remat': rules.one_of(*models_bit.REMATS),
   # Fields of a DETR.
+  'backbone': rules.one_of(*models_detr.BACKBONES),
   'units': rules.units,
   'dilate_last': rules.flag,
   'norm': rules.one_of(*resnet.NORMS),
   'backbone_width': rules.whole(1),
   'num_queries': rules.whole(1),
+  'mask_head': rules.flag,
+  'masks_at_a_time': rules.whole(0),
   'num_encoder_layers': rules.whole(0),
   'num_decoder_layers': rules.whole(1),
   'num_heads': rules.whole(1),
@@ -181,8 +184,7 @@ MODEL: dict[str, rules.Rule] = {
   'attention_dropout_rate': _RATE,
 }
 
-# Backbones of a DETR.
-MODEL['backbone'] = rules.one_of(*models_detr.BACKBONES)
+# The ViT that is the backbone of a DETR.
 MODEL.update({f'vit.{name}': rule for name, rule in MODEL.items()})
 # Fields of an iGPT (config.model.kind='igpt').
 IGPT: dict[str, rules.Rule] = {

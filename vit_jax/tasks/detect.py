@@ -121,7 +121,7 @@ class Task(base.Task):
       return {'image': image}, drawn
     step = seed[1] // self.config.batch  # `seed` holds the example's position.
     group = canvases.group_at(step, self.config.seed, pp)
-    return preprocess.decode_on_canvas(record['image'], pp, seed, group)
+    return preprocess.on_canvas_for_training(record['image'], seed, group, pp)
 
   def _further(self, record, inputs, drawn, kept):
     """Returns further tensors of a training example, for subclasses.
@@ -178,8 +178,8 @@ class Task(base.Task):
 
   def _on_canvas(self, record, group):
     """Returns the inputs of an image on the canvas of a group."""
-    inputs, drawn = preprocess.decode_on_canvas(
-      record['image'], self.config.pp, group=group
+    inputs, drawn = preprocess.on_canvas_for_evaluation(
+      record['image'], group, self.config.pp
     )
     return {**inputs, 'size': drawn.shape}
 

@@ -14,6 +14,7 @@ Shapes: B images, Q queries, N objects of an image (padded), H x W pixels.
 """
 
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -272,13 +273,17 @@ class Predictor(detect.Predictor):
   BATCH = 8  # Masks of all queries of many images take much memory.
 
   def segment(
-    self, images: Sequence[Any], threshold: float = segments_lib.THRESHOLD
+    self,
+    images: Sequence[Any],
+    threshold: float = segments_lib.THRESHOLD,
+    image_size: int | tuple[int, int] | None = None,
   ) -> list[tuple[np.ndarray, list[tuple[str, float, bool, int]]]]:
     """Finds the segments of images.
 
     Args:
       images: see `outputs`.
       threshold: least score of a segment, from 0 to 1.
+      image_size: see `detect`.
 
     Returns:
       For each image (map, segments). The map, int32 [height, width] of the
@@ -288,8 +293,8 @@ class Predictor(detect.Predictor):
 
     Raises:
       FileNotFoundError, ValueError: if an image does not exist or cannot be
-        read, the threshold is not between 0 and 1, or the model has no mask
-        head.
+        read, the threshold is not between 0 and 1, `image_size` is no size,
+        or the model has no mask head.
     """
     rules.check('threshold', threshold, rules.number(0, 1))
     if not self.task.model.mask_head:
@@ -298,14 +303,21 @@ class Predictor(detect.Predictor):
         '--config.model.mask_head=True --config.pretrained='
         f'{self.workdir or "WORKDIR"}, or use `detect`'
       )
+    rules.check('image_size', image_size, rules.optional(rules.size))
+    inputs_at = functools.partial(self.task.inputs_at, image_size=image_size)
     results = []
     for start in range(0, len(images), self.BATCH):
-      inputs, outputs = self.run(images[start : start + self.BATCH])
-      found = jax.device_get(self.task.masks(outputs, inputs))
-      for row, size in enumerate(inputs['size']):
-        made = self.task.assemble(found, row, tuple(size), threshold=threshold)
-        results.append((made.numbers, self._described(made)))
+      part = self.each(images[start : start + self.BATCH], inputs_at)
+      results += [self._segments(*found, threshold) for found in part]
     return results
+
+  def _segments(self, inputs, outputs, threshold):
+    """Returns the map and the segments of one image, see `segment`."""
+    both = jax.tree.map(lambda x: x[None], (outputs, inputs))
+    found = jax.device_get(self.task.masks(*both))
+    size = tuple(inputs['size'].tolist())
+    made = self.task.assemble(found, 0, size, threshold=threshold)
+    return made.numbers, self._described(made)
 
   def _described(self, made):
     areas = np.bincount(made.numbers.ravel(), minlength=len(made.labels) + 1)
@@ -328,14 +340,17 @@ class Predictor(detect.Predictor):
     """Writes a picture to `args.out`; returns the segments as lines."""
     if not self.task.model.mask_head:
       return super().report(images, args)
+    threshold = args.threshold
+    threshold = segments_lib.THRESHOLD if threshold is None else threshold
+    results = self.segment(images, threshold, args.image_size)
     lines, drawn = [], []
-    for path, (numbers, found) in zip(images, self.segment(images)):
+    for path, (numbers, found) in zip(images, results):
       lines.append(path)
       lines += [
         f'  {100 * score:6.2f} %  {name}  {"thing" if is_thing else "stuff"}  '
         f'{area:,} pixels'
         for name, score, is_thing, area in found
-      ]
+      ] or [f'  no segment with a score of at least {100 * threshold:g} %']
       if args.out is not None:
         image = preprocess.from_user(path, images_lib.decode).numpy()
         names = [name for name, *_ in found]
@@ -353,6 +368,7 @@ def _things(config, source, names) -> list[bool]:
     ValueError: if the config names a class that does not exist.
   """
   stuff = tuple((config.get('task_options') or {}).get('stuff', ()))
+  stuff = stuff or source.stuff
   if not stuff:
     known = source.origin.get('dataset', '').rsplit('/', 1)[0]
     stuff = names[panoptic.THINGS.get(known, len(names)) :]
