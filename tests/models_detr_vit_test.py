@@ -1,14 +1,19 @@
 """Tests of DETR with a Vision Transformer as the backbone."""
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import tiny_models
+from tests import trees
+from vit_jax import checkpoint
 from vit_jax import models
 from vit_jax import models_detr
 from vit_jax import models_vit
+from vit_jax.configs import detr as detr_config
+from vit_jax.run import config as run_config
 from vit_jax.weights import fitting
 
 VIT = dict(
@@ -82,6 +87,45 @@ def test_padding_has_no_influence():
   got, want = apply(padded, mask), apply(images, np.ones((1, 16, 24), bool))
   for name, value in want.items():
     np.testing.assert_allclose(got[name], value, atol=1e-5)
+
+
+def test_the_backbone_starts_from_the_weights_of_a_classifier(tmp_path):
+  """Of 4 x 4 patches, and with a head, which is left out."""
+  config = detr_config.get_config('vit_testing,coco/2017')
+  config.model.vit.classifier = 'token'
+  config.model.update(num_encoder_layers=1, num_decoder_layers=1)
+  config.pretrained_dir = str(tmp_path)
+  classifier = models.get_model('testing', num_classes=7)
+  params = tiny_models.numbers(classifier, 64)
+  checkpoint.save(params, str(tmp_path / 'testing.npz'))
+  config.total_steps, config.total_epochs = 10, None
+  config = run_config.complete(config)
+  task = run_config.get_task('detect')(config, {'class_names': ['a', 'b']})
+  shapes, _ = jax.eval_shape(task.init, jax.random.key(0))
+  got = checkpoint.pretrained_weights(config, task, shapes)
+  want = flax.traverse_util.flatten_dict(params, sep='/')
+  want = {
+    f'backbone/{path}': value
+    for path, value in want.items()
+    if not path.startswith('head/')
+  }
+  table = 'backbone/Transformer/posembed_input/pos_embedding'
+  want[table] = fitting.interpolate_posembed(want[table], 1 + 50 * 50, True)
+  trees.assert_same(got, want)
+  shapes = flax.traverse_util.flatten_dict(shapes['backbone'], sep='/')
+  assert {path.removeprefix('backbone/') for path in got} == set(shapes)
+
+
+def test_configs_of_vision_transformers():
+  config = detr_config.get_config('vit_h14,coco/2017')
+  run_config.check_values(config)
+  assert config.lr_multipliers == (('^backbone/', 0.1),)
+  assert config.pp.canvas_multiple % 14 == 0
+  with pytest.raises(ValueError, match="'mixer_b16' is no Vision Transformer"):
+    detr_config.get_config('vit_mixer_b16,coco/2017')
+  config.model.vit.transformer.num_heads = 3
+  with pytest.raises(ValueError, match=r'model\.vit\.transformer\.num_heads=3'):
+    run_config.check_values(config)
 
 
 @pytest.mark.parametrize(

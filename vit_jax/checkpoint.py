@@ -194,21 +194,19 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
   if path is None:
     return {}
   with _weights_named(config):
+    if 'vit' in config.model:
+      with contextlib.suppress(fitting.OtherModelError):  # A whole detector.
+        return _backbone_weights(config, path, params)
     beside = {k: v for k, v in (extra or {}).items() if k in reading.EXTRA}
-    try:
-      return transferable(
-        path,
-        {**params, **beside},
-        config.model,
-        grid=config.pretrained_grid,
-        new_grid=_new_grid(config, config.model),
-        new=task.new_params,
-        adapt=task.adapt_weights,
-      )
-    except fitting.OtherModelError:
-      if model_configs.vit_of(config.model) is config.model:
-        raise
-      return _backbone_weights(config, path, params)
+    return transferable(
+      path,
+      {**params, **beside},
+      config.model,
+      grid=config.pretrained_grid,
+      new_grid=_new_grid(config, config.model),
+      new=task.new_params,
+      adapt=task.adapt_weights,
+    )
 
 
 def _new_grid(config, model):
@@ -231,6 +229,7 @@ def _backbone_weights(config, path, params) -> dict:
     grid=config.pretrained_grid,
     new_grid=_new_grid(config, vit),
     new=('head/', 'pre_logits/'),
+    place='model.vit',
   )
   return {f'backbone/{name}': value for name, value in taken.items()}
 

@@ -2,8 +2,8 @@
 
 A backbone, a ResNet or a Vision Transformer, makes a feature map of an image, a
 Transformer encoder relates its cells to each other, and a decoder turns a fixed
-number of learned queries into one class and one box each. Images of a batch may have padding below and to the
-right; a mask says which pixels are real.
+number of learned queries into one class and one box each. Images of a batch may
+have padding below and to the right; a mask says which pixels are real.
 
 Shapes in the comments:
   B images    H, W image height and width    h, w cells of the feature map

@@ -86,6 +86,7 @@ def make_program(config, metadata, mesh) -> Program:
       for sharding or learning rates are wrong.
   """
   vit = model_configs.vit_of(config.model)
+  place = f'config.model{".vit" if "vit" in config.model else ""}'
   # An iGPT has the encoder's fields among its own.
   inner = vit.get('transformer')
   encoder = inner or vit
@@ -95,7 +96,7 @@ def make_program(config, metadata, mesh) -> Program:
     mesh.devices.flat[0].platform,
     config.model.get('dtype', 'float32'),
     bias=encoder.get('position_embedding') == 'relative',
-    key=f'config.model.{"transformer." if inner else ""}attention',
+    key=f'{place}.{"transformer." if inner else ""}attention',
   )
   task = run_config.get_task(config.task)(config, metadata)
   schedule = optim.create_learning_rate_schedule(

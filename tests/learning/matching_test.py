@@ -1,11 +1,14 @@
 """Tests of the matching against SciPy."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
 from scipy import optimize
 
 from vit_jax.learning import matching
+from vit_jax.scale import sharding
 
 
 def test_the_cost_is_the_least_for_a_thousand_problems():
@@ -28,6 +31,27 @@ def test_the_cost_is_the_least_for_a_thousand_problems():
       rtol=1e-5,
       atol=1e-4,
     )
+
+
+def test_devices_do_not_wait_for_each_other():
+  """Each has images of its own; without a collective in the compiled program."""
+  rng = np.random.RandomState(0)
+  cost = rng.randn(2, 8, 3, 5).astype(np.float32)
+  counts = rng.randint(0, 4, 8)
+  mesh = sharding.make_mesh({'data': 2, 'fsdp': 2, 'model': 2})
+  rows = jax.NamedSharding(mesh, jax.P(None, ('data', 'fsdp')))
+  split = (
+    jax.device_put(cost, rows),
+    jax.device_put(counts, sharding.batch_sharding(mesh)),
+  )
+  with jax.set_mesh(mesh):
+    program = jax.jit(matching.match).lower(*split).compile()
+    got = program(*split)
+  assert not re.findall('all-(?:reduce|gather|to-all)', program.as_text())
+  for found, problems in zip(np.asarray(got), cost):
+    for chosen, problem, count in zip(found, problems, counts):
+      rows, columns = optimize.linear_sum_assignment(problem[:count])
+      assert chosen[:count].tolist() == columns.tolist()
 
 
 def test_a_cost_that_is_not_finite_is_chosen_last():

@@ -101,8 +101,14 @@ def alone():
 
 @pytest.fixture(scope='module')
 def first(alone):
-  """The initial state, on the host."""
-  return jax.device_get(alone.program.create_state({}))
+  """A state of random parameters, made without compiling."""
+  rng = np.random.RandomState(1)
+  abstract = alone.program.abstract
+  state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)
+  params = jax.tree.map(
+    lambda x: rng.normal(0, 0.3, x.shape).astype(x.dtype), abstract.params
+  )
+  return state.replace(params=params)
 
 
 def test_a_mesh_and_micro_batches_make_the_update_of_one_device(

@@ -39,6 +39,7 @@ def transferable(
   new: Sequence[str] | Callable[..., Sequence[str]] = ('head/',),
   partly: bool = False,
   adapt: Callable[[reading.Weights], reading.Weights] = lambda weights: weights,
+  place: str = 'model',
 ) -> dict[str, np.ndarray]:
   """Returns the weights that `load_pretrained` takes, by '/'-joined path.
 
@@ -56,6 +57,7 @@ def transferable(
     partly: whether the model may have parameters that no published model has,
       and the file more layers; see `load_pretrained`.
     adapt: changes what was read, see vit_jax.tasks.base.Task.adapt_weights.
+    place: where in the config of a run `model_config` is.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
@@ -87,7 +89,7 @@ def transferable(
     grid = grid or _grid(weights)
     with _explaining(pretrained_path, weights.params, expected):
       taken |= _resize(taken, want, grid, new_grid)
-  note_differences(weights, model_config)
+  note_differences(weights, model_config, place)
   if partly:
     _note_parts(pretrained_path, flat, want, taken, initial(flat))
   return taken
@@ -268,14 +270,17 @@ def fail_for(problems):
 
 
 def _grid(weights):
-  """Returns (height, width) in patches if the file gives its image size."""
+  """Returns (height, width) in patches if the file gives it, or its image size."""
+  encoder = weights.model.get('transformer') or {}
+  if encoder.get('position_grid'):
+    return tuple(encoder['position_grid'])
   config = identify.model_config(weights.params)
   if weights.image_size is None or config is None:
     return None
   return models.patch_grid(config, weights.image_size)
 
 
-def note_differences(weights, model_config):
+def note_differences(weights, model_config, place='model'):
   """Warns if the weights were made for a model that computes differently."""
   for key, default in (
     ('transformer.gelu', models.Encoder.gelu),
@@ -292,10 +297,11 @@ def note_differences(weights, model_config):
     if None not in (here, there) and there != here:
       logging.warning(
         'These weights were made for %s=%s, this model computes with %s: for '
-        'the same features set --config.model.%s=%s',
+        'the same features set --config.%s.%s=%s',
         name,
         there,
         here,
+        place,
         key,
         there,
       )
