@@ -433,7 +433,12 @@ def benchmark_sampling(args) -> list[dict]:
   model = models.get_model(SAMPLING_MODEL)
   pixels = model.num_positions
   colors = np.zeros((1, pixels), np.int32)
-  params = jax.jit(model.init)(jax.random.key(0), colors)['params']
+  shapes = jax.eval_shape(model.init, jax.random.key(0), colors)['params']
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: 0.02 * rng.standard_normal(x.shape, np.float32), shapes
+  )
+  params = jax.device_put(params)
   make = (model, params, args.batch)
   programs = [(_draw_pixels(*make), SAMPLING_STEPS), (_draw_uncached(*make), 1)]
   names = ['with cached keys and values', 'without, beside it']
