@@ -13,7 +13,6 @@ import argparse
 from collections.abc import Callable
 import contextlib
 import functools
-import importlib.util
 import json
 import pathlib
 import platform
@@ -442,9 +441,11 @@ def benchmark_sampling(args) -> list[dict]:
   make = (model, params, args.batch)
   programs = [(_draw_pixels(*make), SAMPLING_STEPS), (_draw_uncached(*make), 1)]
   names = ['with cached keys and values', 'without, beside it']
-  if importlib.util.find_spec('transformers'):
+  try:
     programs.append((_draw_hugging_face(model, args.batch), SAMPLING_STEPS))
     names.append("Hugging Face's generate beside it")
+  except ImportError:
+    print("Not beside Hugging Face's: torch or transformers cannot be imported")
   places = [pixels // 6, pixels // 2, pixels * 5 // 6]
   times = measure(
     *(functools.partial(run, at) for run, _ in programs for at in places),
