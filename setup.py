@@ -51,6 +51,7 @@ setuptools.setup(
     'importlib_resources',  # Imported by tensorflow-datasets, not declared.
     'jax>=0.10',
     'ml-collections',
+    'msgspec',
     'numpy',
     'optax>=0.2.5',
     'orbax-checkpoint',
@@ -61,6 +62,7 @@ setuptools.setup(
     f'tensorflow-cpu; {_SMALL}',
     f'tensorflow; {_OTHER}',
     'tensorflow-datasets',
+    'threadpoolctl',
     'tqdm',
   ],
   extras_require={

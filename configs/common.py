@@ -45,6 +45,11 @@ SPLITS = {
   'imagenet21k': ('full[102400:]', 'full[:102400]'),
   'oxford_iiit_pet': ('train[:90%]', 'test'),
   'oxford_flowers102': ('train[:90%]', 'test'),
+  # The test images of COCO have no annotations; DETR's figures are on the
+  # validation images (arXiv 2005.12872, section 4).
+  **dict.fromkeys(
+    ('coco/2014', 'coco/2017', 'coco/2017_panoptic'), ('train', 'validation')
+  ),
   **{f'vtab/{task}': ('train800val200', 'test') for task in VTAB},
 }
 
@@ -138,8 +143,9 @@ def get_config() -> ml_collections.ConfigDict:
   config.seed = 0
 
   # --- Data ---
-  # A TFDS name, or a folder with train/<class>/* and test/<class>/*, or with
-  # train.jsonl and test.jsonl (vit_jax/data/manifest.py). Or a weighted mixture
+  # A TFDS name, or a folder with train/<class>/* and test/<class>/*, with
+  # train.jsonl and test.jsonl (vit_jax/data/manifest.py), or with boxes in
+  # COCO's format (vit_jax/annotations/layout.py). Or a weighted mixture
   # to train on: (('cifar10', 0.7), ('/data/photos', 0.3)); evaluation then
   # reads the first data set.
   config.dataset = _any(None)
@@ -165,6 +171,11 @@ def get_config() -> ml_collections.ConfigDict:
   # stops the run when it is read. Results are kept in the workdir, or beside
   # the images by vit_jax.manifest.
   config.broken_images = 'error'
+  # What to do about boxes of an annotation file (COCO's JSON) that reach beyond
+  # their image, have no area or a negative size. 'refuse' names them and stops;
+  # 'skip' leaves them out and counts them; 'clip' cuts them off at the border of
+  # the image, and leaves out those of which nothing remains.
+  config.broken_boxes = 'refuse'
   # Greatest number of pixels, height times width, of an image file; a larger
   # image counts as broken and is not decoded. The default is Pillow's.
   config.max_image_pixels = 89_478_485
@@ -205,6 +216,26 @@ def get_config() -> ml_collections.ConfigDict:
   config.pp.color_jitter = 0.0
   # Training: probability of erasing a random rectangle.
   config.pp.random_erasing = 0.0
+  # Detectors only: images keep their height / width and lie on canvases, see
+  # vit_jax/augmentation/canvases.py; `crop`, `crop_area`, `crop_ratio` and
+  # `resize` then have no effect. Training: lengths of the shorter side in
+  # pixels, one of which is drawn for each image. (): no canvases.
+  config.pp.sides = ()
+  # Evaluation: length of the shorter side.
+  config.pp.eval_side = 800
+  # Greatest length of the longer side, at the greatest length of the shorter
+  # side; in proportion at smaller lengths.
+  config.pp.longest_side = 1333
+  # Training: half of the images are resized to one of these lengths of the
+  # shorter side first, and a part is cropped whose height and width are uniform
+  # in `crop_range`. () for no crops.
+  config.pp.crop_sides = (400, 500, 600)
+  config.pp.crop_range = (384, 600)
+  # Training: greatest number of sizes of a canvas; the update is compiled for
+  # each. More sizes mean less padding.
+  config.pp.canvases = 3
+  # Height and width of a canvas are multiples of this number.
+  config.pp.canvas_multiple = 32
 
   # --- Model: set from models.py ---
   config.model = placeholder(ml_collections.ConfigDict)
@@ -251,8 +282,11 @@ def get_config() -> ml_collections.ConfigDict:
   # 500 updates, or a tenth of the run if that is less.
   config.warmup_steps = placeholder(int)
   config.warmup_epochs = placeholder(float)
-  # Decoupled weight decay, on kernels only, multiplied by the learning rate.
+  # Decoupled weight decay, multiplied by the learning rate.
   config.weight_decay = 0.0
+  # The parameters that decay: 'kernels' of dense and convolutional layers, or
+  # 'all' parameters.
+  config.weight_decay_on = 'kernels'
   # Multiplies weight decay by the schedule alone, learning rate / base_lr, as
   # big_vision does: weight decay then stays the same for any `base_lr`. With a
   # `base_lr` of 1e-3, independent weight decay of 1e-4 equals weight decay of
@@ -323,6 +357,10 @@ def get_config() -> ml_collections.ConfigDict:
   config.fewshot.layer = 'features'
   # Images are squeezed to this factor times `pp.crop`, then cropped.
   config.fewshot.squeeze = 8 / 7
+  # Training images per class of linear probes of all layers, after the last
+  # update: a table, and probe.png and probe.csv in the workdir
+  # (vit_jax/evaluators/layer_probe.py). 0: none.
+  config.layer_probe = 0
   # File of ImageNet ReaL labels (vit_jax/evaluators/real.py); adds
   # 'accuracy_real' to the first evaluation, which must be on the validation
   # images of ImageNet.

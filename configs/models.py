@@ -3,8 +3,9 @@
 `get_b16_config()` and `MODEL_CONFIGS['ViT-B_16']` give the same config: the
 arguments of `vit_jax.models.VisionTransformer` (or of the class of another `kind`) without
 `num_classes`. Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2
-(Ti, S, R+Ti, R26+S), 2105.01601 table 1 (Mixer), 1912.11370 (BiT); "Generative
-Pretraining from Pixels", section 3.1, and its released code (iGPT).
+(Ti, S, R+Ti, R26+S), 2105.01601 table 1 (Mixer), 1912.11370 (BiT), 2005.12872
+(DETR); "Generative Pretraining from Pixels", section 3.1, and its released code
+(iGPT).
 
 The configs hold sizes only, so that other implementations of the models accept
 them too. All other fields of a model, with their defaults, are in OPTIONS; set
@@ -72,6 +73,15 @@ IGPTS = {
   'XL': (60, 3072, 16),
 }
 
+# Name -> units per stage of the backbone, whether its last stage has a dilation
+# in place of its stride ("DC5"), of a DETR (arXiv 2005.12872, section 4).
+DETRS = {
+  'DETR-R50': ((3, 4, 6, 3), False),
+  'DETR-R50-DC5': ((3, 4, 6, 3), True),
+  'DETR-R101': ((3, 4, 23, 3), False),
+  'DETR-R101-DC5': ((3, 4, 23, 3), True),
+}
+
 # Small models for tests, with the original's sizes -> classifier.
 TESTING = {'testing': 'token', 'testing-unpooled': 'unpooled'}
 
@@ -117,6 +127,10 @@ OPTIONS = {
   'transformer.add_position_embedding': True,
   'transformer.position_embedding': 'learned_1d',
   'transformer.position_layers': 'stem',
+  # Grid (height, width) in patches of the tables of position embeddings, which
+  # the model resizes to the grid of the images. None: the tables have the grid
+  # of the images, and all images have one size.
+  'transformer.position_grid': None,
   # Whether a token attends only to itself and to the tokens before it.
   'transformer.causal': False,
   # Epsilons of a hybrid's ResNet: 'published', or 'timm'.
@@ -148,12 +162,23 @@ IGPT_OPTIONS = {
   'remat': '',
 }
 
+# The same for a DETR, see vit_jax/models_detr.py.
+DETR_OPTIONS = {
+  'dtype': 'float32',
+  'param_dtype': 'float32',
+  # Norm of the backbone: 'frozen_batch' or 'group'.
+  'norm': 'frozen_batch',
+  # Dropout after attention and dense layers, and of the attention weights.
+  'dropout_rate': 0.1,
+  'attention_dropout_rate': 0.1,
+}
 
 _OPTIONS_OF = {
   'vit': OPTIONS,
   'mixer': MIXER_OPTIONS,
   'bit': BIT_OPTIONS,
   'igpt': IGPT_OPTIONS,
+  'detr': DETR_OPTIONS,
 }
 # Options of any model, which the command line sets.
 ALL_OPTIONS = {
@@ -215,6 +240,21 @@ def _igpt_config(name, num_layers, hidden_size, num_heads):
   return config
 
 
+def _detr_config(name, units, dilate_last):
+  config = ml_collections.ConfigDict()
+  config.kind = 'detr'
+  config.model_name = name
+  config.units = units
+  config.dilate_last = dilate_last
+  config.hidden_size = 256
+  config.num_queries = 100
+  config.num_encoder_layers = 6
+  config.num_decoder_layers = 6
+  config.num_heads = 8
+  config.mlp_dim = 2048
+  return config
+
+
 def _make_configs():
   configs = {}
   for name, classifier in TESTING.items():
@@ -239,6 +279,8 @@ def _make_configs():
       configs[name] = _bit_config(name, units, factor)
   for size, sizes in IGPTS.items():
     configs[f'iGPT-{size}'] = _igpt_config(f'iGPT-{size}', *sizes)
+  for name, sizes in DETRS.items():
+    configs[name] = _detr_config(name, *sizes)
   return configs
 
 
@@ -291,6 +333,33 @@ def get_config(name: str) -> ml_collections.ConfigDict:
   return copy.deepcopy(MODEL_CONFIGS[name])
 
 
+def get_backbone_config(name: str) -> ml_collections.ConfigDict:
+  """Returns the config of a Vision Transformer as the backbone of a DETR.
+
+  Args:
+    name: see `get_config`.
+
+  Raises:
+    ValueError: if the name is unknown, or that of another kind of model.
+  """
+  config = get_config(name)
+  if 'transformer' not in config:
+    raise ValueError(
+      f"'{name}' is no Vision Transformer, and cannot be the backbone of a DETR: "
+      "use for example 's16' or 'r50_b32'"
+    )
+  return with_options(config)
+
+
+def vit_of(model) -> ml_collections.ConfigDict:
+  """Returns the config of a DETR's Vision Transformer, or else that of the model.
+
+  Args:
+    model: config of a model (`config.model` of a run).
+  """
+  return model.get('vit') or model
+
+
 def with_options(config) -> ml_collections.ConfigDict:
   """Returns a copy of a model's config that contains all of its options.
 
@@ -308,6 +377,8 @@ def with_options(config) -> ml_collections.ConfigDict:
     if isinstance(holder, ml_collections.ConfigDict) and key not in holder:
       with holder.unlocked():
         holder[key] = default
+  if isinstance(config.get('vit'), ml_collections.ConfigDict):
+    config.vit = with_options(config.vit)  # The backbone of a DETR.
   return config
 
 

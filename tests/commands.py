@@ -28,6 +28,7 @@ MINIMAL = {
 }
 # Configs that a flag on its own may be meant for.
 BASES = (
+  'configs/igpt.py:s,cifar10,32',
   'configs/pretrain.py:s16,cifar10',
   'configs/vit.py:s16,cifar10',
   'configs/masked_patches.py:s16,cifar10',
@@ -35,6 +36,7 @@ BASES = (
   'configs/vtab.py:s16',
   'configs/data_scaling.py',
   'configs/noisy_student.py:s16,cifar10,cifar100',
+  'configs/detr.py:r50,coco/2017',
 )
 
 

@@ -1,6 +1,5 @@
 """Tests of DETR against published counts and Hugging Face's model."""
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +8,11 @@ import torch
 import transformers
 
 from tests import torch_models
+from vit_jax import convert
+from vit_jax import models
 from vit_jax import models_detr
 from vit_jax.layers import detection
 from vit_jax.layers import resnet
-from vit_jax.layouts import detr as layout
 
 
 @pytest.mark.parametrize(
@@ -58,23 +58,14 @@ def hf_detr():
   return model.eval()
 
 
-def test_logits_and_boxes_are_those_of_hugging_face_for_a_padded_batch():
+def test_logits_and_boxes_are_those_of_hugging_face_for_a_padded_batch(
+  tmp_path,
+):
   theirs = hf_detr()
-  state = {name: value.numpy() for name, value in theirs.state_dict().items()}
-  found = layout.from_torch(state, resnet.UNITS['r50'], 2, 2, heads=4)
-  variables = {
-    name: flax.traverse_util.unflatten_dict(tree, sep='/')
-    for name, tree in found.items()
-  }
-  ours = models_detr.Detr(
-    5,
-    hidden_size=32,
-    num_queries=7,
-    num_encoder_layers=2,
-    num_decoder_layers=2,
-    num_heads=4,
-    mlp_dim=48,
-  )
+  theirs.save_pretrained(tmp_path)
+  found = convert.read(str(tmp_path))
+  variables = {'params': found.params, **found.extra}
+  ours = models.make_model(found.config, num_classes=found.num_classes)
   rng = np.random.RandomState(0)
   images = rng.uniform(-1, 1, (2, 96, 64, 3)).astype(np.float32)
   mask = np.ones((2, 96, 64), bool)

@@ -34,7 +34,7 @@ FLOORS = [
   ['run'],
   ['weights', 'layouts'],
   ['input_pipeline', 'checkpoint', 'convert', 'utils', 'test_utils'],
-  ['evaluators', 'figures', 'detection'],
+  ['evaluators', 'figures', 'detection', 'generation'],
   ['tasks'],
   ['train', 'inference_time', 'manifest'],
   ['predict', 'benchmark', 'plan'],
@@ -44,7 +44,7 @@ FLOORS = [
 ]
 ROOMS = (
   'annotations', 'augmentation', 'data', 'datasets', 'detection', 'evaluators', 'figures',
-  'files', 'jobs', 'layers', 'layouts', 'learning', 'run', 'scale', 'self_training',
+  'files', 'generation', 'jobs', 'layers', 'layouts', 'learning', 'run', 'scale', 'self_training',
   'tasks', 'weights',
 )  # fmt: skip
 

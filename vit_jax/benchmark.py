@@ -3,10 +3,10 @@ r"""Times the steps that users wait for, and writes a table and JSON.
   python -m vit_jax.benchmark --json=/tmp/benchmark.json
 
 Sections (choose with --only): import, start, train, inference, pipeline,
-weights, sampling. Each section is warmed up, repeated, and reported as median, minimum
-and maximum. A step's share of the peak is relative to the speed of a large
-float32 matrix product, measured in the same run. Programs that are compared
-take turns.
+weights, detection, sampling. Each section is warmed up, repeated, and reported as median,
+minimum and maximum. A step's share of the peak is relative to the speed of a
+large float32 matrix product, measured in the same run. Programs that are
+compared take turns.
 """
 
 import argparse
@@ -38,10 +38,14 @@ PIPELINE_BATCH = 64
 PIPELINE_BATCHES = 20
 PRODUCT_SIZE = 2048
 WEIGHTS_MODEL = 'ViT-B_16'
+DETECTOR, DETECTOR_SIZE, DETECTOR_BATCH = 'DETR-R50', 640, 2
+OBJECTS = 7  # Of an image of COCO, in the mean; at most 63.
+MATCHINGS = (6, 64, 63, 100)  # Layers, images, targets, predictions.
 SAMPLING_MODEL = 'iGPT-S'
 SAMPLING_STEPS = 8
 SECTIONS = (
-  'import', 'start', 'train', 'inference', 'pipeline', 'weights', 'sampling',
+  'import', 'start', 'train', 'inference', 'pipeline', 'weights', 'detection',
+  'sampling',
 )  # fmt: skip
 
 
@@ -146,6 +150,52 @@ def benchmark_start(args) -> list[dict]:
   return [row('digits: start to first step', times, 's')]
 
 
+def _make_program(model, image_size: int, mesh, task: str, num_classes: int):
+  """Returns the program that trains a model with Adam.
+
+  Args:
+    model: config of the model.
+    image_size: height and width of the images.
+    mesh: the devices.
+    task: name of the task.
+    num_classes: number of classes.
+  """
+  from vit_jax import train as train_lib
+  from vit_jax.run import config as run_config
+
+  config = common.get_config()
+  config.model, config.task = model, task
+  config.pp.crop = image_size
+  config.update(
+    optimizer='adam', optim_dtype='float32', total_steps=10, warmup_steps=1,
+    weight_decay=0.1,
+  )  # fmt: skip
+  config = run_config.complete(config)
+  metadata = run_config.get_task(task).planned_metadata(config, num_classes)
+  return train_lib.make_program(config, metadata, mesh)
+
+
+def _random_batch(program, size: int) -> dict:
+  """Returns a batch of random numbers from 0 to 1."""
+  rng = np.random.RandomState(0)
+  return {
+    name: rng.uniform(size=spec.shape).astype(spec.dtype)
+    for name, spec in program.task.batch_spec(size).items()
+  }
+
+
+def _training_step(program, batch) -> Callable:
+  """Returns a function that makes one update."""
+  holder = [program.create_state({})]
+  update = jax.jit(program.update, donate_argnums=0)
+
+  def step():
+    holder[0], metrics = update(holder[0], batch)
+    jax.block_until_ready(metrics)
+
+  return step
+
+
 def _model_step(args, mesh, train: bool, attention: str | None) -> Callable:
   """Returns a function that makes one update of a model, or computes logits.
 
@@ -155,40 +205,18 @@ def _model_step(args, mesh, train: bool, attention: str | None) -> Callable:
     train: whether to make an update.
     attention: implementation of attention; None for a model without.
   """
-  from vit_jax import train as train_lib
-  from vit_jax.run import config as run_config
-
-  config = common.get_config()
-  config.model = model_configs.get_config(args.model)
-  config.model.dtype = args.dtype
+  model = model_configs.get_config(args.model)
+  model.dtype = args.dtype
   if attention:
-    config.model.transformer.attention = attention
-  config.pp.crop = args.image_size
-  config.update(
-    optimizer='adam', optim_dtype='float32', total_steps=10, warmup_steps=1,
-    weight_decay=0.1,
-  )  # fmt: skip
-  config = run_config.complete(config)
-  metadata = run_config.get_task(config.task).planned_metadata(config, 1000)
-  program = train_lib.make_program(config, metadata, mesh)
-  rng = np.random.RandomState(0)
-  batch = {
-    name: rng.uniform(size=spec.shape).astype(spec.dtype)
-    for name, spec in program.task.batch_spec(args.batch).items()
-  }
+    model.transformer.attention = attention
+  program = _make_program(model, args.image_size, mesh, 'classify', 1000)
+  batch = _random_batch(program, args.batch)
   batch = jax.device_put(batch, sharding.batch_sharding(mesh))
-  holder = [program.create_state({})]
-  update = jax.jit(program.update, donate_argnums=0)
+  if train:
+    return _training_step(program, batch)
+  state = program.create_state({})
   predict = jax.jit(program.task.outputs)
-
-  def step():
-    if train:
-      holder[0], metrics = update(holder[0], batch)
-      jax.block_until_ready(metrics)
-    else:
-      predict(holder[0].params, {}, batch).block_until_ready()
-
-  return step
+  return lambda: predict(state.params, {}, batch).block_until_ready()
 
 
 def _model_rows(args, train: bool) -> list[dict]:
@@ -352,6 +380,92 @@ def benchmark_weights(args) -> list[dict]:
     row(f'load_pretrained, {WEIGHTS_MODEL}.npz', ours, 's'),
     row('np.load of all its arrays beside it', plain, 's'),
     row('ratio', ratios, 'x'),
+  ]
+
+
+def _set_losses(task, batch) -> Callable:
+  """Returns a function that computes a detector's losses and their gradient."""
+  from vit_jax.learning import boxes
+
+  rng = np.random.RandomState(0)
+  shape = (
+    task.model.num_decoder_layers, len(batch['count']), task.model.num_queries,
+  )  # fmt: skip
+  logits = rng.randn(*shape, len(task.class_names) + 1).astype(np.float32)
+  found = rng.uniform(0.1, 0.5, (*shape, 4)).astype(np.float32)
+
+  def total(logits, found):
+    targets = (batch[name] for name in ('class', 'box', 'count'))
+    sums = boxes.losses(logits, found, *targets)
+    return sum(x.sum() for x in sums.values())
+
+  compute = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
+  return lambda: jax.block_until_ready(compute(logits, found))
+
+
+def matchings() -> dict[str, Callable]:
+  """Returns functions that solve the same problems of assignment, by name."""
+  import optax
+  from scipy import optimize
+
+  from vit_jax.learning import matching
+
+  rng = np.random.RandomState(0)
+  cost = rng.randn(*MATCHINGS).astype(np.float32)
+  counts = np.full(MATCHINGS[1], MATCHINGS[2], np.int32)
+
+  def callback(cost):
+    def solve(cost):
+      flat = np.asarray(cost).reshape(-1, *MATCHINGS[2:])
+      found = [optimize.linear_sum_assignment(x)[1] for x in flat]
+      return np.array(found, np.int32).reshape(MATCHINGS[:3])
+
+    shape = jax.ShapeDtypeStruct(MATCHINGS[:3], np.int32)
+    return jax.pure_callback(solve, shape, cost)
+
+  algorithms = {
+    'on the device (matching.match)': lambda x: matching.match(x, counts),
+    'SciPy in a host callback': callback,
+    'optax.assignment': lambda x: jax.vmap(
+      optax.assignment.hungarian_algorithm
+    )(x.reshape(-1, *MATCHINGS[2:]))[1],
+  }
+
+  def run(function):
+    compiled = jax.jit(function)
+    return lambda: jax.block_until_ready(compiled(cost))
+
+  return {name: run(function) for name, function in algorithms.items()}
+
+
+def benchmark_detection(args) -> list[dict]:
+  """Times DETR's update, its matching and losses, and ways of matching."""
+  cli.load_tensorflow()
+  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
+  model = model_configs.get_config(DETECTOR)
+  model.dtype = args.dtype
+  program = _make_program(model, DETECTOR_SIZE, mesh, 'detect', 91)
+  batch = _random_batch(program, DETECTOR_BATCH)
+  batch['count'] = np.full(DETECTOR_BATCH, OBJECTS, np.int32)
+  steps, losses = measure(
+    _training_step(program, batch),
+    _set_losses(program.task, batch),
+    repeats=args.repeats,
+  )
+  label = (
+    f'{DETECTOR}, {DETECTOR_SIZE} px, batch {DETECTOR_BATCH}, {args.dtype}'
+  )
+  shares = [100 * a / b for a, b in zip(losses, steps)]
+  ways = matchings()
+  times = measure(*ways.values(), repeats=args.repeats)
+  return [
+    row(f'training step, {label}', steps, 's'),
+    row('its matching and losses', [1e3 * t for t in losses], 'ms'),
+    row('share of the step', shares, '%'),
+    *(
+      row(f'matching, {name}', [1e3 * t for t in seconds], 'ms')
+      for name, seconds in zip(ways, times)
+    ),
   ]
 
 

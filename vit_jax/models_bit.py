@@ -157,7 +157,8 @@ class BitResNet(patches.ImageModel):
   """A BiT ResNet.
 
   `model.apply(..., mutable='intermediates')` also returns `features` [B, D],
-  the mean over the last feature map.
+  the mean over the last feature map, and `layer_0`, `layer_1`, ..., the means
+  over the maps that enter the stages, and over the last one.
 
   Attributes:
     num_classes: width of the head; with 0 or None the model returns features.
@@ -208,6 +209,7 @@ class BitResNet(patches.ImageModel):
     width = int(64 * self.width_factor)
     x = RootBlock(width, eps=eps, name='root_block', **types)(inputs)
     for i, num_units in enumerate(self.num_layers):
+      patches.sow_mean(self, f'layer_{i}', x)
       x = ResNetStage(
         num_units,
         width * 2**i,
@@ -218,6 +220,7 @@ class BitResNet(patches.ImageModel):
         **types,
       )(x)
     x = nn.relu(_group_norm(eps, types, 'norm-pre-head')(x))  # [B, h, w, D]
+    patches.sow_mean(self, f'layer_{len(self.num_layers)}', x)
     x = x.mean(axis=(1, 2))  # [B, D]
     self.sow('intermediates', 'features', x)
     if not self.num_classes:

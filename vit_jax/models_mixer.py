@@ -46,18 +46,22 @@ class MixerBlock(nn.Module):
     channels_mlp_dim: width of the hidden layer of the MLP over channels.
     dtype: type of the computation.
     param_dtype: type of the parameters.
+    layer: number of the layer, from 0; see vit_jax.layers.patches.sow_mean.
   """
 
   tokens_mlp_dim: int
   channels_mlp_dim: int
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
+  layer: int = 0
 
   @nn.compact
   def __call__(self, x):
     """Maps tokens [B, N, D] to [B, N, D]."""
     types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-    y = nn.LayerNorm(**types)(x).swapaxes(1, 2)  # [B, D, N]
+    y = nn.LayerNorm(**types)(x)
+    patches.sow_mean(self, f'layer_{self.layer}', y)
+    y = y.swapaxes(1, 2)  # [B, D, N]
     y = MlpBlock(self.tokens_mlp_dim, name='token_mixing', **types)(y)
     x = x + y.swapaxes(1, 2)  # [B, N, D]
     y = nn.LayerNorm(**types)(x)
@@ -118,9 +122,12 @@ class MlpMixer(patches.ImageModel):
     )(inputs)  # [B, h, w, D]
     x = sharding.constrain_batch(x)
     x = x.reshape(x.shape[0], -1, x.shape[-1])  # [B, N, D]
-    for _ in range(self.num_blocks):
-      x = MixerBlock(self.tokens_mlp_dim, self.channels_mlp_dim, **types)(x)
+    for i in range(self.num_blocks):
+      x = MixerBlock(
+        self.tokens_mlp_dim, self.channels_mlp_dim, layer=i, **types
+      )(x)
     x = nn.LayerNorm(name='pre_head_layer_norm', **types)(x)
+    patches.sow_mean(self, f'layer_{self.num_blocks}', x)
     x = x.mean(axis=1)  # [B, D]
     self.sow('intermediates', 'features', x)
     if not self.num_classes:

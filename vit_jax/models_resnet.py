@@ -193,12 +193,14 @@ def make_resnet(
   return layers
 
 
-def apply_resnet(x, layers: Sequence[nn.Module]):
+def apply_resnet(x, layers: Sequence[nn.Module], see=lambda i, x: None):
   """Applies the layers of `make_resnet`.
 
   Args:
     x: images [B, H, W, C].
     layers: the layers.
+    see: called with i and the features that enter stage i, from 0, and with the
+      number of stages and the result.
 
   Returns:
     Features. Height and width are a quarter of the image's after the root and
@@ -207,6 +209,8 @@ def apply_resnet(x, layers: Sequence[nn.Module]):
   conv, norm, *stages = layers
   x = nn.relu(norm(conv(x)))
   x = nn.max_pool(x, window_shape=(3, 3), strides=(2, 2), padding='SAME')
-  for stage in stages:
+  for i, stage in enumerate(stages):
+    see(i, x)
     x = stage(x)
+  see(len(stages), x)
   return x

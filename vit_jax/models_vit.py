@@ -11,7 +11,9 @@ Shapes in the comments:
 
 `model.apply(..., mutable='intermediates')` also returns intermediate values:
 every attention layer sows `attention_weights` [B, K, N, N], the encoder
-`tokens` [B, N, D], and the model `features` [B, D], the pre-logits. Otherwise
+`tokens` [B, N, D], and the model `features` [B, D], the pre-logits. For probes,
+each layer sows `layer_0`, `layer_1`, ... [B, D], the mean over the tokens of
+its first norm's result (the last one: of the encoder's norm). Otherwise
 nothing is stored, and if only the class token is read, the last layer computes
 no other token.
 
@@ -169,7 +171,7 @@ class VisionTransformer(patches_lib.ImageModel):
           "causal=True attends to itself only: use 'gap' or 'unpooled' "
           '(config.model.classifier)'
         )
-      if self.classifier in ('token', 'token_unpooled'):
+      if self.has_class_token:
         self.cls = self.param(
           'cls',
           nn.initializers.zeros,
@@ -193,9 +195,17 @@ class VisionTransformer(patches_lib.ImageModel):
     )
 
   @property
+  def has_class_token(self) -> bool:
+    """Whether the class token comes before the other tokens."""
+    return self.classifier in ('token', 'token_unpooled')
+
+  @property
   def needs_grid(self) -> bool:
     """Whether `encode` needs the grid of tokens, `embed(..., flat=False)`."""
-    return positions.needs_grid(_field(self.transformer, 'position_embedding'))
+    return positions.needs_grid(
+      _field(self.transformer, 'position_embedding', 'learned_1d'),
+      _field(self.transformer, 'position_grid'),
+    )
 
   def __call__(self, inputs, *, train):
     """Computes logits: embeds images, encodes the tokens, classifies them.
@@ -235,7 +245,8 @@ class VisionTransformer(patches_lib.ImageModel):
     check_images(images)
     x = images.astype(self._types()['dtype'])
     if self.resnet is not None:
-      x = models_resnet.apply_resnet(x, self.resnet_layers)
+      see = lambda i, x: patches_lib.sow_mean(self, f'stage_{i}', x)
+      x = models_resnet.apply_resnet(x, self.resnet_layers, see)
     x = sharding.constrain_batch(self.embedding(x))  # [B, h, w, D]
     return x.reshape(x.shape[0], -1, x.shape[-1]) if flat else x
 
@@ -267,7 +278,7 @@ class VisionTransformer(patches_lib.ImageModel):
       )
     x = tokens.astype(self._types()['dtype'])
     x = x.reshape(len(x), -1, x.shape[-1])  # [B, h*w, D]
-    if self.classifier in ('token', 'token_unpooled'):
+    if self.has_class_token:
       cls = jnp.broadcast_to(self.cls, (x.shape[0], 1, x.shape[-1]))
       x = jnp.concatenate([cls.astype(x.dtype), x], axis=1)  # [B, N, D]
     # An encoder class of a user need not accept these arguments.

@@ -3,11 +3,21 @@ r"""Prints the predictions of a trained model for images, such as their classes.
   python -m vit_jax.predict --workdir=/tmp/digits image.png other.jpg
   python -m vit_jax.predict --weights=model.safetensors image.png
 
+A model of pixels (configs/igpt.py) draws images, and completes their lower part:
+
+  python -m vit_jax.predict --workdir=/tmp/igpt --sample=16 --out=samples.png
+  python -m vit_jax.predict --workdir=/tmp/igpt --complete half.png --out=whole.png
+
 In Python:
 
   model = predict.load('/tmp/digits')
   model.predict(['image.png'])  # [[('7', 0.98), ('9', 0.01), ...]]
   model = predict.load_weights('ViT-B_16.npz')
+
+A detector prints class, score and box (left, top, right, bottom edge in pixels)
+of each object, and draws them:
+
+  python -m vit_jax.predict --workdir=/tmp/detr street.jpg --out=boxes.png
 
 The task of the run decides what is predicted: see the class Predictor in the
 file of the task, such as vit_jax/tasks/classify.py.
@@ -20,6 +30,13 @@ import math
 import jax
 
 from vit_jax import cli
+from vit_jax.configs import models as model_configs
+
+# Flags of some tasks alone, see FLAGS of vit_jax.tasks.base.Predictor.
+_OWN_FLAGS = (
+  'threshold', 'image_size', 'sample', 'complete', 'rows', 'seed', 'temperature',
+  'top_k',
+)  # fmt: skip
 
 
 def load(
@@ -53,7 +70,8 @@ def load(
   mesh = mesh or _mesh(config)
   if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
     config.sharding_rules = ()
-  encoder = config.model.get('transformer') or config.model
+  vit = model_configs.vit_of(config.model)
+  encoder = vit.get('transformer') or vit
   if 'attention' in encoder:  # The run may have had other devices.
     encoder.attention = 'default'
   program = train.make_program(config, metadata, mesh)
@@ -70,18 +88,19 @@ def load_weights(
   class_names: Sequence[str] | None = None,
   image_size: tuple[int, int] | None = None,
 ):
-  """Loads a classifier from weights in any format, without a run.
+  """Loads a model from weights in any format, without a run.
 
   Args:
     path: a published .npz, a .safetensors or .bin of timm or Hugging Face or a
-      folder with such a file; local, gs:// or a URL.
+      folder with such a file, or a released .pth; local, gs:// or a URL.
     class_names: names of the classes; override those of the file. Without any,
       the classes are named by their numbers.
     image_size: (height, width) in pixels; needed if the file does not contain
       it and the grid of patches is not square.
 
   Returns:
-    A vit_jax.tasks.classify.Predictor.
+    The predictor of the model's task, such as
+    vit_jax.tasks.classify.Predictor or vit_jax.tasks.detect.Predictor.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
@@ -89,12 +108,13 @@ def load_weights(
   """
   cli.load_tensorflow()
   from vit_jax import convert
-  from vit_jax.tasks import classify
+  from vit_jax.run import config as run_config
   from vit_jax.weights import writing
 
   model = convert.read(path, class_names, image_size)
-  task = classify.Task(*writing.as_run(model))
-  return task.predictor(jax.device_put(model.params), {}, 0)
+  config, metadata = writing.as_run(model)
+  task = run_config.get_task(config.task)(config, metadata)
+  return task.predictor(*jax.device_put((model.params, model.extra)), 0)
 
 
 def _mesh(config):
@@ -111,18 +131,80 @@ def _mesh(config):
     return sharding.make_mesh({'data': 1}, devices[:1])
 
 
+def _image_size(text: str) -> int | tuple[int, ...]:
+  """Parses SIDE or HEIGHT,WIDTH."""
+  numbers = tuple(int(number) for number in text.replace('x', ',').split(','))
+  return numbers if len(numbers) > 1 else numbers[0]
+
+
 def make_parser() -> argparse.ArgumentParser:
   """Returns the parser of this command."""
   parser = cli.parser('vit_jax.predict', __doc__)
-  parser.add_argument('images', nargs='+', help='image files of any size')
+  parser.add_argument('images', nargs='*', help='image files of any size')
   cli.add_model_flags(parser)
   parser.add_argument(
     '--top', type=int, default=5, help='number of classes to print (5)'
   )
   parser.add_argument(
-    '--out', help='PNG to write, for tasks whose result is a picture'
+    '--out',
+    help='PNG to write: required for tasks whose result is a picture, optional '
+    'for detectors, which draw boxes on the images',
   )
+  parser.add_argument(
+    '--threshold',
+    type=float,
+    help='detectors: least score of an object, from 0 to 1 (0.7)',
+  )
+  parser.add_argument(
+    '--image_size',
+    type=_image_size,
+    metavar='SIDE or HEIGHT,WIDTH',
+    help='detectors: pixels of the shorter side, or height and width, of the '
+    'images that the network sees (as in the evaluation of the run)',
+  )
+  _add_sampling_flags(parser)
   return parser
+
+
+def _add_sampling_flags(parser):
+  """Adds the flags of models that draw images."""
+  group = parser.add_argument_group('models of pixels')
+  group.add_argument('--sample', type=int, help='number of images to draw')
+  group.add_argument(
+    '--complete', nargs='+', help='image files whose lower part to draw'
+  )
+  group.add_argument(
+    '--rows',
+    type=int,
+    help="rows to keep of the model's image (all rows of an image that is low "
+    'for its width, half of the rows of any other)',
+  )
+  group.add_argument('--seed', type=int, help='seed of drawing (0)')
+  group.add_argument(
+    '--temperature',
+    type=float,
+    help='below 1: more likely colours (1)',
+  )
+  group.add_argument(
+    '--top_k', type=int, help='draw among so many likely colours (all)'
+  )
+
+
+def _check_flags(model, args) -> None:
+  """Raises ValueError if flags do not fit the task of a model."""
+  task, which = model.task, f"the task '{model.config.task}'"
+  for name in _OWN_FLAGS:
+    if getattr(args, name) is not None and name not in model.FLAGS:
+      raise ValueError(f'{which} has no --{name}: leave out the flag')
+  draws = args.sample is not None or bool(args.complete)
+  if args.out and not (task.DRAWS or draws):
+    raise ValueError(
+      f'{which} prints its predictions and writes no picture: leave out --out'
+    )
+  if not args.out and (draws or not task.PRINTS):
+    raise ValueError(
+      f'{which} writes its predictions as a picture: give --out=FILE.png'
+    )
 
 
 def main() -> None:
@@ -130,23 +212,34 @@ def main() -> None:
   args = make_parser().parse_args()
   cli.check_model_flags(args)
   cli.check_output('out', args.out)
+  _check_inputs(args)
   cli.quiet()
   cli.avoid_libtpu()
   if args.weights:
     model = load_weights(args.weights)
   else:
     model = load(args.workdir, args.step)
-  if bool(args.out) != model.task.DRAWS:
-    raise ValueError(
-      f"the task '{model.config.task}' "
-      + (
-        'writes its predictions as a picture: give --out=FILE.png'
-        if model.task.DRAWS
-        else 'prints its predictions and writes no picture: leave out --out'
-      )
-    )
+  _check_flags(model, args)
   for line in model.report(args.images, args):
     print(line)
+
+
+def _check_inputs(args):
+  """Raises ValueError unless the command line names one thing to do."""
+  given = {
+    'images': bool(args.images),
+    '--sample': args.sample is not None,
+    '--complete': bool(args.complete),
+  }
+  if sum(given.values()) != 1:
+    raise ValueError(
+      'give one of image files, --sample=NUMBER and --complete FILE, not '
+      + (' and '.join(k for k, v in given.items() if v) or 'none of them')
+    )
+  if args.rows is not None and not args.complete:
+    raise ValueError(
+      f'--rows={args.rows} is a part of --complete FILE: give that too'
+    )
 
 
 if __name__ == '__main__':

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 import tensorflow as tf
 
+from vit_jax.augmentation import canvases
 from vit_jax.augmentation import geometry
 from vit_jax.augmentation import pixels
 from vit_jax.files import images
@@ -22,6 +23,13 @@ from vit_jax.files import jpeg
 from vit_jax.files import reading
 
 crop_size = geometry.crop_size
+
+
+def image_sizes(pp) -> list[tuple[int, int]]:
+  """Returns the sizes of training images, see vit_jax.tasks.base.Task."""
+  if pp.sides:
+    return list(dict.fromkeys(group.canvas for group in canvases.groups(pp)))
+  return [crop_size(pp)]
 
 
 def decode_for_training(encoded, seed, pp):
@@ -53,10 +61,60 @@ def decode_with_geometry(encoded, seed, pp):
     `geometry.Geometry` to apply to boxes and masks of the image. It does not
     include the moves of RandAugment.
   """
-  image, drawn = _decode_crop(encoded, seed, pp)
+  image, drawn = _decode_crop(
+    encoded,
+    lambda shape: geometry.sample(shape, seed, pp),
+    pp,
+    crops=pp.crop_area is not None,
+  )
   image = geometry.fit(image, drawn)
   image = tf.ensure_shape(image, [*drawn.size, pp.channels])
   return _change_pixels(image, seed, pp), drawn
+
+
+def decode_on_canvas(encoded, pp, seed=None, group=None):
+  """Decodes one image onto a canvas, see vit_jax/augmentation/canvases.py.
+
+  Args:
+    encoded: see `decode_for_training`.
+    pp: `config.pp`.
+    seed: int64 [2] in training; None in evaluation.
+    group: number of the group of the step, int32 scalar, in training; in
+      evaluation a canvases.Group, by default that of `pp.eval_side`.
+
+  Returns:
+    (tensors, geometry): `image`, float32 [height, width, channels] in [-1, 1],
+    and `real`, bool [height, width], False for padding, by name; and the
+    `geometry.Geometry` to apply to boxes and masks, which are then those of the
+    image without padding.
+  """
+  if seed is None:
+    group = group or canvases.evaluation(pp)
+    canvas, shape = group.canvas, [*group.canvas, pp.channels]
+
+    def draw(shape):
+      size = canvases.fitted(shape, group.sides[0], group.longest)
+      return geometry.whole(shape, size)
+
+  else:
+    known = canvases.groups(pp)
+    canvas = tf.unstack(tf.gather([g.canvas for g in known], group))
+    shape = [None, None, pp.channels]
+
+    def draw(shape):
+      return canvases.sample(shape, seed, group, pp)
+
+  image, drawn = _decode_crop(encoded, draw, pp, crops=seed is not None)
+  image = geometry.fit(image, drawn, antialias=seed is None)
+  image = tf.ensure_shape(image, [None, None, pp.channels])
+  if seed is not None:
+    image = _change_pixels(image, seed, pp)
+  real = canvases.pad(tf.ones(drawn.size, tf.bool), canvas)
+  tensors = {
+    'image': tf.ensure_shape(canvases.pad(image, canvas), shape),
+    'real': tf.ensure_shape(real, shape[:2]),
+  }
+  return tensors, drawn
 
 
 def _change_pixels(image, seed, pp):
@@ -76,8 +134,19 @@ def _change_pixels(image, seed, pp):
   return image
 
 
-def _decode_crop(encoded, seed, pp):
-  """Decodes a random crop of an image; from a JPEG only the crop is decoded."""
+def _decode_crop(encoded, draw, pp, crops=True):
+  """Decodes a crop of an image; from a JPEG only the crop is decoded.
+
+  Args:
+    encoded: see `decode_for_training`.
+    draw: function from the shape of the image, int32 [3], to its geometry.
+    pp: reads `jpeg_shrink`, `channels`.
+    crops: whether the geometry may crop.
+
+  Returns:
+    The crop, uint8 [height, width, channels], and its geometry.
+  """
+  encoded = tf.convert_to_tensor(encoded)
   is_jpeg = tf.io.is_jpeg(encoded)
 
   def other():
@@ -89,12 +158,12 @@ def _decode_crop(encoded, seed, pp):
     lambda: (tf.io.extract_jpeg_shape(encoded), tf.zeros([0, 0, 3], tf.uint8)),
     other,
   )
-  drawn = geometry.sample(shape, seed, pp)
+  drawn = draw(shape)
   ratio = None
   if pp.jpeg_shrink:
     ratio = jpeg.ratio([drawn.height, drawn.width], drawn.size)
     ratio = tf.where(is_jpeg, ratio, 1)
-  if pp.crop_area is None:
+  if not crops:
     image = tf.cond(
       is_jpeg, lambda: jpeg.decode(encoded, ratio), lambda: decoded
     )

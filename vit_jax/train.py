@@ -10,6 +10,7 @@ import time
 from typing import Any
 from typing import NamedTuple
 
+import flax.traverse_util
 import jax
 import ml_collections
 import optax
@@ -17,9 +18,11 @@ import optax
 from vit_jax import checkpoint
 from vit_jax import cli
 from vit_jax import input_pipeline
+from vit_jax.configs import models as model_configs
 from vit_jax.data import mixture
 from vit_jax.data import sources
 from vit_jax.evaluators import fewshot
+from vit_jax.evaluators import layer_probe
 from vit_jax.evaluators import pictures
 from vit_jax.evaluators import real
 from vit_jax.layers import attention
@@ -82,9 +85,10 @@ def make_program(config, metadata, mesh) -> Program:
     ValueError: if the model, attention, task, optimiser, schedule, or the rules
       for sharding or learning rates are wrong.
   """
+  vit = model_configs.vit_of(config.model)
   # An iGPT has the encoder's fields among its own.
-  inner = config.model.get('transformer')
-  encoder = inner or config.model
+  inner = vit.get('transformer')
+  encoder = inner or vit
   attention.check(
     encoder.get('attention', 'default'),
     encoder.get('attention_dropout_rate', 0.0),
@@ -205,7 +209,10 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   train = sources.open_split(
     config, config.pp.train, task_class.FEATURES, workdir=workdir
   )
-  metadata = task_class.make_metadata(config, train)
+  metadata = {
+    **task_class.make_metadata(config, train),
+    **_learned(task_class, config, train, workdir),
+  }
   tests = {
     name: open_for(config, task_class, metadata, split, dataset, workdir)
     for name, split, dataset in run_config.evaluations(config)
@@ -216,12 +223,12 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   for name, split, dataset in run_config.evaluations(config):
     opened = {split: tests[name]}
 
-    def open_split(wanted, opened=opened, dataset=dataset):
-      if wanted not in opened:
-        opened[wanted] = open_for(
-          config, task_class, metadata, wanted, dataset, workdir
-        )
-      return opened[wanted]
+    def open_split(wanted, further=(), opened=opened, dataset=dataset):
+      if wanted in opened and not further:
+        return opened[wanted]
+      return open_for(
+        config, task_class, metadata, wanted, dataset, workdir, further
+      )
 
     evaluators[name] = program.task.evaluators(mesh, split, open_split)
   first = next(iter(evaluators))
@@ -232,6 +239,14 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   return Prepared(
     config, mesh, program, metadata, train, tests, evaluators, drawn
   )
+
+
+def _learned(task_class, config, source, workdir) -> dict[str, Any]:
+  """Returns metadata that the run has learned, or learns now."""
+  if not task_class.LEARNED:
+    return {}
+  stored = workdir and workdir_lib.stored(workdir, task_class.LEARNED)
+  return stored or task_class.learn(config, source)
 
 
 def check(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
@@ -255,14 +270,21 @@ def _probes(task, mesh, workdir) -> list:
   config, found = task.config, []
   if config.fewshot.shots:
     found.append(fewshot.FewShot(task, mesh, workdir))
-  if config.real_labels is not None:
-    _, split, dataset = run_config.evaluations(config)[0]
+  _, split, dataset = run_config.evaluations(config)[0]
 
-    def open_split(wanted, further):
-      return open_for(
-        config, type(task), task.metadata, wanted, dataset, workdir, further
+  def open_split(wanted, further):
+    return open_for(
+      config, type(task), task.metadata, wanted, dataset, workdir, further
+    )
+
+  if config.layer_probe:
+    labelled = [open_split(x, ('label',)) for x in (config.pp.train, split)]
+    found.append(
+      layer_probe.LayerProbe(
+        task, mesh, workdir, *labelled, per_class=config.layer_probe
       )
-
+    )
+  if config.real_labels is not None:
     found.append(real.Real(task, mesh, open_split, split, config.real_labels))
   return found
 
@@ -298,11 +320,7 @@ def check_start(prepared: Prepared, workdir) -> dict:
     ValueError, FileNotFoundError: if the workdir, the data or the weights are
       wrong; the same on all processes.
   """
-  config, program, data = (
-    prepared.config,
-    prepared.program,
-    fingerprints(prepared),
-  )
+  config, data = prepared.config, fingerprints(prepared)
   processes.agree('the data', workdir_lib.flatten(data))
   workdir_lib.check(workdir, config, prepared.metadata, data)
   begun = processes.from_first(
@@ -310,8 +328,14 @@ def check_start(prepared: Prepared, workdir) -> dict:
   )
   if begun:
     return {}
+  return _pretrained(prepared)
+
+
+def _pretrained(prepared: Prepared) -> dict:
+  """Returns the weights that the config names, by path."""
+  abstract = prepared.program.abstract
   return checkpoint.pretrained_weights(
-    config, program.task, program.abstract.params
+    prepared.config, prepared.program.task, abstract.params, abstract.extra
   )
 
 
@@ -355,15 +379,28 @@ def start(prepared: Prepared, workdir, weights):
   _describe(prepared)
   state, step = checkpoints.restore(program.abstract)
   if not step:
-    weights = weights or checkpoint.pretrained_weights(
-      config, program.task, program.abstract.params
-    )
+    weights = weights or _pretrained(prepared)
     state = program.create_state(weights)
     if weights:
-      say('Starting from pre-trained weights, with a new head.')
+      say(_describe_start(program.abstract.params, weights))
   elif step < config.total_steps:
     say(f'Going on from the checkpoint of step {step}.')
   return checkpoints, state, step
+
+
+def _describe_start(params, weights) -> str:
+  """Returns which parameters of a run come from weights, in words."""
+  paths = flax.traverse_util.flatten_dict(params, sep='/')
+  taken, new = (
+    sorted({path.split('/')[0] for path in paths if (path in weights) == known})
+    for known in (True, False)
+  )
+  if taken == ['backbone'] and new:
+    return 'Starting from a pre-trained backbone; the rest of the model is new.'
+  if len(taken) < len(new):
+    return f'Starting from pre-trained weights of {", ".join(taken)}; all else is new.'
+  heads = f', with a new {", ".join(new)}' if new else ''
+  return f'Starting from pre-trained weights{heads}.'
 
 
 def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):

@@ -117,16 +117,38 @@ def test_a_layer_that_is_not_there(task):
 
 
 @pytest.mark.parametrize(
-  ('name', 'depth', 'width'),
-  [('mixer_b32', 'num_blocks', 768), ('r_ti16', 'transformer.num_layers', 192)],
+  ('name', 'depth', 'width', 'layers'),
+  [
+    ('mixer_b32', {'num_blocks': 1}, 768, ['layer_0', 'layer_1']),
+    (
+      'r_ti16',
+      {'transformer.num_layers': 1},
+      192,
+      ['stage_0', 'layer_0', 'layer_1'],
+    ),
+    (
+      'bit_r50x1',
+      {'num_layers': (1, 1)},
+      512,
+      ['layer_0', 'layer_1', 'layer_2'],
+    ),
+  ],
 )
-def test_every_kind_of_model_has_features(task, name, depth, width):
+def test_every_kind_of_model_has_features(task, name, depth, width, layers):
   task.config.model = model_configs.get_config(name)
-  task.config.model.update_from_flattened_dict({depth: 1})
+  task.config.model.update_from_flattened_dict(depth)
   task.config.pp.crop = 64
   made = type(task)(task.config, task.metadata)
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   assert features.Extractor(made, mesh).width == width
+  assert list(features.layers(made)) == layers
+
+
+def test_layers_are_in_the_order_of_their_numbers(task):
+  names = [f'{kind}_{i}' for kind in ('stage', 'layer') for i in range(11)]
+  mean = jnp.zeros((1, 4))
+  task.intermediates = lambda *args: {f'a/{n}': (mean,) for n in names}
+  assert list(features.layers(task).items()) == [(n, f'a/{n}') for n in names]
 
 
 def test_masked_patches_have_the_features_of_whole_images(tiny_config):

@@ -36,7 +36,8 @@ class Geometry(NamedTuple):
     flip: bool scalar, whether to mirror left and right.
     angle: float32 scalar, radians by which to rotate the resized image about
       its centre, counter-clockwise (x towards -y); None for no rotation.
-    size: (height, width) of the result in pixels, two ints.
+    size: (height, width) of the result in pixels: two ints; or int32 [2] where
+      each image has a size of its own, which is never rotated.
   """
 
   shape: Any
@@ -46,7 +47,7 @@ class Geometry(NamedTuple):
   width: Any
   flip: Any
   angle: Any
-  size: tuple[int, int]
+  size: Any
 
 
 def crop_size(pp) -> tuple[int, int]:
@@ -65,12 +66,12 @@ def crop_size(pp) -> tuple[int, int]:
   return pair
 
 
-def whole(shape, size: tuple[int, int]) -> Geometry:
+def whole(shape, size) -> Geometry:
   """Returns the geometry of evaluation: the whole image, resized.
 
   Args:
     shape: int32 [2] or [3], height and width (and channels) of the original.
-    size: (height, width) of the result in pixels.
+    size: see Geometry.
   """
   shape = tf.convert_to_tensor(shape, tf.int32)[:2]
   zero = tf.constant(0)
@@ -82,7 +83,7 @@ def whole(shape, size: tuple[int, int]) -> Geometry:
     width=shape[1],
     flip=tf.constant(False),
     angle=None,
-    size=tuple(size),
+    size=size if tf.is_tensor(size) else tuple(size),
   )
 
 
@@ -181,13 +182,15 @@ def crop(image, geometry: Geometry):
   )
 
 
-def fit(image, geometry: Geometry):
+def fit(image, geometry: Geometry, antialias: bool = False):
   """Mirrors, resizes and rotates an image that is cropped already.
 
   Args:
     image: uint8 or float32 [geometry.height, geometry.width, C], the result of
       `crop` or of a decoder that crops.
     geometry: the parameters.
+    antialias: whether the pixels of a smaller image are means over all pixels
+      of the larger one, as in Pillow, which takes longer.
 
   Returns:
     float32 [*geometry.size, C]. uint8 is scaled to [-1, 1], float32 keeps its
@@ -198,7 +201,7 @@ def fit(image, geometry: Geometry):
   image = _flip(image, geometry, axis=1)
   if image.dtype == tf.uint8:
     image = images.to_float(image)
-  image = tf.image.resize(image, geometry.size)
+  image = tf.image.resize(image, geometry.size, antialias=antialias)
   if geometry.angle is not None:
     image = _turn(image[None], geometry, 'BILINEAR', 'NEAREST')[0]
   return image
@@ -244,7 +247,7 @@ def to_boxes(boxes, geometry: Geometry):
   corners = tf.clip_by_value(corners / extent, 0.0, 1.0)
   y, x = corners[..., 0], corners[..., 1]  # [n, 2] each
   x = tf.where(geometry.flip, 1 - tf.reverse(x, [1]), x)
-  size = tf.constant(geometry.size, tf.float32)
+  size = tf.cast(geometry.size, tf.float32)
   kept = _visible(y, x, size)
   if geometry.angle is not None:
     # In pixels from the centre, where axes have the same unit.

@@ -40,7 +40,7 @@ class AveragePrecision:
 
   def _compute(self, params, extra, batch):
     found = self._task.detections(self._task.outputs(params, extra, batch))
-    truth = {k: v for k, v in batch.items() if k != 'image'}
+    truth = {k: v for k, v in batch.items() if k not in ('image', 'real')}
     return found, truth
 
   def run(self, params, extra, stop: Callable[[], bool] = lambda: False):

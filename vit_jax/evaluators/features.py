@@ -1,13 +1,15 @@
 """Extracts features of all images of a split, for probes.
 
 The features of a model are the inputs of its head (`features`, which every
-model of this package sows), or the outputs of any other layer.
+model of this package sows), its layers from the first to the last (`layer_0`,
+`layer_1`, ..., see `layers`), the outputs of any module, or the pixels.
 """
 
 import collections
 from collections.abc import Callable
-import math
+from collections.abc import Sequence
 import os
+import re
 import time
 from typing import NamedTuple
 
@@ -23,6 +25,12 @@ from vit_jax.data import records
 
 # What a model of this package sows in front of its head.
 LAYER = 'features'
+# The model's input as features, for comparison.
+PIXELS = 'pixels'
+# What models sow in front of each layer, see `layers`: stages of the ResNet of
+# a hybrid come before the layers of the Transformer.
+_SOWN = re.compile(r'(?:^|/)((stage|layer)_(\d+))$')
+_KINDS = ('stage', 'layer')
 
 _SAY_EVERY = 60  # Seconds between lines of progress in a log.
 
@@ -57,6 +65,47 @@ class Features(NamedTuple):
     return found
 
 
+def layers(task) -> dict[str, str]:
+  """Returns the layers of a task's model from the input to the output.
+
+  Each model of this package sows a mean [B, D] in front of each layer:
+
+    ViT        layer_<l>: the tokens as the first norm of block l returns them;
+               the last one: the tokens after the encoder's norm
+    hybrid     before these, stage_<s>: the feature map that enters stage s of
+               the ResNet; the last one: the map that the ResNet returns
+    Mixer      as ViT
+    BiT        layer_<l>: the feature map that enters stage l; the last one:
+               the map after the last norm
+    iGPT       as ViT (arXiv section 3.4 of "Generative Pretraining from
+               Pixels": n^l, averaged over the positions)
+
+  Args:
+    task: see Extractor.
+
+  Returns:
+    Paths among the `intermediates` by name: 'layer_0', 'layer_1', ...
+  """
+  found = {}
+  for path in _shapes(task):
+    match = _SOWN.search(path)
+    if match:
+      found[match[1]] = path, _KINDS.index(match[2]), int(match[3])
+  order = sorted(found, key=lambda name: found[name][1:])
+  return {name: found[name][0] for name in order}
+
+
+def _shapes(task, capture=False) -> dict:
+  """Returns the shapes of what a task's model sows for an image, by path."""
+  params, extra = jax.eval_shape(task.init, jax.random.key(0))
+  batch = {'image': task.image_spec(1)}
+
+  def sown(params, extra, batch):
+    return task.intermediates(params, extra, batch, capture)
+
+  return jax.eval_shape(sown, params, extra, batch)
+
+
 def extract(task, mesh, source, params, extra, layer: Layer = LAYER, **kwargs):
   """Computes the features of every example of a split, once.
 
@@ -86,29 +135,37 @@ class Extractor:
     task: has `config`, `intermediates`, `init` and `image_spec`, see
       vit_jax.tasks.base.Task.
     mesh: the mesh; all of its processes must make the same calls.
-    layer: 'features', the path of another array that the model sows, the path
-      of a module, such as 'Transformer/encoderblock_3', for its outputs; or a
-      function (params, extra, batch) -> [B, ...]. Dimensions between the first
-      and the last, such as tokens, are averaged.
+    layer: 'features'; 'pixels', the model's inputs; a name of `layers`; the
+      path of another array that the model sows; the path of a module, such as
+      'Transformer/encoderblock_3', for its outputs; or a function (params,
+      extra, batch) -> [B, ...]. Dimensions between the first and the last, such
+      as tokens, are averaged. Of several names, the features are joined in this
+      order, and computed together.
     pp: preprocessing of the images, as of an evaluation; by default
       `task.config.pp`.
 
   Attributes:
-    width: number D of features.
+    widths: number of features of each layer, by name.
+    width: number D of features, of all layers.
 
   Raises:
     ValueError: if there is no such layer.
   """
 
-  def __init__(self, task, mesh, layer: Layer = LAYER, pp=None):
+  def __init__(self, task, mesh, layer: Layer | Sequence[str] = LAYER, pp=None):
     self._config = task.config
     self._mesh = mesh
     self._pp = pp or task.config.pp
-    self._layer = layer if callable(layer) else _of_layer(task, layer)
+    if callable(layer):
+      names, self._layers = ('',), lambda *args: [layer(*args)]
+    else:
+      names = (layer,) if isinstance(layer, str) else tuple(layer)
+      self._layers = _of_layers(task, names)
     params, extra = jax.eval_shape(task.init, jax.random.key(0))
     batch = {'image': task.image_spec(1)}
-    shape = jax.eval_shape(self.compute, params, extra, batch).shape
-    self.width = math.prod(shape[1:])
+    shapes = jax.eval_shape(self._means, params, extra, batch)
+    self.widths = {name: x.shape[-1] for name, x in zip(names, shapes)}
+    self.width = sum(self.widths.values())
 
     def compute(params, extra, batch):
       return {**batch, 'image': self.compute(params, extra, batch)}
@@ -117,9 +174,22 @@ class Extractor:
 
   def compute(self, params, extra, batch: dict) -> jax.Array:
     """Computes the features of a batch, float32 [B, D]; not compiled."""
-    values = self._layer(params, extra, batch)
-    values = values.mean(axis=tuple(range(1, values.ndim - 1)))
-    return values.astype(jnp.float32)
+    return jnp.concatenate(self._means(params, extra, batch), axis=-1)
+
+  def _means(self, params, extra, batch):
+    """Returns the features of each layer, float32 [B, D]."""
+    return [
+      x.mean(axis=tuple(range(1, x.ndim - 1))).astype(jnp.float32)
+      for x in self._layers(params, extra, batch)
+    ]
+
+  def split(self, values) -> dict:
+    """Splits features [..., D] into those of each layer, by name."""
+    ends = np.cumsum(list(self.widths.values()))
+    return {
+      name: values[..., end - width : end]
+      for (name, width), end in zip(self.widths.items(), ends)
+    }
 
   def example(self, record: dict, seed) -> dict:
     """Returns `image` and `label` of a record; without augmentation."""
@@ -277,27 +347,36 @@ def _label(record) -> dict:
   return {'label': tf.where(one, tf.reduce_max(label), -1)}
 
 
-def _of_layer(task, layer: str) -> Callable:
-  """Returns the function of a layer by its name, see Extractor."""
+def _of_layers(task, names: Sequence[str]) -> Callable:
+  """Returns the function that computes the layers of these names, a list."""
+  known, sown = layers(task), _shapes(task)
+  paths = {name: known.get(name, name) for name in names if name != PIXELS}
+  captured = {path for path in paths.values() if path not in sown}
 
   def capture(module, method):
-    return method == '__call__' and '/'.join(module.path) == layer
+    return method == '__call__' and '/'.join(module.path) in captured
 
-  def sown(params, extra, batch):
-    return task.intermediates(params, extra, batch, capture)
+  modules = _shapes(task, True) if captured else {}
+  for path in captured:
+    if f'{path}/__call__' not in modules:
+      has = {p.removesuffix('/__call__') for p in modules} - {'__call__'}
+      raise ValueError(
+        f"layer='{path}' is no layer of the model: it has "
+        f'{", ".join(sorted(has))}'
+      )
 
-  params, extra = jax.eval_shape(task.init, jax.random.key(0))
-  batch = {'image': task.image_spec(1)}
-  known = jax.eval_shape(sown, params, extra, batch)
-  path = layer if layer in known else f'{layer}/__call__'
-  if path not in known:
-    modules = jax.eval_shape(
-      lambda *args: task.intermediates(*args, True), params, extra, batch
-    )
-    names = sorted(
-      {p.removesuffix('/__call__') for p in modules} - {'__call__'}
-    )
-    raise ValueError(
-      f"layer='{layer}' is no layer of the model: it has {', '.join(names)}"
-    )
-  return lambda params, extra, batch: sown(params, extra, batch)[path][-1]
+  def compute(params, extra, batch):
+    seen = {}
+    if paths:
+      seen = task.intermediates(params, extra, batch, capture)
+    pixels = batch['image'].reshape(len(batch['image']), -1)
+    return [
+      pixels if name == PIXELS else _last(seen, paths[name]) for name in names
+    ]
+
+  return compute
+
+
+def _last(seen, path):
+  """Returns the last array that was sown at a path, or a module's outputs."""
+  return seen[path if path in seen else f'{path}/__call__'][-1]

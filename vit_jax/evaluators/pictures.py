@@ -25,8 +25,8 @@ class Pictures:
   draws.
 
   Args:
-    task: has `config`, `example`, `augment`, `outputs`, `draw_training` and
-      `draw_evaluation`, see vit_jax.tasks.base.Task.
+    task: has `config`, `example`, `augment`, `drawn_outputs`, `draw_training`
+      and `draw_evaluation`, see vit_jax.tasks.base.Task.
     mesh: the mesh.
     source: the evaluation split.
 
@@ -101,7 +101,7 @@ class Pictures:
 
   def _compute(self, params, extra, batch):
     task, weights = self._task, []
-    outputs = task.outputs(params, extra, batch)
+    outputs = task.drawn_outputs(params, extra, batch)
     if self._grid is not None:
       weights, _ = attention.forward(task.model, params, batch['image'])
       # The maps show the mean over heads; keeping each head takes much memory.

@@ -16,6 +16,7 @@ from vit_jax.figures import page
 
 Values = Sequence[float]
 _MARKERS = 'osD^vPX*'
+_MOST_TICKS = 25  # Names of layers below an axis.
 _MOST_UPRIGHT = 60  # Characters of all labels that fit below an axis.
 
 
@@ -128,6 +129,47 @@ def curves(
   if not log_x and (places == places.round()).all():
     axes.xaxis.get_major_locator().set_params(integer=True)
   return _finish(fig, axes, len(lines) > 1, path)
+
+
+@drawing.styled
+def depth(
+  layers: Mapping[str, tuple[float, float]],
+  baseline: tuple[float, float] | None,
+  title: str,
+  path=None,
+):
+  """Draws the accuracy of linear probes over the depth of a model.
+
+  Args:
+    layers: (mean, standard deviation) of the accuracy, from 0 to 1, by the name
+      of the layer, from the input to the output.
+    baseline: the same of raw pixels, drawn as a line across; None for no line.
+    title: title of the figure.
+    path: path of a PNG to write.
+
+  Returns:
+    A Figure.
+  """
+  fig = drawing.new_figure(7.2, title)
+  axes = fig.subplots()
+  places = np.arange(len(layers))
+  lines = [(places, np.array(list(layers.values())), 'layers', 'o-')]
+  if baseline is not None:
+    ends = np.array([-0.5, len(layers) - 0.5])
+    lines.append((ends, np.array([baseline] * 2), 'raw pixels', '--'))
+  for number, (x, values, label, style) in enumerate(lines):
+    mean, std = 100 * values.T
+    axes.plot(x, mean, style, color=_colour(number), label=label, zorder=3)
+    if std.any():
+      axes.fill_between(
+        x, mean - std, mean + std, color=_colour(number), alpha=0.15, lw=0
+      )
+  _axes(axes, 'layer', 'accuracy (%)', False, False)
+  step = -(-len(layers) // _MOST_TICKS)
+  names = [name.removeprefix('layer_') for name in layers][::step]
+  axes.set_xticks(places[::step], names)
+  axes.set_xlim(-0.5, len(layers) - 0.5)
+  return _finish(fig, axes, baseline is not None, path)
 
 
 @drawing.styled

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.layers import attention
+from vit_jax.layers import patches
 from vit_jax.layers import positions
 from vit_jax.scale import sharding
 
@@ -113,6 +114,8 @@ class Encoder1DBlock(nn.Module):
     norm_eps: added to the variance in LayerNorm.
     causal: whether token i attends to tokens 0 to i only.
     param_dtype: type of the parameters.
+    layer: number of the layer, from 0; the block sows the mean over the tokens
+      of its first norm's result as `layer_<layer>`. None: it does not.
   """
 
   mlp_dim: int
@@ -126,6 +129,7 @@ class Encoder1DBlock(nn.Module):
   norm_eps: float = 1e-6
   causal: bool = False
   param_dtype: Any = jnp.float32
+  layer: int | None = None
 
   @nn.compact
   def __call__(
@@ -150,6 +154,8 @@ class Encoder1DBlock(nn.Module):
 
     types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
     x = nn.LayerNorm(self.norm_eps, **types)(inputs)
+    if self.layer is not None:
+      patches.sow_mean(self, f'layer_{self.layer}', x)
     x = attention.MultiHeadDotProductAttention(
       num_heads=self.num_heads,
       dropout_rate=self.attention_dropout_rate,
@@ -199,6 +205,8 @@ class Encoder(nn.Module):
     position_embedding: kind of position embeddings, see
       vit_jax.layers.positions.
     position_layers: the layers that add them, see there.
+    position_grid: grid (height, width) in patches of learned tables, which are
+      resized to the grid of the images; None: the tables have that grid.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -219,6 +227,7 @@ class Encoder(nn.Module):
   causal: bool = False
   position_embedding: str = 'learned_1d'
   position_layers: str = 'stem'
+  position_grid: tuple[int, int] | None = None
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -233,7 +242,7 @@ class Encoder(nn.Module):
         to a key, in every layer; None: everywhere.
       only_first: overrides the field `only_first` unless it is None.
       grid: number of patches (down, across), (h, w), the last h*w tokens; for
-        position embeddings on a grid.
+        position embeddings on a grid, and for `position_grid`.
 
     Raises:
       ValueError: if `remat` or `position_embedding` has an unknown value, or
@@ -264,17 +273,20 @@ class Encoder(nn.Module):
       x = self._scan_layers(block(parent=None), x, last, train, mask, by_layer)
     else:
       for i in range(last):
-        x = block(name=f'encoderblock_{i}')(
+        x = block(name=f'encoderblock_{i}', layer=i)(
           x, not train, mask, drop_rates[i], relative[i]
         )
         x = x if later[i] is None else x + later[i]
     if self.num_layers:
       only_first = self.only_first if only_first is None else only_first
       x = block(
-        name=f'encoderblock_{last}', only_first=only_first and not sows
+        name=f'encoderblock_{last}',
+        layer=last,
+        only_first=only_first and not sows,
       )(x, not train, mask, drop_rates[last], relative[last])
     x = nn.LayerNorm(self.norm_eps, name='encoder_norm', **types)(x)
     self.sow('intermediates', 'tokens', x)
+    patches.sow_mean(self, f'layer_{self.num_layers}', x)
     return x
 
   def _positions(self, x, train, grid):
@@ -285,7 +297,10 @@ class Encoder(nn.Module):
       or None; the relative embeddings of each layer, L times [2N - 1, E] or None.
     """
     kind = positions.kind_of(
-      self.add_position_embedding, self.position_embedding, self.position_layers
+      self.add_position_embedding,
+      self.position_embedding,
+      self.position_layers,
+      self.position_grid,
     )
     nothing = [None] * self.num_layers
     if kind == 'none':
@@ -300,6 +315,7 @@ class Encoder(nn.Module):
       positions.AddPositionEmbs,
       kind=kind,
       grid=grid,
+      table_grid=self.position_grid,
       param_dtype=self.param_dtype,
     )
     make = lambda name: module(name=name).table(x).astype(self.dtype)

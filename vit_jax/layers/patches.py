@@ -41,6 +41,21 @@ def check_keys(rngs):
       )
 
 
+def sow_mean(module: nn.Module, name: str, x):
+  """Sows the mean of a layer for probes, see vit_jax.evaluators.features.
+
+  Computes nothing unless the collection `intermediates` is mutable.
+
+  Args:
+    module: the module whose `intermediates` get it.
+    name: 'layer_0', 'layer_1', ..., from the model's input to its output.
+    x: tokens [B, N, D] or a feature map [B, h, w, D]; sown as float32 [B, D].
+  """
+  if module.is_mutable_collection('intermediates'):
+    axes = tuple(range(1, x.ndim - 1))
+    module.sow('intermediates', name, x.astype(jnp.float32).mean(axis=axes))
+
+
 class ImageModel(nn.Module):
   """Base class of the models; checks the random keys passed to it."""
 

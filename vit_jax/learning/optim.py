@@ -18,6 +18,8 @@ from vit_jax.scale import sharding
 
 DECAY_TYPES = ('cosine', 'linear', 'constant', 'staircase')
 OPTIMIZERS = ('adam', 'sgd')
+# Parameters that weight decay applies to.
+DECAYING = ('kernels', 'all')
 # Factor of each drop of a staircase.
 _DROP = 0.1
 # Default number of warm-up updates, as in the original.
@@ -307,8 +309,8 @@ def get_optimizer(config, schedule: optax.Schedule, factors=None):
   """Builds the optimiser of a config.
 
   In order: clip the gradient by its global norm, add `l2_decay` times the
-  kernels, precondition it (Adam or momentum), add decoupled weight decay on the
-  kernels, multiply by the learning rate and by the parameter's factor, and
+  kernels, precondition it (Adam or momentum), add decoupled weight decay (on the
+  kernels, or on all parameters), multiply by the learning rate and by the parameter's factor, and
   average the parameters. Weight decay is thus multiplied by the learning rate,
   as in AdamW: T3's 0.1 with lr 1e-3 takes 1e-4 off at the peak. Independent
   weight decay is multiplied by lr / base_lr instead. Frozen parameters have no
@@ -316,8 +318,8 @@ def get_optimizer(config, schedule: optax.Schedule, factors=None):
 
   Args:
     config: reads `optimizer`, `optim_dtype`, `momentum`, `b1`, `b2`,
-      `grad_norm_clip`, `l2_decay`, `weight_decay`, `ema_decay`, and for
-      `independent_weight_decay` also `base_lr`, the peak of the schedule.
+      `grad_norm_clip`, `l2_decay`, `weight_decay`, `weight_decay_on`,
+      `ema_decay`, and for `independent_weight_decay` also `base_lr`, the peak of the schedule.
     schedule: learning rate by step.
     factors: result of `multipliers`; None: 1 for all parameters.
 
@@ -355,7 +357,8 @@ def get_optimizer(config, schedule: optax.Schedule, factors=None):
     # The learning rate multiplies weight decay below: `base_lr` cancels.
     unit = config.base_lr if config.independent_weight_decay else 1.0
     decay = config.weight_decay / unit
-    chain.append(optax.add_decayed_weights(decay, decay_mask))
+    mask = decay_mask if config.weight_decay_on == 'kernels' else None
+    chain.append(optax.add_decayed_weights(decay, mask))
   chain.append(optax.scale_by_learning_rate(schedule))
   if factors is not None:
     chain = [_with_factors(optax.chain(*chain), factors)]

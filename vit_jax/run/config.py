@@ -25,6 +25,9 @@ TASKS = {
   'classify': 'vit_jax.tasks.classify',
   'detect': 'vit_jax.tasks.detect',
   'masked_patches': 'vit_jax.tasks.masked_patches',
+  'pixels': 'vit_jax.tasks.pixels',
+  'pixels_finetune': 'vit_jax.tasks.pixels_finetune',
+  'segment': 'vit_jax.tasks.segment',
 }
 _TASK = (
   f'use one of {sorted(TASKS)}, or a module with a class Task that Python finds '
@@ -347,13 +350,14 @@ def check_memory(config, processes: int):
   """Checks that the batches of a process fit this machine's memory.
 
   Args:
-    config: reads `batch`, `batch_eval`, `prefetch`, `pp.crop`, `pp.channels`.
+    config: reads `batch`, `batch_eval`, `prefetch`, `pp.crop`, `pp.sides`,
+      `pp.longest_side`, `pp.channels`.
     processes: number of processes that share a batch.
 
   Raises:
     ValueError: names the key, its value, and the memory that it needs.
   """
-  crop = config.pp.crop
+  crop = config.pp.longest_side if config.pp.sides else config.pp.crop
   height, width = crop if isinstance(crop, tuple | list) else (crop, crop)
   image = 4 * height * width * config.pp.channels  # float32
   memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')

@@ -11,6 +11,7 @@ it.
 import ml_collections
 
 from vit_jax import models_bit
+from vit_jax import models_detr
 from vit_jax import models_resnet
 from vit_jax import models_vit
 from vit_jax.configs import rules
@@ -18,6 +19,7 @@ from vit_jax.layers import attention
 from vit_jax.layers import decoder
 from vit_jax.layers import encoder
 from vit_jax.layers import positions
+from vit_jax.layers import resnet
 from vit_jax.learning import losses
 from vit_jax.learning import optim
 
@@ -42,6 +44,7 @@ KEYS: dict[str, rules.Rule] = {
   'shuffle_buffer_bytes': rules.whole(1),
   'max_image_pixels': rules.whole(1),
   'broken_images': rules.one_of('error', 'skip', 'trust'),
+  'broken_boxes': rules.one_of('refuse', 'skip', 'clip'),
   'pp.train': rules.split,
   'pp.test': rules.split,
   'pp.crop': rules.size,
@@ -55,6 +58,13 @@ KEYS: dict[str, rules.Rule] = {
   'pp.randaugment': rules.randaugment,
   'pp.color_jitter': _SHARE,
   'pp.random_erasing': _SHARE,
+  'pp.sides': rules.wholes(1),
+  'pp.eval_side': rules.whole(1),
+  'pp.longest_side': rules.whole(1),
+  'pp.crop_sides': rules.wholes(1),
+  'pp.crop_range': rules.range_of_sizes,
+  'pp.canvases': rules.whole(1),
+  'pp.canvas_multiple': rules.whole(1),
   'pretrained': rules.optional(rules.text),
   'pretrained_dir': rules.optional(rules.text),
   'model_or_filename': rules.optional(rules.text),
@@ -74,6 +84,7 @@ KEYS: dict[str, rules.Rule] = {
   'warmup_steps': rules.optional(rules.whole(0, _MAX_STEPS)),
   'warmup_epochs': rules.optional(rules.number()),
   'weight_decay': rules.optional(rules.number()),
+  'weight_decay_on': rules.one_of(*optim.DECAYING),
   'l2_decay': rules.number(),
   'independent_weight_decay': rules.flag,
   'lr_multipliers': rules.pairs(
@@ -107,6 +118,7 @@ KEYS: dict[str, rules.Rule] = {
   'fewshot.l2': rules.positive,
   'fewshot.layer': rules.text,
   'fewshot.squeeze': rules.number(1),
+  'layer_probe': rules.whole(0),
   'real_labels': rules.optional(rules.text),
   'profile_steps': _EVERY,
 }
@@ -132,6 +144,7 @@ MODEL: dict[str, rules.Rule] = {
   'transformer.attention': rules.one_of(*attention.IMPLEMENTATIONS),
   'transformer.gelu': rules.one_of(*encoder.GELUS),
   'transformer.norm_eps': rules.positive,
+  'transformer.position_grid': rules.optional(rules.pair_of_sizes),
   'transformer.remat': rules.one_of('', *encoder.REMAT_POLICIES),
   'transformer.scan': rules.flag,
   'transformer.causal': rules.flag,
@@ -154,8 +167,23 @@ MODEL: dict[str, rules.Rule] = {
   'width_factor': rules.width_factor,
   'eps': rules.one_of(*models_bit.EPSILONS),
   'remat': rules.one_of(*models_bit.REMATS),
+  # Fields of a DETR.
+  'units': rules.units,
+  'dilate_last': rules.flag,
+  'norm': rules.one_of(*resnet.NORMS),
+  'backbone_width': rules.whole(1),
+  'num_queries': rules.whole(1),
+  'num_encoder_layers': rules.whole(0),
+  'num_decoder_layers': rules.whole(1),
+  'num_heads': rules.whole(1),
+  'mlp_dim': rules.whole(1),
+  'dropout_rate': _RATE,
+  'attention_dropout_rate': _RATE,
 }
 
+# Backbones of a DETR.
+MODEL['backbone'] = rules.one_of(*models_detr.BACKBONES)
+MODEL.update({f'vit.{name}': rule for name, rule in MODEL.items()})
 # Fields of an iGPT (config.model.kind='igpt').
 IGPT: dict[str, rules.Rule] = {
   'kind': rules.text,
@@ -174,7 +202,10 @@ IGPT: dict[str, rules.Rule] = {
 }
 
 # Kind of model -> the rules of its fields; other kinds have none.
-MODELS = {None: MODEL, 'vit': MODEL, 'mixer': MODEL, 'bit': MODEL, 'igpt': IGPT}
+MODELS = {
+  **dict.fromkeys((None, 'vit', 'mixer', 'bit', 'detr'), MODEL),
+  'igpt': IGPT,
+}
 
 
 def check(config, known=None):
@@ -203,6 +234,7 @@ def check_preprocessing(pp):
   """
   _check_group(pp, KEYS, prefix='pp.')
   _check_resize(pp)
+  _check_canvases(pp)
 
 
 def check_together(config):
@@ -215,6 +247,7 @@ def check_together(config):
     ValueError: names the keys, their values and the remedy.
   """
   _check_resize(config.pp)
+  _check_canvases(config.pp)
   _check_model(config.model)
   if config.fewshot.shots and not config.fewshot.seeds:
     raise ValueError(
@@ -247,21 +280,22 @@ def check_together(config):
       )
 
 
-def _check_model(model):
+def _check_model(model, name='model'):
+  if model.get('vit') is not None:
+    _check_model(model.vit, f'{name}.vit')
   fields, width = model.get('transformer') or model, model.get('hidden_size')
   heads = fields.get('num_heads')
   if isinstance(heads, int) and isinstance(width, int) and width % heads:
-    key = (
-      'model.num_heads' if fields is model else 'model.transformer.num_heads'
-    )
+    key = name if fields is model else f'{name}.transformer'
     raise ValueError(
-      f'{key}={heads} does not divide model.hidden_size={width}: choose a '
-      f'divisor (config.{key})'
+      f'{key}.num_heads={heads} does not divide {name}.hidden_size={width}: '
+      f'choose a divisor (config.{key}.num_heads)'
     )
   kind = positions.kind_of(
     fields.get('add_position_embedding', True),
     fields.get('position_embedding', 'learned_1d'),
     fields.get('position_layers', 'stem'),
+    fields.get('position_grid'),
   )
   if isinstance(width, int):
     positions.check_width(kind, width)
@@ -280,6 +314,23 @@ def _check_resize(pp):
       f'resize={pp.resize} is smaller than crop={pp.crop}, so that the centre '
       f'cannot be cropped: use at least {least} or None '
       '(config.pp.resize)'
+    )
+
+
+def _check_canvases(pp):
+  if not pp.sides:
+    return
+  for name in ('rotate', 'randaugment', 'random_erasing'):
+    if pp[name]:
+      raise ValueError(
+        f'{name}={pp[name]} is not possible for images on canvases '
+        f'(pp.sides={pp.sides}): leave out --config.pp.{name}'
+      )
+  longest = max(*pp.sides, pp.eval_side)
+  if pp.longest_side < longest:
+    raise ValueError(
+      f'longest_side={pp.longest_side} is shorter than the shorter side, '
+      f'{longest} (pp.sides, pp.eval_side): raise --config.pp.longest_side'
     )
 
 

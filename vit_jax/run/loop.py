@@ -3,6 +3,7 @@
 A terminal and a notebook show a progress bar, a log file plain lines.
 """
 
+import contextlib
 import math
 import time
 
@@ -45,20 +46,31 @@ class Run:
     )
     self._pending = []  # Metrics of the last steps, still on the devices.
     self._latest = {}  # Metrics of the last step that was fetched.
-    self._compiled = False
+    self._shapes = set()  # Of the batches that the update is compiled for.
     self.pictures = []  # Paths of the pictures of the last evaluation.
+
+  @property
+  def done(self) -> bool:
+    """Whether all updates are made."""
+    return self.step == self.config.total_steps
 
   def due(self, every: int) -> bool:
     """Returns whether an action that runs every `every` steps is due now."""
-    last = self.step == self.config.total_steps
-    return last or (every > 0 and self.step % every == 0)
+    return self.done or (every > 0 and self.step % every == 0)
 
   def update(self, batch):
     """Makes one update."""
-    if not self._compiled:
-      self._show_start(batch)
-      cli.say('Compiling ...')
-      compiling = time.perf_counter()
+    shapes = tuple(sorted((name, x.shape) for name, x in batch.items()))
+    if shapes in self._shapes:
+      self._update_once(batch)
+    else:
+      self._shapes.add(shapes)
+      self._compile(batch)
+    self._progress.update(self.step)
+    if self.config.profile_steps:
+      self._profile(self.step)
+
+  def _update_once(self, batch):
     self.state, metrics = self._update(self.state, batch)
     self.step += 1
     self._pending.append(metrics)
@@ -66,17 +78,28 @@ class Run:
       # Limits how far the host runs ahead of the devices, so that after a
       # signal the state can be saved soon.
       jax.block_until_ready(self._pending[-3])
-    if not self._compiled:
-      self._compiled = True
+    if len(self._pending) >= 1000:
       self.fetch_metrics()
-      seconds = time.perf_counter() - compiling
-      cli.say(f'Compiled in {cli.duration(seconds)}.')
+
+  def _compile(self, batch):
+    """Makes the first update with batches of a size, which compiles it."""
+    count, all_sizes = len(self._shapes), self.prepared.program.task.image_sizes
+    if count == 1:
+      self._show_start(batch)
+    size = ''
+    if len(all_sizes) > 1:
+      height, width = batch['image'].shape[1:3]
+      size = f' for {height}x{width} pixels, {count} of {len(all_sizes)} sizes'
+    self.fetch_metrics()  # Waits for the updates before this one.
+    cli.say(f'Compiling{size} ...')
+    with self._progress.pause(steps=1):
+      begun = time.perf_counter()
+      self._update_once(batch)
+      self.fetch_metrics()
+      seconds = time.perf_counter() - begun
+    cli.say(f'Compiled in {cli.duration(seconds)}{size}.')
+    if count == 1:
       self._progress.start(self.step)
-    elif len(self._pending) >= 1000:
-      self.fetch_metrics()
-    self._progress.update(self.step)
-    if self.config.profile_steps:
-      self._profile(self.step)
 
   def _show_start(self, batch):
     """Writes the config and the first training images for TensorBoard."""
@@ -108,6 +131,8 @@ class Run:
     with self._progress.pause():
       for name, evaluators in self.prepared.evaluators.items():
         for evaluator in evaluators:
+          if getattr(evaluator, 'final', False) and not self.done:
+            continue
           result = evaluator.run(params, self.state.extra, stop.now)
           if result is None:
             return None
@@ -117,7 +142,7 @@ class Run:
     best = {self.config.best_metric: metrics[self.config.best_metric]}
     self._progress.evaluated(metrics_lib.format_metrics(best))
     self._log.write_pictures(self.step, pictures)
-    if self.step == self.config.total_steps:
+    if self.done:
       self.pictures = metrics_lib.save_pictures(self.workdir, pictures)
     cli.say(
       f'step {self.step}/{self.config.total_steps}  '
@@ -134,7 +159,7 @@ class Run:
       ),
     )
     if done is not None:
-      if self.step == self.config.total_steps:
+      if self.done:
         cli.say('This run is finished.')
       return done
     if not self.step or not self.due(self.config.eval_every):
@@ -174,8 +199,8 @@ def _check_finite(metrics, step, checkpoints):
 class Progress:
   """Counts steps, measures the speed, and shows both.
 
-  The speed excludes the time inside `pause` (evaluation, checkpoints) and the
-  first step, which compiles.
+  The speed excludes the time inside `pause` (evaluation, checkpoints) and steps
+  that compile.
 
   Args:
     step: number of updates made so far.
@@ -188,7 +213,7 @@ class Progress:
     self._batch = batch
     self._step = step
     self._mark = None
-    self._paused = 0.0
+    self._paused, self._omitted = 0.0, 0  # Seconds and steps without a clock.
     self._rate = None
     self._said = ['', '']  # Loss and speed; the last evaluation.
     self._bar = cli.bar(total=total_steps, initial=step, unit='step')
@@ -196,6 +221,7 @@ class Progress:
   def start(self, step: int):
     """Starts the clock after the first step."""
     self._mark = (step, time.perf_counter())
+    self._paused, self._omitted = 0.0, 0
 
   def update(self, step: int):
     """Moves the bar."""
@@ -209,10 +235,10 @@ class Progress:
     """
     now = time.perf_counter()
     before, then = self._mark
-    seconds = now - then - self._paused
-    self._mark, self._paused = (step, now), 0.0
-    if step > before and seconds > 0:
-      self._rate = (step - before) * self._batch / seconds
+    made, seconds = step - before - self._omitted, now - then - self._paused
+    self._mark, self._paused, self._omitted = (step, now), 0.0, 0
+    if made > 0 and seconds > 0:
+      self._rate = made * self._batch / seconds
     return self._rate
 
   def show(self, step: int, loss: float, rate: float | None):
@@ -237,15 +263,15 @@ class Progress:
     self._said[place] = text
     self._bar.set_postfix_str(', '.join(filter(None, self._said)))
 
-  def pause(self) -> 'Progress':
-    """Stops the clock inside a `with` block."""
-    return self
-
-  def __enter__(self):
-    self._pause_start = time.perf_counter()
-
-  def __exit__(self, *_):
-    self._paused += time.perf_counter() - self._pause_start
+  @contextlib.contextmanager
+  def pause(self, steps: int = 0):
+    """Stops the clock inside a `with` block, in which `steps` steps are made."""
+    begun = time.perf_counter()
+    try:
+      yield
+    finally:
+      self._paused += time.perf_counter() - begun
+      self._omitted += steps
 
   def close(self):
     """Leaves the bar as it is."""

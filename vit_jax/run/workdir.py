@@ -36,6 +36,7 @@ FREE_KEYS = (
   'evals',
   'fewshot',
   'keep_checkpoints',
+  'layer_probe',
   'log_attention',
   'log_images',
   'max_image_pixels',
@@ -288,6 +289,26 @@ def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
     if wrong:  # Runs of older versions have no hash of the metadata.
       raise _damaged(path / f'{name}.json', f'{metadata[name]!r:.50} {wrong}')
   return config, metadata
+
+
+def stored(workdir, names) -> dict[str, Any]:
+  """Returns metadata of the run in a folder; {} if no run has begun there.
+
+  Args:
+    workdir: the folder; it need not exist.
+    names: names of the metadata.
+
+  Raises:
+    FileNotFoundError, ValueError: if a file is missing or damaged.
+  """
+
+  def find():
+    path = epath.Path(workdir)
+    if not (path / 'config.json').exists():
+      return {}
+    return {name: _read_json(_existing(path, name)) for name in names}
+
+  return processes.from_first('reading what the run has learned', find)
 
 
 def _existing(path, name):

@@ -9,6 +9,7 @@ knows what a label is.
 Methods, in the order in which a run calls them:
 
   make_metadata   metadata of the training data, such as class names
+  learn           metadata that take long to compute, such as a palette
   Task(config, metadata)
   example         turns a record of the data into an example
   batch_spec      shapes of a batch
@@ -19,6 +20,7 @@ Methods, in the order in which a run calls them:
   update_extra    extra state after an update
   evaluators      evaluators of a split
   intermediates   features of images, for probes
+  drawn_outputs   what draw_evaluation draws, computed on the devices
   draw_evaluation pictures of test images and predictions
   predictor       the object that `vit_jax.predict` loads
 """
@@ -60,16 +62,21 @@ class Task(abc.ABC):
     METADATA: names of the values that `make_metadata` returns; each is a JSON
       file in the workdir.
     METADATA_RULES: rules for these values, by name.
+    LEARNED: names of those values that `learn` returns.
     NEW_PARAMS: prefixes of the paths of parameters that do not come from
-      `config.pretrained`.
+      `config.pretrained`; see also `new_params`.
     OWN_PARAMS: prefixes of the paths of parameters that only this objective
       uses: they are left out when a run starts from a run of this task, and
       when weights are converted.
-    DRAWS: whether the predictor's `report` writes a picture.
+    DRAWS: whether the predictor's `report` can write a picture.
+    PRINTS: whether `report` is of use without a picture.
+    CANVASES: whether `example` reads `config.pp.sides`.
     NEXT: what `python -m vit_jax.predict` prints or draws, in words.
     config: the complete config of the run.
     metadata: result of `make_metadata`.
     options: `config.task_options`, complete.
+    image_sizes: (height, width) of the images of training batches, the largest
+      last; the update is compiled for each. `image_size` is the last one.
     model: the Flax module, used by `init`, `outputs` and `loss` of this class,
       and by plans.
   """
@@ -81,9 +88,12 @@ class Task(abc.ABC):
   LOW: ClassVar[tuple[str, ...]] = ('loss',)
   METADATA: ClassVar[tuple[str, ...]] = ()
   METADATA_RULES: ClassVar[dict[str, rules.Rule]] = {}
+  LEARNED: ClassVar[tuple[str, ...]] = ()
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head/',)
   OWN_PARAMS: ClassVar[tuple[str, ...]] = ()
   DRAWS: ClassVar[bool] = False
+  PRINTS: ClassVar[bool] = True
+  CANVASES: ClassVar[bool] = False
   NEXT: ClassVar[str] = "the model's outputs for an image"
 
   model: Any = None
@@ -97,7 +107,13 @@ class Task(abc.ABC):
     self.config = config
     self.metadata = metadata
     self.options = run_config.task_options(config)
-    self.image_size = preprocess.crop_size(config.pp)
+    if config.pp.sides and not self.CANVASES:
+      raise ValueError(
+        f"pp.sides={config.pp.sides}: the task '{config.task}' resizes images to "
+        '`pp.crop`; leave out --config.pp.sides'
+      )
+    self.image_sizes = preprocess.image_sizes(config.pp)
+    self.image_size = self.image_sizes[-1]
 
   # --- Data ---
 
@@ -108,6 +124,22 @@ class Task(abc.ABC):
     Args:
       config: config of the run.
       source: the training split, see vit_jax.data.sources.Source.
+    """
+    del config, source
+    return {}
+
+  @classmethod
+  def learn(cls, config, source) -> dict[str, Any]:
+    """Returns metadata that take long to compute, a dict for JSON.
+
+    A run that resumes reads them from its workdir instead.
+
+    Args:
+      config: config of the run.
+      source: the training split, see vit_jax.data.sources.Source.
+
+    Returns:
+      The values of LEARNED by name, the same on all processes.
     """
     del config, source
     return {}
@@ -167,6 +199,30 @@ class Task(abc.ABC):
     image = self.image_spec(1)
     zeros = jnp.zeros(image.shape, image.dtype)
     return self.model.init(rng, zeros, train=False)['params'], {}
+
+  def adapt_weights(self, weights):
+    """Changes weights from which a run starts, before they are compared.
+
+    Args:
+      weights: a vit_jax.weights.reading.Weights.
+    """
+    return weights
+
+  def new_params(
+    self, have: dict, want: dict, class_names: Sequence[str] | None
+  ) -> Sequence[str]:
+    """Returns what keeps its initial values when a run starts from weights.
+
+    Args:
+      have: arrays or shapes of the weights by path.
+      want: shapes of the parameters and the extra state by path.
+      class_names: names of the classes of the weights, or None if unknown.
+
+    Returns:
+      Prefixes of paths; by default NEW_PARAMS.
+    """
+    del have, want, class_names
+    return self.NEW_PARAMS
 
   def augment(self, batch: dict, rng) -> dict:
     """Changes a whole global batch on the devices, before it is split.
@@ -266,6 +322,8 @@ class Task(abc.ABC):
     Returns:
       Objects with `run(params, extra, stop)`, which returns metrics by name, or
       None if `stop()` became true. The loop adds the name of the evaluation.
+      An evaluator with the attribute `final = True` runs after the last update
+      alone.
     """
     return [means.Means(self, mesh, open_split(split))]
 
@@ -283,6 +341,10 @@ class Task(abc.ABC):
     """
     return self._draw('training_images', batch)
 
+  def drawn_outputs(self, params, extra, batch: dict):
+    """Computes what `draw_evaluation` draws; see `outputs`."""
+    return self.outputs(params, extra, batch)
+
   def draw_evaluation(self, batch: dict, outputs) -> dict[str, np.ndarray]:
     """Draws the first test images with the model's predictions.
 
@@ -292,7 +354,7 @@ class Task(abc.ABC):
     Args:
       batch: NumPy arrays [b, ...]; b is `config.log_images`, at most the number
         of test images.
-      outputs: result of `outputs` for the batch, NumPy arrays [b, ...].
+      outputs: result of `drawn_outputs` for the batch, NumPy arrays [b, ...].
 
     Returns:
       See `draw_training`.

@@ -9,6 +9,8 @@ decoder, C classes.
 """
 
 from collections.abc import Sequence
+import functools
+import math
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ import tensorflow as tf
 
 from vit_jax import models
 from vit_jax import preprocess
+from vit_jax.augmentation import canvases
 from vit_jax.augmentation import geometry
 from vit_jax.configs import rules
 from vit_jax.detection import average_precision as ap
@@ -26,9 +29,13 @@ from vit_jax.evaluators import captions
 from vit_jax.evaluators import means
 from vit_jax.files import images as images_lib
 from vit_jax.learning import boxes as boxes_lib
+from vit_jax.run import config as run_config
 from vit_jax.tasks import base
+from vit_jax.weights import fitting
 
+_ROUNDING = 1e-3  # Share of an image by which a box may reach beyond it.
 THRESHOLD = 0.7  # Least score of an object that is shown.
+_MOST = 512  # Pixels of the shorter side of an image in TensorBoard, at most.
 
 
 class Task(base.Task):
@@ -51,6 +58,7 @@ class Task(base.Task):
   METADATA_RULES = {'class_names': rules.names}  # noqa: RUF012
   NEW_PARAMS = ('class_head/',)
   DRAWS = True
+  CANVASES = True
   NEXT = 'a picture of an image with boxes'
 
   def __init__(self, config, metadata):
@@ -70,8 +78,8 @@ class Task(base.Task):
 
   @classmethod
   def make_metadata(cls, config, source):
-    """Returns the names of the classes."""
-    del config
+    """Returns the names of the classes; checks the numbers of objects."""
+    _check_counts(config, source)
     return {'class_names': list(source.names['objects/label'])}
 
   @classmethod
@@ -84,22 +92,48 @@ class Task(base.Task):
     """Returns an image and its objects.
 
     Returns:
-      `image`; `box` float32 [N, 4], centre and size, `label` int32 [N], and
-      `count`, int32, the number of objects, which come first. In evaluation
+      `image`, and on canvases `real`, bool [height, width], False for padding;
+      `box` float32 [N, 4], centre and size, as shares of the image without
+      padding, `class` int32 [N], and `count`, int32, the number of objects,
+      which come first. In evaluation
       also `truth`, float32 [N, 4], corners x0, y0, x1, y1, `area` in pixels,
       `crowd`, and `size`, height and width of the original; `label` of padding
       is -1.
     """
     if seed is None:
       return self._for_evaluation(record)
-    image, drawn = preprocess.decode_with_geometry(
-      record['image'], seed, self.config.pp
-    )
-    found, kept = geometry.to_boxes(record['objects/bbox'], drawn)
+    inputs, drawn = self._decode(record, seed)
+    found, kept = geometry.to_boxes(_boxes(record), drawn)
     kept = tf.logical_and(kept, ~self._crowd(record))
     found = tf.boolean_mask(found, kept)
     label = tf.boolean_mask(record['objects/label'], kept)
-    return {'image': image, **self._targets(found, label)}
+    return {
+      **inputs,
+      **self._targets(found, label),
+      **self._further(record, inputs, drawn, kept),
+    }
+
+  def _decode(self, record, seed):
+    """Returns `image` and possibly `real` of training, and their geometry."""
+    pp = self.config.pp
+    if not pp.sides:
+      image, drawn = preprocess.decode_with_geometry(record['image'], seed, pp)
+      return {'image': image}, drawn
+    step = seed[1] // self.config.batch  # `seed` holds the example's position.
+    group = canvases.group_at(step, self.config.seed, pp)
+    return preprocess.decode_on_canvas(record['image'], pp, seed, group)
+
+  def _further(self, record, inputs, drawn, kept):
+    """Returns further tensors of a training example, for subclasses.
+
+    Args:
+      record: see `example`.
+      inputs: the augmented image, and `real` on a canvas.
+      drawn: its geometry, a geometry.Geometry.
+      kept: bool [n], which objects of the record are targets.
+    """
+    del record, inputs, drawn, kept
+    return {}
 
   def _crowd(self, record):
     if 'objects/is_crowd' in record:
@@ -107,16 +141,52 @@ class Task(base.Task):
     return tf.zeros_like(record['objects/label'], tf.bool)
 
   def inputs(self, record, seed=None):
-    """Returns `image`, and `size`, height and width of the original."""
+    """Returns `image`, possibly `real`, and the original's height and width.
+
+    These two numbers are `size`, int32 [2].
+    """
     del seed  # Training needs the objects too, see `example`.
-    pixels = images_lib.decode(record['image'], self.config.pp.channels)
-    image = preprocess.for_evaluation(pixels, self.config.pp)
+    pp = self.config.pp
+    if pp.sides:
+      return self._on_canvas(record, canvases.evaluation(pp))
+    return self._resized(record, pp)
+
+  def inputs_at(self, record, image_size):
+    """Returns the same as `inputs` for images of another size.
+
+    Args:
+      record: see `inputs`.
+      image_size: see Predictor.detect.
+    """
+    pp = self.config.pp
+    if image_size is None:
+      image_size = pp.eval_side if pp.sides else preprocess.crop_size(pp)
+    if isinstance(image_size, int):
+      group = canvases.evaluation(pp, image_size)
+      inputs = self._on_canvas(record, group)
+      return canvases.trim(inputs, group, pp.canvas_multiple)
+    pp = pp.copy_and_resolve_references()
+    with pp.ignore_type():
+      pp.update(crop=tuple(image_size), resize=None)
+    return self._resized(record, pp)
+
+  def _resized(self, record, pp):
+    """Returns the inputs of an image that is resized to `pp.crop`."""
+    pixels = images_lib.decode(record['image'], pp.channels)
+    image = preprocess.for_evaluation(pixels, pp)
     return {'image': image, 'size': tf.shape(pixels)[:2]}
+
+  def _on_canvas(self, record, group):
+    """Returns the inputs of an image on the canvas of a group."""
+    inputs, drawn = preprocess.decode_on_canvas(
+      record['image'], self.config.pp, group=group
+    )
+    return {**inputs, 'size': drawn.shape}
 
   def _for_evaluation(self, record):
     inputs = self.inputs(record)
     crowd = self._crowd(record)
-    found, label = record['objects/bbox'], record['objects/label']
+    found, label = _boxes(record), record['objects/label']
     area = record.get('objects/area')
     if area is None:
       pixels = tf.cast(tf.reduce_prod(inputs['size']), tf.float32)
@@ -137,17 +207,18 @@ class Task(base.Task):
     """Returns `box`, `class` and `count` of objects (ymin, xmin, ymax, xmax)."""
     y0, x0, y1, x1 = tf.unstack(tf.reshape(found, [-1, 4]), axis=-1)
     box = tf.stack([x0 + x1, y0 + y1, 2 * (x1 - x0), 2 * (y1 - y0)], -1) / 2
-    most = self.options.max_objects
     return {
       'box': self._padded(box),
       'class': self._padded(tf.cast(label, tf.int32)),
-      'count': tf.minimum(tf.size(label), most),
+      'count': tf.size(label),
     }
 
   def _padded(self, x):
-    """Pads or cuts the first axis to `max_objects`."""
+    """Pads the first axis to `max_objects`."""
     most = self.options.max_objects
-    x = x[:most]
+    tf.debugging.assert_less_equal(
+      tf.shape(x)[0], most, f'an image has more objects than {_raise(most)}'
+    )
     missing = most - tf.shape(x)[0]
     x = tf.pad(x, [[0, missing]] + [[0, 0]] * (x.shape.rank - 1))
     return tf.ensure_shape(x, [most, *x.shape[1:]])
@@ -159,8 +230,11 @@ class Task(base.Task):
     def spec(*shape, dtype=jnp.int32):
       return jax.ShapeDtypeStruct((size, *shape), dtype)
 
+    image = self.image_spec(size)
+    real = {'real': jax.ShapeDtypeStruct(image.shape[:3], jnp.bool_)}
     return {
-      'image': self.image_spec(size),
+      'image': image,
+      **(real if self.config.pp.sides else {}),
       'box': spec(most, 4, dtype=jnp.float32),
       'class': spec(most),
       'count': spec(),
@@ -169,17 +243,48 @@ class Task(base.Task):
   # --- Training ---
 
   def init(self, rng):
-    """Returns the parameters, and the constants of a frozen backbone."""
+    """Returns the parameters, and the constants of a frozen batch norm, if any."""
     image = self.image_spec(1)
     variables = self.model.init(
       rng, jnp.zeros(image.shape, image.dtype), train=False
     )
     params = variables.pop('params')
-    return params, {'frozen': variables.get('frozen', {})}
+    return params, {k: v for k, v in variables.items() if k == 'frozen'}
 
-  def _apply(self, params, extra, images, **kwargs):
-    variables = {'params': params, 'frozen': extra['frozen']}
-    return self.model.apply(variables, images, **kwargs)
+  def adapt_weights(self, weights):
+    """Takes the rows of the class head by name, if it has all classes.
+
+    So weights with COCO's 91 category ids suit data with the 80 classes that
+    there are.
+    """
+    return fitting.with_classes(weights, self.class_names)
+
+  def new_params(self, have, want, class_names):
+    """Returns the heads that weights lack, or that are for other classes.
+
+    Weights of a backbone alone leave all else new.
+    """
+    if 'query_embedding' not in have:
+      backbone = ('backbone/', 'frozen/')
+      return [path for path in want if not path.startswith(backbone)]
+    bias = 'class_head/bias'
+    same = bias in have and have[bias].shape == want[bias].shape
+    if class_names is not None:
+      same = same and tuple(class_names) == self.class_names
+    found = {
+      path for path in have if same or path.split('/')[0] != 'class_head'
+    }
+    return [
+      prefix
+      for prefix in self.NEW_PARAMS
+      if not any(path.startswith(prefix) for path in found)
+    ]
+
+  def _apply(self, params, extra, batch, **kwargs):
+    variables = {'params': params, **extra}
+    return self.model.apply(
+      variables, batch['image'], batch.get('real'), **kwargs
+    )
 
   def augment(self, batch, rng):
     """Adds the shares of the losses, which depend on the global batch.
@@ -209,24 +314,35 @@ class Task(base.Task):
 
   def loss(self, params, extra, batch, rng):
     """Returns the sum over layers of the set loss, and the number of images."""
-    outputs = self._apply(
-      params, extra, batch['image'], train=True, rngs={'dropout': rng}
-    )
-    sums = self._sums(outputs, batch)  # [L, B]
+    terms = self._terms(params, extra, batch, train=True, rngs={'dropout': rng})
     rows = jnp.float32(len(batch['count']))
-    terms = {
+    total = sum(x.sum() for x in terms.values())
+    return (total, rows), {k: (x[-1].sum(), rows) for k, x in terms.items()}
+
+  def _terms(self, params, extra, batch, **kwargs):
+    """Returns the weighted losses of each image by name, [L, B].
+
+    Args:
+      params: the parameters.
+      extra: see `init`.
+      batch: has the shares that `augment` adds.
+      **kwargs: arguments of the model.
+    """
+    outputs = self._apply(params, extra, batch, **kwargs)
+    return self._weighted(self._sums(outputs, batch), batch)
+
+  def _weighted(self, sums, batch):
+    return {
       'class': boxes_lib.CLASS * sums['class'] * batch['class_share'],
       'l1': boxes_lib.L1 * sums['l1'] * batch['box_share'],
       'giou': boxes_lib.GIOU * sums['giou'] * batch['box_share'],
     }
-    total = sum(x.sum() for x in terms.values())
-    return (total, rows), {k: (x[-1].sum(), rows) for k, x in terms.items()}
 
   # --- Evaluation and prediction ---
 
   def outputs(self, params, extra, batch):
     """Computes `logits` [B, Q, C + 1] and `boxes` [B, Q, 4] (centre, size)."""
-    found = self._apply(params, extra, batch['image'], train=False)
+    found = self._apply(params, extra, batch, train=False)
     return {name: x[-1] for name, x in found.items()}
 
   def detections(self, outputs) -> dict:
@@ -248,18 +364,20 @@ class Task(base.Task):
 
   def measure(self, params, extra, batch):
     """Returns the sum of the losses of images, and the number of images."""
-    outputs = self.outputs(params, extra, batch)
-    sums = self._sums({name: x[None] for name, x in outputs.items()}, batch)
     count = batch['count'].astype(jnp.float32)
     weight = boxes_lib.class_weight(count, self.model.num_queries)
-    each = boxes_lib.CLASS * sums['class'][0] / weight + (
-      boxes_lib.L1 * sums['l1'][0] + boxes_lib.GIOU * sums['giou'][0]
-    ) / jnp.maximum(count, 1.0)
+    shares = {
+      'class_share': 1 / weight,
+      'box_share': 1 / jnp.maximum(count, 1.0),
+    }
+    terms = self._terms(params, extra, {**batch, **shares}, train=False)
+    each = sum(x[-1] for x in terms.values())  # [B]
     return {'loss': ((each * batch['mask']).sum(), batch['mask'].sum())}
 
   def evaluators(self, mesh, split, open_split):
     """Returns the mean of the loss, and COCO's average precision."""
     source = open_split(split)
+    _check_counts(self.config, source)
     return [
       means.Means(self, mesh, source),
       ap.AveragePrecision(self, mesh, source),
@@ -267,9 +385,15 @@ class Task(base.Task):
 
   def describe(self):
     """Returns the number of classes and of queries, in words."""
-    return (
+    words = (
       f'{len(self.class_names):,} classes, {self.model.num_queries} queries'
     )
+    if self.config.pp.sides:
+      sizes = ', '.join(
+        f'{height}x{width}' for height, width in self.image_sizes
+      )
+      words += f', images on canvases of {sizes} pixels'
+    return words
 
   def predictor(self, params, extra, step):
     """Returns a predictor of objects."""
@@ -281,42 +405,53 @@ class Task(base.Task):
     pixels = captions.to_pixels(batch['image'])
     drawn = []
     for i, image in enumerate(pixels):
+      filled = np.ones(4)  # Shares of the canvas that the image fills.
+      if 'real' in batch:
+        real = batch['real'][i]
+        filled = np.tile([real.any(axis=0).mean(), real.any(axis=1).mean()], 2)
       exists = batch['label'][i] >= 0
-      drawn.append(
-        drawing.draw(
-          image,
-          batch['truth'][i][exists],
-          [self.class_names[k] for k in batch['label'][i][exists]],
-        )
-      )
       kept = found['scores'][i] >= THRESHOLD
-      drawn.append(
-        drawing.draw(
-          image,
-          found['boxes'][i][kept],
-          [
-            f'{self.class_names[k]} {100 * score:.0f}'
-            for k, score in zip(
-              found['labels'][i][kept], found['scores'][i][kept]
-            )
-          ],
-        )
-      )
+      names = [self.class_names[k] for k in batch['label'][i][exists]]
+      truth = batch['truth'][i][exists] * filled
+      drawn.append(drawing.draw(image, truth, names))
+      names = [
+        f'{self.class_names[k]} {100 * score:.0f}'
+        for k, score in zip(found['labels'][i][kept], found['scores'][i][kept])
+      ]
+      boxes = found['boxes'][i][kept] * filled
+      drawn.append(drawing.draw(image, boxes, names))
     titles = 2 * ('objects', 'detected')
-    return {'detections': captions.grid(np.stack(drawn), titles=titles)}
+    picture = captions.grid(np.stack(drawn), titles=titles, most=_MOST)
+    return {'detections': picture}
 
 
 class Predictor(base.Predictor):
   """Detects the objects of images."""
 
+  FLAGS = ('threshold', 'image_size')
+  PIXELS = 2**22  # At most in a batch of several images.
+
+  def batch_size(self, row):
+    """Returns the number of images of a batch."""
+    pixels = math.prod(row['image'].shape[:2])
+    return max(1, min(self.BATCH, self.PIXELS // pixels))
+
   def detect(
-    self, images: Sequence[Any], threshold: float = THRESHOLD
+    self,
+    images: Sequence[Any],
+    threshold: float = THRESHOLD,
+    image_size: int | tuple[int, int] | None = None,
   ) -> list[list[tuple[str, float, tuple[float, float, float, float]]]]:
     """Detects objects.
 
     Args:
-      images: see `outputs`.
+      images: see `outputs`; they may have different sizes.
       threshold: least score of an object, from 0 to 1.
+      image_size: size in pixels of the images that the network sees. A number
+        is the length of the shorter side; images keep their height / width
+        and lie on two canvases, a wide and a high one, so that the model is
+        compiled at most twice. (height, width) is the size to which all images
+        are resized. None: as in the evaluation of the run.
 
     Returns:
       For each image a list of (class name, score, (x0, y0, x1, y1)), the best
@@ -324,42 +459,52 @@ class Predictor(base.Predictor):
 
     Raises:
       FileNotFoundError, ValueError: if an image does not exist or cannot be
-        read, or the threshold is not between 0 and 1.
+        read, the threshold is not between 0 and 1, or `image_size` is neither
+        a positive int nor a pair of them.
     """
     rules.check('threshold', threshold, rules.number(0, 1))
-    inputs, outputs = self.run(images)
-    found = jax.device_get(self.task.detections(outputs))
-    results = []
-    for i, (height, width) in enumerate(inputs['size']):
-      pixels = np.array([width, height, width, height])
-      best = np.argsort(-found['scores'][i], kind='stable')
-      results.append(
-        [
-          (
-            self.class_names[found['labels'][i][k]],
-            float(found['scores'][i][k]),
-            tuple(float(x) for x in (found['boxes'][i][k].clip(0, 1) * pixels)),
-          )
-          for k in best
-          if found['scores'][i][k] >= threshold
-        ]
-      )
-    return results
+    rules.check('image_size', image_size, rules.optional(rules.size))
+    inputs_at = functools.partial(self.task.inputs_at, image_size=image_size)
+    return [
+      self._objects(outputs, inputs['size'], threshold)
+      for inputs, outputs in self.each(images, inputs_at)
+    ]
+
+  def _objects(self, outputs, size, threshold):
+    """Returns the objects of one image, see `detect`."""
+    outputs = jax.tree.map(lambda x: x[None], outputs)
+    found = jax.device_get(self._detections(outputs))
+    boxes, labels, scores = (
+      found[name][0] for name in ('boxes', 'labels', 'scores')
+    )
+    height, width = size
+    boxes = boxes.clip(0, 1) * np.array([width, height, width, height])
+    best = np.argsort(-scores, kind='stable')
+    return [
+      (self.class_names[labels[k]], float(scores[k]), tuple(boxes[k].tolist()))
+      for k in best[scores[best] >= threshold]
+    ]
+
+  @functools.cached_property
+  def _detections(self):
+    return jax.jit(self.task.detections)
 
   def predict(self, images: Sequence[Any]) -> list:
     """Returns the result of `detect`."""
     return self.detect(images)
 
   def report(self, images, args):
-    """Writes a picture to `args.out`; returns the objects as lines."""
+    """Returns the objects as lines; draws them if `args.out` is a path."""
+    threshold = THRESHOLD if args.threshold is None else args.threshold
     lines, drawn = [], []
-    for path, found in zip(images, self.detect(images)):
+    results = self.detect(images, threshold, args.image_size)
+    for path, found in zip(images, results):
       lines.append(path)
       lines += [
         f'  {100 * score:6.2f} %  {name}  '
         + ' '.join(f'{value:.0f}' for value in box)
         for name, score, box in found
-      ]
+      ] or [f'  no object with a score of at least {100 * threshold:g} %']
       if args.out is not None:
         drawn.append(drawing.draw_file(path, found))
     if drawn:
@@ -368,7 +513,44 @@ class Predictor(base.Predictor):
     return lines
 
 
+def _boxes(record):
+  """Returns the boxes of a record [n, 4]; an error if they are none."""
+  boxes = tf.reshape(record['objects/bbox'], [-1, 4])
+  low, high = boxes[:, :2], boxes[:, 2:]
+  # False for NaN.
+  fine = (low <= high) & (low >= -_ROUNDING) & (high <= 1 + _ROUNDING)
+  tf.debugging.assert_equal(
+    tf.reduce_all(fine),
+    True,
+    "objects/bbox must be (ymin, xmin, ymax, xmax), shares of the image's height "
+    'and width from 0 to 1: correct the data',
+  )
+  return boxes
+
+
 def _areas(boxes):
   """Returns the areas [n] of boxes (ymin, xmin, ymax, xmax) [n, 4]."""
   size = tf.reshape(boxes, [-1, 2, 2])
   return tf.reduce_prod(size[:, 1] - size[:, 0], axis=-1)
+
+
+def _raise(most) -> str:
+  return (
+    f'max_objects={most}: raise --config.task_options.max_objects, and with it '
+    '--config.model.num_queries'
+  )
+
+
+def _check_counts(config, source):
+  """Raises ValueError if a source knows an image with too many objects."""
+  [labels] = (x for x in source.features if x.endswith('objects/label'))
+  counts = source.lengths(labels)
+  if counts is None or not len(counts):
+    return
+  most = run_config.task_options(config).max_objects
+  if counts.max() > most:
+    raise ValueError(
+      f'{np.sum(counts > most):,} of {len(counts):,} images have more objects than '
+      f"the model can find, the most '{source.name(int(counts.argmax()))}': "
+      f'{counts.max()}, and {_raise(most)}, to at least {counts.max()}'
+    )

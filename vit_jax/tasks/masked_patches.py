@@ -96,7 +96,7 @@ class Task(base.Task):
   METRICS = ('accuracy', 'loss')
   NEW_PARAMS = ('head/', 'mask_token')
   OWN_PARAMS = ('head/', 'mask_token')
-  DRAWS = True
+  DRAWS, PRINTS = True, False
   NEXT = 'a picture of the image, the masked image, and the prediction'
 
   def __init__(self, config, metadata):

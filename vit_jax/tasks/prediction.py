@@ -1,5 +1,7 @@
 """Runs a trained model on images: the class of predictors."""
 
+import collections
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,9 @@ class Predictor:
   """
 
   BATCH = 32  # Images per batch.
+  # Those flags of `python -m vit_jax.predict` beyond --top and --out that
+  # `report` reads.
+  FLAGS = ()
 
   def __init__(self, task, params, extra, step: int):
     self.task = task
@@ -54,60 +59,114 @@ class Predictor:
 
   def inputs(self, images: Sequence[Any]) -> dict:
     """Returns the task's inputs for images, see `outputs`: arrays [n, ...]."""
-    return _stacked(self._rows(images, 0), len(images))
+    return _stacked(list(self._rows(images)), len(images))
 
-  def run(self, images: Sequence[Any]) -> tuple[dict, Any]:
-    """Returns (inputs, outputs) of images, see `outputs`: arrays [n, ...]."""
-    found = []
-    # All batches have one shape, so that the model is compiled once.
-    size = 1 if len(images) == 1 else self.BATCH
-    for start in range(0, len(images), size):
-      rows = self._rows(images[start : start + size], start)
-      batch = _stacked(rows, size)
-      outputs = self._outputs(self.params, self.extra, batch)
-      count = len(rows)
-      found.append(
-        jax.tree.map(lambda x, n=count: np.asarray(x)[:n], (batch, outputs))
-      )
-      self._check_finite(found[-1][1], images[start : start + count], start)
+  def run(self, images: Sequence[Any], compute=None) -> tuple[dict, Any]:
+    """Computes arrays for images, see `outputs`.
+
+    Args:
+      images: see `outputs`.
+      compute: compiled function (params, extra, inputs) -> arrays [B, ...]; by
+        default the outputs of the task.
+
+    Returns:
+      The inputs and the results of `compute`, arrays [n, ...].
+    """
+    found = self.each(images, compute=compute)
     if not found:
-      return self._none()
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+      return self._none(compute or self._outputs)
+    return jax.tree.map(lambda *rows: np.stack(rows), *found)
 
-  def _rows(self, images, start):
-    """Returns the inputs of each image; the first has the index `start`."""
+  def each(
+    self,
+    images: Sequence[Any],
+    inputs: Callable[[dict], dict] | None = None,
+    compute: Callable | None = None,
+  ) -> list[tuple[dict, Any]]:
+    """Computes the inputs and the outputs of each image.
+
+    Images whose inputs have the same shapes share batches, and the model is
+    compiled for each shape.
+
+    Args:
+      images: see `outputs`.
+      inputs: function from a record to inputs; by default that of the task.
+      compute: see `run`.
+
+    Returns:
+      For each image its inputs and its outputs, NumPy arrays.
+
+    Raises:
+      FileNotFoundError, ValueError: see `outputs`.
+    """
+    found = [None] * len(images)
+    waiting, counts = {}, collections.Counter()
+
+    def flush(shapes):
+      numbers, rows = zip(*waiting.pop(shapes))
+      # All batches have one size, so that the model is compiled once.
+      size = 1 if counts[shapes] == 1 else self.batch_size(rows[0])
+      for number, result in zip(
+        numbers, self._compute(rows, size, compute or self._outputs)
+      ):
+        self._check_finite(result[1], images[number], number)
+        found[number] = result
+
+    for number, row in enumerate(self._rows(images, inputs)):
+      shapes = tuple(x.shape for x in row.values())
+      counts[shapes] += 1
+      waiting.setdefault(shapes, []).append((number, row))
+      if len(waiting[shapes]) == self.batch_size(row):
+        flush(shapes)
+    for shapes in list(waiting):
+      flush(shapes)
+    return found
+
+  def batch_size(self, row: dict) -> int:
+    """Returns the number of images of a batch, for the inputs of one image."""
+    del row
+    return self.BATCH
+
+  def _compute(self, rows, size, compute) -> list[tuple[dict, Any]]:
+    """Computes (inputs, outputs) of some images in a batch of a given size."""
+    batch = _stacked(rows, size)
+    outputs = compute(self.params, self.extra, batch)
+    both = jax.tree.map(np.asarray, (batch, outputs))
+    return [jax.tree.map(lambda x, i=i: x[i], both) for i in range(len(rows))]
+
+  def _rows(self, images, inputs=None):
+    """Yields the inputs of each image."""
     if isinstance(images, (str, bytes)):
       raise ValueError(
         f'images={images!r:.80} must be a list: give [image] for a single one'
       )
-    return [
-      preprocess.from_user(
+    inputs = inputs or self.task.inputs
+
+    def prepared(encoded, number):
+      record = {'image': encoded, 'index': np.int64(number)}
+      return {k: np.asarray(v) for k, v in inputs(record).items()}
+
+    for number, image in enumerate(images):
+      yield preprocess.from_user(
         image,
-        lambda encoded, i=start + i: self._inputs(encoded, i),
+        lambda encoded, number=number: prepared(encoded, number),
         self.config.max_image_pixels,
       )
-      for i, image in enumerate(images)
-    ]
 
-  def _check_finite(self, outputs, images, start):
-    """Raises ValueError if an output [n, ...] of an image is not finite."""
-    for i, image in enumerate(images):
-      if not all(np.isfinite(x[i]).all() for x in jax.tree.leaves(outputs)):
-        name = image if isinstance(image, str) else f'image {start + i}'
-        raise ValueError(
-          f"the output of step {self.step} in '{self.workdir}' for '{name}' "
-          'is not finite: the training diverged, or its checkpoint is '
-          'damaged; choose another checkpoint (--step=N)'
-        )
+  def _check_finite(self, outputs, image, number):
+    """Raises ValueError if an output of an image is not finite."""
+    if not all(np.isfinite(x).all() for x in jax.tree.leaves(outputs)):
+      name = image if isinstance(image, str) else f'image {number}'
+      raise ValueError(
+        f"the output of step {self.step} in '{self.workdir}' for '{name}' "
+        'is not finite: the training diverged, or its checkpoint is '
+        'damaged; choose another checkpoint (--step=N)'
+      )
 
-  def _inputs(self, encoded, index):
-    record = {'image': encoded, 'index': np.int64(index)}
-    return {k: np.asarray(v) for k, v in self.task.inputs(record).items()}
-
-  def _none(self):
+  def _none(self, compute):
     """Returns the inputs and outputs of an empty list of images."""
     spec = self.task.batch_spec(1)
-    shapes = jax.eval_shape(self._outputs, self.params, self.extra, spec)
+    shapes = jax.eval_shape(compute, self.params, self.extra, spec)
     return jax.tree.map(
       lambda x: np.zeros((0, *x.shape[1:]), x.dtype), (spec, shapes)
     )
@@ -124,8 +183,8 @@ class Predictor:
 
     Args:
       images: paths.
-      args: has `top`, the number of classes to show, and `out`, the path of the
-        picture to write, or None.
+      args: the flags of that command, such as `top`, the number of classes to
+        show, and `out`, the path of the picture to write, or None.
     """
     del args
     return [

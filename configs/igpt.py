@@ -1,0 +1,98 @@
+r"""Trains iGPT to predict the pixels of images, without labels.
+
+  python -m vit_jax.main --config=configs/igpt.py:s,imagenet2012,32 \
+    --workdir=/tmp/igpt
+  python -m vit_jax.main --config=configs/igpt.py:l,/path/to/folder,48,bert \
+    --workdir=/tmp/igpt
+
+The argument is SIZE,DATA,SIDE or SIZE,DATA,SIDE,OBJECTIVE: s, m, l or xl; a
+TFDS name or a folder, with or without classes; 32, 48 or 64 pixels; ar (each
+pixel from those before it) or bert (15 % of the pixels from the others).
+
+k-means finds the palette of 512 colours in the training images, before the
+first step. The released one: --config.task_options.palette=kmeans_centers.npy.
+
+The recipe is that of "Generative Pretraining from Pixels" (Chen et al., ICML
+2020): Adam, no weight decay, no dropout, one epoch of warm-up, a cosine to 0,
+1M steps of 128 images. Expected: iGPT-L, 32 px, reaches 96.3 % on CIFAR-10 by a
+linear probe of its best layer, and 99.0 % fine-tuned. Add
+--config.model.dtype=bfloat16 on TPUs and recent GPUs.
+"""
+
+from vit_jax.configs import common
+from vit_jax.configs import models
+
+SIDES = (32, 48, 64)
+OBJECTIVES = ('ar', 'bert')
+# From memory of the paper's appendix: our reference does not have them.
+LEARNING_RATES = {'s': 3e-3, 'm': 3e-3, 'l': 1e-3, 'xl': 3e-4}
+# Short sides from 256 to 384 pixels, of which 224 x 224 are cropped: shares of
+# the area of a photograph of 4:3.
+_CROP_AREA = tuple(3 / 4 * (224 / side) ** 2 for side in (384, 256))
+
+
+def get_config(arg: str = 's,imagenet2012,32'):
+  """Returns the config for 'SIZE,DATA,SIDE' or 'SIZE,DATA,SIDE,OBJECTIVE'.
+
+  Raises:
+    ValueError: if the argument has another form, or a part is unknown.
+  """
+  size, dataset, side, objective = parse(arg)
+  config = common.set_dataset(common.get_config(), dataset)
+  config.pretrained_dir = None  # From random weights.
+  config.task = 'pixels'
+  set_model(config, size, side)
+  config.model.causal = objective == 'ar'
+  config.batch = 128
+  config.batch_eval = 128
+  config.total_steps = 1_000_000
+  config.warmup_epochs = 1.0
+  set_adam(config)
+  config.base_lr = LEARNING_RATES[size]
+  config.decay_type = 'cosine'
+  config.best_metric = 'bits_per_dim_test'
+  config.eval_every = 10_000
+  config.checkpoint_every = 5_000
+  config.progress_every = 50
+  return config
+
+
+def parse(arg: str) -> tuple[str, str, int, str]:
+  """Returns size, data set, side and objective of an argument."""
+  size, dataset, side, objective = (*arg.split(','), '', '', '', '')[:4]
+  objective = objective or 'ar'
+  known = dataset and size in LEARNING_RATES and objective in OBJECTIVES
+  if not known or side not in map(str, SIDES) or arg.count(',') > 3:
+    raise ValueError(
+      f"'{arg}' must be SIZE,DATA,SIDE or SIZE,DATA,SIDE,OBJECTIVE, with a size "
+      f'of {", ".join(LEARNING_RATES)}, a side of 32, 48 or 64 pixels, and the '
+      'objective ar or bert: --config=configs/igpt.py:s,imagenet2012,32'
+    )
+  return size, dataset, int(side), objective
+
+
+def set_model(config, size: str, side: int):
+  """Sets the model, the size of its images, and how they are cropped.
+
+  Args:
+    config: changed in place.
+    size: 's', 'm', 'l' or 'xl'.
+    side: height and width in pixels.
+  """
+  config.model = models.get_config(f'igpt_{size}')
+  config.model.num_positions = side**2
+  config.pp.crop = side
+  config.pp.resize = side  # Evaluation: the square in the centre.
+  config.pp.crop_area = _CROP_AREA
+  config.pp.crop_ratio = (1.0, 1.0)
+  config.pp.flip = False
+
+
+def set_adam(config):
+  """Sets the paper's optimiser: Adam without weight decay."""
+  config.optimizer = 'adam'
+  config.b1 = 0.9
+  config.b2 = 0.95
+  config.optim_dtype = 'float32'
+  config.weight_decay = 0.0
+  config.grad_norm_clip = 0.0

@@ -1,0 +1,52 @@
+r"""Trains a small iGPT on the pixels of scikit-learn's digits, without a download.
+
+  python -m vit_jax.main --config=configs/igpt_digits.py --workdir=/tmp/igpt
+
+The 8x8 pixels become numbers of a palette that k-means finds in the training
+images.
+"""
+
+import ml_collections
+
+from vit_jax.configs import common
+
+
+def get_config():
+  """Returns the config."""
+  config = common.set_dataset(common.get_config(), 'digits')
+  config.pretrained_dir = None  # From random weights.
+  config.task = 'pixels'
+  config.pp.crop = 8
+  config.pp.channels = 1
+  config.pp.crop_area = None
+  config.pp.flip = False  # Mirroring would change the meaning of digits.
+
+  config.model = ml_collections.ConfigDict(
+    {
+      'kind': 'igpt',
+      'model_name': 'iGPT-digits',
+      'num_colors': 4,
+      'num_positions': 64,
+      'hidden_size': 96,
+      'num_layers': 4,
+      'num_heads': 4,
+    }
+  )
+  config.task_options.counting = True
+  config.layer_probe = 10
+
+  config.batch = 32
+  config.batch_eval = 120
+  config.total_steps = 800
+  config.warmup_steps = 50
+  config.optimizer = 'adam'
+  config.b2 = 0.95
+  config.optim_dtype = 'float32'
+  config.base_lr = 3e-3
+  config.grad_norm_clip = 1.0
+  config.best_metric = 'bits_per_dim_test'
+  config.log_images = 16
+  config.progress_every = 50
+  config.eval_every = 400
+  config.checkpoint_every = 400
+  return config

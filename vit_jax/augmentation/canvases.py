@@ -1,0 +1,213 @@
+"""Images of any shape on canvases of a few sizes, for detectors.
+
+An image keeps its ratio of height to width and lies at the upper left of a
+canvas; the rest of the canvas is padding. Accelerators compile a program for
+each size of canvas, so there are few: the lengths of `config.pp.sides` form
+groups, each group has a canvas, and all images of a step are of one group. The
+step is of a group with the group's share of the lengths, and an image draws a
+length of the group, so that each image has each length equally often.
+
+The augmentation is that of "End-to-End Object Detection with Transformers"
+(arXiv 2005.12872, appendix A.4).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from vit_jax.augmentation import geometry
+
+# Numbers that make the seed of each draw its own.
+_GROUP, _IMAGE = 1, 2
+
+
+class Group(NamedTuple):
+  """Lengths of the shorter side that share a canvas.
+
+  Attributes:
+    sides: lengths of the shorter side in pixels, ascending.
+    longest: greatest length of the longer side in pixels.
+    canvas: (height, width) of the canvas in pixels.
+  """
+
+  sides: tuple[int, ...]
+  longest: int
+  canvas: tuple[int, int]
+
+
+def groups(pp) -> tuple[Group, ...]:
+  """Returns the groups of `config.pp.sides`, the smallest first.
+
+  The greatest lengths may have a longer side of `pp.longest_side`; smaller
+  groups have a limit that is smaller in proportion. A canvas is a square that
+  holds images of both orientations.
+
+  Args:
+    pp: `config.pp`; reads `sides`, `longest_side`, `canvases`,
+      `canvas_multiple`.
+  """
+  sides = sorted(pp.sides)
+  parts = np.array_split(sides, min(pp.canvases, len(sides)))
+  return tuple(_group(part.tolist(), max(sides), pp) for part in parts)
+
+
+def evaluation(pp, side: int | None = None) -> Group:
+  """Returns the only length of evaluation and its canvas.
+
+  Args:
+    pp: `config.pp`; reads `eval_side`, `longest_side`, `canvas_multiple`.
+    side: another length; the greatest length of the longer side changes in
+      proportion.
+  """
+  return _group([side or pp.eval_side], pp.eval_side, pp)
+
+
+def _group(sides, greatest, pp) -> Group:
+  longest = max(1, pp.longest_side * sides[-1] // greatest)
+  side = round_up(longest, pp.canvas_multiple)
+  return Group(tuple(sides), longest, (side, side))
+
+
+def round_up(length: int, multiple: int) -> int:
+  """Returns the least multiple that is not below a length."""
+  return -(-length // multiple) * multiple
+
+
+def group_at(step, seed: int, pp):
+  """Returns the number of the group of a step, int32 scalar.
+
+  All processes compute the same number, also after a restart.
+
+  Args:
+    step: int64 scalar, number of the step.
+    seed: seed of the run.
+    pp: see `groups`.
+  """
+  key = tf.stack([tf.cast(seed, tf.int64), tf.cast(step, tf.int64)])
+  key = tf.random.experimental.stateless_fold_in(key, _GROUP)
+  drawn = _index(key, len(pp.sides))
+  counts = [len(group.sides) for group in groups(pp)]
+  return tf.gather(
+    np.repeat(np.arange(len(counts), dtype=np.int32), counts), drawn
+  )
+
+
+def _index(seed, count):
+  """Draws one of the numbers from 0 to count - 1."""
+  return tf.random.stateless_uniform([], seed, 0, count, tf.int32)
+
+
+def fitted(shape, side, longest):
+  """Returns the size of an image after resizing, int32 [2], at least 1 x 1.
+
+  Args:
+    shape: int32 [2] or [3], height and width (and channels) of the image.
+    side: length that the shorter side becomes.
+    longest: greatest length of the longer side; if it would be longer, the
+      image becomes smaller.
+  """
+  shape = tf.cast(tf.convert_to_tensor(shape)[:2], tf.float64)
+  side, longest = tf.cast(side, tf.float64), tf.cast(longest, tf.float64)
+  scale = side / tf.reduce_min(shape)
+  scale = tf.minimum(scale, longest / tf.reduce_max(shape))
+  size = tf.round(shape * scale)
+  return tf.cast(tf.clip_by_value(size, 1.0, longest), tf.int32)
+
+
+def sample(shape, seed, number, pp) -> geometry.Geometry:
+  """Draws the geometry of a training image (appendix A.4).
+
+  The image is mirrored with probability 1/2. With probability 1/2 the image is
+  resized to a length of the group. Otherwise the image is first resized to one
+  of `pp.crop_sides`, a part whose height and width are uniform in
+  `pp.crop_range` (and within the image) is taken, and the part is resized to a
+  length of the group. Here the image is resized only once.
+
+  Args:
+    shape: int32 [2] or [3], height and width (and channels) of the original.
+    seed: int64 [2]; determines all random numbers.
+    number: int32 scalar, number of the group, see `group_at`.
+    pp: `config.pp`; reads `flip`, `crop_sides`, `crop_range`, and see `groups`.
+
+  Returns:
+    The geometry; its `size` is that of the image on the canvas.
+  """
+  seed = tf.random.experimental.stateless_fold_in(seed, _IMAGE)
+  seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
+  drawn = geometry.whole(shape, (1, 1))
+  window, extent = tf.concat([[0, 0], drawn.shape], axis=0), drawn.shape
+  if pp.crop_sides:
+    window, extent = tf.cond(
+      _coin(seeds[0]),
+      lambda: (window, extent),
+      lambda: _crop(drawn.shape, seeds[1], pp),
+    )
+  known = groups(pp)
+  counts = [len(group.sides) for group in known]
+  first = tf.gather(np.cumsum([0, *counts[:-1]]).astype(np.int32), number)
+  place = first + _index(seeds[2], tf.gather(counts, number))
+  longest = tf.gather([group.longest for group in known], number)
+  size = fitted(extent, tf.gather(sorted(pp.sides), place), longest)
+  y, x, height, width = tf.unstack(window)
+  flip = _coin(seeds[3]) if pp.flip else drawn.flip
+  return drawn._replace(
+    y=y, x=x, height=height, width=width, flip=flip, size=size
+  )
+
+
+def _coin(seed):
+  return tf.random.stateless_uniform([], seed) < 0.5
+
+
+def _crop(shape, seed, pp):
+  """Draws a part of an image.
+
+  Returns:
+    (y, x, height, width) in pixels of the original, int32 [4]; and height and
+    width of the part in the image that was resized first, int32 [2].
+  """
+  seeds = tf.random.experimental.stateless_split(seed, 3)
+  side = tf.gather(sorted(pp.crop_sides), _index(seeds[0], len(pp.crop_sides)))
+  resized = tf.cast(fitted(shape, side, np.inf), tf.float32)  # [2]
+  low, high = (tf.minimum(float(x), resized) for x in pp.crop_range)
+  draws = tf.random.stateless_uniform([2], seeds[1])
+  size = tf.floor(low + draws * (high - low + 1))
+  draws = tf.random.stateless_uniform([2], seeds[2])
+  begin = tf.floor(draws * (resized - size + 1))
+  ratio = tf.cast(shape, tf.float32) / resized
+  corner = tf.round(begin * ratio)
+  extent = tf.maximum(tf.round((begin + size) * ratio) - corner, 1.0)
+  corner = tf.minimum(corner, tf.cast(shape, tf.float32) - extent)
+  window = tf.concat([corner, extent], axis=0)
+  return tf.cast(window, tf.int32), tf.cast(size, tf.int32)
+
+
+def trim(inputs: dict, group: Group, multiple: int) -> dict:
+  """Cuts a square canvas to a wide or a high one that holds its image.
+
+  Args:
+    inputs: result of preprocess.decode_on_canvas and other values; not in a
+      graph.
+    group: the group of the canvas.
+    multiple: `config.pp.canvas_multiple`.
+  """
+  height, width = group.canvas
+  short = round_up(group.sides[0], multiple)
+  fits = not tf.reduce_any(inputs['real'][short:])
+  size = (short, width) if fits else (height, short)
+  cut = {k: inputs[k][: size[0], : size[1]] for k in ('image', 'real')}
+  return {**inputs, **cut}
+
+
+def pad(x, canvas: tuple[int, int], axis: int = 0):
+  """Puts images or masks at the upper left of a canvas of zeros.
+
+  Args:
+    x: a tensor whose axes `axis` and `axis + 1` are height and width.
+    canvas: height and width of the canvas, ints or int32 scalars.
+    axis: the axis of the height.
+  """
+  missing = [[0, side - tf.shape(x)[axis + i]] for i, side in enumerate(canvas)]
+  rest = x.shape.rank - axis - 2
+  return tf.pad(x, [[0, 0]] * axis + missing + [[0, 0]] * rest)
