@@ -305,7 +305,8 @@ def test_other_attention_changes_nothing():
   np.testing.assert_allclose(other, logits_of(model, colors), atol=1e-5)
 
 
-def test_recomputation_changes_nothing():
+@pytest.mark.parametrize('fields', [{'remat': 'full'}, {'scan': True}])
+def test_recomputation_and_a_loop_change_nothing(fields):
   def gradient(model):
     colors = random_colors(model)
 
@@ -315,7 +316,10 @@ def test_recomputation_changes_nothing():
 
     return jax.jit(jax.grad(loss))(params_of(model))
 
-  got, want = gradient(make(remat='full')), gradient(make())
+  got, want = (
+    gradient(make(num_layers=3, **fields)),
+    gradient(make(num_layers=3)),
+  )
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, want
   )
