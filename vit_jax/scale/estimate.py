@@ -92,7 +92,9 @@ def lower(config, make_program: Callable, devices) -> Lowered:
     )
     batch = task.batch_spec(config.batch // config.accum_steps)
     with jax.set_mesh(mesh):
-      batch = jax.eval_shape(task.augment, batch, jax.random.key(0))
+      batch = jax.eval_shape(
+        lambda batch: task.augment(batch, jax.random.key(0)), batch
+      )
       return function.lower(params, abstract.extra, split(batch))
 
   loops = []
