@@ -531,7 +531,7 @@ def _draw_hugging_face(model, batch: int) -> Callable:
         use_cache=True,
       )
       seconds = time.perf_counter() - begin
-    pasts[start].crop(start)
+    pasts[start].crop(start - pasts[start].get_seq_length())
     return seconds
 
   return run
