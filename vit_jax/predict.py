@@ -70,10 +70,9 @@ def load(
   mesh = mesh or _mesh(config)
   if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
     config.sharding_rules = ()
-  vit = model_configs.vit_of(config.model)
-  encoder = vit.get('transformer') or vit
-  if 'attention' in encoder:  # The run may have had other devices.
-    encoder.attention = 'default'
+  layers = model_configs.layers_of(config.model)
+  if 'attention' in layers:  # The run may have had other devices.
+    layers.attention = 'default'
   program = train.make_program(config, metadata, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   abstract = program.abstract
