@@ -29,6 +29,7 @@ setuptools.setup(
     'vit_jax.evaluators',
     'vit_jax.figures',
     'vit_jax.files',
+    'vit_jax.generation',
     'vit_jax.jobs',
     'vit_jax.layers',
     'vit_jax.layouts',
@@ -51,6 +52,7 @@ setuptools.setup(
     'importlib_resources',  # Imported by tensorflow-datasets, not declared.
     'jax>=0.10',
     'ml-collections',
+    'msgspec',
     'numpy',
     'optax>=0.2.5',
     'orbax-checkpoint',

@@ -45,7 +45,11 @@ SPLITS = {
   'imagenet21k': ('full[102400:]', 'full[:102400]'),
   'oxford_iiit_pet': ('train[:90%]', 'test'),
   'oxford_flowers102': ('train[:90%]', 'test'),
-  'coco/2017': ('train', 'validation'),
+  # The test images of COCO have no annotations; DETR's figures are on the
+  # validation images (arXiv 2005.12872, section 4).
+  **dict.fromkeys(
+    ('coco/2014', 'coco/2017', 'coco/2017_panoptic'), ('train', 'validation')
+  ),
   **{f'vtab/{task}': ('train800val200', 'test') for task in VTAB},
 }
 
@@ -139,8 +143,9 @@ def get_config() -> ml_collections.ConfigDict:
   config.seed = 0
 
   # --- Data ---
-  # A TFDS name, or a folder with train/<class>/* and test/<class>/*, or with
-  # train.jsonl and test.jsonl (vit_jax/data/manifest.py). Or a weighted mixture
+  # A TFDS name, or a folder with train/<class>/* and test/<class>/*, with
+  # train.jsonl and test.jsonl (vit_jax/data/manifest.py), or with boxes in
+  # COCO's format (vit_jax/annotations/layout.py). Or a weighted mixture
   # to train on: (('cifar10', 0.7), ('/data/photos', 0.3)); evaluation then
   # reads the first data set.
   config.dataset = _any(None)
@@ -166,6 +171,11 @@ def get_config() -> ml_collections.ConfigDict:
   # stops the run when it is read. Results are kept in the workdir, or beside
   # the images by vit_jax.manifest.
   config.broken_images = 'error'
+  # What to do about boxes of an annotation file (COCO's JSON) that reach beyond
+  # their image, have no area or a negative size. 'refuse' names them and stops;
+  # 'skip' leaves them out and counts them; 'clip' cuts them off at the border of
+  # the image, and leaves out those of which nothing remains.
+  config.broken_boxes = 'refuse'
   # Greatest number of pixels, height times width, of an image file; a larger
   # image counts as broken and is not decoded. The default is Pillow's.
   config.max_image_pixels = 89_478_485

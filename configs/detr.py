@@ -7,7 +7,7 @@ r"""Trains DETR as published, on COCO or on a folder (arXiv 2005.12872).
     --config.total_epochs=50 --workdir=/tmp/own
 
 The argument is MODEL,DATA or MODEL,DATA,LENGTH. MODEL is r50, r50_dc5, r101 or
-r101_dc5. DATA is a TFDS name with the features of coco/2017, or a folder. LENGTH
+r101_dc5, or a Vision Transformer as the backbone, vit_NAME (see below). DATA is a TFDS name with the features of coco/2017, or a folder. LENGTH
 is 300ep (the default, with a tenth of the learning rate after 200 epochs) or
 500ep (after 400); --config.total_epochs=N sets any other length, with the drop at
 the same share of the run.
@@ -29,6 +29,19 @@ The head has the classes of the data and "no object": 80 and 1 for TFDS's coco,
 which numbers the classes from 0 without gaps. The published heads have 91 and 1,
 COCO's category ids; the 11 ids that do not occur are never predicted.
 
+vit_s16, vit_b16, vit_r50_b32 and the like put a Vision Transformer of
+configs/models.py in the place of the ResNet. It starts from its published weights in
+any format that the package reads, and the rest of the model is new:
+
+  python -m vit_jax.main --config=configs/detr.py:vit_s16,coco/2017 \
+    --config.pretrained=ViT-S_16.npz --config.model.dtype=bfloat16 \
+    --workdir=/tmp/detr_vit
+
+Its position embeddings are resized to each canvas in the model, patches of padding
+are not attended to, all of its layers are trained at a tenth of the learning rate,
+and the backward pass recomputes them (--config.model.vit.transformer.remat=''
+switches this off). No figures are published for these models.
+
 The augmentation is that of appendix A.4. Images lie on canvases of three sizes, for
 each of which the update is compiled once (--config.pp.canvases), and an image whose
 longer side is more than 5/3 of the shorter one may be smaller than published: the
@@ -39,8 +52,13 @@ decreases with the size of the canvas.
 from vit_jax.configs import common
 from vit_jax.configs import models
 
+# Beginning of the names of models with a Vision Transformer as the backbone, and
+# pixels of a side of the square that its table of position embeddings is made for.
+_VIT, _SIDE = 'vit_', 800
 # Length -> (epochs, epoch after which the learning rate drops to a tenth).
 LENGTHS = {'300ep': (300, 200), '500ep': (500, 400)}
+# Lengths of the shorter side of training images in pixels (appendix A.4).
+SIDES = tuple(range(480, 801, 32))
 
 
 def get_config(arg: str = 'r50,coco/2017'):
@@ -67,7 +85,7 @@ def get_config(arg: str = 'r50,coco/2017'):
   config.pretrained_dir = None
   config.task = 'detect'
   config.model = _model(model)
-  config.pp.sides = tuple(range(480, 801, 32))
+  config.pp.sides = SIDES
   config.total_epochs, drop = float(LENGTHS[length][0]), LENGTHS[length][1]
   config.decay_type = 'staircase'
   config.decay_at = (drop / config.total_epochs,)
@@ -86,6 +104,9 @@ def get_config(arg: str = 'r50,coco/2017'):
     ('^backbone/(conv_root|block1)/', 0.0),
     ('^backbone/', 0.1),
   )
+  if 'vit' in config.model:
+    config.lr_multipliers = config.lr_multipliers[1:]
+    config.pp.canvas_multiple = _multiple(_patch(config.model.vit))
   config.best_metric = 'AP_test'
   config.progress_every = 50
   # 118,287 images: an epoch is 1,848 steps.
@@ -95,10 +116,39 @@ def get_config(arg: str = 'r50,coco/2017'):
 
 
 def _model(name):
-  """Returns the config of a model, such as 'r50_dc5'."""
+  """Returns the config of a model, such as 'r50_dc5' or 'vit_s16'."""
+  if name.startswith(_VIT):
+    return _vit_model(name.removeprefix(_VIT))
   known = [models.short_name(x).removeprefix('detr_') for x in models.DETRS]
   if name not in known:
     raise ValueError(
-      f"model '{name}' is unknown: use one of {', '.join(known)}"
+      f"model '{name}' is unknown: use one of {', '.join(known)}, or vit_NAME "
+      'with the name of a Vision Transformer, such as vit_s16'
     )
   return models.get_config(f'detr_{name}')
+
+
+def _vit_model(name):
+  """Returns the config of a DETR whose backbone is a Vision Transformer."""
+  config = models.get_config('detr_r50')
+  del config.units, config.dilate_last
+  config.backbone = 'vit'
+  config.vit = models.get_backbone_config(name)
+  config.model_name = f'DETR-{config.vit.model_name}'
+  side = _SIDE // _patch(config.vit)
+  config.vit.transformer.update(position_grid=(side, side), remat='full')
+  return config
+
+
+def _patch(vit) -> int:
+  """Returns the side in pixels of what becomes a token."""
+  side = vit.patches.size[0]
+  if 'resnet' not in vit:
+    return side
+  # The root of a hybrid's ResNet divides by 4, each stage but the first by 2.
+  return side * 4 * 2 ** max(0, len(vit.resnet.num_layers) - 1)
+
+
+def _multiple(patch) -> int:
+  """Returns the least multiple of a patch's side that is at least 28 pixels."""
+  return -(-28 // patch) * patch

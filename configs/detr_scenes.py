@@ -24,9 +24,10 @@ def get_config():
       'model_name': 'DETR-scenes',
       'units': (1, 1, 1),
       'backbone_width': 16,
+      'dilate_last': True,
       'norm': 'group',
       'hidden_size': 128,
-      'num_queries': 20,
+      'num_queries': 15,
       'num_encoder_layers': 2,
       'num_decoder_layers': 3,
       'num_heads': 4,
@@ -37,9 +38,9 @@ def get_config():
   )
   config.task_options.max_objects = 8
 
-  config.batch = 32
+  config.batch = 16
   config.batch_eval = 50
-  config.total_steps = 5_000
+  config.total_steps = 7_000
   config.warmup_steps = 200
   config.optimizer = 'adam'
   config.optim_dtype = 'float32'

@@ -127,6 +127,10 @@ OPTIONS = {
   'transformer.add_position_embedding': True,
   'transformer.position_embedding': 'learned_1d',
   'transformer.position_layers': 'stem',
+  # Grid (height, width) in patches of the tables of position embeddings, which
+  # the model resizes to the grid of the images. None: the tables have the grid
+  # of the images, and all images have one size.
+  'transformer.position_grid': None,
   # Whether a token attends only to itself and to the tokens before it.
   'transformer.causal': False,
   # Epsilons of a hybrid's ResNet: 'published', or 'timm'.
@@ -164,11 +168,15 @@ DETR_OPTIONS = {
   'param_dtype': 'float32',
   # Norm of the backbone: 'frozen_batch' or 'group'.
   'norm': 'frozen_batch',
+  # Computes a mask for each query, for the task 'segment'.
+  'mask_head': False,
+  # Queries whose masks are computed together, to save memory; 0: all. Each part
+  # is computed anew in the backward pass.
+  'masks_at_a_time': 10,
   # Dropout after attention and dense layers, and of the attention weights.
   'dropout_rate': 0.1,
   'attention_dropout_rate': 0.1,
 }
-
 
 _OPTIONS_OF = {
   'vit': OPTIONS,
@@ -330,6 +338,33 @@ def get_config(name: str) -> ml_collections.ConfigDict:
   return copy.deepcopy(MODEL_CONFIGS[name])
 
 
+def get_backbone_config(name: str) -> ml_collections.ConfigDict:
+  """Returns the config of a Vision Transformer as the backbone of a DETR.
+
+  Args:
+    name: see `get_config`.
+
+  Raises:
+    ValueError: if the name is unknown, or that of another kind of model.
+  """
+  config = get_config(name)
+  if 'transformer' not in config:
+    raise ValueError(
+      f"'{name}' is no Vision Transformer, and cannot be the backbone of a DETR: "
+      "use for example 's16' or 'r50_b32'"
+    )
+  return with_options(config)
+
+
+def vit_of(model) -> ml_collections.ConfigDict:
+  """Returns the config of a DETR's Vision Transformer, or else that of the model.
+
+  Args:
+    model: config of a model (`config.model` of a run).
+  """
+  return model.get('vit') or model
+
+
 def with_options(config) -> ml_collections.ConfigDict:
   """Returns a copy of a model's config that contains all of its options.
 
@@ -347,6 +382,8 @@ def with_options(config) -> ml_collections.ConfigDict:
     if isinstance(holder, ml_collections.ConfigDict) and key not in holder:
       with holder.unlocked():
         holder[key] = default
+  if isinstance(config.get('vit'), ml_collections.ConfigDict):
+    config.vit = with_options(config.vit)  # The backbone of a DETR.
   return config
 
 

@@ -5,6 +5,7 @@ example 'must be a whole number of at least 1', or to None if the value is
 valid.
 """
 
+import collections
 from collections.abc import Callable
 from collections.abc import Mapping
 import difflib
@@ -16,6 +17,9 @@ from typing import Any
 import ml_collections
 
 Rule = Callable[[Any], str | None]
+
+# Name of a number that no class has, as in the 91 ids of COCO.
+NO_CLASS = 'N/A'
 
 _BOUND = r'(-?\d[\d_]*(\.\d+)?(%|shard)?)?'
 _SPLIT = re.compile(rf'(\.|[\w-]+)(\[({_BOUND}:{_BOUND}|-?\d+shard)\])?')
@@ -232,9 +236,12 @@ def wholes(low: int) -> Rule:
 
 
 def names(value) -> str | None:
-  """Checks for a list of different texts."""
+  """Checks for a list of different texts; NO_CLASS may be there repeatedly."""
   fits = _is_sequence(value) and all(isinstance(x, str) for x in value)
-  fits = fits and len(set(value)) == len(value)
+  fits = fits and all(
+    count == 1 or name == NO_CLASS
+    for name, count in collections.Counter(value).items()
+  )
   return None if fits else 'must be a list of names, each of them once'
 
 

@@ -4,10 +4,12 @@ import json
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from tests import processes
 from vit_jax import benchmark
+from vit_jax.configs import models as model_configs
 
 
 def run(monkeypatch, tmp_path, *flags):
@@ -70,6 +72,25 @@ def test_weights_are_loaded_beside_plain_numpy(monkeypatch, tmp_path):
   ours, plain, ratio = got['results']['weights']
   assert ratio['median'] == pytest.approx(ours['median'] / plain['median'])
   assert ours['name'] == 'load_pretrained, ViT-Ti_16.npz'
+
+
+def test_a_detector_and_ways_of_matching(monkeypatch, tmp_path):
+  small = model_configs.get_config('detr_r50')
+  small.update(
+    units=(1,), hidden_size=16, num_heads=2, mlp_dim=16, num_encoder_layers=0,
+    num_decoder_layers=1,
+  )  # fmt: skip
+  monkeypatch.setattr(benchmark.model_configs, 'get_config', lambda _: small)
+  monkeypatch.setattr(benchmark, 'DETECTOR_SIZE', 32)
+  monkeypatch.setattr(benchmark, 'MATCHINGS', (2, 3, 4, 6))
+  got = run(monkeypatch, tmp_path, '--only', 'detection')['results']
+  step, losses, share, *ways = got['detection']
+  want = 100 * losses['median'] / 1e3 / step['median']
+  assert share['median'] == pytest.approx(want)
+  assert len(ways) == 3
+  found = [way() for way in benchmark.matchings().values()]
+  for other in found[1:]:
+    np.testing.assert_array_equal(np.reshape(other, found[0].shape), found[0])
 
 
 def test_turns_alternate_and_a_function_may_time_itself():

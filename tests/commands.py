@@ -36,6 +36,7 @@ BASES = (
   'configs/vtab.py:s16',
   'configs/data_scaling.py',
   'configs/noisy_student.py:s16,cifar10,cifar100',
+  'configs/detr.py:r50,coco/2017',
 )
 
 

@@ -19,6 +19,7 @@ from vit_jax import models
 from vit_jax import predict
 from vit_jax import train
 from vit_jax.configs import models as model_configs
+from vit_jax.layouts import vit_files
 from vit_jax.weights import reading
 from vit_jax.weights import writing
 
@@ -168,7 +169,7 @@ def test_bit_resnets_have_their_sizes_in_timm():
     config = model_configs.get_config(name)
     params = flax.traverse_util.unflatten_dict(params, sep='/')
     model = writing.Model(params, config, None, 1000, (224, 224))
-    architecture, args = writing._timm_bit(model)
+    architecture, args = vit_files._timm_bit(model)
     with torch.device('meta'):  # Shapes without numbers.
       theirs = timm.create_model(architecture, **args)
     assert sum(x.numel() for x in theirs.parameters()) == count, name

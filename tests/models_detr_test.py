@@ -1,6 +1,5 @@
 """Tests of DETR against published counts and Hugging Face's model."""
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +8,11 @@ import torch
 import transformers
 
 from tests import torch_models
+from vit_jax import convert
+from vit_jax import models
 from vit_jax import models_detr
 from vit_jax.layers import detection
 from vit_jax.layers import resnet
-from vit_jax.layouts import detr as layout
 
 
 @pytest.mark.parametrize(
@@ -58,23 +58,14 @@ def hf_detr():
   return model.eval()
 
 
-def test_logits_and_boxes_are_those_of_hugging_face_for_a_padded_batch():
+def test_logits_and_boxes_are_those_of_hugging_face_for_a_padded_batch(
+  tmp_path,
+):
   theirs = hf_detr()
-  state = {name: value.numpy() for name, value in theirs.state_dict().items()}
-  found = layout.from_torch(state, resnet.UNITS['r50'], 2, 2, heads=4)
-  variables = {
-    name: flax.traverse_util.unflatten_dict(tree, sep='/')
-    for name, tree in found.items()
-  }
-  ours = models_detr.Detr(
-    5,
-    hidden_size=32,
-    num_queries=7,
-    num_encoder_layers=2,
-    num_decoder_layers=2,
-    num_heads=4,
-    mlp_dim=48,
-  )
+  theirs.save_pretrained(tmp_path)
+  found = convert.read(str(tmp_path))
+  variables = {'params': found.params, **found.extra}
+  ours = models.make_model(found.config, num_classes=found.num_classes)
   rng = np.random.RandomState(0)
   images = rng.uniform(-1, 1, (2, 96, 64, 3)).astype(np.float32)
   mask = np.ones((2, 96, 64), bool)
@@ -86,12 +77,14 @@ def test_logits_and_boxes_are_those_of_hugging_face_for_a_padded_batch():
       torch.tensor(pixels).permute(0, 3, 1, 2),
       pixel_mask=torch.tensor(mask).long(),
     )
-  got = jax.jit(lambda x, m: ours.apply(variables, x, m, train=False))(
-    images, mask
-  )
+  apply = jax.jit(lambda x, m: ours.apply(variables, x, m, train=False))
+  got = apply(images, mask)
   assert got['logits'].shape == (2, 2, 7, 6)
   np.testing.assert_allclose(got['logits'][-1], want.logits, atol=1e-4)
   np.testing.assert_allclose(got['boxes'][-1], want.pred_boxes, atol=1e-4)
+  # Rows that fill up a batch have no real pixel.
+  empty = apply(images, np.zeros_like(mask))
+  assert all(np.isfinite(x).all() for x in empty.values())
   # What lies in the padding has no influence.
   images[~mask] = 1.0
   again = models_detr.normalise(jnp.asarray(images), jnp.asarray(mask))

@@ -9,6 +9,7 @@ import pytest
 from tests import tiny_models
 from vit_jax import models
 from vit_jax import models_bit
+from vit_jax import models_detr
 from vit_jax import models_igpt
 from vit_jax import models_vit
 from vit_jax.configs import models as model_configs
@@ -127,10 +128,11 @@ def test_every_config_has_a_kind():
     kind, cls = {
       'Mixer': ('mixer', models.MlpMixer),
       'BiT': ('bit', models_bit.BitResNet),
+      'DETR': ('detr', models_detr.Detr),
       'iGPT': ('igpt', models_igpt.ImageGPT),
     }.get(name.split('-')[0], ('vit', models.VisionTransformer))
     # Other implementations of the original's models take no field `kind`.
-    assert ('kind' in config) == (kind in ('bit', 'igpt'))
+    assert ('kind' in config) == (kind in ('bit', 'detr', 'igpt'))
     assert models.kind_of(config) == kind
     assert models.class_of(config) is cls
     assert type(models.make_model(config, num_classes=3)) is cls
@@ -148,7 +150,7 @@ def test_a_config_may_say_its_kind():
     models.make_model(config, num_classes=3)
   config.kind = 'rnn'
   with pytest.raises(
-    ValueError, match="kind='rnn' is unknown: use one of vit, mixer, bit,"
+    ValueError, match="kind='rnn' is unknown: use one of vit, mixer, bit, d"
   ):
     models.make_model(config, num_classes=3)
   empty = ml_collections.config_dict.placeholder(str)

@@ -95,6 +95,17 @@ def test_a_classifier_draws_nothing(folder_run, tmp_path, monkeypatch):
     predict.main()
 
 
+@pytest.mark.parametrize('flag', ['threshold=0.5', 'image_size=32,48'])
+def test_flags_of_detectors_are_no_flags_of_a_classifier(
+  folder_run, monkeypatch, flag
+):
+  argv = ['predict', 'a.png', f'--workdir={folder_run[1]}', f'--{flag}']
+  monkeypatch.setattr(sys, 'argv', argv)
+  name = flag.split('=')[0]
+  with pytest.raises(ValueError, match=f"task 'classify' has no --{name}: lea"):
+    predict.main()
+
+
 def test_outputs_that_are_not_finite_are_refused(folder_run, image_folder):
   _, workdir, _ = folder_run
   model = predict.load(str(workdir))

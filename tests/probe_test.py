@@ -76,9 +76,71 @@ def test_the_command_measures_what_the_parts_do(
   assert 'linear' in said
 
 
+def test_all_layers(model, mesh, tmp_path, monkeypatch, capsys):
+  """Sums of the rows and of the columns of the images as layers 0 and 1."""
+  monkeypatch.setattr(linear_probe, '_GROUP', 0)  # One layer a pass.
+  monkeypatch.setattr(linear_probe, 'L2', (1e-1,))
+  monkeypatch.setattr(predict, 'load', lambda *_: model)
+  monkeypatch.setattr(evaluate, 'run_mesh', lambda _: mesh)
+  model.workdir = '/tmp/run'
+
+  def intermediates(params, extra, batch, capture):
+    image = batch['image'][..., 0]  # [B, H, W]
+    return {f'layer_{i}': (image.sum(axis=2 - i),) for i in (1, 0)}
+
+  model.task.intermediates = intermediates
+  path = tmp_path / 'probe.json'
+  args = f'probe --workdir=/tmp/run --train=train[:100] --linear --json={path} --squeeze=1'
+  monkeypatch.setattr('sys.argv', [*args.split(), '--layer=all'])
+  probe.main()
+  found = json.loads(path.read_text())
+  assert found['fewshot'] == []
+  assert [row['layer'] for row in found['layers']] == ['layer_0', 'layer_1']
+  digits = {}
+  for split in ('train[:100]', 'test'):
+    source = train.open_for(
+      model.config, type(model.task), model.metadata, split
+    )
+    digits[split] = features.extract(model.task, mesh, source, {}, {}, 'pixels')
+  for i, row in enumerate(found['layers']):
+    x, y = (
+      part._replace(values=part.values.reshape(-1, 8, 8).sum(axis=2 - i))
+      for part in digits.values()
+    )
+    assert row['accuracy'] == linear_probe.probe(x, y).accuracy
+    assert row['accuracy'] > 0.3
+  assert (tmp_path / 'probe.png').exists()
+  assert (tmp_path / 'probe.csv').read_text().startswith('layer,accuracy\n')
+  assert 'best layer' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  ('layer', 'name'), [('last', 'layer_1'), ('0', 'layer_0'), (1, 'layer_1')]
+)
+def test_layers_by_number(model, mesh, layer, name, monkeypatch):
+  probed = []
+
+  def probe_layers(task, mesh, layers, *args):
+    probed.extend(layers)
+    return {layers[0]: linear_probe.Result(0.5, 0.1, {}, 'L-BFGS')}
+
+  monkeypatch.setattr(linear_probe, 'probe_layers', probe_layers)
+  found = probe.probe(
+    model, mesh, (), True, dataset='digits', layer=layer, train='train[:50]'
+  )
+  assert probed == [name]
+  assert found['linear']['accuracy'] == 0.5
+  assert found['num_features'] == 16
+
+
 @pytest.mark.parametrize(
   ('options', 'message'),
   [
+    ({'dataset': 'digits', 'layer': 'all'}, 'give --linear and leave out --s'),
+    (
+      {'dataset': 'digits', 'layer': 2},
+      'layer=2 is no layer of the model: it has layer_0, layer_1',
+    ),
     ({}, 'weights without a run come with no data: name a data set'),
     ({'dataset': 'digits', 'shots': ()}, 'give --shots or --linear'),
     ({'dataset': 'digits', 'shots': (0,)}, r'fewshot.shots=\(0,\) must be'),

@@ -267,7 +267,11 @@ class ForkedMixer(nn.Module):
 
 @pytest.mark.parametrize(
   'name',
-  [n for n in models_config.MODEL_CONFIGS if not n.startswith(('BiT', 'iGPT'))],
+  [
+    n
+    for n in models_config.MODEL_CONFIGS
+    if not n.startswith(('BiT', 'DETR', 'iGPT'))
+  ],
 )
 def test_forks_of_the_model_file_take_the_configs_of_named_models(name):
   """Copies of the model file beside an installed package of the original."""

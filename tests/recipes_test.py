@@ -1,12 +1,18 @@
 """Tests of the pre-training recipes against the published tables."""
 
+import itertools
 import math
 
+import jax
+import jax.numpy as jnp
 import ml_collections
 import pytest
 
+from vit_jax import models as models_lib
 from vit_jax.configs import augreg_pretrain
 from vit_jax.configs import common
+from vit_jax.configs import detr
+from vit_jax.configs import detr_panoptic
 from vit_jax.configs import models
 from vit_jax.configs import pretrain
 from vit_jax.configs import vit_i1k
@@ -329,3 +335,119 @@ def test_the_grid_of_augreg():
 def test_a_wrong_setting_is_named(module, arg, message):
   with pytest.raises(ValueError, match=message):
     module.get_config(arg)
+
+
+# arXiv 2005.12872, section 4: units of the backbone, parameters, and of these
+# the trained ones: neither the root nor the first stage is.
+DETRS = {
+  'r50': ((3, 4, 6, 3), False, 41_524_768, 41_302_368),
+  'r50_dc5': ((3, 4, 6, 3), True, 41_524_768, 41_302_368),
+  'r101': ((3, 4, 23, 3), False, 60_464_672, 60_242_272),
+  'r101_dc5': ((3, 4, 23, 3), True, 60_464_672, 60_242_272),
+}
+
+
+@pytest.mark.parametrize('name', DETRS)
+def test_detr_is_that_of_the_paper(name):
+  config = detr.get_config(f'{name},coco/2017')
+  run_config.check(run_config.complete(config))
+  assert (config.task, config.batch, config.total_epochs) == ('detect', 64, 300)
+  assert (config.optimizer, config.b1, config.b2) == ('adam', 0.9, 0.999)
+  assert (config.base_lr, config.warmup_steps) == (1e-4, 0)
+  assert (config.weight_decay, config.weight_decay_on) == (1e-4, 'all')
+  assert not config.independent_weight_decay
+  assert (config.grad_norm_clip, config.optim_dtype) == (0.1, 'float32')
+  assert (config.ema_decay, config.label_smoothing) == (0, 0)
+  assert (config.pp.train, config.pp.test) == ('train', 'validation')
+  # Appendix A.4.
+  pp = config.pp
+  assert pp.sides == (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
+  assert (pp.eval_side, pp.longest_side, pp.flip) == (800, 1333, True)
+  assert (pp.crop_sides, pp.crop_range) == ((400, 500, 600), (384, 600))
+  assert (pp.randaugment, pp.color_jitter, pp.random_erasing) == ((), 0, 0)
+  units, dilate_last, count, trained = DETRS[name]
+  model = models_lib.make_model(config.model, num_classes=91)
+  assert models_lib.get_model(f'detr_{name}', num_classes=91) == model
+  expected = dict(
+    units=units, dilate_last=dilate_last, backbone_width=64,
+    norm='frozen_batch', hidden_size=256, num_queries=100, num_encoder_layers=6,
+    num_decoder_layers=6, num_heads=8, mlp_dim=2048, dropout_rate=0.1,
+    attention_dropout_rate=0.1,
+  )  # fmt: skip
+  assert {key: getattr(model, key) for key in expected} == expected
+  shapes = jax.eval_shape(
+    lambda: model.init(
+      jax.random.key(0), jnp.zeros((1, 64, 64, 3)), train=False
+    )
+  )['params']
+  assert sum(x.size for x in jax.tree.leaves(shapes)) == count
+  factors = optim.multipliers(config.lr_multipliers, shapes)
+  assert count - optim.count_frozen(config.lr_multipliers, shapes) == trained
+  assert factors['backbone']['block2']['unit1']['conv1']['kernel'] == 0.1
+  others = {key: x for key, x in factors.items() if key != 'backbone'}
+  assert set(jax.tree.leaves(others)) == {1.0}
+
+
+@pytest.mark.parametrize('length, drop', [('300ep', 200), ('500ep', 400)])
+def test_the_learning_rate_of_detr_drops_after(length, drop):
+  config = detr.get_config(f'r50,coco/2017,{length}')
+  config = run_config.resolve_steps(config, 64 * 1_848)  # 1,848 steps an epoch.
+  schedule = optim.create_learning_rate_schedule(
+    config.total_steps, config.base_lr, config.decay_type, config.warmup_steps,
+    decay_at=config.decay_at,
+  )  # fmt: skip
+  steps = (0, 1_848 * drop - 1, 1_848 * drop, config.total_steps - 1)
+  rates = [float(schedule(step)) for step in steps]
+  assert rates == pytest.approx([1e-4, 1e-4, 1e-5, 1e-5])
+
+
+@pytest.mark.parametrize(
+  'arg, message',
+  [
+    ('r50', "'r50' must be MODEL,DATA or MODEL,DATA,LENGTH"),
+    ('r18,coco/2017', "model 'r18' is unknown: use one of r50, r50_dc5, r101"),
+    ('r50,x,9ep', "'9ep' is unknown: use one of 300ep, 500ep"),
+  ],
+)
+def test_a_wrong_argument_of_detr_is_named(arg, message):
+  with pytest.raises(ValueError, match=message):
+    detr.get_config(arg)
+
+
+def test_detr_for_segments_is_that_of_the_paper():
+  """Section 4.4: the mask head takes 25 epochs, with the detector frozen."""
+  data = 'r50,coco/2017_panoptic'
+  boxes, masks, both = (
+    detr_panoptic.get_config(f'{data},{part}') for part in detr_panoptic.PARTS
+  )
+  for config in (boxes, masks, both):
+    run_config.check(run_config.complete(config))
+    assert (config.task, config.base_lr) == ('segment', 1e-4)
+  assert not boxes.model.get('mask_head')
+  assert masks.model.mask_head
+  assert both.model.mask_head
+  assert (boxes.total_epochs, both.total_epochs) == (300, 300)
+  assert (masks.total_epochs, masks.decay_at) == (25, (0.6,))
+  model = models_lib.make_model(masks.model, num_classes=133)
+  shapes = jax.eval_shape(
+    lambda: model.init(
+      jax.random.key(0), jnp.zeros((1, 64, 64, 3)), train=False
+    )
+  )['params']
+  head = sum(x.size for x in jax.tree.leaves(shapes['segmentation']))
+  # Three-by-three convolutions with biases, and a norm after each.
+  sizes = (264, 264, 128, 64, 32, 16)
+  want = sum(9 * a * b + 3 * b for a, b in itertools.pairwise(sizes))
+  want += 9 * 16 + 1
+  # One-by-one convolutions of the stages; queries and keys.
+  want += sum(a * b + b for a, b in ((1024, 128), (512, 64), (256, 32)))
+  want += 2 * (256 * 256 + 256)
+  assert head == want == 1_333_657
+  everything = sum(x.size for x in jax.tree.leaves(shapes))
+  frozen = optim.count_frozen(masks.lr_multipliers, shapes)
+  assert everything - frozen == head
+
+
+def test_a_wrong_part_of_detr_is_named():
+  with pytest.raises(ValueError, match="'r50,x' must be MODEL,DATA,PART"):
+    detr_panoptic.get_config('r50,x')

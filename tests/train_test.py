@@ -496,7 +496,7 @@ def test_a_linear_probe_trains_the_head_alone(tiny_config, tmp_path, capsys):
   moments = optax.tree.get(state.opt_state, 'mu')
   assert sum(x.size for x in jax.tree.leaves(moments)) == 16 * 10 + 10
   # The average, the last of a chain, is found where the rest is split in two.
-  averaged = checkpoints_lib.load_params(tmp_path)
+  averaged = checkpoints_lib.load_weights(tmp_path).params
   trees.assert_same(averaged, state_lib.best_params(state))
   again, _ = fit(tiny_config, tmp_path)
   trees.assert_same(again, state)

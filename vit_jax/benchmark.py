@@ -3,15 +3,17 @@ r"""Times the steps that users wait for, and writes a table and JSON.
   python -m vit_jax.benchmark --json=/tmp/benchmark.json
 
 Sections (choose with --only): import, start, train, inference, pipeline,
-weights. Each section is warmed up, repeated, and reported as median, minimum
-and maximum. A step's share of the peak is relative to the speed of a large
-float32 matrix product, measured in the same run. Programs that are compared
-take turns.
+weights, detection, sampling. Each section is warmed up, repeated, and reported as median,
+minimum and maximum. A step's share of the peak is relative to the speed of a
+large float32 matrix product, measured in the same run. Programs that are
+compared take turns.
 """
 
 import argparse
 from collections.abc import Callable
 import contextlib
+import functools
+import importlib.util
 import json
 import pathlib
 import platform
@@ -27,6 +29,7 @@ import numpy as np
 from vit_jax import checkpoint
 from vit_jax import cli
 from vit_jax import models
+from vit_jax import models_igpt
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
 from vit_jax.scale import flops
@@ -36,7 +39,15 @@ PIPELINE_BATCH = 64
 PIPELINE_BATCHES = 20
 PRODUCT_SIZE = 2048
 WEIGHTS_MODEL = 'ViT-B_16'
-SECTIONS = ('import', 'start', 'train', 'inference', 'pipeline', 'weights')
+DETECTOR, DETECTOR_SIZE, DETECTOR_BATCH = 'DETR-R50', 640, 2
+OBJECTS = 7  # Of an image of COCO, in the mean; at most 63.
+MATCHINGS = (6, 64, 63, 100)  # Layers, images, targets, predictions.
+SAMPLING_MODEL = 'iGPT-S'
+SAMPLING_STEPS = 8
+SECTIONS = (
+  'import', 'start', 'train', 'inference', 'pipeline', 'weights', 'detection',
+  'sampling',
+)  # fmt: skip
 
 
 def measure(*functions: Callable, repeats: int) -> list[list[float]]:
@@ -140,6 +151,52 @@ def benchmark_start(args) -> list[dict]:
   return [row('digits: start to first step', times, 's')]
 
 
+def _make_program(model, image_size: int, mesh, task: str, num_classes: int):
+  """Returns the program that trains a model with Adam.
+
+  Args:
+    model: config of the model.
+    image_size: height and width of the images.
+    mesh: the devices.
+    task: name of the task.
+    num_classes: number of classes.
+  """
+  from vit_jax import train as train_lib
+  from vit_jax.run import config as run_config
+
+  config = common.get_config()
+  config.model, config.task = model, task
+  config.pp.crop = image_size
+  config.update(
+    optimizer='adam', optim_dtype='float32', total_steps=10, warmup_steps=1,
+    weight_decay=0.1,
+  )  # fmt: skip
+  config = run_config.complete(config)
+  metadata = run_config.get_task(task).planned_metadata(config, num_classes)
+  return train_lib.make_program(config, metadata, mesh)
+
+
+def _random_batch(program, size: int) -> dict:
+  """Returns a batch of random numbers from 0 to 1."""
+  rng = np.random.RandomState(0)
+  return {
+    name: rng.uniform(size=spec.shape).astype(spec.dtype)
+    for name, spec in program.task.batch_spec(size).items()
+  }
+
+
+def _training_step(program, batch) -> Callable:
+  """Returns a function that makes one update."""
+  holder = [program.create_state({})]
+  update = jax.jit(program.update, donate_argnums=0)
+
+  def step():
+    holder[0], metrics = update(holder[0], batch)
+    jax.block_until_ready(metrics)
+
+  return step
+
+
 def _model_step(args, mesh, train: bool, attention: str | None) -> Callable:
   """Returns a function that makes one update of a model, or computes logits.
 
@@ -149,40 +206,18 @@ def _model_step(args, mesh, train: bool, attention: str | None) -> Callable:
     train: whether to make an update.
     attention: implementation of attention; None for a model without.
   """
-  from vit_jax import train as train_lib
-  from vit_jax.run import config as run_config
-
-  config = common.get_config()
-  config.model = model_configs.get_config(args.model)
-  config.model.dtype = args.dtype
+  model = model_configs.get_config(args.model)
+  model.dtype = args.dtype
   if attention:
-    config.model.transformer.attention = attention
-  config.pp.crop = args.image_size
-  config.update(
-    optimizer='adam', optim_dtype='float32', total_steps=10, warmup_steps=1,
-    weight_decay=0.1,
-  )  # fmt: skip
-  config = run_config.complete(config)
-  metadata = run_config.get_task(config.task).planned_metadata(config, 1000)
-  program = train_lib.make_program(config, metadata, mesh)
-  rng = np.random.RandomState(0)
-  batch = {
-    name: rng.uniform(size=spec.shape).astype(spec.dtype)
-    for name, spec in program.task.batch_spec(args.batch).items()
-  }
+    model.transformer.attention = attention
+  program = _make_program(model, args.image_size, mesh, 'classify', 1000)
+  batch = _random_batch(program, args.batch)
   batch = jax.device_put(batch, sharding.batch_sharding(mesh))
-  holder = [program.create_state({})]
-  update = jax.jit(program.update, donate_argnums=0)
+  if train:
+    return _training_step(program, batch)
+  state = program.create_state({})
   predict = jax.jit(program.task.outputs)
-
-  def step():
-    if train:
-      holder[0], metrics = update(holder[0], batch)
-      jax.block_until_ready(metrics)
-    else:
-      predict(holder[0].params, {}, batch).block_until_ready()
-
-  return step
+  return lambda: predict(state.params, {}, batch).block_until_ready()
 
 
 def _model_rows(args, train: bool) -> list[dict]:
@@ -347,6 +382,197 @@ def benchmark_weights(args) -> list[dict]:
     row('np.load of all its arrays beside it', plain, 's'),
     row('ratio', ratios, 'x'),
   ]
+
+
+def _set_losses(task, batch) -> Callable:
+  """Returns a function that computes a detector's losses and their gradient."""
+  from vit_jax.learning import boxes
+
+  rng = np.random.RandomState(0)
+  shape = (
+    task.model.num_decoder_layers, len(batch['count']), task.model.num_queries,
+  )  # fmt: skip
+  logits = rng.randn(*shape, len(task.class_names) + 1).astype(np.float32)
+  found = rng.uniform(0.1, 0.5, (*shape, 4)).astype(np.float32)
+
+  def total(logits, found):
+    targets = (batch[name] for name in ('class', 'box', 'count'))
+    sums = boxes.losses(logits, found, *targets)
+    return sum(x.sum() for x in sums.values())
+
+  compute = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
+  return lambda: jax.block_until_ready(compute(logits, found))
+
+
+def matchings() -> dict[str, Callable]:
+  """Returns functions that solve the same problems of assignment, by name."""
+  import optax
+  from scipy import optimize
+
+  from vit_jax.learning import matching
+
+  rng = np.random.RandomState(0)
+  cost = rng.randn(*MATCHINGS).astype(np.float32)
+  counts = np.full(MATCHINGS[1], MATCHINGS[2], np.int32)
+
+  def callback(cost):
+    def solve(cost):
+      flat = np.asarray(cost).reshape(-1, *MATCHINGS[2:])
+      found = [optimize.linear_sum_assignment(x)[1] for x in flat]
+      return np.array(found, np.int32).reshape(MATCHINGS[:3])
+
+    shape = jax.ShapeDtypeStruct(MATCHINGS[:3], np.int32)
+    return jax.pure_callback(solve, shape, cost)
+
+  algorithms = {
+    'on the device (matching.match)': lambda x: matching.match(x, counts),
+    'SciPy in a host callback': callback,
+    'optax.assignment': lambda x: jax.vmap(
+      optax.assignment.hungarian_algorithm
+    )(x.reshape(-1, *MATCHINGS[2:]))[1],
+  }
+
+  def run(function):
+    compiled = jax.jit(function)
+    return lambda: jax.block_until_ready(compiled(cost))
+
+  return {name: run(function) for name, function in algorithms.items()}
+
+
+def benchmark_detection(args) -> list[dict]:
+  """Times DETR's update, its matching and losses, and ways of matching."""
+  cli.load_tensorflow()
+  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
+  model = model_configs.get_config(DETECTOR)
+  model.dtype = args.dtype
+  program = _make_program(model, DETECTOR_SIZE, mesh, 'detect', 91)
+  batch = _random_batch(program, DETECTOR_BATCH)
+  batch['count'] = np.full(DETECTOR_BATCH, OBJECTS, np.int32)
+  steps, losses = measure(
+    _training_step(program, batch),
+    _set_losses(program.task, batch),
+    repeats=args.repeats,
+  )
+  label = (
+    f'{DETECTOR}, {DETECTOR_SIZE} px, batch {DETECTOR_BATCH}, {args.dtype}'
+  )
+  shares = [100 * a / b for a, b in zip(losses, steps)]
+  ways = matchings()
+  times = measure(*ways.values(), repeats=args.repeats)
+  return [
+    row(f'training step, {label}', steps, 's'),
+    row('its matching and losses', [1e3 * t for t in losses], 'ms'),
+    row('share of the step', shares, '%'),
+    *(
+      row(f'matching, {name}', [1e3 * t for t in seconds], 'ms')
+      for name, seconds in zip(ways, times)
+    ),
+  ]
+
+
+def _draw_pixels(model, params, batch: int) -> Callable:
+  """Returns a function that draws SAMPLING_STEPS pixels after a number of them."""
+  keys = jax.random.split(jax.random.key(0), batch)
+  color = np.zeros(batch, np.int32)
+
+  @jax.jit
+  def run(params, cache, start):
+    positions = start + jax.numpy.arange(SAMPLING_STEPS)
+    draw_next = models_igpt.next_pixel(model, params, keys)
+    return models_igpt.draw_pixels(draw_next, color, cache, positions)[0]
+
+  cache = model.empty_cache(batch)
+  return lambda start: run(params, cache, start).block_until_ready()
+
+
+def _draw_uncached(model, params, batch: int) -> Callable:
+  """Returns a function that draws a pixel after a number of them, uncached."""
+  keys = jax.random.split(jax.random.key(0), batch)
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def run(params, start):
+    part = model.clone(num_positions=start + 1)
+    table = params['position_embedding'][: start + 1]
+    params = {**params, 'position_embedding': table}
+    colors = jax.numpy.zeros((batch, start + 1), 'int32')
+    logits = part.apply({'params': params}, colors)
+    return models_igpt.draw(keys, logits[:, -1], 1.0)
+
+  return lambda start: run(params, start).block_until_ready()
+
+
+def _draw_hugging_face(model, batch: int) -> Callable:
+  """Returns a function like `_draw_pixels` for Hugging Face's `generate`."""
+  import torch
+  import transformers
+
+  theirs = transformers.ImageGPTForCausalImageModeling(
+    transformers.ImageGPTConfig(
+      vocab_size=model.num_colors + 1,
+      n_positions=model.num_positions,
+      n_embd=model.hidden_size,
+      n_layer=model.num_layers,
+      n_head=model.num_heads,
+    )
+  ).eval()
+  pasts = {}
+
+  def run(start):
+    colors = torch.zeros((batch, start + 1), dtype=torch.long)
+    with torch.no_grad():
+      if start not in pasts:
+        seen = theirs(colors[:, :start], use_cache=True)
+        pasts[start] = seen.past_key_values
+      begin = time.perf_counter()
+      theirs.generate(
+        colors,
+        past_key_values=pasts[start],
+        max_new_tokens=SAMPLING_STEPS,
+        do_sample=True,
+        use_cache=True,
+      )
+      seconds = time.perf_counter() - begin
+    pasts[start].crop(start)
+    return seconds
+
+  return run
+
+
+def benchmark_sampling(args) -> list[dict]:
+  """Times the drawing of images, with and without cached keys and values.
+
+  Some pixels are drawn at three places, a sixth, a half and five sixths of an
+  image. Their mean time, times the number of pixels, is that of an image.
+  """
+  model = models.get_model(SAMPLING_MODEL)
+  pixels = model.num_positions
+  colors = np.zeros((1, pixels), np.int32)
+  params = jax.jit(model.init)(jax.random.key(0), colors)['params']
+  make = (model, params, args.batch)
+  programs = [(_draw_pixels(*make), SAMPLING_STEPS), (_draw_uncached(*make), 1)]
+  names = ['with cached keys and values', 'without, beside it']
+  if importlib.util.find_spec('transformers'):
+    programs.append((_draw_hugging_face(model, args.batch), SAMPLING_STEPS))
+    names.append("Hugging Face's generate beside it")
+  places = [pixels // 6, pixels // 2, pixels * 5 // 6]
+  times = measure(
+    *(functools.partial(run, at) for run, _ in programs for at in places),
+    repeats=args.repeats,
+  )
+  speeds = []
+  for i, (_, steps) in enumerate(programs):
+    turns = zip(*times[i * len(places) : (i + 1) * len(places)])
+    speeds.append(
+      [args.batch * steps / statistics.mean(turn) / pixels for turn in turns]
+    )
+  ours, *others = speeds
+  rows = [row(f'samples, {SAMPLING_MODEL}, {names[0]}', ours, 'img/s')]
+  for name, other in zip(names[1:], others):
+    rows += [
+      row(name, other, 'img/s'),
+      row('ratio', [a / b for a, b in zip(ours, other)], 'x'),
+    ]
+  return rows
 
 
 def make_parser() -> argparse.ArgumentParser:

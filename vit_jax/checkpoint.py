@@ -15,6 +15,7 @@ import flax.core
 import flax.traverse_util
 
 from vit_jax import models
+from vit_jax.configs import models as model_configs
 from vit_jax.weights import fetch
 from vit_jax.weights import fitting
 from vit_jax.weights import identify
@@ -144,7 +145,8 @@ def _weights_path(config) -> str | None:
   name = config.model_or_filename
   if name:
     return augreg_filename(name, config.pretrained_dir)
-  return f'{config.pretrained_dir}/{config.model.get("model_name")}.npz'
+  model = model_configs.vit_of(config.model)
+  return f'{config.pretrained_dir}/{model.get("model_name")}.npz'
 
 
 @contextlib.contextmanager
@@ -172,31 +174,65 @@ def check_exists(config):
       reading.existing(path)
 
 
-def pretrained_weights(config, task, params) -> dict:
+def pretrained_weights(config, task, params, extra=None) -> dict:
   """Loads the weights that a config names; returns {} if it names none.
 
   Args:
     config: reads `pretrained`, `pretrained_dir`, `model`, `pp.crop`.
-    task: the task; its NEW_PARAMS keep their initial values.
+    task: the task; its `new_params` keep their initial values.
     params: shapes of the parameters.
+    extra: shapes of the extra state; None for none. Of it, weights bring what
+      vit_jax.weights.reading.EXTRA names.
+
+  Returns:
+    Arrays by '/'-joined path in parameters or extra state.
 
   Raises:
     FileNotFoundError, ValueError: if there is no such file or it does not fit.
   """
-  from vit_jax import preprocess  # Late: imports TensorFlow.
-
   path = _weights_path(config)
   if path is None:
     return {}
   with _weights_named(config):
-    return transferable(
-      path,
-      params,
-      config.model,
-      grid=config.pretrained_grid,
-      new_grid=models.patch_grid(config.model, preprocess.crop_size(config.pp)),
-      new=task.NEW_PARAMS,
-    )
+    beside = {k: v for k, v in (extra or {}).items() if k in reading.EXTRA}
+    try:
+      return transferable(
+        path,
+        {**params, **beside},
+        config.model,
+        grid=config.pretrained_grid,
+        new_grid=_new_grid(config, config.model),
+        new=task.new_params,
+        adapt=task.adapt_weights,
+      )
+    except fitting.OtherModelError:
+      if 'vit' not in config.model:
+        raise
+      return _backbone_weights(config, path, params)
+
+
+def _new_grid(config, model):
+  """Returns the grid of the position embeddings of a run's ViT."""
+  from vit_jax import preprocess  # Late: imports TensorFlow.
+
+  encoder = model.get('transformer') or {}
+  return encoder.get('position_grid') or models.patch_grid(
+    model, preprocess.crop_size(config.pp)
+  )
+
+
+def _backbone_weights(config, path, params) -> dict:
+  """Returns the weights of a Vision Transformer for a detector's backbone."""
+  vit = config.model.vit
+  taken = transferable(
+    path,
+    params['backbone'],
+    vit,
+    grid=config.pretrained_grid,
+    new_grid=_new_grid(config, vit),
+    new=('head/', 'pre_logits/'),
+  )
+  return {f'backbone/{name}': value for name, value in taken.items()}
 
 
 def _fix_groupnorm(params):

@@ -1,6 +1,7 @@
 """Shared by the command lines: output, quiet logs, flags, one-line errors."""
 
 import argparse
+import ast
 from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
@@ -427,6 +428,9 @@ def _model_option(arg):
         f'model.{option}={value} must be True or False (config.model.{option})'
       )
     value = words[value]
+  elif default is None and value is not None:
+    with contextlib.suppress(ValueError, SyntaxError):
+      value = ast.literal_eval(value)
   elif isinstance(default, float):
     try:
       value = float(value)

@@ -1,16 +1,22 @@
 r"""Converts weights between this package, timm and Hugging Face, bit for bit.
 
-  python -m vit_jax.convert SRC DST [--to=npz|timm|hf|workdir]
+  python -m vit_jax.convert SRC DST [--to=npz|timm|hf|pth|workdir]
 
 SRC is a published .npz, a .safetensors or .bin file of timm or Hugging Face or
-a folder with such a file, or the workdir of a run; local, at gs://, or a URL.
-DST is
+a folder with such a file, a .pth file released with DETR, or the workdir of a
+run; local, at gs://, or a URL. DST is
 
   npz       a file that the original's readers and timm's `load_npz` read
   timm      a folder for timm.create_model('local-dir:DST', pretrained=True)
-  hf        a folder for ViTForImageClassification.from_pretrained(DST)
+  hf        a folder for ViTForImageClassification.from_pretrained(DST), for
+            DetrForObjectDetection or for ImageGPTForCausalImageModeling
+  pth       a detector under the names of the files released with DETR: a .pth
+            file, which needs PyTorch, or a .safetensors file
   workdir   a folder for vit_jax.predict, for --config.pretrained, and for
             vit_jax.main --evaluate
+
+A detector is written as hf, pth or workdir, an iGPT with its palette as hf or
+workdir, a classifier as all but pth.
 
 Examples:
 
@@ -18,6 +24,7 @@ Examples:
   python -m vit_jax.convert /tmp/run /tmp/run.npz
   python -m vit_jax.convert https://huggingface.co/google/vit-base-patch16-224\
 /resolve/main/model.safetensors /tmp/b16 --to=workdir
+  python -m vit_jax.convert detr-r50-e632da11.pth /tmp/detr --to=workdir
 
 The arrays are only renamed, transposed and reshaped. Differences in computation
 (the GELU, the epsilons of norms) are written to the config of DST, so that
@@ -42,7 +49,9 @@ import numpy as np
 from vit_jax import cli
 from vit_jax import models
 from vit_jax.layers import positions
+from vit_jax.layouts import families
 from vit_jax.weights import arrays
+from vit_jax.weights import fitting
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 from vit_jax.weights import writing
@@ -62,7 +71,9 @@ def read(
 
   Args:
     src: see vit_jax.weights.reading.read.
-    class_names: names of the classes; override those of `src`.
+    class_names: names of the classes; override those of `src`. Of a detector
+      they may be some of those of `src`, in any order: such as the 80 classes
+      of COCO of a model for its 91 ids.
     image_size: (height, width) in pixels; needed if `src` does not tell it and
       the grid of patches is not square.
     num_heads: see vit_jax.weights.reading.read.
@@ -73,19 +84,25 @@ def read(
       do not fit together.
   """
   weights = reading.read(src, num_heads)
-  config = identify.model_config(weights.params)
+  config = identify.model_config(weights.params, weights.model)
   if config is None:
+    alone = weights.kind == 'resnet'
     raise ValueError(
-      f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer or BiT: it has "
-      f'{sorted(weights.params)[:6]} (SRC)'
+      f"'{src}' holds the backbone of a detector alone: start a run from it "
+      '(--config.pretrained) and convert that'
+      if alone
+      else f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer, BiT, "
+      f'DETR or iGPT: it has {sorted(weights.params)[:6]} (SRC)'
     )
   if weights.kind == 'workdir':
     config = ml_collections.ConfigDict(weights.model)
   else:
     with config.ignore_type():
       config.update(weights.model)
-  flat = flax.traverse_util.flatten_dict(weights.params, sep='/')
-  num_classes = flat['head/bias'].size if 'head/bias' in flat else 0
+  num_classes = identify.num_classes(weights.params)
+  if class_names and len(class_names) < num_classes:
+    weights = fitting.with_classes(weights, class_names)
+    num_classes = identify.num_classes(weights.params)
   names = class_names or weights.class_names
   if names is not None and len(names) != num_classes:
     if class_names:
@@ -95,13 +112,23 @@ def read(
       )
     names = None
   with arrays.naming(src, 'cannot be used'):
-    size = image_size or weights.image_size or _square(weights.params, config)
-    _check_size(weights.params, config, size)
+    size = _image_size(weights, config, image_size)
     if weights.kind != 'workdir':
-      _check_shapes(weights.params, config, num_classes, size)
-  return writing.Model(
-    weights.params, config, tuple(names) if names else None, num_classes, size
-  )
+      _check_shapes(weights, config, num_classes, size)
+    model = writing.Model(
+      weights.params,
+      config,
+      tuple(names) if names else None,
+      num_classes,
+      size,
+      weights.extra,
+      weights.metadata,
+      weights.kind,
+    )
+    family = families.FAMILIES.get(config.get('kind'))
+    if family is not None:
+      family.files.check(model)
+  return model
 
 
 def _stride(config):
@@ -125,6 +152,17 @@ def _tokens(params):
   return None if posemb is None else posemb.shape[1] - ('cls' in flat)
 
 
+def _image_size(weights, config, given):
+  """Returns (height, width) of a model's images; checks a given size."""
+  size = given or weights.image_size
+  family = families.FAMILIES.get(config.get('kind'))
+  if family is not None:
+    return family.files.image_size(config, size)
+  size = size or _square(weights.params, config)
+  _check_size(weights.params, config, size)
+  return size
+
+
 def _square(params, config):
   if config.get('patches') is None:  # A model for images of any size.
     return (_USUAL_SIZE, _USUAL_SIZE)
@@ -144,21 +182,26 @@ def _check_size(params, config, size):
     )
 
 
-def _check_shapes(params, config, num_classes, size):
-  """Checks that all parameters of the model are present, with their shapes."""
+def _check_shapes(weights, config, num_classes, size):
+  """Checks that all leaves of the model are present, with their shapes."""
   model = models.make_model(config, num_classes=num_classes)
-  images = (1, *size, identify.channels(params))
+  inputs = identify.inputs(
+    config, weights.params, size or (_USUAL_SIZE, _USUAL_SIZE)
+  )
   expected = jax.eval_shape(
-    lambda: model.init(jax.random.key(0), jnp.zeros(images), train=False)
-  )['params']
-  have = flax.traverse_util.flatten_dict(params, sep='/')
-  want = flax.traverse_util.flatten_dict(expected, sep='/')
+    lambda: model.init(
+      jax.random.key(0), jnp.zeros(inputs.shape, inputs.dtype), train=False
+    )
+  )
+  have = reading.leaves_of(weights)
+  tree = {**expected.pop('params'), **expected}
+  want = flax.traverse_util.flatten_dict(tree, sep='/')
   problems = identify.misfits(have, want) + [
     f'{path}: missing in the weights' for path in sorted(want.keys() - have)
   ]
   if problems:
     raise ValueError(
-      f'it looks like {identify.describe(params)}, but:\n  '
+      f'it looks like {identify.describe(weights.params)}, but:\n  '
       + '\n  '.join(problems[:20])
     )
 
@@ -176,8 +219,8 @@ def convert(
   Args:
     src: weights in any format, see vit_jax.weights.reading.read.
     dst: file (npz) or folder to write; it appears only when it is complete.
-    to: one of KINDS; by default npz if `dst` ends in .npz.
-    class_names: names of the classes; override those of `src`.
+    to: one of KINDS; by default npz or pth if `dst` ends so.
+    class_names: see `read`.
     image_size: (height, width) in pixels; needed if `src` does not tell it and
       the grid of patches is not square.
     num_heads: number of attention heads; needed if `src` does not tell it and
@@ -192,26 +235,30 @@ def convert(
     FileNotFoundError, PermissionError, OSError, ImportError: see `read`.
   """
   target = epath.Path(dst)
-  if to is None and target.suffix == '.npz':
-    to = 'npz'
+  if to is None:
+    to = {'.npz': 'npz', '.pth': 'pth'}.get(target.suffix)
   if to not in KINDS:
     raise ValueError(
       f"the format of DST '{dst}' is unknown: give --to={'|'.join(KINDS)}"
       + (f', not {to}' if to else '')
     )
-  if to == 'npz' and target.suffix != '.npz':
-    raise ValueError(f"DST '{dst}' must end in .npz for --to=npz")
+  endings = writing.FILES.get(to)
+  if endings and target.suffix not in endings:
+    raise ValueError(
+      f"DST '{dst}' must end in {' or '.join(endings)} for --to={to}"
+    )
   if target.exists():
     raise FileExistsError(
       f"DST '{dst}' exists: give another, or delete it first"
     )
   model = read(src, class_names, image_size, num_heads)
-  notes = []
+  notes = writing.check(model, to)
   if to != 'workdir':
-    model, notes = _with_plain_positions(model, to)
+    model, found = _with_plain_positions(model, to)
+    notes += found
   target.parent.mkdir(parents=True, exist_ok=True)
-  if to == 'npz':  # This writer makes a temporary file itself.
-    return model, notes + writing.WRITERS['npz'](model, target)
+  if endings:  # These writers make a temporary file themselves.
+    return model, notes + writing.WRITERS[to](model, target)
   temporary = target.parent / f'.{target.name}.tmp'
   if temporary.exists():
     temporary.rmtree()
@@ -291,10 +338,12 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument('src', metavar='SRC', help='weights in any format')
   parser.add_argument('dst', metavar='DST', help='file or folder to write')
   parser.add_argument(
-    '--to', choices=KINDS, help='format of DST (npz if DST ends in .npz)'
+    '--to', choices=KINDS, help='format of DST (npz or pth if DST ends so)'
   )
   parser.add_argument(
-    '--class_names', help='file with one name per line, or a .json list'
+    '--class_names',
+    help='file with one name per line, or a .json list; for a detector also '
+    'some of its classes, which are then the only ones',
   )
   parser.add_argument(
     '--image_size',
@@ -321,10 +370,12 @@ def main() -> None:
     args.num_heads,
   )
   count = sum(x.size for x in jax.tree.leaves(model.params))
-  height, width = model.image_size
+  size = 'any size'
+  if model.image_size is not None:
+    size = f'{model.image_size[0]}x{model.image_size[1]}'
   print(
     f'{args.src}: {identify.describe(model.params)}, {count:,} parameters, '
-    f'images of {height}x{width}, '
+    f'images of {size}, '
     + (f'{model.num_classes:,} classes' if model.num_classes else 'no head')
   )
   for note in notes:

@@ -3,8 +3,8 @@ r"""Lists the images of a folder and decodes each once, ahead of any training.
   python -m vit_jax.manifest /data/photos
 
 reads /data/photos/train, test and so on, and writes its results beside these
-folders: /data/photos/train.index.npz, test.index.npz. A training on
-/data/photos uses these lists instead of listing the folders itself, as long as
+folders: /data/photos/train.index.npz, test.index.npz (train.coco.index.npz for
+images with annotations in COCO's format). A training on /data/photos uses these lists instead of listing the folders itself, as long as
 the lists are up to date:
 
 - On this machine's disks, the list is made again when images are added, removed
@@ -62,6 +62,8 @@ def make(
     OSError: if a folder or a file cannot be read, or the index cannot be
       written.
   """
+  from vit_jax.annotations import layout
+  from vit_jax.annotations import source
   from vit_jax.configs import common
   from vit_jax.data import checking
   from vit_jax.data import manifest
@@ -71,13 +73,16 @@ def make(
   from vit_jax.files import reading
 
   limit = max_pixels or common.get_config().max_image_pixels
+  why = images.why_broken
   if manifest.exists(root, split):
     index = manifest.open_index(root, split, manifest.image_paths(root, split))
+  elif layout.exists(root, split):
+    index, why = source.open_index(root, split)
   else:
     index = checking.renew_index(root, split)
   levels = {
     'form': (index_lib.FORM, lambda path, _: reading.why_malformed(path)),
-    'decode': (index_lib.DECODED, images.why_broken),
+    'decode': (index_lib.DECODED, why),
   }
   index.look_again(index.order)
   if check in levels:
@@ -96,8 +101,9 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument(
     'splits',
     nargs='*',
-    help="splits in the folder (by default all folders and .jsonl files); '.' for "
-    'the folder itself, with a folder per class',
+    help='splits in the folder (by default all with annotations, or else all '
+    "folders and .jsonl files); '.' for the folder itself, with a folder per "
+    'class',
   )
   parser.add_argument(
     '--check',
@@ -119,10 +125,12 @@ def main() -> int:
   cli.quiet()
   cli.avoid_libtpu()
   cli.load_tensorflow()
+  from vit_jax.annotations import layout
   from vit_jax.data import folder
 
   found = False
-  for split in args.splits or folder.splits(args.folder):
+  splits = args.splits or layout.splits(args.folder)
+  for split in splits or folder.splits(args.folder):
     began = time.perf_counter()
     path, count, broken = make(
       args.folder, split, args.check, args.max_image_pixels

@@ -1,23 +1,30 @@
 """DETR: object detection as the prediction of a set (arXiv 2005.12872).
 
-A backbone makes a feature map of an image, a Transformer encoder relates its
-cells to each other, and a decoder turns a fixed number of learned queries into
-one class and one box each. Images of a batch may have padding below and to the
+A backbone, a ResNet or a Vision Transformer, makes a feature map of an image, a
+Transformer encoder relates its cells to each other, and a decoder turns a fixed
+number of learned queries into one class and one box each. Images of a batch may have padding below and to the
 right; a mask says which pixels are real.
 
 Shapes in the comments:
   B images    H, W image height and width    h, w cells of the feature map
   S = h*w     Q object queries    D width of a token    L layers of the decoder
+  F channels of the feature map
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 
+from vit_jax import models_vit
 from vit_jax.layers import detection
+from vit_jax.layers import masks
 from vit_jax.layers import resnet
+from vit_jax.scale import sharding
+
+BACKBONES = ('resnet', 'vit')
 
 # Mean and standard deviation of ImageNet's pixels in [0, 1], by channel, with
 # which the published backbones were trained.
@@ -68,16 +75,67 @@ class BoxHead(nn.Module):
     return nn.sigmoid(x)
 
 
+class VitBackbone(models_vit.VisionTransformer):
+  """A Vision Transformer that returns its tokens as a feature map.
+
+  The class token, if there is one, takes part in the attention, as in the
+  published weights, and is left out of the map.
+  """
+
+  def __call__(self, images, mask=None, *, train):
+    """Maps images [B, H, W, 3] to [B, h, w, F].
+
+    Args:
+      images: float in [-1, 1].
+      mask: bool [B, H, W], True for real pixels; patches that begin in the
+        padding are not attended to. None if there is no padding.
+      train: whether dropout is on.
+    """
+    if mask is not None:
+      images = images * mask[..., None]
+    x = self.embed(images, flat=False)  # [B, h, w, F]
+    grid = x.shape[1:3]
+    tokens = grid[0] * grid[1]
+    if mask is not None:
+      mask = shrink_mask(mask, grid).reshape(len(x), 1, 1, tokens)
+      first = int(self.has_class_token)
+      mask = jnp.pad(
+        mask, ((0, 0), (0, 0), (0, 0), (first, 0)), constant_values=True
+      )
+    x = self.encode(x, train=train, mask=mask)[:, -tokens:]
+    return x.reshape(len(x), *grid, -1)
+
+
+def check_vit(fields):
+  """Checks the names of the fields of a Vision Transformer as the backbone.
+
+  Raises:
+    ValueError: if a field is missing or unknown.
+  """
+  known = set(VitBackbone.__dataclass_fields__) - {'parent', 'name'}
+  unknown = sorted(set(fields) - known)
+  missing = sorted({'patches', 'transformer', 'hidden_size'} - set(fields))
+  if unknown or missing:
+    raise ValueError(
+      f'config.model.vit lacks {missing} and has unknown fields {unknown}: give '
+      "the fields of a Vision Transformer with backbone='vit', as "
+      'vit_jax.configs.models.get_config returns them (config.model.vit)'
+    )
+
+
 class Detr(nn.Module):
-  """DETR with a ResNet as the backbone.
+  """DETR with a ResNet or a Vision Transformer as the backbone.
 
   Attributes:
     num_classes: number of classes without "no object", which is the last one.
-    units: bottlenecks per stage of the backbone.
-    backbone_width: channels of the backbone's root.
-    dilate_last: whether the backbone's last stage has a dilation in place of
-      its stride ("DC5").
-    norm: norm of the backbone, one of vit_jax.layers.resnet.NORMS.
+    backbone: one of BACKBONES.
+    vit: fields of vit_jax.models_vit.VisionTransformer, for `backbone='vit'`.
+      With `transformer.position_grid` images may have several sizes.
+    units: bottlenecks per stage of a ResNet.
+    backbone_width: channels of a ResNet's root.
+    dilate_last: whether a ResNet's last stage has a dilation in place of its
+      stride ("DC5").
+    norm: norm of a ResNet, one of vit_jax.layers.resnet.NORMS.
     hidden_size: width D of a token.
     num_queries: number of object queries Q.
     num_encoder_layers: layers of the encoder.
@@ -86,12 +144,17 @@ class Detr(nn.Module):
     mlp_dim: width of the hidden layers of the MLPs.
     dropout_rate: dropout after attention and dense layers.
     attention_dropout_rate: dropout of the attention weights.
+    mask_head: whether to compute a mask for each query (section 4.4).
+    masks_at_a_time: number of queries whose masks are computed together, to
+      save memory; 0: all.
     model_name: name in the table of configs; has no effect.
     dtype: type of the computation. Logits and boxes are always float32.
     param_dtype: type of the parameters.
   """
 
   num_classes: int
+  backbone: str = BACKBONES[0]
+  vit: Mapping[str, Any] | None = None
   units: Sequence[int] = resnet.UNITS['r50']
   backbone_width: int = 64
   dilate_last: bool = False
@@ -104,12 +167,23 @@ class Detr(nn.Module):
   mlp_dim: int = 2048
   dropout_rate: float = 0.1
   attention_dropout_rate: float = 0.1
+  mask_head: bool = False
+  masks_at_a_time: int = 10
   model_name: str | None = None
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
+  def setup(self):
+    if self.mask_head:
+      self.segmentation = masks.MaskHead(
+        self.hidden_size,
+        self.num_heads,
+        self.masks_at_a_time,
+        **self._types(),
+      )
+
   @nn.compact
-  def __call__(self, images, mask=None, *, train):
+  def __call__(self, images, mask=None, *, train, draw=True):
     """Detects objects.
 
     Args:
@@ -117,25 +191,21 @@ class Detr(nn.Module):
       mask: bool [B, H, W], True for real pixels, False for padding; None if
         there is no padding.
       train: whether dropout is on (needs the rng 'dropout').
+      draw: whether a model with a mask head computes the masks of all queries.
 
     Returns:
       A dict with the outputs after each layer of the decoder, the last layer's
       last: `logits`, float32 [L, B, Q, num_classes + 1], and `boxes`, float32
       [L, B, Q, 4]: centre x, centre y, width and height, as shares of width and
-      height of the image without its padding.
+      height of the image without its padding. With a mask head also `masks`,
+      the logits of the last layer's masks, float32 [B, Q, H / 4, W / 4]; or, if
+      not `draw`, `features`, of which `draw_masks` computes some of them.
     """
     types = self._types()
+    stages = self._stages(images.astype(types['dtype']), mask, train)
     if mask is None:
       mask = jnp.ones(images.shape[:3], bool)
-    x = normalise(images.astype(types['dtype']), mask)
-    features = resnet.ResNet(
-      self.units,
-      self.backbone_width,
-      self.dilate_last,
-      name='backbone',
-      **types,
-    )(x)[-1]  # [B, h, w, F]
-    memory, positions, seen = self._encode(features, mask, train)
+    projected, memory, positions, seen = self._encode(stages[-1], mask, train)
     states = self._decode(memory, positions, seen, train)  # [L, B, Q, D]
     head = nn.Dense(
       self.num_classes + 1,
@@ -144,13 +214,70 @@ class Detr(nn.Module):
       name='class_head',
     )
     boxes = BoxHead(self.hidden_size, name='box_head', **types)
-    return {'logits': head(states), 'boxes': boxes(states)}
+    outputs = {'logits': head(states), 'boxes': boxes(states)}
+    if not self.mask_head:
+      return outputs
+    cells = projected.shape[:3]
+    features = masks.Features(
+      queries=states[-1],
+      memory=memory.reshape(projected.shape),
+      mask=seen.reshape(cells),
+      projected=projected,
+      stages=stages[-2::-1],
+    )
+    if draw:
+      return {**outputs, 'masks': self.segmentation(features)}
+    return {**outputs, 'features': features}
+
+  def draw_masks(self, features, queries):
+    """Computes the masks of some queries.
+
+    Args:
+      features: see `__call__`.
+      queries: int [B, N], numbers of the queries.
+
+    Returns:
+      The logits, float32 [B, N, H / 4, W / 4].
+    """
+    chosen = jnp.take_along_axis(
+      features.queries, queries[..., None], axis=1
+    )  # [B, N, D]
+    return self.segmentation(features._replace(queries=chosen))
 
   def _types(self):
     """Returns the types of computation and parameters, by argument name."""
     return dict(
       dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
     )
+
+  def _stages(self, images, mask, train):
+    """Returns the feature maps of the backbone; the last is [B, h, w, F]."""
+    types = self._types()
+    if self.backbone == 'vit':
+      if self.mask_head:
+        raise ValueError(
+          "backbone='vit' has one feature map, but mask_head=True needs those of "
+          "four stages: use backbone='resnet' (config.model.backbone)"
+        )
+      fields = {**(self.vit or {}), **types, 'num_classes': None}
+      check_vit(fields)
+      backbone = VitBackbone(name='backbone', **fields)
+      return [backbone(images, mask, train=train)]
+    if self.backbone != 'resnet':
+      raise ValueError(
+        f"backbone='{self.backbone}' is unknown: use one of {BACKBONES} "
+        '(config.model.backbone)'
+      )
+    if mask is None:
+      mask = jnp.ones(images.shape[:3], bool)
+    return resnet.ResNet(
+      self.units,
+      self.backbone_width,
+      self.dilate_last,
+      self.norm,
+      name='backbone',
+      **types,
+    )(normalise(images, mask))
 
   def _layers(self, cls, count, name):
     return [
@@ -166,13 +293,20 @@ class Detr(nn.Module):
     ]
 
   def _encode(self, features, mask, train):
-    """Returns memory [B, S, D], positions [B, S, D], mask [B, 1, 1, S]."""
+    """Encodes a feature map.
+
+    Returns:
+      The map with D channels [B, h, w, D]; memory [B, S, D], positions [B, S,
+      D], and mask [B, 1, 1, S].
+    """
     types = self._types()
     mask = shrink_mask(mask, features.shape[1:3])  # [B, h, w]
     positions = detection.sine_positions(mask, self.hidden_size)
-    x = nn.Conv(self.hidden_size, (1, 1), name='input_proj', **types)(features)
-    flat = (x.shape[0], -1, self.hidden_size)
-    x = x.reshape(flat)
+    projected = nn.Conv(self.hidden_size, (1, 1), name='input_proj', **types)(
+      features
+    )
+    flat = (len(mask), -1, self.hidden_size)
+    x = projected.reshape(flat)
     positions = positions.reshape(flat).astype(x.dtype)
     seen = mask.reshape(len(x), 1, 1, -1)
     layers = self._layers(
@@ -180,7 +314,7 @@ class Detr(nn.Module):
     )
     for layer in layers:
       x = layer(x, positions, seen, train=train)
-    return x, positions, seen
+    return projected, x, positions, seen
 
   def _decode(self, memory, positions, seen, train):
     """Returns the normalised state after each layer, [L, B, Q, D]."""
@@ -192,6 +326,7 @@ class Detr(nn.Module):
       types['param_dtype'],
     ).astype(types['dtype'])
     queries = jnp.broadcast_to(queries, (len(memory), *queries.shape))
+    queries = sharding.constrain_batch(queries)
     norm = nn.LayerNorm(1e-5, name='decoder_norm', **types)
     x, states = jnp.zeros_like(queries), []
     layers = self._layers(

@@ -346,23 +346,58 @@ def _check_sampling(model, prefix, temperature, top_k):
 @functools.partial(jax.jit, static_argnames=('model', 'top_k'))
 def _sample(model, params, prefix, keys, temperature, top_k):
   """See `sample`; `keys` are random keys [B]."""
-  extend = functools.partial(model.apply, {'params': params}, method='extend')
+  draw_next = next_pixel(model, params, keys, temperature, top_k)
   given = prefix.shape[1]
   # The prefix and the first new pixel at once, the others one after another.
   before = jnp.pad(prefix, ((0, 0), (1, 0)))  # [B, M + 1]
-  logits, cache = extend(before, 0, model.empty_cache(len(prefix)))
+  first, cache = draw_next(before, 0, model.empty_cache(len(prefix)))
+  positions = jnp.arange(given + 1, model.num_positions)
+  rest, _ = draw_pixels(draw_next, first, cache, positions)
+  return jnp.concatenate([prefix, first[:, None], rest], axis=1)
 
-  def draw_at(logits, position):
-    at = jax.vmap(jax.random.fold_in, (0, None))(keys, position)
-    return draw(at, logits, temperature, top_k)
+
+def next_pixel(model, params, keys, temperature=1.0, top_k=None):
+  """Returns a function that draws one pixel of each image.
+
+  The function takes `before`, `start` and `cache` of ImageGPT.extend, and
+  returns the colour of the last of these pixels, int32 [B], and the cache.
+
+  Args:
+    model: a causal model.
+    params: its parameters.
+    keys: a random key for each image, [B].
+    temperature: see `sample`.
+    top_k: see `sample`.
+  """
+
+  def draw_next(before, start, cache):
+    logits, cache = model.apply(
+      {'params': params}, before, start, cache, method='extend'
+    )
+    last = start + before.shape[1] - 1
+    own = jax.vmap(jax.random.fold_in, (0, None))(keys, last)
+    return draw(own, logits[:, -1], temperature, top_k), cache
+
+  return draw_next
+
+
+def draw_pixels(draw_next, color, cache, positions):
+  """Draws pixels one after another, in one loop.
+
+  Args:
+    draw_next: see `next_pixel`.
+    color: colour of the pixel before the first of them, int32 [B].
+    cache: the cache for that position.
+    positions: numbers of the pixels, int32 [P].
+
+  Returns:
+    Colours, int32 [B, P], and the cache after them.
+  """
 
   def step(carry, position):
     color, cache = carry
-    logits, cache = extend(color[:, None], position, cache)
-    color = draw_at(logits[:, 0], position)
-    return (color, cache), color
+    carry = draw_next(color[:, None], position, cache)
+    return carry, carry[0]
 
-  first = draw_at(logits[:, -1], given)
-  positions = jnp.arange(given + 1, model.num_positions)
-  _, rest = jax.lax.scan(step, (first, cache), positions)
-  return jnp.concatenate([prefix, first[:, None], rest.T], axis=1)
+  (_, cache), colors = jax.lax.scan(step, (color, cache), positions)
+  return colors.T, cache

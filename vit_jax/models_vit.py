@@ -171,7 +171,7 @@ class VisionTransformer(patches_lib.ImageModel):
           "causal=True attends to itself only: use 'gap' or 'unpooled' "
           '(config.model.classifier)'
         )
-      if self.classifier in ('token', 'token_unpooled'):
+      if self.has_class_token:
         self.cls = self.param(
           'cls',
           nn.initializers.zeros,
@@ -195,9 +195,17 @@ class VisionTransformer(patches_lib.ImageModel):
     )
 
   @property
+  def has_class_token(self) -> bool:
+    """Whether the class token comes before the other tokens."""
+    return self.classifier in ('token', 'token_unpooled')
+
+  @property
   def needs_grid(self) -> bool:
     """Whether `encode` needs the grid of tokens, `embed(..., flat=False)`."""
-    return positions.needs_grid(_field(self.transformer, 'position_embedding'))
+    return positions.needs_grid(
+      _field(self.transformer, 'position_embedding', 'learned_1d'),
+      _field(self.transformer, 'position_grid'),
+    )
 
   def __call__(self, inputs, *, train):
     """Computes logits: embeds images, encodes the tokens, classifies them.
@@ -270,7 +278,7 @@ class VisionTransformer(patches_lib.ImageModel):
       )
     x = tokens.astype(self._types()['dtype'])
     x = x.reshape(len(x), -1, x.shape[-1])  # [B, h*w, D]
-    if self.classifier in ('token', 'token_unpooled'):
+    if self.has_class_token:
       cls = jnp.broadcast_to(self.cls, (x.shape[0], 1, x.shape[-1]))
       x = jnp.concatenate([cls.astype(x.dtype), x], axis=1)  # [B, N, D]
     # An encoder class of a user need not accept these arguments.

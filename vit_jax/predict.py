@@ -30,6 +30,7 @@ import math
 import jax
 
 from vit_jax import cli
+from vit_jax.configs import models as model_configs
 
 # Flags of some tasks alone, see FLAGS of vit_jax.tasks.base.Predictor.
 _OWN_FLAGS = (
@@ -69,7 +70,8 @@ def load(
   mesh = mesh or _mesh(config)
   if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
     config.sharding_rules = ()
-  encoder = config.model.get('transformer') or config.model
+  vit = model_configs.vit_of(config.model)
+  encoder = vit.get('transformer') or vit
   if 'attention' in encoder:  # The run may have had other devices.
     encoder.attention = 'default'
   program = train.make_program(config, metadata, mesh)
@@ -86,18 +88,19 @@ def load_weights(
   class_names: Sequence[str] | None = None,
   image_size: tuple[int, int] | None = None,
 ):
-  """Loads a classifier from weights in any format, without a run.
+  """Loads a model from weights in any format, without a run.
 
   Args:
     path: a published .npz, a .safetensors or .bin of timm or Hugging Face or a
-      folder with such a file; local, gs:// or a URL.
+      folder with such a file, or a released .pth; local, gs:// or a URL.
     class_names: names of the classes; override those of the file. Without any,
       the classes are named by their numbers.
     image_size: (height, width) in pixels; needed if the file does not contain
       it and the grid of patches is not square.
 
   Returns:
-    A vit_jax.tasks.classify.Predictor.
+    The predictor of the model's task, such as
+    vit_jax.tasks.classify.Predictor or vit_jax.tasks.detect.Predictor.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
@@ -105,12 +108,13 @@ def load_weights(
   """
   cli.load_tensorflow()
   from vit_jax import convert
-  from vit_jax.tasks import classify
+  from vit_jax.run import config as run_config
   from vit_jax.weights import writing
 
   model = convert.read(path, class_names, image_size)
-  task = classify.Task(*writing.as_run(model))
-  return task.predictor(jax.device_put(model.params), {}, 0)
+  config, metadata = writing.as_run(model)
+  task = run_config.get_task(config.task)(config, metadata)
+  return task.predictor(*jax.device_put((model.params, model.extra)), 0)
 
 
 def _mesh(config):

@@ -28,7 +28,7 @@ crop_size = geometry.crop_size
 def image_sizes(pp) -> list[tuple[int, int]]:
   """Returns the sizes of training images, see vit_jax.tasks.base.Task."""
   if pp.sides:
-    return [group.canvas for group in canvases.groups(pp)]
+    return list(dict.fromkeys(group.canvas for group in canvases.groups(pp)))
   return [crop_size(pp)]
 
 
@@ -72,15 +72,15 @@ def decode_with_geometry(encoded, seed, pp):
   return _change_pixels(image, seed, pp), drawn
 
 
-def decode_on_canvas(encoded, pp, seed=None, group=None):
-  """Decodes one image onto a canvas, see vit_jax/augmentation/canvases.py.
+def on_canvas_for_training(encoded, seed, group, pp):
+  """Decodes and augments one image, and puts it on a canvas.
 
   Args:
     encoded: see `decode_for_training`.
+    seed: see `decode_for_training`.
+    group: number of the group of the step, int32 scalar, see
+      canvases.group_at.
     pp: `config.pp`.
-    seed: int64 [2] in training; None in evaluation.
-    group: number of the group of the step, int32 scalar, in training; in
-      evaluation a canvases.Group, by default that of `pp.eval_side`.
 
   Returns:
     (tensors, geometry): `image`, float32 [height, width, channels] in [-1, 1],
@@ -88,33 +88,41 @@ def decode_on_canvas(encoded, pp, seed=None, group=None):
     `geometry.Geometry` to apply to boxes and masks, which are then those of the
     image without padding.
   """
-  if seed is None:
-    group = group or canvases.evaluation(pp)
-    canvas, shape = group.canvas, [*group.canvas, pp.channels]
-
-    def draw(shape):
-      size = canvases.fitted(shape, group.sides[0], group.longest)
-      return geometry.whole(shape, size)
-
-  else:
-    known = canvases.groups(pp)
-    canvas = tf.unstack(tf.gather([g.canvas for g in known], group))
-    shape = [None, None, pp.channels]
-
-    def draw(shape):
-      return canvases.sample(shape, seed, group, pp)
-
-  image, drawn = _decode_crop(encoded, draw, pp, crops=seed is not None)
-  image = geometry.fit(image, drawn, antialias=seed is None)
+  image, drawn = _decode_crop(
+    encoded, lambda shape: canvases.sample(shape, seed, group, pp), pp
+  )
+  image = geometry.fit(image, drawn)
   image = tf.ensure_shape(image, [None, None, pp.channels])
-  if seed is not None:
-    image = _change_pixels(image, seed, pp)
-  real = canvases.pad(tf.ones(drawn.size, tf.bool), canvas)
-  tensors = {
-    'image': tf.ensure_shape(canvases.pad(image, canvas), shape),
-    'real': tf.ensure_shape(real, shape[:2]),
-  }
-  return tensors, drawn
+  image = _change_pixels(image, seed, pp)
+  sizes = [group.canvas for group in canvases.groups(pp)]
+  canvas = tf.unstack(tf.gather(sizes, group))
+  return canvases.place(image, canvas), drawn
+
+
+def on_canvas_for_evaluation(encoded, group, pp):
+  """Decodes one image and puts it on a canvas.
+
+  Args:
+    encoded: see `decode_for_training`.
+    group: a canvases.Group of one length.
+    pp: `config.pp`.
+
+  Returns:
+    See `on_canvas_for_training`.
+  """
+
+  def draw(shape):
+    size = canvases.fitted(shape, group.sides[0], group.longest)
+    return geometry.whole(shape, size)
+
+  image, drawn = _decode_crop(encoded, draw, pp, crops=False)
+  image = geometry.fit(image, drawn, antialias=True)
+  tensors = canvases.place(image, group.canvas)
+  shape = [*group.canvas, pp.channels]
+  return {
+    'image': tf.ensure_shape(tensors['image'], shape),
+    'real': tf.ensure_shape(tensors['real'], shape[:2]),
+  }, drawn
 
 
 def _change_pixels(image, seed, pp):
@@ -146,6 +154,7 @@ def _decode_crop(encoded, draw, pp, crops=True):
   Returns:
     The crop, uint8 [height, width, channels], and its geometry.
   """
+  encoded = tf.convert_to_tensor(encoded)
   is_jpeg = tf.io.is_jpeg(encoded)
 
   def other():

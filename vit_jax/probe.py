@@ -5,6 +5,8 @@ r"""Measures how good the features of a model are: few-shot and linear probes.
   python -m vit_jax.probe --weights=ViT-B_16.npz --dataset=/data/pets \
     --shots 1 5 10 --json=/tmp/pets.json
   python -m vit_jax.probe --workdir=/tmp/run --layer=Transformer/encoderblock_5
+  python -m vit_jax.probe --workdir=/tmp/run --linear --layer=all \
+    --json=/tmp/probe.json
 
 The model stays as it is; only a linear classifier of its features is trained.
 A few-shot probe takes the given number of images per class and solves least
@@ -13,9 +15,12 @@ trains on all training images: logistic regression by L-BFGS, whose penalty
 images held out of the training images choose; by SGD where features and logits
 take more than an eighth of the memory.
 
-The features are the inputs of the head. --layer takes those of another layer,
-by its path; tokens are averaged. Images are squeezed to 8/7 of the model's
-size, and the centre is cropped (--squeeze=1 keeps all).
+The features are the inputs of the head. --layer takes those of another layer:
+its number from 0, 'last', or the path of a module; tokens are averaged. With
+--layer=all, --linear probes each layer, prints a table of the accuracy by
+depth, and --json=FILE.json also writes FILE.csv and a plot, FILE.png. Images
+are squeezed to 8/7 of the model's size, and the centre is cropped (--squeeze=1
+keeps all).
 
 Models pre-trained without labels are probed the same way. To probe during
 training, set --config.fewshot.shots="(1, 5, 10)" (configs/common.py).
@@ -24,6 +29,7 @@ In Python:
 
   model = predict.load('/tmp/digits')
   probe.probe(model, dataset='digits', shots=(5,), linear=True)
+  probe.probe(model, dataset='digits', linear=True, layer='all')['layers']
 """
 
 import argparse
@@ -37,12 +43,13 @@ from vit_jax import cli
 from vit_jax import predict
 
 SHOTS = (1, 5, 10, 25)
+_ALL = 'all'  # Value of --layer.
 
 
 def probe(
   model,
   mesh: jax.sharding.Mesh | None = None,
-  shots: Sequence[int] = SHOTS,
+  shots: Sequence[int] | None = None,
   linear: bool = False,
   **options,
 ) -> dict:
@@ -51,18 +58,21 @@ def probe(
   Args:
     model: result of `predict.load` or `predict.load_weights`.
     mesh: mesh of the model's parameters; by default that of their devices.
-    shots: images per class of the few-shot probes.
+    shots: images per class of the few-shot probes; by default SHOTS, or none if
+      all layers are probed.
     linear: whether to train a linear probe on all training images.
     **options: further keys of `config.fewshot`, see configs/common.py:
       `dataset`, `train`, `test`, `seeds`, `l2`, `layer`, `squeeze`. Weights
-      without a run need a `dataset`.
+      without a run need a `dataset`. `layer` can also be 'all', 'last', or a
+      number, see vit_jax.evaluators.features.layers.
 
   Returns:
     A dict for JSON: `dataset`, `train` and `test` (the splits), `num_train`,
     `num_test`, `num_classes`, `layer`, `num_features`; `fewshot`, a list of
-    dicts of `shots`, `accuracies` (from 0 to 1, by seed), `mean` and `std`; and
+    dicts of `shots`, `accuracies` (from 0 to 1, by seed), `mean` and `std`;
     `linear`, None or a dict of `accuracy`, `method`, `l2` and `held_out`, a
-    list of (penalty, accuracy).
+    list of (penalty, accuracy); and `layers`, None or a list of such dicts with
+    `layer`, for layer='all'.
 
   Raises:
     FileNotFoundError, ValueError: if an option, the data or the layer are
@@ -71,16 +81,20 @@ def probe(
   from vit_jax.evaluators import fewshot
   from vit_jax.jobs import evaluate
   from vit_jax.run import config as run_config
+  from vit_jax.scale import sharding
 
   config = model.config
   if not model.workdir and not options.get('dataset'):
     raise ValueError(
       'weights without a run come with no data: name a data set (--dataset)'
     )
-  if not shots and not linear:
-    raise ValueError('there is nothing to measure: give --shots or --linear')
-  mesh = mesh or _mesh_of(model.params)
-  config.fewshot.update(shots=tuple(shots), **options)
+  wanted = str(options.pop('layer', config.fewshot.layer))
+  if shots is None:
+    shots = () if wanted == _ALL else SHOTS
+  _check_wishes(shots, linear, wanted)
+  mesh = mesh or sharding.mesh_of(model.params)
+  names = _layers(model.task, wanted)
+  config.fewshot.update(shots=tuple(shots), layer=names[-1], **options)
   run_config.check_values(config)
   evaluate.fit_batches(config, mesh)
   probes = fewshot.FewShot(model.task, mesh)
@@ -92,25 +106,54 @@ def probe(
     'num_train': probes.train.num_examples,
     'num_test': probes.test.num_examples,
     'num_classes': len(probes.class_names),
-    'layer': config.fewshot.layer,
+    'layer': wanted,
     'num_features': probes.extractor.width,
     'fewshot': [],
+    'linear': None,
+    'layers': None,
   }
   if shots:
     found = probes.accuracies(model.params, model.extra)
     result['fewshot'] = [_summary(*item) for item in found.items()]
-  result['linear'] = _linear(model, mesh, probes) if linear else None
+  if linear:
+    found = _linear(model, mesh, probes, names)
+    if wanted == _ALL:
+      result['layers'] = found
+    else:
+      [result['linear']] = found
   return result
 
 
-def _mesh_of(params):
-  """Returns the mesh that parameters lie on, or that of one device."""
-  from vit_jax.scale import sharding
+def _check_wishes(shots, linear, layer):
+  """Raises ValueError if what is to be measured does not fit together."""
+  if layer == _ALL and (shots or not linear):
+    raise ValueError(
+      f"layer='{_ALL}' is for linear probes: give --linear and leave out --shots"
+    )
+  if not shots and not linear:
+    raise ValueError('there is nothing to measure: give --shots or --linear')
 
-  where = jax.tree.leaves(params)[0].sharding
-  if isinstance(where, jax.NamedSharding):
-    return where.mesh
-  return sharding.make_mesh({'data': 1}, list(where.device_set))
+
+def _layers(task, layer: str) -> list[str]:
+  """Returns the names of the layers to probe.
+
+  Raises:
+    ValueError: if there is no layer of this number.
+  """
+  from vit_jax.evaluators import layer_probe
+
+  if layer not in (_ALL, 'last') and not layer.isdecimal():
+    return [layer]
+  known = list(layer_probe.require_layers(task))
+  if layer == _ALL:
+    return known
+  name = known[-1] if layer == 'last' else f'layer_{layer}'
+  if name not in known:
+    raise ValueError(
+      f'layer={layer} is no layer of the model: it has {", ".join(known)} '
+      '(--layer)'
+    )
+  return [name]
 
 
 def _summary(shots, accuracies):
@@ -123,31 +166,40 @@ def _summary(shots, accuracies):
   }
 
 
-def _linear(model, mesh, probes):
-  """Returns the result of the linear probe, for JSON."""
+def _linear(model, mesh, probes, names):
+  """Returns the results of the linear probes of layers, for JSON."""
   from vit_jax.evaluators import linear_probe
 
-  extractor, train = probes.extractor, probes.train
-  sizes = train.num_examples, extractor.width, len(probes.class_names)
-  state = model.params, model.extra
-  if linear_probe.fits(*sizes):
-    found = linear_probe.probe(
-      extractor.run(train, *state), extractor.run(probes.test, *state)
-    )
-  else:
-    found = linear_probe.probe_sgd(
-      model.task, mesh, extractor, train, probes.test, *state
-    )
-  return {**found._asdict(), 'held_out': list(found.held_out.items())}
+  found = linear_probe.probe_layers(
+    model.task,
+    mesh,
+    names,
+    probes.train,
+    probes.test,
+    model.params,
+    model.extra,
+    probes.pp,
+  )
+  return [
+    {'layer': name, **x._asdict(), 'held_out': list(x.held_out.items())}
+    for name, x in found.items()
+  ]
 
 
 def table(result: dict) -> str:
   """Returns the result of `probe` as text."""
-  lines = [
+  head = (
     f'{result["dataset"]}, {result["num_classes"]} classes: trained on '
     f"'{result['train']}' ({result['num_train']:,} images), tested on "
-    f"'{result['test']}' ({result['num_test']:,}); {result['num_features']:,} "
-    f"features, '{result['layer']}'.",
+    f"'{result['test']}' ({result['num_test']:,}); "
+  )
+  if result['layers']:
+    from vit_jax.evaluators import layer_probe
+
+    head += f'linear probes of all layers by {result["layers"][0]["method"]}.'
+    return f'{head}\n{layer_probe.table(_accuracies(result))}'
+  lines = [
+    f"{head}{result['num_features']:,} features, '{result['layer']}'.",
     f'{"probe":<10} {"accuracy":>9}',
   ]
   for row in result['fewshot']:
@@ -167,6 +219,24 @@ def table(result: dict) -> str:
   return '\n'.join(lines)
 
 
+def _accuracies(result):
+  """Returns the accuracy of each layer, as layer_probe.probe does."""
+  return {row['layer']: (row['accuracy'], 0.0) for row in result['layers']}
+
+
+def _write(path: str, result: dict):
+  """Writes the result of `probe` to a JSON file, for all layers also a plot."""
+  from vit_jax.evaluators import layer_probe
+  from vit_jax.run import workdir as workdir_lib
+
+  out = workdir_lib.absolute(path)
+  if result['layers']:
+    layer_probe.write(out, _accuracies(result), result)
+  else:
+    workdir_lib.write_atomically(out, json.dumps(result, indent=1))
+  cli.say(f'Written to {out}.')
+
+
 def make_parser() -> argparse.ArgumentParser:
   """Returns the parser of this command."""
   parser = cli.parser('vit_jax.probe', __doc__)
@@ -180,7 +250,6 @@ def make_parser() -> argparse.ArgumentParser:
     '--shots',
     type=int,
     nargs='*',
-    default=SHOTS,
     metavar='N',
     help='training images per class (1 5 10 25); --shots alone: none',
   )
@@ -193,7 +262,9 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument(
     '--linear', action='store_true', help='adds a probe of all training images'
   )
-  parser.add_argument('--layer', help="path of a layer ('features')")
+  parser.add_argument(
+    '--layer', help="number or path of a layer, 'last' or 'all' ('features')"
+  )
   parser.add_argument(
     '--squeeze', type=float, help='size of the image before the crop (8/7)'
   )
@@ -216,7 +287,6 @@ def main() -> None:
   cli.avoid_libtpu()
   cli.load_tensorflow()
   from vit_jax.jobs import evaluate
-  from vit_jax.run import workdir as workdir_lib
   from vit_jax.scale import sharding
 
   if args.weights:
@@ -239,9 +309,7 @@ def main() -> None:
   step = '' if args.weights else f', step {model.step}'
   cli.say(f'{args.weights or args.workdir}{step}\n{table(result)}')
   if args.json:
-    out = workdir_lib.absolute(args.json)
-    workdir_lib.write_atomically(out, json.dumps(result, indent=1))
-    cli.say(f'Written to {out}.')
+    _write(args.json, result)
 
 
 if __name__ == '__main__':

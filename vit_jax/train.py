@@ -10,6 +10,7 @@ import time
 from typing import Any
 from typing import NamedTuple
 
+import flax.traverse_util
 import jax
 import ml_collections
 import optax
@@ -17,6 +18,7 @@ import optax
 from vit_jax import checkpoint
 from vit_jax import cli
 from vit_jax import input_pipeline
+from vit_jax.configs import models as model_configs
 from vit_jax.data import mixture
 from vit_jax.data import sources
 from vit_jax.evaluators import fewshot
@@ -83,9 +85,10 @@ def make_program(config, metadata, mesh) -> Program:
     ValueError: if the model, attention, task, optimiser, schedule, or the rules
       for sharding or learning rates are wrong.
   """
+  vit = model_configs.vit_of(config.model)
   # An iGPT has the encoder's fields among its own.
-  inner = config.model.get('transformer')
-  encoder = inner or config.model
+  inner = vit.get('transformer')
+  encoder = inner or vit
   attention.check(
     encoder.get('attention', 'default'),
     encoder.get('attention_dropout_rate', 0.0),
@@ -317,11 +320,7 @@ def check_start(prepared: Prepared, workdir) -> dict:
     ValueError, FileNotFoundError: if the workdir, the data or the weights are
       wrong; the same on all processes.
   """
-  config, program, data = (
-    prepared.config,
-    prepared.program,
-    fingerprints(prepared),
-  )
+  config, data = prepared.config, fingerprints(prepared)
   processes.agree('the data', workdir_lib.flatten(data))
   workdir_lib.check(workdir, config, prepared.metadata, data)
   begun = processes.from_first(
@@ -329,8 +328,14 @@ def check_start(prepared: Prepared, workdir) -> dict:
   )
   if begun:
     return {}
+  return _pretrained(prepared)
+
+
+def _pretrained(prepared: Prepared) -> dict:
+  """Returns the weights that the config names, by path."""
+  abstract = prepared.program.abstract
   return checkpoint.pretrained_weights(
-    config, program.task, program.abstract.params
+    prepared.config, prepared.program.task, abstract.params, abstract.extra
   )
 
 
@@ -374,15 +379,28 @@ def start(prepared: Prepared, workdir, weights):
   _describe(prepared)
   state, step = checkpoints.restore(program.abstract)
   if not step:
-    weights = weights or checkpoint.pretrained_weights(
-      config, program.task, program.abstract.params
-    )
+    weights = weights or _pretrained(prepared)
     state = program.create_state(weights)
     if weights:
-      say('Starting from pre-trained weights, with a new head.')
+      say(_describe_start(program.abstract.params, weights))
   elif step < config.total_steps:
     say(f'Going on from the checkpoint of step {step}.')
   return checkpoints, state, step
+
+
+def _describe_start(params, weights) -> str:
+  """Returns which parameters of a run come from weights, in words."""
+  paths = flax.traverse_util.flatten_dict(params, sep='/')
+  taken, new = (
+    sorted({path.split('/')[0] for path in paths if (path in weights) == known})
+    for known in (True, False)
+  )
+  if taken == ['backbone'] and new:
+    return 'Starting from a pre-trained backbone; the rest of the model is new.'
+  if len(taken) < len(new):
+    return f'Starting from pre-trained weights of {", ".join(taken)}; all else is new.'
+  heads = f', with a new {", ".join(new)}' if new else ''
+  return f'Starting from pre-trained weights{heads}.'
 
 
 def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):

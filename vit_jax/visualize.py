@@ -5,6 +5,8 @@ r"""Draws the paper's figures for a run or a file of weights.
   python -m vit_jax.visualize --weights=ViT-B_16.npz --images a.jpg --out=DIR
   python -m vit_jax.visualize --workdir=/tmp/run --out=DIR \
     --figures filters attention_rollout
+  python -m vit_jax.visualize --workdir=/tmp/detr --images street.jpg --out=DIR \
+    --figures encoder_attention query_attention --points 0.3,0.5 0.7,0.4
   python -m vit_jax.visualize --inductive_bias --out=DIR
 
 Each command writes one PNG per figure, and index.html, which contains all of
@@ -14,7 +16,9 @@ split. Needs matplotlib: pip install -e '.[plots]'.
 
 The figures: attention_rollout, attention_maps, attention_distance, filters,
 position_similarity, reconstructions (of masked patches), learning_curves,
-confusion and mistakes (of a classifier, on the run's test split or --split).
+confusion and mistakes (of a classifier, on the run's test split or --split); of
+a detector encoder_attention (of the centres of its boxes, or --points),
+query_attention, and query_boxes (on the whole split).
 
 In Python, with or without a list of images:
 
@@ -41,6 +45,7 @@ def subject(
   images: Sequence[Any] | None = None,
   split: str | None = None,
   num_images: int = 8,
+  points: Sequence[tuple[float, float]] | None = None,
 ):
   """Returns a model together with the images for its figures.
 
@@ -51,12 +56,15 @@ def subject(
     split: split of the run's data set, for the images and the confusion matrix;
       by default the first split that the run is tested on.
     num_images: number of images to take from the split.
+    points: points (x, y) of every image for the attention of a detector's
+      encoder, as shares of width and height; by default the centres of boxes.
 
   Returns:
     A vit_jax.figures.results.Subject.
 
   Raises:
-    FileNotFoundError, ValueError: if an image or the split cannot be read.
+    FileNotFoundError, ValueError: if an image or the split cannot be read, or a
+      point lies outside of the images.
   """
   from vit_jax import train
   from vit_jax.figures import results
@@ -69,7 +77,7 @@ def subject(
         'images (--images)'
       )
     lacking = 'weights without a run come with no data'
-    return results.Subject(model, images, lacking=lacking)
+    return results.Subject(model, images, lacking=lacking, points=points)
   _, wanted, dataset = run_config.evaluations(model.config)[0]
   try:
     source = train.open_for(
@@ -79,8 +87,10 @@ def subject(
     if split is not None:
       raise
     lacking = f'the data of the run cannot be opened: {e}'
-    return results.Subject(model, images, lacking=lacking)
-  return results.Subject(model, images, source, split or wanted, num_images)
+    return results.Subject(model, images, lacking=lacking, points=points)
+  return results.Subject(
+    model, images, source, split or wanted, num_images, points=points
+  )
 
 
 def figures(
@@ -89,6 +99,7 @@ def figures(
   split: str | None = None,
   names: Sequence[str] | None = None,
   num_images: int = 8,
+  points: Sequence[tuple[float, float]] | None = None,
 ) -> dict[str, Any]:
   """Draws figures of a model.
 
@@ -99,6 +110,7 @@ def figures(
     names: names of figures, see vit_jax.figures.gallery.FIGURES; by default all
       that can be drawn for the model.
     num_images: see `subject`.
+    points: see `subject`.
 
   Returns:
     matplotlib Figures by name.
@@ -112,7 +124,7 @@ def figures(
   from vit_jax.figures import gallery
 
   drawing.require_matplotlib()
-  shown = subject(model, images, split, num_images)
+  shown = subject(model, images, split, num_images, points)
   found = {}
   for entry in gallery.choose(shown, names)[0]:
     found.update(gallery.draw(entry, shown))
@@ -221,6 +233,12 @@ def make_parser() -> argparse.ArgumentParser:
     '--figures', nargs='+', metavar='NAME', help='figures to draw (all)'
   )
   parser.add_argument(
+    '--points',
+    nargs='+',
+    metavar='X,Y',
+    help='points for encoder_attention, as shares of width and height (boxes)',
+  )
+  parser.add_argument(
     '--inductive_bias',
     action='store_true',
     help='draws how shifts and permuted patches change untrained models',
@@ -252,10 +270,23 @@ def _check(args):
     raise ValueError(f'--num_images={args.num_images} must be 1 or more')
 
 
+def _point(text: str) -> tuple[float, float]:
+  """Returns a point such as '0.3,0.5' as numbers; raises ValueError."""
+  try:
+    x, y = map(float, text.split(','))
+  except ValueError as e:
+    raise ValueError(
+      f'--points={text} is no point: give x,y as shares of width and height, '
+      'such as 0.3,0.5'
+    ) from e
+  return x, y
+
+
 def main() -> None:
   """Draws the figures of the command line, and writes them to a folder."""
   args = make_parser().parse_args()
   _check(args)
+  points = args.points and [_point(text) for text in args.points]
   cli.quiet()
   cli.avoid_libtpu()
   cli.load_tensorflow()
@@ -272,7 +303,7 @@ def main() -> None:
       model = predict.load_weights(args.weights)
     else:
       model = predict.load(args.workdir, args.step)
-    shown = subject(model, args.images, args.split, args.num_images)
+    shown = subject(model, args.images, args.split, args.num_images, points)
     chosen, lacking = gallery.choose(shown, args.figures)
     title, facts = describe(model)
     if args.weights:

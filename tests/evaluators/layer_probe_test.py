@@ -94,6 +94,8 @@ def test_spread_is_that_of_the_draws():
     each.append(one['x'][0])
   assert found['x'] == pytest.approx((np.mean(each), np.std(each, ddof=1)))
   assert found['x'][1] > 0
+  [row] = layer_probe.as_rows(found)
+  assert row == {'layer': 'x', 'accuracy': found['x'][0], 'std': found['x'][1]}
 
 
 @pytest.fixture
@@ -136,7 +138,7 @@ def test_an_evaluation_probes_all_layers(task, tmp_path, capsys):
   assert list(table) == ['layer_0', 'layer_1', 'pixels']
   assert found == {'probe_best': 1.0, 'probe_pixels': 1.0}
   lines = (tmp_path / 'probe.csv').read_text().splitlines()
-  assert lines[0] == 'layer,accuracy,std'
+  assert lines[0] == 'layer,accuracy'
   assert len(lines) == 4
   assert (tmp_path / 'probe.png').read_bytes()[1:4] == b'PNG'
   assert 'pixels      100.00 %' in capsys.readouterr().out

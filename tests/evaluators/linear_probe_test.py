@@ -80,12 +80,23 @@ def test_sgd_learns_what_can_be_told_apart(tiny_config):
     source.names,
   )
 
-  def layer(params, extra, batch):
+  def intermediates(params, extra, batch, capture):
     mean = batch['image'].mean(axis=(1, 2, 3))[:, None]  # [B, 1]
-    return jax.numpy.concatenate([mean, mean**2], axis=1)
+    both = jax.numpy.concatenate([mean, mean**2], axis=1)
+    return {'good': (both,), 'bad': (0 * mean,)}
 
-  extractor = features.Extractor(task, mesh, layer)
+  task.intermediates = intermediates
+  extractor = features.Extractor(task, mesh, ('good', 'bad'))
   found = linear_probe.probe_sgd(
     task, mesh, extractor, source, source, {}, {}, epochs=20, learning_rate=20.0
   )
-  assert found == linear_probe.Result(1.0, 0.0, {}, 'SGD')
+  assert list(found) == ['good', 'bad']
+  assert found['good'] == linear_probe.Result(1.0, 0.0, {}, 'SGD')
+  assert found['bad'].accuracy == pytest.approx(16 / 47)  # One class of three.
+
+
+def test_layers_are_extracted_in_groups_that_fit():
+  widths = {'a': 3, 'b': 4, 'c': 9, 'd': 1}
+  assert linear_probe.groups(widths, 7) == [['a', 'b'], ['c'], ['d']]
+  assert linear_probe.groups(widths, 99) == [list('abcd')]
+  assert linear_probe.groups(widths, 0) == [['a'], ['b'], ['c'], ['d']]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from vit_jax.layers import attention
+from vit_jax.layers import attention_kernels
 
 B, Q, K, E = 2, 21, 3, 8
 
@@ -80,6 +81,11 @@ def test_keys_of_another_sequence(name, lengths):
 @pytest.mark.parametrize('name', ['default', 'xla', 'flash'])
 def test_causal(name, length):
   compare(name, inputs(length, length), atol=1e-4, causal=True)
+
+
+def test_causal_in_blocks(monkeypatch):
+  monkeypatch.setattr(attention_kernels, '_CAUSAL_BLOCK', 4)
+  compare('default', inputs(), atol=1e-4, causal=True)  # 6, 6, 6 and 3 queries.
 
 
 @pytest.mark.parametrize('causal', [False, True])

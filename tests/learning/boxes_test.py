@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers.loss import loss_for_object_detection
 
-from tests import torch_models  # noqa: F401 (so that transformers is quiet)
+from tests import torch_models  # noqa: F401 (before transformers.loss)
 from vit_jax.learning import boxes
 
 
@@ -35,6 +34,8 @@ def test_corners_and_back():
 
 
 def test_losses_and_gradients_are_those_of_hugging_face():
+  from transformers.loss import loss_for_object_detection
+
   layers, images, queries, classes, most = 3, 4, 20, 5, 8
   rng = np.random.RandomState(0)
   logits = rng.randn(layers, images, queries, classes + 1).astype(np.float32)
@@ -67,6 +68,7 @@ def test_losses_and_gradients_are_those_of_hugging_face():
 
   def loss(logits, predicted):
     sums = boxes.losses(logits, predicted, labels, targets, counts)
+    assert sums.pop('query').shape == (layers, images, most)
     sums = {name: x.sum(axis=1) for name, x in sums.items()}
     return (
       boxes.CLASS * sums['class'] / boxes.class_weight(counts, queries).sum()

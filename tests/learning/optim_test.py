@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 
 from vit_jax import utils
 from vit_jax.configs import common
@@ -361,3 +362,41 @@ def test_no_gradient_is_computed_of_what_is_frozen():
 def test_wrong_multipliers_are_named(rules, message):
   with pytest.raises(ValueError, match=message):
     optim.multipliers(rules, MODEL)
+
+
+def test_adam_with_decay_on_all_parameters_is_pytorchs_adamw():
+  """With clipping and a tenth of the learning rate for one parameter (DETR)."""
+  cfg = config(
+    optimizer='adam', optim_dtype='float32', grad_norm_clip=0.1,
+    weight_decay=0.5, weight_decay_on='all',
+  )  # fmt: skip
+  params = {
+    'head': {
+      'bias': np.array([3.0], 'f'),
+      'kernel': np.array([1.0, -2.0], 'f'),
+    },
+    'slow': np.array([4.0, 5.0], 'f'),
+  }
+  factors = {'head': {'kernel': 1.0, 'bias': 1.0}, 'slow': 0.1}
+  tx = optim.get_optimizer(cfg, optax.constant_schedule(0.01), factors)
+  state = tx.init(params)
+  theirs = jax.tree.map(lambda x: torch.nn.Parameter(torch.tensor(x)), params)
+  head, slow = list(theirs['head'].values()), [theirs['slow']]
+  adamw = torch.optim.AdamW(
+    [{'params': head}, {'params': slow, 'lr': 0.001}],
+    lr=0.01, weight_decay=0.5,
+  )  # fmt: skip
+  rng = np.random.RandomState(0)
+  for _ in range(3):
+    grads = jax.tree.map(lambda x: rng.randn(*x.shape).astype('f'), params)
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    for p, g in zip(jax.tree.leaves(theirs), jax.tree.leaves(grads)):
+      p.grad = torch.tensor(g)
+    torch.nn.utils.clip_grad_norm_([*head, *slow], 0.1)
+    adamw.step()
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b.detach(), rtol=1e-6),
+    params,
+    theirs,
+  )

@@ -104,7 +104,7 @@ def test_extra_is_saved_and_restored(finished, config):
   restored, step = checkpoints.restore(program.abstract)
   assert step == 6
   trees.assert_same(restored, state)
-  params = checkpoints_lib.load_params(workdir)
+  params = checkpoints_lib.load_weights(workdir).params
   trees.assert_same(params, state.params)
 
 

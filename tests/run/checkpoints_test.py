@@ -125,7 +125,7 @@ def test_a_checkpoint_under_the_number_of_another_is_refused(workdir, caplog):
   assert 'checkpoints/15 cannot be restored' in caplog.text
   assert 'the state in it is of step 20' in caplog.text
   with pytest.raises(FileNotFoundError, match='has no complete checkpoint'):
-    checkpoints_lib.load_params(workdir / 'elsewhere')
+    checkpoints_lib.load_weights(workdir / 'elsewhere')
 
 
 def test_one_of_another_model_is_of_no_use_and_nothing_is_moved(workdir):
@@ -168,7 +168,7 @@ def test_what_is_incomplete_is_passed_over(workdir):
   assert reader.steps() == [10, 20]
   assert reader.restore_weights().step == 20
   want = optim.get_ema(make_state(20).opt_state)
-  trees.assert_same(checkpoints_lib.load_params(workdir), want)
+  trees.assert_same(checkpoints_lib.load_weights(workdir).params, want)
   assert (folder / '999').exists()
   # A run moves it out of the way: Orbax would save nothing before step 999.
   writer = checkpoints_lib.Checkpoints(workdir, keep=2)
@@ -230,7 +230,7 @@ def test_a_reader_is_not_advised_to_take_a_folder_away(workdir):
     for path in files_of(workdir, step):
       path.write_bytes(b'')
   with pytest.raises(ValueError, match='no checkpoint in') as error:
-    checkpoints_lib.load_params(workdir)
+    checkpoints_lib.load_weights(workdir)
   assert 'folder away' not in str(error.value)
   assert names_in(workdir) == ['10', '20']
 

@@ -13,6 +13,7 @@ from vit_jax.configs import vit
 from vit_jax.run import config as run_config
 from vit_jax.run import keys
 from vit_jax.tasks import classify
+from vit_jax.tasks import detect
 from vit_jax.tasks import masked_patches
 
 NAN, INF = float('nan'), float('inf')
@@ -30,6 +31,7 @@ WRONG = [
   ('prefetch', 10**9, 'must be a whole number from 0 to 1000'),
   ('shuffle_buffer', -1, WHOLE),
   ('broken_images', 'foo', "is unknown: use one of 'error', 'skip', 'trust'"),
+  ('broken_boxes', 'drop', "is unknown: use one of 'refuse', 'skip', 'clip'"),
   ('dataset', 5, 'must be the name of a data set, a folder, or several'),
   ('dataset', (('a', 0.0),), 'with weights above 0'),
   ('dataset', (('a', NAN), ('b', 1.0)), 'with weights above 0'),
@@ -55,6 +57,14 @@ WRONG = [
   ('pp.crop_ratio', (2.0, 1.0), 'must be .smallest, largest'),
   ('pp.crop_ratio', (1.0, INF), 'finite numbers above 0'),
   ('pp.flip', 1, 'must be True or False'),
+  ('pp.sides', (0, 5), 'must be a tuple of different whole numbers of at lea'),
+  ('pp.sides', 480, 'must be a tuple of different whole numbers'),
+  ('pp.eval_side', 0, WHOLE),
+  ('pp.longest_side', 0.5, WHOLE),
+  ('pp.crop_sides', (4, 4), 'must be a tuple of different whole numbers'),
+  ('pp.crop_range', (600, 384), 'must be .smallest, largest., two whole'),
+  ('pp.canvases', 0, WHOLE),
+  ('pp.canvas_multiple', 0, WHOLE),
   ('pp.rotate', INF, 'must be a finite number from 0 to 360'),
   ('pp.rotate', -10.0, 'must be a finite number from 0'),
   ('pp.randaugment', (2,), 'must be .layers, magnitude'),
@@ -242,7 +252,7 @@ def test_there_is_a_rule_for_every_key():
     assert fields - {'resnet.num_layers'} <= set(
       keys.MODELS[config.get('kind')]
     )
-  for task in (classify.Task, masked_patches.Task):
+  for task in (classify.Task, detect.Task, masked_patches.Task):
     assert set(task.OPTION_RULES) == set(task.OPTIONS)
     assert set(task.METADATA_RULES) == set(task.METADATA)
 

@@ -49,3 +49,22 @@ def test_nothing_is_shown_where_all_is_muted(monkeypatch, capsys):
     advance()
   assert not terminal.getvalue()
   assert not capsys.readouterr().out
+
+
+def test_the_speed_leaves_out_pauses_and_steps_that_compile(monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr(loop.time, 'perf_counter', lambda: now[0])
+  progress = loop.Progress(0, 10, 8)
+  with progress.pause(steps=1):  # The first step.
+    now[0] += 100
+  progress.start(1)
+  assert progress.rate(1) is None
+  now[0] += 2
+  with progress.pause(steps=1):  # Step 3 compiles for images of another size.
+    now[0] += 50
+  with progress.pause():  # An evaluation.
+    now[0] += 30
+  assert progress.rate(4) == 2 * 8 / 2
+  now[0] += 4
+  assert progress.rate(5) == 8 / 4
+  progress.close()

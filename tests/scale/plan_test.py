@@ -14,6 +14,7 @@ import pytest
 from tests.scale import flops_test
 from vit_jax import cli
 from vit_jax import plan
+from vit_jax.configs import detr
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import pretrain
 from vit_jax.scale import estimate
@@ -302,6 +303,11 @@ def test_a_folder_is_counted(image_folder):
   config = config_of(f'ti16,{image_folder}')
   assert plan.data_size(config) == (33, 3)
   assert plan.data_size(config, 500) == (500, 3)
+
+
+def test_the_size_of_coco_is_known():
+  config = detr.get_config('r50,coco/2017')
+  assert plan.data_size(config) == (118_287, 80)
 
 
 def test_libtpu_is_missing(monkeypatch):

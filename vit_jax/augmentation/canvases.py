@@ -187,8 +187,7 @@ def trim(inputs: dict, group: Group, multiple: int) -> dict:
   """Cuts a square canvas to a wide or a high one that holds its image.
 
   Args:
-    inputs: result of preprocess.decode_on_canvas and other values; not in a
-      graph.
+    inputs: result of `place` and other values; not in a graph.
     group: the group of the canvas.
     multiple: `config.pp.canvas_multiple`.
   """
@@ -198,6 +197,21 @@ def trim(inputs: dict, group: Group, multiple: int) -> dict:
   size = (short, width) if fits else (height, short)
   cut = {k: inputs[k][: size[0], : size[1]] for k in ('image', 'real')}
   return {**inputs, **cut}
+
+
+def place(image, canvas: tuple[int, int]) -> dict:
+  """Puts an image on a canvas.
+
+  Args:
+    image: float32 [h, w, C].
+    canvas: see `pad`.
+
+  Returns:
+    `image`, [height, width, C], and `real`, bool [height, width], False for
+    padding.
+  """
+  real = tf.ones(tf.shape(image)[:2], tf.bool)
+  return {'image': pad(image, canvas), 'real': pad(real, canvas)}
 
 
 def pad(x, canvas: tuple[int, int], axis: int = 0):

@@ -44,6 +44,7 @@ def usable(
   max_pixels: int | None = None,
   named: Callable[[int], str] | None = None,
   workdir=None,
+  why: Callable[[bytes, int], str] | None = None,
 ) -> paths_lib.Paths:
   """Checks that images can be decoded, on process 0 for all.
 
@@ -58,6 +59,8 @@ def usable(
       its path.
     workdir: folder of a run. Process 0 stores its results there before raising
       an error, so that the next start checks changed files only.
+    why: function (path, max_pixels) -> why an image is broken, '' if it is not;
+      by default images.why_broken.
 
   Returns:
     The usable images: all images, unless some are skipped.
@@ -80,7 +83,7 @@ def usable(
     for index, rows in views:
       index.look_again(rows)
       if broken != 'trust':
-        index.check(rows, index_lib.DECODED, images.why_broken, limit)
+        index.check(rows, index_lib.DECODED, why or images.why_broken, limit)
     bad = paths.broken()
     if bad and broken == 'error' and workdir:
       paths.store(workdir)
@@ -151,6 +154,29 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
   mine = everywhere[jax.process_index()]
   processes.agree(f"the images of '{top}'", mine)
   return _recent[top][0]
+
+
+def open_listed(
+  root: str, names: Sequence[str], paths: Sequence[str], workdir=None
+) -> index_lib.Index:
+  """Returns an index of listed images, with the stored status of each.
+
+  Args:
+    root: folder of the data set.
+    names: name of the list, and of other lists that may know its images.
+    paths: paths of the images, in order, see index.of_paths.
+    workdir: see open_index.
+  """
+  index = index_lib.of_paths(root, names[0], paths)
+  for name in dict.fromkeys(names):
+    for path in index_lib.places(workdir, root, name):
+      try:
+        old = index_lib.Index.load(path, root, name)
+      except FileNotFoundError:
+        continue
+      if old is not None:
+        index.recall(old)
+  return index
 
 
 def renew_index(root: str, base: str) -> index_lib.Index:

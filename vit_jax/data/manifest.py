@@ -128,29 +128,17 @@ def read_split(
   return columns, {name: names[name] for name in wanted if name in names}
 
 
-def open_index(root: str, base: str, paths: Sequence[str], workdir=None):
+def open_index(root: str, split: str, paths: Sequence[str], workdir=None):
   """Returns an index of listed images, with the stored status of each.
 
   Args:
     root: the folder of the manifest.
-    base: the split, or a part of a manifest.
-    paths: paths of the images, in order; relative paths refer to the folder.
+    split: the split, or a part of a manifest.
+    paths: paths of the images, in order, see index.of_paths.
     workdir: see `checking.open_index`.
   """
-  index = index_lib.of_paths(root, f'{base}.jsonl', paths)
-  names = [
-    f'{base}.jsonl',
-    *(f'{name}.jsonl' for name, _ in folder.parts(base)),
-  ]
-  for name in dict.fromkeys(names):
-    for path in index_lib.places(workdir, root, name):
-      try:
-        old = index_lib.Index.load(path, root, name)
-      except FileNotFoundError:
-        continue
-      if old is not None:
-        index.recall(old)
-  return index
+  bases = [f'{base}.jsonl' for base, _ in folder.parts(split)]
+  return checking.open_listed(root, [f'{split}.jsonl', *bases], paths, workdir)
 
 
 def image_paths(root: str, base: str) -> list[str]:

@@ -122,6 +122,16 @@ class MixtureSource(records.Source):
     parts = [part.fingerprint() for part in self.parts]
     return {**super().fingerprint(), 'parts': parts}
 
+  def lengths(self, feature: str) -> np.ndarray | None:
+    """Returns the sizes of a feature, see records.Source.lengths."""
+    found = [part.lengths(feature) for part in self.parts]
+    return None if any(x is None for x in found) else np.concatenate(found)
+
+  def name(self, index: int) -> str:
+    """Names an example for an error message."""
+    part, number = self.locate(index)
+    return part.name(number)
+
   def store(self, workdir):
     """Stores what the parts store, see records.Source.store."""
     for part in self.parts:

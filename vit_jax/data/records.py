@@ -41,6 +41,7 @@ class Source:
     num_examples: number of examples.
     features: names of the features that `lookup` returns.
     names: {feature: names of its classes} for the class labels.
+    stuff: names of those classes of segments that are no things.
     random_access: whether `lookup` works.
     chunk: number of examples per call of `lookup`, in CALLS parallel calls;
       None for one call per batch.
@@ -48,6 +49,7 @@ class Source:
       'split': 'train'}; part of the fingerprint.
   """
 
+  stuff: Sequence[str] = ()
   random_access = True
   chunk: int | None = None
   origin: Mapping[str, Any] = {}
@@ -92,6 +94,18 @@ class Source:
       'class_names': index_lib.digest([names]),
     }
 
+  def lengths(self, feature: str) -> np.ndarray | None:
+    """Returns how many values each example has of a feature of varying size.
+
+    Args:
+      feature: its name, such as 'objects/label'.
+
+    Returns:
+      int64 [num_examples]; None if that is not known without reading the data.
+    """
+    del feature
+    return None
+
   def store(self, workdir):
     """Writes data to the workdir of a run that make its next start faster."""
 
@@ -125,6 +139,13 @@ class MemorySource(Source):
   def lookup(self, indices) -> dict:
     """Returns the examples with these numbers; see the top of this module."""
     return {k: tf.gather(v, indices) for k, v in self._columns.items()}
+
+  def lengths(self, feature: str) -> np.ndarray | None:
+    """Returns the sizes of a feature, see Source.lengths."""
+    column = self._columns.get(feature)
+    if not isinstance(column, tf.RaggedTensor):
+      return None
+    return column.row_lengths().numpy()
 
 
 def _tensor(column):
@@ -226,6 +247,11 @@ class Subset(Source):
   def name(self, index: int) -> str:
     """Names an example for an error message."""
     return self._source.name(int(self._indices[index]))
+
+  def lengths(self, feature: str) -> np.ndarray | None:
+    """Returns the sizes of a feature, see Source.lengths."""
+    found = self._source.lengths(feature)
+    return None if found is None else found[self._indices]
 
   def locate(self, index: int) -> tuple[Source, int]:
     """Returns the source that holds an example, and its number there."""

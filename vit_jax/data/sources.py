@@ -1,14 +1,17 @@
-"""Opens sources of examples: folders, manifests, pseudo-labels, TFDS data sets.
+"""Opens sources of examples: folders, annotated or not, manifests, TFDS data.
 
 See vit_jax/data/records.py for the interface of a source.
 """
 
 from collections.abc import Sequence
+import os
 
 from etils import epath
 import tensorflow as tf
 
 from vit_jax import datasets
+from vit_jax.annotations import layout
+from vit_jax.annotations import source as annotated
 from vit_jax.data import folder
 from vit_jax.data import manifest
 from vit_jax.data import mixture
@@ -52,7 +55,7 @@ def open_split(
 
   Args:
     config: reads `dataset`, `tfds_data_dir`, `tfds_manual_dir`,
-      `broken_images`, `max_image_pixels`.
+      `broken_images`, `broken_boxes`, `max_image_pixels`.
     split: a split in the notation of TFDS: 'train', 'test[:50%]',
       'train[:800]+test[:9]'.
     features: names of the requested features: 'image', 'label', and features of
@@ -120,6 +123,10 @@ def _open_pseudo_labels(config, root, split, features, class_names, workdir):
 def _open_folder(config, root, split, features, class_names, workdir):
   """Opens a split of a folder; see open_split."""
   limit = config.max_image_pixels
+  if not manifest.exists(root, split) and _is_annotated(root, split, features):
+    return annotated.open_split(
+      config, root, split, features, class_names, workdir
+    )
   kwargs = {
     'broken': config.broken_images, 'max_pixels': limit, 'workdir': workdir
   }  # fmt: skip
@@ -146,3 +153,15 @@ def _open_folder(config, root, split, features, class_names, workdir):
   columns['image'] = paths
   columns = {name: columns[name] for name in wanted}
   return records.FolderSource(columns, names, limit)
+
+
+def _is_annotated(root, split, features) -> bool:
+  """Returns whether a split of a folder is to be read with its annotations."""
+  if annotated.wants(features):
+    return True
+  # The images of COCO lie in train2017 and so on, which only its files tell.
+  there = all(
+    tf.io.gfile.isdir(os.path.join(root, base))
+    for base, _ in folder.parts(split)
+  )
+  return not there and layout.exists(root, split)

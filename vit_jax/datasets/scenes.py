@@ -1,6 +1,6 @@
 """Scenes of handwritten digits as a TFDS data set for detectors: no download.
 
-Each scene has one to seven of scikit-learn's digits, of various sizes and
+Each scene has one to five of scikit-learn's digits, of various sizes and
 colours, partly hidden by each other, on a ground of two textures. Digits of
 training scenes are training images of `digits`, those of test scenes its test
 images. The features are those of TFDS's `coco`:
@@ -9,8 +9,9 @@ scenes            `objects`: a box and a class for each digit
 scenes/panoptic   `panoptic_image` and `panoptic_objects`: the segment of each
                   digit, and of each texture of the ground
 
-A box goes around the visible pixels of a digit; a digit of which less than a
-third is visible is not annotated and not drawn.
+A box goes around the visible pixels of a digit. No digit hides more than half of
+another one. The area of an object is that of its box in `scenes`, and of its
+segment in `scenes/panoptic`.
 """
 
 from typing import ClassVar
@@ -27,9 +28,9 @@ from vit_jax.datasets import digits
 SCENES = {'train': 4_000, 'test': 400}
 SIZE = 128  # Pixels of a side.
 TEXTURES = ('stripes', 'checks', 'dots')
-_SIZES = (14, 112)  # Least and greatest height of a digit in pixels.
-_MOST = 7  # Digits of a scene.
-_VISIBLE = 1 / 3  # Least share of a digit that is not hidden.
+_SIZES = (24, 120)  # Least and greatest height of a digit in pixels.
+_MOST = 5  # Digits of a scene.
+_VISIBLE = 1 / 2  # Least share of a digit that is not hidden.
 
 
 class Scene(NamedTuple):
@@ -128,11 +129,17 @@ def _box(mask) -> tfds.features.BBox:
   )
 
 
-def _annotation(scene, segment, number, label):
+def _number(scene, segment):
+  """Returns a number of a segment that no other scene has; 0 is for none."""
+  return 10 * scene + segment + 1
+
+
+def _annotation(scene, segment, number, label, of_box):
   mask = scene.segments == segment
+  rows, columns = (np.ptp(np.nonzero(mask), axis=1) + 1).tolist()
   return {
     'id': number,
-    'area': int(mask.sum()),
+    'area': rows * columns if of_box else int(mask.sum()),
     'bbox': _box(mask),
     'label': label,
     'is_crowd': False,
@@ -207,18 +214,18 @@ class Scenes(tfds.core.GeneratorBasedBuilder):
       'image/id': i,
     }
     objects = [
-      _annotation(scene, k + 2, 10 * i + k + 2, label)
+      _annotation(scene, k + 2, _number(i, k + 2), label, not self._is_panoptic)
       for k, label in enumerate(scene.labels)
     ]
     if not self._is_panoptic:
       return {**example, 'objects': objects}
     ground = [
-      _annotation(scene, k, 10 * i + k, 10 + scene.textures[k])
+      _annotation(scene, k, _number(i, k), 10 + scene.textures[k], False)
       for k in (0, 1)
       if (scene.segments == k).any()
     ]
-    # A segment's number, as COCO stores it: R + 256 G + 256 * 256 B.
-    numbers = (10 * i + scene.segments)[..., None]
+    # COCO's colours of a number: R + 256 G + 256 * 256 B.
+    numbers = _number(i, scene.segments)[..., None]
     colours = numbers // np.array([1, 256, 65_536]) % 256
     return {
       **example,

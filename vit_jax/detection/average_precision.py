@@ -17,6 +17,8 @@ from vit_jax import input_pipeline
 
 # Names of pycocotools' first six figures, in its order.
 NAMES = ('AP', 'AP50', 'AP75', 'AP_small', 'AP_medium', 'AP_large')
+# Tensors of the task's `example` that the figures are computed from.
+_TRUTH = ('index', 'mask', 'truth', 'label', 'area', 'crowd', 'size')
 
 
 class AveragePrecision:
@@ -40,8 +42,7 @@ class AveragePrecision:
 
   def _compute(self, params, extra, batch):
     found = self._task.detections(self._task.outputs(params, extra, batch))
-    truth = {k: v for k, v in batch.items() if k not in ('image', 'real')}
-    return found, truth
+    return found, {name: batch[name] for name in _TRUTH}
 
   def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
     """Evaluates parameters.

@@ -41,6 +41,7 @@ class FewShot:
 
   Attributes:
     extractor: computes the features.
+    pp: preprocessing of the images.
     train: source of the training images.
     test: source of the test images.
     class_names: names of the classes.
@@ -60,9 +61,8 @@ class FewShot:
         config, split, wanted, class_names, dataset, workdir
       ).evaluated
 
-    self.extractor = features.Extractor(
-      task, mesh, options.layer, squeezed(config.pp, options.squeeze)
-    )
+    self.pp = squeezed(config.pp, options.squeeze)
+    self.extractor = features.Extractor(task, mesh, options.layer, self.pp)
     self.train = open_split(train)
     self.class_names = self.train.class_names
     self.test = open_split(test, class_names=self.class_names)

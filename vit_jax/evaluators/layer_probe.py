@@ -228,7 +228,8 @@ class LayerProbe:
     found = {name: tuple(value) for name, value in found.items()}
     cli.say(table(found))
     if self._workdir is not None:
-      write(epath.Path(self._workdir) / 'probe', found)
+      path = epath.Path(self._workdir) / 'probe.json'
+      write(path, found, {'layers': as_rows(found)})
     pixels, _ = found.pop(features_lib.PIXELS)
     best = max(mean for mean, _ in found.values())
     return {'probe_best': best, 'probe_pixels': pixels}
@@ -267,39 +268,41 @@ def best_layer(found: Mapping[str, tuple[float, float]]) -> str:
   return max(names, key=lambda name: found[name][0])
 
 
-def write(path: epath.Path, found: Mapping[str, tuple[float, float]], **facts):
-  """Writes the result of `probe` to PATH.json, PATH.csv and PATH.png.
+def as_rows(found: Mapping[str, tuple[float, float]]) -> list[dict]:
+  """Returns the result of `probe` as rows: layer, accuracy, deviation if any."""
+  several = any(std for _, std in found.values())
+  return [
+    {'layer': name, 'accuracy': mean, **({'std': std} if several else {})}
+    for name, (mean, std) in found.items()
+  ]
+
+
+def write(
+  path: epath.Path, found: Mapping[str, tuple[float, float]], content: dict
+):
+  """Writes the result of `probe`: JSON, and beside it a CSV and a PNG.
 
   Process 0 writes for all. Without matplotlib, the plot is left out.
 
   Args:
-    path: path of the files without their endings.
+    path: path of the JSON file; the others have its name with .csv and .png.
     found: result of `probe`.
-    **facts: further values for the JSON file.
+    content: content of the JSON file.
   """
 
   def do():
-    rows = [
-      {'layer': name, 'accuracy': mean, 'std': std}
-      for name, (mean, std) in found.items()
-    ]
-    text = io.StringIO()
+    rows, text = as_rows(found), io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator='\n')
     writer.writeheader()
     writer.writerows(rows)
-    for ending, content in (
-      ('json', json.dumps({**facts, 'layers': rows}, indent=1) + '\n'),
-      ('csv', text.getvalue()),
-    ):
-      file = path.parent / f'{path.name}.{ending}'
-      workdir_lib.write_atomically(file, content)
+    workdir_lib.write_atomically(path, json.dumps(content, indent=1) + '\n')
+    workdir_lib.write_atomically(path.with_suffix('.csv'), text.getvalue())
 
   processes.from_first('writing the linear probes', do)
   if jax.process_index() == 0:
-    picture = path.parent / f'{path.name}.png'
     try:
-      plot(found, picture)
-      cli.say(f'  plot   {picture}')
+      plot(found, path.with_suffix('.png'))
+      cli.say(f'  plot   {path.with_suffix(".png")}')
     except ImportError as e:
       cli.say(f'No plot was drawn: {e}')
 

@@ -205,7 +205,7 @@ def filters(components, shares):
   """Draws the principal components of filters (figure 7, left).
 
   Args:
-    components: [n, p, q, C], see embeddings.principal_filters.
+    components: [n, p, q, C], see attention.principal_filters.
     shares: share of the variance that each component explains, [n].
 
   Returns:
@@ -266,7 +266,7 @@ def position_similarity(similarity):
   Draws one map per patch, or for large grids one for every n-th patch.
 
   Args:
-    similarity: [h, w, h, w], see embeddings.position_similarity.
+    similarity: [h, w, h, w], see attention.position_similarity.
 
   Returns:
     A Figure.

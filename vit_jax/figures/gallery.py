@@ -21,18 +21,21 @@ from vit_jax import models
 from vit_jax import models_resnet
 from vit_jax.figures import attention
 from vit_jax.figures import charts
+from vit_jax.figures import detectors
 from vit_jax.figures import drawing
-from vit_jax.figures import embeddings
 from vit_jax.figures import invariance
 from vit_jax.figures import results
 from vit_jax.layers import positions
 
 _A_ROW = 8  # Maximum number of images per figure; more make further figures.
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
-# Kernels of the first layer of a BiT ResNet, a hybrid, a ViT, a Mixer.
+# Kernels of the first layer of a BiT ResNet and a hybrid, which standardise them.
+_STANDARDISED = ('root_block/conv_root/kernel', 'conv_root/kernel')
+# And those of a detector, a detector with a ViT, a ViT, a Mixer.
 _KERNELS = (
-  'root_block/conv_root/kernel',
-  'conv_root/kernel',
+  *_STANDARDISED,
+  'backbone/conv_root/kernel',
+  'backbone/embedding/kernel',
   'embedding/kernel',
   'stem/kernel',
 )
@@ -64,6 +67,19 @@ def _needs_attention(subject):
   if model.transformer is None:
     return 'the model has no transformer, and so no attention'
   return _needs_images(subject)
+
+
+def _needs_detector(subject):
+  if not hasattr(subject.model.task, 'detections'):
+    return 'the model is no detector'
+  return _needs_images(subject)
+
+
+def _needs_boxes(subject):
+  lacking = _needs_detector(subject)
+  if lacking is None and subject.source is None:
+    return subject.lacking or 'there is no data set'
+  return lacking
 
 
 def _needs_kernel(subject):
@@ -100,11 +116,9 @@ def _needs_labels(subject):
 def _filters(subject):
   path = next(path for path in _KERNELS if path in subject.params)
   kernel = np.asarray(subject.params[path], np.float32)
-  if path.endswith(
-    'conv_root/kernel'
-  ):  # The convolution standardises its kernel.
+  if path in _STANDARDISED:
     kernel = models_resnet.weight_standardize(kernel, (0, 1, 2), eps=1e-5)
-  return [drawing.filters(*embeddings.principal_filters(kernel))]
+  return [drawing.filters(*attention.principal_filters(kernel))]
 
 
 def _position_table(subject):
@@ -119,7 +133,7 @@ def _position_table(subject):
 
 def _position_similarity(subject):
   table = _position_table(subject)
-  similarity = embeddings.position_similarity(table, subject.grid)
+  similarity = attention.position_similarity(table, subject.grid)
   return [drawing.position_similarity(similarity)]
 
 
@@ -166,6 +180,36 @@ def _rollout(subject):
     )
     for part in _pages(subject)
   ]
+
+
+def _encoder_attention(subject):
+  return [
+    detectors.encoder_attention(*args, subject.points)
+    for args in _detector_pages(subject)
+  ]
+
+
+def _query_attention(subject):
+  return [
+    detectors.query_attention(*args, subject.model.class_names)
+    for args in _detector_pages(subject)
+  ]
+
+
+def _detector_pages(subject):
+  """Yields images, what the detector sees in them and names, for each figure."""
+  for start in range(0, len(subject.names), detectors.MOST):
+    part = slice(start, start + detectors.MOST)
+    seen = subject.detected
+    yield (
+      subject.batch['image'][part],
+      type(seen)(*(x[part] for x in seen)),
+      subject.names[part],
+    )
+
+
+def _query_boxes(subject):
+  return [detectors.query_boxes(subject.query_boxes)]
 
 
 def _learning_curves(subject):
@@ -282,6 +326,39 @@ FIGURES = (
     'arXiv 2010.11929, section 4.6 and appendix B.1.2',
     _needs_pictures,
     _reconstructions,
+  ),
+  Entry(
+    'encoder_attention',
+    'Self-attention of the encoder',
+    'Each map shows how much the cell of the image at the white point attends to '
+    'every other cell in the last layer of the encoder, averaged over the heads. '
+    'In a trained detector the maps separate the objects from each other. The '
+    'points are the centres of the best boxes, or those of --points.',
+    'arXiv 2005.12872, section 4.3 and figure 3',
+    _needs_detector,
+    _encoder_attention,
+  ),
+  Entry(
+    'query_attention',
+    'Attention of the queries',
+    'Each map shows where the query of a detected object attends to in the last '
+    'layer of the decoder, averaged over the heads, with its box. In a trained '
+    'detector these are often the edges of the object, such as heads and legs. '
+    'Of an image without a detection, the most probable object is shown.',
+    'arXiv 2005.12872, section 4.3 and figure 6',
+    _needs_detector,
+    _query_attention,
+  ),
+  Entry(
+    'query_boxes',
+    'Boxes of the queries',
+    'Each panel is a query, and each dot the centre of the box that the query '
+    'predicts for an image of the split, whether it sees an object or none. Green '
+    'boxes are small, less than a tenth of the image; red ones are large and '
+    'wide, blue ones large and tall. Queries specialise on places and sizes.',
+    'arXiv 2005.12872, section 4.3 and figure 7',
+    _needs_boxes,
+    _query_boxes,
   ),
   Entry(
     'learning_curves',

@@ -17,6 +17,7 @@ import numpy as np
 
 from vit_jax import input_pipeline
 from vit_jax import models
+from vit_jax.detection import looking
 from vit_jax.figures import attention
 from vit_jax.figures import drawing
 from vit_jax.run import metrics as metrics_lib
@@ -179,6 +180,8 @@ class Subject:
     source: a split with labels, for the confusion matrix, or None.
     split: name of that split.
     lacking: why there is no `source`, in words.
+    points: points of the images for the attention of a detector, see
+      looking.at_points, float [P, 2]; None for the centres of boxes.
   """
 
   def __init__(
@@ -189,6 +192,7 @@ class Subject:
     split: str = '',
     count: int = 8,
     lacking: str = '',
+    points: Sequence[tuple[float, float]] | None = None,
   ):
     """Reads the images.
 
@@ -200,10 +204,20 @@ class Subject:
       split: see the class.
       count: number of images to take from `source`.
       lacking: see the class.
+      points: see the class.
 
     Raises:
-      FileNotFoundError, ValueError: if an image cannot be read.
+      FileNotFoundError, ValueError: if an image cannot be read, a point lies
+        outside of the images, or points are given for no detector.
     """
+    self.points = None
+    if points is not None:
+      if not hasattr(model.task, 'detections'):
+        raise ValueError(
+          'points are for the attention of a detector, and this model is none: '
+          'leave them out (--points)'
+        )
+      self.points = looking.check_points(points)
     self.model = model
     self.source, self.split, self.lacking = source, split, lacking
     self.batch, self.names, self._labels = None, [], None
@@ -235,6 +249,20 @@ class Subject:
   def seen(self) -> Seen:
     """Computes attention and outputs for the images, once."""
     return look(self.model, self.batch['image'], self.grid)
+
+  @functools.cached_property
+  def detected(self) -> looking.Seen:
+    """Computes boxes and attention of a detector for the images, once."""
+    model = self.model
+    return looking.look(model.task, model.params, model.extra, self.batch)
+
+  @functools.cached_property
+  def query_boxes(self) -> np.ndarray:
+    """Computes the boxes of a detector's queries for the split, once."""
+    model = self.model
+    mesh = sharding.mesh_of(model.params)
+    state = model.params, model.extra
+    return looking.query_boxes(model.task, mesh, self.source, *state)
 
   @functools.cached_property
   def results(self) -> Results:

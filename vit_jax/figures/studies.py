@@ -164,14 +164,11 @@ def depth(
       axes.fill_between(
         x, mean - std, mean + std, color=_colour(number), alpha=0.15, lw=0
       )
-  step = -(-len(layers) // _MOST_TICKS)
-  axes.set_xticks(
-    places[::step],
-    [name.replace('layer_', '') for name in layers][::step],
-    rotation=0 if all(name.startswith('layer_') for name in layers) else 30,
-  )
-  axes.set_xlim(-0.5, len(layers) - 0.5)
   _axes(axes, 'layer', 'accuracy (%)', False, False)
+  step = -(-len(layers) // _MOST_TICKS)
+  names = [name.removeprefix('layer_') for name in layers][::step]
+  axes.set_xticks(places[::step], names)
+  axes.set_xlim(-0.5, len(layers) - 0.5)
   return _finish(fig, axes, baseline is not None, path)
 
 

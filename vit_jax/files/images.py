@@ -135,19 +135,15 @@ def _reason(error):
   return 'no image of a known format, or only part of one'
 
 
-def bounded(encoded, limit: int):
-  """Returns the contents of an image file; an error if it has too many pixels.
-
-  Reads the header only, without decoding the image.
+def shape_of(encoded):
+  """Returns height and width of an encoded image, int64 [2], from its header.
 
   Args:
     encoded: string scalar, the content of an image file.
-    limit: greatest number of pixels, height times width.
 
   Raises:
-    DECODE_ERRORS: if it has more pixels, or no header of an image.
+    DECODE_ERRORS: if it has no header of an image.
   """
-  encoded = tf.convert_to_tensor(encoded)
 
   def png():
     sizes = tf.strings.join([tf.strings.substr(encoded, 16, 8), b'\0' * 8])
@@ -162,7 +158,7 @@ def bounded(encoded, limit: int):
       [2],
     )
 
-  shape = tf.case(
+  return tf.case(
     [
       (
         tf.io.is_jpeg(encoded),
@@ -172,6 +168,22 @@ def bounded(encoded, limit: int):
     ],
     other,
   )
+
+
+def bounded(encoded, limit: int):
+  """Returns the contents of an image file; an error if it has too many pixels.
+
+  Reads the header only, without decoding the image.
+
+  Args:
+    encoded: string scalar, the content of an image file.
+    limit: greatest number of pixels, height times width.
+
+  Raises:
+    DECODE_ERRORS: if it has more pixels, or no header of an image.
+  """
+  encoded = tf.convert_to_tensor(encoded)
+  shape = shape_of(encoded)
 
   def refuse(shape, limit):
     height, width = shape.tolist()
@@ -204,8 +216,13 @@ def encode_png(pixels: np.ndarray) -> bytes:
   return buffer.getvalue()
 
 
-def why_broken(path: bytes, max_pixels: int) -> str:
+def why_broken(path: bytes, max_pixels: int, size=None) -> str:
   """Decodes an image file; returns why that fails, or ''.
+
+  Args:
+    path: the file.
+    max_pixels: greatest number of pixels of an image.
+    size: height and width that the image must have; None for any.
 
   Raises:
     OSError: see reading.read_file.
@@ -214,12 +231,24 @@ def why_broken(path: bytes, max_pixels: int) -> str:
     encoded = reading.read_file(path)
     if not encoded:
       return 'zero bytes'
-    _try(tf.constant(encoded), tf.constant(max_pixels, tf.int64))
+    shape, _ = _try(tf.constant(encoded), tf.constant(max_pixels, tf.int64))
     if encoded.startswith(b'\xff\xd8') and jpeg.has_many_scans(encoded):
       jpeg.check_whole(encoded)
   except (*DECODE_ERRORS, FileNotFoundError) as e:
     return reading.first_line(e)
-  return ''
+  return '' if size is None else _why_resized(shape.numpy().tolist(), size)
+
+
+def _why_resized(shape, size) -> str:
+  """Returns why an image of a shape is not of a size, or ''."""
+  (height, width), expected = shape, [int(x) for x in size]
+  if [height, width] == expected:
+    return ''
+  turned = ' (it may have been turned by its EXIF orientation)'
+  return (
+    f'it has {width} x {height} pixels, and its annotations are of '
+    f'{expected[1]} x {expected[0]}{turned if shape[::-1] == expected else ""}'
+  )
 
 
 @tf.function(
@@ -228,6 +257,6 @@ def why_broken(path: bytes, max_pixels: int) -> str:
   ]
 )  # fmt: skip
 def _try(encoded, max_pixels):
-  """Decodes an image, a JPEG at an eighth of its size."""
+  """Decodes an image, a JPEG at an eighth of its size; returns its shape."""
   encoded = bounded(encoded, max_pixels)
-  return tf.reduce_max(decode(encoded, size=(1, 1)))
+  return shape_of(encoded), tf.reduce_max(decode(encoded, size=(1, 1)))

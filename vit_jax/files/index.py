@@ -50,7 +50,8 @@ class Index:
     facts: values for JSON: 'listed' (a date), 'times' (of the last change of
       every folder), 'ignored' (number of ignored entries, and the first),
       'bare' (direct subfolders that hold files but no image), 'broken' (reasons
-      by row), 'max_pixels' of the check.
+      by row), 'max_pixels' of the check, and 'sizes', a hash of the sizes that
+      it expected, if any.
   """
 
   def __init__(self, root, base, folders, counts, names, order, facts):
@@ -122,9 +123,7 @@ class Index:
     Raises:
       OSError: if a file cannot be read; the file then does not count as broken.
     """
-    if self.facts.get('max_pixels') != max_pixels:
-      self.status[:] = UNKNOWN
-      self.facts.update(max_pixels=max_pixels, broken={})
+    self.check_anew('max_pixels', max_pixels)
     rows = np.unique(rows[self.status[rows] < level])
     reasons = self.facts['broken']
 
@@ -139,6 +138,17 @@ class Index:
       reasons.update({str(row): why for row, why in zip(block, whys) if why})
     if len(rows):
       self.path = None
+
+  def check_anew(self, name: str, value):
+    """Forgets the status of all files if they were checked by another value.
+
+    Args:
+      name: a fact on which the results of a check depend.
+      value: its value for JSON.
+    """
+    if self.facts.get(name) != value:
+      self.status[:] = UNKNOWN
+      self.facts.update({name: value, 'broken': {}})
 
   def look_again(self, rows):
     """Resets the status of broken files that have changed since their check."""
@@ -164,7 +174,9 @@ class Index:
     mine, theirs = mine[same], theirs[same]
     self.status[mine] = old.status[theirs]
     reasons = old.facts['broken']
-    self.facts['max_pixels'] = old.facts['max_pixels']
+    for name in ('max_pixels', 'sizes'):
+      if name in old.facts:
+        self.facts[name] = old.facts[name]
     self.facts['broken'] = {
       str(m): reasons[str(t)]
       for m, t in zip(mine.tolist(), theirs.tolist())
@@ -300,9 +312,9 @@ def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
   """Makes an index of listed files; `order` is the order of the list.
 
   Args:
-    root: folder that relative paths refer to.
+    root: folder of the data set.
     base: name of the list.
-    paths: paths of images, absolute or relative.
+    paths: paths of images, absolute or relative to the current folder.
   """
   names = [os.fsencode(path) for path in paths]
   split = [os.path.split(name) for name in names]
@@ -314,7 +326,9 @@ def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
     folders.append(folder)
     counts.append(len(list(group)))
   content = b''.join(split[row][1] + b'\0' for row in rows)
-  return Index(root, base, folders, counts, content, order, {'broken': {}})
+  index = Index(root, base, folders, counts, content, order, {'broken': {}})
+  index.top = root if '://' in root else ''  # The paths are complete.
+  return index
 
 
 def hash_name(name: bytes) -> bytes:

@@ -19,6 +19,9 @@ from vit_jax.scale import sharding
 
 # Number of tokens in a block of the TPU's flash attention.
 _BLOCK = 128
+# Causal attention computes so many queries at a time, and at most so many times.
+_CAUSAL_BLOCK = 256
+_CAUSAL_BLOCKS = 4
 
 
 def _softmax(logits, dtype):
@@ -142,10 +145,29 @@ def _zero_blind(out, allowed):
 
 def _default(query, key, value, mask=None, causal=False, bias=None):
   """Computes attention with matrix products."""
+  if causal and mask is None and bias is None:
+    return _causal(query, key, value)
   logits = _logits(query, key, bias)
   allowed = _allowed(mask, causal, *logits.shape[2:])
   out = average(_hide(logits, allowed), value)
   return out if mask is None else _zero_blind(out, allowed)
+
+
+def _causal(query, key, value):
+  """Computes causal attention, for some queries at a time.
+
+  The keys after the last query of a block are left out, which saves up to three
+  eighths of the matrix products, and of the memory for logits.
+  """
+  tokens = query.shape[1]
+  size = max(_CAUSAL_BLOCK, -(-tokens // _CAUSAL_BLOCKS))
+  parts = []
+  for start in range(0, tokens, size):
+    stop = min(start + size, tokens)
+    logits = _logits(query[:, start:stop], key[:, :stop], None)
+    past = jnp.tri(stop - start, stop, start, dtype=bool)
+    parts.append(average(_hide(logits, past), value[:, :stop]))
+  return jnp.concatenate(parts, axis=1)
 
 
 def _xla(query, key, value, mask=None, causal=False, bias=None):

@@ -205,6 +205,8 @@ class Encoder(nn.Module):
     position_embedding: kind of position embeddings, see
       vit_jax.layers.positions.
     position_layers: the layers that add them, see there.
+    position_grid: grid (height, width) in patches of learned tables, which are
+      resized to the grid of the images; None: the tables have that grid.
     dtype: type of the computation.
     param_dtype: type of the parameters.
   """
@@ -225,6 +227,7 @@ class Encoder(nn.Module):
   causal: bool = False
   position_embedding: str = 'learned_1d'
   position_layers: str = 'stem'
+  position_grid: tuple[int, int] | None = None
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -239,7 +242,7 @@ class Encoder(nn.Module):
         to a key, in every layer; None: everywhere.
       only_first: overrides the field `only_first` unless it is None.
       grid: number of patches (down, across), (h, w), the last h*w tokens; for
-        position embeddings on a grid.
+        position embeddings on a grid, and for `position_grid`.
 
     Raises:
       ValueError: if `remat` or `position_embedding` has an unknown value, or
@@ -294,7 +297,10 @@ class Encoder(nn.Module):
       or None; the relative embeddings of each layer, L times [2N - 1, E] or None.
     """
     kind = positions.kind_of(
-      self.add_position_embedding, self.position_embedding, self.position_layers
+      self.add_position_embedding,
+      self.position_embedding,
+      self.position_layers,
+      self.position_grid,
     )
     nothing = [None] * self.num_layers
     if kind == 'none':
@@ -309,6 +315,7 @@ class Encoder(nn.Module):
       positions.AddPositionEmbs,
       kind=kind,
       grid=grid,
+      table_grid=self.position_grid,
       param_dtype=self.param_dtype,
     )
     make = lambda name: module(name=name).table(x).astype(self.dtype)

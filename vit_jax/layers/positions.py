@@ -28,12 +28,18 @@ token, if there is one, and then the patches, row by row. The embeddings on a
 grid add nothing to the class token, which has no place on the grid and is
 learned itself.
 
+A learned table belongs to one grid of patches, and resizing it to another one
+(section 3.2) is part of loading weights. With `position_grid`, the table has that
+grid, and is resized to the grid of each batch of images in the model. A model
+then takes images of any size.
+
 Shapes: B images, N tokens, h x w patches, D width of a token, E of a head.
 """
 
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -44,17 +50,19 @@ _ON_GRID = ('learned_2d', 'sincos2d')
 _TEMPERATURE = 10_000.0
 
 
-def kind_of(add: bool, kind: str, layers: str) -> str:
+def kind_of(add: bool, kind: str, layers: str, table_grid=None) -> str:
   """Returns the kind of embeddings that the fields of an encoder select.
 
   Args:
     add: `add_position_embedding`, which the original has; False means 'none'.
     kind: `position_embedding`.
     layers: `position_layers`.
+    table_grid: `position_grid`.
 
   Raises:
     ValueError: if kind or layers are unknown, if `add` is False and a kind other
-      than the default is given, or for relative embeddings at the stem.
+      than the default is given, for relative embeddings at the stem, or for
+      relative embeddings with a `table_grid`.
   """
   for field, value, known in (
     ('position_embedding', kind, KINDS),
@@ -70,6 +78,12 @@ def kind_of(add: bool, kind: str, layers: str) -> str:
       "position_embedding='relative' enters the attention of every layer, and "
       "position_layers='stem' names none: use 'every' or 'shared' "
       '(config.model.transformer.position_layers)'
+    )
+  if kind == 'relative' and table_grid is not None:
+    raise ValueError(
+      f"position_embedding='relative' cannot be resized, and position_grid="
+      f'{tuple(table_grid)} asks for it: leave out one of them '
+      '(config.model.transformer.position_grid)'
     )
   if add:
     return kind
@@ -96,9 +110,39 @@ def by_layer(make, layers: str, num_layers: int) -> list:
   return [table] + [later] * (num_layers - 1)
 
 
-def needs_grid(kind: str | None) -> bool:
-  """Returns whether an embedding needs the grid of patches, (h, w)."""
-  return kind in _ON_GRID
+def needs_grid(kind: str | None, table_grid=None) -> bool:
+  """Returns whether an embedding needs the grid of patches, (h, w).
+
+  Args:
+    kind: name of the embedding.
+    table_grid: `position_grid`.
+  """
+  return kind in _ON_GRID or (kind == 'learned_1d' and table_grid is not None)
+
+
+def resize(table, size: int, axis: int = 0):
+  """Resizes a table along an axis, linearly; its first and last rows stay.
+
+  Two axes, one after the other, give what
+  vit_jax.weights.fitting.interpolate_posembed does.
+
+  Args:
+    table: array [..., n, ...].
+    size: number of rows wanted.
+    axis: the axis.
+  """
+  old = table.shape[axis]
+  if old == size:
+    return table
+  places = np.linspace(0, old - 1, size)[:, None]
+  shares = np.maximum(0, 1 - abs(places - np.arange(old)))  # [size, old]
+  resized = jnp.tensordot(
+    table,
+    shares.astype(np.float32),
+    axes=(axis, 1),
+    precision=jax.lax.Precision.HIGHEST,
+  )
+  return jnp.moveaxis(resized, -1, axis)
 
 
 def sincos(count: int, width: int) -> np.ndarray:
@@ -126,7 +170,10 @@ class AddPositionEmbs(nn.Module):
     param_dtype: type of the parameters.
     dtype: type of the computation.
     kind: name of the embedding, see the top of this module.
-    grid: number of patches (down, across), (h, w), for embeddings on a grid.
+    grid: number of patches (down, across), (h, w), for embeddings on a grid and
+      tables that are resized.
+    table_grid: the grid of a learned table that is resized to `grid`; None: the
+      table has the grid of the tokens.
   """
 
   posemb_init: Any = nn.initializers.normal(stddev=0.02)
@@ -134,6 +181,7 @@ class AddPositionEmbs(nn.Module):
   dtype: Any = jnp.float32
   kind: str = 'learned_1d'
   grid: tuple[int, int] | None = None
+  table_grid: tuple[int, int] | None = None
 
   def __call__(self, inputs):
     """Adds the embeddings to tokens [B, N, D].
@@ -159,13 +207,23 @@ class AddPositionEmbs(nn.Module):
         f'inputs must be tokens [batch, tokens, width], got {inputs.shape}'
       )
     _, tokens, width = inputs.shape
-    if self.kind == 'learned_1d':
+    if self.kind == 'learned_1d' and self.table_grid is None:
       return self._learned('pos_embedding', (1, tokens, width))
     self._check_grid(tokens, width)
     height, across = self.grid
+    rows, columns = self.table_grid or self.grid
+    before = tokens - height * across  # The class token.
+    if self.kind == 'learned_1d':
+      shape = (1, before + rows * columns, width)
+      table = self._learned('pos_embedding', shape)[0]
+      patches = table[before:].reshape(rows, columns, width)
+      patches = resize(resize(patches, height), across, axis=1)
+      patches = patches.reshape(-1, width)
+      return jnp.concatenate([table[:before], patches])[None]
     if self.kind == 'learned_2d':
-      x = self._learned('x_embedding', (across, width // 2))
-      y = self._learned('y_embedding', (height, width // 2))
+      x = self._learned('x_embedding', (columns, width // 2))
+      y = self._learned('y_embedding', (rows, width // 2))
+      x, y = resize(x, across), resize(y, height)
     else:
       x, y = (
         jnp.asarray(sincos(count, width // 2), jnp.float32)
@@ -174,7 +232,6 @@ class AddPositionEmbs(nn.Module):
     x = jnp.broadcast_to(x, (height, *x.shape))
     y = jnp.broadcast_to(y[:, None], x.shape)
     table = jnp.concatenate([x, y], axis=-1).reshape(-1, width)  # [h*w, D]
-    before = tokens - height * across  # The class token.
     return jnp.pad(table, ((before, 0), (0, 0)))[None]
 
   def _learned(self, name, shape):
@@ -183,9 +240,10 @@ class AddPositionEmbs(nn.Module):
   def _check_grid(self, tokens, width):
     if self.grid is None:
       raise ValueError(
-        f"position_embedding='{self.kind}' needs the grid of the patches: give "
-        'encode() tokens [batch, height, width, D], from embed(..., flat=False) '
-        '(config.model.transformer.position_embedding)'
+        f"position_embedding='{self.kind}'"
+        f'{" with position_grid" if self.table_grid else ""} needs the grid of '
+        'the patches: give encode() tokens [batch, height, width, D], from '
+        'embed(..., flat=False) (config.model.transformer.position_embedding)'
       )
     if self.grid[0] * self.grid[1] > tokens:
       raise ValueError(
@@ -212,6 +270,7 @@ def first_table(flat, transformer, grid):
     transformer.get('position_embedding', 'learned_1d'),
     layers,
   )
+  table_grid = transformer.get('position_grid')
   if kind in ('none', 'relative'):
     return None
   name = 'posembed_0' if layers == 'every' else 'posembed_input'
@@ -224,7 +283,7 @@ def first_table(flat, transformer, grid):
     return None
   tokens = grid[0] * grid[1] + ('cls' in flat)
   inputs = jnp.zeros((1, tokens, *flat['embedding/bias'].shape))
-  module = AddPositionEmbs(kind=kind, grid=tuple(grid))
+  module = AddPositionEmbs(kind=kind, grid=tuple(grid), table_grid=table_grid)
   return module.apply({'params': tables}, inputs, method='table')
 
 

@@ -1,18 +1,7 @@
 """Converts between the published parameter tree and PyTorch state dicts.
 
 The state dicts are those of timm and of Hugging Face. One table pairs each leaf
-of the published tree with its names in both, and gives the difference in
-layout:
-
-  conv   [h, w, in, out]            here, [out, in, h, w] in PyTorch
-  pixel  [in, out]                  here, [out, in, 1, 1] in PyTorch
-  dense  [in, out]                  here, [out, in] in PyTorch
-  heads  [in, heads, size]          here, [heads * size, in] in PyTorch
-  bias   [heads, size]              here, [heads * size] in PyTorch
-  out    [heads, size, out]         here, [out, heads * size] in PyTorch
-  same   the same in both
-
-Conversions only transpose and reshape: they are exact in both directions.
+of the published tree with its names in both.
 """
 
 from collections.abc import Iterable
@@ -23,17 +12,10 @@ from typing import NamedTuple
 import flax.traverse_util
 import numpy as np
 
+from vit_jax.layouts import leaves
 from vit_jax.weights import identify
 
 LAYOUTS = ('timm', 'hf')
-_DIMENSIONS = {
-  'conv': 4,
-  'pixel': 4,
-  'dense': 2,
-  'heads': 2,
-  'bias': 1,
-  'out': 2,
-}
 _BLOCK = 'Transformer/encoderblock_{}/'
 _ATTENTION = 'MultiHeadDotProductAttention_0/'
 
@@ -109,6 +91,8 @@ _BIT_UNIT = (
   _Leaf('conv_proj/kernel', 'conv', 'downsample.conv.weight', ''),
 )
 
+# timm's joined projections of queries, keys and values.
+_TIMM_JOINED = '.attn.qkv.', ('.attn.q.', '.attn.k.', '.attn.v.')
 # Module names of transformers 5 -> names in its files, which the table uses.
 _HF_NEW = (
   (r'^layers\.', 'encoder.layer.'),
@@ -128,10 +112,10 @@ def _table(num_layers: int, units: Iterable[int] | None) -> list[_Leaf]:
     num_layers: number of layers of the encoder.
     units: number of units in each stage of a hybrid's ResNet; None: no ResNet.
   """
-  leaves = list(_STEM)
+  table = list(_STEM)
   for i in range(num_layers):
     block = _BLOCK.format(i)
-    leaves += [
+    table += [
       leaf._replace(
         path=block + leaf.path,
         timm=f'blocks.{i}.{leaf.timm}',
@@ -140,7 +124,7 @@ def _table(num_layers: int, units: Iterable[int] | None) -> list[_Leaf]:
       for leaf in _LAYER
     ]
   if units is None:
-    return leaves
+    return table
   backbone = 'patch_embed.backbone.'
   root = backbone + ('stem.' if units else '')
   convolutions = [('', 'conv_root', 'gn_root', f'{root}conv', f'{root}norm')]
@@ -152,22 +136,22 @@ def _table(num_layers: int, units: Iterable[int] | None) -> list[_Leaf]:
           (f'block{i + 1}/unit{j + 1}/', conv, norm, there + timm_conv, there + timm_norm)
         )  # fmt: skip
   for path, conv, norm, timm_conv, timm_norm in convolutions:
-    leaves.append(_affine(path + conv, 'conv', timm_conv, '')[0])
-    leaves += _affine(path + norm, 'norm', timm_norm, '')
-  return leaves
+    table.append(_affine(path + conv, 'conv', timm_conv, '')[0])
+    table += _affine(path + norm, 'norm', timm_norm, '')
+  return table
 
 
 def _bit_table(units: Iterable[int]) -> list[_Leaf]:
   """Lists all leaves of a BiT ResNet with these numbers of units."""
-  leaves = list(_BIT_STEM)
+  table = list(_BIT_STEM)
   for i, count in enumerate(units):
     for j in range(count):
       here, there = f'block{i + 1}/unit{j + 1:02d}/', f'stages.{i}.blocks.{j}.'
-      leaves += [
+      table += [
         leaf._replace(path=here + leaf.path, timm=there + leaf.timm)
         for leaf in _BIT_UNIT
       ]
-  return leaves
+  return table
 
 
 def is_bit(names: Iterable[str]) -> bool:
@@ -212,28 +196,24 @@ def load(
     what, flat = 'BiT ResNet', dict(flat)
     table = _bit_table(_timm_units(flat, ''))
   elif layout == 'timm':
-    flat = _split_attention(flat)
+    flat = leaves.split(flat, *_TIMM_JOINED)
     backbone = 'patch_embed.backbone.'
     hybrid = any(name.startswith(backbone) for name in flat)
     table = _table(
-      identify.count(flat, r'blocks\.(\d+)\.'),
+      leaves.count(flat, r'blocks\.(\d+)\.'),
       _timm_units(flat, re.escape(backbone)) if hybrid else None,
     )
   else:
     flat = {_old_hf_name(name): value for name, value in flat.items()}
-    table = _table(identify.count(flat, r'encoder\.layer\.(\d+)\.'), None)
+    table = _table(leaves.count(flat, r'encoder\.layer\.(\d+)\.'), None)
   params = {}
   for leaf in table:
     value = flat.pop(getattr(leaf, layout), None)
     if value is not None:
-      params[leaf.path] = _from_torch(value, leaf, num_heads)
-  if flat:
-    raise ValueError(
-      f'these weights are not those of a {what}, which lacks '
-      + ', '.join(sorted(flat)[:10])
-      + (f' and {len(flat) - 10} more' if len(flat) > 10 else '')
-      + _hint(flat)
-    )
+      params[leaf.path] = leaves.from_torch(
+        value, leaf.path, leaf.kind, num_heads
+      )
+  leaves.fail_for_unknown(flat, what, _hint(flat))
   return params
 
 
@@ -241,27 +221,9 @@ def _timm_units(flat, prefix):
   """Returns the number of units in each stage of timm's ResNet."""
   stage = rf'{prefix}stages\.'
   return [
-    identify.count(flat, rf'{stage}{i}\.blocks\.(\d+)\.')
-    for i in range(identify.count(flat, rf'{stage}(\d+)\.'))
+    leaves.count(flat, rf'{stage}{i}\.blocks\.(\d+)\.')
+    for i in range(leaves.count(flat, rf'{stage}(\d+)\.'))
   ]
-
-
-def _split_attention(flat):
-  """Splits timm's joined projections of queries, keys and values."""
-  split = {}
-  for name, joined in flat.items():
-    block, qkv, end = name.partition('.attn.qkv.')
-    if not qkv:
-      split[name] = joined
-      continue
-    if not joined.ndim or len(joined) % 3:
-      raise ValueError(
-        f"'{name}' of shape {joined.shape} cannot be split into query, key and "
-        'value'
-      )
-    for part, value in zip('qkv', np.split(joined, 3)):
-      split[f'{block}.attn.{part}.{end}'] = value
-  return split
 
 
 def _hint(names):
@@ -286,51 +248,6 @@ def _old_hf_name(name):
   return name
 
 
-def _from_torch(value, leaf, num_heads):
-  kind = leaf.kind
-  if value.ndim != _DIMENSIONS.get(kind, value.ndim):
-    raise ValueError(
-      f"'{leaf.path}' has the shape {value.shape} in the state dict: it must have "
-      f'{_DIMENSIONS[kind]} dimensions'
-    )
-  if kind in ('heads', 'bias', 'out'):
-    width = value.shape[1] if kind == 'out' else value.shape[0]
-    if width % num_heads:
-      raise ValueError(
-        f'num_heads={num_heads} does not divide the width {width} of '
-        f"'{leaf.path}': give the number of heads of the model"
-      )
-  if kind == 'conv':
-    value = value.transpose(2, 3, 1, 0)
-  elif kind == 'pixel':
-    value = value[:, :, 0, 0].T
-  elif kind == 'dense':
-    value = value.T
-  elif kind == 'heads':
-    value = value.T.reshape(value.shape[1], num_heads, -1)
-  elif kind == 'bias':
-    value = value.reshape(num_heads, -1)
-  elif kind == 'out':
-    value = value.T.reshape(num_heads, -1, value.shape[0])
-  return np.ascontiguousarray(value)
-
-
-def _to_torch(value, kind):
-  if kind == 'conv':
-    value = value.transpose(3, 2, 0, 1)
-  elif kind == 'pixel':
-    value = value.T[:, :, None, None]
-  elif kind == 'dense':
-    value = value.T
-  elif kind == 'heads':
-    value = value.reshape(value.shape[0], -1).T
-  elif kind == 'bias':
-    value = value.reshape(-1)
-  elif kind == 'out':
-    value = value.reshape(-1, value.shape[-1]).T
-  return np.ascontiguousarray(value)
-
-
 def dump(params: dict, layout: str) -> dict[str, np.ndarray]:
   """Converts a published tree to a state dict.
 
@@ -346,7 +263,7 @@ def dump(params: dict, layout: str) -> dict[str, np.ndarray]:
   """
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   _check_exists(flat, layout)
-  num_layers = identify.count(flat, r'Transformer/encoderblock_(\d+)/')
+  num_layers = leaves.count(flat, r'Transformer/encoderblock_(\d+)/')
   hybrid = 'conv_root/kernel' in flat
   if is_bit(flat):
     table = _bit_table(identify.units(flat))
@@ -360,16 +277,13 @@ def dump(params: dict, layout: str) -> dict[str, np.ndarray]:
       # transformers puts all names but those of the head under 'vit.'.
       if layout == 'hf' and not name.startswith('classifier.'):
         name = f'vit.{name}'
-      state[name] = _to_torch(np.asarray(value), leaf.kind)
+      state[name] = leaves.to_torch(np.asarray(value), leaf.kind)
   if flat:
     raise ValueError(
       f'{sorted(flat)[:10]} have no counterpart in {_NAMES[layout]}'
     )
   if layout == 'timm':
-    for i in range(num_layers):
-      for end in ('weight', 'bias'):
-        parts = [state.pop(f'blocks.{i}.attn.{name}.{end}') for name in 'qkv']
-        state[f'blocks.{i}.attn.qkv.{end}'] = np.concatenate(parts)
+    state = leaves.join(state, *_TIMM_JOINED)
   return state
 
 

@@ -117,7 +117,8 @@ def losses(logits, boxes, labels, targets, counts) -> dict:
   Returns:
     Sums over queries or targets, float32 [L, B]: `class`, the cross-entropy
     with weight NO_OBJECT for queries without an object (see `class_weight`);
-    `l1` and `giou`, over targets.
+    `l1` and `giou`, over targets. And `query`, the query of each target, int32
+    [L, B, N], -1 for padding.
   """
   logits = logits.astype(jnp.float32)
   nothing = logits.shape[-1] - 1
@@ -144,4 +145,5 @@ def losses(logits, boxes, labels, targets, counts) -> dict:
     'class': (surprise * weight).sum(axis=-1),
     'l1': jnp.where(exists, distance, 0.0).sum(axis=-1),
     'giou': jnp.where(exists, apart, 0.0).sum(axis=-1),
+    'query': chosen,
   }

@@ -4,13 +4,16 @@ The Hungarian algorithm by shortest augmenting paths. All problems of a batch
 advance together, each through its own sequence of steps: one loop takes as many
 rounds as the longest problem needs, and a round costs a few operations on
 vectors of the number of predictions. Nothing leaves the device: a callback to
-SciPy would stall all devices of a host.
+SciPy would stall all devices of a host. Devices of a mesh do not wait for each
+other.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from vit_jax.scale import sharding
 
 # Stands for costs that are not finite: such a pair is matched last.
 _WORST = 1e6
@@ -130,6 +133,7 @@ def match(cost, counts):
 
   Args:
     cost: float [..., N, Q], cost of giving target n the prediction q; N <= Q.
+      With a batch that a mesh splits, [..., B, N, Q].
       A cost that is not finite counts as worse than any other.
     counts: int [...], number of targets, the first ones; others are padding.
 
@@ -147,7 +151,14 @@ def match(cost, counts):
     )
   cost = jax.lax.stop_gradient(cost).astype(jnp.float32)
   cost = jnp.where(jnp.isfinite(cost), cost, _WORST)
-  found = jax.vmap(_match)(
-    cost.reshape(-1, targets, num), jnp.broadcast_to(counts, batch).reshape(-1)
-  )
+  counts = jnp.broadcast_to(counts, batch)
+  if not batch:
+    return _match(cost, counts)
+  return sharding.on_own_rows(_match_all, cost, counts, axis=len(batch) - 1)
+
+
+def _match_all(cost, counts):
+  """Solves problems [..., N, Q] together; see `match`."""
+  *batch, targets, num = cost.shape
+  found = jax.vmap(_match)(cost.reshape(-1, targets, num), counts.reshape(-1))
   return found.reshape(*batch, targets)

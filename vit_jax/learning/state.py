@@ -53,8 +53,8 @@ def abstract_state(init: Callable, tx, rng, mesh, rules):
 
   Returns:
     (create, abstract). `create` computes the initial state; it takes weights,
-    {'/'-joined path: array}, that replace random parameters. `abstract` is the
-    state's TrainState of jax.ShapeDtypeStruct.
+    {'/'-joined path: array}, that replace random parameters, and arrays of the
+    extra state. `abstract` is the state's TrainState of jax.ShapeDtypeStruct.
 
   Raises:
     ValueError: if the model or the rules do not fit, see `init` and
@@ -63,10 +63,11 @@ def abstract_state(init: Callable, tx, rng, mesh, rules):
 
   def create(weights):
     params, extra = init(rng)
-    flat = flax.traverse_util.flatten_dict(params, sep='/')
-    for path, value in weights.items():
-      flat[path] = value.astype(flat[path].dtype)
-    params = flax.traverse_util.unflatten_dict(flat, sep='/')
+    params, others = _replaced(params, weights)
+    if others:
+      extra, others = _replaced(extra, others)
+    if others:
+      raise ValueError(f'the state has no arrays {sorted(others)[:10]}')
     return TrainState(jnp.int32(0), params, tx.init(params), extra)
 
   shapes = jax.eval_shape(create, {})
@@ -77,6 +78,16 @@ def abstract_state(init: Callable, tx, rng, mesh, rules):
     shardings,
   )
   return jax.jit(create, out_shardings=shardings), abstract
+
+
+def _replaced(tree, weights):
+  """Returns a tree with arrays replaced by path, and the others of them."""
+  flat = flax.traverse_util.flatten_dict(tree, keep_empty_nodes=True, sep='/')
+  mine = {path: x for path, x in weights.items() if path in flat}
+  for path, value in mine.items():
+    flat[path] = value.astype(flat[path].dtype)
+  others = {path: x for path, x in weights.items() if path not in mine}
+  return flax.traverse_util.unflatten_dict(flat, sep='/'), others
 
 
 def mean(total, weight):

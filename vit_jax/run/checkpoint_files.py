@@ -143,7 +143,8 @@ def read_weights(path: epath.Path, params, extra) -> dict:
   Args:
     path: folder of the arrays.
     params: a tree of jax.ShapeDtypeStruct; None: all parameters, onto the host.
-    extra: likewise; None: nothing.
+    extra: likewise; None: nothing; or a tuple of names in the extra state, onto
+      the host.
 
   Returns:
     The tree of the checkpoint, with PLACEHOLDER for what was not read.
@@ -162,7 +163,12 @@ def read_weights(path: epath.Path, params, extra) -> dict:
       params,
     )
   holder[key] = params
-  if jax.tree.leaves(extra):
+  if isinstance(extra, tuple):
+    stored = wanted.get('extra') or {}
+    named = {name: stored[name] for name in extra if name in stored}
+    if named:
+      wanted['extra'] = {**stored, **jax.tree.map(lambda _: 0, named)}
+  elif jax.tree.leaves(extra):
     wanted['extra'] = extra
   found = read(path, wanted)
   if average is not None:

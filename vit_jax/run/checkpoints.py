@@ -212,7 +212,8 @@ class Checkpoints:
     Args:
       params: a tree of jax.ShapeDtypeStruct with shardings; None: all
         parameters, onto the host.
-      extra: likewise; None: nothing.
+      extra: likewise; None: nothing; or names in the extra state, onto the
+        host.
       step: step of the checkpoint; by default the newest.
 
     Raises:
@@ -232,9 +233,8 @@ class Checkpoints:
         f"'{self.directory.parent}' has no complete checkpoint: train first, or "
         'longer'
       )
-    return Weights(
-      found['params'], found['extra'] if jax.tree.leaves(extra) else {}, step
-    )
+    extra = found.get('extra', {}) if jax.tree.leaves(extra) else {}
+    return Weights(found['params'], extra, step)
 
   def _newest(self, read: Callable, step: int | None):
     """Returns (read's result, step) of the newest undamaged checkpoint."""
@@ -327,22 +327,26 @@ def has_checkpoint(workdir) -> bool:
   return bool(_find(directory, complete=True))
 
 
-def load_params(workdir):
-  """Loads only the parameters of a run, onto the host.
+def load_weights(workdir, extra: tuple[str, ...] = ()) -> Weights:
+  """Loads the parameters of a run, onto the host.
 
   All processes must call it.
 
   Args:
     workdir: folder of the run.
+    extra: names of what to load of the extra state, where the run has it.
 
   Returns:
-    Nested dict of numpy arrays from the newest checkpoint; averaged if the run
-    kept an average.
+    Nested dicts of numpy arrays from the newest checkpoint; the parameters are
+    averaged if the run kept an average.
 
   Raises:
     FileNotFoundError, ValueError, OSError: see Checkpoints.restore_weights.
   """
-  return Checkpoints(workdir, read_only=True).restore_weights().params
+  found = Checkpoints(workdir, read_only=True).restore_weights(extra=extra)
+  return found._replace(
+    extra={k: v for k, v in found.extra.items() if k in extra}
+  )
 
 
 def delete_but_newest(workdir, count: int):

@@ -27,6 +27,7 @@ TASKS = {
   'masked_patches': 'vit_jax.tasks.masked_patches',
   'pixels': 'vit_jax.tasks.pixels',
   'pixels_finetune': 'vit_jax.tasks.pixels_finetune',
+  'segment': 'vit_jax.tasks.segment',
 }
 _TASK = (
   f'use one of {sorted(TASKS)}, or a module with a class Task that Python finds '

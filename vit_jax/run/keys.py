@@ -11,6 +11,7 @@ it.
 import ml_collections
 
 from vit_jax import models_bit
+from vit_jax import models_detr
 from vit_jax import models_resnet
 from vit_jax import models_vit
 from vit_jax.configs import rules
@@ -43,6 +44,7 @@ KEYS: dict[str, rules.Rule] = {
   'shuffle_buffer_bytes': rules.whole(1),
   'max_image_pixels': rules.whole(1),
   'broken_images': rules.one_of('error', 'skip', 'trust'),
+  'broken_boxes': rules.one_of('refuse', 'skip', 'clip'),
   'pp.train': rules.split,
   'pp.test': rules.split,
   'pp.crop': rules.size,
@@ -142,6 +144,7 @@ MODEL: dict[str, rules.Rule] = {
   'transformer.attention': rules.one_of(*attention.IMPLEMENTATIONS),
   'transformer.gelu': rules.one_of(*encoder.GELUS),
   'transformer.norm_eps': rules.positive,
+  'transformer.position_grid': rules.optional(rules.pair_of_sizes),
   'transformer.remat': rules.one_of('', *encoder.REMAT_POLICIES),
   'transformer.scan': rules.flag,
   'transformer.causal': rules.flag,
@@ -165,11 +168,14 @@ MODEL: dict[str, rules.Rule] = {
   'eps': rules.one_of(*models_bit.EPSILONS),
   'remat': rules.one_of(*models_bit.REMATS),
   # Fields of a DETR.
+  'backbone': rules.one_of(*models_detr.BACKBONES),
   'units': rules.units,
   'dilate_last': rules.flag,
   'norm': rules.one_of(*resnet.NORMS),
   'backbone_width': rules.whole(1),
   'num_queries': rules.whole(1),
+  'mask_head': rules.flag,
+  'masks_at_a_time': rules.whole(0),
   'num_encoder_layers': rules.whole(0),
   'num_decoder_layers': rules.whole(1),
   'num_heads': rules.whole(1),
@@ -178,6 +184,8 @@ MODEL: dict[str, rules.Rule] = {
   'attention_dropout_rate': _RATE,
 }
 
+# The ViT that is the backbone of a DETR.
+MODEL.update({f'vit.{name}': rule for name, rule in MODEL.items()})
 # Fields of an iGPT (config.model.kind='igpt').
 IGPT: dict[str, rules.Rule] = {
   'kind': rules.text,
@@ -274,21 +282,22 @@ def check_together(config):
       )
 
 
-def _check_model(model):
+def _check_model(model, name='model'):
+  if model.get('vit') is not None:
+    _check_model(model.vit, f'{name}.vit')
   fields, width = model.get('transformer') or model, model.get('hidden_size')
   heads = fields.get('num_heads')
   if isinstance(heads, int) and isinstance(width, int) and width % heads:
-    key = (
-      'model.num_heads' if fields is model else 'model.transformer.num_heads'
-    )
+    key = name if fields is model else f'{name}.transformer'
     raise ValueError(
-      f'{key}={heads} does not divide model.hidden_size={width}: choose a '
-      f'divisor (config.{key})'
+      f'{key}.num_heads={heads} does not divide {name}.hidden_size={width}: '
+      f'choose a divisor (config.{key}.num_heads)'
     )
   kind = positions.kind_of(
     fields.get('add_position_embedding', True),
     fields.get('position_embedding', 'learned_1d'),
     fields.get('position_layers', 'stem'),
+    fields.get('position_grid'),
   )
   if isinstance(width, int):
     positions.check_width(kind, width)

@@ -23,6 +23,7 @@ DATASETS = {
   'oxford_iiit_pet': (3_312, 37),
   'oxford_flowers102': (918, 102),
   'digits': (1_437, 10),
+  'coco/2017': (118_287, 80),
 }
 
 PAPER_SIZE = (224, 224)  # Images of the pre-training.

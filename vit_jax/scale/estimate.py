@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 
 from vit_jax import cli
+from vit_jax.configs import models as model_configs
 from vit_jax.scale import flops
 from vit_jax.scale import sharding
 from vit_jax.scale import topology
@@ -77,7 +78,8 @@ def lower(config, make_program: Callable, devices) -> Lowered:
     """Lowers the gradient of a micro-batch; `num_layers` replaces the depth."""
     part = copy.deepcopy(config)
     if num_layers:
-      part.model.transformer.update(num_layers=num_layers, scan=False)
+      vit = model_configs.vit_of(part.model)
+      vit.transformer.update(num_layers=num_layers, scan=False)
     task, _, _, abstract = make_program(part, mesh)
     params = abstract.params
 
@@ -96,7 +98,7 @@ def lower(config, make_program: Callable, devices) -> Lowered:
   loops = []
   if config.accum_steps > 1:
     loops.append((config.accum_steps - 1, gradient()))
-  encoder = config.model.get('transformer') or {}
+  encoder = model_configs.vit_of(config.model).get('transformer') or {}
   if encoder.get('scan'):
     # The difference between three layers and two is the cost of one. The last
     # layer stands outside the loop, and the compiler counts one layer inside

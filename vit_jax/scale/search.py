@@ -27,7 +27,8 @@ def meshes(config, devices: int) -> Iterator[dict[str, int]]:
   Parameters are split over all devices, over 8, or over none; the last mesh
   splits them over half of the devices, and heads and hidden layers over 2.
   """
-  heads = (config.model.get('transformer') or {}).get('num_heads', 1)
+  model = config.model
+  heads = (model.get('transformer') or model).get('num_heads', 1)
   tried = [(devices, 1), (min(8, devices), 1), (1, 1)]
   if devices % 2 == 0 and heads % 2 == 0:
     tried.append((devices // 2, 2))
@@ -98,8 +99,9 @@ def search(
 
 def _remats(model):
   """Returns the kinds of rematerialisation to try, and their key or None."""
-  if 'transformer' in model:
-    return REMATS, 'model.transformer.remat'
+  if 'transformer' in model_configs.vit_of(model):
+    path = 'model.vit' if 'vit' in model else 'model'
+    return REMATS, f'{path}.transformer.remat'
   if 'remat' in model:  # A BiT ResNet has no 'dots'.
     kinds = (REMATS[0], REMATS[-1]) if model.get('kind') == 'bit' else REMATS
     return kinds, 'model.remat'

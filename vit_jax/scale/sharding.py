@@ -17,6 +17,7 @@ The first rule whose regex is found in a leaf's path gives the whole spec of
 that leaf.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import math
@@ -35,6 +36,8 @@ FSDP_AXIS = 'fsdp'
 
 # What the heads of an attention layer are mapped by to its output.
 _OUT = '(MultiHeadDotProductAttention_0|attention)/out/kernel'
+# The MLPs of a Vision Transformer or Mixer, of a detector, and of an iGPT.
+_MLP = r'(MlpBlock_0|_mixing|coder_layer_\d+|box_head)'
 
 # Tensor parallelism: each head and each hidden unit lies on one device. A
 # dimension that the axis does not divide is not split.
@@ -42,9 +45,9 @@ TENSOR_RULES = (
   ('(query|key|value)/kernel', (None, MODEL_AXIS)),
   ('(query|key|value)/bias', (MODEL_AXIS,)),
   (_OUT, (MODEL_AXIS,)),
-  ('((MlpBlock_0|_mixing)/Dense_0|mlp/hidden)/kernel', (None, MODEL_AXIS)),
-  ('(MlpBlock_0|_mixing)/Dense_0/bias', (MODEL_AXIS,)),
-  ('((MlpBlock_0|_mixing)/Dense_1|mlp/output)/kernel', (MODEL_AXIS,)),
+  (f'({_MLP}/Dense_0|mlp/hidden)/kernel', (None, MODEL_AXIS)),
+  (f'{_MLP}/Dense_0/bias', (MODEL_AXIS,)),
+  (f'({_MLP}/Dense_1|mlp/output)/kernel', (MODEL_AXIS,)),
   ('head/kernel', (None, MODEL_AXIS)),
   ('head/bias', (MODEL_AXIS,)),
 )
@@ -104,6 +107,14 @@ def batch_axes(mesh) -> tuple[str, ...]:
   return tuple(name for name in mesh.axis_names if name != MODEL_AXIS)
 
 
+def mesh_of(tree) -> jax.sharding.Mesh:
+  """Returns the mesh that the arrays of a tree lie on, or that of one device."""
+  where = jax.tree.leaves(tree)[0].sharding
+  if isinstance(where, NamedSharding):
+    return where.mesh
+  return make_mesh({'data': 1}, list(where.device_set))
+
+
 def batch_shards(mesh) -> int:
   """Returns the number of parts into which the mesh splits the batch."""
   return math.prod(mesh.shape[name] for name in batch_axes(mesh))
@@ -122,11 +133,42 @@ def constrain_batch(x):
   Returns `x` as it is where no mesh of `make_mesh` is set, and under jax.pmap,
   jax.shard_map or a mesh of explicit axes, where the caller splits the arrays.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  automatic = set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
-  if not automatic or 'data' not in mesh.axis_names:
+  mesh = _mesh_that_is_set()
+  if mesh is None:
     return x
   return jax.lax.with_sharding_constraint(x, P(batch_axes(mesh)))
+
+
+def on_own_rows(function: Callable, *args, axis: int = 0):
+  """Applies a function on each device to the rows of the batch that lie there.
+
+  Left to the partitioner, a loop whose length depends on the data waits for all
+  devices in every round.
+
+  Args:
+    function: function of arrays whose rows do not depend on each other, to an
+      array with the same rows.
+    *args: its arguments; dimension `axis` of each is the batch.
+    axis: see `args`.
+
+  Returns:
+    The result of `function`. Where `constrain_batch` has no effect, or the mesh
+    does not divide the rows, the function is applied to all rows at once.
+  """
+  mesh = _mesh_that_is_set()
+  if mesh is None or args[0].shape[axis] % batch_shards(mesh):
+    return function(*args)
+  spec = P(*axis * [None], batch_axes(mesh))
+  return jax.shard_map(
+    function, in_specs=len(args) * (spec,), out_specs=spec, check_vma=False
+  )(*args)
+
+
+def _mesh_that_is_set():
+  """Returns the mesh of `make_mesh` that is set, or None."""
+  mesh = jax.sharding.get_abstract_mesh()
+  automatic = set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+  return mesh if automatic and 'data' in mesh.axis_names else None
 
 
 def local_rows(mesh, batch_size: int) -> np.ndarray:

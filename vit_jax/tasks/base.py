@@ -64,7 +64,7 @@ class Task(abc.ABC):
     METADATA_RULES: rules for these values, by name.
     LEARNED: names of those values that `learn` returns.
     NEW_PARAMS: prefixes of the paths of parameters that do not come from
-      `config.pretrained`.
+      `config.pretrained`; see also `new_params`.
     OWN_PARAMS: prefixes of the paths of parameters that only this objective
       uses: they are left out when a run starts from a run of this task, and
       when weights are converted.
@@ -199,6 +199,30 @@ class Task(abc.ABC):
     image = self.image_spec(1)
     zeros = jnp.zeros(image.shape, image.dtype)
     return self.model.init(rng, zeros, train=False)['params'], {}
+
+  def adapt_weights(self, weights):
+    """Changes weights from which a run starts, before they are compared.
+
+    Args:
+      weights: a vit_jax.weights.reading.Weights.
+    """
+    return weights
+
+  def new_params(
+    self, have: dict, want: dict, class_names: Sequence[str] | None
+  ) -> Sequence[str]:
+    """Returns what keeps its initial values when a run starts from weights.
+
+    Args:
+      have: arrays or shapes of the weights by path.
+      want: shapes of the parameters and the extra state by path.
+      class_names: names of the classes of the weights, or None if unknown.
+
+    Returns:
+      Prefixes of paths; by default NEW_PARAMS.
+    """
+    del have, want, class_names
+    return self.NEW_PARAMS
 
   def augment(self, batch: dict, rng) -> dict:
     """Changes a whole global batch on the devices, before it is split.

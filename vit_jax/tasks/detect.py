@@ -29,8 +29,11 @@ from vit_jax.evaluators import captions
 from vit_jax.evaluators import means
 from vit_jax.files import images as images_lib
 from vit_jax.learning import boxes as boxes_lib
+from vit_jax.run import config as run_config
 from vit_jax.tasks import base
+from vit_jax.weights import fitting
 
+_ROUNDING = 1e-3  # Share of an image by which a box may reach beyond it.
 THRESHOLD = 0.7  # Least score of an object that is shown.
 _MOST = 512  # Pixels of the shorter side of an image in TensorBoard, at most.
 
@@ -75,8 +78,8 @@ class Task(base.Task):
 
   @classmethod
   def make_metadata(cls, config, source):
-    """Returns the names of the classes."""
-    del config
+    """Returns the names of the classes; checks the numbers of objects."""
+    _check_counts(config, source)
     return {'class_names': list(source.names['objects/label'])}
 
   @classmethod
@@ -100,11 +103,15 @@ class Task(base.Task):
     if seed is None:
       return self._for_evaluation(record)
     inputs, drawn = self._decode(record, seed)
-    found, kept = geometry.to_boxes(record['objects/bbox'], drawn)
+    found, kept = geometry.to_boxes(_boxes(record), drawn)
     kept = tf.logical_and(kept, ~self._crowd(record))
     found = tf.boolean_mask(found, kept)
     label = tf.boolean_mask(record['objects/label'], kept)
-    return {**inputs, **self._targets(found, label)}
+    return {
+      **inputs,
+      **self._targets(found, label),
+      **self._further(record, inputs, drawn, kept),
+    }
 
   def _decode(self, record, seed):
     """Returns `image` and possibly `real` of training, and their geometry."""
@@ -114,7 +121,19 @@ class Task(base.Task):
       return {'image': image}, drawn
     step = seed[1] // self.config.batch  # `seed` holds the example's position.
     group = canvases.group_at(step, self.config.seed, pp)
-    return preprocess.decode_on_canvas(record['image'], pp, seed, group)
+    return preprocess.on_canvas_for_training(record['image'], seed, group, pp)
+
+  def _further(self, record, inputs, drawn, kept):
+    """Returns further tensors of a training example, for subclasses.
+
+    Args:
+      record: see `example`.
+      inputs: the augmented image, and `real` on a canvas.
+      drawn: its geometry, a geometry.Geometry.
+      kept: bool [n], which objects of the record are targets.
+    """
+    del record, inputs, drawn, kept
+    return {}
 
   def _crowd(self, record):
     if 'objects/is_crowd' in record:
@@ -159,15 +178,15 @@ class Task(base.Task):
 
   def _on_canvas(self, record, group):
     """Returns the inputs of an image on the canvas of a group."""
-    inputs, drawn = preprocess.decode_on_canvas(
-      record['image'], self.config.pp, group=group
+    inputs, drawn = preprocess.on_canvas_for_evaluation(
+      record['image'], group, self.config.pp
     )
     return {**inputs, 'size': drawn.shape}
 
   def _for_evaluation(self, record):
     inputs = self.inputs(record)
     crowd = self._crowd(record)
-    found, label = record['objects/bbox'], record['objects/label']
+    found, label = _boxes(record), record['objects/label']
     area = record.get('objects/area')
     if area is None:
       pixels = tf.cast(tf.reduce_prod(inputs['size']), tf.float32)
@@ -188,17 +207,18 @@ class Task(base.Task):
     """Returns `box`, `class` and `count` of objects (ymin, xmin, ymax, xmax)."""
     y0, x0, y1, x1 = tf.unstack(tf.reshape(found, [-1, 4]), axis=-1)
     box = tf.stack([x0 + x1, y0 + y1, 2 * (x1 - x0), 2 * (y1 - y0)], -1) / 2
-    most = self.options.max_objects
     return {
       'box': self._padded(box),
       'class': self._padded(tf.cast(label, tf.int32)),
-      'count': tf.minimum(tf.size(label), most),
+      'count': tf.size(label),
     }
 
   def _padded(self, x):
-    """Pads or cuts the first axis to `max_objects`."""
+    """Pads the first axis to `max_objects`."""
     most = self.options.max_objects
-    x = x[:most]
+    tf.debugging.assert_less_equal(
+      tf.shape(x)[0], most, f'an image has more objects than {_raise(most)}'
+    )
     missing = most - tf.shape(x)[0]
     x = tf.pad(x, [[0, missing]] + [[0, 0]] * (x.shape.rank - 1))
     return tf.ensure_shape(x, [most, *x.shape[1:]])
@@ -223,16 +243,45 @@ class Task(base.Task):
   # --- Training ---
 
   def init(self, rng):
-    """Returns the parameters, and the constants of a frozen backbone."""
+    """Returns the parameters, and the constants of a frozen batch norm, if any."""
     image = self.image_spec(1)
     variables = self.model.init(
       rng, jnp.zeros(image.shape, image.dtype), train=False
     )
     params = variables.pop('params')
-    return params, {'frozen': variables.get('frozen', {})}
+    return params, {k: v for k, v in variables.items() if k == 'frozen'}
+
+  def adapt_weights(self, weights):
+    """Takes the rows of the class head by name, if it has all classes.
+
+    So weights with COCO's 91 category ids suit data with the 80 classes that
+    there are.
+    """
+    return fitting.with_classes(weights, self.class_names)
+
+  def new_params(self, have, want, class_names):
+    """Returns the heads that weights lack, or that are for other classes.
+
+    Weights of a backbone alone leave all else new.
+    """
+    if 'query_embedding' not in have:
+      backbone = ('backbone/', 'frozen/')
+      return [path for path in want if not path.startswith(backbone)]
+    bias = 'class_head/bias'
+    same = bias in have and have[bias].shape == want[bias].shape
+    if class_names is not None:
+      same = same and tuple(class_names) == self.class_names
+    found = {
+      path for path in have if same or path.split('/')[0] != 'class_head'
+    }
+    return [
+      prefix
+      for prefix in self.NEW_PARAMS
+      if not any(path.startswith(prefix) for path in found)
+    ]
 
   def _apply(self, params, extra, batch, **kwargs):
-    variables = {'params': params, 'frozen': extra['frozen']}
+    variables = {'params': params, **extra}
     return self.model.apply(
       variables, batch['image'], batch.get('real'), **kwargs
     )
@@ -265,18 +314,29 @@ class Task(base.Task):
 
   def loss(self, params, extra, batch, rng):
     """Returns the sum over layers of the set loss, and the number of images."""
-    outputs = self._apply(
-      params, extra, batch, train=True, rngs={'dropout': rng}
-    )
-    sums = self._sums(outputs, batch)  # [L, B]
+    terms = self._terms(params, extra, batch, train=True, rngs={'dropout': rng})
     rows = jnp.float32(len(batch['count']))
-    terms = {
+    total = sum(x.sum() for x in terms.values())
+    return (total, rows), {k: (x[-1].sum(), rows) for k, x in terms.items()}
+
+  def _terms(self, params, extra, batch, **kwargs):
+    """Returns the weighted losses of each image by name, [L, B].
+
+    Args:
+      params: the parameters.
+      extra: see `init`.
+      batch: has the shares that `augment` adds.
+      **kwargs: arguments of the model.
+    """
+    outputs = self._apply(params, extra, batch, **kwargs)
+    return self._weighted(self._sums(outputs, batch), batch)
+
+  def _weighted(self, sums, batch):
+    return {
       'class': boxes_lib.CLASS * sums['class'] * batch['class_share'],
       'l1': boxes_lib.L1 * sums['l1'] * batch['box_share'],
       'giou': boxes_lib.GIOU * sums['giou'] * batch['box_share'],
     }
-    total = sum(x.sum() for x in terms.values())
-    return (total, rows), {k: (x[-1].sum(), rows) for k, x in terms.items()}
 
   # --- Evaluation and prediction ---
 
@@ -304,18 +364,20 @@ class Task(base.Task):
 
   def measure(self, params, extra, batch):
     """Returns the sum of the losses of images, and the number of images."""
-    outputs = self.outputs(params, extra, batch)
-    sums = self._sums({name: x[None] for name, x in outputs.items()}, batch)
     count = batch['count'].astype(jnp.float32)
     weight = boxes_lib.class_weight(count, self.model.num_queries)
-    each = boxes_lib.CLASS * sums['class'][0] / weight + (
-      boxes_lib.L1 * sums['l1'][0] + boxes_lib.GIOU * sums['giou'][0]
-    ) / jnp.maximum(count, 1.0)
+    shares = {
+      'class_share': 1 / weight,
+      'box_share': 1 / jnp.maximum(count, 1.0),
+    }
+    terms = self._terms(params, extra, {**batch, **shares}, train=False)
+    each = sum(x[-1] for x in terms.values())  # [B]
     return {'loss': ((each * batch['mask']).sum(), batch['mask'].sum())}
 
   def evaluators(self, mesh, split, open_split):
     """Returns the mean of the loss, and COCO's average precision."""
     source = open_split(split)
+    _check_counts(self.config, source)
     return [
       means.Means(self, mesh, source),
       ap.AveragePrecision(self, mesh, source),
@@ -451,7 +513,44 @@ class Predictor(base.Predictor):
     return lines
 
 
+def _boxes(record):
+  """Returns the boxes of a record [n, 4]; an error if they are none."""
+  boxes = tf.reshape(record['objects/bbox'], [-1, 4])
+  low, high = boxes[:, :2], boxes[:, 2:]
+  # False for NaN.
+  fine = (low <= high) & (low >= -_ROUNDING) & (high <= 1 + _ROUNDING)
+  tf.debugging.assert_equal(
+    tf.reduce_all(fine),
+    True,
+    "objects/bbox must be (ymin, xmin, ymax, xmax), shares of the image's height "
+    'and width from 0 to 1: correct the data',
+  )
+  return boxes
+
+
 def _areas(boxes):
   """Returns the areas [n] of boxes (ymin, xmin, ymax, xmax) [n, 4]."""
   size = tf.reshape(boxes, [-1, 2, 2])
   return tf.reduce_prod(size[:, 1] - size[:, 0], axis=-1)
+
+
+def _raise(most) -> str:
+  return (
+    f'max_objects={most}: raise --config.task_options.max_objects, and with it '
+    '--config.model.num_queries'
+  )
+
+
+def _check_counts(config, source):
+  """Raises ValueError if a source knows an image with too many objects."""
+  [labels] = (x for x in source.features if x.endswith('objects/label'))
+  counts = source.lengths(labels)
+  if counts is None or not len(counts):
+    return
+  most = run_config.task_options(config).max_objects
+  if counts.max() > most:
+    raise ValueError(
+      f'{np.sum(counts > most):,} of {len(counts):,} images have more objects than '
+      f"the model can find, the most '{source.name(int(counts.argmax()))}': "
+      f'{counts.max()}, and {_raise(most)}, to at least {counts.max()}'
+    )

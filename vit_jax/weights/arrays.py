@@ -10,6 +10,8 @@ from collections.abc import Iterable
 import contextlib
 import errno
 import math
+import re
+from typing import Any
 import zipfile
 
 from absl import logging
@@ -28,6 +30,18 @@ _SMALL = 2**26
 # Greatest number of '/'-separated parts of a name; published names have up to
 # 5.
 _DEEPEST = 32
+
+
+# Buffers of PyTorch's models that hold no weights: counters of batch norm, and
+# causal masks.
+_NO_WEIGHTS = re.compile(
+  r'(.+\.)?(num_batches_tracked|attn\.(masked_)?bias)'
+)  # fmt: skip
+
+
+def is_weights(name: Any) -> bool:
+  """Returns whether an array of this name in a state dict holds weights."""
+  return not (isinstance(name, str) and _NO_WEIGHTS.fullmatch(name))
 
 
 class Unfolds(ValueError):
@@ -164,7 +178,7 @@ def read_safetensors(file: epath.Path) -> dict[str, np.ndarray]:
   ):
     try:
       with safetensors.safe_open(here, framework='numpy') as f:
-        names = list(f.keys())
+        names = list(filter(is_weights, f.keys()))
         for name in names:
           header = f.get_slice(name)
           dtype = header.get_dtype()

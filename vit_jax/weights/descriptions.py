@@ -33,6 +33,7 @@ _TIMM_SIZES = {
 # Names of the epsilons of a ResNet.
 _EPSILONS = ('published', 'timm')
 _LONGEST = 2**24  # Bytes; the names of 21k classes take about one million.
+_MOST_CLASSES = 2**20
 
 
 class Description(NamedTuple):
@@ -42,11 +43,13 @@ class Description(NamedTuple):
     model: fields of the model, a nested dict.
     class_names: in the order of the logits, or None if unknown.
     image_size: (height, width) in pixels, or None if unknown.
+    metadata: further metadata of a run by name, such as a palette.
   """
 
   model: dict
   class_names: tuple[str, ...] | None = None
   image_size: tuple[int, int] | None = None
+  metadata: dict = {}  # noqa: RUF012
 
 
 def notes_file(npz) -> epath.Path:
@@ -58,24 +61,29 @@ def notes_file(npz) -> epath.Path:
   return npz.with_name(f'{npz.name}.json')
 
 
-def read(path: epath.Path, kind: str) -> Description:
-  """Reads a JSON file; returns defaults if it does not exist.
+def read(path: epath.Path, describe: Callable[[dict], Description]):
+  """Reads the JSON file that describes weights.
 
   Args:
-    path: the file.
-    kind: format of the file: 'npz', 'timm' or 'hf'.
+    path: the file; one that does not exist counts as {}.
+    describe: function from its content to a Description, such as those of
+      READERS.
 
   Raises:
     ValueError: if the file is damaged or a field has a wrong value; names both.
   """
   with arrays.naming(path, 'cannot be used'):
-    config = _load(path) if path.exists() else {}
-    return {'npz': _from_notes, 'timm': _from_timm, 'hf': _from_hf}[kind](
-      config
-    )
+    return describe(load(path))
 
 
-def _load(path):
+def load(path: epath.Path) -> dict:
+  """Reads an object from a JSON file; {} if there is no file.
+
+  Raises:
+    ValueError: if the file is damaged, or holds something else.
+  """
+  if not path.exists():
+    return {}
   if path.stat().length > _LONGEST:
     raise ValueError(f'it is longer than {_LONGEST:,} bytes')
   try:
@@ -89,7 +97,7 @@ def _load(path):
   return config
 
 
-def _field(
+def field(
   config: Mapping[str, Any],
   key: str,
   is_right: Callable[[Any], bool],
@@ -113,14 +121,16 @@ def _field(
   return value
 
 
-def _fields(config, key):
-  return _field(
+def fields(config, key):
+  """Returns a field that is an object; {} if it is missing."""
+  return field(
     config, key, lambda x: isinstance(x, dict), 'an object: {...}', {}
   )
 
 
-def _choice(config, key, kinds, default=None):
-  return _field(
+def choice(config, key, kinds, default=None):
+  """Returns a field that is one of some texts."""
+  return field(
     config,
     key,
     lambda x: isinstance(x, str) and x in kinds,
@@ -133,12 +143,14 @@ def _is_count(value):
   return type(value) is int and 0 < value < 2**20
 
 
-def _count(config, key):
-  return _field(config, key, _is_count, 'a number of at least 1')
+def count(config, key):
+  """Returns a field that is a number of at least 1."""
+  return field(config, key, _is_count, 'a number of at least 1')
 
 
-def _epsilon(config, key, default=None):
-  return _field(
+def epsilon(config, key, default=None):
+  """Returns a field that is a number between 0 and 1."""
+  return field(
     config,
     key,
     lambda x: type(x) in (int, float) and 0 < x < 1,
@@ -148,7 +160,7 @@ def _epsilon(config, key, default=None):
 
 
 def _names(config, key):
-  names = _field(
+  names = field(
     config,
     key,
     lambda x: isinstance(x, list) and all(isinstance(n, str) for n in x),
@@ -159,7 +171,7 @@ def _names(config, key):
 
 def _size(config, key):
   """Returns (height, width) from a field that holds one number or two."""
-  size = _field(
+  size = field(
     config,
     key,
     lambda x: (
@@ -172,15 +184,15 @@ def _size(config, key):
 
 
 def _from_notes(config):
-  model = _fields(config, 'model')
-  encoder, resnet = (_fields(model, part) for part in ('transformer', 'resnet'))
+  model = fields(config, 'model')
+  encoder, resnet = (fields(model, part) for part in ('transformer', 'resnet'))
   known = {
     'transformer': dict(
-      gelu=_choice(encoder, 'gelu', ('erf', 'tanh')),
-      norm_eps=_epsilon(encoder, 'norm_eps'),
+      gelu=choice(encoder, 'gelu', ('erf', 'tanh')),
+      norm_eps=epsilon(encoder, 'norm_eps'),
     ),
-    'resnet': dict(eps=_choice(resnet, 'eps', _EPSILONS)),
-    'eps': _choice(model, 'eps', _EPSILONS),  # Of a BiT ResNet.
+    'resnet': dict(eps=choice(resnet, 'eps', _EPSILONS)),
+    'eps': choice(model, 'eps', _EPSILONS),  # Of a BiT ResNet.
   }
   unknown = {*(model.keys() - known), *(encoder.keys() - known['transformer'])}
   unknown |= resnet.keys() - known['resnet']
@@ -197,45 +209,56 @@ def _from_notes(config):
 
 def _from_hf(config):
   transformer = dict(
-    gelu=_GELUS[_choice(config, 'hidden_act', _GELUS, 'gelu')],
-    norm_eps=float(_epsilon(config, 'layer_norm_eps', 1e-12)),
+    gelu=_GELUS[choice(config, 'hidden_act', _GELUS, 'gelu')],
+    norm_eps=float(epsilon(config, 'layer_norm_eps', 1e-12)),
   )
-  heads = _count(config, 'num_attention_heads')
+  heads = count(config, 'num_attention_heads')
   if heads:
     transformer['num_heads'] = heads
-  labels = _field(
-    config,
-    'id2label',
-    lambda x: (
-      isinstance(x, dict)
-      and set(x) == {str(i) for i in range(len(x))}
-      and all(isinstance(name, str) for name in x.values())
-    ),
-    'an object that names each class: {"0": ..., "1": ...}',
-    {},
-  )
-  names = tuple(labels[str(i)] for i in range(len(labels)))
   return Description(
-    dict(transformer=transformer), names or None, _size(config, 'image_size')
+    dict(transformer=transformer), labels(config), _size(config, 'image_size')
   )
+
+
+def labels(config, gap: str | None = None) -> tuple[str, ...] | None:
+  """Returns the names of the classes by number; None if there are none.
+
+  Args:
+    config: has `id2label`, {"0": name, "1": name, ...}.
+    gap: name of the numbers that no class has; None: all must be there.
+  """
+
+  def is_right(x):
+    return (
+      isinstance(x, dict)
+      and all(isinstance(name, str) for name in x.values())
+      and all(number.isdecimal() for number in x)
+      and max(map(int, x), default=0) < _MOST_CLASSES
+      and (gap is not None or set(x) == {str(i) for i in range(len(x))})
+    )
+
+  what = 'an object that names each class: {"0": ..., "1": ...}'
+  found = field(config, 'id2label', is_right, what, {})
+  number = 1 + max(map(int, found), default=-1)
+  return tuple(found.get(str(i), gap) for i in range(number)) or None
 
 
 def _from_timm(config):
-  args = _fields(config, 'model_args')
-  pretrained = _fields(config, 'pretrained_cfg')
+  args = fields(config, 'model_args')
+  pretrained = fields(config, 'pretrained_cfg')
   transformer = dict(
-    gelu=_GELUS[_choice(args, 'act_layer', _GELUS, 'gelu')], norm_eps=1e-6
+    gelu=_GELUS[choice(args, 'act_layer', _GELUS, 'gelu')], norm_eps=1e-6
   )
-  architecture = _field(
+  architecture = field(
     config, 'architecture', lambda x: isinstance(x, str), 'a name', ''
   )
   for part, size in _TIMM_SIZES.items():
     if f'_{part}_' in architecture:
       transformer['num_heads'] = model_configs.SIZES[size][3]
-  heads = _count(args, 'num_heads')
+  heads = count(args, 'num_heads')
   if heads:
     transformer['num_heads'] = heads
-  shape = _field(
+  shape = field(
     pretrained,
     'input_size',
     lambda x: isinstance(x, list) and len(x) == 3 and all(map(_is_count, x)),
@@ -244,3 +267,6 @@ def _from_timm(config):
   size = _size(args, 'img_size') or (shape and tuple(shape[1:]))
   names = _names(config, 'label_names') or _names(pretrained, 'label_names')
   return Description(dict(transformer=transformer), names, size)
+
+
+READERS = {'npz': _from_notes, 'timm': _from_timm, 'hf': _from_hf}

@@ -4,6 +4,7 @@ Names and shapes are compared leaf by leaf. Position embeddings are resized as i
 section 3.2 of the paper.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import contextlib
@@ -15,6 +16,7 @@ import flax.traverse_util
 import numpy as np
 
 from vit_jax import models
+from vit_jax.layouts import families
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 
@@ -24,56 +26,104 @@ _POSEMB = re.compile(
 )
 
 
+class OtherModelError(ValueError):
+  """Weights are those of another kind of model, such as of a classifier."""
+
+
 def transferable(
   pretrained_path: str,
   expected: dict,
   model_config,
   grid=None,
   new_grid=None,
-  new: Sequence[str] = ('head/',),
+  new: Sequence[str] | Callable[..., Sequence[str]] = ('head/',),
   partly: bool = False,
+  adapt: Callable[[reading.Weights], reading.Weights] = lambda weights: weights,
 ) -> dict[str, np.ndarray]:
   """Returns the weights that `load_pretrained` takes, by '/'-joined path.
 
   Args:
     pretrained_path: see `load_pretrained`.
-    expected: parameters of the model, arrays or jax.ShapeDtypeStruct.
+    expected: parameters of the model, arrays or jax.ShapeDtypeStruct, and
+      beside them what else comes from weights, see vit_jax.weights.reading.EXTRA.
     model_config: config of the model; reads `representation_size` and
       `transformer`.
     grid: (height, width) in patches of the weights; None: the grid that the
       file gives, or else a square.
     new_grid: (height, width) in patches of the model; None: a square.
-    new: prefixes of the paths that keep their initial values.
+    new: prefixes of the paths that keep their initial values; or a function
+      that returns them, see vit_jax.tasks.base.Task.new_params.
     partly: whether the model may have parameters that no published model has,
       and the file more layers; see `load_pretrained`.
+    adapt: changes what was read, see vit_jax.tasks.base.Task.adapt_weights.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
       `load_pretrained`.
   """
-  new = list(new)
-  if model_config.get('representation_size') is None:
-    new.append('pre_logits/')
   want = flax.traverse_util.flatten_dict(expected, sep='/')
 
-  def check(params):
-    flat = flax.traverse_util.flatten_dict(params, sep='/')
-    with _explaining(pretrained_path, params, expected):
-      return _choose(flat, want, new, partly)
+  def initial(flat, class_names=None):
+    prefixes = new(flat, want, class_names) if callable(new) else new
+    if model_config.get('representation_size') is None:
+      prefixes = (*prefixes, 'pre_logits/')
+    return tuple(prefixes)
 
-  encoder = model_config.get('transformer') or {}
-  weights = reading.read(pretrained_path, encoder.get('num_heads'), check)
-  flat = flax.traverse_util.flatten_dict(weights.params, sep='/')
+  def check(params, class_names=None):
+    flat = flax.traverse_util.flatten_dict(params, sep='/')
+    _check_family(pretrained_path, flat, want)
+    with _explaining(pretrained_path, params, expected):
+      return _choose(flat, want, initial(flat, class_names), partly)
+
+  encoder = model_config.get('transformer') or model_config
+  weights = adapt(
+    reading.read(pretrained_path, encoder.get('num_heads'), check)
+  )
+  tree = {**weights.params, **weights.extra}
+  flat = reading.leaves_of(weights)
   _note_zero_head(pretrained_path, flat)
-  taken = {path: flat[path] for path in check(weights.params)}
+  taken = {path: flat[path] for path in check(tree, weights.class_names)}
   if any(map(_POSEMB.fullmatch, taken)):
     grid = grid or _grid(weights)
     with _explaining(pretrained_path, weights.params, expected):
       taken |= _resize(taken, want, grid, new_grid)
   note_differences(weights, model_config)
   if partly:
-    _note_parts(pretrained_path, flat, want, taken, new)
+    _note_parts(pretrained_path, flat, want, taken, initial(flat))
   return taken
+
+
+def with_classes(weights, class_names: Sequence[str]):
+  """Returns a detector's weights with a class head for some of its classes.
+
+  Args:
+    weights: a reading.Weights.
+    class_names: the classes, in order. If the weights lack one of these names,
+      or have it several times, the weights are returned as they are.
+  """
+  names = weights.class_names or ()
+  if 'class_head' not in weights.params or not all(
+    names.count(name) == 1 for name in class_names
+  ):
+    return weights
+  # The last row is "no object".
+  rows = np.array([*map(names.index, class_names), len(names)])
+  head = {k: x[..., rows] for k, x in weights.params['class_head'].items()}
+  return weights._replace(
+    params={**weights.params, 'class_head': head},
+    class_names=tuple(class_names),
+  )
+
+
+def _check_family(path, have, want):
+  """Raises OtherModelError if weights are of another kind of model."""
+  theirs, ours = (families.describe(flat) for flat in (have, want))
+  if theirs != ours and (theirs, ours) not in families.STARTS:
+    raise OtherModelError(
+      f"'{path}' holds the weights of {theirs}, and the model of this config is "
+      f'{ours}, which cannot start from them: give weights of {ours} '
+      '(config.pretrained)'
+    )
 
 
 def _choose(flat, want, new, partly):
@@ -85,7 +135,6 @@ def _choose(flat, want, new, partly):
     new: prefixes of the paths that keep their initial values.
     partly: see `transferable`.
   """
-  new = tuple(new)
   have = {k: v for k, v in flat.items() if not k.startswith(new)}
   if not any(key.startswith('pre_logits/') for key in have):
     new += ('pre_logits/',)
@@ -228,17 +277,24 @@ def _grid(weights):
 
 
 def note_differences(weights, model_config):
-  """Warns if the weights were made for another GELU or LayerNorm epsilon."""
-  encoder = weights.model.get('transformer', {})
-  for key in ('gelu', 'norm_eps'):
-    there = encoder.get(key)
-    default = getattr(models.Encoder, key)
-    here = (model_config.get('transformer') or {}).get(key, default)
+  """Warns if the weights were made for a model that computes differently."""
+  for key, default in (
+    ('transformer.gelu', models.Encoder.gelu),
+    ('transformer.norm_eps', models.Encoder.norm_eps),
+    ('dilate_last', False),
+    ('attention_scale', 'exact'),
+  ):
+    group, _, name = key.rpartition('.')
+    theirs, ours = (
+      (config.get(group) or {}) if group else config
+      for config in (weights.model, model_config)
+    )
+    there, here = theirs.get(name), ours.get(name, default)
     if None not in (here, there) and there != here:
       logging.warning(
         'These weights were made for %s=%s, this model computes with %s: for '
-        'the same features set --config.model.transformer.%s=%s',
-        key,
+        'the same features set --config.model.%s=%s',
+        name,
         there,
         here,
         key,

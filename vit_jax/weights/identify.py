@@ -2,60 +2,51 @@
 
 from collections.abc import Iterable
 from collections.abc import Mapping
+import math
 import re
 from typing import Any
 
 import flax.traverse_util
+import jax
 import ml_collections
+import numpy as np
 
+from vit_jax import models
 from vit_jax.configs import models as model_configs
+from vit_jax.layouts import families
+from vit_jax.layouts import leaves
 
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
 
 
-def count(names: Iterable[str], pattern: str, first: int = 0) -> int:
-  """Counts the layers, units or blocks in a list of names.
-
-  Args:
-    names: names of arrays.
-    pattern: regex whose first group is the number of a layer; matched at the
-      beginning of each name.
-    first: number of the first layer.
-
-  Raises:
-    ValueError: if a number is missing.
-  """
-  found = {int(m[1]) for m in (re.match(pattern, name) for name in names) if m}
-  if found and (min(found) != first or max(found) != first + len(found) - 1):
-    shown = pattern.replace(r'(\d+)', 'N').replace('\\', '')
-    raise ValueError(
-      f"the names '{shown}' are numbered from {min(found)} to {max(found)}, but "
-      f'there are only {len(found)} of them: some are missing'
-    )
-  return len(found)
-
-
-def model_config(params: Mapping[str, Any]) -> ml_collections.ConfigDict | None:
+def model_config(
+  params: Mapping[str, Any], told: Mapping[str, Any] | None = None
+) -> ml_collections.ConfigDict | None:
   """Returns a config whose model has these parameters, apart from the head.
 
   Args:
     params: nested dict of arrays or shapes, with Linen's names.
+    told: fields of a model other than a classifier that shapes do not tell.
 
   Returns:
     The fields of VisionTransformer, MlpMixer or BitResNet without
-    `num_classes`. `model_name` is the name in the table of sizes, or a description of the
-    sizes. None if the parameters are those of no such model.
+    `num_classes`, or those of the class of another `kind`. `model_name` is the
+    name in the table of sizes, or a description of the sizes. None if the
+    parameters are those of no such model.
   """
   flat = {
     path: tuple(leaf.shape)
     for path, leaf in flax.traverse_util.flatten_dict(params, sep='/').items()
   }
+  other = families.of_tree(flat)
   sizes_of, like = next(
     (found for leaf, found in _FAMILIES.items() if leaf in flat),
     (_vit_sizes, 'b16'),
   )
   try:
-    sizes = sizes_of(flat)
+    sizes = (
+      {**other.layout.sizes(flat), **(told or {})} if other else sizes_of(flat)
+    )
   except (KeyError, IndexError, ValueError):
     return None  # Leaves are missing, or have other numbers of dimensions.
   for name in model_configs.MODEL_CONFIGS:
@@ -63,8 +54,11 @@ def model_config(params: Mapping[str, Any]) -> ml_collections.ConfigDict | None:
     if name not in model_configs.TESTING and _matches(config, sizes):
       break
   else:
-    config = model_configs.get_config(like)
-    config.model_name = _describe_sizes(sizes)
+    describe = other.layout.describe if other else _describe_sizes
+    config = ml_collections.ConfigDict({})
+    if not other:
+      config = model_configs.get_config(like)
+    config.model_name = describe(sizes)
   with config.ignore_type():
     config.update(sizes)
   return config
@@ -72,7 +66,7 @@ def model_config(params: Mapping[str, Any]) -> ml_collections.ConfigDict | None:
 
 def _vit_sizes(flat):
   down, across, _, width = flat['embedding/kernel']
-  num_layers = count(flat, r'Transformer/encoderblock_(\d+)/')
+  num_layers = leaves.count(flat, r'Transformer/encoderblock_(\d+)/')
   block = f'Transformer/encoderblock_{num_layers - 1}/'
   attention = f'{block}MultiHeadDotProductAttention_0/query/kernel'
   transformer = dict(
@@ -127,7 +121,7 @@ def _mixer_sizes(flat):
   return dict(
     patches=dict(size=(down, across)),
     hidden_dim=width,
-    num_blocks=count(flat, r'MixerBlock_(\d+)/'),
+    num_blocks=leaves.count(flat, r'MixerBlock_(\d+)/'),
     tokens_mlp_dim=flat[tokens_mlp][1],
     channels_mlp_dim=flat[channels_mlp][1],
   )
@@ -146,9 +140,10 @@ def units(flat: Iterable[str]) -> tuple[int, ...]:
   Args:
     flat: paths of its parameters.
   """
-  stages = count(flat, r'block(\d+)/unit', first=1)
+  stages = leaves.count(flat, r'block(\d+)/unit', first=1)
   return tuple(
-    count(flat, rf'block{i + 1}/unit(\d+)/', first=1) for i in range(stages)
+    leaves.count(flat, rf'block{i + 1}/unit(\d+)/', first=1)
+    for i in range(stages)
   )
 
 
@@ -171,7 +166,7 @@ def _matches(config, sizes):
   for key, value in sizes.items():
     if key == 'representation_size':
       continue
-    have = config.get(key)
+    have = config[key] if key in config else _default(config, key)
     if isinstance(value, dict):
       if have is None or any(
         have.get(k) != v for k, v in value.items() if k != 'num_heads'
@@ -180,6 +175,12 @@ def _matches(config, sizes):
     elif have != value:
       return False
   return True
+
+
+def _default(config, key):
+  """Returns the default of a field of a model; None if there is no such field."""
+  field = models.class_of(config).__dataclass_fields__.get(key)
+  return None if field is None else field.default
 
 
 def _describe_sizes(sizes):
@@ -208,6 +209,7 @@ def channels(params: Mapping[str, Any]) -> int:
   """Returns the number of channels of a model's input images."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   for path in (
+    'backbone/conv_root/kernel',
     'root_block/conv_root/kernel',
     'conv_root/kernel',
     'stem/kernel',
@@ -216,6 +218,27 @@ def channels(params: Mapping[str, Any]) -> int:
     if path in flat:
       return flat[path].shape[2]
   raise KeyError('embedding/kernel')
+
+
+def num_classes(params: Mapping[str, Any]) -> int:
+  """Returns the number of classes that a head tells apart; 0 for no head."""
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  for path in ('head/bias', 'class_head/bias', 'class_head/kernel'):
+    if path in flat:
+      # A detector's last one is "no object".
+      return math.prod(flat[path].shape[-1:]) - ('query_embedding' in flat)
+  return 0
+
+
+def inputs(
+  config, params: Mapping[str, Any], image_size: tuple[int, int]
+) -> jax.ShapeDtypeStruct:
+  """Returns shape and type of a model's input, one image."""
+  if config.get('kind') == 'igpt':
+    return jax.ShapeDtypeStruct((1, config.num_positions), np.dtype('int32'))
+  return jax.ShapeDtypeStruct(
+    (1, *image_size, channels(params)), np.dtype('float32')
+  )
 
 
 _PUBLISHED = re.compile(

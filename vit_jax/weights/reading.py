@@ -6,11 +6,16 @@ Formats, and how each is recognised:
             of ViT, Mixer and BiT
   timm      .safetensors or .bin with timm's names, or a folder with such a file
   hf        the same with Hugging Face's names (`ViTModel` and
-            `ViTForImageClassification`)
+            `ViTForImageClassification`, `DetrForObjectDetection`,
+            `DetrForSegmentation`, `ImageGPTForCausalImageModeling` and
+            `ImageGPTModel`)
+  pth       a file released with DETR's paper
+  resnet    a ResNet of timm, torchvision or Hugging Face, as a backbone
   workdir   folder of a run, with config.json and checkpoints
 """
 
 from collections.abc import Callable
+import functools
 import math
 import os
 import re
@@ -22,6 +27,7 @@ import jax
 
 from vit_jax import cli
 from vit_jax.configs import models as model_configs
+from vit_jax.layouts import families
 from vit_jax.layouts import vit as layouts
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import arrays
@@ -58,6 +64,9 @@ _BIT_LAYER = r'(block\d+/unit\d+/|)(.+)/(\w+)'
 # Names of weights files in folders of timm or Hugging Face, the preferred
 # first.
 FILES = ('model.safetensors', 'pytorch_model.bin')
+# Names in `extra` of arrays that weights bring along, beside the parameters:
+# constants of frozen norms.
+EXTRA = ('frozen',)
 _TORCH_ENDINGS = ('.safetensors', '.bin', '.pt', '.pth')
 
 
@@ -66,11 +75,14 @@ class Weights(NamedTuple):
 
   Attributes:
     params: nested dict of numpy arrays, with Linen's names.
-    kind: 'npz', 'timm', 'hf' or 'workdir'.
+    kind: format, see the top of this module.
     model: fields of the model that the arrays do not tell, such as the kind of
       GELU; a nested dict, empty for a published npz.
     class_names: in the order of the logits, or None if unknown.
     image_size: (height, width) in pixels, or None if unknown.
+    extra: nested dict of the arrays beside the parameters, such as {'frozen':
+      statistics}; see vit_jax.tasks.base.Task.init.
+    metadata: further metadata of a run by name, such as a palette.
   """
 
   params: dict
@@ -78,6 +90,8 @@ class Weights(NamedTuple):
   model: dict
   class_names: tuple[str, ...] | None = None
   image_size: tuple[int, int] | None = None
+  extra: dict = {}  # noqa: RUF012
+  metadata: dict = {}  # noqa: RUF012
 
 
 def read(
@@ -108,14 +122,19 @@ def read(
   if found.is_dir() and (found / 'checkpoints').exists():
     weights = _read_workdir(found)
   elif found.is_dir():
-    weights = _read_torch(_file_in(found), num_heads, found / 'config.json')
+    weights = _read_torch(_file_in(found), num_heads, found)
   elif found.suffix in _TORCH_ENDINGS:
-    weights = _read_torch(found, num_heads, _config_beside(path))
+    weights = _read_torch(found, num_heads, str(path).rpartition('/')[0])
   else:
     weights = _read_npz(found, check)
-  flat = flax.traverse_util.flatten_dict(weights.params, sep='/')
-  arrays.warn_of_what_is_not_finite(found, flat)
+  arrays.warn_of_what_is_not_finite(found, leaves_of(weights))
   return weights
+
+
+def leaves_of(weights: Weights) -> dict:
+  """Returns the parameters and the arrays beside them, by '/'-joined path."""
+  tree = {**weights.params, **weights.extra}
+  return flax.traverse_util.flatten_dict(tree, sep='/')
 
 
 def _file_in(folder):
@@ -129,13 +148,12 @@ def _file_in(folder):
   )
 
 
-def _config_beside(path):
-  """Returns the path of the config.json beside a file; fetches a remote one."""
-  folder, _, _ = str(path).rpartition('/')
+def _beside(folder, name):
+  """Returns the path of a file in a folder; fetches a remote one."""
   try:
-    return fetch.fetch(f'{folder}/config.json' if folder else 'config.json')
+    return fetch.fetch(f'{folder}/{name}' if str(folder) else name)
   except (FileNotFoundError, PermissionError):
-    return epath.Path(folder) / 'config.json'  # It does not exist.
+    return epath.Path(folder) / name  # It does not exist.
 
 
 def existing(path) -> epath.Path:
@@ -169,7 +187,9 @@ def _read_npz(file, check):
   leaves = arrays.read_npz(
     file, _linen_name, lambda shapes: check(tree(shapes))
   )
-  found = descriptions.read(descriptions.notes_file(file), 'npz')
+  found = descriptions.read(
+    descriptions.notes_file(file), descriptions.READERS['npz']
+  )
   return Weights(tree(leaves), 'npz', found.model, found.class_names)
 
 
@@ -250,33 +270,65 @@ def _read_workdir(folder):
   cli.load_tensorflow()
   config, metadata = workdir_lib.load(folder)
   own = run_config.get_task(config.task).OWN_PARAMS
-  flat = flax.traverse_util.flatten_dict(
-    checkpoints_lib.load_params(folder), sep='/'
-  )
+  found = checkpoints_lib.load_weights(folder, EXTRA)
+  flat = flax.traverse_util.flatten_dict(found.params, sep='/')
   flat = {k: v for k, v in flat.items() if not k.startswith(tuple(own))}
   return Weights(
     flax.traverse_util.unflatten_dict(flat, sep='/'),
     'workdir',
     config.model.to_dict(),
-    tuple(metadata.get('class_names', ())) or None,
-    image_size=_pair(config.pp.crop),
+    tuple(metadata.pop('class_names', ())) or None,
+    None if config.pp.sides else _pair(config.pp.crop),
+    found.extra,
+    metadata,
   )
 
 
-def _read_torch(file, num_heads, beside):
-  """Reads a state dict of timm or Hugging Face, and its config.json."""
+def _read_torch(file, num_heads, folder):
+  """Reads a state dict, and the files of `folder` that describe it."""
   flat = (
     arrays.read_safetensors(file)
     if file.suffix == '.safetensors'
     else state_dicts.read(file)
   )
+  beside = functools.partial(_beside, folder)
+  family, layout = families.of_names(flat)
+  if family is not None:
+    return _read_family(family, layout, flat, file, num_heads, beside)
   layout = layouts.detect(flat)
   if layout is None:
     raise ValueError(
       f"'{file}' holds no Vision Transformer by timm's or Hugging Face's names, "
-      f"and no BiT ResNet by timm's; its names are {sorted(flat)[:4]} ..."
+      'no BiT ResNet, DETR or iGPT; its names are '
+      f'{sorted(flat)[:4]} ...'
     )
-  model, class_names, image_size = descriptions.read(beside, layout)
+  return _read_classifier(layout, flat, file, num_heads, beside)
+
+
+def _read_family(family, layout, flat, file, num_heads, beside):
+  """Reads weights of a model that is no classifier."""
+  found = family.files.describe(beside, file.name)
+  heads = num_heads or found.model.get('num_heads')
+  with arrays.naming(file, 'cannot be used'):
+    flat = family.layout.load(flat, layout, heads)
+  tree = flax.traverse_util.unflatten_dict(flat, sep='/')
+  extra = {name: tree.pop(name) for name in EXTRA if name in tree}
+  return Weights(
+    tree,
+    layout.names,
+    found.model,
+    found.class_names,
+    found.image_size,
+    extra,
+    found.metadata,
+  )
+
+
+def _read_classifier(layout, flat, file, num_heads, beside):
+  """Reads a ViT, hybrid or BiT ResNet of timm or Hugging Face."""
+  model, class_names, image_size, _ = descriptions.read(
+    beside('config.json'), descriptions.READERS[layout]
+  )
   heads = model['transformer'].pop('num_heads', None)
   if layouts.is_bit(flat):
     model = {'eps': 'timm'}

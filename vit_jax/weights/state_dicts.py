@@ -6,6 +6,7 @@ from typing import Any
 import zipfile
 
 from etils import epath
+import jax
 import numpy as np
 
 from vit_jax.weights import arrays
@@ -49,6 +50,26 @@ def read(file: epath.Path) -> dict[str, np.ndarray]:
     return {name: _to_numpy(torch, value) for name, value in state.items()}
 
 
+def write(file: str, content: dict) -> None:
+  """Writes a file of PyTorch.
+
+  Args:
+    file: path, local.
+    content: nested dict of arrays.
+
+  Raises:
+    ImportError: if PyTorch is missing.
+  """
+  try:
+    import torch
+  except ImportError as e:
+    raise ImportError(
+      f"writing '{file}' needs PyTorch: pip install -e '.[torch]' in the "
+      'checkout of vit_jax, or give a name that ends in .safetensors'
+    ) from e
+  torch.save(jax.tree.map(torch.tensor, content), file)
+
+
 def _load_torch(torch, file):
   """Loads the dict of tensors from a file, without running code in it."""
   try:
@@ -64,7 +85,7 @@ def _load_torch(torch, file):
     state = state.get('state_dict', state.get('model', state))
   if not isinstance(state, dict):
     raise ValueError('it holds no state dict: arrays by name')
-  return state
+  return {k: v for k, v in state.items() if arrays.is_weights(k)}
 
 
 def _check_pickles(file):

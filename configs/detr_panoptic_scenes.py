@@ -1,0 +1,24 @@
+"""Trains a small DETR to segment scenes of digits, without a download.
+
+python -m vit_jax.main --config=configs/detr_panoptic_scenes.py \
+  --workdir=/tmp/segments
+
+Digits are things, and the textures of the ground are stuff.
+"""
+
+from vit_jax.configs import common
+from vit_jax.configs import detr_scenes
+
+
+def get_config():
+  """Returns the config."""
+  config = detr_scenes.get_config()
+  common.set_dataset(config, 'scenes/panoptic')
+  config.task = 'segment'
+  config.model.model_name = 'DETR-scenes-panoptic'
+  config.model.mask_head = True
+  config.model.masks_at_a_time = 0
+  config.task_options.max_objects = 10
+  config.task_options.truth_size = 128
+  config.best_metric = 'PQ_test'
+  return config

@@ -1,0 +1,154 @@
+"""Tests of detection on annotated images: training, counts, average precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.annotations import drawn
+from vit_jax import input_pipeline
+from vit_jax import train
+from vit_jax.configs import detr_scenes
+from vit_jax.data import sources
+from vit_jax.run import config as run_config
+from vit_jax.scale import sharding
+from vit_jax.tasks import detect
+
+
+def tiny(root):
+  """A config that trains a tiny detector on a folder."""
+  config = detr_scenes.get_config()
+  config.dataset = str(root)
+  config.pp.crop = 16
+  config.pp.crop_area = None  # Whole images.
+  config.model.update(
+    units=(1,),
+    backbone_width=8,
+    hidden_size=8,
+    num_queries=4,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    num_heads=2,
+    mlp_dim=8,
+  )
+  config.task_options.max_objects = 3
+  config.update(batch=8, batch_eval=8, total_steps=2, warmup_steps=1)
+  config.log_images = 0
+  return config
+
+
+def test_training_with_grey_images_crowds_and_images_without_objects(tmp_path):
+  things = [
+    drawn.thing(1, 0),
+    drawn.thing(2, 1, (0, 0, 20, 20), 7),
+    drawn.thing(3, 1, (20, 10, 40, 30), 90, iscrowd=1),
+  ]
+  root = drawn.make(tmp_path / 'own', 4, things, grey=(0, 1))
+  prepared = train.prepare(tiny(root), tmp_path / 'run')
+  task = prepared.program.task
+  batch = next(
+    input_pipeline.train_batches(
+      prepared.config, prepared.train, task.example, prepared.mesh
+    )
+  )
+  # Two epochs of four images: those without objects, and one without the crowd.
+  np.testing.assert_array_equal(np.sort(batch['count']), 4 * [0] + 4 * [1])
+  assert set(batch['class'][batch['count'] == 1, 0].tolist()) == {0, 1}
+  grey = np.ptp(batch['image'], axis=-1).max(axis=(1, 2)) == 0
+  np.testing.assert_array_equal(grey, batch['count'] == 1)
+
+  rng = np.random.RandomState(0)
+  params, extra = jax.tree.map(
+    lambda x: jnp.asarray(rng.uniform(0.1, 0.3, x.shape), x.dtype),
+    jax.eval_shape(task.init, jax.random.key(0)),
+  )
+
+  def loss(params):
+    rows = task.augment(batch, None)
+    (total, weight), _ = task.loss(params, extra, rows, jax.random.key(0))
+    return total / weight
+
+  value, grads = jax.jit(jax.value_and_grad(loss))(params)
+  assert 0 < value < 100
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
+def test_more_objects_than_the_model_can_find(tmp_path):
+  things = [drawn.thing(i, 2) for i in range(5)]
+  root = drawn.make(tmp_path / 'own', 3, things)
+  with pytest.raises(
+    ValueError, match="train2017/2.jpg': 5, and max_objects=3"
+  ):
+    train.prepare(tiny(root))
+
+
+class Known(detect.Task):
+  """A detector that knows what to find: `extra` holds the answers by image."""
+
+  def outputs(self, params, extra, batch):
+    return {name: x[batch['index']] for name, x in extra.items()}
+
+
+def evaluate(root, answers):
+  """Returns the average precision of detections.
+
+  Args:
+    root: the folder.
+    answers: {id of an image: [(class, score, (x0, y0, x1, y1) in pixels)]}.
+  """
+  config = run_config.complete(tiny(root))
+  names = ['cat', 'dog', 'cup']
+  source = sources.open_split(
+    config, 'val', (*Known.FEATURES, 'image/id'), names
+  )
+  ids = source.lookup(np.arange(source.num_examples))['image/id'].numpy()
+  logits = np.full((len(ids), 4, 4), -20.0, np.float32)
+  logits[..., -1] = 0  # No object.
+  boxes = np.full((len(ids), 4, 4), 0.5, np.float32)
+  for i, name in enumerate(ids):
+    for query, (label, score, corners) in enumerate(answers.get(name, ())):
+      logits[i, query, label] = np.log(score / (1 - score))
+      x0, y0, x1, y1 = np.array(corners) / (60, 40, 60, 40)
+      boxes[i, query] = (x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0
+  extra = {'logits': jnp.asarray(logits), 'boxes': jnp.asarray(boxes)}
+  mesh = sharding.make_mesh({'data': -1})
+  task = Known(config, {'class_names': names})
+  _, precision = task.evaluators(mesh, 'val', lambda split: source)
+  return precision.run(
+    {}, jax.device_put(extra, jax.NamedSharding(mesh, jax.P()))
+  )
+
+
+def test_average_precision_with_a_crowd_and_an_image_without_objects(tmp_path):
+  """Cats only: two objects, a crowd, and detections whose ranks are known.
+
+  Ranks: 1 (.9) finds the cat of image 100; 2 (.8) lies within the crowd of image
+  102, so that it does not count; 3 (.7) is a cat in image 101, which has none; 4
+  (.6) finds the cat of image 102. Recall 1/2 has precision 1, recall 1 has 2/3:
+  of the 101 recalls 0, .01, ..., 1 the first 51 have 1, the other 50 have 2/3.
+  """
+  things = [
+    drawn.thing(1, 0, (10, 4, 30, 20)),
+    drawn.thing(2, 2, (0, 0, 10, 10)),
+    drawn.thing(3, 2, (20, 0, 40, 40), iscrowd=1),
+  ]
+  root = drawn.make(tmp_path / 'own', 3, things)
+  answers = {
+    100: [(0, 0.9, (10, 4, 40, 24))],
+    101: [(0, 0.7, (10, 4, 40, 24))],
+    102: [(0, 0.8, (30, 10, 50, 30)), (0, 0.6, (0, 0, 10, 10))],
+  }
+  found = evaluate(root, answers)
+  expected = (51 + 50 * 2 / 3) / 101
+  for name in ('AP', 'AP50', 'AP75', 'AP_small'):
+    assert found[name] == pytest.approx(expected, abs=1e-6), name
+  assert np.isnan(found['AP_large'])
+  assert found['num_examples'] == 3
+
+  # The same detection counts as wrong where the crowd is no crowd.
+  things[2]['iscrowd'] = 0
+  found = evaluate(drawn.make(tmp_path / 'other', 3, things), answers)
+  # Ranks: right, wrong, wrong, right; of three objects the third is not found.
+  # Recalls to .33 have precision 1 (34 of them), to .66 have 2/4 (33 of them).
+  expected = (34 + 33 / 2) / 101
+  assert found['AP75'] == pytest.approx(expected, abs=1e-6)

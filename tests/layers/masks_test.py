@@ -1,0 +1,133 @@
+"""Tests of DETR's mask head against Hugging Face's."""
+
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests import torch_models
+from vit_jax import models_detr
+from vit_jax.layers import masks
+from vit_jax.layouts import detr as layout
+
+UNITS = (2, 2, 2, 2)
+# Hugging Face's name of each part of the mask head.
+PARTS = {
+  'attention/query': 'bbox_attention.q_proj',
+  'attention/key': 'bbox_attention.k_proj',
+  **{f'adapter_{i}': f'mask_head.fpn_stages.{i}.fpn_adapter' for i in range(3)},
+  'convolutions/output': 'mask_head.output_conv',
+}
+for _i in range(5):
+  _name = f'fpn_stages.{_i - 2}.refine' if _i > 1 else f'conv{_i + 1}'
+  _room = 'convolutions/' if _i else ''
+  PARTS[f'{_room}conv_{_i}'] = f'mask_head.{_name}.conv'
+  PARTS[f'convolutions/norm_{_i}'] = f'mask_head.{_name}.norm'
+
+
+def segmentation(state, heads):
+  """The parameters of the mask head in a state dict of Hugging Face."""
+  found = {}
+  for path, name in PARTS.items():
+    weight, bias = state[f'{name}.weight'], state[f'{name}.bias']
+    kernel = 'scale' if 'norm' in path else 'kernel'
+    if weight.ndim == 4:
+      weight = weight.transpose(2, 3, 1, 0)
+    if 'attention' in path:
+      weight = weight.T.reshape(len(weight), heads, -1)
+      bias = bias.reshape(heads, -1)
+    found[f'segmentation/{path}/{kernel}'] = weight
+    found[f'segmentation/{path}/bias'] = bias
+  return found
+
+
+@pytest.fixture(scope='module')
+def models():
+  """A narrow DETR of Hugging Face with masks; the same model, and variables."""
+  theirs = transformers.DetrForSegmentation(
+    transformers.DetrConfig(
+      backbone='resnet26',  # Half of the layers of a ResNet-50.
+      use_timm_backbone=True,
+      use_pretrained_backbone=False,
+      num_queries=5,
+      num_labels=4,
+      d_model=32,
+      encoder_layers=1,
+      decoder_layers=1,
+      encoder_attention_heads=8,
+      decoder_attention_heads=8,
+      encoder_ffn_dim=16,
+      decoder_ffn_dim=16,
+    )
+  )
+  torch_models.randomize(theirs).eval()
+  state = {name: value.numpy() for name, value in theirs.state_dict().items()}
+  detector = {name.removeprefix('detr.'): x for name, x in state.items()}
+  found = layout.from_torch(detector, UNITS, 1, 1, heads=8)
+  found['params'] |= segmentation(state, 8)
+  variables = {
+    name: flax.traverse_util.unflatten_dict(tree, sep='/')
+    for name, tree in found.items()
+  }
+  ours = models_detr.Detr(
+    4,
+    units=UNITS,
+    hidden_size=32,
+    num_queries=5,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    num_heads=8,
+    mlp_dim=16,
+    mask_head=True,
+    masks_at_a_time=3,  # Two parts.
+  )
+  return theirs, ours, variables
+
+
+def test_masks_are_those_of_hugging_face_for_a_padded_batch(models):
+  theirs, ours, variables = models
+  rng = np.random.RandomState(0)
+  # Three of the four maps have an odd height or width: 25 x 17, 13 x 9, 7 x 5.
+  images = rng.uniform(-1, 1, (2, 100, 66, 3)).astype(np.float32)
+  mask = np.ones((2, 100, 66), bool)
+  mask[1, 70:], mask[1, :, 40:] = False, False
+  pixels = (images / 2 + 0.5 - models_detr.MEAN) / models_detr.STD
+  pixels = (pixels * mask[..., None]).astype(np.float32)
+  with torch.no_grad():
+    want = theirs(
+      torch.tensor(pixels).permute(0, 3, 1, 2),
+      pixel_mask=torch.tensor(mask).long(),
+    )
+
+  def compute(images, mask):
+    outputs = ours.apply(variables, images, mask, train=False)
+    features = ours.apply(variables, images, mask, train=False, draw=False)
+    some = ours.apply(
+      variables,
+      features['features'],
+      np.array([[4, 0], [2, 2]]),
+      method='draw_masks',
+    )
+    return outputs, some
+
+  got, some = jax.jit(compute)(images, mask)
+  assert got['masks'].shape == (2, 5, 25, 17)
+  assert np.std(want.pred_masks.numpy()) > 0.05
+  np.testing.assert_allclose(got['masks'], want.pred_masks, atol=1e-4)
+  np.testing.assert_allclose(got['logits'][-1], want.logits, atol=1e-4)
+  np.testing.assert_allclose(some[0], got['masks'][0, [4, 0]], atol=1e-5)
+  np.testing.assert_allclose(some[1], got['masks'][1, [2, 2]], atol=1e-5)
+
+
+def test_attention_sums_to_one_over_heads_and_real_cells():
+  rng = np.random.RandomState(0)
+  query = rng.randn(1, 2, 3, 4).astype(np.float32)
+  key = rng.randn(1, 2, 2, 3, 4).astype(np.float32)
+  mask = np.array([[[True, True], [True, False]]])
+  got = masks.attention_maps(query, key, mask)
+  logits = np.einsum('qke,hwke->qhwk', query[0], key[0])
+  odds = np.exp(logits) * mask[0][..., None]
+  want = odds / odds.sum(axis=(1, 2, 3), keepdims=True)
+  np.testing.assert_allclose(got[0], want, atol=1e-6)

@@ -1,0 +1,430 @@
+"""Tests of detectors' weights from and for elsewhere."""
+
+import json
+
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from tests import tiny_models
+from tests import torch_models
+from tests import trees
+from vit_jax import checkpoint
+from vit_jax import convert
+from vit_jax import models
+from vit_jax import models_detr
+from vit_jax import predict
+from vit_jax import train
+from vit_jax.configs import models as model_configs
+from vit_jax.layers import resnet
+from vit_jax.layouts import detr
+from vit_jax.scale import sharding
+from vit_jax.weights import identify
+from vit_jax.weights import reading
+from vit_jax.weights import writing
+
+transformers = torch_models.transformers
+
+BACKBONE = dict(
+  embedding_size=4,
+  hidden_sizes=[16, 32],
+  depths=[1, 2],
+  layer_type='bottleneck',
+)
+CLASSES = {0: 'N/A', 1: 'cat', 3: 'dog'}  # Ids with a gap, as in COCO.
+
+
+def hf_detr(**kwargs):
+  """A tiny detector of Hugging Face with a backbone of its own."""
+  backbone = transformers.ResNetConfig(**BACKBONE, out_features=['stage2'])
+  config = transformers.DetrConfig(
+    backbone_config=backbone,
+    use_timm_backbone=False,
+    num_queries=7,
+    num_labels=4,
+    d_model=16,
+    encoder_layers=1,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=24,
+    decoder_ffn_dim=24,
+    **kwargs,
+  )
+  model = torch_models.randomize(transformers.DetrForObjectDetection(config))
+  rng = torch.Generator().manual_seed(1)
+  for value in model.buffers():
+    value.copy_(torch.rand(value.shape, generator=rng) / 2 + 0.7)
+  return model.eval()
+
+
+def outputs_of(theirs, images):
+  """Logits and boxes of Hugging Face's model for images in [-1, 1]."""
+  pixels = (images / 2 + 0.5 - models_detr.MEAN) / models_detr.STD
+  with torch.no_grad():
+    found = theirs(
+      torch.tensor(pixels, dtype=torch.float32).permute(0, 3, 1, 2)
+    )
+  return found.logits.numpy(), found.pred_boxes.numpy()
+
+
+def released(state):
+  """A state dict of Hugging Face under the names of the released files."""
+  result = {}
+  for name, value in state.items():
+    for old, new in (
+      ('model.backbone.model.embedder.embedder.convolution', 'backbone.0.body.conv1'),
+      ('model.backbone.model.embedder.embedder.normalization', 'backbone.0.body.bn1'),
+      ('model.backbone.model.encoder.stages.0.layers.', 'backbone.0.body.layer1.'),
+      ('model.backbone.model.encoder.stages.1.layers.', 'backbone.0.body.layer2.'),
+      ('layer.0.convolution', 'conv1'), ('layer.0.normalization', 'bn1'),
+      ('layer.1.convolution', 'conv2'), ('layer.1.normalization', 'bn2'),
+      ('layer.2.convolution', 'conv3'), ('layer.2.normalization', 'bn3'),
+      ('shortcut.convolution', 'downsample.0'),
+      ('shortcut.normalization', 'downsample.1'),
+      ('model.query_position_embeddings', 'query_embed'),
+      ('model.input_projection', 'input_proj'),
+      ('model.encoder', 'transformer.encoder'),
+      ('model.decoder.layernorm', 'transformer.decoder.norm'),
+      ('model.decoder', 'transformer.decoder'),
+      ('encoder_attn_layer_norm', 'norm2'), ('self_attn_layer_norm', 'norm1'),
+      ('final_layer_norm', 'norm3' if 'decoder' in name else 'norm2'),
+      ('encoder_attn', 'multihead_attn'), ('o_proj', 'out_proj'),
+      ('mlp.fc', 'linear'), ('class_labels_classifier', 'class_embed'),
+      ('bbox_predictor', 'bbox_embed'),
+    ):  # fmt: skip
+      name = name.replace(old, new)
+    result[name] = value.numpy()
+  for name in [name for name in result if '.q_proj.' in name]:
+    joined = [result.pop(name.replace('.q_', f'.{x}_')) for x in 'qkv']
+    name = name.replace('.q_proj.', '.in_proj_')
+    result[name] = np.concatenate(joined)
+  return result
+
+
+@pytest.fixture(scope='module')
+def good(tmp_path_factory):
+  """A folder of Hugging Face's, and the model in it."""
+  folder = tmp_path_factory.mktemp('detr')
+  theirs = hf_detr()
+  theirs.save_pretrained(folder)
+  config = json.loads((folder / 'config.json').read_text())
+  config['id2label'] = {str(k): v for k, v in CLASSES.items()}
+  (folder / 'config.json').write_text(json.dumps(config))
+  return folder, theirs
+
+
+def tree_of(model):
+  return {**model.params, **model.extra}
+
+
+def test_all_layouts_hold_the_same_detector(good, tmp_path):
+  folder, theirs = good
+  found = convert.read(str(folder))
+  assert found.class_names == ('N/A', 'cat', 'N/A', 'dog')
+  images = np.random.RandomState(0).uniform(-1, 1, (2, 24, 40, 3))
+  model = models.make_model(found.config, num_classes=found.num_classes)
+  got = jax.jit(lambda v, x: model.apply(v, x, train=False))(
+    {'params': found.params, **found.extra}, images.astype(np.float32)
+  )
+  want = outputs_of(theirs, images)
+  assert want[0].std() > 0.3
+  np.testing.assert_allclose(got['logits'][-1], want[0], atol=1e-4)
+  np.testing.assert_allclose(got['boxes'][-1], want[1], atol=1e-4)
+  # A run, the released layout in two formats, and back.
+  source = str(folder)
+  for name, to in (
+    ('run', 'workdir'),
+    ('a.pth', None),
+    ('b.safetensors', 'pth'),
+    ('hf', 'hf'),
+  ):
+    there = str(tmp_path / name)
+    _, notes = convert.convert(source, there, to, num_heads=4)
+    again = convert.read(there, num_heads=4)
+    trees.assert_same(tree_of(again), tree_of(found))
+    fields, want_fields = (
+      json.loads(x.config.copy_and_resolve_references().to_json())
+      for x in (again, found)
+    )
+    assert {**fields, **want_fields} == fields
+    assert bool(notes) == (name[1] == '.')
+    source = there
+  # Files under the released names, made by other code, are the same.
+  state = released(theirs.state_dict())
+  other = safetensors.numpy.load_file(tmp_path / 'b.safetensors')
+  assert other.keys() == state.keys()
+  for name, value in state.items():
+    np.testing.assert_array_equal(other[name], value)
+  layer = torch.nn.TransformerDecoderLayer(16, 4, 24).state_dict()
+  for name, value in layer.items():
+    assert other[f'transformer.decoder.layers.1.{name}'].shape == value.shape
+  # Hugging Face reads what is written for it.
+  theirs_again = transformers.DetrForObjectDetection.from_pretrained(
+    tmp_path / 'hf'
+  ).eval()
+  for ours, before in zip(outputs_of(theirs_again, images), want):
+    np.testing.assert_array_equal(ours, before)
+
+
+def test_a_released_file_tells_its_dilation_by_its_name(good, tmp_path):
+  _, theirs = good
+  state = {k: torch.tensor(v) for k, v in released(theirs.state_dict()).items()}
+  for name in ('detr-r50-dc5-f0fb7ef5.pth', 'detr-r50-e632da11.pth'):
+    torch.save({'model': state}, tmp_path / name)
+    config = convert.read(str(tmp_path / name), num_heads=4).config
+    assert config.dilate_last == ('dc5' in name)
+  with pytest.raises(ValueError, match='num_heads=3 does not divide the width'):
+    convert.read(str(tmp_path / name), num_heads=3)
+  with pytest.raises(
+    ValueError, match='how many attention heads its model has'
+  ):
+    convert.read(str(tmp_path / name))
+
+
+def write(good, folder, change=None, **fields):
+  """Writes a changed copy of the good folder; returns its path."""
+  state = safetensors.numpy.load_file(good[0] / 'model.safetensors')
+  config = json.loads((good[0] / 'config.json').read_text())
+  for name, value in (change or {}).items():
+    if value is None:
+      del state[name]
+    else:
+      state[name] = value
+  safetensors.numpy.save_file(state, folder / 'model.safetensors')
+  (folder / 'config.json').write_text(json.dumps({**config, **fields}))
+  return str(folder)
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'position_embedding_type': 'learned'}, "DETRs with 'sine'"),
+    ({'decoder_attention_heads': 2}, 'decoder_attention_heads is 2, but .* with 4'),
+    ({'encoder_attention_heads': '4'}, "encoder_attention_heads is '4', but must"),
+    ({'dilation': 1}, 'dilation is 1, but must be true or false'),
+    ({'id2label': {'-1': 'a'}}, 'id2label is .* but must be an object'),
+    ({'id2label': {'9' * 30: 'a'}}, 'id2label is .* but must be an object'),
+    ({'backbone_config': []}, r'backbone_config is \[\], but must be an object'),
+  ],
+)  # fmt: skip
+def test_descriptions_that_are_refused(good, tmp_path, fields, message):
+  with pytest.raises(
+    ValueError, match=f"config.json' cannot be used: .*{message}"
+  ):
+    reading.read(write(good, tmp_path, **fields))
+
+
+LAYER = 'model.encoder.layers.0.'
+NORM = 'model.backbone.conv_encoder.model.embedder.embedder.normalization.'
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    ({'class_labels_classifier.bias': None}, 'class_head/bias: missing in'),
+    ({f'{NORM}running_var': None}, 'frozen/backbone/bn_root/var: missing in'),
+    ({f'{NORM}weight': np.ones(5, np.float32)}, r'bn_root/scale: \(5,\) in the'),
+    ({f'{LAYER}fc1.weight': np.ones(4, np.float32)}, 'must have 2 dimensions'),
+    ({f'{LAYER}norm.weight': np.ones(4, np.float32)}, 'not those of a DETR, which'),
+    (
+      {'model.encoder.layers.999999999.fc1.bias': np.ones(1, np.float32)},
+      'numbered from 0 to 999999999',
+    ),
+    ({'model.query_position_embeddings.weight': np.ones(3, np.float32)}, 'hold the'),
+  ],
+)  # fmt: skip
+def test_files_that_are_no_whole_detector(good, tmp_path, change, message):
+  with pytest.raises(ValueError, match=message) as error:
+    convert.read(write(good, tmp_path, change))
+  assert str(tmp_path) in str(error.value)
+
+
+def test_some_classes_of_a_detector(good):
+  found = convert.read(str(good[0]))
+  some = convert.read(str(good[0]), class_names=('dog', 'cat'))
+  assert (some.class_names, some.num_classes) == (('dog', 'cat'), 2)
+  np.testing.assert_array_equal(
+    some.params['class_head']['kernel'],
+    found.params['class_head']['kernel'][:, [3, 1, 4]],
+  )
+  with pytest.raises(ValueError, match='1 class names for a head of 4 classes'):
+    convert.read(str(good[0]), class_names=('cow',))
+
+
+def test_formats_that_hold_no_detector(good, tmp_path):
+  for to in ('timm', 'npz'):
+    with pytest.raises(
+      ValueError, match=rf'DETR of 1\+2 .* as {to}: give --to=hf\|pth\|workdir'
+    ):
+      convert.convert(str(good[0]), str(tmp_path / f'a.{to}'), to)
+  with pytest.raises(ValueError, match='must end in .pth or .safetensors'):
+    convert.convert(str(good[0]), str(tmp_path / 'a'), 'pth')
+  assert not list(tmp_path.iterdir())
+
+
+def program_of(found, class_names, **fields):
+  """The program of a run whose model is like one that was read."""
+  config, _ = writing.as_run(found)
+  config.model.update(fields)
+  config.pp.crop = 24
+  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
+  names = {'class_names': list(class_names)}
+  return train.make_program(config, names, mesh)
+
+
+def weights_for(program, path):
+  config, abstract = program.task.config, program.abstract
+  config.pretrained = str(path)
+  return checkpoint.pretrained_weights(
+    config, program.task, abstract.params, abstract.extra
+  )
+
+
+@pytest.fixture(scope='module')
+def program(good):
+  return program_of(convert.read(str(good[0])), ('cat', 'cow'))
+
+
+def test_a_run_starts_from_a_detector_with_a_head_for_its_classes(
+  good, program
+):
+  found = convert.read(str(good[0]))
+  weights = weights_for(program, good[0])
+  state = program.create_state(weights)
+  assert state.params['class_head']['kernel'].shape == (16, 3)
+  got = flax.traverse_util.flatten_dict(
+    jax.device_get({**state.params, **state.extra}), sep='/'
+  )
+  for path, value in reading.leaves_of(found).items():
+    if not path.startswith('class_head/'):
+      np.testing.assert_array_equal(got[path], value, err_msg=path)
+  assert train._describe_start(state.params, weights) == (
+    'Starting from pre-trained weights, with a new class_head.'
+  )
+  # Of classes that the weights know by name, the rows of the head are taken.
+  bias = found.params['class_head']['bias']
+  for names, rows in (
+    (found.class_names, [0, 1, 2, 3, 4]),
+    (('dog', 'cat'), [3, 1, 4]),
+    ('abcd', None),
+  ):
+    got = weights_for(program_of(found, names), good[0]).get('class_head/bias')
+    if rows is None:
+      assert got is None
+    else:
+      np.testing.assert_array_equal(got, bias[rows])
+
+
+def test_a_run_starts_from_the_resnet_of_a_classifier(program, tmp_path):
+  theirs = torch_models.randomize(
+    transformers.ResNetForImageClassification(
+      transformers.ResNetConfig(**BACKBONE, num_labels=3)
+    )
+  )
+  theirs.save_pretrained(tmp_path)
+  weights = weights_for(program, tmp_path)
+  np.testing.assert_array_equal(
+    weights['backbone/block2/unit2/conv2/kernel'],
+    theirs.resnet.encoder.stages[1]
+    .layers[1]
+    .layer[1]
+    .convolution.weight.detach()
+    .permute(2, 3, 1, 0),
+  )
+  assert {path.split('/')[0] for path in weights} == {'backbone', 'frozen'}
+  backbone = program.abstract.params['backbone']
+  frozen = program.abstract.extra['frozen']
+  assert len(weights) == len(jax.tree.leaves((backbone, frozen)))
+  assert train._describe_start(program.abstract.params, weights) == (
+    'Starting from a pre-trained backbone; the rest of the model is new.'
+  )
+  with pytest.raises(
+    ValueError, match='holds the backbone of a detector alone'
+  ):
+    convert.read(str(tmp_path))
+
+
+def test_resnets_of_timm_have_the_names_of_the_published_backbones():
+  shapes = {}
+  for name, units in resnet.UNITS.items():
+    with torch.device('meta'):
+      theirs = torch_models.timm.create_model(f'resnet{name[1:]}').state_dict()
+    state = {
+      name: np.broadcast_to(np.float32(0), value.shape)
+      for name, value in theirs.items()
+      if not name.endswith('num_batches_tracked')
+    }
+    layout = detr.detect(state)
+    assert layout == ('resnet', 'timm')
+    shapes = {k: v.shape for k, v in detr.load(state, layout, 8).items()}
+    images = jax.ShapeDtypeStruct((1, 64, 64, 3), np.float32)
+    ours = jax.eval_shape(resnet.ResNet(units).init, jax.random.key(0), images)
+    tree = {'backbone': ours['params'], 'frozen': {'backbone': ours['frozen']}}
+    want = flax.traverse_util.flatten_dict(tree, sep='/')
+    assert shapes == {k: v.shape for k, v in want.items()}
+
+
+@pytest.mark.parametrize('name', list(model_configs.DETRS))
+def test_published_detectors_are_known_by_their_shapes(name):
+  config = model_configs.get_config(name)
+  params = tiny_models.shapes(models.make_model(config, num_classes=91), 64)
+  params = flax.traverse_util.unflatten_dict(params, sep='/')
+  told = {'dilate_last': config.dilate_last}
+  found = identify.model_config(params, told)
+  assert (found.model_name, found.dilate_last) == (name, config.dilate_last)
+  assert identify.num_classes(params) == 91
+
+
+def test_counters_of_batch_norm_are_left_out(good, tmp_path):
+  state = {'bn1.num_batches_tracked': torch.tensor(7)}
+  _, theirs = good
+  for name, value in released(theirs.state_dict()).items():
+    if name.startswith('backbone'):
+      state[name.removeprefix('backbone.0.body.')] = torch.tensor(value)
+  torch.save(state, tmp_path / 'a.pth')
+  safetensors.torch.save_file(state, tmp_path / 'a.safetensors')
+  for path in tmp_path.iterdir():
+    assert reading.read(str(path)).kind == 'resnet'
+
+
+def test_other_models_are_refused_in_a_sentence(good, program, tmp_path):
+  classifier = tiny_models.numbers(tiny_models.tiny(), 8)
+  checkpoint.save(classifier, str(tmp_path / 'vit.npz'))
+  convert.convert(str(tmp_path / 'vit.npz'), str(tmp_path / 'run'), 'workdir')
+  for name in ('vit.npz', 'run'):
+    with pytest.raises(ValueError, match='holds the weights of a') as error:
+      weights_for(program, tmp_path / name)
+    assert str(error.value) == (
+      f"'{tmp_path / name}' holds the weights of a classifier, and the model of "
+      'this config is a detector, which cannot start from them: give weights of '
+      'a detector (config.pretrained)'
+    )
+  with pytest.raises(
+    ValueError, match='of a detector, and the model of this config is a classif'
+  ):
+    checkpoint.load_pretrained(
+      pretrained_path=str(good[0]), init_params=classifier, model_config={}
+    )
+
+
+def test_weights_of_a_detector_detect(good, tmp_path):
+  _, theirs = good
+  model = predict.load_weights(str(good[0]), image_size=(24, 40))
+  assert model.config.task == 'detect'
+  pixels = np.random.RandomState(0).randint(0, 256, (24, 40, 3), np.uint8)
+  logits, boxes = outputs_of(theirs, pixels[None] / 127.5 - 1)
+  scores = torch.tensor(logits[0]).softmax(-1)[:, :-1].max(-1)
+  best = int(scores.values.argmax())
+  [found] = model.detect([pixels], threshold=0.0)
+  name, score, box = found[0]
+  assert name == model.class_names[scores.indices[best]]
+  assert score == pytest.approx(float(scores.values[best]), abs=1e-4)
+  x, y, width, height = boxes[0, best]
+  want = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+  want = np.clip(want, 0, 1) * (40, 24, 40, 24)
+  np.testing.assert_allclose(box, want, atol=0.01)

@@ -1,0 +1,107 @@
+"""Makes one map of segments out of the overlapping masks of a detector.
+
+As in "End-to-End Object Detection with Transformers" (arXiv 2005.12872, section
+4.4): each pixel gets the mask with the greatest logit.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+# Least score of a query whose mask counts.
+THRESHOLD = 0.85
+# A segment of so few pixels is dropped.
+_SMALL = 4
+
+
+class Segments(NamedTuple):
+  """The segments of an image.
+
+  Attributes:
+    numbers: int32 [H, W], number of the segment of each pixel, from 1; 0 for
+      pixels of none.
+    labels: int [m], classes of the segments 1, 2, ...
+    scores: float [m], scores of the segments.
+  """
+
+  numbers: np.ndarray
+  labels: np.ndarray
+  scores: np.ndarray
+
+
+def assemble(
+  masks: np.ndarray,
+  labels: np.ndarray,
+  scores: np.ndarray,
+  is_thing: Sequence[bool],
+  size: tuple[int, int],
+  extent: tuple[float, float] = (1.0, 1.0),
+  threshold: float = THRESHOLD,
+) -> Segments:
+  """Gives each pixel to one query, and merges the stuff of a class.
+
+  Queries are dropped if their score is below the threshold, or if at most 4
+  pixels are left to their segment; the other queries then share these pixels.
+
+  Args:
+    masks: float [Q, h, w], logits.
+    labels: int [Q], classes.
+    scores: float [Q], from 0 to 1.
+    is_thing: whether a class is of things, by class. All queries of a class of
+      stuff are one segment.
+    size: (height, width) of the map in pixels.
+    extent: shares of the height and width of `masks` that show the image; the
+      rest is padding.
+    threshold: least score.
+
+  Returns:
+    The segments, the one with the best score first.
+  """
+  kept = np.argsort(-scores, kind='stable')
+  kept = kept[scores[kept] >= threshold]
+  while True:
+    first = {}  # By class of stuff, the query that stands for its segment.
+    segment = np.array(
+      [
+        k if is_thing[labels[k]] else first.setdefault(labels[k], k)
+        for k in kept
+      ],
+      int,
+    )
+    owner = _owners(masks[kept], size, extent)
+    pixels = np.append(segment, -1)[owner]  # [H, W]; -1 for no query.
+    area = np.bincount(pixels[pixels >= 0], minlength=len(scores))
+    is_small = area[segment] <= _SMALL
+    if not is_small.any():
+      break
+    kept = kept[~is_small]
+  chosen = np.array(list(dict.fromkeys(segment)), int)
+  number = np.zeros(len(scores) + 1, np.int32)  # The last one is that of -1.
+  number[chosen] = 1 + np.arange(len(chosen))
+  return Segments(number[pixels], labels[chosen], scores[chosen])
+
+
+def _owners(masks, size, extent) -> np.ndarray:
+  """Returns the mask with the greatest logit at each pixel; -1 without masks."""
+  best = np.full(size, -np.inf, np.float32)
+  owners = np.full(size, -1, np.int32)
+  # One mask after the other: all masks of a photograph may take gigabytes.
+  for i, mask in enumerate(masks):
+    large = _enlarged(mask, size, extent)
+    is_better = large > best
+    best[is_better] = large[is_better]
+    owners[is_better] = i
+  return owners
+
+
+def _enlarged(mask, size, extent) -> np.ndarray:
+  """Interpolates the part of a mask [h, w] that shows the image."""
+  bottom, right = np.multiply(mask.shape, extent)
+  image = Image.fromarray(np.asarray(mask, np.float32))
+  return np.asarray(
+    image.resize(
+      size[::-1], Image.Resampling.BILINEAR, box=(0, 0, right, bottom)
+    )
+  )

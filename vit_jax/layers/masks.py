@@ -1,0 +1,271 @@
+"""The mask head of DETR: a mask of the image for each query.
+
+As in "End-to-End Object Detection with Transformers" (arXiv 2005.12872, section
+4.4 and figure 8). A query attends to the encoder's memory with several heads,
+and the maps of its attention, beside the features of the image, go through
+convolutions that double the size three times with the help of the backbone's
+earlier stages.
+
+Shapes: B images, Q queries, h x w cells of the feature map, D width of a token,
+K heads.
+"""
+
+from collections.abc import Sequence
+import functools
+import math
+from typing import Any
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.scale import sharding
+
+# Greatest number of groups of a group norm.
+_GROUPS = 8
+_CONV_INIT = nn.initializers.variance_scaling(1.0, 'fan_in', 'uniform')
+
+
+class Features(NamedTuple):
+  """What the masks of a batch of images are computed from.
+
+  Attributes:
+    queries: states of the queries after the decoder, [B, Q, D].
+    memory: result of the encoder, [B, h, w, D].
+    mask: bool [B, h, w], True for cells that are no padding.
+    projected: input of the encoder, [B, h, w, D].
+    stages: results of the backbone's earlier stages, [B, H, W, F], the smallest
+      map first.
+  """
+
+  queries: Any
+  memory: Any
+  mask: Any
+  projected: Any
+  stages: Sequence[Any]
+
+
+def attention_maps(query, key, mask):
+  """Computes attention that sums to 1 over all heads and cells of an image.
+
+  Args:
+    query: [B, Q, K, E], scaled.
+    key: [B, h, w, K, E].
+    mask: bool [B, h, w], True for cells that may be attended to.
+
+  Returns:
+    [B, Q, h, w, K]; computed in float32. An image without a real cell has
+    uniform attention.
+  """
+  logits = jnp.einsum('bqke,bhwke->bqhwk', query, key)
+  logits = logits.astype(jnp.float32)
+  least = jnp.finfo(jnp.float32).min
+  logits = jnp.where(mask[:, None, :, :, None], logits, least)
+  return jax.nn.softmax(logits, axis=(2, 3, 4)).astype(query.dtype)
+
+
+def enlarge(x, size: tuple[int, int]):
+  """Repeats the cells of maps [B, h, w, F] up to a size.
+
+  Args:
+    x: the maps.
+    size: (height, width), a multiple of the maps' size or less than the next
+      one, as in a backbone whose stages round sizes up.
+  """
+  for axis, cells in enumerate(size, start=1):
+    x = jnp.repeat(x, -(-cells // x.shape[axis]), axis)
+    x = jax.lax.slice_in_dim(x, 0, cells, axis=axis)
+  return x
+
+
+class Attention(nn.Module):
+  """Attention weights without values.
+
+  Attributes:
+    num_heads: number of heads K.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  num_heads: int
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, queries, memory, mask):
+    """Maps [B, Q, D], [B, h, w, D], bool [B, h, w] to [B, Q, h, w, K]."""
+    width = queries.shape[-1] // self.num_heads
+    dense = functools.partial(
+      nn.DenseGeneral,
+      (self.num_heads, width),
+      kernel_init=nn.initializers.xavier_uniform(),
+      dtype=self.dtype,
+      param_dtype=self.param_dtype,
+    )
+    query = dense(name='query')(queries) * width**-0.5
+    return attention_maps(query, dense(name='key')(memory), mask)
+
+
+class FirstConvolution(nn.Module):
+  """A convolution of features beside maps, in two parts.
+
+  The convolution is linear: the part of the features is the same for all
+  queries and is computed once.
+
+  Attributes:
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, features, num_maps: int):
+    """Convolves the features.
+
+    Args:
+      features: [B, h, w, D].
+      num_maps: number of maps K of a query.
+
+    Returns:
+      The part of the features, [B, h, w, D + K], and the kernel of the maps, [3,
+      3, K, D + K].
+    """
+    width = features.shape[-1]
+    channels = width + num_maps
+    shape = (3, 3, channels, channels)
+    kernel = self.param('kernel', _CONV_INIT, shape, self.param_dtype)
+    bias = self.param(
+      'bias', nn.initializers.zeros, (channels,), self.param_dtype
+    )
+    kernel, bias = kernel.astype(self.dtype), bias.astype(self.dtype)
+    return (
+      _convolve(features, kernel[:, :, :width]) + bias,
+      kernel[:, :, width:],
+    )
+
+
+def _convolve(x, kernel):
+  return jax.lax.conv_general_dilated(
+    x, kernel, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC')
+  )
+
+
+class Convolutions(nn.Module):
+  """The convolutions that turn the maps of queries into their masks.
+
+  The channels are D + K and then D / 2, D / 4, D / 8, D / 16.
+
+  Attributes:
+    hidden_size: width D of a token.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  hidden_size: int
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, _, maps, shared, kernel, stages):
+    """Computes masks.
+
+    Args:
+      _: nothing, for `nn.scan`.
+      maps: attention of the queries, [B, Q, h, w, K].
+      shared: see FirstConvolution.
+      kernel: see FirstConvolution.
+      stages: earlier features, adapted: [B, H, W, D / 2], [B, .., D / 4], ...
+
+    Returns:
+      (None, logits): float32 [B, Q, H, W] of the size of the last of `stages`.
+    """
+    images, queries = maps.shape[:2]
+    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    conv = functools.partial(
+      nn.Conv, kernel_size=(3, 3), kernel_init=_CONV_INIT, **types
+    )
+
+    def norm(x, number):
+      groups = math.gcd(_GROUPS, x.shape[-1])
+      norm = nn.GroupNorm(groups, epsilon=1e-5, name=f'norm_{number}', **types)
+      return sharding.constrain_batch(nn.relu(norm(x)))
+
+    def of_queries(x):
+      return jnp.repeat(x, queries, axis=0)  # [B Q, ...]
+
+    x = _convolve(maps.reshape(-1, *maps.shape[2:]), kernel)
+    x = norm(x + of_queries(shared), 0)
+    x = norm(conv(self.hidden_size // 2, name='conv_1')(x), 1)
+    for i, stage in enumerate(stages, start=2):
+      x = enlarge(x, stage.shape[1:3]) + of_queries(stage)
+      x = norm(conv(self.hidden_size // 2**i, name=f'conv_{i}')(x), i)
+    x = conv(1, name='output')(x).astype(jnp.float32)  # [B Q, H, W, 1]
+    return None, x.reshape(images, queries, *x.shape[1:3])
+
+
+class MaskHead(nn.Module):
+  """Computes the logits of masks.
+
+  Attributes:
+    hidden_size: width D of a token.
+    num_heads: number of heads K.
+    at_a_time: number of queries that are computed together; others wait, and
+      are computed anew in the backward pass, to save memory. 0: all.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  hidden_size: int
+  num_heads: int
+  at_a_time: int = 0
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, features: Features):
+    """Computes a mask for each query.
+
+    Args:
+      features: see Features.
+
+    Returns:
+      float32 [B, Q, H, W], logits; H x W is the size of the largest stage.
+    """
+    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    maps = Attention(self.num_heads, name='attention', **types)(
+      features.queries, features.memory, features.mask
+    )  # [B, Q, h, w, K]
+    stages = [
+      nn.Conv(
+        self.hidden_size // 2 ** (i + 1),
+        (1, 1),
+        kernel_init=_CONV_INIT,
+        name=f'adapter_{i}',
+        **types,
+      )(stage)
+      for i, stage in enumerate(features.stages)
+    ]
+    shared, kernel = FirstConvolution(name='conv_0', **types)(
+      features.projected, self.num_heads
+    )
+    queries, part = maps.shape[1], self.at_a_time
+    kwargs = dict(hidden_size=self.hidden_size, name='convolutions', **types)
+    if not part or queries <= part:
+      return Convolutions(**kwargs)(None, maps, shared, kernel, stages)[1]
+    parts = -(-queries // part)
+    missing = [(0, 0)] * maps.ndim
+    missing[1] = (0, parts * part - queries)
+    maps = jnp.pad(maps, missing)
+    maps = maps.reshape(len(maps), parts, part, *maps.shape[2:])
+    scanned = nn.scan(
+      nn.remat(Convolutions, prevent_cse=False),
+      variable_broadcast='params',
+      split_rngs={'params': False},
+      in_axes=(1, nn.broadcast, nn.broadcast, nn.broadcast),
+      out_axes=1,
+    )
+    masks = scanned(**kwargs)(None, maps, shared, kernel, stages)[1]
+    return masks.reshape(len(masks), -1, *masks.shape[3:])[:, :queries]
