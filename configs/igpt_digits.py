@@ -12,7 +12,9 @@ the left and the upper pixel).
 The run ends with linear probes of all layers with 10 labels per class
 (probe.png), samples.png and completions.png. The best layer reaches 73 %, below
 the 92.5 % of the raw pixels: digits of 8x8 pixels are told apart by where their
-pixels are, and the probed mean over the positions keeps little of that.
+pixels are, and the mean over the positions, which is probed, keeps little of
+that. Probes of all 64 tokens, without that mean, reach 88 %, where the palette's
+colours, one-hot, reach 85 %.
 """
 
 import ml_collections
