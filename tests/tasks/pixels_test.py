@@ -252,6 +252,10 @@ def test_the_command_samples_completes_and_measures(
   assert run('--sample=3', f'--out={out}') == f'3 sample(s): {out}\n'
   with Image.open(out) as picture:
     assert picture.size == (3 * 104 + 8, 112)
+    first = np.asarray(picture)[
+      8:104:12, 8:104:12
+    ]  # Pixels, 12 times as large.
+  np.testing.assert_array_equal(first, model.sample(3)[0])
   assert '4 of 8 rows kept' in run('--complete', image, f'--out={out}')
   with Image.open(out) as picture:
     assert picture.size == (2 * 104 + 8, 104 + 20)

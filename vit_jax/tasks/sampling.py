@@ -64,12 +64,14 @@ class Predictor(prediction.Predictor):
       ValueError: if an argument is out of range, or the model predicts masked
         pixels (objective 'bert').
     """
+    return captions.to_pixels(self._sample(n, seed, temperature, top_k))
+
+  def _sample(self, n, seed=0, temperature=1.0, top_k=None):
+    """Draws images, float32 [n, H, W, C]; see `sample`."""
     rules.check('n', n, rules.whole(1))
     self._check_objective()
     empty = np.zeros((n, 0), np.int32)
-    return captions.to_pixels(
-      self.task.images(self._draw(empty, seed, temperature, top_k))
-    )
+    return self.task.images(self._draw(empty, seed, temperature, top_k))
 
   def complete(
     self,
@@ -183,7 +185,7 @@ class Predictor(prediction.Predictor):
       if getattr(args, name) is not None
     }
     if args.sample is not None:
-      drawn = self.sample(args.sample, **how)
+      drawn = self._sample(args.sample, **how)
       picture = drawing.samples(drawn)
       lines = [f'{len(drawn)} sample(s): {args.out}']
     elif args.complete:
