@@ -18,7 +18,6 @@ def get_config():
   config.model.model_name = 'DETR-scenes-panoptic'
   config.model.mask_head = True
   config.model.masks_at_a_time = 0
-  config.task_options.max_objects = 10
   config.task_options.truth_size = 128
   config.best_metric = 'PQ_test'
   return config

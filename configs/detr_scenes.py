@@ -13,8 +13,8 @@ def get_config():
   config = common.set_dataset(common.get_config(), 'scenes')
   config.pretrained_dir = None  # From random weights.
   config.task = 'detect'
-  config.pp.crop = 64
-  config.pp.crop_area = (0.5, 1.0)
+  config.pp.crop = 48
+  config.pp.crop_area = (0.7, 1.0)
   # Mirroring would change the meaning of digits.
   config.pp.flip = False
 
@@ -26,29 +26,31 @@ def get_config():
       'backbone_width': 16,
       'dilate_last': True,
       'norm': 'group',
-      'hidden_size': 128,
-      'num_queries': 15,
-      'num_encoder_layers': 2,
-      'num_decoder_layers': 3,
+      'hidden_size': 64,
+      'num_queries': 8,
+      'num_encoder_layers': 1,
+      'num_decoder_layers': 2,
       'num_heads': 4,
-      'mlp_dim': 256,
+      'mlp_dim': 128,
       'dropout_rate': 0.0,
       'attention_dropout_rate': 0.0,
     }
   )
   config.task_options.max_objects = 8
 
-  config.batch = 16
+  config.batch = 32
   config.batch_eval = 50
-  config.total_steps = 7_000
+  config.total_steps = 10_000
   config.warmup_steps = 200
   config.optimizer = 'adam'
   config.optim_dtype = 'float32'
   config.base_lr = 5e-4
   config.weight_decay = 1e-4
   config.grad_norm_clip = 0.1
+  # From random weights the backbone learns faster with a larger rate.
+  config.lr_multipliers = (('^backbone/', 3.0), ('', 1.0))
   config.best_metric = 'AP_test'
-  config.progress_every = 50
-  config.eval_every = 1_000
-  config.checkpoint_every = 1_000
+  config.progress_every = 100
+  config.eval_every = 2_000
+  config.checkpoint_every = 2_000
   return config
