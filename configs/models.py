@@ -160,6 +160,7 @@ IGPT_OPTIONS = {
   'attention_scale': 'exact',
   'attention': 'default',
   'remat': '',
+  'scan': False,
 }
 
 # The same for a DETR, see vit_jax/models_detr.py.
@@ -363,6 +364,18 @@ def vit_of(model) -> ml_collections.ConfigDict:
     model: config of a model (`config.model` of a run).
   """
   return model.get('vit') or model
+
+
+def layers_of(model) -> ml_collections.ConfigDict:
+  """Returns the part of a model's config that describes its layers.
+
+  The part has `num_layers`, `attention` and `remat` where the model has them: it
+  is the `transformer` of a Vision Transformer, and the whole config of an iGPT.
+
+  Args:
+    model: config of a model (`config.model` of a run).
+  """
+  return vit_of(model).get('transformer') or vit_of(model)
 
 
 def with_options(config) -> ml_collections.ConfigDict:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from tests import processes
+from tests import torch_models  # noqa: F401 (so that transformers imports)
 from vit_jax import benchmark
+from vit_jax import models_igpt
 from vit_jax.configs import models as model_configs
 
 
@@ -38,6 +40,21 @@ def test_steps_are_reported_with_their_share_of_the_peak(
     assert 0 < step['share_of_peak'] < 1
     assert product['unit'] == 'GFLOP/s'
   assert '% of peak' in capsys.readouterr().out
+
+
+def test_sampling_is_compared(monkeypatch, tmp_path):
+  tiny = models_igpt.ImageGPT(16, 1, 2, num_colors=8, num_positions=24)
+  monkeypatch.setattr(benchmark.models, 'get_model', lambda name: tiny)
+  monkeypatch.setattr(benchmark, 'SAMPLING_STEPS', 2)
+  got = run(monkeypatch, tmp_path, '--only', 'sampling', '--batch=2')
+  ours, *others = got['results']['sampling']
+  names = [row['name'] for row in others]
+  assert names == [
+    'without, beside it', 'ratio', "Hugging Face's generate beside it", 'ratio',
+  ]  # fmt: skip
+  for other, ratio in (others[:2], others[2:]):
+    assert ours['unit'] == other['unit'] == 'img/s'
+    assert ratio['median'] == pytest.approx(ours['median'] / other['median'])
 
 
 def test_pipelines_take_turns(monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ import transformers
 from tests import torch_models
 from vit_jax import models
 from vit_jax import models_igpt
+from vit_jax.scale import sharding
 
 # Computed from the released code, 32 x 32 pixels and 512 colours.
 COUNTS = {
@@ -215,6 +216,48 @@ def test_the_truncated_scale_is_that_of_older_versions(monkeypatch):
     compare(theirs)
 
 
+# --- Devices ---
+
+
+def test_heads_and_hidden_layers_are_split_over_devices():
+  mesh = sharding.make_mesh({'data': 2, 'fsdp': 2, 'model': 2})
+  params = shapes(models.get_model('iGPT-S', num_layers=1))
+  shardings = sharding.tree_shardings(params, (), mesh)
+  specs = {
+    sharding.path_name(path): tuple(leaf.spec)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shardings)
+  }
+  heads, hidden = (None, 'model', 'fsdp'), ('fsdp', 'model')
+  assert specs == {
+    'start_token': (None,),
+    'color_embedding': ('fsdp', None),
+    'position_embedding': ('fsdp', None),
+    'block_0/norm_1/scale': (None,),
+    'block_0/attention/query/kernel': heads,
+    'block_0/attention/key/kernel': heads,
+    'block_0/attention/value/kernel': heads,
+    'block_0/attention/out/kernel': ('model', 'fsdp', None),
+    'block_0/norm_2/scale': (None,),
+    'block_0/mlp/hidden/kernel': hidden,
+    'block_0/mlp/output/kernel': ('model', 'fsdp'),
+    'norm/scale': (None,),
+    'color_head/kernel': hidden,
+  }
+
+
+def test_split_parameters_give_the_same_logits():
+  model = make()
+  colors = random_colors(model, 4)
+  mesh = sharding.make_mesh({'data': 2, 'fsdp': 2, 'model': 2})
+  params = params_of(model)
+  split = jax.device_put(params, sharding.tree_shardings(params, (), mesh))
+  kernel = split['block_0']['attention']['query']['kernel']
+  assert kernel.addressable_shards[0].data.shape == (16, 1, 8)
+  with jax.set_mesh(mesh):
+    found = jax.jit(lambda p, x: model.apply({'params': p}, x))(split, colors)
+  np.testing.assert_allclose(found, logits_of(model, colors), atol=1e-5)
+
+
 # --- What a pixel is predicted from ---
 
 
@@ -262,7 +305,8 @@ def test_other_attention_changes_nothing():
   np.testing.assert_allclose(other, logits_of(model, colors), atol=1e-5)
 
 
-def test_recomputation_changes_nothing():
+@pytest.mark.parametrize('fields', [{'remat': 'full'}, {'scan': True}])
+def test_recomputation_and_a_loop_change_nothing(fields):
   def gradient(model):
     colors = random_colors(model)
 
@@ -272,7 +316,10 @@ def test_recomputation_changes_nothing():
 
     return jax.jit(jax.grad(loss))(params_of(model))
 
-  got, want = gradient(make(remat='full')), gradient(make())
+  got, want = (
+    gradient(make(num_layers=3, **fields)),
+    gradient(make(num_layers=3)),
+  )
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, want
   )

@@ -365,7 +365,7 @@ def test_detr_is_that_of_the_paper(name):
   assert (pp.eval_side, pp.longest_side, pp.flip) == (800, 1333, True)
   assert (pp.crop_sides, pp.crop_range) == ((400, 500, 600), (384, 600))
   assert (pp.randaugment, pp.color_jitter, pp.random_erasing) == ((), 0, 0)
-  units, dilate_last, count, trained = DETRS[name]
+  units, dilate_last, *_ = DETRS[name]
   model = models_lib.make_model(config.model, num_classes=91)
   assert models_lib.get_model(f'detr_{name}', num_classes=91) == model
   expected = dict(
@@ -375,6 +375,13 @@ def test_detr_is_that_of_the_paper(name):
     attention_dropout_rate=0.1,
   )  # fmt: skip
   assert {key: getattr(model, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize('name', ['r50', 'r101'])
+def test_the_root_and_the_first_stage_of_detr_are_frozen(name):
+  *_, count, trained = DETRS[name]
+  config = detr.get_config(f'{name},coco/2017')
+  model = models_lib.make_model(config.model, num_classes=91)
   shapes = jax.eval_shape(
     lambda: model.init(
       jax.random.key(0), jnp.zeros((1, 64, 64, 3)), train=False

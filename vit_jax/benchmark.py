@@ -13,7 +13,6 @@ import argparse
 from collections.abc import Callable
 import contextlib
 import functools
-import importlib.util
 import json
 import pathlib
 import platform
@@ -536,7 +535,7 @@ def _draw_hugging_face(model, batch: int) -> Callable:
         use_cache=True,
       )
       seconds = time.perf_counter() - begin
-    pasts[start].crop(start)
+    pasts[start].crop(start - pasts[start].get_seq_length())
     return seconds
 
   return run
@@ -551,13 +550,20 @@ def benchmark_sampling(args) -> list[dict]:
   model = models.get_model(SAMPLING_MODEL)
   pixels = model.num_positions
   colors = np.zeros((1, pixels), np.int32)
-  params = jax.jit(model.init)(jax.random.key(0), colors)['params']
+  shapes = jax.eval_shape(model.init, jax.random.key(0), colors)['params']
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: 0.02 * rng.standard_normal(x.shape, np.float32), shapes
+  )
+  params = jax.device_put(params)
   make = (model, params, args.batch)
   programs = [(_draw_pixels(*make), SAMPLING_STEPS), (_draw_uncached(*make), 1)]
   names = ['with cached keys and values', 'without, beside it']
-  if importlib.util.find_spec('transformers'):
+  try:
     programs.append((_draw_hugging_face(model, args.batch), SAMPLING_STEPS))
     names.append("Hugging Face's generate beside it")
+  except ImportError:
+    print("Not beside Hugging Face's: torch or transformers cannot be imported")
   places = [pixels // 6, pixels // 2, pixels * 5 // 6]
   times = measure(
     *(functools.partial(run, at) for run, _ in programs for at in places),

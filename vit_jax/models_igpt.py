@@ -56,6 +56,7 @@ class ImageGPT(nn.Module):
     attention: implementation, see vit_jax.layers.attention.
     attention_scale: a key of vit_jax.layers.decoder.SCALES.
     remat: what the backward pass recomputes, see vit_jax.layers.encoder.Encoder.
+    scan: whether to apply all layers but the last in a loop, see there.
     model_name: name in the table of configs; has no effect.
     dtype: type of the computation. Logits are always float32.
     param_dtype: type of the parameters.
@@ -71,6 +72,7 @@ class ImageGPT(nn.Module):
   attention: str = 'default'
   attention_scale: str = 'exact'
   remat: str = ''
+  scan: bool = False
   model_name: str | None = None
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
@@ -100,16 +102,7 @@ class ImageGPT(nn.Module):
     if self.remat:
       block = nn.remat(block, policy=encoder.REMAT_POLICIES[self.remat])
     self.block = [
-      block(
-        i,
-        self.num_heads,
-        self.num_layers,
-        self.causal,
-        self.attention,
-        self.attention_scale,
-        **types,
-      )
-      for i in range(self.num_layers)
+      block(i, **self._block_fields()) for i in range(self.num_layers)
     ]
     self.norm = nn.RMSNorm(decoder.NORM_EPS, **types)
     head = functools.partial(
@@ -122,6 +115,17 @@ class ImageGPT(nn.Module):
     self.color_head = head(self.num_colors)
     if self.num_classes:
       self.class_head = head(self.num_classes)
+
+  def _block_fields(self):
+    """Returns the fields of a layer, without its number."""
+    return dict(
+      num_heads=self.num_heads,
+      num_layers=self.num_layers,
+      causal=self.causal,
+      attention=self.attention,
+      scale=self.attention_scale,
+      **self._types(),
+    )
 
   def _check_fields(self):
     """Raises ValueError if fields are wrong or do not fit together."""
@@ -170,13 +174,36 @@ class ImageGPT(nn.Module):
       x = self._embed(jnp.pad(colors[:, :-1], ((0, 0), (1, 0))), 0)
     else:
       x = self._embed(colors, 0, masked)
-    for block in self.block:
-      x, _ = block(x)
-    x = self.norm(x)
+    x = self.norm(self._encode(x))
     mean = x.mean(axis=1, dtype=jnp.float32)  # [B, D]
     self.sow('intermediates', f'layer_{self.num_layers}', mean)
     logits = self.color_head(x)
     return (logits, self.class_head(mean)) if self.num_classes else logits
+
+  def _encode(self, x):
+    """Applies all layers to tokens [B, N, D]."""
+    # Initialising parameters and sowing intermediates need separate layers.
+    apart = self.is_initializing() or self.is_mutable_collection(
+      'intermediates'
+    )
+    layers = self.block
+    if self.scan and self.num_layers > 1 and not apart:
+      x, layers = self._loop(x), self.block[-1:]
+    for layer in layers:
+      x, _ = layer(x)
+    return x
+
+  def _loop(self, x):
+    """Applies all layers but the last in a loop, compiled once."""
+    params = self.variables['params']
+    blocks = [params[f'block_{i}'] for i in range(self.num_layers - 1)]
+    policy = encoder.REMAT_POLICIES.get(self.remat, encoder.LOOP_POLICY)
+    block = nn.remat(decoder.Block, policy=policy, prevent_cse=False)(
+      0, **self._block_fields(), parent=None
+    )
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+    apply = lambda x, layer: (block.apply({'params': layer}, x)[0], None)
+    return jax.lax.scan(apply, x, stacked)[0]
 
   def _check_colors(self, colors, masked):
     """Raises ValueError if the inputs do not suit the model."""

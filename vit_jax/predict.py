@@ -70,10 +70,9 @@ def load(
   mesh = mesh or _mesh(config)
   if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
     config.sharding_rules = ()
-  vit = model_configs.vit_of(config.model)
-  encoder = vit.get('transformer') or vit
-  if 'attention' in encoder:  # The run may have had other devices.
-    encoder.attention = 'default'
+  layers = model_configs.layers_of(config.model)
+  if 'attention' in layers:  # The run may have had other devices.
+    layers.attention = 'default'
   program = train.make_program(config, metadata, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   abstract = program.abstract
@@ -131,7 +130,7 @@ def _mesh(config):
     return sharding.make_mesh({'data': 1}, devices[:1])
 
 
-def _image_size(text: str) -> int | tuple[int, ...]:
+def pixels(text: str) -> int | tuple[int, ...]:
   """Parses SIDE or HEIGHT,WIDTH."""
   numbers = tuple(int(number) for number in text.replace('x', ',').split(','))
   return numbers if len(numbers) > 1 else numbers[0]
@@ -157,7 +156,7 @@ def make_parser() -> argparse.ArgumentParser:
   )
   parser.add_argument(
     '--image_size',
-    type=_image_size,
+    type=pixels,
     metavar='SIDE or HEIGHT,WIDTH',
     help='detectors: pixels of the shorter side, or height and width, of the '
     'images that the network sees (as in the evaluation of the run)',

@@ -85,17 +85,15 @@ def make_program(config, metadata, mesh) -> Program:
     ValueError: if the model, attention, task, optimiser, schedule, or the rules
       for sharding or learning rates are wrong.
   """
-  vit = model_configs.vit_of(config.model)
+  layers = model_configs.layers_of(config.model)
+  inner = layers is not model_configs.vit_of(config.model)
   place = f'config.model{".vit" if "vit" in config.model else ""}'
-  # An iGPT has the encoder's fields among its own.
-  inner = vit.get('transformer')
-  encoder = inner or vit
   attention.check(
-    encoder.get('attention', 'default'),
-    encoder.get('attention_dropout_rate', 0.0),
+    layers.get('attention', 'default'),
+    layers.get('attention_dropout_rate', 0.0),
     mesh.devices.flat[0].platform,
     config.model.get('dtype', 'float32'),
-    bias=encoder.get('position_embedding') == 'relative',
+    bias=layers.get('position_embedding') == 'relative',
     key=f'{place}.{"transformer." if inner else ""}attention',
   )
   task = run_config.get_task(config.task)(config, metadata)

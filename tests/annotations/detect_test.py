@@ -4,12 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
 
 from tests.annotations import drawn
 from vit_jax import input_pipeline
 from vit_jax import train
+from vit_jax.configs import common
 from vit_jax.configs import detr_scenes
+from vit_jax.data import records
 from vit_jax.data import sources
+from vit_jax.datasets import parsing
+from vit_jax.files import images
 from vit_jax.run import config as run_config
 from vit_jax.scale import sharding
 from vit_jax.tasks import detect
@@ -63,14 +69,12 @@ def test_training_with_grey_images_crowds_and_images_without_objects(tmp_path):
     jax.eval_shape(task.init, jax.random.key(0)),
   )
 
-  def loss(params):
-    rows = task.augment(batch, None)
-    (total, weight), _ = task.loss(params, extra, rows, jax.random.key(0))
-    return total / weight
-
-  value, grads = jax.jit(jax.value_and_grad(loss))(params)
-  assert 0 < value < 100
-  assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+  rows = task.augment(batch, None)
+  (total, weight), _ = jax.jit(task.loss)(
+    params, extra, rows, jax.random.key(0)
+  )
+  assert weight == 8
+  assert 0 < total / weight < 100
 
 
 def test_more_objects_than_the_model_can_find(tmp_path):
@@ -80,6 +84,43 @@ def test_more_objects_than_the_model_can_find(tmp_path):
     ValueError, match="train2017/2.jpg': 5, and max_objects=3"
   ):
     train.prepare(tiny(root))
+
+
+RECORD = {
+  'image': images.encode_png(np.zeros((8, 8, 3), np.uint8)),
+  'objects/label': np.zeros(2, np.int64),
+}
+BOX = [0.1, 0.2, 0.3, 0.4]
+
+
+@pytest.mark.parametrize(
+  'box',
+  [[0.3, 0.2, 0.1, 0.4], [0.1, 0.2, 0.3, 1.4], [0.1, 0.2, np.nan, 0.4]],
+)
+@pytest.mark.parametrize('seed', [None, (0, 1)])
+def test_boxes_of_any_data_are_checked_as_they_are_read(tmp_path, box, seed):
+  task = detect.Task(run_config.complete(tiny(tmp_path)), {'class_names': 'ab'})
+  boxes = np.array([BOX, box], np.float32)
+  with pytest.raises(tf.errors.InvalidArgumentError, match='must be .ymin, xm'):
+    task.example({**RECORD, 'objects/bbox': boxes}, seed)
+
+
+def test_data_that_are_streamed_may_have_too_many_objects(tmp_path):
+  task = detect.Task(run_config.complete(tiny(tmp_path)), {'class_names': 'ab'})
+  record = {**RECORD, 'objects/label': np.zeros(4, np.int64)}
+  boxes = np.array(4 * [BOX], np.float32)
+  with pytest.raises(
+    tf.errors.InvalidArgumentError, match='more objects than max_objects=3: ra'
+  ):
+    task.example({**record, 'objects/bbox': boxes}, None)
+
+
+def test_coco_of_tfds_has_the_features(tmp_path):
+  info = tfds.builder('coco/2017', data_dir=tmp_path).info
+  found = records.resolve(detect.Task.FEATURES, parsing.features(info), 'coco')
+  assert found == tuple(x.removesuffix('?') for x in detect.Task.FEATURES)
+  config = common.set_dataset(common.get_config(), 'coco/2017')
+  assert (config.pp.train, config.pp.test) == ('train', 'validation')
 
 
 class Known(detect.Task):

@@ -14,8 +14,8 @@ from vit_jax.annotations import reading
 def read(tmp_path):
   """Writes a file and reads it."""
 
-  def call(found, panoptic=False):
-    return reading.read(drawn.write(tmp_path / 'a.json', found), panoptic)
+  def call(found):
+    return reading.read(drawn.write(tmp_path / 'a.json', found))
 
   return call
 

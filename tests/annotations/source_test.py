@@ -13,6 +13,8 @@ from vit_jax import manifest
 from vit_jax.annotations import layout
 from vit_jax.configs import common
 from vit_jax.data import checking
+from vit_jax.data import mixture
+from vit_jax.data import records
 from vit_jax.data import sources
 from vit_jax.tasks import detect
 
@@ -118,6 +120,28 @@ def test_layouts(tmp_path, name):
   drawn.write(tmp_path / path, found)
   drawn.draw(tmp_path / folder, found)
   assert sorted(by_id(open_split(tmp_path, split))) == [100, 101]
+
+
+def test_it_is_said_which_split_stands_for_test(root, capsys):
+  open_split(root, 'test')
+  assert "Split 'test' of" in (said := capsys.readouterr().out)
+  assert "is '" + str(root / 'annotations' / 'instances_val2017.json') in said
+  open_split(root)
+  assert 'Split' not in capsys.readouterr().out
+
+
+def test_parts_and_mixtures_know_how_many_objects_there_are(root):
+  source = open_split(root)
+  counts = source.lengths('objects/label')
+  rows = np.array([2, 0, 2])
+  chosen = records.Subset(source, rows)
+  np.testing.assert_array_equal(chosen.lengths('objects/label'), counts[rows])
+  mixed = mixture.MixtureSource([source, source], (('a', 0.5), ('b', 0.5)))
+  np.testing.assert_array_equal(
+    mixed.lengths('objects/label'), np.tile(counts, 2)
+  )
+  assert mixed.name(4) == source.name(1)
+  assert mixed.lengths('objects/depth') is None
 
 
 def test_paths_in_the_file_may_begin_at_the_folder(tmp_path, monkeypatch):

@@ -312,6 +312,15 @@ def test_the_order_does_not_depend_on_where_the_manifest_lies(tmp_path):
   assert [*first['x'].numpy(), *last['x'].numpy()] == orders[0]
 
 
+def test_the_folder_may_be_relative(tmp_path, monkeypatch):
+  root = tmp_path / 'photos'
+  root.mkdir()
+  write(root, [{'label': 'cat'}])
+  monkeypatch.chdir(tmp_path)
+  columns, _ = manifest.read_split('photos', 'train', ('image',))
+  assert columns['image'][0].startswith('photos/')
+
+
 def test_records_have_the_contents_of_files_wherever_they_lie(
   tiny_config, image_folder, tmp_path
 ):

@@ -1,9 +1,7 @@
 """Tests of looking inside a detector, beside Hugging Face's attention."""
 
-import re
 import types
 
-import flax.traverse_util
 import jax
 import numpy as np
 import pytest
@@ -12,10 +10,11 @@ import transformers
 
 from tests import torch_models
 from tests.evaluators import features_test
+from vit_jax import convert
+from vit_jax import models
 from vit_jax import models_detr
 from vit_jax.configs import common
 from vit_jax.detection import looking
-from vit_jax.layouts import detr as layout
 from vit_jax.scale import sharding
 from vit_jax.tasks import detect
 
@@ -48,46 +47,12 @@ def hf_detr():
   return torch_models.randomize(model).eval()
 
 
-# Names of Hugging Face's ResNet -> of timm's.
-_TIMM = (
-  (r'embedder\.embedder\.convolution', 'conv1'),
-  (r'embedder\.embedder\.normalization', 'bn1'),
-  (r'encoder\.stages\.(\d)\.layers', lambda m: f'layer{int(m[1]) + 1}'),
-  (r'shortcut\.convolution', 'downsample.0'),
-  (r'shortcut\.normalization', 'downsample.1'),
-  (r'layer\.(\d)\.convolution', lambda m: f'conv{int(m[1]) + 1}'),
-  (r'layer\.(\d)\.normalization', lambda m: f'bn{int(m[1]) + 1}'),
-)
-
-
-def with_names_of_timm(state):
-  """Renames the backbone's parameters."""
-  found = {}
-  for name, value in state.items():
-    for pattern, new in _TIMM:
-      name = re.sub(pattern, new, name) if '.backbone.' in name else name
-    found[name] = value.numpy()
-  return found
-
-
-def test_attention_is_that_of_hugging_face_for_a_padded_batch():
+def test_attention_is_that_of_hugging_face_for_a_padded_batch(tmp_path):
   theirs = hf_detr()
-  state = with_names_of_timm(theirs.state_dict())
-  params, frozen = (
-    flax.traverse_util.unflatten_dict(tree, sep='/')
-    for tree in layout.from_torch(state, (1, 1, 1, 1), 2, 2, heads=2).values()
-  )
-  model = models_detr.Detr(
-    3,
-    units=(1, 1, 1, 1),
-    backbone_width=8,
-    hidden_size=16,
-    num_queries=5,
-    num_encoder_layers=2,
-    num_decoder_layers=2,
-    num_heads=2,
-    mlp_dim=8,
-  )
+  theirs.save_pretrained(tmp_path)
+  found = convert.read(str(tmp_path))
+  params, extra = found.params, found.extra
+  model = models.make_model(found.config, num_classes=found.num_classes)
   task = types.SimpleNamespace(
     model=model, detections=lambda x: detect.Task.detections(None, x)
   )
@@ -104,7 +69,7 @@ def test_attention_is_that_of_hugging_face_for_a_padded_batch():
       output_attentions=True,
     )
   batch = {'image': images, 'real': real, 'count': np.zeros(2)}
-  seen = looking.look(task, params, {'frozen': frozen}, batch)
+  seen = looking.look(task, params, extra, batch)
   encoder = want.encoder_attentions[-1].mean(dim=1).numpy()  # [B, S, S]
   decoder = want.cross_attentions[-1].mean(dim=1).numpy()  # [B, Q, S]
   np.testing.assert_allclose(seen.encoder.reshape(2, 6, 6), encoder, atol=1e-5)
@@ -114,7 +79,7 @@ def test_attention_is_that_of_hugging_face_for_a_padded_batch():
   probabilities = want.logits.softmax(dim=-1)[..., :-1].numpy()
   np.testing.assert_allclose(seen.scores, probabilities.max(-1), atol=1e-5)
   with pytest.raises(ValueError, match='layer=2 is no layer .* from -2 to 1'):
-    looking.look(task, params, {'frozen': frozen}, batch, layer=2)
+    looking.look(task, params, extra, batch, layer=2)
 
 
 def test_kinds_of_boxes():

@@ -1,6 +1,5 @@
 """Tests of DETR's mask head against Hugging Face's."""
 
-import flax.traverse_util
 import jax
 import numpy as np
 import pytest
@@ -8,44 +7,16 @@ import torch
 import transformers
 
 from tests import torch_models
+from vit_jax import convert
+from vit_jax import models as models_lib
 from vit_jax import models_detr
 from vit_jax.layers import masks
-from vit_jax.layouts import detr as layout
-
-UNITS = (2, 2, 2, 2)
-# Hugging Face's name of each part of the mask head.
-PARTS = {
-  'attention/query': 'bbox_attention.q_proj',
-  'attention/key': 'bbox_attention.k_proj',
-  **{f'adapter_{i}': f'mask_head.fpn_stages.{i}.fpn_adapter' for i in range(3)},
-  'convolutions/output': 'mask_head.output_conv',
-}
-for _i in range(5):
-  _name = f'fpn_stages.{_i - 2}.refine' if _i > 1 else f'conv{_i + 1}'
-  _room = 'convolutions/' if _i else ''
-  PARTS[f'{_room}conv_{_i}'] = f'mask_head.{_name}.conv'
-  PARTS[f'convolutions/norm_{_i}'] = f'mask_head.{_name}.norm'
-
-
-def segmentation(state, heads):
-  """The parameters of the mask head in a state dict of Hugging Face."""
-  found = {}
-  for path, name in PARTS.items():
-    weight, bias = state[f'{name}.weight'], state[f'{name}.bias']
-    kernel = 'scale' if 'norm' in path else 'kernel'
-    if weight.ndim == 4:
-      weight = weight.transpose(2, 3, 1, 0)
-    if 'attention' in path:
-      weight = weight.T.reshape(len(weight), heads, -1)
-      bias = bias.reshape(heads, -1)
-    found[f'segmentation/{path}/{kernel}'] = weight
-    found[f'segmentation/{path}/bias'] = bias
-  return found
 
 
 @pytest.fixture(scope='module')
-def models():
+def models(tmp_path_factory):
   """A narrow DETR of Hugging Face with masks; the same model, and variables."""
+  folder = tmp_path_factory.mktemp('detr')
   theirs = transformers.DetrForSegmentation(
     transformers.DetrConfig(
       backbone='resnet26',  # Half of the layers of a ResNet-50.
@@ -62,28 +33,14 @@ def models():
       decoder_ffn_dim=16,
     )
   )
-  torch_models.randomize(theirs).eval()
-  state = {name: value.numpy() for name, value in theirs.state_dict().items()}
-  detector = {name.removeprefix('detr.'): x for name, x in state.items()}
-  found = layout.from_torch(detector, UNITS, 1, 1, heads=8)
-  found['params'] |= segmentation(state, 8)
-  variables = {
-    name: flax.traverse_util.unflatten_dict(tree, sep='/')
-    for name, tree in found.items()
-  }
-  ours = models_detr.Detr(
-    4,
-    units=UNITS,
-    hidden_size=32,
-    num_queries=5,
-    num_encoder_layers=1,
-    num_decoder_layers=1,
-    num_heads=8,
-    mlp_dim=16,
-    mask_head=True,
+  torch_models.randomize(theirs).eval().save_pretrained(folder)
+  found = convert.read(str(folder))
+  ours = models_lib.make_model(
+    found.config,
+    num_classes=found.num_classes,
     masks_at_a_time=3,  # Two parts.
   )
-  return theirs, ours, variables
+  return theirs, ours, {'params': found.params, **found.extra}
 
 
 def test_masks_are_those_of_hugging_face_for_a_padded_batch(models):

@@ -1,5 +1,6 @@
 """Tests of a detector on canvases: training, resuming, other image sizes."""
 
+import argparse
 import copy
 import functools
 import json
@@ -112,7 +113,9 @@ def stopped(config, tmp_path_factory):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr('vit_jax.cli.say', lines.append)
     train_to(2, config, workdir)
-  return workdir, predict.load(str(workdir)), lines
+  model = predict.load(str(workdir))
+  model.BATCH = 2
+  return workdir, model, lines
 
 
 def test_each_size_is_compiled_once_and_said(stopped):
@@ -174,7 +177,6 @@ def test_boxes_are_shares_of_the_image_without_padding(config, task):
 
 def test_padding_has_no_influence_and_images_of_any_shape_fit(stopped):
   model = stopped[1]
-  model.BATCH = 2
   inputs_at = functools.partial(model.task.inputs_at, image_size=None)
   rng = np.random.RandomState(0)
   images = [
@@ -218,6 +220,29 @@ def test_the_network_sees_the_size_that_is_asked_for(
   inputs = stopped[1].task.inputs_at({'image': image}, image_size)
   assert inputs['image'].shape == shape
   assert inputs['size'].numpy().tolist() == [30, 50]
+
+
+def test_the_command_prints_and_draws_boxes(stopped, tmp_path):
+  paths = [str(tmp_path / name) for name in ('rgb.png', 'see_through.png')]
+  for path, channels in zip(paths, (3, 4)):
+    pixels = np.full((300, 600, channels), 40, np.uint8)
+    Image.fromarray(pixels).save(path)
+  args = argparse.Namespace(threshold=0.0, image_size=None, out=None)
+  args.out = str(tmp_path / 'boxes.png')
+  lines = stopped[1].report(paths, args)
+  assert lines[::6] == [*paths, f'picture: {args.out}']
+  for line in lines[1:6]:
+    assert re.fullmatch(r'  +\d+\.\d\d %  (even|odd)(  \d+)( \d+){3}', line)
+  with Image.open(args.out) as picture:
+    assert picture.size == (600, 600)  # Below each other, at their own sizes.
+  args.threshold, args.out = 1.0, None
+  nothing = '  no object with a score of at least 100 %'
+  assert stopped[1].report(paths, args) == [
+    paths[0],
+    nothing,
+    paths[1],
+    nothing,
+  ]
 
 
 def test_wrong_sizes_are_named(stopped, config):

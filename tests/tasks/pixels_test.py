@@ -146,7 +146,8 @@ def test_a_run_ends_with_pictures_probes_and_counts(finished):
   # What only counts, and probes, come with the last of the two evaluations.
   assert [('context_bits_test' in x) for x in lines] == [False, True]
   assert [('probe_best_test' in x) for x in lines] == [False, True]
-  assert 0 < metrics['context_bits_test'] < metrics['position_bits_test'] < 2
+  for name in ('context_bits_test', 'position_bits_test'):
+    assert 0 < metrics[name] < 2
   assert metrics['num_examples_test'] == 360
   for name, size in (('samples', (3, 1)), ('completions', (3, 3))):
     with Image.open(workdir / f'{name}.png') as picture:
@@ -170,12 +171,12 @@ def model(finished):
 
 
 def test_samples_are_images_of_the_palette(model):
-  drawn = model.sample(5, seed=3)
-  assert (drawn.shape, drawn.dtype) == ((5, 8, 8, 3), np.uint8)
+  drawn = model.sample(3, seed=3)
+  assert (drawn.shape, drawn.dtype) == ((3, 8, 8, 3), np.uint8)
   greys = np.round((np.ravel(model.metadata['palette']) + 1) * 127.5)
   assert set(np.unique(drawn)) <= set(greys.astype(int))
-  np.testing.assert_array_equal(model.sample(5, seed=3), drawn)
-  assert (model.sample(5, seed=4) != drawn).any()
+  np.testing.assert_array_equal(model.sample(3, seed=3), drawn)
+  assert (model.sample(3, seed=4) != drawn).any()
   likely = model.sample(3, top_k=1)
   np.testing.assert_array_equal(likely[0], likely[1])
 
@@ -183,7 +184,7 @@ def test_samples_are_images_of_the_palette(model):
 def test_completions_keep_the_upper_rows(model):
   given = np.zeros((2, 8, 8), np.uint8)
   given[1] = 255
-  for rows, kept in ((None, 4), (3, 3), (7, 7)):
+  for rows, kept in ((None, 4), (3, 3)):
     completed = model.complete(given, rows=rows)
     assert completed.shape == (2, 8, 8, 3)
     for image, completion in zip(given, completed):
@@ -196,12 +197,10 @@ def test_completions_keep_the_upper_rows(model):
 
 def test_an_image_that_is_low_for_its_width_is_an_upper_part(model):
   whole = np.random.RandomState(0).randint(0, 256, (8, 8), np.uint8)
-  np.testing.assert_array_equal(
-    model.complete([whole[:3]]), model.complete([whole], rows=3)
-  )
-  larger = whole[:2].repeat(4, axis=0).repeat(4, axis=1)
-  assert larger.shape == (8, 32)
-  assert model.complete([larger]).shape == (1, 8, 8, 3)
+  larger = whole[:3].repeat(4, axis=0).repeat(4, axis=1)
+  completed = model.complete([whole[:3], larger])
+  want = model.complete([whole, whole], rows=3)
+  np.testing.assert_array_equal(completed, want)
 
 
 def test_likelihoods_are_those_of_the_evaluation(finished, model):
@@ -217,6 +216,7 @@ def test_likelihoods_are_those_of_the_evaluation(finished, model):
   'call, message',
   [
     (lambda m: m.complete([], rows=8), 'rows=8 leaves nothing to complete'),
+    (lambda m: m.complete([]), 'images is empty: give one image or more'),
     (lambda m: m.complete([], rows=0), 'rows=0 must be a whole number of at l'),
     (lambda m: m.sample(0), 'n=0 must be a whole number of at least 1'),
     (lambda m: m.sample(1, temperature=0), 'temperature=0 must be positive'),
@@ -252,6 +252,10 @@ def test_the_command_samples_completes_and_measures(
   assert run('--sample=3', f'--out={out}') == f'3 sample(s): {out}\n'
   with Image.open(out) as picture:
     assert picture.size == (3 * 104 + 8, 112)
+    first = np.asarray(picture)[
+      8:104:12, 8:104:12
+    ]  # Pixels, 12 times as large.
+  np.testing.assert_array_equal(first, model.sample(3)[0])
   assert '4 of 8 rows kept' in run('--complete', image, f'--out={out}')
   with Image.open(out) as picture:
     assert picture.size == (2 * 104 + 8, 104 + 20)
@@ -313,7 +317,6 @@ def test_fine_tuning_starts_from_a_run_and_its_palette(
   assert model.metadata['palette'] == before.metadata['palette']
   assert len(model.class_names) == 10
   assert len(model.predict([np.zeros((8, 8), np.uint8)])[0]) == 5
-  np.testing.assert_array_equal(model.sample(2), before.sample(2))
   assert metrics['bits_per_dim_test'] == pytest.approx(
     finished[2]['bits_per_dim_test'], rel=1e-5
   )

@@ -146,9 +146,6 @@ def test_evaluation_has_the_segments_of_the_original(classes):
   made = make_task().example(tensors(row), None)
   assert list(made['truth_size']) == [48, 64]
   np.testing.assert_array_equal(made['truth_segments'][:48], classes + 1)
-  # At most `max_objects` objects.
-  made = make_task(max_objects=2).example(tensors(row), None)
-  np.testing.assert_array_equal(np.unique(made['truth_segments']), [0, 1, 2])
 
 
 def test_a_map_of_another_size_is_refused(classes):
@@ -288,6 +285,20 @@ def test_a_detector_has_no_panoptic_quality():
   config.model.mask_head = False
   with pytest.raises(ValueError, match="best_metric='PQ_test' needs masks"):
     segment.Task(config, METADATA)
+
+
+def test_a_new_head_of_the_classes_is_not_frozen():
+  task = make_task()
+  want = dict.fromkeys(('query_embedding', 'class_head/bias'), np.zeros(5))
+  kwargs = dict(have=want, want={**want, 'segmentation/x': np.zeros(1)})
+  assert task.new_params(**kwargs, class_names=NAMES) == ['segmentation/']
+  others = NAMES[::-1]
+  new = task.new_params(**kwargs, class_names=others)
+  assert new == ['class_head/', 'segmentation/']
+  task.config.lr_multipliers = (('segmentation/', 1.0), ('', 0.0))
+  assert task.new_params(**kwargs, class_names=NAMES) == ['segmentation/']
+  with pytest.raises(ValueError, match='freeze the new head of the classes'):
+    task.new_params(**kwargs, class_names=others)
 
 
 def test_segments_of_scenes_have_numbers_and_boxes(tmp_path):

@@ -152,7 +152,7 @@ def test_all_layouts_hold_the_same_detector(good, tmp_path):
       for x in (again, found)
     )
     assert {**fields, **want_fields} == fields
-    assert bool(notes) == (name[1] == '.')
+    assert bool(notes) == (name != 'run')  # That a name tells the dilation.
     source = there
   # Files under the released names, made by other code, are the same.
   state = released(theirs.state_dict())
@@ -369,7 +369,7 @@ def test_resnets_of_timm_have_the_names_of_the_published_backbones():
     assert shapes == {k: v.shape for k, v in want.items()}
 
 
-@pytest.mark.parametrize('name', list(model_configs.DETRS))
+@pytest.mark.parametrize('name', ['DETR-R50-DC5', 'DETR-R101'])
 def test_published_detectors_are_known_by_their_shapes(name):
   config = model_configs.get_config(name)
   params = tiny_models.shapes(models.make_model(config, num_classes=91), 64)

@@ -65,6 +65,14 @@ def exists(root: str, split: str) -> bool:
   return any(_find(root, base, 'instances') for base, _ in folder.parts(split))
 
 
+def kind_of_segments(root: str, split: str) -> str:
+  """Returns 'panoptic', or 'outlines' if objects alone are annotated."""
+  bases = [base for base, _ in folder.parts(split)]
+  if all(_find(root, base, 'panoptic') for base in bases):
+    return 'panoptic'
+  return 'outlines' if exists(root, split) else 'panoptic'
+
+
 def splits(root: str) -> list[str]:
   """Returns the names of the splits of a folder that have boxes."""
   found = {
@@ -89,13 +97,13 @@ def find(root: str, base: str, kind: str = 'instances') -> Place:
   Args:
     root: the folder, local or gs://.
     base: the split, without a slice.
-    kind: 'instances' or 'panoptic'.
+    kind: 'instances', 'outlines' or 'panoptic'.
 
   Raises:
     FileNotFoundError: if there is none.
     ValueError: if there are several.
   """
-  found = _find(root, base, kind)
+  found = _find(root, base, 'instances' if kind == 'outlines' else kind)
   if found is None:
     there = sorted(
       f'annotations/{name}'

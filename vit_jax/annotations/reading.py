@@ -22,12 +22,12 @@ from collections.abc import Sequence
 import functools
 import itertools
 import os
-from typing import Any
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from vit_jax.annotations import coco_format
 from vit_jax.files import index as index_lib
 from vit_jax.files import reading
 
@@ -38,48 +38,6 @@ _NOT_COCO = (
   "give a file of boxes in COCO's format, an object with 'images', "
   "'annotations' and 'categories' (https://cocodataset.org/#format-data)"
 )
-_Number = int | float
-
-
-class _Image(msgspec.Struct, gc=False):
-  id: _Number
-  file_name: str
-  height: _Number
-  width: _Number
-
-
-class _Object(msgspec.Struct, gc=False):
-  id: _Number | None = None
-  image_id: _Number | None = None
-  category_id: _Number | None = None
-  bbox: tuple[float, float, float, float] | None = None
-  area: float | None = None
-  iscrowd: int | bool | None = None
-
-
-class _Segments(msgspec.Struct, gc=False):
-  image_id: _Number
-  file_name: str
-  segments_info: list[_Object]
-
-
-class _Category(msgspec.Struct):
-  id: _Number
-  name: str
-  supercategory: Any = None
-  isthing: int | bool = True
-
-
-class _Objects(msgspec.Struct):
-  images: list[_Image] | None = None
-  annotations: list[_Object] | None = None
-  categories: list[_Category] | None = None
-
-
-class _Panoptic(msgspec.Struct):
-  images: list[_Image] | None = None
-  annotations: list[_Segments] | None = None
-  categories: list[_Category] | None = None
 
 
 class Annotations(NamedTuple):
@@ -99,6 +57,8 @@ class Annotations(NamedTuple):
     crowd: bool [m].
     segments: n names of the PNGs of a panoptic file; () for other files.
     stuff: names of those classes of a panoptic file that are no things.
+    outlines: `segmentation` of each object, JSON, bytes [m]; None unless it is
+      asked for.
   """
 
   path: str
@@ -114,6 +74,7 @@ class Annotations(NamedTuple):
   crowd: np.ndarray
   segments: Sequence[str] = ()
   stuff: tuple[str, ...] = ()
+  outlines: np.ndarray | None = None
 
   @property
   def counts(self) -> np.ndarray:
@@ -122,37 +83,41 @@ class Annotations(NamedTuple):
 
   def select(self, kept: np.ndarray) -> 'Annotations':
     """Returns the annotations without the objects whose `kept` [m] is False."""
-    names = ('ids', 'image', 'label', 'boxes', 'area', 'crowd')
-    return self._replace(**{name: getattr(self, name)[kept] for name in names})
+    names = ('ids', 'image', 'label', 'boxes', 'area', 'crowd', 'outlines')
+    columns = {name: getattr(self, name) for name in names}
+    return self._replace(
+      **{k: x[kept] for k, x in columns.items() if x is not None}
+    )
 
   def digest(self) -> str:
     """Returns a hash of everything but the place of the file."""
     lists = self.files, self.classes, self.segments, self.stuff
     texts = [text for x in lists for text in (*x, '')]
-    arrays = (x for x in self if isinstance(x, np.ndarray))
+    arrays = (x for x in self[:-1] if isinstance(x, np.ndarray))
+    outlines = () if self.outlines is None else self.outlines
     return index_lib.digest(
-      ['\0'.join(texts).encode(errors='surrogatepass'), *arrays]
+      ['\0'.join(texts).encode(errors='surrogatepass'), *arrays, *outlines]
     )
 
 
-def read(path: str, panoptic: bool = False) -> Annotations:
+def read(path: str, kind: str = 'instances') -> Annotations:
   """Reads an annotation file, once until it changes.
 
   Args:
     path: the file, local or gs://.
-    panoptic: whether it is a panoptic file.
+    kind: 'instances', 'outlines' (the same with outlines) or 'panoptic'.
 
   Raises:
     ValueError: if it is not COCO's; names the file, the fault and the remedy.
     OSError: if the file cannot be read.
   """
-  return _read(path, panoptic, reading.stamp(os.fsencode(path)))
+  return _read(path, kind, reading.stamp(os.fsencode(path)))
 
 
 @functools.lru_cache(maxsize=_RECENT)
-def _read(path, panoptic, stamp):
+def _read(path, kind, stamp):
   del stamp  # Only to read a file anew that has changed.
-  content = _parse(path, _Panoptic if panoptic else _Objects)
+  content, panoptic = _parse(path, kind), kind == 'panoptic'
   image_ids, files, sizes = _images(path, content.images)
   category_ids, classes = _classes(path, content.categories)
   objects, owners, segments = content.annotations, None, ()
@@ -167,22 +132,26 @@ def _read(path, panoptic, stamp):
   boxes = np.array([x.bbox for x in objects], np.float64).reshape(-1, 4)
   area = np.array([x.area for x in objects], np.float64)  # None becomes NaN.
   area = np.where(np.isfinite(area), area, boxes[:, 2] * boxes[:, 3])
+  outlines = None
+  if kind == 'outlines':
+    outlines = _outlines(path, objects)
   order = np.argsort(owners, kind='stable')
   found = Annotations(
     path, image_ids, files, sizes, classes, ids, owners, label, boxes,
     area.astype(np.float32), np.array([bool(x.iscrowd) for x in objects], bool),
     segments, tuple(x.name for x in content.categories if not x.isthing),
+    outlines,
   )  # fmt: skip
   return found.select(order)
 
 
 def _parse(path, kind):
-  """Parses a file; raises ValueError if it is not of a kind."""
+  """Parses a file; raises ValueError if it is not of its kind."""
   content = reading.read_file(path).removeprefix(b'\xef\xbb\xbf')
   if not content.strip():
     raise ValueError(f"'{path}' is empty: {_NOT_COCO}")
   try:
-    found = msgspec.json.decode(content, type=kind)
+    found = msgspec.json.decode(content, type=coco_format.KINDS[kind])
   except msgspec.ValidationError as e:
     reason = str(e).replace('`', "'").replace('$.', '')
     raise ValueError(f"'{path}' is not COCO's: {reason}; {_NOT_COCO}") from e
@@ -268,6 +237,19 @@ def _check_complete(path, objects, panoptic):
         'captions, of keypoints alone and of panoptic segments have no boxes: '
         "give COCO's instances_*.json or a file like it"
       )
+
+
+def _outlines(path, objects) -> np.ndarray:
+  """Returns the `segmentation` of each object, JSON, bytes [m]."""
+  outlines = np.array([bytes(x.segmentation) for x in objects], object)
+  missing = np.flatnonzero(outlines == b'null')
+  if len(missing):
+    raise ValueError(
+      f"'{path}': {len(missing):,} of {len(objects):,} annotations have no "
+      f"'segmentation', the first is annotation {objects[missing[0]].id}: add "
+      'polygons or run lengths, or train a detector of boxes (config.task)'
+    )
+  return outlines
 
 
 def _whole(path, group, name, items) -> np.ndarray:

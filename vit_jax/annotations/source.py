@@ -5,38 +5,35 @@ objects of an image, 'objects/bbox' float32 [n, 4] (ymin, xmin, ymax, xmax as
 shares of the image), 'objects/label' int64 [n], 'objects/area' float32 [n] in
 pixels, 'objects/is_crowd' bool [n], 'objects/id' int64 [n]. Data for panoptic
 segmentation have 'panoptic_image', a PNG whose colours R + 256 G + 65536 B are
-the ids of segments, and 'panoptic_objects/...' like 'objects/...'.
+the ids of segments, and 'panoptic_objects/...' like 'objects/...'. Where there
+is no panoptic file, the segments are painted from the outlines of the objects.
 
 Images without objects are examples like any other.
 """
 
 from collections.abc import Sequence
-import os
 from typing import Any
-from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from vit_jax.annotations import boxes
 from vit_jax.annotations import layout
-from vit_jax.annotations import reading
+from vit_jax.annotations import masks
+from vit_jax.annotations import parts as parts_lib
 from vit_jax.data import checking
 from vit_jax.data import folder
 from vit_jax.data import records
 from vit_jax.files import images
 from vit_jax.files import index as index_lib
-from vit_jax.scale import processes
 
 _VALUES = ('bbox', 'label', 'area', 'is_crowd', 'id')
-_SEGMENTS = 'panoptic_image'
-# Features by the kind of the annotation file.
+# Features of objects, and of segments.
 _FEATURES = {
-  'instances': ('image', 'image/id', *(f'objects/{x}' for x in _VALUES)),
+  'objects': ('image', 'image/id', *(f'objects/{x}' for x in _VALUES)),
   'panoptic': (
     'image',
     'image/id',
-    _SEGMENTS,
+    parts_lib.SEGMENTS,
     *(f'panoptic_objects/{x}' for x in _VALUES),
   ),
 }
@@ -73,48 +70,23 @@ class AnnotatedSource(records.FolderSource):
   def read(self, record):
     """Returns the record of one example, with the contents of its files."""
     record = super().read(record)
-    if _SEGMENTS not in record:
+    if parts_lib.SEGMENTS not in record:
       return record
-    return {**record, _SEGMENTS: tf.io.read_file(record[_SEGMENTS])}
+    if record[parts_lib.SEGMENTS].shape.rank == 0:  # A path.
+      return {
+        **record,
+        parts_lib.SEGMENTS: tf.io.read_file(record[parts_lib.SEGMENTS]),
+      }
+    painted = tf.numpy_function(
+      masks.paint, [record[parts_lib.SEGMENTS]], tf.string, stateful=False
+    )
+    return {**record, parts_lib.SEGMENTS: tf.ensure_shape(painted, [])}
 
   def store(self, workdir):
     """Stores the lists of the files in a workdir, see records.Source.store."""
     super().store(workdir)
     if self._segments is not None:
       self._segments.store(workdir)
-
-
-class _Part(NamedTuple):
-  """A part of a split: its annotations, checked, and the images taken."""
-
-  found: reading.Annotations
-  shares: np.ndarray  # float32 [m, 4], see boxes.check.
-  paths: dict[str, list[str]]  # Paths of the images taken, by feature.
-  rows: np.ndarray  # int64, numbers of the images taken, in order.
-
-  def column(self, name, classes):
-    """Returns a feature of the images taken, as a tensor or RaggedTensor.
-
-    Args:
-      name: its name.
-      classes: names of the classes that labels count.
-    """
-    found = self.found
-    if name == _SEGMENTS:
-      return tf.constant(self.paths[name])
-    if name == 'image/id':
-      return tf.constant(found.image_ids[self.rows])
-    numbers = {name: i for i, name in enumerate(classes)}
-    table = np.array([numbers[name] for name in found.classes], np.int64)
-    values = {
-      'bbox': self.shares,
-      'label': table[found.label],
-      'area': found.area,
-      'is_crowd': found.crowd,
-      'id': found.ids,
-    }[name.split('/')[-1]]
-    ragged = tf.RaggedTensor.from_row_lengths(values, found.counts)
-    return tf.gather(ragged, self.rows)
 
 
 def wants(features: Sequence[str]) -> bool:
@@ -150,12 +122,15 @@ def open_split(
     ValueError: if annotations, boxes, classes or images are wrong; names them
       and the remedy.
   """
-  kind = 'instances'
+  prefix, kind = 'objects', 'instances'
   if any(name.startswith('panoptic') for name in features):
-    kind = 'panoptic'
+    prefix = 'panoptic'
+    kind = layout.kind_of_segments(root, split)
   where = f"split '{split}' of folder '{root}'"
-  wanted = records.resolve(features, _FEATURES[kind], where)
-  parts = _open_parts(root, split, kind, config.broken_boxes, class_names)
+  wanted = records.resolve(features, _FEATURES[prefix], where)
+  parts = parts_lib.open_parts(
+    root, split, kind, config.broken_boxes, class_names
+  )
   usable, kept = _check_images(config, root, split, parts, workdir)
   classes = parts[0].found.classes if class_names is None else class_names
   columns, names = {}, {}
@@ -174,64 +149,8 @@ def open_split(
     names,
     config.max_image_pixels,
     digest,
-    usable.get(_SEGMENTS),
+    usable.get(parts_lib.SEGMENTS),
     parts[0].found.stuff,
-  )
-
-
-def _open_parts(root, split, kind, broken_boxes, class_names) -> list[_Part]:
-  """Reads the annotations on all processes, which compare them."""
-  parts = []
-
-  def read():
-    for base, instruction in folder.parts(split):
-      part = _open_part(root, base, instruction, kind, broken_boxes)
-      first = parts[0].found.classes if parts else None
-      _check_classes(part.found, class_names or first)
-      parts.append(part)
-
-  what = f"the annotations of '{root}', split '{split}'"
-  processes.attempt(f'reading {what}', read)
-  processes.agree(what, {'hashes': [part.found.digest() for part in parts]})
-  return parts
-
-
-def _open_part(root, base, instruction, kind, broken_boxes) -> _Part:
-  """Reads and checks the annotations of a part of a split."""
-  place = layout.find(root, base, kind)
-  found, shares = boxes.check(
-    reading.read(place.path, kind == 'panoptic'), broken_boxes
-  )
-  # Sorted by a hash, so that a slice is a random sample.
-  hashes = [
-    index_lib.hash_name(f'/{name}'.encode(errors='surrogatepass'))
-    for name in found.files
-  ]
-  order = np.array(sorted(range(len(hashes)), key=hashes.__getitem__))
-  rows = folder.take_slice(order, base, instruction)
-  paths = {}
-  for name, folders, files in (
-    ('image', place.folders, found.files),
-    (_SEGMENTS, place.segments, found.segments),
-  ):
-    if files:
-      where = layout.folder_of(place.path, folders, files)
-      paths[name] = [os.path.join(where, files[i]) for i in rows]
-  return _Part(found, shares, paths, rows)
-
-
-def _check_classes(found, expected):
-  """Raises ValueError unless a file has the expected classes, in any order."""
-  if expected is None or set(found.classes) == set(expected):
-    return
-  unknown = sorted(set(found.classes) - set(expected))
-  missing = sorted(set(expected) - set(found.classes))
-  raise ValueError(
-    f"the categories of '{found.path}' are not those of the training split:"
-    f'{f" it has {unknown[:10]}" if unknown else ""}'
-    f'{" and" if unknown and missing else ""}'
-    f'{f" it lacks {missing[:10]}" if missing else ""}; give both files the same '
-    "'categories', also those of which a split has no object"
   )
 
 
@@ -246,13 +165,13 @@ def open_index(root: str, split: str):
     An index.Index, and a function (path, max_pixels) -> why the image is broken
     or has another size than its annotations say, '' if it is right.
   """
-  parts = _open_parts(root, split, 'instances', 'clip', None)
+  parts = parts_lib.open_parts(root, split, 'instances', 'clip')
   return _index(root, split, parts, 'image')
 
 
 def _index(root, split, parts, feature, workdir=None):
   """Returns what open_index returns, for the images of a feature."""
-  ending = {'image': 'coco', _SEGMENTS: 'segments'}[feature]
+  ending = {'image': 'coco', parts_lib.SEGMENTS: 'segments'}[feature]
   listed = [path for part in parts for path in part.paths[feature]]
   bases = [f'{base}.{ending}' for base, _ in folder.parts(split)]
   names = [f'{split}.{ending}', *bases]

@@ -23,7 +23,6 @@ import statistics
 from etils import epath
 import jax
 import numpy as np
-import threadpoolctl
 
 from vit_jax import cli
 from vit_jax.evaluators import features as features_lib
@@ -34,8 +33,6 @@ from vit_jax.scale import processes
 
 # Factor of half of the squared weights, for features of length 1.
 L2 = 1e-3
-# Numbers of a draw's features up to which one thread is faster than several.
-_SMALL = 10_000_000
 
 
 def probe(
@@ -129,9 +126,7 @@ def fit(x: np.ndarray, labels: np.ndarray, l2: float) -> Callable:
     l2: see L2.
   """
   scale = float(np.sqrt(np.var(x, axis=0, dtype=np.float64).sum())) or 1.0
-  threads = 1 if x.size <= _SMALL else None
-  with threadpoolctl.threadpool_limits(threads):
-    model = linear_probe.fit(x / scale, labels, l2, each=False)
+  model = linear_probe.fit(x / scale, labels, l2, each=False)
   return lambda x: model.predict(x / scale)
 
 
@@ -330,6 +325,6 @@ def plot(found: Mapping[str, tuple[float, float]], path=None):
       if name != features_lib.PIXELS
     },
     found.get(features_lib.PIXELS),
-    f'Linear probes: {best} is best, {100 * found[best][0]:.1f} %',
+    f'Linear probes: {best.replace("_", " ")} is best, {100 * found[best][0]:.1f} %',
     path=path,
   )

@@ -30,6 +30,7 @@ import optax
 from sklearn import linear_model
 from sklearn import pipeline
 from sklearn import preprocessing
+import threadpoolctl
 
 from vit_jax import cli
 from vit_jax import input_pipeline
@@ -45,6 +46,8 @@ _SHARE = 1 / 8
 _GROUP = 1 / 4  # Share that the layers of one pass over the images may take.
 _SAMPLE = 10_000  # Images whose features give mean and deviation for SGD.
 _EPS = 1e-6
+# Numbers of features up to which one thread is no slower than several.
+_SMALL = 1_000_000
 
 
 class Result(NamedTuple):
@@ -139,12 +142,14 @@ def fit(
   Returns:
     scikit-learn's classifier.
   """
-  return pipeline.make_pipeline(
+  model = pipeline.make_pipeline(
     preprocessing.StandardScaler(with_std=each),
     linear_model.LogisticRegression(
       C=1 / (l2 * len(x)), max_iter=1000, tol=1e-5
     ),
-  ).fit(x, labels)
+  )
+  with threadpoolctl.threadpool_limits(1 if x.size <= _SMALL else None):
+    return model.fit(x, labels)
 
 
 def probe_layers(

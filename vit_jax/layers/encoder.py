@@ -32,6 +32,10 @@ REMAT_POLICIES = {
   'full': None,
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+# The same of a layer in a loop without `remat`. By default a loop stores every
+# activation of every layer. Results of matrix products suffice: the rest is
+# recomputed cheaply from them.
+LOOP_POLICY = jax.checkpoint_policies.dots_saveable
 
 
 class MlpBlock(nn.Module):
@@ -333,11 +337,7 @@ class Encoder(nn.Module):
       )
     if not (self.remat or loop):
       return Encoder1DBlock
-    # By default a scan stores every activation of every layer. Results of
-    # matrix products suffice: the rest is recomputed cheaply from them.
-    policy = REMAT_POLICIES.get(
-      self.remat, jax.checkpoint_policies.dots_saveable
-    )
+    policy = REMAT_POLICIES.get(self.remat, LOOP_POLICY)
     return nn.remat(
       Encoder1DBlock, static_argnums=(2,), policy=policy, prevent_cse=not loop
     )

@@ -153,7 +153,8 @@ def _mask_head() -> Iterator[_Leaf]:
       yield _Leaf(f'{MASK_HEAD}attention/{part}/{end}', kind, *names)
   parts = [(f'adapter_{i}', 'conv', f'adapter{i + 1}') for i in range(3)]
   for i in range(5):
-    parts.append((f'convolutions/conv_{i}', 'conv', f'lay{i + 1}'))
+    path = f'convolutions/conv_{i}' if i else 'conv_0'
+    parts.append((path, 'conv', f'lay{i + 1}'))
     parts.append((f'convolutions/norm_{i}', 'norm', f'gn{i + 1}'))
   parts.append(('convolutions/output', 'conv', 'out_lay'))
   for path, kind, name in parts:

@@ -12,6 +12,9 @@ from vit_jax.configs import rules
 from vit_jax.layouts import detr
 from vit_jax.weights import descriptions
 
+# Classes of the published models for panoptic segmentation, and the first number
+# of a class of stuff.
+_PANOPTIC, _STUFF_FROM = 250, 91
 # Formats of vit_jax.convert that hold a detector.
 FORMATS = ('hf', 'pth', 'workdir')
 # Units per stage -> timm's name, of backbones that Hugging Face takes from timm.
@@ -26,6 +29,17 @@ def run(model) -> dict:
     'task_options': {'max_objects': min(100, model.config.num_queries)},
     'pp': pp,
   }
+
+
+def metadata(model) -> dict:
+  """Returns metadata of a run that weights do not bring along.
+
+  Of the classes of the published models for panoptic segmentation, the
+  categories of COCO, those up to number 90 are things. Without stuff, all are.
+  """
+  count = model.num_classes
+  stuff = _STUFF_FROM if count == _PANOPTIC else count
+  return {'isthing': [i < stuff for i in range(count)]}
 
 
 def image_size(config, given: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -75,6 +89,12 @@ def _describe(config, name):
   )
   backbone = descriptions.fields(config, 'backbone_config')
   stride = descriptions.count(backbone, 'output_stride')
+  things = descriptions.field(
+    config,
+    'isthing',
+    lambda x: isinstance(x, list) and all(type(y) is bool for y in x),
+    'a list of true and false, one for each class',
+  )
   if not config:
     dilated = re.search('dc5', name, re.IGNORECASE) is not None
   return descriptions.Description(
@@ -83,6 +103,7 @@ def _describe(config, name):
       'dilate_last': dilated or stride == 16,
     },
     descriptions.labels(config, gap=rules.NO_CLASS),
+    metadata={'isthing': things} if things else {},
   )
 
 
@@ -99,7 +120,12 @@ def notes(model, to: str) -> list[str]:
 
 
 def check(model) -> None:
-  """Raises ValueError if parts of a model do not fit; a detector has none."""
+  """Raises ValueError if the lengths of lists of classes differ."""
+  things = model.metadata.get('isthing')
+  if things is not None and len(things) != model.num_classes:
+    raise ValueError(
+      f'isthing has {len(things)} entries for {model.num_classes} classes'
+    )
 
 
 def layout(config, to: str) -> detr.Layout:
@@ -138,6 +164,8 @@ def files(model) -> dict[str, dict]:
     **_backbone(config),
   )
   pp = common.get_config().pp
+  if config.get('mask_head'):  # For this package; others ignore it.
+    fields['isthing'] = {**metadata(model), **model.metadata}['isthing']
   processor = dict(
     image_processor_type='DetrImageProcessor',
     format='coco_panoptic' if config.get('mask_head') else 'coco_detection',

@@ -22,7 +22,7 @@ class Family(NamedTuple):
     layout: module of the names of arrays: `detect`, `load`, `dump`, `sizes`,
       `describe`.
     files: module of what is beside the arrays, and of the run: `FORMATS`,
-      `run`, `image_size`, `describe`, `check`, `layout`, `files`, `notes`.
+      `run`, `metadata`, `image_size`, `describe`, `check`, `layout`, `files`, `notes`.
   """
 
   layout: types.ModuleType

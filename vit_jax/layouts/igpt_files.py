@@ -39,6 +39,12 @@ def run(model) -> dict:
   }
 
 
+def metadata(model) -> dict:
+  """Returns metadata of a run that weights do not bring along: nothing."""
+  del model
+  return {}
+
+
 def image_size(config, given: tuple[int, int] | None) -> tuple[int, int]:
   """Returns (height, width) of a model's images.
 

@@ -199,6 +199,7 @@ IGPT: dict[str, rules.Rule] = {
   'attention': rules.one_of(*attention.IMPLEMENTATIONS),
   'attention_scale': rules.one_of(*decoder.SCALES),
   'remat': rules.one_of('', *encoder.REMAT_POLICIES),
+  'scan': rules.flag,
   'dtype': _FLOAT,
   'param_dtype': _FLOAT,
 }

@@ -43,6 +43,7 @@ FREE_KEYS = (
   'mesh',
   'model.attention',
   'model.remat',
+  'model.scan',
   'model.transformer.attention',
   'model.transformer.remat',
   'model.transformer.scan',

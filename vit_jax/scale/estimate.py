@@ -67,19 +67,18 @@ def lower(config, make_program: Callable, devices) -> Lowered:
   """
   mesh = sharding.make_mesh(config.mesh, devices)
 
-  def batch_of(task, size):
-    split = sharding.batch_sharding(mesh)
+  def split(batch):
+    rows = sharding.batch_sharding(mesh)
     return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split),
-      task.batch_spec(size),
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch
     )
 
   def gradient(num_layers=None):
     """Lowers the gradient of a micro-batch; `num_layers` replaces the depth."""
     part = copy.deepcopy(config)
     if num_layers:
-      vit = model_configs.vit_of(part.model)
-      vit.transformer.update(num_layers=num_layers, scan=False)
+      layers = model_configs.layers_of(part.model)
+      layers.update(num_layers=num_layers, scan=False)
     task, _, _, abstract = make_program(part, mesh)
     params = abstract.params
 
@@ -91,22 +90,25 @@ def lower(config, make_program: Callable, devices) -> Lowered:
       jax.value_and_grad(total, has_aux=True),
       out_shardings=(None, jax.tree.map(lambda x: x.sharding, params)),
     )
-    batch = batch_of(task, config.batch // config.accum_steps)
+    batch = task.batch_spec(config.batch // config.accum_steps)
     with jax.set_mesh(mesh):
-      return function.lower(params, abstract.extra, batch)
+      batch = jax.eval_shape(
+        lambda batch: task.augment(batch, jax.random.key(0)), batch
+      )
+      return function.lower(params, abstract.extra, split(batch))
 
   loops = []
   if config.accum_steps > 1:
     loops.append((config.accum_steps - 1, gradient()))
-  encoder = model_configs.vit_of(config.model).get('transformer') or {}
-  if encoder.get('scan'):
+  layers = model_configs.layers_of(config.model)
+  if layers.get('scan'):
     # The difference between three layers and two is the cost of one. The last
     # layer stands outside the loop, and the compiler counts one layer inside
     # it.
-    times = config.accum_steps * (encoder.num_layers - 2)
+    times = config.accum_steps * (layers.num_layers - 2)
     loops += [(times, gradient(3)), (-times, gradient(2))]
   program = make_program(config, mesh)
-  batch = batch_of(program.task, config.batch)
+  batch = split(program.task.batch_spec(config.batch))
   with jax.set_mesh(mesh):
     traced = program.jit_update().trace(program.abstract, batch)
     return Lowered(

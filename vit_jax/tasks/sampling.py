@@ -64,11 +64,14 @@ class Predictor(prediction.Predictor):
       ValueError: if an argument is out of range, or the model predicts masked
         pixels (objective 'bert').
     """
+    return captions.to_pixels(self._sample(n, seed, temperature, top_k))
+
+  def _sample(self, n, seed=0, temperature=1.0, top_k=None):
+    """Draws images, float32 [n, H, W, C]; see `sample`."""
     rules.check('n', n, rules.whole(1))
+    self._check_objective()
     empty = np.zeros((n, 0), np.int32)
-    return captions.to_pixels(
-      self.task.images(self._draw(empty, seed, temperature, top_k))
-    )
+    return self.task.images(self._draw(empty, seed, temperature, top_k))
 
   def complete(
     self,
@@ -102,7 +105,10 @@ class Predictor(prediction.Predictor):
 
   def _complete(self, images, rows, seed=0, temperature=1.0, top_k=None):
     """Returns images [n, H, W, C] given and completed, and the rows kept [n]."""
+    self._check_objective()
     _check_rows(rows, self.task.image_size[0])
+    if not len(images):
+      raise ValueError('images is empty: give one image or more')
     prepared = [
       preprocess.from_user(
         image,
@@ -119,6 +125,15 @@ class Predictor(prediction.Predictor):
       prefix = colors[chosen, : count * self.task.image_size[1]]
       colors[chosen] = self._draw(prefix, seed, temperature, top_k)
     return given, self.task.images(colors), kept
+
+  def _check_objective(self):
+    """Raises ValueError if the model does not predict pixel after pixel."""
+    if not self.task.model.causal:
+      raise ValueError(
+        f"the run in '{self.workdir}' has learned to predict masked pixels "
+        "(objective 'bert') and cannot draw images: take a run of the objective "
+        "'ar' (configs/igpt.py:SIZE,DATA,SIDE,ar)"
+      )
 
   def _upper_part(self, encoded, rows):
     """Returns an image, float32 [H, W, C], and how many rows of it to keep."""
@@ -170,7 +185,7 @@ class Predictor(prediction.Predictor):
       if getattr(args, name) is not None
     }
     if args.sample is not None:
-      drawn = self.sample(args.sample, **how)
+      drawn = self._sample(args.sample, **how)
       picture = drawing.samples(drawn)
       lines = [f'{len(drawn)} sample(s): {args.out}']
     elif args.complete:

@@ -15,6 +15,7 @@ Shapes: B images, Q queries, N objects of an image (padded), H x W pixels.
 
 from collections.abc import Sequence
 import functools
+import re
 from typing import Any
 
 import jax
@@ -55,30 +56,26 @@ class Task(detect.Task):
     # Height and width of the square in which test images are compared with
     # their segments; a larger image is reduced.
     'truth_size': 640,
-    # Beginnings of the names of the parameters that are not among the weights
-    # of `config.pretrained`: ('class_head/',) for weights with a mask head and
-    # of other classes.
-    'new_params': ('segmentation/',),
   }
   OPTION_RULES = {  # noqa: RUF012
     # The number of an object is a byte.
     'max_objects': rules.whole(1, 255),
     'stuff': rules.names,
     'truth_size': rules.whole(1),
-    'new_params': rules.names,
   }
   METRICS = (*pq.NAMES, *detect.Task.METRICS)
+  NEW_PARAMS = (*detect.Task.NEW_PARAMS, 'segmentation/')
   METADATA = ('class_names', 'isthing')
   METADATA_RULES = {  # noqa: RUF012
     **detect.Task.METADATA_RULES,
     'isthing': rules.several(rules.flag),
   }
+  NEW_PARAMS = (*detect.Task.NEW_PARAMS, 'segmentation/')
   NEXT = 'a picture of an image with its segments'
 
   def __init__(self, config, metadata):
     super().__init__(config, metadata)
     self.is_thing = tuple(metadata['isthing'])
-    self.NEW_PARAMS = self.options.new_params
     if config.best_metric.startswith(pq.NAMES) and not self.model.mask_head:
       raise ValueError(
         f"best_metric='{config.best_metric}' needs masks: set "
@@ -118,17 +115,19 @@ class Task(detect.Task):
 
   def _further(self, record, inputs, drawn, kept):
     ids = tf.boolean_mask(record['objects/id'], kept)
-    numbers = geometry.to_masks(
-      self._numbers(record, ids, drawn.shape)[None], drawn
-    )
-    return {'segments': _padded(numbers[0], inputs['image'])}
+    numbers = panoptic.read(record['panoptic_image'], ids, drawn.shape)
+    numbers = geometry.to_masks(numbers[None], drawn)[0]
+    return {'segments': _padded(numbers, inputs['image'])}
 
   def _for_evaluation(self, record):
     example = super()._for_evaluation(record)
-    ids, most = record['objects/id'], self.options.truth_size
-    targets = tf.boolean_mask(ids, ~self._crowd(record))
-    numbers = self._numbers(record, targets, example['size'])
-    truth = self._numbers(record, ids, example['size'])
+    most = self.options.truth_size
+    truth = panoptic.read(
+      record['panoptic_image'], record['objects/id'], example['size']
+    )
+    is_target = tf.cast(~self._crowd(record), tf.uint8)
+    place = tf.concat([[0], tf.cumsum(is_target) * is_target], axis=0)
+    numbers = tf.gather(place, tf.cast(truth, tf.int32))
     size = tf.cast(example['size'], tf.float32)
     size = tf.round(size * tf.minimum(1.0, most / tf.reduce_max(size)))
     size = tf.cast(tf.maximum(1.0, size), tf.int32)
@@ -143,11 +142,6 @@ class Task(detect.Task):
       ),
     }
 
-  def _numbers(self, record, ids, shape):
-    """Returns the number of the object of each pixel, uint8 [*shape]."""
-    ids = ids[: self.options.max_objects]
-    return panoptic.read(record['panoptic_image'], ids, shape)
-
   def batch_spec(self, size):
     """Returns shapes and types of images, objects and segments."""
     spec = super().batch_spec(size)
@@ -155,6 +149,27 @@ class Task(detect.Task):
     return {**spec, 'segments': jax.ShapeDtypeStruct(shape, jnp.uint8)}
 
   # --- Training ---
+
+  def new_params(self, have, want, class_names):
+    """Returns the heads that weights lack, or that are for other classes.
+
+    Raises:
+      ValueError: if a new head of the classes would be frozen.
+    """
+    new = super().new_params(have, want, class_names)
+    factors = [
+      factor
+      for regex, factor in self.config.lr_multipliers
+      if re.search(regex, 'class_head/kernel')
+    ]
+    if 'class_head/' in new and factors[:1] == [0]:
+      raise ValueError(
+        f"'{self.config.pretrained}' has other classes than the data, and "
+        'lr_multipliers freeze the new head of the classes: start from a '
+        'detector of these classes, or train it too '
+        '(config.pretrained, config.lr_multipliers)'
+      )
+    return new
 
   def _terms(self, params, extra, batch, **kwargs):
     """Adds the losses of the masks of the last layer's matched queries."""

@@ -104,9 +104,8 @@ def with_classes(weights, class_names: Sequence[str]):
       or have it several times, the weights are returned as they are.
   """
   names = weights.class_names or ()
-  if 'class_head' not in weights.params or not all(
-    names.count(name) == 1 for name in class_names
-  ):
+  known = all(names.count(name) == 1 for name in class_names)
+  if not known or identify.num_classes(weights.params) != len(names):
     return weights
   # The last row is "no object".
   rows = np.array([*map(names.index, class_names), len(names)])

@@ -213,7 +213,9 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   else:
     config.pp.channels = identify.channels(model.params)
   names = model.class_names or [str(i) for i in range(model.num_classes)]
-  metadata = {'class_names': list(names), **model.metadata}
+  metadata = {'class_names': list(names)}
+  if family is not None:
+    metadata |= {**family.files.metadata(model), **model.metadata}
   known = run_config.get_task(config.task).METADATA
   missing = sorted(set(known) - set(metadata))
   if missing:
