@@ -423,12 +423,16 @@ def matchings() -> dict[str, Callable]:
     shape = jax.ShapeDtypeStruct(MATCHINGS[:3], np.int32)
     return jax.pure_callback(solve, shape, cost)
 
+  def by_optax(cost):
+    targets, chosen = optax.assignment.hungarian_algorithm(cost)
+    return chosen[targets.argsort()]
+
   algorithms = {
     'on the device (matching.match)': lambda x: matching.match(x, counts),
     'SciPy in a host callback': callback,
-    'optax.assignment': lambda x: jax.vmap(
-      optax.assignment.hungarian_algorithm
-    )(x.reshape(-1, *MATCHINGS[2:]))[1],
+    'optax.assignment': lambda x: jax.vmap(by_optax)(
+      x.reshape(-1, *MATCHINGS[2:])
+    ),
   }
 
   def run(function):
