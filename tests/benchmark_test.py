@@ -53,7 +53,7 @@ def test_sampling_is_compared(monkeypatch, tmp_path):
     'without, beside it', 'ratio', "Hugging Face's generate beside it", 'ratio',
   ]  # fmt: skip
   for other, ratio in (others[:2], others[2:]):
-    assert ours['unit'] == other['unit'] == 'img/s'
+    assert ours['unit'] == other['unit'] == 'pixel/s'
     assert ratio['median'] == pytest.approx(ours['median'] / other['median'])
 
 
