@@ -140,6 +140,7 @@ def test_dtype_reaches_every_layer_and_logits_stay_float32():
     if dtype != jnp.bfloat16:
       assert (
         'attention_weights' in path
+        or "['layer_" in path
         or "['head']" in path
         or (path.startswith("['__call__']"))
       ), path

@@ -395,7 +395,7 @@ def refuse(config, workdir, message, error=ValueError):
     ({'batch_eval': 3}, 'batch_eval=3 is not a multiple of 8'),
     ({'accum_steps': 3}, r'batch=16 is not a multiple of 24 .*= 8 x 3'),
     ({'best_metric': 'accuracy'}, "best_metric='accuracy' is not among"),
-    ({'task': 'segment'}, "task='segment' is unknown"),
+    ({'task': 'count'}, "task='count' is unknown"),
     ({'dataset': 'nothing_such'}, "dataset='nothing_such' is neither"),
     ({'batch': 10**9}, 'batch=1000000000 and prefetch=2: the batches'),
     ({'dataset': 'mnist:99.9.9'}, 'cannot be loaded at version 99.9.9'),

@@ -122,9 +122,10 @@ def read(
   if found.is_dir() and (found / 'checkpoints').exists():
     weights = _read_workdir(found)
   elif found.is_dir():
-    weights = _read_torch(_file_in(found), num_heads, found)
+    weights = _read_torch(_file_in(found), num_heads, found.joinpath)
   elif found.suffix in _TORCH_ENDINGS:
-    weights = _read_torch(found, num_heads, str(path).rpartition('/')[0])
+    beside = functools.partial(_beside, str(path).rpartition('/')[0])
+    weights = _read_torch(found, num_heads, beside)
   else:
     weights = _read_npz(found, check)
   arrays.warn_of_what_is_not_finite(found, leaves_of(weights))
@@ -151,7 +152,7 @@ def _file_in(folder):
 def _beside(folder, name):
   """Returns the path of a file in a folder; fetches a remote one."""
   try:
-    return fetch.fetch(f'{folder}/{name}' if str(folder) else name)
+    return fetch.fetch(f'{folder}/{name}' if folder else name)
   except (FileNotFoundError, PermissionError):
     return epath.Path(folder) / name  # It does not exist.
 
@@ -284,14 +285,13 @@ def _read_workdir(folder):
   )
 
 
-def _read_torch(file, num_heads, folder):
-  """Reads a state dict, and the files of `folder` that describe it."""
+def _read_torch(file, num_heads, beside):
+  """Reads a state dict, and files by name (`beside`) that describe it."""
   flat = (
     arrays.read_safetensors(file)
     if file.suffix == '.safetensors'
     else state_dicts.read(file)
   )
-  beside = functools.partial(_beside, folder)
   family, layout = families.of_names(flat)
   if family is not None:
     return _read_family(family, layout, flat, file, num_heads, beside)
