@@ -9,6 +9,8 @@ import json
 import runpy
 import sys
 
+import jax
+import numpy as np
 import pytest
 
 from tests import commands
@@ -17,6 +19,13 @@ from tests import tiny_models
 from vit_jax import checkpoint
 from vit_jax import datasets
 from vit_jax import predict
+from vit_jax.configs import detr_scenes
+from vit_jax.configs import igpt_digits
+from vit_jax.learning import optim
+from vit_jax.learning import state as state_lib
+from vit_jax.run import checkpoints as checkpoints_lib
+from vit_jax.run import config as run_config
+from vit_jax.run import workdir as workdir_lib
 
 DOCS = markdown.ROOT / 'docs'
 
@@ -80,6 +89,38 @@ def test_the_examples_train_together(examples, trained):
   assert type(model.task.model).__name__ == 'RegisterViT'
 
 
+def untrained(config, workdir, **metadata):
+  """Writes a run of one step with random parameters; returns its folder."""
+  config = run_config.complete(config)
+  task = run_config.get_task(config.task)(config, metadata)
+  params, extra = jax.jit(task.init)(jax.random.key(0))
+  tx = optim.get_optimizer(config, lambda _: 0.0)
+  workdir_lib.create(workdir, config, metadata, data={})
+  checkpoints = checkpoints_lib.Checkpoints(workdir)
+  state = state_lib.TrainState(np.int32(1), params, tx.init(params), extra)
+  checkpoints.save(1, state)
+  checkpoints.close()
+  return str(workdir)
+
+
+def detector(workdir):
+  """A run of a narrow detector, as `untrained` writes one."""
+  config = detr_scenes.get_config()
+  config.total_steps = 1
+  config.model.update(backbone_width=8, hidden_size=16, mlp_dim=8)
+  return untrained(config, workdir, class_names=['ant', 'bee'])
+
+
+def igpt(workdir):
+  """A run of a narrow iGPT of 16 positions."""
+  config = igpt_digits.get_config()
+  config.total_steps = 1
+  config.pp.crop = 4
+  config.model.update(num_positions=16, hidden_size=16, num_layers=1)
+  palette = [[-1.0], [-0.5], [0.5], [1.0]]
+  return untrained(config, workdir, palette=palette)
+
+
 @pytest.fixture(scope='module')
 def stand_ins(examples, trained, tmp_path_factory):
   """What the pages name, and what stands for it."""
@@ -87,7 +128,15 @@ def stand_ins(examples, trained, tmp_path_factory):
   datasets.register('digits')
   params = tiny_models.numbers(tiny_models.tiny(), 16)
   checkpoint.save(params, str(folder / 'ViT.npz'))
+  photo = str(examples / 'parity' / '0.png')
   return {
+    '/tmp/street': detector(folder / 'street'),
+    '/tmp/igpt32': igpt(folder / 'igpt32'),
+    'street.jpg': photo,
+    'half.png': photo,
+    'photo.png': photo,
+    'rows=16': 'rows=2',
+    'image_size=800': 'image_size=48',
     '/tmp/digits/example.png': str(examples / 'parity' / '0.png'),
     '/tmp/digits': str(trained[0]),
     'ViT-B_16.npz': str(folder / 'ViT.npz'),
