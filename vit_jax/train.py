@@ -327,7 +327,10 @@ def check_start(prepared: Prepared, workdir) -> dict:
   )
   if begun:
     return {}
-  return _pretrained(prepared)
+  weights = _pretrained(prepared)
+  program = prepared.program
+  program.task.check_weights(weights, program.abstract.params)
+  return weights
 
 
 def _pretrained(prepared: Prepared) -> dict:
@@ -489,7 +492,7 @@ def _describe(prepared):
       f'{config.total_steps:,} updates teach a model little: lower --config.batch '
       'or raise --config.total_epochs.'
     )
-  frozen = optim.count_frozen(config.lr_multipliers, params)
+  frozen = sum(optim.frozen_paths(config.lr_multipliers, params).values())
   if frozen:
     say(f'{frozen:,} of the parameters are frozen.')
   rows = sharding.report(params)

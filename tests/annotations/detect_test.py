@@ -7,6 +7,8 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from tests import multiprocess_test
+from tests import processes
 from tests.annotations import drawn
 from vit_jax import input_pipeline
 from vit_jax import train
@@ -17,6 +19,7 @@ from vit_jax.data import sources
 from vit_jax.datasets import parsing
 from vit_jax.files import images
 from vit_jax.run import config as run_config
+from vit_jax.run import metrics as metrics_lib
 from vit_jax.scale import sharding
 from vit_jax.tasks import detect
 
@@ -75,6 +78,48 @@ def test_training_with_grey_images_crowds_and_images_without_objects(tmp_path):
   )
   assert weight == 8
   assert 0 < total / weight < 100
+
+
+def test_a_run_on_a_folder_of_two_processes_and_of_one(tmp_path):
+  things = [drawn.thing(i, i % 4, (i, 0, 20, 20), 7) for i in range(6)]
+  root = drawn.make(tmp_path / 'own', 4, things, grey=(2,))
+  config = tmp_path / 'config.py'
+  config.write_text(
+    'from tests.annotations import detect_test\n\n\n'
+    'def get_config():\n'
+    f'  config = detect_test.tiny({str(root)!r})\n'
+    '  config.update(progress_every=1, eval_every=2, log_images=4)\n'
+    '  return config\n'
+  )
+  kwargs = dict(data_dir=tmp_path)
+  pair = [
+    processes.start(
+      config, tmp_path / 'two', *address, devices=2, **kwargs
+    )
+    for address in multiprocess_test.addresses()
+  ]  # fmt: skip
+  statuses, outputs = multiprocess_test.finish_pair(pair)
+  assert statuses == [0, 0], outputs
+  status, output = processes.finish(config, tmp_path / 'one', **kwargs)
+  assert status == 0, output
+  two, one = (metrics_lib.read(tmp_path / name) for name in ('two', 'one'))
+  assert [x['step'] for x in two] == [x['step'] for x in one]
+  for ours, theirs in zip(two, one, strict=True):
+    for name in ('train_loss', 'loss_test', 'AP_test', 'AP50_test'):
+      assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-4)
+  assert 0 <= one[-1]['AP_test'] <= 1
+  assert one[-1]['num_examples_test'] == 4
+  assert (tmp_path / 'two' / 'detections.png').exists()
+
+
+def test_a_backbone_of_random_numbers_is_not_frozen(tmp_path):
+  root = drawn.make(tmp_path / 'own', 2, [drawn.thing(1, 0)])
+  config = tiny(root)
+  config.lr_multipliers = (('^backbone/conv_root/', 0.0),)
+  with pytest.raises(
+    ValueError, match="freeze 1 .*'backbone/conv_root/kernel'.*pretrained=None"
+  ):
+    train.check_start(train.prepare(config), tmp_path / 'run')
 
 
 def test_more_objects_than_the_model_can_find(tmp_path):

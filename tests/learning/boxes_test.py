@@ -33,7 +33,8 @@ def test_corners_and_back():
   np.testing.assert_allclose(boxes.centred(boxes.corners(box)), box)
 
 
-def test_losses_and_gradients_are_those_of_hugging_face():
+@pytest.mark.parametrize('no_object', [boxes.NO_OBJECT, 0.5])
+def test_losses_and_gradients_are_those_of_hugging_face(no_object):
   from transformers.loss import loss_for_object_detection
 
   layers, images, queries, classes, most = 3, 4, 20, 5, 8
@@ -60,18 +61,22 @@ def test_losses_and_gradients_are_those_of_hugging_face():
     'cpu',
     theirs[1][-1],
     transformers.DetrConfig(
-      num_labels=classes, auxiliary_loss=True, decoder_layers=layers
+      num_labels=classes,
+      auxiliary_loss=True,
+      decoder_layers=layers,
+      eos_coefficient=no_object,
     ),
     *theirs,
   )
   want.backward()
 
   def loss(logits, predicted):
-    sums = boxes.losses(logits, predicted, labels, targets, counts)
+    sums = boxes.losses(logits, predicted, labels, targets, counts, no_object)
+    weight = boxes.class_weight(counts, queries, no_object).sum()
     assert sums.pop('query').shape == (layers, images, most)
     sums = {name: x.sum(axis=1) for name, x in sums.items()}
     return (
-      boxes.CLASS * sums['class'] / boxes.class_weight(counts, queries).sum()
+      boxes.CLASS * sums['class'] / weight
       + (boxes.L1 * sums['l1'] + boxes.GIOU * sums['giou']) / counts.sum()
     ).sum()
 

@@ -297,8 +297,10 @@ def test_the_first_multiplier_that_is_found_decides():
     },
     'head': {'kernel': 1.0},
   }
-  assert optim.count_frozen(rules, MODEL) == 4
-  assert optim.count_frozen((), MODEL) == 0
+  assert optim.frozen_paths(rules, MODEL) == {
+    'Transformer/encoderblock_0/kernel': 4
+  }
+  assert not optim.frozen_paths((), MODEL)
 
 
 def test_multipliers_scale_updates_and_freeze_without_a_state():

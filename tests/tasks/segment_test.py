@@ -287,18 +287,20 @@ def test_a_detector_has_no_panoptic_quality():
     segment.Task(config, METADATA)
 
 
-def test_a_new_head_of_the_classes_is_not_frozen():
+def test_what_is_frozen_comes_from_weights():
   task = make_task()
   want = dict.fromkeys(('query_embedding', 'class_head/bias'), np.zeros(5))
   kwargs = dict(have=want, want={**want, 'segmentation/x': np.zeros(1)})
   assert task.new_params(**kwargs, class_names=NAMES) == ['segmentation/']
-  others = NAMES[::-1]
-  new = task.new_params(**kwargs, class_names=others)
+  new = task.new_params(**kwargs, class_names=NAMES[::-1])
   assert new == ['class_head/', 'segmentation/']
-  task.config.lr_multipliers = (('segmentation/', 1.0), ('', 0.0))
-  assert task.new_params(**kwargs, class_names=NAMES) == ['segmentation/']
-  with pytest.raises(ValueError, match='freeze the new head of the classes'):
-    task.new_params(**kwargs, class_names=others)
+
+  params = {'class_head': {'bias': np.zeros(5)}, 'segmentation': np.zeros(1)}
+  task.check_weights({}, params)  # Nothing is frozen.
+  task.config.lr_multipliers = (('segmentation', 1.0), ('', 0.0))
+  task.check_weights({'class_head/bias': np.zeros(5)}, params)
+  with pytest.raises(ValueError, match="freeze 1 .*'class_head/bias'.*random"):
+    task.check_weights({}, params)
 
 
 def test_segments_of_scenes_have_numbers_and_boxes(tmp_path):

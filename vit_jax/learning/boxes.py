@@ -15,7 +15,7 @@ from vit_jax.learning import matching
 # Weights of the class, of the distance and of the overlap, in the matching and
 # in the loss (section 4, "Technical details"; appendix A.4).
 CLASS, L1, GIOU = 1.0, 5.0, 2.0
-# Weight of a query without an object in the loss of the classes.
+# Weight of a query without an object in the loss of the classes, as published.
 NO_OBJECT = 0.1
 
 
@@ -73,14 +73,15 @@ def giou(first, second):
   return _ratio(shared, union) - _ratio(hull - union, hull)
 
 
-def class_weight(counts, queries: int):
+def class_weight(counts, queries: int, no_object: float = NO_OBJECT):
   """Returns the sum of the class weights of an image's queries, [B].
 
   Args:
     counts: number of objects of each image, [B].
     queries: number of queries Q.
+    no_object: weight of a query without an object.
   """
-  return counts + NO_OBJECT * (queries - counts)
+  return counts + no_object * (queries - counts)
 
 
 def matching_cost(logits, boxes, labels, targets):
@@ -104,7 +105,9 @@ def matching_cost(logits, boxes, labels, targets):
   return L1 * distance - CLASS * probable - GIOU * overlap
 
 
-def losses(logits, boxes, labels, targets, counts) -> dict:
+def losses(
+  logits, boxes, labels, targets, counts, no_object: float = NO_OBJECT
+) -> dict:
   """Computes the losses of a set prediction after an optimal matching.
 
   Args:
@@ -113,10 +116,11 @@ def losses(logits, boxes, labels, targets, counts) -> dict:
     labels: int [B, N], classes of the targets.
     targets: boxes of centre and size [B, N, 4].
     counts: int [B], number of targets of each image, the first ones.
+    no_object: weight of a query without an object in the cross-entropy.
 
   Returns:
     Sums over queries or targets, float32 [L, B]: `class`, the cross-entropy
-    with weight NO_OBJECT for queries without an object (see `class_weight`);
+    with weight `no_object` for queries without an object (see `class_weight`);
     `l1` and `giou`, over targets. And `query`, the query of each target, int32
     [L, B, N], -1 for padding.
   """
@@ -131,7 +135,7 @@ def losses(logits, boxes, labels, targets, counts) -> dict:
   held = picked.sum(axis=-2)  # [L, B, Q]: 1 for queries with an object.
   wanted = jnp.einsum('lbnq,bn->lbq', picked, labels.astype(jnp.float32))
   wanted = jnp.where(held > 0, wanted.round().astype(jnp.int32), nothing)
-  weight = jnp.where(held > 0, 1.0, NO_OBJECT)
+  weight = jnp.where(held > 0, 1.0, no_object)
   surprise = -jnp.take_along_axis(
     jax.nn.log_softmax(logits), wanted[..., None], axis=-1
   )[..., 0]

@@ -269,16 +269,18 @@ def multipliers(rules: Sequence[tuple[str, float]], params):
   return factors
 
 
-def count_frozen(rules, params) -> int:
-  """Returns the number of values in the frozen parameters."""
+def frozen_paths(rules, params) -> dict[str, int]:
+  """Returns the numbers of values of the frozen parameters, by path."""
   if not rules:
-    return 0
+    return {}
   factors = multipliers(rules, params)
-  return sum(
-    x.size
-    for x, factor in zip(jax.tree.leaves(params), jax.tree.leaves(factors))
+  return {
+    sharding.path_name(path): x.size
+    for (path, x), factor in zip(
+      jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(factors)
+    )
     if not factor
-  )
+  }
 
 
 def stop_frozen(params, factors):

@@ -224,6 +224,18 @@ class Task(abc.ABC):
     del have, want, class_names
     return self.NEW_PARAMS
 
+  def check_weights(self, weights: dict, params):
+    """Checks that a run can start with these weights, before it is compiled.
+
+    Args:
+      weights: arrays by path that the run starts from; {} for none.
+      params: shapes of the parameters.
+
+    Raises:
+      ValueError: if they do not suffice.
+    """
+    del weights, params
+
   def augment(self, batch: dict, rng) -> dict:
     """Changes a whole global batch on the devices, before it is split.
 

@@ -8,11 +8,6 @@ Shapes: B images, Q queries, N objects of an image (padded), L layers of the
 decoder, C classes.
 """
 
-from collections.abc import Sequence
-import functools
-import math
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,16 +20,17 @@ from vit_jax.augmentation import geometry
 from vit_jax.configs import rules
 from vit_jax.detection import average_precision as ap
 from vit_jax.detection import drawing
+from vit_jax.detection import predictors
 from vit_jax.evaluators import captions
 from vit_jax.evaluators import means
 from vit_jax.files import images as images_lib
 from vit_jax.learning import boxes as boxes_lib
+from vit_jax.learning import optim
 from vit_jax.run import config as run_config
 from vit_jax.tasks import base
 from vit_jax.weights import fitting
 
 _ROUNDING = 1e-3  # Share of an image by which a box may reach beyond it.
-THRESHOLD = 0.7  # Least score of an object that is shown.
 _MOST = 512  # Pixels of the shorter side of an image in TensorBoard, at most.
 
 
@@ -51,8 +47,15 @@ class Task(base.Task):
   OPTIONS = {  # noqa: RUF012
     # Greatest number of objects of an image; at most the number of queries.
     'max_objects': 100,
+    # Weight of a query without an object in the loss of the classes. The
+    # published weight suits 100 queries; with about twice as many queries as
+    # objects, a larger one leaves fewer objects that are found twice.
+    'no_object_weight': boxes_lib.NO_OBJECT,
   }
-  OPTION_RULES = {'max_objects': rules.whole(1)}  # noqa: RUF012
+  OPTION_RULES = {  # noqa: RUF012
+    'max_objects': rules.whole(1),
+    'no_object_weight': rules.share,
+  }
   METRICS = (*ap.NAMES, 'loss')
   METADATA = ('class_names',)
   METADATA_RULES = {'class_names': rules.names}  # noqa: RUF012
@@ -280,6 +283,25 @@ class Task(base.Task):
       if not any(path.startswith(prefix) for path in found)
     ]
 
+  def check_weights(self, weights, params):
+    """Checks that no parameter is frozen that weights do not bring.
+
+    Raises:
+      ValueError: if one would keep random numbers.
+    """
+    frozen = optim.frozen_paths(self.config.lr_multipliers, params)
+    missing = sorted(set(frozen) - set(weights))
+    if missing:
+      raise ValueError(
+        f'lr_multipliers freeze {len(missing)} parameters, such as '
+        f"'{missing[0]}', that pretrained={self.config.pretrained!r} does not "
+        'bring, at least not for these classes; they would stay random. Start '
+        'from weights that have them (--config.pretrained=FILE; for a backbone, '
+        'those of a classifier), or train all parameters '
+        '(--config.lr_multipliers="()", and a ResNet with '
+        '--config.model.norm=group)'
+      )
+
   def _apply(self, params, extra, batch, **kwargs):
     variables = {'params': params, **extra}
     return self.model.apply(
@@ -294,7 +316,7 @@ class Task(base.Task):
     """
     del rng
     count = batch['count'].astype(jnp.float32)  # [B]
-    weight = boxes_lib.class_weight(count, self.model.num_queries)
+    weight = self._class_weight(count)
     share = jnp.ones_like(count) * len(count)
     return {
       **batch,
@@ -310,6 +332,13 @@ class Task(base.Task):
       batch['class'],
       batch['box'],
       batch['count'],
+      self.options.no_object_weight,
+    )
+
+  def _class_weight(self, count):
+    """Returns the sum of the class weights of the queries of images, [B]."""
+    return boxes_lib.class_weight(
+      count, self.model.num_queries, self.options.no_object_weight
     )
 
   def loss(self, params, extra, batch, rng):
@@ -365,7 +394,7 @@ class Task(base.Task):
   def measure(self, params, extra, batch):
     """Returns the sum of the losses of images, and the number of images."""
     count = batch['count'].astype(jnp.float32)
-    weight = boxes_lib.class_weight(count, self.model.num_queries)
+    weight = self._class_weight(count)
     shares = {
       'class_share': 1 / weight,
       'box_share': 1 / jnp.maximum(count, 1.0),
@@ -397,7 +426,7 @@ class Task(base.Task):
 
   def predictor(self, params, extra, step):
     """Returns a predictor of objects."""
-    return Predictor(self, params, extra, step)
+    return predictors.Detector(self, params, extra, step)
 
   def draw_evaluation(self, batch, outputs):
     """Draws test images: the objects, then the detections."""
@@ -410,7 +439,7 @@ class Task(base.Task):
         real = batch['real'][i]
         filled = np.tile([real.any(axis=0).mean(), real.any(axis=1).mean()], 2)
       exists = batch['label'][i] >= 0
-      kept = found['scores'][i] >= THRESHOLD
+      kept = found['scores'][i] >= predictors.THRESHOLD
       names = [self.class_names[k] for k in batch['label'][i][exists]]
       truth = batch['truth'][i][exists] * filled
       drawn.append(drawing.draw(image, truth, names))
@@ -423,94 +452,6 @@ class Task(base.Task):
     titles = 2 * ('objects', 'detected')
     picture = captions.grid(np.stack(drawn), titles=titles, most=_MOST)
     return {'detections': picture}
-
-
-class Predictor(base.Predictor):
-  """Detects the objects of images."""
-
-  FLAGS = ('threshold', 'image_size')
-  PIXELS = 2**22  # At most in a batch of several images.
-
-  def batch_size(self, row):
-    """Returns the number of images of a batch."""
-    pixels = math.prod(row['image'].shape[:2])
-    return max(1, min(self.BATCH, self.PIXELS // pixels))
-
-  def detect(
-    self,
-    images: Sequence[Any],
-    threshold: float = THRESHOLD,
-    image_size: int | tuple[int, int] | None = None,
-  ) -> list[list[tuple[str, float, tuple[float, float, float, float]]]]:
-    """Detects objects.
-
-    Args:
-      images: see `outputs`; they may have different sizes.
-      threshold: least score of an object, from 0 to 1.
-      image_size: size in pixels of the images that the network sees. A number
-        is the length of the shorter side; images keep their height / width
-        and lie on two canvases, a wide and a high one, so that the model is
-        compiled at most twice. (height, width) is the size to which all images
-        are resized. None: as in the evaluation of the run.
-
-    Returns:
-      For each image a list of (class name, score, (x0, y0, x1, y1)), the best
-      first; the box is in pixels of the original image.
-
-    Raises:
-      FileNotFoundError, ValueError: if an image does not exist or cannot be
-        read, the threshold is not between 0 and 1, or `image_size` is neither
-        a positive int nor a pair of them.
-    """
-    rules.check('threshold', threshold, rules.number(0, 1))
-    rules.check('image_size', image_size, rules.optional(rules.size))
-    inputs_at = functools.partial(self.task.inputs_at, image_size=image_size)
-    return [
-      self._objects(outputs, inputs['size'], threshold)
-      for inputs, outputs in self.each(images, inputs_at)
-    ]
-
-  def _objects(self, outputs, size, threshold):
-    """Returns the objects of one image, see `detect`."""
-    outputs = jax.tree.map(lambda x: x[None], outputs)
-    found = jax.device_get(self._detections(outputs))
-    boxes, labels, scores = (
-      found[name][0] for name in ('boxes', 'labels', 'scores')
-    )
-    height, width = size
-    boxes = boxes.clip(0, 1) * np.array([width, height, width, height])
-    best = np.argsort(-scores, kind='stable')
-    return [
-      (self.class_names[labels[k]], float(scores[k]), tuple(boxes[k].tolist()))
-      for k in best[scores[best] >= threshold]
-    ]
-
-  @functools.cached_property
-  def _detections(self):
-    return jax.jit(self.task.detections)
-
-  def predict(self, images: Sequence[Any]) -> list:
-    """Returns the result of `detect`."""
-    return self.detect(images)
-
-  def report(self, images, args):
-    """Returns the objects as lines; draws them if `args.out` is a path."""
-    threshold = THRESHOLD if args.threshold is None else args.threshold
-    lines, drawn = [], []
-    results = self.detect(images, threshold, args.image_size)
-    for path, found in zip(images, results):
-      lines.append(path)
-      lines += [
-        f'  {100 * score:6.2f} %  {name}  '
-        + ' '.join(f'{value:.0f}' for value in box)
-        for name, score, box in found
-      ] or [f'  no object with a score of at least {100 * threshold:g} %']
-      if args.out is not None:
-        drawn.append(drawing.draw_file(path, found))
-    if drawn:
-      drawing.save(drawn, args.out)
-      lines.append(f'picture: {args.out}')
-    return lines
 
 
 def _boxes(record):

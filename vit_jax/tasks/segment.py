@@ -13,26 +13,20 @@ or both at once. The data have the features of TFDS's coco/2017_panoptic.
 Shapes: B images, Q queries, N objects of an image (padded), H x W pixels.
 """
 
-from collections.abc import Sequence
-import functools
-import re
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import preprocess
 from vit_jax.annotations import panoptic
 from vit_jax.augmentation import canvases
 from vit_jax.augmentation import geometry
 from vit_jax.configs import rules
 from vit_jax.detection import drawing
 from vit_jax.detection import panoptic_quality as pq
+from vit_jax.detection import predictors
 from vit_jax.detection import segments as segments_lib
 from vit_jax.evaluators import captions
-from vit_jax.files import images as images_lib
 from vit_jax.learning import masks as masks_lib
 from vit_jax.tasks import detect
 
@@ -58,13 +52,13 @@ class Task(detect.Task):
     'truth_size': 640,
   }
   OPTION_RULES = {  # noqa: RUF012
+    **detect.Task.OPTION_RULES,
     # The number of an object is a byte.
     'max_objects': rules.whole(1, 255),
     'stuff': rules.names,
     'truth_size': rules.whole(1),
   }
   METRICS = (*pq.NAMES, *detect.Task.METRICS)
-  NEW_PARAMS = (*detect.Task.NEW_PARAMS, 'segmentation/')
   METADATA = ('class_names', 'isthing')
   METADATA_RULES = {  # noqa: RUF012
     **detect.Task.METADATA_RULES,
@@ -150,27 +144,6 @@ class Task(detect.Task):
 
   # --- Training ---
 
-  def new_params(self, have, want, class_names):
-    """Returns the heads that weights lack, or that are for other classes.
-
-    Raises:
-      ValueError: if a new head of the classes would be frozen.
-    """
-    new = super().new_params(have, want, class_names)
-    factors = [
-      factor
-      for regex, factor in self.config.lr_multipliers
-      if re.search(regex, 'class_head/kernel')
-    ]
-    if 'class_head/' in new and factors[:1] == [0]:
-      raise ValueError(
-        f"'{self.config.pretrained}' has other classes than the data, and "
-        'lr_multipliers freeze the new head of the classes: start from a '
-        'detector of these classes, or train it too '
-        '(config.pretrained, config.lr_multipliers)'
-      )
-    return new
-
   def _terms(self, params, extra, batch, **kwargs):
     """Adds the losses of the masks of the last layer's matched queries."""
     if not self.model.mask_head:
@@ -240,7 +213,7 @@ class Task(detect.Task):
 
   def predictor(self, params, extra, step):
     """Returns a predictor of segments."""
-    return Predictor(self, params, extra, step)
+    return predictors.Segmenter(self, params, extra, step)
 
   def draw_evaluation(self, batch, outputs):
     """Draws test images: boxes as a detector does, and segments."""
@@ -280,100 +253,6 @@ class Task(detect.Task):
     return segments_lib.assemble(
       masks, labels, scores, self.is_thing, size, extent, **kwargs
     )
-
-
-class Predictor(detect.Predictor):
-  """Finds the segments of images."""
-
-  BATCH = 8  # Masks of all queries of many images take much memory.
-
-  def segment(
-    self,
-    images: Sequence[Any],
-    threshold: float = segments_lib.THRESHOLD,
-    image_size: int | tuple[int, int] | None = None,
-  ) -> list[tuple[np.ndarray, list[tuple[str, float, bool, int]]]]:
-    """Finds the segments of images.
-
-    Args:
-      images: see `outputs`.
-      threshold: least score of a segment, from 0 to 1.
-      image_size: see `detect`.
-
-    Returns:
-      For each image (map, segments). The map, int32 [height, width] of the
-      original image, has the number of the segment of each pixel, from 1, and 0
-      for pixels of none. The segments, from number 1 on, are (class name, score,
-      whether it is a thing, area in pixels).
-
-    Raises:
-      FileNotFoundError, ValueError: if an image does not exist or cannot be
-        read, the threshold is not between 0 and 1, `image_size` is no size,
-        or the model has no mask head.
-    """
-    rules.check('threshold', threshold, rules.number(0, 1))
-    if not self.task.model.mask_head:
-      raise ValueError(
-        f"the model of '{self.workdir}' has no mask head: train one with "
-        '--config.model.mask_head=True --config.pretrained='
-        f'{self.workdir or "WORKDIR"}, or use `detect`'
-      )
-    rules.check('image_size', image_size, rules.optional(rules.size))
-    inputs_at = functools.partial(self.task.inputs_at, image_size=image_size)
-    results = []
-    for start in range(0, len(images), self.BATCH):
-      part = self.each(images[start : start + self.BATCH], inputs_at)
-      results += [self._segments(*found, threshold) for found in part]
-    return results
-
-  def _segments(self, inputs, outputs, threshold):
-    """Returns the map and the segments of one image, see `segment`."""
-    both = jax.tree.map(lambda x: x[None], (outputs, inputs))
-    found = jax.device_get(self.task.masks(*both))
-    size = tuple(inputs['size'].tolist())
-    made = self.task.assemble(found, 0, size, threshold=threshold)
-    return made.numbers, self._described(made)
-
-  def _described(self, made):
-    areas = np.bincount(made.numbers.ravel(), minlength=len(made.labels) + 1)
-    return [
-      (
-        self.class_names[label],
-        float(score),
-        self.task.is_thing[label],
-        int(area),
-      )
-      for label, score, area in zip(made.labels, made.scores, areas[1:])
-    ]
-
-  def predict(self, images):
-    """Returns the result of `segment`, or of `detect` without a mask head."""
-    has_masks = self.task.model.mask_head
-    return self.segment(images) if has_masks else self.detect(images)
-
-  def report(self, images, args):
-    """Writes a picture to `args.out`; returns the segments as lines."""
-    if not self.task.model.mask_head:
-      return super().report(images, args)
-    threshold = args.threshold
-    threshold = segments_lib.THRESHOLD if threshold is None else threshold
-    results = self.segment(images, threshold, args.image_size)
-    lines, drawn = [], []
-    for path, (numbers, found) in zip(images, results):
-      lines.append(path)
-      lines += [
-        f'  {100 * score:6.2f} %  {name}  {"thing" if is_thing else "stuff"}  '
-        f'{area:,} pixels'
-        for name, score, is_thing, area in found
-      ] or [f'  no segment with a score of at least {100 * threshold:g} %']
-      if args.out is not None:
-        image = preprocess.from_user(path, images_lib.decode).numpy()
-        names = [name for name, *_ in found]
-        drawn.append(drawing.overlay(image, numbers, names))
-    if drawn:
-      drawing.save(drawn, args.out)
-      lines.append(f'picture: {args.out}')
-    return lines
 
 
 def _things(config, source, names) -> list[bool]:
