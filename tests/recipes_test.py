@@ -17,6 +17,7 @@ from vit_jax.configs import models
 from vit_jax.configs import pretrain
 from vit_jax.configs import vit_i1k
 from vit_jax.configs import vit_s16_i1k
+from vit_jax.learning import boxes
 from vit_jax.learning import optim
 from vit_jax.run import config as run_config
 from vit_jax.run import keys
@@ -359,6 +360,9 @@ def test_detr_is_that_of_the_paper(name):
   assert (config.grad_norm_clip, config.optim_dtype) == (0.1, 'float32')
   assert (config.ema_decay, config.label_smoothing) == (0, 0)
   assert (config.pp.train, config.pp.test) == ('train', 'validation')
+  options = dict(max_objects=100, class_weight=1.0, no_object_weight=0.1)
+  assert run_config.task_options(config) == ml_collections.ConfigDict(options)
+  assert (boxes.L1, boxes.GIOU) == (5.0, 2.0)
   # Appendix A.4.
   pp = config.pp
   assert pp.sides == (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)

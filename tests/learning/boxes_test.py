@@ -33,8 +33,12 @@ def test_corners_and_back():
   np.testing.assert_allclose(boxes.centred(boxes.corners(box)), box)
 
 
-@pytest.mark.parametrize('no_object', [boxes.NO_OBJECT, 0.5])
-def test_losses_and_gradients_are_those_of_hugging_face(no_object):
+@pytest.mark.parametrize(
+  'class_weight, no_object', [(1, boxes.NO_OBJECT), (3, 0.5)]
+)
+def test_losses_and_gradients_are_those_of_hugging_face(
+  class_weight, no_object
+):
   from transformers.loss import loss_for_object_detection
 
   layers, images, queries, classes, most = 3, 4, 20, 5, 8
@@ -64,6 +68,7 @@ def test_losses_and_gradients_are_those_of_hugging_face(no_object):
       num_labels=classes,
       auxiliary_loss=True,
       decoder_layers=layers,
+      class_cost=class_weight,
       eos_coefficient=no_object,
     ),
     *theirs,
@@ -71,8 +76,10 @@ def test_losses_and_gradients_are_those_of_hugging_face(no_object):
   want.backward()
 
   def loss(logits, predicted):
-    sums = boxes.losses(logits, predicted, labels, targets, counts, no_object)
-    weight = boxes.class_weight(counts, queries, no_object).sum()
+    sums = boxes.losses(
+      logits, predicted, labels, targets, counts, class_weight, no_object
+    )
+    weight = boxes.weight_of_queries(counts, queries, no_object).sum()
     assert sums.pop('query').shape == (layers, images, most)
     sums = {name: x.sum(axis=1) for name, x in sums.items()}
     return (

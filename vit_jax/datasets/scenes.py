@@ -9,9 +9,9 @@ scenes            `objects`: a box and a class for each digit
 scenes/panoptic   `panoptic_image` and `panoptic_objects`: the segment of each
                   digit, and of each texture of the ground
 
-A box goes around the visible pixels of a digit. No digit hides more than half of
-another one. The area of an object is that of its box in `scenes`, and of its
-segment in `scenes/panoptic`.
+A box goes around the visible pixels of a digit; at most a quarter of the smaller
+of two boxes lies within the other one. The area of an object is that of its box
+in `scenes`, and of its segment in `scenes/panoptic`.
 """
 
 from typing import ClassVar
@@ -30,7 +30,8 @@ SIZE = 128  # Pixels of a side.
 TEXTURES = ('stripes', 'checks', 'dots')
 _SIZES = (24, 120)  # Least and greatest height of a digit in pixels.
 _MOST = 5  # Digits of a scene.
-_VISIBLE = 1 / 2  # Least share of a digit that is not hidden.
+_OVERLAP = 1 / 4  # Greatest share of a box that another one covers.
+_TRIALS = 20  # Digits that are tried for a scene.
 
 
 class Scene(NamedTuple):
@@ -79,14 +80,29 @@ def _ground(rng):
 
 def _stamp(rng, image):
   """Returns the ink of an enlarged digit, float [h, w], and its corner."""
-  low, high = np.log(_SIZES)
-  height = round(np.exp(rng.uniform(low, high)))
+  height = round(rng.uniform(*_SIZES))
   width = min(_SIZES[1], round(height * rng.uniform(0.7, 1.1)))
   ink = Image.fromarray((image * (255 / 16)).astype(np.uint8))
   ink = np.asarray(ink.resize((width, height), Image.BICUBIC), np.float64) / 255
   top = rng.randint(0, SIZE - height + 1)
   left = rng.randint(0, SIZE - width + 1)
   return ink, top, left
+
+
+def _crowded(box, others) -> bool:
+  """Returns whether a box and another one share too much of the smaller one.
+
+  Args:
+    box: int [4], top, left, bottom, right.
+    others: a list of the same.
+  """
+  for other in others:
+    low, high = np.maximum(box[:2], other[:2]), np.minimum(box[2:], other[2:])
+    shared = np.prod(np.maximum(high - low, 0))
+    least = min(np.prod(x[2:] - x[:2]) for x in (box, other))
+    if shared > _OVERLAP * least:
+      return True
+  return False
 
 
 def compose(rng: np.random.RandomState, images, labels) -> Scene:
@@ -98,22 +114,23 @@ def compose(rng: np.random.RandomState, images, labels) -> Scene:
     labels: their classes, int [n].
   """
   pixels, segments, textures = _ground(rng)
-  found, areas = [], []
-  for _ in range(rng.randint(1, _MOST + 1)):
+  found, boxes = [], []
+  wanted = rng.randint(1, _MOST + 1)
+  for _ in range(_TRIALS):
+    if len(found) == wanted:
+      break
     chosen = rng.randint(len(images))
     ink, top, left = _stamp(rng, images[chosen])
+    covers = np.add(np.argwhere(ink > 0.4), (top, left))
+    box = np.concatenate([covers.min(axis=0), covers.max(axis=0) + 1])
+    if _crowded(box, boxes):
+      continue
+    boxes.append(box)
+    segments[tuple(covers.T)] = len(found) + 2
     here = slice(top, top + len(ink)), slice(left, left + ink.shape[1])
-    covers = ink > 0.4
-    drawn = segments.copy()
-    drawn[here][covers] = len(found) + 2
-    left_over = np.bincount(drawn.ravel(), minlength=len(found) + 3)[2:]
-    if (left_over < _VISIBLE * np.array([*areas, covers.sum()])).any():
-      continue  # It would hide too much of another digit.
-    segments = drawn
     colour = rng.uniform(170, 255, 3)
     pixels[here] += ink[..., None] * (colour - pixels[here])
     found.append(int(labels[chosen]))
-    areas.append(covers.sum())
   pixels = pixels.round().clip(0, 255).astype(np.uint8)
   return Scene(pixels, segments, textures, found)
 

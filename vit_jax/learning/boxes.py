@@ -73,7 +73,7 @@ def giou(first, second):
   return _ratio(shared, union) - _ratio(hull - union, hull)
 
 
-def class_weight(counts, queries: int, no_object: float = NO_OBJECT):
+def weight_of_queries(counts, queries: int, no_object: float = NO_OBJECT):
   """Returns the sum of the class weights of an image's queries, [B].
 
   Args:
@@ -84,7 +84,7 @@ def class_weight(counts, queries: int, no_object: float = NO_OBJECT):
   return counts + no_object * (queries - counts)
 
 
-def matching_cost(logits, boxes, labels, targets):
+def matching_cost(logits, boxes, labels, targets, class_weight: float = CLASS):
   """Computes the cost of giving each target each prediction (section 3.1).
 
   Args:
@@ -92,6 +92,7 @@ def matching_cost(logits, boxes, labels, targets):
     boxes: predicted boxes of centre and size [..., Q, 4].
     labels: int [..., N].
     targets: boxes of centre and size [..., N, 4].
+    class_weight: weight of the probability of the class.
 
   Returns:
     float32 [..., N, Q].
@@ -102,11 +103,17 @@ def matching_cost(logits, boxes, labels, targets):
   pairs = targets[..., :, None, :], boxes[..., None, :, :]
   distance = jnp.abs(pairs[0] - pairs[1]).sum(axis=-1)
   overlap = giou(*map(corners, pairs))
-  return L1 * distance - CLASS * probable - GIOU * overlap
+  return L1 * distance - class_weight * probable - GIOU * overlap
 
 
 def losses(
-  logits, boxes, labels, targets, counts, no_object: float = NO_OBJECT
+  logits,
+  boxes,
+  labels,
+  targets,
+  counts,
+  class_weight: float = CLASS,
+  no_object: float = NO_OBJECT,
 ) -> dict:
   """Computes the losses of a set prediction after an optimal matching.
 
@@ -116,19 +123,20 @@ def losses(
     labels: int [B, N], classes of the targets.
     targets: boxes of centre and size [B, N, 4].
     counts: int [B], number of targets of each image, the first ones.
+    class_weight: weight of the class in the matching.
     no_object: weight of a query without an object in the cross-entropy.
 
   Returns:
     Sums over queries or targets, float32 [L, B]: `class`, the cross-entropy
-    with weight `no_object` for queries without an object (see `class_weight`);
-    `l1` and `giou`, over targets. And `query`, the query of each target, int32
-    [L, B, N], -1 for padding.
+    with weight `no_object` for queries without an object (see
+    `weight_of_queries`); `l1` and `giou`, over targets. And `query`, the query
+    of each target, int32 [L, B, N], -1 for padding.
   """
   logits = logits.astype(jnp.float32)
   nothing = logits.shape[-1] - 1
   queries = logits.shape[-2]
   exists = jnp.arange(labels.shape[-1]) < counts[:, None]  # [B, N]
-  cost = matching_cost(logits, boxes, labels[None], targets[None])
+  cost = matching_cost(logits, boxes, labels[None], targets[None], class_weight)
   chosen = matching.match(cost, counts)  # [L, B, N]
   picked = jax.nn.one_hot(chosen, queries)  # [L, B, N, Q]; padding has no one.
 

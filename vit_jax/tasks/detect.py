@@ -47,13 +47,16 @@ class Task(base.Task):
   OPTIONS = {  # noqa: RUF012
     # Greatest number of objects of an image; at most the number of queries.
     'max_objects': 100,
-    # Weight of a query without an object in the loss of the classes. The
-    # published weight suits 100 queries; with about twice as many queries as
-    # objects, a larger one leaves fewer objects that are found twice.
+    # Weight of the class in the matching and in the loss. The published one
+    # suits a backbone that knows classes already.
+    'class_weight': boxes_lib.CLASS,
+    # Weight of a query without an object in the loss of the class. The published
+    # one suits 100 queries, most of which have no object.
     'no_object_weight': boxes_lib.NO_OBJECT,
   }
   OPTION_RULES = {  # noqa: RUF012
     'max_objects': rules.whole(1),
+    'class_weight': rules.positive,
     'no_object_weight': rules.share,
   }
   METRICS = (*ap.NAMES, 'loss')
@@ -316,7 +319,7 @@ class Task(base.Task):
     """
     del rng
     count = batch['count'].astype(jnp.float32)  # [B]
-    weight = self._class_weight(count)
+    weight = self._weight_of_queries(count)
     share = jnp.ones_like(count) * len(count)
     return {
       **batch,
@@ -332,12 +335,13 @@ class Task(base.Task):
       batch['class'],
       batch['box'],
       batch['count'],
+      self.options.class_weight,
       self.options.no_object_weight,
     )
 
-  def _class_weight(self, count):
+  def _weight_of_queries(self, count):
     """Returns the sum of the class weights of the queries of images, [B]."""
-    return boxes_lib.class_weight(
+    return boxes_lib.weight_of_queries(
       count, self.model.num_queries, self.options.no_object_weight
     )
 
@@ -362,7 +366,7 @@ class Task(base.Task):
 
   def _weighted(self, sums, batch):
     return {
-      'class': boxes_lib.CLASS * sums['class'] * batch['class_share'],
+      'class': self.options.class_weight * sums['class'] * batch['class_share'],
       'l1': boxes_lib.L1 * sums['l1'] * batch['box_share'],
       'giou': boxes_lib.GIOU * sums['giou'] * batch['box_share'],
     }
@@ -394,7 +398,7 @@ class Task(base.Task):
   def measure(self, params, extra, batch):
     """Returns the sum of the losses of images, and the number of images."""
     count = batch['count'].astype(jnp.float32)
-    weight = self._class_weight(count)
+    weight = self._weight_of_queries(count)
     shares = {
       'class_share': 1 / weight,
       'box_share': 1 / jnp.maximum(count, 1.0),
