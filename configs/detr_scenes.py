@@ -2,8 +2,8 @@
 
 python -m vit_jax.main --config=configs/detr_scenes.py --workdir=/tmp/scenes
 
-Expected on the 400 test scenes: AP 24.7, AP50 42.2, AP75 26.9, after twelve minutes
-on two cores.
+Expected on the 400 test scenes: AP 46.9, AP50 84.9, AP75 47.7, after ten minutes on
+two cores, the making of the scenes included.
 """
 
 import ml_collections
@@ -16,7 +16,7 @@ def get_config():
   config = common.set_dataset(common.get_config(), 'scenes')
   config.pretrained_dir = None  # From random weights.
   config.task = 'detect'
-  config.pp.crop = 48
+  config.pp.crop = 64
   config.pp.crop_area = (0.7, 1.0)
   # Mirroring would change the meaning of digits.
   config.pp.flip = False
@@ -32,7 +32,7 @@ def get_config():
       'hidden_size': 64,
       'num_queries': 8,
       'num_encoder_layers': 1,
-      'num_decoder_layers': 2,
+      'num_decoder_layers': 3,
       'num_heads': 4,
       'mlp_dim': 128,
       'dropout_rate': 0.0,
@@ -40,10 +40,14 @@ def get_config():
     }
   )
   config.task_options.max_objects = 8
+  # The backbone has to learn the classes too, and about a third of the queries have
+  # an object.
+  config.task_options.class_weight = 5.0
+  config.task_options.no_object_weight = 0.3
 
   config.batch = 32
   config.batch_eval = 50
-  config.total_steps = 10_000
+  config.total_steps = 6_400
   config.warmup_steps = 200
   config.optimizer = 'adam'
   config.optim_dtype = 'float32'
@@ -54,6 +58,6 @@ def get_config():
   config.lr_multipliers = (('^backbone/', 3.0), ('', 1.0))
   config.best_metric = 'AP_test'
   config.progress_every = 100
-  config.eval_every = 2_000
-  config.checkpoint_every = 2_000
+  config.eval_every = 1_600
+  config.checkpoint_every = 1_600
   return config

@@ -59,12 +59,15 @@ def arguments(cache, model, *flags):
   ], file  # fmt: skip
 
 
+# Few layers and small images: the compiler takes a minute for a whole model.
 TI16 = (
   'ti16', '--config.batch=256', '--config.mesh.data=1', '--config.mesh.fsdp=8',
-  '--topology=v3:2x2', '--config.model.transformer.num_layers=3',
+  '--topology=v3:2x2', '--config.model.transformer.num_layers=2',
+  '--config.pp.crop=96',
 )  # fmt: skip
 WRITTEN_OUT = (
-  'ti16', '--config.batch=512', '--config.model.transformer.num_layers=4',
+  'ti16', '--config.batch=2048', '--config.model.transformer.num_layers=2',
+  '--config.pp.crop=96',
 )  # fmt: skip
 PLANS = {
   'ti16': TI16,
@@ -124,14 +127,16 @@ def test_a_plan_of_ti16(cache, plans):
   assert '(estimate)' in out
   # Forward and backward, by hand, but for the gradient with respect to the images.
   model = model_configs.get_config('ti16')
-  model.transformer.num_layers = 3
-  count = flops_test.multiply_adds(model, (224, 224), 1000, as_run=True)
-  embedding = 14 * 14 * (16 * 16 * 3) * 192
+  model.transformer.num_layers = 2
+  count = flops_test.multiply_adds(model, (96, 96), 1000, as_run=True)
+  embedding = 6 * 6 * (16 * 16 * 3) * 192
   want = (6 * count - 2 * embedding) * 32
   assert got['flops_per_step_per_core'] == pytest.approx(want, rel=1e-6)
   # Parameters and both moments of Adam, split over 8 cores but for small ones.
-  # Of 5,717,416, less nine of its twelve layers of width 192.
-  parameters = 5_717_416 - 9 * (12 * 192**2 + 13 * 192)
+  # Of 5,717,416, less ten of its twelve layers of width 192, and the position
+  # embeddings of 6x6 patches in place of 14x14.
+  parameters = 5_717_416 - 10 * (12 * 192**2 + 13 * 192)
+  parameters -= (14 * 14 - 6 * 6) * 192
   assert got['parameters'] == parameters
   assert 4 * parameters / 8 < got['params_bytes'] < 4 * parameters / 8 * 1.5
   assert got['optimizer_bytes'] == pytest.approx(
