@@ -26,7 +26,8 @@ def test_pre_training_is_that_of_the_paper(size):
   run_config.check(config)
   assert (config.optimizer, config.b1, config.b2) == ('adam', 0.9, 0.95)
   assert config.weight_decay == config.l2_decay == config.grad_norm_clip == 0
-  assert (config.batch, config.total_steps) == (128, 1_000_000)
+  run = (64, 2_000_000) if size == 'xl' else (128, 1_000_000)
+  assert (config.batch, config.total_steps) == run
   assert (config.warmup_epochs, config.decay_type) == (1.0, 'cosine')
   assert (config.model.num_colors, config.model.num_positions) == (512, 1024)
   assert config.model.causal

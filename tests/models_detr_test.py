@@ -70,13 +70,7 @@ def test_logits_and_boxes_are_those_of_hugging_face_for_a_padded_batch(
   images = rng.uniform(-1, 1, (2, 96, 64, 3)).astype(np.float32)
   mask = np.ones((2, 96, 64), bool)
   mask[1, 70:], mask[1, :, 50:] = False, False
-  pixels = (images / 2 + 0.5 - models_detr.MEAN) / models_detr.STD
-  pixels = (pixels * mask[..., None]).astype(np.float32)
-  with torch.no_grad():
-    want = theirs(
-      torch.tensor(pixels).permute(0, 3, 1, 2),
-      pixel_mask=torch.tensor(mask).long(),
-    )
+  want = torch_models.detect(theirs, images, mask)
   apply = jax.jit(lambda x, m: ours.apply(variables, x, m, train=False))
   got = apply(images, mask)
   assert got['logits'].shape == (2, 2, 7, 6)
@@ -88,7 +82,8 @@ def test_logits_and_boxes_are_those_of_hugging_face_for_a_padded_batch(
   # What lies in the padding has no influence.
   images[~mask] = 1.0
   again = models_detr.normalise(jnp.asarray(images), jnp.asarray(mask))
-  np.testing.assert_allclose(again, pixels, atol=1e-6)
+  want = torch_models.normalised(images, mask)
+  np.testing.assert_allclose(again, want, atol=1e-6)
 
 
 def test_sine_positions_in_closed_form():

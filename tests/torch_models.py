@@ -20,8 +20,11 @@ except RuntimeError:
       f'{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor'
     )
 
+import numpy as np
 import timm  # noqa: F401 (for who imports this module)
 import transformers
+
+from vit_jax import models_detr
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -60,3 +63,24 @@ def randomize(model):
       norm = 'norm' in name and name.endswith('weight')
       value.copy_(noise * scale * 0.3 + 1 if norm else noise * scale)
   return model
+
+
+def normalised(images, mask):
+  """Standardises images [B, H, W, 3] in [-1, 1]; where not `mask`, 0."""
+  pixels = (images / 2 + 0.5 - models_detr.MEAN) / models_detr.STD
+  return (pixels * mask[..., None]).astype(np.float32)
+
+
+def detect(model, images, mask):
+  """Applies a DETR of Hugging Face.
+
+  Args:
+    model: the model.
+    images: float32 [B, H, W, 3] in [-1, 1].
+    mask: bool [B, H, W], False for padding.
+  """
+  with torch.no_grad():
+    return model(
+      torch.tensor(normalised(images, mask)).permute(0, 3, 1, 2),
+      pixel_mask=torch.tensor(mask).long(),
+    )

@@ -3,13 +3,11 @@
 import jax
 import numpy as np
 import pytest
-import torch
 import transformers
 
 from tests import torch_models
 from vit_jax import convert
 from vit_jax import models as models_lib
-from vit_jax import models_detr
 from vit_jax.layers import masks
 
 
@@ -50,13 +48,7 @@ def test_masks_are_those_of_hugging_face_for_a_padded_batch(models):
   images = rng.uniform(-1, 1, (2, 100, 66, 3)).astype(np.float32)
   mask = np.ones((2, 100, 66), bool)
   mask[1, 70:], mask[1, :, 40:] = False, False
-  pixels = (images / 2 + 0.5 - models_detr.MEAN) / models_detr.STD
-  pixels = (pixels * mask[..., None]).astype(np.float32)
-  with torch.no_grad():
-    want = theirs(
-      torch.tensor(pixels).permute(0, 3, 1, 2),
-      pixel_mask=torch.tensor(mask).long(),
-    )
+  want = torch_models.detect(theirs, images, mask)
 
   def compute(images, mask):
     outputs = ours.apply(variables, images, mask, train=False)
