@@ -11,6 +11,11 @@ from tests import processes
 from tests import torch_models  # noqa: F401 (so that transformers imports)
 from vit_jax import benchmark
 from vit_jax import models_igpt
+from vit_jax.benchmarks import detection
+from vit_jax.benchmarks import pipeline
+from vit_jax.benchmarks import sampling
+from vit_jax.benchmarks import start
+from vit_jax.benchmarks import timing
 from vit_jax.configs import models as model_configs
 
 
@@ -25,7 +30,7 @@ def run(monkeypatch, tmp_path, *flags):
 def test_steps_are_reported_with_their_share_of_the_peak(
   monkeypatch, tmp_path, capsys
 ):
-  monkeypatch.setattr(benchmark, 'PRODUCT_SIZE', 512)
+  monkeypatch.setattr(timing, 'PRODUCT_SIZE', 512)
   got = run(
     monkeypatch, tmp_path, '--only', 'train', 'inference', '--model=testing',
     '--image_size=32',
@@ -44,8 +49,8 @@ def test_steps_are_reported_with_their_share_of_the_peak(
 
 def test_sampling_is_compared(monkeypatch, tmp_path):
   tiny = models_igpt.ImageGPT(16, 1, 2, num_colors=8, num_positions=24)
-  monkeypatch.setattr(benchmark.models, 'get_model', lambda name: tiny)
-  monkeypatch.setattr(benchmark, 'SAMPLING_STEPS', 2)
+  monkeypatch.setattr(sampling.models, 'get_model', lambda name: tiny)
+  monkeypatch.setattr(sampling, 'STEPS', 2)
   got = run(monkeypatch, tmp_path, '--only', 'sampling', '--batch=2')
   ours, *others = got['results']['sampling']
   names = [row['name'] for row in others]
@@ -58,19 +63,19 @@ def test_sampling_is_compared(monkeypatch, tmp_path):
 
 
 def test_pipelines_take_turns(monkeypatch, tmp_path):
-  few = {'PIPELINE_BATCH': 8, 'PIPELINE_BATCHES': 2}
+  few = {'BATCH': 8, 'BATCHES': 2}
 
   def check_output(command, text):
     *_, code = command
-    values = ''.join(f'benchmark.{k} = {v}\n' for k, v in few.items())
-    before = 'from vit_jax import benchmark\n' + values
+    values = ''.join(f'pipeline.{k} = {v}\n' for k, v in few.items())
+    before = 'from vit_jax.benchmarks import pipeline\n' + values
     assert text
     return processes.run_code(before + code).splitlines()[-1]
 
   for name, value in few.items():
-    monkeypatch.setattr(benchmark, name, value)
+    monkeypatch.setattr(pipeline, name, value)
   forked = types.SimpleNamespace(check_output=check_output)
-  monkeypatch.setattr(benchmark, 'subprocess', forked)
+  monkeypatch.setattr(pipeline, 'subprocess', forked)
   got = run(monkeypatch, tmp_path, '--only', 'pipeline')
   ours, plain, ratio = got['results']['pipeline']
   assert ratio['median'] == pytest.approx(ours['median'] / plain['median'])
@@ -84,7 +89,7 @@ def test_imports_are_compared(monkeypatch, tmp_path):
 
 
 def test_weights_are_loaded_beside_plain_numpy(monkeypatch, tmp_path):
-  monkeypatch.setattr(benchmark, 'WEIGHTS_MODEL', 'ViT-Ti_16')
+  monkeypatch.setattr(start, 'WEIGHTS_MODEL', 'ViT-Ti_16')
   got = run(monkeypatch, tmp_path, '--only', 'weights')
   ours, plain, ratio = got['results']['weights']
   assert ratio['median'] == pytest.approx(ours['median'] / plain['median'])
@@ -97,25 +102,25 @@ def test_a_detector_and_ways_of_matching(monkeypatch, tmp_path):
     units=(1,), hidden_size=16, num_heads=2, mlp_dim=16, num_encoder_layers=0,
     num_decoder_layers=1,
   )  # fmt: skip
-  monkeypatch.setattr(benchmark.model_configs, 'get_config', lambda _: small)
-  monkeypatch.setattr(benchmark, 'DETECTOR_SIZE', 32)
-  monkeypatch.setattr(benchmark, 'MATCHINGS', (2, 3, 4, 6))
+  monkeypatch.setattr(detection.model_configs, 'get_config', lambda _: small)
+  monkeypatch.setattr(detection, 'SIZE', 32)
+  monkeypatch.setattr(detection, 'MATCHINGS', (2, 3, 4, 6))
   got = run(monkeypatch, tmp_path, '--only', 'detection')['results']
   step, losses, share, *ways = got['detection']
   want = 100 * losses['median'] / 1e3 / step['median']
   assert share['median'] == pytest.approx(want)
   assert len(ways) == 3
-  found = [way() for way in benchmark.matchings().values()]
+  found = [way() for way in detection.matchings().values()]
   for other in found[1:]:
     np.testing.assert_array_equal(np.reshape(other, found[0].shape), found[0])
 
 
 def test_turns_alternate_and_a_function_may_time_itself():
   calls = []
-  first, second = benchmark.measure(
+  first, second = timing.measure(
     lambda: calls.append('a'), lambda: calls.append('b') or 7.0, repeats=2
   )
   assert calls == list('ababab')
   assert second == [7.0, 7.0]
   assert len(first) == 2
-  assert benchmark.row('x', [3.0, 1.0, 2.0], 's')['median'] == 2.0
+  assert timing.row('x', [3.0, 1.0, 2.0], 's')['median'] == 2.0

@@ -35,17 +35,19 @@ FLOORS = [
   ['weights', 'layouts'],
   ['input_pipeline', 'checkpoint', 'convert', 'utils', 'test_utils'],
   ['evaluators', 'figures', 'detection', 'generation'],
+  ['prediction'],
   ['tasks'],
   ['train', 'inference_time', 'manifest'],
-  ['predict', 'benchmark', 'plan'],
+  ['predict', 'plan', 'benchmarks'],
+  ['benchmark'],
   ['jobs', 'visualize', 'compute', 'probe'],
   ['self_training'],
   ['main', 'sweep'],
 ]
 ROOMS = (
-  'annotations', 'augmentation', 'data', 'datasets', 'detection', 'evaluators', 'figures',
-  'files', 'generation', 'jobs', 'layers', 'layouts', 'learning', 'run', 'scale', 'self_training',
-  'tasks', 'weights',
+  'annotations', 'augmentation', 'benchmarks', 'data', 'datasets', 'detection', 'evaluators',
+  'figures', 'files', 'generation', 'jobs', 'layers', 'layouts', 'learning', 'prediction', 'run',
+  'scale', 'self_training', 'tasks', 'weights',
 )  # fmt: skip
 
 

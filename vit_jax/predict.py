@@ -99,7 +99,7 @@ def load_weights(
 
   Returns:
     The predictor of the model's task, such as
-    vit_jax.tasks.classify.Predictor or vit_jax.detection.predictors.Detector.
+    vit_jax.tasks.classify.Predictor or vit_jax.prediction.detectors.Detector.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see

@@ -40,10 +40,10 @@ from vit_jax import preprocess
 from vit_jax.configs import rules
 from vit_jax.evaluators import captions
 from vit_jax.evaluators import means
+from vit_jax.prediction import predictor as predictor_lib
 from vit_jax.run import config as run_config
-from vit_jax.tasks import prediction
 
-Predictor = prediction.Predictor
+Predictor = predictor_lib.Predictor
 
 
 class Task(abc.ABC):
@@ -398,9 +398,9 @@ class Task(abc.ABC):
 
   # --- Prediction ---
 
-  def predictor(self, params, extra, step: int) -> prediction.Predictor:
+  def predictor(self, params, extra, step: int) -> predictor_lib.Predictor:
     """Returns the object that `vit_jax.predict.load` returns."""
-    return prediction.Predictor(self, params, extra, step)
+    return predictor_lib.Predictor(self, params, extra, step)
 
   # --- Words ---
 

@@ -20,12 +20,12 @@ from vit_jax.augmentation import geometry
 from vit_jax.configs import rules
 from vit_jax.detection import average_precision as ap
 from vit_jax.detection import drawing
-from vit_jax.detection import predictors
 from vit_jax.evaluators import captions
 from vit_jax.evaluators import means
 from vit_jax.files import images as images_lib
 from vit_jax.learning import boxes as boxes_lib
 from vit_jax.learning import optim
+from vit_jax.prediction import detectors
 from vit_jax.run import config as run_config
 from vit_jax.tasks import base
 from vit_jax.weights import fitting
@@ -430,7 +430,7 @@ class Task(base.Task):
 
   def predictor(self, params, extra, step):
     """Returns a predictor of objects."""
-    return predictors.Detector(self, params, extra, step)
+    return detectors.Detector(self, params, extra, step)
 
   def draw_evaluation(self, batch, outputs):
     """Draws test images: the objects, then the detections."""
@@ -443,7 +443,7 @@ class Task(base.Task):
         real = batch['real'][i]
         filled = np.tile([real.any(axis=0).mean(), real.any(axis=1).mean()], 2)
       exists = batch['label'][i] >= 0
-      kept = found['scores'][i] >= predictors.THRESHOLD
+      kept = found['scores'][i] >= detectors.THRESHOLD
       names = [self.class_names[k] for k in batch['label'][i][exists]]
       truth = batch['truth'][i][exists] * filled
       drawn.append(drawing.draw(image, truth, names))

@@ -32,9 +32,9 @@ from vit_jax.data import order
 from vit_jax.generation import counting
 from vit_jax.generation import drawing
 from vit_jax.learning import palette as palette_lib
+from vit_jax.prediction import sampling
 from vit_jax.scale import processes
 from vit_jax.tasks import base
-from vit_jax.tasks import sampling
 
 # The palette is found in the first so many images of the run, and in so many
 # random pixels of each.

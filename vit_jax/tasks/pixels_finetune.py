@@ -8,9 +8,9 @@ linear head reads the mean of the normalised tokens.
 import jax.numpy as jnp
 
 from vit_jax.configs import rules
+from vit_jax.prediction import sampling
 from vit_jax.tasks import classify
 from vit_jax.tasks import pixels
-from vit_jax.tasks import sampling
 
 
 class Task(pixels.Task, classify.Task):

@@ -24,10 +24,10 @@ from vit_jax.augmentation import geometry
 from vit_jax.configs import rules
 from vit_jax.detection import drawing
 from vit_jax.detection import panoptic_quality as pq
-from vit_jax.detection import predictors
 from vit_jax.detection import segments as segments_lib
 from vit_jax.evaluators import captions
 from vit_jax.learning import masks as masks_lib
+from vit_jax.prediction import detectors
 from vit_jax.tasks import detect
 
 _OBJECTS = 'panoptic_objects/'
@@ -213,7 +213,7 @@ class Task(detect.Task):
 
   def predictor(self, params, extra, step):
     """Returns a predictor of segments."""
-    return predictors.Segmenter(self, params, extra, step)
+    return detectors.Segmenter(self, params, extra, step)
 
   def draw_evaluation(self, batch, outputs):
     """Draws test images: boxes as a detector does, and segments."""

@@ -15,10 +15,10 @@ from vit_jax.configs import rules
 from vit_jax.evaluators import captions
 from vit_jax.files import images as images_lib
 from vit_jax.generation import drawing
-from vit_jax.tasks import prediction
+from vit_jax.prediction import predictor as predictor_lib
 
 
-class Predictor(prediction.Predictor):
+class Predictor(predictor_lib.Predictor):
   """Samples from a model of pixels; see vit_jax/tasks/pixels.py."""
 
   FLAGS = ('sample', 'complete', 'rows', 'seed', 'temperature', 'top_k')

@@ -13,12 +13,12 @@ from vit_jax.configs import rules
 from vit_jax.detection import drawing
 from vit_jax.detection import segments as segments_lib
 from vit_jax.files import images as images_lib
-from vit_jax.tasks import prediction
+from vit_jax.prediction import predictor as predictor_lib
 
 THRESHOLD = 0.7  # Least score of an object that is shown.
 
 
-class Detector(prediction.Predictor):
+class Detector(predictor_lib.Predictor):
   """Detects the objects of images."""
 
   FLAGS = ('threshold', 'image_size')

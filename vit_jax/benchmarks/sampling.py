@@ -1,0 +1,128 @@
+"""Times the drawing of images with an iGPT."""
+
+from collections.abc import Callable
+import functools
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from vit_jax import models
+from vit_jax import models_igpt
+from vit_jax.benchmarks import timing
+
+MODEL = 'iGPT-S'
+STEPS = 8  # Pixels that are drawn at a time.
+
+
+def _draw_pixels(model, params, batch: int) -> Callable:
+  """Returns a function that draws STEPS pixels after a number of them."""
+  keys = jax.random.split(jax.random.key(0), batch)
+  color = np.zeros(batch, np.int32)
+
+  @jax.jit
+  def run(params, cache, start):
+    positions = start + jax.numpy.arange(STEPS)
+    draw_next = models_igpt.next_pixel(model, params, keys)
+    return models_igpt.draw_pixels(draw_next, color, cache, positions)[0]
+
+  cache = model.empty_cache(batch)
+  return lambda start: run(params, cache, start).block_until_ready()
+
+
+def _draw_uncached(model, params, batch: int) -> Callable:
+  """Returns a function that draws a pixel after a number of them, uncached."""
+  keys = jax.random.split(jax.random.key(0), batch)
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def run(params, start):
+    part = model.clone(num_positions=start + 1)
+    table = params['position_embedding'][: start + 1]
+    params = {**params, 'position_embedding': table}
+    colors = jax.numpy.zeros((batch, start + 1), 'int32')
+    logits = part.apply({'params': params}, colors)
+    return models_igpt.draw(keys, logits[:, -1], 1.0)
+
+  return lambda start: run(params, start).block_until_ready()
+
+
+def _draw_hugging_face(model, batch: int) -> Callable:
+  """Returns a function like `_draw_pixels` for Hugging Face's `generate`."""
+  import torch
+  import transformers
+
+  theirs = transformers.ImageGPTForCausalImageModeling(
+    transformers.ImageGPTConfig(
+      vocab_size=model.num_colors + 1,
+      n_positions=model.num_positions,
+      n_embd=model.hidden_size,
+      n_layer=model.num_layers,
+      n_head=model.num_heads,
+    )
+  ).eval()
+  pasts = {}
+
+  def run(start):
+    colors = torch.zeros((batch, start + 1), dtype=torch.long)
+    with torch.no_grad():
+      if start not in pasts:
+        seen = theirs(colors[:, :start], use_cache=True)
+        pasts[start] = seen.past_key_values
+      begin = time.perf_counter()
+      theirs.generate(
+        colors,
+        past_key_values=pasts[start],
+        max_new_tokens=STEPS,
+        do_sample=True,
+        use_cache=True,
+      )
+      seconds = time.perf_counter() - begin
+    pasts[start].crop(start - pasts[start].get_seq_length())
+    return seconds
+
+  return run
+
+
+def rows(args) -> list[dict]:
+  """Times the drawing of images, with and without cached keys and values.
+
+  Some pixels are drawn at three places, a sixth, a half and five sixths of an
+  image, and their mean time is reported: a sample takes 1,024 times as long.
+  """
+  model = models.get_model(MODEL)
+  pixels = model.num_positions
+  colors = np.zeros((1, pixels), np.int32)
+  shapes = jax.eval_shape(model.init, jax.random.key(0), colors)['params']
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: 0.02 * rng.standard_normal(x.shape, np.float32), shapes
+  )
+  params = jax.device_put(params)
+  make = (model, params, args.batch)
+  programs = [(_draw_pixels(*make), STEPS), (_draw_uncached(*make), 1)]
+  names = ['with cached keys and values', 'without, beside it']
+  try:
+    programs.append((_draw_hugging_face(model, args.batch), STEPS))
+    names.append("Hugging Face's generate beside it")
+  except ImportError:
+    print("Not beside Hugging Face's: torch or transformers cannot be imported")
+  places = [pixels // 6, pixels // 2, pixels * 5 // 6]
+  times = timing.measure(
+    *(functools.partial(run, at) for run, _ in programs for at in places),
+    repeats=args.repeats,
+  )
+  speeds = []
+  for i, (_, steps) in enumerate(programs):
+    turns = zip(*times[i * len(places) : (i + 1) * len(places)])
+    speeds.append(
+      [args.batch * steps / statistics.mean(turn) for turn in turns]
+    )
+  ours, *others = speeds
+  rows = [timing.row(f'samples, {MODEL}, {names[0]}', ours, 'pixel/s')]
+  for name, other in zip(names[1:], others):
+    rows += [
+      timing.row(name, other, 'pixel/s'),
+      timing.row('ratio', [a / b for a, b in zip(ours, other)], 'x'),
+    ]
+  return rows

@@ -1,0 +1,63 @@
+"""Times functions in turn, and makes rows of a table of the times."""
+
+from collections.abc import Callable
+import statistics
+import time
+
+import jax
+
+PRODUCT_SIZE = 2048
+
+
+def measure(*functions: Callable, repeats: int) -> list[list[float]]:
+  """Times functions in turn, after one unmeasured call of each.
+
+  Args:
+    *functions: functions to time. If one returns a float, that is its time.
+    repeats: number of measured calls.
+
+  Returns:
+    Seconds, a list of `repeats` numbers for each function.
+  """
+  seconds = [[] for _ in functions]
+  for turn in range(repeats + 1):
+    for times, function in zip(seconds, functions):
+      start = time.perf_counter()
+      own = function()
+      if turn:
+        elapsed = time.perf_counter() - start
+        times.append(own if isinstance(own, float) else elapsed)
+  return seconds
+
+
+def row(name: str, values: list[float], unit: str, **extra) -> dict:
+  """Makes one row of the table."""
+  return {
+    'name': name,
+    'median': statistics.median(values),
+    'min': min(values),
+    'max': max(values),
+    'unit': unit,
+    **extra,
+  }
+
+
+def matrix_product() -> Callable:
+  """Returns a function that times the product of two float32 matrices."""
+  a = jax.random.normal(jax.random.key(0), (PRODUCT_SIZE, PRODUCT_SIZE))
+  multiply = jax.jit(
+    lambda a: jax.lax.dot(a, a, precision=jax.lax.Precision.HIGHEST)
+  )
+
+  def run():
+    # The previous program has filled the caches with its own data. Therefore
+    # the first call does not count, and the fastest of the next calls does.
+    multiply(a).block_until_ready()
+    seconds = []
+    for _ in range(4):
+      start = time.perf_counter()
+      multiply(a).block_until_ready()
+      seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+  return run
