@@ -50,6 +50,7 @@ setuptools.setup(
     'array-record',
     'clu',
     'etils[epath]',
+    'faster-coco-eval',
     'flax',
     'importlib_resources',  # Imported by tensorflow-datasets, not declared.
     'jax>=0.10',
@@ -59,7 +60,6 @@ setuptools.setup(
     'optax>=0.2.5',
     'orbax-checkpoint',
     'Pillow',
-    'pycocotools',
     'scikit-learn',
     'tensorboard',  # Imported by clu.metric_writers, not declared.
     f'tensorflow-cpu; {_SMALL}',
@@ -78,6 +78,7 @@ setuptools.setup(
       'nbformat',
       'matplotlib',
       'pandas',
+      'pycocotools',
       'pytest',
       'pytest-xdist',
       'ruff',

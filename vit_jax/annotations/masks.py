@@ -37,7 +37,7 @@ def decode(segmentations: Sequence[Any], height: int, width: int) -> np.ndarray:
 
 
 def _decode(segmentation, height, width):
-  from pycocotools import mask as coco_mask
+  from faster_coco_eval import mask as coco_mask
 
   if isinstance(segmentation, list):
     wrong = [x for x in segmentation if not _is_polygon(x)]

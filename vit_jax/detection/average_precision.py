@@ -1,21 +1,20 @@
 """Average precision of detected boxes, as COCO defines it.
 
-pycocotools computes the figures. It ranks boxes by score, accepts a box whose
-overlap (IoU) with an object of its class is at least a threshold, and averages
-the precision over recalls, classes, and the thresholds .50, .55, ..., .95.
+faster-coco-eval computes the figures, the same as pycocotools, in a sixth of
+the time. It ranks boxes by score, accepts a box whose overlap (IoU) with an
+object of its class is at least a threshold, and averages the precision over
+recalls, classes, and the thresholds .50, .55, ..., .95.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
-import contextlib
-import io
 
 import jax
 import numpy as np
 
 from vit_jax import input_pipeline
 
-# Names of pycocotools' first six figures, in its order.
+# Names of the first six figures, in the order of COCO's evaluation.
 NAMES = ('AP', 'AP50', 'AP75', 'AP_small', 'AP_medium', 'AP_large')
 # Tensors of the task's `example` that the figures are computed from.
 _TRUTH = ('index', 'mask', 'truth', 'label', 'area', 'crowd', 'size')
@@ -115,8 +114,7 @@ def average_precision(
   Returns:
     NAMES, each from 0 to 1, or NaN where there is no object of that size.
   """
-  from pycocotools import coco as coco_lib
-  from pycocotools import cocoeval
+  import faster_coco_eval
 
   annotations = [
     {
@@ -133,7 +131,7 @@ def average_precision(
     )
   ]
   for number, annotation in enumerate(annotations, start=1):
-    annotation['id'] = number  # pycocotools takes 0 for none.
+    annotation['id'] = number  # 0 would stand for none.
   results = [
     {
       'image_id': image,
@@ -144,22 +142,17 @@ def average_precision(
     for image, row in enumerate(found)
     for box, label, score in zip(row['boxes'], row['labels'], row['scores'])
   ]
-  with contextlib.redirect_stdout(io.StringIO()):
-    reference = coco_lib.COCO()
-    reference.dataset = {
+  reference = faster_coco_eval.COCO(
+    {
       'info': {},
       'images': [{'id': image} for image in range(len(truth))],
       'annotations': annotations,
       'categories': [{'id': label} for label in range(num_classes)],
     }
-    reference.createIndex()
-    evaluation = cocoeval.COCOeval(
-      reference, reference.loadRes(results) if results else coco_lib.COCO(),
-      iouType='bbox',
-    )  # fmt: skip
-    evaluation.evaluate()
-    evaluation.accumulate()
-    evaluation.summarize()
+  )
+  detected = reference.loadRes(results) if results else faster_coco_eval.COCO()
+  evaluation = faster_coco_eval.COCOeval_faster(reference, detected, 'bbox')
+  evaluation.run()
   figures = evaluation.stats[: len(NAMES)]
   return {
     name: float(value) if value >= 0 else float('nan')
