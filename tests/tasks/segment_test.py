@@ -58,7 +58,7 @@ def make_config(**options):
   config.dataset = 'x'
   config.pp.update(crop=32, flip=False)
   config.pp.crop_area = None
-  config.model = detr_panoptic_scenes.get_config('masks').model
+  config.model = detr_panoptic_scenes.get_config().model
   config.model.num_queries = 4
   config.task_options.update({'max_objects': 4, 'truth_size': 64, **options})
   config.update(batch_eval=2, total_steps=1, best_metric='PQ_test')
