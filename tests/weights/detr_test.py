@@ -320,7 +320,9 @@ def test_a_run_starts_from_a_detector_with_a_head_for_its_classes(
       np.testing.assert_array_equal(got, bias[rows])
 
 
-def test_a_run_starts_from_the_resnet_of_a_classifier(program, tmp_path):
+def test_a_run_starts_from_the_resnet_of_a_classifier(
+  program, tmp_path, monkeypatch
+):
   theirs = torch_models.randomize(
     transformers.ResNetForImageClassification(
       transformers.ResNetConfig(**BACKBONE, num_labels=3)
@@ -343,6 +345,12 @@ def test_a_run_starts_from_the_resnet_of_a_classifier(program, tmp_path):
   assert train._describe_start(program.abstract.params, weights) == (
     'Starting from a pre-trained backbone; the rest of the model is new.'
   )
+  # What is frozen as published comes from these weights.
+  frozen = (('^backbone/(conv_root|block1)/', 0.0),)
+  monkeypatch.setattr(program.task.config, 'lr_multipliers', frozen)
+  program.task.check_weights(weights, program.abstract.params)
+  with pytest.raises(ValueError, match="'backbone/block1/.*would stay random"):
+    program.task.check_weights({}, program.abstract.params)
   with pytest.raises(
     ValueError, match='holds the backbone of a detector alone'
   ):
