@@ -142,7 +142,7 @@ def main() -> int:
     if broken:
       found = True
       cli.say(
-        f'Broken images: {len(broken):,}. Repair or delete them, or leave them out '
+        f'Broken images: {len(broken):,}. Repair, restore or delete them, or leave them out '
         'of the training with --config.broken_images=skip.'
       )
   return int(found)

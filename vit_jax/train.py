@@ -490,7 +490,7 @@ def _describe(prepared):
   if config.total_steps < _FEW:
     say(
       f'{config.total_steps:,} updates teach a model little: lower --config.batch '
-      'or raise --config.total_epochs.'
+      'or train longer (--config.total_epochs or --config.total_steps).'
     )
   frozen = sum(optim.frozen_paths(config.lr_multipliers, params).values())
   if frozen:

@@ -103,7 +103,7 @@ def test_a_backbone_of_random_numbers_is_not_frozen(tmp_path):
   config = tiny(root)
   config.lr_multipliers = (('^backbone/conv_root/', 0.0),)
   with pytest.raises(
-    ValueError, match="freeze 1 .*'backbone/conv_root/kernel'.*pretrained=None"
+    ValueError, match="needs weights.*: 1 .*'backbone/conv_root/kernel'.*frozen"
   ):
     train.check_start(train.prepare(config), tmp_path / 'run')
 

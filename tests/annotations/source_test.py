@@ -103,6 +103,7 @@ def test_slices_share_out_the_images(whole):
 LAYOUTS = {
   'coco': ('annotations/instances_train2017.json', 'train2017', 'train'),
   'year': ('annotations/instances_train2017.json', 'train2017', 'train2017'),
+  'no year': ('annotations/instances_train2017.json', 'train', 'train'),
   'images': ('annotations/instances_train.json', 'images/train', 'train'),
   'together': ('annotations/train.json', 'images', 'train'),
   'simple': ('train.json', 'train', 'train'),

@@ -236,7 +236,7 @@ def test_the_command_prints_and_draws_boxes(stopped, tmp_path):
   with Image.open(args.out) as picture:
     assert picture.size == (600, 600)  # Below each other, at their own sizes.
   args.threshold, args.out = 1.0, None
-  nothing = '  no object with a score of at least 100 %'
+  nothing = '  no object with a score of at least 100 % (lower it: --threshold)'
   assert stopped[1].report(paths, args) == [
     paths[0],
     nothing,

@@ -7,8 +7,8 @@ annotations/train.json                images in train/
 train.json                            images in train/
 train/_annotations.coco.json          images beside the file, as of Roboflow
 
-The year may be absent or another, and the images may also lie in
-images/train2017/, in images/, or where the paths in the file begin. `validation`,
+The year may be absent or another, also that of the images alone; these may also
+lie in images/train2017/, in images/, or where the paths in the file begin. `validation`,
 `val` and `valid` are names of the same split; `test` is the validation split of
 a folder whose test images have no annotations, as those of COCO. Segments for
 panoptic segmentation lie in annotations/panoptic_train2017.json, with PNGs in
@@ -173,7 +173,8 @@ def _only(root, where, form, name) -> Place | None:
   if not matches:
     return None
   [match] = matches
-  inside = (match[1], f'images/{match[1]}', 'images', '')
+  names = dict.fromkeys((match[1], match[1].rstrip('0123456789')))
+  inside = (*names, *(f'images/{name}' for name in names), 'images', '')
   segments = f'annotations/panoptic_{match[1]}', f'panoptic_{match[1]}'
   return Place(
     os.path.join(where, match[0]),

@@ -97,7 +97,7 @@ def usable(
     shown = '\n  '.join(lines)
     raise ValueError(
       f'{len(bad)} of {len(paths)} images cannot be read:\n  {shown}\n'
-      'Repair or delete them, or leave them out with '
+      'Repair, restore or delete them, or leave them out with '
       '--config.broken_images=skip'
     )
   if len(bad) == len(paths):

@@ -97,7 +97,10 @@ class Detector(predictor_lib.Predictor):
         f'  {100 * score:6.2f} %  {name}  '
         + ' '.join(f'{value:.0f}' for value in box)
         for name, score, box in found
-      ] or [f'  no object with a score of at least {100 * threshold:g} %']
+      ] or [
+        f'  no object with a score of at least {100 * threshold:g} % '
+        '(lower it: --threshold)'
+      ]
       if args.out is not None:
         drawn.append(drawing.draw_file(path, found))
     if drawn:
@@ -189,7 +192,10 @@ class Segmenter(Detector):
         f'  {100 * score:6.2f} %  {name}  {"thing" if is_thing else "stuff"}  '
         f'{area:,} pixels'
         for name, score, is_thing, area in found
-      ] or [f'  no segment with a score of at least {100 * threshold:g} %']
+      ] or [
+        f'  no segment with a score of at least {100 * threshold:g} % '
+        '(lower it: --threshold)'
+      ]
       if args.out is not None:
         image = preprocess.from_user(path, images_lib.decode).numpy()
         names = [name for name, *_ in found]

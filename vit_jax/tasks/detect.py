@@ -295,14 +295,19 @@ class Task(base.Task):
     frozen = optim.frozen_paths(self.config.lr_multipliers, params)
     missing = sorted(set(frozen) - set(weights))
     if missing:
+      path = self.config.pretrained
+      weights = (
+        'this config needs weights to start from'
+        if path is None
+        else f"pretrained='{path}' does not suffice"
+      )
       raise ValueError(
-        f'lr_multipliers freeze {len(missing)} parameters, such as '
-        f"'{missing[0]}', that pretrained={self.config.pretrained!r} does not "
-        'bring, at least not for these classes; they would stay random. Start '
-        'from weights that have them (--config.pretrained=FILE; for a backbone, '
-        'those of a classifier), or train all parameters '
-        '(--config.lr_multipliers="()", and a ResNet with '
-        '--config.model.norm=group)'
+        f'{weights}: {len(missing)} parameters, such as '
+        f"'{missing[0]}', are frozen (lr_multipliers) and would stay random. "
+        'Give --config.pretrained=FILE, of a detector with the same classes or, '
+        'for its backbone, of a classifier; or train all parameters: '
+        '--config.lr_multipliers="()", for a ResNet with '
+        '--config.model.norm=group'
       )
 
   def _apply(self, params, extra, batch, **kwargs):

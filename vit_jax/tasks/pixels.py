@@ -63,7 +63,7 @@ class Task(base.Task):
   METADATA_RULES = {'palette': palette_lib.rule}  # noqa: RUF012
   LEARNED = ('palette',)
   NEW_PARAMS = ()
-  NEXT = 'bits a dimension of an image, or pictures that the model draws'
+  NEXT = 'bits a dimension of an image (or --sample=16 for new images)'
 
   def __init__(self, config, metadata):
     _check_model(config)
