@@ -394,7 +394,7 @@ def test_the_root_and_the_first_stage_of_detr_are_frozen(name):
   assert sum(x.size for x in jax.tree.leaves(shapes)) == count
   factors = optim.multipliers(config.lr_multipliers, shapes)
   assert (
-    count - sum(optim.frozen_paths(config.lr_multipliers, shapes).values())
+    count - sum(optim.frozen_sizes(config.lr_multipliers, shapes).values())
     == trained
   )
   assert factors['backbone']['block2']['unit1']['conv1']['kernel'] == 0.1
@@ -458,7 +458,7 @@ def test_detr_for_segments_is_that_of_the_paper():
   want += 2 * (256 * 256 + 256)
   assert head == want == 1_333_657
   everything = sum(x.size for x in jax.tree.leaves(shapes))
-  frozen = sum(optim.frozen_paths(masks.lr_multipliers, shapes).values())
+  frozen = sum(optim.frozen_sizes(masks.lr_multipliers, shapes).values())
   assert everything - frozen == head
 
 

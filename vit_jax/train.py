@@ -492,7 +492,7 @@ def _describe(prepared):
       f'{config.total_steps:,} updates teach a model little: lower --config.batch '
       'or train longer (--config.total_epochs or --config.total_steps).'
     )
-  frozen = sum(optim.frozen_paths(config.lr_multipliers, params).values())
+  frozen = sum(optim.frozen_sizes(config.lr_multipliers, params).values())
   if frozen:
     say(f'{frozen:,} of the parameters are frozen.')
   rows = sharding.report(params)

@@ -297,10 +297,10 @@ def test_the_first_multiplier_that_is_found_decides():
     },
     'head': {'kernel': 1.0},
   }
-  assert optim.frozen_paths(rules, MODEL) == {
+  assert optim.frozen_sizes(rules, MODEL) == {
     'Transformer/encoderblock_0/kernel': 4
   }
-  assert not optim.frozen_paths((), MODEL)
+  assert not optim.frozen_sizes((), MODEL)
 
 
 def test_multipliers_scale_updates_and_freeze_without_a_state():

@@ -8,11 +8,11 @@ train.json                            images in train/
 train/_annotations.coco.json          images beside the file, as of Roboflow
 
 The year may be absent or another, also that of the images alone; these may also
-lie in images/train2017/, in images/, or where the paths in the file begin. `validation`,
-`val` and `valid` are names of the same split; `test` is the validation split of
-a folder whose test images have no annotations, as those of COCO. Segments for
-panoptic segmentation lie in annotations/panoptic_train2017.json, with PNGs in
-annotations/panoptic_train2017/ or panoptic_train2017/.
+lie in images/train2017/, in images/, or where the paths in the file begin.
+`validation`, `val` and `valid` are names of the same split; `test` is the
+validation split of a folder whose test images have no annotations, as those of
+COCO. Segments for panoptic segmentation lie in annotations/panoptic_train2017.json,
+with PNGs in annotations/panoptic_train2017/ or panoptic_train2017/.
 """
 
 from collections.abc import Sequence

@@ -74,7 +74,7 @@ def read(data: tf.data.Dataset, source, indices: Callable) -> Iterator[dict]:
       except images.DECODE_ERRORS as cause:
         raise ValueError(
           f"image '{part.name(number)}' cannot be decoded: "
-          f'{reading.first_line(cause)}. Repair, restore or delete it, or leave out the '
+          f'{reading.first_line(cause)}. Repair or delete it, or leave out the '
           'broken images of a folder with --config.broken_images=skip'
         ) from None
       except tf.errors.OpError as cause:

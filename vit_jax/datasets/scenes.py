@@ -9,9 +9,9 @@ scenes            `objects`: a box and a class for each digit
 scenes/panoptic   `panoptic_image` and `panoptic_objects`: the segment of each
                   digit, and of each texture of the ground
 
-A box goes around the visible pixels of a digit; at most a quarter of the smaller
-of two boxes lies within the other one. The area of an object is that of its box
-in `scenes`, and of its segment in `scenes/panoptic`.
+A box goes around the visible pixels of a digit. When digits are placed, at most a
+quarter of the smaller of two boxes lies within the other one. The area of an
+object is that of its box in `scenes`, and of its segment in `scenes/panoptic`.
 """
 
 from typing import ClassVar
@@ -166,7 +166,7 @@ def _annotation(scene, segment, number, label, of_box):
 class Scenes(tfds.core.GeneratorBasedBuilder):
   """Scenes of digits, images uint8 [128, 128, 3], with boxes or segments."""
 
-  VERSION = tfds.core.Version('1.0.0')
+  VERSION = tfds.core.Version('1.1.0')
   # TFDS uses the first one for the name 'scenes' alone.
   BUILDER_CONFIGS: ClassVar = [
     tfds.core.BuilderConfig(name='boxes', description='A box for each digit.'),

@@ -1,7 +1,7 @@
 """Average precision of detected boxes, as COCO defines it.
 
-faster-coco-eval computes the figures, the same as pycocotools, in a sixth of
-the time. It ranks boxes by score, accepts a box whose overlap (IoU) with an
+faster-coco-eval computes the figures, the same as pycocotools, in about a sixth
+of the time. It ranks boxes by score, accepts a box whose overlap (IoU) with an
 object of its class is at least a threshold, and averages the precision over
 recalls, classes, and the thresholds .50, .55, ..., .95.
 """

@@ -269,7 +269,7 @@ def multipliers(rules: Sequence[tuple[str, float]], params):
   return factors
 
 
-def frozen_paths(rules, params) -> dict[str, int]:
+def frozen_sizes(rules, params) -> dict[str, int]:
   """Returns the numbers of values of the frozen parameters, by path."""
   if not rules:
     return {}

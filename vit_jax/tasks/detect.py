@@ -292,7 +292,7 @@ class Task(base.Task):
     Raises:
       ValueError: if one would keep random numbers.
     """
-    frozen = optim.frozen_paths(self.config.lr_multipliers, params)
+    frozen = optim.frozen_sizes(self.config.lr_multipliers, params)
     missing = sorted(set(frozen) - set(weights))
     if missing:
       path = self.config.pretrained
