@@ -23,6 +23,7 @@ setuptools.setup(
     'vit_jax.annotations',
     'vit_jax.augmentation',
     'vit_jax.benchmarks',
+    'vit_jax.commands',
     'vit_jax.configs',
     'vit_jax.data',
     'vit_jax.datasets',
@@ -68,6 +69,7 @@ setuptools.setup(
     'threadpoolctl',
     'tqdm',
   ],
+  entry_points={'console_scripts': ['vit_jax = vit_jax.__main__:main']},
   extras_require={
     'test': [
       'ipykernel',

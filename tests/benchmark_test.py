@@ -1,7 +1,6 @@
 """Tests that the benchmark runs and reports what it should; not how fast."""
 
 import json
-import sys
 import types
 
 import numpy as np
@@ -9,21 +8,19 @@ import pytest
 
 from tests import processes
 from tests import torch_models  # noqa: F401 (so that transformers imports)
-from vit_jax import benchmark
 from vit_jax import models_igpt
 from vit_jax.benchmarks import detection
 from vit_jax.benchmarks import pipeline
 from vit_jax.benchmarks import sampling
 from vit_jax.benchmarks import start
 from vit_jax.benchmarks import timing
+from vit_jax.commands import benchmark as benchmark_command
 from vit_jax.configs import models as model_configs
 
 
 def run(monkeypatch, tmp_path, *flags):
   path = tmp_path / 'out' / 'benchmark.json'
-  argv = ['benchmark', f'--json={path}', '--repeats=1', *flags]
-  monkeypatch.setattr(sys, 'argv', argv)
-  benchmark.main()
+  benchmark_command.main([f'--json={path}', '--repeats=1', *flags])
   return json.loads(path.read_text())
 
 

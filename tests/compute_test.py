@@ -2,12 +2,11 @@
 
 import json
 import math
-import sys
 
 import pytest
 
 from tests.scale import flops_test
-from vit_jax import compute
+from vit_jax.commands import compute as compute_command
 from vit_jax.configs import models as model_configs
 from vit_jax.scale import costs
 
@@ -36,8 +35,7 @@ TABLE_6 = [
 
 
 def run(monkeypatch, *args):
-  monkeypatch.setattr(sys, 'argv', ['compute', *args])
-  compute.main()
+  compute_command.main(args)
 
 
 def test_table_6_and_table_2(monkeypatch, tmp_path, capsys):

@@ -5,18 +5,16 @@ import inspect
 import json
 import pathlib
 
-from absl import flags
 import flax.traverse_util
-from ml_collections import config_flags
 import numpy as np
 import pytest
 
 from tests import commands
-from vit_jax import cli
 from vit_jax import models_bit
 from vit_jax import models_mixer
 from vit_jax import models_resnet
 from vit_jax import models_vit
+from vit_jax.commands import train as train_command
 from vit_jax.configs import augreg
 from vit_jax.configs import bit_hyperrule
 from vit_jax.configs import bit_pretrain
@@ -221,14 +219,10 @@ def test_layer_wise_decay():
 # --- Options of models, which the configs of named models leave out ---
 
 
-def model_flags(monkeypatch, *flag, config='pretrain.py:r_ti16,x'):
+def model_flags(*flag, config='pretrain.py:r_ti16,x'):
   """The config of a command line."""
-  values = flags.FlagValues()
-  config_flags.DEFINE_config_file('config', None, '', flag_values=values)
-  argv = ['main', f'--config=configs/{config}', *flag]
-  monkeypatch.setattr('sys.argv', argv)  # Where config flags look them up.
-  assert cli.parse_flags(argv, values) == ['main']
-  return values['config'].value
+  argv = [f'--config=configs/{config}', '--workdir=/tmp/run', *flag]
+  return train_command.parse(argv).config
 
 
 def test_named_models_have_the_originals_keys_alone():
@@ -291,9 +285,9 @@ def test_options_are_the_defaults_of_the_modules():
       assert (np.dtype(field).name if key in types else field) == default, key
 
 
-def test_options_of_a_model_are_flags(monkeypatch):
+def test_options_of_a_model_are_flags():
   config = model_flags(
-    monkeypatch, '--config.model.dtype=bfloat16',
+    '--config.model.dtype=bfloat16',
     '--config.model.transformer.remat=full', '--config.model.transformer.scan',
     '--config.model.transformer.norm_eps', '1e-5', '--config.model.hidden_size=24',
     '--config.model.resnet.eps=timm', '--noconfig.model.transformer.causal',
@@ -307,34 +301,34 @@ def test_options_of_a_model_are_flags(monkeypatch):
   assert encoder.causal is False
   assert 'gelu' not in encoder
   model = model_flags(
-    monkeypatch, '--config.model.remat=full', '--config.model.width_factor=0.5',
+    '--config.model.remat=full', '--config.model.width_factor=0.5',
     '--config.model.num_layers=(1, 2)', config='bit_hyperrule.py',
   ).model  # fmt: skip
   assert (model.remat, model.width_factor, model.num_layers) == (
     'full', 0.5, (1, 2),
   )  # fmt: skip
   config = model_flags(
-    monkeypatch, '--config.finetune.model.dtype=bfloat16',
+    '--config.finetune.model.dtype=bfloat16',
     config='digits_transfer.py',
   )  # fmt: skip
   assert config.finetune.model.dtype == 'bfloat16'
   assert 'dtype' not in config.scratch.model
 
 
-def test_a_length_on_the_command_line_takes_the_place_of_the_files(monkeypatch):
+def test_a_length_on_the_command_line_takes_the_place_of_the_files():
   config = model_flags(
-    monkeypatch, '--config.total_steps=50', '--config.warmup_steps', '0',
+    '--config.total_steps=50', '--config.warmup_steps', '0',
     config='digits.py',
   )  # fmt: skip
   assert (config.total_steps, config.total_epochs) == (50, None)
   assert (config.warmup_steps, config.warmup_epochs) == (0, None)
   config = model_flags(
-    monkeypatch, '--config.pretrain.total_steps=9', config='digits_transfer.py'
+    '--config.pretrain.total_steps=9', config='digits_transfer.py'
   )
   assert config.pretrain.total_epochs is None
   assert config.pretrain.warmup_epochs == 5.0
   config = model_flags(
-    monkeypatch, '--config.total_steps=50', '--config.total_epochs=2',
+    '--config.total_steps=50', '--config.total_epochs=2',
     config='digits.py',
   )  # fmt: skip
   assert (config.total_steps, config.total_epochs) == (50, 2.0)
@@ -343,15 +337,15 @@ def test_a_length_on_the_command_line_takes_the_place_of_the_files(monkeypatch):
 @pytest.mark.parametrize(
   'flag, message',
   [
-    ('transformer.scan=maybe', r'scan=maybe must be True or False \(config.mod'),
-    ('transformer.norm_eps=x', 'model.transformer.norm_eps=x must be a number'),
-    ('transformer.remta=full', "no key 'remta': did you mean 'remat'"),
-    ('transfomer.remat=full', "no key 'transfomer': did you mean 'transformer'"),
+    ('transformer.scan=maybe', r"scan='maybe' must be True or False \(config.mod"),
+    ('transformer.norm_eps=x', "model.transformer.norm_eps='x' must be a finite number"),
+    ('transformer.remta=full', "no key 'model.transformer.remta': did you mean 'model.transformer.remat'"),
+    ('transfomer.remat=full', "no key 'model.transfomer.remat': did you mean 'model.transformer.remat'"),
   ],
 )  # fmt: skip
-def test_wrong_flags_of_a_model_are_named(monkeypatch, flag, message):
+def test_wrong_flags_of_a_model_are_named(flag, message):
   with pytest.raises(ValueError, match=message):
-    model_flags(monkeypatch, f'--config.model.{flag}')
+    model_flags(f'--config.model.{flag}')
 
 
 def test_a_run_of_an_older_version_goes_on(tmp_path):

@@ -18,6 +18,7 @@ from vit_jax import convert
 from vit_jax import models
 from vit_jax import predict
 from vit_jax import train
+from vit_jax.commands import convert as convert_command
 from vit_jax.configs import models as model_configs
 from vit_jax.layouts import vit_files
 from vit_jax.weights import reading
@@ -349,17 +350,15 @@ def test_what_the_other_side_does_not_have(tmp_path, tiny):
   assert not list(tmp_path.glob('.*'))
 
 
-def test_the_command_line(tmp_path, tiny, monkeypatch, capsys):
+def test_the_command_line(tmp_path, tiny, capsys):
   path, *_ = tiny
   (tmp_path / 'names.txt').write_text('ant\nbee\ncow\n')
-  monkeypatch.setattr(
-    'sys.argv',
+  convert_command.main(
     [
-      'convert', path, str(tmp_path / 'hf'), '--to=hf', '--image_size=8,12',
+      path, str(tmp_path / 'hf'), '--to=hf', '--image_size=8,12',
       f'--class_names={tmp_path}/names.txt',
-    ],
+    ]
   )  # fmt: skip
-  convert.main()
   out = capsys.readouterr().out
   assert 'ViT of 1 layers, width 10' in out
   assert 'images of 8x12, 3 classes' in out

@@ -62,7 +62,7 @@ def trained(examples):
   )
   folder = str(examples / 'parity')
   args = [arg.replace('/path/to/folder', folder) for arg in args]
-  config = commands.parse('vit_jax.main', args).config
+  config = commands.parse('train', args).config
   config.pp.update(crop=16, channels=1)
   config.model.update(hidden_size=24)
   config.model.transformer.update(num_layers=1, mlp_dim=24)

@@ -12,6 +12,7 @@ import pytest
 from tests import commands
 from tests import markdown
 from tests import models_test
+from vit_jax import __main__ as program
 from vit_jax import models
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
@@ -32,9 +33,8 @@ def where(monkeypatch):
 def test_the_commands_are_found():
   found = markdown.commands()
   assert len(found) >= 40
-  assert {module for _, module, _ in found} == {
-    *commands.MINIMAL, 'vit_jax.main', 'vit_jax.plan', 'vit_jax.sweep'
-  }  # fmt: skip
+  assert {command for _, command, _ in found} <= set(program.COMMANDS)
+  assert set(commands.MODULES.values()) <= {command for _, command, _ in found}
   pods = [args for _, _, args in found if '--config.mesh.data=-1' in args]
   assert pods[0][-1] == '--workdir=gs://bucket/runs/l16'
 
@@ -42,11 +42,11 @@ def test_the_commands_are_found():
 def test_commands_are_right(monkeypatch, tmp_path):
   markdown.write_modules(DOCS / 'extend.md', tmp_path, '/tmp/parity')
   monkeypatch.syspath_prepend(str(tmp_path))  # A command names one of them.
-  for page, module, args in markdown.commands():
+  for page, command, args in markdown.commands():
     try:
-      commands.parse(module, args)
+      commands.parse(command, args)
     except ValueError as e:
-      raise AssertionError(f'{page}: python -m {module} {args}: {e}') from e
+      raise AssertionError(f'{page}: vit_jax {command} {args}: {e}') from e
 
 
 @pytest.mark.parametrize(
@@ -58,16 +58,18 @@ def test_commands_are_right(monkeypatch, tmp_path):
     'python -m vit_jax.main --config=configs/vit.py:b99,x --workdir=w',
     'python -m vit_jax.plan --config=configs/digits.py --topologie=v3:2x2',
     'python -m vit_jax.predict --workdir=w --tops=3 a.png',
-    'python -m vit_jax.convert a b --to=onnx',
+    'python -m vit_jax.convert a b --tu=onnx',
+    'vit_jax predict --workdir=w --tops=3 a.png',
+    'vit_jax predct --workdir=w a.png',
   ],
 )
-def test_wrong_commands_are_noticed(line, capsys):
-  ((module, args),) = markdown.calls(line)
+def test_wrong_commands_are_noticed(line):
+  ((command, args),) = markdown.calls(line)
   with pytest.raises(ValueError):  # noqa: PT011
-    commands.parse(module, args)
+    commands.parse(command, args)
 
 
-def test_flags_are_right(capsys):
+def test_flags_are_right():
   found = {
     code
     for page in markdown.PAGES

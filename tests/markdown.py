@@ -4,9 +4,12 @@ import pathlib
 import re
 import shlex
 
+from tests import commands as pages_commands
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')))
 _FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+_START = re.compile(r'python3? -m |(^|\s)vit_jax \w')
 _ENDS = ('&&', '||', '|', ';')  # Of a command of the shell.
 
 
@@ -59,31 +62,36 @@ def anchors(page) -> set[str]:
 def shell_lines(page) -> list[str]:
   """Returns the lines of the bash blocks, and the inline code that is a command."""
   text = '\n'.join(blocks(page, 'bash')).replace('\\\n', ' ')
-  return text.splitlines() + [c for c in inline(page) if 'python -m' in c]
+  return text.splitlines() + [c for c in inline(page) if _START.search(c)]
 
 
 def calls(line: str) -> list[tuple[str, list[str]]]:
-  """Returns the modules that a line runs by `python -m`, with their arguments."""
+  """Returns the commands of this package in a line, with their arguments.
+
+  `vit_jax predict ...` and `python -m vit_jax.predict ...` are both 'predict'.
+  """
   words = shlex.split(line, comments=True)
   found = []
   for i, word in enumerate(words):
-    if word == '-m' and words[i - 1].startswith('python'):
-      rest = words[i + 2 :]
-      ends = [j for j, other in enumerate(rest) if other in _ENDS]
-      found.append((words[i + 1], rest[: ends[0]] if ends else rest))
-    elif ' ' in word and 'python -m' in word:  # Such as --command="...".
+    rest = words[i + 1 :]
+    ends = [j for j, other in enumerate(rest) if other in _ENDS]
+    rest = rest[: ends[0]] if ends else rest
+    if ' ' in word and _START.search(word):  # Such as --command="...".
       found += calls(word)
+    elif i and words[i - 1] == '-m' and word.startswith('vit_jax.'):
+      found.append((pages_commands.MODULES.get(word, word), rest))
+    elif word == 'vit_jax' and rest and '/' not in rest[0]:
+      found.append((rest[0], rest[1:]))
   return found
 
 
-def commands(prefix: str = 'vit_jax.') -> list[tuple[str, str, list[str]]]:
-  """Returns (page, module, arguments) of every command of this package."""
+def commands() -> list[tuple[str, str, list[str]]]:
+  """Returns (page, command, arguments) of every command of this package."""
   return [
-    (page.name, module, args)
+    (page.name, command, args)
     for page in PAGES
     for line in shell_lines(page)
-    for module, args in calls(line)
-    if module.startswith(prefix)
+    for command, args in calls(line)
   ]
 
 

@@ -14,11 +14,11 @@ from tests import tiny_models
 from vit_jax import checkpoint
 from vit_jax import inference_time
 from vit_jax import input_pipeline
-from vit_jax import main
 from vit_jax import models
 from vit_jax import test_utils
 from vit_jax import train
 from vit_jax import utils
+from vit_jax.commands import train as train_command
 from vit_jax.configs import augreg as augreg_config
 from vit_jax.configs import common as common_config
 from vit_jax.configs import inference_time as inference_time_config
@@ -250,21 +250,19 @@ def test_inference_time(tmp_path, monkeypatch):
     inference_time.inference_time(config, str(tmp_path))
 
 
-def test_flags_of_the_original(monkeypatch):
-  """A path into the original's tree, a model for --config, a flag of JAX."""
-  before = jax.config.jax_log_compiles
+def test_flags_of_the_original():
+  """A path into the original's tree, and an argument for the config."""
   argv = [
-    'main', '--workdir=/tmp/vit', '--jax_log_compiles=false',
+    '--workdir=/tmp/vit',
     '--config=/home/me/vision_transformer/vit_jax/configs/augreg.py:R_Ti_16',
     '--config.dataset=oxford_iiit_pet', '--config.pp.train=train[:90%]',
     '--config.base_lr=0.01', '--config.pretrained_dir=gs://vit_models/augreg',
   ]  # fmt: skip
-  monkeypatch.setattr('sys.argv', argv)  # Where config flags look them up.
-  try:
-    main.parse_flags(argv)
-    config = main._CONFIG.value
-    assert config.dataset == 'oxford_iiit_pet'
-    assert config.model.model_name == 'R+ViT-Ti_16'
-    assert (config.base_lr, config.pp.resize) == (0.01, 448)
-  finally:
-    jax.config.update('jax_log_compiles', before)
+  config = train_command.parse(argv).config
+  assert config.dataset == 'oxford_iiit_pet'
+  assert config.model.model_name == 'R+ViT-Ti_16'
+  assert (config.base_lr, config.pp.resize) == (0.01, 448)
+  with pytest.raises(
+    ValueError, match='environment, such as JAX_LOG_COMPILES=1'
+  ):
+    train_command.parse([*argv, '--jax_log_compiles=1'])

@@ -17,6 +17,7 @@ from vit_jax import checkpoint
 from vit_jax import input_pipeline
 from vit_jax import predict
 from vit_jax import train
+from vit_jax.commands import predict as predict_command
 from vit_jax.configs import pretrain
 from vit_jax.data import sources
 from vit_jax.jobs import evaluate
@@ -85,25 +86,23 @@ def test_prediction_is_evaluation(folder_run):
   np.testing.assert_allclose(model.logits(many)[36:40], got[:4], atol=1e-5)
 
 
-def test_a_classifier_draws_nothing(folder_run, tmp_path, monkeypatch):
+def test_a_classifier_draws_nothing(folder_run, tmp_path):
   _, workdir, _ = folder_run
-  argv = ['predict', 'a.png', f'--workdir={workdir}', f'--out={tmp_path}/a.png']
-  monkeypatch.setattr(sys, 'argv', argv)
+  argv = ['a.png', f'--workdir={workdir}', f'--out={tmp_path}/a.png']
   with pytest.raises(
     ValueError, match="task 'classify' prints its predictions"
   ):
-    predict.main()
+    predict_command.main(argv)
 
 
 @pytest.mark.parametrize('flag', ['threshold=0.5', 'image_size=32,48'])
 def test_flags_of_detectors_are_no_flags_of_a_classifier(
   folder_run, monkeypatch, flag
 ):
-  argv = ['predict', 'a.png', f'--workdir={folder_run[1]}', f'--{flag}']
-  monkeypatch.setattr(sys, 'argv', argv)
+  argv = ['a.png', f'--workdir={folder_run[1]}', f'--{flag}']
   name = flag.split('=')[0]
   with pytest.raises(ValueError, match=f"task 'classify' has no --{name}: lea"):
-    predict.main()
+    predict_command.main(argv)
 
 
 def test_outputs_that_are_not_finite_are_refused(folder_run, image_folder):

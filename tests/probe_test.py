@@ -9,6 +9,7 @@ import pytest
 from vit_jax import predict
 from vit_jax import probe
 from vit_jax import train
+from vit_jax.commands import probe as probe_command
 from vit_jax.evaluators import features
 from vit_jax.evaluators import fewshot
 from vit_jax.evaluators import linear_probe
@@ -43,11 +44,10 @@ def test_the_command_measures_what_the_parts_do(
   monkeypatch.setattr(linear_probe, 'L2', (1e-1, 1e-2))
   path = tmp_path / 'probe.json'
   args = (
-    'probe --workdir=/tmp/run --train=train[:200] --shots 1 9 --seeds 3 4 '
+    '--workdir=/tmp/run --train=train[:200] --shots 1 9 --seeds 3 4 '
     f'--squeeze=1 --linear --layer=Transformer/encoderblock_0 --json={path}'
   )
-  monkeypatch.setattr('sys.argv', args.split())
-  probe.main()
+  probe_command.main(args.split())
   found = json.loads(path.read_text())
   assert (found['dataset'], found['num_test']) == ('digits', 360)
   assert (found['num_train'], found['num_features']) == (200, 16)
@@ -90,9 +90,10 @@ def test_all_layers(model, mesh, tmp_path, monkeypatch, capsys):
 
   model.task.intermediates = intermediates
   path = tmp_path / 'probe.json'
-  args = f'probe --workdir=/tmp/run --train=train[:100] --linear --json={path} --squeeze=1'
-  monkeypatch.setattr('sys.argv', [*args.split(), '--layer=all'])
-  probe.main()
+  args = (
+    f'--workdir=/tmp/run --train=train[:100] --linear --json={path} --squeeze=1'
+  )
+  probe_command.main([*args.split(), '--layer=all'])
   found = json.loads(path.read_text())
   assert found['fewshot'] == []
   assert [row['layer'] for row in found['layers']] == ['layer_0', 'layer_1']

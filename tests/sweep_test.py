@@ -1,10 +1,10 @@
-"""Tests of the flags of vit_jax.sweep."""
+"""Tests of the flags of `vit_jax sweep`."""
 
 import pytest
 
-from vit_jax import sweep
+from vit_jax.commands import sweep
 
-CONFIG = ['sweep', '--config=configs/digits.py', '--workdir=/tmp/w']
+CONFIG = ['--config=configs/digits.py', '--workdir=/tmp/w']
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_flags():
     [*CONFIG, '--values=base_lr=1', '--values=batch=8', '--config.batch=64',
      '--held_out=10%', '--shard=1/4', '--seeds=5', '--refit=part']
   )  # fmt: skip
-  assert found.values == ['base_lr=1', 'batch=8']
+  assert found.tried == {'base_lr': [1], 'batch': [8]}
   assert found.config.batch == 64
   assert (found.held_out, found.seeds, found.refit) == ('10%', 5, 'part')
 
@@ -52,13 +52,16 @@ def test_flags():
 @pytest.mark.parametrize(
   'args, message',
   [
-    ([*CONFIG, '--shard=4/4'], "shard='4/4' must be i/n"),
-    ([*CONFIG, '--shard=1'], "shard='1' must be i/n"),
-    ([*CONFIG, '--seeds=x'], 'seeds'),
-    ([*CONFIG, '--valeus=base_lr=1'], 'valeus'),
+    ([*CONFIG, '--shard=4/4'], "--shard: '4/4' must be I/N"),
+    ([*CONFIG, '--shard=1'], "--shard: '1' must be I/N"),
+    ([*CONFIG, '--seeds=x'], "--seeds: 'x' must be a whole number"),
+    (
+      [*CONFIG, '--valeus=base_lr=1'],
+      'no flag --valeus: did you mean --values',
+    ),
     ([*CONFIG, 'base_lr=1'], r"unknown arguments \['base_lr=1'\]"),
-    (CONFIG[:2], '--workdir=FOLDER is needed'),
-    (['sweep', CONFIG[2]], '--config=FILE is needed'),
+    (CONFIG[:1], '--workdir=FOLDER is needed'),
+    (CONFIG[1:], '--config=FILE is needed'),
   ],
 )
 def test_wrong_flags_are_named(args, message):

@@ -1,4 +1,4 @@
-"""The Vision Transformer in JAX and Flax. Start with `python -m vit_jax.main`."""
+"""The Vision Transformer in JAX and Flax. Start with `vit_jax --help`."""
 
 import os
 

@@ -1,15 +1,5 @@
-r"""Times the steps that users wait for, and writes a table and JSON.
+"""Times the steps that users wait for: `vit_jax benchmark`."""
 
-  python -m vit_jax.benchmark --json=/tmp/benchmark.json
-
-Sections (choose with --only): import, start, train, inference, pipeline,
-weights, detection, sampling. Each section is warmed up, repeated, and reported as
-median, minimum and maximum. A step's share of the peak is relative to the speed
-of a large float32 matrix product, measured in the same run. Programs that are
-compared take turns.
-"""
-
-import argparse
 import contextlib
 import json
 import pathlib
@@ -37,34 +27,17 @@ SECTIONS = {
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
-  """Returns the parser of this command."""
-  parser = cli.parser('vit_jax.benchmark', __doc__)
-  parser.add_argument(
-    '--only', nargs='+', choices=SECTIONS, default=list(SECTIONS)
-  )
-  parser.add_argument('--json', type=pathlib.Path, help='file for the results')
-  parser.add_argument(
-    '--repeats', type=int, default=5, help='measured calls (5)'
-  )
-  parser.add_argument('--model', default='s16', help='model to step (s16)')
-  parser.add_argument(
-    '--batch', type=int, default=8, help='images per step (8)'
-  )
-  parser.add_argument('--image_size', type=int, default=224)
-  parser.add_argument(
-    '--dtype', default='float32', choices=('float32', 'bfloat16')
-  )
-  return parser
+def run(args) -> None:
+  """Times the sections that the flags of `vit_jax benchmark` name.
 
-
-def main() -> None:
-  """Runs the sections of the command line; prints and writes the results."""
-  args = make_parser().parse_args()
-  cli.quiet()
-  cli.avoid_libtpu()
-  if args.repeats < 1:
-    raise ValueError(f'repeats={args.repeats} must be at least 1 (--repeats)')
+  Args:
+    args: namespace of vit_jax.commands.benchmark.parse.
+  """
+  for section in args.only or ():
+    if section not in SECTIONS:
+      raise ValueError(
+        f"only='{section}' is unknown: use one of {', '.join(SECTIONS)} (--only)"
+      )
   device = jax.devices()[0]
   machine = {
     'device': device.device_kind,
@@ -78,9 +51,10 @@ def main() -> None:
   results = {}
   with contextlib.ExitStack() as stack:
     if args.json:
-      args.json.parent.mkdir(parents=True, exist_ok=True)
-      file = stack.enter_context(args.json.open('w'))
-    for section in args.only:
+      path = pathlib.Path(args.json)
+      path.parent.mkdir(parents=True, exist_ok=True)
+      file = stack.enter_context(path.open('w'))
+    for section in args.only or SECTIONS:
       results[section] = SECTIONS[section](args)
       for line in results[section]:
         share = line.get('share_of_peak')
@@ -95,4 +69,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  cli.run(main)
+  cli.run('benchmark')

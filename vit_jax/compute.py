@@ -1,45 +1,13 @@
-r"""Counts the compute of pre-training, its time and its price; draws figure 5.
+"""Counts the compute of pre-training, its time and its price; draws figure 5.
 
-  python -m vit_jax.compute
-
-counts the 18 pre-trainings of the paper's table 6 from the models themselves,
-beside the published exaFLOPs, and those of table 2 beside the core-days that
-the paper spent. No model is compiled or run: it takes seconds on any machine.
-
-Any other pre-training, on a known data set or on data of any size:
-
-  python -m vit_jax.compute --model s16 bit_r50x1 --dataset=imagenet21k --epochs=90
-  python -m vit_jax.compute --model b16 --num_examples=5e6 --num_classes=400 \
-    --epochs=30 --image_size=384 --chip=v5e --mfu=0.5 --price=1.2
-
-A device (a core of TPU v2 and v3, a chip of later versions) reaches --mfu of its
-peak: 61.5 TFLOP/s a core of v3, by Google Cloud's documentation. --price is that
-of an hour of one chip, which on v2 and v3 has two cores.
-
-Counted are matrix products and convolutions: 2 FLOPs for each multiply-add of a
-forward pass, times 3 for forward and backward pass. Products with the zeros
-around an image do not count, and all tokens of the last layer do. The paper
-counts like this too: table 6 follows within 2.5 % in all rows but one.
-
-The axes of figure 5, pre-training compute and transfer accuracy, with your own
-results beside those of table 2 (needs matplotlib: pip install -e '.[plots]'):
-
-  python -m vit_jax.compute --results mine.csv --metric=accuracy --plot=/tmp/5.png
-
-A file of results is a CSV file with a header, or a JSON list of objects. Each
-row has the accuracy (--metric, in percent, or all of them as shares of 1) and
-either `exaflops`, or a `model` with `epochs`, which is counted with the other
-flags. `family` and `name`, if given, say what it is. The study.json of
-configs/compute_transfer.py is such a file, with --metric=mean.
+`vit_jax compute` (vit_jax/commands/compute.py) is the command.
 """
 
-import argparse
 import functools
 import json
 import pathlib
 
 from vit_jax import cli
-from vit_jax import convert
 from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import rules
@@ -121,61 +89,12 @@ def table_2(setting: costs.Setting) -> list[dict]:
 # --- Command line ---
 
 
-def make_parser() -> argparse.ArgumentParser:
-  """Returns the parser of this command."""
-  parser = cli.parser('vit_jax.compute', __doc__)
-  parser.add_argument(
-    '--model', nargs='+', help='models to count (those of tables 6 and 2)'
-  )
-  parser.add_argument('--epochs', type=float, help='epochs of the models')
-  parser.add_argument(
-    '--dataset', choices=costs.DATASETS, help='data set of known size'
-  )
-  parser.add_argument(
-    '--num_examples', type=float, help='images of an epoch, of any other data'
-  )
-  parser.add_argument(
-    '--num_classes', type=int, help='width of the head (that of the data set)'
-  )
-  parser.add_argument(
-    '--image_size',
-    type=convert.pixels,
-    help='SIZE or HEIGHT,WIDTH in pixels (224)',
-  )
-  parser.add_argument(
-    '--chip', choices=topology.CHIPS, default='v3', help='TPU version (v3)'
-  )
-  parser.add_argument(
-    '--mfu',
-    type=float,
-    default=0.4,
-    help="share of the devices' peak that the training reaches (0.4)",
-  )
-  parser.add_argument(
-    '--price', type=float, help='price of an hour of one chip, in any currency'
-  )
-  parser.add_argument(
-    '--json', help='file for the table: a JSON list with an object per row'
-  )
-  parser.add_argument(
-    '--results', nargs='+', metavar='FILE', help='CSV or JSON files of results'
-  )
-  parser.add_argument(
-    '--metric', default='accuracy', help='column with the accuracy (accuracy)'
-  )
-  parser.add_argument(
-    '--published',
-    choices=(*_MEASURES, 'none'),
-    default='ImageNet',
-    help='accuracies of table 2 to show beside the results (ImageNet)',
-  )
-  parser.add_argument('--plot', help='PNG for the plot of figure 5')
-  return parser
-
-
 def _check(args):
   """Raises ValueError if a flag is wrong, or flags do not fit together."""
-  numbers = {
+  known = {
+    'dataset': rules.one_of(*costs.DATASETS),
+    'chip': rules.one_of(*topology.CHIPS),
+    'published': rules.one_of(*_MEASURES, 'none'),
     'epochs': rules.positive,
     'num_examples': rules.number(1),
     'num_classes': rules.whole(1),
@@ -183,12 +102,18 @@ def _check(args):
     'mfu': rules.share,
     'price': rules.number(0),
   }
-  for name, rule in numbers.items():
+  for name, rule in known.items():
     value = getattr(args, name)
     wrong = value is not None and rule(value)
     if wrong:
-      raise ValueError(f'{name}={value} {wrong} (--{name})')
-  for name in ('epochs', 'dataset', *list(numbers)[1:4]):
+      raise ValueError(f'{name}={value!r} {wrong} (--{name})')
+  for name in (
+    'epochs',
+    'dataset',
+    'num_examples',
+    'num_classes',
+    'image_size',
+  ):
     needed = args.model or (args.results and name != 'epochs')
     if getattr(args, name) is not None and not needed:
       raise ValueError(
@@ -197,8 +122,6 @@ def _check(args):
       )
   if args.model and args.epochs is None:
     raise ValueError('--model needs a length: give --epochs=NUMBER')
-  for name in ('json', 'plot'):
-    cli.check_output(name, getattr(args, name))
 
 
 def _setting(args) -> costs.Setting:
@@ -294,12 +217,13 @@ def _compare(found, args, setting):
   cli.say(f'\nPlot written to {args.plot}')
 
 
-def main() -> None:
-  """Accounts for the models of the command line; prints, writes and draws."""
-  args = make_parser().parse_args()
+def run(args) -> None:
+  """Accounts for the models that the flags of `vit_jax compute` name.
+
+  Args:
+    args: namespace of vit_jax.commands.compute.parse.
+  """
   _check(args)
-  cli.quiet()
-  cli.avoid_libtpu()
   setting = _setting(args)
   compares = args.results or args.plot
   found = _results(args, setting)
@@ -323,4 +247,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  cli.run(main)
+  cli.run('compute')

@@ -1,38 +1,8 @@
-r"""Converts weights between this package, timm and Hugging Face, bit for bit.
+"""Converts weights between this package, timm and Hugging Face, bit for bit.
 
-  python -m vit_jax.convert SRC DST [--to=npz|timm|hf|pth|workdir]
-
-SRC is a published .npz, a .safetensors or .bin file of timm or Hugging Face or
-a folder with such a file, a .pth file released with DETR, or the workdir of a
-run; local, at gs://, or a URL. DST is
-
-  npz       a file that the original's readers and timm's `load_npz` read
-  timm      a folder for timm.create_model('local-dir:DST', pretrained=True)
-  hf        a folder for ViTForImageClassification.from_pretrained(DST), for
-            DetrForObjectDetection or for ImageGPTForCausalImageModeling
-  pth       a detector under the names of the files released with DETR: a .pth
-            file, which needs PyTorch, or a .safetensors file
-  workdir   a folder for vit_jax.predict, for --config.pretrained, and for
-            vit_jax.main --evaluate
-
-A detector is written as hf, pth or workdir, an iGPT with its palette as hf or
-workdir, a classifier as all but pth.
-
-Examples:
-
-  python -m vit_jax.convert ViT-B_16.npz /tmp/b16_timm --to=timm
-  python -m vit_jax.convert /tmp/run /tmp/run.npz
-  python -m vit_jax.convert https://huggingface.co/google/vit-base-patch16-224\
-/resolve/main/model.safetensors /tmp/b16 --to=workdir
-  python -m vit_jax.convert detr-r50-e632da11.pth /tmp/detr --to=workdir
-
-The arrays are only renamed, transposed and reshaped. Differences in computation
-(the GELU, the epsilons of norms) are written to the config of DST, so that
-logits agree; if that config has no field for a difference, the command reports
-it.
+`vit_jax convert` (vit_jax/commands/convert.py) is the command.
 """
 
-import argparse
 from collections.abc import Sequence
 import copy
 import json
@@ -305,12 +275,6 @@ def _with_plain_positions(model, to):
   ]
 
 
-def pixels(text: str) -> tuple[int, int]:
-  """Parses SIZE or HEIGHT,WIDTH."""
-  numbers = [int(number) for number in text.replace('x', ',').split(',')]
-  return (numbers[0], numbers[-1])
-
-
 def _names(path: str) -> list[str]:
   """Reads class names from a JSON list, or from a file with one per line."""
   file = epath.Path(path)
@@ -332,35 +296,12 @@ def _names(path: str) -> list[str]:
     return names
 
 
-def make_parser() -> argparse.ArgumentParser:
-  """Returns the parser of this command."""
-  parser = cli.parser('vit_jax.convert', __doc__)
-  parser.add_argument('src', metavar='SRC', help='weights in any format')
-  parser.add_argument('dst', metavar='DST', help='file or folder to write')
-  parser.add_argument(
-    '--to', choices=KINDS, help='format of DST (npz or pth if DST ends so)'
-  )
-  parser.add_argument(
-    '--class_names',
-    help='file with one name per line, or a .json list; for a detector also '
-    'some of its classes, which are then the only ones',
-  )
-  parser.add_argument(
-    '--image_size',
-    type=pixels,
-    help='SIZE or HEIGHT,WIDTH in pixels, if SRC does not tell it',
-  )
-  parser.add_argument(
-    '--num_heads', type=int, help='attention heads, if SRC does not tell it'
-  )
-  return parser
+def run(args) -> None:
+  """Converts as the flags of `vit_jax convert` say, and prints a summary.
 
-
-def main() -> None:
-  """Converts the weights that the command line names, and prints a summary."""
-  args = make_parser().parse_args()
-  cli.quiet()
-  cli.avoid_libtpu()
+  Args:
+    args: namespace of vit_jax.commands.convert.parse.
+  """
   model, notes = convert(
     args.src,
     args.dst,
@@ -384,4 +325,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  cli.run(main)
+  cli.run('convert')

@@ -1,43 +1,12 @@
-r"""Lists the images of a folder and decodes each once, ahead of any training.
+"""Lists the images of a folder and decodes each once, ahead of any training.
 
-  python -m vit_jax.manifest /data/photos
-
-reads /data/photos/train, test and so on, and writes its results beside these
-folders: /data/photos/train.index.npz, test.index.npz (train.coco.index.npz for
-images with annotations in COCO's format). A training on /data/photos uses these lists instead of listing the folders itself, as long as
-the lists are up to date:
-
-- On this machine's disks, the list is made again when images are added, removed
-  or renamed. Files of unchanged size and modification time are not decoded
-  again.
-- In a bucket (gs://), detecting a change would require listing the whole
-  folder. The list is used as it is, and its date is shown. Run this command
-  again after a change.
-
-The command needs no accelerator, uses all cores, and shows its progress. To
-list millions of images in seconds, checking only the first and last bytes of
-each:
-
-  python -m vit_jax.manifest /data/photos --check=form
-
-Then train with --config.broken_images=trust, which checks no further. An image
-that is broken elsewhere stops the training when it is read; the error names it.
-
-The exit status is 1 if images are broken. They are named and recorded in the
-list; --config.broken_images=skip leaves them out.
+`vit_jax index` (vit_jax/commands/index.py) is the command.
 """
 
-import argparse
 import time
 
 from vit_jax import cli
 
-# Values of --check.
-_CHECKS = {
-  'none': 'list names only',
-  'form': 'check the first and last bytes of every file',
-  'decode': 'decode every image, a JPEG at 1/8 of its size',
-}
 _SHOWN = 10
 
 
@@ -94,37 +63,15 @@ def make(
   return path, len(index), broken
 
 
-def make_parser() -> argparse.ArgumentParser:
-  """Returns the parser of this command."""
-  parser = cli.parser('vit_jax.manifest', __doc__)
-  parser.add_argument('folder', help='folder of the data set, local or gs://')
-  parser.add_argument(
-    'splits',
-    nargs='*',
-    help='splits in the folder (by default all with annotations, or else all '
-    "folders and .jsonl files); '.' for the folder itself, with a folder per "
-    'class',
-  )
-  parser.add_argument(
-    '--check',
-    choices=_CHECKS,
-    default='decode',
-    help='; '.join(f'{k}: {v}' for k, v in _CHECKS.items()) + ' (decode)',
-  )
-  parser.add_argument(
-    '--max_image_pixels',
-    type=int,
-    help='images with more pixels count as broken (config.max_image_pixels)',
-  )
-  return parser
+def run(args) -> int:
+  """Lists and checks the splits that the flags of `vit_jax index` name.
 
+  Args:
+    args: namespace of vit_jax.commands.index.parse.
 
-def main() -> int:
-  """Lists and checks the splits of the folder; returns the exit status."""
-  args = make_parser().parse_args()
-  cli.quiet()
-  cli.avoid_libtpu()
-  cli.load_tensorflow()
+  Returns:
+    The exit status, 1 if there are broken images.
+  """
   from vit_jax.annotations import layout
   from vit_jax.data import folder
 
@@ -149,4 +96,4 @@ def main() -> int:
 
 
 if __name__ == '__main__':
-  cli.run(main)
+  cli.run('index')

@@ -1,29 +1,6 @@
-r"""Plans a training run for TPUs without a TPU: memory, speed, cost.
+"""Plans a training run for TPUs without a TPU: memory, speed, cost.
 
-  pip install -e '.[plan]'
-  python -m vit_jax.plan --config=configs/pretrain.py:h14,imagenet21k \
-    --topology=v3:4x4 --config.mesh.fsdp=32 --config.mesh.data=1
-
-Compiles the update of `vit_jax.main` with the TPU compiler, which runs on any
-x86 Linux machine. Reports the memory of a core, the FLOPs, the compiler's
-estimate of the time of a step, and the resulting duration of the whole run.
-Estimated times serve to compare programs; they are not measurements. They
-exclude the network, for which a lower bound is reported separately.
-
---search tries meshes (parameters split over all devices, over some, or copied;
-heads split over two) and, for each mesh, more and more micro-batches until the
-run fits, and rematerialisation where it could be faster. It ignores what the
-config says of these, and prints the best plans and the flags that select them.
-Plans are cached in $VIT_JAX_CACHE (by default ~/.cache/vit_jax), by the
-compiled program.
-
-A topology is a TPU version (v2, v3, v4, v5e, v5p, v6e) and the number of chips
-along each axis, v3:4x4 or v4:2x2x4. A device is a core on v2 and v3, where a
-chip has two, and a chip on later versions. Compilation takes one to two minutes
-for v3 on two cores, and several for v5e and v6e.
-
-The data need not exist: the sizes of the paper's data sets are known, a folder
-is counted, and --num_examples and --num_classes give any other sizes.
+`vit_jax plan` (vit_jax/commands/plan.py) is the command.
 """
 
 import hashlib
@@ -32,11 +9,8 @@ import json
 import os
 import pathlib
 import signal
-import sys
 
-from absl import flags
 import jax
-from ml_collections import config_flags
 
 from vit_jax import cli
 from vit_jax import datasets
@@ -241,49 +215,6 @@ def table(plan: dict) -> str:
   return '\n'.join(f'{name:<{width}}  {value}' for name, value in rows)
 
 
-def _define_flags():
-  """Returns the flags of this command, apart from those of vit_jax.main."""
-  values = flags.FlagValues()
-  config_flags.DEFINE_config_file(
-    'config',
-    None,
-    'Config file of a training, with its argument after a colon.',
-    flag_values=values,
-  )
-  flags.DEFINE_string(
-    'topology',
-    'v3:2x2',
-    'TPU version and number of chips along each axis, for example v3:4x4.',
-    flag_values=values,
-  )
-  flags.DEFINE_boolean(
-    'search',
-    False,
-    'Try meshes, micro-batches and rematerialisation; see above.',
-    flag_values=values,
-  )
-  flags.DEFINE_string(
-    'json',
-    None,
-    'Path of a JSON file to write the plan to: an object, or with --search a list '
-    'of objects, the best first. Bytes and FLOPs are those of one device.',
-    flag_values=values,
-  )
-  flags.DEFINE_integer(
-    'num_examples',
-    None,
-    'Number of training examples, if the data set is unknown.',
-    flag_values=values,
-  )
-  flags.DEFINE_integer(
-    'num_classes',
-    None,
-    'Number of classes, if the data set is unknown.',
-    flag_values=values,
-  )
-  return values
-
-
 def data_size(
   config, num_examples: int | None = None, num_classes: int | None = None
 ) -> tuple[int, int | None]:
@@ -331,45 +262,38 @@ def data_size(
   return sizes
 
 
-def main() -> None:
-  """Plans the run of the command line."""
-  values = _define_flags()
-  if {'-h', '--help', '--helpfull'} & set(sys.argv):
-    print(__doc__ + '\n' + values.get_help())
-    return
-  rest = cli.parse_flags(sys.argv, values)[1:]
-  if rest:
-    raise ValueError(f'unknown arguments {rest}: flags begin with --')
-  if values.config is None:
-    raise ValueError('--config=FILE is needed (see --help)')
-  cli.check_output('json', values.json)
-  cli.quiet()
-  cli.avoid_libtpu()  # Its compiler is used, but no device of its.
-  sizes = data_size(values.config, values.num_examples, values.num_classes)
+def run(args) -> None:
+  """Plans the run that the flags of `vit_jax plan` describe.
+
+  Args:
+    args: namespace of vit_jax.commands.plan.parse.
+  """
+  say(f'Config: {args.config_file}')
+  sizes = data_size(args.config, args.num_examples, args.num_classes)
   # Before anything that takes long.
-  devices = topology_lib.get_topology(values.topology)
+  devices = topology_lib.get_topology(args.topology)
   # While the compiler runs, Python handles no signal, and libtpu prints its
   # stack.
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_DFL)
-  if values.search:
+  if args.search:
     say(
       'Searching for the best mesh, accum_steps and remat; the config does not '
       'limit the search. Plans are cached: the same command continues a stopped '
       'search.'
     )
     result = search.search(
-      values.config,
+      args.config,
       len(devices),
-      lambda trial: make_plan(trial, values.topology, *sizes),
+      lambda trial: make_plan(trial, args.topology, *sizes),
     )
   else:
-    result = make_plan(values.config, values.topology, *sizes)
+    result = make_plan(args.config, args.topology, *sizes)
     say(table(result))
-  if values.json:
-    pathlib.Path(values.json).write_text(json.dumps(result, indent=1))
-    say(f'Plan written to {values.json}')
+  if args.json:
+    pathlib.Path(args.json).write_text(json.dumps(result, indent=1))
+    say(f'Plan written to {args.json}')
 
 
 if __name__ == '__main__':
-  cli.run(main)
+  cli.run('plan')

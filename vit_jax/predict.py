@@ -1,29 +1,14 @@
-r"""Prints the predictions of a trained model for images, such as their classes.
-
-  python -m vit_jax.predict --workdir=/tmp/digits image.png other.jpg
-  python -m vit_jax.predict --weights=model.safetensors image.png
-
-A model of pixels (configs/igpt.py) draws images, and completes their lower part:
-
-  python -m vit_jax.predict --workdir=/tmp/igpt --sample=16 --out=samples.png
-  python -m vit_jax.predict --workdir=/tmp/igpt --complete half.png --out=whole.png
-
-In Python:
+"""Loads trained models, to predict.
 
   model = predict.load('/tmp/digits')
   model.predict(['image.png'])  # [[('7', 0.98), ('9', 0.01), ...]]
   model = predict.load_weights('ViT-B_16.npz')
 
-A detector prints class, score and box (left, top, right, bottom edge in pixels)
-of each object, and draws them:
-
-  python -m vit_jax.predict --workdir=/tmp/detr street.jpg --out=boxes.png
-
 The task of the run decides what is predicted: see the class Predictor in the
-file of the task, such as vit_jax/tasks/classify.py.
+file of the task, such as vit_jax/tasks/classify.py. `vit_jax predict`
+(vit_jax/commands/predict.py) is the command.
 """
 
-import argparse
 from collections.abc import Sequence
 import math
 
@@ -130,65 +115,6 @@ def _mesh(config):
     return sharding.make_mesh({'data': 1}, devices[:1])
 
 
-def pixels(text: str) -> int | tuple[int, ...]:
-  """Parses SIDE or HEIGHT,WIDTH."""
-  numbers = tuple(int(number) for number in text.replace('x', ',').split(','))
-  return numbers if len(numbers) > 1 else numbers[0]
-
-
-def make_parser() -> argparse.ArgumentParser:
-  """Returns the parser of this command."""
-  parser = cli.parser('vit_jax.predict', __doc__)
-  parser.add_argument('images', nargs='*', help='image files of any size')
-  cli.add_model_flags(parser)
-  parser.add_argument(
-    '--top', type=int, default=5, help='number of classes to print (5)'
-  )
-  parser.add_argument(
-    '--out',
-    help='PNG to write: required for tasks whose result is a picture, optional '
-    'for detectors, which draw boxes on the images',
-  )
-  parser.add_argument(
-    '--threshold',
-    type=float,
-    help='detectors: least score of an object, from 0 to 1 (0.7)',
-  )
-  parser.add_argument(
-    '--image_size',
-    type=pixels,
-    metavar='SIDE or HEIGHT,WIDTH',
-    help='detectors: pixels of the shorter side, or height and width, of the '
-    'images that the network sees (as in the evaluation of the run)',
-  )
-  _add_sampling_flags(parser)
-  return parser
-
-
-def _add_sampling_flags(parser):
-  """Adds the flags of models that draw images."""
-  group = parser.add_argument_group('models of pixels')
-  group.add_argument('--sample', type=int, help='number of images to draw')
-  group.add_argument(
-    '--complete', nargs='+', help='image files whose lower part to draw'
-  )
-  group.add_argument(
-    '--rows',
-    type=int,
-    help="rows to keep of the model's image (all rows of an image that is low "
-    'for its width, half of the rows of any other)',
-  )
-  group.add_argument('--seed', type=int, help='seed of drawing (0)')
-  group.add_argument(
-    '--temperature',
-    type=float,
-    help='below 1: more likely colours (1)',
-  )
-  group.add_argument(
-    '--top_k', type=int, help='draw among so many likely colours (all)'
-  )
-
-
 def _check_flags(model, args) -> None:
   """Raises ValueError if flags do not fit the task of a model."""
   task, which = model.task, f"the task '{model.config.task}'"
@@ -206,14 +132,12 @@ def _check_flags(model, args) -> None:
     )
 
 
-def main() -> None:
-  """Prints the predictions for the images on the command line."""
-  args = make_parser().parse_args()
-  cli.check_model_flags(args)
-  cli.check_output('out', args.out)
-  _check_inputs(args)
-  cli.quiet()
-  cli.avoid_libtpu()
+def run(args) -> None:
+  """Prints the predictions that the flags of `vit_jax predict` ask for.
+
+  Args:
+    args: namespace of vit_jax.commands.predict.parse.
+  """
   if args.weights:
     model = load_weights(args.weights)
   else:
@@ -223,23 +147,5 @@ def main() -> None:
     print(line)
 
 
-def _check_inputs(args):
-  """Raises ValueError unless the command line names one thing to do."""
-  given = {
-    'images': bool(args.images),
-    '--sample': args.sample is not None,
-    '--complete': bool(args.complete),
-  }
-  if sum(given.values()) != 1:
-    raise ValueError(
-      'give one of image files, --sample=NUMBER and --complete FILE, not '
-      + (' and '.join(k for k, v in given.items() if v) or 'none of them')
-    )
-  if args.rows is not None and not args.complete:
-    raise ValueError(
-      f'--rows={args.rows} is a part of --complete FILE: give that too'
-    )
-
-
 if __name__ == '__main__':
-  cli.run(main)
+  cli.run('predict')

@@ -1,38 +1,15 @@
-r"""Measures how good the features of a model are: few-shot and linear probes.
-
-  python -m vit_jax.probe --workdir=/tmp/digits
-  python -m vit_jax.probe --workdir=/tmp/run --dataset=cifar100 --linear
-  python -m vit_jax.probe --weights=ViT-B_16.npz --dataset=/data/pets \
-    --shots 1 5 10 --json=/tmp/pets.json
-  python -m vit_jax.probe --workdir=/tmp/run --layer=Transformer/encoderblock_5
-  python -m vit_jax.probe --workdir=/tmp/run --linear --layer=all \
-    --json=/tmp/probe.json
+"""Measures how good the features of a model are: few-shot and linear probes.
 
 The model stays as it is; only a linear classifier of its features is trained.
-A few-shot probe takes the given number of images per class and solves least
-squares in closed form, for each seed (arXiv 2010.11929, section 4.1). --linear
-trains on all training images: logistic regression by L-BFGS, whose penalty
-images held out of the training images choose; by SGD where features and logits
-take more than an eighth of the memory.
-
-The features are the inputs of the head. --layer takes those of another layer:
-its number from 0, 'last', or the path of a module; tokens are averaged. With
---layer=all, --linear probes each layer, prints a table of the accuracy by
-depth, and --json=FILE.json also writes FILE.csv and a plot, FILE.png. Images
-are squeezed to 8/7 of the model's size, and the centre is cropped (--squeeze=1
-keeps all).
-
-Models pre-trained without labels are probed the same way. To probe during
-training, set --config.fewshot.shots="(1, 5, 10)" (configs/common.py).
-
 In Python:
 
   model = predict.load('/tmp/digits')
   probe.probe(model, dataset='digits', shots=(5,), linear=True)
   probe.probe(model, dataset='digits', linear=True, layer='all')['layers']
+
+`vit_jax probe` (vit_jax/commands/probe.py) is the command.
 """
 
-import argparse
 from collections.abc import Sequence
 import json
 import statistics
@@ -237,54 +214,12 @@ def _write(path: str, result: dict):
   cli.say(f'Written to {out}.')
 
 
-def make_parser() -> argparse.ArgumentParser:
-  """Returns the parser of this command."""
-  parser = cli.parser('vit_jax.probe', __doc__)
-  cli.add_model_flags(parser)
-  parser.add_argument(
-    '--dataset', help='TFDS name or folder with classes (that of the run)'
-  )
-  parser.add_argument('--train', metavar='SPLIT', help="such as 'train[:10%%]'")
-  parser.add_argument('--test', metavar='SPLIT', help="such as 'validation'")
-  parser.add_argument(
-    '--shots',
-    type=int,
-    nargs='*',
-    metavar='N',
-    help='training images per class (1 5 10 25); --shots alone: none',
-  )
-  parser.add_argument(
-    '--seeds', type=int, nargs='+', metavar='N', help='few-shot draws (0 1 2)'
-  )
-  parser.add_argument(
-    '--l2', type=float, help='penalty of the few-shot probes (1024)'
-  )
-  parser.add_argument(
-    '--linear', action='store_true', help='adds a probe of all training images'
-  )
-  parser.add_argument(
-    '--layer', help="number or path of a layer, 'last' or 'all' ('features')"
-  )
-  parser.add_argument(
-    '--squeeze', type=float, help='size of the image before the crop (8/7)'
-  )
-  parser.add_argument(
-    '--batch', type=int, help='images at a time (that of the run; 32)'
-  )
-  parser.add_argument(
-    '--tfds_data_dir', help='folder of TFDS data sets (that of the run)'
-  )
-  parser.add_argument('--json', metavar='FILE', help='writes the result to it')
-  return parser
+def run(args) -> None:
+  """Makes the probes that the flags of `vit_jax probe` ask for.
 
-
-def main() -> None:
-  """Probes the model of the command line, and prints a table."""
-  args = make_parser().parse_args()
-  cli.check_model_flags(args)
-  cli.check_output('json', args.json)
-  cli.quiet()
-  cli.avoid_libtpu()
+  Args:
+    args: namespace of vit_jax.commands.probe.parse.
+  """
   cli.load_tensorflow()
   from vit_jax.jobs import evaluate
   from vit_jax.scale import sharding
@@ -313,4 +248,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  cli.run(main)
+  cli.run('probe')

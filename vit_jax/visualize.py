@@ -1,32 +1,13 @@
-r"""Draws the paper's figures for a run or a file of weights.
-
-  python -m vit_jax.visualize --workdir=/tmp/digits --out=/tmp/figures
-  python -m vit_jax.visualize --workdir=/tmp/run --images a.jpg b.png --out=DIR
-  python -m vit_jax.visualize --weights=ViT-B_16.npz --images a.jpg --out=DIR
-  python -m vit_jax.visualize --workdir=/tmp/run --out=DIR \
-    --figures filters attention_rollout
-  python -m vit_jax.visualize --workdir=/tmp/detr --images street.jpg --out=DIR \
-    --figures encoder_attention query_attention --points 0.3,0.5 0.7,0.4
-  python -m vit_jax.visualize --inductive_bias --out=DIR
-
-Each command writes one PNG per figure, and index.html, which contains all of
-them and opens without a network. It leaves out figures that the model cannot
-have, and says why. Without --images it draws the first images of the run's test
-split. Needs matplotlib: pip install -e '.[plots]'.
-
-The figures: attention_rollout, attention_maps, attention_distance, filters,
-position_similarity, reconstructions (of masked patches), learning_curves,
-confusion and mistakes (of a classifier, on the run's test split or --split); of
-a detector encoder_attention (of the centres of its boxes, or --points),
-query_attention, and query_boxes (on the whole split).
+"""Draws the paper's figures for a run or a file of weights.
 
 In Python, with or without a list of images:
 
   found = visualize.figures(predict.load('/tmp/digits'), ['a.png'])
   found['attention_rollout']  # A matplotlib Figure.
+
+`vit_jax visualize` (vit_jax/commands/visualize.py) is the command.
 """
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -211,84 +192,12 @@ def describe(model) -> tuple[str, dict[str, str]]:
   return f'Inside {name}', facts
 
 
-def make_parser() -> argparse.ArgumentParser:
-  """Returns the parser of this command."""
-  parser = cli.parser('vit_jax.visualize', __doc__)
-  cli.add_model_flags(parser, required=False)
-  parser.add_argument(
-    '--images',
-    nargs='+',
-    help='image files of any size (the first of the split)',
-  )
-  parser.add_argument(
-    '--split', help="split of the run's data set (the run's test split)"
-  )
-  parser.add_argument(
-    '--num_images',
-    type=int,
-    default=8,
-    help='number of images to take from the split (8)',
-  )
-  parser.add_argument(
-    '--figures', nargs='+', metavar='NAME', help='figures to draw (all)'
-  )
-  parser.add_argument(
-    '--points',
-    nargs='+',
-    metavar='X,Y',
-    help='points for encoder_attention, as shares of width and height (boxes)',
-  )
-  parser.add_argument(
-    '--inductive_bias',
-    action='store_true',
-    help='draws how shifts and permuted patches change untrained models',
-  )
-  parser.add_argument(
-    '--out', required=True, help='new or empty folder for the figures'
-  )
-  return parser
+def run(args) -> None:
+  """Draws the figures that the flags of `vit_jax visualize` ask for.
 
-
-def _check(args):
-  """Raises ValueError if flags do not fit together."""
-  cli.check_model_flags(args)
-  if not (args.workdir or args.weights or args.inductive_bias):
-    raise ValueError(
-      'there is nothing to draw: give --workdir=RUN, --weights=FILE or '
-      '--inductive_bias'
-    )
-  if args.figures and not (args.workdir or args.weights):
-    raise ValueError(
-      f'--figures={" ".join(args.figures)} needs a model: give --workdir=RUN or '
-      '--weights=FILE'
-    )
-  if args.split is not None and not args.workdir:
-    raise ValueError(
-      f'--split={args.split} needs a run: give --workdir=RUN, or leave out --split'
-    )
-  if args.num_images < 1:
-    raise ValueError(f'--num_images={args.num_images} must be 1 or more')
-
-
-def _point(text: str) -> tuple[float, float]:
-  """Returns a point such as '0.3,0.5' as numbers; raises ValueError."""
-  try:
-    x, y = map(float, text.split(','))
-  except ValueError as e:
-    raise ValueError(
-      f'--points={text} is no point: give x,y as shares of width and height, '
-      'such as 0.3,0.5'
-    ) from e
-  return x, y
-
-
-def main() -> None:
-  """Draws the figures of the command line, and writes them to a folder."""
-  args = make_parser().parse_args()
-  _check(args)
-  points = args.points and [_point(text) for text in args.points]
-  cli.quiet()
-  cli.avoid_libtpu()
+  Args:
+    args: namespace of vit_jax.commands.visualize.parse.
+  """
   cli.load_tensorflow()
   from vit_jax.figures import drawing
   from vit_jax.figures import gallery
@@ -303,7 +212,9 @@ def main() -> None:
       model = predict.load_weights(args.weights)
     else:
       model = predict.load(args.workdir, args.step)
-    shown = subject(model, args.images, args.split, args.num_images, points)
+    shown = subject(
+      model, args.images, args.split, args.num_images, args.points
+    )
     chosen, lacking = gallery.choose(shown, args.figures)
     title, facts = describe(model)
     if args.weights:
@@ -320,4 +231,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  cli.run(main)
+  cli.run('visualize')

@@ -4,17 +4,15 @@ import fractions
 import itertools
 import json
 
-from absl import flags
 import jax
-from ml_collections import config_flags
 import numpy as np
 from PIL import Image
 import pytest
 import tensorflow as tf
 
 from tests import input_pipeline_test
-from vit_jax import cli
 from vit_jax import input_pipeline
+from vit_jax.commands import train as train_command
 from vit_jax.data import mixture
 from vit_jax.data import order
 from vit_jax.data import records
@@ -319,15 +317,11 @@ PAIRS = (('digits', 1), ('digits/0to4', 0.5))
     ('digits', ['--config.dataset=[["digits",1],["digits/0to4",.5]]'], PAIRS),
   ],
 )
-def test_flags_and_config_files(tmp_path, monkeypatch, given, args, want):
+def test_flags_and_config_files(tmp_path, given, args, want):
   path = tmp_path / 'config.py'
   path.write_text(CONFIG.format(dataset=given))
-  values = flags.FlagValues()
-  config_flags.DEFINE_config_file('config', flag_values=values)
-  argv = ['main', f'--config={path}', *args, '--config.pp.flip', 'false']
-  monkeypatch.setattr('sys.argv', argv)  # Where config flags look them up.
-  assert cli.parse_flags(argv, values) == ['main']
-  config = values.config
+  argv = [f'--config={path}', *args, '--config.pp.flip', 'false']
+  config = train_command.parse([*argv, '--workdir=/tmp/run']).config
   assert mixture.parse(config.dataset) == want
   assert config.pp.flip is False
   # As a workdir keeps it.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.detection import looking_test
-from vit_jax import visualize
+from vit_jax.commands import visualize as visualize_command
 from vit_jax.detection import looking
 from vit_jax.figures import detectors
 from vit_jax.figures import drawing
@@ -118,7 +118,6 @@ def test_wrong_points(monkeypatch):
     results.Subject(model(detections=None), ['a.png'], points=[(2, 0.5)])
   with pytest.raises(ValueError, match='the model is no detector'):
     gallery.choose(results.Subject(model(), ['a']), ['encoder_attention'])
-  argv = 'visualize --workdir=/tmp/run --out=/tmp/out --points 0.5,0.5 0.3'
-  monkeypatch.setattr('sys.argv', argv.split())
-  with pytest.raises(ValueError, match='--points=0.3 is no point: give x,y'):
-    visualize.main()
+  argv = '--workdir=/tmp/run --out=/tmp/out --points 0.5,0.5 0.3'
+  with pytest.raises(ValueError, match="--points: '0.3' is no point: give x,y"):
+    visualize_command.main(argv.split())

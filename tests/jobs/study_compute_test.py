@@ -1,13 +1,12 @@
 """Tests of studies over the compute of their runs."""
 
 import json
-import sys
 
 import pytest
 
 from tests.scale import flops_test
-from vit_jax import compute
 from vit_jax import models
+from vit_jax.commands import compute as compute_command
 from vit_jax.configs import compute_transfer
 from vit_jax.configs import data_scaling
 from vit_jax.jobs import runs
@@ -46,12 +45,10 @@ def test_the_compute_of_runs_is_that_of_closed_form(
   out = capsys.readouterr().out
   assert all(f'{row["x"]:.4g}' in out for row in rows)
   # Its results can be shown with others.
-  monkeypatch.setattr(
-    sys, 'argv',
-    ['compute', '--model', 's32', '--epochs=1', '--dataset=digits',
-     '--published=none', '--metric=mean', '--results', f'{tmp_path}/study.json'],
+  compute_command.main(
+    ['--model', 's32', '--epochs=1', '--dataset=digits', '--published=none',
+     '--metric=mean', '--results', f'{tmp_path}/study.json']
   )  # fmt: skip
-  compute.main()
   assert 'ViT, 540 updates' in capsys.readouterr().out
 
 

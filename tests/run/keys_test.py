@@ -6,7 +6,7 @@ import sys
 import flax.traverse_util
 import pytest
 
-from vit_jax import main
+from vit_jax.commands import train
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import vit
@@ -279,33 +279,29 @@ def test_a_wrong_option_of_a_task_is_named(options, message):
     run_config.complete(config)
 
 
-def test_flags_of_any_config_can_be_none(monkeypatch):
-  monkeypatch.setattr('sys.argv', ['main'])
-  main.parse_flags(
+def test_flags_of_any_config_can_be_none():
+  args = train.parse(
     [
-      'main', '--workdir=/tmp/vit', '--config=configs/vit.py:b16,cifar10',
+      '--workdir=/tmp/vit', '--config=configs/vit.py:b16,cifar10',
       '--config.total_steps=None', '--config.total_epochs', '3',
       '--config.pretrained_dir=None', '--config.pp.crop_area=None',
       '--config.pp.resize=None', '--config.pp.resize=512',
     ]
   )  # fmt: skip
-  config = main._CONFIG.value
+  config = args.config
   assert (config.total_steps, config.total_epochs) == (None, 3.0)
   assert (config.pretrained_dir, config.pp.crop_area) == (None, None)
   assert config.pp.resize == 512
   with pytest.raises(ValueError, match="no key 'total_epoch': did you mean"):
-    main.parse_flags(
-      ['main', '--config=configs/vit.py', '--config.total_epoch=None']
-    )
+    train.parse(['--config=configs/vit.py', '--config.total_epoch=None'])
 
 
 def test_a_wrong_value_is_answered_before_tensorflow_is_loaded(tmp_path):
   code = (
     'import sys\n'
-    'from absl import app\n'
-    'from vit_jax import main\n'
+    'from vit_jax.commands import train\n'
     'try:\n'
-    '  app.run(main.main, flags_parser=main.parse_flags)\n'
+    '  train.main(sys.argv[1:])\n'
     'except ValueError as e:\n'
     '  print(e, "tensorflow" in sys.modules)\n'
   )

@@ -14,6 +14,7 @@ import pytest
 from tests.scale import flops_test
 from vit_jax import cli
 from vit_jax import plan
+from vit_jax.commands import plan as plan_command
 from vit_jax.configs import detr
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import pretrain
@@ -85,12 +86,11 @@ PLANS = {
 # Runs the command for each list of arguments; prints what it said and wrote.
 _COMMANDS = """
 import contextlib, io, json, pathlib, sys
-from vit_jax import plan
+from vit_jax.commands import plan
 results = []
 for args, file in json.loads(sys.argv[1]):
-  sys.argv = ['plan', *args]
   with contextlib.redirect_stdout(io.StringIO()) as out:
-    plan.main()
+    plan.main(args)
   written = json.loads(pathlib.Path(file).read_text())
   results.append([out.getvalue(), written])
 print(json.dumps(results))
@@ -111,11 +111,6 @@ def config_of(arg, **fields):
   config = pretrain.get_config(arg)
   config.update_from_flattened_dict(fields)
   return config
-
-
-def run(monkeypatch, *args):
-  monkeypatch.setattr(sys, 'argv', ['plan', *args])
-  plan.main()
 
 
 def test_a_plan_of_ti16(cache, plans):
@@ -234,13 +229,12 @@ import json
 import os
 import subprocess
 import sys
-from vit_jax import plan
+from vit_jax.commands import plan
 from vit_jax.scale import topology
 errors = []
 for args in json.loads(sys.argv[1]):
-  sys.argv = ['plan', '--config=configs/pretrain.py:ti16,imagenet2012', *args]
   try:
-    plan.main()
+    plan.main(['--config=configs/pretrain.py:ti16,imagenet2012', *args])
   except ValueError as e:
     errors.append(str(e))
 coordinates = {
@@ -298,10 +292,10 @@ def test_topologies_and_what_does_not_fit_them(cache):
     (['extra'], r"unknown arguments \['extra'\]"),
   ],
 )
-def test_wrong_arguments(monkeypatch, args, message):
+def test_wrong_arguments(args, message):
   config = '--config=configs/pretrain.py:ti16,imagenet2012'
   with pytest.raises(ValueError, match=message):
-    run(monkeypatch, config, *args)
+    plan_command.main([config, *args])
 
 
 def test_a_folder_is_counted(image_folder):
@@ -321,8 +315,10 @@ def test_libtpu_is_missing(monkeypatch):
     topology.get_topology('v3:2x2')
 
 
-def test_help(monkeypatch, capsys):
-  run(monkeypatch, '--help')
+def test_help(capsys):
+  with pytest.raises(SystemExit) as status:
+    plan_command.main(['--help'])
+  assert status.value.code == 0
   out = capsys.readouterr().out
   assert '--topology=v3:4x4' in out
-  assert '--[no]search' in out
+  assert '--search' in out

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from tests import conftest
 from vit_jax import convert
 from vit_jax import predict
 from vit_jax import train
+from vit_jax.commands import predict as predict_command
 from vit_jax.configs import common
 from vit_jax.configs import masked_patches as config_lib
 from vit_jax.configs import masked_patches_digits
@@ -313,8 +313,7 @@ def test_the_command_writes_a_picture(finished, tmp_path, monkeypatch, capsys):
   out = tmp_path / 'out.png'
 
   def run(*args):
-    monkeypatch.setattr(sys, 'argv', ['predict', f'--workdir={workdir}', *args])
-    predict.main()
+    predict_command.main([f'--workdir={workdir}', *args])
     return capsys.readouterr().out
 
   assert f'1 image(s), masked and predicted: {out}' in run(

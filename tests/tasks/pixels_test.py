@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from tests import conftest
 from vit_jax import models_igpt
 from vit_jax import predict
 from vit_jax import train
+from vit_jax.commands import predict as predict_command
 from vit_jax.configs import igpt_finetune
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics as metrics_lib
@@ -245,8 +245,7 @@ def test_the_command_samples_completes_and_measures(
   monkeypatch.setattr(predict, 'load', lambda *_: model)
 
   def run(*args):
-    monkeypatch.setattr(sys, 'argv', ['predict', f'--workdir={workdir}', *args])
-    predict.main()
+    predict_command.main([f'--workdir={workdir}', *args])
     return capsys.readouterr().out
 
   assert run('--sample=3', f'--out={out}') == f'3 sample(s): {out}\n'

@@ -1,14 +1,8 @@
 """Converts a prepared TFDS data set (tfrecord for example) to array_record.
 
-  python -m vit_jax.datasets.convert imagenet2012 --data_dir=/data/tfds
-
-array_record files have random access: a run shuffles the whole data set,
-resumes at once, and does not depend on the number of hosts. The new files are
-written beside the old ones, take the same space again, and are used from then
-on. After an interruption the same command continues.
+`vit_jax convert-data` (vit_jax/commands/convert_data.py) is the command.
 """
 
-import argparse
 from concurrent import futures
 import os
 
@@ -108,24 +102,5 @@ def _convert_file(adapter, source, target, count):
       )
 
 
-def make_parser() -> argparse.ArgumentParser:
-  """Returns the parser of this command."""
-  parser = cli.parser('vit_jax.datasets.convert', __doc__)
-  parser.add_argument('name', metavar='NAME', help='TFDS name of the data set')
-  parser.add_argument(
-    '--data_dir', help='folder of TFDS data sets (~/tensorflow_datasets)'
-  )
-  return parser
-
-
-def main() -> None:
-  """Converts the data set that the command line names."""
-  args = make_parser().parse_args()
-  cli.quiet()
-  cli.load_tensorflow()
-  folder = convert(args.name, args.data_dir)
-  print(f'{args.name}: array_record files are in {folder}')
-
-
 if __name__ == '__main__':
-  cli.run(main)
+  cli.run('convert_data')

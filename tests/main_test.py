@@ -1,0 +1,166 @@
+"""Tests of the command `vit_jax` and of its commands as programs."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests import commands
+from vit_jax import __main__ as program
+from vit_jax import cli
+from vit_jax.commands import predict
+from vit_jax.commands import train
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def run(*args, **environment):
+  """Runs Python in a process of its own."""
+  return subprocess.run(
+    [sys.executable, *args],
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd='/',
+    env={**os.environ, 'PYTHONPATH': str(ROOT), **environment},
+  )
+
+
+def status_of(function, *args):
+  with pytest.raises(SystemExit) as error:
+    function(*args)
+  return error.value.code
+
+
+def test_help_names_every_command(capsys):
+  assert status_of(program.main, ['--help']) == 0
+  out = capsys.readouterr().out
+  for name, (module, does) in program.COMMANDS.items():
+    assert f'  {name} ' in out
+    assert does in out
+    assert len(does) < 66
+    assert (ROOT / 'vit_jax' / 'commands' / f'{module}.py').exists()
+  files = {path.stem for path in (ROOT / 'vit_jax' / 'commands').glob('*.py')}
+  named = {module for module, _ in program.COMMANDS.values()}
+  assert files - named == {'__init__', 'flags', 'hosts'}
+  assert status_of(program.main, []) == 1
+  assert out.strip() in capsys.readouterr().err
+
+
+def test_a_command_that_is_misspelt(capsys):
+  assert status_of(program.main, ['trian', '--config=x']) == 1
+  error = capsys.readouterr().err
+  assert "there is no command 'trian': did you mean 'train'?" in error
+
+
+def test_help_of_all_commands_loads_nothing_that_is_slow():
+  """JAX takes a second or more, TensorFlow several."""
+  done = run(
+    '-c',
+    'import sys\n'
+    'from vit_jax import __main__ as program\n'
+    'for name in program.COMMANDS:\n'
+    '  try:\n'
+    '    program.main([name, "--help"])\n'
+    '  except SystemExit as e:\n'
+    '    assert e.code == 0, name\n'
+    'for name in ("jax", "numpy", "tensorflow", "flax", "ml_collections"):\n'
+    '  assert name not in sys.modules, name\n',
+  )
+  assert done.returncode == 0, done.stderr
+  for name in program.COMMANDS:
+    assert f'usage: vit_jax {name} ' in done.stdout
+
+
+@pytest.mark.parametrize('module', commands.MODULES)
+def test_modules_are_commands(module):
+  """`python -m vit_jax.predict` is `vit_jax predict`: the file's last line."""
+  name, _ = program.COMMANDS[commands.MODULES[module]]
+  path = ROOT / (module.replace('.', '/') + '.py')
+  last = path.read_text().splitlines()[-2:]
+  assert last == ["if __name__ == '__main__':", f"  cli.run('{name}')"]
+
+
+def test_commands_run_by_their_new_and_old_name():
+  for args in (('vit_jax', 'compute'), ('vit_jax.compute',)):
+    done = run('-m', *args, '--model=s16', '--epochs=0', '--dataset=digits')
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+      'Error: epochs=0.0 must be a finite number above 0 (--epochs)'
+    )
+
+
+def test_a_platform_that_is_not_there():
+  """It was an AssertionError of JAX, with its traceback."""
+  code = (
+    'import jax\n'
+    'from vit_jax import cli\n'
+    'from vit_jax.commands import compute\n'
+    'compute.main = lambda argv: jax.devices()\n'
+    'cli.run("compute")\n'
+  )
+  for platform in ('cuda', 'nonsense'):
+    done = run('-c', code, JAX_PLATFORMS=platform)
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(
+      f'Error: JAX_PLATFORMS={platform}: JAX finds no such'
+    )
+    assert 'unset JAX_PLATFORMS' in line
+    assert 'Traceback' not in done.stderr
+
+
+def test_statuses(monkeypatch, capsys):
+  results = iter([0, 7, KeyboardInterrupt(), ValueError('elsewhere')])
+
+  def main(argv):
+    result = next(results)
+    if isinstance(result, int):
+      return result
+    raise result
+
+  monkeypatch.setattr(predict, 'main', main)
+  assert status_of(cli.run, 'predict', []) == 0
+  assert status_of(cli.run, 'predict', []) == 7
+  assert status_of(cli.run, 'predict', []) == 130
+  assert capsys.readouterr().err == 'Interrupted.\n'
+  with pytest.raises(ValueError, match='elsewhere'):  # Not of this package.
+    cli.run('predict', [])
+  monkeypatch.undo()
+  assert status_of(cli.run, 'predict', ['--top=x', 'a.png']) == 1
+  assert capsys.readouterr().err == (
+    "Error: --top: 'x' must be a whole number (see --help)\n"
+  )
+
+
+def test_the_originals_command_line(monkeypatch):
+  """Word for word, in a checkout."""
+  monkeypatch.chdir(ROOT)
+  args = train.parse(
+    [
+      '--workdir=/tmp/x', f'--config={ROOT}/vit_jax/configs/vit.py:b16,cifar10',
+      '--config.pretrained_dir=gs://vit_models/imagenet21k',
+    ]
+  )  # fmt: skip
+  assert args.workdir == '/tmp/x'
+  assert args.config.pretrained_dir == 'gs://vit_models/imagenet21k'
+  assert args.config.model.model_name == 'ViT-B_16'
+  assert args.config_file == str(ROOT / 'configs' / 'vit.py')
+
+
+def test_evaluation_by_both_names(monkeypatch):
+  from vit_jax.commands import evaluate
+
+  seen = []
+  monkeypatch.setattr(evaluate.hosts, 'run', lambda args, _: seen.append(args))
+  evaluate.main(['--workdir=/w', '--split=test', '--real=r.json'])
+  train.main(['--workdir=/w', '--evaluate=test', '--real=r.json'])
+  for args in seen:
+    assert (args.workdir, args.evaluate, args.real) == ('/w', 'test', 'r.json')
+  assert len(seen) == 2
+  with pytest.raises(ValueError, match='--split=SPLIT is needed'):
+    evaluate.main(['--workdir=/w'])
+  with pytest.raises(ValueError, match='--dataset=x is for evaluation: add'):
+    train.main(['--workdir=/w', '--config=configs/digits.py', '--dataset=x'])

@@ -1,0 +1,237 @@
+"""Tests of config files and of the flags that set their keys."""
+
+import os
+import pathlib
+
+import ml_collections
+import pytest
+
+from vit_jax.commands import train
+from vit_jax.run import overrides
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def parse(*flags, config='configs/digits.py'):
+  """Returns the config of a command line."""
+  return train.parse([f'--config={config}', '--workdir=/w', *flags]).config
+
+
+@pytest.mark.parametrize(
+  'path, name',
+  [
+    ('digits', 'digits'),
+    ('digits.py', 'digits'),
+    ('configs/digits.py', 'digits'),
+    ('./configs/digits.py', 'digits'),
+    ('vit_jax/configs/vit.py', 'vit'),
+    ('/home/me/vision_transformer/vit_jax/configs/vit.py', 'vit'),
+  ],
+)
+def test_names_of_installed_configs(path, name, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert overrides.find(path) == str(ROOT / 'configs' / f'{name}.py')
+
+
+def test_a_file_of_the_user_comes_first(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  pathlib.Path('configs').mkdir()
+  pathlib.Path('configs/digits.py').write_text(
+    'import ml_collections\n'
+    'def get_config(arg="none"):\n'
+    '  return ml_collections.ConfigDict({"seen": arg})\n'
+  )
+  config, path = overrides.load('configs/digits.py:a,b:c')
+  assert (config.seen, path) == ('a,b:c', 'configs/digits.py')
+  assert config.is_locked
+  assert overrides.load('configs/digits.py')[0].seen == 'none'
+  assert overrides.load('configs/digits.py:')[0].seen == ''
+
+
+@pytest.mark.parametrize(
+  'path, message',
+  [
+    # Each was taken for the installed file of its name, or could be.
+    ('my_exp/pretrain.py', 'did you mean the installed configs/pretrain.py'),
+    ('/tmp/configs/pretrain.py', 'did you mean the installed configs/pretrai'),
+    ('other/configs/pretrain.py', 'did you mean the installed configs/pretra'),
+    ('../pretrain.py', 'did you mean the installed configs/pretrain.py'),
+    ('pretrian.py', 'did you mean the installed configs/pretrain.py'),
+    ('vit_jax/configs/pretrian.py:b16,x', 'the installed configs/pretrain.py'),
+    ('zzz.py', 'the package has augreg.py, '),
+    ('configs', 'the package has augreg.py, '),
+  ],
+)
+def test_a_config_that_does_not_exist(path, message, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'configs').mkdir()
+  name = path.partition(':')[0]
+  with pytest.raises(FileNotFoundError, match=f"^config='{name}' is no file: "):
+    overrides.load(path)
+  with pytest.raises(FileNotFoundError, match=message):
+    overrides.load(path)
+
+
+FILES = {
+  'def get_config():\n  return 5': 'get_config returns int, not a ConfigDict',
+  'x = 5': 'the file has no function get_config',
+  'def get_config(arg):\n  pass': 'needs an argument: give FILE.py:ARGUMENT',
+  'def get_config(:': 'SyntaxError in line 1',
+  'import os\nimport no_such_module': 'ModuleNotFoundError in line 2: No modul',
+  'import ml_collections\n\ndef get_config():\n'
+  '  c = ml_collections.ConfigDict()\n  return c.batch': 'AttributeError in line 5',
+  'def get_config():\n  raise ValueError("try 4")': r'^try 4 \(--config=',
+}
+
+
+@pytest.mark.parametrize('text', FILES)
+def test_errors_of_a_config_file_are_one_line(text, tmp_path):
+  path = tmp_path / 'mine.py'
+  path.write_text(text)
+  with pytest.raises(ValueError, match=FILES[text]) as error:
+    overrides.load(str(path))
+  assert 'Traceback' not in str(error.value)
+  assert str(path) in str(error.value)
+
+
+def test_a_config_that_takes_no_argument():
+  with pytest.raises(ValueError, match='takes no argument: leave out'):
+    overrides.load('configs/digits.py:b16')
+
+
+def test_configs_may_be_dicts_and_hold_dataclasses(tmp_path):
+  (tmp_path / 'mine.py').write_text(
+    'from __future__ import annotations\n'
+    'import dataclasses\n'
+    '@dataclasses.dataclass\n'
+    'class Size:\n'
+    '  side: int = 4\n'
+    'def get_config():\n'
+    '  return {"side": Size().side, "pp": {"crop": 3}}\n'
+  )
+  config, _ = overrides.load(os.fspath(tmp_path / 'mine.py'))
+  assert isinstance(config.pp, ml_collections.ConfigDict)
+  assert (config.side, config.pp.crop) == (4, 3)
+
+
+@pytest.mark.parametrize(
+  'flags, key, value',
+  [
+    (['--config.batch=64'], 'batch', 64),
+    (['--config.batch', '64'], 'batch', 64),
+    (['--config.batch=64', '--config.batch=32'], 'batch', 32),
+    (['--config.base_lr=1'], 'base_lr', 1.0),
+    (['--config.base_lr', '1e-3'], 'base_lr', 0.001),
+    (['--config.pp.flip'], 'pp.flip', True),
+    (['--config.pp.flip', '--config.batch=8'], 'pp.flip', True),
+    (['--config.pp.flip=1'], 'pp.flip', True),
+    (['--config.pp.flip', 'false'], 'pp.flip', False),
+    (['--noconfig.pp.flip'], 'pp.flip', False),
+    (['--config.pp.crop=32'], 'pp.crop', 32),
+    (['--config.pp.crop=(32,48)'], 'pp.crop', (32, 48)),
+    (['--config.pp.crop_area=None'], 'pp.crop_area', None),
+    (['--config.fewshot.shots=5'], 'fewshot.shots', (5,)),
+    (['--config.fewshot.shots=1,5'], 'fewshot.shots', (1, 5)),
+    (['--config.fewshot.shots=[1, 5]'], 'fewshot.shots', (1, 5)),
+    # A text that is a literal of Python too.
+    (['--config.dataset=2012'], 'dataset', '2012'),
+    (['--config.tfds_data_dir=2012'], 'tfds_data_dir', '2012'),
+    (['--config.tfds_data_dir=True'], 'tfds_data_dir', 'True'),
+    (['--config.tfds_data_dir=None'], 'tfds_data_dir', None),
+    (['--config.dataset', '/data/my photos'], 'dataset', '/data/my photos'),
+    (['--config.mesh.fsdp=2'], 'mesh.fsdp', 2),
+    (['--config.mesh.data', '-1'], 'mesh.data', -1),
+    (['--config.mesh.data=None'], 'mesh.data', None),
+    # 0 and None are 1 in the original.
+    (['--config.accum_steps=0'], 'accum_steps', 0),
+    (['--config.model.head_bias_init', '-10'], 'model.head_bias_init', -10),
+    (['--config.task_options.mixup=0.2'], 'task_options.mixup', '0.2'),
+  ],
+)
+def test_values(flags, key, value):
+  found = parse(*flags)
+  for name in key.split('.'):
+    found = found[name]
+  assert (type(found), found) == (type(value), value)
+
+
+def test_keys_that_the_file_lacks(tmp_path):
+  """A config of the original lacks what this package has added."""
+  (tmp_path / 'old.py').write_text(
+    'import ml_collections\n'
+    'def get_config():\n'
+    '  return ml_collections.ConfigDict({"model": {"hidden_size": 3,\n'
+    '    "transformer": {"num_layers": 1}}, "batch": 8, "mine": 5})\n'
+  )
+  config = parse(
+    '--config.ema_decay=.9', '--config.pp.crop=32', '--config.mesh.fsdp=2',
+    '--config.model.transformer.scan', '--config.task_options.mixup=.1',
+    '--config.mine=6', config=tmp_path / 'old.py',
+  )  # fmt: skip
+  assert (config.ema_decay, config.pp.crop, config.mesh.fsdp) == (0.9, 32, 2)
+  assert (config.model.transformer.scan, config.mine) == (True, 6)
+  assert config.task_options.mixup == '.1'
+
+
+def test_programs_of_several_runs():
+  config = parse(
+    '--config.seeds=3', '--config.finetune.pp.train=few_{seed}[:50%]',
+    '--config.finetune.task_options.mixup=.1', '--config.pretrain.total_steps=9',
+    config='configs/digits_transfer.py',
+  )  # fmt: skip
+  assert (config.seeds, config.pretrain.total_epochs) == ((3,), None)
+  assert config.finetune.pp.train == 'few_{seed}[:50%]'
+  assert config.finetune.task_options.mixup == '.1'
+  config = parse(
+    '--config.tasks=svhn,clevr_count', '--config.download', '--config.shard=(1,2)',
+    config='configs/vtab.py:b16',
+  )  # fmt: skip
+  assert config.tasks == ('svhn', 'clevr_count')
+  assert (config.download, config.shard) == (True, (1, 2))
+
+
+@pytest.mark.parametrize(
+  'flag, message',
+  [
+    (
+      '--config.total_steps=abc',
+      r"^total_steps='abc' must be a whole number f",
+    ),
+    (
+      '--config.batch=1e3',
+      '^batch=1000.0 must be a whole number of at least 1',
+    ),
+    ('--config.batch=None', '^batch=None must be a whole number'),
+    (
+      '--config.base_lr=nan',
+      r'^base_lr=nan must be a finite number.*base_lr\)',
+    ),
+    ('--config.base_lr=1e999', '^base_lr=inf must be a finite number'),
+    ('--config.optimizer=adm', "optimizer='adm' is unknown: use one of 'adam'"),
+    ('--config.fewshot.shots=a,b', 'fewshot.shots=.* must be a tuple of diff'),
+    ('--config.batch', 'config.batch needs a value: give --config.batch=VALUE'),
+    ('--config.pretrained', 'config.pretrained needs a value'),
+    ('--noconfig.batch', 'config.batch needs a value'),
+    ('--config.pp=3', 'config.pp is a group of keys: set one of them, such as'),
+    ('--config.btch=3', "no key 'btch': did you mean 'batch'"),
+    ('--config.lr=3', "no key 'lr': did you mean 'base_lr'"),
+    ('--config.remat=full', "no key 'remat': did you mean 'model.transformer."),
+    ('--config.model.remat=full', "'model.remat': did you mean 'model.transfo"),
+    ('--config.batch.size=3', "no key 'batch.size'"),
+    ('--config.=3', "no key ''"),
+    ('--confg.batch=16', 'no flag --confg.batch: did you mean --config.batch'),
+    ('--batch=16', r'no flag --batch: did you mean --config.batch\?'),
+    ('--workdri=x', 'no flag --workdri: did you mean --workdir'),
+    ('--process_id=x', "--process_id: 'x' must be a whole number"),
+    ('--distributed=maybe', "--distributed: 'maybe' must be True or False"),
+    ('batch=16', r"unknown arguments \['batch=16'\]: flags begin with --"),
+  ],
+)
+def test_wrong_flags_are_named(flag, message):
+  with pytest.raises(ValueError, match=message):
+    parse(flag)
+
+
+def test_a_key_without_a_config():
+  with pytest.raises(ValueError, match=r'config.batch sets a key .*--config=F'):
+    train.parse(['--workdir=/w', '--config.batch=3'])

@@ -1,0 +1,62 @@
+"""The command `vit_jax`, also `python -m vit_jax`: trains, looks in, converts."""
+
+from collections.abc import Sequence
+import difflib
+import sys
+
+from vit_jax import cli
+
+# Name of a command -> (its module in vit_jax/commands, what it does).
+COMMANDS = {
+  'train': ('train', 'trains a model, or runs another program of a config'),
+  'evaluate': ('evaluate', 'evaluates a trained model on any split'),
+  'predict': ('predict', 'prints or draws what a model says of images'),
+  'visualize': ('visualize', "draws the paper's figures of a model"),
+  'probe': ('probe', 'measures the features of a model by linear probes'),
+  'convert': (
+    'convert',
+    'converts weights to and from timm, Hugging Face, ...',
+  ),
+  'index': ('index', 'lists and checks the images of a folder before training'),
+  'plan': ('plan', 'plans a training for TPUs: memory, speed, cost'),
+  'sweep': ('sweep', 'chooses a learning rate or other values, and tests it'),
+  'compute': ('compute', 'counts FLOPs and cost of pre-training'),
+  'benchmark': ('benchmark', 'times the steps that users wait for'),
+  'convert-data': ('convert_data', 'converts a TFDS data set to array_record'),
+}
+
+
+def help_text() -> str:
+  """Returns what `vit_jax --help` prints."""
+  width = max(map(len, COMMANDS))
+  lines = [f'  {name:<{width}}  {does}' for name, (_, does) in COMMANDS.items()]
+  return '\n'.join(
+    [
+      'usage: vit_jax COMMAND ...\n',
+      *lines,
+      '\nvit_jax COMMAND --help describes a command and its flags.',
+    ]
+  )
+
+
+def main(argv: Sequence[str] | None = None):
+  """Runs a command, and exits with its status.
+
+  Args:
+    argv: name of the command and its arguments; by default those of the process.
+  """
+  name, *rest = (sys.argv[1:] if argv is None else argv) or ('',)
+  if name in COMMANDS:
+    cli.run(COMMANDS[name][0], rest)
+  if name in ('-h', '--help', 'help'):
+    print(help_text())
+    sys.exit(0)
+  near = difflib.get_close_matches(name, COMMANDS, n=1)
+  hint = f": did you mean '{near[0]}'?" if near else ''
+  said = f"Error: there is no command '{name}'{hint}" if name else ''
+  print(f'{said}\n{help_text()}'.strip(), file=sys.stderr)
+  sys.exit(1)
+
+
+if __name__ == '__main__':
+  main()

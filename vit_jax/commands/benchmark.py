@@ -1,0 +1,58 @@
+r"""Times the steps that users wait for, and writes a table and JSON.
+
+  vit_jax benchmark --json=/tmp/benchmark.json
+
+Sections (choose with --only): import, start, train, inference, pipeline,
+weights, detection, sampling. Each section is warmed up, repeated, and reported as
+median, minimum and maximum. A step's share of the peak is relative to the speed
+of a large float32 matrix product, measured in the same run. Programs that are
+compared take turns.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from vit_jax import cli
+from vit_jax.commands import flags
+
+
+def make_parser() -> flags.Parser:
+  """Returns the parser of this command."""
+  parser = flags.Parser('benchmark', __doc__)
+  parser.add_argument(
+    '--only', nargs='+', metavar='SECTION', help='sections to time (all)'
+  )
+  parser.add_argument('--json', metavar='FILE', help='file for the results')
+  parser.add_argument(
+    '--repeats', type=int, default=5, help='measured calls (5)'
+  )
+  parser.add_argument('--model', default='s16', help='model to step (s16)')
+  parser.add_argument(
+    '--batch', type=int, default=8, help='images per step (8)'
+  )
+  parser.add_argument('--image_size', type=int, default=224)
+  parser.add_argument(
+    '--dtype', default='float32', choices=('float32', 'bfloat16')
+  )
+  return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+  """Parses and checks the flags; raises ValueError for wrong ones."""
+  args = make_parser().parse_args(argv)
+  for name in ('repeats', 'batch', 'image_size'):
+    value = getattr(args, name)
+    if value < 1:
+      raise ValueError(f'{name}={value} must be at least 1 (--{name})')
+  return args
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the sections of the command line; prints and writes the results."""
+  args = parse(argv)
+  cli.quiet()
+  cli.avoid_libtpu()
+  from vit_jax import benchmark
+
+  benchmark.run(args)
+  return 0

@@ -1,0 +1,80 @@
+r"""Converts weights between this package, timm and Hugging Face, bit for bit.
+
+  vit_jax convert SRC DST [--to=npz|timm|hf|pth|workdir]
+
+SRC is a published .npz, a .safetensors or .bin file of timm or Hugging Face or
+a folder with such a file, a .pth file released with DETR, or the workdir of a
+run; local, at gs://, or a URL. DST is
+
+  npz       a file that the original's readers and timm's `load_npz` read
+  timm      a folder for timm.create_model('local-dir:DST', pretrained=True)
+  hf        a folder for ViTForImageClassification.from_pretrained(DST), for
+            DetrForObjectDetection or for ImageGPTForCausalImageModeling
+  pth       a detector under the names of the files released with DETR: a .pth
+            file, which needs PyTorch, or a .safetensors file
+  workdir   a folder for vit_jax predict, for --config.pretrained, and for
+            vit_jax evaluate
+
+A detector is written as hf, pth or workdir, an iGPT with its palette as hf or
+workdir, a classifier as all but pth.
+
+Examples:
+
+  vit_jax convert ViT-B_16.npz /tmp/b16_timm --to=timm
+  vit_jax convert /tmp/run /tmp/run.npz
+  vit_jax convert https://huggingface.co/google/vit-base-patch16-224\
+/resolve/main/model.safetensors /tmp/b16 --to=workdir
+  vit_jax convert detr-r50-e632da11.pth /tmp/detr --to=workdir
+
+The arrays are only renamed, transposed and reshaped. Differences in computation
+(the GELU, the epsilons of norms) are written to the config of DST, so that
+logits agree; if that config has no field for a difference, the command reports
+it.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from vit_jax import cli
+from vit_jax.commands import flags
+
+
+def make_parser() -> flags.Parser:
+  """Returns the parser of this command."""
+  parser = flags.Parser('convert', __doc__)
+  parser.add_argument('src', metavar='SRC', help='weights in any format')
+  parser.add_argument('dst', metavar='DST', help='file or folder to write')
+  parser.add_argument(
+    '--to',
+    help='format of DST: npz, timm, hf, pth or workdir (npz or pth if DST ends so)',
+  )
+  parser.add_argument(
+    '--class_names',
+    help='file with one name per line, or a .json list; for a detector also '
+    'some of its classes, which are then the only ones',
+  )
+  parser.add_argument(
+    '--image_size',
+    type=flags.height_width,
+    help='SIZE or HEIGHT,WIDTH in pixels, if SRC does not tell it',
+  )
+  parser.add_argument(
+    '--num_heads', type=int, help='attention heads, if SRC does not tell it'
+  )
+  return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+  """Parses the flags; raises ValueError for wrong ones."""
+  return make_parser().parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+  """Converts the weights that the command line names, and prints a summary."""
+  args = parse(argv)
+  cli.quiet()
+  cli.avoid_libtpu()
+  from vit_jax import convert
+
+  convert.run(args)
+  return 0

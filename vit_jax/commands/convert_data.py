@@ -1,0 +1,42 @@
+"""Converts a prepared TFDS data set (tfrecord for example) to array_record.
+
+  vit_jax convert-data imagenet2012 --data_dir=/data/tfds
+
+array_record files have random access: a run shuffles the whole data set,
+resumes at once, and does not depend on the number of hosts. The new files are
+written beside the old ones, take the same space again, and are used from then
+on. After an interruption the same command continues.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from vit_jax import cli
+from vit_jax.commands import flags
+
+
+def make_parser() -> flags.Parser:
+  """Returns the parser of this command."""
+  parser = flags.Parser('convert-data', __doc__)
+  parser.add_argument('name', metavar='NAME', help='TFDS name of the data set')
+  parser.add_argument(
+    '--data_dir', help='folder of TFDS data sets (~/tensorflow_datasets)'
+  )
+  return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+  """Parses the flags; raises ValueError for wrong ones."""
+  return make_parser().parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+  """Converts the data set that the command line names."""
+  args = parse(argv)
+  cli.quiet()
+  cli.load_tensorflow()
+  from vit_jax.datasets import convert
+
+  folder = convert.convert(args.name, args.data_dir)
+  print(f'{args.name}: array_record files are in {folder}')
+  return 0

@@ -1,0 +1,238 @@
+"""The parser of the commands, and flags that several of them have."""
+
+import argparse
+import difflib
+import os
+
+from etils import epath
+
+_CONFIG = 'config'
+
+
+def whole(text: str) -> int:
+  """Parses a whole number."""
+  try:
+    return int(text)
+  except ValueError:
+    raise argparse.ArgumentTypeError(
+      f"'{text}' must be a whole number"
+    ) from None
+
+
+def number(text: str) -> float:
+  """Parses a number."""
+  try:
+    return float(text)
+  except ValueError:
+    raise argparse.ArgumentTypeError(f"'{text}' must be a number") from None
+
+
+def pixels(text: str) -> int | tuple[int, int]:
+  """Parses SIDE or HEIGHT,WIDTH (also HEIGHTxWIDTH)."""
+  found = tuple(whole(word) for word in text.replace('x', ',').split(','))
+  if len(found) > 2 or min(found) < 1:
+    raise argparse.ArgumentTypeError(
+      f"'{text}' must be SIDE or HEIGHT,WIDTH in pixels"
+    )
+  return found if len(found) > 1 else found[0]
+
+
+def height_width(text: str) -> tuple[int, int]:
+  """Parses SIDE or HEIGHT,WIDTH; a side is that of a square."""
+  found = pixels(text)
+  return found if isinstance(found, tuple) else (found, found)
+
+
+def _boolean(text):
+  words = {'true': True, '1': True, 'false': False, '0': False}
+  if text.lower() not in words:
+    raise argparse.ArgumentTypeError(f"'{text}' must be True or False")
+  return words[text.lower()]
+
+
+class Parser(argparse.ArgumentParser):
+  """Parser of a command; raises ValueError for wrong flags."""
+
+  def __init__(self, command: str, text: str):
+    """Initialises a parser.
+
+    Args:
+      command: name of the command.
+      text: what --help prints of it, the docstring of its module.
+    """
+    super().__init__(
+      prog=f'vit_jax {command}',
+      description=text,
+      formatter_class=argparse.RawDescriptionHelpFormatter,
+      allow_abbrev=False,
+    )
+    self.register('type', int, whole)
+    self.register('type', float, number)
+
+  def add_switch(self, name: str, default: bool, text: str):
+    """Adds --NAME (also --NAME=True or False) and --noNAME."""
+    self.add_argument(
+      f'--{name}', nargs='?', const=True, default=default, type=_boolean,
+      metavar='BOOL', help=text,
+    )  # fmt: skip
+    self.add_argument(
+      f'--no{name}', dest=name, action='store_false', help=argparse.SUPPRESS,
+      default=argparse.SUPPRESS,
+    )  # fmt: skip
+
+  def add_config(self, text: str = 'config file of a training'):
+    """Adds --config=FILE.py:ARG and flags that set its keys.
+
+    The namespace has the path in `config_file`, and in `config` the config, None
+    if there is no such flag.
+    """
+    self.add_argument(
+      f'--{_CONFIG}', metavar='FILE[:ARG]',
+      help=f'{text}, with an argument for it after a colon; --config.KEY=VALUE '
+      'sets one of its keys',
+    )  # fmt: skip
+    self.set_defaults(config_file=None)
+
+  def parse_args(self, args, namespace=None):
+    given, args = _split(args) if self._has_config() else ([], args)
+    found, rest = self.parse_known_args(args, namespace)
+    if rest:
+      self._refuse(rest)
+    if self._has_config():
+      _load_config(found, given)
+    return found
+
+  def error(self, message):
+    raise ValueError(f'{message.removeprefix("argument ")} (see --help)')
+
+  def flags(self) -> list[str]:
+    """Returns the names of all flags, with their dashes."""
+    return list(self._option_string_actions)
+
+  def _has_config(self):
+    return f'--{_CONFIG}' in self.flags()
+
+  def _refuse(self, words):
+    """Raises ValueError for words that are no flags of the command."""
+    unknown = [word for word in words if word.startswith('-')]
+    if not unknown:
+      raise ValueError(f'unknown arguments {words}: flags begin with --')
+    flag, _, value = unknown[0].partition('=')
+    if flag.startswith('--jax_'):
+      raise ValueError(
+        f'there is no flag {flag}: the settings of JAX are variables of the '
+        f'environment, such as {flag[2:].upper()}={value or "VALUE"}'
+      )
+    first, dot, key = flag.lstrip('-').partition('.')
+    near = difflib.get_close_matches(f'--{first}', self.flags(), n=1)
+    if self._has_config() and not dot and first in _keys():
+      near = [f'--{_CONFIG}.{first}']
+    hint = f': did you mean {near[0]}{dot}{key}?' if near else ''
+    raise ValueError(f'there is no flag {flag}{hint} (see --help)')
+
+
+def _keys():
+  from vit_jax.configs import common
+
+  return common.get_config()
+
+
+def _split(words):
+  """Splits a command line into keys of the config, and all other words.
+
+  Returns:
+    Pairs of a dotted key and its value, see overrides.set_keys; other words.
+  """
+  words, given, rest = list(words), [], []
+  while words:
+    word = words.pop(0)
+    flag, equals, value = word.partition('=')
+    if flag.startswith(f'--no{_CONFIG}.') and not equals:
+      given.append((flag.removeprefix(f'--no{_CONFIG}.'), False))
+    elif flag.startswith(f'--{_CONFIG}.'):
+      if not equals and words and not words[0].startswith('--'):
+        value, equals = words.pop(0), '='
+      name = flag.removeprefix(f'--{_CONFIG}.')
+      given.append((name, value if equals else True))
+    else:
+      rest.append(word)
+  return given, rest
+
+
+def _load_config(found, given):
+  """Replaces the name of a config file by its config, with the keys set."""
+  if not found.config:
+    found.config = None
+    if given:
+      raise ValueError(
+        f'--config.{given[0][0]} sets a key of a config: give --config=FILE too'
+      )
+    return
+  # Imported late, so that --help and errors in other flags are fast.
+  from vit_jax.run import overrides
+
+  found.config, found.config_file = overrides.load(found.config)
+  overrides.set_keys(found.config, given)
+
+
+def require(args: argparse.Namespace, **examples: str):
+  """Raises ValueError unless flags are given.
+
+  Args:
+    args: what a parser has returned.
+    **examples: name of a flag -> word for its value, in the message.
+  """
+  for name, word in examples.items():
+    if not getattr(args, name):
+      raise ValueError(f'--{name}={word} is needed (see --help)')
+
+
+def add_model_flags(parser: argparse.ArgumentParser, required: bool = True):
+  """Adds the flags that name a model: --workdir or --weights, and --step.
+
+  Args:
+    parser: parser of a command.
+    required: whether the command needs a model.
+  """
+  given = parser.add_mutually_exclusive_group(required=required)
+  given.add_argument('--workdir', help='folder of the run')
+  given.add_argument(
+    '--weights', help='file or folder of weights, in place of a run'
+  )
+  parser.add_argument(
+    '--step', type=int, help='step of the checkpoint (the newest)'
+  )
+
+
+def check_model_flags(args: argparse.Namespace):
+  """Checks the values of the flags of `add_model_flags`.
+
+  Raises:
+    ValueError: if a step is given without a run.
+  """
+  if args.step is not None and not args.workdir:
+    raise ValueError(
+      f'--step={args.step} selects a checkpoint of a run: give --workdir=RUN, or '
+      'leave out --step'
+    )
+
+
+def check_output(name: str, path: str | os.PathLike | None):
+  """Checks that the folder of a file to write exists, and the file is no folder.
+
+  Args:
+    name: name of the flag, without its dashes.
+    path: value of the flag; None for no file.
+
+  Raises:
+    ValueError: if it does not.
+  """
+  if path and not epath.Path(path).parent.is_dir():
+    raise ValueError(
+      f"{name}='{path}' is in no folder that exists: make the folder, or give "
+      f'another path (--{name})'
+    )
+  if path and epath.Path(path).is_dir():
+    raise ValueError(
+      f"{name}='{path}' is a folder: give the path of a file (--{name})"
+    )

@@ -1,0 +1,61 @@
+"""Flags of commands that run on several hosts, and the start of such a run."""
+
+import argparse
+from collections.abc import Callable
+
+from vit_jax import cli
+from vit_jax.commands import flags
+
+_FLAGS = ('distributed', 'coordinator', 'num_processes', 'process_id')
+
+
+def add_flags(parser: flags.Parser):
+  """Adds the flags of a run of several processes."""
+  parser.add_switch(
+    'distributed',
+    True,
+    'find the other hosts of a TPU pod or a SLURM job (True); --nodistributed '
+    'runs on this host only',
+  )
+  parser.add_argument(
+    '--coordinator',
+    metavar='HOST:PORT',
+    help='address of process 0, for a run of several processes',
+  )
+  parser.add_argument(
+    '--num_processes',
+    type=int,
+    help='with --coordinator: number of processes',
+  )
+  parser.add_argument(
+    '--process_id',
+    type=int,
+    help='with --coordinator: number of this process, from 0',
+  )
+
+
+def run(args: argparse.Namespace, work: Callable[[], None]) -> int:
+  """Connects the processes, and works; returns the exit status.
+
+  Args:
+    args: has the flags of `add_flags`.
+    work: what each process does then. Its SIGTERM or Ctrl-C during a training
+      is no error: the status is 128 and the signal's number.
+  """
+  from vit_jax.scale import liveness
+  from vit_jax.scale import processes
+
+  try:
+    processes.connect(**{name: getattr(args, name) for name in _FLAGS})
+    cli.load_tensorflow()
+    from vit_jax import train
+
+    try:
+      work()
+    except train.Interrupted as e:
+      cli.say(str(e))
+      return 128 + e.signal
+  except Exception as e:
+    liveness.end_with(e)
+    raise
+  return 0

@@ -1,0 +1,89 @@
+r"""Plans a training run for TPUs without a TPU: memory, speed, cost.
+
+  pip install -e '.[plan]'
+  vit_jax plan --config=configs/pretrain.py:h14,imagenet21k \
+    --topology=v3:4x4 --config.mesh.fsdp=32 --config.mesh.data=1
+
+Compiles the update of `vit_jax train` with the TPU compiler, which runs on any
+x86 Linux machine. Reports the memory of a core, the FLOPs, the compiler's
+estimate of the time of a step, and the resulting duration of the whole run.
+Estimated times serve to compare programs; they are not measurements. They
+exclude the network, for which a lower bound is reported separately.
+
+--search tries meshes (parameters split over all devices, over some, or copied;
+heads split over two) and, for each mesh, more and more micro-batches until the
+run fits, and rematerialisation where it could be faster. It ignores what the
+config says of these, and prints the best plans and the flags that select them.
+Plans are cached in $VIT_JAX_CACHE (by default ~/.cache/vit_jax), by the
+compiled program.
+
+A topology is a TPU version (v2, v3, v4, v5e, v5p, v6e) and the number of chips
+along each axis, v3:4x4 or v4:2x2x4. A device is a core on v2 and v3, where a
+chip has two, and a chip on later versions. Compilation takes one to two minutes
+for v3 on two cores, and several for v5e and v6e.
+
+The data need not exist: the sizes of the paper's data sets are known, a folder
+is counted, and --num_examples and --num_classes give any other sizes.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from vit_jax import cli
+from vit_jax.commands import flags
+
+
+def make_parser() -> flags.Parser:
+  """Returns the parser of this command."""
+  parser = flags.Parser('plan', __doc__)
+  parser.add_config()
+  parser.add_argument(
+    '--topology',
+    default='v3:2x2',
+    help='TPU version and number of chips along each axis, such as v3:4x4 (v3:2x2)',
+  )
+  parser.add_switch(
+    'search',
+    False,
+    'try meshes, micro-batches and rematerialisation; see above',
+  )
+  parser.add_argument(
+    '--json',
+    metavar='FILE',
+    help='file for the plan: an object, or with --search a list of objects, the '
+    'best first; bytes and FLOPs are those of one device',
+  )
+  parser.add_argument(
+    '--num_examples',
+    type=int,
+    help='number of training examples, if the data set is unknown',
+  )
+  parser.add_argument(
+    '--num_classes',
+    type=int,
+    help='number of classes, if the data set is unknown',
+  )
+  return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+  """Parses and checks the flags; raises ValueError for wrong ones."""
+  args = make_parser().parse_args(argv)
+  flags.require(args, config='FILE')
+  for name in ('num_examples', 'num_classes'):
+    value = getattr(args, name)
+    if value is not None and value < 1:
+      raise ValueError(f'--{name}={value} must be a whole number of at least 1')
+  return args
+
+
+def main(argv: Sequence[str]) -> int:
+  """Plans the run of the command line; returns the exit status."""
+  args = parse(argv)
+  flags.check_output('json', args.json)
+  cli.quiet()
+  cli.avoid_libtpu()  # Its compiler is used, but no device of its.
+  from vit_jax import plan
+
+  plan.run(args)
+  return 0

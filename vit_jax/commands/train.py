@@ -1,0 +1,129 @@
+r"""Trains a Vision Transformer, or runs another program of a config file.
+
+Train on scikit-learn's handwritten digits (no download, minutes on a laptop):
+
+  vit_jax train --config=configs/digits.py --workdir=/tmp/digits
+
+on your own images, in /data/pets/train/<class>/* and /data/pets/test/<class>/*:
+
+  vit_jax train --config=configs/pretrain.py:ti16,/data/pets --workdir=/tmp/pets
+
+fine-tune published weights, on a TFDS data set or a folder:
+
+  vit_jax train --config=configs/vit.py:b16,cifar10 \
+    --config.pretrained=ViT-B_16.npz --workdir=/tmp/cifar10
+
+pre-train without labels, by masked patch prediction:
+
+  vit_jax train --config=configs/masked_patches.py:b16,/data/photos \
+    --workdir=/tmp/masked
+
+learn from images without labels too (Noisy Student):
+
+  vit_jax train --config=configs/noisy_student_digits.py \
+    --workdir=/tmp/noisy_student
+
+Stop a run at any time, with Ctrl-C or otherwise: the same command resumes it.
+Every key of a config can be set, for example --config.base_lr=0.01;
+configs/common.py describes the keys. config.task selects the objective, a task.
+Its options are listed in its file, for example vit_jax/tasks/classify.py, and
+set like --config.task_options.mixup=0.2. config.task can also name a module
+with a task of your own (vit_jax/tasks/base.py). configs/NAME.py is a file of
+yours, or else the one that is installed with the package.
+
+`python -m vit_jax.main` is the same command, by the name of the original.
+--evaluate does what `vit_jax evaluate` does.
+
+On several hosts: start the same command on each host. On TPU pods and under
+SLURM the hosts find each other; elsewhere add --coordinator=HOST:PORT
+--num_processes=N --process_id=I. The settings of JAX are variables of the
+environment, for example JAX_PLATFORMS=cpu.
+"""
+
+import argparse
+from collections.abc import Sequence
+import importlib
+
+from vit_jax import cli
+from vit_jax.commands import evaluate
+from vit_jax.commands import flags
+from vit_jax.commands import hosts
+
+# config.trainer -> 'module:function' of (config, workdir).
+TRAINERS = {
+  'train': 'vit_jax.train:train_and_evaluate',
+  'inference_time': 'vit_jax.inference_time:inference_time',
+  'noisy_student': 'vit_jax.self_training.noisy_student:noisy_student',
+  'study': 'vit_jax.jobs.study:study',
+  'transfer': 'vit_jax.jobs.transfer:transfer',
+  'vtab': 'vit_jax.jobs.vtab:vtab',
+}
+
+
+def make_parser() -> flags.Parser:
+  """Returns the parser of this command."""
+  parser = flags.Parser('train', __doc__)
+  parser.add_config('config file')
+  parser.add_argument(
+    '--workdir', help='folder for checkpoints, metrics and config; or gs://...'
+  )
+  evaluate.add_flags(parser, '--evaluate')
+  hosts.add_flags(parser)
+  return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+  """Parses and checks the flags; raises ValueError for wrong ones."""
+  args = make_parser().parse_args(argv)
+  flags.require(args, workdir='FOLDER')
+  if args.evaluate is None and args.config is None:
+    raise ValueError(
+      '--config=FILE is needed to train, --evaluate=SPLIT to evaluate a run (see '
+      '--help)'
+    )
+  if args.evaluate is None:
+    for name in ('dataset', 'real'):
+      if getattr(args, name) is not None:
+        raise ValueError(
+          f'--{name}={getattr(args, name)} is for evaluation: add '
+          '--evaluate=validation, or leave it out'
+        )
+  return args
+
+
+def main(argv: Sequence[str]) -> int:
+  """Trains as the command line says; returns the exit status."""
+  args = parse(argv)
+  if args.evaluate is not None:
+    return evaluate.run(args)
+  cli.quiet()
+  cli.avoid_libtpu()
+  config = args.config
+  trainer = config.get('trainer', 'train')
+  program = _program(trainer)
+  if trainer == 'train':
+    # Before anything that loads slowly.
+    from vit_jax.run import config as run_config
+
+    run_config.check_values(config)
+
+  def work():
+    cli.say(f'Config: {args.config_file}')
+    module, function = program
+    getattr(importlib.import_module(module), function)(config, args.workdir)
+
+  return hosts.run(args, work)
+
+
+def _program(trainer: str) -> list[str]:
+  """Returns the module and the function (config, workdir) of a program.
+
+  Raises:
+    ValueError: if `config.trainer` is no key of TRAINERS.
+  """
+  if trainer not in TRAINERS:
+    raise ValueError(
+      f"trainer='{trainer}' is unknown: use one of {', '.join(TRAINERS)} "
+      '(config.trainer)'
+    )
+  return TRAINERS[trainer].split(':')

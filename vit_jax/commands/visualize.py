@@ -1,0 +1,113 @@
+r"""Draws the paper's figures for a run or a file of weights.
+
+  vit_jax visualize --workdir=/tmp/digits --out=/tmp/figures
+  vit_jax visualize --workdir=/tmp/run --images a.jpg b.png --out=DIR
+  vit_jax visualize --weights=ViT-B_16.npz --images a.jpg --out=DIR
+  vit_jax visualize --workdir=/tmp/run --out=DIR \
+    --figures filters attention_rollout
+  vit_jax visualize --workdir=/tmp/detr --images street.jpg --out=DIR \
+    --figures encoder_attention query_attention --points 0.3,0.5 0.7,0.4
+  vit_jax visualize --inductive_bias --out=DIR
+
+Each command writes one PNG per figure, and index.html, which contains all of
+them and opens without a network. It leaves out figures that the model cannot
+have, and says why. Without --images it draws the first images of the run's test
+split. Needs matplotlib: pip install -e '.[plots]'.
+
+The figures: attention_rollout, attention_maps, attention_distance, filters,
+position_similarity, reconstructions (of masked patches), learning_curves,
+confusion and mistakes (of a classifier, on the run's test split or --split); of
+a detector encoder_attention (of the centres of its boxes, or --points),
+query_attention, and query_boxes (on the whole split).
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from vit_jax import cli
+from vit_jax.commands import flags
+
+
+def make_parser() -> flags.Parser:
+  """Returns the parser of this command."""
+  parser = flags.Parser('visualize', __doc__)
+  flags.add_model_flags(parser, required=False)
+  parser.add_argument(
+    '--images',
+    nargs='+',
+    help='image files of any size (the first of the split)',
+  )
+  parser.add_argument(
+    '--split', help="split of the run's data set (the run's test split)"
+  )
+  parser.add_argument(
+    '--num_images',
+    type=int,
+    default=8,
+    help='number of images to take from the split (8)',
+  )
+  parser.add_argument(
+    '--figures', nargs='+', metavar='NAME', help='figures to draw (all)'
+  )
+  parser.add_argument(
+    '--points',
+    nargs='+',
+    type=_point,
+    metavar='X,Y',
+    help='points for encoder_attention, as shares of width and height (boxes)',
+  )
+  parser.add_argument(
+    '--inductive_bias',
+    action='store_true',
+    help='draws how shifts and permuted patches change untrained models',
+  )
+  parser.add_argument(
+    '--out', required=True, help='new or empty folder for the figures'
+  )
+  return parser
+
+
+def _point(text: str) -> tuple[float, float]:
+  """Parses a point such as '0.3,0.5'."""
+  try:
+    x, y = map(float, text.split(','))
+  except ValueError as e:
+    raise argparse.ArgumentTypeError(
+      f"'{text}' is no point: give x,y as shares of width and height, such as "
+      '0.3,0.5'
+    ) from e
+  return x, y
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+  """Parses and checks the flags; raises ValueError for wrong ones."""
+  args = make_parser().parse_args(argv)
+  flags.check_model_flags(args)
+  if not (args.workdir or args.weights or args.inductive_bias):
+    raise ValueError(
+      'there is nothing to draw: give --workdir=RUN, --weights=FILE or '
+      '--inductive_bias'
+    )
+  if args.figures and not (args.workdir or args.weights):
+    raise ValueError(
+      f'--figures={" ".join(args.figures)} needs a model: give --workdir=RUN or '
+      '--weights=FILE'
+    )
+  if args.split is not None and not args.workdir:
+    raise ValueError(
+      f'--split={args.split} needs a run: give --workdir=RUN, or leave out --split'
+    )
+  if args.num_images < 1:
+    raise ValueError(f'--num_images={args.num_images} must be 1 or more')
+  return args
+
+
+def main(argv: Sequence[str]) -> int:
+  """Draws the figures of the command line, and writes them to a folder."""
+  args = parse(argv)
+  cli.quiet()
+  cli.avoid_libtpu()
+  from vit_jax import visualize
+
+  visualize.run(args)
+  return 0

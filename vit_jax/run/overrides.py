@@ -1,0 +1,340 @@
+"""Reads config files, and sets their keys by flags of the command line.
+
+  --config=FILE.py:ARG            the config of get_config(ARG) in FILE.py
+  --config.a.b=VALUE              sets a key; also --config.a.b VALUE
+  --config.flag, --noconfig.flag  set a key to True and False
+
+VALUE is a literal of Python, or text without quotes: whichever of the two the
+key's rule accepts (vit_jax/run/keys.py). A key without a rule keeps the type of
+its value in the config file; any key without a rule can be None. Keys of
+configs/common.py, and options of the model and of the task, can be set although
+the config file lacks them.
+"""
+
+import ast
+from collections.abc import Iterable
+from collections.abc import Mapping
+import difflib
+import importlib.machinery
+import importlib.util
+import inspect
+import os
+import pathlib
+import sys
+import traceback
+from typing import Any
+
+import ml_collections
+
+from vit_jax.configs import common
+from vit_jax.configs import models as model_configs
+from vit_jax.configs import rules
+from vit_jax.run import keys
+
+_MODULE = 'vit_jax_config_file'  # Name of a config file's module.
+_BOOLEANS = {'true': True, '1': True, 'false': False, '0': False}
+_UNITS = {'steps': 'epochs', 'epochs': 'steps'}  # Of the length of a run.
+
+# --- Config files ---
+
+
+def find(path: str) -> str:
+  """Returns the path of a config file, of the user's or an installed one.
+
+  A file of the user comes first. Without one, NAME.py (also NAME),
+  configs/NAME.py and .../vit_jax/configs/NAME.py, where the original has its
+  configs, mean a config that is installed with the package.
+
+  Args:
+    path: path of a config file, without an argument.
+
+  Raises:
+    FileNotFoundError: names the nearest installed config.
+  """
+  if os.path.isfile(path):
+    return path
+  *folders, name = pathlib.PurePath(path).parts or ('',)
+  name = name.removesuffix('.py')
+  installed = {
+    file.stem: str(file)
+    for folder in importlib.import_module('vit_jax.configs').__path__
+    for file in sorted(pathlib.Path(folder).glob('[!_]*.py'))
+  }
+  ours = folders in ([], ['configs']) or folders[-2:] == ['vit_jax', 'configs']
+  if ours and name in installed:
+    return installed[name]
+  near = difflib.get_close_matches(name, installed, n=1)
+  hint = (
+    f'did you mean the installed configs/{near[0]}.py?'
+    if near
+    else f'the package has {", ".join(f"{known}.py" for known in installed)}'
+  )
+  raise FileNotFoundError(f"config='{path}' is no file: {hint} (--config)")
+
+
+def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
+  """Returns the config of a config file, locked, and the path of the file.
+
+  Args:
+    text: FILE.py, or FILE.py:ARG with an argument for its get_config; see
+      `find`.
+
+  Raises:
+    FileNotFoundError: if there is no such file.
+    ValueError: if the file has an error, or the argument is wrong.
+  """
+  path, colon, argument = text.partition(':')
+  path = find(path)
+  loader = importlib.machinery.SourceFileLoader(_MODULE, path)
+  module = importlib.util.module_from_spec(
+    importlib.util.spec_from_loader(_MODULE, loader)
+  )
+  # Dataclasses look up the module of their class there.
+  sys.modules[_MODULE] = module
+  given = [argument] if colon else []
+  try:
+    loader.exec_module(module)
+    if not hasattr(module, 'get_config'):
+      raise ValueError('the file has no function get_config')
+    _check_argument(module.get_config, given)
+    config = module.get_config(*given)
+    if not isinstance(config, Mapping | ml_collections.ConfigDict):
+      raise ValueError(
+        f'get_config returns {type(config).__name__}, not a ConfigDict'
+      )
+  except (ValueError, OSError) as e:
+    raise ValueError(f'{e} (--config={text})') from e
+  except Exception as e:
+    raise ValueError(
+      f"config='{path}' cannot be read: {type(e).__name__} in line "
+      f'{_line(e, path)}: {e} (--config)'
+    ) from e
+  if type(config) is not ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict(config)
+  return config.lock(), path
+
+
+def _line(error, path):
+  """Returns the number of the line of a file that raised an error."""
+  if isinstance(error, SyntaxError):
+    return error.lineno
+  frames = traceback.extract_tb(error.__traceback__)
+  return [frame.lineno for frame in frames if frame.filename == path][-1]
+
+
+def _check_argument(get_config, given):
+  """Raises ValueError unless get_config takes the argument that is given."""
+  try:
+    inspect.signature(get_config).bind(*given)
+  except TypeError as e:
+    raise ValueError(
+      'get_config of the file takes no argument: leave out what follows the colon'
+      if given
+      else 'get_config of the file needs an argument: give FILE.py:ARGUMENT'
+    ) from e
+
+
+# --- Keys ---
+
+
+def set_keys(
+  config: ml_collections.ConfigDict, given: Iterable[tuple[str, str | bool]]
+):
+  """Sets keys of a config, in place, by the words of a command line.
+
+  A length in steps takes the place of one in epochs, and the other way round.
+
+  Args:
+    config: config of a config file.
+    given: pairs of a dotted key and its value as text; True for a key that is
+      named without a value, False for one that is negated. Of equal keys the last
+      one counts.
+
+  Raises:
+    ValueError: names the key, its value and the valid values.
+  """
+  given = dict(given)
+  known = known_keys(config)
+  for name, text in given.items():
+    _set(config, name, text, known)
+  for name, text in given.items():
+    start, _, unit = name.rpartition('_')
+    other = f'{start}_{_UNITS.get(unit)}'
+    if (
+      start.rpartition('.')[2] in ('total', 'warmup')
+      and other in known
+      and other not in given
+      and text != 'None'
+    ):
+      _assign(config, other, None)
+
+
+def known_keys(config, nested: bool = False) -> dict[str, rules.Rule]:
+  """Returns the rules of all keys that can be set, by dotted key.
+
+  Args:
+    config: config of a run, or of a program whose groups are configs of runs.
+    nested: whether the config is a group of another one.
+  """
+  found = _rules_of_types(config)
+  for key, value in config.items():
+    if isinstance(value, ml_collections.ConfigDict):
+      found |= _prefixed(key, known_keys(value, nested=True))
+  if _is_run(config):
+    found |= {
+      name: rule
+      for name, rule in _rules_of_run(config).items()
+      # Of one run of several, splits can contain '{seed}'.
+      if not (nested and rule is rules.split)
+    }
+  return found
+
+
+def _is_run(config):
+  return 'pp' in config or 'model' in config
+
+
+def _prefixed(group, found):
+  return {f'{group}.{name}': rule for name, rule in found.items()}
+
+
+def _rules_of_run(config):
+  """Returns the rules of the keys of a run, by dotted key."""
+  found = {**_rules_of_types(common.get_config()), **keys.KEYS}
+  # Other programs than 'train' have names too, and the original's configs have
+  # 0 and None for 1.
+  found['trainer'] = rules.text
+  found['accum_steps'] = rules.optional(rules.whole(0))
+  model = config.get('model')
+  if isinstance(model, ml_collections.ConfigDict):
+    options = _rules_of_types(model_configs.with_options(model))
+    if model.get('kind') not in keys.MODELS:
+      options = dict.fromkeys(model_configs.ALL_OPTIONS, rules.no_nan) | options
+    table = keys.MODELS.get(model.get('kind'), {})
+    options = {name: table.get(name, options[name]) for name in options}
+    found |= _prefixed('model', options)
+  return found
+
+
+def _rules_of_types(group):
+  """Returns rules by the types of the values in a group, by dotted key."""
+  found = {}
+  for key, value in group.items():
+    if isinstance(value, ml_collections.ConfigDict):
+      found |= _prefixed(key, _rules_of_types(value))
+    else:  # A value of the type, or None.
+      rule = _OF_TYPES.get(group.get_type(key), rules.no_nan)
+      found[key] = rules.optional(rule)
+  return found
+
+
+def _text(value):
+  return None if isinstance(value, str) else 'must be a text'
+
+
+def _integer(value):
+  fits = isinstance(value, int) and not isinstance(value, bool)
+  return None if fits else 'must be a whole number'
+
+
+_OF_TYPES = {
+  bool: rules.flag,
+  int: _integer,
+  float: rules.finite,
+  str: _text,
+  tuple: rules.sequence,
+  list: rules.sequence,
+}
+
+
+def _set(config, name, text, known):
+  """Sets a key to the first reading of a text that its rule accepts."""
+  if _is_task_option(config, name):
+    _assign(config, name, str(text))  # The task reads it, by its own rules.
+    return
+  if name not in known:
+    _raise_unknown(name, known)
+  rule = known[name]
+  if isinstance(text, bool):
+    if rule(text):
+      raise ValueError(
+        f'--config.{name} needs a value: give --config.{name}=VALUE'
+      )
+    _assign(config, name, text)
+    return
+  readings = list(_readings(text))
+  for value in readings:
+    if not rule(value):
+      _assign(config, name, value)
+      return
+  rules.check(name, readings[0], rule)
+
+
+def _is_task_option(config, name) -> bool:
+  """Returns whether a dotted key is an option of the task of a run."""
+  *groups, holder, _ = ('', *name.split('.'))
+  for group in groups[1:]:
+    config = config.get(group) if hasattr(config, 'get') else None
+  return holder == 'task_options' and config is not None and _is_run(config)
+
+
+def _readings(text: str) -> Iterable[Any]:
+  """Yields the values that a text may mean, the likeliest first."""
+  value = literal(text)
+  yield value
+  if text.lower() in _BOOLEANS:
+    yield _BOOLEANS[text.lower()]
+  # Several values, or one, without parentheses.
+  if isinstance(value, str) and not set(value) & set('()[]{}\'"'):
+    yield tuple(literal(word.strip()) for word in value.split(','))
+  yield (value,)
+  yield text
+
+
+def literal(text: str) -> Any:
+  """Returns the value of a literal of Python; of other texts, the text."""
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError, MemoryError, RecursionError):
+    return float(text) if text.lower() in ('nan', 'inf', '-inf') else text
+
+
+def _assign(config, name, value):
+  """Sets a key, which the config or its group may lack."""
+  *groups, key = name.split('.')
+  for group in groups:
+    if config.get(group) is None:
+      with config.unlocked(), config.ignore_type():
+        config[group] = ml_collections.ConfigDict()
+    config = config[group]
+  kind = config.get_type(key) if key in config else None
+  if kind is float and isinstance(value, int):
+    value = float(value)
+  if kind is tuple and isinstance(value, list):
+    value = tuple(value)
+  with config.unlocked(), config.ignore_type():
+    config[key] = value
+
+
+def _raise_unknown(name, known):
+  """Raises ValueError for a key that the config has not, with the nearest."""
+  inside = [other for other in known if other.startswith(f'{name}.')]
+  if inside:
+    raise ValueError(
+      f'config.{name} is a group of keys: set one of them, such as '
+      f'--config.{inside[0]}'
+    )
+  last = name.rpartition('.')[2]
+  near = [other for other in known if other.endswith(f'.{name}')]
+  near += difflib.get_close_matches(name, known, n=1)
+  by_last = {other.rpartition('.')[2]: other for other in reversed(known)}
+  close = difflib.get_close_matches(last, by_last, n=1)
+  near += [by_last[other] for other in close]
+  # Keys that contain it, such as base_lr for lr.
+  near += [other for other in known if len(last) > 1 and last in other]
+  hint = f"did you mean '{near[0]}'? " if near else ''
+  raise ValueError(
+    f"config has no key '{name}': {hint}The keys of a config are in "
+    'configs/common.py, those of config.model in configs/models.py, those of '
+    'config.task_options in the file of the task'
+  )
