@@ -97,13 +97,13 @@ class VitBackbone(models_vit.VisionTransformer):
     grid = x.shape[1:3]
     tokens = grid[0] * grid[1]
     if mask is not None:
-      mask = shrink_mask(mask, grid).reshape(len(x), 1, 1, tokens)
+      mask = shrink_mask(mask, grid).reshape(-1, 1, 1, tokens)
       first = int(self.has_class_token)
       mask = jnp.pad(
         mask, ((0, 0), (0, 0), (0, 0), (first, 0)), constant_values=True
       )
     x = self.encode(x, train=train, mask=mask)[:, -tokens:]
-    return x.reshape(len(x), *grid, -1)
+    return x.reshape(x.shape[0], *grid, -1)
 
 
 def check_vit(fields):
@@ -305,10 +305,10 @@ class Detr(nn.Module):
     projected = nn.Conv(self.hidden_size, (1, 1), name='input_proj', **types)(
       features
     )
-    flat = (len(mask), -1, self.hidden_size)
+    flat = (mask.shape[0], -1, self.hidden_size)
     x = projected.reshape(flat)
     positions = positions.reshape(flat).astype(x.dtype)
-    seen = mask.reshape(len(x), 1, 1, -1)
+    seen = mask.reshape(mask.shape[0], 1, 1, -1)
     layers = self._layers(
       detection.EncoderLayer, self.num_encoder_layers, 'encoder_layer'
     )
@@ -325,7 +325,7 @@ class Detr(nn.Module):
       (self.num_queries, self.hidden_size),
       types['param_dtype'],
     ).astype(types['dtype'])
-    queries = jnp.broadcast_to(queries, (len(memory), *queries.shape))
+    queries = jnp.broadcast_to(queries, (memory.shape[0], *queries.shape))
     queries = sharding.constrain_batch(queries)
     norm = nn.LayerNorm(1e-5, name='decoder_norm', **types)
     x, states = jnp.zeros_like(queries), []

@@ -277,7 +277,7 @@ class VisionTransformer(patches_lib.ImageModel):
         f'grid, width], got {tokens.shape}'
       )
     x = tokens.astype(self._types()['dtype'])
-    x = x.reshape(len(x), -1, x.shape[-1])  # [B, h*w, D]
+    x = x.reshape(x.shape[0], -1, x.shape[-1])  # [B, h*w, D]
     if self.has_class_token:
       cls = jnp.broadcast_to(self.cls, (x.shape[0], 1, x.shape[-1]))
       x = jnp.concatenate([cls.astype(x.dtype), x], axis=1)  # [B, N, D]

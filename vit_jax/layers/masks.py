@@ -251,7 +251,8 @@ class MaskHead(nn.Module):
     shared, kernel = FirstConvolution(name='conv_0', **types)(
       features.projected, self.num_heads
     )
-    queries, part = maps.shape[1], self.at_a_time
+    images, queries = maps.shape[:2]
+    part = self.at_a_time
     kwargs = dict(hidden_size=self.hidden_size, name='convolutions', **types)
     if not part or queries <= part:
       return Convolutions(**kwargs)(None, maps, shared, kernel, stages)[1]
@@ -259,7 +260,7 @@ class MaskHead(nn.Module):
     missing = [(0, 0)] * maps.ndim
     missing[1] = (0, parts * part - queries)
     maps = jnp.pad(maps, missing)
-    maps = maps.reshape(len(maps), parts, part, *maps.shape[2:])
+    maps = maps.reshape(images, parts, part, *maps.shape[2:])
     scanned = nn.scan(
       nn.remat(Convolutions, prevent_cse=False),
       variable_broadcast='params',
@@ -268,4 +269,4 @@ class MaskHead(nn.Module):
       out_axes=1,
     )
     masks = scanned(**kwargs)(None, maps, shared, kernel, stages)[1]
-    return masks.reshape(len(masks), -1, *masks.shape[3:])[:, :queries]
+    return masks.reshape(images, -1, *masks.shape[3:])[:, :queries]

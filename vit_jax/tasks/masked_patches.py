@@ -62,7 +62,7 @@ class MaskedViT(models_vit.VisionTransformer):
       float32 [B, N, num_classes].
     """
     grid = self.embed(images, flat=False)  # [B, h, w, D]
-    tokens = grid.reshape(len(grid), -1, grid.shape[-1])  # [B, N, D]
+    tokens = grid.reshape(grid.shape[0], -1, grid.shape[-1])  # [B, N, D]
     swapped = jnp.take_along_axis(tokens, other[..., None], axis=1)
     fate = fate[..., None]
     tokens = jnp.where(fate == SWAPPED, swapped, tokens)
