@@ -213,6 +213,28 @@ def size(count: float | None) -> str:
   return f'{count / 2**30:.2f} GiB'
 
 
+def machine_memory() -> int:
+  """Returns the bytes of memory of this machine."""
+  return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+
+
+def pixels(text: str) -> int | tuple[int, int]:
+  """Parses a flag's SIDE, or HEIGHT,WIDTH (also HEIGHTxWIDTH)."""
+  parts = text.replace('x', ',').split(',')
+  if len(parts) > 2 or not all(re.fullmatch('0*[1-9][0-9]*', p) for p in parts):
+    raise argparse.ArgumentTypeError(
+      f"'{text}' is no size in pixels: give SIDE or HEIGHT,WIDTH, such as 384 or "
+      '384,512'
+    )
+  return int(parts[0]) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
+
+
+def height_width(text: str) -> tuple[int, int]:
+  """Parses the same as `pixels`; SIDE is a square."""
+  size = pixels(text)
+  return (size, size) if isinstance(size, int) else size
+
+
 def duration(seconds: float) -> str:
   """Formats seconds for people: '48s', '3m 05s', '2h 07m', '3d 04h'."""
   seconds = round(seconds)

@@ -39,7 +39,6 @@ import json
 import pathlib
 
 from vit_jax import cli
-from vit_jax import convert
 from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import rules
@@ -139,7 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
   )
   parser.add_argument(
     '--image_size',
-    type=convert.pixels,
+    type=cli.height_width,
     help='SIZE or HEIGHT,WIDTH in pixels (224)',
   )
   parser.add_argument(

@@ -305,12 +305,6 @@ def _with_plain_positions(model, to):
   ]
 
 
-def pixels(text: str) -> tuple[int, int]:
-  """Parses SIZE or HEIGHT,WIDTH."""
-  numbers = [int(number) for number in text.replace('x', ',').split(',')]
-  return (numbers[0], numbers[-1])
-
-
 def _names(path: str) -> list[str]:
   """Reads class names from a JSON list, or from a file with one per line."""
   file = epath.Path(path)
@@ -347,7 +341,7 @@ def make_parser() -> argparse.ArgumentParser:
   )
   parser.add_argument(
     '--image_size',
-    type=pixels,
+    type=cli.height_width,
     help='SIZE or HEIGHT,WIDTH in pixels, if SRC does not tell it',
   )
   parser.add_argument(

@@ -130,12 +130,6 @@ def _mesh(config):
     return sharding.make_mesh({'data': 1}, devices[:1])
 
 
-def pixels(text: str) -> int | tuple[int, ...]:
-  """Parses SIDE or HEIGHT,WIDTH."""
-  numbers = tuple(int(number) for number in text.replace('x', ',').split(','))
-  return numbers if len(numbers) > 1 else numbers[0]
-
-
 def make_parser() -> argparse.ArgumentParser:
   """Returns the parser of this command."""
   parser = cli.parser('vit_jax.predict', __doc__)
@@ -156,7 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
   )
   parser.add_argument(
     '--image_size',
-    type=pixels,
+    type=cli.pixels,
     metavar='SIDE or HEIGHT,WIDTH',
     help='detectors: pixels of the shorter side, or height and width, of the '
     'images that the network sees (as in the evaluation of the run)',
