@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from vit_jax import models_vit
 from vit_jax.layers import detection
+from vit_jax.layers import dtypes
 from vit_jax.layers import masks
 from vit_jax.layers import resnet
 from vit_jax.scale import sharding
@@ -68,7 +69,7 @@ class BoxHead(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps [..., D] to boxes [..., 4] in [0, 1]: centre x, y, width, height."""
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    types = dtypes.of(self)
     x = nn.relu(nn.Dense(self.hidden_size, **types)(x))
     x = nn.relu(nn.Dense(self.hidden_size, **types)(x))
     x = nn.Dense(4, dtype=jnp.float32, param_dtype=self.param_dtype)(x)
@@ -179,7 +180,7 @@ class Detr(nn.Module):
         self.hidden_size,
         self.num_heads,
         self.masks_at_a_time,
-        **self._types(),
+        **dtypes.of(self),
       )
 
   @nn.compact
@@ -201,7 +202,7 @@ class Detr(nn.Module):
       the logits of the last layer's masks, float32 [B, Q, H / 4, W / 4]; or, if
       not `draw`, `features`, of which `draw_masks` computes some of them.
     """
-    types = self._types()
+    types = dtypes.of(self)
     stages = self._stages(images.astype(types['dtype']), mask, train)
     if mask is None:
       mask = jnp.ones(images.shape[:3], bool)
@@ -244,15 +245,9 @@ class Detr(nn.Module):
     )  # [B, N, D]
     return self.segmentation(features._replace(queries=chosen))
 
-  def _types(self):
-    """Returns the types of computation and parameters, by argument name."""
-    return dict(
-      dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
-    )
-
   def _stages(self, images, mask, train):
     """Returns the feature maps of the backbone; the last is [B, h, w, F]."""
-    types = self._types()
+    types = dtypes.of(self)
     if self.backbone == 'vit':
       if self.mask_head:
         raise ValueError(
@@ -287,7 +282,7 @@ class Detr(nn.Module):
         dropout_rate=self.dropout_rate,
         attention_dropout_rate=self.attention_dropout_rate,
         name=f'{name}_{i}',
-        **self._types(),
+        **dtypes.of(self),
       )
       for i in range(count)
     ]
@@ -299,7 +294,7 @@ class Detr(nn.Module):
       The map with D channels [B, h, w, D]; memory [B, S, D], positions [B, S,
       D], and mask [B, 1, 1, S].
     """
-    types = self._types()
+    types = dtypes.of(self)
     mask = shrink_mask(mask, features.shape[1:3])  # [B, h, w]
     positions = detection.sine_positions(mask, self.hidden_size)
     projected = nn.Conv(self.hidden_size, (1, 1), name='input_proj', **types)(
@@ -318,7 +313,7 @@ class Detr(nn.Module):
 
   def _decode(self, memory, positions, seen, train):
     """Returns the normalised state after each layer, [L, B, Q, D]."""
-    types = self._types()
+    types = dtypes.of(self)
     queries = self.param(
       'query_embedding',
       nn.initializers.normal(1.0),

@@ -33,6 +33,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.layers import attention_kernels
+from vit_jax.layers import dtypes
 
 IMPLEMENTATIONS = attention_kernels.IMPLEMENTATIONS
 average = attention_kernels.average
@@ -171,8 +172,7 @@ class MultiHeadDotProductAttention(nn.Module):
     dense = functools.partial(
       nn.DenseGeneral,
       kernel_init=nn.initializers.xavier_uniform(),
-      dtype=self.dtype,
-      param_dtype=self.param_dtype,
+      **dtypes.of(self),
     )
     heads = functools.partial(dense, features=(self.num_heads, head_dim))
     kv = x if kv is None else kv

@@ -20,6 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.layers import dtypes
 from vit_jax.scale import sharding
 
 # Greatest number of groups of a group norm.
@@ -100,8 +101,7 @@ class Attention(nn.Module):
       nn.DenseGeneral,
       (self.num_heads, width),
       kernel_init=nn.initializers.xavier_uniform(),
-      dtype=self.dtype,
-      param_dtype=self.param_dtype,
+      **dtypes.of(self),
     )
     query = dense(name='query')(queries) * width**-0.5
     return attention_maps(query, dense(name='key')(memory), mask)
@@ -183,7 +183,7 @@ class Convolutions(nn.Module):
       (None, logits): float32 [B, Q, H, W] of the size of the last of `stages`.
     """
     images, queries = maps.shape[:2]
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    types = dtypes.of(self)
     conv = functools.partial(
       nn.Conv, kernel_size=(3, 3), kernel_init=_CONV_INIT, **types
     )
@@ -234,7 +234,7 @@ class MaskHead(nn.Module):
     Returns:
       float32 [B, Q, H, W], logits; H x W is the size of the largest stage.
     """
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    types = dtypes.of(self)
     maps = Attention(self.num_heads, name='attention', **types)(
       features.queries, features.memory, features.mask
     )  # [B, Q, h, w, K]
