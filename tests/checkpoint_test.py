@@ -130,6 +130,8 @@ def test_position_embeddings_are_resized_as_scipy_does(
   want = ndimage.zoom(table, zoom, order=1).reshape(1, -1, 5)
   np.testing.assert_array_equal(got[:, :extra], posemb[:, :extra])
   np.testing.assert_allclose(got[:, extra:], want, atol=1e-6)
+  # Both compute in double precision; few values are rounded differently.
+  assert np.mean(got[:, extra:] == want) > 0.95
 
 
 def test_a_grid_that_the_tokens_do_not_allow_is_named():

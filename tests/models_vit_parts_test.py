@@ -120,6 +120,78 @@ def test_a_subclass_replaces_tokens_and_adds_parameters(dtype):
   assert np.abs(gradient).max() > 1e-3
 
 
+class Dropping(models.VisionTransformer):
+  """Encodes only some of the tokens, the first of which is the class token."""
+
+  def __call__(self, images, kept, *, train):
+    tokens = self.embed(images, flat=not self.needs_grid)
+    tokens = self.add_positions(tokens, train=train)  # [B, N, D]
+    tokens = jnp.take_along_axis(tokens, kept[..., None], axis=1)
+    return self.encode(tokens, train=train, positioned=True)
+
+
+def dropping(plain):
+  fields = ('num_classes', 'patches', 'transformer', 'hidden_size')
+  return Dropping(**{name: getattr(plain, name) for name in fields})
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {},
+    {'position_embedding': 'sincos2d'},
+    {'position_grid': (3, 3)},
+    {'add_position_embedding': False, 'scan': True},
+  ],
+)
+def test_tokens_are_dropped_after_their_positions_were_added(fields):
+  """Tokens that are dropped equal tokens to which no other one attends."""
+  plain = tiny_models.tiny(
+    transformer={**tiny_models.tiny().transformer, **fields}
+  )
+  x = tiny_models.images()
+  kept = jnp.array([[0, 2, 3], [0, 4, 1]])  # Of five tokens, by image.
+  model = dropping(plain)
+  drawn = jax.jit(lambda key: model.init(key, x, kept, train=False))
+  params = drawn(jax.random.key(0))['params']
+  want = dict(tiny_models.init(plain, x))
+  del want['head']  # No classifier follows.
+  jax.tree.map(np.testing.assert_array_equal, params, want)
+  params = tiny_models.randomised(plain, x)
+  visible = (kept[:, None] == jnp.arange(5)[:, None]).any(axis=-1)  # [2, 5]
+
+  @jax.jit
+  def both(params):
+    bound = plain.bind({'params': params})
+    tokens = bound.embed(x, flat=not bound.needs_grid)
+    masked = bound.encode(tokens, train=False, mask=visible[:, None, None])
+    positioned = bound.add_positions(tokens, train=False)
+    return (
+      jnp.take_along_axis(masked, kept[..., None], axis=1),
+      model.apply({'params': params}, x, kept, train=False),
+      bound.encode(tokens, train=False),
+      bound.encode(positioned, train=False, positioned=True),
+    )
+
+  masked, few, whole, again = both(params)
+  assert few.shape == (2, 3, 16)
+  np.testing.assert_allclose(few, masked, atol=1e-5)
+  np.testing.assert_allclose(again, whole, atol=1e-6)
+  assert np.abs(few[:, 0] - whole[:, 0]).max() > 1e-3
+
+
+def test_no_token_is_dropped_where_later_layers_add_positions():
+  transformer = dict(tiny_models.tiny().transformer)
+  model = dropping(
+    tiny_models.tiny(transformer={**transformer, 'position_layers': 'shared'})
+  )
+  kept = jnp.array([[0, 2, 3], [0, 4, 1]])
+  with pytest.raises(
+    ValueError, match="position_layers='shared' adds .*'stem'"
+  ):
+    model.init(jax.random.key(0), tiny_models.images(), kept, train=False)
+
+
 def test_encode_takes_a_mask():
   model = tiny_models.tiny()
   x = tiny_models.images()
@@ -172,3 +244,8 @@ def test_an_encoder_of_ones_own():
   got = model.apply({'params': params}, x, train=False)
   cls = jnp.broadcast_to(params['cls'][:, 0], (2, 16))
   np.testing.assert_array_equal(got, 0.5 * cls.astype(jnp.bfloat16))
+  with pytest.raises(ValueError, match='Halves adds .* argument `parts`'):
+    model.apply(
+      {'params': params}, jnp.zeros((2, 4, 16)), train=False,
+      method='add_positions',
+    )  # fmt: skip

@@ -195,6 +195,11 @@ def size(count: float | None) -> str:
   return f'{count / 2**30:.2f} GiB'
 
 
+def machine_memory() -> int:
+  """Returns the bytes of memory of this machine."""
+  return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+
+
 def duration(seconds: float) -> str:
   """Formats seconds for people: '48s', '3m 05s', '2h 07m', '3d 04h'."""
   seconds = round(seconds)

@@ -68,7 +68,7 @@ def inference_time(
 
   seconds = []
   with jax.set_mesh(mesh):
-    params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+    params = jax.device_put(params, sharding.replicated(mesh))
     images = jnp.ones(
       (config.batch, *size), device=sharding.batch_sharding(mesh)
     )

@@ -11,14 +11,16 @@ Shapes in the comments:
 """
 
 from collections.abc import Sequence
-import functools
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax import models_resnet
+from vit_jax.layers import dtypes
+from vit_jax.layers import loop
 from vit_jax.layers import patches
+from vit_jax.layers import resnet
 from vit_jax.scale import sharding
 
 # By name (config.model.eps): the constants of the published models, and those
@@ -62,22 +64,29 @@ class ResidualUnit(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-    conv = functools.partial(
-      models_resnet.StdConv, use_bias=False, eps=self.eps, **types
+    types = dtypes.of(self)
+
+    def conv(features, size, strides, name):
+      return models_resnet.StdConv(
+        features,
+        (size, size),
+        strides,
+        padding=size // 2,
+        use_bias=False,
+        eps=self.eps,
+        name=name,
+        **types,
+      )
+
+    x = resnet.bottleneck(
+      x,
+      self.features,
+      self.strides,
+      conv,
+      lambda name: _group_norm(self.eps, types, f'gn{name}'),
+      norms_first=True,
     )
-    norm = functools.partial(_group_norm, self.eps, types)
-    out = 4 * self.features
-    residual = x
-    x = nn.relu(norm('gn1')(x))
-    if x.shape[-1] != out or tuple(self.strides) != (1, 1):
-      residual = conv(out, (1, 1), self.strides, name='conv_proj')(x)
-    x = conv(self.features, (1, 1), name='conv1')(x)
-    x = nn.relu(norm('gn2')(x))
-    x = conv(self.features, (3, 3), self.strides, padding=1, name='conv2')(x)
-    x = nn.relu(norm('gn3')(x))
-    x = conv(out, (1, 1), name='conv3')(x)
-    return sharding.constrain_batch(residual + x)
+    return sharding.constrain_batch(x)
 
 
 class ResNetStage(nn.Module):
@@ -104,14 +113,13 @@ class ResNetStage(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
-    unit = nn.remat(ResidualUnit) if self.remat else ResidualUnit
+    unit = loop.recomputed(ResidualUnit, self.remat)
     for i in range(self.num_units):
       x = unit(
         self.features,
         strides=self.first_strides if i == 0 else (1, 1),
         eps=self.eps,
-        dtype=self.dtype,
-        param_dtype=self.param_dtype,
+        **dtypes.of(self),
         name=f'unit{i + 1:02d}',
       )(x)
     return x
@@ -142,8 +150,7 @@ class RootBlock(nn.Module):
       padding=3,
       use_bias=False,
       eps=self.eps,
-      dtype=self.dtype,
-      param_dtype=self.param_dtype,
+      **dtypes.of(self),
       name='conv_root',
     )(x)
     # Zeros at the borders, which count as values, are part of the published
@@ -202,9 +209,7 @@ class BitResNet(patches.ImageModel):
     inputs = jnp.asarray(inputs)  # Accepts TensorFlow's tensors.
     patches.check_images(inputs)
     self._check()
-    types = dict(
-      dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
-    )
+    types = dtypes.of(self)
     eps = EPSILONS[self.eps]
     width = int(64 * self.width_factor)
     x = RootBlock(width, eps=eps, name='root_block', **types)(inputs)

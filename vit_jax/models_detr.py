@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from vit_jax import models_vit
 from vit_jax.layers import detection
+from vit_jax.layers import dtypes
 from vit_jax.layers import masks
 from vit_jax.layers import resnet
 from vit_jax.scale import sharding
@@ -68,7 +69,7 @@ class BoxHead(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps [..., D] to boxes [..., 4] in [0, 1]: centre x, y, width, height."""
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    types = dtypes.of(self)
     x = nn.relu(nn.Dense(self.hidden_size, **types)(x))
     x = nn.relu(nn.Dense(self.hidden_size, **types)(x))
     x = nn.Dense(4, dtype=jnp.float32, param_dtype=self.param_dtype)(x)
@@ -97,13 +98,13 @@ class VitBackbone(models_vit.VisionTransformer):
     grid = x.shape[1:3]
     tokens = grid[0] * grid[1]
     if mask is not None:
-      mask = shrink_mask(mask, grid).reshape(len(x), 1, 1, tokens)
+      mask = shrink_mask(mask, grid).reshape(-1, 1, 1, tokens)
       first = int(self.has_class_token)
       mask = jnp.pad(
         mask, ((0, 0), (0, 0), (0, 0), (first, 0)), constant_values=True
       )
     x = self.encode(x, train=train, mask=mask)[:, -tokens:]
-    return x.reshape(len(x), *grid, -1)
+    return x.reshape(x.shape[0], *grid, -1)
 
 
 def check_vit(fields):
@@ -179,7 +180,7 @@ class Detr(nn.Module):
         self.hidden_size,
         self.num_heads,
         self.masks_at_a_time,
-        **self._types(),
+        **dtypes.of(self),
       )
 
   @nn.compact
@@ -201,7 +202,7 @@ class Detr(nn.Module):
       the logits of the last layer's masks, float32 [B, Q, H / 4, W / 4]; or, if
       not `draw`, `features`, of which `draw_masks` computes some of them.
     """
-    types = self._types()
+    types = dtypes.of(self)
     stages = self._stages(images.astype(types['dtype']), mask, train)
     if mask is None:
       mask = jnp.ones(images.shape[:3], bool)
@@ -244,15 +245,9 @@ class Detr(nn.Module):
     )  # [B, N, D]
     return self.segmentation(features._replace(queries=chosen))
 
-  def _types(self):
-    """Returns the types of computation and parameters, by argument name."""
-    return dict(
-      dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
-    )
-
   def _stages(self, images, mask, train):
     """Returns the feature maps of the backbone; the last is [B, h, w, F]."""
-    types = self._types()
+    types = dtypes.of(self)
     if self.backbone == 'vit':
       if self.mask_head:
         raise ValueError(
@@ -287,7 +282,7 @@ class Detr(nn.Module):
         dropout_rate=self.dropout_rate,
         attention_dropout_rate=self.attention_dropout_rate,
         name=f'{name}_{i}',
-        **self._types(),
+        **dtypes.of(self),
       )
       for i in range(count)
     ]
@@ -299,16 +294,16 @@ class Detr(nn.Module):
       The map with D channels [B, h, w, D]; memory [B, S, D], positions [B, S,
       D], and mask [B, 1, 1, S].
     """
-    types = self._types()
+    types = dtypes.of(self)
     mask = shrink_mask(mask, features.shape[1:3])  # [B, h, w]
     positions = detection.sine_positions(mask, self.hidden_size)
     projected = nn.Conv(self.hidden_size, (1, 1), name='input_proj', **types)(
       features
     )
-    flat = (len(mask), -1, self.hidden_size)
+    flat = (mask.shape[0], -1, self.hidden_size)
     x = projected.reshape(flat)
     positions = positions.reshape(flat).astype(x.dtype)
-    seen = mask.reshape(len(x), 1, 1, -1)
+    seen = mask.reshape(mask.shape[0], 1, 1, -1)
     layers = self._layers(
       detection.EncoderLayer, self.num_encoder_layers, 'encoder_layer'
     )
@@ -318,14 +313,14 @@ class Detr(nn.Module):
 
   def _decode(self, memory, positions, seen, train):
     """Returns the normalised state after each layer, [L, B, Q, D]."""
-    types = self._types()
+    types = dtypes.of(self)
     queries = self.param(
       'query_embedding',
       nn.initializers.normal(1.0),
       (self.num_queries, self.hidden_size),
       types['param_dtype'],
     ).astype(types['dtype'])
-    queries = jnp.broadcast_to(queries, (len(memory), *queries.shape))
+    queries = jnp.broadcast_to(queries, (memory.shape[0], *queries.shape))
     queries = sharding.constrain_batch(queries)
     norm = nn.LayerNorm(1e-5, name='decoder_norm', **types)
     x, states = jnp.zeros_like(queries), []

@@ -31,7 +31,8 @@ import jax.numpy as jnp
 
 from vit_jax.layers import attention as attention_lib
 from vit_jax.layers import decoder
-from vit_jax.layers import encoder
+from vit_jax.layers import dtypes
+from vit_jax.layers import loop as loop_lib
 from vit_jax.scale import sharding
 
 
@@ -85,7 +86,7 @@ class ImageGPT(nn.Module):
         the width.
     """
     self._check_fields()
-    types = self._types()
+    types = dtypes.of(self)
     normal = nn.initializers.normal
     width, dtype = self.hidden_size, types['param_dtype']
     if self.causal:
@@ -98,9 +99,7 @@ class ImageGPT(nn.Module):
     self.position_embedding = self.param(
       'position_embedding', normal(0.01), (self.num_positions, width), dtype
     )
-    block = decoder.Block
-    if self.remat:
-      block = nn.remat(block, policy=encoder.REMAT_POLICIES[self.remat])
+    block = loop_lib.recomputed(decoder.Block, self.remat)
     self.block = [
       block(i, **self._block_fields()) for i in range(self.num_layers)
     ]
@@ -124,7 +123,7 @@ class ImageGPT(nn.Module):
       causal=self.causal,
       attention=self.attention,
       scale=self.attention_scale,
-      **self._types(),
+      **dtypes.of(self),
     )
 
   def _check_fields(self):
@@ -132,7 +131,7 @@ class ImageGPT(nn.Module):
     attention_lib.check(self.attention, 0.0, key='config.model.attention')
     for name, known in (
       ('attention_scale', decoder.SCALES),
-      ('remat', ('', *encoder.REMAT_POLICIES)),
+      ('remat', ('', *loop_lib.REMAT_POLICIES)),
     ):
       if getattr(self, name) not in known:
         raise ValueError(
@@ -144,12 +143,6 @@ class ImageGPT(nn.Module):
         f'num_heads={self.num_heads} does not divide the width '
         f'{self.hidden_size} (config.model.hidden_size): choose a divisor'
       )
-
-  def _types(self):
-    """Returns the types of computation and parameters, by argument name."""
-    return dict(
-      dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
-    )
 
   def __call__(self, colors, masked=None, *, train=False):
     """Predicts the colours of pixels.
@@ -197,13 +190,11 @@ class ImageGPT(nn.Module):
     """Applies all layers but the last in a loop, compiled once."""
     params = self.variables['params']
     blocks = [params[f'block_{i}'] for i in range(self.num_layers - 1)]
-    policy = encoder.REMAT_POLICIES.get(self.remat, encoder.LOOP_POLICY)
-    block = nn.remat(decoder.Block, policy=policy, prevent_cse=False)(
+    block = loop_lib.recomputed(decoder.Block, self.remat, looped=True)(
       0, **self._block_fields(), parent=None
     )
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
-    apply = lambda x, layer: (block.apply({'params': layer}, x)[0], None)
-    return jax.lax.scan(apply, x, stacked)[0]
+    apply = lambda x, params: block.apply({'params': params}, x)[0]
+    return loop_lib.over_layers(apply, x, blocks)
 
   def _check_colors(self, colors, masked):
     """Raises ValueError if the inputs do not suit the model."""
@@ -239,7 +230,7 @@ class ImageGPT(nn.Module):
     if masked is not None:
       x = jnp.where(masked[..., None], 0, x)
     x = x + jnp.take(self.position_embedding, numbers, axis=0)
-    return sharding.constrain_batch(x.astype(self._types()['dtype']))
+    return sharding.constrain_batch(x.astype(dtypes.of(self)['dtype']))
 
   def empty_cache(self, batch: int):
     """Returns the cache of `extend` before the first pixel.
@@ -253,7 +244,7 @@ class ImageGPT(nn.Module):
         self.num_positions,
         self.num_heads,
         self.hidden_size // self.num_heads,
-        self._types()['dtype'],
+        dtypes.of(self)['dtype'],
       )
       for _ in range(self.num_layers)
     ]

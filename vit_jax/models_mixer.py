@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
+from vit_jax.layers import dtypes
 from vit_jax.layers import patches
 from vit_jax.scale import sharding
 
@@ -33,7 +34,7 @@ class MlpBlock(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps [..., F] to [..., F]."""
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    types = dtypes.of(self)
     y = nn.gelu(nn.Dense(self.mlp_dim, **types)(x))
     return nn.Dense(x.shape[-1], **types)(y)
 
@@ -58,7 +59,7 @@ class MixerBlock(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps tokens [B, N, D] to [B, N, D]."""
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    types = dtypes.of(self)
     y = nn.LayerNorm(**types)(x)
     patches.sow_mean(self, f'layer_{self.layer}', y)
     y = y.swapaxes(1, 2)  # [B, D, N]
@@ -114,9 +115,7 @@ class MlpMixer(patches.ImageModel):
     del train
     inputs = jnp.asarray(inputs)  # Accepts TensorFlow's tensors.
     patches.check_images(inputs)
-    types = dict(
-      dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
-    )
+    types = dtypes.of(self)
     x = patches.PatchEmbedding(
       self.hidden_dim, tuple(self.patches['size']), name='stem', **types
     )(inputs)  # [B, h, w, D]

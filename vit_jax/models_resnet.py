@@ -7,12 +7,14 @@ Shapes in the comments: B images, H x W pixels, C channels, F features.
 """
 
 from collections.abc import Sequence
-import functools
 from typing import Any
 from typing import NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
+
+from vit_jax.layers import dtypes
+from vit_jax.layers import resnet
 
 
 class Epsilons(NamedTuple):
@@ -92,21 +94,27 @@ class ResidualUnit(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-    conv = functools.partial(StdConv, use_bias=False, eps=self.eps, **types)
-    norm = functools.partial(nn.GroupNorm, epsilon=self.eps.norm, **types)
-    out = 4 * self.features
-    residual = x
-    if x.shape[-1] != out or tuple(self.strides) != (1, 1):
-      residual = conv(out, (1, 1), self.strides, name='conv_proj')(x)
-      residual = norm(name='gn_proj')(residual)
-    y = conv(self.features, (1, 1), name='conv1')(x)
-    y = nn.relu(norm(name='gn1')(y))
-    y = conv(self.features, (3, 3), self.strides, name='conv2')(y)
-    y = nn.relu(norm(name='gn2')(y))
-    y = conv(out, (1, 1), name='conv3')(y)
-    y = norm(name='gn3', scale_init=nn.initializers.zeros)(y)
-    return nn.relu(residual + y)
+    types = dtypes.of(self)
+
+    def conv(features, size, strides, name):
+      return StdConv(
+        features,
+        (size, size),
+        strides,
+        use_bias=False,
+        eps=self.eps,
+        name=name,
+        **types,
+      )
+
+    def norm(name):
+      # At first a unit is its projection alone.
+      init = nn.initializers.zeros if name == '3' else nn.initializers.ones
+      return nn.GroupNorm(
+        epsilon=self.eps.norm, scale_init=init, name=f'gn{name}', **types
+      )
+
+    return resnet.bottleneck(x, self.features, self.strides, conv, norm)
 
 
 class ResNetStage(nn.Module):
@@ -137,8 +145,7 @@ class ResNetStage(nn.Module):
         strides=self.first_stride if i == 0 else (1, 1),
         name=f'unit{i + 1}',
         eps=self.eps,
-        dtype=self.dtype,
-        param_dtype=self.param_dtype,
+        **dtypes.of(self),
       )(x)
     return x
 

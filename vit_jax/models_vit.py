@@ -23,8 +23,14 @@ The model consists of three methods, which can be called separately:
   tokens = model.apply(variables, tokens, train=False, method='encode')
   logits = model.apply(variables, tokens, train=False, method='classify')
 
-A subclass can insert tokens of its own between the calls. It can add parameters
-to the published ones in a `setup` that calls `super().setup()` first.
+A subclass can insert tokens of its own between the calls. To drop tokens, as
+masked autoencoders do (arXiv 2111.06377), it adds the positions first:
+
+  tokens = self.add_positions(self.embed(images), train=train)  # [B, N, D]
+  tokens = self.encode(tokens[:, kept], train=train, positioned=True)
+
+It can add parameters to the published ones in a `setup` that calls
+`super().setup()` first.
 """
 
 from collections.abc import Callable
@@ -37,6 +43,7 @@ import jax.numpy as jnp
 
 from vit_jax import models_resnet
 from vit_jax.layers import attention
+from vit_jax.layers import dtypes
 from vit_jax.layers import encoder as encoder_lib
 from vit_jax.layers import patches as patches_lib
 from vit_jax.layers import positions
@@ -153,7 +160,7 @@ class VisionTransformer(patches_lib.ImageModel):
         f"classifier='{self.classifier}' is unknown: use one of {CLASSIFIERS} "
         '(config.model.classifier)'
       )
-    types = self._types()
+    types = dtypes.of(self)
     if self.resnet is not None:
       self.resnet_layers = models_resnet.make_resnet(
         **dict(self.resnet), **types
@@ -187,12 +194,6 @@ class VisionTransformer(patches_lib.ImageModel):
       self.pre_logits = IdentityLayer()
     if self.num_classes:
       self.head = make_head(self.num_classes, self.head_bias_init, **types)
-
-  def _types(self):
-    """Returns the types of computation and parameters, by argument name."""
-    return dict(
-      dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype)
-    )
 
   @property
   def has_class_token(self) -> bool:
@@ -243,14 +244,44 @@ class VisionTransformer(patches_lib.ImageModel):
     """
     images = jnp.asarray(images)  # Accepts TensorFlow's tensors.
     check_images(images)
-    x = images.astype(self._types()['dtype'])
+    x = images.astype(dtypes.of(self)['dtype'])
     if self.resnet is not None:
       see = lambda i, x: patches_lib.sow_mean(self, f'stage_{i}', x)
       x = models_resnet.apply_resnet(x, self.resnet_layers, see)
     x = sharding.constrain_batch(self.embedding(x))  # [B, h, w, D]
     return x.reshape(x.shape[0], -1, x.shape[-1]) if flat else x
 
-  def encode(self, tokens, *, train, mask=None, only_first=False):
+  def add_positions(self, tokens, *, train):
+    """Puts the class token first, and adds position embeddings.
+
+    Args:
+      tokens: see `encode`.
+      train: whether dropout is on.
+
+    Returns:
+      Tokens [B, N, D], the class token first if there is one: the input of
+      `encode(..., positioned=True)`, also after some of them were dropped.
+      Without a transformer, the input.
+
+    Raises:
+      ValueError: if the tokens have another rank, later layers add positions
+        too, or an encoder class of a user adds positions itself.
+    """
+    if self.transformer is None:
+      return tokens
+    taken = inspect.signature(type(self.Transformer).__call__).parameters
+    if 'parts' not in taken:
+      raise ValueError(
+        f'{type(self.Transformer).__name__} adds position embeddings and applies '
+        'its layers in one call: to do one of them give its __call__ an argument '
+        "`parts`, as vit_jax.layers.encoder.Encoder has (config.model's encoder)"
+      )
+    x, grid = self._with_class_token(tokens)
+    return self.Transformer(x, train=train, parts=('positions',), **grid)
+
+  def encode(
+    self, tokens, *, train, mask=None, only_first=False, positioned=False
+  ):
     """Adds class token and position embeddings, and applies the encoder.
 
     Args:
@@ -261,33 +292,43 @@ class VisionTransformer(patches_lib.ImageModel):
         to a key (the class token is the first); None: everywhere.
       only_first: whether to compute the first token alone, the class token. An
         encoder class of a user computes all tokens regardless.
+      positioned: whether the tokens are those of `add_positions`, possibly
+        fewer, [B, n, D].
 
     Returns:
       Tokens [B, N, D], the class token first if there is one; [B, 1, D] with
       `only_first`. Without a transformer, the input.
 
     Raises:
-      ValueError: if the tokens have another rank.
+      ValueError: if the tokens have another rank, or see `add_positions`.
     """
     if self.transformer is None:
       return tokens
+    # An encoder class of a user need not accept these arguments.
+    extra = {} if mask is None else {'mask': mask}
+    if positioned:
+      x, extra['parts'] = tokens, ('layers',)
+    else:
+      x, grid = self._with_class_token(tokens)
+      extra.update(grid)
+    if only_first and self.encoder is Encoder:
+      extra['only_first'] = True
+    return self.Transformer(x, train=train, **extra)
+
+  def _with_class_token(self, tokens):
+    """Returns tokens [B, N, D] as a sequence, and the encoder's `grid`, if any."""
     if tokens.ndim not in (3, 4):
       raise ValueError(
         'tokens must be [batch, tokens, width] or [batch, height, width of the '
         f'grid, width], got {tokens.shape}'
       )
-    x = tokens.astype(self._types()['dtype'])
-    x = x.reshape(len(x), -1, x.shape[-1])  # [B, h*w, D]
+    x = tokens.astype(dtypes.of(self)['dtype'])
+    x = x.reshape(x.shape[0], -1, x.shape[-1])  # [B, h*w, D]
     if self.has_class_token:
       cls = jnp.broadcast_to(self.cls, (x.shape[0], 1, x.shape[-1]))
       x = jnp.concatenate([cls.astype(x.dtype), x], axis=1)  # [B, N, D]
-    # An encoder class of a user need not accept these arguments.
-    extra = {} if mask is None else {'mask': mask}
-    if self.needs_grid and tokens.ndim == 4:
-      extra['grid'] = tokens.shape[1:3]
-    if only_first and self.encoder is Encoder:
-      extra['only_first'] = True
-    return self.Transformer(x, train=train, **extra)
+    on_grid = self.needs_grid and tokens.ndim == 4
+    return x, {'grid': tokens.shape[1:3]} if on_grid else {}
 
   def classify(self, encoded, *, train):
     """Pools tokens as `classifier` specifies, and applies pre-logits and head.

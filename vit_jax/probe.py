@@ -227,7 +227,7 @@ def run(args) -> None:
   if args.weights:
     mesh = sharding.make_mesh({'data': -1})
     model = predict.load_weights(args.weights)
-    whole = jax.NamedSharding(mesh, jax.P())
+    whole = sharding.replicated(mesh)
     model.params = jax.device_put(model.params, whole)
   else:
     mesh = evaluate.run_mesh(args.workdir)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.evaluators import features_test
+from vit_jax import cli
 from vit_jax.data import records
 from vit_jax.evaluators import features
 from vit_jax.evaluators import linear_probe
@@ -59,7 +60,7 @@ def test_too_few_images():
 
 
 def test_what_fits_in_memory():
-  memory = features.machine_memory()
+  memory = cli.machine_memory()
   assert linear_probe.fits(memory // 64, 1, 1)
   assert not linear_probe.fits(memory // 64 + 1, 1, 1)
 

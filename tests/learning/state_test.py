@@ -7,6 +7,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from tests import conftest
@@ -200,3 +201,35 @@ def test_rows_without_a_label_do_not_count(data_dir):
   for accum_steps, devices in ((1, 1), (4, 1), (1, 8), (2, 8)):
     got = losses(image, masked, accum_steps, devices)
     np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+class SteppedTask:
+  """Has a loss and an extra state that depend on the step."""
+
+  def augment(self, batch, rng):
+    del rng
+    return batch
+
+  def loss(self, params, extra, batch, rng, step):
+    del extra, rng
+    rows = jnp.float32(len(batch['x']))
+    return (params * 10.0**step * rows, rows), {}
+
+  def update_extra(self, extra, params, metrics, step):
+    del params, metrics
+    return extra.at[step].set(step + 1)
+
+
+@pytest.mark.parametrize('accum_steps', [1, 2])
+def test_loss_and_extra_state_are_given_the_step(accum_steps):
+  tx = optax.sgd(0.0)
+  task, one = SteppedTask(), jnp.ones(())
+  update = state_lib.make_update(task, tx, lambda _: 0.0, 0, accum_steps)
+  state = state_lib.TrainState(jnp.int32(0), one, tx.init(one), jnp.zeros(4))
+  losses = []
+  for _ in range(3):
+    state, metrics = jax.jit(update)(state, {'x': jnp.ones(4)})
+    losses.append(float(metrics['train_loss']))
+    assert metrics['grad_norm'] == losses[-1]
+  assert losses == [1, 10, 100]
+  np.testing.assert_array_equal(state.extra, [1, 2, 3, 0])

@@ -24,7 +24,7 @@ def on_devices(batches: Iterable[dict], mesh, prefetch: int) -> Iterator[dict]:
     prefetch: number of batches kept ready on the devices, at least one.
   """
   split = sharding.batch_sharding(mesh)
-  whole = jax.NamedSharding(mesh, jax.P())
+  whole = sharding.replicated(mesh)
 
   def place(value):
     rows = len(value) * jax.process_count()

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from vit_jax import input_pipeline
+from vit_jax.scale import sharding
 
 # Names of the first six figures, in the order of COCO's evaluation.
 NAMES = ('AP', 'AP50', 'AP75', 'AP_small', 'AP_medium', 'AP_large')
@@ -36,7 +37,7 @@ class AveragePrecision:
     self._source = source
     # Every process gets the results of all images: they are small.
     self._found = jax.jit(
-      self._compute, out_shardings=jax.NamedSharding(mesh, jax.P())
+      self._compute, out_shardings=sharding.replicated(mesh)
     )
 
   def _compute(self, params, extra, batch):

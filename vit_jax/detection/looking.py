@@ -213,7 +213,7 @@ def query_boxes(
     boxes = task.outputs(params, extra, batch)['boxes']
     return {'index': batch['index'], 'mask': batch['mask'], 'boxes': boxes}
 
-  whole = jax.NamedSharding(mesh, jax.P())
+  whole = sharding.replicated(mesh)
   compute = jax.jit(compute, out_shardings=whole)
   config = task.config.copy_and_resolve_references()
   shards = sharding.batch_shards(mesh)

@@ -8,7 +8,6 @@ model of this package sows), its layers from the first to the last (`layer_0`,
 import collections
 from collections.abc import Callable
 from collections.abc import Sequence
-import os
 import re
 import time
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from vit_jax import cli
 from vit_jax import input_pipeline
 from vit_jax import preprocess
 from vit_jax.data import records
+from vit_jax.scale import sharding
 
 # What a model of this package sows in front of its head.
 LAYER = 'features'
@@ -170,7 +170,7 @@ class Extractor:
     def compute(params, extra, batch):
       return {**batch, 'image': self.compute(params, extra, batch)}
 
-    self._compute = jax.jit(compute, out_shardings=_whole(mesh))
+    self._compute = jax.jit(compute, out_shardings=sharding.replicated(mesh))
 
   def compute(self, params, extra, batch: dict) -> jax.Array:
     """Computes the features of a batch, float32 [B, D]; not compiled."""
@@ -245,18 +245,13 @@ class Extractor:
 
   def _check_memory(self, count):
     needed = 4 * count * self.width
-    memory = machine_memory()
+    memory = cli.machine_memory()
     if needed > memory / 2:
       raise ValueError(
         f'{count:,} examples with {self.width:,} features each take '
         f'{cli.size(needed)}, more than half of the {cli.size(memory)} of this '
         "machine: take a part of the split, such as 'train[:10%]'"
       )
-
-
-def machine_memory() -> int:
-  """Returns the bytes of memory of this machine."""
-  return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
 
 def read_labels(config, mesh, source) -> np.ndarray:
@@ -270,7 +265,7 @@ def read_labels(config, mesh, source) -> np.ndarray:
   Returns:
     int32 [n], see Features; the same on all processes.
   """
-  whole = jax.jit(lambda batch: batch, out_shardings=_whole(mesh))
+  whole = jax.jit(lambda batch: batch, out_shardings=sharding.replicated(mesh))
   found = collect(
     config,
     mesh,
@@ -332,10 +327,6 @@ def collect(
     while waiting:
       store(bar)
   return found
-
-
-def _whole(mesh):
-  return jax.NamedSharding(mesh, jax.P())
 
 
 def _label(record) -> dict:

@@ -36,6 +36,7 @@ from vit_jax import cli
 from vit_jax import input_pipeline
 from vit_jax.evaluators import features
 from vit_jax.scale import processes
+from vit_jax.scale import sharding
 
 # Factors of half of the squared weights, added to the mean cross-entropy.
 L2 = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
@@ -76,7 +77,7 @@ def fits(num_examples: int, width: int, num_classes: int) -> bool:
       the memory of this machine.
   """
   needed = 4 * num_examples * (width + num_classes)
-  return needed <= _SHARE * features.machine_memory()
+  return needed <= _SHARE * cli.machine_memory()
 
 
 def probe(
@@ -179,7 +180,7 @@ def probe_layers(
   if not fits(count, widest, len(train.class_names)):
     return probe_sgd(task, mesh, extractor, train, test, *state)
   found = {}
-  limit = _GROUP * features.machine_memory() / 4 / (count + test.num_examples)
+  limit = _GROUP * cli.machine_memory() / 4 / (count + test.num_examples)
   for names in groups(extractor.widths, limit):
     if len(names) < len(layers):
       extractor = features.Extractor(task, mesh, names, pp)
@@ -271,7 +272,7 @@ def probe_sgd(
 def _score(config, mesh, example, standardised, weights, test, state):
   """Returns the results on the test images; the arguments as in `probe_sgd`."""
 
-  @functools.partial(jax.jit, out_shardings=jax.NamedSharding(mesh, jax.P()))
+  @functools.partial(jax.jit, out_shardings=sharding.replicated(mesh))
   def classify(weights, state, batch):
     logits = _logits(weights, standardised(*state, batch))
     best = {name: x.argmax(axis=-1) for name, x in logits.items()}
@@ -295,7 +296,7 @@ def _score(config, mesh, example, standardised, weights, test, state):
 
 def _moments(extractor, train, params, extra, seed):
   """Returns mean and deviation [D] of the features of a sample of images."""
-  memory = features.machine_memory() // (16 * 4 * extractor.width)
+  memory = cli.machine_memory() // (16 * 4 * extractor.width)
   size = min(train.num_examples, _SAMPLE, max(2, memory))
   sample = np.random.default_rng(seed).choice(
     train.num_examples, size, replace=False
@@ -331,4 +332,4 @@ def _sgd_update(standardised, mesh, tx):
     updates, state = tx.update(grads, state)
     return optax.apply_updates(weights, updates), state
 
-  return jax.jit(update, out_shardings=jax.NamedSharding(mesh, jax.P()))
+  return jax.jit(update, out_shardings=sharding.replicated(mesh))

@@ -41,7 +41,7 @@ class Pictures:
     self._source = source
     self._count = task.config.log_images
     self._batch = None  # First images of the split, read on first use.
-    whole = jax.NamedSharding(mesh, jax.P())
+    whole = sharding.replicated(mesh)
     self._augmented = jax.jit(self._augment, out_shardings=whole)
     self._outputs = jax.jit(self._compute, out_shardings=whole)
 

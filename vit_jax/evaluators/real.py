@@ -30,6 +30,7 @@ from vit_jax.data import folder
 from vit_jax.evaluators import features
 from vit_jax.files import reading
 from vit_jax.scale import processes
+from vit_jax.scale import sharding
 
 # What a source must tell of an image, if it can.
 FILE_NAME = 'file_name?'
@@ -84,7 +85,7 @@ class Real:
       kept = {name: batch[name] for name in ('index', 'mask', 'number')}
       return {**kept, 'best': logits.argmax(axis=-1).astype(jnp.int32)}
 
-    self._best = jax.jit(best, out_shardings=jax.NamedSharding(mesh, jax.P()))
+    self._best = jax.jit(best, out_shardings=sharding.replicated(mesh))
 
   def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
     """Evaluates parameters.

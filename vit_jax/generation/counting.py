@@ -14,6 +14,7 @@ import numpy as np
 
 from vit_jax import cli
 from vit_jax.evaluators import features
+from vit_jax.scale import sharding
 
 
 def position_bits(train: np.ndarray, test: np.ndarray, num_colors: int):
@@ -81,7 +82,7 @@ class Counting:
   def __init__(self, task, mesh, train, test):
     self._task, self._mesh = task, mesh
     self._sources = (train, test)
-    whole = jax.NamedSharding(mesh, jax.P())
+    whole = sharding.replicated(mesh)
     self._colors = jax.jit(
       lambda batch: {
         'colors': task.colors(batch['image']).astype(np.uint16),

@@ -33,6 +33,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.layers import attention_kernels
+from vit_jax.layers import dtypes
 
 IMPLEMENTATIONS = attention_kernels.IMPLEMENTATIONS
 average = attention_kernels.average
@@ -65,14 +66,14 @@ def _check_inputs(x, kv, mask, num_heads, causal):
       'causal=True is not defined for keys of another sequence (kv): leave out '
       'kv, or give a mask instead of causal=True'
     )
-  if kv is not None and (kv.ndim != 3 or len(kv) != len(x)):
+  if kv is not None and (kv.ndim != 3 or kv.shape[0] != x.shape[0]):
     raise ValueError(
-      f'kv must be tokens [{len(x)}, tokens, width], got {kv.shape}'
+      f'kv must be tokens [{x.shape[0]}, tokens, width], got {kv.shape}'
     )
   if mask is None:
     return None
   keys = (x if kv is None else kv).shape[1]
-  whole = (len(x), num_heads, x.shape[1], keys)
+  whole = (x.shape[0], num_heads, x.shape[1], keys)
   fits = mask.ndim <= 4 and all(
     size in (1, full) for size, full in zip(mask.shape[::-1], whole[::-1])
   )
@@ -171,8 +172,7 @@ class MultiHeadDotProductAttention(nn.Module):
     dense = functools.partial(
       nn.DenseGeneral,
       kernel_init=nn.initializers.xavier_uniform(),
-      dtype=self.dtype,
-      param_dtype=self.param_dtype,
+      **dtypes.of(self),
     )
     heads = functools.partial(dense, features=(self.num_heads, head_dim))
     kv = x if kv is None else kv

@@ -204,7 +204,7 @@ def _cudnn(query, key, value, mask=None, causal=False, bias=None):
     whole = jnp.pad(whole, ((0, 0), (0, 0), (0, queries % 2), (0, keys % 2)))
     hidden['mask'] = whole | ~whole.any(axis=-1, keepdims=True)
   elif keys % 2 and not causal:
-    hidden['key_value_seq_lengths'] = jnp.full(len(key), keys, jnp.int32)
+    hidden['key_value_seq_lengths'] = jnp.full(key.shape[0], keys, jnp.int32)
 
   def even(x):  # [B, N, K, E] -> [B, N or N+1, K, E]
     return jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) if x.shape[1] % 2 else x
@@ -257,7 +257,7 @@ def _flash_on_one_device(query, key, value, causal):
   def segments(x):  # The padding is a segment of its own.
     length = x.shape[1] + -x.shape[1] % _BLOCK
     return jnp.broadcast_to(
-      (jnp.arange(length) >= x.shape[1]).astype(jnp.int32), (len(x), length)
+      (jnp.arange(length) >= x.shape[1]).astype(jnp.int32), (x.shape[0], length)
     )
 
   out = flash_attention.flash_attention(

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.layers import attention as attention_lib
+from vit_jax.layers import dtypes
 from vit_jax.scale import sharding
 
 NORM_EPS = 1e-5
@@ -90,8 +91,7 @@ class Attention(nn.Module):
     dense = functools.partial(
       nn.DenseGeneral,
       use_bias=False,
-      dtype=self.dtype,
-      param_dtype=self.param_dtype,
+      **dtypes.of(self),
     )
     heads = functools.partial(
       dense,
@@ -137,8 +137,7 @@ class Mlp(nn.Module):
       nn.Dense,
       use_bias=False,
       kernel_init=nn.initializers.normal(0.02),
-      dtype=self.dtype,
-      param_dtype=self.param_dtype,
+      **dtypes.of(self),
     )
     return dense(width, name='output')(
       quick_gelu(dense(4 * width, name='hidden')(x))
@@ -178,7 +177,7 @@ class Block(nn.Module):
     Returns:
       The tokens, and the cache with keys and values of `x`, or None.
     """
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    types = dtypes.of(self)
     y = nn.RMSNorm(NORM_EPS, name='norm_1', **types)(x)
     self.sow(
       'intermediates', f'layer_{self.layer}', y.mean(axis=1, dtype=jnp.float32)

@@ -16,6 +16,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.layers import attention
+from vit_jax.layers import dtypes
 from vit_jax.scale import sharding
 
 _NORM_EPS = 1e-5
@@ -69,9 +70,6 @@ class _Layer(nn.Module):
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
-  def _types(self):
-    return dict(dtype=self.dtype, param_dtype=self.param_dtype)
-
   def _attend(self, residual, name, norm, **kwargs):
     """Adds the result of attention to the residual, and normalises."""
     deterministic = kwargs['deterministic']
@@ -79,23 +77,23 @@ class _Layer(nn.Module):
       num_heads=self.num_heads,
       dropout_rate=self.attention_dropout_rate,
       name=name,
-      **self._types(),
+      **dtypes.of(self),
     )
     y = attend(**kwargs)
     y = nn.Dropout(self.dropout_rate)(y, deterministic=deterministic)
-    return nn.LayerNorm(_NORM_EPS, name=norm, **self._types())(residual + y)
+    return nn.LayerNorm(_NORM_EPS, name=norm, **dtypes.of(self))(residual + y)
 
   def _mlp(self, x, norm, deterministic):
     """Adds an MLP's result to tokens x, and normalises the sum."""
     dense = functools.partial(
-      nn.Dense, kernel_init=nn.initializers.xavier_uniform(), **self._types()
+      nn.Dense, kernel_init=nn.initializers.xavier_uniform(), **dtypes.of(self)
     )
     drop = functools.partial(
       nn.Dropout(self.dropout_rate), deterministic=deterministic
     )
     y = drop(nn.relu(dense(self.mlp_dim, name='Dense_0')(x)))
     y = drop(dense(x.shape[-1], name='Dense_1')(y))
-    x = nn.LayerNorm(_NORM_EPS, name=norm, **self._types())(x + y)
+    x = nn.LayerNorm(_NORM_EPS, name=norm, **dtypes.of(self))(x + y)
     return sharding.constrain_batch(x)
 
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.layers import attention
+from vit_jax.layers import dtypes
+from vit_jax.layers import loop as loop_lib
 from vit_jax.layers import patches
 from vit_jax.layers import positions
 from vit_jax.scale import sharding
@@ -26,16 +28,10 @@ GELUS = {
   'erf': functools.partial(jax.nn.gelu, approximate=False),
 }
 
-# What `remat` stores of a block for the backward pass, beside the block's
-# input; everything else is recomputed.
-REMAT_POLICIES = {
-  'full': None,
-  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
-# The same of a layer in a loop without `remat`. By default a loop stores every
-# activation of every layer. Results of matrix products suffice: the rest is
-# recomputed cheaply from them.
-LOOP_POLICY = jax.checkpoint_policies.dots_saveable
+
+# What an encoder consists of, in order: the position embeddings before the first
+# layer, and the layers with the last norm.
+PARTS = ('positions', 'layers')
 
 
 class MlpBlock(nn.Module):
@@ -77,8 +73,7 @@ class MlpBlock(nn.Module):
       nn.Dense,
       kernel_init=self.kernel_init,
       bias_init=self.bias_init,
-      dtype=self.dtype,
-      param_dtype=self.param_dtype,
+      **dtypes.of(self),
     )
     x = GELUS[self.gelu](dense(self.mlp_dim)(inputs))  # [B, N, M]
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
@@ -156,7 +151,7 @@ class Encoder1DBlock(nn.Module):
         return x
       return drop_branch(x, drop_rate, self.make_rng('dropout'))
 
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    types = dtypes.of(self)
     x = nn.LayerNorm(self.norm_eps, **types)(inputs)
     if self.layer is not None:
       patches.sow_mean(self, f'layer_{self.layer}', x)
@@ -236,7 +231,9 @@ class Encoder(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x, *, train, mask=None, only_first=None, grid=None):
+  def __call__(
+    self, x, *, train, mask=None, only_first=None, grid=None, parts=PARTS
+  ):
     """Maps tokens [B, N, D] to tokens [B, N, D].
 
     Args:
@@ -247,13 +244,21 @@ class Encoder(nn.Module):
       only_first: overrides the field `only_first` unless it is None.
       grid: number of patches (down, across), (h, w), the last h*w tokens; for
         position embeddings on a grid, and for `position_grid`.
+      parts: the parts of PARTS to apply, so that a model can do something
+        between them, such as drop tokens.
 
     Raises:
-      ValueError: if `remat` or `position_embedding` has an unknown value, or
-        the tokens do not suit the position embeddings.
+      ValueError: if `remat` or `position_embedding` has an unknown value, the
+        tokens do not suit the position embeddings, or only a part is applied
+        and later layers add position embeddings too.
     """
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-    x, later, relative = self._positions(x, train, grid)
+    types = dtypes.of(self)
+    if tuple(parts) == PARTS:
+      x, later, relative = self._positions(x, train, grid)
+    else:
+      later, relative = self._nothing_later()
+      if 'positions' in parts:
+        return self._positions(x, train, grid)[0]
     # Initialising parameters and sowing intermediates need separate layers, and
     # intermediates need all tokens of the last layer.
     sows = self.is_mutable_collection('intermediates')
@@ -293,6 +298,26 @@ class Encoder(nn.Module):
     patches.sow_mean(self, f'layer_{self.num_layers}', x)
     return x
 
+  def _nothing_later(self):
+    """Returns what `_positions` does if only the first layer has positions."""
+    if self._kind() != 'none' and self.position_layers != 'stem':
+      raise ValueError(
+        f"position_layers='{self.position_layers}' adds the positions of all "
+        'tokens in later layers too, so that no token can be dropped after the '
+        "first ones are added: use position_layers='stem' "
+        '(config.model.transformer.position_layers)'
+      )
+    nothing = [None] * self.num_layers
+    return nothing[1:], nothing
+
+  def _kind(self):
+    return positions.kind_of(
+      self.add_position_embedding,
+      self.position_embedding,
+      self.position_layers,
+      self.position_grid,
+    )
+
   def _positions(self, x, train, grid):
     """Adds position embeddings before the first layer.
 
@@ -300,12 +325,7 @@ class Encoder(nn.Module):
       Tokens [B, N, D]; what to add before each later layer, L - 1 times [1, N, D]
       or None; the relative embeddings of each layer, L times [2N - 1, E] or None.
     """
-    kind = positions.kind_of(
-      self.add_position_embedding,
-      self.position_embedding,
-      self.position_layers,
-      self.position_grid,
-    )
+    kind = self._kind()
     nothing = [None] * self.num_layers
     if kind == 'none':
       return x, nothing[1:], nothing
@@ -330,17 +350,12 @@ class Encoder(nn.Module):
 
   def _block_class(self, loop):
     """Returns the class of a layer, with the recomputation that is wanted."""
-    if self.remat and self.remat not in REMAT_POLICIES:
+    if self.remat and self.remat not in loop_lib.REMAT_POLICIES:
       raise ValueError(
         f"remat='{self.remat}' is unknown: use '' or one of "
-        f'{sorted(REMAT_POLICIES)} (config.model.transformer.remat)'
+        f'{sorted(loop_lib.REMAT_POLICIES)} (config.model.transformer.remat)'
       )
-    if not (self.remat or loop):
-      return Encoder1DBlock
-    policy = REMAT_POLICIES.get(self.remat, LOOP_POLICY)
-    return nn.remat(
-      Encoder1DBlock, static_argnums=(2,), policy=policy, prevent_cse=not loop
-    )
+    return loop_lib.recomputed(Encoder1DBlock, self.remat, loop, (2,))
 
   def _drop_rates(self):
     """Returns the rate of stochastic depth of each layer; None for none."""
@@ -362,22 +377,17 @@ class Encoder(nn.Module):
     """
     params = self.variables['params']
     layers = [params[f'encoderblock_{i}'] for i in range(num_layers)]
-    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
     dropout = train and (
       self.dropout_rate or self.attention_dropout_rate or self.stochastic_depth
     )
-    keys = (
-      jax.random.split(self.make_rng('dropout'), num_layers)
-      if dropout
-      else None
-    )
+    keys = [None] * num_layers
+    if dropout:
+      keys = jax.random.split(self.make_rng('dropout'), num_layers)
 
-    def apply(x, layer):
-      layer_params, key, rate, relative, later = layer
+    def apply(x, params, key, rate, relative, later):
       rngs = None if key is None else {'dropout': key}
-      variables = {'params': layer_params}
+      variables = {'params': params}
       x = block.apply(variables, x, not train, mask, rate, relative, rngs=rngs)
-      return (x if later is None else x + later), None
+      return x if later is None else x + later
 
-    stacked = stack(layers), keys, *map(stack, by_layer)
-    return jax.lax.scan(apply, x, stacked)[0]
+    return loop_lib.over_layers(apply, x, layers, keys, *by_layer)

@@ -20,6 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.layers import dtypes
 from vit_jax.scale import sharding
 
 # Greatest number of groups of a group norm.
@@ -100,8 +101,7 @@ class Attention(nn.Module):
       nn.DenseGeneral,
       (self.num_heads, width),
       kernel_init=nn.initializers.xavier_uniform(),
-      dtype=self.dtype,
-      param_dtype=self.param_dtype,
+      **dtypes.of(self),
     )
     query = dense(name='query')(queries) * width**-0.5
     return attention_maps(query, dense(name='key')(memory), mask)
@@ -183,7 +183,7 @@ class Convolutions(nn.Module):
       (None, logits): float32 [B, Q, H, W] of the size of the last of `stages`.
     """
     images, queries = maps.shape[:2]
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    types = dtypes.of(self)
     conv = functools.partial(
       nn.Conv, kernel_size=(3, 3), kernel_init=_CONV_INIT, **types
     )
@@ -234,7 +234,7 @@ class MaskHead(nn.Module):
     Returns:
       float32 [B, Q, H, W], logits; H x W is the size of the largest stage.
     """
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    types = dtypes.of(self)
     maps = Attention(self.num_heads, name='attention', **types)(
       features.queries, features.memory, features.mask
     )  # [B, Q, h, w, K]
@@ -251,7 +251,8 @@ class MaskHead(nn.Module):
     shared, kernel = FirstConvolution(name='conv_0', **types)(
       features.projected, self.num_heads
     )
-    queries, part = maps.shape[1], self.at_a_time
+    images, queries = maps.shape[:2]
+    part = self.at_a_time
     kwargs = dict(hidden_size=self.hidden_size, name='convolutions', **types)
     if not part or queries <= part:
       return Convolutions(**kwargs)(None, maps, shared, kernel, stages)[1]
@@ -259,7 +260,7 @@ class MaskHead(nn.Module):
     missing = [(0, 0)] * maps.ndim
     missing[1] = (0, parts * part - queries)
     maps = jnp.pad(maps, missing)
-    maps = maps.reshape(len(maps), parts, part, *maps.shape[2:])
+    maps = maps.reshape(images, parts, part, *maps.shape[2:])
     scanned = nn.scan(
       nn.remat(Convolutions, prevent_cse=False),
       variable_broadcast='params',
@@ -268,4 +269,4 @@ class MaskHead(nn.Module):
       out_axes=1,
     )
     masks = scanned(**kwargs)(None, maps, shared, kernel, stages)[1]
-    return masks.reshape(len(masks), -1, *masks.shape[3:])[:, :queries]
+    return masks.reshape(images, -1, *masks.shape[3:])[:, :queries]

@@ -123,22 +123,27 @@ def needs_grid(kind: str | None, table_grid=None) -> bool:
 def resize(table, size: int, axis: int = 0):
   """Resizes a table along an axis, linearly; its first and last rows stay.
 
-  Two axes, one after the other, give what
-  vit_jax.weights.fitting.interpolate_posembed does.
+  Two axes, one after the other, give what `scipy.ndimage.zoom(order=1)` does.
 
   Args:
-    table: array [..., n, ...].
+    table: array [..., n, ...] of NumPy or JAX.
     size: number of rows wanted.
     axis: the axis.
+
+  Returns:
+    The table; of another size it is float64 from NumPy, float32 from JAX.
   """
   old = table.shape[axis]
   if old == size:
     return table
   places = np.linspace(0, old - 1, size)[:, None]
-  shares = np.maximum(0, 1 - abs(places - np.arange(old)))  # [size, old]
+  weights = np.maximum(0, 1 - abs(places - np.arange(old)))  # [size, old]
+  if isinstance(table, np.ndarray):
+    resized = np.tensordot(table, weights, axes=(axis, 1))
+    return np.moveaxis(resized, -1, axis)
   resized = jnp.tensordot(
     table,
-    shares.astype(np.float32),
+    weights.astype(np.float32),
     axes=(axis, 1),
     precision=jax.lax.Precision.HIGHEST,
   )

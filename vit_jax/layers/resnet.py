@@ -9,14 +9,15 @@ is for training from random weights.
 Shapes in the comments: B images, H x W pixels, C channels, F features.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
-import functools
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.layers import dtypes
 from vit_jax.scale import sharding
 
 # Name -> units per stage (arXiv 1512.03385, table 1).
@@ -63,19 +64,66 @@ def _norm(kind, types, name):
   return FrozenBatchNorm(dtype=types['dtype'], name=name)
 
 
-def _conv(features, size, **kwargs):
+def _conv(features, size, strides, dilation=1, **kwargs):
   """Returns a convolution without bias, padded as PyTorch pads."""
-  dilation = kwargs.pop('dilation', 1)
   pad = dilation * (size // 2)
   return nn.Conv(
     features,
     (size, size),
+    strides,
     padding=((pad, pad), (pad, pad)),
     kernel_dilation=dilation,
     use_bias=False,
     kernel_init=nn.initializers.variance_scaling(2.0, 'fan_out', 'normal'),
     **kwargs,
   )
+
+
+def bottleneck(
+  x,
+  features: int,
+  strides: tuple[int, int],
+  conv: Callable,
+  norm: Callable,
+  norms_first: bool = False,
+  project: bool | None = None,
+):
+  """Applies 1x1, 3x3, 1x1 convolutions to 4 F channels, and adds the input.
+
+  The stride is on the 3x3 convolution. Norm and ReLU come after a convolution
+  (arXiv 1512.03385), or with `norms_first` before it (arXiv 1603.05027).
+
+  Args:
+    x: [B, H, W, C].
+    features: channels F inside.
+    strides: strides of the 3x3 convolution and of the projection of the input.
+    conv: function (features, side of the kernel, strides, name) -> layer; the
+      names are 'conv1' to 'conv3' and 'conv_proj'.
+    norm: function of the end of a name, '1' to '3' or '_proj', -> layer.
+    norms_first: see above; then nothing follows the sum.
+    project: whether the input is projected; None: where its shape differs from
+      that of the result.
+
+  Returns:
+    [B, H / stride, W / stride, 4 F].
+  """
+  out, one = 4 * features, (1, 1)
+  if project is None:
+    project = x.shape[-1] != out or tuple(strides) != one
+  residual = x
+  if norms_first:
+    x = nn.relu(norm('1')(x))
+  if project:
+    residual = conv(out, 1, strides, name='conv_proj')(x)
+    if not norms_first:
+      residual = norm('_proj')(residual)
+  second, third = '23' if norms_first else '12'
+  y = conv(features, 1, one, name='conv1')(x)
+  y = nn.relu(norm(second)(y))
+  y = conv(features, 3, strides, name='conv2')(y)
+  y = nn.relu(norm(third)(y))
+  y = conv(out, 1, one, name='conv3')(y)
+  return residual + y if norms_first else nn.relu(residual + norm('3')(y))
 
 
 class Bottleneck(nn.Module):
@@ -102,26 +150,20 @@ class Bottleneck(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-    conv = functools.partial(_conv, **types)
-    norm = functools.partial(_norm, self.norm, types)
-    residual = x
-    if self.project:
-      residual = conv(
-        4 * self.features, 1, strides=self.stride, name='conv_proj'
-      )(x)
-      residual = norm('bn_proj')(residual)
-    y = nn.relu(norm('bn1')(conv(self.features, 1, name='conv1')(x)))
-    y = conv(
+    types = dtypes.of(self)
+
+    def conv(features, size, strides, name):
+      dilation = self.dilation if size > 1 else 1
+      return _conv(features, size, strides, dilation, name=name, **types)
+
+    return bottleneck(
+      x,
       self.features,
-      3,
-      strides=self.stride,
-      dilation=self.dilation,
-      name='conv2',
-    )(y)
-    y = nn.relu(norm('bn2')(y))
-    y = norm('bn3')(conv(4 * self.features, 1, name='conv3')(y))
-    return nn.relu(residual + y)
+      (self.stride, self.stride),
+      conv,
+      lambda name: _norm(self.norm, types, f'bn{name}'),
+      project=self.project,
+    )
 
 
 class Stage(nn.Module):
@@ -156,8 +198,7 @@ class Stage(nn.Module):
         project=i == 0,
         norm=self.norm,
         name=f'unit{i + 1}',
-        dtype=self.dtype,
-        param_dtype=self.param_dtype,
+        **dtypes.of(self),
       )(x)
     return sharding.constrain_batch(x)
 
@@ -193,8 +234,8 @@ class ResNet(nn.Module):
       One map per stage, [B, H / s, W / s, F], with s = 4, 8, 16, 32 (the last
       16 if `dilate_last`), sizes rounded up.
     """
-    types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-    x = _conv(self.width, 7, strides=2, name='conv_root', **types)(x)
+    types = dtypes.of(self)
+    x = _conv(self.width, 7, (2, 2), name='conv_root', **types)(x)
     x = nn.relu(_norm(self.norm, types, 'bn_root')(x))
     x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
     maps = []

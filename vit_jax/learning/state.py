@@ -1,6 +1,7 @@
 """The state of a training and its update."""
 
 from collections.abc import Callable
+import inspect
 from typing import Any
 
 import flax.struct
@@ -100,6 +101,17 @@ def step_key(seed: int, step) -> jax.Array:
   return jax.random.fold_in(jax.random.key(seed), step)
 
 
+def with_step(method: Callable) -> Callable:
+  """Returns a function that takes `step` and passes it on if the method does.
+
+  Args:
+    method: `loss` or `update_extra` of a task, see vit_jax.tasks.base.Task.
+  """
+  if 'step' in inspect.signature(method).parameters:
+    return method
+  return lambda *args, step: method(*args)
+
+
 def augment(task, batch: dict, rng) -> dict:
   """Returns a global batch as an update sees it, see Task.augment.
 
@@ -131,6 +143,7 @@ def make_update(
   """
 
   tx = optax.with_extra_args_support(tx)
+  loss_of, update_extra = map(with_step, (task.loss, task.update_extra))
 
   def update(state, batch):
     rng = step_key(seed, state.step)
@@ -141,7 +154,9 @@ def make_update(
 
       def loss_fn(params):
         params = optim.stop_frozen(params, factors)
-        (total, weight), metrics = task.loss(params, state.extra, rows, key)
+        (total, weight), metrics = loss_of(
+          params, state.extra, rows, key, step=state.step
+        )
         # The mean for a whole batch, the sum for a micro-batch.
         value = mean(total, weight) if accum_steps == 1 else total
         return value, ((total, weight), metrics)
@@ -157,7 +172,7 @@ def make_update(
     )
     params = optax.apply_updates(state.params, updates)
     means = {name: mean(*pair) for name, pair in sums.items()}
-    extra = task.update_extra(state.extra, params, means)
+    extra = update_extra(state.extra, params, means, step=state.step)
     metrics = {
       'train_loss': mean(*loss),
       **{f'train_{k}': v for k, v in means.items() if jnp.ndim(v) == 0},

@@ -165,7 +165,7 @@ class Predictor:
 
   def _none(self, compute):
     """Returns the inputs and outputs of an empty list of images."""
-    spec = self.task.batch_spec(1)
+    spec = self.task.input_spec()
     shapes = jax.eval_shape(compute, self.params, self.extra, spec)
     return jax.tree.map(
       lambda x: np.zeros((0, *x.shape[1:]), x.dtype), (spec, shapes)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import copy
 import importlib
 import importlib.util
-import os
 import traceback
 
 from absl import logging
@@ -360,7 +359,7 @@ def check_memory(config, processes: int):
   crop = config.pp.longest_side if config.pp.sides else config.pp.crop
   height, width = crop if isinstance(crop, tuple | list) else (crop, crop)
   image = 4 * height * width * config.pp.channels  # float32
-  memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  memory = cli.machine_memory()
   for key in ('batch', 'batch_eval'):
     # The batches that wait, and the batch that is computed.
     needed = -(-config[key] // processes) * image * (1 + config.prefetch)

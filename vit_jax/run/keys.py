@@ -18,6 +18,7 @@ from vit_jax.configs import rules
 from vit_jax.layers import attention
 from vit_jax.layers import decoder
 from vit_jax.layers import encoder
+from vit_jax.layers import loop
 from vit_jax.layers import positions
 from vit_jax.layers import resnet
 from vit_jax.learning import losses
@@ -145,7 +146,7 @@ MODEL: dict[str, rules.Rule] = {
   'transformer.gelu': rules.one_of(*encoder.GELUS),
   'transformer.norm_eps': rules.positive,
   'transformer.position_grid': rules.optional(rules.pair_of_sizes),
-  'transformer.remat': rules.one_of('', *encoder.REMAT_POLICIES),
+  'transformer.remat': rules.one_of('', *loop.REMAT_POLICIES),
   'transformer.scan': rules.flag,
   'transformer.causal': rules.flag,
   'transformer.only_first': rules.flag,
@@ -198,7 +199,7 @@ IGPT: dict[str, rules.Rule] = {
   'causal': rules.flag,
   'attention': rules.one_of(*attention.IMPLEMENTATIONS),
   'attention_scale': rules.one_of(*decoder.SCALES),
-  'remat': rules.one_of('', *encoder.REMAT_POLICIES),
+  'remat': rules.one_of('', *loop.REMAT_POLICIES),
   'scan': rules.flag,
   'dtype': _FLOAT,
   'param_dtype': _FLOAT,

@@ -79,11 +79,14 @@ def lower(config, make_program: Callable, devices) -> Lowered:
     if num_layers:
       layers = model_configs.layers_of(part.model)
       layers.update(num_layers=num_layers, scan=False)
-    task, _, _, abstract = make_program(part, mesh)
+    program = make_program(part, mesh)
+    task, abstract = program.task, program.abstract
     params = abstract.params
 
     def total(params, extra, batch):
-      (total, _), metrics = task.loss(params, extra, batch, jax.random.key(0))
+      (total, _), metrics = program.loss(
+        params, extra, batch, jax.random.key(0), step=0
+      )
       return total, metrics
 
     function = jax.jit(

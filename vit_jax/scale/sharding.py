@@ -139,6 +139,11 @@ def constrain_batch(x):
   return jax.lax.with_sharding_constraint(x, P(batch_axes(mesh)))
 
 
+def replicated(mesh) -> jax.NamedSharding:
+  """Returns the sharding of an array that every device has as a whole."""
+  return jax.NamedSharding(mesh, P())
+
+
 def on_own_rows(function: Callable, *args, axis: int = 0):
   """Applies a function on each device to the rows of the batch that lie there.
 

@@ -23,6 +23,7 @@ from vit_jax.evaluators import features
 from vit_jax.jobs import evaluate
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.scale import processes
+from vit_jax.scale import sharding
 from vit_jax.tasks import classify
 
 # Number of images in a block.
@@ -180,7 +181,7 @@ def _best_classes(task, mesh):
     return {'classes': classes, 'probabilities': probabilities, **kept}
 
   # Every process receives the whole batch.
-  return jax.jit(best, out_shardings=jax.NamedSharding(mesh, jax.P()))
+  return jax.jit(best, out_shardings=sharding.replicated(mesh))
 
 
 def confident(found, begin: int, confidence: float) -> dict[str, np.ndarray]:

@@ -12,7 +12,8 @@ Methods, in the order in which a run calls them:
   learn           metadata that take long to compute, such as a palette
   Task(config, metadata)
   example         turns a record of the data into an example
-  batch_spec      shapes of a batch
+  input_spec      shapes of what inference reads
+  batch_spec      shapes of a training batch
   init            initial parameters and extra state
   augment         changes a whole batch on the devices, for example mixes it
   draw_training   pictures of a training batch
@@ -178,13 +179,27 @@ class Task(abc.ABC):
     """Returns the part of `example` that prediction needs."""
     return {'image': preprocess.prepare(record['image'], seed, self.config.pp)}
 
+  def input_spec(
+    self, image_size: tuple[int, int] | None = None, batch=1
+  ) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes and types of a batch of `inputs`, what `outputs` reads.
+
+    Args:
+      image_size: (height, width) of the images; None: as in evaluation.
+      batch: number of rows; may be a symbol of jax.export.
+    """
+    return {'image': self.image_spec(batch, image_size)}
+
   def batch_spec(self, size: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and types of a training batch of `size` rows."""
-    return {'image': self.image_spec(size)}
+    return self.input_spec(batch=size)
 
-  def image_spec(self, size: int) -> jax.ShapeDtypeStruct:
+  def image_spec(
+    self, size: int, image_size: tuple[int, int] | None = None
+  ) -> jax.ShapeDtypeStruct:
     """Returns shape and type of a batch of images."""
-    shape = (size, *self.image_size, self.config.pp.channels)
+    height, width = image_size or self.image_size
+    shape = (size, height, width, self.config.pp.channels)
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
   # --- Training ---
@@ -256,6 +271,9 @@ class Task(abc.ABC):
       batch: arrays [b, ...] of the tensors of `example`.
       rng: random key, for dropout.
 
+    A method with a further argument `step` is given the number of updates
+    before this one, int32 scalar, for schedules of its own.
+
     Returns:
       ((sum, weight), metrics). The loss is the sum divided by the weight, both
       float32 scalars, after adding up all parts. The weight is the number of
@@ -272,6 +290,9 @@ class Task(abc.ABC):
       extra: extra state before the update.
       params: parameters after the update.
       metrics: quotients of the results of `loss`.
+
+    A method with a further argument `step` is given the number of updates
+    before this one, see `loss`.
     """
     del params, metrics
     return extra

@@ -229,6 +229,18 @@ class Task(base.Task):
     x = tf.pad(x, [[0, missing]] + [[0, 0]] * (x.shape.rank - 1))
     return tf.ensure_shape(x, [most, *x.shape[1:]])
 
+  def input_spec(self, image_size=None, batch=1):
+    """Returns shapes and types of `image`, `size`, and possibly `real`."""
+    if image_size is None and self.config.pp.sides:
+      image_size = canvases.evaluation(self.config.pp).canvas
+    image = self.image_spec(batch, image_size)
+    real = {'real': jax.ShapeDtypeStruct(image.shape[:3], jnp.bool_)}
+    return {
+      'image': image,
+      **(real if self.config.pp.sides else {}),
+      'size': jax.ShapeDtypeStruct((batch, 2), jnp.int32),
+    }
+
   def batch_spec(self, size):
     """Returns shapes and types of images and objects."""
     most = self.options.max_objects
@@ -236,11 +248,10 @@ class Task(base.Task):
     def spec(*shape, dtype=jnp.int32):
       return jax.ShapeDtypeStruct((size, *shape), dtype)
 
-    image = self.image_spec(size)
-    real = {'real': jax.ShapeDtypeStruct(image.shape[:3], jnp.bool_)}
+    inputs = self.input_spec(self.image_size, size)
+    del inputs['size']  # Training has no use for it.
     return {
-      'image': image,
-      **(real if self.config.pp.sides else {}),
+      **inputs,
       'box': spec(most, 4, dtype=jnp.float32),
       'class': spec(most),
       'count': spec(),

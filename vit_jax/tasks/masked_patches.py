@@ -62,7 +62,7 @@ class MaskedViT(models_vit.VisionTransformer):
       float32 [B, N, num_classes].
     """
     grid = self.embed(images, flat=False)  # [B, h, w, D]
-    tokens = grid.reshape(len(grid), -1, grid.shape[-1])  # [B, N, D]
+    tokens = grid.reshape(grid.shape[0], -1, grid.shape[-1])  # [B, N, D]
     swapped = jnp.take_along_axis(tokens, other[..., None], axis=1)
     fate = fate[..., None]
     tokens = jnp.where(fate == SWAPPED, swapped, tokens)
@@ -155,10 +155,12 @@ class Task(base.Task):
     fate, other = corrupt(seeds, self.num_patches, self.options)
     return {**example, 'fate': fate, 'other': other}
 
-  def batch_spec(self, size):
+  def input_spec(self, image_size=None, batch=1):
     """Returns shapes and types of `image`, `fate` and `other`."""
-    patches = jax.ShapeDtypeStruct((size, self.num_patches), jnp.int32)
-    return {'image': self.image_spec(size), 'fate': patches, 'other': patches}
+    grid = models.patch_grid(self.config.model, image_size or self.image_size)
+    patches = jax.ShapeDtypeStruct((batch, math.prod(grid)), jnp.int32)
+    image = self.image_spec(batch, image_size)
+    return {'image': image, 'fate': patches, 'other': patches}
 
   def init(self, rng):
     """Returns the parameters of the Vision Transformer, and the mask token."""

@@ -110,7 +110,7 @@ class Task(base.Task):
       images: float [B, H, W, C] in [-1, 1].
     """
     found = palette_lib.quantise(images, self.palette)
-    return found.reshape(len(images), -1)
+    return found.reshape(images.shape[0], -1)
 
   def images(self, colors) -> np.ndarray:
     """Returns images, float32 [B, H, W, C]; the inverse of `colors`."""

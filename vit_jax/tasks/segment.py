@@ -184,7 +184,7 @@ class Task(detect.Task):
       see vit_jax.detection.segments.assemble.
     """
     found = self.detections(outputs)
-    extent = jnp.ones((len(outputs['masks']), 2))
+    extent = jnp.ones((outputs['masks'].shape[0], 2))
     if 'real' in batch:
       real = batch['real'].astype(jnp.float32)
       extent = jnp.stack(

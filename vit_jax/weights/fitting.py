@@ -16,6 +16,7 @@ import flax.traverse_util
 import numpy as np
 
 from vit_jax import models
+from vit_jax.layers import positions
 from vit_jax.layouts import families
 from vit_jax.weights import identify
 from vit_jax.weights import reading
@@ -202,7 +203,8 @@ def _resize(taken, want, grid, new_grid):
     if moved and _is_relative(path):
       fail_for([f'{path}: {_SEQUENCE}'])
     if table.ndim == 2 and table.shape != shape:
-      resized[path] = _resize_axis(np.asarray(table, np.float32), 0, shape[0])
+      table = positions.resize(np.asarray(table, np.float32), shape[0])
+      resized[path] = table.astype(np.float32)
     elif table.ndim == 3 and (moved or table.shape != shape):
       resized[path] = interpolate_posembed(
         table, shape[1], 'cls' in taken, grid, new_grid
@@ -338,8 +340,8 @@ def interpolate_posembed(
   new_grid = _check_grid(new_grid, num_tokens - extra, 'the model')
   table = posemb[0, extra:].reshape(*grid, -1)  # [h, w, D]
   for axis, size in enumerate(new_grid):
-    table = _resize_axis(table, axis, size)
-  table = table.reshape(1, math.prod(new_grid), -1)
+    table = positions.resize(table, size, axis)
+  table = table.astype(np.float32).reshape(1, math.prod(new_grid), -1)
   return np.concatenate([posemb[:, :extra], table], axis=1)
 
 
@@ -358,20 +360,3 @@ def _check_grid(grid, patches, where):
       '(--config.pretrained_grid) and new_grid=(height, width)'
     )
   return grid
-
-
-def _resize_axis(table, axis, size):
-  """Interpolates linearly along an axis; the first and last entry stay."""
-  old = table.shape[axis]
-  if old == size:
-    return table
-  positions = np.linspace(0, old - 1, size, dtype=np.float64)
-  low = np.clip(np.floor(positions).astype(int), 0, max(old - 2, 0))
-  high = np.minimum(low + 1, old - 1)
-  shape = [1] * table.ndim
-  shape[axis] = size
-  weight = (positions - low).astype(np.float32).reshape(shape)
-  return (
-    np.take(table, low, axis) * (1 - weight)
-    + np.take(table, high, axis) * weight
-  )
