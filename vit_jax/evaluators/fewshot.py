@@ -11,6 +11,7 @@ an evaluation.
 from collections.abc import Callable
 from collections.abc import Sequence
 import copy
+import itertools
 
 import numpy as np
 from scipy import linalg
@@ -106,17 +107,16 @@ class FewShot:
       return None
 
     def solve():
-      with cli.bar(desc='Few-shot probes', delay=3, leave=False) as bar:
-        return [
-          [
-            self._accuracy(
-              train, test, np.searchsorted(rows, chosen[:, :shots])
-            )
-            for chosen in self._chosen
-            if not bar.update()
-          ]
-          for shots in self._options.shots
+      shots, draws = self._options.shots, self._chosen
+      with cli.bar(
+        iterable=list(itertools.product(shots, draws)),
+        desc='Few-shot probes', delay=3, leave=False,
+      ) as bar:  # fmt: skip
+        found = [
+          self._accuracy(train, test, np.searchsorted(rows, draw[:, :count]))
+          for count, draw in bar
         ]
+      return np.reshape(found, (len(shots), len(draws))).tolist()
 
     found = processes.from_first('solving the few-shot probes', solve)
     return dict(zip(self._options.shots, found))
