@@ -271,13 +271,15 @@ def _probes(task, mesh, workdir) -> list:
     found.append(fewshot.FewShot(task, mesh, workdir))
   _, split, dataset = run_config.evaluations(config)[0]
 
-  def open_split(wanted, further):
+  def open_split(wanted, further, dataset=dataset):
     return open_for(
       config, type(task), task.metadata, wanted, dataset, workdir, further
     )
 
   if config.layer_probe:
-    labelled = [open_split(x, ('label',)) for x in (config.pp.train, split)]
+    labelled = [
+      open_split(x, ('label',), None) for x in fewshot.own_splits(config)
+    ]
     found.append(
       layer_probe.LayerProbe(
         task, mesh, workdir, *labelled, per_class=config.layer_probe

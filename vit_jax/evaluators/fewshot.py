@@ -137,8 +137,7 @@ def splits(config) -> tuple[str | None, str, str]:
   """Returns data set (None: that of the run), training and test split."""
   options = config.fewshot
   if options.dataset is None:
-    _, split, other = run_config.evaluations(config)[0]
-    usual = (config.pp.train, split if other is None else config.pp.test)
+    usual = own_splits(config)
   else:
     usual = common.SPLITS.get(options.dataset, ('train', 'test'))
   return (
@@ -146,6 +145,12 @@ def splits(config) -> tuple[str | None, str, str]:
     options.train or usual[0],
     options.test or usual[1],
   )
+
+
+def own_splits(config) -> tuple[str, str]:
+  """Returns the training and the first test split of the run's data set."""
+  _, split, other = run_config.evaluations(config)[0]
+  return config.pp.train, split if other is None else config.pp.test
 
 
 def squeezed(pp, factor: float):
