@@ -489,6 +489,14 @@ def _describe(prepared):
     f'{config.total_steps:,} steps of {config.batch:,} images: {epochs:,.1f} '
     'epochs.'
   )
+  times = config.batch / prepared.train.num_examples
+  if times > 1:
+    say(
+      f'A batch of {config.batch:,} images repeats each of the '
+      f'{prepared.train.num_examples:,} training images {times:.1f} times, which '
+      'takes longer and teaches no more: lower --config.batch to '
+      f'{prepared.train.num_examples:,} or less.'
+    )
   if config.total_steps < _FEW:
     say(
       f'{config.total_steps:,} updates teach a model little: lower --config.batch '
