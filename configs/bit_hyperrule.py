@@ -5,7 +5,8 @@ r"""Fine-tunes by BiT-HyperRule (arXiv 1912.11370, section 3.3).
   python -m vit_jax.main --workdir=/tmp/bit --config.pretrained=BiT-M-R50x1.npz \
     --config=configs/bit_hyperrule.py:bit_r50x1,/data/photos,5000,500
 
-The argument is MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS. MODEL is a short name
+The argument is MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS, and ,paper at its end
+for the sizes of images that the paper gives (see below). MODEL is a short name
 from models.py, such as bit_r50x1. DATA is a TFDS name, or a folder with
 train/<class>/* and test/<class>/*. EXAMPLES is the number of training images,
 which decides on the length of the training and on mixup; PIXELS is the usual
@@ -18,9 +19,14 @@ resnetv2_*_bit, a URL, a gs:// path, or the workdir of a run.
 Expected of BiT-L R152x4 (arXiv 2010.11929, table 2): ImageNet 87.54, CIFAR-10
 99.37, CIFAR-100 93.51, Oxford Pets 96.62, Oxford Flowers 99.63.
 
-The warm-up, which the paper does not mention, is that of the released code. For
-fewer than 20,000 examples that code drops the learning rate at 40, 60 and 80 %
-of the training; this config follows the paper: 30, 60 and 90 %.
+Paper and released code (bit_hyperrule.py of github.com/google-research/big_transfer)
+differ. Images of 96x96 pixels and more are resized to 512x512 in the code, of
+which 480x480 are cropped; in the paper they are resized to 448x448, of which
+384x384 are cropped, except for R152x4, which has 512 and 480 there as well. This
+config follows the code, and with ,paper the paper. The warm-up, which the paper
+does not mention, is that of the code. For fewer than 20,000 examples the code
+drops the learning rate at 40, 60 and 80 % of the training; this config follows
+the paper: 30, 60 and 90 %.
 """
 
 from vit_jax.configs import common
@@ -46,11 +52,14 @@ MIXUP_EXAMPLES, MIXUP = 20_000, 0.1
 # Images of fewer pixels than 96 x 96, and all others: resized to a square of
 # the first side, from which a square of the second side is cropped.
 SMALL_IMAGE = 96
-SMALL_SIZES, LARGE_SIZES = (160, 128), (448, 384)
+SMALL_SIZES, LARGE_SIZES = (160, 128), (512, 480)
+# The latter in the paper, for all models but the largest.
+PAPER_SIZES, PAPER_EXCEPT = (448, 384), 'bit_r152x4'
+_PAPER = 'paper'
 
 
 def get_config(arg: str = 'bit_r50x1,cifar10'):
-  """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,EXAMPLES,PIXELS'.
+  """Returns the config for 'MODEL,DATA[,EXAMPLES,PIXELS][,paper]'.
 
   Raises:
     ValueError: if the argument has another form, the model is unknown, or the
@@ -58,6 +67,10 @@ def get_config(arg: str = 'bit_r50x1,cifar10'):
   """
   model, _, rest = arg.partition(',')
   dataset, *given = rest.split(',')
+  large = LARGE_SIZES
+  if given[-1:] == [_PAPER]:
+    given.pop()
+    large = LARGE_SIZES if model == PAPER_EXCEPT else PAPER_SIZES
   examples, pixels = _data_size(arg, dataset, given)
   config = common.set_dataset(common.get_config(), dataset)
   config.model = models.get_config(model)
@@ -79,7 +92,7 @@ def get_config(arg: str = 'bit_r50x1,cifar10'):
   )
   # Training resizes to a square and crops a part of it; evaluation resizes to
   # the size of that part.
-  resized, crop = SMALL_SIZES if pixels < SMALL_IMAGE else LARGE_SIZES
+  resized, crop = SMALL_SIZES if pixels < SMALL_IMAGE else large
   config.pp.crop = crop
   config.pp.crop_area = ((crop / resized) ** 2,) * 2
   config.pp.crop_ratio = None

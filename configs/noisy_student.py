@@ -104,6 +104,11 @@ def set_defaults(config, unlabelled: str, split: str):
   config.per_class = 130_000
   # Whether a pseudo-label is the probability of each class, or the best class.
   config.soft = True
+  # Soft labels: number of the most probable classes whose probabilities are
+  # stored; the rest is spread evenly over the others. None: all classes, as in
+  # the paper; an image then takes 8 bytes a class on disk and in memory.
+  config.soft_classes = placeholder(int)
+  config.soft_classes = 32
   # Unlabelled images for each labelled one of a batch, in each iteration.
   config.ratios = (14.0, 14.0, 28.0)
   # The metric that is compared.

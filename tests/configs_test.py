@@ -77,16 +77,21 @@ def test_bit_pre_training_names_what_is_wrong():
 @pytest.mark.parametrize(
   'data, steps, warmup, mixup, resized, crop',
   [
-    # arXiv 1912.11370, section 3.3.
-    ('oxford_flowers102', 500, 100, None, 448, 384),
-    ('oxford_iiit_pet', 500, 100, None, 448, 384),
+    # bit_hyperrule.py of github.com/google-research/big_transfer.
+    ('oxford_flowers102', 500, 100, None, 512, 480),
+    ('oxford_iiit_pet', 500, 100, None, 512, 480),
     ('cifar10', 10_000, 500, 0.1, 160, 128),
     ('cifar100', 10_000, 500, 0.1, 160, 128),
-    ('imagenet2012', 20_000, 500, 0.1, 448, 384),
+    ('imagenet2012', 20_000, 500, 0.1, 512, 480),
     ('/some/folder,19999,95', 500, 100, None, 160, 128),
-    ('/some/folder,20000,96', 10_000, 500, 0.1, 448, 384),
-    ('/some/folder,499999,500', 10_000, 500, 0.1, 448, 384),
-    ('/some/folder,500000,500', 20_000, 500, 0.1, 448, 384),
+    ('/some/folder,20000,96', 10_000, 500, 0.1, 512, 480),
+    ('/some/folder,499999,500', 10_000, 500, 0.1, 512, 480),
+    ('/some/folder,500000,500', 20_000, 500, 0.1, 512, 480),
+    # arXiv 1912.11370, section 3.3.
+    ('imagenet2012,paper', 20_000, 500, 0.1, 448, 384),
+    ('cifar10,paper', 10_000, 500, 0.1, 160, 128),
+    ('/some/folder,20000,96,paper', 10_000, 500, 0.1, 448, 384),
+    ('paper,20000,96', 10_000, 500, 0.1, 512, 480),
   ],
 )
 def test_bit_fine_tuning_is_bit_hyperrule(
@@ -105,12 +110,19 @@ def test_bit_fine_tuning_is_bit_hyperrule(
   assert (config.pp.flip, config.pp.resize) == (True, None)
 
 
+def test_the_largest_model_has_larger_images_in_the_paper_too():
+  config = bit_hyperrule.get_config('bit_r152x4,imagenet2012,paper')
+  assert config.pp.crop == 480
+  np.testing.assert_allclose(np.sqrt(config.pp.crop_area), 480 / 512)
+
+
 def test_bit_hyperrule_needs_the_size_of_the_data():
   for arg, message in (
     ('bit_r50x1', 'must be MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS'),
     ('bit_r50x1,/some/folder,5', 'must be MODEL,DATA or MODEL,DATA,EXAMPLES'),
     ('bit_r50x1,/some/folder,0,5', 'must be MODEL,DATA or MODEL,DATA,EXAMP'),
     ('bit_r50x1,/some/folder,many,5', 'must be MODEL,DATA or MODEL,DATA,EX'),
+    ('bit_r50x1,paper', "'paper' is not among the data sets of known size"),
     ('bit_r50x1,/some/folder', "'/some/folder' is not among .*,5000,500"),
   ):
     with pytest.raises(ValueError, match=message):

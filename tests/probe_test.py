@@ -97,12 +97,12 @@ def test_all_layers(model, mesh, tmp_path, monkeypatch, capsys):
   found = json.loads(path.read_text())
   assert found['fewshot'] == []
   assert [row['layer'] for row in found['layers']] == ['layer_0', 'layer_1']
-  digits = {}
+  digits, pixels = {}, features.Extractor(model.task, mesh, 'pixels')
   for split in ('train[:100]', 'test'):
     source = train.open_for(
       model.config, type(model.task), model.metadata, split
     )
-    digits[split] = features.extract(model.task, mesh, source, {}, {}, 'pixels')
+    digits[split] = pixels.run(source, {}, {})
   for i, row in enumerate(found['layers']):
     x, y = (
       part._replace(values=part.values.reshape(-1, 8, 8).sum(axis=2 - i))

@@ -482,10 +482,13 @@ def test_a_folder_without_a_run_has_nothing_to_evaluate(tmp_path):
 def test_a_linear_probe_trains_the_head_alone(tiny_config, tmp_path, capsys):
   tiny_config.lr_multipliers = (('^head/', 1.0), ('', 0.0))
   tiny_config.update(weight_decay=0.1, ema_decay=0.5)
+  tiny_config.pp.train = 'train[:10]'
   state, _ = fit(tiny_config, tmp_path)
   said = capsys.readouterr().out
   assert '2,096 of the parameters are frozen' in said
   assert '6 updates teach a model little: lower --config.batch' in said
+  assert 'each of the 10 training images 1.6 times' in said
+  assert said.index('lower --config.batch to 10') < said.index('Compiling')
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   first = train.make_program(tiny_config, NAMES, mesh).create_state({})
   for name, tree in jax.device_get(state.params).items():

@@ -201,7 +201,6 @@ def _dataset(config, mode, source):
   """Returns a split in the form of `get_datasets`."""
   keys.check_preprocessing(config.pp)
   mesh = sharding.make_mesh({'data': -1})
-  parts = sharding.row_parts(mesh)
   example = labelled_example(config, len(source.class_names))
   parts = sharding.row_parts(mesh)
   if mode == 'train':

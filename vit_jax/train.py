@@ -276,13 +276,15 @@ def _probes(task, mesh, workdir) -> list:
     found.append(fewshot.FewShot(task, mesh, workdir))
   _, split, dataset = run_config.evaluations(config)[0]
 
-  def open_split(wanted, further):
+  def open_split(wanted, further, dataset=dataset):
     return open_for(
       config, type(task), task.metadata, wanted, dataset, workdir, further
     )
 
   if config.layer_probe:
-    labelled = [open_split(x, ('label',)) for x in (config.pp.train, split)]
+    labelled = [
+      open_split(x, ('label',), None) for x in fewshot.own_splits(config)
+    ]
     found.append(
       layer_probe.LayerProbe(
         task, mesh, workdir, *labelled, per_class=config.layer_probe
@@ -492,6 +494,14 @@ def _describe(prepared):
     f'{config.total_steps:,} steps of {config.batch:,} images: {epochs:,.1f} '
     'epochs.'
   )
+  times = config.batch / prepared.train.num_examples
+  if times > 1:
+    say(
+      f'A batch of {config.batch:,} images repeats each of the '
+      f'{prepared.train.num_examples:,} training images {times:.1f} times, which '
+      'takes longer and teaches no more: lower --config.batch to '
+      f'{prepared.train.num_examples:,} or less.'
+    )
   if config.total_steps < _FEW:
     say(
       f'{config.total_steps:,} updates teach a model little: lower --config.batch '

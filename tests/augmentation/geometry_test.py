@@ -15,6 +15,11 @@ from vit_jax.files import images
 H, W = 120, 160
 
 
+def to_image(image, drawn):
+  """Applies a geometry to a decoded image."""
+  return geometry.fit(geometry.crop(tf.convert_to_tensor(image), drawn), drawn)
+
+
 def pp(**kwargs):
   config = common.get_config().pp
   config.update(kwargs)
@@ -66,7 +71,7 @@ def test_boxes_and_masks_follow_the_image(fields):
   compared = 0
   for number in range(30):
     drawn = geometry.sample((H, W), seed(number), config)
-    bright = geometry.to_image(image, drawn).numpy()[..., 0] > 0
+    bright = to_image(image, drawn).numpy()[..., 0] > 0
     boxes, kept = geometry.to_boxes(normalised(box), drawn)
     turned = geometry.to_masks(mask, drawn).numpy()
     assert (turned.dtype, turned.shape) == (np.uint8, (1, *size))
@@ -103,7 +108,7 @@ def test_a_crop_of_the_same_shape_is_that_of_a_squared_image():
     drawn = geometry.sample(image.shape, seed(number), config)
     assert (drawn.height, drawn.width) == (240, 600)
     begins.add((int(drawn.y), int(drawn.x)))
-    got = geometry.to_image(image, drawn).numpy()
+    got = to_image(image, drawn).numpy()
     top, left = int(drawn.y) / 280 * 448, int(drawn.x) / 700 * 448
     # Of the squared image, the pixel that the middle one of the crop shows.
     middle = squared[round(top) + 192, round(left) + 192]
@@ -171,7 +176,7 @@ def test_a_flip_is_its_own_inverse():
   twice = geometry.to_boxes(geometry.to_boxes(boxes, flip)[0], flip)[0]
   np.testing.assert_allclose(twice, boxes, atol=1e-6)
   np.testing.assert_array_equal(
-    geometry.to_image(image, flip), geometry.to_image(image[:, ::-1], plain)
+    to_image(image, flip), to_image(image[:, ::-1], plain)
   )
 
 
@@ -183,7 +188,7 @@ def test_right_angles_are_numpys(angle, turns):
   drawn = geometry.whole((32, 32), (32, 32))
   drawn = drawn._replace(angle=tf.constant(angle, tf.float32))
   np.testing.assert_allclose(
-    geometry.to_image(image, drawn), np.rot90(image, turns), atol=1e-4
+    to_image(image, drawn), np.rot90(image, turns), atol=1e-4
   )
   np.testing.assert_array_equal(
     geometry.to_masks(masks, drawn), np.rot90(masks, turns, axes=(1, 2))
@@ -231,7 +236,7 @@ def test_evaluation_takes_the_whole_image():
   image = rng.randint(0, 256, (H, W, 3), np.uint8)
   drawn = geometry.whole(image.shape, (48, 32))
   np.testing.assert_array_equal(
-    geometry.to_image(image, drawn),
+    to_image(image, drawn),
     preprocess.for_evaluation(image, pp(crop=(48, 32))),
   )
   boxes = normalised((10, 20, 30, 40), (0, 0, H, W))
@@ -316,7 +321,7 @@ def test_the_geometry_is_that_of_the_decoded_image():
     got, drawn = preprocess.decode_with_geometry(
       _encode(image, 'PNG'), seed(number), config
     )
-    np.testing.assert_array_equal(got, geometry.to_image(image, drawn))
+    np.testing.assert_array_equal(got, to_image(image, drawn))
 
 
 def test_wrong_shapes_are_named():

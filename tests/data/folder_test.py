@@ -98,7 +98,7 @@ def test_a_class_that_test_lacks(root):
 
 def test_a_class_that_train_lacks(root):
   shutil.copytree(root / 'test' / 'bee', root / 'test' / 'wasp')
-  with pytest.raises(ValueError, match=r"training split lacks: \['wasp'\]"):
+  with pytest.raises(ValueError, match=r"is not trained on: \['wasp'\]"):
     folder.list_split(str(root), 'test', ('ant', 'bee', 'cow'))
 
 

@@ -53,7 +53,8 @@ def mean_grey(params, extra, batch):
 def test_every_example_comes_once_in_its_place(task, devices):
   mesh = sharding.make_mesh({'data': devices}, jax.devices()[:devices])
   values = np.arange(COUNT) * 12
-  found = features.extract(task, mesh, grey(values), PARAMS, {}, mean_grey)
+  extractor = features.Extractor(task, mesh, mean_grey)
+  found = extractor.run(grey(values), PARAMS, {})
   assert found.values.dtype == np.float32
   want = np.repeat(2 * (values[:, None] / 127.5 - 1), 3, axis=1)
   np.testing.assert_allclose(found.values, want, atol=1e-5)
@@ -63,9 +64,8 @@ def test_every_example_comes_once_in_its_place(task, devices):
 def test_some_examples_in_any_order(task):
   mesh = sharding.make_mesh({'data': 8})
   source, indices = grey(np.arange(COUNT)), [17, 2, 9]
-  found = features.extract(
-    task, mesh, source, PARAMS, {}, mean_grey, indices=indices
-  )
+  extractor = features.Extractor(task, mesh, mean_grey)
+  found = extractor.run(source, PARAMS, {}, indices)
   want = 2 * (np.array(indices) / 127.5 - 1)
   np.testing.assert_allclose(found.values[:, 0], want, atol=1e-5)
   assert found.labels.tolist() == [2, 2, 0]
@@ -98,7 +98,7 @@ def test_layers_are_those_that_the_model_computes(task):
 
   tokens, logits = jax.jit(compute)(params)
   inputs, norm = (
-    features.extract(task, mesh, grey([153]), params, {}, name).values
+    features.Extractor(task, mesh, name).run(grey([153]), params, {}).values
     for name in ('features', 'Transformer/encoder_norm')
   )
   head = params['head']

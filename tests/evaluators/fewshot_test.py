@@ -1,8 +1,14 @@
 """Tests of few-shot probes: the closed form, the choice of shots, errors."""
 
+import os
+import pty
+import sys
+import termios
+
 import numpy as np
 import pytest
 
+from vit_jax import cli
 from vit_jax.data import records
 from vit_jax.data import sources
 from vit_jax.evaluators import features
@@ -92,8 +98,9 @@ def test_images_are_squeezed_and_cropped(tiny_config):
   assert tiny_config.pp.resize is None
 
 
-def test_the_accuracy_of_a_split(tiny_config, monkeypatch):
-  """All of it, with the mean grey of an image as its only feature."""
+@pytest.fixture
+def probe(tiny_config, monkeypatch):
+  """Probes with the mean grey of an image as its only feature."""
   tiny_config.fewshot.update(shots=(1, 3), seeds=(0, 5), squeeze=1.0)
   tiny_config.batch_eval = 8
   config = run_config.complete(tiny_config)
@@ -116,8 +123,31 @@ def test_the_accuracy_of_a_split(tiny_config, monkeypatch):
 
   monkeypatch.setattr(sources, 'open_split', open_split)
   task = run_config.get_task('classify')(config, {'class_names': ['a', 'b']})
-  probe = fewshot.FewShot(task, sharding.make_mesh({'data': 8}))
+  return fewshot.FewShot(task, sharding.make_mesh({'data': 8}))
+
+
+def test_the_accuracy_of_a_split(probe):
   # The third test image is light, and labelled as dark.
   assert probe.run({}, {}) == {'fewshot_1': 0.75, 'fewshot_3': 0.75}
   assert probe.accuracies({}, {}) == {1: [0.75] * 2, 3: [0.75] * 2}
   assert probe.run({}, {}, lambda: True) is None
+
+
+def test_a_bar_on_a_terminal_drops_no_seed(probe, monkeypatch):
+  """The bar is drawn on a pseudo-terminal after each probe."""
+  controller, terminal = pty.openpty()
+  termios.tcsetwinsize(terminal, (24, 80))
+  os.set_blocking(controller, False)
+  make_bar = cli.bar
+  with open(terminal, 'w') as stderr:
+    monkeypatch.setattr(sys, 'stderr', stderr)
+    monkeypatch.setattr(
+      cli,
+      'bar',
+      lambda **kwargs: make_bar(
+        **{**kwargs, 'delay': 1e-9, 'mininterval': 0, 'miniters': 1}
+      ),
+    )
+    assert probe.accuracies({}, {}) == {1: [0.75] * 2, 3: [0.75] * 2}
+    assert b'Few-shot probes' in os.read(controller, 10_000)
+  os.close(controller)

@@ -107,14 +107,39 @@ def task(tiny_config):
   return run_config.get_task('classify')(config, {'class_names': list('abc')})
 
 
-def shades(count):
-  """Images of three shades of grey with some noise, labelled by the shade."""
+def shades(count, kept=(0, 1, 2), names='abc'):
+  """Images of three shades of grey with some noise, labelled by the shade.
+
+  Args:
+    count: number of images of all shades.
+    kept: numbers of the shades of which there are images, and hence classes.
+    names: names of all shades.
+  """
   rng = np.random.RandomState(count)
   labels = np.arange(count) % 3
+  labels = labels[np.isin(labels, kept)]
   pixels = 90 * labels[:, None, None, None] + rng.randint(0, 40, (1, 8, 8, 3))
   encoded = [images_lib.encode_png(x.astype(np.uint8)) for x in pixels]
-  columns = {'image': encoded, 'label': labels[:, None]}
-  return records.MemorySource(columns, {'label': ('a', 'b', 'c')})
+  numbers = np.searchsorted(kept, labels)
+  columns = {'image': encoded, 'label': numbers[:, None]}
+  return records.MemorySource(columns, {'label': [names[i] for i in kept]})
+
+
+def test_classes_are_told_by_name(task):
+  """The test images lack the class 'b', so that 'c' is their second one."""
+  mesh = sharding.make_mesh({'data': 8})
+  grey = lambda params, extra, batch, capture: {
+    'a/layer_0': (batch['image'].mean(axis=(1, 2)),)
+  }
+  task.intermediates = grey
+  evaluator = layer_probe.LayerProbe(
+    task, mesh, None, shades(21), shades(12, kept=(0, 2)), per_class=2, draws=2
+  )
+  assert evaluator.run({}, {}) == {'probe_best': 1.0, 'probe_pixels': 1.0}
+  with pytest.raises(ValueError, match=r"training images lack: \['d'\]"):
+    layer_probe.LayerProbe(
+      task, mesh, None, shades(21), shades(12, names='abd'), per_class=2
+    )
 
 
 def test_an_evaluation_probes_all_layers(task, tmp_path, capsys):

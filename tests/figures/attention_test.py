@@ -220,21 +220,6 @@ def test_bfloat16_gives_float32():
   assert {w.dtype for w in found.weights} == {np.dtype(np.float32)}
 
 
-def test_distances_of_batches_are_those_of_all_images():
-  model = tiny_models.tiny(transformer=transformer(1))
-  images = tiny_models.images((3, 8, 16, 3))
-  params = parameters(model, images)
-  found = attention.attention(model, params, images)
-  expected = attention.mean_distances(found, (4, 4))
-  assert expected.shape == (1, 2)
-  assert (expected > 0).all()
-  batches = (images[:2], images[2:])
-  got = attention.mean_distances_of(model, params, batches)
-  np.testing.assert_allclose(got, expected, rtol=1e-5)
-  with pytest.raises(ValueError, match='batches has no images'):
-    attention.mean_distances_of(model, params, [])
-
-
 class Layered(nn.Module):
   """An encoder of one's own: layers by number, and the last of them used twice."""
 

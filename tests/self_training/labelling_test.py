@@ -1,11 +1,18 @@
 """Tests of which images get pseudo-labels, and how many of each class."""
 
+import json
 import types
 
 import numpy as np
 import pytest
+from scipy import special
 
+from tests import tiny_models
 from vit_jax.data import pseudo_labels
+from vit_jax.data import records
+from vit_jax.files import images
+from vit_jax.run import config as run_config
+from vit_jax.scale import sharding
 from vit_jax.self_training import labelling
 
 
@@ -52,6 +59,52 @@ def test_every_class_has_as_many_images():
 def test_without_a_number_every_image_is_used_once():
   rows = labelling.balance(np.array([1, 0, 1]), np.ones(3), None, seed=0)
   assert rows.tolist() == [0, 1, 2]
+
+
+def test_soft_labels_of_all_classes(tiny_config, tmp_path, monkeypatch):
+  """The probabilities of all 40 classes, or of the 32 most probable ones."""
+  tiny_config.pp.channels = 3
+  tiny_config.batch_eval = 8
+  config = run_config.complete(tiny_config)
+  names = [str(i) for i in range(40)]
+  task = run_config.get_task('classify')(config, {'class_names': names})
+  params = tiny_models.numbers(task.model, 8)
+  model = types.SimpleNamespace(
+    config=config, task=task, params=params, extra={}
+  )
+  mesh = sharding.make_mesh({'data': 8})
+  monkeypatch.setattr(labelling, 'load_teacher', lambda _: (model, mesh))
+  pixels = np.random.RandomState(0).randint(0, 256, (5, 8, 8, 3), np.uint8)
+  source = records.MemorySource(
+    {'image': [images.encode_png(x) for x in pixels]}, {}
+  )
+  logits = task.model.apply(
+    {'params': params}, pixels / np.float32(127.5) - 1, train=False
+  )
+  want = special.softmax(np.asarray(logits), axis=1)
+  for soft_classes, count in ((None, 40), (32, 32)):
+    settings = labelling.Settings(
+      '/run', 'photos', 'train', 0.0, None, True, 0, soft_classes
+    )
+    folder = tmp_path / str(count)
+    labelling.label(settings, source, str(folder), 8)
+    with np.load(folder / pseudo_labels.ARRAYS) as arrays:
+      classes, found = arrays['classes'], arrays['probabilities']
+    assert classes.shape == (5, count)
+    np.testing.assert_allclose(
+      np.take_along_axis(want, classes, 1), found, atol=1e-5
+    )
+    np.testing.assert_allclose(found, -np.sort(-want)[:, :count], atol=1e-5)
+  # Labels from before there was a choice are those of 32 classes.
+  path = folder / pseudo_labels.JSON
+  facts = json.loads(path.read_text())
+  del facts['settings']['soft_classes']
+  path.write_text(json.dumps(facts))
+  assert labelling.label(settings, source, str(folder), 8) == facts
+  with pytest.raises(ValueError, match='soft_classes: 32 there, None here'):
+    labelling.label(
+      settings._replace(soft_classes=None), source, str(folder), 8
+    )
 
 
 def test_no_confident_label_at_all(tmp_path):

@@ -141,6 +141,25 @@ def test_a_teacher_of_other_classes_is_refused(
   assert not list(tmp_path.iterdir())
 
 
+def test_a_given_teacher_has_the_metrics_of_its_task_alone(
+  data_dir, tmp_path, monkeypatch
+):
+  """An evaluation of a run that is done leaves few-shot probes out."""
+  config = make_config(data_dir)
+  for run in (config.teacher, config.student):
+    run.fewshot.shots = (5,)
+  config.metric = 'fewshot_5_test'
+  noisy_student._check(config)
+  config.teacher_workdir = '/runs/big'
+  monkeypatch.setattr(sources, 'open_split', None)  # Cannot be called.
+  with pytest.raises(
+    ValueError, match="given teacher has too .*'accuracy_test', 'loss_test'"
+  ):
+    noisy_student.noisy_student(config, str(tmp_path))
+  config.metric = 'loss_test'
+  noisy_student._check(config)
+
+
 @pytest.fixture
 def recorded(monkeypatch, data_dir, tmp_path):
   """What is trained and labelled, in place of training and labelling."""

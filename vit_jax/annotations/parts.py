@@ -139,7 +139,7 @@ def _check_classes(found, expected):
   unknown = sorted(set(found.classes) - set(expected))
   missing = sorted(set(expected) - set(found.classes))
   raise ValueError(
-    f"the categories of '{found.path}' are not those of the training split:"
+    f"the categories of '{found.path}' are not those that the model is trained on:"
     f'{f" it has {unknown[:10]}" if unknown else ""}'
     f'{" and" if unknown and missing else ""}'
     f'{f" it lacks {missing[:10]}" if missing else ""}; give both files the same '

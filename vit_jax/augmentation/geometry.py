@@ -207,16 +207,6 @@ def fit(image, geometry: Geometry, antialias: bool = False):
   return image
 
 
-def to_image(image, geometry: Geometry):
-  """Applies a geometry to an image; returns what `fit` returns.
-
-  Args:
-    image: uint8 or float32 [*geometry.shape, C].
-    geometry: the parameters.
-  """
-  return fit(crop(tf.convert_to_tensor(image), geometry), geometry)
-
-
 def to_boxes(boxes, geometry: Geometry):
   """Applies a geometry to boxes.
 

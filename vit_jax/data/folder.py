@@ -215,13 +215,16 @@ def _check_classes(top, names, expected):
   unknown = sorted(set(names) - set(expected))
   if unknown:
     raise ValueError(
-      f"'{top}' has classes that the training split lacks: {unknown[:10]}; add "
-      'them to the training split or remove them from this one'
+      f"'{top}' has classes that the model (or the probe) is not trained on: "
+      f'{unknown[:10]}. It is trained on {len(expected)}, '
+      f'{list(expected[:5])}{" ..." if len(expected) > 5 else ""}: remove the '
+      'others here, or add them to the training split'
     )
   if missing:
     raise ValueError(
-      f"'{top}' has no images of the classes {missing[:10]} of the training "
-      'split; add some, or remove these classes from the training split'
+      f"'{top}' has no images of the classes {missing[:10]} that the model (or "
+      'the probe) is trained on: add some, or remove these classes from the '
+      'training split'
     )
 
 

@@ -309,8 +309,8 @@ def _numbers(values, lines, names) -> list:
       return table[value]
     raise ValueError(
       f'{where}: {_short(value)} is none of the {len(names)} classes '
-      f'{list(names[:5])}{" ..." if len(names) > 5 else ""} of the training '
-      'split or of classes.json'
+      f'{list(names[:5])}{" ..." if len(names) > 5 else ""} that the '
+      'model (or the probe) is trained on, or of classes.json'
     )
 
   return [number(value, line.where) for value, line in zip(values, lines)]

@@ -27,8 +27,6 @@ from vit_jax.data import records
 from vit_jax.files import index as index_lib
 
 JSON, ARRAYS = 'pseudo_labels.json', 'pseudo_labels.npz'
-# Key of the json: dict of the settings with which the labels were made.
-SETTINGS = 'settings'
 
 
 def exists(root: str) -> bool:

@@ -106,28 +106,6 @@ def _shapes(task, capture=False) -> dict:
   return jax.eval_shape(sown, params, extra, batch)
 
 
-def extract(task, mesh, source, params, extra, layer: Layer = LAYER, **kwargs):
-  """Computes the features of every example of a split, once.
-
-  Args:
-    task: see Extractor.
-    mesh: see Extractor.
-    source: see Extractor.run.
-    params: see Extractor.run.
-    extra: see Extractor.run.
-    layer: see Extractor.
-    **kwargs: `pp` of Extractor, and further arguments of Extractor.run.
-
-  Returns:
-    Features, the same on all processes; None if `stop` ended the extraction.
-
-  Raises:
-    ValueError: see Extractor and Extractor.run.
-  """
-  pp = kwargs.pop('pp', None)
-  return Extractor(task, mesh, layer, pp).run(source, params, extra, **kwargs)
-
-
 class Extractor:
   """Computes features of splits; compiled once for all of them.
 

@@ -11,6 +11,7 @@ an evaluation.
 from collections.abc import Callable
 from collections.abc import Sequence
 import copy
+import itertools
 
 import numpy as np
 from scipy import linalg
@@ -106,17 +107,16 @@ class FewShot:
       return None
 
     def solve():
-      with cli.bar(desc='Few-shot probes', delay=3, leave=False) as bar:
-        return [
-          [
-            self._accuracy(
-              train, test, np.searchsorted(rows, chosen[:, :shots])
-            )
-            for chosen in self._chosen
-            if not bar.update()
-          ]
-          for shots in self._options.shots
+      shots, draws = self._options.shots, self._chosen
+      with cli.bar(
+        iterable=list(itertools.product(shots, draws)),
+        desc='Few-shot probes', delay=3, leave=False,
+      ) as bar:  # fmt: skip
+        found = [
+          self._accuracy(train, test, np.searchsorted(rows, draw[:, :count]))
+          for count, draw in bar
         ]
+      return np.reshape(found, (len(shots), len(draws))).tolist()
 
     found = processes.from_first('solving the few-shot probes', solve)
     return dict(zip(self._options.shots, found))
@@ -137,8 +137,7 @@ def splits(config) -> tuple[str | None, str, str]:
   """Returns data set (None: that of the run), training and test split."""
   options = config.fewshot
   if options.dataset is None:
-    _, split, other = run_config.evaluations(config)[0]
-    usual = (config.pp.train, split if other is None else config.pp.test)
+    usual = own_splits(config)
   else:
     usual = common.SPLITS.get(options.dataset, ('train', 'test'))
   return (
@@ -146,6 +145,12 @@ def splits(config) -> tuple[str | None, str, str]:
     options.train or usual[0],
     options.test or usual[1],
   )
+
+
+def own_splits(config) -> tuple[str, str]:
+  """Returns the training and the first test split of the run's data set."""
+  _, split, other = run_config.evaluations(config)[0]
+  return config.pp.train, split if other is None else config.pp.test
 
 
 def squeezed(pp, factor: float):

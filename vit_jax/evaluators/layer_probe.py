@@ -150,7 +150,8 @@ class LayerProbe:
     mesh: the mesh.
     workdir: folder of the run, or None to write nothing.
     train_source: the training images, with the features 'image' and 'label'.
-    test_source: the test images, with the same.
+    test_source: the test images, with the same; their classes are told by
+      name, and some may be missing.
     per_class: see `probe`; drawn images are read alone where the data give
       random access.
     draws: see `probe`.
@@ -159,8 +160,8 @@ class LayerProbe:
     pp: see vit_jax.evaluators.features.Extractor.
 
   Raises:
-    ValueError: if a source has no labels, or the model sows no layers; see also
-      `probe`.
+    ValueError: if a source has no labels, the training images lack a class of
+      the test images, or the model sows no layers; see also `probe`.
   """
 
   final = True
@@ -187,6 +188,7 @@ class LayerProbe:
         )
     self._workdir = workdir
     self._train, self._test = train_source.evaluated, test_source.evaluated
+    self._numbers = _numbers(self._test.class_names, self._train.class_names)
     self._options = dict(per_class=per_class, draws=draws, seed=seed, l2=l2)
     names = (*require_layers(task), features_lib.PIXELS)
     self._extractor = features_lib.Extractor(task, mesh, names, pp)
@@ -216,7 +218,7 @@ class LayerProbe:
       extractor.split(train.values),
       train.labels,
       extractor.split(test.values),
-      test.labels,
+      self._numbers[test.labels],
       **self._options,
     )
     found = processes.from_first('the linear probes of all layers', solve)
@@ -228,6 +230,18 @@ class LayerProbe:
     pixels, _ = found.pop(features_lib.PIXELS)
     best = max(mean for mean, _ in found.values())
     return {'probe_best': best, 'probe_pixels': pixels}
+
+
+def _numbers(test_names, train_names) -> np.ndarray:
+  """Returns the numbers in training of the test split's classes, and of -1."""
+  unknown = [name for name in test_names if name not in train_names]
+  if unknown:
+    raise ValueError(
+      f'the test images of the probe have classes that its training images lack: '
+      f'{unknown[:10]}; add them to the training split, or remove them from the '
+      'test split (config.layer_probe)'
+    )
+  return np.array([*map(train_names.index, test_names), -1])
 
 
 def require_layers(task) -> dict[str, str]:

@@ -13,7 +13,6 @@ Shapes: B images, L layers, K heads, h x w patches, N tokens (the patches, and
 before them the class token where there is one).
 """
 
-from collections.abc import Iterable
 import functools
 import re
 from typing import Any
@@ -171,43 +170,6 @@ def mean_distances(
   lengths = _lengths(attention.grid, patch)
   means = [_mean_distance(w, lengths).mean(axis=0) for w in attention.weights]
   return np.stack(means)
-
-
-def mean_distances_of(
-  model: models_vit.VisionTransformer, params: Any, batches: Iterable[Any]
-) -> np.ndarray:
-  """Computes `mean_distances` over many images without keeping their weights.
-
-  The paper averages over 128 images, whose weights take 2.8 GB for B/16.
-
-  Args:
-    model: a Vision Transformer.
-    params: its parameters.
-    batches: arrays of images of one size, float [B, H, W, C] in [-1, 1]; each
-      further B is compiled anew.
-
-  Returns:
-    Pixels, float32 [L, K].
-
-  Raises:
-    ValueError: see `attention`; also if there are no images.
-  """
-
-  @jax.jit
-  def compute(params, images, lengths):
-    weights, _ = forward(model, params, images)
-    return jnp.stack([_mean_distance(w, lengths).sum(axis=0) for w in weights])
-
-  total, count = 0.0, 0
-  for images in batches:
-    grid = patch_grid(model, params, images)
-    height, width = images.shape[1:3]
-    lengths = _lengths(grid, (height / grid[0], width / grid[1]))
-    total = total + np.asarray(compute(params, images, lengths))  # [L, K]
-    count += len(images)
-  if not count:
-    raise ValueError('batches has no images: give at least one')
-  return total / np.float32(count)
 
 
 def _lengths(grid, patch) -> np.ndarray:

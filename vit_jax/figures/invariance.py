@@ -135,33 +135,6 @@ def _changes(functions, images, changed):
   return np.array(rows, np.float32).T
 
 
-def token_shifts(
-  embed: Features, images: np.ndarray, patch: int, steps: Sequence[int]
-) -> np.ndarray:
-  """Measures how far tokens are from equivariance to shifts by whole patches.
-
-  Compares the tokens of shifted images with the shifted tokens of the images.
-  The patch embedding shows no difference; a hybrid shows some, since its ResNet
-  pads at the borders.
-
-  Args:
-    embed: function from images to a grid of tokens [B, h, w, D], such as the
-      method `embed` of a Vision Transformer with `flat=False`.
-    images: [B, H, W, C].
-    patch: side of a patch in pixels.
-    steps: lengths of the circular shifts in patches.
-
-  Returns:
-    Relative difference for each step, float32 [number of steps].
-  """
-  tokens = np.asarray(embed(images))
-  found = []
-  for step in steps:
-    shifted = embed(np.roll(images, step * patch, axis=2))
-    found.append(relative_change(np.roll(tokens, step, axis=2), shifted))
-  return np.array(found, np.float32)
-
-
 def features(model: nn.Module, params: Any) -> Features:
   """Returns a function that computes the inputs of a model's head.
 

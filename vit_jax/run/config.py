@@ -304,13 +304,22 @@ def check(config):
 
 def metrics_of(config) -> list[str]:
   """Returns the names of the metrics of a run: 'accuracy_test', ..."""
-  names = [name for name, _, _ in evaluations(config)]
-  task = get_task(config.task)
-  metrics = [f'{metric}_{name}' for name in names for metric in task.METRICS]
-  metrics += [f'fewshot_{shots}_{names[0]}' for shots in config.fewshot.shots]
+  first, _, _ = evaluations(config)[0]
+  metrics = metrics_of_task(config)
+  metrics += [f'fewshot_{shots}_{first}' for shots in config.fewshot.shots]
   if config.real_labels is not None:
-    metrics.append(f'accuracy_real_{names[0]}')
+    metrics.append(f'accuracy_real_{first}')
   return metrics
+
+
+def metrics_of_task(config) -> list[str]:
+  """Returns those metrics of a run that its task computes in any evaluation."""
+  metrics = get_task(config.task).METRICS
+  return [
+    f'{metric}_{name}'
+    for name, _, _ in evaluations(config)
+    for metric in metrics
+  ]
 
 
 def is_low(config) -> bool:

@@ -26,10 +26,9 @@ from vit_jax.scale import processes
 from vit_jax.scale import sharding
 from vit_jax.tasks import classify
 
-# Number of images in a block.
-BLOCK = 2**18
-# Number of classes whose probabilities are stored for an image.
-_MOST_CLASSES = 32
+# Number of classes whose probabilities are stored for an image, if a config does
+# not say; and number of images in a block of as many classes.
+SOFT_CLASSES, BLOCK = 32, 2**18
 
 
 class Settings(NamedTuple):
@@ -43,6 +42,8 @@ class Settings(NamedTuple):
     per_class: number of images of each class, see `balance`; None for all.
     soft: whether a label is the probability of every class, or the best class.
     seed: seed of `balance`.
+    soft_classes: number of the most probable classes whose probabilities are
+      stored; None for all.
   """
 
   teacher: str
@@ -52,6 +53,7 @@ class Settings(NamedTuple):
   per_class: int | None
   soft: bool
   seed: int
+  soft_classes: int | None = SOFT_CLASSES
 
 
 def label(settings: Settings, source, folder: str, batch: int) -> dict:
@@ -122,6 +124,7 @@ def _begin(path, asked, source) -> bool:
     source.store(path)
     workdir_lib.write_atomically(begun, json.dumps(asked, indent=1))
     return False
+  before.setdefault('soft_classes', SOFT_CLASSES)  # Older labels lack it.
   differing = [
     f'{key}: {before.get(key)} there, {value} here'
     for key, value in asked.items()
@@ -138,14 +141,17 @@ def _begin(path, asked, source) -> bool:
 
 def _label_blocks(model, mesh, settings, source, path):
   """Writes a file of confident labels for each block that has none yet."""
-  best = _best_classes(model.task, mesh)
-  begins = range(0, source.num_examples, BLOCK)
+  count = len(model.task.class_names)
+  known = min(settings.soft_classes or count, count)
+  best = _best_classes(model.task, mesh, known)
+  size = max(1, BLOCK * SOFT_CLASSES // max(known, SOFT_CLASSES))
+  begins = range(0, source.num_examples, size)
   missing = processes.from_first(
     'looking for labelled blocks',
     lambda: [begin for begin in begins if not _block(path, begin).exists()],
   )
   for begin in missing:
-    end = min(begin + BLOCK, source.num_examples)
+    end = min(begin + size, source.num_examples)
     found = features.collect(
       model.config,
       mesh,
@@ -169,9 +175,8 @@ def _block(path, begin):
   return path / 'blocks' / f'{begin:012}.npz'
 
 
-def _best_classes(task, mesh):
-  """Returns the function of a batch that predicts the most probable classes."""
-  known = min(_MOST_CLASSES, len(task.class_names))
+def _best_classes(task, mesh, known: int):
+  """Returns the function of a batch that predicts the `known` best classes."""
 
   def best(params, extra, batch):
     logits = task.outputs(params, extra, batch)

@@ -47,6 +47,7 @@ KEYS: dict[str, rules.Rule] = {
   'confidence': rules.number(0, 1),
   'per_class': rules.optional(rules.whole(1)),
   'soft': rules.flag,
+  'soft_classes': rules.optional(rules.whole(1)),
   'ratios': rules.several(rules.positive),
   'metric': rules.text,
 }
@@ -102,9 +103,14 @@ def _check(config):
   for kind, ratios in (('teacher', [0]), ('student', set(config.ratios))):
     run = run_config.complete(_run(config, kind, config.seeds[0]))
     known = run_config.metrics_of(run)
+    whose = kind
+    if config.teacher_workdir is not None:
+      # Its run may have been without them, and an evaluation leaves them out.
+      known = run_config.metrics_of_task(run)
+      whose = f'{kind} that a given teacher has too (config.teacher_workdir)'
     if config.metric not in known:
       raise ValueError(
-        f"metric='{config.metric}' is not among the metrics of the {kind}: use "
+        f"metric='{config.metric}' is not among the metrics of the {whose}: use "
         f'one of {known} (config.metric)'
       )
     size = run.batch
@@ -217,6 +223,7 @@ def _student(config, workdir, iteration, seed, teacher, num_labelled):
     confidence=config.confidence,
     per_class=config.per_class,
     soft=config.soft,
+    soft_classes=config.soft_classes,
     seed=seed,
   )
   source = _unlabelled(config, seed, run, folder)

@@ -8,7 +8,8 @@ becomes the number of its nearest colour in a palette. There are two objectives:
   bert  predicts some pixels, chosen at random, from the others
         (config.model.causal=False)
 
-The loss is in nats a pixel that is predicted, and `bits_per_dim` in bits.
+The loss of an image is the mean over its pixels that are predicted, and the
+loss the mean over images, in nats; `bits_per_dim` is the same in bits.
 
 Shapes: B images, N pixels, K colours, C channels.
 """
@@ -155,12 +156,31 @@ class Task(base.Task):
     counted = inputs.get('masked', jnp.ones(nats.shape))
     return nats, counted.astype(jnp.float32)
 
+  def _means(self, values, counted):
+    """Returns the means over the predicted pixels of each image.
+
+    In a mean over images, each image has the same weight, as in the released
+    code (src/model.py of github.com/openai/image-gpt), however many of its
+    pixels are masked.
+
+    Args:
+      values: float32 [B, N].
+      counted: float32 [B, N], 1 for pixels that are predicted.
+
+    Returns:
+      float32 [B], 0 for an image without such a pixel; and float32 [B], 1 for
+      an image that has one.
+    """
+    count = counted.sum(axis=1)
+    means = (values * counted).sum(axis=1) / jnp.maximum(count, 1.0)
+    return means, jnp.minimum(count, 1.0)
+
   def loss(self, params, extra, batch, rng):
-    """Returns the nats summed over the predicted pixels, and their number."""
+    """Returns the mean nats of images, summed, and the number of images."""
     del extra, rng
     logits = self.model.apply({'params': params}, **batch, train=True)
-    nats, counted = self._scores(logits, batch)
-    total, count = (nats * counted).sum(), counted.sum()
+    nats, rows = self._means(*self._scores(logits, batch))
+    total, count = nats.sum(), rows.sum()
     return (total, count), {'bits_per_dim': (total / math.log(2), count)}
 
   # --- Evaluation ---
@@ -205,10 +225,11 @@ class Task(base.Task):
     return self.read(params, extra, batch)
 
   def measure(self, params, extra, batch):
-    """Returns the bits of the predicted pixels, and their number."""
+    """Returns the mean bits of images, summed, and the number of images."""
     found = self.read(params, extra, batch)
     counted = found['counted'] * batch['mask'][:, None]
-    return {'bits_per_dim': ((found['bits'] * counted).sum(), counted.sum())}
+    bits, rows = self._means(found['bits'], counted)
+    return {'bits_per_dim': (bits.sum(), rows.sum())}
 
   def intermediates(self, params, extra, batch, capture=False):
     """Returns what the model sows, `layer_0`, ...; for 'bert' nothing is masked."""

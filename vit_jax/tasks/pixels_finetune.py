@@ -5,8 +5,6 @@ loss is the sum of the cross-entropy of the classes and of that of the pixels. A
 linear head reads the mean of the normalised tokens.
 """
 
-import jax.numpy as jnp
-
 from vit_jax.configs import rules
 from vit_jax.prediction import sampling
 from vit_jax.tasks import classify
@@ -49,10 +47,9 @@ class Task(pixels.Task, classify.Task):
     logits, class_logits = self.model.apply(
       {'params': params}, **inputs, train=True
     )
-    nats, counted = self._scores(logits, inputs)  # [B, N]
-    count = jnp.maximum(counted.sum(axis=1), 1.0)
+    nats, _ = self._means(*self._scores(logits, inputs))  # [B]
     means = {
-      'generation': (nats * counted).sum(axis=1) / count,
+      'generation': nats,
       'classes': self._train_loss(class_logits, batch['label']),
     }
     rows = self._counted(batch)  # [B]
