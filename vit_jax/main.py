@@ -84,6 +84,12 @@ _REAL = flags.DEFINE_string(
   'With --evaluate: file of ImageNet ReaL labels, real.json of '
   'github.com/google-research/reassessed-imagenet; adds accuracy_real.',
 )
+_OPTIONS = flags.DEFINE_multi_string(
+  'option',
+  [],
+  "With --evaluate: NAME=VALUE, an option of the task in place of the run's, "
+  'such as tight=1 for a detector.',
+)
 cli.define_process_flags(flags.FLAGS)
 
 
@@ -104,6 +110,11 @@ def main(argv):
     raise ValueError(
       f'--real={_REAL.value} is for evaluation: add --evaluate=validation, or '
       'leave it out'
+    )
+  if _EVALUATE.value is None and _OPTIONS.value:
+    raise ValueError(
+      f'--option={_OPTIONS.value[0]} is for evaluation: add --evaluate=test, or '
+      f'set --config.task_options.{_OPTIONS.value[0]}'
     )
   cli.avoid_libtpu()
   # Imported late, so that --help and errors in flags are fast.
@@ -136,6 +147,7 @@ def _run() -> int:
       _EVALUATE.value,
       _DATASET.value,
       real_labels=_REAL.value,
+      options=evaluate.parse_options(_OPTIONS.value),
     )
     return 0
   run = _program(_CONFIG.value.get('trainer', 'train'))

@@ -74,8 +74,8 @@ class PanopticQuality:
       `num_examples`; None if `stop` ended the evaluation.
     """
     counts, waiting = {}, collections.deque()
-    for batch in input_pipeline.eval_batches(
-      self._task.config, self._source, self._task.example, self._mesh
+    for batch in input_pipeline.task_batches(
+      self._task, self._source, self._mesh
     ):
       if stop():
         return None

@@ -38,6 +38,7 @@ class Task(detect.Task):
 
   FEATURES = (
     'image',
+    'image/id?',
     'panoptic_image',
     *(
       _OBJECTS + name for name in ('id', 'bbox', 'label', 'area?', 'is_crowd?')
@@ -82,7 +83,7 @@ class Task(detect.Task):
   @classmethod
   def make_metadata(cls, config, source):
     """Returns the names of the classes, and which of them are things."""
-    names = list(source.names[f'{_OBJECTS}label'])
+    names = list(cls.class_names_of(source))
     return {'class_names': names, 'isthing': _things(config, source, names)}
 
   @classmethod
@@ -91,8 +92,13 @@ class Task(detect.Task):
     names = super().planned_metadata(config, num_classes or 133)['class_names']
     return {'class_names': names, 'isthing': [True] * len(names)}
 
-  def example(self, record, seed):
+  def example(self, record, seed, canvas=None):
     """Returns an image, its objects and their segments.
+
+    Args:
+      record: see the base class.
+      seed: see the base class.
+      canvas: see the base class.
 
     Returns:
       The tensors of a detector (vit_jax/tasks/detect.py), and `segments`, uint8
@@ -105,7 +111,7 @@ class Task(detect.Task):
       name.replace(_OBJECTS, 'objects/'): value
       for name, value in record.items()
     }
-    return super().example(objects, seed)
+    return super().example(objects, seed, canvas)
 
   def _further(self, record, inputs, drawn, kept):
     ids = tf.boolean_mask(record['objects/id'], kept)
@@ -113,8 +119,8 @@ class Task(detect.Task):
     numbers = geometry.to_masks(numbers[None], drawn)[0]
     return {'segments': _padded(numbers, inputs['image'])}
 
-  def _for_evaluation(self, record):
-    example = super()._for_evaluation(record)
+  def _for_evaluation(self, record, canvas):
+    example = super()._for_evaluation(record, canvas)
     most = self.options.truth_size
     truth = panoptic.read(
       record['panoptic_image'], record['objects/id'], example['size']
