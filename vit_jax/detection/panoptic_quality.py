@@ -36,8 +36,8 @@ class PanopticQuality:
   """Computes the panoptic quality of a model over a split.
 
   Args:
-    task: has `config`, `example`, `outputs`, `masks`, `is_thing` and
-      `class_names`, see vit_jax.tasks.segment.Task.
+    task: has `config`, `example`, `outputs`, `masks`, `assemble`,
+      `is_thing` and `class_names`, see vit_jax.tasks.segment.Task.
     mesh: the mesh.
     source: the split.
   """
@@ -103,12 +103,7 @@ class PanopticQuality:
     for i in np.flatnonzero(truth['mask']):
       row = {name: x[i] for name, x in truth.items()}
       height, width = row['truth_size']
-      made = segments_lib.assemble(
-        *(found[name][i] for name in ('masks', 'labels', 'scores')),
-        self._task.is_thing,
-        (height, width),
-        found['extent'][i],
-      )
+      made = self._task.assemble(found, i, (height, width))
       exists = row['label'] >= 0
       counts[int(row['index'])] = {
         'counts': compare(

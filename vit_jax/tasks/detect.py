@@ -96,7 +96,12 @@ class Task(base.Task):
   @classmethod
   def class_names_of(cls, source):
     """Returns the names of the classes of objects, or of segments."""
-    return source.names[_labels_of(source)]
+    [found] = (
+      names
+      for feature, names in source.names.items()
+      if feature.endswith('objects/label')
+    )
+    return found
 
   @classmethod
   def make_metadata(cls, config, source):
@@ -555,15 +560,10 @@ def _raise(most) -> str:
   )
 
 
-def _labels_of(source) -> str:
-  """Returns the name of the feature that holds the classes of the objects."""
-  [name] = (x for x in source.features if x.endswith('objects/label'))
-  return name
-
-
 def _check_counts(config, source):
   """Raises ValueError if a source knows an image with too many objects."""
-  counts = source.lengths(_labels_of(source))
+  [labels] = (x for x in source.features if x.endswith('objects/label'))
+  counts = source.lengths(labels)
   if counts is None or not len(counts):
     return
   most = run_config.task_options(config).max_objects

@@ -51,6 +51,9 @@ class Task(detect.Task):
     # Height and width of the square in which test images are compared with
     # their segments; a larger image is reduced.
     'truth_size': 640,
+    # Whether all pixels of several queries that found one class of stuff are
+    # its segment. False is the released post-processing, for published PQ.
+    'merge_stuff': True,
   }
   OPTION_RULES = {  # noqa: RUF012
     **detect.Task.OPTION_RULES,
@@ -58,6 +61,7 @@ class Task(detect.Task):
     'max_objects': rules.whole(1, 255),
     'stuff': rules.names,
     'truth_size': rules.whole(1),
+    'merge_stuff': rules.flag,
   }
   METRICS = (*pq.NAMES, *detect.Task.METRICS)
   METADATA = ('class_names', 'isthing')
@@ -257,7 +261,14 @@ class Task(detect.Task):
       found[name][row] for name in ('masks', 'labels', 'scores', 'extent')
     )
     return segments_lib.assemble(
-      masks, labels, scores, self.is_thing, size, extent, **kwargs
+      masks,
+      labels,
+      scores,
+      self.is_thing,
+      size,
+      extent,
+      merge_stuff=self.options.merge_stuff,
+      **kwargs,
     )
 
 
