@@ -14,7 +14,8 @@ with a tenth of the learning rate after 200 epochs) or 500ep (after 400);
 run.
 
 Expected on COCO's validation images (table 1: AP, AP50, AP75, AP of small, medium
-and large objects), after 500ep:
+and large objects), after 500ep, evaluated with no or little padding
+(--config.task_options.tight=1, see docs/detection.md):
 
   r50       42.0  62.4  44.2  20.5  45.8  61.1
   r50_dc5   43.3  63.1  45.9  22.5  47.3  61.1

@@ -19,9 +19,11 @@ returns tensors of static shapes, by name.
 
 from collections.abc import Callable
 from collections.abc import Iterator
+import functools
 import os
 
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 import tensorflow as tf
 
@@ -32,12 +34,15 @@ from vit_jax.data import folder
 from vit_jax.data import manifest
 from vit_jax.data import order
 from vit_jax.data import sources
+from vit_jax.files import images
 from vit_jax.run import config as run_config
 from vit_jax.run import keys
+from vit_jax.scale import processes
 from vit_jax.scale import sharding
 
 # Number of images decoded at a time.
 _CALLS = os.cpu_count() or 1
+_HEADERS = 64  # Headers of images read at a time.
 
 
 def get_dataset_info(dataset: str, split: str) -> dict:
@@ -302,6 +307,7 @@ def eval_dataset(
   example: Callable,
   rows: np.ndarray,
   parts: int | None = None,
+  numbers: np.ndarray | None = None,
 ) -> tf.data.Dataset:
   """Returns every example of a split once, in padded batches.
 
@@ -311,6 +317,8 @@ def eval_dataset(
     example: (record, None) -> tensors by name, see the top of this module.
     rows: rows of the global batch that this process reads.
     parts: see sharding.row_parts; by default as few as `rows` allow.
+    numbers: int64 [n], the examples to return; by default all. A stream has
+      none.
 
   Returns:
     tf.data of dicts of the tensors of `example`, [B, ...] each; and `mask`,
@@ -319,7 +327,8 @@ def eval_dataset(
     part.
   """
   source = source.evaluated
-  steps = -(-source.num_examples // config.batch_eval)
+  total = source.num_examples if numbers is None else len(numbers)
+  steps = -(-total // config.batch_eval)
 
   def make(record):
     made = example(source.read(record), None)
@@ -338,7 +347,9 @@ def eval_dataset(
       data.concatenate(padding.repeat(steps * size - count)), size
     )
 
-  data = [batches(*x) for x in _eval_records(config, source, rows, parts)]
+  data = [
+    batches(*x) for x in _eval_records(config, source, rows, parts, numbers)
+  ]
   if len(data) == 1:
     return data[0]
   return tf.data.Dataset.zip(*data).map(
@@ -346,16 +357,18 @@ def eval_dataset(
   )
 
 
-def _eval_records(config, source, rows, parts):
+def _eval_records(config, source, rows, parts, numbers):
   """Yields (records, number of records, rows of a batch that they fill)."""
   if not source.random_access:
     for number, part, block in order.blocks_of(rows, config.batch_eval, parts):
       begin, end = source.share(number, part)
       yield source.once(number, part), end - begin, len(block)
     return
-  begins = np.arange(0, source.num_examples, config.batch_eval)
-  positions = (begins[:, None] + rows).reshape(-1).astype(np.int64)
-  real = positions[positions < source.num_examples]
+  if numbers is None:
+    numbers = np.arange(source.num_examples)
+  begins = np.arange(0, len(numbers), config.batch_eval)
+  positions = (begins[:, None] + rows).reshape(-1)
+  real = numbers[positions[positions < len(numbers)]].astype(np.int64)
   records = order.at_a_time(
     source,
     tf.data.Dataset.from_tensor_slices(real).batch(len(rows)),
@@ -419,7 +432,9 @@ def train_batches(
   )
 
 
-def eval_batches(config, source, example: Callable, mesh) -> Iterator[dict]:
+def eval_batches(
+  config, source, example: Callable, mesh, numbers: np.ndarray | None = None
+) -> Iterator[dict]:
   """Yields every example of a split once, as global arrays.
 
   Args:
@@ -427,6 +442,7 @@ def eval_batches(config, source, example: Callable, mesh) -> Iterator[dict]:
     source: the split.
     example: (record, None) -> tensors by name, see the top of this module.
     mesh: the mesh; its batch axes split the rows.
+    numbers: see `eval_dataset`.
 
   Raises:
     ValueError: if an image cannot be decoded or a label is out of range.
@@ -436,10 +452,81 @@ def eval_batches(config, source, example: Callable, mesh) -> Iterator[dict]:
 
   def indices(number):
     positions = number * config.batch_eval + rows
-    return positions[positions < source.num_examples]
+    if numbers is None:
+      return positions[positions < source.num_examples]
+    return numbers[positions[positions < len(numbers)]]
 
   parts = sharding.row_parts(mesh)
-  data = eval_dataset(config, source, example, rows, parts)
+  data = eval_dataset(config, source, example, rows, parts, numbers)
   return feeding.on_devices(
     feeding.read(data, source, indices), mesh, config.prefetch
   )
+
+
+def task_batches(task, source, mesh) -> Iterator[dict]:
+  """Yields every example of a split once, in the parts that its task makes.
+
+  All processes yield batches of the same shapes in the same order.
+
+  Args:
+    task: has `config` and `parts`, see vit_jax.tasks.base.Task.
+    source: the split.
+    mesh: the mesh.
+
+  Raises:
+    ValueError: see `eval_batches`.
+  """
+  source, shards = source.evaluated, sharding.batch_shards(mesh)
+  for numbers, example in task.parts(source):
+    config = task.config
+    if numbers is not None:
+      # A part of a few examples takes a small batch.
+      config = config.copy_and_resolve_references()
+      most = -(-len(numbers) // shards) * shards
+      config.batch_eval = min(config.batch_eval, most)
+    yield from eval_batches(config, source, example, mesh, numbers)
+
+
+@functools.lru_cache(maxsize=8)
+def image_shapes(source) -> np.ndarray:
+  """Returns height and width of the stored images of a split, int64 [n, 2].
+
+  All processes must call it. Where the source does not know them, each process
+  reads the headers of some of the images.
+
+  Args:
+    source: a source with random access.
+
+  Raises:
+    ValueError, OSError: if an image cannot be read; the same on all processes.
+  """
+  known = source.shapes()
+  if known is not None:
+    return known
+  mine = np.arange(
+    jax.process_index(), source.num_examples, jax.process_count()
+  )
+  found = np.zeros((source.num_examples, 2), np.int64)
+
+  def read():
+    records = order.at_a_time(
+      source,
+      tf.data.Dataset.from_tensor_slices(mine).batch(_HEADERS),
+      source.lookup,
+    )
+    shapes = records.map(
+      lambda record: {'shape': images.shape_of(source.read(record)['image'])},
+      num_parallel_calls=_CALLS,
+    )
+    batches = feeding.read(
+      shapes.batch(_HEADERS),
+      source,
+      lambda number: mine[number * _HEADERS :][:_HEADERS],
+    )
+    for number, batch in enumerate(batches):
+      found[mine[number * _HEADERS :][:_HEADERS]] = batch['shape']
+
+  processes.attempt('reading the sizes of the images', read)
+  if jax.process_count() > 1:
+    found = multihost_utils.process_allgather(found.astype(np.int32)).sum(0)
+  return found.astype(np.int64)

@@ -246,9 +246,9 @@ def data_size(
 
     config = run_config.complete(config)
     config.broken_images = 'trust'  # Images are counted, not read.
-    features = run_config.get_task(config.task).FEATURES
-    source = sources.open_split(config, config.pp.train, features)
-    known = (source.num_examples, len(source.class_names) or None)
+    task = run_config.get_task(config.task)
+    source = sources.open_split(config, config.pp.train, task.FEATURES)
+    known = (source.num_examples, len(task.class_names_of(source)) or None)
   sizes = (num_examples or known[0], num_classes or known[1])
   if sizes[0] is None and os.sep in name:
     raise ValueError(

@@ -113,7 +113,7 @@ def on_canvas_for_evaluation(encoded, group, pp):
 
   def draw(shape):
     size = canvases.fitted(shape, group.sides[0], group.longest)
-    return geometry.whole(shape, size)
+    return geometry.whole(shape, tf.minimum(size, max(group.canvas)))
 
   image, drawn = _decode_crop(encoded, draw, pp, crops=False)
   image = geometry.fit(image, drawn, antialias=True)

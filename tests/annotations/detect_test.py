@@ -46,6 +46,18 @@ def tiny(root):
   return config
 
 
+def on_canvases(root):
+  """The same on canvases: 16 x 24 pixels, or 24 x 16, in the evaluation."""
+  config = tiny(root)
+  config.pp.crop, config.pp.resize = 224, None
+  config.pp.update(
+    sides=(16,), eval_side=16, longest_side=24, canvas_multiple=8,
+    crop_sides=(),
+  )  # fmt: skip
+  config.task_options.tight = 8
+  return config
+
+
 def test_batches_with_grey_images_crowds_and_images_without_objects(tmp_path):
   things = [
     drawn.thing(1, 0),
@@ -69,12 +81,12 @@ def test_batches_with_grey_images_crowds_and_images_without_objects(tmp_path):
 
 def test_a_run_on_a_folder_of_two_processes_and_of_one(tmp_path):
   things = [drawn.thing(i, i % 4, (i, 0, 20, 20), 7) for i in range(6)]
-  root = drawn.make(tmp_path / 'own', 4, things, grey=(2,))
+  root = drawn.make(tmp_path / 'own', 4, things, grey=(2,), turned=(1,))
   config = tmp_path / 'config.py'
   config.write_text(
     'from tests.annotations import detect_test\n\n\n'
     'def get_config():\n'
-    f'  config = detect_test.tiny({str(root)!r})\n'
+    f'  config = detect_test.on_canvases({str(root)!r})\n'
     '  config.update(progress_every=1, eval_every=2)\n'
     '  return config\n'
   )
@@ -189,6 +201,17 @@ def evaluate(root, answers):
   return precision.run(
     {}, jax.device_put(extra, jax.NamedSharding(mesh, jax.P()))
   )
+
+
+@pytest.mark.parametrize('place', [0, 1, 2, 3])
+def test_detections_of_the_same_score_rank_by_the_id_of_their_image(
+  tmp_path, place
+):
+  """As in pycocotools; the images of a folder are in another order."""
+  root = drawn.make(tmp_path, 4, [drawn.thing(1, place, (10, 4, 30, 20))])
+  answers = {100 + i: [(0, 0.9, (10, 4, 40, 24))] for i in range(4)}
+  # The only object is found at rank `place + 1`.
+  assert evaluate(root, answers)['AP'] == pytest.approx(1 / (place + 1))
 
 
 def test_average_precision_with_a_crowd_and_an_image_without_objects(tmp_path):

@@ -46,14 +46,22 @@ def draw(folder, found, grey=()):
   folder.mkdir(parents=True, exist_ok=True)
   rng = np.random.RandomState(0)
   for entry in found['images']:
-    pixels = rng.randint(0, 256, (HEIGHT, WIDTH, 3)).astype(np.uint8)
+    shape = entry['height'], entry['width'], 3
+    pixels = rng.randint(0, 256, shape).astype(np.uint8)
     mode = 'L' if entry['id'] - 100 in grey else 'RGB'
     Image.fromarray(pixels).convert(mode).save(folder / entry['file_name'])
 
 
-def make(root, images=3, things=(), splits=('train', 'val'), **kwargs):
-  """Writes a folder as COCO is laid out, the same images in every split."""
+def make(
+  root, images=3, things=(), splits=('train', 'val'), turned=(), **kwargs
+):
+  """Writes a folder as COCO is laid out, the same images in every split.
+
+  Images whose numbers are in `turned` are higher than wide.
+  """
   found = content(images, things)
+  for i in turned:
+    found['images'][i].update(width=HEIGHT, height=WIDTH)
   for split in splits:
     write(root / 'annotations' / f'instances_{split}2017.json', found)
     draw(root / f'{split}2017', found, **kwargs)

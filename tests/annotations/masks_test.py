@@ -56,6 +56,35 @@ WRONG = [
     {'size': [4, 6], 'counts': [23]},
     'add up to 23, and the image has 24 pixels',
   ),
+  ([[1, 2, 3, 4, 5, True]], 'is no polygon'),
+  ([[1, 2, 3, 4, 5, None]], 'is no polygon'),
+  (['1', '2', '3', '4', '5', '6'], 'is no polygon'),
+  ([[1, 2, 3, 4, 5, 1e300]], 'beyond the image of 6 x 4 by more than its size'),
+  ([[1, 2, 3, 4, 5, 2**31]], 'beyond the image of 6 x 4 by more than its size'),
+  ([[-(2**40), 2, 3, 4, 5, 2]], 'beyond the image of 6 x 4'),
+  (7, 'is no segmentation of an image of 6 x 4'),
+  *(
+    ({'size': [4, 6], 'counts': counts}, 'has no run lengths: `counts` is a')
+    for counts in (
+      [30, -6],
+      [12.0, 12.0],
+      [12.5, 11.5],
+      [None, 24],
+      ['24'],
+      [True, 23],
+      None,
+      24,
+      2.5,
+      {},
+      'no',
+      '\x00',
+      'é',
+      'P' * 100,
+      '000000P',
+    )
+  ),
+  ({'size': [4, 6], 'counts': '0'}, 'add up to 0, and the image has 24'),
+  ({'size': [4, 6], 'counts': ''}, 'add up to 0, and the image has 24'),
 ]
 
 
@@ -66,6 +95,44 @@ def test_what_is_no_outline(segmentation, said):
   encoded = masks.encode_image(4, 6, [(77, json.dumps(segmentation).encode())])
   with pytest.raises(ValueError, match=f'annotation 77: .*{said}'):
     masks.paint(encoded)
+
+
+def test_compressed_run_lengths_of_any_mask_are_right():
+  rng = np.random.RandomState(0)
+  for height, width in ((4, 6), (1, 1), (300, 500), (40, 9)):
+    for share in (0.0, 0.02, 0.5, 1.0):
+      mask = (rng.uniform(size=(height, width)) < share).astype(np.uint8)
+      short = coco_mask.encode(np.asfortranarray(mask))
+      short = {'size': [height, width], 'counts': short['counts'].decode()}
+      assert not masks.fault(short, height, width)
+      np.testing.assert_array_equal(
+        masks.decode([short], height, width)[0], mask
+      )
+
+
+@pytest.mark.parametrize(
+  'outline',
+  [[[1, 2, 3, 4, 5, 1e300]], {'size': [40, 60], 'counts': [2500, -100]}],
+)
+def test_wrong_outlines_are_named_or_left_out(tmp_path, outline):
+  """Before anything is painted, with the file and the annotation."""
+  right = [[10, 4, 20, 4, 20, 9, 10, 9]]
+  things = [
+    drawn.thing(1, 0, (10, 4, 10, 5), segmentation=right),
+    drawn.thing(77, 1, (10, 4, 10, 5), segmentation=outline),
+  ]
+  root = drawn.make(tmp_path, 2, things)
+  with pytest.raises(ValueError, match='annotation 77 of image ') as caught:
+    source_test.open_split(root, features=panoptic_test.FEATURES)
+  file = root / 'annotations' / 'instances_train2017.json'
+  assert str(caught.value).startswith(f"'{file}': 1 of 2 outlines are wrong.")
+  for how in ('skip', 'clip'):
+    source = source_test.open_split(
+      root, features=panoptic_test.FEATURES, broken_boxes=how
+    )
+    assert sorted(source.lengths('panoptic_objects/label').tolist()) == [0, 1]
+  # A detector of boxes does not read outlines.
+  assert source_test.open_split(root).num_examples == 2
 
 
 def test_panoptic_images_are_painted_from_outlines(tmp_path):

@@ -1,5 +1,6 @@
 """Tests of images on canvases: sizes, draws, and what follows the image."""
 
+import fractions
 import io
 
 import numpy as np
@@ -65,16 +66,64 @@ def test_the_published_lengths_lie_on_three_canvases():
 @pytest.mark.parametrize(
   'shape, side, want',
   [
-    ((480, 640), 800, (800, 1067)),
+    ((480, 640), 800, (800, 1066)),
     ((640, 480), 480, (640, 480)),
     ((427, 640), 800, (800, 1199)),
-    ((200, 640), 800, (417, 1333)),  # As wide as can be.
-    ((1, 640), 800, (2, 1333)),
-    ((1, 64_000), 800, (1, 1333)),
+    ((200, 640), 800, (417, 1334)),  # As wide as can be, and a pixel.
+    ((1, 640), 800, (2, 1280)),
+    ((1, 64_000), 800, (1, 64_000)),
   ],
 )
 def test_the_ratio_of_height_to_width_is_kept(shape, side, want):
   assert tuple(canvases.fitted(shape, side, 1333).numpy()) == want
+
+
+def published(height, width, side, longest):
+  """The rule of the released DETR, with whole numbers alone."""
+  least, most = min(height, width), max(height, width)
+  if most * side > longest * least:
+    side = round(fractions.Fraction(longest * least, most))
+  return tuple(side * x // least for x in (height, width))
+
+
+# Widths and heights that are frequent in COCO.
+USUAL = (
+  (640, 480), (480, 640), (640, 427), (427, 640), (640, 426), (426, 640),
+  (640, 425), (640, 428), (500, 375), (375, 500), (640, 360), (612, 612),
+  (640, 640), (500, 333), (333, 500),
+)  # fmt: skip
+
+
+def test_images_have_the_size_of_the_released_code():
+  shapes = np.array(USUAL)[:, ::-1]
+  # By the released code, run by hand.
+  assert published(480, 640, 800, 1333) == (800, 1066)
+  assert published(333, 500, 800, 1333) == (800, 1201)
+  for side in (800, *range(480, 801, 32), 400, 500, 600):
+    got = canvases.fitted(shapes, side, 1333).numpy()
+    want = [published(*shape, side, 1333) for shape in shapes.tolist()]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_the_smallest_canvas_of_an_image():
+  group = canvases.evaluation(detr.get_config().pp)
+  shapes = [(480, 640), (640, 480), (612, 612), (100, 900)]
+  found = canvases.smallest(shapes, group, 64)
+  assert found.tolist() == [[832, 1088], [1088, 832], [832, 832], [192, 1344]]
+  exact = canvases.smallest(shapes, group, 1)
+  assert exact.tolist() == [[800, 1066], [1066, 800], [800, 800], [148, 1332]]
+
+
+def test_a_very_long_image_fits_the_square():
+  """Its longer side may be longer than `longest_side` by the published rule."""
+  config = pp(longest_side=16, eval_side=9)
+  pixels = noise(4, 150)
+  assert canvases.fitted((4, 150), 9, 16).numpy().tolist() == [1, 37]
+  inputs, drawn = preprocess.on_canvas_for_evaluation(
+    png(pixels), canvases.evaluation(config), config
+  )
+  assert inputs['image'].shape == (16, 16, 3)
+  assert drawn.size.numpy().tolist() == [1, 16]
 
 
 def test_each_length_is_drawn_equally_often():
@@ -115,14 +164,10 @@ def test_an_image_lies_at_the_upper_left_of_its_canvas():
   real[:6, :11] = True
   np.testing.assert_array_equal(inputs['real'], real)
   assert drawn.shape.numpy().tolist() == [6, 11]
-  # Of a canvas for one image, only the lower or the right half is left out.
-  wide = canvases.trim(inputs, group, 8)
-  np.testing.assert_array_equal(wide['image'], inputs['image'][:8])
-  turned, _ = preprocess.on_canvas_for_evaluation(
-    png(pixels.swapaxes(0, 1)), group, pp()
-  )
-  high = canvases.trim(turned, group, 8)
-  np.testing.assert_array_equal(high['real'], real[:8].T)
+  with pytest.raises(tf.errors.InvalidArgumentError, match='another size than'):
+    preprocess.on_canvas_for_evaluation(
+      png(pixels), group._replace(canvas=(5, 16)), pp()
+    )
 
 
 def test_training_mirrors_half_of_the_images():

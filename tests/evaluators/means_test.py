@@ -12,7 +12,7 @@ from vit_jax.evaluators import means
 def test_the_host_runs_two_batches_ahead_at_most(monkeypatch):
   begun, waited = [], []
   monkeypatch.setattr(
-    input_pipeline, 'eval_batches', lambda *_: iter(range(10))
+    input_pipeline, 'task_batches', lambda *_: iter(range(10))
   )
   monkeypatch.setattr(
     jax, 'block_until_ready', lambda x: waited.append(int(x[1]))

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
@@ -26,6 +27,7 @@ from vit_jax.configs import common
 from vit_jax.data import sources
 from vit_jax.run import config as run_config
 from vit_jax.run import stopping
+from vit_jax.scale import sharding
 from vit_jax.tasks import detect
 
 SHAPES = ((48, 30), (30, 50), (40, 40), (60, 36))
@@ -84,7 +86,7 @@ def make_config(root):
   config.task = 'detect'
   config.pretrained_dir = None
   config.model = ml_collections.ConfigDict({'kind': 'tiny_detector'})
-  config.task_options.max_objects = 3
+  config.task_options.update(max_objects=3, tight=16)
   config.pp.update(
     sides=(24, 32), eval_side=32, longest_side=54, canvases=2, canvas_multiple=16,
     crop_sides=(28, 36), crop_range=(20, 30),
@@ -185,7 +187,8 @@ def test_padding_has_no_influence_and_images_of_any_shape_fit(stopped):
   ]
   images.append(Image.fromarray(images[1]))
   found = model.detect(images, threshold=0)
-  assert model._outputs._cache_size() == 2  # A wide canvas and a high one.
+  # Canvases of 32 x 64, 64 x 32, 32 x 48 and 32 x 32 pixels.
+  assert model._outputs._cache_size() == 4
   assert [len(objects) for objects in found] == 6 * [5]
   assert found[5] == found[1]
   for image, objects in zip(images, found):
@@ -206,7 +209,60 @@ def test_padding_has_no_influence_and_images_of_any_shape_fit(stopped):
   )
   for name, value in again.items():
     np.testing.assert_allclose(value[0], outputs[name], atol=1e-5)
-  assert model._outputs._cache_size() == 2
+  assert model._outputs._cache_size() == 4
+
+
+# Images of the test split, 48 x 30 (two of them), 30 x 50, 40 x 40 and 60 x 36
+# pixels, become 51 x 32, 32 x 53, 32 x 32 and 53 x 32.
+@pytest.mark.parametrize(
+  'tight, canvases',
+  [
+    (0, {(64, 64): 5}),
+    (16, {(64, 32): 3, (32, 64): 1, (32, 32): 1}),
+    (1, {(51, 32): 2, (53, 32): 1, (32, 53): 1, (32, 32): 1}),
+  ],
+)
+def test_an_evaluation_counts_each_image_once_on_its_smallest_canvas(
+  stopped, tight, canvases
+):
+  model = stopped[1]
+  config = model.config.copy_and_resolve_references()
+  config.task_options.tight = tight
+  config.batch_eval = 4
+  task = detect.Task(config, model.metadata)
+  source = sources.open_split(config, 'test', task.FEATURES)
+  mesh = sharding.make_mesh({'data': 2, 'model': 4})
+  batches = list(input_pipeline.task_batches(task, source, mesh))
+  found, indices = {}, []
+  for batch in batches:
+    kept = np.asarray(batch['mask']) > 0
+    shape = batch['image'].shape[1:3]
+    found[shape] = found.get(shape, 0) + int(kept.sum())
+    indices += np.asarray(batch['index'])[kept].tolist()
+    assert len(kept) in (2, 4)  # Both devices have rows; not more than needed.
+  assert found == canvases
+  assert sorted(indices) == [0, 1, 2, 3, 4]
+  # The tiny model is blind to padding.
+  square = copy.deepcopy(config)
+  square.task_options.tight = 0
+  results = [
+    evaluator.run(
+      jax.device_put(model.params, jax.NamedSharding(mesh, jax.P())), {}
+    )
+    for t in (task, detect.Task(square, model.metadata))
+    for evaluator in t.evaluators(mesh, 'test', lambda _: source)
+  ]
+  assert results[0]['loss'] == pytest.approx(results[2]['loss'], rel=1e-5)
+  assert results[0]['num_examples'] == results[1]['num_examples'] == 5
+  assert results[1]['AP'] == pytest.approx(results[3]['AP'], abs=1e-6)
+
+
+def test_shapes_come_from_the_headers_of_the_files(task):
+  task, _ = task
+  source = sources.open_split(task.config, 'train', task.FEATURES)
+  names = [int(re.search(r'train(\d)', source.name(i))[1]) for i in range(9)]
+  want = [SHAPES[i % len(SHAPES)] for i in names]
+  assert input_pipeline.image_shapes(source).tolist() == [list(x) for x in want]
 
 
 @pytest.mark.parametrize(

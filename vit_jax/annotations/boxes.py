@@ -1,4 +1,4 @@
-"""Checks the boxes of an annotation file, and turns them into shares.
+"""Checks boxes and outlines of a file, and turns the boxes into shares.
 
 A box reaches up to a pixel beyond its image in many files, COCO's own among
 them, by rounding: it is cut off at the border and counts as right.
@@ -7,6 +7,7 @@ them, by rounding: it is cut off at the border and counts as right.
 import numpy as np
 
 from vit_jax import cli
+from vit_jax.annotations import masks
 from vit_jax.annotations import reading
 
 # Ways to treat boxes that are wrong, see configs/common.py.
@@ -17,13 +18,14 @@ _ROUNDING = 1.0  # Pixels by which a right box may reach beyond its image.
 def check(
   found: reading.Annotations, broken: str = 'refuse'
 ) -> tuple[reading.Annotations, np.ndarray]:
-  """Checks boxes.
+  """Checks boxes, and outlines if there are any.
 
   Args:
     found: the annotations.
     broken: how to treat wrong boxes: 'refuse', 'skip' leaves the objects out,
       'clip' cuts boxes off at the border of the image and leaves out those of
-      which nothing remains.
+      which nothing remains. Objects with a wrong outline are refused or left
+      out.
 
   Returns:
     The annotations without the objects left out; and their boxes, float32
@@ -48,6 +50,11 @@ def check(
   wrong = ~kept | outside
   if wrong.any() and broken == 'refuse':
     raise ValueError(_describe(found, np.flatnonzero(wrong)))
+  drawn = masks.faults(found)
+  if drawn and broken == 'refuse':
+    raise ValueError(_describe_outlines(found, drawn))
+  kept[list(drawn)] = False
+  wrong |= ~kept
   if broken == 'skip':
     kept &= ~outside
   if wrong.any():
@@ -100,6 +107,20 @@ def _describe(found, wrong) -> str:
     f'is [x, y, width, height] in pixels.{_guess(found)}\n  {shown}\nCorrect the '
     'file, or leave these objects out with --config.broken_boxes=skip, or cut the '
     'boxes off at the border with --config.broken_boxes=clip'
+  )
+
+
+def _describe_outlines(found, faults) -> str:
+  """Describes outlines that are wrong, by number of the object."""
+  lines = [
+    f"annotation {found.ids[i]} of image '{found.files[found.image[i]]}': {fault}"
+    for i, fault in list(faults.items())[: reading.SHOWN]
+  ]
+  shown = '\n  '.join(lines)
+  return (
+    f"'{found.path}': {len(faults):,} of {len(found.ids):,} outlines are wrong.\n"
+    f'  {shown}\nCorrect the file, or leave these objects out with '
+    '--config.broken_boxes=skip'
   )
 
 

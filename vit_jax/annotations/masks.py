@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from vit_jax.annotations import reading
 from vit_jax.files import images
 
 
@@ -39,33 +41,66 @@ def decode(segmentations: Sequence[Any], height: int, width: int) -> np.ndarray:
 def _decode(segmentation, height, width):
   from faster_coco_eval import mask as coco_mask
 
+  wrong = fault(segmentation, height, width)
+  if wrong:
+    raise ValueError(wrong)
   if isinstance(segmentation, list):
-    wrong = [x for x in segmentation if not _is_polygon(x)]
-    if wrong:
-      raise ValueError(
-        f'{str(wrong[0])[:60]} is no polygon: a `segmentation` is a list of '
-        'polygons [x0, y0, x1, y1, ...] of at least three points'
-      )
     if not segmentation:
       return 0
     runs = coco_mask.frPyObjects(segmentation, height, width)
     return coco_mask.decode(coco_mask.merge(runs))
-  size = segmentation.get('size') if isinstance(segmentation, dict) else None
-  if size != [height, width] or 'counts' not in segmentation:
-    raise ValueError(
-      f'{str(segmentation)[:60]} is no segmentation of an image of {width} x '
-      f'{height}: give polygons, or an object with `counts` and the `size` '
-      f'[{height}, {width}]'
-    )
-  counts = segmentation['counts']
-  if isinstance(counts, list):
-    if sum(counts) != height * width:
-      raise ValueError(
-        f'the run lengths {str(counts)[:60]} add up to {sum(counts)}, and the '
-        f'image has {height * width} pixels'
-      )
+  if isinstance(segmentation['counts'], list):
     segmentation = coco_mask.frPyObjects(segmentation, height, width)
   return coco_mask.decode(segmentation)
+
+
+def fault(segmentation: Any, height: int, width: int) -> str:
+  """Returns what is wrong with a segmentation, '' if nothing is.
+
+  What passes is safe to draw: the library that draws trusts its input.
+
+  Args:
+    segmentation: a value of JSON, see the top of this module.
+    height: height of the image in pixels.
+    width: width of the image in pixels.
+  """
+  shown = str(segmentation)[:60]
+  if isinstance(segmentation, list):
+    wrong = [x for x in segmentation if not _is_polygon(x)]
+    if wrong:
+      return (
+        f'{str(wrong[0])[:60]} is no polygon: a `segmentation` is a list of '
+        'polygons [x0, y0, x1, y1, ...] of at least three points'
+      )
+    far = [x for x in segmentation if not _is_near(x, height, width)]
+    if far:
+      return (
+        f'the polygon {str(far[0])[:60]} reaches beyond the image of {width} x '
+        f'{height} by more than its size'
+      )
+    return ''
+  size = segmentation.get('size') if isinstance(segmentation, dict) else None
+  if size != [height, width] or 'counts' not in segmentation:
+    return (
+      f'{shown} is no segmentation of an image of {width} x {height}: give '
+      f'polygons, or an object with `counts` and the `size` [{height}, {width}]'
+    )
+  counts = segmentation['counts']
+  if isinstance(counts, str):
+    counts = _expand(counts)
+  if not isinstance(counts, list) or not all(
+    type(x) is int and x >= 0 for x in counts
+  ):
+    return (
+      f'{shown} has no run lengths: `counts` is a list of whole numbers from 0 '
+      'on, or its compressed text'
+    )
+  if sum(counts) != height * width:
+    return (
+      f'the run lengths {str(counts)[:60]} add up to {sum(counts)}, and the image '
+      f'has {height * width} pixels'
+    )
+  return ''
 
 
 def _is_polygon(x) -> bool:
@@ -73,8 +108,62 @@ def _is_polygon(x) -> bool:
     isinstance(x, list)
     and len(x) >= 6
     and len(x) % 2 == 0
-    and all(isinstance(value, int | float) for value in x)
+    and all(type(value) in (int, float) for value in x)
   )
+
+
+def _is_near(polygon, height, width) -> bool:
+  """Returns whether a polygon lies within three times the image's extent."""
+  x, y = polygon[::2], polygon[1::2]
+  return (
+    -width <= min(x)
+    and max(x) <= 2 * width
+    and -height <= min(y)
+    and max(y) <= 2 * height
+  )
+
+
+def _expand(text: str) -> list[int] | None:
+  """Returns the run lengths of COCO's compressed text; None for other text.
+
+  A number has 5 bits a character, the lowest first, as the character of 48 plus
+  these bits, plus 32 if more follow; the last character's bit 16 is the sign.
+  From the fourth on it is the difference to the number two places before.
+  """
+  counts, value, shift = [], 0, 0
+  for letter in text:
+    bits = ord(letter) - 48
+    if not 0 <= bits < 64 or shift > 30:
+      return None
+    value |= (bits & 31) << shift
+    shift += 5
+    if bits & 32:
+      continue
+    if bits & 16:
+      value -= 1 << shift
+    counts.append(value + (counts[-2] if len(counts) > 2 else 0))
+    value = shift = 0
+  return None if shift else counts
+
+
+def faults(found: reading.Annotations) -> dict[int, str]:
+  """Returns what is wrong with the outlines of a file, by number of the object.
+
+  Args:
+    found: the annotations; {} if they have no outlines.
+  """
+  if found.outlines is None:
+    return {}
+  wrong = {}
+  sizes = found.sizes[found.image].tolist()
+  for i, (outline, size) in enumerate(zip(found.outlines, sizes)):
+    try:
+      what = fault(msgspec.json.decode(outline), *size)
+    except (msgspec.DecodeError, RecursionError) as e:
+      what = f'{outline[:60]!r} cannot be read: {e}'
+    if what:
+      wrong[i] = what
+  return wrong
 
 
 def encode_image(

@@ -47,6 +47,7 @@ class AnnotatedSource(records.FolderSource):
     names: likewise.
     max_pixels: likewise.
     digest: hash of the annotations and of the names of the images.
+    shapes: see records.Source.shapes.
     segments: paths of the PNGs of panoptic data.
     stuff: names of classes that are no things, of panoptic data.
 
@@ -55,9 +56,17 @@ class AnnotatedSource(records.FolderSource):
   """
 
   def __init__(
-    self, columns, names, max_pixels: int, digest: str, segments=None, stuff=()
+    self,
+    columns,
+    names,
+    max_pixels: int,
+    digest: str,
+    shapes: np.ndarray,
+    segments=None,
+    stuff=(),
   ):
     super().__init__(columns, names, max_pixels)
+    self._shapes = shapes
     self._digest = digest
     self._segments = segments
     self.stuff = tuple(stuff)
@@ -66,6 +75,10 @@ class AnnotatedSource(records.FolderSource):
     """Returns a short description of images and annotations, see Source."""
     found = records.Source.fingerprint(self)
     return {**found, 'annotations': self._digest}
+
+  def shapes(self):
+    """Returns the sizes that the annotations say, see records.Source.shapes."""
+    return self._shapes
 
   def read(self, record):
     """Returns the record of one example, with the contents of its files."""
@@ -149,6 +162,7 @@ def open_split(
     names,
     config.max_image_pixels,
     digest,
+    np.concatenate([part.found.sizes[part.rows] for part in parts])[kept],
     usable.get(parts_lib.SEGMENTS),
     parts[0].found.stuff,
   )

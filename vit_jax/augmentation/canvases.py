@@ -69,8 +69,8 @@ def _group(sides, greatest, pp) -> Group:
   return Group(tuple(sides), longest, (side, side))
 
 
-def round_up(length: int, multiple: int) -> int:
-  """Returns the least multiple that is not below a length."""
+def round_up(length, multiple: int):
+  """Returns the least multiple that is not below a length, or each length."""
   return -(-length // multiple) * multiple
 
 
@@ -99,20 +99,40 @@ def _index(seed, count):
 
 
 def fitted(shape, side, longest):
-  """Returns the size of an image after resizing, int32 [2], at least 1 x 1.
+  """Returns the size of images after resizing, int32 [..., 2], at least 1 x 1.
+
+  As in the released code of DETR (datasets/transforms.py) the shorter side is
+  rounded and the longer one is cut off to whole pixels, so that the longer side
+  of a very long image may pass `longest` by some pixels.
 
   Args:
-    shape: int32 [2] or [3], height and width (and channels) of the image.
+    shape: int [..., 2] or [..., 3], height and width (and channels) of images.
     side: length that the shorter side becomes.
     longest: greatest length of the longer side; if it would be longer, the
       image becomes smaller.
   """
-  shape = tf.cast(tf.convert_to_tensor(shape)[:2], tf.float64)
+  shape = tf.cast(tf.convert_to_tensor(shape)[..., :2], tf.float64)
   side, longest = tf.cast(side, tf.float64), tf.cast(longest, tf.float64)
-  scale = side / tf.reduce_min(shape)
-  scale = tf.minimum(scale, longest / tf.reduce_max(shape))
-  size = tf.round(shape * scale)
-  return tf.cast(tf.clip_by_value(size, 1.0, longest), tf.int32)
+  least = tf.reduce_min(shape, axis=-1, keepdims=True)
+  most = tf.reduce_max(shape, axis=-1, keepdims=True)
+  side = tf.where(
+    most / least * side > longest, tf.round(longest * least / most), side
+  )
+  side = tf.maximum(side, 1.0)
+  size = tf.where(shape == least, side, tf.floor(side * shape / least))
+  return tf.cast(size, tf.int32)
+
+
+def smallest(shapes, group: Group, step: int):
+  """Returns the smallest canvases that hold images, int64 [..., 2].
+
+  Args:
+    shapes: int [..., 2], heights and widths of the originals.
+    group: result of `evaluation`.
+    step: the sides of a canvas are multiples of this number.
+  """
+  sizes = fitted(shapes, group.sides[0], group.longest).numpy()
+  return round_up(sizes.astype(np.int64), step)
 
 
 def sample(shape, seed, number, pp) -> geometry.Geometry:
@@ -149,6 +169,7 @@ def sample(shape, seed, number, pp) -> geometry.Geometry:
   place = first + _index(seeds[2], tf.gather(counts, number))
   longest = tf.gather([group.longest for group in known], number)
   size = fitted(extent, tf.gather(sorted(pp.sides), place), longest)
+  size = tf.minimum(size, tf.gather([g.canvas for g in known], number))
   y, x, height, width = tf.unstack(window)
   flip = _coin(seeds[3]) if pp.flip else drawn.flip
   return drawn._replace(
@@ -183,22 +204,6 @@ def _crop(shape, seed, pp):
   return tf.cast(window, tf.int32), tf.cast(size, tf.int32)
 
 
-def trim(inputs: dict, group: Group, multiple: int) -> dict:
-  """Cuts a square canvas to a wide or a high one that holds its image.
-
-  Args:
-    inputs: result of `place` and other values; not in a graph.
-    group: the group of the canvas.
-    multiple: `config.pp.canvas_multiple`.
-  """
-  height, width = group.canvas
-  short = round_up(group.sides[0], multiple)
-  fits = not tf.reduce_any(inputs['real'][short:])
-  size = (short, width) if fits else (height, short)
-  cut = {k: inputs[k][: size[0], : size[1]] for k in ('image', 'real')}
-  return {**inputs, **cut}
-
-
 def place(image, canvas: tuple[int, int]) -> dict:
   """Puts an image on a canvas.
 
@@ -223,5 +228,10 @@ def pad(x, canvas: tuple[int, int], axis: int = 0):
     axis: the axis of the height.
   """
   missing = [[0, side - tf.shape(x)[axis + i]] for i, side in enumerate(canvas)]
+  tf.debugging.assert_non_negative(
+    missing,
+    'an image has another size than its annotations: correct them, or let the '
+    'images be checked (config.broken_images)',
+  )
   rest = x.shape.rank - axis - 2
   return tf.pad(x, [[0, 0]] * axis + missing + [[0, 0]] * rest)

@@ -48,6 +48,13 @@ def add_flags(parser: flags.Parser, split: str):
     help='ImageNet ReaL labels, real.json of '
     'github.com/google-research/reassessed-imagenet; adds accuracy_real',
   )
+  group.add_argument(
+    '--option',
+    action='append',
+    metavar='NAME=VALUE',
+    help="option of the task in place of the run's, such as tight=1 for a "
+    'detector; can be given several times',
+  )
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -68,7 +75,11 @@ def run(args: argparse.Namespace) -> int:
     from vit_jax.jobs import evaluate
 
     evaluate.evaluate(
-      args.workdir, args.evaluate, args.dataset, real_labels=args.real
+      args.workdir,
+      args.evaluate,
+      args.dataset,
+      real_labels=args.real,
+      options=evaluate.parse_options(args.option or ()),
     )
 
   return hosts.run(args, work)

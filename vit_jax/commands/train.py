@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       '--help)'
     )
   if args.evaluate is None:
-    for name in ('dataset', 'real'):
+    for name in ('dataset', 'real', 'option'):
       if getattr(args, name) is not None:
         raise ValueError(
           f'--{name}={getattr(args, name)} is for evaluation: add '

@@ -106,6 +106,13 @@ class Source:
     del feature
     return None
 
+  def shapes(self) -> np.ndarray | None:
+    """Returns height and width of each stored image, int64 [num_examples, 2].
+
+    None if they are not known without reading the images.
+    """
+    return None
+
   def store(self, workdir):
     """Writes data to the workdir of a run that make its next start faster."""
 

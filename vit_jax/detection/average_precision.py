@@ -1,9 +1,10 @@
-"""Average precision of detected boxes, as COCO defines it.
+"""Average precision and recall of detected boxes, as COCO defines them.
 
 faster-coco-eval computes the figures, the same as pycocotools, in about a sixth
-of the time. It ranks boxes by score, accepts a box whose overlap (IoU) with an
-object of its class is at least a threshold, and averages the precision over
-recalls, classes, and the thresholds .50, .55, ..., .95.
+of the time. It ranks boxes by score (those of one score by the id of their
+image), accepts a box whose overlap (IoU) with an object of its class is at least
+a threshold, and averages the precision over recalls, classes, and the thresholds
+.50, .55, ..., .95.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,16 @@ import numpy as np
 from vit_jax import input_pipeline
 from vit_jax.scale import sharding
 
-# Names of the first six figures, in the order of COCO's evaluation.
-NAMES = ('AP', 'AP50', 'AP75', 'AP_small', 'AP_medium', 'AP_large')
+# Names of the figures, in the order of COCO's evaluation: average precision, and
+# average recall with at most 1, 10 and 100 boxes of an image, and by size.
+NAMES = (
+  'AP', 'AP50', 'AP75', 'AP_small', 'AP_medium', 'AP_large',
+  'AR1', 'AR10', 'AR100', 'AR_small', 'AR_medium', 'AR_large',
+)  # fmt: skip
 # Tensors of the task's `example` that the figures are computed from.
-_TRUTH = ('index', 'mask', 'truth', 'label', 'area', 'crowd', 'size')
+_TRUTH = (
+  'index', 'mask', 'image_id', 'truth', 'label', 'area', 'crowd', 'size'
+)  # fmt: skip
 
 
 class AveragePrecision:
@@ -57,8 +64,8 @@ class AveragePrecision:
       `num_examples`; None if `stop` ended the evaluation.
     """
     found, truth = {}, {}
-    for batch in input_pipeline.eval_batches(
-      self._task.config, self._source, self._task.example, self._mesh
+    for batch in input_pipeline.task_batches(
+      self._task, self._source, self._mesh
     ):
       if stop():
         return None
@@ -69,12 +76,19 @@ class AveragePrecision:
         if seen['mask'][row]:
           found[int(index)] = {k: v[row] for k, v in detected.items()}
           truth[int(index)] = {k: v[row] for k, v in seen.items()}
+    order = sorted(truth, key=lambda i: (_image_id(truth[i]), i))
     metrics = average_precision(
-      [_objects(truth[i]) for i in sorted(truth)],
-      [_scaled(found[i], truth[i]) for i in sorted(found)],
+      [_objects(truth[i]) for i in order],
+      [_scaled(found[i], truth[i]) for i in order],
       len(self._task.class_names),
     )
     return {**metrics, 'num_examples': len(truth)}
+
+
+def _image_id(row) -> int:
+  """Returns the id of an image, which orders detections of the same score."""
+  low, high = row['image_id']
+  return int(high) * 2**32 + int(np.uint32(low))
 
 
 def _objects(row) -> dict:
@@ -104,7 +118,7 @@ def average_precision(
   """Computes COCO's average precision.
 
   Args:
-    truth: for each image `boxes` [n, 4] (x0, y0, x1, y1) in pixels, `labels`
+    truth: for each image, in the order of COCO's ids, `boxes` [n, 4] (x0, y0, x1, y1) in pixels, `labels`
       [n], `areas` [n] in pixels (which decide what is small: below 32 x 32; or
       large: from 96 x 96 on), and `crowd` [n], whether the box is a crowd, which
       may hold any number of detections that then do not count.

@@ -36,8 +36,8 @@ class PanopticQuality:
   """Computes the panoptic quality of a model over a split.
 
   Args:
-    task: has `config`, `example`, `outputs`, `masks`, `is_thing` and
-      `class_names`, see vit_jax.tasks.segment.Task.
+    task: has `config`, `example`, `outputs`, `masks`, `assemble`,
+      `is_thing` and `class_names`, see vit_jax.tasks.segment.Task.
     mesh: the mesh.
     source: the split.
   """
@@ -74,8 +74,8 @@ class PanopticQuality:
       `num_examples`; None if `stop` ended the evaluation.
     """
     counts, waiting = {}, collections.deque()
-    for batch in input_pipeline.eval_batches(
-      self._task.config, self._source, self._task.example, self._mesh
+    for batch in input_pipeline.task_batches(
+      self._task, self._source, self._mesh
     ):
       if stop():
         return None
@@ -103,12 +103,7 @@ class PanopticQuality:
     for i in np.flatnonzero(truth['mask']):
       row = {name: x[i] for name, x in truth.items()}
       height, width = row['truth_size']
-      made = segments_lib.assemble(
-        *(found[name][i] for name in ('masks', 'labels', 'scores')),
-        self._task.is_thing,
-        (height, width),
-        found['extent'][i],
-      )
+      made = self._task.assemble(found, i, (height, width))
       exists = row['label'] >= 0
       counts[int(row['index'])] = {
         'counts': compare(

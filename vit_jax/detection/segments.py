@@ -39,6 +39,7 @@ def assemble(
   size: tuple[int, int],
   extent: tuple[float, float] = (1.0, 1.0),
   threshold: float = THRESHOLD,
+  merge_stuff: bool = True,
 ) -> Segments:
   """Gives each pixel to one query, and merges the stuff of a class.
 
@@ -55,6 +56,10 @@ def assemble(
     extent: shares of the height and width of `masks` that show the image; the
       rest is padding.
     threshold: least score.
+    merge_stuff: whether all pixels of the queries that found one class of stuff
+      are its segment. False, as in the released code: the first of these
+      queries keeps its own pixels alone, and those of the others go to the next
+      best mask of any class.
 
   Returns:
     The segments, the one with the best score first.
@@ -63,17 +68,15 @@ def assemble(
   kept = kept[scores[kept] >= threshold]
   while True:
     first = {}  # By class of stuff, the query that stands for its segment.
-    segment = np.array(
-      [
-        k if is_thing[labels[k]] else first.setdefault(labels[k], k)
-        for k in kept
-      ],
-      int,
-    )
+    for k in kept if merge_stuff else sorted(kept):
+      if not is_thing[labels[k]]:
+        first.setdefault(labels[k], k)
+    segment = np.array([first.get(labels[k], k) for k in kept], int)
     owner = _owners(masks[kept], size, extent)
     pixels = np.append(segment, -1)[owner]  # [H, W]; -1 for no query.
     area = np.bincount(pixels[pixels >= 0], minlength=len(scores))
-    is_small = area[segment] <= _SMALL
+    # The other queries of a class of stuff have no pixels of their own left.
+    is_small = area[segment if merge_stuff else kept] <= _SMALL
     if not is_small.any():
       break
     kept = kept[~is_small]

@@ -41,26 +41,35 @@ class Means:
       A dict with the means of `measure`, `num_examples` and `img_sec_core`
       (images per second and device); None if `stop` ended the evaluation.
     """
-    config, source = self._task.config, self._source
-    start, first_timed = time.perf_counter(), 0
-    totals = []
-    for batch in input_pipeline.eval_batches(
-      config, source, self._task.example, self._mesh
+    began, compiling = time.perf_counter(), 0.0
+    totals, timed, shapes = [], [], set()
+    for batch in input_pipeline.task_batches(
+      self._task, self._source, self._mesh
     ):
       if stop():
         return None
+      shape = str(jax.tree.map(np.shape, batch))
+      timed.append(shape in shapes)
+      shapes.add(shape)
+      if not timed[-1]:
+        # The first batch of a shape may compile, so it is not timed.
+        jax.block_until_ready(totals)
+        first = time.perf_counter()
       with jax.set_mesh(self._mesh):
         totals.append(self._sums(params, extra, batch))
-      if len(totals) > 2:
+      if not timed[-1]:
+        jax.block_until_ready(totals)
+        compiling += time.perf_counter() - first
+      elif len(totals) > 2:
         # Limits how far the host runs ahead of the devices: waiting batches
         # take device memory.
         jax.block_until_ready(totals[-3])
-      if len(totals) == 1 and source.num_examples > config.batch_eval:
-        # The first batch may compile, so it is not timed.
-        jax.block_until_ready(totals)
-        start, first_timed = time.perf_counter(), 1
     totals = jax.device_get(totals)
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - began
+    if any(timed):
+      seconds -= compiling
+    else:
+      timed = [True] * len(timed)
     metrics = {}
     for name in totals[0][0]:
       pairs = np.array([sums[name] for sums, _ in totals], np.float64)
@@ -70,5 +79,5 @@ class Means:
     return {
       **metrics,
       'num_examples': sum(counts),
-      'img_sec_core': sum(counts[first_timed:]) / seconds / self._mesh.size,
+      'img_sec_core': np.dot(counts, timed) / seconds / self._mesh.size,
     }

@@ -2,7 +2,13 @@
 
 python -m vit_jax.main --workdir=/tmp/digits --evaluate=test
 python -m vit_jax.main --workdir=/tmp/run --evaluate=validation --real=real.json
+python -m vit_jax.main --workdir=/tmp/detr --evaluate=validation --option=tight=1
 """
+
+import ast
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -22,6 +28,7 @@ def evaluate(
   dataset: str | None = None,
   step: int | None = None,
   real_labels: str | None = None,
+  options: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
   """Evaluates a checkpoint of a run, and prints the metrics.
 
@@ -32,6 +39,8 @@ def evaluate(
     dataset: another data set with the same classes; by default that of the run.
     step: step of the checkpoint; by default the newest.
     real_labels: file of ReaL labels, see vit_jax/evaluators/real.py.
+    options: values for `config.task_options` in place of those of the run, such
+      as {'tight': 1} for a detector, see vit_jax/tasks/detect.py.
 
   Returns:
     A dict with the metrics of the task (`accuracy` and `loss`, for classes),
@@ -40,8 +49,8 @@ def evaluate(
 
   Raises:
     FileNotFoundError: if there is no such run, folder or file.
-    ValueError: if the split, the data set, its classes, the checkpoint or the
-      ReaL labels are wrong.
+    ValueError: if the split, the data set, its classes, the checkpoint, the
+      ReaL labels or the options are wrong.
     OSError: if the storage does not answer.
   """
   rules.check('split', split, rules.split)
@@ -52,6 +61,10 @@ def evaluate(
     with config.ignore_type():  # The data set of the run may be a mixture.
       config.dataset = dataset
   fit_batches(config, mesh)
+  if options:
+    with config.unlocked(), config.ignore_type():
+      config.task_options.update(options)
+    task = type(task)(config, model.metadata)
 
   def open_split(wanted, further=()):
     try:
@@ -63,10 +76,11 @@ def evaluate(
         f'{e}; to evaluate, name the split by --evaluate=SPLIT, and data that '
         'have moved by --dataset=FOLDER'
       ) from e
-    if task.class_names and source.class_names != task.class_names:
+    names = task.class_names_of(source)
+    if task.class_names and names != task.class_names:
       raise ValueError(
-        f"dataset='{config.dataset}' has {len(source.class_names)} classes "
-        f'{source.class_names[:5]} ..., the model has {len(task.class_names)} '
+        f"dataset='{config.dataset}' has {len(names)} classes "
+        f'{names[:5]} ..., the model has {len(task.class_names)} '
         f'{task.class_names[:5]} ...: give data of the same classes'
       )
     return source
@@ -84,6 +98,24 @@ def evaluate(
     + metrics_lib.format_metrics(metrics)
   )
   return metrics
+
+
+def parse_options(texts: Sequence[str]) -> dict[str, Any]:
+  """Returns the options of a command line, each 'NAME=VALUE', by name.
+
+  Raises:
+    ValueError: if a text has another form.
+  """
+  found = {}
+  for text in texts:
+    name, equals, value = text.partition('=')
+    if not (name and equals and value):
+      raise ValueError(f'--option={text} must be NAME=VALUE, such as tight=1')
+    try:
+      found[name] = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+      found[name] = value
+  return found
 
 
 def fit_batches(config, mesh):

@@ -41,10 +41,10 @@ class Detector(predictor_lib.Predictor):
       images: see `outputs`; they may have different sizes.
       threshold: least score of an object, from 0 to 1.
       image_size: size in pixels of the images that the network sees. A number
-        is the length of the shorter side; images keep their height / width
-        and lie on two canvases, a wide and a high one, so that the model is
-        compiled at most twice. (height, width) is the size to which all images
-        are resized. None: as in the evaluation of the run.
+        is the length of the shorter side; images keep their height / width,
+        and the model is compiled for each of the canvases on which they lie,
+        see `tight` in vit_jax/tasks/detect.py. (height, width) is the size to
+        which all images are resized. None: as in the evaluation of the run.
 
     Returns:
       For each image a list of (class name, score, (x0, y0, x1, y1)), the best

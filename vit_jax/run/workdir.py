@@ -52,6 +52,8 @@ FREE_KEYS = (
   'progress_every',
   'real_labels',
   'sharding_rules',
+  'task_options.merge_stuff',
+  'task_options.tight',
   'tfds_data_dir',
   'tfds_manual_dir',
 )

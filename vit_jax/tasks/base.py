@@ -8,10 +8,12 @@ knows what a label is.
 
 Methods, in the order in which a run calls them:
 
+  class_names_of  names of the classes of data
   make_metadata   metadata of the training data, such as class names
   learn           metadata that take long to compute, such as a palette
   Task(config, metadata)
   example         turns a record of the data into an example
+  parts           examples of a split that share a shape, in evaluation
   input_spec      shapes of what inference reads
   batch_spec      shapes of a training batch
   init            initial parameters and extra state
@@ -119,6 +121,15 @@ class Task(abc.ABC):
   # --- Data ---
 
   @classmethod
+  def class_names_of(cls, source) -> tuple[str, ...]:
+    """Returns the names of the classes that data have for this objective.
+
+    Args:
+      source: a split, see vit_jax.data.sources.Source; () if it has none.
+    """
+    return source.class_names
+
+  @classmethod
   def make_metadata(cls, config, source) -> dict[str, Any]:
     """Returns the metadata of the data that the run stores, a dict for JSON.
 
@@ -174,6 +185,21 @@ class Task(abc.ABC):
       is 0 for rows that pad the last batch.
     """
     return self.inputs(record, seed)
+
+  def parts(self, source) -> list[tuple[np.ndarray | None, Callable]]:
+    """Divides a split for evaluation, if its examples have several shapes.
+
+    All processes must call it, and get the same parts.
+
+    Args:
+      source: the split, see vit_jax.data.sources.Source.
+
+    Returns:
+      For each part the numbers of its examples, int64 [n], or None for all, and
+      the function that takes the place of `example`.
+    """
+    del source
+    return [(None, self.example)]
 
   def inputs(self, record: dict, seed=None) -> dict:
     """Returns the part of `example` that prediction needs."""

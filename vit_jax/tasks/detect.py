@@ -8,11 +8,15 @@ Shapes: B images, Q queries, N objects of an image (padded), L layers of the
 decoder, C classes.
 """
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
+from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax import preprocess
 from vit_jax.augmentation import canvases
@@ -39,6 +43,7 @@ class Task(base.Task):
 
   FEATURES = (
     'image',
+    'image/id?',
     'objects/bbox',
     'objects/label',
     'objects/area?',
@@ -53,11 +58,17 @@ class Task(base.Task):
     # Weight of a query without an object in the loss of the class. The published
     # one suits 100 queries, most of which have no object.
     'no_object_weight': boxes_lib.NO_OBJECT,
+    # Evaluation and detection on canvases (config.pp.sides): each image lies on
+    # the smallest canvas whose sides are multiples of this number, and the
+    # model is compiled for each canvas. 1: no padding at all; 0: all images lie
+    # on one square.
+    'tight': 64,
   }
   OPTION_RULES = {  # noqa: RUF012
     'max_objects': rules.whole(1),
     'class_weight': rules.positive,
     'no_object_weight': rules.share,
+    'tight': rules.whole(0),
   }
   METRICS = (*ap.NAMES, 'loss')
   METADATA = ('class_names',)
@@ -83,10 +94,20 @@ class Task(base.Task):
   # --- Data ---
 
   @classmethod
+  def class_names_of(cls, source):
+    """Returns the names of the classes of objects, or of segments."""
+    [found] = (
+      names
+      for feature, names in source.names.items()
+      if feature.endswith('objects/label')
+    )
+    return found
+
+  @classmethod
   def make_metadata(cls, config, source):
     """Returns the names of the classes; checks the numbers of objects."""
     _check_counts(config, source)
-    return {'class_names': list(source.names['objects/label'])}
+    return {'class_names': list(cls.class_names_of(source))}
 
   @classmethod
   def planned_metadata(cls, config, num_classes):
@@ -94,8 +115,40 @@ class Task(base.Task):
     del config
     return {'class_names': [str(i) for i in range(num_classes or 91)]}
 
-  def example(self, record, seed):
+  def parts(self, source):
+    """Returns the images of each canvas, the largest canvas first."""
+    # A stream cannot be read by number, and keeps the square.
+    if not (self.config.pp.sides and self._step and source.random_access):
+      return super().parts(source)
+    group = canvases.evaluation(self.config.pp)
+    shapes = input_pipeline.image_shapes(source)
+    found, which = np.unique(
+      canvases.smallest(shapes, group, self._step), axis=0, return_inverse=True
+    )
+    return [
+      (
+        np.flatnonzero(which.reshape(-1) == i),
+        functools.partial(self.example, canvas=tuple(found[i].tolist())),
+      )
+      for i in reversed(range(len(found)))
+    ]
+
+  @property
+  def _step(self) -> int:
+    """The number whose multiples the sides of a canvas are; 0: one square."""
+    step = self.options.tight
+    # A Vision Transformer needs whole patches.
+    whole = self.config.pp.canvas_multiple if 'vit' in self.config.model else 1
+    return math.lcm(step, whole)
+
+  def example(self, record, seed, canvas=None):
     """Returns an image and its objects.
+
+    Args:
+      record: see the base class.
+      seed: see the base class.
+      canvas: height and width of the canvas of evaluation; None: the square
+        that holds any image.
 
     Returns:
       `image`, and on canvases `real`, bool [height, width], False for padding;
@@ -103,11 +156,12 @@ class Task(base.Task):
       padding, `class` int32 [N], and `count`, int32, the number of objects,
       which come first. In evaluation
       also `truth`, float32 [N, 4], corners x0, y0, x1, y1, `area` in pixels,
-      `crowd`, and `size`, height and width of the original; `label` of padding
-      is -1.
+      `crowd`, `size`, height and width of the original, and `image_id`, int32
+      [2], the low and the high half of the number of an image in COCO or 0;
+      `label` of padding is -1.
     """
     if seed is None:
-      return self._for_evaluation(record)
+      return self._for_evaluation(record, canvas)
     inputs, drawn = self._decode(record, seed)
     found, kept = geometry.to_boxes(_boxes(record), drawn)
     kept = tf.logical_and(kept, ~self._crowd(record))
@@ -169,8 +223,11 @@ class Task(base.Task):
       image_size = pp.eval_side if pp.sides else preprocess.crop_size(pp)
     if isinstance(image_size, int):
       group = canvases.evaluation(pp, image_size)
-      inputs = self._on_canvas(record, group)
-      return canvases.trim(inputs, group, pp.canvas_multiple)
+      if self._step:
+        shape = images_lib.shape_of(record['image'])
+        canvas = canvases.smallest(shape, group, self._step)
+        group = group._replace(canvas=tuple(canvas.tolist()))
+      return self._on_canvas(record, group)
     pp = pp.copy_and_resolve_references()
     with pp.ignore_type():
       pp.update(crop=tuple(image_size), resize=None)
@@ -189,8 +246,11 @@ class Task(base.Task):
     )
     return {**inputs, 'size': drawn.shape}
 
-  def _for_evaluation(self, record):
+  def _for_evaluation(self, record, canvas):
     inputs = self.inputs(record)
+    if canvas is not None:
+      group = canvases.evaluation(self.config.pp)._replace(canvas=canvas)
+      inputs = self._on_canvas(record, group)
     crowd = self._crowd(record)
     found, label = _boxes(record), record['objects/label']
     area = record.get('objects/area')
@@ -207,6 +267,7 @@ class Task(base.Task):
       'label': self._padded(tf.cast(label, tf.int32) + 1) - 1,
       'area': self._padded(tf.cast(area, tf.float32)),
       'crowd': self._padded(tf.cast(crowd, tf.int32)),
+      'image_id': _image_id(record),
     }
 
   def _targets(self, found, label):
@@ -472,6 +533,14 @@ class Task(base.Task):
     titles = 2 * ('objects', 'detected')
     picture = captions.grid(np.stack(drawn), titles=titles, most=_MOST)
     return {'detections': picture}
+
+
+def _image_id(record):
+  """Returns COCO's number of an image in two halves, since JAX has no int64."""
+  number = record.get('image/id', tf.constant(0, tf.int64))
+  if number.dtype == tf.string:
+    number = tf.constant(0, tf.int64)
+  return tf.bitcast(tf.reshape(tf.cast(number, tf.int64), []), tf.int32)
 
 
 def _boxes(record):

@@ -38,6 +38,7 @@ class Task(detect.Task):
 
   FEATURES = (
     'image',
+    'image/id?',
     'panoptic_image',
     *(
       _OBJECTS + name for name in ('id', 'bbox', 'label', 'area?', 'is_crowd?')
@@ -50,6 +51,9 @@ class Task(detect.Task):
     # Height and width of the square in which test images are compared with
     # their segments; a larger image is reduced.
     'truth_size': 640,
+    # Whether all pixels of several queries that found one class of stuff are
+    # its segment. False is the released post-processing, for published PQ.
+    'merge_stuff': True,
   }
   OPTION_RULES = {  # noqa: RUF012
     **detect.Task.OPTION_RULES,
@@ -57,6 +61,7 @@ class Task(detect.Task):
     'max_objects': rules.whole(1, 255),
     'stuff': rules.names,
     'truth_size': rules.whole(1),
+    'merge_stuff': rules.flag,
   }
   METRICS = (*pq.NAMES, *detect.Task.METRICS)
   METADATA = ('class_names', 'isthing')
@@ -82,7 +87,7 @@ class Task(detect.Task):
   @classmethod
   def make_metadata(cls, config, source):
     """Returns the names of the classes, and which of them are things."""
-    names = list(source.names[f'{_OBJECTS}label'])
+    names = list(cls.class_names_of(source))
     return {'class_names': names, 'isthing': _things(config, source, names)}
 
   @classmethod
@@ -91,8 +96,13 @@ class Task(detect.Task):
     names = super().planned_metadata(config, num_classes or 133)['class_names']
     return {'class_names': names, 'isthing': [True] * len(names)}
 
-  def example(self, record, seed):
+  def example(self, record, seed, canvas=None):
     """Returns an image, its objects and their segments.
+
+    Args:
+      record: see the base class.
+      seed: see the base class.
+      canvas: see the base class.
 
     Returns:
       The tensors of a detector (vit_jax/tasks/detect.py), and `segments`, uint8
@@ -105,7 +115,7 @@ class Task(detect.Task):
       name.replace(_OBJECTS, 'objects/'): value
       for name, value in record.items()
     }
-    return super().example(objects, seed)
+    return super().example(objects, seed, canvas)
 
   def _further(self, record, inputs, drawn, kept):
     ids = tf.boolean_mask(record['objects/id'], kept)
@@ -113,8 +123,8 @@ class Task(detect.Task):
     numbers = geometry.to_masks(numbers[None], drawn)[0]
     return {'segments': _padded(numbers, inputs['image'])}
 
-  def _for_evaluation(self, record):
-    example = super()._for_evaluation(record)
+  def _for_evaluation(self, record, canvas):
+    example = super()._for_evaluation(record, canvas)
     most = self.options.truth_size
     truth = panoptic.read(
       record['panoptic_image'], record['objects/id'], example['size']
@@ -251,7 +261,14 @@ class Task(detect.Task):
       found[name][row] for name in ('masks', 'labels', 'scores', 'extent')
     )
     return segments_lib.assemble(
-      masks, labels, scores, self.is_thing, size, extent, **kwargs
+      masks,
+      labels,
+      scores,
+      self.is_thing,
+      size,
+      extent,
+      merge_stuff=self.options.merge_stuff,
+      **kwargs,
     )
 
 
