@@ -119,7 +119,7 @@ def main(argv):
   try:
     processes.connect(**cli.process_flags(flags.FLAGS))
     return _run()
-  except Exception as e:
+  except (Exception, KeyboardInterrupt) as e:
     liveness.end_with(e)
     raise
 

@@ -206,7 +206,7 @@ def main() -> int | None:
   try:
     processes.connect(**cli.process_flags(values))
     return _run(values)
-  except Exception as e:
+  except (Exception, KeyboardInterrupt) as e:
     liveness.end_with(e)
     raise
 
