@@ -244,7 +244,7 @@ def run(command: str, argv: Sequence[str] | None = None):
   except Exception as e:
     frame = traceback.extract_tb(e.__traceback__)[-1]
     source = pathlib.Path(frame.filename)
-    ours = {'vit_jax', 'configs'} & set(source.parts[-3:-1])
+    ours = {'vit_jax', 'configs'} & set(source.parts[-4:-1])
     if isinstance(e, _EXPECTED) and ours:
       reason = f'{e}'
     elif (source.name, frame.name) == ('xla_bridge.py', 'backends'):

@@ -1,5 +1,6 @@
 """Tests of what processes tell each other, with two of them on loopback."""
 
+import json
 import signal
 
 import jax
@@ -63,8 +64,35 @@ except Exception as e:
 LEFT = """
 try:
   if me == 1:
-    raise KeyError('an error of its own')
+    raise OSError('503 UNAVAILABLE: an error of its own')
   processes.barrier('the end')
+except Exception as e:
+  liveness.end_with(e)
+  raise
+"""
+
+# Process 1 alone cannot read an image of the second of three runs.
+STUDY = """
+import json
+from jax.experimental import multihost_utils
+from tests import conftest
+from vit_jax.jobs import runs as runs_lib
+trained = []
+def train_and_evaluate(config, workdir):
+  trained.append(workdir[-1])
+  if trained == ['a']:
+    processes.agree('the data', {'n': me})
+  print('SAID ' + json.dumps(trained), flush=True)
+  if me == 1:
+    raise ValueError("'cat7.jpg' is no image")
+  while True:
+    multihost_utils.process_allgather(jax.numpy.ones(1))
+runs_lib.train.train_and_evaluate = train_and_evaluate
+runs_lib.check = lambda *args: None
+config = conftest.make_tiny_config(None)
+runs = [runs_lib.Run(name, config) for name in 'abc']
+try:
+  runs_lib.train_all(runs, sys.argv[3])
 except Exception as e:
   liveness.end_with(e)
   raise
@@ -126,10 +154,29 @@ def test_a_process_that_is_killed_is_named(gone):
 
 
 def test_a_process_that_ends_is_named():
-  _, outputs = running.run_two(BEGIN + LEFT)
+  statuses, outputs = running.run_two(BEGIN + LEFT)
+  assert statuses == [128 + signal.SIGTERM, 1]
   assert 'Error: process 1 (' in outputs[0]
-  assert "has ended: 'an error of its own', so process 0" in outputs[0]
+  assert (
+    'has ended: 503 UNAVAILABLE: an error of its own, so process 0'
+    in outputs[0]
+  )
   assert 'Traceback' not in outputs[0]
+  # Its words are like those of a lost connection, but all processes live.
+  assert outputs[1].endswith('OSError: 503 UNAVAILABLE: an error of its own\n')
+  assert 'gone' not in outputs[1]
+
+
+def test_a_study_ends_where_one_process_fails(tmp_path):
+  statuses, outputs = running.run_two(BEGIN + STUDY, tmp_path)
+  assert statuses == [128 + signal.SIGTERM, 1], outputs
+  said = [output.split('SAID ')[1].splitlines() for output in outputs]
+  # Both go on after an error of both, with the run that one cannot read.
+  assert json.loads(said[0][0]) == json.loads(said[1][0]) == ['a', 'b']
+  [line] = [x for x in said[0] if x.startswith('Error: ')]
+  assert line.startswith('Error: process 1 (')
+  assert "has ended: 'cat7.jpg' is no image, so process 0 (" in line
+  assert said[1][-1] == "ValueError: 'cat7.jpg' is no image"
 
 
 def test_a_collective_that_loses_a_process_names_it():
@@ -148,3 +195,19 @@ def test_one_process_sends_nothing():
   with pytest.raises(KeyError, match='as it is'):
     processes.attempt('x', lambda: {}['as it is'])
   liveness.end_with(RuntimeError('Gloo'))
+
+
+@pytest.mark.parametrize(
+  ('given', 'words'),
+  [
+    (('localhost:99999', 2, 0), "coordinator='localhost:99999' must be HOST:PORT"),
+    (('localhost:0', 2, 0), "coordinator='localhost:0' must be HOST:PORT"),
+    (('localhost', 2, 0), "coordinator='localhost' must be HOST:PORT"),
+    ((':1234', 2, 0), "coordinator=':1234' must be HOST:PORT"),
+    (('localhost:1234', 2, 2), 'process_id=2 must be from 0 to 1'),
+    (('localhost:1234', 2, None), 'must be given together'),
+  ],
+)  # fmt: skip
+def test_a_wrong_coordinator_is_named_at_once(given, words):
+  with pytest.raises(ValueError, match=words):
+    processes.connect(True, *given)

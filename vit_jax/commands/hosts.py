@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, work: Callable[[], None]) -> int:
     except train.Interrupted as e:
       cli.say(str(e))
       return 128 + e.signal
-  except Exception as e:
+  except (Exception, KeyboardInterrupt) as e:
     liveness.end_with(e)
     raise
   return 0

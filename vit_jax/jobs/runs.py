@@ -116,6 +116,7 @@ def train_all(
     ValueError: if a name, a config, the shard or `checkpoints` is wrong, or if
       a folder holds a run of another config; before anything is trained.
     Failed: when all other runs are done, if some failed.
+    Exception: of several processes, at once, the error of one that fails alone.
     train.Interrupted: see train.train_and_evaluate.
   """
   check(runs, workdir, shard, checkpoints)
@@ -131,8 +132,9 @@ def train_all(
     try:
       found = _train(run, workdir, checkpoints, head.strip())
     except _OWN_ERRORS as e:
-      # An error of one process alone would leave the others behind.
-      if jax.process_count() > 1 and not isinstance(e, _OWN_ERRORS[:2]):
+      # Only if it is the error of all processes, they all go on together. The
+      # loss, which FloatingPointError is about, is the same on all of them.
+      if not processes.is_common(e) and not isinstance(e, FloatingPointError):
         raise
       reasons[run.name] = str(e)
       say(f'{head}  failed: {str(e).splitlines()[0]}')

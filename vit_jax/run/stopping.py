@@ -7,6 +7,7 @@ import threading
 import jax
 from jax.experimental import multihost_utils
 
+from vit_jax import cli
 from vit_jax.scale import liveness
 
 
@@ -45,6 +46,7 @@ class StopRequest:
   def __init__(self):
     self.signal = None
     self._previous = {}
+    self._notices = None  # File descriptor that gets the numbers of signals.
 
   def __enter__(self):
     if threading.current_thread() is not threading.main_thread():
@@ -52,6 +54,7 @@ class StopRequest:
     handled = [signal.SIGINT]
     if jax.process_count() == 1:
       handled.append(signal.SIGTERM)
+    self._listen()
     for number in handled:
       self._previous[number] = signal.signal(number, self._handle)
     liveness.listens_for_sigterm(True)
@@ -61,6 +64,25 @@ class StopRequest:
     liveness.listens_for_sigterm(False)
     for number, previous in self._previous.items():
       signal.signal(number, previous)
+    if self._notices is not None:
+      signal.set_wakeup_fd(-1)
+      os.close(self._notices)  # The thread reads to the end, and ends.
+      self._notices = None
+
+  def _listen(self):
+    """Starts a thread that tells the user at once that a signal has come.
+
+    Python handles a signal in the main thread, only when that returns from C++:
+    from a compilation after minutes.
+    """
+    other = signal.set_wakeup_fd(-1)
+    if other != -1:  # That of an event loop, in a notebook.
+      signal.set_wakeup_fd(other)
+      return
+    reader, self._notices = os.pipe()
+    os.set_blocking(self._notices, False)
+    signal.set_wakeup_fd(self._notices, warn_on_full_buffer=False)
+    threading.Thread(target=_tell, args=(reader,), daemon=True).start()
 
   def _handle(self, number, _):
     if self.signal == signal.SIGINT == number:
@@ -86,3 +108,17 @@ class StopRequest:
     Always False with several processes, which may only stop after a step.
     """
     return jax.process_count() == 1 and self.signal is not None
+
+
+def _tell(reader: int):
+  """Says that the run will stop, at the first signal whose number arrives."""
+  told = False
+  with open(reader, 'rb', buffering=0) as numbers:
+    while number := numbers.read(1):
+      if number[0] in (signal.SIGINT, signal.SIGTERM) and not told:
+        told = True
+        name = signal.Signals(number[0]).name
+        cli.say(
+          f'{name}: stopping after this step. If it is being compiled, that ends '
+          'first.'
+        )

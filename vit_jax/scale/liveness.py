@@ -94,23 +94,26 @@ def listens_for_sigterm(listen: bool):
 
 
 def end_with(error: BaseException):
-  """Ends this process with one sentence if its error is due to a lost process.
+  """Tells the other processes the error that ends this one.
 
-  Skips the usual shutdown between processes, which would wait or abort.
-
-  Args:
-    error: error of an update or of the transfer of an array. An error of
-      another kind is only stored, to inform the other processes.
+  If the error is due to a lost process, this process ends here with one
+  sentence, without the usual shutdown between processes, which would wait or
+  abort. Otherwise the caller raises the error.
   """
   if jax.process_count() == 1:
     return
-  watch.error = f'{error}'[:1000]
   if isinstance(error, Lost):
-    end(words=str(error))
-  # Errors of collectives whose peer closes its connection or never answers.
+    end(str(error))
+  with _ending:  # Waits if another thread ends this process.
+    pass
+  # Errors of collectives whose peer closes its connection or never answers. A
+  # bucket gives such errors too, while all processes live.
   if any(s in str(error) for s in ('Gloo', 'UNAVAILABLE', 'DEADLINE_EXCEEDED')):
     time.sleep(5 * PULSE)  # Living processes give a sign meanwhile.
-    end(watch.silent(4 * PULSE))
+    lost = watch.silent(4 * PULSE)
+    if lost:
+      end(are_gone(lost))
+  watch.part(str(error) or type(error).__name__)
 
 
 def client():
@@ -123,7 +126,8 @@ class Watch(threading.Thread):
 
   Attributes:
     doing: what this process is doing, for the other processes.
-    error: the error that ends this process, for the other processes.
+    error: the error that ends this process, for the other processes; '' while
+      there is none.
   """
 
   def __init__(self):
@@ -136,11 +140,14 @@ class Watch(threading.Thread):
   def run(self):
     """Gives signs of life until stopped; ends the process if one is lost."""
     for count in itertools.count():
-      if not self._beat([count, self.doing]):
+      if not self._beat(None if self.error else count):
         return  # The service in process 0 has ended: JAX ends this process.
-      lost = self.silent(SILENCE)
-      if lost and not self._done.is_set():
-        end(lost)
+      if not self._done.is_set() and not self.error:
+        lost, failed = self.silent(SILENCE), self.failed(3 * PULSE)
+        if failed:
+          end(self.farewell(failed[0]))
+        if lost:
+          end(are_gone(lost))
       if self._done.wait(PULSE):
         return
 
@@ -149,7 +156,7 @@ class Watch(threading.Thread):
     self._done.set()
     self.join()
     _set_handler(signal.SIGABRT, int(signal.SIG_DFL))
-    if self._beat([None, self.error]) and self.error:
+    if self._beat(None) and self.error:
       # JAX would wait for the other processes, which end after reading the
       # error.
       time.sleep(3 * PULSE)
@@ -167,10 +174,28 @@ class Watch(threading.Thread):
     sign, _ = self._seen.get(process, (None, 0))
     return sign is not None and sign[0] is None
 
-  def parting(self, process: int) -> str:
-    """Returns the error in a process's last sign, after a colon; '' if none."""
+  def farewell(self, process: int) -> str:
+    """Returns who has left, and with which error, if with one."""
     error = self._seen[process][0][1]
-    return f': {error}' if error else ''
+    return f'{name(process)} has ended' + (f': {error}' if error else '')
+
+  def failed(self, seconds: float) -> list[int]:
+    """Returns who has left with an error `seconds` ago, the first one first.
+
+    An error that all processes raise together is theirs to print meanwhile.
+    """
+    now = time.monotonic()
+    found = [
+      (since, process)
+      for process, (sign, since) in self._seen.items()
+      if sign[0] is None and sign[1] and now - since > seconds
+    ]
+    return [process for _, process in sorted(found)]
+
+  def part(self, error: str):
+    """Gives the last sign, with the error that ends this process."""
+    self.error = error[:1000]
+    self._beat(None)
 
   def silent(self, seconds: float) -> list[int]:
     """Returns the processes without a sign of life for `seconds`."""
@@ -183,8 +208,13 @@ class Watch(threading.Thread):
       and process != jax.process_index()
     ]
 
-  def _beat(self, sign):
-    """Writes a sign of life, reads those of the others; False on failure."""
+  def _beat(self, count):
+    """Writes a sign of life, reads those of the others; False on failure.
+
+    Args:
+      count: number of the sign; None for the last one.
+    """
+    sign = [count, self.doing if count is not None else self.error]
     try:
       service, me = client(), jax.process_index()
       service.key_value_set(
@@ -201,18 +231,27 @@ class Watch(threading.Thread):
     return True
 
 
-def end(lost=(), *, words: str = ''):
-  """Ends this process because another one has ended; works in any thread."""
-  if not _ending.acquire(blocking=False):
-    time.sleep(60)  # Another thread is ending the process already.
-  if not words:
-    who = ' and '.join(map(name, lost)) or 'another process'
-    words = f'{who} {"are" if len(lost) > 1 else "is"} gone'
+def are_gone(lost: list[int]) -> str:
+  """Returns that processes have ended without a word."""
+  return (
+    f'{" and ".join(map(name, lost))} {"are" if len(lost) > 1 else "is"} gone'
+  )
+
+
+def end(words: str):
+  """Ends this process because of another one; works in any thread.
+
+  Args:
+    words: what has become of the other one, and why.
+  """
+  _ending.acquire()  # Never released: another thread waits here for the end.
   text = (
     f'\nError: {words}, so {name(jax.process_index())} stops. Start the same '
     'command again on all hosts: the run goes on from its last checkpoint.\n'
   )
   os.write(2, text.encode())
+  if jax.process_index() == 0:
+    time.sleep(3 * PULSE)  # The others read the cause from its service.
   os._exit(128 + signal.SIGTERM)
 
 
@@ -225,9 +264,9 @@ def _on_abort(_):
     try:
       socket.create_connection((host, int(port)), timeout=10).close()
     except OSError:
-      end([0])
+      end(are_gone([0]))
   lost = watch.silent(5 * PULSE)
-  end(lost, words='' if lost else 'JAX aborted the run, see its message above')
+  end(are_gone(lost) if lost else 'JAX aborted the run, see its message above')
 
 
 def _set_handler(number, handler):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import itertools
 import json
 import os
+import re
 import time
 from typing import Any
 
@@ -66,14 +67,11 @@ def connect(
     process_id: with `coordinator`, the number of this process.
 
   Raises:
-    ValueError: if only some of the last three are given.
+    ValueError: if only some of the last three are given, or wrong ones.
   """
   given = (coordinator, num_processes, process_id)
   if any(value is not None for value in given):
-    if None in given:
-      raise ValueError(
-        '--coordinator, --num_processes and --process_id must be given together'
-      )
+    _check(*given)
     initialize(*given)
     return
   if not distributed:
@@ -85,6 +83,30 @@ def connect(
     # other error is due to a cluster, whose hosts must not train separately.
     if 'coordinator_address' not in str(e):
       raise
+
+
+def _check(coordinator, num_processes, process_id):
+  """Checks the flags that name a coordinator; raises ValueError."""
+  if None in (coordinator, num_processes, process_id):
+    raise ValueError(
+      '--coordinator, --num_processes and --process_id must be given together'
+    )
+  host, _, port = coordinator.rpartition(':')
+  if (
+    not host
+    or not re.fullmatch('[0-9]{1,5}', port)
+    or int(port) > 65535
+    or not int(port)
+  ):
+    raise ValueError(
+      f"coordinator='{coordinator}' must be HOST:PORT of process 0, with a port "
+      'from 1 to 65535, such as host0:1234 (--coordinator)'
+    )
+  if not 0 <= process_id < num_processes:
+    raise ValueError(
+      f'process_id={process_id} must be from 0 to {num_processes - 1}, for '
+      f'--num_processes={num_processes} (--process_id)'
+    )
 
 
 def gather(what: str, value, deadline: float = DEADLINE) -> list:
@@ -164,13 +186,12 @@ def attempt(what: str, function: Callable[[], Any]) -> list:
   told = None if error is None else [kind, str(error) or type(error).__name__]
   answers = gather(what, [value, told], _WORK_DEADLINE)
   if error is not None:
-    raise error
+    raise _together(error)
   types = {t.__name__: t for t in _TYPES}
   for process, (_, failed) in enumerate(answers):
     if failed:
-      raise types.get(failed[0], RuntimeError)(
-        f'{liveness.name(process)}: {failed[1]}'
-      )
+      kind = types.get(failed[0], RuntimeError)
+      raise _together(kind(f'{liveness.name(process)}: {failed[1]}'))
   return [value for value, _ in answers]
 
 
@@ -201,11 +222,24 @@ def agree(what: str, facts: Mapping[str, Any]):
         )
       )
   if differing:
-    raise ValueError(
-      f'the processes of this run differ in {what}:\n'
-      + '\n'.join(differing)
-      + '\nGive all of them the same command and the same files'
+    raise _together(
+      ValueError(
+        f'the processes of this run differ in {what}:\n'
+        + '\n'.join(differing)
+        + '\nGive all of them the same command and the same files'
+      )
     )
+
+
+def is_common(error: Exception) -> bool:
+  """Returns whether all processes have raised an error, at the same call."""
+  return jax.process_count() == 1 or hasattr(error, '_raised_together')
+
+
+def _together(error: Exception) -> Exception:
+  """Marks an error that all processes raise, for `is_common`."""
+  error._raised_together = True  # pylint: disable=protected-access
+  return error
 
 
 def barrier(what: str):
@@ -259,9 +293,7 @@ def _receive(call, process, what, end):
       if 'DEADLINE_EXCEEDED' not in str(e):
         raise liveness.Lost(f'{liveness.name(0)} is gone') from e
     if liveness.watch.has_left(process):
-      raise liveness.Lost(
-        f'{liveness.name(process)} has ended{liveness.watch.parting(process)}'
-      )
+      raise liveness.Lost(liveness.watch.farewell(process))
     now = time.monotonic()
     if now > said:
       said = now + 60
