@@ -1,5 +1,6 @@
 """Image operations in TensorFlow: decode, crop, augment, scale to [-1, 1].
 
+Images are first turned as their EXIF orientation says, unless they have boxes.
 Training takes an Inception crop (a random part of random aspect ratio).
 Evaluation resizes the whole image to the square, as in the original, or takes
 its centre. A seed determines every random choice, so that example i of a run
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from PIL import ImageOps
 import tensorflow as tf
 
 from vit_jax.augmentation import canvases
@@ -20,6 +22,7 @@ from vit_jax.augmentation import geometry
 from vit_jax.augmentation import pixels
 from vit_jax.files import images
 from vit_jax.files import jpeg
+from vit_jax.files import orientation
 from vit_jax.files import reading
 
 crop_size = geometry.crop_size
@@ -45,16 +48,18 @@ def decode_for_training(encoded, seed, pp):
   Returns:
     float32 [crop height, crop width, channels] in [-1, 1].
   """
-  return decode_with_geometry(encoded, seed, pp)[0]
+  return decode_with_geometry(encoded, seed, pp, upright=True)[0]
 
 
-def decode_with_geometry(encoded, seed, pp):
+def decode_with_geometry(encoded, seed, pp, upright: bool = False):
   """Decodes and augments one image, and returns its geometry.
 
   Args:
     encoded: see `decode_for_training`.
     seed: see `decode_for_training`.
     pp: see `decode_for_training`.
+    upright: whether to turn the image as its EXIF orientation says, before all
+      else. Boxes and masks belong to the stored pixels, which are not turned.
 
   Returns:
     (image, geometry): the result of `decode_for_training`, and the
@@ -66,6 +71,7 @@ def decode_with_geometry(encoded, seed, pp):
     lambda shape: geometry.sample(shape, seed, pp),
     pp,
     crops=pp.crop_area is not None,
+    upright=upright,
   )
   image = geometry.fit(image, drawn)
   image = tf.ensure_shape(image, [*drawn.size, pp.channels])
@@ -74,6 +80,8 @@ def decode_with_geometry(encoded, seed, pp):
 
 def on_canvas_for_training(encoded, seed, group, pp):
   """Decodes and augments one image, and puts it on a canvas.
+
+  The image is not turned upright: its boxes belong to the stored pixels.
 
   Args:
     encoded: see `decode_for_training`.
@@ -99,13 +107,14 @@ def on_canvas_for_training(encoded, seed, group, pp):
   return canvases.place(image, canvas), drawn
 
 
-def on_canvas_for_evaluation(encoded, group, pp):
+def on_canvas_for_evaluation(encoded, group, pp, upright: bool = False):
   """Decodes one image and puts it on a canvas.
 
   Args:
     encoded: see `decode_for_training`.
     group: a canvases.Group of one length.
     pp: `config.pp`.
+    upright: see `decode_with_geometry`.
 
   Returns:
     See `on_canvas_for_training`.
@@ -115,7 +124,7 @@ def on_canvas_for_evaluation(encoded, group, pp):
     size = canvases.fitted(shape, group.sides[0], group.longest)
     return geometry.whole(shape, tf.minimum(size, max(group.canvas)))
 
-  image, drawn = _decode_crop(encoded, draw, pp, crops=False)
+  image, drawn = _decode_crop(encoded, draw, pp, crops=False, upright=upright)
   image = geometry.fit(image, drawn, antialias=True)
   tensors = canvases.place(image, group.canvas)
   shape = [*group.canvas, pp.channels]
@@ -142,14 +151,16 @@ def _change_pixels(image, seed, pp):
   return image
 
 
-def _decode_crop(encoded, draw, pp, crops=True):
+def _decode_crop(encoded, draw, pp, crops=True, upright=False):
   """Decodes a crop of an image; from a JPEG only the crop is decoded.
 
   Args:
     encoded: see `decode_for_training`.
-    draw: function from the shape of the image, int32 [3], to its geometry.
+    draw: function from the shape of the image, int32 [2], to its geometry.
     pp: reads `jpeg_shrink`, `channels`.
     crops: whether the geometry may crop.
+    upright: whether the image, of which the crop is drawn, is turned as its
+      EXIF orientation says.
 
   Returns:
     The crop, uint8 [height, width, channels], and its geometry.
@@ -166,7 +177,8 @@ def _decode_crop(encoded, draw, pp, crops=True):
     lambda: (tf.io.extract_jpeg_shape(encoded), tf.zeros([0, 0, 3], tf.uint8)),
     other,
   )
-  drawn = draw(shape)
+  turned = orientation.read(encoded) if upright else tf.constant(1)
+  drawn = draw(orientation.turn_shape(shape, turned))
   ratio = None
   if pp.jpeg_shrink:
     ratio = jpeg.ratio([drawn.height, drawn.width], drawn.size)
@@ -176,13 +188,20 @@ def _decode_crop(encoded, draw, pp, crops=True):
       is_jpeg, lambda: jpeg.decode(encoded, ratio), lambda: decoded
     )
   else:
-    if ratio is not None:
-      drawn = geometry.snap(drawn, ratio)
+    window = orientation.turn_window(  # Of the stored pixels.
+      geometry.window(drawn), drawn.shape, orientation.inverse(turned)
+    )
+    small = window if ratio is None else window // ratio
+    window = small if ratio is None else small * ratio
+    drawn = geometry.with_window(
+      drawn, orientation.turn_window(window, shape[:2], turned)
+    )
     image = tf.cond(
       is_jpeg,
-      lambda: jpeg.decode(encoded, ratio, geometry.window(drawn, ratio)),
-      lambda: geometry.crop(decoded, drawn),
+      lambda: jpeg.decode(encoded, ratio, small),
+      lambda: geometry.crop(decoded, window),
     )
+  image = orientation.turn(image, turned)
   return image if pp.channels == 3 else images.to_grey(image), drawn
 
 
@@ -301,6 +320,8 @@ def from_user(
     image = _to_pillow(image)
   if isinstance(image, Image.Image):
     limit = None
+    if orientation.of_pillow(image) > 1:
+      image = ImageOps.exif_transpose(image)
     buffer = io.BytesIO()
     image.convert('RGBA').save(buffer, 'PNG', compress_level=0)
     image = buffer.getvalue()

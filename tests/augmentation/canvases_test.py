@@ -269,7 +269,9 @@ def test_a_part_of_a_jpeg_is_that_of_the_whole_image():
   for number in range(8):
     inputs, drawn = decode(number)
     want = geometry.fit(
-      geometry.crop(tf.constant(pixels), drawn), drawn, antialias=True
+      geometry.crop(tf.constant(pixels), geometry.window(drawn)),
+      drawn,
+      antialias=True,
     )
     height, width = drawn.size.numpy()
     got = inputs['image'][:height, :width]

@@ -3,6 +3,7 @@
 import argparse
 import copy
 import functools
+import io
 import json
 import pathlib
 import re
@@ -175,6 +176,46 @@ def test_boxes_are_shares_of_the_image_without_padding(config, task):
   for name, value in task.example(record, np.array([1, 0], np.int64)).items():
     assert spec[name].dtype == value.dtype.as_numpy_dtype
   assert spec['real'].shape == spec['image'].shape[:3] == (7, 64, 64)
+
+
+@pytest.mark.parametrize('sides', [(24, 32), ()])
+@pytest.mark.parametrize('fmt', ['JPEG', 'PNG'])
+def test_boxes_belong_to_the_stored_pixels(task, sides, fmt):
+  """An EXIF orientation turns images without boxes only."""
+  task = task[0]
+  config = task.config.copy_and_resolve_references()
+  config.pp.update(sides=sides, crop_sides=())
+  config.pp.update(crop=48, crop_area=(0.9, 1.0), crop_ratio=None)
+  task = detect.Task(config, task.metadata)
+  pixels = np.zeros((48, 96, 3), np.uint8)
+  pixels[6:42, 12:36] = 255  # To the left; below in the upright image.
+  exif = Image.Exif()
+  exif[0x0112] = 8
+  file = io.BytesIO()
+  Image.fromarray(pixels).save(file, fmt, exif=exif)
+  record = {
+    'image': file.getvalue(),
+    'objects/bbox': np.array([[6 / 48, 12 / 96, 42 / 48, 36 / 96]], np.float32),
+    'objects/label': np.array([1]),
+  }
+  for seed in (None, (1, 0), (1, 8), (1, 16)):
+    seed = seed and np.array(seed, np.int64)
+    found = task.example(record, seed)
+    image = found['image'].numpy().mean(axis=-1) > 0
+    extent = np.array(image.shape)
+    if sides:
+      image &= found['real'].numpy()
+      extent = [found['real'].numpy().any(axis=1 - a).sum() for a in (0, 1)]
+    box = found['box'][0].numpy().reshape(2, 2)[:, ::-1]  # Of (y, x).
+    corners = np.array([box[0] - box[1] / 2, box[0] + box[1] / 2]) * extent
+    want = [[i.min(), i.max() + 1] for i in np.nonzero(image)]
+    np.testing.assert_allclose(corners.T, want, atol=1.5)
+  upright = task.inputs({'image': record['image']})
+  assert upright['size'].numpy().tolist() == [96, 48]
+  rows = np.nonzero(upright['image'].numpy().mean(axis=-1) > 0)[0]
+  length = 54 if sides else 48  # Of the 96 pixels.
+  want = [60 * length / 96, 84 * length / 96]
+  np.testing.assert_allclose([rows.min(), rows.max() + 1], want, atol=1.5)
 
 
 def test_padding_has_no_influence_and_images_of_any_shape_fit(stopped):

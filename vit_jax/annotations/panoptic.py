@@ -29,7 +29,7 @@ def read(encoded, ids, shape):
   Raises:
     tf.errors.InvalidArgumentError: if the panoptic image has another shape.
   """
-  colours = tf.cast(images.decode(encoded, 3), tf.int64)
+  colours = tf.cast(images.decode(encoded, upright=False), tf.int64)
   tf.debugging.assert_equal(
     tf.shape(colours)[:2],
     shape,

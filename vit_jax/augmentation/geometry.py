@@ -146,40 +146,21 @@ def _similar(geometry, seed, crop_area) -> Geometry:
   )
 
 
-def snap(geometry: Geometry, ratio) -> Geometry:
-  """Rounds the crop of a geometry down to multiples of a ratio.
-
-  Args:
-    geometry: a geometry whose crop is much larger than the ratio.
-    ratio: int32 scalar.
-  """
-  return geometry._replace(
-    **{
-      name: getattr(geometry, name) // ratio * ratio
-      for name in ('y', 'x', 'height', 'width')
-    }
-  )
+def window(geometry: Geometry):
+  """Returns (y, x, height, width) of the crop, int32 [4], as decoders take it."""
+  return tf.stack([geometry.y, geometry.x, geometry.height, geometry.width])
 
 
-def window(geometry: Geometry, ratio=None):
-  """Returns (y, x, height, width) of the crop, int32 [4], as decoders take it.
-
-  Args:
-    geometry: geometry of the original; its crop is in multiples of the ratio.
-    ratio: int32 scalar, factor by which the decoded image is smaller; None: 1.
-  """
-  found = [geometry.y, geometry.x, geometry.height, geometry.width]
-  found = tf.stack(found)
-  return found if ratio is None else found // ratio
+def with_window(geometry: Geometry, window) -> Geometry:
+  """Returns a geometry with another crop, see `window`."""
+  y, x, height, width = tf.unstack(window, num=4)
+  return geometry._replace(y=y, x=x, height=height, width=width)
 
 
-def crop(image, geometry: Geometry):
-  """Crops an image [height, width, C]."""
-  return tf.slice(
-    image,
-    [geometry.y, geometry.x, 0],
-    [geometry.height, geometry.width, -1],
-  )
+def crop(image, window):
+  """Crops an image [height, width, C], see `window`."""
+  y, x, height, width = tf.unstack(window, num=4)
+  return tf.slice(image, [y, x, 0], [height, width, -1])
 
 
 def fit(image, geometry: Geometry, antialias: bool = False):

@@ -1,7 +1,7 @@
 """Decodes images of any format as people see them.
 
-Palettes and CMYK become RGB, transparent pixels become white, and an animation
-yields its first frame. A truncated JPEG is an error, even where the decoder
+Palettes and CMYK become RGB, transparent pixels become white, an animation
+yields its first frame, and images with an EXIF orientation are turned upright. A truncated JPEG is an error, even where the decoder
 would fill the missing part with grey.
 """
 
@@ -12,6 +12,7 @@ from PIL import Image
 import tensorflow as tf
 
 from vit_jax.files import jpeg
+from vit_jax.files import orientation
 from vit_jax.files import reading
 
 # TensorFlow only reads images; JAX alone uses the GPUs.
@@ -33,7 +34,7 @@ _PNG = b'\x89PNG\r\n\x1a\n'
 _FORMATS = ('BMP', 'GIF', 'PNG', 'WEBP')
 
 
-def decode(encoded, channels: int = 3, size=None):
+def decode(encoded, channels: int = 3, size=None, upright: bool = True):
   """Decodes one image of any format.
 
   Args:
@@ -42,6 +43,9 @@ def decode(encoded, channels: int = 3, size=None):
     size: (height, width) to which the caller will resize the image. A much
       larger JPEG is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`. None: in
       full.
+    upright: whether to turn the image as its EXIF orientation says; False for
+      maps of pixels, and images with annotations, which belong to the stored
+      pixels.
 
   Returns:
     uint8 [height, width, channels].
@@ -52,21 +56,27 @@ def decode(encoded, channels: int = 3, size=None):
   encoded = tf.convert_to_tensor(
     encoded
   )  # NumPy's bytes lose zeros at the end.
+  turned = orientation.read(encoded) if upright else tf.constant(1)
 
   def decode_jpeg():
     if size is None:
       return jpeg.decode(encoded)
     shape = tf.io.extract_jpeg_shape(encoded)
+    shape = orientation.turn_shape(shape, turned)
     return jpeg.decode(encoded, jpeg.ratio(shape, size))
 
   image = tf.cond(
     tf.io.is_jpeg(encoded), decode_jpeg, lambda: decode_other(encoded)
   )
+  image = orientation.turn(image, turned)
   return image if channels == 3 else to_grey(image)
 
 
 def decode_other(encoded):
-  """Decodes all formats but JPEG: common png in TensorFlow, others in Pillow."""
+  """Decodes all formats but JPEG: common png in TensorFlow, others in Pillow.
+
+  The pixels stay as they are stored, see `orientation`.
+  """
   # Byte 24 of a png is its bit depth; TensorFlow is wrong on less than 8.
   head = tf.strings.join([tf.strings.substr(encoded, 0, 25), b'\0' * 25])
   depth = tf.strings.substr(head, 24, 1)
@@ -137,6 +147,8 @@ def _reason(error):
 
 def shape_of(encoded):
   """Returns height and width of an encoded image, int64 [2], from its header.
+
+  They are those of the stored pixels, before these are turned upright.
 
   Args:
     encoded: string scalar, the content of an image file.

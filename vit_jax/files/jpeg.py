@@ -152,17 +152,35 @@ def has_many_scans(data: bytes) -> bool:
   return data.count(b'\xff\xda') > 1 and len(_read_structure(data).scans) > 1
 
 
-def _read_structure(data) -> _Structure:
-  """Reads the markers of a JPEG up to its end marker."""
-  components, scans, position, progressive = b'', [], 2, False
+def exif(data: bytes) -> bytes:
+  """Returns the EXIF data of a JPEG, b'' if there are none."""
+  for _, marker, content in _segments(data):
+    if marker == 0xE1 and content.startswith(b'Exif\0\0'):
+      return content
+    if marker == 0xDA:  # The pixels begin.
+      break
+  return b''
+
+
+def _segments(data):
+  """Yields start, marker and content of each segment up to the end marker."""
+  position = 2
   while match := _MARKER.search(data, position):
     marker, position = data[match.end() - 1], match.end()
+    length = int.from_bytes(data[position : position + 2], 'big')
+    yield match.start(), marker, data[position + 2 : position + length]
     if marker == _END[1]:
       break
-    length = int.from_bytes(data[position : position + 2], 'big')
-    content = data[position + 2 : position + length]
     position += max(2, length)
-    if marker in (0xC0, 0xC1, 0xC2) and len(content) > 5:
+
+
+def _read_structure(data) -> _Structure:
+  """Reads the markers of a JPEG up to its end marker."""
+  components, scans, progressive, end = b'', [], False, len(data)
+  for start, marker, content in _segments(data):
+    if marker == _END[1]:
+      end = start
+    elif marker in (0xC0, 0xC1, 0xC2) and len(content) > 5:
       components = content[6::3][: content[5]]
       progressive = marker == _PROGRESSIVE[1]
     elif marker == 0xDA and content and len(content) >= 4 + 2 * content[0]:
@@ -170,7 +188,7 @@ def _read_structure(data) -> _Structure:
       parts = content[1 + 2 * count :] if progressive else b'\0\x3f\0'
       ids = content[1 : 1 + 2 * count : 2]
       scans.append(_Scan(ids, parts[0], parts[1], parts[2] & 15))
-  return _Structure(components, scans, match.start() if match else len(data))
+  return _Structure(components, scans, end)
 
 
 def _pixels(data, full: bool) -> bytes:

@@ -203,7 +203,8 @@ class Task(base.Task):
   def inputs(self, record, seed=None):
     """Returns `image`, possibly `real`, and the original's height and width.
 
-    These two numbers are `size`, int32 [2].
+    These two numbers are `size`, int32 [2]. An image without boxes is turned as
+    its EXIF orientation says; boxes belong to the stored pixels.
     """
     del seed  # Training needs the objects too, see `example`.
     pp = self.config.pp
@@ -235,14 +236,16 @@ class Task(base.Task):
 
   def _resized(self, record, pp):
     """Returns the inputs of an image that is resized to `pp.crop`."""
-    pixels = images_lib.decode(record['image'], pp.channels)
+    pixels = images_lib.decode(
+      record['image'], pp.channels, upright=not _has_boxes(record)
+    )
     image = preprocess.for_evaluation(pixels, pp)
     return {'image': image, 'size': tf.shape(pixels)[:2]}
 
   def _on_canvas(self, record, group):
     """Returns the inputs of an image on the canvas of a group."""
     inputs, drawn = preprocess.on_canvas_for_evaluation(
-      record['image'], group, self.config.pp
+      record['image'], group, self.config.pp, upright=not _has_boxes(record)
     )
     return {**inputs, 'size': drawn.shape}
 
@@ -541,6 +544,10 @@ def _image_id(record):
   if number.dtype == tf.string:
     number = tf.constant(0, tf.int64)
   return tf.bitcast(tf.reshape(tf.cast(number, tf.int64), []), tf.int32)
+
+
+def _has_boxes(record) -> bool:
+  return 'objects/bbox' in record
 
 
 def _boxes(record):
