@@ -201,12 +201,10 @@ def _dataset(config, mode, source):
   """Returns a split in the form of `get_datasets`."""
   keys.check_preprocessing(config.pp)
   mesh = sharding.make_mesh({'data': -1})
-  parts = sharding.row_parts(mesh)
   example = labelled_example(config, len(source.class_names))
-  parts = sharding.row_parts(mesh)
   if mode == 'train':
     rows = sharding.local_rows(mesh, config.batch)
-    data = train_dataset(config, source, example, rows, parts=parts)
+    data = train_dataset(config, source, example, rows)
     return _of_length(data, tf.data.INFINITE_CARDINALITY)
   rows = sharding.local_rows(mesh, config.batch_eval)
   count = source.evaluated.num_examples
@@ -219,7 +217,7 @@ def _dataset(config, mode, source):
     real = batch['mask'] > 0
     return {key: tf.boolean_mask(x, real) for key, x in batch.items()}
 
-  data = eval_dataset(config, source, example, rows, parts).map(hand_out)
+  data = eval_dataset(config, source, example, rows).map(hand_out)
   return _of_length(data, -(-count // config.batch_eval))
 
 
@@ -273,17 +271,15 @@ def train_dataset(
   example: Callable,
   rows: np.ndarray,
   start_step: int = 0,
-  parts: int | None = None,
 ) -> tf.data.Dataset:
   """Returns the training batches from a step on, without end.
 
   Args:
-    config: reads `batch`, `seed`, `shuffle_buffer`, `shuffle_buffer_bytes`.
+    config: reads `batch`, `seed`.
     source: the training split.
     example: (record, seed) -> tensors by name, see the top of this module.
     rows: rows of the global batch that this process reads.
     start_step: number of the first batch.
-    parts: see sharding.row_parts; by default as few as `rows` allow.
 
   Returns:
     tf.data of dicts of the tensors of `example`, [B, ...] each.
@@ -293,7 +289,7 @@ def train_dataset(
     seed = tf.stack([tf.cast(config.seed, tf.int64), position])
     return example(source.read(record), seed)
 
-  records = order.training_records(config, source, rows, start_step, parts)
+  records = order.training_records(config, source, rows, start_step)
   return _batches(records.map(make, num_parallel_calls=_CALLS), len(rows))
 
 
@@ -302,7 +298,6 @@ def eval_dataset(
   source,
   example: Callable,
   rows: np.ndarray,
-  parts: int | None = None,
 ) -> tf.data.Dataset:
   """Returns every example of a split once, in padded batches.
 
@@ -311,58 +306,35 @@ def eval_dataset(
     source: the split.
     example: (record, None) -> tensors by name, see the top of this module.
     rows: rows of the global batch that this process reads.
-    parts: see sharding.row_parts; by default as few as `rows` allow.
 
   Returns:
     tf.data of dicts of the tensors of `example`, [B, ...] each; and `mask`,
     float32 [B], and `index`, int32 [B], the number of the example. Padding has
-    mask 0 and index -1, and stands at the end; in a stream at the end of each
-    part.
+    mask 0 and index -1, and stands at the end.
   """
   source = source.evaluated
-  steps = -(-source.num_examples // config.batch_eval)
+  begins = np.arange(0, source.num_examples, config.batch_eval)
+  positions = (begins[:, None] + rows).reshape(-1).astype(np.int64)
+  real = positions[positions < source.num_examples]
 
   def make(record):
     made = example(source.read(record), None)
     index = tf.cast(record['index'], tf.int32)
     return {**made, 'mask': tf.ones([]), 'index': index}
 
-  def batches(records, count, size):
-    data = records.map(make, num_parallel_calls=_CALLS)
-    padding = {
-      name: tf.zeros(spec.shape, spec.dtype)
-      for name, spec in data.element_spec.items()
-    }
-    padding['index'] = tf.constant(-1)
-    padding = tf.data.Dataset.from_tensors(padding)
-    return _batches(
-      data.concatenate(padding.repeat(steps * size - count)), size
-    )
-
-  data = [batches(*x) for x in _eval_records(config, source, rows, parts)]
-  if len(data) == 1:
-    return data[0]
-  return tf.data.Dataset.zip(*data).map(
-    lambda *parts: {k: tf.concat([b[k] for b in parts], 0) for k in parts[0]}
-  )
-
-
-def _eval_records(config, source, rows, parts):
-  """Yields (records, number of records, rows of a batch that they fill)."""
-  if not source.random_access:
-    for number, part, block in order.blocks_of(rows, config.batch_eval, parts):
-      begin, end = source.share(number, part)
-      yield source.once(number, part), end - begin, len(block)
-    return
-  begins = np.arange(0, source.num_examples, config.batch_eval)
-  positions = (begins[:, None] + rows).reshape(-1).astype(np.int64)
-  real = positions[positions < source.num_examples]
-  records = order.at_a_time(
+  data = order.at_a_time(
     source,
     tf.data.Dataset.from_tensor_slices(real).batch(len(rows)),
     lambda index: {'index': index, **source.lookup(index)},
-  )
-  yield records, len(real), len(rows)
+  ).map(make, num_parallel_calls=_CALLS)
+  padding = {
+    name: tf.zeros(spec.shape, spec.dtype)
+    for name, spec in data.element_spec.items()
+  }
+  padding['index'] = tf.constant(-1)
+  padding = tf.data.Dataset.from_tensors(padding)
+  padding = padding.repeat(len(positions) - len(real))
+  return _batches(data.concatenate(padding), len(rows))
 
 
 def _batches(data, size):
@@ -397,8 +369,7 @@ def train_batches(
   """Yields training batches from a step on, without end, as global arrays.
 
   Args:
-    config: reads `batch`, `seed`, `prefetch`, `shuffle_buffer`,
-      `shuffle_buffer_bytes`.
+    config: reads `batch`, `seed`, `prefetch`.
     source: the training split.
     example: (record, seed) -> tensors by name, see the top of this module.
     mesh: the mesh; its batch axes split the rows.
@@ -413,8 +384,7 @@ def train_batches(
     positions = (start_step + number) * config.batch + rows
     return order.training_indices(source, positions, config.seed)
 
-  parts = sharding.row_parts(mesh)
-  data = train_dataset(config, source, example, rows, start_step, parts)
+  data = train_dataset(config, source, example, rows, start_step)
   return feeding.on_devices(
     feeding.read(data, source, indices), mesh, config.prefetch
   )
@@ -439,8 +409,7 @@ def eval_batches(config, source, example: Callable, mesh) -> Iterator[dict]:
     positions = number * config.batch_eval + rows
     return positions[positions < source.num_examples]
 
-  parts = sharding.row_parts(mesh)
-  data = eval_dataset(config, source, example, rows, parts)
+  data = eval_dataset(config, source, example, rows)
   return feeding.on_devices(
     feeding.read(data, source, indices), mesh, config.prefetch
   )

@@ -1,11 +1,11 @@
-"""Converts a prepared TFDS data set (tfrecord for example) to array_record.
+"""Converts the files of a prepared TFDS data set to array_record.
 
   python -m vit_jax.datasets.convert imagenet2012 --data_dir=/data/tfds
 
-array_record files have random access: a run shuffles the whole data set,
-resumes at once, and does not depend on the number of hosts. The new files are
-written beside the old ones, take the same space again, and are used from then
-on. After an interruption the same command continues.
+Training reads tfrecord files just as well. This is for files of other formats
+and for compressed ones. The new files are written beside the old ones, take the
+same space again, and are used from then on. After an interruption the same
+command continues.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from concurrent import futures
 import os
 
 from etils import epath
+import tensorflow as tf
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core import dataset_info
 from tensorflow_datasets.core import file_adapters
@@ -20,6 +21,8 @@ from tensorflow_datasets.core import utils
 
 from vit_jax import cli
 from vit_jax import datasets
+from vit_jax.datasets import shards
+from vit_jax.datasets import tfrecords
 
 _TARGET = file_adapters.FileFormat.ARRAY_RECORD
 
@@ -93,7 +96,7 @@ def _convert_file(adapter, source, target, count):
 
   def examples():
     nonlocal read
-    for example in adapter.make_tf_data(source).as_numpy_iterator():
+    for example in _records(adapter, source).as_numpy_iterator():
       yield None, example
       read += 1
 
@@ -102,10 +105,15 @@ def _convert_file(adapter, source, target, count):
       temporary, examples()
     )
     if read != count:
-      raise ValueError(
-        f"'{source}' has {read} records, but dataset_info.json says {count}: the "
-        'file is damaged; prepare or copy the data set again'
-      )
+      raise shards.wrong_count(str(source), read, count)
+
+
+def _records(adapter, source):
+  """Returns tf.data of the records of a file, which may be compressed."""
+  with source.open('rb') as file:
+    if file.read(len(tfrecords.GZIP)) == tfrecords.GZIP:
+      return tf.data.TFRecordDataset(source, compression_type='GZIP')
+  return adapter.make_tf_data(source)
 
 
 def make_parser() -> argparse.ArgumentParser:
