@@ -53,6 +53,7 @@ setuptools.setup(
     'etils[epath]',
     'faster-coco-eval',
     'flax',
+    'google-crc32c',  # Checksums of tfrecord files.
     'importlib_resources',  # Imported by tensorflow-datasets, not declared.
     'jax>=0.10',
     'ml-collections',

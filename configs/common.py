@@ -159,12 +159,6 @@ def get_config() -> ml_collections.ConfigDict:
   config.batch_eval = 512
   # Batches kept ready on the devices.
   config.prefetch = 2
-  # For sources that can only be streamed (tfrecord files too big for memory):
-  # the number of records to shuffle among each other, and the bytes that each
-  # host may use for that; the smaller limit counts. Other sources are shuffled
-  # as a whole.
-  config.shuffle_buffer = 50_000
-  config.shuffle_buffer_bytes = 2**30
   # What to do about images of a folder that cannot be decoded. 'error' decodes
   # all images once before training, names the broken ones and stops; 'skip'
   # leaves them out and counts them; 'trust' checks nothing, and a broken image

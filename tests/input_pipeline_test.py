@@ -15,8 +15,9 @@ from vit_jax import input_pipeline
 from vit_jax.data import order
 from vit_jax.data import records
 from vit_jax.data import sources
+from vit_jax.datasets import shards
 from vit_jax.datasets import splits
-from vit_jax.datasets import streams
+from vit_jax.datasets import tfrecords
 from vit_jax.scale import sharding
 
 
@@ -308,9 +309,11 @@ class Unlabelled(Shapes):
   LABEL = np.int64
 
 
-def prepare(cls, data_dir, file_format):
+def prepare(cls, data_dir, file_format, num_shards=1):
   builder = cls(data_dir=data_dir, file_format=file_format)
-  builder.download_and_prepare()
+  builder.download_and_prepare(
+    download_config=tfds.download.DownloadConfig(num_shards=num_shards)
+  )
   return cls.name
 
 
@@ -333,8 +336,8 @@ def test_sources_agree_on_tfds_data(tiny_config, tmp_path, file_format):
   config = grey_config(tiny_config, name, str(tmp_path))
   source = sources.open_split(config, 'train')
   kind = {
-    'array_record': splits.ArrayRecordSource,
-    'tfrecord': records.MemorySource,
+    'array_record': shards.ArrayRecordSource,
+    'tfrecord': tfrecords.TfRecordSource,
   }[file_format]
   assert isinstance(source, kind)
   epoch = train_batches(config, source, count=5)
@@ -346,46 +349,9 @@ def test_sources_agree_on_tfds_data(tiny_config, tmp_path, file_format):
     sources.open_split(config, 'test')
 
 
-def test_a_stream_is_read_once_in_evaluation_and_for_ever_in_training(
-  tiny_config, tmp_path, monkeypatch, caplog
-):
+def test_the_size_of_a_record(tmp_path):
   name = prepare(Shapes, str(tmp_path), 'tfrecord')
-  config = grey_config(tiny_config, name, str(tmp_path))
-  config.shuffle_buffer = 10
-  monkeypatch.setattr(splits, 'MEMORY_LIMIT_BYTES', 10)
-  source = sources.open_split(config, 'train')
-  assert isinstance(source, streams.StreamSource)
-  assert 'python -m vit_jax.datasets.convert shapes' in caplog.text
-  batches = train_batches(config, source, count=12)
-  assert len(batches) == 12
-  assert_same(train_batches(config, source, start=7, count=1)[0], batches[7])
-  seen = []
-  for rows in (np.arange(4), np.arange(4, 8)):
-    batches = eval_batches(config, source, rows)
-    index = np.concatenate([b['index'] for b in batches])
-    got = np.concatenate([values(b) for b in batches])
-    everything = eval_batches(config, source, np.arange(8))
-    want = dict(
-      zip(
-        np.concatenate([b['index'] for b in everything]),
-        np.concatenate([values(b) for b in everything]),
-      )
-    )
-    np.testing.assert_array_equal(got, [want[i] for i in index])
-    seen += index.tolist()
-  assert sorted(seen) == list(range(40))
-
-
-def test_the_size_of_a_slice_decides_whether_it_is_streamed(
-  tiny_config, tmp_path, monkeypatch
-):
-  name = prepare(Shapes, str(tmp_path), 'tfrecord')
-  config = grey_config(tiny_config, name, str(tmp_path))
   whole = tfds.builder(name, data_dir=str(tmp_path)).info.splits['train']
-  monkeypatch.setattr(splits, 'MEMORY_LIMIT_BYTES', whole.num_bytes // 2)
-  kinds = {'train': streams.StreamSource, 'train[:10%]': records.MemorySource}
-  for split, kind in kinds.items():
-    assert type(sources.open_split(config, split)) is kind
   # Where the data set does not say its size, that of a file tells.
   files = whole.file_instructions
   by_file = splits._record_bytes([whole.replace(num_bytes=0)], files)

@@ -164,11 +164,16 @@ batch = multihost_utils.process_allgather(next(batches), tiled=True)
 if index == '0':
   np.savez(path, **batch)
 # Both feed all rows, since one model spans them: so they must read the same, also
-# from a stream.
-from vit_jax.datasets import splits
-splits.MEMORY_LIMIT_BYTES = 0
+# from tfrecord files, whose headers each has read a half of.
 config.dataset, config.tfds_data_dir = 'shapes', sys.argv[5]
+from vit_jax.datasets import tfrecords
+scan, scanned = tfrecords._scan, []
+def note(path, *args):
+  scanned.append(int(path[-14]))
+  return scan(path, *args)
+tfrecords._scan = note
 source = sources.open_split(config, 'train', ('image',))
+print('SAID', json.dumps(scanned))
 mesh = sharding.make_mesh({'data': 1, 'model': 8})
 def contents(record, seed):
   return {'value': tf.cast(tf.io.decode_png(record['image'])[0, 0, 0], tf.int32)}
@@ -183,7 +188,7 @@ for name, batches in (
 
 def test_two_processes_see_the_batch_of_one(tiny_config, tmp_path):
   input_pipeline_test.prepare(
-    input_pipeline_test.Shapes, str(tmp_path), 'tfrecord'
+    input_pipeline_test.Shapes, str(tmp_path), 'tfrecord', num_shards=3
   )
   source = sources.open_split(tiny_config, 'train')
   example = input_pipeline.labelled_example(tiny_config, 10)
@@ -196,6 +201,9 @@ def test_two_processes_see_the_batch_of_one(tiny_config, tmp_path):
     BATCHES, path, config, tmp_path, devices=4
   )
   assert statuses == [0, 0], outputs
+  assert [sorted(x) for x in processes.said(outputs)] == [[0, 2], [1]]
+  assert len(list(tmp_path.glob('shapes/*/.tfrecord_offsets.npz'))) == 1
+  assert not list(tmp_path.glob('shapes/*/*.tmp'))
   got = np.load(path)
   for key in want:
     np.testing.assert_array_equal(got[key], want[key])

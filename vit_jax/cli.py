@@ -186,6 +186,15 @@ def waiting(text: str, every: float = 1.0, leave: bool = True):
       ticking.join()
 
 
+def cache_folder() -> pathlib.Path:
+  """Returns the folder for what may be made or fetched again.
+
+  It is $VIT_JAX_CACHE, by default ~/.cache/vit_jax, and need not exist.
+  """
+  folder = os.environ.get('VIT_JAX_CACHE', '~/.cache/vit_jax')
+  return pathlib.Path(folder).expanduser()
+
+
 def size(count: float | None) -> str:
   """Formats bytes for people: '3.2 MiB', '2.09 GiB', 'unknown'."""
   if count is None:

@@ -207,10 +207,9 @@ def _dataset(config, mode, source):
   keys.check_preprocessing(config.pp)
   mesh = sharding.make_mesh({'data': -1})
   example = labelled_example(config, len(source.class_names))
-  parts = sharding.row_parts(mesh)
   if mode == 'train':
     rows = sharding.local_rows(mesh, config.batch)
-    data = train_dataset(config, source, example, rows, parts=parts)
+    data = train_dataset(config, source, example, rows)
     return _of_length(data, tf.data.INFINITE_CARDINALITY)
   rows = sharding.local_rows(mesh, config.batch_eval)
   count = source.evaluated.num_examples
@@ -223,7 +222,7 @@ def _dataset(config, mode, source):
     real = batch['mask'] > 0
     return {key: tf.boolean_mask(x, real) for key, x in batch.items()}
 
-  data = eval_dataset(config, source, example, rows, parts).map(hand_out)
+  data = eval_dataset(config, source, example, rows).map(hand_out)
   return _of_length(data, -(-count // config.batch_eval))
 
 
@@ -277,17 +276,15 @@ def train_dataset(
   example: Callable,
   rows: np.ndarray,
   start_step: int = 0,
-  parts: int | None = None,
 ) -> tf.data.Dataset:
   """Returns the training batches from a step on, without end.
 
   Args:
-    config: reads `batch`, `seed`, `shuffle_buffer`, `shuffle_buffer_bytes`.
+    config: reads `batch`, `seed`.
     source: the training split.
     example: (record, seed) -> tensors by name, see the top of this module.
     rows: rows of the global batch that this process reads.
     start_step: number of the first batch.
-    parts: see sharding.row_parts; by default as few as `rows` allow.
 
   Returns:
     tf.data of dicts of the tensors of `example`, [B, ...] each.
@@ -297,7 +294,7 @@ def train_dataset(
     seed = tf.stack([tf.cast(config.seed, tf.int64), position])
     return example(source.read(record), seed)
 
-  records = order.training_records(config, source, rows, start_step, parts)
+  records = order.training_records(config, source, rows, start_step)
   return _batches(records.map(make, num_parallel_calls=_CALLS), len(rows))
 
 
@@ -306,7 +303,6 @@ def eval_dataset(
   source,
   example: Callable,
   rows: np.ndarray,
-  parts: int | None = None,
   numbers: np.ndarray | None = None,
 ) -> tf.data.Dataset:
   """Returns every example of a split once, in padded batches.
@@ -316,65 +312,38 @@ def eval_dataset(
     source: the split.
     example: (record, None) -> tensors by name, see the top of this module.
     rows: rows of the global batch that this process reads.
-    parts: see sharding.row_parts; by default as few as `rows` allow.
-    numbers: int64 [n], the examples to return; by default all. A stream has
-      none.
+    numbers: int64 [n], the examples to return; by default all.
 
   Returns:
     tf.data of dicts of the tensors of `example`, [B, ...] each; and `mask`,
     float32 [B], and `index`, int32 [B], the number of the example. Padding has
-    mask 0 and index -1, and stands at the end; in a stream at the end of each
-    part.
+    mask 0 and index -1, and stands at the end.
   """
   source = source.evaluated
-  total = source.num_examples if numbers is None else len(numbers)
-  steps = -(-total // config.batch_eval)
+  if numbers is None:
+    numbers = np.arange(source.num_examples)
+  begins = np.arange(0, len(numbers), config.batch_eval)
+  positions = (begins[:, None] + rows).reshape(-1)
+  real = numbers[positions[positions < len(numbers)]].astype(np.int64)
 
   def make(record):
     made = example(source.read(record), None)
     index = tf.cast(record['index'], tf.int32)
     return {**made, 'mask': tf.ones([]), 'index': index}
 
-  def batches(records, count, size):
-    data = records.map(make, num_parallel_calls=_CALLS)
-    padding = {
-      name: tf.zeros(spec.shape, spec.dtype)
-      for name, spec in data.element_spec.items()
-    }
-    padding['index'] = tf.constant(-1)
-    padding = tf.data.Dataset.from_tensors(padding)
-    return _batches(
-      data.concatenate(padding.repeat(steps * size - count)), size
-    )
-
-  data = [
-    batches(*x) for x in _eval_records(config, source, rows, parts, numbers)
-  ]
-  if len(data) == 1:
-    return data[0]
-  return tf.data.Dataset.zip(*data).map(
-    lambda *parts: {k: tf.concat([b[k] for b in parts], 0) for k in parts[0]}
-  )
-
-
-def _eval_records(config, source, rows, parts, numbers):
-  """Yields (records, number of records, rows of a batch that they fill)."""
-  if not source.random_access:
-    for number, part, block in order.blocks_of(rows, config.batch_eval, parts):
-      begin, end = source.share(number, part)
-      yield source.once(number, part), end - begin, len(block)
-    return
-  if numbers is None:
-    numbers = np.arange(source.num_examples)
-  begins = np.arange(0, len(numbers), config.batch_eval)
-  positions = (begins[:, None] + rows).reshape(-1)
-  real = numbers[positions[positions < len(numbers)]].astype(np.int64)
-  records = order.at_a_time(
+  data = order.at_a_time(
     source,
     tf.data.Dataset.from_tensor_slices(real).batch(len(rows)),
     lambda index: {'index': index, **source.lookup(index)},
-  )
-  yield records, len(real), len(rows)
+  ).map(make, num_parallel_calls=_CALLS)
+  padding = {
+    name: tf.zeros(spec.shape, spec.dtype)
+    for name, spec in data.element_spec.items()
+  }
+  padding['index'] = tf.constant(-1)
+  padding = tf.data.Dataset.from_tensors(padding)
+  padding = padding.repeat(len(positions) - len(real))
+  return _batches(data.concatenate(padding), len(rows))
 
 
 def _batches(data, size):
@@ -409,8 +378,7 @@ def train_batches(
   """Yields training batches from a step on, without end, as global arrays.
 
   Args:
-    config: reads `batch`, `seed`, `prefetch`, `shuffle_buffer`,
-      `shuffle_buffer_bytes`.
+    config: reads `batch`, `seed`, `prefetch`.
     source: the training split.
     example: (record, seed) -> tensors by name, see the top of this module.
     mesh: the mesh; its batch axes split the rows.
@@ -425,8 +393,7 @@ def train_batches(
     positions = (start_step + number) * config.batch + rows
     return order.training_indices(source, positions, config.seed)
 
-  parts = sharding.row_parts(mesh)
-  data = train_dataset(config, source, example, rows, start_step, parts)
+  data = train_dataset(config, source, example, rows, start_step)
   return feeding.on_devices(
     feeding.read(data, source, indices), mesh, config.prefetch
   )
@@ -456,8 +423,7 @@ def eval_batches(
       return positions[positions < source.num_examples]
     return numbers[positions[positions < len(numbers)]]
 
-  parts = sharding.row_parts(mesh)
-  data = eval_dataset(config, source, example, rows, parts, numbers)
+  data = eval_dataset(config, source, example, rows, numbers)
   return feeding.on_devices(
     feeding.read(data, source, indices), mesh, config.prefetch
   )

@@ -36,10 +36,7 @@ def _cache_file(lowered, topology):
     lowered.update.as_text(),
   ):
     key.update(part.encode())
-  folder = os.environ.get('VIT_JAX_CACHE', '~/.cache/vit_jax')
-  return (
-    pathlib.Path(folder).expanduser() / 'plans' / f'{key.hexdigest()[:32]}.json'
-  )
+  return cli.cache_folder() / 'plans' / f'{key.hexdigest()[:32]}.json'
 
 
 def make_plan(

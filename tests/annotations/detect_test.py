@@ -148,7 +148,7 @@ def test_boxes_of_any_data_are_checked_as_they_are_read(tmp_path, box, seed):
     task.example({**RECORD, 'objects/bbox': boxes}, seed)
 
 
-def test_data_that_are_streamed_may_have_too_many_objects(tmp_path):
+def test_data_whose_sizes_are_unknown_may_have_too_many_objects(tmp_path):
   task = detect.Task(run_config.complete(tiny(tmp_path)), {'class_names': 'ab'})
   record = {**RECORD, 'objects/label': np.zeros(4, np.int64)}
   boxes = np.array(4 * [BOX], np.float32)

@@ -17,7 +17,6 @@ from vit_jax.data import mixture
 from vit_jax.data import order
 from vit_jax.data import records
 from vit_jax.data import sources
-from vit_jax.datasets import splits
 from vit_jax.run import workdir
 from vit_jax.scale import sharding
 
@@ -196,18 +195,16 @@ def test_an_image_that_breaks_during_the_run_is_named(tiny_config, photos):
     list(itertools.islice(found, 3))
 
 
-@pytest.mark.parametrize('stream_first', [True, False])
-def test_streams_take_part(tiny_config, tmp_path, monkeypatch, stream_first):
+@pytest.mark.parametrize('tfrecord_first', [True, False])
+def test_tfrecord_files_take_part(tiny_config, tmp_path, tfrecord_first):
   config = tiny_config
   name = input_pipeline_test.prepare(
     input_pipeline_test.Shapes, str(tmp_path), 'tfrecord'
   )
   input_pipeline_test.grey_config(config, name, str(tmp_path))
-  monkeypatch.setattr(splits, 'MEMORY_LIMIT_BYTES', 10)
-  config.shuffle_buffer = 10
-  stream = sources.open_split(config, 'train', ('image',))
-  parts = [(stream, ('shapes', 2)), (numbered(5), ('numbers', 1))]
-  if not stream_first:
+  shapes = sources.open_split(config, 'train', ('image',))
+  parts = [(shapes, ('shapes', 2)), (numbered(5), ('numbers', 1))]
+  if not tfrecord_first:
     parts.reverse()
   source = mixture.MixtureSource(*zip(*parts))
 
@@ -227,10 +224,10 @@ def test_streams_take_part(tiny_config, tmp_path, monkeypatch, stream_first):
   index = np.concatenate([b['index'] for b in whole])
   assert (values < 100).sum() == 96
   assert set(values[values < 100]) == set(range(40))
-  offset = 0 if stream_first else 5
+  offset = 0 if tfrecord_first else 5
   assert set(index[values < 100] - offset) == set(range(40))
   assert set(index[values >= 100]) == {
-    (40 if stream_first else 0) + i for i in range(5)
+    (40 if tfrecord_first else 0) + i for i in range(5)
   }
   for start in (1, 7):
     [got] = batches(config, source, start, 1, example=example)

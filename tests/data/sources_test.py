@@ -12,7 +12,6 @@ from vit_jax import input_pipeline
 from vit_jax.data import folder
 from vit_jax.data import records
 from vit_jax.data import sources
-from vit_jax.datasets import splits
 
 SIZE = 7
 
@@ -83,7 +82,7 @@ ALL = (
   'image', 'label', 'mask', 'text', 'vector', 'points', 'camera', 'objects',
   'picture/id',
 )  # fmt: skip
-KINDS = ('array_record', 'tfrecord', 'stream')
+KINDS = ('array_record', 'tfrecord')
 
 
 @pytest.fixture(scope='module')
@@ -98,17 +97,13 @@ def boxes_dirs(tmp_path_factory):
 
 
 @pytest.fixture
-def open_boxes(boxes_dirs, tiny_config, monkeypatch):
+def open_boxes(boxes_dirs, tiny_config):
   """Opens the data set: (kind, features) -> config, source."""
 
   def open_split(kind, features, split='train'):
     tiny_config.dataset = 'boxes'
-    tiny_config.tfds_data_dir = boxes_dirs[
-      'array_record' if kind == 'array_record' else 'tfrecord'
-    ]
-    limit = 0 if kind == 'stream' else 2**30
-    monkeypatch.setattr(splits, 'MEMORY_LIMIT_BYTES', limit)
-    tiny_config.update(batch=4, batch_eval=4, shuffle_buffer=5)
+    tiny_config.tfds_data_dir = boxes_dirs[kind]
+    tiny_config.update(batch=4, batch_eval=4)
     return tiny_config, sources.open_split(tiny_config, split, features)
 
   return open_split
@@ -158,17 +153,13 @@ def records_of(config, source):
   spec = {
     name: x.shape for name, x in seen[0].items() if name != 'objects/outline'
   }
-  if source.random_access:
-    data = tf.data.Dataset.range(SIZE).batch(3).map(source.lookup).unbatch()
-  else:
-    data = source.once(1, 0)
+  data = tf.data.Dataset.range(SIZE).batch(3).map(source.lookup).unbatch()
   return spec, [source.read(record) for record in data]
 
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_features_nested_ragged_and_encoded(open_boxes, kind):
   config, source = open_boxes(kind, ALL)
-  assert source.random_access == (kind != 'stream')
   assert set(source.features) == {
     'image', 'label', 'mask', 'text', 'vector', 'points', 'camera/id',
     'camera/flash', 'objects/bbox', 'objects/label', 'objects/is_crowd',
@@ -185,11 +176,10 @@ def test_features_nested_ragged_and_encoded(open_boxes, kind):
   assert shapes['vector'].as_list() == [3]
   assert shapes['image'].as_list() == shapes['index'].as_list() == []
   assert sorted(map(check_record, examples)) == list(range(SIZE))
-  if source.random_access:
-    batch = source.lookup(tf.constant([0, 1, 2], tf.int64))
-    assert isinstance(batch['objects/bbox'], tf.RaggedTensor)
-    assert batch['objects/bbox'].shape.as_list() == [3, None, 4]
-    assert batch['label'].shape.as_list() == [3, 1]
+  batch = source.lookup(tf.constant([0, 1, 2], tf.int64))
+  assert isinstance(batch['objects/bbox'], tf.RaggedTensor)
+  assert batch['objects/bbox'].shape.as_list() == [3, None, 4]
+  assert batch['label'].shape.as_list() == [3, 1]
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -5,11 +5,11 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from vit_jax.data import records
 from vit_jax.data import sources
 from vit_jax.datasets import convert
 from vit_jax.datasets import digits
-from vit_jax.datasets import splits
+from vit_jax.datasets import shards
+from vit_jax.datasets import tfrecords
 
 
 @pytest.fixture
@@ -30,11 +30,13 @@ def test_the_digits_are_converted_and_then_read_at_random(
 ):
   tiny_config.tfds_data_dir = str(tmp_path)
   before = {split: sources.open_split(tiny_config, split) for split in ('train', 'test')}  # fmt: skip
-  assert {type(source) for source in before.values()} == {records.MemorySource}
+  assert {type(source) for source in before.values()} == {
+    tfrecords.TfRecordSource
+  }
   assert convert.convert('digits', str(tmp_path)) == folder
   for split, source in before.items():
     after = sources.open_split(tiny_config, split)
-    assert type(after) is splits.ArrayRecordSource
+    assert type(after) is shards.ArrayRecordSource
     assert after.num_examples == source.num_examples
     got, want = everything(after), everything(source)
     for key in want:
@@ -53,7 +55,7 @@ def test_a_damaged_file_is_named_and_what_is_done_stays_done(folder, tmp_path):
   with tf.io.TFRecordWriter(str(bad)) as writer:
     writer.write('x')
   message = (
-    'digits-train.* has 1 records, but .* says 1437: the file is damaged'
+    'digits-train.* has 1 records, but dataset_info.json says 1,437: copy'
   )
   with pytest.raises(ValueError, match=message):
     convert.convert('digits', str(tmp_path))

@@ -62,6 +62,15 @@ def test_steps_that_make_no_sense_are_refused(fields, message):
     run_config.resolve_steps(config, 1000)
 
 
+def test_keys_without_effect_are_taken_from_old_configs():
+  config = run_config.complete(vit.get_config('ti16,cifar10'))
+  old = config.copy_and_resolve_references()
+  with old.unlocked():
+    old.update(shuffle_buffer=50_000, shuffle_buffer_bytes=2**30)
+  for found in (run_config.complete(old), run_config.of_run(old)):
+    assert found.to_dict() == config.to_dict()
+
+
 def test_a_config_of_the_original_does_not_start_from_random_weights(
   tmp_path, monkeypatch
 ):

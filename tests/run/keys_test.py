@@ -29,7 +29,6 @@ WRONG = [
   ('batch', True, WHOLE),
   ('batch_eval', -8, WHOLE),
   ('prefetch', 10**9, 'must be a whole number from 0 to 1000'),
-  ('shuffle_buffer', -1, WHOLE),
   ('broken_images', 'foo', "is unknown: use one of 'error', 'skip', 'trust'"),
   ('broken_boxes', 'drop', "is unknown: use one of 'refuse', 'skip', 'clip'"),
   ('dataset', 5, 'must be the name of a data set, a folder, or several'),

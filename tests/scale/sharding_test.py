@@ -1,7 +1,5 @@
 """Tests of meshes, rules and rows, on eight simulated devices."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -42,60 +40,6 @@ def test_rows():
   np.testing.assert_array_equal(sharding.local_rows(mesh, 8), np.arange(8))
   with pytest.raises(ValueError, match='batch=6 is not a multiple of the 4'):
     sharding.local_rows(mesh, 6)
-
-
-@pytest.mark.parametrize(
-  'feeders, parts',
-  [
-    ('aaaaaaaa', 1),  # One process.
-    ('aaaabbbb', 2),
-    ('aabbccdd', 4),
-    ('aabbbbaa', 4),  # A host whose rows lie apart.
-    ('aaabbbcc', 8),
-    ('a', 1),
-    (['ab'] * 4 + ['cd'] * 4, 2),  # `model` spans two hosts each.
-    (['a', 'ab', 'b', 'b'], 4),  # Three devices a model, four a host.
-  ],
-)
-def test_parts_of_a_batch_that_processes_feed_as_a_whole(feeders, parts):
-  assert sharding.count_parts(feeders) == parts
-
-
-class Host(NamedTuple):
-  """A device, as far as parts are concerned."""
-
-  process_index: int
-  id: int
-
-
-@pytest.mark.parametrize(
-  'axes, spread, parts',
-  [
-    ({'data': 8}, 1, 8),  # Eight hosts.
-    ({'data': 8}, 4, 2),
-    ({'data': 2, 'model': 4}, 4, 2),
-    ({'data': 2, 'fsdp': 2, 'model': 2}, 4, 2),
-    # The rows of one host are those of the others.
-    ({'data': 1, 'model': 8}, 4, 1),
-    ({'data': 2, 'model': 4}, 2, 2),
-    ({'data': 2, 'fsdp': 1, 'model': 4}, 1, 2),
-  ],
-)
-def test_parts_of_a_mesh(axes, spread, parts, monkeypatch):
-  """As if every `spread` devices were those of one host."""
-  mesh = sharding.make_mesh(axes)
-  real = jax.sharding.NamedSharding.devices_indices_map
-
-  def indices(self, shape):
-    return {
-      Host(device.id // spread, device.id): x
-      for device, x in real(self, shape).items()
-    }
-
-  monkeypatch.setattr(
-    jax.sharding.NamedSharding, 'devices_indices_map', indices
-  )
-  assert sharding.row_parts(mesh) == parts
 
 
 TREE = {

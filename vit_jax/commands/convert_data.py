@@ -2,10 +2,10 @@
 
   vit_jax convert-data imagenet2012 --data_dir=/data/tfds
 
-array_record files have random access: a run shuffles the whole data set,
-resumes at once, and does not depend on the number of hosts. The new files are
-written beside the old ones, take the same space again, and are used from then
-on. After an interruption the same command continues.
+Training reads tfrecord files just as well: this is for files of other formats
+and for compressed ones. The new files are written beside the old ones, take the
+same space again, and are used from then on. After an interruption the same
+command continues.
 """
 
 import argparse

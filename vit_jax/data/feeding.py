@@ -65,9 +65,15 @@ def read(data: tf.data.Dataset, source, indices: Callable) -> Iterator[dict]:
   except tf.errors.OpError as e:
     for index in indices(count):
       part, number = source.locate(int(index))
-      if index < 0 or not part.random_access or 'image' not in part.features:
+      try:
+        record = part.lookup(tf.constant([number], tf.int64))
+      except tf.errors.OpError as cause:
+        damaged = isinstance(cause, tf.errors.InvalidArgumentError)
+        raise (ValueError if damaged else OSError)(
+          f'{part.name(number)}: {reading.first_line(cause)}'
+        ) from None
+      if 'image' not in part.features:
         continue
-      record = part.lookup(tf.constant([number], tf.int64))
       record = {name: value[0] for name, value in record.items()}
       try:
         images.decode(part.read(record)['image'])

@@ -73,8 +73,6 @@ class MixtureSource(records.Source):
     ValueError: if their classes or the types of their features differ.
   """
 
-  random_access = False
-
   def __init__(
     self,
     parts: Sequence[records.Source],

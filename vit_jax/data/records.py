@@ -1,6 +1,6 @@
 """Base of all sources of examples: records of named features, by number.
 
-A source returns any examples by their numbers (random access):
+A source returns any examples by their numbers:
 
   lookup(indices [b]) -> {feature: values of b examples}
   read(record) -> the features of one example, with contents in place of paths
@@ -8,8 +8,8 @@ A source returns any examples by their numbers (random access):
 both as TensorFlow graphs. 'image' is a string, the content of an image file (or
 its path, before `read`). 'label' is int64 [b, L], class numbers, padded with -1
 to L per example; an example without a label has only -1. Other features of
-varying size are RaggedTensors. Streams alone have no `lookup`: see
-vit_jax/datasets/streams.py.
+varying size are RaggedTensors. A mixture alone has no `lookup`: its examples
+come from its parts.
 """
 
 from collections.abc import Iterable
@@ -42,7 +42,6 @@ class Source:
     features: names of the features that `lookup` returns.
     names: {feature: names of its classes} for the class labels.
     stuff: names of those classes of segments that are no things.
-    random_access: whether `lookup` works.
     chunk: number of examples per call of `lookup`, in CALLS parallel calls;
       None for one call per batch.
     origin: name of the data, as JSON, such as {'dataset': 'cifar10/3.0.2',
@@ -50,7 +49,6 @@ class Source:
   """
 
   stuff: Sequence[str] = ()
-  random_access = True
   chunk: int | None = None
   origin: Mapping[str, Any] = {}
 
@@ -221,23 +219,15 @@ class FolderSource(MemorySource):
 
 
 class Subset(Source):
-  """Some examples of a source with random access.
+  """Some examples of a source.
 
   Args:
     source: the source.
     indices: numbers of the examples, int64 [n], in any order; a number may occur
       several times.
-
-  Raises:
-    ValueError: if the source is a stream.
   """
 
   def __init__(self, source: Source, indices: np.ndarray):
-    if not source.random_access:
-      raise ValueError(
-        'single examples cannot be taken from a data set that is streamed: '
-        'convert it first (python -m vit_jax.datasets.convert NAME)'
-      )
     super().__init__(len(indices), source.features, source.names)
     self._source = source
     self._indices = np.asarray(indices, np.int64)
@@ -282,10 +272,6 @@ def chunk(num_examples: int, record_bytes: float) -> int:
 
 def element_spec(source) -> dict[str, tf.TypeSpec]:
   """Returns the types of the record of one example, before `read`."""
-  if not source.random_access:
-    spec = dict(source.once(1, 0).element_spec)
-    spec.pop('index')
-    return spec
   data = tf.data.Dataset.range(1).batch(1).map(source.lookup).unbatch()
   return data.element_spec
 

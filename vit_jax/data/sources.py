@@ -34,7 +34,7 @@ def example_file(source, workdir) -> str:
   source, index = source.locate(0)
   if isinstance(source, records.FolderSource):
     return source.name(index)
-  if not source.random_access or 'image' not in source.features:
+  if 'image' not in source.features:
     return 'IMAGE.jpg'
   [encoded] = source.lookup(tf.constant([index], tf.int64))['image'].numpy()
   ending = 'jpg' if encoded.startswith(b'\xff\xd8') else 'png'
@@ -72,8 +72,8 @@ def open_split(
       checked anew.
 
   Returns:
-    A source: records.FolderSource or MemorySource, splits.ArrayRecordSource,
-    streams.StreamSource, pseudo_labels.PseudoSource, or mixture.MixtureSource.
+    A source: records.FolderSource or MemorySource, a shards.ShardSource,
+    pseudo_labels.PseudoSource, or mixture.MixtureSource.
 
   Raises:
     ValueError, FileNotFoundError: if data set, split, features or images are

@@ -3,11 +3,15 @@
 import contextlib
 import io
 
+from etils import epath
+from google.protobuf import json_format
 import jax
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core import dataset_info
 
 from vit_jax import cli
 from vit_jax import datasets
+from vit_jax.datasets import shards
 from vit_jax.scale import processes
 
 # Python module that TFDS imports to prepare a data set -> its package.
@@ -22,23 +26,52 @@ def find_builder(config, dataset: str):
     dataset: TFDS name of the data set.
 
   Raises:
-    ValueError: if TFDS does not know the data set.
+    ValueError: if TFDS does not know the data set, or its dataset_info.json is
+      damaged.
   """
   datasets.register(dataset)
   try:
-    return tfds.builder(dataset, data_dir=config.tfds_data_dir)
-  except AssertionError as e:  # There is no such version.
-    reason = str(e).rpartition(': Dataset ')[2]
-    raise ValueError(
+    builder = tfds.builder(dataset, data_dir=config.tfds_data_dir)
+  except (json_format.ParseError, AssertionError, ValueError) as e:
+    _check_info(config, dataset)
+    raise _unknown(dataset, e) from e
+  path = dataset_info.dataset_info_path(builder.data_path)
+  if not builder.info.splits and path.exists():
+    raise ValueError(f"'{path}' lists no split: {shards.REMEDY}")
+  return builder
+
+
+def _unknown(dataset, error) -> ValueError:
+  """Returns the error of a data set that TFDS does not know."""
+  if isinstance(error, AssertionError):  # There is no such version.
+    reason = str(error).rpartition(': Dataset ')[2]
+    return ValueError(
       f"dataset='{dataset}' cannot be opened: {reason} (config.dataset)"
-    ) from e
-  except (tfds.core.DatasetNotFoundError, ValueError) as e:
-    raise ValueError(
-      f"dataset='{dataset}' is neither a folder nor known to TFDS: "
-      f'{str(e).strip().splitlines()[0]} A folder must hold train/<class>/* and '
-      'test/<class>/*; names are listed at '
-      'https://www.tensorflow.org/datasets/catalog (config.dataset)'
-    ) from e
+    )
+  return ValueError(
+    f"dataset='{dataset}' is neither a folder nor known to TFDS: "
+    f'{str(error).strip().splitlines()[0]} A folder must hold train/<class>/* '
+    'and test/<class>/*; names are listed at '
+    'https://www.tensorflow.org/datasets/catalog (config.dataset)'
+  )
+
+
+def _check_info(config, dataset):
+  """Refuses a dataset_info.json that TFDS cannot read; names it."""
+  root = config.tfds_data_dir or tfds.core.constants.DATA_DIR
+  folder = epath.Path(root) / dataset.split(':')[0].split('/')[0]
+  for depth in ('*', '*/*'):
+    for path in folder.glob(f'{depth}/dataset_info.json'):
+      try:
+        found = dataset_info.read_from_json(path)
+        if not found.name:
+          raise ValueError('it has no name')
+        if found.file_format:
+          tfds.core.FileFormat(found.file_format)
+      except (json_format.ParseError, ValueError) as e:
+        raise ValueError(
+          f"'{path}' is damaged: {str(e).splitlines()[0]}: {shards.REMEDY}"
+        ) from e
 
 
 def get_builder(config, dataset: str):

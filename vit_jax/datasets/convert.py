@@ -1,12 +1,17 @@
-"""Converts a prepared TFDS data set (tfrecord for example) to array_record.
+"""Converts the files of a prepared TFDS data set to array_record.
 
-`vit_jax convert-data` (vit_jax/commands/convert_data.py) is the command.
+`vit_jax convert-data` (vit_jax/commands/convert_data.py) is the command. Training
+reads tfrecord files just as well: this is for files of other formats and for
+compressed ones. The new files are written beside the old ones, take the same
+space again, and are used from then on. After an interruption the same command
+continues.
 """
 
 from concurrent import futures
 import os
 
 from etils import epath
+import tensorflow as tf
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core import dataset_info
 from tensorflow_datasets.core import file_adapters
@@ -14,6 +19,8 @@ from tensorflow_datasets.core import utils
 
 from vit_jax import cli
 from vit_jax import datasets
+from vit_jax.datasets import shards
+from vit_jax.datasets import tfrecords
 
 _TARGET = file_adapters.FileFormat.ARRAY_RECORD
 
@@ -87,7 +94,7 @@ def _convert_file(adapter, source, target, count):
 
   def examples():
     nonlocal read
-    for example in adapter.make_tf_data(source).as_numpy_iterator():
+    for example in _records(adapter, source).as_numpy_iterator():
       yield None, example
       read += 1
 
@@ -96,10 +103,15 @@ def _convert_file(adapter, source, target, count):
       temporary, examples()
     )
     if read != count:
-      raise ValueError(
-        f"'{source}' has {read} records, but dataset_info.json says {count}: the "
-        'file is damaged; prepare or copy the data set again'
-      )
+      raise shards.wrong_count(str(source), read, count)
+
+
+def _records(adapter, source):
+  """Returns tf.data of the records of a file, which may be compressed."""
+  with source.open('rb') as file:
+    if file.read(len(tfrecords.GZIP)) == tfrecords.GZIP:
+      return tf.data.TFRecordDataset(source, compression_type='GZIP')
+  return adapter.make_tf_data(source)
 
 
 if __name__ == '__main__':

@@ -198,9 +198,8 @@ class Extractor:
       Features, the same on all processes; None if `stop` ended the extraction.
 
     Raises:
-      ValueError: if the features do not fit this machine's memory, if an image
-        cannot be decoded, or if `indices` need random access and the split is
-        a stream.
+      ValueError: if the features do not fit this machine's memory, or if an
+        image cannot be decoded.
     """
     source = source.evaluated
     if indices is not None:

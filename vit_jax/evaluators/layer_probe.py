@@ -193,7 +193,7 @@ class LayerProbe:
     names = (*require_layers(task), features_lib.PIXELS)
     self._extractor = features_lib.Extractor(task, mesh, names, pp)
     self._rows = None
-    if per_class is not None and self._train.random_access:
+    if per_class is not None:
       labels = features_lib.read_labels(task.config, mesh, self._train)
       self._rows = np.unique(draw(labels, per_class, draws, seed))
 

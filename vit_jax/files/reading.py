@@ -112,10 +112,10 @@ def first_line(error: Exception) -> str:
   line = re.sub(
     r'^Error in user-defined function .*? iterator: \S+: ', '', line
   )
-  line = re.sub(r'^(ValueError|TypeError): ', '', line)
+  line = re.sub(r'^\w*Error: ', '', line)
   if line.startswith('jpeg::Uncompress failed'):
     line = 'its JPEG data are damaged or cut off'
-  return re.sub(r' \[Op:.*', '', line)[:200]
+  return re.sub(r' \[Op:.*', '', line)[:400]
 
 
 def why_malformed(path: bytes) -> str:

@@ -37,6 +37,9 @@ _TASK = (
 # Keys that were added to the config after runs had stored theirs, and what
 # those runs did.
 _BEFORE = {'pp.jpeg_shrink': False, 'pretrained_dir': None}
+# Keys of the original and of older versions that have no effect: the model's
+# fields imply its type, and data are shuffled as a whole, without a buffer.
+_GONE = ('model_type', 'shuffle_buffer', 'shuffle_buffer_bytes')
 
 
 class UnknownTaskError(ValueError):
@@ -102,7 +105,7 @@ def complete(config) -> ml_collections.ConfigDict:
 
   Configs of the original and of older runs lack some keys, and so does a config
   whose `pp` was replaced as a whole. `accum_steps` 0 or None becomes 1, its
-  meaning in the original. `model_type` is removed: the model's fields imply it.
+  meaning in the original. The keys of _GONE are removed.
   """
   config = _with_keys(config)
   with config.unlocked():
@@ -156,8 +159,9 @@ def _with_keys(config):
   """Completes a config except for its task, whose import loads TensorFlow."""
   config = copy.deepcopy(config)
   with config.unlocked():
-    if 'model_type' in config:
-      del config['model_type']
+    for key in _GONE:
+      if key in config:
+        del config[key]
     if config.get('accum_steps', 1) in (0, None):
       config.accum_steps = 1
     for group in keys.GROUPS:

@@ -41,8 +41,6 @@ KEYS: dict[str, rules.Rule] = {
   'batch': rules.whole(1),
   'batch_eval': rules.whole(1),
   'prefetch': rules.whole(0, 1_000),
-  'shuffle_buffer': rules.whole(1),
-  'shuffle_buffer_bytes': rules.whole(1),
   'max_image_pixels': rules.whole(1),
   'broken_images': rules.one_of('error', 'skip', 'trust'),
   'broken_boxes': rules.one_of('refuse', 'skip', 'clip'),

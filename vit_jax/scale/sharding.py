@@ -201,41 +201,6 @@ def local_rows(mesh, batch_size: int) -> np.ndarray:
   return np.unique(np.concatenate([rows[index] for index in slices.values()]))
 
 
-def row_parts(mesh) -> int:
-  """Returns the number of equal parts that processes feed as a whole.
-
-  The parts are consecutive rows. A process that feeds one row of a part feeds
-  all of its rows; several processes feed the same part if the axis `model`
-  spans them. All processes get the same answer.
-
-  Args:
-    mesh: the mesh.
-  """
-  shards = batch_shards(mesh)
-  feeders = [set() for _ in range(shards)]
-  where = batch_sharding(mesh).devices_indices_map((shards,))
-  for device, (rows,) in where.items():
-    for shard in range(shards)[rows]:
-      feeders[shard].add(device.process_index)
-  return count_parts(feeders)
-
-
-def count_parts(feeders: Sequence) -> int:
-  """Returns the least number of equal parts with the same feeders throughout.
-
-  Args:
-    feeders: for each row, the processes that feed it.
-  """
-  total = len(feeders)
-  for parts in range(1, total):
-    size, rest = divmod(total, parts)
-    if not rest and all(
-      feeders[row] == feeders[row - row % size] for row in range(total)
-    ):
-      return parts
-  return total
-
-
 def path_name(path) -> str:
   """Joins a key path of jax.tree_util with '/'."""
   return jax.tree_util.keystr(path, simple=True, separator='/')

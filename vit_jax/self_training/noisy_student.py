@@ -149,16 +149,9 @@ def _check_data(config, seed) -> int:
 def _unlabelled(config, seed, run, workdir=None):
   """Opens the unlabelled images of a seed; run has the other keys of the data."""
   split = _with_seed(config.unlabelled_split, seed)
-  source = sources.open_split(
+  return sources.open_split(
     run, split, ('image',), dataset=config.unlabelled, workdir=workdir
   )
-  if not source.random_access:
-    raise ValueError(
-      f"unlabelled='{config.unlabelled}' can only be streamed, and pseudo-labels "
-      'need random access: run python -m vit_jax.datasets.convert '
-      f'{config.unlabelled} (config.unlabelled)'
-    )
-  return source
 
 
 # --- The runs ---

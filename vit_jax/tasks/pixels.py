@@ -327,7 +327,7 @@ def _find_palette(config, source) -> np.ndarray:
   """Finds a palette in random pixels of the first images of a run."""
   count = min(_IMAGES, source.num_examples)
   config = copy.deepcopy(config)
-  config.update(batch=min(256, count), shuffle_buffer=1_000)
+  config.batch = min(256, count)
   rows = np.arange(config.batch)
   steps = -(-count // config.batch)
 

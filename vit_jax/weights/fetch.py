@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import contextlib
 import hashlib
 import os
-import pathlib
 import tempfile
 import urllib.error
 import urllib.request
@@ -76,11 +75,10 @@ def fetch(path: str) -> epath.Path:
   path = str(path)
   if not is_remote(path):
     return epath.Path(path)
-  cache = pathlib.Path(
-    os.environ.get('VIT_JAX_CACHE', '~/.cache/vit_jax')
-  ).expanduser()
   name = path.split('?')[0].rpartition('/')[2]
-  target = cache / hashlib.sha256(path.encode()).hexdigest()[:16] / name
+  target = (
+    cli.cache_folder() / hashlib.sha256(path.encode()).hexdigest()[:16] / name
+  )
   if target.exists():
     return epath.Path(target)
   url = path
