@@ -26,6 +26,8 @@ import tqdm
 
 _EXPECTED = (ValueError, FloatingPointError, OSError, ImportError)
 _muted = False
+# Modules of tasks that the command line names (--task), which a run may import.
+named_tasks: set[str] = set()
 # --config.task_options.NAME=VALUE, also in a config within the config.
 _OPTION = re.compile(
   r'--?config\.((?:\w+\.)*)task_options\.(\w+)=(.*)', re.DOTALL
@@ -255,8 +257,25 @@ def parser(module: str, text: str) -> argparse.ArgumentParser:
 _PROCESS_FLAGS = ('distributed', 'coordinator', 'num_processes', 'process_id')
 
 
+def name_task(module: str) -> str:
+  """Lets a run import this module for its task; returns the name."""
+  named_tasks.add(module)
+  return module
+
+
+TASK_HELP = (
+  'module of the task of a run whose task is none of the package: its code is '
+  'run, so name only a module that you trust'
+)
+
+
+def add_task_flag(args: argparse.ArgumentParser):
+  """Adds --task, without which no module is imported because a run names it."""
+  args.add_argument('--task', type=name_task, metavar='MODULE', help=TASK_HELP)
+
+
 def add_model_flags(args: argparse.ArgumentParser, required: bool = True):
-  """Adds the flags that name a model: --workdir or --weights, and --step.
+  """Adds the flags that name a model: --workdir or --weights, --step, --task.
 
   Args:
     args: parser of a command.
@@ -270,6 +289,7 @@ def add_model_flags(args: argparse.ArgumentParser, required: bool = True):
   args.add_argument(
     '--step', type=int, help='step of the checkpoint (the newest)'
   )
+  add_task_flag(args)
 
 
 def check_model_flags(args: argparse.Namespace):

@@ -353,6 +353,7 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument(
     '--num_heads', type=int, help='attention heads, if SRC does not tell it'
   )
+  cli.add_task_flag(parser)
   return parser
 
 

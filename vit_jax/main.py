@@ -84,6 +84,7 @@ _REAL = flags.DEFINE_string(
   'With --evaluate: file of ImageNet ReaL labels, real.json of '
   'github.com/google-research/reassessed-imagenet; adds accuracy_real.',
 )
+_TASK = flags.DEFINE_string('task', None, f'With --evaluate: {cli.TASK_HELP}.')
 cli.define_process_flags(flags.FLAGS)
 
 
@@ -105,6 +106,8 @@ def main(argv):
       f'--real={_REAL.value} is for evaluation: add --evaluate=validation, or '
       'leave it out'
     )
+  if _TASK.value is not None:
+    cli.name_task(_TASK.value)
   cli.avoid_libtpu()
   # Imported late, so that --help and errors in flags are fast.
   if (

@@ -2,16 +2,19 @@
 
 import json
 import random
+import sys
 
 from absl import logging
 import pytest
 
 from tests import broken
 from tests import conftest
+from vit_jax import cli
 from vit_jax import train
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics
 from vit_jax.run import workdir
+from vit_jax.weights import reading
 
 NAMES = {'class_names': [str(i) for i in range(10)]}
 DATA = {
@@ -169,11 +172,52 @@ def test_a_run_from_before_a_key_goes_on_as_it_was(config, tmp_path):
   workdir.check(tmp_path, config, {}, {})
 
 
-def test_a_run_of_a_task_that_is_elsewhere_is_not_called_damaged(run):
+@pytest.fixture
+def foreign(run, tmp_path, monkeypatch):
+  """A run whose task is a module beside it, which tells that it was run."""
+  payload = "open('ran', 'w')\nfrom vit_jax.tasks.classify import Task\n"
+  (run / 'payload.py').write_text(payload)
+  (run / 'checkpoints').mkdir()
+  plain = json.loads((run / 'config.json').read_text())
+  plain['task'] = 'payload'
+  (run / 'config.json').write_text(json.dumps(plain))
+  monkeypatch.chdir(run)
+  monkeypatch.syspath_prepend(run)
+  yield run
+  sys.modules.pop('payload', None)
+
+
+def test_a_run_imports_no_module_that_the_user_has_not_named(
+  foreign, config, monkeypatch
+):
+  for use in (
+    lambda: workdir.load(foreign),
+    lambda: workdir.check(foreign, config, NAMES, DATA),
+    lambda: workdir.check_config(foreign, config),
+    lambda: reading.read(str(foreign)),
+  ):
+    with pytest.raises(
+      ValueError, match="the module 'payload', which .* with --task=payload"
+    ) as error:
+      use()
+    assert str(foreign) in str(error.value)
+  assert not (foreign / 'ran').exists()
+  monkeypatch.setattr(cli, 'named_tasks', {'payload'})
+  assert workdir.load(foreign)[0].task == 'payload'
+  assert (foreign / 'ran').exists()
+
+
+def test_a_module_that_this_process_has_imported_is_known(foreign):
+  run_config.get_task('payload')  # As train.train_and_evaluate does.
+  assert workdir.load(foreign)[0].task == 'payload'
+
+
+def test_a_task_that_the_user_names_and_python_does_not_find(run, monkeypatch):
   file = run / 'config.json'
   plain = json.loads(file.read_text())
   plain['task'] = 'no_such_module.registers'
   file.write_text(json.dumps(plain))
+  monkeypatch.setattr(cli, 'named_tasks', {'no_such_module.registers'})
   with pytest.raises(ValueError, match='needs the module of its task') as error:
     workdir.load(run)
   assert str(run) in str(error.value)

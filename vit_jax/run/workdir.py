@@ -348,6 +348,10 @@ def _read_config(path) -> ml_collections.ConfigDict:
   if not isinstance(plain.get('model'), dict):
     raise _damaged(file, f"{plain!r:.50} has no key 'model'")
   try:
+    run_config.check_stored_task(plain.get('task', 'classify'))
+  except ValueError as e:
+    raise ValueError(f"the run in workdir='{path}' is not loaded: {e}") from e
+  try:
     return run_config.of_run(ml_collections.ConfigDict(plain))
   except run_config.UnknownTaskError as e:
     raise ValueError(
