@@ -444,6 +444,7 @@ def _train(prepared, workdir, held, checkpoints, state, step):
     jax.set_mesh(prepared.mesh),
     contextlib.closing(run),
     stopping.StopRequest() as stop,
+    checkpoints,
   ):
     metrics = run.catch_up(stop)
     while run.step < config.total_steps:
@@ -460,7 +461,6 @@ def _train(prepared, workdir, held, checkpoints, state, step):
       if stop_now:
         checkpoints.close()
         raise Interrupted(run.step, stop.signal)
-    checkpoints.close()
   return run, metrics
 
 
