@@ -5,11 +5,15 @@ import random
 import sys
 
 from absl import logging
+import numpy as np
 import pytest
 
 from tests import broken
 from tests import conftest
+from tests import tiny_models
+from vit_jax import checkpoint
 from vit_jax import cli
+from vit_jax import models
 from vit_jax import train
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics
@@ -128,6 +132,56 @@ def test_files_that_are_broken_anyhow_are_named(run, config, name):
     if name == 'metrics.jsonl' and case % 12 == 0:
       metrics.MetricsLog(run, 3).close()
       assert all(line['step'] <= 3 for line in metrics.read(run))
+
+
+@pytest.mark.parametrize(
+  'key',
+  ['accum_steps', 'model.vit.transformer.attention',
+   'model.vit.transformer.remat', 'model.vit.transformer.scan',
+   'model.masks_at_a_time'],
+)  # fmt: skip
+@pytest.mark.parametrize('prefix', ['', 'config.'])
+def test_what_changes_no_result_may_change(key, prefix):
+  free = [prefix + key for key in workdir.FREE_KEYS]
+  assert not workdir.differences({prefix + key: 1}, {prefix + key: 2}, free)
+  key = f'{prefix}{key}_of_another_name'
+  assert workdir.differences({key: 1}, {key: 2}, free)
+
+
+def test_data_may_move_and_not_change(run, config):
+  """The fingerprint decides; without one, the place."""
+  config.dataset = '/moved/there'
+  workdir.check_config(run, config)
+  workdir.check(run, config, NAMES, DATA)
+  with pytest.raises(ValueError, match=r'images: x there, y here'):
+    workdir.check(
+      run, config, NAMES, {'train': {**DATA['train'], 'images': 'y'}}
+    )
+  with pytest.raises(ValueError, match='dataset: digits there, /moved/there'):
+    workdir.check_config(run, config, moved=False)
+  (run / 'data.json').unlink()
+  with pytest.raises(ValueError, match='dataset: digits there, /moved/there'):
+    workdir.check_config(run, config)
+
+
+def test_weights_may_move_and_not_change(tiny_config, tmp_path):
+  tiny_config.update(total_steps=1, warmup_steps=0)
+  tiny_config.pretrained = str(tmp_path / 'a.npz')
+  model = models.make_model(tiny_config.model, num_classes=5)
+  shapes = tiny_models.shapes(model, 8, channels=1)
+  params = checkpoint.recover_tree(
+    shapes, [np.full(x.shape, 0.1, np.float32) for x in shapes.values()]
+  )
+  checkpoint.save(params, tiny_config.pretrained)
+  train.train_and_evaluate(tiny_config, tmp_path / 'run')
+  (tmp_path / 'a.npz').rename(tmp_path / 'b.npz')
+  tiny_config.pretrained = str(tmp_path / 'b.npz')
+  train.train_and_evaluate(tiny_config, tmp_path / 'run')
+  params['cls'] = params['cls'] + 1
+  tiny_config.pretrained = str(tmp_path / 'c.npz')
+  checkpoint.save(params, tiny_config.pretrained)
+  with pytest.raises(ValueError, match='from other weights than .*c.npz'):
+    train.train_and_evaluate(tiny_config, tmp_path / 'run')
 
 
 def test_a_class_folder_that_is_renamed_stops_the_run(tmp_path):

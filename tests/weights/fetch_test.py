@@ -1,6 +1,7 @@
 """Tests of weights and files that come from elsewhere."""
 
 import http.server
+import json
 import threading
 
 from etils import epath
@@ -12,6 +13,9 @@ from tests import torch_models
 from tests import trees
 from vit_jax import checkpoint
 from vit_jax import convert
+from vit_jax.configs import igpt
+from vit_jax.run import config as run_config
+from vit_jax.tasks import pixels
 from vit_jax.weights import fetch
 from vit_jax.weights import reading
 from vit_jax.weights import writing
@@ -27,10 +31,11 @@ def server(tmp_path, monkeypatch):
     def do_GET(self):
       asked.append(self.path)
       status = {'/403': 403, '/404': 404}.get(self.path[:4], 200)
-      self.send_response(status)
       served = tmp_path / 'served'
       if served.is_dir():
         served = served / self.path[1:]
+        status = 200 if served.exists() else 404
+      self.send_response(status)
       body = served.read_bytes() if status == 200 else b''
       short = 10 if self.path.startswith('/short') else 0
       self.send_header('Content-Length', str(len(body)))
@@ -65,6 +70,28 @@ def test_the_config_beside_a_url_comes_along(tmp_path, server):
   assert found.class_names == ('ant', 'bee', 'cow')
   assert found.model['transformer']['gelu'] == 'tanh'
   assert found.image_size == (8, 12)
+
+
+def test_the_palette_beside_a_url_comes_along(tmp_path, server):
+  address, asked = server
+  (tmp_path / 'served').mkdir()
+  colors = {'clusters': [[-1.0] * 3, [0.5] * 3]}
+  file = tmp_path / 'served' / 'preprocessor_config.json'
+  file.write_text(json.dumps(colors))
+  np.save(tmp_path / 'served' / 'centers.npy', np.zeros((4, 3), np.float32))
+  config = igpt.get_config('s,cifar10,32')
+  config.pretrained = f'{address}/model.safetensors'
+  config.model.num_colors = 2
+  config = run_config.complete(config)
+  assert pixels.Task.learn(config, None)['palette'] == colors['clusters']
+  assert asked == ['/palette.json', '/preprocessor_config.json']
+  config.task_options.palette = f'{address}/centers.npy'
+  config.model.num_colors = 4
+  assert pixels.Task.learn(config, None)['palette'] == [[0.0] * 3] * 4
+  file.unlink()
+  config.task_options.palette = f'{address}/other/model.safetensors'
+  with pytest.raises(FileNotFoundError, match='/other. has no palette'):
+    pixels.Task.learn(config, None)
 
 
 @pytest.mark.parametrize(

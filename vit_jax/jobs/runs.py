@@ -269,7 +269,7 @@ def _check_run(run, folder, found):
   config = run_config.complete(run.config)
   workdir_lib.as_begun(folder, config)
   train.check(config)
-  workdir_lib.check_config(folder, config)
+  workdir_lib.check_config(folder, config, moved=found is None)
   if found is None:
     checkpoint.check_exists(config)
     return
