@@ -269,8 +269,25 @@ TASK_HELP = (
 )
 
 
-def add_task_flag(args: argparse.ArgumentParser):
-  """Adds --task, without which no module is imported because a run names it."""
+def allow_insecure():
+  """Allows http:// and other hashes, see vit_jax/weights/fetch.py."""
+  os.environ['VIT_JAX_INSECURE'] = '1'
+
+
+class _Insecure(argparse.Action):
+  def __call__(self, *_):
+    allow_insecure()
+
+
+INSECURE_HELP = (
+  'allow files from http://, and files whose hash is not the one that their server '
+  'gives'
+)
+
+
+def add_trust_flags(args: argparse.ArgumentParser):
+  """Adds --task and --insecure: what a command may trust."""
+  args.add_argument('--insecure', action=_Insecure, nargs=0, help=INSECURE_HELP)
   args.add_argument('--task', type=name_task, metavar='MODULE', help=TASK_HELP)
 
 
@@ -289,7 +306,7 @@ def add_model_flags(args: argparse.ArgumentParser, required: bool = True):
   args.add_argument(
     '--step', type=int, help='step of the checkpoint (the newest)'
   )
-  add_task_flag(args)
+  add_trust_flags(args)
 
 
 def check_model_flags(args: argparse.Namespace):

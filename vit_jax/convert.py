@@ -256,19 +256,30 @@ def convert(
   if to != 'workdir':
     model, found = _with_plain_positions(model, to)
     notes += found
+  try:
+    notes += _write(model, target, to)
+  except OSError as e:
+    raise OSError(
+      f"DST '{dst}' cannot be written: {e}; give a place that can"
+    ) from e
+  return model, notes
+
+
+def _write(model, target, to) -> list[str]:
+  """Writes a model; returns notes."""
   target.parent.mkdir(parents=True, exist_ok=True)
-  if endings:  # These writers make a temporary file themselves.
-    return model, notes + writing.WRITERS[to](model, target)
+  if to in writing.FILES:  # These writers make a temporary file themselves.
+    return writing.WRITERS[to](model, target)
   temporary = target.parent / f'.{target.name}.tmp'
   if temporary.exists():
     temporary.rmtree()
   try:
-    notes += writing.WRITERS[to](model, temporary)
+    notes = writing.WRITERS[to](model, temporary)
     temporary.rename(target)
   finally:
     if temporary.exists():
       temporary.rmtree()
-  return model, notes
+  return notes
 
 
 def _with_plain_positions(model, to):
@@ -353,7 +364,7 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument(
     '--num_heads', type=int, help='attention heads, if SRC does not tell it'
   )
-  cli.add_task_flag(parser)
+  cli.add_trust_flags(parser)
   return parser
 
 

@@ -85,6 +85,7 @@ _REAL = flags.DEFINE_string(
   'github.com/google-research/reassessed-imagenet; adds accuracy_real.',
 )
 _TASK = flags.DEFINE_string('task', None, f'With --evaluate: {cli.TASK_HELP}.')
+_INSECURE = flags.DEFINE_boolean('insecure', False, cli.INSECURE_HELP + '.')
 cli.define_process_flags(flags.FLAGS)
 
 
@@ -108,6 +109,8 @@ def main(argv):
     )
   if _TASK.value is not None:
     cli.name_task(_TASK.value)
+  if _INSECURE.value:
+    cli.allow_insecure()
   cli.avoid_libtpu()
   # Imported late, so that --help and errors in flags are fast.
   if (

@@ -32,6 +32,8 @@ import jax
 from vit_jax import cli
 from vit_jax.configs import models as model_configs
 
+# Greatest number of images of --sample.
+_MOST_SAMPLES = 4096
 # Flags of some tasks alone, see FLAGS of vit_jax.tasks.base.Predictor.
 _OWN_FLAGS = (
   'threshold', 'image_size', 'sample', 'complete', 'rows', 'seed', 'temperature',
@@ -234,6 +236,13 @@ def _check_inputs(args):
     raise ValueError(
       'give one of image files, --sample=NUMBER and --complete FILE, not '
       + (' and '.join(k for k, v in given.items() if v) or 'none of them')
+    )
+  if args.top < 1:
+    raise ValueError(f'--top={args.top} must be 1 or more')
+  if args.sample is not None and not 1 <= args.sample <= _MOST_SAMPLES:
+    raise ValueError(
+      f'--sample={args.sample} must be from 1 to {_MOST_SAMPLES:,}, which are drawn '
+      'into one picture'
     )
   if args.rows is not None and not args.complete:
     raise ValueError(

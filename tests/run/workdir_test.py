@@ -15,9 +15,11 @@ from vit_jax import checkpoint
 from vit_jax import cli
 from vit_jax import models
 from vit_jax import train
+from vit_jax.jobs import runs
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics
 from vit_jax.run import workdir
+from vit_jax.tasks import pixels
 from vit_jax.weights import reading
 
 NAMES = {'class_names': [str(i) for i in range(10)]}
@@ -98,6 +100,36 @@ def test_damaged_files_are_named(run, config, name, content):
   ):
     with pytest.raises(ValueError, match=f"'.*{name}' is damaged"):
       use()
+
+
+@pytest.mark.parametrize(
+  'name', ['config.json', 'class_names.json', 'data.json']
+)
+def test_a_folder_in_place_of_a_file_is_named(run, name):
+  (run / name).unlink()
+  (run / name).mkdir()
+  with pytest.raises(ValueError, match=f"{name}' is damaged: .*directory"):
+    workdir.load(run)
+
+
+@pytest.mark.parametrize('place', ['http://x/y', 'https://x/y', 'ftp://x'])
+def test_a_place_that_cannot_hold_a_run_is_named(place, config):
+  for use in (
+    lambda: workdir.load(place),
+    lambda: workdir.as_begun(place, config),
+    lambda: workdir.check_config(place, config),
+    lambda: runs.check([runs.Run('a', config)], place),
+  ):
+    with pytest.raises(ValueError, match=f"workdir='{place}.*: runs lie in a"):
+      use()
+
+
+@pytest.mark.parametrize('content', ['NaN', '{}', 'null', '[[NaN]]', '"red"'])
+def test_a_damaged_palette_is_named(run, content):
+  (run / 'palette.json').write_text(content)
+  task = pixels.Task
+  with pytest.raises(ValueError, match="palette.json' is damaged: .*colours"):
+    workdir.stored(run, task.LEARNED, task.METADATA_RULES)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ _PLACES = {
   'weights.json': ('model_or_filename', 'pretrained', 'pretrained_dir'),
 }
 _DATA, _WEIGHTS = _PLACES
+# Beginnings of places outside of this machine.
+_SCHEMES = ('gs', 's3')
 PACKAGES = (
   'vit_jax',
   'jax',
@@ -82,6 +84,21 @@ PACKAGES = (
   'tensorflow-datasets',
   'numpy',
 )
+
+
+def folder(workdir) -> epath.Path:
+  """Returns the path of a workdir.
+
+  Raises:
+    ValueError: if nothing can be written there, such as at http://.
+  """
+  scheme, found, _ = str(workdir).partition('://')
+  if found and scheme not in _SCHEMES:
+    raise ValueError(
+      f"workdir='{workdir}': runs lie in a folder or at gs://, not at {scheme}:// "
+      '(--workdir)'
+    )
+  return epath.Path(workdir)
 
 
 def absolute(path) -> epath.Path:
@@ -122,7 +139,7 @@ def check(
   """
   processes.from_first(
     'checking the workdir',
-    lambda: _check(epath.Path(workdir), config, metadata, data),
+    lambda: _check(folder(workdir), config, metadata, data),
   )
 
 
@@ -141,7 +158,7 @@ def check_config(workdir, config, moved: bool = True):
   free = (*FREE_KEYS, *_LENGTHS)
   processes.from_first(
     'checking the workdir',
-    lambda: _check_config(epath.Path(workdir), config, free, moved),
+    lambda: _check_config(folder(workdir), config, free, moved),
   )
 
 
@@ -186,7 +203,7 @@ def has_moved_weights(workdir, config) -> bool:
   """Returns whether a run's config names its weights at another place."""
 
   def compare():
-    path = epath.Path(workdir)
+    path = folder(workdir)
     if not (path / _WEIGHTS).exists():
       return False
     old, new = (to_plain(x) for x in (_read_config(path), config))
@@ -208,7 +225,7 @@ def check_weights(workdir, config, weights: Mapping[str, Any]):
   """
 
   def compare():
-    file = epath.Path(workdir) / _WEIGHTS
+    file = folder(workdir) / _WEIGHTS
     if not file.exists():
       return
     if _read_object(file).get('weights') != _digest_of_arrays(weights):
@@ -227,7 +244,7 @@ def store_weights(workdir, weights: Mapping[str, Any]):
 
   def write():
     content = json.dumps({'weights': _digest_of_arrays(weights)})
-    write_atomically(epath.Path(workdir) / _WEIGHTS, content)
+    write_atomically(folder(workdir) / _WEIGHTS, content)
 
   processes.from_first('storing a hash of the weights', write)
 
@@ -332,7 +349,7 @@ def create(
   """
 
   def write():
-    path = epath.Path(workdir)
+    path = folder(workdir)
     files = {f'{name}.json': value for name, value in metadata.items()}
     files[_DATA] = {'metadata': _digest(metadata), 'sources': data}
     files['versions.json'] = _versions()
@@ -362,7 +379,7 @@ def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
     ValueError: if its files cannot be read or were changed, or its task is
       unknown.
   """
-  path = epath.Path(workdir)
+  path = folder(workdir)
   config = _read_config(path)
   task = run_config.get_task(config.task)
   metadata = {name: _read_json(_existing(path, name)) for name in task.METADATA}
@@ -390,7 +407,7 @@ def stored(workdir, names, rules) -> dict[str, Any]:
   """
 
   def find():
-    path = epath.Path(workdir)
+    path = folder(workdir)
     if not (path / 'config.json').exists():
       return {}
     found = {name: _read_json(_existing(path, name)) for name in names}
@@ -427,7 +444,7 @@ def as_begun(workdir, config):
   """
 
   def find():
-    path = epath.Path(workdir)
+    path = folder(workdir)
     if not (path / 'config.json').exists():
       return []
     return run_config.missing_before(_read_object(path / 'config.json'))
