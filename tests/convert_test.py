@@ -347,6 +347,9 @@ def test_what_the_other_side_does_not_have(tmp_path, tiny):
     convert.convert(path, str(tmp_path / 'no'))
   with pytest.raises(FileExistsError, match='exists: give another'):
     convert.convert(path, path)
+  for dst in ('/proc/o.npz', '/proc/o'):
+    with pytest.raises(OSError, match=f"DST '{dst}' cannot be written: "):
+      convert.convert(path, dst, 'npz' if 'npz' in dst else 'hf')
   assert not list(tmp_path.glob('.*'))
 
 

@@ -95,6 +95,23 @@ def test_a_classifier_draws_nothing(folder_run, tmp_path):
     predict_command.main(argv)
 
 
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    (['a.png', '--top=0'], '--top=0 must be 1 or more'),
+    (['a.png', '--top=-3'], '--top=-3 must be 1 or more'),
+    (['--sample=10000000'], '--sample=10000000 must be from 1 to 4,096'),
+    (['--sample=0'], '--sample=0 must be from 1 to 4,096'),
+  ],
+)
+def test_odd_numbers_are_refused_before_a_model_is_read(
+  args, message, monkeypatch
+):
+  monkeypatch.setattr(sys, 'argv', ['predict', '--workdir=/no/run', *args])
+  with pytest.raises(ValueError, match=message):
+    predict.main()
+
+
 @pytest.mark.parametrize('flag', ['threshold=0.5', 'image_size=32,48'])
 def test_flags_of_detectors_are_no_flags_of_a_classifier(
   folder_run, monkeypatch, flag

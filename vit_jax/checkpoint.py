@@ -163,15 +163,19 @@ def _weights_named(config):
 
 
 def check_exists(config):
-  """Checks that the weights that a config names exist, if they are local.
+  """Checks that the weights that a config names can be read, without reading.
 
   Raises:
-    FileNotFoundError: if they do not exist; names the path.
+    FileNotFoundError: if they are local and do not exist; names the path.
+    ImportError: if a package is missing; names the extra to install.
   """
   path = _weights_path(config)
-  if path is not None and '://' not in path:
+  if path is None:
+    return
+  if '://' not in path:
     with _weights_named(config):
       reading.existing(path)
+  reading.check_packages(path)
 
 
 def pretrained_weights(config, task, params, extra=None) -> dict:

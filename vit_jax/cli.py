@@ -20,6 +20,8 @@ import tqdm
 
 _EXPECTED = (ValueError, FloatingPointError, OSError, ImportError)
 _muted = False
+# Modules of tasks that the command line names (--task), which a run may import.
+named_tasks: set[str] = set()
 
 
 def quiet():

@@ -1,0 +1,339 @@
+"""Converts weights between this package, timm and Hugging Face, bit for bit.
+
+`vit_jax convert` (vit_jax/commands/convert.py) is the command.
+"""
+
+from collections.abc import Sequence
+import copy
+import json
+import math
+from typing import Any
+
+from etils import epath
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+
+from vit_jax import cli
+from vit_jax import models
+from vit_jax.layers import positions
+from vit_jax.layouts import families
+from vit_jax.weights import arrays
+from vit_jax.weights import fitting
+from vit_jax.weights import identify
+from vit_jax.weights import reading
+from vit_jax.weights import writing
+
+KINDS = tuple(writing.WRITERS)
+# Image size of most pre-training, in pixels.
+_USUAL_SIZE = 224
+
+
+def read(
+  src: str,
+  class_names: Sequence[str] | None = None,
+  image_size: tuple[int, int] | None = None,
+  num_heads: int | None = None,
+) -> writing.Model:
+  """Reads weights and identifies their model.
+
+  Args:
+    src: see vit_jax.weights.reading.read.
+    class_names: names of the classes; override those of `src`. Of a detector
+      they may be some of those of `src`, in any order: such as the 80 classes
+      of COCO of a model for its 91 ids.
+    image_size: (height, width) in pixels; needed if `src` does not tell it and
+      the grid of patches is not square.
+    num_heads: see vit_jax.weights.reading.read.
+
+  Raises:
+    FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
+      vit_jax.weights.reading.read. Also ValueError if names, size and weights
+      do not fit together.
+  """
+  weights = reading.read(src, num_heads)
+  config = identify.model_config(weights.params, weights.model)
+  if config is None:
+    alone = weights.kind == 'resnet'
+    raise ValueError(
+      f"'{src}' holds the backbone of a detector alone: start a run from it "
+      '(--config.pretrained) and convert that'
+      if alone
+      else f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer, BiT, "
+      f'DETR or iGPT: it has {sorted(weights.params)[:6]} (SRC)'
+    )
+  if weights.kind == 'workdir':
+    config = ml_collections.ConfigDict(weights.model)
+  else:
+    with config.ignore_type():
+      config.update(weights.model)
+  num_classes = identify.num_classes(weights.params)
+  if class_names and len(class_names) < num_classes:
+    weights = fitting.with_classes(weights, class_names)
+    num_classes = identify.num_classes(weights.params)
+  names = class_names or weights.class_names
+  if names is not None and len(names) != num_classes:
+    if class_names:
+      raise ValueError(
+        f'{len(names)} class names for a head of {num_classes} classes: give '
+        f'{num_classes} names (--class_names)'
+      )
+    names = None
+  with arrays.naming(src, 'cannot be used'):
+    size = _image_size(weights, config, image_size)
+    if weights.kind != 'workdir':
+      _check_shapes(weights, config, num_classes, size)
+    model = writing.Model(
+      weights.params,
+      config,
+      tuple(names) if names else None,
+      num_classes,
+      size,
+      weights.extra,
+      weights.metadata,
+      weights.kind,
+    )
+    family = families.FAMILIES.get(config.get('kind'))
+    if family is not None:
+      family.files.check(model)
+  return model
+
+
+def _stride(config):
+  """Returns the pixels (down, across) of an image per patch."""
+  side = 2**10  # Any size that all strides divide.
+  grid = models.patch_grid(
+    config, tuple(side * size for size in config.patches.size)
+  )
+  return tuple(
+    side * size // count for size, count in zip(config.patches.size, grid)
+  )
+
+
+def _tokens(params):
+  """Returns the number of patches that parameters fit; None for any number."""
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  mixing = 'MixerBlock_0/token_mixing/Dense_0/kernel'
+  if mixing in flat:
+    return flat[mixing].shape[0]
+  posemb = flat.get('Transformer/posembed_input/pos_embedding')
+  return None if posemb is None else posemb.shape[1] - ('cls' in flat)
+
+
+def _image_size(weights, config, given):
+  """Returns (height, width) of a model's images; checks a given size."""
+  size = given or weights.image_size
+  family = families.FAMILIES.get(config.get('kind'))
+  if family is not None:
+    return family.files.image_size(config, size)
+  size = size or _square(weights.params, config)
+  _check_size(weights.params, config, size)
+  return size
+
+
+def _square(params, config):
+  if config.get('patches') is None:  # A model for images of any size.
+    return (_USUAL_SIZE, _USUAL_SIZE)
+  tokens = _tokens(params)
+  side = 14 if tokens is None else math.isqrt(tokens)
+  return tuple(side * stride for stride in _stride(config))
+
+
+def _check_size(params, config, size):
+  tokens = _tokens(params)
+  grid = models.patch_grid(config, size)
+  if None not in (tokens, grid) and math.prod(grid) != tokens:
+    raise ValueError(
+      f'image_size={size[0]},{size[1]} makes {grid[0]} x {grid[1]} patches, but '
+      f'the weights are for {tokens}: give the size of the images '
+      '(--image_size=HEIGHT,WIDTH)'
+    )
+
+
+def _check_shapes(weights, config, num_classes, size):
+  """Checks that all leaves of the model are present, with their shapes."""
+  model = models.make_model(config, num_classes=num_classes)
+  inputs = identify.inputs(
+    config, weights.params, size or (_USUAL_SIZE, _USUAL_SIZE)
+  )
+  expected = jax.eval_shape(
+    lambda: model.init(
+      jax.random.key(0), jnp.zeros(inputs.shape, inputs.dtype), train=False
+    )
+  )
+  have = reading.leaves_of(weights)
+  tree = {**expected.pop('params'), **expected}
+  want = flax.traverse_util.flatten_dict(tree, sep='/')
+  problems = identify.misfits(have, want) + [
+    f'{path}: missing in the weights' for path in sorted(want.keys() - have)
+  ]
+  if problems:
+    raise ValueError(
+      f'it looks like {identify.describe(weights.params)}, but:\n  '
+      + '\n  '.join(problems[:20])
+    )
+
+
+def convert(
+  src: str,
+  dst: str,
+  to: str | None = None,
+  class_names: Sequence[str] | None = None,
+  image_size: tuple[int, int] | None = None,
+  num_heads: int | None = None,
+) -> tuple[writing.Model, list[str]]:
+  """Converts weights bit for bit.
+
+  Args:
+    src: weights in any format, see vit_jax.weights.reading.read.
+    dst: file (npz) or folder to write; it appears only when it is complete.
+    to: one of KINDS; by default npz or pth if `dst` ends so.
+    class_names: see `read`.
+    image_size: (height, width) in pixels; needed if `src` does not tell it and
+      the grid of patches is not square.
+    num_heads: number of attention heads; needed if `src` does not tell it and
+      the table of sizes lacks its width.
+
+  Returns:
+    The model, and a list of notes about the result.
+
+  Raises:
+    FileExistsError: if `dst` exists.
+    ValueError: if the other library has no such model; see also `read`.
+    FileNotFoundError, PermissionError, OSError, ImportError: see `read`.
+  """
+  target = epath.Path(dst)
+  if to is None:
+    to = {'.npz': 'npz', '.pth': 'pth'}.get(target.suffix)
+  if to not in KINDS:
+    raise ValueError(
+      f"the format of DST '{dst}' is unknown: give --to={'|'.join(KINDS)}"
+      + (f', not {to}' if to else '')
+    )
+  endings = writing.FILES.get(to)
+  if endings and target.suffix not in endings:
+    raise ValueError(
+      f"DST '{dst}' must end in {' or '.join(endings)} for --to={to}"
+    )
+  if target.exists():
+    raise FileExistsError(
+      f"DST '{dst}' exists: give another, or delete it first"
+    )
+  model = read(src, class_names, image_size, num_heads)
+  notes = writing.check(model, to)
+  if to != 'workdir':
+    model, found = _with_plain_positions(model, to)
+    notes += found
+  try:
+    notes += _write(model, target, to)
+  except OSError as e:
+    raise OSError(
+      f"DST '{dst}' cannot be written: {e}; give a place that can"
+    ) from e
+  return model, notes
+
+
+def _write(model, target, to) -> list[str]:
+  """Writes a model; returns notes."""
+  target.parent.mkdir(parents=True, exist_ok=True)
+  if to in writing.FILES:  # These writers make a temporary file themselves.
+    return writing.WRITERS[to](model, target)
+  temporary = target.parent / f'.{target.name}.tmp'
+  if temporary.exists():
+    temporary.rmtree()
+  try:
+    notes = writing.WRITERS[to](model, temporary)
+    temporary.rename(target)
+  finally:
+    if temporary.exists():
+      temporary.rmtree()
+  return notes
+
+
+def _with_plain_positions(model, to):
+  """Replaces position embeddings on a grid by the table that they make.
+
+  Returns:
+    The model, and a list of notes.
+
+  Raises:
+    ValueError: if the format has no such position embeddings.
+  """
+  encoder = model.config.get('transformer') or {}
+  kind = encoder.get('position_embedding', 'learned_1d')
+  layers = encoder.get('position_layers', 'stem')
+  if kind == 'none' or (kind, layers) == ('learned_1d', 'stem'):
+    return model, []
+  if kind == 'relative' or layers != 'stem':
+    raise ValueError(
+      f"position_embedding='{kind}' with position_layers='{layers}' cannot be "
+      f'written as {to}, whose models add one table before the first layer: use '
+      '--to=workdir'
+    )
+  flat = flax.traverse_util.flatten_dict(model.params, sep='/')
+  grid = models.patch_grid(model.config, model.image_size)
+  table = np.asarray(positions.first_table(flat, encoder, grid))
+  flat = {path: x for path, x in flat.items() if '/posembed_' not in path}
+  flat['Transformer/posembed_input/pos_embedding'] = table
+  config = copy.deepcopy(model.config)
+  config.transformer.position_embedding = 'learned_1d'
+  params = flax.traverse_util.unflatten_dict(flat, sep='/')
+  return model._replace(params=params, config=config), [
+    f"position_embedding='{kind}' is written as the table that it makes, with "
+    'which logits are the same'
+  ]
+
+
+def _names(path: str) -> list[str]:
+  """Reads class names from a JSON list, or from a file with one per line."""
+  file = epath.Path(path)
+  if not file.is_file():
+    raise FileNotFoundError(
+      f"class_names='{path}' is no file: give one with a name per line "
+      '(--class_names)'
+    )
+  with arrays.naming(file, 'holds no names of classes (--class_names)'):
+    text = file.read_text()
+    if not path.endswith('.json'):
+      return text.splitlines()
+    names: Any = json.loads(text)
+    names = list(names.values()) if isinstance(names, dict) else names
+    if not isinstance(names, list) or not all(
+      isinstance(name, str) for name in names
+    ):
+      raise ValueError('it must be a list of names, or an object of them')
+    return names
+
+
+def run(args) -> None:
+  """Converts as the flags of `vit_jax convert` say, and prints a summary.
+
+  Args:
+    args: namespace of vit_jax.commands.convert.parse.
+  """
+  model, notes = convert(
+    args.src,
+    args.dst,
+    args.to,
+    _names(args.class_names) if args.class_names else None,
+    args.image_size,
+    args.num_heads,
+  )
+  count = sum(x.size for x in jax.tree.leaves(model.params))
+  size = 'any size'
+  if model.image_size is not None:
+    size = f'{model.image_size[0]}x{model.image_size[1]}'
+  print(
+    f'{args.src}: {identify.describe(model.params)}, {count:,} parameters, '
+    f'images of {size}, '
+    + (f'{model.num_classes:,} classes' if model.num_classes else 'no head')
+  )
+  for note in notes:
+    print(f'note: {note}')
+  print(f'written to {args.dst}')
+
+
+if __name__ == '__main__':
+  cli.run('convert')

@@ -1,0 +1,151 @@
+"""Loads trained models, to predict.
+
+  model = predict.load('/tmp/digits')
+  model.predict(['image.png'])  # [[('7', 0.98), ('9', 0.01), ...]]
+  model = predict.load_weights('ViT-B_16.npz')
+
+The task of the run decides what is predicted: see the class Predictor in the
+file of the task, such as vit_jax/tasks/classify.py. `vit_jax predict`
+(vit_jax/commands/predict.py) is the command.
+"""
+
+from collections.abc import Sequence
+import math
+
+import jax
+
+from vit_jax import cli
+from vit_jax.configs import models as model_configs
+
+# Flags of some tasks alone, see FLAGS of vit_jax.tasks.base.Predictor.
+_OWN_FLAGS = (
+  'threshold', 'image_size', 'sample', 'complete', 'rows', 'seed', 'temperature',
+  'top_k',
+)  # fmt: skip
+
+
+def load(
+  workdir: str, step: int | None = None, mesh: jax.sharding.Mesh | None = None
+):
+  """Loads a trained model: its parameters (averaged if kept) and extra state.
+
+  Args:
+    workdir: folder of a run, local or gs://.
+    step: step of the checkpoint; by default the newest complete one.
+    mesh: mesh for the parameters, split as in the run if the mesh has the axes
+      of the run. By default as many devices as the run splits them over, or one
+      if there are fewer.
+
+  Returns:
+    The predictor of the run's task, see vit_jax.tasks.base.Predictor: it has
+    `params`, `config`, `metadata`, `class_names` and `predict(images)`.
+
+  Raises:
+    FileNotFoundError: if the folder has no run, or the run no checkpoint yet.
+    ValueError: if all checkpoints are damaged, or the step has none.
+    OSError: if the storage does not answer.
+  """
+  # Imported late: these modules load TensorFlow, which takes seconds.
+  cli.load_tensorflow()
+  from vit_jax import train
+  from vit_jax.run import checkpoints as checkpoints_lib
+  from vit_jax.run import workdir as workdir_lib
+
+  config, metadata = workdir_lib.load(workdir)
+  mesh = mesh or _mesh(config)
+  if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
+    config.sharding_rules = ()
+  layers = model_configs.layers_of(config.model)
+  if 'attention' in layers:  # The run may have had other devices.
+    layers.attention = 'default'
+  program = train.make_program(config, metadata, mesh)
+  checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
+  abstract = program.abstract
+  weights = checkpoints.restore_weights(abstract.params, abstract.extra, step)
+  model = program.task.predictor(weights.params, weights.extra, weights.step)
+  model.workdir = str(workdir)
+  return model
+
+
+def load_weights(
+  path: str,
+  class_names: Sequence[str] | None = None,
+  image_size: tuple[int, int] | None = None,
+):
+  """Loads a model from weights in any format, without a run.
+
+  Args:
+    path: a published .npz, a .safetensors or .bin of timm or Hugging Face or a
+      folder with such a file, or a released .pth; local, gs:// or a URL.
+    class_names: names of the classes; override those of the file. Without any,
+      the classes are named by their numbers.
+    image_size: (height, width) in pixels; needed if the file does not contain
+      it and the grid of patches is not square.
+
+  Returns:
+    The predictor of the model's task, such as
+    vit_jax.tasks.classify.Predictor or vit_jax.prediction.detectors.Detector.
+
+  Raises:
+    FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
+      vit_jax.convert.read.
+  """
+  cli.load_tensorflow()
+  from vit_jax import convert
+  from vit_jax.run import config as run_config
+  from vit_jax.weights import writing
+
+  model = convert.read(path, class_names, image_size)
+  config, metadata = writing.as_run(model)
+  task = run_config.get_task(config.task)(config, metadata)
+  return task.predictor(*jax.device_put((model.params, model.extra)), 0)
+
+
+def _mesh(config):
+  """Returns the mesh that splits the run's parameters, if devices suffice."""
+  from vit_jax.scale import sharding
+
+  devices = jax.local_devices()
+  axes = {name: size for name, size in config.mesh.items() if size is not None}
+  axes['data'] = 1
+  count = len(devices) if -1 in axes.values() else math.prod(axes.values())
+  try:
+    return sharding.make_mesh(axes, devices[:count])
+  except ValueError:
+    return sharding.make_mesh({'data': 1}, devices[:1])
+
+
+def _check_flags(model, args) -> None:
+  """Raises ValueError if flags do not fit the task of a model."""
+  task, which = model.task, f"the task '{model.config.task}'"
+  for name in _OWN_FLAGS:
+    if getattr(args, name) is not None and name not in model.FLAGS:
+      raise ValueError(f'{which} has no --{name}: leave out the flag')
+  draws = args.sample is not None or bool(args.complete)
+  if args.out and not (task.DRAWS or draws):
+    raise ValueError(
+      f'{which} prints its predictions and writes no picture: leave out --out'
+    )
+  if not args.out and (draws or not task.PRINTS):
+    raise ValueError(
+      f'{which} writes its predictions as a picture: give --out=FILE.png'
+    )
+
+
+def run(args) -> None:
+  """Prints the predictions that the flags of `vit_jax predict` ask for.
+
+  Args:
+    args: namespace of vit_jax.commands.predict.parse.
+  """
+  if args.weights:
+    model = load_weights(args.weights)
+  else:
+    model = load(args.workdir, args.step)
+  _check_flags(model, args)
+  for line in model.report(args.images, args):
+    print(line)
+
+
+if __name__ == '__main__':
+  cli.run('predict')

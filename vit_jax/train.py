@@ -249,7 +249,9 @@ def _learned(task_class, config, source, workdir) -> dict[str, Any]:
   """Returns metadata that the run has learned, or learns now."""
   if not task_class.LEARNED:
     return {}
-  stored = workdir and workdir_lib.stored(workdir, task_class.LEARNED)
+  stored = workdir and workdir_lib.stored(
+    workdir, task_class.LEARNED, task_class.METADATA_RULES
+  )
   return stored or task_class.learn(config, source)
 
 
@@ -332,9 +334,10 @@ def check_start(prepared: Prepared, workdir) -> dict:
   begun = processes.from_first(
     'looking for checkpoints', lambda: checkpoints_lib.has_checkpoint(workdir)
   )
-  if begun:
+  if begun and not workdir_lib.has_moved_weights(workdir, config):
     return {}
   weights = _pretrained(prepared)
+  workdir_lib.check_weights(workdir, config, weights)
   program = prepared.program
   program.task.check_weights(weights, program.abstract.params)
   return weights
@@ -391,6 +394,7 @@ def start(prepared: Prepared, workdir, weights):
     weights = weights or _pretrained(prepared)
     state = program.create_state(weights)
     if weights:
+      workdir_lib.store_weights(workdir, weights)
       say(_describe_start(program.abstract.params, weights))
   elif step < config.total_steps:
     say(f'Going on from the checkpoint of step {step}.')
@@ -451,6 +455,7 @@ def _train(prepared, workdir, held, checkpoints, state, step):
     jax.set_mesh(prepared.mesh),
     contextlib.closing(run),
     stopping.StopRequest() as stop,
+    checkpoints,
   ):
     metrics = run.catch_up(stop)
     while run.step < config.total_steps:
@@ -467,7 +472,6 @@ def _train(prepared, workdir, held, checkpoints, state, step):
       if stop_now:
         checkpoints.close()
         raise Interrupted(run.step, stop.signal)
-    checkpoints.close()
   return run, metrics
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from vit_jax.learning import palette as palette_lib
+from vit_jax.weights import fetch
 
 COLORS = np.array([[-0.9, -0.8, -1], [0, 0.1, -0.3], [0.9, 0.7, 1]], 'f')
 
@@ -63,19 +64,23 @@ def test_pixels_are_taken_from_every_image():
   np.testing.assert_array_equal(whole, images.reshape(-1, 3).astype('f'))
 
 
+def load(path):
+  return palette_lib.load(path, fetch.fetch)
+
+
 def test_a_palette_is_read_from_a_file_and_from_beside_weights(tmp_path):
   np.save(tmp_path / 'centers.npy', COLORS)
-  found = [palette_lib.load(str(tmp_path / 'centers.npy'))]
+  found = [load(str(tmp_path / 'centers.npy'))]
   hugging_face = tmp_path / 'hf'
   hugging_face.mkdir()
   (hugging_face / 'preprocessor_config.json').write_text(
     json.dumps({'clusters': COLORS.tolist()})
   )
   (hugging_face / 'model.safetensors').touch()
-  found.append(palette_lib.load(str(hugging_face)))
-  found.append(palette_lib.load(str(hugging_face / 'model.safetensors')))
+  found.append(load(str(hugging_face)))
+  found.append(load(str(hugging_face / 'model.safetensors')))
   (tmp_path / 'palette.json').write_text(json.dumps(COLORS.tolist()))
-  found.append(palette_lib.load(str(tmp_path)))
+  found.append(load(str(tmp_path)))
   for palette in found:
     assert palette.dtype == np.float32
     np.testing.assert_array_equal(palette, COLORS)
@@ -92,19 +97,19 @@ def test_a_file_that_is_no_palette_is_named(tmp_path, array):
   path = tmp_path / 'wrong.npy'
   np.save(path, array)
   with pytest.raises(ValueError, match=r"wrong\.npy' holds .*palette"):
-    palette_lib.load(str(path))
+    load(str(path))
 
 
 def test_a_file_of_another_format_is_named(tmp_path):
   path = tmp_path / 'centers.npy'
   path.write_text('not an array')
   with pytest.raises(ValueError, match="centers.npy' holds no palette"):
-    palette_lib.load(str(path))
+    load(str(path))
   with pytest.raises(FileNotFoundError, match="there is no palette 'gone.npy'"):
-    palette_lib.load('gone.npy')
+    load('gone.npy')
   (tmp_path / 'run').mkdir()
   with pytest.raises(FileNotFoundError, match="run' has no palette"):
-    palette_lib.load(str(tmp_path / 'run'))
+    load(str(tmp_path / 'run'))
 
 
 def test_a_palette_that_does_not_fit_is_named():

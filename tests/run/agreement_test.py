@@ -5,7 +5,7 @@ from tests import processes
 # Each process prints what became of each trial. Of process 1 the calls from number
 # `at` on fail, of those that etils makes on local files.
 PROGRAM = """
-import errno, json, os, sys
+import errno, json, os, sys, time
 import jax
 jax.config.update('jax_platforms', 'cpu')
 import jax.numpy as jnp
@@ -64,6 +64,16 @@ def trial(function, first=None, ever=False):
 def restore():
   return checkpoints_lib.Checkpoints(workdir).restore(abstract)[1]
 
+if len(sys.argv) > 4:  # Process 1 cannot write any more, long after the start.
+  processes.DEADLINE = 5
+  writer = checkpoints_lib.Checkpoints(workdir, keep=2)
+  writer.save(30, make(30))
+  writer.wait()
+  began = time.monotonic()
+  trial(lambda: writer.save(40, make(40)) or 'went on', 0, True)
+  print('SAID ' + json.dumps([*said[0], time.monotonic() - began]), flush=True)
+  sys.exit()
+
 trial(restore)
 count = calls
 for first in range(0, 40, 4):
@@ -106,3 +116,12 @@ def test_two_processes_agree_and_neither_waits_for_ever(tmp_path):
     p.name for p in (tmp_path / 'damaged_checkpoints').iterdir()
   ) == ['20_0']
   assert (tmp_path / 'checkpoints' / '10').is_dir()
+
+
+def test_a_process_that_cannot_write_stops_both_at_that_save(tmp_path):
+  _, outputs = processes.run_two(PROGRAM, tmp_path, 'late')
+  for kind, message, seconds in processes.said(outputs):
+    assert kind == 'OSError'
+    assert 'a checkpoint could not be written to' in message
+    assert 'the storage does not answer' in message
+    assert seconds < 5  # The deadline.

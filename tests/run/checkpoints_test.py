@@ -357,10 +357,153 @@ def test_an_error_at_any_call_of_a_save_loses_nothing(workdir, faults):
     assert not (workdir / 'damaged_checkpoints').exists()
 
 
-def test_the_best_stays_also_after_another_start(tmp_path):
-  for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.7), (4, None), (5, 0.8)):
-    checkpoints = checkpoints_lib.Checkpoints(tmp_path, 1, 'accuracy')
+def test_errors_and_then_damage_are_told_as_damage(workdir, monkeypatch):
+  """In any order: the last of all attempts may be the first to see damage."""
+  original, faults = checkpoint_files.attempt, []
+
+  def attempt(path, *args):
+    fault = faults.pop(0) if faults and path.parent.name == '20' else None
+    answers = {
+      'error': (None, None, 'no answer'),
+      'damage': (None, 'cut', None),
+    }
+    return answers.get(fault) or original(path, *args)
+
+  monkeypatch.setattr(checkpoint_files, 'attempt', attempt)
+  for first, step in (
+    (['error', 'error'], 20),
+    (['error', 'error', 'damage'], 20),
+    (['error', 'error', 'error', 'damage', 'damage'], 10),
+    (['damage', 'error', 'damage', 'error', 'damage', 'damage'], 10),
+  ):
+    faults[:] = first
+    reader = checkpoints_lib.Checkpoints(workdir, read_only=True)
+    assert reader.restore(abstract())[1] == step, first
+  faults[:] = ['error'] * 4
+  with pytest.raises(OSError, match='cannot be read now: no answer'):
+    restore(workdir)
+
+
+def test_a_save_that_began_is_completed_when_the_run_fails(tmp_path):
+  checkpoints = checkpoints_lib.Checkpoints(tmp_path)
+
+  def run():
+    with checkpoints:
+      checkpoints.save(1, make_state(1))
+      raise FloatingPointError
+
+  with pytest.raises(FloatingPointError):
+    run()
+  assert checkpoints.steps() == [1]
+  checkpoints.save(2, make_state(2))  # It can be used again.
+  checkpoints.close()
+  assert checkpoints.steps() == [2]
+
+
+# --- The best ---
+
+
+def save_rated(workdir, *rated, keep=1):
+  """Saves steps with their accuracies, each after another start."""
+  for step, accuracy in rated:
+    checkpoints = checkpoints_lib.Checkpoints(workdir, keep, 'accuracy')
     metrics = accuracy and {'accuracy': accuracy, 'loss': np.float32(1)}
     checkpoints.save(step, make_state(step), metrics)
     checkpoints.close()
+
+
+def as_before(folder):
+  """Writes the metric of a checkpoint as versions before this one did."""
+  new = folder / 'default' / 'metrics.json'
+  (folder / 'metrics').mkdir()
+  content = new.read_text().splitlines()[1]
+  (folder / 'metrics' / 'metrics').write_text(content)
+  new.unlink()
+
+
+def test_the_best_stays_also_after_another_start(tmp_path):
+  save_rated(tmp_path, (1, 0.5), (2, 0.9), (3, 0.7), (4, None), (5, 0.8))
   assert names_in(tmp_path) == ['2', '5']
+  as_before(tmp_path / 'checkpoints' / '2')
+  save_rated(tmp_path, (6, 0.85))
+  assert names_in(tmp_path) == ['2', '6']
+  low = checkpoints_lib.Checkpoints(tmp_path, 1, 'accuracy', low=True)
+  low.save(7, make_state(7), {'accuracy': 0.88})
+  low.close()
+  assert names_in(tmp_path) == ['6', '7']
+
+
+@pytest.mark.parametrize(
+  'content',
+  [b'', b'\xff\xfe', b'[1,2]', b'null', b'{"accuracy": "high"}', b'[' * 10**5,
+   b'{"accuracy": NaN}', b'{"accuracy": [1]}', b'{"accuracy": true}'],
+)  # fmt: skip
+@pytest.mark.parametrize('old', [False, True])
+def test_a_damaged_metric_ends_no_run(tmp_path, content, old):
+  save_rated(tmp_path, (1, 0.9), (2, 0.5))
+  folder = tmp_path / 'checkpoints' / '1'
+  if old:
+    as_before(folder)
+  place = 'metrics/metrics' if old else 'default/metrics.json'
+  assert (folder / place).exists()
+  (folder / place).write_bytes(content)
+  (folder / '_CHECKPOINT_METADATA').write_bytes(content)
+  checkpoints = checkpoints_lib.Checkpoints(tmp_path, 1, 'accuracy')
+  assert checkpoints.restore(abstract(), 1)[1] == 1
+  checkpoints.save(3, make_state(3), {'accuracy': 0.6})
+  checkpoints.close()
+  assert names_in(tmp_path) == ['3']  # Of what is known it is the best.
+
+
+def test_no_flipped_bit_changes_which_is_the_best(tmp_path):
+  save_rated(tmp_path, (1, 0.9))
+  folder = tmp_path / 'checkpoints' / '1'
+  file = folder / 'default' / 'metrics.json'
+  content = file.read_bytes()
+  for place in range(8 * len(content)):
+    damaged = bytearray(content)
+    damaged[place // 8] ^= 1 << place % 8
+    file.write_bytes(damaged)
+    assert checkpoint_files.read_metric(folder, 'accuracy') is None
+  file.write_bytes(content)
+  assert checkpoint_files.read_metric(folder, 'accuracy') == 0.9
+
+
+def test_what_is_evaluated_after_a_signal_can_be_the_best(tmp_path):
+  """The signal came during the evaluation: it is done when the run goes on."""
+  save_rated(tmp_path, (1, None))
+  checkpoints = checkpoints_lib.Checkpoints(tmp_path, 1, 'accuracy')
+  checkpoints.rate(1, {'accuracy': 0.9})
+  save_rated(tmp_path, (2, 0.5))
+  assert names_in(tmp_path) == ['1', '2']
+  assert checkpoints.restore(abstract(), 1)[1] == 1
+  checkpoints.rate(3, {'accuracy': 0.95})  # There is none.
+  assert names_in(tmp_path) == ['1', '2']
+
+
+# --- What else lies in the folder ---
+
+
+def test_what_is_no_checkpoint_is_passed_over(workdir):
+  folder = workdir / 'checkpoints'
+  (folder / '\N{SUPERSCRIPT FOUR}').mkdir()
+  (folder / '\N{ARABIC-INDIC DIGIT THREE}').mkdir()
+  (folder / '007').mkdir()
+  (folder / '50').write_text('a file')
+  (folder / '60').symlink_to(folder / '60')  # A link to itself.
+  (folder / '70').symlink_to(folder / 'nowhere')
+  (folder / 'damaged_checkpoints').write_text('a file')
+  (workdir / 'damaged_checkpoints').write_text('a file')
+  odd = set(names_in(workdir)) - {'10', '20'}
+  assert checkpoints_lib.load_weights(workdir).step == 20
+  checkpoints = checkpoints_lib.Checkpoints(workdir, 1, 'accuracy')
+  assert checkpoints.restore(abstract())[1] == 20
+  for step in (40, 50, 60, 70):  # Some of these names are taken.
+    checkpoints.save(step, make_state(step), {'accuracy': step / 100})
+    checkpoints.wait()
+    assert checkpoints.steps()[-1] == step
+  checkpoints.close()
+  assert set(names_in(workdir)) == odd - {'50', '60'}
+  assert sorted(
+    path.name for path in (workdir / 'damaged_checkpoints_1').iterdir()
+  ) == ['50_0', '60_1', '70_2']

@@ -2,16 +2,25 @@
 
 import json
 import random
+import sys
 
 from absl import logging
+import numpy as np
 import pytest
 
 from tests import broken
 from tests import conftest
+from tests import tiny_models
+from vit_jax import checkpoint
+from vit_jax import cli
+from vit_jax import models
 from vit_jax import train
+from vit_jax.jobs import runs
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics
 from vit_jax.run import workdir
+from vit_jax.tasks import pixels
+from vit_jax.weights import reading
 
 NAMES = {'class_names': [str(i) for i in range(10)]}
 DATA = {
@@ -94,6 +103,36 @@ def test_damaged_files_are_named(run, config, name, content):
 
 
 @pytest.mark.parametrize(
+  'name', ['config.json', 'class_names.json', 'data.json']
+)
+def test_a_folder_in_place_of_a_file_is_named(run, name):
+  (run / name).unlink()
+  (run / name).mkdir()
+  with pytest.raises(ValueError, match=f"{name}' is damaged: .*directory"):
+    workdir.load(run)
+
+
+@pytest.mark.parametrize('place', ['http://x/y', 'https://x/y', 'ftp://x'])
+def test_a_place_that_cannot_hold_a_run_is_named(place, config):
+  for use in (
+    lambda: workdir.load(place),
+    lambda: workdir.as_begun(place, config),
+    lambda: workdir.check_config(place, config),
+    lambda: runs.check([runs.Run('a', config)], place),
+  ):
+    with pytest.raises(ValueError, match=f"workdir='{place}.*: runs lie in a"):
+      use()
+
+
+@pytest.mark.parametrize('content', ['NaN', '{}', 'null', '[[NaN]]', '"red"'])
+def test_a_damaged_palette_is_named(run, content):
+  (run / 'palette.json').write_text(content)
+  task = pixels.Task
+  with pytest.raises(ValueError, match="palette.json' is damaged: .*colours"):
+    workdir.stored(run, task.LEARNED, task.METADATA_RULES)
+
+
+@pytest.mark.parametrize(
   'name', ['config.json', 'class_names.json', 'data.json', 'metrics.jsonl']
 )
 def test_files_that_are_broken_anyhow_are_named(run, config, name):
@@ -125,6 +164,56 @@ def test_files_that_are_broken_anyhow_are_named(run, config, name):
     if name == 'metrics.jsonl' and case % 12 == 0:
       metrics.MetricsLog(run, 3).close()
       assert all(line['step'] <= 3 for line in metrics.read(run))
+
+
+@pytest.mark.parametrize(
+  'key',
+  ['accum_steps', 'model.vit.transformer.attention',
+   'model.vit.transformer.remat', 'model.vit.transformer.scan',
+   'model.masks_at_a_time'],
+)  # fmt: skip
+@pytest.mark.parametrize('prefix', ['', 'config.'])
+def test_what_changes_no_result_may_change(key, prefix):
+  free = [prefix + key for key in workdir.FREE_KEYS]
+  assert not workdir.differences({prefix + key: 1}, {prefix + key: 2}, free)
+  key = f'{prefix}{key}_of_another_name'
+  assert workdir.differences({key: 1}, {key: 2}, free)
+
+
+def test_data_may_move_and_not_change(run, config):
+  """The fingerprint decides; without one, the place."""
+  config.dataset = '/moved/there'
+  workdir.check_config(run, config)
+  workdir.check(run, config, NAMES, DATA)
+  with pytest.raises(ValueError, match=r'images: x there, y here'):
+    workdir.check(
+      run, config, NAMES, {'train': {**DATA['train'], 'images': 'y'}}
+    )
+  with pytest.raises(ValueError, match='dataset: digits there, /moved/there'):
+    workdir.check_config(run, config, moved=False)
+  (run / 'data.json').unlink()
+  with pytest.raises(ValueError, match='dataset: digits there, /moved/there'):
+    workdir.check_config(run, config)
+
+
+def test_weights_may_move_and_not_change(tiny_config, tmp_path):
+  tiny_config.update(total_steps=1, warmup_steps=0)
+  tiny_config.pretrained = str(tmp_path / 'a.npz')
+  model = models.make_model(tiny_config.model, num_classes=5)
+  shapes = tiny_models.shapes(model, 8, channels=1)
+  params = checkpoint.recover_tree(
+    shapes, [np.full(x.shape, 0.1, np.float32) for x in shapes.values()]
+  )
+  checkpoint.save(params, tiny_config.pretrained)
+  train.train_and_evaluate(tiny_config, tmp_path / 'run')
+  (tmp_path / 'a.npz').rename(tmp_path / 'b.npz')
+  tiny_config.pretrained = str(tmp_path / 'b.npz')
+  train.train_and_evaluate(tiny_config, tmp_path / 'run')
+  params['cls'] = params['cls'] + 1
+  tiny_config.pretrained = str(tmp_path / 'c.npz')
+  checkpoint.save(params, tiny_config.pretrained)
+  with pytest.raises(ValueError, match='from other weights than .*c.npz'):
+    train.train_and_evaluate(tiny_config, tmp_path / 'run')
 
 
 def test_a_class_folder_that_is_renamed_stops_the_run(tmp_path):
@@ -169,11 +258,52 @@ def test_a_run_from_before_a_key_goes_on_as_it_was(config, tmp_path):
   workdir.check(tmp_path, config, {}, {})
 
 
-def test_a_run_of_a_task_that_is_elsewhere_is_not_called_damaged(run):
+@pytest.fixture
+def foreign(run, tmp_path, monkeypatch):
+  """A run whose task is a module beside it, which tells that it was run."""
+  payload = "open('ran', 'w')\nfrom vit_jax.tasks.classify import Task\n"
+  (run / 'payload.py').write_text(payload)
+  (run / 'checkpoints').mkdir()
+  plain = json.loads((run / 'config.json').read_text())
+  plain['task'] = 'payload'
+  (run / 'config.json').write_text(json.dumps(plain))
+  monkeypatch.chdir(run)
+  monkeypatch.syspath_prepend(run)
+  yield run
+  sys.modules.pop('payload', None)
+
+
+def test_a_run_imports_no_module_that_the_user_has_not_named(
+  foreign, config, monkeypatch
+):
+  for use in (
+    lambda: workdir.load(foreign),
+    lambda: workdir.check(foreign, config, NAMES, DATA),
+    lambda: workdir.check_config(foreign, config),
+    lambda: reading.read(str(foreign)),
+  ):
+    with pytest.raises(
+      ValueError, match="the module 'payload', which .* with --task=payload"
+    ) as error:
+      use()
+    assert str(foreign) in str(error.value)
+  assert not (foreign / 'ran').exists()
+  monkeypatch.setattr(cli, 'named_tasks', {'payload'})
+  assert workdir.load(foreign)[0].task == 'payload'
+  assert (foreign / 'ran').exists()
+
+
+def test_a_module_that_this_process_has_imported_is_known(foreign):
+  run_config.get_task('payload')  # As train.train_and_evaluate does.
+  assert workdir.load(foreign)[0].task == 'payload'
+
+
+def test_a_task_that_the_user_names_and_python_does_not_find(run, monkeypatch):
   file = run / 'config.json'
   plain = json.loads(file.read_text())
   plain['task'] = 'no_such_module.registers'
   file.write_text(json.dumps(plain))
+  monkeypatch.setattr(cli, 'named_tasks', {'no_such_module.registers'})
   with pytest.raises(ValueError, match='needs the module of its task') as error:
     workdir.load(run)
   assert str(run) in str(error.value)

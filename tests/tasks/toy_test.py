@@ -21,7 +21,7 @@ FLAGS = (  # Forty steps.
 )  # fmt: skip
 
 
-def command(*args):
+def command(*args, status=0):
   """Runs `python -m ...` as a user would, in the checkout."""
   done = subprocess.run(
     [sys.executable, '-m', *args],
@@ -30,8 +30,8 @@ def command(*args):
     check=False,
     cwd=processes.ROOT,
   )
-  assert done.returncode == 0, done.stdout + done.stderr
-  return done.stdout
+  assert done.returncode == status, done.stdout + done.stderr
+  return done.stdout or done.stderr
 
 
 @pytest.fixture(scope='module')
@@ -72,13 +72,15 @@ def test_it_trains(trained):
 def test_it_evaluates_and_predicts(trained):
   workdir, _ = trained
   output = command(
-    'vit_jax.main', f'--workdir={workdir}', '--evaluate=train[:100]'
-  )
+    'vit_jax.main', f'--workdir={workdir}', '--evaluate=train[:100]',
+    '--task=tests.toy_task',
+  )  # fmt: skip
   assert re.search(r"split 'train\[:100\]' of digits: loss \d", output)
   assert 'num_examples 100' in output
-  output = command(
-    'vit_jax.predict', f'--workdir={workdir}', str(workdir / 'example.png')
-  )
+  predict = ('vit_jax.predict', f'--workdir={workdir}')
+  picture = str(workdir / 'example.png')
+  assert '--task=tests.toy_task' in command(*predict, picture, status=1)
+  output = command(*predict, picture, '--task=tests.toy_task')
   [value] = re.findall(r'\[(-?[\d.]+)\]', output)
   assert -1 < float(value) < 0  # White strokes on black.
 

@@ -1,6 +1,7 @@
 """Tests of weights and files that come from elsewhere."""
 
 import http.server
+import json
 import threading
 
 from etils import epath
@@ -11,31 +12,55 @@ from tests import tiny_models
 from tests import torch_models
 from tests import trees
 from vit_jax import checkpoint
+from vit_jax import cli
 from vit_jax import convert
+from vit_jax.configs import igpt
+from vit_jax.run import config as run_config
+from vit_jax.tasks import pixels
 from vit_jax.weights import fetch
 from vit_jax.weights import reading
 from vit_jax.weights import writing
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
+def headers():
+  """What the server sends besides, to be set: first where it redirects."""
+  return {}
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch, headers):
   """A server on loopback; yields its address and what it was asked for."""
   monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
+  # Without its certificate a server on loopback is not encrypted.
+  monkeypatch.setattr(fetch, '_check_encrypted', lambda url: None)
   asked = []
 
   class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
       asked.append(self.path)
       status = {'/403': 403, '/404': 404}.get(self.path[:4], 200)
-      self.send_response(status)
       served = tmp_path / 'served'
       if served.is_dir():
         served = served / self.path[1:]
+        status = 200 if served.exists() else 404
+      if self.path == '/moved.npz':
+        self.send_response(302)
+        self.send_header('Location', '/there.npz')
+        self.send_headers('first')
+        self.end_headers()
+        return
+      self.send_response(status)
+      self.send_headers('last')
       body = served.read_bytes() if status == 200 else b''
       short = 10 if self.path.startswith('/short') else 0
       self.send_header('Content-Length', str(len(body)))
       self.end_headers()
       self.wfile.write(body[: len(body) - short])
+
+    def send_headers(self, which):
+      for name, value in headers.get(which, {}).items():
+        self.send_header(name, value)
 
     def log_message(self, *_):
       pass
@@ -67,6 +92,28 @@ def test_the_config_beside_a_url_comes_along(tmp_path, server):
   assert found.image_size == (8, 12)
 
 
+def test_the_palette_beside_a_url_comes_along(tmp_path, server):
+  address, asked = server
+  (tmp_path / 'served').mkdir()
+  colors = {'clusters': [[-1.0] * 3, [0.5] * 3]}
+  file = tmp_path / 'served' / 'preprocessor_config.json'
+  file.write_text(json.dumps(colors))
+  np.save(tmp_path / 'served' / 'centers.npy', np.zeros((4, 3), np.float32))
+  config = igpt.get_config('s,cifar10,32')
+  config.pretrained = f'{address}/model.safetensors'
+  config.model.num_colors = 2
+  config = run_config.complete(config)
+  assert pixels.Task.learn(config, None)['palette'] == colors['clusters']
+  assert asked == ['/palette.json', '/preprocessor_config.json']
+  config.task_options.palette = f'{address}/centers.npy'
+  config.model.num_colors = 4
+  assert pixels.Task.learn(config, None)['palette'] == [[0.0] * 3] * 4
+  file.unlink()
+  config.task_options.palette = f'{address}/other/model.safetensors'
+  with pytest.raises(FileNotFoundError, match='/other. has no palette'):
+    pixels.Task.learn(config, None)
+
+
 @pytest.mark.parametrize(
   'page, error, message',
   [
@@ -84,17 +131,91 @@ def test_a_url_that_does_not_answer(tmp_path, server, page, error, message):
   assert not list((tmp_path / 'cache').rglob('*.npz*'))
 
 
+CONTENT = b'some weights'
+# Of coreutils: printf 'some weights' | md5sum, and sha256sum; md5 in base64.
+MD5 = '82884086d6c9b9cebbf1b53ad8c8b6b9'
+SHA256 = 'a0c76a31f14d6cbed530bfac73778a5bb84861b795e8bd5d4c8eee29784fb766'
+GOOG = 'crc32c=AAAAAA==,md5=gohAhtbJuc678bU62Mi2uQ=='
+
+
+@pytest.mark.parametrize(
+  'page, which, name, value',
+  [
+    ('a.npz', 'last', 'ETag', f'"{MD5}"'),
+    ('a.npz', 'last', 'ETag', f'"{SHA256}"'),
+    ('a.npz', 'last', 'x-goog-hash', GOOG),
+    ('moved.npz', 'first', 'X-Linked-ETag', f'"{SHA256}"'),
+  ],
+)
+def test_what_arrives_has_the_hash_that_the_server_gives(
+  tmp_path, server, headers, monkeypatch, page, which, name, value
+):
+  address, _ = server
+  headers[which] = {name: value}
+  if which == 'first':  # Anything: it is that of another server.
+    headers['last'] = {'ETag': f'"{MD5[::-1]}"'}
+  (tmp_path / 'served').write_bytes(CONTENT)
+  assert fetch.fetch(f'{address}/{page}').read_bytes() == CONTENT
+  (tmp_path / 'served').write_bytes(CONTENT[:-1] + b'S')
+  other = f'{address}/{page}?again'
+  if which == 'first':
+    other = f'{address}/{page}'
+    monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache2'))
+  with pytest.raises(
+    OSError, match='is not what the server has: its (md5|sha)'
+  ):
+    fetch.fetch(other)
+  assert not list(tmp_path.glob('cache2/*/*'))
+  monkeypatch.setenv(fetch.INSECURE, '1')
+  assert fetch.fetch(other).read_bytes()[-1:] == b'S'
+
+
+@pytest.mark.parametrize(
+  'sent',
+  [
+    {'ETag': f'W/"{MD5[::-1]}"'}, {'ETag': f'"{MD5[::-1]}-3"'},
+    {'ETag': '"5f1-60c"'}, {'x-goog-hash': 'crc32c=AAAAAA=='},
+    {'ETag': f'"{MD5[::-1]}"', 'x-amz-server-side-encryption': 'aws:kms'},
+  ],
+)  # fmt: skip
+def test_what_is_no_hash_of_the_file_is_not_compared(
+  tmp_path, server, headers, sent
+):
+  headers['last'] = sent
+  (tmp_path / 'served').write_bytes(CONTENT)
+  assert fetch.fetch(f'{server[0]}/a.npz').read_bytes() == CONTENT
+
+
+def test_what_is_not_encrypted_is_refused(monkeypatch, tmp_path):
+  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path))
+  monkeypatch.delenv(fetch.INSECURE, raising=False)
+  url = 'http://127.0.0.1:9/a.npz'  # Where nobody answers.
+  for use in (fetch.fetch, convert.read, checkpoint.load):
+    with pytest.raises(
+      ValueError, match=f"'{url}' is not encrypted.*--insecure"
+    ):
+      use(url)
+  redirect = fetch._Redirects().redirect_request
+  with pytest.raises(ValueError, match=f"'{url}' is not encrypted"):
+    redirect(None, None, 302, '', {}, url)
+  parser = cli.parser('some.command', '')
+  cli.add_model_flags(parser)
+  parser.parse_args(['--weights=a', '--insecure'])
+  with pytest.raises(OSError, match='cannot be fetched: .*refused'):
+    fetch.fetch(url)
+
+
 def test_a_bucket_that_answers_403(monkeypatch, tmp_path):
   """Where the bucket says no, the error says where else the weights are."""
   monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
 
-  def urlopen(request, timeout):
+  def urlopen(_, request, timeout):
     assert request.full_url == (
       'https://storage.googleapis.com/vit_models/augreg/R_Ti_16-i21k.npz'
     )
     raise fetch.urllib.error.HTTPError(request.full_url, 403, 'Forbidden', {}, None)  # fmt: skip
 
-  monkeypatch.setattr(fetch.urllib.request, 'urlopen', urlopen)
+  monkeypatch.setattr(fetch.urllib.request.OpenerDirector, 'open', urlopen)
   monkeypatch.setattr(fetch, '_copy_from_bucket', lambda *_: False)
   with pytest.raises(
     PermissionError, match='403 Forbidden. The same.*huggingface.co/timm'

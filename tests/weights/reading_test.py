@@ -16,6 +16,7 @@ from tests import trees
 from vit_jax import checkpoint
 from vit_jax import convert
 from vit_jax import models
+from vit_jax.configs import common
 from vit_jax.weights import reading
 
 # What must be imported in its own way.
@@ -131,3 +132,9 @@ def test_a_missing_package_names_the_extra(
   monkeypatch.setitem(sys.modules, package, None)
   with pytest.raises(ImportError, match=rf"pip install -e '\.\[{extra}\]'"):
     reading.read(str(tmp_path / name))
+  # Before the data of a run are opened.
+  config = common.get_config()
+  for place in (tmp_path / name, f'https://x.y/{name}?download=true'):
+    config.pretrained = str(place)
+    with pytest.raises(ImportError, match=rf"pip install -e '\.\[{extra}\]'"):
+      checkpoint.check_exists(config)

@@ -61,6 +61,7 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     '--num_heads', type=int, help='attention heads, if SRC does not tell it'
   )
+  flags.add_trust_flags(parser)
   return parser
 
 

@@ -55,6 +55,7 @@ def add_flags(parser: flags.Parser, split: str):
     help="option of the task in place of the run's, such as tight=1 for a "
     'detector; can be given several times',
   )
+  flags.add_trust_flags(parser)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

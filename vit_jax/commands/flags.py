@@ -6,6 +6,8 @@ import os
 
 from etils import epath
 
+from vit_jax import cli
+
 _CONFIG = 'config'
 
 
@@ -188,7 +190,7 @@ def require(args: argparse.Namespace, **examples: str):
 
 
 def add_model_flags(parser: argparse.ArgumentParser, required: bool = True):
-  """Adds the flags that name a model: --workdir or --weights, and --step.
+  """Adds the flags that name a model: --workdir or --weights, --step, --task.
 
   Args:
     parser: parser of a command.
@@ -202,6 +204,38 @@ def add_model_flags(parser: argparse.ArgumentParser, required: bool = True):
   parser.add_argument(
     '--step', type=int, help='step of the checkpoint (the newest)'
   )
+  add_trust_flags(parser)
+
+
+def add_trust_flags(parser: argparse.ArgumentParser):
+  """Adds --task and --insecure: what a command may trust."""
+  parser.add_argument(
+    '--insecure',
+    action=_Insecure,
+    nargs=0,
+    help='allow files from http://, and files whose hash is not the one that '
+    'their server gives',
+  )
+  parser.add_argument(
+    '--task',
+    type=_named_task,
+    metavar='MODULE',
+    help='module of the task of a run whose task is none of the package: its '
+    'code is run, so name only a module that you trust',
+  )
+
+
+class _Insecure(argparse.Action):
+  """Sets the variable that vit_jax/weights/fetch.py reads."""
+
+  def __call__(self, *_):
+    os.environ['VIT_JAX_INSECURE'] = '1'
+
+
+def _named_task(module):
+  """Lets a run import a module for its task."""
+  cli.named_tasks.add(module)
+  return module
 
 
 def check_model_flags(args: argparse.Namespace):

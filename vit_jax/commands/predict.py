@@ -23,6 +23,9 @@ from collections.abc import Sequence
 from vit_jax import cli
 from vit_jax.commands import flags
 
+# Greatest number of images of --sample.
+_MOST_SAMPLES = 4096
+
 
 def make_parser() -> flags.Parser:
   """Returns the parser of this command."""
@@ -96,6 +99,13 @@ def _check_inputs(args):
     raise ValueError(
       'give one of image files, --sample=NUMBER and --complete FILE, not '
       + (' and '.join(k for k, v in given.items() if v) or 'none of them')
+    )
+  if args.top < 1:
+    raise ValueError(f'--top={args.top} must be 1 or more')
+  if args.sample is not None and not 1 <= args.sample <= _MOST_SAMPLES:
+    raise ValueError(
+      f'--sample={args.sample} must be from 1 to {_MOST_SAMPLES:,}, which are drawn '
+      'into one picture'
     )
   if args.rows is not None and not args.complete:
     raise ValueError(

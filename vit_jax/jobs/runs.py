@@ -16,7 +16,6 @@ import time
 from typing import Any
 from typing import NamedTuple
 
-from etils import epath
 import jax
 import ml_collections
 
@@ -213,23 +212,43 @@ def _read(workdir, run) -> dict | None:
   """Returns the content of a run's result.json; None if the run is not done."""
 
   def read():
-    file = epath.Path(workdir) / run.name / _RESULT
+    file = workdir_lib.folder(workdir) / run.name / _RESULT
     try:
       found = json.loads(file.read_text())
-      if not isinstance(found, dict) or not {'metrics', 'diverged'} & set(
-        found
-      ):
-        raise ValueError('it has no metrics')
+      _check_result(found, run.config)
       return found
     except (FileNotFoundError, NotADirectoryError):
       return None
-    except ValueError as e:
+    except (ValueError, RecursionError, IsADirectoryError) as e:
       raise ValueError(
         f"'{file}' is damaged: {e}; delete it, and the same command reads the "
         "run's metrics anew"
       ) from e
 
   return processes.from_first(f'reading the result of {run.name}', read)
+
+
+def _check_result(found, config):
+  """Raises ValueError if this is not what `_train` has stored of a run."""
+  if not isinstance(found, dict) or not {'metrics', 'diverged'} & set(found):
+    raise ValueError('it has no metrics')
+  if not isinstance(found.get('config', {}), dict):
+    raise ValueError(f"'config' is {found['config']!r:.50}, not an object")
+  if 'diverged' in found:
+    if not isinstance(found['diverged'], str):
+      raise ValueError(f"'diverged' is {found['diverged']!r:.50}, not a text")
+    return
+  metrics = found['metrics']
+  if not isinstance(metrics, dict):
+    raise ValueError(f"'metrics' is {metrics!r:.50}, not an object")
+  for name, value in metrics.items():
+    if type(value) not in (int, float):
+      raise ValueError(f'{name} is {value!r:.50}, not a number')
+    if metrics_lib.is_share(name) and not 0 <= value <= 1:
+      raise ValueError(f'{name} is {value}, not a share from 0 to 1')
+  best = config.get('best_metric')
+  if best in metrics and not rules.is_number(metrics[best]):
+    raise ValueError(f'{best} is {metrics[best]}, not a number')
 
 
 # --- Checking ---
@@ -271,7 +290,7 @@ def _check_run(run, folder, found):
   config = run_config.complete(run.config)
   workdir_lib.as_begun(folder, config)
   train.check(config)
-  workdir_lib.check_config(folder, config)
+  workdir_lib.check_config(folder, config, moved=found is None)
   if found is None:
     checkpoint.check_exists(config)
     return
@@ -285,6 +304,12 @@ def _check_run(run, folder, found):
       f"workdir='{folder}' holds a run that is done with another config:\n  "
       + '\n  '.join(differing)
       + '\nUse another --workdir, or delete that folder to train the run anew'
+    )
+  if 'metrics' in found and config.best_metric not in found['metrics']:
+    raise ValueError(
+      f"'{folder}/{_RESULT}' has no {config.best_metric}, but "
+      f'{list(found["metrics"])}: delete it, and the same command reads the '
+      "run's metrics anew"
     )
 
 

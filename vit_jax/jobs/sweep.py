@@ -15,7 +15,6 @@ import re
 from typing import Any
 from typing import NamedTuple
 
-from etils import epath
 import ml_collections
 
 from vit_jax import cli
@@ -259,7 +258,7 @@ def _check_workdir(plan, workdir):
   """Checks that the workdir holds no other sweep."""
 
   def read():
-    file = epath.Path(workdir) / _FILE
+    file = workdir_lib.folder(workdir) / _FILE
     return json.loads(file.read_text()) if file.exists() else None
 
   old = processes.from_first('reading the sweep of the workdir', read)

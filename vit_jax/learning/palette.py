@@ -8,7 +8,9 @@ A palette is float32 [K, C] in [-1, 1], of K colours with C channels each. A fil
 of one is a .npy of that array, as OpenAI has released it.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
+import contextlib
 import json
 
 from etils import epath
@@ -113,12 +115,15 @@ def sample(batches: Iterable[np.ndarray], each: int, seed: int) -> np.ndarray:
   return np.concatenate(found).astype(np.float32)
 
 
-def load(path: str) -> np.ndarray:
+def load(path: str, fetch: Callable[[str], epath.Path]) -> np.ndarray:
   """Reads a palette on process 0, and tells it to the others.
 
   Args:
     path: a .npy, such as the released kmeans_centers.npy; or weights whose
-      folder has the palette: the workdir of a run, or a model of Hugging Face.
+      folder has the palette: the workdir of a run, or a model of Hugging Face;
+      local, at gs://, or a URL.
+    fetch: function that returns the local path of a URL, see
+      vit_jax.weights.fetch.
 
   Returns:
     float32 [K, C].
@@ -127,17 +132,22 @@ def load(path: str) -> np.ndarray:
     FileNotFoundError: if there is no such file, or no palette in the folder.
     ValueError: if the file holds no palette.
   """
-  found = processes.from_first('reading the palette', lambda: _read(path))
+  found = processes.from_first(
+    'reading the palette', lambda: _read(path, fetch)
+  )
   return np.asarray(found, np.float32)
 
 
-def _read(path):
+def _read(path, fetch):
   """Returns a palette as lists, see `load`."""
-  file, key = epath.Path(path), None
-  if not file.exists():
-    raise FileNotFoundError(f"there is no palette '{path}': {_REMEDY}")
-  if file.suffix != '.npy':
-    file, key = _beside(file)
+  if path.startswith(('http://', 'https://')):
+    file, key = _at_url(path, fetch)
+  else:
+    file, key = epath.Path(path), None
+    if not file.exists():
+      raise FileNotFoundError(f"there is no palette '{path}': {_REMEDY}")
+    if file.suffix != '.npy':
+      file, key = _beside(file)
   try:
     if file.suffix == '.npy':
       with file.open('rb') as f:
@@ -146,7 +156,7 @@ def _read(path):
       found = json.loads(file.read_text())
       found = np.asarray(found[key] if key else found)
     wrong = rule(found)
-  except (ValueError, KeyError, TypeError, EOFError) as e:
+  except (ValueError, LookupError, TypeError, EOFError, RecursionError) as e:
     raise ValueError(f"'{file}' holds no palette: {e}; {_REMEDY}") from e
   if wrong:
     raise ValueError(
@@ -154,6 +164,19 @@ def _read(path):
       f' {wrong}; {_REMEDY}'
     )
   return found.tolist()
+
+
+def _at_url(url, fetch):
+  """Fetches the palette at a URL, or beside weights; returns it and its key."""
+  if url.partition('?')[0].endswith('.npy'):
+    return fetch(url), None
+  folder = url.rpartition('/')[0]
+  for name, key in _FILES.items():
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+      return fetch(f'{folder}/{name}'), key
+  raise FileNotFoundError(
+    f"'{folder}' has no palette ({' or '.join(_FILES)}): {_REMEDY}"
+  )
 
 
 def _beside(path):

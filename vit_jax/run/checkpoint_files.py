@@ -7,26 +7,37 @@ files, before the checkpoint appears under its name:
   default/checksums/process_N.json   the files of process N
   default/checksums.json             all other files, including those above
 
+  default/metrics.json               the metric that selects the best, if known;
+                                     it has a checksum of its own, since it may
+                                     become known later
+
 A checkpoint without checksums.json is of an older version, and is not checked.
 A checkpoint that a kill interrupted does not have its name yet.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import os
 import re
 import zlib
 
+from absl import logging
 from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from vit_jax.configs import rules
+from vit_jax.run import workdir as workdir_lib
+
 NAME = 'checksums.json'
+METRICS = 'metrics.json'
 _FOLDER = 'checksums'
 # Words in TensorStore's ValueError for storage that does not answer.
 _UNAVAILABLE = re.compile(
@@ -43,10 +54,13 @@ class DamagedError(ValueError):
 
 
 class Handler(ocp.PyTreeCheckpointHandler):
-  """Writes a tree of arrays, and checksums of all of its files."""
+  """Writes a tree of arrays, metrics, and checksums of all of their files."""
+
+  _metrics: Mapping[str, float]
 
   async def async_save(self, directory, args=None):
     """Begins to save; the last future writes this process's checksums."""
+    self._metrics = args.metrics
     futures = await super().async_save(directory, args=args)
     return [
       ocp.future.ChainedFuture(futures or [], lambda: _write_own(directory))
@@ -59,12 +73,61 @@ class Handler(ocp.PyTreeCheckpointHandler):
     for part in (directory / _FOLDER).iterdir():
       names -= _load(part).keys()
     _write(directory, directory / NAME, names)
+    write_metrics(directory, self._metrics)
 
 
 # Orbax requires both arguments; restoring uses Orbax's own handler.
 @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
+@dataclasses.dataclass
 class Save(ocp.args.PyTreeSave):
-  """Argument of `Handler` for saving."""
+  """Argument of `Handler` for saving.
+
+  Attributes:
+    metrics: metrics of the state by name; numbers.
+  """
+
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def write_metrics(directory: epath.Path, metrics: Mapping[str, float]):
+  """Writes the metrics of a checkpoint, if there are any."""
+  if metrics:
+    workdir_lib.write_atomically(
+      directory / METRICS, _with_checksum(dict(metrics))
+    )
+
+
+def read_metric(checkpoint: epath.Path, name: str) -> float | None:
+  """Returns a metric of a checkpoint; None if it is unknown.
+
+  Args:
+    checkpoint: folder of the checkpoint, of this version or an older one.
+    name: name of the metric.
+
+  Raises:
+    OSError: if the storage does not answer.
+  """
+  for path, load in (
+    (checkpoint / 'default' / METRICS, _load),
+    (
+      checkpoint / 'metrics' / 'metrics',
+      lambda path: _parse(path.read_bytes()),
+    ),
+  ):
+    try:
+      value = load(path).get(name)
+    except (FileNotFoundError, NotADirectoryError):
+      continue
+    except (DamagedError, AttributeError) as e:
+      logging.warning(
+        "'%s' is damaged: %s. The checkpoint can be restored, but is not counted "
+        'among those that may be the best',
+        path,
+        e,
+      )
+      return None
+    return value if rules.is_number(value) else None
+  return None
 
 
 def check(directory: epath.Path, part: int = 0, parts: int = 1):
@@ -222,8 +285,13 @@ def _write(directory, path, names: Iterable[str]):
   found = _in_threads(lambda b: _digest(directory / b[0], b[1]), blocks)
   for (name, _), digest in zip(blocks, found, strict=True):
     table[name]['digests'].append(digest)
-  text = json.dumps(table)
-  path.write_text(f'{zlib.crc32(text.encode())}\n{text}')
+  path.write_text(_with_checksum(table))
+
+
+def _with_checksum(content) -> str:
+  """Returns the text of a file that `_load` reads."""
+  text = json.dumps(content)
+  return f'{zlib.crc32(text.encode())}\n{text}'
 
 
 def _blocks(sizes) -> list[tuple[str, int]]:
@@ -236,12 +304,19 @@ def _blocks(sizes) -> list[tuple[str, int]]:
 
 
 def _load(path) -> dict:
-  """Reads a file of `_write`: {name: {'size': bytes, 'digests': [...]}}."""
+  """Reads JSON with a checksum, such as {name: {'size': .., 'digests': [..]}}."""
   data = path.read_bytes()
   digest, _, text = data.partition(b'\n')
   if digest != str(zlib.crc32(text)).encode():
     raise DamagedError(f"'{path}' is not what was written: checksum differs")
-  return json.loads(text)
+  return _parse(text)
+
+
+def _parse(text: bytes):
+  try:
+    return json.loads(text)
+  except (ValueError, RecursionError) as e:
+    raise DamagedError(str(e)) from e
 
 
 def _files(directory) -> list[str]:

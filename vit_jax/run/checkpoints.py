@@ -11,7 +11,10 @@ the end raise the error without renaming anything.
 """
 
 from collections.abc import Callable
+import errno
+import itertools
 import math
+import re
 import time
 from typing import Any
 from typing import NamedTuple
@@ -20,7 +23,6 @@ from absl import logging
 from etils import epath
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers
 
 from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoint_files as files
@@ -31,6 +33,7 @@ from vit_jax.scale import processes
 RETRY_AFTER = (1, 4, 16)
 # Attempts of a reader to list checkpoints while a run writes and deletes them.
 _LISTINGS = 20
+_STEP = re.compile('0|[1-9][0-9]*')  # Name of the folder of a checkpoint.
 _ITEM = 'default'  # Orbax's name for the only item of a checkpoint.
 
 
@@ -71,20 +74,26 @@ class Checkpoints:
     self._read_only = read_only
     self.directory = workdir_lib.absolute(workdir) / 'checkpoints'
     self._best_metric = best_metric
-    self._policies = [checkpoint_managers.LatestN(max(1, keep))]
-    self._value = None  # Function of the metrics; greater is better.
-    if best_metric:
-      sign = -1 if low else 1
-      worst = -sign * float('inf')
-      self._value = lambda metrics: sign * metrics.get(best_metric, worst)
-      self._policies.append(
-        checkpoint_managers.BestN(
-          get_metric_fn=self._value, n=1, keep_checkpoints_without_metrics=False
-        )
-      )
+    self._policy = _Policy(max(1, keep), low)
     self._manager = None  # Created by the first `save`.
 
   # --- Writing ---
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, kind, *_):
+    """Completes what is being written, whatever the `with` block has raised.
+
+    Ctrl-C alone does not wait.
+    """
+    if kind is None:
+      self.close()
+    elif issubclass(kind, Exception):
+      try:
+        self.close()
+      except OSError as e:
+        logging.error('%s', e)  # Beside the error of the block.
 
   def save(
     self, step: int, state: state_lib.TrainState, metrics: dict | None = None
@@ -95,13 +104,13 @@ class Checkpoints:
       OSError: if this or the previous checkpoint cannot be written.
     """
     try:
+      if self._manager is None:
+        self._begin()
       # In Orbax the other processes would wait for a process that fails here.
-      processes.attempt('beginning a checkpoint', self._open)
-      found = (metrics or {}).get(self._best_metric)
+      processes.attempt('beginning a checkpoint', lambda: self._probe(step))
+      rated = self._rate(step, metrics)
       begun = self._manager.save(
-        step,
-        args=files.Save(_stored(state)),
-        metrics={} if found is None else {self._best_metric: float(found)},
+        step, args=files.Save(_stored(state), metrics=rated)
       )
       if not begun:
         raise ValueError(
@@ -110,24 +119,67 @@ class Checkpoints:
     except Exception as e:
       raise self._failure(e) from e
 
-  def _open(self):
-    """Creates Orbax's manager if needed; checks that files can be written."""
+  def rate(self, step: int, metrics: dict):
+    """Stores the metrics of a checkpoint that was saved without.
+
+    Process 0 does so for all.
+
+    Args:
+      step: step of the complete checkpoint; nothing is done if there is none.
+      metrics: metrics by name.
+    """
+    rated, folder = (
+      self._rate(step, metrics),
+      self.directory / str(step) / _ITEM,
+    )
+
+    def write():
+      if folder.is_dir():
+        files.write_metrics(folder, rated)
+
+    processes.from_first('rating a checkpoint', write)
+
+  def _rate(self, step, metrics) -> dict[str, float]:
+    """Notes the metric that selects the best; returns it by name, if known."""
+    value = (metrics or {}).get(self._best_metric)
+    if value is None:
+      return {}
+    self._policy.values[step] = float(value)
+    return {self._best_metric: float(value)}
+
+  def _probe(self, step):
+    """Checks that this process can write; process 0 makes way for a step."""
+    self.directory.mkdir(parents=True, exist_ok=True)
+    probe = self.directory / f'.probe_{jax.process_index()}'
+    probe.write_text('')
+    probe.unlink()
     if jax.process_index() == 0:
-      self.directory.mkdir(parents=True, exist_ok=True)
-      (self.directory / '.probe').write_text('')
-      (self.directory / '.probe').unlink()
-    if self._manager is not None:
-      return
+      names = {path.name for path in self.directory.iterdir()}
+      if str(step) in names and step not in _list(self.directory, True):
+        self._rename([step])
+
+  def _begin(self):
+    """Creates Orbax's manager, for the complete checkpoints that there are."""
+
+    def find():
+      best, steps = self._best_metric, _find(self.directory, complete=True)
+      return [
+        (step, best and files.read_metric(self.directory / str(step), best))
+        for step in steps
+      ]
+
+    begun = processes.from_first('reading the metrics of the checkpoints', find)
+    self._policy.values = {s: value for s, value in begun if value is not None}
     everyone = (
       set(range(jax.process_count())) if jax.process_count() > 1 else None
     )
     self._manager = ocp.CheckpointManager(
       self.directory,
       options=ocp.CheckpointManagerOptions(
-        preservation_policy=checkpoint_managers.AnyPreservationPolicy(
-          self._policies
-        ),
-        best_fn=self._value,  # Also makes Orbax store the metrics.
+        preservation_policy=self._policy,
+        step_name_format=_Steps([step for step, _ in begun]),
+        # Orbax's own files about a checkpoint have no checksums: do not read.
+        lightweight_initialize=True,
         create=False,
         save_root_metadata=False,
         cleanup_tmp_directories=True,
@@ -153,6 +205,7 @@ class Checkpoints:
   def close(self):
     """Waits like `wait`, and frees resources."""
     self._finish(lambda manager: manager.close())
+    self._manager = None
 
   def _finish(self, call: Callable):
     if self._manager is None:
@@ -160,6 +213,7 @@ class Checkpoints:
     try:
       call(self._manager)
     except Exception as e:
+      self._manager = None  # It cannot be used again.
       raise self._failure(e) from e
 
   def _failure(self, cause):
@@ -282,7 +336,8 @@ class Checkpoints:
     All processes return the same kind, or raise OSError.
     """
     path, suspect = self.directory / str(step) / _ITEM, False
-    for delay in (0, *RETRY_AFTER, None):
+    delays = iter((0, *RETRY_AFTER, None))
+    while True:
       found, damage, error = files.attempt(path, step, read)
       everyone = processes.gather(
         f'restoring the checkpoint of step {step}',
@@ -292,7 +347,7 @@ class Checkpoints:
       damages = [damage for damage, _ in everyone if damage]
       errors = [error for _, error in everyone if error]
       if errors:
-        _try_again(f"the checkpoint '{path.parent}'", errors[0], delay)
+        _try_again(f"the checkpoint '{path.parent}'", errors[0], next(delays))
       elif not damages:
         return found, None
       elif suspect:  # Damage seen twice is not a passing error.
@@ -310,15 +365,68 @@ class Checkpoints:
     """Renames damaged checkpoints, so that they are kept out of the way."""
     if self._read_only:
       return
-    target = self.directory.parent / 'damaged_checkpoints'
+    processes.from_first(
+      'moving damaged checkpoints aside', lambda: self._rename(damaged)
+    )
 
-    def move():
-      target.mkdir(parents=True, exist_ok=True)
-      for step in damaged:
-        count = sum(1 for _ in target.iterdir())
-        (self.directory / str(step)).rename(target / f'{step}_{count}')
+  def _rename(self, steps):
+    """Moves what lies under the names of steps to another folder."""
+    for number in itertools.count():
+      name = f'damaged_checkpoints{f"_{number}" if number else ""}'
+      target = self.directory.parent / name
+      if target.is_dir() or not target.exists():
+        break
+    target.mkdir(parents=True, exist_ok=True)
+    for step in steps:
+      count = sum(1 for _ in target.iterdir())
+      (self.directory / str(step)).rename(target / f'{step}_{count}')
 
-    processes.from_first('moving damaged checkpoints aside', move)
+
+class _Policy:
+  """Tells Orbax which checkpoints to keep: the newest, and the best.
+
+  Args:
+    keep: number of the newest.
+    low: whether the lowest value is the best.
+
+  Attributes:
+    values: the metric that selects the best, by step, where it is known.
+  """
+
+  def __init__(self, keep: int, low: bool):
+    self._keep = keep
+    self._sign = -1 if low else 1
+    self.values: dict[int, float] = {}
+
+  def should_preserve(self, checkpoints, *, context) -> list[bool]:
+    """Returns for each checkpoint, the oldest first, whether to keep it."""
+    del context
+    steps = [checkpoint.step for checkpoint in checkpoints]
+    kept = steps[-self._keep :]
+    rated = [step for step in steps if step in self.values]
+    if rated:
+      kept.append(max(rated, key=lambda x: (self._sign * self.values[x], x)))
+    return [step in kept for step in steps]
+
+
+class _Steps(ocp.path.step.NameFormat):
+  """Tells Orbax the checkpoints that there are, and how they are named.
+
+  Args:
+    steps: steps of the complete checkpoints.
+  """
+
+  def __init__(self, steps: list[int]):
+    self._steps = steps
+
+  def build_name(self, step: int) -> str:
+    return str(step)
+
+  def find_all(self, base_path):
+    return (self.find_step(base_path, step) for step in self._steps)
+
+  def find_step(self, base_path, step: int):
+    return ocp.path.step.Metadata(step, epath.Path(base_path) / str(step))
 
 
 def has_checkpoint(workdir) -> bool:
@@ -376,7 +484,7 @@ def _meet(*, key: str, timeout_ms: int):
 def _list(directory: epath.Path, complete: bool) -> list[int]:
   """Returns the steps that have a folder, ascending."""
   try:
-    folders = [path for path in directory.iterdir() if path.name.isdigit()]
+    paths = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
   except (FileNotFoundError, NotADirectoryError):
     return []
   # In a bucket nothing is renamed; a file marks complete checkpoints.
@@ -385,8 +493,9 @@ def _list(directory: epath.Path, complete: bool) -> list[int]:
     needed.append('commit_success.txt')
   return sorted(
     int(path.name)
-    for path in folders
-    if not complete or all(_exists(path / name) for name in needed)
+    for path in paths
+    if all(_exists(path / name) for name in needed)
+    or (not complete and path.is_dir())
   )
 
 
@@ -406,6 +515,10 @@ def _exists(path: epath.Path) -> bool:
     return True
   except (FileNotFoundError, NotADirectoryError):
     return False
+  except OSError as e:
+    if e.errno == errno.ELOOP:  # A link to itself.
+      return False
+    raise
 
 
 def _stored(state: state_lib.TrainState) -> dict:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import copy
 import importlib
 import importlib.util
+import sys
 import traceback
 
 from absl import logging
@@ -73,6 +74,28 @@ def get_task(name: str) -> type:
       f"task='{name}': the module has no class Task (config.task)"
     )
   return found.Task
+
+
+def check_stored_task(name: str):
+  """Refuses the task of a stored config if its import would run foreign code.
+
+  A run or weights may come from anyone, and are data. Allowed are the tasks of
+  this package, modules that the command line names, and those that this process
+  has imported already: for a config that a user has written, or in a notebook.
+
+  Args:
+    name: the task that a stored config names.
+
+  Raises:
+    ValueError: if it is another module.
+  """
+  known = {*TASKS, *TASKS.values(), *cli.named_tasks, *sys.modules}
+  if isinstance(name, str) and name not in known:
+    raise ValueError(
+      f"its task is the module '{name}', which is not one of this package's: if "
+      f'you trust the code of that module, name it with --task={name} (in '
+      'Python: import it first)'
+    )
 
 
 def _task_module(name) -> str:

@@ -167,6 +167,7 @@ class Run:
     done = self.evaluate(stop)  # A signal had interrupted this evaluation.
     if done is None:
       raise stopping.Interrupted(self.step, stop.signal)
+    self.checkpoints.rate(self.step, done)
     return done
 
   def save(self, metrics: dict | None):

@@ -126,17 +126,29 @@ def _line(scalars) -> str:
 def _parse(path) -> tuple[list[dict], list[bytes]]:
   """Returns the metrics in a metrics.jsonl, and the lines that are not metrics.
 
-  An incomplete last line belongs to neither.
+  An incomplete last line belongs to neither; a line that occurs twice counts
+  once.
+
+  Raises:
+    ValueError: if there is a folder in place of the file.
   """
-  *whole, last = path.read_bytes().split(b'\n') if path.exists() else [b'']
-  found, bad = [], []
+  try:
+    *whole, last = path.read_bytes().split(b'\n') if path.exists() else [b'']
+  except IsADirectoryError as e:
+    raise ValueError(
+      f"'{path}' is a folder and must be a file: move it away, and the run writes "
+      'a new one'
+    ) from e
+  found, bad, seen = [], [], set()
   for text in (*whole, last):
     try:
       line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
       line = None
     if _is_metrics(line):
-      found.append(line)
+      if text not in seen:
+        found.append(line)
+      seen.add(text)
     elif text.strip() and text is not last:
       bad.append(text)
   return found, bad

@@ -5,6 +5,7 @@ class_names.json   for classification: names of the classes, in the order of the
                    logits; other tasks have other metadata, a NAME.json each
 data.json          fingerprints of the data (counts and hashes), and a hash of
                    the metadata
+weights.json       a hash of the weights that the run began with, if any
 versions.json      versions of Python and of important packages
 """
 
@@ -19,7 +20,9 @@ from typing import Any
 from absl import logging
 from etils import epath
 import ml_collections
+import numpy as np
 
+from vit_jax.files import index as index_lib
 from vit_jax.run import config as run_config
 from vit_jax.scale import processes
 
@@ -42,11 +45,15 @@ FREE_KEYS = (
   'max_image_pixels',
   'mesh',
   'model.attention',
+  'model.masks_at_a_time',
   'model.remat',
   'model.scan',
   'model.transformer.attention',
   'model.transformer.remat',
   'model.transformer.scan',
+  'model.vit.transformer.attention',
+  'model.vit.transformer.remat',
+  'model.vit.transformer.scan',
   'prefetch',
   'profile_steps',
   'progress_every',
@@ -59,7 +66,14 @@ FREE_KEYS = (
 )
 # Keys that are computed from the size of the data.
 _LENGTHS = ('total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs')
-_DATA = 'data.json'
+# Keys that tell where data and weights are: compared are their fingerprints.
+_PLACES = {
+  'data.json': ('dataset',),
+  'weights.json': ('model_or_filename', 'pretrained', 'pretrained_dir'),
+}
+_DATA, _WEIGHTS = _PLACES
+# Beginnings of places outside of this machine.
+_SCHEMES = ('gs', 's3')
 PACKAGES = (
   'vit_jax',
   'jax',
@@ -72,6 +86,21 @@ PACKAGES = (
   'tensorflow-datasets',
   'numpy',
 )
+
+
+def folder(workdir) -> epath.Path:
+  """Returns the path of a workdir.
+
+  Raises:
+    ValueError: if nothing can be written there, such as at http://.
+  """
+  scheme, found, _ = str(workdir).partition('://')
+  if found and scheme not in _SCHEMES:
+    raise ValueError(
+      f"workdir='{workdir}': runs lie in a folder or at gs://, not at {scheme}:// "
+      '(--workdir)'
+    )
+  return epath.Path(workdir)
 
 
 def absolute(path) -> epath.Path:
@@ -112,16 +141,18 @@ def check(
   """
   processes.from_first(
     'checking the workdir',
-    lambda: _check(epath.Path(workdir), config, metadata, data),
+    lambda: _check(folder(workdir), config, metadata, data),
   )
 
 
-def check_config(workdir, config):
+def check_config(workdir, config, moved: bool = True):
   """Checks a config as `check` does, except its lengths; needs no data.
 
   Args:
     workdir: see check.
     config: a complete config; its length may be given in epochs.
+    moved: whether data and weights may be elsewhere than before, since `check`
+      and `check_weights` compare their content later.
 
   Raises:
     ValueError: see check.
@@ -129,11 +160,11 @@ def check_config(workdir, config):
   free = (*FREE_KEYS, *_LENGTHS)
   processes.from_first(
     'checking the workdir',
-    lambda: _check_config(epath.Path(workdir), config, free),
+    lambda: _check_config(folder(workdir), config, free, moved),
   )
 
 
-def _check_config(path, config, free) -> bool:
+def _check_config(path, config, free, moved=True) -> bool:
   """Checks the config of a run; returns False if no run has started here."""
   if path.exists() and not path.is_dir():
     raise ValueError(f"workdir='{path}' is a file: give a folder (--workdir)")
@@ -144,8 +175,9 @@ def _check_config(path, config, free) -> bool:
         'not from a run of this program; use another --workdir'
       )
     return False
-  old = _read_config(path)
-  differing = differences(to_plain(old), to_plain(config), free)
+  old, new = to_plain(_read_config(path)), to_plain(config)
+  places = _places(path, old, new) if moved else ()
+  differing = differences(old, new, (*free, *places))
   if differing:
     raise ValueError(
       f"workdir='{path}' belongs to a run of another config:\n  "
@@ -153,6 +185,79 @@ def _check_config(path, config, free) -> bool:
       + '\nUse another --workdir, or the same config to resume that run'
     )
   return True
+
+
+def _places(path, old, new) -> list[str]:
+  """Returns the keys of _PLACES whose content is compared by fingerprints."""
+  kept = {
+    name: keys for name, keys in _PLACES.items() if (path / name).exists()
+  }
+  return [
+    key
+    for keys in kept.values()
+    for key in keys
+    # The numbers of a mixture of data sets are no place.
+    if all(isinstance(x.get(key), str | None) for x in (old, new))
+  ]
+
+
+def has_moved_weights(workdir, config) -> bool:
+  """Returns whether a run's config names its weights at another place."""
+
+  def compare():
+    path = folder(workdir)
+    if not (path / _WEIGHTS).exists():
+      return False
+    old, new = (to_plain(x) for x in (_read_config(path), config))
+    return any(old.get(key) != new.get(key) for key in _PLACES[_WEIGHTS])
+
+  return processes.from_first('looking for the weights of the run', compare)
+
+
+def check_weights(workdir, config, weights: Mapping[str, Any]):
+  """Checks that weights are those that the run in a folder has begun with.
+
+  Args:
+    workdir: the folder; it need not exist.
+    config: names the weights.
+    weights: arrays by path.
+
+  Raises:
+    ValueError: if they are others.
+  """
+
+  def compare():
+    file = folder(workdir) / _WEIGHTS
+    if not file.exists():
+      return
+    if _read_object(file).get('weights') != _digest_of_arrays(weights):
+      named = {key: config[key] for key in _PLACES[_WEIGHTS] if config[key]}
+      raise ValueError(
+        f"workdir='{workdir}' belongs to a run from other weights than those of "
+        f'{named or "config.pretrained=None"}: restore the former to resume that '
+        'run, or use another --workdir'
+      )
+
+  processes.from_first('comparing the weights', compare)
+
+
+def store_weights(workdir, weights: Mapping[str, Any]):
+  """Stores a hash of the weights that a run begins with, for check_weights."""
+
+  def write():
+    content = json.dumps({'weights': _digest_of_arrays(weights)})
+    write_atomically(folder(workdir) / _WEIGHTS, content)
+
+  processes.from_first('storing a hash of the weights', write)
+
+
+def _digest_of_arrays(arrays) -> str:
+  parts = []
+  for name in sorted(arrays):
+    array = np.ascontiguousarray(arrays[name])
+    parts += [f'{name}{array.shape}{array.dtype}'.encode()]
+    parts += [array.reshape(-1).view(np.uint8)]
+  return index_lib.digest(parts)
 
 
 def _check(path, config, metadata, data):
@@ -225,7 +330,8 @@ def differences(old, new, free=()) -> list[str]:
   return [
     f'{key}: {old.get(key)} there, {new.get(key)} here'
     for key in sorted({*old, *new})
-    if old.get(key) != new.get(key) and not {key, key.split('.')[0]} & set(free)
+    if old.get(key) != new.get(key)
+    and not any(f'{key}.'.startswith(f'{other}.') for other in free)
   ]
 
 
@@ -245,7 +351,7 @@ def create(
   """
 
   def write():
-    path = epath.Path(workdir)
+    path = folder(workdir)
     files = {f'{name}.json': value for name, value in metadata.items()}
     files[_DATA] = {'metadata': _digest(metadata), 'sources': data}
     files['versions.json'] = _versions()
@@ -275,43 +381,50 @@ def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
     ValueError: if its files cannot be read or were changed, or its task is
       unknown.
   """
-  path = epath.Path(workdir)
+  path = folder(workdir)
   config = _read_config(path)
   task = run_config.get_task(config.task)
-  names = task.METADATA
-  metadata = {name: _read_json(_existing(path, name)) for name in names}
+  metadata = {name: _read_json(_existing(path, name)) for name in task.METADATA}
   if (path / _DATA).exists():
     if _read_object(path / _DATA).get('metadata') != _digest(metadata):
       raise ValueError(
-        f"{[f'{name}.json' for name in names]} in workdir='{path}' are not those "
+        f"{[f'{name}.json' for name in metadata]} in workdir='{path}' are not those "
         'that the run has learned (data.json has a hash of them): restore the files '
         'that the run wrote'
       )
-  for name, rule in task.METADATA_RULES.items():
-    wrong = rule(metadata[name])
-    if wrong:  # Runs of older versions have no hash of the metadata.
-      raise _damaged(path / f'{name}.json', f'{metadata[name]!r:.50} {wrong}')
-  return config, metadata
+  # Runs of older versions have no hash of the metadata.
+  return config, _checked(path, metadata, task.METADATA_RULES)
 
 
-def stored(workdir, names) -> dict[str, Any]:
+def stored(workdir, names, rules) -> dict[str, Any]:
   """Returns metadata of the run in a folder; {} if no run has begun there.
 
   Args:
     workdir: the folder; it need not exist.
     names: names of the metadata.
+    rules: rules for them by name, see vit_jax.tasks.base.Task.METADATA_RULES.
 
   Raises:
     FileNotFoundError, ValueError: if a file is missing or damaged.
   """
 
   def find():
-    path = epath.Path(workdir)
+    path = folder(workdir)
     if not (path / 'config.json').exists():
       return {}
-    return {name: _read_json(_existing(path, name)) for name in names}
+    found = {name: _read_json(_existing(path, name)) for name in names}
+    return _checked(path, found, rules)
 
   return processes.from_first('reading what the run has learned', find)
+
+
+def _checked(path, metadata, rules):
+  """Returns metadata of a run; raises ValueError if they break their rules."""
+  for name in metadata.keys() & rules:
+    wrong = rules[name](metadata[name])
+    if wrong:
+      raise _damaged(path / f'{name}.json', f'{metadata[name]!r:.50} {wrong}')
+  return metadata
 
 
 def _existing(path, name):
@@ -333,7 +446,7 @@ def as_begun(workdir, config):
   """
 
   def find():
-    path = epath.Path(workdir)
+    path = folder(workdir)
     if not (path / 'config.json').exists():
       return []
     return run_config.missing_before(_read_object(path / 'config.json'))
@@ -349,6 +462,10 @@ def _read_config(path) -> ml_collections.ConfigDict:
   plain = _read_object(file)
   if not isinstance(plain.get('model'), dict):
     raise _damaged(file, f"{plain!r:.50} has no key 'model'")
+  try:
+    run_config.check_stored_task(plain.get('task', 'classify'))
+  except ValueError as e:
+    raise ValueError(f"the run in workdir='{path}' is not loaded: {e}") from e
   try:
     return run_config.of_run(ml_collections.ConfigDict(plain))
   except run_config.UnknownTaskError as e:
@@ -375,7 +492,7 @@ def write_atomically(path: epath.Path, text: str, owner: str = ''):
 def _read_json(path):
   try:
     return json.loads(path.read_text())
-  except (ValueError, RecursionError) as e:
+  except (ValueError, RecursionError, IsADirectoryError) as e:
     raise _damaged(path, str(e)) from e
 
 

@@ -36,6 +36,7 @@ from vit_jax.learning import palette as palette_lib
 from vit_jax.prediction import sampling
 from vit_jax.scale import processes
 from vit_jax.tasks import base
+from vit_jax.weights import fetch
 
 # The palette is found in the first so many images of the run, and in so many
 # random pixels of each.
@@ -83,7 +84,7 @@ class Task(base.Task):
     _check_model(config)
     path = config.task_options.palette or config.pretrained
     if path:
-      found = palette_lib.load(path)
+      found = palette_lib.load(path, fetch.fetch)
       where = f" of '{path}'"
     else:
       found = processes.from_first(

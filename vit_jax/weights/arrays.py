@@ -158,13 +158,8 @@ def _header(member, name):
   return shape, dtype
 
 
-def read_safetensors(file: epath.Path) -> dict[str, np.ndarray]:
-  """Reads the arrays of a .safetensors file.
-
-  Raises:
-    ValueError: if the file is no .safetensors file of weights; see `naming`.
-    ImportError: if safetensors is missing.
-  """
+def import_safetensors(file):
+  """Returns the package; raises ImportError if it is missing."""
   try:
     import safetensors
   except ImportError as e:
@@ -172,6 +167,17 @@ def read_safetensors(file: epath.Path) -> dict[str, np.ndarray]:
       f"reading '{file}' needs the package safetensors: pip install -e "
       "'.[interop]' in the checkout of vit_jax"
     ) from e
+  return safetensors
+
+
+def read_safetensors(file: epath.Path) -> dict[str, np.ndarray]:
+  """Reads the arrays of a .safetensors file.
+
+  Raises:
+    ValueError: if the file is no .safetensors file of weights; see `naming`.
+    ImportError: if safetensors is missing.
+  """
+  safetensors = import_safetensors(file)
   with (
     naming(file, 'is not a .safetensors file of weights'),
     fetch.local_input(file) as here,

@@ -1,14 +1,19 @@
 """Fetches remote files into a cache and copies files, with a progress bar.
 
 A file at https:// or gs:// is fetched once, into $VIT_JAX_CACHE (by default
-~/.cache/vit_jax), where it appears only when it is complete.
+~/.cache/vit_jax), where it appears only when it is complete, and has the hash
+that the server gives: x-goog-hash, or an ETag that is a hash. The environment
+variable VIT_JAX_INSECURE=1, which the flag --insecure of the commands sets, also
+allows http:// and another hash.
 """
 
+import base64
 from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
 import hashlib
 import os
+import re
 import tempfile
 import urllib.error
 import urllib.request
@@ -17,6 +22,7 @@ from etils import epath
 
 from vit_jax import cli
 
+INSECURE = 'VIT_JAX_INSECURE'
 # Model in a published file's name -> a repository that holds the same weights.
 _REPOSITORIES = {
   'ViT-B_16': 'google/vit-base-patch16-224-in21k',
@@ -70,7 +76,9 @@ def fetch(path: str) -> epath.Path:
   Raises:
     FileNotFoundError: if there is no such file.
     PermissionError: if access is denied.
-    OSError: if the file cannot be fetched.
+    OSError: if the file cannot be fetched, or has another hash than the server
+      gives.
+    ValueError: if the URL is not encrypted and VIT_JAX_INSECURE is not set.
   """
   path = str(path)
   if not is_remote(path):
@@ -84,15 +92,18 @@ def fetch(path: str) -> epath.Path:
   url = path
   if path.startswith('gs://'):
     url = 'https://storage.googleapis.com/' + path.removeprefix('gs://')
+  _check_encrypted(url)
   request = urllib.request.Request(url, headers={'User-Agent': 'vit_jax'})
   try:
-    with urllib.request.urlopen(request, timeout=60) as response:
+    opener = urllib.request.build_opener(redirects := _Redirects())
+    with opener.open(request, timeout=60) as response:
       length = response.headers.get('Content-Length')
       _write(
         iter(lambda: response.read(1 << 20), b''),
         target,
         int(length) if length else None,
         path,
+        _hash_of(response.headers, redirects.etag),
       )
   except urllib.error.HTTPError as e:
     if path.startswith('gs://') and _copy_from_bucket(path, target):
@@ -109,6 +120,60 @@ def fetch(path: str) -> epath.Path:
       f"'{path}' cannot be fetched: {e.reason}{elsewhere(path)}"
     ) from None
   return epath.Path(target)
+
+
+def _is_insecure() -> bool:
+  """Returns whether the user allows sources that cannot be trusted."""
+  return os.environ.get(INSECURE, '') not in ('', '0')
+
+
+def _check_encrypted(url):
+  if url.startswith('http://') and not _is_insecure():
+    raise ValueError(
+      f"'{url}' is not encrypted, so that others can change what arrives: give "
+      f'its https:// address, or allow it by --insecure ({INSECURE}=1)'
+    )
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+  """Follows redirections, but not from https:// to http://.
+
+  Attributes:
+    etag: the hash that the first server gives of the file at the second, as
+      Hugging Face does; '' if it gives none; None without a redirection.
+  """
+
+  etag: str | None = None
+
+  def redirect_request(self, req, fp, code, msg, headers, newurl):
+    _check_encrypted(newurl)
+    self.etag = headers.get('X-Linked-ETag', self.etag or '')
+    return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _hash_of(headers, linked: str | None) -> tuple[str, str] | None:
+  """Returns (algorithm, hexadecimal hash) of a file, if its server gives it.
+
+  Args:
+    headers: headers of the response, an email.message.Message.
+    linked: see _Redirects; the ETag of the second server may be anything.
+  """
+  if (
+    _is_insecure() or headers.get('Content-Encoding', 'identity') != 'identity'
+  ):
+    return None
+  for part in ','.join(headers.get_all('x-goog-hash', [])).split(','):
+    name, _, value = part.strip().partition('=')
+    if name == 'md5':
+      return 'md5', base64.b64decode(value).hex()
+  # Amazon S3's ETag of a file that is encrypted there is no hash of the file.
+  if headers.get('x-amz-server-side-encryption', 'AES256') != 'AES256':
+    return None
+  etag = headers.get('ETag', '') if linked is None else linked
+  found = re.fullmatch('"([0-9a-f]{32}|[0-9a-f]{64})"', etag)
+  if not found:
+    return None
+  return {32: 'md5', 64: 'sha256'}[len(found[1])], found[1]
 
 
 def _copy_from_bucket(path, target):
@@ -181,8 +246,18 @@ def copy(
     )
 
 
-def _write(blocks: Iterable[bytes], target, length, label):
-  """Writes blocks to a file; shows a bar if there is a label."""
+def _write(blocks: Iterable[bytes], target, length, label, expected=None):
+  """Writes blocks to a file; shows a bar if there is a label.
+
+  Args:
+    blocks: the content.
+    target: the file, which appears only when it is complete.
+    length: bytes that must arrive; None if that is not known.
+    label: name of the content.
+    expected: (algorithm, hexadecimal hash) of the content, if known.
+  """
+  name, want = expected or ('md5', None)
+  digest = hashlib.new(name, usedforsecurity=False)
   target.parent.mkdir(parents=True, exist_ok=True)
   temporary = target.parent / f'.{target.name}.{os.getpid()}.tmp'
   written = 0
@@ -193,12 +268,20 @@ def _write(blocks: Iterable[bytes], target, length, label):
     with bar, temporary.open('wb') as f:
       for block in blocks:
         f.write(block)
+        if want:
+          digest.update(block)
         written += len(block)
         bar.update(len(block))
     if length is not None and written != length:
       raise OSError(
         f"'{label or target}' is incomplete: {written:,} of {length:,} bytes "
         'arrived; try again'
+      )
+    if want and digest.hexdigest() != want:
+      raise OSError(
+        f"'{label}' is not what the server has: its {name} is "
+        f'{digest.hexdigest()}, and the server says {want}; try again. If the '
+        f"server's word is no hash of the file, use --insecure ({INSECURE}=1)"
       )
     temporary.replace(target)
   except BaseException:

@@ -157,6 +157,17 @@ def _beside(folder, name):
     return epath.Path(folder) / name  # It does not exist.
 
 
+def check_packages(path: str):
+  """Raises ImportError if a package is missing that reads these weights."""
+  file = epath.Path(str(path).partition('?')[0].partition('://')[2] or path)
+  if file.is_dir() and not (file / 'checkpoints').exists():
+    file = _file_in(file)
+  if file.suffix == '.safetensors':
+    arrays.import_safetensors(path)
+  elif file.suffix in _TORCH_ENDINGS:
+    state_dicts.import_torch(path)
+
+
 def existing(path) -> epath.Path:
   """Returns the local path of a weights file; fetches a remote one.
 

@@ -23,13 +23,8 @@ _HARMLESS = re.compile(
 )
 
 
-def read(file: epath.Path) -> dict[str, np.ndarray]:
-  """Reads a state dict of PyTorch.
-
-  Raises:
-    ValueError: if the file is no state dict of weights; see `arrays.naming`.
-    ImportError: if PyTorch is missing.
-  """
+def import_torch(file):
+  """Returns PyTorch; raises ImportError if it is missing."""
   try:
     import torch
   except ImportError as e:
@@ -37,6 +32,17 @@ def read(file: epath.Path) -> dict[str, np.ndarray]:
       f"reading '{file}' needs PyTorch: pip install -e '.[torch]' in the "
       'checkout of vit_jax, or use the .safetensors file of the same model'
     ) from e
+  return torch
+
+
+def read(file: epath.Path) -> dict[str, np.ndarray]:
+  """Reads a state dict of PyTorch.
+
+  Raises:
+    ValueError: if the file is no state dict of weights; see `arrays.naming`.
+    ImportError: if PyTorch is missing.
+  """
+  torch = import_torch(file)
   with (
     arrays.naming(file, 'is not a file of PyTorch weights'),
     fetch.local_input(file) as here,
