@@ -117,7 +117,6 @@ class Task(base.Task):
 
   def parts(self, source):
     """Returns the images of each canvas, the largest canvas first."""
-    # A stream cannot be read by number, and keeps the square.
     if not (self.config.pp.sides and self._step):
       return super().parts(source)
     group = canvases.evaluation(self.config.pp)
