@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core.utils import shard_utils
 
 from tests import input_pipeline_test
 from vit_jax import input_pipeline
@@ -180,9 +181,10 @@ def test_files_in_a_bucket(opened, tmp_path, monkeypatch):
   assert tf.io.gfile.exists(
     f'{os.path.dirname(paths[0])}/.tfrecord_offsets.npz'
   )
-  builder = tfds.builder_from_directory(os.path.dirname(paths[0]))
-  infos = builder.info.splits['train'].file_instructions
-  assert [str(x.filename) for x in infos] == paths
+  infos = [
+    shard_utils.FileInstruction(path, 0, count, count)
+    for path, count in zip(paths, counts)
+  ]
   reader = source._reader
   found = everything(tfrecords.TfRecordSource(infos, 100.0, reader))
   assert found == want
@@ -233,11 +235,7 @@ def test_a_damaged_file_is_named(
     path.write_bytes(content)
   with pytest.raises((ValueError, FileNotFoundError)) as error:
     batches(*opened(file_format), count=5)
-  assert error.match(
-    f'{path}.*{message}'
-    if 'record 0 of' not in message and 'record 13 of' not in message
-    else message
-  )
+  assert error.match(message)
   assert str(path) in str(error.value)
   assert '\n' not in str(error.value)
 
