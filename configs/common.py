@@ -145,7 +145,7 @@ def get_config() -> ml_collections.ConfigDict:
   # --- Data ---
   # A TFDS name, or a folder with train/<class>/* and test/<class>/*, with
   # train.jsonl and test.jsonl (vit_jax/data/manifest.py), or with boxes in
-  # COCO's format (vit_jax/annotations/layout.py). Or a weighted mixture
+  # COCO's format (vit_jax/data/coco/layout.py). Or a weighted mixture
   # to train on: (('cifar10', 0.7), ('/data/photos', 0.3)); evaluation then
   # reads the first data set.
   config.dataset = _any(None)
@@ -308,7 +308,7 @@ def get_config() -> ml_collections.ConfigDict:
   # Size of each axis of the mesh; -1 for all remaining devices. 'data' and
   # 'fsdp' split the batch, 'fsdp' also splits the parameters and the optimiser
   # state, 'model' splits heads and hidden layers: see
-  # vit_jax/scale/sharding.py.
+  # vit_jax/distributed/sharding.py.
   config.mesh = ml_collections.ConfigDict({'data': -1, 'fsdp': 1, 'model': 1})
   # Ordered (regex, spec) pairs, which override the sharding by the mesh.
   config.sharding_rules = ()

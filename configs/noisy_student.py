@@ -17,7 +17,7 @@ labels of 90 % of a data set:
 
 A teacher learns from the labelled images, labels the others without noise, and
 a student learns from both with noise; then the student is the teacher, three
-times. vit_jax/self_training/noisy_student.py describes the files in the workdir. Images
+times. vit_jax/studies/noisy_student.py describes the files in the workdir. Images
 of a folder are checked for each run anew unless python -m vit_jax.manifest has
 done so once.
 

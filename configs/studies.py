@@ -1,7 +1,7 @@
 """What the studies on the embedded digits share: their run, and selecting.
 
 configs/position_embeddings.py and configs/pooling.py are examples. The program
-is vit_jax/jobs/study.py.
+is vit_jax/studies/study.py.
 """
 
 from collections.abc import Iterable

@@ -5,15 +5,15 @@ import importlib
 import ml_collections
 
 from vit_jax import __main__ as program
-from vit_jax.jobs import study
 from vit_jax.run import config as run_config
 from vit_jax.run import keys
+from vit_jax.studies import study
 
 # `python -m MODULE` -> the command that it is.
 MODULES = {
   'vit_jax.main': 'train',
   'vit_jax.manifest': 'index',
-  'vit_jax.datasets.convert': 'convert-data',
+  'vit_jax.data.tfds.convert': 'convert-data',
 } | {
   f'vit_jax.{name}': name
   for name in (

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from tests.scale import flops_test
+from tests.planning import flops_test
 from vit_jax.commands import compute as compute_command
 from vit_jax.configs import models as model_configs
-from vit_jax.scale import costs
+from vit_jax.planning import costs
 
 # Table 6 of arXiv 2010.11929, and what its formula gives where it was computed
 # with other code.

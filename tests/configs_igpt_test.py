@@ -9,7 +9,7 @@ from vit_jax.configs import igpt_digits
 from vit_jax.configs import igpt_finetune
 from vit_jax.learning import optim
 from vit_jax.run import config as run_config
-from vit_jax.tasks import pixels
+from vit_jax.tasks.pixels import pixels
 
 # "Generative Pretraining from Pixels": layers, width; parameters as released.
 SIZES = {

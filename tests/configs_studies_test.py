@@ -4,8 +4,8 @@ import pytest
 
 from vit_jax.configs import pooling
 from vit_jax.configs import position_embeddings
-from vit_jax.jobs import study
 from vit_jax.run import config as run_config
+from vit_jax.studies import study
 
 
 def test_position_embeddings_are_those_of_table_8():

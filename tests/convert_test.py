@@ -20,9 +20,9 @@ from vit_jax import predict
 from vit_jax import train
 from vit_jax.commands import convert as convert_command
 from vit_jax.configs import models as model_configs
-from vit_jax.layouts import vit_files
 from vit_jax.weights import reading
 from vit_jax.weights import writing
+from vit_jax.weights.families import vit_files
 
 # What must be imported in its own way.
 timm = torch_models.timm

@@ -9,7 +9,7 @@ CASES = """
 import json, os, sys
 import jax
 jax.config.update('jax_platforms', 'cpu')
-from vit_jax.scale import processes
+from vit_jax.distributed import processes
 me = int(sys.argv[2])
 os.chdir(f'{sys.argv[3]}/host{me}')  # Each host has a disk of its own.
 processes.initialize(sys.argv[1], 2, me)
@@ -17,7 +17,7 @@ from tests import conftest
 from vit_jax import cli
 cli.load_tensorflow()
 from vit_jax import train
-from vit_jax.datasets import builders
+from vit_jax.data.tfds import builders
 
 said = {}
 def case(name, folder, **changes):
@@ -39,8 +39,8 @@ case('test', 'test_differs')
 # Prepared on one, not on the other.
 config = conftest.make_tiny_config('tfds')
 if not me:
-  from vit_jax import datasets
-  datasets.register('digits')
+  from vit_jax.data.tfds import registry
+  registry.register('digits')
   builders._prepare(config, 'digits')
 said['prepared'] = builders.get_builder(config, 'digits').info.splits['train'].num_examples
 print('SAID ' + json.dumps(said), flush=True)

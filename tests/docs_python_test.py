@@ -17,10 +17,10 @@ from tests import commands
 from tests import markdown
 from tests import tiny_models
 from vit_jax import checkpoint
-from vit_jax import datasets
 from vit_jax import predict
 from vit_jax.configs import detr_scenes
 from vit_jax.configs import igpt_digits
+from vit_jax.data.tfds import registry
 from vit_jax.learning import optim
 from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
@@ -125,7 +125,7 @@ def igpt(workdir):
 def stand_ins(examples, trained, tmp_path_factory):
   """What the pages name, and what stands for it."""
   folder = tmp_path_factory.mktemp('pages')
-  datasets.register('digits')
+  registry.register('digits')
   params = tiny_models.numbers(tiny_models.tiny(), 16)
   checkpoint.save(params, str(folder / 'ViT.npz'))
   photo = str(examples / 'parity' / '0.png')

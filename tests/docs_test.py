@@ -17,8 +17,8 @@ from vit_jax import models
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
 from vit_jax.figures import gallery
+from vit_jax.planning import flops
 from vit_jax.run import keys
-from vit_jax.scale import flops
 
 README, DOCS = markdown.ROOT / 'README.md', markdown.ROOT / 'docs'
 NAMES = [page.name for page in markdown.PAGES if page.parent == DOCS]

@@ -15,8 +15,8 @@ import sys
 import threading
 
 _PRELOAD = [
-  'vit_jax.jobs.evaluate', 'vit_jax.inference_time', 'vit_jax.train',
-  'vit_jax.jobs.transfer', 'tensorflow_datasets', 'tests.forked',
+  'vit_jax.evaluate', 'vit_jax.inference_time', 'vit_jax.train',
+  'vit_jax.studies.transfer', 'tensorflow_datasets', 'tests.forked',
 ]  # fmt: skip
 # What JAX reads from the environment when it is imported, before the fork.
 _JAX_SETTINGS = {

@@ -15,10 +15,10 @@ from vit_jax import input_pipeline
 from vit_jax.data import order
 from vit_jax.data import records
 from vit_jax.data import sources
-from vit_jax.datasets import shards
-from vit_jax.datasets import splits
-from vit_jax.datasets import tfrecords
-from vit_jax.scale import sharding
+from vit_jax.data.tfds import shards
+from vit_jax.data.tfds import splits
+from vit_jax.data.tfds import tfrecords
+from vit_jax.distributed import sharding
 
 
 def example(config, source):

@@ -13,8 +13,8 @@ from tests import torch_models
 from tests import trees
 from vit_jax import checkpoint
 from vit_jax import models
-from vit_jax.layouts import vit as layouts
 from vit_jax.weights import reading
+from vit_jax.weights.families import vit as layouts
 
 
 def of_timm(name, units, width):

@@ -14,7 +14,7 @@ import transformers
 from tests import torch_models
 from vit_jax import models
 from vit_jax import models_igpt
-from vit_jax.scale import sharding
+from vit_jax.distributed import sharding
 
 # Computed from the released code, 32 x 32 pixels and 512 colours.
 COUNTS = {

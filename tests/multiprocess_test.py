@@ -152,7 +152,7 @@ address, index, path = sys.argv[1:4]
 jax.distributed.initialize(address, 2, int(index))
 from vit_jax import input_pipeline
 from vit_jax.data import sources
-from vit_jax.scale import sharding
+from vit_jax.distributed import sharding
 config = ConfigDict(json.loads(sys.argv[4]))
 source = sources.open_split(config, 'train')
 mesh = sharding.make_mesh({'data': -1})
@@ -166,7 +166,7 @@ if index == '0':
 # Both feed all rows, since one model spans them: so they must read the same, also
 # from tfrecord files, whose headers each has read a half of.
 config.dataset, config.tfds_data_dir = 'shapes', sys.argv[5]
-from vit_jax.datasets import tfrecords
+from vit_jax.data.tfds import tfrecords
 scan, scanned = tfrecords._scan, []
 def note(path, *args):
   scanned.append(int(path[-14]))

@@ -14,13 +14,13 @@ import pytest
 
 from tests import tiny_models
 from vit_jax import checkpoint
+from vit_jax import evaluate
 from vit_jax import input_pipeline
 from vit_jax import predict
 from vit_jax import train
 from vit_jax.commands import predict as predict_command
 from vit_jax.configs import pretrain
 from vit_jax.data import sources
-from vit_jax.jobs import evaluate
 from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 

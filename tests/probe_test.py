@@ -6,16 +6,16 @@ import jax
 import numpy as np
 import pytest
 
+from vit_jax import evaluate
 from vit_jax import predict
 from vit_jax import probe
 from vit_jax import train
 from vit_jax.commands import probe as probe_command
+from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
 from vit_jax.evaluators import fewshot
 from vit_jax.evaluators import linear_probe
-from vit_jax.jobs import evaluate
 from vit_jax.run import config as run_config
-from vit_jax.scale import sharding
 
 
 @pytest.fixture

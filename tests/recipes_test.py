@@ -17,10 +17,10 @@ from vit_jax.configs import models
 from vit_jax.configs import pretrain
 from vit_jax.configs import vit_i1k
 from vit_jax.configs import vit_s16_i1k
-from vit_jax.learning import boxes
 from vit_jax.learning import optim
 from vit_jax.run import config as run_config
 from vit_jax.run import keys
+from vit_jax.tasks.detection import boxes
 
 # arXiv 2010.11929, T3: models, data, epochs, base learning rate, decay, weight
 # decay, dropout.

@@ -11,10 +11,10 @@ from vit_jax import cli
 from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import rules
-from vit_jax.scale import costs
-from vit_jax.scale import flops
-from vit_jax.scale import points
-from vit_jax.scale import topology
+from vit_jax.planning import costs
+from vit_jax.planning import flops
+from vit_jax.planning import points
+from vit_jax.planning import topology
 
 _TABLE_6 = 'jft300m'  # The data set of table 6.
 # Published accuracies that a plot can show.

@@ -19,12 +19,12 @@ import numpy as np
 from vit_jax import cli
 from vit_jax import models
 from vit_jax.layers import positions
-from vit_jax.layouts import families
 from vit_jax.weights import arrays
 from vit_jax.weights import fitting
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 from vit_jax.weights import writing
+from vit_jax.weights.families import families
 
 KINDS = tuple(writing.WRITERS)
 # Image size of most pre-training, in pixels.

@@ -14,8 +14,8 @@ from vit_jax import cli
 from vit_jax import models
 from vit_jax.configs import inference_time as default_config
 from vit_jax.configs import rules
+from vit_jax.distributed import sharding
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.scale import sharding
 
 # Rules for the keys of the config.
 RULES = {

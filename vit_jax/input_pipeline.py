@@ -34,11 +34,11 @@ from vit_jax.data import folder
 from vit_jax.data import manifest
 from vit_jax.data import order
 from vit_jax.data import sources
-from vit_jax.files import images
+from vit_jax.data.images import images
+from vit_jax.distributed import processes
+from vit_jax.distributed import sharding
 from vit_jax.run import config as run_config
 from vit_jax.run import keys
-from vit_jax.scale import processes
-from vit_jax.scale import sharding
 
 # Number of images decoded at a time.
 _CALLS = os.cpu_count() or 1

@@ -31,15 +31,15 @@ def make(
     OSError: if a folder or a file cannot be read, or the index cannot be
       written.
   """
-  from vit_jax.annotations import layout
-  from vit_jax.annotations import source
   from vit_jax.configs import common
   from vit_jax.data import checking
   from vit_jax.data import manifest
-  from vit_jax.files import images
-  from vit_jax.files import index as index_lib
-  from vit_jax.files import paths as paths_lib
-  from vit_jax.files import reading
+  from vit_jax.data.coco import layout
+  from vit_jax.data.coco import source
+  from vit_jax.data.images import images
+  from vit_jax.data.images import index as index_lib
+  from vit_jax.data.images import paths as paths_lib
+  from vit_jax.data.images import reading
 
   limit = max_pixels or common.get_config().max_image_pixels
   why = images.why_broken
@@ -72,8 +72,8 @@ def run(args) -> int:
   Returns:
     The exit status, 1 if there are broken images.
   """
-  from vit_jax.annotations import layout
   from vit_jax.data import folder
+  from vit_jax.data.coco import layout
 
   found = False
   splits = args.splits or layout.splits(args.folder)

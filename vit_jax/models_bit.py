@@ -17,11 +17,11 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax import models_resnet
+from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes
 from vit_jax.layers import loop
 from vit_jax.layers import patches
 from vit_jax.layers import resnet
-from vit_jax.scale import sharding
 
 # By name (config.model.eps): the constants of the published models, and those
 # of timm.

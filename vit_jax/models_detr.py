@@ -19,11 +19,11 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax import models_vit
+from vit_jax.distributed import sharding
 from vit_jax.layers import detection
 from vit_jax.layers import dtypes
 from vit_jax.layers import masks
 from vit_jax.layers import resnet
-from vit_jax.scale import sharding
 
 BACKBONES = ('resnet', 'vit')
 

@@ -29,11 +29,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.distributed import sharding
 from vit_jax.layers import attention as attention_lib
 from vit_jax.layers import decoder
 from vit_jax.layers import dtypes
 from vit_jax.layers import loop as loop_lib
-from vit_jax.scale import sharding
 
 
 class ImageGPT(nn.Module):

@@ -42,12 +42,12 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax import models_resnet
+from vit_jax.distributed import sharding
 from vit_jax.layers import attention
 from vit_jax.layers import dtypes
 from vit_jax.layers import encoder as encoder_lib
 from vit_jax.layers import patches as patches_lib
 from vit_jax.layers import positions
-from vit_jax.scale import sharding
 
 CLASSIFIERS = ('token', 'gap', 'unpooled', 'token_unpooled')
 

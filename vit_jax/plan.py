@@ -13,12 +13,12 @@ import signal
 import jax
 
 from vit_jax import cli
-from vit_jax import datasets
-from vit_jax.scale import costs
-from vit_jax.scale import estimate
-from vit_jax.scale import search
-from vit_jax.scale import sharding
-from vit_jax.scale import topology as topology_lib
+from vit_jax.data.tfds import registry
+from vit_jax.distributed import sharding
+from vit_jax.planning import costs
+from vit_jax.planning import estimate
+from vit_jax.planning import search
+from vit_jax.planning import topology as topology_lib
 
 say = cli.say
 
@@ -55,8 +55,8 @@ def make_plan(
     estimates of the compiler.
 
   Raises:
-    ValueError, ImportError, OSError: see vit_jax.scale.topology.get_topology
-      and vit_jax.scale.estimate.lower.
+    ValueError, ImportError, OSError: see vit_jax.planning.topology.get_topology
+      and vit_jax.planning.estimate.lower.
   """
   devices = topology_lib.get_topology(topology)
   cli.load_tensorflow()
@@ -231,9 +231,9 @@ def data_size(
   # Of a mixture nothing is known but what the flags say.
   name = config.dataset if isinstance(config.dataset, str) else ''
   known = costs.DATASETS.get(name, (None, None))
-  if name.startswith(datasets.VTAB):
+  if name.startswith(registry.VTAB):
     cli.load_tensorflow()
-    from vit_jax.datasets import vtab
+    from vit_jax.data.tfds import vtab
 
     known = vtab.planned_size(config, name)
   if known[0] is None and os.path.isdir(name):

@@ -84,7 +84,7 @@ def load_weights(
 
   Returns:
     The predictor of the model's task, such as
-    vit_jax.tasks.classify.Predictor or vit_jax.prediction.detectors.Detector.
+    vit_jax.tasks.classify.Predictor or vit_jax.tasks.detection.detectors.Detector.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
@@ -103,7 +103,7 @@ def load_weights(
 
 def _mesh(config):
   """Returns the mesh that splits the run's parameters, if devices suffice."""
-  from vit_jax.scale import sharding
+  from vit_jax.distributed import sharding
 
   devices = jax.local_devices()
   axes = {name: size for name, size in config.mesh.items() if size is not None}

@@ -20,10 +20,10 @@ import tensorflow as tf
 from vit_jax.augmentation import canvases
 from vit_jax.augmentation import geometry
 from vit_jax.augmentation import pixels
-from vit_jax.files import images
-from vit_jax.files import jpeg
-from vit_jax.files import orientation
-from vit_jax.files import reading
+from vit_jax.data.images import images
+from vit_jax.data.images import jpeg
+from vit_jax.data.images import orientation
+from vit_jax.data.images import reading
 
 crop_size = geometry.crop_size
 

@@ -55,10 +55,10 @@ def probe(
     FileNotFoundError, ValueError: if an option, the data or the layer are
       wrong, or a class has fewer images than shots.
   """
+  from vit_jax import evaluate
+  from vit_jax.distributed import sharding
   from vit_jax.evaluators import fewshot
-  from vit_jax.jobs import evaluate
   from vit_jax.run import config as run_config
-  from vit_jax.scale import sharding
 
   config = model.config
   if not model.workdir and not options.get('dataset'):
@@ -221,8 +221,8 @@ def run(args) -> None:
     args: namespace of vit_jax.commands.probe.parse.
   """
   cli.load_tensorflow()
-  from vit_jax.jobs import evaluate
-  from vit_jax.scale import sharding
+  from vit_jax import evaluate
+  from vit_jax.distributed import sharding
 
   if args.weights:
     mesh = sharding.make_mesh({'data': -1})

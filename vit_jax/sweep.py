@@ -2,7 +2,7 @@
 
   python -m vit_jax.sweep --help
 
-vit_jax.jobs.sweep is the library.
+vit_jax.studies.sweep is the library.
 """
 
 from vit_jax import cli

@@ -21,10 +21,12 @@ from vit_jax import input_pipeline
 from vit_jax.configs import models as model_configs
 from vit_jax.data import mixture
 from vit_jax.data import sources
+from vit_jax.distributed import processes
+from vit_jax.distributed import sharding
 from vit_jax.evaluators import fewshot
 from vit_jax.evaluators import layer_probe
-from vit_jax.evaluators import pictures
 from vit_jax.evaluators import real
+from vit_jax.figures import pictures
 from vit_jax.layers import attention
 from vit_jax.layers import patches
 from vit_jax.learning import losses
@@ -37,8 +39,6 @@ from vit_jax.run import loop
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import stopping
 from vit_jax.run import workdir as workdir_lib
-from vit_jax.scale import processes
-from vit_jax.scale import sharding
 
 say = cli.say
 # Runs of fewer updates are most likely a mistake.
@@ -174,7 +174,7 @@ class Prepared(NamedTuple):
     train: the training data, see vit_jax.data.sources.Source.
     tests: evaluation data by the name of the evaluation.
     evaluators: lists of evaluators by the name of the evaluation.
-    pictures: draws images during training; see vit_jax.evaluators.pictures.
+    pictures: draws images during training; see vit_jax.figures.pictures.
   """
 
   config: ml_collections.ConfigDict

@@ -10,7 +10,7 @@ import tensorflow as tf
 from vit_jax import preprocess
 from vit_jax.augmentation import geometry
 from vit_jax.configs import common
-from vit_jax.files import images
+from vit_jax.data.images import images
 
 H, W = 120, 160
 

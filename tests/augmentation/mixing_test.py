@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from vit_jax.augmentation import mixing
-from vit_jax.scale import sharding
+from vit_jax.distributed import sharding
 
 B, H, W, C = 16, 10, 12, 3
 

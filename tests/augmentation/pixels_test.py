@@ -14,7 +14,7 @@ import tensorflow as tf
 from vit_jax import preprocess
 from vit_jax.augmentation import pixels
 from vit_jax.configs import common
-from vit_jax.files import images
+from vit_jax.data.images import images
 
 
 def picture(height=60, width=80, seed=0):

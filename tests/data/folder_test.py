@@ -10,7 +10,7 @@ import pytest
 from vit_jax import input_pipeline
 from vit_jax.data import checking
 from vit_jax.data import folder
-from vit_jax.files import images
+from vit_jax.data.images import images
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from vit_jax import preprocess
 from vit_jax.data import manifest
-from vit_jax.files import images
+from vit_jax.data.images import images
 
 _LIMIT = 10**6
 

@@ -17,8 +17,8 @@ from vit_jax.data import mixture
 from vit_jax.data import order
 from vit_jax.data import records
 from vit_jax.data import sources
+from vit_jax.distributed import sharding
 from vit_jax.run import workdir
-from vit_jax.scale import sharding
 
 
 def numbered(size, begin=0, **columns):

@@ -11,10 +11,10 @@ import tensorflow as tf
 from tests import tiny_models
 from vit_jax.configs import models as model_configs
 from vit_jax.data import records
+from vit_jax.data.images import images as images_lib
+from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
-from vit_jax.files import images as images_lib
 from vit_jax.run import config as run_config
-from vit_jax.scale import sharding
 
 COUNT = 21  # Neither the batch of 8 nor the devices divide it.
 

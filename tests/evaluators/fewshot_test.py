@@ -11,11 +11,11 @@ import pytest
 from vit_jax import cli
 from vit_jax.data import records
 from vit_jax.data import sources
+from vit_jax.data.images import images
+from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
 from vit_jax.evaluators import fewshot
-from vit_jax.files import images
 from vit_jax.run import config as run_config
-from vit_jax.scale import sharding
 
 
 def closed_form(x, labels, num_classes, l2, test):

@@ -9,11 +9,11 @@ from sklearn import linear_model
 
 from tests import tiny_models
 from vit_jax.data import records
+from vit_jax.data.images import images as images_lib
+from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
 from vit_jax.evaluators import layer_probe
-from vit_jax.files import images as images_lib
 from vit_jax.run import config as run_config
-from vit_jax.scale import sharding
 
 
 def clusters(seed, count, width):

@@ -7,10 +7,10 @@ import pytest
 from tests.evaluators import features_test
 from vit_jax import cli
 from vit_jax.data import records
+from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
 from vit_jax.evaluators import linear_probe
 from vit_jax.run import config as run_config
-from vit_jax.scale import sharding
 
 
 def blobs(seed, count=300, noise=1.0):

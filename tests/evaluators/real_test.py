@@ -10,10 +10,10 @@ import pytest
 
 from vit_jax.data import records
 from vit_jax.data import sources
+from vit_jax.data.images import images
+from vit_jax.distributed import sharding
 from vit_jax.evaluators import real
-from vit_jax.files import images
 from vit_jax.run import config as run_config
-from vit_jax.scale import sharding
 
 # Of the files 1 to 6; number 2 and 5 do not count.
 LABELS = [[0, 2], [], [1], [2, 1], [], [0]]

@@ -12,9 +12,9 @@ from tests import tiny_models
 from vit_jax import models
 from vit_jax import train
 from vit_jax.configs import pretrain
+from vit_jax.distributed import sharding
 from vit_jax.layers import attention
 from vit_jax.run import config as run_config
-from vit_jax.scale import sharding
 
 
 def plain(query, key, value):

@@ -11,8 +11,8 @@ import pytest
 
 from tests import tiny_models
 from vit_jax import models_vit
+from vit_jax.distributed import sharding
 from vit_jax.layers import encoder
-from vit_jax.scale import sharding
 
 
 def test_attention_is_flax_attention():

@@ -13,14 +13,14 @@ import pytest
 from tests import conftest
 from tests import toy_task
 from tests import trees
+from vit_jax import evaluate
 from vit_jax import predict
 from vit_jax import train
-from vit_jax.jobs import evaluate
+from vit_jax.distributed import sharding
 from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.scale import sharding
 
 DECAY = 0.75
 MODULE = 'tests.learning.state_test'

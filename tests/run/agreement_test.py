@@ -13,7 +13,7 @@ from etils.epath import backend
 from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoint_files
 from vit_jax.run import checkpoints as checkpoints_lib
-from vit_jax.scale import processes
+from vit_jax.distributed import processes
 
 address, me, workdir = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 processes.initialize(address, 2, me)

@@ -13,8 +13,8 @@ from vit_jax.configs import vit
 from vit_jax.run import config as run_config
 from vit_jax.run import keys
 from vit_jax.tasks import classify
-from vit_jax.tasks import detect
 from vit_jax.tasks import masked_patches
+from vit_jax.tasks.detection import detect
 
 NAN, INF = float('nan'), float('inf')
 WHOLE = 'must be a whole number of at least 1'

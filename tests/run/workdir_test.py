@@ -15,11 +15,11 @@ from vit_jax import checkpoint
 from vit_jax import cli
 from vit_jax import models
 from vit_jax import train
-from vit_jax.jobs import runs
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics
 from vit_jax.run import workdir
-from vit_jax.tasks import pixels
+from vit_jax.studies import runs
+from vit_jax.tasks.pixels import pixels
 from vit_jax.weights import reading
 
 NAMES = {'class_names': [str(i) for i in range(10)]}

@@ -5,18 +5,18 @@ import numpy as np
 import pytest
 
 from tests import conftest
-from tests.tasks import detect_canvases_test
 from tests.tasks import masked_patches_test
-from tests.tasks import pixels_test
-from tests.tasks import segment_test
+from tests.tasks.detection import detect_canvases_test
+from tests.tasks.detection import segment_test
+from tests.tasks.pixels import pixels_test
 from vit_jax import models
-from vit_jax.files import images
-from vit_jax.prediction import predictor
+from vit_jax.data.images import images
+from vit_jax.inference import predictor
 from vit_jax.run import config as run_config
 from vit_jax.tasks import classify
-from vit_jax.tasks import detect
-from vit_jax.tasks import pixels_finetune
-from vit_jax.tasks import segment
+from vit_jax.tasks.detection import detect
+from vit_jax.tasks.detection import segment
+from vit_jax.tasks.pixels import finetune as pixels_finetune
 
 
 def make_classify(data_dir):

@@ -20,10 +20,10 @@ from vit_jax.commands import predict as predict_command
 from vit_jax.configs import common
 from vit_jax.configs import masked_patches as config_lib
 from vit_jax.configs import masked_patches_digits
+from vit_jax.distributed import sharding
 from vit_jax.layers import patches as patches_lib
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.scale import sharding
 from vit_jax.tasks import masked_patches
 
 

@@ -10,7 +10,7 @@ import torch
 from tests import tiny_models
 from vit_jax import checkpoint
 from vit_jax import convert
-from vit_jax.layouts import vit as layouts
+from vit_jax.weights.families import vit as layouts
 
 
 @pytest.fixture(scope='session')

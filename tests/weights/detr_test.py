@@ -20,12 +20,12 @@ from vit_jax import models_detr
 from vit_jax import predict
 from vit_jax import train
 from vit_jax.configs import models as model_configs
+from vit_jax.distributed import sharding
 from vit_jax.layers import resnet
-from vit_jax.layouts import detr
-from vit_jax.scale import sharding
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 from vit_jax.weights import writing
+from vit_jax.weights.families import detr
 
 transformers = torch_models.transformers
 

@@ -16,7 +16,7 @@ from vit_jax import cli
 from vit_jax import convert
 from vit_jax.configs import igpt
 from vit_jax.run import config as run_config
-from vit_jax.tasks import pixels
+from vit_jax.tasks.pixels import pixels
 from vit_jax.weights import fetch
 from vit_jax.weights import reading
 from vit_jax.weights import writing

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from vit_jax.files import images
+from vit_jax.data.images import images
 
 # Boxes whose visible height or width is below this number of pixels of the
 # result are dropped. Rounding in float32 leaves about as much of a box that

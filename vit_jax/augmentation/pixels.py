@@ -11,7 +11,7 @@ import math
 import tensorflow as tf
 
 from vit_jax.augmentation import geometry
-from vit_jax.files import images
+from vit_jax.data.images import images
 
 # The grey with which RandAugment fills pixels from outside and cut-out squares.
 _FILL = 128

@@ -9,7 +9,7 @@ from vit_jax import cli
 from vit_jax.benchmarks import steps as steps_lib
 from vit_jax.benchmarks import timing
 from vit_jax.configs import models as model_configs
-from vit_jax.scale import sharding
+from vit_jax.distributed import sharding
 
 DETECTOR, SIZE, BATCH = 'DETR-R50', 640, 2
 OBJECTS = 7  # Of an image of COCO, in the mean; at most 63.
@@ -18,7 +18,7 @@ MATCHINGS = (6, 64, 63, 100)  # Layers, images, targets, predictions.
 
 def _set_losses(task, batch) -> Callable:
   """Returns a function that computes a detector's losses and their gradient."""
-  from vit_jax.learning import boxes
+  from vit_jax.tasks.detection import boxes
 
   rng = np.random.RandomState(0)
   shape = (
@@ -41,7 +41,7 @@ def matchings() -> dict[str, Callable]:
   import optax
   from scipy import optimize
 
-  from vit_jax.learning import matching
+  from vit_jax.tasks.detection import matching
 
   rng = np.random.RandomState(0)
   cost = rng.randn(*MATCHINGS).astype(np.float32)

@@ -15,8 +15,8 @@ from vit_jax import models
 from vit_jax.benchmarks import timing
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
-from vit_jax.scale import flops
-from vit_jax.scale import sharding
+from vit_jax.distributed import sharding
+from vit_jax.planning import flops
 
 
 def make_program(model, image_size: int, mesh, task: str, num_classes: int):

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
   args = parse(argv)
   cli.quiet()
   cli.load_tensorflow()
-  from vit_jax.datasets import convert
+  from vit_jax.data.tfds import convert
 
   folder = convert.convert(args.name, args.data_dir)
   print(f'{args.name}: array_record files are in {folder}')

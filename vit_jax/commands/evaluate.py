@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
   cli.avoid_libtpu()
 
   def work():
-    from vit_jax.jobs import evaluate
+    from vit_jax import evaluate
 
     evaluate.evaluate(
       args.workdir,

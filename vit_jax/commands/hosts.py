@@ -42,8 +42,8 @@ def run(args: argparse.Namespace, work: Callable[[], None]) -> int:
     work: what each process does then. Its SIGTERM or Ctrl-C during a training
       is no error: the status is 128 and the signal's number.
   """
-  from vit_jax.scale import liveness
-  from vit_jax.scale import processes
+  from vit_jax.distributed import liveness
+  from vit_jax.distributed import processes
 
   try:
     processes.connect(**{name: getattr(args, name) for name in _FLAGS})

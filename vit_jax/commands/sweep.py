@@ -150,7 +150,7 @@ def main(argv: Sequence[str]) -> int:
   run_config.check_values(args.config)
 
   def work():
-    from vit_jax.jobs import sweep
+    from vit_jax.studies import sweep
 
     say(f'Config: {args.config_file}')
     found = sweep.sweep(

@@ -53,10 +53,10 @@ from vit_jax.commands import hosts
 TRAINERS = {
   'train': 'vit_jax.train:train_and_evaluate',
   'inference_time': 'vit_jax.inference_time:inference_time',
-  'noisy_student': 'vit_jax.self_training.noisy_student:noisy_student',
-  'study': 'vit_jax.jobs.study:study',
-  'transfer': 'vit_jax.jobs.transfer:transfer',
-  'vtab': 'vit_jax.jobs.vtab:vtab',
+  'noisy_student': 'vit_jax.studies.noisy_student:noisy_student',
+  'study': 'vit_jax.studies.study:study',
+  'transfer': 'vit_jax.studies.transfer:transfer',
+  'vtab': 'vit_jax.studies.vtab:vtab',
 }
 
 

@@ -17,12 +17,12 @@ import tensorflow as tf
 
 from vit_jax import cli
 from vit_jax.configs import common
-from vit_jax.files import images
-from vit_jax.files import index as index_lib
-from vit_jax.files import listing
-from vit_jax.files import paths as paths_lib
-from vit_jax.files import reading
-from vit_jax.scale import processes
+from vit_jax.data.images import images
+from vit_jax.data.images import index as index_lib
+from vit_jax.data.images import listing
+from vit_jax.data.images import paths as paths_lib
+from vit_jax.data.images import reading
+from vit_jax.distributed import processes
 
 # Ways to treat images that cannot be decoded.
 BROKEN_IMAGES = ('error', 'skip', 'trust')

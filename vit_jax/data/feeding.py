@@ -9,9 +9,9 @@ import itertools
 import jax
 import tensorflow as tf
 
-from vit_jax.files import images
-from vit_jax.files import reading
-from vit_jax.scale import sharding
+from vit_jax.data.images import images
+from vit_jax.data.images import reading
+from vit_jax.distributed import sharding
 
 
 def on_devices(batches: Iterable[dict], mesh, prefetch: int) -> Iterator[dict]:

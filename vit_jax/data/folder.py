@@ -13,11 +13,11 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from vit_jax import datasets
 from vit_jax.data import checking
-from vit_jax.files import listing
-from vit_jax.files import paths as paths_lib
-from vit_jax.files import reading
+from vit_jax.data.images import listing
+from vit_jax.data.images import paths as paths_lib
+from vit_jax.data.images import reading
+from vit_jax.data.tfds import registry
 
 
 def is_folder(dataset: str) -> bool:
@@ -30,7 +30,7 @@ def is_folder(dataset: str) -> bool:
   Raises:
     FileNotFoundError: if it is written as a path, but there is no such folder.
   """
-  if dataset in datasets.BUILDERS or dataset.startswith(datasets.VTAB):
+  if dataset in registry.BUILDERS or dataset.startswith(registry.VTAB):
     return False
   if tf.io.gfile.isdir(dataset):
     return True

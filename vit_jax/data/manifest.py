@@ -28,7 +28,7 @@ import tensorflow as tf
 from vit_jax.data import checking
 from vit_jax.data import folder
 from vit_jax.data import records
-from vit_jax.files import index as index_lib
+from vit_jax.data.images import index as index_lib
 
 
 class _Line(NamedTuple):

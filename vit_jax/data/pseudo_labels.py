@@ -10,7 +10,7 @@ pseudo_labels.npz   images int64 [m], numbers of images within that split;
                     rows int64 [n]: example i has the image and the label of row
                     rows[i], so that an image can be repeated at no cost
 
-vit_jax/self_training/labelling.py writes them. The images stay where they are.
+vit_jax/studies/labelling.py writes them. The images stay where they are.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax.data import records
-from vit_jax.files import index as index_lib
+from vit_jax.data.images import index as index_lib
 
 JSON, ARRAYS = 'pseudo_labels.json', 'pseudo_labels.npz'
 

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from vit_jax.files import images
-from vit_jax.files import index as index_lib
+from vit_jax.data.images import images
+from vit_jax.data.images import index as index_lib
 
 # For slow reading: number of parallel calls, and greatest bytes and number of
 # records per call.

@@ -9,16 +9,16 @@ import os
 from etils import epath
 import tensorflow as tf
 
-from vit_jax import datasets
-from vit_jax.annotations import layout
-from vit_jax.annotations import source as annotated
 from vit_jax.data import folder
 from vit_jax.data import manifest
 from vit_jax.data import mixture
 from vit_jax.data import pseudo_labels
 from vit_jax.data import records
-from vit_jax.datasets import splits
-from vit_jax.datasets import vtab
+from vit_jax.data.coco import layout
+from vit_jax.data.coco import source as annotated
+from vit_jax.data.tfds import registry
+from vit_jax.data.tfds import splits
+from vit_jax.data.tfds import vtab
 
 # Features that a classifier needs.
 LABELLED = ('image', 'label')
@@ -100,7 +100,7 @@ def open_split(
         config, dataset, split, features, class_names, workdir
       )
     return _open_folder(config, dataset, split, features, class_names, workdir)
-  module = vtab if dataset.startswith(datasets.VTAB) else splits
+  module = vtab if dataset.startswith(registry.VTAB) else splits
   return module.open_split(config, dataset, split, features)
 
 

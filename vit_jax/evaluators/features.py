@@ -21,7 +21,7 @@ from vit_jax import cli
 from vit_jax import input_pipeline
 from vit_jax import preprocess
 from vit_jax.data import records
-from vit_jax.scale import sharding
+from vit_jax.distributed import sharding
 
 # What a model of this package sows in front of its head.
 LAYER = 'features'

@@ -20,9 +20,9 @@ from vit_jax import cli
 from vit_jax import preprocess
 from vit_jax.configs import common
 from vit_jax.data import sources
+from vit_jax.distributed import processes
 from vit_jax.evaluators import features
 from vit_jax.run import config as run_config
-from vit_jax.scale import processes
 
 CONSTANT = 100.0  # A feature that is the same for all images, for the bias.
 _EPS = 1e-5  # Added to standard deviations.

@@ -25,11 +25,11 @@ import jax
 import numpy as np
 
 from vit_jax import cli
+from vit_jax.distributed import processes
 from vit_jax.evaluators import features as features_lib
 from vit_jax.evaluators import fewshot
 from vit_jax.evaluators import linear_probe
 from vit_jax.run import workdir as workdir_lib
-from vit_jax.scale import processes
 
 # Factor of half of the squared weights, for features of length 1.
 L2 = 1e-3

@@ -34,9 +34,9 @@ import threadpoolctl
 
 from vit_jax import cli
 from vit_jax import input_pipeline
+from vit_jax.distributed import processes
+from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
-from vit_jax.scale import processes
-from vit_jax.scale import sharding
 
 # Factors of half of the squared weights, added to the mean cross-entropy.
 L2 = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)

@@ -27,10 +27,10 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax.data import folder
+from vit_jax.data.images import reading
+from vit_jax.distributed import processes
+from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
-from vit_jax.files import reading
-from vit_jax.scale import processes
-from vit_jax.scale import sharding
 
 # What a source must tell of an image, if it can.
 FILE_NAME = 'file_name?'

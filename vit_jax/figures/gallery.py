@@ -21,11 +21,11 @@ from vit_jax import models
 from vit_jax import models_resnet
 from vit_jax.figures import attention
 from vit_jax.figures import charts
-from vit_jax.figures import detectors
 from vit_jax.figures import drawing
 from vit_jax.figures import invariance
 from vit_jax.figures import results
 from vit_jax.layers import positions
+from vit_jax.tasks.detection import figures as detectors
 
 _A_ROW = 8  # Maximum number of images per figure; more make further figures.
 _POSEMB = 'Transformer/posembed_input/pos_embedding'

@@ -17,11 +17,11 @@ import numpy as np
 
 from vit_jax import input_pipeline
 from vit_jax import models
-from vit_jax.detection import looking
+from vit_jax.distributed import sharding
 from vit_jax.figures import attention
 from vit_jax.figures import drawing
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.scale import sharding
+from vit_jax.tasks.detection import looking
 
 # Maximum batch size: on a CPU larger ones are no faster and take more memory.
 _BATCH = 32

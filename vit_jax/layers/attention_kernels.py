@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.scale import sharding
+from vit_jax.distributed import sharding
 
 # Number of tokens in a block of the TPU's flash attention.
 _BLOCK = 128

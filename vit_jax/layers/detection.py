@@ -15,9 +15,9 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
+from vit_jax.distributed import sharding
 from vit_jax.layers import attention
 from vit_jax.layers import dtypes
-from vit_jax.scale import sharding
 
 _NORM_EPS = 1e-5
 

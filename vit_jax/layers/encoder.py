@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vit_jax.distributed import sharding
 from vit_jax.layers import attention
 from vit_jax.layers import dtypes
 from vit_jax.layers import loop as loop_lib
 from vit_jax.layers import patches
 from vit_jax.layers import positions
-from vit_jax.scale import sharding
 
 # Google's models were trained with the tanh approximation; timm and Hugging
 # Face compute the exact function by default.

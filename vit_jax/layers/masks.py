@@ -20,8 +20,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes
-from vit_jax.scale import sharding
 
 # Greatest number of groups of a group norm.
 _GROUPS = 8

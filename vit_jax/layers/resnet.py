@@ -17,8 +17,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes
-from vit_jax.scale import sharding
 
 # Name -> units per stage (arXiv 1512.03385, table 1).
 UNITS = {'r50': (3, 4, 6, 3), 'r101': (3, 4, 23, 3)}

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.scale import sharding
+from vit_jax.distributed import sharding
 
 DECAY_TYPES = ('cosine', 'linear', 'constant', 'staircase')
 OPTIMIZERS = ('adam', 'sgd')

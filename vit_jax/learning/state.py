@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from vit_jax.distributed import sharding
 from vit_jax.learning import optim
-from vit_jax.scale import sharding
 
 # Number of the random key of `augment`; keys of dropout use the numbers of
 # micro-batches.
@@ -50,7 +50,7 @@ def abstract_state(init: Callable, tx, rng, mesh, rules):
     tx: the optimiser.
     rng: the random key.
     mesh: the mesh.
-    rules: sharding rules, see vit_jax.scale.sharding.tree_shardings.
+    rules: sharding rules, see vit_jax.distributed.sharding.tree_shardings.
 
   Returns:
     (create, abstract). `create` computes the initial state; it takes weights,

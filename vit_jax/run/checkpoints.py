@@ -24,10 +24,10 @@ from etils import epath
 import jax
 import orbax.checkpoint as ocp
 
+from vit_jax.distributed import processes
 from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoint_files as files
 from vit_jax.run import workdir as workdir_lib
-from vit_jax.scale import processes
 
 # Seconds to wait before each new attempt to reach the storage.
 RETRY_AFTER = (1, 4, 16)

@@ -23,11 +23,11 @@ from vit_jax.run import keys
 # any other module, by its dotted name.
 TASKS = {
   'classify': 'vit_jax.tasks.classify',
-  'detect': 'vit_jax.tasks.detect',
+  'detect': 'vit_jax.tasks.detection.detect',
   'masked_patches': 'vit_jax.tasks.masked_patches',
-  'pixels': 'vit_jax.tasks.pixels',
-  'pixels_finetune': 'vit_jax.tasks.pixels_finetune',
-  'segment': 'vit_jax.tasks.segment',
+  'pixels': 'vit_jax.tasks.pixels.pixels',
+  'pixels_finetune': 'vit_jax.tasks.pixels.finetune',
+  'segment': 'vit_jax.tasks.detection.segment',
 }
 _TASK = (
   f'use one of {sorted(TASKS)}, or a module with a class Task that Python finds '

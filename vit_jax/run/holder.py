@@ -17,8 +17,8 @@ from absl import logging
 from etils import epath
 
 from vit_jax import cli
+from vit_jax.distributed import processes
 from vit_jax.run import workdir as workdir_lib
-from vit_jax.scale import processes
 
 # Seconds between two renewals, and seconds without one after which a file is
 # free.

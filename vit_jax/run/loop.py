@@ -11,10 +11,10 @@ from clu import periodic_actions
 import jax
 
 from vit_jax import cli
+from vit_jax.distributed import processes
 from vit_jax.learning import state as state_lib
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import stopping
-from vit_jax.scale import processes
 
 
 class Run:

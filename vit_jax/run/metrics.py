@@ -19,7 +19,7 @@ from etils import epath
 import jax
 import numpy as np
 
-from vit_jax.files import images
+from vit_jax.data.images import images
 from vit_jax.run import workdir as workdir_lib
 
 

@@ -8,7 +8,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from vit_jax import cli
-from vit_jax.scale import liveness
+from vit_jax.distributed import liveness
 
 
 class Interrupted(Exception):

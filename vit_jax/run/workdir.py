@@ -22,9 +22,9 @@ from etils import epath
 import ml_collections
 import numpy as np
 
-from vit_jax.files import index as index_lib
+from vit_jax.data.images import index as index_lib
+from vit_jax.distributed import processes
 from vit_jax.run import config as run_config
-from vit_jax.scale import processes
 
 # Keys that do not change what a run computes, only where, in which order and
 # how it is observed. They may differ when a run resumes, for example on other

@@ -41,9 +41,9 @@ import numpy as np
 
 from vit_jax import preprocess
 from vit_jax.configs import rules
-from vit_jax.evaluators import captions
 from vit_jax.evaluators import means
-from vit_jax.prediction import predictor as predictor_lib
+from vit_jax.figures import captions
+from vit_jax.inference import predictor as predictor_lib
 from vit_jax.run import config as run_config
 
 Predictor = predictor_lib.Predictor

@@ -11,7 +11,7 @@ from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax.augmentation import mixing
 from vit_jax.configs import rules
-from vit_jax.evaluators import captions
+from vit_jax.figures import captions
 from vit_jax.learning import losses
 from vit_jax.tasks import base
 

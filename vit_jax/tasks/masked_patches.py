@@ -21,8 +21,8 @@ import tensorflow as tf
 from vit_jax import models
 from vit_jax import models_vit
 from vit_jax.configs import rules
-from vit_jax.evaluators import captions
-from vit_jax.files import images as images_lib
+from vit_jax.data.images import images as images_lib
+from vit_jax.figures import captions
 from vit_jax.layers import patches as patches_lib
 from vit_jax.tasks import base
 
@@ -394,7 +394,7 @@ def draw(pictures: np.ndarray, most: int | None = None) -> np.ndarray:
 
   Args:
     pictures: float32 [B, 3, H, W, C] in [-1, 1], see Task.pictures.
-    most: see vit_jax.evaluators.captions.grid.
+    most: see vit_jax.figures.captions.grid.
 
   Returns:
     uint8 [height, width, 3].

@@ -17,9 +17,9 @@ import numpy as np
 
 from vit_jax import models
 from vit_jax.layers import positions
-from vit_jax.layouts import families
 from vit_jax.weights import identify
 from vit_jax.weights import reading
+from vit_jax.weights.families import families
 
 # A table of position embeddings, see vit_jax/layers/positions.py.
 _POSEMB = re.compile(

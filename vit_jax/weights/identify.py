@@ -13,8 +13,8 @@ import numpy as np
 
 from vit_jax import models
 from vit_jax.configs import models as model_configs
-from vit_jax.layouts import families
-from vit_jax.layouts import leaves
+from vit_jax.weights.families import families
+from vit_jax.weights.families import leaves
 
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
 

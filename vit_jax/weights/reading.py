@@ -27,13 +27,13 @@ import jax
 
 from vit_jax import cli
 from vit_jax.configs import models as model_configs
-from vit_jax.layouts import families
-from vit_jax.layouts import vit as layouts
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import arrays
 from vit_jax.weights import descriptions
 from vit_jax.weights import fetch
 from vit_jax.weights import state_dicts
+from vit_jax.weights.families import families
+from vit_jax.weights.families import vit as layouts
 
 # Name in a file -> name in Linen, of the layers in an encoder block. Files
 # number the layers by their place in the block, Linen counts each kind

@@ -14,15 +14,15 @@ import ml_collections
 import numpy as np
 
 from vit_jax.configs import common
-from vit_jax.layouts import families
-from vit_jax.layouts import vit as layouts
-from vit_jax.layouts import vit_files
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import descriptions
 from vit_jax.weights import fetch
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 from vit_jax.weights import state_dicts
+from vit_jax.weights.families import families
+from vit_jax.weights.families import vit as layouts
+from vit_jax.weights.families import vit_files
 
 
 class Model(NamedTuple):

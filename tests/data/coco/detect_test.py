@@ -1,0 +1,249 @@
+"""Tests of detection on annotated images: training, counts, average precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from tests import multiprocess_test
+from tests import processes
+from tests.data.coco import drawn
+from vit_jax import input_pipeline
+from vit_jax import train
+from vit_jax.configs import common
+from vit_jax.configs import detr_scenes
+from vit_jax.data import records
+from vit_jax.data import sources
+from vit_jax.data.images import images
+from vit_jax.data.tfds import parsing
+from vit_jax.distributed import sharding
+from vit_jax.run import config as run_config
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.tasks.detection import detect
+
+
+def tiny(root):
+  """A config that trains a tiny detector on a folder."""
+  config = detr_scenes.get_config()
+  config.dataset = str(root)
+  config.pp.crop = 16
+  config.pp.crop_area = None  # Whole images.
+  config.model.update(
+    units=(1,),
+    backbone_width=8,
+    hidden_size=8,
+    num_queries=4,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    num_heads=2,
+    mlp_dim=8,
+  )
+  config.task_options.max_objects = 3
+  config.update(batch=8, batch_eval=8, total_steps=2, warmup_steps=1)
+  config.log_images = 0
+  return config
+
+
+def on_canvases(root):
+  """The same on canvases: 16 x 24 pixels, or 24 x 16, in the evaluation."""
+  config = tiny(root)
+  config.pp.crop, config.pp.resize = 224, None
+  config.pp.update(
+    sides=(16,), eval_side=16, longest_side=24, canvas_multiple=8,
+    crop_sides=(),
+  )  # fmt: skip
+  config.task_options.tight = 8
+  return config
+
+
+def test_batches_with_grey_images_crowds_and_images_without_objects(tmp_path):
+  things = [
+    drawn.thing(1, 0),
+    drawn.thing(2, 1, (0, 0, 20, 20), 7),
+    drawn.thing(3, 1, (20, 10, 40, 30), 90, iscrowd=1),
+  ]
+  root = drawn.make(tmp_path / 'own', 4, things, grey=(0, 1))
+  prepared = train.prepare(tiny(root), tmp_path / 'run')
+  task = prepared.program.task
+  batch = next(
+    input_pipeline.train_batches(
+      prepared.config, prepared.train, task.example, prepared.mesh
+    )
+  )
+  # Two epochs of four images: those without objects, and one without the crowd.
+  np.testing.assert_array_equal(np.sort(batch['count']), 4 * [0] + 4 * [1])
+  assert set(batch['class'][batch['count'] == 1, 0].tolist()) == {0, 1}
+  grey = np.ptp(batch['image'], axis=-1).max(axis=(1, 2)) == 0
+  np.testing.assert_array_equal(grey, batch['count'] == 1)
+
+
+def test_a_run_on_a_folder_of_two_processes_and_of_one(tmp_path):
+  things = [drawn.thing(i, i % 4, (i, 0, 20, 20), 7) for i in range(6)]
+  root = drawn.make(tmp_path / 'own', 4, things, grey=(2,), turned=(1,))
+  config = tmp_path / 'config.py'
+  config.write_text(
+    'from tests.annotations import detect_test\n\n\n'
+    'def get_config():\n'
+    f'  config = detect_test.on_canvases({str(root)!r})\n'
+    '  config.update(progress_every=1, eval_every=2)\n'
+    '  return config\n'
+  )
+  kwargs = dict(data_dir=tmp_path)
+  pair = [
+    processes.start(
+      config, tmp_path / 'two', *address, devices=2, **kwargs
+    )
+    for address in multiprocess_test.addresses()
+  ]  # fmt: skip
+  statuses, outputs = multiprocess_test.finish_pair(pair)
+  assert statuses == [0, 0], outputs
+  status, output = processes.finish(config, tmp_path / 'one', **kwargs)
+  assert status == 0, output
+  two, one = (metrics_lib.read(tmp_path / name) for name in ('two', 'one'))
+  assert [x['step'] for x in two] == [x['step'] for x in one]
+  for ours, theirs in zip(two, one, strict=True):
+    for name in ('train_loss', 'loss_test', 'AP_test', 'AP50_test'):
+      assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-4)
+  assert 0 <= one[-1]['AP_test'] <= 1
+  assert one[-1]['num_examples_test'] == 4
+
+
+def test_a_backbone_of_random_numbers_is_not_frozen(tmp_path):
+  root = drawn.make(tmp_path / 'own', 2, [drawn.thing(1, 0)])
+  config = tiny(root)
+  config.lr_multipliers = (('^backbone/conv_root/', 0.0),)
+  with pytest.raises(
+    ValueError, match="needs weights.*: 1 .*'backbone/conv_root/kernel'.*frozen"
+  ):
+    train.check_start(train.prepare(config), tmp_path / 'run')
+
+
+def test_more_objects_than_the_model_can_find(tmp_path):
+  things = [drawn.thing(i, 2) for i in range(5)]
+  root = drawn.make(tmp_path / 'own', 3, things)
+  with pytest.raises(
+    ValueError, match="train2017/2.jpg': 5, and max_objects=3"
+  ):
+    train.prepare(tiny(root))
+
+
+RECORD = {
+  'image': images.encode_png(np.zeros((8, 8, 3), np.uint8)),
+  'objects/label': np.zeros(2, np.int64),
+}
+BOX = [0.1, 0.2, 0.3, 0.4]
+
+
+@pytest.mark.parametrize(
+  'box',
+  [[0.3, 0.2, 0.1, 0.4], [0.1, 0.2, 0.3, 1.4], [0.1, 0.2, np.nan, 0.4]],
+)
+@pytest.mark.parametrize('seed', [None, (0, 1)])
+def test_boxes_of_any_data_are_checked_as_they_are_read(tmp_path, box, seed):
+  task = detect.Task(run_config.complete(tiny(tmp_path)), {'class_names': 'ab'})
+  boxes = np.array([BOX, box], np.float32)
+  with pytest.raises(tf.errors.InvalidArgumentError, match='must be .ymin, xm'):
+    task.example({**RECORD, 'objects/bbox': boxes}, seed)
+
+
+def test_data_whose_sizes_are_unknown_may_have_too_many_objects(tmp_path):
+  task = detect.Task(run_config.complete(tiny(tmp_path)), {'class_names': 'ab'})
+  record = {**RECORD, 'objects/label': np.zeros(4, np.int64)}
+  boxes = np.array(4 * [BOX], np.float32)
+  with pytest.raises(
+    tf.errors.InvalidArgumentError, match='more objects than max_objects=3: ra'
+  ):
+    task.example({**record, 'objects/bbox': boxes}, None)
+
+
+def test_coco_of_tfds_has_the_features(tmp_path):
+  info = tfds.builder('coco/2017', data_dir=tmp_path).info
+  found = records.resolve(detect.Task.FEATURES, parsing.features(info), 'coco')
+  assert found == tuple(x.removesuffix('?') for x in detect.Task.FEATURES)
+  config = common.set_dataset(common.get_config(), 'coco/2017')
+  assert (config.pp.train, config.pp.test) == ('train', 'validation')
+
+
+class Known(detect.Task):
+  """A detector that knows what to find: `extra` holds the answers by image."""
+
+  def outputs(self, params, extra, batch):
+    return {name: x[batch['index']] for name, x in extra.items()}
+
+
+def evaluate(root, answers):
+  """Returns the average precision of detections.
+
+  Args:
+    root: the folder.
+    answers: {id of an image: [(class, score, (x0, y0, x1, y1) in pixels)]}.
+  """
+  config = run_config.complete(tiny(root))
+  names = ['cat', 'dog', 'cup']
+  source = sources.open_split(
+    config, 'val', (*Known.FEATURES, 'image/id'), names
+  )
+  ids = source.lookup(np.arange(source.num_examples))['image/id'].numpy()
+  logits = np.full((len(ids), 4, 4), -20.0, np.float32)
+  logits[..., -1] = 0  # No object.
+  boxes = np.full((len(ids), 4, 4), 0.5, np.float32)
+  for i, name in enumerate(ids):
+    for query, (label, score, corners) in enumerate(answers.get(name, ())):
+      logits[i, query, label] = np.log(score / (1 - score))
+      x0, y0, x1, y1 = np.array(corners) / (60, 40, 60, 40)
+      boxes[i, query] = (x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0
+  extra = {'logits': jnp.asarray(logits), 'boxes': jnp.asarray(boxes)}
+  mesh = sharding.make_mesh({'data': -1})
+  task = Known(config, {'class_names': names})
+  _, precision = task.evaluators(mesh, 'val', lambda split: source)
+  return precision.run(
+    {}, jax.device_put(extra, jax.NamedSharding(mesh, jax.P()))
+  )
+
+
+@pytest.mark.parametrize('place', [0, 1, 2, 3])
+def test_detections_of_the_same_score_rank_by_the_id_of_their_image(
+  tmp_path, place
+):
+  """As in pycocotools; the images of a folder are in another order."""
+  root = drawn.make(tmp_path, 4, [drawn.thing(1, place, (10, 4, 30, 20))])
+  answers = {100 + i: [(0, 0.9, (10, 4, 40, 24))] for i in range(4)}
+  # The only object is found at rank `place + 1`.
+  assert evaluate(root, answers)['AP'] == pytest.approx(1 / (place + 1))
+
+
+def test_average_precision_with_a_crowd_and_an_image_without_objects(tmp_path):
+  """Cats only: two objects, a crowd, and detections whose ranks are known.
+
+  Ranks: 1 (.9) finds the cat of image 100; 2 (.8) lies within the crowd of image
+  102, so that it does not count; 3 (.7) is a cat in image 101, which has none; 4
+  (.6) finds the cat of image 102. Recall 1/2 has precision 1, recall 1 has 2/3:
+  of the 101 recalls 0, .01, ..., 1 the first 51 have 1, the other 50 have 2/3.
+  """
+  things = [
+    drawn.thing(1, 0, (10, 4, 30, 20)),
+    drawn.thing(2, 2, (0, 0, 10, 10)),
+    drawn.thing(3, 2, (20, 0, 40, 40), iscrowd=1),
+  ]
+  root = drawn.make(tmp_path / 'own', 3, things)
+  answers = {
+    100: [(0, 0.9, (10, 4, 40, 24))],
+    101: [(0, 0.7, (10, 4, 40, 24))],
+    102: [(0, 0.8, (30, 10, 50, 30)), (0, 0.6, (0, 0, 10, 10))],
+  }
+  found = evaluate(root, answers)
+  expected = (51 + 50 * 2 / 3) / 101
+  for name in ('AP', 'AP50', 'AP75', 'AP_small'):
+    assert found[name] == pytest.approx(expected, abs=1e-6), name
+  assert np.isnan(found['AP_large'])
+  assert found['num_examples'] == 3
+
+  # The same detection counts as wrong where the crowd is no crowd.
+  things[2]['iscrowd'] = 0
+  found = evaluate(drawn.make(tmp_path / 'other', 3, things), answers)
+  # Ranks: right, wrong, wrong, right; of three objects the third is not found.
+  # Recalls to .33 have precision 1 (34 of them), to .66 have 2/4 (33 of them).
+  expected = (34 + 33 / 2) / 101
+  assert found['AP75'] == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,322 @@
+"""Tests of folders of annotated images as sources of data."""
+
+import json
+import shutil
+
+import numpy as np
+from PIL import Image
+import pytest
+import tensorflow as tf
+
+from tests.data.coco import drawn
+from vit_jax import manifest
+from vit_jax.configs import common
+from vit_jax.data import checking
+from vit_jax.data import mixture
+from vit_jax.data import records
+from vit_jax.data import sources
+from vit_jax.data.coco import layout
+from vit_jax.tasks.detection import detect
+
+FEATURES = (*detect.Task.FEATURES, 'objects/id', 'image/id')
+THINGS = [
+  drawn.thing(1, 0, (6, 4, 30, 20), 3, area=333),
+  drawn.thing(2, 2, (0, 0, 60, 40), 90, iscrowd=1),
+  drawn.thing(3, 2, (30, 20, 30, 20), 7),
+]
+
+
+def open_split(root, split='train', features=FEATURES, workdir=None, **keys):
+  config = common.get_config()
+  config.dataset = str(root)
+  names = keys.pop('class_names', None)
+  config.update(keys)
+  return sources.open_split(config, split, features, names, workdir=workdir)
+
+
+def by_id(source):
+  """All records of a source, by the id of the image."""
+  found = source.lookup(tf.range(source.num_examples, dtype=tf.int64))
+  rows = range(source.num_examples)
+  records = [{name: x[i].numpy() for name, x in found.items()} for i in rows]
+  return {int(record['image/id']): record for record in records}
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+  """A folder of ten images and three objects; read only."""
+  return drawn.make(tmp_path_factory.mktemp('own'), 10, THINGS)
+
+
+@pytest.fixture
+def root(tmp_path):
+  """A folder of three images and three objects, to be damaged."""
+  return drawn.make(tmp_path / 'own', 3, THINGS)
+
+
+def change(root, change, split='train'):
+  """Changes the boxes of a split."""
+  change_file(root / 'annotations' / f'instances_{split}2017.json', change)
+
+
+def change_file(path, change):
+  """Changes the content of an annotation file."""
+  found = json.loads(path.read_text())
+  change(found)
+  path.write_text(json.dumps(found))
+
+
+def test_the_features_are_those_of_tfds(whole):
+  source = open_split(whole)
+  assert source.names == {'objects/label': ('cat', 'dog', 'cup')}
+  assert source.num_examples == 10  # Also those without objects.
+  found = by_id(source)
+  assert found[101]['objects/bbox'].shape == (0, 4)
+  np.testing.assert_allclose(
+    found[102]['objects/bbox'], [[0, 0, 1, 1], [0.5, 0.5, 1, 1]]
+  )
+  np.testing.assert_array_equal(found[102]['objects/label'], [2, 1])
+  np.testing.assert_array_equal(found[102]['objects/is_crowd'], [True, False])
+  np.testing.assert_array_equal(found[102]['objects/id'], [2, 3])
+  np.testing.assert_array_equal(found[102]['objects/area'], [2400, 600])
+  np.testing.assert_array_equal(found[100]['objects/area'], [333])
+  assert found[100]['image'] == f'{whole}/train2017/0.jpg'.encode()
+  np.testing.assert_array_equal(
+    np.sort(source.lengths('objects/label')), 8 * [0] + [1, 2]
+  )
+
+
+def test_slices_share_out_the_images(whole):
+  parts = [open_split(whole, x) for x in ('train[:70%]', 'train[70%:]')]
+  assert [part.num_examples for part in parts] == [7, 3]
+  together = open_split(whole, 'train[:70%]+train[70%:]')
+  first, second, both = map(by_id, [*parts, together])
+  assert sorted([*first, *second]) == sorted(both) == list(range(100, 110))
+  for i, record in {**first, **second}.items():
+    np.testing.assert_array_equal(record['image'], both[i]['image'])
+    np.testing.assert_array_equal(
+      record['objects/bbox'], both[i]['objects/bbox']
+    )
+
+
+# Where the files of a split lie, and the split.
+LAYOUTS = {
+  'coco': ('annotations/instances_train2017.json', 'train2017', 'train'),
+  'year': ('annotations/instances_train2017.json', 'train2017', 'train2017'),
+  'no year': ('annotations/instances_train2017.json', 'train', 'train'),
+  'images': ('annotations/instances_train.json', 'images/train', 'train'),
+  'together': ('annotations/train.json', 'images', 'train'),
+  'simple': ('train.json', 'train', 'train'),
+  'roboflow': ('train/_annotations.coco.json', 'train', 'train'),
+  'valid': ('valid/_annotations.coco.json', 'valid', 'validation'),
+  'val': ('annotations/instances_val2017.json', 'val2017', 'validation'),
+  'val for test': ('annotations/instances_val2017.json', 'val2017', 'test'),
+}
+
+
+@pytest.mark.parametrize('name', LAYOUTS)
+def test_layouts(tmp_path, name):
+  path, folder, split = LAYOUTS[name]
+  found = drawn.content(2, THINGS[:1])
+  drawn.write(tmp_path / path, found)
+  drawn.draw(tmp_path / folder, found)
+  assert sorted(by_id(open_split(tmp_path, split))) == [100, 101]
+
+
+def test_it_is_said_which_split_stands_for_test(root, capsys):
+  open_split(root, 'test')
+  assert "Split 'test' of" in (said := capsys.readouterr().out)
+  assert "is '" + str(root / 'annotations' / 'instances_val2017.json') in said
+  open_split(root)
+  assert 'Split' not in capsys.readouterr().out
+
+
+def test_parts_and_mixtures_know_how_many_objects_there_are(root):
+  source = open_split(root)
+  counts = source.lengths('objects/label')
+  rows = np.array([2, 0, 2])
+  chosen = records.Subset(source, rows)
+  np.testing.assert_array_equal(chosen.lengths('objects/label'), counts[rows])
+  mixed = mixture.MixtureSource([source, source], (('a', 0.5), ('b', 0.5)))
+  np.testing.assert_array_equal(
+    mixed.lengths('objects/label'), np.tile(counts, 2)
+  )
+  assert mixed.name(4) == source.name(1)
+  assert mixed.lengths('objects/depth') is None
+
+
+def test_paths_in_the_file_may_begin_at_the_folder(tmp_path, monkeypatch):
+  found = drawn.content(2)
+  drawn.draw(tmp_path / 'photos', found)
+  for entry in found['images']:
+    entry['file_name'] = f'photos/{entry["file_name"]}'
+  drawn.write(tmp_path / 'train.json', found)
+  monkeypatch.chdir(tmp_path.parent)  # And the folder may be relative.
+  assert open_split(f'./{tmp_path.name}').num_examples == 2
+
+
+def test_a_split_without_annotations(root):
+  with pytest.raises(
+    FileNotFoundError, match=r"no annotations of split 'dev'.*instances_train2"
+  ):
+    open_split(root, 'dev')
+
+
+def test_two_years(root):
+  path = root / 'annotations' / 'instances_train2017.json'
+  shutil.copy(path, path.with_name('instances_train2014.json'))
+  with pytest.raises(ValueError, match=r"several files of split 'train'.*2017"):
+    open_split(root)
+  assert open_split(root, 'train2017').num_examples == 3
+
+
+def test_images_elsewhere(root):
+  (root / 'train2017').rename(root / 'photos')
+  with pytest.raises(
+    FileNotFoundError,
+    match="0.jpg', which are in none of .*train2017', '.*images'",
+  ):
+    open_split(root)
+
+
+def test_an_image_that_is_not_there(root):
+  (root / 'train2017' / '0.jpg').unlink()
+  with pytest.raises(ValueError, match='1 of 3 images cannot') as error:
+    open_split(root)
+  assert f"there is no image file '{root}/train2017/0.jpg'" in str(error.value)
+  found = by_id(open_split(root, broken_images='skip'))
+  assert sorted(found) == [101, 102]
+  assert len(found[102]['objects/label']) == 2
+
+
+def test_the_size_in_the_file_must_be_that_of_the_image(root):
+  def turn(found):
+    found['images'][0].update(width=40, height=60)
+    found['images'][1].update(width=62)
+
+  change(root, turn)
+  with pytest.raises(ValueError, match='2 of 3 images cannot be') as error:
+    open_split(root)
+  assert '60 x 40 pixels, and its annotations are of 40 x 60 (it may have' in (
+    str(error.value)
+  )
+  assert 'are of 62 x 40\n' in str(error.value)
+  assert sorted(by_id(open_split(root, broken_images='skip'))) == [102]
+
+
+def test_sizes_are_compared_again_when_the_file_changes(root, tmp_path):
+  workdir = tmp_path / 'run'
+  source = open_split(root, workdir=workdir)
+  source.store(workdir)
+  change(root, lambda found: found['images'][0].update(width=61))
+  with pytest.raises(ValueError, match='annotations are of 61 x 40'):
+    open_split(root, workdir=workdir)
+
+
+def test_images_are_decoded_once(root, tmp_path, monkeypatch):
+  workdir = tmp_path / 'run'
+  open_split(root, workdir=workdir).store(workdir)
+
+  def fail(*args):
+    raise AssertionError(args)
+
+  monkeypatch.setattr(checking.images, 'why_broken', fail)
+  assert open_split(root, workdir=workdir).num_examples == 3
+  assert open_split(root, 'train[:2]', workdir=workdir).num_examples == 2
+
+
+def test_the_command_that_lists_images_knows_annotated_folders(
+  root, monkeypatch
+):
+  assert layout.splits(str(root)) == ['train2017', 'val2017']
+  path, count, broken = manifest.make(str(root), 'train')
+  assert (count, broken) == (3, [])
+  assert path == f'{root}/train.coco.index.npz'
+  monkeypatch.setattr(
+    checking.images, 'why_broken', lambda *args: 'looked at again'
+  )
+  assert open_split(root).num_examples == 3
+
+
+def test_wrong_boxes_are_refused_or_left_out(root, capsys):
+  change(root, lambda found: found['annotations'][2].update(bbox=[1, 1, 0, 5]))
+  with pytest.raises(
+    ValueError, match=r"annotation 3 of image '2.jpg'.*no are"
+  ):
+    open_split(root)
+  found = by_id(open_split(root, broken_boxes='skip'))
+  assert found[102]['objects/id'].tolist() == [2]
+  assert '1 of 3 left out' in capsys.readouterr().out
+
+
+def test_other_splits_have_the_classes_of_training_by_name(root):
+  def other_ids(found):
+    found['categories'] = [
+      {'id': 1, 'name': 'cup'},
+      {'id': 2, 'name': 'dog'},
+      {'id': 3, 'name': 'cat'},
+    ]
+    for thing, category in zip(found['annotations'], (3, 1, 2)):
+      thing['category_id'] = category
+
+  change(root, other_ids, 'val')
+  names = open_split(root).names['objects/label']
+  ours, theirs = (
+    by_id(open_split(root, split, class_names=names))
+    for split in ('train', 'validation')
+  )
+  for i in ours:
+    np.testing.assert_array_equal(
+      ours[i]['objects/label'], theirs[i]['objects/label']
+    )
+  both = open_split(root, 'train+validation')
+  assert both.names['objects/label'] == names
+
+  change(root, lambda found: found['categories'][0].update(name='bowl'), 'val')
+  with pytest.raises(
+    ValueError, match=r"it has \['bowl'\] and it lacks \['cup'\]; give both"
+  ):
+    open_split(root, 'test', class_names=names)
+
+
+def test_the_fingerprint_is_of_images_and_annotations(root, tmp_path):
+  first = open_split(root).fingerprint()
+  assert json.loads(json.dumps(first)) == first
+  moved = tmp_path / 'moved'
+  shutil.copytree(root, moved)
+  assert open_split(moved).fingerprint() == first
+  seen = [first, open_split(root, 'train[:2]').fingerprint()]
+  for key, value in (
+    ('bbox', [6, 4, 30, 21]),
+    ('category_id', 7),
+    ('area', 5),
+    ('iscrowd', 1),
+  ):
+    change(root, lambda f, k=key, v=value: f['annotations'][0].update({k: v}))
+    seen.append(open_split(root).fingerprint())
+    assert seen[-1] not in seen[:-1], key
+
+
+def test_images_alone_are_found_through_the_annotations(root):
+  source = open_split(root, features=('image',))
+  assert source.features == ('image',)
+  assert source.num_examples == 3
+
+
+def test_a_feature_that_annotations_lack(root):
+  with pytest.raises(ValueError, match="no feature 'objects/depth'"):
+    open_split(root, features=('image', 'objects/depth'))
+
+
+def test_turned_by_exif(root):
+  """The annotations of a tool that turns images before it shows them."""
+  path = root / 'train2017' / '0.jpg'
+  exif = Image.Exif()
+  exif[0x0112] = 6  # Turned by 90 degrees.
+  with Image.open(path) as image:
+    image.load()
+  image.save(path, exif=exif)
+  assert open_split(root).num_examples == 3  # As the file's pixels lie.
+  change(root, lambda f: f['images'][0].update(width=40, height=60))
+  with pytest.raises(ValueError, match='turned by its EXIF orientation'):
+    open_split(root)

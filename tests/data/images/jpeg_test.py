@@ -1,0 +1,133 @@
+"""Tests of JPEG files: none is taken for whole that is cut off."""
+
+import io
+
+import numpy as np
+from PIL import Image
+import pytest
+import tensorflow as tf
+
+from vit_jax import preprocess
+from vit_jax.configs import common
+from vit_jax.data.images import images
+from vit_jax.data.images import jpeg
+
+
+def encode(image, **kwargs):
+  buffer = io.BytesIO()
+  image.save(buffer, 'JPEG', **kwargs)
+  return buffer.getvalue()
+
+
+def cut(data, share):
+  """Returns the first part of a file, with an end marker behind it."""
+  return data[: int(len(data) * share)] + b'\xff\xd9'
+
+
+def textured(height, width, seed=0):
+  """A picture of large and small shapes, as photographs have."""
+  rng = np.random.RandomState(seed)
+  image = np.zeros((height, width, 3))
+  for size in (4, 16, 64):
+    part = rng.randint(0, 255, (size, size, 3), dtype=np.uint8)
+    part = Image.fromarray(part).resize((width, height), Image.BICUBIC)
+    image += np.asarray(part, float) / 3
+  return Image.fromarray(image.astype(np.uint8))
+
+
+PICTURE = textured(203, 301)
+KINDS = {
+  'colour': (PICTURE, {}),
+  'full colour': (PICTURE, {'subsampling': 0, 'quality': 95}),
+  'grey': (PICTURE.convert('L'), {}),
+  'cmyk': (PICTURE.convert('CMYK'), {}),
+  'restarts': (PICTURE, {'restart_marker_rows': 2}),
+  'progressive': (PICTURE, {'progressive': True}),
+  'grey progressive': (PICTURE.convert('L'), {'progressive': True}),
+}
+decode = tf.function(images.decode, reduce_retracing=True)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_file_that_is_cut_is_no_image(kind):
+  picture, kwargs = KINDS[kind]
+  data = encode(picture, **kwargs)
+  assert decode(tf.constant(data)).shape == (203, 301, 3)
+  jpeg.check_whole(data)
+  for share in (0.3, 0.5, 0.7):
+    half = cut(data, share)
+    with pytest.raises(ValueError, match='only part of a JPEG'):
+      jpeg.check_whole(half)
+    if share > 0.5 and 'progressive' in kind:
+      continue  # It may lack no more than a bit of the finest detail.
+    for function in (images.decode, decode):
+      with pytest.raises(images.DECODE_ERRORS, match='part of a|Invalid JPEG'):
+        function(tf.constant(half))
+
+
+def test_a_crop_is_an_error_where_it_meets_what_is_missing():
+  half = tf.constant(cut(encode(PICTURE), 0.5))
+  above = jpeg.decode(half, window=tf.constant([0, 0, 60, 60]))
+  whole = jpeg.decode(
+    tf.constant(encode(PICTURE)), window=tf.constant([0, 0, 60, 60])
+  )
+  np.testing.assert_array_equal(above, whole)
+  with pytest.raises(images.DECODE_ERRORS, match='only part of a JPEG'):
+    jpeg.decode(half, window=tf.constant([20, 20, 170, 60]))
+
+
+@pytest.mark.parametrize('mode', ['RGB', 'L', 'CMYK'])
+def test_a_grey_picture_is_whole(mode):
+  grey = Image.new('RGB', (70, 50), (128, 128, 128)).convert(mode)
+  for progressive in (False, True):
+    data = encode(grey, progressive=progressive)
+    assert decode(tf.constant(data)).shape == (50, 70, 3)
+
+
+@pytest.mark.parametrize(
+  'shape, size, want',
+  [
+    ((3000, 4000), (224, 224), 8),
+    ((3584, 4000), (224, 224), 8),
+    ((30000, 447), (224, 224), 1),
+    ((896, 896), (224, 224), 4),
+    ((895, 4000), (224, 224), 2),
+    ((448, 2000), (224, 500), 2),
+    ((375, 500), (224, 224), 1),
+  ],
+)
+def test_no_fewer_pixels_are_left_than_are_wanted(shape, size, want):
+  assert int(jpeg.ratio(tf.constant(shape), size)) == want
+
+
+def test_large_files_are_decoded_smaller_and_look_the_same():
+  pp = common.get_config().pp
+  pp.crop = 32
+  large, small = textured(300, 420), textured(60, 90)
+  for seed in (None, tf.constant([0, 1], tf.int64)):
+    found = {}
+    for shrink in (True, False):
+      pp.jpeg_shrink = shrink
+      found[shrink] = [
+        preprocess.prepare(tf.constant(encode(x, quality=95)), seed, pp).numpy()
+        for x in (large, small)
+      ]
+    np.testing.assert_array_equal(found[True][1], found[False][1])
+    differences = np.abs(found[True][0] - found[False][0])
+    assert 0 < differences.mean() < 0.2
+
+
+def test_what_is_cut_out_of_a_smaller_one_lies_where_it_is_said_to():
+  pp = common.get_config().pp
+  pp.crop, pp.crop_area = 8, (0.2, 0.6)
+  y, x = np.mgrid[:320, :480]
+  ramp = np.stack([y * 255 / 320, x * 255 / 480, 0 * y], -1).astype(np.uint8)
+  encoded = tf.constant(encode(Image.fromarray(ramp), quality=95))
+  for seed in range(5):
+    image, drawn = preprocess.decode_with_geometry(
+      encoded, tf.constant([0, seed], tf.int64), pp
+    )
+    begin = np.array([drawn.y, drawn.x])
+    middle = begin + np.array([drawn.height, drawn.width]) / 2
+    got = (image.numpy().mean((0, 1))[:2] + 1) / 2 * (320, 480)
+    np.testing.assert_allclose(got, middle, atol=4)

@@ -1,0 +1,101 @@
+"""Tests of lists of images: what is found, what is not, and in which order."""
+
+import hashlib
+import os
+
+import pytest
+import tensorflow as tf
+
+from vit_jax.data import folder
+from vit_jax.data.images import listing
+from vit_jax.data.images import reading
+
+
+def names(root):
+  index = listing.list_folder(str(root), 'train')
+  return [os.fsdecode(name) for name in index.names(index.order)]
+
+
+def write(root, *paths):
+  for path in paths:
+    (root / 'train' / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / 'train' / path).write_bytes(b'x')
+
+
+def test_the_order_is_that_of_a_hash_of_the_names(tmp_path):
+  written = [f'{c}/{i:04}.jpg' for c in ('a', 'bb', 'é') for i in range(300)]
+  write(tmp_path, *written, 'top.png', 'a/b/deep.gif')
+  want = sorted(
+    [*written, 'top.png', 'a/b/deep.gif'],
+    key=lambda name: hashlib.md5(f'/{name}'.encode()).digest(),
+  )
+  assert names(tmp_path) == want
+
+
+def test_a_remote_folder_is_listed_too():
+  for name in (
+    'a/1.jpg',
+    'a/2.PNG',
+    'b/3.jpg',
+    'b/.4.jpg',
+    'b/c/5.jpg',
+    'x.txt',
+  ):
+    path = f'ram://listing/train/{name}'
+    tf.io.gfile.makedirs(os.path.dirname(path))
+    with tf.io.gfile.GFile(path, 'wb') as file:
+      file.write(b'x')
+  index = listing.list_folder('ram://listing', 'train')
+  assert sorted(index.names(index.order)) == [
+    b'a/1.jpg', b'a/2.PNG', b'b/3.jpg', b'b/c/5.jpg',
+  ]  # fmt: skip
+  assert index.facts['ignored'] == [1, 'x.txt']
+  assert index.is_true()
+
+
+def test_what_is_no_file_is_left_out_and_never_waited_for(tmp_path, caplog):
+  write(tmp_path, 'a/1.jpg', 'a/2.jpg', 'b/3.jpg', 'b/folder.jpg/4.jpg')
+  a = tmp_path / 'train' / 'a'
+  os.mkfifo(a / 'pipe.jpg')
+  os.symlink('/dev/zero', a / 'device.jpg')
+  os.symlink('self.jpg', a / 'self.jpg')
+  os.symlink('/no/such/file', a / 'nowhere.jpg')
+  os.symlink(tmp_path / 'train', a / 'up')
+  os.symlink(tmp_path / 'train' / 'b', a / 'aside')
+  os.symlink('1.jpg', a / 'link.jpg')
+  assert sorted(names(tmp_path)) == [
+    'a/1.jpg', 'a/2.jpg', 'a/aside/3.jpg', 'a/link.jpg', 'b/3.jpg',
+  ]  # fmt: skip
+  paths, _, classes = folder.list_split(str(tmp_path), 'train', broken='trust')
+  assert classes == ('a', 'b')
+  assert len(paths) == 4
+  assert 'Ignored 8 files' in caplog.text
+  with pytest.raises(ValueError, match="'.*pipe.jpg' is no regular file"):
+    reading.read_file(a / 'pipe.jpg')
+
+
+def test_names_that_are_no_utf8(tmp_path):
+  write(tmp_path, 'a/1.jpg')
+  top = os.fsencode(tmp_path / 'train')
+  with open(top + b'/a/\xff.jpg', 'wb') as file:
+    file.write(b'x')
+  with pytest.raises(ValueError, match=r'2 of 2 images') as error:
+    folder.list_split(str(tmp_path), 'train')
+  assert r'a/\xff.jpg: no image' in str(error.value)
+  os.rename(top + b'/a', top + b'/\xfe')
+  with pytest.raises(ValueError, match=r"train/\\xfe' is no UTF-8: rename it"):
+    folder.list_split(str(tmp_path), 'train', broken='trust')
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+  write(tmp_path, 'a/1.jpg', 'b/2.jpg')
+  scandir = os.scandir
+
+  def fail(path):
+    if path.endswith(b'/b'):
+      raise PermissionError(13, 'Permission denied', path)
+    return scandir(path)
+
+  monkeypatch.setattr(os, 'scandir', fail)
+  with pytest.raises(OSError, match=r"train/b' cannot be read: Permission den"):
+    folder.list_split(str(tmp_path), 'train', broken='trust')

@@ -1,0 +1,141 @@
+"""Tests of EXIF orientations against Pillow's exif_transpose."""
+
+import io
+
+import numpy as np
+from PIL import Image
+from PIL import ImageOps
+import pytest
+import tensorflow as tf
+
+from tests import preprocess_test
+from tests.data.images import jpeg_test
+from vit_jax import preprocess
+from vit_jax.data.images import images
+from vit_jax.data.images import orientation
+
+PICTURE = jpeg_test.textured(201, 298)
+FORMATS = {
+  'JPEG': {'quality': 95, 'subsampling': 0},
+  'PNG': {},
+  'WEBP': {'lossless': True},
+}
+pp = preprocess_test.pp
+decode = tf.function(images.decode, reduce_retracing=True)
+
+
+def in_graph(function, *args):
+  """Calls a function as a pipeline does: the image alone is not known."""
+
+  @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
+  def call(encoded):
+    return function(encoded, *args)
+
+  return call
+
+
+def encode(number, fmt='JPEG', picture=PICTURE, **kwargs):
+  exif = Image.Exif()
+  exif[0x010F] = 'A camera'
+  if number is not None:
+    exif[0x0112] = number
+  kwargs = {**FORMATS[fmt], **kwargs}
+  return preprocess_test.encode(picture, fmt, exif=exif, **kwargs)
+
+
+def without_exif(encoded):
+  """Returns a PNG of the upright pixels."""
+  with Image.open(io.BytesIO(encoded)) as image:
+    image = ImageOps.exif_transpose(image).convert('RGB')
+  return preprocess_test.encode(image, 'PNG')
+
+
+def pixels(encoded):
+  return np.asarray(Image.open(io.BytesIO(encoded)).convert('RGB')).astype(int)
+
+
+@pytest.mark.parametrize('fmt', FORMATS)
+@pytest.mark.parametrize('number', range(1, 9))
+def test_decoded_images_are_upright(fmt, number):
+  encoded = encode(number, fmt)
+  want = pixels(without_exif(encoded))
+  assert want.shape[:2] == ((201, 298) if number < 5 else (298, 201))
+  assert int(orientation.read(encoded)) == number
+  got = decode(tf.constant(encoded)).numpy().astype(int)
+  assert got.shape == want.shape
+  # INTEGER_FAST is not Pillow's way of decoding JPEGs.
+  assert np.abs(got - want).max() <= (8 if fmt == 'JPEG' else 0)
+  stored = images.decode(encoded, upright=False).numpy().astype(int)
+  assert stored.shape == (201, 298, 3)
+  with Image.open(io.BytesIO(encoded)) as image:
+    by_pillow = preprocess.from_user(image, images.decode).numpy()
+  np.testing.assert_array_equal(by_pillow, want)
+  by_path = preprocess.from_user(encoded, images.decode).numpy()
+  np.testing.assert_array_equal(by_path, got)
+
+
+@pytest.mark.parametrize('fmt', FORMATS)
+@pytest.mark.parametrize('number', range(1, 9))
+def test_crops_are_of_the_upright_image(fmt, number):
+  encoded = encode(number, fmt)
+  upright = without_exif(encoded)
+  config = pp(crop=(40, 56), crop_area=(0.2, 0.5), jpeg_shrink=False)
+  atol = 8 / 127.5 if fmt == 'JPEG' else 1e-6
+  for seed in (None, (0, 0), (0, 1), (0, 2)):
+    prepare = in_graph(preprocess.prepare, seed, config)
+    got, want = prepare(encoded).numpy(), prepare(upright).numpy()
+    np.testing.assert_allclose(got, want, atol=atol)
+
+
+@pytest.mark.parametrize('number', range(1, 9))
+def test_a_jpeg_decoded_at_a_quarter_is_upright(number):
+  """A crop that is off by a few pixels of the original has another colour."""
+  ramps = preprocess_test.smooth(404, 606)
+  encoded = encode(number, picture=Image.fromarray(ramps))
+  upright = pixels(without_exif(encoded))
+  for seed in range(5):
+    config = pp(crop=(40, 56), crop_area=(0.3, 0.9))
+    got, drawn = in_graph(
+      preprocess.decode_with_geometry, (0, seed), config, True
+    )(encoded)
+    assert drawn.shape.numpy().tolist() == list(upright.shape[:2])
+    y, x, height, width = (int(v) for v in drawn[1:5])
+    assert height >= 80  # At most half of the pixels were decoded.
+    part = Image.fromarray(
+      upright[y : y + height, x : x + width].astype(np.uint8)
+    ).resize((56, 40), Image.BOX)
+    part = np.asarray(part)[:, :: -1 if drawn.flip else 1] / 127.5 - 1
+    # A step of the ramps is 255 / 404 a pixel.
+    assert np.abs(got - part)[2:-2, 2:-2].mean() < 0.01
+  got = in_graph(preprocess.prepare, None, config)(encoded).numpy()
+  want = np.asarray(
+    Image.fromarray(upright.astype(np.uint8)).resize((56, 40), Image.BOX)
+  )
+  assert np.abs(got - (want / 127.5 - 1))[2:-2, 2:-2].mean() < 0.01
+
+
+@pytest.mark.parametrize('number', [None, 0, 9, 65535])
+@pytest.mark.parametrize('fmt', FORMATS)
+def test_other_values_turn_nothing(fmt, number):
+  assert int(orientation.read(encode(number, fmt))) == 1
+
+
+def test_damaged_exif_data_turn_nothing():
+  encoded = encode(6)
+  start = encoded.index(b'Exif\0\0') + 6
+  size = int.from_bytes(encoded[start - 8 : start - 6], 'big') - 8
+  for end in range(start, start + size, 3):
+    damaged = encoded[:start] + b'\xee' * (end - start) + encoded[end:]
+    assert images.decode(damaged).shape[2] == 3
+  # What looks like EXIF data is in a comment.
+  comment = preprocess_test.encode(
+    PICTURE, 'JPEG', comment=b'Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12'
+  )
+  assert int(orientation.read(comment)) == 1
+
+
+def test_exif_data_may_follow_other_segments():
+  encoded = encode(6)
+  profile = b'\xff\xe2\xff\xff' + b'\0' * 65533
+  late = encoded[:2] + 3 * profile + encoded[2:]
+  assert int(orientation.read(late)) == 6

@@ -1,0 +1,319 @@
+"""Tests of files with records: TFDS's order, damaged files, a mean storage."""
+
+import errno
+import gzip
+import itertools
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core.utils import shard_utils
+
+from tests import input_pipeline_test
+from vit_jax import input_pipeline
+from vit_jax.data import sources
+from vit_jax.data.images import reading
+from vit_jax.data.tfds import convert
+from vit_jax.data.tfds import tfrecords
+from vit_jax.distributed import sharding
+
+FORMATS = ('tfrecord', 'array_record')
+
+
+@pytest.fixture(scope='module')
+def written(tmp_path_factory):
+  """Folders with 40 images in three files, by format."""
+  folders = {name: tmp_path_factory.mktemp(name) for name in FORMATS}
+  for name, folder in folders.items():
+    input_pipeline_test.prepare(
+      input_pipeline_test.Shapes, str(folder), name, num_shards=3
+    )
+  return folders
+
+
+@pytest.fixture
+def opened(written, tiny_config, tmp_path, monkeypatch):
+  """Opens a copy of the data: (format, split) -> config, source."""
+  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
+  monkeypatch.setattr(reading, '_DELAYS', (0.0, 0.0))
+
+  def open_split(file_format='tfrecord', split='train'):
+    folder = tmp_path / file_format
+    if not folder.exists():
+      shutil.copytree(written[file_format], folder)
+    input_pipeline_test.grey_config(tiny_config, 'shapes', str(folder))
+    return tiny_config, sources.open_split(tiny_config, split)
+
+  return open_split
+
+
+def files(tmp_path, file_format='tfrecord'):
+  return sorted((tmp_path / file_format).glob(f'shapes/*/*.{file_format}-*'))
+
+
+def everything(source):
+  found = source.lookup(tf.range(source.num_examples, dtype=tf.int64))
+  return list(found['image'].numpy())
+
+
+def batches(config, source, start=0, count=12):
+  example = input_pipeline.labelled_example(config, 4)
+  mesh = sharding.make_mesh({'data': -1})
+  found = input_pipeline.train_batches(config, source, example, mesh, start)
+  return [
+    {key: np.asarray(value) for key, value in batch.items()}
+    for batch in itertools.islice(found, count)
+  ]
+
+
+@pytest.mark.parametrize('file_format', FORMATS)
+@pytest.mark.parametrize(
+  'split', ['train', 'train[:10%]', 'train[35%:80%]+train[:5]', 'train[-1:]']
+)
+def test_records_have_the_order_of_tfds(opened, written, file_format, split):
+  _, source = opened(file_format, split)
+  builder = tfds.builder('shapes', data_dir=str(written['tfrecord']))
+  data = builder.as_dataset(
+    split=split,
+    decoders={'image': tfds.decode.SkipDecoding()},
+    read_config=tfds.ReadConfig(interleave_cycle_length=1),
+  )
+  want = [record['image'].numpy() for record in data]
+  assert source.num_examples == len(want)
+  assert everything(source) == want
+
+
+def test_a_run_is_the_same_as_on_array_record_and_when_it_goes_on(opened):
+  whole = batches(*opened())
+  for start in (1, 7):
+    for got, want in zip(batches(*opened(), start, 3), whole[start:]):
+      input_pipeline_test.assert_same(got, want)
+  for got, want in zip(batches(*opened('array_record')), whole, strict=True):
+    input_pipeline_test.assert_same(got, want)
+  images = np.concatenate([batch['image'][:, 0, 0, 0] for batch in whole[:5]])
+  assert len(set(images)) == 40  # An epoch has every image, from all files.
+
+
+# --- The stored offsets ---
+
+
+@pytest.fixture
+def scanned(monkeypatch):
+  """Names of the files whose headers were read."""
+  names, scan = [], tfrecords._scan
+
+  def note(path, *args):
+    names.append(os.path.basename(path)[-14:-9])
+    return scan(path, *args)
+
+  monkeypatch.setattr(tfrecords, '_scan', note)
+  return names
+
+
+def test_headers_are_read_once_and_again_of_a_file_that_changes(
+  opened, scanned, tmp_path
+):
+  want = everything(opened(split='train[:50%]')[1])
+  assert sorted(scanned) == ['00000', '00001']
+  opened()
+  assert sorted(scanned) == ['00000', '00001', '00002']
+  opened()
+  assert len(scanned) == 3
+  assert not (tmp_path / 'cache').exists()
+  first = files(tmp_path)[0]
+  records = [x.numpy() for x in tf.data.TFRecordDataset(str(first))]
+  with tf.io.TFRecordWriter(str(first)) as writer:
+    for record in (records[1], records[0], *records[2:]):
+      writer.write(record)
+  os.utime(first, ns=(0, 12345))
+  got = everything(opened(split='train[:50%]')[1])
+  assert scanned[3:] == ['00000']
+  assert got == [want[1], want[0], *want[2:]]
+  stored = first.parent / '.tfrecord_offsets.npz'
+  for content in (b'', b'x' * 100, stored.read_bytes()[:-30]):
+    stored.write_bytes(content)
+    del scanned[:]
+    assert everything(opened(split='train[:50%]')[1]) == got
+    assert sorted(scanned) == ['00000', '00001']
+
+
+def test_offsets_are_kept_in_the_cache_of_data_that_cannot_be_written(
+  opened, scanned, tmp_path, caplog
+):
+  shutil.copytree(opened()[0].tfds_data_dir, tmp_path / 'x')
+  del scanned[:]
+  [stored] = (tmp_path / 'tfrecord').glob('shapes/*/.tfrecord_offsets.npz')
+  stored.unlink()
+  stored.mkdir()
+  for _ in range(2):
+    _, source = opened()
+    assert len(everything(source)) == 40
+    assert len(scanned) == 3
+  assert list((tmp_path / 'cache' / 'tfrecords').iterdir())
+  shutil.rmtree(tmp_path / 'cache')
+  (tmp_path / 'cache').write_text('no folder')
+  _, source = opened()
+  assert len(everything(source)) == 40
+  assert 'cannot be stored, and every start reads them anew' in caplog.text
+
+
+def test_files_in_a_bucket(opened, tmp_path, monkeypatch):
+  _, source = opened()
+  want = everything(source)
+  monkeypatch.setattr(tfrecords, '_BLOCK', 100)  # Less than a record.
+  for path in (tmp_path / 'tfrecord').glob('shapes/*/*'):
+    if not path.name.startswith('.'):
+      target = f'ram://records/shapes/{path.parent.name}/{path.name}'
+      tf.io.gfile.makedirs(os.path.dirname(target))
+      tf.io.gfile.copy(str(path), target, overwrite=True)
+  paths = [
+    f'ram://records/shapes/{path.parent.name}/{path.name}'
+    for path in files(tmp_path)
+  ]
+  counts = [len(list(tf.data.TFRecordDataset(path))) for path in paths]
+  remote = tfrecords.offsets(paths, counts)
+  for got, path in zip(remote, files(tmp_path), strict=True):
+    assert got[-1] == path.stat().st_size
+  assert tf.io.gfile.exists(
+    f'{os.path.dirname(paths[0])}/.tfrecord_offsets.npz'
+  )
+  infos = [
+    shard_utils.FileInstruction(path, 0, count, count)
+    for path, count in zip(paths, counts)
+  ]
+  reader = source._reader
+  found = everything(tfrecords.TfRecordSource(infos, 100.0, reader))
+  assert found == want
+
+
+# --- Damaged files ---
+
+
+def flipped(place):
+  def change(content):
+    content = bytearray(content)
+    content[place] ^= 4
+    return bytes(content)
+
+  return change
+
+
+MISSING = 'is missing, but dataset_info.json counts it: copy or prepare'
+DAMAGE = [
+  ('tfrecord', lambda x: None, MISSING),
+  ('tfrecord', lambda x: b'', 'has 0 records, but dataset_info.json says'),
+  ('tfrecord', lambda x: x[:-3], 'is cut off within record'),
+  ('tfrecord', lambda x: x[:5], 'is cut off within record 0, at byte 5'),
+  ('tfrecord', flipped(0), 'the header of record 0, at byte 0, has a wrong'),
+  ('tfrecord', flipped(9), 'the header of record 0, at byte 0, has a wrong'),
+  ('tfrecord', lambda x: x + x, 'has 28 records, but dataset_info.json says 14'),
+  ('tfrecord', gzip.compress, r'is compressed \(GZIP\).*vit_jax.datasets.conv'),
+  ('tfrecord', flipped(40), 'record 0 of .* is damaged, or the file has chan'),
+  ('tfrecord', flipped(-1), 'record 13 of .* is damaged, or the file has cha'),
+  ('array_record', lambda x: None, MISSING),
+  ('array_record', lambda x: b'', 'is damaged: .*at least 64KB'),
+  ('array_record', lambda x: x[:-1000], 'is damaged: Corrupted'),
+  ('array_record', lambda x: x[: len(x) // 2], 'is damaged: |has 0 records'),
+  ('array_record', flipped(-65536 + 40), 'is damaged: Corrupted'),
+  ('array_record', flipped(200), 'is damaged: Corrupted'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('file_format, change, message', DAMAGE)
+def test_a_damaged_file_is_named(
+  opened, tmp_path, file_format, change, message
+):
+  opened(file_format)
+  path = files(tmp_path, file_format)[1]
+  content = change(path.read_bytes())
+  path.unlink()
+  if content is not None:
+    path.write_bytes(content)
+  with pytest.raises((ValueError, FileNotFoundError)) as error:
+    batches(*opened(file_format), count=5)
+  assert error.match(message)
+  assert str(path) in str(error.value)
+  assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('file_format', FORMATS)
+def test_a_storage_that_fails_for_a_moment_or_for_good(
+  opened, tmp_path, file_format, monkeypatch
+):
+  want = batches(*opened(file_format), count=5)
+  config, source = opened(file_format)
+  read, calls = type(source).read_file, itertools.count(1)
+  failing = lambda call: call % 3 != 0  # Two of three attempts.
+
+  def mean(self, *args):
+    if failing(next(calls)):
+      raise OSError(errno.EIO, 'Input/output error')
+    return read(self, *args)
+
+  config.batch = 8
+  monkeypatch.setattr(type(source), 'read_file', mean)
+  monkeypatch.setattr(source, 'chunk', None)  # One call after the other.
+  for got, batch in zip(batches(config, source, count=5), want, strict=True):
+    input_pipeline_test.assert_same(got, batch)
+  failing = lambda call: True
+  message = 'shapes-train.*cannot be read: Input/output error'
+  with pytest.raises(OSError, match=message) as error:
+    batches(config, source, count=5)
+  assert '\n' not in str(error.value)
+  monkeypatch.undo()
+
+
+def test_a_compressed_file_can_be_converted(opened, tmp_path):
+  want = everything(opened()[1])
+  for path in files(tmp_path):
+    path.write_bytes(gzip.compress(path.read_bytes()))
+  config, _ = opened('array_record')  # Registers nothing: another folder.
+  convert.convert('shapes', str(tmp_path / 'tfrecord'))
+  config.tfds_data_dir = str(tmp_path / 'tfrecord')
+  assert everything(sources.open_split(config, 'train')) == want
+
+
+def lie(key, value):
+  def change(info):
+    info['splits'][0][key] = value
+
+  return change
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    (lie('shardLengths', ['13', '15', '13']), 'has 14 records, but .* says 15'),
+    (lie('shardLengths', ['13', '12', '13']), 'has 14 records, but .* says 12'),
+    (lie('shardLengths', ['13', '14', '13', '5']), MISSING),
+    (lie('shardLengths', ['-3']), 'json. is damaged: the shard_lengths of'),
+    (lie('shardLengths', []), 'json. is damaged: the shard_lengths of'),
+    (lie('shardLengths', ['x']), 'dataset_info.json. is damaged: '),
+    (lie('shardLengths', ['9' * 20]), 'dataset_info.json. is damaged: '),
+    (lie('filepathTemplate', '{ODD}'), 'dataset_info.json. is damaged: '),
+    (lambda info: info.update(fileFormat='odd'), 'json. is damaged: .*odd'),
+    (lambda info: info.update(fileFormat='riegeli'), 'as riegeli files.*conve'),
+    (lambda info: info.pop('splits'), 'dataset_info.json. lists no split'),
+    (lambda info: info.clear(), 'dataset_info.json. is damaged: '),
+    (lambda info: info.update(odd=1), 'dataset_info.json. is damaged: '),
+    (None, 'dataset_info.json. is damaged: '),
+  ],
+)
+@pytest.mark.parametrize('file_format', FORMATS)
+def test_a_dataset_info_that_lies(
+  opened, tmp_path, file_format, change, message
+):
+  opened(file_format)
+  [path] = (tmp_path / file_format).glob('shapes/*/dataset_info.json')
+  info = json.loads(path.read_text())
+  if change is not None:
+    change(info)
+  text = json.dumps(info) if change else '{"x": '
+  path.write_text(text)
+  with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+    opened(file_format)
+  assert '\n' not in str(error.value)

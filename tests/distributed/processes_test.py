@@ -1,0 +1,213 @@
+"""Tests of what processes tell each other, with two of them on loopback."""
+
+import json
+import signal
+
+import jax
+import pytest
+
+from tests import processes as running
+from vit_jax.distributed import liveness
+from vit_jax.distributed import processes
+
+BEGIN = """
+import os, signal, sys, time
+import jax
+jax.config.update('jax_platforms', 'cpu')
+from vit_jax.distributed import liveness
+from vit_jax.distributed import processes
+me = int(sys.argv[2])
+liveness.PULSE = 0.2
+processes.initialize(sys.argv[1], 2, me)
+"""
+
+CALLS = """
+import json
+said = {}
+def note(key, function):
+  try:
+    said[key] = function()
+  except Exception as e:
+    said[key] = [type(e).__name__, str(e)]
+def fails_on_one():
+  if me == 1:
+    raise FileNotFoundError('there is no such file')
+  return 'well'
+def fails_on_first():
+  raise ValueError('no good')
+note('gather', lambda: processes.gather('counting', [me]))
+note('first', lambda: processes.from_first('listing', lambda: {'by': me}))
+note('first_fails', lambda: processes.from_first('listing', fails_on_first))
+note('well', lambda: processes.attempt('reading', lambda: me + 1))
+note('attempt', lambda: processes.attempt('reading', fails_on_one))
+note('agree', lambda: processes.agree('the data', {'n': 3, 'same': None}))
+note('differ', lambda: processes.agree('the data', {'n': 7 + me, 'same': 1}))
+note('elsewhere', lambda: processes.barrier('here' if me else 'there'))
+if me:
+  liveness.client().blocking_key_value_get('go', 60_000)
+else:
+  note('late', lambda: processes.gather('the next', 0, deadline=0.01))
+  liveness.client().key_value_set('go', '')
+print('SAID ' + json.dumps(said), flush=True)
+"""
+
+KILLED = """
+liveness.SILENCE = 2.0
+if me == int(sys.argv[3]):
+  os.kill(os.getpid(), signal.SIGTERM)
+try:
+  processes.barrier('the end')
+except Exception as e:
+  liveness.end_with(e)
+"""
+
+LEFT = """
+try:
+  if me == 1:
+    raise OSError('503 UNAVAILABLE: an error of its own')
+  processes.barrier('the end')
+except Exception as e:
+  liveness.end_with(e)
+  raise
+"""
+
+# Process 1 alone cannot read an image of the second of three runs.
+STUDY = """
+import json
+from jax.experimental import multihost_utils
+from tests import conftest
+from vit_jax.studies import runs as runs_lib
+trained = []
+def train_and_evaluate(config, workdir):
+  trained.append(workdir[-1])
+  if trained == ['a']:
+    processes.agree('the data', {'n': me})
+  print('SAID ' + json.dumps(trained), flush=True)
+  if me == 1:
+    raise ValueError("'cat7.jpg' is no image")
+  while True:
+    multihost_utils.process_allgather(jax.numpy.ones(1))
+runs_lib.train.train_and_evaluate = train_and_evaluate
+runs_lib.check = lambda *args: None
+config = conftest.make_tiny_config(None)
+runs = [runs_lib.Run(name, config) for name in 'abc']
+try:
+  runs_lib.train_all(runs, sys.argv[3])
+except Exception as e:
+  liveness.end_with(e)
+  raise
+"""
+
+COLLECTIVE = """
+from jax.experimental import multihost_utils
+multihost_utils.process_allgather(jax.numpy.ones(1))
+if me == 1:
+  os.kill(os.getpid(), signal.SIGKILL)
+try:
+  while True:
+    multihost_utils.process_allgather(jax.numpy.ones(1))
+except Exception as e:
+  liveness.end_with(e)
+  raise
+"""
+
+
+def test_calls():
+  statuses, outputs = running.run_two(BEGIN + CALLS)
+  assert statuses == [0, 0], outputs
+  said = running.said(outputs)
+  for each in said:
+    assert each['gather'] == [[0], [1]]
+    assert each['first'] == {'by': 0}
+    assert each['well'] == [1, 2]
+    assert each['agree'] is None
+    kind, text = each['differ']
+    assert kind == 'ValueError'
+    assert 'differ in the data:\n  n: 7 on process 0 (' in text
+    assert '8 on process 1 (' in text
+    assert 'same' not in text.split('Give')[0]
+    kind, text = each['elsewhere']
+    assert kind == 'RuntimeError'
+    assert "'there'" in text
+    assert "'here'" in text
+  assert said[0]['first_fails'] == ['ValueError', 'no good']
+  assert said[1]['first_fails'][0] == 'ValueError'
+  assert said[1]['first_fails'][1].startswith('process 0 (')
+  assert said[1]['attempt'] == ['FileNotFoundError', 'there is no such file']
+  assert said[0]['attempt'][0] == 'FileNotFoundError'
+  assert said[0]['attempt'][1].endswith('): there is no such file')
+  kind, text = said[0]['late']
+  assert kind == 'TimeoutError'
+  assert 'process 1 (' in text
+  assert ', at the next' in text
+
+
+@pytest.mark.parametrize('gone', [0, 1])
+def test_a_process_that_is_killed_is_named(gone):
+  statuses, outputs = running.run_two(BEGIN + KILLED, str(gone))
+  assert statuses == [-signal.SIGTERM, 128 + signal.SIGTERM][:: 1 - 2 * gone]
+  lines = outputs[1 - gone].splitlines()
+  [line] = [x for x in lines if x.startswith('Error: ')]
+  assert line.startswith(f'Error: process {gone} (')
+  assert 'is gone, so process' in line
+  assert 'Start the same command again' in line
+
+
+def test_a_process_that_ends_is_named():
+  statuses, outputs = running.run_two(BEGIN + LEFT)
+  assert statuses == [128 + signal.SIGTERM, 1]
+  assert 'Error: process 1 (' in outputs[0]
+  assert (
+    'has ended: 503 UNAVAILABLE: an error of its own, so process 0'
+    in outputs[0]
+  )
+  assert 'Traceback' not in outputs[0]
+  # Its words are like those of a lost connection, but all processes live.
+  assert outputs[1].endswith('OSError: 503 UNAVAILABLE: an error of its own\n')
+  assert 'gone' not in outputs[1]
+
+
+def test_a_study_ends_where_one_process_fails(tmp_path):
+  statuses, outputs = running.run_two(BEGIN + STUDY, tmp_path)
+  assert statuses == [128 + signal.SIGTERM, 1], outputs
+  said = [output.split('SAID ')[1].splitlines() for output in outputs]
+  # Both go on after an error of both, with the run that one cannot read.
+  assert json.loads(said[0][0]) == json.loads(said[1][0]) == ['a', 'b']
+  [line] = [x for x in said[0] if x.startswith('Error: ')]
+  assert line.startswith('Error: process 1 (')
+  assert "has ended: 'cat7.jpg' is no image, so process 0 (" in line
+  assert said[1][-1] == "ValueError: 'cat7.jpg' is no image"
+
+
+def test_a_collective_that_loses_a_process_names_it():
+  statuses, outputs = running.run_two(BEGIN + COLLECTIVE)
+  assert statuses == [128 + signal.SIGTERM, -signal.SIGKILL], outputs
+  assert 'Error: process 1 (' in outputs[0]
+  assert 'Traceback' not in outputs[0]
+
+
+def test_one_process_sends_nothing():
+  assert jax.process_count() == 1
+  assert processes.gather('x', (1, 2)) == [[1, 2]]
+  assert processes.from_first('x', lambda: {'a': 1}) == {'a': 1}
+  processes.agree('x', {'a': 1})
+  processes.barrier('x')
+  with pytest.raises(KeyError, match='as it is'):
+    processes.attempt('x', lambda: {}['as it is'])
+  liveness.end_with(RuntimeError('Gloo'))
+
+
+@pytest.mark.parametrize(
+  ('given', 'words'),
+  [
+    (('localhost:99999', 2, 0), "coordinator='localhost:99999' must be HOST:PORT"),
+    (('localhost:0', 2, 0), "coordinator='localhost:0' must be HOST:PORT"),
+    (('localhost', 2, 0), "coordinator='localhost' must be HOST:PORT"),
+    ((':1234', 2, 0), "coordinator=':1234' must be HOST:PORT"),
+    (('localhost:1234', 2, 2), 'process_id=2 must be from 0 to 1'),
+    (('localhost:1234', 2, None), 'must be given together'),
+  ],
+)  # fmt: skip
+def test_a_wrong_coordinator_is_named_at_once(given, words):
+  with pytest.raises(ValueError, match=words):
+    processes.connect(True, *given)

@@ -1,0 +1,141 @@
+"""Tests of meshes, rules and rows, on eight simulated devices."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from vit_jax.distributed import sharding
+
+
+def test_the_rest_of_the_devices_goes_where_the_config_says():
+  mesh = sharding.make_mesh({'data': -1, 'model': 2})
+  assert dict(mesh.shape) == {'data': 4, 'model': 2}
+  assert sharding.batch_shards(mesh) == 4
+  assert sharding.batch_axes(mesh) == ('data',)
+  mesh = sharding.make_mesh({'data': 2, 'fsdp': 4})
+  assert sharding.batch_axes(mesh) == ('data', 'fsdp')
+  assert sharding.batch_shards(mesh) == 8
+
+
+@pytest.mark.parametrize(
+  'axes, message',
+  [
+    ({'data': 3}, r"mesh=\{'data': 3\} does not fit 8 device"),
+    ({'data': 4}, 'does not fit 8 device'),
+    ({'data': -1, 'model': 3}, 'does not fit 8 device'),
+    ({'data': -1, 'model': -1}, 'at most one of them -1'),
+    ({'model': 8}, "the axis 'data' is needed"),
+    ({'data': 0}, 'sizes must be positive'),
+  ],
+)
+def test_a_mesh_that_does_not_fit_is_named(axes, message):
+  with pytest.raises(ValueError, match=message):
+    sharding.make_mesh(axes)
+
+
+def test_rows():
+  mesh = sharding.make_mesh({'data': -1, 'model': 2})
+  np.testing.assert_array_equal(sharding.local_rows(mesh, 8), np.arange(8))
+  with pytest.raises(ValueError, match='batch=6 is not a multiple of the 4'):
+    sharding.local_rows(mesh, 6)
+
+
+TREE = {
+  'block': {'kernel': jnp.zeros((8, 4)), 'bias': jnp.zeros((4,))},
+  'count': jnp.zeros(()),
+}
+
+
+def test_the_first_rule_that_matches_decides():
+  mesh = sharding.make_mesh({'data': -1, 'model': 2})
+  rules = [
+    ('block/kernel', ('data', 'model')),
+    ('block/.*', ('model',)),
+    ('.*', ('data',)),
+  ]
+  got = sharding.tree_shardings(TREE, rules, mesh)
+  assert got['block']['kernel'].spec == P('data', 'model')
+  assert got['block']['bias'].spec == P('model')
+  assert got['count'].spec == P()
+  placed = jax.device_put(TREE, got)
+  assert placed['block']['kernel'].addressable_shards[0].data.shape == (2, 2)
+
+
+def test_what_follows_from_the_axes_alone():
+  mesh = sharding.make_mesh({'data': 1, 'fsdp': 4, 'model': 2})
+  tree = {
+    'query': {'kernel': jnp.zeros((512, 4, 64)), 'bias': jnp.zeros((4, 64))},
+    'MlpBlock_0': {'Dense_1': {'kernel': jnp.zeros((2048, 510))}},
+    'head': {'kernel': jnp.zeros((512, 1001))},
+    'cls': jnp.zeros((1, 1, 512)),
+  }
+  got = sharding.tree_shardings(tree, (), mesh)
+  assert got['query']['kernel'].spec == P(None, 'model', 'fsdp')
+  assert got['query']['bias'].spec == P('model', None)  # Too small for fsdp.
+  # 510 is not divided by 4, and the other dimension is taken.
+  assert got['MlpBlock_0']['Dense_1']['kernel'].spec == P('model', None)
+  assert got['head']['kernel'].spec == P('fsdp', None)  # 1001 is odd.
+  assert got['cls'].spec == P(None, None, None)
+  abstract = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, got
+  )
+  rows = {row['spec']: row for row in sharding.report(abstract)}
+  assert rows['fsdp+model']['bytes'] == 512 * 4 * 64 * 4
+  assert rows['fsdp+model']['bytes_per_device'] == 512 * 4 * 64 * 4 // 8
+  assert rows['replicated']['arrays'] == 1
+
+
+def test_what_tensor_parallelism_cannot_split_is_named():
+  tree = {
+    'query': {'kernel': np.zeros((64, 3, 8)), 'bias': np.zeros((3, 8))},
+    'MlpBlock_0': {'Dense_0': {'kernel': np.zeros((64, 128))}},
+    'scale': np.zeros(64),
+  }
+  said = []
+  # A rule that leaves alone what could be split is not worth a word.
+  rules = [('Dense_0', ())]
+  for axes in ({'data': 8}, {'data': 4, 'model': 2}):
+    mesh = sharding.make_mesh(axes)
+    abstract = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      tree,
+      sharding.tree_shardings(tree, rules, mesh),
+    )
+    said.append(sharding.not_split(abstract, mesh))
+  # 3 heads.
+  assert said[0] == ''
+  assert said[1].startswith('2 arrays are not split over model=2')
+  assert 'query/kernel (64, 3, 8)' in said[1]
+
+
+def test_a_rule_that_matches_nothing_is_named():
+  mesh = sharding.make_mesh({'data': -1})
+  with pytest.raises(
+    ValueError, match=r"\['kernle'\] match nothing: paths are"
+  ):
+    sharding.tree_shardings(TREE, [('kernle', ('data',))], mesh)
+
+
+@pytest.mark.parametrize(
+  'rule, message',
+  [
+    (('bias', ('data', 'model')), 'more dimensions than the array has'),
+    (('bias', ('fsdp',)), "has no axis 'fsdp'"),
+    (('kernel', (None, ('data', 'model'))), '8 parts do not divide 4'),
+  ],
+)
+def test_rules_that_do_not_fit_are_named(rule, message):
+  mesh = sharding.make_mesh({'data': -1, 'model': 2})
+  with pytest.raises(ValueError, match=f'{rule[0]}.*{message}'):
+    sharding.tree_shardings(TREE, [rule], mesh)
+
+
+def test_the_constraint_splits_the_batch_and_does_nothing_without_a_mesh():
+  mesh = sharding.make_mesh({'data': -1, 'model': 2})
+  x = jnp.zeros((8, 6))
+  with jax.set_mesh(mesh):
+    y = jax.jit(sharding.constrain_batch)(x)
+  assert y.sharding.is_equivalent_to(sharding.batch_sharding(mesh), 2)
+  assert sharding.constrain_batch(x) is x

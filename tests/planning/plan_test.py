@@ -1,0 +1,324 @@
+"""Tests of plans: what the TPU's compiler says, without a TPU."""
+
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.planning import flops_test
+from vit_jax import cli
+from vit_jax import plan
+from vit_jax.commands import plan as plan_command
+from vit_jax.configs import detr
+from vit_jax.configs import models as model_configs
+from vit_jax.configs import pretrain
+from vit_jax.planning import estimate
+from vit_jax.planning import topology
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def run_python(*args, cache):
+  """Runs Python in a process of its own; returns what it prints.
+
+  libtpu stays in the process that loads it, and JAX's profiler, which other
+  tests use, crashes beside it.
+  """
+  done = subprocess.run(
+    [sys.executable, *args],
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd=ROOT,
+    # The flags of the tests are not for the TPU's compiler.
+    env={**os.environ, 'VIT_JAX_CACHE': str(cache), 'XLA_FLAGS': ''},
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert 'hbm' not in done.stderr  # What the compiler says stays with us.
+  return done.stdout
+
+
+@pytest.fixture(scope='module')
+def cache(tmp_path_factory):
+  """Plans are made anew in each test session."""
+  return tmp_path_factory.mktemp('cache')
+
+
+def arguments(cache, model, *flags):
+  """Returns the command line of a plan, and the file that it writes."""
+  file = cache / 'plan.json'
+  return [
+    f'--config=configs/pretrain.py:{model},imagenet2012',
+    '--config.model.dtype=bfloat16', f'--json={file}',
+    '--config.model.transformer.dropout_rate=0.0', *flags,
+  ], file  # fmt: skip
+
+
+# Few layers and small images: the compiler takes a minute for a whole model.
+TI16 = (
+  'ti16', '--config.batch=256', '--config.mesh.data=1', '--config.mesh.fsdp=8',
+  '--topology=v3:2x2', '--config.model.transformer.num_layers=2',
+  '--config.pp.crop=96',
+)  # fmt: skip
+WRITTEN_OUT = (
+  'ti16', '--config.batch=2048', '--config.model.transformer.num_layers=2',
+  '--config.pp.crop=96',
+)  # fmt: skip
+PLANS = {
+  'ti16': TI16,
+  'written out': WRITTEN_OUT,
+  'loops': (
+    *WRITTEN_OUT, '--config.model.transformer.scan=True',
+    '--config.accum_steps=2',
+  ),
+  'does not fit': (
+    'h14', '--topology=v2:2x2', '--config.batch=16384',
+    '--config.model.transformer.num_layers=2',
+  ),
+}  # fmt: skip
+
+# Runs the command for each list of arguments; prints what it said and wrote.
+_COMMANDS = """
+import contextlib, io, json, pathlib, sys
+from vit_jax.commands import plan
+results = []
+for args, file in json.loads(sys.argv[1]):
+  with contextlib.redirect_stdout(io.StringIO()) as out:
+    plan.main(args)
+  written = json.loads(pathlib.Path(file).read_text())
+  results.append([out.getvalue(), written])
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope='module')
+def plans(cache):
+  """By name: what the command says, and what it writes; from one process."""
+  commands = [arguments(cache, *flags) for flags in PLANS.values()]
+  out = run_python(
+    '-c', _COMMANDS, json.dumps(commands, default=str), cache=cache
+  )
+  return dict(zip(PLANS, json.loads(out.splitlines()[-1]), strict=True))
+
+
+def config_of(arg, **fields):
+  config = pretrain.get_config(arg)
+  config.update_from_flattened_dict(fields)
+  return config
+
+
+def test_a_plan_of_ti16(cache, plans):
+  out, got = plans['ti16']
+  got = dict(got)
+  assert got['cores'] == 8
+  assert got['fits']
+  assert 'fits' in out
+  assert '(estimate)' in out
+  # Forward and backward, by hand, but for the gradient with respect to the images.
+  model = model_configs.get_config('ti16')
+  model.transformer.num_layers = 2
+  count = flops_test.multiply_adds(model, (96, 96), 1000, as_run=True)
+  embedding = 6 * 6 * (16 * 16 * 3) * 192
+  want = (6 * count - 2 * embedding) * 32
+  assert got['flops_per_step_per_core'] == pytest.approx(want, rel=1e-6)
+  # Parameters and both moments of Adam, split over 8 cores but for small ones.
+  # Of 5,717,416, less ten of its twelve layers of width 192, and the position
+  # embeddings of 6x6 patches in place of 14x14.
+  parameters = 5_717_416 - 10 * (12 * 192**2 + 13 * 192)
+  parameters -= (14 * 14 - 6 * 6) * 192
+  assert got['parameters'] == parameters
+  assert 4 * parameters / 8 < got['params_bytes'] < 4 * parameters / 8 * 1.5
+  assert got['optimizer_bytes'] == pytest.approx(
+    2 * got['params_bytes'], rel=0.01
+  )
+  total = (
+    got['params_bytes'] + got['optimizer_bytes'] + got['activations_bytes']
+  )
+  assert total < got['memory_per_core_bytes'] < 16 * 2**30
+  assert got['memory_per_core_bytes'] < 1.3 * total
+  assert {'all-gather'} <= set(got['collectives'])
+  rate = got['images_per_second_per_core']
+  assert rate == pytest.approx(32 / got['step_seconds'])
+  assert 0.1 < got['share_of_peak'] < 1
+  steps = round(300 * 1_268_356 / 256)
+  assert got['total_steps'] == steps
+  days = got['step_seconds'] * steps * 8 / 86400
+  assert got['core_days'] == pytest.approx(days)
+  assert got['chip_hours'] == pytest.approx(days * 24 / 2)
+  assert not got['cached']
+  # Again, as a user does: from the cache, the same but for that.
+  args, file = arguments(cache, *TI16)
+  run_python('-m', 'vit_jax.plan', *args, cache=cache)
+  again = json.loads(file.read_text())
+  assert again.pop('cached')
+  got.pop('cached')
+  assert again == got
+
+
+def test_a_model_that_does_not_fit(plans):
+  out, got = plans['does not fit']
+  assert not got['fits']
+  assert 'DOES NOT FIT' in out
+  assert re.search('what helps +--search tries', out)
+  assert got['memory_per_core_bytes'] is None or (
+    got['memory_per_core_bytes'] > 8 * 2**30
+  )
+
+
+def test_what_is_in_loops_counts_as_often_as_it_runs(plans):
+  """Layers and micro-batches in loops cost about what they cost written out."""
+  whole, loops = plans['written out'][1], plans['loops'][1]
+  assert loops['flops_per_step_per_core'] == whole['flops_per_step_per_core']
+  assert loops['step_seconds'] == pytest.approx(whole['step_seconds'], rel=0.3)
+  assert loops['bytes_accessed_per_core'] == pytest.approx(
+    whole['bytes_accessed_per_core'], rel=0.5
+  )
+  assert loops['params_bytes'] == whole['params_bytes']
+
+
+def test_collectives_are_read_from_the_program():
+  hlo = """
+%all-reduce-scatter.1 (input: f32[40]) -> f32[5] {
+  %sum = f32[40]{0} all-reduce(%input), channel_id=4, replica_groups={{0,1,2,3}}
+}
+ENTRY %main {
+  %ar = (f32[2,3]{1,0:T(8,128)}, bf16[4]{0}) all-reduce(%a, %b), replica_groups={{0,1},{2,3}}
+  %ag = (f32[8]{0}, f32[16]{0}) all-gather-start(%c), replica_groups=[2,4]<=[8]
+  %done = f32[16]{0} all-gather-done(%ag)
+  %rs = f32[10]{0} reduce-scatter(%d), replica_groups=mesh['a'=2,'b'=4] {'b'}, x={1}
+  %cp = f32[3]{0} collective-permute(%d), source_target_pairs={{0,1},{1,0}}
+  %other = f32[10]{0} fusion(%rs), calls=%all-reduce-like
+  %sc = f32[5]{0} fusion(%d), kind=kCustom, calls=%all-reduce-scatter.1
+}
+  """
+  # Over the links go: of a result gathered from 4 devices 3 parts; a sum twice
+  # its half, among 2; and 3 parts of each scattered sum, of which 1 stays.
+  assert estimate.collectives(hlo) == {
+    'all-reduce': {'count': 1, 'bytes': 32, 'network_bytes': 32},
+    'all-gather': {'count': 1, 'bytes': 48, 'network_bytes': 36},
+    'reduce-scatter': {'count': 2, 'bytes': 60, 'network_bytes': 180},
+    'collective-permute': {'count': 1, 'bytes': 12, 'network_bytes': 12},
+  }
+
+
+def test_what_one_waits_for_is_said(monkeypatch, capsys):
+  with cli.waiting('Compiling'):
+    pass
+  assert capsys.readouterr().out == 'Compiling ...\n'
+  # On a terminal the time goes by.
+  terminal = io.StringIO()
+  terminal.isatty = lambda: True
+  monkeypatch.setattr(sys, 'stdout', terminal)
+  with cli.waiting('Compiling', every=0.1):
+    time.sleep(2.2)
+  shown = terminal.getvalue()
+  assert 'Compiling ... 00:00' in shown
+  assert 'Compiling ... 00:02' in shown
+
+
+# Prints what each of the arguments lists raises, all example topologies, and what
+# a second process says meanwhile.
+_SCRIPT = """
+import json
+import os
+import subprocess
+import sys
+from vit_jax.commands import plan
+from vit_jax.planning import topology
+errors = []
+for args in json.loads(sys.argv[1]):
+  try:
+    plan.main(['--config=configs/pretrain.py:ti16,imagenet2012', *args])
+  except ValueError as e:
+    errors.append(str(e))
+coordinates = {
+  name: [list(d.coords) for d in topology.get_topology(chip.example)]
+  for name, chip in topology.CHIPS.items()
+}
+# This process holds libtpu now.
+second = subprocess.run(
+  [sys.executable, '-m', 'vit_jax.plan', sys.argv[1]],
+  capture_output=True, text=True,
+  env={k: v for k, v in os.environ.items() if k != 'ALLOW_MULTIPLE_LIBTPU_LOAD'},
+)
+print(json.dumps([errors, coordinates, [second.returncode, second.stderr]]))
+"""
+
+
+def test_topologies_and_what_does_not_fit_them(cache):
+  cases = (
+    ('--config.mesh.data=3', 'does not fit 8 device'),
+    ('--config.batch=12', 'batch=12 is not a multiple of 8'),
+    ('--topology=v3:7x9', "topology='v3:7x9' is not available"),
+    (
+      "--config.sharding_rules=(('nothing', ('data',)),)",
+      r"['nothing'] match nothing",
+    ),
+  )
+  args = json.dumps([[flag] for flag, _ in cases])
+  out = run_python('-c', _SCRIPT, args, cache=cache)
+  errors, coordinates, second = json.loads(out.splitlines()[-1])
+  for (_, message), error in zip(cases, errors, strict=True):
+    assert message in error
+  for name, coords in coordinates.items():
+    chips = len({tuple(c) for c in coords})
+    assert len(coords) == chips * topology.CHIPS[name].per_chip, name
+  status, said = second
+  assert status != 0
+  assert (
+    'libtpu is in use by another process: wait until that process ends' in said
+  )
+  assert 'Traceback' not in said
+
+
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    (['--topology=v9:2x2'], "topology='v9:2x2' is unknown.*v3:4x4"),
+    (['--topology=v3'], "topology='v3' is unknown"),
+    (
+      ['--config.dataset=mine'],
+      "dataset='mine' is neither a data set of known",
+    ),
+    (['--config.topologie=1'], "config has no key 'topologie'"),
+    (['--config.dataset=/no/folder'], "dataset='/no/folder' is no folder that"),
+    (['--json=/no/folder/x.json'], "json='/no/folder/x.json' is in no folder"),
+    (['extra'], r"unknown arguments \['extra'\]"),
+  ],
+)
+def test_wrong_arguments(args, message):
+  config = '--config=configs/pretrain.py:ti16,imagenet2012'
+  with pytest.raises(ValueError, match=message):
+    plan_command.main([config, *args])
+
+
+def test_a_folder_is_counted(image_folder):
+  config = config_of(f'ti16,{image_folder}')
+  assert plan.data_size(config) == (33, 3)
+  assert plan.data_size(config, 500) == (500, 3)
+
+
+def test_the_size_of_coco_is_known():
+  config = detr.get_config('r50,coco/2017')
+  assert plan.data_size(config) == (118_287, 80)
+
+
+def test_libtpu_is_missing(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'libtpu', None)
+  with pytest.raises(ImportError, match=r"pip install -e '\.\[plan\]'"):
+    topology.get_topology('v3:2x2')
+
+
+def test_help(capsys):
+  with pytest.raises(SystemExit) as status:
+    plan_command.main(['--help'])
+  assert status.value.code == 0
+  out = capsys.readouterr().out
+  assert '--topology=v3:4x4' in out
+  assert '--search' in out

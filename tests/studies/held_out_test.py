@@ -1,0 +1,68 @@
+"""Tests of what is held out of training data."""
+
+import itertools
+
+import pytest
+import tensorflow_datasets as tfds
+
+from vit_jax.data import folder
+from vit_jax.studies import held_out
+
+
+@pytest.mark.parametrize('split, amount, parts', [
+  ('train[:98%]', None, ('train[:98%]', 'train[98%:]', 'train')),
+  ('train[5%:]', None, ('train[5%:]', 'train[:5%]', 'train')),
+  ('train[5%:90%]', None, ('train[5%:90%]', 'train[:5%]+train[90%:]', 'train')),
+  ('train[:-200]', None, ('train[:-200]', 'train[-200:]', 'train')),
+  ('train', '10%', ('train[:90%]', 'train[90%:]', 'train')),
+  ('.', '12.5%', ('.[:87.5%]', '.[87.5%:]', '.')),
+  ('train', '200', ('train[:-200]', 'train[-200:]', 'train')),
+  ('train[:90%]', '10%', ('train[:80%]', 'train[80%:90%]', 'train[:90%]')),
+  ('train[2%:]', '1%', ('train[2%:99%]', 'train[99%:]', 'train[2%:]')),
+  ('train[:1000]', '200', ('train[:800]', 'train[800:1000]', 'train[:1000]')),
+  ('train[:-100]', '200', ('train[:-300]', 'train[-300:-100]', 'train[:-100]')),
+  ('train[102400:]', '1200000',
+   ('train[102400:-1200000]', 'train[-1200000:]', 'train[102400:]')),
+])  # fmt: skip
+def test_parts_of_the_training_data(split, amount, parts):
+  found = held_out.cut(split, 'test', amount)
+  assert found == parts
+  info = tfds.core.SplitInfo(
+    name='train', shard_lengths=[2_000_003], num_bytes=0, filename_template=None
+  )
+
+  def positions(split):
+    bounds = [folder.bounds(info, part) for _, part in folder.parts(split)]
+    return sorted(bounds)
+
+  # The two parts do not overlap, and together they are the whole.
+  pieces = sorted(positions(found.train) + positions(found.held_out))
+  [(begin, end)] = positions(found.all)
+  assert (pieces[0][0], pieces[-1][1]) == (begin, end)
+  assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
+
+
+def test_another_split_is_held_out():
+  for split, other in (('a[:5]+b', 'val'), ('train[:80%]', 'train[80%:85%]')):
+    found = held_out.cut(split, 'test', other)
+    assert found == (split, other, f'{split}+{other}')
+
+
+@pytest.mark.parametrize('split, amount, message', [
+  ('train', None, "pp.train='train' leaves no part .*: hold a part out"),
+  ('train[:90%]', None, "'train\\[90%:\\]', and pp.test='train\\[90%:\\]' have"),
+  ('a+b', None, "pp.train='a\\+b' is a sum of splits: name the split"),
+  ('a+b', '10%', 'is a sum of splits'),
+  ('train[:80%]', 'train[85%:95%]', "and pp.test='train"),
+  ('train', 'train[80%:90%]', "and pp.train='train' have examples in common"),
+  ('train[:500]', 'train[499:600]', "and pp.train='train"),
+  ('train', '0%', "held_out='0%' leaves nothing .* to choose on"),
+  ('train', '100%', "held_out='100%' leaves nothing"),
+  ('train[:20]', '20', "leaves nothing of 'train\\[:20\\]' to train on"),
+  ('train[:90%]', '20', 'must both be in percent'),
+  ('train[:90]', '20%', 'must both be in percent'),
+  ('train', 'train[', "held_out='train\\[' must be a split"),
+])  # fmt: skip
+def test_a_sweep_without_a_held_out_part_is_refused(split, amount, message):
+  with pytest.raises(ValueError, match=message):
+    held_out.cut(split, 'train[90%:]', amount)

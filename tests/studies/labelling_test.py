@@ -1,0 +1,123 @@
+"""Tests of which images get pseudo-labels, and how many of each class."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+from scipy import special
+
+from tests import tiny_models
+from vit_jax.data import pseudo_labels
+from vit_jax.data import records
+from vit_jax.data.images import images
+from vit_jax.distributed import sharding
+from vit_jax.run import config as run_config
+from vit_jax.studies import labelling
+
+
+def test_confident_labels_are_kept():
+  found = labelling.confident(
+    {
+      'classes': np.array([[1, 0], [0, 1], [2, 1], [1, 2]]),
+      'probabilities': np.array([[0.9, 0.1], [0.3, 0.3], [0.29, 0.2], [0.31, 0.3]]),
+    },
+    begin=100,
+    confidence=0.3,
+  )  # fmt: skip
+  assert found['images'].tolist() == [100, 101, 103]
+  assert found['classes'].tolist() == [[1, 0], [0, 1], [1, 2]]
+  assert found['probabilities'].tolist() == [
+    [0.9, 0.1],
+    [0.3, 0.3],
+    [0.31, 0.3],
+  ]
+  assert found['highest'] == 0.9
+
+
+def test_every_class_has_as_many_images():
+  """Class 0 has too many, 1 enough, 2 too few, 3 none, 4 one."""
+  classes = np.array([0, 2, 0, 1, 0, 1, 2, 0, 1, 4, 0])
+  confidence = np.array([0.5, 0.9, 0.8, 0.7, 0.6, 0.7, 0.4, 0.9, 0.3, 0.5, 0.6])
+  rows = labelling.balance(classes, confidence, 3, seed=0)
+  assert rows[:3].tolist() == [7, 2, 4]  # The surest; of equals the first.
+  assert rows[3:6].tolist() == [3, 5, 8]
+  # Each once, and one of them, by lot, once more.
+  assert rows[6:8].tolist() == [1, 6]
+  assert rows[8] in (1, 6)
+  assert rows[9:].tolist() == [9, 9, 9]
+  np.testing.assert_array_equal(
+    rows, labelling.balance(classes, confidence, 3, seed=0)
+  )
+  lots = {
+    tuple(labelling.balance(classes, confidence, 3, seed=seed)[6:9])
+    for seed in range(20)
+  }
+  assert len(lots) == 2
+
+
+def test_without_a_number_every_image_is_used_once():
+  rows = labelling.balance(np.array([1, 0, 1]), np.ones(3), None, seed=0)
+  assert rows.tolist() == [0, 1, 2]
+
+
+def test_soft_labels_of_all_classes(tiny_config, tmp_path, monkeypatch):
+  """The probabilities of all 40 classes, or of the 32 most probable ones."""
+  tiny_config.pp.channels = 3
+  tiny_config.batch_eval = 8
+  config = run_config.complete(tiny_config)
+  names = [str(i) for i in range(40)]
+  task = run_config.get_task('classify')(config, {'class_names': names})
+  params = tiny_models.numbers(task.model, 8)
+  model = types.SimpleNamespace(
+    config=config, task=task, params=params, extra={}
+  )
+  mesh = sharding.make_mesh({'data': 8})
+  monkeypatch.setattr(labelling, 'load_teacher', lambda _: (model, mesh))
+  pixels = np.random.RandomState(0).randint(0, 256, (5, 8, 8, 3), np.uint8)
+  source = records.MemorySource(
+    {'image': [images.encode_png(x) for x in pixels]}, {}
+  )
+  logits = task.model.apply(
+    {'params': params}, pixels / np.float32(127.5) - 1, train=False
+  )
+  want = special.softmax(np.asarray(logits), axis=1)
+  for soft_classes, count in ((None, 40), (32, 32)):
+    settings = labelling.Settings(
+      '/run', 'photos', 'train', 0.0, None, True, 0, soft_classes
+    )
+    folder = tmp_path / str(count)
+    labelling.label(settings, source, str(folder), 8)
+    with np.load(folder / pseudo_labels.ARRAYS) as arrays:
+      classes, found = arrays['classes'], arrays['probabilities']
+    assert classes.shape == (5, count)
+    np.testing.assert_allclose(
+      np.take_along_axis(want, classes, 1), found, atol=1e-5
+    )
+    np.testing.assert_allclose(found, -np.sort(-want)[:, :count], atol=1e-5)
+  # Labels from before there was a choice are those of 32 classes.
+  path = folder / pseudo_labels.JSON
+  facts = json.loads(path.read_text())
+  del facts['settings']['soft_classes']
+  path.write_text(json.dumps(facts))
+  assert labelling.label(settings, source, str(folder), 8) == facts
+  with pytest.raises(ValueError, match='soft_classes: 32 there, None here'):
+    labelling.label(
+      settings._replace(soft_classes=None), source, str(folder), 8
+    )
+
+
+def test_no_confident_label_at_all(tmp_path):
+  for begin, highest in ((0, 0.7), (500, 0.8)):
+    found = {
+      'classes': np.int32([[0], [1]]), 'probabilities': np.array([[0.1], [highest]]),
+    }  # fmt: skip
+    empty = labelling.confident(found, begin, 0.9)
+    pseudo_labels.write_arrays(labelling._block(tmp_path, begin), empty)
+  task = types.SimpleNamespace(class_names=('a', 'b'))
+  asked = {'teacher': '/run', 'confidence': 0.9}
+  with pytest.raises(
+    ValueError, match=r'probability is 0\.800, and confidence=0'
+  ):
+    labelling._finish(tmp_path, asked, task)
+  assert not pseudo_labels.exists(tmp_path)

@@ -1,0 +1,300 @@
+"""Tests of self-training: the runs, what is done again, and what is refused."""
+
+import copy
+import json
+import statistics
+
+import numpy as np
+import pytest
+from sklearn import datasets as sklearn_datasets
+import tensorflow as tf
+
+from tests import conftest
+from vit_jax import predict
+from vit_jax.configs import common
+from vit_jax.configs import noisy_student as recipe
+from vit_jax.configs import noisy_student_digits
+from vit_jax.data import pseudo_labels
+from vit_jax.data import sources
+from vit_jax.evaluators import features
+from vit_jax.studies import labelling
+from vit_jax.studies import noisy_student
+
+
+def make_config(data_dir):
+  """The config of the example, cut down to two updates of a tiny model."""
+  config = noisy_student_digits.get_config()
+  tiny = conftest.make_tiny_config(data_dir)
+  for run in (config.teacher, config.student):
+    run.tfds_data_dir = data_dir
+    run.model = copy.deepcopy(tiny.model)
+    run.pp.update(crop=8, rotate=0.0, randaugment=())
+    run.update(total_steps=2, warmup_steps=1, batch=8, batch_eval=104)
+    run.update(log_images=0, eval_every=0, checkpoint_every=0)
+  config.seeds = (1,)
+  config.confidence = 0.0
+  config.ratios = (1.0,)
+  config.per_class = 50
+  return config
+
+
+@pytest.fixture(scope='module')
+def finished(data_dir, tmp_path_factory):
+  """A teacher and its student; labelling was interrupted once."""
+  config, workdir = make_config(data_dir), tmp_path_factory.mktemp('student')
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(labelling, 'BLOCK', 500)
+    write, collect = pseudo_labels.write_arrays, features.collect
+
+    def stop(path, arrays):
+      if path.name == '000000000500.npz':
+        raise KeyboardInterrupt
+      write(path, arrays)
+
+    patch.setattr(pseudo_labels, 'write_arrays', stop)
+    with pytest.raises(KeyboardInterrupt):
+      noisy_student.noisy_student(config, str(workdir))
+    patch.setattr(pseudo_labels, 'write_arrays', write)
+    seen = []
+
+    def count(config, mesh, source, *args, **kwargs):
+      seen.append(source.num_examples)
+      return collect(config, mesh, source, *args, **kwargs)
+
+    patch.setattr(features, 'collect', count)
+    rows = noisy_student.noisy_student(config, str(workdir))
+  return config, workdir, rows, seen
+
+
+def test_an_interruption_costs_one_block(finished):
+  assert finished[3] == [500, 337]  # Of 1337 images, 500 were labelled before.
+
+
+def test_pseudo_labels_are_what_the_teacher_predicts(finished):
+  config, workdir, _, _ = finished
+  run = copy.deepcopy(config.student)
+  run.pp.train = 'unlabelled_1'
+  images = sources.open_split(run, run.pp.train, ('image',))
+  source = sources.open_split(
+    run, run.pp.train, ('image', 'label', 'soft_label?'),
+    dataset=str(workdir / 'pseudo_1_1'),
+  )  # fmt: skip
+  with np.load(workdir / 'pseudo_1_1' / pseudo_labels.ARRAYS) as file:
+    arrays = dict(file)
+  np.testing.assert_array_equal(arrays['images'], np.arange(1337))
+  chosen = np.arange(0, source.num_examples, 20)
+  encoded = images.lookup(tf.constant(arrays['images'][arrays['rows'][chosen]]))
+  model = predict.load(str(workdir / 'teacher_1'))
+  want = model.probabilities(list(encoded['image'].numpy()))
+  got = source.lookup(tf.constant(chosen))
+  np.testing.assert_array_equal(got['image'], encoded['image'])
+  np.testing.assert_allclose(got['soft_label'], want, atol=1e-5)
+  np.testing.assert_array_equal(got['label'][:, 0], want.argmax(1))
+  classes = np.bincount(arrays['classes'][arrays['rows'], 0], minlength=10)
+  assert set(classes) <= {0, 50}
+
+
+def test_the_result_is_that_of_the_runs(finished):
+  _, workdir, rows, _ = finished
+  assert json.loads((workdir / 'noisy_student.json').read_text()) == rows
+  assert [row['model'] for row in rows] == ['teacher', 'student 1']
+  for row, name in zip(rows, ('teacher_1', 'student_1_1')):
+    result = json.loads((workdir / name / 'result.json').read_text())
+    assert row['seed_1'] == row['mean'] == result['metrics']['accuracy_test']
+  # Two seeds, by hand.
+  rows = noisy_student._rows((0, 1), [[0.5, 0.7], [0.6, 0.9]])
+  assert rows[1]['mean'] == pytest.approx(0.75)
+  assert rows[1]['margin'] == pytest.approx(0.15)
+  assert rows[1]['margin_std'] == pytest.approx(statistics.stdev([0.1, 0.2]))
+
+
+def test_nothing_that_is_done_is_done_again(finished, monkeypatch, capsys):
+  config, workdir, rows, _ = finished
+  monkeypatch.setattr(labelling, 'load_teacher', None)
+  monkeypatch.setattr('vit_jax.train.train_and_evaluate', None)
+  assert noisy_student.noisy_student(config, str(workdir)) == rows
+  out = capsys.readouterr().out
+  assert 'done before' in out
+  assert '1,337 of 1,337 images labelled' in out
+
+
+def test_other_settings_are_refused(finished):
+  config, workdir, _, _ = finished
+  config = copy.deepcopy(config)
+  config.confidence = 0.5
+  with pytest.raises(ValueError, match=r'(?s)confidence: 0.0 there, 0.5 here'):
+    noisy_student.noisy_student(config, str(workdir))
+
+
+def test_a_teacher_of_other_classes_is_refused(
+  finished, image_folder, tmp_path
+):
+  config, workdir, _, _ = finished
+  config = copy.deepcopy(config)
+  config.teacher_workdir = str(workdir / 'teacher_1')
+  config.student.dataset = str(image_folder)
+  config.student.pp.train = 'train'
+  with pytest.raises(
+    ValueError, match='has 10 classes.*need a teacher of the s'
+  ):
+    noisy_student.noisy_student(config, str(tmp_path))
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_given_teacher_has_the_metrics_of_its_task_alone(
+  data_dir, tmp_path, monkeypatch
+):
+  """An evaluation of a run that is done leaves few-shot probes out."""
+  config = make_config(data_dir)
+  for run in (config.teacher, config.student):
+    run.fewshot.shots = (5,)
+  config.metric = 'fewshot_5_test'
+  noisy_student._check(config)
+  config.teacher_workdir = '/runs/big'
+  monkeypatch.setattr(sources, 'open_split', None)  # Cannot be called.
+  with pytest.raises(
+    ValueError, match="given teacher has too .*'accuracy_test', 'loss_test'"
+  ):
+    noisy_student.noisy_student(config, str(tmp_path))
+  config.metric = 'loss_test'
+  noisy_student._check(config)
+
+
+@pytest.fixture
+def recorded(monkeypatch, data_dir, tmp_path):
+  """What is trained and labelled, in place of training and labelling."""
+  trained, labelled = {}, []
+
+  def train_all(runs, workdir):
+    assert workdir == str(tmp_path)
+    trained.update({run.name: run.config for run in runs})
+    return {run.name: {'accuracy_test': len(trained) / 10} for run in runs}
+
+  def label(settings, source, folder, batch):
+    labelled.append((settings.teacher, settings.split, folder))
+    assert source.num_examples == 1337
+    counts = {'images': 1337, 'by_class': [0, 1], 'examples': 2}
+    return {'counts': counts, 'class_names': ['a', 'b']}
+
+  monkeypatch.setattr(noisy_student.runs_lib, 'train_all', train_all)
+  monkeypatch.setattr(noisy_student.tables, 'draw', lambda *_, **__: None)
+  monkeypatch.setattr(labelling, 'label', label)
+  config = make_config(data_dir)
+  config.ratios = (1.0, 3.0)
+  return config, trained, labelled
+
+
+def test_a_student_is_the_next_teacher(recorded, tmp_path, capsys):
+  config, trained, labelled = recorded
+  config.seeds = (0, 2)
+  noisy_student.noisy_student(config, str(tmp_path))
+  names = [
+    f'{kind}_{seed}'
+    for kind in ('teacher', 'student_1', 'student_2')
+    for seed in (0, 2)
+  ]
+  assert list(trained) == names
+  at = str(tmp_path)
+  assert labelled == [
+    (f'{at}/teacher_0', 'unlabelled_0', f'{at}/pseudo_1_0'),
+    (f'{at}/teacher_2', 'unlabelled_2', f'{at}/pseudo_1_2'),
+    (f'{at}/student_1_0', 'unlabelled_0', f'{at}/pseudo_2_0'),
+    (f'{at}/student_1_2', 'unlabelled_2', f'{at}/pseudo_2_2'),
+  ]
+  for name, ratio in (('student_1_2', 1.0), ('student_2_2', 3.0)):
+    run = trained[name]
+    folder = f'{at}/{name.replace("student", "pseudo")}'
+    assert run.dataset == (('digits/few10', 1.0), (folder, ratio))
+    assert run.batch == 8 * (1 + ratio)
+    assert run.pp.train == trained['teacher_2'].pp.train == 'few_2'
+  assert len({run.seed for run in trained.values()}) == 6
+  assert 'none for 1 classes' in capsys.readouterr().out
+
+
+def test_epochs_are_those_of_the_labelled_images(recorded, tmp_path):
+  config, trained, _ = recorded
+  config.student.update(total_steps=None, total_epochs=4.0)
+  noisy_student.noisy_student(config, str(tmp_path))
+  assert trained['student_2_1'].total_steps == 4 * 100 / 8
+
+
+def test_a_given_teacher_is_not_trained(recorded, tmp_path, monkeypatch):
+  config, trained, labelled = recorded
+  config.teacher_workdir = '/runs/big'
+  names = [str(i) for i in range(10)]
+  monkeypatch.setattr(
+    'vit_jax.run.workdir.load', lambda _: (None, {'class_names': names})
+  )
+  monkeypatch.setattr(
+    'vit_jax.evaluate.evaluate',
+    lambda *args: {
+      'accuracy': {('/runs/big', 'test', 'digits/few10'): 0.25}[args]
+    },
+  )
+  rows = noisy_student.noisy_student(config, str(tmp_path))
+  assert list(trained) == ['student_1_1', 'student_2_1']
+  assert labelled[0][0] == '/runs/big'
+  assert rows[0]['mean'] == 0.25
+
+
+@pytest.mark.parametrize(
+  'key, value, message',
+  [
+    ('seeds', (), 'must be a tuple of one value or more'),
+    ('seeds', (0, 0), 'must differ'),
+    ('seeds', (0.5,), 'each value of which must be a whole number'),
+    ('ratios', (3.0, 0.0), 'each value of which must be a finite number above'),
+    ('confidence', 30, 'must be a finite number from 0 to 1'),
+    ('metric', 'accuracy', r"not among .* \['accuracy_test', 'loss_test'\]"),
+    ('ratios', (1.5,), 'student, batch=8, ratio=1.5: batch=20 is not a multiple'),
+    ('unlabelled', 'digitz', "neither a folder nor known to TFDS"),
+  ],
+)  # fmt: skip
+def test_wrong_values_are_named(data_dir, tmp_path, key, value, message):
+  config = make_config(data_dir)
+  with config.ignore_type():
+    config[key] = value
+  with pytest.raises(ValueError, match=message):
+    noisy_student.noisy_student(config, str(tmp_path))
+  assert not list(tmp_path.iterdir())
+
+
+def test_draws_of_ten_labels_a_class(data_dir):
+  config = common.set_dataset(common.get_config(), 'digits/few10')
+  config.tfds_data_dir = data_dir
+  target = sklearn_datasets.load_digits().target
+  sizes = {}
+  for name in ('test', 'few_0', 'few_5', 'unlabelled_0', 'unlabelled_5'):
+    source = sources.open_split(config, name)
+    found = source.lookup(tf.range(source.num_examples, dtype=tf.int64))
+    sizes[name] = np.bincount(found['label'].numpy()[:, 0]).tolist()
+  assert sizes['few_0'] == sizes['few_5'] == [10] * 10
+  for draw in ('unlabelled_0', 'unlabelled_5'):
+    total = np.array(sizes[draw]) + sizes['few_0'] + sizes['test']
+    np.testing.assert_array_equal(total, np.bincount(target))
+
+
+def test_the_recipe_is_the_published_one():
+  """arXiv 1911.04252 and its code."""
+  config = recipe.get_config('s16,imagenet2012,/data/photos,b16')
+  assert (config.confidence, config.per_class) == (0.3, 130_000)
+  assert config.soft is True
+  assert config.ratios == (14.0, 14.0, 28.0)
+  assert config.student.total_epochs == 350
+  for run, name in ((config.teacher, 'ViT-S_16'), (config.student, 'ViT-B_16')):
+    assert run.model.model_name == name
+    assert run.pp.randaugment == (2, 27)
+    assert run.model.transformer.stochastic_depth == 0.2
+    assert run.model.transformer.dropout_rate > 0
+    assert (run.dataset, run.pp.train) == ('imagenet2012', 'train[:99%]')
+  assert (config.unlabelled, config.unlabelled_split) == (
+    '/data/photos',
+    'train',
+  )
+  other = recipe.get_config('s16,imagenet2012,imagenet21k')
+  assert other.unlabelled_split == 'full[102400:]'
+  assert other.student.model.model_name == 'ViT-S_16'
+  with pytest.raises(
+    ValueError, match="'b16,cifar10' must be MODEL,LABELLED,UN"
+  ):
+    recipe.get_config('b16,cifar10')

@@ -1,0 +1,280 @@
+"""Tests of many runs in one workdir; nothing here is compiled."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from tests.studies import fake_training
+from vit_jax import cli
+from vit_jax import train
+from vit_jax.studies import runs as runs_lib
+from vit_jax.studies import tables
+
+
+def metrics_of(config):
+  return {'accuracy_test': config.base_lr, 'loss_test': 1.0}
+
+
+@pytest.fixture
+def fake(monkeypatch):
+  return fake_training.Fake(monkeypatch, metrics_of)
+
+
+def make(config, **rates):
+  """Runs that differ in the learning rate, by name."""
+  return [
+    runs_lib.Run(name, runs_lib.changed(config, {'base_lr': rate}))
+    for name, rate in rates.items()
+  ]
+
+
+def test_each_run_is_trained_once(tiny_config, fake, tmp_path, capsys):
+  runs = make(tiny_config, a=0.1, b=0.2)
+  found = runs_lib.train_all(runs, tmp_path)
+  assert found == {
+    'a': {'accuracy_test': 0.1, 'loss_test': 1.0},
+    'b': {'accuracy_test': 0.2, 'loss_test': 1.0},
+  }
+  assert fake.trained == ['a', 'b']
+  first, second = capsys.readouterr().out.splitlines()
+  assert first.startswith('  1/2  a  accuracy_test 10.00 %, loss_test 1, ')
+  assert first.endswith(' left')
+  assert not second.endswith(' left')
+  again = runs_lib.train_all([*runs, *make(tiny_config, c=0.3)], tmp_path)
+  assert list(again) == ['a', 'b', 'c']
+  assert fake.trained == ['a', 'b', 'c']
+  assert capsys.readouterr().out.splitlines()[1] == (
+    '  2/3  b  accuracy_test 20.00 %, loss_test 1, done before'
+  )
+
+
+def test_machines_share_the_runs(tiny_config, fake, tmp_path):
+  runs = make(tiny_config, a=0.1, b=0.2, c=0.3)
+  assert list(runs_lib.train_all(runs, tmp_path, (0, 2))) == ['a', 'c']
+  assert fake.trained == ['a', 'c']
+  assert list(runs_lib.train_all(runs, tmp_path, (1, 2))) == ['a', 'b', 'c']
+  assert fake.trained == ['a', 'c', 'b']
+
+
+@pytest.mark.parametrize('shard', [(2, 2), (-1, 2), (0,), 'ab', (0.0, 1)])
+def test_a_wrong_shard_is_named(shard, tiny_config, fake, tmp_path):
+  with pytest.raises(ValueError, match=r'shard=.* must be \(i, n\)'):
+    runs_lib.train_all(make(tiny_config, a=0.1), tmp_path, shard)
+
+
+def test_the_others_go_on_where_one_fails(tiny_config, fake, tmp_path):
+  def measure(config):
+    if config.base_lr == 0.1:
+      raise FloatingPointError('loss nan at step 3: not finite. Lower it')
+    if config.base_lr == 0.2:
+      raise OSError('the disk is full')
+    return metrics_of(config)
+
+  fake.measure = measure
+  runs = make(tiny_config, a=0.1, b=0.2, c=0.3)
+  with pytest.raises(runs_lib.Failed, match='b: the disk is full') as error:
+    runs_lib.train_all(runs, tmp_path)
+  assert list(error.value.results) == ['c']
+  assert error.value.diverged == {'a'}
+  assert set(error.value.reasons) == {'a', 'b'}
+  # What diverged would diverge again; what else has failed is tried again.
+  fake.measure = metrics_of
+  with pytest.raises(runs_lib.Failed, match='delete its folder') as error:
+    runs_lib.train_all(runs, tmp_path)
+  assert fake.trained == ['a', 'b', 'c', 'b']
+  assert list(error.value.results) == ['b', 'c']
+
+
+def test_an_interrupted_run_goes_on(tiny_config, fake, tmp_path):
+  def stop(config):
+    raise train.Interrupted(3, 15)
+
+  runs = make(tiny_config, a=0.1, b=0.2)
+  fake.measure = stop
+  with pytest.raises(train.Interrupted):
+    runs_lib.train_all(runs, tmp_path)
+  assert fake.trained == ['a']
+  fake.measure = metrics_of
+  assert list(runs_lib.train_all(runs, tmp_path)) == ['a', 'b']
+  assert fake.trained == ['a', 'a', 'b']
+
+
+@pytest.mark.parametrize(
+  'changes, message',
+  [
+    ({'base_lr': -1.0}, "run 'b': base_lr=-1.0 must be a finite number"),
+    ({'batch': 15}, "run 'b': batch=15 is not a multiple of 8"),
+    ({'pretrained': '/no/such.npz'}, "run 'b': .*/no/such.npz"),
+    ({'best_metric': 'bleu'}, "run 'b': best_metric='bleu' is not among"),
+  ],
+)
+def test_a_wrong_config_stops_all_before_the_first(
+  changes, message, tiny_config, fake, tmp_path
+):
+  wrong = runs_lib.Run('b', runs_lib.changed(tiny_config, changes))
+  with pytest.raises((ValueError, FileNotFoundError), match=message):
+    runs_lib.train_all([*make(tiny_config, a=0.1), wrong], tmp_path)
+  assert not fake.trained
+  assert not list(tmp_path.iterdir())
+
+
+def test_names_are_those_of_folders(tiny_config, fake, tmp_path):
+  a = make(tiny_config, a=0.1)
+  with pytest.raises(ValueError, match="'a' occurs 2 times"):
+    runs_lib.train_all(a + a, tmp_path)
+  for name in ('a/b', '..', '', '.hidden'):
+    with pytest.raises(ValueError, match=f"run '{name}': the name of a run is"):
+      runs_lib.train_all([runs_lib.Run(name, a[0].config)], tmp_path)
+
+
+@pytest.mark.parametrize(
+  'changes, message',
+  [
+    ({'base_lr': 0.2}, 'base_lr: 0.1 there, 0.2 here'),
+    ({'total_steps': 7}, 'total_steps: 6 there, 7 here'),
+    ({'evals': (('x', 'test'),), 'best_metric': 'loss_x'}, 'evals: '),
+  ],
+)
+def test_a_folder_of_another_config_is_refused(
+  changes, message, tiny_config, fake, tmp_path
+):
+  runs = make(tiny_config, a=0.1)
+  runs_lib.train_all(runs, tmp_path)
+  other = runs_lib.changed(runs[0].config, changes)
+  with pytest.raises(ValueError, match=message):
+    runs_lib.train_all([runs_lib.Run('a', other)], tmp_path)
+  # What does not change the result is free.
+  free = runs_lib.changed(runs[0].config, {'progress_every': 1, 'prefetch': 1})
+  runs_lib.train_all([runs_lib.Run('a', free)], tmp_path)
+  assert fake.trained == ['a']
+
+
+@pytest.mark.parametrize(
+  'kept, steps', [('all', ['10', '20']), ('newest', ['20']), ('none', [])]
+)
+def test_checkpoints_of_runs_that_are_done(
+  kept, steps, tiny_config, fake, tmp_path
+):
+  runs_lib.train_all(make(tiny_config, a=0.1), tmp_path, checkpoints=kept)
+  left = [path.name for path in (tmp_path / 'a' / 'checkpoints').iterdir()]
+  assert sorted(left) == steps
+  with pytest.raises(ValueError, match="checkpoints='one' is unknown: use"):
+    runs_lib.train_all([], tmp_path, checkpoints='one')
+
+
+def result(metrics, **more):
+  return json.dumps({'metrics': metrics, **more})
+
+
+@pytest.mark.parametrize(
+  'content',
+  ['{"metr', '{"loss": 1}', '3', 'null', '{"diverged": 3}', '[' * 200_000,
+   result(None), result([1]), result({'accuracy_test': {'a': 0.5}}),
+   result({'accuracy_test': None}), result({'accuracy_test': 'high'}),
+   result({'accuracy_test': True}), result({'accuracy_test': 7.0}),
+   result({'accuracy_test': -0.1}), result({'accuracy_test': float('nan')}),
+   result({'accuracy_test': 0.5}, config=[1])],
+)  # fmt: skip
+def test_a_damaged_result_is_named(content, tiny_config, fake, tmp_path):
+  runs = make(tiny_config, a=0.1)
+  runs_lib.train_all(runs, tmp_path)
+  (tmp_path / 'a' / 'result.json').write_text(content)
+  with pytest.raises(
+    ValueError, match="a/result.json' is damaged: .*delete it"
+  ):
+    runs_lib.train_all(runs, tmp_path)
+
+
+def test_a_result_without_the_metric_is_named(tiny_config, fake, tmp_path):
+  runs = make(tiny_config, a=0.1)
+  runs_lib.train_all(runs, tmp_path)
+  (tmp_path / 'a' / 'result.json').write_text(result({'loss_test': 1.0}))
+  with pytest.raises(ValueError, match="a/result.json' has no accuracy_test"):
+    runs_lib.train_all(runs, tmp_path)
+
+
+def test_a_folder_in_place_of_a_result_is_named(tiny_config, fake, tmp_path):
+  (tmp_path / 'a' / 'result.json').mkdir(parents=True)
+  with pytest.raises(
+    ValueError, match="a/result.json' is damaged: .*directory"
+  ):
+    runs_lib.train_all(make(tiny_config, a=0.1), tmp_path)
+
+
+def test_values_are_changed_by_dotted_keys(tiny_config):
+  changes = {
+    'pp.crop': (8, 16),
+    'model.transformer.norm_eps': 1e-5,
+    'task_options.mixup': 0.5,
+    'total_epochs': 2,
+  }
+  found = runs_lib.changed(tiny_config, changes)
+  assert found.pp.crop == (8, 16)
+  assert found.model.transformer.norm_eps == 1e-5  # Named models lack it.
+  assert found.task_options.mixup == 0.5
+  assert (found.total_epochs, found.total_steps) == (2, None)
+  assert tiny_config.total_steps == 6
+  other = tiny_config.model.copy_and_resolve_references()
+  other.hidden_size = 24
+  found = runs_lib.changed(
+    tiny_config, {'model': other, 'model.classifier': 'gap'}
+  )
+  assert (found.model.hidden_size, found.model.classifier) == (24, 'gap')
+
+
+@pytest.mark.parametrize(
+  'key, message',
+  [
+    ('base_lrr', "no key 'base_lrr': did you mean 'base_lr'"),
+    ('lr', "no key 'lr': did you mean 'base_lr'"),
+    ('pp.corp', "no key 'pp.corp': did you mean 'pp.crop'"),
+    ('model.transformer.remta', "did you mean 'model.transformer.remat'"),
+    ('modle.dtype', "no key 'modle': did you mean 'model'"),
+    ('batch.size', "'batch' is no group of keys"),
+  ],
+)
+def test_a_key_that_does_not_exist_is_named(key, message, tiny_config):
+  with pytest.raises(ValueError, match=message):
+    runs_lib.changed(tiny_config, {key: 1})
+
+
+def test_mean_and_sample_deviation():
+  values = [0.9915, 0.9912, 0.9918]
+  mean, std = tables.mean_std(values)
+  assert mean == pytest.approx(np.mean(values))
+  assert std == pytest.approx(np.std(values, ddof=1))
+  assert tables.mean_std([0.5]) == (0.5, 0.0)
+  assert tables.format_values('accuracy_test', values) == '99.15 ± 0.03'
+  assert tables.format_values('fewshot_5_test', [0.5]) == '50.00'
+  assert tables.format_values('loss_test', [1.0, 2.0]) == '1.5 ± 0.71'
+  assert tables.format_values('loss_test', []) == '-'
+
+
+def test_tables_are_aligned_and_written(tmp_path, monkeypatch):
+  assert cli.table(('name', '%'), [('a', 9.5), ('long name', 10)]) == (
+    'name         %\na          9.5\nlong name   10'
+  )
+  rows = [{'name': 'a, b', 'mean': 0.5}, {'name': 'c', 'mean': None, 'x': 1}]
+  tables.write_table(tmp_path / 'new', 'found', rows)
+  assert json.loads((tmp_path / 'new' / 'found.json').read_text()) == rows
+  with (tmp_path / 'new' / 'found.csv').open(newline='') as file:
+    assert list(csv.DictReader(file)) == [
+      {'name': 'a, b', 'mean': '0.5', 'x': ''},
+      {'name': 'c', 'mean': '', 'x': '1'},
+    ]
+  monkeypatch.setattr('jax.process_index', lambda: 1)
+  tables.write_table(tmp_path, 'other', rows)
+  assert [path.name for path in tmp_path.iterdir()] == ['new']
+
+
+def test_without_matplotlib_the_extra_is_named(capsys, monkeypatch, tmp_path):
+  def make(path):
+    raise ImportError("figures need matplotlib: pip install -e '.[plots]'")
+
+  tables.draw(make, path=tmp_path / 'a.png')
+  assert (
+    "No plot was drawn: figures need matplotlib: pip install -e '.[plots]'"
+    in (capsys.readouterr().out)
+  )

@@ -1,0 +1,74 @@
+"""Tests of studies over the compute of their runs."""
+
+import json
+
+import pytest
+
+from tests.planning import flops_test
+from vit_jax import models
+from vit_jax.commands import compute as compute_command
+from vit_jax.configs import compute_transfer
+from vit_jax.configs import data_scaling
+from vit_jax.planning import flops
+from vit_jax.studies import runs
+from vit_jax.studies import study
+
+
+def config_of(data_dir):
+  config = compute_transfer.get_config()
+  config.base.tfds_data_dir = data_dir
+  return config
+
+
+def test_the_compute_of_runs_is_that_of_closed_form(
+  data_dir, tmp_path, monkeypatch, capsys
+):
+  config = config_of(data_dir)
+  config.variants = config.variants[:3]
+  config.x = config.x[:3]
+  done = {
+    f'ViT_{steps}_updates_{seed}': {'fewshot_5_test': steps / 1000 + seed / 100}
+    for steps in (60, 180, 540)
+    for seed in (0, 1, 2)
+  }
+  monkeypatch.setattr(runs, 'train_all', lambda *args, **kwargs: done)
+  study.study(config, str(tmp_path))
+  count = flops_test.multiply_adds(
+    data_scaling.vit(3, 96), (32, 32), 5, channels=1, as_run=False
+  )
+  rows = json.loads((tmp_path / 'study.json').read_text())
+  for row, steps in zip(rows, (60, 180, 540), strict=True):
+    assert row['line'] == 'ViT'
+    # 5 classes; 32 images an update.
+    assert row['x'] == pytest.approx(6 * count * 32 * steps / 1e18)
+    assert row['mean'] == pytest.approx(steps / 1000 + 0.01)
+  out = capsys.readouterr().out
+  assert all(f'{row["x"]:.4g}' in out for row in rows)
+  # Its results can be shown with others.
+  compute_command.main(
+    ['--model', 's32', '--epochs=1', '--dataset=digits', '--published=none',
+     '--metric=mean', '--results', f'{tmp_path}/study.json']
+  )  # fmt: skip
+  assert 'ViT, 540 updates' in capsys.readouterr().out
+
+
+def test_a_wrong_place_on_the_axis_is_named(data_dir, tmp_path):
+  config = config_of(data_dir)
+  config.x = (('ViT', 'flops'), *config.x[1:])
+  with pytest.raises(ValueError, match="x has an entry .'ViT', 'flops'.: each"):
+    study.study(config, str(tmp_path))
+
+
+def test_the_models_in_small_take_about_the_same_compute():
+  config = data_scaling.get_config()
+  configs = {
+    line: run[1]['model'] for (line, _), run in zip(config.x, config.variants)
+  }
+  counts = {
+    line: flops.forward_flops(
+      models.make_model(model, num_classes=10), (32, 32), 1
+    )
+    for line, model in configs.items()
+  }
+  assert list(counts) == ['ViT', 'BiT', 'hybrid']
+  assert max(counts.values()) < 1.2 * min(counts.values())

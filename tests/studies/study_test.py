@@ -1,0 +1,153 @@
+"""Tests of studies; nothing here is compiled."""
+
+import csv
+import json
+
+import ml_collections
+import pytest
+
+from tests.studies import fake_training
+from vit_jax.figures import studies
+from vit_jax.studies import runs as runs_lib
+from vit_jax.studies import study
+from vit_jax.studies import tables
+
+
+@pytest.fixture
+def config(tiny_config):
+  config = ml_collections.ConfigDict()
+  config.trainer = 'study'
+  config.base = tiny_config
+  config.base.pp.train = 'few_{seed}'
+  config.variants = (
+    ('small', {'model.hidden_size': 16}),
+    ('large, wide', {'model.hidden_size': 32, 'pp.crop': 16}),
+  )
+  config.seeds = (0, 2)
+  config.metric = 'accuracy_test'
+  return config
+
+
+def measure(config):
+  return {
+    'accuracy_test': config.model.hidden_size / 100 + config.seed / 1000,
+    'loss_test': 1.0,
+  }
+
+
+def read(file):
+  with file.open(newline='') as lines:
+    return list(csv.DictReader(lines))
+
+
+def test_variants_are_compared_over_seeds(
+  config, monkeypatch, tmp_path, capsys
+):
+  fake = fake_training.Fake(monkeypatch, measure)
+  found = study.study(config, str(tmp_path))
+  assert fake.trained == [
+    'small_0', 'small_2', 'large_wide_0', 'large_wide_2'
+  ]  # fmt: skip
+  wide = fake.configs['large_wide_2']
+  assert (wide.model.hidden_size, wide.pp.crop, wide.seed) == (32, 16, 2)
+  assert wide.pp.train == 'few_2'
+  assert fake.configs['small_2'].pp.crop == 8
+  assert found['missing'] == []
+  # Of .16 and .162: the mean .161, and .002 / sqrt(2).
+  assert found['rows'][0] == {
+    'variant': 'small', 'metric': 'accuracy_test', 'mean': pytest.approx(0.161),
+    'std': pytest.approx(0.002 / 2**0.5), 'seed_0': 0.16, 'seed_2': 0.162,
+  }  # fmt: skip
+  assert json.loads((tmp_path / 'study.json').read_text()) == found['rows']
+  assert read(tmp_path / 'study.csv')[1]['variant'] == 'large, wide'
+  out = capsys.readouterr().out
+  assert 'small         16.10 ± 0.14  16.00 16.20\n' in out
+  assert (tmp_path / 'study.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_the_table_says_what_is_missing(config, monkeypatch, tmp_path, capsys):
+  fake_training.Fake(monkeypatch, measure)
+  monkeypatch.setattr(tables, 'draw', lambda *args, **kwargs: None)
+  config.shard = (1, 2)
+  found = study.study(config, str(tmp_path))
+  assert found['missing'] == ['small_0', 'large_wide_0']
+  assert found['rows'][0]['seed_0'] is None
+  assert found['rows'][0]['mean'] == 0.162
+  out = capsys.readouterr().out
+  assert 'Not done, and not in the table: small_0, large_wide_0.' in out
+  assert read(tmp_path / 'study.csv')[0]['seed_0'] == ''
+
+
+def test_the_table_comes_before_what_failed(config, monkeypatch, tmp_path):
+  def fail(config):
+    if config.model.hidden_size == 32:
+      raise FloatingPointError('loss nan')
+    return measure(config)
+
+  fake_training.Fake(monkeypatch, fail)
+  monkeypatch.setattr(tables, 'draw', lambda *args, **kwargs: None)
+  with pytest.raises(runs_lib.Failed, match='large_wide_0: loss nan'):
+    study.study(config, str(tmp_path))
+  small, large = json.loads((tmp_path / 'study.json').read_text())
+  assert small['mean'] == pytest.approx(0.161)
+  assert large['mean'] is None
+
+
+def test_curves_have_a_point_a_variant(config, monkeypatch, tmp_path):
+  fake_training.Fake(monkeypatch, measure)
+  drawn = []
+  monkeypatch.setattr(studies, 'curves', lambda *args, **_: drawn.append(args))
+  config.variants = tuple(
+    (f'{w} pixels', {'model.hidden_size': w}) for w in (16, 32, 64)
+  )
+  config.x = (('even', 16), ('other', 32), ('even', 64))
+  config.x_label = 'width'
+  study.study(config, str(tmp_path))
+  [(lines, x_label, y_label, _)] = drawn
+  assert list(lines) == ['even', 'other']
+  assert lines['even'][0] == [16, 64]
+  assert lines['even'][1][1] == pytest.approx([64.0, 64.2])
+  assert (x_label, y_label) == ('width', 'accuracy_test (%)')
+
+
+@pytest.mark.parametrize(
+  'key, value, message',
+  [
+    (
+      'metric',
+      'accuracy',
+      "'accuracy' is not among the metrics of variant 'sm",
+    ),
+    ('seeds', (), r'seeds=\(\) must be one or more'),
+    ('seeds', (1, 1), 'each of them once'),
+    ('seeds', (0.5,), 'whole numbers'),
+    ('variants', (), r'variants=\(\) must be pairs'),
+    ('variants', (('a', 'b'),), r"hold \('a', 'b'\): they must be pairs"),
+    (
+      'variants',
+      (('a', {'modl.dtype': 1}),),
+      "variant 'a': config has no key 'm",
+    ),
+    ('variants', (('a', {'seed': 1}),), "variant 'a' sets the key 'seed'"),
+    ('variants', (('a', {}), ('a', {})), "run 'a_0' occurs 2 times"),
+    ('variants', (('a', {'batch': 0}),), "run 'a_0': batch=0 must be a whole"),
+    ('x', (('a', 1),), 'x has 1 entries for 2 variants'),
+    ('metrics', 'loss', "no key 'metrics': did you mean 'metric'"),
+    ('shard', (3, 2), r'shard=\(3, 2\) must be'),
+  ],
+)
+def test_a_wrong_study_is_named(
+  key, value, message, config, monkeypatch, tmp_path
+):
+  fake = fake_training.Fake(monkeypatch, measure)
+  config[key] = value
+  with pytest.raises(ValueError, match=message):
+    study.study(config, str(tmp_path))
+  assert not fake.trained
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_study_without_a_base_is_refused(config, tmp_path):
+  del config.base
+  with pytest.raises(ValueError, match='a study needs config.base'):
+    study.study(config, str(tmp_path))

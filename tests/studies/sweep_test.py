@@ -1,0 +1,259 @@
+"""Tests of sweeps; only the last one trains."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+
+from tests.studies import fake_training
+from vit_jax import predict
+from vit_jax.configs import common
+from vit_jax.figures import studies
+from vit_jax.run import config as run_config
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.studies import runs as runs_lib
+from vit_jax.studies import sweep
+from vit_jax.studies import tables
+
+RATES = {'base_lr': (0.001, 0.01, 0.1)}
+
+
+def measure(config):
+  """Metrics that are best at a learning rate of .01, worse without test data."""
+  [(name, *_)] = run_config.evaluations(config)
+  away = abs(math.log10(config.base_lr) + 2) / 10
+  return {
+    f'accuracy_{name}': 0.9 - away + config.seed / 100,
+    f'loss_{name}': 1 + away,
+  }
+
+
+@pytest.fixture
+def fake(monkeypatch):
+  monkeypatch.setattr(tables, 'draw', lambda *args, **kwargs: None)
+  return fake_training.Fake(monkeypatch, measure)
+
+
+@pytest.fixture
+def config(tiny_config):
+  tiny_config.pp.train = 'train[:90%]'
+  return tiny_config
+
+
+def test_the_best_value_is_tested_over_seeds(config, fake, tmp_path, capsys):
+  found = sweep.sweep(config, str(tmp_path), RATES)
+  choice = ['base_lr=0.001', 'base_lr=0.01', 'base_lr=0.1']
+  test = [f'base_lr=0.01,test_{seed}' for seed in (0, 1, 2)]
+  assert fake.trained == choice + test
+  for name in choice:  # The test split is never looked at.
+    run = fake.configs[name]
+    assert (run.pp.train, run.seed) == ('train[:90%]', 0)
+    assert run.evals == (('held_out', 'train[90%:]'),)
+  for seed, name in enumerate(test):
+    run = fake.configs[name]
+    assert (run.pp.train, run.seed, run.base_lr) == ('train', seed, 0.01)
+    assert run_config.evaluations(run) == [('test', 'test', None)]
+  assert found['best'] == {'base_lr': 0.01}
+  assert found['missing'] == []
+  # Of .9, .91 and .92.
+  assert found['test'][0] == {
+    'base_lr': 0.01, 'metric': 'accuracy_test', 'mean': pytest.approx(0.91),
+    'std': pytest.approx(0.01), 'seed_0': pytest.approx(0.9),
+    'seed_1': pytest.approx(0.91), 'seed_2': pytest.approx(0.92),
+  }  # fmt: skip
+  out = capsys.readouterr().out
+  assert 'Chosen: base_lr=0.01.\n' in out
+  assert 'accuracy_test  91.00 ± 1.00 %' in out
+  with (tmp_path / 'choice.csv').open(newline='') as file:
+    rows = list(csv.DictReader(file))
+  assert [row['base_lr'] for row in rows] == ['0.001', '0.01', '0.1']
+  assert [float(row['accuracy_held_out']) for row in rows] == [0.8, 0.9, 0.8]
+  assert json.loads((tmp_path / 'test.json').read_text()) == found['test']
+  # Nothing is done twice; a value and a seed are added.
+  more = {'base_lr': (*RATES['base_lr'], 0.02)}
+  sweep.sweep(config, str(tmp_path), more, seeds=4)
+  assert fake.trained[6:] == ['base_lr=0.02', 'base_lr=0.01,test_3']
+
+
+def test_the_choice_measures_the_held_out_part_alone(config):
+  config = runs_lib.changed(config, {'fewshot.shots': (1,)})
+  plan = sweep.make(config, RATES)
+  assert plan.choice_runs()[0].config.fewshot.shots == ()
+  assert plan.test_runs({'base_lr': 0.1})[0].config.fewshot.shots == (1,)
+
+
+def test_the_winner_can_be_trained_on_the_same_part(config, fake, tmp_path):
+  sweep.sweep(config, str(tmp_path), RATES, seeds=1, refit='part')
+  assert fake.configs['base_lr=0.01,test_0'].pp.train == 'train[:90%]'
+
+
+def test_the_values_of_the_paper_are_the_default(config, fake, tmp_path):
+  config = common.with_dataset(config, 'cifar10')
+  found = sweep.sweep(config, str(tmp_path), seeds=1)
+  assert [row['base_lr'] for row in found['choice']] == [.001, .003, .01, .03]  # fmt: skip
+  assert fake.configs['base_lr=0.03'].evals == (('held_out', 'train[98%:]'),)
+  config.dataset = 'digits'
+  with pytest.raises(
+    ValueError, match="no learning rates for dataset='digits'"
+  ):
+    sweep.sweep(config, str(tmp_path), seeds=1)
+
+
+def test_several_keys_make_a_grid(config, fake, tmp_path, capsys, monkeypatch):
+  drawn = []
+  monkeypatch.setattr(tables, 'draw', lambda *args, **_: drawn.append(args))
+  values = {'base_lr': (0.1, 0.01), 'model.classifier': ('token', 'gap')}
+  found = sweep.sweep(config, str(tmp_path), values, seeds=1)
+  [(make, lines, x_label, *_)] = drawn
+  assert (make, x_label) == (studies.curves, 'base_lr')
+  assert list(lines) == ['classifier=token', 'classifier=gap']
+  places, heights = lines['classifier=gap']
+  assert places == [0.1, 0.01]
+  np.testing.assert_allclose(heights, [[80], [90]])
+  assert fake.trained[:2] == [
+    'base_lr=0.1,classifier=token', 'base_lr=0.1,classifier=gap',
+  ]  # fmt: skip
+  assert fake.configs['base_lr=0.1,classifier=gap'].model.classifier == 'gap'
+  assert len(found['choice']) == 4
+  # The first of those that are equal, at the edge of the rates.
+  assert found['best'] == {'base_lr': 0.01, 'model.classifier': 'token'}
+  out = capsys.readouterr().out
+  assert 'Chosen: base_lr=0.01,classifier=token. 1 more are as good.' in out
+  assert 'base_lr=0.01 is at the edge of the values tried' in out
+
+
+def test_a_loss_chooses_the_lowest(config, fake, tmp_path):
+  fake.measure = lambda config: {
+    **measure(config), 'loss_held_out': config.base_lr, 'loss_test': 0.0
+  }  # fmt: skip
+  found = sweep.sweep(config, str(tmp_path), RATES, seeds=1, metric='loss')
+  assert found['best'] == {'base_lr': 0.001}
+
+
+def test_machines_share_a_sweep(config, fake, tmp_path, capsys):
+  def on(shard):
+    return sweep.sweep(config, str(tmp_path), RATES, seeds=2, shard=shard)
+
+  found = on((0, 2))
+  assert (found['best'], found['test']) == (None, [])
+  assert found['missing'] == ['base_lr=0.01']
+  assert (
+    'The test begins when the whole choice is done; missing: base_lr=0.01.'
+    in (capsys.readouterr().out)
+  )
+  assert on((1, 2))['missing'] == ['base_lr=0.01,test_0']
+  assert fake.trained[2:] == ['base_lr=0.01', 'base_lr=0.01,test_1']
+  found = on((0, 2))
+  assert found['missing'] == []
+  assert found['test'][0]['mean'] == pytest.approx(0.905)
+
+
+def test_values_that_diverge_lose(config, fake, tmp_path, capsys):
+  def diverge(config):
+    if config.base_lr >= limit:
+      raise FloatingPointError('loss nan')
+    return measure(config)
+
+  fake.measure, limit = diverge, 0.01
+  found = sweep.sweep(config, str(tmp_path), RATES, seeds=1)
+  assert found['best'] == {'base_lr': 0.001}
+  assert [row['diverged'] for row in found['choice']] == [False, True, True]
+  assert '0.1                   diverged' in capsys.readouterr().out
+  limit = 0.0
+  with pytest.raises(
+    ValueError, match='all combinations diverged: try smaller'
+  ):
+    sweep.sweep(config, str(tmp_path / 'other'), RATES)
+
+
+def test_another_failure_ends_the_sweep_after_the_choice(
+  config, fake, tmp_path
+):
+  def fail(config):
+    if config.base_lr == 0.001:
+      raise OSError('the disk is full')
+    return measure(config)
+
+  fake.measure = fail
+  with pytest.raises(runs_lib.Failed, match='0.001: the disk is full'):
+    sweep.sweep(config, str(tmp_path), RATES)
+  assert fake.trained == [f'base_lr={rate}' for rate in RATES['base_lr']]
+
+
+@pytest.mark.parametrize(
+  'changes, values, arguments, message',
+  [
+    ({}, {'base_lrr': (1,)}, {}, "no key 'base_lrr': did you mean 'base_lr'"),
+    ({}, {'base_lr': ('x',)}, {}, "base_lr='x' must be a finite number"),
+    ({}, {'batch': (16, 15)}, {}, 'batch=15 is not a multiple'),
+    ({}, {'seed': (0, 1)}, {}, "'seed' cannot be tried: a sweep sets this key"),
+    ({}, {'base_lr': ()}, {}, "'base_lr' needs one or more values"),
+    ({}, {'base_lr': (1, 1)}, {}, 'each of them once'),
+    ({}, {'model.patches.size': ((4, 4), [4, 4])}, {}, 'have the same folder'),
+    ({'pretrained': '/no/such.npz'}, RATES, {}, 'no/such.npz'),
+    ({}, RATES, {'refit': 'none'}, "refit='none' is unknown: use one of 'all'"),
+    ({}, RATES, {'seeds': 0}, 'seeds=0 must be a whole number of at least 1'),
+    (
+      {},
+      RATES,
+      {'metric': 'bleu'},
+      "metric='bleu' is unknown: use one of 'acc",
+    ),
+    ({}, RATES, {'shard': (1, 1)}, r'shard=\(1, 1\) must be'),
+    ({'pp.train': 'train'}, RATES, {}, 'leaves no part of the training data'),
+    (
+      {'trainer': 'study'},
+      RATES,
+      {},
+      "trainer='study': a sweep needs the config",
+    ),
+  ],
+)
+def test_a_wrong_sweep_is_named(
+  changes, values, arguments, message, config, fake, tmp_path
+):
+  config.update_from_flattened_dict(changes)
+  with pytest.raises((ValueError, FileNotFoundError), match=message):
+    sweep.sweep(config, str(tmp_path), values, **arguments)
+  assert not fake.trained
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_workdir_of_another_sweep_is_refused(config, fake, tmp_path):
+  sweep.sweep(config, str(tmp_path), RATES, seeds=1)
+  trained = len(fake.trained)
+  for values, changes, message in (
+    ({'weight_decay': (0.1,)}, {}, 'keys: .*base_lr.* there, .*weight_decay'),
+    (RATES, {'batch': 32}, 'config.batch: 16 there, 32 here'),
+    (RATES, {'pp.train': 'train[:80%]'}, r'held_out: train\[90%:\] there'),
+  ):
+    other = runs_lib.changed(config, changes)
+    with pytest.raises(ValueError, match=f'another sweep:(.|\n)*{message}'):
+      sweep.sweep(other, str(tmp_path), values, seeds=1)
+  assert len(fake.trained) == trained
+  free = runs_lib.changed(config, {'progress_every': 1})
+  sweep.sweep(free, str(tmp_path), RATES, seeds=1)
+
+
+def test_a_sweep_of_a_tiny_model(config, tmp_path):
+  """Without updates the loss stays log(10), and any other rate is better."""
+  config.update(
+    base_lr=1.0, total_steps=12, eval_every=0, checkpoint_every=0, log_images=0
+  )
+  found = sweep.sweep(
+    config, str(tmp_path), {'base_lr': (0.0, 0.003)}, seeds=1, metric='loss'
+  )
+  untrained, trained = found['choice']
+  assert untrained['loss_held_out'] == pytest.approx(math.log(10), abs=1e-5)
+  assert trained['loss_held_out'] < untrained['loss_held_out']
+  assert untrained['num_examples_held_out'] == 144  # A tenth of 1,437.
+  assert found['best'] == {'base_lr': 0.003}
+  assert (tmp_path / 'sweep.png').read_bytes().startswith(b'\x89PNG')
+  folder = tmp_path / 'base_lr=0.003,test_0'
+  model = predict.load(str(folder))
+  assert (model.config.base_lr, model.config.pp.train) == (0.003, 'train')
+  last = metrics_lib.find(folder, 12, 'accuracy_test')
+  assert found['test'][0]['mean'] == last['accuracy_test']
+  assert last['num_examples_test'] == 360

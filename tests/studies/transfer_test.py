@@ -1,0 +1,110 @@
+"""Tests of fine-tuning beside training from scratch."""
+
+import copy
+import json
+import statistics
+
+import numpy as np
+import pytest
+from sklearn import datasets as sklearn_datasets
+
+from tests import conftest
+from vit_jax import predict
+from vit_jax import train
+from vit_jax.configs import common
+from vit_jax.configs import digits_transfer
+from vit_jax.data import sources
+from vit_jax.studies import transfer
+
+
+def labels_of(dataset, split, data_dir):
+  config = common.set_dataset(common.get_config(), dataset)
+  config.tfds_data_dir = data_dir
+  source = sources.open_split(config, split)
+  records = source.lookup(np.arange(source.num_examples))
+  labels = records['label'].numpy()[:, 0]
+  return source.class_names, labels, list(records['image'].numpy())
+
+
+def test_classes_and_labels_of_the_digits(data_dir):
+  target = sklearn_datasets.load_digits().target
+  names, train_labels, _ = labels_of('digits/0to4', 'train', data_dir)
+  _, test_labels, _ = labels_of('digits/0to4', 'test', data_dir)
+  assert names == ('0', '1', '2', '3', '4')
+  assert len(train_labels) + len(test_labels) == np.sum(target < 5)
+  assert np.bincount(train_labels).min() > 120
+  seen, total = [], 0
+  for split in ('few_0', 'few_1', 'few_2', 'test'):
+    names, labels, images = labels_of('digits/5to9_few', split, data_dir)
+    assert names == ('5', '6', '7', '8', '9')
+    if split != 'test':
+      assert np.bincount(labels).tolist() == [5] * 5
+    total += len(labels)
+    seen += images
+  assert total == np.sum(target >= 5)
+  assert len(set(seen)) > 0.99 * total  # No image is in two splits.
+
+
+@pytest.fixture
+def config(data_dir):
+  """The config of the example, cut down to a few steps of a tiny model."""
+  config = digits_transfer.get_config()
+  assert config.pretrain.pp.crop < config.finetune.pp.crop
+  for run in (config.pretrain, config.finetune, config.scratch):
+    tiny = conftest.make_tiny_config(data_dir)
+    run.tfds_data_dir = data_dir
+    run.model = copy.deepcopy(tiny.model)
+    run.update(batch=8, batch_eval=104, total_steps=2, warmup_steps=1)
+    run.update(total_epochs=None, warmup_epochs=None)
+  config.seeds = (0, 1)
+  return config
+
+
+def test_both_ways_and_what_is_left_behind(config, tmp_path, capsys):
+  result = transfer.transfer(config, str(tmp_path))
+  out = capsys.readouterr().out
+  assert json.loads((tmp_path / 'transfer.json').read_text()) == result
+  tuned, scratch = (
+    result['accuracies'][kind] for kind in ('finetune', 'scratch')
+  )
+  assert result['mean']['finetune'] == pytest.approx(sum(tuned) / 2)
+  assert result['std']['scratch'] == pytest.approx(statistics.stdev(scratch))
+  assert result['margin'] == pytest.approx((sum(tuned) - sum(scratch)) / 2)
+  assert f'difference    {100 * result["margin"]:+6.2f} points' in out
+  for seed in (0, 1):
+    run = predict.load(str(tmp_path / f'finetune_{seed}'))
+    assert run.config.pp.train == f'few_{seed}'
+    assert run.config.pretrained == str(tmp_path / 'pretrain')
+    same = predict.load(str(tmp_path / f'scratch_{seed}'))
+    assert same.config.pp == run.config.pp
+    assert same.config.model == run.config.model
+  # Again: all runs are finished, nothing is trained.
+  before = sorted(tmp_path.rglob('*'))
+  assert transfer.transfer(config, str(tmp_path)) == result
+  assert [
+    p for p in sorted(tmp_path.rglob('*')) if 'tfevents' not in p.name
+  ] == [p for p in before if 'tfevents' not in p.name]
+
+
+def test_one_seed_tells_no_spread(config, tmp_path):
+  config.seeds = (0,)
+  with pytest.raises(ValueError, match=r'seeds=\(0,\) must be two at least'):
+    transfer.transfer(config, str(tmp_path))
+
+
+def test_weights_come_in_at_another_resolution(config, tmp_path):
+  """With a learning rate of 0, what is not interpolated or new is unchanged."""
+  train.train_and_evaluate(config.pretrain, str(tmp_path / 'pretrain'))
+  run = transfer._run_config(config, 'finetune', 0, str(tmp_path / 'pretrain'))
+  run.base_lr = 0.0
+  state, _ = train.train_and_evaluate(run, str(tmp_path / 'run'))
+  before = predict.load(str(tmp_path / 'pretrain')).params
+  np.testing.assert_array_equal(
+    state.params['embedding']['kernel'], before['embedding']['kernel']
+  )
+  tables = [
+    p['Transformer']['posembed_input']['pos_embedding']
+    for p in (before, state.params)
+  ]
+  assert [t.shape[1] for t in tables] == [1 + 4 * 4, 1 + 6 * 6]
+  np.testing.assert_allclose(tables[0][0, -1], tables[1][0, -1], atol=1e-6)

@@ -1,0 +1,282 @@
+"""Tests of VTAB-1k as a program: what is left out, the table, going on."""
+
+import csv
+import json
+import re
+import shutil
+import statistics
+
+import numpy as np
+import pytest
+
+from tests import conftest
+from tests import tiny_models
+from tests import vtab_data
+from tests.studies import fake_training
+from vit_jax.configs import common
+from vit_jax.configs import vtab as vtab_config
+from vit_jax.data.tfds import vtab as data
+from vit_jax.data.tfds import vtab_tasks
+from vit_jax.studies import runs as runs_lib
+from vit_jax.studies import vtab
+
+
+@pytest.fixture
+def config(tmp_path):
+  """The config, with a tiny model and two steps; without data."""
+  config = vtab_config.get_config('testing')
+  tiny = conftest.make_tiny_config(str(tmp_path / 'tfds'))
+  config.run.model = tiny_models.config()
+  config.run.model.patches.size = (4, 4)
+  config.run.tfds_data_dir = tiny.tfds_data_dir
+  config.run.pretrained_dir = None
+  config.run.pp.crop = 8
+  config.run.update(
+    batch=16, batch_eval=24, total_steps=2, warmup_steps=1, log_images=0
+  )
+  config.checkpoints = 'none'
+  return config
+
+
+def test_what_is_here_is_trained_and_compared(config, tmp_path, capsys):
+  here = config.run.tfds_data_dir
+  # As small as VTAB allows.
+  sizes = {'train': 800, 'validation': 200, 'test': 24}
+  vtab_data.write('kitti', here, sizes)
+  workdir = str(tmp_path / 'vtab')
+  result = vtab.vtab(config, workdir)
+  out = capsys.readouterr().out
+  assert '18 of 19 tasks are left out' in out
+  assert '--config.download=True' in out
+  assert f"  svhn: 'svhn_cropped' is not in {here}/svhn_cropped" in out
+  assert "  clevr_count, clevr_distance: 'clevr' is not in" in out
+  assert 'resisc45: ' in out
+  assert 'downloaded by hand: Dataset can be downloaded from OneDrive' in out
+  assert {'kitti_distance', *result['skipped']} == set(vtab_tasks.TASKS)
+  rows = {(row['group'], row['task']): row for row in result['rows']}
+  kitti = rows['structured', 'kitti_distance']
+  assert 24 * kitti['seed_0'] == pytest.approx(round(24 * kitti['seed_0']))
+  assert kitti['mean'] == kitti['seed_0']
+  assert rows['natural', 'dtd']['mean'] is None
+  assert rows['specialised', '0 of 4']['H/14 JFT'] is None
+  # Means are over what is there, also those of the paper.
+  for name in ('all', '1 of 19'), ('structured', '1 of 8'):
+    assert rows[name]['mean'] == kitti['mean']
+    assert rows[name]['H/14 JFT'] == pytest.approx(0.845)
+  line = rf'all \(1 of 19\) +{100 * kitti["mean"]:.2f} +84.50 +82.20 +79.90'
+  assert re.search(line, out)
+  stored = json.loads((tmp_path / 'vtab/vtab.json').read_text())
+  assert stored == result['rows']
+  assert (tmp_path / 'vtab/vtab.png').read_bytes().startswith(b'\x89PNG')
+  # Again: the run is done, and needs no data.
+  shutil.rmtree(here)
+  again = vtab.vtab(config, workdir)
+  assert 'done before' in capsys.readouterr().out
+  assert again['rows'] == result['rows']
+  assert again['skipped'].keys() == result['skipped'].keys()
+
+
+def test_all_tasks_on_two_machines_and_one_that_diverges(
+  config, tmp_path, monkeypatch, capsys
+):
+  published = vtab.PUBLISHED['L/16 I21k']
+
+  def measure(run):
+    task = run.dataset.removeprefix('vtab/')
+    if task == 'svhn' and run.seed == 1:
+      raise FloatingPointError('the loss is nan at step 7. Lower the rate')
+    return {'accuracy_test': published[task] / 100 + 0.01 * run.seed}
+
+  fake = fake_training.Fake(monkeypatch, measure)
+  monkeypatch.setattr(data, 'missing', lambda run, dataset: '')
+  workdir = str(tmp_path / 'vtab')
+  config.shard = (0, 2)
+  rows = vtab.vtab(config, workdir)['rows']
+  assert rows[0]['task'] == '10 of 19'
+  config.shard = (1, 2)
+  rows = vtab.vtab(config, workdir)['rows']
+  assert sorted(fake.trained) == sorted(f'{task}_0' for task in published)
+  assert fake.trained[:2] == ['caltech101_0', 'dtd_0']
+  # Table 2 has 72.72.
+  assert rows[0]['mean'] == pytest.approx(0.7272, abs=2e-4)
+  assert 'all (19)  ' in capsys.readouterr().out
+  config.update(seeds=(0, 1), shard=(0, 1))
+  with pytest.raises(runs_lib.Failed, match='svhn_1'):
+    vtab.vtab(config, workdir)
+  rows = json.loads((tmp_path / 'vtab/vtab.json').read_text())
+  by_task = {row['task']: row for row in rows}
+  assert by_task['svhn']['seed_1'] is None
+  assert by_task['dtd']['seed_1'] == pytest.approx(0.751)
+  assert len(fake.trained) == 19 + 19
+
+
+def test_without_any_data_it_stops_before_the_workdir_exists(config, tmp_path):
+  with pytest.raises(FileNotFoundError, match='the data of no task of VTAB'):
+    vtab.vtab(config, str(tmp_path / 'vtab'))
+  assert not (tmp_path / 'vtab').exists()
+
+
+def test_missing_data_are_downloaded_on_request(
+  config, monkeypatch, tmp_path, capsys
+):
+  prepared = []
+
+  def prepare(run, dataset):
+    prepared.append(dataset)
+    if dataset == 'vtab/dtd':
+      raise ValueError('the server is away')
+    vtab_data.write('kitti', run.tfds_data_dir, {'train': 1})
+
+  monkeypatch.setattr(data, 'prepare', prepare)
+  config.tasks = ('dtd', 'kitti_distance')
+  config.download = True
+  runs = {task: [vtab._run(config, task, 0)] for task in config.tasks}
+  assert vtab._skipped(config, runs, set()) == {'dtd': 'the server is away'}
+  assert prepared == ['vtab/dtd', 'vtab/kitti_distance']
+  out = capsys.readouterr().out
+  assert '1 of 2 tasks are left out' in out
+  assert '--config.download' not in out
+
+
+def test_no_download_without_the_package_that_prepares(config, monkeypatch):
+  find_spec = data.importlib.util.find_spec
+  monkeypatch.setattr(
+    'importlib.util.find_spec',
+    lambda name: None if name == 'cv2' else find_spec(name),
+  )
+  monkeypatch.setattr(data.builders, 'get_builder', None)  # Is not called.
+  with pytest.raises(ValueError, match="'kitti' cannot be prepared: To .*open"):
+    data.prepare(config.run, 'vtab/kitti_distance')
+
+
+def test_machines_share_the_runs_before_data_are_looked_for(config):
+  config.seeds = (0, 1)
+  runs = {
+    task: [vtab._run(config, task, seed) for seed in config.seeds]
+    for task in ('dtd', 'svhn', 'kitti_distance')
+  }
+  chosen = [
+    [run.name for run in vtab._chosen(runs, skipped, done, shard)]
+    for skipped, done, shard in (
+      ({}, set(), (0, 2)),
+      ({'svhn': 'why'}, set(), (1, 2)),
+      ({'svhn': 'why'}, {'svhn_0'}, (1, 2)),
+    )
+  ]
+  assert chosen == [
+    ['dtd_0', 'svhn_0', 'kitti_distance_0'],
+    ['dtd_1', 'kitti_distance_1'],
+    ['dtd_1', 'svhn_0', 'kitti_distance_1'],
+  ]
+
+
+def test_every_task_has_the_setting_of_the_paper():
+  """Table 4: steps, batch, rate, decay; and augmentation that keeps labels."""
+  assert list(common.VTAB) != []
+  assert set(common.VTAB) == set(vtab_tasks.TASKS)
+  config = vtab_config.get_config('l16')
+  for task in vtab_tasks.TASKS:
+    run = vtab._run(config, task, 3)
+    assert run.name == f'{task}_3'
+    run = run.config
+    assert (run.dataset, run.seed) == (f'vtab/{task}', 3)
+    assert (run.total_steps, run.warmup_steps, run.batch) == (2500, 500, 512)
+    assert (run.optimizer, run.momentum, run.base_lr) == ('sgd', 0.9, 0.01)
+    assert (run.decay_type, run.grad_norm_clip) == ('cosine', 1)
+    assert (run.weight_decay, run.ema_decay, run.pp.resize) == (0, 0, None)
+    assert (run.pp.crop, run.pp.train, run.pp.test) == (
+      384, 'train800val200', 'test',
+    )  # fmt: skip
+    if run.pp.crop_area is not None:
+      assert run.pp.crop_area == (pytest.approx(0.7347, abs=1e-4),) * 2
+      assert run.pp.crop_ratio is None
+  augmented = {
+    task: (run.pp.crop_area is not None, run.pp.flip)
+    for task in vtab_tasks.TASKS
+    for run in [vtab._run(config, task, 0).config]
+  }
+  unchanged = [task for task, pair in augmented.items() if pair == (False, False)]  # fmt: skip
+  assert unchanged == [
+    'dsprites_x_position', 'dsprites_orientation', 'smallnorb_azimuth'
+  ]  # fmt: skip
+  assert augmented['svhn'] == (True, False)
+  assert augmented['clevr_count'] == (False, True)
+  assert sum(pair == (True, True) for pair in augmented.values()) == 10
+  config.validate = True
+  run = vtab._run(config, 'dtd', 0)
+  assert run.name == 'dtd_val_0'
+  assert (run.config.pp.train, run.config.pp.test) == ('train800', 'val200')
+
+
+def test_published_tables_agree():
+  """The means of table 9 are those of table 2, which has another digit."""
+  for model, accuracies in vtab.PUBLISHED.items():
+    assert list(accuracies) == list(vtab_tasks.TASKS)
+    mean = np.mean(list(accuracies.values()))
+    assert mean == pytest.approx(vtab_config.MEANS[model], abs=0.011)
+
+
+def test_the_table_of_all_tasks_over_two_seeds(config, tmp_path, capsys):
+  config.seeds = (0, 1)
+  published = vtab.PUBLISHED['L/16 I21k']
+  accuracies = {
+    task: {0: value / 100, 1: value / 100 + 0.01}
+    for task, value in published.items()
+  }
+  rows = vtab._report(config, accuracies, str(tmp_path))
+  by_task = {row['task']: row for row in rows}
+  row = by_task['19 of 19']
+  assert row['mean'] == pytest.approx(0.7271 + 0.005, abs=1e-4)
+  assert row['std'] == pytest.approx(statistics.stdev((0, 0.01)))
+  assert by_task['7 of 7']['L/16 I21k'] == pytest.approx(0.8327, abs=1e-4)
+  assert by_task['svhn']['seed_1'] == pytest.approx(0.819)
+  assert [row['task'] for row in rows if row['task'] not in published] == [
+    '19 of 19', '7 of 7', '4 of 4', '8 of 8',
+  ]  # fmt: skip
+  out = capsys.readouterr().out
+  assert 'all (19)  ' in out
+  assert '73.21 ± 0.71' in out
+  assert 'BiT-L 76.29' in out
+  # Of some tasks: their groups alone.
+  few = {'dtd': accuracies['dtd'], 'svhn': {}}
+  rows = vtab._report(config, few, str(tmp_path))
+  capsys.readouterr()
+  assert [row['task'] for row in rows] == ['1 of 19', '1 of 7', 'dtd', 'svhn']
+  # One seed of one task is not done: the means are over the other seed.
+  del accuracies['svhn'][1]
+  config.validate = True
+  rows = vtab._report(config, accuracies, str(tmp_path))
+  assert rows[0]['seed_1'] is None
+  assert rows[0]['mean'] == pytest.approx(0.7271, abs=1e-4)
+  assert 'L/16 I21k' not in rows[0]
+  with (tmp_path / 'vtab_val.csv').open() as file:
+    stored = list(csv.DictReader(file))
+  assert [row['task'] for row in stored] == [row['task'] for row in rows]
+  assert 'L/16' not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  'changes, message',
+  [
+    ({'tasks': ('svnh',)}, r"tasks='svnh' is no .* mean 'vtab/svhn'\?.*config.t"),
+    ({'tasks': (3,)}, "tasks='3' is no task of VTAB"),
+    ({'seeds': ()}, r'seeds=\(\) must be one or more whole numbers'),
+    ({'seeds': (1, 1)}, 'each of them once'),
+    ({'shard': (2, 2)}, r'shard=\(2, 2\) must be'),
+    ({'checkpoints': 'best'}, "checkpoints='best' is unknown: use one of 'all'"),
+    ({'sedes': (0,)}, "no key 'sedes': did you mean 'seeds'"),
+    ({'run.base_lr': -1.0}, 'base_lr=-1.0 must be a finite number of at least 0'),
+    ({'run.evals': (('x', 'test'),)}, "'accuracy_test' is not among|evals="),
+  ],
+)  # fmt: skip
+def test_a_wrong_config_is_told_before_anything(
+  config, changes, message, tmp_path
+):
+  for key, value in changes.items():
+    group, _, name = key.rpartition('.')
+    holder = config[group] if group else config
+    with holder.unlocked(), holder.ignore_type():
+      holder[name] = value
+  with pytest.raises(ValueError, match=message):
+    vtab.vtab(config, str(tmp_path / 'vtab'))
+  assert not (tmp_path / 'vtab').exists()

@@ -1,0 +1,104 @@
+"""Tests of COCO's average precision against pycocotools."""
+
+import numpy as np
+from pycocotools import coco
+from pycocotools import cocoeval
+import pytest
+
+from vit_jax.tasks.detection import average_precision as ap
+
+CLASSES = 3
+
+
+def make_image(rng, objects, detections):
+  """Returns the objects of an image, some of them crowds, and detections."""
+
+  def boxes(count):
+    corner, size = (
+      rng.uniform(0, 300, (count, 2)),
+      rng.uniform(5, 200, (count, 2)),
+    )
+    return np.concatenate([corner, corner + size], axis=1)
+
+  true = boxes(objects)
+  near = true[: detections // 2] + rng.normal(
+    0, 4, true[: detections // 2].shape
+  )
+  found = np.concatenate([near, boxes(detections - len(near))])
+  labels = rng.randint(0, CLASSES, objects)
+  return {
+    'boxes': true,
+    'labels': labels,
+    'areas': np.prod(true[:, 2:] - true[:, :2], axis=1) * 0.7,
+    'crowd': rng.randint(0, 8, objects) == 0,
+  }, {
+    'boxes': found,
+    'labels': np.concatenate(
+      [labels[: len(near)], rng.randint(0, CLASSES, detections - len(near))]
+    ),
+    'scores': rng.uniform(size=detections),
+  }
+
+
+def by_pycocotools(truth, found):
+  """Computes the figures with the original library."""
+
+  def rows(images):
+    for image, row in enumerate(images):
+      for i, (box, label) in enumerate(zip(row['boxes'], row['labels'])):
+        yield (
+          i,
+          row,
+          {
+            'image_id': image,
+            'category_id': int(label),
+            'bbox': [*box[:2].tolist(), *(box[2:] - box[:2]).tolist()],
+          },
+        )
+
+  reference = coco.COCO()
+  reference.dataset = {
+    'info': {},
+    'images': [{'id': i} for i in range(len(truth))],
+    'categories': [{'id': i} for i in range(CLASSES)],
+    'annotations': [
+      {
+        **line, 'id': number, 'area': float(row['areas'][i]),
+        'iscrowd': int(row['crowd'][i]),
+      }
+      for number, (i, row, line) in enumerate(rows(truth), start=1)
+    ],
+  }  # fmt: skip
+  reference.createIndex()
+  results = reference.loadRes(
+    [{**line, 'score': float(row['scores'][i])} for i, row, line in rows(found)]
+  )
+  evaluation = cocoeval.COCOeval(reference, results, 'bbox')
+  evaluation.evaluate()
+  evaluation.accumulate()
+  evaluation.summarize()
+  return evaluation.stats[: len(ap.NAMES)]
+
+
+def test_the_figures_are_those_of_pycocotools():
+  rng = np.random.RandomState(0)
+  # Images without objects, without detections, and with more than count.
+  counts = [(0, 5), (4, 0), (3, 120), *rng.randint(1, 12, (40, 2))]
+  truth, found = zip(*(make_image(rng, *count) for count in counts))
+  got = ap.average_precision(truth, found, CLASSES)
+  want = by_pycocotools(truth, found)
+  assert 0.05 < want[0] < 0.95
+  np.testing.assert_allclose([got[name] for name in ap.NAMES], want, rtol=1e-12)
+
+
+def test_nothing_is_found():
+  truth, found = make_image(np.random.RandomState(0), 3, 0)
+  found = {name: x[:0] for name, x in found.items()}
+  got = ap.average_precision([truth], [found], CLASSES)
+  assert got['AP'] == got['AP50'] == 0
+
+
+def test_nothing_is_there():
+  truth, found = make_image(np.random.RandomState(0), 0, 3)
+  got = ap.average_precision([truth], [found], CLASSES)
+  assert got == {name: pytest.approx(np.nan, nan_ok=True) for name in ap.NAMES}

@@ -1,0 +1,95 @@
+"""Tests of the geometry of boxes, and of DETR's losses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests import torch_models  # noqa: F401 (before transformers.loss)
+from vit_jax.tasks.detection import boxes
+
+
+@pytest.mark.parametrize(
+  'first, second, want',
+  [
+    ([0, 0, 2, 2], [0, 0, 2, 2], 1),
+    ([0, 0, 2, 2], [1, 1, 3, 3], 1 / 7 - 2 / 9),
+    ([0, 0, 1, 1], [2, 0, 3, 1], -1 / 3),
+    ([1, 1, 1, 1], [1, 1, 1, 1], 0),  # Without area.
+  ],
+)
+def test_generalised_iou(first, second, want):
+  first, second = jnp.array(first, float), jnp.array(second, float)
+  value, slope = jax.value_and_grad(boxes.giou)(first, second)
+  np.testing.assert_allclose(value, want, atol=1e-6)
+  assert np.isfinite(slope).all()
+
+
+def test_corners_and_back():
+  box = jnp.array([0.5, 0.25, 0.2, 0.1])
+  np.testing.assert_allclose(boxes.corners(box), [0.4, 0.2, 0.6, 0.3])
+  np.testing.assert_allclose(boxes.centred(boxes.corners(box)), box)
+
+
+@pytest.mark.parametrize(
+  'class_weight, no_object', [(1, boxes.NO_OBJECT), (3, 0.5)]
+)
+def test_losses_and_gradients_are_those_of_hugging_face(
+  class_weight, no_object
+):
+  from transformers.loss import loss_for_object_detection
+
+  layers, images, queries, classes, most = 3, 4, 20, 5, 8
+  rng = np.random.RandomState(0)
+  logits = rng.randn(layers, images, queries, classes + 1).astype(np.float32)
+  predicted = rng.uniform(0.1, 0.9, (layers, images, queries, 4))
+  predicted = predicted.astype(np.float32)
+  labels = rng.randint(0, classes, (images, most))
+  targets = rng.uniform(0.1, 0.6, (images, most, 4)).astype(np.float32)
+  counts = np.array([3, 0, 8, 1])  # One image has no objects.
+
+  theirs = [
+    torch.tensor(x).requires_grad_() for x in (logits, predicted)
+  ]  # fmt: skip
+  want, _, _ = loss_for_object_detection.ForObjectDetectionLoss(
+    theirs[0][-1],
+    [
+      {
+        'class_labels': torch.tensor(labels[i, :n]),
+        'boxes': torch.tensor(targets[i, :n]),
+      }
+      for i, n in enumerate(counts)
+    ],
+    'cpu',
+    theirs[1][-1],
+    transformers.DetrConfig(
+      num_labels=classes,
+      auxiliary_loss=True,
+      decoder_layers=layers,
+      class_cost=class_weight,
+      eos_coefficient=no_object,
+    ),
+    *theirs,
+  )
+  want.backward()
+
+  def loss(logits, predicted):
+    sums = boxes.losses(
+      logits, predicted, labels, targets, counts, class_weight, no_object
+    )
+    weight = boxes.weight_of_queries(counts, queries, no_object).sum()
+    assert sums.pop('query').shape == (layers, images, most)
+    sums = {name: x.sum(axis=1) for name, x in sums.items()}
+    return (
+      boxes.CLASS * sums['class'] / weight
+      + (boxes.L1 * sums['l1'] + boxes.GIOU * sums['giou']) / counts.sum()
+    ).sum()
+
+  got, slopes = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(
+    logits, predicted
+  )
+  np.testing.assert_allclose(got, want.item(), rtol=1e-5)
+  for ours, other in zip(slopes, theirs):
+    np.testing.assert_allclose(ours, other.grad, atol=1e-5)

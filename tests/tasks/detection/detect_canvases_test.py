@@ -1,0 +1,357 @@
+"""Tests of a detector on canvases: training, resuming, other image sizes."""
+
+import argparse
+import copy
+import functools
+import io
+import json
+import pathlib
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from PIL import Image
+import pytest
+import tensorflow as tf
+
+from tests import trees
+from tests.train_test import StopAfter
+from vit_jax import input_pipeline
+from vit_jax import models
+from vit_jax import predict
+from vit_jax import train
+from vit_jax.configs import common
+from vit_jax.data import sources
+from vit_jax.distributed import sharding
+from vit_jax.run import config as run_config
+from vit_jax.run import stopping
+from vit_jax.tasks.detection import detect
+
+SHAPES = ((48, 30), (30, 50), (40, 40), (60, 36))
+
+
+class TinyDetector(nn.Module):
+  """Detects by the mean of an image's real pixels; compiles in no time."""
+
+  num_classes: int
+  num_queries: int = 5
+  dtype: Any = 'float32'
+  param_dtype: Any = 'float32'
+
+  @nn.compact
+  def __call__(self, images, mask=None, *, train):
+    """Returns what vit_jax.models_detr.Detr returns."""
+    if mask is None:
+      mask = jnp.ones(images.shape[:3], bool)
+    count = jnp.maximum(mask.sum((1, 2)), 1)
+    x = (images * mask[..., None]).sum((1, 2)) / count[:, None]
+    x = nn.Dense(self.num_queries * 8)(x).reshape(-1, self.num_queries, 8)
+    x = nn.Dropout(0.1)(x, deterministic=not train)[None]
+    boxes = nn.sigmoid(nn.Dense(4)(x))
+    return {'logits': nn.Dense(self.num_classes + 1)(x), 'boxes': boxes}
+
+
+def write(root, split, count):
+  """Writes grey images of several shapes, with a white box each."""
+  lines = []
+  for i in range(count):
+    height, width = SHAPES[i % len(SHAPES)]
+    pixels = np.full((height, width, 3), 90, np.uint8)
+    pixels[10 : 20 + i % 3, 5:20] = 255
+    name = f'{split}{i}.png'
+    Image.fromarray(pixels).save(root / name)
+    box = [10 / height, 5 / width, (20 + i % 3) / height, 20 / width]
+    objects = {'bbox': [box], 'label': [i % 2]}
+    lines.append(json.dumps({'image': name, 'objects': objects}))
+  (root / f'{split}.jsonl').write_text('\n'.join(lines))
+
+
+@pytest.fixture(scope='module')
+def config(tmp_path_factory):
+  """A tiny detector with two canvases."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(models.KINDS, 'tiny_detector', TinyDetector)
+    yield make_config(tmp_path_factory.mktemp('boxes'))
+
+
+def make_config(root):
+  """Returns a config on a new folder of images."""
+  (root / 'classes.json').write_text('{"objects/label": ["even", "odd"]}')
+  write(root, 'train', 9)
+  write(root, 'test', 5)
+  config = common.set_dataset(common.get_config(), str(root))
+  config.task = 'detect'
+  config.pretrained_dir = None
+  config.model = ml_collections.ConfigDict({'kind': 'tiny_detector'})
+  config.task_options.update(max_objects=3, tight=16)
+  config.pp.update(
+    sides=(24, 32), eval_side=32, longest_side=54, canvases=2, canvas_multiple=16,
+    crop_sides=(28, 36), crop_range=(20, 30),
+  )  # fmt: skip
+  config.update(
+    batch=8, batch_eval=8, total_steps=4, warmup_steps=0, optimizer='adam',
+    base_lr=1e-3, eval_every=4, checkpoint_every=4, progress_every=2,
+    best_metric='AP_test', log_images=0, seed=3,
+  )  # fmt: skip
+  return config
+
+
+def train_to(step, config, workdir):
+  """Trains to a step and stops there, without an evaluation."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(stopping, 'StopRequest', lambda: StopAfter(step))
+    with pytest.raises(train.Interrupted, match=f'Stopped at step {step}'):
+      train.train_and_evaluate(copy.deepcopy(config), str(workdir))
+
+
+@pytest.fixture(scope='module')
+def stopped(config, tmp_path_factory):
+  """A run of two steps: its folder, its predictor and what it printed."""
+  workdir = tmp_path_factory.mktemp('stopped')
+  lines = []
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr('vit_jax.cli.say', lines.append)
+    train_to(2, config, workdir)
+  model = predict.load(str(workdir))
+  model.BATCH = 2
+  return workdir, model, lines
+
+
+def test_each_size_is_compiled_once_and_said(stopped):
+  said = [line for line in stopped[2] if line.startswith('Compil')]
+  assert said[0] == 'Compiling for 48x48 pixels, 1 of 2 sizes ...'
+  assert re.fullmatch(r'Compiled in .* for 48x48 .*, 1 of 2 sizes\.', said[1])
+  assert said[2] == 'Compiling for 64x64 pixels, 2 of 2 sizes ...'
+  assert re.fullmatch(r'Compiled in .* for 64x64 .*, 2 of 2 sizes\.', said[3])
+  assert len(said) == 4
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(config, stopped, tmp_path):
+  train_to(1, config, tmp_path)
+  train_to(2, config, tmp_path)
+  trees.assert_same(predict.load(str(tmp_path)).params, stopped[1].params)
+
+
+@pytest.fixture(scope='module')
+def task(config):
+  """The complete config, and the task without parameters."""
+  config = run_config.complete(config)
+  source = sources.open_split(config, 'train', detect.Task.FEATURES)
+  return detect.Task(config, detect.Task.make_metadata(config, source)), source
+
+
+def test_all_processes_have_the_same_sizes_at_a_step(task):
+  task, source = task
+
+  def batches(rows, start=0):
+    data = input_pipeline.train_dataset(
+      task.config, source, task.example, np.array(rows), start
+    )
+    return list(data.take(4 - start).as_numpy_iterator())
+
+  whole = batches(range(8))
+  assert [x['image'].shape[1] for x in whole] == [48, 64, 48, 64]
+  for got, want in zip(batches(range(4, 8), start=2), whole[2:], strict=True):
+    trees.assert_same(got, {name: value[4:] for name, value in want.items()})
+
+
+def test_boxes_are_shares_of_the_image_without_padding(config, task):
+  task, _ = task
+  source = sources.open_split(task.config, 'test', task.FEATURES)
+  high = (pathlib.Path(config.dataset) / 'test0.png').read_bytes()
+  found = source.lookup(tf.range(5, dtype=tf.int64))
+  records = [source.read({k: v[i] for k, v in found.items()}) for i in range(5)]
+  record = next(r for r in records if r['image'] == high)
+  evaluated = task.example(record, None)
+  # 48 x 30 pixels become 51 x 32.
+  assert evaluated['size'].numpy().tolist() == [48, 30]
+  assert np.nonzero(evaluated['real'])[0].max() == 50
+  want = [12.5 / 30, 15 / 48, 15 / 30, 10 / 48]
+  np.testing.assert_allclose(evaluated['box'][0], want, atol=1e-6)
+  spec = task.batch_spec(7)
+  for name, value in task.example(record, np.array([1, 0], np.int64)).items():
+    assert spec[name].dtype == value.dtype.as_numpy_dtype
+  assert spec['real'].shape == spec['image'].shape[:3] == (7, 64, 64)
+
+
+@pytest.mark.parametrize('sides', [(24, 32), ()])
+@pytest.mark.parametrize('fmt', ['JPEG', 'PNG'])
+def test_boxes_belong_to_the_stored_pixels(task, sides, fmt):
+  """An EXIF orientation turns images without boxes only."""
+  task = task[0]
+  config = task.config.copy_and_resolve_references()
+  config.pp.update(sides=sides, crop_sides=())
+  config.pp.update(crop=48, crop_area=(0.9, 1.0), crop_ratio=None)
+  task = detect.Task(config, task.metadata)
+  pixels = np.zeros((48, 96, 3), np.uint8)
+  pixels[6:42, 12:36] = 255  # To the left; below in the upright image.
+  exif = Image.Exif()
+  exif[0x0112] = 8
+  file = io.BytesIO()
+  Image.fromarray(pixels).save(file, fmt, exif=exif)
+  record = {
+    'image': file.getvalue(),
+    'objects/bbox': np.array([[6 / 48, 12 / 96, 42 / 48, 36 / 96]], np.float32),
+    'objects/label': np.array([1]),
+  }
+  for seed in (None, (1, 0), (1, 8), (1, 16)):
+    seed = seed and np.array(seed, np.int64)
+    found = task.example(record, seed)
+    image = found['image'].numpy().mean(axis=-1) > 0
+    extent = np.array(image.shape)
+    if sides:
+      image &= found['real'].numpy()
+      extent = [found['real'].numpy().any(axis=1 - a).sum() for a in (0, 1)]
+    box = found['box'][0].numpy().reshape(2, 2)[:, ::-1]  # Of (y, x).
+    corners = np.array([box[0] - box[1] / 2, box[0] + box[1] / 2]) * extent
+    want = [[i.min(), i.max() + 1] for i in np.nonzero(image)]
+    np.testing.assert_allclose(corners.T, want, atol=1.5)
+  upright = task.inputs({'image': record['image']})
+  assert upright['size'].numpy().tolist() == [96, 48]
+  rows = np.nonzero(upright['image'].numpy().mean(axis=-1) > 0)[0]
+  length = 54 if sides else 48  # Of the 96 pixels.
+  want = [60 * length / 96, 84 * length / 96]
+  np.testing.assert_allclose([rows.min(), rows.max() + 1], want, atol=1.5)
+
+
+def test_padding_has_no_influence_and_images_of_any_shape_fit(stopped):
+  model = stopped[1]
+  inputs_at = functools.partial(model.task.inputs_at, image_size=None)
+  rng = np.random.RandomState(0)
+  images = [
+    rng.randint(0, 256, shape).astype(np.uint8)
+    for shape in ((30, 70, 3), (90, 40), (33, 40, 4), (20, 50, 3), (64, 64, 1))
+  ]
+  images.append(Image.fromarray(images[1]))
+  found = model.detect(images, threshold=0)
+  # Canvases of 32 x 64, 64 x 32, 32 x 48 and 32 x 32 pixels.
+  assert model._outputs._cache_size() == 4
+  assert [len(objects) for objects in found] == 6 * [5]
+  assert found[5] == found[1]
+  for image, objects in zip(images, found):
+    height, width = np.shape(image)[:2]
+    for name, score, (x0, y0, x1, y1) in objects:
+      assert name in ('even', 'odd')
+      assert 0 <= score <= 1
+      assert 0 <= x0 <= x1 <= width
+      assert 0 <= y0 <= y1 <= height
+  inputs, outputs = model.each(images, inputs_at)[0]
+  assert inputs['image'].shape == (32, 64, 3)
+  real = np.stack([inputs['real'], np.zeros_like(inputs['real'])])
+  garbage = np.where(real[..., None], inputs['image'], 0.7)
+  again = model._outputs(
+    model.params,
+    model.extra,
+    {'image': garbage, 'real': real, 'size': np.zeros((2, 2), np.int32)},
+  )
+  for name, value in again.items():
+    np.testing.assert_allclose(value[0], outputs[name], atol=1e-5)
+  assert model._outputs._cache_size() == 4
+
+
+# Images of the test split, 48 x 30 (two of them), 30 x 50, 40 x 40 and 60 x 36
+# pixels, become 51 x 32, 32 x 53, 32 x 32 and 53 x 32.
+@pytest.mark.parametrize(
+  'tight, canvases',
+  [
+    (0, {(64, 64): 5}),
+    (16, {(64, 32): 3, (32, 64): 1, (32, 32): 1}),
+    (1, {(51, 32): 2, (53, 32): 1, (32, 53): 1, (32, 32): 1}),
+  ],
+)
+def test_an_evaluation_counts_each_image_once_on_its_smallest_canvas(
+  stopped, tight, canvases
+):
+  model = stopped[1]
+  config = model.config.copy_and_resolve_references()
+  config.task_options.tight = tight
+  config.batch_eval = 4
+  task = detect.Task(config, model.metadata)
+  source = sources.open_split(config, 'test', task.FEATURES)
+  mesh = sharding.make_mesh({'data': 2, 'model': 4})
+  batches = list(input_pipeline.task_batches(task, source, mesh))
+  found, indices = {}, []
+  for batch in batches:
+    kept = np.asarray(batch['mask']) > 0
+    shape = batch['image'].shape[1:3]
+    found[shape] = found.get(shape, 0) + int(kept.sum())
+    indices += np.asarray(batch['index'])[kept].tolist()
+    assert len(kept) in (2, 4)  # Both devices have rows; not more than needed.
+  assert found == canvases
+  assert sorted(indices) == [0, 1, 2, 3, 4]
+  # The tiny model is blind to padding.
+  square = copy.deepcopy(config)
+  square.task_options.tight = 0
+  results = [
+    evaluator.run(
+      jax.device_put(model.params, jax.NamedSharding(mesh, jax.P())), {}
+    )
+    for t in (task, detect.Task(square, model.metadata))
+    for evaluator in t.evaluators(mesh, 'test', lambda _: source)
+  ]
+  assert results[0]['loss'] == pytest.approx(results[2]['loss'], rel=1e-5)
+  assert results[0]['num_examples'] == results[1]['num_examples'] == 5
+  assert results[1]['AP'] == pytest.approx(results[3]['AP'], abs=1e-6)
+
+
+def test_shapes_come_from_the_headers_of_the_files(task):
+  task, _ = task
+  source = sources.open_split(task.config, 'train', task.FEATURES)
+  names = [int(re.search(r'train(\d)', source.name(i))[1]) for i in range(9)]
+  want = [SHAPES[i % len(SHAPES)] for i in names]
+  assert input_pipeline.image_shapes(source).tolist() == [list(x) for x in want]
+
+
+@pytest.mark.parametrize(
+  'image_size, shape',
+  [(40, (48, 80, 3)), ((24, 56), (24, 56, 3)), (None, (32, 64, 3))],
+)
+def test_the_network_sees_the_size_that_is_asked_for(
+  stopped, image_size, shape
+):
+  image = tf.io.encode_png(np.zeros((30, 50, 3), np.uint8))
+  inputs = stopped[1].task.inputs_at({'image': image}, image_size)
+  assert inputs['image'].shape == shape
+  assert inputs['size'].numpy().tolist() == [30, 50]
+
+
+def test_the_command_prints_and_draws_boxes(stopped, tmp_path):
+  paths = [str(tmp_path / name) for name in ('rgb.png', 'see_through.png')]
+  for path, channels in zip(paths, (3, 4)):
+    pixels = np.full((300, 600, channels), 40, np.uint8)
+    Image.fromarray(pixels).save(path)
+  args = argparse.Namespace(threshold=0.0, image_size=None, out=None)
+  args.out = str(tmp_path / 'boxes.png')
+  lines = stopped[1].report(paths, args)
+  assert lines[::6] == [*paths, f'picture: {args.out}']
+  for line in lines[1:6]:
+    assert re.fullmatch(r'  +\d+\.\d\d %  (even|odd)(  \d+)( \d+){3}', line)
+  with Image.open(args.out) as picture:
+    assert picture.size == (600, 600)  # Below each other, at their own sizes.
+  args.threshold, args.out = 1.0, None
+  nothing = '  no object with a score of at least 100 % (lower it: --threshold)'
+  assert stopped[1].report(paths, args) == [
+    paths[0],
+    nothing,
+    paths[1],
+    nothing,
+  ]
+
+
+def test_wrong_sizes_are_named(stopped, config):
+  model = stopped[1]
+  for size in (0, (8, 8, 8), 'big', 2.5):
+    with pytest.raises(ValueError, match='image_size=.*must be a whole numb'):
+      model.detect([np.zeros((8, 8, 3), np.uint8)], image_size=size)
+  config = copy.deepcopy(config)
+  config.pp.rotate = 10.0
+  with pytest.raises(ValueError, match=r'rotate=10.0 is not possible for imag'):
+    run_config.check_values(config)
+  config.pp.rotate = 0.0
+  config.pp.longest_side = 31
+  with pytest.raises(ValueError, match='longest_side=31 is shorter than the'):
+    run_config.check_values(config)

@@ -1,0 +1,123 @@
+"""Tests of the figures of detectors: what is drawn, and where."""
+
+import types
+
+from matplotlib import colors
+import numpy as np
+import pytest
+
+from tests.tasks.detection import looking_test
+from vit_jax.commands import visualize as visualize_command
+from vit_jax.figures import drawing
+from vit_jax.figures import gallery
+from vit_jax.figures import results
+from vit_jax.tasks.detection import figures as detectors
+from vit_jax.tasks.detection import looking
+
+NAMES = ('ant', 'bee')
+
+
+@pytest.fixture
+def seen():
+  """Two images: one of two objects, and one of none with padding."""
+  found = looking_test.made(
+    scores=[[0.1, 0.8, 0.9], [0.2, 0.1, 0.1]], filled=[(1, 1), (0.5, 0.5)]
+  )
+  found.boxes[0, 1:] = [(0.25, 0.5, 0.75, 1), (0, 0, 0.5, 0.5)]
+  return found._replace(labels=np.array([[0, 1, 0], [1, 0, 0]]))
+
+
+IMAGES = np.zeros((2, 100, 200, 3), np.float32)
+
+
+def shown(fig):
+  """Titles of the Axes that show a picture, and the shape of the picture."""
+  return [
+    (axes.get_title(), axes.images[0].get_array().shape[:2])
+    for axes in fig.axes
+    if axes.images
+  ]
+
+
+def test_attention_of_points(seen):
+  fig = detectors.encoder_attention(IMAGES, seen, ['a.png', 'b.png'])
+  # Without padding, the second image has 50 x 100 pixels, drawn as 150 x 300.
+  assert shown(fig) == [
+    ('a.png', (200, 400)),
+    ('point 1', (200, 400)),
+    ('point 2', (200, 400)),
+    ('b.png', (150, 300)),
+    ('point 1', (150, 300)),
+  ]
+  [centre] = fig.axes[2].lines  # The centre of the second best box.
+  np.testing.assert_allclose(centre.get_xydata(), [(199.5, 149.5)])
+  given = [(0.0, 0.0), (1.0, 0.5), (0.2, 0.2)]
+  fig = detectors.encoder_attention(IMAGES[:1], seen, ['a'], np.array(given))
+  assert [title for title, _ in shown(fig)] == ['a', *(f'point {i}' for i in (1, 2, 3))]  # fmt: skip
+
+
+def test_attention_of_queries_has_boxes_and_names(seen):
+  fig = detectors.query_attention(IMAGES, seen, ['a', 'b'], NAMES)
+  titles = [title for title, _ in shown(fig)]
+  assert titles == ['a', 'ant, 90 %', 'bee, 80 %', 'b', 'bee, 20 %']
+  boxes = [[p.get_bbox().bounds for p in axes.patches] for axes in fig.axes]
+  assert boxes[2] == [(99.5, 99.5, 200, 100)]
+  assert boxes[0] == [*boxes[1], *boxes[2]]
+
+
+def test_boxes_of_queries_have_colours_by_kind():
+  rng = np.random.RandomState(0)
+  boxes = rng.uniform(0, 0.7, (30, 22, 4)).astype(np.float32)
+  fig = detectors.query_boxes(boxes)
+  assert len(fig.axes) == 20
+  kinds = looking.kinds(boxes)
+  for query in (0, 19):
+    dots = fig.axes[query].collections[:3]
+    order = (looking.SMALL, looking.WIDE, looking.TALL)
+    wanted = (drawing.GREEN, drawing.ORANGE, drawing.BLUE)
+    for kind, colour, drawn in zip(order, wanted, dots):
+      want = boxes[kinds[:, query] == kind, query, :2]
+      np.testing.assert_allclose(drawn.get_offsets(), want)
+      assert colors.same_color(drawn.get_facecolor()[0], colour)
+
+
+def model(**kwargs):
+  task = types.SimpleNamespace(**kwargs, model=None)
+  return types.SimpleNamespace(
+    task=task,
+    params={},
+    class_names=NAMES,
+    workdir='',
+    inputs=lambda images: {'image': IMAGES[: len(images)]},
+  )
+
+
+def test_the_gallery_draws_detectors(seen):
+  subject = results.Subject(
+    model(detections=None), ['x/a.png', 'b.png'], points=[(0.5, 0.5)]
+  )
+  subject.detected = seen
+  names = ['encoder_attention', 'query_attention']
+  chosen, _ = gallery.choose(subject, names)
+  drawn = {k: v for e in chosen for k, v in gallery.draw(e, subject).items()}
+  assert set(drawn) == set(names)
+  titles = [title for title, _ in shown(drawn['encoder_attention'])]
+  assert titles == ['a.png', 'point 1', 'b.png', 'point 1']
+  with pytest.raises(ValueError, match="'query_boxes' cannot be drawn: there is no data set"):  # fmt: skip
+    gallery.choose(subject, ['query_boxes'])
+  subject.source = object()
+  subject.query_boxes = np.full((3, 2, 4), 0.5)
+  [entry], _ = gallery.choose(subject, ['query_boxes'])
+  assert list(gallery.draw(entry, subject)) == ['query_boxes']
+
+
+def test_wrong_points(monkeypatch):
+  with pytest.raises(ValueError, match='points are for .* a detector'):
+    results.Subject(model(), ['a.png'], points=[(0.5, 0.5)])
+  with pytest.raises(ValueError, match='point 2,0.5 lies outside'):
+    results.Subject(model(detections=None), ['a.png'], points=[(2, 0.5)])
+  with pytest.raises(ValueError, match='the model is no detector'):
+    gallery.choose(results.Subject(model(), ['a']), ['encoder_attention'])
+  argv = '--workdir=/tmp/run --out=/tmp/out --points 0.5,0.5 0.3'
+  with pytest.raises(ValueError, match="--points: '0.3' is no point: give x,y"):
+    visualize_command.main(argv.split())

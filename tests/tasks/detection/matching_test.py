@@ -1,0 +1,88 @@
+"""Tests of the matching against SciPy."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from scipy import optimize
+
+from vit_jax.distributed import sharding
+from vit_jax.tasks.detection import matching
+
+
+def test_the_cost_is_the_least_for_a_thousand_problems():
+  rng = np.random.RandomState(0)
+  cost = rng.randn(1_000, 20, 30).astype(np.float32)
+  cost[:200] = rng.randint(0, 3, (200, 20, 30))  # Many ties.
+  cost[200:220] = 0
+  cost[220:240] = cost[220:240, :, :1]  # All predictions cost the same.
+  counts = rng.randint(0, 21, 1_000)
+  got = np.asarray(jax.jit(matching.match)(cost, counts))
+  for problem, found, count in zip(cost, got, counts):
+    assert (found[count:] == -1).all()
+    chosen = found[:count]
+    assert len(set(chosen)) == count
+    assert ((chosen >= 0) & (chosen < 30)).all()
+    rows, columns = optimize.linear_sum_assignment(problem[:count])
+    np.testing.assert_allclose(
+      problem[np.arange(count), chosen].sum(dtype=np.float64),
+      problem[rows, columns].sum(dtype=np.float64),
+      rtol=1e-5,
+      atol=1e-4,
+    )
+
+
+def test_devices_do_not_wait_for_each_other():
+  """Each has images of its own; without a collective in the compiled program."""
+  rng = np.random.RandomState(0)
+  cost = rng.randn(2, 8, 3, 5).astype(np.float32)
+  counts = rng.randint(0, 4, 8)
+  mesh = sharding.make_mesh({'data': 2, 'fsdp': 2, 'model': 2})
+  rows = jax.NamedSharding(mesh, jax.P(None, ('data', 'fsdp')))
+  split = (
+    jax.device_put(cost, rows),
+    jax.device_put(counts, sharding.batch_sharding(mesh)),
+  )
+  with jax.set_mesh(mesh):
+    program = jax.jit(matching.match).lower(*split).compile()
+    got = program(*split)
+  assert not re.findall('all-(?:reduce|gather|to-all)', program.as_text())
+  for found, problems in zip(np.asarray(got), cost):
+    for chosen, problem, count in zip(found, problems, counts):
+      rows, columns = optimize.linear_sum_assignment(problem[:count])
+      assert chosen[:count].tolist() == columns.tolist()
+
+
+def test_a_cost_that_is_not_finite_is_chosen_last():
+  nan, inf = np.nan, np.inf
+  cost = np.array([[nan, 1.0, 5.0], [inf, 2.0, nan]], np.float32)
+  assert matching.match(cost, 2).tolist() == [2, 1]
+  cost = np.full((2, 2), np.nan, np.float32)
+  assert sorted(matching.match(cost, 2).tolist()) == [0, 1]
+
+
+def test_few_costs_are_finite():
+  """As few pairs as possible are not finite, and the others cost the least."""
+  rng = np.random.RandomState(1)
+  cost = (3 * rng.randn(50, 50, 60)).astype(np.float32)
+  broken = rng.uniform(size=cost.shape) < 0.97
+  cost[broken] = rng.choice([np.nan, np.inf, -np.inf], broken.sum())
+  got = np.asarray(jax.jit(matching.match)(cost, np.full(50, 50)))
+  for problem, bad, found in zip(cost, broken, got):
+    assert len(set(found.tolist())) == 50
+    # In float64 a million is exact enough.
+    worst = np.where(bad, 1e6, problem.astype(np.float64))
+    rows, columns = optimize.linear_sum_assignment(worst)
+    chosen = np.arange(50), found
+    assert bad[chosen].sum() == bad[rows, columns].sum()
+    np.testing.assert_allclose(
+      np.where(bad, 0, problem)[chosen].sum(dtype=np.float64),
+      np.where(bad, 0, problem)[rows, columns].sum(dtype=np.float64),
+      atol=1e-4,
+    )
+
+
+def test_more_targets_than_predictions_are_refused():
+  with pytest.raises(ValueError, match='3 targets cannot each have one of 2'):
+    matching.match(np.zeros((3, 2)), 1)

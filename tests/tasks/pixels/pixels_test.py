@@ -1,0 +1,373 @@
+"""Tests of the task of iGPT, on a model of a few numbers."""
+
+import copy
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from PIL import Image
+import pytest
+from scipy import special
+
+from tests import conftest
+from vit_jax import models_igpt
+from vit_jax import predict
+from vit_jax import train
+from vit_jax.commands import predict as predict_command
+from vit_jax.configs import igpt_finetune
+from vit_jax.run import config as run_config
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.tasks.pixels import finetune as pixels_finetune
+from vit_jax.tasks.pixels import pixels
+
+MODEL = dict(
+  kind='igpt', num_colors=4, num_positions=64, hidden_size=16, num_layers=1,
+  num_heads=2,
+)  # fmt: skip
+GREYS = [[-1.0], [-0.4], [0.3], [1.0]]
+
+
+def make_config(data_dir, **model):
+  config = conftest.make_tiny_config(data_dir)
+  config.pp.crop_area = None
+  config.task = 'pixels'
+  config.model = ml_collections.ConfigDict({**MODEL, **model})
+  config.best_metric = 'bits_per_dim_test'
+  config.batch_eval = 120
+  config.log_images = 3
+  return config
+
+
+def make_task(data_dir, cls=pixels.Task, metadata=None, **model):
+  config = make_config(data_dir, **model)
+  if cls is pixels_finetune.Task:
+    config.task = 'pixels_finetune'
+  metadata = metadata or {'palette': GREYS, 'class_names': ['a', 'b', 'c']}
+  if cls is pixels.Task:
+    metadata.pop('class_names', None)
+  return cls(run_config.complete(config), metadata)
+
+
+def images(count=3):
+  return jax.random.uniform(jax.random.key(1), (count, 8, 8, 1), minval=-1)
+
+
+def random_params(task):
+  """Parameters with heads that are not zero."""
+  params, _ = jax.jit(task.init)(jax.random.key(0))
+  head = params['color_head']
+  shape = head['kernel'].shape
+  return {
+    **params, 'color_head': {'kernel': jax.random.normal(jax.random.key(2), shape)}
+  }  # fmt: skip
+
+
+def test_an_untrained_model_takes_the_bits_of_its_colours(data_dir):
+  task = make_task(data_dir)
+  params, extra = jax.jit(task.init)(jax.random.key(0))
+  batch = {'image': images(), 'mask': jnp.ones(3)}
+  total, count = task.measure(params, extra, batch)['bits_per_dim']
+  assert float(total / count) == pytest.approx(math.log2(4), rel=1e-5)
+  assert count == 3
+
+
+def test_bits_are_those_of_the_logits(data_dir):
+  task = make_task(data_dir)
+  params = random_params(task)
+  batch = {'image': images(), 'mask': jnp.array([1.0, 0.0, 1.0])}
+  colors = np.asarray(task.colors(batch['image']))
+  logits = task.model.apply({'params': params}, colors)
+  nats = -np.take_along_axis(
+    special.log_softmax(np.asarray(logits, np.float64), axis=-1),
+    colors[..., None],
+    axis=-1,
+  )[..., 0]
+  total, count = task.measure(params, {}, batch)['bits_per_dim']
+  want = nats[[0, 2]].mean() / math.log(2)
+  assert float(total / count) == pytest.approx(want, rel=1e-5)
+  made = task.augment({'image': batch['image']}, jax.random.key(0))
+  assert set(made) == {'colors'}
+  (total, count), metrics = task.loss(params, {}, made, jax.random.key(0))
+  assert float(total / count) == pytest.approx(nats.mean(), rel=1e-5)
+  bits, _ = metrics['bits_per_dim']
+  assert float(bits / count) == pytest.approx(
+    nats.mean() / math.log(2), rel=1e-5
+  )
+  likely = task.read(params, {}, batch)['likely']
+  np.testing.assert_array_equal(likely, np.argmax(logits, axis=-1))
+
+
+def test_bert_counts_masked_pixels_alone(data_dir):
+  task = make_task(data_dir, causal=False)
+  params = random_params(task)
+  made = task.augment({'image': images(40)}, jax.random.key(0))
+  assert made['masked'].dtype == bool
+  # 2,560 draws: four standard deviations.
+  assert float(made['masked'].mean()) == pytest.approx(0.15, abs=0.03)
+  # Image 0 has no masked pixel and does not count, image 1 a single one.
+  masked = made['masked'].at[:2].set(False).at[1, 5].set(True)
+  made = {**made, 'masked': masked}
+  total, count = task.loss(params, {}, made, jax.random.key(0))[0]
+  logits = task.model.apply({'params': params}, **made)
+  log_p = special.log_softmax(np.asarray(logits, np.float64), axis=-1)
+  nats = -np.take_along_axis(log_p, np.array(made['colors'])[..., None], -1)
+  # As released: the mean within each image, then the mean over images.
+  want = [
+    nats[i, np.flatnonzero(row), 0].mean() for i, row in enumerate(masked)
+    if row.any()
+  ]  # fmt: skip
+  assert len(want) == 39
+  assert float(total / count) == pytest.approx(np.mean(want), rel=1e-5)
+  # Images that are paddings of a batch have no weight in an evaluation.
+  batch = {
+    'image': images(4), 'index': jnp.arange(4), 'mask': jnp.array([1, 1, 1, 0.0])
+  }  # fmt: skip
+  read = task.read(params, {}, batch)
+  want = [
+    bits[counted > 0].mean()
+    for bits, counted in zip(read['bits'][:3], read['counted'][:3])
+  ]
+  total, count = task.measure(params, {}, batch)['bits_per_dim']
+  assert float(total / count) == pytest.approx(np.mean(want), rel=1e-5)
+
+
+def test_test_images_have_the_same_masks_in_any_batch(data_dir):
+  task = make_task(data_dir, causal=False)
+  params = random_params(task)
+  batch = {'image': images(), 'index': jnp.arange(3)}
+  found = task.read(params, {}, batch)
+  again = task.read(params, {}, {k: x[::-1] for k, x in batch.items()})
+  for name, value in found.items():
+    np.testing.assert_allclose(again[name][::-1], value, atol=1e-5)
+  assert not (found['counted'][0] == found['counted'][1]).all()
+  drawn = task.draw_evaluation({}, jax.device_get(found))
+  assert drawn['masked_pixels'].shape == (3 * 104 + 20, 3 * 104 + 8, 3)
+
+
+@pytest.fixture(scope='module')
+def finished(data_dir, tmp_path_factory):
+  """A run to its end: its config, its folder, what it measured."""
+  config = make_config(data_dir)
+  config.task_options.counting = True
+  config.layer_probe = 10
+  workdir = tmp_path_factory.mktemp('pixels')
+  _, metrics = train.train_and_evaluate(copy.deepcopy(config), str(workdir))
+  return config, workdir, metrics
+
+
+def test_a_run_ends_with_pictures_probes_and_counts(finished):
+  _, workdir, metrics = finished
+  lines = [x for x in metrics_lib.read(workdir) if 'bits_per_dim_test' in x]
+  # What only counts, and probes, come with the last of the two evaluations.
+  assert [('context_bits_test' in x) for x in lines] == [False, True]
+  assert [('probe_best_test' in x) for x in lines] == [False, True]
+  for name in ('context_bits_test', 'position_bits_test'):
+    assert 0 < metrics[name] < 2
+  assert metrics['num_examples_test'] == 360
+  for name, size in (('samples', (3, 1)), ('completions', (3, 3))):
+    with Image.open(workdir / f'{name}.png') as picture:
+      top = 20 if name == 'completions' else 8
+      assert picture.size == (size[0] * 104 + 8, size[1] * 104 + top)
+  palette = json.loads((workdir / 'palette.json').read_text())
+  assert np.shape(palette) == (4, 1)
+  assert palette == sorted(palette)
+
+
+def test_a_run_that_resumes_keeps_its_palette(finished, monkeypatch):
+  config, workdir, metrics = finished
+  monkeypatch.setattr(pixels, '_find_palette', None)  # Cannot be called.
+  _, again = train.train_and_evaluate(copy.deepcopy(config), str(workdir))
+  assert again['bits_per_dim_test'] == metrics['bits_per_dim_test']
+
+
+@pytest.fixture(scope='module')
+def model(finished):
+  return predict.load(str(finished[1]))
+
+
+def test_samples_are_images_of_the_palette(model):
+  drawn = model.sample(3, seed=3)
+  assert (drawn.shape, drawn.dtype) == ((3, 8, 8, 3), np.uint8)
+  greys = np.round((np.ravel(model.metadata['palette']) + 1) * 127.5)
+  assert set(np.unique(drawn)) <= set(greys.astype(int))
+  np.testing.assert_array_equal(model.sample(3, seed=3), drawn)
+  assert (model.sample(3, seed=4) != drawn).any()
+  likely = model.sample(3, top_k=1)
+  np.testing.assert_array_equal(likely[0], likely[1])
+
+
+def test_completions_keep_the_upper_rows(model):
+  given = np.zeros((2, 8, 8), np.uint8)
+  given[1] = 255
+  for rows, kept in ((None, 4), (3, 3)):
+    completed = model.complete(given, rows=rows)
+    assert completed.shape == (2, 8, 8, 3)
+    for image, completion in zip(given, completed):
+      color = np.asarray(model.task.colors(image[None, ..., None] / 127.5 - 1))
+      want = np.ravel(model.metadata['palette'])[color[0, 0]]
+      np.testing.assert_array_equal(
+        completion[:kept], np.round((want + 1) * 127.5)
+      )
+
+
+def test_an_image_that_is_low_for_its_width_is_an_upper_part(model):
+  whole = np.random.RandomState(0).randint(0, 256, (8, 8), np.uint8)
+  larger = whole[:3].repeat(4, axis=0).repeat(4, axis=1)
+  completed = model.complete([whole[:3], larger])
+  want = model.complete([whole, whole], rows=3)
+  np.testing.assert_array_equal(completed, want)
+
+
+def test_likelihoods_are_those_of_the_evaluation(finished, model):
+  _, _, metrics = finished
+  source = train.open_for(model.config, type(model.task), {}, 'test')
+  encoded = source.lookup(np.arange(360))['image'].numpy()
+  bits = model.log_likelihood(list(encoded))
+  assert bits.shape == (360,)
+  assert bits.mean() == pytest.approx(metrics['bits_per_dim_test'], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+  'call, message',
+  [
+    (lambda m: m.complete([], rows=8), 'rows=8 leaves nothing to complete'),
+    (lambda m: m.complete([]), 'images is empty: give one image or more'),
+    (lambda m: m.complete([], rows=0), 'rows=0 must be a whole number of at l'),
+    (lambda m: m.sample(0), 'n=0 must be a whole number of at least 1'),
+    (lambda m: m.sample(1, temperature=0), 'temperature=0 must be positive'),
+    (lambda m: m.sample(1, top_k=5), 'top_k=5 must be from 1 to the number'),
+    (lambda m: m.sample(1, seed=-1), 'seed=-1 must be a whole number'),
+  ],
+)
+def test_wrong_arguments_of_sampling_are_named(model, call, message):
+  with pytest.raises(ValueError, match=message):
+    call(model)
+
+
+def test_bert_draws_no_images(data_dir):
+  task = make_task(data_dir, causal=False)
+  model = task.predictor(None, {}, 1)
+  for call in (lambda: model.sample(1), lambda: model.complete(['a.png'])):
+    with pytest.raises(ValueError, match=r"cannot draw images: .*'ar'"):
+      call()
+
+
+def test_the_command_samples_completes_and_measures(
+  finished, model, tmp_path, monkeypatch, capsys
+):
+  _, workdir, _ = finished
+  image, out = str(workdir / 'example.png'), tmp_path / 'out.png'
+  monkeypatch.setattr(predict, 'load', lambda *_: model)
+
+  def run(*args):
+    predict_command.main([f'--workdir={workdir}', *args])
+    return capsys.readouterr().out
+
+  assert run('--sample=3', f'--out={out}') == f'3 sample(s): {out}\n'
+  with Image.open(out) as picture:
+    assert picture.size == (3 * 104 + 8, 112)
+    first = np.asarray(picture)[
+      8:104:12, 8:104:12
+    ]  # Pixels, 12 times as large.
+  np.testing.assert_array_equal(first, model.sample(3)[0])
+  assert '4 of 8 rows kept' in run('--complete', image, f'--out={out}')
+  with Image.open(out) as picture:
+    assert picture.size == (2 * 104 + 8, 104 + 20)
+  lines = run(image).splitlines()
+  assert lines[0] == image
+  [bits] = model.log_likelihood([image])
+  assert lines[1].split()[0] == f'{bits:.4f}'
+  for args, message in (
+    (('--sample=3',), 'writes .* as a picture: give --out'),
+    ((image, f'--out={out}'), 'leave out --out'),
+    ((), 'give one of image files, --sample=NUMBER and --complete FILE'),
+    ((image, '--sample=2'), 'not images and --sample'),
+    (('--sample=2', '--rows=3'), '--rows=3 is a part of --complete'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      run(*args)
+
+
+def test_joint_fine_tuning_adds_the_losses(data_dir):
+  task = make_task(data_dir, pixels_finetune.Task)
+  params = random_params(task)
+  shape = params['class_head']['kernel'].shape
+  assert shape == (16, 3)
+  params['class_head'] = {'kernel': jax.random.normal(jax.random.key(3), shape)}
+  label = jnp.eye(3).at[1].set(0.0)  # The second image has no label.
+  made = task.augment({'image': images(), 'label': label}, jax.random.key(0))
+  (total, count), metrics = task.loss(params, {}, made, jax.random.key(0))
+  logits, classes = task.model.apply({'params': params}, made['colors'])
+  nats = -models_igpt.log_likelihood(logits, made['colors']) / 64
+  log_p = jax.nn.log_softmax(classes)
+  want = nats[0] + nats[2] - log_p[0, 0] - log_p[2, 2]
+  assert count == 2
+  assert float(total) == pytest.approx(float(want), rel=1e-5)
+  assert float(metrics['generation'][0]) == pytest.approx(
+    float(nats[0] + nats[2]), rel=1e-5
+  )
+  found = task.measure(
+    params, {}, {'image': images(), 'label': label, 'mask': jnp.ones(3)}
+  )
+  assert set(found) >= {'accuracy', 'loss', 'bits_per_dim'}
+
+
+def test_fine_tuning_starts_from_a_run_and_its_palette(
+  finished, data_dir, tmp_path
+):
+  config, workdir, _ = finished
+  config = make_config(data_dir)
+  config.task = 'pixels_finetune'
+  config.best_metric = 'accuracy_test'
+  config.pretrained = str(workdir)
+  config.update(total_steps=1, warmup_steps=0, base_lr=0.0)
+  state, metrics = train.train_and_evaluate(config, str(tmp_path / 'tuned'))
+  before = predict.load(str(workdir))
+  for name in before.params:
+    jax.tree.map(
+      np.testing.assert_array_equal, state.params[name], before.params[name]
+    )
+  model = predict.load(str(tmp_path / 'tuned'))
+  assert model.metadata['palette'] == before.metadata['palette']
+  assert len(model.class_names) == 10
+  assert len(model.predict([np.zeros((8, 8), np.uint8)])[0]) == 5
+  assert metrics['bits_per_dim_test'] == pytest.approx(
+    finished[2]['bits_per_dim_test'], rel=1e-5
+  )
+  assert (tmp_path / 'tuned' / 'test_images.png').exists()
+  tuned = igpt_finetune.get_config('digits')
+  assert tuned.task == config.task
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    ({'num_positions': 49}, 'crop=8x8 has 64 pixels, and the model num_posit'),
+    ({'num_colors': 5}, 'has 4 colours, and the model num_colors=5'),
+    ({'kind': 'vit'}, "task='pixels' needs an iGPT"),
+  ],
+)
+def test_models_that_do_not_fit_are_named(data_dir, change, message):
+  with pytest.raises(ValueError, match=message):
+    make_task(data_dir, **change)
+
+
+def test_palettes_that_do_not_fit_are_named(data_dir, tmp_path):
+  np.save(tmp_path / 'greys.npy', np.array(GREYS))
+  config = run_config.complete(make_config(data_dir, num_colors=5))
+  config.task_options.palette = str(tmp_path / 'greys.npy')
+  with pytest.raises(
+    ValueError, match=r"greys\.npy' has 4 colours, and the mo"
+  ):
+    pixels.Task.learn(config, None)
+  config.model.num_colors = 4
+  assert np.allclose(pixels.Task.learn(config, None)['palette'], GREYS)
+  config.pp.channels = 3
+  with pytest.raises(ValueError, match=r'has 1 channels, .*pp\.channels=3'):
+    pixels.Task.learn(config, None)
+  config.task_options.masked = 0.0
+  with pytest.raises(ValueError, match='masked=0.0 must be a number above 0'):
+    run_config.complete(config)

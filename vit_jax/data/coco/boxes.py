@@ -1,0 +1,134 @@
+"""Checks boxes and outlines of a file, and turns the boxes into shares.
+
+A box reaches up to a pixel beyond its image in many files, COCO's own among
+them, by rounding: it is cut off at the border and counts as right.
+"""
+
+import numpy as np
+
+from vit_jax import cli
+from vit_jax.data.coco import masks
+from vit_jax.data.coco import reading
+
+# Ways to treat boxes that are wrong, see configs/common.py.
+BROKEN_BOXES = ('refuse', 'skip', 'clip')
+_ROUNDING = 1.0  # Pixels by which a right box may reach beyond its image.
+
+
+def check(
+  found: reading.Annotations, broken: str = 'refuse'
+) -> tuple[reading.Annotations, np.ndarray]:
+  """Checks boxes, and outlines if there are any.
+
+  Args:
+    found: the annotations.
+    broken: how to treat wrong boxes: 'refuse', 'skip' leaves the objects out,
+      'clip' cuts boxes off at the border of the image and leaves out those of
+      which nothing remains. Objects with a wrong outline are refused or left
+      out.
+
+  Returns:
+    The annotations without the objects left out; and their boxes, float32
+    [m, 4], ymin, xmin, ymax, xmax as shares of the image, from 0 to 1.
+
+  Raises:
+    ValueError: if `broken` is unknown, or boxes are wrong and not to be left
+      out; names the first ones.
+  """
+  if broken not in BROKEN_BOXES:
+    raise ValueError(
+      f"broken_boxes='{broken}' is unknown: use one of {BROKEN_BOXES} "
+      '(config.broken_boxes)'
+    )
+  if len(found.boxes) and found.boxes.max() <= 1:
+    raise ValueError(
+      f"'{found.path}': no box is larger than a pixel. A box is [x, y, width, "
+      'height] in pixels, and these look like shares of the image: multiply them '
+      'by its width and height'
+    )
+  corners, kept, outside = _clip(found)
+  wrong = ~kept | outside
+  if wrong.any() and broken == 'refuse':
+    raise ValueError(_describe(found, np.flatnonzero(wrong)))
+  drawn = masks.faults(found)
+  if drawn and broken == 'refuse':
+    raise ValueError(_describe_outlines(found, drawn))
+  kept[list(drawn)] = False
+  wrong |= ~kept
+  if broken == 'skip':
+    kept &= ~outside
+  if wrong.any():
+    cli.say(
+      f"Boxes of '{found.path}': {np.sum(~kept):,} of {len(kept):,} left out, "
+      f'{np.sum(kept & outside):,} clipped (broken_boxes={broken}).'
+    )
+  return found.select(kept), corners[kept].astype(np.float32)
+
+
+def _clip(found):
+  """Cuts boxes off at the border of their images.
+
+  Returns:
+    ymin, xmin, ymax, xmax as shares, float64 [m, 4]; whether something remains,
+    bool [m]; and whether the box reaches beyond the image, bool [m].
+  """
+  sizes = found.sizes[found.image].astype(np.float64)  # [m, 2]
+  low = found.boxes[:, [1, 0]]
+  high = low + found.boxes[:, [3, 2]]
+  outside = (low < -_ROUNDING) | (high > sizes + _ROUNDING)
+  shares = np.concatenate(
+    [np.clip(low / sizes, 0, 1), np.clip(high / sizes, 0, 1)], 1
+  )
+  # In float32, in which the boxes are used.
+  size = np.diff(shares.astype(np.float32).reshape(-1, 2, 2), axis=1)
+  return shares, (size > 0).all(axis=(1, 2)), outside.any(axis=1)
+
+
+def _describe(found, wrong) -> str:
+  """Describes wrong boxes, and what may have happened to them."""
+  lines = []
+  for i in wrong[: reading.SHOWN]:
+    height, width = found.sizes[found.image[i]]
+    box = found.boxes[i]
+    if (box[2:] < 0).any():
+      fault = 'has a negative size'
+    elif (box[2:] == 0).any():
+      fault = 'has no area'
+    else:
+      fault = f'is not inside of the image of {width} x {height}'
+    numbers = ', '.join(f'{x:g}' for x in box)
+    lines.append(
+      f"annotation {found.ids[i]} of image '{found.files[found.image[i]]}': "
+      f'[{numbers}] {fault}'
+    )
+  shown = '\n  '.join(lines)
+  return (
+    f"'{found.path}': {len(wrong):,} of {len(found.ids):,} boxes are wrong; a box "
+    f'is [x, y, width, height] in pixels.{_guess(found)}\n  {shown}\nCorrect the '
+    'file, or leave these objects out with --config.broken_boxes=skip, or cut the '
+    'boxes off at the border with --config.broken_boxes=clip'
+  )
+
+
+def _describe_outlines(found, faults) -> str:
+  """Describes outlines that are wrong, by number of the object."""
+  lines = [
+    f"annotation {found.ids[i]} of image '{found.files[found.image[i]]}': {fault}"
+    for i, fault in list(faults.items())[: reading.SHOWN]
+  ]
+  shown = '\n  '.join(lines)
+  return (
+    f"'{found.path}': {len(faults):,} of {len(found.ids):,} outlines are wrong.\n"
+    f'  {shown}\nCorrect the file, or leave these objects out with '
+    '--config.broken_boxes=skip'
+  )
+
+
+def _guess(found) -> str:
+  """Returns a remark if all boxes would be right in another notation."""
+  sizes = found.sizes[found.image]
+  low, high = found.boxes[:, :2], found.boxes[:, 2:]
+  ends = sizes[:, ::-1] + _ROUNDING
+  if ((low >= -_ROUNDING) & (high > low) & (high <= ends)).all():
+    return ' These look like corners [x0, y0, x1, y1].'
+  return ''

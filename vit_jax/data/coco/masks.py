@@ -1,0 +1,210 @@
+"""Masks of objects: polygons, run lengths and panoptic PNGs as arrays.
+
+COCO stores the outline of an object (`segmentation`) as polygons, [[x0, y0, x1,
+y1, ...], ...] in pixels, or as run lengths, {"size": [height, width], "counts":
+...}, columns first, compressed (a text) or not (a list). A panoptic PNG stores
+the id of each pixel's segment as R + 256 G + 65536 B.
+"""
+
+from collections.abc import Sequence
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from vit_jax.data.coco import reading
+from vit_jax.data.images import images
+
+
+def decode(segmentations: Sequence[Any], height: int, width: int) -> np.ndarray:
+  """Draws the masks of the objects of an image.
+
+  Args:
+    segmentations: the `segmentation` of each object, see the top of this
+      module.
+    height: height of the image in pixels.
+    width: width of the image in pixels.
+
+  Returns:
+    uint8 [n, height, width], 1 within the object.
+
+  Raises:
+    ValueError: if a segmentation has another form, or is of another size.
+  """
+  masks = np.zeros((len(segmentations), height, width), np.uint8)
+  for mask, segmentation in zip(masks, segmentations):
+    mask[:] = _decode(segmentation, height, width)
+  return masks
+
+
+def _decode(segmentation, height, width):
+  from faster_coco_eval import mask as coco_mask
+
+  wrong = fault(segmentation, height, width)
+  if wrong:
+    raise ValueError(wrong)
+  if isinstance(segmentation, list):
+    if not segmentation:
+      return 0
+    runs = coco_mask.frPyObjects(segmentation, height, width)
+    return coco_mask.decode(coco_mask.merge(runs))
+  if isinstance(segmentation['counts'], list):
+    segmentation = coco_mask.frPyObjects(segmentation, height, width)
+  return coco_mask.decode(segmentation)
+
+
+def fault(segmentation: Any, height: int, width: int) -> str:
+  """Returns what is wrong with a segmentation, '' if nothing is.
+
+  What passes is safe to draw: the library that draws trusts its input.
+
+  Args:
+    segmentation: a value of JSON, see the top of this module.
+    height: height of the image in pixels.
+    width: width of the image in pixels.
+  """
+  shown = str(segmentation)[:60]
+  if isinstance(segmentation, list):
+    wrong = [x for x in segmentation if not _is_polygon(x)]
+    if wrong:
+      return (
+        f'{str(wrong[0])[:60]} is no polygon: a `segmentation` is a list of '
+        'polygons [x0, y0, x1, y1, ...] of at least three points'
+      )
+    far = [x for x in segmentation if not _is_near(x, height, width)]
+    if far:
+      return (
+        f'the polygon {str(far[0])[:60]} reaches beyond the image of {width} x '
+        f'{height} by more than its size'
+      )
+    return ''
+  size = segmentation.get('size') if isinstance(segmentation, dict) else None
+  if size != [height, width] or 'counts' not in segmentation:
+    return (
+      f'{shown} is no segmentation of an image of {width} x {height}: give '
+      f'polygons, or an object with `counts` and the `size` [{height}, {width}]'
+    )
+  counts = segmentation['counts']
+  if isinstance(counts, str):
+    counts = _expand(counts)
+  if not isinstance(counts, list) or not all(
+    type(x) is int and x >= 0 for x in counts
+  ):
+    return (
+      f'{shown} has no run lengths: `counts` is a list of whole numbers from 0 '
+      'on, or its compressed text'
+    )
+  if sum(counts) != height * width:
+    return (
+      f'the run lengths {str(counts)[:60]} add up to {sum(counts)}, and the image '
+      f'has {height * width} pixels'
+    )
+  return ''
+
+
+def _is_polygon(x) -> bool:
+  return (
+    isinstance(x, list)
+    and len(x) >= 6
+    and len(x) % 2 == 0
+    and all(type(value) in (int, float) for value in x)
+  )
+
+
+def _is_near(polygon, height, width) -> bool:
+  """Returns whether a polygon lies within three times the image's extent."""
+  x, y = polygon[::2], polygon[1::2]
+  return (
+    -width <= min(x)
+    and max(x) <= 2 * width
+    and -height <= min(y)
+    and max(y) <= 2 * height
+  )
+
+
+def _expand(text: str) -> list[int] | None:
+  """Returns the run lengths of COCO's compressed text; None for other text.
+
+  A number has 5 bits a character, the lowest first, as the character of 48 plus
+  these bits, plus 32 if more follow; the last character's bit 16 is the sign.
+  From the fourth on it is the difference to the number two places before.
+  """
+  counts, value, shift = [], 0, 0
+  for letter in text:
+    bits = ord(letter) - 48
+    if not 0 <= bits < 64 or shift > 30:
+      return None
+    value |= (bits & 31) << shift
+    shift += 5
+    if bits & 32:
+      continue
+    if bits & 16:
+      value -= 1 << shift
+    counts.append(value + (counts[-2] if len(counts) > 2 else 0))
+    value = shift = 0
+  return None if shift else counts
+
+
+def faults(found: reading.Annotations) -> dict[int, str]:
+  """Returns what is wrong with the outlines of a file, by number of the object.
+
+  Args:
+    found: the annotations; {} if they have no outlines.
+  """
+  if found.outlines is None:
+    return {}
+  wrong = {}
+  sizes = found.sizes[found.image].tolist()
+  for i, (outline, size) in enumerate(zip(found.outlines, sizes)):
+    try:
+      what = fault(msgspec.json.decode(outline), *size)
+    except (msgspec.DecodeError, RecursionError) as e:
+      what = f'{outline[:60]!r} cannot be read: {e}'
+    if what:
+      wrong[i] = what
+  return wrong
+
+
+def encode_image(
+  height: int, width: int, outlines: Sequence[tuple[int, bytes]]
+) -> list[bytes]:
+  """Returns the objects of an image in the form that `paint` takes.
+
+  Args:
+    height: height of the image in pixels.
+    width: width of the image in pixels.
+    outlines: id and `segmentation`, JSON, of each object.
+  """
+  head = b'[%d,%d]' % (height, width)
+  return [head, *(b'[%d,%s]' % outline for outline in outlines)]
+
+
+def paint(encoded: Sequence[bytes]) -> bytes:
+  """Paints the objects of an image as a panoptic PNG.
+
+  Pixel values R + 256 G + 65536 B are the numbers of the objects in the order
+  given, from 1, and 0 where there is none. Of objects that overlap, the
+  smallest lies on top.
+
+  Args:
+    encoded: result of `encode_image`.
+
+  Returns:
+    The content of the file.
+
+  Raises:
+    ValueError: see `decode`; names the object.
+  """
+  (height, width), *objects = map(json.loads, encoded)
+  masks = []
+  for name, segmentation in objects:
+    try:
+      masks.append(decode([segmentation], height, width)[0])
+    except ValueError as e:
+      raise ValueError(f'annotation {name}: {e}') from e
+  numbers = np.zeros((height, width), np.int64)
+  for i in sorted(range(len(masks)), key=lambda i: -int(masks[i].sum())):
+    numbers[masks[i] > 0] = i + 1
+  colours = numbers[..., None] // np.array([1, 256, 65_536]) % 256
+  return images.encode_png(colours.astype(np.uint8))

@@ -1,0 +1,51 @@
+"""Maps of segments, as COCO's panoptic annotations store them.
+
+A panoptic image has the height and width of its image. The colour of a pixel is
+the number of its segment, R + 256 G + 256 * 256 B, which the annotation lists
+with a class. All functions are TensorFlow graphs.
+"""
+
+import tensorflow as tf
+
+from vit_jax.data.images import images
+
+# Data set -> number of its classes of things, which come before those of stuff.
+THINGS = {'coco/2017_panoptic': 80, 'scenes/panoptic': 10}
+# Greater than the number of any colour.
+_NONE = 2**24
+
+
+def read(encoded, ids, shape):
+  """Reads which of some segments each pixel belongs to.
+
+  Args:
+    encoded: string scalar, the content of the panoptic image.
+    ids: numbers of the segments, int [n], at most 255.
+    shape: int32 [2], height and width of the image.
+
+  Returns:
+    uint8 [*shape]: i + 1 for pixels of segment `ids[i]`, 0 for all others.
+
+  Raises:
+    tf.errors.InvalidArgumentError: if the panoptic image has another shape.
+  """
+  colours = tf.cast(images.decode(encoded, upright=False), tf.int64)
+  tf.debugging.assert_equal(
+    tf.shape(colours)[:2],
+    shape,
+    'a panoptic image has another height or width than its image',
+  )
+  pixels = tf.reduce_sum(colours * [1, 256, 65_536], axis=-1)
+  flat = tf.reshape(pixels, [-1])
+  ids = tf.cast(ids, tf.int64)
+  order = tf.argsort(ids)
+  known = tf.concat([tf.gather(ids, order), [_NONE]], axis=0)
+  place = tf.searchsorted(known, flat)
+  number = tf.gather(tf.concat([order + 1, [0]], axis=0), place)
+  number = tf.where(tf.gather(known, place) == flat, number, 0)
+  return tf.cast(tf.reshape(number, tf.shape(pixels)), tf.uint8)
+
+
+def resize(numbers, size):
+  """Resizes a map [h, w] to (height, width), with the nearest numbers."""
+  return tf.image.resize(numbers[..., None], size, method='nearest')[..., 0]

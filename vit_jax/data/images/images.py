@@ -1,0 +1,274 @@
+"""Decodes images of any format as people see them.
+
+Palettes and CMYK become RGB, transparent pixels become white, an animation
+yields its first frame, and images with an EXIF orientation are turned upright. A truncated JPEG is an error, even where the decoder
+would fill the missing part with grey.
+"""
+
+import io
+
+import numpy as np
+from PIL import Image
+import tensorflow as tf
+
+from vit_jax.data.images import jpeg
+from vit_jax.data.images import orientation
+from vit_jax.data.images import reading
+
+# TensorFlow only reads images; JAX alone uses the GPUs.
+try:
+  tf.config.set_visible_devices([], 'GPU')
+except RuntimeError:  # The calling program has initialised TensorFlow already.
+  pass
+
+# Errors of `decode`; a ValueError comes from Pillow in eager calls.
+DECODE_ERRORS = (
+  tf.errors.InvalidArgumentError,
+  tf.errors.DataLossError,
+  tf.errors.UnimplementedError,
+  ValueError,
+)
+
+_PNG = b'\x89PNG\r\n\x1a\n'
+# Formats that Pillow may read. Some of its other readers start programs.
+_FORMATS = ('BMP', 'GIF', 'PNG', 'WEBP')
+
+
+def decode(encoded, channels: int = 3, size=None, upright: bool = True):
+  """Decodes one image of any format.
+
+  Args:
+    encoded: string scalar, the content of a jpeg, png, webp, bmp or gif file.
+    channels: 3, or 1 for grey.
+    size: (height, width) to which the caller will resize the image. A much
+      larger JPEG is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`. None: in
+      full.
+    upright: whether to turn the image as its EXIF orientation says; False for
+      maps of pixels, and images with annotations, which belong to the stored
+      pixels.
+
+  Returns:
+    uint8 [height, width, channels].
+
+  Raises:
+    DECODE_ERRORS: if it is no image, or a truncated one.
+  """
+  encoded = tf.convert_to_tensor(
+    encoded
+  )  # NumPy's bytes lose zeros at the end.
+  turned = orientation.read(encoded) if upright else tf.constant(1)
+
+  def decode_jpeg():
+    if size is None:
+      return jpeg.decode(encoded)
+    shape = tf.io.extract_jpeg_shape(encoded)
+    shape = orientation.turn_shape(shape, turned)
+    return jpeg.decode(encoded, jpeg.ratio(shape, size))
+
+  image = tf.cond(
+    tf.io.is_jpeg(encoded), decode_jpeg, lambda: decode_other(encoded)
+  )
+  image = orientation.turn(image, turned)
+  return image if channels == 3 else to_grey(image)
+
+
+def decode_other(encoded):
+  """Decodes all formats but JPEG: common png in TensorFlow, others in Pillow.
+
+  The pixels stay as they are stored, see `orientation`.
+  """
+  # Byte 24 of a png is its bit depth; TensorFlow is wrong on less than 8.
+  head = tf.strings.join([tf.strings.substr(encoded, 0, 25), b'\0' * 25])
+  depth = tf.strings.substr(head, 24, 1)
+  fast = tf.logical_and(
+    _is_png(encoded), tf.logical_or(depth == b'\x08', depth == b'\x10')
+  )
+  image = tf.cond(
+    fast,
+    lambda: tf.io.decode_png(encoded, channels=4),
+    lambda: tf.ensure_shape(
+      tf.numpy_function(_pillow_rgba, [encoded], tf.uint8, stateful=False),
+      [None, None, 4],
+    ),
+  )
+  return tf.cond(
+    tf.reduce_all(image[..., 3] == 255),
+    lambda: image[..., :3],
+    lambda: _on_white(image),
+  )
+
+
+def _on_white(image):
+  alpha = tf.cast(image[..., 3:], tf.int32)
+  colour = tf.cast(image[..., :3], tf.int32)
+  colour = (colour * alpha + 255 * (255 - alpha) + 127) // 255
+  return tf.cast(colour, tf.uint8)
+
+
+def to_grey(image):
+  """Converts uint8 RGB to luma (ITU-R 601); grey values stay the same."""
+  weights = tf.constant([19595, 38470, 7471])  # Sum: 2**16.
+  luma = tf.reduce_sum(tf.cast(image, tf.int32) * weights, -1, keepdims=True)
+  return tf.cast((luma + 2**15) // 2**16, tf.uint8)
+
+
+def _is_png(encoded):
+  return tf.strings.substr(encoded, 0, len(_PNG)) == _PNG
+
+
+def _open(encoded):
+  """Opens a file in Pillow, which reads only its header."""
+  if isinstance(encoded, np.ndarray):  # In eager calls.
+    encoded = encoded.item()
+  return Image.open(io.BytesIO(encoded), formats=_FORMATS)
+
+
+def _pillow_rgba(encoded) -> np.ndarray:
+  try:
+    with _open(encoded) as image:
+      return np.asarray(image.convert('RGBA'))
+  except Exception as e:  # Pillow's readers raise all sorts.
+    raise ValueError(_reason(e)) from e
+
+
+def _pillow_shape(encoded) -> np.ndarray:
+  try:
+    with _open(encoded) as image:
+      return np.array([image.height, image.width], np.int64)
+  except Exception as e:
+    raise ValueError(_reason(e)) from e
+
+
+def _reason(error):
+  if isinstance(error, Image.DecompressionBombError):
+    return f'Pillow refuses it: {error}'
+  return 'no image of a known format, or only part of one'
+
+
+def shape_of(encoded):
+  """Returns height and width of an encoded image, int64 [2], from its header.
+
+  They are those of the stored pixels, before these are turned upright.
+
+  Args:
+    encoded: string scalar, the content of an image file.
+
+  Raises:
+    DECODE_ERRORS: if it has no header of an image.
+  """
+
+  def png():
+    sizes = tf.strings.join([tf.strings.substr(encoded, 16, 8), b'\0' * 8])
+    sizes = tf.strings.substr(sizes, 0, 8)
+    return tf.cast(
+      tf.io.decode_raw(sizes, tf.int32, little_endian=False), tf.int64
+    )[::-1]
+
+  def other():
+    return tf.ensure_shape(
+      tf.numpy_function(_pillow_shape, [encoded], tf.int64, stateful=False),
+      [2],
+    )
+
+  return tf.case(
+    [
+      (
+        tf.io.is_jpeg(encoded),
+        lambda: tf.cast(tf.io.extract_jpeg_shape(encoded)[:2], tf.int64),
+      ),
+      (tf.logical_and(_is_png(encoded), tf.strings.length(encoded) > 23), png),
+    ],
+    other,
+  )
+
+
+def bounded(encoded, limit: int):
+  """Returns the contents of an image file; an error if it has too many pixels.
+
+  Reads the header only, without decoding the image.
+
+  Args:
+    encoded: string scalar, the content of an image file.
+    limit: greatest number of pixels, height times width.
+
+  Raises:
+    DECODE_ERRORS: if it has more pixels, or no header of an image.
+  """
+  encoded = tf.convert_to_tensor(encoded)
+  shape = shape_of(encoded)
+
+  def refuse(shape, limit):
+    height, width = shape.tolist()
+    raise ValueError(
+      f'it has {width} x {height} pixels, more than max_image_pixels={limit}'
+    )
+
+  def fail():
+    return tf.ensure_shape(
+      tf.numpy_function(refuse, [shape, limit], tf.string, stateful=False), []
+    )
+
+  limit = tf.cast(limit, tf.int64)
+  return tf.cond(
+    tf.reduce_prod(shape) > limit, fail, lambda: tf.identity(encoded)
+  )
+
+
+def to_float(image):
+  """Scales uint8 pixels from [0, 255] to [-1, 1], float32, in one operation."""
+  return tf.quantization.dequantize(
+    tf.bitcast(image, tf.quint8), -1.0, 1.0, mode='MIN_COMBINED'
+  )
+
+
+def encode_png(pixels: np.ndarray) -> bytes:
+  """Returns the contents of a PNG file of uint8 [height, width, 3]."""
+  buffer = io.BytesIO()
+  Image.fromarray(pixels).save(buffer, 'PNG')
+  return buffer.getvalue()
+
+
+def why_broken(path: bytes, max_pixels: int, size=None) -> str:
+  """Decodes an image file; returns why that fails, or ''.
+
+  Args:
+    path: the file.
+    max_pixels: greatest number of pixels of an image.
+    size: height and width that the image must have; None for any.
+
+  Raises:
+    OSError: see reading.read_file.
+  """
+  try:
+    encoded = reading.read_file(path)
+    if not encoded:
+      return 'zero bytes'
+    shape, _ = _try(tf.constant(encoded), tf.constant(max_pixels, tf.int64))
+    if encoded.startswith(b'\xff\xd8') and jpeg.has_many_scans(encoded):
+      jpeg.check_whole(encoded)
+  except (*DECODE_ERRORS, FileNotFoundError) as e:
+    return reading.first_line(e)
+  return '' if size is None else _why_resized(shape.numpy().tolist(), size)
+
+
+def _why_resized(shape, size) -> str:
+  """Returns why an image of a shape is not of a size, or ''."""
+  (height, width), expected = shape, [int(x) for x in size]
+  if [height, width] == expected:
+    return ''
+  turned = ' (it may have been turned by its EXIF orientation)'
+  return (
+    f'it has {width} x {height} pixels, and its annotations are of '
+    f'{expected[1]} x {expected[0]}{turned if shape[::-1] == expected else ""}'
+  )
+
+
+@tf.function(
+  input_signature=[
+    tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64)
+  ]
+)  # fmt: skip
+def _try(encoded, max_pixels):
+  """Decodes an image, a JPEG at an eighth of its size; returns its shape."""
+  encoded = bounded(encoded, max_pixels)
+  return shape_of(encoded), tf.reduce_max(decode(encoded, size=(1, 1)))

@@ -1,0 +1,351 @@
+"""An index: the images of a folder, and which of them can be decoded.
+
+An index of millions of images takes a few bytes per name. It is up to date as
+long as no folder has changed, which is checked without reading the files.
+Results of checking a file are valid as long as its size and modification time
+stay the same.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+import concurrent.futures
+import hashlib
+import io
+import itertools
+import json
+import os
+
+from absl import logging
+from etils import epath
+import numpy as np
+
+from vit_jax import cli
+from vit_jax.data.images import reading
+
+# Status of a file: not checked; begins and ends as an image; was decoded;
+# cannot be decoded.
+UNKNOWN, FORM, DECODED, BROKEN = range(4)
+
+_VERSION = 1
+_THREADS = 2 * (os.cpu_count() or 1)
+REMOTE_THREADS = 32
+# Number of files passed to the threads at a time.
+_BLOCK = 4096
+
+
+class Index:
+  """Images below a folder, by row; the rows never change.
+
+  Attributes:
+    root: the folder of the data set.
+    base: the split.
+    top: the folder of the split.
+    path: file with exactly this content; None if there is none.
+    folders: paths of the folders with images, relative to `top`; bytes.
+    counts: int64 [f], number of images in each folder.
+    order: uint32 [n], rows in the order of a hash of their names.
+    status: uint8 [n], see UNKNOWN.
+    stamps: uint64 [n], hash of size and time of each file when checked, or 0.
+    facts: values for JSON: 'listed' (a date), 'times' (of the last change of
+      every folder), 'ignored' (number of ignored entries, and the first),
+      'bare' (direct subfolders that hold files but no image), 'broken' (reasons
+      by row), 'max_pixels' of the check, and 'sizes', a hash of the sizes that
+      it expected, if any.
+  """
+
+  def __init__(self, root, base, folders, counts, names, order, facts):
+    self.root = root
+    self.base = base
+    self.top = os.path.join(root, base)
+    self.path = None
+    self.folders = folders
+    self.counts = np.asarray(counts, np.int64)
+    self.order = order
+    self.status = np.zeros(len(order), np.uint8)
+    self.stamps = np.zeros(len(order), np.uint64)
+    self.facts = facts
+    self._names = names  # Each name ends with a zero byte.
+    ends = np.flatnonzero(np.frombuffer(names, np.uint8) == 0)
+    kind = np.uint32 if len(names) < 2**32 else np.int64
+    self._ends = ends.astype(kind)
+    self._last = np.cumsum(self.counts)
+
+  def __len__(self):
+    return len(self.order)
+
+  def folder_of(self, rows) -> np.ndarray:
+    """Returns the numbers of the folders of rows."""
+    return np.searchsorted(self._last, rows, side='right')
+
+  def names(self, rows) -> list[bytes]:
+    """Returns the paths of images relative to `top`, by row."""
+    rows = np.asarray(rows, np.int64)
+    ends = self._ends[rows].tolist()
+    begins = np.where(rows > 0, self._ends[rows - 1].astype(np.int64) + 1, 0)
+    folders, names = self.folders, self._names
+    return [
+      b'%s/%s' % (folders[f], names[a:b]) if folders[f] else names[a:b]
+      for f, a, b in zip(self.folder_of(rows).tolist(), begins.tolist(), ends)
+    ]
+
+  def paths(self, rows) -> list[bytes]:
+    """Returns the paths of images, by row."""
+    top = os.fsencode(self.top)
+    return [
+      name
+      if name.startswith(b'/') or b'://' in name
+      else os.path.join(top, name)
+      for name in self.names(rows)
+    ]
+
+  def names_digest(self) -> bytes:
+    """Returns a hash of all names, by row."""
+    folders = b''.join(folder + b'\0' for folder in self.folders)
+    return digest([folders, self.counts, self._names]).encode()
+
+  def digest(self) -> str:
+    """Returns a hash of all names, their order, and the broken ones."""
+    bad = np.flatnonzero(self.status == BROKEN)
+    return digest([self.names_digest(), self.order, bad])
+
+  # --- Status of the files ---
+
+  def check(self, rows, level: int, why: Callable, max_pixels: int):
+    """Checks the files that were not checked before.
+
+    Args:
+      rows: rows of the files.
+      level: FORM or DECODED.
+      why: function (path, max_pixels) -> why a file is broken, '' if it is not.
+      max_pixels: files with more pixels count as broken.
+
+    Raises:
+      OSError: if a file cannot be read; the file then does not count as broken.
+    """
+    self.check_anew('max_pixels', max_pixels)
+    rows = np.unique(rows[self.status[rows] < level])
+    reasons = self.facts['broken']
+
+    def look(path):
+      stamp = reading.stamp(path)
+      return why(path, max_pixels), stamp
+
+    for block, found in self._each(rows, look, 'Checking images'):
+      whys, self.stamps[block] = zip(*found)
+      bad = np.array([bool(why) for why in whys])
+      self.status[block] = np.where(bad, BROKEN, level)
+      reasons.update({str(row): why for row, why in zip(block, whys) if why})
+    if len(rows):
+      self.path = None
+
+  def check_anew(self, name: str, value):
+    """Forgets the status of all files if they were checked by another value.
+
+    Args:
+      name: a fact on which the results of a check depend.
+      value: its value for JSON.
+    """
+    if self.facts.get(name) != value:
+      self.status[:] = UNKNOWN
+      self.facts.update({name: value, 'broken': {}})
+
+  def look_again(self, rows):
+    """Resets the status of broken files that have changed since their check."""
+    for row in np.unique(rows[self.status[rows] == BROKEN]).tolist():
+      if reading.stamp(self.paths([row])[0]) != self.stamps[row]:
+        self.status[row] = UNKNOWN
+        self.facts['broken'].pop(str(row), None)
+        self.path = None
+
+  def recall(self, old: 'Index'):
+    """Copies from an old index the status of files that have not changed."""
+    known = np.flatnonzero(old.status)
+    if not len(known) or not len(self):
+      return
+    keys, wanted = _keys(self), _keys(old, known)
+    sorter = np.argsort(keys)
+    at = np.searchsorted(keys, wanted, sorter=sorter)
+    at = sorter[np.minimum(at, len(keys) - 1)]
+    mine, theirs = at[keys[at] == wanted], known[keys[at] == wanted]
+    for block, stamps in self._each(mine, reading.stamp, 'Comparing images'):
+      self.stamps[block] = stamps
+    same = (self.stamps[mine] == old.stamps[theirs]) & (self.stamps[mine] > 0)
+    mine, theirs = mine[same], theirs[same]
+    self.status[mine] = old.status[theirs]
+    reasons = old.facts['broken']
+    for name in ('max_pixels', 'sizes'):
+      if name in old.facts:
+        self.facts[name] = old.facts[name]
+    self.facts['broken'] = {
+      str(m): reasons[str(t)]
+      for m, t in zip(mine.tolist(), theirs.tolist())
+      if str(t) in reasons
+    }
+
+  def _each(self, rows, function, title):
+    """Yields (rows, results of function(path)), block by block."""
+    local = reading.is_local(os.fsencode(self.top))
+    threads = _THREADS if local else REMOTE_THREADS
+    some = -(-_BLOCK // (8 * threads))
+
+    def call(rows):
+      return list(map(function, self.paths(rows)))
+
+    with (
+      concurrent.futures.ThreadPoolExecutor(threads) as pool,
+      cli.bar(
+        desc=title, total=len(rows), delay=3, leave=False, unit=' images'
+      ) as bar,
+    ):
+      for start in range(0, len(rows), _BLOCK):
+        block = rows[start : start + _BLOCK]
+        pieces = [block[i : i + some] for i in range(0, len(block), some)]
+        yield block, [x for found in pool.map(call, pieces) for x in found]
+        bar.update(len(block))
+
+  # --- On disk ---
+
+  def save(self, path):
+    """Writes the index to a file atomically.
+
+    Raises:
+      OSError: if the file cannot be written.
+    """
+    path = epath.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {**self.facts, 'version': _VERSION, 'digest': self.digest()}
+    temporary = path.parent / f'.{path.name}.{os.getpid()}.tmp'
+    with temporary.open('wb') as file:
+      np.savez_compressed(
+        file,
+        facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
+        folders=_to_array(b''.join(f + b'\0' for f in self.folders)),
+        names=_to_array(self._names),
+        counts=self.counts,
+        order=self.order,
+        status=self.status,
+        stamps=self.stamps,
+      )
+    temporary.replace(path)
+    self.path = str(path)
+
+  @classmethod
+  def load(cls, path, root: str, base: str) -> 'Index | None':
+    """Returns the index in a file; None, with a warning, if it is damaged.
+
+    Args:
+      path: the file.
+      root: the folder of the data set, which may have been moved with its
+        images.
+      base: the split.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      OSError: if the file cannot be read.
+    """
+    content = reading.read_file(path)
+    try:
+      with np.load(io.BytesIO(content), allow_pickle=False) as found:
+        facts = json.loads(found['facts'].tobytes())
+        folders = found['folders'].tobytes().split(b'\0')[:-1]
+        names = found['names'].tobytes()
+        columns = found['counts'], names, found['order'], facts
+        index = cls(root, base, folders, *columns)
+        index.status, index.stamps = found['status'], found['stamps']
+        fine = (
+          facts['version'] == _VERSION and facts['digest'] == index.digest()
+        )
+        fine &= len(index) == len(index.stamps) == index.counts.sum()
+    except Exception:  # NumPy does not document the errors for damaged files.
+      fine = False
+    if not fine:
+      logging.warning("'%s' is damaged or of another version: ignored", path)
+      return None
+    index.path = str(path)
+    return index
+
+  def is_true(self) -> bool:
+    """Returns whether no folder has changed since it was listed.
+
+    Always True for a remote folder, where a change cannot be detected.
+    """
+    if not reading.is_local(os.fsencode(self.top)):
+      return True
+    folders = self.facts['times']
+    paths = [os.path.join(self.top, folder) for folder in folders]
+    with concurrent.futures.ThreadPoolExecutor(REMOTE_THREADS) as pool:
+      return list(pool.map(reading.time_of, paths)) == list(folders.values())
+
+
+def place(workdir, root: str, base: str) -> str:
+  """Returns the path at which the index of a split is stored.
+
+  Args:
+    workdir: folder of a run; None for the place beside the images.
+    root: the folder of the data set.
+    base: the split.
+  """
+  if workdir is None:
+    alone = base in ('', '.')
+    return (root.rstrip('/') if alone else f'{root}/{base}') + '.index.npz'
+  name = ''.join(c if c.isalnum() else '_' for c in base)
+  key = digest([f'{root}/{base}'.encode()])[:8]
+  return f'{workdir}/data/{name}-{key}.npz'
+
+
+def places(workdir, root: str, base: str) -> list[str]:
+  """Returns the paths at which an index may be stored, the run's first."""
+  runs = [] if workdir is None else [place(workdir, root, base)]
+  return [*runs, place(None, root, base)]
+
+
+def digest(contents: Iterable) -> str:
+  """Returns a hash of bytes-like objects, as 32 digits."""
+  found = hashlib.blake2b(digest_size=16)
+  for content in contents:
+    found.update(content)
+  return found.hexdigest()
+
+
+def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
+  """Makes an index of listed files; `order` is the order of the list.
+
+  Args:
+    root: folder of the data set.
+    base: name of the list.
+    paths: paths of images, absolute or relative to the current folder.
+  """
+  names = [os.fsencode(path) for path in paths]
+  split = [os.path.split(name) for name in names]
+  rows = sorted(range(len(split)), key=split.__getitem__)
+  order = np.empty(len(rows), np.uint32)
+  order[rows] = np.arange(len(rows))
+  folders, counts = [], []
+  for folder, group in itertools.groupby(split[row][0] for row in rows):
+    folders.append(folder)
+    counts.append(len(list(group)))
+  content = b''.join(split[row][1] + b'\0' for row in rows)
+  index = Index(root, base, folders, counts, content, order, {'broken': {}})
+  index.top = root if '://' in root else ''  # The paths are complete.
+  return index
+
+
+def hash_name(name: bytes) -> bytes:
+  """Returns the hash of a name by which images are ordered."""
+  return hashlib.md5(name, usedforsecurity=False).digest()
+
+
+def _keys(index, rows=None) -> np.ndarray:
+  """Returns a hash of the names of rows, uint64 [n]."""
+  rows = np.arange(len(index)) if rows is None else rows
+  keys = np.empty(len(rows), np.uint64)
+  for start in range(0, len(rows), _BLOCK):
+    names = index.names(rows[start : start + _BLOCK])
+    digests = b''.join(hash_name(name)[:8] for name in names)
+    keys[start : start + _BLOCK] = np.frombuffer(digests, np.uint64)
+  return keys
+
+
+def _to_array(content: bytes) -> np.ndarray:
+  return np.frombuffer(content, np.uint8)

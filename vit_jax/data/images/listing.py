@@ -1,0 +1,181 @@
+"""Lists the images below a folder, reading many folders in parallel.
+
+Hidden files are left out. So are entries with the name of an image that are not
+files: folders, pipes, devices, and links that are broken or circular.
+"""
+
+import concurrent.futures
+import datetime
+import errno
+import os
+import time
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from vit_jax import cli
+from vit_jax.data.images import index as index_lib
+from vit_jax.data.images import reading
+
+EXTENSIONS = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif')
+_ENDINGS = tuple(ending.encode() for ending in EXTENSIONS)
+# If a folder changed less than this many seconds before its listing, a later
+# change may have the same time stamp.
+_TICK = 2.0
+
+
+def list_folder(root: str, base: str) -> index_lib.Index:
+  """Lists the images of a split.
+
+  Args:
+    root: the folder of the data set.
+    base: the split.
+
+  Raises:
+    OSError: if a folder cannot be read; names it.
+  """
+  top = os.path.join(root, base)
+  local = reading.is_local(os.fsencode(top))
+  level, found = [b''], []
+  with (
+    concurrent.futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool,
+    cli.bar(desc='Listing images', delay=3, leave=False, unit=' images') as bar,
+  ):
+    while level:
+      pieces = pool.map(lambda name: _scan(top, name, local), level)
+      level = []
+      for piece in pieces:
+        found.append(piece)
+        level += piece.inner
+        bar.update(piece.count)
+  found.sort(key=lambda piece: piece.name)
+  holding = [piece for piece in found if piece.count]
+  others = [other for piece in found for other in piece.others]
+  facts = {
+    'listed': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
+    'times': {os.fsdecode(piece.name): piece.time for piece in found},
+    'ignored': [
+      sum(p.ignored for p in found),
+      *map(reading.display, others[:1]),
+    ],
+    'bare': [
+      reading.display(p.name)
+      for p in found
+      if p.name
+      and b'/' not in p.name
+      and not p.count
+      and (p.ignored or p.inner)
+    ],
+    'broken': {},
+  }
+  return index_lib.Index(
+    root,
+    base,
+    [piece.name for piece in holding],
+    [piece.count for piece in holding],
+    b''.join(piece.names for piece in holding),
+    _order(b''.join(piece.digests for piece in holding)),
+    facts,
+  )
+
+
+class _Piece(NamedTuple):
+  """The content of one folder."""
+
+  name: bytes
+  time: int
+  count: int
+  names: bytes
+  digests: bytes
+  inner: list[bytes]
+  ignored: int
+  others: list[bytes]
+
+
+def _scan(top, name, local) -> _Piece:
+  """Lists one folder."""
+  path = os.path.join(os.fsencode(top), name) if name else os.fsencode(top)
+  listing = _local_entries if local else _remote_entries
+  changed = reading.time_of(path) if local else 0
+  if local and time.time() - changed / 1e9 < _TICK:
+    changed = -2  # A later change could go unnoticed.
+  found, inner, others = reading.retried(path, listing)
+  prefix = name + b'/' if name else b''
+  found.sort()
+  hashed = b'/' + prefix
+  loops = [x for x, linked in inner if linked and _is_loop(top, prefix + x)]
+  others += loops
+  return _Piece(
+    name=name,
+    time=changed,
+    count=len(found),
+    names=b''.join(x + b'\0' for x in found),
+    digests=b''.join(index_lib.hash_name(hashed + x) for x in found),
+    inner=sorted(prefix + x for x, _ in inner if x not in loops),
+    ignored=len(others),
+    others=[prefix + x for x in sorted(others)[:1]],
+  )
+
+
+def _local_entries(path):
+  """Returns images, (folder, is a link) pairs, and other entries."""
+  found, inner, others = [], [], []
+  with os.scandir(path) as entries:
+    for entry in entries:
+      name = entry.name
+      if name.startswith(b'.'):
+        continue
+      image = is_image(name)
+      if image and _is(entry, 'is_file'):
+        found.append(name)
+      elif not image and _is(entry, 'is_dir'):
+        inner.append((name, entry.is_symlink()))
+      else:
+        others.append(name)
+  return found, inner, others
+
+
+def _is(entry, kind) -> bool:
+  try:
+    return getattr(entry, kind)()
+  except OSError as e:
+    if e.errno != errno.ELOOP:
+      raise
+    return False
+
+
+def _remote_entries(path):
+  """Returns the same as `_local_entries` for a remote folder."""
+  found, inner, others = [], [], []
+  for name in map(os.fsencode, tf.io.gfile.listdir(path)):
+    short = name.rstrip(b'/')
+    if short.startswith(b'.'):
+      continue
+    if is_image(short):
+      (others if name.endswith(b'/') else found).append(short)
+    elif name.endswith(b'/') or tf.io.gfile.isdir(os.path.join(path, name)):
+      inner.append((short, False))
+    else:
+      others.append(short)
+  return found, inner, others
+
+
+def _is_loop(top, name) -> bool:
+  """Returns whether a link leads to a folder that contains the link."""
+  path = os.path.join(os.fsencode(top), name)
+  real, parts = os.path.realpath(path), name.split(b'/')
+  above = (b'/'.join(parts[:i]) for i in range(len(parts)))
+  top = os.fsencode(top)
+  return any(os.path.realpath(os.path.join(top, x)) == real for x in above)
+
+
+def is_image(name: bytes) -> bool:
+  """Returns whether a name has the ending of an image file."""
+  return name.lower().endswith(_ENDINGS)
+
+
+def _order(digests: bytes) -> np.ndarray:
+  """Returns the order of digests of 16 bytes each, uint32 [n]."""
+  words = np.frombuffer(digests, '>u8').reshape(-1, 2).astype(np.uint64)
+  return np.lexsort((words[:, 1], words[:, 0])).astype(np.uint32)

@@ -1,0 +1,120 @@
+"""The EXIF orientation of images: how to turn stored pixels upright.
+
+A camera held sideways stores the pixels as its sensor lies, and a number from 1
+to 8 that says how to turn and mirror them:
+
+  1: not at all                  5: swap rows and columns
+  2: mirror left and right       6: by 90 degrees clockwise
+  3: by 180 degrees              7: swap rows and columns, then by 180 degrees
+  4: mirror up and down          8: by 90 degrees counter-clockwise
+"""
+
+import io
+
+import numpy as np
+from PIL import ExifTags
+from PIL import Image
+import tensorflow as tf
+
+from vit_jax.data.images import jpeg
+
+# Orientation - 1 -> which axes (y, x) to reverse. Rows and columns of 5 to 8 are
+# swapped first.
+_REVERSED = (
+  (False, False), (False, True), (True, True), (True, False),
+) * 2  # fmt: skip
+
+
+def read(encoded):
+  """Returns the orientation of an image, int32 scalar; 1 if its file has none.
+
+  Args:
+    encoded: string scalar, the content of a file of any format.
+  """
+  encoded = tf.convert_to_tensor(encoded)  # NumPy's bytes lose zeros.
+
+  def has(pattern):
+    rest = tf.strings.regex_replace(encoded, pattern, '', replace_global=False)
+    return tf.strings.length(rest) < tf.strings.length(encoded)
+
+  def look():
+    found = tf.numpy_function(_read, [encoded], tf.int32, stateful=False)
+    return tf.ensure_shape(found, [])
+
+  # Most files have no EXIF data, and need no Python.
+  may_have = tf.cond(
+    tf.io.is_jpeg(encoded),
+    lambda: has(r'Exif\x00\x00'),
+    lambda: has('eXIf|EXIF'),  # In PNG, in WebP.
+  )
+  return tf.cond(may_have, look, lambda: tf.constant(1))
+
+
+def _read(encoded) -> np.int32:
+  if isinstance(encoded, np.ndarray):  # In eager calls.
+    encoded = encoded.item()
+  try:
+    if encoded.startswith(b'\xff\xd8'):
+      # Not by Image.open, which refuses many pixels.
+      exif = Image.Exif()
+      exif.load(jpeg.exif(encoded))
+      return np.int32(_of_exif(exif))
+    with Image.open(io.BytesIO(encoded), formats=('PNG', 'WEBP')) as image:
+      return np.int32(_of_exif(image.getexif()))
+  except Exception:  # Damaged EXIF data; Pillow's readers raise all sorts.
+    return np.int32(1)
+
+
+def of_pillow(image: Image.Image) -> int:
+  """Returns the orientation of an image of Pillow, 1 if it has none."""
+  try:
+    return _of_exif(image.getexif())
+  except Exception:  # Damaged EXIF data; Pillow's readers raise all sorts.
+    return 1
+
+
+def _of_exif(exif) -> int:
+  number = exif.get(ExifTags.Base.Orientation)
+  return int(number) if number in range(1, 9) else 1
+
+
+def turn(pixels, orientation):
+  """Turns stored pixels [height, width, C] upright."""
+
+  def turned():
+    image = tf.cond(
+      orientation > 4, lambda: tf.transpose(pixels, [1, 0, 2]), lambda: pixels
+    )
+    axes = tf.boolean_mask([0, 1], tf.gather(_REVERSED, orientation - 1))
+    return tf.reverse(image, axes)
+
+  return tf.cond(orientation > 1, turned, lambda: pixels)
+
+
+def turn_shape(shape, orientation):
+  """Returns height and width of stored pixels turned upright, int32 [2]."""
+  return tf.where(orientation > 4, shape[1::-1], shape[:2])
+
+
+def turn_window(window, shape, orientation):
+  """Returns the place of a window of stored pixels in the upright image.
+
+  Args:
+    window: (y, x, height, width), int32 [4].
+    shape: height and width of the stored pixels, int32 [2].
+    orientation: int32 scalar.
+
+  Returns:
+    (y, x, height, width), int32 [4].
+  """
+  begin, extent, shape = (
+    turn_shape(pair, orientation) for pair in (window[:2], window[2:], shape)
+  )
+  is_reversed = tf.gather(_REVERSED, orientation - 1)
+  begin = tf.where(is_reversed, shape - begin - extent, begin)
+  return tf.concat([begin, extent], axis=0)
+
+
+def inverse(orientation):
+  """Returns the orientation that turns an upright image to stored pixels."""
+  return tf.gather([1, 2, 3, 4, 5, 8, 7, 6], orientation - 1)

@@ -1,0 +1,149 @@
+"""Finds TFDS data sets, and prepares those that are not on this machine."""
+
+import contextlib
+import io
+
+from etils import epath
+from google.protobuf import json_format
+import jax
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core import dataset_info
+
+from vit_jax import cli
+from vit_jax.data.tfds import registry
+from vit_jax.data.tfds import shards
+from vit_jax.distributed import processes
+
+# Python module that TFDS imports to prepare a data set -> its package.
+PACKAGES = {'cv2': 'opencv-python-headless', 'skimage': 'scikit-image'}
+
+
+def find_builder(config, dataset: str):
+  """Returns the TFDS builder of a data set, which may lack the data.
+
+  Args:
+    config: reads `tfds_data_dir`.
+    dataset: TFDS name of the data set.
+
+  Raises:
+    ValueError: if TFDS does not know the data set, or its dataset_info.json is
+      damaged.
+  """
+  registry.register(dataset)
+  try:
+    builder = tfds.builder(dataset, data_dir=config.tfds_data_dir)
+  except (json_format.ParseError, AssertionError, ValueError) as e:
+    _check_info(config, dataset)
+    raise _unknown(dataset, e) from e
+  path = dataset_info.dataset_info_path(builder.data_path)
+  if not builder.info.splits and path.exists():
+    raise ValueError(f"'{path}' lists no split: {shards.REMEDY}")
+  return builder
+
+
+def _unknown(dataset, error) -> ValueError:
+  """Returns the error of a data set that TFDS does not know."""
+  if isinstance(error, AssertionError):  # There is no such version.
+    reason = str(error).rpartition(': Dataset ')[2]
+    return ValueError(
+      f"dataset='{dataset}' cannot be opened: {reason} (config.dataset)"
+    )
+  return ValueError(
+    f"dataset='{dataset}' is neither a folder nor known to TFDS: "
+    f'{str(error).strip().splitlines()[0]} A folder must hold train/<class>/* '
+    'and test/<class>/*; names are listed at '
+    'https://www.tensorflow.org/datasets/catalog (config.dataset)'
+  )
+
+
+def _check_info(config, dataset):
+  """Refuses a dataset_info.json that TFDS cannot read; names it."""
+  root = config.tfds_data_dir or tfds.core.constants.DATA_DIR
+  folder = epath.Path(root) / dataset.split(':')[0].split('/')[0]
+  for depth in ('*', '*/*'):
+    for path in folder.glob(f'{depth}/dataset_info.json'):
+      try:
+        found = dataset_info.read_from_json(path)
+        if not found.name:
+          raise ValueError('it has no name')
+        if found.file_format:
+          tfds.core.FileFormat(found.file_format)
+      except (json_format.ParseError, ValueError) as e:
+        raise ValueError(
+          f"'{path}' is damaged: {str(e).splitlines()[0]}: {shards.REMEDY}"
+        ) from e
+
+
+def get_builder(config, dataset: str):
+  """Returns the TFDS builder of a data set, prepared on this machine.
+
+  Args:
+    config: reads `tfds_data_dir`, `tfds_manual_dir`.
+    dataset: TFDS name of the data set.
+
+  Raises:
+    ValueError: if TFDS does not know the data set or cannot prepare it.
+  """
+  builder = find_builder(config, dataset)
+  # The first process prepares, then the others do. Files on a shared disk are
+  # thus made once, and each disk of its own gets them.
+  is_first = jax.process_index() == 0
+  for turn in (True, False):
+
+    def prepare(turn=turn):
+      nonlocal builder
+      if not builder.info.splits:  # Another process may have prepared them.
+        builder = find_builder(config, dataset)
+      if is_first == turn and not builder.info.splits:
+        builder = _prepare(config, dataset)
+
+    processes.attempt(f"preparing data set '{dataset}'", prepare)
+  return builder
+
+
+def _prepare(config, dataset):
+  """Downloads and writes a data set."""
+  # Builders of this package prepare within seconds, and need no progress bar.
+  quiet = contextlib.nullcontext()
+  if registry.register(dataset):
+    tfds.disable_progress_bar()
+    quiet = contextlib.redirect_stdout(io.StringIO())
+  # array_record has random access, so that the whole data set can be shuffled.
+  builder = tfds.builder(
+    dataset, data_dir=config.tfds_data_dir, file_format='array_record'
+  )
+  try:
+    with quiet:
+      builder.download_and_prepare(
+        download_config=tfds.download.DownloadConfig(
+          manual_dir=config.tfds_manual_dir
+        )
+      )
+  except Exception as e:
+    package = PACKAGES.get(getattr(e, 'name', None))
+    why = f'it needs `pip install {package}`' if package else e
+    raise ValueError(
+      f"data set '{dataset}' is not in {builder.data_dir} and could not be "
+      f'prepared: {why} (config.tfds_data_dir is the folder of prepared data sets, '
+      'config.tfds_manual_dir that of files that TFDS cannot download)'
+    ) from e
+  return builder
+
+
+def how_to_get(config, builder) -> str:
+  """Describes in a sentence how to get a data set that TFDS knows.
+
+  Args:
+    config: reads `tfds_manual_dir`.
+    builder: the TFDS builder of the data set.
+  """
+  by_hand = builder.MANUAL_DOWNLOAD_INSTRUCTIONS
+  if by_hand:
+    root = builder.data_path.parents[builder.info.full_name.count('/')]
+    folder = config.tfds_manual_dir or root / 'downloads' / 'manual'
+    return (
+      'it must be downloaded by hand: ' + ' '.join(by_hand.split())
+      + f' The manual_dir is {folder} (config.tfds_manual_dir).'
+    )  # fmt: skip
+  size = sum(info.size for info in (builder.url_infos or {}).values())
+  return f'TFDS can download it, {cli.size(size)}.'

@@ -1,0 +1,31 @@
+"""TFDS builders that come with this package, by name."""
+
+import importlib
+
+# TFDS name: module that registers its builder.
+BUILDERS = {
+  'digits': 'vit_jax.data.tfds.digits',
+  'scenes': 'vit_jax.data.tfds.scenes',
+}
+# Beginning of the names of the tasks of VTAB, see vit_jax/data/tfds/vtab.py.
+VTAB = 'vtab/'
+
+
+def register(name: str) -> bool:
+  """Registers a builder of this package with TFDS; returns if there is one."""
+  module = BUILDERS.get(name.split(':')[0].split('/')[0])
+  if module is not None:
+    importlib.import_module(module)
+  return module is not None
+
+
+def has_array_records(info) -> bool:
+  """Returns whether a TFDS data set has array_record files, alone or not.
+
+  Args:
+    info: the builder's tfds.core.DatasetInfo.
+  """
+  # DatasetInfo.alternative_file_formats is not always read from the files.
+  stored = info.as_proto
+  formats = (stored.file_format, *stored.alternative_file_formats)
+  return 'array_record' in formats

@@ -1,0 +1,252 @@
+"""Scenes of handwritten digits as a TFDS data set for detectors: no download.
+
+Each scene has one to five of scikit-learn's digits, of various sizes and
+colours, partly hidden by each other, on a ground of two textures. Digits of
+training scenes are training images of `digits`, those of test scenes its test
+images. The features are those of TFDS's `coco`:
+
+scenes            `objects`: a box and a class for each digit
+scenes/panoptic   `panoptic_image` and `panoptic_objects`: the segment of each
+                  digit, and of each texture of the ground
+
+A box goes around the visible pixels of a digit. When digits are placed, at most a
+quarter of the smaller of two boxes lies within the other one. The area of an
+object is that of its box in `scenes`, and of its segment in `scenes/panoptic`.
+"""
+
+from typing import ClassVar
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+from sklearn import datasets
+import tensorflow_datasets as tfds
+
+from vit_jax.data.tfds import digits
+
+# Split -> number of scenes.
+SCENES = {'train': 4_000, 'test': 400}
+SIZE = 128  # Pixels of a side.
+TEXTURES = ('stripes', 'checks', 'dots')
+_SIZES = (24, 120)  # Least and greatest height of a digit in pixels.
+_MOST = 5  # Digits of a scene.
+_OVERLAP = 1 / 4  # Greatest share of a box that another one covers.
+_TRIALS = 20  # Digits that are tried for a scene.
+
+
+class Scene(NamedTuple):
+  """A scene.
+
+  Attributes:
+    pixels: uint8 [SIZE, SIZE, 3].
+    segments: int32 [SIZE, SIZE]: 0 and 1 for the textures of the ground, then a
+      number for each digit, from 2.
+    textures: numbers of the textures of segments 0 and 1.
+    labels: classes of the digits, from segment 2 on.
+  """
+
+  pixels: np.ndarray
+  segments: np.ndarray
+  textures: tuple[int, int]
+  labels: list[int]
+
+
+def _texture(rng, kind: int) -> np.ndarray:
+  """Draws a texture of one colour, float [SIZE, SIZE, 3] from 0 to 255."""
+  y, x = np.mgrid[:SIZE, :SIZE]
+  period, angle = rng.uniform(6, 16), rng.uniform(0, np.pi)
+  along = (x * np.cos(angle) + y * np.sin(angle)) * 2 * np.pi / period
+  across = (y * np.cos(angle) - x * np.sin(angle)) * 2 * np.pi / period
+  wave = {
+    'stripes': np.sin(along),
+    'checks': np.sign(np.sin(along) * np.sin(across)),
+    'dots': 2.0 * (np.sin(along) * np.sin(across) > 0.7) - 1,
+  }[TEXTURES[kind]]
+  colour = rng.uniform(40, 130, 3)
+  noise = rng.normal(0, 6, (SIZE, SIZE, 1))
+  return colour + rng.uniform(10, 30) * wave[..., None] + noise
+
+
+def _ground(rng):
+  """Returns pixels, segments and textures of the ground."""
+  kinds = tuple(int(k) for k in rng.choice(len(TEXTURES), 2, replace=False))
+  y, x = np.mgrid[:SIZE, :SIZE] - SIZE / 2
+  angle, shift = rng.uniform(0, 2 * np.pi), rng.uniform(-SIZE / 4, SIZE / 4)
+  segments = (x * np.cos(angle) + y * np.sin(angle) > shift).astype(np.int32)
+  both = np.stack([_texture(rng, kind) for kind in kinds])
+  pixels = np.where(segments[..., None], both[1], both[0])
+  return pixels, segments, kinds
+
+
+def _stamp(rng, image):
+  """Returns the ink of an enlarged digit, float [h, w], and its corner."""
+  height = round(rng.uniform(*_SIZES))
+  width = min(_SIZES[1], round(height * rng.uniform(0.7, 1.1)))
+  ink = Image.fromarray((image * (255 / 16)).astype(np.uint8))
+  ink = np.asarray(ink.resize((width, height), Image.BICUBIC), np.float64) / 255
+  top = rng.randint(0, SIZE - height + 1)
+  left = rng.randint(0, SIZE - width + 1)
+  return ink, top, left
+
+
+def _crowded(box, others) -> bool:
+  """Returns whether a box and another one share too much of the smaller one.
+
+  Args:
+    box: int [4], top, left, bottom, right.
+    others: a list of the same.
+  """
+  for other in others:
+    low, high = np.maximum(box[:2], other[:2]), np.minimum(box[2:], other[2:])
+    shared = np.prod(np.maximum(high - low, 0))
+    least = min(np.prod(x[2:] - x[:2]) for x in (box, other))
+    if shared > _OVERLAP * least:
+      return True
+  return False
+
+
+def compose(rng: np.random.RandomState, images, labels) -> Scene:
+  """Composes a scene.
+
+  Args:
+    rng: source of all randomness.
+    images: digits to choose from, [n, 8, 8], from 0 to 16.
+    labels: their classes, int [n].
+  """
+  pixels, segments, textures = _ground(rng)
+  found, boxes = [], []
+  wanted = rng.randint(1, _MOST + 1)
+  for _ in range(_TRIALS):
+    if len(found) == wanted:
+      break
+    chosen = rng.randint(len(images))
+    ink, top, left = _stamp(rng, images[chosen])
+    covers = np.add(np.argwhere(ink > 0.4), (top, left))
+    box = np.concatenate([covers.min(axis=0), covers.max(axis=0) + 1])
+    if _crowded(box, boxes):
+      continue
+    boxes.append(box)
+    segments[tuple(covers.T)] = len(found) + 2
+    here = slice(top, top + len(ink)), slice(left, left + ink.shape[1])
+    colour = rng.uniform(170, 255, 3)
+    pixels[here] += ink[..., None] * (colour - pixels[here])
+    found.append(int(labels[chosen]))
+  pixels = pixels.round().clip(0, 255).astype(np.uint8)
+  return Scene(pixels, segments, textures, found)
+
+
+def _box(mask) -> tfds.features.BBox:
+  """Returns the box around the true pixels of a mask [SIZE, SIZE]."""
+  rows, columns = (np.flatnonzero(mask.any(axis=axis)) for axis in (1, 0))
+  return tfds.features.BBox(
+    ymin=rows[0] / SIZE,
+    xmin=columns[0] / SIZE,
+    ymax=(rows[-1] + 1) / SIZE,
+    xmax=(columns[-1] + 1) / SIZE,
+  )
+
+
+def _number(scene, segment):
+  """Returns a number of a segment that no other scene has; 0 is for none."""
+  return 10 * scene + segment + 1
+
+
+def _annotation(scene, segment, number, label, of_box):
+  mask = scene.segments == segment
+  rows, columns = (np.ptp(np.nonzero(mask), axis=1) + 1).tolist()
+  return {
+    'id': number,
+    'area': rows * columns if of_box else int(mask.sum()),
+    'bbox': _box(mask),
+    'label': label,
+    'is_crowd': False,
+  }
+
+
+class Scenes(tfds.core.GeneratorBasedBuilder):
+  """Scenes of digits, images uint8 [128, 128, 3], with boxes or segments."""
+
+  VERSION = tfds.core.Version('1.1.0')
+  # TFDS uses the first one for the name 'scenes' alone.
+  BUILDER_CONFIGS: ClassVar = [
+    tfds.core.BuilderConfig(name='boxes', description='A box for each digit.'),
+    tfds.core.BuilderConfig(
+      name='panoptic', description='Segments of digits and ground.'
+    ),
+  ]
+
+  @property
+  def _is_panoptic(self):
+    return self.builder_config.name == 'panoptic'
+
+  def _info(self) -> tfds.core.DatasetInfo:
+    names = [str(i) for i in range(10)] + list(TEXTURES) * self._is_panoptic
+    annotation = tfds.features.Sequence(
+      {
+        'id': np.int64,
+        'area': np.int64,
+        'bbox': tfds.features.BBoxFeature(),
+        'label': tfds.features.ClassLabel(names=names),
+        'is_crowd': np.bool_,
+      }
+    )
+    features = {
+      'image': tfds.features.Image(
+        shape=(SIZE, SIZE, 3), encoding_format='jpeg'
+      ),
+      'image/filename': tfds.features.Text(),
+      'image/id': np.int64,
+    }
+    if self._is_panoptic:
+      features['panoptic_image'] = tfds.features.Image(shape=(SIZE, SIZE, 3))
+      features['panoptic_image/filename'] = tfds.features.Text()
+      features['panoptic_objects'] = annotation
+    else:
+      features['objects'] = annotation
+    return self.dataset_info_from_configs(
+      description=__doc__,
+      homepage='https://archive.ics.uci.edu/dataset/80',
+      features=tfds.features.FeaturesDict(features),
+    )
+
+  def _split_generators(self, dl_manager):
+    del dl_manager  # Nothing to download.
+    return {name: self._generate_examples(name) for name in SCENES}
+
+  def _generate_examples(self, split):
+    data = datasets.load_digits()
+    chosen = digits.split_indices()[split]
+    first = {'train': 0, 'test': SCENES['train']}[split]
+    for i in range(first, first + SCENES[split]):
+      # A seed for each scene: scenes can be made one by one.
+      scene = compose(
+        np.random.RandomState(i), data.images[chosen], data.target[chosen]
+      )
+      yield i, self._example(scene, i)
+
+  def _example(self, scene, i):
+    example = {
+      'image': scene.pixels,
+      'image/filename': f'{i:06d}.jpg',
+      'image/id': i,
+    }
+    objects = [
+      _annotation(scene, k + 2, _number(i, k + 2), label, not self._is_panoptic)
+      for k, label in enumerate(scene.labels)
+    ]
+    if not self._is_panoptic:
+      return {**example, 'objects': objects}
+    ground = [
+      _annotation(scene, k, _number(i, k), 10 + scene.textures[k], False)
+      for k in (0, 1)
+      if (scene.segments == k).any()
+    ]
+    # COCO's colours of a number: R + 256 G + 256 * 256 B.
+    numbers = _number(i, scene.segments)[..., None]
+    colours = numbers // np.array([1, 256, 65_536]) % 256
+    return {
+      **example,
+      'panoptic_image': colours.astype(np.uint8),
+      'panoptic_image/filename': f'{i:06d}.png',
+      'panoptic_objects': ground + objects,
+    }

@@ -1,0 +1,215 @@
+"""Reads records of TFDS's files, called shards, by their numbers.
+
+The records of a split are numbered as TFDS orders them: shard by shard, in the
+order of the file. An error names the file.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent import futures
+import contextlib
+import errno
+import os
+import resource
+
+from array_record.python import array_record_module
+import numpy as np
+import tensorflow as tf
+
+from vit_jax.data import records
+from vit_jax.data.images import index as index_lib
+from vit_jax.data.images import reading
+from vit_jax.data.tfds import parsing
+
+REMEDY = 'copy or prepare the data set again'
+# What the library of array_record says of a file that another attempt to read
+# cannot mend.
+_LASTING = ('Corrupted', 'Invalid', 'should be at least', 'out of bound')
+
+
+class ShardSource(records.Source):
+  """A split in files whose records can be read by number.
+
+  Args:
+    files: files of the split, and which records of each belong to the split:
+      TFDS's FileInstructions.
+    record_bytes: mean size of a record.
+    reader: parser of the records.
+  """
+
+  def __init__(self, files, record_bytes: float, reader: parsing.Reader):
+    self.paths = [os.fspath(file.filename) for file in files]
+    self._skips = np.array([file.skip for file in files], np.int64)
+    self._ends = np.cumsum([file.take for file in files])
+    self._reader = reader
+    self._files = [None] * len(files)
+    _allow_open_files(len(files))
+    self._pool = None
+    if any(map(is_remote, self.paths)):
+      self._pool = futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS)
+    super().__init__(int(self._ends[-1]), reader.features, reader.names)
+    self.chunk = records.chunk(self.num_examples, record_bytes)
+
+  def lookup(self, indices) -> dict:
+    """Returns the examples with these numbers; see records.Source.lookup."""
+    serialized = tf.numpy_function(
+      self.serialized, [indices], tf.string, stateful=False
+    )
+    return self._reader.parse_all(tf.ensure_shape(serialized, [None]))
+
+  def serialized(self, indices: np.ndarray) -> np.ndarray:
+    """Returns the records with these numbers [b] as they are stored.
+
+    Raises:
+      ValueError: if a file is damaged or has changed; names it.
+      OSError: if a file cannot be read; names it.
+    """
+    shards, places = self._places(indices)
+    found = np.empty(len(shards), object)
+    call = map if self._pool is None else self._pool.map
+
+    def read(k):
+      rows = np.flatnonzero(shards == k)
+      rows = rows[np.argsort(places[rows])]  # In the order of the file.
+      return rows, self._read(int(k), places[rows].tolist())
+
+    for rows, contents in call(read, np.unique(shards)):
+      for row, content in zip(rows, contents):
+        found[row] = content
+    return found
+
+  def name(self, index: int) -> str:
+    """Names an example for an error message."""
+    [shard], [place] = self._places(np.array([index]))
+    return f'record {place} of {os.path.basename(self.paths[shard])}'
+
+  def _places(self, indices):
+    """Returns the shards of examples, and the number of each in its shard."""
+    shards = np.searchsorted(self._ends, indices, side='right')
+    first = self._ends[shards - 1] * (shards > 0)
+    return shards, indices - first + self._skips[shards]
+
+  def _read(self, shard: int, places: list[int]) -> Sequence[bytes]:
+    """Returns records of a shard by their numbers in it, ascending."""
+
+    def read(path):
+      file = self._files[shard] or self.open_file(path)
+      try:
+        found = self.read_file(file, shard, places)
+      except BaseException:
+        self._files[shard] = None  # Another attempt opens the file anew.
+        raise
+      self._files[shard] = file
+      return found
+
+    return attempted(self.paths[shard], read)
+
+  def open_file(self, path: str):
+    """Opens a file for reading; what it returns is closed when unused."""
+    raise NotImplementedError
+
+  def read_file(self, file, shard: int, places: list[int]) -> Sequence[bytes]:
+    """Returns records of an open file by their numbers in it, ascending."""
+    raise NotImplementedError
+
+
+class ArrayRecordSource(ShardSource):
+  """A split in array_record files.
+
+  Raises:
+    ValueError: if a file is damaged, or has another number of records than
+      dataset_info.json says.
+    OSError: if a file cannot be read.
+  """
+
+  def __init__(self, files, record_bytes: float, reader: parsing.Reader):
+    super().__init__(files, record_bytes, reader)
+    expected = dict(zip(self.paths, (f.examples_in_shard for f in files)))
+    each(lambda path: self._check(path, expected[path]), list(expected))
+
+  def open_file(self, path):
+    """Opens a file, see ShardSource."""
+    with _named(path):
+      return array_record_module.ArrayRecordReader(
+        path,
+        options='readahead_buffer_size:0,max_parallelism:0',
+        file_reader_buffer_size=32768,
+      )
+
+  def read_file(self, file, shard, places):
+    """Returns records of an open file, see ShardSource."""
+    with _named(self.paths[shard]):
+      return file.read(places)
+
+  def _check(self, path, expected):
+    """Checks that a file can be opened and has so many records."""
+
+    def count(path):
+      file = self.open_file(path)
+      found = file.num_records()
+      if found != expected:
+        with _named(path):
+          file.read([0])  # Says why a file that is damaged counts as empty.
+      return found
+
+    found = attempted(path, count)
+    if found != expected:
+      raise wrong_count(path, found, expected)
+
+
+def is_remote(path: str) -> bool:
+  """Returns whether a path has a scheme, such as gs://."""
+  return not reading.is_local(os.fsencode(path))
+
+
+def each(function: Callable, paths: Sequence[str]) -> list:
+  """Returns function(path) of all paths, some at the same time."""
+  with futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool:
+    return list(pool.map(function, paths))
+
+
+def _allow_open_files(count: int):
+  """Raises the limit on open files, if that is needed and possible."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  wanted = soft + count
+  if resource.RLIM_INFINITY not in (soft, hard):
+    wanted = min(wanted, hard)
+  if soft != resource.RLIM_INFINITY and wanted > soft:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def attempted(path: str, function: Callable):
+  """Calls function(path), again after passing storage errors.
+
+  Raises:
+    FileNotFoundError: if there is no such file.
+    OSError: if the file cannot be read.
+  """
+  try:
+    return reading.retried(path, function)
+  except FileNotFoundError as e:
+    raise FileNotFoundError(
+      f"'{path}' is missing, but dataset_info.json counts it: {REMEDY}"
+    ) from e
+
+
+def wrong_count(path: str, found: int, expected: int) -> ValueError:
+  """Returns the error of a file with another number of records than TFDS says."""
+  return ValueError(
+    f"'{path}' has {found:,} records, but dataset_info.json says {expected:,}: "
+    f'{REMEDY}'
+  )
+
+
+@contextlib.contextmanager
+def _named(path):
+  """Turns the errors of array_record into Python's, with the file's name."""
+  try:
+    yield
+  except (RuntimeError, IndexError) as e:
+    reason = reading.first_line(e)
+    if 'No such file' in reason:
+      raise FileNotFoundError(errno.ENOENT, reason) from e
+    if any(word in reason for word in _LASTING):
+      raise ValueError(f"'{path}' is damaged: {reason}: {REMEDY}") from e
+    raise OSError(None, reason) from e

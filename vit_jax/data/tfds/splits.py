@@ -1,0 +1,102 @@
+"""Opens splits of TFDS data sets in array_record and tfrecord files."""
+
+from etils import epath
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core import dataset_info
+
+from vit_jax.data import folder
+from vit_jax.data import records
+from vit_jax.data.tfds import builders
+from vit_jax.data.tfds import parsing
+from vit_jax.data.tfds import registry
+from vit_jax.data.tfds import shards
+from vit_jax.data.tfds import tfrecords
+
+_SOURCES = {
+  tfds.core.FileFormat.ARRAY_RECORD: shards.ArrayRecordSource,
+  tfds.core.FileFormat.TFRECORD: tfrecords.TfRecordSource,
+}
+
+
+def open_split(config, dataset: str, split: str, features) -> records.Source:
+  """Opens a split of a TFDS data set; see vit_jax.data.sources.open_split."""
+  builder = builders.get_builder(config, dataset)
+  info = builder.info
+  available = parsing.features(info)
+  wanted = records.resolve(features, available, f"data set '{info.name}'")
+  reader = parsing.Reader(info, {name: available[name] for name in wanted})
+  source = open_with(builder, dataset, split, reader)
+  source.origin = {'dataset': info.full_name, 'split': split}
+  return source
+
+
+def whole(info, dataset: str, split: str):
+  """Returns a whole split of a TFDS data set, a tfds.core.SplitInfo.
+
+  Raises:
+    ValueError: if there is no such split, or its sizes are no sizes.
+  """
+  path = dataset_info.dataset_info_path(info.data_dir)
+  if split not in info.splits:
+    raise ValueError(
+      f"data set '{dataset}' has no split '{split}': it has "
+      f'{list(info.splits)} (config.pp.train, config.pp.test, '
+      'config.evals, --evaluate)'
+    )
+  found = info.splits[split]
+  if not found.shard_lengths or min(found.shard_lengths) < 0:
+    raise ValueError(
+      f"'{path}' is damaged: the shard_lengths of split '{split}' are "
+      f'{found.shard_lengths!r:.50}: {shards.REMEDY}'
+    )
+  return found
+
+
+def open_with(
+  builder, dataset: str, split: str, reader: parsing.Reader
+) -> records.Source:
+  """Opens a split of a prepared TFDS data set.
+
+  Args:
+    builder: the builder of the data set.
+    dataset: name of the data set for messages.
+    split: a split in the notation of TFDS.
+    reader: parser of the records.
+  """
+  info = builder.info
+  bases = []
+  for base, instruction in folder.parts(split):
+    bases.append(whole(info, dataset, base))
+    folder.bounds(bases[-1], instruction)
+  if registry.has_array_records(info):
+    info.set_file_format(
+      tfds.core.FileFormat.ARRAY_RECORD,
+      override=True,
+      override_if_initialized=True,
+    )
+  if info.file_format not in _SOURCES:
+    raise ValueError(
+      f"dataset='{dataset}' is stored as {info.file_format.value} files, which "
+      f'are not read: run python -m vit_jax.data.tfds.convert {dataset} '
+      '(config.dataset)'
+    )
+  try:
+    files = info.splits[split].file_instructions
+  except (ValueError, KeyError) as e:
+    path = dataset_info.dataset_info_path(info.data_dir)
+    raise ValueError(f"'{path}' is damaged: {e}: {shards.REMEDY}") from e
+  return _SOURCES[info.file_format](files, _record_bytes(bases, files), reader)
+
+
+def _record_bytes(splits, files) -> float:
+  """Returns the mean size of a record in bytes.
+
+  Args:
+    splits: the whole splits that a slice is taken from.
+    files: files of the slice.
+  """
+  size = sum(split.num_bytes for split in splits)
+  if size:
+    return size / sum(split.num_examples for split in splits)
+  file = files[0]  # The data set does not tell: estimate from the first file.
+  return epath.Path(file.filename).stat().length / file.examples_in_shard

@@ -1,0 +1,189 @@
+"""The 19 tasks of VTAB-1k (arXiv 1910.04867) as data sets 'vtab/<task>'.
+
+Each task is a TFDS data set with a label, and with these splits:
+
+train800         the first 800 training examples
+val200           200 other examples, on which to choose settings
+train800val200   both together, to train on for the score
+test             all test images
+
+The data set 'vtab/clevr_count' can be used like any other, for example in
+--config.dataset. vtab_tasks.TASKS lists the tasks.
+"""
+
+import importlib.util
+
+import tensorflow as tf
+
+from vit_jax.data import folder
+from vit_jax.data import records
+from vit_jax.data.tfds import builders
+from vit_jax.data.tfds import parsing
+from vit_jax.data.tfds import splits
+from vit_jax.data.tfds import vtab_tasks
+from vit_jax.distributed import processes
+
+
+class Reader(parsing.Reader):
+  """Reads the image and the label of a task.
+
+  Args:
+    info: the builder's tfds.core.DatasetInfo.
+    task: the task.
+    wanted: those of 'image' and 'label' that are wanted.
+  """
+
+  def __init__(self, info, task: vtab_tasks.Task, wanted=('image', 'label')):
+    self._task = task
+    available = parsing.features(info)
+    reads = [name for name in ('image',) if name in wanted]
+    reads += task.label.reads if 'label' in wanted else ()
+    super().__init__(info, {name: available[name] for name in reads})
+    self.features = tuple(wanted)
+    names = task.label.class_names or self.names.get('label')
+    self.names = {'label': names} if 'label' in wanted else {}
+
+  def finish(self, batch: dict) -> dict:
+    """Computes the labels of a batch, and scales the pixels of its images."""
+    batch = super().finish(batch)
+    label = self._task.label
+    found = {}
+    for name in self.features:
+      if name == 'image':
+        found[name] = self._scaled(batch[name])
+      else:
+        classes = label.compute(*(batch[read] for read in label.reads))
+        found[name] = tf.reshape(tf.cast(classes, tf.int64), [-1, 1])
+    return found
+
+  def _scaled(self, encoded):
+    """Multiplies the pixels of encoded images, strings [b]."""
+    scale = self._task.pixel_scale
+    if scale == 1:
+      return encoded
+    return tf.map_fn(
+      lambda image: tf.io.encode_png(tf.io.decode_png(image) * scale), encoded
+    )
+
+
+def tfds_split(info, dataset: str, split: str) -> str:
+  """Returns a split of a task in the notation of TFDS.
+
+  Args:
+    info: the tfds.core.DatasetInfo of the prepared data set.
+    dataset: name of the task for messages.
+    split: 'train800', 'val200', 'train800val200', 'test', or a sum of these.
+
+  Raises:
+    ValueError: if there is no such split, or too few examples for it.
+  """
+  train, val, test = vtab_tasks.find_task(dataset).splits
+  train800 = [(train, 800)]
+  val200 = [(val, 200)]
+  known = {
+    'train800': train800,
+    'val200': val200,
+    'train800val200': train800 + val200,
+    'test': [(test, None)],
+  }
+  found = []
+  for part in split.split('+'):
+    if part.strip() not in known:
+      raise ValueError(
+        f"data set '{dataset}' has no split '{part.strip()}': it has "
+        f'{list(known)}, which cannot be cut (config.pp.train, config.pp.test, '
+        'config.evals, --evaluate)'
+      )
+    found += known[part.strip()]
+  return '+'.join(_first(info, dataset, *part) for part in found)
+
+
+def _first(info, dataset, split, count) -> str:
+  """Returns the first examples of a split, or all, in the notation of TFDS."""
+  [(base, instruction)] = folder.parts(split)
+  whole = splits.whole(info, dataset, base)
+  if count is None:
+    return split
+  begin, end = folder.bounds(whole, instruction)
+  if end - begin < count:
+    raise ValueError(
+      f"data set '{dataset}': split '{split}' of '{info.full_name}' has "
+      f'{end - begin} examples, {count} are needed: the data set is not whole, '
+      f'prepare it again in another folder (config.tfds_data_dir)'
+    )
+  return f'{base}[{begin}:{begin + count}]'
+
+
+def open_split(config, dataset: str, split: str, features) -> records.Source:
+  """Opens a split of a task; see vit_jax.data.sources.open_split."""
+  task = vtab_tasks.find_task(dataset)
+  wanted = records.resolve(
+    features, ('image', 'label'), f"data set '{dataset}'"
+  )
+  builder = builders.get_builder(config, task.dataset)
+  info = builder.info
+  chosen = tfds_split(info, dataset, split)
+  reader = Reader(info, task, wanted)
+  source = splits.open_with(builder, dataset, chosen, reader)
+  source.origin = {
+    'dataset': f'{dataset} of {info.full_name}', 'split': chosen
+  }  # fmt: skip
+  return source
+
+
+def planned_size(config, dataset: str) -> tuple[int, int]:
+  """Returns the numbers of training examples and of classes; needs no data.
+
+  Args:
+    config: reads `pp.train`, `tfds_data_dir`.
+    dataset: name of the task, 'vtab/<task>'.
+  """
+  task = vtab_tasks.find_task(dataset)
+  info = builders.find_builder(config, task.dataset).info
+  examples = {'train800': 800, 'val200': 200}.get(config.pp.train, 1000)
+  return examples, len(Reader(info, task).names['label'])
+
+
+def missing(config, dataset: str) -> str:
+  """Describes how to get the data of a task; '' if they are on this machine.
+
+  Args:
+    config: reads `tfds_data_dir`, `tfds_manual_dir`.
+    dataset: name of the task, 'vtab/<task>'.
+  """
+  task = vtab_tasks.find_task(dataset)
+  builder = builders.find_builder(config, task.dataset)
+  if builder.info.splits:
+    return ''
+  how = f'{builders.how_to_get(config, builder)} {_lacking(task)}'.strip()
+  return f"'{task.dataset}' is not in {builder.data_dir}: {how}"
+
+
+def prepare(config, dataset: str):
+  """Downloads the data of a task, if they are missing and TFDS can.
+
+  Args:
+    config: reads `tfds_data_dir`, `tfds_manual_dir`.
+    dataset: name of the task, 'vtab/<task>'.
+
+  Raises:
+    ValueError: if that fails.
+  """
+  task = vtab_tasks.find_task(dataset)
+
+  def check():  # Otherwise TFDS would find out after the download.
+    if _lacking(task):
+      raise ValueError(
+        f"data set '{task.dataset}' cannot be prepared: {_lacking(task)}"
+      )
+
+  processes.attempt(f"checking the packages for '{task.dataset}'", check)
+  builders.get_builder(config, task.dataset)
+
+
+def _lacking(task) -> str:
+  """Names the package that TFDS needs to prepare the data, if it is missing."""
+  if not task.module or importlib.util.find_spec(task.module):
+    return ''
+  package = builders.PACKAGES[task.module]
+  return f'To prepare it, TFDS needs `pip install {package}`.'

@@ -1,0 +1,203 @@
+"""The 19 tasks of VTAB-1k (arXiv 1910.04867), as a table, and their labels."""
+
+from collections.abc import Callable
+import difflib
+import itertools
+import math
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from vit_jax.data.tfds import registry
+
+GROUPS = ('natural', 'specialised', 'structured')
+
+
+class Label(NamedTuple):
+  """The label of a task.
+
+  Attributes:
+    reads: names of the features of the data set that it is computed from.
+    class_names: names of the classes; None: those of the only feature.
+    compute: function from these features of b examples, [b] or ragged [b, n,
+      ...], to the numbers of the classes, [b].
+  """
+
+  reads: tuple[str, ...] = ('label',)
+  class_names: tuple[str, ...] | None = None
+  compute: Callable = tf.identity
+
+
+class Task(NamedTuple):
+  """A task.
+
+  Attributes:
+    title: name in the tables of papers.
+    group: one of GROUPS.
+    dataset: name of the TFDS data set.
+    splits: splits of the data set whose first examples are `train800` and
+      `val200`, and the split that is `test`.
+    label: the label.
+    pixel_scale: factor on the values of the pixels.
+    module: Python module that TFDS needs to prepare the data set, or ''.
+  """
+
+  title: str
+  group: str
+  dataset: str
+  splits: tuple[str, str, str]
+  label: Label = Label()
+  pixel_scale: int = 1
+  module: str = ''
+
+
+def _ranges(edges, unit) -> tuple[str, ...]:
+  """Names the ranges between ascending numbers, and below and above them."""
+  inner = (f'{a:g} to {b:g}{unit}' for a, b in itertools.pairwise(edges))
+  return (f'up to {edges[0]:g}{unit}', *inner, f'over {edges[-1]:g}{unit}')
+
+
+def _place(values, edges):
+  """Counts the edges below each value: float [b] -> int64 [b]."""
+  edges = tf.constant(edges, tf.float32)
+  return tf.searchsorted(edges, values, side='left', out_type=tf.int64)
+
+
+def _named(feature, class_names) -> Label:
+  """Returns the label that is a feature, with other names for its classes."""
+  return Label((feature,), tuple(class_names))
+
+
+def _binned(feature, classes, last, unit) -> Label:
+  """Returns a label of 16 ranges of equally many, or nearly as many, classes.
+
+  Args:
+    feature: name of a class label.
+    classes: number of its classes.
+    last: value of the last class; that of the first is 0.
+    unit: unit of the values.
+  """
+  starts = [math.ceil(i * classes / 16) for i in range(17)]
+  names = tuple(
+    f'{last * a / (classes - 1):.3g} to {last * (b - 1) / (classes - 1):.3g}{unit}'
+    for a, b in itertools.pairwise(starts)
+  )
+  return Label((feature,), names, lambda label: label * 16 // classes)
+
+
+_CLEVR_DEPTHS = (8.0, 8.5, 9.0, 9.5, 10.0)
+_KITTI_METRES = (8.0, 20.0, 999.0)
+# The first three types of objects of KITTI are Car, Van and Truck.
+_VEHICLES = 3
+
+
+def _clevr_count(sizes):
+  """Counts the objects, from 3 to 10: ragged [b, n] -> [b]."""
+  return sizes.row_lengths() - 3
+
+
+def _clevr_distance(coordinates):
+  """Places the depth of the nearest object: ragged [b, n, 3] -> [b]."""
+  depths = coordinates.to_tensor(math.inf)[..., 2]
+  return _place(tf.reduce_min(depths, axis=1), _CLEVR_DEPTHS)
+
+
+def _kitti_distance(types, locations):
+  """Places the depth of the nearest vehicle: ragged [b, n], [b, n, 3] -> [b]."""
+  is_vehicle = types.to_tensor(_VEHICLES) < _VEHICLES
+  depths = locations.to_tensor(math.inf)[..., 2]
+  nearest = tf.reduce_min(tf.where(is_vehicle, depths, math.inf), axis=1)
+  return _place(nearest, _KITTI_METRES)
+
+
+_TENTH = ('train', 'train[90%:]', 'test')
+_FIFTH = ('train', 'train[80%:]', 'test')  # Published for Pets alone.
+_OFFICIAL = ('train', 'validation', 'test')
+_FIFTHS = ('train', 'train[60%:80%]', 'train[80%:]')
+_CLEVR = ('train', 'train[90%:]', 'validation')
+_DSPRITES = ('train', 'train[80%:90%]', 'train[90%:]')
+_SMALLNORB = ('train', 'test[:50%]', 'test[50%:]')
+_GRADES = ('none', 'mild', 'moderate', 'severe', 'proliferative')
+
+TASKS: dict[str, Task] = {
+  'caltech101': Task('Caltech101', 'natural', 'caltech101', _TENTH),
+  'cifar100': Task('CIFAR-100', 'natural', 'cifar100', _TENTH),
+  'dtd': Task('DTD', 'natural', 'dtd', _OFFICIAL),
+  'oxford_flowers102': Task(
+    'Flowers102', 'natural', 'oxford_flowers102', _OFFICIAL
+  ),
+  'oxford_iiit_pet': Task('Pets', 'natural', 'oxford_iiit_pet', _FIFTH),
+  'sun397': Task(
+    'Sun397', 'natural', 'sun397/tfds', _OFFICIAL, module='cv2'
+  ),
+  'svhn': Task('SVHN', 'natural', 'svhn_cropped', _TENTH),
+  'patch_camelyon': Task(
+    'Camelyon', 'specialised', 'patch_camelyon', _OFFICIAL,
+    _named('label', ('no tumour', 'tumour')),
+  ),
+  'eurosat': Task('EuroSAT', 'specialised', 'eurosat/rgb', _FIFTHS),
+  'resisc45': Task('Resisc45', 'specialised', 'resisc45', _FIFTHS),
+  'diabetic_retinopathy': Task(
+    'Retinopathy', 'specialised',
+    'diabetic_retinopathy_detection/btgraham-300', _OFFICIAL,
+    _named('label', _GRADES), module='cv2',
+  ),
+  'clevr_count': Task(
+    'Clevr-Count', 'structured', 'clevr', _CLEVR,
+    Label(
+      ('objects/size',), tuple(f'{n} objects' for n in range(3, 11)),
+      _clevr_count,
+    ),
+  ),
+  'clevr_distance': Task(
+    'Clevr-Dist', 'structured', 'clevr', _CLEVR,
+    Label(
+      ('objects/pixel_coords',), _ranges(_CLEVR_DEPTHS, ''), _clevr_distance
+    ),
+  ),
+  'dmlab': Task('DMLab', 'structured', 'dmlab', _OFFICIAL),
+  'dsprites_x_position': Task(
+    'dSpr-Loc', 'structured', 'dsprites', _DSPRITES,
+    _binned('label_x_position', 32, 1, ' of the width'), 255,
+  ),
+  'dsprites_orientation': Task(
+    'dSpr-Ori', 'structured', 'dsprites', _DSPRITES,
+    _binned('label_orientation', 40, 360, ' degrees'), 255,
+  ),
+  'kitti_distance': Task(
+    'KITTI-Dist', 'structured', 'kitti', _OFFICIAL,
+    Label(
+      ('objects/type', 'objects/location'),
+      (*_ranges(_KITTI_METRES[:2], ' m'), 'no vehicle'), _kitti_distance,
+    ), module='cv2',
+  ),
+  'smallnorb_azimuth': Task(
+    'sNORB-Azim', 'structured', 'smallnorb', _SMALLNORB,
+    _named('label_azimuth', [f'{20 * i} degrees' for i in range(18)]),
+  ),
+  'smallnorb_elevation': Task(
+    'sNORB-Elev', 'structured', 'smallnorb', _SMALLNORB,
+    _named('label_elevation', [f'{30 + 5 * i} degrees' for i in range(9)]),
+  ),
+}  # fmt: skip
+
+
+def find_task(dataset: str, key: str = 'dataset') -> Task:
+  """Returns the task of a data set 'vtab/<task>'.
+
+  Args:
+    dataset: the name, with or without 'vtab/'.
+    key: key of the config that has the name, for the message.
+
+  Raises:
+    ValueError: if there is no such task.
+  """
+  name = dataset.removeprefix(registry.VTAB)
+  if name not in TASKS:
+    near = difflib.get_close_matches(name, TASKS, n=1)
+    hint = f"did you mean '{registry.VTAB}{near[0]}'? " if near else ''
+    raise ValueError(
+      f"{key}='{dataset}' is no task of VTAB: {hint}The tasks are "
+      f'{", ".join(TASKS)} (config.{key})'
+    )
+  return TASKS[name]

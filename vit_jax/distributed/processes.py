@@ -1,0 +1,306 @@
+"""Communication between the processes of a run, host to host.
+
+All functions use the coordination service of `jax.distributed`, which runs in
+process 0. It needs no device, has deadlines, and errors name the missing
+process. All processes must make the same calls in the same order; a different
+call is an error on all of them. With a single process nothing is sent.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import itertools
+import json
+import os
+import re
+import time
+from typing import Any
+
+import jax
+
+from vit_jax import cli
+from vit_jax.distributed import liveness
+
+# Seconds that a process waits for the others; work of process 0 for all, such
+# as listing a folder, may take longer.
+DEADLINE = float(os.environ.get('VIT_JAX_DEADLINE', 600))
+_WORK_DEADLINE = 12 * DEADLINE
+_GIVEN_UP = 'vit_jax/given_up/'
+# Types of errors that are raised again as such on the other processes.
+_TYPES = (ValueError, FileNotFoundError, TimeoutError, OSError)
+
+_calls = itertools.count()
+_meetings = itertools.count()
+_met: list[str] = []
+
+
+def initialize(*args, **kwargs):
+  """Connects the processes of a run; see jax.distributed.initialize.
+
+  If another process is lost later, this process names it and exits with the
+  status of SIGTERM. Outside of `liveness.listens_for_sigterm`, SIGTERM ends the
+  process at once.
+
+  Args:
+    *args: for jax.distributed.initialize.
+    **kwargs: likewise.
+  """
+  liveness.connect(*args, **kwargs)
+  if jax.process_count() > 1:
+    liveness.set_hosts(
+      gather('telling each other their hosts', liveness.here())
+    )
+
+
+def connect(
+  distributed: bool = True,
+  coordinator: str | None = None,
+  num_processes: int | None = None,
+  process_id: int | None = None,
+):
+  """Connects the processes of a run, if there are several.
+
+  Args:
+    distributed: whether to look for the other hosts of a TPU pod or a SLURM
+      job.
+    coordinator: HOST:PORT of process 0, where the hosts are not found.
+    num_processes: with `coordinator`, the number of processes.
+    process_id: with `coordinator`, the number of this process.
+
+  Raises:
+    ValueError: if only some of the last three are given, or wrong ones.
+  """
+  given = (coordinator, num_processes, process_id)
+  if any(value is not None for value in given):
+    _check(*given)
+    initialize(*given)
+    return
+  if not distributed:
+    return
+  try:
+    initialize()
+  except ValueError as e:
+    # JAX raises this error if it finds no cluster: the run has one process. Any
+    # other error is due to a cluster, whose hosts must not train separately.
+    if 'coordinator_address' not in str(e):
+      raise
+
+
+def _check(coordinator, num_processes, process_id):
+  """Checks the flags that name a coordinator; raises ValueError."""
+  if None in (coordinator, num_processes, process_id):
+    raise ValueError(
+      '--coordinator, --num_processes and --process_id must be given together'
+    )
+  host, _, port = coordinator.rpartition(':')
+  if (
+    not host
+    or not re.fullmatch('[0-9]{1,5}', port)
+    or int(port) > 65535
+    or not int(port)
+  ):
+    raise ValueError(
+      f"coordinator='{coordinator}' must be HOST:PORT of process 0, with a port "
+      'from 1 to 65535, such as host0:1234 (--coordinator)'
+    )
+  if not 0 <= process_id < num_processes:
+    raise ValueError(
+      f'process_id={process_id} must be from 0 to {num_processes - 1}, for '
+      f'--num_processes={num_processes} (--process_id)'
+    )
+
+
+def gather(what: str, value, deadline: float = DEADLINE) -> list:
+  """Returns the values of all processes, in the order of the processes.
+
+  Args:
+    what: what is being done, such as 'reading the index'; used in errors.
+    value: a value for JSON, some kilobytes at most.
+    deadline: seconds to wait.
+
+  Raises:
+    Lost: if a process has ended.
+    TimeoutError: if a process does not call within the deadline.
+    RuntimeError: if a process makes another call.
+  """
+  if jax.process_count() == 1:
+    return [json.loads(json.dumps(value))]
+  liveness.watch.doing = what
+  client, me, call = liveness.client(), jax.process_index(), next(_calls)
+  content = json.dumps({'what': what, 'value': value})
+  client.key_value_set(f'vit_jax/{call}/{me}', content)
+  end = time.monotonic() + deadline
+  values = []
+  for process in range(jax.process_count()):
+    theirs = json.loads(_receive(call, process, what, end))
+    if theirs['what'] != what:
+      raise RuntimeError(
+        f'the processes do not do the same: {liveness.name(process)} is at '
+        f"'{theirs['what']}', {liveness.name(me)} at '{what}'; start all with the "
+        'same command, versions and files'
+      )
+    values.append(theirs['value'])
+  if call:
+    # All processes have begun this call, so all have finished the previous one.
+    client.key_value_delete(f'vit_jax/{call - 1}/{me}')
+  return values
+
+
+def from_first(what: str, make: Callable[[], Any]):
+  """Returns the result of process 0 on all processes.
+
+  Args:
+    what: see gather.
+    make: function that process 0 alone calls; returns a value for JSON.
+
+  Raises:
+    the error of `make`, on all processes; see also gather.
+  """
+  return attempt(what, make if jax.process_index() == 0 else lambda: None)[0]
+
+
+def attempt(what: str, function: Callable[[], Any]) -> list:
+  """Calls a function on every process; if one fails, all processes raise.
+
+  Args:
+    what: see gather.
+    function: returns a value for JSON; must not wait for other processes.
+
+  Returns:
+    Its results on every process, in the order of the processes.
+
+  Raises:
+    The error of this process, or else that of the first process with an error,
+    including its name. That error has the same type if it is a ValueError or an
+    OSError, else it is a RuntimeError. See also gather.
+  """
+  error, value = None, None
+  try:
+    value = function()
+  except Exception as e:  # pylint: disable=broad-except
+    error = e
+  if jax.process_count() == 1:
+    if error is not None:
+      raise error
+    return [json.loads(json.dumps(value))]
+  kind = next((t.__name__ for t in _TYPES if isinstance(error, t)), None)
+  told = None if error is None else [kind, str(error) or type(error).__name__]
+  answers = gather(what, [value, told], _WORK_DEADLINE)
+  if error is not None:
+    raise _together(error)
+  types = {t.__name__: t for t in _TYPES}
+  for process, (_, failed) in enumerate(answers):
+    if failed:
+      kind = types.get(failed[0], RuntimeError)
+      raise _together(kind(f'{liveness.name(process)}: {failed[1]}'))
+  return [value for value, _ in answers]
+
+
+def agree(what: str, facts: Mapping[str, Any]):
+  """Checks that all processes have the same facts.
+
+  Args:
+    what: subject of the facts, such as 'the data'.
+    facts: short values for JSON, by name.
+
+  Raises:
+    ValueError: the same on all processes; lists the differences. See also
+      gather.
+  """
+  everywhere = gather(f'comparing {what}', dict(facts))
+  differing = []
+  for key in dict.fromkeys(k for found in everywhere for k in found):
+    values = {}
+    for process, found in enumerate(everywhere):
+      values.setdefault(json.dumps(found.get(key)), []).append(process)
+    if len(values) > 1:
+      differing.append(
+        f'  {key}: '
+        + '; '.join(
+          f'{value[:200]} on {liveness.name(which[0])}'
+          + (f' and {len(which) - 1} more' if len(which) > 1 else '')
+          for value, which in values.items()
+        )
+      )
+  if differing:
+    raise _together(
+      ValueError(
+        f'the processes of this run differ in {what}:\n'
+        + '\n'.join(differing)
+        + '\nGive all of them the same command and the same files'
+      )
+    )
+
+
+def is_common(error: Exception) -> bool:
+  """Returns whether all processes have raised an error, at the same call."""
+  return jax.process_count() == 1 or hasattr(error, '_raised_together')
+
+
+def _together(error: Exception) -> Exception:
+  """Marks an error that all processes raise, for `is_common`."""
+  error._raised_together = True  # pylint: disable=protected-access
+  return error
+
+
+def barrier(what: str):
+  """Waits until all processes call it; see gather."""
+  gather(what, None)
+
+
+def give_up(why: str):
+  """Makes threads of other processes that wait in `meet` stop waiting."""
+  if jax.process_count() > 1:
+    liveness.client().key_value_set(
+      f'{_GIVEN_UP}{jax.process_index()}', why, allow_overwrite=True
+    )
+
+
+def meet(what: str, deadline: float):
+  """Waits until all processes call it; for threads other than the main one.
+
+  Args:
+    what: what is being done. All processes meet in the same order.
+    deadline: seconds to wait.
+
+  Raises:
+    OSError: if a process has given up.
+    TimeoutError: if a process does not come within the deadline.
+  """
+  client, me = liveness.client(), jax.process_index()
+  own = f'vit_jax/meet/{next(_meetings)}/'
+  client.key_value_set(f'{own}{me}', '')
+  end, pause = time.monotonic() + deadline, 0.01
+  while len(client.key_value_dir_get(own)) < jax.process_count():
+    for path, why in client.key_value_dir_get(_GIVEN_UP):
+      raise OSError(f'{liveness.name(int(path.rsplit("/", 1)[1]))}: {why}')
+    if time.monotonic() > end:
+      raise TimeoutError(f'not all processes came to {what} in time')
+    time.sleep(pause)
+    pause = min(1.5 * pause, 1)
+  _met.append(f'{own}{me}')
+  if len(_met) > 2:  # All processes have left the meeting before the last.
+    client.key_value_delete(_met.pop(0))
+
+
+def _receive(call, process, what, end):
+  """Returns the value that a process set for a call."""
+  key, said = f'vit_jax/{call}/{process}', time.monotonic() + 30
+  while True:
+    try:
+      # Waits are short, so that Python handles signals between them.
+      return liveness.client().blocking_key_value_get(key, 1000)
+    except Exception as e:  # pylint: disable=broad-except
+      if 'DEADLINE_EXCEEDED' not in str(e):
+        raise liveness.Lost(f'{liveness.name(0)} is gone') from e
+    if liveness.watch.has_left(process):
+      raise liveness.Lost(liveness.watch.farewell(process))
+    now = time.monotonic()
+    if now > said:
+      said = now + 60
+      cli.say(f'Waiting for {liveness.name(process)}, at {what} ...')
+    if now > end:
+      raise TimeoutError(
+        f'{liveness.name(process)} did not come within the deadline, at {what}; it is at '
+        f'{liveness.watch.place(process)}. Check that process; the environment '
+        'variable VIT_JAX_DEADLINE=SECONDS sets a longer deadline'
+      )

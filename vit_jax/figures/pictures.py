@@ -1,0 +1,182 @@
+"""Draws images and predictions for TensorBoard during training.
+
+The task draws the images of a batch (vit_jax/tasks/base.py: draw_training,
+draw_evaluation). This module draws attention maps of any Vision Transformer.
+"""
+
+import copy
+import functools
+
+from absl import logging
+import jax
+import numpy as np
+
+from vit_jax import input_pipeline
+from vit_jax.distributed import sharding
+from vit_jax.figures import attention
+from vit_jax.figures import captions
+from vit_jax.learning import state as state_lib
+
+
+class Pictures:
+  """Draws the first images of training batches and of an evaluation split.
+
+  All processes must call each method in the same order; the first process
+  draws.
+
+  Args:
+    task: has `config`, `example`, `augment`, `drawn_outputs`, `draw_training`
+      and `draw_evaluation`, see vit_jax.tasks.base.Task.
+    mesh: the mesh.
+    source: the evaluation split.
+
+  Raises:
+    ValueError: if `config.log_attention` is set and the model has no attention.
+  """
+
+  def __init__(self, task, mesh, source):
+    self._grid = _attention_grid(task) if task.config.log_attention else None
+    self._task = task
+    self._mesh = mesh
+    self._source = source
+    self._count = task.config.log_images
+    self._batch = None  # First images of the split, read on first use.
+    whole = sharding.replicated(mesh)
+    self._augmented = jax.jit(self._augment, out_shardings=whole)
+    self._outputs = jax.jit(self._compute, out_shardings=whole)
+
+  def training(self, batch, step: int) -> dict[str, np.ndarray]:
+    """Draws the first rows of a training batch as the model sees them.
+
+    Args:
+      batch: arrays [B, ...], before `augment`.
+      step: number of updates made before that of this batch.
+
+    Returns:
+      uint8 [height, width, 3] by name; {} on all processes but the first, and
+      if `config.log_images` is 0.
+    """
+    if not self._count:
+      return {}
+    with jax.set_mesh(self._mesh):
+      rows = jax.device_get(self._augmented(batch, np.int32(step)))
+    if jax.process_index():
+      return {}
+    return _attempt(lambda: self._task.draw_training(rows))
+
+  def evaluation(self, params, extra) -> dict[str, np.ndarray]:
+    """Draws the first images of the split with the model's predictions.
+
+    Args:
+      params: the parameters.
+      extra: other state of the task.
+
+    Returns:
+      See `training`.
+    """
+    if not self._count:
+      return {}
+    if self._batch is None:
+      self._batch = self._first_images()
+    with jax.set_mesh(self._mesh):
+      found = jax.device_get(self._outputs(params, extra, self._batch))
+    if jax.process_index():
+      return {}
+    real = found[0]['mask'] > 0
+    batch, outputs, weights = jax.tree.map(lambda x: x[real], found)
+
+    def draw():
+      drawn = self._task.draw_evaluation(batch, outputs)
+      if self._grid is None:
+        return drawn
+      picture = draw_attention(batch['image'], weights, self._grid)
+      return {**drawn, 'attention': picture}
+
+    return _attempt(draw)
+
+  def _augment(self, batch, step):
+    rng = state_lib.step_key(self._task.config.seed, step)
+    batch = state_lib.augment(self._task, batch, rng)
+    return jax.tree.map(lambda x: x[: self._count], batch)
+
+  def _compute(self, params, extra, batch):
+    task, weights = self._task, []
+    outputs = task.drawn_outputs(params, extra, batch)
+    if self._grid is not None:
+      weights, _ = attention.forward(task.model, params, batch['image'])
+      # The maps show the mean over heads; keeping each head takes much memory.
+      weights = [w.mean(axis=1, keepdims=True) for w in weights]
+    return jax.tree.map(lambda x: x[: self._count], (batch, outputs, weights))
+
+  def _first_images(self):
+    """Returns a batch of at least `log_images` rows that the devices divide."""
+    config, shards = self._task.config, sharding.batch_shards(self._mesh)
+    config = copy.deepcopy(config)
+    config.update(batch_eval=-(-self._count // shards) * shards, prefetch=1)
+    batches = input_pipeline.eval_batches(
+      config, self._source, self._task.example, self._mesh
+    )
+    return next(batches)
+
+
+def _attempt(draw) -> dict[str, np.ndarray]:
+  """Returns what `draw` returns; {} and a warning if that fails.
+
+  A picture that cannot be drawn must not end a run of days.
+  """
+  try:
+    return draw()
+  except Exception as e:  # pylint: disable=broad-except
+    logging.warning('pictures cannot be drawn: %s: %s', type(e).__name__, e)
+    return {}
+
+
+def _attention_grid(task) -> tuple[int, int]:
+  """Returns the number of patches (down, across) of the model's attention maps.
+
+  Raises:
+    ValueError: if the task's model has no attention weights.
+  """
+  params, _ = jax.eval_shape(task.init, jax.random.key(0))
+  images = task.image_spec(1)
+  try:
+    grid = attention.patch_grid(task.model, params, images)
+    forward = functools.partial(attention.forward, task.model)
+    jax.eval_shape(forward, params, images)
+  except ValueError as e:
+    raise ValueError(
+      f'log_attention=True is not possible: {e}; or set '
+      '--config.log_attention=False'
+    ) from e
+  return grid
+
+
+def draw_attention(images, weights, grid) -> np.ndarray:
+  """Draws images, the attention maps of the last layer, and attention rollout.
+
+  Args:
+    images: float32 [B, H, W, C] in [-1, 1].
+    weights: attention weights of each layer, L arrays float32 [B, K, N, N].
+    grid: number of patches (down, across).
+
+  Returns:
+    uint8 [height, width, 3]: two images per row, each followed by its two maps.
+    The patch of the largest value is yellow, and the caption gives its share of
+    the attention in percent.
+  """
+  found = attention.Attention(
+    weights, None, grid, before=weights[0].shape[-1] - grid[0] * grid[1]
+  )
+  columns = [captions.to_pixels(images)]
+  texts = [[''] * len(images)]
+  for maps in (attention.maps(found)[-1], attention.rollout_maps(found)):
+    columns.append(captions.heat(maps, images.shape[1:3]))
+    texts.append([f'yellow: {100 * m.max():.1f} %' for m in maps])
+  pixels = np.stack(columns, axis=1)  # [B, 3, H, W, 3]
+  return captions.grid(
+    pixels.reshape(-1, *pixels.shape[2:]),
+    [captions.Caption(text) for row in zip(*texts) for text in row],
+    columns=2 * len(columns),
+    titles=2 * ('image', 'last layer', 'rollout'),
+    most=captions.MOST,
+  )

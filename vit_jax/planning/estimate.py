@@ -1,0 +1,284 @@
+"""Compiles a training step for TPUs and estimates its time and memory.
+
+No TPU is needed, only its compiler. For each operation the compiler estimates
+the time of the arithmetic and that of the memory traffic; the longer one
+counts, and a program takes the sum over its operations. The compiler leaves out
+the network, which is estimated here on its own, and counts the body of a loop
+once. Loops over micro-batches and layers are therefore added here in full; in
+loops that the compiler made itself, only the matrix products are.
+"""
+
+from collections.abc import Callable
+import copy
+import math
+import re
+import time
+from typing import Any
+from typing import NamedTuple
+
+import jax
+
+from vit_jax import cli
+from vit_jax.configs import models as model_configs
+from vit_jax.distributed import sharding
+from vit_jax.planning import flops
+from vit_jax.planning import topology
+
+_COLLECTIVES = (
+  'all-reduce',
+  'all-gather',
+  'reduce-scatter',
+  'all-to-all',
+  'collective-permute',
+)
+# An operation that rearranges memory on v5e and newer; its time is not
+# estimated.
+_UNKNOWN = 'custom_call_target="ConcatBitcast"'
+_SIZES = {'f32': 4, 's32': 4, 'u32': 4, 'bf16': 2, 'f16': 2, 'pred': 1}
+
+
+class Lowered(NamedTuple):
+  """A program ready to be compiled.
+
+  Attributes:
+    update: jax.stages.Lowered of the whole update.
+    loops: (times, jax.stages.Lowered) pairs: programs whose costs are added to
+      those of `update`, each so many times.
+    abstract: TrainState of shapes and shardings.
+    flops: FLOPs of the matrix products of one update, over all devices.
+  """
+
+  update: jax.stages.Lowered
+  loops: list[tuple[int, jax.stages.Lowered]]
+  abstract: Any
+  flops: int
+
+
+def lower(config, make_program: Callable, devices) -> Lowered:
+  """Lowers the training update for the devices of a topology.
+
+  Args:
+    config: a training's, with `total_steps` and `warmup_steps` as numbers.
+    make_program: function (config, mesh) -> vit_jax.train.Program.
+    devices: devices of a topology, of which none needs to exist.
+
+  Raises:
+    ValueError: if the config does not fit the devices, as in training.
+  """
+  mesh = sharding.make_mesh(config.mesh, devices)
+
+  def split(batch):
+    rows = sharding.batch_sharding(mesh)
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch
+    )
+
+  def gradient(num_layers=None):
+    """Lowers the gradient of a micro-batch; `num_layers` replaces the depth."""
+    part = copy.deepcopy(config)
+    if num_layers:
+      layers = model_configs.layers_of(part.model)
+      layers.update(num_layers=num_layers, scan=False)
+    program = make_program(part, mesh)
+    task, abstract = program.task, program.abstract
+    params = abstract.params
+
+    def total(params, extra, batch):
+      (total, _), metrics = program.loss(
+        params, extra, batch, jax.random.key(0), step=0
+      )
+      return total, metrics
+
+    function = jax.jit(
+      jax.value_and_grad(total, has_aux=True),
+      out_shardings=(None, jax.tree.map(lambda x: x.sharding, params)),
+    )
+    batch = task.batch_spec(config.batch // config.accum_steps)
+    with jax.set_mesh(mesh):
+      batch = jax.eval_shape(
+        lambda batch: task.augment(batch, jax.random.key(0)), batch
+      )
+      return function.lower(params, abstract.extra, split(batch))
+
+  loops = []
+  if config.accum_steps > 1:
+    loops.append((config.accum_steps - 1, gradient()))
+  layers = model_configs.layers_of(config.model)
+  if layers.get('scan'):
+    # The difference between three layers and two is the cost of one. The last
+    # layer stands outside the loop, and the compiler counts one layer inside
+    # it.
+    times = config.accum_steps * (layers.num_layers - 2)
+    loops += [(times, gradient(3)), (-times, gradient(2))]
+  program = make_program(config, mesh)
+  batch = split(program.task.batch_spec(config.batch))
+  with jax.set_mesh(mesh):
+    traced = program.jit_update().trace(program.abstract, batch)
+    return Lowered(
+      traced.lower(), loops, program.abstract, flops.count_flops(traced.jaxpr)
+    )
+
+
+def collectives(hlo: str) -> dict[str, dict]:
+  """Counts the collectives of a compiled program, by kind.
+
+  Args:
+    hlo: text of the compiled program.
+
+  Returns:
+    kind -> {'count', 'bytes', 'network_bytes'}: how often the collective
+    occurs, bytes of its results on one device, and the least number of bytes
+    that it sends over the links of a chip. The body of a loop counts once.
+  """
+  found = {}
+  call = re.compile(rf' ({"|".join(_COLLECTIVES)})(-start)?\(')
+  groups = {}  # Group sizes of the fusions that hold a reduce-scatter (v4 on).
+  inside = None
+  for line in hlo.splitlines():
+    if line.startswith('%all-reduce-scatter'):
+      inside = line.split(' ')[0]
+    elif line.startswith('}'):
+      inside = None
+    elif inside:
+      groups[inside] = groups.get(inside) or _group_size(line)
+      continue
+    scatter = re.search(r' fusion\(.*calls=(%all-reduce-scatter[\w.]*)', line)
+    match = scatter or call.search(line)
+    if match is None or ' = ' not in line[: match.start()]:
+      continue
+    kind = 'reduce-scatter' if scatter else match[1]
+    shape = line[: match.start()].partition(' = ')[2]
+    size = sum(
+      _SIZES.get(dtype, 4) * math.prod(int(n) for n in dims.split(',') if n)
+      for dtype, dims in re.findall(r'(\w+)\[([\d,]*)\]', shape)
+    )
+    if not scatter and match[2]:
+      size //= 2  # The shape of a '-start' holds the operands too.
+    group = (groups.get(match[1]) if scatter else _group_size(line)) or 1
+    row = found.setdefault(kind, {'count': 0, 'bytes': 0, 'network_bytes': 0})
+    row['count'] += 1
+    row['bytes'] += size
+    row['network_bytes'] += size * _passes(kind, group)
+  return found
+
+
+def _group_size(line):
+  """Returns the number of devices in a collective's group, 0 if unknown.
+
+  The group is written as {{0,1},{2,3}}, as [groups,size]<=[devices], or by the
+  axes of a mesh: mesh['a'=4,'b'=8] {'b'}.
+  """
+  text = line.partition('replica_groups=')[2]
+  if text.startswith('{{'):
+    return text[2 : text.index('}')].count(',') + 1
+  if text.startswith('mesh['):
+    axes, _, joined = text.partition(']')
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes))
+    names = re.findall(r"'(\w+)'", joined.partition('}')[0])
+    return math.prod(int(sizes[name]) for name in names)
+  match = re.match(r'\[\d+,(\d+)\]', text)
+  return int(match[1]) if match else 0
+
+
+def _passes(kind, group):
+  """Returns bytes over a chip's links per byte of a device's result."""
+  if kind == 'collective-permute':
+    return 1
+  factor = {'all-reduce': 2, 'reduce-scatter': group}.get(kind, 1)
+  return factor * (group - 1) / group
+
+
+def _bytes(abstract):
+  return sum(row['bytes_per_device'] for row in sharding.report(abstract))
+
+
+def _memory_needed(failure: Exception) -> float | None:
+  """Returns the bytes that a program needs that does not fit; None if unknown.
+
+  Raises:
+    Exception: `failure` itself, if it has another cause.
+  """
+  text = str(failure)
+  if 'RESOURCE_EXHAUSTED' not in text:
+    raise failure
+  used = re.search(r'Used ([\d.]+)([GM]) of', text) or re.search(
+    r'memory required for HLO temporaries \(([\d.]+)([GM])\)', text
+  )
+  unit = {'G': topology.GIB, 'M': 2**20}
+  return float(used[1]) * unit[used[2]] if used else None
+
+
+def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
+  """Compiles a program; returns the compiler's memory and time estimates.
+
+  Args:
+    lowered: the program.
+    chip: kind of the devices.
+    devices: number of devices.
+
+  Returns:
+    A dict with `fits`, whether the program fits the device's memory. If it
+    does: `memory_per_core_bytes` and its parts, `bytes_accessed_per_core`,
+    `step_seconds`, `network_seconds` and `collectives`. If not:
+    `memory_per_core_bytes`, or None where the compiler does not report it.
+  """
+  start = time.perf_counter()
+  result = {
+    'params_bytes': _bytes(lowered.abstract.params),
+    'optimizer_bytes': _bytes(lowered.abstract.opt_state),
+  }
+  failure = None
+  with cli.hidden_stderr():  # The compiler logs a lot, most of all on failure.
+    try:
+      compiled = lowered.update.compile()
+      seconds = time.perf_counter() - start
+      parts = [(1, compiled)]
+      parts += [(times, part.compile()) for times, part in lowered.loops]
+    except jax.errors.JaxRuntimeError as e:
+      failure = e
+  if failure is not None:
+    memory = _memory_needed(failure)
+    return {**result, 'fits': False, 'memory_per_core_bytes': memory}
+  memory = compiled.memory_analysis()
+  result['fits'] = True
+  result['memory_per_core_bytes'] = (
+    memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    - memory.alias_size_in_bytes
+    + memory.temp_size_in_bytes
+  )
+  result['activations_bytes'] = memory.temp_size_in_bytes
+  result['batch_bytes'] = max(
+    0,
+    memory.argument_size_in_bytes
+    - result['params_bytes']
+    - result['optimizer_bytes'],
+  )
+  result['compile_seconds'] = seconds
+  cost = dict.fromkeys(('optimal_seconds', 'bytes accessed', 'flops'), 0)
+  found, unknown = {}, 0
+  for times, part in parts:
+    for key, value in part.cost_analysis().items():
+      if key in cost:
+        cost[key] += times * value
+    hlo = part.as_text()
+    unknown += times * hlo.count(_UNKNOWN)
+    for kind, row in collectives(hlo).items():
+      total = found.setdefault(kind, dict.fromkeys(row, 0))
+      for key, value in row.items():
+        total[key] += times * value
+  # The compiler counts an operation that it cannot estimate as minus one
+  # second. It counts matrix products in kernels and in its own loops only in
+  # part: the missing FLOPs are added at the peak of the device.
+  missing = max(0, lowered.flops / devices - cost['flops'])
+  result['step_seconds'] = (
+    cost['optimal_seconds'] + unknown + missing / chip.peak
+  )
+  result['flops_unseen_per_core'] = missing
+  result['bytes_accessed_per_core'] = cost['bytes accessed']
+  result['collectives'] = found
+  # A lower bound: all links are busy in both directions and nothing waits.
+  result['network_seconds'] = (
+    sum(row['network_bytes'] for row in found.values()) / chip.network
+  )
+  return result

@@ -1,0 +1,113 @@
+"""Counts the FLOPs of the matrix products and convolutions in a program.
+
+Other operations (norms, softmax, activations) do not count, as is usual. The
+counts agree with the pre-training compute of arXiv 2010.11929, table 6; see
+vit_jax/planning/costs.py.
+"""
+
+import math
+
+from flax import core
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def forward_flops(
+  model, image_size: tuple[int, int], channels: int = 3, whole: bool = False
+) -> int:
+  """Counts the FLOPs of one forward pass on one image, without compiling it.
+
+  Args:
+    model: a Linen module that is called with (images, train=False).
+    image_size: (height, width) in pixels.
+    channels: channels of the image.
+    whole: whether to count all tokens of the last layer, as published figures
+      do. A Vision Transformer that reads its class token alone computes no
+      other token there.
+
+  Raises:
+    ValueError: if the model does not fit images of this size.
+  """
+  images = jax.ShapeDtypeStruct((1, *image_size, channels), jnp.float32)
+
+  def init(images):
+    # Initialisers multiply no matrices. If intermediate values are wanted, the
+    # last layer computes all of its tokens.
+    mutable = True if whole else core.DenyList('intermediates')
+    return model.init(jax.random.key(0), images, train=False, mutable=mutable)
+
+  return count_flops(jax.make_jaxpr(init)(images))
+
+
+def training_flops(forward: int) -> int:
+  """FLOPs of a forward and backward pass: three times the forward pass."""
+  return 3 * forward
+
+
+def count_flops(jaxpr) -> int:
+  """Counts the FLOPs of the matrix products in a program, as it is written.
+
+  Recomputed products count again, and the body of a loop or kernel counts as
+  often as it runs. A compiler's own count does neither reliably. The zeros that
+  a convolution inserts (padding, dilation) are not counted, as XLA does.
+
+  Args:
+    jaxpr: jax.core.Jaxpr or ClosedJaxpr, for example
+      `jax.jit(f).trace(...).jaxpr`.
+  """
+  jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
+  total = 0
+  for eqn in jaxpr.eqns:
+    name = eqn.primitive.name
+    if name == 'dot_general':
+      (contracted, _), _ = eqn.params['dimension_numbers']
+      shape = eqn.invars[0].aval.shape
+      depth = math.prod(shape[i] for i in contracted)
+      total += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+    elif name == 'conv_general_dilated':
+      total += _convolution_flops(eqn)
+    times = 1
+    if name == 'scan':
+      times = eqn.params['length']
+    elif name == 'pallas_call':
+      times = math.prod(eqn.params['grid_mapping'].grid)
+    for inner in _inner_jaxprs(eqn.params):
+      total += times * count_flops(inner)
+  return total
+
+
+def _convolution_flops(eqn) -> int:
+  """Counts the FLOPs of a convolution, products with inserted zeros left out."""
+  numbers, params = eqn.params['dimension_numbers'], eqn.params
+  image, kernel = (v.aval.shape for v in eqn.invars)
+  out = eqn.outvars[0].aval.shape
+  batch, features, *out_axes = numbers.out_spec
+  _, depth, *kernel_axes = numbers.rhs_spec  # Inputs of each output channel.
+  products = out[batch] * out[features] * kernel[depth]
+  for image_axis, kernel_axis, out_axis, stride, (low, _), holes, spread in zip(
+    numbers.lhs_spec[2:],
+    kernel_axes,
+    out_axes,
+    params['window_strides'],
+    params['padding'],
+    params['lhs_dilation'],
+    params['rhs_dilation'],
+    strict=True,
+  ):
+    # Where each output reads the image with its padding and holes.
+    read = (
+      stride * np.arange(out[out_axis])[:, None]
+      + spread * np.arange(kernel[kernel_axis])
+      - low
+    )
+    inside = (read >= 0) & (read < holes * image[image_axis])
+    products *= int(np.sum(inside & (read % holes == 0)))
+  return 2 * products
+
+
+def _inner_jaxprs(params):
+  for value in params.values():
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+      if hasattr(getattr(item, 'jaxpr', item), 'eqns'):
+        yield item

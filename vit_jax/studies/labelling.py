@@ -1,0 +1,288 @@
+"""Labels images with a trained model: the pseudo-labels of Noisy Student.
+
+The model sees each image once, without noise. Labels that it is confident of
+are kept and balanced over the classes (arXiv 1911.04252, section 3). Images are
+labelled block by block; after an interruption the same call continues with the
+first block that is missing.
+"""
+
+import json
+from typing import Any
+from typing import NamedTuple
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vit_jax import cli
+from vit_jax import evaluate
+from vit_jax import predict
+from vit_jax.data import pseudo_labels
+from vit_jax.data import records
+from vit_jax.distributed import processes
+from vit_jax.distributed import sharding
+from vit_jax.evaluators import features
+from vit_jax.run import workdir as workdir_lib
+from vit_jax.tasks import classify
+
+# Number of classes whose probabilities are stored for an image, if a config does
+# not say; and number of images in a block of as many classes.
+SOFT_CLASSES, BLOCK = 32, 2**18
+
+
+class Settings(NamedTuple):
+  """How to make pseudo-labels.
+
+  Attributes:
+    teacher: workdir of a run, whose newest checkpoint labels the images.
+    dataset: data set of the images.
+    split: split of the images.
+    confidence: labels of a lower probability are dropped.
+    per_class: number of images of each class, see `balance`; None for all.
+    soft: whether a label is the probability of every class, or the best class.
+    seed: seed of `balance`.
+    soft_classes: number of the most probable classes whose probabilities are
+      stored; None for all.
+  """
+
+  teacher: str
+  dataset: str
+  split: str
+  confidence: float
+  per_class: int | None
+  soft: bool
+  seed: int
+  soft_classes: int | None = SOFT_CLASSES
+
+
+def label(settings: Settings, source, folder: str, batch: int) -> dict:
+  """Labels images and writes a folder of pseudo-labels, unless it is there.
+
+  Args:
+    settings: see Settings.
+    source: the images, a vit_jax.data.records.Source with random access.
+    folder: the folder, see vit_jax/data/pseudo_labels.py.
+    batch: images per step, over all devices and hosts.
+
+  Returns:
+    The content of its pseudo_labels.json; `counts` has the number of images that
+    were seen (`images`), the confident labels of each class (`by_class`), and
+    the number of examples when balanced (`examples`).
+
+  Raises:
+    ValueError: if the folder has pseudo-labels of other settings or images, if
+      the run is no classifier, or if no image has a confident label.
+  """
+  path = epath.Path(folder)
+  asked = {**settings._asdict(), 'images': source.fingerprint()}
+  done = processes.from_first(
+    'looking for pseudo-labels', lambda: _begin(path, asked, source)
+  )
+  if not done:
+    model, mesh = load_teacher(settings.teacher)
+    model.config.batch_eval = batch
+    evaluate.fit_batches(model.config, mesh)
+    _label_blocks(model, mesh, settings, source, path)
+    processes.from_first(
+      'writing the pseudo-labels', lambda: _finish(path, asked, model.task)
+    )
+  return processes.from_first(
+    'reading the pseudo-labels', lambda: pseudo_labels.read_facts(folder)
+  )
+
+
+def load_teacher(workdir: str):
+  """Loads a run that can label images; returns its predictor and the mesh.
+
+  Raises:
+    FileNotFoundError: if there is no such run, or it has no checkpoint yet.
+    ValueError: if the run is no classifier.
+  """
+  mesh = evaluate.run_mesh(workdir)
+  model = predict.load(workdir, mesh=mesh)
+  if not isinstance(model.task, classify.Task):
+    raise ValueError(
+      f"the run in '{workdir}' has the task '{model.config.task}': only a "
+      "classifier, config.task = 'classify', can label images"
+    )
+  return model, mesh
+
+
+def _begin(path, asked, source) -> bool:
+  """Checks the settings against those of the folder; returns if it is done."""
+  asked = json.loads(json.dumps(asked))
+  done = pseudo_labels.exists(path)
+  begun = path / 'settings.json'
+  if done:
+    facts = pseudo_labels.read_facts(path)
+    before = {**facts['settings'], 'images': facts['images']}
+  elif begun.exists():
+    before = json.loads(begun.read_text())
+  else:
+    path.mkdir(parents=True, exist_ok=True)
+    source.store(path)
+    workdir_lib.write_atomically(begun, json.dumps(asked, indent=1))
+    return False
+  before.setdefault('soft_classes', SOFT_CLASSES)  # Older labels lack it.
+  differing = [
+    f'{key}: {before.get(key)} there, {value} here'
+    for key, value in asked.items()
+    if before.get(key) != value
+  ]
+  if differing:
+    raise ValueError(
+      f"'{path}' has pseudo-labels of other settings:\n  "
+      + '\n  '.join(differing)
+      + '\nUse another --workdir, or the same config to go on'
+    )
+  return done
+
+
+def _label_blocks(model, mesh, settings, source, path):
+  """Writes a file of confident labels for each block that has none yet."""
+  count = len(model.task.class_names)
+  known = min(settings.soft_classes or count, count)
+  best = _best_classes(model.task, mesh, known)
+  size = max(1, BLOCK * SOFT_CLASSES // max(known, SOFT_CLASSES))
+  begins = range(0, source.num_examples, size)
+  missing = processes.from_first(
+    'looking for labelled blocks',
+    lambda: [begin for begin in begins if not _block(path, begin).exists()],
+  )
+  for begin in missing:
+    end = min(begin + size, source.num_examples)
+    found = features.collect(
+      model.config,
+      mesh,
+      records.Subset(source, np.arange(begin, end)),
+      model.task.inputs,
+      lambda batch: best(model.params, model.extra, batch),
+      what=f'Labelling images {begin:,} to {end:,}',
+    )
+    arrays = confident(found, begin, settings.confidence)
+    processes.from_first(
+      'writing a block of labels',
+      lambda begin=begin, arrays=arrays: pseudo_labels.write_arrays(
+        _block(path, begin), arrays
+      ),
+    )
+    if begin != missing[-1]:
+      cli.say(f'  {end:,} of {source.num_examples:,} images are labelled.')
+
+
+def _block(path, begin):
+  return path / 'blocks' / f'{begin:012}.npz'
+
+
+def _best_classes(task, mesh, known: int):
+  """Returns the function of a batch that predicts the `known` best classes."""
+
+  def best(params, extra, batch):
+    logits = task.outputs(params, extra, batch)
+    shares = task.squash(logits.astype(jnp.float32))
+    probabilities, classes = jax.lax.top_k(shares, known)  # [B, known]
+    kept = {name: batch[name] for name in ('index', 'mask')}
+    return {'classes': classes, 'probabilities': probabilities, **kept}
+
+  # Every process receives the whole batch.
+  return jax.jit(best, out_shardings=sharding.replicated(mesh))
+
+
+def confident(found, begin: int, confidence: float) -> dict[str, np.ndarray]:
+  """Selects the images of a block that have a confident label.
+
+  Args:
+    found: `classes` [b, k] and `probabilities` [b, k] of all images of a block,
+      the most probable class first.
+    begin: number of the first image.
+    confidence: least probability of a label.
+
+  Returns:
+    `images`, int64 [m], numbers of the images; `classes` and `probabilities`
+    [m, k]; and `highest`, the highest probability of all images.
+  """
+  first = found['probabilities'][:, 0]
+  kept = np.flatnonzero(first >= confidence)
+  return {
+    'images': kept.astype(np.int64) + begin,
+    'classes': found['classes'][kept],
+    'probabilities': found['probabilities'][kept],
+    'highest': first.max(),
+  }
+
+
+def _finish(path, asked: dict[str, Any], task):
+  """Balances the labels of all blocks, and writes the result."""
+  blocks = sorted((path / 'blocks').glob('*.npz'))
+  found = []
+  for block in blocks:
+    with block.open('rb') as file, np.load(file) as arrays:
+      found.append(dict(arrays))
+  arrays = {
+    name: np.concatenate([part[name] for part in found])
+    for name in ('images', 'classes', 'probabilities')
+  }
+  if not len(arrays['images']):
+    highest = max(part['highest'] for part in found)
+    raise ValueError(
+      f"the teacher in '{asked['teacher']}' is not confident of any image: the "
+      f'highest probability is {highest:.3f}, and confidence='
+      f'{asked["confidence"]}; lower --config.confidence, or train the teacher '
+      'longer'
+    )
+  best = arrays['classes'][:, 0]
+  arrays['rows'] = balance(
+    best, arrays['probabilities'][:, 0], asked['per_class'], asked['seed']
+  )
+  facts = {
+    'dataset': asked['dataset'],
+    'split': asked['split'],
+    'images': asked['images'],
+    'class_names': list(task.class_names),
+    'soft': asked['soft'],
+    'exclusive': task.exclusive,
+    'settings': {k: v for k, v in asked.items() if k != 'images'},
+    'counts': {
+      'images': asked['images']['num_examples'],
+      'by_class': np.bincount(best, minlength=len(task.class_names)).tolist(),
+      'examples': len(arrays['rows']),
+    },
+  }
+  pseudo_labels.write(path, arrays, facts)
+  (path / 'blocks').rmtree()
+  (path / 'settings.json').unlink()
+
+
+def balance(
+  classes: np.ndarray, confidence: np.ndarray, per_class: int | None, seed: int
+) -> np.ndarray:
+  """Chooses the same number of images of each class (arXiv 1911.04252, 3.1).
+
+  A class with too many images keeps those of the highest confidence. A class
+  with too few repeats its images, each as often as the others or once more, by
+  lot. A class without any image stays empty.
+
+  Args:
+    classes: class of each image, int [m].
+    confidence: float [m].
+    per_class: number of images of each class; None keeps every image once.
+    seed: seed of the lots.
+
+  Returns:
+    Rows of these arrays, int64 [n], ascending by class.
+  """
+  if per_class is None:
+    return np.arange(len(classes))
+  chosen = []
+  order = np.lexsort((-confidence, classes))  # By class, the surest first.
+  numbers, begins = np.unique(classes[order], return_index=True)
+  for number, mine in zip(numbers, np.split(order, begins[1:])):
+    times, rest = divmod(per_class, len(mine))
+    if times:
+      lots = np.random.default_rng([seed, number]).permutation(len(mine))
+      rest = np.sort(lots[:rest])
+    else:
+      rest = np.arange(rest)
+    chosen += [np.tile(mine, times), mine[rest]]
+  return np.concatenate(chosen)

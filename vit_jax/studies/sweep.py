@@ -1,0 +1,425 @@
+"""Chooses values of config keys on held-out data, and tests the best ones.
+
+The protocol of arXiv 2010.11929, B.1.1: a part of the training data is held out.
+Each combination of values is trained once on the rest, and the one that is best
+on the held-out part is trained with several seeds and tested. vit_jax.sweep is
+the command.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import itertools
+import json
+import math
+import re
+from typing import Any
+from typing import NamedTuple
+
+import ml_collections
+
+from vit_jax import cli
+from vit_jax import train
+from vit_jax.configs import common
+from vit_jax.configs import rules
+from vit_jax.distributed import processes
+from vit_jax.figures import studies
+from vit_jax.run import config as run_config
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.run import workdir as workdir_lib
+from vit_jax.studies import held_out as held_out_lib
+from vit_jax.studies import runs as runs_lib
+from vit_jax.studies import tables
+
+say = cli.say
+# What the winner is trained on: all of the training data, as in the paper, or
+# the part that the choice was trained on, as in the original's configs.
+REFITS = ('all', 'part')
+HELD_OUT = 'held_out'  # Name of the evaluation of the choice.
+_FILE = 'sweep.json'
+# Keys that a sweep sets itself.
+_OWN_KEYS = ('seed', 'evals', 'best_metric', 'pp.train', 'pp.test', 'trainer')
+# Numbers whose largest is at least this many times the smallest have a
+# logarithmic axis.
+_LOG_RANGE = 8
+
+
+class Sweep(NamedTuple):
+  """A sweep, checked.
+
+  Attributes:
+    config: complete config of a run.
+    values: values to try, by dotted key.
+    parts: see held_out.Parts.
+    metric: name of the metric that chooses, without that of an evaluation.
+    refit: one of REFITS.
+    seeds: seeds of the test.
+  """
+
+  config: ml_collections.ConfigDict
+  values: Mapping[str, Sequence[Any]]
+  parts: held_out_lib.Parts
+  metric: str
+  refit: str
+  seeds: Sequence[int]
+
+  @property
+  def chosen_by(self) -> str:
+    """Name of the metric that chooses, with that of the evaluation."""
+    return f'{self.metric}_{HELD_OUT}'
+
+  def combinations(self) -> dict[str, dict[str, Any]]:
+    """Returns all combinations of the values, by name."""
+    tried = itertools.product(*self.values.values())
+    found = [dict(zip(self.values, values)) for values in tried]
+    return {_name(values): values for values in found}
+
+  def choice_runs(self) -> list[runs_lib.Run]:
+    """Returns the runs of the choice, which never see the test split."""
+    found = []
+    for name, values in self.combinations().items():
+      config = runs_lib.changed(self.config, values)
+      config.pp.train = self.parts.train
+      config.evals = ((HELD_OUT, self.parts.held_out),)
+      config.real_labels = None  # Those of the test split.
+      config.fewshot.shots = ()
+      config.best_metric = self.chosen_by
+      found.append(runs_lib.Run(name, config))
+    return found
+
+  def test_runs(self, values: Mapping[str, Any]) -> list[runs_lib.Run]:
+    """Returns the runs of the test of a combination, one for each seed."""
+    found = []
+    for seed in self.seeds:
+      config = runs_lib.changed(self.config, values)
+      config.seed = seed
+      parts = self.parts
+      config.pp.train = parts.all if self.refit == 'all' else parts.train
+      found.append(runs_lib.Run(f'{_name(values)},test_{seed}', config))
+    return found
+
+
+def sweep(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  values: Mapping[str, Sequence[Any]] | None = None,
+  held_out: str | None = None,
+  seeds: int = 3,
+  refit: str = 'all',
+  metric: str | None = None,
+  shard: tuple[int, int] = (0, 1),
+  checkpoints: str = 'newest',
+) -> dict[str, Any]:
+  """Chooses the best of several values, and tests it with several seeds.
+
+  All runs lie side by side in the workdir. Those that are done are not trained
+  again, so that values or seeds can be added later.
+
+  Args:
+    config: config of a run.
+    workdir: folder for all runs and for the tables, which several machines may
+      share.
+    values: values to try, by dotted key; several keys make a grid. By default
+      the learning rates of the paper, for the data sets of common.FINE_TUNING.
+    held_out: what to hold out of the training data, see held_out.cut.
+    seeds: number of runs of the test: seeds config.seed, config.seed + 1, ...
+    refit: one of REFITS.
+    metric: the metric that chooses, such as 'accuracy'; by default that of
+      config.best_metric.
+    shard: see runs.train_all.
+    checkpoints: see runs.train_all.
+
+  Returns:
+    `choice`, the rows of choice.csv; `best`, the values that won; `test`, the
+    rows of test.csv; and `missing`, the names of runs that are not done. Without
+    all runs of the choice, `best` is None and `test` is empty.
+
+  Raises:
+    ValueError: if an argument is wrong, or the workdir holds another sweep;
+      before anything is trained.
+    runs.Failed: if runs failed. Diverged runs of the choice only lose.
+    train.Interrupted: see train.train_and_evaluate.
+  """
+  plan = make(config, values, held_out, seeds, refit, metric)
+  _check_workdir(plan, workdir)
+  runs_lib.check(plan.choice_runs(), workdir, shard, checkpoints)
+  tables.write(workdir, _FILE, json.dumps(_describe(plan), indent=1))
+  choice, missing = _choose(plan, workdir, shard, checkpoints)
+  found = {'choice': choice, 'best': None, 'test': [], 'missing': missing}
+  if missing:
+    say(
+      'The test begins when the whole choice is done; missing: '
+      f'{", ".join(missing)}.'
+    )
+    return found
+  found['best'] = _best(plan, choice)
+  found['test'], found['missing'] = _test(
+    plan, found['best'], workdir, shard, checkpoints
+  )
+  return found
+
+
+# --- What to train ---
+
+
+def make(
+  config, values=None, held_out=None, seeds=3, refit='all', metric=None
+) -> Sweep:
+  """Checks the arguments of `sweep`, and the configs of all its runs."""
+  if config.get('trainer', 'train') != 'train':
+    raise ValueError(
+      f"trainer='{config.trainer}': a sweep needs the config of one training "
+      '(config.trainer)'
+    )
+  config = run_config.complete(config)
+  run_config.check(config)
+  known = run_config.get_task(config.task).METRICS
+  if metric is None:
+    metric = _without_evaluation(config)
+  for name, value, rule in (
+    ('refit', refit, rules.one_of(*REFITS)),
+    ('seeds', seeds, rules.whole(1)),
+    ('metric', metric, rules.one_of(*known)),
+  ):
+    if rule(value):
+      raise ValueError(f'{name}={value!r} {rule(value)} (--{name})')
+  parts = held_out_lib.cut(config.pp.train, config.pp.test, held_out)
+  values = _values(config) if values is None else dict(values)
+  seeds = range(config.seed, config.seed + seeds)
+  plan = Sweep(config, values, parts, metric, refit, seeds)
+  _check_values(plan)
+  return plan
+
+
+def _without_evaluation(config) -> str:
+  """Returns 'accuracy' for best_metric='accuracy_test'."""
+  for name, _, _ in run_config.evaluations(config):
+    if config.best_metric.endswith(f'_{name}'):
+      return config.best_metric.removesuffix(f'_{name}')
+  return config.best_metric
+
+
+def _values(config) -> dict[str, Sequence[float]]:
+  """Returns the learning rates that the paper tries on the config's data."""
+  name = config.dataset if isinstance(config.dataset, str) else None
+  if name not in common.FINE_TUNING:
+    raise ValueError(
+      f'the paper has no learning rates for dataset={config.dataset!r}: give '
+      "values to try, as in --values='config.base_lr=.003,.01,.03'"
+    )
+  return {'base_lr': common.FINE_TUNING[name][1]}
+
+
+def _check_values(plan):
+  """Checks the values, and the configs of both phases for each combination."""
+  for key, tried in plan.values.items():
+    if key in _OWN_KEYS:
+      raise ValueError(
+        f"values of '{key}' cannot be tried: a sweep sets this key itself (--values)"
+      )
+    if not tried or any(tried.count(value) > 1 for value in tried):
+      raise ValueError(
+        f"'{key}' needs one or more values, each of them once: {tried} (--values)"
+      )
+  named = plan.combinations()
+  if len(named) < math.prod(map(len, plan.values.values())):
+    raise ValueError(
+      f'values={dict(plan.values)}: two combinations would have the same folder; '
+      'sweep over them in two workdirs (--values)'
+    )
+  for values in named.values():
+    train.check(plan.test_runs(values)[0].config)
+
+
+def _name(values) -> str:
+  """Returns the name of a run's folder: 'base_lr=0.01,classifier=gap'."""
+  last = [key.rpartition('.')[2] for key in values]
+  parts = [
+    f'{key if last.count(short) > 1 else short}={value}'
+    for short, (key, value) in zip(last, values.items())
+  ]
+  return re.sub(r'[^\w.=+,-]+', '_', ','.join(parts))
+
+
+# --- The workdir ---
+
+
+def _describe(plan) -> dict[str, Any]:
+  """Returns what must stay the same when a sweep goes on, for JSON."""
+  return {
+    'config': workdir_lib.to_plain(plan.config),
+    'keys': list(plan.values),
+    'metric': plan.metric,
+    'refit': plan.refit,
+    **plan.parts._asdict(),
+  }
+
+
+def _check_workdir(plan, workdir):
+  """Checks that the workdir holds no other sweep."""
+
+  def read():
+    file = workdir_lib.folder(workdir) / _FILE
+    return json.loads(file.read_text()) if file.exists() else None
+
+  old = processes.from_first('reading the sweep of the workdir', read)
+  if old is None:
+    return
+  before, now = map(workdir_lib.flatten, (old, _describe(plan)))
+  differing = workdir_lib.differences(
+    before,
+    # Keys that were added to the configs later are the runs' concern.
+    {key: value for key, value in now.items() if key in before},
+    tuple(f'config.{key}' for key in workdir_lib.FREE_KEYS),
+  )
+  if differing:
+    raise ValueError(
+      f"workdir='{workdir}' holds another sweep:\n  "
+      + '\n  '.join(differing)
+      + '\nUse another --workdir, or the same flags to go on with that sweep'
+    )
+
+
+# --- The phases ---
+
+
+def _choose(plan, workdir, shard, checkpoints):
+  """Trains all combinations; returns the table, and the runs that miss."""
+  named = plan.combinations()
+  say(
+    f'Choice: {len(named)} combinations of {", ".join(plan.values)}, trained on '
+    f"'{plan.parts.train}', compared by {plan.metric} on '{plan.parts.held_out}':"
+  )
+  lost = set()
+  try:
+    results = runs_lib.train_all(
+      plan.choice_runs(), workdir, shard, checkpoints
+    )
+  except runs_lib.Failed as e:
+    if set(e.reasons) - e.diverged:
+      raise
+    results, lost = e.results, e.diverged
+  metric = plan.chosen_by
+  rows = [
+    {**values, **results.get(name, {metric: None}), 'diverged': name in lost}
+    for name, values in named.items()
+    if name in results or name in lost
+  ]
+  tables.write_table(workdir, 'choice', rows)
+  _show_choice(plan, rows, workdir)
+  return rows, [name for name in named if name not in {*results, *lost}]
+
+
+def _show_choice(plan, rows, workdir):
+  """Prints and draws the metric of all combinations."""
+  metric = plan.chosen_by
+  unit = ' (%)' if metrics_lib.is_share(metric) else ''
+  cells = [
+    [
+      *(row[key] for key in plan.values),
+      'diverged'
+      if row['diverged']
+      else tables.format_values(metric, [row[metric]]),
+    ]
+    for row in rows
+  ]
+  say('\n' + cli.table((*plan.values, f'{metric}{unit}'), cells))
+  say(f'  table  {workdir}/choice.csv, {workdir}/choice.json')
+  done = [row for row in rows if not row['diverged']]
+  if done:
+    _draw(plan, done, f'{workdir}/sweep.png')
+
+
+def _best(plan, rows) -> dict[str, Any]:
+  """Returns the values that won; of equal ones, the first."""
+  metric = plan.chosen_by
+  rows = [row for row in rows if not row['diverged']]
+  if not rows:
+    raise ValueError(
+      'all combinations diverged: try smaller learning rates (--values)'
+    )
+  low = plan.metric in run_config.get_task(plan.config.task).LOW
+  best = (min if low else max)(rows, key=lambda row: row[metric])
+  values = {key: best[key] for key in plan.values}
+  equal = sum(row[metric] == best[metric] for row in rows) - 1
+  say(f'Chosen: {_name(values)}.' + f' {equal} more are as good.' * bool(equal))
+  for key, tried in plan.values.items():
+    ordered = all(map(rules.is_number, tried)) and len(tried) > 1
+    if ordered and values[key] in (min(tried), max(tried)):
+      say(
+        f'{key}={values[key]} is at the edge of the values tried: one beyond it may '
+        'be better.'
+      )
+  return values
+
+
+def _test(plan, best, workdir, shard, checkpoints):
+  """Trains the winner with all seeds; returns the table, and what misses."""
+  runs = plan.test_runs(best)
+  say(
+    f"\nTest: {_name(best)}, trained on '{runs[0].config.pp.train}' with the seeds "
+    f'{", ".join(map(str, plan.seeds))}:'
+  )
+  failed = None
+  try:
+    results = runs_lib.train_all(runs, workdir, shard, checkpoints)
+  except runs_lib.Failed as e:
+    failed, results = e, e.results
+  rows = []
+  for metric in run_config.metrics_of(plan.config):
+    values = [results[run.name][metric] for run in runs if run.name in results]
+    if values:
+      mean, std = tables.mean_std(values)
+      each = {
+        f'seed_{run.config.seed}': results.get(run.name, {}).get(metric)
+        for run in runs
+      }
+      rows.append({**best, 'metric': metric, 'mean': mean, 'std': std, **each})
+  tables.write_table(workdir, 'test', rows)
+  missing = [run.name for run in runs if run.name not in results]
+  _show_test(rows, runs, missing, workdir)
+  if failed is not None:
+    raise failed
+  return rows, missing
+
+
+def _show_test(rows, runs, missing, workdir):
+  """Prints mean and standard deviation of each metric."""
+  done = f'{len(runs) - len(missing)} of ' * bool(missing)
+  say(f'\nMean and standard deviation over {done}{len(runs)} seeds:')
+  cells = []
+  for row in rows:
+    metric = row['metric']
+    values = [row[f'seed_{run.config.seed}'] for run in runs]
+    values = [value for value in values if value is not None]
+    unit = ' %' * metrics_lib.is_share(metric)
+    cells.append((metric, tables.format_values(metric, values) + unit))
+  say(cli.table(('metric', 'test'), cells))
+  say(f'  table  {workdir}/test.csv, {workdir}/test.json')
+  if missing:
+    say(f'Not done, and not in the table: {", ".join(missing)}.')
+
+
+def _draw(plan, rows, path):
+  """Draws the metric of the choice: over the first key if its values are numbers."""
+  metric = plan.chosen_by
+  share = metrics_lib.is_share(metric)
+  label = f'{metric} (%)' if share else metric
+  heights = [row[metric] * (100 if share else 1) for row in rows]
+  title = f"Choice on '{plan.parts.held_out}' of {plan.config.dataset}"
+  first, *others = plan.values
+  tried = plan.values[first]
+  if not all(map(rules.is_number, tried)):
+    named = {
+      _name({key: row[key] for key in plan.values}): [height]
+      for row, height in zip(rows, heights)
+    }
+    tables.draw(studies.bars, {'': named}, label, title, path=path)
+    return
+  lines = {}
+  for row, height in zip(rows, heights):
+    line = _name({key: row[key] for key in others})
+    places, values = lines.setdefault(line, ([], []))
+    places.append(row[first])
+    values.append([height])
+  log = min(tried) > 0 and max(tried) >= _LOG_RANGE * min(tried)
+  tables.draw(studies.curves, lines, first, label, title, log_x=log, path=path)

@@ -1,0 +1,180 @@
+"""Average precision and recall of detected boxes, as COCO defines them.
+
+faster-coco-eval computes the figures, the same as pycocotools, in about a sixth
+of the time. It ranks boxes by score (those of one score by the id of their
+image), accepts a box whose overlap (IoU) with an object of its class is at least
+a threshold, and averages the precision over recalls, classes, and the thresholds
+.50, .55, ..., .95.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from vit_jax import input_pipeline
+from vit_jax.distributed import sharding
+
+# Names of the figures, in the order of COCO's evaluation: average precision, and
+# average recall with at most 1, 10 and 100 boxes of an image, and by size.
+NAMES = (
+  'AP', 'AP50', 'AP75', 'AP_small', 'AP_medium', 'AP_large',
+  'AR1', 'AR10', 'AR100', 'AR_small', 'AR_medium', 'AR_large',
+)  # fmt: skip
+# Tensors of the task's `example` that the figures are computed from.
+_TRUTH = (
+  'index', 'mask', 'image_id', 'truth', 'label', 'area', 'crowd', 'size'
+)  # fmt: skip
+
+
+class AveragePrecision:
+  """Computes the average precision of a detector over a split.
+
+  Args:
+    task: has `config`, `example`, `detections` and `class_names`, see
+      vit_jax.tasks.detection.detect.Task.
+    mesh: the mesh.
+    source: the split.
+  """
+
+  def __init__(self, task, mesh, source):
+    self._task = task
+    self._mesh = mesh
+    self._source = source
+    # Every process gets the results of all images: they are small.
+    self._found = jax.jit(
+      self._compute, out_shardings=sharding.replicated(mesh)
+    )
+
+  def _compute(self, params, extra, batch):
+    found = self._task.detections(self._task.outputs(params, extra, batch))
+    return found, {name: batch[name] for name in _TRUTH}
+
+  def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
+    """Evaluates parameters.
+
+    Args:
+      params: the parameters.
+      extra: other state of the task.
+      stop: called between batches; returns whether to stop the evaluation.
+
+    Returns:
+      NAMES from 0 to 1 (NaN where the split has no object of that size), and
+      `num_examples`; None if `stop` ended the evaluation.
+    """
+    found, truth = {}, {}
+    for batch in input_pipeline.task_batches(
+      self._task, self._source, self._mesh
+    ):
+      if stop():
+        return None
+      with jax.set_mesh(self._mesh):
+        results = jax.device_get(self._found(params, extra, batch))
+      detected, seen = results
+      for row, index in enumerate(seen['index']):
+        if seen['mask'][row]:
+          found[int(index)] = {k: v[row] for k, v in detected.items()}
+          truth[int(index)] = {k: v[row] for k, v in seen.items()}
+    order = sorted(truth, key=lambda i: (_image_id(truth[i]), i))
+    metrics = average_precision(
+      [_objects(truth[i]) for i in order],
+      [_scaled(found[i], truth[i]) for i in order],
+      len(self._task.class_names),
+    )
+    return {**metrics, 'num_examples': len(truth)}
+
+
+def _image_id(row) -> int:
+  """Returns the id of an image, which orders detections of the same score."""
+  low, high = row['image_id']
+  return int(high) * 2**32 + int(np.uint32(low))
+
+
+def _objects(row) -> dict:
+  """Returns the objects of an image, boxes in pixels of the original."""
+  exists = row['label'] >= 0
+  return {
+    'boxes': row['truth'][exists] * _pixels(row['size']),
+    'labels': row['label'][exists],
+    'areas': row['area'][exists],
+    'crowd': row['crowd'][exists],
+  }
+
+
+def _scaled(found, row) -> dict:
+  return {**found, 'boxes': found['boxes'] * _pixels(row['size'])}
+
+
+def _pixels(size) -> np.ndarray:
+  """Returns the factors from shares of an image to pixels, for x0 y0 x1 y1."""
+  height, width = size
+  return np.array([width, height, width, height], np.float64)
+
+
+def average_precision(
+  truth: Sequence[dict], found: Sequence[dict], num_classes: int
+) -> dict[str, float]:
+  """Computes COCO's average precision.
+
+  Args:
+    truth: for each image, in the order of COCO's ids, `boxes` [n, 4] (x0, y0, x1, y1) in pixels, `labels`
+      [n], `areas` [n] in pixels (which decide what is small: below 32 x 32; or
+      large: from 96 x 96 on), and `crowd` [n], whether the box is a crowd, which
+      may hold any number of detections that then do not count.
+    found: for each image `boxes` [m, 4], `labels` [m] and `scores` [m]. The 100
+      best count.
+    num_classes: number of classes.
+
+  Returns:
+    NAMES, each from 0 to 1, or NaN where there is no object of that size.
+  """
+  import faster_coco_eval
+
+  annotations = [
+    {
+      'id': 0,
+      'image_id': image,
+      'category_id': int(label),
+      'bbox': _corner_and_size(box),
+      'area': float(area),
+      'iscrowd': int(crowd),
+    }
+    for image, row in enumerate(truth)
+    for box, label, area, crowd in zip(
+      row['boxes'], row['labels'], row['areas'], row['crowd']
+    )
+  ]
+  for number, annotation in enumerate(annotations, start=1):
+    annotation['id'] = number  # 0 would stand for none.
+  results = [
+    {
+      'image_id': image,
+      'category_id': int(label),
+      'bbox': _corner_and_size(box),
+      'score': float(score),
+    }
+    for image, row in enumerate(found)
+    for box, label, score in zip(row['boxes'], row['labels'], row['scores'])
+  ]
+  reference = faster_coco_eval.COCO(
+    {
+      'info': {},
+      'images': [{'id': image} for image in range(len(truth))],
+      'annotations': annotations,
+      'categories': [{'id': label} for label in range(num_classes)],
+    }
+  )
+  detected = reference.loadRes(results) if results else faster_coco_eval.COCO()
+  evaluation = faster_coco_eval.COCOeval_faster(reference, detected, 'bbox')
+  evaluation.run()
+  figures = evaluation.stats[: len(NAMES)]
+  return {
+    name: float(value) if value >= 0 else float('nan')
+    for name, value in zip(NAMES, figures)
+  }
+
+
+def _corner_and_size(box) -> list[float]:
+  x0, y0, x1, y1 = (float(value) for value in box)
+  return [x0, y0, x1 - x0, y1 - y0]

@@ -1,0 +1,161 @@
+"""Geometry of boxes, and the losses of a detector (arXiv 2005.12872).
+
+A box is (centre x, centre y, width, height) or (x0, y0, x1, y1), its corners,
+as shares of the image.
+
+Shapes: B images, L layers of the decoder, Q queries, N targets of an image
+(padded), C classes without "no object".
+"""
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax.tasks.detection import matching
+
+# Weights of the class, of the distance and of the overlap, in the matching and
+# in the loss (section 4, "Technical details"; appendix A.4).
+CLASS, L1, GIOU = 1.0, 5.0, 2.0
+# Weight of a query without an object in the loss of the classes, as published.
+NO_OBJECT = 0.1
+
+
+def corners(boxes):
+  """Turns boxes of centre and size [..., 4] into corners."""
+  centre, size = boxes[..., :2], boxes[..., 2:]
+  return jnp.concatenate([centre - size / 2, centre + size / 2], axis=-1)
+
+
+def centred(boxes):
+  """Turns boxes of corners [..., 4] into boxes of centre and size."""
+  low, high = boxes[..., :2], boxes[..., 2:]
+  return jnp.concatenate([(low + high) / 2, high - low], axis=-1)
+
+
+def _area(boxes):
+  size = jnp.maximum(boxes[..., 2:] - boxes[..., :2], 0)
+  return size[..., 0] * size[..., 1]
+
+
+def _ratio(part, whole):
+  """Returns part / whole, 0 where whole is 0, with finite gradients."""
+  some = whole > 0
+  return jnp.where(some, part / jnp.where(some, whole, 1.0), 0.0)
+
+
+def giou(first, second):
+  """Computes the generalised intersection over union (arXiv 1902.09630).
+
+  Args:
+    first: corners [..., 4].
+    second: corners, broadcastable to the same shape.
+
+  Returns:
+    [...], from -1 to 1. The IoU of two boxes without area is 0, and so is the
+    share of the box around them that they leave.
+  """
+  inside = jnp.concatenate(
+    [
+      jnp.maximum(first[..., :2], second[..., :2]),
+      jnp.minimum(first[..., 2:], second[..., 2:]),
+    ],
+    axis=-1,
+  )
+  around = jnp.concatenate(
+    [
+      jnp.minimum(first[..., :2], second[..., :2]),
+      jnp.maximum(first[..., 2:], second[..., 2:]),
+    ],
+    axis=-1,
+  )
+  shared = _area(inside)
+  union = _area(first) + _area(second) - shared
+  hull = _area(around)
+  return _ratio(shared, union) - _ratio(hull - union, hull)
+
+
+def weight_of_queries(counts, queries: int, no_object: float = NO_OBJECT):
+  """Returns the sum of the class weights of an image's queries, [B].
+
+  Args:
+    counts: number of objects of each image, [B].
+    queries: number of queries Q.
+    no_object: weight of a query without an object.
+  """
+  return counts + no_object * (queries - counts)
+
+
+def matching_cost(logits, boxes, labels, targets, class_weight: float = CLASS):
+  """Computes the cost of giving each target each prediction (section 3.1).
+
+  Args:
+    logits: float [..., Q, C + 1].
+    boxes: predicted boxes of centre and size [..., Q, 4].
+    labels: int [..., N].
+    targets: boxes of centre and size [..., N, 4].
+    class_weight: weight of the probability of the class.
+
+  Returns:
+    float32 [..., N, Q].
+  """
+  probabilities = jax.nn.softmax(logits.astype(jnp.float32))  # [..., Q, C + 1]
+  one_hot = jax.nn.one_hot(labels, logits.shape[-1])  # [..., N, C + 1]
+  probable = jnp.einsum('...nc,...qc->...nq', one_hot, probabilities)
+  pairs = targets[..., :, None, :], boxes[..., None, :, :]
+  distance = jnp.abs(pairs[0] - pairs[1]).sum(axis=-1)
+  overlap = giou(*map(corners, pairs))
+  return L1 * distance - class_weight * probable - GIOU * overlap
+
+
+def losses(
+  logits,
+  boxes,
+  labels,
+  targets,
+  counts,
+  class_weight: float = CLASS,
+  no_object: float = NO_OBJECT,
+) -> dict:
+  """Computes the losses of a set prediction after an optimal matching.
+
+  Args:
+    logits: float [L, B, Q, C + 1]; the last class is "no object".
+    boxes: predicted boxes of centre and size [L, B, Q, 4].
+    labels: int [B, N], classes of the targets.
+    targets: boxes of centre and size [B, N, 4].
+    counts: int [B], number of targets of each image, the first ones.
+    class_weight: weight of the class in the matching.
+    no_object: weight of a query without an object in the cross-entropy.
+
+  Returns:
+    Sums over queries or targets, float32 [L, B]: `class`, the cross-entropy
+    with weight `no_object` for queries without an object (see
+    `weight_of_queries`); `l1` and `giou`, over targets. And `query`, the query
+    of each target, int32 [L, B, N], -1 for padding.
+  """
+  logits = logits.astype(jnp.float32)
+  nothing = logits.shape[-1] - 1
+  queries = logits.shape[-2]
+  exists = jnp.arange(labels.shape[-1]) < counts[:, None]  # [B, N]
+  cost = matching_cost(logits, boxes, labels[None], targets[None], class_weight)
+  chosen = matching.match(cost, counts)  # [L, B, N]
+  picked = jax.nn.one_hot(chosen, queries)  # [L, B, N, Q]; padding has no one.
+
+  held = picked.sum(axis=-2)  # [L, B, Q]: 1 for queries with an object.
+  wanted = jnp.einsum('lbnq,bn->lbq', picked, labels.astype(jnp.float32))
+  wanted = jnp.where(held > 0, wanted.round().astype(jnp.int32), nothing)
+  weight = jnp.where(held > 0, 1.0, no_object)
+  surprise = -jnp.take_along_axis(
+    jax.nn.log_softmax(logits), wanted[..., None], axis=-1
+  )[..., 0]
+
+  mine = jnp.einsum(
+    'lbnq,lbqk->lbnk', picked, boxes, precision=jax.lax.Precision.HIGHEST
+  )
+  distance = jnp.abs(mine - targets).sum(axis=-1)  # [L, B, N]
+  apart = 1 - giou(corners(mine), corners(targets))
+  return {
+    'class': (surprise * weight).sum(axis=-1),
+    'l1': jnp.where(exists, distance, 0.0).sum(axis=-1),
+    'giou': jnp.where(exists, apart, 0.0).sum(axis=-1),
+    'query': chosen,
+  }

@@ -1,0 +1,592 @@
+"""Object detection as the prediction of a set (DETR, arXiv 2005.12872).
+
+A fixed number of queries predict a class, or "no object", and a box each. The
+loss matches predictions and objects at the least cost; it is computed after
+each layer of the decoder.
+
+Shapes: B images, Q queries, N objects of an image (padded), L layers of the
+decoder, C classes.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorflow as tf
+
+from vit_jax import input_pipeline
+from vit_jax import models
+from vit_jax import preprocess
+from vit_jax.augmentation import canvases
+from vit_jax.augmentation import geometry
+from vit_jax.configs import rules
+from vit_jax.data.images import images as images_lib
+from vit_jax.evaluators import means
+from vit_jax.figures import captions
+from vit_jax.learning import optim
+from vit_jax.run import config as run_config
+from vit_jax.tasks import base
+from vit_jax.tasks.detection import average_precision as ap
+from vit_jax.tasks.detection import boxes as boxes_lib
+from vit_jax.tasks.detection import detectors
+from vit_jax.tasks.detection import drawing
+from vit_jax.weights import fitting
+
+_ROUNDING = 1e-3  # Share of an image by which a box may reach beyond it.
+_MOST = 512  # Pixels of the shorter side of an image in TensorBoard, at most.
+
+
+class Task(base.Task):
+  """Learns boxes and classes of the objects of images."""
+
+  FEATURES = (
+    'image',
+    'image/id?',
+    'objects/bbox',
+    'objects/label',
+    'objects/area?',
+    'objects/is_crowd?',
+  )
+  OPTIONS = {  # noqa: RUF012
+    # Greatest number of objects of an image; at most the number of queries.
+    'max_objects': 100,
+    # Weight of the class in the matching and in the loss. The published one
+    # suits a backbone that knows classes already.
+    'class_weight': boxes_lib.CLASS,
+    # Weight of a query without an object in the loss of the class. The published
+    # one suits 100 queries, most of which have no object.
+    'no_object_weight': boxes_lib.NO_OBJECT,
+    # Evaluation and detection on canvases (config.pp.sides): each image lies on
+    # the smallest canvas whose sides are multiples of this number, and the
+    # model is compiled for each canvas. 1: no padding at all; 0: all images lie
+    # on one square.
+    'tight': 64,
+  }
+  OPTION_RULES = {  # noqa: RUF012
+    'max_objects': rules.whole(1),
+    'class_weight': rules.positive,
+    'no_object_weight': rules.share,
+    'tight': rules.whole(0),
+  }
+  METRICS = (*ap.NAMES, 'loss')
+  METADATA = ('class_names',)
+  METADATA_RULES = {'class_names': rules.names}  # noqa: RUF012
+  NEW_PARAMS = ('class_head/',)
+  DRAWS = True
+  CANVASES = True
+  NEXT = 'a picture of an image with boxes'
+
+  def __init__(self, config, metadata):
+    super().__init__(config, metadata)
+    self.model = models.make_model(
+      config.model, num_classes=len(self.class_names)
+    )
+    queries = self.model.num_queries
+    if self.options.max_objects > queries:
+      raise ValueError(
+        f'max_objects={self.options.max_objects} objects cannot each have one of '
+        f'num_queries={queries}: lower --config.task_options.max_objects or raise '
+        '--config.model.num_queries'
+      )
+
+  # --- Data ---
+
+  @classmethod
+  def class_names_of(cls, source):
+    """Returns the names of the classes of objects, or of segments."""
+    [found] = (
+      names
+      for feature, names in source.names.items()
+      if feature.endswith('objects/label')
+    )
+    return found
+
+  @classmethod
+  def make_metadata(cls, config, source):
+    """Returns the names of the classes; checks the numbers of objects."""
+    _check_counts(config, source)
+    return {'class_names': list(cls.class_names_of(source))}
+
+  @classmethod
+  def planned_metadata(cls, config, num_classes):
+    """Returns class names for a plan: '0', '1', ..."""
+    del config
+    return {'class_names': [str(i) for i in range(num_classes or 91)]}
+
+  def parts(self, source):
+    """Returns the images of each canvas, the largest canvas first."""
+    if not (self.config.pp.sides and self._step):
+      return super().parts(source)
+    group = canvases.evaluation(self.config.pp)
+    shapes = input_pipeline.image_shapes(source)
+    found, which = np.unique(
+      canvases.smallest(shapes, group, self._step), axis=0, return_inverse=True
+    )
+    return [
+      (
+        np.flatnonzero(which.reshape(-1) == i),
+        functools.partial(self.example, canvas=tuple(found[i].tolist())),
+      )
+      for i in reversed(range(len(found)))
+    ]
+
+  @property
+  def _step(self) -> int:
+    """The number whose multiples the sides of a canvas are; 0: one square."""
+    step = self.options.tight
+    # A Vision Transformer needs whole patches.
+    whole = self.config.pp.canvas_multiple if 'vit' in self.config.model else 1
+    return math.lcm(step, whole)
+
+  def example(self, record, seed, canvas=None):
+    """Returns an image and its objects.
+
+    Args:
+      record: see the base class.
+      seed: see the base class.
+      canvas: height and width of the canvas of evaluation; None: the square
+        that holds any image.
+
+    Returns:
+      `image`, and on canvases `real`, bool [height, width], False for padding;
+      `box` float32 [N, 4], centre and size, as shares of the image without
+      padding, `class` int32 [N], and `count`, int32, the number of objects,
+      which come first. In evaluation
+      also `truth`, float32 [N, 4], corners x0, y0, x1, y1, `area` in pixels,
+      `crowd`, `size`, height and width of the original, and `image_id`, int32
+      [2], the low and the high half of the number of an image in COCO or 0;
+      `label` of padding is -1.
+    """
+    if seed is None:
+      return self._for_evaluation(record, canvas)
+    inputs, drawn = self._decode(record, seed)
+    found, kept = geometry.to_boxes(_boxes(record), drawn)
+    kept = tf.logical_and(kept, ~self._crowd(record))
+    found = tf.boolean_mask(found, kept)
+    label = tf.boolean_mask(record['objects/label'], kept)
+    return {
+      **inputs,
+      **self._targets(found, label),
+      **self._further(record, inputs, drawn, kept),
+    }
+
+  def _decode(self, record, seed):
+    """Returns `image` and possibly `real` of training, and their geometry."""
+    pp = self.config.pp
+    if not pp.sides:
+      image, drawn = preprocess.decode_with_geometry(record['image'], seed, pp)
+      return {'image': image}, drawn
+    step = seed[1] // self.config.batch  # `seed` holds the example's position.
+    group = canvases.group_at(step, self.config.seed, pp)
+    return preprocess.on_canvas_for_training(record['image'], seed, group, pp)
+
+  def _further(self, record, inputs, drawn, kept):
+    """Returns further tensors of a training example, for subclasses.
+
+    Args:
+      record: see `example`.
+      inputs: the augmented image, and `real` on a canvas.
+      drawn: its geometry, a geometry.Geometry.
+      kept: bool [n], which objects of the record are targets.
+    """
+    del record, inputs, drawn, kept
+    return {}
+
+  def _crowd(self, record):
+    if 'objects/is_crowd' in record:
+      return tf.cast(record['objects/is_crowd'], tf.bool)
+    return tf.zeros_like(record['objects/label'], tf.bool)
+
+  def inputs(self, record, seed=None):
+    """Returns `image`, possibly `real`, and the original's height and width.
+
+    These two numbers are `size`, int32 [2]. An image without boxes is turned as
+    its EXIF orientation says; boxes belong to the stored pixels.
+    """
+    del seed  # Training needs the objects too, see `example`.
+    pp = self.config.pp
+    if pp.sides:
+      return self._on_canvas(record, canvases.evaluation(pp))
+    return self._resized(record, pp)
+
+  def inputs_at(self, record, image_size):
+    """Returns the same as `inputs` for images of another size.
+
+    Args:
+      record: see `inputs`.
+      image_size: see Predictor.detect.
+    """
+    pp = self.config.pp
+    if image_size is None:
+      image_size = pp.eval_side if pp.sides else preprocess.crop_size(pp)
+    if isinstance(image_size, int):
+      group = canvases.evaluation(pp, image_size)
+      if self._step:
+        shape = images_lib.shape_of(record['image'])
+        canvas = canvases.smallest(shape, group, self._step)
+        group = group._replace(canvas=tuple(canvas.tolist()))
+      return self._on_canvas(record, group)
+    pp = pp.copy_and_resolve_references()
+    with pp.ignore_type():
+      pp.update(crop=tuple(image_size), resize=None)
+    return self._resized(record, pp)
+
+  def _resized(self, record, pp):
+    """Returns the inputs of an image that is resized to `pp.crop`."""
+    pixels = images_lib.decode(
+      record['image'], pp.channels, upright=not _has_boxes(record)
+    )
+    image = preprocess.for_evaluation(pixels, pp)
+    return {'image': image, 'size': tf.shape(pixels)[:2]}
+
+  def _on_canvas(self, record, group):
+    """Returns the inputs of an image on the canvas of a group."""
+    inputs, drawn = preprocess.on_canvas_for_evaluation(
+      record['image'], group, self.config.pp, upright=not _has_boxes(record)
+    )
+    return {**inputs, 'size': drawn.shape}
+
+  def _for_evaluation(self, record, canvas):
+    inputs = self.inputs(record)
+    if canvas is not None:
+      group = canvases.evaluation(self.config.pp)._replace(canvas=canvas)
+      inputs = self._on_canvas(record, group)
+    crowd = self._crowd(record)
+    found, label = _boxes(record), record['objects/label']
+    area = record.get('objects/area')
+    if area is None:
+      pixels = tf.cast(tf.reduce_prod(inputs['size']), tf.float32)
+      area = _areas(found) * pixels
+    y0, x0, y1, x1 = tf.unstack(tf.reshape(found, [-1, 4]), axis=-1)
+    return {
+      **inputs,
+      **self._targets(
+        tf.boolean_mask(found, ~crowd), tf.boolean_mask(label, ~crowd)
+      ),
+      'truth': self._padded(tf.stack([x0, y0, x1, y1], axis=-1)),
+      'label': self._padded(tf.cast(label, tf.int32) + 1) - 1,
+      'area': self._padded(tf.cast(area, tf.float32)),
+      'crowd': self._padded(tf.cast(crowd, tf.int32)),
+      'image_id': _image_id(record),
+    }
+
+  def _targets(self, found, label):
+    """Returns `box`, `class` and `count` of objects (ymin, xmin, ymax, xmax)."""
+    y0, x0, y1, x1 = tf.unstack(tf.reshape(found, [-1, 4]), axis=-1)
+    box = tf.stack([x0 + x1, y0 + y1, 2 * (x1 - x0), 2 * (y1 - y0)], -1) / 2
+    return {
+      'box': self._padded(box),
+      'class': self._padded(tf.cast(label, tf.int32)),
+      'count': tf.size(label),
+    }
+
+  def _padded(self, x):
+    """Pads the first axis to `max_objects`."""
+    most = self.options.max_objects
+    tf.debugging.assert_less_equal(
+      tf.shape(x)[0], most, f'an image has more objects than {_raise(most)}'
+    )
+    missing = most - tf.shape(x)[0]
+    x = tf.pad(x, [[0, missing]] + [[0, 0]] * (x.shape.rank - 1))
+    return tf.ensure_shape(x, [most, *x.shape[1:]])
+
+  def input_spec(self, image_size=None, batch=1):
+    """Returns shapes and types of `image`, `size`, and possibly `real`."""
+    if image_size is None and self.config.pp.sides:
+      image_size = canvases.evaluation(self.config.pp).canvas
+    image = self.image_spec(batch, image_size)
+    real = {'real': jax.ShapeDtypeStruct(image.shape[:3], jnp.bool_)}
+    return {
+      'image': image,
+      **(real if self.config.pp.sides else {}),
+      'size': jax.ShapeDtypeStruct((batch, 2), jnp.int32),
+    }
+
+  def batch_spec(self, size):
+    """Returns shapes and types of images and objects."""
+    most = self.options.max_objects
+
+    def spec(*shape, dtype=jnp.int32):
+      return jax.ShapeDtypeStruct((size, *shape), dtype)
+
+    inputs = self.input_spec(self.image_size, size)
+    del inputs['size']  # Training has no use for it.
+    return {
+      **inputs,
+      'box': spec(most, 4, dtype=jnp.float32),
+      'class': spec(most),
+      'count': spec(),
+    }
+
+  # --- Training ---
+
+  def init(self, rng):
+    """Returns the parameters, and the constants of a frozen batch norm, if any."""
+    image = self.image_spec(1)
+    variables = self.model.init(
+      rng, jnp.zeros(image.shape, image.dtype), train=False
+    )
+    params = variables.pop('params')
+    return params, {k: v for k, v in variables.items() if k == 'frozen'}
+
+  def adapt_weights(self, weights):
+    """Takes the rows of the class head by name, if it has all classes.
+
+    So weights with COCO's 91 category ids suit data with the 80 classes that
+    there are.
+    """
+    return fitting.with_classes(weights, self.class_names)
+
+  def new_params(self, have, want, class_names):
+    """Returns the heads that weights lack, or that are for other classes.
+
+    Weights of a backbone alone leave all else new.
+    """
+    if 'query_embedding' not in have:
+      backbone = ('backbone/', 'frozen/')
+      return [path for path in want if not path.startswith(backbone)]
+    bias = 'class_head/bias'
+    same = bias in have and have[bias].shape == want[bias].shape
+    if class_names is not None:
+      same = same and tuple(class_names) == self.class_names
+    found = {
+      path for path in have if same or path.split('/')[0] != 'class_head'
+    }
+    return [
+      prefix
+      for prefix in self.NEW_PARAMS
+      if not any(path.startswith(prefix) for path in found)
+    ]
+
+  def check_weights(self, weights, params):
+    """Checks that no parameter is frozen that weights do not bring.
+
+    Raises:
+      ValueError: if one would keep random numbers.
+    """
+    frozen = optim.frozen_sizes(self.config.lr_multipliers, params)
+    missing = sorted(set(frozen) - set(weights))
+    if missing:
+      path = self.config.pretrained
+      weights = (
+        'this config needs weights to start from'
+        if path is None
+        else f"pretrained='{path}' does not suffice"
+      )
+      raise ValueError(
+        f'{weights}: {len(missing)} parameters, such as '
+        f"'{missing[0]}', are frozen (lr_multipliers) and would stay random. "
+        'Give --config.pretrained=FILE, of a detector with the same classes or, '
+        'for its backbone, of a classifier; or train all parameters: '
+        '--config.lr_multipliers="()", for a ResNet with '
+        '--config.model.norm=group'
+      )
+
+  def _apply(self, params, extra, batch, **kwargs):
+    variables = {'params': params, **extra}
+    return self.model.apply(
+      variables, batch['image'], batch.get('real'), **kwargs
+    )
+
+  def augment(self, batch, rng):
+    """Adds the shares of the losses, which depend on the global batch.
+
+    The cross-entropy is divided by the sum of the class weights of all queries,
+    and the losses of boxes by the number of objects, over all devices.
+    """
+    del rng
+    count = batch['count'].astype(jnp.float32)  # [B]
+    weight = self._weight_of_queries(count)
+    share = jnp.ones_like(count) * len(count)
+    return {
+      **batch,
+      'class_share': share / weight.sum(),
+      'box_share': share / jnp.maximum(count.sum(), 1.0),
+    }
+
+  def _sums(self, outputs, batch):
+    """Returns the losses of each image by name, [L, B]."""
+    return boxes_lib.losses(
+      outputs['logits'],
+      outputs['boxes'],
+      batch['class'],
+      batch['box'],
+      batch['count'],
+      self.options.class_weight,
+      self.options.no_object_weight,
+    )
+
+  def _weight_of_queries(self, count):
+    """Returns the sum of the class weights of the queries of images, [B]."""
+    return boxes_lib.weight_of_queries(
+      count, self.model.num_queries, self.options.no_object_weight
+    )
+
+  def loss(self, params, extra, batch, rng):
+    """Returns the sum over layers of the set loss, and the number of images."""
+    terms = self._terms(params, extra, batch, train=True, rngs={'dropout': rng})
+    rows = jnp.float32(len(batch['count']))
+    total = sum(x.sum() for x in terms.values())
+    return (total, rows), {k: (x[-1].sum(), rows) for k, x in terms.items()}
+
+  def _terms(self, params, extra, batch, **kwargs):
+    """Returns the weighted losses of each image by name, [L, B].
+
+    Args:
+      params: the parameters.
+      extra: see `init`.
+      batch: has the shares that `augment` adds.
+      **kwargs: arguments of the model.
+    """
+    outputs = self._apply(params, extra, batch, **kwargs)
+    return self._weighted(self._sums(outputs, batch), batch)
+
+  def _weighted(self, sums, batch):
+    return {
+      'class': self.options.class_weight * sums['class'] * batch['class_share'],
+      'l1': boxes_lib.L1 * sums['l1'] * batch['box_share'],
+      'giou': boxes_lib.GIOU * sums['giou'] * batch['box_share'],
+    }
+
+  # --- Evaluation and prediction ---
+
+  def outputs(self, params, extra, batch):
+    """Computes `logits` [B, Q, C + 1] and `boxes` [B, Q, 4] (centre, size)."""
+    found = self._apply(params, extra, batch, train=False)
+    return {name: x[-1] for name, x in found.items()}
+
+  def detections(self, outputs) -> dict:
+    """Returns the most probable object of each query.
+
+    Args:
+      outputs: result of `outputs`.
+
+    Returns:
+      `boxes`, float32 [B, Q, 4], corners x0, y0, x1, y1 as shares of the image;
+      `labels`, int32 [B, Q]; `scores`, float32 [B, Q].
+    """
+    probabilities = jax.nn.softmax(outputs['logits'])[..., :-1]
+    return {
+      'boxes': boxes_lib.corners(outputs['boxes']),
+      'labels': probabilities.argmax(axis=-1),
+      'scores': probabilities.max(axis=-1),
+    }
+
+  def measure(self, params, extra, batch):
+    """Returns the sum of the losses of images, and the number of images."""
+    count = batch['count'].astype(jnp.float32)
+    weight = self._weight_of_queries(count)
+    shares = {
+      'class_share': 1 / weight,
+      'box_share': 1 / jnp.maximum(count, 1.0),
+    }
+    terms = self._terms(params, extra, {**batch, **shares}, train=False)
+    each = sum(x[-1] for x in terms.values())  # [B]
+    return {'loss': ((each * batch['mask']).sum(), batch['mask'].sum())}
+
+  def evaluators(self, mesh, split, open_split):
+    """Returns the mean of the loss, and COCO's average precision."""
+    source = open_split(split)
+    _check_counts(self.config, source)
+    return [
+      means.Means(self, mesh, source),
+      ap.AveragePrecision(self, mesh, source),
+    ]
+
+  def describe(self):
+    """Returns the number of classes and of queries, in words."""
+    words = (
+      f'{len(self.class_names):,} classes, {self.model.num_queries} queries'
+    )
+    if self.config.pp.sides:
+      sizes = ', '.join(
+        f'{height}x{width}' for height, width in self.image_sizes
+      )
+      words += f', images on canvases of {sizes} pixels'
+    return words
+
+  def predictor(self, params, extra, step):
+    """Returns a predictor of objects."""
+    return detectors.Detector(self, params, extra, step)
+
+  def draw_evaluation(self, batch, outputs):
+    """Draws test images: the objects, then the detections."""
+    found = jax.device_get(self.detections(outputs))
+    pixels = captions.to_pixels(batch['image'])
+    drawn = []
+    for i, image in enumerate(pixels):
+      filled = np.ones(4)  # Shares of the canvas that the image fills.
+      if 'real' in batch:
+        real = batch['real'][i]
+        filled = np.tile([real.any(axis=0).mean(), real.any(axis=1).mean()], 2)
+      exists = batch['label'][i] >= 0
+      kept = found['scores'][i] >= detectors.THRESHOLD
+      names = [self.class_names[k] for k in batch['label'][i][exists]]
+      truth = batch['truth'][i][exists] * filled
+      drawn.append(drawing.draw(image, truth, names))
+      names = [
+        f'{self.class_names[k]} {100 * score:.0f}'
+        for k, score in zip(found['labels'][i][kept], found['scores'][i][kept])
+      ]
+      boxes = found['boxes'][i][kept] * filled
+      drawn.append(drawing.draw(image, boxes, names))
+    titles = 2 * ('objects', 'detected')
+    picture = captions.grid(np.stack(drawn), titles=titles, most=_MOST)
+    return {'detections': picture}
+
+
+def _image_id(record):
+  """Returns COCO's number of an image in two halves, since JAX has no int64."""
+  number = record.get('image/id', tf.constant(0, tf.int64))
+  if number.dtype == tf.string:
+    number = tf.constant(0, tf.int64)
+  return tf.bitcast(tf.reshape(tf.cast(number, tf.int64), []), tf.int32)
+
+
+def _has_boxes(record) -> bool:
+  return 'objects/bbox' in record
+
+
+def _boxes(record):
+  """Returns the boxes of a record [n, 4]; an error if they are none."""
+  boxes = tf.reshape(record['objects/bbox'], [-1, 4])
+  low, high = boxes[:, :2], boxes[:, 2:]
+  # False for NaN.
+  fine = (low <= high) & (low >= -_ROUNDING) & (high <= 1 + _ROUNDING)
+  tf.debugging.assert_equal(
+    tf.reduce_all(fine),
+    True,
+    "objects/bbox must be (ymin, xmin, ymax, xmax), shares of the image's height "
+    'and width from 0 to 1: correct the data',
+  )
+  return boxes
+
+
+def _areas(boxes):
+  """Returns the areas [n] of boxes (ymin, xmin, ymax, xmax) [n, 4]."""
+  size = tf.reshape(boxes, [-1, 2, 2])
+  return tf.reduce_prod(size[:, 1] - size[:, 0], axis=-1)
+
+
+def _raise(most) -> str:
+  return (
+    f'max_objects={most}: raise --config.task_options.max_objects, and with it '
+    '--config.model.num_queries'
+  )
+
+
+def _check_counts(config, source):
+  """Raises ValueError if a source knows an image with too many objects."""
+  [labels] = (x for x in source.features if x.endswith('objects/label'))
+  counts = source.lengths(labels)
+  if counts is None or not len(counts):
+    return
+  most = run_config.task_options(config).max_objects
+  if counts.max() > most:
+    raise ValueError(
+      f'{np.sum(counts > most):,} of {len(counts):,} images have more objects than '
+      f"the model can find, the most '{source.name(int(counts.argmax()))}': "
+      f'{counts.max()}, and {_raise(most)}, to at least {counts.max()}'
+    )

@@ -1,0 +1,129 @@
+"""Draws boxes or segments with names on images; needs Pillow alone."""
+
+from collections.abc import Sequence
+
+from etils import epath
+import numpy as np
+from PIL import Image
+from PIL import ImageColor
+from PIL import ImageDraw
+from PIL import ImageFont
+
+from vit_jax import preprocess
+from vit_jax.data.images import images as images_lib
+
+# Colours that colour-blind people can tell apart (Okabe and Ito, "Color
+# Universal Design").
+_COLORS = (
+  '#E69F00', '#56B4E9', '#009E73', '#F0E442', '#D55E00', '#CC79A7', '#0072B2',
+)  # fmt: skip
+_LEAST = 256  # Smaller images are enlarged so that names can be read.
+
+
+def draw(image, boxes, names: Sequence[str]) -> np.ndarray:
+  """Draws boxes on an image; each class has a colour.
+
+  Args:
+    image: uint8 [H, W, 3]; enlarged by a whole factor if it is small.
+    boxes: [n, 4], corners x0, y0, x1, y1 as shares of the image.
+    names: text for each box; the first word decides the colour.
+
+  Returns:
+    uint8 [height, width, 3].
+  """
+  canvas = Image.fromarray(_enlarged(image))
+  pen = ImageDraw.Draw(canvas)
+  line = max(2, min(canvas.size) // 200)
+  for box, name in zip(boxes, names):
+    corners = np.asarray(box).reshape(2, 2) * canvas.size
+    (x0, y0), (x1, y1) = corners.clip(0, np.array(canvas.size) - 1)
+    frame = (x0, y0, max(x0, x1), max(y0, y1))
+    pen.rectangle(frame, outline=_color(name), width=line)
+    _write(pen, (x0 + line, y0 + line), name, canvas.size)
+  return np.asarray(canvas)
+
+
+def overlay(image, numbers, names: Sequence[str]) -> np.ndarray:
+  """Colours the segments of an image, with white lines between them.
+
+  Args:
+    image: uint8 [H, W, 3]; enlarged by a whole factor if it is small.
+    numbers: int [H, W], number of the segment of each pixel, from 1; 0 for
+      pixels of none, which stay as they are.
+    names: text for each segment; the first word decides the colour.
+
+  Returns:
+    uint8 [height, width, 3].
+  """
+  pixels = _enlarged(image).astype(np.float32)
+  times = len(pixels) // len(image)
+  large = np.asarray(numbers).repeat(times, 0).repeat(times, 1)
+  colors = np.array([(0, 0, 0), *(ImageColor.getrgb(_color(n)) for n in names)])
+  pixels = np.where(
+    large[..., None] > 0, pixels / 2 + colors[large] / 2, pixels
+  )
+  is_edge = np.zeros(large.shape, bool)
+  is_edge[1:] |= large[1:] != large[:-1]
+  is_edge[:, 1:] |= large[:, 1:] != large[:, :-1]
+  pixels[is_edge] = 255
+  canvas = Image.fromarray(pixels.astype(np.uint8))
+  pen = ImageDraw.Draw(canvas)
+  for number, name in enumerate(names, start=1):
+    place = _inside(large == number)
+    if place is not None:
+      _write(pen, place, name, canvas.size, anchor='mm')
+  return np.asarray(canvas)
+
+
+def _inside(mask):
+  """Returns (x, y) of a pixel amid those of a mask; None if it has none."""
+  rows = np.flatnonzero(mask.any(axis=1))
+  if not len(rows):
+    return None
+  row = rows[len(rows) // 2]
+  columns = np.flatnonzero(mask[row])
+  return int(columns[len(columns) // 2]), int(row)
+
+
+def _enlarged(image) -> np.ndarray:
+  """Repeats the pixels of a small image."""
+  times = -(-_LEAST // min(image.shape[:2]))
+  return image.repeat(times, axis=0).repeat(times, axis=1)
+
+
+def _color(name) -> str:
+  word = name.split(' ')[0]
+  return _COLORS[sum(word.encode()) % len(_COLORS)]
+
+
+def _write(pen, place, name, size, anchor='la'):
+  """Writes a name on a ground of its colour."""
+  font = ImageFont.load_default(max(11, min(size) // 40))
+  pen.rectangle(pen.textbbox(place, name, font, anchor), fill=_color(name))
+  pen.text(place, name, 'black', font, anchor)
+
+
+def draw_file(path, found) -> np.ndarray:
+  """Draws the objects that a predictor found in an image file."""
+  image = preprocess.from_user(path, images_lib.decode).numpy()
+  height, width, _ = image.shape
+  size = np.array([width, height, width, height])
+  return draw(
+    image,
+    [np.array(box) / size for _, _, box in found],
+    [f'{name} {100 * score:.0f}' for name, score, _ in found],
+  )
+
+
+def save(pictures: Sequence[np.ndarray], path):
+  """Writes pictures of any sizes below each other into a PNG."""
+  width = max(picture.shape[1] for picture in pictures)
+  rows = [
+    np.pad(
+      picture,
+      ((0, 0), (0, width - picture.shape[1]), (0, 0)),
+      constant_values=255,
+    )
+    for picture in pictures
+  ]
+  epath.Path(path).write_bytes(images_lib.encode_png(np.concatenate(rows)))

@@ -1,0 +1,224 @@
+"""Draws what a detector attends to, and where the boxes of its queries lie.
+
+As figures 3, 6 and 7 of arXiv 2005.12872; the arrays come from
+vit_jax/tasks/detection/looking.py. Each function returns a matplotlib Figure, see
+vit_jax/figures/drawing.py.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from vit_jax.figures import drawing
+from vit_jax.tasks.detection import looking
+
+THRESHOLD = 0.7  # Least score of an object that is shown.
+MOST = 4  # Maximum number of images, points and objects of a figure.
+_SIDE = 400  # Pixels of the longer side of a picture, at most.
+_ROWS = 5  # Panels below each other in the figure of the queries.
+_PANELS = 20
+_KINDS = (
+  (looking.SMALL, 'small', drawing.GREEN),
+  (looking.WIDE, 'large, wide', drawing.ORANGE),
+  (looking.TALL, 'large, tall', drawing.BLUE),
+)
+_MARK = dict(marker='o', markersize=11, color='white', mec='black', mew=1.5)
+
+
+def default_points(seen: looking.Seen) -> list[np.ndarray]:
+  """Returns the centres of the best boxes of each image, float [P, 2]."""
+  found = []
+  for i, boxes in enumerate(seen.boxes):
+    best = looking.best_queries(seen, i, THRESHOLD, MOST)
+    corners = boxes[best].clip(0, 1).reshape(-1, 2, 2)
+    found.append(corners.mean(axis=1))
+  return found
+
+
+@drawing.styled
+def encoder_attention(
+  images, seen: looking.Seen, names: Sequence[str], points=None
+):
+  """Draws the encoder's self-attention of points over images (figure 3).
+
+  Args:
+    images: float32 [B, H, W, 3] in [-1, 1].
+    seen: result of looking.look for these images.
+    names: names of the images.
+    points: float [P, 2], x and y as shares of each image; by default the
+      centres of the best boxes.
+
+  Returns:
+    A Figure with a row for each image.
+
+  Raises:
+    ValueError: if a point lies outside of the image.
+  """
+  given = default_points(seen) if points is None else [points] * len(images)
+  columns = 1 + max(map(len, given))
+  fig, grid = _grid(images, seen, columns, 'Self-attention of the encoder')
+  for i, (row, marks) in enumerate(zip(grid, given)):
+    one = looking.Seen(*(x[i : i + 1] for x in seen))
+    maps = looking.at_points(one, np.asarray(marks)[None])[0]  # [P, h, w]
+    picture = _picture(images[i], seen.filled[i])
+    size = picture.shape[1::-1]
+    row[0].imshow(picture)
+    row[0].set_title(drawing.shorten(names[i], 22))
+    for number, (axes, weights, mark) in enumerate(
+      zip(row[1:], maps, marks), 1
+    ):
+      _show_map(axes, picture, weights, seen.filled[i])
+      axes.plot(*(mark * size - 0.5), **_MARK)
+      axes.set_title(f'point {number}')
+      row[0].plot(*(mark * size - 0.5), **_MARK)
+      row[0].annotate(
+        str(number), mark * size - 0.5, ha='center', va='center', fontsize=8
+      )
+  return fig
+
+
+@drawing.styled
+def query_attention(
+  images,
+  seen: looking.Seen,
+  names: Sequence[str],
+  class_names: Sequence[str],
+):
+  """Draws the decoder's attention of the best queries (figure 6).
+
+  Args:
+    images: float32 [B, H, W, 3] in [-1, 1].
+    seen: result of looking.look for these images.
+    names: names of the images.
+    class_names: names of the classes.
+
+  Returns:
+    A Figure with a row for each image: the image with the boxes, and the
+    attention of the query of each box.
+  """
+  best = [
+    looking.best_queries(seen, i, THRESHOLD, MOST) for i in range(len(images))
+  ]
+  columns = 1 + max(map(len, best))
+  title = 'Attention of the queries'
+  fig, grid = _grid(images, seen, columns, title)
+  for i, (row, queries) in enumerate(zip(grid, best)):
+    picture = _picture(images[i], seen.filled[i])
+    row[0].imshow(picture)
+    row[0].set_title(drawing.shorten(names[i], 22))
+    for number, (axes, query) in enumerate(zip(row[1:], queries)):
+      colour = drawing.LINES[number % len(drawing.LINES)]
+      _show_map(axes, picture, seen.decoder[i, query], seen.filled[i])
+      box = seen.boxes[i, query]
+      _draw_box(row[0], box, picture, colour)
+      _draw_box(axes, box, picture, colour)
+      name = drawing.shorten(class_names[seen.labels[i, query]], 14)
+      axes.set_title(
+        f'{name}, {100 * seen.scores[i, query]:.0f} %', color=colour
+      )
+  return fig
+
+
+@drawing.styled
+def query_boxes(boxes: np.ndarray, large: float = looking.LARGE):
+  """Draws the centres of the boxes of queries over a data set (figure 7).
+
+  Args:
+    boxes: float32 [n, Q, 4], see looking.query_boxes; the first 20 queries are
+      drawn.
+    large: see looking.kinds.
+
+  Returns:
+    A Figure with a panel for each query, the unit square that stands for all
+    images.
+  """
+  count, queries = boxes.shape[:2]
+  shown = min(queries, _PANELS)
+  rows = min(_ROWS, -(-shown // 5))
+  columns = -(-shown // rows)
+  fig = drawing.new_figure(
+    1.3 + 1.75 * rows,
+    f'Boxes of {shown} of {queries} queries in {count:,} images',
+    width=max(8.0, 1.75 * columns),
+  )
+  kinds = looking.kinds(boxes, large)
+  grid = fig.subplots(rows, columns, squeeze=False)
+  size = float(np.clip(4_000 / max(1, count), 1, 16))
+  for axes in grid.flat:
+    axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], aspect='equal')
+  for query, axes in enumerate(grid.flat):
+    if query >= shown:
+      axes.set_visible(False)
+      continue
+    axes.set_title(f'query {query}', fontsize=11, pad=3)
+    axes.spines[:].set_visible(True)
+    for kind, _, colour in _KINDS:
+      x, y = boxes[kinds[:, query] == kind, query, :2].T
+      axes.scatter(x, y, s=size, color=colour, linewidths=0)
+  lines = [
+    grid.flat[0].scatter([], [], s=60, color=colour, label=name)
+    for _, name, colour in _KINDS
+  ]
+  fig.legend(handles=lines, loc='outside lower center', ncols=3, frameon=False)
+  return fig
+
+
+def _grid(images, seen, columns, title):
+  """Returns a figure and its Axes [B, columns], without ticks."""
+  rows = len(images)
+  height, width = images.shape[1:3]
+  ratio = float(
+    (height * seen.filled[:, 0] / (width * seen.filled[:, 1])).mean()
+  )
+  cell = min(3.2, 12.0 / columns, 9.0 / (rows * ratio))
+  fig = drawing.new_figure(
+    0.7 + rows * (0.35 + cell * ratio), title, width=max(5.5, columns * cell)
+  )
+  grid = fig.subplots(rows, columns, squeeze=False)
+  for axes in grid.flat:
+    axes.set_axis_off()
+    axes.title.set_fontsize(12)
+  return fig, grid
+
+
+def _picture(image, filled) -> np.ndarray:
+  """Returns an image without padding, float32 [H, W, 3] in [0, 1]."""
+  pixels = drawing.as_pixels(_crop(image, filled))
+  scale = min(1.0, _SIDE / max(pixels.shape[:2]))
+  size = [max(1, round(scale * side)) for side in pixels.shape[1::-1]]
+  picture = Image.fromarray((255 * pixels).round().astype(np.uint8))
+  return np.asarray(picture.resize(size), np.float32) / 255
+
+
+def _crop(x, filled):
+  """Cuts [H, W, ...] to the share that the image fills, down and across."""
+  height, width = (max(1, round(float(s) * n)) for s, n in zip(filled, x.shape))
+  return x[:height, :width]
+
+
+def _show_map(axes, picture, weights, filled):
+  """Draws a map [h, w] over a picture, both without padding."""
+  large = Image.fromarray(weights.astype(np.float32)).resize(
+    [
+      round(side / share)
+      for side, share in zip(picture.shape[1::-1], filled[::-1])
+    ],
+    Image.Resampling.BILINEAR,
+  )
+  axes.imshow(
+    drawing.overlay(picture, _crop(np.asarray(large).clip(0), filled))
+  )
+
+
+def _draw_box(axes, box, picture, colour):
+  """Draws a box, corners as shares of the image."""
+  from matplotlib import patches
+
+  size = np.array(picture.shape[1::-1])
+  (x0, y0), (x1, y1) = box.clip(0, 1).reshape(2, 2) * size - 0.5
+  axes.add_patch(
+    patches.Rectangle(
+      (x0, y0), x1 - x0, y1 - y0, fill=False, color=colour, linewidth=2.5
+    )
+  )

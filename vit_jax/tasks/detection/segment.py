@@ -1,0 +1,306 @@
+"""Panoptic segmentation with a detector (DETR, arXiv 2005.12872, section 4.4).
+
+Each pixel belongs to one segment: a thing, such as a person, or all stuff of a
+class, such as the sky. A detector finds the boxes of both, stuff being one
+object; a mask head then computes a mask for each query. The detector is trained
+first, by this task and a model without a mask head, and then the mask head alone:
+
+  --config.model.mask_head=True --config.pretrained=WORKDIR_OF_THE_DETECTOR
+  --config.lr_multipliers="(('segmentation/', 1.0), ('', 0.0))"
+
+or both at once. The data have the features of TFDS's coco/2017_panoptic.
+
+Shapes: B images, Q queries, N objects of an image (padded), H x W pixels.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorflow as tf
+
+from vit_jax.augmentation import canvases
+from vit_jax.augmentation import geometry
+from vit_jax.configs import rules
+from vit_jax.data.coco import panoptic
+from vit_jax.figures import captions
+from vit_jax.tasks.detection import detect
+from vit_jax.tasks.detection import detectors
+from vit_jax.tasks.detection import drawing
+from vit_jax.tasks.detection import masks as masks_lib
+from vit_jax.tasks.detection import panoptic_quality as pq
+from vit_jax.tasks.detection import segments as segments_lib
+
+_OBJECTS = 'panoptic_objects/'
+
+
+class Task(detect.Task):
+  """Learns boxes, classes and masks of things and stuff."""
+
+  FEATURES = (
+    'image',
+    'image/id?',
+    'panoptic_image',
+    *(
+      _OBJECTS + name for name in ('id', 'bbox', 'label', 'area?', 'is_crowd?')
+    ),
+  )
+  OPTIONS = {  # noqa: RUF012
+    **detect.Task.OPTIONS,
+    # Names of the classes of stuff; (): as the data set says, or none.
+    'stuff': (),
+    # Height and width of the square in which test images are compared with
+    # their segments; a larger image is reduced.
+    'truth_size': 640,
+    # Whether all pixels of several queries that found one class of stuff are
+    # its segment. False is the released post-processing, for published PQ.
+    'merge_stuff': True,
+  }
+  OPTION_RULES = {  # noqa: RUF012
+    **detect.Task.OPTION_RULES,
+    # The number of an object is a byte.
+    'max_objects': rules.whole(1, 255),
+    'stuff': rules.names,
+    'truth_size': rules.whole(1),
+    'merge_stuff': rules.flag,
+  }
+  METRICS = (*pq.NAMES, *detect.Task.METRICS)
+  METADATA = ('class_names', 'isthing')
+  METADATA_RULES = {  # noqa: RUF012
+    **detect.Task.METADATA_RULES,
+    'isthing': rules.several(rules.flag),
+  }
+  NEW_PARAMS = (*detect.Task.NEW_PARAMS, 'segmentation/')
+  NEXT = 'a picture of an image with its segments'
+
+  def __init__(self, config, metadata):
+    super().__init__(config, metadata)
+    self.is_thing = tuple(metadata['isthing'])
+    if config.best_metric.startswith(pq.NAMES) and not self.model.mask_head:
+      raise ValueError(
+        f"best_metric='{config.best_metric}' needs masks: set "
+        '--config.model.mask_head=True, or --config.best_metric=AP_test for a '
+        'detector'
+      )
+
+  # --- Data ---
+
+  @classmethod
+  def make_metadata(cls, config, source):
+    """Returns the names of the classes, and which of them are things."""
+    names = list(cls.class_names_of(source))
+    return {'class_names': names, 'isthing': _things(config, source, names)}
+
+  @classmethod
+  def planned_metadata(cls, config, num_classes):
+    """Returns class names for a plan, all of things."""
+    names = super().planned_metadata(config, num_classes or 133)['class_names']
+    return {'class_names': names, 'isthing': [True] * len(names)}
+
+  def example(self, record, seed, canvas=None):
+    """Returns an image, its objects and their segments.
+
+    Args:
+      record: see the base class.
+      seed: see the base class.
+      canvas: see the base class.
+
+    Returns:
+      The tensors of a detector (vit_jax/tasks/detection/detect.py), and `segments`, uint8
+      [H, W]: the number of the object of each pixel, from 1, or 0 for pixels of
+      none. In evaluation also `truth_size`, height and width of the original,
+      at most the option of this name, and `truth_segments`, uint8: the same for
+      the original, padded, with crowds, in the order of `label`.
+    """
+    objects = {
+      name.replace(_OBJECTS, 'objects/'): value
+      for name, value in record.items()
+    }
+    return super().example(objects, seed, canvas)
+
+  def _further(self, record, inputs, drawn, kept):
+    ids = tf.boolean_mask(record['objects/id'], kept)
+    numbers = panoptic.read(record['panoptic_image'], ids, drawn.shape)
+    numbers = geometry.to_masks(numbers[None], drawn)[0]
+    return {'segments': _padded(numbers, inputs['image'])}
+
+  def _for_evaluation(self, record, canvas):
+    example = super()._for_evaluation(record, canvas)
+    most = self.options.truth_size
+    truth = panoptic.read(
+      record['panoptic_image'], record['objects/id'], example['size']
+    )
+    is_target = tf.cast(~self._crowd(record), tf.uint8)
+    place = tf.concat([[0], tf.cumsum(is_target) * is_target], axis=0)
+    numbers = tf.gather(place, tf.cast(truth, tf.int32))
+    size = tf.cast(example['size'], tf.float32)
+    size = tf.round(size * tf.minimum(1.0, most / tf.reduce_max(size)))
+    size = tf.cast(tf.maximum(1.0, size), tf.int32)
+    return {
+      **example,
+      'segments': _padded(
+        panoptic.resize(numbers, _shown(example)), example['image']
+      ),
+      'truth_size': size,
+      'truth_segments': _padded(
+        panoptic.resize(truth, size), tf.zeros([most, most])
+      ),
+    }
+
+  def batch_spec(self, size):
+    """Returns shapes and types of images, objects and segments."""
+    spec = super().batch_spec(size)
+    shape = spec['image'].shape[:3]
+    return {**spec, 'segments': jax.ShapeDtypeStruct(shape, jnp.uint8)}
+
+  # --- Training ---
+
+  def _terms(self, params, extra, batch, **kwargs):
+    """Adds the losses of the masks of the last layer's matched queries."""
+    if not self.model.mask_head:
+      return super()._terms(params, extra, batch, **kwargs)
+    outputs = self._apply(params, extra, batch, draw=False, **kwargs)
+    sums = self._sums(outputs, batch)
+    masks = self.model.apply(
+      {'params': params},
+      outputs['features'],
+      jnp.maximum(sums['query'][-1], 0),
+      method='draw_masks',
+    )
+    found = masks_lib.losses(masks, batch['segments'], batch['count'])
+    share = batch['box_share']
+    return {
+      **self._weighted(sums, batch),
+      'focal': masks_lib.FOCAL * found['focal'][None] * share,
+      'dice': masks_lib.DICE * found['dice'][None] * share,
+    }
+
+  # --- Evaluation and prediction ---
+
+  def outputs(self, params, extra, batch):
+    """Computes those of a detector, and `masks` [B, Q, H / 4, W / 4], logits."""
+    found = self._apply(params, extra, batch, train=False)
+    masks = {'masks': found.pop('masks')} if self.model.mask_head else {}
+    return {**{name: x[-1] for name, x in found.items()}, **masks}
+
+  def masks(self, outputs, batch) -> dict:
+    """Returns what segments are made of.
+
+    Args:
+      outputs: result of `outputs`.
+      batch: the inputs.
+
+    Returns:
+      `masks`, `labels` [B, Q], `scores` [B, Q], and `extent`, float32 [B, 2]:
+      see vit_jax.tasks.detection.segments.assemble.
+    """
+    found = self.detections(outputs)
+    extent = jnp.ones((outputs['masks'].shape[0], 2))
+    if 'real' in batch:
+      real = batch['real'].astype(jnp.float32)
+      extent = jnp.stack(
+        [real.max(axis=2).mean(axis=1), real.max(axis=1).mean(axis=1)], axis=-1
+      )
+    return {
+      'masks': outputs['masks'],
+      'labels': found['labels'],
+      'scores': found['scores'],
+      'extent': extent,
+    }
+
+  def evaluators(self, mesh, split, open_split):
+    """Returns those of a detector, and the panoptic quality."""
+    found = super().evaluators(mesh, split, open_split)
+    if self.model.mask_head:
+      found.append(pq.PanopticQuality(self, mesh, open_split(split)))
+    return found
+
+  def describe(self):
+    """Returns the numbers of classes and of queries, in words."""
+    things = sum(self.is_thing)
+    stuff = len(self.is_thing) - things
+    head = 'with' if self.model.mask_head else 'without'
+    return f'{super().describe()}; {things} things, {stuff} stuff; {head} masks'
+
+  def predictor(self, params, extra, step):
+    """Returns a predictor of segments."""
+    return detectors.Segmenter(self, params, extra, step)
+
+  def draw_evaluation(self, batch, outputs):
+    """Draws test images: boxes as a detector does, and segments."""
+    drawn = super().draw_evaluation(batch, outputs)
+    if not self.model.mask_head:
+      return drawn
+    found = jax.device_get(self.masks(outputs, batch))
+    pictures = []
+    for i, image in enumerate(captions.to_pixels(batch['image'])):
+      names = [self.class_names[k] for k in batch['class'][i]]
+      truth = names[: batch['count'][i]]
+      pictures.append(drawing.overlay(image, batch['segments'][i], truth))
+      size = np.round(image.shape[:2] * found['extent'][i]).astype(int)
+      made = self.assemble(found, i, tuple(size))
+      numbers = np.zeros(image.shape[:2], np.int32)
+      numbers[: size[0], : size[1]] = made.numbers
+      names = [self.class_names[k] for k in made.labels]
+      pictures.append(drawing.overlay(image, numbers, names))
+    titles = 2 * ('segments', 'predicted')
+    return {
+      **drawn,
+      'segments': captions.grid(np.stack(pictures), titles=titles),
+    }
+
+  def assemble(self, found, row, size, **kwargs) -> segments_lib.Segments:
+    """Returns the segments of an image.
+
+    Args:
+      found: result of `masks` as NumPy arrays.
+      row: number of the image in the batch.
+      size: see vit_jax.tasks.detection.segments.assemble.
+      **kwargs: see there.
+    """
+    masks, labels, scores, extent = (
+      found[name][row] for name in ('masks', 'labels', 'scores', 'extent')
+    )
+    return segments_lib.assemble(
+      masks,
+      labels,
+      scores,
+      self.is_thing,
+      size,
+      extent,
+      merge_stuff=self.options.merge_stuff,
+      **kwargs,
+    )
+
+
+def _things(config, source, names) -> list[bool]:
+  """Returns whether each class is one of things.
+
+  Raises:
+    ValueError: if the config names a class that does not exist.
+  """
+  stuff = tuple((config.get('task_options') or {}).get('stuff', ()))
+  stuff = stuff or source.stuff
+  if not stuff:
+    known = source.origin.get('dataset', '').rsplit('/', 1)[0]
+    stuff = names[panoptic.THINGS.get(known, len(names)) :]
+  unknown = sorted(set(stuff) - set(names))
+  if unknown:
+    raise ValueError(
+      f'task_options.stuff: {unknown} are no classes of the data, which has '
+      f'{", ".join(names)} (config.task_options.stuff)'
+    )
+  return [name not in stuff for name in names]
+
+
+def _padded(numbers, image):
+  """Pads a map to the height and width of an image."""
+  padded = canvases.pad(numbers, tf.unstack(tf.shape(image)[:2]))
+  return tf.ensure_shape(padded, image.shape[:2])
+
+
+def _shown(example):
+  """Returns the height and width of an image without its padding, int32 [2]."""
+  if 'real' not in example:
+    return tf.shape(example['image'])[:2]
+  real = tf.cast(example['real'], tf.int32)
+  return tf.stack([tf.reduce_sum(tf.reduce_max(real, axis)) for axis in (1, 0)])

@@ -1,0 +1,131 @@
+"""Models of pixels that only count, which a trained model should beat.
+
+  position  the share of each colour at a position of the training images
+  context   the share of each colour given the colours of the left and of the
+            upper pixel, with one added to each count
+
+Both are measured in bits a dimension on test images.
+"""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from vit_jax import cli
+from vit_jax.distributed import sharding
+from vit_jax.evaluators import features
+
+
+def position_bits(train: np.ndarray, test: np.ndarray, num_colors: int):
+  """Returns the bits a dimension of a histogram at each position.
+
+  One is added to each count, so that no colour is impossible.
+
+  Args:
+    train: numbers of colours of the training images, int [n, H, W].
+    test: those of the test images, int [m, H, W].
+    num_colors: number of colours.
+  """
+  rows, columns = np.indices(train.shape[1:])
+  return _bits(
+    lambda images: (rows, columns, images),
+    (*train.shape[1:], num_colors),
+    train,
+    test,
+  )
+
+
+def context_bits(train: np.ndarray, test: np.ndarray, num_colors: int):
+  """Returns the bits a dimension of counts given the left and upper pixel.
+
+  Args:
+    train: see `position_bits`.
+    test: see `position_bits`.
+    num_colors: number of colours; takes its cube in numbers.
+  """
+
+  def place(images):
+    # What lies outside of an image is a colour of its own.
+    framed = np.pad(
+      images, ((0, 0), (1, 0), (1, 0)), constant_values=num_colors
+    )
+    return framed[:, 1:, :-1], framed[:, :-1, 1:], images
+
+  shape = (num_colors + 1, num_colors + 1, num_colors)
+  return _bits(place, shape, train, test)
+
+
+def _bits(place, shape, train, test):
+  """Returns the mean bits of test pixels by the counts of training pixels."""
+  counts = np.ones(shape)
+  np.add.at(counts, place(train), 1)
+  shares = counts / counts.sum(axis=-1, keepdims=True)
+  return float(-np.log2(shares[place(test)]).mean())
+
+
+class Counting:
+  """Measures the models that count on a split.
+
+  Args:
+    task: the objective, see vit_jax.tasks.pixels.pixels.Task.
+    mesh: the mesh.
+    train: source of the training images.
+    test: source of the test images.
+
+  Attributes:
+    final: see vit_jax.tasks.base.Task.evaluators.
+  """
+
+  final = True
+
+  def __init__(self, task, mesh, train, test):
+    self._task, self._mesh = task, mesh
+    self._sources = (train, test)
+    whole = sharding.replicated(mesh)
+    self._colors = jax.jit(
+      lambda batch: {
+        'colors': task.colors(batch['image']).astype(np.uint16),
+        'mask': batch['mask'],
+        'index': batch['index'],
+      },
+      out_shardings=whole,
+    )
+
+  def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
+    """Returns `position_bits` and `context_bits`; prints them.
+
+    Args:
+      params: not used.
+      extra: not used.
+      stop: called between batches; returns whether to stop.
+
+    Returns:
+      The metrics by name; None if `stop` ended the work.
+    """
+    del params, extra
+    task, found = self._task, []
+    for source in self._sources:
+      colors = features.collect(
+        task.config,
+        self._mesh,
+        source.evaluated,
+        task.example,
+        self._colors,
+        stop,
+        'Counting colours',
+      )
+      if colors is None:
+        return None
+      found.append(colors['colors'].reshape(-1, *task.image_size))
+    num_colors = len(task.palette)
+    metrics = {
+      'position_bits': position_bits(*found, num_colors),
+      'context_bits': context_bits(*found, num_colors),
+    }
+    cli.say(
+      'Bits a dimension of models that count: '
+      f'{metrics["position_bits"]:.4f} by the colours at each position, '
+      f'{metrics["context_bits"]:.4f} given the left and the upper pixel.'
+    )
+    return metrics

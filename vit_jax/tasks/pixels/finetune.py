@@ -1,0 +1,97 @@
+"""Fine-tunes an iGPT to classify images while it goes on to predict pixels.
+
+"Generative Pretraining from Pixels" (Chen et al., ICML 2020), section 2.3: the
+loss is the sum of the cross-entropy of the classes and of that of the pixels. A
+linear head reads the mean of the normalised tokens.
+"""
+
+from vit_jax.configs import rules
+from vit_jax.tasks import classify
+from vit_jax.tasks.pixels import pixels
+from vit_jax.tasks.pixels import sampling
+
+
+class Task(pixels.Task, classify.Task):
+  """Learns the classes of images, and their pixels."""
+
+  FEATURES = classify.Task.FEATURES
+  OPTIONS = {  # noqa: RUF012
+    **classify.Task.OPTIONS,
+    **pixels.Task.OPTIONS,
+    # Weight of the cross-entropy of the pixels; 0 to learn only the classes.
+    'generation': 1.0,
+  }
+  OPTION_RULES = {  # noqa: RUF012
+    **classify.Task.OPTION_RULES,
+    **pixels.Task.OPTION_RULES,
+    'generation': rules.number(),
+  }
+  METRICS = (*classify.Task.METRICS, *pixels.Task.METRICS)
+  LOW = (*classify.Task.LOW, *pixels.Task.LOW)
+  METADATA = (*classify.Task.METADATA, *pixels.Task.METADATA)
+  METADATA_RULES = {  # noqa: RUF012
+    **classify.Task.METADATA_RULES,
+    **pixels.Task.METADATA_RULES,
+  }
+  NEW_PARAMS = ('class_head/',)
+  NEXT = classify.Task.NEXT
+
+  def loss(self, params, extra, batch, rng):
+    """Returns the sum of both losses over images, and the number of images.
+
+    The loss of the pixels of an image is their mean. An image without a label
+    does not count.
+    """
+    del extra, rng
+    inputs = {k: batch[k] for k in ('colors', 'masked') if k in batch}
+    logits, class_logits = self.model.apply(
+      {'params': params}, **inputs, train=True
+    )
+    nats, _ = self._means(*self._scores(logits, inputs))  # [B]
+    means = {
+      'generation': nats,
+      'classes': self._train_loss(class_logits, batch['label']),
+    }
+    rows = self._counted(batch)  # [B]
+    sums = {name: ((x * rows).sum(), rows.sum()) for name, x in means.items()}
+    total = sums['classes'][0] + self.options.generation * sums['generation'][0]
+    return (total, rows.sum()), sums
+
+  def outputs(self, params, extra, batch):
+    """Returns the logits of the classes, float32 [B, classes]."""
+    del extra
+    return self._read(params, batch)[1][1]
+
+  def measure(self, params, extra, batch):
+    """Returns what both objectives measure."""
+    return {
+      **classify.Task.measure(self, params, extra, batch),
+      **pixels.Task.measure(self, params, extra, batch),
+    }
+
+  def drawn_outputs(self, params, extra, batch):
+    """Computes what both objectives draw."""
+    found = super().drawn_outputs(params, extra, batch)
+    return {**found, 'logits': self.outputs(params, extra, batch)}
+
+  def draw_evaluation(self, batch, outputs):
+    """Draws test images with their classes, and what the model draws."""
+    return {
+      **self._draw('test_images', batch, outputs['logits']),
+      **super().draw_evaluation(batch, outputs),
+    }
+
+  def predictor(self, params, extra, step):
+    """Returns a predictor of classes that also draws images."""
+    return Predictor(self, params, extra, step)
+
+  def describe(self):
+    """Returns what both objectives predict, in words."""
+    return f'{classify.Task.describe(self)}, {super().describe()}'
+
+
+class Predictor(sampling.Predictor, classify.Predictor):
+  """Predicts classes, and draws images."""
+
+  predict = classify.Predictor.predict
+  describe = classify.Predictor.report

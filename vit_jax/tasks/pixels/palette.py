@@ -1,0 +1,231 @@
+"""Palettes of iGPT: the colours of which the pixels of an image are numbers.
+
+"Generative Pretraining from Pixels" (Chen et al., ICML 2020), section 2: k-means
+finds the colours (512 in the paper) among the pixels of training images. A pixel
+becomes the number of the nearest colour.
+
+A palette is float32 [K, C] in [-1, 1], of K colours with C channels each. A file
+of one is a .npy of that array, as OpenAI has released it.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+import contextlib
+import json
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+from sklearn import cluster
+
+from vit_jax import cli
+from vit_jax.distributed import processes
+
+# Files beside weights, of a run and of Hugging Face, and the key of the palette.
+_FILES = {'palette.json': None, 'preprocessor_config.json': 'clusters'}
+_REMEDY = (
+  'give the palette of the weights, a .npy float [colours, channels] in [-1, 1] '
+  "(config.task_options.palette); without weights '' finds one in the images"
+)
+# Pixels of a step of k-means, and passes over all pixels.
+_BATCH, _PASSES = 16_384, 4
+
+
+def quantise(images, palette) -> jax.Array:
+  """Returns the number of the nearest colour of each pixel.
+
+  Takes 4 K bytes of memory for a pixel, as much as the logits of its colour.
+
+  Args:
+    images: float [..., C] in [-1, 1].
+    palette: float [K, C].
+
+  Returns:
+    int32 [...].
+  """
+  palette = jnp.asarray(palette, jnp.float32)
+  # |x - c|^2 without |x|^2, which does not depend on the colour c.
+  products = jnp.einsum(
+    '...c,kc->...k', images, palette, precision=jax.lax.Precision.HIGHEST
+  )
+  distances = (palette**2).sum(axis=-1) - 2 * products
+  return distances.argmin(axis=-1).astype(jnp.int32)
+
+
+def fit(pixels: np.ndarray, num_colors: int, seed: int = 0) -> np.ndarray:
+  """Finds a palette by k-means (scikit-learn's MiniBatchKMeans).
+
+  Args:
+    pixels: float [n, C] in [-1, 1].
+    num_colors: number K of colours.
+    seed: seed of the random numbers.
+
+  Returns:
+    The palette, float32 [K, C], the darkest colour first.
+
+  Raises:
+    ValueError: if the pixels have fewer colours.
+  """
+  pixels = np.asarray(pixels, np.float32)
+  known = np.unique(pixels, axis=0)
+  if len(known) < num_colors:
+    raise ValueError(
+      f'num_colors={num_colors} colours cannot be found in the training images, '
+      f'whose pixels have only {len(known):,}: lower --config.model.num_colors'
+    )
+  if len(known) == num_colors:
+    return _sorted(known)
+  pixels = np.random.default_rng(seed).permutation(pixels)
+  means = cluster.MiniBatchKMeans(num_colors, random_state=seed, n_init=1)
+  # The first step chooses the colours to start from.
+  size = max(_BATCH, 3 * num_colors)
+  starts = _PASSES * list(range(0, max(1, len(pixels) - size + 1), size))
+  with cli.bar(
+    total=len(starts), desc='Finding a palette', delay=3, leave=False
+  ) as bar:
+    for start in starts:
+      means.partial_fit(pixels[start : start + size])
+      bar.update()
+  return _sorted(means.cluster_centers_.astype(np.float32))
+
+
+def _sorted(palette):
+  return palette[np.argsort(palette.sum(axis=-1), kind='stable')]
+
+
+def sample(batches: Iterable[np.ndarray], each: int, seed: int) -> np.ndarray:
+  """Takes random pixels of images.
+
+  Args:
+    batches: images, float [b, H, W, C].
+    each: number of pixels of an image, or all if there are fewer.
+    seed: seed of the choice.
+
+  Returns:
+    float32 [n, C].
+  """
+  rng, found = np.random.default_rng(seed), []
+  for images in batches:
+    pixels = images.reshape(len(images), -1, images.shape[-1])
+    if pixels.shape[1] > each:
+      order = rng.random(pixels.shape[:2]).argpartition(each, axis=1)
+      pixels = np.take_along_axis(pixels, order[:, :each, None], axis=1)
+    found.append(pixels.reshape(-1, pixels.shape[-1]))
+  return np.concatenate(found).astype(np.float32)
+
+
+def load(path: str, fetch: Callable[[str], epath.Path]) -> np.ndarray:
+  """Reads a palette on process 0, and tells it to the others.
+
+  Args:
+    path: a .npy, such as the released kmeans_centers.npy; or weights whose
+      folder has the palette: the workdir of a run, or a model of Hugging Face;
+      local, at gs://, or a URL.
+    fetch: function that returns the local path of a URL, see
+      vit_jax.weights.fetch.
+
+  Returns:
+    float32 [K, C].
+
+  Raises:
+    FileNotFoundError: if there is no such file, or no palette in the folder.
+    ValueError: if the file holds no palette.
+  """
+  found = processes.from_first(
+    'reading the palette', lambda: _read(path, fetch)
+  )
+  return np.asarray(found, np.float32)
+
+
+def _read(path, fetch):
+  """Returns a palette as lists, see `load`."""
+  if path.startswith(('http://', 'https://')):
+    file, key = _at_url(path, fetch)
+  else:
+    file, key = epath.Path(path), None
+    if not file.exists():
+      raise FileNotFoundError(f"there is no palette '{path}': {_REMEDY}")
+    if file.suffix != '.npy':
+      file, key = _beside(file)
+  try:
+    if file.suffix == '.npy':
+      with file.open('rb') as f:
+        found = np.load(f, allow_pickle=False)
+    else:
+      found = json.loads(file.read_text())
+      found = np.asarray(found[key] if key else found)
+    wrong = rule(found)
+  except (ValueError, LookupError, TypeError, EOFError, RecursionError) as e:
+    raise ValueError(f"'{file}' holds no palette: {e}; {_REMEDY}") from e
+  if wrong:
+    raise ValueError(
+      f"'{file}' holds {found.dtype}{list(found.shape)}: a palette"
+      f' {wrong}; {_REMEDY}'
+    )
+  return found.tolist()
+
+
+def _at_url(url, fetch):
+  """Fetches the palette at a URL, or beside weights; returns it and its key."""
+  if url.partition('?')[0].endswith('.npy'):
+    return fetch(url), None
+  folder = url.rpartition('/')[0]
+  for name, key in _FILES.items():
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+      return fetch(f'{folder}/{name}'), key
+  raise FileNotFoundError(
+    f"'{folder}' has no palette ({' or '.join(_FILES)}): {_REMEDY}"
+  )
+
+
+def _beside(path):
+  """Returns the file with the palette of weights, and its key there."""
+  folder = path if path.is_dir() else path.parent
+  for name, key in _FILES.items():
+    if (folder / name).exists():
+      return folder / name, key
+  raise FileNotFoundError(
+    f"the folder '{folder}' has no palette ({' or '.join(_FILES)}): {_REMEDY}"
+  )
+
+
+def rule(palette) -> str | None:
+  """Tells what is wrong with a palette; None if nothing is."""
+  words = (
+    'must be colours of 3 channels (or of 1), an array [colours, channels] of '
+    'numbers from -1 to 1'
+  )
+  try:
+    array = np.asarray(palette, np.float32)
+  except (ValueError, TypeError):
+    return words
+  if array.ndim != 2 or array.shape[1] not in (1, 3) or not len(array):
+    return words
+  # k-means of colours from -1 to 1 may round a little beyond.
+  return None if (np.abs(array) < 1 + 1e-3).all() else words
+
+
+def check(palette, num_colors: int, channels: int, where: str = ''):
+  """Checks that a palette fits a model and its images.
+
+  Args:
+    palette: float [K, C].
+    num_colors: number of colours of the model.
+    channels: channels of an image.
+    where: where the palette comes from, in words.
+
+  Raises:
+    ValueError: names both numbers.
+  """
+  if len(palette) != num_colors:
+    raise ValueError(
+      f'the palette{where} has {len(palette)} colours, and the model '
+      f'num_colors={num_colors}: give the palette that its weights were trained '
+      f'with, or set --config.model.num_colors={len(palette)}'
+    )
+  if len(palette[0]) != channels:
+    raise ValueError(
+      f'the palette{where} has {len(palette[0])} channels, and the images '
+      f'pp.channels={channels}: set --config.pp.channels={len(palette[0])}'
+    )

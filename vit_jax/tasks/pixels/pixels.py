@@ -1,0 +1,354 @@
+"""iGPT: learns to predict the pixels of images, without labels.
+
+"Generative Pretraining from Pixels" (Chen et al., ICML 2020), section 2. A pixel
+becomes the number of its nearest colour in a palette. There are two objectives:
+
+  ar    predicts each pixel from the pixels before it, in the order of reading
+        (config.model.causal=True)
+  bert  predicts some pixels, chosen at random, from the others
+        (config.model.causal=False)
+
+The loss of an image is the mean over its pixels that are predicted, and the
+loss the mean over images, in nats; `bits_per_dim` is the same in bits.
+
+Shapes: B images, N pixels, K colours, C channels.
+"""
+
+import copy
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from vit_jax import cli
+from vit_jax import input_pipeline
+from vit_jax import models
+from vit_jax import models_igpt
+from vit_jax import preprocess
+from vit_jax.configs import rules
+from vit_jax.data import feeding
+from vit_jax.data import order
+from vit_jax.distributed import processes
+from vit_jax.tasks import base
+from vit_jax.tasks.pixels import counting
+from vit_jax.tasks.pixels import drawing
+from vit_jax.tasks.pixels import palette as palette_lib
+from vit_jax.tasks.pixels import sampling
+from vit_jax.weights import fetch
+
+# The palette is found in the first so many images of the run, and in so many
+# random pixels of each.
+_IMAGES, _PIXELS = 10_000, 256
+_SEED = 17_042_019  # Of the masks and samples of evaluations.
+
+
+class Task(base.Task):
+  """Learns to predict pixels."""
+
+  OPTIONS = {  # noqa: RUF012
+    # The palette: a .npy float [colours, channels] in [-1, 1], or a folder that
+    # has one: the workdir of a run, or a model of Hugging Face. '': that of
+    # config.pretrained, else one that k-means finds in the training images.
+    'palette': '',
+    # Objective 'bert': probability with which a pixel is masked.
+    'masked': 0.15,
+    # Whether the run ends with the bits of two models that only count: colours
+    # at each position, and colours given the left and the upper pixel.
+    'counting': False,
+  }
+  OPTION_RULES = {'masked': rules.share}  # noqa: RUF012
+  METRICS = ('bits_per_dim',)
+  LOW = ('bits_per_dim',)
+  METADATA = ('palette',)
+  METADATA_RULES = {'palette': palette_lib.rule}  # noqa: RUF012
+  LEARNED = ('palette',)
+  NEW_PARAMS = ()
+  NEXT = 'bits a dimension of an image (or --sample=16 for new images)'
+
+  def __init__(self, config, metadata):
+    _check_model(config)
+    self.palette = np.asarray(metadata['palette'], np.float32)  # [K, C]
+    self.model = models.make_model(
+      config.model, num_classes=len(metadata.get('class_names', ()))
+    )
+    palette_lib.check(self.palette, self.model.num_colors, config.pp.channels)
+    super().__init__(config, metadata)
+
+  # --- Data ---
+
+  @classmethod
+  def learn(cls, config, source):
+    """Returns the palette: of a file, of the weights, or of the images."""
+    _check_model(config)
+    path = config.task_options.palette or config.pretrained
+    if path:
+      found = palette_lib.load(path, fetch.fetch)
+      where = f" of '{path}'"
+    else:
+      found = processes.from_first(
+        'finding a palette', lambda: _find_palette(config, source).tolist()
+      )
+      where = ''
+    num_colors = config.model.get('num_colors', len(found))
+    palette_lib.check(found, num_colors, config.pp.channels, where)
+    return {'palette': np.asarray(found, np.float32).tolist()}
+
+  @classmethod
+  def planned_metadata(cls, config, num_classes):
+    """Returns greys in place of a palette."""
+    greys = np.linspace(-1, 1, config.model.num_colors)[:, None]
+    colors = np.repeat(greys, config.pp.channels, axis=1)
+    return {
+      **super().planned_metadata(config, num_classes),
+      'palette': colors.tolist(),
+    }
+
+  def colors(self, images):
+    """Returns the numbers of the colours of images, int32 [B, N].
+
+    Args:
+      images: float [B, H, W, C] in [-1, 1].
+    """
+    found = palette_lib.quantise(images, self.palette)
+    return found.reshape(images.shape[0], -1)
+
+  def images(self, colors) -> np.ndarray:
+    """Returns images, float32 [B, H, W, C]; the inverse of `colors`."""
+    pixels = self.palette[np.asarray(colors)]
+    return pixels.reshape(len(pixels), *self.image_size, pixels.shape[-1])
+
+  def _inputs(self, batch, keys):
+    """Returns the arguments of the model, by name.
+
+    Args:
+      batch: has `image`.
+      keys: function from B to a random key for each image, [B].
+    """
+    colors = self.colors(batch['image'])
+    if self.model.causal:
+      return {'colors': colors}
+
+    def draw(key):
+      return jax.random.bernoulli(key, self.options.masked, colors.shape[1:])
+
+    return {'colors': colors, 'masked': jax.vmap(draw)(keys(len(colors)))}
+
+  # --- Training ---
+
+  def init(self, rng):
+    """Returns the parameters."""
+    colors = jnp.zeros((1, self.model.num_positions), jnp.int32)
+    return self.model.init(rng, colors, train=False)['params'], {}
+
+  def augment(self, batch, rng):
+    """Replaces images by `colors`, and for 'bert' adds `masked`, bool [B, N]."""
+    batch = dict(super().augment(batch, rng))
+    inputs = self._inputs(batch, lambda count: jax.random.split(rng, count))
+    del batch['image']
+    return {**batch, **inputs}
+
+  def _scores(self, logits, inputs):
+    """Returns nats of pixels, and 1 for those that count, float32 [B, N]."""
+    nats = optax.softmax_cross_entropy_with_integer_labels(
+      logits, inputs['colors']
+    )
+    counted = inputs.get('masked', jnp.ones(nats.shape))
+    return nats, counted.astype(jnp.float32)
+
+  def _means(self, values, counted):
+    """Returns the means over the predicted pixels of each image.
+
+    In a mean over images, each image has the same weight, as in the released
+    code (src/model.py of github.com/openai/image-gpt), however many of its
+    pixels are masked.
+
+    Args:
+      values: float32 [B, N].
+      counted: float32 [B, N], 1 for pixels that are predicted.
+
+    Returns:
+      float32 [B], 0 for an image without such a pixel; and float32 [B], 1 for
+      an image that has one.
+    """
+    count = counted.sum(axis=1)
+    means = (values * counted).sum(axis=1) / jnp.maximum(count, 1.0)
+    return means, jnp.minimum(count, 1.0)
+
+  def loss(self, params, extra, batch, rng):
+    """Returns the mean nats of images, summed, and the number of images."""
+    del extra, rng
+    logits = self.model.apply({'params': params}, **batch, train=True)
+    nats, rows = self._means(*self._scores(logits, batch))
+    total, count = nats.sum(), rows.sum()
+    return (total, count), {'bits_per_dim': (total / math.log(2), count)}
+
+  # --- Evaluation ---
+
+  def _read(self, params, batch):
+    """Returns the model's arguments for test images, and its outputs.
+
+    The index of an image determines which of its pixels are masked.
+    """
+
+    def keys(count):
+      index = batch.get('index', jnp.zeros(count, jnp.int32))
+      return jax.vmap(jax.random.fold_in, (None, 0))(
+        jax.random.key(_SEED), index
+      )
+
+    inputs = self._inputs(batch, keys)
+    return inputs, self.model.apply({'params': params}, **inputs, train=False)
+
+  def read(self, params, extra, batch) -> dict:
+    """Computes how well the model predicts the pixels of images.
+
+    Returns:
+      Arrays [B, N]: `colors`, int32; `bits`, float32, of each pixel; `counted`,
+      float32, 1 for pixels that are predicted; `likely`, int32, the most likely
+      colour.
+    """
+    del extra
+    inputs, logits = self._read(params, batch)
+    if isinstance(logits, tuple):  # With the logits of classes.
+      logits = logits[0]
+    nats, counted = self._scores(logits, inputs)
+    return {
+      'colors': inputs['colors'],
+      'bits': nats / math.log(2),
+      'counted': counted,
+      'likely': logits.argmax(axis=-1).astype(jnp.int32),
+    }
+
+  def outputs(self, params, extra, batch):
+    """Returns the result of `read`."""
+    return self.read(params, extra, batch)
+
+  def measure(self, params, extra, batch):
+    """Returns the mean bits of images, summed, and the number of images."""
+    found = self.read(params, extra, batch)
+    counted = found['counted'] * batch['mask'][:, None]
+    bits, rows = self._means(found['bits'], counted)
+    return {'bits_per_dim': (bits.sum(), rows.sum())}
+
+  def intermediates(self, params, extra, batch, capture=False):
+    """Returns what the model sows, `layer_0`, ...; for 'bert' nothing is masked."""
+    del extra
+    colors = self.colors(batch['image'])
+    return self._intermediates(params, {'image': colors}, capture)
+
+  def evaluators(self, mesh, split, open_split):
+    """Returns the mean of `measure`, and what the options ask for."""
+    found = super().evaluators(mesh, split, open_split)
+    if self.options.counting:
+      train = open_split(self.config.pp.train)
+      found.append(counting.Counting(self, mesh, train, open_split(split)))
+    return found
+
+  # --- Pictures ---
+
+  def draw_training(self, batch):
+    """Draws the images of a batch in the colours of the palette."""
+    images = self.images(batch['colors'])
+    return super().draw_training({**batch, 'image': images})
+
+  def drawn_outputs(self, params, extra, batch):
+    """Computes `read`, and for 'ar' samples and completions of upper halves."""
+    found = self.read(params, extra, batch)
+    if not self.model.causal:
+      return found
+    height, width = self.image_size
+    upper = found['colors'][:, : height // 2 * width]
+    for name, prefix in (('samples', upper[:, :0]), ('completions', upper)):
+      found[name] = models_igpt.sample(
+        self.model, params, prefix, jax.random.key(_SEED)
+      )
+    return found
+
+  def draw_evaluation(self, batch, outputs):
+    """Draws samples and completions; for 'bert' masked pixels and guesses."""
+    del batch
+    truth = self.images(outputs['colors'])
+    if self.model.causal:
+      completed = self.images(outputs['completions'])
+      rows = self.image_size[0] // 2
+      return {
+        'samples': drawing.samples(self.images(outputs['samples'])),
+        'completions': drawing.beside(
+          image=truth, cut=drawing.cut(truth, rows), completed=completed
+        ),
+      }
+    guessed = np.where(
+      outputs['counted'] > 0, outputs['likely'], outputs['colors']
+    )
+    masked = outputs['counted'].reshape(truth.shape[:-1]) > 0
+    return {
+      'masked_pixels': drawing.beside(
+        image=truth,
+        masked=np.where(masked[..., None], 0.0, truth),
+        predicted=self.images(guessed),
+      )
+    }
+
+  def describe(self):
+    """Returns what is predicted, in words."""
+    what = (
+      'each pixel from those before it'
+      if self.model.causal
+      else f'{self.options.masked:.0%} of the pixels from the others'
+    )
+    return f'to predict {what}: one of {len(self.palette)} colours'
+
+  def predictor(self, params, extra, step):
+    """Returns a predictor that draws images."""
+    return sampling.Predictor(self, params, extra, step)
+
+
+def _check_model(config):
+  """Raises ValueError unless the model is an iGPT for images of this size."""
+  if models.kind_of(config.model) != 'igpt':
+    raise ValueError(
+      f"task='{config.task}' needs an iGPT, and "
+      f"model='{config.model.get('model_name')}' is none: use configs/igpt.py "
+      '(config.model)'
+    )
+  height, width = preprocess.crop_size(config.pp)
+  default = models_igpt.ImageGPT.num_positions
+  num_positions = config.model.get('num_positions', default)
+  if height * width != num_positions:
+    raise ValueError(
+      f'crop={height}x{width} has {height * width:,} pixels, and the model '
+      f'num_positions={num_positions:,}: set --config.pp.crop, or '
+      f'--config.model.num_positions={height * width}'
+    )
+
+
+def _find_palette(config, source) -> np.ndarray:
+  """Finds a palette in random pixels of the first images of a run."""
+  count = min(_IMAGES, source.num_examples)
+  config = copy.deepcopy(config)
+  config.batch = min(256, count)
+  rows = np.arange(config.batch)
+  steps = -(-count // config.batch)
+
+  def example(record, seed):
+    del seed  # The palette is that of whole images.
+    return {'image': preprocess.prepare(record['image'], None, config.pp)}
+
+  def indices(step):
+    return order.training_indices(
+      source, step * config.batch + rows, config.seed
+    )
+
+  data = input_pipeline.train_dataset(config, source, example, rows)
+  batches = feeding.read(data.take(steps), source, indices)
+  num_colors = config.model.num_colors
+  cli.say(f'Finding a palette of {num_colors} colours in {count:,} images ...')
+  with cli.bar(
+    iterable=batches, total=steps, desc='Reading pixels', delay=3, leave=False
+  ) as bar:
+    pixels = palette_lib.sample(
+      (batch['image'] for batch in bar), _PIXELS, config.seed
+    )
+  return palette_lib.fit(pixels, num_colors, config.seed)

@@ -1,0 +1,216 @@
+"""Draws and completes images with a trained iGPT, and measures its bits."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorflow as tf
+
+from vit_jax import models_igpt
+from vit_jax import preprocess
+from vit_jax.configs import rules
+from vit_jax.data.images import images as images_lib
+from vit_jax.figures import captions
+from vit_jax.inference import predictor as predictor_lib
+from vit_jax.tasks.pixels import drawing
+
+
+class Predictor(predictor_lib.Predictor):
+  """Samples from a model of pixels; see vit_jax/tasks/pixels/pixels.py."""
+
+  FLAGS = ('sample', 'complete', 'rows', 'seed', 'temperature', 'top_k')
+
+  def __init__(self, task, params, extra, step):
+    super().__init__(task, params, extra, step)
+    self._read = jax.jit(task.read)
+
+  def log_likelihood(self, images: Sequence[Any]) -> np.ndarray:
+    """Returns the bits a dimension (a pixel) of each image, float32 [n].
+
+    Args:
+      images: see `outputs`; resized to the size of the model as in evaluation.
+
+    Raises:
+      FileNotFoundError, ValueError: if an image does not exist or cannot be
+        read.
+    """
+    _, found = self.run(images, self._read)
+    counted = found['counted'].sum(axis=1)
+    return (found['bits'] * found['counted']).sum(axis=1) / counted
+
+  def sample(
+    self,
+    n: int,
+    seed: int = 0,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+  ) -> np.ndarray:
+    """Draws images.
+
+    Args:
+      n: number of images.
+      seed: seed of the random numbers.
+      temperature: by what the logits are divided: below 1 for more likely
+        colours.
+      top_k: number of the most likely colours to draw from; None for all.
+
+    Returns:
+      uint8 [n, H, W, 3].
+
+    Raises:
+      ValueError: if an argument is out of range, or the model predicts masked
+        pixels (objective 'bert').
+    """
+    return captions.to_pixels(self._sample(n, seed, temperature, top_k))
+
+  def _sample(self, n, seed=0, temperature=1.0, top_k=None):
+    """Draws images, float32 [n, H, W, C]; see `sample`."""
+    rules.check('n', n, rules.whole(1))
+    self._check_objective()
+    empty = np.zeros((n, 0), np.int32)
+    return self.task.images(self._draw(empty, seed, temperature, top_k))
+
+  def complete(
+    self,
+    images: Sequence[Any],
+    rows: int | None = None,
+    seed: int = 0,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+  ) -> np.ndarray:
+    """Completes the lower part of images.
+
+    Args:
+      images: see `outputs`. An image that is lower, for its width, than the
+        model's images is the upper part of one, if `rows` is None. All others
+        are resized to the model's size as in evaluation.
+      rows: number of rows of the model's H that are kept; by default all rows
+        of an upper part, and half of the rows of any other image.
+      seed: see `sample`.
+      temperature: see `sample`.
+      top_k: see `sample`.
+
+    Returns:
+      uint8 [n, H, W, 3], in the colours of the palette.
+
+    Raises:
+      FileNotFoundError, ValueError: if an image does not exist or cannot be
+        read, if nothing is left to complete, or for the reasons of `sample`.
+    """
+    _, completed, _ = self._complete(images, rows, seed, temperature, top_k)
+    return captions.to_pixels(completed)
+
+  def _complete(self, images, rows, seed=0, temperature=1.0, top_k=None):
+    """Returns images [n, H, W, C] given and completed, and the rows kept [n]."""
+    self._check_objective()
+    _check_rows(rows, self.task.image_size[0])
+    if not len(images):
+      raise ValueError('images is empty: give one image or more')
+    prepared = [
+      preprocess.from_user(
+        image,
+        lambda encoded: self._upper_part(encoded, rows),
+        self.config.max_image_pixels,
+      )
+      for image in images
+    ]
+    given = np.stack([image for image, _ in prepared])
+    kept = np.array([count for _, count in prepared])
+    colors = np.array(self.task.colors(given))
+    for count in sorted(set(kept)):
+      chosen = np.flatnonzero(kept == count)
+      prefix = colors[chosen, : count * self.task.image_size[1]]
+      colors[chosen] = self._draw(prefix, seed, temperature, top_k)
+    return given, self.task.images(colors), kept
+
+  def _check_objective(self):
+    """Raises ValueError if the model does not predict pixel after pixel."""
+    if not self.task.model.causal:
+      raise ValueError(
+        f"the run in '{self.workdir}' has learned to predict masked pixels "
+        "(objective 'bert') and cannot draw images: take a run of the objective "
+        "'ar' (configs/igpt.py:SIZE,DATA,SIDE,ar)"
+      )
+
+  def _upper_part(self, encoded, rows):
+    """Returns an image, float32 [H, W, C], and how many rows of it to keep."""
+    height, width = self.task.image_size
+    pixels = images_lib.decode(encoded, self.config.pp.channels)
+    count = round(pixels.shape[0] * width / pixels.shape[1]) or 1
+    if rows is not None or count >= height:
+      image = self.task.inputs({'image': encoded})['image']
+      return image.numpy(), rows or height // 2
+    part = tf.image.resize(images_lib.to_float(pixels), (count, width)).numpy()
+    return np.pad(part, ((0, height - count), (0, 0), (0, 0))), count
+
+  def _draw(self, prefix, seed, temperature, top_k) -> np.ndarray:
+    """Draws the pixels after `prefix`, int32 [n, M]; returns int32 [n, N]."""
+    rules.check('seed', seed, rules.whole(0))
+    found = []
+    size = min(self.BATCH, len(prefix))
+    keys = jax.random.split(jax.random.key(seed), len(prefix))
+    for start in range(0, len(prefix), size):
+      rows = np.arange(start, start + size).clip(max=len(prefix) - 1)
+      drawn = models_igpt.sample(
+        self.task.model,
+        self.params,
+        jnp.asarray(prefix[rows]),
+        keys[rows],
+        temperature,
+        top_k,
+      )
+      found.append(np.asarray(drawn)[: len(prefix) - start])
+    return np.concatenate(found)
+
+  def predict(self, images: Sequence[Any]) -> list:
+    """Returns the bits a dimension of each image."""
+    return [float(bits) for bits in self.log_likelihood(images)]
+
+  def describe(self, images, args) -> list[str]:
+    """Returns lines of the bits of images; see `report`."""
+    del args
+    return [
+      f'{image}\n  {bits:.4f} bits a dimension'
+      for image, bits in zip(images, self.log_likelihood(images))
+    ]
+
+  def report(self, images, args):
+    """Writes samples or completions to `args.out`; returns lines."""
+    how = {
+      name: getattr(args, name)
+      for name in ('seed', 'temperature', 'top_k')
+      if getattr(args, name) is not None
+    }
+    if args.sample is not None:
+      drawn = self._sample(args.sample, **how)
+      picture = drawing.samples(drawn)
+      lines = [f'{len(drawn)} sample(s): {args.out}']
+    elif args.complete:
+      given, completed, kept = self._complete(args.complete, args.rows, **how)
+      picture = drawing.beside(
+        given=drawing.cut(given, kept), completed=completed
+      )
+      lines = [
+        f'{path}: {count} of {self.task.image_size[0]} rows kept'
+        for path, count in zip(args.complete, kept)
+      ]
+      lines.append(f'completed: {args.out}')
+    else:
+      return self.describe(images, args)
+    epath.Path(args.out).write_bytes(images_lib.encode_png(picture))
+    return lines
+
+
+def _check_rows(rows, height):
+  """Raises ValueError if rows to keep leave nothing to complete."""
+  if rows is None:
+    return
+  rules.check('rows', rows, rules.whole(1))
+  if rows >= height:
+    raise ValueError(
+      f'rows={rows} leaves nothing to complete: images of the model have {height} '
+      f'rows; keep from 1 to {height - 1}'
+    )
