@@ -21,6 +21,7 @@ from vit_jax import checkpoint
 from vit_jax import models
 from vit_jax.configs import augreg
 from vit_jax.figures import gallery
+from vit_jax.tasks import classify
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ('vit_jax', 'vit_jax_augreg', 'inspect', 'plan')
@@ -391,13 +392,7 @@ def test_inspect(client, walked):
     for output in drawn.outputs
     if 'text/markdown' in output.data
   ]
-  # All but the reconstructions of masked patches, and those of detectors.
-  assert titles == [
-    f'### {entry.title}'
-    for entry in gallery.FIGURES
-    if entry.name != 'reconstructions'
-    and not entry.name.startswith(('encoder_', 'query_'))
-  ]
+  assert titles == [f'### {e.title}' for e in gallery.of(classify.Task)]
   assert pictures(drawn) == len(titles)
   arrays = printed(notebook.cell('attention.attention'))
   assert 'layers, heads: (1, 3)' in arrays

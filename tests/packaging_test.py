@@ -12,45 +12,6 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# The floors of the house, from the ground up: a room, or a module that is in none,
-# imports from its own floor or from below.
-FLOORS = [
-  ['cli'],
-  ['scale'],
-  ['layers'],
-  [
-    'models_vit',
-    'models_resnet',
-    'models_mixer',
-    'models_bit',
-    'models_detr',
-    'models_igpt',
-  ],
-  ['models', 'files'],
-  ['data', 'datasets', 'annotations'],
-  ['augmentation'],
-  ['preprocess'],
-  ['learning'],
-  ['run'],
-  ['weights', 'layouts'],
-  ['input_pipeline', 'checkpoint', 'convert', 'utils', 'test_utils'],
-  ['evaluators', 'figures', 'detection', 'generation'],
-  ['prediction'],
-  ['tasks'],
-  ['train', 'inference_time', 'manifest'],
-  ['predict', 'plan', 'benchmarks'],
-  ['benchmark'],
-  ['jobs', 'visualize', 'compute', 'probe'],
-  ['self_training'],
-  ['commands'],
-  ['main', 'sweep', '__main__'],
-]
-ROOMS = (
-  'annotations', 'augmentation', 'benchmarks', 'commands', 'data', 'datasets', 'detection', 'evaluators',
-  'figures', 'files', 'generation', 'jobs', 'layers', 'layouts', 'learning', 'prediction', 'run',
-  'scale', 'self_training', 'tasks', 'weights',
-)  # fmt: skip
-
 
 def run(code, cwd='/'):
   """Runs Python elsewhere, with the checkout importable."""
@@ -98,54 +59,92 @@ def test_libtpu_is_left_alone_where_there_is_no_tpu():
   assert done.stderr == ''
 
 
+def modules():
+  """Returns {dotted name below vit_jax: path} of all files."""
+  found = {}
+  for path in sorted((ROOT / 'vit_jax').rglob('*.py')):
+    parts = path.relative_to(ROOT / 'vit_jax').with_suffix('').parts
+    name = '.'.join(parts).removesuffix('__init__').rstrip('.')
+    if parts[0] != 'configs':
+      found[name] = path
+  return found
+
+
 def imports_of(path):
-  """Yields what a file imports of this package: (room or module, file in it)."""
+  """Yields the dotted names, below vit_jax, of what a file imports."""
+  known = modules()
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and node.module:
-      first, *rest = node.module.split('.')
-      if first == 'vit_jax' and rest:
-        for alias in node.names:
-          yield rest[0], alias.name
-      elif first == 'vit_jax':
-        for alias in node.names:
-          yield alias.name, None
+      first, _, rest = node.module.partition('.')
+      for alias in node.names if first == 'vit_jax' else ():
+        name = f'{rest}.{alias.name}'.lstrip('.')
+        yield name if name in known else rest or alias.name
 
 
-def test_imports_point_down_only():
-  floor = {name: i for i, names in enumerate(FLOORS) for name in names}
-  seen = set()
-  for path in sorted((ROOT / 'vit_jax').rglob('*.py')):
-    name = path.relative_to(ROOT / 'vit_jax').parts[0].removesuffix('.py')
-    if name in ('__init__', 'configs'):
-      continue
-    seen.add(name)
-    for imported, _ in imports_of(path):
-      if imported != 'configs':
-        assert floor[imported] <= floor[name], f'{path} imports {imported}'
-  assert seen == set(floor)
+def circles(edges):
+  """Returns groups of nodes of a graph that import each other, in a circle."""
+  graph = {}
+  for node, other in edges:
+    if node != other:
+      graph.setdefault(node, set()).add(other)
+
+  def reachable(start):
+    seen, todo = set(), [start]
+    while todo:
+      new = graph.get(todo.pop(), set()) - seen
+      seen |= new
+      todo += new
+    return seen
+
+  far = {node: reachable(node) for node in graph}
+  return sorted(
+    {
+      tuple(sorted(other for other in far[node] if node in far.get(other, ())))
+      for node in graph
+      if node in far[node]
+    }
+  )
+
+
+def test_circles_are_found():
+  assert circles([('a', 'b'), ('b', 'c')]) == []
+  assert circles([('a', 'b'), ('b', 'c'), ('c', 'a'), ('c', 'd')]) == [
+    ('a', 'b', 'c')
+  ]
+
+
+def test_neither_rooms_nor_files_import_each_other_in_a_circle():
+  """A room is a folder in vit_jax, or a file beside them; rooms have rooms."""
+  edges = [(n, o) for n, path in modules().items() for o in imports_of(path)]
+  assert len(edges) > 500
+  assert circles(edges) == []
+  for room in ('', *{name.rpartition('.')[0] for name, _ in edges}):
+    inside = room.split('.') if room else []
+    depth = len(inside)
+    rooms = [
+      tuple('.'.join(name.split('.')[: depth + 1]) for name in edge)
+      for edge in edges
+      if all(name.split('.')[:depth] == inside for name in edge)
+    ]
+    assert circles(rooms) == [], room
+
+
+def test_configs_import_nothing_of_the_package_but_each_other():
   for path in (ROOT / 'configs').glob('*.py'):
-    assert {room for room, _ in imports_of(path)} <= {'configs'}, path
+    assert {n.split('.')[0] for n in imports_of(path)} <= {'configs'}, path
 
 
-def test_rooms_are_one_level_deep_and_small():
-  top = [p.name for p in (ROOT / 'vit_jax').glob('*.py')]
-  assert len(top) <= 28, top  # Two of them are __init__.py and __main__.py.
-  folders = {p.parent for p in (ROOT / 'vit_jax').rglob('*.py')}
-  rooms = {f.name for f in folders} - {'vit_jax', 'configs'}
-  assert rooms == set(ROOMS)
-  for room in ROOMS:
-    path = ROOT / 'vit_jax' / room
-    files = [p for p in path.glob('*.py') if p.name != '__init__.py']
-    # As many commands as there are; and the run's overrides are one more.
-    limit = {'commands': 15}.get(room, 11)
-    assert 0 < len(files) <= limit, room
-    assert not (path / '__init__.py').read_text() or room == 'datasets'
+def test_rooms_are_two_levels_deep_at_most():
+  for name, path in modules().items():
+    assert name.count('.') <= 2, path
+    if name and path.name == '__init__.py':
+      assert not path.read_text(), path
 
 
 def test_tests_mirror_the_rooms():
-  for folder in (ROOT / 'tests').iterdir():
-    if folder.is_dir() and folder.name != '__pycache__':
-      assert folder.name in ROOMS
+  for path in (ROOT / 'tests').rglob('__init__.py'):
+    room = path.parent.relative_to(ROOT / 'tests')
+    assert (ROOT / 'vit_jax' / room).is_dir(), room
 
 
 def test_only_figures_import_matplotlib_and_nothing_imports_main():
@@ -153,7 +152,7 @@ def test_only_figures_import_matplotlib_and_nothing_imports_main():
     text = path.read_text()
     if path.parent.name != 'figures':
       assert 'import matplotlib' not in text, path
-    assert 'main' not in {name for name, _ in imports_of(path)}, path
+    assert 'main' not in imports_of(path), path
 
 
 def test_the_names_of_the_original_can_be_imported():

@@ -88,7 +88,7 @@ def figures(
     model: see `subject`.
     images: see `subject`.
     split: see `subject`.
-    names: names of figures, see vit_jax.figures.gallery.FIGURES; by default all
+    names: names of figures, see vit_jax.figures.gallery.of; by default all
       that can be drawn for the model.
     num_images: see `subject`.
     points: see `subject`.

@@ -98,7 +98,7 @@ import matplotlib.pyplot as plt
 from vit_jax import visualize
 from vit_jax.figures import gallery
 
-texts = {entry.name: entry for entry in gallery.FIGURES}
+texts = {entry.name: entry for entry in gallery.of(model.task)}
 figures = visualize.figures(model, images)
 for name, figure in figures.items():
   if name in texts:

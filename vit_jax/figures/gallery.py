@@ -1,11 +1,12 @@
-"""Lists all figures, and draws them for a model and images.
+"""Lists the figures of any model, and draws figures for a model and images.
 
   from vit_jax import predict, visualize
   found = visualize.figures(predict.load('/tmp/digits'), ['a.png', 'b.png'])
   found['attention_rollout']  # A matplotlib Figure; a notebook shows it.
 
-FIGURES is the list. Each figure takes a Subject (a model and images), computes
-arrays with the other files of this room, and draws them.
+FIGURES is the list; a task adds those of its own (FIGURES in
+vit_jax/tasks/base.py). Each figure takes a Subject (a model and images),
+computes arrays, and draws them.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,6 @@ import math
 from typing import Any
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from vit_jax import models
@@ -25,7 +25,6 @@ from vit_jax.figures import drawing
 from vit_jax.figures import invariance
 from vit_jax.figures import results
 from vit_jax.layers import positions
-from vit_jax.tasks.detection import figures as detectors
 
 _A_ROW = 8  # Maximum number of images per figure; more make further figures.
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
@@ -53,7 +52,8 @@ def _needs_posemb(subject):
   return None
 
 
-def _needs_images(subject):
+def needs_images(subject) -> str | None:
+  """Returns what is lacking for a figure that shows images, in words."""
   if subject.batch is not None:
     return None
   why = f' ({subject.lacking})' if subject.lacking else ''
@@ -66,32 +66,13 @@ def _needs_attention(subject):
     return f'a model of the class {type(model).__name__} has no attention'
   if model.transformer is None:
     return 'the model has no transformer, and so no attention'
-  return _needs_images(subject)
-
-
-def _needs_detector(subject):
-  if not hasattr(subject.model.task, 'detections'):
-    return 'the model is no detector'
-  return _needs_images(subject)
-
-
-def _needs_boxes(subject):
-  lacking = _needs_detector(subject)
-  if lacking is None and subject.source is None:
-    return subject.lacking or 'there is no data set'
-  return lacking
+  return needs_images(subject)
 
 
 def _needs_kernel(subject):
   if not any(path in subject.params for path in _KERNELS):
     return f'the model has none of {", ".join(_KERNELS)}'
   return None
-
-
-def _needs_pictures(subject):
-  if not hasattr(subject.model.task, 'pictures'):
-    return 'the model was not trained on masked patches'
-  return _needs_images(subject)
 
 
 def _needs_run(subject):
@@ -154,10 +135,10 @@ def _attention_distance(subject):
   ]
 
 
-def _pages(subject):
-  """Yields slices of the images, one per figure."""
-  for start in range(0, len(subject.names), _A_ROW):
-    yield slice(start, start + _A_ROW)
+def pages(subject, most: int = _A_ROW):
+  """Yields slices of the images of a Subject, `most` for each figure."""
+  for start in range(0, len(subject.names), most):
+    yield slice(start, start + most)
 
 
 def _attention_maps(subject):
@@ -168,7 +149,7 @@ def _attention_maps(subject):
       subject.labels[part],
       subject.labels_title,
     )
-    for part in _pages(subject)
+    for part in pages(subject)
   ]
 
 
@@ -180,38 +161,8 @@ def _rollout(subject):
       subject.labels[part],
       subject.labels_title,
     )
-    for part in _pages(subject)
+    for part in pages(subject)
   ]
-
-
-def _encoder_attention(subject):
-  return [
-    detectors.encoder_attention(*args, subject.points)
-    for args in _detector_pages(subject)
-  ]
-
-
-def _query_attention(subject):
-  return [
-    detectors.query_attention(*args, subject.model.class_names)
-    for args in _detector_pages(subject)
-  ]
-
-
-def _detector_pages(subject):
-  """Yields images, what the detector sees in them and names, for each figure."""
-  for start in range(0, len(subject.names), detectors.MOST):
-    part = slice(start, start + detectors.MOST)
-    seen = subject.detected
-    yield (
-      subject.batch['image'][part],
-      type(seen)(*(x[part] for x in seen)),
-      subject.names[part],
-    )
-
-
-def _query_boxes(subject):
-  return [detectors.query_boxes(subject.query_boxes)]
 
 
 def _learning_curves(subject):
@@ -232,16 +183,6 @@ def _mistakes(subject):
 
 def _inductive_bias(images):
   return [charts.inductive_bias(invariance.compare(images))]
-
-
-def _reconstructions(subject):
-  model, task = subject.model, subject.model.task
-  outputs = jax.jit(task.outputs)(model.params, model.extra, subject.batch)
-  pictures = task.pictures(subject.batch, outputs)
-  return [
-    charts.reconstructions(pictures[part], ('image', 'masked', 'predicted'))
-    for part in _pages(subject)
-  ]
 
 
 class Entry(NamedTuple):
@@ -320,49 +261,6 @@ FIGURES = (
     _position_similarity,
   ),
   Entry(
-    'reconstructions',
-    'Masked patches, predicted',
-    'The top row shows the images, the middle row the images with corrupted '
-    'patches in grey. The bottom row shows what the model predicts for those '
-    'patches.',
-    'arXiv 2010.11929, section 4.6 and appendix B.1.2',
-    _needs_pictures,
-    _reconstructions,
-  ),
-  Entry(
-    'encoder_attention',
-    'Self-attention of the encoder',
-    'Each map shows how much the cell of the image at the white point attends to '
-    'every other cell in the last layer of the encoder, averaged over the heads. '
-    'In a trained detector the maps separate the objects from each other. The '
-    'points are the centres of the best boxes, or those of --points.',
-    'arXiv 2005.12872, section 4.3 and figure 3',
-    _needs_detector,
-    _encoder_attention,
-  ),
-  Entry(
-    'query_attention',
-    'Attention of the queries',
-    'Each map shows where the query of a detected object attends to in the last '
-    'layer of the decoder, averaged over the heads, with its box. In a trained '
-    'detector these are often the edges of the object, such as heads and legs. '
-    'Of an image without a detection, the most probable object is shown.',
-    'arXiv 2005.12872, section 4.3 and figure 6',
-    _needs_detector,
-    _query_attention,
-  ),
-  Entry(
-    'query_boxes',
-    'Boxes of the queries',
-    'Each panel is a query, and each dot the centre of the box that the query '
-    'predicts for an image of the split, whether it sees an object or none. Green '
-    'boxes are small, less than a tenth of the image; red ones are large and '
-    'wide, blue ones large and tall. Queries specialise on places and sizes.',
-    'arXiv 2005.12872, section 4.3 and figure 7',
-    _needs_boxes,
-    _query_boxes,
-  ),
-  Entry(
     'learning_curves',
     'Learning curves',
     'The losses, other measures and the learning rate that the run has logged, by '
@@ -372,6 +270,9 @@ FIGURES = (
     _needs_run,
     _learning_curves,
   ),
+)
+# Further figures of a classifier, see Task.FIGURES in vit_jax/tasks/base.py.
+OF_CLASSES = (
   Entry(
     'confusion',
     'Confusion matrix',
@@ -392,7 +293,6 @@ FIGURES = (
     _mistakes,
   ),
 )
-NAMES = tuple(entry.name for entry in FIGURES)
 # Needs no trained model, only images; see invariance.compare.
 INDUCTIVE_BIAS = Entry(
   'inductive_bias',
@@ -407,12 +307,17 @@ INDUCTIVE_BIAS = Entry(
 )
 
 
+def of(task) -> tuple[Entry, ...]:
+  """Returns the figures of any model and those of a task."""
+  return (*FIGURES, *task.FIGURES)
+
+
 def choose(subject: results.Subject, names: Sequence[str] | None = None):
   """Returns which figures can be drawn.
 
   Args:
     subject: the model and images.
-    names: names of figures in FIGURES; None for all of them.
+    names: names of figures of the model's task, see `of`; None for all of them.
 
   Returns:
     Entries that can be drawn, and {name: what is lacking} of the others.
@@ -421,12 +326,15 @@ def choose(subject: results.Subject, names: Sequence[str] | None = None):
     ValueError: if a name is unknown, a named figure cannot be drawn, or no
       figure can be drawn.
   """
-  unknown = sorted(set(names or ()) - set(NAMES))
+  entries = of(subject.model.task)
+  known = [entry.name for entry in entries]
+  unknown = sorted(set(names or ()) - set(known))
   if unknown:
     raise ValueError(
-      f'figures={unknown} are unknown: choose among {", ".join(NAMES)} (--figures)'
+      f'figures={unknown} are not among those of this model: choose among '
+      f'{", ".join(known)} (--figures)'
     )
-  wanted = [e for e in FIGURES if names is None or e.name in names]
+  wanted = [e for e in entries if names is None or e.name in names]
   lacking = {e.name: e.lacks(subject) for e in wanted}
   lacking = {name: why for name, why in lacking.items() if why}
   if names and lacking:
@@ -441,7 +349,7 @@ def draw(entry: Entry, subject) -> dict[str, Any]:
   """Returns the matplotlib Figures of an entry by name: NAME, NAME_2, ...
 
   Args:
-    entry: one of FIGURES, or INDUCTIVE_BIAS.
+    entry: an Entry of `of`, or INDUCTIVE_BIAS.
     subject: a results.Subject; for INDUCTIVE_BIAS, float32 [B, H, W, C].
   """
   return {

@@ -4,6 +4,7 @@ Attention for a few images, the confusion matrix and the worst mistakes of a
 classifier on a whole split, and learning curves.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 import heapq
@@ -21,7 +22,6 @@ from vit_jax.distributed import sharding
 from vit_jax.figures import attention
 from vit_jax.figures import drawing
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.tasks.detection import looking
 
 # Maximum batch size: on a CPU larger ones are no faster and take more memory.
 _BATCH = 32
@@ -180,8 +180,8 @@ class Subject:
     source: a split with labels, for the confusion matrix, or None.
     split: name of that split.
     lacking: why there is no `source`, in words.
-    points: points of the images for the attention of a detector, see
-      looking.at_points, float [P, 2]; None for the centres of boxes.
+    points: points in the images whose attention is drawn, for tasks that take
+      some (Task.check_points); None for those that the task chooses.
   """
 
   def __init__(
@@ -208,17 +208,11 @@ class Subject:
 
     Raises:
       FileNotFoundError, ValueError: if an image cannot be read, a point lies
-        outside of the images, or points are given for no detector.
+        outside of the images, or the task takes none.
     """
-    self.points = None
-    if points is not None:
-      if not hasattr(model.task, 'detections'):
-        raise ValueError(
-          'points are for the attention of a detector, and this model is none: '
-          'leave them out (--points)'
-        )
-      self.points = looking.check_points(points)
+    self.points = None if points is None else model.task.check_points(points)
     self.model = model
+    self._computed = {}
     self.source, self.split, self.lacking = source, split, lacking
     self.batch, self.names, self._labels = None, [], None
     if images:
@@ -250,19 +244,11 @@ class Subject:
     """Computes attention and outputs for the images, once."""
     return look(self.model, self.batch['image'], self.grid)
 
-  @functools.cached_property
-  def detected(self) -> looking.Seen:
-    """Computes boxes and attention of a detector for the images, once."""
-    model = self.model
-    return looking.look(model.task, model.params, model.extra, self.batch)
-
-  @functools.cached_property
-  def query_boxes(self) -> np.ndarray:
-    """Computes the boxes of a detector's queries for the split, once."""
-    model = self.model
-    mesh = sharding.mesh_of(model.params)
-    state = model.params, model.extra
-    return looking.query_boxes(model.task, mesh, self.source, *state)
+  def once(self, compute: Callable[['Subject'], Any]) -> Any:
+    """Returns `compute(self)`, which is called once for several figures."""
+    if compute not in self._computed:
+      self._computed[compute] = compute(self)
+    return self._computed[compute]
 
   @functools.cached_property
   def results(self) -> Results:
@@ -270,31 +256,19 @@ class Subject:
     return classify(self.model, self.source)
 
   @property
-  def names_classes(self) -> bool:
-    """Returns whether the model predicts classes."""
-    return bool(self.model.class_names) and hasattr(self.model, 'probabilities')
-
-  @property
   def labels_title(self) -> str:
     """Returns the title of `labels`."""
-    return 'predicted class, probability' if self.names_classes else ''
+    return 'predicted class, probability' if self._predicted else ''
+
+  @property
+  def labels(self) -> list[str]:
+    """Returns a label per image: what is predicted, else the image's name."""
+    return self._predicted or [drawing.shorten(name, 14) for name in self.names]
 
   @functools.cached_property
-  def labels(self) -> list[str]:
-    """Returns a label per image: the predicted class, else the image's name."""
-    classes = self.model.class_names
-    if not self.names_classes:
-      return [drawing.shorten(name, 14) for name in self.names]
-    labels = []
-    for i, row in enumerate(self.model.task.probabilities(self.seen.outputs)):
-      best = int(row.argmax())
-      label = f'{drawing.shorten(classes[best], 14)}, {100 * row[best]:.0f} %'
-      truth = None if self._labels is None else self._labels[i]
-      if truth is not None and truth.any() and not truth[best]:
-        true = classes[int(truth.argmax())]
-        label += f'\ntrue: {drawing.shorten(true, 11)}'
-      labels.append(label)
-    return labels
+  def _predicted(self) -> list[str]:
+    """Returns what the model predicts for each image; [] for no classifier."""
+    return self.model.task.labels_of(self.seen.outputs, self._labels)
 
 
 def _first(model, source, count) -> dict:

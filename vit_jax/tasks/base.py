@@ -74,6 +74,8 @@ class Task(abc.ABC):
     DRAWS: whether the predictor's `report` can write a picture.
     PRINTS: whether `report` is of use without a picture.
     CANVASES: whether `example` reads `config.pp.sides`.
+    FIGURES: figures of this objective beside those of any model, each a
+      vit_jax.figures.gallery.Entry.
     NEXT: what `python -m vit_jax.predict` prints or draws, in words.
     config: the complete config of the run.
     metadata: result of `make_metadata`.
@@ -97,6 +99,7 @@ class Task(abc.ABC):
   DRAWS: ClassVar[bool] = False
   PRINTS: ClassVar[bool] = True
   CANVASES: ClassVar[bool] = False
+  FIGURES: ClassVar[tuple] = ()
   NEXT: ClassVar[str] = "the model's outputs for an image"
 
   model: Any = None
@@ -442,6 +445,36 @@ class Task(abc.ABC):
       most=captions.MOST,
     )
     return {name: picture}
+
+  # --- Figures, for `vit_jax.visualize` ---
+
+  def labels_of(self, outputs, labels=None) -> list[str]:
+    """Returns what is predicted for images, in a few words for each.
+
+    Args:
+      outputs: result of `outputs`, NumPy arrays [B, ...].
+      labels: the images' `label` in a batch [B, ...], or None if unknown.
+
+    Returns:
+      [] for an objective whose predictions are no words.
+    """
+    del outputs, labels
+    return []
+
+  def check_points(self, points) -> np.ndarray:
+    """Returns points in images, whose attention the task's figures draw.
+
+    Args:
+      points: pairs (x, y), as shares of an image's width and height.
+
+    Raises:
+      ValueError: if the task's figures take no points, or if one lies outside
+        of the image.
+    """
+    raise ValueError(
+      f'points={points} are for the attention of a detector, and this model is '
+      'none: leave them out (--points)'
+    )
 
   # --- Prediction ---
 

@@ -12,6 +12,8 @@ from vit_jax import models
 from vit_jax.augmentation import mixing
 from vit_jax.configs import rules
 from vit_jax.figures import captions
+from vit_jax.figures import drawing
+from vit_jax.figures import gallery
 from vit_jax.learning import losses
 from vit_jax.tasks import base
 
@@ -40,6 +42,7 @@ class Task(base.Task):
   METRICS = ('accuracy', 'loss')
   METADATA = ('class_names',)
   METADATA_RULES = {'class_names': rules.names}  # noqa: RUF012
+  FIGURES = gallery.OF_CLASSES
   NEXT = 'the classes of an image'
 
   def __init__(self, config, metadata):
@@ -184,6 +187,21 @@ class Task(base.Task):
     if label[best]:
       return captions.Caption(f'{first}\n', captions.RIGHT)
     return captions.Caption(f'{first}\nis {true}', captions.WRONG)
+
+  def labels_of(self, outputs, labels=None):
+    """Returns the most probable class, and the true one where they differ."""
+    if not self.class_names:
+      return []
+    words = []
+    for i, row in enumerate(self.probabilities(outputs)):
+      best = int(row.argmax())
+      name = drawing.shorten(self.class_names[best], 14)
+      words.append(f'{name}, {100 * row[best]:.0f} %')
+      true = None if labels is None else labels[i]
+      if true is not None and true.any() and not true[best]:
+        name = drawing.shorten(self.class_names[int(true.argmax())], 11)
+        words[-1] += f'\ntrue: {name}'
+    return words
 
   def predictor(self, params, extra, step):
     """Returns a predictor of class names."""

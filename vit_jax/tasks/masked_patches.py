@@ -23,6 +23,8 @@ from vit_jax import models_vit
 from vit_jax.configs import rules
 from vit_jax.data.images import images as images_lib
 from vit_jax.figures import captions
+from vit_jax.figures import charts
+from vit_jax.figures import gallery
 from vit_jax.layers import patches as patches_lib
 from vit_jax.tasks import base
 
@@ -97,6 +99,18 @@ class Task(base.Task):
   NEW_PARAMS = ('head/', 'mask_token')
   OWN_PARAMS = ('head/', 'mask_token')
   DRAWS, PRINTS = True, False
+  FIGURES = (
+    gallery.Entry(
+      'reconstructions',
+      'Masked patches, predicted',
+      'The top row shows the images, the middle row the images with corrupted '
+      'patches in grey. The bottom row shows what the model predicts for those '
+      'patches.',
+      'arXiv 2010.11929, section 4.6 and appendix B.1.2',
+      gallery.needs_images,
+      lambda subject: _reconstructions(subject),
+    ),
+  )
   NEXT = 'a picture of the image, the masked image, and the prediction'
 
   def __init__(self, config, metadata):
@@ -305,6 +319,17 @@ class Predictor(base.Predictor):
     pictures = np.stack(self.predict(images))
     out.write_bytes(images_lib.encode_png(draw(pictures)))
     return [f'{len(pictures)} image(s), masked and predicted: {out}']
+
+
+def _reconstructions(subject) -> list:
+  """Draws images, masked images and predictions, see gallery.Entry."""
+  model, task = subject.model, subject.model.task
+  outputs = jax.jit(task.outputs)(model.params, model.extra, subject.batch)
+  pictures = task.pictures(subject.batch, outputs)
+  return [
+    charts.reconstructions(pictures[part], ('image', 'masked', 'predicted'))
+    for part in gallery.pages(subject)
+  ]
 
 
 def batch_args(batch) -> dict:

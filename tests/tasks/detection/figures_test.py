@@ -1,5 +1,6 @@
 """Tests of the figures of detectors: what is drawn, and where."""
 
+import functools
 import types
 
 from matplotlib import colors
@@ -8,9 +9,12 @@ import pytest
 
 from tests.tasks.detection import looking_test
 from vit_jax.commands import visualize as visualize_command
+from vit_jax.distributed import sharding
 from vit_jax.figures import drawing
 from vit_jax.figures import gallery
 from vit_jax.figures import results
+from vit_jax.tasks import classify
+from vit_jax.tasks.detection import detect
 from vit_jax.tasks.detection import figures as detectors
 from vit_jax.tasks.detection import looking
 
@@ -81,22 +85,27 @@ def test_boxes_of_queries_have_colours_by_kind():
       assert colors.same_color(drawn.get_facecolor()[0], colour)
 
 
-def model(**kwargs):
-  task = types.SimpleNamespace(**kwargs, model=None)
+def model(kind=detect.Task):
+  task = types.SimpleNamespace(
+    FIGURES=kind.FIGURES,
+    check_points=functools.partial(kind.check_points, None),
+  )
   return types.SimpleNamespace(
     task=task,
     params={},
+    extra={},
     class_names=NAMES,
     workdir='',
     inputs=lambda images: {'image': IMAGES[: len(images)]},
   )
 
 
-def test_the_gallery_draws_detectors(seen):
-  subject = results.Subject(
-    model(detections=None), ['x/a.png', 'b.png'], points=[(0.5, 0.5)]
-  )
-  subject.detected = seen
+def test_the_gallery_draws_detectors(seen, monkeypatch):
+  monkeypatch.setattr(looking, 'look', lambda *args: seen)
+  monkeypatch.setattr(sharding, 'mesh_of', lambda params: None)
+  boxes = np.full((3, 2, 4), 0.5)
+  monkeypatch.setattr(looking, 'query_boxes', lambda *args: boxes)
+  subject = results.Subject(model(), ['x/a.png', 'b.png'], points=[(0.5, 0.5)])
   names = ['encoder_attention', 'query_attention']
   chosen, _ = gallery.choose(subject, names)
   drawn = {k: v for e in chosen for k, v in gallery.draw(e, subject).items()}
@@ -106,18 +115,18 @@ def test_the_gallery_draws_detectors(seen):
   with pytest.raises(ValueError, match="'query_boxes' cannot be drawn: there is no data set"):  # fmt: skip
     gallery.choose(subject, ['query_boxes'])
   subject.source = object()
-  subject.query_boxes = np.full((3, 2, 4), 0.5)
   [entry], _ = gallery.choose(subject, ['query_boxes'])
   assert list(gallery.draw(entry, subject)) == ['query_boxes']
 
 
-def test_wrong_points(monkeypatch):
-  with pytest.raises(ValueError, match='points are for .* a detector'):
-    results.Subject(model(), ['a.png'], points=[(0.5, 0.5)])
+def test_wrong_points():
+  with pytest.raises(ValueError, match='are for the attention of a detector'):
+    results.Subject(model(classify.Task), ['a.png'], points=[(0.5, 0.5)])
   with pytest.raises(ValueError, match='point 2,0.5 lies outside'):
-    results.Subject(model(detections=None), ['a.png'], points=[(2, 0.5)])
-  with pytest.raises(ValueError, match='the model is no detector'):
-    gallery.choose(results.Subject(model(), ['a']), ['encoder_attention'])
+    results.Subject(model(), ['a.png'], points=[(2, 0.5)])
+  subject = results.Subject(model(classify.Task), ['a'])
+  with pytest.raises(ValueError, match='encoder_attention.* not among those'):
+    gallery.choose(subject, ['encoder_attention'])
   argv = '--workdir=/tmp/run --out=/tmp/out --points 0.5,0.5 0.3'
   with pytest.raises(ValueError, match="--points: '0.3' is no point: give x,y"):
     visualize_command.main(argv.split())

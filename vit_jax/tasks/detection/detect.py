@@ -32,6 +32,8 @@ from vit_jax.tasks.detection import average_precision as ap
 from vit_jax.tasks.detection import boxes as boxes_lib
 from vit_jax.tasks.detection import detectors
 from vit_jax.tasks.detection import drawing
+from vit_jax.tasks.detection import figures
+from vit_jax.tasks.detection import looking
 from vit_jax.weights import fitting
 
 _ROUNDING = 1e-3  # Share of an image by which a box may reach beyond it.
@@ -75,6 +77,7 @@ class Task(base.Task):
   METADATA_RULES = {'class_names': rules.names}  # noqa: RUF012
   NEW_PARAMS = ('class_head/',)
   DRAWS = True
+  FIGURES = figures.FIGURES
   CANVASES = True
   NEXT = 'a picture of an image with boxes'
 
@@ -485,6 +488,10 @@ class Task(base.Task):
     terms = self._terms(params, extra, {**batch, **shares}, train=False)
     each = sum(x[-1] for x in terms.values())  # [B]
     return {'loss': ((each * batch['mask']).sum(), batch['mask'].sum())}
+
+  def check_points(self, points):
+    """Returns points float64 [P, 2], for figures of the encoder's attention."""
+    return looking.check_points(points)
 
   def evaluators(self, mesh, split, open_split):
     """Returns the mean of the loss, and COCO's average precision."""

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
+from vit_jax.distributed import sharding
 from vit_jax.figures import drawing
+from vit_jax.figures import gallery
 from vit_jax.tasks.detection import looking
 
 THRESHOLD = 0.7  # Least score of an object that is shown.
@@ -222,3 +224,77 @@ def _draw_box(axes, box, picture, colour):
       (x0, y0), x1 - x0, y1 - y0, fill=False, color=colour, linewidth=2.5
     )
   )
+
+
+# --- The figures in the gallery; `subject` is a vit_jax.figures.results.Subject ---
+
+
+def _look(subject) -> looking.Seen:
+  model = subject.model
+  return looking.look(model.task, model.params, model.extra, subject.batch)
+
+
+def _predict_boxes(subject) -> np.ndarray:
+  model = subject.model
+  mesh = sharding.mesh_of(model.params)
+  state = model.params, model.extra
+  return looking.query_boxes(model.task, mesh, subject.source, *state)
+
+
+def _pages(subject):
+  """Yields images, what the detector sees in them and names, for each figure."""
+  seen = subject.once(_look)
+  for part in gallery.pages(subject, MOST):
+    yield (
+      subject.batch['image'][part],
+      looking.Seen(*(x[part] for x in seen)),
+      subject.names[part],
+    )
+
+
+def _needs_split(subject):
+  if subject.source is None:
+    return subject.lacking or 'there is no data set'
+  return gallery.needs_images(subject)
+
+
+FIGURES = (
+  gallery.Entry(
+    'encoder_attention',
+    'Self-attention of the encoder',
+    'Each map shows how much the cell of the image at the white point attends to '
+    'every other cell in the last layer of the encoder, averaged over the heads. '
+    'In a trained detector the maps separate the objects from each other. The '
+    'points are the centres of the best boxes, or those of --points.',
+    'arXiv 2005.12872, section 4.3 and figure 3',
+    gallery.needs_images,
+    lambda subject: [
+      encoder_attention(*page, subject.points) for page in _pages(subject)
+    ],
+  ),
+  gallery.Entry(
+    'query_attention',
+    'Attention of the queries',
+    'Each map shows where the query of a detected object attends to in the last '
+    'layer of the decoder, averaged over the heads, with its box. In a trained '
+    'detector these are often the edges of the object, such as heads and legs. '
+    'Of an image without a detection, the most probable object is shown.',
+    'arXiv 2005.12872, section 4.3 and figure 6',
+    gallery.needs_images,
+    lambda subject: [
+      query_attention(*page, subject.model.class_names)
+      for page in _pages(subject)
+    ],
+  ),
+  gallery.Entry(
+    'query_boxes',
+    'Boxes of the queries',
+    'Each panel is a query, and each dot the centre of the box that the query '
+    'predicts for an image of the split, whether it sees an object or none. Green '
+    'boxes are small, less than a tenth of the image; red ones are large and '
+    'wide, blue ones large and tall. Queries specialise on places and sizes.',
+    'arXiv 2005.12872, section 4.3 and figure 7',
+    _needs_split,
+    lambda subject: [query_boxes(subject.once(_predict_boxes))],
+  ),
+)
