@@ -178,7 +178,7 @@ def test_what_cannot_be_drawn_says_why(
   path = save(tiny_models.tiny(), tmp_path / 'weights.npz')
   with pytest.raises(ValueError, match='no images.*--images a.jpg b.png'):
     call(monkeypatch, f'--weights={path}', f'--out={out}', *attention)
-  with pytest.raises(ValueError, match=r"\['attenton'\] are unknown: choose"):
+  with pytest.raises(ValueError, match=r"\['attenton'\] are not among"):
     call(monkeypatch, f'--workdir={run}', *named, '--figures', 'attenton')
   with pytest.raises(FileNotFoundError, match="no image file '/no/such.png'"):
     call(

@@ -51,7 +51,7 @@ class Model(NamedTuple):
   source: str = ''
 
 
-# Formats of classifiers. Those of other models are in vit_jax.layouts.
+# Formats of classifiers. Those of other models are in vit_jax.weights.families.
 _FORMATS = ('npz', 'timm', 'hf', 'workdir')
 
 
