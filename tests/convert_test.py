@@ -316,7 +316,7 @@ def test_what_the_other_side_does_not_have(tmp_path, tiny):
       {'num_blocks': 1},
       'MLP-Mixer cannot be written for timm',
     ),
-    ('r50_b32', (64, 64), 'timm', shallow, 'no hybrid like R'),
+    ('r50_b32', (64, 64), 'timm', shallow, 'no hybrid of'),
     (
       'bit_r50x1',
       (64, 64),

@@ -28,9 +28,9 @@ def copied(theirs):
   """Fills a model of timm with random numbers; returns them by our names."""
   torch_models.randomize(theirs)
   state = {name: value.numpy() for name, value in theirs.state_dict().items()}
-  flat = layouts.load(state, 'timm', None)
+  flat = layouts.load(state, layouts.Layout('timm'), None)
   params = flax.traverse_util.unflatten_dict(flat, sep='/')
-  back = layouts.dump(params, 'timm')
+  back = layouts.dump(flat, layouts.Layout('timm'))
   assert back.keys() == state.keys()
   for name, value in state.items():
     np.testing.assert_array_equal(back[name], value)

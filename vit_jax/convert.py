@@ -6,7 +6,6 @@
 from collections.abc import Sequence
 import copy
 import json
-import math
 from typing import Any
 
 from etils import epath
@@ -82,7 +81,10 @@ def read(
       )
     names = None
   with arrays.naming(src, 'cannot be used'):
-    size = _image_size(weights, config, image_size)
+    family = families.of(config)
+    size = family.files.image_size(
+      config, weights.params, image_size or weights.image_size
+    )
     if weights.kind != 'workdir':
       _check_shapes(weights, config, num_classes, size)
     model = writing.Model(
@@ -95,67 +97,14 @@ def read(
       weights.metadata,
       weights.kind,
     )
-    family = families.FAMILIES.get(config.get('kind'))
-    if family is not None:
-      family.files.check(model)
+    family.files.check(model)
   return model
-
-
-def _stride(config):
-  """Returns the pixels (down, across) of an image per patch."""
-  side = 2**10  # Any size that all strides divide.
-  grid = models.patch_grid(
-    config, tuple(side * size for size in config.patches.size)
-  )
-  return tuple(
-    side * size // count for size, count in zip(config.patches.size, grid)
-  )
-
-
-def _tokens(params):
-  """Returns the number of patches that parameters fit; None for any number."""
-  flat = flax.traverse_util.flatten_dict(params, sep='/')
-  mixing = 'MixerBlock_0/token_mixing/Dense_0/kernel'
-  if mixing in flat:
-    return flat[mixing].shape[0]
-  posemb = flat.get('Transformer/posembed_input/pos_embedding')
-  return None if posemb is None else posemb.shape[1] - ('cls' in flat)
-
-
-def _image_size(weights, config, given):
-  """Returns (height, width) of a model's images; checks a given size."""
-  size = given or weights.image_size
-  family = families.FAMILIES.get(config.get('kind'))
-  if family is not None:
-    return family.files.image_size(config, size)
-  size = size or _square(weights.params, config)
-  _check_size(weights.params, config, size)
-  return size
-
-
-def _square(params, config):
-  if config.get('patches') is None:  # A model for images of any size.
-    return (_USUAL_SIZE, _USUAL_SIZE)
-  tokens = _tokens(params)
-  side = 14 if tokens is None else math.isqrt(tokens)
-  return tuple(side * stride for stride in _stride(config))
-
-
-def _check_size(params, config, size):
-  tokens = _tokens(params)
-  grid = models.patch_grid(config, size)
-  if None not in (tokens, grid) and math.prod(grid) != tokens:
-    raise ValueError(
-      f'image_size={size[0]},{size[1]} makes {grid[0]} x {grid[1]} patches, but '
-      f'the weights are for {tokens}: give the size of the images '
-      '(--image_size=HEIGHT,WIDTH)'
-    )
 
 
 def _check_shapes(weights, config, num_classes, size):
   """Checks that all leaves of the model are present, with their shapes."""
   model = models.make_model(config, num_classes=num_classes)
-  inputs = identify.inputs(
+  inputs = families.of(config).files.inputs(
     config, weights.params, size or (_USUAL_SIZE, _USUAL_SIZE)
   )
   expected = jax.eval_shape(

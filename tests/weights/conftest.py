@@ -34,7 +34,7 @@ def good(tmp_path_factory, params):
   (folder / 'a.npz.json').write_text(json.dumps(notes))
   for name in ('timm', 'hf'):
     convert.convert(str(folder / 'a.npz'), str(folder / name), name)
-  state = layouts.dump(nested, 'hf')
+  state = layouts.dump(params, layouts.Layout('hf'))
   state = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in state.items()}
   torch.save(state, folder / 'hf' / 'new.bin')
   torch.save(

@@ -13,23 +13,8 @@ from typing import NamedTuple
 from etils import epath
 import flax.traverse_util
 
-from vit_jax.configs import models as model_configs
 from vit_jax.weights import arrays
 
-_GELUS = {
-  'gelu': 'erf',
-  'gelu_new': 'tanh',
-  'gelu_pytorch_tanh': 'tanh',
-  'gelu_fast': 'tanh',
-  'gelu_tanh': 'tanh',
-}
-_TIMM_SIZES = {
-  'tiny': 'Ti',
-  'small': 'S',
-  'base': 'B',
-  'large': 'L',
-  'huge': 'H',
-}
 # Names of the epsilons of a ResNet.
 _EPSILONS = ('published', 'timm')
 _LONGEST = 2**24  # Bytes; the names of 21k classes take about one million.
@@ -44,12 +29,14 @@ class Description(NamedTuple):
     class_names: in the order of the logits, or None if unknown.
     image_size: (height, width) in pixels, or None if unknown.
     metadata: further metadata of a run by name, such as a palette.
+    num_heads: number of attention heads, or None if there are none.
   """
 
   model: dict
   class_names: tuple[str, ...] | None = None
   image_size: tuple[int, int] | None = None
   metadata: dict = {}  # noqa: RUF012
+  num_heads: int | None = None
 
 
 def notes_file(npz) -> epath.Path:
@@ -66,8 +53,7 @@ def read(path: epath.Path, describe: Callable[[dict], Description]):
 
   Args:
     path: the file; one that does not exist counts as {}.
-    describe: function from its content to a Description, such as those of
-      READERS.
+    describe: function from its content to a Description.
 
   Raises:
     ValueError: if the file is damaged or a field has a wrong value; names both.
@@ -139,13 +125,14 @@ def choice(config, key, kinds, default=None):
   )
 
 
-def _is_count(value):
+def is_count(value) -> bool:
+  """Returns whether a value is a number of at least 1."""
   return type(value) is int and 0 < value < 2**20
 
 
 def count(config, key):
   """Returns a field that is a number of at least 1."""
-  return field(config, key, _is_count, 'a number of at least 1')
+  return field(config, key, is_count, 'a number of at least 1')
 
 
 def epsilon(config, key, default=None):
@@ -159,31 +146,33 @@ def epsilon(config, key, default=None):
   )
 
 
-def _names(config, key):
-  names = field(
+def names(config, key) -> tuple[str, ...] | None:
+  """Returns a field that is a list of names; None if it is empty."""
+  found = field(
     config,
     key,
     lambda x: isinstance(x, list) and all(isinstance(n, str) for n in x),
     'a list of names',
   )
-  return tuple(names) if names else None
+  return tuple(found) if found else None
 
 
-def _size(config, key):
+def size(config, key):
   """Returns (height, width) from a field that holds one number or two."""
-  size = field(
+  found = field(
     config,
     key,
     lambda x: (
-      _is_count(x)
-      or (isinstance(x, list) and len(x) == 2 and all(map(_is_count, x)))
+      is_count(x)
+      or (isinstance(x, list) and len(x) == 2 and all(map(is_count, x)))
     ),
     'a number of pixels, or [height, width]',
   )
-  return (size, size) if isinstance(size, int) else size and tuple(size)
+  return (found, found) if isinstance(found, int) else found and tuple(found)
 
 
-def _from_notes(config):
+def from_notes(config) -> Description:
+  """Returns what the JSON file beside an .npz tells."""
   model = fields(config, 'model')
   encoder, resnet = (fields(model, part) for part in ('transformer', 'resnet'))
   known = {
@@ -203,20 +192,7 @@ def _from_notes(config):
   flat = flax.traverse_util.flatten_dict(known)
   found = {path: value for path, value in flat.items() if value is not None}
   return Description(
-    flax.traverse_util.unflatten_dict(found), _names(config, 'class_names')
-  )
-
-
-def _from_hf(config):
-  transformer = dict(
-    gelu=_GELUS[choice(config, 'hidden_act', _GELUS, 'gelu')],
-    norm_eps=float(epsilon(config, 'layer_norm_eps', 1e-12)),
-  )
-  heads = count(config, 'num_attention_heads')
-  if heads:
-    transformer['num_heads'] = heads
-  return Description(
-    dict(transformer=transformer), labels(config), _size(config, 'image_size')
+    flax.traverse_util.unflatten_dict(found), names(config, 'class_names')
   )
 
 
@@ -241,32 +217,3 @@ def labels(config, gap: str | None = None) -> tuple[str, ...] | None:
   found = field(config, 'id2label', is_right, what, {})
   number = 1 + max(map(int, found), default=-1)
   return tuple(found.get(str(i), gap) for i in range(number)) or None
-
-
-def _from_timm(config):
-  args = fields(config, 'model_args')
-  pretrained = fields(config, 'pretrained_cfg')
-  transformer = dict(
-    gelu=_GELUS[choice(args, 'act_layer', _GELUS, 'gelu')], norm_eps=1e-6
-  )
-  architecture = field(
-    config, 'architecture', lambda x: isinstance(x, str), 'a name', ''
-  )
-  for part, size in _TIMM_SIZES.items():
-    if f'_{part}_' in architecture:
-      transformer['num_heads'] = model_configs.SIZES[size][3]
-  heads = count(args, 'num_heads')
-  if heads:
-    transformer['num_heads'] = heads
-  shape = field(
-    pretrained,
-    'input_size',
-    lambda x: isinstance(x, list) and len(x) == 3 and all(map(_is_count, x)),
-    '[channels, height, width]',
-  )
-  size = _size(args, 'img_size') or (shape and tuple(shape[1:]))
-  names = _names(config, 'label_names') or _names(pretrained, 'label_names')
-  return Description(dict(transformer=transformer), names, size)
-
-
-READERS = {'npz': _from_notes, 'timm': _from_timm, 'hf': _from_hf}

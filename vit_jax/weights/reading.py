@@ -26,14 +26,12 @@ import flax.traverse_util
 import jax
 
 from vit_jax import cli
-from vit_jax.configs import models as model_configs
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import arrays
 from vit_jax.weights import descriptions
 from vit_jax.weights import fetch
 from vit_jax.weights import state_dicts
 from vit_jax.weights.families import families
-from vit_jax.weights.families import vit as layouts
 
 # Name in a file -> name in Linen, of the layers in an encoder block. Files
 # number the layers by their place in the block, Linen counts each kind
@@ -200,7 +198,7 @@ def _read_npz(file, check):
     file, _linen_name, lambda shapes: check(tree(shapes))
   )
   found = descriptions.read(
-    descriptions.notes_file(file), descriptions.READERS['npz']
+    descriptions.notes_file(file), descriptions.from_notes
   )
   return Weights(tree(leaves), 'npz', found.model, found.class_names)
 
@@ -303,25 +301,11 @@ def _read_torch(file, num_heads, beside):
     if file.suffix == '.safetensors'
     else state_dicts.read(file)
   )
-  family, layout = families.of_names(flat)
-  if family is not None:
-    return _read_family(family, layout, flat, file, num_heads, beside)
-  layout = layouts.detect(flat)
-  if layout is None:
-    raise ValueError(
-      f"'{file}' holds no Vision Transformer by timm's or Hugging Face's names, "
-      'no BiT ResNet, DETR or iGPT; its names are '
-      f'{sorted(flat)[:4]} ...'
-    )
-  return _read_classifier(layout, flat, file, num_heads, beside)
-
-
-def _read_family(family, layout, flat, file, num_heads, beside):
-  """Reads weights of a model that is no classifier."""
-  found = family.files.describe(beside, file.name)
-  heads = num_heads or found.model.get('num_heads')
   with arrays.naming(file, 'cannot be used'):
-    flat = family.layout.load(flat, layout, heads)
+    family, layout = families.of_names(flat)
+  found = family.files.describe(beside, file, flat, layout, num_heads)
+  with arrays.naming(file, 'cannot be used'):
+    flat = family.layout.load(flat, layout, found.num_heads)
   tree = flax.traverse_util.unflatten_dict(flat, sep='/')
   extra = {name: tree.pop(name) for name in EXTRA if name in tree}
   return Weights(
@@ -335,38 +319,5 @@ def _read_family(family, layout, flat, file, num_heads, beside):
   )
 
 
-def _read_classifier(layout, flat, file, num_heads, beside):
-  """Reads a ViT, hybrid or BiT ResNet of timm or Hugging Face."""
-  model, class_names, image_size, _ = descriptions.read(
-    beside('config.json'), descriptions.READERS[layout]
-  )
-  heads = model['transformer'].pop('num_heads', None)
-  if layouts.is_bit(flat):
-    model = {'eps': 'timm'}
-  else:
-    heads = num_heads or heads or _usual_heads(flat, layout, file)
-  with arrays.naming(file, 'cannot be used'):
-    flat = layouts.load(flat, layout, heads)
-  params = flax.traverse_util.unflatten_dict(flat, sep='/')
-  if 'conv_root/kernel' in flat:
-    model['resnet'] = {'eps': 'timm'}
-  return Weights(params, layout, model, class_names, image_size=image_size)
-
-
 def _pair(size):
   return (size, size) if isinstance(size, int) else tuple(size)
-
-
-def _usual_heads(flat, layout, file):
-  """Returns the number of heads of this width in the table of sizes."""
-  bias = 'patch_embed.proj.bias'
-  if layout == 'hf':
-    [bias] = [k for k in flat if k.endswith('patch_embeddings.projection.bias')]
-  width = flat[bias].size if bias in flat else None
-  for _, size, _, heads in model_configs.SIZES.values():
-    if size == width:
-      return heads
-  raise ValueError(
-    f"'{file}' does not say how many attention heads its model of width {width} "
-    'has: put its config.json beside it, or give num_heads'
-  )

@@ -4,6 +4,7 @@ Every writer returns notes for the user: what the other library will compute
 differently, or what its files cannot hold.
 """
 
+import functools
 import json
 from typing import NamedTuple
 
@@ -51,29 +52,19 @@ class Model(NamedTuple):
   source: str = ''
 
 
-# Formats of classifiers. Those of other models are in vit_jax.weights.families.
-_FORMATS = ('npz', 'timm', 'hf', 'workdir')
-
-
-def _family(model):
-  """Returns the family of a model; None for a classifier."""
-  return families.FAMILIES.get(model.config.get('kind'))
-
-
 def check(model: Model, to: str) -> list[str]:
   """Checks that a format holds models of this kind; returns notes.
 
   Raises:
     ValueError: if it does not.
   """
-  family = _family(model)
-  formats = family.files.FORMATS if family else _FORMATS
-  if to not in formats:
+  files = families.of(model.config).files
+  if to not in files.FORMATS:
     raise ValueError(
       f'{identify.describe(model.params)} cannot be written as {to}: give '
-      f'--to={"|".join(formats)}'
+      f'--to={"|".join(files.FORMATS)}'
     )
-  return family.files.notes(model, to) if family else []
+  return files.notes(model, to)
 
 
 def save(params, path: str):
@@ -140,31 +131,28 @@ def _write_npz(model, dst):
   return notes
 
 
-def _write_timm(model, dst):
-  state = layouts.dump(model.params, 'timm')
-  files, notes = vit_files.timm(model)
-  _write_folder(dst, state, files)
-  return notes
+def _state_dict(model, to):
+  """Returns the arrays of a model under the names of a format."""
+  family = families.of(model.config)
+  layout = family.files.layout(model.config, to)
+  return family.layout.dump(reading.leaves_of(model), layout)
 
 
-def _write_hf(model, dst):
-  family = _family(model)
-  if family is None:
-    state = layouts.dump(model.params, 'hf')
-    files, notes = vit_files.hf(model)
-  else:
-    layout = family.files.layout(model.config, 'hf')
-    state = family.layout.dump(reading.leaves_of(model), layout)
-    files, notes = family.files.files(model), []
-  _write_folder(dst, state, files)
+def _write_folder(model, dst, to):
+  """Writes model.safetensors, and the JSON files of a format."""
+  state = _state_dict(model, to)
+  files, notes = families.of(model.config).files.files(model, to)
+  dst.mkdir(parents=True)
+  with fetch.local_output(dst / 'model.safetensors') as file:
+    _save_safetensors(state, file)
+  for name, content in files.items():
+    (dst / name).write_text(json.dumps(content, indent=1))
   return notes
 
 
 def _write_pth(model, dst):
   """Writes a detector under the names of the files released with DETR."""
-  files = _family(model).files
-  layout = files.layout(model.config, 'pth')
-  state = _family(model).layout.dump(reading.leaves_of(model), layout)
+  state = _state_dict(model, 'pth')
   temporary = dst.parent / f'.{dst.name}.tmp'
   with fetch.local_output(temporary) as file:
     if dst.suffix == '.pth':
@@ -173,15 +161,6 @@ def _write_pth(model, dst):
       _save_safetensors(state, file)
   temporary.replace(dst)
   return []
-
-
-def _write_folder(dst, state, files):
-  """Writes model.safetensors, and JSON files by name."""
-  dst.mkdir(parents=True)
-  with fetch.local_output(dst / 'model.safetensors') as file:
-    _save_safetensors(state, file)
-  for name, content in files.items():
-    (dst / name).write_text(json.dumps(content, indent=1))
 
 
 def _save_safetensors(state, file):
@@ -207,15 +186,14 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   if model.image_size is not None:
     config.pp.crop = model.image_size
   config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
-  family = _family(model)
-  if family is not None:
-    config.update(family.files.run(model))
-  else:
-    config.pp.channels = identify.channels(model.params)
+  files = families.of(model.config).files
+  config.update(files.run(model))
   names = model.class_names or [str(i) for i in range(model.num_classes)]
-  metadata = {'class_names': list(names)}
-  if family is not None:
-    metadata |= {**family.files.metadata(model), **model.metadata}
+  metadata = {
+    'class_names': list(names),
+    **files.metadata(model),
+    **model.metadata,
+  }
   known = run_config.get_task(config.task).METADATA
   missing = sorted(set(known) - set(metadata))
   if missing:
@@ -250,8 +228,8 @@ def _write_workdir(model, dst):
 
 WRITERS = {
   'npz': _write_npz,
-  'timm': _write_timm,
-  'hf': _write_hf,
+  'timm': functools.partial(_write_folder, to='timm'),
+  'hf': functools.partial(_write_folder, to='hf'),
   'pth': _write_pth,
   'workdir': _write_workdir,
 }

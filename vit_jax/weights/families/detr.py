@@ -284,11 +284,14 @@ def dump(
   return leaves.join(state, *_JOINED) if layout.names == 'pth' else state
 
 
-def sizes(flat: Mapping[str, Any]) -> dict[str, Any]:
+def sizes(
+  flat: Mapping[str, Any], told: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
   """Returns the fields of the model that has these leaves.
 
   Args:
     flat: arrays or shapes by path.
+    told: further fields of the model, which shapes do not tell.
 
   Raises:
     KeyError, ValueError: if leaves are missing.
@@ -318,7 +321,14 @@ def sizes(flat: Mapping[str, Any]) -> dict[str, Any]:
     num_heads=shapes[f'{layer}/self_attention/query/kernel'][1],
     mlp_dim=shapes[f'{layer}/Dense_0/kernel'][1],
     **({'mask_head': True} if masks else {}),
+    **(told or {}),
   )
+
+
+def defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns further fields of a model that is in no table of sizes."""
+  del fields
+  return {}
 
 
 def describe(fields: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from vit_jax.configs import detr as recipe
 from vit_jax.configs import rules
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import detr
+from vit_jax.weights.families import leaves
 
 # Classes of the published models for panoptic segmentation, and the first number
 # of a class of stuff.
@@ -42,34 +43,45 @@ def metadata(model) -> dict:
   return {'isthing': [i < stuff for i in range(count)]}
 
 
-def image_size(config, given: tuple[int, int] | None) -> tuple[int, int] | None:
+def image_size(
+  config, params, given: tuple[int, int] | None
+) -> tuple[int, int] | None:
   """Returns (height, width) of a model's images if it is known, see `run`.
 
   A detector takes images of any size; those of an unknown size are prepared as
   in the recipe of the published models.
   """
-  del config
+  del config, params
   return given
 
 
+inputs = leaves.images
+
+
 def describe(
-  beside: Callable[[str], epath.Path], name: str
+  beside: Callable[[str], epath.Path], file: epath.Path, flat, layout, num_heads
 ) -> descriptions.Description:
   """Returns what files tell about weights.
 
   Args:
     beside: function from a name to the path of the file of this name beside the
       weights, which need not exist.
-    name: name of the file of the weights: a released file tells only there
-      whether its backbone has a dilation ('dc5').
+    file: file of the weights: a released one tells only by its name whether its
+      backbone has a dilation ('dc5').
+    flat: the arrays by name.
+    layout: their naming.
+    num_heads: number of attention heads, if it is known.
 
   Raises:
     ValueError: if a field of config.json has a wrong value, or one that no
       model here has.
   """
-  return descriptions.read(
-    beside('config.json'), lambda config: _describe(config, name)
+  del flat, layout
+  found = descriptions.read(
+    beside('config.json'), lambda config: _describe(config, file.name)
   )
+  heads = num_heads or found.model.get('num_heads')
+  return found._replace(num_heads=heads)
 
 
 def _describe(config, name):
@@ -134,8 +146,8 @@ def layout(config, to: str) -> detr.Layout:
   return detr.Layout(to, 'timm' if published or to == 'pth' else 'transformers')
 
 
-def files(model) -> dict[str, dict]:
-  """Returns Hugging Face's JSON files of a model, by name.
+def files(model, to: str) -> tuple[dict[str, dict], list[str]]:
+  """Returns Hugging Face's JSON files of a model by name, and notes.
 
   Args:
     model: has `config`, `class_names` and `num_classes`.
@@ -143,6 +155,7 @@ def files(model) -> dict[str, dict]:
   Raises:
     ValueError: if Hugging Face has no such model.
   """
+  del to
   config = model.config
   names = model.class_names or [f'LABEL_{i}' for i in range(model.num_classes)]
   kind = 'Segmentation' if config.get('mask_head') else 'ObjectDetection'
@@ -178,7 +191,7 @@ def files(model) -> dict[str, dict]:
     image_std=models_detr.STD,
     do_pad=True,
   )
-  return {'config.json': fields, 'preprocessor_config.json': processor}
+  return {'config.json': fields, 'preprocessor_config.json': processor}, []
 
 
 def _backbone(config):

@@ -181,26 +181,36 @@ def dump(
   return {name: np.ascontiguousarray(value) for name, value in state.items()}
 
 
-def sizes(flat: Mapping[str, Any]) -> dict[str, Any]:
+def sizes(
+  flat: Mapping[str, Any], told: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
   """Returns the fields of the model that has these leaves.
 
   Args:
     flat: arrays or shapes by path.
+    told: further fields of the model, which shapes do not tell.
 
   Raises:
     KeyError, ValueError: if leaves are missing.
   """
   shapes = {k: tuple(getattr(x, 'shape', x)) for k, x in flat.items()}
   num_colors, width = shapes['color_embedding']
-  fields = dict(
+  return dict(
     kind='igpt',
     num_colors=num_colors,
     num_positions=shapes['position_embedding'][0],
     hidden_size=width,
     num_layers=leaves.count(shapes, r'block_(\d+)/'),
     num_heads=shapes['block_0/attention/query/kernel'][1],
+    **({} if 'start_token' in shapes else {'causal': False}),
+    **(told or {}),
   )
-  return fields if 'start_token' in shapes else {**fields, 'causal': False}
+
+
+def defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns further fields of a model that is in no table of sizes."""
+  del fields
+  return {}
 
 
 def describe(fields: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import math
 
 from etils import epath
+import jax
 import numpy as np
 
 from vit_jax.layers import decoder
@@ -45,17 +46,21 @@ def metadata(model) -> dict:
   return {}
 
 
-def image_size(config, given: tuple[int, int] | None) -> tuple[int, int]:
+def image_size(
+  config, params, given: tuple[int, int] | None
+) -> tuple[int, int]:
   """Returns (height, width) of a model's images.
 
   Args:
     config: fields of the model.
+    params: its parameters.
     given: the size, if it is known.
 
   Raises:
     ValueError: if the given size has another number of pixels, or none is given
       and the pixels are no square.
   """
+  del params
   pixels = config.num_positions
   side = math.isqrt(pixels)
   size = given or (side, side)
@@ -66,6 +71,12 @@ def image_size(config, given: tuple[int, int] | None) -> tuple[int, int]:
       '(--image_size=HEIGHT,WIDTH)'
     )
   return size
+
+
+def inputs(config, params, image_size) -> jax.ShapeDtypeStruct:
+  """Returns shape and type of a model's input, the numbers of an image."""
+  del params, image_size
+  return jax.ShapeDtypeStruct((1, config.num_positions), np.dtype('int32'))
 
 
 def check(model) -> None:
@@ -86,23 +97,28 @@ def layout(config, to: str) -> igpt.Layout:
 
 
 def describe(
-  beside: Callable[[str], epath.Path], name: str
+  beside: Callable[[str], epath.Path], file: epath.Path, flat, layout, num_heads
 ) -> descriptions.Description:
   """Returns what config.json and preprocessor_config.json tell about weights.
 
   Args:
     beside: function from a name to the path of the file of this name beside the
       weights, which need not exist.
-    name: name of the file of the weights.
+    file: file of the weights.
+    flat: the arrays by name.
+    layout: their naming.
+    num_heads: number of attention heads, if it is known.
 
   Raises:
     ValueError: if a field has a wrong value, or one that no model here has.
   """
-  del name
+  del file, flat, layout
   found = descriptions.read(beside('config.json'), _from_config)
-  file = beside('preprocessor_config.json')
-  with arrays.naming(file, 'cannot be used'):
-    palette = _palette(descriptions.load(file))
+  heads = num_heads or found.model.get('num_heads')
+  found = found._replace(num_heads=heads)
+  processor = beside('preprocessor_config.json')
+  with arrays.naming(processor, 'cannot be used'):
+    palette = _palette(descriptions.load(processor))
   if palette is None:
     return found
   return found._replace(metadata={'palette': palette})
@@ -142,12 +158,13 @@ def _palette(processor):
   return descriptions.field(processor, 'clusters', is_right, what)
 
 
-def files(model) -> dict[str, dict]:
-  """Returns Hugging Face's JSON files of a model, by name.
+def files(model, to: str) -> tuple[dict[str, dict], list[str]]:
+  """Returns Hugging Face's JSON files of a model by name, and notes.
 
   Args:
     model: has `config`, `image_size` and `metadata`.
   """
+  del to
   config, scale = model.config, model.config.get('attention_scale', _SCALES[0])
   fields = dict(
     model_type='imagegpt',
@@ -174,7 +191,7 @@ def files(model) -> dict[str, dict]:
       size=dict(height=height, width=width),
       resample=2,
     )
-  return found
+  return found, []
 
 
 def notes(model, to: str) -> list[str]:

@@ -17,7 +17,10 @@ Conversions only transpose and reshape: they are exact in both directions.
 from collections.abc import Iterable
 from collections.abc import Mapping
 import re
+from typing import Any
 
+import flax.traverse_util
+import jax
 import numpy as np
 
 _DIMENSIONS = {
@@ -50,6 +53,50 @@ def count(names: Iterable[str], pattern: str, first: int = 0) -> int:
       f'there are only {len(found)} of them: some are missing'
     )
   return len(found)
+
+
+def units(flat: Iterable[str]) -> tuple[int, ...]:
+  """Returns the number of units in each stage of a ResNet.
+
+  Args:
+    flat: paths of its parameters.
+  """
+  stages = count(flat, r'block(\d+)/unit', first=1)
+  return tuple(
+    count(flat, rf'block{i + 1}/unit(\d+)/', first=1) for i in range(stages)
+  )
+
+
+def channels(flat: Mapping[str, Any]) -> int:
+  """Returns the number of channels of a model's input images.
+
+  Args:
+    flat: arrays or shapes of its parameters by path.
+  """
+  for path in (
+    'backbone/conv_root/kernel',
+    'root_block/conv_root/kernel',
+    'conv_root/kernel',
+    'stem/kernel',
+    'embedding/kernel',
+  ):
+    if path in flat:
+      return flat[path].shape[2]
+  raise KeyError('embedding/kernel')
+
+
+def images(config, params, image_size) -> jax.ShapeDtypeStruct:
+  """Returns shape and type of the input of a model of images, one image.
+
+  Args:
+    config: fields of the model.
+    params: nested dict of its parameters.
+    image_size: (height, width) in pixels.
+  """
+  del config
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  shape = (1, *image_size, channels(flat))
+  return jax.ShapeDtypeStruct(shape, np.dtype('float32'))
 
 
 def from_torch(

@@ -9,13 +9,24 @@ from collections.abc import Mapping
 import re
 from typing import NamedTuple
 
-import flax.traverse_util
 import numpy as np
 
-from vit_jax.weights import identify
 from vit_jax.weights.families import leaves
+from vit_jax.weights.families import sizes as sizes_lib
 
-LAYOUTS = ('timm', 'hf')
+sizes, defaults, describe = (
+  sizes_lib.sizes,
+  sizes_lib.defaults,
+  sizes_lib.describe,
+)
+
+
+class Layout(NamedTuple):
+  """A naming of arrays: 'timm' or 'hf'."""
+
+  names: str
+
+
 _BLOCK = 'Transformer/encoderblock_{}/'
 _ATTENTION = 'MultiHeadDotProductAttention_0/'
 
@@ -91,6 +102,7 @@ _BIT_UNIT = (
   _Leaf('conv_proj/kernel', 'conv', 'downsample.conv.weight', ''),
 )
 
+_TIMM_BACKBONE = 'patch_embed.backbone.'
 # timm's joined projections of queries, keys and values.
 _TIMM_JOINED = '.attn.qkv.', ('.attn.q.', '.attn.k.', '.attn.v.')
 # Module names of transformers 5 -> names in its files, which the table uses.
@@ -125,13 +137,12 @@ def _table(num_layers: int, units: Iterable[int] | None) -> list[_Leaf]:
     ]
   if units is None:
     return table
-  backbone = 'patch_embed.backbone.'
-  root = backbone + ('stem.' if units else '')
+  root = _TIMM_BACKBONE + ('stem.' if units else '')
   convolutions = [('', 'conv_root', 'gn_root', f'{root}conv', f'{root}norm')]
   for i, count in enumerate(units):
     for j in range(count):
       for conv, norm, timm_conv, timm_norm in _UNIT:
-        there = f'{backbone}stages.{i}.blocks.{j}.'
+        there = f'{_TIMM_BACKBONE}stages.{i}.blocks.{j}.'
         convolutions.append(
           (f'block{i + 1}/unit{j + 1}/', conv, norm, there + timm_conv, there + timm_norm)
         )  # fmt: skip
@@ -159,27 +170,32 @@ def is_bit(names: Iterable[str]) -> bool:
   return not {_BIT_STEM[0].path, _BIT_STEM[0].timm}.isdisjoint(names)
 
 
-def detect(names: Iterable[str]) -> str | None:
-  """Returns the layout of a state dict's names: 'timm', 'hf', or None."""
+def is_hybrid(names: Iterable[str]) -> bool:
+  """Returns whether timm's names are those of a hybrid."""
+  return any(name.startswith(_TIMM_BACKBONE) for name in names)
+
+
+def detect(names: Iterable[str]) -> Layout | None:
+  """Returns the layout of a state dict's names, or None."""
   names = set(names)
   if 'patch_embed.proj.weight' in names or is_bit(names):
-    return 'timm'
+    return Layout('timm')
   if any(
     re.fullmatch(r'(\w+\.)?embeddings\.patch_embeddings\.projection\.weight', n)
     for n in names
   ):
-    return 'hf'
+    return Layout('hf')
   return None
 
 
 def load(
-  flat: Mapping[str, np.ndarray], layout: str, num_heads: int | None
+  flat: Mapping[str, np.ndarray], layout: Layout, num_heads: int | None
 ) -> dict[str, np.ndarray]:
   """Converts a state dict to the published tree.
 
   Args:
     flat: arrays by name.
-    layout: 'timm' or 'hf'.
+    layout: result of `detect`.
     num_heads: number of attention heads, which the shapes do not tell; None for
       a BiT ResNet.
 
@@ -195,20 +211,18 @@ def load(
   if is_bit(flat):
     what, flat = 'BiT ResNet', dict(flat)
     table = _bit_table(_timm_units(flat, ''))
-  elif layout == 'timm':
+  elif layout.names == 'timm':
     flat = leaves.split(flat, *_TIMM_JOINED)
-    backbone = 'patch_embed.backbone.'
-    hybrid = any(name.startswith(backbone) for name in flat)
     table = _table(
       leaves.count(flat, r'blocks\.(\d+)\.'),
-      _timm_units(flat, re.escape(backbone)) if hybrid else None,
+      _timm_units(flat, re.escape(_TIMM_BACKBONE)) if is_hybrid(flat) else None,
     )
   else:
     flat = {_old_hf_name(name): value for name, value in flat.items()}
     table = _table(leaves.count(flat, r'encoder\.layer\.(\d+)\.'), None)
   params = {}
   for leaf in table:
-    value = flat.pop(getattr(leaf, layout), None)
+    value = flat.pop(getattr(leaf, layout.names), None)
     if value is not None:
       params[leaf.path] = leaves.from_torch(
         value, leaf.path, leaf.kind, num_heads
@@ -248,27 +262,22 @@ def _old_hf_name(name):
   return name
 
 
-def dump(params: dict, layout: str) -> dict[str, np.ndarray]:
-  """Converts a published tree to a state dict.
-
-  Args:
-    params: nested dict of arrays, with Linen's names.
-    layout: 'timm' or 'hf'.
-
-  Returns:
-    Arrays by name.
+def dump(
+  flat: Mapping[str, np.ndarray], layout: Layout
+) -> dict[str, np.ndarray]:
+  """Converts parameters by path to a state dict.
 
   Raises:
     ValueError: if the layout has no such model.
   """
-  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  flat, layout = dict(flat), layout.names
   _check_exists(flat, layout)
   num_layers = leaves.count(flat, r'Transformer/encoderblock_(\d+)/')
   hybrid = 'conv_root/kernel' in flat
   if is_bit(flat):
-    table = _bit_table(identify.units(flat))
+    table = _bit_table(leaves.units(flat))
   else:
-    table = _table(num_layers, identify.units(flat) if hybrid else None)
+    table = _table(num_layers, leaves.units(flat) if hybrid else None)
   state = {}
   for leaf in table:
     value = flat.pop(leaf.path, None)

@@ -1,23 +1,47 @@
 """The files beside a classifier's weights, of timm and of Hugging Face."""
 
+from collections.abc import Callable
 import copy
 import math
 
+from etils import epath
 import flax.traverse_util
 
-from vit_jax.weights import identify
+from vit_jax import models
+from vit_jax.configs import models as model_configs
+from vit_jax.weights import descriptions
+from vit_jax.weights.families import leaves
 from vit_jax.weights.families import vit
 
-# Description of a hybrid's sizes -> timm's name for it.
+# Image size of most pre-training, in pixels.
+_USUAL_SIZE = 224
+# Units per stage, width and side of a patch of a hybrid -> timm's name for it.
 _TIMM_HYBRIDS = {
-  'R+ViT-Ti_16': 'vit_tiny_r_s16_p8_224',
-  'R26+ViT-S_32': 'vit_small_r26_s32_224',
-  'R26+ViT-B_32': 'vit_base_r26_s32_224',
-  'R50+ViT-B_16': 'vit_base_r50_s16_224',
-  'R50+ViT-L_32': 'vit_large_r50_s32_224',
+  ((), 192, 8): 'vit_tiny_r_s16_p8_224',
+  ((2, 2, 2, 2), 384, 1): 'vit_small_r26_s32_224',
+  ((2, 2, 2, 2), 768, 1): 'vit_base_r26_s32_224',
+  ((3, 4, 9), 768, 1): 'vit_base_r50_s16_224',
+  ((3, 4, 6, 3), 1024, 1): 'vit_large_r50_s32_224',
 }
 
 
+_GELUS = {
+  'gelu': 'erf',
+  'gelu_new': 'tanh',
+  'gelu_pytorch_tanh': 'tanh',
+  'gelu_fast': 'tanh',
+  'gelu_tanh': 'tanh',
+}
+_TIMM_SIZES = {
+  'tiny': 'Ti',
+  'small': 'S',
+  'base': 'B',
+  'large': 'L',
+  'huge': 'H',
+}
+
+# Formats of vit_jax.convert that hold a classifier.
+FORMATS = ('npz', 'timm', 'hf', 'workdir')
 # Units per stage of a BiT ResNet -> timm's name for one, and its width factor.
 _TIMM_BITS = {
   (3, 4, 6, 3): ('resnetv2_50x1_bit', 1),
@@ -33,6 +57,191 @@ _COMPUTES = {
 }
 
 
+def describe(
+  beside: Callable[[str], epath.Path], file: epath.Path, flat, layout, num_heads
+) -> descriptions.Description:
+  """Returns what config.json tells about weights of timm or Hugging Face.
+
+  Args:
+    beside: function from a name to the path of the file of this name beside the
+      weights, which need not exist.
+    file: file of the weights.
+    flat: the arrays by name.
+    layout: their naming.
+    num_heads: number of attention heads, if it is known.
+
+  Raises:
+    ValueError: if a field has a wrong value, or the number of heads is unknown.
+  """
+  found = descriptions.read(
+    beside('config.json'), _from_timm if layout.names == 'timm' else _from_hf
+  )
+  if vit.is_bit(flat):
+    return found._replace(model={'eps': 'timm'})
+  model = dict(found.model)
+  if vit.is_hybrid(flat):
+    model['resnet'] = {'eps': 'timm'}
+  heads = num_heads or found.num_heads or _usual_heads(flat, layout, file)
+  return found._replace(model=model, num_heads=heads)
+
+
+def _usual_heads(flat, layout, file):
+  """Returns the number of heads of this width in the table of sizes."""
+  bias = 'patch_embed.proj.bias'
+  if layout.names == 'hf':
+    [bias] = [k for k in flat if k.endswith('patch_embeddings.projection.bias')]
+  width = flat[bias].size if bias in flat else None
+  for _, size, _, heads in model_configs.SIZES.values():
+    if size == width:
+      return heads
+  raise ValueError(
+    f"'{file}' does not say how many attention heads its model of width {width} "
+    'has: put its config.json beside it, or give num_heads'
+  )
+
+
+def _from_hf(config):
+  transformer = dict(
+    gelu=_GELUS[descriptions.choice(config, 'hidden_act', _GELUS, 'gelu')],
+    norm_eps=float(descriptions.epsilon(config, 'layer_norm_eps', 1e-12)),
+  )
+  return descriptions.Description(
+    dict(transformer=transformer),
+    descriptions.labels(config),
+    descriptions.size(config, 'image_size'),
+    num_heads=descriptions.count(config, 'num_attention_heads'),
+  )
+
+
+def _from_timm(config):
+  args = descriptions.fields(config, 'model_args')
+  pretrained = descriptions.fields(config, 'pretrained_cfg')
+  transformer = dict(
+    gelu=_GELUS[descriptions.choice(args, 'act_layer', _GELUS, 'gelu')],
+    norm_eps=1e-6,
+  )
+  architecture = descriptions.field(
+    config, 'architecture', lambda x: isinstance(x, str), 'a name', ''
+  )
+  heads = descriptions.count(args, 'num_heads')
+  for part, size in _TIMM_SIZES.items():
+    if f'_{part}_' in architecture:
+      heads = heads or model_configs.SIZES[size][3]
+  shape = descriptions.field(
+    pretrained,
+    'input_size',
+    lambda x: (
+      isinstance(x, list) and len(x) == 3 and all(map(descriptions.is_count, x))
+    ),
+    '[channels, height, width]',
+  )
+  size = descriptions.size(args, 'img_size') or (shape and tuple(shape[1:]))
+  names = descriptions.names(config, 'label_names') or descriptions.names(
+    pretrained, 'label_names'
+  )
+  return descriptions.Description(
+    dict(transformer=transformer), names, size, num_heads=heads
+  )
+
+
+def run(model) -> dict:
+  """Returns what a model determines of the config of its run."""
+  return {'pp': {'channels': _channels(model.params)}}
+
+
+def metadata(model) -> dict:
+  """Returns metadata of a run that weights do not bring along: nothing."""
+  del model
+  return {}
+
+
+def check(model) -> None:
+  """Checks what a model brings along beside its parameters: nothing."""
+  del model
+
+
+def notes(model, to: str) -> list[str]:
+  """Returns what a user should know of a model in a format: nothing."""
+  del model, to
+  return []
+
+
+def layout(config, to: str) -> vit.Layout:
+  """Returns the naming of a model's arrays in a format."""
+  del config
+  return vit.Layout(to)
+
+
+def files(model, to: str) -> tuple[dict[str, dict], list[str]]:
+  """Returns the JSON files of a model in a format by name, and notes.
+
+  Raises:
+    ValueError: if timm has no such model.
+  """
+  return (_timm if to == 'timm' else _hf)(model)
+
+
+inputs = leaves.images
+
+
+def image_size(
+  config, params, given: tuple[int, int] | None
+) -> tuple[int, int]:
+  """Returns (height, width) of a model's images, by default a square.
+
+  Args:
+    config: fields of the model.
+    params: nested dict of its parameters.
+    given: the size, if it is known.
+
+  Raises:
+    ValueError: if the given size has another number of patches, or none is
+      given and the patches are no square.
+  """
+  tokens = _tokens(params)
+  size = given or _square(tokens, config)
+  grid = models.patch_grid(config, size)
+  if None not in (tokens, grid) and math.prod(grid) != tokens:
+    raise ValueError(
+      f'image_size={size[0]},{size[1]} makes {grid[0]} x {grid[1]} patches, but '
+      f'the weights are for {tokens}: give the size of the images '
+      '(--image_size=HEIGHT,WIDTH)'
+    )
+  return size
+
+
+def _square(tokens, config):
+  if config.get('patches') is None:  # A model for images of any size.
+    return (_USUAL_SIZE, _USUAL_SIZE)
+  side = 14 if tokens is None else math.isqrt(tokens)
+  return tuple(side * stride for stride in _stride(config))
+
+
+def _stride(config):
+  """Returns the pixels (down, across) of an image per patch."""
+  side = 2**10  # Any size that all strides divide.
+  grid = models.patch_grid(
+    config, tuple(side * size for size in config.patches.size)
+  )
+  return tuple(
+    side * size // count for size, count in zip(config.patches.size, grid)
+  )
+
+
+def _tokens(params):
+  """Returns the number of patches that parameters fit; None for any number."""
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  mixing = 'MixerBlock_0/token_mixing/Dense_0/kernel'
+  if mixing in flat:
+    return flat[mixing].shape[0]
+  posemb = flat.get('Transformer/posembed_input/pos_embedding')
+  return None if posemb is None else posemb.shape[1] - ('cls' in flat)
+
+
+def _channels(params):
+  return leaves.channels(flax.traverse_util.flatten_dict(params, sep='/'))
+
+
 def differences(config, other):
   """Yields (key, value, other value) where two models compute differently."""
   for key, default in _COMPUTES.items():
@@ -45,7 +254,7 @@ def differences(config, other):
       yield f'model.{key}', here, there
 
 
-def timm(model) -> tuple[dict[str, dict], list[str]]:
+def _timm(model) -> tuple[dict[str, dict], list[str]]:
   """Returns timm's JSON files of a model by name, and notes for the user.
 
   Raises:
@@ -64,7 +273,7 @@ def timm(model) -> tuple[dict[str, dict], list[str]]:
     model_args=args,
     pretrained_cfg=dict(
       num_classes=model.num_classes,
-      input_size=(identify.channels(model.params), *model.image_size),
+      input_size=(_channels(model.params), *model.image_size),
       crop_pct=1.0,
       interpolation='bilinear',
       first_conv=None,
@@ -98,12 +307,14 @@ def _timm_vit(model):
   config, encoder = model.config, model.config.transformer
   architecture = 'vit_base_patch16_224'
   if config.get('resnet') is not None:
-    name = identify.describe(model.params)
-    if name not in _TIMM_HYBRIDS:
+    units = tuple(config.resnet.num_layers or ())
+    sizes = (units, config.hidden_size, _one(config.patches.size))
+    if sizes not in _TIMM_HYBRIDS:
       raise ValueError(
-        f'timm has no hybrid like {name}: it has {sorted(_TIMM_HYBRIDS)} (--to)'
+        f'timm has no hybrid of {units} units, width {sizes[1]} and patches '
+        f'{sizes[2]}: it has {sorted(_TIMM_HYBRIDS.values())} (--to)'
       )
-    architecture = _TIMM_HYBRIDS[name]
+    architecture = _TIMM_HYBRIDS[sizes]
   return architecture, dict(
     img_size=model.image_size,
     patch_size=_one(config.patches.size),
@@ -112,7 +323,7 @@ def _timm_vit(model):
     num_heads=encoder.num_heads,
     # timm truncates this product to an integer.
     mlp_ratio=math.nextafter(encoder.mlp_dim / config.hidden_size, math.inf),
-    in_chans=identify.channels(model.params),
+    in_chans=_channels(model.params),
     class_token=config.classifier == 'token',
     global_pool='token' if config.classifier == 'token' else 'avg',
     fc_norm=False,
@@ -132,14 +343,14 @@ def _timm_bit(model):
   # timm multiplies these by the width factor of the architecture.
   channels = [int(256 * 2**i * width) // factor for i in range(len(units))]
   return architecture, dict(
-    in_chans=identify.channels(model.params),
+    in_chans=_channels(model.params),
     stem_chs=int(64 * width) // factor,
     channels=channels,
     global_pool='avg',
   )
 
 
-def hf(model) -> tuple[dict[str, dict], list[str]]:
+def _hf(model) -> tuple[dict[str, dict], list[str]]:
   """Returns Hugging Face's JSON files of a ViT by name, and notes."""
   config = model.config
   encoder = config.transformer
@@ -163,7 +374,7 @@ def hf(model) -> tuple[dict[str, dict], list[str]]:
     qkv_bias=True,
     image_size=_one(model.image_size),
     patch_size=_one(config.patches.size),
-    num_channels=identify.channels(model.params),
+    num_channels=_channels(model.params),
     pooler_act='tanh',
     pooler_output_size=config.get('representation_size') or config.hidden_size,
     id2label={str(i): name for i, name in enumerate(names)},
@@ -198,5 +409,5 @@ def _one(pair):
 
 def _pixels(params):
   """Returns the mean and deviation that map pixels in [0, 1] to [-1, 1]."""
-  half = (0.5,) * identify.channels(params)
+  half = (0.5,) * _channels(params)
   return dict(mean=half, std=half)
