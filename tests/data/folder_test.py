@@ -10,6 +10,7 @@ import pytest
 from vit_jax import input_pipeline
 from vit_jax.data import checking
 from vit_jax.data import folder
+from vit_jax.data import slices
 from vit_jax.data.images import images
 
 
@@ -205,14 +206,14 @@ def test_damage_between_good_ends_is_found(root):
 )
 def test_slices_that_hold_nothing_or_too_much_are_named(instruction, message):
   with pytest.raises(ValueError, match=message) as error:
-    folder.take_slice(range(20), 'test', instruction)
+    slices.take(range(20), 'test', instruction)
   assert len(str(error.value).splitlines()) == 1
 
 
 def test_slices():
-  assert folder.take_slice(range(20), '.', '[:25%]') == range(5)
-  assert folder.take_slice(range(20), 'test', '[-5:]') == range(15, 20)
-  assert folder.take_slice(range(20), 'test', '') == range(20)
+  assert slices.take(range(20), '.', '[:25%]') == range(5)
+  assert slices.take(range(20), 'test', '[-5:]') == range(15, 20)
+  assert slices.take(range(20), 'test', '') == range(20)
 
 
 def test_a_folder_of_the_name_of_a_data_set_is_not_taken_for_it(

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import tensorflow_datasets as tfds
 
-from vit_jax.data import folder
+from vit_jax.data import slices
 from vit_jax.studies import held_out
 
 
@@ -32,7 +32,7 @@ def test_parts_of_the_training_data(split, amount, parts):
   )
 
   def positions(split):
-    bounds = [folder.bounds(info, part) for _, part in folder.parts(split)]
+    bounds = [slices.bounds(info, part) for _, part in slices.parts(split)]
     return sorted(bounds)
 
   # The two parts do not overlap, and together they are the whole.

@@ -4,16 +4,15 @@ Images without labels may lie anywhere below `root/<split>`.
 vit_jax/data/checking.py lists the folder and checks the images.
 """
 
-from collections.abc import Iterator
 from collections.abc import Sequence
 import os
 
 from absl import logging
 import numpy as np
 import tensorflow as tf
-import tensorflow_datasets as tfds
 
 from vit_jax.data import checking
+from vit_jax.data import slices
 from vit_jax.data.images import listing
 from vit_jax.data.images import paths as paths_lib
 from vit_jax.data.images import reading
@@ -72,7 +71,7 @@ def list_split(
     OSError: if a folder or a file cannot be read.
   """
   views = []
-  for base, instruction in parts(split):
+  for base, instruction in slices.parts(split):
     index = checking.open_index(root, base, kwargs.get('workdir'))
     names = _class_names(index)
     class_names = names if class_names is None else tuple(class_names)
@@ -80,7 +79,7 @@ def list_split(
     is_class = np.array(list(map(_is_class, index.folders)))
     rows = index.order[is_class[index.folder_of(index.order)]]
     _warn_of_ignored(index, len(rows))
-    views.append((index, take_slice(rows, base, instruction)))
+    views.append((index, slices.take(rows, base, instruction)))
   paths = checking.usable(views, f'{root}/{split}', broken, **kwargs)
   numbers = {name: i for i, name in enumerate(class_names)}
   labels = [np.zeros(0, np.int32)]
@@ -110,7 +109,7 @@ def list_images(
     OSError: if a folder or a file cannot be read.
   """
   views = []
-  for base, instruction in parts(split):
+  for base, instruction in slices.parts(split):
     index = checking.open_index(root, base, kwargs.get('workdir'))
     if not len(index):
       raise FileNotFoundError(
@@ -118,7 +117,7 @@ def list_images(
         f'{", ".join(listing.EXTENSIONS)}, in upper or lower case'
       )
     _warn_of_ignored(index, len(index))
-    views.append((index, take_slice(index.order, base, instruction)))
+    views.append((index, slices.take(index.order, base, instruction)))
   return checking.usable(views, f'{root}/{split}', broken, **kwargs)
 
 
@@ -133,18 +132,13 @@ def has_labels(root: str, split: str, workdir=None) -> bool:
   Raises:
     FileNotFoundError: if there is no such split.
   """
-  found = [checking.open_index(root, base, workdir) for base, _ in parts(split)]
+  found = [
+    checking.open_index(root, base, workdir) for base, _ in slices.parts(split)
+  ]
   # A split without any image counts as one whose class folders are missing.
   return not any(map(len, found)) or any(
     _is_class(folder) for index in found for folder in index.folders
   )
-
-
-def parts(split: str) -> Iterator[tuple[str, str]]:
-  """Yields the parts of 'train[:9]+test' with their slices, 'train', '[:9]'."""
-  for part in split.split('+'):
-    base, bracket, instruction = part.strip().partition('[')
-    yield base, bracket + instruction
 
 
 def splits(root: str) -> list[str]:
@@ -226,44 +220,3 @@ def _check_classes(top, names, expected):
       'the probe) is trained on: add some, or remove these classes from the '
       'training split'
     )
-
-
-def take_slice(found: Sequence, name: str, instruction: str) -> Sequence:
-  """Returns a slice such as '[:90%]' of a list, by the arithmetic of TFDS."""
-  if not instruction:
-    return found
-  info = tfds.core.SplitInfo(
-    name=name, shard_lengths=[len(found)], num_bytes=0, filename_template=None
-  )
-  begin, end = bounds(info, instruction)
-  return found[begin:end]
-
-
-def bounds(info, instruction: str) -> tuple[int, int]:
-  """Returns (begin, end) of a slice of a split, by the arithmetic of TFDS.
-
-  Args:
-    info: the whole split, a tfds.core.SplitInfo.
-    instruction: the slice, such as '[:90%]', or '' for the whole split.
-
-  Raises:
-    ValueError: if the slice reaches beyond the split, or is empty.
-  """
-  count, split = info.num_examples, f'{info.name}{instruction}'
-  remedy = f"'{info.name}' has {count:,} examples (config.pp, config.evals)"
-  try:
-    # Under another name, since TFDS does not accept '.'.
-    spec = tfds.core.ReadInstruction.from_spec(f'train{instruction}')
-    [absolute] = spec.to_absolute({'train': info})
-  except (ValueError, AssertionError) as e:
-    reason = str(e).strip().splitlines()[-1]
-    raise ValueError(
-      f"split '{split}' cannot be taken: {reason} {remedy}"
-    ) from e
-  begin = absolute.from_ or 0
-  end = count if absolute.to is None else absolute.to
-  if begin >= end:
-    raise ValueError(
-      f"split '{split}' is empty, from {begin} to {end}: {remedy}"
-    )
-  return begin, end

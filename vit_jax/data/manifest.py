@@ -26,8 +26,8 @@ from absl import logging
 import tensorflow as tf
 
 from vit_jax.data import checking
-from vit_jax.data import folder
 from vit_jax.data import records
+from vit_jax.data import slices
 from vit_jax.data.images import index as index_lib
 
 
@@ -57,7 +57,7 @@ class _Line(NamedTuple):
 def exists(root: str, split: str) -> bool:
   """Returns whether a folder has a manifest for a split."""
   return any(
-    tf.io.gfile.exists(_path(root, base)) for base, _ in folder.parts(split)
+    tf.io.gfile.exists(_path(root, base)) for base, _ in slices.parts(split)
   )
 
 
@@ -89,14 +89,14 @@ def read_split(
     ValueError: if a line or an image is wrong; names both.
   """
   everything, taken = [], []
-  for base, instruction in folder.parts(split):
+  for base, instruction in slices.parts(split):
     lines = _parse(root, base)
     top = os.path.join(root, base)
     ordered = sorted(
       lines, key=lambda x, top=top: index_lib.hash_name(x.key(top).encode())
     )
     everything += lines
-    taken += folder.take_slice(ordered, base, instruction)
+    taken += slices.take(ordered, base, instruction)
   wanted = records.resolve(
     features, _available(everything), f"manifest '{_path(root, split)}'"
   )
@@ -137,7 +137,7 @@ def open_index(root: str, split: str, paths: Sequence[str], workdir=None):
     paths: paths of the images, in order, see index.of_paths.
     workdir: see `checking.open_index`.
   """
-  bases = [f'{base}.jsonl' for base, _ in folder.parts(split)]
+  bases = [f'{base}.jsonl' for base, _ in slices.parts(split)]
   return checking.open_listed(root, [f'{split}.jsonl', *bases], paths, workdir)
 
 

@@ -14,6 +14,7 @@ from vit_jax.data import manifest
 from vit_jax.data import mixture
 from vit_jax.data import pseudo_labels
 from vit_jax.data import records
+from vit_jax.data import slices
 from vit_jax.data.coco import layout
 from vit_jax.data.coco import source as annotated
 from vit_jax.data.tfds import registry
@@ -162,6 +163,6 @@ def _is_annotated(root, split, features) -> bool:
   # The images of COCO lie in train2017 and so on, which only its files tell.
   there = all(
     tf.io.gfile.isdir(os.path.join(root, base))
-    for base, _ in folder.parts(split)
+    for base, _ in slices.parts(split)
   )
   return not there and layout.exists(root, split)

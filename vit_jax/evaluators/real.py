@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from vit_jax.data import folder
+from vit_jax.data import slices
 from vit_jax.data.images import reading
 from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
@@ -62,7 +62,7 @@ class Real:
       'reading the ReaL labels',
       lambda: labels.extend(_read(path, len(task.class_names))),
     )
-    whole = '+'.join(dict.fromkeys(base for base, _ in folder.parts(split)))
+    whole = '+'.join(dict.fromkeys(base for base, _ in slices.parts(split)))
     total = open_split(whole, (FILE_NAME,)).evaluated.num_examples
     if len(labels) != total:
       raise ValueError(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import tensorflow_datasets as tfds
 
 from vit_jax.configs import rules
-from vit_jax.data import folder
+from vit_jax.data import slices
 
 _LARGE = 10**9  # Number of examples by which slices are compared.
 
@@ -39,7 +39,7 @@ def cut(split: str, test: str, held_out: str | None = None) -> Parts:
     ValueError: if nothing is left to train on or to hold out, or the part that
       is held out has examples in common with the rest or the test split.
   """
-  (base, instruction), *more = folder.parts(split)
+  (base, instruction), *more = slices.parts(split)
   if held_out and not re.fullmatch(r'\d+|\d+(\.\d+)?%', held_out):
     wrong = rules.split(held_out)
     if wrong:
@@ -78,11 +78,11 @@ def _overlap(split: str, other: str) -> bool:
   """Returns whether two splits have examples in common, if they are large."""
 
   def ranges(split):
-    for base, instruction in folder.parts(split):
+    for base, instruction in slices.parts(split):
       whole = tfds.core.SplitInfo(
         name=base, shard_lengths=[_LARGE], num_bytes=0, filename_template=None
       )
-      yield base, *folder.bounds(whole, instruction)
+      yield base, *slices.bounds(whole, instruction)
 
   return any(
     base == other_base and begin < other_end and other_begin < end

@@ -11,7 +11,7 @@ import tensorflow_datasets as tfds
 from tests import vtab_data
 from vit_jax import plan
 from vit_jax.configs import vit
-from vit_jax.data import folder
+from vit_jax.data import slices
 from vit_jax.data import sources
 from vit_jax.data.tfds import builders
 from vit_jax.data.tfds import splits
@@ -250,9 +250,9 @@ def test_splits_are_those_of_vtab():
     assert vtab_tasks.TASKS[name].group == group
     spans = {}
     for split in ('train800', 'val200', 'test'):
-      [(base, instruction)] = folder.parts(found[split])
+      [(base, instruction)] = slices.parts(found[split])
       spans.setdefault(base, []).append(
-        folder.bounds(info.splits[base], instruction)
+        slices.bounds(info.splits[base], instruction)
       )
     for inside in spans.values():  # No example is in two splits.
       inside.sort()

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from vit_jax.data import folder
+from vit_jax.data import slices
 
 LAYOUT = (
   'a folder with boxes must hold annotations/instances_<split>.json (or '
@@ -62,12 +62,12 @@ class Place(NamedTuple):
 
 def exists(root: str, split: str) -> bool:
   """Returns whether a folder has boxes for any part of a split."""
-  return any(_find(root, base, 'instances') for base, _ in folder.parts(split))
+  return any(_find(root, base, 'instances') for base, _ in slices.parts(split))
 
 
 def kind_of_segments(root: str, split: str) -> str:
   """Returns 'panoptic', or 'outlines' if objects alone are annotated."""
-  bases = [base for base, _ in folder.parts(split)]
+  bases = [base for base, _ in slices.parts(split)]
   if all(_find(root, base, 'panoptic') for base in bases):
     return 'panoptic'
   return 'outlines' if exists(root, split) else 'panoptic'

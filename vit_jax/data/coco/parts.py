@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax import cli
-from vit_jax.data import folder
+from vit_jax.data import slices
 from vit_jax.data.coco import boxes
 from vit_jax.data.coco import layout
 from vit_jax.data.coco import masks
@@ -96,7 +96,7 @@ def open_parts(
   parts = []
 
   def read():
-    for base, instruction in folder.parts(split):
+    for base, instruction in slices.parts(split):
       part = _open_part(root, base, instruction, kind, broken_boxes)
       first = parts[0].found.classes if parts else None
       _check_classes(part.found, class_names or first)
@@ -120,7 +120,7 @@ def _open_part(root, base, instruction, kind, broken_boxes) -> Part:
     for name in found.files
   ]
   order = np.array(sorted(range(len(hashes)), key=hashes.__getitem__))
-  rows = folder.take_slice(order, base, instruction)
+  rows = slices.take(order, base, instruction)
   paths = {}
   for name, folders, files in (
     ('image', place.folders, found.files),

@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax.data import checking
-from vit_jax.data import folder
 from vit_jax.data import records
+from vit_jax.data import slices
 from vit_jax.data.coco import layout
 from vit_jax.data.coco import masks
 from vit_jax.data.coco import parts as parts_lib
@@ -187,7 +187,7 @@ def _index(root, split, parts, feature, workdir=None):
   """Returns what open_index returns, for the images of a feature."""
   ending = {'image': 'coco', parts_lib.SEGMENTS: 'segments'}[feature]
   listed = [path for part in parts for path in part.paths[feature]]
-  bases = [f'{base}.{ending}' for base, _ in folder.parts(split)]
+  bases = [f'{base}.{ending}' for base, _ in slices.parts(split)]
   names = [f'{split}.{ending}', *bases]
   index = checking.open_listed(root, names, listed, workdir)
   # Those of the whole files, so that slices know of each other.

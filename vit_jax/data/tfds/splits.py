@@ -4,8 +4,8 @@ from etils import epath
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core import dataset_info
 
-from vit_jax.data import folder
 from vit_jax.data import records
+from vit_jax.data import slices
 from vit_jax.data.tfds import builders
 from vit_jax.data.tfds import parsing
 from vit_jax.data.tfds import registry
@@ -65,9 +65,9 @@ def open_with(
   """
   info = builder.info
   bases = []
-  for base, instruction in folder.parts(split):
+  for base, instruction in slices.parts(split):
     bases.append(whole(info, dataset, base))
-    folder.bounds(bases[-1], instruction)
+    slices.bounds(bases[-1], instruction)
   if registry.has_array_records(info):
     info.set_file_format(
       tfds.core.FileFormat.ARRAY_RECORD,

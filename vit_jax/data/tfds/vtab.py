@@ -15,8 +15,8 @@ import importlib.util
 
 import tensorflow as tf
 
-from vit_jax.data import folder
 from vit_jax.data import records
+from vit_jax.data import slices
 from vit_jax.data.tfds import builders
 from vit_jax.data.tfds import parsing
 from vit_jax.data.tfds import splits
@@ -100,11 +100,11 @@ def tfds_split(info, dataset: str, split: str) -> str:
 
 def _first(info, dataset, split, count) -> str:
   """Returns the first examples of a split, or all, in the notation of TFDS."""
-  [(base, instruction)] = folder.parts(split)
+  [(base, instruction)] = slices.parts(split)
   whole = splits.whole(info, dataset, base)
   if count is None:
     return split
-  begin, end = folder.bounds(whole, instruction)
+  begin, end = slices.bounds(whole, instruction)
   if end - begin < count:
     raise ValueError(
       f"data set '{dataset}': split '{split}' of '{info.full_name}' has "

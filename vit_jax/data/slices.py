@@ -1,0 +1,54 @@
+"""Slices of a split, in the notation of TFDS: 'train[:90%]', 'train+test'."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+
+import tensorflow_datasets as tfds
+
+
+def parts(split: str) -> Iterator[tuple[str, str]]:
+  """Yields the parts of 'train[:9]+test' with their slices, 'train', '[:9]'."""
+  for part in split.split('+'):
+    base, bracket, instruction = part.strip().partition('[')
+    yield base, bracket + instruction
+
+
+def take(found: Sequence, name: str, instruction: str) -> Sequence:
+  """Returns a slice such as '[:90%]' of a list, by the arithmetic of TFDS."""
+  if not instruction:
+    return found
+  info = tfds.core.SplitInfo(
+    name=name, shard_lengths=[len(found)], num_bytes=0, filename_template=None
+  )
+  begin, end = bounds(info, instruction)
+  return found[begin:end]
+
+
+def bounds(info, instruction: str) -> tuple[int, int]:
+  """Returns (begin, end) of a slice of a split, by the arithmetic of TFDS.
+
+  Args:
+    info: the whole split, a tfds.core.SplitInfo.
+    instruction: the slice, such as '[:90%]', or '' for the whole split.
+
+  Raises:
+    ValueError: if the slice reaches beyond the split, or is empty.
+  """
+  count, split = info.num_examples, f'{info.name}{instruction}'
+  remedy = f"'{info.name}' has {count:,} examples (config.pp, config.evals)"
+  try:
+    # Under another name, since TFDS does not accept '.'.
+    spec = tfds.core.ReadInstruction.from_spec(f'train{instruction}')
+    [absolute] = spec.to_absolute({'train': info})
+  except (ValueError, AssertionError) as e:
+    reason = str(e).strip().splitlines()[-1]
+    raise ValueError(
+      f"split '{split}' cannot be taken: {reason} {remedy}"
+    ) from e
+  begin = absolute.from_ or 0
+  end = count if absolute.to is None else absolute.to
+  if begin >= end:
+    raise ValueError(
+      f"split '{split}' is empty, from {begin} to {end}: {remedy}"
+    )
+  return begin, end
