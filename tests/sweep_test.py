@@ -3,6 +3,8 @@
 import pytest
 
 from vit_jax.commands import sweep
+from vit_jax.configs import digits
+from vit_jax.jobs import sweep as jobs_sweep
 
 CONFIG = ['--config=configs/digits.py', '--workdir=/tmp/w']
 
@@ -37,6 +39,26 @@ def test_wrong_values_are_named(text):
 def test_a_key_that_is_given_twice_is_named():
   with pytest.raises(ValueError, match="'base_lr' is given twice"):
     sweep.parse_values(['config.base_lr=1', 'base_lr=2'])
+
+
+@pytest.mark.parametrize('seeds', [0, -1, 10**20])
+def test_a_number_of_seeds_that_makes_no_sense(seeds):
+  """10^20 hung, while their names were made."""
+  config = digits.get_config()
+  with pytest.raises(ValueError, match=f'seeds={seeds} must be a whole number'):
+    jobs_sweep.make(config, {'base_lr': [1.0]}, '10%', seeds)
+
+
+def test_the_config_of_a_program_is_no_sweep(monkeypatch):
+  monkeypatch.setattr(sweep.hosts, 'run', lambda args, work: work())
+  with pytest.raises(ValueError, match="trainer='transfer': a sweep needs the"):
+    sweep.main(
+      [
+        '--config=configs/digits_transfer.py',
+        '--workdir=/w',
+        '--values=batch=1',
+      ]
+    )
 
 
 def test_flags():

@@ -229,7 +229,8 @@ def data_size(
     ValueError: if the data is unknown and no folder, and num_examples is None.
   """
   # Of a mixture nothing is known but what the flags say.
-  name = config.dataset if isinstance(config.dataset, str) else ''
+  dataset = config.get('dataset')
+  name = dataset if isinstance(dataset, str) else ''
   known = costs.DATASETS.get(name, (None, None))
   if name.startswith(registry.VTAB):
     cli.load_tensorflow()
@@ -249,11 +250,11 @@ def data_size(
   sizes = (num_examples or known[0], num_classes or known[1])
   if sizes[0] is None and os.sep in name:
     raise ValueError(
-      f"dataset='{config.dataset}' is no folder that exists (config.dataset)"
+      f"dataset='{dataset}' is no folder that exists (config.dataset)"
     )
   if sizes[0] is None:
     raise ValueError(
-      f"dataset='{config.dataset}' is neither a data set of known size nor a "
+      f"dataset='{dataset}' is neither a data set of known size nor a "
       'folder: give --num_examples and --num_classes'
     )
   return sizes
@@ -265,6 +266,12 @@ def run(args) -> None:
   Args:
     args: namespace of vit_jax.commands.plan.parse.
   """
+  trainer = args.config.get('trainer', 'train')
+  if trainer != 'train':
+    raise ValueError(
+      f"trainer='{trainer}': a plan needs the config of one training "
+      '(config.trainer)'
+    )
   say(f'Config: {args.config_file}')
   sizes = data_size(args.config, args.num_examples, args.num_classes)
   # Before anything that takes long.

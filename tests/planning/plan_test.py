@@ -289,6 +289,13 @@ def test_topologies_and_what_does_not_fit_them(cache):
     (['--config.topologie=1'], "config has no key 'topologie'"),
     (['--config.dataset=/no/folder'], "dataset='/no/folder' is no folder that"),
     (['--json=/no/folder/x.json'], "json='/no/folder/x.json' is in no folder"),
+    (['--json=/tmp'], "json='/tmp' is a folder: give the path of a file"),
+    # The compiler ended the process, with a division by 0.
+    (['--topology=v3:0x4'], "topology='v3:0x4' is unknown"),
+    (['--topology=v3:99999999999x2'], 'is unknown: give a version'),
+    (['--num_examples=0'], 'num_examples=0 must be a whole number of at leas'),
+    (['--num_classes=-1'], 'num_classes=-1 must be a whole number of at least'),
+    (['--config=configs/vtab.py:b16'], "trainer='vtab': a plan needs the conf"),
     (['extra'], r"unknown arguments \['extra'\]"),
   ],
 )

@@ -147,7 +147,10 @@ def main(argv: Sequence[str]) -> int:
   # Imported late, so that --help and errors in flags are fast.
   from vit_jax.run import config as run_config
 
-  run_config.check_values(args.config)
+  if (
+    args.config.get('trainer', 'train') == 'train'
+  ):  # Others are refused later.
+    run_config.check_values(args.config)
 
   def work():
     from vit_jax.studies import sweep

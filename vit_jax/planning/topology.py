@@ -49,7 +49,9 @@ def get_chip(name: str) -> Chip:
     ValueError: if the version is unknown or the name is not that of a topology.
   """
   version = name.split(':')[0]
-  if version not in CHIPS or not re.fullmatch(r'\w+:\d+(x\d+)*', name):
+  # With 0 chips along an axis the compiler ends the process.
+  axis = '[1-9][0-9]{0,3}'
+  if version not in CHIPS or not re.fullmatch(f'\\w+:{axis}(x{axis})*', name):
     raise ValueError(
       f"topology='{name}' is unknown: give a version and the chips along each "
       f'axis, for example {_examples()} (--topology)'

@@ -177,7 +177,7 @@ def make(
     metric = _without_evaluation(config)
   for name, value, rule in (
     ('refit', refit, rules.one_of(*REFITS)),
-    ('seeds', seeds, rules.whole(1)),
+    ('seeds', seeds, rules.whole(1, 1_000)),
     ('metric', metric, rules.one_of(*known)),
   ):
     if rule(value):
