@@ -81,12 +81,12 @@ def test_batches_with_grey_images_crowds_and_images_without_objects(tmp_path):
 
 def test_a_run_on_a_folder_of_two_processes_and_of_one(tmp_path):
   things = [drawn.thing(i, i % 4, (i, 0, 20, 20), 7) for i in range(6)]
-  root = drawn.make(tmp_path / 'own', 4, things, grey=(2,), turned=(1,))
+  root = drawn.make(tmp_path / 'own', 4, things, grey=(2,))
   config = tmp_path / 'config.py'
   config.write_text(
     'from tests.annotations import detect_test\n\n\n'
     'def get_config():\n'
-    f'  config = detect_test.on_canvases({str(root)!r})\n'
+    f'  config = detect_test.tiny({str(root)!r})\n'
     '  config.update(progress_every=1, eval_every=2)\n'
     '  return config\n'
   )

@@ -18,6 +18,7 @@ from PIL import Image
 import pytest
 import tensorflow as tf
 
+from tests import processes
 from tests import trees
 from tests.train_test import StopAfter
 from vit_jax import input_pipeline
@@ -296,6 +297,59 @@ def test_an_evaluation_counts_each_image_once_on_its_smallest_canvas(
   assert results[0]['loss'] == pytest.approx(results[2]['loss'], rel=1e-5)
   assert results[0]['num_examples'] == results[1]['num_examples'] == 5
   assert results[1]['AP'] == pytest.approx(results[3]['AP'], abs=1e-6)
+
+
+_EVALUATE = """
+import json, sys
+import jax
+address, process, folder = sys.argv[1:]
+jax.distributed.initialize(address, 2, int(process))
+assert len(jax.devices()) == 4  # Before the tests set their flags.
+from tests.tasks import detect_canvases_test
+print('SAID', json.dumps(detect_canvases_test.evaluate(folder)))
+"""
+
+
+def evaluate(folder):
+  """Evaluates random parameters on the training images of a folder."""
+  models.KINDS['tiny_detector'] = TinyDetector
+  config = run_config.complete(make_config(pathlib.Path(folder)))
+  config.batch_eval = jax.device_count()
+  task = detect.Task(config, {'class_names': ['even', 'odd']})
+  source = sources.open_split(config, 'train', task.FEATURES)
+  mesh = sharding.make_mesh({'data': -1})
+  params = jax.jit(
+    lambda: task.init(jax.random.key(0))[0],
+    out_shardings=jax.NamedSharding(mesh, jax.P()),
+  )()
+  found = {}
+  for evaluator in task.evaluators(mesh, 'train', lambda _: source):
+    found.update(evaluator.run(params, {}))
+  found.pop('img_sec_core')
+  sizes = [
+    x['image'].shape for x in input_pipeline.task_batches(task, source, mesh)
+  ]
+  return {'sizes': sizes, **{name: float(x) for name, x in found.items()}}
+
+
+def test_two_processes_run_the_same_programs_in_the_same_order(tmp_path):
+  """Their images have four shapes on three canvases, which neither has all of."""
+  make_config(tmp_path)
+  statuses, outputs = processes.run_two(_EVALUATE, tmp_path, devices=2)
+  assert statuses == [0, 0], outputs
+  first, second = processes.said(outputs)
+  # As text, in which nan is nan.
+  assert json.dumps(first) == json.dumps(second)
+  assert {tuple(x[1:3]) for x in first['sizes']} == {
+    (64, 32),
+    (32, 64),
+    (32, 32),
+  }
+  assert first['num_examples'] == 9
+  assert not np.isnan(first['AP'])
+  alone = evaluate(tmp_path)
+  del first['sizes'], alone['sizes']  # Eight devices have larger batches.
+  assert first == pytest.approx(alone, rel=1e-5, nan_ok=True)
 
 
 def test_shapes_come_from_the_headers_of_the_files(task):

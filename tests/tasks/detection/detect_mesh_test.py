@@ -204,6 +204,10 @@ class Echo:
   def __init__(self, config):
     self.config = config
 
+  def parts(self, source):
+    del source
+    return [(None, self.example)]
+
   def example(self, record, seed):
     import tensorflow as tf
 
@@ -215,6 +219,7 @@ class Echo:
       'area': tf.constant([1600.0]),
       'crowd': tf.constant([0]),
       'size': tf.constant([100, 100]),
+      'image_id': tf.constant([0, 0]),
     }
 
   def outputs(self, params, extra, batch):
