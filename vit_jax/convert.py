@@ -124,6 +124,7 @@ def read(
       weights.extra,
       weights.metadata,
       weights.kind,
+      weights.resize if size == weights.image_size else None,
     )
     family = families.FAMILIES.get(config.get('kind'))
     if family is not None:
