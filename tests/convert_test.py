@@ -6,7 +6,10 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+from PIL import Image
+from PIL import ImageFilter
 import pytest
+from sklearn import datasets
 import torch
 
 from tests import models_test
@@ -17,6 +20,7 @@ from vit_jax import checkpoint
 from vit_jax import convert
 from vit_jax import models
 from vit_jax import predict
+from vit_jax import preprocess
 from vit_jax import train
 from vit_jax.commands import convert as convert_command
 from vit_jax.configs import models as model_configs
@@ -113,6 +117,57 @@ def test_logits_agree_and_round_trips_are_exact(tmp_path, name, size, kinds):
     else:
       theirs = torch_models.logits(load_elsewhere(there, kind), images)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  'size, resize',
+  [
+    ((64, 96), None),
+    ((48, 48), 64),
+    ((50, 72), (80, 99)),
+    ((48, 60), (64, 80)),
+  ],
+)
+def test_others_prepare_images_as_this_package(tmp_path, size, resize):
+  """timm and transformers see our pixels; their own defaults crop."""
+  model, params = random_model('testing', size, patches={'size': (2, 2)})
+  source = str(tmp_path / 'source.npz')
+  checkpoint.save(params, source)
+  model = convert.read(source, image_size=size)._replace(resize=resize)
+  run = writing.as_run(model)[0]
+  photographs = [
+    Image.fromarray(x[:400, :600]) for x in datasets.load_sample_images().images
+  ]
+  found = {}
+  for kind in ('timm', 'hf'):
+    notes = writing.WRITERS[kind](model, tmp_path / kind)
+    assert any('cannot resize' in note for note in notes) == (
+      kind == 'timm' and resize == (80, 99)
+    )
+  theirs = load_elsewhere(tmp_path / 'timm', 'timm')
+  transform = timm.data.create_transform(
+    **timm.data.resolve_data_config({}, model=theirs)
+  )
+  found['timm'] = lambda x: transform(x).permute(1, 2, 0).numpy()
+  processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / 'hf')
+  found['hf'] = lambda x: np.transpose(
+    processor(x, return_tensors='np')['pixel_values'][0], (1, 2, 0)
+  )
+  if resize == (80, 99):
+    del found['timm']
+  for kind, function in found.items():
+    for photograph in photographs:
+      # Enlarged; and shrunk, without the details over which the others average
+      # and this package, like the original, does not.
+      smooth = photograph.filter(ImageFilter.GaussianBlur(8))
+      for image in (photograph.reduce(10), smooth):
+        ours = preprocess.from_user(
+          image,
+          lambda encoded: preprocess.prepare(encoded, None, run.pp).numpy(),
+        )
+        got = function(image)
+        assert got.shape == ours.shape == (*size, 3)
+        assert np.abs(got - ours).mean() < 0.01, (kind, image.size)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def read(
       weights.extra,
       weights.metadata,
       weights.kind,
+      weights.resize if size == weights.image_size else None,
     )
     family.files.check(model)
   return model

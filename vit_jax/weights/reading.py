@@ -81,6 +81,7 @@ class Weights(NamedTuple):
     extra: nested dict of the arrays beside the parameters, such as {'frozen':
       statistics}; see vit_jax.tasks.base.Task.init.
     metadata: further metadata of a run by name, such as a palette.
+    resize: `config.pp.resize` of a run.
   """
 
   params: dict
@@ -90,6 +91,7 @@ class Weights(NamedTuple):
   image_size: tuple[int, int] | None = None
   extra: dict = {}  # noqa: RUF012
   metadata: dict = {}  # noqa: RUF012
+  resize: int | tuple[int, int] | None = None
 
 
 def read(
@@ -291,6 +293,7 @@ def _read_workdir(folder):
     None if config.pp.sides else _pair(config.pp.crop),
     found.extra,
     metadata,
+    config.pp.resize,
   )
 
 

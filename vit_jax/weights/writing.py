@@ -40,6 +40,8 @@ class Model(NamedTuple):
     metadata: likewise.
     source: format that the model was read from, see
       vit_jax.weights.reading.Weights.
+    resize: how images are resized before the centre is cropped, see
+      `config.pp.resize`; None to resize all of an image to `image_size`.
   """
 
   params: dict
@@ -50,6 +52,7 @@ class Model(NamedTuple):
   extra: dict = {}  # noqa: RUF012
   metadata: dict = {}  # noqa: RUF012
   source: str = ''
+  resize: int | tuple[int, int] | None = None
 
 
 def check(model: Model, to: str) -> list[str]:
@@ -185,6 +188,8 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   config.model = model.config
   if model.image_size is not None:
     config.pp.crop = model.image_size
+    with config.ignore_type():
+      config.pp.resize = model.resize
   config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
   files = families.of(model.config).files
   config.update(files.run(model))

@@ -265,6 +265,7 @@ def _timm(model) -> tuple[dict[str, dict], list[str]]:
   bit = vit.is_bit(flat)
   width = flat['norm-pre-head/scale'].size if bit else config.hidden_size
   architecture, args = (_timm_bit if bit else _timm_vit)(model)
+  resizing, notes = _timm_resizing(model)
   fields = dict(
     architecture=architecture,
     num_classes=model.num_classes,
@@ -274,7 +275,7 @@ def _timm(model) -> tuple[dict[str, dict], list[str]]:
     pretrained_cfg=dict(
       num_classes=model.num_classes,
       input_size=(_channels(model.params), *model.image_size),
-      crop_pct=1.0,
+      **resizing,
       interpolation='bilinear',
       first_conv=None,
       classifier='head.fc' if bit else 'head',
@@ -289,7 +290,7 @@ def _timm(model) -> tuple[dict[str, dict], list[str]]:
     computes.transformer.norm_eps = 1e-6
   if config.get('resnet') is not None:
     computes.resnet.eps = 'timm'
-  notes = [
+  notes += [
     f'timm computes with {key}={there}, but these weights were made for {here}: '
     'logits differ a little'
     for key, here, there in differences(config, computes)
@@ -300,6 +301,29 @@ def _timm(model) -> tuple[dict[str, dict], list[str]]:
       'are not those of this model'
     )
   return {'config.json': fields}, notes
+
+
+def _timm_resizing(model):
+  """Returns timm's fields for the resizing of images, and notes.
+
+  timm divides the sides of the crop by `crop_pct`, rounds down, and resizes
+  both sides ('squash') or the shorter one ('center') to the result.
+  """
+  crop, resize = model.image_size, model.resize
+  if resize is None:
+    return dict(crop_mode='squash', crop_pct=1.0), []
+  shortest = isinstance(resize, int)
+  sides = (resize, resize) if shortest else tuple(resize)
+  # A little less, so that rounding in the division does not cost a pixel.
+  share = math.nextafter(crop[0] / sides[0], 0.0)
+  fits = [math.floor(side / share) for side in crop] == list(sides)
+  if not fits:
+    return dict(crop_mode='squash', crop_pct=1.0), [
+      f'timm cannot resize to {resize} before cropping {crop}: it will resize '
+      'the whole image, and its predictions will differ a little'
+    ]
+  mode = 'center' if shortest else 'squash'
+  return dict(crop_mode=mode, crop_pct=share), []
 
 
 def _timm_vit(model):
@@ -380,10 +404,13 @@ def _hf(model) -> tuple[dict[str, dict], list[str]]:
     id2label={str(i): name for i, name in enumerate(names)},
     label2id={name: i for i, name in enumerate(names)},
   )
+  resize = model.image_size if model.resize is None else model.resize
   processor = dict(
     image_processor_type='ViTImageProcessor',
     do_resize=True,
-    size=dict(height=height, width=width),
+    size=dict(shortest_edge=resize)
+    if isinstance(resize, int)
+    else dict(height=resize[0], width=resize[1]),
     resample=2,
     do_rescale=True,
     rescale_factor=1 / 255,
@@ -391,6 +418,13 @@ def _hf(model) -> tuple[dict[str, dict], list[str]]:
     image_mean=_pixels(model.params)['mean'],
     image_std=_pixels(model.params)['std'],
   )
+  if model.resize is not None:
+    # ViT's own processor does not crop in all versions.
+    processor.update(
+      image_processor_type='CLIPImageProcessor',
+      do_center_crop=True,
+      crop_size=dict(height=height, width=width),
+    )
   notes = []
   if pooled and model.num_classes:
     notes.append(
