@@ -286,17 +286,19 @@ def check_model_flags(args: argparse.Namespace):
 
 
 def check_output(name: str, path: str | None):
-  """Checks that the folder of a file to write exists.
+  """Checks that a file can be written: its folder exists, and it is none.
 
   Args:
     name: name of the flag, without its dashes.
     path: value of the flag; None for no file.
 
   Raises:
-    ValueError: if it does not.
+    ValueError: if it cannot.
   """
   from etils import epath  # Imported late, so that --help is fast.
 
+  if path and epath.Path(path).is_dir():
+    raise ValueError(f"{name}='{path}' is a folder: name a file (--{name})")
   if path and not epath.Path(path).parent.is_dir():
     raise ValueError(
       f"{name}='{path}' is in no folder that exists: make the folder, or give "

@@ -178,7 +178,7 @@ def make(
     metric = _without_evaluation(config)
   for name, value, rule in (
     ('refit', refit, rules.one_of(*REFITS)),
-    ('seeds', seeds, rules.whole(1)),
+    ('seeds', seeds, rules.whole(1, 10_000)),
     ('metric', metric, rules.one_of(*known)),
   ):
     if rule(value):
