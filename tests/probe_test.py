@@ -145,6 +145,7 @@ def test_layers_by_number(model, mesh, layer, name, monkeypatch):
     ({}, 'weights without a run come with no data: name a data set'),
     ({'dataset': 'digits', 'shots': ()}, 'give --shots or --linear'),
     ({'dataset': 'digits', 'shots': (0,)}, r'fewshot.shots=\(0,\) must be'),
+    ({'dataset': 'digits', 'squeeze': 1e9}, 'squeeze=1.* from 1 to 8'),
     ({'dataset': 'digits', 'layer': 'x'}, "layer='x' is no layer of the model"),
     ({'dataset': 'digits', 'train': 'val'}, "has no split 'val'"),
     (
@@ -156,6 +157,12 @@ def test_layers_by_number(model, mesh, layer, name, monkeypatch):
 def test_wrong_wishes(model, mesh, options, message):
   with pytest.raises(ValueError, match=message):
     probe.probe(model, mesh, **options)
+
+
+def test_a_batch_that_no_memory_holds(model, mesh):
+  model.config.batch_eval = 10**12
+  with pytest.raises(ValueError, match='batch_eval=1000000000000 and prefetch'):
+    probe.probe(model, mesh, dataset='digits', shots=(1,))
 
 
 def test_a_run_probes_itself_in_its_first_evaluation(tiny_config, tmp_path):

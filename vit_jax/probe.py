@@ -74,6 +74,7 @@ def probe(
   config.fewshot.update(shots=tuple(shots), layer=names[-1], **options)
   run_config.check_values(config)
   evaluate.fit_batches(config, mesh)
+  run_config.check_memory(config, jax.process_count())
   probes = fewshot.FewShot(model.task, mesh)
   dataset, train, test = fewshot.splits(config)
   result = {

@@ -150,13 +150,14 @@ def test_pseudo_labels_of_other_images_are_refused(config, tmp_path):
   write(tmp_path, config)
   file = tmp_path / pseudo_labels.JSON
   facts = json.loads(file.read_text())
+  del facts['check']  # As before there was one.
   with pytest.raises(ValueError, match="evaluate split 'test' of data with"):
     sources.open_split(config, 'test', dataset=str(tmp_path))
   file.write_text(json.dumps({**facts, 'split': 'test'}))
   with pytest.raises(ValueError, match="split 'test', are not those that"):
     sources.open_split(config, 'train', dataset=str(tmp_path))
   file.write_text(json.dumps({'dataset': 'x'}))
-  with pytest.raises(ValueError, match=r"is damaged: it lacks \['class_names'"):
+  with pytest.raises(ValueError, match="is damaged: it lacks 'split' of the"):
     sources.open_split(config, 'train', dataset=str(tmp_path))
 
 
@@ -171,3 +172,23 @@ def test_damaged_labels_are_refused(config, tmp_path, how):
     file.write_bytes(file.read_bytes()[: 200 if how == 'cut' else 0])
   with pytest.raises(ValueError, match="npz' is damaged: .* label the images"):
     sources.open_split(config, 'train', dataset=str(tmp_path))
+
+
+def test_no_damage_of_the_json_goes_unnoticed(config, tmp_path):
+  """One bit of each byte is another; or the file holds something else."""
+  write(tmp_path, config)
+  file = tmp_path / pseudo_labels.JSON
+  good, content = pseudo_labels.read_facts(tmp_path), file.read_bytes()
+  flips = [bytearray(content) for _ in content]
+  for place, flipped in enumerate(flips):
+    flipped[place] ^= 1 << place % 7
+  refused = []
+  for bad in (*flips, b'', b'[]', b'7', b'[' * 200_000, content[:-9]):
+    file.write_bytes(bad)
+    try:
+      found = pseudo_labels.read_facts(tmp_path)
+      assert all(found[name] == good[name] for name in good.keys() - {'check'})
+    except ValueError as e:
+      refused.append(str(e))
+  assert len(refused) > 0.9 * len(flips)
+  assert all(f"'{file}' is damaged" in message for message in refused)

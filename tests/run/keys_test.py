@@ -81,7 +81,7 @@ WRONG = [
   ('fewshot.shots', (5, 5), 'must be a tuple of different whole numbers of at'),
   ('fewshot.seeds', (0.5,), 'must be a tuple of different whole numbers of at'),
   ('fewshot.l2', 0.0, 'must be a finite number above 0'),
-  ('fewshot.squeeze', 0.9, 'must be a finite number of at least 1'),
+  ('fewshot.squeeze', 0.9, 'must be a finite number from 1 to 8'),
   ('fewshot.train', 'train[abc', 'must be a split in the notation'),
   ('pretrained_grid', (0, 0), 'must be .height, width., two whole numbers'),
   ('pretrained', '', 'must be a text that is not empty, or None'),

@@ -98,13 +98,30 @@ def test_soft_labels_of_all_classes(tiny_config, tmp_path, monkeypatch):
   # Labels from before there was a choice are those of 32 classes.
   path = folder / pseudo_labels.JSON
   facts = json.loads(path.read_text())
-  del facts['settings']['soft_classes']
+  del facts['settings']['soft_classes'], facts['check']
   path.write_text(json.dumps(facts))
   assert labelling.label(settings, source, str(folder), 8) == facts
   with pytest.raises(ValueError, match='soft_classes: 32 there, None here'):
     labelling.label(
       settings._replace(soft_classes=None), source, str(folder), 8
     )
+
+
+def test_damage_of_an_interrupted_labelling_is_named(tmp_path):
+  source = records.MemorySource({'image': [b'x']}, {})
+  for content in (b'{"teach', b'[1]', b'\xff', b'[' * 200_000):
+    (tmp_path / 'settings.json').write_bytes(content)
+    with pytest.raises(
+      ValueError, match="settings.json' is damaged: .* delete"
+    ):
+      labelling._begin(tmp_path, {}, source)
+  block = labelling._block(tmp_path, 0)
+  pseudo_labels.write_arrays(block, {'images': np.arange(9), 'classes': [1]})
+  whole = block.read_bytes()
+  for content in (whole, whole[:99], b'', whole.replace(b'images', b'imagfs')):
+    block.write_bytes(content)
+    with pytest.raises(ValueError, match="0.npz' is damaged: .* labels these"):
+      labelling._finish(tmp_path, {}, None)
 
 
 def test_no_confident_label_at_all(tmp_path):

@@ -3,7 +3,8 @@
 A folder with these two files is a data set to train on (config.dataset):
 
 pseudo_labels.json  `dataset`, `split` and `images` (a fingerprint): where the
-                    images are; `class_names`; `soft`, `exclusive`, `digest`
+                    images are; `class_names`; `soft`, `exclusive`; `digest` of
+                    the arrays, and `check`, a digest of all other values
 pseudo_labels.npz   images int64 [m], numbers of images within that split;
                     classes int32 [m, k], the k most probable classes of each;
                     probabilities float32 [m, k] of these classes;
@@ -17,7 +18,6 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import json
-import zipfile
 
 from etils import epath
 import numpy as np
@@ -40,11 +40,12 @@ def write(root: str, arrays: Mapping[str, np.ndarray], facts: Mapping):
   Args:
     root: the folder; it is created.
     arrays: see the top of this file.
-    facts: values of the json, except `digest`.
+    facts: values of the json, except `digest` and `check`.
   """
   path = epath.Path(root)
   write_arrays(path / ARRAYS, arrays)
   facts = {**facts, 'digest': _digest(arrays)}
+  facts['check'] = _check(facts)
   temporary = path / f'.{JSON}.tmp'
   temporary.write_text(json.dumps(facts, indent=1))
   temporary.replace(path / JSON)
@@ -66,17 +67,63 @@ def read_facts(root: str) -> dict:
     ValueError: if the file is damaged.
   """
   path = epath.Path(root) / JSON
-  try:
-    facts = json.loads(path.read_text())
-    needed = {'dataset', 'split', 'images', 'class_names', 'digest'}
-    if needed - set(facts):
-      raise ValueError(f'it lacks {sorted(needed - set(facts))}')
-  except (ValueError, TypeError) as e:
-    raise ValueError(f"'{path}' is damaged: {e}; {_AGAIN}") from e
+  facts = read_json(path, _AGAIN)
+  for name, kind in _TYPES.items():
+    if not isinstance(facts.get(name), kind):
+      raise ValueError(
+        f"'{path}' is damaged: it lacks {name!r} of the type {kind.__name__}; "
+        f'{_AGAIN}'
+      )
+  # Labels from before there was a check have none.
+  if facts.get('check', _check(facts)) != _check(facts):
+    raise ValueError(
+      f"'{path}' is damaged: its values are not those of its check; {_AGAIN}"
+    )
   return facts
 
 
 _AGAIN = 'label the images again, into another folder'
+_TYPES = {
+  'dataset': str, 'split': str, 'images': dict, 'class_names': list,
+  'soft': bool, 'exclusive': bool, 'digest': str,
+}  # fmt: skip
+
+
+def _check(facts) -> str:
+  rest = {name: value for name, value in facts.items() if name != 'check'}
+  return index_lib.digest([json.dumps(rest, sort_keys=True).encode()])
+
+
+def read_json(path: epath.Path, remedy: str) -> dict:
+  """Reads a file that holds a JSON object.
+
+  Raises:
+    ValueError: if the file holds anything else; names it and the remedy.
+  """
+  try:
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict):
+      raise ValueError('it holds no JSON object')
+  except (ValueError, RecursionError) as e:
+    raise ValueError(f"'{path}' is damaged: {e}; {remedy}") from e
+  return found
+
+
+def read_arrays(
+  path: epath.Path, names: Sequence[str], remedy: str
+) -> dict[str, np.ndarray]:
+  """Reads arrays of an npz file.
+
+  Raises:
+    ValueError: if the file is damaged; names it and the remedy.
+  """
+  try:
+    with path.open('rb') as file, np.load(file) as found:
+      return {name: found[name] for name in names}
+  except OSError:
+    raise
+  except Exception as e:  # Damage of a zip file has many kinds of errors.
+    raise ValueError(f"'{path}' is damaged: {e!r}; {remedy}") from e
 
 
 def open_folder(
@@ -114,13 +161,11 @@ def open_folder(
       f'images, or {_AGAIN}'
     )
   path = epath.Path(root) / ARRAYS
-  try:
-    with path.open('rb') as file, np.load(file) as found:
-      arrays = {name: found[name] for name in ARRAY_NAMES}
-    if _digest(arrays) != facts['digest']:
-      raise ValueError(f'it does not belong to {JSON}')
-  except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
-    raise ValueError(f"'{path}' is damaged: {e}; {_AGAIN}") from e
+  arrays = read_arrays(path, ARRAY_NAMES, _AGAIN)
+  if _digest(arrays) != facts['digest']:
+    raise ValueError(
+      f"'{path}' is damaged: it does not belong to {JSON}; {_AGAIN}"
+    )
   return PseudoSource(images, arrays, facts, features, root)
 
 

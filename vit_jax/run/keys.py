@@ -116,7 +116,7 @@ KEYS: dict[str, rules.Rule] = {
   'fewshot.seeds': rules.wholes(0),
   'fewshot.l2': rules.positive,
   'fewshot.layer': rules.text,
-  'fewshot.squeeze': rules.number(1),
+  'fewshot.squeeze': rules.number(1, 8),
   'layer_probe': rules.whole(0),
   'real_labels': rules.optional(rules.text),
   'profile_steps': _EVERY,

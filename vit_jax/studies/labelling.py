@@ -29,6 +29,7 @@ from vit_jax.tasks import classify
 # Number of classes whose probabilities are stored for an image, if a config does
 # not say; and number of images in a block of as many classes.
 SOFT_CLASSES, BLOCK = 32, 2**18
+_LABELS = ('images', 'classes', 'probabilities')
 
 
 class Settings(NamedTuple):
@@ -116,9 +117,11 @@ def _begin(path, asked, source) -> bool:
   begun = path / 'settings.json'
   if done:
     facts = pseudo_labels.read_facts(path)
-    before = {**facts['settings'], 'images': facts['images']}
+    before = {**facts.get('settings', {}), 'images': facts['images']}
   elif begun.exists():
-    before = json.loads(begun.read_text())
+    before = pseudo_labels.read_json(
+      begun, f"delete the folder '{path}', to label its images anew"
+    )
   else:
     path.mkdir(parents=True, exist_ok=True)
     source.store(path)
@@ -217,11 +220,15 @@ def _finish(path, asked: dict[str, Any], task):
   blocks = sorted((path / 'blocks').glob('*.npz'))
   found = []
   for block in blocks:
-    with block.open('rb') as file, np.load(file) as arrays:
-      found.append(dict(arrays))
+    found.append(
+      pseudo_labels.read_arrays(
+        block,
+        (*_LABELS, 'highest'),
+        'delete it, and the same command labels these images again',
+      )
+    )
   arrays = {
-    name: np.concatenate([part[name] for part in found])
-    for name in ('images', 'classes', 'probabilities')
+    name: np.concatenate([part[name] for part in found]) for name in _LABELS
   }
   if not len(arrays['images']):
     highest = max(part['highest'] for part in found)
