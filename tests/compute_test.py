@@ -146,7 +146,7 @@ def test_results_are_shown_beside_the_published_ones(
       ['--json=/no/where/a.json'],
       r'is in no folder that exists: .* \(--json\)',
     ),
-    (['--json=/tmp'], "json='/tmp' is a folder: name a file"),
+    (['--json=/tmp'], "json='/tmp' is a folder: give the path"),
   ],
 )
 def test_wrong_flags_are_named(monkeypatch, args, message):

@@ -19,6 +19,7 @@ from vit_jax.run import config as run_config
 from vit_jax.run import metrics
 from vit_jax.run import workdir
 from vit_jax.studies import runs
+from vit_jax.studies import tables
 from vit_jax.tasks.pixels import pixels
 from vit_jax.weights import reading
 
@@ -110,6 +111,13 @@ def test_a_folder_in_place_of_a_file_is_named(run, name):
   (run / name).mkdir()
   with pytest.raises(ValueError, match=f"{name}' is damaged: .*directory"):
     workdir.load(run)
+
+
+def test_a_folder_in_place_of_a_table_is_named(tmp_path):
+  (tmp_path / 'study.json').mkdir()
+  with pytest.raises(ValueError, match="study.json' is a folder and must be a"):
+    tables.write_table(tmp_path, 'study', [{'a': 1}])
+  assert [path.name for path in tmp_path.iterdir()] == ['study.json']
 
 
 @pytest.mark.parametrize('place', ['http://x/y', 'https://x/y', 'ftp://x'])

@@ -483,10 +483,19 @@ def write_atomically(path: epath.Path, text: str, owner: str = ''):
     path: the file.
     text: its content.
     owner: distinguishes writers of the same file that do not know each other.
+
+  Raises:
+    ValueError: if there is a folder in its place.
   """
   temporary = path.parent / f'.{path.name}{owner}.tmp'
   temporary.write_text(text)
-  temporary.replace(path)
+  try:
+    temporary.replace(path)
+  except IsADirectoryError as e:
+    temporary.unlink()
+    raise ValueError(
+      f"'{path}' is a folder and must be a file: move it away"
+    ) from e
 
 
 def _read_json(path):
