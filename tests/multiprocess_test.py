@@ -169,7 +169,7 @@ config.dataset, config.tfds_data_dir = 'shapes', sys.argv[5]
 from vit_jax.data.tfds import tfrecords
 scan, scanned = tfrecords._scan, []
 def note(path, *args):
-  scanned.append(int(path[-14]))
+  scanned.append(int(path[-10]))
   return scan(path, *args)
 tfrecords._scan = note
 source = sources.open_split(config, 'train', ('image',))

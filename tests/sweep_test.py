@@ -1,10 +1,10 @@
 """Tests of the flags of `vit_jax sweep`."""
 
 import pytest
-from vit_jax.jobs import sweep as jobs_sweep
 
 from vit_jax.commands import sweep
 from vit_jax.configs import digits
+from vit_jax.studies import sweep as jobs_sweep
 
 CONFIG = ['--config=configs/digits.py', '--workdir=/tmp/w']
 

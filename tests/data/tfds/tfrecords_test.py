@@ -211,7 +211,7 @@ DAMAGE = [
   ('tfrecord', flipped(0), 'the header of record 0, at byte 0, has a wrong'),
   ('tfrecord', flipped(9), 'the header of record 0, at byte 0, has a wrong'),
   ('tfrecord', lambda x: x + x, 'has 28 records, but dataset_info.json says 14'),
-  ('tfrecord', gzip.compress, r'is compressed \(GZIP\).*vit_jax.datasets.conv'),
+  ('tfrecord', gzip.compress, r'is compressed \(GZIP\).*vit_jax.data.tfds.conv'),
   ('tfrecord', flipped(40), 'record 0 of .* is damaged, or the file has chan'),
   ('tfrecord', flipped(-1), 'record 13 of .* is damaged, or the file has cha'),
   ('array_record', lambda x: None, MISSING),
