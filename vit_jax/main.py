@@ -113,15 +113,10 @@ def main(argv):
     from vit_jax.run import config as run_config
 
     run_config.check_values(_CONFIG.value)
-  from vit_jax.scale import liveness
   from vit_jax.scale import processes
 
-  try:
-    processes.connect(**cli.process_flags(flags.FLAGS))
+  with processes.connected(**cli.process_flags(flags.FLAGS)):
     return _run()
-  except (Exception, KeyboardInterrupt) as e:
-    liveness.end_with(e)
-    raise
 
 
 def _run() -> int:

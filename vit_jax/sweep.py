@@ -199,16 +199,11 @@ def main() -> int | None:
   cli.avoid_libtpu()
   # Imported late, so that --help and errors in flags are fast.
   from vit_jax.run import config as run_config
-  from vit_jax.scale import liveness
   from vit_jax.scale import processes
 
   run_config.check_values(values.config)
-  try:
-    processes.connect(**cli.process_flags(values))
+  with processes.connected(**cli.process_flags(values)):
     return _run(values)
-  except (Exception, KeyboardInterrupt) as e:
-    liveness.end_with(e)
-    raise
 
 
 if __name__ == '__main__':
