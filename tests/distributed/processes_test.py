@@ -35,6 +35,15 @@ def fails_on_one():
   return 'well'
 def fails_on_first():
   raise ValueError('no good')
+def loop(number):
+  step = 0
+  while True:
+    step += 1
+    if me and number == 1 and step == 3:
+      liveness.watch.ask_to_stop()
+    if liveness.watch.passed((number, step)):
+      return step
+    time.sleep(0.001)
 note('gather', lambda: processes.gather('counting', [me]))
 note('first', lambda: processes.from_first('listing', lambda: {'by': me}))
 note('first_fails', lambda: processes.from_first('listing', fails_on_first))
@@ -42,7 +51,8 @@ note('well', lambda: processes.attempt('reading', lambda: me + 1))
 note('attempt', lambda: processes.attempt('reading', fails_on_one))
 note('agree', lambda: processes.agree('the data', {'n': 3, 'same': None}))
 note('differ', lambda: processes.agree('the data', {'n': 7 + me, 'same': 1}))
-note('elsewhere', lambda: processes.barrier('here' if me else 'there'))
+note('stop', lambda: [loop(1), loop(2)])
+note('elsewhere', lambda: processes.gather('here' if me else 'there', 0))
 if me:
   liveness.client().blocking_key_value_get('go', 60_000)
 else:
@@ -51,12 +61,21 @@ else:
 print('SAID ' + json.dumps(said), flush=True)
 """
 
+ALONE = """
+import sys
+import jax
+jax.config.update('jax_platforms', 'cpu')
+from vit_jax.scale import processes
+if sys.argv[2] == '0':
+  processes.initialize(sys.argv[1], 2, 0, initialization_timeout=2)
+"""
+
 KILLED = """
 liveness.SILENCE = 2.0
 if me == int(sys.argv[3]):
   os.kill(os.getpid(), signal.SIGTERM)
 try:
-  processes.barrier('the end')
+  processes.gather('the end', 0)
 except Exception as e:
   liveness.end_with(e)
 """
@@ -65,7 +84,7 @@ LEFT = """
 try:
   if me == 1:
     raise OSError('503 UNAVAILABLE: an error of its own')
-  processes.barrier('the end')
+  processes.gather('the end', 0)
 except Exception as e:
   liveness.end_with(e)
   raise
@@ -130,6 +149,10 @@ def test_calls():
     assert kind == 'RuntimeError'
     assert "'there'" in text
     assert "'here'" in text
+  # Both stop at the same step, and then at once, in the next of many runs.
+  assert said[0]['stop'] == said[1]['stop']
+  assert said[0]['stop'][0] > 3
+  assert said[0]['stop'][1] == 1
   assert said[0]['first_fails'] == ['ValueError', 'no good']
   assert said[1]['first_fails'][0] == 'ValueError'
   assert said[1]['first_fails'][1].startswith('process 0 (')
@@ -140,6 +163,18 @@ def test_calls():
   assert kind == 'TimeoutError'
   assert 'process 1 (' in text
   assert ', at the next' in text
+
+
+def test_a_process_that_stays_alone_says_so():
+  statuses, outputs = running.run_two(ALONE)
+  assert statuses == [128 + signal.SIGTERM, 0]
+  assert (
+    outputs[0]
+    .splitlines()[-1]
+    .startswith(
+      'Error: not all processes came to the coordinator in time, so this process '
+    )
+  )
 
 
 @pytest.mark.parametrize('gone', [0, 1])
@@ -191,7 +226,6 @@ def test_one_process_sends_nothing():
   assert processes.gather('x', (1, 2)) == [[1, 2]]
   assert processes.from_first('x', lambda: {'a': 1}) == {'a': 1}
   processes.agree('x', {'a': 1})
-  processes.barrier('x')
   with pytest.raises(KeyError, match='as it is'):
     processes.attempt('x', lambda: {}['as it is'])
   liveness.end_with(RuntimeError('Gloo'))

@@ -42,11 +42,9 @@ def run(args: argparse.Namespace, work: Callable[[], None]) -> int:
     work: what each process does then. Its SIGTERM or Ctrl-C during a training
       is no error: the status is 128 and the signal's number.
   """
-  from vit_jax.distributed import liveness
   from vit_jax.distributed import processes
 
-  try:
-    processes.connect(**{name: getattr(args, name) for name in _FLAGS})
+  with processes.connected(**{name: getattr(args, name) for name in _FLAGS}):
     cli.load_tensorflow()
     from vit_jax import train
 
@@ -55,7 +53,4 @@ def run(args: argparse.Namespace, work: Callable[[], None]) -> int:
     except train.Interrupted as e:
       cli.say(str(e))
       return 128 + e.signal
-  except (Exception, KeyboardInterrupt) as e:
-    liveness.end_with(e)
-    raise
   return 0

@@ -1,14 +1,15 @@
-"""Detects lost processes of a run, and ends this one if another is lost.
+"""Signs of life of the processes of a run; ends this one if another is lost.
 
-Every two seconds each process writes a sign of life to the coordination service
-of `jax.distributed`, and reads those of the others. JAX itself waits for 100
-seconds and then aborts with a page of stack traces; here a process ends with
-one sentence, and with the status of SIGTERM.
+Every two seconds each process writes a sign to the coordination service of
+`jax.distributed`, which runs in process 0, and reads those of the others. JAX
+itself waits for 100 seconds (its heartbeat_timeout_seconds) and then aborts
+with a page of stack traces; here a process ends with one sentence, which names
+the process that is lost or has failed first, and with the status of SIGTERM.
 """
 
 import atexit
+import contextlib
 import ctypes
-import functools
 import itertools
 import json
 import os
@@ -19,7 +20,8 @@ import threading
 import time
 
 import jax
-from jax._src import distributed  # Its client has no public name.
+
+from vit_jax import cli
 
 # Seconds between two signs of life, and seconds without one until a process is
 # lost.
@@ -27,42 +29,19 @@ PULSE = 2.0
 SILENCE = 60.0
 _SIGNS = 'vit_jax/signs/'
 
-_hosts: list[str] = []
-
 
 class Lost(RuntimeError):
   """Another process of the run has ended."""
 
 
-def connect(*args, **kwargs):
-  """Connects the processes of a run, and begins to watch them.
+def client():
+  """Returns the client of the coordination service.
 
-  Args:
-    *args: for jax.distributed.initialize.
-    **kwargs: likewise.
+  JAX has no public name for it, Orbax has one.
   """
-  library = distributed._jax
-  original = library.get_distributed_runtime_client
-  # Replaces JAX's callback, which prints a page of stack traces. In this
-  # version of JAX the call of the new one aborts, since its argument cannot be
-  # converted to Python; `_on_abort` then handles SIGABRT.
-  library.get_distributed_runtime_client = functools.partial(
-    original, missed_heartbeat_callback=_on_abort
-  )
-  try:
-    jax.distributed.initialize(*args, **kwargs)
-  finally:
-    library.get_distributed_runtime_client = original
-  if jax.process_count() == 1:
-    return
-  global _jax_sigterm
-  _jax_sigterm = _set_handler(signal.SIGTERM, int(signal.SIG_DFL))
-  _set_handler(
-    signal.SIGABRT, ctypes.cast(_abort_handler, ctypes.c_void_p).value
-  )
-  _hosts[:] = ['host unknown'] * jax.process_count()
-  watch.start()
-  atexit.register(watch.stop)
+  from orbax import checkpoint as ocp  # Imported late, since it takes seconds.
+
+  return ocp.multihost.get_jax_distributed_client()
 
 
 def here() -> str:
@@ -70,27 +49,202 @@ def here() -> str:
   return f'{socket.gethostname()}, pid {os.getpid()}'
 
 
-def set_hosts(hosts: list[str]):
-  """Stores the results of `here` of all processes, for `name`."""
-  _hosts[:] = hosts
-
-
 def name(process: int) -> str:
   """Returns a name of a process for messages: 'process 1 (host-b, pid 7)'."""
-  host = _hosts[process] if _hosts else socket.gethostname()
-  return f'process {process} ({host})'
+  return f'process {process} ({watch.hosts.get(process, "host unknown")})'
 
 
-def listens_for_sigterm(listen: bool):
-  """Sets whether JAX handles SIGTERM, to stop all processes after one step.
+class Watch(threading.Thread):
+  """Thread that gives signs of life, and watches those of the other processes.
 
-  Before and after the loop no code checks for JAX's notice, so SIGTERM ends the
-  process.
+  Attributes:
+    connects: whether this process waits for the others to connect.
+    watches: whether there are other processes to watch.
+    hosts: results of `here` by process.
+    doing: what this process is doing, for the other processes.
+    error: the error that ends this process, for the other processes; '' while
+      there is none.
   """
-  if _jax_sigterm is not None:
-    _set_handler(
-      signal.SIGTERM, _jax_sigterm if listen else int(signal.SIG_DFL)
-    )
+
+  def __init__(self):
+    super().__init__(daemon=True)
+    self.connects = self.watches = False
+    self.hosts = {}
+    self.doing = 'the start'
+    self.error = ''
+    self._signs = {}  # Process -> (its last sign, time of its arrival).
+    self._read, self._parted = 0.0, 0.0  # Times: of reading signs, of `part`.
+    self._ended, self._wake = threading.Event(), threading.Event()
+    # The stop of all processes after the same step; see `passed`.
+    self._lock = threading.Lock()  # Of the next three.
+    self._asked = False
+    self._at = self._published = (0, 0)
+    self._last, self._decided = None, threading.Event()
+
+  # --- Life and death ---
+
+  def start(self):
+    """Begins to watch; until the process exits."""
+    self.watches, self._read = True, time.monotonic()
+    super().start()
+    atexit.register(self.stop)
+
+  def run(self):
+    """Gives signs of life until stopped; ends the process if one is lost."""
+    for count in itertools.count():
+      self._beat(count)
+      if self._ended.is_set():
+        return
+      if self.error:
+        # Threads that wait for other processes may keep this one from its end.
+        if time.monotonic() > self._parted + SILENCE:
+          _exit(1)
+      elif words := self.trouble(SILENCE):
+        end(words)
+      self._wake.wait(PULSE if self._decided.is_set() == self._asked else 0.1)
+      self._wake.clear()
+
+  def stop(self):
+    """Gives a last sign, after which silence does not mean a loss."""
+    self._ended.set()
+    self._wake.set()
+    self.join()
+    self._beat(None)
+    if self.error:
+      # JAX would wait for the other processes, which end after reading the
+      # error.
+      time.sleep(3 * PULSE)
+      _exit(1)
+
+  def part(self, error: str):
+    """Gives the last sign, with the error that ends this process."""
+    self._parted, self.error = time.monotonic(), error[:1000]
+    self._beat(None)
+
+  def place(self, process: int) -> str:
+    """Returns what a process was doing at its last sign."""
+    sign, _ = self._signs.get(process, ({'doing': 'the start'}, 0))
+    return sign['doing']
+
+  def has_left(self, process: int) -> bool:
+    """Returns whether a process has given its last sign."""
+    return process in self._signs and self._signs[process][0]['count'] is None
+
+  def farewell(self, process: int) -> str:
+    """Returns who has left, and with which error, if with one."""
+    error = self._signs[process][0]['error']
+    return f'{name(process)} has ended' + (f': {error}' if error else '')
+
+  def trouble(self, silence: float) -> str:
+    """Returns which process has failed or is lost, in words; '' if none.
+
+    An error that all processes raise together is theirs to print for a while.
+
+    Args:
+      silence: seconds without a sign of life until a process is lost.
+    """
+    now = time.monotonic()
+    signs = sorted(self._signs.items(), key=lambda item: item[1][1])
+    for process, (sign, since) in signs:  # The first one first.
+      if sign['error'] and now - since > 3 * PULSE:
+        return self.farewell(process)
+    lost = [
+      process
+      for process, (sign, since) in signs
+      if sign['count'] is not None and self._read - since > silence
+    ]
+    if now - self._read > 5 * PULSE:
+      lost = [0]  # It holds all signs, and does not answer.
+    who = ' and '.join(map(name, lost))
+    return f'{who} {"are" if len(lost) > 1 else "is"} gone' if lost else ''
+
+  def _beat(self, count):
+    """Writes a sign of life, and reads those of the others.
+
+    Args:
+      count: number of the sign; None for the last one.
+    """
+    with self._lock:
+      if not self._asked:
+        self._published = self._at
+      sign = {
+        'count': None if self.error else count,
+        'doing': self.doing,
+        'error': self.error,
+        'stop': self._published if self._asked else None,
+      }
+    try:
+      client().key_value_set(
+        f'{_SIGNS}{jax.process_index()}', json.dumps(sign), allow_overwrite=True
+      )
+      found = client().key_value_dir_get(_SIGNS)
+    except Exception:  # pylint: disable=broad-except
+      return  # Process 0 does not answer.
+    self._read = time.monotonic()
+    for key, text in found:
+      process, sign = int(key.rsplit('/', 1)[1]), json.loads(text)
+      if process not in self._signs or self._signs[process][0] != sign:
+        self._signs[process] = (sign, self._read)
+    self._agree_on_stop()
+
+  # --- Stopping together ---
+
+  def ask_to_stop(self):
+    """Asks all processes to stop after the same step."""
+    with self._lock:
+      if not self._asked:
+        self._asked, self._published = True, self._at
+    self._wake.set()
+
+  def passed(self, at: tuple[int, int]) -> bool:
+    """Returns whether all processes stop here.
+
+    When a process is asked to stop, each one publishes the last step that it
+    has passed, and none passes another one until it knows all of these. They
+    stop after the step that follows the greatest.
+
+    Args:
+      at: number of the loop and of the step in it, the same on all processes.
+        All processes must call it after each step.
+    """
+    with self._lock:
+      self._at = at
+      asked = self._asked
+    if asked:
+      self._decided.wait()
+    return self._last is not None and at > self._last
+
+  def _agree_on_stop(self):
+    """Takes part if a process asks to stop; decides if all have published."""
+    stops = {
+      process: sign['stop'] and tuple(sign['stop'])
+      for process, (sign, _) in self._signs.items()
+      if sign['count'] is not None
+    }
+    if any(stops.values()) and not self._asked:
+      first = next(process for process in stops if stops[process])
+      cli.say(f'{name(first)} was told to stop: all stop after the same step.')
+      self.ask_to_stop()
+    elif (
+      self._asked
+      and not self._decided.is_set()
+      and len(self._signs) == jax.process_count()
+      and all(stops.values())
+    ):
+      self._last = max(stops.values(), default=self._published)
+      self._decided.set()
+
+
+def connect(*args, **kwargs):
+  """Connects the processes of a run; see jax.distributed.initialize."""
+  _speak_on_abort()
+  watch.connects = True
+  try:
+    # JAX's handler would keep SIGTERM from ending a process between trainings.
+    jax.config.update('jax_enable_preemption_service', False)
+    jax.distributed.initialize(*args, **kwargs)
+  finally:
+    watch.connects = False
 
 
 def end_with(error: BaseException):
@@ -100,7 +254,7 @@ def end_with(error: BaseException):
   sentence, without the usual shutdown between processes, which would wait or
   abort. Otherwise the caller raises the error.
   """
-  if jax.process_count() == 1:
+  if not watch.watches:
     return
   if isinstance(error, Lost):
     end(str(error))
@@ -110,132 +264,9 @@ def end_with(error: BaseException):
   # bucket gives such errors too, while all processes live.
   if any(s in str(error) for s in ('Gloo', 'UNAVAILABLE', 'DEADLINE_EXCEEDED')):
     time.sleep(5 * PULSE)  # Living processes give a sign meanwhile.
-    lost = watch.silent(4 * PULSE)
-    if lost:
-      end(are_gone(lost))
+    if words := watch.trouble(4 * PULSE):
+      end(words)
   watch.part(str(error) or type(error).__name__)
-
-
-def client():
-  """Returns the client of the coordination service; None in a single process."""
-  return distributed.global_state.client
-
-
-class Watch(threading.Thread):
-  """Thread that gives signs of life, and watches those of the other processes.
-
-  Attributes:
-    doing: what this process is doing, for the other processes.
-    error: the error that ends this process, for the other processes; '' while
-      there is none.
-  """
-
-  def __init__(self):
-    super().__init__(daemon=True)
-    self.doing = 'the start'
-    self.error = ''
-    self._done = threading.Event()
-    self._seen = {}  # Process -> (last sign of life, time of its arrival).
-
-  def run(self):
-    """Gives signs of life until stopped; ends the process if one is lost."""
-    for count in itertools.count():
-      if not self._beat(None if self.error else count):
-        return  # The service in process 0 has ended: JAX ends this process.
-      if not self._done.is_set() and not self.error:
-        lost, failed = self.silent(SILENCE), self.failed(3 * PULSE)
-        if failed:
-          end(self.farewell(failed[0]))
-        if lost:
-          end(are_gone(lost))
-      if self._done.wait(PULSE):
-        return
-
-  def stop(self):
-    """Gives a last sign, after which silence does not mean a loss."""
-    self._done.set()
-    self.join()
-    _set_handler(signal.SIGABRT, int(signal.SIG_DFL))
-    if self._beat(None) and self.error:
-      # JAX would wait for the other processes, which end after reading the
-      # error.
-      time.sleep(3 * PULSE)
-      sys.stdout.flush()
-      sys.stderr.flush()
-      os._exit(1)
-
-  def place(self, process: int) -> str:
-    """Returns what a process was doing at its last sign."""
-    sign, _ = self._seen.get(process, (None, 0))
-    return sign[1] if sign else 'the start'
-
-  def has_left(self, process: int) -> bool:
-    """Returns whether a process has given its last sign."""
-    sign, _ = self._seen.get(process, (None, 0))
-    return sign is not None and sign[0] is None
-
-  def farewell(self, process: int) -> str:
-    """Returns who has left, and with which error, if with one."""
-    error = self._seen[process][0][1]
-    return f'{name(process)} has ended' + (f': {error}' if error else '')
-
-  def failed(self, seconds: float) -> list[int]:
-    """Returns who has left with an error `seconds` ago, the first one first.
-
-    An error that all processes raise together is theirs to print meanwhile.
-    """
-    now = time.monotonic()
-    found = [
-      (since, process)
-      for process, (sign, since) in self._seen.items()
-      if sign[0] is None and sign[1] and now - since > seconds
-    ]
-    return [process for _, process in sorted(found)]
-
-  def part(self, error: str):
-    """Gives the last sign, with the error that ends this process."""
-    self.error = error[:1000]
-    self._beat(None)
-
-  def silent(self, seconds: float) -> list[int]:
-    """Returns the processes without a sign of life for `seconds`."""
-    now = time.monotonic()
-    return [
-      process
-      for process, (sign, since) in self._seen.items()
-      if sign[0] is not None
-      and now - since > seconds
-      and process != jax.process_index()
-    ]
-
-  def _beat(self, count):
-    """Writes a sign of life, reads those of the others; False on failure.
-
-    Args:
-      count: number of the sign; None for the last one.
-    """
-    sign = [count, self.doing if count is not None else self.error]
-    try:
-      service, me = client(), jax.process_index()
-      service.key_value_set(
-        f'{_SIGNS}{me}', json.dumps(sign), allow_overwrite=True
-      )
-      found = service.key_value_dir_get(_SIGNS)
-    except Exception:  # pylint: disable=broad-except
-      return False
-    now = time.monotonic()
-    for key, text in found:
-      process, sign = int(key.rsplit('/', 1)[1]), json.loads(text)
-      if process not in self._seen or self._seen[process][0] != sign:
-        self._seen[process] = (sign, now)
-    return True
-
-
-def are_gone(lost: list[int]) -> str:
-  """Returns that processes have ended without a word."""
-  return (
-    f'{" and ".join(map(name, lost))} {"are" if len(lost) > 1 else "is"} gone'
-  )
 
 
 def end(words: str):
@@ -245,40 +276,52 @@ def end(words: str):
     words: what has become of the other one, and why.
   """
   _ending.acquire()  # Never released: another thread waits here for the end.
+  me = name(jax.process_index()) if watch.watches else 'this process'
   text = (
-    f'\nError: {words}, so {name(jax.process_index())} stops. Start the same '
-    'command again on all hosts: the run goes on from its last checkpoint.\n'
+    f'\nError: {words}, so {me} stops. Start the same command again on all '
+    'hosts: the run goes on from its last checkpoint.\n'
   )
-  os.write(2, text.encode())
-  if jax.process_index() == 0:
+  with contextlib.suppress(OSError):  # Perhaps nobody reads it any more.
+    os.write(2, text.encode())
+  if watch.watches and jax.process_index() == 0:
     time.sleep(3 * PULSE)  # The others read the cause from its service.
   os._exit(128 + signal.SIGTERM)
 
 
-def _on_abort(_):
-  """Explains why JAX aborts, which it does as soon as process 0 has ended."""
-  _set_handler(signal.SIGABRT, int(signal.SIG_DFL))
-  host, port = distributed.global_state.coordinator_address.rsplit(':', 1)
-  for _ in range(3):
-    time.sleep(1)  # A process that is ending may still accept a connection.
-    try:
-      socket.create_connection((host, int(port)), timeout=10).close()
-    except OSError:
-      end(are_gone([0]))
-  lost = watch.silent(5 * PULSE)
-  end(are_gone(lost) if lost else 'JAX aborted the run, see its message above')
+def _exit(status):
+  """Ends this process without the usual shutdown."""
+  with contextlib.suppress(OSError):
+    sys.stdout.flush()
+    sys.stderr.flush()
+  os._exit(status)
 
 
-def _set_handler(number, handler):
-  """Sets the C handler of a signal; returns the address of the previous one."""
-  signal_of_c = ctypes.CDLL(None).signal
-  signal_of_c.restype = ctypes.c_void_p
-  signal_of_c.argtypes = [ctypes.c_int, ctypes.c_void_p]
-  return signal_of_c(number, handler)
+def _speak_on_abort():
+  """Has this process end with a sentence where JAX aborts it.
+
+  JAX aborts a process that the others do not join, and each process as soon as
+  it loses the connection to process 0. It prints a page of stack traces, and has
+  no public way to prevent that. This C handler of SIGABRT is the only part that
+  is no public Python: delete this function when jax.distributed.initialize
+  raises an error for the first, and takes a function to call for the second.
+  """
+  set_handler = ctypes.CDLL(None).signal
+  set_handler.argtypes = [ctypes.c_int, ctypes.c_void_p]
+
+  def handle(number):
+    set_handler(number, int(signal.SIG_DFL))
+    if watch.connects:
+      end('not all processes came to the coordinator in time')
+    time.sleep(6 * PULSE)
+    if words := watch.watches and watch.trouble(SILENCE):
+      end(words)
+    # Otherwise the abort has another reason, and goes on.
+
+  _speak_on_abort.handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
+  set_handler(
+    signal.SIGABRT, ctypes.cast(_speak_on_abort.handler, ctypes.c_void_p)
+  )
 
 
-# JAX's own handler of SIGTERM, a C function.
-_jax_sigterm = None
-_abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_abort)
 watch = Watch()
 _ending = threading.Lock()

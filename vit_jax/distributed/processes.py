@@ -8,7 +8,7 @@ call is an error on all of them. With a single process nothing is sent.
 
 from collections.abc import Callable
 from collections.abc import Mapping
-import itertools
+import contextlib
 import json
 import os
 import re
@@ -28,17 +28,12 @@ _GIVEN_UP = 'vit_jax/given_up/'
 # Types of errors that are raised again as such on the other processes.
 _TYPES = (ValueError, FileNotFoundError, TimeoutError, OSError)
 
-_calls = itertools.count()
-_meetings = itertools.count()
-_met: list[str] = []
-
 
 def initialize(*args, **kwargs):
   """Connects the processes of a run; see jax.distributed.initialize.
 
   If another process is lost later, this process names it and exits with the
-  status of SIGTERM. Outside of `liveness.listens_for_sigterm`, SIGTERM ends the
-  process at once.
+  status of SIGTERM.
 
   Args:
     *args: for jax.distributed.initialize.
@@ -46,9 +41,23 @@ def initialize(*args, **kwargs):
   """
   liveness.connect(*args, **kwargs)
   if jax.process_count() > 1:
-    liveness.set_hosts(
-      gather('telling each other their hosts', liveness.here())
-    )
+    liveness.watch.start()
+    hosts = gather('telling each other their hosts', liveness.here())
+    liveness.watch.hosts = dict(enumerate(hosts))
+
+
+@contextlib.contextmanager
+def connected(**flags):
+  """Connects the processes of a run for a `with` block; see `connect`.
+
+  An error in the block is also told to the other processes, which end with it.
+  """
+  try:
+    connect(**flags)
+    yield
+  except (Exception, KeyboardInterrupt) as e:
+    liveness.end_with(e)
+    raise
 
 
 def connect(
@@ -91,13 +100,8 @@ def _check(coordinator, num_processes, process_id):
     raise ValueError(
       '--coordinator, --num_processes and --process_id must be given together'
     )
-  host, _, port = coordinator.rpartition(':')
-  if (
-    not host
-    or not re.fullmatch('[0-9]{1,5}', port)
-    or int(port) > 65535
-    or not int(port)
-  ):
+  port = re.fullmatch('.+:([1-9][0-9]{0,4})', coordinator)
+  if not port or int(port[1]) > 65535:
     raise ValueError(
       f"coordinator='{coordinator}' must be HOST:PORT of process 0, with a port "
       'from 1 to 65535, such as host0:1234 (--coordinator)'
@@ -125,23 +129,31 @@ def gather(what: str, value, deadline: float = DEADLINE) -> list:
   if jax.process_count() == 1:
     return [json.loads(json.dumps(value))]
   liveness.watch.doing = what
-  client, me, call = liveness.client(), jax.process_index(), next(_calls)
+
+  def wait(process, seconds):
+    who = liveness.name(process)
+    if liveness.watch.has_left(process):
+      raise liveness.Lost(liveness.watch.farewell(process))
+    if seconds > deadline:
+      raise TimeoutError(
+        f'{who} did not come within the deadline, at {what}; it is at '
+        f'{liveness.watch.place(process)}. Check that process; the environment '
+        'variable VIT_JAX_DEADLINE=SECONDS sets a longer deadline'
+      )
+    if int(seconds) % 60 == 30:
+      cli.say(f'Waiting for {who}, at {what} ...')
+
   content = json.dumps({'what': what, 'value': value})
-  client.key_value_set(f'vit_jax/{call}/{me}', content)
-  end = time.monotonic() + deadline
   values = []
-  for process in range(jax.process_count()):
-    theirs = json.loads(_receive(call, process, what, end))
+  for process, text in enumerate(_calls.exchange(content, wait)):
+    theirs = json.loads(text)
     if theirs['what'] != what:
       raise RuntimeError(
         f'the processes do not do the same: {liveness.name(process)} is at '
-        f"'{theirs['what']}', {liveness.name(me)} at '{what}'; start all with the "
-        'same command, versions and files'
+        f"'{theirs['what']}', {liveness.name(jax.process_index())} at '{what}'; "
+        'start all with the same command, versions and files'
       )
     values.append(theirs['value'])
-  if call:
-    # All processes have begun this call, so all have finished the previous one.
-    client.key_value_delete(f'vit_jax/{call - 1}/{me}')
   return values
 
 
@@ -242,11 +254,6 @@ def _together(error: Exception) -> Exception:
   return error
 
 
-def barrier(what: str):
-  """Waits until all processes call it; see gather."""
-  gather(what, None)
-
-
 def give_up(why: str):
   """Makes threads of other processes that wait in `meet` stop waiting."""
   if jax.process_count() > 1:
@@ -266,41 +273,55 @@ def meet(what: str, deadline: float):
     OSError: if a process has given up.
     TimeoutError: if a process does not come within the deadline.
   """
-  client, me = liveness.client(), jax.process_index()
-  own = f'vit_jax/meet/{next(_meetings)}/'
-  client.key_value_set(f'{own}{me}', '')
-  end, pause = time.monotonic() + deadline, 0.01
-  while len(client.key_value_dir_get(own)) < jax.process_count():
-    for path, why in client.key_value_dir_get(_GIVEN_UP):
+
+  def wait(_, seconds):
+    for path, why in liveness.client().key_value_dir_get(_GIVEN_UP):
       raise OSError(f'{liveness.name(int(path.rsplit("/", 1)[1]))}: {why}')
-    if time.monotonic() > end:
+    if seconds > deadline:
       raise TimeoutError(f'not all processes came to {what} in time')
-    time.sleep(pause)
-    pause = min(1.5 * pause, 1)
-  _met.append(f'{own}{me}')
-  if len(_met) > 2:  # All processes have left the meeting before the last.
-    client.key_value_delete(_met.pop(0))
+
+  _meetings.exchange('', wait)
 
 
-def _receive(call, process, what, end):
-  """Returns the value that a process set for a call."""
-  key, said = f'vit_jax/{call}/{process}', time.monotonic() + 30
-  while True:
-    try:
-      # Waits are short, so that Python handles signals between them.
-      return liveness.client().blocking_key_value_get(key, 1000)
-    except Exception as e:  # pylint: disable=broad-except
-      if 'DEADLINE_EXCEEDED' not in str(e):
-        raise liveness.Lost(f'{liveness.name(0)} is gone') from e
-    if liveness.watch.has_left(process):
-      raise liveness.Lost(liveness.watch.farewell(process))
-    now = time.monotonic()
-    if now > said:
-      said = now + 60
-      cli.say(f'Waiting for {liveness.name(process)}, at {what} ...')
-    if now > end:
-      raise TimeoutError(
-        f'{liveness.name(process)} did not come within the deadline, at {what}; it is at '
-        f'{liveness.watch.place(process)}. Check that process; the environment '
-        'variable VIT_JAX_DEADLINE=SECONDS sets a longer deadline'
-      )
+class _Exchange:
+  """Texts that all processes give each other, in the same order on all.
+
+  Args:
+    place: prefix of the keys in the coordination service.
+  """
+
+  def __init__(self, place: str):
+    self._place = place
+    self._count = 0
+
+  def exchange(self, text: str, wait: Callable) -> list[str]:
+    """Returns the texts of all processes, in their order.
+
+    Args:
+      text: that of this process.
+      wait: function of (number of the missing process, seconds waited so far),
+        called each second; it raises an error to end the waiting.
+
+    Raises:
+      Lost: if process 0 has ended; and the error of `wait`.
+    """
+    client, me, number = liveness.client(), jax.process_index(), self._count
+    self._count += 1
+    client.key_value_set(f'{self._place}/{number}/{me}', text)
+    begun, texts = time.monotonic(), []
+    while len(texts) < jax.process_count():
+      key = f'{self._place}/{number}/{len(texts)}'
+      try:
+        # Short, so that Python handles signals between two of them.
+        texts.append(client.blocking_key_value_get(key, 1000))
+      except Exception as e:  # pylint: disable=broad-except
+        if 'DEADLINE_EXCEEDED' not in str(e):
+          raise liveness.Lost(f'{liveness.name(0)} is gone') from e
+        wait(len(texts), time.monotonic() - begun)
+    if number:
+      # All processes have begun this call, so all have finished the previous one.
+      client.key_value_delete(f'{self._place}/{number - 1}/{me}')
+    return texts
+
+
+_calls, _meetings = _Exchange('vit_jax/calls'), _Exchange('vit_jax/meetings')

@@ -1,14 +1,17 @@
 """Stops a run without loss on Ctrl-C, SIGTERM and preemption notices."""
 
+import itertools
 import os
 import signal
 import threading
 
 import jax
-from jax.experimental import multihost_utils
 
 from vit_jax import cli
 from vit_jax.distributed import liveness
+
+_HANDLED = (signal.SIGINT, signal.SIGTERM)
+_numbers = itertools.count(1)  # Of the loops of this process.
 
 
 class Interrupted(Exception):
@@ -38,30 +41,25 @@ class StopRequest:
 
   The first signal asks the loop to save and stop; a second Ctrl-C stops at
   once. With several processes all of them stop after the same step, whichever
-  received the signal. Then jax.distributed notifies the others, and handles
-  SIGTERM itself inside the `with` block; outside of the block SIGTERM ends the
-  process at once.
+  received the signal. Outside of the `with` block SIGTERM ends a process at
+  once.
   """
 
   def __init__(self):
     self.signal = None
+    self._number = next(_numbers)
     self._previous = {}
     self._notices = None  # File descriptor that gets the numbers of signals.
 
   def __enter__(self):
     if threading.current_thread() is not threading.main_thread():
       return self  # Python delivers signals to the main thread only.
-    handled = [signal.SIGINT]
-    if jax.process_count() == 1:
-      handled.append(signal.SIGTERM)
     self._listen()
-    for number in handled:
+    for number in _HANDLED:
       self._previous[number] = signal.signal(number, self._handle)
-    liveness.listens_for_sigterm(True)
     return self
 
   def __exit__(self, *_):
-    liveness.listens_for_sigterm(False)
     for number, previous in self._previous.items():
       signal.signal(number, previous)
     if self._notices is not None:
@@ -90,14 +88,14 @@ class StopRequest:
         'Interrupted. The same command goes on from the last step that was saved.'
       )
     self.signal = number
-    if jax.process_count() > 1:
-      os.kill(os.getpid(), signal.SIGTERM)
 
   def after(self, step: int) -> bool:
     """Returns whether to stop after this step; all processes must call it."""
     if jax.process_count() == 1:
       return self.signal is not None
-    stop = multihost_utils.reached_preemption_sync_point(step)
+    if self.signal is not None:
+      liveness.watch.ask_to_stop()
+    stop = liveness.watch.passed((self._number, step))
     if stop and self.signal is None:
       self.signal = signal.SIGTERM
     return stop
@@ -111,12 +109,17 @@ class StopRequest:
 
 
 def _tell(reader: int):
-  """Says that the run will stop, at the first signal whose number arrives."""
+  """Says that the run will stop, at the first signal whose number arrives.
+
+  With several processes it asks the others to stop too.
+  """
   told = False
   with open(reader, 'rb', buffering=0) as numbers:
     while number := numbers.read(1):
-      if number[0] in (signal.SIGINT, signal.SIGTERM) and not told:
+      if number[0] in _HANDLED and not told:
         told = True
+        if liveness.watch.watches:
+          liveness.watch.ask_to_stop()
         name = signal.Signals(number[0]).name
         cli.say(
           f'{name}: stopping after this step. If it is being compiled, that ends '
