@@ -9,6 +9,7 @@ import pytest
 
 from tests.studies import fake_training
 from vit_jax import predict
+from vit_jax import train
 from vit_jax.configs import common
 from vit_jax.figures import studies
 from vit_jax.run import config as run_config
@@ -194,7 +195,8 @@ def test_another_failure_ends_the_sweep_after_the_choice(
     ({}, {'model.patches.size': ((4, 4), [4, 4])}, {}, 'have the same folder'),
     ({'pretrained': '/no/such.npz'}, RATES, {}, 'no/such.npz'),
     ({}, RATES, {'refit': 'none'}, "refit='none' is unknown: use one of 'all'"),
-    ({}, RATES, {'seeds': 0}, 'seeds=0 must be a whole number of at least 1'),
+    ({}, RATES, {'seeds': 0}, 'seeds=0 must be a whole number from 1'),
+    ({}, RATES, {'seeds': 10**9}, 'must be a whole number from 1 to 10000'),
     (
       {},
       RATES,
@@ -219,6 +221,20 @@ def test_a_wrong_sweep_is_named(
     sweep.sweep(config, str(tmp_path), values, **arguments)
   assert not fake.trained
   assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_that_never_began_does_not_block_the_next(
+  config, fake, tmp_path, monkeypatch
+):
+  def fail(config, workdir):
+    raise ValueError("data set 'digits' has no split 'nope'")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(train, 'train_and_evaluate', fail)
+    with pytest.raises(runs_lib.Failed, match="no split 'nope'"):
+      sweep.sweep(config, str(tmp_path), RATES, held_out='nope')
+  assert sweep.sweep(config, str(tmp_path), RATES, seeds=1)['missing'] == []
+  assert fake.trained[-1] == 'base_lr=0.01,test_0'
 
 
 def test_a_workdir_of_another_sweep_is_refused(config, fake, tmp_path):

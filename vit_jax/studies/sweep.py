@@ -255,11 +255,16 @@ def _describe(plan) -> dict[str, Any]:
 
 
 def _check_workdir(plan, workdir):
-  """Checks that the workdir holds no other sweep."""
+  """Checks that the workdir holds no other sweep.
+
+  A sweep of which no run has begun, such as one with a wrong --held_out, does
+  not count.
+  """
 
   def read():
     file = workdir_lib.folder(workdir) / _FILE
-    return json.loads(file.read_text()) if file.exists() else None
+    begun = file.exists() and any(file.parent.glob('*/config.json'))
+    return json.loads(file.read_text()) if begun else None
 
   old = processes.from_first('reading the sweep of the workdir', read)
   if old is None:
