@@ -2,6 +2,7 @@ r"""Prints the predictions of a trained model for images, such as their classes.
 
   python -m vit_jax.predict --workdir=/tmp/digits image.png other.jpg
   python -m vit_jax.predict --weights=model.safetensors image.png
+  python -m vit_jax.predict --workdir=/tmp/digits folder 'gs://bucket/*.jpg'
 
 A model of pixels (configs/igpt.py) draws images, and completes their lower part:
 
@@ -139,7 +140,12 @@ def pixels(text: str) -> int | tuple[int, ...]:
 def make_parser() -> argparse.ArgumentParser:
   """Returns the parser of this command."""
   parser = cli.parser('vit_jax.predict', __doc__)
-  parser.add_argument('images', nargs='*', help='image files of any size')
+  parser.add_argument(
+    'images',
+    nargs='*',
+    help='image files of any size, folders with such files, or patterns such as '
+    "'photos/*.jpg'",
+  )
   cli.add_model_flags(parser)
   parser.add_argument(
     '--top', type=int, default=5, help='number of classes to print (5)'
@@ -214,6 +220,10 @@ def main() -> None:
   _check_inputs(args)
   cli.quiet()
   cli.avoid_libtpu()
+  cli.load_tensorflow()
+  from vit_jax.files import listing
+
+  args.images = listing.expand(args.images)
   if args.weights:
     model = load_weights(args.weights)
   else:
