@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from vit_jax import train
 from vit_jax.commands import predict as predict_command
 from vit_jax.configs import pretrain
 from vit_jax.data import sources
+from vit_jax.inference import predictor
 from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 
@@ -133,6 +135,23 @@ def test_outputs_that_are_not_finite_are_refused(folder_run, image_folder):
   assert str(workdir) in str(error.value)
 
 
+def test_inputs_are_not_kept(folder_run, monkeypatch):
+  """The pixels of a batch are gone when those after the next are stacked."""
+  model = predict.load(folder_run[1])
+  model.BATCH, batches, stacked = 4, [], predictor._stacked
+
+  def watched(*args):
+    batch = stacked(*args)
+    batches.append(weakref.ref(batch['image']))
+    assert sum(ref() is not None for ref in batches) <= 3
+    return batch
+
+  monkeypatch.setattr(predictor, '_stacked', watched)
+  images = np.random.RandomState(0).randint(0, 256, (40, 8, 8, 3), np.uint8)
+  assert model.probabilities(images).shape[0] == 40
+  assert len(batches) == 10
+
+
 def test_images_may_be_arrays_of_any_size(folder_run):
   _, workdir, _ = folder_run
   model = predict.load(str(workdir))
@@ -162,6 +181,11 @@ def test_the_command_prints_the_classes(folder_run, image_folder):
   assert lines[0] == str(image)
   assert len(lines) == 3
   assert lines[1].endswith(' %  bee')
+  # A folder, in a pattern: all images below it, in the order of their names.
+  several = run('--top=1', str(image_folder / 't*t'))
+  assert several.returncode == 0, several.stderr
+  paths = sorted(map(str, (image_folder / 'test').glob('*/*')))
+  assert several.stdout.splitlines()[::2] == paths
   missing = run('/no/such.png')
   assert missing.returncode == 1
   assert missing.stderr == "Error: there is no image file '/no/such.png'\n"

@@ -138,6 +138,10 @@ def run(args) -> None:
   Args:
     args: namespace of vit_jax.commands.predict.parse.
   """
+  cli.load_tensorflow()
+  from vit_jax.data.images import listing
+
+  args.images = listing.expand(args.images)
   if args.weights:
     model = load_weights(args.weights)
   else:

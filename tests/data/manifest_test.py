@@ -207,6 +207,8 @@ def test_errors_name_the_line(tmp_path, line, message):
   [
     (['a', 1], 'train.jsonl:2: `label` is 1: names and numbers of classes cannot'),
     ([0, -1], 'train.jsonl:2: `label` is -1: classes count from 0'),
+    ([0, 10**6], 'train.jsonl:2: `label` is 1000000: numbers of classes end at 9'),
+    ([[0], [0, 2**63]], 'train.jsonl:2: `label` is 9223372036854775808: numbers'),
     ([0, 1.5], 'train.jsonl:2: `label` must be the name or the number'),
     ([[0, None]], 'train.jsonl:1: `label` must be the name or the number'),
     ([None, None], 'train.jsonl:1: neither this line nor any other has a `label`'),

@@ -2,6 +2,7 @@ r"""Prints the predictions of a trained model for images, such as their classes.
 
   vit_jax predict --workdir=/tmp/digits image.png other.jpg
   vit_jax predict --weights=model.safetensors image.png
+  vit_jax predict --workdir=/tmp/digits folder 'gs://bucket/*.jpg'
 
 A model of pixels (configs/igpt.py) draws images, and completes their lower part:
 
@@ -30,7 +31,12 @@ _MOST_SAMPLES = 4096
 def make_parser() -> flags.Parser:
   """Returns the parser of this command."""
   parser = flags.Parser('predict', __doc__)
-  parser.add_argument('images', nargs='*', help='image files of any size')
+  parser.add_argument(
+    'images',
+    nargs='*',
+    help='image files of any size, folders with such files, or patterns such as '
+    "'photos/*.jpg'",
+  )
   flags.add_model_flags(parser)
   parser.add_argument(
     '--top', type=int, default=5, help='number of classes to print (5)'

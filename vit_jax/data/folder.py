@@ -113,8 +113,7 @@ def list_images(
     index = checking.open_index(root, base, kwargs.get('workdir'))
     if not len(index):
       raise FileNotFoundError(
-        f"no images in '{index.top}': the known endings are "
-        f'{", ".join(listing.EXTENSIONS)}, in upper or lower case'
+        f"no images in '{index.top}': {listing.endings(index)}"
       )
     _warn_of_ignored(index, len(index))
     views.append((index, slices.take(index.order, base, instruction)))
@@ -172,14 +171,14 @@ def _class_names(index) -> tuple[str, ...]:
   bare = index.facts['bare']
   if bare and len(index):
     raise ValueError(
-      f"class folder '{index.top}/{bare[0]}' holds no image: the known endings "
-      f'are {", ".join(listing.EXTENSIONS)}, in upper or lower case'
+      f"class folder '{index.top}/{bare[0]}' holds no image: "
+      + listing.endings(index)
     )
   found = [folder for folder in index.folders if _is_class(folder)]
   if not found:
     raise FileNotFoundError(
-      f"no images in '{index.top}/<class>/': {checking.LAYOUT}, with files that end in "
-      f'{", ".join(listing.EXTENSIONS)}'
+      f"no images in '{index.top}/<class>/': {checking.LAYOUT}; "
+      + listing.endings(index)
     )
   try:
     return tuple(folder.decode() for folder in found)
@@ -198,9 +197,12 @@ def _warn_of_ignored(index, taken):
       'Ignored %d files of %s that are not images in a class folder, the first: %s',
       count,
       index.top,
-      os.path.join(index.top, *first)
-      if first
-      else 'an image in another folder',
+      listing.foreign(index)
+      or (
+        os.path.join(index.top, *first)
+        if first
+        else 'an image in another folder'
+      ),
     )
 
 

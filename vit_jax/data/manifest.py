@@ -30,6 +30,9 @@ from vit_jax.data import records
 from vit_jax.data import slices
 from vit_jax.data.images import index as index_lib
 
+# More classes are taken for a mistake: each has a name and a row of the head.
+_MOST_CLASSES = 10**6
+
 
 class _Line(NamedTuple):
   """A line of a manifest: its file and number, and its values by feature."""
@@ -283,6 +286,12 @@ def _label_names(lines, names) -> tuple[str, ...]:
         raise ValueError(
           f'{line.where}: `label` is {label}: classes count from 0, and null means '
           'no label'
+        )
+      if type(label) is int and names is None and label >= _MOST_CLASSES:
+        raise ValueError(
+          f'{line.where}: `label` is {label}: numbers of classes end at '
+          f'{_MOST_CLASSES - 1:,}; number the classes from 0 on, or write their '
+          'names (as texts)'
         )
       seen.add(label)
   if names is not None:

@@ -55,24 +55,27 @@ class Predictor:
       FileNotFoundError, ValueError: if an image does not exist or cannot be
         read, or if an output is not finite.
     """
-    return self.run(images)[1]
+    return self.run(images, keep=())[1]
 
   def inputs(self, images: Sequence[Any]) -> dict:
     """Returns the task's inputs for images, see `outputs`: arrays [n, ...]."""
     return _stacked(list(self._rows(images)), len(images))
 
-  def run(self, images: Sequence[Any], compute=None) -> tuple[dict, Any]:
+  def run(
+    self, images: Sequence[Any], compute=None, keep: Sequence[str] | None = None
+  ) -> tuple[dict, Any]:
     """Computes arrays for images, see `outputs`.
 
     Args:
       images: see `outputs`.
       compute: compiled function (params, extra, inputs) -> arrays [B, ...]; by
         default the outputs of the task.
+      keep: see `each`.
 
     Returns:
       The inputs and the results of `compute`, arrays [n, ...].
     """
-    found = self.each(images, compute=compute)
+    found = self.each(images, compute=compute, keep=keep)
     if not found:
       return self._none(compute or self._outputs)
     return jax.tree.map(lambda *rows: np.stack(rows), *found)
@@ -82,6 +85,7 @@ class Predictor:
     images: Sequence[Any],
     inputs: Callable[[dict], dict] | None = None,
     compute: Callable | None = None,
+    keep: Sequence[str] | None = None,
   ) -> list[tuple[dict, Any]]:
     """Computes the inputs and the outputs of each image.
 
@@ -92,6 +96,7 @@ class Predictor:
       images: see `outputs`.
       inputs: function from a record to inputs; by default that of the task.
       compute: see `run`.
+      keep: names of the inputs to return, which take memory; None for all.
 
     Returns:
       For each image its inputs and its outputs, NumPy arrays.
@@ -107,7 +112,7 @@ class Predictor:
       # All batches have one size, so that the model is compiled once.
       size = 1 if counts[shapes] == 1 else self.batch_size(rows[0])
       for number, result in zip(
-        numbers, self._compute(rows, size, compute or self._outputs)
+        numbers, self._compute(rows, size, compute or self._outputs, keep)
       ):
         self._check_finite(result[1], images[number], number)
         found[number] = result
@@ -127,10 +132,12 @@ class Predictor:
     del row
     return self.BATCH
 
-  def _compute(self, rows, size, compute) -> list[tuple[dict, Any]]:
+  def _compute(self, rows, size, compute, keep) -> list[tuple[dict, Any]]:
     """Computes (inputs, outputs) of some images in a batch of a given size."""
     batch = _stacked(rows, size)
     outputs = compute(self.params, self.extra, batch)
+    if keep is not None:
+      batch = {name: batch[name] for name in keep}
     both = jax.tree.map(np.asarray, (batch, outputs))
     return [jax.tree.map(lambda x, i=i: x[i], both) for i in range(len(rows))]
 

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from vit_jax.data import folder
+from vit_jax.data.images import images
 from vit_jax.data.images import listing
 from vit_jax.data.images import reading
 
@@ -72,6 +73,47 @@ def test_what_is_no_file_is_left_out_and_never_waited_for(tmp_path, caplog):
   assert 'Ignored 8 files' in caplog.text
   with pytest.raises(ValueError, match="'.*pipe.jpg' is no regular file"):
     reading.read_file(a / 'pipe.jpg')
+
+
+def test_folders_and_patterns_become_their_images(tmp_path):
+  write(tmp_path, 'b/2.jpg', 'b/10.PNG', 'a/1.jpg', 'c/x.txt', '[1].jpg')
+  top = str(tmp_path / 'train')
+  every = [f'{top}/{name}' for name in ('[1].jpg', 'a/1.jpg', 'b/10.PNG')]
+  every.append(f'{top}/b/2.jpg')
+  assert listing.expand([top]) == every
+  assert listing.expand([f'{top}/[ab]', every[0]]) == [*every[1:], every[0]]
+  assert listing.expand([f'{top}/*/?.jpg', '/no']) == [
+    every[1], every[3], '/no',
+  ]  # fmt: skip
+  with pytest.raises(FileNotFoundError, match=r"no file matches '.*/d\*'"):
+    listing.expand([f'{top}/d*'])
+  with pytest.raises(FileNotFoundError, match="no images in .*/c': the known"):
+    listing.expand([f'{top}/c'])
+
+
+def test_photographs_of_other_formats_are_named(tmp_path, caplog):
+  write(tmp_path, 'a/1.jpg', 'a/notes.txt', 'a/z.HEIC', 'b/2.jpg')
+  folder.list_split(str(tmp_path), 'train', broken='trust')
+  assert 'Ignored 2 files' in caplog.text
+  remedy = 'convert it to JPEG or PNG'
+  assert (
+    f"a/z.HEIC': it is HEIC, which this package does not read: {remedy}"
+    in (caplog.text)
+  )
+  (tmp_path / 'train' / 'b' / '2.jpg').rename(
+    tmp_path / 'train' / 'b' / '2.tif'
+  )
+  (tmp_path / 'train' / 'a' / 'z.HEIC').unlink()
+  with pytest.raises(
+    ValueError, match=f'holds no image.* it is TIFF.*{remedy}'
+  ):
+    folder.list_split(str(tmp_path), 'train', broken='trust')
+  # With the ending of another format.
+  for content, kind in ((b'II*\0', 'TIFF'), (b'\0\0\0\x18ftypheic', 'HEIC')):
+    path = tmp_path / 'photograph.jpg'
+    path.write_bytes(content + bytes(100))
+    why = images.why_broken(str(path).encode(), 10**6)
+    assert why.startswith(f'it is {kind}, which this package does not read')
 
 
 def test_names_that_are_no_utf8(tmp_path):

@@ -128,7 +128,7 @@ def _pillow_rgba(encoded) -> np.ndarray:
     with _open(encoded) as image:
       return np.asarray(image.convert('RGBA'))
   except Exception as e:  # Pillow's readers raise all sorts.
-    raise ValueError(_reason(e)) from e
+    raise ValueError(_reason(e, encoded)) from e
 
 
 def _pillow_shape(encoded) -> np.ndarray:
@@ -136,13 +136,18 @@ def _pillow_shape(encoded) -> np.ndarray:
     with _open(encoded) as image:
       return np.array([image.height, image.width], np.int64)
   except Exception as e:
-    raise ValueError(_reason(e)) from e
+    raise ValueError(_reason(e, encoded)) from e
 
 
-def _reason(error):
+def _reason(error, encoded):
   if isinstance(error, Image.DecompressionBombError):
     return f'Pillow refuses it: {error}'
-  return 'no image of a known format, or only part of one'
+  if isinstance(encoded, np.ndarray):
+    encoded = encoded.item()
+  return (
+    reading.foreign_content(encoded)
+    or 'no image of a known format, or only part of one'
+  )
 
 
 def shape_of(encoded):

@@ -4,10 +4,12 @@ Hidden files are left out. So are entries with the name of an image that are not
 files: folders, pipes, devices, and links that are broken or circular.
 """
 
+from collections.abc import Sequence
 import concurrent.futures
 import datetime
 import errno
 import os
+import re
 import time
 from typing import NamedTuple
 
@@ -52,6 +54,7 @@ def list_folder(root: str, base: str) -> index_lib.Index:
   found.sort(key=lambda piece: piece.name)
   holding = [piece for piece in found if piece.count]
   others = [other for piece in found for other in piece.others]
+  others.sort(key=lambda name: not reading.foreign_name(name))
   facts = {
     'listed': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
     'times': {os.fsdecode(piece.name): piece.time for piece in found},
@@ -114,8 +117,13 @@ def _scan(top, name, local) -> _Piece:
     digests=b''.join(index_lib.hash_name(hashed + x) for x in found),
     inner=sorted(prefix + x for x, _ in inner if x not in loops),
     ignored=len(others),
-    others=[prefix + x for x in sorted(others)[:1]],
+    others=[prefix + x for x in sorted(others, key=_interest)[:1]],
   )
+
+
+def _interest(name):
+  """Returns a key that sorts photographs of formats that are not read first."""
+  return not reading.foreign_name(name), name
 
 
 def _local_entries(path):
@@ -168,6 +176,49 @@ def _is_loop(top, name) -> bool:
   above = (b'/'.join(parts[:i]) for i in range(len(parts)))
   top = os.fsencode(top)
   return any(os.path.realpath(os.path.join(top, x)) == real for x in above)
+
+
+def expand(paths: Sequence[str]) -> list[str]:
+  """Returns paths, with those of images in place of folders and patterns.
+
+  Args:
+    paths: files; folders, for all images below them, sorted; or patterns with
+      *, ? or [ ], for the files and folders that match.
+
+  Raises:
+    FileNotFoundError: if a folder has no image, or a pattern no match.
+  """
+  found = []
+  for path in paths:
+    if tf.io.gfile.isdir(path):
+      index = list_folder(path, '')
+      if not len(index):
+        raise FileNotFoundError(f"no images in '{path}': {endings(index)}")
+      found += map(os.fsdecode, index.paths(range(len(index))))
+    elif re.search('[*?[]', path) and not tf.io.gfile.exists(path):
+      matches = sorted(tf.io.gfile.glob(path))
+      if not matches:
+        raise FileNotFoundError(f"no file matches '{path}'")
+      found += expand(matches)
+    else:
+      found.append(path)
+  return found
+
+
+def endings(index: index_lib.Index) -> str:
+  """Returns which files are images, and why the first other one is none."""
+  why = foreign(index)
+  return (
+    f'the known endings are {", ".join(EXTENSIONS)}, in upper or lower case'
+    + (f'; {why}' if why else '')
+  )
+
+
+def foreign(index: index_lib.Index) -> str:
+  """Returns a file's path and format, if there is one that is not read, or ''."""
+  _, *first = index.facts['ignored']
+  why = first and reading.foreign_name(first[0])
+  return f"'{os.path.join(index.top, *first)}': {why}" if why else ''
 
 
 def is_image(name: bytes) -> bool:

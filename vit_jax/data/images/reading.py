@@ -18,6 +18,13 @@ _ENDS = (
   (b'\x89PNG\r\n\x1a\n', b'IEND\xaeB`\x82'),
 )
 _BEGINS = (b'GIF8', b'BM', b'RIFF', *(begin for begin, _ in _ENDS))
+# Formats of photographs that are not read: endings of the names of files, and
+# what their contents have from a byte on.
+_FOREIGN = {
+  'HEIC': ((b'.heic', b'.heif'), 4, (b'ftyphei', b'ftyphev', b'ftypmif1')),
+  'AVIF': ((b'.avif',), 4, (b'ftypavi',)),
+  'TIFF': ((b'.tif', b'.tiff'), 0, (b'II*\0', b'MM\0*')),
+}
 # Seconds to wait before each new attempt to read.
 _DELAYS = (0.5, 2.0)
 # Errors for which another attempt is useless.
@@ -136,6 +143,30 @@ def why_malformed(path: bytes) -> str:
     if ends.startswith(begin) and not ends.rstrip(b'\0').endswith(end):
       return 'it does not end as an image'
   return ''
+
+
+def foreign_name(name) -> str:
+  """Returns why an image is not read, by the ending of its name, or ''."""
+  name = os.fsencode(name).lower()
+  for kind, (endings, _, _) in _FOREIGN.items():
+    if name.endswith(endings):
+      return _why_foreign(kind)
+  return ''
+
+
+def foreign_content(content: bytes) -> str:
+  """Returns why an image is not read, by its first bytes, or ''."""
+  for kind, (_, start, begins) in _FOREIGN.items():
+    if content.startswith(begins, start):
+      return _why_foreign(kind)
+  return ''
+
+
+def _why_foreign(kind) -> str:
+  return (
+    f'it is {kind}, which this package does not read: convert it to JPEG or '
+    f'PNG, such as by `magick mogrify -format jpg *.{kind.lower()}`'
+  )
 
 
 def time_of(folder) -> int:

@@ -60,7 +60,7 @@ class Detector(predictor_lib.Predictor):
     inputs_at = functools.partial(self.task.inputs_at, image_size=image_size)
     return [
       self._objects(outputs, inputs['size'], threshold)
-      for inputs, outputs in self.each(images, inputs_at)
+      for inputs, outputs in self.each(images, inputs_at, keep=('size',))
     ]
 
   def _objects(self, outputs, size, threshold):

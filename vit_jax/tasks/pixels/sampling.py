@@ -37,7 +37,7 @@ class Predictor(predictor_lib.Predictor):
       FileNotFoundError, ValueError: if an image does not exist or cannot be
         read.
     """
-    _, found = self.run(images, self._read)
+    _, found = self.run(images, self._read, keep=())
     counted = found['counted'].sum(axis=1)
     return (found['bits'] * found['counted']).sum(axis=1) / counted
 
