@@ -54,13 +54,25 @@ def make(
     'decode': (index_lib.DECODED, why),
   }
   index.look_again(index.order)
+  path = index_lib.place(None, index.root, index.base)
+  _save(index, path)  # An error comes before hours of checking.
   if check in levels:
     index.check(index.order, *levels[check], limit)
-  path = index_lib.place(None, index.root, index.base)
-  index.save(path)
+    _save(index, path)
   paths = paths_lib.Paths([(index, index.order)])
   broken = [f'{paths[i]}: {paths.reason(i)}' for i in paths.broken()]
   return path, len(index), broken
+
+
+def _save(index, path):
+  try:
+    index.save(path)
+  except OSError as e:
+    raise OSError(
+      f"the list '{path}' cannot be written: {e.strerror or e}; make its folder "
+      'writable, or train without this command: a run keeps its lists in its '
+      'workdir'
+    ) from e
 
 
 def run(args) -> int:

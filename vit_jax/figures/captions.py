@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 from PIL import ImageDraw
-from PIL import ImageFont
+
+from vit_jax.figures import fonts
 
 # Colours of captions of right and of wrong predictions, which colour-blind
 # people can tell apart (Okabe and Ito, "Color Universal Design").
@@ -142,16 +143,14 @@ def _resized(images, height, width, how) -> np.ndarray:
 
 def _write(pen, corner, caption, width):
   """Writes the lines of a caption below one another."""
-  font = ImageFont.load_default(_FONT_SIZE)
   for i, line in enumerate(caption.text.split('\n')):
     place = (corner[0], corner[1] + i * _LINE)
+    line, font = fonts.drawable(line, _FONT_SIZE)
     pen.text(place, _fitting(line, font, width), caption.color, font)
 
 
 def _fitting(line, font, width) -> str:
   """Cuts a line off so that it is at most `width` pixels wide."""
-  # Pillow cannot draw a lone surrogate.
-  line = line.encode('utf-8', 'replace').decode()
   if font.getlength(line) <= width:
     return line
   while line and font.getlength(f'{line}...') > width:

@@ -109,6 +109,16 @@ def test_a_list_made_ahead_is_taken_while_it_is_true(root, looked_at, capsys):
   assert len(looked_at) == 33 + 11
 
 
+def test_a_list_that_cannot_be_written_is_said_at_once(
+  root, looked_at, monkeypatch
+):
+  monkeypatch.setattr(index_lib, 'place', lambda *args: '/proc/train.index.npz')
+  message = r"the list '/proc/train.index.npz' cannot be written: .*; make its"
+  with pytest.raises(OSError, match=message):
+    manifest.make(str(root), 'train')
+  assert not looked_at
+
+
 def test_what_the_form_shows(root, looked_at):
   ant = root / 'train' / 'ant'
   (ant / 'ant0.jpg').write_bytes((ant / 'ant0.jpg').read_bytes()[:-50])

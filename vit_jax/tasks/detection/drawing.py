@@ -7,10 +7,10 @@ import numpy as np
 from PIL import Image
 from PIL import ImageColor
 from PIL import ImageDraw
-from PIL import ImageFont
 
 from vit_jax import preprocess
 from vit_jax.data.images import images as images_lib
+from vit_jax.figures import fonts
 
 # Colours that colour-blind people can tell apart (Okabe and Ito, "Color
 # Universal Design").
@@ -98,8 +98,9 @@ def _color(name) -> str:
 
 def _write(pen, place, name, size, anchor='la'):
   """Writes a name on a ground of its colour."""
-  font = ImageFont.load_default(max(11, min(size) // 40))
-  pen.rectangle(pen.textbbox(place, name, font, anchor), fill=_color(name))
+  color = _color(name)
+  name, font = fonts.drawable(name, max(11, min(size) // 40))
+  pen.rectangle(pen.textbbox(place, name, font, anchor), fill=color)
   pen.text(place, name, 'black', font, anchor)
 
 
