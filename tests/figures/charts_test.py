@@ -1,5 +1,6 @@
 """Tests of charts: labels, lines and the numbers that they show."""
 
+from matplotlib.backends import backend_agg
 import numpy as np
 
 from vit_jax.figures import charts
@@ -85,6 +86,23 @@ def test_a_large_confusion_matrix_has_pairs_in_place_of_names():
   assert len(charts.confusion(found(np.eye(2, dtype=int)), 'ab', 'x').axes) == 3
 
 
+def test_long_names_do_not_overlap():
+  names = ('Eastern diamondback rattlesnake, adamanteus', 'W' * 60)
+  image = np.zeros((8, 8, 3), np.float32)
+  wrong = [
+    results.Mistake(image, i % 2, 1 - i % 2, 0.9, f'{"name" * 20}{i}.jpg')
+    for i in range(8)
+  ]
+  fig = charts.mistakes(found(np.eye(2), wrong), names, 'test')
+  backend_agg.FigureCanvasAgg(fig).draw()
+  texts = [fig._suptitle]
+  texts += [x for axes in fig.axes for x in (axes.title, axes.xaxis.label)]
+  boxes = [text.get_window_extent() for text in texts]
+  assert len(boxes) == 17
+  for i, box in enumerate(boxes):
+    assert not any(box.overlaps(other) for other in boxes[:i])
+
+
 def test_mistakes_say_what_was_predicted_and_what_is_true():
   image = np.zeros((8, 8, 1), np.float32)
   wrong = [
@@ -93,7 +111,7 @@ def test_mistakes_say_what_was_predicted_and_what_is_true():
   ]
   fig = charts.mistakes(found(np.eye(2), wrong), ('ant', 'bee'), 'test')
   first, second = fig.axes
-  assert first.get_title() == 'predicted: bee, 88 %\ntrue: ant'
+  assert first.get_title() == 'predicted with 88 %:\nbee\ntrue: ant'
   assert [a.get_xlabel() for a in (first, second)] == ['7.png', 'example 3']
   none = charts.mistakes(found(np.eye(2)), ('ant', 'bee'), 'test')
   assert (

@@ -131,7 +131,7 @@ def test_what_is_said_of_images(model, source):
   for label, row, one_hot in zip(
     subject.labels, rows, subject.batch['label'], strict=True
   ):
-    said, *rest = label.split('\n')
+    name, probability, *rest = label.split('\n')
     best, true = (model.class_names[x.argmax()] for x in (row, one_hot))
-    assert said == f'{best}, {100 * row.max():.0f} %'
+    assert (name, probability) == (best, f'{100 * row.max():.0f} %')
     assert rest == ([f'true: {true}'] if best != true else [])

@@ -255,10 +255,11 @@ def mistakes(found: results.Results, class_names: Sequence[str], split: str):
     return fig
   columns = min(4, len(wrong))
   rows = -(-len(wrong) // columns)
-  height, width = wrong[0].image.shape[:2]
-  # Each image has two lines of text above it, and one below.
+  ratio = wrong[0].image.shape[0] / wrong[0].image.shape[1]
+  width = drawing.WIDTH / columns - 0.4  # Of the text of an image, in inches.
+  # Each image has three lines of text above it, and one below.
   fig = drawing.new_figure(
-    0.6 + rows * (0.9 + min(2.6, 2.9 * height / width)),
+    0.6 + rows * (1.2 + min(3.2, drawing.WIDTH / columns * ratio)),
     f"The most confident mistakes on split '{split}'",
   )
   grid = fig.subplots(rows, columns, squeeze=False)
@@ -267,13 +268,14 @@ def mistakes(found: results.Results, class_names: Sequence[str], split: str):
     axes.spines[:].set_visible(False)
   for axes, mistake in zip(grid.flat, wrong):
     axes.imshow(drawing.as_pixels(mistake.image))
-    axes.set_title(
-      f'predicted: {drawing.shorten(class_names[mistake.predicted])}, '
-      f'{100 * mistake.probability:.0f} %\n'
-      f'true: {drawing.shorten(class_names[mistake.true])}',
-      fontsize=drawing.STYLE['font.size'],
+    title = (
+      f'predicted with {100 * mistake.probability:.0f} %:\n'
+      f'{class_names[mistake.predicted]}\n'
+      f'true: {class_names[mistake.true]}'
     )
-    name = drawing.shorten(mistake.name.rpartition('/')[2], 28)
+    points = drawing.STYLE['font.size']
+    axes.set_title(drawing.fitting(title, width, points), fontsize=points)
+    name = drawing.fitting(mistake.name.rpartition('/')[2], width, 12)
     axes.set_xlabel(name, fontsize=12, color=drawing.GREY)
   return fig
 

@@ -38,6 +38,7 @@ LINES = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, BLACK, GREY)
 _LEAST = 128
 _TILE = 32  # The same for pictures side by side, so that the gaps are narrow.
 _MOST_LAYERS = 12  # Maximum number of layers in a figure of attention maps.
+_ROW_LABEL = 1.6  # Greatest width of the label of a row, in inches.
 _MOST_MAPS = 8  # Maximum number of maps per row in a figure of similarity.
 
 
@@ -184,6 +185,30 @@ def shorten(text: str, length: int = 18) -> str:
     return text
   half = (length - 1) // 2
   return f'{text[: length - 1 - half]}…{text[-half:]}'
+
+
+def fitting(text: str, width: float, points: float) -> str:
+  """Shortens each line of a text so that it is at most `width` inches wide.
+
+  Args:
+    text: one or more lines.
+    width: greatest width in inches.
+    points: size of the font.
+  """
+  from matplotlib import textpath
+
+  def extent(line):
+    path = textpath.TextPath((0, 0), line, size=points, usetex=False)
+    return path.get_extents().width / 72
+
+  lines = []
+  for line in text.split('\n'):
+    length, found = min(len(line), 80), line
+    while length > 3 and extent(found) > width:
+      length -= 1
+      found = shorten(line, length)
+    lines.append(found)
+  return '\n'.join(lines)
 
 
 def _colour_bar(fig, axes):
@@ -393,6 +418,9 @@ def _over_pictures(heading, pictures, columns, rows, across, down):
     width=max(8.0, 2.6 + 1.05 * cell * len(columns)),
   )
   axes = fig.subplots()
+  points = STYLE['xtick.labelsize']
+  columns = [fitting(label, cell, points) for label in columns]
+  rows = [fitting(label, _ROW_LABEL, points) for label in rows]
   show_tiles(axes, pictures, columns, rows)
   axes.set_xlabel(across, labelpad=8)
   axes.set_ylabel(down)

@@ -20,7 +20,6 @@ from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax.distributed import sharding
 from vit_jax.figures import attention
-from vit_jax.figures import drawing
 from vit_jax.run import metrics as metrics_lib
 
 # Maximum batch size: on a CPU larger ones are no faster and take more memory.
@@ -263,7 +262,7 @@ class Subject:
   @property
   def labels(self) -> list[str]:
     """Returns a label per image: what is predicted, else the image's name."""
-    return self._predicted or [drawing.shorten(name, 14) for name in self.names]
+    return self._predicted or list(self.names)
 
   @functools.cached_property
   def _predicted(self) -> list[str]:

@@ -12,7 +12,6 @@ from vit_jax import models
 from vit_jax.augmentation import mixing
 from vit_jax.configs import rules
 from vit_jax.figures import captions
-from vit_jax.figures import drawing
 from vit_jax.figures import gallery
 from vit_jax.learning import losses
 from vit_jax.tasks import base
@@ -195,12 +194,10 @@ class Task(base.Task):
     words = []
     for i, row in enumerate(self.probabilities(outputs)):
       best = int(row.argmax())
-      name = drawing.shorten(self.class_names[best], 14)
-      words.append(f'{name}, {100 * row[best]:.0f} %')
+      words.append(f'{self.class_names[best]}\n{100 * row[best]:.0f} %')
       true = None if labels is None else labels[i]
       if true is not None and true.any() and not true[best]:
-        name = drawing.shorten(self.class_names[int(true.argmax())], 11)
-        words[-1] += f'\ntrue: {name}'
+        words[-1] += f'\ntrue: {self.class_names[int(true.argmax())]}'
     return words
 
   def predictor(self, params, extra, step):
