@@ -243,7 +243,7 @@ coordinates = {
 }
 # This process holds libtpu now.
 second = subprocess.run(
-  [sys.executable, '-m', 'vit_jax.plan', sys.argv[1]],
+  [sys.executable, '-m', 'vit_jax.plan', '--config=configs/pretrain.py:ti16,imagenet2012'],
   capture_output=True, text=True,
   env={k: v for k, v in os.environ.items() if k != 'ALLOW_MULTIPLE_LIBTPU_LOAD'},
 )
