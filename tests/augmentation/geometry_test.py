@@ -17,7 +17,8 @@ H, W = 120, 160
 
 def to_image(image, drawn):
   """Applies a geometry to a decoded image."""
-  return geometry.fit(geometry.crop(tf.convert_to_tensor(image), drawn), drawn)
+  image = tf.convert_to_tensor(image)
+  return geometry.fit(geometry.crop(image, geometry.window(drawn)), drawn)
 
 
 def pp(**kwargs):
