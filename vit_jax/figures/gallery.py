@@ -86,8 +86,6 @@ def _needs_run(subject):
 def _needs_labels(subject):
   if not subject.model.class_names:
     return 'the model has no classes'
-  if not subject.names_classes:
-    return 'the model does not give each image one class'
   if subject.source is None:
     return subject.lacking or 'there are no images with labels'
   return None

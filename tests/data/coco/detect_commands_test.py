@@ -1,7 +1,5 @@
 """Tests of the commands on a detector of a folder in COCO's format."""
 
-import sys
-
 from PIL import Image
 import pytest
 
@@ -10,9 +8,9 @@ from tests.data.coco import detect_test
 from tests.data.coco import drawn
 from vit_jax import evaluate
 from vit_jax import plan
-from vit_jax import predict
 from vit_jax import train
-from vit_jax import visualize
+from vit_jax.commands import predict
+from vit_jax.commands import visualize
 from vit_jax.run import config as run_config
 
 THINGS = [drawn.thing(i, i % 4, (i, 0, 20, 20), 7) for i in range(6)]
@@ -92,29 +90,27 @@ def test_the_command_evaluates(run, tmp_path):
   assert f'loss {metrics["loss_test"]:.4g}' in output
 
 
-def test_the_command_predicts_and_draws(run, tmp_path, monkeypatch, capsys):
+def test_the_command_predicts_and_draws(run, tmp_path, capsys):
   workdir, root, _ = run
   image = next(iter((root / 'val2017').iterdir()))
   out = tmp_path / 'boxes.png'
   flags = [f'--workdir={workdir}', str(image), f'--out={out}', '--threshold=0']
-  monkeypatch.setattr(sys, 'argv', ['predict', *flags])
-  predict.main()
+  predict.main(flags)
   said = capsys.readouterr().out
   assert any(name in said for name in ('cat', 'dog', 'cup'))
   with Image.open(out) as picture:
     assert min(picture.size) > 30
 
 
-def test_the_command_visualizes(run, tmp_path, monkeypatch, capsys):
+def test_the_command_visualizes(run, tmp_path, capsys):
   out = tmp_path / 'figures'
   flags = [f'--workdir={run[0]}', f'--out={out}', '--num_images=2']
-  monkeypatch.setattr(sys, 'argv', ['visualize', *flags])
-  visualize.main()
+  visualize.main(flags)
   assert {'query_boxes.png', 'encoder_attention.png', 'index.html'} <= {
     path.name for path in out.iterdir()
   }
   said = capsys.readouterr().out
-  assert 'confusion: the model does not give each image one class' in said
+  assert 'confusion' not in said
   assert 'no classes' not in said
 
 

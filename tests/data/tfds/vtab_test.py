@@ -224,6 +224,7 @@ ALL = {
 def info_of(sizes):
   return types.SimpleNamespace(
     full_name='made_up/1.0.0',
+    data_dir='/made_up',
     splits={
       name: tfds.core.SplitInfo(
         name=name, shard_lengths=[size], num_bytes=0, filename_template=None

@@ -36,7 +36,6 @@ def whole(info, dataset: str, split: str):
   Raises:
     ValueError: if there is no such split, or its sizes are no sizes.
   """
-  path = dataset_info.dataset_info_path(info.data_dir)
   if split not in info.splits:
     raise ValueError(
       f"data set '{dataset}' has no split '{split}': it has "
@@ -45,6 +44,7 @@ def whole(info, dataset: str, split: str):
     )
   found = info.splits[split]
   if not found.shard_lengths or min(found.shard_lengths) < 0:
+    path = dataset_info.dataset_info_path(info.data_dir)
     raise ValueError(
       f"'{path}' is damaged: the shard_lengths of split '{split}' are "
       f'{found.shard_lengths!r:.50}: {shards.REMEDY}'
