@@ -65,7 +65,7 @@ ALONE = """
 import sys
 import jax
 jax.config.update('jax_platforms', 'cpu')
-from vit_jax.scale import processes
+from vit_jax.distributed import processes
 if sys.argv[2] == '0':
   processes.initialize(sys.argv[1], 2, 0, initialization_timeout=2)
 """
