@@ -306,7 +306,7 @@ def sizes(
   )
   layer = 'decoder_layer_0'
   masks = any(path.startswith(MASK_HEAD) for path in shapes)
-  return dict(
+  fields = dict(
     kind='detr',
     units=tuple(
       leaves.count(shapes, rf'backbone/block{i + 1}/unit(\d+)/', first=1)
@@ -321,8 +321,8 @@ def sizes(
     num_heads=shapes[f'{layer}/self_attention/query/kernel'][1],
     mlp_dim=shapes[f'{layer}/Dense_0/kernel'][1],
     **({'mask_head': True} if masks else {}),
-    **(told or {}),
   )
+  return {**fields, **(told or {})}
 
 
 def defaults(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def sizes(
   """
   shapes = {k: tuple(getattr(x, 'shape', x)) for k, x in flat.items()}
   num_colors, width = shapes['color_embedding']
-  return dict(
+  fields = dict(
     kind='igpt',
     num_colors=num_colors,
     num_positions=shapes['position_embedding'][0],
@@ -203,8 +203,8 @@ def sizes(
     num_layers=leaves.count(shapes, r'block_(\d+)/'),
     num_heads=shapes['block_0/attention/query/kernel'][1],
     **({} if 'start_token' in shapes else {'causal': False}),
-    **(told or {}),
   )
+  return {**fields, **(told or {})}
 
 
 def defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
