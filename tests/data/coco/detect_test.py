@@ -84,7 +84,7 @@ def test_a_run_on_a_folder_of_two_processes_and_of_one(tmp_path):
   root = drawn.make(tmp_path / 'own', 4, things, grey=(2,))
   config = tmp_path / 'config.py'
   config.write_text(
-    'from tests.annotations import detect_test\n\n\n'
+    'from tests.data.coco import detect_test\n\n\n'
     'def get_config():\n'
     f'  config = detect_test.tiny({str(root)!r})\n'
     '  config.update(progress_every=1, eval_every=2)\n'
