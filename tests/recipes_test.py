@@ -361,6 +361,7 @@ def test_detr_is_that_of_the_paper(name):
   assert (config.ema_decay, config.label_smoothing) == (0, 0)
   assert (config.pp.train, config.pp.test) == ('train', 'validation')
   options = dict(max_objects=100, class_weight=1.0, no_object_weight=0.1)
+  options['tight'] = 64  # Of evaluation alone.
   assert run_config.task_options(config) == ml_collections.ConfigDict(options)
   assert (boxes.L1, boxes.GIOU) == (5.0, 2.0)
   # Appendix A.4.
