@@ -106,12 +106,9 @@ def test_a_classifier_draws_nothing(folder_run, tmp_path):
     (['--sample=0'], '--sample=0 must be from 1 to 4,096'),
   ],
 )
-def test_odd_numbers_are_refused_before_a_model_is_read(
-  args, message, monkeypatch
-):
-  monkeypatch.setattr(sys, 'argv', ['predict', '--workdir=/no/run', *args])
+def test_odd_numbers_are_refused_before_a_model_is_read(args, message):
   with pytest.raises(ValueError, match=message):
-    predict.main()
+    predict_command.main(['--workdir=/no/run', *args])
 
 
 @pytest.mark.parametrize('flag', ['threshold=0.5', 'image_size=32,48'])

@@ -196,7 +196,7 @@ def test_another_failure_ends_the_sweep_after_the_choice(
     ({'pretrained': '/no/such.npz'}, RATES, {}, 'no/such.npz'),
     ({}, RATES, {'refit': 'none'}, "refit='none' is unknown: use one of 'all'"),
     ({}, RATES, {'seeds': 0}, 'seeds=0 must be a whole number from 1'),
-    ({}, RATES, {'seeds': 10**9}, 'must be a whole number from 1 to 10000'),
+    ({}, RATES, {'seeds': 10**9}, 'must be a whole number from 1 to 1000'),
     (
       {},
       RATES,

@@ -85,7 +85,7 @@ def test_all_tasks_on_two_machines_and_one_that_diverges(
     task = run.dataset.removeprefix('vtab/')
     if task == 'svhn' and run.seed == 1:
       raise FloatingPointError('the loss is nan at step 7. Lower the rate')
-    return {'accuracy_test': published[task] / 100 + 0.01 * run.seed}
+    return {'accuracy_test': published[task] / 100 + 0.005 * run.seed}
 
   fake = fake_training.Fake(monkeypatch, measure)
   monkeypatch.setattr(data, 'missing', lambda run, dataset: '')
@@ -106,7 +106,7 @@ def test_all_tasks_on_two_machines_and_one_that_diverges(
   rows = json.loads((tmp_path / 'vtab/vtab.json').read_text())
   by_task = {row['task']: row for row in rows}
   assert by_task['svhn']['seed_1'] is None
-  assert by_task['dtd']['seed_1'] == pytest.approx(0.751)
+  assert by_task['dtd']['seed_1'] == pytest.approx(0.746)
   assert len(fake.trained) == 19 + 19
 
 
