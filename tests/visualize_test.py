@@ -133,7 +133,7 @@ def test_figures_of_images_that_are_named_are_handed_to_notebooks(run, photo):
   ]
   [label] = found['attention_rollout_2'].axes[0].get_xticklabels()
   [[(name, probability)]] = model.predict([photo], top=1)
-  assert label.get_text() == f'{name}, {100 * probability:.0f} %'
+  assert label.get_text() == f'{name}\n{100 * probability:.0f} %'
 
 
 def test_weights_without_head_of_oblong_images(tmp_path, photo):

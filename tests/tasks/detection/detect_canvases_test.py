@@ -305,7 +305,7 @@ import jax
 address, process, folder = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(process))
 assert len(jax.devices()) == 4  # Before the tests set their flags.
-from tests.tasks import detect_canvases_test
+from tests.tasks.detection import detect_canvases_test
 print('SAID', json.dumps(detect_canvases_test.evaluate(folder)))
 """
 
