@@ -12,8 +12,8 @@ from tests import tiny_models
 from tests import torch_models
 from tests import trees
 from vit_jax import checkpoint
-from vit_jax import cli
 from vit_jax import convert
+from vit_jax.commands import flags
 from vit_jax.configs import igpt
 from vit_jax.run import config as run_config
 from vit_jax.tasks.pixels import pixels
@@ -198,8 +198,8 @@ def test_what_is_not_encrypted_is_refused(monkeypatch, tmp_path):
   redirect = fetch._Redirects().redirect_request
   with pytest.raises(ValueError, match=f"'{url}' is not encrypted"):
     redirect(None, None, 302, '', {}, url)
-  parser = cli.parser('some.command', '')
-  cli.add_model_flags(parser)
+  parser = flags.Parser('some-command', '')
+  flags.add_model_flags(parser)
   parser.parse_args(['--weights=a', '--insecure'])
   with pytest.raises(OSError, match='cannot be fetched: .*refused'):
     fetch.fetch(url)
