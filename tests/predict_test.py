@@ -22,7 +22,6 @@ from vit_jax import train
 from vit_jax.commands import predict as predict_command
 from vit_jax.configs import pretrain
 from vit_jax.data import sources
-from vit_jax.inference import predictor
 from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 
@@ -133,19 +132,25 @@ def test_outputs_that_are_not_finite_are_refused(folder_run, image_folder):
 
 
 def test_inputs_are_not_kept(folder_run, monkeypatch):
-  """The pixels of a batch are gone when those after the next are stacked."""
-  model = predict.load(folder_run[1])
-  model.BATCH, batches, stacked = 4, [], predictor._stacked
+  """The pixels of a batch are gone a few batches later; any number of devices."""
+  model, alone = (predict.load(folder_run[1]) for _ in range(2))
+  model.BATCH, batches = 8, []
+  part_batches = input_pipeline.part_batches
 
   def watched(*args):
-    batch = stacked(*args)
-    batches.append(weakref.ref(batch['image']))
-    assert sum(ref() is not None for ref in batches) <= 3
-    return batch
+    for batch in part_batches(*args):
+      assert len(batch['image'].sharding.device_set) == jax.device_count()
+      batches.append(weakref.ref(batch['image']))
+      yield batch
+      del batch
+      assert sum(ref() is not None for ref in batches) <= 4
 
-  monkeypatch.setattr(predictor, '_stacked', watched)
-  images = np.random.RandomState(0).randint(0, 256, (40, 8, 8, 3), np.uint8)
-  assert model.probabilities(images).shape[0] == 40
+  images = np.random.RandomState(0).randint(0, 256, (80, 8, 8, 3), np.uint8)
+  want = np.concatenate(
+    [alone.probabilities(images[i:][:32]) for i in (0, 32, 64)]
+  )
+  monkeypatch.setattr(input_pipeline, 'part_batches', watched)
+  np.testing.assert_allclose(model.probabilities(images), want, atol=1e-5)
   assert len(batches) == 10
 
 

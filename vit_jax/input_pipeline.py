@@ -19,8 +19,10 @@ returns tensors of static shapes, by name.
 
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 import functools
 import os
+from typing import NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
@@ -429,10 +431,59 @@ def eval_batches(
   )
 
 
-def task_batches(task, source, mesh) -> Iterator[dict]:
-  """Yields every example of a split once, in the parts that its task makes.
+class Part(NamedTuple):
+  """Examples of a split that have the same shapes.
+
+  Attributes:
+    numbers: numbers of the examples, int64 [n]; None for all.
+    example: (record, None) -> tensors by name, see the top of this module.
+    image_size: (height, width) of the images; None: the usual one.
+  """
+
+  numbers: np.ndarray | None
+  example: Callable
+  image_size: tuple[int, int] | None = None
+
+
+def part_batches(
+  config,
+  source,
+  parts: Sequence[Part],
+  mesh,
+  size: Callable[[Part, int], int] | None = None,
+) -> Iterator[dict]:
+  """Yields every example of some parts of a split once.
 
   All processes yield batches of the same shapes in the same order.
+
+  Args:
+    config: reads `batch_eval`, `prefetch`.
+    source: the split.
+    parts: the parts.
+    mesh: the mesh.
+    size: function from a part and its number of examples to the number of rows
+      of its batches, which is rounded up to what the devices divide; by default
+      `batch_eval`, or fewer for a part of fewer examples.
+
+  Raises:
+    ValueError: see `eval_batches`.
+  """
+  source, shards = source.evaluated, sharding.batch_shards(mesh)
+  config = config.copy_and_resolve_references()
+  most = config.batch_eval
+  for part in parts:
+    rows = most
+    if size is not None or part.numbers is not None:
+      numbers = part.numbers
+      count = source.num_examples if numbers is None else len(numbers)
+      rows = min(most, count) if size is None else size(part, count)
+      rows = -(-rows // shards) * shards
+    config.batch_eval = rows
+    yield from eval_batches(config, source, part.example, mesh, part.numbers)
+
+
+def task_batches(task, source, mesh) -> Iterator[dict]:
+  """Yields every example of a split once, in the parts that its task makes.
 
   Args:
     task: has `config` and `parts`, see vit_jax.tasks.base.Task.
@@ -442,15 +493,8 @@ def task_batches(task, source, mesh) -> Iterator[dict]:
   Raises:
     ValueError: see `eval_batches`.
   """
-  source, shards = source.evaluated, sharding.batch_shards(mesh)
-  for numbers, example in task.parts(source):
-    config = task.config
-    if numbers is not None:
-      # A part of a few examples takes a small batch.
-      config = config.copy_and_resolve_references()
-      most = -(-len(numbers) // shards) * shards
-      config.batch_eval = min(config.batch_eval, most)
-    yield from eval_batches(config, source, example, mesh, numbers)
+  parts = task.parts(source.evaluated)
+  return part_batches(task.config, source, parts, mesh)
 
 
 @functools.lru_cache(maxsize=8)

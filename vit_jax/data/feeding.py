@@ -9,7 +9,6 @@ import itertools
 import jax
 import tensorflow as tf
 
-from vit_jax.data.images import images
 from vit_jax.data.images import reading
 from vit_jax.distributed import sharding
 
@@ -72,21 +71,6 @@ def read(data: tf.data.Dataset, source, indices: Callable) -> Iterator[dict]:
         raise (ValueError if damaged else OSError)(
           f'{part.name(number)}: {reading.first_line(cause)}'
         ) from None
-      if 'image' not in part.features:
-        continue
-      record = {name: value[0] for name, value in record.items()}
-      try:
-        images.decode(part.read(record)['image'])
-      except images.DECODE_ERRORS as cause:
-        raise ValueError(
-          f"image '{part.name(number)}' cannot be decoded: "
-          f'{reading.first_line(cause)}. Repair or delete it, or leave out the '
-          'broken images of a folder with --config.broken_images=skip'
-        ) from None
-      except tf.errors.OpError as cause:
-        raise OSError(
-          f"image '{part.name(number)}' cannot be read: "
-          f'{reading.first_line(cause)}. Check whether this machine can read '
-          'it; the same command resumes the run'
-        ) from None
+      if 'image' in part.features:
+        part.check({name: value[0] for name, value in record.items()}, number)
     raise ValueError(f'reading the data failed: {reading.first_line(e)}') from e

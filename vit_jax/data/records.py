@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from vit_jax.data.images import images
 from vit_jax.data.images import index as index_lib
+from vit_jax.data.images import reading
 
 # For slow reading: number of parallel calls, and greatest bytes and number of
 # records per call.
@@ -121,6 +122,32 @@ class Source:
   def name(self, index: int) -> str:
     """Names an example for an error message."""
     return f'example {index}'
+
+  def check(self, record, index: int):
+    """Reads and decodes the image of an example, to tell what is wrong.
+
+    Args:
+      record: the record, before `read`.
+      index: its number.
+
+    Raises:
+      ValueError: if the image cannot be decoded.
+      OSError: if its file cannot be read.
+    """
+    try:
+      images.decode(self.read(record)['image'])
+    except images.DECODE_ERRORS as e:
+      raise ValueError(
+        f"image '{self.name(index)}' cannot be decoded: "
+        f'{reading.first_line(e)}. Repair or delete it, or leave out the broken '
+        'images of a folder with --config.broken_images=skip'
+      ) from None
+    except tf.errors.OpError as e:
+      raise OSError(
+        f"image '{self.name(index)}' cannot be read: {reading.first_line(e)}. "
+        'Check whether this machine can read it; the same command resumes the '
+        'run'
+      ) from None
 
   def locate(self, index: int) -> tuple['Source', int]:
     """Returns the source that holds an example, and its number there."""

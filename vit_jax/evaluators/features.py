@@ -5,11 +5,9 @@ model of this package sows), its layers from the first to the last (`layer_0`,
 `layer_1`, ..., see `layers`), the outputs of any module, or the pixels.
 """
 
-import collections
 from collections.abc import Callable
 from collections.abc import Sequence
 import re
-import time
 from typing import NamedTuple
 
 import jax
@@ -18,10 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax import cli
-from vit_jax import input_pipeline
 from vit_jax import preprocess
 from vit_jax.data import records
 from vit_jax.distributed import sharding
+from vit_jax.inference import engine
 
 # What a model of this package sows in front of its head.
 LAYER = 'features'
@@ -31,8 +29,6 @@ PIXELS = 'pixels'
 # a hybrid come before the layers of the Transformer.
 _SOWN = re.compile(r'(?:^|/)((stage|layer)_(\d+))$')
 _KINDS = ('stage', 'layer')
-
-_SAY_EVERY = 60  # Seconds between lines of progress in a log.
 
 # A layer by its name, or a function (params, extra, batch) -> [B, ...].
 Layer = str | Callable
@@ -181,9 +177,9 @@ class Extractor:
     params,
     extra,
     indices: np.ndarray | None = None,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] = engine.never,
     what: str = 'Extracting features',
-  ) -> Features | None:
+  ) -> Features:
     """Computes the features of every example of a split, once.
 
     Args:
@@ -195,9 +191,10 @@ class Extractor:
       what: what the progress bar says.
 
     Returns:
-      Features, the same on all processes; None if `stop` ended the extraction.
+      Features, the same on all processes.
 
     Raises:
+      engine.Stopped: if `stop` became true.
       ValueError: if the features do not fit this machine's memory, or if an
         image cannot be decoded.
     """
@@ -206,7 +203,7 @@ class Extractor:
       source = records.Subset(source, indices)
     self._check_memory(source.num_examples)
 
-    found = collect(
+    found = engine.collect(
       self._config,
       self._mesh,
       source,
@@ -215,8 +212,6 @@ class Extractor:
       stop,
       what,
     )
-    if found is None:
-      return None
     labels = found.get('label', np.full(source.num_examples, -1, np.int32))
     return Features(found['image'], labels)
 
@@ -243,7 +238,7 @@ def read_labels(config, mesh, source) -> np.ndarray:
     int32 [n], see Features; the same on all processes.
   """
   whole = jax.jit(lambda batch: batch, out_shardings=sharding.replicated(mesh))
-  found = collect(
+  found = engine.collect(
     config,
     mesh,
     source.evaluated,
@@ -252,58 +247,6 @@ def read_labels(config, mesh, source) -> np.ndarray:
     what='Reading labels',
   )
   return found['label']
-
-
-def collect(
-  config, mesh, source, example, compute, stop=lambda: False, what=''
-) -> dict[str, np.ndarray] | None:
-  """Computes arrays for every example of a split, once.
-
-  Args:
-    config: reads `batch_eval`, `prefetch`.
-    mesh: see Extractor.
-    source: the split.
-    example: see vit_jax.input_pipeline.eval_batches.
-    compute: function from a batch to a dict of arrays [B, ...] that every
-      process has as a whole; keeps `index` and `mask`.
-    stop: see Extractor.run.
-    what: what the progress bar says.
-
-  Returns:
-    Arrays [n, ...] by name, in the order of the split, the same on all
-    processes; None if `stop` ended the work.
-  """
-  found, waiting, said = {}, collections.deque(), time.monotonic()
-  # No bar is shown for work of a few seconds.
-  kwargs = dict(total=source.num_examples, unit='image', delay=3, leave=False)
-
-  def store(bar):
-    batch = jax.device_get(waiting.popleft())
-    real = batch.pop('mask') > 0
-    rows = batch.pop('index')[real]
-    for name, value in batch.items():
-      if name not in found:
-        shape = (source.num_examples, *value.shape[1:])
-        found[name] = np.empty(shape, value.dtype)
-      found[name][rows] = value[real]
-    bar.update(len(rows))
-
-  begun = 0
-  with cli.bar(desc=what, **kwargs) as bar:
-    for batch in input_pipeline.eval_batches(config, source, example, mesh):
-      if stop():
-        return None
-      with jax.set_mesh(mesh):
-        waiting.append(compute(batch))
-      if len(waiting) > 2:  # See Means.run.
-        store(bar)
-      if bar.disable and time.monotonic() > said + _SAY_EVERY:
-        said = time.monotonic()
-        cli.say(f'{what}: {begun:,} of {source.num_examples:,} images.')
-      begun += config.batch_eval
-    while waiting:
-      store(bar)
-  return found
 
 
 def _label(record) -> dict:

@@ -22,6 +22,7 @@ from vit_jax.configs import common
 from vit_jax.data import sources
 from vit_jax.distributed import processes
 from vit_jax.evaluators import features
+from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 
 CONSTANT = 100.0  # A feature that is the same for all images, for the bias.
@@ -76,7 +77,7 @@ class FewShot:
       for seed in options.seeds
     ]
 
-  def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
+  def run(self, params, extra, stop: Callable[[], bool] = engine.never):
     """Evaluates parameters.
 
     Args:
@@ -85,26 +86,24 @@ class FewShot:
       stop: called between batches; returns whether to stop the evaluation.
 
     Returns:
-      {'fewshot_5': mean accuracy over the seeds, ...}; None if `stop` ended the
-      evaluation.
+      {'fewshot_5': mean accuracy over the seeds, ...}.
+
+    Raises:
+      engine.Stopped: if `stop` became true.
     """
     found = self.accuracies(params, extra, stop)
-    if found is None:
-      return None
     return {
       f'fewshot_{shots}': float(np.mean(values))
       for shots, values in found.items()
     }
 
   def accuracies(
-    self, params, extra, stop: Callable[[], bool] = lambda: False
-  ) -> dict[int, list[float]] | None:
+    self, params, extra, stop: Callable[[], bool] = engine.never
+  ) -> dict[int, list[float]]:
     """Returns the accuracy for each seed, by the number of shots; see `run`."""
     rows = np.unique(self._chosen)
     train = self.extractor.run(self.train, params, extra, rows, stop)
-    test = train and self.extractor.run(self.test, params, extra, stop=stop)
-    if test is None:
-      return None
+    test = self.extractor.run(self.test, params, extra, stop=stop)
 
     def solve():
       shots, draws = self._options.shots, self._chosen

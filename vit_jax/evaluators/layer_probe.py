@@ -29,6 +29,7 @@ from vit_jax.distributed import processes
 from vit_jax.evaluators import features as features_lib
 from vit_jax.evaluators import fewshot
 from vit_jax.evaluators import linear_probe
+from vit_jax.inference import engine
 from vit_jax.run import workdir as workdir_lib
 
 # Factor of half of the squared weights, for features of length 1.
@@ -197,7 +198,7 @@ class LayerProbe:
       labels = features_lib.read_labels(task.config, mesh, self._train)
       self._rows = np.unique(draw(labels, per_class, draws, seed))
 
-  def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
+  def run(self, params, extra, stop: Callable[[], bool] = engine.never):
     """Probes the layers.
 
     Args:
@@ -207,13 +208,14 @@ class LayerProbe:
 
     Returns:
       {'probe_best': mean accuracy of the best layer, 'probe_pixels': that of
-      the pixels}; None if `stop` ended the evaluation.
+      the pixels}.
+
+    Raises:
+      engine.Stopped: if `stop` became true.
     """
     extractor = self._extractor
     train = extractor.run(self._train, params, extra, self._rows, stop)
-    test = train and extractor.run(self._test, params, extra, stop=stop)
-    if test is None:
-      return None
+    test = extractor.run(self._test, params, extra, stop=stop)
     solve = lambda: probe(
       extractor.split(train.values),
       train.labels,

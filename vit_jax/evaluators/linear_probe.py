@@ -37,6 +37,7 @@ from vit_jax import input_pipeline
 from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
+from vit_jax.inference import engine
 
 # Factors of half of the squared weights, added to the mean cross-entropy.
 L2 = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
@@ -278,7 +279,7 @@ def _score(config, mesh, example, standardised, weights, test, state):
     best = {name: x.argmax(axis=-1) for name, x in logits.items()}
     return {**{k: batch[k] for k in ('index', 'mask', 'label')}, **best}
 
-  found = features.collect(
+  found = engine.collect(
     config,
     mesh,
     test.evaluated,

@@ -6,7 +6,7 @@ import time
 import jax
 import numpy as np
 
-from vit_jax import input_pipeline
+from vit_jax.inference import engine
 
 
 class Means:
@@ -29,7 +29,7 @@ class Means:
 
     self._sums = jax.jit(sums)
 
-  def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
+  def run(self, params, extra, stop: Callable[[], bool] = engine.never):
     """Evaluates parameters.
 
     Args:
@@ -39,32 +39,32 @@ class Means:
 
     Returns:
       A dict with the means of `measure`, `num_examples` and `img_sec_core`
-      (images per second and device); None if `stop` ended the evaluation.
+      (images per second and device).
+
+    Raises:
+      engine.Stopped: if `stop` became true.
     """
     began, compiling = time.perf_counter(), 0.0
-    totals, timed, shapes = [], [], set()
-    for batch in input_pipeline.task_batches(
-      self._task, self._source, self._mesh
-    ):
-      if stop():
-        return None
+    timed, shapes, last = [], set(), None
+
+    def compute(batch):
+      nonlocal compiling, last
       shape = str(jax.tree.map(np.shape, batch))
       timed.append(shape in shapes)
       shapes.add(shape)
-      if not timed[-1]:
-        # The first batch of a shape may compile, so it is not timed.
-        jax.block_until_ready(totals)
-        first = time.perf_counter()
-      with jax.set_mesh(self._mesh):
-        totals.append(self._sums(params, extra, batch))
-      if not timed[-1]:
-        jax.block_until_ready(totals)
-        compiling += time.perf_counter() - first
-      elif len(totals) > 2:
-        # Limits how far the host runs ahead of the devices: waiting batches
-        # take device memory.
-        jax.block_until_ready(totals[-3])
-    totals = jax.device_get(totals)
+      if timed[-1]:
+        last = self._sums(params, extra, batch)
+        return last
+      # The first batch of a shape may compile, so it is not timed.
+      jax.block_until_ready(last)
+      first = time.perf_counter()
+      last = jax.block_until_ready(self._sums(params, extra, batch))
+      compiling += time.perf_counter() - first
+      return last
+
+    totals = list(
+      engine.split(self._task, self._source, self._mesh, compute, stop)
+    )
     seconds = time.perf_counter() - began
     if any(timed):
       seconds -= compiling

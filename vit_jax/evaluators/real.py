@@ -30,7 +30,7 @@ from vit_jax.data import slices
 from vit_jax.data.images import reading
 from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
-from vit_jax.evaluators import features
+from vit_jax.inference import engine
 
 # What a source must tell of an image, if it can.
 FILE_NAME = 'file_name?'
@@ -87,7 +87,7 @@ class Real:
 
     self._best = jax.jit(best, out_shardings=sharding.replicated(mesh))
 
-  def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
+  def run(self, params, extra, stop: Callable[[], bool] = engine.never):
     """Evaluates parameters.
 
     Args:
@@ -97,12 +97,13 @@ class Real:
 
     Returns:
       A dict with `accuracy_real` and `num_real`, the number of images that
-      count; None if `stop` ended the evaluation.
+      count.
 
     Raises:
+      engine.Stopped: if `stop` became true.
       ValueError: if an image has a name without its number.
     """
-    found = features.collect(
+    found = engine.collect(
       self._task.config,
       self._mesh,
       self._source,
@@ -111,8 +112,6 @@ class Real:
       stop,
       'Evaluating by ReaL labels',
     )
-    if found is None:
-      return None
     numbers = self._numbers
     if numbers is None:
       numbers = found['number']

@@ -20,6 +20,7 @@ from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax.distributed import sharding
 from vit_jax.figures import attention
+from vit_jax.inference import engine
 from vit_jax.run import metrics as metrics_lib
 
 # Maximum batch size: on a CPU larger ones are no faster and take more memory.
@@ -97,18 +98,25 @@ def classify(model, source, num_mistakes: int = 8) -> Results:
   Raises:
     ValueError: if an image cannot be decoded or a label is out of range.
   """
-  config = model.config.copy_and_resolve_references()
-  config.batch_eval = min(config.batch_eval, _BATCH)
   source = source.evaluated
-  mesh = sharding.make_mesh({'data': 1}, jax.local_devices()[:1])
+  mesh = sharding.mesh_of(model.params)
   outputs = jax.jit(model.task.outputs)
   count = len(model.class_names)
   confusion, mistakes, unlabelled = np.zeros((count, count), np.int64), [], 0
-  for batch in input_pipeline.eval_batches(
-    config, source, model.task.example, mesh
+  batches = input_pipeline.part_batches(
+    model.config,
+    source,
+    [input_pipeline.Part(None, model.task.example)],
+    mesh,
+    lambda part, count: min(model.config.batch_eval, _BATCH),
+  )
+  for batch, logits in engine.run(
+    lambda batch: (batch, outputs(model.params, model.extra, batch)),
+    batches,
+    mesh,
+    what='Classifying',
+    total=source.num_examples,
   ):
-    batch = jax.device_get(batch)  # The parameters may lie on other devices.
-    logits = outputs(model.params, model.extra, batch)
     probabilities = model.task.probabilities(logits)  # [B, classes]
     predicted = probabilities.argmax(axis=-1)
     true = batch['label'].argmax(axis=-1)

@@ -1,14 +1,18 @@
 """Runs a trained model on images: the class of predictors."""
 
-import collections
 from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from vit_jax import preprocess
+from vit_jax import input_pipeline
+from vit_jax.distributed import sharding
+from vit_jax.inference import engine
+from vit_jax.inference import given
 
 
 class Predictor:
@@ -40,6 +44,7 @@ class Predictor:
     self.metadata = task.metadata
     self.class_names = task.class_names
     self._outputs = jax.jit(task.outputs)
+    self._everywhere = None  # The state on all devices, see `_placed`.
 
   def outputs(self, images: Sequence[Any]):
     """Computes the model's outputs for images.
@@ -55,128 +60,121 @@ class Predictor:
       FileNotFoundError, ValueError: if an image does not exist or cannot be
         read, or if an output is not finite.
     """
-    return self.run(images, keep=())[1]
+    return self.run(images)[1]
 
   def inputs(self, images: Sequence[Any]) -> dict:
     """Returns the task's inputs for images, see `outputs`: arrays [n, ...]."""
-    return _stacked(list(self._rows(images)), len(images))
+    return self.run(images, lambda *_: (), keep=self.task.input_spec())[0]
 
   def run(
-    self, images: Sequence[Any], compute=None, keep: Sequence[str] | None = None
+    self, images: Sequence[Any], compute=None, keep: Iterable[str] = ()
   ) -> tuple[dict, Any]:
     """Computes arrays for images, see `outputs`.
 
     Args:
       images: see `outputs`.
-      compute: compiled function (params, extra, inputs) -> arrays [B, ...]; by
-        default the outputs of the task.
-      keep: see `each`.
+      compute: see `stream`.
+      keep: see `stream`.
 
     Returns:
       The inputs and the results of `compute`, arrays [n, ...].
     """
-    found = self.each(images, compute=compute, keep=keep)
-    if not found:
-      return self._none(compute or self._outputs)
-    return jax.tree.map(lambda *rows: np.stack(rows), *found)
+    compute = compute or self._outputs
+    found = [row[1:] for row in self.stream(images, compute, keep)]
+    if found:
+      return jax.tree.map(lambda *rows: np.stack(rows), *found)
+    spec = self.task.input_spec()
+    outputs = jax.eval_shape(compute, self.params, self.extra, spec)
+    return jax.tree.map(
+      lambda x: np.zeros((0, *x.shape[1:]), x.dtype),
+      ({name: spec[name] for name in keep}, outputs),
+    )
 
-  def each(
+  def stream(
     self,
     images: Sequence[Any],
-    inputs: Callable[[dict], dict] | None = None,
     compute: Callable | None = None,
-    keep: Sequence[str] | None = None,
-  ) -> list[tuple[dict, Any]]:
-    """Computes the inputs and the outputs of each image.
+    keep: Iterable[str] = (),
+    parts: Callable | None = None,
+  ) -> Iterator[tuple[int, dict, Any]]:
+    """Computes arrays for any number of images, in memory that does not grow.
 
-    Images whose inputs have the same shapes share batches, and the model is
-    compiled for each shape.
+    More than a batch of images is spread over all devices of this process.
 
     Args:
       images: see `outputs`.
-      inputs: function from a record to inputs; by default that of the task.
-      compute: see `run`.
-      keep: names of the inputs to return, which take memory; None for all.
+      compute: compiled function (params, extra, inputs) -> arrays [B, ...]; by
+        default the outputs of the task.
+      keep: names of the inputs to return.
+      parts: function from a source of the images to its parts, see
+        vit_jax.input_pipeline.Part, for which the model is compiled one by one;
+        by default one part of the task's inputs.
 
-    Returns:
-      For each image its inputs and its outputs, NumPy arrays.
+    Yields:
+      For each image its number, the inputs in `keep`, and its results, NumPy
+      arrays; images of one part in their order.
 
     Raises:
       FileNotFoundError, ValueError: see `outputs`.
     """
-    found = [None] * len(images)
-    waiting, counts = {}, collections.Counter()
-
-    def flush(shapes):
-      numbers, rows = zip(*waiting.pop(shapes))
-      # All batches have one size, so that the model is compiled once.
-      size = 1 if counts[shapes] == 1 else self.batch_size(rows[0])
-      for number, result in zip(
-        numbers, self._compute(rows, size, compute or self._outputs, keep)
-      ):
-        self._check_finite(result[1], images[number], number)
-        found[number] = result
-
-    for number, row in enumerate(self._rows(images, inputs)):
-      shapes = tuple(x.shape for x in row.values())
-      counts[shapes] += 1
-      waiting.setdefault(shapes, []).append((number, row))
-      if len(waiting[shapes]) == self.batch_size(row):
-        flush(shapes)
-    for shapes in list(waiting):
-      flush(shapes)
-    return found
-
-  def batch_size(self, row: dict) -> int:
-    """Returns the number of images of a batch, for the inputs of one image."""
-    del row
-    return self.BATCH
-
-  def _compute(self, rows, size, compute, keep) -> list[tuple[dict, Any]]:
-    """Computes (inputs, outputs) of some images in a batch of a given size."""
-    batch = _stacked(rows, size)
-    outputs = compute(self.params, self.extra, batch)
-    if keep is not None:
-      batch = {name: batch[name] for name in keep}
-    both = jax.tree.map(np.asarray, (batch, outputs))
-    return [jax.tree.map(lambda x, i=i: x[i], both) for i in range(len(rows))]
-
-  def _rows(self, images, inputs=None):
-    """Yields the inputs of each image."""
     if isinstance(images, (str, bytes)):
       raise ValueError(
         f'images={images!r:.80} must be a list: give [image] for a single one'
       )
-    inputs = inputs or self.task.inputs
+    if not len(images):
+      return
+    compute, keep = compute or self._outputs, tuple(keep)
+    source = given.Given(images, self.config.max_image_pixels)
+    params, extra, mesh = self._placed(len(images))
+    found = input_pipeline.part_batches(
+      self.config,
+      source,
+      parts(source) if parts else [input_pipeline.Part(None, self.task.inputs)],
+      mesh,
+      # Of two sizes, so that the model is compiled no more than twice.
+      lambda part, count: 1 if count == 1 else self.batch_size(part),
+    )
 
-    def prepared(encoded, number):
-      record = {'image': encoded, 'index': np.int64(number)}
-      return {k: np.asarray(v) for k, v in inputs(record).items()}
+    def both(batch):
+      return {
+        **{name: batch[name] for name in ('index', 'mask')},
+        'inputs': {name: batch[name] for name in keep},
+        'outputs': compute(params, extra, batch),
+      }
 
-    for number, image in enumerate(images):
-      yield preprocess.from_user(
-        image,
-        lambda encoded, number=number: prepared(encoded, number),
-        self.config.max_image_pixels,
+    total = len(images)
+    for batch in engine.run(both, found, mesh, what='Predicting', total=total):
+      for number, row in engine.rows(batch):
+        self._check_finite(row['outputs'], source.name(number))
+        yield number, row['inputs'], row['outputs']
+
+  def batch_size(self, part: input_pipeline.Part) -> int:
+    """Returns the number of images of a batch of a part."""
+    del part
+    return self.BATCH
+
+  def _placed(self, count):
+    """Returns parameters and extra state for so many images, and their mesh."""
+    mesh = sharding.mesh_of(self.params)
+    devices = jax.local_devices()
+    if mesh.size > 1 or len(devices) == 1 or count <= self.BATCH:
+      return self.params, self.extra, mesh
+    if self._everywhere is None:
+      mesh = sharding.make_mesh({'data': -1}, devices)
+      state = jax.device_put(
+        (self.params, self.extra), sharding.replicated(mesh)
       )
+      self._everywhere = *state, mesh
+    return self._everywhere
 
-  def _check_finite(self, outputs, image, number):
+  def _check_finite(self, outputs, name):
     """Raises ValueError if an output of an image is not finite."""
     if not all(np.isfinite(x).all() for x in jax.tree.leaves(outputs)):
-      name = image if isinstance(image, str) else f'image {number}'
       raise ValueError(
         f"the output of step {self.step} in '{self.workdir}' for '{name}' "
         'is not finite: the training diverged, or its checkpoint is '
         'damaged; choose another checkpoint (--step=N)'
       )
-
-  def _none(self, compute):
-    """Returns the inputs and outputs of an empty list of images."""
-    spec = self.task.input_spec()
-    shapes = jax.eval_shape(compute, self.params, self.extra, spec)
-    return jax.tree.map(
-      lambda x: np.zeros((0, *x.shape[1:]), x.dtype), (spec, shapes)
-    )
 
   def predict(self, images: Sequence[Any]) -> list:
     """Returns the predictions for each image; here the outputs themselves."""
@@ -185,8 +183,8 @@ class Predictor:
       jax.tree.map(lambda x, i=i: x[i], outputs) for i in range(len(images))
     ]
 
-  def report(self, images: Sequence[str], args) -> list[str]:
-    """Returns the lines that `python -m vit_jax.predict` prints.
+  def report(self, images: Sequence[str], args) -> Iterable[str]:
+    """Returns the lines that `vit_jax predict` prints, as they are computed.
 
     Args:
       images: paths.
@@ -198,15 +196,3 @@ class Predictor:
       f'{image}\n  {result}'
       for image, result in zip(images, self.predict(images))
     ]
-
-
-def _stacked(rows: list[dict], size: int) -> dict:
-  """Stacks the inputs of images, and adds rows of zeros up to `size` rows."""
-  return {key: _padded([row[key] for row in rows], size) for key in rows[0]}
-
-
-def _padded(rows, size):
-  """Stacks arrays, and adds rows of zeros up to `size` rows."""
-  batch = np.zeros((size, *rows[0].shape), rows[0].dtype)
-  batch[: len(rows)] = rows
-  return batch

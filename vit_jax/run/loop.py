@@ -12,6 +12,7 @@ import jax
 
 from vit_jax import cli
 from vit_jax.distributed import processes
+from vit_jax.inference import engine
 from vit_jax.learning import state as state_lib
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import stopping
@@ -133,8 +134,9 @@ class Run:
         for evaluator in evaluators:
           if getattr(evaluator, 'final', False) and not self.done:
             continue
-          result = evaluator.run(params, self.state.extra, stop.now)
-          if result is None:
+          try:
+            result = evaluator.run(params, self.state.extra, stop.now)
+          except engine.Stopped:
             return None
           metrics.update({f'{k}_{name}': v for k, v in result.items()})
       pictures = self.prepared.pictures.evaluation(params, self.state.extra)

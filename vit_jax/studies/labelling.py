@@ -22,7 +22,7 @@ from vit_jax.data import pseudo_labels
 from vit_jax.data import records
 from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
-from vit_jax.evaluators import features
+from vit_jax.inference import engine
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.tasks import classify
 
@@ -155,7 +155,7 @@ def _label_blocks(model, mesh, settings, source, path):
   )
   for begin in missing:
     end = min(begin + size, source.num_examples)
-    found = features.collect(
+    found = engine.collect(
       model.config,
       mesh,
       records.Subset(source, np.arange(begin, end)),

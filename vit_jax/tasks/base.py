@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vit_jax import input_pipeline
 from vit_jax import preprocess
 from vit_jax.configs import rules
 from vit_jax.evaluators import means
@@ -189,7 +190,7 @@ class Task(abc.ABC):
     """
     return self.inputs(record, seed)
 
-  def parts(self, source) -> list[tuple[np.ndarray | None, Callable]]:
+  def parts(self, source) -> list[input_pipeline.Part]:
     """Divides a split for evaluation, if its examples have several shapes.
 
     All processes must call it, and get the same parts.
@@ -198,11 +199,10 @@ class Task(abc.ABC):
       source: the split, see vit_jax.data.sources.Source.
 
     Returns:
-      For each part the numbers of its examples, int64 [n], or None for all, and
-      the function that takes the place of `example`.
+      The parts, whose functions take the place of `example`.
     """
     del source
-    return [(None, self.example)]
+    return [input_pipeline.Part(None, self.example)]
 
   def inputs(self, record: dict, seed=None) -> dict:
     """Returns the part of `example` that prediction needs."""
@@ -382,8 +382,8 @@ class Task(abc.ABC):
         open other splits, such as the training data for a probe.
 
     Returns:
-      Objects with `run(params, extra, stop)`, which returns metrics by name, or
-      None if `stop()` became true. The loop adds the name of the evaluation.
+      Objects with `run(params, extra, stop)`, which returns metrics by name, and
+      raises vit_jax.inference.engine.Stopped if `stop()` became true. The loop adds the name of the evaluation.
       An evaluator with the attribute `final = True` runs after the last update
       alone.
     """

@@ -1,6 +1,7 @@
 """Classification with a cross-entropy loss; measures top-1 and top-5 accuracy."""
 
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -240,21 +241,34 @@ class Predictor(base.Predictor):
       FileNotFoundError, ValueError: if an image does not exist or cannot be
         read, or the model has no head.
     """
+    self._check_head()
+    return list(self._best(images, top))
+
+  @functools.cached_property
+  def _shares(self):
+    def compute(params, extra, batch):
+      logits = self.task.outputs(params, extra, batch)
+      return {'logits': logits, 'probabilities': self.task.squash(logits)}
+
+    return jax.jit(compute)
+
+  def _check_head(self):
     if not self.class_names:
       raise ValueError(
         'this model has no head, hence no classes: fine-tune it first '
         '(--config.pretrained), or take its features from .logits(images)'
       )
-    results = []
-    for row in self.probabilities(images):
+
+  def _best(self, images, top):
+    """Yields the classes of each image, see `predict`."""
+    for _, _, found in self.stream(images, self._shares):
+      row = found['probabilities']
       best = np.argsort(-row, kind='stable')[:top]
-      results.append([(self.class_names[i], float(row[i])) for i in best])
-    return results
+      yield [(self.class_names[i], float(row[i])) for i in best]
 
   def report(self, images, args):
-    """Returns lines: the path of each image, then its most probable classes."""
-    lines = []
-    for path, classes in zip(images, self.predict(images, args.top)):
-      lines.append(path)
-      lines += [f'  {100 * p:6.2f} %  {name}' for name, p in classes]
-    return lines
+    """Yields lines: the path of each image, then its most probable classes."""
+    self._check_head()
+    for path, classes in zip(images, self._best(images, args.top)):
+      yield path
+      yield from (f'  {100 * p:6.2f} %  {name}' for name, p in classes)

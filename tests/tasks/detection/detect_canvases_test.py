@@ -221,7 +221,7 @@ def test_boxes_belong_to_the_stored_pixels(task, sides, fmt):
 
 def test_padding_has_no_influence_and_images_of_any_shape_fit(stopped):
   model = stopped[1]
-  inputs_at = functools.partial(model.task.inputs_at, image_size=None)
+  parts = functools.partial(model.task.parts_at, image_size=None)
   rng = np.random.RandomState(0)
   images = [
     rng.randint(0, 256, shape).astype(np.uint8)
@@ -240,7 +240,9 @@ def test_padding_has_no_influence_and_images_of_any_shape_fit(stopped):
       assert 0 <= score <= 1
       assert 0 <= x0 <= x1 <= width
       assert 0 <= y0 <= y1 <= height
-  inputs, outputs = model.each(images, inputs_at)[0]
+  [(_, inputs, outputs)] = model.stream(
+    images[:1], keep=('image', 'real'), parts=parts
+  )
   assert inputs['image'].shape == (32, 64, 3)
   real = np.stack([inputs['real'], np.zeros_like(inputs['real'])])
   garbage = np.where(real[..., None], inputs['image'], 0.7)
@@ -367,10 +369,11 @@ def test_shapes_come_from_the_headers_of_the_files(task):
 def test_the_network_sees_the_size_that_is_asked_for(
   stopped, image_size, shape
 ):
-  image = tf.io.encode_png(np.zeros((30, 50, 3), np.uint8))
-  inputs = stopped[1].task.inputs_at({'image': image}, image_size)
+  model, image = stopped[1], np.zeros((30, 50, 3), np.uint8)
+  parts = functools.partial(model.task.parts_at, image_size=image_size)
+  [(_, inputs, _)] = model.stream([image], keep=('image', 'size'), parts=parts)
   assert inputs['image'].shape == shape
-  assert inputs['size'].numpy().tolist() == [30, 50]
+  assert inputs['size'].tolist() == [30, 50]
 
 
 def test_the_command_prints_and_draws_boxes(stopped, tmp_path):

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from vit_jax import input_pipeline
 from vit_jax.distributed import sharding
+from vit_jax.inference import engine
 
 # Names of the figures, in the order of COCO's evaluation: average precision, and
 # average recall with at most 1, 10 and 100 boxes of an image, and by size.
@@ -49,9 +49,9 @@ class AveragePrecision:
 
   def _compute(self, params, extra, batch):
     found = self._task.detections(self._task.outputs(params, extra, batch))
-    return found, {name: batch[name] for name in _TRUTH}
+    return {'found': found, **{name: batch[name] for name in _TRUTH}}
 
-  def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
+  def run(self, params, extra, stop: Callable[[], bool] = engine.never):
     """Evaluates parameters.
 
     Args:
@@ -61,28 +61,27 @@ class AveragePrecision:
 
     Returns:
       NAMES from 0 to 1 (NaN where the split has no object of that size), and
-      `num_examples`; None if `stop` ended the evaluation.
+      `num_examples`.
+
+    Raises:
+      engine.Stopped: if `stop` became true.
     """
-    found, truth = {}, {}
-    for batch in input_pipeline.task_batches(
-      self._task, self._source, self._mesh
+    images = {}
+    for batch in engine.split(
+      self._task,
+      self._source,
+      self._mesh,
+      lambda batch: self._found(params, extra, batch),
+      stop,
     ):
-      if stop():
-        return None
-      with jax.set_mesh(self._mesh):
-        results = jax.device_get(self._found(params, extra, batch))
-      detected, seen = results
-      for row, index in enumerate(seen['index']):
-        if seen['mask'][row]:
-          found[int(index)] = {k: v[row] for k, v in detected.items()}
-          truth[int(index)] = {k: v[row] for k, v in seen.items()}
-    order = sorted(truth, key=lambda i: (_image_id(truth[i]), i))
+      images.update(engine.rows(batch))
+    order = sorted(images, key=lambda i: (_image_id(images[i]), i))
     metrics = average_precision(
-      [_objects(truth[i]) for i in order],
-      [_scaled(found[i], truth[i]) for i in order],
+      [_objects(images[i]) for i in order],
+      [_scaled(images[i]['found'], images[i]) for i in order],
       len(self._task.class_names),
     )
-    return {**metrics, 'num_examples': len(truth)}
+    return {**metrics, 'num_examples': len(images)}
 
 
 def _image_id(row) -> int:

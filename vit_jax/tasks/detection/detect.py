@@ -120,18 +120,56 @@ class Task(base.Task):
 
   def parts(self, source):
     """Returns the images of each canvas, the largest canvas first."""
-    if not (self.config.pp.sides and self._step):
+    if not self.config.pp.sides:
       return super().parts(source)
     group = canvases.evaluation(self.config.pp)
+    return [
+      input_pipeline.Part(
+        numbers, functools.partial(self.example, canvas=canvas), canvas
+      )
+      for numbers, canvas in self._canvases(source, group)
+    ]
+
+  def parts_at(self, source, image_size):
+    """Returns the images of each canvas without their objects, for detection.
+
+    Args:
+      source: the images.
+      image_size: see vit_jax.tasks.detection.detectors.Detector.detect.
+
+    Returns:
+      See `parts`; the examples are those of `inputs`.
+    """
+    pp = self.config.pp
+    if image_size is None:
+      image_size = pp.eval_side if pp.sides else preprocess.crop_size(pp)
+    if isinstance(image_size, int):
+      group = canvases.evaluation(pp, image_size)
+
+      def on(canvas):
+        laid = group._replace(canvas=canvas)
+        return lambda record, seed: self._on_canvas(record, laid)
+
+      return [
+        input_pipeline.Part(numbers, on(canvas), canvas)
+        for numbers, canvas in self._canvases(source, group)
+      ]
+    pp = pp.copy_and_resolve_references()
+    with pp.ignore_type():
+      pp.update(crop=tuple(image_size), resize=None)
+    example = lambda record, seed: self._resized(record, pp)
+    return [input_pipeline.Part(None, example, tuple(image_size))]
+
+  def _canvases(self, source, group):
+    """Returns the numbers of the images of each canvas, and the canvas."""
+    if not self._step:
+      return [(None, group.canvas)]
     shapes = input_pipeline.image_shapes(source)
     found, which = np.unique(
       canvases.smallest(shapes, group, self._step), axis=0, return_inverse=True
     )
     return [
-      (
-        np.flatnonzero(which.reshape(-1) == i),
-        functools.partial(self.example, canvas=tuple(found[i].tolist())),
-      )
+      (np.flatnonzero(which.reshape(-1) == i), tuple(found[i].tolist()))
       for i in reversed(range(len(found)))
     ]
 
@@ -212,28 +250,6 @@ class Task(base.Task):
     pp = self.config.pp
     if pp.sides:
       return self._on_canvas(record, canvases.evaluation(pp))
-    return self._resized(record, pp)
-
-  def inputs_at(self, record, image_size):
-    """Returns the same as `inputs` for images of another size.
-
-    Args:
-      record: see `inputs`.
-      image_size: see Predictor.detect.
-    """
-    pp = self.config.pp
-    if image_size is None:
-      image_size = pp.eval_side if pp.sides else preprocess.crop_size(pp)
-    if isinstance(image_size, int):
-      group = canvases.evaluation(pp, image_size)
-      if self._step:
-        shape = images_lib.shape_of(record['image'])
-        canvas = canvases.smallest(shape, group, self._step)
-        group = group._replace(canvas=tuple(canvas.tolist()))
-      return self._on_canvas(record, group)
-    pp = pp.copy_and_resolve_references()
-    with pp.ignore_type():
-      pp.update(crop=tuple(image_size), resize=None)
     return self._resized(record, pp)
 
   def _resized(self, record, pp):

@@ -24,9 +24,9 @@ class Detector(predictor_lib.Predictor):
   FLAGS = ('threshold', 'image_size')
   PIXELS = 2**22  # At most in a batch of several images.
 
-  def batch_size(self, row):
-    """Returns the number of images of a batch."""
-    pixels = math.prod(row['image'].shape[:2])
+  def batch_size(self, part):
+    """Returns the number of images of a batch of a part."""
+    pixels = math.prod(part.image_size or self.task.image_size)
     return max(1, min(self.BATCH, self.PIXELS // pixels))
 
   def detect(
@@ -57,11 +57,14 @@ class Detector(predictor_lib.Predictor):
     """
     rules.check('threshold', threshold, rules.number(0, 1))
     rules.check('image_size', image_size, rules.optional(rules.size))
-    inputs_at = functools.partial(self.task.inputs_at, image_size=image_size)
-    return [
-      self._objects(outputs, inputs['size'], threshold)
-      for inputs, outputs in self.each(images, inputs_at, keep=('size',))
-    ]
+    parts = functools.partial(self.task.parts_at, image_size=image_size)
+    found = {
+      number: self._objects(outputs, inputs['size'], threshold)
+      for number, inputs, outputs in self.stream(
+        images, keep=('size',), parts=parts
+      )
+    }
+    return [found[number] for number in range(len(images))]
 
   def _objects(self, outputs, size, threshold):
     """Returns the objects of one image, see `detect`."""
@@ -146,12 +149,14 @@ class Segmenter(Detector):
         f'{self.workdir or "WORKDIR"}, or use `detect`'
       )
     rules.check('image_size', image_size, rules.optional(rules.size))
-    inputs_at = functools.partial(self.task.inputs_at, image_size=image_size)
-    results = []
-    for start in range(0, len(images), self.BATCH):
-      part = self.each(images[start : start + self.BATCH], inputs_at)
-      results += [self._segments(*found, threshold) for found in part]
-    return results
+    parts = functools.partial(self.task.parts_at, image_size=image_size)
+    found = {
+      number: self._segments(*both, threshold)
+      for number, *both in self.stream(
+        images, keep=self.task.input_spec(), parts=parts
+      )
+    }
+    return [found[number] for number in range(len(images))]
 
   def _segments(self, inputs, outputs, threshold):
     """Returns the map and the segments of one image, see `segment`."""

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.distributed import sharding
-from vit_jax.evaluators import features
+from vit_jax.inference import engine
 
 SMALL, WIDE, TALL = range(3)
 # Least area of a large box, as a share of the image. The paper gives none.
@@ -191,8 +191,8 @@ def query_boxes(
   source,
   params,
   extra,
-  stop: Callable[[], bool] = lambda: False,
-) -> np.ndarray | None:
+  stop: Callable[[], bool] = engine.never,
+) -> np.ndarray:
   """Predicts the box of each query for all images of a split.
 
   Args:
@@ -205,8 +205,10 @@ def query_boxes(
 
   Returns:
     float32 [n, Q, 4], centre x and y, width and height, as shares of the image;
-    boxes of all queries, also of those that see no object. None if `stop` ended
-    the work.
+    boxes of all queries, also of those that see no object.
+
+  Raises:
+    engine.Stopped: if `stop` became true.
   """
 
   def compute(params, extra, batch):
@@ -218,7 +220,7 @@ def query_boxes(
   config = task.config.copy_and_resolve_references()
   shards = sharding.batch_shards(mesh)
   config.batch_eval = shards * max(1, min(config.batch_eval, _BATCH) // shards)
-  found = features.collect(
+  found = engine.collect(
     config,
     mesh,
     source.evaluated,
@@ -227,7 +229,7 @@ def query_boxes(
     stop,
     'Predicting boxes',
   )
-  return None if found is None else found['boxes']
+  return found['boxes']
 
 
 def kinds(boxes: np.ndarray, large: float = LARGE) -> np.ndarray:

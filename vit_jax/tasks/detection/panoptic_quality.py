@@ -11,17 +11,15 @@ not count in the IoU, and a found segment more than half of which is void, or
 lies in a crowd of its class, is not counted as unmatched.
 """
 
-import collections
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 
 import jax
-from jax.experimental import multihost_utils
 import numpy as np
 
-from vit_jax import input_pipeline
 from vit_jax.distributed import sharding
+from vit_jax.inference import engine
 from vit_jax.tasks.detection import gather
 from vit_jax.tasks.detection import segments as segments_lib
 
@@ -61,7 +59,7 @@ class PanopticQuality:
     }  # fmt: skip
     return found, truth
 
-  def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
+  def run(self, params, extra, stop: Callable[[], bool] = engine.never):
     """Evaluates parameters.
 
     Args:
@@ -71,34 +69,28 @@ class PanopticQuality:
 
     Returns:
       NAMES from 0 to 1 (NaN where no class of a group occurs), and
-      `num_examples`; None if `stop` ended the evaluation.
+      `num_examples`.
+
+    Raises:
+      engine.Stopped: if `stop` became true.
     """
-    counts, waiting = {}, collections.deque()
-    for batch in input_pipeline.task_batches(
-      self._task, self._source, self._mesh
+    counts = {}
+    for results in engine.split(
+      self._task,
+      self._source,
+      self._mesh,
+      lambda batch: self._found(params, extra, batch),
+      stop,
     ):
-      if stop():
-        return None
-      with jax.set_mesh(self._mesh):
-        waiting.append(self._found(params, extra, batch))
-      if len(waiting) > 1:  # The devices compute while the host compares.
-        counts |= self._compare(waiting.popleft())
-    while waiting:
-      counts |= self._compare(waiting.popleft())
+      counts |= self._compare(*results)
     everything = gather.gather(counts)
     metrics = panoptic_quality(
       (row['counts'] for row in everything), self._task.is_thing
     )
     return {**metrics, 'num_examples': len(everything)}
 
-  def _compare(self, results) -> dict[int, dict]:
+  def _compare(self, found, truth) -> dict[int, dict]:
     """Compares the images of this process in a batch, by their index."""
-    axes = jax.P(sharding.batch_axes(self._mesh))
-    found, truth = jax.device_get(
-      multihost_utils.global_array_to_host_local_array(
-        results, self._mesh, axes
-      )
-    )
     counts = {}
     for i in np.flatnonzero(truth['mask']):
       row = {name: x[i] for name, x in truth.items()}

@@ -14,7 +14,7 @@ import numpy as np
 
 from vit_jax import cli
 from vit_jax.distributed import sharding
-from vit_jax.evaluators import features
+from vit_jax.inference import engine
 
 
 def position_bits(train: np.ndarray, test: np.ndarray, num_colors: int):
@@ -92,7 +92,7 @@ class Counting:
       out_shardings=whole,
     )
 
-  def run(self, params, extra, stop: Callable[[], bool] = lambda: False):
+  def run(self, params, extra, stop: Callable[[], bool] = engine.never):
     """Returns `position_bits` and `context_bits`; prints them.
 
     Args:
@@ -101,12 +101,15 @@ class Counting:
       stop: called between batches; returns whether to stop.
 
     Returns:
-      The metrics by name; None if `stop` ended the work.
+      The metrics by name.
+
+    Raises:
+      engine.Stopped: if `stop` became true.
     """
     del params, extra
     task, found = self._task, []
     for source in self._sources:
-      colors = features.collect(
+      colors = engine.collect(
         task.config,
         self._mesh,
         source.evaluated,
@@ -115,8 +118,6 @@ class Counting:
         stop,
         'Counting colours',
       )
-      if colors is None:
-        return None
       found.append(colors['colors'].reshape(-1, *task.image_size))
     num_colors = len(task.palette)
     metrics = {

@@ -25,7 +25,13 @@ class Predictor(predictor_lib.Predictor):
 
   def __init__(self, task, params, extra, step):
     super().__init__(task, params, extra, step)
-    self._read = jax.jit(task.read)
+
+    def bits(params, extra, batch):
+      found = task.read(params, extra, batch)
+      total = (found['bits'] * found['counted']).sum(axis=1)
+      return total / found['counted'].sum(axis=1)
+
+    self._bits = jax.jit(bits)
 
   def log_likelihood(self, images: Sequence[Any]) -> np.ndarray:
     """Returns the bits a dimension (a pixel) of each image, float32 [n].
@@ -37,9 +43,7 @@ class Predictor(predictor_lib.Predictor):
       FileNotFoundError, ValueError: if an image does not exist or cannot be
         read.
     """
-    _, found = self.run(images, self._read, keep=())
-    counted = found['counted'].sum(axis=1)
-    return (found['bits'] * found['counted']).sum(axis=1) / counted
+    return self.run(images, self._bits)[1]
 
   def sample(
     self,

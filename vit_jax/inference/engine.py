@@ -1,0 +1,164 @@
+"""Computes arrays for every example of a split: the one loop of inference.
+
+Evaluations, probes, pseudo-labels, figures and predictions use it. The input
+pipeline decodes images in parallel, all devices of all processes compute, and a
+few batches wait at most, so that memory does not grow with the number of images.
+"""
+
+import collections
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+import time
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+from vit_jax import cli
+from vit_jax import input_pipeline
+from vit_jax.distributed import sharding
+
+# Batches that the devices may be behind the host: waiting ones take memory.
+_AHEAD = 2
+_SAY_EVERY = 60  # Seconds between lines of progress in a log.
+
+
+class Stopped(Exception):
+  """The `stop` of a caller became true before the work was done."""
+
+
+def never() -> bool:
+  """Returns False: what `stop` is by default."""
+  return False
+
+
+def run(
+  compute: Callable[[dict], Any],
+  batches: Iterable[dict],
+  mesh: jax.sharding.Mesh,
+  stop: Callable[[], bool] = never,
+  what: str = '',
+  total: int | None = None,
+) -> Iterator[Any]:
+  """Yields the results for batches, in their order.
+
+  All processes of the mesh must make the same calls.
+
+  Args:
+    compute: compiled function from a batch to a tree of arrays.
+    batches: dicts of global arrays [B, ...], see
+      vit_jax.input_pipeline.eval_batches.
+    mesh: the mesh.
+    stop: called between batches; returns whether to stop.
+    what: what the progress bar says.
+    total: number of examples, for the bar; None for no bar.
+
+  Yields:
+    NumPy arrays: whole ones where all devices have the whole array, else the
+    rows of this process.
+
+  Raises:
+    Stopped: if `stop` became true.
+    ValueError, OSError: see vit_jax.input_pipeline.eval_batches.
+  """
+  waiting, said, begun = collections.deque(), time.monotonic(), 0
+  # No bar is shown for work of a few seconds.
+  kwargs = dict(total=total, unit='image', delay=3, leave=False)
+  if total is None:
+    kwargs['disable'] = True
+  with cli.bar(desc=what, **kwargs) as bar:
+    for batch in batches:
+      if stop():
+        raise Stopped(what)
+      count = len(next(iter(batch.values())))
+      with jax.set_mesh(mesh):
+        waiting.append((count, compute(batch)))
+      if len(waiting) > _AHEAD:
+        yield _fetch(waiting[0][1], mesh)
+        bar.update(waiting.popleft()[0])
+      begun += count
+      if total and bar.disable and time.monotonic() > said + _SAY_EVERY:
+        said = time.monotonic()
+        cli.say(f'{what}: {min(begun, total):,} of {total:,} images.')
+    while waiting:
+      yield _fetch(waiting.popleft()[1], mesh)
+
+
+def _fetch(results, mesh):
+  """Returns results as NumPy arrays, see `run`."""
+  axes = jax.P(sharding.batch_axes(mesh))
+
+  def local(x):
+    if getattr(x, 'is_fully_addressable', True) or x.is_fully_replicated:
+      return x
+    return multihost_utils.global_array_to_host_local_array(x, mesh, axes)
+
+  return jax.device_get(jax.tree.map(local, results))
+
+
+def rows(found: Any) -> Iterator[tuple[int, Any]]:
+  """Yields the number and the results of each example of a batch.
+
+  Args:
+    found: arrays [B, ...] by name, among them `index` and `mask` of
+      vit_jax.input_pipeline.eval_batches; padding is left out.
+  """
+  for i in np.flatnonzero(found['mask']):
+    yield int(found['index'][i]), jax.tree.map(lambda x, i=i: x[i], found)
+
+
+def split(
+  task, source, mesh, compute, stop=never, what='Evaluating'
+) -> Iterator[Any]:
+  """Yields the results for the examples of a split, in the parts of its task.
+
+  Args:
+    task: has `config` and `parts`, see vit_jax.tasks.base.Task.
+    source: the split.
+    mesh: see `run`.
+    compute: see `run`.
+    stop: see `run`.
+    what: see `run`.
+
+  Raises:
+    Stopped, ValueError, OSError: see `run`.
+  """
+  batches = input_pipeline.task_batches(task, source, mesh)
+  total = source.evaluated.num_examples
+  return run(compute, batches, mesh, stop, what, total)
+
+
+def collect(
+  config, mesh, source, example, compute, stop=never, what=''
+) -> dict[str, np.ndarray]:
+  """Computes arrays for every example of a split, and keeps them.
+
+  Args:
+    config: reads `batch_eval`, `prefetch`.
+    mesh: see `run`.
+    source: the split.
+    example: see vit_jax.input_pipeline.eval_batches.
+    compute: compiled function from a batch to a dict of arrays [B, ...] that
+      every process has as a whole; keeps `index` and `mask`.
+    stop: see `run`.
+    what: see `run`.
+
+  Returns:
+    Arrays [n, ...] by name, in the order of the split, the same on all
+    processes.
+
+  Raises:
+    Stopped, ValueError, OSError: see `run`.
+  """
+  total, found = source.num_examples, {}
+  batches = input_pipeline.eval_batches(config, source, example, mesh)
+  for batch in run(compute, batches, mesh, stop, what, total):
+    real = batch.pop('mask') > 0
+    numbers = batch.pop('index')[real]
+    for name, value in batch.items():
+      if name not in found:
+        found[name] = np.empty((total, *value.shape[1:]), value.dtype)
+      found[name][numbers] = value[real]
+  return found
