@@ -14,6 +14,7 @@ from vit_jax.data import records
 from vit_jax.data.images import images as images_lib
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
+from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 
 COUNT = 21  # Neither the batch of 8 nor the devices divide it.
@@ -79,7 +80,8 @@ def test_some_examples_in_any_order(task):
 def test_the_work_ends_when_it_is_told_to(task):
   mesh = sharding.make_mesh({'data': 8})
   made = features.Extractor(task, mesh, mean_grey)
-  assert made.run(grey(range(9)), PARAMS, {}, stop=lambda: True) is None
+  with pytest.raises(engine.Stopped):
+    made.run(grey(range(9)), PARAMS, {}, stop=lambda: True)
 
 
 def test_layers_are_those_that_the_model_computes(task):

@@ -15,6 +15,7 @@ from vit_jax.data.images import images
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
 from vit_jax.evaluators import fewshot
+from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 
 
@@ -130,7 +131,8 @@ def test_the_accuracy_of_a_split(probe):
   # The third test image is light, and labelled as dark.
   assert probe.run({}, {}) == {'fewshot_1': 0.75, 'fewshot_3': 0.75}
   assert probe.accuracies({}, {}) == {1: [0.75] * 2, 3: [0.75] * 2}
-  assert probe.run({}, {}, lambda: True) is None
+  with pytest.raises(engine.Stopped):
+    probe.run({}, {}, lambda: True)
 
 
 def test_a_bar_on_a_terminal_drops_no_seed(probe, monkeypatch):

@@ -13,6 +13,7 @@ from vit_jax.data.images import images as images_lib
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
 from vit_jax.evaluators import layer_probe
+from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 
 
@@ -154,7 +155,8 @@ def test_an_evaluation_probes_all_layers(task, tmp_path, capsys):
   evaluator = layer_probe.LayerProbe(
     task, mesh, tmp_path, train, test, per_class=2, draws=2
   )
-  assert evaluator.run({}, {}, lambda: True) is None
+  with pytest.raises(engine.Stopped):
+    evaluator.run({}, {}, lambda: True)
   found = evaluator.run({}, {})
   rows = json.loads((tmp_path / 'probe.json').read_text())['layers']
   table = {row['layer']: row['accuracy'] for row in rows}

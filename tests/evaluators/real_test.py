@@ -13,6 +13,7 @@ from vit_jax.data import sources
 from vit_jax.data.images import images
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import real
+from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 
 # Of the files 1 to 6; number 2 and 5 do not count.
@@ -64,7 +65,8 @@ def test_sets_of_labels_are_matched_by_file_name(task, tmp_path):
   """Right: 1, 4 and 6; wrong: 3; the empty sets of 2 and 5 do not count."""
   evaluator = make(task, LABELS, tmp_path / 'real.json')
   assert evaluator.run({}, {}) == {'accuracy_real': 0.75, 'num_real': 4}
-  assert evaluator.run({}, {}, lambda: True) is None
+  with pytest.raises(engine.Stopped):
+    evaluator.run({}, {}, lambda: True)
 
 
 def test_files_of_a_folder_have_their_names(task, tmp_path):

@@ -18,6 +18,7 @@ from vit_jax.configs import detr_panoptic_scenes
 from vit_jax.data import records
 from vit_jax.data.tfds import scenes
 from vit_jax.distributed import sharding
+from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 from vit_jax.tasks.detection import masks as masks_lib
 from vit_jax.tasks.detection import panoptic_quality as pq
@@ -184,7 +185,8 @@ def test_quality_counts_every_image_once(classes):
   assert got['RQ_stuff'] == 1
   # The masks have a quarter of the size of the model's small images.
   assert 0.75 < got['SQ'] < 1
-  assert pq.PanopticQuality(task, mesh, source).run({}, {'frozen': {}}, lambda: True) is None  # fmt: skip
+  with pytest.raises(engine.Stopped):
+    pq.PanopticQuality(task, mesh, source).run({}, {'frozen': {}}, lambda: True)
 
 
 def test_the_loss_takes_the_masks_of_matched_queries(classes):
