@@ -357,6 +357,19 @@ def get_backbone_config(name: str) -> ml_collections.ConfigDict:
   return with_options(config)
 
 
+def parts_of(model) -> dict[str, str]:
+  """Returns the parts of a model that are models of their own.
+
+  Args:
+    model: config of a model (`config.model` of a run).
+
+  Returns:
+    {first name of the part's parameters: key of the part's config in `model`},
+    such as {'backbone': 'vit'} for a DETR with a Vision Transformer.
+  """
+  return {'backbone': 'vit'} if model.get('vit') else {}
+
+
 def vit_of(model) -> ml_collections.ConfigDict:
   """Returns the config of a DETR's Vision Transformer, or else that of the model.
 

@@ -95,6 +95,23 @@ def text(value) -> str | None:
   return None if fits else 'must be a text that is not empty'
 
 
+def weights(value) -> str | None:
+  """Checks for a path of weights, or for a table of such paths by prefix."""
+  table = (
+    value if isinstance(value, Mapping | ml_collections.ConfigDict) else {}
+  )
+  fits = table and not any(map(text, [*table.keys(), *table.values()]))
+  return (
+    None
+    if fits
+    else text(value)
+    and (
+      'must be a path, or a table of paths by the first name of parameters, such '
+      "as {'backbone': 'ViT-B_16.npz'}"
+    )
+  )
+
+
 def one_of(*known: str | int) -> Rule:
   """Returns a rule: one of some names or numbers."""
   words = f'is unknown: use one of {", ".join(map(repr, known))}'

@@ -114,6 +114,20 @@ def test_the_backbone_starts_from_the_weights_of_a_classifier(tmp_path):
   trees.assert_same(got, want)
   shapes = flax.traverse_util.flatten_dict(shapes['backbone'], sep='/')
   assert {path.removeprefix('backbone/') for path in got} == set(shapes)
+  with config.ignore_type():
+    config.pretrained = {'backbone': str(tmp_path / 'testing.npz')}
+  run_config.check_values(config)
+  checkpoint.check_exists(config)
+  shapes, _ = jax.eval_shape(task.init, jax.random.key(0))
+  trees.assert_same(checkpoint.pretrained_weights(config, task, shapes), want)
+  config.pretrained = {'text': str(tmp_path / 'testing.npz')}
+  with pytest.raises(
+    ValueError, match=r"{'text': .*no parameters 'text/', but \['backbone',"
+  ):
+    checkpoint.pretrained_weights(config, task, shapes)
+  config.pretrained = {'backbone': str(tmp_path / 'none.npz')}
+  with pytest.raises(FileNotFoundError, match=r'none\.npz'):
+    checkpoint.check_exists(config)
 
 
 def test_configs_of_vision_transformers():

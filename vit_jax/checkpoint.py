@@ -138,15 +138,23 @@ def load_pretrained(
   return flax.core.freeze(params)
 
 
-def _weights_path(config) -> str | None:
-  """Returns the path of the weights that a config names, or None."""
-  if config.pretrained is not None or config.pretrained_dir is None:
-    return config.pretrained
+def _weights_paths(config) -> dict[str, str]:
+  """Returns the paths of the weights that a config names, by part.
+
+  The part is the first name of the parameters, '' for the whole model.
+  """
+  given = config.pretrained
+  if isinstance(given, str):
+    return {'': given}
+  if given is not None:
+    return dict(given)
+  if config.pretrained_dir is None:
+    return {}
   name = config.model_or_filename
   if name:
-    return augreg_filename(name, config.pretrained_dir)
+    return {'': augreg_filename(name, config.pretrained_dir)}
   model = model_configs.vit_of(config.model)
-  return f'{config.pretrained_dir}/{model.get("model_name")}.npz'
+  return {'': f'{config.pretrained_dir}/{model.get("model_name")}.npz'}
 
 
 @contextlib.contextmanager
@@ -169,13 +177,11 @@ def check_exists(config):
     FileNotFoundError: if they are local and do not exist; names the path.
     ImportError: if a package is missing; names the extra to install.
   """
-  path = _weights_path(config)
-  if path is None:
-    return
-  if '://' not in path:
-    with _weights_named(config):
-      reading.existing(path)
-  reading.check_packages(path)
+  for path in _weights_paths(config).values():
+    if '://' not in path:
+      with _weights_named(config):
+        reading.existing(path)
+    reading.check_packages(path)
 
 
 def pretrained_weights(config, task, params, extra=None) -> dict:
@@ -194,23 +200,39 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
   Raises:
     FileNotFoundError, ValueError: if there is no such file or it does not fit.
   """
-  path = _weights_path(config)
-  if path is None:
-    return {}
-  with _weights_named(config):
-    if 'vit' in config.model:
-      with contextlib.suppress(fitting.OtherModelError):  # A whole detector.
-        return _backbone_weights(config, path, params)
-    beside = {k: v for k, v in (extra or {}).items() if k in reading.EXTRA}
-    return transferable(
-      path,
-      {**params, **beside},
-      config.model,
-      grid=config.pretrained_grid,
-      new_grid=_new_grid(config, config.model),
-      new=task.new_params,
-      adapt=task.adapt_weights,
-    )
+  beside = {k: v for k, v in (extra or {}).items() if k in reading.EXTRA}
+  found = {}
+  for part, path in _weights_paths(config).items():
+    if part and part not in params:
+      raise ValueError(
+        f"pretrained={{'{part}': '{path}'}}: the model has no parameters "
+        f"'{part}/', but {sorted(params)}; name one of these (config.pretrained)"
+      )
+    with _weights_named(config):
+      found |= _part_weights(config, part, path, task, params, beside)
+  return found
+
+
+def _part_weights(config, part, path, task, params, beside) -> dict:
+  """Returns the weights of a part of a model, '' for the whole, from a file."""
+  inner = model_configs.parts_of(config.model)
+  for name in inner if not part else {part} & set(inner):
+    # The weights of a whole model are those of a part too, if they have its
+    # form: a detector starts from a classifier.
+    other = () if part else fitting.OtherModelError
+    with contextlib.suppress(other):
+      return _inner_weights(config, name, path, params)
+  taken = transferable(
+    path,
+    {**params, **beside},
+    config.model,
+    grid=config.pretrained_grid,
+    new_grid=_new_grid(config, config.model),
+    new=task.new_params,
+    adapt=task.adapt_weights,
+  )
+  kept = (f'{part}/', *(f'{name}/' for name in beside)) if part else ''
+  return {name: x for name, x in taken.items() if name.startswith(kept)}
 
 
 def _new_grid(config, model):
@@ -223,19 +245,19 @@ def _new_grid(config, model):
   )
 
 
-def _backbone_weights(config, path, params) -> dict:
-  """Returns the weights of a Vision Transformer for a detector's backbone."""
-  vit = config.model.vit
+def _inner_weights(config, part, path, params) -> dict:
+  """Returns the weights of a part that is a model of its own."""
+  key = model_configs.parts_of(config.model)[part]
   taken = transferable(
     path,
-    params['backbone'],
-    vit,
+    params[part],
+    config.model[key],
     grid=config.pretrained_grid,
-    new_grid=_new_grid(config, vit),
+    new_grid=_new_grid(config, config.model[key]),
     new=('head/', 'pre_logits/'),
-    place='model.vit',
+    place=f'model.{key}',
   )
-  return {f'backbone/{name}': value for name, value in taken.items()}
+  return {f'{part}/{name}': value for name, value in taken.items()}
 
 
 def _fix_groupnorm(params):

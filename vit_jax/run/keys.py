@@ -64,7 +64,7 @@ KEYS: dict[str, rules.Rule] = {
   'pp.crop_range': rules.range_of_sizes,
   'pp.canvases': rules.whole(1),
   'pp.canvas_multiple': rules.whole(1),
-  'pretrained': rules.optional(rules.text),
+  'pretrained': rules.optional(rules.weights),
   'pretrained_dir': rules.optional(rules.text),
   'model_or_filename': rules.optional(rules.text),
   'pretrained_grid': rules.optional(rules.pair_of_sizes),

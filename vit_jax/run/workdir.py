@@ -197,7 +197,7 @@ def _places(path, old, new) -> list[str]:
     for keys in kept.values()
     for key in keys
     # The numbers of a mixture of data sets are no place.
-    if all(isinstance(x.get(key), str | None) for x in (old, new))
+    if all(isinstance(x.get(key), str | dict | None) for x in (old, new))
   ]
 
 

@@ -83,7 +83,7 @@ class Task(base.Task):
     """Returns the palette: of a file, of the weights, or of the images."""
     _check_model(config)
     path = config.task_options.palette or config.pretrained
-    if path:
+    if isinstance(path, str):
       found = palette_lib.load(path, fetch.fetch)
       where = f" of '{path}'"
     else:
