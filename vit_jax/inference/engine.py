@@ -19,14 +19,12 @@ import numpy as np
 from vit_jax import cli
 from vit_jax import input_pipeline
 from vit_jax.distributed import sharding
+from vit_jax.run import stopping
 
 # Batches that the devices may be behind the host: waiting ones take memory.
 _AHEAD = 2
 _SAY_EVERY = 60  # Seconds between lines of progress in a log.
-
-
-class Stopped(Exception):
-  """The `stop` of a caller became true before the work was done."""
+Stopped = stopping.Stopped
 
 
 def never() -> bool:

@@ -12,7 +12,6 @@ import jax
 
 from vit_jax import cli
 from vit_jax.distributed import processes
-from vit_jax.inference import engine
 from vit_jax.learning import state as state_lib
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import stopping
@@ -136,7 +135,7 @@ class Run:
             continue
           try:
             result = evaluator.run(params, self.state.extra, stop.now)
-          except engine.Stopped:
+          except stopping.Stopped:
             return None
           metrics.update({f'{k}_{name}': v for k, v in result.items()})
       pictures = self.prepared.pictures.evaluation(params, self.state.extra)

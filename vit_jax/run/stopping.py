@@ -14,6 +14,10 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM)
 _numbers = itertools.count(1)  # Of the loops of this process.
 
 
+class Stopped(Exception):
+  """The `stop` of a caller became true before the work was done."""
+
+
 class Interrupted(Exception):
   """A signal stopped the run, after a checkpoint was saved.
 
