@@ -6,7 +6,7 @@ from PIL import ImageDraw
 from PIL import ImageFont
 import pytest
 
-from vit_jax.evaluators import captions
+from vit_jax.figures import captions
 from vit_jax.figures import fonts
 
 
