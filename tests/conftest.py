@@ -125,3 +125,9 @@ def make_tiny_config(data_dir):
 def tiny_config(data_dir):
   """The config of `make_tiny_config`; to be changed at will."""
   return make_tiny_config(data_dir)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_insecure(monkeypatch):
+  """Ends what `--insecure` of a command allows with the test that gave it."""
+  monkeypatch.setenv('VIT_JAX_INSECURE', '')
