@@ -109,10 +109,12 @@ def batch_axes(mesh) -> tuple[str, ...]:
 
 def mesh_of(tree) -> jax.sharding.Mesh:
   """Returns the mesh that the arrays of a tree lie on, or that of one device."""
-  where = jax.tree.leaves(tree)[0].sharding
+  arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+  where = next((x.sharding for x in arrays), None)
   if isinstance(where, NamedSharding):
     return where.mesh
-  return make_mesh({'data': 1}, list(where.device_set))
+  devices = where.device_set if where else jax.local_devices()[:1]
+  return make_mesh({'data': 1}, list(devices))
 
 
 def batch_shards(mesh) -> int:
