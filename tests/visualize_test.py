@@ -206,17 +206,28 @@ def test_flags_that_do_not_go_together(
   run, mixer, tmp_path, monkeypatch, capsys
 ):
   out = f'--out={tmp_path / "out"}'
+  many = tmp_path / 'many'
+  many.mkdir()
+  for i in range(257):
+    (many / f'{i}.png').touch()
   for args, words in (
     ([], 'there is nothing to draw'),
+    (
+      [f'--workdir={run}', '--images', many],
+      'names 257 images: .* at most 256',
+    ),
     (
       [f'--weights={mixer}', '--step=3'],
       '--step=3 selects a checkpoint of a run',
     ),
     ([f'--weights={mixer}', '--split=test'], '--split=test needs a run'),
-    ([f'--workdir={run}', '--num_images=0'], '--num_images=0 must be 1'),
+    ([f'--workdir={run}', '--num_images=0'], '--num_images=0 must be from 1'),
+    ([f'--workdir={run}', '--num_images=1000000000'], 'must be from 1 to 256'),
+    ([f'--workdir={run}', '--split='], "--split='' must be a split"),
+    ([f'--workdir={run}', '--out=/proc/x'], "out='/proc/x' cannot be written"),
     (['--inductive_bias', '--figures', 'filters'], '--figures=filters needs'),
   ):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, OSError), match=words):
       call(monkeypatch, out, *args)
   with pytest.raises(ValueError, match='not allowed with argument --workdir'):
     call(monkeypatch, out, f'--workdir={run}', f'--weights={mixer}')

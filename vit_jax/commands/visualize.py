@@ -26,6 +26,9 @@ from collections.abc import Sequence
 
 from vit_jax import cli
 from vit_jax.commands import flags
+from vit_jax.configs import rules
+
+_MOST = 256  # Images: figures show each of them.
 
 
 def make_parser() -> flags.Parser:
@@ -35,7 +38,8 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     '--images',
     nargs='+',
-    help='image files of any size (the first of the split)',
+    help='images of any size, folders of them or patterns (the first of the '
+    'split)',
   )
   parser.add_argument(
     '--split', help="split of the run's data set (the run's test split)"
@@ -97,8 +101,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     raise ValueError(
       f'--split={args.split} needs a run: give --workdir=RUN, or leave out --split'
     )
-  if args.num_images < 1:
-    raise ValueError(f'--num_images={args.num_images} must be 1 or more')
+  if args.split is not None and (wrong := rules.split(args.split)):
+    raise ValueError(f"--split='{args.split}' {wrong}")
+  if not 1 <= args.num_images <= _MOST:
+    raise ValueError(
+      f'--num_images={args.num_images} must be from 1 to {_MOST}'
+    )
   return args
 
 
@@ -107,7 +115,16 @@ def main(argv: Sequence[str]) -> int:
   args = parse(argv)
   cli.quiet()
   cli.avoid_libtpu()
+  cli.load_tensorflow()
   from vit_jax import visualize
+  from vit_jax.data.images import listing
 
+  if args.images:
+    args.images = listing.expand(args.images)
+    if len(args.images) > _MOST:
+      raise ValueError(
+        f'--images names {len(args.images):,} images: figures show each of them, '
+        f'so name at most {_MOST}'
+      )
   visualize.run(args)
   return 0

@@ -81,6 +81,7 @@ def check(out) -> epath.Path:
 
   Raises:
     FileExistsError: if the folder has content, or the path is a file.
+    OSError: if the folder cannot be written.
   """
   path = epath.Path(out)
   if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -88,7 +89,20 @@ def check(out) -> epath.Path:
       f"out='{path}' exists and is not an empty folder, and is not overwritten: "
       'give another folder, or delete this one first (--out)'
     )
+  try:
+    temporary = _temporary(path)
+    temporary.mkdir(parents=True, exist_ok=True)
+    temporary.rmtree()
+  except OSError as e:
+    raise OSError(
+      f"out='{path}' cannot be written: {e.strerror or e}; give a folder in "
+      'which you may write (--out)'
+    ) from e
   return path
+
+
+def _temporary(path):
+  return path.parent / f'.{path.name}.tmp'
 
 
 def write(
@@ -112,12 +126,9 @@ def write(
     OSError: if the folder cannot be written.
   """
   path = check(out)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  temporary = path.parent / f'.{path.name}.tmp'
-  if temporary.exists():
-    temporary.rmtree()
+  temporary = _temporary(path)
   try:
-    temporary.mkdir()
+    temporary.mkdir(parents=True)
     for section in sections:
       for name, data in section.pictures.items():
         (temporary / f'{name}.png').write_bytes(data)
