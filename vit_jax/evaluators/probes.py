@@ -294,11 +294,7 @@ def splits(config) -> tuple[str | None, str, str]:
     usual = own_splits(config)
   else:
     usual = common.SPLITS.get(options.dataset, ('train', 'test'))
-  return (
-    options.dataset,
-    options.train or usual[0],
-    options.test or usual[1],
-  )
+  return options.dataset, options.train or usual[0], options.test or usual[1]
 
 
 def own_splits(config) -> tuple[str, str]:
