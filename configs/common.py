@@ -336,7 +336,7 @@ def get_config() -> ml_collections.ConfigDict:
   # through all layers.
   config.log_attention = False
   # Few-shot linear probes at each evaluation: metrics such as 'fewshot_5_test',
-  # named after the first evaluation (vit_jax/evaluators/fewshot.py).
+  # named after the first evaluation (vit_jax/evaluators/probes.py).
   config.fewshot = ml_collections.ConfigDict()
   # Training images per class, for example (1, 5, 10, 25); (): no probes.
   config.fewshot.shots = ()
@@ -355,7 +355,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.fewshot.squeeze = 8 / 7
   # Training images per class of linear probes of all layers, after the last
   # update: a table, and probe.png and probe.csv in the workdir
-  # (vit_jax/evaluators/layer_probe.py). 0: none.
+  # (vit_jax/evaluators/probes.py). 0: none.
   config.layer_probe = 0
   # File of ImageNet ReaL labels (vit_jax/evaluators/real.py); adds
   # 'accuracy_real' to the first evaluation, which must be on the validation

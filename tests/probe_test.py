@@ -13,8 +13,8 @@ from vit_jax import train
 from vit_jax.commands import probe as probe_command
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
-from vit_jax.evaluators import fewshot
-from vit_jax.evaluators import linear_probe
+from vit_jax.evaluators import probes
+from vit_jax.evaluators import solvers
 from vit_jax.run import config as run_config
 
 
@@ -41,7 +41,7 @@ def test_the_command_measures_what_the_parts_do(
   model.workdir = '/tmp/run'
   monkeypatch.setattr(predict, 'load', lambda *_: model)
   monkeypatch.setattr(evaluate, 'run_mesh', lambda _: mesh)
-  monkeypatch.setattr(linear_probe, 'L2', (1e-1, 1e-2))
+  monkeypatch.setattr(solvers, 'L2', (1e-1, 1e-2))
   path = tmp_path / 'probe.json'
   args = (
     '--workdir=/tmp/run --train=train[:200] --shots 1 9 --seeds 3 4 '
@@ -58,16 +58,15 @@ def test_the_command_measures_what_the_parts_do(
     for split in ('train[:200]', 'test')
   )
   known, asked = (extractor.run(x, model.params, {}) for x in opened)
-  wanted = linear_probe.probe(known, asked)
+  wanted = solvers.tuned(known, asked)
   assert found['linear']['accuracy'] == pytest.approx(wanted.accuracy)
   assert wanted.accuracy > 0.5  # Random features of digits tell much.
   for row, shots in zip(found['fewshot'], (1, 9), strict=True):
     accuracies = []
     for seed in (3, 4):
-      rows = fewshot.choose(known.labels, model.class_names, shots, seed)
-      rows = rows.reshape(-1)
-      fitted = fewshot.fit(known.values[rows], known.labels[rows], 10, 1024.0)
-      accuracies.append(fewshot.accuracy(asked, *fitted))
+      rows = probes.choose(known.labels, model.class_names, shots, seed)
+      made = solvers.least_squares(known.take(rows.reshape(-1)), 10, 1024.0)
+      accuracies.append(asked.accuracy(made.predict(asked.values)))
     assert row['accuracies'] == pytest.approx(accuracies)
     assert row['mean'] == pytest.approx(np.mean(accuracies))
     assert row['std'] == pytest.approx(np.std(accuracies, ddof=1))
@@ -78,8 +77,8 @@ def test_the_command_measures_what_the_parts_do(
 
 def test_all_layers(model, mesh, tmp_path, monkeypatch, capsys):
   """Sums of the rows and of the columns of the images as layers 0 and 1."""
-  monkeypatch.setattr(linear_probe, '_GROUP', 0)  # One layer a pass.
-  monkeypatch.setattr(linear_probe, 'L2', (1e-1,))
+  monkeypatch.setattr(probes, '_GROUP', 0)  # One layer a pass.
+  monkeypatch.setattr(solvers, 'L2', (1e-1,))
   monkeypatch.setattr(predict, 'load', lambda *_: model)
   monkeypatch.setattr(evaluate, 'run_mesh', lambda _: mesh)
   model.workdir = '/tmp/run'
@@ -108,7 +107,7 @@ def test_all_layers(model, mesh, tmp_path, monkeypatch, capsys):
       part._replace(values=part.values.reshape(-1, 8, 8).sum(axis=2 - i))
       for part in digits.values()
     )
-    assert row['accuracy'] == linear_probe.probe(x, y).accuracy
+    assert row['accuracy'] == solvers.tuned(x, y).accuracy
     assert row['accuracy'] > 0.3
   assert (tmp_path / 'probe.png').exists()
   assert (tmp_path / 'probe.csv').read_text().startswith('layer,accuracy\n')
@@ -121,11 +120,11 @@ def test_all_layers(model, mesh, tmp_path, monkeypatch, capsys):
 def test_layers_by_number(model, mesh, layer, name, monkeypatch):
   probed = []
 
-  def probe_layers(task, mesh, layers, *args):
+  def linear(self, layers, params, extra):
     probed.extend(layers)
-    return {layers[0]: linear_probe.Result(0.5, 0.1, {}, 'L-BFGS')}
+    return {layers[0]: solvers.Result(0.5, 0.1, {}, 'L-BFGS')}
 
-  monkeypatch.setattr(linear_probe, 'probe_layers', probe_layers)
+  monkeypatch.setattr(probes.FewShot, 'linear', linear)
   found = probe.probe(
     model, mesh, (), True, dataset='digits', layer=layer, train='train[:50]'
   )
@@ -157,6 +156,11 @@ def test_layers_by_number(model, mesh, layer, name, monkeypatch):
 def test_wrong_wishes(model, mesh, options, message):
   with pytest.raises(ValueError, match=message):
     probe.probe(model, mesh, **options)
+
+
+def test_a_folder_of_data_sets_that_is_not_there():
+  with pytest.raises(ValueError, match="tfds_data_dir='/no/such' is no folder"):
+    probe_command.main(['--workdir=/tmp/run', '--tfds_data_dir=/no/such'])
 
 
 def test_a_batch_that_no_memory_holds(model, mesh):

@@ -12,7 +12,6 @@ In Python:
 
 from collections.abc import Sequence
 import json
-import statistics
 
 import jax
 
@@ -20,7 +19,6 @@ from vit_jax import cli
 from vit_jax import predict
 
 SHOTS = (1, 5, 10, 25)
-_ALL = 'all'  # Value of --layer.
 
 
 def probe(
@@ -57,111 +55,58 @@ def probe(
   """
   from vit_jax import evaluate
   from vit_jax.distributed import sharding
-  from vit_jax.evaluators import fewshot
+  from vit_jax.evaluators import probes
   from vit_jax.run import config as run_config
+  from vit_jax.run import metrics
 
   config = model.config
   if not model.workdir and not options.get('dataset'):
     raise ValueError(
       'weights without a run come with no data: name a data set (--dataset)'
     )
-  wanted = str(options.pop('layer', config.fewshot.layer))
+  layer = str(options.pop('layer', config.fewshot.layer))
+  every = layer == probes.ALL
   if shots is None:
-    shots = () if wanted == _ALL else SHOTS
-  _check_wishes(shots, linear, wanted)
-  mesh = mesh or sharding.mesh_of(model.params)
-  names = _layers(model.task, wanted)
-  config.fewshot.update(shots=tuple(shots), layer=names[-1], **options)
-  run_config.check_values(config)
-  evaluate.fit_batches(config, mesh)
-  run_config.check_memory(config, jax.process_count())
-  probes = fewshot.FewShot(model.task, mesh)
-  dataset, train, test = fewshot.splits(config)
-  result = {
-    'dataset': dataset or config.dataset,
-    'train': train,
-    'test': test,
-    'num_train': probes.train.num_examples,
-    'num_test': probes.test.num_examples,
-    'num_classes': len(probes.class_names),
-    'layer': wanted,
-    'num_features': probes.extractor.width,
-    'fewshot': [],
-    'linear': None,
-    'layers': None,
-  }
-  if shots:
-    found = probes.accuracies(model.params, model.extra)
-    result['fewshot'] = [_summary(*item) for item in found.items()]
-  if linear:
-    found = _linear(model, mesh, probes, names)
-    if wanted == _ALL:
-      result['layers'] = found
-    else:
-      [result['linear']] = found
-  return result
-
-
-def _check_wishes(shots, linear, layer):
-  """Raises ValueError if what is to be measured does not fit together."""
-  if layer == _ALL and (shots or not linear):
+    shots = () if every else SHOTS
+  if every and (shots or not linear):
     raise ValueError(
-      f"layer='{_ALL}' is for linear probes: give --linear and leave out --shots"
+      f"layer='{layer}' is for linear probes: give --linear and leave out --shots"
     )
   if not shots and not linear:
     raise ValueError('there is nothing to measure: give --shots or --linear')
-
-
-def _layers(task, layer: str) -> list[str]:
-  """Returns the names of the layers to probe.
-
-  Raises:
-    ValueError: if there is no layer of this number.
-  """
-  from vit_jax.evaluators import layer_probe
-
-  if layer not in (_ALL, 'last') and not layer.isdecimal():
-    return [layer]
-  known = list(layer_probe.require_layers(task))
-  if layer == _ALL:
-    return known
-  name = known[-1] if layer == 'last' else f'layer_{layer}'
-  if name not in known:
-    raise ValueError(
-      f'layer={layer} is no layer of the model: it has {", ".join(known)} '
-      '(--layer)'
-    )
-  return [name]
-
-
-def _summary(shots, accuracies):
-  several = len(accuracies) > 1
-  return {
-    'shots': shots,
-    'accuracies': accuracies,
-    'mean': statistics.mean(accuracies),
-    'std': statistics.stdev(accuracies) if several else 0.0,
-  }
-
-
-def _linear(model, mesh, probes, names):
-  """Returns the results of the linear probes of layers, for JSON."""
-  from vit_jax.evaluators import linear_probe
-
-  found = linear_probe.probe_layers(
-    model.task,
-    mesh,
-    names,
-    probes.train,
-    probes.test,
-    model.params,
-    model.extra,
-    probes.pp,
-  )
-  return [
+  mesh = mesh or sharding.mesh_of(model.params)
+  layers = probes.select(model.task, layer)
+  config.fewshot.update(shots=tuple(shots), layer=layers[-1], **options)
+  run_config.check_values(config)
+  evaluate.fit_batches(config, mesh)
+  run_config.check_memory(config, jax.process_count())
+  made = probes.FewShot(model.task, mesh)
+  dataset, train, test = probes.splits(config)
+  few, state = [], (model.params, model.extra)
+  if shots:
+    [found] = made.accuracies(*state).values()
+    for number, values in found.items():
+      mean, std = metrics.mean_std(values)
+      row = {'shots': number, 'accuracies': values, 'mean': mean, 'std': std}
+      few.append(row)
+  found = made.linear(layers, *state) if linear else {}
+  rows = [
     {'layer': name, **x._asdict(), 'held_out': list(x.held_out.items())}
     for name, x in found.items()
   ]
+  return {
+    'dataset': dataset or config.dataset,
+    'train': train,
+    'test': test,
+    'num_train': made.train.num_examples,
+    'num_test': made.test.num_examples,
+    'num_classes': len(made.class_names),
+    'layer': layer,
+    'num_features': made.extractor.width,
+    'fewshot': few,
+    'linear': rows[0] if rows and not every else None,
+    'layers': rows if every else None,
+  }
 
 
 def table(result: dict) -> str:
@@ -172,10 +117,10 @@ def table(result: dict) -> str:
     f"'{result['test']}' ({result['num_test']:,}); "
   )
   if result['layers']:
-    from vit_jax.evaluators import layer_probe
+    from vit_jax.evaluators import probes
 
     head += f'linear probes of all layers by {result["layers"][0]["method"]}.'
-    return f'{head}\n{layer_probe.table(_accuracies(result))}'
+    return f'{head}\n{probes.table(_by_layer(result))}'
   lines = [
     f"{head}{result['num_features']:,} features, '{result['layer']}'.",
     f'{"probe":<10} {"accuracy":>9}',
@@ -197,22 +142,9 @@ def table(result: dict) -> str:
   return '\n'.join(lines)
 
 
-def _accuracies(result):
-  """Returns the accuracy of each layer, as layer_probe.probe does."""
+def _by_layer(result):
+  """Returns the accuracy by layer, as vit_jax.evaluators.probes has it."""
   return {row['layer']: (row['accuracy'], 0.0) for row in result['layers']}
-
-
-def _write(path: str, result: dict):
-  """Writes the result of `probe` to a JSON file, for all layers also a plot."""
-  from vit_jax.evaluators import layer_probe
-  from vit_jax.run import workdir as workdir_lib
-
-  out = workdir_lib.absolute(path)
-  if result['layers']:
-    layer_probe.write(out, _accuracies(result), result)
-  else:
-    workdir_lib.write_atomically(out, json.dumps(result, indent=1))
-  cli.say(f'Written to {out}.')
 
 
 def run(args) -> None:
@@ -245,7 +177,15 @@ def run(args) -> None:
   step = '' if args.weights else f', step {model.step}'
   cli.say(f'{args.weights or args.workdir}{step}\n{table(result)}')
   if args.json:
-    _write(args.json, result)
+    from vit_jax.evaluators import probes
+    from vit_jax.run import workdir as workdir_lib
+
+    path = workdir_lib.absolute(args.json)
+    if result['layers']:
+      probes.write(path, _by_layer(result), result)
+    else:
+      workdir_lib.write_atomically(path, json.dumps(result, indent=1))
+    cli.say(f'Written to {path}.')
 
 
 if __name__ == '__main__':

@@ -23,8 +23,7 @@ from vit_jax.data import mixture
 from vit_jax.data import sources
 from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
-from vit_jax.evaluators import fewshot
-from vit_jax.evaluators import layer_probe
+from vit_jax.evaluators import probes
 from vit_jax.evaluators import real
 from vit_jax.figures import pictures
 from vit_jax.layers import attention
@@ -275,23 +274,16 @@ def _probes(task, mesh, workdir) -> list:
   """Returns the evaluators that the config adds to those of the task."""
   config, found = task.config, []
   if config.fewshot.shots:
-    found.append(fewshot.FewShot(task, mesh, workdir))
+    found.append(probes.FewShot(task, mesh, workdir))
   _, split, dataset = run_config.evaluations(config)[0]
 
-  def open_split(wanted, further, dataset=dataset):
+  def open_split(wanted, further):
     return open_for(
       config, type(task), task.metadata, wanted, dataset, workdir, further
     )
 
   if config.layer_probe:
-    labelled = [
-      open_split(x, ('label',), None) for x in fewshot.own_splits(config)
-    ]
-    found.append(
-      layer_probe.LayerProbe(
-        task, mesh, workdir, *labelled, per_class=config.layer_probe
-      )
-    )
+    found.append(probes.LayerProbe(task, mesh, workdir))
   if config.real_labels is not None:
     found.append(real.Real(task, mesh, open_split, split, config.real_labels))
   return found

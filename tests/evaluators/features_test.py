@@ -153,6 +153,37 @@ def test_layers_are_in_the_order_of_their_numbers(task):
   assert list(features.layers(task).items()) == [(n, f'a/{n}') for n in names]
 
 
+def test_layers_are_means_of_the_inputs_of_blocks(task):
+  """Layer 1 is what a model of one block has in front of its second norm."""
+  task.config.model.transformer.num_layers = 2
+  task = type(task)(task.config, task.metadata)
+  x = tiny_models.images()
+  params = tiny_models.numbers(task.model, 8)
+  names = list(features.layers(task))
+  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
+  made = features.Extractor(task, mesh, ['layer_1', 'pixels', 'layer_0'])
+  got = made.split(jax.jit(made.compute)(params, {}, {'image': x}))
+  assert names == ['layer_0', 'layer_1', 'layer_2']
+  np.testing.assert_array_equal(got['pixels'], x.reshape(2, -1))
+
+  fields = dict(task.model.transformer)
+  blocks = params['Transformer']
+
+  def by_hand(count):
+    model = task.model.clone(transformer={**fields, 'num_layers': count})
+    norm = blocks[f'encoderblock_{count}']['LayerNorm_0']
+    tree = {**blocks, 'encoder_norm': norm}
+    return model.apply(
+      {'params': {**params, 'Transformer': tree}},
+      x,
+      method=lambda m, x: m.encode(m.embed(x), train=False),
+    ).mean(axis=1)
+
+  for count in (0, 1):
+    want = jax.jit(by_hand, static_argnums=0)(count)
+    np.testing.assert_allclose(got[f'layer_{count}'], want, atol=1e-5)
+
+
 def test_masked_patches_have_the_features_of_whole_images(tiny_config):
   tiny_config.task = 'masked_patches'
   config = run_config.complete(tiny_config)
@@ -165,5 +196,12 @@ def test_features_beyond_the_memory_are_refused(task):
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   huge = types.SimpleNamespace(num_examples=10**12)
   huge.evaluated = huge
-  with pytest.raises(ValueError, match="1,000,000,000,000 examples with 16 .*take a part of the split"):  # fmt: skip
+  with pytest.raises(ValueError, match=r"1,000,000,000,000 examples with 16 .*--train='train\[:10%]' or --test=.*config.fewshot.train"):  # fmt: skip
     features.Extractor(task, mesh).run(huge, {}, {})
+
+
+def test_examples_without_a_label_do_not_count():
+  found = features.Features(np.eye(3), np.array([0, -1, 1], np.int32))
+  assert found.accuracy(np.array([0, 1, 2])) == 0.5
+  with pytest.raises(ValueError, match='no image of the split has one class'):
+    found._replace(labels=np.full(3, -1)).accuracy(np.arange(3))

@@ -29,6 +29,8 @@ training, set --config.fewshot.shots="(1, 5, 10)" (configs/common.py).
 import argparse
 from collections.abc import Sequence
 
+from etils import epath
+
 from vit_jax import cli
 from vit_jax.commands import flags
 
@@ -85,6 +87,12 @@ def main(argv: Sequence[str]) -> int:
   """Probes the model of the command line, and prints a table."""
   args = parse(argv)
   flags.check_output('json', args.json)
+  folder = args.tfds_data_dir
+  if folder and not epath.Path(folder).is_dir():
+    raise ValueError(
+      f"tfds_data_dir='{folder}' is no folder: give the folder of prepared TFDS "
+      'data sets, or make it (--tfds_data_dir)'
+    )
   cli.quiet()
   cli.avoid_libtpu()
   from vit_jax import probe

@@ -60,6 +60,21 @@ class Features(NamedTuple):
       )
     return found
 
+  def take(self, rows: np.ndarray) -> 'Features':
+    """Returns the examples of these numbers."""
+    return Features(self.values[rows], self.labels[rows])
+
+  def accuracy(self, classes: np.ndarray) -> float:
+    """Returns the share of the examples with a label that have these classes.
+
+    Args:
+      classes: int [n].
+
+    Raises:
+      ValueError: if no example has a label.
+    """
+    return float((classes == self.labels).sum() / len(self.labelled()))
+
 
 def layers(task) -> dict[str, str]:
   """Returns the layers of a task's model from the input to the output.
@@ -222,7 +237,9 @@ class Extractor:
       raise ValueError(
         f'{count:,} examples with {self.width:,} features each take '
         f'{cli.size(needed)}, more than half of the {cli.size(memory)} of this '
-        "machine: take a part of the split, such as 'train[:10%]'"
+        "machine: take a part of the split: --train='train[:10%]' or "
+        "--test='test[:10%]' of `vit_jax probe`, in a config config.fewshot.train "
+        'or config.fewshot.test'
       )
 
 

@@ -9,8 +9,10 @@ checkpoint, which the resumed run computes again.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import json
 import os
+import statistics
 import tempfile
 
 from absl import logging
@@ -173,6 +175,12 @@ def find(workdir, step: int, name: str) -> dict | None:
     if line['step'] == step and name in line:
       return line
   return None
+
+
+def mean_std(values: Sequence[float]) -> tuple[float, float]:
+  """Returns the mean and the sample standard deviation (0.0 of one value)."""
+  several = len(values) > 1
+  return statistics.mean(values), statistics.stdev(values) if several else 0.0
 
 
 def is_share(name: str) -> bool:

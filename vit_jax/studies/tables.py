@@ -12,7 +12,6 @@ import io
 import json
 import os
 import socket
-import statistics
 from typing import Any
 
 from etils import epath
@@ -24,14 +23,7 @@ from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import workdir as workdir_lib
 
 say = cli.say
-
-
-def mean_std(values: Sequence[float]) -> tuple[float, float]:
-  """Returns the mean and the sample standard deviation (0.0 of one value)."""
-  return (
-    statistics.mean(values),
-    statistics.stdev(values) if len(values) > 1 else 0.0,
-  )
+mean_std = metrics_lib.mean_std
 
 
 def format_values(metric: str, values: Sequence[float]) -> str:

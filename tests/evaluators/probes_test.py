@@ -1,0 +1,222 @@
+"""Tests of probes by few images a class: which, of what layers, how well."""
+
+import json
+import os
+import pty
+import sys
+import termios
+
+import numpy as np
+import pytest
+
+from vit_jax import cli
+from vit_jax.data import records
+from vit_jax.data import sources
+from vit_jax.data.images import images as images_lib
+from vit_jax.distributed import sharding
+from vit_jax.evaluators import probes
+from vit_jax.inference import engine
+from vit_jax.run import config as run_config
+
+
+def test_the_same_few_of_each_class():
+  labels = np.array([0, 1, -1, 1, 0, 2, 0, 1, 2, 2, 2, 0])
+  chosen = probes.choose(labels, 'abc', 3, seed=1)
+  assert (labels[chosen] == np.arange(3)[:, None]).all()
+  assert all(len(set(row)) == 3 for row in chosen.tolist())
+  # As the releases before have chosen.
+  assert chosen.tolist() == [[0, 4, 6], [7, 1, 3], [10, 8, 5]]
+  np.testing.assert_array_equal(
+    probes.choose(labels, 'abc', 2, seed=1), chosen[:, :2]
+  )
+  # The choice in a class does not depend on the other classes.
+  other = np.where(labels == 2, 1, labels)
+  np.testing.assert_array_equal(
+    probes.choose(other, 'ab', 3, seed=1)[0], chosen[0]
+  )
+  found = {tuple(probes.choose(labels, 'abc', 3, s)[0]) for s in range(20)}
+  assert len(found) > 4
+
+
+def test_classes_without_an_example():
+  labels, names = np.array([5, 2, 2, 5, -1, 2, 5, 5, 2, -1]), 'abcdef'
+  chosen = probes.choose(labels, names, 2, seed=4, skip_empty=True)
+  assert chosen.tolist() == [[8, 1], [3, 6]]
+  assert labels[chosen].tolist() == [[2, 2], [5, 5]]
+  with pytest.raises(ValueError, match="0 examples of the class 'a'"):
+    probes.choose(labels, names, 2, seed=4)
+
+
+def test_fewer_examples_than_shots():
+  labels = np.array([0, 0, 0, 1, 1, -1])
+  with pytest.raises(ValueError, match="shots=3 are more than the 2 examples of the class 'bee'.*config.fewshot.shots.*config.layer_probe"):  # fmt: skip
+    probes.choose(labels, ('ant', 'bee'), 3, 0)
+  with pytest.raises(ValueError, match=r"classes \['ant'\]: a probe needs two"):
+    probes.choose(labels, ('ant',), 1, 0)
+  with pytest.raises(ValueError, match=r"classes \['bee'\]: a probe needs two"):
+    probes.choose(labels[3:], ('ant', 'bee'), 1, 0, skip_empty=True)
+
+
+def test_splits(tiny_config):
+  config = run_config.complete(tiny_config)
+  assert probes.splits(config) == (None, 'train', 'test')
+  config.pp.train, config.evals = 'train[:90%]', (('val', 'train[90%:]'),)
+  assert probes.splits(config) == (None, 'train[:90%]', 'train[90%:]')
+  config.fewshot.dataset = 'imagenet2012'
+  assert probes.splits(config) == ('imagenet2012', 'train[:99%]', 'validation')
+  config.fewshot.train = 'train[:5%]'
+  assert probes.splits(config)[1:] == ('train[:5%]', 'validation')
+
+
+def test_images_are_squeezed_and_cropped(tiny_config):
+  assert probes.squeezed(tiny_config.pp, 8 / 7).resize == (9, 9)
+  tiny_config.pp.crop = (224, 448)
+  assert probes.squeezed(tiny_config.pp, 8 / 7).resize == (256, 512)
+  assert tiny_config.pp.resize is None
+
+
+def grey(values, labels, names):
+  """Images of one grey value each, with some noise, and their classes."""
+  rng = np.random.RandomState(0)
+  pixels = np.add.outer(values, rng.randint(0, 6, (8, 8, 3)))
+  encoded = [images_lib.encode_png(x.astype(np.uint8)) for x in pixels]
+  columns = {'image': encoded, 'label': np.array(labels)[:, None]}
+  return records.MemorySource(columns, {'label': names})
+
+
+@pytest.fixture
+def task(tiny_config):
+  """A classifier whose layer 0 is 0, and layer 1 the mean grey."""
+  tiny_config.pp.channels = 3
+  tiny_config.update(batch=8, batch_eval=8, layer_probe=2)
+  tiny_config.fewshot.update(shots=(1, 3), seeds=(0, 5), squeeze=1.0)
+  config = run_config.complete(tiny_config)
+  task = run_config.get_task('classify')(config, {'class_names': list('abc')})
+
+  def intermediates(params, extra, batch, capture):
+    mean = batch['image'].mean(axis=(1, 2))  # [B, C]
+    return {'b/layer_1': (mean,), 'a/layer_0': (0 * mean,), 'features': (mean,)}
+
+  task.intermediates = intermediates
+  return task
+
+
+@pytest.fixture
+def splits(monkeypatch):
+  """Sources by the split's name: two classes, 3 images each to train on.
+
+  The third test image is light, and labelled as dark.
+  """
+  names = ('dark', 'light')
+  opened = {
+    'train': grey([0, 5, 240, 10, 230, 220], [0, 0, 1, 0, 1, 1], names),
+    'test': grey([20, 220, 180, 90], [0, 1, 0, 0], names),
+  }
+  monkeypatch.setattr(
+    sources, 'open_split', lambda config, split, *_, **__: opened[split]
+  )
+  return opened
+
+
+@pytest.fixture
+def mesh():
+  return sharding.make_mesh({'data': 8})
+
+
+def test_the_accuracy_of_a_split(task, splits, mesh):
+  probe = probes.FewShot(task, mesh)
+  assert probe.run({}, {}) == {'fewshot_1': 0.75, 'fewshot_3': 0.75}
+  found = probe.accuracies({}, {})
+  assert found == {'features': {1: [0.75] * 2, 3: [0.75] * 2}}
+  with pytest.raises(engine.Stopped):
+    probe.run({}, {}, lambda: True)
+
+
+def test_a_bar_on_a_terminal_drops_no_seed(task, splits, mesh, monkeypatch):
+  """The bar is drawn on a pseudo-terminal after each probe."""
+  probe = probes.FewShot(task, mesh)
+  controller, terminal = pty.openpty()
+  termios.tcsetwinsize(terminal, (24, 80))
+  os.set_blocking(controller, False)
+  make_bar = cli.bar
+  with open(terminal, 'w') as stderr:
+    monkeypatch.setattr(sys, 'stderr', stderr)
+    monkeypatch.setattr(
+      cli,
+      'bar',
+      lambda **kwargs: make_bar(
+        **{**kwargs, 'delay': 1e-9, 'mininterval': 0, 'miniters': 1}
+      ),
+    )
+    found = probe.accuracies({}, {})
+    assert found == {'features': {1: [0.75] * 2, 3: [0.75] * 2}}
+    assert b'Few-shot probes' in os.read(controller, 10_000)
+  os.close(controller)
+
+
+@pytest.mark.parametrize('kind', [probes.FewShot, probes.LayerProbe])
+def test_classes_are_told_by_name(task, splits, mesh, kind):
+  """The test images lack the first class, so that 'light' is their first one."""
+  task.config.fewshot.shots = (2,)
+  splits['test'] = grey([250, 220, 230], [0, 0, 0], ('light',))
+  assert set(kind(task, mesh).run({}, {}).values()) == {1.0}
+  splits['test'] = grey([250, 0], [1, 0], ('black', 'light'))
+  with pytest.raises(ValueError, match=r"training images lack: \['black'\]"):
+    kind(task, mesh)
+
+
+def test_an_evaluation_probes_all_layers(task, splits, mesh, tmp_path, capsys):
+  splits['test'] = grey([20, 220, 180, 90], [0, 1, 1, 0], ('dark', 'light'))
+  probe = probes.LayerProbe(task, mesh, tmp_path)
+  assert probe.final
+  found = probe.run({}, {})
+  rows = json.loads((tmp_path / 'probe.json').read_text())['layers']
+  table = {row['layer']: row['accuracy'] for row in rows}
+  # Shades can be told apart, and features that are all 0 cannot.
+  assert table == {'layer_0': 0.5, 'layer_1': 1.0, 'pixels': 1.0}
+  assert list(table) == ['layer_0', 'layer_1', 'pixels']
+  assert found == {'probe_best': 1.0, 'probe_pixels': 1.0}
+  assert 'pixels      100.00 %' in capsys.readouterr().out
+  assert (tmp_path / 'probe.png').read_bytes()[1:4] == b'PNG'
+  lines = (tmp_path / 'probe.csv').read_text().splitlines()
+  assert lines[:2] == ['layer,accuracy', 'layer_0,0.5']
+  assert len(lines) == 4
+
+
+def test_the_spread_of_the_draws(task, splits, mesh, tmp_path, capsys):
+  probe = probes.LayerProbe(task, mesh, tmp_path)
+  draws = {'layer_0': [0.5, 0.7], 'layer_1': [0.5] * 2, 'pixels': [0.25, 0.75]}
+  probe.accuracies = lambda *_: {name: {2: x} for name, x in draws.items()}
+  found = probe.run({}, {})
+  assert found == {'probe_best': pytest.approx(0.6), 'probe_pixels': 0.5}
+  rows = json.loads((tmp_path / 'probe.json').read_text())['layers']
+  for row in rows:
+    assert row['std'] == pytest.approx(np.std(draws[row['layer']], ddof=1))
+  said = capsys.readouterr().out
+  assert 'layer_0      60.00 % +- 14.14  best layer\n' in said
+  text = (tmp_path / 'probe.csv').read_text()
+  assert text.startswith('layer,accuracy,std\nlayer_0,0.6,0.141')
+
+
+def test_the_images_of_the_draws(task, splits, mesh):
+  """As the releases before have drawn them."""
+  labels, names = np.random.RandomState(3).randint(-1, 3, 30), tuple('abc')
+  splits['train'] = grey(np.zeros(30), labels, names)
+  splits['test'] = grey([0], [0], names)
+  probe = probes.LayerProbe(task, mesh)
+  assert [x.reshape(-1).tolist() for x in probe._chosen] == [
+    [8, 15, 14, 25, 11, 9],
+    [21, 2, 14, 25, 22, 9],
+    [21, 26, 25, 17, 9, 22],
+    [21, 26, 14, 17, 3, 22],
+    [7, 8, 14, 25, 3, 9],
+  ]
+
+
+def test_what_an_evaluation_needs(task, splits, mesh):
+  task.config.layer_probe = 4
+  with pytest.raises(ValueError, match='shots=4 are more than the 3 examples'):
+    probes.LayerProbe(task, mesh)
+  task.intermediates = lambda *args: {}
+  with pytest.raises(ValueError, match='sows no layer_0, layer_1'):
+    probes.LayerProbe(task, mesh)

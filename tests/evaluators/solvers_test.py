@@ -1,0 +1,137 @@
+"""Tests of linear classifiers: closed form, optimum, choice of the penalty, SGD."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from tests.evaluators import features_test
+from vit_jax import cli
+from vit_jax.data import records
+from vit_jax.data import sources
+from vit_jax.distributed import sharding
+from vit_jax.evaluators import features
+from vit_jax.evaluators import probes
+from vit_jax.evaluators import solvers
+from vit_jax.run import config as run_config
+
+
+def blobs(seed, count=300, noise=1.0):
+  """Points around the corners of a triangle, in 6 dimensions, 4 of noise."""
+  rng = np.random.RandomState(seed)
+  labels = np.arange(count) % 3
+  values = noise * rng.randn(count, 6)
+  values[:, :2] += 2 * np.array([(0, 1), (1, -1), (-1, -1)])[labels]
+  return features.Features(values.astype(np.float32), labels.astype(np.int32))
+
+
+def closed_form(x, labels, num_classes, l2, test):
+  """Scores by the published formula, in NumPy and float64 only."""
+  x, test = x.astype(np.float64), test.astype(np.float64)
+  mean, std = x.mean(axis=0), x.std(axis=0) + 1e-5
+  x, test = (np.c_[(v - mean) / std, np.full(len(v), 100.0)] for v in (x, test))
+  y = np.where(labels[:, None] == np.arange(num_classes), 1.0, -1.0)
+  inverse = np.linalg.inv(x.T @ x + l2 * np.eye(x.shape[1]))
+  return test @ (inverse @ x.T @ y)
+
+
+@pytest.mark.parametrize(('n', 'd'), [(60, 20), (20, 60), (21, 20)])
+def test_scores_are_those_of_the_closed_form(n, d, monkeypatch):
+  """More examples than features, and fewer: the dual problem."""
+  rng = np.random.RandomState(0)
+  x = rng.randn(n, d).astype(np.float32) * rng.uniform(0.1, 9, d) + 3
+  x[:, 5] = 7  # A feature without information.
+  x[:, 6] *= 1e-4  # A feature whose deviation is near the added 1e-5.
+  x, test = x.astype(np.float32), rng.randn(8, d).astype(np.float32)
+  test[:, 5] = 7
+  test[:, 6] *= 1e-4
+  labels = np.arange(n) % 4
+  model = solvers.least_squares(features.Features(x, labels), 4, 2.0**10)
+  want = closed_form(x, labels, 4, 2.0**10, test)
+  np.testing.assert_allclose(test @ model.kernel + model.bias, want, atol=1e-5)
+  monkeypatch.setattr(solvers, '_ROWS', 3)
+  assert model.predict(test).tolist() == want.argmax(axis=1).tolist()
+
+
+def test_features_that_are_not_finite():
+  train = features.Features(np.full((4, 3), np.nan), np.arange(4) % 2)
+  with pytest.raises(ValueError, match='features are not finite'):
+    solvers.least_squares(train, 2, 1.0)
+
+
+@pytest.mark.parametrize('each', [True, False])
+def test_the_gradient_of_the_penalised_loss_is_zero_at_the_optimum(each):
+  """L-BFGS on the mean cross-entropy + l2 / 2 |W|^2, of any origin and scale."""
+  train, l2 = blobs(0), 0.01
+  x = 50 * train.values + 3
+  model = solvers.logistic(train._replace(values=x), l2, each)
+  z = x - x.mean(axis=0)
+  z /= x.std(axis=0) if each else np.sqrt((z**2).sum(axis=1).mean())
+  kernel, bias = model[-1].coef_.T, model[-1].intercept_
+  logits = (z @ kernel + bias).astype(np.float64)
+  p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+  error = p - np.eye(3)[train.labels]
+  np.testing.assert_allclose(z.T @ error / len(z) + l2 * kernel, 0, atol=1e-4)
+  np.testing.assert_allclose(error.mean(axis=0), 0, atol=1e-4)
+  assert (model.predict(x) == logits.argmax(axis=1)).all()
+
+
+def test_held_out_images_choose_the_penalty():
+  train, test = blobs(1, 60, 1.5), blobs(2, 3000, 1.5)
+  train = train._replace(labels=np.where(np.arange(60) == 7, -1, train.labels))
+  found = solvers.tuned(train, test, (10.0, 1e-1, 1e-6))
+  assert found.method == 'L-BFGS'
+  assert list(found.held_out) == [10.0, 1e-1, 1e-6]
+  assert found.held_out[found.l2] == max(found.held_out.values())
+  rows = train.labelled()
+  assert len(rows) == 59
+  model = solvers.logistic(train.take(rows), found.l2)
+  assert found.accuracy == (model.predict(test.values) == test.labels).mean()
+  assert found.accuracy > 0.7
+
+
+def test_too_few_images():
+  train = blobs(0, 3)._replace(labels=np.array([0, -1, -1]))
+  with pytest.raises(ValueError, match='1 labelled images are too few'):
+    solvers.tuned(train, train)
+  train = train._replace(labels=np.full(3, -1))
+  with pytest.raises(ValueError, match='no image of the split has one class'):
+    solvers.tuned(train, train)
+
+
+def test_sgd_where_features_do_not_fit_in_memory(tiny_config, monkeypatch):
+  """Images of three shades of grey, by their mean and its square."""
+  tiny_config.pp.channels = 3
+  tiny_config.update(batch=16, batch_eval=16)
+  tiny_config.fewshot.squeeze = 1.0
+  config = run_config.complete(tiny_config)
+  task = run_config.get_task('classify')(config, {'class_names': list('abc')})
+  shades = 100 * (np.arange(48) % 3) + np.arange(48) // 3
+  source = features_test.grey(shades)
+  labels = np.arange(48)[:, None] % 3
+  labels[5] = -1  # Does not count.
+  images = source.lookup(np.arange(48))['image']
+  source = records.MemorySource(
+    {'image': images, 'label': labels}, source.names
+  )
+
+  def intermediates(params, extra, batch, capture):
+    mean = batch['image'].mean(axis=(1, 2, 3))[:, None]  # [B, 1]
+    both = jax.numpy.concatenate([mean, mean**2], axis=1)
+    return {'features': (both,), 'good': (both,), 'bad': (0 * mean,)}
+
+  task.intermediates = intermediates
+  monkeypatch.setattr(sources, 'open_split', lambda *args, **kwargs: source)
+  quick = functools.partial(solvers.sgd, epochs=20, learning_rate=20.0)
+  monkeypatch.setattr(solvers, 'sgd', quick)
+  # An eighth holds 48 images of 2 features and 3 logits in 7,680 bytes.
+  monkeypatch.setattr(cli, 'machine_memory', lambda: 7_679)
+  mesh = sharding.make_mesh({'data': 2}, jax.devices()[:2])
+  probe = probes.FewShot(task, mesh)
+  found = probe.linear(('good', 'bad'), {}, {})
+  assert list(found) == ['good', 'bad']
+  assert found['good'] == solvers.Result(1.0, 0.0, {}, 'SGD')
+  assert found['bad'].accuracy == pytest.approx(16 / 47)  # One class of three.
+  monkeypatch.setattr(cli, 'machine_memory', lambda: 7_680)
+  assert probe.linear(('good',), {}, {})['good'].method == 'L-BFGS'
