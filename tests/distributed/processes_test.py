@@ -97,7 +97,7 @@ from jax.experimental import multihost_utils
 from tests import conftest
 from vit_jax.studies import runs as runs_lib
 trained = []
-def train_and_evaluate(config, workdir):
+def train_and_evaluate(config, workdir, held):
   trained.append(workdir[-1])
   if trained == ['a']:
     processes.agree('the data', {'n': me})
