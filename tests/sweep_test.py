@@ -1,5 +1,7 @@
 """Tests of the flags of `vit_jax sweep`."""
 
+import shlex
+
 import pytest
 
 from vit_jax.commands import sweep
@@ -59,6 +61,21 @@ def test_the_config_of_a_program_is_no_sweep(monkeypatch):
         '--values=batch=1',
       ]
     )
+
+
+def test_a_command_for_each_run(monkeypatch, capsys, tmp_path):
+  monkeypatch.setattr(sweep.hosts, 'run', lambda args, work: work())
+  words = [
+    CONFIG[0], f'--workdir={tmp_path}/w', '--held_out=10%',
+    "--values=pp.crop_area=(.5, 1.0),None",
+  ]  # fmt: skip
+  sweep.main([*words, '--print'])
+  lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+  assert lines == [
+    ['vit_jax', 'sweep', *words, f'--run=crop_area={name}']
+    for name in ('_0.5,_1.0_', 'None')
+  ]
+  assert not (tmp_path / 'w').exists()
 
 
 def test_flags():

@@ -97,7 +97,7 @@ def test_a_run_that_another_machine_holds_comes_last(
   assert len(pauses) == 2
   lines = capsys.readouterr().out.splitlines()
   assert lines[2:4] == [
-    '1 runs are being trained by other machines:',
+    '1 of the runs are held by other machines:',
     '  a: process 7 on far since noon',
   ]
   assert len(lines) == 6

@@ -150,15 +150,15 @@ def train_all(
     run.name: f'  {i:>{len(str(len(runs)))}}/{len(runs)}  {run.name:<{width}}'
     for i, run in enumerate(runs, 1)
   }
-  failed, seconds, left, waiting = {}, [], list(runs), False
+  failed, seconds, left, held, waiting = {}, [], list(runs), {}, False
   while left:
-    tried, held = left, {}
+    tried, before, held = left, held, {}
     for number, run in enumerate(tried, 1):
       head, began = heads[run.name], time.perf_counter()
       found = _read(workdir, run)
       if found is not None:
-        where = 'by another machine' if waiting else 'before'
-        say(f'{head}  {_describe(found)}, done {where}')
+        done = 'by another machine' if run.name in before else 'before'
+        say(f'{head}  {_describe(found)}, done {done}')
         continue
       lock = holder.Holder(f'{workdir}/{run.name}')
       try:
@@ -190,7 +190,7 @@ def train_all(
       if not waiting:
         others = [f'  {name}: {other}' for name, other in held.items()]
         say(
-          f'{len(held)} runs are being trained by other machines:\n'
+          f'{len(held)} of the runs are held by other machines:\n'
           + '\n'.join(others)
           + '\nWaiting for them: a run whose machine is lost goes on here. Ctrl-C '
           'ends the waiting; the same command shows the table when they are done.'
