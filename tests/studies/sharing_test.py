@@ -9,6 +9,7 @@ import tensorflow_datasets as tfds
 
 from tests import forked
 from tests import processes
+from tests.studies import fake_training
 from vit_jax.commands import hosts
 from vit_jax.commands import train as command
 from vit_jax.configs import common
@@ -19,18 +20,24 @@ from vit_jax.run import loop
 # begun one.
 MACHINE = """
 import pathlib, sys, time
-from vit_jax import cli, train
+import pytest
+from tests.studies import fake_training
+from vit_jax import cli
+from vit_jax.run import config as run_config
 from vit_jax.studies import runs
 runs._PAUSE = 0.2
 me, place, count = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
-original = train.train_and_evaluate
-def train_and_evaluate(config, workdir, held):
-  print('TRAINS', workdir.rpartition('/')[2], flush=True)
+def measure(config):
+  [(name, *_)] = run_config.evaluations(config)
+  print('TRAINS', fake.trained[-1], flush=True)
   (place / f'begun_{me}').touch()
   while len(list(place.glob('begun_*'))) < count:
     time.sleep(0.05)
-  return original(config, workdir, held)
-train.train_and_evaluate = train_and_evaluate
+  time.sleep(0.2)
+  return {
+    f'accuracy_{name}': 0.5 + config.base_lr, f'loss_{name}': config.seed
+  }
+fake = fake_training.Fake(pytest.MonkeyPatch(), measure)
 cli.run('sweep', sys.argv[4:])
 """
 
@@ -57,14 +64,11 @@ def get_config():
 """
 
 
-def test_machines_share_a_sweep(tmp_path, data_dir):
-  config = processes.write_config(tmp_path)
+def test_machines_share_a_sweep(tmp_path):
   words = [
-    f'--config={config}', f'--workdir={tmp_path}/sweep', '--held_out=10%',
-    '--values=config.base_lr=.0,.003', '--seeds=1', '--metric=loss',
-    f'--config.tfds_data_dir={data_dir}', '--config.total_steps=4',
-    '--config.eval_every=0', '--config.checkpoint_every=0',
-    '--config.log_images=0', '--nodistributed',
+    f'--config={processes.write_config(tmp_path)}',
+    f'--workdir={tmp_path}/sweep', '--held_out=10%', '--seeds=2',
+    '--values=config.base_lr=.001,.03,.01', '--nodistributed',
   ]  # fmt: skip
   machines = [
     forked.start_code(
@@ -73,22 +77,23 @@ def test_machines_share_a_sweep(tmp_path, data_dir):
     for me in range(2)
   ]
   outputs = [machine.communicate()[0] for machine in machines]
-  assert [machine.returncode for machine in machines] == [0, 0], '\n'.join(
-    outputs
-  )
+  assert [machine.returncode for machine in machines] == [0, 0], outputs
   trained = [
     [line.split()[1] for line in output.splitlines() if 'TRAINS' in line]
     for output in outputs
   ]
   assert all(trained)
-  names = ['base_lr=0.0', 'base_lr=0.003', 'base_lr=0.003,test_0']
-  assert sorted(itertools.chain(*trained)) == names
+  assert sorted(itertools.chain(*trained)) == [
+    'base_lr=0.001', 'base_lr=0.01', 'base_lr=0.03',
+    'base_lr=0.03,test_0', 'base_lr=0.03,test_1',
+  ]  # fmt: skip
   tables = [
     output.split('Choice:\nbase_lr')[1].split('  table')[0]
     + output.split('Mean and standard deviation')[1]
     for output in outputs
   ]
   assert tables[0] == tables[1]
+  assert 'accuracy_test (%)  53.00 ± 0.00  53.00 53.00' in tables[0]
 
 
 def test_machines_may_prepare_the_same_data_at_once(tmp_path, monkeypatch):
@@ -125,6 +130,7 @@ def study(tmp_path, data_dir, monkeypatch):
 def test_a_printed_command_trains_a_run_of_the_study(
   study, tmp_path, capsys, monkeypatch
 ):
+  fake = fake_training.Fake(monkeypatch, lambda _: {'accuracy_test': 0.5})
   study('printed', '--print', '--config.seeds=5')
   lines = capsys.readouterr().out.splitlines()
   assert not (tmp_path / 'printed').exists()
@@ -134,6 +140,7 @@ def test_a_printed_command_trains_a_run_of_the_study(
     assert shlex.split(line)[-1] == f'--run={name}'
     command.main(shlex.split(line)[2:])
   study('whole', '--config.seeds=5')
+  assert fake.trained == names * 2
   for name in names:
     printed, whole = (
       json.loads((tmp_path / folder / name / 'config.json').read_text())
@@ -142,9 +149,9 @@ def test_a_printed_command_trains_a_run_of_the_study(
     assert printed == whole
   assert whole['model']['hidden_size'] == 8
   # The study finds them done.
-  monkeypatch.setattr('vit_jax.train.train_and_evaluate', None)
   capsys.readouterr()
   study('printed', '--config.seeds=5')
+  assert fake.trained == names * 2
   assert capsys.readouterr().out.count('done before') == 2
   assert (tmp_path / 'printed/study.json').exists()
   study('printed', '--config.seeds=5', '--print')
@@ -155,20 +162,18 @@ def test_a_printed_command_trains_a_run_of_the_study(
     study('printed', '--run=slow_7')
 
 
-def test_a_run_that_was_trained_alone_is_done(
-  study, tmp_path, capsys, monkeypatch
-):
+def test_a_run_that_was_trained_alone_is_done(study, tmp_path, monkeypatch):
   """It has no result.json; its metrics are read, and no update is made."""
-  study('s', '--config.seeds=5', '--run=slow_5')
-  study('s', '--config.seeds=5', '--run=other_5')
-  (tmp_path / 's/slow_5/result.json').unlink()
+  words = ('s', '--config.seeds=5', "--config.variants=(('slow', {}),)")
+  study(*words, '--run=slow_5')
+  folder = tmp_path / 's/slow_5'
+  (folder / 'result.json').unlink()
   monkeypatch.setattr(loop.Run, 'update', None)
-  study('s', '--config.seeds=5')
-  rows = json.loads((tmp_path / 's/study.json').read_text())
-  for row, name in zip(rows, ('slow_5', 'other_5')):
-    lines = (tmp_path / 's' / name / 'metrics.jsonl').read_text().splitlines()
-    assert row['seed_5'] == json.loads(lines[-1])['accuracy_test']
-  assert (tmp_path / 's/slow_5/result.json').exists()
+  study(*words)
+  [row] = json.loads((tmp_path / 's/study.json').read_text())
+  lines = (folder / 'metrics.jsonl').read_text().splitlines()
+  assert row['seed_5'] == json.loads(lines[-1])['accuracy_test']
+  assert (folder / 'result.json').exists()
 
 
 @pytest.mark.parametrize('flag', ['--print', '--run=a'])
