@@ -16,7 +16,7 @@ from vit_jax.configs import noisy_student as recipe
 from vit_jax.configs import noisy_student_digits
 from vit_jax.data import pseudo_labels
 from vit_jax.data import sources
-from vit_jax.evaluators import features
+from vit_jax.inference import engine
 from vit_jax.studies import labelling
 from vit_jax.studies import noisy_student
 from vit_jax.studies import runs as runs_lib
@@ -45,7 +45,7 @@ def finished(data_dir, tmp_path_factory):
   config, workdir = make_config(data_dir), tmp_path_factory.mktemp('student')
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(labelling, 'BLOCK', 500)
-    write, collect = pseudo_labels.write_arrays, features.collect
+    write, collect = pseudo_labels.write_arrays, engine.collect
 
     def stop(path, arrays):
       if path.name == '000000000500.npz':
@@ -62,7 +62,7 @@ def finished(data_dir, tmp_path_factory):
       seen.append(source.num_examples)
       return collect(config, mesh, source, *args, **kwargs)
 
-    patch.setattr(features, 'collect', count)
+    patch.setattr(engine, 'collect', count)
     rows = noisy_student.noisy_student(config, str(workdir))
   return config, workdir, rows, seen
 
