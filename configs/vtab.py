@@ -25,6 +25,7 @@ L/16 from JFT-300M 76.28, H/14 from JFT-300M 77.63; BiT-L has 76.29.
 """
 
 import ml_collections
+from ml_collections.config_dict import placeholder
 
 from vit_jax.configs import vit
 
@@ -77,9 +78,8 @@ def get_config(model: str = 'b16'):
   # Download the data sets that are missing and that TFDS can download, all of
   # them about 90 GB, and prepare what lies in run.tfds_manual_dir.
   config.download = False
-  # (i, n): of n machines that share the workdir, this one, number i from 0 on,
-  # trains every n-th run.
-  config.shard = (0, 1)
+  # Has no effect, and is there for older commands: machines need no numbers.
+  config.shard = placeholder(tuple)
   # Checkpoints to keep of a run that is done: 'all', 'newest' or 'none'.
   config.checkpoints = 'newest'
 

@@ -1,5 +1,7 @@
 """Tests of the flags of `vit_jax sweep`."""
 
+import shlex
+
 import pytest
 
 from vit_jax.commands import sweep
@@ -61,21 +63,35 @@ def test_the_config_of_a_program_is_no_sweep(monkeypatch):
     )
 
 
+def test_a_command_for_each_run(monkeypatch, capsys, tmp_path):
+  monkeypatch.setattr(sweep.hosts, 'run', lambda args, work: work())
+  words = [
+    CONFIG[0], f'--workdir={tmp_path}/w', '--held_out=10%',
+    "--values=pp.crop_area=(.5, 1.0),None",
+  ]  # fmt: skip
+  sweep.main([*words, '--print'])
+  lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+  assert lines == [
+    ['vit_jax', 'sweep', *words, f'--run=crop_area={name}']
+    for name in ('_0.5,_1.0_', 'None')
+  ]
+  assert not (tmp_path / 'w').exists()
+
+
 def test_flags():
   found = sweep.parse(
     [*CONFIG, '--values=base_lr=1', '--values=batch=8', '--config.batch=64',
-     '--held_out=10%', '--shard=1/4', '--seeds=5', '--refit=part']
+     '--held_out=10%', '--shard=1/4', '--seeds=5', '--refit=part', '--run=a']
   )  # fmt: skip
   assert found.tried == {'base_lr': [1], 'batch': [8]}
   assert found.config.batch == 64
   assert (found.held_out, found.seeds, found.refit) == ('10%', 5, 'part')
+  assert (found.run, found.print) == ('a', False)
 
 
 @pytest.mark.parametrize(
   'args, message',
   [
-    ([*CONFIG, '--shard=4/4'], "--shard: '4/4' must be I/N"),
-    ([*CONFIG, '--shard=1'], "--shard: '1' must be I/N"),
     ([*CONFIG, '--seeds=x'], "--seeds: 'x' must be a whole number"),
     (
       [*CONFIG, '--valeus=base_lr=1'],

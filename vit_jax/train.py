@@ -408,12 +408,17 @@ def _describe_start(params, weights) -> str:
   return f'Starting from pre-trained weights{heads}.'
 
 
-def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
+def train_and_evaluate(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  held: holder.Holder | None = None,
+):
   """Trains to the last step of a config, resuming from the newest checkpoint.
 
   Args:
     config: see vit_jax/configs/common.py.
     workdir: folder for checkpoints, metrics and config; local or gs://.
+    held: its holder, if the caller has taken the workdir already.
 
   Returns:
     The final TrainState, and the metrics of the last evaluation.
@@ -428,7 +433,8 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: str):
   began = time.perf_counter()
   prepared = prepare(config, workdir)
   weights = check_start(prepared, workdir)
-  with holder.Holder(workdir) as held:
+  taken = contextlib.nullcontext(held) if held else holder.Holder(workdir)
+  with taken as held:
     begun = start(prepared, workdir, weights)
     del weights  # Frees their memory.
     run, metrics = _train(prepared, workdir, held, *begun)

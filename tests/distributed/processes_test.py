@@ -90,14 +90,15 @@ except Exception as e:
   raise
 """
 
-# Process 1 alone cannot read an image of the second of three runs.
+# Process 1 alone cannot read an image of the second of three runs. Before them
+# stands a run that another machine holds.
 STUDY = """
-import json
+import fcntl, json, pathlib
 from jax.experimental import multihost_utils
 from tests import conftest
 from vit_jax.studies import runs as runs_lib
 trained = []
-def train_and_evaluate(config, workdir):
+def train_and_evaluate(config, workdir, held):
   trained.append(workdir[-1])
   if trained == ['a']:
     processes.agree('the data', {'n': me})
@@ -109,7 +110,11 @@ def train_and_evaluate(config, workdir):
 runs_lib.train.train_and_evaluate = train_and_evaluate
 runs_lib.check = lambda *args: None
 config = conftest.make_tiny_config(None)
-runs = [runs_lib.Run(name, config) for name in 'abc']
+runs = [runs_lib.Run(name, config) for name in '0abc']
+if me == 0:
+  pathlib.Path(sys.argv[3], '0').mkdir()
+  file = open(sys.argv[3] + '/0/holder.json', 'w')
+  fcntl.flock(file, fcntl.LOCK_EX)
 try:
   runs_lib.train_all(runs, sys.argv[3])
 except Exception as e:

@@ -23,7 +23,7 @@ class Fake:
     self.measure, self.trained, self.configs = measure, [], {}
     monkeypatch.setattr(train, 'train_and_evaluate', self)
 
-  def __call__(self, config, workdir):
+  def __call__(self, config, workdir, held=None):
     name = pathlib.Path(workdir).name
     self.trained.append(name)
     self.configs[name] = config = run_config.complete(config)

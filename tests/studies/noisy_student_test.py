@@ -19,6 +19,7 @@ from vit_jax.data import sources
 from vit_jax.inference import engine
 from vit_jax.studies import labelling
 from vit_jax.studies import noisy_student
+from vit_jax.studies import runs as runs_lib
 
 
 def make_config(data_dir):
@@ -168,7 +169,9 @@ def recorded(monkeypatch, data_dir, tmp_path):
   def train_all(runs, workdir):
     assert workdir == str(tmp_path)
     trained.update({run.name: run.config for run in runs})
-    return {run.name: {'accuracy_test': len(trained) / 10} for run in runs}
+    metrics = {'accuracy_test': len(trained) / 10}
+    results = {run.name: metrics for run in runs}
+    return runs_lib.Outcome(workdir, results, {}, {})
 
   def label(settings, source, folder, batch):
     labelled.append((settings.teacher, settings.split, folder))
@@ -176,7 +179,7 @@ def recorded(monkeypatch, data_dir, tmp_path):
     counts = {'images': 1337, 'by_class': [0, 1], 'examples': 2}
     return {'counts': counts, 'class_names': ['a', 'b']}
 
-  monkeypatch.setattr(noisy_student.runs_lib, 'train_all', train_all)
+  monkeypatch.setattr(runs_lib, 'train_all', train_all)
   monkeypatch.setattr(noisy_student.tables, 'draw', lambda *_, **__: None)
   monkeypatch.setattr(labelling, 'label', label)
   config = make_config(data_dir)

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from tests.studies import fake_training
 from vit_jax import cli
 from vit_jax import train
+from vit_jax.run import holder
 from vit_jax.studies import runs as runs_lib
 from vit_jax.studies import tables
 
@@ -33,7 +36,7 @@ def make(config, **rates):
 def test_each_run_is_trained_once(tiny_config, fake, tmp_path, capsys):
   runs = make(tiny_config, a=0.1, b=0.2)
   found = runs_lib.train_all(runs, tmp_path)
-  assert found == {
+  assert found.results == {
     'a': {'accuracy_test': 0.1, 'loss_test': 1.0},
     'b': {'accuracy_test': 0.2, 'loss_test': 1.0},
   }
@@ -43,25 +46,81 @@ def test_each_run_is_trained_once(tiny_config, fake, tmp_path, capsys):
   assert first.endswith(' left')
   assert not second.endswith(' left')
   again = runs_lib.train_all([*runs, *make(tiny_config, c=0.3)], tmp_path)
-  assert list(again) == ['a', 'b', 'c']
+  assert list(again.results) == ['a', 'b', 'c']
   assert fake.trained == ['a', 'b', 'c']
   assert capsys.readouterr().out.splitlines()[1] == (
     '  2/3  b  accuracy_test 20.00 %, loss_test 1, done before'
   )
 
 
-def test_machines_share_the_runs(tiny_config, fake, tmp_path):
+# Another machine, which holds a folder.
+HOLDS = """
+import fcntl, sys, time
+file = open(sys.argv[1], 'w')
+fcntl.flock(file, fcntl.LOCK_EX)
+file.write('{"host": "far", "process": 7, "since": "noon", "id": "x"}')
+file.flush()
+print('held', flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize('is_done', [True, False])
+def test_a_run_that_another_machine_holds_comes_last(
+  is_done, tiny_config, fake, tmp_path, monkeypatch, capsys
+):
+  """It is done there, or goes on here when that machine is killed."""
   runs = make(tiny_config, a=0.1, b=0.2, c=0.3)
-  assert list(runs_lib.train_all(runs, tmp_path, (0, 2))) == ['a', 'c']
-  assert fake.trained == ['a', 'c']
-  assert list(runs_lib.train_all(runs, tmp_path, (1, 2))) == ['a', 'b', 'c']
-  assert fake.trained == ['a', 'c', 'b']
+  (tmp_path / 'a').mkdir()
+  other = subprocess.Popen(
+    [sys.executable, '-c', HOLDS, str(tmp_path / 'a' / 'holder.json')],
+    stdout=subprocess.PIPE,
+  )
+  assert other.stdout.readline() == b'held\n'
+  pauses = []
+
+  def pause(seconds):
+    pauses.append(seconds)
+    if len(pauses) < 2:
+      return
+    if is_done:
+      content = result({'accuracy_test': 0.7, 'loss_test': 2.0})
+      (tmp_path / 'a' / 'result.json').write_text(content)
+    other.kill()
+    other.wait()
+
+  monkeypatch.setattr(runs_lib.time, 'sleep', pause)
+  found = runs_lib.train_all(runs, tmp_path)
+  assert list(found.results) == ['a', 'b', 'c']
+  assert found.results['a']['accuracy_test'] == (0.7 if is_done else 0.1)
+  assert fake.trained == ['b', 'c'] + ([] if is_done else ['a'])
+  assert len(pauses) == 2
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[2:4] == [
+    '1 of the runs are held by other machines:',
+    '  a: process 7 on far since noon',
+  ]
+  assert len(lines) == 6
+  assert lines[5].startswith('  1/3  a  accuracy_test ')
+  assert lines[5].endswith('done by another machine') == is_done
 
 
-@pytest.mark.parametrize('shard', [(2, 2), (-1, 2), (0,), 'ab', (0.0, 1)])
-def test_a_wrong_shard_is_named(shard, tiny_config, fake, tmp_path):
-  with pytest.raises(ValueError, match=r'shard=.* must be \(i, n\)'):
-    runs_lib.train_all(make(tiny_config, a=0.1), tmp_path, shard)
+def test_a_run_that_ends_while_it_is_taken_is_not_trained_again(
+  tiny_config, fake, tmp_path, monkeypatch
+):
+  """Another machine ends between the look at the result and the lock."""
+  take = holder.Holder.take
+
+  def late(self, patient):
+    content = result({'accuracy_test': 0.7, 'loss_test': 2.0})
+    (tmp_path / 'a').mkdir()
+    (tmp_path / 'a' / 'result.json').write_text(content)
+    return take(self, patient)
+
+  monkeypatch.setattr(holder.Holder, 'take', late)
+  found = runs_lib.train_all(make(tiny_config, a=0.1), tmp_path)
+  assert found.results['a']['accuracy_test'] == 0.7
+  assert not fake.trained
 
 
 def test_the_others_go_on_where_one_fails(tiny_config, fake, tmp_path):
@@ -74,17 +133,24 @@ def test_the_others_go_on_where_one_fails(tiny_config, fake, tmp_path):
 
   fake.measure = measure
   runs = make(tiny_config, a=0.1, b=0.2, c=0.3)
-  with pytest.raises(runs_lib.Failed, match='b: the disk is full') as error:
-    runs_lib.train_all(runs, tmp_path)
-  assert list(error.value.results) == ['c']
-  assert error.value.diverged == {'a'}
-  assert set(error.value.reasons) == {'a', 'b'}
+  found = runs_lib.train_all(runs, tmp_path)
+  assert list(found.results) == ['c']
+  assert list(found.diverged) == ['a']
+  assert found.failed == {'b': 'the disk is full'}
+  with pytest.raises(
+    runs_lib.Failed, match='b: the disk is full\n  a: loss nan'
+  ):
+    found.finish()
+  with pytest.raises(runs_lib.Failed, match='b: the disk is full\nAll others'):
+    found.finish(allow_diverged=True)
   # What diverged would diverge again; what else has failed is tried again.
   fake.measure = metrics_of
-  with pytest.raises(runs_lib.Failed, match='delete its folder') as error:
-    runs_lib.train_all(runs, tmp_path)
+  found = runs_lib.train_all(runs, tmp_path)
+  with pytest.raises(runs_lib.Failed, match='delete its folder'):
+    found.finish()
+  found.finish(allow_diverged=True)
   assert fake.trained == ['a', 'b', 'c', 'b']
-  assert list(error.value.results) == ['b', 'c']
+  assert list(found.results) == ['b', 'c']
 
 
 def test_an_interrupted_run_goes_on(tiny_config, fake, tmp_path):
@@ -97,7 +163,7 @@ def test_an_interrupted_run_goes_on(tiny_config, fake, tmp_path):
     runs_lib.train_all(runs, tmp_path)
   assert fake.trained == ['a']
   fake.measure = metrics_of
-  assert list(runs_lib.train_all(runs, tmp_path)) == ['a', 'b']
+  assert list(runs_lib.train_all(runs, tmp_path).results) == ['a', 'b']
   assert fake.trained == ['a', 'a', 'b']
 
 

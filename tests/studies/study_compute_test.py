@@ -31,7 +31,8 @@ def test_the_compute_of_runs_is_that_of_closed_form(
     for steps in (60, 180, 540)
     for seed in (0, 1, 2)
   }
-  monkeypatch.setattr(runs, 'train_all', lambda *args, **kwargs: done)
+  outcome = runs.Outcome(tmp_path, done, {}, {})
+  monkeypatch.setattr(runs, 'train_all', lambda *args: outcome)
   study.study(config, str(tmp_path))
   count = flops_test.multiply_adds(
     data_scaling.vit(3, 96), (32, 32), 5, channels=1, as_run=False

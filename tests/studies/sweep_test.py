@@ -57,7 +57,6 @@ def test_the_best_value_is_tested_over_seeds(config, fake, tmp_path, capsys):
     assert (run.pp.train, run.seed, run.base_lr) == ('train', seed, 0.01)
     assert run_config.evaluations(run) == [('test', 'test', None)]
   assert found['best'] == {'base_lr': 0.01}
-  assert found['missing'] == []
   # Of .9, .91 and .92.
   assert found['test'][0] == {
     'base_lr': 0.01, 'metric': 'accuracy_test', 'mean': pytest.approx(0.91),
@@ -66,7 +65,7 @@ def test_the_best_value_is_tested_over_seeds(config, fake, tmp_path, capsys):
   }  # fmt: skip
   out = capsys.readouterr().out
   assert 'Chosen: base_lr=0.01.\n' in out
-  assert 'accuracy_test  91.00 ± 1.00 %' in out
+  assert 'accuracy_test (%)  91.00 ± 1.00  90.00 91.00 92.00' in out
   with (tmp_path / 'choice.csv').open(newline='') as file:
     rows = list(csv.DictReader(file))
   assert [row['base_lr'] for row in rows] == ['0.001', '0.01', '0.1']
@@ -133,22 +132,29 @@ def test_a_loss_chooses_the_lowest(config, fake, tmp_path):
   assert found['best'] == {'base_lr': 0.001}
 
 
-def test_machines_share_a_sweep(config, fake, tmp_path, capsys):
-  def on(shard):
-    return sweep.sweep(config, str(tmp_path), RATES, seeds=2, shard=shard)
+def test_one_run_of_a_sweep(config, fake, tmp_path):
+  """What a scheduler's jobs train, the sweep finds done."""
+  workdir, plan = str(tmp_path), sweep.make(config, RATES, seeds=2)
 
-  found = on((0, 2))
-  assert (found['best'], found['test']) == (None, [])
-  assert found['missing'] == ['base_lr=0.01']
-  assert (
-    'The test begins when the whole choice is done; missing: base_lr=0.01.'
-    in (capsys.readouterr().out)
-  )
-  assert on((1, 2))['missing'] == ['base_lr=0.01,test_0']
-  assert fake.trained[2:] == ['base_lr=0.01', 'base_lr=0.01,test_1']
-  found = on((0, 2))
-  assert found['missing'] == []
+  def names():
+    return [run.name for run in sweep.next_runs(plan, workdir)]
+
+  choice = names()
+  assert choice == ['base_lr=0.001', 'base_lr=0.01', 'base_lr=0.1']
+  assert not list(tmp_path.iterdir())
+  for name in choice:
+    sweep.sweep(config, workdir, RATES, seeds=2, only=name)
+  assert fake.trained == choice
+  assert names() == ['base_lr=0.01,test_0', 'base_lr=0.01,test_1']
+  sweep.sweep(config, workdir, RATES, seeds=2, only=names()[1])
+  assert not (tmp_path / 'choice.csv').exists()
+  found = sweep.sweep(config, workdir, RATES, seeds=2)
+  assert fake.trained[3:] == ['base_lr=0.01,test_1', 'base_lr=0.01,test_0']
   assert found['test'][0]['mean'] == pytest.approx(0.905)
+  with pytest.raises(
+    ValueError, match="run='base_lr=2' is none of the runs ba"
+  ):
+    sweep.sweep(config, workdir, RATES, seeds=2, only='base_lr=2')
 
 
 def test_values_that_diverge_lose(config, fake, tmp_path, capsys):
@@ -203,7 +209,6 @@ def test_another_failure_ends_the_sweep_after_the_choice(
       {'metric': 'bleu'},
       "metric='bleu' is unknown: use one of 'acc",
     ),
-    ({}, RATES, {'shard': (1, 1)}, r'shard=\(1, 1\) must be'),
     ({'pp.train': 'train'}, RATES, {}, 'leaves no part of the training data'),
     (
       {'trainer': 'study'},
@@ -226,14 +231,14 @@ def test_a_wrong_sweep_is_named(
 def test_a_sweep_that_never_began_does_not_block_the_next(
   config, fake, tmp_path, monkeypatch
 ):
-  def fail(config, workdir):
+  def fail(config, workdir, held):
     raise ValueError("data set 'digits' has no split 'nope'")
 
   with monkeypatch.context() as patch:
     patch.setattr(train, 'train_and_evaluate', fail)
     with pytest.raises(runs_lib.Failed, match="no split 'nope'"):
       sweep.sweep(config, str(tmp_path), RATES, held_out='nope')
-  assert sweep.sweep(config, str(tmp_path), RATES, seeds=1)['missing'] == []
+  sweep.sweep(config, str(tmp_path), RATES, seeds=1)
   assert fake.trained[-1] == 'base_lr=0.01,test_0'
 
 

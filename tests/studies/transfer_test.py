@@ -70,7 +70,13 @@ def test_both_ways_and_what_is_left_behind(config, tmp_path, capsys):
   assert result['mean']['finetune'] == pytest.approx(sum(tuned) / 2)
   assert result['std']['scratch'] == pytest.approx(statistics.stdev(scratch))
   assert result['margin'] == pytest.approx((sum(tuned) - sum(scratch)) / 2)
-  assert f'difference    {100 * result["margin"]:+6.2f} points' in out
+  rows = {line.split('  ')[0]: line for line in out.splitlines()}
+  for name, value in (
+    ('fine-tuned', result['mean']['finetune']),
+    ('from scratch', result['mean']['scratch']),
+    ('difference', result['margin']),
+  ):
+    assert f' {100 * value:.2f} ± ' in rows[name]
   for seed in (0, 1):
     run = predict.load(str(tmp_path / f'finetune_{seed}'))
     assert run.config.pp.train == f'few_{seed}'

@@ -76,9 +76,7 @@ def test_what_is_here_is_trained_and_compared(config, tmp_path, capsys):
   assert again['skipped'].keys() == result['skipped'].keys()
 
 
-def test_all_tasks_on_two_machines_and_one_that_diverges(
-  config, tmp_path, monkeypatch, capsys
-):
+def test_all_tasks_and_one_that_diverges(config, tmp_path, monkeypatch, capsys):
   published = vtab.PUBLISHED['L/16 I21k']
 
   def measure(run):
@@ -90,17 +88,17 @@ def test_all_tasks_on_two_machines_and_one_that_diverges(
   fake = fake_training.Fake(monkeypatch, measure)
   monkeypatch.setattr(data, 'missing', lambda run, dataset: '')
   workdir = str(tmp_path / 'vtab')
-  config.shard = (0, 2)
+  config.tasks = tuple(published)[::2]
   rows = vtab.vtab(config, workdir)['rows']
   assert rows[0]['task'] == '10 of 19'
-  config.shard = (1, 2)
+  config.tasks = ()
   rows = vtab.vtab(config, workdir)['rows']
   assert sorted(fake.trained) == sorted(f'{task}_0' for task in published)
   assert fake.trained[:2] == ['caltech101_0', 'dtd_0']
   # Table 2 has 72.72.
   assert rows[0]['mean'] == pytest.approx(0.7272, abs=2e-4)
   assert 'all (19)  ' in capsys.readouterr().out
-  config.update(seeds=(0, 1), shard=(0, 1))
+  config.seeds = (0, 1)
   with pytest.raises(runs_lib.Failed, match='svhn_1'):
     vtab.vtab(config, workdir)
   rows = json.loads((tmp_path / 'vtab/vtab.json').read_text())
@@ -149,25 +147,21 @@ def test_no_download_without_the_package_that_prepares(config, monkeypatch):
     data.prepare(config.run, 'vtab/kitti_distance')
 
 
-def test_machines_share_the_runs_before_data_are_looked_for(config):
-  config.seeds = (0, 1)
-  runs = {
-    task: [vtab._run(config, task, seed) for seed in config.seeds]
-    for task in ('dtd', 'svhn', 'kitti_distance')
-  }
-  chosen = [
-    [run.name for run in vtab._chosen(runs, skipped, done, shard)]
-    for skipped, done, shard in (
-      ({}, set(), (0, 2)),
-      ({'svhn': 'why'}, set(), (1, 2)),
-      ({'svhn': 'why'}, {'svhn_0'}, (1, 2)),
-    )
-  ]
-  assert chosen == [
-    ['dtd_0', 'svhn_0', 'kitti_distance_0'],
-    ['dtd_1', 'kitti_distance_1'],
-    ['dtd_1', 'svhn_0', 'kitti_distance_1'],
-  ]
+def test_a_task_without_data_is_left_to_other_machines(
+  config, monkeypatch, tmp_path
+):
+  """What they have done is in the table."""
+  fake = fake_training.Fake(monkeypatch, lambda run: {'accuracy_test': 0.5})
+  config.update(tasks=('dtd', 'svhn'), seeds=(0, 1))
+  run = vtab._run(config, 'svhn', 0)
+  runs_lib.train_all([run], tmp_path)
+  lacking = lambda run, dataset: 'why' if dataset == 'vtab/svhn' else ''
+  monkeypatch.setattr(data, 'missing', lacking)
+  found = vtab.vtab(config, str(tmp_path))
+  assert fake.trained == ['svhn_0', 'dtd_0', 'dtd_1']
+  assert found['skipped'] == {'svhn': 'why'}
+  svhn = found['rows'][-1]
+  assert (svhn['task'], svhn['seed_0'], svhn['seed_1']) == ('svhn', 0.5, None)
 
 
 def test_every_task_has_the_setting_of_the_paper():
@@ -262,7 +256,6 @@ def test_the_table_of_all_tasks_over_two_seeds(config, tmp_path, capsys):
     ({'tasks': (3,)}, "tasks='3' is no task of VTAB"),
     ({'seeds': ()}, r'seeds=\(\) must be one or more whole numbers'),
     ({'seeds': (1, 1)}, 'each of them once'),
-    ({'shard': (2, 2)}, r'shard=\(2, 2\) must be'),
     ({'checkpoints': 'best'}, "checkpoints='best' is unknown: use one of 'all'"),
     ({'sedes': (0,)}, "no key 'sedes': did you mean 'seeds'"),
     ({'run.base_lr': -1.0}, 'base_lr=-1.0 must be a finite number of at least 0'),

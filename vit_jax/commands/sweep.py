@@ -20,19 +20,24 @@ All runs lie side by side in the workdir, each as if `vit_jax train` had trained
 it. The same command goes on after an interruption; runs that are done are not
 trained again, so that values and seeds can be added later.
 
-Several machines share the work if they share the workdir: start the same command
-on each, with --shard=0/4, --shard=1/4 and so on. The test begins when all runs of
-the choice are done.
+Any number of machines that see the workdir, a folder or gs://, can work on it:
+start the same command on each. Each takes the next run that is free, waits at the
+end for those that the others train, and shows the same table. If a machine is
+lost, another one goes on with its run.
+
+For a scheduler (SLURM array, Kubernetes job), --print prints one command for each
+run of the choice, or once these are done, for each run of the test. The command
+without --print shows the tables.
 """
 
 import argparse
 import ast
 from collections.abc import Sequence
-import shlex
 
 from vit_jax import cli
 from vit_jax.commands import flags
 from vit_jax.commands import hosts
+from vit_jax.commands import runs
 
 say = cli.say
 
@@ -71,34 +76,17 @@ def make_parser() -> flags.Parser:
     "the paper, or the same 'part' as for the choice, as in the original's "
     'configs (all)',
   )
-  parser.add_argument(
-    '--shard',
-    default=(0, 1),
-    type=shard,
-    metavar='I/N',
-    help='of N machines this one, number I from 0 on, trains every N-th run (0/1)',
-  )
+  # Of older scripts.
+  parser.add_argument('--shard', help=argparse.SUPPRESS)
   parser.add_argument(
     '--checkpoints',
     default='newest',
     help="checkpoints to keep of a run that is done: 'all', the 'newest' or "
     "'none' (newest)",
   )
+  runs.add_flags(parser, 'the sweep')
   hosts.add_flags(parser)
   return parser
-
-
-def shard(text: str) -> tuple[int, int]:
-  """Parses '1/4'."""
-  number, _, count = text.partition('/')
-  if not (
-    number.isdecimal() and count.isdecimal() and int(number) < int(count)
-  ):
-    raise argparse.ArgumentTypeError(
-      f"'{text}' must be I/N, number I from 0 to N - 1 of N machines: 0/4, 1/4, "
-      '2/4, 3/4'
-    )
-  return int(number), int(count)
 
 
 def parse_values(texts: Sequence[str]) -> dict[str, list]:
@@ -153,24 +141,16 @@ def main(argv: Sequence[str]) -> int:
     run_config.check_values(args.config)
 
   def work():
+    from vit_jax.studies import runs as runs_lib
     from vit_jax.studies import sweep
 
+    given = args.tried, args.held_out, args.seeds, args.refit, args.metric
+    if args.print:
+      found = sweep.next_runs(sweep.make(args.config, *given), args.workdir)
+      runs.print_commands('sweep', argv, found, args.workdir)
+      return
     say(f'Config: {args.config_file}')
-    found = sweep.sweep(
-      args.config,
-      args.workdir,
-      args.tried,
-      args.held_out,
-      args.seeds,
-      args.refit,
-      args.metric,
-      args.shard,
-      args.checkpoints,
-    )
-    if found['missing']:
-      say(
-        'When the other machines are done, this goes on:\n  '
-        + shlex.join(['vit_jax', 'sweep', *argv])
-      )
+    runs_lib.note_shard(args.shard)
+    sweep.sweep(args.config, args.workdir, *given, args.checkpoints, args.run)
 
   return hosts.run(args, work)

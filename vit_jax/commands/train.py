@@ -34,6 +34,10 @@ yours, or else the one that is installed with the package.
 `python -m vit_jax.main` is the same command, by the name of the original.
 --evaluate does what `vit_jax evaluate` does.
 
+A study or VTAB trains many runs. Any number of machines that see the workdir can
+work on it: start the same command on each, and each takes the next run that is
+free. For a scheduler, --print prints one command for each run.
+
 On several hosts: start the same command on each host. On TPU pods and under
 SLURM the hosts find each other; elsewhere add --coordinator=HOST:PORT
 --num_processes=N --process_id=I. The settings of JAX are variables of the
@@ -48,6 +52,7 @@ from vit_jax import cli
 from vit_jax.commands import evaluate
 from vit_jax.commands import flags
 from vit_jax.commands import hosts
+from vit_jax.commands import runs
 
 # config.trainer -> 'module:function' of (config, workdir).
 TRAINERS = {
@@ -58,6 +63,8 @@ TRAINERS = {
   'transfer': 'vit_jax.studies.transfer:transfer',
   'vtab': 'vit_jax.studies.vtab:vtab',
 }
+# Those that train many runs, none of which needs another one.
+STUDIES = ('study', 'vtab')
 
 
 def make_parser() -> flags.Parser:
@@ -68,6 +75,7 @@ def make_parser() -> flags.Parser:
     '--workdir', help='folder for checkpoints, metrics and config; or gs://...'
   )
   evaluate.add_flags(parser, '--evaluate')
+  runs.add_flags(parser, 'a study')
   hosts.add_flags(parser)
   return parser
 
@@ -101,6 +109,11 @@ def main(argv: Sequence[str]) -> int:
   config = args.config
   trainer = config.get('trainer', 'train')
   program = _program(trainer)
+  if (args.print or args.run) and trainer not in STUDIES:
+    raise ValueError(
+      f"trainer='{trainer}' has no runs to choose from: --print and --run are for "
+      f'{" and ".join(STUDIES)} (config.trainer), and for `vit_jax sweep`'
+    )
   if trainer == 'train':
     # Before anything that loads slowly.
     from vit_jax.run import config as run_config
@@ -108,9 +121,21 @@ def main(argv: Sequence[str]) -> int:
     run_config.check_values(config)
 
   def work():
+    name, function = program
+    module = importlib.import_module(name)
+    if args.print:
+      found = module.make_runs(config)
+      runs.print_commands('train', argv, found, args.workdir)
+      return
     cli.say(f'Config: {args.config_file}')
-    module, function = program
-    getattr(importlib.import_module(module), function)(config, args.workdir)
+    if args.run:
+      from vit_jax.studies import runs as runs_lib
+
+      one = runs_lib.named(module.make_runs(config), args.run)
+      kept = config.get('checkpoints', 'newest')
+      runs_lib.train_all(one, args.workdir, kept).finish()
+      return
+    getattr(module, function)(config, args.workdir)
 
   return hosts.run(args, work)
 

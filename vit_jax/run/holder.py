@@ -28,8 +28,14 @@ _ABANDONED = 60.0
 _SETTLING = 2.0
 
 
+class _Held(Exception):
+  """Another run holds the workdir; the text describes it."""
+
+
 class Holder:
   """Holds a workdir inside a `with` block; process 0 does so for all processes.
+
+  A caller that can do without the workdir calls `take`, and `release` at the end.
 
   Args:
     workdir: the folder; created if it does not exist.
@@ -54,10 +60,31 @@ class Holder:
     }
 
   def __enter__(self):
-    processes.from_first('taking the workdir', self._take)
+    processes.from_first('taking the workdir', self._take_or_refuse)
     return self
 
   def __exit__(self, *_):
+    self.release()
+
+  def take(self, patient: bool = True) -> str | None:
+    """Takes the workdir unless another run holds it.
+
+    Args:
+      patient: on a file system without locks, whether to look for a minute if a
+        file of another run is still renewed; if not, such a file counts.
+
+    Returns:
+      None if the workdir is taken, else who holds it; on all processes.
+
+    Raises:
+      ValueError: on all processes, if the workdir cannot be written.
+    """
+    return processes.from_first(
+      'taking the workdir', lambda: self._take(patient)
+    )
+
+  def release(self):
+    """Frees the workdir, if it was taken."""
     self._done.set()
     if self._renewal is not None:
       self._renewal.join()
@@ -76,16 +103,27 @@ class Holder:
         'the two do not mix'
       )
 
-  def _take(self):
+  def _take_or_refuse(self):
+    other = self._take()
+    if other:
+      raise ValueError(
+        f"workdir='{self._workdir}' is held by {other}: wait until that run ends, "
+        'stop it (it saves first), or use another --workdir'
+      )
+
+  def _take(self, patient=True) -> str | None:
     try:
       self._path.parent.mkdir(parents=True, exist_ok=True)
       if not self._lock_file():
-        self._lease()
+        self._lease(patient)
+    except _Held as e:
+      return str(e)
     except OSError as e:
       raise ValueError(
         f"workdir='{self._workdir}' cannot be written: {e}; give a writable folder "
         '(--workdir)'
       ) from e
+    return None
 
   def _lock_file(self) -> bool:
     """Locks a local file; returns False if the file system has no locks."""
@@ -96,7 +134,7 @@ class Holder:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       os.close(file)
-      self._refuse(self._read())
+      raise _Held(_describe(self._read())) from None
     except OSError:  # A file system without locks.
       os.close(file)
       return False
@@ -105,9 +143,11 @@ class Holder:
     self._lock = file
     return True
 
-  def _lease(self):
+  def _lease(self, patient):
     """Takes a file that no run renews, and renews it from then on."""
     before = self._read()
+    if before and not patient:
+      raise _Held(_describe(before))
     if before:
       cli.say(
         f"workdir='{self._workdir}' was held by {_describe(before)}: checking for "
@@ -120,12 +160,12 @@ class Holder:
         if now is None:
           break  # It has just ended.
         if now != before:
-          self._refuse(now)
+          raise _Held(_describe(now))
     self._write(0)
     time.sleep(_SETTLING)
     found = self._read()
     if not found or found['id'] != self._me['id']:
-      self._refuse(found)
+      raise _Held(_describe(found))
     self._renewal = threading.Thread(target=self._renew, daemon=True)
     self._renewal.start()
 
@@ -153,12 +193,6 @@ class Holder:
       return content if isinstance(content, dict) and 'id' in content else None
     except (FileNotFoundError, ValueError):
       return None
-
-  def _refuse(self, holder):
-    raise ValueError(
-      f"workdir='{self._workdir}' is held by {_describe(holder)}: wait until that "
-      'run ends, stop it (it saves first), or use another --workdir'
-    )
 
 
 def _describe(holder) -> str:

@@ -12,10 +12,11 @@ Then the student is the teacher of the next student (arXiv 1911.04252, algorithm
   workdir/student_1_0  the run of the first student, on labels and pseudo-labels
   workdir/pseudo_2_0   the labels of the first student, and so on
 
-After an interruption the same command continues where it was stopped.
+After an interruption the same command continues where it was stopped. Machines
+that see the workdir share the runs; one labels the images of a seed, and the
+others wait for it.
 """
 
-import copy
 from typing import Any
 
 import ml_collections
@@ -25,9 +26,7 @@ from vit_jax import evaluate
 from vit_jax import train
 from vit_jax.configs import rules
 from vit_jax.data import sources
-from vit_jax.figures import studies
 from vit_jax.run import config as run_config
-from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.studies import labelling
 from vit_jax.studies import runs as runs_lib
@@ -80,12 +79,18 @@ def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
       _student(config, workdir, iteration, *each)
       for each in zip(config.seeds, teachers, counts)
     ]
-    results = runs_lib.train_all(students, workdir)
-    found.append([results[run.name][config.metric] for run in students])
+    found.append(_train(config, students, workdir))
     teachers = [f'{workdir}/{run.name}' for run in students]
   rows = _rows(config.seeds, found)
-  _show(config, rows, found, workdir)
+  _show(config, rows, workdir)
   return rows
+
+
+def _train(config, runs, workdir) -> list[float]:
+  """Trains the runs of all seeds; returns the metric of each."""
+  outcome = runs_lib.train_all(runs, workdir)
+  outcome.finish()
+  return list(outcome.by_seed(runs, config.metric).values())
 
 
 # --- Checking ---
@@ -101,7 +106,7 @@ def _check(config):
   if len(set(config.seeds)) < len(config.seeds):
     raise ValueError(f'seeds={config.seeds} must differ (config.seeds)')
   for kind, ratios in (('teacher', [0]), ('student', set(config.ratios))):
-    run = run_config.complete(_run(config, kind, config.seeds[0]))
+    run = run_config.complete(runs_lib.seeded(config[kind], config.seeds[0]))
     known = run_config.metrics_of(run)
     whose = kind
     if config.teacher_workdir is not None:
@@ -129,7 +134,7 @@ def _check_data(config, seed) -> int:
     ValueError: if the unlabelled images have no random access, or the given
       teacher has other classes than the labelled images.
   """
-  run = _run(config, 'student', seed)
+  run = runs_lib.seeded(config.student, seed)
   run.broken_images = 'trust'  # The runs check the images.
   labelled = sources.open_split(run, run.pp.train)
   _unlabelled(config, seed, run)
@@ -148,7 +153,7 @@ def _check_data(config, seed) -> int:
 
 def _unlabelled(config, seed, run, workdir=None):
   """Opens the unlabelled images of a seed; run has the other keys of the data."""
-  split = _with_seed(config.unlabelled_split, seed)
+  split = runs_lib.with_seed(config.unlabelled_split, seed)
   return sources.open_split(
     run, split, ('image',), dataset=config.unlabelled, workdir=workdir
   )
@@ -157,23 +162,9 @@ def _unlabelled(config, seed, run, workdir=None):
 # --- The runs ---
 
 
-def _with_seed(split: str, seed: int) -> str:
-  """Returns the split of a seed: 'few_1' for 'few_{seed}'."""
-  return split.replace('{seed}', str(seed))
-
-
 def _with_unlabelled(batch: int, ratio: float) -> int:
   """Returns the size of a batch, with the unlabelled images."""
   return round(batch * (1 + ratio))
-
-
-def _run(config, kind, seed):
-  """Returns the config of the teacher or of the student of a seed."""
-  run = copy.deepcopy(config[kind])
-  run.seed = seed
-  run.pp.train = _with_seed(run.pp.train, seed)
-  run.pp.test = _with_seed(run.pp.test, seed)
-  return run
 
 
 def _teachers(config, workdir) -> tuple[list[str], list[float]]:
@@ -183,19 +174,16 @@ def _teachers(config, workdir) -> tuple[list[str], list[float]]:
     return [[x] * len(config.seeds) for x in (config.teacher_workdir, value)]
   say('Teachers:')
   teachers = [
-    runs_lib.Run(f'teacher_{seed}', _run(config, 'teacher', seed))
+    runs_lib.Run(f'teacher_{seed}', runs_lib.seeded(config.teacher, seed))
     for seed in config.seeds
   ]
-  results = runs_lib.train_all(teachers, workdir)
-  return (
-    [f'{workdir}/{run.name}' for run in teachers],
-    [results[run.name][config.metric] for run in teachers],
-  )
+  values = _train(config, teachers, workdir)
+  return [f'{workdir}/{run.name}' for run in teachers], values
 
 
 def _evaluate(teacher, config) -> float:
   """Returns the metric of a given teacher on the student's data."""
-  run = run_config.complete(_run(config, 'student', config.seeds[0]))
+  run = run_config.complete(runs_lib.seeded(config.student, config.seeds[0]))
   metrics = {}
   for name, split, dataset in run_config.evaluations(run):
     found = evaluate.evaluate(teacher, split, dataset or run.dataset)
@@ -206,21 +194,22 @@ def _evaluate(teacher, config) -> float:
 def _student(config, workdir, iteration, seed, teacher, num_labelled):
   """Labels the images of a seed; returns the run of the student."""
   run = run_config.resolve_steps(
-    run_config.complete(_run(config, 'student', seed)), num_labelled
+    run_config.complete(runs_lib.seeded(config.student, seed)), num_labelled
   )
   folder = f'{workdir}/pseudo_{iteration}_{seed}'
   settings = labelling.Settings(
     teacher=teacher,
     dataset=config.unlabelled,
-    split=_with_seed(config.unlabelled_split, seed),
+    split=runs_lib.with_seed(config.unlabelled_split, seed),
     confidence=config.confidence,
     per_class=config.per_class,
     soft=config.soft,
     soft_classes=config.soft_classes,
     seed=seed,
   )
-  source = _unlabelled(config, seed, run, folder)
-  facts = labelling.label(settings, source, folder, run.batch_eval)
+  with runs_lib.alone(folder):
+    source = _unlabelled(config, seed, run, folder)
+    facts = labelling.label(settings, source, folder, run.batch_eval)
   say(f'  {_describe(facts, folder)}')
   ratio = config.ratios[iteration - 1]
   with run.ignore_type():
@@ -256,52 +245,35 @@ def _rows(seeds, found) -> list[dict[str, Any]]:
   rows = []
   for iteration, values in enumerate(found):
     margins = [value - first for value, first in zip(values, found[0])]
-    mean, std = tables.mean_std(values)
     margin, margin_std = tables.mean_std(margins)
-    rows.append(
-      {
-        'model': f'student {iteration}' if iteration else 'teacher',
-        'mean': mean,
-        'std': std,
-        'margin': margin,
-        'margin_std': margin_std,
-        **{f'seed_{seed}': value for seed, value in zip(seeds, values)},
-      }
-    )
+    name = f'student {iteration}' if iteration else 'teacher'
+    more = {'margin': margin, 'margin_std': margin_std}
+    rows.append(tables.row({'model': name}, dict(zip(seeds, values)), **more))
   return rows
 
 
-def _show(config, rows, found, workdir):
-  """Prints and stores the table, and draws the plot."""
-  say(
-    f'\n{config.metric}, mean and standard deviation over {len(config.seeds)} '
-    'seed(s), and the margin over the teacher of the same seed:'
-  )
-  cells = [
-    (
-      row['model'],
-      *(
-        tables.format_values(config.metric, some)
-        for some in (
-          values,
-          [value - first for value, first in zip(values, found[0])],
-          *([value] for value in values),
-        )
-      ),
-    )
-    for row, values in zip(rows, found)
+def _show(config, rows, workdir):
+  """Prints, writes and draws the table."""
+  metric, found = config.metric, list(map(tables.values, rows))
+  lines = []
+  for row, values in zip(rows, found):
+    margins = [value - first for value, first in zip(values, found[0])]
+    mean, each = tables.cells(metric, row)
+    margin = tables.format_values(metric, margins)
+    lines.append((row['model'], mean, margin, each))
+  tables.publish(
+    workdir, 'noisy_student', rows,
+    f'{tables.with_unit(metric)}, mean and standard deviation over '
+    f'{len(config.seeds)} seed(s), and the margin over the teacher of the same '
+    'seed:',
+    ('model', metric, 'margin', 'seeds'), lines,
+  )  # fmt: skip
+  points = [
+    (f'seed {seed}', iteration, [value])
+    for iteration, values in enumerate(found)
+    for seed, value in zip(config.seeds, values)
   ]
-  seeds = [f'seed {seed}' for seed in config.seeds]
-  say(cli.table(('model', 'mean', 'margin', *seeds), cells))
-  tables.write_table(workdir, 'noisy_student', rows)
-  say(f'  table  {workdir}/noisy_student.csv, {workdir}/noisy_student.json')
-  share = metrics_lib.is_share(config.metric)
-  scale, unit = (100, ' (%)') if share else (1, '')
-  lines = {
-    seed: (range(len(found)), [[scale * values[i]] for values in found])
-    for i, seed in enumerate(seeds)
-  }
-  tables.draw(
-    studies.curves, lines, 'iteration (0: the teacher)', config.metric + unit,
-    'Noisy Student', path=f'{workdir}/noisy_student.png',
+  tables.plot(
+    metric, 'Noisy Student', points, f'{workdir}/noisy_student.png',
+    'iteration (0: the teacher)',
   )  # fmt: skip

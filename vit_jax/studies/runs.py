@@ -1,14 +1,15 @@
-"""Trains many runs in one workdir.
+"""Trains many runs in one workdir, on any number of machines that see it.
 
 Each run has a folder of its own, workdir/<name>, as if it had been started
 alone: vit_jax.predict and vit_jax.visualize read it. A run that is done has a
 file result.json, and is not trained again; a run that was interrupted goes on.
-Several machines may share the workdir, each with a part (a shard) of the runs.
+Each machine takes the next run that no other one holds (vit_jax/run/holder.py).
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
+import copy
 import json
 import re
 import statistics
@@ -26,6 +27,7 @@ from vit_jax.configs import rules
 from vit_jax.distributed import processes
 from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import config as run_config
+from vit_jax.run import holder
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.studies import tables
@@ -34,6 +36,7 @@ say = cli.say
 # Which checkpoints of a run are kept when the run is done, and how many of them.
 CHECKPOINTS = {'all': None, 'newest': 1, 'none': 0}
 _RESULT = 'result.json'
+_PAUSE = 5.0  # Seconds between two looks at runs that others hold.
 # Keys that may change while a run goes on, but not after it is done: how long it
 # is, and what is measured.
 _FIXED = (
@@ -62,115 +65,177 @@ class Run(NamedTuple):
 
 
 class Failed(ValueError):
-  """Some runs failed; it is raised when all others are done.
+  """Some runs failed; it is raised when all others are done."""
+
+
+class Outcome(NamedTuple):
+  """What has become of runs.
 
   Attributes:
-    results: metrics of the runs that are done, by name of the run.
-    reasons: why the others failed, by name of the run.
-    diverged: names of those whose loss was not finite, which are not tried
-      again.
+    workdir: their folder.
+    results: metrics of the last evaluation, by name of the run, of those that
+      are done.
+    failed: why others failed; the same command tries these again.
+    diverged: what was said of those whose loss was not finite, which are not
+      tried again.
   """
 
-  def __init__(self, workdir, results, reasons, diverged):
-    lines = [f'  {name}: {reason}' for name, reason in reasons.items()]
-    again = [name for name in reasons if name not in diverged]
-    remedy = 'The same command tries again' if again else (
+  workdir: Any
+  results: dict[str, dict[str, float]]
+  failed: dict[str, str]
+  diverged: dict[str, str]
+
+  @property
+  def done(self) -> set[str]:
+    """Names of the runs that are not to be trained any more."""
+    return {*self.results, *self.diverged}
+
+  def by_seed(
+    self, runs: Sequence[Run], metric: str
+  ) -> dict[int, float | None]:
+    """Returns a metric by the seeds of runs; None where it is missing."""
+    return {
+      run.config.seed: self.results.get(run.name, {}).get(metric)
+      for run in runs
+    }
+
+  def finish(self, allow_diverged: bool = False):
+    """Raises Failed if runs failed; to be called when the table is printed.
+
+    Args:
+      allow_diverged: whether runs that diverged have not failed.
+    """
+    reasons = {**self.failed, **({} if allow_diverged else self.diverged)}
+    if not reasons:
+      return
+    remedy = 'The same command tries again' if self.failed else (
       'To train such a run again, delete its folder'
     )  # fmt: skip
-    super().__init__(
-      f"{len(reasons)} runs in workdir='{workdir}' failed:\n"
-      + '\n'.join(lines)
+    raise Failed(
+      f"{len(reasons)} runs in workdir='{self.workdir}' failed:\n"
+      + '\n'.join(f'  {name}: {reason}' for name, reason in reasons.items())
       + f'\nAll others of this command are done. {remedy}'
     )
-    self.results = results
-    self.reasons = reasons
-    self.diverged = diverged
 
 
 def train_all(
-  runs: Sequence[Run],
-  workdir,
-  shard: tuple[int, int] = (0, 1),
-  checkpoints: str = 'newest',
-) -> dict[str, dict[str, float]]:
+  runs: Sequence[Run], workdir, checkpoints: str = 'newest'
+) -> Outcome:
   """Trains runs one after the other, each in workdir/<name>.
 
   A run that is done is not trained again, and one that was interrupted goes on.
   All configs are checked before the first run begins. If a run fails, the
-  others are trained all the same.
+  others are trained all the same. A run that another machine holds is passed
+  over, and waited for at the end: when that machine has ended or is lost, the
+  run goes on here unless it is done.
 
   Args:
     runs: the runs; their names differ.
     workdir: folder for all runs, which several machines may share.
-    shard: (i, n): of n machines this one, number i from 0 on, trains every n-th
-      run.
     checkpoints: which checkpoints of a run to keep when it is done, a key of
       CHECKPOINTS.
 
   Returns:
-    The metrics of the last evaluation of all runs that are done, also of those
-    of other shards, by name, in the order of `runs`.
+    The Outcome of all runs, in the order of `runs`; see Outcome.finish.
 
   Raises:
-    ValueError: if a name, a config, the shard or `checkpoints` is wrong, or if
-      a folder holds a run of another config; before anything is trained.
-    Failed: when all other runs are done, if some failed.
+    ValueError: if a name, a config or `checkpoints` is wrong, or if a folder
+      holds a run of another config; before anything is trained.
     Exception: of several processes, at once, the error of one that fails alone.
     train.Interrupted: see train.train_and_evaluate.
   """
-  check(runs, workdir, shard, checkpoints)
-  reasons, seconds = {}, []
-  own = runs[shard[0] :: shard[1]]
-  width = max((len(run.name) for run in own), default=0)
-  for number, run in enumerate(own, 1):
-    head = f'  {number:>{len(str(len(own)))}}/{len(own)}  {run.name:<{width}}'
-    found, began = _read(workdir, run), time.perf_counter()
-    if found is not None:
-      say(f'{head}  {_describe(found)}, done before')
-      continue
-    try:
-      found = _train(run, workdir, checkpoints, head.strip())
-    except _OWN_ERRORS as e:
-      # Only if it is the error of all processes, they all go on together. The
-      # loss, which FloatingPointError is about, is the same on all of them.
-      if not processes.is_common(e) and not isinstance(e, FloatingPointError):
-        raise
-      reasons[run.name] = str(e)
-      say(f'{head}  failed: {str(e).splitlines()[0]}')
-      continue
-    seconds.append(time.perf_counter() - began)
-    left = len(own) - number
-    more = f', at most {cli.duration(left * statistics.mean(seconds))} left'
-    say(
-      f'{head}  {_describe(found)}, {cli.duration(seconds[-1])}{more * bool(left)}'
-    )
-  return _collect(runs, workdir, reasons)
+  check(runs, workdir, checkpoints)
+  width = max((len(run.name) for run in runs), default=0)
+  heads = {
+    run.name: f'  {i:>{len(str(len(runs)))}}/{len(runs)}  {run.name:<{width}}'
+    for i, run in enumerate(runs, 1)
+  }
+  failed, seconds, left, held, waiting = {}, [], list(runs), {}, False
+  while left:
+    tried, before, held = left, held, {}
+    for number, run in enumerate(tried, 1):
+      head, began = heads[run.name], time.perf_counter()
+      found = _read(workdir, run)
+      if found is not None:
+        done = 'by another machine' if run.name in before else 'before'
+        say(f'{head}  {_describe(found)}, done {done}')
+        continue
+      lock = holder.Holder(f'{workdir}/{run.name}')
+      try:
+        with cli.muted():
+          other = lock.take(patient=waiting)
+        if other:
+          held[run.name] = other
+          continue
+        found = _train(run, workdir, checkpoints, head.strip(), lock)
+      except _OWN_ERRORS as e:
+        # Only if it is the error of all processes, they all go on together. The
+        # loss, which FloatingPointError is about, is the same on all of them.
+        if not processes.is_common(e) and not isinstance(e, FloatingPointError):
+          raise
+        failed[run.name] = str(e)
+        say(f'{head}  failed: {str(e).splitlines()[0]}')
+        continue
+      finally:
+        lock.release()
+      seconds.append(time.perf_counter() - began)
+      rest = len(tried) - number + len(held)
+      more = f', at most {cli.duration(rest * statistics.mean(seconds))} left'
+      say(
+        f'{head}  {_describe(found)}, {cli.duration(seconds[-1])}'
+        f'{more if rest else ""}'
+      )
+    left = [run for run in tried if run.name in held]
+    if left and len(left) == len(tried):
+      if not waiting:
+        others = [f'  {name}: {other}' for name, other in held.items()]
+        say(
+          f'{len(held)} of the runs are held by other machines:\n'
+          + '\n'.join(others)
+          + '\nWaiting for them: a run whose machine is lost goes on here. Ctrl-C '
+          'ends the waiting; the same command shows the table when they are done.'
+        )
+      waiting = True
+      time.sleep(_PAUSE)
+  return collect(runs, workdir, failed)
 
 
-def _train(run, workdir, checkpoints, title) -> dict:
+def _train(run, workdir, checkpoints, title, held) -> dict:
   """Trains a run; returns and stores the content of its result.json."""
   folder = f'{workdir}/{run.name}'
+  found = _read(workdir, run)
+  if found is not None:
+    return found  # Another machine has just ended it.
   live = contextlib.nullcontext()
   if cli.kind_of_output() != 'log':
     live = cli.waiting(title, leave=False)
   with live, cli.muted():
     try:
-      _, metrics = train.train_and_evaluate(run.config, folder)
+      _, metrics = train.train_and_evaluate(run.config, folder, held)
       found = {
         'metrics': {k: float(v) for k, v in metrics.items() if k != 'step'}
       }
     except FloatingPointError as e:
       found = {'diverged': str(e)}
   found['config'] = _fixed(run_config.complete(run.config))
+  held.check()
   tables.write(workdir, f'{run.name}/{_RESULT}', json.dumps(found, indent=1))
   if CHECKPOINTS[checkpoints] is not None:
     checkpoints_lib.delete_but_newest(folder, CHECKPOINTS[checkpoints])
   return found
 
 
-def done(runs: Sequence[Run], workdir) -> set[str]:
-  """Returns the names of the runs that are done, also on other machines."""
-  return {run.name for run in runs if _read(workdir, run) is not None}
+@contextlib.contextmanager
+def alone(folder):
+  """Holds a folder inside a `with` block; waits while another machine does."""
+  lock = holder.Holder(folder)
+  while other := lock.take():
+    say(f'Waiting for {other}, which works in {folder} ...')
+    time.sleep(60)
+  try:
+    yield
+  finally:
+    lock.release()
 
 
 def _describe(found) -> str:
@@ -191,21 +256,24 @@ def _fixed(config) -> dict:
   return {key: plain[key] for key in _FIXED if key in plain}
 
 
-def _collect(runs, workdir, reasons) -> dict:
-  """Returns the metrics of all runs that are done; raises Failed if some failed."""
-  results, diverged = {}, {}
-  for run in runs:
-    found = _read(workdir, run)
-    if found is None:
-      continue
-    reasons.pop(run.name, None)  # Another machine was luckier.
-    if 'diverged' in found:
-      diverged[run.name] = found['diverged']
-    else:
-      results[run.name] = found['metrics']
-  if reasons or diverged:
-    raise Failed(workdir, results, {**reasons, **diverged}, set(diverged))
-  return results
+def collect(
+  runs: Sequence[Run], workdir, failed: Mapping[str, str] | None = None
+) -> Outcome:
+  """Returns what has become of runs, on this and on other machines.
+
+  Args:
+    runs: the runs.
+    workdir: their folder.
+    failed: why runs failed on this machine, by name; another may be luckier.
+  """
+  found = {run.name: _read(workdir, run) for run in runs}
+  found = {name: result for name, result in found.items() if result is not None}
+  return Outcome(
+    workdir,
+    {k: x['metrics'] for k, x in found.items() if 'diverged' not in x},
+    {k: why for k, why in (failed or {}).items() if k not in found},
+    {k: x['diverged'] for k, x in found.items() if 'diverged' in x},
+  )
 
 
 def _read(workdir, run) -> dict | None:
@@ -254,14 +322,11 @@ def _check_result(found, config):
 # --- Checking ---
 
 
-def check(
-  runs: Sequence[Run], workdir, shard=(0, 1), checkpoints: str = 'newest'
-):
+def check(runs: Sequence[Run], workdir, checkpoints: str = 'newest'):
   """Checks all that can be checked before the first run begins; writes nothing.
 
   See train_all for the arguments and errors.
   """
-  _check_shard(shard)
   if checkpoints not in CHECKPOINTS:
     raise ValueError(
       f'checkpoints={checkpoints!r} is unknown: use one of {list(CHECKPOINTS)}'
@@ -313,16 +378,42 @@ def _check_run(run, folder, found):
     )
 
 
-def _check_shard(shard):
-  pair = tuple(shard) if isinstance(shard, tuple | list) else ()
-  fits = len(pair) == 2 and all(type(number) is int for number in pair)
-  if not fits or not 0 <= pair[0] < pair[1]:
-    raise ValueError(
-      f'shard={shard!r} must be (i, n): number i from 0 to n - 1 of n machines'
+# --- Other values ---
+
+
+def named(runs: Sequence[Run], name: str) -> list[Run]:
+  """Returns the run of a name; raises ValueError if there is none."""
+  found = [run for run in runs if run.name == name]
+  if not found:
+    names = ', '.join(run.name for run in runs)
+    raise ValueError(f"run='{name}' is none of the runs {names} (--run)")
+  return found
+
+
+def note_shard(shard):
+  """Says that the number of a machine, if one is given, has no effect."""
+  if shard is not None:
+    say(
+      f'shard={shard} is not needed and has no effect: each machine takes the next '
+      'run that is free.'
     )
 
 
-# --- Other values ---
+def seeded(config: ml_collections.ConfigDict, seed: int):
+  """Returns a copy of a run's config with a seed, also in its splits.
+
+  The seed replaces '{seed}' in pp.train and pp.test, for draws of labels.
+  """
+  config = copy.deepcopy(config)
+  config.seed = seed
+  for split in ('train', 'test'):
+    config.pp[split] = with_seed(config.pp[split], seed)
+  return config
+
+
+def with_seed(split: str, seed: int) -> str:
+  """Returns the split of a seed: 'few_1' for 'few_{seed}'."""
+  return split.replace('{seed}', str(seed))
 
 
 def changed(

@@ -8,15 +8,15 @@ The config of a study has these keys:
   variants     ((name, {dotted key: value, ...}), ...): what each variant changes
                in `base`, see `changed` in vit_jax/studies/runs.py.
   seeds        seeds of the runs of each variant. A seed also replaces '{seed}'
-               in pp.train, for draws of labels.
+               in pp.train and pp.test, for draws of labels.
   metric       metric to compare, such as 'accuracy_test'.
 
-and optionally those of OPTIONS below.
+and optionally those of OPTIONS below. Any number of machines that see the
+workdir can start the same command: each takes the next run that is free.
 """
 
 import copy
 import re
-from typing import Any
 
 import ml_collections
 
@@ -25,11 +25,9 @@ from vit_jax import models
 from vit_jax.augmentation import geometry
 from vit_jax.configs import rules
 from vit_jax.data import sources
-from vit_jax.figures import studies
 from vit_jax.planning import costs
 from vit_jax.planning import flops
 from vit_jax.run import config as run_config
-from vit_jax.run import metrics as metrics_lib
 from vit_jax.studies import runs as runs_lib
 from vit_jax.studies import tables
 
@@ -45,15 +43,14 @@ OPTIONS = {
   # Label of the x axis, and whether the axis is logarithmic.
   'x_label': '',
   'x_log': False,
-  # (i, n): of n machines that share the workdir, this one, number i from 0 on,
-  # trains every n-th run.
-  'shard': (0, 1),
+  # Of older configs; has no effect.
+  'shard': None,
   # Checkpoints to keep of a run that is done: 'all', 'newest' or 'none'.
   'checkpoints': 'newest',
 }
 
 
-def study(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
+def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   """Trains each variant with each seed, and compares a metric.
 
   Each run has its own workdir below `workdir`; after an interruption the same
@@ -64,9 +61,8 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     workdir: folder for all runs, for study.json, study.csv and study.png.
 
   Returns:
-    `rows`, the content of study.json: `variant`, `mean` and `std` over the
-    seeds, the value of each seed, `seed_0`, ..., and for curves `line` and `x`;
-    and `missing`, the names of runs that are not done.
+    The rows of study.json: `variant`, `mean` and `std` over the seeds, the value
+    of each seed, `seed_0`, ..., and for curves `line` and `x`.
 
   Raises:
     ValueError: if the config is wrong, before anything is trained.
@@ -74,33 +70,31 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     train.Interrupted: see train.train_and_evaluate.
   """
   config = _complete(config)
+  runs_lib.note_shard(config.shard)
   runs = make_runs(config)
-  firsts = runs[:: len(config.seeds)]  # All seeds take the same compute.
-  with config.unlocked():
-    config.x = tuple(
-      (line, exaflops(run.config) if x == 'exaflops' else x)
-      for (line, x), run in zip(config.x, firsts)
-    )
+  count = len(config.seeds)
+  variants = [runs[i : i + count] for i in range(0, len(runs), count)]
+  # All seeds take the same compute.
+  places = [
+    (line, exaflops(found[0].config) if x == 'exaflops' else x)
+    for (line, x), found in zip(config.x, variants)
+  ]
   say(
-    f'{len(config.variants)} variants x {len(config.seeds)} seeds = {len(runs)} '
-    f'runs in {workdir}:'
+    f'{len(variants)} variants x {count} seeds = {len(runs)} runs in {workdir}:'
   )
-  failed = None
-  try:
-    results = runs_lib.train_all(
-      runs, workdir, tuple(config.shard), config.checkpoints
+  outcome = runs_lib.train_all(runs, workdir, config.checkpoints)
+  rows = [
+    tables.row(
+      {'variant': name, 'metric': config.metric},
+      outcome.by_seed(found, config.metric),
     )
-  except runs_lib.Failed as e:
-    failed, results = e, e.results
-  rows = _rows(config, results)
-  missing = [run.name for run in runs if run.name not in results]
-  _show(config, rows, missing)
-  tables.write_table(workdir, 'study', rows)
-  say(f'  table  {workdir}/study.csv, {workdir}/study.json')
-  _draw(config, rows, f'{workdir}/study.png')
-  if failed is not None:
-    raise failed
-  return {'rows': rows, 'missing': missing}
+    for (name, _), found in zip(config.variants, variants)
+  ]
+  for row, (line, x) in zip(rows, places):
+    row.update(line=line, x=x)
+  _show(config, rows, workdir)
+  outcome.finish()
+  return rows
 
 
 def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
@@ -124,9 +118,7 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
         f'use one of {known} (config.metric)'
       )
     for seed in config.seeds:
-      seeded = copy.deepcopy(run)
-      seeded.seed = seed
-      seeded.pp.train = run.pp.train.replace('{seed}', str(seed))
+      seeded = runs_lib.seeded(run, seed)
       found.append(runs_lib.Run(_folder(name, seed), seeded))
   return found
 
@@ -204,71 +196,27 @@ def _check_variants(variants):
       )
 
 
-def _rows(config, results) -> list[dict]:
-  """Returns a row for each variant, with the seeds that are done."""
-  rows = []
-  for name, _ in config.variants:
-    values = {
-      seed: results[_folder(name, seed)][config.metric]
-      for seed in config.seeds
-      if _folder(name, seed) in results
-    }
-    row = {'variant': name, 'metric': config.metric, 'mean': None, 'std': None}
-    if values:
-      row['mean'], row['std'] = tables.mean_std(list(values.values()))
-    row.update({f'seed_{seed}': values.get(seed) for seed in config.seeds})
-    rows.append(row)
-  for row, (line, x) in zip(rows, config.x):
-    row.update(line=line, x=x)
-  return rows
-
-
-def _values(config, row) -> list[float]:
-  """Returns the values of a row's seeds that are done."""
-  found = (row[f'seed_{seed}'] for seed in config.seeds)
-  return [value for value in found if value is not None]
-
-
-def _show(config, rows, missing):
-  """Prints the table, and what is missing in it."""
-  unit = ' (%)' if metrics_lib.is_share(config.metric) else ''
-  say(
-    f'\n{config.metric}{unit}, mean and standard deviation over '
-    f'{len(config.seeds)} seeds:'
-  )
-  cells = []
-  for row in rows:
-    values = _values(config, row)
-    each = (tables.format_values(config.metric, [value]) for value in values)
-    mean = tables.format_values(config.metric, values)
-    x = [f'{row["x"]:.4g}'] if config.x else []
-    cells.append((row['variant'], *x, mean, ' '.join(each)))
+def _show(config, rows, workdir):
+  """Prints, writes and draws the table."""
   x = [config.x_label] if config.x else []
-  say(cli.table(('variant', *x, config.metric, 'seeds'), cells))
-  if missing:
-    say(f'Not done, and not in the table: {", ".join(missing)}.')
-
-
-def _draw(config, rows, path):
-  """Draws curves if the config gives places on the x axis, else bars."""
-  share = metrics_lib.is_share(config.metric)
-  label = f'{config.metric} (%)' if share else config.metric
-  values = [
-    [value * (100 if share else 1) for value in _values(config, row)]
+  lines = []
+  for row in rows:
+    mean, each = tables.cells(config.metric, row)
+    place = [f'{row["x"]:.4g}'] if config.x else []
+    lines.append((row['variant'], *place, mean, each))
+  tables.publish(
+    workdir, 'study', rows,
+    f'{tables.with_unit(config.metric)}, mean and standard deviation over '
+    f'{len(config.seeds)} seeds:',
+    ('variant', *x, config.metric, 'seeds'), lines,
+  )  # fmt: skip
+  points = [
+    (row.get('line', row['variant']), row.get('x'), tables.values(row))
     for row in rows
   ]
-  if not any(values):
-    return
-  if not config.x:
-    named = {row['variant']: found for row, found in zip(rows, values)}
-    tables.draw(studies.bars, {'': named}, label, config.title, path=path)
-    return
-  lines = {}
-  for (line, x), found in zip(config.x, values):
-    places, heights = lines.setdefault(line, ([], []))
-    places.append(x)
-    heights.append(found)
-  tables.draw(
-    studies.curves, lines, config.x_label, label, config.title,
-    log_x=config.x_log, path=path,
+  # Curves if the config gives places on the x axis, else bars.
+  x_label = config.x_label if config.x else None
+  tables.plot(
+    config.metric, config.title, points, f'{workdir}/study.png', x_label,
+    config.x_log,
   )  # fmt: skip

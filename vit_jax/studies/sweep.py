@@ -22,9 +22,7 @@ from vit_jax import train
 from vit_jax.configs import common
 from vit_jax.configs import rules
 from vit_jax.distributed import processes
-from vit_jax.figures import studies
 from vit_jax.run import config as run_config
-from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.studies import held_out as held_out_lib
 from vit_jax.studies import runs as runs_lib
@@ -73,6 +71,11 @@ class Sweep(NamedTuple):
     found = [dict(zip(self.values, values)) for values in tried]
     return {_name(values): values for values in found}
 
+  def runs(self) -> list[runs_lib.Run]:
+    """Returns the runs of the choice, and of the test of each combination."""
+    tests = map(self.test_runs, self.combinations().values())
+    return [*self.choice_runs(), *itertools.chain(*tests)]
+
   def choice_runs(self) -> list[runs_lib.Run]:
     """Returns the runs of the choice, which never see the test split."""
     found = []
@@ -106,8 +109,8 @@ def sweep(
   seeds: int = 3,
   refit: str = 'all',
   metric: str | None = None,
-  shard: tuple[int, int] = (0, 1),
   checkpoints: str = 'newest',
+  only: str | None = None,
 ) -> dict[str, Any]:
   """Chooses the best of several values, and tests it with several seeds.
 
@@ -125,37 +128,64 @@ def sweep(
     refit: one of REFITS.
     metric: the metric that chooses, such as 'accuracy'; by default that of
       config.best_metric.
-    shard: see runs.train_all.
     checkpoints: see runs.train_all.
+    only: name of the one run to train; then nothing is compared.
 
   Returns:
-    `choice`, the rows of choice.csv; `best`, the values that won; `test`, the
-    rows of test.csv; and `missing`, the names of runs that are not done. Without
-    all runs of the choice, `best` is None and `test` is empty.
+    `choice`, the rows of choice.csv; `best`, the values that won; and `test`,
+    the rows of test.csv.
 
   Raises:
     ValueError: if an argument is wrong, or the workdir holds another sweep;
       before anything is trained.
-    runs.Failed: if runs failed. Diverged runs of the choice only lose.
+    runs.Failed: after a table, if runs failed. Diverged runs of the choice only
+      lose.
     train.Interrupted: see train.train_and_evaluate.
   """
   plan = make(config, values, held_out, seeds, refit, metric)
+  runs = plan.choice_runs() if only is None else runs_lib.named(
+    plan.runs(), only
+  )  # fmt: skip
   _check_workdir(plan, workdir)
-  runs_lib.check(plan.choice_runs(), workdir, shard, checkpoints)
+  runs_lib.check(runs, workdir, checkpoints)
   tables.write(workdir, _FILE, json.dumps(_describe(plan), indent=1))
-  choice, missing = _choose(plan, workdir, shard, checkpoints)
-  found = {'choice': choice, 'best': None, 'test': [], 'missing': missing}
-  if missing:
-    say(
-      'The test begins when the whole choice is done; missing: '
-      f'{", ".join(missing)}.'
-    )
-    return found
-  found['best'] = _best(plan, choice)
-  found['test'], found['missing'] = _test(
-    plan, found['best'], workdir, shard, checkpoints
+  if only is not None:
+    runs_lib.train_all(runs, workdir, checkpoints).finish()
+    return {'choice': [], 'best': None, 'test': []}
+  say(
+    f'Choice: {len(runs)} combinations of {", ".join(plan.values)}, trained on '
+    f"'{plan.parts.train}', compared by {plan.metric} on '{plan.parts.held_out}':"
   )
-  return found
+  outcome = runs_lib.train_all(runs, workdir, checkpoints)
+  choice = _choice(plan, outcome)
+  _show_choice(plan, choice, workdir)
+  outcome.finish(allow_diverged=True)
+  best = _best(plan, choice)
+  runs = plan.test_runs(best)
+  say(
+    f"\nTest: {_name(best)}, trained on '{runs[0].config.pp.train}' with the seeds "
+    f'{", ".join(map(str, plan.seeds))}:'
+  )
+  outcome = runs_lib.train_all(runs, workdir, checkpoints)
+  test = _show_test(plan, best, runs, outcome, workdir)
+  outcome.finish()
+  return {'choice': choice, 'best': best, 'test': test}
+
+
+def next_runs(plan: Sweep, workdir) -> list[runs_lib.Run]:
+  """Returns the runs of the choice, or once it is made those of the test.
+
+  Raises:
+    ValueError: if the workdir holds another sweep.
+  """
+  _check_workdir(plan, workdir)
+  runs = plan.choice_runs()
+  runs_lib.check(runs, workdir)
+  outcome = runs_lib.collect(runs, workdir)
+  if len(outcome.done) < len(runs):
+    return runs
+  with cli.muted():
+    return plan.test_runs(_best(plan, _choice(plan, outcome)))
 
 
 # --- What to train ---
@@ -284,41 +314,26 @@ def _check_workdir(plan, workdir):
     )
 
 
-# --- The phases ---
+# --- The tables ---
 
 
-def _choose(plan, workdir, shard, checkpoints):
-  """Trains all combinations; returns the table, and the runs that miss."""
-  named = plan.combinations()
-  say(
-    f'Choice: {len(named)} combinations of {", ".join(plan.values)}, trained on '
-    f"'{plan.parts.train}', compared by {plan.metric} on '{plan.parts.held_out}':"
-  )
-  lost = set()
-  try:
-    results = runs_lib.train_all(
-      plan.choice_runs(), workdir, shard, checkpoints
-    )
-  except runs_lib.Failed as e:
-    if set(e.reasons) - e.diverged:
-      raise
-    results, lost = e.results, e.diverged
-  metric = plan.chosen_by
-  rows = [
-    {**values, **results.get(name, {metric: None}), 'diverged': name in lost}
-    for name, values in named.items()
-    if name in results or name in lost
+def _choice(plan, outcome) -> list[dict]:
+  """Returns a row for each combination that is done."""
+  return [
+    {
+      **values,
+      **outcome.results.get(name, {plan.chosen_by: None}),
+      'diverged': name in outcome.diverged,
+    }
+    for name, values in plan.combinations().items()
+    if name in outcome.done
   ]
-  tables.write_table(workdir, 'choice', rows)
-  _show_choice(plan, rows, workdir)
-  return rows, [name for name in named if name not in {*results, *lost}]
 
 
 def _show_choice(plan, rows, workdir):
-  """Prints and draws the metric of all combinations."""
+  """Prints, writes and draws the metric of all combinations."""
   metric = plan.chosen_by
-  unit = ' (%)' if metrics_lib.is_share(metric) else ''
-  cells = [
+  lines = [
     [
       *(row[key] for key in plan.values),
       'diverged'
@@ -327,11 +342,30 @@ def _show_choice(plan, rows, workdir):
     ]
     for row in rows
   ]
-  say('\n' + cli.table((*plan.values, f'{metric}{unit}'), cells))
-  say(f'  table  {workdir}/choice.csv, {workdir}/choice.json')
-  done = [row for row in rows if not row['diverged']]
-  if done:
-    _draw(plan, done, f'{workdir}/sweep.png')
+  tables.publish(
+    workdir, 'choice', rows, 'Choice:',
+    (*plan.values, tables.with_unit(metric)), lines,
+  )  # fmt: skip
+  # Over the first key if its values are numbers, else as bars.
+  first = next(iter(plan.values))
+  tried = plan.values[first]
+  curves = all(map(rules.is_number, tried))
+  points = [
+    (
+      _name(
+        {key: row[key] for key in plan.values if key != first or not curves}
+      ),
+      row[first],
+      [row[metric]],
+    )
+    for row in rows
+    if not row['diverged']
+  ]
+  title = f"Choice on '{plan.parts.held_out}' of {plan.config.dataset}"
+  log = curves and min(tried) > 0 and max(tried) >= _LOG_RANGE * min(tried)
+  tables.plot(
+    metric, title, points, f'{workdir}/sweep.png', first if curves else None, log
+  )  # fmt: skip
 
 
 def _best(plan, rows) -> dict[str, Any]:
@@ -357,74 +391,20 @@ def _best(plan, rows) -> dict[str, Any]:
   return values
 
 
-def _test(plan, best, workdir, shard, checkpoints):
-  """Trains the winner with all seeds; returns the table, and what misses."""
-  runs = plan.test_runs(best)
-  say(
-    f"\nTest: {_name(best)}, trained on '{runs[0].config.pp.train}' with the seeds "
-    f'{", ".join(map(str, plan.seeds))}:'
-  )
-  failed = None
-  try:
-    results = runs_lib.train_all(runs, workdir, shard, checkpoints)
-  except runs_lib.Failed as e:
-    failed, results = e, e.results
-  rows = []
-  for metric in run_config.metrics_of(plan.config):
-    values = [results[run.name][metric] for run in runs if run.name in results]
-    if values:
-      mean, std = tables.mean_std(values)
-      each = {
-        f'seed_{run.config.seed}': results.get(run.name, {}).get(metric)
-        for run in runs
-      }
-      rows.append({**best, 'metric': metric, 'mean': mean, 'std': std, **each})
-  tables.write_table(workdir, 'test', rows)
-  missing = [run.name for run in runs if run.name not in results]
-  _show_test(rows, runs, missing, workdir)
-  if failed is not None:
-    raise failed
-  return rows, missing
-
-
-def _show_test(rows, runs, missing, workdir):
-  """Prints mean and standard deviation of each metric."""
-  done = f'{len(runs) - len(missing)} of ' * bool(missing)
-  say(f'\nMean and standard deviation over {done}{len(runs)} seeds:')
-  cells = []
-  for row in rows:
-    metric = row['metric']
-    values = [row[f'seed_{run.config.seed}'] for run in runs]
-    values = [value for value in values if value is not None]
-    unit = ' %' * metrics_lib.is_share(metric)
-    cells.append((metric, tables.format_values(metric, values) + unit))
-  say(cli.table(('metric', 'test'), cells))
-  say(f'  table  {workdir}/test.csv, {workdir}/test.json')
-  if missing:
-    say(f'Not done, and not in the table: {", ".join(missing)}.')
-
-
-def _draw(plan, rows, path):
-  """Draws the metric of the choice: over the first key if its values are numbers."""
-  metric = plan.chosen_by
-  share = metrics_lib.is_share(metric)
-  label = f'{metric} (%)' if share else metric
-  heights = [row[metric] * (100 if share else 1) for row in rows]
-  title = f"Choice on '{plan.parts.held_out}' of {plan.config.dataset}"
-  first, *others = plan.values
-  tried = plan.values[first]
-  if not all(map(rules.is_number, tried)):
-    named = {
-      _name({key: row[key] for key in plan.values}): [height]
-      for row, height in zip(rows, heights)
-    }
-    tables.draw(studies.bars, {'': named}, label, title, path=path)
-    return
-  lines = {}
-  for row, height in zip(rows, heights):
-    line = _name({key: row[key] for key in others})
-    places, values = lines.setdefault(line, ([], []))
-    places.append(row[first])
-    values.append([height])
-  log = min(tried) > 0 and max(tried) >= _LOG_RANGE * min(tried)
-  tables.draw(studies.curves, lines, first, label, title, log_x=log, path=path)
+def _show_test(plan, best, runs, outcome, workdir) -> list[dict]:
+  """Prints and writes mean and standard deviation of each metric."""
+  rows = [
+    tables.row({**best, 'metric': metric}, outcome.by_seed(runs, metric))
+    for metric in run_config.metrics_of(plan.config)
+  ]
+  rows = [row for row in rows if tables.values(row)]
+  lines = [
+    (tables.with_unit(row['metric']), *tables.cells(row['metric'], row))
+    for row in rows
+  ]
+  tables.publish(
+    workdir, 'test', rows,
+    f'Mean and standard deviation over {len(runs)} seeds:',
+    ('metric', 'test', 'seeds'), lines,
+  )  # fmt: skip
+  return rows

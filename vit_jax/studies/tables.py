@@ -5,6 +5,7 @@ machines that share the workdir may write the same file at once.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import csv
@@ -19,6 +20,7 @@ import jax
 
 from vit_jax import cli
 from vit_jax.distributed import processes
+from vit_jax.figures import studies
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import workdir as workdir_lib
 
@@ -41,6 +43,62 @@ def format_values(metric: str, values: Sequence[float]) -> str:
   else:
     texts = f'{mean:.4g}', f'{std:.2g}'
   return ' ± '.join(texts[: min(2, len(values))])
+
+
+def row(
+  names: Mapping[str, Any], by_seed: Mapping[int, float | None], **more
+) -> dict[str, Any]:
+  """Returns a row: names, `mean` and `std` over the seeds, more, `seed_0`, ...
+
+  Args:
+    names: what the row is about, by column.
+    by_seed: values by seed, None for those that are missing; `mean` and `std`
+      are None if all are.
+    **more: further columns.
+  """
+  there = [value for value in by_seed.values() if value is not None]
+  mean, std = mean_std(there) if there else (None, None)
+  seeds = {f'seed_{seed}': value for seed, value in by_seed.items()}
+  return {**names, 'mean': mean, 'std': std, **more, **seeds}
+
+
+def values(row: Mapping[str, Any]) -> list[float]:
+  """Returns the values of a row's seeds, without those that are missing."""
+  return [
+    value
+    for column, value in row.items()
+    if column.startswith('seed_') and value is not None
+  ]
+
+
+def cells(metric: str, row: Mapping[str, Any]) -> tuple[str, str]:
+  """Returns the mean of a row, and the values of its seeds, as texts."""
+  found = values(row)
+  each = ' '.join(format_values(metric, [value]) for value in found)
+  return format_values(metric, found), each
+
+
+def publish(
+  workdir,
+  name: str,
+  rows: Sequence[Mapping[str, Any]],
+  heading: str,
+  header: Sequence[str],
+  lines: Sequence[Sequence[str]],
+):
+  """Prints a table, and writes its rows with `write_table`.
+
+  Args:
+    workdir: see write_table; likewise name and rows.
+    name: see workdir.
+    rows: see workdir.
+    heading: printed above the table.
+    header: names of the columns as printed.
+    lines: cells as printed.
+  """
+  say(f'\n{heading}\n{cli.table(header, lines)}')
+  write_table(workdir, name, rows)
+  say(f'  table  {workdir}/{name}.csv, {workdir}/{name}.json')
 
 
 def write_table(workdir, name: str, rows: Sequence[Mapping[str, Any]]):
@@ -72,6 +130,45 @@ def write(workdir, name: str, text: str):
     workdir_lib.write_atomically(path, text, owner)
 
   processes.from_first(f'writing {name}', do)
+
+
+def with_unit(metric: str) -> str:
+  """Returns a metric's name with its unit: 'accuracy_test (%)'."""
+  return f'{metric} (%)' if metrics_lib.is_share(metric) else metric
+
+
+def plot(
+  metric: str,
+  title: str,
+  points: Iterable[tuple[str, float | None, Sequence[float]]],
+  path,
+  x_label: str | None = None,
+  log_x: bool = False,
+):
+  """Draws a metric of many runs: as bars, or as curves over x.
+
+  Args:
+    metric: name of the metric.
+    title: title of the plot.
+    points: (name of the bar or curve, x, values of one or several runs).
+    path: path of the PNG.
+    x_label: label of the x axis; None for bars, which have no x.
+    log_x: whether the x axis is logarithmic.
+  """
+  scale = 100 if metrics_lib.is_share(metric) else 1
+  lines = {}
+  for name, x, found in points:
+    places, heights = lines.setdefault(name, ([], []))
+    places.append(x)
+    heights.append([scale * value for value in found])
+  if not any(any(heights) for _, heights in lines.values()):
+    return
+  label = with_unit(metric)
+  if x_label is None:
+    bars = {name: heights[0] for name, (_, heights) in lines.items()}
+    draw(studies.bars, {'': bars}, label, title, path=path)
+  else:
+    draw(studies.curves, lines, x_label, label, title, log_x=log_x, path=path)
 
 
 def draw(make: Callable, *args, path, **kwargs):

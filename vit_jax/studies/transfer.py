@@ -3,21 +3,18 @@
 python -m vit_jax.main --config=configs/digits_transfer.py --workdir=/tmp/transfer
 """
 
-import copy
 import json
-import statistics
 
 import ml_collections
 
 from vit_jax import cli
-from vit_jax import train
 from vit_jax.run import config as run_config
-from vit_jax.studies import runs
+from vit_jax.studies import runs as runs_lib
 from vit_jax.studies import tables
 
 say = cli.say
-_KINDS = ('finetune', 'scratch')
 _NAMES = {'finetune': 'fine-tuned', 'scratch': 'from scratch'}
+_METRIC = 'accuracy_test'
 
 
 def transfer(config: ml_collections.ConfigDict, workdir: str) -> dict:
@@ -28,8 +25,8 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> dict:
 
   Args:
     config: `pretrain`, `finetune` and `scratch`, each the config of a run; and
-      `seeds`. Each seed also draws the labels: it replaces '{seed}' in the name
-      of the training split.
+      `seeds`. Each seed also draws the labels: it replaces '{seed}' in the names
+      of the splits.
     workdir: folder for all runs.
 
   Returns:
@@ -38,70 +35,65 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> dict:
     mean difference.
 
   Raises:
-    ValueError: if there are fewer than two seeds; see also train_and_evaluate
-      and runs.train_all.
-    train.Interrupted: see train_and_evaluate.
+    ValueError: if there are fewer than two seeds; see also runs.train_all.
+    runs.Failed: if runs failed; after the table if the pre-training has not.
+    train.Interrupted: see train.train_and_evaluate.
   """
   if len(config.seeds) < 2:
     raise ValueError(
       f'seeds={tuple(config.seeds)} must be two at least, for a standard deviation '
       '(--config.seeds)'
     )
-  pretrained = f'{workdir}/pretrain'
-  for run in (
-    config.pretrain,
-    *(
-      _run_config(config, kind, config.seeds[0], pretrained) for kind in _KINDS
-    ),
-  ):
-    run_config.check(run_config.complete(run))
-  say(f'Pre-training on {config.pretrain.dataset}.')
-  train.train_and_evaluate(config.pretrain, pretrained)
+  pretraining = runs_lib.Run('pretrain', config.pretrain)
+  variants = {
+    kind: [
+      runs_lib.Run(
+        f'{kind}_{seed}',
+        _run_config(config, kind, seed, f'{workdir}/{pretraining.name}'),
+      )
+      for seed in config.seeds
+    ]
+    for kind in _NAMES
+  }
+  for run in (pretraining, *(found[0] for found in variants.values())):
+    run_config.check(run_config.complete(run.config))
+  say(f'Pre-training on {config.pretrain.dataset}:')
+  runs_lib.train_all([pretraining], workdir, 'all').finish()
   say(
     f'\n{config.finetune.dataset}: fine-tuning and training from scratch on the '
-    f'same labels, {len(config.seeds)} draws of labels.'
+    f'same labels, {len(config.seeds)} draws of labels:'
   )
-  metrics = runs.train_all(
-    [
-      runs.Run(f'{kind}_{seed}', _run_config(config, kind, seed, pretrained))
-      for seed in config.seeds
-      for kind in _KINDS
-    ],
-    workdir,
-  )
-  accuracies = {
-    kind: [metrics[f'{kind}_{seed}']['accuracy_test'] for seed in config.seeds]
-    for kind in _KINDS
+  pairs = zip(*variants.values())
+  outcome = runs_lib.train_all([run for pair in pairs for run in pair], workdir)
+  found = {
+    kind: outcome.by_seed(runs, _METRIC) for kind, runs in variants.items()
   }
-  spread = {kind: tables.mean_std(accuracies[kind]) for kind in _KINDS}
+  found['difference'] = {
+    seed: tuned - found['scratch'][seed]
+    for seed, tuned in found['finetune'].items()
+    if None not in (tuned, found['scratch'][seed])
+  }
+  rows = {kind: tables.row({}, by_seed) for kind, by_seed in found.items()}
+  lines = [
+    (_NAMES.get(kind, kind), *tables.cells(_METRIC, row))
+    for kind, row in rows.items()
+  ]
+  say('\naccuracy (%) on the test images, mean and standard deviation:')
+  say(cli.table(('', _METRIC, 'seeds'), lines))
+  outcome.finish()
   result = {
     'seeds': list(config.seeds),
-    'accuracies': accuracies,
-    'mean': {kind: mean for kind, (mean, _) in spread.items()},
-    'std': {kind: std for kind, (_, std) in spread.items()},
-    'margin': statistics.mean(
-      a - b for a, b in zip(accuracies['finetune'], accuracies['scratch'])
-    ),
+    'accuracies': {kind: list(found[kind].values()) for kind in _NAMES},
+    'mean': {kind: rows[kind]['mean'] for kind in _NAMES},
+    'std': {kind: rows[kind]['std'] for kind in _NAMES},
+    'margin': rows['difference']['mean'],
   }
   tables.write(workdir, 'transfer.json', json.dumps(result, indent=1))
-  _show(result)
   return result
 
 
 def _run_config(config, kind, seed, pretrained):
-  run = copy.deepcopy(config[kind])
-  run.seed = seed
-  run.pp.train = run.pp.train.format(seed=seed)
+  run = runs_lib.seeded(config[kind], seed)
   if kind == 'finetune':
     run.pretrained = pretrained
   return run
-
-
-def _show(result):
-  say('\naccuracy on the test images, mean and standard deviation:')
-  for kind in _KINDS:
-    say(
-      f'  {_NAMES[kind]:<13} {100 * result["mean"][kind]:6.2f} '
-      f'+- {100 * result["std"][kind]:.2f} %'
-    )
-  say(f'  difference    {100 * result["margin"]:+6.2f} points')

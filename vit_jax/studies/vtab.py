@@ -4,7 +4,6 @@ python -m vit_jax.main --config=configs/vtab.py:b16 --workdir=/tmp/vtab
 """
 
 from collections.abc import Sequence
-import copy
 import statistics
 from typing import Any
 
@@ -36,7 +35,7 @@ _RULES = {
   'seeds': rules.seeds,
   'validate': rules.flag,
   'download': rules.flag,
-  'shard': rules.sequence,
+  'shard': rules.no_nan,  # Of older configs; has no effect.
   'checkpoints': rules.one_of(*runs_lib.CHECKPOINTS),
   'run': rules.group,
 }
@@ -46,7 +45,8 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Fine-tunes on each task whose data are on this machine.
 
   Each run has its own workdir below `workdir`; after an interruption the same
-  command continues.
+  command continues. Of machines that see the workdir each takes the next run
+  that is free, of the tasks whose data it has.
 
   Args:
     config: see configs/vtab.py.
@@ -64,36 +64,50 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     runs.Failed: after the table, if runs failed.
     train.Interrupted: see train.train_and_evaluate.
   """
+  runs_lib.note_shard(config.get('shard'))
+  runs = _by_task(config)
+  every = [run for found in runs.values() for run in found]
+  runs_lib.check(every, workdir, config.checkpoints)
+  done = runs_lib.collect(every, workdir).done
+  skipped = _skipped(config, runs, done)
+  chosen = [
+    run
+    for task, found in runs.items()
+    for run in found
+    if run.name in done or task not in skipped
+  ]
+  if not chosen:
+    raise FileNotFoundError(
+      'the data of no task of VTAB are on this machine: get them as said above, '
+      'or name the folder where TFDS has its data sets '
+      '(--config.run.tfds_data_dir)'
+    )
+  say(f'{len(chosen)} runs in {workdir}:')
+  outcome = runs_lib.train_all(chosen, workdir, config.checkpoints)
+  accuracies = {
+    task: outcome.by_seed(found, _METRIC) for task, found in runs.items()
+  }
+  rows = _report(config, accuracies, workdir)
+  outcome.finish()
+  return {'rows': rows, 'skipped': skipped}
+
+
+def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
+  """Returns the runs of all tasks and seeds.
+
+  Raises:
+    ValueError: if the config is wrong; those of the runs are not checked.
+  """
+  return [run for found in _by_task(config).values() for run in found]
+
+
+def _by_task(config) -> dict[str, list[runs_lib.Run]]:
+  """Checks the config except for that of the runs; returns the runs by task."""
   _check(config)
-  runs = {
+  return {
     task: [_run(config, task, seed) for seed in config.seeds]
     for task in _tasks(config)
   }
-  every = [run for found in runs.values() for run in found]
-  runs_lib.check(every, workdir, config.shard, config.checkpoints)
-  done = runs_lib.done(every, workdir)
-  skipped = _skipped(config, runs, done)
-  chosen = _chosen(runs, skipped, done, config.shard)
-  say(f'{len(chosen)} runs in {workdir}:')
-  failed = None
-  try:
-    results = runs_lib.train_all(
-      chosen, workdir, checkpoints=config.checkpoints
-    )
-  except runs_lib.Failed as e:
-    failed, results = e, e.results
-  accuracies = {
-    task: {
-      run.config.seed: results[run.name][_METRIC]
-      for run in runs[task]
-      if run.name in results
-    }
-    for task in runs
-  }
-  rows = _report(config, accuracies, workdir)
-  if failed is not None:
-    raise failed
-  return {'rows': rows, 'skipped': skipped}
 
 
 def _check(config):
@@ -114,8 +128,7 @@ def _tasks(config) -> list[str]:
 
 def _run(config, task: str, seed: int) -> runs_lib.Run:
   """Returns a run of a task."""
-  run = copy.deepcopy(config.run)
-  run.seed = seed
+  run = runs_lib.seeded(config.run, seed)
   common.set_dataset(run, f'vtab/{task}')
   common.keep_labels(run.pp, task)
   if config.validate:
@@ -125,31 +138,8 @@ def _run(config, task: str, seed: int) -> runs_lib.Run:
       f"evals={run.evals!r} and task='{run.task}': VTAB measures the accuracy on "
       'its own splits; leave both as they are (config.run.evals, config.run.task)'
     )
-  part = '_val' * config.validate
+  part = '_val' if config.validate else ''
   return runs_lib.Run(f'{task}{part}_{seed}', run)
-
-
-def _chosen(runs, skipped, done, shard) -> list[runs_lib.Run]:
-  """Returns the runs of this machine, and those that are done on any.
-
-  A machine may lack data that others have: the runs are shared out first.
-  """
-  numbered = enumerate(
-    (task, run) for task, found in runs.items() for run in found
-  )
-  chosen = [
-    run
-    for number, (task, run) in numbered
-    if run.name in done
-    or (number % shard[1] == shard[0] and task not in skipped)
-  ]
-  if not chosen and len(skipped) == len(runs):
-    raise FileNotFoundError(
-      'the data of no task of VTAB are on this machine: get them as said above, '
-      'or name the folder where TFDS has its data sets '
-      '(--config.run.tfds_data_dir)'
-    )
-  return chosen
 
 
 def _skipped(config, runs, done) -> dict[str, str]:
@@ -215,44 +205,57 @@ def _download(run, task) -> str:
 
 
 def _report(config, accuracies, workdir: str) -> list[dict]:
-  """Prints the table, and writes it and the plot.
+  """Prints, writes and draws the table beside that of the paper.
 
   Args:
     config: see configs/vtab.py.
-    accuracies: {task: {seed: accuracy from 0 to 1}}, of the runs that are done.
-    workdir: folder for vtab.json, vtab.csv and vtab.png (vtab_val.* if
-      config.validate is set).
+    accuracies: {task: {seed: accuracy from 0 to 1, None if it is missing}}.
+    workdir: see vtab.
 
   Returns:
     The content of vtab.json, see `vtab`.
   """
   rows = _rows(config, accuracies)
   name = 'vtab_val' if config.validate else 'vtab'
-  _print(config, rows)
-  tables.write_table(workdir, name, rows)
-  say(f'  table  {workdir}/{name}.csv, {workdir}/{name}.json')
+  models = [] if config.validate else list(PUBLISHED)
+  lines = [
+    (
+      _title(row),
+      tables.cells(_METRIC, row)[0],
+      *('-' if row[m] is None else f'{100 * row[m]:.2f}' for m in models),
+    )
+    for row in rows
+  ]
+  tested = 'val200' if config.validate else 'the test images'
+  beside = '' if config.validate else (
+    ', beside those of the paper (table 9; its means over the same tasks)'
+  )  # fmt: skip
+  tables.publish(
+    workdir, name, rows, f'VTAB-1k, accuracy (%) on {tested}{beside}:',
+    ('task', 'this model', *models), lines,
+  )  # fmt: skip
+  if not config.validate:
+    means = ', '.join(
+      f'{name} {mean:.2f}' for name, mean in vtab_config.MEANS.items()
+    )
+    say(f'Table 2, mean over all {len(TASKS)} tasks: {means}.')
   _draw(config, rows, f'{workdir}/{name}.png')
   return rows
 
 
 def _rows(config, accuracies) -> list[dict]:
-  """Returns a row for each task, each group and all tasks.
-
-  Args:
-    config: the config of VTAB.
-    accuracies: {task: {seed: accuracy}}.
-  """
+  """Returns a row for each task, each group and all tasks."""
   rows = []
   for group in ('', *vtab_tasks.GROUPS):
     names = [name for name, task in TASKS.items() if group in ('', task.group)]
     if not any(name in accuracies for name in names):
       continue  # The config names no task of this group.
-    there = [name for name in names if accuracies.get(name)]
+    found = {name: accuracies.get(name, {}).values() for name in names}
+    there = [name for name in names if set(found[name]) - {None}]
     # A mean is over the same tasks for all seeds.
     means = {
-      seed: statistics.mean(accuracies[name][seed] for name in there)
+      seed: _mean([accuracies[name].get(seed) for name in there])
       for seed in config.seeds
-      if there and all(seed in accuracies[name] for name in there)
     }
     rows.append(
       _row(
@@ -268,23 +271,20 @@ def _rows(config, accuracies) -> list[dict]:
   return rows
 
 
+def _mean(values) -> float | None:
+  """Returns the mean of values; None if there are none or one is missing."""
+  return None if None in values or not values else statistics.mean(values)
+
+
 def _row(config, group, task, tasks: Sequence[str], values) -> dict:
   """Returns a row of the table, for a task or the mean over several."""
-  row = {'group': group, 'task': task, 'mean': None, 'std': None}
-  if values:
-    row['mean'], row['std'] = tables.mean_std(list(values.values()))
-  row.update({f'seed_{seed}': values.get(seed) for seed in config.seeds})
+  by_seed = {seed: values.get(seed) for seed in config.seeds}
+  row = tables.row({'group': group, 'task': task}, by_seed)
   if not config.validate:
     for model, published in PUBLISHED.items():
-      found = [published[name] / 100 for name in tasks]
-      row[model] = round(statistics.mean(found), 5) if found else None
+      found = _mean([published[name] / 100 for name in tasks])
+      row[model] = None if found is None else round(found, 5)
   return row
-
-
-def _values(config, row) -> list[float]:
-  """Returns the accuracies of a row by seed."""
-  found = (row[f'seed_{seed}'] for seed in config.seeds)
-  return [value for value in found if value is not None]
 
 
 def _title(row) -> str:
@@ -296,37 +296,13 @@ def _title(row) -> str:
   return f'{row["group"]} ({count})'
 
 
-def _print(config, rows):
-  """Prints the table, and beside it that of the paper."""
-  models = [] if config.validate else list(PUBLISHED)
-  cells = [
-    (
-      _title(row),
-      tables.format_values(_METRIC, _values(config, row)),
-      *('-' if row[m] is None else f'{100 * row[m]:.2f}' for m in models),
-    )
-    for row in rows
-  ]
-  tested = 'val200' if config.validate else 'the test images'
-  beside = '' if config.validate else (
-    ', beside those of the paper (table 9; its means over the same tasks)'
-  )  # fmt: skip
-  say(f'\nVTAB-1k, accuracy (%) on {tested}{beside}:')
-  say(cli.table(('task', 'this model', *models), cells))
-  if not config.validate:
-    means = ', '.join(
-      f'{name} {mean:.2f}' for name, mean in vtab_config.MEANS.items()
-    )
-    say(f'Table 2, mean over all {len(TASKS)} tasks: {means}.')
-
-
 def _draw(config, rows, path):
   """Draws figure 2 of the paper: the means over all tasks and each group."""
   groups = {}
   for row in rows:
     if row['task'] in TASKS or not row['mean']:
       continue
-    bars = {'this model': [100 * value for value in _values(config, row)]}
+    bars = {'this model': [100 * value for value in tables.values(row)]}
     if not config.validate:
       bars.update({model: [100 * row[model]] for model in PUBLISHED})
       if row['task'] == f'{len(TASKS)} of {len(TASKS)}':

@@ -120,6 +120,9 @@ def _prepare(config, dataset):
         )
       )
   except Exception as e:
+    faster = find_builder(config, dataset)
+    if faster.info.splits:
+      return faster  # Another machine has prepared it at the same time.
     package = PACKAGES.get(getattr(e, 'name', None))
     why = f'it needs `pip install {package}`' if package else e
     raise ValueError(
