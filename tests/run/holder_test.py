@@ -108,6 +108,19 @@ def test_without_locks_a_file_that_nobody_renews_is_taken(tmp_path):
 
 
 @pytest.mark.usefixtures('no_locks')
+def test_a_caller_that_has_other_work_need_not_wait(tmp_path):
+  found = {'host': 'dead', 'process': 1, 'since': 'noon', 'id': 'x'}
+  (tmp_path / 'holder.json').write_text(json.dumps(found))
+  held = holder.Holder(tmp_path)
+  assert held.take(patient=False) == 'process 1 on dead since noon'
+  assert held.take() is None
+  other = holder.Holder(tmp_path).take()
+  assert other.startswith(f'process {os.getpid()} on ')
+  held.release()
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures('no_locks')
 def test_without_locks_one_of_two_at_once_wins(tmp_path):
   won, refused = [], []
 
