@@ -58,11 +58,12 @@ _FIRST = (
 
 # What `-m quick` runs: the core, without what starts processes or compiles much.
 QUICK = (
-  'augmentation/geometry_test.py', 'checkpoint_test.py', 'configs_test.py', 'data/folder_test.py',
-  'data/images/listing_test.py', 'data/manifest_test.py',
-  'evaluators/means_test.py', 'flags_test.py', 'input_pipeline_test.py',
-  'layers/patches_test.py', 'layers/positions_test.py',
-  'learning/losses_test.py', 'learning/optim_test.py', 'models_test.py',
+  'augmentation/geometry_test.py', 'checkpoint_test.py', 'configs_test.py',
+  'data/folder_test.py', 'data/images/listing_test.py',
+  'data/manifest_test.py', 'evaluators/means_test.py', 'flags_test.py',
+  'input_pipeline_test.py', 'layers/patches_test.py',
+  'layers/positions_test.py', 'learning/losses_test.py',
+  'learning/optim_test.py', 'models_test.py',
   'models_vit_test.py', 'preprocess_test.py', 'run/config_test.py',
   'run/keys_test.py', 'run/metrics_test.py', 'run/overrides_test.py',
   'run/stopping_test.py', 'run/workdir_test.py', 'tasks/classify_test.py',
