@@ -10,6 +10,8 @@ import zipfile
 
 import pytest
 
+from tests import conftest
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -221,3 +223,9 @@ def test_a_wheel_has_the_configs_and_works_without_the_checkout(
   assert done.returncode == 1
   assert "Error: model 'b17' is unknown" in done.stderr
   assert 'Traceback' not in done.stderr
+
+
+def test_the_quick_tests_exist():
+  for name in conftest.QUICK:
+    file, _, test = name.partition('::')
+    assert f'def {test}' in (ROOT / 'tests' / file).read_text(), name

@@ -45,7 +45,7 @@ def small():
     transformer={**tiny_models.tiny().transformer, 'num_layers': 1},
   )
   x = tiny_models.images((16, 8, 8, 3))
-  params = jax.jit(lambda: tiny_models.randomised(model, x))()
+  params = tiny_models.randomised(model, x)
   return model, {'params': params}, x
 
 
@@ -54,7 +54,7 @@ def smallest():
   """A model without a transformer, its variables, and 16 images."""
   model = tiny_models.tiny(num_classes=3, transformer=None, classifier='gap')
   x = tiny_models.images((16, 8, 8, 3))
-  params = jax.jit(lambda: tiny_models.randomised(model, x))()
+  params = tiny_models.randomised(model, x)
   return model, {'params': params}, x
 
 

@@ -1,5 +1,7 @@
 """Models that compile in no time, and what tests do with them."""
 
+import functools
+
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
@@ -70,14 +72,19 @@ def init(model, x, seed=0):
 
 
 def randomised(model, x, seed=0):
-  """Parameters that are all random, heads and class tokens too."""
+  """Parameters that are all random, heads and class tokens too.
 
-  def add_noise(params):
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    return jax.tree.unflatten(
-      tree,
-      [p + 0.1 * jax.random.normal(k, p.shape) for p, k in zip(leaves, keys)],
-    )
+  They have the scale of trained ones, and are made without compiling.
+  """
+  rng = np.random.RandomState(seed)
+  init = functools.partial(model.init, train=False)
+  tree = jax.eval_shape(init, jax.random.key(0), x)['params']
 
-  return jax.jit(add_noise)(init(model, x, seed))
+  def draw(path, leaf):
+    name = path[-1].key
+    fan_in = np.prod(leaf.shape[:-1])
+    size = 1 / np.sqrt(fan_in) if name == 'kernel' else 0.1
+    values = size * rng.randn(*leaf.shape) + (name == 'scale')
+    return jnp.asarray(values, leaf.dtype)
+
+  return jax.tree_util.tree_map_with_path(draw, tree)

@@ -185,7 +185,7 @@ def encoder_and_params(**fields):
   )  # fmt: skip
   x = jax.random.normal(jax.random.key(0), (4, 7, 16))
   model = encoder.Encoder(**fields)
-  params = tiny_models.init(model, x, seed=1)
+  params = tiny_models.randomised(model, x, seed=1)
   return model, params, x
 
 

@@ -195,11 +195,17 @@ def fitting(text: str, width: float, points: float) -> str:
     width: greatest width in inches.
     points: size of the font.
   """
+  from matplotlib import cbook
+  from matplotlib import font_manager
   from matplotlib import textpath
 
+  font = font_manager.FontProperties(size=points)
+
   def extent(line):
-    path = textpath.TextPath((0, 0), line, size=points, usetex=False)
-    return path.get_extents().width / 72
+    size = textpath.text_to_path.get_text_width_height_descent(
+      line, font, ismath=cbook.is_math_text(line)
+    )
+    return size[0] / 72
 
   lines = []
   for line in text.split('\n'):
