@@ -391,6 +391,12 @@ def layers_of(model) -> ml_collections.ConfigDict:
   return vit_of(model).get('transformer') or vit_of(model)
 
 
+def place_of_layers(model) -> str:
+  """Returns the dotted key of `layers_of`, such as 'model.vit.transformer'."""
+  inner = ('transformer',) if vit_of(model).get('transformer') else ()
+  return '.'.join(('model', *parts_of(model).values(), *inner))
+
+
 def with_options(config) -> ml_collections.ConfigDict:
   """Returns a copy of a model's config that contains all of its options.
 

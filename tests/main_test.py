@@ -44,7 +44,7 @@ def test_help_names_every_command(capsys):
     assert (ROOT / 'vit_jax' / 'commands' / f'{module}.py').exists()
   files = {path.stem for path in (ROOT / 'vit_jax' / 'commands').glob('*.py')}
   named = {module for module, _ in program.COMMANDS.values()}
-  assert files - named == {'__init__', 'flags', 'hosts'}
+  assert files - named == {'__init__', 'flags', 'hosts', 'runs'}
   assert status_of(program.main, []) == 1
   assert out.strip() in capsys.readouterr().err
 

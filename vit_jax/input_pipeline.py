@@ -471,7 +471,7 @@ def part_batches(
   source, shards = source.evaluated, sharding.batch_shards(mesh)
   config = config.copy_and_resolve_references()
   most = config.batch_eval
-  for part in parts:
+  for part in (Part(*part) for part in parts):
     rows = most
     if size is not None or part.numbers is not None:
       numbers = part.numbers

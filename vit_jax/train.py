@@ -90,15 +90,13 @@ def make_program(config, metadata, mesh) -> Program:
       for sharding or learning rates are wrong.
   """
   layers = model_configs.layers_of(config.model)
-  inner = layers is not model_configs.vit_of(config.model)
-  place = f'config.model{".vit" if "vit" in config.model else ""}'
   attention.check(
     layers.get('attention', 'default'),
     layers.get('attention_dropout_rate', 0.0),
     mesh.devices.flat[0].platform,
     config.model.get('dtype', 'float32'),
     bias=layers.get('position_embedding') == 'relative',
-    key=f'{place}.{"transformer." if inner else ""}attention',
+    key=f'config.{model_configs.place_of_layers(config.model)}.attention',
   )
   task = run_config.get_task(config.task)(config, metadata)
   schedule = optim.create_learning_rate_schedule(
@@ -400,8 +398,6 @@ def _describe_start(params, weights) -> str:
     sorted({path.split('/')[0] for path in paths if (path in weights) == known})
     for known in (True, False)
   )
-  if taken == ['backbone'] and new:
-    return 'Starting from a pre-trained backbone; the rest of the model is new.'
   if len(taken) < len(new):
     return f'Starting from pre-trained weights of {", ".join(taken)}; all else is new.'
   heads = f', with a new {", ".join(new)}' if new else ''

@@ -71,7 +71,7 @@ def test_inference_reads_what_the_task_says(
   state = jax.eval_shape(task.init, jax.random.key(0))
   outputs = jax.eval_shape(task.outputs, *state, task.input_spec(batch=5))
   model = predictor.Predictor(task, *state, 0)
-  inputs, nothing = model.run([], keep=spec)
+  inputs, nothing = model.run([])
   assert inputs.keys() == read.keys()
   of_none = jax.tree.map(lambda x: (0, *x.shape[1:]), outputs)
   assert jax.tree.map(lambda x: x.shape, nothing) == of_none

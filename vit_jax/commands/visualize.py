@@ -26,7 +26,6 @@ from collections.abc import Sequence
 
 from vit_jax import cli
 from vit_jax.commands import flags
-from vit_jax.configs import rules
 
 _MOST = 256  # Images: figures show each of them.
 
@@ -101,8 +100,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     raise ValueError(
       f'--split={args.split} needs a run: give --workdir=RUN, or leave out --split'
     )
-  if args.split is not None and (wrong := rules.split(args.split)):
-    raise ValueError(f"--split='{args.split}' {wrong}")
+  if args.split is not None:
+    from vit_jax.configs import rules  # Late: takes a second.
+
+    if wrong := rules.split(args.split):
+      raise ValueError(f"--split='{args.split}' {wrong}")
   if not 1 <= args.num_images <= _MOST:
     raise ValueError(
       f'--num_images={args.num_images} must be from 1 to {_MOST}'

@@ -60,26 +60,30 @@ class Predictor:
       FileNotFoundError, ValueError: if an image does not exist or cannot be
         read, or if an output is not finite.
     """
-    return self.run(images)[1]
+    return self.run(images, keep=())[1]
 
   def inputs(self, images: Sequence[Any]) -> dict:
     """Returns the task's inputs for images, see `outputs`: arrays [n, ...]."""
-    return self.run(images, lambda *_: (), keep=self.task.input_spec())[0]
+    return self.run(images, lambda *_: ())[0]
 
   def run(
-    self, images: Sequence[Any], compute=None, keep: Iterable[str] = ()
+    self,
+    images: Sequence[Any],
+    compute=None,
+    keep: Iterable[str] | None = None,
   ) -> tuple[dict, Any]:
     """Computes arrays for images, see `outputs`.
 
     Args:
       images: see `outputs`.
       compute: see `stream`.
-      keep: see `stream`.
+      keep: see `stream`; by default all inputs, which take memory.
 
     Returns:
       The inputs and the results of `compute`, arrays [n, ...].
     """
     compute = compute or self._outputs
+    keep = self.task.input_spec() if keep is None else keep
     found = [row[1:] for row in self.stream(images, compute, keep)]
     if found:
       return jax.tree.map(lambda *rows: np.stack(rows), *found)

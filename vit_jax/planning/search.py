@@ -100,8 +100,7 @@ def search(
 def _remats(model):
   """Returns the kinds of rematerialisation to try, and their key or None."""
   if 'transformer' in model_configs.vit_of(model):
-    path = '.'.join(('model', *model_configs.parts_of(model).values()))
-    return REMATS, f'{path}.transformer.remat'
+    return REMATS, f'{model_configs.place_of_layers(model)}.remat'
   if 'remat' in model:  # A BiT ResNet has no 'dots'.
     kinds = (REMATS[0], REMATS[-1]) if model.get('kind') == 'bit' else REMATS
     return kinds, 'model.remat'

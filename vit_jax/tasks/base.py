@@ -199,7 +199,8 @@ class Task(abc.ABC):
       source: the split, see vit_jax.data.sources.Source.
 
     Returns:
-      The parts, whose functions take the place of `example`.
+      The parts, or pairs of their first two fields; their functions take the
+      place of `example`.
     """
     del source
     return [input_pipeline.Part(None, self.example)]

@@ -311,9 +311,7 @@ class Predictor(base.Predictor):
 
   def predict(self, images):
     """Returns float32 [3, H, W, C] for each image; see Task.pictures."""
-    return list(
-      self.task.pictures(*self.run(images, keep=self.task.input_spec()))
-    )
+    return list(self.task.pictures(*self.run(images)))
 
   def report(self, images, args):
     """Writes a PNG of the predictions to `args.out`, and returns a line."""

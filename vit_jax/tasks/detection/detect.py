@@ -21,6 +21,7 @@ from vit_jax import models
 from vit_jax import preprocess
 from vit_jax.augmentation import canvases
 from vit_jax.augmentation import geometry
+from vit_jax.configs import models as model_configs
 from vit_jax.configs import rules
 from vit_jax.data.images import images as images_lib
 from vit_jax.evaluators import means
@@ -176,10 +177,11 @@ class Task(base.Task):
   @property
   def _step(self) -> int:
     """The number whose multiples the sides of a canvas are; 0: one square."""
-    step = self.options.tight
+    config = self.config
     # A Vision Transformer needs whole patches.
-    whole = self.config.pp.canvas_multiple if 'vit' in self.config.model else 1
-    return math.lcm(step, whole)
+    patched = model_configs.parts_of(config.model)
+    whole = config.pp.canvas_multiple if patched else 1
+    return math.lcm(self.options.tight, whole)
 
   def example(self, record, seed, canvas=None):
     """Returns an image and its objects.

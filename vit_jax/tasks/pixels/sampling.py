@@ -43,7 +43,7 @@ class Predictor(predictor_lib.Predictor):
       FileNotFoundError, ValueError: if an image does not exist or cannot be
         read.
     """
-    return self.run(images, self._bits)[1]
+    return self.run(images, self._bits, keep=())[1]
 
   def sample(
     self,
