@@ -7,10 +7,12 @@ from PIL import Image
 from PIL import ImageOps
 import pytest
 import tensorflow as tf
+import tensorflow_datasets as tfds
 
 from tests import preprocess_test
 from tests.data.images import jpeg_test
 from vit_jax import preprocess
+from vit_jax.data import sources
 from vit_jax.data.images import images
 from vit_jax.data.images import orientation
 
@@ -139,3 +141,48 @@ def test_exif_data_may_follow_other_segments():
   profile = b'\xff\xe2\xff\xff' + b'\0' * 65533
   late = encoded[:2] + 3 * profile + encoded[2:]
   assert int(orientation.read(late)) == 6
+
+
+class Photos(tfds.core.GeneratorBasedBuilder):
+  """A photograph of each orientation, its file as it was taken."""
+
+  VERSION = tfds.core.Version('1.0.0')
+
+  def _info(self):
+    image = tfds.features.Image(shape=(None, None, 3), encoding_format='jpeg')
+    return tfds.core.DatasetInfo(
+      builder=self, features=tfds.features.FeaturesDict({'image': image})
+    )
+
+  def _split_generators(self, dl_manager):
+    return {'train': self._generate_examples()}
+
+  def _generate_examples(self):
+    for number in range(1, 9):
+      yield number, {'image': io.BytesIO(encode(number))}
+
+
+@pytest.mark.parametrize('file_format', ['array_record', 'tfrecord'])
+def test_data_sets_of_tfds_stay_as_they_were_prepared(
+  file_format, tmp_path, tiny_config
+):
+  Photos(data_dir=tmp_path, file_format=file_format).download_and_prepare()
+  tiny_config.update(dataset='photos', tfds_data_dir=str(tmp_path))
+  source = sources.open_split(tiny_config, 'train', ('image',))
+  stored = images.decode(encode(1))
+  for number in range(8):
+    record = {k: x[0] for k, x in source.lookup(tf.constant([number])).items()}
+    assert int(orientation.read(record['image'])) in range(1, 9)
+    assert int(orientation.read(source.read(record)['image'])) == 1
+    seen = images.decode(source.read(record)['image'])
+    np.testing.assert_array_equal(seen, stored)
+
+
+@pytest.mark.parametrize('fmt', FORMATS)
+def test_a_file_without_its_exif_data_is_as_stored(fmt):
+  encoded = encode(6, fmt)
+  found = orientation.as_stored(encoded)
+  np.testing.assert_array_equal(
+    images.decode(found), images.decode(encoded, upright=False)
+  )
+  assert orientation.as_stored(b'no image').numpy() == b'no image'

@@ -33,21 +33,36 @@ def read(encoded):
   """
   encoded = tf.convert_to_tensor(encoded)  # NumPy's bytes lose zeros.
 
-  def has(pattern):
-    rest = tf.strings.regex_replace(encoded, pattern, '', replace_global=False)
-    return tf.strings.length(rest) < tf.strings.length(encoded)
-
   def look():
     found = tf.numpy_function(_read, [encoded], tf.int32, stateful=False)
     return tf.ensure_shape(found, [])
 
   # Most files have no EXIF data, and need no Python.
-  may_have = tf.cond(
-    tf.io.is_jpeg(encoded),
-    lambda: has(r'Exif\x00\x00'),
-    lambda: has('eXIf|EXIF'),  # In PNG, in WebP.
-  )
+  rest = _renamed(encoded, '')
+  may_have = tf.strings.length(rest) < tf.strings.length(encoded)
   return tf.cond(may_have, look, lambda: tf.constant(1))
+
+
+def as_stored(encoded):
+  """Returns the content of a file whose EXIF data no reader finds.
+
+  So its pixels stay as they are stored.
+
+  Args:
+    encoded: string scalar, the content of a file of any format.
+  """
+  return _renamed(encoded, 'noNe')  # Of a chunk that PNG's readers skip.
+
+
+def _renamed(encoded, name):
+  """Gives the EXIF data of a file another name."""
+  patterns = r'Exif(\x00\x00)', 'eXIf|EXIF'  # In JPEG; in PNG and in WebP.
+  names = rf'{name}\1', name
+  in_jpeg, elsewhere = (
+    lambda pair=pair: tf.strings.regex_replace(encoded, *pair, False)
+    for pair in zip(patterns, names)
+  )
+  return tf.cond(tf.io.is_jpeg(encoded), in_jpeg, elsewhere)
 
 
 def _read(encoded) -> np.int32:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from vit_jax.data import records
 from vit_jax.data.images import index as index_lib
+from vit_jax.data.images import orientation
 from vit_jax.data.images import reading
 from vit_jax.data.tfds import parsing
 
@@ -56,6 +57,12 @@ class ShardSource(records.Source):
       self.serialized, [indices], tf.string, stateful=False
     )
     return self._reader.parse_all(tf.ensure_shape(serialized, [None]))
+
+  def read(self, record):
+    """Returns the record of one example; its image stays as it was prepared."""
+    if 'image' not in record:
+      return record
+    return {**record, 'image': orientation.as_stored(record['image'])}
 
   def serialized(self, indices: np.ndarray) -> np.ndarray:
     """Returns the records with these numbers [b] as they are stored.
