@@ -81,6 +81,7 @@ setuptools.setup(
       'nbformat',
       'matplotlib',
       'pandas',
+      'pyarrow',
       'pycocotools',
       'pytest',
       'pytest-xdist',
@@ -95,6 +96,7 @@ setuptools.setup(
     ],
     'plots': ['matplotlib'],
     'interop': ['safetensors'],
+    'tables': ['pyarrow'],
     'torch': ['torch>=2.6'],  # Before, a .bin could run code of its own.
     'plan': ['libtpu'],
     'colab': ['matplotlib', 'pandas', 'safetensors'],

@@ -338,14 +338,15 @@ def eval_dataset(
     tf.data.Dataset.from_tensor_slices(real).batch(len(rows)),
     lambda index: {'index': index, **source.lookup(index)},
   ).map(make, num_parallel_calls=_CALLS)
+  if source.tolerant:
+    data = data.ignore_errors()
   padding = {
     name: tf.zeros(spec.shape, spec.dtype)
     for name, spec in data.element_spec.items()
   }
   padding['index'] = tf.constant(-1)
-  padding = tf.data.Dataset.from_tensors(padding)
-  padding = padding.repeat(len(positions) - len(real))
-  return _batches(data.concatenate(padding), len(rows))
+  padding = tf.data.Dataset.from_tensors(padding).repeat()
+  return _batches(data.concatenate(padding).take(len(positions)), len(rows))
 
 
 def _batches(data, size):

@@ -115,16 +115,19 @@ def _mesh(config):
     return sharding.make_mesh({'data': 1}, devices[:1])
 
 
-def _check_flags(model, args) -> None:
+def _check_flags(model, args, is_table) -> None:
   """Raises ValueError if flags do not fit the task of a model."""
   task, which = model.task, f"the task '{model.config.task}'"
   for name in _OWN_FLAGS:
     if getattr(args, name) is not None and name not in model.FLAGS:
       raise ValueError(f'{which} has no --{name}: leave out the flag')
+  if is_table and args.images:
+    return
   draws = args.sample is not None or bool(args.complete)
   if args.out and not (task.DRAWS or draws):
     raise ValueError(
-      f'{which} prints its predictions and writes no picture: leave out --out'
+      f'{which} prints its predictions and writes no picture: leave out --out, or '
+      'write a table (--out=table.parquet, .csv or .jsonl)'
     )
   if not args.out and (draws or not task.PRINTS):
     raise ValueError(
@@ -133,22 +136,73 @@ def _check_flags(model, args) -> None:
 
 
 def run(args) -> None:
-  """Prints the predictions that the flags of `vit_jax predict` ask for.
+  """Prints or writes what the flags of `vit_jax predict` ask for.
 
   Args:
     args: namespace of vit_jax.commands.predict.parse.
   """
   cli.load_tensorflow()
   from vit_jax.data.images import listing
+  from vit_jax.inference import tables
 
-  args.images = listing.expand(args.images)
+  is_table = str(args.out or '').endswith(tables.ENDINGS)
+  if is_table:
+    tables.check(args.out)
+  elif jax.process_count() > 1 or args.embeddings:
+    raise ValueError(
+      'several processes, and --embeddings, need a table: give '
+      '--out=table.parquet (or .csv or .jsonl)'
+    )
+  split = _split(args.images)
+  if not split:
+    args.images = listing.expand(args.images)
+  elif not is_table:
+    raise ValueError(
+      f"'{args.images[0]}' is a split of a data set, whose predictions are "
+      'written as a table: give --out=table.parquet (or .csv or .jsonl)'
+    )
   if args.weights:
     model = load_weights(args.weights)
   else:
     model = load(args.workdir, args.step)
-  _check_flags(model, args)
+  _check_flags(model, args, is_table)
+  if is_table:
+    _write_table(model, args, split)
+    return
   for line in model.report(args.images, args):
     print(line)
+
+
+def _split(words: Sequence[str]) -> list[str]:
+  """Returns name and split of a data set named as NAME:SPLIT; [] of files."""
+  import tensorflow as tf
+
+  name, colon, split = words[0].partition(':') if words else ('', '', '')
+  if len(words) != 1 or not colon or split.startswith('//'):
+    return []
+  return [] if tf.io.gfile.exists(words[0]) else [name, split]
+
+
+def _write_table(model, args, split) -> None:
+  """Writes the table that the flags ask for."""
+  from vit_jax.data import sources
+  from vit_jax.inference import given
+  from vit_jax.inference import tables
+
+  config = model.config
+  if split:
+    dataset, name = split
+    source = sources.open_split(config, name, ('image',), dataset=dataset)
+  else:
+    source = given.Given(args.images, config.max_image_pixels)
+  columns = model.columns(
+    args.embeddings, args.top, args.threshold, args.image_size
+  )
+  facts = {
+    'model': str(args.weights or args.workdir), 'step': model.step,
+    'flags': [args.embeddings, args.top, args.threshold, args.image_size],
+  }  # fmt: skip
+  tables.write(model, source, args.out, columns, facts, args.broken)
 
 
 if __name__ == '__main__':

@@ -4,6 +4,13 @@ r"""Prints the predictions of a trained model for images, such as their classes.
   vit_jax predict --weights=model.safetensors image.png
   vit_jax predict --workdir=/tmp/digits folder 'gs://bucket/*.jpg'
 
+Any number of images becomes a table with a row an image (.parquet, .csv, .jsonl);
+the same command goes on with a table that was stopped or killed:
+
+  vit_jax predict --workdir=/tmp/digits --out=table.parquet folder
+  vit_jax predict --workdir=/tmp/digits --out=table.csv list.txt
+  vit_jax predict --workdir=/tmp/digits --out=table.parquet --embeddings cifar10:test
+
 A model of pixels (configs/igpt.py) draws images, and completes their lower part:
 
   vit_jax predict --workdir=/tmp/igpt --sample=16 --out=samples.png
@@ -23,9 +30,11 @@ from collections.abc import Sequence
 
 from vit_jax import cli
 from vit_jax.commands import flags
+from vit_jax.commands import hosts
 
 # Greatest number of images of --sample.
 _MOST_SAMPLES = 4096
+_TABLES = ('.parquet', '.csv', '.jsonl')
 
 
 def make_parser() -> flags.Parser:
@@ -34,8 +43,9 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     'images',
     nargs='*',
-    help='image files of any size, folders with such files, or patterns such as '
-    "'photos/*.jpg'",
+    help='image files of any size, folders with such files, patterns such as '
+    "'photos/*.jpg', lists of paths (.txt, a path a line; .jsonl, each line "
+    'with an "image"), or a split of a data set, NAME:SPLIT, for a table',
   )
   flags.add_model_flags(parser)
   parser.add_argument(
@@ -43,8 +53,22 @@ def make_parser() -> flags.Parser:
   )
   parser.add_argument(
     '--out',
-    help='PNG to write: required for tasks whose result is a picture, optional '
-    'for detectors, which draw boxes on the images',
+    help='table to write, .parquet, .csv or .jsonl; or PNG to write: required '
+    'for tasks whose result is a picture, optional for detectors, which draw '
+    'boxes on the images',
+  )
+  parser.add_argument(
+    '--embeddings',
+    metavar='LAYER',
+    help='tables: a column of features of a layer, such as --embeddings=layer_3; '
+    '--embeddings alone: the inputs of the head',
+  )
+  parser.add_argument(
+    '--broken',
+    choices=('row', 'stop'),
+    default='row',
+    help='tables: whether a broken image is a row with an error, or stops the '
+    'work (row)',
   )
   parser.add_argument(
     '--threshold',
@@ -59,6 +83,7 @@ def make_parser() -> flags.Parser:
     'images that the network sees (as in the evaluation of the run)',
   )
   _add_sampling_flags(parser)
+  hosts.add_flags(parser)
   return parser
 
 
@@ -88,6 +113,8 @@ def _add_sampling_flags(parser):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Parses and checks the flags; raises ValueError for wrong ones."""
+  alone = '--embeddings'  # Without a layer; the next word may be a file.
+  argv = [f'{alone}=features' if word == alone else word for word in argv]
   args = make_parser().parse_args(argv)
   flags.check_model_flags(args)
   _check_inputs(args)
@@ -125,7 +152,12 @@ def main(argv: Sequence[str]) -> int:
   flags.check_output('out', args.out)
   cli.quiet()
   cli.avoid_libtpu()
-  from vit_jax import predict
 
-  predict.run(args)
-  return 0
+  def work():
+    from vit_jax import predict
+
+    predict.run(args)
+
+  # Only a table is the work of several hosts.
+  args.distributed &= str(args.out or '').endswith(_TABLES)
+  return hosts.run(args, work)

@@ -26,7 +26,7 @@ def on_devices(batches: Iterable[dict], mesh, prefetch: int) -> Iterator[dict]:
   whole = sharding.replicated(mesh)
 
   def place(value):
-    rows = len(value) * jax.process_count()
+    rows = len(value) * (jax.process_count() if mesh.is_multi_process else 1)
     even = rows % sharding.batch_shards(mesh) == 0
     return jax.make_array_from_process_local_data(
       split if even else whole, value

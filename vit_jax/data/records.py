@@ -45,12 +45,14 @@ class Source:
     stuff: names of those classes of segments that are no things.
     chunk: number of examples per call of `lookup`, in CALLS parallel calls;
       None for one call per batch.
+    tolerant: whether evaluation leaves out examples that cannot be read.
     origin: name of the data, as JSON, such as {'dataset': 'cifar10/3.0.2',
       'split': 'train'}; part of the fingerprint.
   """
 
   stuff: Sequence[str] = ()
   chunk: int | None = None
+  tolerant: bool = False
   origin: Mapping[str, Any] = {}
 
   def __init__(

@@ -61,7 +61,8 @@ def run(
     Stopped: if `stop` became true.
     ValueError, OSError: see vit_jax.input_pipeline.eval_batches.
   """
-  waiting, said, begun = collections.deque(), time.monotonic(), 0
+  waiting, begun = collections.deque(), 0
+  said = started = time.monotonic()
   # No bar is shown for work of a few seconds.
   kwargs = dict(total=total, unit='image', delay=3, leave=False)
   if total is None:
@@ -79,7 +80,12 @@ def run(
       begun += count
       if total and bar.disable and time.monotonic() > said + _SAY_EVERY:
         said = time.monotonic()
-        cli.say(f'{what}: {min(begun, total):,} of {total:,} images.')
+        rate = begun / (said - started)
+        left = cli.duration(max(0, total - begun) / rate)
+        cli.say(
+          f'{what}: {min(begun, total):,} of {total:,} images, {rate:.1f} a '
+          f'second, {left} left.'
+        )
     while waiting:
       yield _fetch(waiting.popleft()[1], mesh)
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 from vit_jax import preprocess
 from vit_jax.data import records
 from vit_jax.data.images import images as images_lib
+from vit_jax.data.images import index as index_lib
 
 
 class Given(records.Source):
@@ -36,6 +37,11 @@ class Given(records.Source):
   def _encoded(self, number: bytes) -> bytes:
     image = self._images[int(number)]
     return preprocess.from_user(image, lambda x: x, self._max_pixels)
+
+  def fingerprint(self) -> dict[str, Any]:
+    """Returns the number and a hash of the names of the images."""
+    names = (f'{self.name(i)}\n'.encode() for i in range(self.num_examples))
+    return {**super().fingerprint(), 'images': index_lib.digest(names)}
 
   def name(self, index: int) -> str:
     """Names an example for an error message."""

@@ -10,9 +10,11 @@ import jax
 import numpy as np
 
 from vit_jax import input_pipeline
+from vit_jax.data import records
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine
 from vit_jax.inference import given
+from vit_jax.inference import tables
 
 
 class Predictor:
@@ -121,15 +123,30 @@ class Predictor:
     Raises:
       FileNotFoundError, ValueError: see `outputs`.
     """
-    if isinstance(images, (str, bytes)):
-      raise ValueError(
-        f'images={images!r:.80} must be a list: give [image] for a single one'
-      )
-    if not len(images):
+    return self.stream_source(self._source(images), compute, keep, parts)
+
+  def stream_source(
+    self,
+    source: records.Source,
+    compute: Callable | None = None,
+    keep: Iterable[str] = (),
+    parts: Callable | None = None,
+    stop: Callable[[], bool] = engine.never,
+  ) -> Iterator[tuple[int, dict, Any]]:
+    """Computes arrays for the images of a source; see `stream`.
+
+    Args:
+      source: the images.
+      compute: see `stream`.
+      keep: see `stream`.
+      parts: see `stream`.
+      stop: see vit_jax.inference.engine.run.
+    """
+    total = source.num_examples
+    if not total:
       return
     compute, keep = compute or self._outputs, tuple(keep)
-    source = given.Given(images, self.config.max_image_pixels)
-    params, extra, mesh = self._placed(len(images))
+    params, extra, mesh = self._placed(total)
     found = input_pipeline.part_batches(
       self.config,
       source,
@@ -146,11 +163,102 @@ class Predictor:
         'outputs': compute(params, extra, batch),
       }
 
-    total = len(images)
-    for batch in engine.run(both, found, mesh, what='Predicting', total=total):
+    for batch in engine.run(both, found, mesh, stop, 'Predicting', total):
       for number, row in engine.rows(batch):
         self._check_finite(row['outputs'], source.name(number))
         yield number, row['inputs'], row['outputs']
+
+  def _source(self, images):
+    """Returns images, see `outputs`, as a source."""
+    if isinstance(images, (str, bytes)):
+      raise ValueError(
+        f'images={images!r:.80} must be a list: give [image] for a single one'
+      )
+    return given.Given(images, self.config.max_image_pixels)
+
+  def columns(
+    self,
+    embeddings: str | None = None,
+    top: int = 5,
+    threshold: float | None = None,
+    image_size: int | tuple[int, int] | None = None,
+  ) -> tables.Columns:
+    """Returns what a table has of each image.
+
+    Args:
+      embeddings: layer whose features are a column, such as 'features', the
+        inputs of the head; see vit_jax.evaluators.features.Extractor. None: no
+        such column.
+      top: classifiers: number of classes.
+      threshold: detectors: see their `detect`.
+      image_size: detectors: likewise.
+
+    Raises:
+      ValueError: if there is no such layer, or an argument is out of range.
+    """
+    if embeddings is None:
+      return self._columns(top, threshold, image_size)
+    features = self.task.features(embeddings)
+    spec = jax.eval_shape(
+      features, self.params, self.extra, self.task.input_spec()
+    )
+    try:
+      own = self._columns(top, threshold, image_size)
+    except tables.NoColumns:  # The features are all that there is.
+      own = tables.Columns({}, lambda inputs, outputs: {}, lambda *_: ())
+    compute = own.compute or self._outputs
+
+    @jax.jit
+    def both(params, extra, batch):
+      return compute(params, extra, batch), features(params, extra, batch)
+
+    def row(inputs, outputs):
+      return {**own.row(inputs, outputs[0]), 'embedding': outputs[1]}
+
+    types = {**own.types, 'embedding': (float, spec.shape[-1])}
+    return own._replace(types=types, row=row, compute=both)
+
+  def _columns(self, top, threshold, image_size) -> tables.Columns:
+    """Returns the columns of the task, see `columns`."""
+    raise tables.NoColumns(
+      f"the task '{self.config.task}' predicts pictures, which are no columns of "
+      'a table: ask for its features (--embeddings)'
+    )
+
+  def table(self, images: Sequence[Any], **options):
+    """Predicts for images; returns a pyarrow.Table with a row an image.
+
+    Args:
+      images: see `outputs`.
+      **options: see `columns`.
+
+    Returns:
+      The columns of the task, such as `class` and `probability`; `path`; and
+      `error`, what is wrong with a broken image, whose other columns are null.
+
+    Raises:
+      ImportError: without pyarrow.
+      ValueError: see `columns`.
+    """
+    columns = self.columns(**options)
+    blocks = [range(len(images))] if len(images) else []
+    found = tables.rows(self, self._source(images), columns, blocks)
+    return tables.to_arrow(
+      [row for _, block in found for row in block], tables.types(columns)
+    )
+
+  def embed(self, images: Sequence[Any], layer: str = 'features') -> np.ndarray:
+    """Computes the features of images, float32 [n, D].
+
+    Args:
+      images: see `outputs`.
+      layer: see `columns`.
+
+    Raises:
+      FileNotFoundError, ValueError: see `outputs`; if there is no such layer.
+    """
+    features = jax.jit(self.task.features(layer))
+    return self.run(images, features, keep=())[1]
 
   def batch_size(self, part: input_pipeline.Part) -> int:
     """Returns the number of images of a batch of a part."""

@@ -42,6 +42,8 @@ import numpy as np
 from vit_jax import input_pipeline
 from vit_jax import preprocess
 from vit_jax.configs import rules
+from vit_jax.distributed import sharding
+from vit_jax.evaluators import features
 from vit_jax.evaluators import means
 from vit_jax.figures import captions
 from vit_jax.inference import predictor as predictor_lib
@@ -362,6 +364,18 @@ class Task(abc.ABC):
     )
     seen = seen.get('intermediates', {})
     return flax.traverse_util.flatten_dict(seen, sep='/')
+
+  def features(self, layer: str) -> Callable:
+    """Returns a function (params, extra, batch) -> features, float32 [B, D].
+
+    Args:
+      layer: a layer of the model, see vit_jax.evaluators.features.Extractor.
+
+    Raises:
+      ValueError: if there is no such layer.
+    """
+    mesh = sharding.make_mesh({'data': 1}, jax.local_devices()[:1])
+    return features.Extractor(self, mesh, layer).compute
 
   @abc.abstractmethod
   def measure(self, params, extra, batch: dict) -> dict:

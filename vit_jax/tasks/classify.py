@@ -14,6 +14,7 @@ from vit_jax.augmentation import mixing
 from vit_jax.configs import rules
 from vit_jax.figures import captions
 from vit_jax.figures import gallery
+from vit_jax.inference import tables
 from vit_jax.learning import losses
 from vit_jax.tasks import base
 
@@ -262,9 +263,35 @@ class Predictor(base.Predictor):
   def _best(self, images, top):
     """Yields the classes of each image, see `predict`."""
     for _, _, found in self.stream(images, self._shares):
-      row = found['probabilities']
-      best = np.argsort(-row, kind='stable')[:top]
-      yield [(self.class_names[i], float(row[i])) for i in best]
+      yield self._of_row(found, top)
+
+  def _of_row(self, found, top):
+    row = found['probabilities']
+    best = np.argsort(-row, kind='stable')[:top]
+    return [(self.class_names[i], float(row[i])) for i in best]
+
+  def _columns(self, top, threshold, image_size):
+    """Returns columns of the most probable class, and of the `top` ones."""
+    del threshold, image_size
+    if not self.class_names:
+      return super()._columns(top, None, None)
+    rules.check('top', top, rules.whole(1))
+
+    def row(_, outputs):
+      names, shares = zip(*self._of_row(outputs, top))
+      return {
+        'class': names[0], 'probability': shares[0],
+        'classes': names, 'probabilities': shares,
+      }  # fmt: skip
+
+    return tables.Columns(
+      {
+        'class': str, 'probability': float,
+        'classes': [str], 'probabilities': [float],
+      },
+      row,
+      self._shares,
+    )  # fmt: skip
 
   def report(self, images, args):
     """Yields lines: the path of each image, then its most probable classes."""

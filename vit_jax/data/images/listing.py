@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import concurrent.futures
 import datetime
 import errno
+import json
 import os
 import re
 import time
@@ -22,6 +23,7 @@ from vit_jax.data.images import reading
 
 EXTENSIONS = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif')
 _ENDINGS = tuple(ending.encode() for ending in EXTENSIONS)
+_LISTS = ('.txt', '.jsonl')
 # If a folder changed less than this many seconds before its listing, a later
 # change may have the same time stamp.
 _TICK = 2.0
@@ -182,11 +184,14 @@ def expand(paths: Sequence[str]) -> list[str]:
   """Returns paths, with those of images in place of folders and patterns.
 
   Args:
-    paths: files; folders, for all images below them, sorted; or patterns with
-      *, ? or [ ], for the files and folders that match.
+    paths: files; folders, for all images below them, sorted; patterns with
+      *, ? or [ ], for the files and folders that match; or lists of paths, .txt
+      or .jsonl (with the key `image` or `path`), relative to the list's folder.
 
   Raises:
-    FileNotFoundError: if a folder has no image, or a pattern no match.
+    FileNotFoundError: if a folder has no image, a pattern no match, or there is
+      no such list.
+    ValueError: if a list has a line that names no image.
   """
   found = []
   for path in paths:
@@ -200,8 +205,31 @@ def expand(paths: Sequence[str]) -> list[str]:
       if not matches:
         raise FileNotFoundError(f"no file matches '{path}'")
       found += expand(matches)
+    elif path.endswith(_LISTS):
+      found += _listed(path)
     else:
       found.append(path)
+  return found
+
+
+def _listed(path) -> list[str]:
+  """Returns the paths in a list, see `expand`."""
+  found = []
+  lines = reading.read_file(path).decode(errors='surrogateescape').splitlines()
+  for number, line in enumerate(lines, 1):
+    if not line.strip():
+      continue
+    if path.endswith('.jsonl'):
+      try:
+        row = json.loads(line)
+        line = row['image'] if 'image' in row else row['path']
+      except (ValueError, TypeError, KeyError):
+        line = None
+      if not isinstance(line, str):
+        raise ValueError(
+          f'\'{path}\', line {number}: must be like {{"image": "cat.jpg"}}'
+        )
+    found.append(os.path.join(os.path.dirname(path), line))
   return found
 
 

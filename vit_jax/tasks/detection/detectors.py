@@ -12,6 +12,7 @@ from vit_jax import preprocess
 from vit_jax.configs import rules
 from vit_jax.data.images import images as images_lib
 from vit_jax.inference import predictor as predictor_lib
+from vit_jax.inference import tables
 from vit_jax.tasks.detection import drawing
 from vit_jax.tasks.detection import segments as segments_lib
 
@@ -84,6 +85,25 @@ class Detector(predictor_lib.Predictor):
   @functools.cached_property
   def _detections(self):
     return jax.jit(self.task.detections)
+
+  def _columns(self, top, threshold, image_size):
+    """Returns columns of the objects: classes, scores, and boxes in pixels."""
+    del top
+    threshold = THRESHOLD if threshold is None else threshold
+    rules.check('threshold', threshold, rules.number(0, 1))
+    rules.check('image_size', image_size, rules.optional(rules.size))
+
+    def row(inputs, outputs):
+      found = self._objects(outputs, inputs['size'], threshold)
+      columns = zip(*found) if found else ((), (), ())
+      return dict(zip(('classes', 'scores', 'boxes'), columns))
+
+    return tables.Columns(
+      {'classes': [str], 'scores': [float], 'boxes': [(float, 4)]},
+      row,
+      keep=('size',),
+      parts=functools.partial(self.task.parts_at, image_size=image_size),
+    )
 
   def predict(self, images: Sequence[Any]) -> list:
     """Returns the result of `detect`."""
@@ -165,6 +185,28 @@ class Segmenter(Detector):
     size = tuple(inputs['size'].tolist())
     made = self.task.assemble(found, 0, size, threshold=threshold)
     return made.numbers, self._described(made)
+
+  def _columns(self, top, threshold, image_size):
+    """Returns columns of the segments, as in `segment` but for the maps."""
+    if not self.task.model.mask_head:
+      return super()._columns(top, threshold, image_size)
+    if threshold is None:
+      threshold = segments_lib.THRESHOLD
+    names = ('classes', 'scores', 'things', 'areas')
+
+    def row(inputs, outputs):
+      _, found = self._segments(inputs, outputs, threshold)
+      return dict(zip(names, zip(*found) if found else ((),) * len(names)))
+
+    return (
+      super()
+      ._columns(top, threshold, image_size)
+      ._replace(
+        types=dict(zip(names, ([str], [float], [bool], [int]))),
+        row=row,
+        keep=tuple(self.task.input_spec()),
+      )
+    )
 
   def _described(self, made):
     areas = np.bincount(made.numbers.ravel(), minlength=len(made.labels) + 1)

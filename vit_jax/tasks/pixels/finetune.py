@@ -95,3 +95,4 @@ class Predictor(sampling.Predictor, classify.Predictor):
 
   predict = classify.Predictor.predict
   describe = classify.Predictor.report
+  _columns = classify.Predictor._columns

@@ -15,6 +15,7 @@ from vit_jax.configs import rules
 from vit_jax.data.images import images as images_lib
 from vit_jax.figures import captions
 from vit_jax.inference import predictor as predictor_lib
+from vit_jax.inference import tables
 from vit_jax.tasks.pixels import drawing
 
 
@@ -172,6 +173,14 @@ class Predictor(predictor_lib.Predictor):
   def predict(self, images: Sequence[Any]) -> list:
     """Returns the bits a dimension of each image."""
     return [float(bits) for bits in self.log_likelihood(images)]
+
+  def _columns(self, top, threshold, image_size):
+    """Returns the column of the bits a dimension."""
+    del top, threshold, image_size
+    name = 'bits_per_dimension'
+    return tables.Columns(
+      {name: float}, lambda _, bits: {name: bits}, self._bits
+    )
 
   def describe(self, images, args) -> list[str]:
     """Returns lines of the bits of images; see `report`."""

@@ -1,0 +1,411 @@
+"""Tests of tables of predictions: any task, stopping, several processes."""
+
+import functools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pandas as pd
+from PIL import Image
+import pyarrow.parquet
+import pytest
+
+from tests import processes
+from tests.tasks import input_spec_test
+from tests.tasks.detection import detect_canvases_test
+from vit_jax import models
+from vit_jax.commands import predict as predict_command
+from vit_jax.inference import tables
+from vit_jax.run import stopping
+
+ROOT = pathlib.Path(__file__).parents[2]
+COUNT = 200  # Images: three blocks of 64 and a rest.
+BROKEN = (5, 70, 71)
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory):
+  """A folder of small images of two sizes, three of them broken."""
+  root = tmp_path_factory.mktemp('photos')
+  rng = np.random.RandomState(0)
+  for i in range(COUNT):
+    size = (10, 14, 3) if i % 3 else (16, 9, 3)
+    pixels = rng.randint(0, 256, size, np.uint8)
+    Image.fromarray(pixels).save(root / f'{i:03}.png')
+  (root / '005.png').write_bytes(b'no image')
+  content = (root / '070.png').read_bytes()
+  (root / '070.png').write_bytes(content[:-40])
+  (root / '071.png').write_bytes(b'')
+  return sorted(map(str, root.iterdir()))
+
+
+def make_model(name, folder):
+  task = input_spec_test.TASKS[name](folder)
+  params, extra = jax.jit(task.init)(jax.random.key(0))
+  rng = np.random.RandomState(1)  # Else the heads are zero.
+  params = jax.tree.map(
+    lambda x: x + rng.randn(*x.shape).astype(x.dtype) / 3, params
+  )
+  return task.predictor(params, extra, 7)
+
+
+@pytest.fixture(scope='module')
+def model(data_dir):
+  return make_model('classify', data_dir)
+
+
+@pytest.fixture(scope='module')
+def rows(model, images):
+  """The rows of a table that nothing disturbs."""
+  return model.table(images, embeddings='features').to_pylist()
+
+
+@functools.cache
+def columns_of(model):
+  """Columns that are compiled once."""
+  return model.columns(embeddings='features')
+
+
+def write(model, images, out, **kwargs):
+  columns = columns_of(model)
+  facts = {'model': 'a run'}
+  tables.write(model, model._source(images), out, columns, facts, **kwargs)
+
+
+def test_rows_are_the_predictions_in_the_order_of_the_images(
+  model, images, rows
+):
+  assert [row['path'] for row in rows] == images
+  broken = [i for i, row in enumerate(rows) if row['error']]
+  assert tuple(broken) == BROKEN
+  assert all(rows[i]['class'] is None for i in BROKEN)
+  assert all(images[i] in rows[i]['error'] for i in BROKEN)
+  good = [i for i in range(COUNT) if i not in BROKEN]
+  want = model.predict([images[i] for i in good])
+  for i, classes in zip(good, want):
+    names, shares = zip(*classes)
+    assert rows[i]['classes'] == list(names)
+    assert rows[i]['class'] == names[0]
+    np.testing.assert_allclose(rows[i]['probabilities'], shares, atol=1e-6)
+  embedded = np.array([rows[i]['embedding'] for i in good[:9]])
+  got = model.embed([images[i] for i in good[:9]])
+  np.testing.assert_allclose(got, embedded, atol=1e-5)
+  # The features are the inputs of the head.
+  head = model.params['head']
+  logits = got @ np.asarray(head['kernel']) + np.asarray(head['bias'])
+  np.testing.assert_allclose(
+    logits, model.logits([images[i] for i in good[:9]]), atol=1e-5
+  )
+
+
+@pytest.mark.parametrize('ending', tables.ENDINGS)
+def test_files_of_all_formats_have_the_same_rows(
+  model, images, rows, tmp_path, ending, capsys
+):
+  out = tmp_path / f'table{ending}'
+  write(model, images, out)
+  assert sorted(p.name for p in tmp_path.iterdir()) == [out.name]
+  assert '200 images, 3 of them broken' in capsys.readouterr().out
+  if ending == '.jsonl':
+    got = [json.loads(line) for line in out.read_text().splitlines()]
+  elif ending == '.csv':
+    got = pd.read_csv(out).replace({np.nan: None}).to_dict('records')
+    for row in got:
+      for name in ('classes', 'probabilities', 'embedding'):
+        row[name] = row[name] and json.loads(row[name])
+  else:
+    table = pyarrow.parquet.read_table(out)
+    assert table.schema.field('embedding').type.list_size == 16
+    got = table.to_pylist()
+  assert len(got) == COUNT
+  for a, b in zip(got, rows):
+    assert {
+      k: v for k, v in a.items() if 'prob' not in k and k != 'embedding'
+    } == {k: v for k, v in b.items() if 'prob' not in k and k != 'embedding'}
+    for name in ('probability', 'probabilities', 'embedding'):
+      if b[name] is not None:
+        np.testing.assert_allclose(a[name], b[name], atol=1e-6)
+
+
+def test_a_table_that_was_killed_goes_on(model, images, tmp_path, monkeypatch):
+  """At each file that is written: what is there is whole, and not made again."""
+  whole = tmp_path / 'whole.csv'
+  write(model, images, whole)
+  real, seen = tables._write, []
+  for most in range(1, 8):
+    out, written = tmp_path / f'{most}.csv', []
+
+    def dying(path, content, written=written, most=most):
+      if len(written) == most:
+        path.with_name(f'.{path.name}.tmp').write_bytes(content[:-9])
+        raise KeyboardInterrupt
+      written.append(path)
+      real(path, content)
+
+    monkeypatch.setattr(tables, '_write', dying)
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(tables, '_write', dying)
+      try:
+        write(model, images, out)
+      except KeyboardInterrupt:
+        assert not out.exists()
+    monkeypatch.setattr(tables, '_write', real)
+    parts = [path for path in written if path.name.startswith('part')]
+    if out.exists():
+      break
+    seen.clear()
+    stream = model.stream_source
+
+    def counted(source, *args, stream=stream):
+      seen.append(source.num_examples)
+      return stream(source, *args)
+
+    monkeypatch.setattr(model, 'stream_source', counted)
+    write(model, images, out)
+    monkeypatch.undo()
+    assert sum(seen) == COUNT - 64 * len(parts)
+    assert out.read_bytes() == whole.read_bytes()
+  assert most == 7  # The facts, four parts, two lists of broken images.
+
+
+def test_a_signal_stops_a_table_that_then_goes_on(
+  model, images, tmp_path, monkeypatch
+):
+  out, real = tmp_path / 'table.csv', tables._write
+
+  def signalled(path, content):
+    real(path, content)
+    if path.name.startswith('part'):
+      os.kill(os.getpid(), signal.SIGTERM)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(tables, '_write', signalled)
+    with pytest.raises(stopping.Interrupted, match='goes on with') as error:
+      write(model, images * 3, out)
+  assert error.value.signal == signal.SIGTERM
+  parts = sorted((tmp_path / 'table.csv.parts').glob('part-*'))
+  assert 1 <= len(parts) < 10
+  write(model, images * 3, out)
+  assert len(pd.read_csv(out)) == 3 * COUNT
+
+
+def test_a_broken_image_stops_if_asked(model, images, tmp_path):
+  out = tmp_path / 'table.csv'
+  with pytest.raises(ValueError, match='070.png'):
+    write(model, images[64:], out, broken='stop')
+  assert not out.exists()
+  good = [x for i, x in enumerate(images[64:]) if i not in (6, 7)]
+  write(model, good, tmp_path / 'good.csv', broken='stop')
+  assert len(pd.read_csv(tmp_path / 'good.csv')) == len(good)
+
+
+@pytest.mark.parametrize(
+  'name, columns',
+  [
+    ('pixels', ['bits_per_dimension']),
+    ('pixels_finetune', ['class', 'probability', 'classes', 'probabilities']),
+    ('canvases', ['classes', 'scores', 'boxes']),
+    ('segment', ['classes', 'scores', 'things', 'areas']),
+    ('masked_patches', []),
+  ],
+)
+def test_each_task_has_its_columns(
+  name, columns, images, data_dir, tmp_path, monkeypatch
+):
+  monkeypatch.setitem(
+    models.KINDS, 'tiny_detector', detect_canvases_test.TinyDetector
+  )
+  model = make_model(name, tmp_path if name == 'canvases' else data_dir)
+  paths = [images[i] for i in (0, 1, 5, 2, 3)]  # One is broken.
+  good = [images[i] for i in (0, 1, 2, 3)]
+  if not columns:
+    with pytest.raises(ValueError, match="'masked_patches' predicts pictures"):
+      model.table(paths)
+    table = model.table(paths, embeddings='features')
+    assert table.column_names == ['path', 'embedding', 'error']
+    np.testing.assert_allclose(
+      np.array(table.to_pydict()['embedding'][3]),
+      model.embed(good)[2],
+      atol=1e-5,
+    )
+    return
+  found = model.table(paths, threshold=0.0).to_pylist()
+  assert list(found[0]) == ['path', *columns, 'error']
+  assert found.pop(2)['error']
+  if name == 'pixels':
+    want = [{'bits_per_dimension': bits} for bits in model.predict(good)]
+  elif name == 'pixels_finetune':
+    want = [dict(classes=list(dict(x))) for x in model.predict(good)]
+  else:
+    how = {'canvases': 'detect', 'segment': 'segment'}[name]
+    results = getattr(model, how)(good, threshold=0.0)
+    if name == 'segment':
+      results = [segments for _, segments in results]
+    want = [
+      dict(zip(columns, map(list, zip(*x)))) if x else {c: [] for c in columns}
+      for x in results
+    ]
+  for row, values in zip(found, want):
+    for column, value in values.items():
+      if column == 'boxes':
+        np.testing.assert_allclose(row[column], value, rtol=1e-5)
+      else:
+        assert row[column] == pytest.approx(value, abs=1e-6)
+
+
+# --- Several processes ---
+
+_TWO = """
+import os, sys, jax, pathlib
+from vit_jax.distributed import processes
+place, number, folder, out, data_dir = sys.argv[1:]
+processes.connect(coordinator=place, num_processes=2, process_id=int(number))
+from tests.inference import tables_test
+model = tables_test.make_model('classify', data_dir)
+images = sorted(map(str, pathlib.Path(folder).iterdir()))
+if number == os.environ.get('LACKS'):
+  images = images[1:]
+tables_test.write(model, images, out)
+"""
+
+
+def test_each_of_two_processes_writes_parts_of_its_own(
+  images, rows, data_dir, tmp_path, monkeypatch
+):
+  out, folder = tmp_path / 'table.parquet', pathlib.Path(images[0]).parent
+  monkeypatch.setenv('LACKS', '1')
+  statuses, outputs = processes.run_two(_TWO, folder, out, data_dir)
+  assert 0 not in statuses
+  assert all('differ in the table' in output for output in outputs), outputs
+  assert not out.exists()
+  monkeypatch.delenv('LACKS')
+  statuses, outputs = processes.run_two(_TWO, folder, out, data_dir)
+  assert statuses == [0, 0], outputs
+  assert '200 images, 3 of them broken' in outputs[0]
+  assert '200 images' not in outputs[1]
+  assert len(list(out.glob('part-*.parquet'))) == 4
+  table = pd.read_parquet(out)  # Readers take the folder for one table.
+  assert list(table['path']) == images
+  got = table['class'].replace({np.nan: None})
+  assert list(got) == [row['class'] for row in rows]
+  assert set(got) == {'a', 'b', None}
+  # All is there: a further run makes nothing anew.
+  before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+  statuses, outputs = processes.run_two(_TWO, folder, out, data_dir)
+  assert statuses == [0, 0], outputs
+  assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+
+
+# --- The command ---
+
+
+@pytest.fixture(scope='module')
+def weights(model, tmp_path_factory):
+  from vit_jax import checkpoint
+
+  path = str(tmp_path_factory.mktemp('weights') / 'model.npz')
+  checkpoint.save(model.params, path)
+  return path
+
+
+def test_the_command_writes_tables(weights, images, tmp_path, monkeypatch):
+  folder = pathlib.Path(images[0]).parent
+  listed = folder.parent / 'list.txt'
+  listed.write_text(
+    '\n'.join(os.path.relpath(x, folder.parent) for x in images)
+  )
+  lines = folder.parent / 'list.jsonl'
+  lines.write_text('\n'.join(json.dumps({'image': x}) for x in images[:9]))
+  command = [sys.executable, '-m', 'vit_jax', 'predict', f'--weights={weights}']
+  out = tmp_path / 'a.parquet'
+  done = subprocess.run(
+    [*command, f'--out={out}', '--embeddings', str(listed)],
+    capture_output=True, text=True, check=False, cwd=ROOT,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert '200 images, 3 of them broken' in done.stdout
+  table = pd.read_parquet(out)
+  assert list(table['path']) == images
+  assert len(table['embedding'][0]) == 16
+  for number, given in enumerate([str(folder), str(lines)]):
+    out = tmp_path / f'{number}.jsonl'
+    predict_command.main(
+      [f'--weights={weights}', f'--out={out}', '--nodistributed', given]
+    )
+    count = len(out.read_text().splitlines())
+    assert count == (9 if given == str(lines) else COUNT)
+
+
+def test_the_command_reads_a_split_of_a_data_set(
+  weights, tmp_path, data_dir, monkeypatch
+):
+  monkeypatch.setenv('TFDS_DATA_DIR', str(data_dir))
+  out = tmp_path / 'digits.csv'
+  predict_command.main(
+    [
+      f'--weights={weights}',
+      f'--out={out}',
+      '--top=1',
+      '--nodistributed',
+      'digits:test[:70]',
+    ]
+  )
+  table = pd.read_csv(out)
+  assert len(table) == 70
+  assert table['error'].isna().all()
+
+
+@pytest.mark.parametrize(
+  'flags, message',
+  [
+    (
+      ['--out=table.xlsx', 'a.png'],
+      'no picture: leave out --out, or write a ta',
+    ),
+    (['--out=exists.csv', 'a.png'], "out='.*exists.csv' exists: delete it, or"),
+    (['--embeddings', 'a.png'], 'need a table: give --out=table.parquet'),
+    (['digits:test'], "'digits:test' is a split of a data set, whose"),
+    (['--out=a.csv', 'empty'], "no images in '.*empty'"),
+    (['--out=a.csv', 'bad.jsonl'], "bad.jsonl', line 2: must be like"),
+    (['--out=a.csv', 'no.txt'], 'no.txt'),
+    (
+      ['--out=a.csv', '--embeddings=layer_9', 'a.png'],
+      "layer='layer_9' is no la",
+    ),
+    (['--out=a.csv', '--top=0', 'a.png'], '--top=0 must be 1 or more'),
+    (['--out=a.csv', '--threshold=.5', 'a.png'], 'has no --threshold'),
+    (['--out=no/a.csv', 'a.png'], 'is in no folder that exists'),
+  ],
+)
+def test_wrong_input_is_refused_and_nothing_is_written(
+  flags, message, weights, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'empty').mkdir()
+  (tmp_path / 'exists.csv').touch()
+  (tmp_path / 'bad.jsonl').write_text('{"image": "a.png"}\n{"img": 3}\n')
+  Image.new('RGB', (9, 9)).save('a.png')
+  before = sorted(tmp_path.iterdir())
+  with pytest.raises((ValueError, FileNotFoundError), match=message):
+    predict_command.main([f'--weights={weights}', '--nodistributed', *flags])
+  assert sorted(tmp_path.iterdir()) == before
+
+
+def test_parts_of_another_table_are_refused(model, images, tmp_path):
+  out = tmp_path / 'table.csv'
+  (tmp_path / 'table.csv.parts').mkdir()
+  (tmp_path / 'table.csv.parts' / 'mine.txt').touch()
+  with pytest.raises(ValueError, match='is a folder with other files'):
+    write(model, images, out)
+  (tmp_path / 'table.csv.parts' / 'mine.txt').unlink()
+  with pytest.raises(ValueError, match='005.png'):
+    write(model, images, out, broken='stop')
+  with pytest.raises(
+    ValueError, match='has parts of another table .other images'
+  ):
+    write(model, images[:9], out)

@@ -1,0 +1,395 @@
+"""Writes tables of predictions: a row an image, for any number of images.
+
+A table is a .parquet, .csv or .jsonl file. Images are divided into blocks, and
+each block is written, whole or not at all, to a file of its own in the folder
+`OUT.parts`. So the same command goes on where it was stopped or killed; when all
+blocks are there, they become one file. Of several processes each writes blocks of
+its own, without waiting for the others, and the files stay parts: OUT is then a
+folder, which readers of Parquet data sets open as one table.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import csv
+import io
+import json
+import os
+import time
+from typing import Any
+from typing import NamedTuple
+
+from etils import epath
+import jax
+import numpy as np
+import tensorflow as tf
+
+from vit_jax import cli
+from vit_jax.data import records
+from vit_jax.data.images import images as images_lib
+from vit_jax.distributed import processes
+from vit_jax.inference import engine
+from vit_jax.run import stopping
+
+ENDINGS = ('.parquet', '.csv', '.jsonl')
+_FACTS = '_table.json'  # Readers of data sets pass over names with a `_`.
+# Images of a block: a table has about a thousand blocks.
+_FEWEST, _MOST, _BLOCKS = 64, 4096, 1000
+# What is wrong with one image; other errors of storage may concern all of them.
+_BROKEN = (ValueError, FileNotFoundError, PermissionError)
+
+
+class Columns(NamedTuple):
+  """What a task knows of an image.
+
+  Attributes:
+    types: type of each column by name: str, int, float or bool; [type] for a list, and
+      (type, n) for a list of n values.
+    row: function from the inputs in `keep` and the results of `compute` for one
+      image to its values by name.
+    compute: see vit_jax.inference.predictor.Predictor.stream.
+    keep: likewise.
+    parts: likewise.
+  """
+
+  types: Mapping[str, Any]
+  row: Callable[[dict, Any], dict]
+  compute: Callable | None = None
+  keep: Sequence[str] = ()
+  parts: Callable | None = None
+
+
+class NoColumns(ValueError):
+  """A task has no columns for a table."""
+
+
+def types(columns: Columns) -> dict[str, Any]:
+  """Returns the types of all columns of a table, see Columns."""
+  return {'path': str, **columns.types, 'error': str}
+
+
+class Block(records.Subset):
+  """Images of a source that this process alone reads; broken ones are left out."""
+
+  tolerant = True
+
+  def shapes(self) -> np.ndarray:
+    """Returns the sizes of the images, see Source; (1, 1) for a broken one."""
+    known = self._source.shapes()
+    if known is not None:
+      return known[self._indices]
+    data = tf.data.Dataset.range(self.num_examples).map(
+      lambda i: (i, self._shape(i)), num_parallel_calls=os.cpu_count()
+    )
+    found = np.ones((self.num_examples, 2), np.int64)
+    for number, shape in data.ignore_errors().as_numpy_iterator():
+      found[number] = shape
+    return found
+
+  def _shape(self, number):
+    batch = self.lookup(tf.expand_dims(number, 0))
+    record = {name: value[0] for name, value in batch.items()}
+    return images_lib.shape_of(self.read(record)['image'])
+
+
+def check(out: str | os.PathLike):
+  """Raises ValueError unless a table can be written to a path, `--out`."""
+  path = epath.Path(out)
+  if path.suffix not in ENDINGS:
+    raise ValueError(
+      f"out='{out}' must end with {', '.join(ENDINGS)} for a table (--out)"
+    )
+  if path.is_file():
+    raise ValueError(
+      f"out='{out}' exists: delete it, or give another path (--out)"
+    )
+  if path.suffix == '.parquet':
+    arrow()
+
+
+def arrow():
+  """Returns the module pyarrow; raises ImportError with the remedy."""
+  try:
+    import pyarrow.parquet
+  except ImportError as e:
+    raise ImportError(
+      "tables in Parquet's format need pyarrow: pip install pyarrow (or "
+      "'vit_jax[tables]')"
+    ) from e
+  return pyarrow
+
+
+def rows(
+  model,
+  source: records.Source,
+  columns: Columns,
+  blocks: Sequence[range],
+  broken: str = 'row',
+  stop: Callable[[], bool] = engine.never,
+) -> Iterator[tuple[range, list[dict]]]:
+  """Yields the rows of blocks of images, each block as soon as it is done.
+
+  Args:
+    model: a vit_jax.inference.predictor.Predictor.
+    source: the images.
+    columns: what to compute, see Predictor.columns.
+    blocks: numbers of the images of each block, ascending.
+    broken: 'row': a broken image has a row with an `error`; 'stop': it ends the
+      work.
+    stop: see vit_jax.inference.engine.run.
+
+  Yields:
+    A block and its rows: `path`, the columns, and `error`; None if missing.
+
+  Raises:
+    engine.Stopped: if `stop` became true.
+    ValueError, FileNotFoundError: for a broken image, if `broken` is 'stop'.
+    OSError: if the storage does not answer.
+  """
+  # Images of several sizes do not come in their order: block by block.
+  groups = [[b] for b in blocks] if model.task.CANVASES else [list(blocks)]
+
+  def predicted(make, numbers):
+    for i, inputs, outputs in model.stream_source(
+      make(source, np.array(numbers)),
+      columns.compute,
+      columns.keep,
+      columns.parts,
+      stop,
+    ):
+      yield numbers[i], columns.row(inputs, outputs)
+
+  def row_of(number, found):
+    if number not in found:
+      why = fault(source, number)
+      if why:
+        return {'path': source.name(number), 'error': why}
+      found.update(predicted(records.Subset, [number]))
+    return {'path': source.name(number), **found.pop(number)}
+
+  for group in groups:
+    found = {}
+    numbers = [number for block in group for number in block]
+    for number, row in predicted(
+      Block if broken == 'row' else records.Subset, numbers
+    ):
+      while number >= group[0].stop:
+        block = group.pop(0)
+        yield block, [row_of(i, found) for i in block]
+      found[number] = row
+    for block in group:
+      yield block, [row_of(i, found) for i in block]
+
+
+def fault(source, number: int) -> str:
+  """Returns what is wrong with an image; '' if nothing is."""
+  part, number = source.locate(number)
+  record = part.lookup(tf.constant([number], tf.int64))
+  try:
+    part.check({name: value[0] for name, value in record.items()}, number)
+  except _BROKEN as e:
+    return str(e)
+  return ''
+
+
+def write(
+  model,
+  source: records.Source,
+  out: str | os.PathLike,
+  columns: Columns,
+  facts: Mapping[str, Any],
+  broken: str = 'row',
+):
+  """Writes a table, or what is missing of it; see the top of this module.
+
+  All processes must call it.
+
+  Args:
+    model: see `rows`.
+    source: see `rows`.
+    out: the file, with one of ENDINGS; a folder if there are several processes.
+    columns: see `rows`.
+    facts: what else the table depends on, for JSON, such as the model's path.
+    broken: see `rows`.
+
+  Raises:
+    stopping.Interrupted: after a signal; what is done is written.
+    ValueError: if the table was begun with other images or another model.
+    ValueError, OSError: see `rows`.
+  """
+  out, count = epath.Path(out), source.num_examples
+  kinds = types(columns)
+  alone = jax.process_count() == 1 and not out.is_dir()
+  folder = epath.Path(f'{out}.parts') if alone else out
+  size = min(max(_FEWEST, -(-count // _BLOCKS)), _MOST)
+  blocks = [range(i, min(i + size, count)) for i in range(0, count, size)]
+  facts = {
+    **facts, 'images': source.fingerprint(), 'columns': repr(kinds),
+    'block': size,
+  }  # fmt: skip
+  processes.agree('the table', facts)
+  processes.from_first('beginning the table', lambda: _begin(folder, facts))
+
+  def part(block):
+    return folder / f'part-{block.start // size:05}{out.suffix}'
+
+  mine = blocks[jax.process_index() :: jax.process_count()]
+  done = set(processes.from_first('looking for parts', lambda: _names(folder)))
+  missing = [block for block in mine if part(block).name not in done]
+  if len(missing) < len(mine):
+    cli.say(f"Going on with '{out}': {len(missing):,} of {len(mine):,} parts")
+  begun, images = time.monotonic(), 0
+  with stopping.StopRequest() as request:
+    try:
+      for block, found in rows(
+        model, source, columns, missing, broken, lambda: request.signal
+      ):
+        images += len(block)
+        wrong = [row for row in found if 'error' in row]
+        if wrong:  # Before the part: one that is there is not made again.
+          beside = part(block).with_name(f'_broken-{block.start:012}.jsonl')
+          _write(beside, encode(wrong, kinds, '.jsonl'))
+        _write(part(block), encode(found, kinds, out.suffix))
+    except engine.Stopped:
+      raise Interrupted(out, request.signal) from None
+  rate = images / max(time.monotonic() - begun, 1e-9)
+  rates = processes.attempt('finishing the table', lambda: rate)
+  done = [part(block) for block in blocks]
+  broken = processes.from_first(
+    'joining the parts', lambda: _finish(out, done, alone)
+  )
+  cli.say(
+    f"'{out}': {count:,} images"
+    + (f', {broken:,} of them broken (see the column error)' if broken else '')
+    + (f', {sum(rates):.1f} images/s' if images else '')
+  )
+
+
+class Interrupted(stopping.Interrupted):
+  """A signal stopped the work; see vit_jax.run.stopping.Interrupted."""
+
+  def __init__(self, out, number: int):
+    Exception.__init__(
+      self, f"Stopped. The same command goes on with '{out}' where it was."
+    )
+    self.signal = number
+
+  def _render_traceback_(self):
+    return [str(self)]
+
+
+def _begin(folder, facts):
+  """Makes the folder of a table; checks that it is of the same table."""
+  path, facts = folder / _FACTS, json.loads(json.dumps(facts))
+  if path.exists():
+    before = json.loads(path.read_text())
+    other = [key for key, value in facts.items() if before.get(key) != value]
+    if other:
+      raise ValueError(
+        f"'{folder}' has parts of another table (other {', '.join(other)}): "
+        'delete it, or give another path (--out)'
+      )
+    return
+  if folder.is_dir() and any(folder.iterdir()):
+    raise ValueError(
+      f"out='{folder}' is a folder with other files: give another path (--out)"
+    )
+  folder.mkdir(parents=True, exist_ok=True)
+  _write(path, json.dumps(facts, indent=1).encode())
+
+
+def _names(folder) -> list[str]:
+  return [path.name for path in folder.iterdir()]
+
+
+def _finish(out, parts, alone) -> int:
+  """Joins the parts to one file if `alone`; returns the broken images."""
+  folder = parts[0].parent if parts else epath.Path(f'{out}.parts')
+  broken = sum(
+    path.read_text().count('\n') for path in folder.glob('_broken-*')
+  )
+  if alone:
+    temporary = folder / f'_{out.name}'
+    with temporary.open('wb') as file:
+      join(parts, file, out.suffix)
+    temporary.replace(out)
+    folder.rmtree()
+  return broken
+
+
+def join(parts: Iterable[epath.Path], file, ending: str):
+  """Writes the rows of files of one format to another file of this format."""
+  if ending == '.parquet':
+    writer = None
+    for part in parts:
+      table = arrow().parquet.read_table(io.BytesIO(part.read_bytes()))
+      writer = writer or arrow().parquet.ParquetWriter(file, table.schema)
+      writer.write_table(table)
+    if writer:
+      writer.close()
+    return
+  for number, part in enumerate(parts):
+    content = part.read_bytes()
+    header = ending == '.csv' and number > 0
+    file.write(content[content.index(b'\n') + 1 :] if header else content)
+
+
+def encode(
+  found: Sequence[dict], types: Mapping[str, Any], ending: str
+) -> bytes:
+  """Returns rows as the content of a file with one of ENDINGS."""
+  if ending == '.parquet':
+    file = io.BytesIO()
+    arrow().parquet.write_table(to_arrow(found, types), file)
+    return file.getvalue()
+  plain = [{k: _plain(row.get(k)) for k in types} for row in found]
+  if ending == '.jsonl':
+    lines = (json.dumps(row, ensure_ascii=False) + '\n' for row in plain)
+    return ''.join(lines).encode()
+  text = io.StringIO()
+  writer = csv.DictWriter(text, types, lineterminator='\n')
+  writer.writeheader()
+  for row in plain:
+    writer.writerow(
+      {k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()}
+    )
+  return text.getvalue().encode()
+
+
+def to_arrow(found: Sequence[dict], types: Mapping[str, Any]):
+  """Returns rows as a pyarrow.Table with columns of these types."""
+  pa = arrow()
+
+  def kind(of):
+    if isinstance(of, list):
+      return pa.list_(kind(of[0]))
+    if isinstance(of, tuple):
+      return pa.list_(kind(of[0]), of[1])
+    return {
+      str: pa.string(), int: pa.int64(), float: pa.float32(), bool: pa.bool_(),
+    }[of]  # fmt: skip
+
+  return pa.table(
+    {
+      name: pa.array([row.get(name) for row in found], kind(of))
+      for name, of in types.items()
+    }
+  )
+
+
+def _plain(value):
+  """Returns a value for JSON; floats with the digits that float32 has."""
+  if isinstance(value, np.ndarray):
+    value = value.tolist()
+  if isinstance(value, list | tuple):
+    return [_plain(x) for x in value]
+  return float(f'{value:.7g}') if isinstance(value, float) else value
+
+
+def _write(path: epath.Path, content: bytes):
+  """Writes a file so that no reader ever sees it incomplete."""
+  temporary = path.with_name(f'.{path.name}.tmp')
+  temporary.write_bytes(content)
+  temporary.replace(path)
