@@ -19,10 +19,6 @@ _FILL = 128
 _ATTEMPTS = 10
 
 
-def _fold(seed, number):
-  return tf.random.experimental.stateless_fold_in(seed, number)
-
-
 # --- The operations of RandAugment, each on uint8 [h, w, C] -------------------
 
 
@@ -63,9 +59,7 @@ def _look_up(table, index, image):
   return tf.reshape(tf.gather(table, index), image.shape)
 
 
-def invert(image):
-  """Makes a negative, as PIL.ImageOps.invert does."""
-  return tf.bitwise.invert(image)
+invert = tf.bitwise.invert  # A negative, as of PIL.ImageOps.invert.
 
 
 def posterize(image, bits: int):
@@ -143,24 +137,19 @@ def rotate(image, degrees):
   return _move(image, geometry.rotation(angle, height, width))
 
 
-def shear_x(image, level):
-  """Takes row y from x + level y: lower rows move further left."""
-  return _move(image, tf.stack([1, level, 0, 0, 1, 0, 0, 0]))
+def _mover(place):
+  """Makes a function (image, value) that sets one value of the transform."""
+  same = [1, 0, 0, 0, 1, 0, 0, 0]
+
+  def move(image, value):
+    return _move(image, tf.stack([*same[:place], value, *same[place + 1 :]]))
+
+  return move
 
 
-def shear_y(image, level):
-  """Takes column x from y + level x."""
-  return _move(image, tf.stack([1, 0, 0, level, 1, 0, 0, 0]))
-
-
-def translate_x(image, pixels):
-  """Moves the image to the left by `pixels`."""
-  return _move(image, tf.stack([1, 0, pixels, 0, 1, 0, 0, 0]))
-
-
-def translate_y(image, pixels):
-  """Moves the image up by `pixels`."""
-  return _move(image, tf.stack([1, 0, 0, 0, 1, pixels, 0, 0]))
+shear_x = _mover(1)  # Takes row y from x + level y: lower rows move left.
+shear_y = _mover(3)  # Takes column x from y + level x.
+translate_x, translate_y = _mover(2), _mover(5)  # To the left, and up.
 
 
 def _move(image, transform):
@@ -294,7 +283,8 @@ def randaugment(image, seed, layers: int, magnitude: int):
     uint8 [h, w, C].
   """
   for layer in range(layers):
-    seeds = tf.random.experimental.stateless_split(_fold(seed, layer), 2)
+    seeds = tf.random.experimental.stateless_fold_in(seed, layer)
+    seeds = tf.random.experimental.stateless_split(seeds, 2)
     number = tf.random.stateless_uniform(
       [], seeds[0], 0, len(OPERATIONS), tf.int32
     )
@@ -330,10 +320,6 @@ def color_jitter(image, seed, brightness, contrast, saturation):
     brightness: strength, at least 0; 0 for no change.
     contrast: likewise.
     saturation: likewise.
-
-
-  Returns:
-    float32 [h, w, C] in [-1, 1].
   """
   seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
   steps = []
@@ -390,7 +376,6 @@ def random_erasing(
     probability: probability of erasing a rectangle.
     area: least and greatest share of the image's area.
     ratio: least and greatest height / width of the rectangle.
-
 
   Returns:
     float32 [h, w, C].

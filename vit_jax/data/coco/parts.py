@@ -29,12 +29,7 @@ class Part(NamedTuple):
   rows: np.ndarray  # int64, numbers of the images taken, in order.
 
   def column(self, name, classes):
-    """Returns a feature of the images taken, as a tensor or RaggedTensor.
-
-    Args:
-      name: its name.
-      classes: names of the classes that labels count.
-    """
+    """Returns a feature of the images taken; labels count `classes`."""
     found = self.found
     if name == SEGMENTS:
       return self._segments()
@@ -83,15 +78,8 @@ def open_parts(
 ) -> list[Part]:
   """Reads the annotations on all processes, which compare them.
 
-  Args:
-    root: the folder.
-    split: a split or slices of splits, 'train[:90%]+validation'.
-    kind: see layout.find.
-    broken_boxes: see boxes.check.
-    class_names: names that the classes must have, in any order; None for any.
-
-  Raises:
-    FileNotFoundError, ValueError, OSError: see source.open_split.
+  See source.open_split for arguments and errors, layout.find for `kind`, and
+  boxes.check for `broken_boxes`.
   """
   parts = []
 
@@ -136,12 +124,13 @@ def _check_classes(found, expected):
   """Raises ValueError unless a file has the expected classes, in any order."""
   if expected is None or set(found.classes) == set(expected):
     return
-  unknown = sorted(set(found.classes) - set(expected))
-  missing = sorted(set(expected) - set(found.classes))
+  differing = {
+    'has': set(found.classes) - set(expected),
+    'lacks': set(expected) - set(found.classes),
+  }
+  faults = [f'it {k} {sorted(x)[:10]}' for k, x in differing.items() if x]
   raise ValueError(
-    f"the categories of '{found.path}' are not those that the model is trained on:"
-    f'{f" it has {unknown[:10]}" if unknown else ""}'
-    f'{" and" if unknown and missing else ""}'
-    f'{f" it lacks {missing[:10]}" if missing else ""}; give both files the same '
-    "'categories', also those of which a split has no object"
+    f"the categories of '{found.path}' are not those that the model is trained on: "
+    f"{' and '.join(faults)}; give both files the same 'categories', also those of "
+    'which a split has no object'
   )

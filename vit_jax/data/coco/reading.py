@@ -22,12 +22,14 @@ from collections.abc import Sequence
 import functools
 import itertools
 import os
+from typing import Any
+from typing import Generic
 from typing import NamedTuple
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
-from vit_jax.data.coco import coco_format
 from vit_jax.data.images import index as index_lib
 from vit_jax.data.images import reading
 
@@ -38,6 +40,65 @@ _NOT_COCO = (
   "give a file of boxes in COCO's format, an object with 'images', "
   "'annotations' and 'categories' (https://cocodataset.org/#format-data)"
 )
+
+
+# --- The format as types, by which msgspec parses it and skips the rest ---
+
+_Number = int | float
+_T = TypeVar('_T')
+
+
+class _Image(msgspec.Struct, gc=False):
+  id: _Number
+  file_name: str
+  height: _Number
+  width: _Number
+
+
+class _Object(msgspec.Struct, gc=False):
+  """An object of an image, or a segment."""
+
+  id: _Number | None = None
+  image_id: _Number | None = None
+  category_id: _Number | None = None
+  bbox: tuple[float, float, float, float] | None = None
+  area: float | None = None
+  iscrowd: int | bool | None = None
+
+
+class _Outlined(_Object, gc=False):
+  """An object, with its polygons or run lengths as they stand in the file."""
+
+  segmentation: msgspec.Raw = msgspec.Raw(b'null')
+
+
+class _Segments(msgspec.Struct, gc=False):
+  """The segments of an image in a panoptic file."""
+
+  image_id: _Number
+  file_name: str
+  segments_info: list[_Object]
+
+
+class _Category(msgspec.Struct):
+  id: _Number
+  name: str
+  supercategory: Any = None
+  isthing: int | bool = True
+
+
+class _File(msgspec.Struct, Generic[_T]):
+  images: list[_Image] | None = None
+  annotations: list[_T] | None = None
+  categories: list[_Category] | None = None
+
+
+# Kind of an annotation file -> its type.
+_KINDS = {
+  'instances': _File[_Object],
+  'panoptic': _File[_Segments],
+  'outlines': _File[_Outlined],
+}
 
 
 class Annotations(NamedTuple):
@@ -101,11 +162,7 @@ class Annotations(NamedTuple):
 
 
 def read(path: str, kind: str = 'instances') -> Annotations:
-  """Reads an annotation file, once until it changes.
-
-  Args:
-    path: the file, local or gs://.
-    kind: 'instances', 'outlines' (the same with outlines) or 'panoptic'.
+  """Reads an annotation file of a kind, see layout.find, until it changes.
 
   Raises:
     ValueError: if it is not COCO's; names the file, the fault and the remedy.
@@ -132,9 +189,7 @@ def _read(path, kind, stamp):
   boxes = np.array([x.bbox for x in objects], np.float64).reshape(-1, 4)
   area = np.array([x.area for x in objects], np.float64)  # None becomes NaN.
   area = np.where(np.isfinite(area), area, boxes[:, 2] * boxes[:, 3])
-  outlines = None
-  if kind == 'outlines':
-    outlines = _outlines(path, objects)
+  outlines = _outlines(path, objects) if kind == 'outlines' else None
   order = np.argsort(owners, kind='stable')
   found = Annotations(
     path, image_ids, files, sizes, classes, ids, owners, label, boxes,
@@ -151,7 +206,7 @@ def _parse(path, kind):
   if not content.strip():
     raise ValueError(f"'{path}' is empty: {_NOT_COCO}")
   try:
-    found = msgspec.json.decode(content, type=coco_format.KINDS[kind])
+    found = msgspec.json.decode(content, type=_KINDS[kind])
   except msgspec.ValidationError as e:
     reason = str(e).replace('`', "'").replace('$.', '')
     raise ValueError(f"'{path}' is not COCO's: {reason}; {_NOT_COCO}") from e

@@ -43,16 +43,13 @@ class AnnotatedSource(records.FolderSource):
   """Images with objects; see the top of this module.
 
   Args:
-    columns: see records.FolderSource.
-    names: likewise.
-    max_pixels: likewise.
+    columns: see records.FolderSource, as for the next two.
+    names: names of classes.
+    max_pixels: limit of an image.
     digest: hash of the annotations and of the names of the images.
     shapes: see records.Source.shapes.
     segments: paths of the PNGs of panoptic data.
     stuff: names of classes that are no things, of panoptic data.
-
-  Attributes:
-    stuff: see above.
   """
 
   def __init__(
@@ -72,31 +69,26 @@ class AnnotatedSource(records.FolderSource):
     self.stuff = tuple(stuff)
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns a short description of images and annotations, see Source."""
     found = records.Source.fingerprint(self)
     return {**found, 'annotations': self._digest}
 
   def shapes(self):
-    """Returns the sizes that the annotations say, see records.Source.shapes."""
     return self._shapes
 
   def read(self, record):
-    """Returns the record of one example, with the contents of its files."""
     record = super().read(record)
     if parts_lib.SEGMENTS not in record:
       return record
-    if record[parts_lib.SEGMENTS].shape.rank == 0:  # A path.
-      return {
-        **record,
-        parts_lib.SEGMENTS: tf.io.read_file(record[parts_lib.SEGMENTS]),
-      }
-    painted = tf.numpy_function(
-      masks.paint, [record[parts_lib.SEGMENTS]], tf.string, stateful=False
-    )
-    return {**record, parts_lib.SEGMENTS: tf.ensure_shape(painted, [])}
+    segments = record[parts_lib.SEGMENTS]
+    if segments.shape.rank == 0:  # A path.
+      segments = tf.io.read_file(segments)
+    else:
+      segments = tf.numpy_function(
+        masks.paint, [segments], tf.string, stateful=False
+      )
+    return {**record, parts_lib.SEGMENTS: tf.ensure_shape(segments, [])}
 
   def store(self, workdir):
-    """Stores the lists of the files in a workdir, see records.Source.store."""
     super().store(workdir)
     if self._segments is not None:
       self._segments.store(workdir)
@@ -120,14 +112,7 @@ def open_split(
 ) -> AnnotatedSource:
   """Opens a split of a folder of images with annotations.
 
-  Args:
-    config: reads `broken_boxes`, `broken_images`, `max_image_pixels`.
-    root: the folder, local or gs://, see vit_jax/data/coco/layout.py.
-    split: a split or slices of splits, 'train[:90%]'.
-    features: names of the wanted features, see records.resolve.
-    class_names: classes of the training split; None for the training split
-      itself.
-    workdir: see sources.open_split.
+  See sources.open_split; `root` is laid out as vit_jax/data/coco/layout.py says.
 
   Raises:
     FileNotFoundError: if the folder has no annotations of the split, or no
@@ -171,13 +156,8 @@ def open_split(
 def open_index(root: str, split: str):
   """Returns the index of the images of a split, and how to check an image.
 
-  Args:
-    root: see open_split.
-    split: see open_split.
-
-  Returns:
-    An index.Index, and a function (path, max_pixels) -> why the image is broken
-    or has another size than its annotations say, '' if it is right.
+  The latter is a function (path, max_pixels) -> why the image is broken or has
+  another size than its annotations say, '' if it is right.
   """
   parts = parts_lib.open_parts(root, split, 'instances', 'clip')
   return _index(root, split, parts, 'image')

@@ -26,15 +26,12 @@ _TARGET = file_adapters.FileFormat.ARRAY_RECORD
 
 
 def convert(dataset: str, data_dir: str | None = None) -> epath.Path:
-  """Writes array_record files of a prepared TFDS data set.
+  """Writes array_record files of a prepared TFDS data set; returns its folder.
 
   Args:
     dataset: TFDS name of the data set.
     data_dir: folder where TFDS keeps data sets; by default
       ~/tensorflow_datasets.
-
-  Returns:
-    The folder of the data set.
 
   Raises:
     ValueError: if the data set does not exist or is not prepared, or if a file

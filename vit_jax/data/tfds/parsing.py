@@ -16,25 +16,15 @@ from vit_jax.data import records
 
 
 class Feature(NamedTuple):
-  """A feature of a TFDS data set.
+  """A feature of a TFDS data set."""
 
-  Attributes:
-    path: keys that lead to the feature in a record of TFDS.
-    is_image: whether it is an image or a sequence of images.
-    class_names: names of its classes; None if it is not a class label.
-  """
-
-  path: tuple[str, ...]
-  is_image: bool
-  class_names: tuple[str, ...] | None
+  path: tuple[str, ...]  # Keys that lead to it in a record of TFDS.
+  is_image: bool  # An image, or a sequence of images.
+  class_names: tuple[str, ...] | None  # None if it is no class label.
 
 
 def features(info) -> dict[str, Feature]:
-  """Returns the features of a TFDS data set by name, see the top of this file.
-
-  Args:
-    info: the builder's tfds.core.DatasetInfo.
-  """
+  """Returns the features of a tfds.core.DatasetInfo by name, see above."""
   found = dict(_leaves(info.features, ()))
   top = {name: found[name] for name in info.features if name in found}
   ranks = {name: _sequence_rank(info.features[name]) for name in top}
@@ -140,12 +130,10 @@ class Reader:
     return self.select(record)
 
   def finish(self, batch: dict) -> dict:
-    """Makes the features of a source of those read; pads labels with -1.
-
-    Args:
-      batch: the wanted features of b records: tensors or RaggedTensors [b, ...].
-    """
-    return records.with_padded_labels(batch)
+    """Makes the features of a source of those read, [b, ...] each."""
+    if 'label' in batch:
+      batch['label'] = records.padded(batch['label'])
+    return batch
 
   def parse_all(self, serialized) -> dict:
     """Parses serialized records, strings [b]; varying sizes become ragged."""
@@ -155,29 +143,19 @@ class Reader:
       if 'label' in batch:
         batch['label'] = tf.reshape(batch['label'], [-1, 1])
       return self.finish(batch)
-    outputs = (
-      tf.function(self.parse)
-      .get_concrete_function(tf.TensorSpec([], tf.string))
-      .structured_outputs
+    parse = tf.function(self.parse).get_concrete_function(
+      tf.TensorSpec([], tf.string)
     )
+    specs = {name: _spec(x) for name, x in parse.structured_outputs.items()}
     return self.finish(
-      tf.map_fn(
-        self.parse,
-        serialized,
-        fn_output_signature={name: _spec(x) for name, x in outputs.items()},
-      )
+      tf.map_fn(self.parse, serialized, fn_output_signature=specs)
     )
 
 
 def _flat_specs(features, paths) -> dict | None:
-  """Returns specs to parse features with that are stored as they are read.
+  """Returns specs for tf.io.parse_example of features that are stored so.
 
-  Args:
-    features: features of a TFDS data set.
-    paths: keys that lead to the wanted features.
-
-  Returns:
-    Specs for tf.io.parse_example; None if a feature needs further decoding.
+  None if a feature needs further decoding.
   """
   specs = {}
   for path in paths.values():
