@@ -199,11 +199,13 @@ def _solarize_threshold(magnitude):
   return int(magnitude / 10 * 256) % 256  # uint8, as in big_vision.
 
 
-def _enhance(function):
-  """Makes an operation with factor .1 at magnitude 0, 1 at 5 and 1.9 at 10."""
-  return lambda image, magnitude, seed: function(
-    image, magnitude / 10 * 1.8 + 0.1
-  )
+def _factor(magnitude):
+  return magnitude / 10 * 1.8 + 0.1  # .1 at magnitude 0, 1 at 5, 1.9 at 10.
+
+
+def _by(function, level):
+  """Makes an operation that takes level(magnitude) as its argument."""
+  return lambda image, magnitude, seed: function(image, level(magnitude))
 
 
 def _either_way(function, unit):
@@ -222,24 +224,18 @@ OPERATIONS = {
   'Equalize': lambda image, magnitude, seed: equalize(image),
   'Invert': lambda image, magnitude, seed: invert(image),
   'Rotate': _either_way(rotate, 3.0),
-  'Posterize': lambda image, magnitude, seed: posterize(
-    image, _posterize_bits(magnitude)
-  ),
-  'Solarize': lambda image, magnitude, seed: solarize(
-    image, _solarize_threshold(magnitude)
-  ),
-  'Color': _enhance(color),
-  'Contrast': _enhance(contrast),
-  'Brightness': _enhance(brightness),
-  'Sharpness': _enhance(sharpness),
+  'Posterize': _by(posterize, _posterize_bits),
+  'Solarize': _by(solarize, _solarize_threshold),
+  'Color': _by(color, _factor),
+  'Contrast': _by(contrast, _factor),
+  'Brightness': _by(brightness, _factor),
+  'Sharpness': _by(sharpness, _factor),
   'ShearX': _either_way(shear_x, 0.03),
   'ShearY': _either_way(shear_y, 0.03),
   'TranslateX': _either_way(translate_x, 10.0),
   'TranslateY': _either_way(translate_y, 10.0),
   'Cutout': lambda image, magnitude, seed: cutout(image, seed, 4 * magnitude),
-  'SolarizeAdd': lambda image, magnitude, seed: solarize_add(
-    image, 11 * magnitude
-  ),
+  'SolarizeAdd': _by(solarize_add, lambda magnitude: 11 * magnitude),
 }
 
 
@@ -322,13 +318,12 @@ def color_jitter(image, seed, brightness, contrast, saturation):
     saturation: likewise.
   """
   seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
+  kinds = (_black, brightness), (_mean, contrast), (_grey, saturation)
   steps = []
-  for number, (start, strength) in enumerate(
-    ((_black, brightness), (_mean, contrast), (_grey, saturation))
-  ):
+  for own, (start, strength) in zip(tf.unstack(seeds[:3]), kinds):
     if strength:
       low, high = max(0.0, 1.0 - strength), 1.0 + strength
-      factor = tf.random.stateless_uniform([], seeds[number], low, high)
+      factor = tf.random.stateless_uniform([], own, low, high)
       steps.append(functools.partial(_towards, start, factor))
   order = tf.random.experimental.stateless_shuffle(
     tf.range(len(steps)), seeds[3]

@@ -261,22 +261,21 @@ def _label_names(lines, names) -> tuple[str, ...]:
           f'a list of them: {_short(label)}'
         )
       first.setdefault(type(label), line.where)
+      wrong = ''
       if len(first) > 1:
-        raise ValueError(
-          f'{line.where}: `label` is {_short(label)}: names and numbers of classes '
-          f'cannot be mixed, but {next(iter(first.values()))} has the other kind'
+        wrong = (
+          'names and numbers of classes cannot be mixed, but '
+          f'{next(iter(first.values()))} has the other kind'
         )
-      if type(label) is int and label < 0:
-        raise ValueError(
-          f'{line.where}: `label` is {label}: classes count from 0, and null means '
-          'no label'
+      elif type(label) is int and label < 0:
+        wrong = 'classes count from 0, and null means no label'
+      elif type(label) is int and names is None and label >= _MOST_CLASSES:
+        wrong = (
+          f'numbers of classes end at {_MOST_CLASSES - 1:,}; number the classes '
+          'from 0 on, or write their names (as texts)'
         )
-      if type(label) is int and names is None and label >= _MOST_CLASSES:
-        raise ValueError(
-          f'{line.where}: `label` is {label}: numbers of classes end at '
-          f'{_MOST_CLASSES - 1:,}; number the classes from 0 on, or write their '
-          'names (as texts)'
-        )
+      if wrong:
+        raise ValueError(f'{line.where}: `label` is {_short(label)}: {wrong}')
       seen.add(label)
   if names is not None:
     return names

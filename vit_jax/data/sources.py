@@ -144,7 +144,8 @@ def _open_folder(config, root, split, features, class_names, workdir):
 
 def _is_annotated(root, split, features) -> bool:
   """Returns whether a split of a folder is to be read with its annotations."""
-  if annotated.wants(features):
+  wanted = (name for name in features if not name.endswith('?'))
+  if any(name.startswith(('objects', 'panoptic')) for name in wanted):
     return True
   # The images of COCO lie in train2017 and so on, which only its files tell.
   folders = [os.path.join(root, base) for base, _ in slices.parts(split)]
