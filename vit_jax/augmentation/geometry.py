@@ -165,6 +165,7 @@ def to_boxes(boxes, geometry: Geometry):
     boxes that
     lie outside of the new image.
   """
+  boxes = tf.convert_to_tensor(boxes, tf.float32)
   begin = tf.cast([geometry.y, geometry.x], tf.float32)
   extent = tf.cast([geometry.height, geometry.width], tf.float32)
   corners = tf.reshape(boxes, [-1, 2, 2])  # [n, lower or upper corner, (y, x)]
@@ -209,6 +210,7 @@ def to_masks(masks, geometry: Geometry):
     pixels
     from outside, which belong to no object.
   """
+  masks = tf.convert_to_tensor(masks)
   pixels = tf.slice(
     tf.cast(masks, tf.uint8),
     [0, geometry.y, geometry.x],

@@ -78,9 +78,8 @@ def usable(
     return bad, [paths.reason(number) for number in bad[:10]]
 
   bad, whys = processes.from_first(f"checking the images of '{where}'", look)
-  lines = [
-    f'{named(i) if named else paths[i]}: {why}' for i, why in zip(bad, whys)
-  ]
+  named = named or paths.__getitem__
+  lines = [f'{named(i)}: {why}' for i, why in zip(bad, whys)]
   if bad and broken != 'skip':
     shown = '\n  '.join(lines)
     raise ValueError(
@@ -93,11 +92,8 @@ def usable(
   if bad:
     logging.warning(
       'Skipped %d of %d images of %s that cannot be read, the first: %s',
-      len(bad),
-      len(paths),
-      where,
-      lines[0],
-    )
+      len(bad), len(paths), where, lines[0],
+    )  # fmt: skip
   return paths.without(bad)
 
 
@@ -161,7 +157,8 @@ def open_listed(
 
 def _stored(root, base, workdir=None):
   """Yields the stored indices of a split, that of the run first."""
-  for path in index_lib.places(workdir, root, base):
+  for folder in dict.fromkeys((workdir, None)):
+    path = index_lib.place(folder, root, base)
     try:
       found = index_lib.Index.load(path, root, base)
     except FileNotFoundError:

@@ -61,7 +61,8 @@ class MixtureSource(records.Source):
     self._check([name for name, _ in pairs])
 
   def _check(self, titles):
-    specs = [records.element_spec(part) for part in self.parts]
+    one = tf.data.Dataset.range(1).batch(1)
+    specs = [one.map(p.lookup).unbatch().element_spec for p in self.parts]
     for name in self.features:
       for title, part, spec in zip(titles, self.parts, specs):
         where = f"in '{title}', and in '{titles[0]}'"

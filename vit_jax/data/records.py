@@ -252,12 +252,6 @@ def chunk(num_examples: int, record_bytes: float) -> int:
   return max(1, min(_CHUNK, fitting, num_examples))
 
 
-def element_spec(source) -> dict[str, tf.TypeSpec]:
-  """Returns the types of the record of one example, before `read`."""
-  data = tf.data.Dataset.range(1).batch(1).map(source.lookup).unbatch()
-  return data.element_spec
-
-
 def resolve(
   wanted: Iterable[str], available: Iterable[str], where: str
 ) -> tuple[str, ...]:

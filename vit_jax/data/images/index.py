@@ -89,20 +89,15 @@ class Index:
     """Returns the paths of images, by row."""
     top = os.fsencode(self.top)
     return [
-      name
-      if name.startswith(b'/') or b'://' in name
-      else os.path.join(top, name)
+      name if b'://' in name else os.path.join(top, name)
       for name in self.names(rows)
     ]
 
-  def names_digest(self) -> bytes:
-    """Returns a hash of all names, by row."""
-    return digest([_lines(self.folders), self.counts, self._names]).encode()
-
   def digest(self) -> str:
     """Returns a hash of all names, their order, and the broken ones."""
+    names = digest([_lines(self.folders), self.counts, self._names])
     bad = np.flatnonzero(self.status == BROKEN)
-    return digest([self.names_digest(), self.order, bad])
+    return digest([names.encode(), self.order, bad])
 
   # --- Status of the files ---
 
@@ -163,15 +158,14 @@ class Index:
     same = (self.stamps[mine] == old.stamps[theirs]) & (self.stamps[mine] > 0)
     mine, theirs = mine[same], theirs[same]
     self.status[mine] = old.status[theirs]
+    known = {k: old.facts[k] for k in ('max_pixels', 'sizes') if k in old.facts}
     reasons = old.facts['broken']
-    for name in ('max_pixels', 'sizes'):
-      if name in old.facts:
-        self.facts[name] = old.facts[name]
-    self.facts['broken'] = {
+    broken = {
       str(m): reasons[str(t)]
       for m, t in zip(mine.tolist(), theirs.tolist())
       if str(t) in reasons
     }
+    self.facts.update(known, broken=broken)
 
   def _each(self, rows, function, title):
     """Yields (rows, results of function(path)), block by block."""
@@ -231,10 +225,8 @@ class Index:
         columns = found['counts'], names, found['order'], facts
         index = cls(root, base, folders, *columns)
         index.status, index.stamps = found['status'], found['stamps']
-        fine = (
-          facts['version'] == _VERSION and facts['digest'] == index.digest()
-        )
-        fine &= len(index) == len(index.stamps) == index.counts.sum()
+      fine = facts['version'] == _VERSION and facts['digest'] == index.digest()
+      fine &= len(index) == len(index.stamps) == index.counts.sum()
     except Exception:  # NumPy does not document the errors for damaged files.
       fine = False
     if not fine:
@@ -340,11 +332,6 @@ def place(workdir, root: str, base: str) -> str:
   name = ''.join(c if c.isalnum() else '_' for c in base)
   key = digest([f'{root}/{base}'.encode()])[:8]
   return f'{workdir}/data/{name}-{key}.npz'
-
-
-def places(workdir, root: str, base: str) -> list[str]:
-  """Returns the paths at which an index may be stored, the run's first."""
-  return [place(x, root, base) for x in dict.fromkeys((workdir, None))]
 
 
 def digest(contents: Iterable) -> str:

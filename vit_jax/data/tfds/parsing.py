@@ -82,7 +82,6 @@ class Reader:
   Attributes:
     features: names of the wanted features.
     names: {feature: names of its classes} for the class labels.
-    decoders: decoders with which `builder.as_dataset` parses the same.
   """
 
   def __init__(self, info, wanted: Mapping[str, Feature]):
@@ -99,15 +98,19 @@ class Reader:
       _put(keys, feature.path, True)
       if feature.is_image:
         _put(decoders, feature.path, tfds.decode.SkipDecoding())
-    self.decoders = _Wanted(keys, decoders)
-    self._features = self.decoders.extract_features(info.features)
+    self._decoders = decoders
+    partial = tfds.decode.PartialDecoding(keys)
+    self._features = partial.extract_features(info.features)
 
-  def select(self, record) -> dict:
-    """Returns the wanted features of a TFDS record, by name.
+  def _parse(self, serialized) -> dict:
+    """Parses a serialized record, a string scalar: features by name.
 
     'label' is int64 [L], also for data with one class per image. In any other
     feature, dimensions of varying size within others are ragged.
     """
+    record = self._features.deserialize_example(
+      serialized, decoders=self._decoders
+    )
     selected = {}
     for name, path in self._paths.items():
       value = record
@@ -121,13 +124,6 @@ class Reader:
           value = tf.RaggedTensor.from_tensor(value, ragged_rank=varying[-1])
       selected[name] = value
     return selected
-
-  def parse(self, serialized):
-    """Parses a serialized record, a string scalar, see `select`."""
-    record = self._features.deserialize_example(
-      serialized, decoders=self.decoders.decoders
-    )
-    return self.select(record)
 
   def finish(self, batch: dict) -> dict:
     """Makes the features of a source of those read, [b, ...] each."""
@@ -143,12 +139,12 @@ class Reader:
       if 'label' in batch:
         batch['label'] = tf.reshape(batch['label'], [-1, 1])
       return self.finish(batch)
-    parse = tf.function(self.parse).get_concrete_function(
+    traced = tf.function(self._parse).get_concrete_function(
       tf.TensorSpec([], tf.string)
     )
-    specs = {name: _spec(x) for name, x in parse.structured_outputs.items()}
+    specs = {name: _spec(x) for name, x in traced.structured_outputs.items()}
     return self.finish(
-      tf.map_fn(self.parse, serialized, fn_output_signature=specs)
+      tf.map_fn(self._parse, serialized, fn_output_signature=specs)
     )
 
 
@@ -186,26 +182,6 @@ _PLAIN = (
   tfds.features.Tensor,
   tfds.features.Text,
 )
-
-
-class _Wanted(tfds.decode.PartialDecoding):
-  """PartialDecoding without warnings about its own decoders."""
-
-  def extract_features(self, features):
-    """Selects the wanted part of the features of a data set."""
-    return _part(features, self._feature_specs)
-
-
-def _part(feature, keys):
-  """Returns the part of a feature that nested keys select."""
-  if keys is True:
-    return feature
-  if isinstance(feature, tfds.features.Sequence):
-    inner = _part(feature.feature, keys)
-    return tfds.features.Sequence(inner, length=feature._length)
-  return tfds.features.FeaturesDict(
-    {key: _part(feature[key], inner) for key, inner in keys.items()}
-  )
 
 
 def _put(tree, path, leaf):
