@@ -42,12 +42,8 @@ def mix(batch: Mapping, rng, mixup: float, cutmix: float) -> dict:
       sharding; other entries are returned as they are.
     rng: random key.
     mixup: parameter of mixup's Beta distribution; 0 for no mixup.
-    cutmix: parameter of CutMix's Beta distribution; 0 for no CutMix. If both
-      are above 0, one of the two methods is drawn for the batch with
-      probability 1/2.
-
-  Returns:
-    A dict like `batch`.
+    cutmix: that of CutMix. If both are above 0, one of the two methods is drawn
+      for the batch with probability 1/2.
   """
   check(mixup, cutmix, batch['image'].shape[0])
   if not mixup and not cutmix:

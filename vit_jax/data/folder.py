@@ -107,11 +107,7 @@ def list_images(
 
 
 def has_labels(root: str, split: str, workdir=None) -> bool:
-  """Returns whether a split has class folders.
-
-  Raises:
-    FileNotFoundError: if there is no such split.
-  """
+  """Returns whether a split, which must exist, has class folders."""
   folders = [
     folder
     for base, _ in slices.parts(split)
@@ -122,11 +118,7 @@ def has_labels(root: str, split: str, workdir=None) -> bool:
 
 
 def splits(root: str) -> list[str]:
-  """Returns the names of the splits of a folder, including those of manifests.
-
-  Raises:
-    FileNotFoundError: if there is no such folder, or no split in it.
-  """
+  """Returns the splits of a folder or of its manifests; FileNotFoundError."""
   if not tf.io.gfile.isdir(root):
     raise FileNotFoundError(f"'{root}' is not a folder that exists")
   names = [name.rstrip('/') for name in tf.io.gfile.listdir(root)]

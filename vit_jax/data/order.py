@@ -122,13 +122,8 @@ def training_records(
 def at_a_time(source, batches, look_up) -> tf.data.Dataset:
   """Looks up records in chunks, with the parallelism that suits the source.
 
-  Args:
-    source: the source.
-    batches: tf.data of tensors [b].
-    look_up: function from such tensors [c] to records [c].
-
-  Returns:
-    tf.data of the records, one by one, in order.
+  `look_up` is a function from tensors [c], as in `batches`, to records [c];
+  returns tf.data of the records, one by one, in order.
   """
   if source.chunk is None:
     return batches.map(look_up).unbatch()

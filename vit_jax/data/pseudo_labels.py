@@ -59,11 +59,7 @@ def write_arrays(path: epath.Path, arrays: Mapping[str, np.ndarray]):
 
 
 def read_facts(root: str) -> dict:
-  """Reads the json of pseudo-labels.
-
-  Raises:
-    ValueError: if the file is damaged.
-  """
+  """Reads the json of pseudo-labels; a damaged one is a ValueError."""
   path = epath.Path(root) / JSON
   facts = read_json(path, _AGAIN)
   for name, kind in _TYPES.items():
@@ -93,11 +89,7 @@ def _check(facts) -> str:
 
 
 def read_json(path: epath.Path, remedy: str) -> dict:
-  """Reads a file that holds a JSON object.
-
-  Raises:
-    ValueError: if the file holds anything else; names it and the remedy.
-  """
+  """Reads a JSON object; a ValueError names a damaged file and the remedy."""
   try:
     found = json.loads(path.read_text())
     if not isinstance(found, dict):
@@ -110,11 +102,7 @@ def read_json(path: epath.Path, remedy: str) -> dict:
 def read_arrays(
   path: epath.Path, names: Sequence[str], remedy: str
 ) -> dict[str, np.ndarray]:
-  """Reads arrays of an npz file.
-
-  Raises:
-    ValueError: if the file is damaged; names it and the remedy.
-  """
+  """Reads arrays of an npz file; errors as those of read_json."""
   try:
     with path.open('rb') as file, np.load(file) as found:
       return {name: found[name] for name in names}

@@ -42,15 +42,13 @@ class Source:
     num_examples: number of examples.
     features: names of the features that `lookup` returns.
     names: {feature: names of its classes} for the class labels.
-    stuff: names of those classes of segments that are no things.
-    chunk: number of examples per call of `lookup`, in CALLS parallel calls;
-      None for one call per batch.
-    origin: name of the data, as JSON, such as {'dataset': 'cifar10/3.0.2',
-      'split': 'train'}; part of the fingerprint.
   """
 
+  # Names of those classes of segments that are no things.
   stuff: Sequence[str] = ()
+  # Examples per call of `lookup`, in CALLS parallel calls; None: a whole batch.
   chunk: int | None = None
+  # Name of the data for the fingerprint: {'dataset': 'cifar10/3.0.2', ...}.
   origin: Mapping[str, Any] = {}
 
   def __init__(
@@ -263,9 +261,6 @@ def resolve(
       exists.
     available: names of the data's features.
     where: name of the data for error messages.
-
-  Returns:
-    Names among `available`, each once.
 
   Raises:
     ValueError: if the data lack a feature that is not optional.

@@ -42,8 +42,7 @@ _NOT_COCO = (
 )
 
 
-# --- The format as types, by which msgspec parses it and skips the rest ---
-
+# The format as types, by which msgspec parses it and skips the rest.
 _Number = int | float
 _T = TypeVar('_T')
 
@@ -102,39 +101,24 @@ _KINDS = {
 
 
 class Annotations(NamedTuple):
-  """The content of a file of n images and m objects, ordered by image.
-
-  Attributes:
-    path: the file.
-    image_ids: int64 [n].
-    files: n names of image files.
-    sizes: int64 [n, 2], height and width in pixels.
-    classes: names of the classes, in the order of the categories' ids.
-    ids: int64 [m], ids of the objects.
-    image: int64 [m], number of the image of each object, ascending.
-    label: int64 [m], its class.
-    boxes: float64 [m, 4], x, y, width, height in pixels.
-    area: float32 [m], in pixels.
-    crowd: bool [m].
-    segments: n names of the PNGs of a panoptic file; () for other files.
-    stuff: names of those classes of a panoptic file that are no things.
-    outlines: `segmentation` of each object, JSON, bytes [m]; None unless it is
-      asked for.
-  """
+  """The content of a file of n images and m objects, ordered by image."""
 
   path: str
-  image_ids: np.ndarray
-  files: Sequence[str]
-  sizes: np.ndarray
-  classes: tuple[str, ...]
-  ids: np.ndarray
-  image: np.ndarray
-  label: np.ndarray
-  boxes: np.ndarray
-  area: np.ndarray
-  crowd: np.ndarray
-  segments: Sequence[str] = ()
-  stuff: tuple[str, ...] = ()
+  image_ids: np.ndarray  # int64 [n].
+  files: Sequence[str]  # n names of image files.
+  sizes: np.ndarray  # int64 [n, 2], height and width in pixels.
+  classes: tuple[str, ...]  # In the order of the categories' ids.
+  ids: np.ndarray  # int64 [m], of the objects.
+  image: np.ndarray  # int64 [m], number of each object's image, ascending.
+  label: np.ndarray  # int64 [m], its class.
+  boxes: np.ndarray  # float64 [m, 4], x, y, width, height in pixels.
+  area: np.ndarray  # float32 [m], in pixels.
+  crowd: np.ndarray  # bool [m].
+  segments: Sequence[str] = ()  # n names of the PNGs of a panoptic file.
+  stuff: tuple[
+    str, ...
+  ] = ()  # Those classes of such a file that are no things.
+  # `segmentation` of each object, JSON, bytes [m]; None unless it is asked for.
   outlines: np.ndarray | None = None
 
   @property

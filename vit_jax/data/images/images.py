@@ -240,10 +240,8 @@ def why_broken(path: bytes, max_pixels: int, size=None) -> str:
 
 
 @tf.function(
-  input_signature=[
-    tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64)
-  ]
-)  # fmt: skip
+  input_signature=[tf.TensorSpec([], x) for x in (tf.string, tf.int64)]
+)
 def _try(encoded, max_pixels):
   """Decodes an image, a JPEG at an eighth of its size; returns its shape."""
   encoded = bounded(encoded, max_pixels)

@@ -103,13 +103,8 @@ class _Structure(NamedTuple):
 def check_whole(data: bytes, thorough: bool = True):
   """Raises ValueError if the data of a JPEG end before its picture does.
 
-  Args:
-    data: the content of a file.
-    thorough: whether to detect that only the last of many scans is truncated,
-      which takes two more full decodings.
-
-  Raises:
-    ValueError: if a part is missing.
+  `thorough`: whether to detect that only the last of many scans is truncated,
+  which takes two more full decodings.
   """
   structure = _read_structure(data)
   if not structure.is_covered:

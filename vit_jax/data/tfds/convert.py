@@ -1,10 +1,6 @@
 """Converts the files of a prepared TFDS data set to array_record.
 
-`vit_jax convert-data` (vit_jax/commands/convert_data.py) is the command. Training
-reads tfrecord files just as well: this is for files of other formats and for
-compressed ones. The new files are written beside the old ones, take the same
-space again, and are used from then on. After an interruption the same command
-continues.
+See vit_jax/commands/convert_data.py, the command.
 """
 
 from concurrent import futures
