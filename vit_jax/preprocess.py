@@ -226,7 +226,10 @@ class PreprocessImages:
   crop: bool = False
 
   def preprocess_tf(self, image):
-    """Maps an image, uint8 [height, width, C], to float32 [size, size, C]."""
+    """Maps an image, uint8 [height, width, C], to float32 [size, size, C].
+
+    Values of another type are a ValueError.
+    """
     if image.dtype != tf.uint8:
       raise ValueError(
         f'image has values of type {image.dtype.name}: give uint8, from 0 to 255'

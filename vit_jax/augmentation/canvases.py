@@ -197,8 +197,7 @@ def place(image, canvas: tuple[int, int]) -> dict:
 def pad(x, canvas: tuple[int, int], axis: int = 0):
   """Puts images or masks at the upper left of a canvas of zeros.
 
-  The axes `axis` and `axis + 1` are height and width; `canvas` is ints or
-  int32.
+  The axes `axis` and `axis + 1` of `x` are height and width.
   """
   missing = [[0, side - tf.shape(x)[axis + i]] for i, side in enumerate(canvas)]
   tf.debugging.assert_non_negative(

@@ -161,9 +161,8 @@ def to_boxes(boxes, geometry: Geometry):
 
   Returns:
     (boxes, kept): float32 [n, 4], normalised and clipped to the new image, the
-    smallest upright ones around rotated boxes; and bool [n], False for
-    boxes that
-    lie outside of the new image.
+    smallest upright ones around rotated boxes; and bool [n], False for boxes
+    that lie outside of the new image.
   """
   boxes = tf.convert_to_tensor(boxes, tf.float32)
   begin = tf.cast([geometry.y, geometry.x], tf.float32)
@@ -207,8 +206,7 @@ def to_masks(masks, geometry: Geometry):
 
   Returns:
     [n, *geometry.size], of the type of `masks`; 0 where rotation brings in
-    pixels
-    from outside, which belong to no object.
+    pixels from outside, which belong to no object.
   """
   masks = tf.convert_to_tensor(masks)
   pixels = tf.slice(

@@ -169,8 +169,7 @@ class FolderSource(MemorySource):
   Examples are ordered by a hash of their names, so that a slice of the split,
   such as 'train[:90%]', is a random sample of the whole. Among the columns,
   'image' is an index.Paths; a file with more than `max_pixels` is refused
-  before
-  decoding.
+  before decoding.
   """
 
   def __init__(self, columns: Mapping, names: Mapping, max_pixels: int):

@@ -115,9 +115,7 @@ class Annotations(NamedTuple):
   area: np.ndarray  # float32 [m], in pixels.
   crowd: np.ndarray  # bool [m].
   segments: Sequence[str] = ()  # n names of the PNGs of a panoptic file.
-  stuff: tuple[
-    str, ...
-  ] = ()  # Those classes of such a file that are no things.
+  stuff: tuple[str, ...] = ()  # Its classes that are no things.
   # `segmentation` of each object, JSON, bytes [m]; None unless it is asked for.
   outlines: np.ndarray | None = None
 

@@ -151,19 +151,19 @@ def shape_of(encoded):
   DECODE_ERRORS if there is no header of an image.
   """
 
-  def png():
+  def of_png():
     sizes = tf.strings.join([tf.strings.substr(encoded, 16, 8), b'\0' * 8])
     sizes = tf.strings.substr(sizes, 0, 8)
     return tf.cast(
       tf.io.decode_raw(sizes, tf.int32, little_endian=False), tf.int64
     )[::-1]
 
-  def jpeg():
+  def of_jpeg():
     return tf.cast(tf.io.extract_jpeg_shape(encoded)[:2], tf.int64)
 
   has_header = tf.logical_and(_is_png(encoded), tf.strings.length(encoded) > 23)
   return tf.case(
-    [(tf.io.is_jpeg(encoded), jpeg), (has_header, png)],
+    [(tf.io.is_jpeg(encoded), of_jpeg), (has_header, of_png)],
     lambda: _in_python(_pillow_shape, [encoded], tf.int64, [2]),
   )
 

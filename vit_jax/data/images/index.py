@@ -158,14 +158,14 @@ class Index:
     same = (self.stamps[mine] == old.stamps[theirs]) & (self.stamps[mine] > 0)
     mine, theirs = mine[same], theirs[same]
     self.status[mine] = old.status[theirs]
-    known = {k: old.facts[k] for k in ('max_pixels', 'sizes') if k in old.facts}
+    kept = {k: old.facts[k] for k in ('max_pixels', 'sizes') if k in old.facts}
     reasons = old.facts['broken']
     broken = {
       str(m): reasons[str(t)]
       for m, t in zip(mine.tolist(), theirs.tolist())
       if str(t) in reasons
     }
-    self.facts.update(known, broken=broken)
+    self.facts.update(kept, broken=broken)
 
   def _each(self, rows, function, title):
     """Yields (rows, results of function(path)), block by block."""
