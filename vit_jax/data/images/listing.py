@@ -170,8 +170,7 @@ def expand(paths: Sequence[str]) -> list[str]:
   """Returns paths, with those of images in place of folders and patterns.
 
   A folder stands for all images below it, sorted; a pattern with *, ? or [ ]
-  for
-  the files and folders that match.
+  for the files and folders that match.
 
   Raises:
     FileNotFoundError: if a folder has no image, or a pattern no match.

@@ -276,25 +276,16 @@ def _scan_all(paths, sizes, counts, numbers) -> dict[int, np.ndarray]:
       paths[i], lambda path: _scan(path, sizes[i], counts[i])
     )
 
-  found = {}
-  with (
-    futures.ThreadPoolExecutor(threads) as pool,
-    cli.bar(
-      desc='Reading the headers of tfrecord files',
-      total=len(numbers),
-      delay=3,
-      leave=False,
-      unit=' files',
-    ) as bar,
-  ):
+  with futures.ThreadPoolExecutor(threads) as pool:
+    found = cli.bar(
+      iterable=pool.map(scan, numbers), total=len(numbers), delay=3,
+      desc='Reading the headers of tfrecord files', leave=False, unit=' files',
+    )  # fmt: skip
     try:
-      for i, ends in zip(numbers, pool.map(scan, numbers)):
-        found[i] = ends
-        bar.update()
+      return dict(zip(numbers, found))
     except BaseException:
       pool.shutdown(cancel_futures=True)
       raise
-  return found
 
 
 def _exchange(what, mine, todo, counts) -> dict[int, np.ndarray]:
