@@ -116,11 +116,7 @@ def _info(source, examples_glob=None):
 
 
 def _split_of(directory, split):
-  """Returns `split` if a folder has a split of that name, else '.'.
-
-  Raises:
-    FileNotFoundError: if there is no such folder.
-  """
+  """Returns `split` if a folder has a split of that name, else '.'."""
   top = os.path.join(directory, split)
   if not tf.io.gfile.isdir(directory):
     raise FileNotFoundError(
@@ -162,14 +158,9 @@ def get_datasets(config):
 
 
 def get_data_from_tfds(*, config, mode: str) -> tf.data.Dataset:
-  """Returns the training or the test data of a config, see `get_datasets`.
+  """Returns the data of a config for a mode, 'train' or 'test'.
 
-  Args:
-    config: see `get_datasets`.
-    mode: 'train' or 'test'.
-
-  Raises:
-    ValueError, FileNotFoundError: see `get_datasets`; also for an unknown mode.
+  See `get_datasets`; an unknown mode is a ValueError.
   """
   _check_mode(mode)
   return get_datasets(config)[mode == 'test']
@@ -184,10 +175,7 @@ def get_data_from_directory(
     config: see `get_datasets`; `dataset` and the splits are not read.
     directory: `directory/<class>/<image>`; or a folder with the splits `train`
       and `test`, of which `mode` selects one.
-    mode: 'train' or 'test'.
-
-  Raises:
-    ValueError, FileNotFoundError: see `get_datasets`; also for an unknown mode.
+    mode: 'train' or 'test'; another one is a ValueError.
   """
   _check_mode(mode)
   config = run_config.complete(config)
@@ -365,12 +353,11 @@ def _many_hot(label, num_classes):
     f'a label is out of range: the data set has {num_classes} class names, so '
     f'labels must be 0 to {num_classes - 1}'
   )
-  with tf.control_dependencies(
-    [
-      tf.debugging.assert_less(label, tf.cast(num_classes, tf.int64), message),
-      tf.debugging.assert_greater_equal(label, tf.cast(-1, tf.int64), message),
-    ]
-  ):
+  checks = [
+    tf.debugging.assert_less(label, tf.cast(num_classes, tf.int64), message),
+    tf.debugging.assert_greater_equal(label, tf.cast(-1, tf.int64), message),
+  ]
+  with tf.control_dependencies(checks):
     counts = tf.reduce_sum(tf.one_hot(label, num_classes), axis=0)
     return tf.minimum(counts, 1)
 
@@ -378,14 +365,7 @@ def _many_hot(label, num_classes):
 def train_batches(
   config, source, example: Callable, mesh, start_step: int = 0
 ) -> Iterator[dict]:
-  """Yields training batches from a step on, without end, as global arrays.
-
-  Args:
-    config: reads `batch`, `seed`, `prefetch`.
-    source: the training split.
-    example: (record, seed) -> tensors by name, see the top of this module.
-    mesh: the mesh; its batch axes split the rows.
-    start_step: number of the first batch.
+  """Yields the batches of `train_dataset` as global arrays, split over a mesh.
 
   Raises:
     ValueError: if an image cannot be decoded or a label is out of range.
@@ -405,14 +385,7 @@ def train_batches(
 def eval_batches(
   config, source, example: Callable, mesh, numbers: np.ndarray | None = None
 ) -> Iterator[dict]:
-  """Yields every example of a split once, as global arrays.
-
-  Args:
-    config: reads `batch_eval`, `prefetch`.
-    source: the split.
-    example: (record, None) -> tensors by name, see the top of this module.
-    mesh: the mesh; its batch axes split the rows.
-    numbers: see `eval_dataset`.
+  """Yields the batches of `eval_dataset` as global arrays, split over a mesh.
 
   Raises:
     ValueError: if an image cannot be decoded or a label is out of range.
@@ -433,17 +406,11 @@ def eval_batches(
 
 
 class Part(NamedTuple):
-  """Examples of a split that have the same shapes.
+  """Examples of a split that have the same shapes."""
 
-  Attributes:
-    numbers: numbers of the examples, int64 [n]; None for all.
-    example: (record, None) -> tensors by name, see the top of this module.
-    image_size: (height, width) of the images; None: the usual one.
-  """
-
-  numbers: np.ndarray | None
-  example: Callable
-  image_size: tuple[int, int] | None = None
+  numbers: np.ndarray | None  # Of the examples, int64 [n]; None for all.
+  example: Callable  # (record, None) -> tensors by name, see above.
+  image_size: tuple[int, int] | None = None  # None: the usual one.
 
 
 def part_batches(
@@ -465,9 +432,6 @@ def part_batches(
     size: function from a part and its number of examples to the number of rows
       of its batches, which is rounded up to what the devices divide; by default
       `batch_eval`, or fewer for a part of fewer examples.
-
-  Raises:
-    ValueError: see `eval_batches`.
   """
   source, shards = source.evaluated, sharding.batch_shards(mesh)
   config = config.copy_and_resolve_references()
@@ -484,16 +448,7 @@ def part_batches(
 
 
 def task_batches(task, source, mesh) -> Iterator[dict]:
-  """Yields every example of a split once, in the parts that its task makes.
-
-  Args:
-    task: has `config` and `parts`, see vit_jax.tasks.base.Task.
-    source: the split.
-    mesh: the mesh.
-
-  Raises:
-    ValueError: see `eval_batches`.
-  """
+  """Yields every example of a split once, in the parts that its task makes."""
   parts = task.parts(source.evaluated)
   return part_batches(task.config, source, parts, mesh)
 
@@ -504,9 +459,6 @@ def image_shapes(source) -> np.ndarray:
 
   All processes must call it. Where the source does not know them, each process
   reads the headers of some of the images.
-
-  Args:
-    source: a source with random access.
 
   Raises:
     ValueError, OSError: if an image cannot be read; the same on all processes.
@@ -519,23 +471,18 @@ def image_shapes(source) -> np.ndarray:
   )
   found = np.zeros((source.num_examples, 2), np.int64)
 
+  def indices(number):
+    return mine[number * _HEADERS :][:_HEADERS]
+
+  def shape(record):
+    return {'shape': images.shape_of(source.read(record)['image'])}
+
   def read():
-    records = order.at_a_time(
-      source,
-      tf.data.Dataset.from_tensor_slices(mine).batch(_HEADERS),
-      source.lookup,
-    )
-    shapes = records.map(
-      lambda record: {'shape': images.shape_of(source.read(record)['image'])},
-      num_parallel_calls=_CALLS,
-    )
-    batches = feeding.read(
-      shapes.batch(_HEADERS),
-      source,
-      lambda number: mine[number * _HEADERS :][:_HEADERS],
-    )
-    for number, batch in enumerate(batches):
-      found[mine[number * _HEADERS :][:_HEADERS]] = batch['shape']
+    numbers = tf.data.Dataset.from_tensor_slices(mine).batch(_HEADERS)
+    records = order.at_a_time(source, numbers, source.lookup)
+    shapes = records.map(shape, num_parallel_calls=_CALLS).batch(_HEADERS)
+    for number, batch in enumerate(feeding.read(shapes, source, indices)):
+      found[indices(number)] = batch['shape']
 
   processes.attempt('reading the sizes of the images', read)
   if jax.process_count() > 1:

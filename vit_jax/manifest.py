@@ -19,7 +19,7 @@ def make(
     root: the folder, local or gs://.
     split: name of a folder in `root`, or of a manifest (train for train.jsonl);
       '.' for `root` itself.
-    check: 'none', 'form' or 'decode', see the top of this module.
+    check: 'none', 'form' or 'decode', see vit_jax/commands/index.py.
     max_pixels: images with more pixels count as broken; None: the config's
       default.
 
@@ -28,8 +28,7 @@ def make(
 
   Raises:
     FileNotFoundError: if there is no such split.
-    OSError: if a folder or a file cannot be read, or the index cannot be
-      written.
+    OSError: if a folder or a file cannot be read, or the index not be written.
   """
   from vit_jax.configs import common
   from vit_jax.data import checking
@@ -38,7 +37,6 @@ def make(
   from vit_jax.data.coco import source
   from vit_jax.data.images import images
   from vit_jax.data.images import index as index_lib
-  from vit_jax.data.images import paths as paths_lib
   from vit_jax.data.images import reading
 
   limit = max_pixels or common.get_config().max_image_pixels
@@ -59,7 +57,7 @@ def make(
   if check in levels:
     index.check(index.order, *levels[check], limit)
     _save(index, path)
-  paths = paths_lib.Paths([(index, index.order)])
+  paths = index_lib.Paths([(index, index.order)])
   broken = [f'{paths[i]}: {paths.reason(i)}' for i in paths.broken()]
   return path, len(index), broken
 
@@ -76,14 +74,7 @@ def _save(index, path):
 
 
 def run(args) -> int:
-  """Lists and checks the splits that the flags of `vit_jax index` name.
-
-  Args:
-    args: namespace of vit_jax.commands.index.parse.
-
-  Returns:
-    The exit status, 1 if there are broken images.
-  """
+  """Makes the lists that `vit_jax index` is given; returns its exit status."""
   from vit_jax.data import folder
   from vit_jax.data.coco import layout
 
@@ -101,8 +92,8 @@ def run(args) -> int:
     if broken:
       found = True
       cli.say(
-        f'Broken images: {len(broken):,}. Repair, restore or delete them, or leave them out '
-        'of the training with --config.broken_images=skip.'
+        f'Broken images: {len(broken):,}. Repair, restore or delete them, or leave '
+        'them out of the training with --config.broken_images=skip.'
       )
   return int(found)
 

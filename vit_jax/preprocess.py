@@ -54,12 +54,8 @@ def decode_for_training(encoded, seed, pp):
 def decode_with_geometry(encoded, seed, pp, upright: bool = False):
   """Decodes and augments one image, and returns its geometry.
 
-  Args:
-    encoded: see `decode_for_training`.
-    seed: see `decode_for_training`.
-    pp: see `decode_for_training`.
-    upright: whether to turn the image as its EXIF orientation says, before all
-      else. Boxes and masks belong to the stored pixels, which are not turned.
+  See `decode_for_training`. If `upright`, the image is first turned as its EXIF
+  orientation says; boxes and masks belong to the stored pixels, which are not.
 
   Returns:
     (image, geometry): the result of `decode_for_training`, and the
@@ -79,16 +75,10 @@ def decode_with_geometry(encoded, seed, pp, upright: bool = False):
 
 
 def on_canvas_for_training(encoded, seed, group, pp):
-  """Decodes and augments one image, and puts it on a canvas.
+  """Decodes and augments one image, and puts it on the canvas of a group.
 
-  The image is not turned upright: its boxes belong to the stored pixels.
-
-  Args:
-    encoded: see `decode_for_training`.
-    seed: see `decode_for_training`.
-    group: number of the group of the step, int32 scalar, see
-      canvases.group_at.
-    pp: `config.pp`.
+  The image is not turned upright: its boxes belong to the stored pixels. See
+  `decode_for_training`; `group` is the result of canvases.group_at.
 
   Returns:
     (tensors, geometry): `image`, float32 [height, width, channels] in [-1, 1],
@@ -108,16 +98,9 @@ def on_canvas_for_training(encoded, seed, group, pp):
 
 
 def on_canvas_for_evaluation(encoded, group, pp, upright: bool = False):
-  """Decodes one image and puts it on a canvas.
+  """Decodes one image and puts it on the canvas of a group of one length.
 
-  Args:
-    encoded: see `decode_for_training`.
-    group: a canvases.Group of one length.
-    pp: `config.pp`.
-    upright: see `decode_with_geometry`.
-
-  Returns:
-    See `on_canvas_for_training`.
+  See `on_canvas_for_training`, and `decode_with_geometry` for `upright`.
   """
 
   def draw(shape):
@@ -154,13 +137,8 @@ def _change_pixels(image, seed, pp):
 def _decode_crop(encoded, draw, pp, crops=True, upright=False):
   """Decodes a crop of an image; from a JPEG only the crop is decoded.
 
-  Args:
-    encoded: see `decode_for_training`.
-    draw: function from the shape of the image, int32 [2], to its geometry.
-    pp: reads `jpeg_shrink`, `channels`.
-    crops: whether the geometry may crop.
-    upright: whether the image, of which the crop is drawn, is turned as its
-      EXIF orientation says.
+  `draw` is a function from the shape of the image, int32 [2], turned if
+  `upright`, to its geometry, which may crop if `crops`.
 
   Returns:
     The crop, uint8 [height, width, channels], and its geometry.
@@ -221,13 +199,7 @@ def for_evaluation(image, pp):
 
 
 def _to_size(image, size, resize):
-  """Resizes to `size`; or as `resize` says, and then crops the centre.
-
-  Args:
-    image: float32 [height, width, channels].
-    size: (height, width) of the result.
-    resize: see `config.pp.resize`.
-  """
+  """Resizes to `size`; or as `config.pp.resize` says, and crops the centre."""
   if resize is None:
     return tf.image.resize(image, size)
   if not isinstance(resize, tuple | list):
@@ -254,10 +226,9 @@ class PreprocessImages:
   crop: bool = False
 
   def preprocess_tf(self, image):
-    """Maps one image, uint8 [height, width, channels], to float32 [size, size, C].
+    """Maps an image, uint8 [height, width, C], to float32 [size, size, C].
 
-    Raises:
-      ValueError: if the values have another type.
+    Values of another type are a ValueError.
     """
     if image.dtype != tf.uint8:
       raise ValueError(
@@ -283,15 +254,13 @@ def prepare(encoded, seed, pp):
   Returns:
     float32 [crop height, crop width, channels] in [-1, 1].
   """
-  if seed is None:
-    size = None
-    if pp.jpeg_shrink:
-      size = crop_size(pp)
-      if pp.resize:
-        pair = isinstance(pp.resize, tuple | list)
-        size = pp.resize if pair else (pp.resize, pp.resize)
-    return for_evaluation(images.decode(encoded, pp.channels, size), pp)
-  return decode_for_training(encoded, seed, pp)
+  if seed is not None:
+    return decode_for_training(encoded, seed, pp)
+  size = None
+  if pp.jpeg_shrink:
+    size = pp.resize or pp.crop
+    size = (size, size) if isinstance(size, int) else size
+  return for_evaluation(images.decode(encoded, pp.channels, size), pp)
 
 
 def from_user(
@@ -345,11 +314,10 @@ def _to_pillow(image: np.ndarray) -> Image.Image:
       f'image is an array {image.dtype}{list(image.shape)}: give uint8 '
       '[height, width, channels] with values 0 to 255'
     )
-  if image.ndim == 3 and image.shape[2] == 1:
-    image = image[..., 0]
-  elif image.ndim == 3 and image.shape[2] not in (3, 4):
+  channels = image.shape[2] if image.ndim == 3 else 1
+  if channels not in (1, 3, 4):
     raise ValueError(
-      f'image is an array of {image.shape[2]} channels: give 1 (grey), 3 '
-      '(RGB) or 4 (RGBA)'
+      f'image is an array of {channels} channels: give 1 (grey), 3 (RGB) or 4 '
+      '(RGBA)'
     )
-  return Image.fromarray(image)
+  return Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image)

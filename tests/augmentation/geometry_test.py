@@ -323,15 +323,3 @@ def test_the_geometry_is_that_of_the_decoded_image():
       _encode(image, 'PNG'), seed(number), config
     )
     np.testing.assert_array_equal(got, to_image(image, drawn))
-
-
-def test_wrong_shapes_are_named():
-  drawn = make()
-  with pytest.raises(ValueError, match=r'boxes have the shape \(2, 5\): give'):
-    geometry.to_boxes(np.zeros((2, 5), np.float32), drawn)
-  with pytest.raises(
-    ValueError, match=r'masks are float32\(1, 120, 160\): giv'
-  ):
-    geometry.to_masks(np.zeros((1, H, W), np.float32), drawn)
-  with pytest.raises(ValueError, match=r'masks are uint8\(120, 160\): give'):
-    geometry.to_masks(np.zeros((H, W), np.uint8), drawn)

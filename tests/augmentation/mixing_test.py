@@ -190,11 +190,6 @@ def test_eight_devices_mix_as_one_does(mixup, cutmix):
 @pytest.mark.parametrize(
   'args, message',
   [
-    ((-0.1, 0, 8), r'mixup=-0.1 must be.*\(config.task_options.mixup\)'),
-    ((0, -1, 8), r'cutmix=-1 must be.*\(config.task_options.cutmix\)'),
-    ((float('nan'), 0, 8), 'mixup=nan must be'),
-    ((0, float('inf'), 8), 'cutmix=inf must be'),
-    ((0, '1', 8), 'cutmix=1 must be'),
     ((0.2, 0, 1), 'mixup=0.2 mixes.*batch=1: use --config.batch=2 or more'),
     ((0, 1.0, 1), 'cutmix=1.0 mixes.*or --config.task_options.cutmix=0'),
   ],

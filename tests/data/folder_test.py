@@ -158,8 +158,6 @@ def test_broken_images_are_skipped_and_counted_where_the_config_says(
   assert not {str(path) for path in broken} & set(paths)
   assert names == ('ant', 'bee', 'cow')
   assert 'Skipped 3 of 33 images' in caplog.text
-  with pytest.raises(ValueError, match="broken_images='drop' is unknown"):
-    folder.list_split(str(root), 'train', broken='drop')
 
 
 def test_damage_between_good_ends_is_found(root):

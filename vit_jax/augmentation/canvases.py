@@ -23,17 +23,11 @@ _GROUP, _IMAGE = 1, 2
 
 
 class Group(NamedTuple):
-  """Lengths of the shorter side that share a canvas.
+  """Lengths of the shorter side that share a canvas, in pixels."""
 
-  Attributes:
-    sides: lengths of the shorter side in pixels, ascending.
-    longest: greatest length of the longer side in pixels.
-    canvas: (height, width) of the canvas in pixels.
-  """
-
-  sides: tuple[int, ...]
-  longest: int
-  canvas: tuple[int, int]
+  sides: tuple[int, ...]  # Ascending.
+  longest: int  # Greatest length of the longer side.
+  canvas: tuple[int, int]  # Height and width.
 
 
 def groups(pp) -> tuple[Group, ...]:
@@ -42,10 +36,6 @@ def groups(pp) -> tuple[Group, ...]:
   The greatest lengths may have a longer side of `pp.longest_side`; smaller
   groups have a limit that is smaller in proportion. A canvas is a square that
   holds images of both orientations.
-
-  Args:
-    pp: `config.pp`; reads `sides`, `longest_side`, `canvases`,
-      `canvas_multiple`.
   """
   sides = sorted(pp.sides)
   parts = np.array_split(sides, min(pp.canvases, len(sides)))
@@ -55,10 +45,8 @@ def groups(pp) -> tuple[Group, ...]:
 def evaluation(pp, side: int | None = None) -> Group:
   """Returns the only length of evaluation and its canvas.
 
-  Args:
-    pp: `config.pp`; reads `eval_side`, `longest_side`, `canvas_multiple`.
-    side: another length; the greatest length of the longer side changes in
-      proportion.
+  With a `side` other than `pp.eval_side` the greatest length of the longer side
+  changes in proportion.
   """
   return _group([side or pp.eval_side], pp.eval_side, pp)
 
@@ -78,11 +66,6 @@ def group_at(step, seed: int, pp):
   """Returns the number of the group of a step, int32 scalar.
 
   All processes compute the same number, also after a restart.
-
-  Args:
-    step: int64 scalar, number of the step.
-    seed: seed of the run.
-    pp: see `groups`.
   """
   key = tf.stack([tf.cast(seed, tf.int64), tf.cast(step, tf.int64)])
   key = tf.random.experimental.stateless_fold_in(key, _GROUP)
@@ -108,8 +91,7 @@ def fitted(shape, side, longest):
   Args:
     shape: int [..., 2] or [..., 3], height and width (and channels) of images.
     side: length that the shorter side becomes.
-    longest: greatest length of the longer side; if it would be longer, the
-      image becomes smaller.
+    longest: greatest length of the longer side, for which images get smaller.
   """
   shape = tf.cast(tf.convert_to_tensor(shape)[..., :2], tf.float64)
   side, longest = tf.cast(side, tf.float64), tf.cast(longest, tf.float64)
@@ -148,10 +130,7 @@ def sample(shape, seed, number, pp) -> geometry.Geometry:
     shape: int32 [2] or [3], height and width (and channels) of the original.
     seed: int64 [2]; determines all random numbers.
     number: int32 scalar, number of the group, see `group_at`.
-    pp: `config.pp`; reads `flip`, `crop_sides`, `crop_range`, and see `groups`.
-
-  Returns:
-    The geometry; its `size` is that of the image on the canvas.
+    pp: `config.pp`.
   """
   seed = tf.random.experimental.stateless_fold_in(seed, _IMAGE)
   seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
@@ -205,11 +184,7 @@ def _crop(shape, seed, pp):
 
 
 def place(image, canvas: tuple[int, int]) -> dict:
-  """Puts an image on a canvas.
-
-  Args:
-    image: float32 [h, w, C].
-    canvas: see `pad`.
+  """Puts an image [h, w, C] on a canvas.
 
   Returns:
     `image`, [height, width, C], and `real`, bool [height, width], False for
@@ -222,10 +197,7 @@ def place(image, canvas: tuple[int, int]) -> dict:
 def pad(x, canvas: tuple[int, int], axis: int = 0):
   """Puts images or masks at the upper left of a canvas of zeros.
 
-  Args:
-    x: a tensor whose axes `axis` and `axis + 1` are height and width.
-    canvas: height and width of the canvas, ints or int32 scalars.
-    axis: the axis of the height.
+  The axes `axis` and `axis + 1` of `x` are height and width.
   """
   missing = [[0, side - tf.shape(x)[axis + i]] for i, side in enumerate(canvas)]
   tf.debugging.assert_non_negative(

@@ -25,65 +25,36 @@ _NOTHING = 0.01
 
 
 class Geometry(NamedTuple):
-  """Parameters of a geometric augmentation.
+  """Parameters of a geometric augmentation, tensors."""
 
-  Attributes:
-    shape: int32 [2], height and width of the original in pixels.
-    y: int32 scalar, first row of the crop, in pixels of the original.
-    x: int32 scalar, first column of the crop.
-    height: int32 scalar, number of rows of the crop.
-    width: int32 scalar, number of columns of the crop.
-    flip: bool scalar, whether to mirror left and right.
-    angle: float32 scalar, radians by which to rotate the resized image about
-      its centre, counter-clockwise (x towards -y); None for no rotation.
-    size: (height, width) of the result in pixels: two ints; or int32 [2] where
-      each image has a size of its own, which is never rotated.
-  """
-
-  shape: Any
-  y: Any
-  x: Any
-  height: Any
-  width: Any
-  flip: Any
+  shape: Any  # int32 [2], height and width of the original in pixels.
+  y: Any  # First row of the crop, in pixels of the original, int32 scalar.
+  x: Any  # First column.
+  height: Any  # Number of rows.
+  width: Any  # Number of columns.
+  flip: Any  # bool, whether to mirror left and right.
+  # Radians by which to rotate the resized image about its centre,
+  # counter-clockwise (x towards -y), float32; None for no rotation.
   angle: Any
+  # (height, width) of the result in pixels: two ints; or int32 [2] where each
+  # image has a size of its own, which is never rotated.
   size: Any
 
 
 def crop_size(pp) -> tuple[int, int]:
-  """Returns `config.pp.crop` as (height, width) in pixels.
-
-  Raises:
-    ValueError: if it is neither a positive int nor a pair of them.
-  """
-  crop = pp.crop
-  pair = (crop, crop) if isinstance(crop, int) else tuple(crop)
-  if len(pair) != 2 or not all(isinstance(x, int) and x > 0 for x in pair):
-    raise ValueError(
-      f'crop={crop} must be a number of pixels or a pair (height, width) of '
-      'them (config.pp.crop)'
-    )
-  return pair
+  """Returns `config.pp.crop` as (height, width) in pixels."""
+  return (pp.crop,) * 2 if isinstance(pp.crop, int) else tuple(pp.crop)
 
 
 def whole(shape, size) -> Geometry:
-  """Returns the geometry of evaluation: the whole image, resized.
+  """Returns the geometry of evaluation: the whole image, resized to a size.
 
-  Args:
-    shape: int32 [2] or [3], height and width (and channels) of the original.
-    size: see Geometry.
+  `shape` is int32 [2] or [3], height and width (and channels) of the original.
   """
-  shape = tf.convert_to_tensor(shape, tf.int32)[:2]
-  zero = tf.constant(0)
+  shape, zero = tf.convert_to_tensor(shape, tf.int32)[:2], tf.constant(0)
+  size = size if tf.is_tensor(size) else tuple(size)
   return Geometry(
-    shape=shape,
-    y=zero,
-    x=zero,
-    height=shape[0],
-    width=shape[1],
-    flip=tf.constant(False),
-    angle=None,
-    size=size if tf.is_tensor(size) else tuple(size),
+    shape, zero, zero, *tf.unstack(shape), tf.constant(False), None, size
   )
 
 
@@ -100,8 +71,6 @@ def sample(shape, seed, pp) -> Geometry:
     seed: int64 [2]; determines all random numbers.
     pp: `config.pp`; reads `crop`, `crop_area`, `crop_ratio`, `flip`, `rotate`.
 
-  Raises:
-    ValueError: if `pp.crop` is not a size.
   """
   seeds = tf.random.experimental.stateless_split(seed, 3)  # [3, 2]
   geometry = whole(shape, crop_size(pp))
@@ -118,9 +87,7 @@ def sample(shape, seed, pp) -> Geometry:
       max_attempts=100,
       use_image_if_no_bounding_boxes=True,
     )
-    geometry = geometry._replace(
-      y=begin[0], x=begin[1], height=size[0], width=size[1]
-    )
+    geometry = with_window(geometry, tf.concat([begin[:2], size[:2]], axis=0))
   if pp.flip:
     # The same draw as that of tf.image.stateless_random_flip_left_right.
     flip = tf.random.stateless_uniform([], seeds[1]) < 0.5
@@ -140,10 +107,8 @@ def _similar(geometry, seed, crop_area) -> Geometry:
   shape = tf.cast(geometry.shape, tf.float32)
   size = tf.maximum(1.0, tf.round(side * shape))
   begin = tf.cast(draws[1:] * (shape - size + 1), tf.int32)
-  size = tf.cast(size, tf.int32)
-  return geometry._replace(
-    y=begin[0], x=begin[1], height=size[0], width=size[1]
-  )
+  window = tf.concat([begin, tf.cast(size, tf.int32)], axis=0)
+  return with_window(geometry, window)
 
 
 def window(geometry: Geometry):
@@ -167,8 +132,7 @@ def fit(image, geometry: Geometry, antialias: bool = False):
   """Mirrors, resizes and rotates an image that is cropped already.
 
   Args:
-    image: uint8 or float32 [geometry.height, geometry.width, C], the result of
-      `crop` or of a decoder that crops.
+    image: uint8 or float32 [geometry.height, geometry.width, C].
     geometry: the parameters.
     antialias: whether the pixels of a smaller image are means over all pixels
       of the larger one, as in Pillow, which takes longer.
@@ -191,26 +155,16 @@ def fit(image, geometry: Geometry, antialias: bool = False):
 def to_boxes(boxes, geometry: Geometry):
   """Applies a geometry to boxes.
 
-  A rotated box is replaced by the smallest upright box around it.
-
   Args:
-    boxes: float32 [n, 4], normalised (ymin, xmin, ymax, xmax) as in TFDS:
-      shares of the original's height and width.
+    boxes: float32 [n, 4], normalised (ymin, xmin, ymax, xmax) as in TFDS.
     geometry: the parameters.
 
   Returns:
-    (boxes, kept): float32 [n, 4], normalised and clipped to the new image, and
-    bool [n], False for boxes that lie outside of the new image.
-
-  Raises:
-    ValueError: if there are not four numbers per box.
+    (boxes, kept): float32 [n, 4], normalised and clipped to the new image, the
+    smallest upright ones around rotated boxes; and bool [n], False for boxes
+    that lie outside of the new image.
   """
   boxes = tf.convert_to_tensor(boxes, tf.float32)
-  if boxes.shape.rank != 2 or boxes.shape[-1] not in (4, None):
-    raise ValueError(
-      f'boxes have the shape {boxes.shape}: give [n, 4], (ymin, xmin, ymax, '
-      'xmax) of each'
-    )
   begin = tf.cast([geometry.y, geometry.x], tf.float32)
   extent = tf.cast([geometry.height, geometry.width], tf.float32)
   corners = tf.reshape(boxes, [-1, 2, 2])  # [n, lower or upper corner, (y, x)]
@@ -222,32 +176,25 @@ def to_boxes(boxes, geometry: Geometry):
   kept = _visible(y, x, size)
   if geometry.angle is not None:
     # In pixels from the centre, where axes have the same unit.
-    y, x = (y - 0.5) * size[0], (x - 0.5) * size[1]
-    y, x = (
-      tf.gather(y, [0, 0, 1, 1], axis=1),
-      tf.gather(x, [0, 1, 0, 1], axis=1),
-    )
+    y = tf.gather((y - 0.5) * size[0], [0, 0, 1, 1], axis=1)  # [n, 4 corners]
+    x = tf.gather((x - 0.5) * size[1], [0, 1, 0, 1], axis=1)
     cos, sin = tf.cos(geometry.angle), tf.sin(geometry.angle)
-    y, x = cos * y - sin * x, sin * y + cos * x  # [n, 4 corners] each
-    y, x = y / size[0] + 0.5, x / size[1] + 0.5
-    y, x = (
-      tf.clip_by_value(
-        tf.stack([tf.reduce_min(v, axis=1), tf.reduce_max(v, axis=1)], axis=1),
-        0.0,
-        1.0,
-      )
-      for v in (y, x)
-    )
+    y, x = cos * y - sin * x, sin * y + cos * x
+    y, x = _range(y / size[0] + 0.5), _range(x / size[1] + 0.5)
     kept = tf.logical_and(kept, _visible(y, x, size))
   return tf.reshape(tf.stack([y, x], axis=-1), [-1, 4]), kept
 
 
+def _range(values):
+  """Returns least and greatest of values [n, 4], within 0 to 1: [n, 2]."""
+  ends = tf.reduce_min(values, axis=1), tf.reduce_max(values, axis=1)
+  return tf.clip_by_value(tf.stack(ends, axis=1), 0.0, 1.0)
+
+
 def _visible(y, x, size):
   """Returns which boxes [n, 2], [n, 2] have a visible height and width."""
-  return tf.logical_and(
-    (y[:, 1] - y[:, 0]) * size[0] > _NOTHING,
-    (x[:, 1] - x[:, 0]) * size[1] > _NOTHING,
-  )
+  height, width = (y[:, 1] - y[:, 0]) * size[0], (x[:, 1] - x[:, 0]) * size[1]
+  return tf.logical_and(height > _NOTHING, width > _NOTHING)
 
 
 def to_masks(masks, geometry: Geometry):
@@ -258,18 +205,10 @@ def to_masks(masks, geometry: Geometry):
     geometry: the parameters.
 
   Returns:
-    [n, *geometry.size], of the type of `masks`. Pixels that rotation brings in
-    from outside are 0: they belong to no object.
-
-  Raises:
-    ValueError: if `masks` have another type or number of dimensions.
+    [n, *geometry.size], of the type of `masks`; 0 where rotation brings in
+    pixels from outside, which belong to no object.
   """
   masks = tf.convert_to_tensor(masks)
-  if masks.dtype not in (tf.uint8, tf.bool) or masks.shape.rank != 3:
-    raise ValueError(
-      f'masks are {masks.dtype.name}{masks.shape}: give uint8 or bool [n, '
-      'height, width]'
-    )
   pixels = tf.slice(
     tf.cast(masks, tf.uint8),
     [0, geometry.y, geometry.x],
@@ -283,16 +222,10 @@ def to_masks(masks, geometry: Geometry):
 
 
 def rotation(angle, height, width):
-  """Returns the transform that rotates an image about its centre.
+  """Returns the transform that rotates an image about its centre, float32 [8].
 
-  Args:
-    angle: float32 scalar, radians, counter-clockwise.
-    height: height of the image in pixels.
-    width: width of the image in pixels.
-
-  Returns:
-    float32 [8], as tf.raw_ops.ImageProjectiveTransformV3 takes it: maps indices
-    of a new pixel to indices of the old pixel.
+  It maps indices of a new pixel to those of the old one, as
+  tf.raw_ops.ImageProjectiveTransformV3 takes it; `angle` is counter-clockwise.
   """
   cos, sin = tf.cos(angle), tf.sin(angle)
   h, w = height - 1, width - 1

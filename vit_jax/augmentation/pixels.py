@@ -19,10 +19,6 @@ _FILL = 128
 _ATTEMPTS = 10
 
 
-def _fold(seed, number):
-  return tf.random.experimental.stateless_fold_in(seed, number)
-
-
 # --- The operations of RandAugment, each on uint8 [h, w, C] -------------------
 
 
@@ -63,9 +59,7 @@ def _look_up(table, index, image):
   return tf.reshape(tf.gather(table, index), image.shape)
 
 
-def invert(image):
-  """Makes a negative, as PIL.ImageOps.invert does."""
-  return tf.bitwise.invert(image)
+invert = tf.bitwise.invert  # A negative, as of PIL.ImageOps.invert.
 
 
 def posterize(image, bits: int):
@@ -143,24 +137,19 @@ def rotate(image, degrees):
   return _move(image, geometry.rotation(angle, height, width))
 
 
-def shear_x(image, level):
-  """Takes row y from x + level y: lower rows move further left."""
-  return _move(image, tf.stack([1, level, 0, 0, 1, 0, 0, 0]))
+def _mover(place):
+  """Makes a function (image, value) that sets one value of the transform."""
+  same = [1, 0, 0, 0, 1, 0, 0, 0]
+
+  def move(image, value):
+    return _move(image, tf.stack([*same[:place], value, *same[place + 1 :]]))
+
+  return move
 
 
-def shear_y(image, level):
-  """Takes column x from y + level x."""
-  return _move(image, tf.stack([1, 0, 0, level, 1, 0, 0, 0]))
-
-
-def translate_x(image, pixels):
-  """Moves the image to the left by `pixels`."""
-  return _move(image, tf.stack([1, 0, pixels, 0, 1, 0, 0, 0]))
-
-
-def translate_y(image, pixels):
-  """Moves the image up by `pixels`."""
-  return _move(image, tf.stack([1, 0, 0, 0, 1, pixels, 0, 0]))
+shear_x = _mover(1)  # Takes row y from x + level y: lower rows move left.
+shear_y = _mover(3)  # Takes column x from y + level x.
+translate_x, translate_y = _mover(2), _mover(5)  # To the left, and up.
 
 
 def _move(image, transform):
@@ -210,11 +199,13 @@ def _solarize_threshold(magnitude):
   return int(magnitude / 10 * 256) % 256  # uint8, as in big_vision.
 
 
-def _enhance(function):
-  """Makes an operation with factor .1 at magnitude 0, 1 at 5 and 1.9 at 10."""
-  return lambda image, magnitude, seed: function(
-    image, magnitude / 10 * 1.8 + 0.1
-  )
+def _factor(magnitude):
+  return magnitude / 10 * 1.8 + 0.1  # .1 at magnitude 0, 1 at 5, 1.9 at 10.
+
+
+def _by(function, level):
+  """Makes an operation that takes level(magnitude) as its argument."""
+  return lambda image, magnitude, seed: function(image, level(magnitude))
 
 
 def _either_way(function, unit):
@@ -233,24 +224,18 @@ OPERATIONS = {
   'Equalize': lambda image, magnitude, seed: equalize(image),
   'Invert': lambda image, magnitude, seed: invert(image),
   'Rotate': _either_way(rotate, 3.0),
-  'Posterize': lambda image, magnitude, seed: posterize(
-    image, _posterize_bits(magnitude)
-  ),
-  'Solarize': lambda image, magnitude, seed: solarize(
-    image, _solarize_threshold(magnitude)
-  ),
-  'Color': _enhance(color),
-  'Contrast': _enhance(contrast),
-  'Brightness': _enhance(brightness),
-  'Sharpness': _enhance(sharpness),
+  'Posterize': _by(posterize, _posterize_bits),
+  'Solarize': _by(solarize, _solarize_threshold),
+  'Color': _by(color, _factor),
+  'Contrast': _by(contrast, _factor),
+  'Brightness': _by(brightness, _factor),
+  'Sharpness': _by(sharpness, _factor),
   'ShearX': _either_way(shear_x, 0.03),
   'ShearY': _either_way(shear_y, 0.03),
   'TranslateX': _either_way(translate_x, 10.0),
   'TranslateY': _either_way(translate_y, 10.0),
   'Cutout': lambda image, magnitude, seed: cutout(image, seed, 4 * magnitude),
-  'SolarizeAdd': lambda image, magnitude, seed: solarize_add(
-    image, 11 * magnitude
-  ),
+  'SolarizeAdd': _by(solarize_add, lambda magnitude: 11 * magnitude),
 }
 
 
@@ -294,7 +279,8 @@ def randaugment(image, seed, layers: int, magnitude: int):
     uint8 [h, w, C].
   """
   for layer in range(layers):
-    seeds = tf.random.experimental.stateless_split(_fold(seed, layer), 2)
+    seeds = tf.random.experimental.stateless_fold_in(seed, layer)
+    seeds = tf.random.experimental.stateless_split(seeds, 2)
     number = tf.random.stateless_uniform(
       [], seeds[0], 0, len(OPERATIONS), tf.int32
     )
@@ -330,19 +316,14 @@ def color_jitter(image, seed, brightness, contrast, saturation):
     brightness: strength, at least 0; 0 for no change.
     contrast: likewise.
     saturation: likewise.
-
-
-  Returns:
-    float32 [h, w, C] in [-1, 1].
   """
   seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
+  kinds = (_black, brightness), (_mean, contrast), (_grey, saturation)
   steps = []
-  for number, (start, strength) in enumerate(
-    ((_black, brightness), (_mean, contrast), (_grey, saturation))
-  ):
+  for own, (start, strength) in zip(tf.unstack(seeds[:3]), kinds):
     if strength:
       low, high = max(0.0, 1.0 - strength), 1.0 + strength
-      factor = tf.random.stateless_uniform([], seeds[number], low, high)
+      factor = tf.random.stateless_uniform([], own, low, high)
       steps.append(functools.partial(_towards, start, factor))
   order = tf.random.experimental.stateless_shuffle(
     tf.range(len(steps)), seeds[3]
@@ -390,7 +371,6 @@ def random_erasing(
     probability: probability of erasing a rectangle.
     area: least and greatest share of the image's area.
     ratio: least and greatest height / width of the rectangle.
-
 
   Returns:
     float32 [h, w, C].

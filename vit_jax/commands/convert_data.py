@@ -8,7 +8,6 @@ same space again, and are used from then on. After an interruption the same
 command continues.
 """
 
-import argparse
 from collections.abc import Sequence
 
 from vit_jax import cli
@@ -25,14 +24,9 @@ def make_parser() -> flags.Parser:
   return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses the flags; raises ValueError for wrong ones."""
-  return make_parser().parse_args(argv)
-
-
 def main(argv: Sequence[str]) -> int:
   """Converts the data set that the command line names."""
-  args = parse(argv)
+  args = make_parser().parse_args(argv)
   cli.quiet()
   cli.load_tensorflow()
   from vit_jax.data.tfds import convert

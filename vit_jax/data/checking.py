@@ -1,8 +1,7 @@
 """Lists folders and checks their images, once for all processes.
 
 Process 0 does the work. It stores the result, an index, in the workdir of the
-run or
-beside the images (`python -m vit_jax.manifest`), and all processes use it.
+run or beside the images (`vit_jax index`), and all processes use it.
 """
 
 from collections.abc import Callable
@@ -20,12 +19,9 @@ from vit_jax.configs import common
 from vit_jax.data.images import images
 from vit_jax.data.images import index as index_lib
 from vit_jax.data.images import listing
-from vit_jax.data.images import paths as paths_lib
 from vit_jax.data.images import reading
 from vit_jax.distributed import processes
 
-# Ways to treat images that cannot be decoded.
-BROKEN_IMAGES = ('error', 'skip', 'trust')
 # Number of folders whose indices stay in memory: a training and a test split.
 _RECENT = 2
 _recent: dict[str, tuple[index_lib.Index, float]] = {}
@@ -45,7 +41,7 @@ def usable(
   named: Callable[[int], str] | None = None,
   workdir=None,
   why: Callable[[bytes, int], str] | None = None,
-) -> paths_lib.Paths:
+) -> index_lib.Paths:
   """Checks that images can be decoded, on process 0 for all.
 
   Args:
@@ -53,28 +49,20 @@ def usable(
     where: name of the split for messages.
     broken: how to treat images that cannot be decoded: 'error', 'skip', or
       'trust' (no check).
-    max_pixels: files with more pixels count as broken; None: the config's
-      default.
-    named: function from an image's number to its name in messages; by default
-      its path.
+    max_pixels: files with more pixels are broken; None: the config's default.
+    named: function from an image's number to its name, by default its path.
     workdir: folder of a run. Process 0 stores its results there before raising
       an error, so that the next start checks changed files only.
-    why: function (path, max_pixels) -> why an image is broken, '' if it is not;
-      by default images.why_broken.
+    why: function (path, max_pixels) -> why an image is broken, '' if it is not.
 
   Returns:
     The usable images: all images, unless some are skipped.
 
   Raises:
-    ValueError: if images are broken, none is left, or `broken` is unknown.
+    ValueError: if images are broken, or none is left.
     OSError: if a file cannot be read; the file then does not count as broken.
   """
-  if broken not in BROKEN_IMAGES:
-    raise ValueError(
-      f"broken_images='{broken}' is unknown: use one of {BROKEN_IMAGES} "
-      '(config.broken_images)'
-    )
-  paths = paths_lib.Paths(views)
+  paths = index_lib.Paths(views)
   if not len(paths):
     raise ValueError(f"split '{where}' is empty")
   limit = max_pixels or common.get_config().max_image_pixels
@@ -90,9 +78,8 @@ def usable(
     return bad, [paths.reason(number) for number in bad[:10]]
 
   bad, whys = processes.from_first(f"checking the images of '{where}'", look)
-  lines = [
-    f'{named(i) if named else paths[i]}: {why}' for i, why in zip(bad, whys)
-  ]
+  named = named or paths.__getitem__
+  lines = [f'{named(i)}: {why}' for i, why in zip(bad, whys)]
   if bad and broken != 'skip':
     shown = '\n  '.join(lines)
     raise ValueError(
@@ -105,25 +92,16 @@ def usable(
   if bad:
     logging.warning(
       'Skipped %d of %d images of %s that cannot be read, the first: %s',
-      len(bad),
-      len(paths),
-      where,
-      lines[0],
-    )
+      len(bad), len(paths), where, lines[0],
+    )  # fmt: skip
   return paths.without(bad)
 
 
 def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
   """Returns the index of a split: a stored one if up to date, or a new one.
 
-  Process 0 decides and lists. The other processes read the stored index, and
-  all processes compare theirs.
-
-  Args:
-    root: the folder, local or gs://.
-    base: the split.
-    workdir: folder of a run that all processes share; None: every process lists
-      the folder.
+  Process 0 decides and lists. The other processes read the index stored in the
+  workdir, without which they list the folder, and all compare theirs.
 
   Raises:
     FileNotFoundError: if there is no such split.
@@ -137,7 +115,13 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
   def first():
     index = _find_index(root, base, workdir)
     if index.path is None and workdir:
-      _save(index, workdir)
+      try:
+        index.save(index_lib.place(workdir, root, base))
+      except OSError as e:
+        raise ValueError(
+          f"workdir='{workdir}' cannot be written: {e}; give a writable folder "
+          'that all processes share (--workdir)'
+        ) from e
     return index.path, index.digest()
 
   path, digest = processes.from_first(f"listing the images of '{top}'", first)
@@ -161,37 +145,32 @@ def open_listed(
 ) -> index_lib.Index:
   """Returns an index of listed images, with the stored status of each.
 
-  Args:
-    root: folder of the data set.
-    names: name of the list, and of other lists that may know its images.
-    paths: paths of the images, in order, see index.of_paths.
-    workdir: see open_index.
+  `names` are those of the list, and of other lists that may know its images;
+  see index.of_paths for `paths`.
   """
   index = index_lib.of_paths(root, names[0], paths)
   for name in dict.fromkeys(names):
-    for path in index_lib.places(workdir, root, name):
-      try:
-        old = index_lib.Index.load(path, root, name)
-      except FileNotFoundError:
-        continue
-      if old is not None:
-        index.recall(old)
+    for old in _stored(root, name, workdir):
+      index.recall(old)
   return index
 
 
-def renew_index(root: str, base: str) -> index_lib.Index:
-  """Lists a split anew, keeping the status of unchanged files.
+def _stored(root, base, workdir=None):
+  """Yields the stored indices of a split, that of the run first."""
+  for folder in dict.fromkeys((workdir, None)):
+    path = index_lib.place(folder, root, base)
+    try:
+      found = index_lib.Index.load(path, root, base)
+    except FileNotFoundError:
+      continue
+    if found is not None:
+      yield found
 
-  Raises:
-    FileNotFoundError: if there is no such split.
-    OSError: if a folder cannot be read.
-  """
-  try:
-    old = index_lib.Index.load(index_lib.place(None, root, base), root, base)
-  except FileNotFoundError:
-    old = None
+
+def renew_index(root: str, base: str) -> index_lib.Index:
+  """Lists a split anew, keeping the status of unchanged files."""
   index = _list(root, base)
-  if old is not None:
+  for old in _stored(root, base):
     index.recall(old)
   return index
 
@@ -204,15 +183,10 @@ def _find_index(root, base, workdir):
     if reading.is_local(os.fsencode(top)) or time.time() - since < _REMOTE_AGE:
       return index
   old = None
-  for path in index_lib.places(workdir, root, base):
-    try:
-      found = index_lib.Index.load(path, root, base)
-    except FileNotFoundError:
-      continue
-    if found is not None and found.is_true():
-      cli.say(
-        f"Images of '{top}' as listed on {found.facts['listed']} in '{path}'."
-      )
+  for found in _stored(root, base, workdir):
+    if found.is_true():
+      date, path = found.facts['listed'], found.path
+      cli.say(f"Images of '{top}' as listed on {date} in '{path}'.")
       return _remember(found)
     old = old or found
   if old is not None:
@@ -223,16 +197,6 @@ def _find_index(root, base, workdir):
   if old is not None:
     index.recall(old)
   return _remember(index)
-
-
-def _save(index, workdir):
-  try:
-    index.save(index_lib.place(workdir, index.root, index.base))
-  except OSError as e:
-    raise ValueError(
-      f"workdir='{workdir}' cannot be written: {e}; give a writable folder that "
-      'all processes share (--workdir)'
-    ) from e
 
 
 def _list(root, base):

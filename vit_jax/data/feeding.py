@@ -42,31 +42,30 @@ def on_devices(batches: Iterable[dict], mesh, prefetch: int) -> Iterator[dict]:
 
 
 def read(data: tf.data.Dataset, source, indices: Callable) -> Iterator[dict]:
-  """Yields batches of a tf.data.Dataset; errors name the image at fault.
+  """Yields batches of tf.data as NumPy arrays; errors name the image at fault.
 
   Args:
     data: the dataset, batched.
-    source: the split that `data` reads, see vit_jax.data.sources.Source.
+    source: the split that `data` reads, see vit_jax.data.records.Source.
     indices: function from the number of a batch to the indices of its examples.
-
-  Yields:
-    Dicts of NumPy arrays [b, ...].
 
   Raises:
     ValueError: if an image cannot be decoded, or reading fails otherwise.
     OSError: if a file cannot be read.
   """
   count = 0
+  # When Python ends, it closes this generator after it has cleared the module.
+  error = tf.errors.OpError
   try:
     for batch in data.as_numpy_iterator():
       yield batch
       count += 1
-  except tf.errors.OpError as e:
+  except error as e:
     for index in indices(count):
       part, number = source.locate(int(index))
       try:
         record = part.lookup(tf.constant([number], tf.int64))
-      except tf.errors.OpError as cause:
+      except error as cause:
         damaged = isinstance(cause, tf.errors.InvalidArgumentError)
         raise (ValueError if damaged else OSError)(
           f'{part.name(number)}: {reading.first_line(cause)}'

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from vit_jax.data import checking
 from vit_jax.data import slices
+from vit_jax.data.images import index as index_lib
 from vit_jax.data.images import listing
-from vit_jax.data.images import paths as paths_lib
 from vit_jax.data.images import reading
 from vit_jax.data.tfds import registry
 
@@ -24,7 +24,7 @@ def is_folder(dataset: str) -> bool:
 
   A name of a data set that comes with this package always means that data set,
   even if the current folder has a folder of that name: write './digits' for the
-    folder.
+  folder.
 
   Raises:
     FileNotFoundError: if it is written as a path, but there is no such folder.
@@ -55,13 +55,11 @@ def list_split(
     split: name of a folder in `root`, or a slice of it: 'train[:90%]'; '.' is
       `root` itself.
     class_names: names that the classes must have; None to take those found.
-    broken: how to treat images that cannot be decoded: 'error', 'skip', or
-      'trust' (no check).
-    **kwargs: `max_pixels` and `workdir`, see `checking.usable` and
-      `checking.open_index`.
+    broken: see `checking.usable`.
+    **kwargs: `max_pixels` and `workdir`, see `checking.usable`.
 
   Returns:
-    paths: paths_lib.Paths of n images, ordered by a hash of their names.
+    paths: index.Paths of n images, ordered by a hash of their names.
     labels: int32 [n], numbers of the classes.
     class_names: tuple of the classes' names, sorted.
 
@@ -91,22 +89,10 @@ def list_split(
 
 def list_images(
   root: str, split: str, broken: str = 'error', **kwargs
-) -> paths_lib.Paths:
+) -> index_lib.Paths:
   """Lists the images of a split, anywhere below `root/<split>`.
 
-  Args:
-    root: see list_split.
-    split: see list_split.
-    broken: see list_split.
-    **kwargs: see list_split.
-
-  Returns:
-    paths_lib.Paths, ordered by a hash of their names, as in list_split.
-
-  Raises:
-    FileNotFoundError: if there is no such split or no image in it.
-    ValueError: if images are broken.
-    OSError: if a folder or a file cannot be read.
+  See list_split for arguments and errors.
   """
   views = []
   for base, instruction in slices.parts(split):
@@ -121,31 +107,18 @@ def list_images(
 
 
 def has_labels(root: str, split: str, workdir=None) -> bool:
-  """Returns whether a split has class folders.
-
-  Args:
-    root: see list_split.
-    split: see list_split.
-    workdir: see checking.open_index.
-
-  Raises:
-    FileNotFoundError: if there is no such split.
-  """
-  found = [
-    checking.open_index(root, base, workdir) for base, _ in slices.parts(split)
+  """Returns whether a split, which must exist, has class folders."""
+  folders = [
+    folder
+    for base, _ in slices.parts(split)
+    for folder in checking.open_index(root, base, workdir).folders
   ]
   # A split without any image counts as one whose class folders are missing.
-  return not any(map(len, found)) or any(
-    _is_class(folder) for index in found for folder in index.folders
-  )
+  return not folders or any(map(_is_class, folders))
 
 
 def splits(root: str) -> list[str]:
-  """Returns the names of the splits of a folder, including those of manifests.
-
-  Raises:
-    FileNotFoundError: if there is no such folder, or no split in it.
-  """
+  """Returns the splits of a folder or of its manifests; FileNotFoundError."""
   if not tf.io.gfile.isdir(root):
     raise FileNotFoundError(f"'{root}' is not a folder that exists")
   names = [name.rstrip('/') for name in tf.io.gfile.listdir(root)]
@@ -193,16 +166,12 @@ def _warn_of_ignored(index, taken):
   count, *first = index.facts['ignored']
   count += len(index) - taken
   if count:
+    shown = os.path.join(index.top, *first)
     logging.warning(
       'Ignored %d files of %s that are not images in a class folder, the first: %s',
       count,
       index.top,
-      listing.foreign(index)
-      or (
-        os.path.join(index.top, *first)
-        if first
-        else 'an image in another folder'
-      ),
+      listing.foreign(index) or (first and shown) or 'an image elsewhere',
     )
 
 

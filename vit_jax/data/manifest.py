@@ -71,20 +71,11 @@ def read_split(
   class_names: Sequence[str] | None = None,
   **kwargs,
 ):
-  """Reads the wanted features of a split.
-
-  Args:
-    root: the folder, local or gs://.
-    split: name of a manifest in `root`, or a slice of it: 'train[:90%]'.
-    features: names of the wanted features, see `records.resolve`.
-    class_names: classes of the training split; None for the training split
-      itself.
-    **kwargs: `broken` and `max_pixels`, see `checking.usable`; `workdir`, see
-      `checking.open_index`.
+  """Reads the wanted features of a split, see sources.open_split.
 
   Returns:
     columns: features by name, tensors and RaggedTensors [n, ...], in the order
-      of `folder.list_split`; 'image' is a paths.Paths, 'label' int64 [n, L].
+      of `folder.list_split`; 'image' is an index.Paths, 'label' int64 [n, L].
     names: {feature: names of its classes} for features with class names.
 
   Raises:
@@ -132,14 +123,7 @@ def read_split(
 
 
 def open_index(root: str, split: str, paths: Sequence[str], workdir=None):
-  """Returns an index of listed images, with the stored status of each.
-
-  Args:
-    root: the folder of the manifest.
-    split: the split, or a part of a manifest.
-    paths: paths of the images, in order, see index.of_paths.
-    workdir: see `checking.open_index`.
-  """
+  """Returns an index of the listed images of a split, see open_listed."""
   bases = [f'{base}.jsonl' for base, _ in slices.parts(split)]
   return checking.open_listed(root, [f'{split}.jsonl', *bases], paths, workdir)
 
@@ -277,22 +261,21 @@ def _label_names(lines, names) -> tuple[str, ...]:
           f'a list of them: {_short(label)}'
         )
       first.setdefault(type(label), line.where)
+      wrong = ''
       if len(first) > 1:
-        raise ValueError(
-          f'{line.where}: `label` is {_short(label)}: names and numbers of classes '
-          f'cannot be mixed, but {next(iter(first.values()))} has the other kind'
+        wrong = (
+          'names and numbers of classes cannot be mixed, but '
+          f'{next(iter(first.values()))} has the other kind'
         )
-      if type(label) is int and label < 0:
-        raise ValueError(
-          f'{line.where}: `label` is {label}: classes count from 0, and null means '
-          'no label'
+      elif type(label) is int and label < 0:
+        wrong = 'classes count from 0, and null means no label'
+      elif type(label) is int and names is None and label >= _MOST_CLASSES:
+        wrong = (
+          f'numbers of classes end at {_MOST_CLASSES - 1:,}; number the classes '
+          'from 0 on, or write their names (as texts)'
         )
-      if type(label) is int and names is None and label >= _MOST_CLASSES:
-        raise ValueError(
-          f'{line.where}: `label` is {label}: numbers of classes end at '
-          f'{_MOST_CLASSES - 1:,}; number the classes from 0 on, or write their '
-          'names (as texts)'
-        )
+      if wrong:
+        raise ValueError(f'{line.where}: `label` is {_short(label)}: {wrong}')
       seen.add(label)
   if names is not None:
     return names
@@ -345,8 +328,7 @@ def _labels(everything, taken, names):
 def _column(name, everything, taken, names):
   """Returns a feature of the lines taken, as a tensor or RaggedTensor [n, ...].
 
-  Its type is the common type of all lines, including lines outside of the
-  slice.
+  Its type is that of all lines, including those outside of the slice.
   """
   values = [line.get(name) for line in everything]
   for line, value in zip(everything, values):

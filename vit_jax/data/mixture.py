@@ -7,7 +7,6 @@ a permutation each. Evaluation reads the first data set.
 
 from collections.abc import Sequence
 import fractions
-import math
 
 import numpy as np
 import tensorflow as tf
@@ -20,42 +19,12 @@ _DENOMINATOR = 10**9
 _SOFT = 'soft_label'
 
 
-def parse(dataset) -> str | tuple[tuple[str, float], ...]:
-  """Returns `config.dataset` as a name, or as ((name, weight), ...).
-
-  Raises:
-    ValueError: if it is neither.
-  """
-  if isinstance(dataset, str):
-    return dataset
-  if (
-    not isinstance(dataset, list | tuple)
-    or not dataset
-    or not all(map(_is_pair, dataset))
-  ):
-    raise ValueError(
-      f'dataset={dataset!r} must be the name of a data set, a folder, or several '
-      "with weights above 0 as in (('cifar10', 0.7), ('/data/photos', 0.3)) "
-      '(config.dataset)'
-    )
-  return tuple((name, weight) for name, weight in dataset)
-
-
 def describe(dataset) -> str:
   """Describes `config.dataset` in words, with the shares of a mixture."""
   if isinstance(dataset, str):
     return dataset
   total = sum(weight for _, weight in dataset)
   return ' and '.join(f'{name} ({w / total:.0%})' for name, w in dataset)
-
-
-def _is_pair(pair) -> bool:
-  """Returns whether a value is a data set with its weight."""
-  if not isinstance(pair, list | tuple) or len(pair) != 2:
-    return False
-  name, weight = pair
-  is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-  return isinstance(name, str) and is_number and 0 < weight < math.inf
 
 
 class MixtureSource(records.Source):
@@ -92,7 +61,8 @@ class MixtureSource(records.Source):
     self._check([name for name, _ in pairs])
 
   def _check(self, titles):
-    specs = [records.element_spec(part) for part in self.parts]
+    one = tf.data.Dataset.range(1).batch(1)
+    specs = [one.map(p.lookup).unbatch().element_spec for p in self.parts]
     for name in self.features:
       for title, part, spec in zip(titles, self.parts, specs):
         where = f"in '{title}', and in '{titles[0]}'"
@@ -111,39 +81,29 @@ class MixtureSource(records.Source):
           )
 
   @property
-  def evaluated(self) -> records.Source:
-    """The source for evaluation: the first part."""
+  def evaluated(self) -> records.Source:  # The first part alone.
     return self.parts[0]
 
   def fingerprint(self) -> dict:
-    """Describes the data in short, see records.Source.fingerprint."""
     parts = [part.fingerprint() for part in self.parts]
     return {**super().fingerprint(), 'parts': parts}
 
   def lengths(self, feature: str) -> np.ndarray | None:
-    """Returns the sizes of a feature, see records.Source.lengths."""
     found = [part.lengths(feature) for part in self.parts]
     return None if any(x is None for x in found) else np.concatenate(found)
 
   def name(self, index: int) -> str:
-    """Names an example for an error message."""
     part, number = self.locate(index)
     return part.name(number)
 
   def store(self, workdir):
-    """Stores what the parts store, see records.Source.store."""
     for part in self.parts:
       part.store(workdir)
 
   def place(self, positions):
     """Returns the part at each position of the run, and the position in it.
 
-    Args:
-      positions: int64 [b], of NumPy or TensorFlow.
-
-    Returns:
-      Numbers of the parts, int64 [b], and positions within each part, int64
-      [b].
+    Both are int64 [b], of NumPy or TensorFlow like `positions`.
     """
     part = local = positions * 0
     free = part + 1  # 0 once the part of the position is known.
@@ -165,7 +125,6 @@ class MixtureSource(records.Source):
     return found
 
   def read(self, record):
-    """Returns the record of one example, with contents in place of paths."""
     record = dict(record)
     part = tf.cast(record.pop('part'), tf.int32)
     return tf.switch_case(
@@ -173,7 +132,6 @@ class MixtureSource(records.Source):
     )
 
   def locate(self, index: int) -> tuple[records.Source, int]:
-    """Returns the source that holds an example, and its number there."""
     part = np.searchsorted(self.offsets, index, side='right') - 1
     return self.parts[part], index - self.offsets[part]
 
@@ -202,7 +160,5 @@ def _rounded(count, share):
 
 def _describe(spec) -> str:
   """Describes the properties of a feature that all parts must share."""
-  rank = getattr(spec, 'ragged_rank', 0)
-  return f'{spec.dtype.name} of {spec.shape.rank} axes' + ', ragged' * (
-    rank > 0
-  )
+  ragged = ', ragged' if getattr(spec, 'ragged_rank', 0) else ''
+  return f'{spec.dtype.name} of {spec.shape.rank} axes{ragged}'

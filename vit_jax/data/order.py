@@ -40,20 +40,15 @@ def example_indices(positions, num_examples: int, seed: int):
 
 
 def _seed(seed, part):
-  """Returns the seed of a part's order; the first part has the run's seed."""
+  """Returns the seed of the order of a mixture's part; the first has `seed`."""
   return (seed + 1_000_003 * part) % 2**63
 
 
 def training_indices(source, positions: np.ndarray, seed: int) -> np.ndarray:
-  """Returns the numbers of the examples at some positions of the run.
+  """Returns the numbers of the examples at positions of the run, int64 [b].
 
-  Args:
-    source: the training split.
-    positions: int64 [b], ascending.
-    seed: seed of the run.
-
-  Returns:
-    int64 [b]. A mixture numbers the examples of all its parts consecutively.
+  A mixture numbers the examples of all its parts consecutively. `positions`,
+  int64 [b], ascend; `seed` is that of the run.
   """
   if not isinstance(source, mixture.MixtureSource):
     return example_indices(
@@ -87,11 +82,21 @@ def training_records(
   mine = tf.constant(rows, tf.int64)
   steps = tf.data.Dataset.range(start_step, np.iinfo(np.int64).max)
   positions = steps.map(lambda step: step * config.batch + mine)
+
+  def records_of(part, both, seed):
+    """Reads one data set at (positions in the run [b], in the data set [b])."""
+
+    def look_up(position, local):
+      index = example_indices(local, part.num_examples, seed)
+      return position, {'index': index, **part.lookup(index)}
+
+    return at_a_time(part, both, look_up)
+
   if not isinstance(source, mixture.MixtureSource):
     both = positions.map(lambda position: (position, position))
-    return _records(source, both, config.seed)
+    return records_of(source, both, config.seed)
 
-  def data_set_records(k, part):
+  def part_records(k, part):
     def choose(position):
       number, local = source.place(position)
       chosen = tf.boolean_mask(position, number == k)
@@ -105,42 +110,20 @@ def training_records(
       kept = source.select(record)
       return position, {'index': index, 'part': number, **kept}
 
-    return _records(part, both, _seed(config.seed, k)).map(finish)
+    return records_of(part, both, _seed(config.seed, k)).map(finish)
 
   return tf.data.Dataset.choose_from_datasets(
-    [data_set_records(k, part) for k, part in enumerate(source.parts)],
+    [part_records(k, part) for k, part in enumerate(source.parts)],
     positions.map(lambda position: source.place(position)[0]).unbatch(),
     stop_on_empty_dataset=False,
   )
 
 
-def _records(source, positions, seed):
-  """Returns tf.data of (position in the run, record) of one data set.
-
-  Args:
-    source: the data set.
-    positions: tf.data of (positions in the run [b], positions in the data set
-      [b]).
-    seed: seed of the data set's order.
-  """
-
-  def look_up(position, local):
-    index = example_indices(local, source.num_examples, seed)
-    return position, {'index': index, **source.lookup(index)}
-
-  return at_a_time(source, positions, look_up)
-
-
 def at_a_time(source, batches, look_up) -> tf.data.Dataset:
   """Looks up records in chunks, with the parallelism that suits the source.
 
-  Args:
-    source: the source.
-    batches: tf.data of tensors [b].
-    look_up: function from such tensors [c] to records [c].
-
-  Returns:
-    tf.data of the records, one by one, in order.
+  `look_up` is a function from tensors [c], as in `batches`, to records [c];
+  returns tf.data of the records, one by one, in order.
   """
   if source.chunk is None:
     return batches.map(look_up).unbatch()

@@ -35,12 +35,10 @@ def exists(root: str) -> bool:
 
 
 def write(root: str, arrays: Mapping[str, np.ndarray], facts: Mapping):
-  """Writes pseudo-labels; they exist once everything is written.
+  """Writes pseudo-labels into a folder, which is created; see the top.
 
-  Args:
-    root: the folder; it is created.
-    arrays: see the top of this file.
-    facts: values of the json, except `digest` and `check`.
+  They exist once everything is written. `facts` are the values of the json,
+  without `digest` and `check`.
   """
   path = epath.Path(root)
   write_arrays(path / ARRAYS, arrays)
@@ -61,11 +59,7 @@ def write_arrays(path: epath.Path, arrays: Mapping[str, np.ndarray]):
 
 
 def read_facts(root: str) -> dict:
-  """Reads the json of pseudo-labels.
-
-  Raises:
-    ValueError: if the file is damaged.
-  """
+  """Reads the json of pseudo-labels; a damaged one is a ValueError."""
   path = epath.Path(root) / JSON
   facts = read_json(path, _AGAIN)
   for name, kind in _TYPES.items():
@@ -95,11 +89,7 @@ def _check(facts) -> str:
 
 
 def read_json(path: epath.Path, remedy: str) -> dict:
-  """Reads a file that holds a JSON object.
-
-  Raises:
-    ValueError: if the file holds anything else; names it and the remedy.
-  """
+  """Reads a JSON object; a ValueError names a damaged file and the remedy."""
   try:
     found = json.loads(path.read_text())
     if not isinstance(found, dict):
@@ -112,11 +102,7 @@ def read_json(path: epath.Path, remedy: str) -> dict:
 def read_arrays(
   path: epath.Path, names: Sequence[str], remedy: str
 ) -> dict[str, np.ndarray]:
-  """Reads arrays of an npz file.
-
-  Raises:
-    ValueError: if the file is damaged; names it and the remedy.
-  """
+  """Reads arrays of an npz file; errors as those of read_json."""
   try:
     with path.open('rb') as file, np.load(file) as found:
       return {name: found[name] for name in names}
@@ -132,13 +118,10 @@ def open_folder(
   class_names: Sequence[str] | None,
   open_images: Callable[[str, str], records.Source],
 ) -> 'PseudoSource':
-  """Opens a folder of pseudo-labels.
+  """Opens a folder of pseudo-labels, see vit_jax.data.sources.open_split.
 
-  Args:
-    root: the folder.
-    features: see vit_jax.data.sources.open_split.
-    class_names: names that the classes must have; None for any.
-    open_images: function (data set, split) -> the source of the images alone.
+  `open_images` is a function (data set, split) -> the source of the images
+  alone.
 
   Raises:
     ValueError: if the files are damaged, the classes are others, or the images
@@ -186,14 +169,7 @@ class PseudoSource(records.Subset):
   Its records have 'label', int64 [1], the most probable class; and, unless the
   labels are hard, 'soft_label', float32 [classes], the probability of each
   class. What the k known probabilities leave to 1 is spread evenly over the
-  other classes.
-
-  Args:
-    images: source of the images.
-    arrays: see the top of this file.
-    facts: see the top of this file.
-    features: names of the wanted features.
-    root: the folder.
+  other classes. See the top of this file for `arrays` and `facts`.
   """
 
   def __init__(self, images, arrays, facts, features, root):
@@ -212,7 +188,6 @@ class PseudoSource(records.Subset):
     self.chunk = min(most, self.chunk or most)
 
   def lookup(self, indices) -> dict:
-    """Returns the examples with these numbers, see records.Source."""
     found = super().lookup(indices)
     rows = tf.gather(self._rows, indices)
     classes = tf.gather(self._classes, rows)  # [b, k]

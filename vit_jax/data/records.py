@@ -42,17 +42,15 @@ class Source:
     num_examples: number of examples.
     features: names of the features that `lookup` returns.
     names: {feature: names of its classes} for the class labels.
-    stuff: names of those classes of segments that are no things.
-    chunk: number of examples per call of `lookup`, in CALLS parallel calls;
-      None for one call per batch.
-    tolerant: whether evaluation leaves out examples that cannot be read.
-    origin: name of the data, as JSON, such as {'dataset': 'cifar10/3.0.2',
-      'split': 'train'}; part of the fingerprint.
   """
 
+  # Names of those classes of segments that are no things.
   stuff: Sequence[str] = ()
+  # Examples per call of `lookup`, in CALLS parallel calls; None: a whole batch.
   chunk: int | None = None
+  # Whether evaluation leaves out examples that cannot be read.
   tolerant: bool = False
+  # Name of the data for the fingerprint: {'dataset': 'cifar10/3.0.2', ...}.
   origin: Mapping[str, Any] = {}
 
   def __init__(
@@ -76,16 +74,10 @@ class Source:
     return self
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns a short description of the data; other data have another one.
+    """Returns a short description of the data, for JSON; other data differ.
 
-    The fingerprint is cheap, the same in all processes, and independent of the
-    location of a folder.
-
-    Returns:
-      A dict for JSON: `num_examples`, `num_classes`, `class_names` (a hash of
-      them), and `origin`. For a folder also `images` and `labels`, hashes of
-      the images' names and labels; for a mixture `parts`, a list of the
-      fingerprints of its parts.
+    It is cheap, the same in all processes, and independent of the location of a
+    folder. Names and labels of a folder's images are hashed.
     """
     names = json.dumps(self.names, sort_keys=True).encode()
     return {
@@ -98,11 +90,7 @@ class Source:
   def lengths(self, feature: str) -> np.ndarray | None:
     """Returns how many values each example has of a feature of varying size.
 
-    Args:
-      feature: its name, such as 'objects/label'.
-
-    Returns:
-      int64 [num_examples]; None if that is not known without reading the data.
+    int64 [num_examples]; None if that is not known without reading the data.
     """
     del feature
     return None
@@ -136,19 +124,19 @@ class Source:
       ValueError: if the image cannot be decoded.
       OSError: if its file cannot be read.
     """
+    name = f"image '{self.name(index)}'"
     try:
       images.decode(self.read(record)['image'])
     except images.DECODE_ERRORS as e:
       raise ValueError(
-        f"image '{self.name(index)}' cannot be decoded: "
-        f'{reading.first_line(e)}. Repair or delete it, or leave out the broken '
-        'images of a folder with --config.broken_images=skip'
+        f'{name} cannot be decoded: {reading.first_line(e)}. Repair or delete it, '
+        'or leave out the broken images of a folder with '
+        '--config.broken_images=skip'
       ) from None
     except tf.errors.OpError as e:
       raise OSError(
-        f"image '{self.name(index)}' cannot be read: {reading.first_line(e)}. "
-        'Check whether this machine can read it; the same command resumes the '
-        'run'
+        f'{name} cannot be read: {reading.first_line(e)}. Check whether this '
+        'machine can read it; the same command resumes the run'
       ) from None
 
   def locate(self, index: int) -> tuple['Source', int]:
@@ -157,47 +145,33 @@ class Source:
 
 
 class MemorySource(Source):
-  """Examples in memory, with encoded images.
-
-  Args:
-    columns: features by name: tensors or RaggedTensors [n, ...].
-    names: {feature: names of its classes} for the class labels.
-  """
+  """Examples in memory, with encoded images: tensors [n, ...] by feature."""
 
   def __init__(self, columns: Mapping, names: Mapping[str, Sequence[str]]):
-    columns = {name: _tensor(column) for name, column in columns.items()}
+    columns = {
+      name: x if isinstance(x, tf.RaggedTensor) else tf.convert_to_tensor(x)
+      for name, x in columns.items()
+    }
     size = next(iter(columns.values())).shape[0] if columns else 0
     super().__init__(size, columns, names)
     self._columns = columns
 
   def lookup(self, indices) -> dict:
-    """Returns the examples with these numbers; see the top of this module."""
     return {k: tf.gather(v, indices) for k, v in self._columns.items()}
 
   def lengths(self, feature: str) -> np.ndarray | None:
-    """Returns the sizes of a feature, see Source.lengths."""
     column = self._columns.get(feature)
-    if not isinstance(column, tf.RaggedTensor):
-      return None
-    return column.row_lengths().numpy()
-
-
-def _tensor(column):
-  if isinstance(column, tf.RaggedTensor):
-    return column
-  return tf.convert_to_tensor(column)
+    is_ragged = isinstance(column, tf.RaggedTensor)
+    return column.row_lengths().numpy() if is_ragged else None
 
 
 class FolderSource(MemorySource):
   """Images in files, listed by a folder or a manifest.
 
   Examples are ordered by a hash of their names, so that a slice of the split,
-  such as 'train[:90%]', is a random sample of the whole.
-
-  Args:
-    columns: see MemorySource; 'image', if present, is a paths.Paths.
-    names: see MemorySource.
-    max_pixels: a file with more pixels is refused before decoding.
+  such as 'train[:90%]', is a random sample of the whole. Among the columns,
+  'image' is an index.Paths; a file with more than `max_pixels` is refused
+  before decoding.
   """
 
   def __init__(self, columns: Mapping, names: Mapping, max_pixels: int):
@@ -209,7 +183,6 @@ class FolderSource(MemorySource):
       self.num_examples = len(self._paths)
 
   def lookup(self, indices) -> dict:
-    """Returns the examples with these numbers; see the top of this module."""
     found = super().lookup(indices)
     if 'label' in found:
       found['label'] = tf.cast(found['label'], tf.int64)
@@ -221,7 +194,6 @@ class FolderSource(MemorySource):
     return {name: found[name] for name in self.features}
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns a short description of the images, see Source.fingerprint."""
     found = super().fingerprint()
     if self._paths is not None:
       found['images'] = self._paths.digest()
@@ -231,30 +203,21 @@ class FolderSource(MemorySource):
     return found
 
   def read(self, record):
-    """Returns the record of one example, with the content of its file."""
     if 'image' not in record:
       return record
     encoded = tf.io.read_file(record['image'])
     return {**record, 'image': images.bounded(encoded, self._max_pixels)}
 
   def name(self, index: int) -> str:
-    """Names an example for an error message."""
     return super().name(index) if self._paths is None else self._paths[index]
 
   def store(self, workdir):
-    """Stores the list of the files in a workdir, see Source.store."""
     if self._paths is not None:
       self._paths.store(workdir)
 
 
 class Subset(Source):
-  """Some examples of a source.
-
-  Args:
-    source: the source.
-    indices: numbers of the examples, int64 [n], in any order; a number may occur
-      several times.
-  """
+  """Examples of a source by their numbers, int64 [n], which may repeat."""
 
   def __init__(self, source: Source, indices: np.ndarray):
     super().__init__(len(indices), source.features, source.names)
@@ -263,46 +226,29 @@ class Subset(Source):
     self.chunk = source.chunk
 
   def lookup(self, indices) -> dict:
-    """Returns the examples with these numbers; see the top of this module."""
     return self._source.lookup(tf.gather(self._indices, indices))
 
   def read(self, record):
-    """Returns the record of one example, with contents in place of paths."""
     return self._source.read(record)
 
   def name(self, index: int) -> str:
-    """Names an example for an error message."""
     return self._source.name(int(self._indices[index]))
 
   def lengths(self, feature: str) -> np.ndarray | None:
-    """Returns the sizes of a feature, see Source.lengths."""
     found = self._source.lengths(feature)
     return None if found is None else found[self._indices]
 
   def locate(self, index: int) -> tuple[Source, int]:
-    """Returns the source that holds an example, and its number there."""
     return self._source.locate(int(self._indices[index]))
 
   def store(self, workdir):
-    """Stores what the source stores, see Source.store."""
     self._source.store(workdir)
 
 
 def chunk(num_examples: int, record_bytes: float) -> int:
-  """Returns how many records to read at a time.
-
-  Args:
-    num_examples: size of the data set, an upper bound.
-    record_bytes: mean size of a record.
-  """
+  """Returns how many records of a mean size to read at a time."""
   fitting = int(_CHUNK_BYTES / max(1.0, record_bytes))
   return max(1, min(_CHUNK, fitting, num_examples))
-
-
-def element_spec(source) -> dict[str, tf.TypeSpec]:
-  """Returns the types of the record of one example, before `read`."""
-  data = tf.data.Dataset.range(1).batch(1).map(source.lookup).unbatch()
-  return data.element_spec
 
 
 def resolve(
@@ -316,9 +262,6 @@ def resolve(
       exists.
     available: names of the data's features.
     where: name of the data for error messages.
-
-  Returns:
-    Names among `available`, each once.
 
   Raises:
     ValueError: if the data lack a feature that is not optional.
@@ -344,19 +287,8 @@ def resolve(
   return tuple(dict.fromkeys(chosen))
 
 
-def with_padded_labels(columns: dict) -> dict:
-  """Returns the columns, with 'label' padded if there is one."""
-  if 'label' not in columns:
-    return columns
-  return {**columns, 'label': padded(columns['label'])}
-
-
 def padded(labels) -> tf.Tensor:
-  """Returns labels as int64 [n, L], padded with -1; L is at least 1.
-
-  Args:
-    labels: int64 [n, L], ragged or not.
-  """
+  """Returns labels, ragged or not, as int64 [n, L], padded with -1; L > 0."""
   if not isinstance(labels, tf.RaggedTensor):
     return labels
   labels = labels.to_tensor(-1)
@@ -391,16 +323,14 @@ def kind_of(value) -> Kind | None:
   types = set(map(type, value))
   if list in types:
     kinds = set(map(kind_of, value))
-  elif int in types and not _fits([x for x in value if type(x) is int]):
+  elif int in types and any(
+    type(x) is int and not -(2**63) <= x < 2**63 for x in value
+  ):
     return None
   else:
     kinds = {Kind(_DTYPES[t], ()) if t in _DTYPES else None for t in types}
   inner = functools.reduce(merge_kinds, kinds)
   return inner and Kind(inner.dtype, (len(value), *inner.shape))
-
-
-def _fits(numbers) -> bool:
-  return -(2**63) <= min(numbers) and max(numbers) < 2**63
 
 
 def merge_kinds(a: Kind | None, b: Kind | None) -> Kind | None:
@@ -422,11 +352,7 @@ def merge_kinds(a: Kind | None, b: Kind | None) -> Kind | None:
 
 
 def stack(values: list, kind: Kind):
-  """Stacks values of one kind.
-
-  Args:
-    values: n JSON values.
-    kind: kind that includes the kinds of all values.
+  """Stacks n JSON values, whose kinds `kind` includes.
 
   Returns:
     A tensor [n, ...], or a RaggedTensor up to the last dimension of varying

@@ -25,11 +25,7 @@ def take(found: Sequence, name: str, instruction: str) -> Sequence:
 
 
 def bounds(info, instruction: str) -> tuple[int, int]:
-  """Returns (begin, end) of a slice of a split, by the arithmetic of TFDS.
-
-  Args:
-    info: the whole split, a tfds.core.SplitInfo.
-    instruction: the slice, such as '[:90%]', or '' for the whole split.
+  """Returns (begin, end) of a slice of a tfds.core.SplitInfo, as TFDS counts.
 
   Raises:
     ValueError: if the slice reaches beyond the split, or is empty.

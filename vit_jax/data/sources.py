@@ -26,12 +26,7 @@ LABELLED = ('image', 'label')
 
 
 def example_file(source, workdir) -> str:
-  """Returns the path of an image of a split; writes the image if needed.
-
-  Args:
-    source: the split.
-    workdir: folder of the run.
-  """
+  """Returns the path of an image of a split; writes it into the workdir."""
   source, index = source.locate(0)
   if isinstance(source, records.FolderSource):
     return source.name(index)
@@ -86,7 +81,6 @@ def open_split(
       'dataset is not set: set --config.dataset to the name of a TFDS data set, '
       'or to a folder with train/<class>/* and test/<class>/*'
     )
-  dataset = mixture.parse(dataset)
   if not isinstance(dataset, str):
     if split == config.pp.train:
       parts = [
@@ -95,74 +89,66 @@ def open_split(
       ]
       return mixture.MixtureSource(parts, dataset)
     dataset = dataset[0][0]
-  if folder.is_folder(dataset):
-    if pseudo_labels.exists(dataset):
-      return _open_pseudo_labels(
-        config, dataset, split, features, class_names, workdir
+  if not folder.is_folder(dataset):
+    module = vtab if dataset.startswith(registry.VTAB) else splits
+    return module.open_split(config, dataset, split, features)
+  if pseudo_labels.exists(dataset):
+    if split != config.pp.train:
+      raise ValueError(
+        f"'{dataset}' holds pseudo-labels, which are to train on: evaluate split "
+        f"'{split}' of data with labels (config.evals, --evaluate)"
       )
-    return _open_folder(config, dataset, split, features, class_names, workdir)
-  module = vtab if dataset.startswith(registry.VTAB) else splits
-  return module.open_split(config, dataset, split, features)
-
-
-def _open_pseudo_labels(config, root, split, features, class_names, workdir):
-  """Opens a folder of pseudo-labels; see open_split."""
-  if split != config.pp.train:
-    raise ValueError(
-      f"'{root}' holds pseudo-labels, which are to train on: evaluate split "
-      f"'{split}' of data with labels (config.evals, --evaluate)"
-    )
-
-  def open_images(dataset, split):
-    return open_split(
-      config, split, ('image',), dataset=dataset, workdir=workdir
-    )
-
-  return pseudo_labels.open_folder(root, features, class_names, open_images)
+    return pseudo_labels.open_folder(
+      dataset, features, class_names,
+      lambda name, split: open_split(
+        config, split, ('image',), dataset=name, workdir=workdir
+      ),
+    )  # fmt: skip
+  return _open_folder(config, dataset, split, features, class_names, workdir)
 
 
 def _open_folder(config, root, split, features, class_names, workdir):
   """Opens a split of a folder; see open_split."""
-  limit = config.max_image_pixels
-  if not manifest.exists(root, split) and _is_annotated(root, split, features):
+  listed = manifest.exists(root, split)
+  if not listed and _is_annotated(root, split, features):
     return annotated.open_split(
       config, root, split, features, class_names, workdir
     )
+  limit = config.max_image_pixels
   kwargs = {
     'broken': config.broken_images, 'max_pixels': limit, 'workdir': workdir
   }  # fmt: skip
-  if manifest.exists(root, split):
+  if listed:
     columns, names = manifest.read_split(
       root, split, features, class_names, **kwargs
     )
     return records.FolderSource(columns, names, limit)
-  available = ['image']
-  if folder.has_labels(root, split, workdir):
-    available.append('label')
+  labelled = folder.has_labels(root, split, workdir)
   wanted = records.resolve(
-    features, available, f"split '{split}' of folder '{root}'"
+    features,
+    LABELLED if labelled else LABELLED[:1],
+    f"split '{split}' of folder '{root}'",
   )
-  names, columns = {}, {}
+  columns, names = {}, {}
   if 'label' in wanted:
-    paths, labels, class_names = folder.list_split(
+    columns['image'], labels, class_names = folder.list_split(
       root, split, class_names, **kwargs
     )
     columns['label'] = labels[:, None]
     names['label'] = class_names
   else:
-    paths = folder.list_images(root, split, **kwargs)
-  columns['image'] = paths
+    columns['image'] = folder.list_images(root, split, **kwargs)
   columns = {name: columns[name] for name in wanted}
   return records.FolderSource(columns, names, limit)
 
 
 def _is_annotated(root, split, features) -> bool:
   """Returns whether a split of a folder is to be read with its annotations."""
-  if annotated.wants(features):
+  wanted = (name for name in features if not name.endswith('?'))
+  if any(name.startswith(('objects', 'panoptic')) for name in wanted):
     return True
   # The images of COCO lie in train2017 and so on, which only its files tell.
-  there = all(
-    tf.io.gfile.isdir(os.path.join(root, base))
-    for base, _ in slices.parts(split)
-  )
-  return not there and layout.exists(root, split)
+  folders = [os.path.join(root, base) for base, _ in slices.parts(split)]
+  if all(map(tf.io.gfile.isdir, folders)):
+    return False
+  return layout.exists(root, split)

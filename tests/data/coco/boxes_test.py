@@ -79,8 +79,3 @@ def test_only_the_first_of_many_are_named(tmp_path):
   with pytest.raises(ValueError, match='20 of 20 boxes are wrong') as error:
     boxes.check(found(tmp_path, *20 * [(10, 10, 0, 10)]))
   assert str(error.value).count('has no area') == reading.SHOWN
-
-
-def test_an_unknown_treatment(tmp_path):
-  with pytest.raises(ValueError, match="broken_boxes='drop' is unknown"):
-    boxes.check(found(tmp_path, FINE), 'drop')

@@ -38,7 +38,7 @@ def objects_of(info, *changes):
 def labelled(builder, task, split='train'):
   """{value of the first pixel: number of the class}, of all examples of a split."""
   reader = vtab.Reader(builder.info, vtab_tasks.TASKS[task])
-  source = splits.open_with(builder, task, split, reader)
+  source = splits.open_with(builder.info, task, split, reader)
   assert source.features == ('image', 'label')
   records = [
     dict(zip(('image', 'label'), pair))
@@ -145,7 +145,7 @@ def test_dsprites_are_binned_and_made_visible(tmp_path):
     ('dsprites_orientation', 1, 40),
   ):
     reader = vtab.Reader(builder.info, vtab_tasks.TASKS[task])
-    source = splits.open_with(builder, task, 'train', reader)
+    source = splits.open_with(builder.info, task, 'train', reader)
     found = source.lookup(tf.range(40))
     want = [np.floor(pair[column] / (classes / 16)) for pair in plain]
     assert found['label'].numpy()[:, 0].tolist() == want

@@ -10,8 +10,6 @@ from vit_jax import cli
 from vit_jax.data.coco import masks
 from vit_jax.data.coco import reading
 
-# Ways to treat boxes that are wrong, see configs/common.py.
-BROKEN_BOXES = ('refuse', 'skip', 'clip')
 _ROUNDING = 1.0  # Pixels by which a right box may reach beyond its image.
 
 
@@ -32,14 +30,8 @@ def check(
     [m, 4], ymin, xmin, ymax, xmax as shares of the image, from 0 to 1.
 
   Raises:
-    ValueError: if `broken` is unknown, or boxes are wrong and not to be left
-      out; names the first ones.
+    ValueError: if boxes are wrong and not to be left out; names the first ones.
   """
-  if broken not in BROKEN_BOXES:
-    raise ValueError(
-      f"broken_boxes='{broken}' is unknown: use one of {BROKEN_BOXES} "
-      '(config.broken_boxes)'
-    )
   if len(found.boxes) and found.boxes.max() <= 1:
     raise ValueError(
       f"'{found.path}': no box is larger than a pixel. A box is [x, y, width, "
@@ -52,7 +44,10 @@ def check(
     raise ValueError(_describe(found, np.flatnonzero(wrong)))
   drawn = masks.faults(found)
   if drawn and broken == 'refuse':
-    raise ValueError(_describe_outlines(found, drawn))
+    raise ValueError(
+      f"'{found.path}': {len(drawn):,} of {len(found.ids):,} outlines are wrong."
+      f'{_listed(found, drawn)}'
+    )
   kept[list(drawn)] = False
   wrong |= ~kept
   if broken == 'skip':
@@ -68,9 +63,8 @@ def check(
 def _clip(found):
   """Cuts boxes off at the border of their images.
 
-  Returns:
-    ymin, xmin, ymax, xmax as shares, float64 [m, 4]; whether something remains,
-    bool [m]; and whether the box reaches beyond the image, bool [m].
+  Returns ymin, xmin, ymax, xmax as shares, float64 [m, 4]; whether something
+  remains, bool [m]; and whether the box reaches beyond the image, bool [m].
   """
   sizes = found.sizes[found.image].astype(np.float64)  # [m, 2]
   low = found.boxes[:, [1, 0]]
@@ -86,7 +80,7 @@ def _clip(found):
 
 def _describe(found, wrong) -> str:
   """Describes wrong boxes, and what may have happened to them."""
-  lines = []
+  faults = {}
   for i in wrong[: reading.SHOWN]:
     height, width = found.sizes[found.image[i]]
     box = found.boxes[i]
@@ -96,30 +90,22 @@ def _describe(found, wrong) -> str:
       fault = 'has no area'
     else:
       fault = f'is not inside of the image of {width} x {height}'
-    numbers = ', '.join(f'{x:g}' for x in box)
-    lines.append(
-      f"annotation {found.ids[i]} of image '{found.files[found.image[i]]}': "
-      f'[{numbers}] {fault}'
-    )
-  shown = '\n  '.join(lines)
+    faults[i] = f'[{", ".join(f"{x:g}" for x in box)}] {fault}'
   return (
     f"'{found.path}': {len(wrong):,} of {len(found.ids):,} boxes are wrong; a box "
-    f'is [x, y, width, height] in pixels.{_guess(found)}\n  {shown}\nCorrect the '
-    'file, or leave these objects out with --config.broken_boxes=skip, or cut the '
-    'boxes off at the border with --config.broken_boxes=clip'
+    f'is [x, y, width, height] in pixels.{_guess(found)}{_listed(found, faults)}, '
+    'or cut the boxes off at the border with --config.broken_boxes=clip'
   )
 
 
-def _describe_outlines(found, faults) -> str:
-  """Describes outlines that are wrong, by number of the object."""
+def _listed(found, faults) -> str:
+  """Lists faults by number of the object, and says what to do about them."""
   lines = [
-    f"annotation {found.ids[i]} of image '{found.files[found.image[i]]}': {fault}"
-    for i, fault in list(faults.items())[: reading.SHOWN]
+    f"\n  annotation {found.ids[i]} of image '{found.files[found.image[i]]}': {x}"
+    for i, x in list(faults.items())[: reading.SHOWN]
   ]
-  shown = '\n  '.join(lines)
   return (
-    f"'{found.path}': {len(faults):,} of {len(found.ids):,} outlines are wrong.\n"
-    f'  {shown}\nCorrect the file, or leave these objects out with '
+    f'{"".join(lines)}\nCorrect the file, or leave these objects out with '
     '--config.broken_boxes=skip'
   )
 

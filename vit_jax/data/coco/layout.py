@@ -45,19 +45,12 @@ _PROBED = 5  # Number of images looked for in a folder.
 
 
 class Place(NamedTuple):
-  """Where a split lies.
+  """Where a split lies."""
 
-  Attributes:
-    path: its annotation file.
-    name: its name there, 'train2017'.
-    folders: folders in which its images may lie.
-    segments: folders in which its PNGs of segments may lie.
-  """
-
-  path: str
-  name: str
-  folders: tuple[str, ...]
-  segments: tuple[str, ...] = ()
+  path: str  # Of the annotation file.
+  name: str  # Of the split there, 'train2017'.
+  folders: tuple[str, ...]  # In which its images may lie.
+  segments: tuple[str, ...] = ()  # In which its PNGs of segments may lie.
 
 
 def exists(root: str, split: str) -> bool:
@@ -81,23 +74,14 @@ def splits(root: str) -> list[str]:
     for file in _listed(os.path.join(root, where))
     if (match := re.fullmatch(form.format(_SPLIT), file))
   }
-  return sorted(
-    found.union(
-      name
-      for name in _listed(root)
-      if re.fullmatch(_SPLIT, name)
-      and tf.io.gfile.exists(os.path.join(root, name, _ROBOFLOW))
-    )
-  )
+  for name in _listed(root):
+    if re.fullmatch(_SPLIT, name) and _has(root, name, _ROBOFLOW):
+      found.add(name)
+  return sorted(found)
 
 
 def find(root: str, base: str, kind: str = 'instances') -> Place:
-  """Finds the annotation file of a split.
-
-  Args:
-    root: the folder, local or gs://.
-    base: the split, without a slice.
-    kind: 'instances', 'outlines' or 'panoptic'.
+  """Finds a split's annotation file: 'instances', 'outlines' or 'panoptic'.
 
   Raises:
     FileNotFoundError: if there is none.
@@ -105,10 +89,9 @@ def find(root: str, base: str, kind: str = 'instances') -> Place:
   """
   found = _find(root, base, 'instances' if kind == 'outlines' else kind)
   if found is None:
-    there = sorted(
-      f'annotations/{name}'
-      for name in _listed(os.path.join(root, 'annotations'))
-    ) + sorted(name for name in _listed(root) if name.endswith('.json'))
+    inside = _listed(os.path.join(root, 'annotations'))
+    there = sorted(f'annotations/{name}' for name in inside)
+    there += sorted(name for name in _listed(root) if name.endswith('.json'))
     wanted = (
       'segments, annotations/panoptic_<split>.json and the PNGs beside it'
       if kind == 'panoptic'
@@ -123,19 +106,14 @@ def find(root: str, base: str, kind: str = 'instances') -> Place:
 
 
 def folder_of(path: str, folders: Sequence[str], files: Sequence[str]) -> str:
-  """Returns the folder in which images of a split lie.
-
-  Args:
-    path: the annotation file.
-    folders: folders in which the images may lie.
-    files: names of the images in the annotation file.
+  """Returns the folder in which the images of an annotation file lie.
 
   Raises:
-    FileNotFoundError: if none of the first images can be found.
+    FileNotFoundError: if none of the first images is in one of the folders.
   """
   probed = files[:: max(1, len(files) // _PROBED)]
   for where in folders:
-    if any(tf.io.gfile.exists(os.path.join(where, name)) for name in probed):
+    if any(_has(where, name) for name in probed):
       return where
   raise FileNotFoundError(
     f"'{path}' lists images such as '{files[0]}', which are in none of "
@@ -144,7 +122,6 @@ def folder_of(path: str, folders: Sequence[str], files: Sequence[str]) -> str:
 
 
 def _find(root, base, kind) -> Place | None:
-  """Returns the place of a split, or None."""
   names = [base]
   if base in ('test', *_VALIDATION):
     names += [name for name in _VALIDATION if name != base]
@@ -153,9 +130,9 @@ def _find(root, base, kind) -> Place | None:
       found = _only(root, os.path.join(root, where), form, name)
       if found:
         return found
-    path = os.path.join(root, name, _ROBOFLOW)
-    if kind == 'instances' and tf.io.gfile.exists(path):
-      return Place(path, name, (os.path.join(root, name),))
+    if kind == 'instances' and _has(root, name, _ROBOFLOW):
+      top = os.path.join(root, name)
+      return Place(os.path.join(top, _ROBOFLOW), name, (top,))
   return None
 
 
@@ -182,6 +159,10 @@ def _only(root, where, form, name) -> Place | None:
     tuple(os.path.join(root, x) for x in inside),
     tuple(os.path.join(root, x) for x in segments),
   )
+
+
+def _has(*parts) -> bool:
+  return tf.io.gfile.exists(os.path.join(*parts))
 
 
 def _listed(where) -> list[str]:

@@ -18,70 +18,58 @@ from vit_jax.data.images import images
 
 
 def decode(segmentations: Sequence[Any], height: int, width: int) -> np.ndarray:
-  """Draws the masks of the objects of an image.
+  """Draws the masks of the objects of an image, uint8 [n, height, width].
 
-  Args:
-    segmentations: the `segmentation` of each object, see the top of this
-      module.
-    height: height of the image in pixels.
-    width: width of the image in pixels.
-
-  Returns:
-    uint8 [n, height, width], 1 within the object.
+  `segmentations` has the `segmentation` of each object, see above.
 
   Raises:
     ValueError: if a segmentation has another form, or is of another size.
   """
   masks = np.zeros((len(segmentations), height, width), np.uint8)
   for mask, segmentation in zip(masks, segmentations):
-    mask[:] = _decode(segmentation, height, width)
+    outline = check(segmentation, height, width)
+    if isinstance(segmentation, list):
+      mask[:] = _fill(outline, height, width)
+    else:
+      inside = np.arange(len(outline), dtype=np.uint8) % 2
+      mask[:] = np.repeat(inside, outline).reshape(width, height).T
   return masks
 
 
-def _decode(segmentation, height, width):
+def _fill(polygons, height, width):
   from faster_coco_eval import mask as coco_mask
 
-  wrong = fault(segmentation, height, width)
-  if wrong:
-    raise ValueError(wrong)
-  if isinstance(segmentation, list):
-    if not segmentation:
-      return 0
-    runs = coco_mask.frPyObjects(segmentation, height, width)
-    return coco_mask.decode(coco_mask.merge(runs))
-  if isinstance(segmentation['counts'], list):
-    segmentation = coco_mask.frPyObjects(segmentation, height, width)
-  return coco_mask.decode(segmentation)
+  if not polygons:
+    return 0
+  runs = coco_mask.frPyObjects(polygons, height, width)
+  return coco_mask.decode(coco_mask.merge(runs))
 
 
-def fault(segmentation: Any, height: int, width: int) -> str:
-  """Returns what is wrong with a segmentation, '' if nothing is.
+def check(segmentation: Any, height: int, width: int) -> list:
+  """Returns the polygons or the run lengths of a segmentation.
 
   What passes is safe to draw: the library that draws trusts its input.
 
-  Args:
-    segmentation: a value of JSON, see the top of this module.
-    height: height of the image in pixels.
-    width: width of the image in pixels.
+  Raises:
+    ValueError: if the value of JSON is no segmentation of an image of this size.
   """
   shown = str(segmentation)[:60]
   if isinstance(segmentation, list):
-    wrong = [x for x in segmentation if not _is_polygon(x)]
-    if wrong:
-      return (
-        f'{str(wrong[0])[:60]} is no polygon: a `segmentation` is a list of '
-        'polygons [x0, y0, x1, y1, ...] of at least three points'
-      )
-    far = [x for x in segmentation if not _is_near(x, height, width)]
-    if far:
-      return (
-        f'the polygon {str(far[0])[:60]} reaches beyond the image of {width} x '
-        f'{height} by more than its size'
-      )
-    return ''
+    for polygon in segmentation:
+      if not _is_polygon(polygon):
+        raise ValueError(
+          f'{str(polygon)[:60]} is no polygon: a `segmentation` is a list of '
+          'polygons [x0, y0, x1, y1, ...] of at least three points'
+        )
+      if not _is_near(polygon, height, width):
+        raise ValueError(
+          f'the polygon {str(polygon)[:60]} reaches beyond the image of {width} x '
+          f'{height} by more than its size'
+        )
+    return segmentation
   size = segmentation.get('size') if isinstance(segmentation, dict) else None
   if size != [height, width] or 'counts' not in segmentation:
-    return (
+    raise ValueError(
       f'{shown} is no segmentation of an image of {width} x {height}: give '
       f'polygons, or an object with `counts` and the `size` [{height}, {width}]'
     )
@@ -91,16 +79,16 @@ def fault(segmentation: Any, height: int, width: int) -> str:
   if not isinstance(counts, list) or not all(
     type(x) is int and x >= 0 for x in counts
   ):
-    return (
+    raise ValueError(
       f'{shown} has no run lengths: `counts` is a list of whole numbers from 0 '
       'on, or its compressed text'
     )
   if sum(counts) != height * width:
-    return (
+    raise ValueError(
       f'the run lengths {str(counts)[:60]} add up to {sum(counts)}, and the image '
       f'has {height * width} pixels'
     )
-  return ''
+  return counts
 
 
 def _is_polygon(x) -> bool:
@@ -147,51 +135,35 @@ def _expand(text: str) -> list[int] | None:
 
 
 def faults(found: reading.Annotations) -> dict[int, str]:
-  """Returns what is wrong with the outlines of a file, by number of the object.
-
-  Args:
-    found: the annotations; {} if they have no outlines.
-  """
+  """Returns what is wrong with the outlines, if any, by number of the object."""
   if found.outlines is None:
     return {}
   wrong = {}
   sizes = found.sizes[found.image].tolist()
   for i, (outline, size) in enumerate(zip(found.outlines, sizes)):
     try:
-      what = fault(msgspec.json.decode(outline), *size)
+      check(msgspec.json.decode(outline), *size)
     except (msgspec.DecodeError, RecursionError) as e:
-      what = f'{outline[:60]!r} cannot be read: {e}'
-    if what:
-      wrong[i] = what
+      wrong[i] = f'{outline[:60]!r} cannot be read: {e}'
+    except ValueError as e:
+      wrong[i] = str(e)
   return wrong
 
 
 def encode_image(
   height: int, width: int, outlines: Sequence[tuple[int, bytes]]
 ) -> list[bytes]:
-  """Returns the objects of an image in the form that `paint` takes.
-
-  Args:
-    height: height of the image in pixels.
-    width: width of the image in pixels.
-    outlines: id and `segmentation`, JSON, of each object.
-  """
+  """Returns the objects, (id, `segmentation` as JSON) each, for `paint`."""
   head = b'[%d,%d]' % (height, width)
   return [head, *(b'[%d,%s]' % outline for outline in outlines)]
 
 
 def paint(encoded: Sequence[bytes]) -> bytes:
-  """Paints the objects of an image as a panoptic PNG.
+  """Returns the content of a panoptic PNG of the result of `encode_image`.
 
   Pixel values R + 256 G + 65536 B are the numbers of the objects in the order
   given, from 1, and 0 where there is none. Of objects that overlap, the
   smallest lies on top.
-
-  Args:
-    encoded: result of `encode_image`.
-
-  Returns:
-    The content of the file.
 
   Raises:
     ValueError: see `decode`; names the object.

@@ -22,12 +22,14 @@ from collections.abc import Sequence
 import functools
 import itertools
 import os
+from typing import Any
+from typing import Generic
 from typing import NamedTuple
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
-from vit_jax.data.coco import coco_format
 from vit_jax.data.images import index as index_lib
 from vit_jax.data.images import reading
 
@@ -40,40 +42,81 @@ _NOT_COCO = (
 )
 
 
-class Annotations(NamedTuple):
-  """The content of a file of n images and m objects, ordered by image.
+# The format as types, by which msgspec parses it and skips the rest.
+_Number = int | float
+_T = TypeVar('_T')
 
-  Attributes:
-    path: the file.
-    image_ids: int64 [n].
-    files: n names of image files.
-    sizes: int64 [n, 2], height and width in pixels.
-    classes: names of the classes, in the order of the categories' ids.
-    ids: int64 [m], ids of the objects.
-    image: int64 [m], number of the image of each object, ascending.
-    label: int64 [m], its class.
-    boxes: float64 [m, 4], x, y, width, height in pixels.
-    area: float32 [m], in pixels.
-    crowd: bool [m].
-    segments: n names of the PNGs of a panoptic file; () for other files.
-    stuff: names of those classes of a panoptic file that are no things.
-    outlines: `segmentation` of each object, JSON, bytes [m]; None unless it is
-      asked for.
-  """
+
+class _Image(msgspec.Struct, gc=False):
+  id: _Number
+  file_name: str
+  height: _Number
+  width: _Number
+
+
+class _Object(msgspec.Struct, gc=False):
+  """An object of an image, or a segment."""
+
+  id: _Number | None = None
+  image_id: _Number | None = None
+  category_id: _Number | None = None
+  bbox: tuple[float, float, float, float] | None = None
+  area: float | None = None
+  iscrowd: int | bool | None = None
+
+
+class _Outlined(_Object, gc=False):
+  """An object, with its polygons or run lengths as they stand in the file."""
+
+  segmentation: msgspec.Raw = msgspec.Raw(b'null')
+
+
+class _Segments(msgspec.Struct, gc=False):
+  """The segments of an image in a panoptic file."""
+
+  image_id: _Number
+  file_name: str
+  segments_info: list[_Object]
+
+
+class _Category(msgspec.Struct):
+  id: _Number
+  name: str
+  supercategory: Any = None
+  isthing: int | bool = True
+
+
+class _File(msgspec.Struct, Generic[_T]):
+  images: list[_Image] | None = None
+  annotations: list[_T] | None = None
+  categories: list[_Category] | None = None
+
+
+# Kind of an annotation file -> its type.
+_KINDS = {
+  'instances': _File[_Object],
+  'panoptic': _File[_Segments],
+  'outlines': _File[_Outlined],
+}
+
+
+class Annotations(NamedTuple):
+  """The content of a file of n images and m objects, ordered by image."""
 
   path: str
-  image_ids: np.ndarray
-  files: Sequence[str]
-  sizes: np.ndarray
-  classes: tuple[str, ...]
-  ids: np.ndarray
-  image: np.ndarray
-  label: np.ndarray
-  boxes: np.ndarray
-  area: np.ndarray
-  crowd: np.ndarray
-  segments: Sequence[str] = ()
-  stuff: tuple[str, ...] = ()
+  image_ids: np.ndarray  # int64 [n].
+  files: Sequence[str]  # n names of image files.
+  sizes: np.ndarray  # int64 [n, 2], height and width in pixels.
+  classes: tuple[str, ...]  # In the order of the categories' ids.
+  ids: np.ndarray  # int64 [m], of the objects.
+  image: np.ndarray  # int64 [m], number of each object's image, ascending.
+  label: np.ndarray  # int64 [m], its class.
+  boxes: np.ndarray  # float64 [m, 4], x, y, width, height in pixels.
+  area: np.ndarray  # float32 [m], in pixels.
+  crowd: np.ndarray  # bool [m].
+  segments: Sequence[str] = ()  # n names of the PNGs of a panoptic file.
+  stuff: tuple[str, ...] = ()  # Its classes that are no things.
+  # `segmentation` of each object, JSON, bytes [m]; None unless it is asked for.
   outlines: np.ndarray | None = None
 
   @property
@@ -101,11 +144,7 @@ class Annotations(NamedTuple):
 
 
 def read(path: str, kind: str = 'instances') -> Annotations:
-  """Reads an annotation file, once until it changes.
-
-  Args:
-    path: the file, local or gs://.
-    kind: 'instances', 'outlines' (the same with outlines) or 'panoptic'.
+  """Reads an annotation file of a kind, see layout.find, until it changes.
 
   Raises:
     ValueError: if it is not COCO's; names the file, the fault and the remedy.
@@ -132,9 +171,7 @@ def _read(path, kind, stamp):
   boxes = np.array([x.bbox for x in objects], np.float64).reshape(-1, 4)
   area = np.array([x.area for x in objects], np.float64)  # None becomes NaN.
   area = np.where(np.isfinite(area), area, boxes[:, 2] * boxes[:, 3])
-  outlines = None
-  if kind == 'outlines':
-    outlines = _outlines(path, objects)
+  outlines = _outlines(path, objects) if kind == 'outlines' else None
   order = np.argsort(owners, kind='stable')
   found = Annotations(
     path, image_ids, files, sizes, classes, ids, owners, label, boxes,
@@ -151,7 +188,7 @@ def _parse(path, kind):
   if not content.strip():
     raise ValueError(f"'{path}' is empty: {_NOT_COCO}")
   try:
-    found = msgspec.json.decode(content, type=coco_format.KINDS[kind])
+    found = msgspec.json.decode(content, type=_KINDS[kind])
   except msgspec.ValidationError as e:
     reason = str(e).replace('`', "'").replace('$.', '')
     raise ValueError(f"'{path}' is not COCO's: {reason}; {_NOT_COCO}") from e

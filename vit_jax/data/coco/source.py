@@ -12,20 +12,26 @@ Images without objects are examples like any other.
 """
 
 from collections.abc import Sequence
-from typing import Any
+import itertools
+import os
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from vit_jax import cli
 from vit_jax.data import checking
 from vit_jax.data import records
 from vit_jax.data import slices
+from vit_jax.data.coco import boxes
 from vit_jax.data.coco import layout
 from vit_jax.data.coco import masks
-from vit_jax.data.coco import parts as parts_lib
+from vit_jax.data.coco import reading
 from vit_jax.data.images import images
 from vit_jax.data.images import index as index_lib
+from vit_jax.distributed import processes
 
+SEGMENTS = 'panoptic_image'
 _VALUES = ('bbox', 'label', 'area', 'is_crowd', 'id')
 # Features of objects, and of segments.
 _FEATURES = {
@@ -33,7 +39,7 @@ _FEATURES = {
   'panoptic': (
     'image',
     'image/id',
-    parts_lib.SEGMENTS,
+    SEGMENTS,
     *(f'panoptic_objects/{x}' for x in _VALUES),
   ),
 }
@@ -43,71 +49,46 @@ class AnnotatedSource(records.FolderSource):
   """Images with objects; see the top of this module.
 
   Args:
-    columns: see records.FolderSource.
-    names: likewise.
-    max_pixels: likewise.
+    columns: see records.FolderSource, as for the next two.
+    names: names of classes.
+    max_pixels: limit of an image.
     digest: hash of the annotations and of the names of the images.
     shapes: see records.Source.shapes.
-    segments: paths of the PNGs of panoptic data.
+    segments: paths of the PNGs of panoptic data, or None.
     stuff: names of classes that are no things, of panoptic data.
-
-  Attributes:
-    stuff: see above.
   """
 
   def __init__(
-    self,
-    columns,
-    names,
-    max_pixels: int,
-    digest: str,
-    shapes: np.ndarray,
-    segments=None,
-    stuff=(),
+    self, columns, names, max_pixels, digest, shapes, segments, stuff
   ):
     super().__init__(columns, names, max_pixels)
-    self._shapes = shapes
-    self._digest = digest
-    self._segments = segments
+    self._digest, self._shapes, self._segments = digest, shapes, segments
     self.stuff = tuple(stuff)
 
-  def fingerprint(self) -> dict[str, Any]:
-    """Returns a short description of images and annotations, see Source."""
+  def fingerprint(self) -> dict:
     found = records.Source.fingerprint(self)
     return {**found, 'annotations': self._digest}
 
   def shapes(self):
-    """Returns the sizes that the annotations say, see records.Source.shapes."""
     return self._shapes
 
   def read(self, record):
-    """Returns the record of one example, with the contents of its files."""
     record = super().read(record)
-    if parts_lib.SEGMENTS not in record:
+    if SEGMENTS not in record:
       return record
-    if record[parts_lib.SEGMENTS].shape.rank == 0:  # A path.
-      return {
-        **record,
-        parts_lib.SEGMENTS: tf.io.read_file(record[parts_lib.SEGMENTS]),
-      }
-    painted = tf.numpy_function(
-      masks.paint, [record[parts_lib.SEGMENTS]], tf.string, stateful=False
-    )
-    return {**record, parts_lib.SEGMENTS: tf.ensure_shape(painted, [])}
+    segments = record[SEGMENTS]
+    if segments.shape.rank == 0:  # A path.
+      segments = tf.io.read_file(segments)
+    else:
+      segments = tf.numpy_function(
+        masks.paint, [segments], tf.string, stateful=False
+      )
+    return {**record, SEGMENTS: tf.ensure_shape(segments, [])}
 
   def store(self, workdir):
-    """Stores the lists of the files in a workdir, see records.Source.store."""
     super().store(workdir)
     if self._segments is not None:
       self._segments.store(workdir)
-
-
-def wants(features: Sequence[str]) -> bool:
-  """Returns whether some of the features come from annotations only."""
-  return any(
-    name.startswith(('objects', 'panoptic')) and not name.endswith('?')
-    for name in features
-  )
 
 
 def open_split(
@@ -120,14 +101,7 @@ def open_split(
 ) -> AnnotatedSource:
   """Opens a split of a folder of images with annotations.
 
-  Args:
-    config: reads `broken_boxes`, `broken_images`, `max_image_pixels`.
-    root: the folder, local or gs://, see vit_jax/data/coco/layout.py.
-    split: a split or slices of splits, 'train[:90%]'.
-    features: names of the wanted features, see records.resolve.
-    class_names: classes of the training split; None for the training split
-      itself.
-    workdir: see sources.open_split.
+  See sources.open_split; `root` is laid out as vit_jax/data/coco/layout.py says.
 
   Raises:
     FileNotFoundError: if the folder has no annotations of the split, or no
@@ -141,9 +115,7 @@ def open_split(
     kind = layout.kind_of_segments(root, split)
   where = f"split '{split}' of folder '{root}'"
   wanted = records.resolve(features, _FEATURES[prefix], where)
-  parts = parts_lib.open_parts(
-    root, split, kind, config.broken_boxes, class_names
-  )
+  parts = open_parts(root, split, kind, config.broken_boxes, class_names)
   usable, kept = _check_images(config, root, split, parts, workdir)
   classes = parts[0].found.classes if class_names is None else class_names
   columns, names = {}, {}
@@ -163,29 +135,140 @@ def open_split(
     config.max_image_pixels,
     digest,
     np.concatenate([part.found.sizes[part.rows] for part in parts])[kept],
-    usable.get(parts_lib.SEGMENTS),
+    usable.get(SEGMENTS),
     parts[0].found.stuff,
+  )
+
+
+class Part(NamedTuple):
+  """A part of a split: its annotations, checked, and the images taken."""
+
+  found: reading.Annotations
+  shares: np.ndarray  # float32 [m, 4], see boxes.check.
+  paths: dict[str, list[str]]  # Paths of the images taken, by feature.
+  rows: np.ndarray  # int64, numbers of the images taken, in order.
+
+  def column(self, name, classes):
+    """Returns a feature of the images taken; labels count `classes`."""
+    found = self.found
+    if name == SEGMENTS:
+      return self._segments()
+    if name == 'image/id':
+      return tf.constant(found.image_ids[self.rows])
+    ids = found.ids
+    if found.outlines is not None and name.startswith('panoptic'):
+      # As `masks.paint` numbers the objects of each image.
+      ids = np.concatenate([np.arange(n) + 1 for n in found.counts])
+    numbers = {name: i for i, name in enumerate(classes)}
+    table = np.array([numbers[name] for name in found.classes], np.int64)
+    values = {
+      'bbox': self.shares,
+      'label': table[found.label],
+      'area': found.area,
+      'is_crowd': found.crowd,
+      'id': ids,
+    }[name.split('/')[-1]]
+    ragged = tf.RaggedTensor.from_row_lengths(values, found.counts)
+    return tf.gather(ragged, self.rows)
+
+  def _segments(self):
+    """Returns paths of PNGs, or the objects to paint for each image taken."""
+    if SEGMENTS in self.paths:
+      return tf.constant(self.paths[SEGMENTS])
+    found = self.found
+    ends = np.cumsum(found.counts)
+    begins = ends - found.counts
+    rows = [
+      masks.encode_image(
+        *found.sizes[i], zip(found.ids[a:b], found.outlines[a:b])
+      )
+      for i, a, b in zip(self.rows, begins[self.rows], ends[self.rows])
+    ]
+    return tf.RaggedTensor.from_row_lengths(
+      list(itertools.chain(*rows)), [len(row) for row in rows]
+    )
+
+
+def open_parts(
+  root: str,
+  split: str,
+  kind: str,
+  broken_boxes: str,
+  class_names: Sequence[str] | None = None,
+) -> list[Part]:
+  """Reads the annotations on all processes, which compare them.
+
+  See open_split for arguments and errors, layout.find for `kind`, and
+  boxes.check for `broken_boxes`.
+  """
+  parts = []
+
+  def read():
+    for base, instruction in slices.parts(split):
+      part = _open_part(root, base, instruction, kind, broken_boxes)
+      first = parts[0].found.classes if parts else None
+      _check_classes(part.found, class_names or first)
+      parts.append(part)
+
+  what = f"the annotations of '{root}', split '{split}'"
+  processes.attempt(f'reading {what}', read)
+  processes.agree(what, {'hashes': [part.found.digest() for part in parts]})
+  return parts
+
+
+def _open_part(root, base, instruction, kind, broken_boxes) -> Part:
+  """Reads and checks the annotations of a part of a split."""
+  place = layout.find(root, base, kind)
+  if not place.name.startswith(base):
+    cli.say(f"Split '{base}' of '{root}' is '{place.path}'.")
+  found, shares = boxes.check(reading.read(place.path, kind), broken_boxes)
+  # Sorted by a hash, so that a slice is a random sample.
+  hashes = [
+    index_lib.hash_name(f'/{name}'.encode(errors='surrogatepass'))
+    for name in found.files
+  ]
+  order = np.array(sorted(range(len(hashes)), key=hashes.__getitem__))
+  rows = slices.take(order, base, instruction)
+  paths = {}
+  for name, folders, files in (
+    ('image', place.folders, found.files),
+    (SEGMENTS, place.segments, found.segments),
+  ):
+    if files:
+      where = layout.folder_of(place.path, folders, files)
+      paths[name] = [os.path.join(where, files[i]) for i in rows]
+  return Part(found, shares, paths, rows)
+
+
+def _check_classes(found, expected):
+  """Raises ValueError unless a file has the expected classes, in any order."""
+  if expected is None or set(found.classes) == set(expected):
+    return
+  differing = {
+    'has': set(found.classes) - set(expected),
+    'lacks': set(expected) - set(found.classes),
+  }
+  faults = [f'it {k} {sorted(x)[:10]}' for k, x in differing.items() if x]
+  raise ValueError(
+    f"the categories of '{found.path}' are not those that the model is trained on: "
+    f"{' and '.join(faults)}; give both files the same 'categories', also those of "
+    'which a split has no object'
   )
 
 
 def open_index(root: str, split: str):
   """Returns the index of the images of a split, and how to check an image.
 
-  Args:
-    root: see open_split.
-    split: see open_split.
-
-  Returns:
-    An index.Index, and a function (path, max_pixels) -> why the image is broken
-    or has another size than its annotations say, '' if it is right.
+  The latter is a function (path, max_pixels) -> why the image is broken or has
+  another size than its annotations say, '' if it is right.
   """
-  parts = parts_lib.open_parts(root, split, 'instances', 'clip')
+  parts = open_parts(root, split, 'instances', 'clip')
   return _index(root, split, parts, 'image')
 
 
 def _index(root, split, parts, feature, workdir=None):
   """Returns what open_index returns, for the images of a feature."""
-  ending = {'image': 'coco', parts_lib.SEGMENTS: 'segments'}[feature]
+  ending = {'image': 'coco', SEGMENTS: 'segments'}[feature]
   listed = [path for part in parts for path in part.paths[feature]]
   bases = [f'{base}.{ending}' for base, _ in slices.parts(split)]
   names = [f'{split}.{ending}', *bases]

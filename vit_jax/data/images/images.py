@@ -1,8 +1,9 @@
 """Decodes images of any format as people see them.
 
 Palettes and CMYK become RGB, transparent pixels become white, an animation
-yields its first frame, and images with an EXIF orientation are turned upright. A truncated JPEG is an error, even where the decoder
-would fill the missing part with grey.
+yields its first frame, and images with an EXIF orientation are turned upright.
+A truncated JPEG is an error, even where the decoder would fill the missing part
+with grey.
 """
 
 import io
@@ -53,9 +54,7 @@ def decode(encoded, channels: int = 3, size=None, upright: bool = True):
   Raises:
     DECODE_ERRORS: if it is no image, or a truncated one.
   """
-  encoded = tf.convert_to_tensor(
-    encoded
-  )  # NumPy's bytes lose zeros at the end.
+  encoded = tf.convert_to_tensor(encoded)  # NumPy's bytes lose last zeros.
   turned = orientation.read(encoded) if upright else tf.constant(1)
 
   def decode_jpeg():
@@ -86,16 +85,19 @@ def decode_other(encoded):
   image = tf.cond(
     fast,
     lambda: tf.io.decode_png(encoded, channels=4),
-    lambda: tf.ensure_shape(
-      tf.numpy_function(_pillow_rgba, [encoded], tf.uint8, stateful=False),
-      [None, None, 4],
-    ),
+    lambda: _in_python(_pillow_rgba, [encoded], tf.uint8, [None, None, 4]),
   )
   return tf.cond(
     tf.reduce_all(image[..., 3] == 255),
     lambda: image[..., :3],
     lambda: _on_white(image),
   )
+
+
+def _in_python(function, inputs, dtype, shape):
+  """Calls a function of NumPy values, whose result has a type and a shape."""
+  found = tf.numpy_function(function, inputs, dtype, stateful=False)
+  return tf.ensure_shape(found, shape)
 
 
 def _on_white(image):
@@ -116,88 +118,64 @@ def _is_png(encoded):
   return tf.strings.substr(encoded, 0, len(_PNG)) == _PNG
 
 
-def _open(encoded):
-  """Opens a file in Pillow, which reads only its header."""
+def _by_pillow(encoded, function) -> np.ndarray:
+  """Returns a function of an image of Pillow, which has read its header."""
   if isinstance(encoded, np.ndarray):  # In eager calls.
     encoded = encoded.item()
-  return Image.open(io.BytesIO(encoded), formats=_FORMATS)
+  try:
+    with Image.open(io.BytesIO(encoded), formats=_FORMATS) as image:
+      return function(image)
+  except Image.DecompressionBombError as e:
+    raise ValueError(f'Pillow refuses it: {e}') from e
+  except Exception as e:  # Pillow's readers raise all sorts.
+    raise ValueError(
+      reading.foreign_content(encoded)
+      or 'no image of a known format, or only part of one'
+    ) from e
 
 
 def _pillow_rgba(encoded) -> np.ndarray:
-  try:
-    with _open(encoded) as image:
-      return np.asarray(image.convert('RGBA'))
-  except Exception as e:  # Pillow's readers raise all sorts.
-    raise ValueError(_reason(e, encoded)) from e
+  return _by_pillow(encoded, lambda image: np.asarray(image.convert('RGBA')))
 
 
 def _pillow_shape(encoded) -> np.ndarray:
-  try:
-    with _open(encoded) as image:
-      return np.array([image.height, image.width], np.int64)
-  except Exception as e:
-    raise ValueError(_reason(e, encoded)) from e
-
-
-def _reason(error, encoded):
-  if isinstance(error, Image.DecompressionBombError):
-    return f'Pillow refuses it: {error}'
-  if isinstance(encoded, np.ndarray):
-    encoded = encoded.item()
-  return (
-    reading.foreign_content(encoded)
-    or 'no image of a known format, or only part of one'
+  return _by_pillow(
+    encoded, lambda image: np.array([image.height, image.width], np.int64)
   )
 
 
 def shape_of(encoded):
   """Returns height and width of an encoded image, int64 [2], from its header.
 
-  They are those of the stored pixels, before these are turned upright.
-
-  Args:
-    encoded: string scalar, the content of an image file.
-
-  Raises:
-    DECODE_ERRORS: if it has no header of an image.
+  They are those of the stored pixels, before these are turned upright. Raises
+  DECODE_ERRORS if there is no header of an image.
   """
 
-  def png():
+  def of_png():
     sizes = tf.strings.join([tf.strings.substr(encoded, 16, 8), b'\0' * 8])
     sizes = tf.strings.substr(sizes, 0, 8)
     return tf.cast(
       tf.io.decode_raw(sizes, tf.int32, little_endian=False), tf.int64
     )[::-1]
 
-  def other():
-    return tf.ensure_shape(
-      tf.numpy_function(_pillow_shape, [encoded], tf.int64, stateful=False),
-      [2],
-    )
+  def of_jpeg():
+    return tf.cast(tf.io.extract_jpeg_shape(encoded)[:2], tf.int64)
 
+  has_header = tf.logical_and(_is_png(encoded), tf.strings.length(encoded) > 23)
   return tf.case(
-    [
-      (
-        tf.io.is_jpeg(encoded),
-        lambda: tf.cast(tf.io.extract_jpeg_shape(encoded)[:2], tf.int64),
-      ),
-      (tf.logical_and(_is_png(encoded), tf.strings.length(encoded) > 23), png),
-    ],
-    other,
+    [(tf.io.is_jpeg(encoded), of_jpeg), (has_header, of_png)],
+    lambda: _in_python(_pillow_shape, [encoded], tf.int64, [2]),
   )
 
 
 def bounded(encoded, limit: int):
   """Returns the contents of an image file; an error if it has too many pixels.
 
-  Reads the header only, without decoding the image.
+  Reads the header only. Raises DECODE_ERRORS, also without a header.
 
   Args:
     encoded: string scalar, the content of an image file.
     limit: greatest number of pixels, height times width.
-
-  Raises:
-    DECODE_ERRORS: if it has more pixels, or no header of an image.
   """
   encoded = tf.convert_to_tensor(encoded)
   shape = shape_of(encoded)
@@ -208,14 +186,11 @@ def bounded(encoded, limit: int):
       f'it has {width} x {height} pixels, more than max_image_pixels={limit}'
     )
 
-  def fail():
-    return tf.ensure_shape(
-      tf.numpy_function(refuse, [shape, limit], tf.string, stateful=False), []
-    )
-
   limit = tf.cast(limit, tf.int64)
   return tf.cond(
-    tf.reduce_prod(shape) > limit, fail, lambda: tf.identity(encoded)
+    tf.reduce_prod(shape) > limit,
+    lambda: _in_python(refuse, [shape, limit], tf.string, []),
+    lambda: tf.identity(encoded),
   )
 
 
@@ -253,26 +228,20 @@ def why_broken(path: bytes, max_pixels: int, size=None) -> str:
       jpeg.check_whole(encoded)
   except (*DECODE_ERRORS, FileNotFoundError) as e:
     return reading.first_line(e)
-  return '' if size is None else _why_resized(shape.numpy().tolist(), size)
-
-
-def _why_resized(shape, size) -> str:
-  """Returns why an image of a shape is not of a size, or ''."""
-  (height, width), expected = shape, [int(x) for x in size]
-  if [height, width] == expected:
+  shape = shape.numpy().tolist()
+  expected = shape if size is None else [int(x) for x in size]
+  if shape == expected:
     return ''
   turned = ' (it may have been turned by its EXIF orientation)'
   return (
-    f'it has {width} x {height} pixels, and its annotations are of '
+    f'it has {shape[1]} x {shape[0]} pixels, and its annotations are of '
     f'{expected[1]} x {expected[0]}{turned if shape[::-1] == expected else ""}'
   )
 
 
 @tf.function(
-  input_signature=[
-    tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64)
-  ]
-)  # fmt: skip
+  input_signature=[tf.TensorSpec([], x) for x in (tf.string, tf.int64)]
+)
 def _try(encoded, max_pixels):
   """Decodes an image, a JPEG at an eighth of its size; returns its shape."""
   encoded = bounded(encoded, max_pixels)

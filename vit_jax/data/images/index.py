@@ -38,9 +38,7 @@ class Index:
   """Images below a folder, by row; the rows never change.
 
   Attributes:
-    root: the folder of the data set.
-    base: the split.
-    top: the folder of the split.
+    root: the folder of the data set; `base`, the split; `top`, its folder.
     path: file with exactly this content; None if there is none.
     folders: paths of the folders with images, relative to `top`; bytes.
     counts: int64 [f], number of images in each folder.
@@ -55,8 +53,7 @@ class Index:
   """
 
   def __init__(self, root, base, folders, counts, names, order, facts):
-    self.root = root
-    self.base = base
+    self.root, self.base = root, base
     self.top = os.path.join(root, base)
     self.path = None
     self.folders = folders
@@ -67,8 +64,7 @@ class Index:
     self.facts = facts
     self._names = names  # Each name ends with a zero byte.
     ends = np.flatnonzero(np.frombuffer(names, np.uint8) == 0)
-    kind = np.uint32 if len(names) < 2**32 else np.int64
-    self._ends = ends.astype(kind)
+    self._ends = ends.astype(np.uint32 if len(names) < 2**32 else np.int64)
     self._last = np.cumsum(self.counts)
 
   def __len__(self):
@@ -93,21 +89,15 @@ class Index:
     """Returns the paths of images, by row."""
     top = os.fsencode(self.top)
     return [
-      name
-      if name.startswith(b'/') or b'://' in name
-      else os.path.join(top, name)
+      name if b'://' in name else os.path.join(top, name)
       for name in self.names(rows)
     ]
 
-  def names_digest(self) -> bytes:
-    """Returns a hash of all names, by row."""
-    folders = b''.join(folder + b'\0' for folder in self.folders)
-    return digest([folders, self.counts, self._names]).encode()
-
   def digest(self) -> str:
     """Returns a hash of all names, their order, and the broken ones."""
+    names = digest([_lines(self.folders), self.counts, self._names])
     bad = np.flatnonzero(self.status == BROKEN)
-    return digest([self.names_digest(), self.order, bad])
+    return digest([names.encode(), self.order, bad])
 
   # --- Status of the files ---
 
@@ -117,7 +107,7 @@ class Index:
     Args:
       rows: rows of the files.
       level: FORM or DECODED.
-      why: function (path, max_pixels) -> why a file is broken, '' if it is not.
+      why: see checking.usable.
       max_pixels: files with more pixels count as broken.
 
     Raises:
@@ -140,12 +130,7 @@ class Index:
       self.path = None
 
   def check_anew(self, name: str, value):
-    """Forgets the status of all files if they were checked by another value.
-
-    Args:
-      name: a fact on which the results of a check depend.
-      value: its value for JSON.
-    """
+    """Forgets the status of all files if a fact of the check has changed."""
     if self.facts.get(name) != value:
       self.status[:] = UNKNOWN
       self.facts.update({name: value, 'broken': {}})
@@ -173,15 +158,14 @@ class Index:
     same = (self.stamps[mine] == old.stamps[theirs]) & (self.stamps[mine] > 0)
     mine, theirs = mine[same], theirs[same]
     self.status[mine] = old.status[theirs]
+    kept = {k: old.facts[k] for k in ('max_pixels', 'sizes') if k in old.facts}
     reasons = old.facts['broken']
-    for name in ('max_pixels', 'sizes'):
-      if name in old.facts:
-        self.facts[name] = old.facts[name]
-    self.facts['broken'] = {
+    broken = {
       str(m): reasons[str(t)]
       for m, t in zip(mine.tolist(), theirs.tolist())
       if str(t) in reasons
     }
+    self.facts.update(kept, broken=broken)
 
   def _each(self, rows, function, title):
     """Yields (rows, results of function(path)), block by block."""
@@ -207,11 +191,7 @@ class Index:
   # --- On disk ---
 
   def save(self, path):
-    """Writes the index to a file atomically.
-
-    Raises:
-      OSError: if the file cannot be written.
-    """
+    """Writes the index to a file atomically."""
     path = epath.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {**self.facts, 'version': _VERSION, 'digest': self.digest()}
@@ -220,8 +200,8 @@ class Index:
       np.savez_compressed(
         file,
         facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
-        folders=_to_array(b''.join(f + b'\0' for f in self.folders)),
-        names=_to_array(self._names),
+        folders=np.frombuffer(_lines(self.folders), np.uint8),
+        names=np.frombuffer(self._names, np.uint8),
         counts=self.counts,
         order=self.order,
         status=self.status,
@@ -234,15 +214,7 @@ class Index:
   def load(cls, path, root: str, base: str) -> 'Index | None':
     """Returns the index in a file; None, with a warning, if it is damaged.
 
-    Args:
-      path: the file.
-      root: the folder of the data set, which may have been moved with its
-        images.
-      base: the split.
-
-    Raises:
-      FileNotFoundError: if there is no such file.
-      OSError: if the file cannot be read.
+    The data set in `root` may have been moved since the file was written.
     """
     content = reading.read_file(path)
     try:
@@ -253,10 +225,8 @@ class Index:
         columns = found['counts'], names, found['order'], facts
         index = cls(root, base, folders, *columns)
         index.status, index.stamps = found['status'], found['stamps']
-        fine = (
-          facts['version'] == _VERSION and facts['digest'] == index.digest()
-        )
-        fine &= len(index) == len(index.stamps) == index.counts.sum()
+      fine = facts['version'] == _VERSION and facts['digest'] == index.digest()
+      fine &= len(index) == len(index.stamps) == index.counts.sum()
     except Exception:  # NumPy does not document the errors for damaged files.
       fine = False
     if not fine:
@@ -278,26 +248,90 @@ class Index:
       return list(pool.map(reading.time_of, paths)) == list(folders.values())
 
 
-def place(workdir, root: str, base: str) -> str:
-  """Returns the path at which the index of a split is stored.
+class Paths(Sequence):
+  """The paths of a split's images as text: rows of indices.
 
   Args:
-    workdir: folder of a run; None for the place beside the images.
-    root: the folder of the data set.
-    base: the split.
+    parts: (index, rows) pairs.
   """
+
+  def __init__(self, parts: Iterable[tuple[Index, np.ndarray]]):
+    self.parts = list(parts)
+    self._ends = np.cumsum([len(rows) for _, rows in self.parts])
+    self._digest = None
+
+  def __len__(self):
+    return int(self._ends[-1]) if len(self._ends) else 0
+
+  def __getitem__(self, i):
+    if isinstance(i, slice):
+      return [self[j] for j in range(*i.indices(len(self)))]
+    if not -len(self) <= i < len(self):
+      raise IndexError(i)
+    return reading.display(self.encoded([i % len(self)])[0])
+
+  def encoded(self, numbers) -> np.ndarray:
+    """Returns the paths of some images, as an array of bytes objects."""
+    numbers = np.asarray(numbers, np.int64)
+    which = np.searchsorted(self._ends, numbers, side='right')
+    found = np.empty(len(numbers), object)
+    for k, (index, rows) in enumerate(self.parts):
+      mine = np.flatnonzero(which == k)
+      if len(mine):
+        begin = self._ends[k] - len(rows)
+        found[mine] = index.paths(rows[numbers[mine] - begin])
+    return found
+
+  def broken(self) -> list[int]:
+    """Returns the numbers of the images known to be broken."""
+    found = [np.zeros(0, np.int64)]
+    for (index, rows), end in zip(self.parts, self._ends):
+      bad = np.flatnonzero(index.status[rows] == BROKEN)
+      found.append(bad + end - len(rows))
+    return np.concatenate(found).tolist()
+
+  def reason(self, number: int) -> str:
+    """Returns why an image is broken."""
+    k = int(np.searchsorted(self._ends, number, side='right'))
+    index, rows = self.parts[k]
+    row = rows[number - self._ends[k] + len(rows)]
+    return index.facts['broken'].get(str(row), '')
+
+  def without(self, numbers: Sequence[int]) -> 'Paths':
+    """Returns the paths without those of some numbers."""
+    kept, begin = [], 0
+    numbers = np.asarray(numbers, np.int64)
+    for (index, rows), end in zip(self.parts, self._ends):
+      mine = numbers[(numbers >= begin) & (numbers < end)] - begin
+      kept.append((index, np.delete(rows, mine) if len(mine) else rows))
+      begin = end
+    return Paths(kept)
+
+  def store(self, workdir):
+    """Writes those indices to the workdir of a run that are not stored yet."""
+    for index, _ in self.parts:
+      if index.path is None:
+        index.save(place(workdir, index.root, index.base))
+
+  def digest(self) -> str:
+    """Returns a hash of the names, relative to their folders, in order."""
+    if self._digest is None:
+      self._digest = digest(
+        _lines(index.names(rows[i : i + _BLOCK]))
+        for index, rows in self.parts
+        for i in range(0, len(rows), _BLOCK)
+      )
+    return self._digest
+
+
+def place(workdir, root: str, base: str) -> str:
+  """Returns the path of the stored index of a split, by default beside it."""
   if workdir is None:
     alone = base in ('', '.')
     return (root.rstrip('/') if alone else f'{root}/{base}') + '.index.npz'
   name = ''.join(c if c.isalnum() else '_' for c in base)
   key = digest([f'{root}/{base}'.encode()])[:8]
   return f'{workdir}/data/{name}-{key}.npz'
-
-
-def places(workdir, root: str, base: str) -> list[str]:
-  """Returns the paths at which an index may be stored, the run's first."""
-  runs = [] if workdir is None else [place(workdir, root, base)]
-  return [*runs, place(None, root, base)]
 
 
 def digest(contents: Iterable) -> str:
@@ -309,13 +343,7 @@ def digest(contents: Iterable) -> str:
 
 
 def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
-  """Makes an index of listed files; `order` is the order of the list.
-
-  Args:
-    root: folder of the data set.
-    base: name of the list.
-    paths: paths of images, absolute or relative to the current folder.
-  """
+  """Makes an index of listed files; `order` is the order of the list."""
   names = [os.fsencode(path) for path in paths]
   split = [os.path.split(name) for name in names]
   rows = sorted(range(len(split)), key=split.__getitem__)
@@ -325,7 +353,7 @@ def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
   for folder, group in itertools.groupby(split[row][0] for row in rows):
     folders.append(folder)
     counts.append(len(list(group)))
-  content = b''.join(split[row][1] + b'\0' for row in rows)
+  content = _lines(split[row][1] for row in rows)
   index = Index(root, base, folders, counts, content, order, {'broken': {}})
   index.top = root if '://' in root else ''  # The paths are complete.
   return index
@@ -347,5 +375,6 @@ def _keys(index, rows=None) -> np.ndarray:
   return keys
 
 
-def _to_array(content: bytes) -> np.ndarray:
-  return np.frombuffer(content, np.uint8)
+def _lines(names: Iterable[bytes]) -> bytes:
+  """Joins names; each ends with a zero byte."""
+  return b''.join(name + b'\0' for name in names)

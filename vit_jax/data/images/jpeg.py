@@ -14,28 +14,22 @@ import numpy as np
 from PIL import Image
 import tensorflow as tf
 
-# Decoding a JPEG at 1 / each of these sizes is cheaper than decoding it in
-# full.
+# Decoding at 1 / each of these sizes is cheaper than decoding in full.
 RATIOS = (1, 2, 4, 8)
 _CUT = 'only part of a JPEG: its data end before the picture does'
 _PROGRESSIVE = b'\xff\xc2'
 _END = b'\xff\xd9'
 _NOISE = bytes(range(3, 250, 5)) * 2
-# The end of entropy-coded data: a marker other than a restart or a stuffed
-# 0xff.
+# Entropy-coded data end at a marker other than a restart or a stuffed 0xff.
 _MARKER = re.compile(rb'\xff+[^\x00\xff\xd0-\xd7]')
 
 
 def ratio(shape, size):
-  """Returns the largest of RATIOS at which the crop is not enlarged.
+  """Returns the largest of RATIOS at which the crop is not enlarged, int32.
 
   Args:
-    shape: int32 [2] or [3], height and width (and channels) of the decoded
-      crop.
+    shape: int32 [2] or [3], height and width (and channels) of the crop.
     size: (height, width) to resize the crop to.
-
-  Returns:
-    int32 scalar.
   """
   times = tf.reduce_min(shape[:2] // tf.convert_to_tensor(size, tf.int32))
   return tf.reduce_max([tf.where(times >= r, r, 1) for r in RATIOS])
@@ -98,47 +92,24 @@ def _check(encoded) -> np.uint8:
   return np.uint8(0)
 
 
-class _Scan(NamedTuple):
-  """One scan: its components, its range of coefficients, and its lowest bit."""
-
-  components: bytes
-  first: int
-  last: int
-  low_bit: int
-
-
 class _Structure(NamedTuple):
-  """The structure of a JPEG: components, scans, end of the last scan."""
+  """The structure of a JPEG."""
 
-  components: bytes
-  scans: list[_Scan]
-  end: int
-
-  def is_covered(self) -> bool:
-    """Returns whether the scans contain all coefficients to their last bit."""
-    left = {c: np.full(64, 99) for c in self.components}
-    for scan in self.scans:
-      for c in scan.components:
-        if c in left:
-          left[c][scan.first : scan.last + 1] = scan.low_bit
-    return not any(bits.any() for bits in left.values())
+  is_covered: bool  # Whether the scans hold all coefficients to the last bit.
+  scans: int
+  end: int  # End of the last scan.
 
 
 def check_whole(data: bytes, thorough: bool = True):
   """Raises ValueError if the data of a JPEG end before its picture does.
 
-  Args:
-    data: the content of a file.
-    thorough: whether to detect that only the last of many scans is truncated,
-      which takes two more full decodings.
-
-  Raises:
-    ValueError: if a part is missing.
+  `thorough`: whether to detect that only the last of many scans is truncated,
+  which takes two more full decodings.
   """
   structure = _read_structure(data)
-  if not structure.is_covered():
+  if not structure.is_covered:
     raise ValueError(_CUT)
-  many = len(structure.scans) > 1
+  many = structure.scans > 1
   if many and not thorough:
     return
   more = data[: structure.end] + _NOISE + _END
@@ -149,7 +120,7 @@ def check_whole(data: bytes, thorough: bool = True):
 def has_many_scans(data: bytes) -> bool:
   """Returns whether a JPEG is progressive."""
   # A thumbnail adds a scan, so the markers must be read.
-  return data.count(b'\xff\xda') > 1 and len(_read_structure(data).scans) > 1
+  return data.count(b'\xff\xda') > 1 and _read_structure(data).scans > 1
 
 
 def exif(data: bytes) -> bytes:
@@ -176,19 +147,23 @@ def _segments(data):
 
 def _read_structure(data) -> _Structure:
   """Reads the markers of a JPEG up to its end marker."""
-  components, scans, progressive, end = b'', [], False, len(data)
+  # Component -> lowest bit that is known of each coefficient.
+  left, scans, progressive, end = {}, 0, False, len(data)
   for start, marker, content in _segments(data):
     if marker == _END[1]:
       end = start
     elif marker in (0xC0, 0xC1, 0xC2) and len(content) > 5:
-      components = content[6::3][: content[5]]
+      left = {c: np.full(64, 99) for c in content[6::3][: content[5]]}
       progressive = marker == _PROGRESSIVE[1]
     elif marker == 0xDA and content and len(content) >= 4 + 2 * content[0]:
-      count = content[0]
-      parts = content[1 + 2 * count :] if progressive else b'\0\x3f\0'
-      ids = content[1 : 1 + 2 * count : 2]
-      scans.append(_Scan(ids, parts[0], parts[1], parts[2] & 15))
-  return _Structure(components, scans, end)
+      scans, count = scans + 1, content[0]
+      first, last, bits = (
+        content[1 + 2 * count :][:3] if progressive else (0, 63, 0)
+      )
+      for c in content[1 : 1 + 2 * count : 2]:
+        if c in left:
+          left[c][first : last + 1] = bits & 15
+  return _Structure(not any(x.any() for x in left.values()), scans, end)
 
 
 def _pixels(data, full: bool) -> bytes:

@@ -30,15 +30,7 @@ _TICK = 2.0
 
 
 def list_folder(root: str, base: str) -> index_lib.Index:
-  """Lists the images of a split.
-
-  Args:
-    root: the folder of the data set.
-    base: the split.
-
-  Raises:
-    OSError: if a folder cannot be read; names it.
-  """
+  """Lists the images of a split; an OSError names a folder that is closed."""
   top = os.path.join(root, base)
   local = reading.is_local(os.fsencode(top))
   level, found = [b''], []
@@ -57,21 +49,18 @@ def list_folder(root: str, base: str) -> index_lib.Index:
   holding = [piece for piece in found if piece.count]
   others = [other for piece in found for other in piece.others]
   others.sort(key=lambda name: not reading.foreign_name(name))
+  ignored = sum(piece.ignored for piece in found)
+  bare = [
+    reading.display(piece.name)
+    for piece in found
+    if not piece.count and (piece.ignored or piece.inner)
+    if piece.name and b'/' not in piece.name
+  ]
   facts = {
     'listed': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
     'times': {os.fsdecode(piece.name): piece.time for piece in found},
-    'ignored': [
-      sum(p.ignored for p in found),
-      *map(reading.display, others[:1]),
-    ],
-    'bare': [
-      reading.display(p.name)
-      for p in found
-      if p.name
-      and b'/' not in p.name
-      and not p.count
-      and (p.ignored or p.inner)
-    ],
+    'ignored': [ignored, *map(reading.display, others[:1])],
+    'bare': bare,
     'broken': {},
   }
   return index_lib.Index(
@@ -119,13 +108,13 @@ def _scan(top, name, local) -> _Piece:
     digests=b''.join(index_lib.hash_name(hashed + x) for x in found),
     inner=sorted(prefix + x for x, _ in inner if x not in loops),
     ignored=len(others),
-    others=[prefix + x for x in sorted(others, key=_interest)[:1]],
+    # Photographs of formats that are not read come first.
+    others=[
+      prefix + min(others, key=lambda x: (not reading.foreign_name(x), x))
+    ]
+    if others
+    else [],
   )
-
-
-def _interest(name):
-  """Returns a key that sorts photographs of formats that are not read first."""
-  return not reading.foreign_name(name), name
 
 
 def _local_entries(path):
@@ -173,20 +162,18 @@ def _remote_entries(path):
 
 def _is_loop(top, name) -> bool:
   """Returns whether a link leads to a folder that contains the link."""
-  path = os.path.join(os.fsencode(top), name)
-  real, parts = os.path.realpath(path), name.split(b'/')
+  top, parts = os.fsencode(top), name.split(b'/')
+  real = os.path.realpath(os.path.join(top, name))
   above = (b'/'.join(parts[:i]) for i in range(len(parts)))
-  top = os.fsencode(top)
   return any(os.path.realpath(os.path.join(top, x)) == real for x in above)
 
 
 def expand(paths: Sequence[str]) -> list[str]:
   """Returns paths, with those of images in place of folders and patterns.
 
-  Args:
-    paths: files; folders, for all images below them, sorted; patterns with
-      *, ? or [ ], for the files and folders that match; or lists of paths, .txt
-      or .jsonl (with the key `image` or `path`), relative to the list's folder.
+  A folder stands for all images below it, sorted; a pattern with *, ? or [ ]
+  for the files and folders that match; a list (.txt, or .jsonl with the key
+  `image` or `path`) for its paths, relative to the folder of the list.
 
   Raises:
     FileNotFoundError: if a folder has no image, a pattern no match, or there is

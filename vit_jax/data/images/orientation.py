@@ -26,11 +26,7 @@ _REVERSED = (
 
 
 def read(encoded):
-  """Returns the orientation of an image, int32 scalar; 1 if its file has none.
-
-  Args:
-    encoded: string scalar, the content of a file of any format.
-  """
+  """Returns the orientation in a file of any format, int32 scalar; or 1."""
   encoded = tf.convert_to_tensor(encoded)  # NumPy's bytes lose zeros.
 
   def look():
@@ -44,13 +40,7 @@ def read(encoded):
 
 
 def as_stored(encoded):
-  """Returns the content of a file whose EXIF data no reader finds.
-
-  So its pixels stay as they are stored.
-
-  Args:
-    encoded: string scalar, the content of a file of any format.
-  """
+  """Hides the EXIF data of a file, whose pixels then stay as they are stored."""
   return _renamed(encoded, 'noNe')  # Of a chunk that PNG's readers skip.
 
 
@@ -112,15 +102,11 @@ def turn_shape(shape, orientation):
 
 
 def turn_window(window, shape, orientation):
-  """Returns the place of a window of stored pixels in the upright image.
+  """Returns the place in the upright image of a window of stored pixels.
 
-  Args:
-    window: (y, x, height, width), int32 [4].
-    shape: height and width of the stored pixels, int32 [2].
-    orientation: int32 scalar.
-
-  Returns:
-    (y, x, height, width), int32 [4].
+  Windows are (y, x, height, width), int32 [4]; `shape` is the height and
+  width of
+  the stored pixels, int32 [2].
   """
   begin, extent, shape = (
     turn_shape(pair, orientation) for pair in (window[:2], window[2:], shape)

@@ -73,10 +73,7 @@ def retried(path, function):
 
 
 def read_file(path) -> bytes:
-  """Returns the content of an image file.
-
-  Args:
-    path: str, bytes or os.PathLike; local or with a scheme.
+  """Returns the content of an image file, local or with a scheme.
 
   Raises:
     FileNotFoundError: if there is no such file.
@@ -126,11 +123,7 @@ def first_line(error: Exception) -> str:
 
 
 def why_malformed(path: bytes) -> str:
-  """Checks both ends of a file; returns what is wrong with them, or ''.
-
-  Raises:
-    OSError: see read_file.
-  """
+  """Checks both ends of a file; returns what is wrong with them, or ''."""
   try:
     ends = retried(path, lambda path: _read(path, 16, 64))
   except (ValueError, FileNotFoundError) as e:
@@ -148,25 +141,24 @@ def why_malformed(path: bytes) -> str:
 def foreign_name(name) -> str:
   """Returns why an image is not read, by the ending of its name, or ''."""
   name = os.fsencode(name).lower()
-  for kind, (endings, _, _) in _FOREIGN.items():
-    if name.endswith(endings):
-      return _why_foreign(kind)
-  return ''
+  return _why_foreign(lambda endings, *_: name.endswith(endings))
 
 
 def foreign_content(content: bytes) -> str:
   """Returns why an image is not read, by its first bytes, or ''."""
-  for kind, (_, start, begins) in _FOREIGN.items():
-    if content.startswith(begins, start):
-      return _why_foreign(kind)
-  return ''
-
-
-def _why_foreign(kind) -> str:
-  return (
-    f'it is {kind}, which this package does not read: convert it to JPEG or '
-    f'PNG, such as by `magick mogrify -format jpg *.{kind.lower()}`'
+  return _why_foreign(
+    lambda _, start, begins: content.startswith(begins, start)
   )
+
+
+def _why_foreign(is_of) -> str:
+  for kind, marks in _FOREIGN.items():
+    if is_of(*marks):
+      return (
+        f'it is {kind}, which this package does not read: convert it to JPEG or '
+        f'PNG, such as by `magick mogrify -format jpg *.{kind.lower()}`'
+      )
+  return ''
 
 
 def time_of(folder) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 
 from etils import epath
 from google.protobuf import json_format
@@ -21,10 +22,6 @@ PACKAGES = {'cv2': 'opencv-python-headless', 'skimage': 'scikit-image'}
 def find_builder(config, dataset: str):
   """Returns the TFDS builder of a data set, which may lack the data.
 
-  Args:
-    config: reads `tfds_data_dir`.
-    dataset: TFDS name of the data set.
-
   Raises:
     ValueError: if TFDS does not know the data set, or its dataset_info.json is
       damaged.
@@ -34,26 +31,21 @@ def find_builder(config, dataset: str):
     builder = tfds.builder(dataset, data_dir=config.tfds_data_dir)
   except (json_format.ParseError, AssertionError, ValueError) as e:
     _check_info(config, dataset)
-    raise _unknown(dataset, e) from e
+    if isinstance(e, AssertionError):  # There is no such version.
+      reason = str(e).rpartition(': Dataset ')[2]
+      raise ValueError(
+        f"dataset='{dataset}' cannot be opened: {reason} (config.dataset)"
+      ) from e
+    raise ValueError(
+      f"dataset='{dataset}' is neither a folder nor known to TFDS: "
+      f'{str(e).strip().splitlines()[0]} A folder must hold train/<class>/* and '
+      'test/<class>/*; names are listed at '
+      'https://www.tensorflow.org/datasets/catalog (config.dataset)'
+    ) from e
   path = dataset_info.dataset_info_path(builder.data_path)
   if not builder.info.splits and path.exists():
     raise ValueError(f"'{path}' lists no split: {shards.REMEDY}")
   return builder
-
-
-def _unknown(dataset, error) -> ValueError:
-  """Returns the error of a data set that TFDS does not know."""
-  if isinstance(error, AssertionError):  # There is no such version.
-    reason = str(error).rpartition(': Dataset ')[2]
-    return ValueError(
-      f"dataset='{dataset}' cannot be opened: {reason} (config.dataset)"
-    )
-  return ValueError(
-    f"dataset='{dataset}' is neither a folder nor known to TFDS: "
-    f'{str(error).strip().splitlines()[0]} A folder must hold train/<class>/* '
-    'and test/<class>/*; names are listed at '
-    'https://www.tensorflow.org/datasets/catalog (config.dataset)'
-  )
 
 
 def _check_info(config, dataset):
@@ -82,9 +74,10 @@ def get_builder(config, dataset: str):
     dataset: TFDS name of the data set.
 
   Raises:
+    FileNotFoundError: if `tfds_data_dir` is a local folder that does not exist.
     ValueError: if TFDS does not know the data set or cannot prepare it.
   """
-  builder = find_builder(config, dataset)
+  builder, folder = find_builder(config, dataset), config.tfds_data_dir
   # The first process prepares, then the others do. Files on a shared disk are
   # thus made once, and each disk of its own gets them.
   is_first = jax.process_index() == 0
@@ -92,6 +85,11 @@ def get_builder(config, dataset: str):
 
     def prepare(turn=turn):
       nonlocal builder
+      if folder and '://' not in folder and not os.path.isdir(folder):
+        raise FileNotFoundError(
+          f"tfds_data_dir='{folder}' is no folder: give the folder of prepared "
+          'TFDS data sets, or make it (config.tfds_data_dir)'
+        )
       if not builder.info.splits:  # Another process may have prepared them.
         builder = find_builder(config, dataset)
       if is_first == turn and not builder.info.splits:
@@ -134,12 +132,7 @@ def _prepare(config, dataset):
 
 
 def how_to_get(config, builder) -> str:
-  """Describes in a sentence how to get a data set that TFDS knows.
-
-  Args:
-    config: reads `tfds_manual_dir`.
-    builder: the TFDS builder of the data set.
-  """
+  """Describes in a sentence how to get a data set that TFDS knows."""
   by_hand = builder.MANUAL_DOWNLOAD_INSTRUCTIONS
   if by_hand:
     root = builder.data_path.parents[builder.info.full_name.count('/')]

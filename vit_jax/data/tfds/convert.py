@@ -1,10 +1,6 @@
 """Converts the files of a prepared TFDS data set to array_record.
 
-`vit_jax convert-data` (vit_jax/commands/convert_data.py) is the command. Training
-reads tfrecord files just as well: this is for files of other formats and for
-compressed ones. The new files are written beside the old ones, take the same
-space again, and are used from then on. After an interruption the same command
-continues.
+See vit_jax/commands/convert_data.py, the command.
 """
 
 from concurrent import futures
@@ -26,15 +22,12 @@ _TARGET = file_adapters.FileFormat.ARRAY_RECORD
 
 
 def convert(dataset: str, data_dir: str | None = None) -> epath.Path:
-  """Writes array_record files of a prepared TFDS data set.
+  """Writes array_record files of a prepared TFDS data set; returns its folder.
 
   Args:
     dataset: TFDS name of the data set.
     data_dir: folder where TFDS keeps data sets; by default
       ~/tensorflow_datasets.
-
-  Returns:
-    The folder of the data set.
 
   Raises:
     ValueError: if the data set does not exist or is not prepared, or if a file

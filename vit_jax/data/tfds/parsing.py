@@ -16,25 +16,15 @@ from vit_jax.data import records
 
 
 class Feature(NamedTuple):
-  """A feature of a TFDS data set.
+  """A feature of a TFDS data set."""
 
-  Attributes:
-    path: keys that lead to the feature in a record of TFDS.
-    is_image: whether it is an image or a sequence of images.
-    class_names: names of its classes; None if it is not a class label.
-  """
-
-  path: tuple[str, ...]
-  is_image: bool
-  class_names: tuple[str, ...] | None
+  path: tuple[str, ...]  # Keys that lead to it in a record of TFDS.
+  is_image: bool  # An image, or a sequence of images.
+  class_names: tuple[str, ...] | None  # None if it is no class label.
 
 
 def features(info) -> dict[str, Feature]:
-  """Returns the features of a TFDS data set by name, see the top of this file.
-
-  Args:
-    info: the builder's tfds.core.DatasetInfo.
-  """
+  """Returns the features of a tfds.core.DatasetInfo by name, see above."""
   found = dict(_leaves(info.features, ()))
   top = {name: found[name] for name in info.features if name in found}
   ranks = {name: _sequence_rank(info.features[name]) for name in top}
@@ -92,7 +82,6 @@ class Reader:
   Attributes:
     features: names of the wanted features.
     names: {feature: names of its classes} for the class labels.
-    decoders: decoders with which `builder.as_dataset` parses the same.
   """
 
   def __init__(self, info, wanted: Mapping[str, Feature]):
@@ -109,15 +98,19 @@ class Reader:
       _put(keys, feature.path, True)
       if feature.is_image:
         _put(decoders, feature.path, tfds.decode.SkipDecoding())
-    self.decoders = _Wanted(keys, decoders)
-    self._features = self.decoders.extract_features(info.features)
+    self._decoders = decoders
+    partial = tfds.decode.PartialDecoding(keys)
+    self._features = partial.extract_features(info.features)
 
-  def select(self, record) -> dict:
-    """Returns the wanted features of a TFDS record, by name.
+  def _parse(self, serialized) -> dict:
+    """Parses a serialized record, a string scalar: features by name.
 
     'label' is int64 [L], also for data with one class per image. In any other
     feature, dimensions of varying size within others are ragged.
     """
+    record = self._features.deserialize_example(
+      serialized, decoders=self._decoders
+    )
     selected = {}
     for name, path in self._paths.items():
       value = record
@@ -132,20 +125,11 @@ class Reader:
       selected[name] = value
     return selected
 
-  def parse(self, serialized):
-    """Parses a serialized record, a string scalar, see `select`."""
-    record = self._features.deserialize_example(
-      serialized, decoders=self.decoders.decoders
-    )
-    return self.select(record)
-
   def finish(self, batch: dict) -> dict:
-    """Makes the features of a source of those read; pads labels with -1.
-
-    Args:
-      batch: the wanted features of b records: tensors or RaggedTensors [b, ...].
-    """
-    return records.with_padded_labels(batch)
+    """Makes the features of a source of those read, [b, ...] each."""
+    if 'label' in batch:
+      batch['label'] = records.padded(batch['label'])
+    return batch
 
   def parse_all(self, serialized) -> dict:
     """Parses serialized records, strings [b]; varying sizes become ragged."""
@@ -155,29 +139,19 @@ class Reader:
       if 'label' in batch:
         batch['label'] = tf.reshape(batch['label'], [-1, 1])
       return self.finish(batch)
-    outputs = (
-      tf.function(self.parse)
-      .get_concrete_function(tf.TensorSpec([], tf.string))
-      .structured_outputs
+    traced = tf.function(self._parse).get_concrete_function(
+      tf.TensorSpec([], tf.string)
     )
+    specs = {name: _spec(x) for name, x in traced.structured_outputs.items()}
     return self.finish(
-      tf.map_fn(
-        self.parse,
-        serialized,
-        fn_output_signature={name: _spec(x) for name, x in outputs.items()},
-      )
+      tf.map_fn(self._parse, serialized, fn_output_signature=specs)
     )
 
 
 def _flat_specs(features, paths) -> dict | None:
-  """Returns specs to parse features with that are stored as they are read.
+  """Returns specs for tf.io.parse_example of features that are stored so.
 
-  Args:
-    features: features of a TFDS data set.
-    paths: keys that lead to the wanted features.
-
-  Returns:
-    Specs for tf.io.parse_example; None if a feature needs further decoding.
+  None if a feature needs further decoding.
   """
   specs = {}
   for path in paths.values():
@@ -208,26 +182,6 @@ _PLAIN = (
   tfds.features.Tensor,
   tfds.features.Text,
 )
-
-
-class _Wanted(tfds.decode.PartialDecoding):
-  """PartialDecoding without warnings about its own decoders."""
-
-  def extract_features(self, features):
-    """Selects the wanted part of the features of a data set."""
-    return _part(features, self._feature_specs)
-
-
-def _part(feature, keys):
-  """Returns the part of a feature that nested keys select."""
-  if keys is True:
-    return feature
-  if isinstance(feature, tfds.features.Sequence):
-    inner = _part(feature.feature, keys)
-    return tfds.features.Sequence(inner, length=feature._length)
-  return tfds.features.FeaturesDict(
-    {key: _part(feature[key], inner) for key, inner in keys.items()}
-  )
 
 
 def _put(tree, path, leaf):

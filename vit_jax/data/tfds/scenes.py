@@ -35,20 +35,14 @@ _TRIALS = 20  # Digits that are tried for a scene.
 
 
 class Scene(NamedTuple):
-  """A scene.
+  """A scene."""
 
-  Attributes:
-    pixels: uint8 [SIZE, SIZE, 3].
-    segments: int32 [SIZE, SIZE]: 0 and 1 for the textures of the ground, then a
-      number for each digit, from 2.
-    textures: numbers of the textures of segments 0 and 1.
-    labels: classes of the digits, from segment 2 on.
-  """
-
-  pixels: np.ndarray
+  pixels: np.ndarray  # uint8 [SIZE, SIZE, 3].
+  # int32 [SIZE, SIZE]: 0 and 1 for the textures of the ground, then a number
+  # for each digit, from 2.
   segments: np.ndarray
-  textures: tuple[int, int]
-  labels: list[int]
+  textures: tuple[int, int]  # Numbers of the textures of segments 0 and 1.
+  labels: list[int]  # Classes of the digits, from segment 2 on.
 
 
 def _texture(rng, kind: int) -> np.ndarray:
@@ -90,11 +84,9 @@ def _stamp(rng, image):
 
 
 def _crowded(box, others) -> bool:
-  """Returns whether a box and another one share too much of the smaller one.
+  """Returns whether a box and one of others share too much of the smaller one.
 
-  Args:
-    box: int [4], top, left, bottom, right.
-    others: a list of the same.
+  A box is int [4], top, left, bottom, right.
   """
   for other in others:
     low, high = np.maximum(box[:2], other[:2]), np.minimum(box[2:], other[2:])
@@ -106,13 +98,7 @@ def _crowded(box, others) -> bool:
 
 
 def compose(rng: np.random.RandomState, images, labels) -> Scene:
-  """Composes a scene.
-
-  Args:
-    rng: source of all randomness.
-    images: digits to choose from, [n, 8, 8], from 0 to 16.
-    labels: their classes, int [n].
-  """
+  """Composes a scene of digits [n, 8, 8], from 0 to 16, and their classes [n]."""
   pixels, segments, textures = _ground(rng)
   found, boxes = [], []
   wanted = rng.randint(1, _MOST + 1)

@@ -4,6 +4,7 @@ The records of a split are numbered as TFDS orders them: shard by shard, in the
 order of the file. An error names the file.
 """
 
+import abc
 from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
@@ -28,7 +29,7 @@ REMEDY = 'copy or prepare the data set again'
 _LASTING = ('Corrupted', 'Invalid', 'should be at least', 'out of bound')
 
 
-class ShardSource(records.Source):
+class ShardSource(records.Source, abc.ABC):
   """A split in files whose records can be read by number.
 
   Args:
@@ -52,7 +53,6 @@ class ShardSource(records.Source):
     self.chunk = records.chunk(self.num_examples, record_bytes)
 
   def lookup(self, indices) -> dict:
-    """Returns the examples with these numbers; see records.Source.lookup."""
     serialized = tf.numpy_function(
       self.serialized, [indices], tf.string, stateful=False
     )
@@ -86,7 +86,6 @@ class ShardSource(records.Source):
     return found
 
   def name(self, index: int) -> str:
-    """Names an example for an error message."""
     [shard], [place] = self._places(np.array([index]))
     return f'record {place} of {os.path.basename(self.paths[shard])}'
 
@@ -111,23 +110,17 @@ class ShardSource(records.Source):
 
     return attempted(self.paths[shard], read)
 
+  @abc.abstractmethod
   def open_file(self, path: str):
     """Opens a file for reading; what it returns is closed when unused."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def read_file(self, file, shard: int, places: list[int]) -> Sequence[bytes]:
     """Returns records of an open file by their numbers in it, ascending."""
-    raise NotImplementedError
 
 
 class ArrayRecordSource(ShardSource):
-  """A split in array_record files.
-
-  Raises:
-    ValueError: if a file is damaged, or has another number of records than
-      dataset_info.json says.
-    OSError: if a file cannot be read.
-  """
+  """A split in array_record files, which are checked: ValueError, OSError."""
 
   def __init__(self, files, record_bytes: float, reader: parsing.Reader):
     super().__init__(files, record_bytes, reader)
@@ -135,7 +128,6 @@ class ArrayRecordSource(ShardSource):
     each(lambda path: self._check(path, expected[path]), list(expected))
 
   def open_file(self, path):
-    """Opens a file, see ShardSource."""
     with _named(path):
       return array_record_module.ArrayRecordReader(
         path,
@@ -144,7 +136,6 @@ class ArrayRecordSource(ShardSource):
       )
 
   def read_file(self, file, shard, places):
-    """Returns records of an open file, see ShardSource."""
     with _named(self.paths[shard]):
       return file.read(places)
 
@@ -186,12 +177,7 @@ def _allow_open_files(count: int):
 
 
 def attempted(path: str, function: Callable):
-  """Calls function(path), again after passing storage errors.
-
-  Raises:
-    FileNotFoundError: if there is no such file.
-    OSError: if the file cannot be read.
-  """
+  """Calls function(path), see reading.retried."""
   try:
     return reading.retried(path, function)
   except FileNotFoundError as e:

@@ -20,12 +20,11 @@ _SOURCES = {
 
 def open_split(config, dataset: str, split: str, features) -> records.Source:
   """Opens a split of a TFDS data set; see vit_jax.data.sources.open_split."""
-  builder = builders.get_builder(config, dataset)
-  info = builder.info
+  info = builders.get_builder(config, dataset).info
   available = parsing.features(info)
   wanted = records.resolve(features, available, f"data set '{info.name}'")
   reader = parsing.Reader(info, {name: available[name] for name in wanted})
-  source = open_with(builder, dataset, split, reader)
+  source = open_with(info, dataset, split, reader)
   source.origin = {'dataset': info.full_name, 'split': split}
   return source
 
@@ -53,17 +52,16 @@ def whole(info, dataset: str, split: str):
 
 
 def open_with(
-  builder, dataset: str, split: str, reader: parsing.Reader
+  info, dataset: str, split: str, reader: parsing.Reader
 ) -> records.Source:
-  """Opens a split of a prepared TFDS data set.
+  """Opens a split of a prepared TFDS data set, a tfds.core.DatasetInfo.
 
   Args:
-    builder: the builder of the data set.
-    dataset: name of the data set for messages.
+    info: the data set.
+    dataset: its name for messages.
     split: a split in the notation of TFDS.
     reader: parser of the records.
   """
-  info = builder.info
   bases = []
   for base, instruction in slices.parts(split):
     bases.append(whole(info, dataset, base))
@@ -89,12 +87,7 @@ def open_with(
 
 
 def _record_bytes(splits, files) -> float:
-  """Returns the mean size of a record in bytes.
-
-  Args:
-    splits: the whole splits that a slice is taken from.
-    files: files of the slice.
-  """
+  """Returns the mean bytes of a record in whole splits, or in a slice's files."""
   size = sum(split.num_bytes for split in splits)
   if size:
     return size / sum(split.num_examples for split in splits)

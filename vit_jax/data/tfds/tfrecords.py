@@ -70,11 +70,9 @@ class TfRecordSource(shards.ShardSource):
     self._offsets = offsets(self.paths, counts)
 
   def open_file(self, path):
-    """Opens a file, see shards.ShardSource."""
     return _Remote(path) if shards.is_remote(path) else _Local(path)
 
   def read_file(self, file, shard, places):
-    """Returns records of an open file, see shards.ShardSource."""
     ends, path = self._offsets[shard], self.paths[shard]
     return [
       _data(file.read(int(ends[i]), int(ends[i + 1] - ends[i])), path, i)
@@ -114,12 +112,7 @@ def _length(header: bytes) -> int | None:
 
 
 class _Local:
-  """A file on a disk.
-
-  Args:
-    path: the file.
-    far: whether the parts that are read lie far apart.
-  """
+  """A file on a disk; `far`: the parts that are read lie far apart."""
 
   def __init__(self, path: str, far: bool = True):
     self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -139,7 +132,6 @@ class _Remote:
     self._path = path
 
   def read(self, begin: int, size: int) -> bytes:
-    """Returns a part of the file; may be called by several threads."""
     with tf.io.gfile.GFile(self._path, 'rb') as file:
       file.seek(begin)
       return file.read(size)
@@ -214,35 +206,29 @@ def _scan(path: str, size: int, count: int) -> np.ndarray:
 
 
 def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
-  """Returns the offsets of the records of files, the same on all processes.
+  """Returns where the records of files begin, the same on all processes.
 
   Args:
     paths: the files, in one folder.
     counts: number of records of each file.
 
   Returns:
-    For each file int64 [count + 1], where its records begin, and its end.
-
-  Raises:
-    ValueError, OSError: see TfRecordSource.
+    For each file int64 [count + 1], with the file's end; errors as above.
   """
   folder, names = os.path.dirname(paths[0]), list(map(os.path.basename, paths))
   stored: dict[str, tuple] = {}
   stamps = []
 
-  def is_known(name, stamp, count):
-    old = stored.get(name)
-    return old is not None and old[0] == stamp and len(old[1]) == count + 1
-
   def look():
     stamps[:] = shards.each(lambda path: shards.attempted(path, _stamp), paths)
     for place in _places(folder):
       stored.update(_load(place))
-    return [
-      i
-      for i, known in enumerate(zip(names, stamps, counts))
-      if not is_known(*known)
-    ]
+    lacking = []
+    for i, (name, stamp, count) in enumerate(zip(names, stamps, counts)):
+      old, ends = stored.get(name, (None, ()))
+      if old != stamp or len(ends) != count + 1:
+        lacking.append(i)
+    return lacking
 
   what = f"reading the headers of '{folder}'"
   lacking = processes.attempt(f'{what}: looking for stored ones', look)
@@ -290,25 +276,16 @@ def _scan_all(paths, sizes, counts, numbers) -> dict[int, np.ndarray]:
       paths[i], lambda path: _scan(path, sizes[i], counts[i])
     )
 
-  found = {}
-  with (
-    futures.ThreadPoolExecutor(threads) as pool,
-    cli.bar(
-      desc='Reading the headers of tfrecord files',
-      total=len(numbers),
-      delay=3,
-      leave=False,
-      unit=' files',
-    ) as bar,
-  ):
+  with futures.ThreadPoolExecutor(threads) as pool:
+    found = cli.bar(
+      iterable=pool.map(scan, numbers), total=len(numbers), delay=3,
+      desc='Reading the headers of tfrecord files', leave=False, unit=' files',
+    )  # fmt: skip
     try:
-      for i, ends in zip(numbers, pool.map(scan, numbers)):
-        found[i] = ends
-        bar.update()
+      return dict(zip(numbers, found))
     except BaseException:
       pool.shutdown(cancel_futures=True)
       raise
-  return found
 
 
 def _exchange(what, mine, todo, counts) -> dict[int, np.ndarray]:

@@ -67,34 +67,26 @@ class Reader(parsing.Reader):
 
 
 def tfds_split(info, dataset: str, split: str) -> str:
-  """Returns a split of a task in the notation of TFDS.
-
-  Args:
-    info: the tfds.core.DatasetInfo of the prepared data set.
-    dataset: name of the task for messages.
-    split: 'train800', 'val200', 'train800val200', 'test', or a sum of these.
+  """Returns a split of a task, such as 'train800', in the notation of TFDS.
 
   Raises:
     ValueError: if there is no such split, or too few examples for it.
   """
   train, val, test = vtab_tasks.find_task(dataset).splits
-  train800 = [(train, 800)]
-  val200 = [(val, 200)]
   known = {
-    'train800': train800,
-    'val200': val200,
-    'train800val200': train800 + val200,
+    'train800': [(train, 800)],
+    'val200': [(val, 200)],
+    'train800val200': [(train, 800), (val, 200)],
     'test': [(test, None)],
   }
   found = []
-  for part in split.split('+'):
-    if part.strip() not in known:
+  for part in map(str.strip, split.split('+')):
+    if part not in known:
       raise ValueError(
-        f"data set '{dataset}' has no split '{part.strip()}': it has "
-        f'{list(known)}, which cannot be cut (config.pp.train, config.pp.test, '
-        'config.evals, --evaluate)'
+        f"data set '{dataset}' has no split '{part}': it has {list(known)}, which "
+        'cannot be cut (config.pp.train, config.pp.test, config.evals, --evaluate)'
       )
-    found += known[part.strip()]
+    found += known[part]
   return '+'.join(_first(info, dataset, *part) for part in found)
 
 
@@ -120,24 +112,16 @@ def open_split(config, dataset: str, split: str, features) -> records.Source:
   wanted = records.resolve(
     features, ('image', 'label'), f"data set '{dataset}'"
   )
-  builder = builders.get_builder(config, task.dataset)
-  info = builder.info
+  info = builders.get_builder(config, task.dataset).info
   chosen = tfds_split(info, dataset, split)
-  reader = Reader(info, task, wanted)
-  source = splits.open_with(builder, dataset, chosen, reader)
-  source.origin = {
-    'dataset': f'{dataset} of {info.full_name}', 'split': chosen
-  }  # fmt: skip
+  source = splits.open_with(info, dataset, chosen, Reader(info, task, wanted))
+  title = f'{dataset} of {info.full_name}'
+  source.origin = {'dataset': title, 'split': chosen}
   return source
 
 
 def planned_size(config, dataset: str) -> tuple[int, int]:
-  """Returns the numbers of training examples and of classes; needs no data.
-
-  Args:
-    config: reads `pp.train`, `tfds_data_dir`.
-    dataset: name of the task, 'vtab/<task>'.
-  """
+  """Returns the numbers of training examples and of classes; needs no data."""
   task = vtab_tasks.find_task(dataset)
   info = builders.find_builder(config, task.dataset).info
   examples = {'train800': 800, 'val200': 200}.get(config.pp.train, 1000)
@@ -145,12 +129,7 @@ def planned_size(config, dataset: str) -> tuple[int, int]:
 
 
 def missing(config, dataset: str) -> str:
-  """Describes how to get the data of a task; '' if they are on this machine.
-
-  Args:
-    config: reads `tfds_data_dir`, `tfds_manual_dir`.
-    dataset: name of the task, 'vtab/<task>'.
-  """
+  """Describes how to get the data of a task; '' if they are on this machine."""
   task = vtab_tasks.find_task(dataset)
   builder = builders.find_builder(config, task.dataset)
   if builder.info.splits:
@@ -161,10 +140,6 @@ def missing(config, dataset: str) -> str:
 
 def prepare(config, dataset: str):
   """Downloads the data of a task, if they are missing and TFDS can.
-
-  Args:
-    config: reads `tfds_data_dir`, `tfds_manual_dir`.
-    dataset: name of the task, 'vtab/<task>'.
 
   Raises:
     ValueError: if that fails.

@@ -14,41 +14,26 @@ GROUPS = ('natural', 'specialised', 'structured')
 
 
 class Label(NamedTuple):
-  """The label of a task.
+  """The label of a task."""
 
-  Attributes:
-    reads: names of the features of the data set that it is computed from.
-    class_names: names of the classes; None: those of the only feature.
-    compute: function from these features of b examples, [b] or ragged [b, n,
-      ...], to the numbers of the classes, [b].
-  """
-
-  reads: tuple[str, ...] = ('label',)
-  class_names: tuple[str, ...] | None = None
+  reads: tuple[str, ...] = ('label',)  # Features that it is computed from.
+  class_names: tuple[str, ...] | None = None  # None: those of the feature.
+  # From these features of b examples, [b] or ragged [b, n, ...], to the numbers
+  # of the classes, [b].
   compute: Callable = tf.identity
 
 
 class Task(NamedTuple):
-  """A task.
+  """A task."""
 
-  Attributes:
-    title: name in the tables of papers.
-    group: one of GROUPS.
-    dataset: name of the TFDS data set.
-    splits: splits of the data set whose first examples are `train800` and
-      `val200`, and the split that is `test`.
-    label: the label.
-    pixel_scale: factor on the values of the pixels.
-    module: Python module that TFDS needs to prepare the data set, or ''.
-  """
-
-  title: str
-  group: str
-  dataset: str
+  title: str  # Name in the tables of papers.
+  group: str  # One of GROUPS.
+  dataset: str  # Name of the TFDS data set.
+  # Those whose first examples are `train800` and `val200`, and the test split.
   splits: tuple[str, str, str]
   label: Label = Label()
-  pixel_scale: int = 1
-  module: str = ''
+  pixel_scale: int = 1  # Factor on the values of the pixels.
+  module: str = ''  # Python module that TFDS needs to prepare the data set.
 
 
 def _ranges(edges, unit) -> tuple[str, ...]:
@@ -71,11 +56,7 @@ def _named(feature, class_names) -> Label:
 def _binned(feature, classes, last, unit) -> Label:
   """Returns a label of 16 ranges of equally many, or nearly as many, classes.
 
-  Args:
-    feature: name of a class label.
-    classes: number of its classes.
-    last: value of the last class; that of the first is 0.
-    unit: unit of the values.
+  The values of the feature's classes reach from 0 to `last`, in `unit`.
   """
   starts = [math.ceil(i * classes / 16) for i in range(17)]
   names = tuple(
@@ -183,14 +164,9 @@ TASKS: dict[str, Task] = {
 
 
 def find_task(dataset: str, key: str = 'dataset') -> Task:
-  """Returns the task of a data set 'vtab/<task>'.
+  """Returns the task of a name with or without 'vtab/'; raises ValueError.
 
-  Args:
-    dataset: the name, with or without 'vtab/'.
-    key: key of the config that has the name, for the message.
-
-  Raises:
-    ValueError: if there is no such task.
+  `key` is the key of the config that has the name, for the message.
   """
   name = dataset.removeprefix(registry.VTAB)
   if name not in TASKS:
