@@ -70,7 +70,10 @@ def _attention(path, hf, pth):
 
 
 # Rows of vit_jax.weights.families.leaves, with the names of both namings.
-_MLP = (('Dense_0', 'dense', 'fc1', 'linear1'), ('Dense_1', 'dense', 'fc2', 'linear2'))  # fmt: skip
+_MLP = (
+  ('Dense_0', 'dense', 'fc1', 'linear1'),
+  ('Dense_1', 'dense', 'fc2', 'linear2'),
+)
 _LAYERS = {
   'encoder': (
     *_attention('self_attention', 'self_attn', 'self_attn'),
@@ -90,22 +93,38 @@ _LAYERS = {
 _OTHERS = (
   ('query_embedding', 'leaf', _QUERIES['hf'], _QUERIES['pth']),
   ('input_proj', 'conv', 'model.input_projection', 'input_proj'),
-  ('decoder_norm', 'norm', 'model.decoder.layernorm', 'transformer.decoder.norm'),
+  (
+    'decoder_norm',
+    'norm',
+    'model.decoder.layernorm',
+    'transformer.decoder.norm',
+  ),
   ('class_head', 'dense', 'class_labels_classifier', 'class_embed'),
-  ('box_head/Dense_0', 'dense', 'bbox_predictor.layers.0', 'bbox_embed.layers.0'),
-  ('box_head/Dense_1', 'dense', 'bbox_predictor.layers.1', 'bbox_embed.layers.1'),
-  ('box_head/Dense_2', 'dense', 'bbox_predictor.layers.2', 'bbox_embed.layers.2'),
-)  # fmt: skip
+  *(
+    (
+      f'box_head/Dense_{i}',
+      'dense',
+      f'bbox_predictor.layers.{i}',
+      f'bbox_embed.layers.{i}',
+    )
+    for i in range(3)
+  ),
+)
 # The same of a mask head, whose names are those of all namings.
 _MASK_ROWS = (
   ('attention/query', 'heads', 'bbox_attention.q_linear'),
   ('attention/key', 'heads', 'bbox_attention.k_linear'),
   ('conv_0', 'conv', 'mask_head.lay1'),
-  *((f'convolutions/conv_{i}', 'conv', f'mask_head.lay{i + 1}') for i in range(1, 5)),
-  *((f'convolutions/norm_{i}', 'norm', f'mask_head.gn{i + 1}') for i in range(5)),
+  ('convolutions/conv_1', 'conv', 'mask_head.lay2'),
+  ('convolutions/conv_2', 'conv', 'mask_head.lay3'),
+  ('convolutions/conv_3', 'conv', 'mask_head.lay4'),
+  ('convolutions/conv_4', 'conv', 'mask_head.lay5'),
+  *(
+    (f'convolutions/norm_{i}', 'norm', f'mask_head.gn{i + 1}') for i in range(5)
+  ),
   *((f'adapter_{i}', 'conv', f'mask_head.adapter{i + 1}') for i in range(3)),
   ('convolutions/output', 'conv', 'mask_head.out_lay'),
-)  # fmt: skip
+)
 
 
 def _table(naming, layers: dict[str, int]) -> Iterator[leaves.Leaf]:
