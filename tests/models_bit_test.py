@@ -14,7 +14,7 @@ from tests import trees
 from vit_jax import checkpoint
 from vit_jax import models
 from vit_jax.weights import reading
-from vit_jax.weights.families import vit as layouts
+from vit_jax.weights.families import families
 
 
 def of_timm(name, units, width):
@@ -28,9 +28,9 @@ def copied(theirs):
   """Fills a model of timm with random numbers; returns them by our names."""
   torch_models.randomize(theirs)
   state = {name: value.numpy() for name, value in theirs.state_dict().items()}
-  flat = layouts.load(state, layouts.Layout('timm'), None)
+  flat = families.of({}).load(state, 'timm', None)
   params = flax.traverse_util.unflatten_dict(flat, sep='/')
-  back = layouts.dump(flat, layouts.Layout('timm'))
+  back = families.of({}).dump(flat, 'timm')
   assert back.keys() == state.keys()
   for name, value in state.items():
     np.testing.assert_array_equal(back[name], value)

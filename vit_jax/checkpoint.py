@@ -16,6 +16,7 @@ import flax.traverse_util
 
 from vit_jax import models
 from vit_jax.configs import models as model_configs
+from vit_jax.weights import arrays
 from vit_jax.weights import fetch
 from vit_jax.weights import fitting
 from vit_jax.weights import identify
@@ -196,9 +197,6 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
 
   Returns:
     Arrays by '/'-joined path in parameters or extra state.
-
-  Raises:
-    FileNotFoundError, ValueError: if there is no such file or it does not fit.
   """
   beside = {k: v for k, v in (extra or {}).items() if k in reading.EXTRA}
   found = {}
@@ -221,7 +219,17 @@ def _part_weights(config, part, path, task, params, beside) -> dict:
     # form: a detector starts from a classifier.
     other = () if part else fitting.OtherModelError
     with contextlib.suppress(other):
-      return _inner_weights(config, name, path, params)
+      key = inner[name]
+      taken = transferable(
+        path,
+        params[name],
+        config.model[key],
+        grid=config.pretrained_grid,
+        new_grid=_new_grid(config, config.model[key]),
+        new=('head/', 'pre_logits/'),
+        place=f'model.{key}',
+      )
+      return {f'{name}/{leaf}': value for leaf, value in taken.items()}
   taken = transferable(
     path,
     {**params, **beside},
@@ -243,21 +251,6 @@ def _new_grid(config, model):
   return encoder.get('position_grid') or models.patch_grid(
     model, preprocess.crop_size(config.pp)
   )
-
-
-def _inner_weights(config, part, path, params) -> dict:
-  """Returns the weights of a part that is a model of its own."""
-  key = model_configs.parts_of(config.model)[part]
-  taken = transferable(
-    path,
-    params[part],
-    config.model[key],
-    grid=config.pretrained_grid,
-    new_grid=_new_grid(config, config.model[key]),
-    new=('head/', 'pre_logits/'),
-    place=f'model.{key}',
-  )
-  return {f'{part}/{name}': value for name, value in taken.items()}
 
 
 def _fix_groupnorm(params):
@@ -337,12 +330,6 @@ def get_augreg_df(directory: str = 'gs://vit_models/augreg'):
     FileNotFoundError, PermissionError, OSError: if the index cannot be read.
     ImportError: if pandas is missing.
   """
-  try:
-    import pandas as pd
-  except ImportError as e:
-    raise ImportError(
-      "get_augreg_df needs pandas: pip install -e '.[colab]' in the checkout of "
-      'vit_jax'
-    ) from e
+  pd = arrays.needed('pandas', 'colab', 'get_augreg_df')
   with _augreg_index(directory).open('r') as f:
     return pd.read_csv(f)

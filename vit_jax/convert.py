@@ -5,13 +5,13 @@
 
 from collections.abc import Sequence
 import copy
+import functools
 import json
 from typing import Any
 
 from etils import epath
 import flax.traverse_util
 import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
@@ -26,8 +26,6 @@ from vit_jax.weights import writing
 from vit_jax.weights.families import families
 
 KINDS = tuple(writing.WRITERS)
-# Image size of most pre-training, in pixels.
-_USUAL_SIZE = 224
 
 
 def read(
@@ -82,7 +80,7 @@ def read(
     names = None
   with arrays.naming(src, 'cannot be used'):
     family = families.of(config)
-    size = family.files.image_size(
+    size = family.image_size(
       config, weights.params, image_size or weights.image_size
     )
     if weights.kind != 'workdir':
@@ -98,32 +96,25 @@ def read(
       weights.kind,
       weights.resize if size == weights.image_size else None,
     )
-    family.files.check(model)
+    family.check(model)
   return model
 
 
 def _check_shapes(weights, config, num_classes, size):
   """Checks that all leaves of the model are present, with their shapes."""
   model = models.make_model(config, num_classes=num_classes)
-  inputs = families.of(config).files.inputs(
-    config, weights.params, size or (_USUAL_SIZE, _USUAL_SIZE)
-  )
-  expected = jax.eval_shape(
-    lambda: model.init(
-      jax.random.key(0), jnp.zeros(inputs.shape, inputs.dtype), train=False
-    )
-  )
+  family = families.of(config)
+  inputs = family.inputs(config, weights.params, size or (224, 224))
+  init = functools.partial(model.init, train=False)
+  expected = jax.eval_shape(init, jax.random.key(0), inputs)
   have = reading.leaves_of(weights)
   tree = {**expected.pop('params'), **expected}
   want = flax.traverse_util.flatten_dict(tree, sep='/')
-  problems = identify.misfits(have, want) + [
-    f'{path}: missing in the weights' for path in sorted(want.keys() - have)
-  ]
-  if problems:
-    raise ValueError(
-      f'it looks like {identify.describe(weights.params)}, but:\n  '
-      + '\n  '.join(problems[:20])
-    )
+  fitting.fail_for(
+    identify.misfits(have, want)
+    + fitting.say_missing(sorted(want.keys() - have)),
+    f'it looks like {identify.describe(weights.params)}, but',
+  )
 
 
 def convert(
@@ -207,9 +198,6 @@ def _with_plain_positions(model, to):
 
   Returns:
     The model, and a list of notes.
-
-  Raises:
-    ValueError: if the format has no such position embeddings.
   """
   encoder = model.config.get('transformer') or {}
   kind = encoder.get('position_embedding', 'learned_1d')

@@ -160,22 +160,17 @@ def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
     raise ValueError(
       'num_classes is missing: give the width of the head, or 0 for no head'
     )
-  _check_fields(fields, model)
+  names = set(known) - {'parent', 'name'}
+  unknown = sorted(set(fields) - names)
+  if unknown:
+    raise ValueError(
+      f'config.model has unknown fields {unknown}: {model.__name__} takes '
+      f'{sorted(names)}'
+    )
   if 'encoder' in known:
     encoder = fields.get('encoder', known['encoder'].default)
     models_vit.encoder_fields(encoder, fields.get('transformer') or {})
   return model(**fields)
-
-
-def _check_fields(given, cls):
-  """Raises ValueError if a class lacks one of the given fields."""
-  names = set(cls.__dataclass_fields__) - {'parent', 'name'}
-  unknown = sorted(set(given) - names)
-  if unknown:
-    raise ValueError(
-      f'config.model has unknown fields {unknown}: {cls.__name__} takes '
-      f'{sorted(names)}'
-    )
 
 
 def patch_grid(config, image_size: tuple[int, int]) -> tuple[int, int] | None:

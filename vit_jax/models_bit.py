@@ -11,6 +11,7 @@ Shapes in the comments:
 """
 
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -35,9 +36,21 @@ REMATS = ('', 'full')
 
 
 def _group_norm(eps, types, name):
-  """Returns a norm over groups of channels, 32 of them."""
   return nn.GroupNorm(
     32, epsilon=eps.norm, use_fast_variance=False, name=name, **types
+  )
+
+
+def _conv(features, size, strides, name, eps, types):
+  return models_resnet.StdConv(
+    features,
+    (size, size),
+    strides,
+    padding=size // 2,
+    use_bias=False,
+    eps=eps,
+    name=name,
+    **types,
   )
 
 
@@ -51,8 +64,6 @@ class ResidualUnit(nn.Module):
     features: channels F inside the bottleneck.
     strides: strides of the 3x3 convolution and of the projection.
     eps: the epsilons.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   features: int
@@ -65,64 +76,12 @@ class ResidualUnit(nn.Module):
   def __call__(self, x):
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
     types = dtypes.of(self)
-
-    def conv(features, size, strides, name):
-      return models_resnet.StdConv(
-        features,
-        (size, size),
-        strides,
-        padding=size // 2,
-        use_bias=False,
-        eps=self.eps,
-        name=name,
-        **types,
-      )
-
+    conv = functools.partial(_conv, eps=self.eps, types=types)
+    norm = lambda name: _group_norm(self.eps, types, f'gn{name}')
     x = resnet.bottleneck(
-      x,
-      self.features,
-      self.strides,
-      conv,
-      lambda name: _group_norm(self.eps, types, f'gn{name}'),
-      norms_first=True,
+      x, self.features, self.strides, conv, norm, norms_first=True
     )
     return sharding.constrain_batch(x)
-
-
-class ResNetStage(nn.Module):
-  """A sequence of units; the first may have strides.
-
-  Attributes:
-    num_units: number of units.
-    features: channels F inside each bottleneck.
-    first_strides: strides of the first unit.
-    remat: see BitResNet.
-    eps: the epsilons.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
-  """
-
-  num_units: int
-  features: int
-  first_strides: tuple[int, int] = (1, 1)
-  remat: str = ''
-  eps: models_resnet.Epsilons = EPSILONS['published']
-  dtype: Any = jnp.float32
-  param_dtype: Any = jnp.float32
-
-  @nn.compact
-  def __call__(self, x):
-    """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
-    unit = loop.recomputed(ResidualUnit, self.remat)
-    for i in range(self.num_units):
-      x = unit(
-        self.features,
-        strides=self.first_strides if i == 0 else (1, 1),
-        eps=self.eps,
-        **dtypes.of(self),
-        name=f'unit{i + 1:02d}',
-      )(x)
-    return x
 
 
 class RootBlock(nn.Module):
@@ -131,8 +90,6 @@ class RootBlock(nn.Module):
   Attributes:
     features: number of channels F.
     eps: the epsilons.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   features: int
@@ -143,16 +100,8 @@ class RootBlock(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps images [B, H, W, C] to [B, H / 4, W / 4, F]."""
-    x = models_resnet.StdConv(
-      self.features,
-      (7, 7),
-      (2, 2),
-      padding=3,
-      use_bias=False,
-      eps=self.eps,
-      **dtypes.of(self),
-      name='conv_root',
-    )(x)
+    types = dtypes.of(self)
+    x = _conv(self.features, 7, (2, 2), 'conv_root', self.eps, types)(x)
     # Zeros at the borders, which count as values, are part of the published
     # models.
     x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -212,17 +161,17 @@ class BitResNet(patches.ImageModel):
     types = dtypes.of(self)
     eps = EPSILONS[self.eps]
     width = int(64 * self.width_factor)
+    unit = loop.recomputed(ResidualUnit, self.remat)
     x = RootBlock(width, eps=eps, name='root_block', **types)(inputs)
     for i, num_units in enumerate(self.num_layers):
       patches.sow_mean(self, f'layer_{i}', x)
-      x = ResNetStage(
+      x = resnet.Stage(
+        functools.partial(unit, width * 2**i, eps=eps, **types),
         num_units,
-        width * 2**i,
-        first_strides=(1, 1) if i == 0 else (2, 2),
-        remat=self.remat,
-        eps=eps,
+        first={'strides': (1, 1) if i == 0 else (2, 2)},
+        others={},
+        names='unit{:02d}',
         name=f'block{i + 1}',
-        **types,
       )(x)
     x = nn.relu(_group_norm(eps, types, 'norm-pre-head')(x))  # [B, h, w, D]
     patches.sow_mean(self, f'layer_{len(self.num_layers)}', x)
@@ -234,13 +183,8 @@ class BitResNet(patches.ImageModel):
 
   def _check(self):
     """Raises ValueError if a field has a wrong value."""
-    for name, known in (('eps', tuple(EPSILONS)), ('remat', REMATS)):
-      value = getattr(self, name)
-      if value not in known:
-        raise ValueError(
-          f"{name}='{value}' is unknown: use one of {known} "
-          f'(config.model.{name})'
-        )
+    patches.check_choice('eps', self.eps, EPSILONS)
+    patches.check_choice('remat', self.remat, REMATS)
     if not self.width_factor > 0 or self.width_factor % 0.5:
       raise ValueError(
         f'width_factor={self.width_factor} must be a multiple of 0.5 above 0, so '

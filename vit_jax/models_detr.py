@@ -23,6 +23,7 @@ from vit_jax.distributed import sharding
 from vit_jax.layers import detection
 from vit_jax.layers import dtypes
 from vit_jax.layers import masks
+from vit_jax.layers import patches
 from vit_jax.layers import resnet
 
 BACKBONES = ('resnet', 'vit')
@@ -59,7 +60,6 @@ class BoxHead(nn.Module):
   Attributes:
     hidden_size: width of the two hidden layers.
     dtype: type of the hidden layers; the box is float32.
-    param_dtype: type of the parameters.
   """
 
   hidden_size: int
@@ -105,23 +105,6 @@ class VitBackbone(models_vit.VisionTransformer):
       )
     x = self.encode(x, train=train, mask=mask)[:, -tokens:]
     return x.reshape(x.shape[0], *grid, -1)
-
-
-def check_vit(fields):
-  """Checks the names of the fields of a Vision Transformer as the backbone.
-
-  Raises:
-    ValueError: if a field is missing or unknown.
-  """
-  known = set(VitBackbone.__dataclass_fields__) - {'parent', 'name'}
-  unknown = sorted(set(fields) - known)
-  missing = sorted({'patches', 'transformer', 'hidden_size'} - set(fields))
-  if unknown or missing:
-    raise ValueError(
-      f'config.model.vit lacks {missing} and has unknown fields {unknown}: give '
-      "the fields of a Vision Transformer with backbone='vit', as "
-      'vit_jax.configs.models.get_config returns them (config.model.vit)'
-    )
 
 
 class Detr(nn.Module):
@@ -231,22 +214,17 @@ class Detr(nn.Module):
     return {**outputs, 'features': features}
 
   def draw_masks(self, features, queries):
-    """Computes the masks of some queries.
+    """Computes the masks of queries by number, int [B, N].
 
-    Args:
-      features: see `__call__`.
-      queries: int [B, N], numbers of the queries.
-
-    Returns:
-      The logits, float32 [B, N, H / 4, W / 4].
+    Returns the logits, float32 [B, N, H / 4, W / 4].
     """
-    chosen = jnp.take_along_axis(
-      features.queries, queries[..., None], axis=1
-    )  # [B, N, D]
+    queries = queries[..., None]
+    chosen = jnp.take_along_axis(features.queries, queries, axis=1)  # [B, N, D]
     return self.segmentation(features._replace(queries=chosen))
 
   def _stages(self, images, mask, train):
     """Returns the feature maps of the backbone; the last is [B, h, w, F]."""
+    patches.check_choice('backbone', self.backbone, BACKBONES)
     types = dtypes.of(self)
     if self.backbone == 'vit':
       if self.mask_head:
@@ -255,14 +233,14 @@ class Detr(nn.Module):
           "four stages: use backbone='resnet' (config.model.backbone)"
         )
       fields = {**(self.vit or {}), **types, 'num_classes': None}
-      check_vit(fields)
-      backbone = VitBackbone(name='backbone', **fields)
+      try:
+        backbone = VitBackbone(name='backbone', **fields)
+      except TypeError as e:
+        raise ValueError(
+          f"backbone='vit' takes the fields of a Vision Transformer, as "
+          f'vit_jax.configs.models.get_config returns them: {e} (config.model.vit)'
+        ) from e
       return [backbone(images, mask, train=train)]
-    if self.backbone != 'resnet':
-      raise ValueError(
-        f"backbone='{self.backbone}' is unknown: use one of {BACKBONES} "
-        '(config.model.backbone)'
-      )
     if mask is None:
       mask = jnp.ones(images.shape[:3], bool)
     return resnet.ResNet(
@@ -290,9 +268,8 @@ class Detr(nn.Module):
   def _encode(self, features, mask, train):
     """Encodes a feature map.
 
-    Returns:
-      The map with D channels [B, h, w, D]; memory [B, S, D], positions [B, S,
-      D], and mask [B, 1, 1, S].
+    Returns the map with D channels [B, h, w, D]; memory [B, S, D], positions [B,
+    S, D], and mask [B, 1, 1, S].
     """
     types = dtypes.of(self)
     mask = shrink_mask(mask, features.shape[1:3])  # [B, h, w]

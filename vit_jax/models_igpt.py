@@ -34,6 +34,7 @@ from vit_jax.layers import attention as attention_lib
 from vit_jax.layers import decoder
 from vit_jax.layers import dtypes
 from vit_jax.layers import loop as loop_lib
+from vit_jax.layers import patches
 
 
 class ImageGPT(nn.Module):
@@ -79,12 +80,7 @@ class ImageGPT(nn.Module):
   param_dtype: Any = jnp.float32
 
   def setup(self):
-    """Creates parameters and layers.
-
-    Raises:
-      ValueError: if a field has an unknown value, or the heads do not divide
-        the width.
-    """
+    """Creates parameters and layers; raises ValueError for wrong fields."""
     self._check_fields()
     types = dtypes.of(self)
     normal = nn.initializers.normal
@@ -101,7 +97,7 @@ class ImageGPT(nn.Module):
     )
     block = loop_lib.recomputed(decoder.Block, self.remat)
     self.block = [
-      block(i, **self._block_fields()) for i in range(self.num_layers)
+      block(layer=i, **self._block_fields()) for i in range(self.num_layers)
     ]
     self.norm = nn.RMSNorm(decoder.NORM_EPS, **types)
     head = functools.partial(
@@ -116,7 +112,6 @@ class ImageGPT(nn.Module):
       self.class_head = head(self.num_classes)
 
   def _block_fields(self):
-    """Returns the fields of a layer, without its number."""
     return dict(
       num_heads=self.num_heads,
       num_layers=self.num_layers,
@@ -129,15 +124,10 @@ class ImageGPT(nn.Module):
   def _check_fields(self):
     """Raises ValueError if fields are wrong or do not fit together."""
     attention_lib.check(self.attention, 0.0, key='config.model.attention')
-    for name, known in (
-      ('attention_scale', decoder.SCALES),
-      ('remat', ('', *loop_lib.REMAT_POLICIES)),
-    ):
-      if getattr(self, name) not in known:
-        raise ValueError(
-          f"{name}='{getattr(self, name)}' is unknown: use one of {list(known)} "
-          f'(config.model.{name})'
-        )
+    patches.check_choice(
+      'attention_scale', self.attention_scale, decoder.SCALES
+    )
+    patches.check_choice('remat', self.remat, loop_lib.REMATS)
     if self.hidden_size % self.num_heads:
       raise ValueError(
         f'num_heads={self.num_heads} does not divide the width '
@@ -191,7 +181,7 @@ class ImageGPT(nn.Module):
     params = self.variables['params']
     blocks = [params[f'block_{i}'] for i in range(self.num_layers - 1)]
     block = loop_lib.recomputed(decoder.Block, self.remat, looped=True)(
-      0, **self._block_fields(), parent=None
+      **self._block_fields(), parent=None
     )
     apply = lambda x, params: block.apply({'params': params}, x)[0]
     return loop_lib.over_layers(apply, x, blocks)
@@ -216,12 +206,10 @@ class ImageGPT(nn.Module):
       )
 
   def _embed(self, colors, start, masked=None):
-    """Makes tokens [B, Q, D] of the colours that they may see.
+    """Makes tokens [B, Q, D] of the colours [B, Q] that they may see.
 
-    Args:
-      colors: int32 [B, Q]; in a causal model, colours of the pixels before.
-      start: number of the first token.
-      masked: bool [B, Q] or None, True for tokens without a colour.
+    In a causal model these are colours of the pixels before. `start` is the number
+    of the first token; `masked`, bool [B, Q], is True for tokens without a colour.
     """
     x = jnp.take(self.color_embedding, colors, axis=0)  # [B, Q, D]
     numbers = start + jnp.arange(colors.shape[1])  # [Q]
@@ -233,21 +221,11 @@ class ImageGPT(nn.Module):
     return sharding.constrain_batch(x.astype(dtypes.of(self)['dtype']))
 
   def empty_cache(self, batch: int):
-    """Returns the cache of `extend` before the first pixel.
-
-    Args:
-      batch: number of images B.
-    """
-    return [
-      decoder.empty_cache(
-        batch,
-        self.num_positions,
-        self.num_heads,
-        self.hidden_size // self.num_heads,
-        dtypes.of(self)['dtype'],
-      )
-      for _ in range(self.num_layers)
-    ]
+    """Returns the cache of `extend` before the first pixel of so many images."""
+    heads = self.num_heads
+    shape = (batch, heads, self.num_positions, self.hidden_size // heads)
+    zeros = jnp.zeros(shape, dtypes.of(self)['dtype'])  # [B, K, N, E]
+    return [(zeros, zeros) for _ in range(self.num_layers)]
 
   def extend(self, before, start, cache):
     """Predicts some pixels of a causal model, after those of earlier calls.
@@ -273,30 +251,21 @@ class ImageGPT(nn.Module):
 def log_likelihood(logits, colors):
   """Computes the log-likelihood of images under a causal model.
 
-  Divided by N and by -log(2), these are bits a dimension.
-
-  Args:
-    logits: float32 [B, N, C].
-    colors: int32 [B, N].
-
-  Returns:
-    Nats, float32 [B].
+  Maps logits [B, N, C] and colours [B, N] to nats, float32 [B]. Divided by N and
+  by -log(2), these are bits a dimension.
   """
   log_p = jax.nn.log_softmax(logits)
   return jnp.take_along_axis(log_p, colors[..., None], axis=-1).sum((1, 2))
 
 
 def draw(keys, logits, temperature, top_k: int | None = None):
-  """Draws a colour for each image.
+  """Draws a colour for each image, int32 [B]; see `sample`.
 
   Args:
     keys: a random key for each image, [B].
     logits: float32 [B, C].
     temperature: by what the logits are divided.
     top_k: draw among so many most likely colours; None for all.
-
-  Returns:
-    int32 [B].
   """
   if top_k is not None:
     least = jax.lax.top_k(logits, top_k)[0][:, -1:]
@@ -375,17 +344,11 @@ def _sample(model, params, prefix, keys, temperature, top_k):
 
 
 def next_pixel(model, params, keys, temperature=1.0, top_k=None):
-  """Returns a function that draws one pixel of each image.
+  """Returns a function that draws one pixel of each image; see `sample`.
 
   The function takes `before`, `start` and `cache` of ImageGPT.extend, and
-  returns the colour of the last of these pixels, int32 [B], and the cache.
-
-  Args:
-    model: a causal model.
-    params: its parameters.
-    keys: a random key for each image, [B].
-    temperature: see `sample`.
-    top_k: see `sample`.
+  returns the colour of the last of these pixels, int32 [B], and the cache. `keys`
+  are random keys [B].
   """
 
   def draw_next(before, start, cache):
@@ -400,16 +363,10 @@ def next_pixel(model, params, keys, temperature=1.0, top_k=None):
 
 
 def draw_pixels(draw_next, color, cache, positions):
-  """Draws pixels one after another, in one loop.
+  """Draws the pixels of numbers `positions`, int32 [P], in one loop.
 
-  Args:
-    draw_next: see `next_pixel`.
-    color: colour of the pixel before the first of them, int32 [B].
-    cache: the cache for that position.
-    positions: numbers of the pixels, int32 [P].
-
-  Returns:
-    Colours, int32 [B, P], and the cache after them.
+  Starts from the colour of the pixel before the first of them, int32 [B], and the
+  cache for that position. Returns colours, int32 [B, P], and the cache after them.
   """
 
   def step(carry, position):

@@ -23,8 +23,6 @@ class MlpBlock(nn.Module):
 
   Attributes:
     mlp_dim: width of the hidden layer.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   mlp_dim: int
@@ -45,8 +43,6 @@ class MixerBlock(nn.Module):
   Attributes:
     tokens_mlp_dim: width of the hidden layer of the MLP over tokens.
     channels_mlp_dim: width of the hidden layer of the MLP over channels.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
     layer: number of the layer, from 0; see vit_jax.layers.patches.sow_mean.
   """
 

@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.layers import dtypes
+from vit_jax.layers import patches
 from vit_jax.layers import resnet
 
 
@@ -81,8 +82,6 @@ class ResidualUnit(nn.Module):
     features: channels F inside the bottleneck.
     strides: strides of the 3x3 convolution and of the projection.
     eps: the epsilons.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   features: int
@@ -125,8 +124,6 @@ class ResNetStage(nn.Module):
     nout: channels F inside each bottleneck.
     first_stride: strides of the first unit.
     eps: the epsilons.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   block_size: int
@@ -163,8 +160,6 @@ def make_resnet(
     num_layers: number of units in each stage; if empty, there is only the root.
     width_factor: the root block has 64 times this number of channels.
     eps: a key of EPSILONS.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
 
   Returns:
     Layers for `apply_resnet`: convolution and norm of the root, then the
@@ -173,11 +168,7 @@ def make_resnet(
   Raises:
     ValueError: if `eps` is unknown.
   """
-  if eps not in EPSILONS:
-    raise ValueError(
-      f"eps='{eps}' is unknown: use one of {sorted(EPSILONS)} "
-      '(config.model.resnet.eps)'
-    )
+  patches.check_choice('eps', eps, EPSILONS, 'config.model.resnet')
   eps = EPSILONS[eps]
   types = dict(dtype=dtype, param_dtype=param_dtype)
   width = int(64 * width_factor)

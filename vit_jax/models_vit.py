@@ -155,11 +155,7 @@ class VisionTransformer(patches_lib.ImageModel):
       ValueError: if the classifier is unknown, or if it reads the class token
         while causal attention hides all other tokens from that token.
     """
-    if self.classifier not in CLASSIFIERS:
-      raise ValueError(
-        f"classifier='{self.classifier}' is unknown: use one of {CLASSIFIERS} "
-        '(config.model.classifier)'
-      )
+    patches_lib.check_choice('classifier', self.classifier, CLASSIFIERS)
     types = dtypes.of(self)
     if self.resnet is not None:
       self.resnet_layers = models_resnet.make_resnet(

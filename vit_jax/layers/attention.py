@@ -50,21 +50,27 @@ def first_token(x):
   return x.sum(axis=1, keepdims=True, where=first)
 
 
-def _check_inputs(x, kv, mask, num_heads, causal):
-  """Checks shapes and types; returns the mask with four dimensions.
-
-  Raises:
-    ValueError: if shapes or types do not fit together.
-  """
+def _check_inputs(x, kv, mask, relative, num_heads, causal):
+  """Checks shapes and types; returns the mask with four dimensions."""
   if x.shape[-1] % num_heads:
     raise ValueError(
       f'num_heads={num_heads} does not divide the width {x.shape[-1]} '
       '(config.model.hidden_size): choose a divisor'
     )
-  if kv is not None and causal:
+  for name, given in (
+    ('causal=True', causal),
+    ('relative', relative is not None),
+  ):
+    if kv is not None and given:
+      raise ValueError(
+        f'{name} is not defined for keys of another sequence (kv), whose '
+        'positions have no offset: leave out one of them'
+      )
+  shape = [2 * x.shape[1] - 1, x.shape[-1] // num_heads]
+  if relative is not None and list(relative.shape) != shape:
     raise ValueError(
-      'causal=True is not defined for keys of another sequence (kv): leave out '
-      'kv, or give a mask instead of causal=True'
+      f'relative must be [2 x {x.shape[1]} tokens - 1, width of a head] = '
+      f'{shape}, got {list(relative.shape)}'
     )
   if kv is not None and (kv.ndim != 3 or kv.shape[0] != x.shape[0]):
     raise ValueError(
@@ -86,21 +92,6 @@ def _check_inputs(x, kv, mask, num_heads, causal):
   return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
-def _check_relative(x, kv, relative, head_dim):
-  """Raises ValueError if embeddings of offsets do not suit tokens x."""
-  if kv is not None:
-    raise ValueError(
-      'relative is not defined for keys of another sequence (kv), whose '
-      'positions have no offset: leave out relative or kv'
-    )
-  shape = (2 * x.shape[1] - 1, head_dim)
-  if relative.shape != shape:
-    raise ValueError(
-      f'relative must be [2 x {x.shape[1]} tokens - 1, width of a head] = '
-      f'{list(shape)}, got {list(relative.shape)}'
-    )
-
-
 class MultiHeadDotProductAttention(nn.Module):
   """Multi-head attention (appendix A), softmax in float32.
 
@@ -112,8 +103,6 @@ class MultiHeadDotProductAttention(nn.Module):
       output equals the first one of a full computation; in causal attention the
       first query attends to the first token only.
     causal: whether token i attends to tokens 0 to i only; self-attention only.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   num_heads: int
@@ -155,20 +144,16 @@ class MultiHeadDotProductAttention(nn.Module):
       any key yields the bias of the last layer.
 
     Raises:
-      ValueError: if the heads do not divide the width, if `attention` has an
-        unknown value or does not support the dropout, the mask or relative
-        embeddings, if `kv`, `mask` or `relative` has a wrong shape or type, or
-        if `kv` is given together with `causal` or `relative`.
+      ValueError: if the arguments do not fit together, or `attention` does not
+        support them.
     """
     width = x.shape[-1]
-    mask = _check_inputs(x, kv, mask, self.num_heads, self.causal)
+    mask = _check_inputs(x, kv, mask, relative, self.num_heads, self.causal)
     dropout = 0.0 if deterministic else self.dropout_rate
     check(
       self.attention, dropout, mask=mask is not None, bias=relative is not None
     )
     head_dim = width // self.num_heads
-    if relative is not None:
-      _check_relative(x, kv, relative, head_dim)
     dense = functools.partial(
       nn.DenseGeneral,
       kernel_init=nn.initializers.xavier_uniform(),

@@ -36,23 +36,12 @@ def quick_gelu(x):
   return x * nn.sigmoid(1.702 * x)
 
 
-def empty_cache(batch: int, tokens: int, heads: int, head_dim: int, dtype):
-  """Returns keys and values for `attend_to_past`, zeros [B, K, N, E] each."""
-  zeros = jnp.zeros((batch, heads, tokens, head_dim), dtype)
-  return zeros, zeros
-
-
 def attend_to_past(query, key, value, start):
   """Computes causal attention of some tokens to themselves and earlier ones.
 
-  Args:
-    query: scaled queries of the tokens from number `start` on, [B, Q, K, E].
-    key: keys of all tokens, [B, K, N, E]; those of later tokens do not matter.
-    value: values likewise.
-    start: number of the first query's token, int32.
-
-  Returns:
-    [B, Q, K, E].
+  Maps scaled queries [B, Q, K, E] of the tokens from number `start` on, and keys
+  and values [B, K, N, E] of all tokens, of which later ones do not matter, to
+  [B, Q, K, E].
   """
   logits = jnp.einsum('bqke,bkne->bkqn', query, key)
   last = start + jnp.arange(query.shape[1])[:, None]  # [Q, 1]
@@ -62,8 +51,8 @@ def attend_to_past(query, key, value, start):
   return jnp.einsum('bkqn,bkne->bqke', weights, value)
 
 
-class Attention(nn.Module):
-  """Self-attention without biases.
+class _Layer(nn.Module):
+  """What Attention and Block share.
 
   Attributes:
     num_heads: number of heads K; must divide the width.
@@ -71,8 +60,6 @@ class Attention(nn.Module):
     causal: whether token i attends to tokens 0 to i only.
     attention: name of the implementation, see vit_jax.layers.attention.
     scale: a key of SCALES.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   num_heads: int
@@ -83,16 +70,17 @@ class Attention(nn.Module):
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
+
+class Attention(_Layer):
+  """Self-attention without biases."""
+
   @nn.compact
   def __call__(self, x, cache=None, start=0):
     """Maps tokens [B, N, D] to [B, N, D]; see Block."""
     width = x.shape[-1]
     head_dim = width // self.num_heads
-    dense = functools.partial(
-      nn.DenseGeneral,
-      use_bias=False,
-      **dtypes.of(self),
-    )
+    types = dtypes.of(self)
+    dense = functools.partial(nn.DenseGeneral, use_bias=False, **types)
     heads = functools.partial(
       dense,
       features=(self.num_heads, head_dim),
@@ -119,12 +107,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-  """Two dense layers without biases, four times as wide between.
-
-  Attributes:
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
-  """
+  """Two dense layers without biases, four times as wide between."""
 
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
@@ -144,7 +127,7 @@ class Mlp(nn.Module):
     )
 
 
-class Block(nn.Module):
+class Block(_Layer):
   """One layer: attention, then an MLP, each after a norm without a mean.
 
   Sows `layer_<layer>`, float32 [B, D], the mean over the tokens of what enters
@@ -152,17 +135,9 @@ class Block(nn.Module):
 
   Attributes:
     layer: number of the layer, from 0.
-    num_heads: see Attention; so are the other attributes.
   """
 
-  layer: int
-  num_heads: int
-  num_layers: int
-  causal: bool = True
-  attention: str = 'default'
-  scale: str = 'exact'
-  dtype: Any = jnp.float32
-  param_dtype: Any = jnp.float32
+  layer: int = 0
 
   @nn.compact
   def __call__(self, x, cache=None, start=0):
@@ -170,7 +145,7 @@ class Block(nn.Module):
 
     Args:
       x: all tokens; with a cache, those from number `start` on.
-      cache: keys and values of all tokens, see `empty_cache`, of which those
+      cache: keys and values of all tokens, [B, K, N, E] each, of which those
         before `start` are known; None if `x` has all tokens.
       start: int32 scalar.
 
@@ -179,9 +154,8 @@ class Block(nn.Module):
     """
     types = dtypes.of(self)
     y = nn.RMSNorm(NORM_EPS, name='norm_1', **types)(x)
-    self.sow(
-      'intermediates', f'layer_{self.layer}', y.mean(axis=1, dtype=jnp.float32)
-    )
+    mean = y.mean(axis=1, dtype=jnp.float32)
+    self.sow('intermediates', f'layer_{self.layer}', mean)
     y, cache = Attention(
       self.num_heads,
       self.num_layers,

@@ -52,16 +52,7 @@ def sine_positions(mask, width: int, temperature: float = 10_000.0):
 
 
 class _Layer(nn.Module):
-  """What the layers of encoder and decoder share.
-
-  Attributes:
-    num_heads: number of heads.
-    mlp_dim: width of the hidden layer of the MLP.
-    dropout_rate: dropout after attention and dense layers.
-    attention_dropout_rate: dropout of the attention weights.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
-  """
+  """What the layers of encoder and decoder share; fields as in Detr."""
 
   num_heads: int
   mlp_dim: int
@@ -102,15 +93,10 @@ class EncoderLayer(_Layer):
 
   @nn.compact
   def __call__(self, x, positions, mask, *, train):
-    """Maps tokens [B, S, D] to [B, S, D].
+    """Maps tokens [B, S, D] with positions [B, S, D] to [B, S, D].
 
-    Args:
-      x: the tokens.
-      positions: position embeddings [B, S, D].
-      mask: bool [B, 1, 1, S], True for tokens that may be attended to.
-      train: whether dropout is on.
+    The mask, bool [B, 1, 1, S], is True for tokens that may be attended to.
     """
-    deterministic = not train
     x = self._attend(
       x,
       'self_attention',
@@ -118,9 +104,9 @@ class EncoderLayer(_Layer):
       x=x + positions,
       values=x,
       mask=mask,
-      deterministic=deterministic,
+      deterministic=not train,
     )
-    return self._mlp(x, 'LayerNorm_1', deterministic)
+    return self._mlp(x, 'LayerNorm_1', not train)
 
 
 class DecoderLayer(_Layer):

@@ -1,4 +1,8 @@
-"""The types of the computation and of the parameters of a layer or model."""
+"""The types of the computation and of the parameters of a layer or model.
+
+Every module has the fields `dtype` and `param_dtype`; docstrings repeat them only
+where there is more to say.
+"""
 
 import flax.linen as nn
 import jax.numpy as jnp

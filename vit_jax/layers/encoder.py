@@ -21,6 +21,7 @@ from vit_jax.layers import loop as loop_lib
 from vit_jax.layers import patches
 from vit_jax.layers import positions
 
+_PLACE = 'config.model.transformer'
 # Google's models were trained with the tanh approximation; timm and Hugging
 # Face compute the exact function by default.
 GELUS = {
@@ -39,8 +40,6 @@ class MlpBlock(nn.Module):
 
   Attributes:
     mlp_dim: width M of the hidden layer.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
     out_dim: width of the output, by default that of the input.
     dropout_rate: dropout after each dense layer.
     kernel_init: initialiser of the kernels.
@@ -59,16 +58,8 @@ class MlpBlock(nn.Module):
 
   @nn.compact
   def __call__(self, inputs, *, deterministic):
-    """Maps tokens [B, N, D] to [B, N, out_dim].
-
-    Raises:
-      ValueError: if `gelu` has an unknown value.
-    """
-    if self.gelu not in GELUS:
-      raise ValueError(
-        f"gelu='{self.gelu}' is unknown: use one of {sorted(GELUS)} "
-        '(config.model.transformer.gelu)'
-      )
+    """Maps tokens [B, N, D] to [B, N, out_dim]."""
+    patches.check_choice('gelu', self.gelu, GELUS, _PLACE)
     dense = functools.partial(
       nn.Dense,
       kernel_init=self.kernel_init,
@@ -104,15 +95,8 @@ class Encoder1DBlock(nn.Module):
   Attributes:
     mlp_dim: width M of the MLP.
     num_heads: number of heads K.
-    dtype: type of the computation.
-    dropout_rate: dropout after dense layers.
-    attention_dropout_rate: dropout of the attention weights.
-    attention: name of the implementation, see vit_jax.layers.attention.
+    dropout_rate: see Encoder, as for all that are not here.
     only_first: whether to compute the first token alone, [B, 1, D].
-    gelu: see MlpBlock.
-    norm_eps: added to the variance in LayerNorm.
-    causal: whether token i attends to tokens 0 to i only.
-    param_dtype: type of the parameters.
     layer: number of the layer, from 0; the block sows the mean over the tokens
       of its first norm's result as `layer_<layer>`. None: it does not.
   """
@@ -206,8 +190,6 @@ class Encoder(nn.Module):
     position_layers: the layers that add them, see there.
     position_grid: grid (height, width) in patches of learned tables, which are
       resized to the grid of the images; None: the tables have that grid.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   num_layers: int
@@ -248,9 +230,9 @@ class Encoder(nn.Module):
         between them, such as drop tokens.
 
     Raises:
-      ValueError: if `remat` or `position_embedding` has an unknown value, the
-        tokens do not suit the position embeddings, or only a part is applied
-        and later layers add position embeddings too.
+      ValueError: if a field has an unknown value, the tokens do not suit the
+        position embeddings, or only a part is applied and later layers add
+        position embeddings too.
     """
     types = dtypes.of(self)
     if tuple(parts) == PARTS:
@@ -264,8 +246,9 @@ class Encoder(nn.Module):
     sows = self.is_mutable_collection('intermediates')
     last = self.num_layers - 1
     loop = self.scan and last > 0 and not sows and not self.is_initializing()
+    patches.check_choice('remat', self.remat, loop_lib.REMATS, _PLACE)
     block = functools.partial(
-      self._block_class(loop),
+      loop_lib.recomputed(Encoder1DBlock, self.remat, loop, (2,)),
       mlp_dim=self.mlp_dim,
       num_heads=self.num_heads,
       dropout_rate=self.dropout_rate,
@@ -276,7 +259,10 @@ class Encoder(nn.Module):
       causal=self.causal,
       **types,
     )
-    drop_rates = self._drop_rates()
+    drop_rates = [None] * self.num_layers
+    if self.stochastic_depth:
+      ends = 0, self.stochastic_depth
+      drop_rates = np.linspace(*ends, self.num_layers).tolist()
     if loop:
       by_layer = drop_rates[:last], relative[:last], later
       x = self._scan_layers(block(parent=None), x, last, train, mask, by_layer)
@@ -348,32 +334,11 @@ class Encoder(nn.Module):
     x = nn.Dropout(self.dropout_rate)(x, deterministic=not train)
     return x, tables[1:], nothing
 
-  def _block_class(self, loop):
-    """Returns the class of a layer, with the recomputation that is wanted."""
-    if self.remat and self.remat not in loop_lib.REMAT_POLICIES:
-      raise ValueError(
-        f"remat='{self.remat}' is unknown: use '' or one of "
-        f'{sorted(loop_lib.REMAT_POLICIES)} (config.model.transformer.remat)'
-      )
-    return loop_lib.recomputed(Encoder1DBlock, self.remat, loop, (2,))
-
-  def _drop_rates(self):
-    """Returns the rate of stochastic depth of each layer; None for none."""
-    if not self.stochastic_depth:
-      return [None] * self.num_layers
-    return np.linspace(0, self.stochastic_depth, self.num_layers).tolist()
-
   def _scan_layers(self, block, x, num_layers, train, mask, by_layer):
     """Applies the first `num_layers` layers in a loop, compiled once.
 
-    Args:
-      block: a layer.
-      x: tokens [B, N, D].
-      num_layers: number of layers.
-      train: whether dropout is on.
-      mask: see `__call__`.
-      by_layer: for each layer the rate of stochastic depth, the relative
-        embeddings, and what to add after the layer; each a list.
+    `by_layer` has for each layer the rate of stochastic depth, the relative
+    embeddings, and what to add after the layer.
     """
     params = self.variables['params']
     layers = [params[f'encoderblock_{i}'] for i in range(num_layers)]

@@ -14,6 +14,7 @@ REMAT_POLICIES = {
   'full': None,
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+REMATS = ('', *REMAT_POLICIES)
 # The same of a layer in a loop without `remat`. By default a loop stores every
 # activation of every layer. Results of matrix products suffice: the rest is
 # recomputed cheaply from them.
@@ -28,11 +29,7 @@ def recomputed(
 ) -> type[nn.Module]:
   """Returns the class of a layer whose backward pass recomputes activations.
 
-  Args:
-    cls: class of the layer.
-    remat: '' for nothing, or a key of REMAT_POLICIES.
-    looped: whether the layer is in a loop, where something is always recomputed.
-    static_argnums: see flax.linen.remat.
+  `remat` is one of REMATS. In a loop (`looped`) something is always recomputed.
   """
   if not (remat or looped):
     return cls

@@ -50,14 +50,9 @@ class Features(NamedTuple):
 def attention_maps(query, key, mask):
   """Computes attention that sums to 1 over all heads and cells of an image.
 
-  Args:
-    query: [B, Q, K, E], scaled.
-    key: [B, h, w, K, E].
-    mask: bool [B, h, w], True for cells that may be attended to.
-
-  Returns:
-    [B, Q, h, w, K]; computed in float32. An image without a real cell has
-    uniform attention.
+  Maps scaled queries [B, Q, K, E], keys [B, h, w, K, E] and a mask, bool [B, h,
+  w], True for cells that may be attended to, to [B, Q, h, w, K]. An image without
+  a real cell has uniform attention.
   """
   logits = jnp.einsum('bqke,bhwke->bqhwk', query, key)
   logits = logits.astype(jnp.float32)
@@ -85,8 +80,6 @@ class Attention(nn.Module):
 
   Attributes:
     num_heads: number of heads K.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   num_heads: int
@@ -112,10 +105,6 @@ class FirstConvolution(nn.Module):
 
   The convolution is linear: the part of the features is the same for all
   queries and is computed once.
-
-  Attributes:
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   dtype: Any = jnp.float32
@@ -123,28 +112,19 @@ class FirstConvolution(nn.Module):
 
   @nn.compact
   def __call__(self, features, num_maps: int):
-    """Convolves the features.
-
-    Args:
-      features: [B, h, w, D].
-      num_maps: number of maps K of a query.
+    """Convolves features [B, h, w, D], for so many maps K of a query.
 
     Returns:
       The part of the features, [B, h, w, D + K], and the kernel of the maps, [3,
       3, K, D + K].
     """
     width = features.shape[-1]
-    channels = width + num_maps
+    channels, dtype = width + num_maps, self.param_dtype
     shape = (3, 3, channels, channels)
-    kernel = self.param('kernel', _CONV_INIT, shape, self.param_dtype)
-    bias = self.param(
-      'bias', nn.initializers.zeros, (channels,), self.param_dtype
-    )
-    kernel, bias = kernel.astype(self.dtype), bias.astype(self.dtype)
-    return (
-      _convolve(features, kernel[:, :, :width]) + bias,
-      kernel[:, :, width:],
-    )
+    kernel = self.param('kernel', _CONV_INIT, shape, dtype).astype(self.dtype)
+    bias = self.param('bias', nn.initializers.zeros, (channels,), dtype)
+    shared = _convolve(features, kernel[:, :, :width])
+    return shared + bias.astype(self.dtype), kernel[:, :, width:]
 
 
 def _convolve(x, kernel):
@@ -160,8 +140,6 @@ class Convolutions(nn.Module):
 
   Attributes:
     hidden_size: width D of a token.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   hidden_size: int
@@ -175,8 +153,8 @@ class Convolutions(nn.Module):
     Args:
       _: nothing, for `nn.scan`.
       maps: attention of the queries, [B, Q, h, w, K].
-      shared: see FirstConvolution.
-      kernel: see FirstConvolution.
+      shared: see FirstConvolution, also for `kernel`.
+      kernel: that of the maps.
       stages: earlier features, adapted: [B, H, W, D / 2], [B, .., D / 4], ...
 
     Returns:
@@ -214,8 +192,6 @@ class MaskHead(nn.Module):
     num_heads: number of heads K.
     at_a_time: number of queries that are computed together; others wait, and
       are computed anew in the backward pass, to save memory. 0: all.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   hidden_size: int
@@ -226,13 +202,9 @@ class MaskHead(nn.Module):
 
   @nn.compact
   def __call__(self, features: Features):
-    """Computes a mask for each query.
+    """Computes the logits of a mask for each query, float32 [B, Q, H, W].
 
-    Args:
-      features: see Features.
-
-    Returns:
-      float32 [B, Q, H, W], logits; H x W is the size of the largest stage.
+    H x W is the size of the largest stage.
     """
     types = dtypes.of(self)
     maps = Attention(self.num_heads, name='attention', **types)(

@@ -13,6 +13,14 @@ import jax
 import jax.numpy as jnp
 
 
+def check_choice(field: str, value, known, place='config.model') -> None:
+  """Raises ValueError if the value of a field is not among those known."""
+  if value not in known:
+    raise ValueError(
+      f"{field}='{value}' is unknown: use one of {list(known)} ({place}.{field})"
+    )
+
+
 def check_images(images):
   """Raises ValueError if `images` are not [B, H, W, C]."""
   if images.ndim != 4:
@@ -25,8 +33,7 @@ def check_images(images):
 def check_keys(rngs):
   """Raises ValueError if a batch of random keys is given in place of one key.
 
-  Args:
-    rngs: a random key, old-style (uint32 [2]) or new-style, or a dict of them.
+  A key may be old-style (uint32 [2]) or new-style; `rngs` may be a dict of keys.
   """
   keys = rngs if isinstance(rngs, Mapping) else {'params': rngs}
   for name, key in keys.items():
@@ -47,9 +54,9 @@ def sow_mean(module: nn.Module, name: str, x):
   Computes nothing unless the collection `intermediates` is mutable.
 
   Args:
-    module: the module whose `intermediates` get it.
+    module: the module whose `intermediates` get it, float32 [B, D].
     name: 'layer_0', 'layer_1', ..., from the model's input to its output.
-    x: tokens [B, N, D] or a feature map [B, h, w, D]; sown as float32 [B, D].
+    x: tokens [B, N, D] or a feature map [B, h, w, D].
   """
   if module.is_mutable_collection('intermediates'):
     axes = tuple(range(1, x.ndim - 1))
@@ -80,7 +87,6 @@ def make_head(num_classes: int, bias: float, dtype, param_dtype) -> nn.Dense:
     num_classes: number of logits.
     bias: initial value of the bias.
     dtype: type of the preceding layers; logits are float32 or wider.
-    param_dtype: type of the parameters.
   """
   return nn.Dense(
     num_classes,
@@ -101,8 +107,6 @@ class PatchEmbedding(nn.Module):
   Attributes:
     features: width D of a token.
     patch_size: (height, width) of a patch in pixels.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   features: int

@@ -43,6 +43,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vit_jax.layers import patches as patches_lib
+
 KINDS = ('learned_1d', 'learned_2d', 'sincos2d', 'relative', 'none')
 LAYERS = ('stem', 'every', 'shared')
 
@@ -60,19 +62,11 @@ def kind_of(add: bool, kind: str, layers: str, table_grid=None) -> str:
     table_grid: `position_grid`.
 
   Raises:
-    ValueError: if kind or layers are unknown, if `add` is False and a kind other
-      than the default is given, for relative embeddings at the stem, or for
-      relative embeddings with a `table_grid`.
+    ValueError: if these are unknown, or contradict each other.
   """
-  for field, value, known in (
-    ('position_embedding', kind, KINDS),
-    ('position_layers', layers, LAYERS),
-  ):
-    if value not in known:
-      raise ValueError(
-        f"{field}='{value}' is unknown: use one of {', '.join(known)} "
-        f'(config.model.transformer.{field})'
-      )
+  place = 'config.model.transformer'
+  patches_lib.check_choice('position_embedding', kind, KINDS, place)
+  patches_lib.check_choice('position_layers', layers, LAYERS, place)
   if kind == 'relative' and layers == 'stem':
     raise ValueError(
       "position_embedding='relative' enters the attention of every layer, and "
@@ -98,10 +92,7 @@ def kind_of(add: bool, kind: str, layers: str, table_grid=None) -> str:
 def by_layer(make, layers: str, num_layers: int) -> list:
   """Returns the table of each layer, or None where a layer has none.
 
-  Args:
-    make: function of the name of a table that makes it.
-    layers: `position_layers`.
-    num_layers: number of layers; with none, the stem still has its table.
+  `make` makes a table of a name. Without layers, the stem still has its table.
   """
   if layers == 'every' and num_layers:
     return [make(f'posembed_{i}') for i in range(num_layers)]
@@ -111,12 +102,7 @@ def by_layer(make, layers: str, num_layers: int) -> list:
 
 
 def needs_grid(kind: str | None, table_grid=None) -> bool:
-  """Returns whether an embedding needs the grid of patches, (h, w).
-
-  Args:
-    kind: name of the embedding.
-    table_grid: `position_grid`.
-  """
+  """Returns whether an embedding of this kind and `position_grid` needs a grid."""
   return kind in _ON_GRID or (kind == 'learned_1d' and table_grid is not None)
 
 
@@ -150,17 +136,28 @@ def resize(table, size: int, axis: int = 0):
   return jnp.moveaxis(resized, -1, axis)
 
 
+def resize_grid(table, grid: tuple[int, int], new_grid: tuple[int, int]):
+  """Resizes the table of a grid of patches, after that of other tokens.
+
+  Args:
+    table: array [1, N, D] of NumPy or JAX, whose last rows are the grid's.
+    grid: (height, width) in patches of the table.
+    new_grid: (height, width) wanted.
+  """
+  before = table.shape[1] - grid[0] * grid[1]
+  patches = table[0, before:].reshape(*grid, -1)
+  for axis, size in enumerate(new_grid):
+    patches = resize(patches, size, axis)
+  patches = patches.reshape(1, -1, table.shape[2])
+  xp = np if isinstance(table, np.ndarray) else jnp
+  return xp.concatenate([table[:, :before], patches], axis=1)
+
+
 def sincos(count: int, width: int) -> np.ndarray:
   """Returns sines and cosines of positions along one axis.
 
   The frequencies are a geometric sequence from 1 to 1/10000, both included.
-
-  Args:
-    count: number of positions.
-    width: number of features; half are sines, half are cosines.
-
-  Returns:
-    float64 [count, width].
+  Returns float64 [count, width], of which half are sines and half cosines.
   """
   frequencies = _TEMPERATURE ** -np.linspace(0, 1, width // 2)
   angles = np.arange(count)[:, None] * frequencies  # [count, width / 2]
@@ -172,8 +169,6 @@ class AddPositionEmbs(nn.Module):
 
   Attributes:
     posemb_init: initialiser of learned tables.
-    param_dtype: type of the parameters.
-    dtype: type of the computation.
     kind: name of the embedding, see the top of this module.
     grid: number of patches (down, across), (h, w), for embeddings on a grid and
       tables that are resized.
@@ -189,11 +184,7 @@ class AddPositionEmbs(nn.Module):
   table_grid: tuple[int, int] | None = None
 
   def __call__(self, inputs):
-    """Adds the embeddings to tokens [B, N, D].
-
-    Raises:
-      ValueError: see `table`.
-    """
+    """Adds the embeddings to tokens [B, N, D]; see `table`."""
     inputs, table = nn.dtypes.promote_dtype(
       inputs, self.table(inputs), dtype=self.dtype
     )
@@ -212,23 +203,21 @@ class AddPositionEmbs(nn.Module):
         f'inputs must be tokens [batch, tokens, width], got {inputs.shape}'
       )
     _, tokens, width = inputs.shape
+    learned = lambda name, *shape: self.param(
+      name, self.posemb_init, shape, self.param_dtype
+    )
     if self.kind == 'learned_1d' and self.table_grid is None:
-      return self._learned('pos_embedding', (1, tokens, width))
+      return learned('pos_embedding', 1, tokens, width)
     self._check_grid(tokens, width)
     height, across = self.grid
     rows, columns = self.table_grid or self.grid
     before = tokens - height * across  # The class token.
     if self.kind == 'learned_1d':
-      shape = (1, before + rows * columns, width)
-      table = self._learned('pos_embedding', shape)[0]
-      patches = table[before:].reshape(rows, columns, width)
-      patches = resize(resize(patches, height), across, axis=1)
-      patches = patches.reshape(-1, width)
-      return jnp.concatenate([table[:before], patches])[None]
+      table = learned('pos_embedding', 1, before + rows * columns, width)
+      return resize_grid(table, (rows, columns), self.grid)
     if self.kind == 'learned_2d':
-      x = self._learned('x_embedding', (columns, width // 2))
-      y = self._learned('y_embedding', (rows, width // 2))
-      x, y = resize(x, across), resize(y, height)
+      x = resize(learned('x_embedding', columns, width // 2), across)
+      y = resize(learned('y_embedding', rows, width // 2), height)
     else:
       x, y = (
         jnp.asarray(sincos(count, width // 2), jnp.float32)
@@ -238,9 +227,6 @@ class AddPositionEmbs(nn.Module):
     y = jnp.broadcast_to(y[:, None], x.shape)
     table = jnp.concatenate([x, y], axis=-1).reshape(-1, width)  # [h*w, D]
     return jnp.pad(table, ((before, 0), (0, 0)))[None]
-
-  def _learned(self, name, shape):
-    return self.param(name, self.posemb_init, shape, self.param_dtype)
 
   def _check_grid(self, tokens, width):
     if self.grid is None:
@@ -293,38 +279,20 @@ def first_table(flat, transformer, grid):
 
 
 class RelativeEmbedding(nn.Module):
-  """Holds one learned vector for each offset between two tokens (T8).
-
-  Attributes:
-    init: initialiser of the table.
-    param_dtype: type of the parameters.
-  """
+  """Holds one learned vector for each offset between two tokens (T8)."""
 
   init: Any = nn.initializers.normal(stddev=0.02)
   param_dtype: Any = jnp.float32
 
   @nn.compact
   def __call__(self, tokens: int, head_dim: int):
-    """Returns the table of the offsets 1 - N to N - 1, [2N - 1, E].
-
-    Args:
-      tokens: number N of tokens.
-      head_dim: width E of a head.
-    """
+    """Returns the table of the offsets 1 - N to N - 1, [2N - 1, E]."""
     shape = (2 * tokens - 1, head_dim)
     return self.param('relative_embedding', self.init, shape, self.param_dtype)
 
 
 def check_width(kind: str, width: int) -> None:
-  """Checks that an embedding can have a width.
-
-  Args:
-    kind: name of the embedding.
-    width: width D of a token.
-
-  Raises:
-    ValueError: if the parts of the embedding do not fill the width.
-  """
+  """Raises ValueError if the parts of an embedding do not fill a width D."""
   parts = {'learned_2d': 2, 'sincos2d': 4}.get(kind, 1)
   if width % parts or (kind == 'sincos2d' and width < 8):
     raise ValueError(

@@ -10,7 +10,9 @@ Shapes in the comments: B images, H x W pixels, C channels, F features.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -29,7 +31,6 @@ class FrozenBatchNorm(nn.Module):
 
   Attributes:
     eps: added to the variance.
-    dtype: type of the computation.
   """
 
   eps: float = 1e-5
@@ -86,7 +87,6 @@ def bottleneck(
   conv: Callable,
   norm: Callable,
   norms_first: bool = False,
-  project: bool | None = None,
 ):
   """Applies 1x1, 3x3, 1x1 convolutions to 4 F channels, and adds the input.
 
@@ -101,19 +101,15 @@ def bottleneck(
       names are 'conv1' to 'conv3' and 'conv_proj'.
     norm: function of the end of a name, '1' to '3' or '_proj', -> layer.
     norms_first: see above; then nothing follows the sum.
-    project: whether the input is projected; None: where its shape differs from
-      that of the result.
 
   Returns:
     [B, H / stride, W / stride, 4 F].
   """
   out, one = 4 * features, (1, 1)
-  if project is None:
-    project = x.shape[-1] != out or tuple(strides) != one
   residual = x
   if norms_first:
     x = nn.relu(norm('1')(x))
-  if project:
+  if residual.shape[-1] != out or tuple(strides) != one:
     residual = conv(out, 1, strides, name='conv_proj')(x)
     if not norms_first:
       residual = norm('_proj')(residual)
@@ -133,16 +129,12 @@ class Bottleneck(nn.Module):
     features: channels F inside the bottleneck.
     stride: stride of the 3x3 convolution and of the projection.
     dilation: dilation of the 3x3 convolution.
-    project: whether the input needs a projection.
     norm: one of NORMS.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   features: int
   stride: int = 1
   dilation: int = 1
-  project: bool = False
   norm: str = NORMS[0]
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
@@ -156,51 +148,35 @@ class Bottleneck(nn.Module):
       dilation = self.dilation if size > 1 else 1
       return _conv(features, size, strides, dilation, name=name, **types)
 
-    return bottleneck(
-      x,
-      self.features,
-      (self.stride, self.stride),
-      conv,
-      lambda name: _norm(self.norm, types, f'bn{name}'),
-      project=self.project,
-    )
+    norm = lambda name: _norm(self.norm, types, f'bn{name}')
+    strides = (self.stride, self.stride)
+    return bottleneck(x, self.features, strides, conv, norm)
 
 
 class Stage(nn.Module):
-  """A sequence of bottlenecks; the first may have a stride.
+  """A sequence of units.
 
   Attributes:
-    units: number of bottlenecks.
-    features: channels F inside each.
-    stride: stride of the first.
-    dilation: dilation of all but the first.
-    norm: one of NORMS.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
+    unit: function that makes a unit of fields and a name.
+    count: number of units.
+    first: fields of the first unit.
+    others: fields of the other units.
+    names: format of a unit's name.
   """
 
-  units: int
-  features: int
-  stride: int = 1
-  dilation: int = 1
-  norm: str = NORMS[0]
-  dtype: Any = jnp.float32
-  param_dtype: Any = jnp.float32
+  unit: Callable
+  count: int
+  first: Mapping[str, Any]
+  others: Mapping[str, Any]
+  names: str = 'unit{}'
 
   @nn.compact
   def __call__(self, x):
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
-    for i in range(self.units):
-      x = Bottleneck(
-        self.features,
-        stride=1 if i else self.stride,
-        dilation=self.dilation if i else 1,
-        project=i == 0,
-        norm=self.norm,
-        name=f'unit{i + 1}',
-        **dtypes.of(self),
-      )(x)
-    return sharding.constrain_batch(x)
+    for i in range(self.count):
+      fields = self.others if i else self.first
+      x = self.unit(**fields, name=self.names.format(i + 1))(x)
+    return x
 
 
 class ResNet(nn.Module):
@@ -212,8 +188,6 @@ class ResNet(nn.Module):
     dilate_last: whether the last stage has a dilation in place of its stride
       ("DC5", arXiv 2005.12872, section 4).
     norm: one of NORMS.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   units: Sequence[int]
@@ -242,13 +216,14 @@ class ResNet(nn.Module):
     for i, units in enumerate(self.units):
       dilated = self.dilate_last and i == len(self.units) - 1
       x = Stage(
+        functools.partial(
+          Bottleneck, self.width * 2**i, norm=self.norm, **types
+        ),
         units,
-        self.width * 2**i,
-        stride=1 if i == 0 or dilated else 2,
-        dilation=2 if dilated else 1,
-        norm=self.norm,
+        first={'stride': 1 if i == 0 or dilated else 2},
+        others={'dilation': 2 if dilated else 1},
         name=f'block{i + 1}',
-        **types,
       )(x)
+      x = sharding.constrain_batch(x)
       maps.append(x)
     return maps

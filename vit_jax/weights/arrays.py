@@ -1,22 +1,21 @@
 """Reads named arrays from untrusted files.
 
-No code in a file is run. Types and sizes are read from headers and checked
-before memory is allocated. Every fault of a file becomes a ValueError that
-names it.
+No code in a file is run, and no file fills the memory with what it does not
+hold. Every fault of a file becomes a ValueError that names it.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterable
 import contextlib
 import errno
-import math
+import importlib
 import re
+import types
 from typing import Any
 import zipfile
 
 from absl import logging
 from etils import epath
-import jax
 import numpy as np
 
 from vit_jax.weights import fetch
@@ -27,11 +26,8 @@ _SAFETENSORS_FLOATS = dict(zip(('BF16', 'F16', 'F32', 'F64'), FLOATS))
 # of its size, and to more than this many bytes, is refused.
 _UNFOLDS = 20
 _SMALL = 2**26
-# Greatest number of '/'-separated parts of a name; published names have up to
-# 5.
+# Greatest number of '/'-separated parts of a name; published names have up to 5.
 _DEEPEST = 32
-
-
 # Buffers of PyTorch's models that hold no weights: counters of batch norm, and
 # causal masks.
 _NO_WEIGHTS = re.compile(
@@ -50,15 +46,9 @@ class Unfolds(ValueError):
 
 @contextlib.contextmanager
 def naming(file, fault: str):
-  """Turns errors about a file's content into a ValueError that names the file.
+  """Turns errors about a file's content into a ValueError: '<file> <fault>: why'.
 
-  Args:
-    file: path of the file.
-    fault: predicate about the file, put before the reason.
-
-  Raises:
-    ValueError: for any error in the `with` block except the following.
-    OSError, ImportError: unchanged, since they say nothing about the content.
+  OSError and ImportError say nothing about the content and pass unchanged.
   """
   try:
     yield
@@ -73,111 +63,47 @@ def naming(file, fault: str):
     raise ValueError(f"'{file}' {fault}: {reason}") from e
 
 
+def needed(package: str, extra: str, what: str) -> types.ModuleType:
+  """Imports a package of an extra; the error says how to install it."""
+  try:
+    return importlib.import_module(package)
+  except ImportError as e:
+    raise ImportError(
+      f"{what} needs {package.partition('.')[0]}: pip install -e '.[{extra}]' in "
+      'the checkout of vit_jax'
+    ) from e
+
+
 def read_npz(
-  file: epath.Path,
-  rename: Callable[[str], str] = str,
-  check: Callable[[dict[str, jax.ShapeDtypeStruct]], None] = lambda shapes: (
-    None
-  ),
+  file: epath.Path, rename: Callable[[str], str] = str
 ) -> dict[str, np.ndarray]:
-  """Reads the arrays of an .npz file.
-
-  Args:
-    file: path of the file.
-    rename: function from a name in the file to the name in the result.
-    check: function called with the shapes before the arrays are read; may
-      raise.
-
-  Raises:
-    ValueError: if the file is no .npz file of weights; see `naming`.
-  """
-  with fetch.local_input(file) as here:
-    with _archive(file, here) as archive:
-      shapes = _headers(archive, here.stat().length, rename)
-    check(shapes)
+  """Reads the arrays of an .npz file, with their names changed by `rename`."""
+  with (
+    naming(file, 'is not an .npz file of weights'),
+    fetch.local_input(file) as here,
+  ):
+    try:
+      with zipfile.ZipFile(here) as archive:
+        members = archive.infolist()
+    except zipfile.BadZipFile as e:
+      raise ValueError('it is no zip archive, or only part of one') from e
+    check_size(sum(info.file_size for info in members), here.stat().length)
+    names = [rename(info.filename.removesuffix('.npy')) for info in members]
+    _check_names(names)
     arrays = {}
-    with _archive(file, here) as archive:
-      for name, info in zip(shapes, archive.infolist(), strict=True):
-        with archive.open(info) as member:
-          array = np.lib.format.read_array(member, allow_pickle=False)
+    with np.load(here, allow_pickle=False) as content:
+      for name, info in zip(names, members):
+        array = content[info.filename]
+        if not isinstance(array, np.ndarray):
+          raise ValueError(f"'{info.filename}' in it is no array")
+        check_array(name, array.dtype.name, array.shape)
         arrays[name] = array.astype(array.dtype.newbyteorder('='), copy=False)
   return arrays
 
 
-@contextlib.contextmanager
-def _archive(file, here):
-  """Opens the zip archive `here`; errors name `file`."""
-  with naming(file, 'is not an .npz file of weights'):
-    try:
-      archive = zipfile.ZipFile(here)
-    except zipfile.BadZipFile as e:
-      raise ValueError('it is no zip archive, or only part of one') from e
-    with archive:
-      yield archive
-
-
-def _headers(archive, length, rename):
-  """Checks the members of an archive; returns their shapes by name."""
-  members = archive.infolist()
-  check_size(sum(info.file_size for info in members), length)
-  names = [rename(info.filename.removesuffix('.npy')) for info in members]
-  _check_names(names)
-  shapes = {}
-  for name, info in zip(names, members):
-    with archive.open(info) as member:
-      shape, dtype = _header(member, info.filename)
-      claimed = math.prod(shape) * dtype.itemsize
-      has = info.file_size - member.tell()
-    check_array(name, dtype.name, shape)
-    if claimed != has:
-      raise ValueError(
-        f"the header of '{name}' claims {claimed:,} bytes of data, but there are "
-        f'{has:,}'
-      )
-    shapes[name] = jax.ShapeDtypeStruct(shape, dtype.newbyteorder('='))
-  return shapes
-
-
-def _header(member, name):
-  """Reads (shape, dtype) from the header of an .npy file."""
-  try:
-    version = np.lib.format.read_magic(member)
-    read = {
-      (1, 0): np.lib.format.read_array_header_1_0,
-      (2, 0): np.lib.format.read_array_header_2_0,
-    }[version]
-    shape, _, dtype = read(member)
-  except OSError:
-    raise
-  except Exception as e:  # pylint: disable=broad-except
-    raise ValueError(f"'{name}' in it is no array: {e}") from e
-  if dtype.hasobject:
-    raise ValueError(
-      f"'{name}' in it holds pickled objects, which are never loaded"
-    )
-  return shape, dtype
-
-
-def import_safetensors(file):
-  """Returns the package; raises ImportError if it is missing."""
-  try:
-    import safetensors
-  except ImportError as e:
-    raise ImportError(
-      f"reading '{file}' needs the package safetensors: pip install -e "
-      "'.[interop]' in the checkout of vit_jax"
-    ) from e
-  return safetensors
-
-
 def read_safetensors(file: epath.Path) -> dict[str, np.ndarray]:
-  """Reads the arrays of a .safetensors file.
-
-  Raises:
-    ValueError: if the file is no .safetensors file of weights; see `naming`.
-    ImportError: if safetensors is missing.
-  """
-  safetensors = import_safetensors(file)
+  """Reads the arrays of a .safetensors file."""
+  safetensors = needed('safetensors', 'interop', f"reading '{file}'")
   with (
     naming(file, 'is not a .safetensors file of weights'),
     fetch.local_input(file) as here,
@@ -198,12 +124,7 @@ def read_safetensors(file: epath.Path) -> dict[str, np.ndarray]:
 
 
 def check_size(unfolded: int, length: int):
-  """Raises Unfolds if a file decompresses to far more than its size.
-
-  Args:
-    unfolded: bytes of the decompressed content.
-    length: bytes of the file.
-  """
+  """Raises Unfolds if `length` bytes decompress to far more, `unfolded`."""
   limit = max(_SMALL, _UNFOLDS * length)
   if unfolded > limit:
     raise Unfolds(
@@ -248,14 +169,10 @@ def warn_of_what_is_not_finite(file, arrays: dict[str, np.ndarray]):
   """Warns of arrays that hold NaN or infinity."""
   names = [name for name, array in arrays.items() if not _is_finite(array)]
   if names:
-    shown = ', '.join(names[:10])
     more = f' and {len(names) - 10} more' if len(names) > 10 else ''
     logging.warning(
-      "'%s' holds values that are NaN or infinite, so everything computed with "
-      'them will be too: %s%s',
-      file,
-      shown,
-      more,
+      f"'{file}' holds values that are NaN or infinite, so everything computed "
+      f'with them will be too: {", ".join(names[:10])}{more}'
     )
 
 

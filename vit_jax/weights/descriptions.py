@@ -44,16 +44,11 @@ def notes_file(npz) -> epath.Path:
 
   It holds class names, and fields of the model that differ from the published.
   """
-  npz = epath.Path(npz)
-  return npz.with_name(f'{npz.name}.json')
+  return epath.Path(f'{npz}.json')
 
 
 def read(path: epath.Path, describe: Callable[[dict], Description]):
-  """Reads the JSON file that describes weights.
-
-  Args:
-    path: the file; one that does not exist counts as {}.
-    describe: function from its content to a Description.
+  """Applies `describe` to the content of a JSON file, {} if there is none.
 
   Raises:
     ValueError: if the file is damaged or a field has a wrong value; names both.
@@ -63,11 +58,7 @@ def read(path: epath.Path, describe: Callable[[dict], Description]):
 
 
 def load(path: epath.Path) -> dict:
-  """Reads an object from a JSON file; {} if there is no file.
-
-  Raises:
-    ValueError: if the file is damaged, or holds something else.
-  """
+  """Reads an object from a JSON file; {} if there is no file."""
   if not path.exists():
     return {}
   if path.stat().length > _LONGEST:
@@ -92,12 +83,8 @@ def field(
 ):
   """Returns a field, or the default if it is missing or null.
 
-  Args:
-    config: the fields.
-    key: name of the field.
-    is_right: function that returns whether a value is valid.
-    what: description of valid values.
-    default: value of a missing field.
+  Raises:
+    ValueError: if `is_right` refuses its value; says `what` is valid.
   """
   value = config.get(key)
   if value is None:
@@ -109,20 +96,24 @@ def field(
 
 def fields(config, key):
   """Returns a field that is an object; {} if it is missing."""
-  return field(
-    config, key, lambda x: isinstance(x, dict), 'an object: {...}', {}
-  )
+  is_right = lambda x: isinstance(x, dict)
+  return field(config, key, is_right, 'an object: {...}', {})
 
 
 def choice(config, key, kinds, default=None):
   """Returns a field that is one of some texts."""
-  return field(
-    config,
-    key,
-    lambda x: isinstance(x, str) and x in kinds,
-    f'one of {sorted(kinds)}',
-    default,
-  )
+  is_right = lambda x: isinstance(x, str) and x in kinds
+  return field(config, key, is_right, f'one of {sorted(kinds)}', default)
+
+
+def only(config, models: str, **values):
+  """Raises ValueError if fields have other values than this package's models."""
+  for key, value in values.items():
+    if config.get(key, value) != value:
+      raise ValueError(
+        f'{key} is {config[key]!r:.80}, but this package has only {models} with '
+        f'{value!r}'
+      )
 
 
 def is_count(value) -> bool:
@@ -137,37 +128,27 @@ def count(config, key):
 
 def epsilon(config, key, default=None):
   """Returns a field that is a number between 0 and 1."""
-  return field(
-    config,
-    key,
-    lambda x: type(x) in (int, float) and 0 < x < 1,
-    'a number between 0 and 1',
-    default,
-  )
+  is_right = lambda x: type(x) in (int, float) and 0 < x < 1
+  return field(config, key, is_right, 'a number between 0 and 1', default)
 
 
 def names(config, key) -> tuple[str, ...] | None:
   """Returns a field that is a list of names; None if it is empty."""
-  found = field(
-    config,
-    key,
-    lambda x: isinstance(x, list) and all(isinstance(n, str) for n in x),
-    'a list of names',
+  is_right = lambda x: (
+    isinstance(x, list) and all(isinstance(name, str) for name in x)
   )
+  found = field(config, key, is_right, 'a list of names')
   return tuple(found) if found else None
 
 
 def size(config, key):
   """Returns (height, width) from a field that holds one number or two."""
-  found = field(
-    config,
-    key,
-    lambda x: (
-      is_count(x)
-      or (isinstance(x, list) and len(x) == 2 and all(map(is_count, x)))
-    ),
-    'a number of pixels, or [height, width]',
+  is_right = lambda x: (
+    is_count(x)
+    or (isinstance(x, list) and len(x) == 2 and all(map(is_count, x)))
   )
+  what = 'a number of pixels, or [height, width]'
+  found = field(config, key, is_right, what)
   return (found, found) if isinstance(found, int) else found and tuple(found)
 
 
@@ -197,11 +178,9 @@ def from_notes(config) -> Description:
 
 
 def labels(config, gap: str | None = None) -> tuple[str, ...] | None:
-  """Returns the names of the classes by number; None if there are none.
+  """Returns the names in `id2label` by number; None if there are none.
 
-  Args:
-    config: has `id2label`, {"0": name, "1": name, ...}.
-    gap: name of the numbers that no class has; None: all must be there.
+  `gap` names the numbers that no class has; None: all must be there.
   """
 
   def is_right(x):
@@ -217,3 +196,12 @@ def labels(config, gap: str | None = None) -> tuple[str, ...] | None:
   found = field(config, 'id2label', is_right, what, {})
   number = 1 + max(map(int, found), default=-1)
   return tuple(found.get(str(i), gap) for i in range(number)) or None
+
+
+def label_fields(model) -> dict[str, dict]:
+  """Returns Hugging Face's fields that name the classes of a model."""
+  names = model.class_names or [f'LABEL_{i}' for i in range(model.num_classes)]
+  return dict(
+    id2label={str(i): name for i, name in enumerate(names)},
+    label2id={name: i for i, name in enumerate(names)},
+  )

@@ -108,10 +108,8 @@ def fetch(path: str) -> epath.Path:
   except urllib.error.HTTPError as e:
     if path.startswith('gs://') and _copy_from_bucket(path, target):
       return epath.Path(target)
-    kind = FileNotFoundError if e.code == 404 else PermissionError
-    if e.code not in (401, 403, 404):
-      kind = OSError
-    raise kind(
+    kinds = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError}
+    raise kinds.get(e.code, OSError)(
       f"'{path}' cannot be fetched: the server answers {e.code} {e.reason}"
       + elsewhere(path)
     ) from None
@@ -192,10 +190,7 @@ def is_elsewhere(path: epath.Path) -> bool:
 
 @contextlib.contextmanager
 def local_input(path: epath.Path) -> Iterator[epath.Path]:
-  """Yields a local path of a file, for libraries that read local files only.
-
-  A remote file is copied for the duration of the `with` block.
-  """
+  """Yields a local path of a file; a remote file is copied for as long."""
   if not is_elsewhere(path):
     yield path
     return
@@ -203,21 +198,6 @@ def local_input(path: epath.Path) -> Iterator[epath.Path]:
     here = epath.Path(folder) / path.name
     copy(path, here)
     yield here
-
-
-@contextlib.contextmanager
-def local_output(path: epath.Path) -> Iterator[epath.Path]:
-  """Yields a local path to write to, for libraries that write local files only.
-
-  The file is copied to `path` afterwards if `path` is remote.
-  """
-  if not is_elsewhere(path):
-    yield path
-    return
-  with tempfile.TemporaryDirectory() as folder:
-    here = epath.Path(folder) / path.name
-    yield here
-    copy(here, path)
 
 
 def copy(
@@ -246,6 +226,20 @@ def copy(
     )
 
 
+@contextlib.contextmanager
+def replacing(target: epath.Path) -> Iterator[epath.Path]:
+  """Yields a path to write to: `target` appears only when it is complete."""
+  target.parent.mkdir(parents=True, exist_ok=True)
+  temporary = target.parent / f'.{target.name}.{os.getpid()}.tmp'
+  try:
+    yield temporary
+    temporary.replace(target)
+  except BaseException:
+    with contextlib.suppress(OSError):
+      temporary.unlink()
+    raise
+
+
 def _write(blocks: Iterable[bytes], target, length, label, expected=None):
   """Writes blocks to a file; shows a bar if there is a label.
 
@@ -258,13 +252,11 @@ def _write(blocks: Iterable[bytes], target, length, label, expected=None):
   """
   name, want = expected or ('md5', None)
   digest = hashlib.new(name, usedforsecurity=False)
-  target.parent.mkdir(parents=True, exist_ok=True)
-  temporary = target.parent / f'.{target.name}.{os.getpid()}.tmp'
-  written = 0
   bar = cli.bar(
     total=length, unit='B', unit_scale=True, desc=label, disable=label is None
   )
-  try:
+  with replacing(target) as temporary:
+    written = 0
     with bar, temporary.open('wb') as f:
       for block in blocks:
         f.write(block)
@@ -283,8 +275,3 @@ def _write(blocks: Iterable[bytes], target, length, label, expected=None):
         f'{digest.hexdigest()}, and the server says {want}; try again. If the '
         f"server's word is no hash of the file, use --insecure ({INSECURE}=1)"
       )
-    temporary.replace(target)
-  except BaseException:
-    with contextlib.suppress(OSError):
-      temporary.unlink()
-    raise

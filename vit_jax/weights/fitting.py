@@ -44,55 +44,36 @@ def transferable(
 ) -> dict[str, np.ndarray]:
   """Returns the weights that `load_pretrained` takes, by '/'-joined path.
 
-  Args:
-    pretrained_path: see `load_pretrained`.
+  Args beside those of `load_pretrained`:
     expected: parameters of the model, arrays or jax.ShapeDtypeStruct, and
       beside them what else comes from weights, see vit_jax.weights.reading.EXTRA.
-    model_config: config of the model; reads `representation_size` and
-      `transformer`.
-    grid: (height, width) in patches of the weights; None: the grid that the
-      file gives, or else a square.
-    new_grid: (height, width) in patches of the model; None: a square.
     new: prefixes of the paths that keep their initial values; or a function
       that returns them, see vit_jax.tasks.base.Task.new_params.
     partly: whether the model may have parameters that no published model has,
       and the file more layers; see `load_pretrained`.
     adapt: changes what was read, see vit_jax.tasks.base.Task.adapt_weights.
     place: where in the config of a run `model_config` is.
-
-  Raises:
-    FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
-      `load_pretrained`.
   """
   want = flax.traverse_util.flatten_dict(expected, sep='/')
-
-  def initial(flat, class_names=None):
-    prefixes = new(flat, want, class_names) if callable(new) else new
-    if model_config.get('representation_size') is None:
-      prefixes = (*prefixes, 'pre_logits/')
-    return tuple(prefixes)
-
-  def check(params, class_names=None):
-    flat = flax.traverse_util.flatten_dict(params, sep='/')
-    _check_family(pretrained_path, flat, want)
-    with _explaining(pretrained_path, params, expected):
-      return _choose(flat, want, initial(flat, class_names), partly)
-
   encoder = model_config.get('transformer') or model_config
-  weights = adapt(
-    reading.read(pretrained_path, encoder.get('num_heads'), check)
-  )
-  tree = {**weights.params, **weights.extra}
+  weights = reading.read(pretrained_path, encoder.get('num_heads'))
+  _check_family(pretrained_path, reading.leaves_of(weights), want)
+  weights = adapt(weights)
   flat = reading.leaves_of(weights)
   _note_zero_head(pretrained_path, flat)
-  taken = {path: flat[path] for path in check(tree, weights.class_names)}
-  if any(map(_POSEMB.fullmatch, taken)):
-    grid = grid or _grid(weights)
-    with _explaining(pretrained_path, weights.params, expected):
+  with _explaining(pretrained_path, weights.params, expected):
+    if callable(new):
+      new = new(flat, want, weights.class_names)
+    if model_config.get('representation_size') is None:
+      new = (*new, 'pre_logits/')
+    new = tuple(new)
+    taken = {path: flat[path] for path in _choose(flat, want, new, partly)}
+    if any(map(_POSEMB.fullmatch, taken)):
+      grid = grid or _grid(weights)
       taken |= _resize(taken, want, grid, new_grid)
   note_differences(weights, model_config, place)
   if partly:
-    _note_parts(pretrained_path, flat, want, taken, initial(flat))
+    _note_parts(pretrained_path, flat, want, taken, new)
   return taken
 
 
@@ -129,14 +110,7 @@ def _check_family(path, have, want):
 
 
 def _choose(flat, want, new, partly):
-  """Lists the paths to take from the file; raises ValueError if they do not fit.
-
-  Args:
-    flat: leaves of the file, arrays or shapes, by path.
-    want: leaves of the model, likewise.
-    new: prefixes of the paths that keep their initial values.
-    partly: see `transferable`.
-  """
+  """Lists the paths to take from the file; raises ValueError if they do not fit."""
   have = {k: v for k, v in flat.items() if not k.startswith(new)}
   if not any(key.startswith('pre_logits/') for key in have):
     new += ('pre_logits/',)
@@ -192,9 +166,6 @@ def _resize(taken, want, grid, new_grid):
   """Returns the position embeddings that change with the grid, by path.
 
   An equal number of tokens may be another grid: 2 x 8 and 4 x 4.
-
-  Raises:
-    ValueError: if a grid does not fit, or the embeddings cannot be resized.
   """
   moved = bool(grid and new_grid and tuple(grid) != tuple(new_grid))
   resized = {}
@@ -228,8 +199,8 @@ def _note_zero_head(path, flat):
   head = flat.get('head/kernel')
   if head is not None and not head.any():
     logging.warning(
-      "The head of '%s' is all zeros: these weights have no trained classifier",
-      path,
+      f"The head of '{path}' is all zeros: these weights have no trained "
+      'classifier'
     )
 
 
@@ -242,12 +213,9 @@ def _note_parts(path, flat, want, taken, new):
   ):
     paths = sorted(key for key in paths if not key.startswith(new))
     if paths:
+      more = f' and {len(paths) - 10} more' if len(paths) > 10 else ''
       logging.warning(
-        "Parameters that '%s' %s: %s%s",
-        path,
-        what,
-        ', '.join(paths[:10]),
-        f' and {len(paths) - 10} more' if len(paths) > 10 else '',
+        f"Parameters that '{path}' {what}: {', '.join(paths[:10])}{more}"
       )
 
 
@@ -261,14 +229,12 @@ def say_extra(paths: Iterable[str]) -> list[str]:
   return [f'{path}: not in the model' for path in paths]
 
 
-def fail_for(problems):
+def fail_for(problems, what: str = 'the weights do not fit the model'):
   """Raises a ValueError that lists the problems, if there are any."""
   if len(problems) > 20:
     problems = [*problems[:20], f'and {len(problems) - 20} more']
   if problems:
-    raise ValueError(
-      'the weights do not fit the model:\n  ' + '\n  '.join(problems)
-    )
+    raise ValueError(f'{what}:\n  ' + '\n  '.join(problems))
 
 
 def _grid(weights):
@@ -284,29 +250,13 @@ def _grid(weights):
 
 def note_differences(weights, model_config, place='model'):
   """Warns if the weights were made for a model that computes differently."""
-  for key, default in (
-    ('transformer.gelu', models.Encoder.gelu),
-    ('transformer.norm_eps', models.Encoder.norm_eps),
-    ('dilate_last', False),
-    ('attention_scale', 'exact'),
-  ):
-    group, _, name = key.rpartition('.')
-    theirs, ours = (
-      (config.get(group) or {}) if group else config
-      for config in (weights.model, model_config)
+  family = families.of(model_config)
+  for key, there, here in family.differences(weights.model, model_config):
+    logging.warning(
+      f'These weights were made for {key.rpartition(".")[2]}={there}, this model '
+      f'computes with {here}: for the same features set '
+      f'--config.{place}.{key}={there}'
     )
-    there, here = theirs.get(name), ours.get(name, default)
-    if None not in (here, there) and there != here:
-      logging.warning(
-        'These weights were made for %s=%s, this model computes with %s: for '
-        'the same features set --config.%s.%s=%s',
-        name,
-        there,
-        here,
-        place,
-        key,
-        there,
-      )
 
 
 def interpolate_posembed(
@@ -338,11 +288,7 @@ def interpolate_posembed(
   extra = int(has_class_token)
   grid = _check_grid(grid, posemb.shape[1] - extra, 'the weights')
   new_grid = _check_grid(new_grid, num_tokens - extra, 'the model')
-  table = posemb[0, extra:].reshape(*grid, -1)  # [h, w, D]
-  for axis, size in enumerate(new_grid):
-    table = positions.resize(table, size, axis)
-  table = table.astype(np.float32).reshape(1, math.prod(new_grid), -1)
-  return np.concatenate([posemb[:, :extra], table], axis=1)
+  return positions.resize_grid(posemb, grid, new_grid).astype(np.float32)
 
 
 def _check_grid(grid, patches, where):

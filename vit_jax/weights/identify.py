@@ -1,7 +1,6 @@
 """Identifies a model by the shapes of its parameters."""
 
 from collections.abc import Mapping
-import math
 import re
 from typing import Any
 
@@ -34,7 +33,7 @@ def model_config(
   }
   family = families.of_tree(flat)
   try:
-    sizes = family.layout.sizes(flat, told or {})
+    sizes = family.sizes(flat, told or {})
   except (KeyError, IndexError, ValueError):
     return None  # Leaves are missing, or have other numbers of dimensions.
   for name in model_configs.MODEL_CONFIGS:
@@ -42,8 +41,8 @@ def model_config(
     if name not in model_configs.TESTING and _matches(config, sizes):
       break
   else:
-    config = ml_collections.ConfigDict(family.layout.defaults(sizes))
-    config.model_name = family.layout.describe(sizes)
+    config = ml_collections.ConfigDict(family.defaults(sizes))
+    config.model_name = family.describe(sizes)
   with config.ignore_type():
     config.update(sizes)
   return config
@@ -57,10 +56,12 @@ def _matches(config, sizes):
   """
   if ('resnet' in config) != ('resnet' in sizes):
     return False
+  defaults = models.class_of(config).__dataclass_fields__
   for key, value in sizes.items():
     if key == 'representation_size':
       continue
-    have = config[key] if key in config else _default(config, key)
+    default = defaults[key].default if key in defaults else None
+    have = config.get(key, default)
     if isinstance(value, dict):
       if have is None or any(
         have.get(k) != v for k, v in value.items() if k != 'num_heads'
@@ -71,20 +72,10 @@ def _matches(config, sizes):
   return True
 
 
-def _default(config, key):
-  """Returns the default of a field of a model; None if there is no such field."""
-  field = models.class_of(config).__dataclass_fields__.get(key)
-  return None if field is None else field.default
-
-
 def num_classes(params: Mapping[str, Any]) -> int:
   """Returns the number of classes that a head tells apart; 0 for no head."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
-  for path in ('head/bias', 'class_head/bias', 'class_head/kernel'):
-    if path in flat:
-      # A detector's last one is "no object".
-      return math.prod(flat[path].shape[-1:]) - ('query_embedding' in flat)
-  return 0
+  return families.of_tree(flat).num_classes(flat)
 
 
 _PUBLISHED = re.compile(

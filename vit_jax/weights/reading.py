@@ -14,16 +14,14 @@ Formats, and how each is recognised:
   workdir   folder of a run, with config.json and checkpoints
 """
 
-from collections.abc import Callable
 import functools
-import math
 import os
 import re
 from typing import NamedTuple
 
 from etils import epath
 import flax.traverse_util
-import jax
+import numpy as np
 
 from vit_jax import cli
 from vit_jax.run import workdir as workdir_lib
@@ -43,8 +41,7 @@ _LINEN_NAMES = {
 }
 _FILE_NAMES = {linen: name for name, linen in _LINEN_NAMES.items()}
 _PREFIXES = ('opt/target/', 'params/')
-# Name in a published BiT file -> name in this package, of the layers in a unit
-# and of those outside.
+# The same of a BiT file, of the layers in a unit and of those outside.
 _BIT_NAMES = {
   'a/standardized_conv2d': 'conv1',
   'b/standardized_conv2d': 'conv2',
@@ -56,9 +53,10 @@ _BIT_NAMES = {
   'root_block/standardized_conv2d': 'root_block/conv_root',
   'group_norm': 'norm-pre-head',
   'head/conv2d': 'head',
+  'gamma': 'scale',  # Leaves of a norm.
+  'beta': 'bias',
 }
 _BIT_FILE_NAMES = {name: published for published, name in _BIT_NAMES.items()}
-_BIT_LAYER = r'(block\d+/unit\d+/|)(.+)/(\w+)'
 # Names of weights files in folders of timm or Hugging Face, the preferred
 # first.
 FILES = ('model.safetensors', 'pytorch_model.bin')
@@ -94,26 +92,19 @@ class Weights(NamedTuple):
   resize: int | tuple[int, int] | None = None
 
 
-def read(
-  path: str,
-  num_heads: int | None = None,
-  check: Callable[[dict], None] = lambda params: None,
-) -> Weights:
+def read(path: str, num_heads: int | None = None) -> Weights:
   """Reads weights of any format; warns of values that are not finite.
 
   Args:
     path: see the top of this module; local, https:// or gs://.
     num_heads: number of attention heads; needed for files of timm or Hugging
       Face without a config.json and of a width that the table of sizes lacks.
-    check: function that raises ValueError if the parameters do not fit. It is
-      called with their shapes before the arrays of an .npz are read.
 
   Raises:
     FileNotFoundError, PermissionError, OSError: if the file cannot be read.
     ValueError: if the file holds no weights, is damaged or truncated, holds
       pickled objects or types other than floats, decompresses to far more than
-      its size, or is not of a plain ViT, hybrid or Mixer; or what `check`
-      raises.
+      its size, or is of no model of this package.
     ImportError: if a package is missing; names the extra to install.
   """
   if num_heads is not None and num_heads < 1:
@@ -127,7 +118,7 @@ def read(
     beside = functools.partial(_beside, str(path).rpartition('/')[0])
     weights = _read_torch(found, num_heads, beside)
   else:
-    weights = _read_npz(found, check)
+    weights = _read_npz(found)
   arrays.warn_of_what_is_not_finite(found, leaves_of(weights))
   return weights
 
@@ -163,9 +154,9 @@ def check_packages(path: str):
   if file.is_dir() and not (file / 'checkpoints').exists():
     file = _file_in(file)
   if file.suffix == '.safetensors':
-    arrays.import_safetensors(path)
+    arrays.needed('safetensors', 'interop', f"reading '{path}'")
   elif file.suffix in _TORCH_ENDINGS:
-    state_dicts.import_torch(path)
+    arrays.needed('torch', 'torch', f"reading '{path}'")
 
 
 def existing(path) -> epath.Path:
@@ -191,59 +182,38 @@ def existing(path) -> epath.Path:
   return found
 
 
-def _read_npz(file, check):
-  def tree(leaves):
-    leaves = {path: without_ones(path, leaf) for path, leaf in leaves.items()}
-    return flax.traverse_util.unflatten_dict(leaves, sep='/')
-
-  leaves = arrays.read_npz(
-    file, _linen_name, lambda shapes: check(tree(shapes))
-  )
-  found = descriptions.read(
-    descriptions.notes_file(file), descriptions.from_notes
-  )
-  return Weights(tree(leaves), 'npz', found.model, found.class_names)
+def _read_npz(file):
+  flat = {
+    path: without_ones(path, leaf)
+    for path, leaf in arrays.read_npz(file, _linen_name).items()
+  }
+  params = flax.traverse_util.unflatten_dict(flat, sep='/')
+  notes = descriptions.notes_file(file)
+  found = descriptions.read(notes, descriptions.from_notes)
+  return Weights(params, 'npz', found.model, found.class_names)
 
 
-def without_ones(path: str, leaf):
+def without_ones(path: str, leaf: np.ndarray) -> np.ndarray:
   """Returns a leaf without the dimensions of 1 that some files add.
 
   Old files keep the scale and bias of GroupNorms as [1, 1, 1, C], and those of
   BiT the kernel of the head as [1, 1, D, classes].
-
-  Args:
-    path: '/'-joined path of the leaf.
-    leaf: an array or jax.ShapeDtypeStruct.
   """
   if re.search(r'(gn[^/]*|norm-pre-head)/(scale|bias)$', path):
-    shape = (math.prod(leaf.shape),)
-  elif path == 'head/kernel' and leaf.ndim == 4 and leaf.shape[:2] == (1, 1):
-    shape = leaf.shape[2:]
-  else:
-    return leaf
-  if isinstance(leaf, jax.ShapeDtypeStruct):
-    return leaf.update(shape=shape)
-  return leaf.reshape(shape)
+    return leaf.reshape(-1)
+  if path == 'head/kernel' and leaf.ndim == 4 and leaf.shape[:2] == (1, 1):
+    return leaf[0, 0]
+  return leaf
 
 
 def _linen_name(key):
   for prefix in _PREFIXES:
     key = key.removeprefix(prefix)
-  if key.startswith('resnet/'):
-    return _bit_name(key.removeprefix('resnet/'))
-  return _rename_block(key, _LINEN_NAMES)
-
-
-def _bit_name(key):
-  """Returns the path of a leaf in a published BiT file."""
-  found = re.fullmatch(_BIT_LAYER, key)
-  if not found:
-    return key
-  unit, layer, leaf = found.groups()
+  if not key.startswith('resnet/'):
+    return _rename_block(key, _LINEN_NAMES)
   # Some files number the convolutions: standardized_conv2d_3.
-  layer = re.sub(r'(standardized_conv2d)_\d+$', r'\1', layer)
-  leaf = {'gamma': 'scale', 'beta': 'bias'}.get(leaf, leaf)
-  return f'{unit}{_BIT_NAMES.get(layer, layer)}/{leaf}'
+  key = re.sub(r'(standardized_conv2d)_\d+/', r'\1/', key)
+  return _rename_bit(key.removeprefix('resnet/'), _BIT_NAMES)
 
 
 def file_name(key: str, bit: bool = False) -> str:
@@ -255,14 +225,19 @@ def file_name(key: str, bit: bool = False) -> str:
   """
   if not bit:
     return _rename_block(key, _FILE_NAMES)
-  found = re.fullmatch(_BIT_LAYER, key)
+  return f'resnet/{_rename_bit(key, _BIT_FILE_NAMES)}' if '/' in key else key
+
+
+def _rename_bit(key, names):
+  """Renames layer and leaf of a BiT ResNet: '<block>/<unit>/<layer>/<leaf>'."""
+  found = re.fullmatch(r'(block\d+/unit\d+/|)(.+)/(\w+)', key)
   if not found:
     return key
   unit, layer, leaf = found.groups()
-  layer = _BIT_FILE_NAMES.get(layer, layer)
-  if layer.endswith('group_norm'):
-    leaf = {'scale': 'gamma', 'bias': 'beta'}.get(leaf, leaf)
-  return f'resnet/{unit}{layer}/{leaf}'
+  new = names.get(layer, layer)
+  if 'group_norm' in f'{layer}/{new}':
+    leaf = names.get(leaf, leaf)
+  return f'{unit}{new}/{leaf}'
 
 
 def _rename_block(key, names):
@@ -305,15 +280,15 @@ def _read_torch(file, num_heads, beside):
     else state_dicts.read(file)
   )
   with arrays.naming(file, 'cannot be used'):
-    family, layout = families.of_names(flat)
-  found = family.files.describe(beside, file, flat, layout, num_heads)
+    family, naming = families.of_names(flat)
+  found = family.read_beside(beside, file, flat, naming, num_heads)
   with arrays.naming(file, 'cannot be used'):
-    flat = family.layout.load(flat, layout, found.num_heads)
+    flat = family.load(flat, naming, found.num_heads)
   tree = flax.traverse_util.unflatten_dict(flat, sep='/')
   extra = {name: tree.pop(name) for name in EXTRA if name in tree}
   return Weights(
     tree,
-    layout.names,
+    naming,
     found.model,
     found.class_names,
     found.image_size,

@@ -6,7 +6,6 @@ from typing import Any
 import zipfile
 
 from etils import epath
-import jax
 import numpy as np
 
 from vit_jax.weights import arrays
@@ -23,26 +22,9 @@ _HARMLESS = re.compile(
 )
 
 
-def import_torch(file):
-  """Returns PyTorch; raises ImportError if it is missing."""
-  try:
-    import torch
-  except ImportError as e:
-    raise ImportError(
-      f"reading '{file}' needs PyTorch: pip install -e '.[torch]' in the "
-      'checkout of vit_jax, or use the .safetensors file of the same model'
-    ) from e
-  return torch
-
-
 def read(file: epath.Path) -> dict[str, np.ndarray]:
-  """Reads a state dict of PyTorch.
-
-  Raises:
-    ValueError: if the file is no state dict of weights; see `arrays.naming`.
-    ImportError: if PyTorch is missing.
-  """
-  torch = import_torch(file)
+  """Reads a state dict of PyTorch."""
+  torch = arrays.needed('torch', 'torch', f"reading '{file}'")
   with (
     arrays.naming(file, 'is not a file of PyTorch weights'),
     fetch.local_input(file) as here,
@@ -54,26 +36,6 @@ def read(file: epath.Path) -> dict[str, np.ndarray]:
     bytes_in_all = sum(v.numel() * v.element_size() for v in state.values())
     arrays.check_size(bytes_in_all, here.stat().length)
     return {name: _to_numpy(torch, value) for name, value in state.items()}
-
-
-def write(file: str, content: dict) -> None:
-  """Writes a file of PyTorch.
-
-  Args:
-    file: path, local.
-    content: nested dict of arrays.
-
-  Raises:
-    ImportError: if PyTorch is missing.
-  """
-  try:
-    import torch
-  except ImportError as e:
-    raise ImportError(
-      f"writing '{file}' needs PyTorch: pip install -e '.[torch]' in the "
-      'checkout of vit_jax, or give a name that ends in .safetensors'
-    ) from e
-  torch.save(jax.tree.map(torch.tensor, content), file)
 
 
 def _load_torch(torch, file):

@@ -16,14 +16,13 @@ import numpy as np
 
 from vit_jax.configs import common
 from vit_jax.run import workdir as workdir_lib
+from vit_jax.weights import arrays
 from vit_jax.weights import descriptions
 from vit_jax.weights import fetch
 from vit_jax.weights import identify
 from vit_jax.weights import reading
-from vit_jax.weights import state_dicts
 from vit_jax.weights.families import families
-from vit_jax.weights.families import vit as layouts
-from vit_jax.weights.families import vit_files
+from vit_jax.weights.families import vit
 
 
 class Model(NamedTuple):
@@ -61,13 +60,13 @@ def check(model: Model, to: str) -> list[str]:
   Raises:
     ValueError: if it does not.
   """
-  files = families.of(model.config).files
-  if to not in files.FORMATS:
+  family = families.of(model.config)
+  if to not in family.formats:
     raise ValueError(
       f'{identify.describe(model.params)} cannot be written as {to}: give '
-      f'--to={"|".join(files.FORMATS)}'
+      f'--to={"|".join(family.formats)}'
     )
-  return files.notes(model, to)
+  return family.notes(model, to)
 
 
 def save(params, path: str):
@@ -82,9 +81,9 @@ def save(params, path: str):
     ValueError: if two arrays would get the same name in the file.
   """
   flat = flax.traverse_util.flatten_dict(jax.device_get(params), sep='/')
-  names = {}  # Name in the file -> path in the tree.
+  bit, names = vit.is_bit(flat), {}  # Name in the file -> path in the tree.
   for key in flat:
-    name = reading.file_name(key, layouts.is_bit(flat))
+    name = reading.file_name(key, bit)
     if name in names:
       raise ValueError(
         f"'{names[name]}' and '{key}' would both be named '{name}' in '{path}', "
@@ -100,12 +99,8 @@ def save(params, path: str):
   head = 'resnet/head/conv2d/kernel'
   if head in flat:  # Published BiT files hold it as a 1x1 convolution.
     flat[head] = flat[head][None, None]
-  target = epath.Path(path)
-  target.parent.mkdir(parents=True, exist_ok=True)
-  temporary = target.parent / f'.{target.name}.tmp'
-  with temporary.open('wb') as f:
+  with fetch.replacing(epath.Path(path)) as file, file.open('wb') as f:
     np.savez(f, **flat)
-  temporary.replace(target)
 
 
 def _write_npz(model, dst):
@@ -113,15 +108,16 @@ def _write_npz(model, dst):
   notes, beside = [], {}
   if model.class_names:
     beside['class_names'] = list(model.class_names)
-  for key, here, there in vit_files.differences(model.config, published):
-    *groups, name = key.split('.')[1:]
+  family = families.of(model.config)
+  for key, here, there in family.differences(model.config, published):
+    *groups, name = key.split('.')
     fields = beside.setdefault('model', {})
     for group in groups:
       fields = fields.setdefault(group, {})
     fields[name] = here
     notes.append(
-      f'readers of .npz compute with {key}={there}, but these weights were made '
-      f'for {here}: logits differ a little'
+      f'readers of .npz compute with model.{key}={there}, but these weights were '
+      f'made for {here}: logits differ a little'
     )
   if beside:
     file = descriptions.notes_file(dst)
@@ -134,47 +130,36 @@ def _write_npz(model, dst):
   return notes
 
 
-def _state_dict(model, to):
-  """Returns the arrays of a model under the names of a format."""
-  family = families.of(model.config)
-  layout = family.files.layout(model.config, to)
-  return family.layout.dump(reading.leaves_of(model), layout)
-
-
 def _write_folder(model, dst, to):
   """Writes model.safetensors, and the JSON files of a format."""
-  state = _state_dict(model, to)
-  files, notes = families.of(model.config).files.files(model, to)
+  family = families.of(model.config)
+  state = family.dump(reading.leaves_of(model), to)
+  files, notes = family.files(model, to)
   dst.mkdir(parents=True)
-  with fetch.local_output(dst / 'model.safetensors') as file:
-    _save_safetensors(state, file)
-  for name, content in files.items():
-    (dst / name).write_text(json.dumps(content, indent=1))
+  _write_safetensors(state, dst / 'model.safetensors')
+  for name, fields in files.items():
+    (dst / name).write_text(json.dumps(fields, indent=1))
   return notes
 
 
 def _write_pth(model, dst):
   """Writes a detector under the names of the files released with DETR."""
-  state = _state_dict(model, 'pth')
-  temporary = dst.parent / f'.{dst.name}.tmp'
-  with fetch.local_output(temporary) as file:
-    if dst.suffix == '.pth':
-      state_dicts.write(file, {'model': state})
+  state = families.of(model.config).dump(reading.leaves_of(model), 'pth')
+  with fetch.replacing(dst) as file:
+    if dst.suffix == '.safetensors':
+      _write_safetensors(state, file)
     else:
-      _save_safetensors(state, file)
-  temporary.replace(dst)
+      torch = arrays.needed('torch', 'torch', f"writing '{dst}'")
+      with file.open('wb') as f:
+        torch.save({'model': jax.tree.map(torch.tensor, state)}, f)
   return []
 
 
-def _save_safetensors(state, file):
-  try:
-    from safetensors import numpy as safetensors
-  except ImportError as e:
-    raise ImportError(
-      'writing .safetensors needs the package safetensors: pip install -e '
-      "'.[interop]' in the checkout of vit_jax"
-    ) from e
-  safetensors.save_file(state, file, metadata={'format': 'pt'})
+def _write_safetensors(state, file):
+  safetensors = arrays.needed(
+    'safetensors.numpy', 'interop', f"writing '{file}'"
+  )
+  file.write_bytes(safetensors.save(state, metadata={'format': 'pt'}))
 
 
 def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
@@ -191,12 +176,12 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
     with config.ignore_type():
       config.pp.resize = model.resize
   config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
-  files = families.of(model.config).files
-  config.update(files.run(model))
+  family = families.of(model.config)
+  config.update(family.run(model))
   names = model.class_names or [str(i) for i in range(model.num_classes)]
   metadata = {
     'class_names': list(names),
-    **files.metadata(model),
+    **family.metadata(model),
     **model.metadata,
   }
   known = run_config.get_task(config.task).METADATA

@@ -1,54 +1,44 @@
-"""Converts DETR's weights between this package and PyTorch's state dicts.
+"""DETR's weights elsewhere: names of arrays, and Hugging Face's JSON files.
 
-One table pairs each leaf of a model with its names elsewhere. There are two
-namings of a detector, and one of a backbone alone:
+There are two namings of a detector, and one of a backbone alone:
 
   hf            `DetrForObjectDetection`, `DetrForSegmentation`
   pth           the files released with the paper, {'model': state dict}
   resnet        a ResNet alone, without a detector
 
 and two of its backbone, see vit_jax.weights.families.resnet.
-
 """
 
-from collections.abc import Iterable
 from collections.abc import Iterator
-from collections.abc import Mapping
 import re
-from typing import Any
-from typing import NamedTuple
+import types
 
-import numpy as np
-
+from vit_jax import models_detr
+from vit_jax.configs import common
+from vit_jax.configs import detr as recipe
+from vit_jax.configs import rules
 from vit_jax.layers import resnet
+from vit_jax.weights import descriptions
+from vit_jax.weights.families import base
 from vit_jax.weights.families import leaves
 from vit_jax.weights.families import resnet as resnet_names
 
-MASK_HEAD = 'segmentation/'
-
-
-class Layout(NamedTuple):
-  """A naming of arrays: 'hf', 'pth' or 'resnet', and that of the backbone."""
-
-  names: str
-  backbone: str = 'timm'
-
-
+_MASK_HEAD = 'segmentation/'
 # Beginning of the backbone's names.
 _BACKBONE = {
   'hf': 'model.backbone.conv_encoder.model.',
   'pth': 'backbone.0.body.',
   'resnet': '',
 }
-# A leaf that a model of each naming has.
-_SIGNS = {
+_QUERIES = {
   'hf': 'model.query_position_embeddings.weight',
   'pth': 'query_embed.weight',
 }
 # Parts of the names of a mask head, which all namings share.
 _MASKS = ('mask_head.', 'bbox_attention.')
 # Module names of transformers 5 -> names in its files, which the table uses.
-_HF_NEW = (
+_OLD_NAMES = (
+  (r'^(detr|resnet)\.', ''),
   (r'^model\.backbone\.model\.', _BACKBONE['hf']),
   (r'_attn\.o_proj\.', '_attn.out_proj.'),
   (r'(layers\.\d+)\.mlp\.fc', r'\1.fc'),
@@ -66,176 +56,283 @@ _HF_NEW = (
     )
   ),
 )
-# Width and heads of the published models.
-_PUBLISHED = 256, 8
 # Projections of queries, keys and values, which the released files join.
-_JOINED = '.in_proj_', ('.q_proj_', '.k_proj_', '.v_proj_')
-
-
-class _Leaf(NamedTuple):
-  """One array: path here, kind of layout, names elsewhere."""
-
-  path: str
-  kind: str
-  hf: str
-  pth: str
-  resnet: str = ''
-
-
-def _affine(path, kind, hf, pth):
-  """Yields kernel (or scale) and bias of a layer."""
-  first, kind = ('scale', 'same') if kind == 'norm' else ('kernel', kind)
-  yield _Leaf(f'{path}/{first}', kind, f'{hf}.weight', f'{pth}.weight')
-  yield _Leaf(f'{path}/bias', 'same', f'{hf}.bias', f'{pth}.bias')
+_JOINED = '.in_proj_', ('.q_proj.', '.k_proj.', '.v_proj.')
 
 
 def _attention(path, hf, pth):
-  for ours, theirs in (('query', 'q'), ('key', 'k'), ('value', 'v')):
-    for end, kind, name in (('kernel', 'heads', 'weight'), ('bias',) * 3):
-      yield _Leaf(
-        f'{path}/{ours}/{end}',
-        kind,
-        f'{hf}.{theirs}_proj.{name}',
-        f'{pth}.{theirs}_proj_{name}',
-      )
-  yield from _affine(f'{path}/out', 'out', f'{hf}.out_proj', f'{pth}.out_proj')
+  return (
+    (f'{path}/query', 'heads', f'{hf}.q_proj', f'{pth}.q_proj'),
+    (f'{path}/key', 'heads', f'{hf}.k_proj', f'{pth}.k_proj'),
+    (f'{path}/value', 'heads', f'{hf}.v_proj', f'{pth}.v_proj'),
+    (f'{path}/out', 'out', f'{hf}.out_proj', f'{pth}.out_proj'),
+  )
 
 
-def _backbone(units: Iterable[int], style: str) -> Iterator[_Leaf]:
-  """Yields the leaves of the backbone, see `resnet_names.table`."""
-  for path, kind, name in resnet_names.table(units, style):
-    yield _Leaf(path, kind, *(start + name for start in _BACKBONE.values()))
-
-
-def _transformer(encoder_layers: int, decoder_layers: int) -> Iterator[_Leaf]:
-  """Yields the leaves of everything but the backbone."""
-  query = _SIGNS['hf'], _SIGNS['pth']
-  yield _Leaf('query_embedding', 'same', *query)
-  projection = 'model.input_projection', 'input_proj'
-  yield from _affine('input_proj', 'conv', *projection)
-  for i in range(encoder_layers):
-    here = f'encoder_layer_{i}'
-    hf, pth = f'model.encoder.layers.{i}', f'transformer.encoder.layers.{i}'
-    norms = 'self_attn_layer_norm', 'final_layer_norm'
-    yield from _attention(
-      f'{here}/self_attention', f'{hf}.self_attn', f'{pth}.self_attn'
+# Rows of vit_jax.weights.families.leaves, with the names of both namings.
+_MLP = (
+  ('Dense_0', 'dense', 'fc1', 'linear1'),
+  ('Dense_1', 'dense', 'fc2', 'linear2'),
+)
+_LAYERS = {
+  'encoder': (
+    *_attention('self_attention', 'self_attn', 'self_attn'),
+    ('LayerNorm_0', 'norm', 'self_attn_layer_norm', 'norm1'),
+    ('LayerNorm_1', 'norm', 'final_layer_norm', 'norm2'),
+    *_MLP,
+  ),
+  'decoder': (
+    *_attention('self_attention', 'self_attn', 'self_attn'),
+    *_attention('cross_attention', 'encoder_attn', 'multihead_attn'),
+    ('LayerNorm_0', 'norm', 'self_attn_layer_norm', 'norm1'),
+    ('LayerNorm_1', 'norm', 'encoder_attn_layer_norm', 'norm2'),
+    ('LayerNorm_2', 'norm', 'final_layer_norm', 'norm3'),
+    *_MLP,
+  ),
+}
+_OTHERS = (
+  ('query_embedding', 'leaf', _QUERIES['hf'], _QUERIES['pth']),
+  ('input_proj', 'conv', 'model.input_projection', 'input_proj'),
+  (
+    'decoder_norm',
+    'norm',
+    'model.decoder.layernorm',
+    'transformer.decoder.norm',
+  ),
+  ('class_head', 'dense', 'class_labels_classifier', 'class_embed'),
+  *(
+    (
+      f'box_head/Dense_{i}',
+      'dense',
+      f'bbox_predictor.layers.{i}',
+      f'bbox_embed.layers.{i}',
     )
-    yield from _rest(here, hf, pth, norms)
-  for i in range(decoder_layers):
-    here = f'decoder_layer_{i}'
-    hf, pth = f'model.decoder.layers.{i}', f'transformer.decoder.layers.{i}'
-    norms = (
-      'self_attn_layer_norm', 'encoder_attn_layer_norm', 'final_layer_norm'
-    )  # fmt: skip
-    yield from _attention(
-      f'{here}/self_attention', f'{hf}.self_attn', f'{pth}.self_attn'
-    )
-    yield from _attention(
-      f'{here}/cross_attention', f'{hf}.encoder_attn', f'{pth}.multihead_attn'
-    )
-    yield from _rest(here, hf, pth, norms)
-  norm = 'model.decoder.layernorm', 'transformer.decoder.norm'
-  yield from _affine('decoder_norm', 'norm', *norm)
-  heads = 'class_labels_classifier', 'class_embed'
-  yield from _affine('class_head', 'dense', *heads)
-  for i in range(3):
-    names = f'bbox_predictor.layers.{i}', f'bbox_embed.layers.{i}'
-    yield from _affine(f'box_head/Dense_{i}', 'dense', *names)
-  yield from _mask_head()
+    for i in range(3)
+  ),
+)
+# The same of a mask head, whose names are those of all namings.
+_MASK_ROWS = (
+  ('attention/query', 'heads', 'bbox_attention.q_linear'),
+  ('attention/key', 'heads', 'bbox_attention.k_linear'),
+  ('conv_0', 'conv', 'mask_head.lay1'),
+  ('convolutions/conv_1', 'conv', 'mask_head.lay2'),
+  ('convolutions/conv_2', 'conv', 'mask_head.lay3'),
+  ('convolutions/conv_3', 'conv', 'mask_head.lay4'),
+  ('convolutions/conv_4', 'conv', 'mask_head.lay5'),
+  *(
+    (f'convolutions/norm_{i}', 'norm', f'mask_head.gn{i + 1}') for i in range(5)
+  ),
+  *((f'adapter_{i}', 'conv', f'mask_head.adapter{i + 1}') for i in range(3)),
+  ('convolutions/output', 'conv', 'mask_head.out_lay'),
+)
 
 
-def _mask_head() -> Iterator[_Leaf]:
-  """Yields the leaves of a mask head, whose names are those of all namings."""
-  for part in ('query', 'key'):
-    name = f'bbox_attention.{part[0]}_linear'
-    for end, kind, their_end in (('kernel', 'heads', 'weight'), ('bias',) * 3):
-      names = (f'{name}.{their_end}',) * 2
-      yield _Leaf(f'{MASK_HEAD}attention/{part}/{end}', kind, *names)
-  parts = [(f'adapter_{i}', 'conv', f'adapter{i + 1}') for i in range(3)]
-  for i in range(5):
-    path = f'convolutions/conv_{i}' if i else 'conv_0'
-    parts.append((path, 'conv', f'lay{i + 1}'))
-    parts.append((f'convolutions/norm_{i}', 'norm', f'gn{i + 1}'))
-  parts.append(('convolutions/output', 'conv', 'out_lay'))
-  for path, kind, name in parts:
-    names = (f'mask_head.{name}',) * 2
-    yield from _affine(MASK_HEAD + path, kind, *names)
-
-
-def _rest(path, hf, pth, norms):
-  """Yields norms and MLP of a layer."""
-  for i, norm in enumerate(norms):
-    yield from _affine(
-      f'{path}/LayerNorm_{i}', 'norm', f'{hf}.{norm}', f'{pth}.norm{i + 1}'
-    )
-  for i in (0, 1):
-    names = f'{hf}.fc{i + 1}', f'{pth}.linear{i + 1}'
-    yield from _affine(f'{path}/Dense_{i}', 'dense', *names)
-
-
-def detect(names: Iterable[str]) -> Layout | None:
-  """Returns the layout of a state dict's names, or None."""
-  names = {_plain_name(name) for name in names}
-  naming = next((k for k, sign in _SIGNS.items() if sign in names), 'resnet')
-  for style, root in resnet_names.ROOTS.items():
-    if f'{_BACKBONE[naming]}{root}.weight' in names:
-      return Layout(naming, style)
-  return None if naming == 'resnet' else Layout(naming)
-
-
-def _plain_name(name):
-  """Returns the name that the table uses."""
-  name = re.sub(r'^(detr|resnet)\.', '', name)
-  for new, old in _HF_NEW:
-    name = re.sub(new, old, name)
-  return name
-
-
-def load(
-  flat: Mapping[str, np.ndarray], layout: Layout, num_heads: int | None
-) -> dict[str, np.ndarray]:
-  """Converts a state dict.
+def _table(naming, layers: dict[str, int]) -> Iterator[leaves.Leaf]:
+  """Yields the leaves of all but the backbone.
 
   Args:
-    flat: arrays by name.
-    layout: result of `detect`.
-    num_heads: number of attention heads, which the shapes do not tell; None:
-      that of the published models, if their width is that of these.
-
-  Returns:
-    Arrays by path: parameters, and at 'frozen/' the constants. Of a ResNet
-    alone only those of the backbone; its head is left out.
-
-  Raises:
-    ValueError: if there are arrays that a DETR does not have (the message lists
-      them), or if `num_heads` does not divide the width, or is missing.
+    naming: 'hf' or 'pth'.
+    layers: number of layers of 'encoder' and 'decoder'.
   """
-  flat = {_plain_name(name): value for name, value in flat.items()}
-  flat = leaves.split(flat, *_JOINED)
-  alone = layout.names == 'resnet'
-  units = resnet_names.units(flat, _BACKBONE[layout.names], layout.backbone)
-  table = [*_backbone(units, layout.backbone)]
-  if alone:
-    head = ('fc.', 'classifier.')
-    flat = {k: v for k, v in flat.items() if not k.startswith(head)}
-  else:
-    sides = {'hf': 'model.', 'pth': 'transformer.'}[layout.names]
-    table += _transformer(
-      *(
-        leaves.count(flat, rf'{re.escape(sides)}{part}\.layers\.(\d+)\.')
-        for part in ('encoder', 'decoder')
-      )
+  column = 2 + ('hf', 'pth').index(naming)
+  start = {'hf': 'model', 'pth': 'transformer'}[naming]
+  for row in _OTHERS:
+    yield from leaves.layer(*row[:2], row[column])
+  for side, count in layers.items():
+    for i in range(count):
+      here, there = f'{side}_layer_{i}/', f'{start}.{side}.layers.{i}.'
+      for row in _LAYERS[side]:
+        yield from leaves.layer(here + row[0], row[1], there + row[column])
+  for path, kind, name in _MASK_ROWS:
+    yield from leaves.layer(_MASK_HEAD + path, kind, name)
+
+
+def _backbone(units, naming, style) -> Iterator[leaves.Leaf]:
+  for path, layout, name in resnet_names.table(units, style):
+    yield path, layout, _BACKBONE[naming] + name
+
+
+def _style(names, naming) -> str | None:
+  """Returns the naming of the backbone."""
+  for style, (root, _) in resnet_names.ROOTS.items():
+    if f'{_BACKBONE[naming]}{root}.weight' in names:
+      return style
+  return None
+
+
+# Width and heads of the published models.
+_PUBLISHED = 256, 8
+# Classes of the published models for panoptic segmentation, and the first number
+# of a class of stuff.
+_PANOPTIC, _STUFF_FROM = 250, 91
+# Units per stage -> timm's name, of backbones that Hugging Face takes from timm.
+_TIMM = {(3, 4, 6, 3): 'resnet50', (3, 4, 23, 3): 'resnet101'}
+
+
+class Detrs(base.Family):
+  """DETR with a ResNet as the backbone."""
+
+  words = 'a detector'
+  kind = 'detr'
+  leaf = 'query_embedding'
+  formats = ('hf', 'pth', 'workdir')
+  computes = types.MappingProxyType({'dilate_last': False})
+  head = 'class_head/bias'
+
+  def detect(self, names):
+    names = {leaves.renamed(name, _OLD_NAMES) for name in names}
+    for naming, queries in _QUERIES.items():
+      if queries in names:
+        return naming
+    return 'resnet' if _style(names, 'resnet') else None
+
+  def load(self, flat, naming, num_heads):
+    flat = {leaves.renamed(k, _OLD_NAMES): v for k, v in flat.items()}
+    flat = leaves.split(flat, *_JOINED)
+    style = _style(flat, naming) or 'timm'
+    units = resnet_names.units(flat, _BACKBONE[naming], style)
+    table = [*_backbone(units, naming, style)]
+    if naming == 'resnet':  # Its head is left out.
+      head = ('fc.', 'classifier.')
+      flat = {k: v for k, v in flat.items() if not k.startswith(head)}
+      return leaves.load(flat, table, None, 'ResNet of bottlenecks')
+    start = {'hf': 'model', 'pth': 'transformer'}[naming]
+    table += _table(
+      naming,
+      {
+        side: leaves.count(flat, rf'{start}\.{side}\.layers\.(\d+)\.')
+        for side in _LAYERS
+      },
     )
-    num_heads = num_heads or _heads(flat[_SIGNS[layout.names]])
-  found = {}
-  for leaf in table:
-    value = flat.pop(getattr(leaf, layout.names), None)
-    if value is not None:
-      found[leaf.path] = leaves.from_torch(
-        value, leaf.path, leaf.kind, num_heads
+    num_heads = num_heads or _heads(flat[_QUERIES[naming]])
+    return leaves.load(flat, table, num_heads, 'DETR')
+
+  def dump(self, flat, naming):
+    fields = self.sizes({path: x.shape for path, x in flat.items()}, {})
+    layers = {side: fields[f'num_{side}_layers'] for side in _LAYERS}
+    style = 'timm' if naming == 'pth' or _of_timm(fields) else 'transformers'
+    table = [
+      *_backbone(fields['units'], naming, style),
+      *_table(naming, layers),
+    ]
+    state = leaves.dump(flat, table, 'the DETR of other programs')
+    if fields.get('mask_head'):
+      state = {
+        name if name.startswith(_MASKS) else f'detr.{name}': value
+        for name, value in state.items()
+      }
+    return leaves.join(state, *_JOINED) if naming == 'pth' else state
+
+  def sizes(self, flat, told):
+    encoder, decoder = (
+      leaves.count(flat, rf'{side}_layer_(\d+)/') for side in _LAYERS
+    )
+    masks = any(path.startswith(_MASK_HEAD) for path in flat)
+    return {
+      'kind': 'detr',
+      'units': leaves.units(flat, r'backbone/block(\d+)/unit(\d+)/'),
+      'backbone_width': flat['backbone/conv_root/kernel'][-1],
+      'norm': 'group' if 'backbone/bn_root/scale' in flat else 'frozen_batch',
+      'hidden_size': flat['query_embedding'][1],
+      'num_queries': flat['query_embedding'][0],
+      'num_encoder_layers': encoder,
+      'num_decoder_layers': decoder,
+      'num_heads': flat['decoder_layer_0/self_attention/query/kernel'][1],
+      'mlp_dim': flat['decoder_layer_0/Dense_0/kernel'][1],
+      **({'mask_head': True} if masks else {}),
+      **told,
+    }
+
+  def describe(self, fields):
+    units = tuple(fields['units'])
+    known = {units: name.upper() for name, units in resnet.UNITS.items()}
+    layers = f'{fields["num_encoder_layers"]}+{fields["num_decoder_layers"]}'
+    return (
+      f'DETR of {layers} layers, width {fields["hidden_size"]}, '
+      f'{fields["num_queries"]} queries, backbone '
+      f'{known.get(units, f"ResNet of {units} units")}'
+      + (', mask head' if fields.get('mask_head') else '')
+    )
+
+  def num_classes(self, flat):
+    """The last one is "no object"."""
+    return max(0, super().num_classes(flat) - 1)
+
+  def read_beside(self, beside, file, flat, naming, num_heads):
+    """Reads config.json; without it, the file's name may say 'dc5'."""
+    found = descriptions.read(
+      beside('config.json'), lambda config: _from_config(config, file.name)
+    )
+    heads = num_heads or found.model.get('num_heads')
+    return found._replace(num_heads=heads)
+
+  def run(self, model):
+    """Images of an unknown size are prepared as in the published recipe."""
+    return {
+      'task': 'segment' if model.config.get('mask_head') else 'detect',
+      'task_options': {'max_objects': min(100, model.config.num_queries)},
+      'pp': {'sides': recipe.SIDES} if model.image_size is None else {},
+    }
+
+  def metadata(self, model):
+    """Of COCO's panoptic classes those up to number 90 are things."""
+    count = model.num_classes
+    stuff = _STUFF_FROM if count == _PANOPTIC else count
+    return {'isthing': [i < stuff for i in range(count)]}
+
+  def check(self, model):
+    things = model.metadata.get('isthing')
+    if things is not None and len(things) != model.num_classes:
+      raise ValueError(
+        f'isthing has {len(things)} entries for {model.num_classes} classes'
       )
-  leaves.fail_for_unknown(flat, 'ResNet of bottlenecks' if alone else 'DETR')
-  return found
+
+  def notes(self, model, to):
+    if 'pth' not in (model.source, to):
+      return []
+    dilated = 'has a' if model.config.get('dilate_last') else 'has no'
+    return [
+      f"the last stage of this model's backbone {dilated} dilation (DC5), which "
+      "a released file tells by its name alone: keep 'dc5' in the names of those "
+      'that have one, and of no others'
+    ]
+
+  def files(self, model, to):
+    config = model.config
+    masks = config.get('mask_head')
+    fields = dict(
+      model_type='detr',
+      architectures=[
+        f'DetrFor{"Segmentation" if masks else "ObjectDetection"}'
+      ],
+      d_model=config.hidden_size,
+      num_queries=config.num_queries,
+      **{f'{side}_layers': config[f'num_{side}_layers'] for side in _LAYERS},
+      **{f'{side}_attention_heads': config.num_heads for side in _LAYERS},
+      **{f'{side}_ffn_dim': config.mlp_dim for side in _LAYERS},
+      activation_function='relu',
+      position_embedding_type='sine',
+      dropout=0.1,
+      attention_dropout=0.0,
+      **descriptions.label_fields(model),
+      **_backbone_fields(config),
+    )
+    if masks:  # For this package; others ignore it.
+      fields['isthing'] = {**self.metadata(model), **model.metadata}['isthing']
+    pp = common.get_config().pp
+    processor = dict(
+      image_processor_type='DetrImageProcessor',
+      format='coco_panoptic' if masks else 'coco_detection',
+      do_resize=True,
+      size=dict(shortest_edge=pp.eval_side, longest_edge=pp.longest_side),
+      do_rescale=True,
+      rescale_factor=1 / 255,
+      do_normalize=True,
+      image_mean=models_detr.MEAN,
+      image_std=models_detr.STD,
+      do_pad=True,
+    )
+    return {'config.json': fields, 'preprocessor_config.json': processor}, []
 
 
 def _heads(queries):
@@ -243,103 +340,76 @@ def _heads(queries):
   width, heads = _PUBLISHED
   if queries.shape[-1:] != (width,):
     raise ValueError(
-      f'it does not say how many attention heads its model has: give num_heads, '
+      'it does not say how many attention heads its model has: give num_heads, '
       f'or put its config.json beside it (the published models, of width {width}, '
       f'have {heads})'
     )
   return heads
 
 
-def dump(
-  flat: Mapping[str, np.ndarray], layout: Layout
-) -> dict[str, np.ndarray]:
-  """Converts a tree to a state dict.
+def _of_timm(config) -> bool:
+  """Returns whether Hugging Face takes the backbone from timm."""
+  return tuple(config['units']) in _TIMM and config['backbone_width'] == 64
 
-  Args:
-    flat: arrays by path, see `load`.
-    layout: naming of the result.
 
-  Raises:
-    ValueError: if there are arrays that other programs' DETR does not have.
-  """
-  found = sizes(flat)
-  table = [
-    *_backbone(found['units'], layout.backbone),
-    *_transformer(found['num_encoder_layers'], found['num_decoder_layers']),
-  ]
-  flat, state = dict(flat), {}
-  masks = any(path.startswith(MASK_HEAD) for path in flat)
-  for leaf in table:
-    value = flat.pop(leaf.path, None)
-    if value is not None:
-      name = getattr(leaf, layout.names)
-      if masks and not name.startswith(_MASKS):
-        name = f'detr.{name}'
-      state[name] = leaves.to_torch(np.asarray(value), leaf.kind)
-  if flat:
-    raise ValueError(
-      f'{sorted(flat)[:10]} have no counterpart in the DETR of other programs: '
-      'write this model as a run (--to=workdir)'
+def _from_config(config, name):
+  heads = descriptions.count(config, 'encoder_attention_heads')
+  descriptions.only(
+    config,
+    'DETRs',
+    decoder_attention_heads=heads,
+    position_embedding_type='sine',
+    activation_function='relu',
+  )
+  dilated = descriptions.field(
+    config, 'dilation', lambda x: isinstance(x, bool), 'true or false', False
+  )
+  backbone = descriptions.fields(config, 'backbone_config')
+  stride = descriptions.count(backbone, 'output_stride')
+  things = descriptions.field(
+    config,
+    'isthing',
+    lambda x: isinstance(x, list) and all(type(y) is bool for y in x),
+    'a list of true and false, one for each class',
+  )
+  if not config:
+    dilated = re.search('dc5', name, re.IGNORECASE) is not None
+  return descriptions.Description(
+    {
+      **({'num_heads': heads} if heads else {}),
+      'dilate_last': dilated or stride == 16,
+    },
+    descriptions.labels(config, gap=rules.NO_CLASS),
+    metadata={'isthing': things} if things else {},
+  )
+
+
+def _backbone_fields(config):
+  """Returns the fields of config.json that describe the backbone."""
+  dilated = bool(config.get('dilate_last'))
+  units, width = config.units, config.backbone_width
+  if _of_timm(config):
+    return dict(
+      backbone=_TIMM[tuple(units)],
+      use_timm_backbone=True,
+      use_pretrained_backbone=False,
+      dilation=dilated,
     )
-  return leaves.join(state, *_JOINED) if layout.names == 'pth' else state
-
-
-def sizes(
-  flat: Mapping[str, Any], told: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-  """Returns the fields of the model that has these leaves.
-
-  Args:
-    flat: arrays or shapes by path.
-    told: further fields of the model, which shapes do not tell.
-
-  Raises:
-    KeyError, ValueError: if leaves are missing.
-  """
-  shapes = {
-    path: tuple(getattr(x, 'shape', x)) for path, x in flat.items()
-  }  # fmt: skip
-  stages = leaves.count(shapes, r'backbone/block(\d+)/', first=1)
-  encoder, decoder = (
-    leaves.count(shapes, rf'{part}_layer_(\d+)/')
-    for part in ('encoder', 'decoder')
-  )
-  layer = 'decoder_layer_0'
-  masks = any(path.startswith(MASK_HEAD) for path in shapes)
-  fields = dict(
-    kind='detr',
-    units=tuple(
-      leaves.count(shapes, rf'backbone/block{i + 1}/unit(\d+)/', first=1)
-      for i in range(stages)
+  if dilated:
+    raise ValueError(
+      f'Hugging Face has a dilated backbone (DC5) only of the sizes {list(_TIMM)}: '
+      'write this model as a run or a released file (--to=workdir, --to=pth)'
+    )
+  stages = [f'stage{i + 1}' for i in range(len(units))]
+  return dict(
+    use_timm_backbone=False,
+    use_pretrained_backbone=False,
+    backbone_config=dict(
+      model_type='resnet',
+      layer_type='bottleneck',
+      embedding_size=width,
+      hidden_sizes=[4 * width * 2**i for i in range(len(stages))],
+      depths=list(units),
+      out_features=stages if config.get('mask_head') else stages[-1:],
     ),
-    backbone_width=shapes['backbone/conv_root/kernel'][-1],
-    norm='group' if 'backbone/bn_root/scale' in shapes else 'frozen_batch',
-    hidden_size=shapes['query_embedding'][1],
-    num_queries=shapes['query_embedding'][0],
-    num_encoder_layers=encoder,
-    num_decoder_layers=decoder,
-    num_heads=shapes[f'{layer}/self_attention/query/kernel'][1],
-    mlp_dim=shapes[f'{layer}/Dense_0/kernel'][1],
-    **({'mask_head': True} if masks else {}),
-  )
-  return {**fields, **(told or {})}
-
-
-def defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns further fields of a model that is in no table of sizes."""
-  del fields
-  return {}
-
-
-def describe(fields: Mapping[str, Any]) -> str:
-  """Names a model by its fields, see `sizes`."""
-  backbone = next(
-    (name.upper() for name, units in resnet.UNITS.items() if units == fields['units']),
-    f'ResNet of {fields["units"]} units',
-  )  # fmt: skip
-  layers = f'{fields["num_encoder_layers"]}+{fields["num_decoder_layers"]}'
-  return (
-    f'DETR of {layers} layers, width {fields["hidden_size"]}, '
-    f'{fields["num_queries"]} queries, backbone {backbone}'
-    + (', mask head' if fields.get('mask_head') else '')
   )

@@ -1,221 +1,268 @@
-"""Converts iGPT's weights between this package and Hugging Face's ImageGPT.
+"""iGPT's weights elsewhere: Hugging Face's ImageGPT, and its JSON files.
 
 The state dicts are those of `ImageGPTForCausalImageModeling` and of
 `ImageGPTModel`, which has no head. Their layers have biases, which the released
 code has not: they must be zero here, and are zeros there. The last row of their
-table of colours is the start token.
+table of colours is the start token. preprocessor_config.json has the palette,
+`clusters`, colours in [-1, 1].
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
+import math
 import re
-from typing import Any
-from typing import NamedTuple
+import types
 
 from absl import logging
+import jax
 import numpy as np
 
+from vit_jax.layers import decoder
+from vit_jax.weights import arrays
+from vit_jax.weights import descriptions
+from vit_jax.weights.families import base
 from vit_jax.weights.families import leaves
 
-_PARTS = ('query', 'key', 'value')
-# Leaf of a block -> name there, and kind of layout. Hugging Face's layers of
-# blocks are not transposed.
-_BLOCK = {
-  'norm_1/scale': ('ln_1', 'same'),
-  'norm_2/scale': ('ln_2', 'same'),
-  'attention/out/kernel': ('attn.c_proj', 'rows'),
-  'mlp/hidden/kernel': ('mlp.c_fc', 'same'),
-  'mlp/output/kernel': ('mlp.c_proj', 'same'),
-}
+_OLD_NAMES = ((r'^(wte|wpe|h|ln_f)\.', r'transformer.\1.'),)
 _COLORS = 'transformer.wte.weight'
+# Rows of vit_jax.weights.families.leaves: of a block, and beside the blocks.
+_BLOCK = (
+  ('norm_1', 'norm', 'ln_1'),
+  ('attention/query', 'heads', 'attn.q'),
+  ('attention/key', 'heads', 'attn.k'),
+  ('attention/value', 'heads', 'attn.v'),
+  ('attention/out', 'out', 'attn.c_proj'),
+  ('norm_2', 'norm', 'ln_2'),
+  ('mlp/hidden', 'dense', 'mlp.c_fc'),
+  ('mlp/output', 'dense', 'mlp.c_proj'),
+)
+_OTHERS = (
+  ('norm', 'norm', 'transformer.ln_f'),
+  ('color_head', 'dense', 'lm_head'),
+)
+_JOINED = '.c_attn.', ('.q.', '.k.', '.v.')
+# Layers that Hugging Face keeps as [in, out], unlike PyTorch.
+_NOT_TRANSPOSED = re.compile(r'.*\.(attn|mlp)\.c_\w+\.(weight|bias)')
 _CLASSES = (
   " (Hugging Face's classifier reads the tokens of the pixels without the start "
   'token; that of this package reads others)'
 )
-# Other leaf -> name there, and kind of layout.
-_OTHERS = {
-  'position_embedding': ('transformer.wpe.weight', 'same'),
-  'norm/scale': ('transformer.ln_f.weight', 'same'),
-  'color_head/kernel': ('lm_head.weight', 'dense'),
+# Fields of config.json and the only values that this package has.
+_ONLY = {
+  'activation_function': 'quick_gelu',
+  'layer_norm_epsilon': 1e-5,
+  'scale_attn_weights': True,
+  'scale_attn_by_inverse_layer_idx': False,
+  'n_inner': None,
+  'add_cross_attention': False,
 }
+_SCALES = tuple(decoder.SCALES)  # The first is the default.
+# The first version of transformers that divides by the exact root.
+_EXACT_SINCE = '5.21'
 
 
-class Layout(NamedTuple):
-  """The only naming of arrays."""
-
-  names: str = 'hf'
-
-
-def detect(names: Iterable[str]) -> Layout | None:
-  """Returns the layout of a state dict's names, or None."""
-  return Layout() if _COLORS in map(_plain_name, names) else None
-
-
-def _plain_name(name):
-  """Returns the name that ImageGPTForCausalImageModeling has."""
-  return re.sub(r'^(wte|wpe|h|ln_f)\.', r'transformer.\1.', name)
-
-
-def load(
-  flat: Mapping[str, np.ndarray], layout: Layout, num_heads: int | None
-) -> dict[str, np.ndarray]:
-  """Converts a state dict.
-
-  Args:
-    flat: arrays by name.
-    layout: result of `detect`.
-    num_heads: number of attention heads, which the shapes do not tell.
-
-  Returns:
-    Parameters by path. The colour head is zero if there is none.
-
-  Raises:
-    ValueError: if there are arrays that an iGPT does not have (the message
-      lists them), if biases are not zero, or if `num_heads` does not divide the
-      width or is missing.
-  """
-  del layout
-  if num_heads is None:
-    raise ValueError(
-      'it does not say how many attention heads its model has: put its '
-      'config.json beside it, or give num_heads'
-    )
-  flat = _without_biases({_plain_name(k): v for k, v in flat.items()})
-  num_layers = leaves.count(flat, r'transformer\.h\.(\d+)\.')
-  colors = flat.pop(_COLORS)
-  _check_matrix(_COLORS, colors)
-  found = {'color_embedding': colors[:-1], 'start_token': colors[-1]}
+def _table(num_layers):
+  yield 'color_embedding', 'table', _COLORS
+  yield 'position_embedding', 'same', 'transformer.wpe.weight'
+  for row in _OTHERS:
+    yield from leaves.layer(*row)
   for i in range(num_layers):
-    found |= _load_block(flat, i, num_heads)
-  for path, (name, kind) in _OTHERS.items():
-    if name in flat:
-      found[path] = leaves.from_torch(flat.pop(name), path, kind, None)
-  leaves.fail_for_unknown(
-    flat, 'iGPT', _CLASSES if 'score.weight' in flat else ''
-  )
-  if 'color_head/kernel' not in found:
-    logging.warning('These weights have no head of colours: it is zero.')
-    found['color_head/kernel'] = np.zeros_like(found['color_embedding'].T)
-  return found
+    for path, kind, name in _BLOCK:
+      name = f'transformer.h.{i}.{name}'
+      yield from leaves.layer(f'block_{i}/{path}', kind, name)
 
 
-def _without_biases(flat):
-  """Leaves out biases of zero."""
-  biases = {k for k in flat if re.search(r'\.(attn|mlp)\.c_\w+\.bias$', k)}
-  wrong = sorted(name for name in biases if flat[name].any())
-  if wrong:
-    raise ValueError(
-      f'the biases {wrong[:3]} are not zero, and iGPT has none: these weights '
-      'were trained further by Hugging Face, whose model has biases'
+class ImageGPTs(base.Family):
+  """iGPT."""
+
+  words = 'an iGPT'
+  kind = 'igpt'
+  leaf = 'color_embedding'
+  formats = ('hf', 'workdir')
+  computes = types.MappingProxyType({'attention_scale': _SCALES[0]})
+  head = 'class_head/kernel'
+
+  def detect(self, names):
+    names = (leaves.renamed(name, _OLD_NAMES) for name in names)
+    return 'hf' if _COLORS in names else None
+
+  def load(self, flat, naming, num_heads):
+    """A colour head is zero if there is none."""
+    if num_heads is None:
+      raise ValueError(
+        'it does not say how many attention heads its model has: put its '
+        'config.json beside it, or give num_heads'
+      )
+    state, biases = {}, []
+    for name, value in flat.items():
+      name = leaves.renamed(name, _OLD_NAMES)
+      if not _NOT_TRANSPOSED.fullmatch(name):
+        state[name] = value
+      elif name.endswith('.weight'):
+        state[name] = value.T
+      elif value.any():
+        biases.append(name)
+    if biases:
+      raise ValueError(
+        f'the biases {sorted(biases)[:3]} are not zero, and iGPT has none: these '
+        'weights were trained further by Hugging Face, whose model has biases'
+      )
+    state = leaves.split(state, *_JOINED)
+    table = _table(leaves.count(state, r'transformer\.h\.(\d+)\.'))
+    hint = _CLASSES if 'score.weight' in state else ''
+    found = leaves.load(state, table, num_heads, 'iGPT', hint)
+    colors = found['color_embedding']
+    found.update(color_embedding=colors[:-1], start_token=colors[-1])
+    if 'color_head/kernel' not in found:
+      logging.warning('These weights have no head of colours: it is zero.')
+      found['color_head/kernel'] = np.zeros_like(colors[:-1].T)
+    return found
+
+  def dump(self, flat, naming):
+    flat = dict(flat)
+    if 'start_token' not in flat:
+      raise ValueError(
+        "Hugging Face's ImageGPT has no masked pixels (the objective 'bert'): "
+        'write this model as a run (--to=workdir)'
+      )
+    colors = flat['color_embedding'], flat.pop('start_token')[None]
+    flat['color_embedding'] = np.concatenate(colors)
+    table = _table(leaves.count(flat, r'block_(\d+)/'))
+    hint = _CLASSES if 'class_head/kernel' in flat else ''
+    state = leaves.dump(flat, table, "Hugging Face's ImageGPT" + hint)
+    state = leaves.join(state, *_JOINED)
+    for name in list(filter(_NOT_TRANSPOSED.fullmatch, state)):
+      value = np.ascontiguousarray(state[name].T)
+      state[name] = value
+      bias = f'{name.removesuffix("weight")}bias'
+      state[bias] = np.zeros(value.shape[1], value.dtype)
+    return state
+
+  def sizes(self, flat, told):
+    num_colors, width = flat['color_embedding']
+    return {
+      'kind': 'igpt',
+      'num_colors': num_colors,
+      'num_positions': flat['position_embedding'][0],
+      'hidden_size': width,
+      'num_layers': leaves.count(flat, r'block_(\d+)/'),
+      'num_heads': flat['block_0/attention/query/kernel'][1],
+      **({} if 'start_token' in flat else {'causal': False}),
+      **told,
+    }
+
+  def describe(self, fields):
+    return (
+      f'iGPT of {fields["num_layers"]} layers, width {fields["hidden_size"]}, '
+      f'{fields["num_positions"]} pixels of {fields["num_colors"]} colours'
     )
-  return {name: value for name, value in flat.items() if name not in biases}
 
+  def read_beside(self, beside, file, flat, naming, num_heads):
+    found = descriptions.read(beside('config.json'), _from_config)
+    heads = num_heads or found.model.get('num_heads')
+    processor = beside('preprocessor_config.json')
+    with arrays.naming(processor, 'cannot be used'):
+      palette = _palette(descriptions.load(processor))
+    metadata = {} if palette is None else {'palette': palette}
+    return found._replace(num_heads=heads, metadata=metadata)
 
-def _check_matrix(name, value):
-  if value.ndim != 2:
-    raise ValueError(f"'{name}' of shape {value.shape} must have 2 dimensions")
+  def image_size(self, config, params, given):
+    pixels = config.num_positions
+    size = given or (math.isqrt(pixels),) * 2
+    if math.prod(size) != pixels:
+      raise ValueError(
+        f'image_size={size[0]},{size[1]} has {math.prod(size)} pixels, but the '
+        f'weights are for {pixels}: give the size of the images '
+        '(--image_size=HEIGHT,WIDTH)'
+      )
+    return size
 
+  def inputs(self, config, params, image_size):
+    return jax.ShapeDtypeStruct((1, config.num_positions), np.dtype('int32'))
 
-def _load_block(flat, i, num_heads):
-  """Takes the leaves of a block out of `flat`; returns them by path."""
-  here, there, found = f'block_{i}/', f'transformer.h.{i}.', {}
-  joined = flat.pop(f'{there}attn.c_attn.weight', None)
-  if joined is not None:
-    _check_matrix(f'{there}attn.c_attn.weight', joined)
-    state = leaves.split({'.qkv.': joined.T}, '.qkv.', _PARTS)
-    for part in _PARTS:
-      path = f'{here}attention/{part}/kernel'
-      found[path] = leaves.from_torch(state[part], path, 'heads', num_heads)
-  for leaf, (name, kind) in _BLOCK.items():
-    value = flat.pop(f'{there}{name}.weight', None)
-    if value is None:
-      continue
-    if kind == 'rows':
-      _check_matrix(f'{there}{name}.weight', value)
-      value, kind = value.T, 'out'
-    path = here + leaf
-    found[path] = leaves.from_torch(value, path, kind, num_heads)
-  return found
+  def run(self, model):
+    palette = model.metadata.get('palette') or [[0.0] * 3]
+    return {
+      'task': 'pixels_finetune' if model.num_classes else 'pixels',
+      'pp': {'channels': len(palette[0])},
+    }
 
+  def check(self, model):
+    palette = model.metadata.get('palette')
+    colors = model.config.num_colors
+    if palette is not None and len(palette) != colors:
+      raise ValueError(
+        f'preprocessor_config.json has a palette of {len(palette)} colours, but '
+        f'the weights are for {colors}: give the palette that they were trained '
+        'with'
+      )
 
-def dump(
-  flat: Mapping[str, np.ndarray], layout: Layout
-) -> dict[str, np.ndarray]:
-  """Converts parameters by path to a state dict.
+  def notes(self, model, to):
+    config, notes = model.config, []
+    size = config.hidden_size // config.num_heads
+    if 'hf' in (model.source, to) and math.isqrt(size) ** 2 != size:
+      notes.append(
+        f"attention divides by the root of a head's size, {size}, which is no "
+        f'whole number: transformers before version {_EXACT_SINCE} cut off its '
+        'fraction, the released code and later versions do not; this model has '
+        f'attention_scale={config.get("attention_scale", _SCALES[0])} (for '
+        'weights that such a version has trained, add "attention_scale": '
+        '"truncated" to their config.json)'
+      )
+    if 'palette' not in model.metadata:
+      notes.append(
+        'the palette is unknown: put the preprocessor_config.json of the model '
+        'beside its weights, for images and for --to=workdir'
+      )
+    return notes
 
-  Raises:
-    ValueError: if Hugging Face's model lacks some of them, or needs others.
-  """
-  del layout
-  flat, state = dict(flat), {}
-  if 'start_token' not in flat:
-    raise ValueError(
-      "Hugging Face's ImageGPT has no masked pixels (the objective 'bert'): "
-      'write this model as a run (--to=workdir)'
+  def files(self, model, to):
+    config = model.config
+    scale = config.get('attention_scale', _SCALES[0])
+    fields = dict(
+      model_type='imagegpt',
+      architectures=['ImageGPTForCausalImageModeling'],
+      vocab_size=config.num_colors + 1,
+      n_positions=config.num_positions,
+      n_embd=config.hidden_size,
+      n_layer=config.num_layers,
+      n_head=config.num_heads,
+      tie_word_embeddings=False,
+      **_ONLY,
+      **({} if scale == _SCALES[0] else {'attention_scale': scale}),
     )
-  start = flat.pop('start_token')
-  state[_COLORS] = np.concatenate([flat.pop('color_embedding'), start[None]])
-  width = len(start)
-  for i in range(leaves.count(flat, r'block_(\d+)/')):
-    here, there = f'block_{i}/', f'transformer.h.{i}.'
-    kernels = [flat.pop(f'{here}attention/{part}/kernel') for part in _PARTS]
-    rows = [leaves.to_torch(kernel, 'heads') for kernel in kernels]
-    state[f'{there}attn.c_attn.weight'] = np.concatenate(rows).T
-    state[f'{there}attn.c_attn.bias'] = np.zeros(3 * width, start.dtype)
-    for leaf, (name, kind) in _BLOCK.items():
-      value = flat.pop(here + leaf)
-      if kind == 'rows':
-        value = leaves.to_torch(value, 'out').T
-      state[f'{there}{name}.weight'] = value
-      if value.ndim == 2:
-        state[f'{there}{name}.bias'] = np.zeros(value.shape[1], start.dtype)
-  for path, (name, kind) in _OTHERS.items():
-    if path in flat:
-      state[name] = leaves.to_torch(flat.pop(path), kind)
-  if flat:
-    raise ValueError(
-      f"{sorted(flat)[:10]} have no counterpart in Hugging Face's ImageGPT"
-      + _CLASSES * ('class_head/kernel' in flat)
-      + ': write this model as a run (--to=workdir)'
-    )
-  return {name: np.ascontiguousarray(value) for name, value in state.items()}
+    found = {'config.json': fields}
+    if 'palette' in model.metadata:
+      height, width = model.image_size
+      found['preprocessor_config.json'] = dict(
+        image_processor_type='ImageGPTImageProcessor',
+        clusters=model.metadata['palette'],
+        do_color_quantize=True,
+        do_normalize=True,
+        do_resize=True,
+        size=dict(height=height, width=width),
+        resample=2,
+      )
+    return found, []
 
 
-def sizes(
-  flat: Mapping[str, Any], told: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-  """Returns the fields of the model that has these leaves.
-
-  Args:
-    flat: arrays or shapes by path.
-    told: further fields of the model, which shapes do not tell.
-
-  Raises:
-    KeyError, ValueError: if leaves are missing.
-  """
-  shapes = {k: tuple(getattr(x, 'shape', x)) for k, x in flat.items()}
-  num_colors, width = shapes['color_embedding']
-  fields = dict(
-    kind='igpt',
-    num_colors=num_colors,
-    num_positions=shapes['position_embedding'][0],
-    hidden_size=width,
-    num_layers=leaves.count(shapes, r'block_(\d+)/'),
-    num_heads=shapes['block_0/attention/query/kernel'][1],
-    **({} if 'start_token' in shapes else {'causal': False}),
+def _from_config(config):
+  descriptions.only(config, 'iGPTs', **_ONLY)
+  scale = descriptions.choice(config, 'attention_scale', _SCALES, _SCALES[0])
+  heads = descriptions.count(config, 'n_head')
+  return descriptions.Description(
+    {'attention_scale': scale, **({'num_heads': heads} if heads else {})}
   )
-  return {**fields, **(told or {})}
 
 
-def defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns further fields of a model that is in no table of sizes."""
-  del fields
-  return {}
+def _palette(processor):
+  """Returns the palette of preprocessor_config.json as a list, or None."""
 
+  def is_right(x):
+    try:
+      array = np.asarray(x, np.float32)
+    except (ValueError, TypeError):
+      return False
+    # NaN is not less than anything.
+    return array.shape[1:] == (3,) and bool((abs(array) <= 1 + 1e-3).all())
 
-def describe(fields: Mapping[str, Any]) -> str:
-  """Names a model by its fields, see `sizes`."""
-  return (
-    f'iGPT of {fields["num_layers"]} layers, width {fields["hidden_size"]}, '
-    f'{fields["num_positions"]} pixels of {fields["num_colors"]} colours'
-  )
+  what = 'colours of 3 channels, numbers from -1 to 1'
+  return descriptions.field(processor, 'clusters', is_right, what)

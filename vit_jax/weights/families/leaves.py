@@ -1,7 +1,7 @@
-"""What the layouts of all families share: leaves, their shapes, their names.
+"""What all families share: tables of leaves, their layouts, their names.
 
-A table pairs each leaf of a model's tree with its names elsewhere, and gives
-the difference in layout, the leaf's kind:
+A row of a table is a layer: its path here, its kind, its name elsewhere. Its
+kernel's layout there differs from that here:
 
   conv   [h, w, in, out]            here, [out, in, h, w] in PyTorch
   pixel  [in, out]                  here, [out, in, 1, 1] in PyTorch
@@ -9,28 +9,131 @@ the difference in layout, the leaf's kind:
   heads  [in, heads, size]          here, [heads * size, in] in PyTorch
   bias   [heads, size]              here, [heads * size] in PyTorch
   out    [heads, size, out]         here, [out, heads * size] in PyTorch
+  table  [rows, width]              in both
   same   the same in both
 
 Conversions only transpose and reshape: they are exact in both directions.
 """
 
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 import re
 from typing import Any
 
-import flax.traverse_util
-import jax
 import numpy as np
 
-_DIMENSIONS = {
-  'conv': 4,
-  'pixel': 4,
-  'dense': 2,
-  'heads': 2,
-  'bias': 1,
-  'out': 2,
+Leaf = tuple[str, str, str]  # Path, layout, name elsewhere.
+
+# Layout -> dimensions in PyTorch (0: any), from there with so many heads, to there.
+_LAYOUTS = {
+  'conv': (
+    4,
+    lambda x, heads: x.transpose(2, 3, 1, 0),
+    lambda x: x.transpose(3, 2, 0, 1),
+  ),
+  'pixel': (
+    4,
+    lambda x, heads: x[:, :, 0, 0].T,
+    lambda x: x.T[..., None, None],
+  ),
+  'dense': (2, lambda x, heads: x.T, lambda x: x.T),
+  'heads': (
+    2,
+    lambda x, heads: x.T.reshape(x.shape[1], heads, -1),
+    lambda x: x.reshape(x.shape[0], -1).T,
+  ),
+  'bias': (1, lambda x, heads: x.reshape(heads, -1), lambda x: x.reshape(-1)),
+  'out': (
+    2,
+    lambda x, heads: x.T.reshape(heads, -1, x.shape[0]),
+    lambda x: x.reshape(-1, x.shape[-1]).T,
+  ),
+  'table': (2, lambda x, heads: x, lambda x: x),
+  'same': (0, lambda x, heads: x, lambda x: x),
 }
+# Kind of a layer -> end of a leaf's path, its layout, end of its name.
+_LEAVES = {
+  'norm': (('scale', 'same', 'weight'), ('bias', 'same', 'bias')),
+  'frozen': (
+    ('scale', 'same', 'weight'),
+    ('bias', 'same', 'bias'),
+    ('mean', 'same', 'running_mean'),
+    ('var', 'same', 'running_var'),
+  ),
+  'heads': (('kernel', 'heads', 'weight'), ('bias', 'bias', 'bias')),
+}
+
+
+def layer(path: str, kind: str, name: str) -> Iterator[Leaf]:
+  """Yields the leaves of a layer; kind 'leaf' is a leaf on its own."""
+  if kind == 'leaf':
+    yield path, 'same', name
+    return
+  affine = ('kernel', kind, 'weight'), ('bias', 'same', 'bias')
+  for end, layout, their_end in _LEAVES.get(kind, affine):
+    yield f'{path}/{end}', layout, f'{name}.{their_end}'
+
+
+def load(
+  flat: Mapping[str, np.ndarray],
+  table: Iterable[Leaf],
+  num_heads: int | None,
+  what: str,
+  hint: str = '',
+) -> dict[str, np.ndarray]:
+  """Converts those arrays of a state dict that are in a table.
+
+  Args:
+    flat: arrays by name.
+    table: leaves that the model may have.
+    num_heads: number of attention heads.
+    what: the model, in words.
+    hint: what arrays are that are in no table, in words.
+
+  Raises:
+    ValueError: if arrays are in no table, have other numbers of dimensions, or
+      `num_heads` does not divide their width.
+  """
+  flat, found = dict(flat), {}
+  for path, layout, name in table:
+    if name in flat:
+      found[path] = from_torch(flat.pop(name), path, layout, num_heads)
+  if flat:
+    more = f' and {len(flat) - 10} more' if len(flat) > 10 else ''
+    raise ValueError(
+      f'these weights are not those of a {what}, which lacks '
+      f'{", ".join(sorted(flat)[:10])}{more}{hint}'
+    )
+  return found
+
+
+def dump(
+  flat: Mapping[str, np.ndarray], table: Iterable[Leaf], where: str
+) -> dict[str, np.ndarray]:
+  """Converts arrays by path to a state dict.
+
+  Raises:
+    ValueError: if arrays are in no table; names the other program, `where`.
+  """
+  flat, state = dict(flat), {}
+  for path, layout, name in table:
+    if path in flat:
+      to_torch = _LAYOUTS[layout][2]
+      state[name] = np.ascontiguousarray(to_torch(np.asarray(flat.pop(path))))
+  if flat:
+    raise ValueError(
+      f'{sorted(flat)[:10]} have no counterpart in {where}: write this model as '
+      'a run (--to=workdir)'
+    )
+  return state
+
+
+def renamed(name: str, table: Iterable[tuple[str, str]]) -> str:
+  """Applies (regex, replacement) one after another."""
+  for pattern, replacement in table:
+    name = re.sub(pattern, replacement, name)
+  return name
 
 
 def count(names: Iterable[str], pattern: str, first: int = 0) -> int:
@@ -55,111 +158,54 @@ def count(names: Iterable[str], pattern: str, first: int = 0) -> int:
   return len(found)
 
 
-def units(flat: Iterable[str]) -> tuple[int, ...]:
+def units(
+  names: Iterable[str], pattern: str, first: int = 1, first_unit: int = 1
+) -> tuple[int, ...]:
   """Returns the number of units in each stage of a ResNet.
 
   Args:
-    flat: paths of its parameters.
+    names: names of arrays.
+    pattern: regex with a group for the number of a stage, and one for that of a
+      unit; see `count`.
+    first: number of the first stage.
+    first_unit: number of the first unit of a stage.
   """
-  stages = count(flat, r'block(\d+)/unit', first=1)
-  return tuple(
-    count(flat, rf'block{i + 1}/unit(\d+)/', first=1) for i in range(stages)
-  )
+  stages = range(first, first + count(names, pattern, first))
+  of_stage = (pattern.replace(r'(\d+)', str(i), 1) for i in stages)
+  return tuple(count(names, one, first_unit) for one in of_stage)
 
 
 def channels(flat: Mapping[str, Any]) -> int:
-  """Returns the number of channels of a model's input images.
-
-  Args:
-    flat: arrays or shapes of its parameters by path.
-  """
-  for path in (
-    'backbone/conv_root/kernel',
-    'root_block/conv_root/kernel',
-    'conv_root/kernel',
-    'stem/kernel',
-    'embedding/kernel',
-  ):
-    if path in flat:
-      return flat[path].shape[2]
+  """Returns the number of channels of the images of a model with these leaves."""
+  for root in ('conv_root/kernel', 'stem/kernel', 'embedding/kernel'):
+    for path, leaf in flat.items():
+      if path.endswith(root):
+        return leaf.shape[2]
   raise KeyError('embedding/kernel')
 
 
-def images(config, params, image_size) -> jax.ShapeDtypeStruct:
-  """Returns shape and type of the input of a model of images, one image.
-
-  Args:
-    config: fields of the model.
-    params: nested dict of its parameters.
-    image_size: (height, width) in pixels.
-  """
-  del config
-  flat = flax.traverse_util.flatten_dict(params, sep='/')
-  shape = (1, *image_size, channels(flat))
-  return jax.ShapeDtypeStruct(shape, np.dtype('float32'))
-
-
 def from_torch(
-  value: np.ndarray, path: str, kind: str, num_heads: int | None
+  value: np.ndarray, path: str, layout: str, num_heads: int | None
 ) -> np.ndarray:
-  """Converts one array of PyTorch.
-
-  Args:
-    value: the array.
-    path: path of the leaf, for messages.
-    kind: kind of the leaf, see the top of this module.
-    num_heads: number of attention heads.
-
-  Raises:
-    ValueError: if the array has another number of dimensions, or `num_heads`
-      does not divide the width.
-  """
-  if value.ndim != _DIMENSIONS.get(kind, value.ndim):
+  """Converts one array of PyTorch; errors name its path."""
+  dimensions, convert, _ = _LAYOUTS[layout]
+  if dimensions and value.ndim != dimensions:
     raise ValueError(
       f"'{path}' has the shape {value.shape} in the state dict: it must have "
-      f'{_DIMENSIONS[kind]} dimensions'
+      f'{dimensions} dimensions'
     )
-  if kind in ('heads', 'bias', 'out'):
-    width = value.shape[1] if kind == 'out' else value.shape[0]
+  if layout in ('heads', 'bias', 'out'):
+    width = value.shape[1] if layout == 'out' else value.shape[0]
     if width % num_heads:
       raise ValueError(
         f'num_heads={num_heads} does not divide the width {width} of '
         f"'{path}': give the number of heads of the model"
       )
-  if kind == 'conv':
-    value = value.transpose(2, 3, 1, 0)
-  elif kind == 'pixel':
-    value = value[:, :, 0, 0].T
-  elif kind == 'dense':
-    value = value.T
-  elif kind == 'heads':
-    value = value.T.reshape(value.shape[1], num_heads, -1)
-  elif kind == 'bias':
-    value = value.reshape(num_heads, -1)
-  elif kind == 'out':
-    value = value.T.reshape(num_heads, -1, value.shape[0])
-  return np.ascontiguousarray(value)
-
-
-def to_torch(value: np.ndarray, kind: str) -> np.ndarray:
-  """Converts one leaf to PyTorch's layout, see `from_torch`."""
-  if kind == 'conv':
-    value = value.transpose(3, 2, 0, 1)
-  elif kind == 'pixel':
-    value = value.T[:, :, None, None]
-  elif kind == 'dense':
-    value = value.T
-  elif kind == 'heads':
-    value = value.reshape(value.shape[0], -1).T
-  elif kind == 'bias':
-    value = value.reshape(-1)
-  elif kind == 'out':
-    value = value.reshape(-1, value.shape[-1]).T
-  return np.ascontiguousarray(value)
+  return np.ascontiguousarray(convert(value, num_heads))
 
 
 def split(
-  flat: Mapping[str, np.ndarray], joined: str, parts: Iterable[str]
+  flat: Mapping[str, np.ndarray], joined: str, parts: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
   """Splits arrays that hold several layers along their first axis.
 
@@ -171,7 +217,7 @@ def split(
   Raises:
     ValueError: if an array cannot be split evenly.
   """
-  result, parts = {}, tuple(parts)
+  result = {}
   for name, value in flat.items():
     if joined not in name:
       result[name] = value
@@ -187,7 +233,7 @@ def split(
 
 
 def join(
-  flat: Mapping[str, np.ndarray], joined: str, parts: Iterable[str]
+  flat: Mapping[str, np.ndarray], joined: str, parts: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
   """Joins what `split` splits."""
   first, *others = parts
@@ -198,21 +244,3 @@ def join(
       pieces += [result.pop(name.replace(first, part)) for part in others]
       result[name.replace(first, joined)] = np.concatenate(pieces)
   return result
-
-
-def fail_for_unknown(flat: Iterable[str], what: str, hint: str = '') -> None:
-  """Raises ValueError if arrays are left that a model has no place for.
-
-  Args:
-    flat: names of these arrays.
-    what: the model, in words.
-    hint: what the arrays are, in words.
-  """
-  names = sorted(flat)
-  if names:
-    raise ValueError(
-      f'these weights are not those of a {what}, which lacks '
-      + ', '.join(names[:10])
-      + (f' and {len(names) - 10} more' if len(names) > 10 else '')
-      + hint
-    )

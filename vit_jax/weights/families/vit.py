@@ -1,112 +1,62 @@
-"""Converts between the published parameter tree and PyTorch state dicts.
+"""Classifiers (ViT, hybrid, Mixer, BiT) elsewhere: their names, their sizes.
 
-The state dicts are those of timm and of Hugging Face. One table pairs each leaf
-of the published tree with its names in both.
+The state dicts are those of timm and of Hugging Face; the files beside them are
+in vit_jax.weights.families.vit_files. The tree is the published one.
 """
 
 from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterator
 import re
-from typing import NamedTuple
+import types
 
-import numpy as np
-
+from vit_jax.configs import models as model_configs
+from vit_jax.weights.families import base
 from vit_jax.weights.families import leaves
-from vit_jax.weights.families import sizes as sizes_lib
+from vit_jax.weights.families import vit_files
 
-sizes, defaults, describe = (
-  sizes_lib.sizes,
-  sizes_lib.defaults,
-  sizes_lib.describe,
-)
-
-
-class Layout(NamedTuple):
-  """A naming of arrays: 'timm' or 'hf'."""
-
-  names: str
-
-
-_BLOCK = 'Transformer/encoderblock_{}/'
+_POSEMB = 'Transformer/posembed_input/pos_embedding'
 _ATTENTION = 'MultiHeadDotProductAttention_0/'
-
-
-class _Leaf(NamedTuple):
-  path: str
-  kind: str
-  timm: str
-  hf: str
-
-
-def _affine(path, kind, timm, hf):
-  """Returns the leaves of a layer: kernel (or scale) and bias."""
-  first = 'scale' if kind == 'norm' else 'kernel'
-  bias = 'bias' if kind == 'heads' else 'same'
-  return [
-    _Leaf(f'{path}/{first}', 'same' if kind == 'norm' else kind, f'{timm}.weight', f'{hf}.weight'),
-    _Leaf(f'{path}/bias', bias, f'{timm}.bias', f'{hf}.bias'),
-  ]  # fmt: skip
-
-
+# Rows of vit_jax.weights.families.leaves, with the names of timm and of Hugging
+# Face.
 _STEM = (
-  _Leaf('cls', 'same', 'cls_token', 'embeddings.cls_token'),
-  _Leaf(
-    'Transformer/posembed_input/pos_embedding',
-    'same',
-    'pos_embed',
-    'embeddings.position_embeddings',
-  ),
-  *_affine(
-    'embedding',
-    'conv',
-    'patch_embed.proj',
-    'embeddings.patch_embeddings.projection',
-  ),
-  *_affine('Transformer/encoder_norm', 'norm', 'norm', 'layernorm'),
-  *_affine('pre_logits', 'dense', 'pre_logits.fc', 'pooler.dense'),
-  *_affine('head', 'dense', 'head', 'classifier'),
-)
+  ('cls', 'leaf', 'cls_token', 'embeddings.cls_token'),
+  (_POSEMB, 'leaf', 'pos_embed', 'embeddings.position_embeddings'),
+  ('embedding', 'conv', 'patch_embed.proj', 'embeddings.patch_embeddings.projection'),
+  ('Transformer/encoder_norm', 'norm', 'norm', 'layernorm'),
+  ('pre_logits', 'dense', 'pre_logits.fc', 'pooler.dense'),
+  ('head', 'dense', 'head', 'classifier'),
+)  # fmt: skip
 _LAYER = (
-  *_affine('LayerNorm_0', 'norm', 'norm1', 'layernorm_before'),
-  *_affine(
-    f'{_ATTENTION}query', 'heads', 'attn.q', 'attention.attention.query'
-  ),
-  *_affine(f'{_ATTENTION}key', 'heads', 'attn.k', 'attention.attention.key'),
-  *_affine(
-    f'{_ATTENTION}value', 'heads', 'attn.v', 'attention.attention.value'
-  ),
-  *_affine(f'{_ATTENTION}out', 'out', 'attn.proj', 'attention.output.dense'),
-  *_affine('LayerNorm_1', 'norm', 'norm2', 'layernorm_after'),
-  *_affine('MlpBlock_0/Dense_0', 'dense', 'mlp.fc1', 'intermediate.dense'),
-  *_affine('MlpBlock_0/Dense_1', 'dense', 'mlp.fc2', 'output.dense'),
+  ('LayerNorm_0', 'norm', 'norm1', 'layernorm_before'),
+  (f'{_ATTENTION}query', 'heads', 'attn.q', 'attention.attention.query'),
+  (f'{_ATTENTION}key', 'heads', 'attn.k', 'attention.attention.key'),
+  (f'{_ATTENTION}value', 'heads', 'attn.v', 'attention.attention.value'),
+  (f'{_ATTENTION}out', 'out', 'attn.proj', 'attention.output.dense'),
+  ('LayerNorm_1', 'norm', 'norm2', 'layernorm_after'),
+  ('MlpBlock_0/Dense_0', 'dense', 'mlp.fc1', 'intermediate.dense'),
+  ('MlpBlock_0/Dense_1', 'dense', 'mlp.fc2', 'output.dense'),
 )
+# A hybrid's ResNet and BiT, which only timm has.
 _UNIT = (
-  ('conv1', 'gn1', 'conv1', 'norm1'),
-  ('conv2', 'gn2', 'conv2', 'norm2'),
-  ('conv3', 'gn3', 'conv3', 'norm3'),
-  ('conv_proj', 'gn_proj', 'downsample.conv', 'downsample.norm'),
+  *((f'conv{i}', 'conv', f'conv{i}') for i in (1, 2, 3)),
+  *((f'gn{i}', 'norm', f'norm{i}') for i in (1, 2, 3)),
+  ('conv_proj', 'conv', 'downsample.conv'),
+  ('gn_proj', 'norm', 'downsample.norm'),
 )
-# BiT ResNets, which only timm has.
 _BIT_STEM = (
-  _Leaf('root_block/conv_root/kernel', 'conv', 'stem.conv.weight', ''),
-  *_affine('norm-pre-head', 'norm', 'norm', ''),
-  *_affine('head', 'pixel', 'head.fc', ''),
+  ('root_block/conv_root', 'conv', 'stem.conv'),
+  ('norm-pre-head', 'norm', 'norm'),
+  ('head', 'pixel', 'head.fc'),
 )
-_BIT_UNIT = (
-  *_affine('gn1', 'norm', 'norm1', ''),
-  *_affine('gn2', 'norm', 'norm2', ''),
-  *_affine('gn3', 'norm', 'norm3', ''),
-  _Leaf('conv1/kernel', 'conv', 'conv1.weight', ''),
-  _Leaf('conv2/kernel', 'conv', 'conv2.weight', ''),
-  _Leaf('conv3/kernel', 'conv', 'conv3.weight', ''),
-  _Leaf('conv_proj/kernel', 'conv', 'downsample.conv.weight', ''),
-)
-
-_TIMM_BACKBONE = 'patch_embed.backbone.'
+_BIT_ROOTS = 'root_block/conv_root/kernel', 'stem.conv.weight'
+_TIMM_RESNET = 'patch_embed.backbone.'
+_TIMM_UNITS = r'stages\.(\d+)\.blocks\.(\d+)\.'
+_OUR_UNITS = r'block(\d+)/unit(\d+)/'
 # timm's joined projections of queries, keys and values.
 _TIMM_JOINED = '.attn.qkv.', ('.attn.q.', '.attn.k.', '.attn.v.')
 # Module names of transformers 5 -> names in its files, which the table uses.
-_HF_NEW = (
+_OLD_NAMES = (
+  (r'^(vit|deit)\.', ''),
   (r'^layers\.', 'encoder.layer.'),
   (r'\.attention\.q_proj\.', '.attention.attention.query.'),
   (r'\.attention\.k_proj\.', '.attention.attention.key.'),
@@ -115,205 +65,279 @@ _HF_NEW = (
   (r'\.mlp\.fc1\.', '.intermediate.dense.'),
   (r'\.mlp\.fc2\.', '.output.dense.'),
 )
+_PROGRAMS = {'timm': 'timm', 'hf': "Hugging Face's transformers"}
+# Parts of names -> the feature of other models that they belong to.
+_FEATURES = {
+  'fc_norm': 'timm pools in this model before the last norm, not after it',
+  'reg_token': 'register tokens',
+  'gamma': 'layer scale',
+  'dist': 'a distillation token',
+  'q_norm': 'norms of queries and keys',
+  'mask_token': 'a model for masked images',
+}
 
 
-def _table(num_layers: int, units: Iterable[int] | None) -> list[_Leaf]:
-  """Lists all leaves that a model may have.
+def _table(naming, num_layers, units) -> Iterator[leaves.Leaf]:
+  """Yields the leaves of a ViT.
 
   Args:
+    naming: 'timm' or 'hf'.
     num_layers: number of layers of the encoder.
     units: number of units in each stage of a hybrid's ResNet; None: no ResNet.
   """
-  table = list(_STEM)
+  column = 2 + ('timm', 'hf').index(naming)
+  block = {'timm': 'blocks.{}.', 'hf': 'encoder.layer.{}.'}[naming]
+  for row in _STEM:
+    yield from leaves.layer(*row[:2], row[column])
   for i in range(num_layers):
-    block = _BLOCK.format(i)
-    table += [
-      leaf._replace(
-        path=block + leaf.path,
-        timm=f'blocks.{i}.{leaf.timm}',
-        hf=f'encoder.layer.{i}.{leaf.hf}',
-      )
-      for leaf in _LAYER
-    ]
-  if units is None:
-    return table
-  root = _TIMM_BACKBONE + ('stem.' if units else '')
-  convolutions = [('', 'conv_root', 'gn_root', f'{root}conv', f'{root}norm')]
-  for i, count in enumerate(units):
-    for j in range(count):
-      for conv, norm, timm_conv, timm_norm in _UNIT:
-        there = f'{_TIMM_BACKBONE}stages.{i}.blocks.{j}.'
-        convolutions.append(
-          (f'block{i + 1}/unit{j + 1}/', conv, norm, there + timm_conv, there + timm_norm)
-        )  # fmt: skip
-  for path, conv, norm, timm_conv, timm_norm in convolutions:
-    table.append(_affine(path + conv, 'conv', timm_conv, '')[0])
-    table += _affine(path + norm, 'norm', timm_norm, '')
-  return table
+    here, there = f'Transformer/encoderblock_{i}/', block.format(i)
+    for row in _LAYER:
+      yield from leaves.layer(here + row[0], row[1], there + row[column])
+  if units is not None:
+    root = _TIMM_RESNET + ('stem.' if units else '')
+    yield from leaves.layer('conv_root', 'conv', f'{root}conv')
+    yield from leaves.layer('gn_root', 'norm', f'{root}norm')
+    yield from _unit_table(units, 'unit{}/', _TIMM_RESNET)
 
 
-def _bit_table(units: Iterable[int]) -> list[_Leaf]:
-  """Lists all leaves of a BiT ResNet with these numbers of units."""
-  table = list(_BIT_STEM)
+def _unit_table(units, name, start) -> Iterator[leaves.Leaf]:
+  """Yields the leaves of a ResNet's units."""
   for i, count in enumerate(units):
     for j in range(count):
-      here, there = f'block{i + 1}/unit{j + 1:02d}/', f'stages.{i}.blocks.{j}.'
-      table += [
-        leaf._replace(path=here + leaf.path, timm=there + leaf.timm)
-        for leaf in _BIT_UNIT
-      ]
-  return table
+      here = f'block{i + 1}/{name.format(j + 1)}'
+      there = f'{start}stages.{i}.blocks.{j}.'
+      for path, kind, end in _UNIT:
+        yield from leaves.layer(here + path, kind, there + end)
+
+
+def _bit_table(units) -> Iterator[leaves.Leaf]:
+  for row in _BIT_STEM:
+    yield from leaves.layer(*row)
+  yield from _unit_table(units, 'unit{:02d}/', '')
 
 
 def is_bit(names: Iterable[str]) -> bool:
   """Returns whether the names are those of a BiT ResNet, here or in timm."""
-  return not {_BIT_STEM[0].path, _BIT_STEM[0].timm}.isdisjoint(names)
+  return not set(_BIT_ROOTS).isdisjoint(names)
 
 
-def is_hybrid(names: Iterable[str]) -> bool:
-  """Returns whether timm's names are those of a hybrid."""
-  return any(name.startswith(_TIMM_BACKBONE) for name in names)
+class Classifiers(base.Family):
+  """ViT, hybrids, Mixer and BiT."""
 
+  words = 'a classifier'
+  formats = ('npz', 'timm', 'hf', 'workdir')
+  computes = types.MappingProxyType(
+    {
+      'transformer.gelu': 'tanh',
+      'transformer.norm_eps': 1e-6,
+      'resnet.eps': 'published',
+      'eps': 'published',
+    }
+  )
 
-def detect(names: Iterable[str]) -> Layout | None:
-  """Returns the layout of a state dict's names, or None."""
-  names = set(names)
-  if 'patch_embed.proj.weight' in names or is_bit(names):
-    return Layout('timm')
-  if any(
-    re.fullmatch(r'(\w+\.)?embeddings\.patch_embeddings\.projection\.weight', n)
-    for n in names
-  ):
-    return Layout('hf')
-  return None
+  def detect(self, names):
+    names = set(names)
+    if 'patch_embed.proj.weight' in names or is_bit(names):
+      return 'timm'
+    patches = r'(\w+\.)?embeddings\.patch_embeddings\.projection\.weight'
+    return 'hf' if any(re.fullmatch(patches, name) for name in names) else None
 
-
-def load(
-  flat: Mapping[str, np.ndarray], layout: Layout, num_heads: int | None
-) -> dict[str, np.ndarray]:
-  """Converts a state dict to the published tree.
-
-  Args:
-    flat: arrays by name.
-    layout: result of `detect`.
-    num_heads: number of attention heads, which the shapes do not tell; None for
-      a BiT ResNet.
-
-  Returns:
-    Arrays by '/'-joined path, with Linen's names.
-
-  Raises:
-    ValueError: if there are arrays that a plain ViT, or a BiT ResNet, does not
-      have (the message lists them), or if `num_heads` does not divide the
-      width.
-  """
-  what = 'plain Vision Transformer'
-  if is_bit(flat):
-    what, flat = 'BiT ResNet', dict(flat)
-    table = _bit_table(_timm_units(flat, ''))
-  elif layout.names == 'timm':
-    flat = leaves.split(flat, *_TIMM_JOINED)
-    table = _table(
-      leaves.count(flat, r'blocks\.(\d+)\.'),
-      _timm_units(flat, re.escape(_TIMM_BACKBONE)) if is_hybrid(flat) else None,
+  def load(self, flat, naming, num_heads):
+    what = 'plain Vision Transformer'
+    if is_bit(flat):
+      what = 'BiT ResNet'
+      table = _bit_table(leaves.units(flat, _TIMM_UNITS, 0, 0))
+    elif naming == 'timm':
+      flat = leaves.split(flat, *_TIMM_JOINED)
+      units = None
+      if _is_hybrid(flat):
+        units = leaves.units(flat, re.escape(_TIMM_RESNET) + _TIMM_UNITS, 0, 0)
+      table = _table('timm', leaves.count(flat, r'blocks\.(\d+)\.'), units)
+    else:
+      flat = {leaves.renamed(k, _OLD_NAMES): v for k, v in flat.items()}
+      num_layers = leaves.count(flat, r'encoder\.layer\.(\d+)\.')
+      table = _table('hf', num_layers, None)
+    hints = (
+      f' ({feature})'
+      for part, feature in _FEATURES.items()
+      if any(part in name for name in flat)
     )
-  else:
-    flat = {_old_hf_name(name): value for name, value in flat.items()}
-    table = _table(leaves.count(flat, r'encoder\.layer\.(\d+)\.'), None)
-  params = {}
-  for leaf in table:
-    value = flat.pop(getattr(leaf, layout.names), None)
-    if value is not None:
-      params[leaf.path] = leaves.from_torch(
-        value, leaf.path, leaf.kind, num_heads
+    return leaves.load(flat, table, num_heads, what, next(hints, ''))
+
+  def dump(self, flat, naming):
+    _check_exists(flat, naming)
+    units = None
+    if is_bit(flat) or 'conv_root/kernel' in flat:
+      units = leaves.units(flat, _OUR_UNITS)
+    num_layers = leaves.count(flat, r'Transformer/encoderblock_(\d+)/')
+    table = (
+      _bit_table(units) if is_bit(flat) else _table(naming, num_layers, units)
+    )
+    state = leaves.dump(flat, table, _PROGRAMS[naming])
+    if naming == 'timm':
+      return leaves.join(state, *_TIMM_JOINED)
+    # transformers puts all names but those of the head under 'vit.'.
+    return {
+      name if name.startswith('classifier.') else f'vit.{name}': value
+      for name, value in state.items()
+    }
+
+  def sizes(self, flat, told):
+    """Of what shapes do not tell, nothing is a size."""
+    if 'root_block/conv_root/kernel' in flat:
+      return {
+        'num_layers': leaves.units(flat, _OUR_UNITS),
+        'width_factor': flat['root_block/conv_root/kernel'][-1] / 64,
+      }
+    return (_mixer_sizes if 'stem/kernel' in flat else _vit_sizes)(flat)
+
+  def defaults(self, fields):
+    name = 'mixer_b16' if 'num_blocks' in fields else 'b16'
+    return model_configs.get_config(
+      name if 'patches' in fields else 'bit_r50x1'
+    )
+
+  def describe(self, fields):
+    if 'patches' not in fields:
+      return (
+        f'BiT ResNet of {fields["num_layers"]} units, '
+        f'{fields["width_factor"]:g} times the width'
       )
-  leaves.fail_for_unknown(flat, what, _hint(flat))
-  return params
-
-
-def _timm_units(flat, prefix):
-  """Returns the number of units in each stage of timm's ResNet."""
-  stage = rf'{prefix}stages\.'
-  return [
-    leaves.count(flat, rf'{stage}{i}\.blocks\.(\d+)\.')
-    for i in range(leaves.count(flat, rf'{stage}(\d+)\.'))
-  ]
-
-
-def _hint(names):
-  """Names the feature of other models that some leaves belong to."""
-  for part, what in (
-    ('fc_norm', 'timm pools in this model before the last norm, not after it'),
-    ('reg_token', 'register tokens'),
-    ('gamma', 'layer scale'),
-    ('dist', 'a distillation token'),
-    ('q_norm', 'norms of queries and keys'),
-    ('mask_token', 'a model for masked images'),
-  ):
-    if any(part in name for name in names):
-      return f' ({what})'
-  return ''
-
-
-def _old_hf_name(name):
-  name = re.sub(r'^(vit|deit)\.', '', name)
-  for new, old in _HF_NEW:
-    name = re.sub(new, old, name)
-  return name
-
-
-def dump(
-  flat: Mapping[str, np.ndarray], layout: Layout
-) -> dict[str, np.ndarray]:
-  """Converts parameters by path to a state dict.
-
-  Raises:
-    ValueError: if the layout has no such model.
-  """
-  flat, layout = dict(flat), layout.names
-  _check_exists(flat, layout)
-  num_layers = leaves.count(flat, r'Transformer/encoderblock_(\d+)/')
-  hybrid = 'conv_root/kernel' in flat
-  if is_bit(flat):
-    table = _bit_table(leaves.units(flat))
-  else:
-    table = _table(num_layers, leaves.units(flat) if hybrid else None)
-  state = {}
-  for leaf in table:
-    value = flat.pop(leaf.path, None)
-    if value is not None:
-      name = getattr(leaf, layout)
-      # transformers puts all names but those of the head under 'vit.'.
-      if layout == 'hf' and not name.startswith('classifier.'):
-        name = f'vit.{name}'
-      state[name] = leaves.to_torch(np.asarray(value), leaf.kind)
-  if flat:
-    raise ValueError(
-      f'{sorted(flat)[:10]} have no counterpart in {_NAMES[layout]}'
+    patch = 'x'.join(str(size) for size in fields['patches']['size'])
+    if 'num_blocks' in fields:
+      return (
+        f'Mixer of {fields["num_blocks"]} blocks, width {fields["hidden_dim"]}, '
+        f'patches {patch}'
+      )
+    encoder = fields['transformer']
+    resnet = f'R{fields["resnet"]["num_layers"]}+' if 'resnet' in fields else ''
+    pooling = '' if fields['classifier'] == 'token' else ', mean pooling'
+    return (
+      f'{resnet}ViT of {encoder["num_layers"]} layers, width '
+      f'{fields["hidden_size"]}, MLP {encoder["mlp_dim"]}, '
+      f'{encoder["num_heads"]} heads, patches {patch}{pooling}'
     )
-  if layout == 'timm':
-    state = leaves.join(state, *_TIMM_JOINED)
-  return state
+
+  def read_beside(self, beside, file, flat, naming, num_heads):
+    found = vit_files.read(beside('config.json'), naming)
+    if is_bit(flat):
+      return found._replace(model={'eps': 'timm'})
+    resnet = {'resnet': {'eps': 'timm'}} if _is_hybrid(flat) else {}
+    heads = num_heads or found.num_heads or _usual_heads(flat, file)
+    return found._replace(model={**found.model, **resnet}, num_heads=heads)
+
+  def image_size(self, config, params, given):
+    """Returns the size given, by default a square."""
+    return vit_files.image_size(config, params, given)
+
+  def run(self, model):
+    return {'pp': {'channels': vit_files.channels(model)}}
+
+  def files(self, model, to):
+    if to == 'hf':
+      return vit_files.of_hf(model)
+    fields, notes = vit_files.of_timm(model)
+    there = vit_files.as_in_timm(model.config)
+    notes += [
+      f'timm computes with model.{key}={theirs}, but these weights were made for '
+      f'{ours}: logits differ a little'
+      for key, ours, theirs in self.differences(model.config, there)
+    ]
+    return fields, notes
 
 
-_NAMES = {'timm': 'timm', 'hf': "Hugging Face's transformers"}
+def _is_hybrid(names):
+  return any(name.startswith(_TIMM_RESNET) for name in names)
 
 
-def _check_exists(flat, layout):
-  name = _NAMES[layout]
+def _check_exists(flat, naming):
+  """Raises ValueError if the other program has no such model."""
+  program, timm = _PROGRAMS[naming], 'write this one for timm (--to=timm)'
   if any(path.startswith('MixerBlock') for path in flat):
-    raise ValueError(f'an MLP-Mixer cannot be written for {name} (--to)')
-  if layout == 'hf' and is_bit(flat):
+    raise ValueError(f'an MLP-Mixer cannot be written for {program} (--to)')
+  if naming == 'timm':
+    return
+  if is_bit(flat):
+    raise ValueError(f'a BiT ResNet cannot be written for {program}: {timm}')
+  if 'conv_root/kernel' in flat:
     raise ValueError(
-      f'a BiT ResNet cannot be written for {name}: write it for timm (--to=timm)'
+      f'{program} no longer has hybrids of ResNet and ViT: {timm}'
     )
-  if layout == 'hf' and 'conv_root/kernel' in flat:
+  if 'cls' not in flat:
     raise ValueError(
-      f'{name} no longer has hybrids of ResNet and ViT: write this one for timm '
-      '(--to=timm)'
+      f'{program} has no ViT without a class token (mean pooling): {timm}'
     )
-  if layout == 'hf' and 'cls' not in flat:
-    raise ValueError(
-      f'{name} has no ViT without a class token (mean pooling): write this one '
-      'for timm (--to=timm)'
-    )
+
+
+def _usual_heads(flat, file):
+  """Returns the number of heads of this width in the table of sizes."""
+  ends = 'patch_embed.proj.bias', 'patch_embeddings.projection.bias'
+  width = next((x.size for k, x in flat.items() if k.endswith(ends)), None)
+  for _, size, _, heads in model_configs.SIZES.values():
+    if size == width:
+      return heads
+  raise ValueError(
+    f"'{file}' does not say how many attention heads its model of width {width} "
+    'has: put its config.json beside it, or give num_heads'
+  )
+
+
+def _vit_sizes(flat):
+  down, across, _, width = flat['embedding/kernel']
+  num_layers = leaves.count(flat, r'Transformer/encoderblock_(\d+)/')
+  block = f'Transformer/encoderblock_{num_layers - 1}/'
+  sizes = {
+    'patches': {'size': (down, across)},
+    'hidden_size': width,
+    'transformer': {
+      'num_layers': num_layers,
+      'mlp_dim': flat[f'{block}MlpBlock_0/Dense_0/kernel'][1],
+      'num_heads': flat[f'{block}{_ATTENTION}query/kernel'][1],
+      **_position_fields(flat),
+    },
+    'classifier': 'token' if 'cls' in flat else 'gap',
+  }
+  if 'pre_logits/kernel' in flat:
+    sizes['representation_size'] = flat['pre_logits/kernel'][1]
+  if 'conv_root/kernel' in flat:
+    sizes['resnet'] = {
+      'num_layers': leaves.units(flat, _OUR_UNITS),
+      'width_factor': flat['conv_root/kernel'][-1] // 64,
+    }
+  return sizes
+
+
+def _position_fields(flat):
+  """Returns the fields of position embeddings, see layers/positions.py.
+
+  Parameters do not tell 'stem' from 'shared', nor 'sincos2d' from 'none'.
+  """
+  if _POSEMB in flat:
+    if len(flat[_POSEMB]) != 3:
+      raise ValueError(f'{_POSEMB} has the shape {flat[_POSEMB]}')
+    return {}
+  for leaf, kind in (
+    ('pos_embedding', 'learned_1d'),
+    ('x_embedding', 'learned_2d'),
+    ('relative_embedding', 'relative'),
+  ):
+    one = 'shared' if kind == 'relative' else 'stem'
+    for name, layers in (('posembed_input', one), ('posembed_0', 'every')):
+      if f'Transformer/{name}/{leaf}' in flat:
+        return {'position_embedding': kind, 'position_layers': layers}
+  return {'add_position_embedding': False}
+
+
+def _mixer_sizes(flat):
+  down, across, _, width = flat['stem/kernel']
+  tokens_mlp, channels_mlp = (
+    f'MixerBlock_0/{part}_mixing/Dense_0/kernel'
+    for part in ('token', 'channel')
+  )
+  return {
+    'patches': {'size': (down, across)},
+    'hidden_dim': width,
+    'num_blocks': leaves.count(flat, r'MixerBlock_(\d+)/'),
+    'tokens_mlp_dim': flat[tokens_mlp][1],
+    'channels_mlp_dim': flat[channels_mlp][1],
+  }

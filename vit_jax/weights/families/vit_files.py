@@ -1,17 +1,16 @@
 """The files beside a classifier's weights, of timm and of Hugging Face."""
 
-from collections.abc import Callable
 import copy
 import math
 
 from etils import epath
 import flax.traverse_util
+import ml_collections
 
 from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import leaves
-from vit_jax.weights.families import vit
 
 # Image size of most pre-training, in pixels.
 _USUAL_SIZE = 224
@@ -23,14 +22,11 @@ _TIMM_HYBRIDS = {
   ((3, 4, 9), 768, 1): 'vit_base_r50_s16_224',
   ((3, 4, 6, 3), 1024, 1): 'vit_large_r50_s32_224',
 }
-
-
-_GELUS = {
-  'gelu': 'erf',
-  'gelu_new': 'tanh',
-  'gelu_pytorch_tanh': 'tanh',
-  'gelu_fast': 'tanh',
-  'gelu_tanh': 'tanh',
+# Units per stage of a BiT ResNet -> timm's name for one, and its width factor.
+_TIMM_BITS = {
+  (3, 4, 6, 3): ('resnetv2_50x1_bit', 1),
+  (3, 4, 23, 3): ('resnetv2_101x1_bit', 1),
+  (3, 8, 36, 3): ('resnetv2_152x2_bit', 2),
 }
 _TIMM_SIZES = {
   'tiny': 'Ti',
@@ -39,65 +35,22 @@ _TIMM_SIZES = {
   'large': 'L',
   'huge': 'H',
 }
-
-# Formats of vit_jax.convert that hold a classifier.
-FORMATS = ('npz', 'timm', 'hf', 'workdir')
-# Units per stage of a BiT ResNet -> timm's name for one, and its width factor.
-_TIMM_BITS = {
-  (3, 4, 6, 3): ('resnetv2_50x1_bit', 1),
-  (3, 4, 23, 3): ('resnetv2_101x1_bit', 1),
-  (3, 8, 36, 3): ('resnetv2_152x2_bit', 2),
-}
-# Fields that change what a model computes, but no shapes, and their defaults.
-_COMPUTES = {
-  'transformer.gelu': 'tanh',
-  'transformer.norm_eps': 1e-6,
-  'resnet.eps': 'published',
-  'eps': 'published',
+_GELUS = {
+  'gelu': 'erf',
+  'gelu_new': 'tanh',
+  'gelu_pytorch_tanh': 'tanh',
+  'gelu_fast': 'tanh',
+  'gelu_tanh': 'tanh',
 }
 
 
-def describe(
-  beside: Callable[[str], epath.Path], file: epath.Path, flat, layout, num_heads
-) -> descriptions.Description:
-  """Returns what config.json tells about weights of timm or Hugging Face.
-
-  Args:
-    beside: function from a name to the path of the file of this name beside the
-      weights, which need not exist.
-    file: file of the weights.
-    flat: the arrays by name.
-    layout: their naming.
-    num_heads: number of attention heads, if it is known.
+def read(file: epath.Path, naming: str) -> descriptions.Description:
+  """Reads config.json of timm or Hugging Face.
 
   Raises:
-    ValueError: if a field has a wrong value, or the number of heads is unknown.
+    ValueError: if a field has a wrong value.
   """
-  found = descriptions.read(
-    beside('config.json'), _from_timm if layout.names == 'timm' else _from_hf
-  )
-  if vit.is_bit(flat):
-    return found._replace(model={'eps': 'timm'})
-  model = dict(found.model)
-  if vit.is_hybrid(flat):
-    model['resnet'] = {'eps': 'timm'}
-  heads = num_heads or found.num_heads or _usual_heads(flat, layout, file)
-  return found._replace(model=model, num_heads=heads)
-
-
-def _usual_heads(flat, layout, file):
-  """Returns the number of heads of this width in the table of sizes."""
-  bias = 'patch_embed.proj.bias'
-  if layout.names == 'hf':
-    [bias] = [k for k in flat if k.endswith('patch_embeddings.projection.bias')]
-  width = flat[bias].size if bias in flat else None
-  for _, size, _, heads in model_configs.SIZES.values():
-    if size == width:
-      return heads
-  raise ValueError(
-    f"'{file}' does not say how many attention heads its model of width {width} "
-    'has: put its config.json beside it, or give num_heads'
-  )
+  return descriptions.read(file, _from_timm if naming == 'timm' else _from_hf)
 
 
 def _from_hf(config):
@@ -116,10 +69,7 @@ def _from_hf(config):
 def _from_timm(config):
   args = descriptions.fields(config, 'model_args')
   pretrained = descriptions.fields(config, 'pretrained_cfg')
-  transformer = dict(
-    gelu=_GELUS[descriptions.choice(args, 'act_layer', _GELUS, 'gelu')],
-    norm_eps=1e-6,
-  )
+  gelu = _GELUS[descriptions.choice(args, 'act_layer', _GELUS, 'gelu')]
   architecture = descriptions.field(
     config, 'architecture', lambda x: isinstance(x, str), 'a name', ''
   )
@@ -139,60 +89,14 @@ def _from_timm(config):
   names = descriptions.names(config, 'label_names') or descriptions.names(
     pretrained, 'label_names'
   )
-  return descriptions.Description(
-    dict(transformer=transformer), names, size, num_heads=heads
-  )
-
-
-def run(model) -> dict:
-  """Returns what a model determines of the config of its run."""
-  return {'pp': {'channels': _channels(model.params)}}
-
-
-def metadata(model) -> dict:
-  """Returns metadata of a run that weights do not bring along: nothing."""
-  del model
-  return {}
-
-
-def check(model) -> None:
-  """Checks what a model brings along beside its parameters: nothing."""
-  del model
-
-
-def notes(model, to: str) -> list[str]:
-  """Returns what a user should know of a model in a format: nothing."""
-  del model, to
-  return []
-
-
-def layout(config, to: str) -> vit.Layout:
-  """Returns the naming of a model's arrays in a format."""
-  del config
-  return vit.Layout(to)
-
-
-def files(model, to: str) -> tuple[dict[str, dict], list[str]]:
-  """Returns the JSON files of a model in a format by name, and notes.
-
-  Raises:
-    ValueError: if timm has no such model.
-  """
-  return (_timm if to == 'timm' else _hf)(model)
-
-
-inputs = leaves.images
+  model = dict(transformer=dict(gelu=gelu, norm_eps=1e-6))
+  return descriptions.Description(model, names, size, num_heads=heads)
 
 
 def image_size(
   config, params, given: tuple[int, int] | None
 ) -> tuple[int, int]:
   """Returns (height, width) of a model's images, by default a square.
-
-  Args:
-    config: fields of the model.
-    params: nested dict of its parameters.
-    given: the size, if it is known.
 
   Raises:
     ValueError: if the given size has another number of patches, or none is
@@ -214,18 +118,10 @@ def _square(tokens, config):
   if config.get('patches') is None:  # A model for images of any size.
     return (_USUAL_SIZE, _USUAL_SIZE)
   side = 14 if tokens is None else math.isqrt(tokens)
-  return tuple(side * stride for stride in _stride(config))
-
-
-def _stride(config):
-  """Returns the pixels (down, across) of an image per patch."""
-  side = 2**10  # Any size that all strides divide.
-  grid = models.patch_grid(
-    config, tuple(side * size for size in config.patches.size)
-  )
-  return tuple(
-    side * size // count for size, count in zip(config.patches.size, grid)
-  )
+  many = 2**10  # Patches, so that all strides divide the image.
+  image = tuple(many * size for size in config.patches.size)
+  grid = models.patch_grid(config, image)
+  return tuple(side * size // count for size, count in zip(image, grid))
 
 
 def _tokens(params):
@@ -238,63 +134,52 @@ def _tokens(params):
   return None if posemb is None else posemb.shape[1] - ('cls' in flat)
 
 
-def _channels(params):
-  return leaves.channels(flax.traverse_util.flatten_dict(params, sep='/'))
+def channels(model) -> int:
+  """Returns the number of channels of a model's images."""
+  flat = flax.traverse_util.flatten_dict(model.params, sep='/')
+  return leaves.channels(flat)
 
 
-def differences(config, other):
-  """Yields (key, value, other value) where two models compute differently."""
-  for key, default in _COMPUTES.items():
-    group, _, name = key.rpartition('.')
-    ours, theirs = (c.get(group) if group else c for c in (config, other))
-    if group and (ours is None or theirs is None):
-      continue
-    here, there = ours.get(name, default), theirs.get(name, default)
-    if here != there:
-      yield f'model.{key}', here, there
+def as_in_timm(config) -> ml_collections.ConfigDict:
+  """Returns the config of a model as timm computes it."""
+  config = copy.deepcopy(config)
+  if config.get('kind') == 'bit':
+    config.eps = 'timm'
+  else:
+    config.transformer.norm_eps = 1e-6
+  if config.get('resnet') is not None:
+    config.resnet.eps = 'timm'
+  return config
 
 
-def _timm(model) -> tuple[dict[str, dict], list[str]]:
+def of_timm(model) -> tuple[dict[str, dict], list[str]]:
   """Returns timm's JSON files of a model by name, and notes for the user.
 
   Raises:
     ValueError: if timm has no such model.
   """
   config = model.config
-  flat = flax.traverse_util.flatten_dict(model.params, sep='/')
-  bit = vit.is_bit(flat)
-  width = flat['norm-pre-head/scale'].size if bit else config.hidden_size
+  bit = config.get('kind') == 'bit'
   architecture, args = (_timm_bit if bit else _timm_vit)(model)
   resizing, notes = _timm_resizing(model)
+  norm = model.params['norm-pre-head'] if bit else None
   fields = dict(
     architecture=architecture,
     num_classes=model.num_classes,
-    num_features=width,
+    num_features=norm['scale'].size if bit else config.hidden_size,
     global_pool=args['global_pool'],
     model_args=args,
     pretrained_cfg=dict(
       num_classes=model.num_classes,
-      input_size=(_channels(model.params), *model.image_size),
+      input_size=(channels(model), *model.image_size),
       **resizing,
       interpolation='bilinear',
       first_conv=None,
       classifier='head.fc' if bit else 'head',
-      **_pixels(model.params),
+      **_pixels(model),
     ),
     **({'label_names': model.class_names} if model.class_names else {}),
   )
-  computes = copy.deepcopy(config)
-  if bit:
-    computes.eps = 'timm'
-  else:
-    computes.transformer.norm_eps = 1e-6
-  if config.get('resnet') is not None:
-    computes.resnet.eps = 'timm'
-  notes += [
-    f'timm computes with {key}={there}, but these weights were made for {here}: '
-    'logits differ a little'
-    for key, here, there in differences(config, computes)
-  ]
   if 'pre_logits' in model.params and model.num_classes:
     notes.append(
       'timm ignores the pre-logits layer, though it is in the file: its logits '
@@ -310,15 +195,15 @@ def _timm_resizing(model):
   both sides ('squash') or the shorter one ('center') to the result.
   """
   crop, resize = model.image_size, model.resize
+  whole = dict(crop_mode='squash', crop_pct=1.0)
   if resize is None:
-    return dict(crop_mode='squash', crop_pct=1.0), []
+    return whole, []
   shortest = isinstance(resize, int)
   sides = (resize, resize) if shortest else tuple(resize)
   # A little less, so that rounding in the division does not cost a pixel.
   share = math.nextafter(crop[0] / sides[0], 0.0)
-  fits = [math.floor(side / share) for side in crop] == list(sides)
-  if not fits:
-    return dict(crop_mode='squash', crop_pct=1.0), [
+  if [math.floor(side / share) for side in crop] != list(sides):
+    return whole, [
       f'timm cannot resize to {resize} before cropping {crop}: it will resize '
       'the whole image, and its predictions will differ a little'
     ]
@@ -347,7 +232,7 @@ def _timm_vit(model):
     num_heads=encoder.num_heads,
     # timm truncates this product to an integer.
     mlp_ratio=math.nextafter(encoder.mlp_dim / config.hidden_size, math.inf),
-    in_chans=_channels(model.params),
+    in_chans=channels(model),
     class_token=config.classifier == 'token',
     global_pool='token' if config.classifier == 'token' else 'avg',
     fc_norm=False,
@@ -365,22 +250,21 @@ def _timm_bit(model):
     )
   architecture, factor = _TIMM_BITS[units]
   # timm multiplies these by the width factor of the architecture.
-  channels = [int(256 * 2**i * width) // factor for i in range(len(units))]
+  widths = [int(256 * 2**i * width) // factor for i in range(len(units))]
   return architecture, dict(
-    in_chans=_channels(model.params),
+    in_chans=channels(model),
     stem_chs=int(64 * width) // factor,
-    channels=channels,
+    channels=widths,
     global_pool='avg',
   )
 
 
-def _hf(model) -> tuple[dict[str, dict], list[str]]:
+def of_hf(model) -> tuple[dict[str, dict], list[str]]:
   """Returns Hugging Face's JSON files of a ViT by name, and notes."""
-  config = model.config
-  encoder = config.transformer
+  config, encoder = model.config, model.config.transformer
   pooled = 'pre_logits' in model.params
   whole = model.num_classes and not pooled
-  names = model.class_names or [f'LABEL_{i}' for i in range(model.num_classes)]
+  tanh = encoder.get('gelu', 'tanh') == 'tanh'
   height, width = model.image_size
   fields = dict(
     model_type='vit',
@@ -389,22 +273,20 @@ def _hf(model) -> tuple[dict[str, dict], list[str]]:
     num_hidden_layers=encoder.num_layers,
     num_attention_heads=encoder.num_heads,
     intermediate_size=encoder.mlp_dim,
-    hidden_act='gelu_pytorch_tanh'
-    if encoder.get('gelu', 'tanh') == 'tanh'
-    else 'gelu',
+    hidden_act='gelu_pytorch_tanh' if tanh else 'gelu',
     layer_norm_eps=encoder.get('norm_eps', 1e-6),
     hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,
     qkv_bias=True,
     image_size=_one(model.image_size),
     patch_size=_one(config.patches.size),
-    num_channels=_channels(model.params),
+    num_channels=channels(model),
     pooler_act='tanh',
     pooler_output_size=config.get('representation_size') or config.hidden_size,
-    id2label={str(i): name for i, name in enumerate(names)},
-    label2id={name: i for i, name in enumerate(names)},
+    **descriptions.label_fields(model),
   )
   resize = model.image_size if model.resize is None else model.resize
+  pixels = _pixels(model)
   processor = dict(
     image_processor_type='ViTImageProcessor',
     do_resize=True,
@@ -415,8 +297,8 @@ def _hf(model) -> tuple[dict[str, dict], list[str]]:
     do_rescale=True,
     rescale_factor=1 / 255,
     do_normalize=True,
-    image_mean=_pixels(model.params)['mean'],
-    image_std=_pixels(model.params)['std'],
+    image_mean=pixels['mean'],
+    image_std=pixels['std'],
   )
   if model.resize is not None:
     # ViT's own processor does not crop in all versions.
@@ -441,7 +323,7 @@ def _one(pair):
   return pair[0] if pair[0] == pair[1] else list(pair)
 
 
-def _pixels(params):
+def _pixels(model):
   """Returns the mean and deviation that map pixels in [0, 1] to [-1, 1]."""
-  half = (0.5,) * _channels(params)
+  half = (0.5,) * channels(model)
   return dict(mean=half, std=half)

@@ -1,0 +1,172 @@
+"""What reading, writing and identifying weights ask a family of models."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+import math
+from typing import Any
+
+from etils import epath
+import flax.traverse_util
+import jax
+import numpy as np
+
+from vit_jax.weights import descriptions
+from vit_jax.weights.families import leaves
+
+
+class Family:
+  """A family of models: their names elsewhere, and the files beside weights.
+
+  `flat` are arrays by name, or by '/'-joined path in this package. A naming is
+  one that `detect` returns: 'timm', 'hf', ... A `model` is a
+  vit_jax.weights.writing.Model, and `to` a format of vit_jax.convert.
+
+  Attributes:
+    words: one of its models, in words.
+    kind: `config.model.kind`; None for the family of all other models.
+    leaf: a leaf of a model's parameters that no other family has; likewise.
+    formats: formats that hold its models.
+    computes: fields that change what a model computes, but no shapes, by dotted
+      key, and their defaults.
+    head: a leaf whose last dimension are the classes.
+  """
+
+  words: str
+  kind: str | None = None
+  leaf: str | None = None
+  formats: tuple[str, ...]
+  computes: Mapping[str, Any]
+  head: str = 'head/bias'
+
+  def detect(self, names: Iterable[str]) -> str | None:
+    """Returns the naming of a state dict, or None if it is of no such model."""
+    raise NotImplementedError
+
+  def load(
+    self, flat: Mapping[str, np.ndarray], naming: str, num_heads: int | None
+  ) -> dict[str, np.ndarray]:
+    """Converts a state dict to arrays by path.
+
+    Raises:
+      ValueError: if there are arrays that no such model has, if `num_heads`
+        does not divide the width, or is missing though shapes do not tell it.
+    """
+    raise NotImplementedError
+
+  def dump(
+    self, flat: Mapping[str, np.ndarray], naming: str
+  ) -> dict[str, np.ndarray]:
+    """Converts arrays by path to a state dict.
+
+    Raises:
+      ValueError: if other programs have no such model.
+    """
+    raise NotImplementedError
+
+  def sizes(
+    self, flat: Mapping[str, tuple[int, ...]], told: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    """Returns the fields of the model that has leaves of these shapes.
+
+    Args:
+      flat: shapes by path.
+      told: fields that shapes do not tell.
+
+    Raises:
+      KeyError, IndexError, ValueError: if leaves are missing, or have other
+        numbers of dimensions.
+    """
+    raise NotImplementedError
+
+  def describe(self, fields: Mapping[str, Any]) -> str:
+    """Names a model by the fields that `sizes` returns."""
+    raise NotImplementedError
+
+  def defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns further fields of a model that is in no table of sizes."""
+    del fields
+    return {}
+
+  def num_classes(self, flat: Mapping[str, Any]) -> int:
+    """Returns the number of classes that leaves tell apart; 0 for no head."""
+    return math.prod(flat[self.head].shape[-1:]) if self.head in flat else 0
+
+  def differences(self, config, other) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (key, value, other value) where two models compute differently."""
+    for key, default in self.computes.items():
+      group, _, name = key.rpartition('.')
+      ours, theirs = (c.get(group) if group else c for c in (config, other))
+      if ours is not None and theirs is not None:
+        here, there = ours.get(name, default), theirs.get(name, default)
+        if here != there:
+          yield key, here, there
+
+  def read_beside(
+    self,
+    beside: Callable[[str], epath.Path],
+    file: epath.Path,
+    flat: Mapping[str, np.ndarray],
+    naming: str,
+    num_heads: int | None,
+  ) -> descriptions.Description:
+    """Returns what other files tell about the weights in `file`.
+
+    Args:
+      beside: function from a name to the path of the file of this name beside
+        the weights, which need not exist.
+      file: the weights.
+      flat: their arrays by name.
+      naming: see `detect`.
+      num_heads: number of attention heads, if it is known.
+
+    Raises:
+      ValueError: if a field has a wrong value, or one that no model here has.
+    """
+    raise NotImplementedError
+
+  def image_size(
+    self, config, params, given: tuple[int, int] | None
+  ) -> tuple[int, int] | None:
+    """Returns (height, width) of a model's images; None for any size.
+
+    Raises:
+      ValueError: if the size given does not suit the parameters, or none is
+        given and they tell none.
+    """
+    del config, params
+    return given
+
+  def inputs(self, config, params, image_size) -> jax.ShapeDtypeStruct:
+    """Returns shape and type of a model's input, one image."""
+    del config
+    flat = flax.traverse_util.flatten_dict(params, sep='/')
+    shape = (1, *image_size, leaves.channels(flat))
+    return jax.ShapeDtypeStruct(shape, np.dtype('float32'))
+
+  def run(self, model) -> dict[str, Any]:
+    """Returns what a model determines of the config of its run."""
+    del model
+    return {}
+
+  def metadata(self, model) -> dict[str, Any]:
+    """Returns metadata of a run that weights do not bring along."""
+    del model
+    return {}
+
+  def check(self, model) -> None:
+    """Raises ValueError if a model's metadata do not fit its weights."""
+
+  def notes(self, model, to: str) -> list[str]:
+    """Returns what a user should know of a model in a format."""
+    del model, to
+    return []
+
+  def files(self, model, to: str) -> tuple[dict[str, dict], list[str]]:
+    """Returns JSON files to write beside the weights by name, and notes.
+
+    Raises:
+      ValueError: if the other program has no such model.
+    """
+    raise NotImplementedError
