@@ -82,13 +82,8 @@ def least_squares(
   Features are standardised by their mean and standard deviation; all weights
   are regularised, also that of the constant feature.
 
-  Args:
-    train: features and labels; all have labels.
-    num_classes: number of classes.
-    l2: factor of the squared weights, added to the sum of the squared errors.
-
-  Raises:
-    ValueError: if a feature is not finite.
+  All examples of `train` have labels. `l2` is the factor of the squared weights,
+  added to the sum of the squared errors.
   """
   x = train.values
   mean = x.mean(axis=0, dtype=np.float64)
@@ -138,25 +133,13 @@ def logistic(
   return pipeline.make_pipeline(scaler, model)
 
 
-def tuned(
-  train: features.Features, test: features.Features, l2s=None, seed: int = 0
-) -> Result:
-  """Fits by L-BFGS with the best penalty, and measures the accuracy.
+def tuned(train: features.Features, test: features.Features) -> Result:
+  """Fits by L-BFGS with the penalty of L2 that suits held-out images best.
 
   Images without a class do not count. Process 0 computes for all.
-
-  Args:
-    train: features and labels to train on.
-    test: features and labels to test on.
-    l2s: penalties to choose from; by default L2.
-    seed: seed of the choice of held-out images.
-
-  Raises:
-    ValueError: if there are fewer than two classes, or too few examples to hold
-      some out.
   """
-  l2s = sorted(L2 if l2s is None else l2s, reverse=True)
-  rows = np.random.default_rng(seed).permutation(train.labelled())
+  l2s = sorted(L2, reverse=True)
+  rows = np.random.default_rng(0).permutation(train.labelled())
   count = max(1, round(HELD_OUT * len(rows)))
   held, rest = rows[:count], rows[count:]
   if len(np.unique(train.labels[rest])) < 2:
@@ -198,8 +181,8 @@ def sgd(
   deviations of the features come from a sample of the training images.
 
   Args:
-    task: reads `config.batch`, `config.seed` and how to read data.
-    mesh: the mesh.
+    task: see Extractor.
+    mesh: see Extractor.
     extractor: computes the features of L layers.
     train: source of the training images.
     test: source of the test images.
@@ -230,20 +213,17 @@ def sgd(
   def logits(weights, params, extra, batch):
     x = (extractor.compute(params, extra, batch) - mean) / scale
     parts = [(x, weights[name]) for name, x in extractor.split(x).items()]
-    return jnp.stack(
-      [x @ w[:-1] + w[-1] for x, w in parts], axis=1
-    )  # [B, L, C]
+    found = [x @ w[:-1] + w[-1] for x, w in parts]
+    return jnp.stack(found, axis=1)  # [B, L, C]
 
   def loss(weights, params, extra, batch):
-    found, labels = (
-      logits(weights, params, extra, batch),
-      batch['label'][:, None],
-    )
-    counted = jnp.broadcast_to(labels >= 0, found.shape[:2])
+    found = logits(weights, params, extra, batch)
+    labels = batch['label'][:, None]
+    counted = labels >= 0  # [B, 1]
     losses = optax.softmax_cross_entropy_with_integer_labels(
-      found, jnp.where(counted, labels, 0)
+      found, jnp.broadcast_to(labels.clip(0), found.shape[:2])
     )
-    return (losses * counted).sum() / jnp.maximum(1, (labels >= 0).sum())
+    return (losses * counted).sum() / jnp.maximum(1, counted.sum())
 
   def update(weights, state, params, extra, batch):
     grads = jax.grad(loss)(weights, params, extra, batch)
@@ -254,9 +234,9 @@ def sgd(
     best = logits(weights, params, extra, batch).argmax(axis=-1)
     return {**batch, 'image': best}
 
+  whole = sharding.replicated(mesh)
   update, classify = (
-    jax.jit(function, out_shardings=sharding.replicated(mesh))
-    for function in (update, classify)
+    jax.jit(f, out_shardings=whole) for f in (update, classify)
   )
   batches = input_pipeline.train_batches(config, train, extractor.example, mesh)
   with cli.bar(total=steps, desc='SGD', unit='step', leave=False) as bar:

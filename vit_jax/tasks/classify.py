@@ -43,7 +43,6 @@ class Task(base.Task):
   METADATA = ('class_names',)
   METADATA_RULES = {'class_names': rules.names}  # noqa: RUF012
   FIGURES = gallery.OF_CLASSES
-  NEXT = 'the classes of an image'
 
   def __init__(self, config, metadata):
     super().__init__(config, metadata)

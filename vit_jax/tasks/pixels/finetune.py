@@ -34,7 +34,6 @@ class Task(pixels.Task, classify.Task):
     **pixels.Task.METADATA_RULES,
   }
   NEW_PARAMS = ('class_head/',)
-  NEXT = classify.Task.NEXT
 
   def loss(self, params, extra, batch, rng):
     """Returns the sum of both losses over images, and the number of images.
