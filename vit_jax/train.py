@@ -247,7 +247,7 @@ def _learned(task_class, config, source, workdir) -> dict[str, Any]:
   if not task_class.LEARNED:
     return {}
   stored = workdir and workdir_lib.stored(
-    workdir, task_class.LEARNED, task_class.METADATA_RULES
+    workdir, task_class.LEARNED, task_class.METADATA
   )
   return stored or task_class.learn(config, source)
 

@@ -118,9 +118,6 @@ class Extractor:
   Attributes:
     widths: number of features of each layer, by name.
     width: number D of features, of all layers.
-
-  Raises:
-    ValueError: if there is no such layer.
   """
 
   def __init__(self, task, mesh, layer: str | Sequence[str] = LAYER, pp=None):
@@ -175,18 +172,9 @@ class Extractor:
   ) -> Features:
     """Computes the features of every example of a split, once.
 
-    Args:
-      source: the split, with the features 'image' and, if it has any, 'label'.
-      params: the parameters.
-      extra: other state of the task.
-      indices: numbers of the examples to take; None: all.
-      stop: see vit_jax.tasks.base.Task.evaluators.
-
-    Returns:
-      Features, the same on all processes.
-
-    Raises:
-      ValueError: if the features do not fit the memory of the machines.
+    The source has the features 'image' and, if it has any, 'label'. `indices`
+    are the numbers of the examples to take; None: all. The result is the same
+    on all processes; ValueError if it does not fit their memory.
     """
     source = source.evaluated
     if indices is not None:

@@ -79,11 +79,9 @@ def least_squares(
 ) -> Linear:
   """Fits a linear classifier by least squares, in float64.
 
-  Features are standardised by their mean and standard deviation; all weights
-  are regularised, also that of the constant feature.
-
-  All examples of `train` have labels. `l2` is the factor of the squared weights,
-  added to the sum of the squared errors.
+  Features are standardised by their mean and standard deviation; `l2` is the
+  factor of the squared weights, also that of the constant feature, added to the
+  sum of the squared errors. All examples have labels.
   """
   x = train.values
   mean = x.mean(axis=0, dtype=np.float64)
@@ -109,17 +107,11 @@ def least_squares(
 def logistic(
   train: features.Features, l2: float, each: bool = True
 ) -> pipeline.Pipeline:
-  """Fits a classifier by L-BFGS, on standardised features.
+  """Fits a classifier by L-BFGS, on standardised features; all have labels.
 
-  Args:
-    train: features and at least two different labels; all have labels.
-    l2: see L2.
-    each: whether to divide each feature by its standard deviation; otherwise
-      all are divided by the root mean square of their length, which suits one
-      penalty to layers of any width, and lets pixels keep their contrast.
-
-  Returns:
-    scikit-learn's classifier.
+  Each feature is divided by its standard deviation; without `each`, all by the
+  root mean square of their length, which suits one penalty to layers of any
+  width, and lets pixels keep their contrast.
   """
   x = train.values
   scaler = preprocessing.StandardScaler().fit(x)
@@ -177,22 +169,13 @@ def sgd(
 ) -> features.Features:
   """Trains by SGD, computing the features of each batch anew, and classifies.
 
-  Momentum is .9, and the learning rate falls to 0 by a cosine. Means and
-  deviations of the features come from a sample of the training images.
-
-  Args:
-    task: see Extractor.
-    mesh: see Extractor.
-    extractor: computes the features of L layers.
-    train: source of the training images.
-    test: source of the test images.
-    params: parameters of the model, which stay as they are.
-    extra: other state of the task.
-    epochs: number of passes over the training images.
-    learning_rate: learning rate at the start, per 256 images of a batch.
+  Momentum is .9, and the learning rate, given for 256 images of a batch, falls to
+  0 by a cosine. Means and deviations of the features come from a sample of the
+  training images. Parameters and extra state of the model stay as they are.
 
   Returns:
-    The classes of the test images by each layer, int32 [n, L], and their labels.
+    The classes of the test images by each of the extractor's L layers, int32
+    [n, L], and their labels.
   """
   config, count = task.config, train.num_examples
   size = min(count, _SAMPLE, max(2, _SAMPLE_BYTES // (4 * extractor.width)))

@@ -57,8 +57,7 @@ def create_learning_rate_schedule(
     A function from the step (0 for the first update) to the learning rate.
 
   Raises:
-    ValueError: if the decay is unknown, `total_steps` is below 1,
-      `warmup_steps` is negative, or a staircase drops during the warm-up.
+    ValueError: if an argument is out of range.
   """
   rules_lib.check('decay_type', decay_type, rules_lib.one_of(*DECAY_TYPES))
   rules_lib.check('total_steps', total_steps, rules_lib.whole(1))

@@ -66,9 +66,8 @@ class Task(abc.ABC):
       {'mixup': rules.number(0)}.
     METRICS: what `metrics` returns, unless it depends on the config.
     LOW: those metrics whose lowest value is the best.
-    METADATA: names of the values that `make_metadata` returns; each is a JSON
-      file in the workdir.
-    METADATA_RULES: rules for these values, by name.
+    METADATA: {name: rule} of the values that `make_metadata` and `learn` return;
+      each is a JSON file in the workdir.
     LEARNED: names of those values that `learn` returns.
     NEW_PARAMS: prefixes of the paths of parameters that do not come from
       `config.pretrained`; see also `new_params`.
@@ -94,8 +93,7 @@ class Task(abc.ABC):
   OPTION_RULES: ClassVar[dict[str, rules.Rule]] = {}
   METRICS: ClassVar[tuple[str, ...]] = ('loss',)
   LOW: ClassVar[tuple[str, ...]] = ('loss',)
-  METADATA: ClassVar[tuple[str, ...]] = ()
-  METADATA_RULES: ClassVar[dict[str, rules.Rule]] = {}
+  METADATA: ClassVar[dict[str, rules.Rule]] = {}
   LEARNED: ClassVar[tuple[str, ...]] = ()
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head/',)
   OWN_PARAMS: ClassVar[tuple[str, ...]] = ()

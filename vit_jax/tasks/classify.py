@@ -40,8 +40,7 @@ class Task(base.Task):
     'cutmix': rules.number(),
   }
   METRICS = ('accuracy', 'loss')
-  METADATA = ('class_names',)
-  METADATA_RULES = {'class_names': rules.names}  # noqa: RUF012
+  METADATA = {'class_names': rules.names}  # noqa: RUF012
   FIGURES = gallery.OF_CLASSES
 
   def __init__(self, config, metadata):

@@ -259,9 +259,8 @@ class Task(base.Task):
   def pictures(self, batch, outputs) -> np.ndarray:
     """Returns each image, the masked image and the prediction.
 
-    Returns:
-      float32 [B, 3, H, W, C] in [-1, 1]. Corrupted patches are grey in the
-      second image; the third shows the model's prediction in their place.
+    float32 [B, 3, H, W, C] in [-1, 1]. Corrupted patches are grey in the second
+    image; the third shows the model's prediction in their place.
     """
     images = np.asarray(batch['image'])
     patches = patches_lib.cut(images, self.grid)  # [B, N, p, q, C]
@@ -318,10 +317,7 @@ def _arguments(batch) -> dict:
 def corrupt(seeds, num_patches: int, options):
   """Draws the fate of each patch at random, independently of the others.
 
-  Args:
-    seeds: int64 [2, 2], two seeds of stateless random numbers.
-    num_patches: number N of patches.
-    options: has the shares `corruption`, `masked` and `swapped`, see OPTIONS.
+  Takes two seeds of stateless random numbers, int64 [2, 2], and Task.options.
 
   Returns:
     The fates, int32 [N] (KEPT, MASKED, SWAPPED or UNCHANGED); and for each
@@ -353,18 +349,12 @@ def colors(values):
   return (bins * places).sum(axis=-1)
 
 
-def mean_colors(patches, cells: int = 1):
-  """Computes the mean colours of patches, quantised by `colors`.
+def mean_colors(patches, k: int = 1):
+  """Quantises the mean colours of the k x k cells of patches, int32 [B, N, k * k].
 
-  Args:
-    patches: float [B, N, p, q, C] in [-1, 1].
-    cells: number k of cells along each side of a patch, each with a mean colour.
-
-  Returns:
-    int32 [B, N, k * k].
+  Patches are float [B, N, p, q, C] in [-1, 1].
   """
   b, n, p, q, c = patches.shape
-  k = cells
   x = patches.astype(jnp.float32).reshape(b, n, k, p // k, k, q // k, c)
   return colors(x.mean(axis=(3, 5))).reshape(b, n, k * k)
 

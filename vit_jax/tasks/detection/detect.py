@@ -75,8 +75,7 @@ class Task(base.Task):
     'tight': rules.whole(0),
   }
   METRICS = (*ap.NAMES, 'loss')
-  METADATA = ('class_names',)
-  METADATA_RULES = {'class_names': rules.names}  # noqa: RUF012
+  METADATA = {'class_names': rules.names}  # noqa: RUF012
   NEW_PARAMS = ('class_head/',)
   DRAWS = True
   FIGURES = figures.FIGURES

@@ -13,9 +13,9 @@ from PIL import Image
 from vit_jax.distributed import sharding
 from vit_jax.figures import drawing
 from vit_jax.figures import gallery
+from vit_jax.tasks.detection import detectors
 from vit_jax.tasks.detection import looking
 
-THRESHOLD = 0.7  # Least score of an object that is shown.
 MOST = 4  # Maximum number of images, points and objects of a figure.
 _SIDE = 400  # Pixels of the longer side of a picture, at most.
 _ROWS = 5  # Panels below each other in the figure of the queries.
@@ -31,7 +31,7 @@ _MARK = dict(marker='o', markersize=11, color='white', mec='black', mew=1.5)
 def _best(seen: looking.Seen) -> list[np.ndarray]:
   """Returns the queries of each image that detect an object, the best first."""
   return [
-    looking.best_queries(seen, i, THRESHOLD, MOST)
+    looking.best_queries(seen, i, detectors.THRESHOLD, MOST)
     for i in range(len(seen.boxes))
   ]
 
@@ -50,12 +50,8 @@ def encoder_attention(
 ):
   """Draws the encoder's self-attention of points over images (figure 3).
 
-  Args:
-    images: float32 [B, H, W, 3] in [-1, 1].
-    seen: result of looking.look for these images.
-    names: names of the images.
-    points: float [P, 2], x and y as shares of each image; by default the
-      centres of the best boxes.
+  A row for each image [H, W, 3] in [-1, 1]. Points are float [P, 2], x and y as
+  shares of each image; by default the centres of the best boxes.
   """
   given = _centres(seen) if points is None else [points] * len(images)
   columns = 1 + max(map(len, given))
@@ -90,7 +86,7 @@ def query_attention(
   """Draws the decoder's attention of the best queries (figure 6).
 
   A row for each image: the image with the boxes, and the attention of the query
-  of each box. For the arguments see `encoder_attention`.
+  of each box.
   """
   best = _best(seen)
   columns = 1 + max(map(len, best))

@@ -58,12 +58,8 @@ class Seen(NamedTuple):
 def look(task, params, extra, batch) -> Seen:
   """Computes predictions, and the attention of the last layers, for images.
 
-  Args:
-    task: a vit_jax.tasks.detection.detect.Task.
-    params: the parameters.
-    extra: other state of the task, with the constants `frozen`.
-    batch: `image`, float32 [B, H, W, 3] in [-1, 1], and, if there is padding,
-      `real`, bool [B, H, W].
+  The batch has `image`, float32 [B, H, W, 3] in [-1, 1], and `real`, bool
+  [B, H, W], if there is padding.
   """
   images = {k: batch[k] for k in ('image', 'real') if k in batch}
   compute = jax.jit(functools.partial(_look, task))
@@ -128,11 +124,7 @@ def at_points(seen: Seen, points: np.ndarray) -> np.ndarray:
 
 
 def check_points(points) -> np.ndarray:
-  """Returns points as float64 [..., 2], x and y as shares of width and height.
-
-  Raises:
-    ValueError: if one lies outside of the image.
-  """
+  """Returns points, x and y as shares of width and height, as float64 [..., 2]."""
   points = np.asarray(points, np.float64)
   wrong = ~((points >= 0) & (points <= 1)).all(axis=-1)
   if wrong.any():
@@ -171,8 +163,7 @@ def query_boxes(task, mesh, source, params, extra) -> np.ndarray:
     boxes = task.outputs(params, extra, batch)['boxes']
     return {'index': batch['index'], 'mask': batch['mask'], 'boxes': boxes}
 
-  whole = sharding.replicated(mesh)
-  compute = jax.jit(compute, out_shardings=whole)
+  compute = jax.jit(compute, out_shardings=sharding.replicated(mesh))
   config = task.config.copy_and_resolve_references()
   shards = sharding.batch_shards(mesh)
   config.batch_eval = shards * max(1, min(config.batch_eval, _BATCH) // shards)
@@ -190,12 +181,8 @@ def query_boxes(task, mesh, source, params, extra) -> np.ndarray:
 def kinds(boxes: np.ndarray) -> np.ndarray:
   """Tells small, large wide and large tall boxes apart (figure 7).
 
-  Args:
-    boxes: float [..., 4], centre x and y, width and height, as shares of the
-      image.
-
-  Returns:
-    int64 [...]: SMALL; WIDE, large and no higher than wide; or TALL.
+  For the boxes see `query_boxes`. Returns int64 [...]: SMALL; WIDE, large and no
+  higher than wide; or TALL.
   """
   width, height = boxes[..., 2], boxes[..., 3]
   form = np.where(width >= height, WIDE, TALL)

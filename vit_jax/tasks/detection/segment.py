@@ -64,9 +64,8 @@ class Task(detect.Task):
     'truth_size': rules.whole(1),
     'merge_stuff': rules.flag,
   }
-  METADATA = ('class_names', 'isthing')
-  METADATA_RULES = {  # noqa: RUF012
-    **detect.Task.METADATA_RULES,
+  METADATA = {  # noqa: RUF012
+    **detect.Task.METADATA,
     'isthing': rules.several(rules.flag),
   }
   NEW_PARAMS = (*detect.Task.NEW_PARAMS, 'segmentation/')

@@ -60,8 +60,7 @@ class Task(base.Task):
   OPTION_RULES = {'masked': rules.share}  # noqa: RUF012
   METRICS = ('bits_per_dim',)
   LOW = ('bits_per_dim',)
-  METADATA = ('palette',)
-  METADATA_RULES = {'palette': palette_lib.rule}  # noqa: RUF012
+  METADATA = {'palette': palette_lib.rule}  # noqa: RUF012
   LEARNED = ('palette',)
   NEW_PARAMS = ()
 
@@ -186,10 +185,9 @@ class Task(base.Task):
   def read(self, params, extra, batch) -> dict:
     """Computes how well the model predicts the pixels of images.
 
-    Returns:
-      Arrays [B, N]: `colors`, int32; `bits`, float32, of each pixel; `counted`,
-      float32, 1 for pixels that are predicted; `likely`, int32, the most likely
-      colour.
+    Arrays [B, N]: `colors`, int32; `bits`, float32, of each pixel; `counted`,
+    float32, 1 for pixels that are predicted; `likely`, int32, the most likely
+    colour.
     """
     del extra
     inputs, logits = self._read(params, batch)
