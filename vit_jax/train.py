@@ -247,7 +247,7 @@ def _learned(task_class, config, source, workdir) -> dict[str, Any]:
   if not task_class.LEARNED:
     return {}
   stored = workdir and workdir_lib.stored(
-    workdir, task_class.LEARNED, task_class.METADATA_RULES
+    workdir, task_class.LEARNED, task_class.METADATA
   )
   return stored or task_class.learn(config, source)
 
@@ -534,8 +534,7 @@ def _summarise(run, metrics, seconds):
   if jax.process_index() == 0:
     example = sources.example_file(test, workdir)
     say(
-      f'Next, {task.NEXT}:\n  python -m vit_jax.predict '
+      'Next, the prediction for an image:\n  python -m vit_jax.predict '
       f'--workdir={shlex.quote(str(workdir))} {shlex.quote(str(example))}'
-      + ' --out=picture.png'
-      * task.DRAWS
+      + (' --out=picture.png' if task.DRAWS else '')
     )

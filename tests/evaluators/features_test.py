@@ -12,6 +12,7 @@ from tests import tiny_models
 from vit_jax.configs import models as model_configs
 from vit_jax.data import records
 from vit_jax.data.images import images as images_lib
+from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
 from vit_jax.inference import engine
@@ -46,15 +47,19 @@ def task(tiny_config):
 PARAMS = {'cls': np.float32(2)}
 
 
-def mean_grey(params, extra, batch):
-  return params['cls'].mean() * batch['image']  # [B, H, W, C]
+def mean_grey(task, mesh):
+  """An extractor of the mean colour, times a parameter."""
+  task.intermediates = lambda params, extra, batch, capture: {
+    'grey': (params['cls'].mean() * batch['image'],)  # [B, H, W, C]
+  }
+  return features.Extractor(task, mesh, 'grey')
 
 
 @pytest.mark.parametrize('devices', [1, 8])
 def test_every_example_comes_once_in_its_place(task, devices):
   mesh = sharding.make_mesh({'data': devices}, jax.devices()[:devices])
   values = np.arange(COUNT) * 12
-  extractor = features.Extractor(task, mesh, mean_grey)
+  extractor = mean_grey(task, mesh)
   found = extractor.run(grey(values), PARAMS, {})
   assert found.values.dtype == np.float32
   want = np.repeat(2 * (values[:, None] / 127.5 - 1), 3, axis=1)
@@ -65,7 +70,7 @@ def test_every_example_comes_once_in_its_place(task, devices):
 def test_some_examples_in_any_order(task):
   mesh = sharding.make_mesh({'data': 8})
   source, indices = grey(np.arange(COUNT)), [17, 2, 9]
-  extractor = features.Extractor(task, mesh, mean_grey)
+  extractor = mean_grey(task, mesh)
   found = extractor.run(source, PARAMS, {}, indices)
   want = 2 * (np.array(indices) / 127.5 - 1)
   np.testing.assert_allclose(found.values[:, 0], want, atol=1e-5)
@@ -79,7 +84,7 @@ def test_some_examples_in_any_order(task):
 
 def test_the_work_ends_when_it_is_told_to(task):
   mesh = sharding.make_mesh({'data': 8})
-  made = features.Extractor(task, mesh, mean_grey)
+  made = mean_grey(task, mesh)
   with pytest.raises(engine.Stopped):
     made.run(grey(range(9)), PARAMS, {}, stop=lambda: True)
 
@@ -198,6 +203,13 @@ def test_features_beyond_the_memory_are_refused(task):
   huge.evaluated = huge
   with pytest.raises(ValueError, match=r"1,000,000,000,000 examples with 16 .*--train='train\[:10%]' or --test=.*config.fewshot.train"):  # fmt: skip
     features.Extractor(task, mesh).run(huge, {}, {})
+
+
+def test_the_smallest_machine_decides_on_all_processes(task, monkeypatch):
+  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
+  monkeypatch.setattr(processes, 'attempt', lambda what, function: [2**40, 100])
+  with pytest.raises(ValueError, match='more than half of the 0.0 MiB of a'):
+    features.Extractor(task, mesh).run(grey(range(9)), {}, {})
 
 
 def test_examples_without_a_label_do_not_count():

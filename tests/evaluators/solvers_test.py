@@ -77,10 +77,11 @@ def test_the_gradient_of_the_penalised_loss_is_zero_at_the_optimum(each):
   assert (model.predict(x) == logits.argmax(axis=1)).all()
 
 
-def test_held_out_images_choose_the_penalty():
+def test_held_out_images_choose_the_penalty(monkeypatch):
+  monkeypatch.setattr(solvers, 'L2', (10.0, 1e-1, 1e-6))
   train, test = blobs(1, 60, 1.5), blobs(2, 3000, 1.5)
   train = train._replace(labels=np.where(np.arange(60) == 7, -1, train.labels))
-  found = solvers.tuned(train, test, (10.0, 1e-1, 1e-6))
+  found = solvers.tuned(train, test)
   assert found.method == 'L-BFGS'
   assert list(found.held_out) == [10.0, 1e-1, 1e-6]
   assert found.held_out[found.l2] == max(found.held_out.values())

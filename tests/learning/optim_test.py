@@ -61,9 +61,9 @@ def test_a_staircase_drops_to_a_tenth_at_each_share_of_the_run():
 @pytest.mark.parametrize(
   'args, message',
   [
-    ((10, 1.0, 'step', 2), "decay_type='step' is unknown.*cosine"),
-    ((10, 1.0, 'cosine', -1), 'warmup_steps=-1 must be at least 0'),
-    ((0, 1.0, 'cosine', 0), 'total_steps=0 must be at least 1'),
+    ((10, 1.0, 'step', 2), "decay_type='step' .*cosine"),
+    ((10, 1.0, 'cosine', -1), 'warmup_steps=-1 must be a whole number of at'),
+    ((0, 1.0, 'cosine', 0), 'total_steps=0 must be a whole number of at'),
   ],
 )
 def test_wrong_schedules_are_named(args, message):
@@ -267,18 +267,6 @@ def test_the_average_of_bfloat16_weights_is_float32_and_moves():
   assert got[1] > 100
 
 
-@pytest.mark.parametrize(
-  'fields, message',
-  [
-    ({'optimizer': 'lion'}, "optimizer='lion' is unknown.*adam"),
-    ({'optim_dtype': 'int8'}, "optim_dtype='int8' is unknown"),
-  ],
-)
-def test_wrong_optimisers_are_named(fields, message):
-  with pytest.raises(ValueError, match=message):
-    optim.get_optimizer(config(**fields), optax.constant_schedule(0.1))
-
-
 MODEL = {
   'Transformer': {
     f'encoderblock_{i}': {'kernel': jnp.ones((2, 2)), 'bias': jnp.ones(2)}
@@ -355,9 +343,6 @@ def test_no_gradient_is_computed_of_what_is_frozen():
       (('', 0.5), ('head', 1.0)),
       r"\['head'\] match no parameter, or only parameters",
     ),
-    ((('head', -1.0),), r"factor of \('head', -1.0\) must be finite and at"),
-    ((('(', 1.0),), r"\('\(', 1.0\) is no pair of a regular"),
-    (('head',), "'head' is no pair"),
     ((('', 0),), 'freeze all parameters: nothing is left'),
   ],
 )

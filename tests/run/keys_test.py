@@ -254,7 +254,6 @@ def test_there_is_a_rule_for_every_key():
     )
   for task in (classify.Task, detect.Task, masked_patches.Task):
     assert set(task.OPTION_RULES) == set(task.OPTIONS)
-    assert set(task.METADATA_RULES) == set(task.METADATA)
 
 
 def test_every_default_and_every_model_is_right():

@@ -137,7 +137,7 @@ def test_a_damaged_palette_is_named(run, content):
   (run / 'palette.json').write_text(content)
   task = pixels.Task
   with pytest.raises(ValueError, match="palette.json' is damaged: .*colours"):
-    workdir.stored(run, task.LEARNED, task.METADATA_RULES)
+    workdir.stored(run, task.LEARNED, task.METADATA)
 
 
 @pytest.mark.parametrize(

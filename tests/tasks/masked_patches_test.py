@@ -106,7 +106,7 @@ def test_the_middle_of_a_colour_has_its_number():
 def test_targets_are_means_over_the_patch_or_its_cells():
   rng = np.random.RandomState(0)
   patches = rng.uniform(-1, 1, (2, 3, 8, 4, 3)).astype(np.float32)
-  got = masked_patches.mean_colors(patches)
+  got = masked_patches.mean_colors(patches)[..., 0]
   want = np.floor((patches.mean(axis=(2, 3)) + 1) * 4) @ [64, 8, 1]
   np.testing.assert_array_equal(got, want)
   cells = masked_patches.mean_colors(patches, 4)  # Cells of 2 x 1 pixels.

@@ -18,6 +18,7 @@ import tensorflow as tf
 from vit_jax import cli
 from vit_jax import preprocess
 from vit_jax.data import records
+from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine
 
@@ -29,9 +30,6 @@ PIXELS = 'pixels'
 # a hybrid come before the layers of the Transformer.
 _SOWN = re.compile(r'(?:^|/)((stage|layer)_(\d+))$')
 _KINDS = ('stage', 'layer')
-
-# A layer by its name, or a function (params, extra, batch) -> [B, ...].
-Layer = str | Callable
 
 
 class Features(NamedTuple):
@@ -47,11 +45,7 @@ class Features(NamedTuple):
   labels: np.ndarray
 
   def labelled(self) -> np.ndarray:
-    """Returns the numbers of the examples with a label, int64.
-
-    Raises:
-      ValueError: if there is none.
-    """
+    """Returns the numbers of the examples with a label; ValueError for none."""
     found = np.flatnonzero(self.labels >= 0)
     if not len(found):
       raise ValueError(
@@ -65,14 +59,7 @@ class Features(NamedTuple):
     return Features(self.values[rows], self.labels[rows])
 
   def accuracy(self, classes: np.ndarray) -> float:
-    """Returns the share of the examples with a label that have these classes.
-
-    Args:
-      classes: int [n].
-
-    Raises:
-      ValueError: if no example has a label.
-    """
+    """Returns the share of the examples with a label that have these classes."""
     return float((classes == self.labels).sum() / len(self.labelled()))
 
 
@@ -88,11 +75,8 @@ def layers(task) -> dict[str, str]:
     Mixer      as ViT
     BiT        layer_<l>: the feature map that enters stage l; the last one:
                the map after the last norm
-    iGPT       as ViT (arXiv section 3.4 of "Generative Pretraining from
-               Pixels": n^l, averaged over the positions)
-
-  Args:
-    task: see Extractor.
+    iGPT       as ViT (section 3.4 of "Generative Pretraining from Pixels":
+               n^l, averaged over the positions)
 
   Returns:
     Paths among the `intermediates` by name: 'layer_0', 'layer_1', ...
@@ -121,35 +105,27 @@ class Extractor:
   """Computes features of splits; compiled once for all of them.
 
   Args:
-    task: has `config`, `intermediates`, `init` and `image_spec`, see
-      vit_jax.tasks.base.Task.
+    task: a vit_jax.tasks.base.Task.
     mesh: the mesh; all of its processes must make the same calls.
     layer: 'features'; 'pixels', the model's inputs; a name of `layers`; the
-      path of another array that the model sows; the path of a module, such as
-      'Transformer/encoderblock_3', for its outputs; or a function (params,
-      extra, batch) -> [B, ...]. Dimensions between the first and the last, such
-      as tokens, are averaged. Of several names, the features are joined in this
-      order, and computed together.
+      path of another array that the model sows; or the path of a module, such as
+      'Transformer/encoderblock_3', for its outputs. Dimensions between the first
+      and the last, such as tokens, are averaged. Of several names, the features
+      are joined in this order, and computed together.
     pp: preprocessing of the images, as of an evaluation; by default
       `task.config.pp`.
 
   Attributes:
     widths: number of features of each layer, by name.
     width: number D of features, of all layers.
-
-  Raises:
-    ValueError: if there is no such layer.
   """
 
-  def __init__(self, task, mesh, layer: Layer | Sequence[str] = LAYER, pp=None):
+  def __init__(self, task, mesh, layer: str | Sequence[str] = LAYER, pp=None):
     self._config = task.config
     self._mesh = mesh
     self._pp = pp or task.config.pp
-    if callable(layer):
-      names, self._layers = ('',), lambda *args: [layer(*args)]
-    else:
-      names = (layer,) if isinstance(layer, str) else tuple(layer)
-      self._layers = _of_layers(task, names)
+    names = (layer,) if isinstance(layer, str) else tuple(layer)
+    self._layers = _of_layers(task, names)
     params, extra = jax.eval_shape(task.init, jax.random.key(0))
     batch = {'image': task.image_spec(1)}
     shapes = jax.eval_shape(self._means, params, extra, batch)
@@ -193,25 +169,12 @@ class Extractor:
     extra,
     indices: np.ndarray | None = None,
     stop: Callable[[], bool] = engine.never,
-    what: str = 'Extracting features',
   ) -> Features:
     """Computes the features of every example of a split, once.
 
-    Args:
-      source: the split, with the features 'image' and, if it has any, 'label'.
-      params: the parameters.
-      extra: other state of the task.
-      indices: numbers of the examples to take; None: all.
-      stop: called between batches; returns whether to stop.
-      what: what the progress bar says.
-
-    Returns:
-      Features, the same on all processes.
-
-    Raises:
-      engine.Stopped: if `stop` became true.
-      ValueError: if the features do not fit this machine's memory, or if an
-        image cannot be decoded.
+    The source has the features 'image' and, if it has any, 'label'. `indices`
+    are the numbers of the examples to take; None: all. The result is the same
+    on all processes; ValueError if it does not fit their memory.
     """
     source = source.evaluated
     if indices is not None:
@@ -225,34 +188,33 @@ class Extractor:
       self.example,
       lambda batch: self._compute(params, extra, batch),
       stop,
-      what,
+      'Extracting features',
     )
     labels = found.get('label', np.full(source.num_examples, -1, np.int32))
     return Features(found['image'], labels)
 
   def _check_memory(self, count):
     needed = 4 * count * self.width
-    memory = cli.machine_memory()
+    memory = least_memory()
     if needed > memory / 2:
       raise ValueError(
         f'{count:,} examples with {self.width:,} features each take '
-        f'{cli.size(needed)}, more than half of the {cli.size(memory)} of this '
+        f'{cli.size(needed)}, more than half of the {cli.size(memory)} of a '
         "machine: take a part of the split: --train='train[:10%]' or "
         "--test='test[:10%]' of `vit_jax probe`, in a config config.fewshot.train "
         'or config.fewshot.test'
       )
 
 
+def least_memory() -> int:
+  """Returns the memory in bytes of the smallest machine; all processes ask."""
+  return min(processes.attempt('the memory', cli.machine_memory))
+
+
 def read_labels(config, mesh, source) -> np.ndarray:
-  """Reads the class of every example of a split, without the images.
+  """Reads the class of every example of a split, int32 [n], see Features.
 
-  Args:
-    config: reads `batch_eval`, `prefetch`.
-    mesh: see Extractor.
-    source: the split, opened with the feature 'label' alone.
-
-  Returns:
-    int32 [n], see Features; the same on all processes.
+  The source is opened with the feature 'label' alone.
   """
   whole = jax.jit(lambda batch: batch, out_shardings=sharding.replicated(mesh))
   found = engine.collect(

@@ -1,6 +1,5 @@
 """Computes means over a whole split, with every example counted once."""
 
-from collections.abc import Callable
 import time
 
 import jax
@@ -10,18 +9,10 @@ from vit_jax.inference import engine
 
 
 class Means:
-  """Computes the means of a task's `measure` over a split.
-
-  Args:
-    task: has `config`, `example` and `measure`, see vit_jax.tasks.base.Task.
-    mesh: the mesh.
-    source: the split.
-  """
+  """Computes the means of `measure` of a vit_jax.tasks.base.Task over a split."""
 
   def __init__(self, task, mesh, source):
-    self._task = task
-    self._mesh = mesh
-    self._source = source
+    self._task, self._mesh, self._source = task, mesh, source
 
     def sums(params, extra, batch):
       count = (batch['mask'] > 0).sum()
@@ -29,20 +20,10 @@ class Means:
 
     self._sums = jax.jit(sums)
 
-  def run(self, params, extra, stop: Callable[[], bool] = engine.never):
-    """Evaluates parameters.
+  def run(self, params, extra, stop=engine.never):
+    """Returns the means of `measure`, `num_examples`, and `img_sec_core`.
 
-    Args:
-      params: the parameters.
-      extra: other state of the task.
-      stop: called between batches; returns whether to stop the evaluation.
-
-    Returns:
-      A dict with the means of `measure`, `num_examples` and `img_sec_core`
-      (images per second and device).
-
-    Raises:
-      engine.Stopped: if `stop` became true.
+    The last are images a second and device.
     """
     began, compiling = time.perf_counter(), 0.0
     timed, shapes, last = [], set(), None

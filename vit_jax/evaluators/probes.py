@@ -14,7 +14,6 @@ generative model, in the middle).
 `Probe.linear` measures layers after all training images, see there.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import copy
@@ -71,11 +70,6 @@ class Probe:
     seeds: seeds of the choice of these images.
     fit: function from features to a classifier, see solvers.
     pp: preprocessing of the images.
-
-  Raises:
-    ValueError, FileNotFoundError: if data set or splits are wrong, if there are
-      test images of an unknown class, if a class has fewer examples than shots,
-      or if the model lacks a layer.
   """
 
   def __init__(self, task, mesh, workdir, data, layers, shots, seeds, fit, pp):
@@ -105,18 +99,9 @@ class Probe:
     return [choose(labels, names, shots, seed, **kwargs) for seed in seeds]
 
   def accuracies(
-    self, params, extra, stop: Callable[[], bool] = engine.never
+    self, params, extra, stop=engine.never
   ) -> dict[str, dict[int, list[float]]]:
-    """Returns the accuracy for each seed, by layer and number of shots.
-
-    Args:
-      params: the parameters.
-      extra: other state of the task.
-      stop: called between batches; returns whether to stop.
-
-    Raises:
-      engine.Stopped: if `stop` became true.
-    """
+    """Returns the accuracy for each seed, by layer and number of shots."""
     rows = np.unique(self._chosen)
     train, test = self._extract(self.extractor, params, extra, rows, stop)
     shots = self._shots
@@ -152,19 +137,11 @@ class Probe:
     (iGPT-L), a layer takes 7.9 GB: a machine of 512 GB makes 3 passes, and on
     one of less than 64 GB SGD trains the probes of all layers together, on the
     features of the same batches.
-
-    Args:
-      layers: names of layers, see features.Extractor.
-      params: the parameters.
-      extra: other state of the task.
-
-    Raises:
-      ValueError: if there is no such layer; see also solvers.tuned.
     """
     extractor, state, found = self._make(layers), (params, extra), {}
     count, widest = self.train.num_examples, max(extractor.widths.values())
     # All processes must choose the same method and the same passes.
-    memory = min(processes.attempt('the memory', cli.machine_memory))
+    memory = features.least_memory()
     if 4 * count * (widest + len(self.class_names)) > _SHARE * memory:
       task, mesh, splits = self._task, self._mesh, (self.train, self.test)
       test = self._named(solvers.sgd(task, mesh, extractor, *splits, *state))
@@ -212,11 +189,6 @@ class FewShot(Probe):
 
   Images are squeezed to `config.fewshot.squeeze` times the size of the model's
   images, of which the centre is cropped (256 and 224 pixels in big_vision).
-
-  Args:
-    task: see Probe; reads `config.fewshot`.
-    mesh: see Probe.
-    workdir: see Probe.
   """
 
   def __init__(self, task, mesh, workdir=None):
@@ -228,7 +200,7 @@ class FewShot(Probe):
       squeezed(config.pp, options.squeeze),
     )  # fmt: skip
 
-  def run(self, params, extra, stop: Callable[[], bool] = engine.never):
+  def run(self, params, extra, stop=engine.never):
     """Returns {'fewshot_5': mean accuracy over the seeds, ...}; see accuracies."""
     [found] = self.accuracies(params, extra, stop).values()
     return {f'fewshot_{n}': float(np.mean(found[n])) for n in found}
@@ -238,15 +210,8 @@ class LayerProbe(Probe):
   """Probes all layers of a model, and its pixels, after the last update.
 
   Prints a table, and writes probe.json, probe.csv and probe.png into the
-  workdir. Reads `config.layer_probe`, the number of images of each class.
-
-  Attributes:
-    final: see vit_jax.tasks.base.Task.evaluators.
-
-  Args:
-    task: see Probe.
-    mesh: see Probe.
-    workdir: folder of the run, or None to write nothing.
+  workdir unless that is None. `config.layer_probe` is the number of images of
+  each class.
   """
 
   final = True
@@ -268,13 +233,8 @@ class LayerProbe(Probe):
     again = super()._draw(labels[rows], seeds, skip_empty=True)
     return [rows[draw] for draw in again]
 
-  def run(self, params, extra, stop: Callable[[], bool] = engine.never):
-    """Probes the layers; see accuracies.
-
-    Returns:
-      {'probe_best': mean accuracy of the best layer, 'probe_pixels': that of
-      the pixels}.
-    """
+  def run(self, params, extra, stop=engine.never):
+    """Returns the mean accuracy of the best layer, and that of the pixels."""
     found = {
       layer: metrics.mean_std(*by_shots.values())
       for layer, by_shots in self.accuracies(params, extra, stop).items()
@@ -304,12 +264,7 @@ def own_splits(config) -> tuple[str, str]:
 
 
 def squeezed(pp, factor: float):
-  """Returns preprocessing that squeezes images, and then crops the centre.
-
-  Args:
-    pp: `config.pp`.
-    factor: size of the squeezed image, relative to `pp.crop`.
-  """
+  """Returns preprocessing that squeezes images to `factor` times `pp.crop`."""
   pp = copy.deepcopy(pp)
   with pp.ignore_type():
     pp.resize = tuple(round(factor * x) for x in preprocess.crop_size(pp))
@@ -337,9 +292,6 @@ def choose(
 
   Returns:
     Numbers of examples, int64 [classes, shots].
-
-  Raises:
-    ValueError: if a class has fewer examples.
   """
   classes = np.arange(len(class_names))
   if skip_empty:
@@ -368,11 +320,7 @@ def choose(
 
 
 def select(task, layer: str) -> list[str]:
-  """Returns the names of the layers that 'all', 'last', a number or a name means.
-
-  Raises:
-    ValueError: if there is no layer of this number, or none at all.
-  """
+  """Returns the names of the layers that 'all', 'last', a number or a name means."""
   if layer not in (ALL, 'last') and not layer.isdecimal():
     return [layer]
   known = list(features.layers(task))
@@ -423,12 +371,8 @@ def as_rows(found: Accuracies) -> list[dict]:
 def write(path: epath.Path, found: Accuracies, content: dict):
   """Writes the accuracy by layer as JSON, and beside it as CSV and PNG.
 
-  Process 0 writes for all. Without matplotlib, the plot is left out.
-
-  Args:
-    path: path of the JSON file; the others have its name with .csv and .png.
-    found: the accuracy by layer.
-    content: content of the JSON file.
+  Process 0 writes for all. Without matplotlib, the plot is left out. The names of
+  the files differ in .json, .csv and .png.
   """
   rows = as_rows(found)
   lines = [list(rows[0]), *(row.values() for row in rows)]

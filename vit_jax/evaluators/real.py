@@ -48,16 +48,10 @@ class Real:
       source.
     split: the split, or a slice of it.
     path: file of the labels, local or gs://.
-
-  Raises:
-    FileNotFoundError, OSError: if the file does not exist or cannot be read.
-    ValueError: if it is no such file, has another number of images than the
-      whole split, or classes beyond those of the model, or if the images of the
-      split have no names.
   """
 
   def __init__(self, task, mesh, open_split: Callable, split: str, path: str):
-    labels = []
+    self._right = labels = []
     processes.attempt(
       'reading the ReaL labels',
       lambda: labels.extend(_read(path, len(task.class_names))),
@@ -69,9 +63,7 @@ class Real:
         f"real='{path}' has labels of {len(labels):,} images, and split '{whole}' "
         f'has {total:,} images: give the labels of this split (--real)'
       )
-    self._right = labels
-    self._task = task
-    self._mesh = mesh
+    self._task, self._mesh = task, mesh
     self._source = open_split(split, (FILE_NAME,)).evaluated
     self._numbers = None
     if 'file_name' not in self._source.features:
@@ -87,22 +79,8 @@ class Real:
 
     self._best = jax.jit(best, out_shardings=sharding.replicated(mesh))
 
-  def run(self, params, extra, stop: Callable[[], bool] = engine.never):
-    """Evaluates parameters.
-
-    Args:
-      params: the parameters.
-      extra: other state of the task.
-      stop: called between batches; returns whether to stop the evaluation.
-
-    Returns:
-      A dict with `accuracy_real` and `num_real`, the number of images that
-      count.
-
-    Raises:
-      engine.Stopped: if `stop` became true.
-      ValueError: if an image has a name without its number.
-    """
+  def run(self, params, extra, stop=engine.never):
+    """Returns `accuracy_real` and `num_real`, see `score`."""
     found = engine.collect(
       self._task.config,
       self._mesh,
@@ -145,15 +123,10 @@ class Real:
 
 
 def score(best: np.ndarray, right: list[list[int]]) -> dict[str, float]:
-  """Scores predictions by sets of right classes.
+  """Scores predicted classes [n] by the right classes of each image.
 
-  Args:
-    best: int [n], predicted classes.
-    right: right classes of each image; images with none do not count.
-
-  Returns:
-    A dict with `accuracy_real`, nan if no image counts, and `num_real`, the
-    number of images that count.
+  `accuracy_real` is nan if no image counts; `num_real` is the number of images
+  that count, those with a right class.
   """
   counted = [int(b) in r for b, r in zip(best, right, strict=True) if r]
   share = sum(counted) / len(counted) if counted else float('nan')

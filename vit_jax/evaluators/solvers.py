@@ -79,16 +79,9 @@ def least_squares(
 ) -> Linear:
   """Fits a linear classifier by least squares, in float64.
 
-  Features are standardised by their mean and standard deviation; all weights
-  are regularised, also that of the constant feature.
-
-  Args:
-    train: features and labels; all have labels.
-    num_classes: number of classes.
-    l2: factor of the squared weights, added to the sum of the squared errors.
-
-  Raises:
-    ValueError: if a feature is not finite.
+  Features are standardised by their mean and standard deviation; `l2` is the
+  factor of the squared weights, also that of the constant feature, added to the
+  sum of the squared errors. All examples have labels.
   """
   x = train.values
   mean = x.mean(axis=0, dtype=np.float64)
@@ -114,17 +107,11 @@ def least_squares(
 def logistic(
   train: features.Features, l2: float, each: bool = True
 ) -> pipeline.Pipeline:
-  """Fits a classifier by L-BFGS, on standardised features.
+  """Fits a classifier by L-BFGS, on standardised features; all have labels.
 
-  Args:
-    train: features and at least two different labels; all have labels.
-    l2: see L2.
-    each: whether to divide each feature by its standard deviation; otherwise
-      all are divided by the root mean square of their length, which suits one
-      penalty to layers of any width, and lets pixels keep their contrast.
-
-  Returns:
-    scikit-learn's classifier.
+  Each feature is divided by its standard deviation; without `each`, all by the
+  root mean square of their length, which suits one penalty to layers of any
+  width, and lets pixels keep their contrast.
   """
   x = train.values
   scaler = preprocessing.StandardScaler().fit(x)
@@ -138,25 +125,13 @@ def logistic(
   return pipeline.make_pipeline(scaler, model)
 
 
-def tuned(
-  train: features.Features, test: features.Features, l2s=None, seed: int = 0
-) -> Result:
-  """Fits by L-BFGS with the best penalty, and measures the accuracy.
+def tuned(train: features.Features, test: features.Features) -> Result:
+  """Fits by L-BFGS with the penalty of L2 that suits held-out images best.
 
   Images without a class do not count. Process 0 computes for all.
-
-  Args:
-    train: features and labels to train on.
-    test: features and labels to test on.
-    l2s: penalties to choose from; by default L2.
-    seed: seed of the choice of held-out images.
-
-  Raises:
-    ValueError: if there are fewer than two classes, or too few examples to hold
-      some out.
   """
-  l2s = sorted(L2 if l2s is None else l2s, reverse=True)
-  rows = np.random.default_rng(seed).permutation(train.labelled())
+  l2s = sorted(L2, reverse=True)
+  rows = np.random.default_rng(0).permutation(train.labelled())
   count = max(1, round(HELD_OUT * len(rows)))
   held, rest = rows[:count], rows[count:]
   if len(np.unique(train.labels[rest])) < 2:
@@ -194,22 +169,13 @@ def sgd(
 ) -> features.Features:
   """Trains by SGD, computing the features of each batch anew, and classifies.
 
-  Momentum is .9, and the learning rate falls to 0 by a cosine. Means and
-  deviations of the features come from a sample of the training images.
-
-  Args:
-    task: reads `config.batch`, `config.seed` and how to read data.
-    mesh: the mesh.
-    extractor: computes the features of L layers.
-    train: source of the training images.
-    test: source of the test images.
-    params: parameters of the model, which stay as they are.
-    extra: other state of the task.
-    epochs: number of passes over the training images.
-    learning_rate: learning rate at the start, per 256 images of a batch.
+  Momentum is .9, and the learning rate, given for 256 images of a batch, falls to
+  0 by a cosine. Means and deviations of the features come from a sample of the
+  training images. Parameters and extra state of the model stay as they are.
 
   Returns:
-    The classes of the test images by each layer, int32 [n, L], and their labels.
+    The classes of the test images by each of the extractor's L layers, int32
+    [n, L], and their labels.
   """
   config, count = task.config, train.num_examples
   size = min(count, _SAMPLE, max(2, _SAMPLE_BYTES // (4 * extractor.width)))
@@ -230,20 +196,17 @@ def sgd(
   def logits(weights, params, extra, batch):
     x = (extractor.compute(params, extra, batch) - mean) / scale
     parts = [(x, weights[name]) for name, x in extractor.split(x).items()]
-    return jnp.stack(
-      [x @ w[:-1] + w[-1] for x, w in parts], axis=1
-    )  # [B, L, C]
+    found = [x @ w[:-1] + w[-1] for x, w in parts]
+    return jnp.stack(found, axis=1)  # [B, L, C]
 
   def loss(weights, params, extra, batch):
-    found, labels = (
-      logits(weights, params, extra, batch),
-      batch['label'][:, None],
-    )
-    counted = jnp.broadcast_to(labels >= 0, found.shape[:2])
+    found = logits(weights, params, extra, batch)
+    labels = batch['label'][:, None]
+    counted = labels >= 0  # [B, 1]
     losses = optax.softmax_cross_entropy_with_integer_labels(
-      found, jnp.where(counted, labels, 0)
+      found, jnp.broadcast_to(labels.clip(0), found.shape[:2])
     )
-    return (losses * counted).sum() / jnp.maximum(1, (labels >= 0).sum())
+    return (losses * counted).sum() / jnp.maximum(1, counted.sum())
 
   def update(weights, state, params, extra, batch):
     grads = jax.grad(loss)(weights, params, extra, batch)
@@ -254,9 +217,9 @@ def sgd(
     best = logits(weights, params, extra, batch).argmax(axis=-1)
     return {**batch, 'image': best}
 
+  whole = sharding.replicated(mesh)
   update, classify = (
-    jax.jit(function, out_shardings=sharding.replicated(mesh))
-    for function in (update, classify)
+    jax.jit(f, out_shardings=whole) for f in (update, classify)
   )
   batches = input_pipeline.train_batches(config, train, extractor.example, mesh)
   with cli.bar(total=steps, desc='SGD', unit='step', leave=False) as bar:

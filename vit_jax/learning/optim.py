@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from vit_jax.configs import rules as rules_lib
 from vit_jax.distributed import sharding
 
 DECAY_TYPES = ('cosine', 'linear', 'constant', 'staircase')
@@ -56,24 +57,13 @@ def create_learning_rate_schedule(
     A function from the step (0 for the first update) to the learning rate.
 
   Raises:
-    ValueError: if the decay is unknown, `total_steps` is below 1,
-      `warmup_steps` is negative, or a staircase drops during the warm-up.
+    ValueError: if an argument is out of range.
   """
-  if decay_type not in DECAY_TYPES:
-    raise ValueError(
-      f"decay_type='{decay_type}' is unknown: use one of {DECAY_TYPES} "
-      '(config.decay_type)'
-    )
-  if total_steps < 1:
-    raise ValueError(
-      f'total_steps={total_steps} must be at least 1 (config.total_steps)'
-    )
+  rules_lib.check('decay_type', decay_type, rules_lib.one_of(*DECAY_TYPES))
+  rules_lib.check('total_steps', total_steps, rules_lib.whole(1))
   if warmup_steps is None:
     warmup_steps = default_warmup(total_steps)
-  if warmup_steps < 0:
-    raise ValueError(
-      f'warmup_steps={warmup_steps} must be at least 0 (config.warmup_steps)'
-    )
+  rules_lib.check('warmup_steps', warmup_steps, rules_lib.whole(0))
   if warmup_steps >= total_steps:
     logging.warning(
       'warmup_steps=%d is as long as total_steps=%d or longer: the learning rate '
@@ -117,13 +107,7 @@ def accumulate(compute: Callable, batch, steps: int):
     compute: function (rows, number of the micro-batch) -> tree of sums over
       rows.
     batch: a tree of arrays [B, ...].
-    steps: number of micro-batches.
-
-  Returns:
-    The sum of the results of `compute`.
-
-  Raises:
-    ValueError: if `steps` does not divide B.
+    steps: number of micro-batches, which must divide B.
   """
   size = jax.tree.leaves(batch)[0].shape[0]
   if steps < 1 or size % steps:
@@ -172,13 +156,9 @@ def track_ema(decay: float) -> optax.GradientTransformationExtraArgs:
   average is in float32 whatever the type of the parameters, since it adds very
   small differences.
 
-  Args:
-    decay: final factor of the old average (.9999 in T2, "Polyak averaging").
-
-  Returns:
-    A transformation that does not change the updates. Its `update` takes the
-    argument `step`, t above; `get_ema` reads the average from the optimiser
-    state.
+  `decay` is .9999 in T2, "Polyak averaging". The transformation does not change
+  the updates, and its `update` takes the argument `step`, t above; `get_ema`
+  reads the average from the optimiser state.
   """
 
   def init(params):
@@ -198,49 +178,28 @@ def track_ema(decay: float) -> optax.GradientTransformationExtraArgs:
 
 def get_ema(opt_state):
   """Returns the averaged parameters in `opt_state`, or None if not kept."""
-  found = [
-    leaf.ema
-    for leaf in jax.tree.leaves(
-      opt_state, is_leaf=lambda node: isinstance(node, EmaState)
-    )
-    if isinstance(leaf, EmaState)
-  ]
-  return found[0] if found else None
+  found = optax.tree.get(opt_state, EmaState.__name__)
+  return None if found is None else found.ema
 
 
 def multipliers(rules: Sequence[tuple[str, float]], params):
   """Returns the factor on the learning rate of every parameter.
 
   Args:
-    rules: `config.lr_multipliers`, ordered (regex, factor) pairs. The first
-      regex that is found in the parameter's path ('/'-joined) gives its factor;
-      0 freezes the parameter. Without a match the factor is 1.
+    rules: `config.lr_multipliers`, ordered (regex, factor) pairs, or a single
+      one. The first regex that is found in the parameter's path ('/'-joined)
+      gives its factor; 0 freezes the parameter. Without a match it is 1.
     params: a tree of arrays or shapes.
 
   Returns:
     A tree of floats like `params`.
 
   Raises:
-    ValueError: if a rule is not such a pair, has a negative factor, or applies
-      to no parameter.
+    ValueError: if a rule applies to no parameter, or all are frozen.
   """
-  compiled = []
   if len(rules) == 2 and isinstance(rules[0], str):
     rules = (rules,)  # A single pair, written without the trailing comma.
-  for rule in rules:
-    try:
-      regex, factor = rule
-      compiled.append((re.compile(regex), float(factor)))
-    except (TypeError, ValueError, re.error) as e:
-      raise ValueError(
-        f'lr_multipliers: {rule!r} is no pair of a regular expression and a '
-        "number, as in (('head/', 1.0), ('', 0.0)) (config.lr_multipliers)"
-      ) from e
-    if not 0 <= compiled[-1][1] < float('inf'):
-      raise ValueError(
-        f'lr_multipliers: the factor of {tuple(rule)!r} must be finite and at '
-        'least 0 (0 freezes) (config.lr_multipliers)'
-      )
+  compiled = [(re.compile(regex), float(factor)) for regex, factor in rules]
   unused = {regex.pattern for regex, _ in compiled}
 
   def factor_of(path, _):
@@ -312,37 +271,21 @@ def get_optimizer(config, schedule: optax.Schedule, factors=None):
 
   In order: clip the gradient by its global norm, add `l2_decay` times the
   kernels, precondition it (Adam or momentum), add decoupled weight decay (on the
-  kernels, or on all parameters), multiply by the learning rate and by the parameter's factor, and
-  average the parameters. Weight decay is thus multiplied by the learning rate,
-  as in AdamW: T3's 0.1 with lr 1e-3 takes 1e-4 off at the peak. Independent
-  weight decay is multiplied by lr / base_lr instead. Frozen parameters have no
-  optimiser state.
+  kernels, or on all parameters), multiply by the learning rate and by the
+  parameter's factor, and average the parameters. Weight decay is thus multiplied
+  by the learning rate, as in AdamW: T3's 0.1 with lr 1e-3 takes 1e-4 off at the
+  peak. Independent weight decay is multiplied by lr / base_lr instead. Frozen
+  parameters have no optimiser state.
 
   Args:
-    config: reads `optimizer`, `optim_dtype`, `momentum`, `b1`, `b2`,
-      `grad_norm_clip`, `l2_decay`, `weight_decay`, `weight_decay_on`,
-      `ema_decay`, and for `independent_weight_decay` also `base_lr`, the peak of the schedule.
+    config: a checked config; see "Optimiser" in configs/common.py.
     schedule: learning rate by step.
     factors: result of `multipliers`; None: 1 for all parameters.
 
   Returns:
     An optax.GradientTransformation. With `ema_decay` its `update` takes the
     argument `step`, the number of updates so far.
-
-  Raises:
-    ValueError: if the optimiser or the type is unknown. Ranges of numbers are
-      checked with the config.
   """
-  if config.optimizer not in OPTIMIZERS:
-    raise ValueError(
-      f"optimizer='{config.optimizer}' is unknown: use one of {OPTIMIZERS} "
-      '(config.optimizer)'
-    )
-  if config.optim_dtype not in ('float32', 'bfloat16'):
-    raise ValueError(
-      f"optim_dtype='{config.optim_dtype}' is unknown: use 'float32' or "
-      "'bfloat16' (config.optim_dtype)"
-    )
   dtype = jnp.dtype(config.optim_dtype)
   chain = []
   if config.grad_norm_clip:

@@ -56,10 +56,6 @@ def abstract_state(init: Callable, tx, rng, mesh, rules):
     (create, abstract). `create` computes the initial state; it takes weights,
     {'/'-joined path: array}, that replace random parameters, and arrays of the
     extra state. `abstract` is the state's TrainState of jax.ShapeDtypeStruct.
-
-  Raises:
-    ValueError: if the model or the rules do not fit, see `init` and
-      `tree_shardings`.
   """
 
   def create(weights):
@@ -102,24 +98,14 @@ def step_key(seed: int, step) -> jax.Array:
 
 
 def with_step(method: Callable) -> Callable:
-  """Returns a function that takes `step` and passes it on if the method does.
-
-  Args:
-    method: `loss` or `update_extra` of a task, see vit_jax.tasks.base.Task.
-  """
+  """Returns `loss` or `update_extra` of a task with an argument `step`."""
   if 'step' in inspect.signature(method).parameters:
     return method
   return lambda *args, step: method(*args)
 
 
 def augment(task, batch: dict, rng) -> dict:
-  """Returns a global batch as an update sees it, see Task.augment.
-
-  Args:
-    task: has `augment`.
-    batch: arrays [B, ...].
-    rng: the key of the step, see step_key.
-  """
+  """Returns a global batch as an update sees it; `rng` is the `step_key`."""
   return task.augment(batch, jax.random.fold_in(rng, _AUGMENT))
 
 
@@ -131,17 +117,17 @@ def make_update(
   Loss and gradient are means over the whole batch, across devices and
   micro-batches: sums and weights are added up first, then divided once.
 
+  Dropout depends on (seed, step), and with accumulation also on the number of
+  the micro-batch.
+
   Args:
-    task: has `loss`, `augment` and `update_extra`, see vit_jax.tasks.base.Task.
+    task: a vit_jax.tasks.base.Task.
     tx: the optimiser.
     schedule: learning rate by step.
-    seed: seed of the run. Dropout depends on (seed, step), and with
-      accumulation on the number of the micro-batch.
+    seed: seed of the run.
     accum_steps: number of micro-batches of a batch.
-    factors: factors on the learning rate, see
-      vit_jax.learning.optim.multipliers.
+    factors: factors on the learning rate, see optim.multipliers.
   """
-
   tx = optax.with_extra_args_support(tx)
   loss_of, update_extra = map(with_step, (task.loss, task.update_extra))
 

@@ -341,7 +341,7 @@ def metrics_of(config) -> list[str]:
 
 def metrics_of_task(config) -> list[str]:
   """Returns those metrics of a run that its task computes in any evaluation."""
-  metrics = get_task(config.task).METRICS
+  metrics = get_task(config.task).metrics(config)
   return [
     f'{metric}_{name}'
     for name, _, _ in evaluations(config)

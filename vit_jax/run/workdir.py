@@ -393,7 +393,7 @@ def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
         'that the run wrote'
       )
   # Runs of older versions have no hash of the metadata.
-  return config, _checked(path, metadata, task.METADATA_RULES)
+  return config, _checked(path, metadata, task.METADATA)
 
 
 def stored(workdir, names, rules) -> dict[str, Any]:
@@ -402,7 +402,7 @@ def stored(workdir, names, rules) -> dict[str, Any]:
   Args:
     workdir: the folder; it need not exist.
     names: names of the metadata.
-    rules: rules for them by name, see vit_jax.tasks.base.Task.METADATA_RULES.
+    rules: rules for them by name, see vit_jax.tasks.base.Task.METADATA.
 
   Raises:
     FileNotFoundError, ValueError: if a file is missing or damaged.

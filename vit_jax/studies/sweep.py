@@ -202,7 +202,7 @@ def make(
     )
   config = run_config.complete(config)
   run_config.check(config)
-  known = run_config.get_task(config.task).METRICS
+  known = run_config.get_task(config.task).metrics(config)
   if metric is None:
     metric = _without_evaluation(config)
   for name, value, rule in (

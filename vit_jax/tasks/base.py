@@ -8,6 +8,7 @@ knows what a label is.
 
 Methods, in the order in which a run calls them:
 
+  metrics         names of what the evaluators measure
   class_names_of  names of the classes of data
   make_metadata   metadata of the training data, such as class names
   learn           metadata that take long to compute, such as a palette
@@ -26,6 +27,9 @@ Methods, in the order in which a run calls them:
   drawn_outputs   what draw_evaluation draws, computed on the devices
   draw_evaluation pictures of test images and predictions
   predictor       the object that `vit_jax.predict` loads
+
+In all of them, `params` are the parameters, `extra` is the tree that `init`
+returns beside them, and `batch` is a dict of arrays [B, ...].
 """
 
 import abc
@@ -62,12 +66,10 @@ class Task(abc.ABC):
       of the default.
     OPTION_RULES: further rules for options, from vit_jax/configs/rules.py:
       {'mixup': rules.number(0)}.
-    METRICS: names of the metrics of the evaluators. A metric and the name of an
-      evaluation, 'accuracy_test', can be `config.best_metric`.
-    LOW: those METRICS whose lowest value is the best.
-    METADATA: names of the values that `make_metadata` returns; each is a JSON
-      file in the workdir.
-    METADATA_RULES: rules for these values, by name.
+    METRICS: what `metrics` returns, unless it depends on the config.
+    LOW: those metrics whose lowest value is the best.
+    METADATA: {name: rule} of the values that `make_metadata` and `learn` return;
+      each is a JSON file in the workdir.
     LEARNED: names of those values that `learn` returns.
     NEW_PARAMS: prefixes of the paths of parameters that do not come from
       `config.pretrained`; see also `new_params`.
@@ -79,7 +81,6 @@ class Task(abc.ABC):
     CANVASES: whether `example` reads `config.pp.sides`.
     FIGURES: figures of this objective beside those of any model, each a
       vit_jax.figures.gallery.Entry.
-    NEXT: what `python -m vit_jax.predict` prints or draws, in words.
     config: the complete config of the run.
     metadata: result of `make_metadata`.
     options: `config.task_options`, complete.
@@ -94,8 +95,7 @@ class Task(abc.ABC):
   OPTION_RULES: ClassVar[dict[str, rules.Rule]] = {}
   METRICS: ClassVar[tuple[str, ...]] = ('loss',)
   LOW: ClassVar[tuple[str, ...]] = ('loss',)
-  METADATA: ClassVar[tuple[str, ...]] = ()
-  METADATA_RULES: ClassVar[dict[str, rules.Rule]] = {}
+  METADATA: ClassVar[dict[str, rules.Rule]] = {}
   LEARNED: ClassVar[tuple[str, ...]] = ()
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head/',)
   OWN_PARAMS: ClassVar[tuple[str, ...]] = ()
@@ -103,7 +103,6 @@ class Task(abc.ABC):
   PRINTS: ClassVar[bool] = True
   CANVASES: ClassVar[bool] = False
   FIGURES: ClassVar[tuple] = ()
-  NEXT: ClassVar[str] = "the model's outputs for an image"
 
   model: Any = None
 
@@ -124,40 +123,39 @@ class Task(abc.ABC):
     self.image_sizes = preprocess.image_sizes(config.pp)
     self.image_size = self.image_sizes[-1]
 
+  @classmethod
+  def metrics(cls, config) -> Sequence[str]:
+    """Returns the names of the metrics of the evaluators of a run.
+
+    A metric and the name of an evaluation, 'accuracy_test', can be
+    `config.best_metric`.
+    """
+    del config
+    return cls.METRICS
+
   # --- Data ---
 
   @classmethod
   def class_names_of(cls, source) -> tuple[str, ...]:
-    """Returns the names of the classes that data have for this objective.
+    """Returns the names of the classes that a split has for this objective.
 
     Args:
-      source: a split, see vit_jax.data.sources.Source; () if it has none.
+      source: a vit_jax.data.sources.Source; () if it has none.
     """
     return source.class_names
 
   @classmethod
   def make_metadata(cls, config, source) -> dict[str, Any]:
-    """Returns the metadata of the data that the run stores, a dict for JSON.
-
-    Args:
-      config: config of the run.
-      source: the training split, see vit_jax.data.sources.Source.
-    """
+    """Returns metadata of the training split that the run stores, for JSON."""
     del config, source
     return {}
 
   @classmethod
   def learn(cls, config, source) -> dict[str, Any]:
-    """Returns metadata that take long to compute, a dict for JSON.
+    """Returns the values of LEARNED, which take long to compute, for JSON.
 
-    A run that resumes reads them from its workdir instead.
-
-    Args:
-      config: config of the run.
-      source: the training split, see vit_jax.data.sources.Source.
-
-    Returns:
-      The values of LEARNED by name, the same on all processes.
+    They are the same on all processes. A run that resumes reads them from its
+    workdir instead.
     """
     del config, source
     return {}
@@ -166,9 +164,7 @@ class Task(abc.ABC):
   def planned_metadata(cls, config, num_classes: int | None) -> dict[str, Any]:
     """Returns metadata for a plan, which reads no data.
 
-    Args:
-      config: config of the run.
-      num_classes: number of classes of the data, or None if unknown.
+    The number of classes is None if it is unknown.
     """
     del config, num_classes
     return {}
@@ -243,16 +239,11 @@ class Task(abc.ABC):
     teacher, a codebook or statistics; {} for most tasks. It is saved, restored
     and sharded like the parameters.
     """
-    image = self.image_spec(1)
-    zeros = jnp.zeros(image.shape, image.dtype)
+    zeros = jnp.zeros(self.image_spec(1).shape)
     return self.model.init(rng, zeros, train=False)['params'], {}
 
   def adapt_weights(self, weights):
-    """Changes weights from which a run starts, before they are compared.
-
-    Args:
-      weights: a vit_jax.weights.reading.Weights.
-    """
+    """Changes the weights.reading.Weights from which a run starts."""
     return weights
 
   def new_params(
@@ -272,23 +263,18 @@ class Task(abc.ABC):
     return self.NEW_PARAMS
 
   def check_weights(self, weights: dict, params):
-    """Checks that a run can start with these weights, before it is compiled.
+    """Raises ValueError if weights do not suffice, before a run is compiled.
 
     Args:
       weights: arrays by path that the run starts from; {} for none.
       params: shapes of the parameters.
-
-    Raises:
-      ValueError: if they do not suffice.
     """
     del weights, params
 
   def augment(self, batch: dict, rng) -> dict:
     """Changes a whole global batch on the devices, before it is split.
 
-    Args:
-      batch: arrays [B, ...]; B is `config.batch`, over all devices and hosts.
-      rng: random key of the step.
+    B is `config.batch`, over all devices and hosts; `rng` is the step's key.
     """
     del rng
     return batch
@@ -297,14 +283,9 @@ class Task(abc.ABC):
   def loss(self, params, extra, batch: dict, rng):
     """Computes the loss of a batch or of a part of it.
 
-    Args:
-      params: the parameters.
-      extra: see `init`.
-      batch: arrays [b, ...] of the tensors of `example`.
-      rng: random key, for dropout.
-
-    A method with a further argument `step` is given the number of updates
-    before this one, int32 scalar, for schedules of its own.
+    The random key `rng` is for dropout. A method with a further argument `step`
+    is given the number of updates before this one, int32 scalar, for schedules
+    of its own.
 
     Returns:
       ((sum, weight), metrics). The loss is the sum divided by the weight, both
@@ -316,15 +297,12 @@ class Task(abc.ABC):
     """
 
   def update_extra(self, extra, params, metrics: dict):
-    """Returns the extra state after an update.
+    """Returns the extra state after an update; `step` is as in `loss`.
 
     Args:
       extra: extra state before the update.
       params: parameters after the update.
       metrics: quotients of the results of `loss`.
-
-    A method with a further argument `step` is given the number of updates
-    before this one, see `loss`.
     """
     del params, metrics
     return extra
@@ -339,11 +317,7 @@ class Task(abc.ABC):
   def intermediates(self, params, extra, batch: dict, capture=False) -> dict:
     """Computes what lies inside of the model, for probes.
 
-    Args:
-      params: the parameters.
-      extra: see `init`.
-      batch: has `image`, float32 [B, H, W, C] in [-1, 1].
-      capture: see `capture_intermediates` of flax.linen.Module.apply.
+    `capture` is `capture_intermediates` of flax.linen.Module.apply.
 
     Returns:
       What the model sows while it reads the whole, unchanged images: tuples of
@@ -379,12 +353,9 @@ class Task(abc.ABC):
 
   @abc.abstractmethod
   def measure(self, params, extra, batch: dict) -> dict:
-    """Returns {name: (sum, weight)} over an evaluation batch, for METRICS.
+    """Returns {metric: (sum, weight)} over an evaluation batch.
 
-    Args:
-      params: the parameters.
-      extra: see `init`.
-      batch: arrays [B, ...]; a row whose `mask` is 0 must not count.
+    A row whose `mask` is 0 must not count.
     """
 
   def evaluators(self, mesh, split: str, open_split: Callable) -> list:
@@ -397,8 +368,9 @@ class Task(abc.ABC):
         open other splits, such as the training data for a probe.
 
     Returns:
-      Objects with `run(params, extra, stop)`, which returns metrics by name, and
-      raises vit_jax.inference.engine.Stopped if `stop()` became true. The loop adds the name of the evaluation.
+      Objects with `run(params, extra, stop)`, which returns metrics by name.
+      `stop` is called between batches; once it returns True, `run` raises
+      vit_jax.inference.engine.Stopped. The loop adds the name of the evaluation.
       An evaluator with the attribute `final = True` runs after the last update
       alone.
     """
@@ -409,9 +381,7 @@ class Task(abc.ABC):
   def draw_training(self, batch: dict) -> dict[str, np.ndarray]:
     """Draws rows of a training batch, after `augment`, as the model sees them.
 
-    Args:
-      batch: NumPy arrays [b, ...]; b is `config.log_images`, at most
-        `config.batch`.
+    The batch has NumPy arrays [b, ...]; b is at most `config.log_images`.
 
     Returns:
       uint8 [height, width, 3] by name; {} if there are no images to draw.
@@ -423,14 +393,13 @@ class Task(abc.ABC):
     return self.outputs(params, extra, batch)
 
   def draw_evaluation(self, batch: dict, outputs) -> dict[str, np.ndarray]:
-    """Draws the first test images with the model's predictions.
+    """Draws the first `config.log_images` test images with the predictions.
 
     The pictures of a run's last evaluation are also written to the workdir, as
     NAME.png.
 
     Args:
-      batch: NumPy arrays [b, ...]; b is `config.log_images`, at most the number
-        of test images.
+      batch: NumPy arrays [b, ...].
       outputs: result of `drawn_outputs` for the batch, NumPy arrays [b, ...].
 
     Returns:
@@ -441,11 +410,9 @@ class Task(abc.ABC):
   def captions_of(
     self, batch: dict, outputs=None
   ) -> Sequence[captions.Caption]:
-    """Returns the captions of the images of a batch; () for none.
+    """Returns the captions of images to draw; () for none.
 
-    Args:
-      batch: see `draw_training`, `draw_evaluation`.
-      outputs: see `draw_evaluation`; None in training.
+    For `outputs` see `draw_evaluation`; None in training.
     """
     del batch, outputs
     return ()
@@ -479,12 +446,8 @@ class Task(abc.ABC):
   def check_points(self, points) -> np.ndarray:
     """Returns points in images, whose attention the task's figures draw.
 
-    Args:
-      points: pairs (x, y), as shares of an image's width and height.
-
-    Raises:
-      ValueError: if the task's figures take no points, or if one lies outside
-        of the image.
+    Points are (x, y), as shares of an image's width and height; ValueError if
+    one lies outside of the image, or if the task's figures take none.
     """
     raise ValueError(
       f'points={points} are for the attention of a detector, and this model is '

@@ -41,10 +41,8 @@ class Task(base.Task):
     'cutmix': rules.number(),
   }
   METRICS = ('accuracy', 'loss')
-  METADATA = ('class_names',)
-  METADATA_RULES = {'class_names': rules.names}  # noqa: RUF012
+  METADATA = {'class_names': rules.names}  # noqa: RUF012
   FIGURES = gallery.OF_CLASSES
-  NEXT = 'the classes of an image'
 
   def __init__(self, config, metadata):
     super().__init__(config, metadata)

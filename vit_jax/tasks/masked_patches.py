@@ -52,16 +52,13 @@ class MaskedViT(models_vit.VisionTransformer):
     )
 
   def __call__(self, images, fate, other, *, train):
-    """Predicts every patch from the corrupted tokens.
+    """Predicts every patch from the corrupted tokens, float32 [B, N, outputs].
 
     Args:
       images: float [B, H, W, C] in [-1, 1].
       fate: int32 [B, N]: KEPT, MASKED, SWAPPED, or UNCHANGED.
       other: int32 [B, N], index of the patch that replaces a SWAPPED one.
       train: whether dropout is on.
-
-    Returns:
-      float32 [B, N, num_classes].
     """
     grid = self.embed(images, flat=False)  # [B, h, w, D]
     tokens = grid.reshape(grid.shape[0], -1, grid.shape[-1])  # [B, N, D]
@@ -111,7 +108,6 @@ class Task(base.Task):
       lambda subject: _reconstructions(subject),
     ),
   )
-  NEXT = 'a picture of the image, the masked image, and the prediction'
 
   def __init__(self, config, metadata):
     super().__init__(config, metadata)
@@ -143,11 +139,10 @@ class Task(base.Task):
       )
     channels = config.pp.channels
     self.num_colors = 2 ** (BITS * channels)  # 512; 8 for grey images.
-    outputs = {
-      'mean': self.num_colors,
-      '4x4': _CELLS**2 * self.num_colors,
-      'l2': math.prod(self.patch) * channels,
-    }[self.options.target]
+    self._cells = _CELLS if self.options.target == '4x4' else 1
+    outputs = self._cells**2 * self.num_colors
+    if self.options.target == 'l2':
+      outputs = math.prod(self.patch) * channels
     self.model = models.make_model(
       config.model, cls=MaskedViT, num_classes=outputs
     )
@@ -181,27 +176,18 @@ class Task(base.Task):
     batch = jax.tree.map(
       lambda x: jnp.zeros(x.shape, x.dtype), self.batch_spec(1)
     )
-    return self.model.init(rng, **batch_args(batch), train=False)['params'], {}
+    return self.model.init(rng, **_arguments(batch), train=False)['params'], {}
 
   def _losses(self, outputs, batch):
-    """Computes the loss, and the share of right colours, of every patch.
-
-    Args:
-      outputs: float [B, N, ...], see `outputs`.
-      batch: arrays [B, ...], see `inputs`.
-
-    Returns:
-      Two arrays, float32 [B, N].
-    """
+    """Computes the loss, and the share of right colours, of patches, [B, N]."""
     outputs = outputs.astype(jnp.float32)
     patches = patches_lib.cut(batch['image'], self.grid)  # [B, N, p, q, C]
     if self.options.target == 'l2':
       error = outputs - patches.reshape(outputs.shape)
       means = outputs.reshape(patches.shape).mean(axis=(2, 3))  # [B, N, C]
-      right = colors(means) == mean_colors(patches)
+      right = colors(means) == mean_colors(patches)[..., 0]
       return (error**2).mean(axis=-1), right.astype(jnp.float32)
-    cells = _CELLS if self.options.target == '4x4' else 1
-    target = mean_colors(patches, cells)  # [B, N, cells**2]
+    target = mean_colors(patches, self._cells)  # [B, N, cells**2]
     logits = outputs.reshape(*target.shape, self.num_colors)
     logs = jax.nn.log_softmax(logits)
     loss = -jnp.take_along_axis(logs, target[..., None], axis=-1)[..., 0]
@@ -224,7 +210,7 @@ class Task(base.Task):
     del extra
     outputs = self.model.apply(
       {'params': params},
-      **batch_args(batch),
+      **_arguments(batch),
       train=True,
       rngs={'dropout': rng},
     )
@@ -235,7 +221,7 @@ class Task(base.Task):
     """Returns logits of colours, or pixels, per patch: float32 [B, N, ...]."""
     del extra
     return self.model.apply(
-      {'params': params}, **batch_args(batch), train=False
+      {'params': params}, **_arguments(batch), train=False
     )
 
   def intermediates(self, params, extra, batch, capture=False):
@@ -273,13 +259,8 @@ class Task(base.Task):
   def pictures(self, batch, outputs) -> np.ndarray:
     """Returns each image, the masked image and the prediction.
 
-    Args:
-      batch: arrays [B, ...], see `inputs`.
-      outputs: result of `outputs` for the batch.
-
-    Returns:
-      float32 [B, 3, H, W, C] in [-1, 1]. Corrupted patches are grey in the
-      second image; the third shows the model's prediction in their place.
+    float32 [B, 3, H, W, C] in [-1, 1]. Corrupted patches are grey in the second
+    image; the third shows the model's prediction in their place.
     """
     images = np.asarray(batch['image'])
     patches = patches_lib.cut(images, self.grid)  # [B, N, p, q, C]
@@ -287,7 +268,7 @@ class Task(base.Task):
     if self.options.target == 'l2':
       predicted = np.asarray(outputs, np.float32).reshape(patches.shape)
     else:
-      cells = _CELLS if self.options.target == '4x4' else 1
+      cells = self._cells
       best = np.asarray(outputs).reshape(
         *patches.shape[:2], cells, cells, self.num_colors
       ).argmax(-1)  # fmt: skip
@@ -296,14 +277,8 @@ class Task(base.Task):
         predicted = predicted.repeat(size // cells, axis)
     seen = np.where(corrupted, 0.0, patches)
     guessed = np.where(corrupted, predicted.clip(-1, 1), patches)
-    return np.stack(
-      [
-        images,
-        patches_lib.paste(seen, self.grid),
-        patches_lib.paste(guessed, self.grid),
-      ],
-      axis=1,
-    )
+    pasted = (patches_lib.paste(x, self.grid) for x in (seen, guessed))
+    return np.stack([images, *pasted], axis=1)
 
 
 class Predictor(base.Predictor):
@@ -332,7 +307,7 @@ def _reconstructions(subject) -> list:
   ]
 
 
-def batch_args(batch) -> dict:
+def _arguments(batch) -> dict:
   """Returns the arguments of MaskedViT from a batch of the task."""
   return {
     'images': batch['image'], 'fate': batch['fate'], 'other': batch['other'],
@@ -342,10 +317,7 @@ def batch_args(batch) -> dict:
 def corrupt(seeds, num_patches: int, options):
   """Draws the fate of each patch at random, independently of the others.
 
-  Args:
-    seeds: int64 [2, 2], two seeds of stateless random numbers.
-    num_patches: number N of patches.
-    options: has the shares `corruption`, `masked` and `swapped`, see OPTIONS.
+  Takes two seeds of stateless random numbers, int64 [2, 2], and Task.options.
 
   Returns:
     The fates, int32 [N] (KEPT, MASKED, SWAPPED or UNCHANGED); and for each
@@ -367,11 +339,8 @@ def corrupt(seeds, num_patches: int, options):
 def colors(values):
   """Quantises colours to numbers: BITS bits per channel, the first one highest.
 
-  Args:
-    values: float [..., C] in [-1, 1].
-
-  Returns:
-    int32 [...], from 0 to 2**(BITS * C) - 1.
+  Takes float [..., C] in [-1, 1]; returns int32 [...] from 0 to
+  2**(BITS * C) - 1.
   """
   levels = 2**BITS
   bins = jnp.floor((values + 1) / 2 * levels).astype(jnp.int32)
@@ -380,34 +349,18 @@ def colors(values):
   return (bins * places).sum(axis=-1)
 
 
-def mean_colors(patches, cells: int | None = None):
-  """Computes the mean colours of patches, quantised by `colors`.
+def mean_colors(patches, k: int = 1):
+  """Quantises the mean colours of the k x k cells of patches, int32 [B, N, k * k].
 
-  Args:
-    patches: float [B, N, p, q, C] in [-1, 1].
-    cells: number of cells along each side of a patch, each with a mean colour;
-      None for one mean colour per patch.
-
-  Returns:
-    int32 [B, N, cells * cells], or [B, N] if `cells` is None.
+  Patches are float [B, N, p, q, C] in [-1, 1].
   """
   b, n, p, q, c = patches.shape
-  k = cells or 1
   x = patches.astype(jnp.float32).reshape(b, n, k, p // k, k, q // k, c)
-  found = colors(x.mean(axis=(3, 5))).reshape(b, n, k * k)
-  return found if cells else found[..., 0]
+  return colors(x.mean(axis=(3, 5))).reshape(b, n, k * k)
 
 
 def middle(numbers, channels: int) -> np.ndarray:
-  """Returns the colours in the middle of quantised ones; inverts `colors`.
-
-  Args:
-    numbers: int [...], see `colors`.
-    channels: number C of channels.
-
-  Returns:
-    float32 [..., C] in [-1, 1].
-  """
+  """Returns the colours in the middle of quantised ones; inverts `colors`."""
   levels = 2**BITS
   places = levels ** np.arange(channels)[::-1]
   bins = (np.asarray(numbers)[..., None] // places) % levels
@@ -415,15 +368,7 @@ def middle(numbers, channels: int) -> np.ndarray:
 
 
 def draw(pictures: np.ndarray, most: int | None = None) -> np.ndarray:
-  """Draws a row per image: the image, the masked image, the prediction.
-
-  Args:
-    pictures: float32 [B, 3, H, W, C] in [-1, 1], see Task.pictures.
-    most: see vit_jax.figures.captions.grid.
-
-  Returns:
-    uint8 [height, width, 3].
-  """
+  """Draws a row for each of Task.pictures; `most` is that of captions.grid."""
   titles = ('image', 'masked', 'predicted')
   pixels = captions.to_pixels(pictures)
   pixels = pixels.reshape(-1, *pixels.shape[2:])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests import processes
 from vit_jax.tasks.detection import panoptic_quality as pq
 from vit_jax.tasks.detection import segments
 
@@ -21,7 +22,7 @@ def quality(true, labels, found, found_labels, crowd=None):
   counts = pq.compare(
     np.array(true), np.array(labels), crowd, made(found, found_labels), 3
   )
-  return pq.panoptic_quality([counts], IS_THING)
+  return pq.panoptic_quality(counts, IS_THING)
 
 
 def test_a_case_that_can_be_followed_on_paper():
@@ -110,7 +111,7 @@ def test_random_maps_give_the_figures_of_the_definition():
     images.append((true, labels, crowd, found, found_labels))
     counts.append(pq.compare(true, labels, crowd, made(found, found_labels), 3))
   want = slowly(images)
-  got = pq.panoptic_quality(counts, IS_THING)
+  got = pq.panoptic_quality(sum(counts), IS_THING)
   assert 0.2 < got['PQ'] < 0.9
   assert got['PQ'] == pytest.approx(np.mean(list(want.values())))
   assert got['PQ_things'] == pytest.approx((want[0] + want[1]) / 2)
@@ -192,3 +193,37 @@ def test_padding_is_cut_off_and_masks_are_enlarged():
   got = assemble(masks, [0], [1.0], (4, 6), threshold=1.1)
   assert not got.numbers.any()
   assert got.labels.shape == (0,)
+
+
+def image(i):
+  return np.full((4, 2), [[i / 3], [1], [0], [i % 2]])
+
+
+SHARES = """
+import json, sys
+import jax
+from vit_jax.distributed import processes
+me = int(sys.argv[2])
+processes.initialize(sys.argv[1], 2, me)
+from tests.tasks.detection import panoptic_quality_test as test
+from vit_jax.tasks.detection import panoptic_quality as pq
+# Unequal, in no order, with images that both have; one has none; both have none.
+cases = [([7, 1, 4], [*range(8, 40), 4, 1]), ([], [2, 0, 1]), ([], [])]
+sums = [
+  pq.add_up({i: test.image(i) for i in shares[me]}, 2) for shares in cases
+]
+print('SAID ' + json.dumps([[total.tolist(), count] for total, count in sums]))
+"""
+
+
+def test_two_processes_add_up_each_image_once():
+  statuses, outputs = processes.run_two(SHARES)
+  assert statuses == [0, 0], outputs
+  first, second = processes.said(outputs)
+  assert first == second
+  for (total, count), images in zip(
+    first, [(1, 4, 7, *range(8, 40)), range(3), ()]
+  ):
+    assert count == len(images)
+    want = sum(map(image, images), np.zeros((4, 2)))
+    np.testing.assert_allclose(total, want, rtol=1e-12)

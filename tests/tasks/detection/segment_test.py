@@ -286,8 +286,8 @@ def test_things_and_stuff_are_known_or_named():
 def test_a_detector_has_no_panoptic_quality():
   config = make_config()
   config.model.mask_head = False
-  with pytest.raises(ValueError, match="best_metric='PQ_test' needs masks"):
-    segment.Task(config, METADATA)
+  with pytest.raises(ValueError, match="best_metric='PQ_test' is not among"):
+    run_config.check(config)
 
 
 def test_what_is_frozen_comes_from_weights():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from vit_jax.tasks.pixels import palette as palette_lib
-from vit_jax.weights import fetch
 
 COLORS = np.array([[-0.9, -0.8, -1], [0, 0.1, -0.3], [0.9, 0.7, 1]], 'f')
 
@@ -65,7 +64,7 @@ def test_pixels_are_taken_from_every_image():
 
 
 def load(path):
-  return palette_lib.load(path, fetch.fetch)
+  return palette_lib.load(path)
 
 
 def test_a_palette_is_read_from_a_file_and_from_beside_weights(tmp_path):

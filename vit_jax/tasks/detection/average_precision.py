@@ -7,7 +7,6 @@ a threshold, and averages the precision over recalls, classes, and the threshold
 .50, .55, ..., .95.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 
 import jax
@@ -29,43 +28,20 @@ _TRUTH = (
 
 
 class AveragePrecision:
-  """Computes the average precision of a detector over a split.
-
-  Args:
-    task: has `config`, `example`, `detections` and `class_names`, see
-      vit_jax.tasks.detection.detect.Task.
-    mesh: the mesh.
-    source: the split.
-  """
+  """Evaluates a detector (a vit_jax.tasks.detection.detect.Task) on a split."""
 
   def __init__(self, task, mesh, source):
-    self._task = task
-    self._mesh = mesh
-    self._source = source
+    self._task, self._mesh, self._source = task, mesh, source
+
+    def compute(params, extra, batch):
+      found = task.detections(task.outputs(params, extra, batch))
+      return {'found': found, **{name: batch[name] for name in _TRUTH}}
+
     # Every process gets the results of all images: they are small.
-    self._found = jax.jit(
-      self._compute, out_shardings=sharding.replicated(mesh)
-    )
+    self._found = jax.jit(compute, out_shardings=sharding.replicated(mesh))
 
-  def _compute(self, params, extra, batch):
-    found = self._task.detections(self._task.outputs(params, extra, batch))
-    return {'found': found, **{name: batch[name] for name in _TRUTH}}
-
-  def run(self, params, extra, stop: Callable[[], bool] = engine.never):
-    """Evaluates parameters.
-
-    Args:
-      params: the parameters.
-      extra: other state of the task.
-      stop: called between batches; returns whether to stop the evaluation.
-
-    Returns:
-      NAMES from 0 to 1 (NaN where the split has no object of that size), and
-      `num_examples`.
-
-    Raises:
-      engine.Stopped: if `stop` became true.
-    """
+  def run(self, params, extra, stop=engine.never):
+    """Returns NAMES, see `average_precision`, and `num_examples`."""
     images = {}
     for batch in engine.split(
       self._task,
@@ -76,11 +52,8 @@ class AveragePrecision:
     ):
       images.update(engine.rows(batch))
     order = sorted(images, key=lambda i: (_image_id(images[i]), i))
-    metrics = average_precision(
-      [_objects(images[i]) for i in order],
-      [_scaled(images[i]['found'], images[i]) for i in order],
-      len(self._task.class_names),
-    )
+    truth, found = zip(*(_compared(images[i]) for i in order))
+    metrics = average_precision(truth, found, len(self._task.class_names))
     return {**metrics, 'num_examples': len(images)}
 
 
@@ -90,25 +63,22 @@ def _image_id(row) -> int:
   return int(high) * 2**32 + int(np.uint32(low))
 
 
-def _objects(row) -> dict:
-  """Returns the objects of an image, boxes in pixels of the original."""
-  exists = row['label'] >= 0
-  return {
-    'boxes': row['truth'][exists] * _pixels(row['size']),
+def _compared(row) -> tuple[dict, dict]:
+  """Returns objects and detections of an image, in pixels of the original."""
+  exists, found = row['label'] >= 0, row['found']
+  truth = {
+    'boxes': _in_pixels(row['truth'][exists], row['size']),
     'labels': row['label'][exists],
     'areas': row['area'][exists],
     'crowd': row['crowd'][exists],
   }
+  return truth, {**found, 'boxes': _in_pixels(found['boxes'], row['size'])}
 
 
-def _scaled(found, row) -> dict:
-  return {**found, 'boxes': found['boxes'] * _pixels(row['size'])}
-
-
-def _pixels(size) -> np.ndarray:
-  """Returns the factors from shares of an image to pixels, for x0 y0 x1 y1."""
+def _in_pixels(boxes, size) -> np.ndarray:
+  """Turns corners x0, y0, x1, y1 as shares of an image into pixels."""
   height, width = size
-  return np.array([width, height, width, height], np.float64)
+  return boxes * np.array([width, height, width, height], np.float64)
 
 
 def average_precision(
@@ -117,10 +87,11 @@ def average_precision(
   """Computes COCO's average precision.
 
   Args:
-    truth: for each image, in the order of COCO's ids, `boxes` [n, 4] (x0, y0, x1, y1) in pixels, `labels`
-      [n], `areas` [n] in pixels (which decide what is small: below 32 x 32; or
-      large: from 96 x 96 on), and `crowd` [n], whether the box is a crowd, which
-      may hold any number of detections that then do not count.
+    truth: for each image, in the order of COCO's ids, `boxes` [n, 4] (x0, y0,
+      x1, y1) in pixels, `labels` [n], `areas` [n] in pixels (which decide what
+      is small: below 32 x 32; or large: from 96 x 96 on), and `crowd` [n],
+      whether the box is a crowd, which may hold any number of detections that
+      then do not count.
     found: for each image `boxes` [m, 4], `labels` [m] and `scores` [m]. The 100
       best count.
     num_classes: number of classes.
@@ -131,30 +102,14 @@ def average_precision(
   import faster_coco_eval
 
   annotations = [
-    {
-      'id': 0,
-      'image_id': image,
-      'category_id': int(label),
-      'bbox': _corner_and_size(box),
-      'area': float(area),
-      'iscrowd': int(crowd),
-    }
-    for image, row in enumerate(truth)
-    for box, label, area, crowd in zip(
-      row['boxes'], row['labels'], row['areas'], row['crowd']
+    {**line, 'id': number, 'area': float(area), 'iscrowd': int(crowd)}
+    for number, (line, area, crowd) in enumerate(
+      _lines(truth, 'areas', 'crowd'),
+      start=1,  # 0 would stand for none.
     )
   ]
-  for number, annotation in enumerate(annotations, start=1):
-    annotation['id'] = number  # 0 would stand for none.
   results = [
-    {
-      'image_id': image,
-      'category_id': int(label),
-      'bbox': _corner_and_size(box),
-      'score': float(score),
-    }
-    for image, row in enumerate(found)
-    for box, label, score in zip(row['boxes'], row['labels'], row['scores'])
+    {**line, 'score': float(score)} for line, score in _lines(found, 'scores')
   ]
   reference = faster_coco_eval.COCO(
     {
@@ -174,6 +129,12 @@ def average_precision(
   }
 
 
-def _corner_and_size(box) -> list[float]:
-  x0, y0, x1, y1 = (float(value) for value in box)
-  return [x0, y0, x1 - x0, y1 - y0]
+def _lines(images, *names):
+  """Yields COCO's line of each box, and what `names` hold for the box."""
+  for image, row in enumerate(images):
+    columns = (row[name] for name in ('boxes', 'labels', *names))
+    for box, label, *values in zip(*columns):
+      x0, y0, x1, y1 = map(float, box)
+      bbox = [x0, y0, x1 - x0, y1 - y0]
+      line = {'image_id': image, 'category_id': int(label), 'bbox': bbox}
+      yield line, *values

@@ -25,10 +25,21 @@ def corners(boxes):
   return jnp.concatenate([centre - size / 2, centre + size / 2], axis=-1)
 
 
-def centred(boxes):
-  """Turns boxes of corners [..., 4] into boxes of centre and size."""
-  low, high = boxes[..., :2], boxes[..., 2:]
-  return jnp.concatenate([(low + high) / 2, high - low], axis=-1)
+def filled(batch):
+  """Returns the shares of the canvas that images fill, down and across.
+
+  Args:
+    batch: `image`, [B, H, W, C], and where there is padding `real`, bool
+      [B, H, W].
+
+  Returns:
+    float32 [B, 2], 1 without padding.
+  """
+  real = batch.get('real')
+  if real is None:
+    return jnp.ones((len(batch['image']), 2))
+  sides = [jnp.any(real, axis=axis).mean(axis=-1) for axis in (2, 1)]
+  return jnp.stack(sides, axis=-1)
 
 
 def _area(boxes):
@@ -73,29 +84,11 @@ def giou(first, second):
   return _ratio(shared, union) - _ratio(hull - union, hull)
 
 
-def weight_of_queries(counts, queries: int, no_object: float = NO_OBJECT):
-  """Returns the sum of the class weights of an image's queries, [B].
-
-  Args:
-    counts: number of objects of each image, [B].
-    queries: number of queries Q.
-    no_object: weight of a query without an object.
-  """
-  return counts + no_object * (queries - counts)
-
-
 def matching_cost(logits, boxes, labels, targets, class_weight: float = CLASS):
   """Computes the cost of giving each target each prediction (section 3.1).
 
-  Args:
-    logits: float [..., Q, C + 1].
-    boxes: predicted boxes of centre and size [..., Q, 4].
-    labels: int [..., N].
-    targets: boxes of centre and size [..., N, 4].
-    class_weight: weight of the probability of the class.
-
-  Returns:
-    float32 [..., N, Q].
+  Takes logits [..., Q, C + 1], boxes [..., Q, 4], labels [..., N] and targets
+  [..., N, 4], boxes of centre and size; returns float32 [..., N, Q].
   """
   probabilities = jax.nn.softmax(logits.astype(jnp.float32))  # [..., Q, C + 1]
   one_hot = jax.nn.one_hot(labels, logits.shape[-1])  # [..., N, C + 1]
@@ -128,8 +121,7 @@ def losses(
 
   Returns:
     Sums over queries or targets, float32 [L, B]: `class`, the cross-entropy
-    with weight `no_object` for queries without an object (see
-    `weight_of_queries`); `l1` and `giou`, over targets. And `query`, the query
+    with weight `no_object` for queries without an object; `l1` and `giou`, over targets. And `query`, the query
     of each target, int32 [L, B, N], -1 for padding.
   """
   logits = logits.astype(jnp.float32)

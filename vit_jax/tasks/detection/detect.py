@@ -8,6 +8,7 @@ Shapes: B images, Q queries, N objects of an image (padded), L layers of the
 decoder, C classes.
 """
 
+from collections.abc import Callable
 import functools
 import math
 
@@ -74,13 +75,11 @@ class Task(base.Task):
     'tight': rules.whole(0),
   }
   METRICS = (*ap.NAMES, 'loss')
-  METADATA = ('class_names',)
-  METADATA_RULES = {'class_names': rules.names}  # noqa: RUF012
+  METADATA = {'class_names': rules.names}  # noqa: RUF012
   NEW_PARAMS = ('class_head/',)
   DRAWS = True
   FIGURES = figures.FIGURES
   CANVASES = True
-  NEXT = 'a picture of an image with boxes'
 
   def __init__(self, config, metadata):
     super().__init__(config, metadata)
@@ -100,12 +99,8 @@ class Task(base.Task):
   @classmethod
   def class_names_of(cls, source):
     """Returns the names of the classes of objects, or of segments."""
-    [found] = (
-      names
-      for feature, names in source.names.items()
-      if feature.endswith('objects/label')
-    )
-    return found
+    [label] = (x for x in source.names if x.endswith('objects/label'))
+    return source.names[label]
 
   @classmethod
   def make_metadata(cls, config, source):
@@ -124,22 +119,14 @@ class Task(base.Task):
     if not self.config.pp.sides:
       return super().parts(source)
     group = canvases.evaluation(self.config.pp)
-    return [
-      input_pipeline.Part(
-        numbers, functools.partial(self.example, canvas=canvas), canvas
-      )
-      for numbers, canvas in self._canvases(source, group)
-    ]
+    return self._by_canvas(
+      source, group, lambda on: functools.partial(self.example, canvas=on)
+    )
 
   def parts_at(self, source, image_size):
-    """Returns the images of each canvas without their objects, for detection.
+    """Returns parts of images without objects, whose examples are `inputs`.
 
-    Args:
-      source: the images.
-      image_size: see vit_jax.tasks.detection.detectors.Detector.detect.
-
-    Returns:
-      See `parts`; the examples are those of `inputs`.
+    For `image_size` see vit_jax.tasks.detection.detectors.Detector.detect.
     """
     pp = self.config.pp
     if image_size is None:
@@ -147,31 +134,35 @@ class Task(base.Task):
     if isinstance(image_size, int):
       group = canvases.evaluation(pp, image_size)
 
-      def on(canvas):
-        laid = group._replace(canvas=canvas)
+      def example(on):
+        laid = group._replace(canvas=on)
         return lambda record, seed: self._on_canvas(record, laid)
 
-      return [
-        input_pipeline.Part(numbers, on(canvas), canvas)
-        for numbers, canvas in self._canvases(source, group)
-      ]
+      return self._by_canvas(source, group, example)
     pp = pp.copy_and_resolve_references()
     with pp.ignore_type():
       pp.update(crop=tuple(image_size), resize=None)
     example = lambda record, seed: self._resized(record, pp)
     return [input_pipeline.Part(None, example, tuple(image_size))]
 
-  def _canvases(self, source, group):
-    """Returns the numbers of the images of each canvas, and the canvas."""
+  def _by_canvas(self, source, group, example: Callable):
+    """Returns the parts of images that share a canvas, the largest first.
+
+    `example` is a function from a canvas to the function of a Part.
+    """
     if not self._step:
-      return [(None, group.canvas)]
-    shapes = input_pipeline.image_shapes(source)
-    found, which = np.unique(
-      canvases.smallest(shapes, group, self._step), axis=0, return_inverse=True
-    )
+      found = [(None, group.canvas)]
+    else:
+      shapes = input_pipeline.image_shapes(source)
+      fitting = canvases.smallest(shapes, group, self._step)
+      sizes, which = np.unique(fitting, axis=0, return_inverse=True)
+      found = [
+        (np.flatnonzero(which.reshape(-1) == i), tuple(sizes[i].tolist()))
+        for i in reversed(range(len(sizes)))
+      ]
     return [
-      (np.flatnonzero(which.reshape(-1) == i), tuple(found[i].tolist()))
-      for i in reversed(range(len(found)))
+      input_pipeline.Part(numbers, example(canvas), canvas)
+      for numbers, canvas in found
     ]
 
   @property
@@ -186,32 +177,26 @@ class Task(base.Task):
   def example(self, record, seed, canvas=None):
     """Returns an image and its objects.
 
-    Args:
-      record: see the base class.
-      seed: see the base class.
-      canvas: height and width of the canvas of evaluation; None: the square
-        that holds any image.
+    In evaluation on canvases the image lies on `canvas`, (height, width), by
+    default on the square that holds any image.
 
     Returns:
       `image`, and on canvases `real`, bool [height, width], False for padding;
       `box` float32 [N, 4], centre and size, as shares of the image without
       padding, `class` int32 [N], and `count`, int32, the number of objects,
-      which come first. In evaluation
-      also `truth`, float32 [N, 4], corners x0, y0, x1, y1, `area` in pixels,
-      `crowd`, `size`, height and width of the original, and `image_id`, int32
-      [2], the low and the high half of the number of an image in COCO or 0;
-      `label` of padding is -1.
+      which come first. In evaluation also `truth`, float32 [N, 4], corners x0,
+      y0, x1, y1, `label`, -1 for padding, `area` in pixels, `crowd`, `size`,
+      height and width of the original, and `image_id`, int32 [2], the low and the
+      high half of the number of an image in COCO or 0.
     """
     if seed is None:
       return self._for_evaluation(record, canvas)
     inputs, drawn = self._decode(record, seed)
     found, kept = geometry.to_boxes(_boxes(record), drawn)
     kept = tf.logical_and(kept, ~self._crowd(record))
-    found = tf.boolean_mask(found, kept)
-    label = tf.boolean_mask(record['objects/label'], kept)
     return {
       **inputs,
-      **self._targets(found, label),
+      **self._targets(found, record['objects/label'], kept),
       **self._further(record, inputs, drawn, kept),
     }
 
@@ -228,11 +213,8 @@ class Task(base.Task):
   def _further(self, record, inputs, drawn, kept):
     """Returns further tensors of a training example, for subclasses.
 
-    Args:
-      record: see `example`.
-      inputs: the augmented image, and `real` on a canvas.
-      drawn: its geometry, a geometry.Geometry.
-      kept: bool [n], which objects of the record are targets.
+    `drawn` is the geometry.Geometry of the image; `kept`, bool [n], tells which
+    objects of the record are targets.
     """
     del record, inputs, drawn, kept
     return {}
@@ -242,59 +224,57 @@ class Task(base.Task):
       return tf.cast(record['objects/is_crowd'], tf.bool)
     return tf.zeros_like(record['objects/label'], tf.bool)
 
-  def inputs(self, record, seed=None):
-    """Returns `image`, possibly `real`, and the original's height and width.
+  def inputs(self, record, seed=None, canvas=None):
+    """Returns `image`, possibly `real`, and `size`, the original's, int32 [2].
 
-    These two numbers are `size`, int32 [2]. An image without boxes is turned as
-    its EXIF orientation says; boxes belong to the stored pixels.
+    An image without boxes is turned as its EXIF orientation says; boxes belong
+    to the stored pixels. For `canvas` see `example`.
     """
     del seed  # Training needs the objects too, see `example`.
     pp = self.config.pp
-    if pp.sides:
-      return self._on_canvas(record, canvases.evaluation(pp))
-    return self._resized(record, pp)
+    if not pp.sides:
+      return self._resized(record, pp)
+    group = canvases.evaluation(pp)
+    if canvas is not None:
+      group = group._replace(canvas=canvas)
+    return self._on_canvas(record, group)
 
   def _resized(self, record, pp):
     """Returns the inputs of an image that is resized to `pp.crop`."""
-    pixels = images_lib.decode(
-      record['image'], pp.channels, upright=not _has_boxes(record)
-    )
+    upright = 'objects/bbox' not in record
+    pixels = images_lib.decode(record['image'], pp.channels, upright=upright)
     image = preprocess.for_evaluation(pixels, pp)
     return {'image': image, 'size': tf.shape(pixels)[:2]}
 
   def _on_canvas(self, record, group):
     """Returns the inputs of an image on the canvas of a group."""
+    upright = 'objects/bbox' not in record
     inputs, drawn = preprocess.on_canvas_for_evaluation(
-      record['image'], group, self.config.pp, upright=not _has_boxes(record)
+      record['image'], group, self.config.pp, upright=upright
     )
     return {**inputs, 'size': drawn.shape}
 
   def _for_evaluation(self, record, canvas):
-    inputs = self.inputs(record)
-    if canvas is not None:
-      group = canvases.evaluation(self.config.pp)._replace(canvas=canvas)
-      inputs = self._on_canvas(record, group)
+    inputs = self.inputs(record, canvas=canvas)
     crowd = self._crowd(record)
     found, label = _boxes(record), record['objects/label']
     area = record.get('objects/area')
     if area is None:
       pixels = tf.cast(tf.reduce_prod(inputs['size']), tf.float32)
-      area = _areas(found) * pixels
-    y0, x0, y1, x1 = tf.unstack(tf.reshape(found, [-1, 4]), axis=-1)
+      area = tf.reduce_prod(found[:, 2:] - found[:, :2], axis=-1) * pixels
     return {
       **inputs,
-      **self._targets(
-        tf.boolean_mask(found, ~crowd), tf.boolean_mask(label, ~crowd)
-      ),
-      'truth': self._padded(tf.stack([x0, y0, x1, y1], axis=-1)),
+      **self._targets(found, label, ~crowd),
+      'truth': self._padded(tf.gather(found, [1, 0, 3, 2], axis=-1)),
       'label': self._padded(tf.cast(label, tf.int32) + 1) - 1,
       'area': self._padded(tf.cast(area, tf.float32)),
       'crowd': self._padded(tf.cast(crowd, tf.int32)),
       'image_id': _image_id(record),
     }
 
-  def _targets(self, found, label):
+  def _targets(self, found, label, kept):
     """Returns `box`, `class` and `count` of objects (ymin, xmin, ymax, xmax)."""
+    found, label = (tf.boolean_mask(x, kept) for x in (found, label))
     y0, x0, y1, x1 = tf.unstack(tf.reshape(found, [-1, 4]), axis=-1)
     box = tf.stack([x0 + x1, y0 + y1, 2 * (x1 - x0), 2 * (y1 - y0)], -1) / 2
     return {
@@ -318,37 +298,30 @@ class Task(base.Task):
     if image_size is None and self.config.pp.sides:
       image_size = canvases.evaluation(self.config.pp).canvas
     image = self.image_spec(batch, image_size)
-    real = {'real': jax.ShapeDtypeStruct(image.shape[:3], jnp.bool_)}
-    return {
-      'image': image,
-      **(real if self.config.pp.sides else {}),
-      'size': jax.ShapeDtypeStruct((batch, 2), jnp.int32),
-    }
+    size = jax.ShapeDtypeStruct((batch, 2), jnp.int32)
+    if not self.config.pp.sides:
+      return {'image': image, 'size': size}
+    real = jax.ShapeDtypeStruct(image.shape[:3], jnp.bool_)
+    return {'image': image, 'real': real, 'size': size}
 
   def batch_spec(self, size):
     """Returns shapes and types of images and objects."""
     most = self.options.max_objects
-
-    def spec(*shape, dtype=jnp.int32):
-      return jax.ShapeDtypeStruct((size, *shape), dtype)
-
     inputs = self.input_spec(self.image_size, size)
     del inputs['size']  # Training has no use for it.
     return {
       **inputs,
-      'box': spec(most, 4, dtype=jnp.float32),
-      'class': spec(most),
-      'count': spec(),
+      'box': jax.ShapeDtypeStruct((size, most, 4), jnp.float32),
+      'class': jax.ShapeDtypeStruct((size, most), jnp.int32),
+      'count': jax.ShapeDtypeStruct((size,), jnp.int32),
     }
 
   # --- Training ---
 
   def init(self, rng):
     """Returns the parameters, and the constants of a frozen batch norm, if any."""
-    image = self.image_spec(1)
-    variables = self.model.init(
-      rng, jnp.zeros(image.shape, image.dtype), train=False
-    )
+    zeros = jnp.zeros(self.image_spec(1).shape)
+    variables = self.model.init(rng, zeros, train=False)
     params = variables.pop('params')
     return params, {k: v for k, v in variables.items() if k == 'frozen'}
 
@@ -372,33 +345,22 @@ class Task(base.Task):
     same = bias in have and have[bias].shape == want[bias].shape
     if class_names is not None:
       same = same and tuple(class_names) == self.class_names
-    found = {
-      path for path in have if same or path.split('/')[0] != 'class_head'
-    }
     return [
       prefix
       for prefix in self.NEW_PARAMS
-      if not any(path.startswith(prefix) for path in found)
+      if not any(path.startswith(prefix) for path in have)
+      or (prefix == 'class_head/' and not same)
     ]
 
   def check_weights(self, weights, params):
-    """Checks that no parameter is frozen that weights do not bring.
-
-    Raises:
-      ValueError: if one would keep random numbers.
-    """
+    """Checks that weights bring all frozen parameters: none stays random."""
     frozen = optim.frozen_sizes(self.config.lr_multipliers, params)
     missing = sorted(set(frozen) - set(weights))
     if missing:
-      path = self.config.pretrained
-      weights = (
-        'this config needs weights to start from'
-        if path is None
-        else f"pretrained='{path}' does not suffice"
-      )
       raise ValueError(
-        f'{weights}: {len(missing)} parameters, such as '
-        f"'{missing[0]}', are frozen (lr_multipliers) and would stay random. "
+        f'pretrained={self.config.pretrained!r}: this config needs weights for '
+        f"its frozen parameters: {len(missing)} have none, such as '{missing[0]}': "
+        'they are frozen (lr_multipliers) and would stay random. '
         'Give --config.pretrained=FILE, of a detector with the same classes or, '
         'for its backbone, of a classifier; or train all parameters: '
         '--config.lr_multipliers="()", for a ResNet with '
@@ -427,9 +389,12 @@ class Task(base.Task):
       'box_share': share / jnp.maximum(count.sum(), 1.0),
     }
 
-  def _sums(self, outputs, batch):
-    """Returns the losses of each image by name, [L, B]."""
-    return boxes_lib.losses(
+  def _set_losses(self, outputs, batch):
+    """Returns the weighted losses of each image by name, [L, B], and the queries.
+
+    The batch has the shares that `augment` adds.
+    """
+    sums = boxes_lib.losses(
       outputs['logits'],
       outputs['boxes'],
       batch['class'],
@@ -438,12 +403,16 @@ class Task(base.Task):
       self.options.class_weight,
       self.options.no_object_weight,
     )
+    return {
+      'class': self.options.class_weight * sums['class'] * batch['class_share'],
+      'l1': boxes_lib.L1 * sums['l1'] * batch['box_share'],
+      'giou': boxes_lib.GIOU * sums['giou'] * batch['box_share'],
+    }, sums['query']
 
   def _weight_of_queries(self, count):
     """Returns the sum of the class weights of the queries of images, [B]."""
-    return boxes_lib.weight_of_queries(
-      count, self.model.num_queries, self.options.no_object_weight
-    )
+    weight = self.options.no_object_weight
+    return count + weight * (self.model.num_queries - count)
 
   def loss(self, params, extra, batch, rng):
     """Returns the sum over layers of the set loss, and the number of images."""
@@ -453,23 +422,9 @@ class Task(base.Task):
     return (total, rows), {k: (x[-1].sum(), rows) for k, x in terms.items()}
 
   def _terms(self, params, extra, batch, **kwargs):
-    """Returns the weighted losses of each image by name, [L, B].
-
-    Args:
-      params: the parameters.
-      extra: see `init`.
-      batch: has the shares that `augment` adds.
-      **kwargs: arguments of the model.
-    """
+    """Returns all losses, see `_set_losses`; `kwargs` are those of the model."""
     outputs = self._apply(params, extra, batch, **kwargs)
-    return self._weighted(self._sums(outputs, batch), batch)
-
-  def _weighted(self, sums, batch):
-    return {
-      'class': self.options.class_weight * sums['class'] * batch['class_share'],
-      'l1': boxes_lib.L1 * sums['l1'] * batch['box_share'],
-      'giou': boxes_lib.GIOU * sums['giou'] * batch['box_share'],
-    }
+    return self._set_losses(outputs, batch)[0]
 
   # --- Evaluation and prediction ---
 
@@ -480,9 +435,6 @@ class Task(base.Task):
 
   def detections(self, outputs) -> dict:
     """Returns the most probable object of each query.
-
-    Args:
-      outputs: result of `outputs`.
 
     Returns:
       `boxes`, float32 [B, Q, 4], corners x0, y0, x1, y1 as shares of the image;
@@ -508,7 +460,7 @@ class Task(base.Task):
     return {'loss': ((each * batch['mask']).sum(), batch['mask'].sum())}
 
   def check_points(self, points):
-    """Returns points float64 [P, 2], for figures of the encoder's attention."""
+    """Returns points whose attention in the encoder the figures draw."""
     return looking.check_points(points)
 
   def evaluators(self, mesh, split, open_split):
@@ -539,23 +491,20 @@ class Task(base.Task):
   def draw_evaluation(self, batch, outputs):
     """Draws test images: the objects, then the detections."""
     found = jax.device_get(self.detections(outputs))
-    pixels = captions.to_pixels(batch['image'])
+    # Factors from shares of the images to shares of their canvases, [B, 4].
+    filled = np.asarray(boxes_lib.filled(batch))[:, [1, 0, 1, 0]]
     drawn = []
-    for i, image in enumerate(pixels):
-      filled = np.ones(4)  # Shares of the canvas that the image fills.
-      if 'real' in batch:
-        real = batch['real'][i]
-        filled = np.tile([real.any(axis=0).mean(), real.any(axis=1).mean()], 2)
+    for i, image in enumerate(captions.to_pixels(batch['image'])):
       exists = batch['label'][i] >= 0
       kept = found['scores'][i] >= detectors.THRESHOLD
       names = [self.class_names[k] for k in batch['label'][i][exists]]
-      truth = batch['truth'][i][exists] * filled
+      truth = batch['truth'][i][exists] * filled[i]
       drawn.append(drawing.draw(image, truth, names))
       names = [
         f'{self.class_names[k]} {100 * score:.0f}'
         for k, score in zip(found['labels'][i][kept], found['scores'][i][kept])
       ]
-      boxes = found['boxes'][i][kept] * filled
+      boxes = found['boxes'][i][kept] * filled[i]
       drawn.append(drawing.draw(image, boxes, names))
     titles = 2 * ('objects', 'detected')
     picture = captions.grid(np.stack(drawn), titles=titles, most=_MOST)
@@ -568,10 +517,6 @@ def _image_id(record):
   if number.dtype == tf.string:
     number = tf.constant(0, tf.int64)
   return tf.bitcast(tf.reshape(tf.cast(number, tf.int64), []), tf.int32)
-
-
-def _has_boxes(record) -> bool:
-  return 'objects/bbox' in record
 
 
 def _boxes(record):
@@ -587,12 +532,6 @@ def _boxes(record):
     'and width from 0 to 1: correct the data',
   )
   return boxes
-
-
-def _areas(boxes):
-  """Returns the areas [n] of boxes (ymin, xmin, ymax, xmax) [n, 4]."""
-  size = tf.reshape(boxes, [-1, 2, 2])
-  return tf.reduce_prod(size[:, 1] - size[:, 0], axis=-1)
 
 
 def _raise(most) -> str:

@@ -27,9 +27,6 @@ def draw(image, boxes, names: Sequence[str]) -> np.ndarray:
     image: uint8 [H, W, 3]; enlarged by a whole factor if it is small.
     boxes: [n, 4], corners x0, y0, x1, y1 as shares of the image.
     names: text for each box; the first word decides the colour.
-
-  Returns:
-    uint8 [height, width, 3].
   """
   canvas = Image.fromarray(_enlarged(image))
   pen = ImageDraw.Draw(canvas)
@@ -47,13 +44,10 @@ def overlay(image, numbers, names: Sequence[str]) -> np.ndarray:
   """Colours the segments of an image, with white lines between them.
 
   Args:
-    image: uint8 [H, W, 3]; enlarged by a whole factor if it is small.
+    image: see `draw`.
     numbers: int [H, W], number of the segment of each pixel, from 1; 0 for
       pixels of none, which stay as they are.
     names: text for each segment; the first word decides the colour.
-
-  Returns:
-    uint8 [height, width, 3].
   """
   pixels = _enlarged(image).astype(np.float32)
   times = len(pixels) // len(image)

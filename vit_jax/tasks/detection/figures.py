@@ -13,9 +13,9 @@ from PIL import Image
 from vit_jax.distributed import sharding
 from vit_jax.figures import drawing
 from vit_jax.figures import gallery
+from vit_jax.tasks.detection import detectors
 from vit_jax.tasks.detection import looking
 
-THRESHOLD = 0.7  # Least score of an object that is shown.
 MOST = 4  # Maximum number of images, points and objects of a figure.
 _SIDE = 400  # Pixels of the longer side of a picture, at most.
 _ROWS = 5  # Panels below each other in the figure of the queries.
@@ -28,14 +28,20 @@ _KINDS = (
 _MARK = dict(marker='o', markersize=11, color='white', mec='black', mew=1.5)
 
 
-def default_points(seen: looking.Seen) -> list[np.ndarray]:
+def _best(seen: looking.Seen) -> list[np.ndarray]:
+  """Returns the queries of each image that detect an object, the best first."""
+  return [
+    looking.best_queries(seen, i, detectors.THRESHOLD, MOST)
+    for i in range(len(seen.boxes))
+  ]
+
+
+def _centres(seen: looking.Seen) -> list[np.ndarray]:
   """Returns the centres of the best boxes of each image, float [P, 2]."""
-  found = []
-  for i, boxes in enumerate(seen.boxes):
-    best = looking.best_queries(seen, i, THRESHOLD, MOST)
-    corners = boxes[best].clip(0, 1).reshape(-1, 2, 2)
-    found.append(corners.mean(axis=1))
-  return found
+  return [
+    boxes[best].clip(0, 1).reshape(-1, 2, 2).mean(axis=1)
+    for boxes, best in zip(seen.boxes, _best(seen))
+  ]
 
 
 @drawing.styled
@@ -44,20 +50,10 @@ def encoder_attention(
 ):
   """Draws the encoder's self-attention of points over images (figure 3).
 
-  Args:
-    images: float32 [B, H, W, 3] in [-1, 1].
-    seen: result of looking.look for these images.
-    names: names of the images.
-    points: float [P, 2], x and y as shares of each image; by default the
-      centres of the best boxes.
-
-  Returns:
-    A Figure with a row for each image.
-
-  Raises:
-    ValueError: if a point lies outside of the image.
+  A row for each image [H, W, 3] in [-1, 1]. Points are float [P, 2], x and y as
+  shares of each image; by default the centres of the best boxes.
   """
-  given = default_points(seen) if points is None else [points] * len(images)
+  given = _centres(seen) if points is None else [points] * len(images)
   columns = 1 + max(map(len, given))
   fig, grid = _grid(images, seen, columns, 'Self-attention of the encoder')
   for i, (row, marks) in enumerate(zip(grid, given)):
@@ -89,22 +85,12 @@ def query_attention(
 ):
   """Draws the decoder's attention of the best queries (figure 6).
 
-  Args:
-    images: float32 [B, H, W, 3] in [-1, 1].
-    seen: result of looking.look for these images.
-    names: names of the images.
-    class_names: names of the classes.
-
-  Returns:
-    A Figure with a row for each image: the image with the boxes, and the
-    attention of the query of each box.
+  A row for each image: the image with the boxes, and the attention of the query
+  of each box.
   """
-  best = [
-    looking.best_queries(seen, i, THRESHOLD, MOST) for i in range(len(images))
-  ]
+  best = _best(seen)
   columns = 1 + max(map(len, best))
-  title = 'Attention of the queries'
-  fig, grid = _grid(images, seen, columns, title)
+  fig, grid = _grid(images, seen, columns, 'Attention of the queries')
   for i, (row, queries) in enumerate(zip(grid, best)):
     picture = _picture(images[i], seen.filled[i])
     row[0].imshow(picture)
@@ -123,17 +109,11 @@ def query_attention(
 
 
 @drawing.styled
-def query_boxes(boxes: np.ndarray, large: float = looking.LARGE):
+def query_boxes(boxes: np.ndarray):
   """Draws the centres of the boxes of queries over a data set (figure 7).
 
-  Args:
-    boxes: float32 [n, Q, 4], see looking.query_boxes; the first 20 queries are
-      drawn.
-    large: see looking.kinds.
-
-  Returns:
-    A Figure with a panel for each query, the unit square that stands for all
-    images.
+  A panel for each of the first 20 queries, the unit square that stands for all
+  images. For the boxes [n, Q, 4] see looking.query_boxes.
   """
   count, queries = boxes.shape[:2]
   shown = min(queries, _PANELS)
@@ -144,7 +124,7 @@ def query_boxes(boxes: np.ndarray, large: float = looking.LARGE):
     f'Boxes of {shown} of {queries} queries in {count:,} images',
     width=max(8.0, 1.75 * columns),
   )
-  kinds = looking.kinds(boxes, large)
+  kinds = looking.kinds(boxes)
   grid = fig.subplots(rows, columns, squeeze=False)
   size = float(np.clip(4_000 / max(1, count), 1, 16))
   for axes in grid.flat:
@@ -168,11 +148,9 @@ def query_boxes(boxes: np.ndarray, large: float = looking.LARGE):
 
 def _grid(images, seen, columns, title):
   """Returns a figure and its Axes [B, columns], without ticks."""
-  rows = len(images)
-  height, width = images.shape[1:3]
-  ratio = float(
-    (height * seen.filled[:, 0] / (width * seen.filled[:, 1])).mean()
-  )
+  rows, height, width = images.shape[:3]
+  down, across = seen.filled.T
+  ratio = float((height * down / (width * across)).mean())  # Of the pictures.
   cell = min(3.2, 12.0 / columns, 9.0 / (rows * ratio))
   fig = drawing.new_figure(
     0.7 + rows * (0.35 + cell * ratio), title, width=max(5.5, columns * cell)
@@ -234,11 +212,12 @@ def _look(subject) -> looking.Seen:
   return looking.look(model.task, model.params, model.extra, subject.batch)
 
 
-def _predict_boxes(subject) -> np.ndarray:
+def _draw_boxes(subject):
   model = subject.model
   mesh = sharding.mesh_of(model.params)
   state = model.params, model.extra
-  return looking.query_boxes(model.task, mesh, subject.source, *state)
+  found = looking.query_boxes(model.task, mesh, subject.source, *state)
+  return [query_boxes(found)]
 
 
 def _pages(subject):
@@ -295,6 +274,6 @@ FIGURES = (
     'wide, blue ones large and tall. Queries specialise on places and sizes.',
     'arXiv 2005.12872, section 4.3 and figure 7',
     _needs_split,
-    lambda subject: [query_boxes(subject.once(_predict_boxes))],
+    _draw_boxes,
   ),
 )

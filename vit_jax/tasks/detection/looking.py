@@ -12,7 +12,7 @@ Shapes: B images, h x w cells of the feature map, Q queries, P points, n images
 of a data set.
 """
 
-from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ import numpy as np
 
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine
+from vit_jax.tasks.detection import boxes as boxes_lib
 
 SMALL, WIDE, TALL = range(3)
 # Least area of a large box, as a share of the image. The paper gives none.
@@ -54,38 +55,18 @@ class Seen(NamedTuple):
   filled: np.ndarray
 
 
-def look(task, params, extra, batch, layer: int = -1) -> Seen:
-  """Computes predictions and attention for images.
+def look(task, params, extra, batch) -> Seen:
+  """Computes predictions, and the attention of the last layers, for images.
 
-  Args:
-    task: a vit_jax.tasks.detection.detect.Task.
-    params: the parameters.
-    extra: other state of the task, with the constants `frozen`.
-    batch: `image`, float32 [B, H, W, 3] in [-1, 1], and, if there is padding,
-      `real`, bool [B, H, W].
-    layer: layer of the encoder and of the decoder, the last by default.
-
-  Raises:
-    ValueError: if encoder or decoder have no such layer.
+  The batch has `image`, float32 [B, H, W, 3] in [-1, 1], and `real`, bool
+  [B, H, W], if there is padding.
   """
-  model = task.model
-  for what in ('num_encoder_layers', 'num_decoder_layers'):
-    count = getattr(model, what)
-    if not -count <= layer < count:
-      raise ValueError(
-        f'layer={layer} is no layer of a model with {what}={count}: choose one '
-        f'from {-count} to {count - 1}'
-      )
   images = {k: batch[k] for k in ('image', 'real') if k in batch}
-
-  @jax.jit
-  def compute(params, extra, images):
-    return _look(task, params, extra, images, layer)
-
+  compute = jax.jit(functools.partial(_look, task))
   one = {name: x[:1] for name, x in images.items()}
   cells = jax.eval_shape(compute, params, extra, one).encoder.size
   count = len(images['image'])
-  size = min(count, max(1, _BYTES // (4 * cells * model.num_heads)))
+  size = min(count, max(1, _BYTES // (4 * cells * task.model.num_heads)))
   parts = []
   for start in range(0, count, size):
     # The last batch has the shape of the others, so that one is compiled.
@@ -96,7 +77,7 @@ def look(task, params, extra, batch, layer: int = -1) -> Seen:
   return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
-def _look(task, params, extra, images, layer) -> Seen:
+def _look(task, params, extra, images) -> Seen:
   """Does the work of `look`; `jax.jit` can trace it."""
   model = task.model
   outputs, seen = model.apply(
@@ -109,8 +90,8 @@ def _look(task, params, extra, images, layer) -> Seen:
   )
   seen = seen['intermediates']
   grid = seen[_MAP]['__call__'][0].shape[1:3]
-  encoder = seen[f'encoder_layer_{layer % model.num_encoder_layers}']
-  decoder = seen[f'decoder_layer_{layer % model.num_decoder_layers}']
+  encoder = seen[f'encoder_layer_{model.num_encoder_layers - 1}']
+  decoder = seen[f'decoder_layer_{model.num_decoder_layers - 1}']
   found = task.detections({name: x[-1] for name, x in outputs.items()})
 
   def means(attention):  # [B, K, ..., S] -> [B, ..., S]
@@ -119,30 +100,20 @@ def _look(task, params, extra, images, layer) -> Seen:
 
   of_cells = means(encoder['self_attention'])  # [B, S, S]
   of_queries = means(decoder['cross_attention'])  # [B, Q, S]
-  real = images.get('real', jnp.ones(images['image'].shape[:3], bool))
-  sides = [real.any(axis=axis).mean(axis=-1) for axis in (2, 1)]
   return Seen(
     found['boxes'],
     found['labels'],
     found['scores'],
     of_cells.reshape(-1, *grid, *grid),
     of_queries.reshape(*of_queries.shape[:2], *grid),
-    jnp.stack(sides, axis=-1),
+    boxes_lib.filled(images),
   )
 
 
 def at_points(seen: Seen, points: np.ndarray) -> np.ndarray:
   """Returns the self-attention of the cells in which points lie.
 
-  Args:
-    seen: result of `look`.
-    points: float [B, P, 2], x and y as shares of the image's width and height.
-
-  Returns:
-    float32 [B, P, h, w].
-
-  Raises:
-    ValueError: if a point lies outside of the image.
+  Points are float [B, P, 2], see `check_points`; the result [B, P, h, w].
   """
   points = check_points(points)
   grid = np.array(seen.encoder.shape[1:3])
@@ -153,7 +124,7 @@ def at_points(seen: Seen, points: np.ndarray) -> np.ndarray:
 
 
 def check_points(points) -> np.ndarray:
-  """Returns points as float64 [..., 2]; raises ValueError if one is outside."""
+  """Returns points, x and y as shares of width and height, as float64 [..., 2]."""
   points = np.asarray(points, np.float64)
   wrong = ~((points >= 0) & (points <= 1)).all(axis=-1)
   if wrong.any():
@@ -168,16 +139,9 @@ def check_points(points) -> np.ndarray:
 def best_queries(
   seen: Seen, index: int, threshold: float, most: int
 ) -> np.ndarray:
-  """Returns the queries of an image that detect an object, the best first.
+  """Returns the queries of image `index` that detect an object, best first.
 
-  Args:
-    seen: result of `look`.
-    index: number of the image.
-    threshold: least score of an object.
-    most: maximum number of queries.
-
-  Returns:
-    int64 [n]; if no score reaches the threshold, the best query alone.
+  At most `most`, int64 [n]; if no score reaches the threshold, the best alone.
   """
   scores = seen.scores[index]
   order = np.argsort(-scores, kind='stable')
@@ -185,38 +149,21 @@ def best_queries(
   return order[: min(count, most)]
 
 
-def query_boxes(
-  task,
-  mesh,
-  source,
-  params,
-  extra,
-  stop: Callable[[], bool] = engine.never,
-) -> np.ndarray:
+def query_boxes(task, mesh, source, params, extra) -> np.ndarray:
   """Predicts the box of each query for all images of a split.
 
-  Args:
-    task: a vit_jax.tasks.detection.detect.Task.
-    mesh: the mesh; all of its processes must call it.
-    source: the split.
-    params: the parameters.
-    extra: other state of the task.
-    stop: called between batches; returns whether to stop.
+  All processes of the mesh must call it.
 
   Returns:
     float32 [n, Q, 4], centre x and y, width and height, as shares of the image;
     boxes of all queries, also of those that see no object.
-
-  Raises:
-    engine.Stopped: if `stop` became true.
   """
 
   def compute(params, extra, batch):
     boxes = task.outputs(params, extra, batch)['boxes']
     return {'index': batch['index'], 'mask': batch['mask'], 'boxes': boxes}
 
-  whole = sharding.replicated(mesh)
-  compute = jax.jit(compute, out_shardings=whole)
+  compute = jax.jit(compute, out_shardings=sharding.replicated(mesh))
   config = task.config.copy_and_resolve_references()
   shards = sharding.batch_shards(mesh)
   config.batch_eval = shards * max(1, min(config.batch_eval, _BATCH) // shards)
@@ -226,23 +173,17 @@ def query_boxes(
     source.evaluated,
     task.example,
     lambda batch: compute(params, extra, batch),
-    stop,
-    'Predicting boxes',
+    what='Predicting boxes',
   )
   return found['boxes']
 
 
-def kinds(boxes: np.ndarray, large: float = LARGE) -> np.ndarray:
+def kinds(boxes: np.ndarray) -> np.ndarray:
   """Tells small, large wide and large tall boxes apart (figure 7).
 
-  Args:
-    boxes: float [..., 4], centre x and y, width and height, as shares of the
-      image.
-    large: least area of a large box, as a share of the image.
-
-  Returns:
-    int64 [...]: SMALL; WIDE, large and no higher than wide; or TALL.
+  For the boxes see `query_boxes`. Returns int64 [...]: SMALL; WIDE, large and no
+  higher than wide; or TALL.
   """
   width, height = boxes[..., 2], boxes[..., 3]
   form = np.where(width >= height, WIDE, TALL)
-  return np.where(width * height < large, SMALL, form)
+  return np.where(width * height < LARGE, SMALL, form)

@@ -15,14 +15,9 @@ _ALPHA, _GAMMA = 0.25, 2
 
 
 def focal(logits, targets):
-  """Computes the focal loss, the mean over the pixels of a mask.
+  """Computes the focal loss [...], the mean over the pixels of masks [..., H, W].
 
-  Args:
-    logits: float32 [..., H, W].
-    targets: [..., H, W], 1 for pixels of the object, otherwise 0.
-
-  Returns:
-    float32 [...].
+  A target is 1 for pixels of the object, otherwise 0.
   """
   signed = jnp.where(targets > 0, logits, -logits)
   surprise = jax.nn.softplus(-signed)
@@ -34,12 +29,7 @@ def focal(logits, targets):
 def dice(logits, targets):
   """Computes the Dice loss (arXiv 1606.04797) with one more pixel in each sum.
 
-  Args:
-    logits: float32 [..., H, W].
-    targets: [..., H, W], 1 for pixels of the object, otherwise 0.
-
-  Returns:
-    float32 [...], from 0 to 1.
+  For logits and targets see `focal`; the result is from 0 to 1.
   """
   probabilities = jax.nn.sigmoid(logits)
   shared = (probabilities * targets).sum(axis=(-2, -1))

@@ -11,16 +11,15 @@ not count in the IoU, and a found segment more than half of which is void, or
 lies in a crowd of its class, is not counted as unmatched.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
+from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine
-from vit_jax.tasks.detection import gather
 from vit_jax.tasks.detection import segments as segments_lib
 
 NAMES = tuple(
@@ -28,52 +27,24 @@ NAMES = tuple(
   for group in ('', '_things', '_stuff')
   for figure in ('PQ', 'SQ', 'RQ')
 )
+_TRUTH = ('index', 'mask', 'label', 'crowd', 'truth_size', 'truth_segments')
 
 
 class PanopticQuality:
-  """Computes the panoptic quality of a model over a split.
-
-  Args:
-    task: has `config`, `example`, `outputs`, `masks`, `assemble`,
-      `is_thing` and `class_names`, see vit_jax.tasks.detection.segment.Task.
-    mesh: the mesh.
-    source: the split.
-  """
+  """Evaluates a vit_jax.tasks.detection.segment.Task with masks on a split."""
 
   def __init__(self, task, mesh, source):
-    self._task = task
-    self._mesh = mesh
-    self._source = source
+    self._task, self._mesh, self._source = task, mesh, source
+
+    def compute(params, extra, batch):
+      found = task.masks(task.outputs(params, extra, batch), batch)
+      return found, {name: batch[name] for name in _TRUTH}
+
     # Masks are large: each process gets those of its own images.
-    self._found = jax.jit(
-      self._compute, out_shardings=sharding.batch_sharding(mesh)
-    )
+    self._found = jax.jit(compute, out_shardings=sharding.batch_sharding(mesh))
 
-  def _compute(self, params, extra, batch):
-    found = self._task.masks(self._task.outputs(params, extra, batch), batch)
-    truth = {
-      name: batch[name]
-      for name in (
-        'index', 'mask', 'label', 'crowd', 'truth_size', 'truth_segments'
-      )
-    }  # fmt: skip
-    return found, truth
-
-  def run(self, params, extra, stop: Callable[[], bool] = engine.never):
-    """Evaluates parameters.
-
-    Args:
-      params: the parameters.
-      extra: other state of the task.
-      stop: called between batches; returns whether to stop the evaluation.
-
-    Returns:
-      NAMES from 0 to 1 (NaN where no class of a group occurs), and
-      `num_examples`.
-
-    Raises:
-      engine.Stopped: if `stop` became true.
-    """
+  def run(self, params, extra, stop=engine.never):
+    """Returns NAMES, see `panoptic_quality`, and `num_examples`."""
     counts = {}
     for results in engine.split(
       self._task,
@@ -82,31 +53,48 @@ class PanopticQuality:
       lambda batch: self._found(params, extra, batch),
       stop,
     ):
-      counts |= self._compare(*results)
-    everything = gather.gather(counts)
-    metrics = panoptic_quality(
-      (row['counts'] for row in everything), self._task.is_thing
-    )
-    return {**metrics, 'num_examples': len(everything)}
+      counts.update(self._compare(*results))
+    total, count = add_up(counts, len(self._task.is_thing))
+    metrics = panoptic_quality(total, self._task.is_thing)
+    return {**metrics, 'num_examples': count}
 
-  def _compare(self, found, truth) -> dict[int, dict]:
-    """Compares the images of this process in a batch, by their index."""
-    counts = {}
+  def _compare(self, found, truth):
+    """Yields number and counts of the images of this process in a batch."""
     for i in np.flatnonzero(truth['mask']):
       row = {name: x[i] for name, x in truth.items()}
       height, width = row['truth_size']
-      made = self._task.assemble(found, i, (height, width))
       exists = row['label'] >= 0
-      counts[int(row['index'])] = {
-        'counts': compare(
+      yield (
+        int(row['index']),
+        compare(
           row['truth_segments'][:height, :width],
           row['label'][exists],
           row['crowd'][exists],
-          made,
+          self._task.assemble(found, i, (height, width)),
           len(self._task.class_names),
-        )
-      }
-    return counts
+        ),
+      )
+
+
+def add_up(
+  counts: Mapping[int, np.ndarray], num_classes: int
+) -> tuple[np.ndarray, int]:
+  """Adds up the counts of all processes; all must call it.
+
+  Args:
+    counts: results of `compare` on this process, by number of the image. Several
+      processes may have the same image, which counts once.
+    num_classes: number of classes C.
+
+  Returns:
+    The sum, float64 [4, C], and the number of images.
+  """
+  everywhere = processes.attempt('the images compared', lambda: sorted(counts))
+  earlier = set().union(*everywhere[: jax.process_index()])
+  mine = [counts[i] for i in sorted(counts) if i not in earlier]
+  total = sum(mine, np.zeros((4, num_classes)))
+  totals = processes.attempt('the panoptic quality', total.tolist)
+  return np.sum(totals, axis=0), len(set().union(*everywhere))
 
 
 def compare(
@@ -161,12 +149,12 @@ def compare(
 
 
 def panoptic_quality(
-  counts: Iterable[np.ndarray], is_thing: Sequence[bool]
+  total: np.ndarray, is_thing: Sequence[bool]
 ) -> dict[str, float]:
   """Computes the figures of a split.
 
   Args:
-    counts: results of `compare`, one for each image.
+    total: sum of the results of `compare` for all images.
     is_thing: whether a class is of things, by class.
 
   Returns:
@@ -174,7 +162,6 @@ def panoptic_quality(
     where a group has none.
   """
   is_thing = np.asarray(is_thing, bool)
-  total = sum(counts, np.zeros((4, len(is_thing))))
   overlap, matches, extra, missed = total
   weight = matches + (extra + missed) / 2
   figures = {
@@ -183,12 +170,12 @@ def panoptic_quality(
     'RQ': matches / np.maximum(weight, 1e-9),
   }
   groups = {'': is_thing | True, '_things': is_thing, '_stuff': ~is_thing}
+
+  def mean(values):
+    return float(values.mean()) if len(values) else float('nan')
+
   return {
-    name + group: _mean(values[(weight > 0) & members])
+    name + group: mean(values[(weight > 0) & members])
     for group, members in groups.items()
     for name, values in figures.items()
   }
-
-
-def _mean(values) -> float:
-  return float(values.mean()) if len(values) else float('nan')

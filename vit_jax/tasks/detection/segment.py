@@ -23,6 +23,7 @@ from vit_jax.augmentation import geometry
 from vit_jax.configs import rules
 from vit_jax.data.coco import panoptic
 from vit_jax.figures import captions
+from vit_jax.tasks.detection import boxes as boxes_lib
 from vit_jax.tasks.detection import detect
 from vit_jax.tasks.detection import detectors
 from vit_jax.tasks.detection import drawing
@@ -63,24 +64,21 @@ class Task(detect.Task):
     'truth_size': rules.whole(1),
     'merge_stuff': rules.flag,
   }
-  METRICS = (*pq.NAMES, *detect.Task.METRICS)
-  METADATA = ('class_names', 'isthing')
-  METADATA_RULES = {  # noqa: RUF012
-    **detect.Task.METADATA_RULES,
+  METADATA = {  # noqa: RUF012
+    **detect.Task.METADATA,
     'isthing': rules.several(rules.flag),
   }
   NEW_PARAMS = (*detect.Task.NEW_PARAMS, 'segmentation/')
-  NEXT = 'a picture of an image with its segments'
 
   def __init__(self, config, metadata):
     super().__init__(config, metadata)
     self.is_thing = tuple(metadata['isthing'])
-    if config.best_metric.startswith(pq.NAMES) and not self.model.mask_head:
-      raise ValueError(
-        f"best_metric='{config.best_metric}' needs masks: set "
-        '--config.model.mask_head=True, or --config.best_metric=AP_test for a '
-        'detector'
-      )
+
+  @classmethod
+  def metrics(cls, config):
+    """Returns those of a detector, and with a mask head the panoptic quality."""
+    has_masks = config.model.get('mask_head')
+    return (*(pq.NAMES if has_masks else ()), *cls.METRICS)
 
   # --- Data ---
 
@@ -99,17 +97,12 @@ class Task(detect.Task):
   def example(self, record, seed, canvas=None):
     """Returns an image, its objects and their segments.
 
-    Args:
-      record: see the base class.
-      seed: see the base class.
-      canvas: see the base class.
-
     Returns:
-      The tensors of a detector (vit_jax/tasks/detection/detect.py), and `segments`, uint8
-      [H, W]: the number of the object of each pixel, from 1, or 0 for pixels of
-      none. In evaluation also `truth_size`, height and width of the original,
-      at most the option of this name, and `truth_segments`, uint8: the same for
-      the original, padded, with crowds, in the order of `label`.
+      The tensors of a detector, and `segments`, uint8 [H, W]: the number of the
+      object of each pixel, from 1, or 0 for pixels of none. In evaluation also
+      `truth_size`, height and width of the original, at most the option of this
+      name, and `truth_segments`, uint8: the same for the original, padded, with
+      crowds, in the order of `label`.
     """
     objects = {
       name.replace(_OBJECTS, 'objects/'): value
@@ -159,17 +152,17 @@ class Task(detect.Task):
     if not self.model.mask_head:
       return super()._terms(params, extra, batch, **kwargs)
     outputs = self._apply(params, extra, batch, draw=False, **kwargs)
-    sums = self._sums(outputs, batch)
+    terms, query = self._set_losses(outputs, batch)
     masks = self.model.apply(
       {'params': params},
       outputs['features'],
-      jnp.maximum(sums['query'][-1], 0),
+      jnp.maximum(query[-1], 0),
       method='draw_masks',
     )
     found = masks_lib.losses(masks, batch['segments'], batch['count'])
     share = batch['box_share']
     return {
-      **self._weighted(sums, batch),
+      **terms,
       'focal': masks_lib.FOCAL * found['focal'][None] * share,
       'dice': masks_lib.DICE * found['dice'][None] * share,
     }
@@ -183,29 +176,15 @@ class Task(detect.Task):
     return {**{name: x[-1] for name, x in found.items()}, **masks}
 
   def masks(self, outputs, batch) -> dict:
-    """Returns what segments are made of.
+    """Returns what `assemble` makes segments of.
 
-    Args:
-      outputs: result of `outputs`.
-      batch: the inputs.
-
-    Returns:
-      `masks`, `labels` [B, Q], `scores` [B, Q], and `extent`, float32 [B, 2]:
-      see vit_jax.tasks.detection.segments.assemble.
+    `masks` [B, Q, h, w], `labels` [B, Q], `scores` [B, Q] and `extent`, float32
+    [B, 2], the shares of the masks that show the image.
     """
     found = self.detections(outputs)
-    extent = jnp.ones((outputs['masks'].shape[0], 2))
-    if 'real' in batch:
-      real = batch['real'].astype(jnp.float32)
-      extent = jnp.stack(
-        [real.max(axis=2).mean(axis=1), real.max(axis=1).mean(axis=1)], axis=-1
-      )
-    return {
-      'masks': outputs['masks'],
-      'labels': found['labels'],
-      'scores': found['scores'],
-      'extent': extent,
-    }
+    extent = boxes_lib.filled(batch)
+    del found['boxes']
+    return {**found, 'masks': outputs['masks'], 'extent': extent}
 
   def evaluators(self, mesh, split, open_split):
     """Returns those of a detector, and the panoptic quality."""
@@ -249,35 +228,22 @@ class Task(detect.Task):
     }
 
   def assemble(self, found, row, size, **kwargs) -> segments_lib.Segments:
-    """Returns the segments of an image.
+    """Returns the segments of image `row` of the result of `masks` in NumPy.
 
-    Args:
-      found: result of `masks` as NumPy arrays.
-      row: number of the image in the batch.
-      size: see vit_jax.tasks.detection.segments.assemble.
-      **kwargs: see there.
+    For the other arguments see vit_jax.tasks.detection.segments.assemble.
     """
-    masks, labels, scores, extent = (
-      found[name][row] for name in ('masks', 'labels', 'scores', 'extent')
-    )
+    one = {name: x[row] for name, x in found.items()}
     return segments_lib.assemble(
-      masks,
-      labels,
-      scores,
-      self.is_thing,
-      size,
-      extent,
+      **one,
+      is_thing=self.is_thing,
+      size=size,
       merge_stuff=self.options.merge_stuff,
       **kwargs,
     )
 
 
 def _things(config, source, names) -> list[bool]:
-  """Returns whether each class is one of things.
-
-  Raises:
-    ValueError: if the config names a class that does not exist.
-  """
+  """Returns whether each class is one of things."""
   stuff = tuple((config.get('task_options') or {}).get('stuff', ()))
   stuff = stuff or source.stuff
   if not stuff:

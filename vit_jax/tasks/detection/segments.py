@@ -37,7 +37,7 @@ def assemble(
   scores: np.ndarray,
   is_thing: Sequence[bool],
   size: tuple[int, int],
-  extent: tuple[float, float] = (1.0, 1.0),
+  extent: Sequence[float] = (1.0, 1.0),
   threshold: float = THRESHOLD,
   merge_stuff: bool = True,
 ) -> Segments:
@@ -55,7 +55,7 @@ def assemble(
     size: (height, width) of the map in pixels.
     extent: shares of the height and width of `masks` that show the image; the
       rest is padding.
-    threshold: least score.
+    threshold: see above.
     merge_stuff: whether all pixels of the queries that found one class of stuff
       are its segment. False, as in the released code: the first of these
       queries keeps its own pixels alone, and those of the others go to the next
@@ -90,21 +90,14 @@ def _owners(masks, size, extent) -> np.ndarray:
   """Returns the mask with the greatest logit at each pixel; -1 without masks."""
   best = np.full(size, -np.inf, np.float32)
   owners = np.full(size, -1, np.int32)
+  bottom, right = np.multiply(masks.shape[1:], extent)
   # One mask after the other: all masks of a photograph may take gigabytes.
   for i, mask in enumerate(masks):
-    large = _enlarged(mask, size, extent)
+    image = Image.fromarray(np.asarray(mask, np.float32)).resize(
+      size[::-1], Image.Resampling.BILINEAR, box=(0, 0, right, bottom)
+    )
+    large = np.asarray(image)
     is_better = large > best
     best[is_better] = large[is_better]
     owners[is_better] = i
   return owners
-
-
-def _enlarged(mask, size, extent) -> np.ndarray:
-  """Interpolates the part of a mask [h, w] that shows the image."""
-  bottom, right = np.multiply(mask.shape, extent)
-  image = Image.fromarray(np.asarray(mask, np.float32))
-  return np.asarray(
-    image.resize(
-      size[::-1], Image.Resampling.BILINEAR, box=(0, 0, right, bottom)
-    )
-  )

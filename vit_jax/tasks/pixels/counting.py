@@ -7,8 +7,6 @@
 Both are measured in bits a dimension on test images.
 """
 
-from collections.abc import Callable
-
 import jax
 import numpy as np
 
@@ -20,12 +18,8 @@ from vit_jax.inference import engine
 def position_bits(train: np.ndarray, test: np.ndarray, num_colors: int):
   """Returns the bits a dimension of a histogram at each position.
 
+  Takes the numbers of the colours of training and test images, int [n, H, W].
   One is added to each count, so that no colour is impossible.
-
-  Args:
-    train: numbers of colours of the training images, int [n, H, W].
-    test: those of the test images, int [m, H, W].
-    num_colors: number of colours.
   """
   rows, columns = np.indices(train.shape[1:])
   return _bits(
@@ -39,10 +33,7 @@ def position_bits(train: np.ndarray, test: np.ndarray, num_colors: int):
 def context_bits(train: np.ndarray, test: np.ndarray, num_colors: int):
   """Returns the bits a dimension of counts given the left and upper pixel.
 
-  Args:
-    train: see `position_bits`.
-    test: see `position_bits`.
-    num_colors: number of colours; takes its cube in numbers.
+  For the arguments see `position_bits`. Takes the cube of `num_colors` in memory.
   """
 
   def place(images):
@@ -65,17 +56,7 @@ def _bits(place, shape, train, test):
 
 
 class Counting:
-  """Measures the models that count on a split.
-
-  Args:
-    task: the objective, see vit_jax.tasks.pixels.pixels.Task.
-    mesh: the mesh.
-    train: source of the training images.
-    test: source of the test images.
-
-  Attributes:
-    final: see vit_jax.tasks.base.Task.evaluators.
-  """
+  """Measures the models that count after the last update of a pixels.Task."""
 
   final = True
 
@@ -92,20 +73,8 @@ class Counting:
       out_shardings=whole,
     )
 
-  def run(self, params, extra, stop: Callable[[], bool] = engine.never):
-    """Returns `position_bits` and `context_bits`; prints them.
-
-    Args:
-      params: not used.
-      extra: not used.
-      stop: called between batches; returns whether to stop.
-
-    Returns:
-      The metrics by name.
-
-    Raises:
-      engine.Stopped: if `stop` became true.
-    """
+  def run(self, params, extra, stop=engine.never):
+    """Returns `position_bits` and `context_bits`; prints them."""
     del params, extra
     task, found = self._task, []
     for source in self._sources:

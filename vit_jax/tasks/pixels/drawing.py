@@ -8,14 +8,7 @@ _ACROSS = 8  # Samples in a row.
 
 
 def samples(images: np.ndarray) -> np.ndarray:
-  """Draws images side by side.
-
-  Args:
-    images: float [n, H, W, C] in [-1, 1].
-
-  Returns:
-    uint8 [height, width, 3].
-  """
+  """Draws images, float [n, H, W, C] in [-1, 1], side by side."""
   across = min(_ACROSS, max(1, len(images)))
   return captions.grid(
     captions.to_pixels(images), columns=across, most=captions.MOST
@@ -23,14 +16,7 @@ def samples(images: np.ndarray) -> np.ndarray:
 
 
 def beside(**images: np.ndarray) -> np.ndarray:
-  """Draws a row for each image, with a titled column for each version of it.
-
-  Args:
-    **images: title -> float [n, H, W, C] in [-1, 1].
-
-  Returns:
-    uint8 [height, width, 3].
-  """
+  """Draws a row for each image, with a titled column for each version of it."""
   versions = np.stack(list(images.values()), axis=1)  # [n, columns, H, W, C]
   return captions.grid(
     captions.to_pixels(versions.reshape(-1, *versions.shape[2:])),
@@ -41,11 +27,6 @@ def beside(**images: np.ndarray) -> np.ndarray:
 
 
 def cut(images: np.ndarray, rows) -> np.ndarray:
-  """Returns images that are grey below the rows that are kept.
-
-  Args:
-    images: float [n, H, W, C] in [-1, 1].
-    rows: number of rows to keep, int, or int [n].
-  """
+  """Returns images that are grey below the `rows` that are kept, int or [n]."""
   below = np.arange(images.shape[1]) >= np.reshape(rows, (-1, 1))  # [n, H]
   return np.where(below[..., None, None], 0.0, images)

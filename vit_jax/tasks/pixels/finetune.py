@@ -28,13 +28,8 @@ class Task(pixels.Task, classify.Task):
   }
   METRICS = (*classify.Task.METRICS, *pixels.Task.METRICS)
   LOW = (*classify.Task.LOW, *pixels.Task.LOW)
-  METADATA = (*classify.Task.METADATA, *pixels.Task.METADATA)
-  METADATA_RULES = {  # noqa: RUF012
-    **classify.Task.METADATA_RULES,
-    **pixels.Task.METADATA_RULES,
-  }
+  METADATA = {**classify.Task.METADATA, **pixels.Task.METADATA}  # noqa: RUF012
   NEW_PARAMS = ('class_head/',)
-  NEXT = classify.Task.NEXT
 
   def loss(self, params, extra, batch, rng):
     """Returns the sum of both losses over images, and the number of images.

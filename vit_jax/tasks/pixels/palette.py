@@ -8,7 +8,6 @@ A palette is float32 [K, C] in [-1, 1], of K colours with C channels each. A fil
 of one is a .npy of that array, as OpenAI has released it.
 """
 
-from collections.abc import Callable
 from collections.abc import Iterable
 import contextlib
 import json
@@ -21,6 +20,7 @@ from sklearn import cluster
 
 from vit_jax import cli
 from vit_jax.distributed import processes
+from vit_jax.weights import fetch
 
 # Files beside weights, of a run and of Hugging Face, and the key of the palette.
 _FILES = {'palette.json': None, 'preprocessor_config.json': 'clusters'}
@@ -33,16 +33,10 @@ _BATCH, _PASSES = 16_384, 4
 
 
 def quantise(images, palette) -> jax.Array:
-  """Returns the number of the nearest colour of each pixel.
+  """Returns the number of the nearest colour of each pixel, int32 [...].
 
-  Takes 4 K bytes of memory for a pixel, as much as the logits of its colour.
-
-  Args:
-    images: float [..., C] in [-1, 1].
-    palette: float [K, C].
-
-  Returns:
-    int32 [...].
+  Takes images [..., C] in [-1, 1], and 4 K bytes of memory for a pixel, as much
+  as the logits of its colour.
   """
   palette = jnp.asarray(palette, jnp.float32)
   # |x - c|^2 without |x|^2, which does not depend on the colour c.
@@ -57,15 +51,12 @@ def fit(pixels: np.ndarray, num_colors: int, seed: int = 0) -> np.ndarray:
   """Finds a palette by k-means (scikit-learn's MiniBatchKMeans).
 
   Args:
-    pixels: float [n, C] in [-1, 1].
+    pixels: float [n, C] in [-1, 1], of `num_colors` different colours at least.
     num_colors: number K of colours.
     seed: seed of the random numbers.
 
   Returns:
     The palette, float32 [K, C], the darkest colour first.
-
-  Raises:
-    ValueError: if the pixels have fewer colours.
   """
   pixels = np.asarray(pixels, np.float32)
   known = np.unique(pixels, axis=0)
@@ -95,16 +86,7 @@ def _sorted(palette):
 
 
 def sample(batches: Iterable[np.ndarray], each: int, seed: int) -> np.ndarray:
-  """Takes random pixels of images.
-
-  Args:
-    batches: images, float [b, H, W, C].
-    each: number of pixels of an image, or all if there are fewer.
-    seed: seed of the choice.
-
-  Returns:
-    float32 [n, C].
-  """
+  """Takes `each` random pixels of images [b, H, W, C]; float32 [n, C]."""
   rng, found = np.random.default_rng(seed), []
   for images in batches:
     pixels = images.reshape(len(images), -1, images.shape[-1])
@@ -115,39 +97,20 @@ def sample(batches: Iterable[np.ndarray], each: int, seed: int) -> np.ndarray:
   return np.concatenate(found).astype(np.float32)
 
 
-def load(path: str, fetch: Callable[[str], epath.Path]) -> np.ndarray:
-  """Reads a palette on process 0, and tells it to the others.
+def load(path: str) -> np.ndarray:
+  """Reads a palette [K, C] on process 0, and tells it to the others.
 
-  Args:
-    path: a .npy, such as the released kmeans_centers.npy; or weights whose
-      folder has the palette: the workdir of a run, or a model of Hugging Face;
-      local, at gs://, or a URL.
-    fetch: function that returns the local path of a URL, see
-      vit_jax.weights.fetch.
-
-  Returns:
-    float32 [K, C].
-
-  Raises:
-    FileNotFoundError: if there is no such file, or no palette in the folder.
-    ValueError: if the file holds no palette.
+  The path, local, at gs:// or a URL, is a .npy, such as the released
+  kmeans_centers.npy; or it is of weights whose folder has the palette: the
+  workdir of a run, or a model of Hugging Face.
   """
-  found = processes.from_first(
-    'reading the palette', lambda: _read(path, fetch)
-  )
+  found = processes.from_first('reading the palette', lambda: _read(path))
   return np.asarray(found, np.float32)
 
 
-def _read(path, fetch):
+def _read(path):
   """Returns a palette as lists, see `load`."""
-  if path.startswith(('http://', 'https://')):
-    file, key = _at_url(path, fetch)
-  else:
-    file, key = epath.Path(path), None
-    if not file.exists():
-      raise FileNotFoundError(f"there is no palette '{path}': {_REMEDY}")
-    if file.suffix != '.npy':
-      file, key = _beside(file)
+  file, key = _find(path)
   try:
     if file.suffix == '.npy':
       with file.open('rb') as f:
@@ -166,27 +129,27 @@ def _read(path, fetch):
   return found.tolist()
 
 
-def _at_url(url, fetch):
-  """Fetches the palette at a URL, or beside weights; returns it and its key."""
-  if url.partition('?')[0].endswith('.npy'):
-    return fetch(url), None
-  folder = url.rpartition('/')[0]
-  for name, key in _FILES.items():
-    with contextlib.suppress(FileNotFoundError, PermissionError):
-      return fetch(f'{folder}/{name}'), key
+def _find(path):
+  """Returns the file of a palette, or beside weights, and its key in there."""
+  if path.startswith(('http://', 'https://')):
+    if path.partition('?')[0].endswith('.npy'):
+      return fetch.fetch(path), None
+    folder = path.rpartition('/')[0]
+    for name, key in _FILES.items():
+      with contextlib.suppress(FileNotFoundError, PermissionError):
+        return fetch.fetch(f'{folder}/{name}'), key
+  else:
+    file = epath.Path(path)
+    if not file.exists():
+      raise FileNotFoundError(f"there is no palette '{path}': {_REMEDY}")
+    if file.suffix == '.npy':
+      return file, None
+    folder = file if file.is_dir() else file.parent
+    for name, key in _FILES.items():
+      if (folder / name).exists():
+        return folder / name, key
   raise FileNotFoundError(
     f"'{folder}' has no palette ({' or '.join(_FILES)}): {_REMEDY}"
-  )
-
-
-def _beside(path):
-  """Returns the file with the palette of weights, and its key there."""
-  folder = path if path.is_dir() else path.parent
-  for name, key in _FILES.items():
-    if (folder / name).exists():
-      return folder / name, key
-  raise FileNotFoundError(
-    f"the folder '{folder}' has no palette ({' or '.join(_FILES)}): {_REMEDY}"
   )
 
 
@@ -207,16 +170,9 @@ def rule(palette) -> str | None:
 
 
 def check(palette, num_colors: int, channels: int, where: str = ''):
-  """Checks that a palette fits a model and its images.
+  """Raises ValueError unless a palette [K, C] fits a model and its images.
 
-  Args:
-    palette: float [K, C].
-    num_colors: number of colours of the model.
-    channels: channels of an image.
-    where: where the palette comes from, in words.
-
-  Raises:
-    ValueError: names both numbers.
+  `where` tells where the palette comes from, in words.
   """
   if len(palette) != num_colors:
     raise ValueError(

@@ -36,7 +36,6 @@ from vit_jax.tasks.pixels import counting
 from vit_jax.tasks.pixels import drawing
 from vit_jax.tasks.pixels import palette as palette_lib
 from vit_jax.tasks.pixels import sampling
-from vit_jax.weights import fetch
 
 # The palette is found in the first so many images of the run, and in so many
 # random pixels of each.
@@ -61,11 +60,9 @@ class Task(base.Task):
   OPTION_RULES = {'masked': rules.share}  # noqa: RUF012
   METRICS = ('bits_per_dim',)
   LOW = ('bits_per_dim',)
-  METADATA = ('palette',)
-  METADATA_RULES = {'palette': palette_lib.rule}  # noqa: RUF012
+  METADATA = {'palette': palette_lib.rule}  # noqa: RUF012
   LEARNED = ('palette',)
   NEW_PARAMS = ()
-  NEXT = 'bits a dimension of an image (or --sample=16 for new images)'
 
   def __init__(self, config, metadata):
     _check_model(config)
@@ -84,7 +81,7 @@ class Task(base.Task):
     _check_model(config)
     path = config.task_options.palette or config.pretrained
     if isinstance(path, str):
-      found = palette_lib.load(path, fetch.fetch)
+      found = palette_lib.load(path)
       where = f" of '{path}'"
     else:
       found = processes.from_first(
@@ -106,11 +103,7 @@ class Task(base.Task):
     }
 
   def colors(self, images):
-    """Returns the numbers of the colours of images, int32 [B, N].
-
-    Args:
-      images: float [B, H, W, C] in [-1, 1].
-    """
+    """Returns the numbers of the colours of images [B, H, W, C], int32 [B, N]."""
     found = palette_lib.quantise(images, self.palette)
     return found.reshape(images.shape[0], -1)
 
@@ -120,12 +113,7 @@ class Task(base.Task):
     return pixels.reshape(len(pixels), *self.image_size, pixels.shape[-1])
 
   def _inputs(self, batch, keys):
-    """Returns the arguments of the model, by name.
-
-    Args:
-      batch: has `image`.
-      keys: function from B to a random key for each image, [B].
-    """
+    """Returns the arguments of the model; `keys` makes B random keys, from B."""
     colors = self.colors(batch['image'])
     if self.model.causal:
       return {'colors': colors}
@@ -158,19 +146,12 @@ class Task(base.Task):
     return nats, counted.astype(jnp.float32)
 
   def _means(self, values, counted):
-    """Returns the means over the predicted pixels of each image.
+    """Returns the means over the predicted pixels of each image, float32 [B].
 
     In a mean over images, each image has the same weight, as in the released
     code (src/model.py of github.com/openai/image-gpt), however many of its
-    pixels are masked.
-
-    Args:
-      values: float32 [B, N].
-      counted: float32 [B, N], 1 for pixels that are predicted.
-
-    Returns:
-      float32 [B], 0 for an image without such a pixel; and float32 [B], 1 for
-      an image that has one.
+    pixels are masked. `counted`, [B, N], is 1 for pixels that are predicted. The
+    second result is 1 for an image that has one, else 0, as is its mean.
     """
     count = counted.sum(axis=1)
     means = (values * counted).sum(axis=1) / jnp.maximum(count, 1.0)
@@ -204,10 +185,9 @@ class Task(base.Task):
   def read(self, params, extra, batch) -> dict:
     """Computes how well the model predicts the pixels of images.
 
-    Returns:
-      Arrays [B, N]: `colors`, int32; `bits`, float32, of each pixel; `counted`,
-      float32, 1 for pixels that are predicted; `likely`, int32, the most likely
-      colour.
+    Arrays [B, N]: `colors`, int32; `bits`, float32, of each pixel; `counted`,
+    float32, 1 for pixels that are predicted; `likely`, int32, the most likely
+    colour.
     """
     del extra
     inputs, logits = self._read(params, batch)
