@@ -188,7 +188,6 @@ class Checkpoints:
         async_options=ocp.AsyncOptions(
           create_directories_asynchronously=False,
           timeout_secs=math.ceil(2 * processes.DEADLINE),
-          barrier_sync_fn=_meet if everyone else None,
         ),
         # With explicit processes, they wait for each other with a deadline.
         multiprocessing_options=ocp.options.MultiprocessingOptions(
@@ -222,7 +221,6 @@ class Checkpoints:
       last = f'step {steps[-1]}' if steps else 'none'
     except OSError:
       last = 'unknown, the folder cannot be listed'
-    processes.give_up(files.short(cause))
     return OSError(
       f"a checkpoint could not be written to '{self.directory}': {files.short(cause)}. The "
       f'last complete one: {last}. Free some space (or repair the disk) and start '
@@ -474,11 +472,6 @@ def delete_but_newest(workdir, count: int):
       (directory / str(step)).rmtree()
 
   processes.from_first('deleting checkpoints', delete)
-
-
-def _meet(*, key: str, timeout_ms: int):
-  """Waits for the other processes, unless one of them has given up."""
-  processes.meet(key, timeout_ms / 1000)
 
 
 def _list(directory: epath.Path, complete: bool) -> list[int]:
