@@ -357,6 +357,11 @@ def get_backbone_config(name: str) -> ml_collections.ConfigDict:
   return with_options(config)
 
 
+def kind_of(model) -> str:
+  """Returns the kind of a model, which the original's configs do not name."""
+  return model.get('kind') or ('mixer' if 'tokens_mlp_dim' in model else 'vit')
+
+
 def parts_of(model) -> dict[str, str]:
   """Returns the parts of a model that are models of their own.
 
@@ -405,10 +410,7 @@ def with_options(config) -> ml_collections.ConfigDict:
       of another `kind` is returned as it is.
   """
   config = copy.deepcopy(config)
-  kind = config.get('kind') or (
-    'mixer' if 'tokens_mlp_dim' in config else 'vit'
-  )
-  for path, default in _OPTIONS_OF.get(kind, {}).items():
+  for path, default in _OPTIONS_OF.get(kind_of(config), {}).items():
     group, _, key = path.rpartition('.')
     holder = config.get(group) if group else config
     if isinstance(holder, ml_collections.ConfigDict) and key not in holder:

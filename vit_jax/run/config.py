@@ -1,12 +1,12 @@
 """Checks and completes configs, and computes their numbers of steps."""
 
 import ast
-from collections.abc import Sequence
 import copy
 import importlib
 import importlib.util
 import sys
 import traceback
+from typing import Any
 
 from absl import logging
 from etils import epath
@@ -146,36 +146,25 @@ def of_run(config) -> ml_collections.ConfigDict:
     ValueError: names a key with an invalid value.
   """
   config = copy.deepcopy(config)
-  set_before(config, missing_before(config))
+  with config.unlocked():
+    config.update_from_flattened_dict(before(config))
   keys.check(_with_keys(config))
   return _without_epochs(complete(config))
 
 
-def missing_before(config) -> list[str]:
-  """Returns the keys of _BEFORE that a stored config lacks.
+def before(config) -> dict[str, Any]:
+  """Returns what runs did before keys were added that a stored config lacks.
 
   Args:
     config: ConfigDict or dict, as a run has stored it.
   """
-  lacking = []
-  for key in _BEFORE:
-    *groups, name = key.split('.')
-    found = config
-    for group in groups:
-      found = found.get(group)
-    if hasattr(found, 'keys') and name not in found:
-      lacking.append(key)
-  return lacking
-
-
-def set_before(config, keys_: Sequence[str]):
-  """Sets keys, in place, to what runs did before these keys were added."""
-  for key in keys_:
-    *groups, name = key.split('.')
-    found = config
-    for group in groups:
-      found = found[group]
-    found[name] = _BEFORE[key]
+  found = {}
+  for key, value in _BEFORE.items():
+    group, _, name = key.rpartition('.')
+    holder = config.get(group) if group else config
+    if hasattr(holder, 'keys') and name not in holder:
+      found[key] = value
+  return found
 
 
 def _with_keys(config):

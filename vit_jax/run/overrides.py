@@ -208,9 +208,10 @@ def _rules_of_run(config):
   model = config.get('model')
   if isinstance(model, ml_collections.ConfigDict):
     options = _rules_of_types(model_configs.with_options(model))
-    if model.get('kind') not in keys.MODELS:
+    table = keys.MODELS.get(model_configs.kind_of(model))
+    if table is None:
       options = dict.fromkeys(model_configs.ALL_OPTIONS, rules.no_nan) | options
-    table = keys.MODELS.get(model.get('kind'), {})
+    table = table or {}
     options = {name: table.get(name, options[name]) for name in options}
     found |= _prefixed('model', options)
   return found

@@ -139,23 +139,26 @@ def check(
     ValueError: if the folder holds a run with another config, other classes or
       other training data, or holds other files; lists the differences.
   """
-  processes.from_first(
-    'checking the workdir',
-    lambda: _check(folder(workdir), config, metadata, data),
-  )
+
+  def compare():
+    path = folder(workdir)
+    if _check_config(path, config, FREE_KEYS):
+      for name, value in metadata.items():
+        if (path / f'{name}.json').exists():
+          _check_metadata(path / f'{name}.json', value)
+      _check_data(path, data)
+
+  processes.from_first('checking the workdir', compare)
 
 
 def check_config(workdir, config, moved: bool = True):
-  """Checks a config as `check` does, except its lengths; needs no data.
+  """Checks a complete config as `check` does, except its lengths.
 
   Args:
     workdir: see check.
     config: a complete config; its length may be given in epochs.
     moved: whether data and weights may be elsewhere than before, since `check`
       and `check_weights` compare their content later.
-
-  Raises:
-    ValueError: see check.
   """
   free = (*FREE_KEYS, *_LENGTHS)
   processes.from_first(
@@ -176,7 +179,15 @@ def _check_config(path, config, free, moved=True) -> bool:
       )
     return False
   old, new = to_plain(_read_config(path)), to_plain(config)
-  places = _places(path, old, new) if moved else ()
+  places = [
+    key
+    for name, keys in _PLACES.items()
+    for key in keys
+    if moved
+    and (path / name).exists()
+    # The numbers of a mixture of data sets are no place.
+    and all(isinstance(x.get(key), str | dict | None) for x in (old, new))
+  ]
   differing = differences(old, new, (*free, *places))
   if differing:
     raise ValueError(
@@ -185,20 +196,6 @@ def _check_config(path, config, free, moved=True) -> bool:
       + '\nUse another --workdir, or the same config to resume that run'
     )
   return True
-
-
-def _places(path, old, new) -> list[str]:
-  """Returns the keys of _PLACES whose content is compared by fingerprints."""
-  kept = {
-    name: keys for name, keys in _PLACES.items() if (path / name).exists()
-  }
-  return [
-    key
-    for keys in kept.values()
-    for key in keys
-    # The numbers of a mixture of data sets are no place.
-    if all(isinstance(x.get(key), str | dict | None) for x in (old, new))
-  ]
 
 
 def has_moved_weights(workdir, config) -> bool:
@@ -215,15 +212,10 @@ def has_moved_weights(workdir, config) -> bool:
 
 
 def check_weights(workdir, config, weights: Mapping[str, Any]):
-  """Checks that weights are those that the run in a folder has begun with.
-
-  Args:
-    workdir: the folder; it need not exist.
-    config: names the weights.
-    weights: arrays by path.
+  """Checks that weights, by path, are those that a run has begun with.
 
   Raises:
-    ValueError: if they are others.
+    ValueError: if they are others than those; names what the config names.
   """
 
   def compare():
@@ -260,33 +252,23 @@ def _digest_of_arrays(arrays) -> str:
   return index_lib.digest(parts)
 
 
-def _check(path, config, metadata, data):
-  if not _check_config(path, config, FREE_KEYS):
-    return
-  for name, value in metadata.items():
-    if (path / f'{name}.json').exists():
-      _check_metadata(path, name, value)
-  _check_data(path, data)
-
-
-def _check_metadata(path, name, value):
+def _check_metadata(file, value):
   """Checks that the metadata of the data are those that the run learned."""
-  file = path / f'{name}.json'
   old, new = _read_json(file), json.loads(json.dumps(value))
   if old == new:
     return
   what = f'{old!r:.100} there, {new!r:.100} here'
   if isinstance(old, list) and isinstance(new, list):
     what = f'{len(old)} entries there, {len(new)} here'
-    pairs = ((i, *pair) for i, pair in enumerate(zip(old, new)))
-    for i, before, now in pairs:
+    for i, (before, now) in enumerate(zip(old, new)):
       if before != now:
         what += f'; number {i} is {before!r} there, {now!r} here'
         break
   raise ValueError(
     f"'{file}' differs from what the data say now ({what}): the run has learned "
     'the former. Restore the former names in the data, or train into another '
-    f'--workdir with --config.pretrained={path}, which takes all but the head'
+    f'--workdir with --config.pretrained={file.parent}, which takes all but the '
+    'head'
   )
 
 
@@ -338,13 +320,7 @@ def differences(old, new, free=()) -> list[str]:
 def create(
   workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
 ):
-  """Writes the files of a run; process 0 does so for all.
-
-  Args:
-    workdir: the folder.
-    config: the resolved config.
-    metadata: see check.
-    data: see check.
+  """Writes the files of a run, see check; process 0 does so for all.
 
   Raises:
     ValueError: if the folder cannot be written.
@@ -402,10 +378,7 @@ def stored(workdir, names, rules) -> dict[str, Any]:
   Args:
     workdir: the folder; it need not exist.
     names: names of the metadata.
-    rules: rules for them by name, see vit_jax.tasks.base.Task.METADATA_RULES.
-
-  Raises:
-    FileNotFoundError, ValueError: if a file is missing or damaged.
+    rules: see vit_jax.tasks.base.Task.METADATA_RULES.
   """
 
   def find():
@@ -446,14 +419,13 @@ def as_begun(workdir, config):
   """
 
   def find():
-    path = folder(workdir)
-    if not (path / 'config.json').exists():
-      return []
-    return run_config.missing_before(_read_object(path / 'config.json'))
+    file = folder(workdir) / 'config.json'
+    return run_config.before(_read_object(file)) if file.exists() else {}
 
-  run_config.set_before(
-    config, processes.from_first('reading the config of the workdir', find)
-  )
+  with config.unlocked():
+    config.update_from_flattened_dict(
+      processes.from_first('reading the config of the workdir', find)
+    )
 
 
 def _read_config(path) -> ml_collections.ConfigDict:
@@ -477,15 +449,9 @@ def _read_config(path) -> ml_collections.ConfigDict:
 
 
 def write_atomically(path: epath.Path, text: str, owner: str = ''):
-  """Writes a file so that no reader ever sees it incomplete.
+  """Writes a text to a file so that no reader ever sees it incomplete.
 
-  Args:
-    path: the file.
-    text: its content.
-    owner: distinguishes writers of the same file that do not know each other.
-
-  Raises:
-    ValueError: if there is a folder in its place.
+  `owner` distinguishes writers of the same file that do not know each other.
   """
   temporary = path.parent / f'.{path.name}{owner}.tmp'
   temporary.write_text(text)
