@@ -5,7 +5,6 @@ python -m vit_jax.main --workdir=/tmp/run --evaluate=validation --real=real.json
 python -m vit_jax.main --workdir=/tmp/detr --evaluate=validation --option=tight=1
 """
 
-import ast
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from vit_jax.configs import rules
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import real
 from vit_jax.run import metrics as metrics_lib
+from vit_jax.run import overrides
 from vit_jax.run import workdir as workdir_lib
 
 
@@ -108,13 +108,10 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
   """
   found = {}
   for text in texts:
-    name, equals, value = text.partition('=')
-    if not (name and equals and value):
+    name, _, value = text.partition('=')
+    if not name or not value:
       raise ValueError(f'--option={text} must be NAME=VALUE, such as tight=1')
-    try:
-      found[name] = ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-      found[name] = value
+    found[name] = overrides.literal(value)
   return found
 
 

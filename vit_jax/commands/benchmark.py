@@ -12,7 +12,6 @@ compared take turns.
 import argparse
 from collections.abc import Sequence
 
-from vit_jax import cli
 from vit_jax.commands import flags
 
 
@@ -50,8 +49,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
   """Runs the sections of the command line; prints and writes the results."""
   args = parse(argv)
-  cli.quiet()
-  cli.avoid_libtpu()
   from vit_jax import benchmark
 
   benchmark.run(args)

@@ -29,7 +29,6 @@ is counted, and --num_examples and --num_classes give any other sizes.
 import argparse
 from collections.abc import Sequence
 
-from vit_jax import cli
 from vit_jax.commands import flags
 
 
@@ -81,8 +80,6 @@ def main(argv: Sequence[str]) -> int:
   """Plans the run of the command line; returns the exit status."""
   args = parse(argv)
   flags.check_output('json', args.json)
-  cli.quiet()
-  cli.avoid_libtpu()  # Its compiler is used, but no device of its.
   from vit_jax import plan
 
   plan.run(args)

@@ -80,11 +80,7 @@ class Handler(ocp.PyTreeCheckpointHandler):
 @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class Save(ocp.args.PyTreeSave):
-  """Argument of `Handler` for saving.
-
-  Attributes:
-    metrics: metrics of the state by name; numbers.
-  """
+  """What `Handler` saves: a tree, and metrics by name."""
 
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -98,21 +94,15 @@ def write_metrics(directory: epath.Path, metrics: Mapping[str, float]):
 
 
 def read_metric(checkpoint: epath.Path, name: str) -> float | None:
-  """Returns a metric of a checkpoint; None if it is unknown.
-
-  Args:
-    checkpoint: folder of the checkpoint, of this version or an older one.
-    name: name of the metric.
+  """Returns a metric of the checkpoint in a folder; None if it is unknown.
 
   Raises:
     OSError: if the storage does not answer.
   """
   for path, load in (
     (checkpoint / 'default' / METRICS, _load),
-    (
-      checkpoint / 'metrics' / 'metrics',
-      lambda path: _parse(path.read_bytes()),
-    ),
+    # Of older versions.
+    (checkpoint / 'metrics' / 'metrics', lambda x: _parse(x.read_bytes())),
   ):
     try:
       value = load(path).get(name)
@@ -133,11 +123,7 @@ def read_metric(checkpoint: epath.Path, name: str) -> float | None:
 def check(directory: epath.Path, part: int = 0, parts: int = 1):
   """Reads files of a checkpoint and compares them with their checksums.
 
-  Args:
-    directory: folder of the arrays, `checkpoints/STEP/default`.
-    part: number of the share to read, one of `parts` shares of similar size, so
-      that several processes can divide the work.
-    parts: number of shares.
+  Each of `parts` processes reads a part of similar size.
 
   Raises:
     DamagedError: if a file is missing, or has another size or checksum.
@@ -203,14 +189,7 @@ def read(path: epath.Path, wanted):
 def read_weights(path: epath.Path, params, extra) -> dict:
   """Reads `step`, `params` (averaged if the run kept an average) and `extra`.
 
-  Args:
-    path: folder of the arrays.
-    params: a tree of jax.ShapeDtypeStruct; None: all parameters, onto the host.
-    extra: likewise; None: nothing; or a tuple of names in the extra state, onto
-      the host.
-
-  Returns:
-    The tree of the checkpoint, with PLACEHOLDER for what was not read.
+  See Checkpoints.restore_weights. What was not read is PLACEHOLDER.
   """
   with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
     tree = handler.metadata(path).tree

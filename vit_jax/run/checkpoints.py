@@ -120,18 +120,12 @@ class Checkpoints:
       raise self._failure(e) from e
 
   def rate(self, step: int, metrics: dict):
-    """Stores the metrics of a checkpoint that was saved without.
+    """Stores the metrics of a checkpoint, if there is one, that was saved without.
 
     Process 0 does so for all.
-
-    Args:
-      step: step of the complete checkpoint; nothing is done if there is none.
-      metrics: metrics by name.
     """
-    rated, folder = (
-      self._rate(step, metrics),
-      self.directory / str(step) / _ITEM,
-    )
+    rated = self._rate(step, metrics)
+    folder = self.directory / str(step) / _ITEM
 
     def write():
       if folder.is_dir():
@@ -241,7 +235,7 @@ class Checkpoints:
 
     Args:
       abstract: TrainState of jax.ShapeDtypeStruct.
-      step: step of the only checkpoint to try; None: all, the newest first.
+      step: step of the only checkpoint to try.
 
     Returns:
       (state, step); (None, 0) if there is no checkpoint.
@@ -354,7 +348,6 @@ class Checkpoints:
 
   def _agreed(self, complete: bool) -> list[int]:
     """Returns the steps that the first process finds, on all processes."""
-
     return processes.from_first(
       'listing the checkpoints', lambda: _find(self.directory, complete)
     )
@@ -381,23 +374,15 @@ class Checkpoints:
 
 
 class _Policy:
-  """Tells Orbax which checkpoints to keep: the newest, and the best.
-
-  Args:
-    keep: number of the newest.
-    low: whether the lowest value is the best.
-
-  Attributes:
-    values: the metric that selects the best, by step, where it is known.
-  """
+  """Tells Orbax which checkpoints to keep: the newest, and the best."""
 
   def __init__(self, keep: int, low: bool):
     self._keep = keep
     self._sign = -1 if low else 1
+    # The metric that selects the best, by step, where it is known.
     self.values: dict[int, float] = {}
 
   def should_preserve(self, checkpoints, *, context) -> list[bool]:
-    """Returns for each checkpoint, the oldest first, whether to keep it."""
     del context
     steps = [checkpoint.step for checkpoint in checkpoints]
     kept = steps[-self._keep :]
@@ -408,11 +393,7 @@ class _Policy:
 
 
 class _Steps(ocp.path.step.NameFormat):
-  """Tells Orbax the checkpoints that there are, and how they are named.
-
-  Args:
-    steps: steps of the complete checkpoints.
-  """
+  """Tells Orbax the steps of the complete checkpoints, and how they are named."""
 
   def __init__(self, steps: list[int]):
     self._steps = steps
@@ -434,20 +415,13 @@ def has_checkpoint(workdir) -> bool:
 
 
 def load_weights(workdir, extra: tuple[str, ...] = ()) -> Weights:
-  """Loads the parameters of a run, onto the host.
+  """Loads the newest parameters of a run onto the host: dicts of numpy arrays.
 
-  All processes must call it.
+  All processes must call it. Raises what Checkpoints.restore_weights does.
 
   Args:
     workdir: folder of the run.
     extra: names of what to load of the extra state, where the run has it.
-
-  Returns:
-    Nested dicts of numpy arrays from the newest checkpoint; the parameters are
-    averaged if the run kept an average.
-
-  Raises:
-    FileNotFoundError, ValueError, OSError: see Checkpoints.restore_weights.
   """
   found = Checkpoints(workdir, read_only=True).restore_weights(extra=extra)
   return found._replace(
@@ -456,13 +430,9 @@ def load_weights(workdir, extra: tuple[str, ...] = ()) -> Weights:
 
 
 def delete_but_newest(workdir, count: int):
-  """Deletes the complete checkpoints of a finished run, except the newest.
+  """Deletes the checkpoints of a finished run, except the newest `count`.
 
   Process 0 does so for all.
-
-  Args:
-    workdir: folder of the run.
-    count: number of checkpoints to keep.
   """
 
   def delete():

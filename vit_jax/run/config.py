@@ -48,10 +48,7 @@ class UnknownTaskError(ValueError):
 
 
 def get_task(name: str) -> type:
-  """Returns the class of a task.
-
-  Args:
-    name: a key of TASKS, or the name of a module that has a class `Task`.
+  """Returns the class of a task, see config.task.
 
   Raises:
     ValueError: if the task is unknown or cannot be imported.
@@ -82,12 +79,6 @@ def check_stored_task(name: str):
   A run or weights may come from anyone, and are data. Allowed are the tasks of
   this package, modules that the command line names, and those that this process
   has imported already: for a config that a user has written, or in a notebook.
-
-  Args:
-    name: the task that a stored config names.
-
-  Raises:
-    ValueError: if it is another module.
   """
   known = {*TASKS, *TASKS.values(), *cli.named_tasks, *sys.modules}
   if isinstance(name, str) and name not in known:
@@ -176,13 +167,12 @@ def _with_keys(config):
         del config[key]
     if config.get('accum_steps', 1) in (0, None):
       config.accum_steps = 1
-    for group in keys.GROUPS:
-      if config.get(group, None) is None:
-        config[group] = ml_collections.ConfigDict()
     defaults = common.get_config()
     _fill(config, defaults)
     for group in keys.GROUPS:
-      if isinstance(config[group], ml_collections.ConfigDict):
+      if config[group] is None:
+        config[group] = defaults[group]
+      elif isinstance(config[group], ml_collections.ConfigDict):
         _fill(config[group], defaults[group])
     if isinstance(config.model, ml_collections.ConfigDict):
       config.model = model_configs.with_options(config.model)
@@ -280,10 +270,9 @@ def evaluations(config) -> list[tuple[str, str, str | None]]:
 
 
 def check_values(config):
-  """Checks a config except for its task, without loading TensorFlow.
+  """Checks a config, also an incomplete one, without loading TensorFlow.
 
-  Args:
-    config: config from a config file and the command line, or a complete one.
+  The task and the best metric are left to `check`.
 
   Raises:
     ValueError: names the key, its value and the valid values.
@@ -301,14 +290,7 @@ def check_values(config):
 
 
 def check(config):
-  """Checks that a config has the keys of common.py, with valid values.
-
-  Args:
-    config: a complete config.
-
-  Raises:
-    ValueError: names the key, its value and the valid values.
-  """
+  """Checks the values of a complete config; raises ValueError for wrong ones."""
   check_values(config)
   metrics = metrics_of(config)
   if config.best_metric not in metrics:
@@ -351,7 +333,7 @@ def check_batch(config, shards: int):
   """Checks that devices and micro-batches divide the batches.
 
   Args:
-    config: reads `batch`, `batch_eval`, `accum_steps`.
+    config: a complete config.
     shards: number of parts into which the mesh splits a batch.
 
   Raises:
@@ -374,8 +356,7 @@ def check_memory(config, processes: int):
   """Checks that the batches of a process fit this machine's memory.
 
   Args:
-    config: reads `batch`, `batch_eval`, `prefetch`, `pp.crop`, `pp.sides`,
-      `pp.longest_side`, `pp.channels`.
+    config: a complete config.
     processes: number of processes that share a batch.
 
   Raises:

@@ -45,9 +45,6 @@ def find(path: str) -> str:
   configs/NAME.py and .../vit_jax/configs/NAME.py, where the original has its
   configs, mean a config that is installed with the package.
 
-  Args:
-    path: path of a config file, without an argument.
-
   Raises:
     FileNotFoundError: names the nearest installed config.
   """
@@ -73,14 +70,10 @@ def find(path: str) -> str:
 
 
 def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
-  """Returns the config of a config file, locked, and the path of the file.
-
-  Args:
-    text: FILE.py, or FILE.py:ARG with an argument for its get_config; see
-      `find`.
+  """Returns the config of FILE.py[:ARG], locked, and the path of the file.
 
   Raises:
-    FileNotFoundError: if there is no such file.
+    FileNotFoundError: if there is no such file, see `find`.
     ValueError: if the file has an error, or the argument is wrong.
   """
   path, colon, argument = text.partition(':')
@@ -96,7 +89,14 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
     loader.exec_module(module)
     if not hasattr(module, 'get_config'):
       raise ValueError('the file has no function get_config')
-    _check_argument(module.get_config, given)
+    try:
+      inspect.signature(module.get_config).bind(*given)
+    except TypeError as e:
+      raise ValueError(
+        'get_config of the file takes no argument: leave out what follows the colon'
+        if given
+        else 'get_config of the file needs an argument: give FILE.py:ARGUMENT'
+      ) from e
     config = module.get_config(*given)
     if not isinstance(config, Mapping | ml_collections.ConfigDict):
       raise ValueError(
@@ -120,18 +120,6 @@ def _line(error, path):
     return error.lineno
   frames = traceback.extract_tb(error.__traceback__)
   return [frame.lineno for frame in frames if frame.filename == path][-1]
-
-
-def _check_argument(get_config, given):
-  """Raises ValueError unless get_config takes the argument that is given."""
-  try:
-    inspect.signature(get_config).bind(*given)
-  except TypeError as e:
-    raise ValueError(
-      'get_config of the file takes no argument: leave out what follows the colon'
-      if given
-      else 'get_config of the file needs an argument: give FILE.py:ARGUMENT'
-    ) from e
 
 
 # --- Keys ---
