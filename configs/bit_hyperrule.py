@@ -59,12 +59,7 @@ _PAPER = 'paper'
 
 
 def get_config(arg: str = 'bit_r50x1,cifar10'):
-  """Returns the config for 'MODEL,DATA[,EXAMPLES,PIXELS][,paper]'.
-
-  Raises:
-    ValueError: if the argument has another form, the model is unknown, or the
-      number of examples and the size of the images are.
-  """
+  """Returns the config for 'MODEL,DATA[,EXAMPLES,PIXELS][,paper]'."""
   model, _, rest = arg.partition(',')
   dataset, *given = rest.split(',')
   large = LARGE_SIZES
