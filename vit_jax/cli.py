@@ -1,5 +1,6 @@
 """Shared by all commands: output, quiet logs, one-line errors."""
 
+import ast
 from collections.abc import Sequence
 import contextlib
 import glob
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from typing import Any
 from typing import TextIO
 
 from absl import logging
@@ -180,6 +182,14 @@ def waiting(text: str, every: float = 1.0, leave: bool = True):
     finally:
       done.set()
       ticking.join()
+
+
+def literal(text: str) -> Any:
+  """Returns the value of a literal of Python; of other texts, the text."""
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError, MemoryError, RecursionError):
+    return float(text) if text.lower() in ('nan', 'inf', '-inf') else text
 
 
 def cache_folder() -> pathlib.Path:

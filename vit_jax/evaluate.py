@@ -18,7 +18,6 @@ from vit_jax.configs import rules
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import real
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import overrides
 from vit_jax.run import workdir as workdir_lib
 
 
@@ -111,7 +110,7 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     name, _, value = text.partition('=')
     if not name or not value:
       raise ValueError(f'--option={text} must be NAME=VALUE, such as tight=1')
-    found[name] = overrides.literal(value)
+    found[name] = cli.literal(value)
   return found
 
 

@@ -97,8 +97,6 @@ def parse_values(texts: Sequence[str]) -> dict[str, list]:
   Raises:
     ValueError: if a text has another form, or a key occurs twice.
   """
-  from vit_jax.run import overrides  # Imported late, so that --help is fast.
-
   found = {}
   for text in texts:
     key, equals, listed = text.partition('=')
@@ -114,7 +112,7 @@ def parse_values(texts: Sequence[str]) -> dict[str, list]:
       found[key] = list(ast.literal_eval(f'[{listed}]'))
     except (ValueError, SyntaxError):
       words = listed.split(',')
-      found[key] = [overrides.literal(word.strip()) for word in words]
+      found[key] = [cli.literal(word.strip()) for word in words]
   return found
 
 

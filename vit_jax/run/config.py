@@ -1,6 +1,5 @@
 """Checks and completes configs, and computes their numbers of steps."""
 
-import ast
 import copy
 import importlib
 import importlib.util
@@ -29,11 +28,6 @@ TASKS = {
   'pixels_finetune': 'vit_jax.tasks.pixels.finetune',
   'segment': 'vit_jax.tasks.detection.segment',
 }
-_TASK = (
-  f'use one of {sorted(TASKS)}, or a module with a class Task that Python finds '
-  "from the current folder or PYTHONPATH, such as 'my_package.my_task' "
-  '(config.task)'
-)
 
 # Keys that were added to the config after runs had stored theirs, and what
 # those runs did.
@@ -45,6 +39,13 @@ _GONE = ('model_type', 'shuffle_buffer', 'shuffle_buffer_bytes')
 
 class UnknownTaskError(ValueError):
   """No module of a task's name can be found."""
+
+  def __init__(self, name, why=''):
+    super().__init__(
+      f"task='{name}' is unknown: {why}use one of {sorted(TASKS)}, or a module "
+      'with a class Task that Python finds from the current folder or PYTHONPATH, '
+      "such as 'my_package.my_task' (config.task)"
+    )
 
 
 def get_task(name: str) -> type:
@@ -59,9 +60,7 @@ def get_task(name: str) -> type:
   except Exception as e:
     missing = isinstance(e, ModuleNotFoundError) and e.name
     if missing and f'{module}.'.startswith(f'{missing}.'):
-      raise UnknownTaskError(
-        f"task='{name}' is unknown: there is no module '{missing}'; {_TASK}"
-      ) from e
+      raise UnknownTaskError(name, f"there is no module '{missing}'; ") from e
     raise ValueError(
       f"task='{name}' cannot be imported: {type(e).__name__} at {_where(e)}: "
       f'{e} (config.task)'
@@ -94,11 +93,9 @@ def _task_module(name) -> str:
   module = TASKS.get(name, name) if isinstance(name, str) else ''
   top, *rest = module.split('.')
   if not all(part.isidentifier() for part in (top, *rest)):
-    raise ValueError(f"task='{name}' is unknown: {_TASK}")
+    raise UnknownTaskError(name)
   if importlib.util.find_spec(top) is None:
-    raise UnknownTaskError(
-      f"task='{name}' is unknown: there is no module '{top}'; {_TASK}"
-    )
+    raise UnknownTaskError(name, f"there is no module '{top}'; ")
   return module
 
 
@@ -222,10 +219,7 @@ def task_options(config):
 def _typed(key, value, default):
   """Converts an option to the type of its default; parses text from flags."""
   if isinstance(value, str) and not isinstance(default, str | None):
-    try:
-      value = ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-      pass
+    value = cli.literal(value)
   if isinstance(default, float) and type(value) is int:
     value = float(value)
   if isinstance(default, tuple) and isinstance(value, list):

@@ -11,7 +11,6 @@ configs/common.py, and options of the model and of the task, can be set although
 the config file lacks them.
 """
 
-import ast
 from collections.abc import Iterable
 from collections.abc import Mapping
 import difflib
@@ -26,6 +25,7 @@ from typing import Any
 
 import ml_collections
 
+from vit_jax import cli
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import rules
@@ -269,23 +269,15 @@ def _is_task_option(config, name) -> bool:
 
 def _readings(text: str) -> Iterable[Any]:
   """Yields the values that a text may mean, the likeliest first."""
-  value = literal(text)
+  value = cli.literal(text)
   yield value
   if text.lower() in _BOOLEANS:
     yield _BOOLEANS[text.lower()]
   # Several values, or one, without parentheses.
   if isinstance(value, str) and not set(value) & set('()[]{}\'"'):
-    yield tuple(literal(word.strip()) for word in value.split(','))
+    yield tuple(cli.literal(word.strip()) for word in value.split(','))
   yield (value,)
   yield text
-
-
-def literal(text: str) -> Any:
-  """Returns the value of a literal of Python; of other texts, the text."""
-  try:
-    return ast.literal_eval(text)
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
-    return float(text) if text.lower() in ('nan', 'inf', '-inf') else text
 
 
 def _assign(config, name, value):

@@ -22,6 +22,7 @@ from etils import epath
 import ml_collections
 import numpy as np
 
+from vit_jax.configs import common
 from vit_jax.data.images import index as index_lib
 from vit_jax.distributed import processes
 from vit_jax.run import config as run_config
@@ -44,16 +45,7 @@ FREE_KEYS = (
   'log_images',
   'max_image_pixels',
   'mesh',
-  'model.attention',
   'model.masks_at_a_time',
-  'model.remat',
-  'model.scan',
-  'model.transformer.attention',
-  'model.transformer.remat',
-  'model.transformer.scan',
-  'model.vit.transformer.attention',
-  'model.vit.transformer.remat',
-  'model.vit.transformer.scan',
   'prefetch',
   'profile_steps',
   'progress_every',
@@ -63,6 +55,11 @@ FREE_KEYS = (
   'task_options.tight',
   'tfds_data_dir',
   'tfds_manual_dir',
+  *(
+    f'{layers}.{key}'
+    for layers in ('model', 'model.transformer', 'model.vit.transformer')
+    for key in ('attention', 'remat', 'scan')
+  ),
 )
 # Keys that are computed from the size of the data.
 _LENGTHS = ('total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs')
@@ -490,15 +487,9 @@ def _digest(value) -> str:
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
   """Converts {'a': {'b': 1}} to {'a.b': 1}."""
-  flat = {}
-  for key, value in tree.items():
-    if isinstance(value, dict):
-      flat.update(flatten(value, f'{prefix}{key}.'))
-    else:
-      flat[prefix + key] = value
-  return flat
+  return dict(common.flatten(tree, ()))
 
 
 def _versions():
