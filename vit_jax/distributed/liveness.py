@@ -97,7 +97,8 @@ class Watch(threading.Thread):
         return
       if self.error:
         # Threads that wait for other processes may keep this one from its end.
-        if time.monotonic() > self._parted + SILENCE:
+        pulses = 5 if jax.process_index() else 8  # The first holds the signs.
+        if time.monotonic() > self._parted + pulses * PULSE:
           _exit(1)
       elif words := self.trouble(SILENCE):
         end(words)
@@ -290,6 +291,8 @@ def speak_on_abort():
     set_handler(number, int(signal.SIG_DFL))
     if watch.connects:
       end('not all processes came to the coordinator in time')
+    if watch.error:
+      _exit(1)  # It has said why.
     time.sleep(6 * PULSE)
     if words := watch.watches and watch.trouble(SILENCE):
       end(words)

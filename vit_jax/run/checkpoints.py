@@ -117,6 +117,9 @@ class Checkpoints:
           f'there is a checkpoint of step {step} or a later one already'
         )
     except Exception as e:
+      if jax.process_count() > 1:
+        # Its threads may wait for those of a process that has failed.
+        self._manager = None
       raise self._failure(e) from e
 
   def rate(self, step: int, metrics: dict):
