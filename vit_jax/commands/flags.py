@@ -21,6 +21,16 @@ def whole(text: str) -> int:
     ) from None
 
 
+def count(text: str) -> int:
+  """Parses a whole number of at least 1."""
+  found = whole(text)
+  if found < 1:
+    raise argparse.ArgumentTypeError(
+      f"'{text}' must be a whole number of at least 1"
+    )
+  return found
+
+
 def number(text: str) -> float:
   """Parses a number."""
   try:
@@ -31,8 +41,8 @@ def number(text: str) -> float:
 
 def pixels(text: str) -> int | tuple[int, int]:
   """Parses SIDE or HEIGHT,WIDTH (also HEIGHTxWIDTH)."""
-  found = tuple(whole(word) for word in text.replace('x', ',').split(','))
-  if len(found) > 2 or min(found) < 1:
+  found = tuple(map(count, text.replace('x', ',').split(',')))
+  if len(found) > 2:
     raise argparse.ArgumentTypeError(
       f"'{text}' must be SIDE or HEIGHT,WIDTH in pixels"
     )

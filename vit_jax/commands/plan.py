@@ -54,12 +54,12 @@ def make_parser() -> flags.Parser:
   )
   parser.add_argument(
     '--num_examples',
-    type=int,
+    type=flags.count,
     help='number of training examples, if the data set is unknown',
   )
   parser.add_argument(
     '--num_classes',
-    type=int,
+    type=flags.count,
     help='number of classes, if the data set is unknown',
   )
   return parser
@@ -69,10 +69,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Parses and checks the flags; raises ValueError for wrong ones."""
   args = make_parser().parse_args(argv)
   flags.require(args, config='FILE')
-  for name in ('num_examples', 'num_classes'):
-    value = getattr(args, name)
-    if value is not None and value < 1:
-      raise ValueError(f'--{name}={value} must be a whole number of at least 1')
   return args
 
 
