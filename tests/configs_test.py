@@ -122,7 +122,7 @@ def test_bit_hyperrule_needs_the_size_of_the_data():
     ('bit_r50x1,/some/folder,5', 'must be MODEL,DATA or MODEL,DATA,EXAMPLES'),
     ('bit_r50x1,/some/folder,0,5', 'must be MODEL,DATA or MODEL,DATA,EXAMP'),
     ('bit_r50x1,/some/folder,many,5', 'must be MODEL,DATA or MODEL,DATA,EX'),
-    ('bit_r50x1,paper', "'paper' is not among the data sets of known size"),
+    ('bit_r50x1,paper', 'must be MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS'),
     ('bit_r50x1,/some/folder', "'/some/folder' is not among .*,5000,500"),
   ):
     with pytest.raises(ValueError, match=message):

@@ -136,16 +136,13 @@ class Parser(argparse.ArgumentParser):
       )
     first, dot, key = flag.lstrip('-').partition('.')
     near = difflib.get_close_matches(f'--{first}', self.flags(), n=1)
-    if self._has_config() and not dot and first in _keys():
-      near = [f'--{_CONFIG}.{first}']
+    if self._has_config() and not dot:
+      from vit_jax.configs import common
+
+      if first in common.get_config():
+        near = [f'--{_CONFIG}.{first}']
     hint = f': did you mean {near[0]}{dot}{key}?' if near else ''
     raise ValueError(f'there is no flag {flag}{hint} (see --help)')
-
-
-def _keys():
-  from vit_jax.configs import common
-
-  return common.get_config()
 
 
 def _split(words):
