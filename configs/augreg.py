@@ -21,11 +21,7 @@ from vit_jax.configs import models
 
 
 def get_config(model_or_filename: str = 'R_Ti_16'):
-  """Returns the config for a model or the name of a checkpoint.
-
-  Raises:
-    ValueError: if the model is unknown.
-  """
+  """Returns the config for a model or the name of a checkpoint."""
   config = common.get_config()
   config.pretrained_dir = 'gs://vit_models/augreg'
   config.model_or_filename = model_or_filename
@@ -40,11 +36,6 @@ def get_config(model_or_filename: str = 'R_Ti_16'):
   config.model.transformer.dropout_rate = 0.0
 
   # Often set on the command line, where the data set must be set.
-  config.base_lr = 0.03
-  config.total_steps = 500
-  config.warmup_steps = 100
-  config.pp.train = 'train'
-  config.pp.test = 'test'
-  config.pp.resize = 448
-  config.pp.crop = 384
+  config.update(base_lr=0.03, total_steps=500, warmup_steps=100)
+  config.pp.update(train='train', test='test', resize=448, crop=384)
   return config

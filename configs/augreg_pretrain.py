@@ -71,12 +71,7 @@ LENGTHS = {'300ep': 300.0, '30ep': 30.0}
 
 
 def get_config(arg: str = 'b16,imagenet21k'):
-  """Returns the config for 'MODEL,DATA', with ',AUGMENTATION' and so on.
-
-  Raises:
-    ValueError: if the argument has another form, a word of it is unknown, or the
-      model needs an augmentation.
-  """
+  """Returns the config for 'MODEL,DATA', with ',AUGMENTATION' and so on."""
   model, _, rest = arg.partition(',')
   dataset, *names = rest.split(',')
   if not dataset:

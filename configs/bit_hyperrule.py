@@ -55,22 +55,18 @@ SMALL_IMAGE = 96
 SMALL_SIZES, LARGE_SIZES = (160, 128), (512, 480)
 # The latter in the paper, for all models but the largest.
 PAPER_SIZES, PAPER_EXCEPT = (448, 384), 'bit_r152x4'
-_PAPER = 'paper'
+_PAPER = ',paper'
+_FORMS = 'MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS'
+_EXAMPLE = 'bit_hyperrule.py:bit_r50x1,/path/to/folder,5000,500'
 
 
 def get_config(arg: str = 'bit_r50x1,cifar10'):
-  """Returns the config for 'MODEL,DATA[,EXAMPLES,PIXELS][,paper]'.
-
-  Raises:
-    ValueError: if the argument has another form, the model is unknown, or the
-      number of examples and the size of the images are.
-  """
-  model, _, rest = arg.partition(',')
-  dataset, *given = rest.split(',')
+  """Returns the config for 'MODEL,DATA[,EXAMPLES,PIXELS][,paper]'."""
+  words = arg.removesuffix(_PAPER)
+  model, dataset, *given = common.split_argument(words, _FORMS, _EXAMPLE)
   large = LARGE_SIZES
-  if given[-1:] == [_PAPER]:
-    given.pop()
-    large = LARGE_SIZES if model == PAPER_EXCEPT else PAPER_SIZES
+  if words != arg and model != PAPER_EXCEPT:
+    large = PAPER_SIZES
   examples, pixels = _data_size(arg, dataset, given)
   config = common.set_dataset(common.get_config(), dataset)
   config.model = models.get_config(model)
@@ -102,19 +98,16 @@ def get_config(arg: str = 'bit_r50x1,cifar10'):
 
 
 def _data_size(arg, dataset, given):
-  """Returns the number of training examples, and the side of an image."""
-  fits = len(given) == 2 and all(part.isdigit() and int(part) for part in given)
-  if not dataset or (given and not fits):
-    raise ValueError(
-      f"'{arg}' must be MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS: "
-      '--config=configs/bit_hyperrule.py:bit_r50x1,cifar10 or '
-      '--config=configs/bit_hyperrule.py:bit_r50x1,/path/to/folder,5000,500'
-    )
-  if not given and dataset not in DATASETS:
+  """Returns the number of training images, and the usual side of an image."""
+  if any(given):
+    if not all(number.isdigit() and int(number) for number in given):
+      raise ValueError(f"'{arg}' must be {_FORMS}: --config=configs/{_EXAMPLE}")
+    return tuple(map(int, given))
+  if dataset not in DATASETS:
     raise ValueError(
       f"'{dataset}' is not among the data sets of known size, "
       f'{", ".join(DATASETS)}: add the number of training images and their usual '
       'side in pixels, as in '
       f'--config=configs/bit_hyperrule.py:{arg},5000,500'
     )
-  return tuple(map(int, given)) if given else DATASETS[dataset]
+  return DATASETS[dataset]

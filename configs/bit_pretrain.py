@@ -37,19 +37,12 @@ SIGMOID = ('imagenet21k', 'jft300m')
 
 
 def get_config(arg: str = 'bit_r50x1,imagenet2012'):
-  """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,RECIPE'.
-
-  Raises:
-    ValueError: if the argument has another form, or the model or the recipe is
-      unknown.
-  """
-  model, dataset, recipe = (*arg.split(','), '', '')[:3]
-  if not dataset or arg.count(',') > 2:
-    raise ValueError(
-      f"'{arg}' must be MODEL,DATA or MODEL,DATA,RECIPE: "
-      '--config=configs/bit_pretrain.py:bit_r50x1,imagenet2012 or '
-      '--config=configs/bit_pretrain.py:bit_r50x1,/path/to/folder,imagenet2012'
-    )
+  """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,RECIPE'."""
+  model, dataset, recipe = common.split_argument(
+    arg,
+    'MODEL,DATA or MODEL,DATA,RECIPE',
+    'bit_pretrain.py:bit_r50x1,/path/to/folder,imagenet2012',
+  )
   recipe = recipe or dataset
   if recipe not in RECIPES:
     raise ValueError(

@@ -101,12 +101,7 @@ def _preset(dataset, total_steps):
 
 
 def keep_labels(pp, task: str):
-  """Turns off augmentation that changes the labels of a task of VTAB.
-
-  Args:
-    pp: `config.pp`, changed in place.
-    task: a key of VTAB.
-  """
+  """Turns off augmentation, in `pp`, that changes the labels of a task of VTAB."""
   if 'crop' not in VTAB[task]:
     with pp.ignore_type():
       pp.crop_area = None
@@ -392,19 +387,37 @@ def with_dataset(
   return config
 
 
-def choose(names: Iterable[str], known: dict[str, Iterable[str]]) -> dict:
-  """Sorts the words of a config's argument by what they choose.
+def split_argument(arg: str, forms: str, example: str) -> list[str]:
+  """Splits the argument of a config at its commas.
 
   Args:
-    names: the words, in any order.
+    arg: the argument.
+    forms: its forms, the shortest first, as 'MODEL,DATA or MODEL,DATA,SIZE'.
+    example: config and argument of the message, as 'vit.py:b16,cifar10'.
+
+  Returns:
+    The words, as many as the last form has, with '' for those left out.
+
+  Raises:
+    ValueError: if there are too few or too many, or a needed one is empty.
+  """
+  words = arg.split(',')
+  least, *_, most = 2 * [form.count(',') + 1 for form in forms.split(' or ')]
+  if not all(words[:least]) or not least <= len(words) <= most:
+    raise ValueError(f"'{arg}' must be {forms}: --config=configs/{example}")
+  return words + (most - len(words)) * ['']
+
+
+def choose(names: Iterable[str], known: dict[str, Iterable[str]]) -> dict:
+  """Sorts the words of a config's argument, in any order, by what they choose.
+
+  Args:
+    names: the words.
     known: what can be chosen (a noun, such as 'recipe') -> the words for it, all
       of them different.
 
   Returns:
     A dict like `known`, with the one word that was given for a noun, or None.
-
-  Raises:
-    ValueError: if a word is unknown, or two words choose the same.
   """
   chosen = dict.fromkeys(known)
   for name in names:
@@ -419,14 +432,7 @@ def choose(names: Iterable[str], known: dict[str, Iterable[str]]) -> dict:
 
 
 def set_augmentation(config, name: str):
-  """Sets RandAugment and mixup to one of the published settings.
-
-  Args:
-    config: changed in place: `pp.randaugment` and `task_options.mixup`.
-    name: a key of AUGREG.
-
-  Returns:
-    config.
+  """Sets RandAugment and mixup, in place, to a setting of AUGREG; returns config.
 
   Raises:
     ValueError: if the name is unknown.

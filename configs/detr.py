@@ -73,20 +73,11 @@ SIDES = tuple(range(480, 801, 32))
 
 
 def get_config(arg: str = 'r50,coco/2017'):
-  """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,LENGTH'.
-
-  Raises:
-    ValueError: if the argument has another form, or the model or the length is
-      unknown.
-  """
-  model, _, rest = arg.partition(',')
-  dataset, _, length = rest.partition(',')
+  """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,LENGTH'."""
+  model, dataset, length = common.split_argument(
+    arg, 'MODEL,DATA or MODEL,DATA,LENGTH', 'detr.py:r50,coco/2017'
+  )
   length = length or '300ep'
-  if not dataset:
-    raise ValueError(
-      f"'{arg}' must be MODEL,DATA or MODEL,DATA,LENGTH, as in "
-      '--config=configs/detr.py:r50,coco/2017'
-    )
   if length not in LENGTHS:
     raise ValueError(
       f"'{length}' is unknown: use one of {', '.join(LENGTHS)}, or set "

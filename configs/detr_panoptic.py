@@ -29,12 +29,7 @@ PARTS = ('boxes', 'masks', 'both')
 
 
 def get_config(arg: str = 'r50,coco/2017_panoptic,boxes'):
-  """Returns the config for 'MODEL,DATA,PART'.
-
-  Raises:
-    ValueError: if the argument has another form, or the model or the part is
-      unknown.
-  """
+  """Returns the config for 'MODEL,DATA,PART'."""
   rest, _, part = arg.rpartition(',')
   if part not in PARTS:
     raise ValueError(

@@ -36,11 +36,7 @@ _CROP_AREA = tuple(3 / 4 * (224 / side) ** 2 for side in (384, 256))
 
 
 def get_config(arg: str = 's,imagenet2012,32'):
-  """Returns the config for 'SIZE,DATA,SIDE' or 'SIZE,DATA,SIDE,OBJECTIVE'.
-
-  Raises:
-    ValueError: if the argument has another form, or a part is unknown.
-  """
+  """Returns the config for 'SIZE,DATA,SIDE' or 'SIZE,DATA,SIDE,OBJECTIVE'."""
   size, dataset, side, objective = parse(arg)
   config = common.set_dataset(common.get_config(), dataset)
   config.pretrained_dir = None  # From random weights.
@@ -75,27 +71,15 @@ def parse(arg: str) -> tuple[str, str, int, str]:
 
 
 def set_model(config, size: str, side: int):
-  """Sets the model, the size of its images, and how they are cropped.
-
-  Args:
-    config: changed in place.
-    size: 's', 'm', 'l' or 'xl'.
-    side: height and width in pixels.
-  """
+  """Sets the model, the side of its images in pixels, and how they are cropped."""
   config.model = models.get_config(f'igpt_{size}')
   config.model.num_positions = side**2
-  config.pp.crop = side
-  config.pp.resize = side  # Evaluation: the square in the centre.
-  config.pp.crop_area = _CROP_AREA
-  config.pp.crop_ratio = (1.0, 1.0)
-  config.pp.flip = False
+  # Evaluation: the square in the centre.
+  config.pp.update(crop=side, resize=side, flip=False)
+  config.pp.update(crop_area=_CROP_AREA, crop_ratio=(1.0, 1.0))
 
 
 def set_adam(config):
   """Sets the paper's optimiser: Adam without weight decay."""
-  config.optimizer = 'adam'
-  config.b1 = 0.9
-  config.b2 = 0.95
-  config.optim_dtype = 'float32'
-  config.weight_decay = 0.0
+  config.update(optimizer='adam', b2=0.95, optim_dtype='float32')
   config.grad_norm_clip = 0.0

@@ -23,11 +23,7 @@ from vit_jax.configs import igpt_digits
 
 
 def get_config(arg: str = 's,cifar10,32'):
-  """Returns the config for 'SIZE,DATA,SIDE[,OBJECTIVE]' or 'digits'.
-
-  Raises:
-    ValueError: if the argument has another form, or a part is unknown.
-  """
+  """Returns the config for 'SIZE,DATA,SIDE[,OBJECTIVE]' or 'digits'."""
   if arg == 'digits':
     config = igpt_digits.get_config()
     config.task_options = {}

@@ -28,30 +28,16 @@ from vit_jax.configs import models
 
 
 def get_config(arg: str = 'b16,imagenet2012'):
-  """Returns the config for 'MODEL,DATA'.
-
-  Raises:
-    ValueError: if the argument is not such a pair or the model is unknown.
-  """
-  model, _, dataset = arg.partition(',')
-  if not dataset:
-    raise ValueError(
-      f"'{arg}' must be MODEL,DATA: --config=configs/masked_patches.py:b16,"
-      '/path/to/folder or --config=configs/masked_patches.py:b16,imagenet2012'
-    )
+  """Returns the config for 'MODEL,DATA'."""
+  model, dataset = common.split_argument(
+    arg, 'MODEL,DATA', 'masked_patches.py:b16,/path/to/folder'
+  )
   config = common.set_dataset(common.get_config(), dataset)
   config.pretrained_dir = None  # From random weights.
   config.task = 'masked_patches'
   config.model = models.get_config(model)
-  config.batch = 4096
-  config.batch_eval = 4096
-  config.total_steps = 1_000_000
-  config.warmup_steps = 10_000
-  config.optimizer = 'adam'
-  config.optim_dtype = 'float32'
-  config.base_lr = 2e-4
-  config.decay_type = 'cosine'
-  config.eval_every = 10_000
-  config.checkpoint_every = 5_000
-  config.progress_every = 50
+  config.update(batch=4096, batch_eval=4096)
+  config.update(total_steps=1_000_000, warmup_steps=10_000)
+  config.update(optimizer='adam', optim_dtype='float32', base_lr=2e-4)
+  config.update(eval_every=10_000, checkpoint_every=5_000, progress_every=50)
   return config

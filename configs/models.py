@@ -99,11 +99,11 @@ DROPOUT = {
 GAP = ('S_16', 'S_32', 'B_16', 'B_32')
 
 
+# Type of the computation, such as 'bfloat16', and of the parameters.
+_TYPES = {'dtype': 'float32', 'param_dtype': 'float32'}
 # Fields of a Vision Transformer beyond its sizes, with their defaults.
 OPTIONS = {
-  # Type of the computation, such as 'bfloat16', and of the parameters.
-  'dtype': 'float32',
-  'param_dtype': 'float32',
+  **_TYPES,
   # Initial bias of the head: -10 for many classes with a sigmoid.
   'head_bias_init': 0.0,
   # Implementation of attention: see vit_jax/layers/attention.py.
@@ -137,22 +137,18 @@ OPTIONS = {
   'resnet.eps': 'published',
 }
 # The same for an MLP-Mixer.
-MIXER_OPTIONS = {'dtype': 'float32', 'param_dtype': 'float32'}
+MIXER_OPTIONS = _TYPES
 # The same for a BiT ResNet; `eps` and `remat` are described in
 # vit_jax/models_bit.py.
 BIT_OPTIONS = {
-  'dtype': 'float32',
-  'param_dtype': 'float32',
+  **_TYPES,
   'head_bias_init': 0.0,
   'eps': 'published',
   'remat': '',
 }
-
-
 # The same for iGPT; see vit_jax/models_igpt.py.
 IGPT_OPTIONS = {
-  'dtype': 'float32',
-  'param_dtype': 'float32',
+  **_TYPES,
   # Whether a pixel is predicted from those before it, or from all others.
   'causal': True,
   # By what attention divides its logits: the 'exact' root of a head's width, or
@@ -162,11 +158,9 @@ IGPT_OPTIONS = {
   'remat': '',
   'scan': False,
 }
-
 # The same for a DETR, see vit_jax/models_detr.py.
 DETR_OPTIONS = {
-  'dtype': 'float32',
-  'param_dtype': 'float32',
+  **_TYPES,
   # Norm of the backbone: 'frozen_batch' or 'group'.
   'norm': 'frozen_batch',
   # Computes a mask for each query, for the task 'segment'.
@@ -192,101 +186,82 @@ ALL_OPTIONS = {
 }
 
 
-def _config(name, size, patch, resnet=None, classifier='token'):
+def _config(name, **fields):
+  return ml_collections.ConfigDict({'model_name': name, **fields})
+
+
+def _vit_config(name, size, patch, classifier='token', **fields):
   layers, width, mlp_dim, heads = size
-  config = ml_collections.ConfigDict()
-  config.model_name = name
-  config.patches = ml_collections.ConfigDict({'size': (patch, patch)})
-  config.hidden_size = width
-  config.transformer = ml_collections.ConfigDict()
-  config.transformer.mlp_dim = mlp_dim
-  config.transformer.num_heads = heads
-  config.transformer.num_layers = layers
-  config.transformer.attention_dropout_rate = 0.0
-  config.transformer.dropout_rate = DROPOUT.get(name, 0.0)
-  config.classifier = classifier
-  config.representation_size = ml_collections.config_dict.placeholder(int)
-  if resnet is not None:
-    units, width_factor = resnet
-    config.resnet = ml_collections.ConfigDict()
-    config.resnet.num_layers = units
-    config.resnet.width_factor = width_factor
-  return config
-
-
-def _mixer_config(name, patch, width, blocks, tokens_mlp_dim, channels_mlp_dim):
-  config = ml_collections.ConfigDict()
-  config.model_name = name
-  config.patches = ml_collections.ConfigDict({'size': (patch, patch)})
-  config.hidden_dim = width
-  config.num_blocks = blocks
-  config.tokens_mlp_dim = tokens_mlp_dim
-  config.channels_mlp_dim = channels_mlp_dim
-  return config
-
-
-def _bit_config(name, units, width_factor):
-  config = ml_collections.ConfigDict()
-  config.kind = 'bit'
-  config.model_name = name
-  config.num_layers = units
-  config.width_factor = float(width_factor)
-  return config
-
-
-def _igpt_config(name, num_layers, hidden_size, num_heads):
-  config = ml_collections.ConfigDict()
-  config.kind = 'igpt'
-  config.model_name = name
-  config.hidden_size = hidden_size
-  config.num_layers = num_layers
-  config.num_heads = num_heads
-  config.num_colors = 512
-  config.num_positions = 32 * 32
-  return config
-
-
-def _detr_config(name, units, dilate_last):
-  config = ml_collections.ConfigDict()
-  config.kind = 'detr'
-  config.model_name = name
-  config.units = units
-  config.dilate_last = dilate_last
-  config.hidden_size = 256
-  config.num_queries = 100
-  config.num_encoder_layers = 6
-  config.num_decoder_layers = 6
-  config.num_heads = 8
-  config.mlp_dim = 2048
-  return config
+  return _config(
+    name,
+    patches={'size': (patch, patch)},
+    hidden_size=width,
+    transformer={
+      'mlp_dim': mlp_dim,
+      'num_heads': heads,
+      'num_layers': layers,
+      'attention_dropout_rate': 0.0,
+      'dropout_rate': DROPOUT.get(name, 0.0),
+    },
+    classifier=classifier,
+    representation_size=ml_collections.config_dict.placeholder(int),
+    **fields,
+  )
 
 
 def _make_configs():
   configs = {}
   for name, classifier in TESTING.items():
-    configs[name] = _config(name, (1, 10, 10, 2), 16, classifier=classifier)
+    configs[name] = _vit_config(name, (1, 10, 10, 2), 16, classifier)
   for size, patches in PATCHES.items():
     for patch in patches:
       name = f'ViT-{size}_{patch}'
-      configs[name] = _config(name, SIZES[size], patch)
+      configs[name] = _vit_config(name, SIZES[size], patch)
   for variant in GAP:
     size, patch = variant.split('_')
     name = f'ViT-{variant}-gap-norep'
-    configs[name] = _config(name, SIZES[size], int(patch), classifier='gap')
+    configs[name] = _vit_config(name, SIZES[size], int(patch), 'gap')
   for name, (size, patch, units, width_factor) in HYBRIDS.items():
+    resnet = {'num_layers': units, 'width_factor': width_factor}
+    configs[name] = _vit_config(name, SIZES[size], patch, resnet=resnet)
+  for name, (patch, width, blocks, tokens, channels) in MIXERS.items():
     configs[name] = _config(
-      name, SIZES[size], patch, resnet=(units, width_factor)
+      name,
+      patches={'size': (patch, patch)},
+      hidden_dim=width,
+      num_blocks=blocks,
+      tokens_mlp_dim=tokens,
+      channels_mlp_dim=channels,
     )
-  for name, sizes in MIXERS.items():
-    configs[name] = _mixer_config(name, *sizes)
   for depth, (units, width_factors) in BITS.items():
     for factor in width_factors:
       name = f'BiT-{depth}x{factor}'
-      configs[name] = _bit_config(name, units, factor)
-  for size, sizes in IGPTS.items():
-    configs[f'iGPT-{size}'] = _igpt_config(f'iGPT-{size}', *sizes)
-  for name, sizes in DETRS.items():
-    configs[name] = _detr_config(name, *sizes)
+      configs[name] = _config(
+        name, kind='bit', num_layers=units, width_factor=float(factor)
+      )
+  for size, (layers, width, heads) in IGPTS.items():
+    configs[f'iGPT-{size}'] = _config(
+      f'iGPT-{size}',
+      kind='igpt',
+      hidden_size=width,
+      num_layers=layers,
+      num_heads=heads,
+      num_colors=512,
+      num_positions=32 * 32,
+    )
+  for name, (units, dilate_last) in DETRS.items():
+    configs[name] = _config(
+      name,
+      kind='detr',
+      units=units,
+      dilate_last=dilate_last,
+      hidden_size=256,
+      num_queries=100,
+      num_encoder_layers=6,
+      num_decoder_layers=6,
+      num_heads=8,
+      mlp_dim=2048,
+    )
   return configs
 
 
@@ -342,9 +317,6 @@ def get_config(name: str) -> ml_collections.ConfigDict:
 def get_backbone_config(name: str) -> ml_collections.ConfigDict:
   """Returns the config of a Vision Transformer as the backbone of a DETR.
 
-  Args:
-    name: see `get_config`.
-
   Raises:
     ValueError: if the name is unknown, or that of another kind of model.
   """
@@ -357,11 +329,13 @@ def get_backbone_config(name: str) -> ml_collections.ConfigDict:
   return with_options(config)
 
 
+def kind_of(model) -> str:
+  """Returns the kind of a model, which the original's configs do not name."""
+  return model.get('kind') or ('mixer' if 'tokens_mlp_dim' in model else 'vit')
+
+
 def parts_of(model) -> dict[str, str]:
   """Returns the parts of a model that are models of their own.
-
-  Args:
-    model: config of a model (`config.model` of a run).
 
   Returns:
     {first name of the part's parameters: key of the part's config in `model`},
@@ -371,11 +345,7 @@ def parts_of(model) -> dict[str, str]:
 
 
 def vit_of(model) -> ml_collections.ConfigDict:
-  """Returns the config of a DETR's Vision Transformer, or else that of the model.
-
-  Args:
-    model: config of a model (`config.model` of a run).
-  """
+  """Returns the config of a DETR's Vision Transformer, or else that of the model."""
   return model.get('vit') or model
 
 
@@ -384,9 +354,6 @@ def layers_of(model) -> ml_collections.ConfigDict:
 
   The part has `num_layers`, `attention` and `remat` where the model has them: it
   is the `transformer` of a Vision Transformer, and the whole config of an iGPT.
-
-  Args:
-    model: config of a model (`config.model` of a run).
   """
   return vit_of(model).get('transformer') or vit_of(model)
 
@@ -398,17 +365,9 @@ def place_of_layers(model) -> str:
 
 
 def with_options(config) -> ml_collections.ConfigDict:
-  """Returns a copy of a model's config that contains all of its options.
-
-  Args:
-    config: config of a model of this package (`config.model` of a run); a config
-      of another `kind` is returned as it is.
-  """
+  """Returns a copy of a model's config that contains all options of its kind."""
   config = copy.deepcopy(config)
-  kind = config.get('kind') or (
-    'mixer' if 'tokens_mlp_dim' in config else 'vit'
-  )
-  for path, default in _OPTIONS_OF.get(kind, {}).items():
+  for path, default in _OPTIONS_OF.get(kind_of(config), {}).items():
     group, _, key = path.rpartition('.')
     holder = config.get(group) if group else config
     if isinstance(holder, ml_collections.ConfigDict) and key not in holder:

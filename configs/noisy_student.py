@@ -44,24 +44,17 @@ from vit_jax.configs import pretrain
 
 
 def get_config(arg: str = 'b16,imagenet2012,imagenet21k'):
-  """Returns the config: the program, and the configs of teacher and student.
-
-  Raises:
-    ValueError: if the argument has another form, or a model is unknown.
-  """
-  model, *data = arg.split(',')
-  if len(data) not in (2, 3) or not all(data):
-    raise ValueError(
-      f"'{arg}' must be MODEL,LABELLED,UNLABELLED or "
-      'MODEL,LABELLED,UNLABELLED,STUDENT: '
-      '--config=configs/noisy_student.py:b16,imagenet2012,/data/unlabelled'
-    )
-  labelled, unlabelled, *student = data
+  """Returns the config: the program, and the configs of teacher and student."""
+  model, labelled, unlabelled, student = common.split_argument(
+    arg,
+    'MODEL,LABELLED,UNLABELLED or MODEL,LABELLED,UNLABELLED,STUDENT',
+    'noisy_student.py:b16,imagenet2012,/data/unlabelled',
+  )
   config = ml_collections.ConfigDict()
   config.trainer = 'noisy_student'
   config.teacher = _with_noise(pretrain.get_config(f'{model},{labelled}'))
   config.student = _with_noise(
-    pretrain.get_config(f'{(student or [model])[0]},{labelled}')
+    pretrain.get_config(f'{student or model},{labelled}')
   )
   # Labelled images of a batch; the unlabelled ones are added.
   config.student.batch = 512
@@ -81,13 +74,7 @@ def _with_noise(run):
 
 
 def set_defaults(config, unlabelled: str, split: str):
-  """Sets all keys but `trainer`, `teacher` and `student`; returns the config.
-
-  Args:
-    config: the config.
-    unlabelled: data set of the unlabelled images.
-    split: their split.
-  """
+  """Sets all keys but `trainer`, `teacher` and `student`; returns the config."""
   # A TFDS name or a folder, and the split; '{seed}' stands for the seed.
   config.unlabelled = unlabelled
   config.unlabelled_split = split

@@ -27,14 +27,7 @@ RATES = (3e-4, 1e-3, 3e-3)
 
 
 def get_config(names: str = ''):
-  """Returns the config of the study.
-
-  Args:
-    names: names of variants, separated by commas; '' for all.
-
-  Raises:
-    ValueError: if a name is unknown.
-  """
+  """Returns the config of the study of some variants, separated by commas."""
   chosen = studies.select(VARIANTS, names)
   pairs = [(*VARIANTS[name], rate) for name in chosen for rate in RATES]
   config = studies.get_config(

@@ -43,14 +43,7 @@ VARIANTS = {
 
 
 def get_config(names: str = ''):
-  """Returns the config of the study.
-
-  Args:
-    names: names of variants, separated by commas; '' for all.
-
-  Raises:
-    ValueError: if a name is unknown.
-  """
+  """Returns the config of the study of some variants, separated by commas."""
   transformer = 'model.transformer.position'
   return studies.get_config(
     'Position embeddings (table 8 in small)',

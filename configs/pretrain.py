@@ -120,12 +120,7 @@ OTHER = dict(
 
 
 def get_config(arg: str = 'b16,imagenet2012'):
-  """Returns the config for 'MODEL,DATA', with ',RECIPE' and so on.
-
-  Raises:
-    ValueError: if the argument has another form, or the model, the recipe, its
-      length or the augmentation is unknown.
-  """
+  """Returns the config for 'MODEL,DATA', with ',RECIPE' and so on."""
   model, _, rest = arg.partition(',')
   dataset, *names = rest.split(',')
   if not dataset:

@@ -35,7 +35,24 @@ def is_number(value) -> bool:
     return False
 
 
-def _range(low, high, below):
+def _is_sequence(value, *lengths) -> bool:
+  fits = isinstance(value, tuple | list)
+  return fits and (not lengths or len(value) in lengths)
+
+
+def _is_mapping(value) -> bool:
+  return isinstance(value, Mapping | ml_collections.ConfigDict)
+
+
+def _rule(fits: Callable[[Any], bool], words: str) -> Rule:
+  """Returns a rule: values that fit; `words` describe them."""
+  return lambda value: None if fits(value) else words
+
+
+# --- Single values ---
+
+
+def _range(low, high, below=False):
   if high is None:
     return f' of at least {low}'
   return f' from {low} to {"below " * below}{high}'
@@ -43,84 +60,68 @@ def _range(low, high, below):
 
 def whole(low: int, high: int | None = None) -> Rule:
   """Returns a rule: a whole number from `low` to `high`, both included."""
-  words = f'must be a whole number{_range(low, high, False)}'
-
-  def rule(value):
-    fits = (
-      is_number(value) and isinstance(value, numbers.Integral) and value >= low
-    )
-    return None if fits and (high is None or value <= high) else words
-
-  return rule
+  return _rule(
+    lambda x: (
+      is_number(x)
+      and isinstance(x, numbers.Integral)
+      and low <= x
+      and (high is None or x <= high)
+    ),
+    f'must be a whole number{_range(low, high)}',
+  )
 
 
 def number(low: float = 0, high: float | None = None, below=False) -> Rule:
   """Returns a rule: a finite number from `low` to (`below`: under) `high`."""
-  words = f'must be a finite number{_range(low, high, below)}'
-
-  def rule(value):
-    fits = is_number(value) and value >= low
-    if fits and high is not None:
-      fits = value < high if below else value <= high
-    return None if fits else words
-
-  return rule
-
-
-def positive(value) -> str | None:
-  """Checks for a finite number above 0."""
-  fits = is_number(value) and value > 0
-  return None if fits else 'must be a finite number above 0'
-
-
-def share(value) -> str | None:
-  """Checks for a number above 0 and at most 1."""
-  fits = not positive(value) and value <= 1
-  return None if fits else 'must be a number above 0 and at most 1'
-
-
-def finite(value) -> str | None:
-  """Checks for a finite number of either sign."""
-  return None if is_number(value) else 'must be a finite number'
-
-
-def flag(value) -> str | None:
-  """Checks for True or False."""
-  return None if isinstance(value, bool) else 'must be True or False'
-
-
-def text(value) -> str | None:
-  """Checks for a text that is not empty."""
-  fits = isinstance(value, str) and value
-  return None if fits else 'must be a text that is not empty'
-
-
-def weights(value) -> str | None:
-  """Checks for a path of weights, or for a table of such paths by prefix."""
-  table = (
-    value if isinstance(value, Mapping | ml_collections.ConfigDict) else {}
+  return _rule(
+    lambda x: (
+      is_number(x)
+      and low <= x
+      and (high is None or x < high or (x == high and not below))
+    ),
+    f'must be a finite number{_range(low, high, below)}',
   )
-  fits = table and not any(map(text, [*table.keys(), *table.values()]))
-  return (
-    None
-    if fits
-    else text(value)
-    and (
-      'must be a path, or a table of paths by the first name of parameters, such '
-      "as {'backbone': 'ViT-B_16.npz'}"
-    )
-  )
+
+
+positive = _rule(
+  lambda x: is_number(x) and x > 0, 'must be a finite number above 0'
+)
+share = _rule(
+  lambda x: is_number(x) and 0 < x <= 1,
+  'must be a number above 0 and at most 1',
+)
+finite = _rule(is_number, 'must be a finite number')
+flag = _rule(lambda x: isinstance(x, bool), 'must be True or False')
+text = _rule(
+  lambda x: isinstance(x, str) and x != '', 'must be a text that is not empty'
+)
+# The rule of keys without a rule.
+no_nan = _rule(
+  lambda x: not (isinstance(x, float) and math.isnan(x)), 'must be a number'
+)
+# Slices and sums in the notation of TFDS.
+split = _rule(
+  lambda x: (
+    isinstance(x, str)
+    and all(_SPLIT.fullmatch(part.strip()) for part in x.split('+'))
+  ),
+  "must be a split in the notation of TFDS: 'train', 'train[:90%]', "
+  "'train[100:]+test'",
+)
+# Of a ResNet: GroupNorm has groups of 32 channels, and the root 64 times the
+# factor.
+width_factor = _rule(
+  lambda x: not positive(x) and x % 0.5 == 0,
+  'must be a multiple of 0.5 above 0',
+)
 
 
 def one_of(*known: str | int) -> Rule:
   """Returns a rule: one of some names or numbers."""
-  words = f'is unknown: use one of {", ".join(map(repr, known))}'
-
-  def rule(value):
-    fits = any(type(value) is type(x) and value == x for x in known)
-    return None if fits else words
-
-  return rule
+  return _rule(
+    lambda value: any(type(value) is type(x) and value == x for x in known),
+    f'is unknown: use one of {", ".join(map(repr, known))}',
+  )
 
 
 def optional(rule: Rule) -> Rule:
@@ -133,25 +134,57 @@ def optional(rule: Rule) -> Rule:
   return check
 
 
-def _is_sequence(value, *lengths) -> bool:
-  fits = isinstance(value, tuple | list)
-  return fits and (not lengths or len(value) in lengths)
+# --- Several values ---
 
-
-def split(value) -> str | None:
-  """Checks for a split, a slice or a sum of them in the notation of TFDS."""
-  fits = isinstance(value, str) and all(
-    _SPLIT.fullmatch(part.strip()) for part in value.split('+')
-  )
-  return None if fits else (
-    "must be a split in the notation of TFDS: 'train', 'train[:90%]', "
-    "'train[100:]+test'"
-  )  # fmt: skip
-
-
-def sequence(value) -> str | None:
-  """Checks for a tuple or a list."""
-  return None if _is_sequence(value) else 'must be a tuple'
+sequence = _rule(_is_sequence, 'must be a tuple')
+# A number of pixels or patches, or (height, width).
+size = _rule(
+  lambda x: not any(map(whole(1), x if _is_sequence(x, 2) else (x,))),
+  'must be a whole number of at least 1, or two',
+)
+range_of_sizes = _rule(
+  lambda x: _is_sequence(x, 2) and not size(x) and x[0] <= x[1],
+  'must be (smallest, largest), two whole numbers of at least 1',
+)
+pair_of_sizes = _rule(
+  lambda x: _is_sequence(x, 2) and not size(x),
+  'must be (height, width), two whole numbers of at least 1',
+)
+# Increasing shares of a run.
+moments = _rule(
+  lambda x: (
+    _is_sequence(x)
+    and all(is_number(share) and 0 < share < 1 for share in x)
+    and list(x) == sorted(set(x))
+  ),
+  'must be increasing shares of the run, between 0 and 1',
+)
+randaugment = _rule(
+  lambda x: (
+    _is_sequence(x, 0)
+    or (_is_sequence(x, 2) and not whole(1)(x[0]) and not whole(0, 30)(x[1]))
+  ),
+  'must be (layers, magnitude), whole numbers, at least 1 layer and a magnitude '
+  'from 0 to 30; or () for none',
+)
+# Of the stages of a ResNet.
+units = _rule(
+  lambda x: _is_sequence(x) and not any(map(whole(1), x)),
+  'must be the units of each stage, whole numbers of at least 1',
+)
+seeds = _rule(
+  lambda x: not wholes(0)(x) and len(x) > 0,
+  'must be one or more whole numbers, each of them once',
+)
+# NO_CLASS may be there repeatedly.
+names = _rule(
+  lambda x: (
+    _is_sequence(x)
+    and all(isinstance(name, str) for name in x)
+    and all(n == 1 or k == NO_CLASS for k, n in collections.Counter(x).items())
+  ),
+  'must be a list of names, each of them once',
+)
 
 
 def several(rule: Rule) -> Rule:
@@ -166,112 +199,64 @@ def several(rule: Rule) -> Rule:
   return check
 
 
-def size(value) -> str | None:
-  """Checks for a number of pixels or patches, or (height, width)."""
-  pair = value if _is_sequence(value, 2) else (value, value)
-  fits = not any(map(whole(1), pair))
-  return None if fits else 'must be a whole number of at least 1, or two'
-
-
-def range_of_sizes(value) -> str | None:
-  """Checks for (smallest, largest) in pixels."""
-  fits = _is_sequence(value, 2) and not size(value) and value[0] <= value[1]
-  words = 'must be (smallest, largest), two whole numbers of at least 1'
-  return None if fits else words
-
-
-def pair_of_sizes(value) -> str | None:
-  """Checks for (height, width)."""
-  fits = _is_sequence(value, 2) and not size(value)
-  words = 'must be (height, width), two whole numbers of at least 1'
-  return None if fits else words
-
-
 def shares(high: float | None) -> Rule:
   """Returns a rule: (smallest, largest), above 0 and at most `high`."""
   most = '' if high is None else f' and at most {high}'
-  words = f'must be (smallest, largest), finite numbers above 0{most}'
-
-  def rule(value):
-    if not _is_sequence(value, 2) or any(map(positive, value)):
-      return words
-    fits = value[0] <= value[1] and (high is None or value[1] <= high)
-    return None if fits else words
-
-  return rule
-
-
-def moments(value) -> str | None:
-  """Checks for increasing shares of a run, between 0 and 1."""
-  fits = _is_sequence(value) and all(is_number(x) and 0 < x < 1 for x in value)
-  fits = fits and list(value) == sorted(set(value))
-  words = 'must be increasing shares of the run, between 0 and 1'
-  return None if fits else words
-
-
-def randaugment(value) -> str | None:
-  """Checks for (layers, magnitude), or ()."""
-  fits = _is_sequence(value, 0) or (
-    _is_sequence(value, 2) and not whole(1)(value[0] or 0)
-    and not whole(0, 30)(value[1])
-  )  # fmt: skip
-  return None if fits else (
-    'must be (layers, magnitude), whole numbers, at least 1 layer and a magnitude '
-    'from 0 to 30; or () for none'
-  )  # fmt: skip
-
-
-def width_factor(value) -> str | None:
-  """Checks for the width factor of a ResNet."""
-  # GroupNorm has groups of 32 channels, and the root 64 times the factor.
-  fits = not positive(value) and value % 0.5 == 0
-  return None if fits else 'must be a multiple of 0.5 above 0'
-
-
-def units(value) -> str | None:
-  """Checks for the numbers of units in the stages of a ResNet."""
-  fits = _is_sequence(value) and not any(map(whole(1), value))
-  words = 'must be the units of each stage, whole numbers of at least 1'
-  return None if fits else words
-
-
-def seeds(value) -> str | None:
-  """Checks for one or more different whole numbers."""
-  words = 'must be one or more whole numbers, each of them once'
-  return words if wholes(0)(value) or not value else None
+  return _rule(
+    lambda x: (
+      _is_sequence(x, 2)
+      and not any(map(positive, x))
+      and x[0] <= x[1]
+      and (high is None or x[1] <= high)
+    ),
+    f'must be (smallest, largest), finite numbers above 0{most}',
+  )
 
 
 def wholes(low: int) -> Rule:
   """Returns a rule: different whole numbers of at least `low`."""
-  words = f'must be a tuple of different whole numbers of at least {low}'
-
-  def rule(value):
-    fits = _is_sequence(value) and not any(map(whole(low), value))
-    return None if fits and len(set(value)) == len(value) else words
-
-  return rule
-
-
-def names(value) -> str | None:
-  """Checks for a list of different texts; NO_CLASS may be there repeatedly."""
-  fits = _is_sequence(value) and all(isinstance(x, str) for x in value)
-  fits = fits and all(
-    count == 1 or name == NO_CLASS
-    for name, count in collections.Counter(value).items()
+  return _rule(
+    lambda x: (
+      _is_sequence(x) and not any(map(whole(low), x)) and len(set(x)) == len(x)
+    ),
+    f'must be a tuple of different whole numbers of at least {low}',
   )
-  return None if fits else 'must be a list of names, each of them once'
 
 
-def dataset(value) -> str | None:
-  """Checks for a data set, or several with weights."""
-  parts = value if _is_sequence(value) and value else ((value, 1.0),)
-  fits = all(_is_sequence(p, 2) for p in parts) and not any(
-    text(name) or positive(weight) for name, weight in parts
-  )
-  return None if fits else (
-    'must be the name of a data set, a folder, or several with weights above '
-    "0 as in (('cifar10', 0.7), ('/data/photos', 0.3))"
-  )  # fmt: skip
+# --- Keys with a form of their own ---
+
+# A path of weights, or several by the first name of parameters.
+weights = _rule(
+  lambda x: (
+    not text(x)
+    or (
+      _is_mapping(x)
+      and len(x) > 0
+      and not any(map(text, [*x.keys(), *x.values()]))
+    )
+  ),
+  'must be a path, or a table of paths by the first name of parameters, such as '
+  "{'backbone': 'ViT-B_16.npz'}",
+)
+dataset = _rule(
+  lambda x: all(
+    _is_sequence(pair, 2) and not text(pair[0]) and not positive(pair[1])
+    for pair in (x if _is_sequence(x) and x else ((x, 1.0),))
+  ),
+  'must be the name of a data set, a folder, or several with weights above 0 as '
+  "in (('cifar10', 0.7), ('/data/photos', 0.3))",
+)
+group = _rule(
+  lambda x: x is None or isinstance(x, ml_collections.ConfigDict),
+  'must be a group of keys',
+)
+mesh = _rule(
+  lambda x: (
+    _is_mapping(x)
+    and all(n is None or n == -1 or not whole(1)(n) for n in x.values())
+  ),
+  'must be whole numbers of at least 1 by axis, or -1 for the rest',
+)
 
 
 def pairs(is_second: Callable[[Any], bool], words: str, single=False) -> Rule:
@@ -311,21 +296,6 @@ def is_spec(value) -> bool:
   )
 
 
-def group(value) -> str | None:
-  """Checks for a group of keys, or None."""
-  fits = value is None or isinstance(value, ml_collections.ConfigDict)
-  return None if fits else 'must be a group of keys'
-
-
-def mesh(value) -> str | None:
-  """Checks for the axes of a mesh and their sizes."""
-  fits = isinstance(value, Mapping | ml_collections.ConfigDict) and all(
-    size is None or size == -1 or not whole(1)(size) for size in value.values()
-  )
-  words = 'must be whole numbers of at least 1 by axis, or -1 for the rest'
-  return None if fits else words
-
-
 def check(name: str, value, rule: Rule):
   """Raises ValueError with the key, its value and the rule that it breaks."""
   wrong = rule(value)
@@ -334,12 +304,6 @@ def check(name: str, value, rule: Rule):
     shown = repr(value.to_dict() if plain else value)
     shown = shown if len(shown) <= _SHOWN else f'{shown[:_SHOWN]} ...'
     raise ValueError(f'{name}={shown} {wrong} (config.{name})')
-
-
-def no_nan(value) -> str | None:
-  """Checks for anything but NaN: the rule of keys without a rule."""
-  is_nan = isinstance(value, float) and math.isnan(value)
-  return 'must be a number' if is_nan else None
 
 
 def raise_unknown(key, known, prefix='', of='config'):

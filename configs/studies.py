@@ -35,15 +35,7 @@ def get_config(title: str, variants: tuple) -> ml_collections.ConfigDict:
 
 
 def select(known: Iterable[str], names: str) -> list[str]:
-  """Returns the chosen of the known names.
-
-  Args:
-    known: the names.
-    names: some of the names, separated by commas; '' for all.
-
-  Raises:
-    ValueError: if a name is unknown; lists the known names.
-  """
+  """Returns the chosen of the known names, separated by commas; '' for all."""
   chosen = [name.strip() for name in names.split(',')] if names else [*known]
   for name in chosen:
     if name not in known:

@@ -31,18 +31,11 @@ AVERAGED_SIZE = 512
 
 
 def get_config(model_dataset: str = 'b16,cifar10'):
-  """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,SIZE'.
-
-  Raises:
-    ValueError: if the argument has another form or the model is unknown.
-  """
-  model, dataset, size = (*model_dataset.split(','), '', '')[:3]
-  if not dataset or model_dataset.count(',') > 2 or not (size or '1').isdigit():
-    raise ValueError(
-      f"'{model_dataset}' must be MODEL,DATA or MODEL,DATA,SIZE: "
-      '--config=configs/vit.py:b16,cifar10 or '
-      '--config=configs/vit.py:l16,/path/to/folder,512'
-    )
+  """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,SIZE'."""
+  form, example = 'MODEL,DATA or MODEL,DATA,SIZE', 'vit.py:l16,/my/folder,512'
+  model, dataset, size = common.split_argument(model_dataset, form, example)
+  if size and not size.isdigit():
+    raise ValueError(f"size '{size}' must be pixels, as in configs/{example}")
   config = common.with_dataset(common.get_config(), dataset)
   config.model = models.get_config(model)
   # Patches of 14 pixels do not divide 384: 27 of them fit, the rest is dropped.

@@ -48,20 +48,12 @@ AUGMENTATIONS = {
 
 
 def get_config(arg: str = 'b16'):
-  """Returns the config for 'MODEL', 'MODEL,DATA' or 'MODEL,DATA,AUGMENTATION'.
-
-  Raises:
-    ValueError: if the argument has another form, the model or the augmentation
-      is unknown, or the model needs an augmentation.
-  """
-  model, *rest = arg.split(',')
-  dataset, *names = rest or ['imagenet2012']
-  if not dataset or len(names) > 1:
-    raise ValueError(
-      f"'{arg}' must be MODEL, MODEL,DATA or MODEL,DATA,AUGMENTATION: "
-      '--config=configs/vit_i1k.py:b16 or '
-      '--config=configs/vit_i1k.py:b16,/path/to/folder,medium1'
-    )
+  """Returns the config for 'MODEL', 'MODEL,DATA' or 'MODEL,DATA,AUGMENTATION'."""
+  model, dataset, augmentation = common.split_argument(
+    arg if ',' in arg else f'{arg},imagenet2012',
+    'MODEL,DATA or MODEL,DATA,AUGMENTATION',
+    'vit_i1k.py:b16,/path/to/folder,medium1',
+  )
   config = common.set_dataset(common.get_config(), dataset)
   config.model = models.get_config(model)
   if 'transformer' not in config.model:
@@ -75,8 +67,9 @@ def get_config(arg: str = 'b16'):
   config.model.head_bias_init = -6.9
   config.model.representation_size = config.model.hidden_size
   config.model.transformer.dropout_rate = 0.0
-  name = names[0] if names else augmentation_of(config.model, AUGMENTATIONS)
-  return common.set_augmentation(config, name)
+  return common.set_augmentation(
+    config, augmentation or augmentation_of(config.model, AUGMENTATIONS)
+  )
 
 
 def set_optimization(config):
@@ -98,15 +91,7 @@ def set_optimization(config):
 
 
 def augmentation_of(model, known: dict[str, str]) -> str:
-  """Returns the augmentation that is published for a model.
-
-  Args:
-    model: the model's config.
-    known: short name of a model -> augmentation.
-
-  Raises:
-    ValueError: if there is none.
-  """
+  """Returns the augmentation that is published for a model, by its short name."""
   name = models.short_name(model.model_name)
   if name not in known:
     raise ValueError(

@@ -57,15 +57,8 @@ MEANS = {
 
 
 def get_config(model: str = 'b16'):
-  """Returns the config: the program, and the config that its runs share.
-
-  Args:
-    model: 'MODEL' or 'MODEL,SIZE'.
-
-  Raises:
-    ValueError: if the argument has another form or the model is unknown.
-  """
-  name, _, size = model.partition(',')
+  """Returns the config for 'MODEL' or 'MODEL,SIZE'."""
+  name, comma, size = model.partition(',')
   config = ml_collections.ConfigDict()
   config.trainer = 'vtab'
   # Tasks, keys of common.VTAB; () for all of them.
@@ -84,9 +77,7 @@ def get_config(model: str = 'b16'):
   config.checkpoints = 'newest'
 
   # The run of each task, except for the data and for what its labels do not allow.
-  config.run = vit.get_config(
-    f'{name},vtab/caltech101' + f',{size}' * bool(size)
-  )
+  config.run = vit.get_config(f'{name},vtab/caltech101{comma}{size}')
   # Some tasks have more than 70,000 test images: only one evaluation.
   config.run.update(eval_every=0, progress_every=100)
   return config

@@ -80,7 +80,11 @@ def parse(command, args):
     raise ValueError(f'there is no command {command}')
   if args in ([], ['--help']):  # The name of a command, or its help.
     return None
-  values = module_of(command).parse(args)
+  module = module_of(command)
+  if hasattr(module, 'parse'):
+    values = module.parse(args)
+  else:
+    values = module.make_parser().parse_args(args)
   if getattr(values, 'config', None) is not None:
     check_config(values.config)
   return values

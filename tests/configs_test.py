@@ -122,7 +122,7 @@ def test_bit_hyperrule_needs_the_size_of_the_data():
     ('bit_r50x1,/some/folder,5', 'must be MODEL,DATA or MODEL,DATA,EXAMPLES'),
     ('bit_r50x1,/some/folder,0,5', 'must be MODEL,DATA or MODEL,DATA,EXAMP'),
     ('bit_r50x1,/some/folder,many,5', 'must be MODEL,DATA or MODEL,DATA,EX'),
-    ('bit_r50x1,paper', "'paper' is not among the data sets of known size"),
+    ('bit_r50x1,paper', 'must be MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS'),
     ('bit_r50x1,/some/folder', "'/some/folder' is not among .*,5000,500"),
   ):
     with pytest.raises(ValueError, match=message):
@@ -187,9 +187,11 @@ def test_sizes_of_fine_tuning():
   assert vit.get_config('b16,cifar10').base_lr == 0.01
   config = vit.get_config('b16,/some/folder')
   assert (config.dataset, config.pp.train) == ('/some/folder', 'train')
-  for arg in ('b16', 'b16,cifar10,big', 'b16,cifar10,3,4'):
+  for arg in ('b16', 'b16,cifar10,3,4', ',cifar10', 'b16,,384'):
     with pytest.raises(ValueError, match='must be MODEL,DATA or MODEL,DATA,S'):
       vit.get_config(arg)
+  with pytest.raises(ValueError, match="size 'big' must be pixels, as in"):
+    vit.get_config('b16,cifar10,big')
 
 
 def test_augreg():

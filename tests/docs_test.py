@@ -87,7 +87,7 @@ def test_flags_are_right():
 def test_keys_modules_files_and_functions_are_there():
   known = {
     *keys.KEYS,
-    *(f'model.{name}' for name in keys.MODEL),
+    *(f'model.{name}' for table in keys.MODELS.values() for name in table),
     'task_options',
   }
   known |= {name.split('.')[0] for name in known}

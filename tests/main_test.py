@@ -164,3 +164,6 @@ def test_evaluation_by_both_names(monkeypatch):
     evaluate.main(['--workdir=/w'])
   with pytest.raises(ValueError, match='--dataset=x is for evaluation: add'):
     train.main(['--workdir=/w', '--config=configs/digits.py', '--dataset=x'])
+  for flag in ('--print', '--run=a'):
+    with pytest.raises(ValueError, match='--print and --run are for training'):
+      train.main(['--workdir=/w', '--evaluate=test', flag])

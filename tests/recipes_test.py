@@ -323,8 +323,8 @@ def test_the_grid_of_augreg():
   'module, arg, message',
   [
     (vit_i1k, 'h14', "no augmentation is published for the model 'h14', only"),
-    (vit_i1k, 'b16,', 'must be MODEL, MODEL,DATA or MODEL,DATA,AUGM'),
-    (vit_i1k, 'b16,x,light1,30ep', 'must be MODEL, MODEL,DATA or'),
+    (vit_i1k, 'b16,', 'must be MODEL,DATA or MODEL,DATA,AUGM'),
+    (vit_i1k, 'b16,x,light1,30ep', 'must be MODEL,DATA or'),
     (vit_i1k, 'b16,x,heavy', "augmentation 'heavy' is unknown: use one of none"),
     (vit_i1k, 'mixer_b16', "'mixer_b16' is no Vision Transformer"),
     (augreg_pretrain, 'r50_l32,x', "published for the model 'r50_l32', only"),

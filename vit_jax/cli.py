@@ -1,5 +1,6 @@
 """Shared by all commands: output, quiet logs, one-line errors."""
 
+import ast
 from collections.abc import Sequence
 import contextlib
 import glob
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from typing import Any
 from typing import TextIO
 
 from absl import logging
@@ -93,9 +95,9 @@ def avoid_libtpu():
     )
   ):
     return
-  import jax
-
-  jax.config.update('jax_platforms', 'cpu')
+  os.environ['JAX_PLATFORMS'] = 'cpu'
+  if 'jax' in sys.modules:
+    sys.modules['jax'].config.update('jax_platforms', 'cpu')
 
 
 def _is_first() -> bool:
@@ -116,14 +118,10 @@ def muted():
 
 
 def kind_of_output(stream: TextIO | None = None) -> str:
-  """Tells who reads what this process prints.
+  """Tells who reads what this process prints to a stream (sys.stderr).
 
-  Args:
-    stream: where it is printed to, by default sys.stderr.
-
-  Returns:
-    'notebook' in the kernel of a notebook, of Jupyter or Colab; 'terminal'
-    where the stream is one; else 'log', a file or a pipe.
+  It is 'notebook' in the kernel of a notebook, of Jupyter or Colab; 'terminal'
+  where the stream is one; else 'log', a file or a pipe.
   """
   ipython = sys.modules.get('IPython')
   shell = ipython and ipython.get_ipython()
@@ -163,10 +161,8 @@ def say(text: str):
 def waiting(text: str, every: float = 1.0, leave: bool = True):
   """Shows what a `with` block does, on a terminal with the time it has taken.
 
-  Args:
-    text: description of the work in the `with` block.
-    every: seconds between updates of the elapsed time.
-    leave: whether a terminal still shows the line after the block.
+  The time is updated `every` so many seconds. `leave` tells whether a terminal
+  still shows the line after the block.
   """
   done = threading.Event()
 
@@ -186,6 +182,14 @@ def waiting(text: str, every: float = 1.0, leave: bool = True):
     finally:
       done.set()
       ticking.join()
+
+
+def literal(text: str) -> Any:
+  """Returns the value of a literal of Python; of other texts, the text."""
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError, MemoryError, RecursionError):
+    return float(text) if text.lower() in ('nan', 'inf', '-inf') else text
 
 
 def cache_folder() -> pathlib.Path:
@@ -237,15 +241,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def run(command: str, argv: Sequence[str] | None = None):
-  """Runs a command, and exits with the status that it returns.
+  """Runs a module of vit_jax/commands, and exits with the status it returns.
 
   An error raised by this package (a wrong flag, a missing folder) is printed
   without a traceback; any other error with its traceback.
-
-  Args:
-    command: name of a module in vit_jax/commands, which is imported now.
-    argv: arguments of the command; by default those of the process.
   """
+  quiet()
+  avoid_libtpu()
   try:
     module = importlib.import_module(f'vit_jax.commands.{command}')
     sys.exit(module.main(sys.argv[1:] if argv is None else argv))
@@ -270,8 +272,8 @@ def _no_device(error):
   """Describes an error of JAX that finds no device of the platform it is given."""
   wanted = sys.modules['jax'].config.jax_platforms
   lines = str(error).splitlines()
+  cause = f' ({lines[0]})' if lines else ''
   return (
-    f'JAX_PLATFORMS={wanted}: JAX finds no such device on this machine'
-    + (f' ({lines[0]})' if lines else '')
-    + ': install JAX for it, or unset JAX_PLATFORMS'
+    f'JAX_PLATFORMS={wanted}: JAX finds no such device on this machine{cause}: '
+    'install JAX for it, or unset JAX_PLATFORMS'
   )

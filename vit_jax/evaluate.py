@@ -5,7 +5,6 @@ python -m vit_jax.main --workdir=/tmp/run --evaluate=validation --real=real.json
 python -m vit_jax.main --workdir=/tmp/detr --evaluate=validation --option=tight=1
 """
 
-import ast
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -108,13 +107,10 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
   """
   found = {}
   for text in texts:
-    name, equals, value = text.partition('=')
-    if not (name and equals and value):
+    name, _, value = text.partition('=')
+    if not name or not value:
       raise ValueError(f'--option={text} must be NAME=VALUE, such as tight=1')
-    try:
-      found[name] = ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-      found[name] = value
+    found[name] = cli.literal(value)
   return found
 
 

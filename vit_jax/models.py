@@ -79,9 +79,7 @@ def kind_of(config) -> str:
   Raises:
     ValueError: if the kind is unknown.
   """
-  kind = config.get('kind')
-  if kind is None:
-    return 'mixer' if 'tokens_mlp_dim' in config else 'vit'
+  kind = model_configs.kind_of(config)
   if kind not in KINDS:
     raise ValueError(
       f"kind='{kind}' is unknown: use one of {', '.join(KINDS)}, or add it with "

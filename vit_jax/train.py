@@ -81,13 +81,13 @@ def make_program(config, metadata, mesh) -> Program:
   """Builds task, optimiser and update of a config; computes nothing.
 
   Args:
-    config: config with `total_steps` and `warmup_steps` as numbers.
+    config: complete config with `total_steps` and `warmup_steps` as numbers.
     metadata: the task's metadata of the training data, such as class names.
     mesh: the mesh.
 
   Raises:
-    ValueError: if the model, attention, task, optimiser, schedule, or the rules
-      for sharding or learning rates are wrong.
+    ValueError: if the metadata do not fit, attention does not run on the devices,
+      or the rules for sharding or learning rates match nothing.
   """
   layers = model_configs.layers_of(config.model)
   attention.check(
@@ -253,14 +253,7 @@ def _learned(task_class, config, source, workdir) -> dict[str, Any]:
 
 
 def check(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
-  """Checks all of a complete config that needs neither data nor a workdir.
-
-  Returns:
-    The mesh.
-
-  Raises:
-    ValueError: names the key, its value and the remedy.
-  """
+  """Checks a complete config without data and workdir; returns its mesh."""
   run_config.check(config)
   mesh = sharding.make_mesh(config.mesh)
   run_config.check_batch(config, sharding.batch_shards(mesh))
@@ -273,16 +266,16 @@ def _probes(task, mesh, workdir) -> list:
   config, found = task.config, []
   if config.fewshot.shots:
     found.append(probes.FewShot(task, mesh, workdir))
-  _, split, dataset = run_config.evaluations(config)[0]
-
-  def open_split(wanted, further):
-    return open_for(
-      config, type(task), task.metadata, wanted, dataset, workdir, further
-    )
-
   if config.layer_probe:
     found.append(probes.LayerProbe(task, mesh, workdir))
   if config.real_labels is not None:
+    _, split, dataset = run_config.evaluations(config)[0]
+
+    def open_split(wanted, further):
+      return open_for(
+        config, type(task), task.metadata, wanted, dataset, workdir, further
+      )
+
     found.append(real.Real(task, mesh, open_split, split, config.real_labels))
   return found
 
@@ -313,22 +306,15 @@ def check_start(prepared: Prepared, workdir) -> dict:
   Returns:
     The weights that the config names, by path; {} if it names none, or if the
     run resumes from a checkpoint.
-
-  Raises:
-    ValueError, FileNotFoundError: if the workdir, the data or the weights are
-      wrong; the same on all processes.
   """
   config, data = prepared.config, fingerprints(prepared)
   processes.agree('the data', workdir_lib.flatten(data))
   workdir_lib.check(workdir, config, prepared.metadata, data)
-  begun = processes.from_first(
+  if processes.from_first(
     'looking for checkpoints', lambda: checkpoints_lib.has_checkpoint(workdir)
-  )
-  if begun and not workdir_lib.has_moved_weights(workdir, config):
+  ):
     return {}
-  weights = _pretrained(prepared)
-  workdir_lib.check_weights(workdir, config, weights)
-  program = prepared.program
+  weights, program = _pretrained(prepared), prepared.program
   program.task.check_weights(weights, program.abstract.params)
   return weights
 
@@ -351,21 +337,10 @@ def fingerprints(prepared: Prepared) -> dict[str, dict]:
 
 
 def start(prepared: Prepared, workdir, weights):
-  """Creates the workdir and the initial state of a run.
+  """Creates the workdir; returns checkpoints, initial state, and its step.
 
   The state comes from the first of these that exists: the newest complete
-  checkpoint; the weights that the config names; random numbers.
-
-  Args:
-    prepared: see prepare.
-    workdir: folder of the run.
-    weights: see check_start.
-
-  Returns:
-    The checkpoints, the state, and its step.
-
-  Raises:
-    ValueError: if the workdir cannot be written.
+  checkpoint; the weights that the config names, see check_start; random numbers.
   """
   config, program = prepared.config, prepared.program
   workdir_lib.create(workdir, config, prepared.metadata, fingerprints(prepared))
@@ -384,7 +359,6 @@ def start(prepared: Prepared, workdir, weights):
     weights = weights or _pretrained(prepared)
     state = program.create_state(weights)
     if weights:
-      workdir_lib.store_weights(workdir, weights)
       say(_describe_start(program.abstract.params, weights))
   elif step < config.total_steps:
     say(f'Going on from the checkpoint of step {step}.')

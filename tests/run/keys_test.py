@@ -173,12 +173,15 @@ WRONG = [
   ('model.resnet', {'num_layers': (3, 0)}, 'must be the units of each stage'),
   ('model.resnet', {'width_factor': 0.3}, 'must be a multiple of 0.5 above 0'),
   ('model.resnet', {'eps': 'torch'}, "is unknown: use one of 'published'"),
-  ('model.tokens_mlp_dim', 0, WHOLE),
-  ('model.num_blocks', -1, WHOLE),
-  ('model.num_layers', (3, 0), 'must be the units of each stage'),
-  ('model.width_factor', 0.25, 'must be a multiple of 0.5 above 0'),
-  ('model.eps', 'torch', "is unknown: use one of 'published', 'timm'"),
-  ('model.remat', 'dots', "is unknown: use one of '', 'full'"),
+  ('model', {'tokens_mlp_dim': 0}, f'tokens_mlp_dim=0 {WHOLE}'),
+  ('model', {'kind': 'mixer', 'num_blocks': -1}, f'num_blocks=-1 {WHOLE}'),
+  ('model', {'kind': 'bit', 'num_layers': (3, 0)}, 'must be the units of each st'),
+  ('model', {'kind': 'bit', 'width_factor': 0.25}, 'must be a multiple of 0.5'),
+  ('model', {'kind': 'bit', 'eps': 'torch'}, "unknown: use one of 'published'"),
+  ('model', {'kind': 'bit', 'remat': 'dots'}, "unknown: use one of '', 'full'"),
+  ('model', {'kind': 'detr', 'norm': 'batch'}, 'is unknown: use one of'),
+  ('model', {'kind': 'detr', 'vit': {'hidden_size': 0}}, f'hidden_size=0 {WHOLE}'),
+  ('model', {'kind': 'igpt', 'num_layers': 0}, f'num_layers=0 {WHOLE}'),
 ]  # fmt: skip
 
 
@@ -250,7 +253,7 @@ def test_there_is_a_rule_for_every_key():
     config = model_configs.with_options(config).to_dict()
     fields = set(flax.traverse_util.flatten_dict(config, sep='.'))
     assert fields - {'resnet.num_layers'} <= set(
-      keys.MODELS[config.get('kind')]
+      keys.MODELS[model_configs.kind_of(config)]
     )
   for task in (classify.Task, detect.Task, masked_patches.Task):
     assert set(task.OPTION_RULES) == set(task.OPTIONS)

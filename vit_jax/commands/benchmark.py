@@ -9,10 +9,8 @@ of a large float32 matrix product, measured in the same run. Programs that are
 compared take turns.
 """
 
-import argparse
 from collections.abc import Sequence
 
-from vit_jax import cli
 from vit_jax.commands import flags
 
 
@@ -24,34 +22,22 @@ def make_parser() -> flags.Parser:
   )
   parser.add_argument('--json', metavar='FILE', help='file for the results')
   parser.add_argument(
-    '--repeats', type=int, default=5, help='measured calls (5)'
+    '--repeats', type=flags.count, default=5, help='measured calls (5)'
   )
   parser.add_argument('--model', default='s16', help='model to step (s16)')
   parser.add_argument(
-    '--batch', type=int, default=8, help='images per step (8)'
+    '--batch', type=flags.count, default=8, help='images per step (8)'
   )
-  parser.add_argument('--image_size', type=int, default=224)
+  parser.add_argument('--image_size', type=flags.count, default=224)
   parser.add_argument(
     '--dtype', default='float32', choices=('float32', 'bfloat16')
   )
   return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags; raises ValueError for wrong ones."""
-  args = make_parser().parse_args(argv)
-  for name in ('repeats', 'batch', 'image_size'):
-    value = getattr(args, name)
-    if value < 1:
-      raise ValueError(f'{name}={value} must be at least 1 (--{name})')
-  return args
-
-
 def main(argv: Sequence[str]) -> int:
   """Runs the sections of the command line; prints and writes the results."""
-  args = parse(argv)
-  cli.quiet()
-  cli.avoid_libtpu()
+  args = make_parser().parse_args(argv)
   from vit_jax import benchmark
 
   benchmark.run(args)

@@ -33,10 +33,8 @@ flags. `family` and `name`, if given, say what it is. The study.json of
 configs/compute_transfer.py is such a file, with --metric=mean.
 """
 
-import argparse
 from collections.abc import Sequence
 
-from vit_jax import cli
 from vit_jax.commands import flags
 
 
@@ -87,18 +85,11 @@ def make_parser() -> flags.Parser:
   return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses the flags; raises ValueError for wrong ones."""
-  return make_parser().parse_args(argv)
-
-
 def main(argv: Sequence[str]) -> int:
   """Accounts for the models of the command line; prints, writes and draws."""
-  args = parse(argv)
+  args = make_parser().parse_args(argv)
   for name in ('json', 'plot'):
     flags.check_output(name, getattr(args, name))
-  cli.quiet()
-  cli.avoid_libtpu()
   from vit_jax import compute
 
   compute.run(args)

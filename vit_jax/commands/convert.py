@@ -32,10 +32,8 @@ logits agree; if that config has no field for a difference, the command reports
 it.
 """
 
-import argparse
 from collections.abc import Sequence
 
-from vit_jax import cli
 from vit_jax.commands import flags
 
 
@@ -65,16 +63,9 @@ def make_parser() -> flags.Parser:
   return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses the flags; raises ValueError for wrong ones."""
-  return make_parser().parse_args(argv)
-
-
 def main(argv: Sequence[str]) -> int:
   """Converts the weights that the command line names, and prints a summary."""
-  args = parse(argv)
-  cli.quiet()
-  cli.avoid_libtpu()
+  args = make_parser().parse_args(argv)
   from vit_jax import convert
 
   convert.run(args)

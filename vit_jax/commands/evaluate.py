@@ -13,7 +13,6 @@ On several hosts: as of `vit_jax train`.
 import argparse
 from collections.abc import Sequence
 
-from vit_jax import cli
 from vit_jax.commands import flags
 from vit_jax.commands import hosts
 
@@ -28,12 +27,7 @@ def make_parser() -> flags.Parser:
 
 
 def add_flags(parser: flags.Parser, split: str):
-  """Adds the flags of an evaluation.
-
-  Args:
-    parser: parser of a command.
-    split: name of the flag that names the split; it is stored in `evaluate`.
-  """
+  """Adds the flags of an evaluation; `split` is stored in `evaluate`."""
   group = parser.add_argument_group('evaluation, without training')
   group.add_argument(
     split,
@@ -69,8 +63,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
   """Evaluates as the flags say; returns the exit status."""
-  cli.quiet()
-  cli.avoid_libtpu()
 
   def work():
     from vit_jax import evaluate

@@ -21,6 +21,16 @@ def whole(text: str) -> int:
     ) from None
 
 
+def count(text: str) -> int:
+  """Parses a whole number of at least 1."""
+  found = whole(text)
+  if found < 1:
+    raise argparse.ArgumentTypeError(
+      f"'{text}' must be a whole number of at least 1"
+    )
+  return found
+
+
 def number(text: str) -> float:
   """Parses a number."""
   try:
@@ -31,8 +41,8 @@ def number(text: str) -> float:
 
 def pixels(text: str) -> int | tuple[int, int]:
   """Parses SIDE or HEIGHT,WIDTH (also HEIGHTxWIDTH)."""
-  found = tuple(whole(word) for word in text.replace('x', ',').split(','))
-  if len(found) > 2 or min(found) < 1:
+  found = tuple(map(count, text.replace('x', ',').split(',')))
+  if len(found) > 2:
     raise argparse.ArgumentTypeError(
       f"'{text}' must be SIDE or HEIGHT,WIDTH in pixels"
     )
@@ -53,15 +63,14 @@ def _boolean(text):
 
 
 class Parser(argparse.ArgumentParser):
-  """Parser of a command; raises ValueError for wrong flags."""
+  """Parser of a command; raises ValueError for wrong flags.
+
+  Args:
+    command: name of the command.
+    text: what --help prints of it, the docstring of its module.
+  """
 
   def __init__(self, command: str, text: str):
-    """Initialises a parser.
-
-    Args:
-      command: name of the command.
-      text: what --help prints of it, the docstring of its module.
-    """
     super().__init__(
       prog=f'vit_jax {command}',
       description=text,
@@ -127,16 +136,13 @@ class Parser(argparse.ArgumentParser):
       )
     first, dot, key = flag.lstrip('-').partition('.')
     near = difflib.get_close_matches(f'--{first}', self.flags(), n=1)
-    if self._has_config() and not dot and first in _keys():
-      near = [f'--{_CONFIG}.{first}']
+    if self._has_config() and not dot:
+      from vit_jax.configs import common
+
+      if first in common.get_config():
+        near = [f'--{_CONFIG}.{first}']
     hint = f': did you mean {near[0]}{dot}{key}?' if near else ''
     raise ValueError(f'there is no flag {flag}{hint} (see --help)')
-
-
-def _keys():
-  from vit_jax.configs import common
-
-  return common.get_config()
 
 
 def _split(words):
@@ -178,24 +184,14 @@ def _load_config(found, given):
 
 
 def require(args: argparse.Namespace, **examples: str):
-  """Raises ValueError unless flags are given.
-
-  Args:
-    args: what a parser has returned.
-    **examples: name of a flag -> word for its value, in the message.
-  """
+  """Raises ValueError unless flags are given; a word for each flag's value."""
   for name, word in examples.items():
     if not getattr(args, name):
       raise ValueError(f'--{name}={word} is needed (see --help)')
 
 
 def add_model_flags(parser: argparse.ArgumentParser, required: bool = True):
-  """Adds the flags that name a model: --workdir or --weights, --step, --task.
-
-  Args:
-    parser: parser of a command.
-    required: whether the command needs a model.
-  """
+  """Adds the flags that name a model: --workdir or --weights, --step, --task."""
   given = parser.add_mutually_exclusive_group(required=required)
   given.add_argument('--workdir', help='folder of the run')
   given.add_argument(
@@ -239,11 +235,7 @@ def _named_task(module):
 
 
 def check_model_flags(args: argparse.Namespace):
-  """Checks the values of the flags of `add_model_flags`.
-
-  Raises:
-    ValueError: if a step is given without a run.
-  """
+  """Checks the flags of `add_model_flags`; raises ValueError."""
   if args.step is not None and not args.workdir:
     raise ValueError(
       f'--step={args.step} selects a checkpoint of a run: give --workdir=RUN, or '
@@ -252,14 +244,9 @@ def check_model_flags(args: argparse.Namespace):
 
 
 def check_output(name: str, path: str | os.PathLike | None):
-  """Checks that the folder of a file to write exists, and the file is no folder.
+  """Refuses the path of a file to write, of the flag --NAME, if it is a folder.
 
-  Args:
-    name: name of the flag, without its dashes.
-    path: value of the flag; None for no file.
-
-  Raises:
-    ValueError: if it does not.
+  Its folder must exist. None means that there is no such flag.
   """
   if path and not epath.Path(path).parent.is_dir():
     raise ValueError(

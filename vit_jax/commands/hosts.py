@@ -35,12 +35,10 @@ def add_flags(parser: flags.Parser):
 
 
 def run(args: argparse.Namespace, work: Callable[[], None]) -> int:
-  """Connects the processes, and works; returns the exit status.
+  """Connects the processes, and works on each; returns the exit status.
 
-  Args:
-    args: has the flags of `add_flags`.
-    work: what each process does then. Its SIGTERM or Ctrl-C during a training
-      is no error: the status is 128 and the signal's number.
+  SIGTERM or Ctrl-C during a training is no error: the status is 128 and the
+  signal's number.
   """
   from vit_jax.distributed import processes
 

@@ -29,7 +29,6 @@ is counted, and --num_examples and --num_classes give any other sizes.
 import argparse
 from collections.abc import Sequence
 
-from vit_jax import cli
 from vit_jax.commands import flags
 
 
@@ -55,12 +54,12 @@ def make_parser() -> flags.Parser:
   )
   parser.add_argument(
     '--num_examples',
-    type=int,
+    type=flags.count,
     help='number of training examples, if the data set is unknown',
   )
   parser.add_argument(
     '--num_classes',
-    type=int,
+    type=flags.count,
     help='number of classes, if the data set is unknown',
   )
   return parser
@@ -70,10 +69,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Parses and checks the flags; raises ValueError for wrong ones."""
   args = make_parser().parse_args(argv)
   flags.require(args, config='FILE')
-  for name in ('num_examples', 'num_classes'):
-    value = getattr(args, name)
-    if value is not None and value < 1:
-      raise ValueError(f'--{name}={value} must be a whole number of at least 1')
   return args
 
 
@@ -81,8 +76,6 @@ def main(argv: Sequence[str]) -> int:
   """Plans the run of the command line; returns the exit status."""
   args = parse(argv)
   flags.check_output('json', args.json)
-  cli.quiet()
-  cli.avoid_libtpu()  # Its compiler is used, but no device of its.
   from vit_jax import plan
 
   plan.run(args)

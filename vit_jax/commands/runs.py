@@ -8,12 +8,7 @@ from vit_jax.commands import flags
 
 
 def add_flags(parser: flags.Parser, what: str):
-  """Adds --print and --run.
-
-  Args:
-    parser: parser of a command.
-    what: whose runs they are about, in words.
-  """
+  """Adds --print and --run, for the runs of `what`."""
   parser.add_argument(
     '--print',
     action='store_true',
@@ -26,12 +21,12 @@ def add_flags(parser: flags.Parser, what: str):
 
 
 def print_commands(command: str, argv: Sequence[str], runs, workdir):
-  """Prints a command for each run that is not done.
+  """Prints a command for each run in a folder that is not done.
 
   Args:
-    command: name of the command that trains all runs.
-    argv: its arguments.
-    runs: the runs.
+    command: name of the command that trains all runs, with its arguments `argv`.
+    argv: see command.
+    runs: the runs, see vit_jax.studies.runs.Run.
     workdir: their folder.
   """
   from vit_jax.studies import runs as runs_lib

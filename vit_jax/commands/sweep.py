@@ -92,14 +92,11 @@ def make_parser() -> flags.Parser:
 def parse_values(texts: Sequence[str]) -> dict[str, list]:
   """Parses 'config.base_lr=.001,.01' to {'base_lr': [0.001, 0.01]}.
 
-  Args:
-    texts: one for each key. Values are Python's, or words without quotes.
+  Values are Python's, or words without quotes.
 
   Raises:
     ValueError: if a text has another form, or a key occurs twice.
   """
-  from vit_jax.run import overrides  # Imported late, so that --help is fast.
-
   found = {}
   for text in texts:
     key, equals, listed = text.partition('=')
@@ -115,7 +112,7 @@ def parse_values(texts: Sequence[str]) -> dict[str, list]:
       found[key] = list(ast.literal_eval(f'[{listed}]'))
     except (ValueError, SyntaxError):
       words = listed.split(',')
-      found[key] = [overrides.literal(word.strip()) for word in words]
+      found[key] = [cli.literal(word.strip()) for word in words]
   return found
 
 
@@ -130,14 +127,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
   """Runs the sweep of the command line; returns the exit status."""
   args = parse(argv)
-  cli.quiet()
-  cli.avoid_libtpu()
   # Imported late, so that --help and errors in flags are fast.
   from vit_jax.run import config as run_config
 
-  if (
-    args.config.get('trainer', 'train') == 'train'
-  ):  # Others are refused later.
+  # Others are refused later.
+  if args.config.get('trainer', 'train') == 'train':
     run_config.check_values(args.config)
 
   def work():

@@ -89,13 +89,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       '--config=FILE is needed to train, --evaluate=SPLIT to evaluate a run (see '
       '--help)'
     )
-  if args.evaluate is None:
-    for name in ('dataset', 'real', 'option'):
-      if getattr(args, name) is not None:
-        raise ValueError(
-          f'--{name}={getattr(args, name)} is for evaluation: add '
-          '--evaluate=validation, or leave it out'
-        )
+  if args.evaluate is not None and (args.print or args.run):
+    raise ValueError(
+      '--print and --run are for training: leave them out, or --evaluate'
+    )
+  for name in ('dataset', 'real', 'option'):
+    if args.evaluate is None and getattr(args, name) is not None:
+      raise ValueError(
+        f'--{name}={getattr(args, name)} is for evaluation: add '
+        '--evaluate=validation, or leave it out'
+      )
   return args
 
 
@@ -104,11 +107,13 @@ def main(argv: Sequence[str]) -> int:
   args = parse(argv)
   if args.evaluate is not None:
     return evaluate.run(args)
-  cli.quiet()
-  cli.avoid_libtpu()
   config = args.config
   trainer = config.get('trainer', 'train')
-  program = _program(trainer)
+  if trainer not in TRAINERS:
+    raise ValueError(
+      f"trainer='{trainer}' is unknown: use one of {', '.join(TRAINERS)} "
+      '(config.trainer)'
+    )
   if (args.print or args.run) and trainer not in STUDIES:
     raise ValueError(
       f"trainer='{trainer}' has no runs to choose from: --print and --run are for "
@@ -121,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
     run_config.check_values(config)
 
   def work():
-    name, function = program
+    name, function = TRAINERS[trainer].split(':')
     module = importlib.import_module(name)
     if args.print:
       found = module.make_runs(config)
@@ -138,17 +143,3 @@ def main(argv: Sequence[str]) -> int:
     getattr(module, function)(config, args.workdir)
 
   return hosts.run(args, work)
-
-
-def _program(trainer: str) -> list[str]:
-  """Returns the module and the function (config, workdir) of a program.
-
-  Raises:
-    ValueError: if `config.trainer` is no key of TRAINERS.
-  """
-  if trainer not in TRAINERS:
-    raise ValueError(
-      f"trainer='{trainer}' is unknown: use one of {', '.join(TRAINERS)} "
-      '(config.trainer)'
-    )
-  return TRAINERS[trainer].split(':')

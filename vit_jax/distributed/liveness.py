@@ -97,7 +97,8 @@ class Watch(threading.Thread):
         return
       if self.error:
         # Threads that wait for other processes may keep this one from its end.
-        if time.monotonic() > self._parted + SILENCE:
+        pulses = 5 if jax.process_index() else 8  # The first holds the signs.
+        if time.monotonic() > self._parted + pulses * PULSE:
           _exit(1)
       elif words := self.trouble(SILENCE):
         end(words)
@@ -126,13 +127,12 @@ class Watch(threading.Thread):
     sign, _ = self._signs.get(process, ({'doing': 'the start'}, 0))
     return sign['doing']
 
-  def has_left(self, process: int) -> bool:
-    """Returns whether a process has given its last sign."""
-    return process in self._signs and self._signs[process][0]['count'] is None
-
   def farewell(self, process: int) -> str:
-    """Returns who has left, and with which error, if with one."""
-    error = self._signs[process][0]['error']
+    """Returns that a process has ended, and with which error; '' if it has not."""
+    sign, _ = self._signs.get(process, ({'count': 0}, 0))
+    if sign['count'] is not None:
+      return ''
+    error = sign['error']
     return f'{name(process)} has ended' + (f': {error}' if error else '')
 
   def trouble(self, silence: float) -> str:
@@ -158,12 +158,8 @@ class Watch(threading.Thread):
     who = ' and '.join(map(name, lost))
     return f'{who} {"are" if len(lost) > 1 else "is"} gone' if lost else ''
 
-  def _beat(self, count):
-    """Writes a sign of life, and reads those of the others.
-
-    Args:
-      count: number of the sign; None for the last one.
-    """
+  def _beat(self, count: int | None):
+    """Writes a sign of life, None for the last one; reads those of the others."""
     with self._lock:
       if not self._asked:
         self._published = self._at
@@ -197,7 +193,7 @@ class Watch(threading.Thread):
     self._wake.set()
 
   def passed(self, at: tuple[int, int]) -> bool:
-    """Returns whether all processes stop here.
+    """Returns whether all processes stop here; all must call it after each step.
 
     When a process is asked to stop, each one publishes the last step that it
     has passed, and none passes another one until it knows all of these. They
@@ -205,7 +201,6 @@ class Watch(threading.Thread):
 
     Args:
       at: number of the loop and of the step in it, the same on all processes.
-        All processes must call it after each step.
     """
     with self._lock:
       self._at = at
@@ -235,18 +230,6 @@ class Watch(threading.Thread):
       self._decided.set()
 
 
-def connect(*args, **kwargs):
-  """Connects the processes of a run; see jax.distributed.initialize."""
-  _speak_on_abort()
-  watch.connects = True
-  try:
-    # JAX's handler would keep SIGTERM from ending a process between trainings.
-    jax.config.update('jax_enable_preemption_service', False)
-    jax.distributed.initialize(*args, **kwargs)
-  finally:
-    watch.connects = False
-
-
 def end_with(error: BaseException):
   """Tells the other processes the error that ends this one.
 
@@ -270,11 +253,7 @@ def end_with(error: BaseException):
 
 
 def end(words: str):
-  """Ends this process because of another one; works in any thread.
-
-  Args:
-    words: what has become of the other one, and why.
-  """
+  """Ends this process, in any thread, because another one `words`."""
   _ending.acquire()  # Never released: another thread waits here for the end.
   me = name(jax.process_index()) if watch.watches else 'this process'
   text = (
@@ -296,7 +275,7 @@ def _exit(status):
   os._exit(status)
 
 
-def _speak_on_abort():
+def speak_on_abort():
   """Has this process end with a sentence where JAX aborts it.
 
   JAX aborts a process that the others do not join, and each process as soon as
@@ -312,14 +291,16 @@ def _speak_on_abort():
     set_handler(number, int(signal.SIG_DFL))
     if watch.connects:
       end('not all processes came to the coordinator in time')
+    if watch.error:
+      _exit(1)  # It has said why.
     time.sleep(6 * PULSE)
     if words := watch.watches and watch.trouble(SILENCE):
       end(words)
     # Otherwise the abort has another reason, and goes on.
 
-  _speak_on_abort.handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
+  speak_on_abort.handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
   set_handler(
-    signal.SIGABRT, ctypes.cast(_speak_on_abort.handler, ctypes.c_void_p)
+    signal.SIGABRT, ctypes.cast(speak_on_abort.handler, ctypes.c_void_p)
   )
 
 

@@ -9,6 +9,7 @@ call is an error on all of them. With a single process nothing is sent.
 from collections.abc import Callable
 from collections.abc import Mapping
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -24,7 +25,8 @@ from vit_jax.distributed import liveness
 # as listing a folder, may take longer.
 DEADLINE = float(os.environ.get('VIT_JAX_DEADLINE', 600))
 _WORK_DEADLINE = 12 * DEADLINE
-_GIVEN_UP = 'vit_jax/given_up/'
+_CALLS = 'vit_jax/calls'
+_numbers = itertools.count()  # Of the calls of `gather`.
 # Types of errors that are raised again as such on the other processes.
 _TYPES = (ValueError, FileNotFoundError, TimeoutError, OSError)
 
@@ -34,12 +36,15 @@ def initialize(*args, **kwargs):
 
   If another process is lost later, this process names it and exits with the
   status of SIGTERM.
-
-  Args:
-    *args: for jax.distributed.initialize.
-    **kwargs: likewise.
   """
-  liveness.connect(*args, **kwargs)
+  liveness.speak_on_abort()
+  liveness.watch.connects = True
+  try:
+    # JAX's handler would keep SIGTERM from ending a process between trainings.
+    jax.config.update('jax_enable_preemption_service', False)
+    jax.distributed.initialize(*args, **kwargs)
+  finally:
+    liveness.watch.connects = False
   if jax.process_count() > 1:
     liveness.watch.start()
     hosts = gather('telling each other their hosts', liveness.here())
@@ -74,9 +79,6 @@ def connect(
     coordinator: HOST:PORT of process 0, where the hosts are not found.
     num_processes: with `coordinator`, the number of processes.
     process_id: with `coordinator`, the number of this process.
-
-  Raises:
-    ValueError: if only some of the last three are given, or wrong ones.
   """
   given = (coordinator, num_processes, process_id)
   if any(value is not None for value in given):
@@ -129,43 +131,53 @@ def gather(what: str, value, deadline: float = DEADLINE) -> list:
   if jax.process_count() == 1:
     return [json.loads(json.dumps(value))]
   liveness.watch.doing = what
-
-  def wait(process, seconds):
-    who = liveness.name(process)
-    if liveness.watch.has_left(process):
-      raise liveness.Lost(liveness.watch.farewell(process))
-    if seconds > deadline:
-      raise TimeoutError(
-        f'{who} did not come within the deadline, at {what}; it is at '
-        f'{liveness.watch.place(process)}. Check that process; the environment '
-        'variable VIT_JAX_DEADLINE=SECONDS sets a longer deadline'
-      )
-    if int(seconds) % 60 == 30:
-      cli.say(f'Waiting for {who}, at {what} ...')
-
-  content = json.dumps({'what': what, 'value': value})
-  values = []
-  for process, text in enumerate(_calls.exchange(content, wait)):
+  client, me, number = liveness.client(), jax.process_index(), next(_numbers)
+  text = json.dumps({'what': what, 'value': value})
+  client.key_value_set(f'{_CALLS}/{number}/{me}', text)
+  begun, values = time.monotonic(), []
+  while len(values) < jax.process_count():
+    process = len(values)
+    try:
+      # Short, so that Python handles signals between two of them.
+      text = client.blocking_key_value_get(f'{_CALLS}/{number}/{process}', 1000)
+    except Exception as e:  # pylint: disable=broad-except
+      if 'DEADLINE_EXCEEDED' not in str(e):
+        raise liveness.Lost(f'{liveness.name(0)} is gone') from e
+      _check_waiting(what, process, time.monotonic() - begun, deadline)
+      continue
     theirs = json.loads(text)
     if theirs['what'] != what:
       raise RuntimeError(
         f'the processes do not do the same: {liveness.name(process)} is at '
-        f"'{theirs['what']}', {liveness.name(jax.process_index())} at '{what}'; "
-        'start all with the same command, versions and files'
+        f"'{theirs['what']}', {liveness.name(me)} at '{what}'; start all with the "
+        'same command, versions and files'
       )
     values.append(theirs['value'])
+  if number:
+    # All processes have begun this call, so all have finished the previous one.
+    client.key_value_delete(f'{_CALLS}/{number - 1}/{me}')
   return values
 
 
+def _check_waiting(what, process, seconds, deadline):
+  """Raises an error if waiting for a process is in vain; else may say who it is."""
+  if words := liveness.watch.farewell(process):
+    raise liveness.Lost(words)
+  who = liveness.name(process)
+  if seconds > deadline:
+    raise TimeoutError(
+      f'{who} did not come within the deadline, at {what}; it is at '
+      f'{liveness.watch.place(process)}. Check that process; the environment '
+      'variable VIT_JAX_DEADLINE=SECONDS sets a longer deadline'
+    )
+  if int(seconds) % 60 == 30:
+    cli.say(f'Waiting for {who}, at {what} ...')
+
+
 def from_first(what: str, make: Callable[[], Any]):
-  """Returns the result of process 0 on all processes.
+  """Returns the result of `make` on process 0, a value for JSON, on all processes.
 
-  Args:
-    what: see gather.
-    make: function that process 0 alone calls; returns a value for JSON.
-
-  Raises:
-    the error of `make`, on all processes; see also gather.
+  An error of `make` is raised on all of them; see also gather.
   """
   return attempt(what, make if jax.process_index() == 0 else lambda: None)[0]
 
@@ -208,15 +220,10 @@ def attempt(what: str, function: Callable[[], Any]) -> list:
 
 
 def agree(what: str, facts: Mapping[str, Any]):
-  """Checks that all processes have the same facts.
-
-  Args:
-    what: subject of the facts, such as 'the data'.
-    facts: short values for JSON, by name.
+  """Checks that all processes have the same facts, short values for JSON by name.
 
   Raises:
-    ValueError: the same on all processes; lists the differences. See also
-      gather.
+    ValueError: the same on all processes; lists the differences.
   """
   everywhere = gather(f'comparing {what}', dict(facts))
   differing = []
@@ -252,76 +259,3 @@ def _together(error: Exception) -> Exception:
   """Marks an error that all processes raise, for `is_common`."""
   error._raised_together = True  # pylint: disable=protected-access
   return error
-
-
-def give_up(why: str):
-  """Makes threads of other processes that wait in `meet` stop waiting."""
-  if jax.process_count() > 1:
-    liveness.client().key_value_set(
-      f'{_GIVEN_UP}{jax.process_index()}', why, allow_overwrite=True
-    )
-
-
-def meet(what: str, deadline: float):
-  """Waits until all processes call it; for threads other than the main one.
-
-  Args:
-    what: what is being done. All processes meet in the same order.
-    deadline: seconds to wait.
-
-  Raises:
-    OSError: if a process has given up.
-    TimeoutError: if a process does not come within the deadline.
-  """
-
-  def wait(_, seconds):
-    for path, why in liveness.client().key_value_dir_get(_GIVEN_UP):
-      raise OSError(f'{liveness.name(int(path.rsplit("/", 1)[1]))}: {why}')
-    if seconds > deadline:
-      raise TimeoutError(f'not all processes came to {what} in time')
-
-  _meetings.exchange('', wait)
-
-
-class _Exchange:
-  """Texts that all processes give each other, in the same order on all.
-
-  Args:
-    place: prefix of the keys in the coordination service.
-  """
-
-  def __init__(self, place: str):
-    self._place = place
-    self._count = 0
-
-  def exchange(self, text: str, wait: Callable) -> list[str]:
-    """Returns the texts of all processes, in their order.
-
-    Args:
-      text: that of this process.
-      wait: function of (number of the missing process, seconds waited so far),
-        called each second; it raises an error to end the waiting.
-
-    Raises:
-      Lost: if process 0 has ended; and the error of `wait`.
-    """
-    client, me, number = liveness.client(), jax.process_index(), self._count
-    self._count += 1
-    client.key_value_set(f'{self._place}/{number}/{me}', text)
-    begun, texts = time.monotonic(), []
-    while len(texts) < jax.process_count():
-      key = f'{self._place}/{number}/{len(texts)}'
-      try:
-        # Short, so that Python handles signals between two of them.
-        texts.append(client.blocking_key_value_get(key, 1000))
-      except Exception as e:  # pylint: disable=broad-except
-        if 'DEADLINE_EXCEEDED' not in str(e):
-          raise liveness.Lost(f'{liveness.name(0)} is gone') from e
-        wait(len(texts), time.monotonic() - begun)
-    if number:
-      # All processes have begun this call, so all have finished the previous one.
-      client.key_value_delete(f'{self._place}/{number - 1}/{me}')
-    return texts
-
-
-_calls, _meetings = _Exchange('vit_jax/calls'), _Exchange('vit_jax/meetings')

@@ -63,11 +63,9 @@ def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
   """Builds the mesh of `config.mesh`.
 
   Args:
-    axes: size of each axis by name; one size may be -1, for "the rest".
+    axes: size of each axis by name, in the order of the mesh; one size may be -1,
+      for "the rest".
     devices: the devices; by default all devices of the run.
-
-  Returns:
-    A mesh with these axes, in this order.
 
   Raises:
     ValueError: if the sizes do not multiply to the number of devices.
@@ -141,26 +139,23 @@ def constrain_batch(x):
   return jax.lax.with_sharding_constraint(x, P(batch_axes(mesh)))
 
 
-def replicated(mesh) -> jax.NamedSharding:
+def replicated(mesh) -> NamedSharding:
   """Returns the sharding of an array that every device has as a whole."""
-  return jax.NamedSharding(mesh, P())
+  return NamedSharding(mesh, P())
 
 
 def on_own_rows(function: Callable, *args, axis: int = 0):
   """Applies a function on each device to the rows of the batch that lie there.
 
   Left to the partitioner, a loop whose length depends on the data waits for all
-  devices in every round.
+  devices in every round. Where `constrain_batch` has no effect, or the mesh does
+  not divide the rows, the function is applied to all rows at once.
 
   Args:
     function: function of arrays whose rows do not depend on each other, to an
       array with the same rows.
-    *args: its arguments; dimension `axis` of each is the batch.
-    axis: see `args`.
-
-  Returns:
-    The result of `function`. Where `constrain_batch` has no effect, or the mesh
-    does not divide the rows, the function is applied to all rows at once.
+    *args: its arguments.
+    axis: dimension of each argument that is the batch.
   """
   mesh = _mesh_that_is_set()
   if mesh is None or args[0].shape[axis] % batch_shards(mesh):
@@ -179,14 +174,7 @@ def _mesh_that_is_set():
 
 
 def local_rows(mesh, batch_size: int) -> np.ndarray:
-  """Returns the rows of a global batch that this process feeds, in order.
-
-  Args:
-    mesh: the mesh.
-    batch_size: number of rows of the global batch.
-
-  Returns:
-    int64 [rows]; with one process, all rows.
+  """Returns the rows of a global batch that this process feeds: int64 [rows].
 
   Raises:
     ValueError: if the devices do not divide the batch.
@@ -213,10 +201,9 @@ def tree_shardings(tree, rules: Rules, mesh):
 
   Args:
     tree: a tree of arrays or of jax.ShapeDtypeStruct.
-    rules: ordered (regex, spec) pairs. The regex is searched in the leaf's path
-      ('/'-joined); the spec gives a mesh axis, several axes or None for each
-      dimension. Leaves that no rule matches are split by the defaults at the
-      top of this module; scalars are replicated.
+    rules: see the top of this module. A spec gives a mesh axis, several axes or
+      None for each dimension. Leaves that no rule matches are split by the
+      defaults there; scalars are replicated.
     mesh: the mesh.
 
   Raises:
@@ -282,9 +269,6 @@ def _attention_width(name):
 def report(abstract) -> list[dict]:
   """Reports how the arrays of a tree are split, and the bytes on each device.
 
-  Args:
-    abstract: a tree of jax.ShapeDtypeStruct with shardings.
-
   Returns:
     A row for each kind of split, the largest first: `spec`, the number of
     `arrays`, total `bytes`, and `bytes_per_device`.
@@ -308,38 +292,24 @@ def report(abstract) -> list[dict]:
 
 
 def not_split(abstract, mesh) -> str:
-  """Describes the arrays that should be split over `model` but cannot be.
-
-  Args:
-    abstract: the parameters, a tree of jax.ShapeDtypeStruct with shardings.
-    mesh: the mesh.
-
-  Returns:
-    A sentence, or '' if there are no such arrays.
-  """
+  """Describes the parameters that `model` should split but cannot; '' if none."""
   parts = mesh.shape.get(MODEL_AXIS, 1)
-  if parts == 1:
-    return ''
-
-  def divides(name, shape):
-    return not any(
-      axis and size % parts
-      for regex, wanted in TENSOR_RULES
-      if re.search(regex, name)
-      for size, axis in zip(shape, wanted)
-    )
-
   names = [
     f'{path_name(path)} {leaf.shape}'
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
     if MODEL_AXIS not in jax.tree.leaves(tuple(leaf.sharding.spec))
-    and not divides(path_name(path), leaf.shape)
+    and any(
+      axis and size % parts
+      for regex, wanted in TENSOR_RULES
+      if re.search(regex, path_name(path))
+      for size, axis in zip(leaf.shape, wanted)
+    )
   ]
+  if not names:
+    return ''
   return (
     f'{len(names)} arrays are not split over model={parts}, which does not divide '
     f'their dimensions, for example {max(names, key=len)}'
-    if names
-    else ''
   )
 
 

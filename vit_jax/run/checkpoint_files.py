@@ -80,11 +80,7 @@ class Handler(ocp.PyTreeCheckpointHandler):
 @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class Save(ocp.args.PyTreeSave):
-  """Argument of `Handler` for saving.
-
-  Attributes:
-    metrics: metrics of the state by name; numbers.
-  """
+  """What `Handler` saves: a tree, and metrics by name."""
 
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -98,21 +94,15 @@ def write_metrics(directory: epath.Path, metrics: Mapping[str, float]):
 
 
 def read_metric(checkpoint: epath.Path, name: str) -> float | None:
-  """Returns a metric of a checkpoint; None if it is unknown.
-
-  Args:
-    checkpoint: folder of the checkpoint, of this version or an older one.
-    name: name of the metric.
+  """Returns a metric of the checkpoint in a folder; None if it is unknown.
 
   Raises:
     OSError: if the storage does not answer.
   """
   for path, load in (
     (checkpoint / 'default' / METRICS, _load),
-    (
-      checkpoint / 'metrics' / 'metrics',
-      lambda path: _parse(path.read_bytes()),
-    ),
+    # Of older versions.
+    (checkpoint / 'metrics' / 'metrics', lambda x: _parse(x.read_bytes())),
   ):
     try:
       value = load(path).get(name)
@@ -133,11 +123,7 @@ def read_metric(checkpoint: epath.Path, name: str) -> float | None:
 def check(directory: epath.Path, part: int = 0, parts: int = 1):
   """Reads files of a checkpoint and compares them with their checksums.
 
-  Args:
-    directory: folder of the arrays, `checkpoints/STEP/default`.
-    part: number of the share to read, one of `parts` shares of similar size, so
-      that several processes can divide the work.
-    parts: number of shares.
+  Each of `parts` processes reads a part of similar size.
 
   Raises:
     DamagedError: if a file is missing, or has another size or checksum.
@@ -150,7 +136,7 @@ def check(directory: epath.Path, part: int = 0, parts: int = 1):
   want = {}
   for name in tables:
     want.update(_load(directory / name))
-  sizes = {n: (directory / n).stat().length for n in names if n in want}
+  sizes = _sizes(directory, [n for n in names if n in want])
   for name, table in want.items():
     if sizes.get(name) != table['size']:
       raise DamagedError(
@@ -158,10 +144,9 @@ def check(directory: epath.Path, part: int = 0, parts: int = 1):
         f'{table["size"]}'
       )
   if not want:  # Files are read all the same, to test the storage.
-    sizes = {n: (directory / n).stat().length for n in names}
+    sizes = _sizes(directory, names)
   blocks = _blocks(sizes)[part::parts]
-  found = _in_threads(lambda b: _digest(directory / b[0], b[1]), blocks)
-  for (name, number), digest in zip(blocks, found, strict=True):
+  for (name, number), digest in _digests(directory, blocks):
     if want and want[name]['digests'][number] != digest:
       raise DamagedError(
         f"'{directory / name}' is not what was written: its checksum differs"
@@ -203,14 +188,7 @@ def read(path: epath.Path, wanted):
 def read_weights(path: epath.Path, params, extra) -> dict:
   """Reads `step`, `params` (averaged if the run kept an average) and `extra`.
 
-  Args:
-    path: folder of the arrays.
-    params: a tree of jax.ShapeDtypeStruct; None: all parameters, onto the host.
-    extra: likewise; None: nothing; or a tuple of names in the extra state, onto
-      the host.
-
-  Returns:
-    The tree of the checkpoint, with PLACEHOLDER for what was not read.
+  See Checkpoints.restore_weights. What was not read is PLACEHOLDER.
   """
   with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
     tree = handler.metadata(path).tree
@@ -279,11 +257,9 @@ def _write_own(directory):
 
 def _write(directory, path, names: Iterable[str]):
   """Writes the checksums of some files of a folder."""
-  sizes = {n: (directory / n).stat().length for n in sorted(names)}
+  sizes = _sizes(directory, sorted(names))
   table = {name: {'size': size, 'digests': []} for name, size in sizes.items()}
-  blocks = _blocks(sizes)
-  found = _in_threads(lambda b: _digest(directory / b[0], b[1]), blocks)
-  for (name, _), digest in zip(blocks, found, strict=True):
+  for (name, _), digest in _digests(directory, _blocks(sizes)):
     table[name]['digests'].append(digest)
   path.write_text(_with_checksum(table))
 
@@ -292,6 +268,11 @@ def _with_checksum(content) -> str:
   """Returns the text of a file that `_load` reads."""
   text = json.dumps(content)
   return f'{zlib.crc32(text.encode())}\n{text}'
+
+
+def _sizes(directory, names) -> dict[str, int]:
+  """Returns the bytes of some files of a folder by name."""
+  return {name: (directory / name).stat().length for name in names}
 
 
 def _blocks(sizes) -> list[tuple[str, int]]:
@@ -330,6 +311,14 @@ def _files(directory) -> list[str]:
   return names
 
 
+def _digests(directory, blocks) -> list[tuple]:
+  """Returns (block, digest) of each; reading and zlib release Python's lock."""
+  threads = max(1, min(8, os.cpu_count() or 1, len(blocks)))
+  with concurrent.futures.ThreadPoolExecutor(threads) as executor:
+    found = executor.map(lambda b: _digest(directory / b[0], b[1]), blocks)
+    return list(zip(blocks, found, strict=True))
+
+
 def _digest(path, block: int) -> int:
   """Returns the digest of a block of a file.
 
@@ -348,12 +337,3 @@ def _digest(path, block: int) -> int:
       value = zlib.crc32(memoryview(data)[whole:], value)
       left -= len(data)
   return value
-
-
-def _in_threads(function, blocks) -> list:
-  """Maps in threads; both reading and zlib release Python's lock."""
-  threads = min(8, os.cpu_count() or 1, len(blocks))
-  if threads < 2:
-    return list(map(function, blocks))
-  with concurrent.futures.ThreadPoolExecutor(threads) as executor:
-    return list(executor.map(function, blocks))

@@ -117,21 +117,18 @@ class Checkpoints:
           f'there is a checkpoint of step {step} or a later one already'
         )
     except Exception as e:
+      if jax.process_count() > 1:
+        # Its threads may wait for those of a process that has failed.
+        self._manager = None
       raise self._failure(e) from e
 
   def rate(self, step: int, metrics: dict):
-    """Stores the metrics of a checkpoint that was saved without.
+    """Stores the metrics of a checkpoint, if there is one, that was saved without.
 
     Process 0 does so for all.
-
-    Args:
-      step: step of the complete checkpoint; nothing is done if there is none.
-      metrics: metrics by name.
     """
-    rated, folder = (
-      self._rate(step, metrics),
-      self.directory / str(step) / _ITEM,
-    )
+    rated = self._rate(step, metrics)
+    folder = self.directory / str(step) / _ITEM
 
     def write():
       if folder.is_dir():
@@ -188,7 +185,6 @@ class Checkpoints:
         async_options=ocp.AsyncOptions(
           create_directories_asynchronously=False,
           timeout_secs=math.ceil(2 * processes.DEADLINE),
-          barrier_sync_fn=_meet if everyone else None,
         ),
         # With explicit processes, they wait for each other with a deadline.
         multiprocessing_options=ocp.options.MultiprocessingOptions(
@@ -222,7 +218,6 @@ class Checkpoints:
       last = f'step {steps[-1]}' if steps else 'none'
     except OSError:
       last = 'unknown, the folder cannot be listed'
-    processes.give_up(files.short(cause))
     return OSError(
       f"a checkpoint could not be written to '{self.directory}': {files.short(cause)}. The "
       f'last complete one: {last}. Free some space (or repair the disk) and start '
@@ -243,7 +238,7 @@ class Checkpoints:
 
     Args:
       abstract: TrainState of jax.ShapeDtypeStruct.
-      step: step of the only checkpoint to try; None: all, the newest first.
+      step: step of the only checkpoint to try.
 
     Returns:
       (state, step); (None, 0) if there is no checkpoint.
@@ -356,7 +351,6 @@ class Checkpoints:
 
   def _agreed(self, complete: bool) -> list[int]:
     """Returns the steps that the first process finds, on all processes."""
-
     return processes.from_first(
       'listing the checkpoints', lambda: _find(self.directory, complete)
     )
@@ -383,23 +377,15 @@ class Checkpoints:
 
 
 class _Policy:
-  """Tells Orbax which checkpoints to keep: the newest, and the best.
-
-  Args:
-    keep: number of the newest.
-    low: whether the lowest value is the best.
-
-  Attributes:
-    values: the metric that selects the best, by step, where it is known.
-  """
+  """Tells Orbax which checkpoints to keep: the newest, and the best."""
 
   def __init__(self, keep: int, low: bool):
     self._keep = keep
     self._sign = -1 if low else 1
+    # The metric that selects the best, by step, where it is known.
     self.values: dict[int, float] = {}
 
   def should_preserve(self, checkpoints, *, context) -> list[bool]:
-    """Returns for each checkpoint, the oldest first, whether to keep it."""
     del context
     steps = [checkpoint.step for checkpoint in checkpoints]
     kept = steps[-self._keep :]
@@ -410,11 +396,7 @@ class _Policy:
 
 
 class _Steps(ocp.path.step.NameFormat):
-  """Tells Orbax the checkpoints that there are, and how they are named.
-
-  Args:
-    steps: steps of the complete checkpoints.
-  """
+  """Tells Orbax the steps of the complete checkpoints, and how they are named."""
 
   def __init__(self, steps: list[int]):
     self._steps = steps
@@ -436,20 +418,13 @@ def has_checkpoint(workdir) -> bool:
 
 
 def load_weights(workdir, extra: tuple[str, ...] = ()) -> Weights:
-  """Loads the parameters of a run, onto the host.
+  """Loads the newest parameters of a run onto the host: dicts of numpy arrays.
 
-  All processes must call it.
+  All processes must call it. Raises what Checkpoints.restore_weights does.
 
   Args:
     workdir: folder of the run.
     extra: names of what to load of the extra state, where the run has it.
-
-  Returns:
-    Nested dicts of numpy arrays from the newest checkpoint; the parameters are
-    averaged if the run kept an average.
-
-  Raises:
-    FileNotFoundError, ValueError, OSError: see Checkpoints.restore_weights.
   """
   found = Checkpoints(workdir, read_only=True).restore_weights(extra=extra)
   return found._replace(
@@ -458,13 +433,9 @@ def load_weights(workdir, extra: tuple[str, ...] = ()) -> Weights:
 
 
 def delete_but_newest(workdir, count: int):
-  """Deletes the complete checkpoints of a finished run, except the newest.
+  """Deletes the checkpoints of a finished run, except the newest `count`.
 
   Process 0 does so for all.
-
-  Args:
-    workdir: folder of the run.
-    count: number of checkpoints to keep.
   """
 
   def delete():
@@ -474,11 +445,6 @@ def delete_but_newest(workdir, count: int):
       (directory / str(step)).rmtree()
 
   processes.from_first('deleting checkpoints', delete)
-
-
-def _meet(*, key: str, timeout_ms: int):
-  """Waits for the other processes, unless one of them has given up."""
-  processes.meet(key, timeout_ms / 1000)
 
 
 def _list(directory: epath.Path, complete: bool) -> list[int]:

@@ -1,12 +1,11 @@
 """Checks and completes configs, and computes their numbers of steps."""
 
-import ast
-from collections.abc import Sequence
 import copy
 import importlib
 import importlib.util
 import sys
 import traceback
+from typing import Any
 
 from absl import logging
 from etils import epath
@@ -29,11 +28,6 @@ TASKS = {
   'pixels_finetune': 'vit_jax.tasks.pixels.finetune',
   'segment': 'vit_jax.tasks.detection.segment',
 }
-_TASK = (
-  f'use one of {sorted(TASKS)}, or a module with a class Task that Python finds '
-  "from the current folder or PYTHONPATH, such as 'my_package.my_task' "
-  '(config.task)'
-)
 
 # Keys that were added to the config after runs had stored theirs, and what
 # those runs did.
@@ -46,12 +40,16 @@ _GONE = ('model_type', 'shuffle_buffer', 'shuffle_buffer_bytes')
 class UnknownTaskError(ValueError):
   """No module of a task's name can be found."""
 
+  def __init__(self, name, why=''):
+    super().__init__(
+      f"task='{name}' is unknown: {why}use one of {sorted(TASKS)}, or a module "
+      'with a class Task that Python finds from the current folder or PYTHONPATH, '
+      "such as 'my_package.my_task' (config.task)"
+    )
+
 
 def get_task(name: str) -> type:
-  """Returns the class of a task.
-
-  Args:
-    name: a key of TASKS, or the name of a module that has a class `Task`.
+  """Returns the class of a task, see config.task.
 
   Raises:
     ValueError: if the task is unknown or cannot be imported.
@@ -62,9 +60,7 @@ def get_task(name: str) -> type:
   except Exception as e:
     missing = isinstance(e, ModuleNotFoundError) and e.name
     if missing and f'{module}.'.startswith(f'{missing}.'):
-      raise UnknownTaskError(
-        f"task='{name}' is unknown: there is no module '{missing}'; {_TASK}"
-      ) from e
+      raise UnknownTaskError(name, f"there is no module '{missing}'; ") from e
     raise ValueError(
       f"task='{name}' cannot be imported: {type(e).__name__} at {_where(e)}: "
       f'{e} (config.task)'
@@ -82,12 +78,6 @@ def check_stored_task(name: str):
   A run or weights may come from anyone, and are data. Allowed are the tasks of
   this package, modules that the command line names, and those that this process
   has imported already: for a config that a user has written, or in a notebook.
-
-  Args:
-    name: the task that a stored config names.
-
-  Raises:
-    ValueError: if it is another module.
   """
   known = {*TASKS, *TASKS.values(), *cli.named_tasks, *sys.modules}
   if isinstance(name, str) and name not in known:
@@ -103,11 +93,9 @@ def _task_module(name) -> str:
   module = TASKS.get(name, name) if isinstance(name, str) else ''
   top, *rest = module.split('.')
   if not all(part.isidentifier() for part in (top, *rest)):
-    raise ValueError(f"task='{name}' is unknown: {_TASK}")
+    raise UnknownTaskError(name)
   if importlib.util.find_spec(top) is None:
-    raise UnknownTaskError(
-      f"task='{name}' is unknown: there is no module '{top}'; {_TASK}"
-    )
+    raise UnknownTaskError(name, f"there is no module '{top}'; ")
   return module
 
 
@@ -146,36 +134,25 @@ def of_run(config) -> ml_collections.ConfigDict:
     ValueError: names a key with an invalid value.
   """
   config = copy.deepcopy(config)
-  set_before(config, missing_before(config))
+  with config.unlocked():
+    config.update_from_flattened_dict(before(config))
   keys.check(_with_keys(config))
   return _without_epochs(complete(config))
 
 
-def missing_before(config) -> list[str]:
-  """Returns the keys of _BEFORE that a stored config lacks.
+def before(config) -> dict[str, Any]:
+  """Returns what runs did before keys were added that a stored config lacks.
 
   Args:
     config: ConfigDict or dict, as a run has stored it.
   """
-  lacking = []
-  for key in _BEFORE:
-    *groups, name = key.split('.')
-    found = config
-    for group in groups:
-      found = found.get(group)
-    if hasattr(found, 'keys') and name not in found:
-      lacking.append(key)
-  return lacking
-
-
-def set_before(config, keys_: Sequence[str]):
-  """Sets keys, in place, to what runs did before these keys were added."""
-  for key in keys_:
-    *groups, name = key.split('.')
-    found = config
-    for group in groups:
-      found = found[group]
-    found[name] = _BEFORE[key]
+  found = {}
+  for key, value in _BEFORE.items():
+    group, _, name = key.rpartition('.')
+    holder = config.get(group) if group else config
+    if hasattr(holder, 'keys') and name not in holder:
+      found[key] = value
+  return found
 
 
 def _with_keys(config):
@@ -187,13 +164,12 @@ def _with_keys(config):
         del config[key]
     if config.get('accum_steps', 1) in (0, None):
       config.accum_steps = 1
-    for group in keys.GROUPS:
-      if config.get(group, None) is None:
-        config[group] = ml_collections.ConfigDict()
     defaults = common.get_config()
     _fill(config, defaults)
     for group in keys.GROUPS:
-      if isinstance(config[group], ml_collections.ConfigDict):
+      if config[group] is None:
+        config[group] = defaults[group]
+      elif isinstance(config[group], ml_collections.ConfigDict):
         _fill(config[group], defaults[group])
     if isinstance(config.model, ml_collections.ConfigDict):
       config.model = model_configs.with_options(config.model)
@@ -243,10 +219,7 @@ def task_options(config):
 def _typed(key, value, default):
   """Converts an option to the type of its default; parses text from flags."""
   if isinstance(value, str) and not isinstance(default, str | None):
-    try:
-      value = ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-      pass
+    value = cli.literal(value)
   if isinstance(default, float) and type(value) is int:
     value = float(value)
   if isinstance(default, tuple) and isinstance(value, list):
@@ -291,10 +264,9 @@ def evaluations(config) -> list[tuple[str, str, str | None]]:
 
 
 def check_values(config):
-  """Checks a config except for its task, without loading TensorFlow.
+  """Checks a config, also an incomplete one, without loading TensorFlow.
 
-  Args:
-    config: config from a config file and the command line, or a complete one.
+  The task and the best metric are left to `check`.
 
   Raises:
     ValueError: names the key, its value and the valid values.
@@ -312,14 +284,7 @@ def check_values(config):
 
 
 def check(config):
-  """Checks that a config has the keys of common.py, with valid values.
-
-  Args:
-    config: a complete config.
-
-  Raises:
-    ValueError: names the key, its value and the valid values.
-  """
+  """Checks the values of a complete config; raises ValueError for wrong ones."""
   check_values(config)
   metrics = metrics_of(config)
   if config.best_metric not in metrics:
@@ -362,7 +327,7 @@ def check_batch(config, shards: int):
   """Checks that devices and micro-batches divide the batches.
 
   Args:
-    config: reads `batch`, `batch_eval`, `accum_steps`.
+    config: a complete config.
     shards: number of parts into which the mesh splits a batch.
 
   Raises:
@@ -385,8 +350,7 @@ def check_memory(config, processes: int):
   """Checks that the batches of a process fit this machine's memory.
 
   Args:
-    config: reads `batch`, `batch_eval`, `prefetch`, `pp.crop`, `pp.sides`,
-      `pp.longest_side`, `pp.channels`.
+    config: a complete config.
     processes: number of processes that share a batch.
 
   Raises:

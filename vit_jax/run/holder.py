@@ -36,9 +36,7 @@ class Holder:
   """Holds a workdir inside a `with` block; process 0 does so for all processes.
 
   A caller that can do without the workdir calls `take`, and `release` at the end.
-
-  Args:
-    workdir: the folder; created if it does not exist.
+  The folder is created if it does not exist.
 
   Raises:
     ValueError: on entering, on all processes, if another run holds the workdir
@@ -67,14 +65,11 @@ class Holder:
     self.release()
 
   def take(self, patient: bool = True) -> str | None:
-    """Takes the workdir unless another run holds it.
+    """Takes the workdir; returns None, or who holds it, on all processes.
 
     Args:
       patient: on a file system without locks, whether to look for a minute if a
         file of another run is still renewed; if not, such a file counts.
-
-    Returns:
-      None if the workdir is taken, else who holds it; on all processes.
 
     Raises:
       ValueError: on all processes, if the workdir cannot be written.

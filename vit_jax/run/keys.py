@@ -14,6 +14,7 @@ from vit_jax import models_bit
 from vit_jax import models_detr
 from vit_jax import models_resnet
 from vit_jax import models_vit
+from vit_jax.configs import models as model_configs
 from vit_jax.configs import rules
 from vit_jax.layers import attention
 from vit_jax.layers import decoder
@@ -29,6 +30,8 @@ _MAX_SEED, _MAX_STEPS = 2**63 - 1, 2**31 - 1
 _STEPS, _EVERY = rules.whole(1, _MAX_STEPS), rules.whole(0)
 _SHARE, _RATE = rules.number(0, 1), rules.number(0, 1, below=True)
 _FLOAT = rules.one_of('float32', 'bfloat16', 'float16', 'float64')
+_ATTENTION = rules.one_of(*attention.IMPLEMENTATIONS)
+_REMAT = rules.one_of(*loop.REMATS)
 
 # Keys of configs/common.py, which describes them.
 KEYS: dict[str, rules.Rule] = {
@@ -125,10 +128,15 @@ KEYS: dict[str, rules.Rule] = {
 # Groups of keys that belong to common.py alone.
 GROUPS = ('pp', 'fewshot')
 
-# Fields of the package's own models (config.model).
-MODEL: dict[str, rules.Rule] = {
+# Fields of the package's own models (config.model), by kind.
+_ANY: dict[str, rules.Rule] = {
   'kind': rules.optional(rules.text),
   'model_name': rules.optional(rules.text),
+  'dtype': _FLOAT,
+  'param_dtype': _FLOAT,
+}
+_VIT = {
+  **_ANY,
   'patches.size': rules.pair_of_sizes,
   'hidden_size': rules.whole(1),
   'transformer.num_layers': rules.whole(1),
@@ -140,11 +148,11 @@ MODEL: dict[str, rules.Rule] = {
   'transformer.add_position_embedding': rules.flag,
   'transformer.position_embedding': rules.one_of(*positions.KINDS),
   'transformer.position_layers': rules.one_of(*positions.LAYERS),
-  'transformer.attention': rules.one_of(*attention.IMPLEMENTATIONS),
+  'transformer.attention': _ATTENTION,
   'transformer.gelu': rules.one_of(*encoder.GELUS),
   'transformer.norm_eps': rules.positive,
   'transformer.position_grid': rules.optional(rules.pair_of_sizes),
-  'transformer.remat': rules.one_of(*loop.REMATS),
+  'transformer.remat': _REMAT,
   'transformer.scan': rules.flag,
   'transformer.causal': rules.flag,
   'transformer.only_first': rules.flag,
@@ -154,67 +162,66 @@ MODEL: dict[str, rules.Rule] = {
   'representation_size': rules.optional(rules.whole(1)),
   'classifier': rules.one_of(*models_vit.CLASSIFIERS),
   'head_bias_init': rules.finite,
-  'dtype': _FLOAT,
-  'param_dtype': _FLOAT,
-  # Fields of a Mixer.
-  'hidden_dim': rules.whole(1),
-  'num_blocks': rules.whole(1),
-  'tokens_mlp_dim': rules.whole(1),
-  'channels_mlp_dim': rules.whole(1),
-  # Fields of a BiT ResNet.
-  'num_layers': rules.units,
-  'width_factor': rules.width_factor,
-  'eps': rules.one_of(*models_bit.EPSILONS),
-  'remat': rules.one_of(*models_bit.REMATS),
-  # Fields of a DETR.
-  'backbone': rules.one_of(*models_detr.BACKBONES),
-  'units': rules.units,
-  'dilate_last': rules.flag,
-  'norm': rules.one_of(*resnet.NORMS),
-  'backbone_width': rules.whole(1),
-  'num_queries': rules.whole(1),
-  'mask_head': rules.flag,
-  'masks_at_a_time': rules.whole(0),
-  'num_encoder_layers': rules.whole(0),
-  'num_decoder_layers': rules.whole(1),
-  'num_heads': rules.whole(1),
-  'mlp_dim': rules.whole(1),
-  'dropout_rate': _RATE,
-  'attention_dropout_rate': _RATE,
 }
-
-# The ViT that is the backbone of a DETR.
-MODEL.update({f'vit.{name}': rule for name, rule in MODEL.items()})
-# Fields of an iGPT (config.model.kind='igpt').
-IGPT: dict[str, rules.Rule] = {
-  'kind': rules.text,
-  'model_name': rules.optional(rules.text),
-  'hidden_size': rules.whole(1),
-  'num_layers': rules.whole(1),
-  'num_heads': rules.whole(1),
-  'num_colors': rules.whole(2),
-  'num_positions': rules.whole(1),
-  'causal': rules.flag,
-  'attention': rules.one_of(*attention.IMPLEMENTATIONS),
-  'attention_scale': rules.one_of(*decoder.SCALES),
-  'remat': rules.one_of(*loop.REMATS),
-  'scan': rules.flag,
-  'dtype': _FLOAT,
-  'param_dtype': _FLOAT,
-}
-
 # Kind of model -> the rules of its fields; other kinds have none.
-MODELS = {
-  **dict.fromkeys((None, 'vit', 'mixer', 'bit', 'detr'), MODEL),
-  'igpt': IGPT,
+MODELS: dict[str, dict[str, rules.Rule]] = {
+  'vit': _VIT,
+  'mixer': {
+    **_ANY,
+    'patches.size': rules.pair_of_sizes,
+    'hidden_dim': rules.whole(1),
+    'num_blocks': rules.whole(1),
+    'tokens_mlp_dim': rules.whole(1),
+    'channels_mlp_dim': rules.whole(1),
+  },
+  'bit': {
+    **_ANY,
+    'num_layers': rules.units,
+    'width_factor': rules.width_factor,
+    'eps': rules.one_of(*models_bit.EPSILONS),
+    'remat': rules.one_of(*models_bit.REMATS),
+    'head_bias_init': rules.finite,
+  },
+  'detr': {
+    **_ANY,
+    'backbone': rules.one_of(*models_detr.BACKBONES),
+    **{f'vit.{name}': rule for name, rule in _VIT.items()},
+    'units': rules.units,
+    'dilate_last': rules.flag,
+    'norm': rules.one_of(*resnet.NORMS),
+    'backbone_width': rules.whole(1),
+    'hidden_size': rules.whole(1),
+    'num_queries': rules.whole(1),
+    'mask_head': rules.flag,
+    'masks_at_a_time': rules.whole(0),
+    'num_encoder_layers': rules.whole(0),
+    'num_decoder_layers': rules.whole(1),
+    'num_heads': rules.whole(1),
+    'mlp_dim': rules.whole(1),
+    'dropout_rate': _RATE,
+    'attention_dropout_rate': _RATE,
+  },
+  'igpt': {
+    **_ANY,
+    'hidden_size': rules.whole(1),
+    'num_layers': rules.whole(1),
+    'num_heads': rules.whole(1),
+    'num_colors': rules.whole(2),
+    'num_positions': rules.whole(1),
+    'causal': rules.flag,
+    'attention': _ATTENTION,
+    'attention_scale': rules.one_of(*decoder.SCALES),
+    'remat': _REMAT,
+    'scan': rules.flag,
+  },
 }
 
 
 def check(config, known=None):
-  """Checks the value of every key in a config.
+  """Checks the value of every key in a config, which may lack keys.
 
   Args:
-    config: config of a run; may lack keys.
+    config: config of a run.
     known: config with all known keys; None to allow unknown keys.
 
   Raises:
@@ -223,27 +230,20 @@ def check(config, known=None):
   model = config.get('model')
   table = {}
   if isinstance(model, ml_collections.ConfigDict):
-    table = MODELS.get(model.get('kind'), {})
+    table = MODELS.get(model_configs.kind_of(model), {})
   fields = {f'model.{name}': rule for name, rule in table.items()}
   _check_group(config, {'model': rules.group, **KEYS, **fields}, known)
 
 
 def check_preprocessing(pp):
-  """Checks the values of `config.pp`.
-
-  Raises:
-    ValueError: names the key, its value and the valid values.
-  """
+  """Checks the values of `config.pp`; raises ValueError as `check` does."""
   _check_group(pp, KEYS, prefix='pp.')
   _check_resize(pp)
   _check_canvases(pp)
 
 
 def check_together(config):
-  """Checks values that depend on each other.
-
-  Args:
-    config: config with all keys of common.py that has passed `check`.
+  """Checks values that depend on each other, of a config that passed `check`.
 
   Raises:
     ValueError: names the keys, their values and the remedy.

@@ -11,7 +11,6 @@ configs/common.py, and options of the model and of the task, can be set although
 the config file lacks them.
 """
 
-import ast
 from collections.abc import Iterable
 from collections.abc import Mapping
 import difflib
@@ -26,6 +25,7 @@ from typing import Any
 
 import ml_collections
 
+from vit_jax import cli
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import rules
@@ -44,9 +44,6 @@ def find(path: str) -> str:
   A file of the user comes first. Without one, NAME.py (also NAME),
   configs/NAME.py and .../vit_jax/configs/NAME.py, where the original has its
   configs, mean a config that is installed with the package.
-
-  Args:
-    path: path of a config file, without an argument.
 
   Raises:
     FileNotFoundError: names the nearest installed config.
@@ -73,14 +70,10 @@ def find(path: str) -> str:
 
 
 def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
-  """Returns the config of a config file, locked, and the path of the file.
-
-  Args:
-    text: FILE.py, or FILE.py:ARG with an argument for its get_config; see
-      `find`.
+  """Returns the config of FILE.py[:ARG], locked, and the path of the file.
 
   Raises:
-    FileNotFoundError: if there is no such file.
+    FileNotFoundError: if there is no such file, see `find`.
     ValueError: if the file has an error, or the argument is wrong.
   """
   path, colon, argument = text.partition(':')
@@ -96,7 +89,14 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
     loader.exec_module(module)
     if not hasattr(module, 'get_config'):
       raise ValueError('the file has no function get_config')
-    _check_argument(module.get_config, given)
+    try:
+      inspect.signature(module.get_config).bind(*given)
+    except TypeError as e:
+      raise ValueError(
+        'get_config of the file takes no argument: leave out what follows the colon'
+        if given
+        else 'get_config of the file needs an argument: give FILE.py:ARGUMENT'
+      ) from e
     config = module.get_config(*given)
     if not isinstance(config, Mapping | ml_collections.ConfigDict):
       raise ValueError(
@@ -120,18 +120,6 @@ def _line(error, path):
     return error.lineno
   frames = traceback.extract_tb(error.__traceback__)
   return [frame.lineno for frame in frames if frame.filename == path][-1]
-
-
-def _check_argument(get_config, given):
-  """Raises ValueError unless get_config takes the argument that is given."""
-  try:
-    inspect.signature(get_config).bind(*given)
-  except TypeError as e:
-    raise ValueError(
-      'get_config of the file takes no argument: leave out what follows the colon'
-      if given
-      else 'get_config of the file needs an argument: give FILE.py:ARGUMENT'
-    ) from e
 
 
 # --- Keys ---
@@ -208,9 +196,10 @@ def _rules_of_run(config):
   model = config.get('model')
   if isinstance(model, ml_collections.ConfigDict):
     options = _rules_of_types(model_configs.with_options(model))
-    if model.get('kind') not in keys.MODELS:
+    table = keys.MODELS.get(model_configs.kind_of(model))
+    if table is None:
       options = dict.fromkeys(model_configs.ALL_OPTIONS, rules.no_nan) | options
-    table = keys.MODELS.get(model.get('kind'), {})
+    table = table or {}
     options = {name: table.get(name, options[name]) for name in options}
     found |= _prefixed('model', options)
   return found
@@ -280,23 +269,15 @@ def _is_task_option(config, name) -> bool:
 
 def _readings(text: str) -> Iterable[Any]:
   """Yields the values that a text may mean, the likeliest first."""
-  value = literal(text)
+  value = cli.literal(text)
   yield value
   if text.lower() in _BOOLEANS:
     yield _BOOLEANS[text.lower()]
   # Several values, or one, without parentheses.
   if isinstance(value, str) and not set(value) & set('()[]{}\'"'):
-    yield tuple(literal(word.strip()) for word in value.split(','))
+    yield tuple(cli.literal(word.strip()) for word in value.split(','))
   yield (value,)
   yield text
-
-
-def literal(text: str) -> Any:
-  """Returns the value of a literal of Python; of other texts, the text."""
-  try:
-    return ast.literal_eval(text)
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
-    return float(text) if text.lower() in ('nan', 'inf', '-inf') else text
 
 
 def _assign(config, name, value):

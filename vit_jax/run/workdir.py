@@ -5,7 +5,6 @@ class_names.json   for classification: names of the classes, in the order of the
                    logits; other tasks have other metadata, a NAME.json each
 data.json          fingerprints of the data (counts and hashes), and a hash of
                    the metadata
-weights.json       a hash of the weights that the run began with, if any
 versions.json      versions of Python and of important packages
 """
 
@@ -20,9 +19,8 @@ from typing import Any
 from absl import logging
 from etils import epath
 import ml_collections
-import numpy as np
 
-from vit_jax.data.images import index as index_lib
+from vit_jax.configs import common
 from vit_jax.distributed import processes
 from vit_jax.run import config as run_config
 
@@ -44,16 +42,7 @@ FREE_KEYS = (
   'log_images',
   'max_image_pixels',
   'mesh',
-  'model.attention',
   'model.masks_at_a_time',
-  'model.remat',
-  'model.scan',
-  'model.transformer.attention',
-  'model.transformer.remat',
-  'model.transformer.scan',
-  'model.vit.transformer.attention',
-  'model.vit.transformer.remat',
-  'model.vit.transformer.scan',
   'prefetch',
   'profile_steps',
   'progress_every',
@@ -63,15 +52,15 @@ FREE_KEYS = (
   'task_options.tight',
   'tfds_data_dir',
   'tfds_manual_dir',
+  *(
+    f'{layers}.{key}'
+    for layers in ('model', 'model.transformer', 'model.vit.transformer')
+    for key in ('attention', 'remat', 'scan')
+  ),
 )
 # Keys that are computed from the size of the data.
 _LENGTHS = ('total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs')
-# Keys that tell where data and weights are: compared are their fingerprints.
-_PLACES = {
-  'data.json': ('dataset',),
-  'weights.json': ('model_or_filename', 'pretrained', 'pretrained_dir'),
-}
-_DATA, _WEIGHTS = _PLACES
+_DATA = 'data.json'
 # Beginnings of places outside of this machine.
 _SCHEMES = ('gs', 's3')
 PACKAGES = (
@@ -139,23 +128,26 @@ def check(
     ValueError: if the folder holds a run with another config, other classes or
       other training data, or holds other files; lists the differences.
   """
-  processes.from_first(
-    'checking the workdir',
-    lambda: _check(folder(workdir), config, metadata, data),
-  )
+
+  def compare():
+    path = folder(workdir)
+    if _check_config(path, config, FREE_KEYS):
+      for name, value in metadata.items():
+        if (path / f'{name}.json').exists():
+          _check_metadata(path / f'{name}.json', value)
+      _check_data(path, data)
+
+  processes.from_first('checking the workdir', compare)
 
 
 def check_config(workdir, config, moved: bool = True):
-  """Checks a config as `check` does, except its lengths; needs no data.
+  """Checks a complete config as `check` does, except its lengths.
 
   Args:
     workdir: see check.
     config: a complete config; its length may be given in epochs.
-    moved: whether data and weights may be elsewhere than before, since `check`
-      and `check_weights` compare their content later.
-
-  Raises:
-    ValueError: see check.
+    moved: whether the data may be elsewhere than before, since `check` compares
+      their fingerprints later.
   """
   free = (*FREE_KEYS, *_LENGTHS)
   processes.from_first(
@@ -176,8 +168,11 @@ def _check_config(path, config, free, moved=True) -> bool:
       )
     return False
   old, new = to_plain(_read_config(path)), to_plain(config)
-  places = _places(path, old, new) if moved else ()
-  differing = differences(old, new, (*free, *places))
+  # The numbers of a mixture of data sets are no place.
+  is_place = all(isinstance(x.get('dataset'), str | None) for x in (old, new))
+  if moved and is_place and (path / _DATA).exists():
+    free = (*free, 'dataset')
+  differing = differences(old, new, free)
   if differing:
     raise ValueError(
       f"workdir='{path}' belongs to a run of another config:\n  "
@@ -187,106 +182,23 @@ def _check_config(path, config, free, moved=True) -> bool:
   return True
 
 
-def _places(path, old, new) -> list[str]:
-  """Returns the keys of _PLACES whose content is compared by fingerprints."""
-  kept = {
-    name: keys for name, keys in _PLACES.items() if (path / name).exists()
-  }
-  return [
-    key
-    for keys in kept.values()
-    for key in keys
-    # The numbers of a mixture of data sets are no place.
-    if all(isinstance(x.get(key), str | dict | None) for x in (old, new))
-  ]
-
-
-def has_moved_weights(workdir, config) -> bool:
-  """Returns whether a run's config names its weights at another place."""
-
-  def compare():
-    path = folder(workdir)
-    if not (path / _WEIGHTS).exists():
-      return False
-    old, new = (to_plain(x) for x in (_read_config(path), config))
-    return any(old.get(key) != new.get(key) for key in _PLACES[_WEIGHTS])
-
-  return processes.from_first('looking for the weights of the run', compare)
-
-
-def check_weights(workdir, config, weights: Mapping[str, Any]):
-  """Checks that weights are those that the run in a folder has begun with.
-
-  Args:
-    workdir: the folder; it need not exist.
-    config: names the weights.
-    weights: arrays by path.
-
-  Raises:
-    ValueError: if they are others.
-  """
-
-  def compare():
-    file = folder(workdir) / _WEIGHTS
-    if not file.exists():
-      return
-    if _read_object(file).get('weights') != _digest_of_arrays(weights):
-      named = {key: config[key] for key in _PLACES[_WEIGHTS] if config[key]}
-      raise ValueError(
-        f"workdir='{workdir}' belongs to a run from other weights than those of "
-        f'{named or "config.pretrained=None"}: restore the former to resume that '
-        'run, or use another --workdir'
-      )
-
-  processes.from_first('comparing the weights', compare)
-
-
-def store_weights(workdir, weights: Mapping[str, Any]):
-  """Stores a hash of the weights that a run begins with, for check_weights."""
-
-  def write():
-    content = json.dumps({'weights': _digest_of_arrays(weights)})
-    write_atomically(folder(workdir) / _WEIGHTS, content)
-
-  processes.from_first('storing a hash of the weights', write)
-
-
-def _digest_of_arrays(arrays) -> str:
-  parts = []
-  for name in sorted(arrays):
-    array = np.ascontiguousarray(arrays[name])
-    parts += [f'{name}{array.shape}{array.dtype}'.encode()]
-    parts += [array.reshape(-1).view(np.uint8)]
-  return index_lib.digest(parts)
-
-
-def _check(path, config, metadata, data):
-  if not _check_config(path, config, FREE_KEYS):
-    return
-  for name, value in metadata.items():
-    if (path / f'{name}.json').exists():
-      _check_metadata(path, name, value)
-  _check_data(path, data)
-
-
-def _check_metadata(path, name, value):
+def _check_metadata(file, value):
   """Checks that the metadata of the data are those that the run learned."""
-  file = path / f'{name}.json'
   old, new = _read_json(file), json.loads(json.dumps(value))
   if old == new:
     return
   what = f'{old!r:.100} there, {new!r:.100} here'
   if isinstance(old, list) and isinstance(new, list):
     what = f'{len(old)} entries there, {len(new)} here'
-    pairs = ((i, *pair) for i, pair in enumerate(zip(old, new)))
-    for i, before, now in pairs:
+    for i, (before, now) in enumerate(zip(old, new)):
       if before != now:
         what += f'; number {i} is {before!r} there, {now!r} here'
         break
   raise ValueError(
     f"'{file}' differs from what the data say now ({what}): the run has learned "
     'the former. Restore the former names in the data, or train into another '
-    f'--workdir with --config.pretrained={path}, which takes all but the head'
+    f'--workdir with --config.pretrained={file.parent}, which takes all but the '
+    'head'
   )
 
 
@@ -338,13 +250,7 @@ def differences(old, new, free=()) -> list[str]:
 def create(
   workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
 ):
-  """Writes the files of a run; process 0 does so for all.
-
-  Args:
-    workdir: the folder.
-    config: the resolved config.
-    metadata: see check.
-    data: see check.
+  """Writes the files of a run, see check; process 0 does so for all.
 
   Raises:
     ValueError: if the folder cannot be written.
@@ -403,9 +309,6 @@ def stored(workdir, names, rules) -> dict[str, Any]:
     workdir: the folder; it need not exist.
     names: names of the metadata.
     rules: rules for them by name, see vit_jax.tasks.base.Task.METADATA.
-
-  Raises:
-    FileNotFoundError, ValueError: if a file is missing or damaged.
   """
 
   def find():
@@ -446,14 +349,13 @@ def as_begun(workdir, config):
   """
 
   def find():
-    path = folder(workdir)
-    if not (path / 'config.json').exists():
-      return []
-    return run_config.missing_before(_read_object(path / 'config.json'))
+    file = folder(workdir) / 'config.json'
+    return run_config.before(_read_object(file)) if file.exists() else {}
 
-  run_config.set_before(
-    config, processes.from_first('reading the config of the workdir', find)
-  )
+  with config.unlocked():
+    config.update_from_flattened_dict(
+      processes.from_first('reading the config of the workdir', find)
+    )
 
 
 def _read_config(path) -> ml_collections.ConfigDict:
@@ -477,15 +379,9 @@ def _read_config(path) -> ml_collections.ConfigDict:
 
 
 def write_atomically(path: epath.Path, text: str, owner: str = ''):
-  """Writes a file so that no reader ever sees it incomplete.
+  """Writes a text to a file so that no reader ever sees it incomplete.
 
-  Args:
-    path: the file.
-    text: its content.
-    owner: distinguishes writers of the same file that do not know each other.
-
-  Raises:
-    ValueError: if there is a folder in its place.
+  `owner` distinguishes writers of the same file that do not know each other.
   """
   temporary = path.parent / f'.{path.name}{owner}.tmp'
   temporary.write_text(text)
@@ -524,15 +420,9 @@ def _digest(value) -> str:
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
   """Converts {'a': {'b': 1}} to {'a.b': 1}."""
-  flat = {}
-  for key, value in tree.items():
-    if isinstance(value, dict):
-      flat.update(flatten(value, f'{prefix}{key}.'))
-    else:
-      flat[prefix + key] = value
-  return flat
+  return dict(common.flatten(tree, ()))
 
 
 def _versions():
