@@ -14,6 +14,7 @@ import jax
 
 from vit_jax import cli
 from vit_jax.data.tfds import registry
+from vit_jax.distributed import files
 from vit_jax.distributed import sharding
 from vit_jax.planning import costs
 from vit_jax.planning import estimate
@@ -62,7 +63,6 @@ def make_plan(
   cli.load_tensorflow()
   from vit_jax import train
   from vit_jax.run import config as run_config
-  from vit_jax.run import workdir as workdir_lib
 
   chip = topology_lib.get_chip(topology)
   config = run_config.complete(config)
@@ -86,7 +86,7 @@ def make_plan(
     with cli.waiting(f'Compiling for {topology}, takes minutes'):
       result = estimate.compile_plan(lowered, chip, len(devices))
     file.parent.mkdir(parents=True, exist_ok=True)
-    workdir_lib.write_atomically(file, json.dumps(result), str(os.getpid()))
+    files.write(file, json.dumps(result))
   cores = len(devices)
   result.update(
     model=config.model.get('model_name'),

@@ -20,10 +20,10 @@ from vit_jax import evaluate
 from vit_jax import predict
 from vit_jax.data import pseudo_labels
 from vit_jax.data import records
+from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine
-from vit_jax.run import workdir as workdir_lib
 from vit_jax.tasks import classify
 
 # Number of classes whose probabilities are stored for an image, if a config does
@@ -125,7 +125,7 @@ def _begin(path, asked, source) -> bool:
   else:
     path.mkdir(parents=True, exist_ok=True)
     source.store(path)
-    workdir_lib.write_atomically(begun, json.dumps(asked, indent=1))
+    files.write(begun, json.dumps(asked, indent=1))
     return False
   before.setdefault('soft_classes', SOFT_CLASSES)  # Older labels lack it.
   differing = [

@@ -11,18 +11,16 @@ from collections.abc import Sequence
 import csv
 import io
 import json
-import os
-import socket
 from typing import Any
 
 from etils import epath
 import jax
 
 from vit_jax import cli
+from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.figures import studies
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import workdir as workdir_lib
 
 say = cli.say
 mean_std = metrics_lib.mean_std
@@ -125,9 +123,7 @@ def write(workdir, name: str, text: str):
   def do():
     path = epath.Path(workdir) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Machines that share the workdir may write the same file at once.
-    owner = f'-{socket.gethostname()}-{os.getpid()}'
-    workdir_lib.write_atomically(path, text, owner)
+    files.write(path, text)
 
   processes.from_first(f'writing {name}', do)
 

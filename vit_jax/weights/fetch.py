@@ -21,6 +21,7 @@ import urllib.request
 from etils import epath
 
 from vit_jax import cli
+from vit_jax.distributed import files
 
 INSECURE = 'VIT_JAX_INSECURE'
 # Model in a published file's name -> a repository that holds the same weights.
@@ -259,19 +260,17 @@ def _write(blocks: Iterable[bytes], target, length, label, expected=None):
   name, want = expected or ('md5', None)
   digest = hashlib.new(name, usedforsecurity=False)
   target.parent.mkdir(parents=True, exist_ok=True)
-  temporary = target.parent / f'.{target.name}.{os.getpid()}.tmp'
   written = 0
   bar = cli.bar(
     total=length, unit='B', unit_scale=True, desc=label, disable=label is None
   )
-  try:
-    with bar, temporary.open('wb') as f:
-      for block in blocks:
-        f.write(block)
-        if want:
-          digest.update(block)
-        written += len(block)
-        bar.update(len(block))
+  with bar, files.replacing(target) as f:
+    for block in blocks:
+      f.write(block)
+      if want:
+        digest.update(block)
+      written += len(block)
+      bar.update(len(block))
     if length is not None and written != length:
       raise OSError(
         f"'{label or target}' is incomplete: {written:,} of {length:,} bytes "
@@ -283,8 +282,3 @@ def _write(blocks: Iterable[bytes], target, length, label, expected=None):
         f'{digest.hexdigest()}, and the server says {want}; try again. If the '
         f"server's word is no hash of the file, use --insecure ({INSECURE}=1)"
       )
-    temporary.replace(target)
-  except BaseException:
-    with contextlib.suppress(OSError):
-      temporary.unlink()
-    raise

@@ -15,6 +15,7 @@ import ml_collections
 import numpy as np
 
 from vit_jax.configs import common
+from vit_jax.distributed import files
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import descriptions
 from vit_jax.weights import fetch
@@ -102,10 +103,8 @@ def save(params, path: str):
     flat[head] = flat[head][None, None]
   target = epath.Path(path)
   target.parent.mkdir(parents=True, exist_ok=True)
-  temporary = target.parent / f'.{target.name}.tmp'
-  with temporary.open('wb') as f:
+  with files.replacing(target) as f:
     np.savez(f, **flat)
-  temporary.replace(target)
 
 
 def _write_npz(model, dst):
@@ -125,7 +124,7 @@ def _write_npz(model, dst):
     )
   if beside:
     file = descriptions.notes_file(dst)
-    workdir_lib.write_atomically(file, json.dumps(beside, indent=1))
+    files.write(file, json.dumps(beside, indent=1))
     notes.append(
       f'an .npz cannot hold {" and ".join(beside)}: they are in {file}, where '
       'this package finds them'
@@ -144,11 +143,11 @@ def _state_dict(model, to):
 def _write_folder(model, dst, to):
   """Writes model.safetensors, and the JSON files of a format."""
   state = _state_dict(model, to)
-  files, notes = families.of(model.config).files.files(model, to)
-  dst.mkdir(parents=True)
+  contents, notes = families.of(model.config).files.files(model, to)
+  dst.mkdir(parents=True, exist_ok=True)
   with fetch.local_output(dst / 'model.safetensors') as file:
     _save_safetensors(state, file)
-  for name, content in files.items():
+  for name, content in contents.items():
     (dst / name).write_text(json.dumps(content, indent=1))
   return notes
 
