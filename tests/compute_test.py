@@ -157,8 +157,8 @@ def test_wrong_flags_are_named(monkeypatch, args, message):
 @pytest.mark.parametrize(
   'name, text, message',
   [
-    ('a.csv', 'name,top1\nx,3\n', r"row 1 of .* has no column 'accuracy', only"),
-    ('a.csv', 'name,accuracy\nx,3\n', 'row 1 of .* has no column exaflops, only'),
+    ('a.csv', 'name,top1\nx,3\n', r"row 1 of .* has no column 'accuracy', only name"),
+    ('a.csv', 'name,accuracy\nx,3\n', "row 1 of .* has no column 'exaflops', only"),
     ('a.csv', 'exaflops,accuracy\n-2,3\n', "exaflops='-2' must be a finite num"),
     ('a.csv', 'exaflops,accuracy\n2,x\n', "accuracy='x' must be a finite number"),
     ('a.csv', 'model,epochs,accuracy\nb16,1,3\n', "'b16' has no exaflops in its"),
@@ -168,7 +168,7 @@ def test_wrong_flags_are_named(monkeypatch, args, message):
 )  # fmt: skip
 def test_wrong_results_are_named(monkeypatch, tmp_path, name, text, message):
   monkeypatch.setattr(costs, 'TABLE_6', {})
-  monkeypatch.setattr(costs, 'TABLE_2', ())
+  monkeypatch.setattr(costs, 'TABLE_2', {})
   path = tmp_path / name
   path.write_text(text)
   with pytest.raises(ValueError, match=message):

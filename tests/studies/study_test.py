@@ -121,8 +121,8 @@ def test_curves_have_a_point_a_variant(config, monkeypatch, tmp_path):
     ('seeds', (), r'seeds=\(\) must be one or more'),
     ('seeds', (1, 1), 'each of them once'),
     ('seeds', (0.5,), 'whole numbers'),
-    ('variants', (), r'variants=\(\) must be pairs'),
-    ('variants', (('a', 'b'),), r"hold \('a', 'b'\): they must be pairs"),
+    ('variants', (), r'variants=\(\) must be one or more'),
+    ('variants', (('a', 'b'),), r"variants=\(\('a', 'b'\),\) must be pairs"),
     (
       'variants',
       (('a', {'modl.dtype': 1}),),

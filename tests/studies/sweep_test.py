@@ -237,7 +237,9 @@ def test_a_sweep_that_never_began_does_not_block_the_next(
   with monkeypatch.context() as patch:
     patch.setattr(train, 'train_and_evaluate', fail)
     with pytest.raises(runs_lib.Failed, match="no split 'nope'"):
-      sweep.sweep(config, str(tmp_path), RATES, held_out='nope')
+      sweep.sweep(config, str(tmp_path), RATES, held_out='10%')
+  with pytest.raises(ValueError, match="no split 'nope'"):
+    sweep.sweep(config, str(tmp_path), RATES, held_out='nope')
   sweep.sweep(config, str(tmp_path), RATES, seeds=1)
   assert fake.trained[-1] == 'base_lr=0.01,test_0'
 

@@ -118,11 +118,8 @@ def rows(args) -> list[dict]:
     speeds.append(
       [args.batch * steps / statistics.mean(turn) for turn in turns]
     )
-  ours, *others = speeds
-  rows = [timing.row(f'samples, {MODEL}, {names[0]}', ours, 'pixel/s')]
-  for name, other in zip(names[1:], others):
-    rows += [
-      timing.row(name, other, 'pixel/s'),
-      timing.row('ratio', [a / b for a, b in zip(ours, other)], 'x'),
-    ]
+  name, ours = f'samples, {MODEL}, {names[0]}', speeds[0]
+  rows = [timing.row(name, ours, 'pixel/s')]
+  for other, theirs in zip(names[1:], speeds[1:]):
+    rows += timing.compared(name, ours, other, theirs, 'pixel/s')[1:]
   return rows

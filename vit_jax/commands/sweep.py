@@ -144,13 +144,15 @@ def main(argv: Sequence[str]) -> int:
     from vit_jax.studies import runs as runs_lib
     from vit_jax.studies import sweep
 
-    given = args.tried, args.held_out, args.seeds, args.refit, args.metric
+    names = ('held_out', 'seeds', 'refit', 'metric')
+    given = {'values': args.tried, **{x: getattr(args, x) for x in names}}
     if args.print:
-      found = sweep.next_runs(sweep.make(args.config, *given), args.workdir)
+      found = sweep.next_runs(sweep.make(args.config, **given), args.workdir)
       runs.print_commands('sweep', argv, found, args.workdir)
       return
     say(f'Config: {args.config_file}')
     runs_lib.note_shard(args.shard)
-    sweep.sweep(args.config, args.workdir, *given, args.checkpoints, args.run)
+    given.update(checkpoints=args.checkpoints, only=args.run)
+    sweep.sweep(args.config, args.workdir, **given)
 
   return hosts.run(args, work)

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 import csv
 import json
-import math
 from typing import NamedTuple
 
 from etils import epath
+
+from vit_jax.configs import rules
 
 
 class Point(NamedTuple):
@@ -45,24 +46,34 @@ def read(
     ValueError: if the file is neither CSV nor JSON, or a row lacks a column or
       has a wrong value.
   """
-  rows = _rows(epath.Path(path))
   points = []
-  for number, row in enumerate(rows, 1):
-    where = f"row {number} of results='{path}'"
-    if metric not in row:
-      raise ValueError(
-        f"{where} has no column '{metric}', only {', '.join(row)}: name the "
-        'column of the accuracy (--metric)'
-      )
-    if row[metric] in (None, ''):  # A run that is not done.
+  for index, row in enumerate(_rows(epath.Path(path)), 1):
+
+    def number(key, row=row, index=index):
+      where = f"row {index} of results='{path}'"
+      if key not in row:
+        raise ValueError(
+          f"{where} has no column '{key}', only {', '.join(row)}: it needs the "
+          'accuracy (--metric), and exaflops or model and epochs'
+        )
+      try:
+        value = float(row[key])
+      except (TypeError, ValueError):
+        value = row[key]
+      if wrong := rules.positive(value):
+        raise ValueError(f'{where}: {key}={row[key]!r} {wrong}')
+      return value
+
+    if metric in row and row[metric] in (None, ''):  # A run that is not done.
       continue
+    accuracy = number(metric)
     if row.get('model') and row.get('epochs'):
-      work = count(row['model'], _number(row, 'epochs', where))
+      work = count(row['model'], number('epochs'))
     else:
-      work = _number(row, 'x' if 'x' in row else 'exaflops', where)
+      work = number('x' if 'x' in row else 'exaflops')
     family = row.get('family') or row.get('line') or epath.Path(path).stem
     name = row.get('name') or row.get('variant') or row.get('model') or ''
-    points.append(Point(family, name, work, _number(row, metric, where)))
+    points.append(Point(family, name, work, accuracy))
   if points and max(point.accuracy for point in points) <= 1:
     points = [p._replace(accuracy=100 * p.accuracy) for p in points]
   return points
@@ -85,21 +96,3 @@ def _rows(path) -> list[dict]:
       f"results='{path}' must be a JSON list of objects (--results)"
     )
   return rows
-
-
-def _number(row, key, where) -> float:
-  """Returns a positive number of a row."""
-  if key not in row:
-    raise ValueError(
-      f'{where} has no column {key}, only {", ".join(row)}: give exaflops, or '
-      'model and epochs'
-    )
-  try:
-    value = float(row[key])
-  except (TypeError, ValueError):
-    value = math.nan
-  if not 0 < value < math.inf:
-    raise ValueError(
-      f'{where}: {key}={row[key]!r} must be a finite number above 0'
-    )
-  return value

@@ -40,30 +40,24 @@ CHIPS = {
   'v5p': Chip(95 * GIB, 459e12, 600e9, 1, 'v5p:2x2x1', _ONE),
   'v6e': Chip(32 * GIB, 918e12, 400e9, 1, 'v6e:4x4'),
 }
+_EXAMPLES = ', '.join(chip.example for chip in CHIPS.values())
 
 
 def get_chip(name: str) -> Chip:
-  """Returns the kind of device in a topology such as 'v3:4x4'.
-
-  Raises:
-    ValueError: if the version is unknown or the name is not that of a topology.
-  """
+  """Returns the kind of device in a topology such as 'v3:4x4'."""
   version = name.split(':')[0]
   # With 0 chips along an axis the compiler ends the process.
   axis = '[1-9][0-9]{0,3}'
   if version not in CHIPS or not re.fullmatch(f'\\w+:{axis}(x{axis})*', name):
     raise ValueError(
       f"topology='{name}' is unknown: give a version and the chips along each "
-      f'axis, for example {_examples()} (--topology)'
+      f'axis, for example {_EXAMPLES} (--topology)'
     )
   return CHIPS[version]
 
 
 def get_topology(name: str):
-  """Returns the devices of a topology.
-
-  Args:
-    name: for example 'v3:4x4'.
+  """Returns the devices of a topology such as 'v3:4x4'.
 
   Raises:
     ValueError: if there is no such topology.
@@ -97,9 +91,5 @@ def get_topology(name: str):
       ) from e
     raise ValueError(
       f"topology='{name}' is not available: {text[:200]}; use for example "
-      f'{_examples()} (--topology)'
+      f'{_EXAMPLES} (--topology)'
     ) from e
-
-
-def _examples():
-  return ', '.join(chip.example for chip in CHIPS.values())

@@ -8,6 +8,7 @@ the command.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import copy
 import itertools
 import json
 import math
@@ -21,6 +22,7 @@ from vit_jax import cli
 from vit_jax import train
 from vit_jax.configs import common
 from vit_jax.configs import rules
+from vit_jax.data import sources
 from vit_jax.distributed import processes
 from vit_jax.run import config as run_config
 from vit_jax.run import workdir as workdir_lib
@@ -71,11 +73,6 @@ class Sweep(NamedTuple):
     found = [dict(zip(self.values, values)) for values in tried]
     return {_name(values): values for values in found}
 
-  def runs(self) -> list[runs_lib.Run]:
-    """Returns the runs of the choice, and of the test of each combination."""
-    tests = map(self.test_runs, self.combinations().values())
-    return [*self.choice_runs(), *itertools.chain(*tests)]
-
   def choice_runs(self) -> list[runs_lib.Run]:
     """Returns the runs of the choice, which never see the test split."""
     found = []
@@ -105,6 +102,7 @@ def sweep(
   config: ml_collections.ConfigDict,
   workdir: str,
   values: Mapping[str, Sequence[Any]] | None = None,
+  *,
   held_out: str | None = None,
   seeds: int = 3,
   refit: str = 'all',
@@ -143,11 +141,18 @@ def sweep(
     train.Interrupted: see train.train_and_evaluate.
   """
   plan = make(config, values, held_out, seeds, refit, metric)
-  runs = plan.choice_runs() if only is None else runs_lib.named(
-    plan.runs(), only
-  )  # fmt: skip
+  runs = plan.choice_runs()
+  if only is not None:
+    tests = map(plan.test_runs, plan.combinations().values())
+    runs = runs_lib.named([*runs, *itertools.chain(*tests)], only)
   _check_workdir(plan, workdir)
   runs_lib.check(runs, workdir, checkpoints)
+  if held_out and not runs_lib.collect(runs, workdir).done:
+    # A split that does not exist is refused before anything is trained.
+    task = run_config.get_task(plan.config.task)
+    config = copy.deepcopy(plan.config)
+    config.broken_images = 'trust'  # The runs check the images.
+    sources.open_split(config, plan.parts.held_out, task.FEATURES)
   tables.write(workdir, _FILE, json.dumps(_describe(plan), indent=1))
   if only is not None:
     runs_lib.train_all(runs, workdir, checkpoints).finish()
@@ -173,11 +178,7 @@ def sweep(
 
 
 def next_runs(plan: Sweep, workdir) -> list[runs_lib.Run]:
-  """Returns the runs of the choice, or once it is made those of the test.
-
-  Raises:
-    ValueError: if the workdir holds another sweep.
-  """
+  """Returns the runs of the choice, or once it is made those of the test."""
   _check_workdir(plan, workdir)
   runs = plan.choice_runs()
   runs_lib.check(runs, workdir)
@@ -204,7 +205,9 @@ def make(
   run_config.check(config)
   known = run_config.get_task(config.task).METRICS
   if metric is None:
-    metric = _without_evaluation(config)
+    metric = config.best_metric  # Without the name of the evaluation.
+    for name, _, _ in run_config.evaluations(config):
+      metric = metric.removesuffix(f'_{name}')
   for name, value, rule in (
     ('refit', refit, rules.one_of(*REFITS)),
     ('seeds', seeds, rules.whole(1, 1_000)),
@@ -213,30 +216,18 @@ def make(
     if rule(value):
       raise ValueError(f'{name}={value!r} {rule(value)} (--{name})')
   parts = held_out_lib.cut(config.pp.train, config.pp.test, held_out)
-  values = _values(config) if values is None else dict(values)
+  if values is None:
+    name = config.dataset if isinstance(config.dataset, str) else None
+    if name not in common.FINE_TUNING:
+      raise ValueError(
+        f'the paper has no learning rates for dataset={config.dataset!r}: give '
+        "values to try, as in --values='config.base_lr=.003,.01,.03'"
+      )
+    values = {'base_lr': common.FINE_TUNING[name][1]}
   seeds = range(config.seed, config.seed + seeds)
-  plan = Sweep(config, values, parts, metric, refit, seeds)
+  plan = Sweep(config, dict(values), parts, metric, refit, seeds)
   _check_values(plan)
   return plan
-
-
-def _without_evaluation(config) -> str:
-  """Returns 'accuracy' for best_metric='accuracy_test'."""
-  for name, _, _ in run_config.evaluations(config):
-    if config.best_metric.endswith(f'_{name}'):
-      return config.best_metric.removesuffix(f'_{name}')
-  return config.best_metric
-
-
-def _values(config) -> dict[str, Sequence[float]]:
-  """Returns the learning rates that the paper tries on the config's data."""
-  name = config.dataset if isinstance(config.dataset, str) else None
-  if name not in common.FINE_TUNING:
-    raise ValueError(
-      f'the paper has no learning rates for dataset={config.dataset!r}: give '
-      "values to try, as in --values='config.base_lr=.003,.01,.03'"
-    )
-  return {'base_lr': common.FINE_TUNING[name][1]}
 
 
 def _check_values(plan):
@@ -285,11 +276,7 @@ def _describe(plan) -> dict[str, Any]:
 
 
 def _check_workdir(plan, workdir):
-  """Checks that the workdir holds no other sweep.
-
-  A sweep of which no run has begun, such as one with a wrong --held_out, does
-  not count.
-  """
+  """Checks that the workdir holds no other sweep, of which a run has begun."""
 
   def read():
     file = workdir_lib.folder(workdir) / _FILE
@@ -333,34 +320,23 @@ def _choice(plan, outcome) -> list[dict]:
 def _show_choice(plan, rows, workdir):
   """Prints, writes and draws the metric of all combinations."""
   metric = plan.chosen_by
-  lines = [
-    [
-      *(row[key] for key in plan.values),
-      'diverged'
-      if row['diverged']
-      else tables.format_values(metric, [row[metric]]),
-    ]
-    for row in rows
-  ]
+  lines, points = [], []
+  # Over the first key if its values are numbers, else as bars.
+  first, *others = plan.values
+  tried = plan.values[first]
+  curves = all(map(rules.is_number, tried))
+  for row in rows:
+    value = 'diverged'
+    if not row['diverged']:
+      value = tables.format_values(metric, [row[metric]])
+      keys = others if curves else plan.values
+      name = _name({key: row[key] for key in keys})
+      points.append((name, row[first], [row[metric]]))
+    lines.append([*(row[key] for key in plan.values), value])
   tables.publish(
     workdir, 'choice', rows, 'Choice:',
     (*plan.values, tables.with_unit(metric)), lines,
   )  # fmt: skip
-  # Over the first key if its values are numbers, else as bars.
-  first = next(iter(plan.values))
-  tried = plan.values[first]
-  curves = all(map(rules.is_number, tried))
-  points = [
-    (
-      _name(
-        {key: row[key] for key in plan.values if key != first or not curves}
-      ),
-      row[first],
-      [row[metric]],
-    )
-    for row in rows
-    if not row['diverged']
-  ]
   title = f"Choice on '{plan.parts.held_out}' of {plan.config.dataset}"
   log = curves and min(tried) > 0 and max(tried) >= _LOG_RANGE * min(tried)
   tables.plot(

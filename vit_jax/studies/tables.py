@@ -27,11 +27,9 @@ mean_std = metrics_lib.mean_std
 
 
 def format_values(metric: str, values: Sequence[float]) -> str:
-  """Formats the values of a metric as the paper does: '99.15 ± 0.03'.
+  """Formats the values of runs as the paper does: '99.15 ± 0.03', '-' for none.
 
-  Args:
-    metric: name of the metric; shares are formatted in percent.
-    values: values of one or several runs, of one without ±; '-' for none.
+  Shares are in percent. There is no ± with a single value.
   """
   if not values:
     return '-'
@@ -48,11 +46,7 @@ def row(
 ) -> dict[str, Any]:
   """Returns a row: names, `mean` and `std` over the seeds, more, `seed_0`, ...
 
-  Args:
-    names: what the row is about, by column.
-    by_seed: values by seed, None for those that are missing; `mean` and `std`
-      are None if all are.
-    **more: further columns.
+  Values that are missing are None; `mean` and `std` are None if all are.
   """
   there = [value for value in by_seed.values() if value is not None]
   mean, std = mean_std(there) if there else (None, None)
@@ -84,15 +78,9 @@ def publish(
   header: Sequence[str],
   lines: Sequence[Sequence[str]],
 ):
-  """Prints a table, and writes its rows with `write_table`.
+  """Prints a table, `heading` above it, and writes its rows with `write_table`.
 
-  Args:
-    workdir: see write_table; likewise name and rows.
-    name: see workdir.
-    rows: see workdir.
-    heading: printed above the table.
-    header: names of the columns as printed.
-    lines: cells as printed.
+  `header` and `lines` are the names of the columns and the cells as printed.
   """
   say(f'\n{heading}\n{cli.table(header, lines)}')
   write_table(workdir, name, rows)
@@ -100,13 +88,9 @@ def publish(
 
 
 def write_table(workdir, name: str, rows: Sequence[Mapping[str, Any]]):
-  """Writes NAME.json, a list of objects, and NAME.csv; process 0 does so.
+  """Writes NAME.json, a list of objects, and NAME.csv.
 
-  Args:
-    workdir: the folder; created if it does not exist.
-    name: name of the files without their endings.
-    rows: rows of the table: values for JSON by column. A column that a row
-      lacks stays empty in the CSV.
+  A column that a row lacks stays empty in the CSV.
   """
   columns = list(dict.fromkeys(key for row in rows for key in row))
   text = io.StringIO()
@@ -141,15 +125,9 @@ def plot(
   x_label: str | None = None,
   log_x: bool = False,
 ):
-  """Draws a metric of many runs: as bars, or as curves over x.
+  """Draws a metric of many runs: as curves over x, or without x_label as bars.
 
-  Args:
-    metric: name of the metric.
-    title: title of the plot.
-    points: (name of the bar or curve, x, values of one or several runs).
-    path: path of the PNG.
-    x_label: label of the x axis; None for bars, which have no x.
-    log_x: whether the x axis is logarithmic.
+  `points` are (name of the curve or bar, x, values of one or several runs).
   """
   scale = 100 if metrics_lib.is_share(metric) else 1
   lines = {}
@@ -170,11 +148,7 @@ def plot(
 def draw(make: Callable, *args, path, **kwargs):
   """Draws a plot into a file, or says which package is missing.
 
-  Args:
-    make: function of vit_jax/figures/studies.py.
-    *args: its arguments.
-    path: path of the PNG.
-    **kwargs: its further arguments.
+  `make` is a function of vit_jax/figures/studies.py, which gets the arguments.
   """
   if jax.process_index():
     return
