@@ -209,9 +209,9 @@ def run(args) -> None:
         name: drawing.png(figure)
         for name, figure in gallery.draw(entry, shown).items()
       }
-    sections.append(page.Section(*entry[:4], pictures))
+    sections.append((entry, pictures))
   page.write(out, title, facts, sections, lacking)
-  count = sum(len(section.pictures) for section in sections)
+  count = sum(len(pictures) for _, pictures in sections)
   cli.say(f'{count} figure(s), and a page with all of them: {out}/index.html')
 
 

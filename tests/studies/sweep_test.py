@@ -247,14 +247,13 @@ def test_a_sweep_that_never_began_does_not_block_the_next(
 def test_a_workdir_of_another_sweep_is_refused(config, fake, tmp_path):
   sweep.sweep(config, str(tmp_path), RATES, seeds=1)
   trained = len(fake.trained)
-  for values, changes, message in (
-    ({'weight_decay': (0.1,)}, {}, 'keys: .*base_lr.* there, .*weight_decay'),
-    (RATES, {'batch': 32}, 'config.batch: 16 there, 32 here'),
-    (RATES, {'pp.train': 'train[:80%]'}, r'held_out: train\[90%:\] there'),
+  for changes, message in (
+    ({'batch': 32}, 'batch: 16 there, 32 here'),
+    ({'pp.train': 'train[:80%]'}, r'pp.train: train\[:90%\] there'),
   ):
     other = runs_lib.changed(config, changes)
-    with pytest.raises(ValueError, match=f'another sweep:(.|\n)*{message}'):
-      sweep.sweep(other, str(tmp_path), values, seeds=1)
+    with pytest.raises(ValueError, match=f"'base_lr=0.001'(.|\n)*{message}"):
+      sweep.sweep(other, str(tmp_path), RATES, seeds=1)
   assert len(fake.trained) == trained
   free = runs_lib.changed(config, {'progress_every': 1})
   sweep.sweep(free, str(tmp_path), RATES, seeds=1)

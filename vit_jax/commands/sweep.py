@@ -76,8 +76,6 @@ def make_parser() -> flags.Parser:
     "the paper, or the same 'part' as for the choice, as in the original's "
     'configs (all)',
   )
-  # Of older scripts.
-  parser.add_argument('--shard', help=argparse.SUPPRESS)
   parser.add_argument(
     '--checkpoints',
     default='newest',
@@ -141,7 +139,6 @@ def main(argv: Sequence[str]) -> int:
     run_config.check_values(args.config)
 
   def work():
-    from vit_jax.studies import runs as runs_lib
     from vit_jax.studies import sweep
 
     names = ('held_out', 'seeds', 'refit', 'metric')
@@ -151,7 +148,6 @@ def main(argv: Sequence[str]) -> int:
       runs.print_commands('sweep', argv, found, args.workdir)
       return
     say(f'Config: {args.config_file}')
-    runs_lib.note_shard(args.shard)
     given.update(checkpoints=args.checkpoints, only=args.run)
     sweep.sweep(args.config, args.workdir, **given)
 

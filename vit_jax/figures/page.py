@@ -4,7 +4,7 @@ import base64
 from collections.abc import Mapping
 from collections.abc import Sequence
 import html
-from typing import NamedTuple
+from typing import Any
 
 from etils import epath
 
@@ -46,25 +46,6 @@ _SECTION = """<section id="{name}">
 """
 
 
-class Section(NamedTuple):
-  """A part of the page.
-
-  Attributes:
-    name: name of the figure; it, the title, the caption and the source are those
-      of gallery.Entry.
-    title: see name.
-    caption: see name.
-    source: see name.
-    pictures: contents of PNG files, by name.
-  """
-
-  name: str
-  title: str
-  caption: str
-  source: str
-  pictures: Mapping[str, bytes]
-
-
 def check(out) -> epath.Path:
   """Returns the path of a folder that is empty or can be made.
 
@@ -94,7 +75,7 @@ def write(
   out,
   title: str,
   facts: Mapping[str, str],
-  sections: Sequence[Section],
+  sections: Sequence[tuple[Any, Mapping[str, bytes]]],
   missing: Mapping[str, str],
 ):
   """Writes PNGs and index.html to a folder, which appears when it is complete.
@@ -103,12 +84,12 @@ def write(
     out: path of the folder, see `check`; likewise for errors.
     title: title of the page.
     facts: facts about the model, by name.
-    sections: the figures.
+    sections: pairs of a gallery.Entry and contents of PNG files by name.
     missing: reasons why figures are left out, by name of the figure.
   """
   with files.new_folder(check(out)) as folder:
-    for section in sections:
-      for name, data in section.pictures.items():
+    for _, pictures in sections:
+      for name, data in pictures.items():
         (folder / f'{name}.png').write_bytes(data)
     text = _make_html(title, facts, sections, missing)
     (folder / 'index.html').write_text(text)
@@ -123,9 +104,9 @@ def _make_html(title, facts, sections, missing) -> str:
     )
     return f'<dl>{"".join(found)}</dl>'
 
-  def show(section):
-    *texts, pictures = section
-    words = dict(zip(Section._fields, map(escape, texts)))
+  def show(entry, pictures):
+    names = ('name', 'title', 'caption', 'source')
+    words = {name: escape(getattr(entry, name)) for name in names}
     images = (
       f'<img src="data:image/png;base64,{base64.b64encode(data).decode()}" '
       f'alt="{words["title"]}">'
@@ -138,8 +119,8 @@ def _make_html(title, facts, sections, missing) -> str:
     title=escape(title),
     facts=listed(facts),
     contents=''.join(
-      f'<li><a href="#{s.name}">{escape(s.title)}</a></li>' for s in sections
+      f'<li><a href="#{x.name}">{escape(x.title)}</a></li>' for x, _ in sections
     ),
-    sections=''.join(map(show, sections)),
+    sections=''.join(show(*section) for section in sections),
     missing=left_out if missing else '',
   )

@@ -46,18 +46,10 @@ def search(config, devices: int, plan: Callable[[Any], dict]) -> list[dict]:
   larger micro-batches; it is tried unless the best plan is already so fast that
   recomputing could not win.
 
-  Args:
-    config: config of a training; not modified.
-    devices: number of devices.
-    plan: function config -> plan, a dict as plan.make_plan returns it.
-
-  Returns:
-    The plans that fit, the fastest first; all plans if none fits. The order
-    assumes that communication does not overlap with computation. Each plan has
-    its `flags`.
-
-  Raises:
-    ValueError: if no mesh divides the batch; see also plan.make_plan.
+  `plan` is a function config -> plan, a dict as plan.make_plan returns it. Returns
+  the plans that fit, the fastest first; all plans if none fits. The order assumes
+  that communication does not overlap with computation. Each plan has its `flags`.
+  Raises ValueError if no mesh divides the batch; see also plan.make_plan.
   """
   config = copy.deepcopy(config)
   config.model = model_configs.with_options(config.model)

@@ -304,7 +304,7 @@ def check_keys(config, known: Mapping[str, rules.Rule], of: str):
   Raises ValueError for an unknown key, one that is missing, or a wrong value.
   """
   for key in config:
-    if key not in (*known, 'trainer', 'shard'):
+    if key not in (*known, 'trainer'):
       rules.raise_unknown(key, known, of=f'the config of {of}')
   for key, rule in known.items():
     if key not in config:
@@ -374,15 +374,6 @@ def named(runs: Sequence[Run], name: str) -> list[Run]:
     names = ', '.join(run.name for run in runs)
     raise ValueError(f"run='{name}' is none of the runs {names} (--run)")
   return found
-
-
-def note_shard(shard):
-  """Says that the number of a machine, if one is given, has no effect."""
-  if shard is not None:
-    say(
-      f'shard={shard} is not needed and has no effect: each machine takes the next '
-      'run that is free.'
-    )
 
 
 def seeded(config: ml_collections.ConfigDict, seed: int):

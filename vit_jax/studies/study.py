@@ -95,7 +95,6 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
     train.Interrupted: see train.train_and_evaluate.
   """
   config = _complete(config)
-  runs_lib.note_shard(config.get('shard'))
   runs = make_runs(config)
   count = len(config.seeds)
   variants = [runs[i : i + count] for i in range(0, len(runs), count)]

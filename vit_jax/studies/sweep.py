@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import copy
 import itertools
-import json
 import math
 import re
 from typing import Any
@@ -23,9 +22,7 @@ from vit_jax import train
 from vit_jax.configs import common
 from vit_jax.configs import rules
 from vit_jax.data import sources
-from vit_jax.distributed import processes
 from vit_jax.run import config as run_config
-from vit_jax.run import workdir as workdir_lib
 from vit_jax.studies import held_out as held_out_lib
 from vit_jax.studies import runs as runs_lib
 from vit_jax.studies import tables
@@ -35,7 +32,6 @@ say = cli.say
 # the part that the choice was trained on, as in the original's configs.
 REFITS = ('all', 'part')
 HELD_OUT = 'held_out'  # Name of the evaluation of the choice.
-_FILE = 'sweep.json'
 # Keys that a sweep sets itself.
 _OWN_KEYS = ('seed', 'evals', 'best_metric', 'pp.train', 'pp.test', 'trainer')
 # Numbers whose largest is at least this many times the smallest have a
@@ -113,7 +109,8 @@ def sweep(
   """Chooses the best of several values, and tests it with several seeds.
 
   All runs lie side by side in the workdir. Those that are done are not trained
-  again, so that values or seeds can be added later.
+  again, so that values or seeds can be added later. Runs of the same name and
+  another config are refused.
 
   Args:
     config: config of a run.
@@ -134,8 +131,7 @@ def sweep(
     the rows of test.csv.
 
   Raises:
-    ValueError: if an argument is wrong, or the workdir holds another sweep;
-      before anything is trained.
+    ValueError: if an argument is wrong, before anything is trained.
     runs.Failed: after a table, if runs failed. Diverged runs of the choice only
       lose.
     train.Interrupted: see train.train_and_evaluate.
@@ -145,7 +141,6 @@ def sweep(
   if only is not None:
     tests = map(plan.test_runs, plan.combinations().values())
     runs = runs_lib.named([*runs, *itertools.chain(*tests)], only)
-  _check_workdir(plan, workdir)
   runs_lib.check(runs, workdir, checkpoints)
   if held_out and not runs_lib.collect(runs, workdir).done:
     # A split that does not exist is refused before anything is trained.
@@ -153,7 +148,6 @@ def sweep(
     config = copy.deepcopy(plan.config)
     config.broken_images = 'trust'  # The runs check the images.
     sources.open_split(config, plan.parts.held_out, task.FEATURES)
-  tables.write(workdir, _FILE, json.dumps(_describe(plan), indent=1))
   if only is not None:
     runs_lib.train_all(runs, workdir, checkpoints).finish()
     return {'choice': [], 'best': None, 'test': []}
@@ -179,7 +173,6 @@ def sweep(
 
 def next_runs(plan: Sweep, workdir) -> list[runs_lib.Run]:
   """Returns the runs of the choice, or once it is made those of the test."""
-  _check_workdir(plan, workdir)
   runs = plan.choice_runs()
   runs_lib.check(runs, workdir)
   outcome = runs_lib.collect(runs, workdir)
@@ -259,46 +252,6 @@ def _name(values) -> str:
     for short, (key, value) in zip(last, values.items())
   ]
   return re.sub(r'[^\w.=+,-]+', '_', ','.join(parts))
-
-
-# --- The workdir ---
-
-
-def _describe(plan) -> dict[str, Any]:
-  """Returns what must stay the same when a sweep goes on, for JSON."""
-  return {
-    'config': workdir_lib.to_plain(plan.config),
-    'keys': list(plan.values),
-    'metric': plan.metric,
-    'refit': plan.refit,
-    **plan.parts._asdict(),
-  }
-
-
-def _check_workdir(plan, workdir):
-  """Checks that the workdir holds no other sweep, of which a run has begun."""
-
-  def read():
-    file = workdir_lib.folder(workdir) / _FILE
-    begun = file.exists() and any(file.parent.glob('*/config.json'))
-    return json.loads(file.read_text()) if begun else None
-
-  old = processes.from_first('reading the sweep of the workdir', read)
-  if old is None:
-    return
-  before, now = map(workdir_lib.flatten, (old, _describe(plan)))
-  differing = workdir_lib.differences(
-    before,
-    # Keys that were added to the configs later are the runs' concern.
-    {key: value for key, value in now.items() if key in before},
-    tuple(f'config.{key}' for key in workdir_lib.FREE_KEYS),
-  )
-  if differing:
-    raise ValueError(
-      f"workdir='{workdir}' holds another sweep:\n  "
-      + '\n  '.join(differing)
-      + '\nUse another --workdir, or the same flags to go on with that sweep'
-    )
 
 
 # --- The tables ---

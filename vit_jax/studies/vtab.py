@@ -56,7 +56,6 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     runs.Failed: after the table, if runs failed.
     train.Interrupted: see train.train_and_evaluate.
   """
-  runs_lib.note_shard(config.get('shard'))
   runs = _by_task(config)
   every = [run for found in runs.values() for run in found]
   runs_lib.check(every, workdir, config.checkpoints)
