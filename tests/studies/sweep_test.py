@@ -198,7 +198,12 @@ def test_another_failure_ends_the_sweep_after_the_choice(
     ({}, {'seed': (0, 1)}, {}, "'seed' cannot be tried: a sweep sets this key"),
     ({}, {'base_lr': ()}, {}, "'base_lr' needs one or more values"),
     ({}, {'base_lr': (1, 1)}, {}, 'each of them once'),
-    ({}, {'model.patches.size': ((4, 4), [4, 4])}, {}, 'have the same folder'),
+    (
+      {},
+      {'model.patches.size': ((4, 4), [4, 4])},
+      {},
+      'occurs 2 times: the names of runs',
+    ),
     ({'pretrained': '/no/such.npz'}, RATES, {}, 'no/such.npz'),
     ({}, RATES, {'refit': 'none'}, "refit='none' is unknown: use one of 'all'"),
     ({}, RATES, {'seeds': 0}, 'seeds=0 must be a whole number from 1'),

@@ -138,12 +138,8 @@ def mean_distances(
   of 16 pixels gives 116.49 with or without a class token. A query that attends
   only to its own patch, or to no patch, gives 0.
 
-  Args:
-    attention: the weights, see `attention`.
-    patch: (height, width) of a patch in pixels of the image.
-
-  Returns:
-    Pixels, float32 [L, K].
+  Takes the (height, width) of a patch in pixels of the image; returns pixels,
+  float32 [L, K].
   """
   rows, columns = np.indices(attention.grid).reshape(2, -1)  # [h*w]
   lengths = np.hypot(

@@ -12,6 +12,7 @@ import numpy as np
 
 from vit_jax.figures import colors
 from vit_jax.figures import drawing
+from vit_jax.run import metrics as metrics_lib
 
 Values = Sequence[float]
 _MARKERS = 'osD^vPX*'
@@ -40,18 +41,13 @@ def bars(groups: Mapping[str, Mapping[str, Values]], ylabel: str, title: str):
       if not len(values.get(label, ())):
         continue
       x = number if alone else place + (number - (len(labels) - 1) / 2) * width
-      found = np.asarray(values[label], np.float64)
-      axes.bar(
-        x, found.mean(), 0.9 * width, color=colour, alpha=0.75, label=named
-      )
+      found = values[label]
+      mean, std = metrics_lib.mean_std(found)
+      axes.bar(x, mean, 0.9 * width, color=colour, alpha=0.75, label=named)
       named = ''
       if len(found) > 1:
-        axes.errorbar(
-          x, found.mean(), _std(found), color=colors.BLACK, capsize=5, zorder=3
-        )
-        axes.scatter(
-          np.full(len(found), x), found, s=18, color=colors.GREY, zorder=4
-        )
+        axes.errorbar(x, mean, std, color=colors.BLACK, capsize=5, zorder=3)
+        axes.scatter([x] * len(found), found, s=18, color=colors.GREY, zorder=4)
   names = labels if alone else list(groups)
   crowded = sum(map(len, names)) > _MOST_UPRIGHT
   turned = {'rotation': 30, 'ha': 'right'} if crowded else {}
@@ -85,22 +81,19 @@ def curves(
   fig, axes = _new(title, xlabel, ylabel, log_x)
   for number, (label, (x, values)) in enumerate(lines.items()):
     points = sorted(
-      (place, np.asarray(found, np.float64))
+      (place, list(found))
       for place, found in zip(x, values, strict=True)
       if len(found)
     )
     if not points:
       continue
     at = np.array([place for place, _ in points], np.float64)
-    means = np.array([found.mean() for _, found in points])
-    stds = np.array([_std(found) for _, found in points])
-    _line(axes, number, at, means, stds, label, marker=_MARKERS[number % 8])
+    spreads = np.array([metrics_lib.mean_std(found) for _, found in points])
+    _line(axes, number, at, *spreads.T, label, marker=_MARKERS[number % 8])
     for place, found in points:
       if len(found) > 1:
-        axes.scatter(
-          np.full(len(found), place), found, s=14, alpha=0.6,
-          color=colors.of_line(number),
-        )  # fmt: skip
+        colour = colors.of_line(number)
+        axes.scatter([place] * len(found), found, s=14, alpha=0.6, color=colour)
   places = np.concatenate([np.asarray(x, float) for x, _ in lines.values()])
   if not log_x and (places == places.round()).all():
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -159,10 +152,6 @@ def scatter(
         name, place, (7, 5), textcoords='offset points', fontsize=11
       )
   return _with_legend(fig, axes)
-
-
-def _std(values) -> float:
-  return values.std(ddof=1) if len(values) > 1 else 0.0
 
 
 def _line(axes, number, x, mean, std, label, **kwargs):

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import copy
 import itertools
-import math
 import re
 from typing import Any
 from typing import NamedTuple
@@ -63,23 +62,22 @@ class Sweep(NamedTuple):
     """Name of the metric that chooses, with that of the evaluation."""
     return f'{self.metric}_{HELD_OUT}'
 
-  def combinations(self) -> dict[str, dict[str, Any]]:
-    """Returns all combinations of the values, by name."""
+  def combinations(self) -> list[dict[str, Any]]:
+    """Returns all combinations of the values."""
     tried = itertools.product(*self.values.values())
-    found = [dict(zip(self.values, values)) for values in tried]
-    return {_name(values): values for values in found}
+    return [dict(zip(self.values, values)) for values in tried]
 
   def choice_runs(self) -> list[runs_lib.Run]:
     """Returns the runs of the choice, which never see the test split."""
     found = []
-    for name, values in self.combinations().items():
+    for values in self.combinations():
       config = runs_lib.changed(self.config, values)
       config.pp.train = self.parts.train
       config.evals = ((HELD_OUT, self.parts.held_out),)
       config.real_labels = None  # Those of the test split.
       config.fewshot.shots = ()
       config.best_metric = self.chosen_by
-      found.append(runs_lib.Run(name, config))
+      found.append(runs_lib.Run(_name(values), config))
     return found
 
   def test_runs(self, values: Mapping[str, Any]) -> list[runs_lib.Run]:
@@ -139,7 +137,7 @@ def sweep(
   plan = make(config, values, held_out, seeds, refit, metric)
   runs = plan.choice_runs()
   if only is not None:
-    tests = map(plan.test_runs, plan.combinations().values())
+    tests = map(plan.test_runs, plan.combinations())
     runs = runs_lib.named([*runs, *itertools.chain(*tests)], only)
   runs_lib.check(runs, workdir, checkpoints)
   if held_out and not runs_lib.collect(runs, workdir).done:
@@ -234,13 +232,7 @@ def _check_values(plan):
       raise ValueError(
         f"'{key}' needs one or more values, each of them once: {tried} (--values)"
       )
-  named = plan.combinations()
-  if len(named) < math.prod(map(len, plan.values.values())):
-    raise ValueError(
-      f'values={dict(plan.values)}: two combinations would have the same folder; '
-      'sweep over them in two workdirs (--values)'
-    )
-  for values in named.values():
+  for values in plan.combinations():
     train.check(plan.test_runs(values)[0].config)
 
 
@@ -259,15 +251,13 @@ def _name(values) -> str:
 
 def _choice(plan, outcome) -> list[dict]:
   """Returns a row for each combination that is done."""
-  return [
-    {
-      **values,
-      **outcome.results.get(name, {plan.chosen_by: None}),
-      'diverged': name in outcome.diverged,
-    }
-    for name, values in plan.combinations().items()
-    if name in outcome.done
-  ]
+  rows = []
+  for values in plan.combinations():
+    name = _name(values)
+    metrics = outcome.results.get(name, {plan.chosen_by: None})
+    if name in outcome.done:
+      rows.append({**values, **metrics, 'diverged': name in outcome.diverged})
+  return rows
 
 
 def _show_choice(plan, rows, workdir):
