@@ -24,8 +24,6 @@ from vit_jax.run import metrics as metrics_lib
 
 # Maximum batch size: on a CPU larger ones are no faster and take more memory.
 _BATCH = 32
-# Maximum memory of the attention weights of a batch, in bytes.
-_BYTES = 2**29
 
 
 def learning_curves(workdir) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -276,33 +274,24 @@ class Subject:
 
 
 def look(model, images: np.ndarray, grid: tuple[int, int]) -> Seen:
-  """Computes attention and outputs in batches of limited memory.
+  """Computes attention and outputs, image by image: all weights take much memory.
 
   Takes a Predictor of a Vision Transformer, float32 [B, H, W, C] in [-1, 1], and
   the number of patches (down, across).
   """
   compute = jax.jit(functools.partial(attention.forward, model.task.model))
   patch = tuple(size / cells for size, cells in zip(images.shape[1:3], grid))
-  one, _ = jax.eval_shape(compute, model.params, images[:1])
-  size = max(1, min(len(images), _BYTES // sum(4 * x.size for x in one)))
   parts = []
-  for start in range(0, len(images), size):
-    weights, outputs = jax.device_get(
-      compute(model.params, images[start : start + size])
-    )
+  for image in images:
+    weights, outputs = jax.device_get(compute(model.params, image[None]))
     found = attention.of(weights, outputs, grid)
-    parts.append(
-      Seen(
-        maps=attention.maps(found),
-        rollout=attention.rollout_maps(found),
-        distances=attention.mean_distances(found, patch) * len(outputs),
-        outputs=outputs,
-      )
-    )
+    distances = attention.mean_distances(found, patch)
+    maps = attention.maps(found), attention.rollout_maps(found)
+    parts.append((*maps, distances, outputs))
   maps, mixed, distances, outputs = zip(*parts)
   return Seen(
     np.concatenate(maps, axis=1),
     np.concatenate(mixed),
-    np.sum(distances, axis=0) / len(images),
+    np.mean(distances, axis=0),
     np.concatenate(outputs),
   )
