@@ -45,21 +45,13 @@ _ORDERS = 8  # Number of permutations that `compare` averages over.
 
 
 class Comparison(NamedTuple):
-  """Changes of the features of models, see `relative_change`.
+  """Changes of the features of models, see `relative_change`."""
 
-  Attributes:
-    names: names of the M models.
-    shifts: lengths of the shifts to the right in pixels, int [S].
-    shifted: relative change of the features by each shift, float32 [M, S].
-    shuffled: mean relative change by permutations of patches, float32 [M].
-    patch: side of a patch in pixels.
-  """
-
-  names: tuple[str, ...]
-  shifts: np.ndarray
-  shifted: np.ndarray
-  shuffled: np.ndarray
-  patch: int
+  names: tuple[str, ...]  # Of the M models.
+  shifts: np.ndarray  # Lengths of the shifts to the right in pixels, int [S].
+  shifted: np.ndarray  # Change by each shift, float32 [M, S].
+  shuffled: np.ndarray  # Mean change by permutations of patches, float32 [M].
+  patch: int  # Side of a patch in pixels.
 
 
 def relative_change(before: Any, after: Any) -> np.float32:

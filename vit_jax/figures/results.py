@@ -46,34 +46,24 @@ def learning_curves(workdir) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 class Mistake(NamedTuple):
-  """An image whose class was predicted wrongly.
+  """An image whose class was predicted wrongly."""
 
-  Attributes:
-    image: the model's input, float32 [H, W, C] in [-1, 1].
-    true: index of the true class.
-    predicted: index of the predicted class.
-    probability: probability of the predicted class.
-    name: path of the image, or its number within the split.
-  """
-
-  image: np.ndarray
-  true: int
+  image: np.ndarray  # The model's input, float32 [H, W, C] in [-1, 1].
+  true: int  # Index of the class.
   predicted: int
-  probability: float
-  name: str
+  probability: float  # Of the predicted class.
+  name: str  # Path of the image, or its number within the split.
 
 
 class Results(NamedTuple):
-  """Predictions of a classifier for a split, compared with the labels.
+  """Predictions of a classifier for a split, compared with the labels."""
 
-  Attributes:
-    confusion: int64 [classes, classes]; [i, j] is the number of images of class
-      i that were predicted as class j.
-    mistakes: the mistakes of highest probability, the highest first.
-  """
-
+  # int64 [classes, classes]; [i, j] is the number of images of class i that were
+  # predicted as class j.
   confusion: np.ndarray
-  mistakes: Sequence[Mistake]
+  mistakes: Sequence[
+    Mistake
+  ]  # Those of highest probability, the highest first.
 
 
 def classify(model, source, num_mistakes: int = 8) -> Results:
@@ -165,19 +155,12 @@ def most_confused(
 
 
 class Seen(NamedTuple):
-  """Attention and outputs of a model of L layers and K heads for B images.
+  """Attention and outputs of a model of L layers and K heads for B images."""
 
-  Attributes:
-    maps: attention maps of each layer, float32 [L, B, h, w].
-    rollout: maps of attention rollout, float32 [B, h, w].
-    distances: mean attention distances in pixels, float32 [L, K].
-    outputs: the model's outputs, float32 [B, ...].
-  """
-
-  maps: np.ndarray
-  rollout: np.ndarray
-  distances: np.ndarray
-  outputs: np.ndarray
+  maps: np.ndarray  # Attention maps of each layer, float32 [L, B, h, w].
+  rollout: np.ndarray  # Maps of attention rollout, float32 [B, h, w].
+  distances: np.ndarray  # Mean attention distances in pixels, float32 [L, K].
+  outputs: np.ndarray  # float32 [B, ...].
 
 
 class Subject:

@@ -88,23 +88,14 @@ def paper_core_days(model: str, dataset: str, epochs: float) -> float | None:
 
 
 class Setting(NamedTuple):
-  """What models are trained on, and by what.
+  """What models are trained on, and by what."""
 
-  Attributes:
-    num_examples: images of an epoch.
-    num_classes: width of the head.
-    image_size: (height, width) in pixels.
-    chip: a key of topology.CHIPS.
-    mfu: share of a device's peak that the training reaches.
-    price: price of an hour of one chip (on v2 and v3 of two cores), or None.
-  """
-
-  num_examples: int
+  num_examples: int  # Images of an epoch.
   num_classes: int
   image_size: tuple[int, int] = PAPER_SIZE
-  chip: str = 'v3'
-  mfu: float = 0.4
-  price: float | None = None
+  chip: str = 'v3'  # A key of topology.CHIPS.
+  mfu: float = 0.4  # Share of a device's peak that the training reaches.
+  price: float | None = None  # Of an hour of a chip, on v2 and v3 of two cores.
 
   @property
   def device(self) -> str:

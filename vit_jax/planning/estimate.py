@@ -38,20 +38,13 @@ _SIZES = {'f32': 4, 's32': 4, 'u32': 4, 'bf16': 2, 'f16': 2, 'pred': 1}
 
 
 class Lowered(NamedTuple):
-  """A program ready to be compiled.
+  """A program ready to be compiled."""
 
-  Attributes:
-    update: jax.stages.Lowered of the whole update.
-    loops: (times, jax.stages.Lowered) pairs: programs whose costs are added to
-      those of `update`, each so many times.
-    abstract: TrainState of shapes and shardings.
-    flops: FLOPs of the matrix products of one update, over all devices.
-  """
-
-  update: jax.stages.Lowered
+  update: jax.stages.Lowered  # The whole update.
+  # Programs whose costs are added to those of `update`, each so many times.
   loops: list[tuple[int, jax.stages.Lowered]]
-  abstract: Any
-  flops: int
+  abstract: Any  # TrainState of shapes and shardings.
+  flops: int  # Of the matrix products of one update, over all devices.
 
 
 def lower(config, make_program: Callable, devices) -> Lowered:

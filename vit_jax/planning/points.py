@@ -11,40 +11,24 @@ from vit_jax.configs import rules
 
 
 class Point(NamedTuple):
-  """A pre-training and what came of it.
+  """A pre-training and what came of it."""
 
-  Attributes:
-    family: models that belong together, such as 'ViT'.
-    name: name of the point.
-    exaflops: compute of the pre-training.
-    accuracy: accuracy of the transfer in percent.
-  """
-
-  family: str
+  family: str  # Models that belong together, such as 'ViT'.
   name: str
   exaflops: float
-  accuracy: float
+  accuracy: float  # Of the transfer in percent.
 
 
 def read(
   path: str, metric: str, count: Callable[[str, float], float]
 ) -> list[Point]:
-  """Reads results from a file.
+  """Reads results from a CSV file with a header, or a JSON list of objects.
 
-  Args:
-    path: a CSV file with a header, or a JSON list of objects. A row has
-      `metric`, and `exaflops` or `model` and `epochs`; `family` and `name` are
-      optional. A study's `x`, `line` and `variant` take the place of `exaflops`,
-      `family` and `name`. Rows without a value of `metric` are left out.
-    metric: column of the accuracy, in percent, or a share of at most 1 in all
-      rows.
-    count: function of a model's name and a number of epochs that returns the
-      exaFLOPs of the pre-training.
-
-  Raises:
-    FileNotFoundError: if there is no such file.
-    ValueError: if the file is neither CSV nor JSON, or a row lacks a column or
-      has a wrong value.
+  A row has `metric`, the accuracy in percent, or a share of at most 1 in all rows;
+  and `exaflops`, or `model` and `epochs`, of which `count` returns the exaFLOPs.
+  `family` and `name` are optional. A study's `x`, `line` and `variant` take the
+  place of `exaflops`, `family` and `name`. Rows without a value of `metric` are
+  left out. Raises FileNotFoundError, or ValueError if something is wrong.
   """
   points = []
   for index, row in enumerate(_rows(epath.Path(path)), 1):
@@ -85,9 +69,9 @@ def _rows(path) -> list[dict]:
       f"results='{path}' is no file: give a CSV or JSON file (--results)"
     )
   text = path.read_text()
-  if path.suffix != '.json':
-    return list(csv.DictReader(text.splitlines()))
   try:
+    if path.suffix != '.json':
+      return list(csv.DictReader(text.splitlines()))
     rows = json.loads(text)
   except ValueError as e:
     raise ValueError(f"results='{path}' is no JSON: {e} (--results)") from e

@@ -10,23 +10,14 @@ GIB = 2**30
 
 
 class Chip(NamedTuple):
-  """A device as the compiler counts them: a core on v2 and v3, else a chip.
+  """A device as the compiler counts them: a core on v2 and v3, else a chip."""
 
-  Attributes:
-    memory: bytes.
-    peak: bfloat16 FLOPs per second.
-    network: bytes per second over all links of the chip, one way.
-    per_chip: devices on a chip.
-    example: a topology of this version.
-    config: name of the chip's configuration, for versions with several.
-  """
-
-  memory: int
-  peak: float
-  network: float
-  per_chip: int
-  example: str
-  config: str | None = None
+  memory: int  # Bytes.
+  peak: float  # bfloat16 FLOPs per second.
+  network: float  # Bytes per second over all links of the chip, one way.
+  per_chip: int  # Devices on a chip.
+  example: str  # A topology of this version.
+  config: str | None = None  # Of the chip, for versions with several.
 
 
 # From Google Cloud's documentation of each version. On v4 and v5p the two cores

@@ -24,6 +24,7 @@ from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine
+from vit_jax.run import workdir as workdir_lib
 from vit_jax.tasks import classify
 
 # Number of classes whose probabilities are stored for an image, if a config does
@@ -33,28 +34,17 @@ _LABELS = ('images', 'classes', 'probabilities')
 
 
 class Settings(NamedTuple):
-  """How to make pseudo-labels.
+  """How to make pseudo-labels of the images of a split."""
 
-  Attributes:
-    teacher: workdir of a run, whose newest checkpoint labels the images.
-    dataset: data set of the images.
-    split: split of the images.
-    confidence: labels of a lower probability are dropped.
-    per_class: number of images of each class, see `balance`; None for all.
-    soft: whether a label is the probability of every class, or the best class.
-    seed: seed of `balance`.
-    soft_classes: number of the most probable classes whose probabilities are
-      stored; None for all.
-  """
-
-  teacher: str
+  teacher: str  # Workdir of a run, whose newest checkpoint labels the images.
   dataset: str
   split: str
-  confidence: float
-  per_class: int | None
-  soft: bool
-  seed: int
-  soft_classes: int | None = SOFT_CLASSES
+  confidence: float  # Labels of a lower probability are dropped.
+  per_class: int | None  # Images of each class, see `balance`; None for all.
+  soft: bool  # Whether a label is the probability of every class, or the best.
+  seed: int  # Of `balance`.
+  # Number of the most probable classes whose probabilities are stored.
+  soft_classes: int | None = SOFT_CLASSES  # None for all.
 
 
 def label(settings: Settings, source, folder: str, batch: int) -> dict:
@@ -120,12 +110,7 @@ def _begin(path, asked, source) -> bool:
     files.write(begun, json.dumps(asked, indent=1))
     return False
   before.setdefault('soft_classes', SOFT_CLASSES)  # Older labels lack it.
-  differing = [
-    f'{key}: {before.get(key)} there, {value} here'
-    for key, value in asked.items()
-    if before.get(key) != value
-  ]
-  if differing:
+  if differing := workdir_lib.differences(before, asked):
     raise ValueError(
       f"'{path}' has pseudo-labels of other settings:\n  "
       + '\n  '.join(differing)

@@ -181,11 +181,10 @@ def _student(config, workdir, iteration, seed, teacher, num_labelled):
     teacher=teacher,
     dataset=config.unlabelled,
     split=runs_lib.with_seed(config.unlabelled_split, seed),
-    confidence=config.confidence,
-    per_class=config.per_class,
-    soft=config.soft,
-    soft_classes=config.soft_classes,
     seed=seed,
+    **{
+      x: config[x] for x in ('confidence', 'per_class', 'soft', 'soft_classes')
+    },
   )
   with runs_lib.alone(folder):
     source = _unlabelled(config, seed, run, folder)

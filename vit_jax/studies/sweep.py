@@ -39,23 +39,14 @@ _LOG_RANGE = 8
 
 
 class Sweep(NamedTuple):
-  """A sweep, checked.
+  """A sweep, checked."""
 
-  Attributes:
-    config: complete config of a run.
-    values: values to try, by dotted key.
-    parts: see held_out.Parts.
-    metric: name of the metric that chooses, without that of an evaluation.
-    refit: one of REFITS.
-    seeds: seeds of the test.
-  """
-
-  config: ml_collections.ConfigDict
-  values: Mapping[str, Sequence[Any]]
+  config: ml_collections.ConfigDict  # Of a run, complete.
+  values: Mapping[str, Sequence[Any]]  # To try, by dotted key.
   parts: held_out_lib.Parts
-  metric: str
-  refit: str
-  seeds: Sequence[int]
+  metric: str  # Which chooses, without the name of an evaluation.
+  refit: str  # One of REFITS.
+  seeds: Sequence[int]  # Of the test.
 
   @property
   def chosen_by(self) -> str:
