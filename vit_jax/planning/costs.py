@@ -178,17 +178,16 @@ def describe(rows: Sequence[dict], setting: Setting) -> str:
       'data': row.get('dataset'),
       'epochs': f'{row["epochs"]:g}',
       'exaFLOPs': number(row['exaflops']),
-      f'{setting.device}-days': number(row['core_days']),
     }
+    if known and not share:
+      line['published'] = f'{known:,}'
+      line['difference'] = f'{100 * (row["exaflops"] / known - 1):+.1f} %'
+    line[f'{setting.device}-days'] = number(row['core_days'])
     if share:
       line['published'] = f'{row["published_core_days"]:,}'
       line['share of peak'] = f'{100 * share:.0f} %'
-    else:
-      line['price'] = row['price'] and f'{row["price"]:,.2f}'
-      line['published'] = known and f'{known:,} exaFLOPs'
-      line['difference'] = (
-        known and f'{100 * (row["exaflops"] / known - 1):+.1f} %'
-      )
+    elif setting.price is not None:
+      line['price'] = f'{row["price"]:,.2f}'
     lines.append(line)
   if any('share of peak' in line for line in lines):
     student = f'{NOISY_STUDENT_CORE_DAYS:,}'
@@ -196,6 +195,7 @@ def describe(rows: Sequence[dict], setting: Setting) -> str:
       {'model': 'Noisy Student', 'data': 'jft300m', 'published': student}
     )
   # Columns without a value are left out.
-  header = [name for name in lines[0] if any(x.get(name) for x in lines)]
+  longest = max(lines, key=len)
+  header = [name for name in longest if any(x.get(name) for x in lines)]
   cells = [[line.get(name) or '' for name in header] for line in lines]
   return cli.table(header, cells)
