@@ -32,6 +32,11 @@ def account(name: str, epochs: float, setting: costs.Setting) -> dict:
   Raises ValueError if the name is unknown, or the model does not fit the images.
   """
   name = model_configs.get_config(name).model_name
+  if None in setting[:2]:
+    raise ValueError(
+      f"model='{name}' needs the size of the data: give --dataset=NAME, or "
+      '--num_examples and --num_classes'
+    )
   count = _forward(name, setting.num_classes, setting.image_size)
   return costs.account(name, epochs, count, setting)
 
@@ -57,9 +62,9 @@ def table_2(setting: costs.Setting) -> list[dict]:
   devices count.
   """
   rows = []
-  for (model, dataset, epochs), (days, _) in costs.TABLE_2.items():
+  for (name, dataset, epochs), (days, _) in costs.TABLE_2.items():
     paper = _of_data(setting, dataset)._replace(chip='v3')
-    row = account(model, epochs, paper)
+    row = account(name, epochs, paper)
     row['dataset'] = dataset
     row['published_mfu'] = row['mfu'] * row['core_days'] / days
     rows.append(row)
@@ -99,39 +104,14 @@ def _check(args):
 def _setting(args) -> costs.Setting:
   """Returns images and devices of the command line."""
   known = costs.DATASETS.get(args.dataset, (None, None))
-  num_examples = args.num_examples or known[0]
-  num_classes = args.num_classes or known[1]
-  if args.model and None in (num_examples, num_classes):
-    raise ValueError(
-      '--model needs the size of the data: give --dataset=NAME, or --num_examples '
-      'and --num_classes'
-    )
   return costs.Setting(
-    num_examples,
-    num_classes,
+    args.num_examples or known[0],
+    args.num_classes or known[1],
     args.image_size or costs.PAPER_SIZE,
     args.chip,
     args.mfu,
     args.price,
   )
-
-
-def _results(args, setting) -> list[points.Point]:
-  """Reads the files of results of the command line."""
-
-  def count(name, epochs):
-    if None in (setting.num_examples, setting.num_classes):
-      raise ValueError(
-        f"model '{name}' has no exaflops in its row: give --dataset=NAME, or "
-        '--num_examples and --num_classes, to count them'
-      )
-    return account(name, epochs, setting)['exaflops']
-
-  return [
-    point
-    for path in args.results or ()
-    for point in points.read(path, args.metric, count)
-  ]
 
 
 def _compare(found, args, setting):
@@ -179,7 +159,15 @@ def run(args) -> None:
   """Accounts for the models that the flags of `vit_jax compute` name."""
   _check(args)
   setting = _setting(args)
-  found = _results(args, setting)
+  found = [
+    point
+    for path in args.results or ()
+    for point in points.read(
+      path,
+      args.metric,
+      lambda name, epochs: account(name, epochs, setting)['exaflops'],
+    )
+  ]
   if args.model:
     rows = [account(name, args.epochs, setting) for name in args.model]
     cli.say(f'{costs.describe(rows, setting)}\n\n{costs.assumptions(setting)}')
