@@ -12,9 +12,8 @@ def test_a_file_is_replaced_when_it_is_complete(tmp_path):
     file.write(b'new')
     assert path.read_text() == 'öld'
   assert path.read_text() == 'new'
-  with pytest.raises(KeyError), files.replacing(path) as file:
-    file.write(b'half')
-    raise KeyError
+  with pytest.raises(TypeError), files.replacing(path) as file:
+    file.write('no bytes')
   assert path.read_text() == 'new'
   assert [p.name for p in tmp_path.iterdir()] == ['a.txt']
 
@@ -28,9 +27,8 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path):
 
 def test_a_folder_appears_when_it_is_complete(tmp_path):
   path = tmp_path / 'new' / 'a'
-  with pytest.raises(KeyError), files.new_folder(path) as folder:
-    (folder / 'b').write_text('half')
-    raise KeyError
+  with pytest.raises(TypeError), files.new_folder(path) as folder:
+    (folder / 'b').write_bytes('no bytes')
   assert not list(path.parent.iterdir())
   path.mkdir()  # An empty folder is replaced.
   with files.new_folder(path) as folder:
