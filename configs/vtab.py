@@ -25,7 +25,6 @@ L/16 from JFT-300M 76.28, H/14 from JFT-300M 77.63; BiT-L has 76.29.
 """
 
 import ml_collections
-from ml_collections.config_dict import placeholder
 
 from vit_jax.configs import vit
 
@@ -71,8 +70,6 @@ def get_config(model: str = 'b16'):
   # Download the data sets that are missing and that TFDS can download, all of
   # them about 90 GB, and prepare what lies in run.tfds_manual_dir.
   config.download = False
-  # Has no effect, and is there for older commands: machines need no numbers.
-  config.shard = placeholder(tuple)
   # Checkpoints to keep of a run that is done: 'all', 'newest' or 'none'.
   config.checkpoints = 'newest'
 

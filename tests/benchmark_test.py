@@ -3,11 +3,9 @@
 import json
 import types
 
-import numpy as np
 import pytest
 
 from tests import processes
-from tests import torch_models  # noqa: F401 (so that transformers imports)
 from vit_jax import models_igpt
 from vit_jax.benchmarks import detection
 from vit_jax.benchmarks import pipeline
@@ -49,14 +47,10 @@ def test_sampling_is_compared(monkeypatch, tmp_path):
   monkeypatch.setattr(sampling.models, 'get_model', lambda name: tiny)
   monkeypatch.setattr(sampling, 'STEPS', 2)
   got = run(monkeypatch, tmp_path, '--only', 'sampling', '--batch=2')
-  ours, *others = got['results']['sampling']
-  names = [row['name'] for row in others]
-  assert names == [
-    'without, beside it', 'ratio', "Hugging Face's generate beside it", 'ratio',
-  ]  # fmt: skip
-  for other, ratio in (others[:2], others[2:]):
-    assert ours['unit'] == other['unit'] == 'pixel/s'
-    assert ratio['median'] == pytest.approx(ours['median'] / other['median'])
+  ours, other, ratio = got['results']['sampling']
+  assert other['name'] == 'without, beside it'
+  assert ours['unit'] == other['unit'] == 'pixel/s'
+  assert ratio['median'] == pytest.approx(ours['median'] / other['median'])
 
 
 def test_pipelines_take_turns(monkeypatch, tmp_path):
@@ -93,7 +87,7 @@ def test_weights_are_loaded_beside_plain_numpy(monkeypatch, tmp_path):
   assert ours['name'] == 'load_pretrained, ViT-Ti_16.npz'
 
 
-def test_a_detector_and_ways_of_matching(monkeypatch, tmp_path):
+def test_a_detector(monkeypatch, tmp_path):
   small = model_configs.get_config('detr_r50')
   small.update(
     units=(1,), hidden_size=16, num_heads=2, mlp_dim=16, num_encoder_layers=0,
@@ -101,15 +95,10 @@ def test_a_detector_and_ways_of_matching(monkeypatch, tmp_path):
   )  # fmt: skip
   monkeypatch.setattr(detection.model_configs, 'get_config', lambda _: small)
   monkeypatch.setattr(detection, 'SIZE', 32)
-  monkeypatch.setattr(detection, 'MATCHINGS', (2, 3, 4, 6))
   got = run(monkeypatch, tmp_path, '--only', 'detection')['results']
-  step, losses, share, *ways = got['detection']
+  step, losses, share = got['detection']
   want = 100 * losses['median'] / 1e3 / step['median']
   assert share['median'] == pytest.approx(want)
-  assert len(ways) == 3
-  found = [way() for way in detection.matchings().values()]
-  for other in found[1:]:
-    np.testing.assert_array_equal(np.reshape(other, found[0].shape), found[0])
 
 
 def test_turns_alternate_and_a_function_may_time_itself():

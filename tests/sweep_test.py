@@ -81,7 +81,7 @@ def test_a_command_for_each_run(monkeypatch, capsys, tmp_path):
 def test_flags():
   found = sweep.parse(
     [*CONFIG, '--values=base_lr=1', '--values=batch=8', '--config.batch=64',
-     '--held_out=10%', '--shard=1/4', '--seeds=5', '--refit=part', '--run=a']
+     '--held_out=10%', '--seeds=5', '--refit=part', '--run=a']
   )  # fmt: skip
   assert found.tried == {'base_lr': [1], 'batch': [8]}
   assert found.config.batch == 64

@@ -28,11 +28,7 @@ SECTIONS = {
 
 
 def run(args) -> None:
-  """Times the sections that the flags of `vit_jax benchmark` name.
-
-  Args:
-    args: namespace of vit_jax.commands.benchmark.parse.
-  """
+  """Times the sections that the flags of `vit_jax benchmark` name."""
   for section in args.only or ():
     if section not in SECTIONS:
       raise ValueError(

@@ -17,6 +17,7 @@ import numpy as np
 
 from vit_jax import cli
 from vit_jax import models
+from vit_jax.distributed import files
 from vit_jax.layers import positions
 from vit_jax.weights import arrays
 from vit_jax.weights import fitting
@@ -181,16 +182,8 @@ def _write(model, target, to) -> list[str]:
   target.parent.mkdir(parents=True, exist_ok=True)
   if to in writing.FILES:  # These writers make a temporary file themselves.
     return writing.WRITERS[to](model, target)
-  temporary = target.parent / f'.{target.name}.tmp'
-  if temporary.exists():
-    temporary.rmtree()
-  try:
-    notes = writing.WRITERS[to](model, temporary)
-    temporary.rename(target)
-  finally:
-    if temporary.exists():
-      temporary.rmtree()
-  return notes
+  with files.new_folder(target) as folder:
+    return writing.WRITERS[to](model, folder)
 
 
 def _with_plain_positions(model, to):

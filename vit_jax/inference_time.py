@@ -3,6 +3,7 @@
 python -m vit_jax.main --config=configs/inference_time.py --workdir=/tmp/inference
 """
 
+import functools
 import statistics
 import time
 
@@ -46,7 +47,12 @@ def inference_time(
     ValueError: if a number is not positive, the devices do not divide the
       batch, or the model is unknown.
   """
-  config = _check(config)
+  complete = default_config.get_config()
+  with complete.ignore_type():
+    complete.update(config)
+  config = complete
+  for key, value in config.items():
+    rules.check(key, value, RULES.get(key, rules.no_nan))
   log = metrics_lib.MetricsLog(workdir, 0)  # Fails early if it cannot write.
   mesh = sharding.make_mesh({'data': -1})
   shards = sharding.batch_shards(mesh)
@@ -59,11 +65,8 @@ def inference_time(
     config.model_name, num_classes=config.num_classes, dtype=config.dtype
   )
   size = (config.image_size, config.image_size, 3)
-  params = jax.jit(
-    lambda: model.init(
-      jax.random.key(0), jnp.zeros((1, *size)), train=False
-    )['params']
-  )()  # fmt: skip
+  init = jax.jit(functools.partial(model.init, train=False))
+  params = init(jax.random.key(0), jnp.zeros((1, *size)))['params']
   forward = jax.jit(lambda p, x: model.apply({'params': p}, x, train=False))
 
   seconds = []
@@ -99,13 +102,3 @@ def inference_time(
     f'{result["imgs_sec_core_max"]:,.2f}).'
   )
   return result
-
-
-def _check(config):
-  """Completes the config with defaults; raises ValueError for a wrong value."""
-  complete = default_config.get_config()
-  with complete.ignore_type():
-    complete.update(config)
-  for key, value in complete.items():
-    rules.check(key, value, RULES.get(key, rules.no_nan))
-  return complete

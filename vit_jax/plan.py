@@ -14,6 +14,7 @@ import jax
 
 from vit_jax import cli
 from vit_jax.data.tfds import registry
+from vit_jax.distributed import files
 from vit_jax.distributed import sharding
 from vit_jax.planning import costs
 from vit_jax.planning import estimate
@@ -46,7 +47,7 @@ def make_plan(
 
   Args:
     config: config of a training.
-    topology: see the top of this module.
+    topology: its name, such as 'v3:4x4'.
     num_examples: number of training examples.
     num_classes: number of classes, for tasks that classify.
 
@@ -62,7 +63,6 @@ def make_plan(
   cli.load_tensorflow()
   from vit_jax import train
   from vit_jax.run import config as run_config
-  from vit_jax.run import workdir as workdir_lib
 
   chip = topology_lib.get_chip(topology)
   config = run_config.complete(config)
@@ -86,7 +86,7 @@ def make_plan(
     with cli.waiting(f'Compiling for {topology}, takes minutes'):
       result = estimate.compile_plan(lowered, chip, len(devices))
     file.parent.mkdir(parents=True, exist_ok=True)
-    workdir_lib.write_atomically(file, json.dumps(result), str(os.getpid()))
+    files.write(file, json.dumps(result))
   cores = len(devices)
   result.update(
     model=config.model.get('model_name'),
@@ -103,127 +103,93 @@ def make_plan(
     not_split=sharding.not_split(abstract.params, mesh),
     cached=cached,
   )  # fmt: skip
-  if result['fits']:
-    result.update(_rates(result, config, lowered.flops / cores, chip))
-  return result
-
-
-def _rates(plan: dict, config, flops: float, chip: topology_lib.Chip) -> dict:
-  """Returns the speed and the cost of a run whose update fits the devices.
-
-  Args:
-    plan: a plan with `cores`, `step_seconds` and `network_seconds`.
-    config: the complete config of the run.
-    flops: FLOPs of an update on each core.
-    chip: kind of the devices.
-  """
-  cores, seconds = plan['cores'], plan['step_seconds']
-  images, hours = config.batch / cores, seconds * config.total_steps / 3600
+  if not result['fits']:
+    return result
+  seconds, steps = result['step_seconds'], config.total_steps
+  images, hours = config.batch / cores, seconds * steps / 3600
+  name, spent = str(config.dataset), None
+  if name in costs.DATASETS:
+    epochs = round(steps * config.batch / costs.DATASETS[name][0])
+    spent = costs.paper_core_days(result['model'], name, epochs)
   return {
+    **result,
     'images_per_second_per_core': images / seconds,
     'images_per_second_per_core_with_network': images
-    / (seconds + plan['network_seconds']),
-    'flops_per_step_per_core': flops,
-    'share_of_peak': flops / seconds / chip.peak,
-    'total_steps': config.total_steps,
+    / (seconds + result['network_seconds']),
+    'flops_per_step_per_core': lowered.flops / cores,
+    'share_of_peak': lowered.flops / cores / seconds / chip.peak,
+    'total_steps': steps,
     'hours': hours,
     'core_days': hours * cores / 24,
     'chip_hours': hours * cores / chip.per_chip,
-    'paper_core_days': _paper_core_days(plan['model'], config),
+    'paper_core_days': spent,
   }
-
-
-def _paper_core_days(model, config) -> float | None:
-  """Returns the core-days that the paper spent on this pre-training, if any."""
-  name = str(config.dataset)
-  if name not in costs.DATASETS:
-    return None
-  epochs = config.total_steps * config.batch / costs.DATASETS[name][0]
-  return costs.paper_core_days(model, name, round(epochs))
 
 
 def table(plan: dict) -> str:
   """Formats a plan as a table."""
-  rows = [
-    ('model', f'{plan["model"]}, {plan["parameters"]:,} parameters'),
-    (
-      'devices',
-      f'{plan["cores"]} of {plan["topology"]}, mesh {plan["mesh"]}',
-    ),
-    ('batch', f'{plan["batch"]:,}, {plan["batch_per_core"]:,} a device'),
-    (
-      'memory a device',
-      f'{cli.size(plan["memory_per_core_bytes"])} of '
-      f'{cli.size(plan["memory_of_core_bytes"])}: '
-      + ('fits' if plan['fits'] else 'DOES NOT FIT'),
-    ),
-    ('  parameters', cli.size(plan['params_bytes'])),
-    *(
-      (f'    {row["spec"]}', sharding.describe(row)) for row in plan['sharding']
-    ),
-    ('  optimiser', cli.size(plan['optimizer_bytes'])),
-  ]
-  if plan['not_split']:
-    rows.insert(-1, ('    NOTE', plan['not_split']))
+  needed, limit = plan['memory_per_core_bytes'], plan['memory_of_core_bytes']
+  fits = 'fits' if plan['fits'] else 'DOES NOT FIT'
+  rows = {
+    'model': f'{plan["model"]}, {plan["parameters"]:,} parameters',
+    'devices': f'{plan["cores"]} of {plan["topology"]}, mesh {plan["mesh"]}',
+    'batch': f'{plan["batch"]:,}, {plan["batch_per_core"]:,} a device',
+    'memory a device': f'{cli.size(needed)} of {cli.size(limit)}: {fits}',
+    '  parameters': cli.size(plan['params_bytes']),
+    **{
+      f'    {row["spec"]}': sharding.describe(row) for row in plan['sharding']
+    },
+    **({'    NOTE': plan['not_split']} if plan['not_split'] else {}),
+    '  optimiser': cli.size(plan['optimizer_bytes']),
+  }
   if plan['fits']:
-    rows += [
-      ('  images and labels', cli.size(plan['batch_bytes'])),
-      ('  activations and the rest', cli.size(plan['activations_bytes'])),
-      (
-        'FLOPs a step, a device',
-        f'{plan["flops_per_step_per_core"] / 1e12:,.2f} T',
+    alone, mixed = (
+      plan[f'images_per_second_per_core{x}'] for x in ('', '_with_network')
+    )
+    rows |= {
+      '  images and labels': cli.size(plan['batch_bytes']),
+      '  activations and the rest': cli.size(plan['activations_bytes']),
+      'FLOPs a step, a device': (
+        f'{plan["flops_per_step_per_core"] / 1e12:,.2f} T'
       ),
-      ('time of a step', f'{1000 * plan["step_seconds"]:,.1f} ms (estimate)'),
-      (
-        'images a second, a device',
-        f'{plan["images_per_second_per_core"]:,.1f} (estimate), '
-        f'{plan["share_of_peak"]:.0%} of peak',
+      'time of a step': f'{1000 * plan["step_seconds"]:,.1f} ms (estimate)',
+      'images a second, a device': (
+        f'{alone:,.1f} (estimate), {plan["share_of_peak"]:.0%} of peak'
       ),
-      *(
-        (
-          f'  {kind}',
-          f'{found["count"]}, together {cli.size(found["bytes"])}',
-        )
+      **{
+        f'  {kind}': f'{found["count"]}, together {cli.size(found["bytes"])}'
         for kind, found in plan['collectives'].items()
-      ),
-      (
-        'network, at best',
+      },
+      'network, at best': (
         f'{1000 * plan["network_seconds"]:,.1f} ms, not in the estimate: '
-        f'{plan["images_per_second_per_core_with_network"]:,.1f} images a second '
-        'if none of it is hidden',
+        f'{mixed:,.1f} images a second if none of it is hidden'
       ),
-      (
-        'the whole run',
+      'the whole run': (
         f'{plan["total_steps"]:,} steps, {plan["hours"]:,.1f} hours, '
         f'{plan["core_days"]:,.0f} core-days, {plan["chip_hours"]:,.0f} '
-        'chip-hours (estimate, without the network)',
+        'chip-hours (estimate, without the network)'
       ),
-    ]
-    if plan['paper_core_days']:
-      rows.append(
-        ('the paper spent', f'{plan["paper_core_days"]:,} TPU v3 core-days')
-      )
+    }
+    if spent := plan['paper_core_days']:
+      rows['the paper spent'] = f'{spent:,} TPU v3 core-days'
   else:
     helps = '--search tries meshes, micro-batches and recomputation'
     if plan['dtype'] == 'float32':
       helps += '; --config.model.dtype=bfloat16 halves the activations'
-    rows.append(('what helps', helps))
-  width = max(len(name) for name, _ in rows)
-  return '\n'.join(f'{name:<{width}}  {value}' for name, value in rows)
+    rows['what helps'] = helps
+  width = max(map(len, rows))
+  return '\n'.join(f'{name:<{width}}  {text}' for name, text in rows.items())
 
 
 def data_size(
   config, num_examples: int | None = None, num_classes: int | None = None
 ) -> tuple[int, int | None]:
-  """Returns the size of a config's training data.
+  """Returns the numbers of examples and classes of a config's training data.
 
   Args:
     config: of a training; a folder that it names is counted.
     num_examples: size of data that is not known.
-    num_classes: likewise.
-
-  Returns:
-    Number of examples, and of classes or None where it is unknown.
+    num_classes: likewise; None where it stays unknown.
 
   Raises:
     ValueError: if the data is unknown and no folder, and num_examples is None.
@@ -248,24 +214,18 @@ def data_size(
     source = sources.open_split(config, config.pp.train, task.FEATURES)
     known = (source.num_examples, len(task.class_names_of(source)) or None)
   sizes = (num_examples or known[0], num_classes or known[1])
-  if sizes[0] is None and os.sep in name:
-    raise ValueError(
-      f"dataset='{dataset}' is no folder that exists (config.dataset)"
-    )
   if sizes[0] is None:
     raise ValueError(
-      f"dataset='{dataset}' is neither a data set of known size nor a "
+      f"dataset='{dataset}' is no folder that exists (config.dataset)"
+      if os.sep in name
+      else f"dataset='{dataset}' is neither a data set of known size nor a "
       'folder: give --num_examples and --num_classes'
     )
   return sizes
 
 
 def run(args) -> None:
-  """Plans the run that the flags of `vit_jax plan` describe.
-
-  Args:
-    args: namespace of vit_jax.commands.plan.parse.
-  """
+  """Plans the run that the flags of `vit_jax plan` describe."""
   trainer = args.config.get('trainer', 'train')
   if trainer != 'train':
     raise ValueError(

@@ -177,6 +177,7 @@ def run(args) -> None:
   step = '' if args.weights else f', step {model.step}'
   cli.say(f'{args.weights or args.workdir}{step}\n{table(result)}')
   if args.json:
+    from vit_jax.distributed import files
     from vit_jax.evaluators import probes
     from vit_jax.run import workdir as workdir_lib
 
@@ -184,7 +185,7 @@ def run(args) -> None:
     if result['layers']:
       probes.write(path, _by_layer(result), result)
     else:
-      workdir_lib.write_atomically(path, json.dumps(result, indent=1))
+      files.write(path, json.dumps(result, indent=1))
     cli.say(f'Written to {path}.')
 
 

@@ -51,26 +51,25 @@ def subject(
   from vit_jax.figures import results
   from vit_jax.run import config as run_config
 
-  if not model.workdir:
-    if split is not None:
-      raise ValueError(
-        f"split='{split}' needs a run, and these are weights without a run: name "
-        'images (--images)'
+  source, lacking = None, 'weights without a run come with no data'
+  if model.workdir:
+    _, wanted, dataset = run_config.evaluations(model.config)[0]
+    try:
+      source = train.open_for(
+        model.config, type(model.task), model.metadata, split or wanted, dataset
       )
-    lacking = 'weights without a run come with no data'
-    return results.Subject(model, images, lacking=lacking, points=points)
-  _, wanted, dataset = run_config.evaluations(model.config)[0]
-  try:
-    source = train.open_for(
-      model.config, type(model.task), model.metadata, split or wanted, dataset
+      split, lacking = split or wanted, ''
+    except (OSError, ValueError) as e:
+      if split is not None:
+        raise
+      lacking = f'the data of the run cannot be opened: {e}'
+  elif split is not None:
+    raise ValueError(
+      f"split='{split}' needs a run, and these are weights without a run: name "
+      'images (--images)'
     )
-  except (OSError, ValueError) as e:
-    if split is not None:
-      raise
-    lacking = f'the data of the run cannot be opened: {e}'
-    return results.Subject(model, images, lacking=lacking, points=points)
   return results.Subject(
-    model, images, source, split or wanted, num_images, points=points
+    model, images, source, split, num_images, lacking, points
   )
 
 
@@ -85,13 +84,13 @@ def figures(
   """Draws figures of a model.
 
   Args:
-    model: see `subject`.
-    images: see `subject`.
-    split: see `subject`.
+    model: see `subject`; likewise images, split, num_images and points.
+    images: see model.
+    split: see model.
     names: names of figures, see vit_jax.figures.gallery.of; by default all
       that can be drawn for the model.
-    num_images: see `subject`.
-    points: see `subject`.
+    num_images: see model.
+    points: see model.
 
   Returns:
     matplotlib Figures by name.
@@ -157,22 +156,6 @@ def _small(images):
   )
 
 
-def _sections(entries, shown) -> list:
-  """Draws figures, and prints their titles; see gallery.draw for `shown`."""
-  from vit_jax.figures import gallery
-  from vit_jax.figures import page
-
-  sections = []
-  for entry in entries:
-    with cli.waiting(entry.title):
-      pictures = {
-        name: page.png(figure)
-        for name, figure in gallery.draw(entry, shown).items()
-      }
-    sections.append(page.Section(*entry[:4], pictures))
-  return sections
-
-
 def describe(model) -> tuple[str, dict[str, str]]:
   """Describes a model: returns a title for the page, and facts by name."""
   from vit_jax.weights import identify
@@ -193,12 +176,7 @@ def describe(model) -> tuple[str, dict[str, str]]:
 
 
 def run(args) -> None:
-  """Draws the figures that the flags of `vit_jax visualize` ask for.
-
-  Args:
-    args: namespace of vit_jax.commands.visualize.parse.
-  """
-  cli.load_tensorflow()
+  """Draws the figures that the flags of `vit_jax visualize` ask for."""
   from vit_jax.figures import drawing
   from vit_jax.figures import gallery
   from vit_jax.figures import page
@@ -206,7 +184,7 @@ def run(args) -> None:
   drawing.require_matplotlib()
   out = page.check(workdir_lib.absolute(args.out))
   title, facts = 'Inductive bias of Vision Transformers', {}
-  shown, chosen, lacking, sections = None, [], {}, []
+  chosen, lacking = [], {}  # Pairs of an Entry and what it shows.
   if args.workdir or args.weights:
     if args.weights:
       model = predict.load_weights(args.weights)
@@ -215,18 +193,25 @@ def run(args) -> None:
     shown = subject(
       model, args.images, args.split, args.num_images, args.points
     )
-    chosen, lacking = gallery.choose(shown, args.figures)
+    entries, lacking = gallery.choose(shown, args.figures)
+    chosen += [(entry, shown) for entry in entries]
     title, facts = describe(model)
     if args.weights:
       facts['weights'] = args.weights
-  images = _small(args.images) if args.inductive_bias else None
+  if args.inductive_bias:
+    chosen.append((gallery.INDUCTIVE_BIAS, _small(args.images)))
   for name, why in lacking.items():
     cli.say(f'Left out: {name}: {why}.')
-  sections = _sections(chosen, shown)
-  if args.inductive_bias:
-    sections += _sections([gallery.INDUCTIVE_BIAS], images)
+  sections = []
+  for entry, shown in chosen:
+    with cli.waiting(entry.title):
+      pictures = {
+        name: drawing.png(figure)
+        for name, figure in gallery.draw(entry, shown).items()
+      }
+    sections.append((entry, pictures))
   page.write(out, title, facts, sections, lacking)
-  count = sum(len(section.pictures) for section in sections)
+  count = sum(len(pictures) for _, pictures in sections)
   cli.say(f'{count} figure(s), and a page with all of them: {out}/index.html')
 
 

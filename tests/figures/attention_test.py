@@ -215,7 +215,7 @@ def test_bfloat16_gives_float32():
   model = tiny_models.tiny(dtype='bfloat16', transformer=transformer(1))
   images = tiny_models.images()
   params = parameters(model, images)
-  found = attention.attention(model, params, images, (2, 2))
+  found = attention.attention(model, params, images)
   assert found.outputs.dtype == np.float32
   assert {w.dtype for w in found.weights} == {np.dtype(np.float32)}
 
@@ -256,27 +256,26 @@ def test_layers_come_in_the_order_of_their_numbers():
 
 
 @pytest.mark.parametrize(
-  'model, grid, message',
+  'model, message',
   [
     (
-      models.get_model('Mixer-B_16', num_classes=5), None,
+      models.get_model('Mixer-B_16', num_classes=5),
       'model=MlpMixer has no attention weights .* give a VisionTransformer',
     ),
-    (tiny_models.tiny(transformer=None), None, 'transformer=None'),
+    (tiny_models.tiny(transformer=None), 'transformer=None'),
     (
       tiny_models.tiny(
         encoder=Layered, transformer=dict(num_layers=1, sows=False)
-      ), None, 'encoder=Layered sows no attention_weights: make its layers',
+      ), 'encoder=Layered sows no attention_weights: make its layers',
     ),
-    (tiny_models.tiny(), (4, 1), r'grid=\(4, 1\) is not .* \(2, 2\) patches'),
   ],
 )  # fmt: skip
-def test_what_has_no_weights_is_refused(model, grid, message):
+def test_what_has_no_weights_is_refused(model, message):
   images = tiny_models.images()
   mixer = isinstance(model, models.MlpMixer)
   params = {} if mixer else parameters(model, images)
   with pytest.raises(ValueError, match=message):
-    attention.attention(model, params, images, grid)
+    attention.attention(model, params, images)
 
 
 def test_filters_are_the_principal_components_up_to_sign():

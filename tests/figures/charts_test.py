@@ -50,7 +50,7 @@ def test_curves_of_one_measure_share_a_panel():
 
 
 def found(confusion, mistakes=()):
-  return results.Results(np.asarray(confusion), mistakes, 0)
+  return results.Results(np.asarray(confusion), mistakes)
 
 
 def test_a_small_confusion_matrix_has_names_and_counts():

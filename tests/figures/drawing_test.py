@@ -37,7 +37,11 @@ def test_a_map_over_a_picture():
 
 def test_pictures_side_by_side():
   pictures = np.arange(6.0).reshape(2, 3, 1, 1).repeat(32, 2).repeat(64, 3)
-  sheet, x, y = drawing.tiles(pictures, gap=0.25, fill=-1)
+  axes = drawing.new_figure(3.0, '').subplots()
+  shown = drawing.show_tiles(
+    axes, pictures, 'abc', 'de', gap=0.25, fill=-1, vmin=0
+  )
+  sheet, x, y = shown.get_array(), axes.get_xticks(), axes.get_yticks()
   assert sheet.shape == (2 * 32 + 8, 3 * 64 + 2 * 8)
   middles = sheet[np.ix_(np.round(y).astype(int), np.round(x).astype(int))]
   np.testing.assert_array_equal(middles, pictures[:, :, 0, 0])

@@ -63,7 +63,7 @@ def test_a_function_of_ones_own_stands_beside_them():
   left, right = (x.reshape(2, -1) for x in np.split(images, 2, axis=2))
   want = np.linalg.norm(left - right, axis=1) / np.linalg.norm(left, axis=1)
   apply = OWN['left half']
-  got = invariance.shifts([apply], images, [6])
+  got = invariance.changes([apply], images, [np.roll(images, 6, axis=2)])
   np.testing.assert_allclose(got, [[want.mean()]], rtol=1e-5)
 
 

@@ -2,14 +2,16 @@
 
 import base64
 import html.parser
+import types
 
 import pytest
 
 from vit_jax.figures import page
 
-SECTION = page.Section(
-  'filters', 'Filters <1>', 'What & why.', 'figure 7', {'filters': b'png'}
+ENTRY = types.SimpleNamespace(
+  name='filters', title='Filters <1>', caption='What & why.', source='figure 7'
 )
+SECTION = (ENTRY, {'filters': b'png'})
 
 
 class Tags(html.parser.HTMLParser):
@@ -66,7 +68,7 @@ def test_what_exists_is_not_overwritten(tmp_path):
 
 
 def test_nothing_is_half_written(tmp_path):
-  broken = SECTION._replace(pictures={'filters': 'no bytes'})
+  broken = (ENTRY, {'filters': 'no bytes'})
   with pytest.raises(TypeError):
     page.write(tmp_path / 'out', 'a', {}, [SECTION, broken], {})
   assert not list(tmp_path.iterdir())

@@ -4,8 +4,8 @@ import ml_collections
 import numpy as np
 import pytest
 
+from vit_jax.distributed import files
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import workdir as workdir_lib
 
 
 def steps(workdir):
@@ -40,10 +40,10 @@ def test_to_a_bucket_everything_goes_at_checkpoints_and_at_the_end(
 ):
   monkeypatch.setattr(metrics_lib, 'is_remote', lambda path: True)
   uploads = []
-  write = workdir_lib.write_atomically
+  write = files.write
   monkeypatch.setattr(
-    workdir_lib,
-    'write_atomically',
+    files,
+    'write',
     lambda path, text: [uploads.append(path.name), write(path, text)],
   )
   log = metrics_lib.MetricsLog(tmp_path)

@@ -183,11 +183,11 @@ def test_programs_of_several_runs():
   assert config.finetune.pp.train == 'few_{seed}[:50%]'
   assert config.finetune.task_options.mixup == '.1'
   config = parse(
-    '--config.tasks=svhn,clevr_count', '--config.download', '--config.shard=(1,2)',
+    '--config.tasks=svhn,clevr_count', '--config.download',
     config='configs/vtab.py:b16',
   )  # fmt: skip
   assert config.tasks == ('svhn', 'clevr_count')
-  assert (config.download, config.shard) == (True, (1, 2))
+  assert config.download is True
 
 
 @pytest.mark.parametrize(

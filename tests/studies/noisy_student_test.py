@@ -243,9 +243,9 @@ def test_a_given_teacher_is_not_trained(recorded, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   'key, value, message',
   [
-    ('seeds', (), 'must be a tuple of one value or more'),
-    ('seeds', (0, 0), 'must differ'),
-    ('seeds', (0.5,), 'each value of which must be a whole number'),
+    ('seeds', (), 'must be one or more whole numbers, each of them once'),
+    ('seeds', (0, 0), 'each of them once'),
+    ('seeds', (0.5,), 'must be one or more whole numbers'),
     ('ratios', (3.0, 0.0), 'each value of which must be a finite number above'),
     ('confidence', 30, 'must be a finite number from 0 to 1'),
     ('metric', 'accuracy', r"not among .* \['accuracy_test', 'loss_test'\]"),

@@ -80,19 +80,6 @@ def test_the_table_comes_before_what_failed(config, monkeypatch, tmp_path):
   assert read(tmp_path / 'study.csv')[0]['seed_0'] == ''
 
 
-def test_the_number_of_a_machine_has_no_effect(
-  config, monkeypatch, tmp_path, capsys
-):
-  fake = fake_training.Fake(monkeypatch, measure)
-  monkeypatch.setattr(tables, 'draw', lambda *args, **kwargs: None)
-  config.shard = (1, 2)  # Of an older config.
-  study.study(config, str(tmp_path))
-  assert len(fake.trained) == 4
-  assert 'shard=(1, 2) is not needed and has no effect' in (
-    capsys.readouterr().out
-  )
-
-
 def test_curves_have_a_point_a_variant(config, monkeypatch, tmp_path):
   fake_training.Fake(monkeypatch, measure)
   drawn = []
@@ -121,8 +108,8 @@ def test_curves_have_a_point_a_variant(config, monkeypatch, tmp_path):
     ('seeds', (), r'seeds=\(\) must be one or more'),
     ('seeds', (1, 1), 'each of them once'),
     ('seeds', (0.5,), 'whole numbers'),
-    ('variants', (), r'variants=\(\) must be pairs'),
-    ('variants', (('a', 'b'),), r"hold \('a', 'b'\): they must be pairs"),
+    ('variants', (), r'variants=\(\) must be one or more'),
+    ('variants', (('a', 'b'),), r"variants=\(\('a', 'b'\),\) must be pairs"),
     (
       'variants',
       (('a', {'modl.dtype': 1}),),

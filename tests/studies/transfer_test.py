@@ -14,6 +14,7 @@ from vit_jax import train
 from vit_jax.configs import common
 from vit_jax.configs import digits_transfer
 from vit_jax.data import sources
+from vit_jax.studies import runs as runs_lib
 from vit_jax.studies import transfer
 
 
@@ -65,17 +66,14 @@ def test_both_ways_and_what_is_left_behind(config, tmp_path, capsys):
   out = capsys.readouterr().out
   assert json.loads((tmp_path / 'transfer.json').read_text()) == result
   tuned, scratch = (
-    result['accuracies'][kind] for kind in ('finetune', 'scratch')
+    [row[f'seed_{seed}'] for seed in (0, 1)] for row in result[:2]
   )
-  assert result['mean']['finetune'] == pytest.approx(sum(tuned) / 2)
-  assert result['std']['scratch'] == pytest.approx(statistics.stdev(scratch))
-  assert result['margin'] == pytest.approx((sum(tuned) - sum(scratch)) / 2)
+  means = [row['mean'] for row in result]
+  margin = (sum(tuned) - sum(scratch)) / 2
+  assert means == pytest.approx([sum(tuned) / 2, sum(scratch) / 2, margin])
+  assert result[1]['std'] == pytest.approx(statistics.stdev(scratch))
   rows = {line.split('  ')[0]: line for line in out.splitlines()}
-  for name, value in (
-    ('fine-tuned', result['mean']['finetune']),
-    ('from scratch', result['mean']['scratch']),
-    ('difference', result['margin']),
-  ):
+  for name, value in zip(('fine-tuned', 'from scratch', 'difference'), means):
     assert f' {100 * value:.2f} ± ' in rows[name]
   for seed in (0, 1):
     run = predict.load(str(tmp_path / f'finetune_{seed}'))
@@ -101,8 +99,8 @@ def test_one_seed_tells_no_spread(config, tmp_path):
 def test_weights_come_in_at_another_resolution(config, tmp_path):
   """With a learning rate of 0, what is not interpolated or new is unchanged."""
   train.train_and_evaluate(config.pretrain, str(tmp_path / 'pretrain'))
-  run = transfer._run_config(config, 'finetune', 0, str(tmp_path / 'pretrain'))
-  run.base_lr = 0.0
+  run = runs_lib.seeded(config.finetune, 0)
+  run.update(pretrained=str(tmp_path / 'pretrain'), base_lr=0.0)
   state, _ = train.train_and_evaluate(run, str(tmp_path / 'run'))
   before = predict.load(str(tmp_path / 'pretrain')).params
   np.testing.assert_array_equal(

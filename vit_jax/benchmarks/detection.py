@@ -1,4 +1,4 @@
-"""Times a detector's update, its matching and losses, and ways of matching."""
+"""Times a detector's update, and its matching and losses."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,6 @@ from vit_jax.distributed import sharding
 
 DETECTOR, SIZE, BATCH = 'DETR-R50', 640, 2
 OBJECTS = 7  # Of an image of COCO, in the mean; at most 63.
-MATCHINGS = (6, 64, 63, 100)  # Layers, images, targets, predictions.
 
 
 def _set_losses(task, batch) -> Callable:
@@ -36,47 +35,8 @@ def _set_losses(task, batch) -> Callable:
   return lambda: jax.block_until_ready(compute(logits, found))
 
 
-def matchings() -> dict[str, Callable]:
-  """Returns functions that solve the same problems of assignment, by name."""
-  import optax
-  from scipy import optimize
-
-  from vit_jax.tasks.detection import matching
-
-  rng = np.random.RandomState(0)
-  cost = rng.randn(*MATCHINGS).astype(np.float32)
-  counts = np.full(MATCHINGS[1], MATCHINGS[2], np.int32)
-
-  def callback(cost):
-    def solve(cost):
-      flat = np.asarray(cost).reshape(-1, *MATCHINGS[2:])
-      found = [optimize.linear_sum_assignment(x)[1] for x in flat]
-      return np.array(found, np.int32).reshape(MATCHINGS[:3])
-
-    shape = jax.ShapeDtypeStruct(MATCHINGS[:3], np.int32)
-    return jax.pure_callback(solve, shape, cost)
-
-  def by_optax(cost):
-    targets, chosen = optax.assignment.hungarian_algorithm(cost)
-    return chosen[targets.argsort()]
-
-  algorithms = {
-    'on the device (matching.match)': lambda x: matching.match(x, counts),
-    'SciPy in a host callback': callback,
-    'optax.assignment': lambda x: jax.vmap(by_optax)(
-      x.reshape(-1, *MATCHINGS[2:])
-    ),
-  }
-
-  def run(function):
-    compiled = jax.jit(function)
-    return lambda: jax.block_until_ready(compiled(cost))
-
-  return {name: run(function) for name, function in algorithms.items()}
-
-
 def rows(args) -> list[dict]:
-  """Times DETR's update, its matching and losses, and ways of matching."""
+  """Times DETR's update, and its matching and losses."""
   cli.load_tensorflow()
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   model = model_configs.get_config(DETECTOR)
@@ -91,14 +51,8 @@ def rows(args) -> list[dict]:
   )
   label = f'{DETECTOR}, {SIZE} px, batch {BATCH}, {args.dtype}'
   shares = [100 * a / b for a, b in zip(losses, steps)]
-  ways = matchings()
-  times = timing.measure(*ways.values(), repeats=args.repeats)
   return [
     timing.row(f'training step, {label}', steps, 's'),
     timing.row('its matching and losses', [1e3 * t for t in losses], 'ms'),
     timing.row('share of the step', shares, '%'),
-    *(
-      timing.row(f'matching, {name}', [1e3 * t for t in seconds], 'ms')
-      for name, seconds in zip(ways, times)
-    ),
   ]

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 import functools
 import statistics
-import time
 
 import jax
 import numpy as np
@@ -47,43 +46,6 @@ def _draw_uncached(model, params, batch: int) -> Callable:
   return lambda start: run(params, start).block_until_ready()
 
 
-def _draw_hugging_face(model, batch: int) -> Callable:
-  """Returns a function like `_draw_pixels` for Hugging Face's `generate`."""
-  import torch
-  import transformers
-
-  theirs = transformers.ImageGPTForCausalImageModeling(
-    transformers.ImageGPTConfig(
-      vocab_size=model.num_colors + 1,
-      n_positions=model.num_positions,
-      n_embd=model.hidden_size,
-      n_layer=model.num_layers,
-      n_head=model.num_heads,
-    )
-  ).eval()
-  pasts = {}
-
-  def run(start):
-    colors = torch.zeros((batch, start + 1), dtype=torch.long)
-    with torch.no_grad():
-      if start not in pasts:
-        seen = theirs(colors[:, :start], use_cache=True)
-        pasts[start] = seen.past_key_values
-      begin = time.perf_counter()
-      theirs.generate(
-        colors,
-        past_key_values=pasts[start],
-        max_new_tokens=STEPS,
-        do_sample=True,
-        use_cache=True,
-      )
-      seconds = time.perf_counter() - begin
-    pasts[start].crop(start - pasts[start].get_seq_length())
-    return seconds
-
-  return run
-
-
 def rows(args) -> list[dict]:
   """Times the drawing of images, with and without cached keys and values.
 
@@ -100,29 +62,17 @@ def rows(args) -> list[dict]:
   )
   params = jax.device_put(params)
   make = (model, params, args.batch)
-  programs = [(_draw_pixels(*make), STEPS), (_draw_uncached(*make), 1)]
-  names = ['with cached keys and values', 'without, beside it']
-  try:
-    programs.append((_draw_hugging_face(model, args.batch), STEPS))
-    names.append("Hugging Face's generate beside it")
-  except ImportError:
-    print("Not beside Hugging Face's: torch or transformers cannot be imported")
   places = [pixels // 6, pixels // 2, pixels * 5 // 6]
+  programs = _draw_pixels(*make), _draw_uncached(*make)
   times = timing.measure(
-    *(functools.partial(run, at) for run, _ in programs for at in places),
+    *(functools.partial(run, at) for run in programs for at in places),
     repeats=args.repeats,
   )
-  speeds = []
-  for i, (_, steps) in enumerate(programs):
-    turns = zip(*times[i * len(places) : (i + 1) * len(places)])
-    speeds.append(
-      [args.batch * steps / statistics.mean(turn) for turn in turns]
-    )
-  ours, *others = speeds
-  rows = [timing.row(f'samples, {MODEL}, {names[0]}', ours, 'pixel/s')]
-  for name, other in zip(names[1:], others):
-    rows += [
-      timing.row(name, other, 'pixel/s'),
-      timing.row('ratio', [a / b for a, b in zip(ours, other)], 'x'),
-    ]
-  return rows
+  cached, uncached = (
+    [args.batch * steps / statistics.mean(turn) for turn in zip(*found)]
+    for steps, found in ((STEPS, times[:3]), (1, times[3:]))
+  )
+  name = f'samples, {MODEL}, with cached keys and values'
+  return timing.compared(
+    name, cached, 'without, beside it', uncached, 'pixel/s'
+  )

@@ -1,5 +1,6 @@
 """Times what users wait for before a run: imports, the first step, weights."""
 
+import functools
 import subprocess
 import sys
 import tempfile
@@ -26,12 +27,9 @@ def import_rows(args) -> list[dict]:
     run('import flax.linen, optax'),
     repeats=args.repeats,
   )
-  ratios = [a / b for a, b in zip(ours, theirs)]
-  return [
-    timing.row('import vit_jax.models', ours, 's'),
-    timing.row('import flax.linen, optax', theirs, 's'),
-    timing.row('ratio', ratios, 'x'),
-  ]
+  return timing.compared(
+    'import vit_jax.models', ours, 'import flax.linen, optax', theirs, 's'
+  )
 
 
 def start_rows(args) -> list[dict]:
@@ -66,11 +64,9 @@ def weights_rows(args) -> list[dict]:
   """Times loading an .npz into the parameters of a model, with all checks."""
   config = model_configs.get_config(WEIGHTS_MODEL)
   model = models.make_model(config, num_classes=1000)
-  shapes = jax.eval_shape(
-    lambda: model.init(
-      jax.random.key(0), np.zeros((1, 224, 224, 3)), train=False
-    )
-  )['params']
+  init = functools.partial(model.init, train=False)
+  images = np.zeros((1, 224, 224, 3))
+  shapes = jax.eval_shape(init, jax.random.key(0), images)['params']
   rng = np.random.default_rng(0)
   params = jax.tree.map(lambda x: rng.random(x.shape, np.float32), shapes)
 
@@ -87,9 +83,6 @@ def weights_rows(args) -> list[dict]:
     path = f'{folder}/weights.npz'
     checkpoint.save(params, path)
     ours, plain = timing.measure(load, read, repeats=args.repeats)
-  ratios = [a / b for a, b in zip(ours, plain)]
-  return [
-    timing.row(f'load_pretrained, {WEIGHTS_MODEL}.npz', ours, 's'),
-    timing.row('np.load of all its arrays beside it', plain, 's'),
-    timing.row('ratio', ratios, 'x'),
-  ]
+  name = f'load_pretrained, {WEIGHTS_MODEL}.npz'
+  other = 'np.load of all its arrays beside it'
+  return timing.compared(name, ours, other, plain, 's')

@@ -20,15 +20,7 @@ from vit_jax.planning import flops
 
 
 def make_program(model, image_size: int, mesh, task: str, num_classes: int):
-  """Returns the program that trains a model with Adam.
-
-  Args:
-    model: config of the model.
-    image_size: height and width of the images.
-    mesh: the devices.
-    task: name of the task.
-    num_classes: number of classes.
-  """
+  """Returns the program that trains a model, of a config, with Adam."""
   from vit_jax import train as train_lib
   from vit_jax.run import config as run_config
 
@@ -66,14 +58,7 @@ def training_step(program, batch) -> Callable:
 
 
 def _model_step(args, mesh, train: bool, attention: str | None) -> Callable:
-  """Returns a function that makes one update of a model, or computes logits.
-
-  Args:
-    args: arguments of the command.
-    mesh: the devices.
-    train: whether to make an update.
-    attention: implementation of attention; None for a model without.
-  """
+  """Returns a function that makes one update of a model, or computes logits."""
   model = model_configs.get_config(args.model)
   model.dtype = args.dtype
   if attention:

@@ -12,12 +12,8 @@ PRODUCT_SIZE = 2048
 def measure(*functions: Callable, repeats: int) -> list[list[float]]:
   """Times functions in turn, after one unmeasured call of each.
 
-  Args:
-    *functions: functions to time. If one returns a float, that is its time.
-    repeats: number of measured calls.
-
-  Returns:
-    Seconds, a list of `repeats` numbers for each function.
+  Returns seconds, a list of `repeats` numbers for each function. If a function
+  returns a float, that is its time.
   """
   seconds = [[] for _ in functions]
   for turn in range(repeats + 1):
@@ -40,6 +36,18 @@ def row(name: str, values: list[float], unit: str, **extra) -> dict:
     'unit': unit,
     **extra,
   }
+
+
+def compared(
+  name: str, ours: list[float], other: str, theirs: list[float], unit: str
+) -> list[dict]:
+  """Makes rows of two programs that took turns, and of their ratio."""
+  ratios = [a / b for a, b in zip(ours, theirs)]
+  return [
+    row(name, ours, unit),
+    row(other, theirs, unit),
+    row('ratio', ratios, 'x'),
+  ]
 
 
 def matrix_product() -> Callable:

@@ -76,8 +76,6 @@ def make_parser() -> flags.Parser:
     "the paper, or the same 'part' as for the choice, as in the original's "
     'configs (all)',
   )
-  # Of older scripts.
-  parser.add_argument('--shard', help=argparse.SUPPRESS)
   parser.add_argument(
     '--checkpoints',
     default='newest',
@@ -135,16 +133,16 @@ def main(argv: Sequence[str]) -> int:
     run_config.check_values(args.config)
 
   def work():
-    from vit_jax.studies import runs as runs_lib
     from vit_jax.studies import sweep
 
-    given = args.tried, args.held_out, args.seeds, args.refit, args.metric
+    names = ('held_out', 'seeds', 'refit', 'metric')
+    given = {'values': args.tried, **{x: getattr(args, x) for x in names}}
     if args.print:
-      found = sweep.next_runs(sweep.make(args.config, *given), args.workdir)
+      found = sweep.next_runs(sweep.make(args.config, **given), args.workdir)
       runs.print_commands('sweep', argv, found, args.workdir)
       return
     say(f'Config: {args.config_file}')
-    runs_lib.note_shard(args.shard)
-    sweep.sweep(args.config, args.workdir, *given, args.checkpoints, args.run)
+    given.update(checkpoints=args.checkpoints, only=args.run)
+    sweep.sweep(args.config, args.workdir, **given)
 
   return hosts.run(args, work)

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from vit_jax.data import records
 from vit_jax.data.images import index as index_lib
+from vit_jax.distributed import files
 
 JSON, ARRAYS = 'pseudo_labels.json', 'pseudo_labels.npz'
 
@@ -44,18 +45,14 @@ def write(root: str, arrays: Mapping[str, np.ndarray], facts: Mapping):
   write_arrays(path / ARRAYS, arrays)
   facts = {**facts, 'digest': _digest(arrays)}
   facts['check'] = _check(facts)
-  temporary = path / f'.{JSON}.tmp'
-  temporary.write_text(json.dumps(facts, indent=1))
-  temporary.replace(path / JSON)
+  files.write(path / JSON, json.dumps(facts, indent=1))
 
 
 def write_arrays(path: epath.Path, arrays: Mapping[str, np.ndarray]):
   """Writes an npz file atomically, and the folder that it is in."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  temporary = path.parent / f'.{path.name}.tmp'
-  with temporary.open('wb') as file:
+  with files.replacing(path) as file:
     np.savez(file, **arrays)
-  temporary.replace(path)
 
 
 def read_facts(root: str) -> dict:

@@ -27,6 +27,7 @@ from vit_jax import cli
 from vit_jax import preprocess
 from vit_jax.configs import common
 from vit_jax.data import sources
+from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.evaluators import features
 from vit_jax.evaluators import solvers
@@ -34,7 +35,6 @@ from vit_jax.figures import studies
 from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics
-from vit_jax.run import workdir as workdir_lib
 
 # (mean, standard deviation) of the accuracy, from 0 to 1, by layer.
 Accuracies = Mapping[str, tuple[float, float]]
@@ -383,8 +383,8 @@ def write(path: epath.Path, found: Accuracies, content: dict):
   plot = path.with_suffix('.png')
 
   def do():
-    workdir_lib.write_atomically(path, json.dumps(content, indent=1) + '\n')
-    workdir_lib.write_atomically(path.with_suffix('.csv'), text)
+    files.write(path, json.dumps(content, indent=1) + '\n')
+    files.write(path.with_suffix('.csv'), text)
     try:
       pixels = found.get(features.PIXELS)
       studies.depth(layers, pixels, f'Linear probes: {title}', path=plot)

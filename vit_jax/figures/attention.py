@@ -44,10 +44,7 @@ class Attention(NamedTuple):
 
 
 def attention(
-  model: models_vit.VisionTransformer,
-  params: Any,
-  images: Any,
-  grid: tuple[int, int] | None = None,
+  model: models_vit.VisionTransformer, params: Any, images: Any
 ) -> Attention:
   """Computes the attention weights and the outputs of a model.
 
@@ -59,35 +56,26 @@ def attention(
     model: a Vision Transformer, hybrid or not, or a subclass of it.
     params: its parameters.
     images: float [B, H, W, C] in [-1, 1].
-    grid: expected number of patches (down, across); None for no check.
 
   Raises:
-    ValueError: if the model has no attention, its encoder does not sow the
-      weights, or its grid is not the expected one.
+    ValueError: if the model has no attention, or its encoder does not sow the
+      weights.
   """
-  found = patch_grid(model, params, images)
-  if grid is not None and tuple(grid) != found:
-    raise ValueError(
-      f'grid={tuple(grid)} is not the grid of the model, which cuts images of '
-      f'{images.shape[1]} x {images.shape[2]} pixels into {found} patches: leave '
-      'grid out'
-    )
+  grid = patch_grid(model, params, images)
   compute = jax.jit(functools.partial(forward, model))
-  weights, outputs = jax.device_get(compute(params, images))
-  before = weights[0].shape[-1] - found[0] * found[1]
-  return Attention(weights, outputs, found, before)
+  return of(*jax.device_get(compute(params, images)), grid)
+
+
+def of(weights, outputs, grid: tuple[int, int]) -> Attention:
+  """Returns the Attention of weights and outputs, as `forward` returns them."""
+  before = weights[0].shape[-1] - grid[0] * grid[1]
+  return Attention(weights, outputs, grid, before)
 
 
 def patch_grid(model, params, images) -> tuple[int, int]:
   """Returns the number of patches (down, across) without running the model.
 
-  Args:
-    model: a Vision Transformer.
-    params: its parameters.
-    images: float [B, H, W, C].
-
-  Raises:
-    ValueError: if the model has no attention.
+  Raises ValueError if the model has no attention.
   """
   name = type(model).__name__
   if not isinstance(model, models_vit.VisionTransformer):
@@ -108,16 +96,8 @@ def patch_grid(model, params, images) -> tuple[int, int]:
 def forward(model, params, images) -> tuple[list[jax.Array], jax.Array]:
   """Computes attention weights and outputs; `jax.jit` can trace it.
 
-  Args:
-    model: a Vision Transformer.
-    params: its parameters.
-    images: float [B, H, W, C] in [-1, 1].
-
-  Returns:
-    Weights, L arrays float32 [B, K, N, N], and outputs, float32.
-
-  Raises:
-    ValueError: if the encoder does not sow the weights.
+  Returns L arrays float32 [B, K, N, N], and the outputs, float32. Raises
+  ValueError if the encoder does not sow the weights.
   """
 
   def compute(model, images):
@@ -132,7 +112,10 @@ def forward(model, params, images) -> tuple[list[jax.Array], jax.Array]:
   paths = [path for path in flat if path.endswith('/attention_weights')]
   # Sorts by number: encoderblock_10 comes after encoderblock_2. A layer that is
   # called several times has sown one array per call.
-  weights = [w for path in sorted(paths, key=_numbers) for w in flat[path]]
+  paths.sort(
+    key=lambda p: [int(x) if x.isdigit() else x for x in re.split(r'(\d+)', p)]
+  )
+  weights = [w for path in paths for w in flat[path]]
   if not weights:
     raise ValueError(
       f'encoder={getattr(model.encoder, "__name__", model.encoder)} sows no '
@@ -141,11 +124,6 @@ def forward(model, params, images) -> tuple[list[jax.Array], jax.Array]:
       'least one (config.model.transformer)'
     )
   return [w.astype(jnp.float32) for w in weights], outputs.astype(jnp.float32)
-
-
-def _numbers(path):
-  """Returns a key that sorts paths by the numbers in them."""
-  return [int(x) if x.isdigit() else x for x in re.split(r'(\d+)', path)]
 
 
 def mean_distances(
@@ -160,43 +138,27 @@ def mean_distances(
   of 16 pixels gives 116.49 with or without a class token. A query that attends
   only to its own patch, or to no patch, gives 0.
 
-  Args:
-    attention: the weights, see `attention`.
-    patch: (height, width) of a patch in pixels of the image.
-
-  Returns:
-    Pixels, float32 [L, K].
+  Takes the (height, width) of a patch in pixels of the image; returns pixels,
+  float32 [L, K].
   """
-  lengths = _lengths(attention.grid, patch)
-  means = [_mean_distance(w, lengths).mean(axis=0) for w in attention.weights]
+  rows, columns = np.indices(attention.grid).reshape(2, -1)  # [h*w]
+  lengths = np.hypot(
+    (rows[:, None] - rows) * patch[0], (columns[:, None] - columns) * patch[1]
+  ).astype(np.float32)  # [h*w, h*w]
+  means = []
+  for weights in attention.weights:
+    patches = weights[..., -len(lengths) :, -len(lengths) :]
+    far = (patches * lengths).sum(axis=-1)  # [B, K, h*w]
+    whole = patches.sum(axis=-1)
+    means.append((far / (whole + (whole == 0))).mean(axis=(0, 2)))  # [K]
   return np.stack(means)
-
-
-def _lengths(grid, patch) -> np.ndarray:
-  """Returns the distances between centres of patches, float32 [h*w, h*w]."""
-  rows, columns = np.indices(grid).reshape(2, -1)  # [h*w]
-  down = (rows[:, None] - rows) * patch[0]
-  across = (columns[:, None] - columns) * patch[1]
-  return np.hypot(down, across).astype(np.float32)
-
-
-def _mean_distance(weights, lengths):
-  """Averages lengths [h*w, h*w] with weights [B, K, N, N] over the patches."""
-  patches = weights[..., -len(lengths) :, -len(lengths) :]
-  far = (patches * lengths).sum(axis=-1)  # [B, K, h*w]
-  whole = patches.sum(axis=-1)
-  return (far / (whole + (whole == 0))).mean(axis=-1)  # [B, K]
 
 
 def maps(attention: Attention) -> np.ndarray:
   """Computes attention maps of each layer, averaged over the heads.
 
-  Args:
-    attention: the weights, see `attention`.
-
-  Returns:
-    float32 [L, B, h, w]: the weights of the patches as keys, with the class
-    token as query; without a class token, the mean over all queries.
+  Returns float32 [L, B, h, w]: the weights of the patches as keys, with the class
+  token as query; without a class token, the mean over all queries.
   """
   means = np.stack([np.mean(w, axis=1) for w in attention.weights])
   return _on_grid(means, attention)
@@ -208,13 +170,8 @@ def rollout(weights: list[np.ndarray]) -> np.ndarray:
   Estimates how much each token of the first layer contributes to each token of
   the last. In each layer, averages the heads, adds the identity for the
   residual connection, and divides rows by their sums; then multiplies the
-  layers, the last on the left.
-
-  Args:
-    weights: attention weights of each layer, L arrays [B, K, N, N].
-
-  Returns:
-    float32 [B, N, N]; the row of each token of the last layer sums to 1.
+  layers, the last on the left. Takes L arrays [B, K, N, N]; returns float32
+  [B, N, N], in which the row of each token of the last layer sums to 1.
   """
   identity = np.eye(weights[0].shape[-1], dtype=np.float32)
   result = identity
@@ -225,14 +182,10 @@ def rollout(weights: list[np.ndarray]) -> np.ndarray:
 
 
 def rollout_maps(attention: Attention) -> np.ndarray:
-  """Computes maps of attention rollout (figure 6).
+  """Computes maps of attention rollout (figure 6), float32 [B, h, w].
 
-  Args:
-    attention: the weights, see `attention`.
-
-  Returns:
-    float32 [B, h, w]: how much each patch contributes to the class token;
-    without a class token, the mean over all tokens.
+  How much each patch contributes to the class token; without a class token, the
+  mean over all tokens.
   """
   return _on_grid(rollout(attention.weights), attention)
 

@@ -11,11 +11,10 @@ import numpy as np
 from PIL import Image
 from PIL import ImageDraw
 
+from vit_jax.figures import colors
 from vit_jax.figures import fonts
 
-# Colours of captions of right and of wrong predictions, which colour-blind
-# people can tell apart (Okabe and Ito, "Color Universal Design").
-RIGHT, WRONG = '#0072B2', '#D55E00'
+RIGHT, WRONG = colors.BLUE, colors.VERMILION  # Colours of predictions.
 # Images with a shorter side below this are enlarged; in pixels.
 LEAST = 96
 # Value of `most` for pictures that a run draws repeatedly; in pixels.
@@ -43,13 +42,10 @@ class Caption(NamedTuple):
 
 
 def to_pixels(images) -> np.ndarray:
-  """Converts a model's input images to RGB pixels.
+  """Converts a model's images to RGB pixels, uint8 [..., H, W, 3].
 
   Args:
     images: float [..., H, W, C] in [-1, 1]; C is 3, or 1 for grey.
-
-  Returns:
-    uint8 [..., H, W, 3].
   """
   images = np.nan_to_num(np.asarray(images, np.float32))
   pixels = ((images + 1) * 127.5).round().clip(0, 255).astype(np.uint8)
@@ -59,15 +55,10 @@ def to_pixels(images) -> np.ndarray:
 def heat(values, size: tuple[int, int]) -> np.ndarray:
   """Colours maps: 0 is dark blue, the largest value of each map is yellow.
 
-  Args:
-    values: float [n, h, w], not negative.
-    size: (height, width) of the result in pixels.
-
-  Returns:
-    uint8 [n, height, width, 3].
+  Takes float [n, h, w], not negative; returns uint8 [n, *size, 3].
   """
   values = np.nan_to_num(np.asarray(values, np.float32))
-  largest = values.max(axis=(1, 2), keepdims=True, initial=0.0)
+  largest = values.max(axis=(1, 2), keepdims=True)
   shares = values / np.where(largest > 0, largest, 1.0)
   points = np.linspace(0, 1, len(_VIRIDIS))
   channels = [np.interp(shares, points, channel) for channel in _VIRIDIS.T]
@@ -123,12 +114,10 @@ def grid(
 def _cell(size, most) -> tuple[int, int]:
   """Returns the (height, width) in pixels at which an image is drawn."""
   short = min(size)
+  scale = 1.0 if most is None else min(1.0, most / short)
   if short < LEAST:
-    times = -(-LEAST // short)
-    return size[0] * times, size[1] * times
-  if most is None or short <= most:
-    return size
-  return round(size[0] * most / short), round(size[1] * most / short)
+    scale = -(-LEAST // short)
+  return round(size[0] * scale), round(size[1] * scale)
 
 
 def _resized(images, height, width, how) -> np.ndarray:

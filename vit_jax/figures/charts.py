@@ -1,15 +1,17 @@
 """Draws curves, confusion matrices, mistakes and reconstructions.
 
-Each function takes arrays and returns a matplotlib Figure; for the style see
-vit_jax/figures/drawing.py.
+Each function takes arrays and returns a matplotlib Figure; for the style and
+`path` see vit_jax/figures/drawing.py.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
 import itertools
+import textwrap
 
 import numpy as np
 
+from vit_jax.figures import colors
 from vit_jax.figures import drawing
 from vit_jax.figures import invariance
 from vit_jax.figures import results
@@ -22,6 +24,7 @@ _MOST_NAMED, _MOST_COUNTED = 25, 12
 # Maximum number of rows of a confusion matrix; more classes share rows.
 _MOST_CELLS = 100
 _PAIRS = 10  # Maximum number of pairs of confused classes.
+_LEGEND = dict(loc='outside lower center', ncols=3, frameon=False)
 
 
 @drawing.styled
@@ -32,9 +35,6 @@ def attention_distances(distances, uniform: float, count: int):
     distances: distances in pixels, [layers, heads].
     uniform: distance of uniform attention in pixels.
     count: number of images that the distances are averaged over.
-
-  Returns:
-    A Figure.
   """
   layers, heads = distances.shape
   fig = drawing.new_figure(
@@ -44,30 +44,19 @@ def attention_distances(distances, uniform: float, count: int):
   axes = fig.subplots()
   x = np.arange(1, layers + 1)
   axes.scatter(
-    np.repeat(x, heads),
-    distances.reshape(-1),
-    s=70,
-    color=drawing.BLUE,
-    alpha=0.7,
-    linewidths=0,
-    label='one head',
-    zorder=3,
-  )
-  axes.plot(
-    x, distances.mean(axis=1), color=drawing.ORANGE, label='mean of the layer'
-  )
-  axes.axhline(
-    uniform,
-    color=drawing.GREY,
-    linestyle='--',
-    label=f'uniform attention: {uniform:.1f} pixels',
-  )
+    np.repeat(x, heads), distances.reshape(-1), s=70, color=colors.BLUE,
+    alpha=0.7, linewidths=0, label='one head', zorder=3,
+  )  # fmt: skip
+  means = distances.mean(axis=1)
+  axes.plot(x, means, color=colors.VERMILION, label='mean of the layer')
+  label = f'uniform attention: {uniform:.1f} pixels'
+  axes.axhline(uniform, color=colors.GREY, linestyle='--', label=label)
   axes.set_xlabel('layer')
   axes.set_ylabel('mean attention distance (pixels)')
   axes.set_xlim(0.5, layers + 0.5)
   axes.set_xticks(x if layers <= 16 else x[1::2])
   axes.set_ylim(0, 1.05 * max(uniform, float(distances.max())))
-  fig.legend(loc='outside lower center', ncols=3, frameon=False)
+  fig.legend(**_LEGEND)
   return fig
 
 
@@ -77,9 +66,6 @@ def learning_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]):
 
   Args:
     curves: (steps, values) by name, see results.learning_curves.
-
-  Returns:
-    A Figure.
   """
   panels = curve_panels(curves)
   fig = drawing.new_figure(5.2 if len(panels) < 4 else 8.0, 'Learning curves')
@@ -88,20 +74,17 @@ def learning_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]):
   )
   drawn = [name for names in panels.values() for name in names if name != 'lr']
   splits = dict.fromkeys(['train', *map(_split_of, drawn)])
-  colours = dict(zip(splits, itertools.cycle(drawing.LINES)))
-  colours['lr'] = drawing.BLACK
+  colours = {split: colors.of_line(i) for i, split in enumerate(splits)}
+  colours['lr'] = colors.BLACK
   for axes, (label, names) in zip(grid.flat, panels.items()):
     for name in names:
       steps, values = curves[name]
-      few = {'marker': 'o', 'markersize': 5} if len(steps) < 40 else {}
-      factor = 100 if metrics_lib.is_share(name) else 1
-      axes.plot(
-        steps,
-        factor * values,
-        color=colours[_split_of(name)],
-        label=_split_of(name),
-        **few,
+      factor, split = 100 if metrics_lib.is_share(name) else 1, _split_of(name)
+      [line] = axes.plot(
+        steps, factor * values, color=colours[split], label=split
       )
+      if len(steps) < 40:
+        line.set(marker='o', markersize=5)
     axes.set_xlabel('step')
     axes.xaxis.get_major_locator().set_params(integer=True)
     percent = metrics_lib.is_share(label)
@@ -127,8 +110,9 @@ def curve_panels(curves: Mapping) -> dict[str, list[str]]:
   for name in curves:
     if name == 'lr' or name.startswith(_NOT_DRAWN):
       continue
-    measure = name.removeprefix('train_') if name.startswith('train_') else None
-    measure = measure or name.rpartition('_')[0] or name
+    measure = name.removeprefix('train_')
+    if measure == name:
+      measure = name.rpartition('_')[0] or name
     panels.setdefault(measure, []).append(name)
   if 'lr' in curves:
     panels['learning rate'] = ['lr']
@@ -148,11 +132,8 @@ def confusion(found: results.Results, class_names: Sequence[str], split: str):
     found: see results.classify.
     class_names: names of the classes.
     split: name of the split that was classified.
-
-  Returns:
-    A Figure.
   """
-  from matplotlib import colors
+  from matplotlib import colors as scales
 
   matrix = np.asarray(found.confusion)
   total, right = matrix.sum(), np.trace(matrix)
@@ -165,14 +146,15 @@ def confusion(found: results.Results, class_names: Sequence[str], split: str):
   shares = matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
   count = len(class_names)
   block = -(-count // _MOST_CELLS)
+  starts = range(0, count, block)
+  # The largest share of each block of classes.
+  cells = np.maximum.reduceat(np.maximum.reduceat(shares, starts), starts, 1)
   # The power 0.5 makes small shares of mistakes visible.
+  end = len(cells) * block - 0.5
   image = axes.imshow(
-    100 * _largest_of_blocks(shares, block),
-    cmap='cividis',
-    norm=colors.PowerNorm(0.5, 0, 100),
-    extent=(-0.5, count - 0.5, count - 0.5, -0.5),
-    interpolation='nearest',
-  )
+    100 * cells, cmap='cividis', norm=scales.PowerNorm(0.5, 0, 100),
+    extent=(-0.5, end, end, -0.5), interpolation='nearest',
+  )  # fmt: skip
   if count <= _MOST_NAMED:
     names = [drawing.shorten(name, 12) for name in class_names]
     long = max(map(len, names)) > 3
@@ -180,14 +162,9 @@ def confusion(found: results.Results, class_names: Sequence[str], split: str):
     axes.set_yticks(range(count), names)
   if count <= _MOST_COUNTED:
     for i, j in np.argwhere(matrix):
+      colour = 'black' if shares[i, j] > 0.3 else 'white'
       axes.text(
-        j,
-        i,
-        matrix[i, j],
-        ha='center',
-        va='center',
-        color='black' if shares[i, j] > 0.3 else 'white',
-        fontsize=12,
+        j, i, matrix[i, j], ha='center', va='center', color=colour, fontsize=12
       )
   axes.spines[:].set_visible(False)
   axes.set_xlabel('predicted class')
@@ -202,31 +179,15 @@ def confusion(found: results.Results, class_names: Sequence[str], split: str):
   return fig
 
 
-def _largest_of_blocks(matrix, block):
-  """Returns the largest value of each block of a square matrix.
-
-  Args:
-    matrix: [n, n], not negative.
-    block: number of rows and of columns of a block.
-  """
-  size = -(-len(matrix) // block)
-  padded = np.zeros((size * block, size * block))
-  padded[: len(matrix), : len(matrix)] = matrix
-  return padded.reshape(size, block, size, block).max(axis=(1, 3))
-
-
 def _draw_pairs(axes, pairs, class_names):
   """Draws the number of images of each pair of confused classes."""
   axes.set_title('confused most often\n(true → predicted class)')
   for row, (true, predicted, count) in enumerate(pairs):
-    axes.barh(row + 0.2, count, height=0.32, color=drawing.BLUE)
-    true, predicted = class_names[true], class_names[predicted]
-    axes.text(
-      0,
-      row - 0.06,
-      f'{drawing.shorten(true, 16)} → {drawing.shorten(predicted, 16)}: {count:,}',
-      fontsize=13,
+    axes.barh(row + 0.2, count, height=0.32, color=colors.BLUE)
+    true, predicted = (
+      drawing.shorten(class_names[number], 16) for number in (true, predicted)
     )
+    axes.text(0, row - 0.06, f'{true} → {predicted}: {count:,}', fontsize=13)
   axes.set_ylim(_PAIRS - 0.4, -0.7)  # The first on top.
   axes.set_yticks([])
   axes.set_xlabel('images')
@@ -243,16 +204,11 @@ def mistakes(found: results.Results, class_names: Sequence[str], split: str):
     found: see results.classify.
     class_names: names of the classes.
     split: name of the split that was classified.
-
-  Returns:
-    A Figure.
   """
   wrong = found.mistakes
   if not wrong:
-    fig = drawing.new_figure(
-      2.0, f"All images of split '{split}' are predicted correctly"
-    )
-    return fig
+    title = f"All images of split '{split}' are predicted correctly"
+    return drawing.new_figure(2.0, title)
   columns = min(4, len(wrong))
   rows = -(-len(wrong) // columns)
   ratio = wrong[0].image.shape[0] / wrong[0].image.shape[1]
@@ -276,7 +232,7 @@ def mistakes(found: results.Results, class_names: Sequence[str], split: str):
     points = drawing.STYLE['font.size']
     axes.set_title(drawing.fitting(title, width, points), fontsize=points)
     name = drawing.fitting(mistake.name.rpartition('/')[2], width, 12)
-    axes.set_xlabel(name, fontsize=12, color=drawing.GREY)
+    axes.set_xlabel(name, fontsize=12, color=colors.GREY)
   return fig
 
 
@@ -288,9 +244,6 @@ def reconstructions(pictures, titles: Sequence[str]):
     pictures: float32 [B, rows, H, W, C] in [-1, 1], see
       vit_jax.tasks.masked_patches.Task.pictures.
     titles: labels of the rows.
-
-  Returns:
-    A Figure with a column per image.
   """
   pixels = drawing.as_pixels(pictures).swapaxes(0, 1)  # [rows, B, H, W, 3]
   rows, columns, height, width = pixels.shape[:4]
@@ -298,59 +251,37 @@ def reconstructions(pictures, titles: Sequence[str]):
   fig = drawing.new_figure(
     0.6 + rows * cell * 1.07 * height / width, 'Masked patches, predicted'
   )
-  axes = fig.subplots()
-  drawing.show_tiles(axes, pixels, [''] * columns, titles)
+  drawing.show_tiles(fig.subplots(), pixels, [''] * columns, titles)
   return fig
 
 
 @drawing.styled
 def inductive_bias(found: invariance.Comparison):
-  """Draws how features change when images are shifted or patches permuted.
-
-  Args:
-    found: see invariance.compare.
-
-  Returns:
-    A Figure.
-  """
+  """Draws how features change when images are shifted or patches permuted."""
   fig = drawing.new_figure(
     7.2, 'Inductive bias: how much the output of untrained models changes'
   )
   left, right = fig.subplots(1, 2, width_ratios=(2, 1))
-  markers = itertools.cycle('osD^vPX')
+  colours = [colors.of_line(i) for i in range(len(found.names))]
   for name, line, colour, marker in zip(
-    found.names, found.shifted, itertools.cycle(drawing.LINES), markers
+    found.names, found.shifted, colours, itertools.cycle('osD^vPX*')
   ):
     left.plot(
       found.shifts, line, color=colour, marker=marker, markersize=6, label=name
     )
   for position in range(0, int(found.shifts[-1]) + 1, found.patch):
-    left.axvline(position, color=drawing.GREY, linestyle=':', linewidth=1.5)
+    left.axvline(position, color=colors.GREY, linestyle=':', linewidth=1.5)
   left.set_xlabel(f'shift (pixels; dotted: whole patches of {found.patch})')
   left.set_ylabel('relative change of the output')
   left.set_title('images shifted')
   rows = range(len(found.names))
-  colours = [drawing.LINES[i % len(drawing.LINES)] for i in rows]
   bars = right.barh(rows, found.shuffled, color=colours)
   right.bar_label(bars, fmt='%.2g', padding=4, fontsize=12)
-  right.set_yticks(rows, map(_in_two_lines, found.names), fontsize=12)
+  names = [textwrap.fill(name, 22) for name in found.names]
+  right.set_yticks(rows, names, fontsize=12)
   right.invert_yaxis()
   right.set_title('patches permuted')
   right.set_xlabel('relative change of the output')
   right.set_xlim(0, 1.25 * max(float(found.shuffled.max()), 1e-6))
-  fig.legend(
-    *left.get_legend_handles_labels(),
-    loc='outside lower center',
-    ncols=3,
-    frameon=False,
-  )
+  fig.legend(*left.get_legend_handles_labels(), **_LEGEND)
   return fig
-
-
-def _in_two_lines(name):
-  """Breaks a name at the space nearest to its middle."""
-  places = [i for i, letter in enumerate(name) if letter == ' ']
-  if len(name) < 14 or not places:
-    return name
-  middle = min(places, key=lambda i: abs(i - len(name) / 2))
-  return f'{name[:middle]}\n{name[middle + 1 :]}'

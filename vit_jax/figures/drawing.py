@@ -1,18 +1,17 @@
 """Draws filters, position embeddings and attention from arrays.
 
-Each function takes arrays and returns a matplotlib Figure for a slide. None
-uses pyplot, so all work in notebooks, in threads and without a screen. To
-restyle all figures, change STYLE; or draw the arrays with code of your own.
-vit_jax/figures/charts.py draws curves and results.
-
-Colour-blind people can tell the colours apart: viridis for values, the palette
-of Okabe and Ito for lines.
+Each function takes arrays and returns a matplotlib Figure for a slide; `path`, if
+given, is a PNG to write. None uses pyplot, so all work in notebooks, in threads
+and without a screen. To restyle all figures, change STYLE; or draw the arrays
+with code of your own. vit_jax/figures/charts.py draws curves and results.
 """
 
 from collections.abc import Sequence
 import functools
 import importlib.util
+import io
 
+from etils import epath
 import numpy as np
 from PIL import Image
 
@@ -30,9 +29,6 @@ STYLE = {
   'savefig.dpi': 150,
   'figure.dpi': 75,  # In notebooks.
 }
-BLUE, ORANGE, GREEN, PURPLE = '#0072B2', '#D55E00', '#009E73', '#CC79A7'
-SKY, YELLOW, GREY, BLACK = '#56B4E9', '#E69F00', '#777777', '#000000'
-LINES = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, BLACK, GREY)
 # Smaller pictures are enlarged to at least this side in pixels, so that the
 # maps over them are smooth.
 _LEAST = 128
@@ -52,17 +48,30 @@ def require_matplotlib():
 
 
 def styled(function):
-  """Decorates a function to draw with STYLE, whatever the caller's rcParams."""
+  """Decorates a function to draw with STYLE, whatever the caller's rcParams.
+
+  The decorated function also takes `path`, of a PNG to write.
+  """
 
   @functools.wraps(function)
-  def draw(*args, **kwargs):
+  def draw(*args, path=None, **kwargs):
     require_matplotlib()
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
-      return function(*args, **kwargs)
+      figure = function(*args, **kwargs)
+      if path is not None:
+        epath.Path(path).write_bytes(png(figure))
+    return figure
 
   return draw
+
+
+def png(figure) -> bytes:
+  """Renders a matplotlib Figure, and returns the bytes of a PNG file."""
+  buffer = io.BytesIO()
+  figure.savefig(buffer, format='png', dpi=STYLE['savefig.dpi'])
+  return buffer.getvalue()
 
 
 def new_figure(height: float, title: str, width: float = WIDTH):
@@ -106,11 +115,10 @@ def overlay(pixels: np.ndarray, weights: np.ndarray) -> np.ndarray:
   """
   import matplotlib
 
-  height, width = pixels.shape[:2]
   weights = np.asarray(weights, np.float32)
   weights = weights / max(float(weights.max()), np.finfo(np.float32).tiny)
   large = Image.fromarray(weights).resize(
-    (width, height), Image.Resampling.BILINEAR
+    pixels.shape[1::-1], Image.Resampling.BILINEAR
   )
   large = np.asarray(large)[..., None].clip(0, 1)  # [H, W, 1]
   colours = matplotlib.colormaps['viridis'](large[..., 0])[..., :3]
@@ -119,58 +127,34 @@ def overlay(pixels: np.ndarray, weights: np.ndarray) -> np.ndarray:
   return ((1 - opacity) * grey + opacity * colours).astype(np.float32)
 
 
-def tiles(pictures: np.ndarray, gap: float = 0.06, fill: float = 1.0):
-  """Joins pictures into one, enlarging small ones.
-
-  Args:
-    pictures: [rows, columns, H, W, ...].
-    gap: width of the gaps, as a share of the shorter side of a picture.
-    fill: value of the gaps.
-
-  Returns:
-    The joined picture [height, width, ...]; the x of the centre of each column,
-    and the y of the centre of each row, in its pixels.
-  """
-  times = -(-_TILE // min(pictures.shape[2:4]))
-  pictures = pictures.repeat(times, axis=2).repeat(times, axis=3)
-  rows, columns, height, width = pictures.shape[:4]
-  gap = max(1, round(gap * min(height, width)))
-  down, across = height + gap, width + gap
-  sheet = np.full(
-    (rows * down - gap, columns * across - gap, *pictures.shape[4:]),
-    fill,
-    pictures.dtype,
-  )
-  for i in range(rows):
-    for j in range(columns):
-      sheet[i * down : i * down + height, j * across : j * across + width] = (
-        pictures[i, j]
-      )
-  return (
-    sheet,
-    np.arange(columns) * across + (width - 1) / 2,
-    np.arange(rows) * down + (height - 1) / 2,
-  )
-
-
-def show_tiles(axes, pictures, columns, rows, **kwargs):
-  """Draws pictures in rows and columns, with labels.
+def show_tiles(axes, pictures, columns, rows, gap=0.06, fill=1.0, **kwargs):
+  """Draws pictures in rows and columns, with labels; enlarges small ones.
 
   Args:
     axes: matplotlib Axes to draw on.
-    pictures: [rows, columns, H, W, ...], see `tiles`.
+    pictures: [rows, columns, H, W, ...].
     columns: labels of the columns, drawn above them.
     rows: labels of the rows.
-    **kwargs: `gap` and `fill` for `tiles`; all others for `imshow`.
+    gap: width of the gaps, as a share of the shorter side of a picture.
+    fill: value of the gaps.
+    **kwargs: for `imshow`.
 
   Returns:
     The matplotlib AxesImage, for a colour bar.
   """
-  options = {k: kwargs.pop(k) for k in ('gap', 'fill') if k in kwargs}
-  sheet, x, y = tiles(pictures, **options)
-  shown = axes.imshow(sheet, **kwargs)
-  axes.set_xticks(x, columns)
-  axes.set_yticks(y, rows)
+  times = -(-_TILE // min(pictures.shape[2:4]))
+  pictures = pictures.repeat(times, axis=2).repeat(times, axis=3)
+  height, width = pictures.shape[2:4]
+  gap = max(1, round(gap * min(height, width)))
+  padding = [(0, 0), (0, 0), (0, gap), (0, gap), (0, 0)][: pictures.ndim]
+  padded = np.pad(pictures, padding, constant_values=fill)
+  down, across = padded.shape[2:4]
+  sheet = padded.swapaxes(1, 2).reshape(
+    len(rows) * down, len(columns) * across, *pictures.shape[4:]
+  )
+  shown = axes.imshow(sheet[:-gap, :-gap], **kwargs)
+  axes.set_xticks(np.arange(len(columns)) * across + (width - 1) / 2, columns)
+  axes.set_yticks(np.arange(len(rows)) * down + (height - 1) / 2, rows)
   axes.tick_params(
     length=0, top=False, labeltop=True, bottom=False, labelbottom=False
   )
@@ -188,13 +172,7 @@ def shorten(text: str, length: int = 18) -> str:
 
 
 def fitting(text: str, width: float, points: float) -> str:
-  """Shortens each line of a text so that it is at most `width` inches wide.
-
-  Args:
-    text: one or more lines.
-    width: greatest width in inches.
-    points: size of the font.
-  """
+  """Shortens each line of a text to `width` inches in a font of `points`."""
   from matplotlib import cbook
   from matplotlib import font_manager
   from matplotlib import textpath
@@ -217,17 +195,6 @@ def fitting(text: str, width: float, points: float) -> str:
   return '\n'.join(lines)
 
 
-def _colour_bar(fig, axes):
-  """Adds a colour bar for the maps drawn by `overlay`."""
-  from matplotlib import cm
-  from matplotlib import colors
-
-  values = cm.ScalarMappable(colors.Normalize(0, 1), 'viridis')
-  bar = fig.colorbar(values, ax=axes, shrink=0.9, pad=0.01, ticks=(0, 0.5, 1))
-  bar.set_label('relative attention')
-  bar.outline.set_visible(False)
-
-
 # --- Figures ---
 
 
@@ -238,14 +205,11 @@ def filters(components, shares):
   Args:
     components: [n, p, q, C], see attention.principal_filters.
     shares: share of the variance that each component explains, [n].
-
-  Returns:
-    A Figure.
   """
   count, height, width, channels = components.shape
   columns = min(7, count)
   rows = -(-count // columns)
-  colour = channels == 3
+  in_colour = channels == 3
   ratio = height / width
   cell = min(1.6, 6.0 / (rows * ratio))
   fig = new_figure(
@@ -254,40 +218,34 @@ def filters(components, shares):
     f'explain {100 * shares.sum():.0f} % of the variance',
     width=max(10.0, 2.2 + 1.06 * cell * columns),
   )
-  if not colour:
+  if not in_colour:
     components = components.mean(axis=-1)
   limit = float(np.abs(components).max())
   sheet = np.full((rows * columns, *components.shape[1:]), np.nan, np.float32)
   sheet[:count] = components
-  sheet = sheet.reshape(rows, columns, *components.shape[1:])
-  axes = fig.subplots()
-  if colour:
+  if in_colour:
     sheet = np.nan_to_num(sheet / limit / 2 + 0.5, nan=1.0)
-    show_tiles(axes, sheet, [''] * columns, _firsts(rows, columns))
+  axes = fig.subplots()
+  shown = show_tiles(
+    axes,
+    sheet.reshape(rows, columns, *components.shape[1:]),
+    [''] * columns,
+    range(1, count + 1, columns),
+    fill=1.0 if in_colour else np.nan,
+    # Of one channel.
+    cmap='gray',
+    vmin=-limit,
+    vmax=limit,
+  )
+  if in_colour:
     axes.set_xlabel(
       'red, green and blue on one scale, mid-grey is zero', labelpad=10
     )
   else:
-    shown = show_tiles(
-      axes,
-      sheet,
-      [''] * columns,
-      _firsts(rows, columns),
-      fill=np.nan,
-      cmap='gray',
-      vmin=-limit,
-      vmax=limit,
-    )
-    bar = fig.colorbar(shown, ax=axes, shrink=0.8, pad=0.02)
-    bar.set_label('weight')
+    fig.colorbar(shown, ax=axes, shrink=0.8, pad=0.02, label='weight')
   axes.set_ylabel('component')
   axes.xaxis.set_label_position('bottom')
   return fig
-
-
-def _firsts(rows, columns):
-  """Returns labels of rows: the number of the first picture of each, from 1."""
-  return [str(1 + row * columns) for row in range(rows)]
 
 
 @styled
@@ -298,15 +256,13 @@ def position_similarity(similarity):
 
   Args:
     similarity: [h, w, h, w], see attention.position_similarity.
-
-  Returns:
-    A Figure.
   """
   height, width = similarity.shape[:2]
   step = -(-max(height, width) // _MOST_MAPS)
-  rows, columns = _every(height, step), _every(width, step)
-  shown = similarity[np.ix_(rows, columns)]
-  every = f', a map for every {_ordinal(step)} one' if step > 1 else ''
+  rows, columns = (
+    np.arange(side)[(side - 1) % step // 2 :: step] for side in (height, width)
+  )
+  every = f', a map for every {step} x {step} of them' if step > 1 else ''
   ratio = height / width
   cell = min(9.8 / len(columns), 6.2 / (len(rows) * ratio))
   fig = new_figure(
@@ -317,9 +273,9 @@ def position_similarity(similarity):
   axes = fig.subplots()
   image = show_tiles(
     axes,
-    shown,
-    [str(1 + j) for j in columns],
-    [str(1 + i) for i in rows],
+    similarity[np.ix_(rows, columns)],
+    columns + 1,
+    rows + 1,
     gap=0.1,
     fill=np.nan,
     cmap='viridis',
@@ -329,18 +285,8 @@ def position_similarity(similarity):
   )
   axes.set_xlabel('column of the patch')
   axes.set_ylabel('row of the patch')
-  bar = fig.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
-  bar.set_label('cosine similarity')
-  bar.outline.set_visible(False)
+  _colour_bar(fig, axes, image, 'cosine similarity')
   return fig
-
-
-def _every(count, step):
-  return np.arange(count)[(count - 1) % step // 2 :: step]
-
-
-def _ordinal(number):
-  return {2: '2nd', 3: '3rd'}.get(number, f'{number}th')
 
 
 @styled
@@ -354,29 +300,21 @@ def attention_maps(images, maps, labels: Sequence[str], title: str):
     maps: [L, B, h, w], see attention.maps.
     labels: a label per image, such as the predicted class.
     title: title of the labels.
-
-  Returns:
-    A Figure.
   """
   layers = len(maps)
   chosen = np.unique(
     np.linspace(0, layers - 1, min(layers, _MOST_LAYERS)).round().astype(int)
   )
-  pixels = as_pixels(images)
-  overlays = [
-    np.stack([overlay(p, m) for p, m in zip(pixels, maps[layer])])
-    for layer in chosen
-  ]
-  pictures = np.stack([pixels, *overlays])  # [1 + layers, B, H, W, 3]
-  names = ['image', *(str(1 + layer) for layer in chosen)]
   some = '' if len(chosen) == layers else f' ({len(chosen)} of {layers})'
   heading = f'Attention of each layer{some}, mean over the heads'
-  ratio = pixels.shape[1] / pixels.shape[2]
+  names = ['image', *(str(1 + layer) for layer in chosen)]
+  pictures = _over(images, maps[chosen])  # [1 + layers, B, H, W, 3]
+  ratio = images.shape[1] / images.shape[2]
   if _cell(len(names), len(labels), ratio) > _cell(
     len(labels), len(names), ratio
   ):
-    pictures, names, labels = pictures.swapaxes(0, 1), labels, names
-    return _over_pictures(heading, pictures, labels, names, 'layer', title)
+    pictures = pictures.swapaxes(0, 1)
+    return _over_pictures(heading, pictures, names, labels, 'layer', title)
   return _over_pictures(heading, pictures, labels, names, title, 'layer')
 
 
@@ -389,32 +327,28 @@ def rollout(images, maps, labels: Sequence[str], title: str):
     maps: [B, h, w], see attention.rollout_maps.
     labels: a label per image, such as the predicted class.
     title: title of the labels.
-
-  Returns:
-    A Figure.
   """
+  pictures, names = _over(images, maps[None]), ['image', 'rollout']
+  return _over_pictures('Attention rollout', pictures, labels, names, title, '')
+
+
+def _over(images, maps) -> np.ndarray:
+  """Returns images, and below them maps [n, B, h, w] over them."""
   pixels = as_pixels(images)
-  pictures = np.stack(
-    [pixels, np.stack([overlay(p, m) for p, m in zip(pixels, maps)])]
-  )
-  return _over_pictures(
-    'Attention rollout', pictures, labels, ['image', 'rollout'], title, ''
-  )
+  overlays = [[overlay(p, m) for p, m in zip(pixels, layer)] for layer in maps]
+  return np.stack([pixels, *map(np.stack, overlays)])  # [1 + n, B, H, W, 3]
 
 
 def _cell(columns: int, rows: int, ratio: float) -> float:
-  """Returns the width of each picture in inches so that all fit on a slide.
-
-  Args:
-    columns: number of columns of pictures.
-    rows: number of rows of pictures.
-    ratio: height of a picture divided by its width.
-  """
+  """Returns the width of a picture in inches so that all fit on a slide."""
   return min(10.3 / columns, 7.2 / (rows * ratio))
 
 
 def _over_pictures(heading, pictures, columns, rows, across, down):
   """Draws pictures [rows, columns, H, W, 3] with labels and a colour bar."""
+  from matplotlib import cm
+  from matplotlib import colors
+
   ratio = pictures.shape[2] / pictures.shape[3]
   cell = _cell(len(columns), len(rows), ratio)
   lines = 1 + max(label.count('\n') for label in columns) + bool(across)
@@ -430,5 +364,13 @@ def _over_pictures(heading, pictures, columns, rows, across, down):
   show_tiles(axes, pictures, columns, rows)
   axes.set_xlabel(across, labelpad=8)
   axes.set_ylabel(down)
-  _colour_bar(fig, axes)
+  values = cm.ScalarMappable(colors.Normalize(0, 1), 'viridis')
+  _colour_bar(fig, axes, values, 'relative attention', ticks=(0, 0.5, 1))
   return fig
+
+
+def _colour_bar(fig, axes, values, label, **kwargs):
+  bar = fig.colorbar(
+    values, ax=axes, shrink=0.9, pad=0.01, label=label, **kwargs
+  )
+  bar.outline.set_visible(False)

@@ -18,25 +18,18 @@ _PLAIN = {'ß': 'ss', 'æ': 'ae', 'œ': 'oe', 'ø': 'o', 'ł': 'l', 'đ': 'd'}
 
 
 def drawable(text: str, size: float):
-  """Returns a font, and a text as the font can draw it.
+  """Returns a text as a font can draw it, and the font of Pillow.
 
   Args:
     text: any text. Letters that no font has lose their accents, or become '?'.
     size: height of the letters in pixels.
-
-  Returns:
-    (text, font of Pillow).
   """
   # Pillow cannot draw a lone surrogate.
   text = text.encode('utf-8', 'replace').decode()
-  font = ImageFont.load_default(size)
-  if text.isascii():
-    return text, font
-  path = _dejavu()
-  if path is not None:
-    font = ImageFont.truetype(path, size)
-  known = functools.partial(_has, path)
-  found = ''.join(c if known(c) else _replaced(c, known) for c in text)
+  path = None if text.isascii() else _dejavu()
+  found = ''.join(
+    c if text.isascii() or _has(path, c) else _replaced(c, path) for c in text
+  )
   if found != text:
     logging.log_first_n(
       logging.WARNING,
@@ -46,7 +39,7 @@ def drawable(text: str, size: float):
       found,
       '' if path else " (pip install -e '.[plots]' brings one with more)",
     )
-  return found, font
+  return found, _font(path, size)
 
 
 @functools.cache
@@ -60,23 +53,27 @@ def _dejavu() -> str | None:
   return None
 
 
+def _font(path, size):
+  """Returns the font of a file, or Pillow's own for None."""
+  if path is None:
+    return ImageFont.load_default(size)
+  return ImageFont.truetype(path, size)
+
+
 @functools.cache
 def _has(path, letter) -> bool:
-  """Returns whether a font, Pillow's own for None, has a letter."""
-  size = 20
-  font = (
-    ImageFont.truetype(path, size) if path else ImageFont.load_default(size)
-  )
-  missing = font.getmask('\U0010ffff')  # No letter.
-  drawn = font.getmask(letter)
+  """Returns whether a font has a letter."""
+  font = _font(path, 20)
+  missing, drawn = font.getmask('\U0010ffff'), font.getmask(letter)
   return drawn.size != missing.size or bytes(drawn) != bytes(missing)
 
 
-def _replaced(letter, known) -> str:
+def _replaced(letter, path) -> str:
+  """Returns letters without accents, or '?', for one that a font lacks."""
   low = letter.lower()
   if low in _PLAIN:
     plain = _PLAIN[low]
     return plain if letter == low else plain.capitalize()
   parts = unicodedata.normalize('NFKD', letter)
   parts = [c for c in parts if not unicodedata.combining(c)]
-  return ''.join(c if known(c) else '?' for c in parts)
+  return ''.join(c if _has(path, c) else '?' for c in parts)

@@ -11,6 +11,7 @@ computes arrays, and draws them.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import functools
 import math
 from typing import Any
 from typing import NamedTuple
@@ -121,11 +122,9 @@ def _position_similarity(subject):
 def _attention_distance(subject):
   count, grid = math.prod(subject.grid), subject.grid
   size = subject.batch['image'].shape[1:3]
-  weights = [np.full((1, 1, count, count), 1 / count, np.float32)]
-  alike = attention.mean_distances(
-    attention.Attention(weights, np.zeros((1, 0)), grid, 0),
-    tuple(pixels / cells for pixels, cells in zip(size, grid)),
-  )
+  patch = tuple(pixels / cells for pixels, cells in zip(size, grid))
+  uniform = [np.full((1, 1, count, count), 1 / count, np.float32)]
+  alike = attention.mean_distances(attention.of(uniform, None, grid), patch)
   return [
     charts.attention_distances(
       subject.seen.distances, float(alike[0, 0]), len(subject.names)
@@ -139,48 +138,18 @@ def pages(subject, most: int = _A_ROW):
     yield slice(start, start + most)
 
 
-def _attention_maps(subject):
+def _with_maps(draw, maps, subject):
+  """Draws images with maps [..., B, h, w] of them."""
+  images, labels = subject.batch['image'], subject.labels
   return [
-    drawing.attention_maps(
-      subject.batch['image'][part],
-      subject.seen.maps[:, part],
-      subject.labels[part],
-      subject.labels_title,
-    )
-    for part in pages(subject)
+    draw(images[p], maps[..., p, :, :], labels[p], subject.labels_title)
+    for p in pages(subject)
   ]
 
 
-def _rollout(subject):
-  return [
-    drawing.rollout(
-      subject.batch['image'][part],
-      subject.seen.rollout[part],
-      subject.labels[part],
-      subject.labels_title,
-    )
-    for part in pages(subject)
-  ]
-
-
-def _learning_curves(subject):
-  return [
-    charts.learning_curves(results.learning_curves(subject.model.workdir))
-  ]
-
-
-def _confusion(subject):
-  found, names = subject.results, subject.model.class_names
-  return [charts.confusion(found, names, subject.split)]
-
-
-def _mistakes(subject):
-  found, names = subject.results, subject.model.class_names
-  return [charts.mistakes(found, names, subject.split)]
-
-
-def _inductive_bias(images):
-  return [charts.inductive_bias(invariance.compare(images))]
+def _of_results(draw, subject):
+  names = subject.model.class_names
+  return [draw(subject.results, names, subject.split)]
 
 
 class Entry(NamedTuple):
@@ -214,7 +183,7 @@ FIGURES = (
     'is followed through all layers, relative to the largest value of each map.',
     'arXiv 2010.11929, section 4.5, figures 6 and 14; rollout: arXiv 2005.00928',
     _needs_attention,
-    _rollout,
+    lambda x: _with_maps(drawing.rollout, x.seen.rollout, x),
   ),
   Entry(
     'attention_maps',
@@ -224,7 +193,7 @@ FIGURES = (
     'mean over all patches as queries. Each map is scaled to its largest value.',
     'arXiv 2010.11929, section 4.5 and appendix D.8',
     _needs_attention,
-    _attention_maps,
+    lambda x: _with_maps(drawing.attention_maps, x.seen.maps, x),
   ),
   Entry(
     'attention_distance',
@@ -266,7 +235,9 @@ FIGURES = (
     'the training loss can be higher than the test loss.',
     'metrics.jsonl of the run',
     _needs_run,
-    _learning_curves,
+    lambda x: [
+      charts.learning_curves(results.learning_curves(x.model.workdir))
+    ],
   ),
 )
 # Further figures of a classifier, see Task.FIGURES in vit_jax/tasks/base.py.
@@ -279,7 +250,7 @@ OF_CLASSES = (
     'most often.',
     'the test split of the run, or the one that --split names',
     _needs_labels,
-    _confusion,
+    functools.partial(_of_results, charts.confusion),
   ),
   Entry(
     'mistakes',
@@ -288,7 +259,7 @@ OF_CLASSES = (
     'show which classes look alike to the model, and sometimes wrong labels.',
     'the test split of the run, or the one that --split names',
     _needs_labels,
-    _mistakes,
+    functools.partial(_of_results, charts.mistakes),
   ),
 )
 # Needs no trained model, only images; see invariance.compare.
@@ -301,7 +272,7 @@ INDUCTIVE_BIAS = Entry(
   'without position embeddings stays the same as long as whole patches move.',
   'arXiv 2010.11929, section 3.1, "Inductive bias"',
   lambda images: None,
-  _inductive_bias,
+  lambda images: [charts.inductive_bias(invariance.compare(images))],
 )
 
 
@@ -311,18 +282,10 @@ def of(task) -> tuple[Entry, ...]:
 
 
 def choose(subject: results.Subject, names: Sequence[str] | None = None):
-  """Returns which figures can be drawn.
+  """Returns Entries that can be drawn, and {name: what others lack}.
 
-  Args:
-    subject: the model and images.
-    names: names of figures of the model's task, see `of`; None for all of them.
-
-  Returns:
-    Entries that can be drawn, and {name: what is lacking} of the others.
-
-  Raises:
-    ValueError: if a name is unknown, a named figure cannot be drawn, or no
-      figure can be drawn.
+  `names` are those of figures of the model's task, see `of`; None for all. Raises
+  ValueError if a name is unknown, a named figure cannot be drawn, or none can.
   """
   entries = of(subject.model.task)
   known = [entry.name for entry in entries]
@@ -344,12 +307,7 @@ def choose(subject: results.Subject, names: Sequence[str] | None = None):
 
 
 def draw(entry: Entry, subject) -> dict[str, Any]:
-  """Returns the matplotlib Figures of an entry by name: NAME, NAME_2, ...
-
-  Args:
-    entry: an Entry of `of`, or INDUCTIVE_BIAS.
-    subject: a results.Subject; for INDUCTIVE_BIAS, float32 [B, H, W, C].
-  """
+  """Returns the matplotlib Figures of an entry by name: NAME, NAME_2, ..."""
   return {
     entry.name if not i else f'{entry.name}_{i + 1}': figure
     for i, figure in enumerate(entry.draw(subject))

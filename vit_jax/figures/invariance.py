@@ -41,25 +41,17 @@ Features = Callable[[Any], Any]
 
 # Sides of a patch in pixels; at least 4, by which the root of a ResNet divides.
 _PATCHES = (16, 8, 4)
-_ORDERS = 8  # Number of permutations that `shuffles` averages over.
+_ORDERS = 8  # Number of permutations that `compare` averages over.
 
 
 class Comparison(NamedTuple):
-  """Changes of the features of models, see `relative_change`.
+  """Changes of the features of models, see `relative_change`."""
 
-  Attributes:
-    names: names of the M models.
-    shifts: lengths of the shifts to the right in pixels, int [S].
-    shifted: relative change of the features by each shift, float32 [M, S].
-    shuffled: mean relative change by permutations of patches, float32 [M].
-    patch: side of a patch in pixels.
-  """
-
-  names: tuple[str, ...]
-  shifts: np.ndarray
-  shifted: np.ndarray
-  shuffled: np.ndarray
-  patch: int
+  names: tuple[str, ...]  # Of the M models.
+  shifts: np.ndarray  # Lengths of the shifts to the right in pixels, int [S].
+  shifted: np.ndarray  # Change by each shift, float32 [M, S].
+  shuffled: np.ndarray  # Mean change by permutations of patches, float32 [M].
+  patch: int  # Side of a patch in pixels.
 
 
 def relative_change(before: Any, after: Any) -> np.float32:
@@ -72,61 +64,29 @@ def relative_change(before: Any, after: Any) -> np.float32:
 
 
 def shuffle_patches(images: np.ndarray, patch: int, order: Any) -> np.ndarray:
-  """Permutes the patches of images.
+  """Permutes the patches of images [B, H, W, C].
 
   Args:
-    images: [B, H, W, C].
+    images: the images.
     patch: side of a patch in pixels; must divide H and W.
     order: int [N], a permutation: index of the patch that moves to each place;
       patches are counted in rows.
-
-  Returns:
-    Images [B, H, W, C].
   """
   grid = (images.shape[1] // patch, images.shape[2] // patch)
   return patches_lib.paste(patches_lib.cut(images, grid)[:, order], grid)
 
 
-def shifts(
-  functions: Sequence[Features], images: np.ndarray, pixels: Sequence[int]
-) -> np.ndarray:
-  """Computes how much features change when images are shifted to the right.
+def changes(functions: Sequence[Features], images, changed) -> np.ndarray:
+  """Computes how much features change from images to changed images.
 
   Args:
     functions: M functions from images to features, one per model.
     images: [B, H, W, C].
-    pixels: S lengths of circular shifts in pixels.
+    changed: n times such images.
 
   Returns:
-    Relative change, float32 [M, S].
+    Relative change, float32 [M, n].
   """
-  changed = (np.roll(images, count, axis=2) for count in pixels)
-  return _changes(functions, images, changed)
-
-
-def shuffles(
-  functions: Sequence[Features], images: np.ndarray, patch: int, seed: int = 0
-) -> np.ndarray:
-  """Computes how much features change when patches are permuted.
-
-  Args:
-    functions: M functions from images to features, one per model.
-    images: [B, H, W, C].
-    patch: side of a patch in pixels; must divide H and W.
-    seed: seed of the permutations.
-
-  Returns:
-    Mean relative change over 8 permutations, float32 [M].
-  """
-  rng = np.random.RandomState(seed)
-  count = (images.shape[1] // patch) * (images.shape[2] // patch)
-  orders = [rng.permutation(count) for _ in range(_ORDERS)]
-  changed = (shuffle_patches(images, patch, order) for order in orders)
-  return _changes(functions, images, changed).mean(axis=1)
-
-
-def _changes(functions, images, changed):
-  """Computes relative changes, float32 [M, number of arrays in `changed`]."""
   before = [apply(images) for apply in functions]
   rows = [
     [relative_change(x, apply(other)) for apply, x in zip(functions, before)]
@@ -136,13 +96,7 @@ def _changes(functions, images, changed):
 
 
 def features(model: nn.Module, params: Any) -> Features:
-  """Returns a function that computes the inputs of a model's head.
-
-  Args:
-    model: a VisionTransformer or an MlpMixer; its head, which may still be
-      zeros, is left out.
-    params: the parameters of the model.
-  """
+  """Returns a function that computes the inputs of the head, which is left out."""
   headless = model.clone(num_classes=0)
   return jax.jit(
     lambda images: headless.apply({'params': params}, images, train=False)
@@ -171,22 +125,28 @@ def compare(
   images = np.asarray(images)
   patch = patch_side(images)
   standard = standard_models(patch)
-  extra = dict(extra or {})
-  if taken := sorted(standard.keys() & extra):
+  if taken := sorted(standard.keys() & (extra or {}).keys()):
     raise ValueError(
       f'extra has names of standard models, {taken}: rename them'
     )
   applied = {
-    name: features(model, random_parameters(model, images, seed))
+    name: features(model, _random_parameters(model, images, seed))
     for name, model in standard.items()
-  } | extra
+  } | dict(extra or {})
   pixels = np.arange(min(2 * patch + 1, images.shape[2]))
+  shifted = (np.roll(images, count, axis=2) for count in pixels)
+  rng = np.random.RandomState(seed)
+  count = (images.shape[1] // patch) * (images.shape[2] // patch)
+  shuffled = (
+    shuffle_patches(images, patch, rng.permutation(count))
+    for _ in range(_ORDERS)
+  )
   functions = list(applied.values())
   return Comparison(
     names=tuple(applied),
     shifts=pixels,
-    shifted=shifts(functions, images, pixels),
-    shuffled=shuffles(functions, images, patch, seed),
+    shifted=changes(functions, images, shifted),
+    shuffled=changes(functions, images, shuffled).mean(axis=1),
     patch=patch,
   )
 
@@ -194,14 +154,8 @@ def compare(
 def patch_side(images: np.ndarray) -> int:
   """Returns the side in pixels of the patches that `compare` uses.
 
-  Chooses the largest of 16, 8 and 4 that gives at least 4 patches along each
-  side, or else at least 2.
-
-  Args:
-    images: [B, H, W, C].
-
-  Raises:
-    ValueError: if there is none.
+  It is the largest of 16, 8 and 4 that gives at least 4 patches along each side,
+  or else at least 2. Raises ValueError if there is none.
   """
   sides = images.shape[1:3] if images.ndim == 4 else (0, 0)
   for least in (4, 2):
@@ -216,11 +170,7 @@ def patch_side(images: np.ndarray) -> int:
 
 
 def standard_models(patch: int) -> dict[str, nn.Module]:
-  """Returns the small models that `compare` compares, by name.
-
-  Args:
-    patch: side of a patch in pixels: 4, 8 or 16.
-  """
+  """Returns the small models that `compare` compares, by name."""
   transformer = dict(num_layers=2, mlp_dim=128, num_heads=4, dropout_rate=0.0)
   blind = dict(transformer, add_position_embedding=False)
   vit = functools.partial(
@@ -254,16 +204,11 @@ def standard_models(patch: int) -> dict[str, nn.Module]:
   }
 
 
-def random_parameters(model: nn.Module, images: np.ndarray, seed: int) -> Any:
+def _random_parameters(model, images, seed):
   """Draws random parameters of a model.
 
   Kernels are normal with variance 1 / inputs, the class token and the position
   embeddings standard normal; scales are 1 and biases 0.
-
-  Args:
-    model: the model.
-    images: [B, H, W, C], for the shapes of the parameters.
-    seed: seed of the random numbers.
   """
   rng = np.random.RandomState(seed)
   init = functools.partial(model.init, train=False)

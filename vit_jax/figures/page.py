@@ -4,11 +4,11 @@ import base64
 from collections.abc import Mapping
 from collections.abc import Sequence
 import html
-import io
 from typing import Any
-from typing import NamedTuple
 
 from etils import epath
+
+from vit_jax.distributed import files
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -21,17 +21,16 @@ body {{ margin: 0 auto; max-width: 72rem; padding: 1.5rem; color: #1a1a1a;
 h1 {{ font-size: 1.8rem; line-height: 1.2; overflow-wrap: anywhere; }}
 h2 {{ font-size: 1.3rem; margin: 2.5rem 0 .25rem; }}
 dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; }}
-dt {{ color: #666; }}
+dt, small {{ color: #666; }}
 dd {{ margin: 0; overflow-wrap: anywhere; }}
 nav ul {{ columns: 16rem; padding-left: 1.2rem; }}
 a {{ color: #0072b2; }}
 figure {{ margin: 0; }}
 img {{ width: 100%; height: auto; }}
 figcaption {{ max-width: 45rem; }}
-small {{ color: #666; }}
 </style>
 <h1>{title}</h1>
-<dl>{facts}</dl>
+{facts}
 <nav aria-label="Figures"><ul>{contents}</ul></nav>
 {sections}
 {missing}
@@ -45,39 +44,10 @@ _SECTION = """<section id="{name}">
 </figure>
 </section>
 """
-_PICTURE = '<img src="data:image/png;base64,{data}" alt="{title}">'
-
-
-class Section(NamedTuple):
-  """A part of the page.
-
-  Attributes:
-    name: name of the figure, see gallery.Entry.
-    title: see gallery.Entry.
-    caption: see gallery.Entry.
-    source: see gallery.Entry.
-    pictures: contents of PNG files, by name.
-  """
-
-  name: str
-  title: str
-  caption: str
-  source: str
-  pictures: Mapping[str, bytes]
-
-
-def png(figure: Any) -> bytes:
-  """Renders a matplotlib Figure, and returns the bytes of a PNG file."""
-  buffer = io.BytesIO()
-  figure.savefig(buffer, format='png', dpi=150)
-  return buffer.getvalue()
 
 
 def check(out) -> epath.Path:
-  """Returns the path of a folder if figures can be written to it.
-
-  Args:
-    out: path of a folder that is empty or does not exist.
+  """Returns the path of a folder that is empty or can be made.
 
   Raises:
     FileExistsError: if the folder has content, or the path is a file.
@@ -90,9 +60,9 @@ def check(out) -> epath.Path:
       'give another folder, or delete this one first (--out)'
     )
   try:
-    temporary = _temporary(path)
-    temporary.mkdir(parents=True, exist_ok=True)
-    temporary.rmtree()
+    trial = path.parent / f'.{path.name}.tmp'
+    trial.mkdir(parents=True, exist_ok=True)
+    trial.rmtree()
   except OSError as e:
     raise OSError(
       f"out='{path}' cannot be written: {e.strerror or e}; give a folder in "
@@ -101,78 +71,56 @@ def check(out) -> epath.Path:
   return path
 
 
-def _temporary(path):
-  return path.parent / f'.{path.name}.tmp'
-
-
 def write(
   out,
   title: str,
   facts: Mapping[str, str],
-  sections: Sequence[Section],
+  sections: Sequence[tuple[Any, Mapping[str, bytes]]],
   missing: Mapping[str, str],
 ):
   """Writes PNGs and index.html to a folder, which appears when it is complete.
 
   Args:
-    out: path of the folder, see `check`.
+    out: path of the folder, see `check`; likewise for errors.
     title: title of the page.
     facts: facts about the model, by name.
-    sections: the figures.
+    sections: pairs of a gallery.Entry and contents of PNG files by name.
     missing: reasons why figures are left out, by name of the figure.
-
-  Raises:
-    FileExistsError: see `check`.
-    OSError: if the folder cannot be written.
   """
-  path = check(out)
-  temporary = _temporary(path)
-  try:
-    temporary.mkdir(parents=True)
-    for section in sections:
-      for name, data in section.pictures.items():
-        (temporary / f'{name}.png').write_bytes(data)
-    text = make_html(title, facts, sections, missing)
-    (temporary / 'index.html').write_text(text)
-    if path.exists():
-      path.rmdir()
-    temporary.rename(path)
-  finally:
-    if temporary.exists():
-      temporary.rmtree()
+  with files.new_folder(check(out)) as folder:
+    for _, pictures in sections:
+      for name, data in pictures.items():
+        (folder / f'{name}.png').write_bytes(data)
+    text = _make_html(title, facts, sections, missing)
+    (folder / 'index.html').write_text(text)
 
 
-def make_html(title, facts, sections, missing) -> str:
-  """Returns the HTML of the page; see `write` for the arguments."""
+def _make_html(title, facts, sections, missing) -> str:
   escape = html.escape
+
+  def listed(facts):
+    found = (
+      f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in facts.items()
+    )
+    return f'<dl>{"".join(found)}</dl>'
+
+  def show(entry, pictures):
+    names = ('name', 'title', 'caption', 'source')
+    words = {name: escape(getattr(entry, name)) for name in names}
+    images = (
+      f'<img src="data:image/png;base64,{base64.b64encode(data).decode()}" '
+      f'alt="{words["title"]}">'
+      for data in pictures.values()
+    )
+    return _SECTION.format(pictures='\n'.join(images), **words)
+
+  left_out = f'<h2>Figures that are left out</h2>{listed(missing)}'
   return _PAGE.format(
     title=escape(title),
-    facts=''.join(
-      f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in facts.items()
-    ),
+    facts=listed(facts),
     contents=''.join(
-      f'<li><a href="#{s.name}">{escape(s.title)}</a></li>' for s in sections
+      f'<li><a href="#{x.name}">{escape(x.title)}</a></li>' for x, _ in sections
     ),
-    sections=''.join(
-      _SECTION.format(
-        name=section.name,
-        title=escape(section.title),
-        caption=escape(section.caption),
-        source=escape(section.source),
-        pictures='\n'.join(
-          _PICTURE.format(
-            data=base64.b64encode(data).decode(), title=escape(section.title)
-          )
-          for data in section.pictures.values()
-        ),
-      )
-      for section in sections
-    ),
-    missing='<h2>Figures that are left out</h2><dl>'
-    + ''.join(
-      f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in missing.items()
-    )
-    + '</dl>'
-    if missing
-    else '',
+    sections=''.join(show(*section) for section in sections),
+    missing=left_out if missing else '',
   )

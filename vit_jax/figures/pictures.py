@@ -24,14 +24,8 @@ class Pictures:
   All processes must call each method in the same order; the first process
   draws.
 
-  Args:
-    task: has `config`, `example`, `augment`, `drawn_outputs`, `draw_training`
-      and `draw_evaluation`, see vit_jax.tasks.base.Task.
-    mesh: the mesh.
-    source: the evaluation split.
-
-  Raises:
-    ValueError: if `config.log_attention` is set and the model has no attention.
+  Takes the task, the mesh and the evaluation split. Raises ValueError if
+  `config.log_attention` is set and the model has no attention.
   """
 
   def __init__(self, task, mesh, source):
@@ -48,13 +42,9 @@ class Pictures:
   def training(self, batch, step: int) -> dict[str, np.ndarray]:
     """Draws the first rows of a training batch as the model sees them.
 
-    Args:
-      batch: arrays [B, ...], before `augment`.
-      step: number of updates made before that of this batch.
-
-    Returns:
-      uint8 [height, width, 3] by name; {} on all processes but the first, and
-      if `config.log_images` is 0.
+    Takes arrays [B, ...] before `augment`, and the number of updates made before.
+    Returns uint8 [height, width, 3] by name; {} on all processes but the first,
+    and if `config.log_images` is 0.
     """
     if not self._count:
       return {}
@@ -65,15 +55,7 @@ class Pictures:
     return _attempt(lambda: self._task.draw_training(rows))
 
   def evaluation(self, params, extra) -> dict[str, np.ndarray]:
-    """Draws the first images of the split with the model's predictions.
-
-    Args:
-      params: the parameters.
-      extra: other state of the task.
-
-    Returns:
-      See `training`.
-    """
+    """Draws the first images of the split with predictions, as `training`."""
     if not self._count:
       return {}
     if self._batch is None:
@@ -132,11 +114,7 @@ def _attempt(draw) -> dict[str, np.ndarray]:
 
 
 def _attention_grid(task) -> tuple[int, int]:
-  """Returns the number of patches (down, across) of the model's attention maps.
-
-  Raises:
-    ValueError: if the task's model has no attention weights.
-  """
+  """Returns the patches (down, across) of attention maps, if there are any."""
   params, _ = jax.eval_shape(task.init, jax.random.key(0))
   images = task.image_spec(1)
   try:
@@ -154,19 +132,12 @@ def _attention_grid(task) -> tuple[int, int]:
 def draw_attention(images, weights, grid) -> np.ndarray:
   """Draws images, the attention maps of the last layer, and attention rollout.
 
-  Args:
-    images: float32 [B, H, W, C] in [-1, 1].
-    weights: attention weights of each layer, L arrays float32 [B, K, N, N].
-    grid: number of patches (down, across).
-
-  Returns:
-    uint8 [height, width, 3]: two images per row, each followed by its two maps.
-    The patch of the largest value is yellow, and the caption gives its share of
-    the attention in percent.
+  Takes float32 [B, H, W, C] in [-1, 1] and the weights of each layer, L arrays
+  float32 [B, K, N, N]. Returns uint8 [height, width, 3]: two images per row, each
+  followed by its two maps. The patch of the largest value is yellow, and the
+  caption gives its share of the attention in percent.
   """
-  found = attention.Attention(
-    weights, None, grid, before=weights[0].shape[-1] - grid[0] * grid[1]
-  )
+  found = attention.of(weights, None, grid)
   columns = [captions.to_pixels(images)]
   texts = [[''] * len(images)]
   for maps in (attention.maps(found)[-1], attention.rollout_maps(found)):

@@ -7,13 +7,12 @@ classifier on a whole split, and learning curves.
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
-import heapq
-import math
 from typing import Any
 from typing import NamedTuple
 
 import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import input_pipeline
@@ -25,70 +24,52 @@ from vit_jax.run import metrics as metrics_lib
 
 # Maximum batch size: on a CPU larger ones are no faster and take more memory.
 _BATCH = 32
-# Maximum memory of the attention weights of a batch, in bytes.
-_BYTES = 2**29
 
 
 def learning_curves(workdir) -> dict[str, tuple[np.ndarray, np.ndarray]]:
   """Reads the numbers that a run has logged.
 
-  Args:
-    workdir: folder of the run.
-
-  Returns:
-    (steps, values), int64 [n] and float64 [n], by the names of metrics.jsonl:
-    'train_loss', 'lr', 'accuracy_test', ...
+  Returns (steps, values), int64 [n] and float64 [n], by the names of
+  metrics.jsonl: 'train_loss', 'lr', 'accuracy_test', ...
   """
   curves = {}
   for line in metrics_lib.read(workdir):
     for name, value in line.items():
       if name != 'step':
-        curves.setdefault(name, []).append((line['step'], value))
+        steps, values = curves.setdefault(name, ([], []))
+        steps.append(line['step'])
+        values.append(value)
   return {
-    name: (
-      np.array([step for step, _ in points], np.int64),
-      np.array([value for _, value in points], np.float64),
-    )
-    for name, points in curves.items()
+    name: (np.array(steps, np.int64), np.array(values, np.float64))
+    for name, (steps, values) in curves.items()
   }
 
 
 class Mistake(NamedTuple):
-  """An image whose class was predicted wrongly.
+  """An image whose class was predicted wrongly."""
 
-  Attributes:
-    image: the model's input, float32 [H, W, C] in [-1, 1].
-    true: index of the true class.
-    predicted: index of the predicted class.
-    probability: probability of the predicted class.
-    name: path of the image, or its number within the split.
-  """
-
-  image: np.ndarray
-  true: int
+  image: np.ndarray  # The model's input, float32 [H, W, C] in [-1, 1].
+  true: int  # Index of the class.
   predicted: int
-  probability: float
-  name: str
+  probability: float  # Of the predicted class.
+  name: str  # Path of the image, or its number within the split.
 
 
 class Results(NamedTuple):
-  """Predictions of a classifier for a split, compared with the labels.
+  """Predictions of a classifier for a split, compared with the labels."""
 
-  Attributes:
-    confusion: int64 [classes, classes]; [i, j] is the number of images of class
-      i that were predicted as class j.
-    mistakes: the mistakes of highest probability, the highest first.
-    unlabelled: number of images that do not count because they have no label,
-      or several.
-  """
-
+  # int64 [classes, classes]; [i, j] is the number of images of class i that were
+  # predicted as class j.
   confusion: np.ndarray
-  mistakes: Sequence[Mistake]
-  unlabelled: int
+  mistakes: Sequence[
+    Mistake
+  ]  # Those of highest probability, the highest first.
 
 
 def classify(model, source, num_mistakes: int = 8) -> Results:
   """Compares the predictions of a classifier with the labels of a split.
+
+  Images that have no label, or several, do not count.
 
   Args:
     model: a vit_jax.tasks.classify.Predictor.
@@ -98,60 +79,73 @@ def classify(model, source, num_mistakes: int = 8) -> Results:
   Raises:
     ValueError: if an image cannot be decoded or a label is out of range.
   """
-  source = source.evaluated
+  source, task = source.evaluated, model.task
   mesh = sharding.mesh_of(model.params)
-  outputs = jax.jit(model.task.outputs)
-  count = len(model.class_names)
-  confusion, mistakes, unlabelled = np.zeros((count, count), np.int64), [], 0
-  batches = input_pipeline.part_batches(
-    model.config,
+  shards = sharding.batch_shards(mesh)
+  config = model.config.copy_and_resolve_references()
+  config.batch_eval = -(-min(config.batch_eval, _BATCH) // shards) * shards
+
+  def compare(params, extra, batch):
+    logits = task.outputs(params, extra, batch)
+    shares = task.squash(logits.astype(jnp.float32))  # [B, classes]
+    label = batch['label']
+    return {
+      'true': jnp.where(label.sum(axis=-1) == 1, label.argmax(axis=-1), -1),
+      'predicted': shares.argmax(axis=-1),
+      'probability': shares.max(axis=-1),
+      **{name: batch[name] for name in ('index', 'mask')},
+    }
+
+  compute = jax.jit(compare, out_shardings=sharding.replicated(mesh))
+  found = engine.collect(
+    config,
+    mesh,
     source,
-    [input_pipeline.Part(None, model.task.example)],
-    mesh,
-    lambda part, count: min(model.config.batch_eval, _BATCH),
-  )
-  for batch, logits in engine.run(
-    lambda batch: (batch, outputs(model.params, model.extra, batch)),
-    batches,
-    mesh,
+    task.example,
+    lambda batch: compute(model.params, model.extra, batch),
     what='Classifying',
-    total=source.num_examples,
-  ):
-    probabilities = model.task.probabilities(logits)  # [B, classes]
-    predicted = probabilities.argmax(axis=-1)
-    true = batch['label'].argmax(axis=-1)
-    real = batch['mask'] > 0
-    counted = real & (batch['label'].sum(axis=-1) == 1)
-    unlabelled += int(real.sum() - counted.sum())
-    np.add.at(confusion, (true[counted], predicted[counted]), 1)
-    mistakes += [
+  )
+  true, predicted = found['true'], found['predicted']
+  counted, count = true >= 0, len(model.class_names)
+  confusion = np.zeros((count, count), np.int64)
+  np.add.at(confusion, (true[counted], predicted[counted]), 1)
+  wrong = np.flatnonzero(counted & (predicted != true))
+  order = np.argsort(-found['probability'][wrong], kind='stable')
+  wrong = wrong[order][:num_mistakes]
+  images = _examples(model, source, wrong)['image'] if len(wrong) else ()
+  return Results(
+    confusion,
+    [
       Mistake(
-        image=batch['image'][i],
+        image=image,
         true=int(true[i]),
         predicted=int(predicted[i]),
-        probability=float(probabilities[i].max()),
-        name=source.name(int(batch['index'][i])),
+        probability=float(found['probability'][i]),
+        name=source.name(int(i)),
       )
-      for i in np.flatnonzero(counted & (predicted != true))
-    ]
-    mistakes = heapq.nlargest(
-      num_mistakes, mistakes, key=lambda mistake: mistake.probability
-    )
-  return Results(confusion, mistakes, unlabelled)
+      for i, image in zip(wrong, images)
+    ],
+  )
+
+
+def _examples(model, source, numbers) -> dict:
+  """Returns some examples of a split as an evaluation batch."""
+  config = model.config.copy_and_resolve_references()
+  config.batch_eval = len(numbers)
+  rows = np.arange(len(numbers))
+  data = input_pipeline.eval_dataset(
+    config, source, model.task.example, rows, numbers
+  )
+  return next(data.as_numpy_iterator())
 
 
 def most_confused(
   confusion: np.ndarray, count: int
 ) -> list[tuple[int, int, int]]:
-  """Returns the pairs of classes that are confused most often.
+  """Returns the pairs of classes that are confused most often, at most `count`.
 
-  Args:
-    confusion: int [classes, classes], see Results.
-    count: maximum number of pairs.
-
-  Returns:
-    (true class, predicted class, number of images), the most frequent first;
-    pairs without an image are left out.
+  Each is (true class, predicted class, number of images), the most frequent
+  first; pairs without an image are left out.
   """
   wrong = np.array(confusion)
   np.fill_diagonal(wrong, 0)
@@ -161,19 +155,12 @@ def most_confused(
 
 
 class Seen(NamedTuple):
-  """Attention and outputs of a model of L layers and K heads for B images.
+  """Attention and outputs of a model of L layers and K heads for B images."""
 
-  Attributes:
-    maps: attention maps of each layer, float32 [L, B, h, w].
-    rollout: maps of attention rollout, float32 [B, h, w].
-    distances: mean attention distances in pixels, float32 [L, K].
-    outputs: the model's outputs, float32 [B, ...].
-  """
-
-  maps: np.ndarray
-  rollout: np.ndarray
-  distances: np.ndarray
-  outputs: np.ndarray
+  maps: np.ndarray  # Attention maps of each layer, float32 [L, B, h, w].
+  rollout: np.ndarray  # Maps of attention rollout, float32 [B, h, w].
+  distances: np.ndarray  # Mean attention distances in pixels, float32 [L, K].
+  outputs: np.ndarray  # float32 [B, ...].
 
 
 class Subject:
@@ -201,21 +188,10 @@ class Subject:
     lacking: str = '',
     points: Sequence[tuple[float, float]] | None = None,
   ):
-    """Reads the images.
+    """Reads `images`, a list of any sizes, else the first `count` of `source`.
 
-    Args:
-      model: see the class.
-      images: a list of images of any size, see vit_jax.tasks.base.Predictor; by
-        default the first images of `source`.
-      source: see the class; vit_jax.data.sources.open_split returns one.
-      split: see the class.
-      count: number of images to take from `source`.
-      lacking: see the class.
-      points: see the class.
-
-    Raises:
-      FileNotFoundError, ValueError: if an image cannot be read, a point lies
-        outside of the images, or the task takes none.
+    Raises FileNotFoundError or ValueError if an image cannot be read, a point
+    lies outside of the images, or the task takes none.
     """
     self.points = None if points is None else model.task.check_points(points)
     self.model = model
@@ -229,19 +205,21 @@ class Subject:
         for i, image in enumerate(images)
       ]
     elif source is not None:
-      self.batch = _first(model, source, count)
+      numbers = np.arange(min(count, source.evaluated.num_examples))
+      self.batch = _examples(model, source, numbers)
+      del self.batch['mask']
       indices = self.batch.pop('index')
       self.names = [source.name(int(i)).rpartition('/')[2] for i in indices]
       self._labels = self.batch.get('label')
 
   @functools.cached_property
   def params(self) -> dict[str, Any]:
-    """Returns the parameters by path, such as 'head/kernel'."""
+    """The parameters by path, such as 'head/kernel'."""
     return flax.traverse_util.flatten_dict(dict(self.model.params), sep='/')
 
   @functools.cached_property
   def grid(self) -> tuple[int, int]:
-    """Returns the number of patches (down, across) of an image."""
+    """Number of patches (down, across) of an image."""
     return models.patch_grid(
       self.model.config.model, self.model.task.image_size
     )
@@ -264,64 +242,39 @@ class Subject:
 
   @property
   def labels_title(self) -> str:
-    """Returns the title of `labels`."""
+    """Title of `labels`."""
     return 'predicted class, probability' if self._predicted else ''
 
   @property
   def labels(self) -> list[str]:
-    """Returns a label per image: what is predicted, else the image's name."""
+    """A label per image: what is predicted, else the image's name."""
     return self._predicted or list(self.names)
 
   @functools.cached_property
   def _predicted(self) -> list[str]:
-    """Returns what the model predicts for each image; [] for no classifier."""
+    """What the model predicts for each image; [] for no classifier."""
     return self.model.task.labels_of(self.seen.outputs, self._labels)
 
 
-def _first(model, source, count) -> dict:
-  """Returns the first `count` examples of a split as an evaluation batch."""
-  config = model.config.copy_and_resolve_references()
-  config.batch_eval = min(count, source.evaluated.num_examples)
-  data = input_pipeline.eval_dataset(
-    config, source, model.task.example, np.arange(config.batch_eval)
-  )
-  batch = next(data.as_numpy_iterator())
-  del batch['mask']
-  return batch
-
-
 def look(model, images: np.ndarray, grid: tuple[int, int]) -> Seen:
-  """Computes attention and outputs in batches of limited memory.
+  """Computes attention and outputs, image by image: all weights take much memory.
 
-  Args:
-    model: a vit_jax.tasks.base.Predictor of a Vision Transformer.
-    images: float32 [B, H, W, C] in [-1, 1].
-    grid: number of patches (down, across).
+  Takes a Predictor of a Vision Transformer, float32 [B, H, W, C] in [-1, 1], and
+  the number of patches (down, across).
   """
-  module = model.task.model
-  compute = jax.jit(functools.partial(attention.forward, module))
+  compute = jax.jit(functools.partial(attention.forward, model.task.model))
   patch = tuple(size / cells for size, cells in zip(images.shape[1:3], grid))
-  one, _ = jax.eval_shape(compute, model.params, images[:1])
-  size = max(1, min(len(images), _BYTES // sum(4 * x.size for x in one)))
   parts = []
-  for start in range(0, len(images), size):
-    weights, outputs = jax.device_get(
-      compute(model.params, images[start : start + size])
-    )
-    before = weights[0].shape[-1] - math.prod(grid)
-    found = attention.Attention(weights, outputs, grid, before)
-    parts.append(
-      Seen(
-        maps=attention.maps(found),
-        rollout=attention.rollout_maps(found),
-        distances=attention.mean_distances(found, patch) * len(outputs),
-        outputs=outputs,
-      )
-    )
+  for image in images:
+    weights, outputs = jax.device_get(compute(model.params, image[None]))
+    found = attention.of(weights, outputs, grid)
+    distances = attention.mean_distances(found, patch)
+    maps = attention.maps(found), attention.rollout_maps(found)
+    parts.append((*maps, distances, outputs))
   maps, mixed, distances, outputs = zip(*parts)
   return Seen(
     np.concatenate(maps, axis=1),
     np.concatenate(mixed),
-    np.sum(distances, axis=0) / len(images),
+    np.mean(distances, axis=0),
     np.concatenate(outputs),
   )

@@ -1,18 +1,18 @@
 """Draws comparisons of runs: bars, curves and points, with their spread.
 
-Each function takes arrays, and returns a matplotlib Figure; with `path` it also
-writes a PNG. For the style see vit_jax/figures/drawing.py.
+Each function takes arrays and returns a matplotlib Figure; for the style and
+`path` see vit_jax/figures/drawing.py.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
 import itertools
 
-from etils import epath
 import numpy as np
 
+from vit_jax.figures import colors
 from vit_jax.figures import drawing
-from vit_jax.figures import page
+from vit_jax.run import metrics as metrics_lib
 
 Values = Sequence[float]
 _MARKERS = 'osD^vPX*'
@@ -21,9 +21,7 @@ _MOST_UPRIGHT = 60  # Characters of all labels that fit below an axis.
 
 
 @drawing.styled
-def bars(
-  groups: Mapping[str, Mapping[str, Values]], ylabel: str, title: str, path=None
-):
+def bars(groups: Mapping[str, Mapping[str, Values]], ylabel: str, title: str):
   """Draws a bar for each mean, a line for its standard deviation, dots for values.
 
   Args:
@@ -31,42 +29,36 @@ def bars(
       label has one colour in all groups. A single group needs no name.
     ylabel: label of the axis, with its unit.
     title: title of the figure.
-    path: path of a PNG to write.
-
-  Returns:
-    A Figure.
   """
   labels = list(dict.fromkeys(itertools.chain(*groups.values())))
   alone = len(groups) == 1
-  fig = drawing.new_figure(7.2, title)
-  axes = fig.subplots()
+  fig, axes = _new(title, ylabel=ylabel)
   width = 0.8 if alone else 0.8 / max(1, len(labels))
   for number, label in enumerate(labels):
-    colour = drawing.BLUE if alone else _colour(number)
-    named = {} if alone else {'label': label}
+    colour = colors.BLUE if alone else colors.of_line(number)
+    named = '' if alone else label
     for place, values in enumerate(groups.values()):
       if not len(values.get(label, ())):
         continue
       x = number if alone else place + (number - (len(labels) - 1) / 2) * width
-      found = np.asarray(values[label], np.float64)
-      axes.bar(x, found.mean(), 0.9 * width, color=colour, alpha=0.75, **named)
-      named = {}
-      _spread(axes, x, found)
+      found = values[label]
+      mean, std = metrics_lib.mean_std(found)
+      axes.bar(x, mean, 0.9 * width, color=colour, alpha=0.75, label=named)
+      named = ''
+      if len(found) > 1:
+        axes.errorbar(x, mean, std, color=colors.BLACK, capsize=5, zorder=3)
+        axes.scatter([x] * len(found), found, s=18, color=colors.GREY, zorder=4)
   names = labels if alone else list(groups)
   crowded = sum(map(len, names)) > _MOST_UPRIGHT
-  axes.set_xticks(
-    range(len(names)),
-    names,
-    **({'rotation': 30, 'ha': 'right'} if crowded else {}),
-  )
+  turned = {'rotation': 30, 'ha': 'right'} if crowded else {}
+  axes.set_xticks(range(len(names)), names, **turned)
   axes.set_xlim(-0.6, len(names) - 0.4)
   axes.set_ylim(
     *_limits([v for group in groups.values() for v in group.values()])
   )
-  axes.set_ylabel(ylabel)
-  axes.grid(axis='y', alpha=0.25)
+  axes.grid(False, axis='x')
   axes.set_axisbelow(True)
-  return _finish(fig, axes, not alone, path)
+  return _with_legend(fig, axes)
 
 
 @drawing.styled
@@ -76,8 +68,6 @@ def curves(
   ylabel: str,
   title: str,
   log_x: bool = False,
-  log_y: bool = False,
-  path=None,
 ):
   """Draws lines through means, with bands of their standard deviations.
 
@@ -86,49 +76,28 @@ def curves(
     xlabel: label of the x axis, with its unit.
     ylabel: label of the y axis, with its unit.
     title: title of the figure.
-    log_x: whether the x axis is logarithmic; likewise log_y.
-    log_y: see log_x.
-    path: path of a PNG to write.
-
-  Returns:
-    A Figure.
+    log_x: whether the x axis is logarithmic.
   """
-  fig = drawing.new_figure(7.2, title)
-  axes = fig.subplots()
+  fig, axes = _new(title, xlabel, ylabel, log_x)
   for number, (label, (x, values)) in enumerate(lines.items()):
     points = sorted(
-      (place, np.asarray(found, np.float64))
+      (place, list(found))
       for place, found in zip(x, values, strict=True)
       if len(found)
     )
     if not points:
       continue
     at = np.array([place for place, _ in points], np.float64)
-    means = np.array([found.mean() for _, found in points])
-    stds = np.array([_std(found) for _, found in points])
-    colour = _colour(number)
-    axes.plot(
-      at,
-      means,
-      color=colour,
-      marker=_MARKERS[number % 8],
-      label=label,
-      zorder=3,
-    )
-    if stds.any():
-      axes.fill_between(
-        at, means - stds, means + stds, color=colour, alpha=0.15, linewidth=0
-      )
+    spreads = np.array([metrics_lib.mean_std(found) for _, found in points])
+    _line(axes, number, at, *spreads.T, label, marker=_MARKERS[number % 8])
     for place, found in points:
       if len(found) > 1:
-        axes.scatter(
-          np.full(len(found), place), found, s=14, color=colour, alpha=0.6
-        )
-  _axes(axes, xlabel, ylabel, log_x, log_y)
+        colour = colors.of_line(number)
+        axes.scatter([place] * len(found), found, s=14, alpha=0.6, color=colour)
   places = np.concatenate([np.asarray(x, float) for x, _ in lines.values()])
   if not log_x and (places == places.round()).all():
     axes.xaxis.get_major_locator().set_params(integer=True)
-  return _finish(fig, axes, len(lines) > 1, path)
+  return _with_legend(fig, axes)
 
 
 @drawing.styled
@@ -136,7 +105,6 @@ def depth(
   layers: Mapping[str, tuple[float, float]],
   baseline: tuple[float, float] | None,
   title: str,
-  path=None,
 ):
   """Draws the accuracy of linear probes over the depth of a model.
 
@@ -145,31 +113,19 @@ def depth(
       of the layer, from the input to the output.
     baseline: the same of raw pixels, drawn as a line across; None for no line.
     title: title of the figure.
-    path: path of a PNG to write.
-
-  Returns:
-    A Figure.
   """
-  fig = drawing.new_figure(7.2, title)
-  axes = fig.subplots()
-  places = np.arange(len(layers))
-  lines = [(places, np.array(list(layers.values())), 'layers', 'o-')]
+  fig, axes = _new(title, 'layer', 'accuracy (%)')
+  places, found = np.arange(len(layers)), np.array(list(layers.values()))
+  _line(axes, 0, places, *(100 * found.T), 'layers', marker='o')
+  ends = np.array([-0.5, len(layers) - 0.5])
   if baseline is not None:
-    ends = np.array([-0.5, len(layers) - 0.5])
-    lines.append((ends, np.array([baseline] * 2), 'raw pixels', '--'))
-  for number, (x, values, label, style) in enumerate(lines):
-    mean, std = 100 * values.T
-    axes.plot(x, mean, style, color=_colour(number), label=label, zorder=3)
-    if std.any():
-      axes.fill_between(
-        x, mean - std, mean + std, color=_colour(number), alpha=0.15, lw=0
-      )
-  _axes(axes, 'layer', 'accuracy (%)', False, False)
+    found = np.array([baseline] * 2)
+    _line(axes, 1, ends, *(100 * found.T), 'raw pixels', linestyle='--')
   step = -(-len(layers) // _MOST_TICKS)
   names = [name.removeprefix('layer_') for name in layers][::step]
   axes.set_xticks(places[::step], names)
-  axes.set_xlim(-0.5, len(layers) - 0.5)
-  return _finish(fig, axes, baseline is not None, path)
+  axes.set_xlim(*ends)
+  return _with_legend(fig, axes)
 
 
 @drawing.styled
@@ -179,64 +135,31 @@ def scatter(
   ylabel: str,
   title: str,
   log_x: bool = False,
-  log_y: bool = False,
   names: Mapping[str, Sequence[str]] | None = None,
-  path=None,
 ):
-  """Draws points, those of one label in one colour.
+  """Draws points {label: (x [n], y [n])}, those of one label in one colour.
 
-  Args:
-    points: {label: (x [n], y [n])}.
-    xlabel: see curves.
-    ylabel: see curves.
-    title: see curves.
-    log_x: see curves.
-    log_y: see curves.
-    names: texts beside the points, {label: [n]}.
-    path: path of a PNG to write.
-
-  Returns:
-    A Figure.
+  `names` {label: [n]} are texts beside the points; for the others see `curves`.
   """
-  fig = drawing.new_figure(7.2, title)
-  axes = fig.subplots()
+  fig, axes = _new(title, xlabel, ylabel, log_x)
   for number, (label, (x, y)) in enumerate(points.items()):
     axes.scatter(
-      x,
-      y,
-      s=80,
-      color=_colour(number),
-      marker=_MARKERS[number % 8],
-      linewidths=0,
-      label=label,
-      zorder=3,
-    )
+      x, y, s=80, color=colors.of_line(number), marker=_MARKERS[number % 8],
+      linewidths=0, label=label, zorder=3,
+    )  # fmt: skip
     for name, *place in zip((names or {}).get(label, ()), x, y):
       axes.annotate(
         name, place, (7, 5), textcoords='offset points', fontsize=11
       )
-  _axes(axes, xlabel, ylabel, log_x, log_y)
-  return _finish(fig, axes, len(points) > 1, path)
+  return _with_legend(fig, axes)
 
 
-def _colour(number):
-  return drawing.LINES[number % len(drawing.LINES)]
-
-
-def _std(values) -> float:
-  return values.std(ddof=1) if len(values) > 1 else 0.0
-
-
-def _spread(axes, x, values):
-  """Draws the standard deviation of several values, and the values as dots."""
-  if len(values) < 2:
-    return
-  axes.errorbar(
-    x, values.mean(), _std(values), color=drawing.BLACK, capsize=5, zorder=3
-  )
-  axes.scatter(
-    np.full(len(values), x), values, s=18, color=drawing.GREY, zorder=4
-  )
+def _line(axes, number, x, mean, std, label, **kwargs):
+  """Draws a line through means, and a band of standard deviations."""
+  colour = colors.of_line(number)
+  axes.plot(x, mean, color=colour, label=label, zorder=3, **kwargs)
+  if std.any():
+    axes.fill_between(x, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
 
 
 def _limits(values) -> tuple[float | None, float | None]:
@@ -251,18 +174,17 @@ def _limits(values) -> tuple[float | None, float | None]:
   return min(0.0, 1.1 * low), max(0.0, high + 0.1 * (high - min(0.0, low)))
 
 
-def _axes(axes, xlabel, ylabel, log_x, log_y):
-  axes.set_xlabel(xlabel)
-  axes.set_ylabel(ylabel)
-  axes.set_xscale('log' if log_x else 'linear')
-  axes.set_yscale('log' if log_y else 'linear')
+def _new(title, xlabel=None, ylabel=None, log_x=False):
+  """Returns a figure and its only Axes."""
+  fig = drawing.new_figure(7.2, title)
+  axes = fig.subplots()
+  axes.set(xlabel=xlabel, ylabel=ylabel, xscale='log' if log_x else 'linear')
   axes.grid(alpha=0.25)
+  return fig, axes
 
 
-def _finish(fig, axes, legend, path):
-  """Adds the legend, and writes the PNG."""
-  if legend and axes.get_legend_handles_labels()[1]:
+def _with_legend(fig, axes):
+  """Adds a legend if there are several labels; returns the figure."""
+  if len(axes.get_legend_handles_labels()[1]) > 1:
     fig.legend(loc='outside lower center', ncols=4, frameon=False)
-  if path is not None:
-    epath.Path(path).write_bytes(page.png(fig))
   return fig

@@ -56,96 +56,58 @@ NOTE_6 = (
 )
 
 
-class Published(NamedTuple):
-  """A column of table 2.
-
-  Attributes:
-    model: name of the model.
-    dataset: a key of DATASETS.
-    epochs: epochs of the pre-training.
-    core_days: TPU v3 core-days of the pre-training.
-    accuracy: top-1 accuracy in percent by data set, mean of 3 runs.
-  """
-
-  model: str
-  dataset: str
-  epochs: int
-  core_days: float
-  accuracy: dict[str, float]
-
-
-def _accuracy(*values):
-  names = (
-    'ImageNet', 'ReaL', 'CIFAR-10', 'CIFAR-100', 'Pets', 'Flowers', 'VTAB',
-  )  # fmt: skip
-  return dict(zip(names, values, strict=True))
-
-
-# Table 2, with the epochs of table 3: of its 30 and 90 epochs on ImageNet-21k, 30
-# would leave 13 % of the peak. BiT-L is R152x4, trained for 40 epochs (arXiv
-# 1912.11370). The last method, Noisy Student, is an EfficientNet, which is no
-# model of this package.
-TABLE_2 = (
-  Published(
-    'ViT-H_14', 'jft300m', 14, 2_500,
-    _accuracy(88.55, 90.72, 99.50, 94.55, 97.56, 99.68, 77.63),
-  ),
-  Published(
-    'ViT-L_16', 'jft300m', 14, 680,
-    _accuracy(87.76, 90.54, 99.42, 93.90, 97.32, 99.74, 76.28),
-  ),
-  Published(
-    'ViT-L_16', 'imagenet21k', 90, 230,
-    _accuracy(85.30, 88.62, 99.15, 93.25, 94.67, 99.61, 72.72),
-  ),
-  Published(
-    'BiT-R152x4', 'jft300m', 40, 9_900,
-    _accuracy(87.54, 90.54, 99.37, 93.51, 96.62, 99.63, 76.29),
-  ),
+# Table 2: (model, data set, epochs) -> TPU v3 core-days of the pre-training, and
+# top-1 accuracies in percent by MEASURES, means of 3 runs. The epochs are those of
+# table 3: of its 30 and 90 epochs on ImageNet-21k, 30 would leave 13 % of the peak.
+# BiT-L is R152x4, trained for 40 epochs (arXiv 1912.11370). The last method, Noisy
+# Student, is an EfficientNet, which is no model of this package.
+MEASURES = (
+  'ImageNet', 'ReaL', 'CIFAR-10', 'CIFAR-100', 'Pets', 'Flowers', 'VTAB',
 )  # fmt: skip
+TABLE_2 = {
+  ('ViT-H_14', 'jft300m', 14): (
+    2_500, (88.55, 90.72, 99.50, 94.55, 97.56, 99.68, 77.63),
+  ),
+  ('ViT-L_16', 'jft300m', 14): (
+    680, (87.76, 90.54, 99.42, 93.90, 97.32, 99.74, 76.28),
+  ),
+  ('ViT-L_16', 'imagenet21k', 90): (
+    230, (85.30, 88.62, 99.15, 93.25, 94.67, 99.61, 72.72),
+  ),
+  ('BiT-R152x4', 'jft300m', 40): (
+    9_900, (87.54, 90.54, 99.37, 93.51, 96.62, 99.63, 76.29),
+  ),
+}  # fmt: skip
 NOISY_STUDENT_CORE_DAYS = 12_300
 
 
 def paper_core_days(model: str, dataset: str, epochs: float) -> float | None:
-  """Returns the TPU v3 core-days that table 2 reports; None if it does not.
-
-  Args:
-    model: name of the model.
-    dataset: name of the data set.
-    epochs: epochs of the pre-training.
-  """
-  for column in TABLE_2:
-    if column[:3] == (model, dataset, epochs):
-      return column.core_days
-  return None
+  """Returns the TPU v3 core-days that table 2 reports; None if it does not."""
+  days, _ = TABLE_2.get((model, dataset, epochs), (None, ()))
+  return days
 
 
 class Setting(NamedTuple):
-  """What models are trained on, and by what.
+  """What models are trained on, and by what."""
 
-  Attributes:
-    num_examples: images of an epoch.
-    num_classes: width of the head.
-    image_size: (height, width) in pixels.
-    chip: a key of topology.CHIPS.
-    mfu: share of a device's peak that the training reaches.
-    price: price of an hour of one chip (on v2 and v3 of two cores), or None.
-  """
-
-  num_examples: int
+  num_examples: int  # Images of an epoch.
   num_classes: int
   image_size: tuple[int, int] = PAPER_SIZE
-  chip: str = 'v3'
-  mfu: float = 0.4
-  price: float | None = None
+  chip: str = 'v3'  # A key of topology.CHIPS.
+  mfu: float = 0.4  # Share of a device's peak that the training reaches.
+  price: float | None = None  # Of an hour of a chip, on v2 and v3 of two cores.
+
+  @property
+  def device(self) -> str:
+    """The device that computes: 'v3 core' or 'v4 chip'."""
+    kind = 'core' if topology.CHIPS[self.chip].per_chip > 1 else 'chip'
+    return f'{self.chip} {kind}'
 
 
 def exaflops(forward: int, images: float) -> float:
-  """Returns the compute of a training in exaFLOPs.
+  """Returns the compute of a training on so many images in exaFLOPs.
 
-  Args:
-    forward: FLOPs of a forward pass on one image, see flops.forward_flops.
-    images: number of images that are seen, in all epochs together.
+  `forward` are FLOPs of a forward pass on one image, see flops.forward_flops.
   """
   return flops.training_flops(forward) * images / 1e18
 
@@ -153,13 +115,7 @@ def exaflops(forward: int, images: float) -> float:
 def account(
   model: str, epochs: float, forward: int, setting: Setting
 ) -> dict[str, Any]:
-  """Accounts for a pre-training.
-
-  Args:
-    model: name of the model.
-    epochs: number of epochs.
-    forward: FLOPs of a forward pass on one image, see flops.forward_flops.
-    setting: images and devices.
+  """Accounts for a pre-training; `forward` is that of `exaflops`.
 
   Returns:
     `model`, `epochs`, `exaflops`; `core_days` of devices of kind `chip` (cores
@@ -201,18 +157,11 @@ def number(value) -> str:
   return f'{value:,.1f}' if value >= 10 else f'{value:.3g}'
 
 
-def _device(setting) -> str:
-  """Returns the device that computes: 'v3 core' or 'v4 chip'."""
-  kind = 'core' if topology.CHIPS[setting.chip].per_chip > 1 else 'chip'
-  return f'{setting.chip} {kind}'
-
-
-def assumptions(setting) -> str:
+def assumptions(setting: Setting) -> str:
   """Says what times and prices rest on."""
-  chip = topology.CHIPS[setting.chip]
   text = (
-    f'Days are those of one {_device(setting)} at {100 * setting.mfu:g} % (--mfu) of '
-    f'its peak of {chip.peak / 1e12:g} TFLOP/s.'
+    f'Days are those of one {setting.device} at {100 * setting.mfu:g} % (--mfu) of '
+    f'its peak of {topology.CHIPS[setting.chip].peak / 1e12:g} TFLOP/s.'
   )
   if setting.price is not None:
     text += f' Prices: {setting.price:g} an hour of a chip (--price).'
@@ -220,50 +169,33 @@ def assumptions(setting) -> str:
 
 
 def describe(rows: Sequence[dict], setting: Setting) -> str:
-  """Formats rows of `account` as a table."""
-  header = ['model', 'epochs', 'exaFLOPs', f'{_device(setting)}-days']
-  cells = [
-    [
-      r['model'],
-      f'{r["epochs"]:g}',
-      number(r['exaflops']),
-      number(r['core_days']),
-    ]
-    for r in rows
-  ]
-  if any(row['published_exaflops'] for row in rows):
-    header[3:3] = ['published', 'difference']
-    for row, line in zip(rows, cells):
-      known = row['published_exaflops']
-      line[3:3] = [
-        f'{known:,}' if known else '',
-        f'{100 * (row["exaflops"] / known - 1):+.1f} %' if known else '',
-      ]
-  if setting.price is not None:
-    header.append('price')
-    for row, line in zip(rows, cells):
-      line.append(f'{row["price"]:,.2f}')
-  return cli.table(header, cells)
-
-
-def describe_table_2(rows: Sequence[dict], setting: Setting) -> str:
-  """Formats the rows of vit_jax.compute.table_2 as a table."""
-  header = (
-    'model', 'data', 'epochs', 'exaFLOPs',
-    f'core-days at {100 * setting.mfu:g} %', 'published', 'share of peak',
-  )  # fmt: skip
-  cells = [
-    (
-      row['model'],
-      row['dataset'],
-      f'{row["epochs"]:g}',
-      number(row['exaflops']),
-      number(row['core_days']),
-      f'{row["published_core_days"]:,}',
-      f'{100 * row["published_mfu"]:.0f} %',
+  """Formats rows of `account`, or of vit_jax.compute.table_2, as a table."""
+  lines = []
+  for row in rows:
+    known, share = row['published_exaflops'], row.get('published_mfu')
+    line = {
+      'model': row['model'],
+      'data': row.get('dataset'),
+      'epochs': f'{row["epochs"]:g}',
+      'exaFLOPs': number(row['exaflops']),
+    }
+    if known and not share:
+      line['published'] = f'{known:,}'
+      line['difference'] = f'{100 * (row["exaflops"] / known - 1):+.1f} %'
+    line[f'{setting.device}-days'] = number(row['core_days'])
+    if share:
+      line['published'] = f'{row["published_core_days"]:,}'
+      line['share of peak'] = f'{100 * share:.0f} %'
+    elif setting.price is not None:
+      line['price'] = f'{row["price"]:,.2f}'
+    lines.append(line)
+  if any('share of peak' in line for line in lines):
+    student = f'{NOISY_STUDENT_CORE_DAYS:,}'
+    lines.append(
+      {'model': 'Noisy Student', 'data': 'jft300m', 'published': student}
     )
-    for row in rows
-  ]
-  student = f'{NOISY_STUDENT_CORE_DAYS:,}'
-  cells.append(('Noisy Student', 'jft300m', '', '', '', student, ''))
+  # Columns without a value are left out.
+  longest = max(lines, key=len)
+  header = [name for name in longest if any(x.get(name) for x in lines)]
+  cells = [[line.get(name) or '' for name in header] for line in lines]
   return cli.table(header, cells)

@@ -38,32 +38,20 @@ _SIZES = {'f32': 4, 's32': 4, 'u32': 4, 'bf16': 2, 'f16': 2, 'pred': 1}
 
 
 class Lowered(NamedTuple):
-  """A program ready to be compiled.
+  """A program ready to be compiled."""
 
-  Attributes:
-    update: jax.stages.Lowered of the whole update.
-    loops: (times, jax.stages.Lowered) pairs: programs whose costs are added to
-      those of `update`, each so many times.
-    abstract: TrainState of shapes and shardings.
-    flops: FLOPs of the matrix products of one update, over all devices.
-  """
-
-  update: jax.stages.Lowered
+  update: jax.stages.Lowered  # The whole update.
+  # Programs whose costs are added to those of `update`, each so many times.
   loops: list[tuple[int, jax.stages.Lowered]]
-  abstract: Any
-  flops: int
+  abstract: Any  # TrainState of shapes and shardings.
+  flops: int  # Of the matrix products of one update, over all devices.
 
 
 def lower(config, make_program: Callable, devices) -> Lowered:
   """Lowers the training update for the devices of a topology.
 
-  Args:
-    config: a training's, with `total_steps` and `warmup_steps` as numbers.
-    make_program: function (config, mesh) -> vit_jax.train.Program.
-    devices: devices of a topology, of which none needs to exist.
-
-  Raises:
-    ValueError: if the config does not fit the devices, as in training.
+  `config` has numbers of steps. `make_program` is a function (config, mesh) ->
+  vit_jax.train.Program. Raises ValueError if the config does not fit the devices.
   """
   mesh = sharding.make_mesh(config.mesh, devices)
 
@@ -120,15 +108,11 @@ def lower(config, make_program: Callable, devices) -> Lowered:
 
 
 def collectives(hlo: str) -> dict[str, dict]:
-  """Counts the collectives of a compiled program, by kind.
+  """Counts the collectives in the text of a compiled program, by kind.
 
-  Args:
-    hlo: text of the compiled program.
-
-  Returns:
-    kind -> {'count', 'bytes', 'network_bytes'}: how often the collective
-    occurs, bytes of its results on one device, and the least number of bytes
-    that it sends over the links of a chip. The body of a loop counts once.
+  Returns kind -> {'count', 'bytes', 'network_bytes'}: how often the collective
+  occurs, bytes of its results on one device, and the least number of bytes that
+  it sends over the links of a chip. The body of a loop counts once.
   """
   found = {}
   call = re.compile(rf' ({"|".join(_COLLECTIVES)})(-start)?\(')
@@ -158,7 +142,11 @@ def collectives(hlo: str) -> dict[str, dict]:
     row = found.setdefault(kind, {'count': 0, 'bytes': 0, 'network_bytes': 0})
     row['count'] += 1
     row['bytes'] += size
-    row['network_bytes'] += size * _passes(kind, group)
+    if kind != 'collective-permute':  # Which sends its result once.
+      # Bytes over a chip's links per byte of a device's result.
+      passes = {'all-reduce': 2, 'reduce-scatter': group}.get(kind, 1)
+      size *= passes * (group - 1) / group
+    row['network_bytes'] += size
   return found
 
 
@@ -180,23 +168,10 @@ def _group_size(line):
   return int(match[1]) if match else 0
 
 
-def _passes(kind, group):
-  """Returns bytes over a chip's links per byte of a device's result."""
-  if kind == 'collective-permute':
-    return 1
-  factor = {'all-reduce': 2, 'reduce-scatter': group}.get(kind, 1)
-  return factor * (group - 1) / group
-
-
-def _bytes(abstract):
-  return sum(row['bytes_per_device'] for row in sharding.report(abstract))
-
-
 def _memory_needed(failure: Exception) -> float | None:
   """Returns the bytes that a program needs that does not fit; None if unknown.
 
-  Raises:
-    Exception: `failure` itself, if it has another cause.
+  Raises `failure` itself if it has another cause.
   """
   text = str(failure)
   if 'RESOURCE_EXHAUSTED' not in text:
@@ -211,50 +186,44 @@ def _memory_needed(failure: Exception) -> float | None:
 def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
   """Compiles a program; returns the compiler's memory and time estimates.
 
-  Args:
-    lowered: the program.
-    chip: kind of the devices.
-    devices: number of devices.
-
-  Returns:
-    A dict with `fits`, whether the program fits the device's memory. If it
-    does: `memory_per_core_bytes` and its parts, `bytes_accessed_per_core`,
-    `step_seconds`, `network_seconds` and `collectives`. If not:
-    `memory_per_core_bytes`, or None where the compiler does not report it.
+  Returns a dict with `fits`, whether the program fits the device's memory. If it
+  does: `memory_per_core_bytes` and its parts, `bytes_accessed_per_core`,
+  `step_seconds`, `network_seconds` and `collectives`. If not:
+  `memory_per_core_bytes`, or None where the compiler does not report it.
   """
   start = time.perf_counter()
   result = {
-    'params_bytes': _bytes(lowered.abstract.params),
-    'optimizer_bytes': _bytes(lowered.abstract.opt_state),
+    f'{name}_bytes': sum(
+      row['bytes_per_device'] for row in sharding.report(tree)
+    )
+    for name, tree in (
+      ('params', lowered.abstract.params),
+      ('optimizer', lowered.abstract.opt_state),
+    )
   }
-  failure = None
-  with cli.hidden_stderr():  # The compiler logs a lot, most of all on failure.
-    try:
+  try:
+    with (
+      cli.hidden_stderr()
+    ):  # The compiler logs a lot, most of all on failure.
       compiled = lowered.update.compile()
       seconds = time.perf_counter() - start
       parts = [(1, compiled)]
       parts += [(times, part.compile()) for times, part in lowered.loops]
-    except jax.errors.JaxRuntimeError as e:
-      failure = e
-  if failure is not None:
-    memory = _memory_needed(failure)
-    return {**result, 'fits': False, 'memory_per_core_bytes': memory}
+  except jax.errors.JaxRuntimeError as e:
+    return {**result, 'fits': False, 'memory_per_core_bytes': _memory_needed(e)}
   memory = compiled.memory_analysis()
-  result['fits'] = True
-  result['memory_per_core_bytes'] = (
-    memory.argument_size_in_bytes
+  arguments = memory.argument_size_in_bytes
+  batch = arguments - result['params_bytes'] - result['optimizer_bytes']
+  result.update(
+    fits=True,
+    memory_per_core_bytes=arguments
     + memory.output_size_in_bytes
     - memory.alias_size_in_bytes
-    + memory.temp_size_in_bytes
+    + memory.temp_size_in_bytes,
+    activations_bytes=memory.temp_size_in_bytes,
+    batch_bytes=max(0, batch),
+    compile_seconds=seconds,
   )
-  result['activations_bytes'] = memory.temp_size_in_bytes
-  result['batch_bytes'] = max(
-    0,
-    memory.argument_size_in_bytes
-    - result['params_bytes']
-    - result['optimizer_bytes'],
-  )
-  result['compile_seconds'] = seconds
   cost = dict.fromkeys(('optimal_seconds', 'bytes accessed', 'flops'), 0)
   found, unknown = {}, 0
   for times, part in parts:
@@ -271,14 +240,13 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
   # second. It counts matrix products in kernels and in its own loops only in
   # part: the missing FLOPs are added at the peak of the device.
   missing = max(0, lowered.flops / devices - cost['flops'])
-  result['step_seconds'] = (
-    cost['optimal_seconds'] + unknown + missing / chip.peak
-  )
-  result['flops_unseen_per_core'] = missing
-  result['bytes_accessed_per_core'] = cost['bytes accessed']
-  result['collectives'] = found
-  # A lower bound: all links are busy in both directions and nothing waits.
-  result['network_seconds'] = (
-    sum(row['network_bytes'] for row in found.values()) / chip.network
+  result.update(
+    step_seconds=cost['optimal_seconds'] + unknown + missing / chip.peak,
+    flops_unseen_per_core=missing,
+    bytes_accessed_per_core=cost['bytes accessed'],
+    collectives=found,
+    # A lower bound: all links are busy in both directions and nothing waits.
+    network_seconds=sum(row['network_bytes'] for row in found.values())
+    / chip.network,
   )
   return result

@@ -50,11 +50,8 @@ def count_flops(jaxpr) -> int:
 
   Recomputed products count again, and the body of a loop or kernel counts as
   often as it runs. A compiler's own count does neither reliably. The zeros that
-  a convolution inserts (padding, dilation) are not counted, as XLA does.
-
-  Args:
-    jaxpr: jax.core.Jaxpr or ClosedJaxpr, for example
-      `jax.jit(f).trace(...).jaxpr`.
+  a convolution inserts (padding, dilation) are not counted, as XLA does. Takes a
+  Jaxpr or ClosedJaxpr, such as `jax.jit(f).trace(...).jaxpr`.
   """
   jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
   total = 0
@@ -85,24 +82,20 @@ def _convolution_flops(eqn) -> int:
   batch, features, *out_axes = numbers.out_spec
   _, depth, *kernel_axes = numbers.rhs_spec  # Inputs of each output channel.
   products = out[batch] * out[features] * kernel[depth]
-  for image_axis, kernel_axis, out_axis, stride, (low, _), holes, spread in zip(
-    numbers.lhs_spec[2:],
-    kernel_axes,
-    out_axes,
-    params['window_strides'],
-    params['padding'],
-    params['lhs_dilation'],
-    params['rhs_dilation'],
+  axes = zip(
+    numbers.lhs_spec[2:], kernel_axes, out_axes, params['window_strides'],
+    params['padding'], params['lhs_dilation'], params['rhs_dilation'],
     strict=True,
-  ):
+  )  # fmt: skip
+  for image_axis, kernel_axis, out_axis, stride, (
+    low,
+    _,
+  ), holes, spread in axes:
     # Where each output reads the image with its padding and holes.
-    read = (
-      stride * np.arange(out[out_axis])[:, None]
-      + spread * np.arange(kernel[kernel_axis])
-      - low
-    )
-    inside = (read >= 0) & (read < holes * image[image_axis])
-    products *= int(np.sum(inside & (read % holes == 0)))
+    reads = stride * np.arange(out[out_axis])[:, None]
+    reads = reads + spread * np.arange(kernel[kernel_axis]) - low
+    inside = (reads >= 0) & (reads < holes * image[image_axis])
+    products *= int(np.sum(inside & (reads % holes == 0)))
   return 2 * products
 
 

@@ -3,66 +3,61 @@
 from collections.abc import Callable
 import csv
 import json
-import math
 from typing import NamedTuple
 
 from etils import epath
 
+from vit_jax.configs import rules
+
 
 class Point(NamedTuple):
-  """A pre-training and what came of it.
+  """A pre-training and what came of it."""
 
-  Attributes:
-    family: models that belong together, such as 'ViT'.
-    name: name of the point.
-    exaflops: compute of the pre-training.
-    accuracy: accuracy of the transfer in percent.
-  """
-
-  family: str
+  family: str  # Models that belong together, such as 'ViT'.
   name: str
   exaflops: float
-  accuracy: float
+  accuracy: float  # Of the transfer in percent.
 
 
 def read(
   path: str, metric: str, count: Callable[[str, float], float]
 ) -> list[Point]:
-  """Reads results from a file.
+  """Reads results from a CSV file with a header, or a JSON list of objects.
 
-  Args:
-    path: a CSV file with a header, or a JSON list of objects. A row has
-      `metric`, and `exaflops` or `model` and `epochs`; `family` and `name` are
-      optional. A study's `x`, `line` and `variant` take the place of `exaflops`,
-      `family` and `name`. Rows without a value of `metric` are left out.
-    metric: column of the accuracy, in percent, or a share of at most 1 in all
-      rows.
-    count: function of a model's name and a number of epochs that returns the
-      exaFLOPs of the pre-training.
-
-  Raises:
-    FileNotFoundError: if there is no such file.
-    ValueError: if the file is neither CSV nor JSON, or a row lacks a column or
-      has a wrong value.
+  A row has `metric`, the accuracy in percent, or a share of at most 1 in all rows;
+  and `exaflops`, or `model` and `epochs`, of which `count` returns the exaFLOPs.
+  `family` and `name` are optional. A study's `x`, `line` and `variant` take the
+  place of `exaflops`, `family` and `name`. Rows without a value of `metric` are
+  left out. Raises FileNotFoundError, or ValueError if something is wrong.
   """
-  rows = _rows(epath.Path(path))
   points = []
-  for number, row in enumerate(rows, 1):
-    where = f"row {number} of results='{path}'"
-    if metric not in row:
-      raise ValueError(
-        f"{where} has no column '{metric}', only {', '.join(row)}: name the "
-        'column of the accuracy (--metric)'
-      )
-    if row[metric] in (None, ''):  # A run that is not done.
+  for index, row in enumerate(_rows(epath.Path(path)), 1):
+
+    def number(key, row=row, index=index):
+      where = f"row {index} of results='{path}'"
+      if key not in row:
+        raise ValueError(
+          f"{where} has no column '{key}', only {', '.join(row)}: it needs the "
+          'accuracy (--metric), and exaflops or model and epochs'
+        )
+      try:
+        value = float(row[key])
+      except (TypeError, ValueError):
+        value = row[key]
+      if wrong := rules.positive(value):
+        raise ValueError(f'{where}: {key}={row[key]!r} {wrong}')
+      return value
+
+    if metric in row and row[metric] in (None, ''):  # A run that is not done.
       continue
+    accuracy = number(metric)
     if row.get('model') and row.get('epochs'):
-      work = count(row['model'], _number(row, 'epochs', where))
+      work = count(row['model'], number('epochs'))
     else:
-      work = _number(row, 'x' if 'x' in row else 'exaflops', where)
+      work = number('x' if 'x' in row else 'exaflops')
     family = row.get('family') or row.get('line') or epath.Path(path).stem
     name = row.get('name') or row.get('variant') or row.get('model') or ''
-    points.append(Point(family, name, work, _number(row, metric, where)))
+    points.append(Point(family, name, work, accuracy))
   if points and max(point.accuracy for point in points) <= 1:
     points = [p._replace(accuracy=100 * p.accuracy) for p in points]
   return points
@@ -74,9 +69,9 @@ def _rows(path) -> list[dict]:
       f"results='{path}' is no file: give a CSV or JSON file (--results)"
     )
   text = path.read_text()
-  if path.suffix != '.json':
-    return list(csv.DictReader(text.splitlines()))
   try:
+    if path.suffix != '.json':
+      return list(csv.DictReader(text.splitlines()))
     rows = json.loads(text)
   except ValueError as e:
     raise ValueError(f"results='{path}' is no JSON: {e} (--results)") from e
@@ -85,21 +80,3 @@ def _rows(path) -> list[dict]:
       f"results='{path}' must be a JSON list of objects (--results)"
     )
   return rows
-
-
-def _number(row, key, where) -> float:
-  """Returns a positive number of a row."""
-  if key not in row:
-    raise ValueError(
-      f'{where} has no column {key}, only {", ".join(row)}: give exaflops, or '
-      'model and epochs'
-    )
-  try:
-    value = float(row[key])
-  except (TypeError, ValueError):
-    value = math.nan
-  if not 0 < value < math.inf:
-    raise ValueError(
-      f'{where}: {key}={row[key]!r} must be a finite number above 0'
-    )
-  return value

@@ -15,6 +15,7 @@ from vit_jax.configs import models as model_configs
 
 say = cli.say
 
+_SHOWN = 5  # Plans that are printed.
 # (remat, share of the peak). A kind of rematerialisation is tried only while
 # the best plan so far stays below this share. 'dots' recomputes little, as
 # dense layers do most of the arithmetic; 'full' recomputes a quarter of it.
@@ -37,9 +38,7 @@ def meshes(config, devices: int) -> Iterator[dict[str, int]]:
       yield {'data': devices // (fsdp * model), 'fsdp': fsdp, 'model': model}
 
 
-def search(
-  config, devices: int, plan: Callable[[Any], dict], shown: int = 5
-) -> list[dict]:
+def search(config, devices: int, plan: Callable[[Any], dict]) -> list[dict]:
   """Plans a run with many settings; prints the best plans and their flags.
 
   For each mesh the search looks for the fewest micro-batches that fit, starting
@@ -47,19 +46,10 @@ def search(
   larger micro-batches; it is tried unless the best plan is already so fast that
   recomputing could not win.
 
-  Args:
-    config: config of a training; not modified.
-    devices: number of devices.
-    plan: function config -> plan, a dict as plan.make_plan returns it.
-    shown: number of plans to print.
-
-  Returns:
-    The plans that fit, the fastest first; all plans if none fits. The order
-    assumes that communication does not overlap with computation. Each plan has
-    its `flags`.
-
-  Raises:
-    ValueError: if no mesh divides the batch; see also plan.make_plan.
+  `plan` is a function config -> plan, a dict as plan.make_plan returns it. Returns
+  the plans that fit, the fastest first; all plans if none fits. The order assumes
+  that communication does not overlap with computation. Each plan has its `flags`.
+  Raises ValueError if no mesh divides the batch; see also plan.make_plan.
   """
   config = copy.deepcopy(config)
   config.model = model_configs.with_options(config.model)
@@ -92,7 +82,7 @@ def search(
     say('No plan fits: use more devices or a smaller batch.')
     return plans
   say(f'\nThe best of {len(plans)}, with the network (estimates):')
-  for result in best[:shown]:
+  for result in best[:_SHOWN]:
     say(f'  {_speed(result)}  {result["flags"]}')
   return best
 
@@ -110,12 +100,8 @@ def _remats(model):
 def _fewest_that_fit(config, settings, plan, parts, start):
   """Searches for the fewest micro-batches that fit; yields each plan made.
 
-  Args:
-    config: config of a training.
-    settings: {flag: value}, without the number of micro-batches.
-    plan: function config -> plan.
-    parts: number of parts into which the mesh splits a batch.
-    start: number of micro-batches to begin with.
+  Begins with `start` micro-batches. `settings` are {flag: value} of all others,
+  and the mesh splits a batch into so many `parts`.
   """
   numbers = [
     2**i
@@ -143,12 +129,10 @@ def _fewest_that_fit(config, settings, plan, parts, start):
 
 
 def _extrapolate(memory, limit):
-  """Estimates how many micro-batches are needed.
+  """Estimates how many micro-batches are needed for `limit` bytes.
 
-  Args:
-    memory: {number of micro-batches: bytes, or None if unknown} of the plans
-      that do not fit, in the order in which they were made.
-    limit: bytes of a device.
+  `memory` is {number of micro-batches: bytes, or None if unknown} of the plans
+  that do not fit, in the order in which they were made.
   """
   known = [(steps, size) for steps, size in memory.items() if size]
   if not known:

@@ -10,23 +10,14 @@ GIB = 2**30
 
 
 class Chip(NamedTuple):
-  """A device as the compiler counts them: a core on v2 and v3, else a chip.
+  """A device as the compiler counts them: a core on v2 and v3, else a chip."""
 
-  Attributes:
-    memory: bytes.
-    peak: bfloat16 FLOPs per second.
-    network: bytes per second over all links of the chip, one way.
-    per_chip: devices on a chip.
-    example: a topology of this version.
-    config: name of the chip's configuration, for versions with several.
-  """
-
-  memory: int
-  peak: float
-  network: float
-  per_chip: int
-  example: str
-  config: str | None = None
+  memory: int  # Bytes.
+  peak: float  # bfloat16 FLOPs per second.
+  network: float  # Bytes per second over all links of the chip, one way.
+  per_chip: int  # Devices on a chip.
+  example: str  # A topology of this version.
+  config: str | None = None  # Of the chip, for versions with several.
 
 
 # From Google Cloud's documentation of each version. On v4 and v5p the two cores
@@ -40,30 +31,24 @@ CHIPS = {
   'v5p': Chip(95 * GIB, 459e12, 600e9, 1, 'v5p:2x2x1', _ONE),
   'v6e': Chip(32 * GIB, 918e12, 400e9, 1, 'v6e:4x4'),
 }
+_EXAMPLES = ', '.join(chip.example for chip in CHIPS.values())
 
 
 def get_chip(name: str) -> Chip:
-  """Returns the kind of device in a topology such as 'v3:4x4'.
-
-  Raises:
-    ValueError: if the version is unknown or the name is not that of a topology.
-  """
+  """Returns the kind of device in a topology such as 'v3:4x4'."""
   version = name.split(':')[0]
   # With 0 chips along an axis the compiler ends the process.
   axis = '[1-9][0-9]{0,3}'
   if version not in CHIPS or not re.fullmatch(f'\\w+:{axis}(x{axis})*', name):
     raise ValueError(
       f"topology='{name}' is unknown: give a version and the chips along each "
-      f'axis, for example {_examples()} (--topology)'
+      f'axis, for example {_EXAMPLES} (--topology)'
     )
   return CHIPS[version]
 
 
 def get_topology(name: str):
-  """Returns the devices of a topology.
-
-  Args:
-    name: for example 'v3:4x4'.
+  """Returns the devices of a topology such as 'v3:4x4'.
 
   Raises:
     ValueError: if there is no such topology.
@@ -97,9 +82,5 @@ def get_topology(name: str):
       ) from e
     raise ValueError(
       f"topology='{name}' is not available: {text[:200]}; use for example "
-      f'{_examples()} (--topology)'
+      f'{_EXAMPLES} (--topology)'
     ) from e
-
-
-def _examples():
-  return ', '.join(chip.example for chip in CHIPS.values())

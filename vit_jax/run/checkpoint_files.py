@@ -34,7 +34,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from vit_jax.configs import rules
-from vit_jax.run import workdir as workdir_lib
+from vit_jax.distributed import files
 
 NAME = 'checksums.json'
 METRICS = 'metrics.json'
@@ -88,9 +88,7 @@ class Save(ocp.args.PyTreeSave):
 def write_metrics(directory: epath.Path, metrics: Mapping[str, float]):
   """Writes the metrics of a checkpoint, if there are any."""
   if metrics:
-    workdir_lib.write_atomically(
-      directory / METRICS, _with_checksum(dict(metrics))
-    )
+    files.write(directory / METRICS, _with_checksum(dict(metrics)))
 
 
 def read_metric(checkpoint: epath.Path, name: str) -> float | None:

@@ -17,8 +17,8 @@ from absl import logging
 from etils import epath
 
 from vit_jax import cli
+from vit_jax.distributed import files
 from vit_jax.distributed import processes
-from vit_jax.run import workdir as workdir_lib
 
 # Seconds between two renewals, and seconds without one after which a file is
 # free.
@@ -179,7 +179,7 @@ class Holder:
 
   def _write(self, count):
     content = json.dumps({**self._me, 'renewed': count})
-    workdir_lib.write_atomically(self._path, content, self._me['id'])
+    files.write(self._path, content)
 
   def _read(self) -> dict | None:
     """Returns the content of the file; None if it has no valid content."""

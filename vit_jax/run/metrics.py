@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from vit_jax.data.images import images
+from vit_jax.distributed import files
 from vit_jax.run import workdir as workdir_lib
 
 
@@ -49,7 +50,7 @@ class MetricsLog:
         bad[0][:80],
       )
     lines = [_line(line) for line in found if line['step'] <= start_step]
-    workdir_lib.write_atomically(self.path, ''.join(lines))
+    files.write(self.path, ''.join(lines))
     self._held = None  # Lines to upload, with the events in `self._folder`.
     events = str(workdir)
     if is_remote(workdir):
@@ -105,7 +106,7 @@ class MetricsLog:
       self._folder.cleanup()
 
   def _upload(self):
-    workdir_lib.write_atomically(self.path, ''.join(self._held))
+    files.write(self.path, ''.join(self._held))
     for file in epath.Path(self._folder.name).iterdir():
       file.copy(self.path.parent / file.name, overwrite=True)
 

@@ -21,6 +21,7 @@ from etils import epath
 import ml_collections
 
 from vit_jax.configs import common
+from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.run import config as run_config
 
@@ -258,15 +259,15 @@ def create(
 
   def write():
     path = folder(workdir)
-    files = {f'{name}.json': value for name, value in metadata.items()}
-    files[_DATA] = {'metadata': _digest(metadata), 'sources': data}
-    files['versions.json'] = _versions()
+    contents = {f'{name}.json': value for name, value in metadata.items()}
+    contents[_DATA] = {'metadata': _digest(metadata), 'sources': data}
+    contents['versions.json'] = _versions()
     try:
       path.mkdir(parents=True, exist_ok=True)
-      for name, value in files.items():
-        write_atomically(path / name, json.dumps(value, indent=1))
+      for name, value in contents.items():
+        files.write(path / name, json.dumps(value, indent=1))
       # Written last, since config.json marks the folder as that of a run.
-      write_atomically(
+      files.write(
         path / 'config.json',
         json.dumps(to_plain(config), indent=1, sort_keys=True),
       )
@@ -376,22 +377,6 @@ def _read_config(path) -> ml_collections.ConfigDict:
     ) from e
   except (ValueError, AttributeError, KeyError, TypeError) as e:
     raise _damaged(file, str(e)) from e
-
-
-def write_atomically(path: epath.Path, text: str, owner: str = ''):
-  """Writes a text to a file so that no reader ever sees it incomplete.
-
-  `owner` distinguishes writers of the same file that do not know each other.
-  """
-  temporary = path.parent / f'.{path.name}{owner}.tmp'
-  temporary.write_text(text)
-  try:
-    temporary.replace(path)
-  except IsADirectoryError as e:
-    temporary.unlink()
-    raise ValueError(
-      f"'{path}' is a folder and must be a file: move it away"
-    ) from e
 
 
 def _read_json(path):

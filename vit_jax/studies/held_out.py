@@ -12,13 +12,7 @@ _LARGE = 10**9  # Number of examples by which slices are compared.
 
 
 class Parts(NamedTuple):
-  """Splits of the training data.
-
-  Attributes:
-    train: what each combination is trained on.
-    held_out: what the combinations are compared on.
-    all: both together.
-  """
+  """Splits to train on and to compare on (held_out), and both together (all)."""
 
   train: str
   held_out: str
@@ -40,9 +34,12 @@ def cut(split: str, test: str, held_out: str | None = None) -> Parts:
       is held out has examples in common with the rest or the test split.
   """
   (base, instruction), *more = slices.parts(split)
+  remedy = (
+    'hold a part out with --held_out=10%, or name another split with '
+    '--held_out=validation'
+  )
   if held_out and not re.fullmatch(r'\d+|\d+(\.\d+)?%', held_out):
-    wrong = rules.split(held_out)
-    if wrong:
+    if wrong := rules.split(held_out):
       raise ValueError(f"held_out='{held_out}' {wrong} (--held_out)")
     found = Parts(split, held_out, f'{split}+{held_out}')
   elif more:
@@ -56,15 +53,11 @@ def cut(split: str, test: str, held_out: str | None = None) -> Parts:
     begin, _, end = instruction.strip('[]').partition(':')
     rest = [f'{base}[:{begin}]'] * bool(begin) + [f'{base}[{end}:]'] * bool(end)
     found = Parts(split, '+'.join(rest), base)
-  remedy = (
-    'hold a part out with --held_out=10%, or name another split with '
-    '--held_out=validation'
-  )
-  if not found.held_out:
-    raise ValueError(
-      f"pp.train='{split}' leaves no part of the training data to choose on: "
-      f'{remedy}'
-    )
+    if not rest:
+      raise ValueError(
+        f"pp.train='{split}' leaves no part of the training data to choose on: "
+        f'{remedy}'
+      )
   for key, other in (('pp.train', found.train), ('pp.test', test)):
     if _overlap(found.held_out, other):
       raise ValueError(

@@ -20,6 +20,7 @@ from vit_jax import evaluate
 from vit_jax import predict
 from vit_jax.data import pseudo_labels
 from vit_jax.data import records
+from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine
@@ -33,38 +34,24 @@ _LABELS = ('images', 'classes', 'probabilities')
 
 
 class Settings(NamedTuple):
-  """How to make pseudo-labels.
+  """How to make pseudo-labels of the images of a split."""
 
-  Attributes:
-    teacher: workdir of a run, whose newest checkpoint labels the images.
-    dataset: data set of the images.
-    split: split of the images.
-    confidence: labels of a lower probability are dropped.
-    per_class: number of images of each class, see `balance`; None for all.
-    soft: whether a label is the probability of every class, or the best class.
-    seed: seed of `balance`.
-    soft_classes: number of the most probable classes whose probabilities are
-      stored; None for all.
-  """
-
-  teacher: str
+  teacher: str  # Workdir of a run, whose newest checkpoint labels the images.
   dataset: str
   split: str
-  confidence: float
-  per_class: int | None
-  soft: bool
-  seed: int
-  soft_classes: int | None = SOFT_CLASSES
+  confidence: float  # Labels of a lower probability are dropped.
+  per_class: int | None  # Images of each class, see `balance`; None for all.
+  soft: bool  # Whether a label is the probability of every class, or the best.
+  seed: int  # Of `balance`.
+  # Number of the most probable classes whose probabilities are stored.
+  soft_classes: int | None = SOFT_CLASSES  # None for all.
 
 
 def label(settings: Settings, source, folder: str, batch: int) -> dict:
   """Labels images and writes a folder of pseudo-labels, unless it is there.
 
-  Args:
-    settings: see Settings.
-    source: the images, a vit_jax.data.records.Source with random access.
-    folder: the folder, see vit_jax/data/pseudo_labels.py.
-    batch: images per step, over all devices and hosts.
+  `source` are the images, and `batch` is their number per step, over all devices
+  and hosts.
 
   Returns:
     The content of its pseudo_labels.json; `counts` has the number of images that
@@ -94,12 +81,7 @@ def label(settings: Settings, source, folder: str, batch: int) -> dict:
 
 
 def load_teacher(workdir: str):
-  """Loads a run that can label images; returns its predictor and the mesh.
-
-  Raises:
-    FileNotFoundError: if there is no such run, or it has no checkpoint yet.
-    ValueError: if the run is no classifier.
-  """
+  """Loads a run that can label images; returns its predictor and the mesh."""
   mesh = evaluate.run_mesh(workdir)
   model = predict.load(workdir, mesh=mesh)
   if not isinstance(model.task, classify.Task):
@@ -125,15 +107,10 @@ def _begin(path, asked, source) -> bool:
   else:
     path.mkdir(parents=True, exist_ok=True)
     source.store(path)
-    workdir_lib.write_atomically(begun, json.dumps(asked, indent=1))
+    files.write(begun, json.dumps(asked, indent=1))
     return False
   before.setdefault('soft_classes', SOFT_CLASSES)  # Older labels lack it.
-  differing = [
-    f'{key}: {before.get(key)} there, {value} here'
-    for key, value in asked.items()
-    if before.get(key) != value
-  ]
-  if differing:
+  if differing := workdir_lib.differences(before, asked):
     raise ValueError(
       f"'{path}' has pseudo-labels of other settings:\n  "
       + '\n  '.join(differing)
@@ -144,9 +121,19 @@ def _begin(path, asked, source) -> bool:
 
 def _label_blocks(model, mesh, settings, source, path):
   """Writes a file of confident labels for each block that has none yet."""
-  count = len(model.task.class_names)
+  task = model.task
+  count = len(task.class_names)
   known = min(settings.soft_classes or count, count)
-  best = _best_classes(model.task, mesh, known)
+
+  def best(params, extra, batch):
+    logits = task.outputs(params, extra, batch)
+    shares = task.squash(logits.astype(jnp.float32))
+    probabilities, classes = jax.lax.top_k(shares, known)  # [B, known]
+    kept = {name: batch[name] for name in ('index', 'mask')}
+    return {'classes': classes, 'probabilities': probabilities, **kept}
+
+  # Every process receives the whole batch.
+  best = jax.jit(best, out_shardings=sharding.replicated(mesh))
   size = max(1, BLOCK * SOFT_CLASSES // max(known, SOFT_CLASSES))
   begins = range(0, source.num_examples, size)
   missing = processes.from_first(
@@ -159,7 +146,7 @@ def _label_blocks(model, mesh, settings, source, path):
       model.config,
       mesh,
       records.Subset(source, np.arange(begin, end)),
-      model.task.inputs,
+      task.inputs,
       lambda batch: best(model.params, model.extra, batch),
       what=f'Labelling images {begin:,} to {end:,}',
     )
@@ -178,32 +165,13 @@ def _block(path, begin):
   return path / 'blocks' / f'{begin:012}.npz'
 
 
-def _best_classes(task, mesh, known: int):
-  """Returns the function of a batch that predicts the `known` best classes."""
-
-  def best(params, extra, batch):
-    logits = task.outputs(params, extra, batch)
-    shares = task.squash(logits.astype(jnp.float32))
-    probabilities, classes = jax.lax.top_k(shares, known)  # [B, known]
-    kept = {name: batch[name] for name in ('index', 'mask')}
-    return {'classes': classes, 'probabilities': probabilities, **kept}
-
-  # Every process receives the whole batch.
-  return jax.jit(best, out_shardings=sharding.replicated(mesh))
-
-
 def confident(found, begin: int, confidence: float) -> dict[str, np.ndarray]:
   """Selects the images of a block that have a confident label.
 
-  Args:
-    found: `classes` [b, k] and `probabilities` [b, k] of all images of a block,
-      the most probable class first.
-    begin: number of the first image.
-    confidence: least probability of a label.
-
-  Returns:
-    `images`, int64 [m], numbers of the images; `classes` and `probabilities`
-    [m, k]; and `highest`, the highest probability of all images.
+  `found` are `classes` [b, k] and `probabilities` [b, k] of all images of the
+  block, the most probable class first; its first image has the number `begin`.
+  Returns `images`, int64 [m], numbers of the images; `classes` and
+  `probabilities` [m, k]; and `highest`, the highest probability of all images.
   """
   first = found['probabilities'][:, 0]
   kept = np.flatnonzero(first >= confidence)
@@ -217,16 +185,14 @@ def confident(found, begin: int, confidence: float) -> dict[str, np.ndarray]:
 
 def _finish(path, asked: dict[str, Any], task):
   """Balances the labels of all blocks, and writes the result."""
-  blocks = sorted((path / 'blocks').glob('*.npz'))
-  found = []
-  for block in blocks:
-    found.append(
-      pseudo_labels.read_arrays(
-        block,
-        (*_LABELS, 'highest'),
-        'delete it, and the same command labels these images again',
-      )
+  found = [
+    pseudo_labels.read_arrays(
+      block,
+      (*_LABELS, 'highest'),
+      'delete it, and the same command labels these images again',
     )
+    for block in sorted((path / 'blocks').glob('*.npz'))
+  ]
   arrays = {
     name: np.concatenate([part[name] for part in found]) for name in _LABELS
   }
@@ -243,11 +209,8 @@ def _finish(path, asked: dict[str, Any], task):
     best, arrays['probabilities'][:, 0], asked['per_class'], asked['seed']
   )
   facts = {
-    'dataset': asked['dataset'],
-    'split': asked['split'],
-    'images': asked['images'],
+    **{name: asked[name] for name in ('dataset', 'split', 'images', 'soft')},
     'class_names': list(task.class_names),
-    'soft': asked['soft'],
     'exclusive': task.exclusive,
     'settings': {k: v for k, v in asked.items() if k != 'images'},
     'counts': {
@@ -270,14 +233,9 @@ def balance(
   with too few repeats its images, each as often as the others or once more, by
   lot. A class without any image stays empty.
 
-  Args:
-    classes: class of each image, int [m].
-    confidence: float [m].
-    per_class: number of images of each class; None keeps every image once.
-    seed: seed of the lots.
-
-  Returns:
-    Rows of these arrays, int64 [n], ascending by class.
+  Takes the class of each image, int [m], and its confidence, float [m]; returns
+  rows of these arrays, int64 [n], ascending by class. With `per_class` None every
+  image is kept once.
   """
   if per_class is None:
     return np.arange(len(classes))

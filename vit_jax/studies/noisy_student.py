@@ -36,10 +36,10 @@ say = cli.say
 # Between the seeds of the runs of an iteration and the next.
 _SEEDS = 1000
 
-# Rules for the keys of the config, beside `teacher` and `student`.
-KEYS: dict[str, rules.Rule] = {
-  'trainer': rules.text,
-  'seeds': rules.several(rules.whole(0)),
+_KEYS: dict[str, rules.Rule] = {
+  'teacher': rules.group,
+  'student': rules.group,
+  'seeds': rules.seeds,
   'teacher_workdir': rules.optional(rules.text),
   'unlabelled': rules.text,
   'unlabelled_split': rules.text,
@@ -54,10 +54,6 @@ KEYS: dict[str, rules.Rule] = {
 
 def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
   """Trains a teacher and its students for each seed, and compares them.
-
-  Args:
-    config: see configs/noisy_student.py.
-    workdir: folder for all runs and their labels.
 
   Returns:
     The content of workdir/noisy_student.json: for the teacher and for the
@@ -98,13 +94,7 @@ def _train(config, runs, workdir) -> list[float]:
 
 def _check(config):
   """Checks the config, and those of the runs."""
-  for name, rule in KEYS.items():
-    rules.check(name, config.get(name), rule)
-  for name in config:
-    if name not in (*KEYS, 'teacher', 'student'):
-      rules.raise_unknown(name, (*KEYS, 'teacher', 'student'))
-  if len(set(config.seeds)) < len(config.seeds):
-    raise ValueError(f'seeds={config.seeds} must differ (config.seeds)')
+  runs_lib.check_keys(config, _KEYS, 'a Noisy Student')
   for kind, ratios in (('teacher', [0]), ('student', set(config.ratios))):
     run = run_config.complete(runs_lib.seeded(config[kind], config.seeds[0]))
     known = run_config.metrics_of(run)
@@ -120,7 +110,7 @@ def _check(config):
       )
     size = run.batch
     for ratio in ratios:
-      run.batch = _with_unlabelled(size, ratio)
+      run.batch = round(size * (1 + ratio))
       try:
         train.check(run)
       except ValueError as e:
@@ -128,12 +118,7 @@ def _check(config):
 
 
 def _check_data(config, seed) -> int:
-  """Opens the data of a seed; returns the number of labelled images.
-
-  Raises:
-    ValueError: if the unlabelled images have no random access, or the given
-      teacher has other classes than the labelled images.
-  """
+  """Opens the data of a seed; returns the number of labelled images."""
   run = runs_lib.seeded(config.student, seed)
   run.broken_images = 'trust'  # The runs check the images.
   labelled = sources.open_split(run, run.pp.train)
@@ -160,11 +145,6 @@ def _unlabelled(config, seed, run, workdir=None):
 
 
 # --- The runs ---
-
-
-def _with_unlabelled(batch: int, ratio: float) -> int:
-  """Returns the size of a batch, with the unlabelled images."""
-  return round(batch * (1 + ratio))
 
 
 def _teachers(config, workdir) -> tuple[list[str], list[float]]:
@@ -201,11 +181,10 @@ def _student(config, workdir, iteration, seed, teacher, num_labelled):
     teacher=teacher,
     dataset=config.unlabelled,
     split=runs_lib.with_seed(config.unlabelled_split, seed),
-    confidence=config.confidence,
-    per_class=config.per_class,
-    soft=config.soft,
-    soft_classes=config.soft_classes,
     seed=seed,
+    **{
+      x: config[x] for x in ('confidence', 'per_class', 'soft', 'soft_classes')
+    },
   )
   with runs_lib.alone(folder):
     source = _unlabelled(config, seed, run, folder)
@@ -214,23 +193,20 @@ def _student(config, workdir, iteration, seed, teacher, num_labelled):
   ratio = config.ratios[iteration - 1]
   with run.ignore_type():
     run.dataset = ((run.dataset, 1.0), (folder, ratio))
-  run.batch = _with_unlabelled(run.batch, ratio)
+  run.batch = round(run.batch * (1 + ratio))
   run.seed = seed + _SEEDS * iteration
   return runs_lib.Run(f'student_{iteration}_{seed}', run)
 
 
 def _describe(facts, folder) -> str:
   """Says how many images were labelled, and how evenly."""
-  counts = facts['counts']
-  empty = [
-    name
-    for name, count in zip(facts['class_names'], counts['by_class'])
-    if not count
-  ]
+  counts, names = facts['counts'], facts['class_names']
+  each = counts['by_class']
+  empty = [name for name, count in zip(names, each) if not count]
   text = (
-    f'{folder}: {sum(counts["by_class"]):,} of {counts["images"]:,} images labelled, '
-    f'{min(counts["by_class"]):,} to {max(counts["by_class"]):,} a class, and '
-    f'{counts["examples"]:,} when balanced'
+    f'{folder}: {sum(each):,} of {counts["images"]:,} images labelled, '
+    f'{min(each):,} to {max(each):,} a class, and {counts["examples"]:,} when '
+    'balanced'
   )
   if empty:
     text += f'; none for {len(empty)} classes, such as {empty[:3]}'
@@ -240,27 +216,33 @@ def _describe(facts, folder) -> str:
 # --- The result ---
 
 
+def _margins(values, first) -> list[float]:
+  return [value - other for value, other in zip(values, first)]
+
+
 def _rows(seeds, found) -> list[dict[str, Any]]:
   """Returns the rows of the result: the teacher, then each iteration."""
   rows = []
   for iteration, values in enumerate(found):
-    margins = [value - first for value, first in zip(values, found[0])]
-    margin, margin_std = tables.mean_std(margins)
-    name = f'student {iteration}' if iteration else 'teacher'
-    more = {'margin': margin, 'margin_std': margin_std}
-    rows.append(tables.row({'model': name}, dict(zip(seeds, values)), **more))
+    margin, std = tables.mean_std(_margins(values, found[0]))
+    names = {'model': f'student {iteration}' if iteration else 'teacher'}
+    by_seed = dict(zip(seeds, values))
+    rows.append(tables.row(names, by_seed, margin=margin, margin_std=std))
   return rows
 
 
 def _show(config, rows, workdir):
   """Prints, writes and draws the table."""
   metric, found = config.metric, list(map(tables.values, rows))
-  lines = []
-  for row, values in zip(rows, found):
-    margins = [value - first for value, first in zip(values, found[0])]
+  lines, points = [], []
+  for iteration, (row, values) in enumerate(zip(rows, found)):
     mean, each = tables.cells(metric, row)
-    margin = tables.format_values(metric, margins)
+    margin = tables.format_values(metric, _margins(values, found[0]))
     lines.append((row['model'], mean, margin, each))
+    points += [
+      (f'seed {seed}', iteration, [value])
+      for seed, value in zip(config.seeds, values)
+    ]
   tables.publish(
     workdir, 'noisy_student', rows,
     f'{tables.with_unit(metric)}, mean and standard deviation over '
@@ -268,11 +250,6 @@ def _show(config, rows, workdir):
     'seed:',
     ('model', metric, 'margin', 'seeds'), lines,
   )  # fmt: skip
-  points = [
-    (f'seed {seed}', iteration, [value])
-    for iteration, values in enumerate(found)
-    for seed, value in zip(config.seeds, values)
-  ]
   tables.plot(
     metric, 'Noisy Student', points, f'{workdir}/noisy_student.png',
     'iteration (0: the teacher)',

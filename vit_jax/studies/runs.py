@@ -6,6 +6,7 @@ file result.json, and is not trained again; a run that was interrupted goes on.
 Each machine takes the next run that no other one holds (vit_jax/run/holder.py).
 """
 
+import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
@@ -53,12 +54,7 @@ _OWN_ERRORS = (
 
 
 class Run(NamedTuple):
-  """A run among others.
-
-  Attributes:
-    name: name of its folder in the workdir.
-    config: its config, see vit_jax/configs/common.py.
-  """
+  """A run among others: the name of its folder in the workdir, and its config."""
 
   name: str
   config: ml_collections.ConfigDict
@@ -100,11 +96,7 @@ class Outcome(NamedTuple):
     }
 
   def finish(self, allow_diverged: bool = False):
-    """Raises Failed if runs failed; to be called when the table is printed.
-
-    Args:
-      allow_diverged: whether runs that diverged have not failed.
-    """
+    """Raises Failed if runs failed; to be called when the table is printed."""
     reasons = {**self.failed, **({} if allow_diverged else self.diverged)}
     if not reasons:
       return
@@ -125,18 +117,10 @@ def train_all(
 
   A run that is done is not trained again, and one that was interrupted goes on.
   All configs are checked before the first run begins. If a run fails, the
-  others are trained all the same. A run that another machine holds is passed
-  over, and waited for at the end: when that machine has ended or is lost, the
-  run goes on here unless it is done.
-
-  Args:
-    runs: the runs; their names differ.
-    workdir: folder for all runs, which several machines may share.
-    checkpoints: which checkpoints of a run to keep when it is done, a key of
-      CHECKPOINTS.
-
-  Returns:
-    The Outcome of all runs, in the order of `runs`; see Outcome.finish.
+  others are trained all the same: see Outcome.finish. A run that another machine
+  holds is passed over, and waited for at the end: when that machine has ended or
+  is lost, the run goes on here unless it is done. `checkpoints`, a key of
+  CHECKPOINTS, are those to keep of a run that is done.
 
   Raises:
     ValueError: if a name, a config or `checkpoints` is wrong, or if a folder
@@ -261,10 +245,7 @@ def collect(
 ) -> Outcome:
   """Returns what has become of runs, on this and on other machines.
 
-  Args:
-    runs: the runs.
-    workdir: their folder.
-    failed: why runs failed on this machine, by name; another may be luckier.
+  `failed` says why runs failed on this machine; another may have been luckier.
   """
   found = {run.name: _read(workdir, run) for run in runs}
   found = {name: result for name, result in found.items() if result is not None}
@@ -283,7 +264,7 @@ def _read(workdir, run) -> dict | None:
     file = workdir_lib.folder(workdir) / run.name / _RESULT
     try:
       found = json.loads(file.read_text())
-      _check_result(found, run.config)
+      _check_result(found, run.config.get('best_metric'))
       return found
     except (FileNotFoundError, NotADirectoryError):
       return None
@@ -296,52 +277,57 @@ def _read(workdir, run) -> dict | None:
   return processes.from_first(f'reading the result of {run.name}', read)
 
 
-def _check_result(found, config):
+def _check_result(found, best):
   """Raises ValueError if this is not what `_train` has stored of a run."""
-  if not isinstance(found, dict) or not {'metrics', 'diverged'} & set(found):
-    raise ValueError('it has no metrics')
-  if not isinstance(found.get('config', {}), dict):
-    raise ValueError(f"'config' is {found['config']!r:.50}, not an object")
-  if 'diverged' in found:
-    if not isinstance(found['diverged'], str):
-      raise ValueError(f"'diverged' is {found['diverged']!r:.50}, not a text")
+  if not isinstance(found, dict) or not isinstance(
+    found.get('config', {}), dict
+  ):
+    raise ValueError(f'{found!r:.50} is not of a run')
+  if isinstance(found.get('diverged'), str):
     return
-  metrics = found['metrics']
-  if not isinstance(metrics, dict):
-    raise ValueError(f"'metrics' is {metrics!r:.50}, not an object")
-  for name, value in metrics.items():
-    if type(value) not in (int, float):
-      raise ValueError(f'{name} is {value!r:.50}, not a number')
-    if metrics_lib.is_share(name) and not 0 <= value <= 1:
-      raise ValueError(f'{name} is {value}, not a share from 0 to 1')
-  best = config.get('best_metric')
-  if best in metrics and not rules.is_number(metrics[best]):
-    raise ValueError(f'{best} is {metrics[best]}, not a number')
+  if not isinstance(found.get('metrics'), dict):
+    raise ValueError('it has no metrics')
+  for name, value in found['metrics'].items():
+    fits = type(value) in (int, float)
+    if fits and metrics_lib.is_share(name):
+      fits = 0 <= value <= 1
+    if not fits or (name == best and not rules.is_number(value)):
+      raise ValueError(f'{name} is {value!r:.50}')
 
 
 # --- Checking ---
 
 
-def check(runs: Sequence[Run], workdir, checkpoints: str = 'newest'):
-  """Checks all that can be checked before the first run begins; writes nothing.
+def check_keys(config, known: Mapping[str, rules.Rule], of: str):
+  """Checks the keys of the config of a study; `of` names it.
 
-  See train_all for the arguments and errors.
+  Raises ValueError for an unknown key, one that is missing, or a wrong value.
   """
+  for key in config:
+    if key not in (*known, 'trainer'):
+      rules.raise_unknown(key, known, of=f'the config of {of}')
+  for key, rule in known.items():
+    if key not in config:
+      raise ValueError(f'{of} needs config.{key}')
+    rules.check(key, config[key], rule)
+
+
+def check(runs: Sequence[Run], workdir, checkpoints: str = 'newest'):
+  """Checks all that can be checked before the first run begins; writes nothing."""
   if checkpoints not in CHECKPOINTS:
     raise ValueError(
       f'checkpoints={checkpoints!r} is unknown: use one of {list(CHECKPOINTS)}'
     )
-  names = [run.name for run in runs]
-  for name in names:
+  names = collections.Counter(run.name for run in runs)
+  for name, count in names.items():
     if not re.fullmatch(r'[\w=+,@-][\w.=+,@-]*', name):
       raise ValueError(
         f"run '{name}': the name of a run is that of a folder, of letters, digits "
         'and ._-+=,@'
       )
-    if names.count(name) > 1:
+    if count > 1:
       raise ValueError(
-        f"run '{name}' occurs {names.count(name)} times: the names of runs must "
-        'differ'
+        f"run '{name}' occurs {count} times: the names of runs must differ"
       )
   for run in runs:
     try:
@@ -390,15 +376,6 @@ def named(runs: Sequence[Run], name: str) -> list[Run]:
   return found
 
 
-def note_shard(shard):
-  """Says that the number of a machine, if one is given, has no effect."""
-  if shard is not None:
-    say(
-      f'shard={shard} is not needed and has no effect: each machine takes the next '
-      'run that is free.'
-    )
-
-
 def seeded(config: ml_collections.ConfigDict, seed: int):
   """Returns a copy of a run's config with a seed, also in its splits.
 
@@ -424,22 +401,23 @@ def changed(
   Args:
     config: config of a run.
     changes: values by dotted key: {'base_lr': 0.01,
-      'model.transformer.num_layers': 2}. A whole group, such as `model`, is
-      replaced. A length in steps takes the place of one in epochs, and vice
-      versa.
+      'model.transformer.num_layers': 2}; they are not checked. A whole group,
+      such as `model`, is replaced. A length in steps takes the place of one in
+      epochs, and vice versa.
 
   Raises:
-    ValueError: if the config has no such key; names the nearest one. The values
-      are not checked.
+    ValueError: if the config has no such key; names the nearest one.
   """
   config = run_config.complete(config)
   for key, value in changes.items():
-    *groups, name = key.split('.')
-    holder, prefix = config, ''
-    for group in groups:
-      _check_key(holder, group, prefix)
-      holder, prefix = holder[group], f'{prefix}{group}.'
-    _check_key(holder, name, prefix)
+    inside, prefix = config, ''
+    for name in key.split('.'):
+      holder = inside
+      if not isinstance(holder, ml_collections.ConfigDict):
+        raise ValueError(f"'{prefix.rstrip('.')}' is no group of keys")
+      if name not in holder:
+        rules.raise_unknown(name, holder.keys(), prefix)
+      inside, prefix = holder[name], f'{prefix}{name}.'
     with holder.unlocked(), holder.ignore_type():
       holder[name] = value
       length, _, unit = name.rpartition('_')
@@ -449,10 +427,3 @@ def changed(
     if key == 'model':
       config = run_config.complete(config)  # With the options of the model.
   return config
-
-
-def _check_key(holder, name, prefix):
-  if not isinstance(holder, ml_collections.ConfigDict):
-    raise ValueError(f"'{prefix.rstrip('.')}' is no group of keys")
-  if name not in holder:
-    rules.raise_unknown(name, holder.keys(), prefix)

@@ -11,7 +11,7 @@ The config of a study has these keys:
                in pp.train and pp.test, for draws of labels.
   metric       metric to compare, such as 'accuracy_test'.
 
-and optionally those of OPTIONS below. Any number of machines that see the
+and optionally those of _OPTIONS below. Any number of machines that see the
 workdir can start the same command: each takes the next run that is free.
 """
 
@@ -32,33 +32,58 @@ from vit_jax.studies import runs as runs_lib
 from vit_jax.studies import tables
 
 say = cli.say
-_KEYS = ('trainer', 'base', 'variants', 'seeds', 'metric')
-OPTIONS = {
+
+
+def _pairs(is_second, words: str) -> rules.Rule:
+  """Returns a rule: pairs of a text and a value of some kind."""
+
+  def rule(value):
+    fits = isinstance(value, tuple | list) and all(
+      isinstance(pair, tuple | list)
+      and len(pair) == 2
+      and isinstance(pair[0], str)
+      and is_second(pair[1])
+      for pair in value
+    )
+    return None if fits else f'must be pairs {words}'
+
+  return rule
+
+
+_KEYS = {
+  'base': rules.group,
+  'variants': _pairs(
+    lambda x: isinstance(x, dict), '(name, {key: value, ...})'
+  ),
+  'seeds': rules.seeds,
+  'metric': rules.text,
+}
+# Key -> (default, rule).
+_OPTIONS = {
   # Title of the plot.
-  'title': 'Study',
+  'title': ('Study', rules.text),
   # For a plot of curves: (name of the line, x) for each variant. Without, the
   # plot has a bar for each variant. 'exaflops' in place of an x stands for the
   # compute of the variant's runs in exaFLOPs.
-  'x': (),
+  'x': (
+    (),
+    _pairs(
+      lambda x: rules.is_number(x) or x == 'exaflops',
+      "(name of the line, number or 'exaflops')",
+    ),
+  ),
   # Label of the x axis, and whether the axis is logarithmic.
-  'x_label': '',
-  'x_log': False,
-  # Of older configs; has no effect.
-  'shard': None,
+  'x_label': ('', rules.no_nan),
+  'x_log': (False, rules.flag),
   # Checkpoints to keep of a run that is done: 'all', 'newest' or 'none'.
-  'checkpoints': 'newest',
+  'checkpoints': ('newest', rules.one_of(*runs_lib.CHECKPOINTS)),
 }
 
 
 def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   """Trains each variant with each seed, and compares a metric.
 
-  Each run has its own workdir below `workdir`; after an interruption the same
-  command continues.
-
-  Args:
-    config: see the docstring of this module.
-    workdir: folder for all runs, for study.json, study.csv and study.png.
+  The workdir has all runs, study.json, study.csv and study.png.
 
   Returns:
     The rows of study.json: `variant`, `mean` and `std` over the seeds, the value
@@ -70,7 +95,6 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
     train.Interrupted: see train.train_and_evaluate.
   """
   config = _complete(config)
-  runs_lib.note_shard(config.shard)
   runs = make_runs(config)
   count = len(config.seeds)
   variants = [runs[i : i + count] for i in range(0, len(runs), count)]
@@ -107,6 +131,11 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
   config = _complete(config)
   found = []
   for name, changes in config.variants:
+    if 'seed' in changes:
+      raise ValueError(
+        f"variant '{name}' sets the key 'seed': config.seeds does so for all "
+        'variants'
+      )
     try:
       run = runs_lib.changed(config.base, changes)
     except ValueError as e:
@@ -118,19 +147,18 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
         f'use one of {known} (config.metric)'
       )
     for seed in config.seeds:
+      # 'learned_1-D_0' for 'learned, 1-D'.
+      folder = re.sub(r'[^\w.=+-]+', '_', name).strip('._-')
       seeded = runs_lib.seeded(run, seed)
-      found.append(runs_lib.Run(_folder(name, seed), seeded))
+      found.append(runs_lib.Run(f'{folder}_{seed}', seeded))
   return found
 
 
 def exaflops(config: ml_collections.ConfigDict) -> float:
   """Returns the compute of a run that classifies images, in exaFLOPs.
 
-  Args:
-    config: config of the run; the size of its data is read from the data.
-
-  Raises:
-    ValueError, FileNotFoundError: if the config is wrong, or its data missing.
+  Reads the size of the data. Raises ValueError or FileNotFoundError if the config
+  is wrong, or its data missing.
   """
   config = run_config.complete(config)
   run_config.check(config)
@@ -143,57 +171,23 @@ def exaflops(config: ml_collections.ConfigDict) -> float:
   return costs.exaflops(count, config.batch * config.total_steps)
 
 
-def _folder(name, seed) -> str:
-  """Returns the name of a run's folder: 'learned_1-D_0' for 'learned, 1-D'."""
-  return re.sub(r'[^\w.=+-]+', '_', name).strip('._-') + f'_{seed}'
-
-
 def _complete(config):
   """Returns the config with all keys, checked except for `base`."""
   config = copy.deepcopy(config)
-  for key in _KEYS[1:]:
-    if key not in config:
-      raise ValueError(f'a study needs config.{key}')
-  for key in config:
-    if key not in (*_KEYS, *OPTIONS):
-      rules.raise_unknown(key, (*_KEYS, *OPTIONS), of='the config of a study')
   with config.unlocked():
-    for key, default in OPTIONS.items():
+    for key, (default, _) in _OPTIONS.items():
       if key not in config:
         config[key] = default
-  rules.check('seeds', config.seeds, rules.seeds)
-  _check_variants(config.variants)
+  options = {key: rule for key, (_, rule) in _OPTIONS.items()}
+  runs_lib.check_keys(config, _KEYS | options, 'a study')
+  if not config.variants:
+    raise ValueError('variants=() must be one or more (config.variants)')
   if config.x and len(config.x) != len(config.variants):
     raise ValueError(
       f'x has {len(config.x)} entries for {len(config.variants)} variants: give '
       '(name of the line, x) for each variant (config.x)'
     )
-  for entry in config.x:
-    pair = entry if isinstance(entry, tuple | list) else ()
-    if len(pair) != 2 or not (
-      rules.is_number(pair[1]) or pair[1] == 'exaflops'
-    ):
-      raise ValueError(
-        f'x has an entry {entry!r}: each must be (name of the line, number), or '
-        "(name of the line, 'exaflops') (config.x)"
-      )
   return config
-
-
-def _check_variants(variants):
-  """Checks the form of the variants."""
-  form = 'must be pairs (name, {key: value, ...}) (config.variants)'
-  if not isinstance(variants, tuple | list) or not variants:
-    raise ValueError(f'variants={variants!r:.100} {form}')
-  for entry in variants:
-    fits = isinstance(entry, tuple | list) and len(entry) == 2
-    if not (fits and isinstance(entry[0], str) and isinstance(entry[1], dict)):
-      raise ValueError(f'variants hold {entry!r:.100}: they {form}')
-    if 'seed' in entry[1]:
-      raise ValueError(
-        f"variant '{entry[0]}' sets the key 'seed': config.seeds does so for all "
-        'variants'
-      )
 
 
 def _show(config, rows, workdir):

@@ -8,9 +8,8 @@ the command.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import copy
 import itertools
-import json
-import math
 import re
 from typing import Any
 from typing import NamedTuple
@@ -21,9 +20,8 @@ from vit_jax import cli
 from vit_jax import train
 from vit_jax.configs import common
 from vit_jax.configs import rules
-from vit_jax.distributed import processes
+from vit_jax.data import sources
 from vit_jax.run import config as run_config
-from vit_jax.run import workdir as workdir_lib
 from vit_jax.studies import held_out as held_out_lib
 from vit_jax.studies import runs as runs_lib
 from vit_jax.studies import tables
@@ -33,7 +31,6 @@ say = cli.say
 # the part that the choice was trained on, as in the original's configs.
 REFITS = ('all', 'part')
 HELD_OUT = 'held_out'  # Name of the evaluation of the choice.
-_FILE = 'sweep.json'
 # Keys that a sweep sets itself.
 _OWN_KEYS = ('seed', 'evals', 'best_metric', 'pp.train', 'pp.test', 'trainer')
 # Numbers whose largest is at least this many times the smallest have a
@@ -42,51 +39,36 @@ _LOG_RANGE = 8
 
 
 class Sweep(NamedTuple):
-  """A sweep, checked.
+  """A sweep, checked."""
 
-  Attributes:
-    config: complete config of a run.
-    values: values to try, by dotted key.
-    parts: see held_out.Parts.
-    metric: name of the metric that chooses, without that of an evaluation.
-    refit: one of REFITS.
-    seeds: seeds of the test.
-  """
-
-  config: ml_collections.ConfigDict
-  values: Mapping[str, Sequence[Any]]
+  config: ml_collections.ConfigDict  # Of a run, complete.
+  values: Mapping[str, Sequence[Any]]  # To try, by dotted key.
   parts: held_out_lib.Parts
-  metric: str
-  refit: str
-  seeds: Sequence[int]
+  metric: str  # Which chooses, without the name of an evaluation.
+  refit: str  # One of REFITS.
+  seeds: Sequence[int]  # Of the test.
 
   @property
   def chosen_by(self) -> str:
     """Name of the metric that chooses, with that of the evaluation."""
     return f'{self.metric}_{HELD_OUT}'
 
-  def combinations(self) -> dict[str, dict[str, Any]]:
-    """Returns all combinations of the values, by name."""
+  def combinations(self) -> list[dict[str, Any]]:
+    """Returns all combinations of the values."""
     tried = itertools.product(*self.values.values())
-    found = [dict(zip(self.values, values)) for values in tried]
-    return {_name(values): values for values in found}
-
-  def runs(self) -> list[runs_lib.Run]:
-    """Returns the runs of the choice, and of the test of each combination."""
-    tests = map(self.test_runs, self.combinations().values())
-    return [*self.choice_runs(), *itertools.chain(*tests)]
+    return [dict(zip(self.values, values)) for values in tried]
 
   def choice_runs(self) -> list[runs_lib.Run]:
     """Returns the runs of the choice, which never see the test split."""
     found = []
-    for name, values in self.combinations().items():
+    for values in self.combinations():
       config = runs_lib.changed(self.config, values)
       config.pp.train = self.parts.train
       config.evals = ((HELD_OUT, self.parts.held_out),)
       config.real_labels = None  # Those of the test split.
       config.fewshot.shots = ()
       config.best_metric = self.chosen_by
-      found.append(runs_lib.Run(name, config))
+      found.append(runs_lib.Run(_name(values), config))
     return found
 
   def test_runs(self, values: Mapping[str, Any]) -> list[runs_lib.Run]:
@@ -105,6 +87,7 @@ def sweep(
   config: ml_collections.ConfigDict,
   workdir: str,
   values: Mapping[str, Sequence[Any]] | None = None,
+  *,
   held_out: str | None = None,
   seeds: int = 3,
   refit: str = 'all',
@@ -115,7 +98,8 @@ def sweep(
   """Chooses the best of several values, and tests it with several seeds.
 
   All runs lie side by side in the workdir. Those that are done are not trained
-  again, so that values or seeds can be added later.
+  again, so that values or seeds can be added later. Runs of the same name and
+  another config are refused.
 
   Args:
     config: config of a run.
@@ -136,19 +120,23 @@ def sweep(
     the rows of test.csv.
 
   Raises:
-    ValueError: if an argument is wrong, or the workdir holds another sweep;
-      before anything is trained.
+    ValueError: if an argument is wrong, before anything is trained.
     runs.Failed: after a table, if runs failed. Diverged runs of the choice only
       lose.
     train.Interrupted: see train.train_and_evaluate.
   """
   plan = make(config, values, held_out, seeds, refit, metric)
-  runs = plan.choice_runs() if only is None else runs_lib.named(
-    plan.runs(), only
-  )  # fmt: skip
-  _check_workdir(plan, workdir)
+  runs = plan.choice_runs()
+  if only is not None:
+    tests = map(plan.test_runs, plan.combinations())
+    runs = runs_lib.named([*runs, *itertools.chain(*tests)], only)
   runs_lib.check(runs, workdir, checkpoints)
-  tables.write(workdir, _FILE, json.dumps(_describe(plan), indent=1))
+  if held_out and not runs_lib.collect(runs, workdir).done:
+    # A split that does not exist is refused before anything is trained.
+    task = run_config.get_task(plan.config.task)
+    config = copy.deepcopy(plan.config)
+    config.broken_images = 'trust'  # The runs check the images.
+    sources.open_split(config, plan.parts.held_out, task.FEATURES)
   if only is not None:
     runs_lib.train_all(runs, workdir, checkpoints).finish()
     return {'choice': [], 'best': None, 'test': []}
@@ -173,12 +161,7 @@ def sweep(
 
 
 def next_runs(plan: Sweep, workdir) -> list[runs_lib.Run]:
-  """Returns the runs of the choice, or once it is made those of the test.
-
-  Raises:
-    ValueError: if the workdir holds another sweep.
-  """
-  _check_workdir(plan, workdir)
+  """Returns the runs of the choice, or once it is made those of the test."""
   runs = plan.choice_runs()
   runs_lib.check(runs, workdir)
   outcome = runs_lib.collect(runs, workdir)
@@ -204,7 +187,9 @@ def make(
   run_config.check(config)
   known = run_config.get_task(config.task).metrics(config)
   if metric is None:
-    metric = _without_evaluation(config)
+    metric = config.best_metric  # Without the name of the evaluation.
+    for name, _, _ in run_config.evaluations(config):
+      metric = metric.removesuffix(f'_{name}')
   for name, value, rule in (
     ('refit', refit, rules.one_of(*REFITS)),
     ('seeds', seeds, rules.whole(1, 1_000)),
@@ -213,30 +198,18 @@ def make(
     if rule(value):
       raise ValueError(f'{name}={value!r} {rule(value)} (--{name})')
   parts = held_out_lib.cut(config.pp.train, config.pp.test, held_out)
-  values = _values(config) if values is None else dict(values)
+  if values is None:
+    name = config.dataset if isinstance(config.dataset, str) else None
+    if name not in common.FINE_TUNING:
+      raise ValueError(
+        f'the paper has no learning rates for dataset={config.dataset!r}: give '
+        "values to try, as in --values='config.base_lr=.003,.01,.03'"
+      )
+    values = {'base_lr': common.FINE_TUNING[name][1]}
   seeds = range(config.seed, config.seed + seeds)
-  plan = Sweep(config, values, parts, metric, refit, seeds)
+  plan = Sweep(config, dict(values), parts, metric, refit, seeds)
   _check_values(plan)
   return plan
-
-
-def _without_evaluation(config) -> str:
-  """Returns 'accuracy' for best_metric='accuracy_test'."""
-  for name, _, _ in run_config.evaluations(config):
-    if config.best_metric.endswith(f'_{name}'):
-      return config.best_metric.removesuffix(f'_{name}')
-  return config.best_metric
-
-
-def _values(config) -> dict[str, Sequence[float]]:
-  """Returns the learning rates that the paper tries on the config's data."""
-  name = config.dataset if isinstance(config.dataset, str) else None
-  if name not in common.FINE_TUNING:
-    raise ValueError(
-      f'the paper has no learning rates for dataset={config.dataset!r}: give '
-      "values to try, as in --values='config.base_lr=.003,.01,.03'"
-    )
-  return {'base_lr': common.FINE_TUNING[name][1]}
 
 
 def _check_values(plan):
@@ -250,13 +223,7 @@ def _check_values(plan):
       raise ValueError(
         f"'{key}' needs one or more values, each of them once: {tried} (--values)"
       )
-  named = plan.combinations()
-  if len(named) < math.prod(map(len, plan.values.values())):
-    raise ValueError(
-      f'values={dict(plan.values)}: two combinations would have the same folder; '
-      'sweep over them in two workdirs (--values)'
-    )
-  for values in named.values():
+  for values in plan.combinations():
     train.check(plan.test_runs(values)[0].config)
 
 
@@ -270,97 +237,40 @@ def _name(values) -> str:
   return re.sub(r'[^\w.=+,-]+', '_', ','.join(parts))
 
 
-# --- The workdir ---
-
-
-def _describe(plan) -> dict[str, Any]:
-  """Returns what must stay the same when a sweep goes on, for JSON."""
-  return {
-    'config': workdir_lib.to_plain(plan.config),
-    'keys': list(plan.values),
-    'metric': plan.metric,
-    'refit': plan.refit,
-    **plan.parts._asdict(),
-  }
-
-
-def _check_workdir(plan, workdir):
-  """Checks that the workdir holds no other sweep.
-
-  A sweep of which no run has begun, such as one with a wrong --held_out, does
-  not count.
-  """
-
-  def read():
-    file = workdir_lib.folder(workdir) / _FILE
-    begun = file.exists() and any(file.parent.glob('*/config.json'))
-    return json.loads(file.read_text()) if begun else None
-
-  old = processes.from_first('reading the sweep of the workdir', read)
-  if old is None:
-    return
-  before, now = map(workdir_lib.flatten, (old, _describe(plan)))
-  differing = workdir_lib.differences(
-    before,
-    # Keys that were added to the configs later are the runs' concern.
-    {key: value for key, value in now.items() if key in before},
-    tuple(f'config.{key}' for key in workdir_lib.FREE_KEYS),
-  )
-  if differing:
-    raise ValueError(
-      f"workdir='{workdir}' holds another sweep:\n  "
-      + '\n  '.join(differing)
-      + '\nUse another --workdir, or the same flags to go on with that sweep'
-    )
-
-
 # --- The tables ---
 
 
 def _choice(plan, outcome) -> list[dict]:
   """Returns a row for each combination that is done."""
-  return [
-    {
-      **values,
-      **outcome.results.get(name, {plan.chosen_by: None}),
-      'diverged': name in outcome.diverged,
-    }
-    for name, values in plan.combinations().items()
-    if name in outcome.done
-  ]
+  rows = []
+  for values in plan.combinations():
+    name = _name(values)
+    metrics = outcome.results.get(name, {plan.chosen_by: None})
+    if name in outcome.done:
+      rows.append({**values, **metrics, 'diverged': name in outcome.diverged})
+  return rows
 
 
 def _show_choice(plan, rows, workdir):
   """Prints, writes and draws the metric of all combinations."""
   metric = plan.chosen_by
-  lines = [
-    [
-      *(row[key] for key in plan.values),
-      'diverged'
-      if row['diverged']
-      else tables.format_values(metric, [row[metric]]),
-    ]
-    for row in rows
-  ]
+  lines, points = [], []
+  # Over the first key if its values are numbers, else as bars.
+  first, *others = plan.values
+  tried = plan.values[first]
+  curves = all(map(rules.is_number, tried))
+  for row in rows:
+    value = 'diverged'
+    if not row['diverged']:
+      value = tables.format_values(metric, [row[metric]])
+      keys = others if curves else plan.values
+      name = _name({key: row[key] for key in keys})
+      points.append((name, row[first], [row[metric]]))
+    lines.append([*(row[key] for key in plan.values), value])
   tables.publish(
     workdir, 'choice', rows, 'Choice:',
     (*plan.values, tables.with_unit(metric)), lines,
   )  # fmt: skip
-  # Over the first key if its values are numbers, else as bars.
-  first = next(iter(plan.values))
-  tried = plan.values[first]
-  curves = all(map(rules.is_number, tried))
-  points = [
-    (
-      _name(
-        {key: row[key] for key in plan.values if key != first or not curves}
-      ),
-      row[first],
-      [row[metric]],
-    )
-    for row in rows
-    if not row['diverged']
-  ]
   title = f"Choice on '{plan.parts.held_out}' of {plan.config.dataset}"
   log = curves and min(tried) > 0 and max(tried) >= _LOG_RANGE * min(tried)
   tables.plot(

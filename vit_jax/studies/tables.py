@@ -11,29 +11,25 @@ from collections.abc import Sequence
 import csv
 import io
 import json
-import os
-import socket
 from typing import Any
 
 from etils import epath
 import jax
 
 from vit_jax import cli
+from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.figures import studies
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import workdir as workdir_lib
 
 say = cli.say
 mean_std = metrics_lib.mean_std
 
 
 def format_values(metric: str, values: Sequence[float]) -> str:
-  """Formats the values of a metric as the paper does: '99.15 ± 0.03'.
+  """Formats the values of runs as the paper does: '99.15 ± 0.03', '-' for none.
 
-  Args:
-    metric: name of the metric; shares are formatted in percent.
-    values: values of one or several runs, of one without ±; '-' for none.
+  Shares are in percent. There is no ± with a single value.
   """
   if not values:
     return '-'
@@ -50,11 +46,7 @@ def row(
 ) -> dict[str, Any]:
   """Returns a row: names, `mean` and `std` over the seeds, more, `seed_0`, ...
 
-  Args:
-    names: what the row is about, by column.
-    by_seed: values by seed, None for those that are missing; `mean` and `std`
-      are None if all are.
-    **more: further columns.
+  Values that are missing are None; `mean` and `std` are None if all are.
   """
   there = [value for value in by_seed.values() if value is not None]
   mean, std = mean_std(there) if there else (None, None)
@@ -86,15 +78,9 @@ def publish(
   header: Sequence[str],
   lines: Sequence[Sequence[str]],
 ):
-  """Prints a table, and writes its rows with `write_table`.
+  """Prints a table, `heading` above it, and writes its rows with `write_table`.
 
-  Args:
-    workdir: see write_table; likewise name and rows.
-    name: see workdir.
-    rows: see workdir.
-    heading: printed above the table.
-    header: names of the columns as printed.
-    lines: cells as printed.
+  `header` and `lines` are the names of the columns and the cells as printed.
   """
   say(f'\n{heading}\n{cli.table(header, lines)}')
   write_table(workdir, name, rows)
@@ -102,13 +88,9 @@ def publish(
 
 
 def write_table(workdir, name: str, rows: Sequence[Mapping[str, Any]]):
-  """Writes NAME.json, a list of objects, and NAME.csv; process 0 does so.
+  """Writes NAME.json, a list of objects, and NAME.csv.
 
-  Args:
-    workdir: the folder; created if it does not exist.
-    name: name of the files without their endings.
-    rows: rows of the table: values for JSON by column. A column that a row
-      lacks stays empty in the CSV.
+  A column that a row lacks stays empty in the CSV.
   """
   columns = list(dict.fromkeys(key for row in rows for key in row))
   text = io.StringIO()
@@ -125,9 +107,7 @@ def write(workdir, name: str, text: str):
   def do():
     path = epath.Path(workdir) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Machines that share the workdir may write the same file at once.
-    owner = f'-{socket.gethostname()}-{os.getpid()}'
-    workdir_lib.write_atomically(path, text, owner)
+    files.write(path, text)
 
   processes.from_first(f'writing {name}', do)
 
@@ -145,15 +125,9 @@ def plot(
   x_label: str | None = None,
   log_x: bool = False,
 ):
-  """Draws a metric of many runs: as bars, or as curves over x.
+  """Draws a metric of many runs: as curves over x, or without x_label as bars.
 
-  Args:
-    metric: name of the metric.
-    title: title of the plot.
-    points: (name of the bar or curve, x, values of one or several runs).
-    path: path of the PNG.
-    x_label: label of the x axis; None for bars, which have no x.
-    log_x: whether the x axis is logarithmic.
+  `points` are (name of the curve or bar, x, values of one or several runs).
   """
   scale = 100 if metrics_lib.is_share(metric) else 1
   lines = {}
@@ -174,11 +148,7 @@ def plot(
 def draw(make: Callable, *args, path, **kwargs):
   """Draws a plot into a file, or says which package is missing.
 
-  Args:
-    make: function of vit_jax/figures/studies.py.
-    *args: its arguments.
-    path: path of the PNG.
-    **kwargs: its further arguments.
+  `make` is a function of vit_jax/figures/studies.py, which gets the arguments.
   """
   if jax.process_index():
     return

@@ -3,58 +3,57 @@
 python -m vit_jax.main --config=configs/digits_transfer.py --workdir=/tmp/transfer
 """
 
-import json
-
 import ml_collections
 
 from vit_jax import cli
+from vit_jax.configs import rules
 from vit_jax.run import config as run_config
 from vit_jax.studies import runs as runs_lib
 from vit_jax.studies import tables
 
 say = cli.say
+# Key of a run's config -> its name in the table.
 _NAMES = {'finetune': 'fine-tuned', 'scratch': 'from scratch'}
 _METRIC = 'accuracy_test'
+_RULES = {
+  'seeds': rules.seeds,
+  **dict.fromkeys(('pretrain', 'finetune', 'scratch'), rules.group),
+}
 
 
-def transfer(config: ml_collections.ConfigDict, workdir: str) -> dict:
+def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   """Pre-trains once, then fine-tunes and trains from scratch for each seed.
-
-  Each run has its own workdir below `workdir`; after an interruption the same
-  command continues.
 
   Args:
     config: `pretrain`, `finetune` and `scratch`, each the config of a run; and
       `seeds`. Each seed also draws the labels: it replaces '{seed}' in the names
       of the splits.
-    workdir: folder for all runs.
+    workdir: folder for all runs, transfer.json, transfer.csv and transfer.png.
 
   Returns:
-    The content of workdir/transfer.json: accuracies from 0 to 1 of both ways by
-    seed, their means and standard deviations over the seeds, and `margin`, the
-    mean difference.
+    The rows of transfer.json, of fine-tuning, of training from scratch and of
+    their difference: `model`, `mean` and `std` over the seeds of the accuracy
+    from 0 to 1, and the value of each seed, `seed_0`, ...
 
   Raises:
     ValueError: if there are fewer than two seeds; see also runs.train_all.
     runs.Failed: if runs failed; after the table if the pre-training has not.
     train.Interrupted: see train.train_and_evaluate.
   """
+  runs_lib.check_keys(config, _RULES, 'a transfer')
   if len(config.seeds) < 2:
     raise ValueError(
       f'seeds={tuple(config.seeds)} must be two at least, for a standard deviation '
       '(--config.seeds)'
     )
   pretraining = runs_lib.Run('pretrain', config.pretrain)
-  variants = {
-    kind: [
-      runs_lib.Run(
-        f'{kind}_{seed}',
-        _run_config(config, kind, seed, f'{workdir}/{pretraining.name}'),
-      )
-      for seed in config.seeds
-    ]
-    for kind in _NAMES
-  }
+  variants = {kind: [] for kind in _NAMES}
+  for kind, found in variants.items():
+    for seed in config.seeds:
+      run = runs_lib.seeded(config[kind], seed)
+      if kind == 'finetune':
+        run.pretrained = f'{workdir}/{pretraining.name}'
+      found.append(runs_lib.Run(f'{kind}_{seed}', run))
   for run in (pretraining, *(found[0] for found in variants.values())):
     run_config.check(run_config.complete(run.config))
   say(f'Pre-training on {config.pretrain.dataset}:')
@@ -65,35 +64,25 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> dict:
   )
   pairs = zip(*variants.values())
   outcome = runs_lib.train_all([run for pair in pairs for run in pair], workdir)
-  found = {
-    kind: outcome.by_seed(runs, _METRIC) for kind, runs in variants.items()
+  tuned, scratch = (
+    outcome.by_seed(found, _METRIC) for found in variants.values()
+  )
+  difference = {
+    seed: None if None in (value, scratch[seed]) else value - scratch[seed]
+    for seed, value in tuned.items()
   }
-  found['difference'] = {
-    seed: tuned - found['scratch'][seed]
-    for seed, tuned in found['finetune'].items()
-    if None not in (tuned, found['scratch'][seed])
-  }
-  rows = {kind: tables.row({}, by_seed) for kind, by_seed in found.items()}
-  lines = [
-    (_NAMES.get(kind, kind), *tables.cells(_METRIC, row))
-    for kind, row in rows.items()
+  names = (*_NAMES.values(), 'difference')
+  rows = [
+    tables.row({'model': name}, by_seed)
+    for name, by_seed in zip(names, (tuned, scratch, difference))
   ]
-  say('\naccuracy (%) on the test images, mean and standard deviation:')
-  say(cli.table(('', _METRIC, 'seeds'), lines))
+  tables.publish(
+    workdir, 'transfer', rows,
+    'accuracy (%) on the test images, mean and standard deviation:',
+    ('model', _METRIC, 'seeds'),
+    [(row['model'], *tables.cells(_METRIC, row)) for row in rows],
+  )  # fmt: skip
+  points = [(row['model'], None, tables.values(row)) for row in rows[:2]]
+  tables.plot(_METRIC, 'Transfer', points, f'{workdir}/transfer.png')
   outcome.finish()
-  result = {
-    'seeds': list(config.seeds),
-    'accuracies': {kind: list(found[kind].values()) for kind in _NAMES},
-    'mean': {kind: rows[kind]['mean'] for kind in _NAMES},
-    'std': {kind: rows[kind]['std'] for kind in _NAMES},
-    'margin': rows['difference']['mean'],
-  }
-  tables.write(workdir, 'transfer.json', json.dumps(result, indent=1))
-  return result
-
-
-def _run_config(config, kind, seed, pretrained):
-  run = runs_lib.seeded(config[kind], seed)
-  if kind == 'finetune':
-    run.pretrained = pretrained
-  return run
+  return rows

@@ -3,7 +3,6 @@
 python -m vit_jax.main --config=configs/vtab.py:b16 --workdir=/tmp/vtab
 """
 
-from collections.abc import Sequence
 import statistics
 from typing import Any
 
@@ -30,12 +29,10 @@ PUBLISHED = {
   for model, accuracies in vtab_config.TABLE_9.items()
 }
 _RULES = {
-  'trainer': rules.one_of('vtab'),
   'tasks': rules.sequence,
   'seeds': rules.seeds,
   'validate': rules.flag,
   'download': rules.flag,
-  'shard': rules.no_nan,  # Of older configs; has no effect.
   'checkpoints': rules.one_of(*runs_lib.CHECKPOINTS),
   'run': rules.group,
 }
@@ -44,14 +41,9 @@ _RULES = {
 def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Fine-tunes on each task whose data are on this machine.
 
-  Each run has its own workdir below `workdir`; after an interruption the same
-  command continues. Of machines that see the workdir each takes the next run
-  that is free, of the tasks whose data it has.
-
-  Args:
-    config: see configs/vtab.py.
-    workdir: folder for all runs, for vtab.json, vtab.csv and vtab.png
-      (vtab_val.* if config.validate is set).
+  The workdir has all runs, and vtab.json, vtab.csv and vtab.png (vtab_val.* if
+  config.validate is set). Of machines that see it each takes the next run that is
+  free, of the tasks whose data it has.
 
   Returns:
     `rows`, the content of vtab.json: one row for each task, each group and all
@@ -64,7 +56,6 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     runs.Failed: after the table, if runs failed.
     train.Interrupted: see train.train_and_evaluate.
   """
-  runs_lib.note_shard(config.get('shard'))
   runs = _by_task(config)
   every = [run for found in runs.values() for run in found]
   runs_lib.check(every, workdir, config.checkpoints)
@@ -103,31 +94,16 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
 
 def _by_task(config) -> dict[str, list[runs_lib.Run]]:
   """Checks the config except for that of the runs; returns the runs by task."""
-  _check(config)
-  return {
-    task: [_run(config, task, seed) for seed in config.seeds]
-    for task in _tasks(config)
-  }
-
-
-def _check(config):
-  """Checks the keys of the config except for `run`."""
-  for key, value in config.items():
-    if key not in _RULES:
-      rules.raise_unknown(key, _RULES, of='the config of VTAB')
-    rules.check(key, value, _RULES[key])
-
-
-def _tasks(config) -> list[str]:
-  """Returns the names of the tasks, without 'vtab/'."""
+  runs_lib.check_keys(config, _RULES, 'VTAB')
   for task in config.tasks:
     vtab_tasks.find_task(f'{task}', 'tasks')
   names = [task.removeprefix('vtab/') for task in config.tasks or TASKS]
-  return list(dict.fromkeys(names))
+  return {
+    task: [_run(config, task, seed) for seed in config.seeds] for task in names
+  }
 
 
 def _run(config, task: str, seed: int) -> runs_lib.Run:
-  """Returns a run of a task."""
   run = runs_lib.seeded(config.run, seed)
   common.set_dataset(run, f'vtab/{task}')
   common.keep_labels(run.pp, task)
@@ -143,12 +119,9 @@ def _run(config, task: str, seed: int) -> runs_lib.Run:
 
 
 def _skipped(config, runs, done) -> dict[str, str]:
-  """Finds the tasks without data on this machine, and says how to get these.
+  """Returns {task: how to get its data} of the tasks without data, and says so.
 
   Tasks whose runs are all done need no data.
-
-  Returns:
-    {task: how to get its data}.
   """
   needed = [
     task
@@ -157,11 +130,14 @@ def _skipped(config, runs, done) -> dict[str, str]:
   ]
   skipped = _missing(config.run, needed)
   if config.download:
-    failures = {task: _download(config.run, task) for task in skipped}
-    skipped = {
-      task: failures[task] or reason
-      for task, reason in _missing(config.run, needed).items()
-    }
+    failures = {}
+    for task in skipped:
+      say(f'Preparing {TASKS[task].dataset} for {task} ...')
+      try:
+        data.prepare(config.run, f'vtab/{task}')
+      except ValueError as e:
+        failures[task] = str(e)
+    skipped = {**_missing(config.run, needed), **failures}
   if skipped:
     say(
       f'{len(skipped)} of {len(runs)} tasks are left out, since their data are not '
@@ -184,36 +160,20 @@ def _missing(run, tasks) -> dict[str, str]:
     'looking for data sets',
     lambda: {task: data.missing(run, f'vtab/{task}') for task in tasks},
   )
-  reasons = {
-    task: next(filter(None, (each[task] for each in found)), '')
+  return {
+    task: reason
     for task in tasks
+    if (reason := next(filter(None, (each[task] for each in found)), ''))
   }
-  return {task: reason for task, reason in reasons.items() if reason}
-
-
-def _download(run, task) -> str:
-  """Downloads the data of a task; returns why that fails, or ''."""
-  say(f'Preparing {TASKS[task].dataset} for {task} ...')
-  try:
-    data.prepare(run, f'vtab/{task}')
-  except ValueError as e:
-    return str(e)
-  return ''
 
 
 # --- Results ---
 
 
 def _report(config, accuracies, workdir: str) -> list[dict]:
-  """Prints, writes and draws the table beside that of the paper.
+  """Prints, writes and draws the table beside that of the paper; returns its rows.
 
-  Args:
-    config: see configs/vtab.py.
-    accuracies: {task: {seed: accuracy from 0 to 1, None if it is missing}}.
-    workdir: see vtab.
-
-  Returns:
-    The content of vtab.json, see `vtab`.
+  `accuracies` are {task: {seed: accuracy from 0 to 1, None if it is missing}}.
   """
   rows = _rows(config, accuracies)
   name = 'vtab_val' if config.validate else 'vtab'
@@ -248,26 +208,15 @@ def _rows(config, accuracies) -> list[dict]:
   rows = []
   for group in ('', *vtab_tasks.GROUPS):
     names = [name for name, task in TASKS.items() if group in ('', task.group)]
-    if not any(name in accuracies for name in names):
+    here = [name for name in names if name in accuracies]
+    if not here:
       continue  # The config names no task of this group.
-    found = {name: accuracies.get(name, {}).values() for name in names}
-    there = [name for name in names if set(found[name]) - {None}]
     # A mean is over the same tasks for all seeds.
-    means = {
-      seed: _mean([accuracies[name].get(seed) for name in there])
-      for seed in config.seeds
-    }
-    rows.append(
-      _row(
-        config, group or 'all', f'{len(there)} of {len(names)}', there, means
-      )
-    )
+    there = [name for name in here if set(accuracies[name].values()) - {None}]
+    count = f'{len(there)} of {len(names)}'
+    rows.append(_row(config, group or 'all', count, there, accuracies))
     if group:
-      rows += [
-        _row(config, group, name, [name], accuracies[name])
-        for name in names
-        if name in accuracies
-      ]
+      rows += [_row(config, group, name, [name], accuracies) for name in here]
   return rows
 
 
@@ -276,13 +225,16 @@ def _mean(values) -> float | None:
   return None if None in values or not values else statistics.mean(values)
 
 
-def _row(config, group, task, tasks: Sequence[str], values) -> dict:
+def _row(config, group, title, tasks, accuracies) -> dict:
   """Returns a row of the table, for a task or the mean over several."""
-  by_seed = {seed: values.get(seed) for seed in config.seeds}
-  row = tables.row({'group': group, 'task': task}, by_seed)
+  by_seed = {
+    seed: _mean([accuracies[task].get(seed) for task in tasks])
+    for seed in config.seeds
+  }
+  row = tables.row({'group': group, 'task': title}, by_seed)
   if not config.validate:
     for model, published in PUBLISHED.items():
-      found = _mean([published[name] / 100 for name in tasks])
+      found = _mean([published[task] / 100 for task in tasks])
       row[model] = None if found is None else round(found, 5)
   return row
 

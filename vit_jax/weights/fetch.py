@@ -21,6 +21,7 @@ import urllib.request
 from etils import epath
 
 from vit_jax import cli
+from vit_jax.distributed import files
 
 INSECURE = 'VIT_JAX_INSECURE'
 # Model in a published file's name -> a repository that holds the same weights.
@@ -226,20 +227,6 @@ def copy(
     )
 
 
-@contextlib.contextmanager
-def replacing(target: epath.Path) -> Iterator[epath.Path]:
-  """Yields a path to write to: `target` appears only when it is complete."""
-  target.parent.mkdir(parents=True, exist_ok=True)
-  temporary = target.parent / f'.{target.name}.{os.getpid()}.tmp'
-  try:
-    yield temporary
-    temporary.replace(target)
-  except BaseException:
-    with contextlib.suppress(OSError):
-      temporary.unlink()
-    raise
-
-
 def _write(blocks: Iterable[bytes], target, length, label, expected=None):
   """Writes blocks to a file; shows a bar if there is a label.
 
@@ -252,18 +239,18 @@ def _write(blocks: Iterable[bytes], target, length, label, expected=None):
   """
   name, want = expected or ('md5', None)
   digest = hashlib.new(name, usedforsecurity=False)
+  target.parent.mkdir(parents=True, exist_ok=True)
+  written = 0
   bar = cli.bar(
     total=length, unit='B', unit_scale=True, desc=label, disable=label is None
   )
-  with replacing(target) as temporary:
-    written = 0
-    with bar, temporary.open('wb') as f:
-      for block in blocks:
-        f.write(block)
-        if want:
-          digest.update(block)
-        written += len(block)
-        bar.update(len(block))
+  with bar, files.replacing(target) as f:
+    for block in blocks:
+      f.write(block)
+      if want:
+        digest.update(block)
+      written += len(block)
+      bar.update(len(block))
     if length is not None and written != length:
       raise OSError(
         f"'{label or target}' is incomplete: {written:,} of {length:,} bytes "

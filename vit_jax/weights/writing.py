@@ -15,10 +15,10 @@ import ml_collections
 import numpy as np
 
 from vit_jax.configs import common
+from vit_jax.distributed import files
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import arrays
 from vit_jax.weights import descriptions
-from vit_jax.weights import fetch
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 from vit_jax.weights.families import families
@@ -99,7 +99,9 @@ def save(params, path: str):
   head = 'resnet/head/conv2d/kernel'
   if head in flat:  # Published BiT files hold it as a 1x1 convolution.
     flat[head] = flat[head][None, None]
-  with fetch.replacing(epath.Path(path)) as file, file.open('wb') as f:
+  target = epath.Path(path)
+  target.parent.mkdir(parents=True, exist_ok=True)
+  with files.replacing(target) as f:
     np.savez(f, **flat)
 
 
@@ -121,7 +123,7 @@ def _write_npz(model, dst):
     )
   if beside:
     file = descriptions.notes_file(dst)
-    workdir_lib.write_atomically(file, json.dumps(beside, indent=1))
+    files.write(file, json.dumps(beside, indent=1))
     notes.append(
       f'an .npz cannot hold {" and ".join(beside)}: they are in {file}, where '
       'this package finds them'
@@ -134,32 +136,32 @@ def _write_folder(model, dst, to):
   """Writes model.safetensors, and the JSON files of a format."""
   family = families.of(model.config)
   state = family.dump(reading.leaves_of(model), to)
-  files, notes = family.files(model, to)
-  dst.mkdir(parents=True)
-  _write_safetensors(state, dst / 'model.safetensors')
-  for name, fields in files.items():
-    (dst / name).write_text(json.dumps(fields, indent=1))
+  contents, notes = family.files(model, to)
+  dst.mkdir(parents=True, exist_ok=True)
+  with files.replacing(dst / 'model.safetensors') as file:
+    _write_safetensors(state, file)
+  for name, content in contents.items():
+    (dst / name).write_text(json.dumps(content, indent=1))
   return notes
 
 
 def _write_pth(model, dst):
   """Writes a detector under the names of the files released with DETR."""
   state = families.of(model.config).dump(reading.leaves_of(model), 'pth')
-  with fetch.replacing(dst) as file:
+  with files.replacing(dst) as file:
     if dst.suffix == '.safetensors':
       _write_safetensors(state, file)
     else:
       torch = arrays.needed('torch', 'torch', f"writing '{dst}'")
-      with file.open('wb') as f:
-        torch.save({'model': jax.tree.map(torch.tensor, state)}, f)
+      torch.save({'model': jax.tree.map(torch.tensor, state)}, file)
   return []
 
 
 def _write_safetensors(state, file):
   safetensors = arrays.needed(
-    'safetensors.numpy', 'interop', f"writing '{file}'"
+    'safetensors.numpy', 'interop', 'writing .safetensors'
   )
-  file.write_bytes(safetensors.save(state, metadata={'format': 'pt'}))
+  file.write(safetensors.save(state, metadata={'format': 'pt'}))
 
 
 def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:

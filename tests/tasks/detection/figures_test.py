@@ -10,7 +10,7 @@ import pytest
 from tests.tasks.detection import looking_test
 from vit_jax.commands import visualize as visualize_command
 from vit_jax.distributed import sharding
-from vit_jax.figures import drawing
+from vit_jax.figures import colors as palette
 from vit_jax.figures import gallery
 from vit_jax.figures import results
 from vit_jax.tasks import classify
@@ -78,7 +78,7 @@ def test_boxes_of_queries_have_colours_by_kind():
   for query in (0, 19):
     dots = fig.axes[query].collections[:3]
     order = (looking.SMALL, looking.WIDE, looking.TALL)
-    wanted = (drawing.GREEN, drawing.ORANGE, drawing.BLUE)
+    wanted = (palette.GREEN, palette.VERMILION, palette.BLUE)
     for kind, colour, drawn in zip(order, wanted, dots):
       want = boxes[kinds[:, query] == kind, query, :2]
       np.testing.assert_allclose(drawn.get_offsets(), want)

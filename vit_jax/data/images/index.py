@@ -22,6 +22,7 @@ import numpy as np
 
 from vit_jax import cli
 from vit_jax.data.images import reading
+from vit_jax.distributed import files
 
 # Status of a file: not checked; begins and ends as an image; was decoded;
 # cannot be decoded.
@@ -195,8 +196,7 @@ class Index:
     path = epath.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {**self.facts, 'version': _VERSION, 'digest': self.digest()}
-    temporary = path.parent / f'.{path.name}.{os.getpid()}.tmp'
-    with temporary.open('wb') as file:
+    with files.replacing(path) as file:
       np.savez_compressed(
         file,
         facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
@@ -207,7 +207,6 @@ class Index:
         status=self.status,
         stamps=self.stamps,
       )
-    temporary.replace(path)
     self.path = str(path)
 
   @classmethod

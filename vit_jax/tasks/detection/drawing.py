@@ -10,13 +10,9 @@ from PIL import ImageDraw
 
 from vit_jax import preprocess
 from vit_jax.data.images import images as images_lib
+from vit_jax.figures import colors
 from vit_jax.figures import fonts
 
-# Colours that colour-blind people can tell apart (Okabe and Ito, "Color
-# Universal Design").
-_COLORS = (
-  '#E69F00', '#56B4E9', '#009E73', '#F0E442', '#D55E00', '#CC79A7', '#0072B2',
-)  # fmt: skip
 _LEAST = 256  # Smaller images are enlarged so that names can be read.
 
 
@@ -52,10 +48,8 @@ def overlay(image, numbers, names: Sequence[str]) -> np.ndarray:
   pixels = _enlarged(image).astype(np.float32)
   times = len(pixels) // len(image)
   large = np.asarray(numbers).repeat(times, 0).repeat(times, 1)
-  colors = np.array([(0, 0, 0), *(ImageColor.getrgb(_color(n)) for n in names)])
-  pixels = np.where(
-    large[..., None] > 0, pixels / 2 + colors[large] / 2, pixels
-  )
+  tints = np.array([(0, 0, 0), *(ImageColor.getrgb(_color(n)) for n in names)])
+  pixels = np.where(large[..., None] > 0, pixels / 2 + tints[large] / 2, pixels)
   is_edge = np.zeros(large.shape, bool)
   is_edge[1:] |= large[1:] != large[:-1]
   is_edge[:, 1:] |= large[:, 1:] != large[:, :-1]
@@ -87,7 +81,7 @@ def _enlarged(image) -> np.ndarray:
 
 def _color(name) -> str:
   word = name.split(' ')[0]
-  return _COLORS[sum(word.encode()) % len(_COLORS)]
+  return colors.FRAMES[sum(word.encode()) % len(colors.FRAMES)]
 
 
 def _write(pen, place, name, size, anchor='la'):

@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from vit_jax.distributed import sharding
+from vit_jax.figures import colors
 from vit_jax.figures import drawing
 from vit_jax.figures import gallery
 from vit_jax.tasks.detection import detectors
@@ -21,9 +22,9 @@ _SIDE = 400  # Pixels of the longer side of a picture, at most.
 _ROWS = 5  # Panels below each other in the figure of the queries.
 _PANELS = 20
 _KINDS = (
-  (looking.SMALL, 'small', drawing.GREEN),
-  (looking.WIDE, 'large, wide', drawing.ORANGE),
-  (looking.TALL, 'large, tall', drawing.BLUE),
+  (looking.SMALL, 'small', colors.GREEN),
+  (looking.WIDE, 'large, wide', colors.VERMILION),
+  (looking.TALL, 'large, tall', colors.BLUE),
 )
 _MARK = dict(marker='o', markersize=11, color='white', mec='black', mew=1.5)
 
@@ -96,7 +97,7 @@ def query_attention(
     row[0].imshow(picture)
     row[0].set_title(drawing.shorten(names[i], 22))
     for number, (axes, query) in enumerate(zip(row[1:], queries)):
-      colour = drawing.LINES[number % len(drawing.LINES)]
+      colour = colors.of_line(number)
       _show_map(axes, picture, seen.decoder[i, query], seen.filled[i])
       box = seen.boxes[i, query]
       _draw_box(row[0], box, picture, colour)
