@@ -1,6 +1,7 @@
 """Eight simulated devices for every test, and the fixtures that tests share."""
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -18,6 +19,8 @@ os.environ['XLA_FLAGS'] = ' '.join(
     # The newer emitters of fused loops take longer to compile: 2.7 s in place of
     # 0.9 for the gradient of a small model.
     '--xla_cpu_use_fusion_emitters=false',
+    # A program is compiled in one piece in place of up to 32, each of which costs.
+    '--xla_cpu_parallel_codegen_split_count=1',
   ]
 )
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -34,6 +37,11 @@ from vit_jax.configs import common
 # PyPI's PyTorch for GPUs brings Triton, whose library crashes in a process that has
 # loaded TensorFlow; nothing here needs it.
 sys.modules.setdefault('triton', None)
+
+# What is imported stays: to look through it for garbage, again and again, is a
+# tenth of the time.
+gc.freeze()
+gc.set_threshold(100_000, 20, 20)
 
 # Bit-exact tests below compare runs on the same backend.
 jax.config.update('jax_platforms', 'cpu')

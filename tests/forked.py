@@ -4,6 +4,7 @@ A start takes a second in place of ten, so that a test can afford many.
 """
 
 import atexit
+import gc
 import importlib
 import multiprocessing
 import os
@@ -100,6 +101,8 @@ def _run(target, args, writer, env):
   writer.close()
   os.environ.clear()
   os.environ.update(env)
+  gc.freeze()  # As in tests/conftest.py.
+  gc.set_threshold(100_000, 20, 20)
   import jax
 
   for name, kind in _JAX_SETTINGS.items():

@@ -27,6 +27,10 @@ from vit_jax.data.images import reading
 
 crop_size = geometry.crop_size
 
+# AutoGraph would rewrite all functions that these call, which takes seconds at the
+# start of a run. They hold no control flow of Python that depends on tensors.
+_as_it_is = tf.autograph.experimental.do_not_convert
+
 
 def image_sizes(pp) -> list[tuple[int, int]]:
   """Returns the sizes of training images, see vit_jax.tasks.base.Task."""
@@ -35,6 +39,7 @@ def image_sizes(pp) -> list[tuple[int, int]]:
   return [crop_size(pp)]
 
 
+@_as_it_is
 def decode_for_training(encoded, seed, pp):
   """Decodes and augments one image.
 
@@ -51,6 +56,7 @@ def decode_for_training(encoded, seed, pp):
   return decode_with_geometry(encoded, seed, pp, upright=True)[0]
 
 
+@_as_it_is
 def decode_with_geometry(encoded, seed, pp, upright: bool = False):
   """Decodes and augments one image, and returns its geometry.
 
@@ -74,6 +80,7 @@ def decode_with_geometry(encoded, seed, pp, upright: bool = False):
   return _change_pixels(image, seed, pp), drawn
 
 
+@_as_it_is
 def on_canvas_for_training(encoded, seed, group, pp):
   """Decodes and augments one image, and puts it on the canvas of a group.
 
@@ -97,6 +104,7 @@ def on_canvas_for_training(encoded, seed, group, pp):
   return canvases.place(image, canvas), drawn
 
 
+@_as_it_is
 def on_canvas_for_evaluation(encoded, group, pp, upright: bool = False):
   """Decodes one image and puts it on the canvas of a group of one length.
 
@@ -183,6 +191,7 @@ def _decode_crop(encoded, draw, pp, crops=True, upright=False):
   return image if pp.channels == 3 else images.to_grey(image), drawn
 
 
+@_as_it_is
 def for_evaluation(image, pp):
   """Resizes one decoded image to the size of the model.
 
@@ -243,6 +252,7 @@ class PreprocessImages:
     return np.stack([self.preprocess_tf(tf.constant(x)) for x in images])
 
 
+@_as_it_is
 def prepare(encoded, seed, pp):
   """Decodes one image and prepares it for training or evaluation.
 

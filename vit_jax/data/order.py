@@ -12,6 +12,7 @@ from vit_jax.data import mixture
 from vit_jax.data import records
 
 
+@tf.autograph.experimental.do_not_convert
 def example_indices(positions, num_examples: int, seed: int):
   """Returns the number of the example at each position of the endless run.
 
