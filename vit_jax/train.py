@@ -310,11 +310,14 @@ def check_start(prepared: Prepared, workdir) -> dict:
   config, data = prepared.config, fingerprints(prepared)
   processes.agree('the data', workdir_lib.flatten(data))
   workdir_lib.check(workdir, config, prepared.metadata, data)
-  if processes.from_first(
+  begun = processes.from_first(
     'looking for checkpoints', lambda: checkpoints_lib.has_checkpoint(workdir)
-  ):
+  )
+  if begun and not workdir_lib.has_moved_weights(workdir, config):
     return {}
-  weights, program = _pretrained(prepared), prepared.program
+  weights = _pretrained(prepared)
+  workdir_lib.check_weights(workdir, config, weights)
+  program = prepared.program
   program.task.check_weights(weights, program.abstract.params)
   return weights
 
@@ -359,6 +362,7 @@ def start(prepared: Prepared, workdir, weights):
     weights = weights or _pretrained(prepared)
     state = program.create_state(weights)
     if weights:
+      workdir_lib.store_weights(workdir, weights)
       say(_describe_start(program.abstract.params, weights))
   elif step < config.total_steps:
     say(f'Going on from the checkpoint of step {step}.')

@@ -146,7 +146,7 @@ def test_a_table_that_was_killed_goes_on(
   model, images, rows, tmp_path, monkeypatch
 ):
   """At each file that is written: what is there is whole, and not made again."""
-  real, seen = tables._write, []
+  real, seen = tables.files.write, []
   for most in range(1, 8):
     out, written = tmp_path / f'{most}.jsonl', []
 
@@ -158,7 +158,7 @@ def test_a_table_that_was_killed_goes_on(
       real(path, content)
 
     with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(tables, '_write', dying)
+      patch.setattr(tables.files, 'write', dying)
       try:
         write(model, images, out)
       except KeyboardInterrupt:
@@ -184,7 +184,7 @@ def test_a_table_that_was_killed_goes_on(
 def test_a_signal_stops_a_table_that_then_goes_on(
   model, images, tmp_path, monkeypatch
 ):
-  out, real = tmp_path / 'table.csv', tables._write
+  out, real = tmp_path / 'table.csv', tables.files.write
 
   def signalled(path, content):
     real(path, content)
@@ -192,7 +192,7 @@ def test_a_signal_stops_a_table_that_then_goes_on(
       os.kill(os.getpid(), signal.SIGTERM)
 
   with monkeypatch.context() as patch:
-    patch.setattr(tables, '_write', signalled)
+    patch.setattr(tables.files, 'write', signalled)
     with pytest.raises(stopping.Interrupted, match='goes on with') as error:
       write(model, images * 3, out)
   assert error.value.signal == signal.SIGTERM

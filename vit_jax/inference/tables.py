@@ -29,6 +29,7 @@ import tensorflow as tf
 from vit_jax import cli
 from vit_jax.data import records
 from vit_jax.data.images import images as images_lib
+from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.inference import engine
 from vit_jax.run import stopping
@@ -250,8 +251,8 @@ def write(
         wrong = [row for row in found if 'error' in row]
         if wrong:  # Before the part: one that is there is not made again.
           beside = part(block).with_name(f'_broken-{block.start:012}.jsonl')
-          _write(beside, encode(wrong, kinds, '.jsonl'))
-        _write(part(block), encode(found, kinds, out.suffix))
+          files.write(beside, encode(wrong, kinds, '.jsonl'))
+        files.write(part(block), encode(found, kinds, out.suffix))
     except engine.Stopped:
       raise Interrupted(out, request.signal) from None
   rate = images / max(time.monotonic() - begun, 1e-9)
@@ -297,7 +298,7 @@ def _begin(folder, facts):
       f"out='{folder}' is a folder with other files: give another path (--out)"
     )
   folder.mkdir(parents=True, exist_ok=True)
-  _write(path, json.dumps(facts, indent=1).encode())
+  files.write(path, json.dumps(facts, indent=1))
 
 
 def _names(folder) -> list[str]:
@@ -311,10 +312,8 @@ def _finish(out, parts, alone) -> int:
     path.read_text().count('\n') for path in folder.glob('_broken-*')
   )
   if alone:
-    temporary = folder / f'_{out.name}'
-    with temporary.open('wb') as file:
+    with files.replacing(out) as file:
       join(parts, file, out.suffix)
-    temporary.replace(out)
     folder.rmtree()
   return broken
 
@@ -386,10 +385,3 @@ def _plain(value):
   if isinstance(value, list | tuple):
     return [_plain(x) for x in value]
   return float(f'{value:.7g}') if isinstance(value, float) else value
-
-
-def _write(path: epath.Path, content: bytes):
-  """Writes a file so that no reader ever sees it incomplete."""
-  temporary = path.with_name(f'.{path.name}.tmp')
-  temporary.write_bytes(content)
-  temporary.replace(path)

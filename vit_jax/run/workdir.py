@@ -5,6 +5,7 @@ class_names.json   for classification: names of the classes, in the order of the
                    logits; other tasks have other metadata, a NAME.json each
 data.json          fingerprints of the data (counts and hashes), and a hash of
                    the metadata
+weights.json       a hash of the weights that the run began with, if any
 versions.json      versions of Python and of important packages
 """
 
@@ -19,8 +20,10 @@ from typing import Any
 from absl import logging
 from etils import epath
 import ml_collections
+import numpy as np
 
 from vit_jax.configs import common
+from vit_jax.data.images import index as index_lib
 from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.run import config as run_config
@@ -61,7 +64,12 @@ FREE_KEYS = (
 )
 # Keys that are computed from the size of the data.
 _LENGTHS = ('total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs')
-_DATA = 'data.json'
+# Keys that tell where data and weights are: compared are their fingerprints.
+_PLACES = {
+  'data.json': ('dataset',),
+  'weights.json': ('model_or_filename', 'pretrained', 'pretrained_dir'),
+}
+_DATA, _WEIGHTS = _PLACES
 # Beginnings of places outside of this machine.
 _SCHEMES = ('gs', 's3')
 PACKAGES = (
@@ -147,8 +155,8 @@ def check_config(workdir, config, moved: bool = True):
   Args:
     workdir: see check.
     config: a complete config; its length may be given in epochs.
-    moved: whether the data may be elsewhere than before, since `check` compares
-      their fingerprints later.
+    moved: whether data and weights may be elsewhere than before, since `check`
+      and `check_weights` compare their content later.
   """
   free = (*FREE_KEYS, *_LENGTHS)
   processes.from_first(
@@ -169,11 +177,16 @@ def _check_config(path, config, free, moved=True) -> bool:
       )
     return False
   old, new = to_plain(_read_config(path)), to_plain(config)
-  # The numbers of a mixture of data sets are no place.
-  is_place = all(isinstance(x.get('dataset'), str | None) for x in (old, new))
-  if moved and is_place and (path / _DATA).exists():
-    free = (*free, 'dataset')
-  differing = differences(old, new, free)
+  places = [
+    key
+    for name, keys in _PLACES.items()
+    for key in keys
+    if moved
+    and (path / name).exists()
+    # The numbers of a mixture of data sets are no place.
+    and all(isinstance(x.get(key), str | dict | None) for x in (old, new))
+  ]
+  differing = differences(old, new, (*free, *places))
   if differing:
     raise ValueError(
       f"workdir='{path}' belongs to a run of another config:\n  "
@@ -181,6 +194,60 @@ def _check_config(path, config, free, moved=True) -> bool:
       + '\nUse another --workdir, or the same config to resume that run'
     )
   return True
+
+
+def has_moved_weights(workdir, config) -> bool:
+  """Returns whether a run's config names its weights at another place."""
+
+  def compare():
+    path = folder(workdir)
+    if not (path / _WEIGHTS).exists():
+      return False
+    old, new = (to_plain(x) for x in (_read_config(path), config))
+    return any(old.get(key) != new.get(key) for key in _PLACES[_WEIGHTS])
+
+  return processes.from_first('looking for the weights of the run', compare)
+
+
+def check_weights(workdir, config, weights: Mapping[str, Any]):
+  """Checks that weights, by path, are those that a run has begun with.
+
+  Raises:
+    ValueError: if they are others than those; names what the config names.
+  """
+
+  def compare():
+    file = folder(workdir) / _WEIGHTS
+    if not file.exists():
+      return
+    if _read_object(file).get('weights') != _digest_of_arrays(weights):
+      named = {key: config[key] for key in _PLACES[_WEIGHTS] if config[key]}
+      raise ValueError(
+        f"workdir='{workdir}' belongs to a run from other weights than those of "
+        f'{named or "config.pretrained=None"}: restore the former to resume that '
+        'run, or use another --workdir'
+      )
+
+  processes.from_first('comparing the weights', compare)
+
+
+def store_weights(workdir, weights: Mapping[str, Any]):
+  """Stores a hash of the weights that a run begins with, for check_weights."""
+
+  def write():
+    content = json.dumps({'weights': _digest_of_arrays(weights)})
+    files.write(folder(workdir) / _WEIGHTS, content)
+
+  processes.from_first('storing a hash of the weights', write)
+
+
+def _digest_of_arrays(arrays) -> str:
+  parts = []
+  for name in sorted(arrays):
+    array = np.ascontiguousarray(arrays[name])
+    parts += [f'{name}{array.shape}{array.dtype}'.encode()]
+    parts += [array.reshape(-1).view(np.uint8)]
+  return index_lib.digest(parts)
 
 
 def _check_metadata(file, value):
