@@ -422,3 +422,29 @@ def test_grids():
   assert models.patch_grid(make_config(), (16, 24)) == (4, 6)
   r50 = model_configs.get_config('r50_b16')
   assert models.patch_grid(r50, (224, 384)) == (14, 24)
+
+
+def test_a_teacher_in_the_extra_state_comes_from_weights(
+  tiny_config, image_folder, tmp_path
+):
+  """And an evaluator opens a data set of other classes."""
+  config = tiny_config
+  config.task = 'tests.teacher_task'
+  config.task_options = {'elsewhere': str(image_folder)}
+  config.update(total_steps=2, warmup_steps=0, eval_every=2)
+  config.pp.update(crop=8, channels=1)
+  model = models.make_model(config.model, num_classes=10)
+  teacher = tiny_models.numbers(model, (8, 8), channels=1)
+  checkpoint.save(teacher, str(tmp_path / 'teacher.npz'))
+  with config.ignore_type():
+    config.pretrained = {'teacher': str(tmp_path / 'teacher.npz')}
+  state, metrics = train.train_and_evaluate(config, str(tmp_path / 'run'))
+  trees.assert_same(state.extra['teacher'], teacher)
+  assert abs(state.params['embedding']['bias']).max() < 1  # A new student.
+  assert metrics['num_elsewhere_test'] == 9
+  config.pretrained = {'tutor': str(tmp_path / 'teacher.npz')}
+  with pytest.raises(
+    ValueError, match=r"no parameters 'tutor/', but .*'teacher'"
+  ):
+    train.train_and_evaluate(config, str(tmp_path / 'other'))
+  assert not (tmp_path / 'other').exists()

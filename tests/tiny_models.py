@@ -51,12 +51,12 @@ def shapes(model, size=224, channels=3):
   }
 
 
-def numbers(model, size=224, seed=0):
+def numbers(model, size=224, seed=0, channels=3):
   """Parameters of random numbers, made without compiling the model."""
   rng = np.random.RandomState(seed)
   flat = {
     path: rng.randn(*leaf.shape).astype(np.float32)
-    for path, leaf in shapes(model, size).items()
+    for path, leaf in shapes(model, size, channels).items()
   }
   return flax.traverse_util.unflatten_dict(flat, sep='/')
 

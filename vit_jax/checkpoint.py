@@ -193,21 +193,27 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
     task: the task; its `new_params` keep their initial values.
     params: shapes of the parameters.
     extra: shapes of the extra state; None for none. Of it, weights bring what
-      vit_jax.weights.reading.EXTRA names.
+      vit_jax.weights.reading.EXTRA names, and what `pretrained` names: the
+      parameters of a teacher of the same model, {'teacher': PATH}.
 
   Returns:
     Arrays by '/'-joined path in parameters or extra state.
   """
-  beside = {k: v for k, v in (extra or {}).items() if k in reading.EXTRA}
+  extra = extra or {}
+  beside = {k: v for k, v in extra.items() if k in reading.EXTRA}
   found = {}
   for part, path in _weights_paths(config).items():
-    if part and part not in params:
+    if part and part not in {**params, **extra}:
       raise ValueError(
         f"pretrained={{'{part}': '{path}'}}: the model has no parameters "
-        f"'{part}/', but {sorted(params)}; name one of these (config.pretrained)"
+        f"'{part}/', but {sorted({**params, **extra})}; name one of these "
+        '(config.pretrained)'
       )
     with _weights_named(config):
-      found |= _part_weights(config, part, path, task, params, beside)
+      if part in extra:
+        found |= _of_model(config, part, path, extra[part])
+      else:
+        found |= _part_weights(config, part, path, task, params, beside)
   return found
 
 
@@ -219,17 +225,9 @@ def _part_weights(config, part, path, task, params, beside) -> dict:
     # form: a detector starts from a classifier.
     other = () if part else fitting.OtherModelError
     with contextlib.suppress(other):
-      key = inner[name]
-      taken = transferable(
-        path,
-        params[name],
-        config.model[key],
-        grid=config.pretrained_grid,
-        new_grid=_new_grid(config, config.model[key]),
-        new=('head/', 'pre_logits/'),
-        place=f'model.{key}',
+      return _of_model(
+        config, name, path, params[name], inner[name], ('head/', 'pre_logits/')
       )
-      return {f'{name}/{leaf}': value for leaf, value in taken.items()}
   taken = transferable(
     path,
     {**params, **beside},
@@ -241,6 +239,25 @@ def _part_weights(config, part, path, task, params, beside) -> dict:
   )
   kept = (f'{part}/', *(f'{name}/' for name in beside)) if part else ''
   return {name: x for name, x in taken.items() if name.startswith(kept)}
+
+
+def _of_model(config, name, path, expected, key=None, new=()) -> dict:
+  """Returns the weights of a whole model, that of `config.model[key]`, in a file.
+
+  They are the part `name` of the state; `expected` are its shapes, and `new`
+  what keeps its initial values.
+  """
+  model = config.model[key] if key else config.model
+  taken = transferable(
+    path,
+    expected,
+    model,
+    grid=config.pretrained_grid,
+    new_grid=_new_grid(config, model),
+    new=new,
+    place=f'model.{key}' if key else 'model',
+  )
+  return {f'{name}/{leaf}': value for leaf, value in taken.items()}
 
 
 def _new_grid(config, model):

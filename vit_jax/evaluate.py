@@ -65,10 +65,11 @@ def evaluate(
       config.task_options.update(options)
     task = type(task)(config, model.metadata)
 
-  def open_split(wanted, further=()):
+  def open_split(wanted, further=(), other=None):
+    metadata = {} if other else model.metadata
     try:
       source = train.open_for(
-        config, type(task), model.metadata, wanted, further=further
+        config, type(task), metadata, wanted, other, further=further
       )
     except FileNotFoundError as e:
       raise FileNotFoundError(
@@ -76,7 +77,7 @@ def evaluate(
         'have moved by --dataset=FOLDER'
       ) from e
     names = task.class_names_of(source)
-    if task.class_names and names != task.class_names:
+    if not other and task.class_names and names != task.class_names:
       raise ValueError(
         f"dataset='{config.dataset}' has {len(names)} classes "
         f'{names[:5]} ..., the model has {len(task.class_names)} '

@@ -224,11 +224,19 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   for name, split, dataset in run_config.evaluations(config):
     opened = {split: tests[name]}
 
-    def open_split(wanted, further=(), opened=opened, dataset=dataset):
-      if wanted in opened and not further:
+    def open_split(
+      wanted, further=(), other=None, opened=opened, dataset=dataset
+    ):
+      if wanted in opened and not further and not other:
         return opened[wanted]
       return open_for(
-        config, task_class, metadata, wanted, dataset, workdir, further
+        config,
+        task_class,
+        {} if other else metadata,
+        wanted,
+        other or dataset,
+        workdir,
+        further,
       )
 
     evaluators[name] = program.task.evaluators(mesh, split, open_split)

@@ -364,8 +364,10 @@ class Task(abc.ABC):
     Args:
       mesh: the mesh.
       split: name of the split in `config.evals`.
-      open_split: function from a split to its source. An evaluator may also
-        open other splits, such as the training data for a probe.
+      open_split: function (split, further features, data set) -> source; without
+        a data set, that of the evaluation, with the run's classes; another one
+        has its own classes. An evaluator may open further splits, such as the
+        training data for a probe.
 
     Returns:
       Objects with `run(params, extra, stop)`, which returns metrics by name.
