@@ -93,7 +93,13 @@ def read_npz(
     arrays = {}
     with np.load(here, allow_pickle=False) as content:
       for name, info in zip(names, members):
-        array = content[info.filename]
+        try:
+          array = content[info.filename]
+        except ValueError as e:
+          raise ValueError(
+            f"'{info.filename}' in it is no array, or holds pickled objects, "
+            f'which are never loaded: {e}'
+          ) from e
         if not isinstance(array, np.ndarray):
           raise ValueError(f"'{info.filename}' in it is no array")
         check_array(name, array.dtype.name, array.shape)
