@@ -5,7 +5,6 @@ import asyncio
 import collections
 import contextlib
 import importlib.metadata
-import os
 import pathlib
 import re
 import threading
@@ -16,6 +15,7 @@ import nbclient
 import nbformat
 import pytest
 
+from tests import processes
 from tests import tiny_models
 from vit_jax import checkpoint
 from vit_jax import models
@@ -167,25 +167,18 @@ def percent(cell, words):
   return float(re.search(rf'{words} +([\d.]+)%', printed(cell))[1])
 
 
-@pytest.fixture(scope='module')
-def client(tmp_path_factory, data_dir):
-  """A client whose kernel all notebooks run in, one after the other.
-
-  Each begins with no name of the one before; what is loaded stays, TensorFlow
-  above all.
-  """
-  tmp = tmp_path_factory.mktemp('kernel')
+@contextlib.contextmanager
+def make_client(tmp, data_dir, **environment):
+  """Yields a client with a kernel; its files go to `tmp`."""
   env = {
-    **os.environ,
+    # One device, as on a runtime without an accelerator.
+    **processes._environment(1),
     'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
     'IPYTHONDIR': str(tmp),
-    'JAX_COMPILATION_CACHE_DIR': os.environ['VIT_JAX_TESTS_COMPILED'],
-    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
-    'PYTHONPATH': str(ROOT),
     'TFDS_DATA_DIR': data_dir,
     'VIT_JAX_CACHE': str(tmp),
-    'XLA_FLAGS': '',  # One device, as on a runtime without an accelerator.
+    **environment,
   }
   client = nbclient.NotebookClient(
     nbformat.v4.new_notebook(),
@@ -193,6 +186,17 @@ def client(tmp_path_factory, data_dir):
     resources={'metadata': {'path': str(ROOT / 'colabs')}},
   )
   with client.setup_kernel(env=env):
+    yield client
+
+
+@pytest.fixture(scope='module')
+def client(tmp_path_factory, data_dir):
+  """A client whose kernel the notebooks run in, one after the other.
+
+  Each begins with no name of the one before; what is loaded stays, TensorFlow
+  above all.
+  """
+  with make_client(tmp_path_factory.mktemp('kernel'), data_dir) as client:
     yield client
 
 
@@ -402,13 +406,20 @@ def test_inspect(client, walked):
   assert pictures(notebook.cell('inductive_bias')) == 1
 
 
-def test_plan(client):
+@pytest.fixture
+def planning_client(tmp_path, data_dir):
+  """A client whose kernel leaves the TPU's compiler its own flags."""
+  with make_client(tmp_path, data_dir, XLA_FLAGS='') as client:
+    yield client
+
+
+def test_plan(planning_client):
   tiny = {
     'model.transformer.num_layers': 1, 'model.transformer.dropout_rate': 0.0,
     'batch': 64, 'pp.crop': 32, 'warmup_steps': 10,
   }  # fmt: skip
   notebook = Notebook(
-    client,
+    planning_client,
     'plan',
     TRAINING='ti16,imagenet2012',
     CHANGES=tiny,

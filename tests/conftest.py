@@ -160,6 +160,7 @@ def make_tiny_config(data_dir):
     eval_every=3,
     checkpoint_every=3,
     progress_every=2,
+    log_images=0,  # figures/pictures_test.py has a run with pictures.
   )
   return config
 

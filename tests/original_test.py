@@ -93,7 +93,7 @@ def test_the_augreg_notebook(image_folder, tmp_path):
   (tmp_path / 'index.csv').write_text(rows)
   config = augreg_config.get_config('R_Ti_16')
   config.model.transformer.update(num_layers=1, mlp_dim=8)
-  params = tiny_models.init(
+  params = tiny_models.randomised(
     models.make_model(config.model, num_classes=9),
     jnp.zeros((1, 32, 32, 3)),
     seed=5,

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 import pytest
 
+from tests import processes
 from tests import tiny_models
 from vit_jax import checkpoint
 from vit_jax import evaluate
@@ -169,26 +170,26 @@ def test_the_command_prints_the_classes(folder_run, image_folder):
   _, workdir, _ = folder_run
   image = next((image_folder / 'test' / 'bee').iterdir())
 
-  def run(*args):
-    return subprocess.run(
-      [sys.executable, '-m', 'vit_jax.predict', f'--workdir={workdir}', *args],
-      capture_output=True,
-      text=True,
-      check=False,
-    )
-
-  done = run('--top=2', str(image))
-  assert done.returncode == 0, done.stderr
-  lines = done.stdout.splitlines()
+  program = ('vit_jax.predict', f'--workdir={workdir}')
+  status, output = processes.finish_module(*program, '--top=2', str(image))
+  assert status == 0, output
+  lines = output.splitlines()
   assert lines[0] == str(image)
   assert len(lines) == 3
   assert lines[1].endswith(' %  bee')
   # A folder, in a pattern: all images below it, in the order of their names.
-  several = run('--top=1', str(image_folder / 't*t'))
-  assert several.returncode == 0, several.stderr
+  status, output = processes.finish_module(
+    *program, '--top=1', str(image_folder / 't*t')
+  )
+  assert status == 0, output
   paths = sorted(map(str, (image_folder / 'test').glob('*/*')))
-  assert several.stdout.splitlines()[::2] == paths
-  missing = run('/no/such.png')
+  assert output.splitlines()[::2] == paths
+  missing = subprocess.run(
+    [sys.executable, '-m', *program, '/no/such.png'],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
   assert missing.returncode == 1
   assert missing.stderr == "Error: there is no image file '/no/such.png'\n"
 

@@ -91,6 +91,19 @@ def finish_anew(config, workdir, *flags, data_dir):
   return done.returncode, done.stdout
 
 
+def finish_module(module, *args, devices=1):
+  """Runs `python -m MODULE ARGS`; returns the exit status and what it printed."""
+  code = f"""
+import runpy, warnings
+# It has been imported before the fork.
+warnings.filterwarnings('ignore', '.*found in sys.modules', RuntimeWarning)
+runpy.run_module({module!r}, run_name='__main__')
+"""
+  process = forked.start_code(code, args, _environment(devices))
+  output, _ = process.communicate()
+  return process.returncode, output
+
+
 def address():
   """Returns a free HOST:PORT, at which processes can find each other."""
   with socket.socket() as s:

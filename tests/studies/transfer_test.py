@@ -55,7 +55,9 @@ def config(data_dir):
     tiny = conftest.make_tiny_config(data_dir)
     run.tfds_data_dir = data_dir
     run.model = copy.deepcopy(tiny.model)
-    run.update(batch=8, batch_eval=104, total_steps=2, warmup_steps=1)
+    run.update(
+      batch=8, batch_eval=104, total_steps=2, warmup_steps=1, log_images=0
+    )
     run.update(total_epochs=None, warmup_epochs=None)
   config.seeds = (0, 1)
   return config

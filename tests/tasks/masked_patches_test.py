@@ -259,7 +259,7 @@ def test_unequal_weights_do_not_depend_on_how_a_batch_is_taken_apart(data_dir):
 def finished(data_dir, tmp_path_factory):
   """A run of masked patches: its config, its folder, what it measured."""
   config = conftest.make_tiny_config(data_dir)
-  config.task = 'masked_patches'
+  config.update(task='masked_patches', log_images=8)
   workdir = tmp_path_factory.mktemp('masked')
   _, metrics = train.train_and_evaluate(copy.deepcopy(config), str(workdir))
   return config, workdir, metrics

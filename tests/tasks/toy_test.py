@@ -3,8 +3,6 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -23,15 +21,9 @@ FLAGS = (  # Forty steps.
 
 def command(*args, status=0):
   """Runs `python -m ...` as a user would, in the checkout."""
-  done = subprocess.run(
-    [sys.executable, '-m', *args],
-    capture_output=True,
-    text=True,
-    check=False,
-    cwd=processes.ROOT,
-  )
-  assert done.returncode == status, done.stdout + done.stderr
-  return done.stdout or done.stderr
+  found, output = processes.finish_module(*args)
+  assert found == status, output
+  return output
 
 
 @pytest.fixture(scope='module')

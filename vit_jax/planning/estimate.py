@@ -97,7 +97,8 @@ def lower(config, make_program: Callable, devices) -> Lowered:
     # layer stands outside the loop, and the compiler counts one layer inside
     # it.
     times = config.accum_steps * (layers.num_layers - 2)
-    loops += [(times, gradient(3)), (-times, gradient(2))]
+    if times > 0:
+      loops += [(times, gradient(3)), (-times, gradient(2))]
   program = make_program(config, mesh)
   batch = split(program.task.batch_spec(config.batch))
   with jax.set_mesh(mesh):
