@@ -27,7 +27,6 @@ def make_parser() -> flags.Parser:
 def main(argv: Sequence[str]) -> int:
   """Converts the data set that the command line names."""
   args = make_parser().parse_args(argv)
-  cli.quiet()
   cli.load_tensorflow()
   from vit_jax.data.tfds import convert
 

@@ -78,8 +78,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
   """Lists and checks the splits of a folder; 1 if there are broken images."""
   args = parse(argv)
-  cli.quiet()
-  cli.avoid_libtpu()
   cli.load_tensorflow()
   from vit_jax import manifest
 

@@ -28,7 +28,6 @@ file of the task, such as vit_jax/tasks/classify.py.
 import argparse
 from collections.abc import Sequence
 
-from vit_jax import cli
 from vit_jax.commands import flags
 from vit_jax.commands import hosts
 
@@ -150,8 +149,6 @@ def main(argv: Sequence[str]) -> int:
   """Prints the predictions for the images on the command line."""
   args = parse(argv)
   flags.check_output('out', args.out)
-  cli.quiet()
-  cli.avoid_libtpu()
 
   def work():
     from vit_jax import predict

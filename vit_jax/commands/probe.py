@@ -31,7 +31,6 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from vit_jax import cli
 from vit_jax.commands import flags
 
 
@@ -93,8 +92,6 @@ def main(argv: Sequence[str]) -> int:
       f"tfds_data_dir='{folder}' is no folder: give the folder of prepared TFDS "
       'data sets, or make it (--tfds_data_dir)'
     )
-  cli.quiet()
-  cli.avoid_libtpu()
   from vit_jax import probe
 
   probe.run(args)

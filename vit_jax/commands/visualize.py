@@ -115,8 +115,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
   """Draws the figures of the command line, and writes them to a folder."""
   args = parse(argv)
-  cli.quiet()
-  cli.avoid_libtpu()
   cli.load_tensorflow()
   from vit_jax import visualize
   from vit_jax.data.images import listing

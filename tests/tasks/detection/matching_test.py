@@ -63,7 +63,7 @@ def test_a_cost_that_is_not_finite_is_chosen_last():
 
 
 def test_few_costs_are_finite():
-  """As few pairs as possible are not finite."""
+  """As few pairs as possible are not finite, and the others cost the least."""
   rng = np.random.RandomState(1)
   cost = (3 * rng.randn(50, 50, 60)).astype(np.float32)
   broken = rng.uniform(size=cost.shape) < 0.97
@@ -76,6 +76,11 @@ def test_few_costs_are_finite():
     rows, columns = optimize.linear_sum_assignment(worst)
     chosen = np.arange(50), found
     assert bad[chosen].sum() == bad[rows, columns].sum()
+    np.testing.assert_allclose(
+      np.where(bad, 0, problem)[chosen].sum(dtype=np.float64),
+      np.where(bad, 0, problem)[rows, columns].sum(dtype=np.float64),
+      atol=1e-4,
+    )
 
 
 def test_more_targets_than_predictions_are_refused():

@@ -19,7 +19,8 @@ from vit_jax.distributed import sharding
 class _State(NamedTuple):
   """Where the assignment of one problem stands.
 
-  Column Q is a root that holds the target being inserted.
+  Column Q is a root that holds the target being inserted. Costs have K levels,
+  [K, ...]: the first level decides, the second where the first is equal.
 
   Attributes:
     target: number of the target being inserted, int32.
@@ -27,9 +28,9 @@ class _State(NamedTuple):
     walks_back: whether the path has ended in a free column and is now applied.
     owner: target that each column holds, int32 [Q + 1]; -1 for none.
     before: previous column on the shortest path to each column, int32 [Q].
-    least: reduced cost of that path, [Q].
+    least: reduced cost of that path, [K, Q].
     done: columns whose shortest path is known, bool [Q + 1].
-    row_price, column_price: the dual variables, [N] and [Q + 1].
+    row_price, column_price: the dual variables, [K, N] and [K, Q + 1].
   """
 
   target: jax.Array
@@ -55,19 +56,36 @@ def _begin(state: _State, target, num) -> _State:
   )
 
 
+def _below(a, b):
+  """Returns where costs [K, Q] are below others, level by level, bool [Q]."""
+  below = a[-1] < b[-1]
+  for x, y in zip(a[-2::-1], b[-2::-1]):
+    below = (x < y) | ((x == y) & below)
+  return below
+
+
+def _nearest(least, open_):
+  """Returns the column of the least cost [K, Q] among the open ones."""
+  for level in least:
+    level = jnp.where(open_, level, jnp.inf)
+    open_ &= level == level.min()
+  return jnp.argmax(open_).astype(jnp.int32)
+
+
 def _extend(state: _State, cost, num) -> _State:
   """Extends the tree of shortest paths by the column that is nearest."""
   done = state.done.at[state.column].set(True)
   row = state.owner[state.column]
-  # [Q]
-  reduced = cost[row] - state.row_price[row] - state.column_price[:num]
+  reduced = (
+    cost[:, row] - state.row_price[:, row, None] - state.column_price[:, :num]
+  )  # [K, Q]
   open_ = ~done[:num]
-  better = open_ & (reduced < state.least)
+  better = open_ & _below(reduced, state.least)
   least = jnp.where(better, reduced, state.least)
   before = jnp.where(better, state.column, state.before)
-  nearest = jnp.where(open_, least, jnp.inf).argmin().astype(jnp.int32)
-  step = least[nearest]
-  paid = jnp.where(done, step, 0.0)  # [Q + 1]
+  nearest = _nearest(least, open_)
+  step = least[:, nearest, None]  # [K, 1]
+  paid = jnp.where(done, step, 0.0)  # [K, Q + 1]
   return state._replace(
     column=nearest,
     walks_back=state.owner[nearest] < 0,
@@ -75,7 +93,7 @@ def _extend(state: _State, cost, num) -> _State:
     least=jnp.where(open_, least - step, least),
     done=done,
     # Columns that are not done may hold no target: their step is 0.
-    row_price=state.row_price.at[state.owner].add(paid),
+    row_price=state.row_price.at[:, state.owner].add(paid),
     column_price=state.column_price - paid,
   )
 
@@ -92,18 +110,18 @@ def _walk_back(state: _State, num) -> _State:
 
 
 def _match(cost, count):
-  """Solves one problem whose costs [N, Q] are finite; see `match`."""
-  targets, num = cost.shape
+  """Solves one problem whose costs [K, N, Q] are finite; see `match`."""
+  levels, targets, num = cost.shape
   state = _State(
     target=jnp.int32(0),
     column=jnp.int32(num),
     walks_back=jnp.bool_(False),
     owner=jnp.full(num + 1, -1, jnp.int32),
     before=jnp.full(num, num, jnp.int32),
-    least=jnp.full(num, jnp.inf, cost.dtype),
+    least=jnp.full((levels, num), jnp.inf, cost.dtype),
     done=jnp.zeros(num + 1, bool),
-    row_price=jnp.zeros(targets, cost.dtype),
-    column_price=jnp.zeros(num + 1, cost.dtype),
+    row_price=jnp.zeros((levels, targets), cost.dtype),
+    column_price=jnp.zeros((levels, num + 1), cost.dtype),
   )
 
   def advance(state):
@@ -131,12 +149,16 @@ def match(cost, counts):
 
   Args:
     cost: float [..., N, Q], cost of giving target n the prediction q; N <= Q.
-      With a batch that a mesh splits, [..., B, N, Q]. A cost that is not finite
-      is worse than any sum of others: as few of them as possible are chosen.
+      With a batch that a mesh splits, [..., B, N, Q].
+      A cost that is not finite is worse than any sum of others: as few of them
+      as possible are chosen, and then the least sum of the others.
     counts: int [...], number of targets, the first ones; others are padding.
 
   Returns:
     int32 [..., N]: the prediction of each target; -1 for padding.
+
+  Raises:
+    ValueError: if there may be more targets than predictions.
   """
   *batch, targets, num = cost.shape
   if targets > num:
@@ -154,11 +176,16 @@ def match(cost, counts):
 def _match_all(cost, counts):
   """Solves problems [..., N, Q] together; see `match`."""
   *batch, targets, num = cost.shape
-  cost = cost.reshape(-1, targets, num)
+  cost = cost.reshape(-1, 1, targets, num)
   finite = jnp.isfinite(cost)
-  known = jnp.where(finite, cost, 0.0)
-  most, least = (
-    f(known, axis=(1, 2), keepdims=True) for f in (jnp.max, jnp.min)
+  # The number of costs that are not finite, and the sum of the others.
+  levels = jnp.concatenate(
+    [jnp.where(finite, 0.0, 1.0), jnp.where(finite, cost, 0.0)], axis=1
   )
-  cost = jnp.where(finite, cost, most + targets * (most - least) + 1)
-  return jax.vmap(_match)(cost, counts.reshape(-1)).reshape(*batch, targets)
+  # A second level takes time, which most problems do not need.
+  found = jax.lax.cond(
+    finite.all(),
+    lambda: jax.vmap(_match)(cost, counts.reshape(-1)),
+    lambda: jax.vmap(_match)(levels, counts.reshape(-1)),
+  )
+  return found.reshape(*batch, targets)
