@@ -381,6 +381,7 @@ def test_the_command_reads_a_split_of_a_data_set(
     (['--out=a.csv', 'empty'], "no images in '.*empty'"),
     (['--out=a.csv', 'bad.jsonl'], "bad.jsonl', line 2: must be like"),
     (['--out=a.csv', 'no.txt'], 'no.txt'),
+    (['--out=a.csv', 'none.txt'], 'there are no images to predict'),
     (
       ['--out=a.csv', '--embeddings=layer_9', 'a.png'],
       "layer='layer_9' is no la",
@@ -396,6 +397,7 @@ def test_wrong_input_is_refused_and_nothing_is_written(
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'empty').mkdir()
   (tmp_path / 'exists.csv').touch()
+  (tmp_path / 'none.txt').write_text('\n')
   (tmp_path / 'bad.jsonl').write_text('{"image": "a.png"}\n{"img": 3}\n')
   Image.new('RGB', (9, 9)).save('a.png')
   before = sorted(tmp_path.iterdir())

@@ -217,10 +217,13 @@ def write(
 
   Raises:
     stopping.Interrupted: after a signal; what is done is written.
-    ValueError: if the table was begun with other images or another model.
+    ValueError: if there are no images, or the table was begun with other images
+      or another model.
     ValueError, OSError: see `rows`.
   """
   out, count = epath.Path(out), source.num_examples
+  if not count:
+    raise ValueError('there are no images to predict: give some')
   kinds = types(columns)
   alone = jax.process_count() == 1 and not out.is_dir()
   folder = epath.Path(f'{out}.parts') if alone else out
@@ -240,7 +243,9 @@ def write(
   done = set(processes.from_first('looking for parts', lambda: _names(folder)))
   missing = [block for block in mine if part(block).name not in done]
   if len(missing) < len(mine):
-    cli.say(f"Going on with '{out}': {len(missing):,} of {len(mine):,} parts")
+    cli.say(
+      f"Going on with '{out}': {len(missing):,} of {len(mine):,} parts are left"
+    )
   begun, images = time.monotonic(), 0
   with stopping.StopRequest() as request:
     try:
@@ -258,12 +263,12 @@ def write(
   rate = images / max(time.monotonic() - begun, 1e-9)
   rates = processes.attempt('finishing the table', lambda: rate)
   done = [part(block) for block in blocks]
-  broken = processes.from_first(
+  faults = processes.from_first(
     'joining the parts', lambda: _finish(out, done, alone)
   )
   cli.say(
     f"'{out}': {count:,} images"
-    + (f', {broken:,} of them broken (see the column error)' if broken else '')
+    + (f', {faults:,} of them broken (see the column error)' if faults else '')
     + (f', {sum(rates):.1f} images/s' if images else '')
   )
 
@@ -307,7 +312,7 @@ def _names(folder) -> list[str]:
 
 def _finish(out, parts, alone) -> int:
   """Joins the parts to one file if `alone`; returns the broken images."""
-  folder = parts[0].parent if parts else epath.Path(f'{out}.parts')
+  folder = parts[0].parent
   broken = sum(
     path.read_text().count('\n') for path in folder.glob('_broken-*')
   )
