@@ -144,7 +144,7 @@ def get_config() -> ml_collections.ConfigDict:
   # to train on: (('cifar10', 0.7), ('/data/photos', 0.3)); evaluation then
   # reads the first data set.
   config.dataset = _any(None)
-  # Folder of TFDS data sets, which exists (default: ~/tensorflow_datasets).
+  # Folder of TFDS data sets (default: ~/tensorflow_datasets).
   config.tfds_data_dir = placeholder(str)
   # Folder of files that must be downloaded by hand (ImageNet).
   config.tfds_manual_dir = placeholder(str)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import types
 from typing import Any
 from typing import TextIO
 
@@ -208,6 +209,17 @@ def size(count: float | None) -> str:
   if count < 2**30 / 10:
     return f'{count / 2**20:.1f} MiB'
   return f'{count / 2**30:.2f} GiB'
+
+
+def needed(package: str, extra: str, what: str) -> types.ModuleType:
+  """Imports a package of an extra; the error says how to install it."""
+  try:
+    return importlib.import_module(package)
+  except ImportError as e:
+    raise ImportError(
+      f"{what} needs {package.partition('.')[0]}: pip install -e '.[{extra}]' in "
+      'the checkout of vit_jax'
+    ) from e
 
 
 def machine_memory() -> int:

@@ -384,12 +384,3 @@ def test_names_of_features():
   for name in ('objects/x', 'label', 'object'):
     with pytest.raises(ValueError, match=f"data has no feature '{name}'"):
       resolve(name)
-
-
-def test_a_folder_of_tfds_must_exist(tiny_config, tmp_path):
-  tiny_config.tfds_data_dir = str(tmp_path / 'no' / 'such')
-  with pytest.raises(
-    FileNotFoundError, match="tfds_data_dir='.*no/such' is no"
-  ):
-    sources.open_split(tiny_config, 'train')
-  assert not list(tmp_path.iterdir())

@@ -270,7 +270,7 @@ def test_folders_of_weights_in_a_bucket(tmp_path, bucket, kind, monkeypatch):
 
 
 def write_in_part(_, dst):
-  dst.mkdir()
+  dst.mkdir(exist_ok=True)
   (dst / 'model.safetensors').write_text('some')
   raise OSError('no space')
 

@@ -8,12 +8,13 @@ with code of your own. vit_jax/figures/charts.py draws curves and results.
 
 from collections.abc import Sequence
 import functools
-import importlib.util
 import io
 
 from etils import epath
 import numpy as np
 from PIL import Image
+
+from vit_jax import cli
 
 WIDTH = 12.8  # Default width of a figure in inches.
 STYLE = {
@@ -40,11 +41,7 @@ _MOST_MAPS = 8  # Maximum number of maps per row in a figure of similarity.
 
 def require_matplotlib():
   """Raises ImportError, which names the extra, if matplotlib is missing."""
-  if importlib.util.find_spec('matplotlib') is None:
-    raise ImportError(
-      "figures need matplotlib: pip install -e '.[plots]' in the checkout of "
-      'vit_jax'
-    )
+  cli.needed('matplotlib', 'plots', 'drawing figures')
 
 
 def styled(function):

@@ -112,13 +112,9 @@ def check(out: str | os.PathLike):
 
 def arrow():
   """Returns the module pyarrow; raises ImportError with the remedy."""
-  try:
-    import pyarrow.parquet
-  except ImportError as e:
-    raise ImportError(
-      "tables in Parquet's format need pyarrow: pip install pyarrow (or "
-      "'vit_jax[tables]')"
-    ) from e
+  cli.needed('pyarrow.parquet', 'tables', 'a table of Parquet')
+  import pyarrow
+
   return pyarrow
 
 

@@ -8,9 +8,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 import contextlib
 import errno
-import importlib
 import re
-import types
 from typing import Any
 import zipfile
 
@@ -18,6 +16,7 @@ from absl import logging
 from etils import epath
 import numpy as np
 
+from vit_jax import cli
 from vit_jax.weights import fetch
 
 FLOATS = ('bfloat16', 'float16', 'float32', 'float64')
@@ -63,17 +62,6 @@ def naming(file, fault: str):
     raise ValueError(f"'{file}' {fault}: {reason}") from e
 
 
-def needed(package: str, extra: str, what: str) -> types.ModuleType:
-  """Imports a package of an extra; the error says how to install it."""
-  try:
-    return importlib.import_module(package)
-  except ImportError as e:
-    raise ImportError(
-      f"{what} needs {package.partition('.')[0]}: pip install -e '.[{extra}]' in "
-      'the checkout of vit_jax'
-    ) from e
-
-
 def read_npz(
   file: epath.Path, rename: Callable[[str], str] = str
 ) -> dict[str, np.ndarray]:
@@ -109,7 +97,7 @@ def read_npz(
 
 def read_safetensors(file: epath.Path) -> dict[str, np.ndarray]:
   """Reads the arrays of a .safetensors file."""
-  safetensors = needed('safetensors', 'interop', f"reading '{file}'")
+  safetensors = cli.needed('safetensors', 'interop', f"reading '{file}'")
   with (
     naming(file, 'is not a .safetensors file of weights'),
     fetch.local_input(file) as here,

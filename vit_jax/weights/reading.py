@@ -154,9 +154,9 @@ def check_packages(path: str):
   if file.is_dir() and not (file / 'checkpoints').exists():
     file = _file_in(file)
   if file.suffix == '.safetensors':
-    arrays.needed('safetensors', 'interop', f"reading '{path}'")
+    cli.needed('safetensors', 'interop', f"reading '{path}'")
   elif file.suffix in _TORCH_ENDINGS:
-    arrays.needed('torch', 'torch', f"reading '{path}'")
+    cli.needed('torch', 'torch', f"reading '{path}'")
 
 
 def existing(path) -> epath.Path:

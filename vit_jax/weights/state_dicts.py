@@ -8,6 +8,7 @@ import zipfile
 from etils import epath
 import numpy as np
 
+from vit_jax import cli
 from vit_jax.weights import arrays
 from vit_jax.weights import fetch
 
@@ -24,7 +25,7 @@ _HARMLESS = re.compile(
 
 def read(file: epath.Path) -> dict[str, np.ndarray]:
   """Reads a state dict of PyTorch."""
-  torch = arrays.needed('torch', 'torch', f"reading '{file}'")
+  torch = cli.needed('torch', 'torch', f"reading '{file}'")
   with (
     arrays.naming(file, 'is not a file of PyTorch weights'),
     fetch.local_input(file) as here,

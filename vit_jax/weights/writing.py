@@ -14,10 +14,10 @@ import jax
 import ml_collections
 import numpy as np
 
+from vit_jax import cli
 from vit_jax.configs import common
 from vit_jax.distributed import files
 from vit_jax.run import workdir as workdir_lib
-from vit_jax.weights import arrays
 from vit_jax.weights import descriptions
 from vit_jax.weights import identify
 from vit_jax.weights import reading
@@ -152,13 +152,13 @@ def _write_pth(model, dst):
     if dst.suffix == '.safetensors':
       _write_safetensors(state, file)
     else:
-      torch = arrays.needed('torch', 'torch', f"writing '{dst}'")
+      torch = cli.needed('torch', 'torch', f"writing '{dst}'")
       torch.save({'model': jax.tree.map(torch.tensor, state)}, file)
   return []
 
 
 def _write_safetensors(state, file):
-  safetensors = arrays.needed(
+  safetensors = cli.needed(
     'safetensors.numpy', 'interop', 'writing .safetensors'
   )
   file.write(safetensors.save(state, metadata={'format': 'pt'}))

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 
 from etils import epath
 from google.protobuf import json_format
@@ -74,10 +73,9 @@ def get_builder(config, dataset: str):
     dataset: TFDS name of the data set.
 
   Raises:
-    FileNotFoundError: if `tfds_data_dir` is a local folder that does not exist.
     ValueError: if TFDS does not know the data set or cannot prepare it.
   """
-  builder, folder = find_builder(config, dataset), config.tfds_data_dir
+  builder = find_builder(config, dataset)
   # The first process prepares, then the others do. Files on a shared disk are
   # thus made once, and each disk of its own gets them.
   is_first = jax.process_index() == 0
@@ -85,11 +83,6 @@ def get_builder(config, dataset: str):
 
     def prepare(turn=turn):
       nonlocal builder
-      if folder and '://' not in folder and not os.path.isdir(folder):
-        raise FileNotFoundError(
-          f"tfds_data_dir='{folder}' is no folder: give the folder of prepared "
-          'TFDS data sets, or make it (config.tfds_data_dir)'
-        )
       if not builder.info.splits:  # Another process may have prepared them.
         builder = find_builder(config, dataset)
       if is_first == turn and not builder.info.splits:

@@ -99,8 +99,7 @@ class Reader:
       if feature.is_image:
         _put(decoders, feature.path, tfds.decode.SkipDecoding())
     self._decoders = decoders
-    partial = tfds.decode.PartialDecoding(keys)
-    self._features = partial.extract_features(info.features)
+    self._features = _part(info.features, keys)
 
   def _parse(self, serialized) -> dict:
     """Parses a serialized record, a string scalar: features by name.
@@ -182,6 +181,21 @@ _PLAIN = (
   tfds.features.Tensor,
   tfds.features.Text,
 )
+
+
+def _part(feature, keys):
+  """Returns the part of a feature that nested keys select.
+
+  As tfds.decode.PartialDecoding does, which warns of its own code.
+  """
+  if keys is True:
+    return feature
+  if isinstance(feature, tfds.features.Sequence):
+    inner = _part(feature.feature, keys)
+    return tfds.features.Sequence(inner, length=feature._length)
+  return tfds.features.FeaturesDict(
+    {key: _part(feature[key], inner) for key, inner in keys.items()}
+  )
 
 
 def _put(tree, path, leaf):

@@ -36,7 +36,6 @@ from vit_jax.data.images import index as index_lib
 from vit_jax.data.images import reading
 from vit_jax.data.tfds import parsing
 from vit_jax.data.tfds import shards
-from vit_jax.distributed import files
 from vit_jax.distributed import processes
 
 _HEADER, _FOOTER = 12, 4
@@ -342,7 +341,10 @@ def _save(folder: str, stored: dict):
   for path in _places(folder):
     try:
       tf.io.gfile.makedirs(os.path.dirname(path))
-      files.write(path, content.getvalue())
+      temporary = f'{path}.{jax.process_index()}.{os.getpid()}.tmp'
+      with tf.io.gfile.GFile(temporary, 'wb') as file:
+        file.write(content.getvalue())
+      tf.io.gfile.rename(temporary, path, overwrite=True)
       return
     except (OSError, tf.errors.OpError) as e:
       error = e
