@@ -121,9 +121,9 @@ def _check_flags(model, args, is_table) -> None:
   for name in _OWN_FLAGS:
     if getattr(args, name) is not None and name not in model.FLAGS:
       raise ValueError(f'{which} has no --{name}: leave out the flag')
-  if is_table and args.images:
-    return
   draws = args.sample is not None or bool(args.complete)
+  if is_table and not draws:
+    return
   if args.out and not (task.DRAWS or draws):
     raise ValueError(
       f'{which} prints its predictions and writes no picture: leave out --out, or '
