@@ -1,7 +1,7 @@
 """Tests of the command that draws figures, on a run of a few steps."""
 
-import importlib.util
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -245,7 +245,7 @@ def test_no_run_no_model_no_matplotlib(run, tmp_path, monkeypatch):
   np.savez(foreign, weights=jnp.zeros((2, 2)))
   with pytest.raises(ValueError, match='foreign.npz'):
     call(monkeypatch, f'--weights={foreign}', f'--out={out}')
-  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  monkeypatch.setitem(sys.modules, 'matplotlib', None)
   with pytest.raises(ImportError, match=r'\[plots\]'):
     call(monkeypatch, f'--workdir={run}', f'--out={out}')
   assert not out.exists()

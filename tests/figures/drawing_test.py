@@ -1,6 +1,6 @@
 """Tests of what is drawn of the inside of a model: labels, and numbers in pixels."""
 
-import importlib.util
+import sys
 
 import numpy as np
 import pytest
@@ -125,6 +125,6 @@ def test_long_names_are_cut_in_the_middle():
 
 
 def test_no_matplotlib(monkeypatch):
-  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  monkeypatch.setitem(sys.modules, 'matplotlib', None)
   with pytest.raises(ImportError, match=r"pip install -e '\.\[plots\]'"):
     drawing.filters(np.zeros((2, 2, 2, 1)), np.zeros(2))
