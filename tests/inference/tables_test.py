@@ -384,7 +384,7 @@ def test_the_command_reads_a_split_of_a_data_set(
     (['--out=a.csv', 'none.txt'], 'there are no images to predict'),
     (
       ['--out=a.csv', '--embeddings=layer_9', 'a.png'],
-      "layer='layer_9' is no la",
+      'no layer of the model: it has features, pixels, layer_0, layer_1, .*such as',
     ),
     (['--out=a.csv', '--top=0', 'a.png'], '--top=0 must be 1 or more'),
     (['--out=a.csv', '--threshold=.5', 'a.png'], 'has no --threshold'),
@@ -404,6 +404,19 @@ def test_wrong_input_is_refused_and_nothing_is_written(
   with pytest.raises((ValueError, FileNotFoundError), match=message):
     predict_command.main([f'--weights={weights}', '--nodistributed', *flags])
   assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_command_knows_all_endings():
+  assert predict_command.TABLES == tables.ENDINGS  # Without an import of them.
+
+
+def test_a_classifier_without_a_head_has_embeddings_alone(data_dir, images):
+  model = make_model('classify', data_dir)
+  model.class_names = ()
+  with pytest.raises(ValueError, match='has no head, .* or write them'):
+    model.table(images[:2])
+  table = model.table(images[:2], embeddings='features')
+  assert table.column_names == ['path', 'embedding', 'error']
 
 
 def test_parts_of_another_table_are_refused(model, images, tmp_path):

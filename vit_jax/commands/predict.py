@@ -33,7 +33,7 @@ from vit_jax.commands import hosts
 
 # Greatest number of images of --sample.
 _MOST_SAMPLES = 4096
-_TABLES = ('.parquet', '.csv', '.jsonl')
+TABLES = ('.parquet', '.csv', '.jsonl')
 
 
 def make_parser() -> flags.Parser:
@@ -156,5 +156,5 @@ def main(argv: Sequence[str]) -> int:
     predict.run(args)
 
   # Only a table is the work of several hosts.
-  args.distributed &= str(args.out or '').endswith(_TABLES)
+  args.distributed &= str(args.out or '').endswith(TABLES)
   return hosts.run(args, work)

@@ -7,6 +7,7 @@ model of this package sows), its layers from the first to the last (`layer_0`,
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import difflib
 import re
 from typing import NamedTuple
 
@@ -249,10 +250,12 @@ def _of_layers(task, names: Sequence[str]) -> Callable:
   modules = _shapes(task, True) if captured else {}
   for path in captured:
     if f'{path}/__call__' not in modules:
-      has = {p.removesuffix('/__call__') for p in modules} - {'__call__'}
+      inner = {p.removesuffix('/__call__') for p in modules} - {'__call__'}
+      near = difflib.get_close_matches(path, sorted(inner), n=3, cutoff=0)
       raise ValueError(
         f"layer='{path}' is no layer of the model: it has "
-        f'{", ".join(sorted(has))}'
+        f'{", ".join([LAYER, PIXELS, *known])}, and modules such as '
+        f'{", ".join(near)}'
       )
 
   def compute(params, extra, batch):

@@ -271,8 +271,10 @@ class Predictor(base.Predictor):
   def _columns(self, top, threshold, image_size):
     """Returns columns of the most probable class, and of the `top` ones."""
     del threshold, image_size
-    if not self.class_names:
-      return super()._columns(top, None, None)
+    try:
+      self._check_head()
+    except ValueError as e:
+      raise tables.NoColumns(f'{e}, or write them (--embeddings)') from e
     rules.check('top', top, rules.whole(1))
 
     def row(_, outputs):

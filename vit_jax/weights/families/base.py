@@ -1,5 +1,6 @@
 """What reading, writing and identifying weights ask a family of models."""
 
+import abc
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from vit_jax.weights import descriptions
 from vit_jax.weights.families import leaves
 
 
-class Family:
+class Family(abc.ABC):
   """A family of models: their names elsewhere, and the files beside weights.
 
   `flat` are arrays by name, or by '/'-joined path in this package. A naming is
@@ -40,10 +41,11 @@ class Family:
   computes: Mapping[str, Any]
   head: str = 'head/bias'
 
+  @abc.abstractmethod
   def detect(self, names: Iterable[str]) -> str | None:
     """Returns the naming of a state dict, or None if it is of no such model."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def load(
     self, flat: Mapping[str, np.ndarray], naming: str, num_heads: int | None
   ) -> dict[str, np.ndarray]:
@@ -53,8 +55,8 @@ class Family:
       ValueError: if there are arrays that no such model has, if `num_heads`
         does not divide the width, or is missing though shapes do not tell it.
     """
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def dump(
     self, flat: Mapping[str, np.ndarray], naming: str
   ) -> dict[str, np.ndarray]:
@@ -63,8 +65,8 @@ class Family:
     Raises:
       ValueError: if other programs have no such model.
     """
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def sizes(
     self, flat: Mapping[str, tuple[int, ...]], told: Mapping[str, Any]
   ) -> dict[str, Any]:
@@ -78,11 +80,10 @@ class Family:
       KeyError, IndexError, ValueError: if leaves are missing, or have other
         numbers of dimensions.
     """
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def describe(self, fields: Mapping[str, Any]) -> str:
     """Names a model by the fields that `sizes` returns."""
-    raise NotImplementedError
 
   def defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns further fields of a model that is in no table of sizes."""
@@ -103,6 +104,7 @@ class Family:
         if here != there:
           yield key, here, there
 
+  @abc.abstractmethod
   def read_beside(
     self,
     beside: Callable[[str], epath.Path],
@@ -124,7 +126,6 @@ class Family:
     Raises:
       ValueError: if a field has a wrong value, or one that no model here has.
     """
-    raise NotImplementedError
 
   def image_size(
     self, config, params, given: tuple[int, int] | None
@@ -157,16 +158,17 @@ class Family:
 
   def check(self, model) -> None:
     """Raises ValueError if a model's metadata do not fit its weights."""
+    del model
 
   def notes(self, model, to: str) -> list[str]:
     """Returns what a user should know of a model in a format."""
     del model, to
     return []
 
+  @abc.abstractmethod
   def files(self, model, to: str) -> tuple[dict[str, dict], list[str]]:
     """Returns JSON files to write beside the weights by name, and notes.
 
     Raises:
       ValueError: if the other program has no such model.
     """
-    raise NotImplementedError
