@@ -249,6 +249,7 @@ def labelled_example(config, num_classes: int) -> Callable:
     float32 [classes], the soft label if there is one, else 0 or 1.
   """
 
+  @tf.autograph.experimental.do_not_convert
   def example(record, seed):
     image = preprocess.prepare(record['image'], seed, config.pp)
     label = _many_hot(record['label'], num_classes)

@@ -11,8 +11,12 @@ import tensorflow as tf
 from vit_jax.data import mixture
 from vit_jax.data import records
 
+# AutoGraph would rewrite what these functions have tf.data call, which takes half a
+# second at the start of a run, and for each evaluation.
+_as_it_is = tf.autograph.experimental.do_not_convert
 
-@tf.autograph.experimental.do_not_convert
+
+@_as_it_is
 def example_indices(positions, num_examples: int, seed: int):
   """Returns the number of the example at each position of the endless run.
 
@@ -65,6 +69,7 @@ def training_indices(source, positions: np.ndarray, seed: int) -> np.ndarray:
   return indices
 
 
+@_as_it_is
 def training_records(
   config, source, rows: np.ndarray, start_step: int
 ) -> tf.data.Dataset:
@@ -120,6 +125,7 @@ def training_records(
   )
 
 
+@_as_it_is
 def at_a_time(source, batches, look_up) -> tf.data.Dataset:
   """Looks up records in chunks, with the parallelism that suits the source.
 

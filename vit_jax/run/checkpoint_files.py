@@ -58,6 +58,19 @@ class Handler(ocp.PyTreeCheckpointHandler):
 
   _metrics: Mapping[str, float]
 
+  def __init__(self):
+    # The copies of an array on several devices are written in parts, one from
+    # each, where there are several processes. Each part compiles a program, so
+    # small arrays are written whole.
+    arrays = ocp.type_handlers.ArrayHandler(
+      use_replica_parallel=jax.process_count() > 1,
+      min_slice_bytes_for_replica_parallel=2**20,
+    )
+    registry = ocp.type_handlers.create_type_handler_registry(
+      (jax.Array, arrays)
+    )
+    super().__init__(type_handler_registry=registry)
+
   async def async_save(self, directory, args=None):
     """Begins to save; the last future writes this process's checksums."""
     self._metrics = args.metrics

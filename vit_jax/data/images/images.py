@@ -35,6 +35,7 @@ _PNG = b'\x89PNG\r\n\x1a\n'
 _FORMATS = ('BMP', 'GIF', 'PNG', 'WEBP')
 
 
+@reading.traced
 def decode(encoded, channels: int = 3, size=None, upright: bool = True):
   """Decodes one image of any format.
 
@@ -54,7 +55,6 @@ def decode(encoded, channels: int = 3, size=None, upright: bool = True):
   Raises:
     DECODE_ERRORS: if it is no image, or a truncated one.
   """
-  encoded = tf.convert_to_tensor(encoded)  # NumPy's bytes lose last zeros.
   turned = orientation.read(encoded) if upright else tf.constant(1)
 
   def decode_jpeg():
@@ -71,6 +71,7 @@ def decode(encoded, channels: int = 3, size=None, upright: bool = True):
   return image if channels == 3 else to_grey(image)
 
 
+@reading.traced
 def decode_other(encoded):
   """Decodes all formats but JPEG: common png in TensorFlow, others in Pillow.
 

@@ -14,6 +14,8 @@ import numpy as np
 from PIL import Image
 import tensorflow as tf
 
+from vit_jax.data.images import reading
+
 # Decoding at 1 / each of these sizes is cheaper than decoding in full.
 RATIOS = (1, 2, 4, 8)
 _CUT = 'only part of a JPEG: its data end before the picture does'
@@ -35,6 +37,7 @@ def ratio(shape, size):
   return tf.reduce_max([tf.where(times >= r, r, 1) for r in RATIOS])
 
 
+@reading.traced
 def decode(encoded, ratio=None, window=None):
   """Decodes a JPEG.
 

@@ -17,6 +17,7 @@ from PIL import Image
 import tensorflow as tf
 
 from vit_jax.data.images import jpeg
+from vit_jax.data.images import reading
 
 # Orientation - 1 -> which axes (y, x) to reverse. Rows and columns of 5 to 8 are
 # swapped first.
@@ -25,9 +26,9 @@ _REVERSED = (
 ) * 2  # fmt: skip
 
 
+@reading.traced
 def read(encoded):
   """Returns the orientation in a file of any format, int32 scalar; or 1."""
-  encoded = tf.convert_to_tensor(encoded)  # NumPy's bytes lose zeros.
 
   def look():
     found = tf.numpy_function(_read, [encoded], tf.int32, stateful=False)

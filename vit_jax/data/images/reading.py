@@ -5,6 +5,7 @@ regular file, such as a pipe, is refused without waiting.
 """
 
 import errno
+import functools
 import os
 import re
 import stat
@@ -35,6 +36,22 @@ _LASTING = (
   errno.EACCES,
   errno.ELOOP,
 )
+
+
+def traced(function):
+  """Has TensorFlow trace a function of an encoded image once, for all pipelines.
+
+  Every new pipeline would otherwise build all of its branches again, which takes
+  as long as a few steps of a small model.
+  """
+  compiled = tf.function(function, autograph=False)
+
+  @functools.wraps(function)
+  def call(encoded, *args, **kwargs):
+    # TensorFlow would trace again for each content that is not a tensor.
+    return compiled(tf.convert_to_tensor(encoded), *args, **kwargs)
+
+  return call
 
 
 def display(path) -> str:
