@@ -1,4 +1,4 @@
-"""Tests of runs of two processes on loopback, four devices each."""
+"""Tests of runs of two processes on loopback, two devices each."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from vit_jax.data import sources
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import workdir as workdir_lib
 
-FLAGS = ('--config.checkpoint_every=20',)
+FLAGS = ('--config.checkpoint_every=20', '--config.total_steps=40')
 
 
 def addresses():
@@ -31,7 +31,7 @@ def addresses():
 def start_pair(config, workdir, *flags, data_dir):
   return [
     processes.start(
-      config, workdir, *FLAGS, *flags, *address, data_dir=data_dir, devices=4
+      config, workdir, *FLAGS, *flags, *address, data_dir=data_dir, devices=2
     )
     for address in addresses()
   ]
@@ -55,7 +55,7 @@ def two_processes(config, data_dir, tmp_path_factory):
     start_pair(config, workdir, data_dir=data_dir)
   )
   assert statuses == [0, 0], outputs
-  assert 'on 8 cpu device(s) in 2 process(es)' in outputs[0]
+  assert 'on 4 cpu device(s) in 2 process(es)' in outputs[0]
   assert 'Done in' in outputs[0]
   # One of them speaks.
   assert not re.search(r'^(step|Done|digits)', outputs[1], re.MULTILINE)
@@ -66,7 +66,7 @@ def test_two_processes_compute_what_one_does(
   config, data_dir, two_processes, tmp_path
 ):
   status, output = processes.finish(
-    config, tmp_path, *FLAGS, data_dir=data_dir, devices=8
+    config, tmp_path, *FLAGS, data_dir=data_dir, devices=4
   )
   assert status == 0, output
   got, want = metrics_lib.read(two_processes), metrics_lib.read(tmp_path)
@@ -96,7 +96,7 @@ def test_split_parameters_and_micro_batches_across_processes(
   statuses, outputs = finish_pair(
     start_pair(
       config, tmp_path / 'two', *flags, '--config.mesh.data=1',
-      '--config.mesh.fsdp=8', data_dir=data_dir,
+      '--config.mesh.fsdp=4', data_dir=data_dir,
     )
   )  # fmt: skip
   assert statuses == [0, 0], outputs
@@ -127,7 +127,7 @@ def test_a_signal_to_one_process_stops_both_and_they_go_on(
 ):
   pair = start_pair(config, tmp_path, data_dir=data_dir)
   for line in pair[0].stdout:
-    if line.startswith('step  5/60'):
+    if line.startswith('step  5/40'):
       pair[1].send_signal(signal.SIGTERM)
       break
   statuses, outputs = finish_pair(pair)
