@@ -110,7 +110,7 @@ def make_plan(
   name, spent = str(config.dataset), None
   if name in costs.DATASETS:
     epochs = round(steps * config.batch / costs.DATASETS[name][0])
-    spent = costs.paper_core_days(result['model'], name, epochs)
+    spent = costs.TABLE_2.get((result['model'], name, epochs))
   return {
     **result,
     'images_per_second_per_core': images / seconds,
