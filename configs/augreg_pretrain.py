@@ -8,8 +8,8 @@ r"""Pre-trains a ViT as in "How to train your ViT?" (arXiv 2106.10270), AugReg.
 
 The argument is MODEL,DATA, optionally followed, in any order, by
 
-  AUGMENTATION    none, light1, light2, medium1, medium2, strong1 or strong2; by
-                  default the choice of big_vision for the model
+  AUGMENTATION    a setting of AUGREG in common.py; by default the choice of
+                  big_vision for the model
   WEIGHT DECAY    wd_0.03 or wd_0.1, the default
   REGULARISATION  do_0.0, the default, or do_0.1: dropout and stochastic depth
   LENGTH          300ep, the default, or 30ep (ImageNet-21k only in the paper)
@@ -56,11 +56,9 @@ from vit_jax.configs import vit_i1k
 # Model -> augmentation for 300 epochs of ImageNet-21k in big_vision; that for
 # ImageNet is in vit_i1k.py.
 AUGMENTATIONS = {
-  'ti16': 'none',
-  's32': 'none',
+  **dict.fromkeys(('ti16', 's32'), 'none'),
   's16': 'light1',
-  'b32': 'light2',
-  'b16': 'light2',
+  **dict.fromkeys(('b32', 'b16'), 'light2'),
   'l16': 'medium2',
 }
 
