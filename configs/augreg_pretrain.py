@@ -41,8 +41,6 @@ Peculiarities of the published recipe:
   not: at the same learning rate it equals wd_0.1.
 - Stochastic depth skips attention and MLP apart from each other; its probability
   increases linearly from 0 in the first layer to 0.1 in the last.
-- RandAugment of magnitude 0 (light1) still changes images: it inverts, for
-  example.
 - big_vision holds out 51,200 images of ImageNet-21k for validation and test, and
   this package 102,400, as for the models of the first paper.
 """

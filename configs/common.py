@@ -69,7 +69,8 @@ _OTHER_STEPS = 500
 _WARMUP, _SHORT_WARMUP = 500, 100
 
 # The settings of "How to train your ViT?" (arXiv 2106.10270). Name -> (layers
-# and magnitude of RandAugment, p of mixup).
+# and magnitude of RandAugment, p of mixup). A magnitude of 0 still changes images:
+# it inverts them, for example.
 AUGREG = {
   'none': (0, 0, 0.0),
   'light1': (2, 0, 0.0),

@@ -22,8 +22,6 @@ Peculiarities of the published recipe:
   schedule. That equals 0.1 in the terms of the papers, at this learning rate.
 - There is neither dropout nor stochastic depth, which the paper found to help
   B/32, B/16 and L/16: configs/augreg_pretrain.py has them.
-- RandAugment of magnitude 0 (light1) still changes images: it inverts, for
-  example.
 - Training leaves out 1 % of the training images.
 
 big_vision adds position embeddings to the patches only, initialised with
