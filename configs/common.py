@@ -69,8 +69,8 @@ _OTHER_STEPS = 500
 _WARMUP, _SHORT_WARMUP = 500, 100
 
 # The settings of "How to train your ViT?" (arXiv 2106.10270). Name -> (layers
-# and magnitude of RandAugment, p of mixup). A magnitude of 0 still changes images:
-# it inverts them, for example.
+# and magnitude of RandAugment, p of mixup). A magnitude of 0 still changes
+# images: it inverts them, for example.
 AUGREG = {
   'none': (0, 0, 0.0),
   'light1': (2, 0, 0.0),
@@ -375,8 +375,8 @@ def with_dataset(
 ) -> ml_collections.ConfigDict:
   """Returns a copy with the settings for fine-tuning (table 4, B.1.1).
 
-  Sets the data set (a key of DATASET_PRESETS, any other TFDS name, or a folder),
-  its splits, the image size, and the numbers of updates.
+  Sets the data set (a key of DATASET_PRESETS, any other TFDS name, or a
+  folder), its splits, the image size, and the numbers of updates.
   """
   config = copy.deepcopy(config)
   config.dataset = dataset
@@ -406,8 +406,8 @@ def split_argument(arg: str, forms: str, example: str) -> list[str]:
 def choose(names: Iterable[str], known: dict[str, Iterable[str]]) -> dict:
   """Sorts the words of a config's argument, in any order, by what they choose.
 
-  `known` has for each thing to choose (a noun, such as 'recipe') its words, all of
-  them different. Returns the one word that was given for each noun, or None.
+  `known` has for each thing to choose (a noun, such as 'recipe') its words, all
+  of them different. Returns the one word that was given for each noun, or None.
   """
   chosen = dict.fromkeys(known)
   for name in names:
@@ -422,7 +422,7 @@ def choose(names: Iterable[str], known: dict[str, Iterable[str]]) -> dict:
 
 
 def set_augmentation(config, name: str):
-  """Sets RandAugment and mixup, in place, to a setting of AUGREG; returns config."""
+  """Sets RandAugment and mixup in a config to a key of AUGREG; returns it."""
   if name not in AUGREG:
     raise ValueError(
       f"augmentation '{name}' is unknown: use one of {', '.join(AUGREG)}"

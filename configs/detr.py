@@ -45,11 +45,11 @@ and the backward pass recomputes them (--config.model.vit.transformer.remat=''
 switches this off). No figures are published for these models.
 
 On TPUs and GPUs set --config.model.dtype=bfloat16; logits, boxes and the matching
-stay in float32. docs/detection.md has the estimate for a TPU, and says how canvases
-work. The augmentation is that of appendix A.4, except that an image whose longer
-side is more than 5/3 of the shorter one may be smaller than published: the limit of
-1333 pixels holds for the greatest length of the shorter side, 800, and decreases
-with the size of the canvas.
+stay in float32. docs/detection.md has the estimate for a TPU, and says how
+canvases work. The augmentation is that of appendix A.4, except that an image
+whose longer side is more than 5/3 of the shorter one may be smaller than
+published: the limit of 1333 pixels holds for the greatest length of the shorter
+side, 800, and decreases with the size of the canvas.
 """
 
 from vit_jax.configs import common

@@ -235,10 +235,10 @@ SHORT_NAMES = {short_name(name): name for name in MODEL_CONFIGS}
 
 
 def get_config(name: str) -> ml_collections.ConfigDict:
-  """Returns a copy of the config of a model; raises ValueError for an unknown one.
+  """Returns a copy of a model's config; raises ValueError for an unknown one.
 
-  `name` is a key of MODEL_CONFIGS ('ViT-B_16'), its short form ('b16'), or a key
-  of AUGREG_CONFIGS ('R_Ti_16').
+  `name` is a key of MODEL_CONFIGS ('ViT-B_16'), its short form ('b16'), or a
+  key of AUGREG_CONFIGS ('R_Ti_16').
   """
   name = SHORT_NAMES.get(name.lower(), name)
   if name in AUGREG_CONFIGS:

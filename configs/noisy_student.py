@@ -16,15 +16,16 @@ labels of 90 % of a data set:
     --config.unlabelled_split='train[10%:]'
 
 vit_jax/studies/noisy_student.py describes the files in the workdir. Images of a
-folder are checked for each run anew unless python -m vit_jax.manifest has done so
-once.
+folder are checked for each run anew unless python -m vit_jax.manifest has done
+so once.
 
 docs/self_training.md has the published recipe: the defaults below, RandAugment
 (2, 27), stochastic depth of 0.2 in the last layer, 350 epochs of the labelled
-images; the loss is labelled + ratio * unlabelled. The paper trains EfficientNets;
-model, optimiser, weight decay and dropout here are those of configs/pretrain.py.
-The paper ends with an epoch and a half at a higher resolution, for which take
-configs/vit.py with --config.pretrained=/tmp/ns/student_3_0.
+images; the loss is labelled + ratio * unlabelled. The paper trains
+EfficientNets; model, optimiser, weight decay and dropout here are those of
+configs/pretrain.py. The paper ends with an epoch and a half at a higher
+resolution, for which take configs/vit.py with
+--config.pretrained=/tmp/ns/student_3_0.
 
 Published for EfficientNet-L2 with 300M unlabelled images: 88.4 % on ImageNet; for
 EfficientNet-B7 86.9 %, and 85.0 % without the unlabelled images. Nothing is

@@ -9,11 +9,12 @@ r"""Trains a ViT from scratch with Adam, on any TFDS data set or folder.
 
 The argument is MODEL,DATA, optionally followed by RECIPE, EPOCHS and
 AUGMENTATION in any order. MODEL is a short name from models.py. DATA is a TFDS
-name, or a folder with train/<class>/* and test/<class>/*. RECIPE is imagenet2012,
-imagenet21k, jft300m or other; by default that of the data set's name. EPOCHS is
-one of the lengths that the paper trains a model for: 7ep or 14ep for l16 and
-r50_l16 on JFT-300M, 30ep or 90ep for l16 and l32 on ImageNet-21k; by default the
-longest. AUGMENTATION is a setting of AUGREG in common.py.
+name, or a folder with train/<class>/* and test/<class>/*. RECIPE is
+imagenet2012, imagenet21k, jft300m or other; by default that of the data set's
+name. EPOCHS is one of the lengths that the paper trains a model for: 7ep or
+14ep for l16 and r50_l16 on JFT-300M, 30ep or 90ep for l16 and l32 on
+ImageNet-21k; by default the longest. AUGMENTATION is a setting of AUGREG in
+common.py.
 
 The recipes are those of arXiv 2010.11929, table 3 and B.1. Expected on the
 ImageNet validation set, after 300 epochs of ImageNet from scratch: B/32 69.19,

@@ -62,10 +62,8 @@ class ResidualUnit(nn.Module):
   """
 
   features: int  # F.
-  strides: tuple[int, int] = (
-    1,
-    1,
-  )  # Of the 3x3 convolution and the projection.
+  # Of the 3x3 convolution and of the projection.
+  strides: tuple[int, int] = (1, 1)
   eps: models_resnet.Epsilons = EPSILONS['published']
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32

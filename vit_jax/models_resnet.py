@@ -153,7 +153,8 @@ def make_resnet(
     param_dtype: type of the parameters.
 
   Returns:
-    Layers for `apply_resnet`: convolution and norm of the root, then the stages.
+    Layers for `apply_resnet`: convolution and norm of the root, then the
+    stages.
   """
   patches.check_choice('eps', eps, EPSILONS, 'config.model.resnet')
   eps = EPSILONS[eps]

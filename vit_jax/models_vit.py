@@ -72,9 +72,9 @@ def _field(config: Any, name: str, default: Any = None) -> Any:
 def encoder_fields(encoder: Callable, fields: Mapping[str, Any]) -> dict:
   """Selects the given fields that an encoder has.
 
-  An encoder class of a user, or a function that makes an encoder, may lack fields
-  of this package's Encoder. Such a field is left out if it has its default value;
-  another value is refused with the fields that the encoder has.
+  An encoder class of a user, or a function that makes an encoder, may lack
+  fields of this package's Encoder. Such a field is left out if it has its
+  default value; another value is refused with the fields that the encoder has.
   """
   known = inspect.signature(encoder).parameters
   if any(p.kind is p.VAR_KEYWORD for p in known.values()):

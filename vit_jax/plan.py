@@ -50,7 +50,8 @@ def make_plan(
     estimates of the compiler.
 
   Raises:
-    ValueError, ImportError, OSError: see vit_jax.planning.topology.get_topology.
+    ValueError, ImportError, OSError: see
+    vit_jax.planning.topology.get_topology.
   """
   devices = topology_lib.get_topology(topology)
   cli.load_tensorflow()
@@ -175,8 +176,8 @@ def data_size(
 ) -> tuple[int, int | None]:
   """Returns the numbers of examples and classes of a config's training data.
 
-  A folder is counted. The arguments are the sizes of data that are not known; the
-  number of classes may stay None, but that of examples is needed.
+  A folder is counted. The arguments are the sizes of data that are not known;
+  the number of classes may stay None, but that of examples is needed.
   """
   # Of a mixture nothing is known but what the flags say.
   dataset = config.get('dataset')

@@ -21,7 +21,7 @@ def add_flags(parser: flags.Parser, what: str):
 
 
 def print_commands(command: str, argv: Sequence[str], runs, workdir):
-  """Prints a command for each run (studies.runs.Run) in a folder that is not done.
+  """Prints a command for each run (studies.runs.Run) that is not done.
 
   `command` with its arguments `argv` trains all of them.
   """

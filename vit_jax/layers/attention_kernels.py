@@ -87,9 +87,9 @@ def _hide(logits, allowed):
 def relative_logits(query, embedding, keys):
   """Multiplies queries with embeddings of offsets between positions (T8).
 
-  Maps the queries [B, Q, K, E] of the first Q of N tokens, with `embedding` [2N -
-  1, E] of the offsets 1 - N to N - 1 of query and key, and the number S of `keys`,
-  those of the first S tokens, to logits [B, K, Q, S].
+  Maps the queries [B, Q, K, E] of the first Q of N tokens to logits [B, K, Q,
+  S] for the first `keys`, S, of them. `embedding`, [2N - 1, E], has the offsets
+  1 - N to N - 1 between the positions of query and key.
   """
   offsets = np.arange(query.shape[1])[:, None] - np.arange(keys)  # [Q, S]
   pairs = embedding[offsets + len(embedding) // 2]  # [Q, S, E]
@@ -263,9 +263,10 @@ def check(
 ) -> None:
   """Raises ValueError if an implementation does not support what is requested.
 
-  `platform` is that of the devices, 'cpu', 'gpu' or 'tpu', None if unknown; `dtype`
-  is `config.model.dtype`; `mask` is any but the causal one, and `bias` one on the
-  logits, as of relative position embeddings. `key` of the config chooses `name`.
+  `platform` is that of the devices, 'cpu', 'gpu' or 'tpu', None if unknown;
+  `dtype` is `config.model.dtype`; `mask` is any but the causal one, and `bias`
+  one on the logits, as of relative position embeddings. `key` of the config
+  chooses `name`.
   """
   problem = None
   if name not in IMPLEMENTATIONS:

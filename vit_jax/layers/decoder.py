@@ -52,7 +52,7 @@ def attend_to_past(query, key, value, start):
 
 
 class _Layer(nn.Module):
-  """What Attention and Block share; fields as in vit_jax.models_igpt.ImageGPT."""
+  """What Attention and Block share; fields as in models_igpt.ImageGPT."""
 
   num_heads: int
   num_layers: int  # Of the model, for the initial output.

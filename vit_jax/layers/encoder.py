@@ -289,8 +289,9 @@ class Encoder(nn.Module):
   def _positions(self, x, train, grid):
     """Adds position embeddings before the first layer.
 
-    Returns tokens [B, N, D]; what to add before each later layer, L - 1 times [1,
-    N, D] or None; the relative embeddings of each layer, [2N - 1, E] or None.
+    Returns tokens [B, N, D]; what to add before each later layer, L - 1 times
+    [1, N, D] or None; the relative embeddings of each layer, [2N - 1, E] or
+    None.
     """
     kind = self._kind()
     nothing = [None] * self.num_layers

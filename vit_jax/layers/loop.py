@@ -45,8 +45,8 @@ def over_layers(apply: Callable, x, *by_layer: Sequence[Any]):
   """Applies layers to `x` one after another in a loop, which is compiled once.
 
   `apply` is a function from `x` and what belongs to one layer to the next `x`.
-  `by_layer` are lists with a tree of arrays for each layer, such as its parameters,
-  or with None for every layer.
+  `by_layer` are lists with a tree of arrays for each layer, such as its
+  parameters, or with None for every layer.
   """
   stacked = tuple(
     jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

@@ -56,8 +56,8 @@ def attention_maps(query, key, mask):
 def enlarge(x, size: tuple[int, int]):
   """Repeats the cells of maps [B, h, w, F] up to a size (height, width).
 
-  The size is a multiple of the maps' or less than the next one, as in a backbone
-  whose stages round sizes up.
+  The size is a multiple of the maps' or less than the next one, as in a
+  backbone whose stages round sizes up.
   """
   for axis, cells in enumerate(size, start=1):
     x = jnp.repeat(x, -(-cells // x.shape[axis]), axis)

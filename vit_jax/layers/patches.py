@@ -51,9 +51,10 @@ def check_keys(rngs):
 def sow_mean(module: nn.Module, name: str, x):
   """Sows the mean of a layer for probes, see vit_jax.evaluators.features.
 
-  Computes nothing unless the collection `intermediates` of the module is mutable.
-  It gets the mean, float32 [B, D], of tokens [B, N, D] or a feature map [B, h, w,
-  D], under a name 'layer_0', 'layer_1', ..., from the model's input to its output.
+  Computes nothing unless the collection `intermediates` of the module is
+  mutable. It gets the mean, float32 [B, D], of tokens [B, N, D] or a feature
+  map [B, h, w, D], under a name 'layer_0', 'layer_1', ..., from the model's
+  input to its output.
   """
   if module.is_mutable_collection('intermediates'):
     axes = tuple(range(1, x.ndim - 1))

@@ -126,8 +126,8 @@ def resize(table, size: int, axis: int = 0):
 def resize_grid(table, grid: tuple[int, int], new_grid: tuple[int, int]):
   """Resizes the table of a grid of patches, after that of other tokens.
 
-  The table is an array [1, N, D] of NumPy or JAX, whose last rows are the grid's;
-  grids are (height, width) in patches.
+  The table is an array [1, N, D] of NumPy or JAX, whose last rows are the
+  grid's; grids are (height, width) in patches.
   """
   before = table.shape[1] - grid[0] * grid[1]
   patches = table[0, before:].reshape(*grid, -1)
@@ -230,8 +230,9 @@ class AddPositionEmbs(nn.Module):
 def first_table(flat, transformer, grid):
   """Returns what a Vision Transformer adds to tokens before its first layer.
 
-  Takes its parameters by '/'-joined path, the fields of its encoder, and the number
-  of patches (down, across). Returns [1, N, D], or None if it adds nothing.
+  Takes its parameters by '/'-joined path, the fields of its encoder, and the
+  number of patches (down, across). Returns [1, N, D], or None if it adds
+  nothing.
   """
   layers = transformer.get('position_layers', 'stem')
   kind = kind_of(

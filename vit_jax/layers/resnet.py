@@ -84,9 +84,9 @@ def bottleneck(
   (arXiv 1512.03385), or with `norms_first` before it (arXiv 1603.05027).
 
   Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]. `conv` is a function
-  (features, side of the kernel, strides, name) -> layer; the names are 'conv1' to
-  'conv3' and 'conv_proj'. `norm` makes a layer of the end of a name, '1' to '3' or
-  '_proj'.
+  (features, side of the kernel, strides, name) -> layer; the names are 'conv1'
+  to 'conv3' and 'conv_proj'. `norm` makes a layer of the end of a name, '1' to
+  '3' or '_proj'.
   """
   out, one = 4 * features, (1, 1)
   residual = x

@@ -56,9 +56,10 @@ NOTE_6 = (
 )
 
 
-# Table 2: (model, data set, epochs) -> TPU v3 core-days of the pre-training. The
-# epochs are those of table 3: of its 30 and 90 epochs on ImageNet-21k, 30 would
-# leave 13 % of the peak. BiT-L is R152x4, trained for 40 epochs (arXiv 1912.11370).
+# Table 2: (model, data set, epochs) -> TPU v3 core-days of the pre-training.
+# The epochs are those of table 3: of its 30 and 90 epochs on ImageNet-21k, 30
+# would leave 13 % of the peak. BiT-L is R152x4, trained for 40 epochs (arXiv
+# 1912.11370).
 TABLE_2 = {
   ('ViT-H_14', 'jft300m', 14): 2_500,
   ('ViT-L_16', 'jft300m', 14): 680,
@@ -99,16 +100,15 @@ def account(
 ) -> dict[str, Any]:
   """Accounts for a pre-training; `forward` is that of `exaflops`.
 
-  Returns `model`, `epochs`, `exaflops`; `core_days` of devices of kind `chip` at
-  the share `mfu` of their peak; `price`; and what the paper reports of this
-  pre-training, `published_exaflops` (table 6) and `published_core_days` (table 2,
-  of v3). None stands for no price, and for what was not published.
+  Returns `model`, `epochs`, `exaflops`; `core_days` of devices of kind `chip`
+  at the share `mfu` of their peak; `price`; and what the paper reports of this
+  pre-training, `published_exaflops` (table 6) and `published_core_days` (table
+  2, of v3). None stands for no price, and for what was not published.
   """
   chip = topology.CHIPS[setting.chip]
-  # The data set of the paper that has these images.
-  dataset = {
-    (*sizes, PAPER_SIZE): name for name, sizes in DATASETS.items()
-  }.get(setting[:3])
+  known = {(*sizes, PAPER_SIZE): name for name, sizes in DATASETS.items()}
+  dataset = known.get(setting[:3])
+  table_6 = TABLE_6 if dataset == 'jft300m' else {}
   work = exaflops(forward, setting.num_examples * epochs)
   days = work * 1e18 / (setting.mfu * chip.peak) / 86_400
   price = None
@@ -118,9 +118,7 @@ def account(
     'model': model,
     'epochs': epochs,
     'exaflops': work,
-    'published_exaflops': TABLE_6.get((model, epochs))
-    if dataset == 'jft300m'
-    else None,
+    'published_exaflops': table_6.get((model, epochs)),
     'core_days': days,
     'chip': setting.chip,
     'mfu': setting.mfu,
@@ -149,7 +147,7 @@ def assumptions(setting: Setting) -> str:
 
 
 def describe(rows: Sequence[dict], setting: Setting) -> str:
-  """Formats rows of `account`, of table 2 with `dataset` and `published_mfu`, as a table."""
+  """Formats rows of `account`, or of compute's table 2, as a table."""
   lines = []
   for row in rows:
     known, share = row['published_exaflops'], row.get('published_mfu')

@@ -19,9 +19,9 @@ def forward_flops(
   """Counts the FLOPs of one forward pass on one image, without compiling it.
 
   `model` is a Linen module that is called with (images, train=False), and
-  `image_size` is (height, width) in pixels. `whole` counts all tokens of the last
-  layer, as published figures do: a Vision Transformer that reads its class token
-  alone computes no other token there.
+  `image_size` is (height, width) in pixels. `whole` counts all tokens of the
+  last layer, as published figures do: a Vision Transformer that reads its class
+  token alone computes no other token there.
   """
   images = jax.ShapeDtypeStruct((1, *image_size, channels), jnp.float32)
 

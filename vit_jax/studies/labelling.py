@@ -52,11 +52,11 @@ def label(settings: Settings, source, folder: str, batch: int) -> dict:
   """Labels images and writes a folder of pseudo-labels, unless it is there.
 
   `source` are the images, and `batch` is their number per step, over all devices
-  and hosts. Returns the content of its pseudo_labels.json; `counts` has the number
-  of images that were seen (`images`), the confident labels of each class
+  and hosts. Returns the content of its pseudo_labels.json; `counts` has the
+  number of images that were seen (`images`), the confident labels of each class
   (`by_class`), and the number of examples when balanced (`examples`). Refuses a
-  folder with pseudo-labels of other settings or images, a run that is no classifier,
-  and images of which none has a confident label.
+  folder with pseudo-labels of other settings or images, a run that is no
+  classifier, and images of which none has a confident label.
   """
   path = epath.Path(folder)
   asked = {**settings._asdict(), 'images': source.fingerprint()}

@@ -207,7 +207,7 @@ def _describe(facts, folder) -> str:
 
 
 def _report(config, found, workdir) -> list[dict[str, Any]]:
-  """Prints, writes and draws the values by iteration and seed; returns the rows."""
+  """Prints, writes and draws values by iteration and seed; returns rows."""
   metric, rows, lines, points = config.metric, [], [], []
   for iteration, values in enumerate(found):
     margins = [value - first for value, first in zip(values, found[0])]

@@ -109,12 +109,12 @@ def train_all(
   """Trains runs one after the other, each in workdir/<name>.
 
   A run that is done is not trained again, and one that was interrupted goes on.
-  All that `check` checks is checked before the first run begins. If a run fails,
-  the others are trained all the same, see Outcome.finish; but of several processes
-  the error of one that fails alone ends all. A run that another machine holds is
-  passed over, and waited for at the end: when that machine has ended or is lost,
-  the run goes on here unless it is done. `checkpoints`, a key of CHECKPOINTS, are
-  those to keep of a run that is done.
+  All that `check` checks is checked before the first run begins. If a run
+  fails, the others are trained all the same, see Outcome.finish; but of several
+  processes the error of one that fails alone ends all. A run that another
+  machine holds is passed over, and waited for at the end: when that machine has
+  ended or is lost, the run goes on here unless it is done. `checkpoints`, a key
+  of CHECKPOINTS, are those to keep of a run that is done.
   """
   check(runs, workdir, checkpoints)
   width = max((len(run.name) for run in runs), default=0)
@@ -163,8 +163,8 @@ def train_all(
         others = ''.join(f'  {name}: {other}\n' for name, other in held.items())
         say(
           f'{len(held)} of the runs are held by other machines:\n{others}'
-          'Waiting for them: a run whose machine is lost goes on here. Ctrl-C ends '
-          'the waiting; the same command shows the table when they are done.'
+          'Waiting for them: a run whose machine is lost goes on here. Ctrl-C '
+          'ends the waiting; the same command shows the table when they are done.'
         )
       waiting = True
       time.sleep(_PAUSE)
@@ -382,9 +382,9 @@ def changed(
   """Returns a complete copy of a run's config with other values.
 
   `changes` are values by dotted key: {'base_lr': 0.01,
-  'model.transformer.num_layers': 2}. The keys are checked, the values are not. A
-  whole group, such as `model`, is replaced. A length in steps takes the place of
-  one in epochs, and vice versa.
+  'model.transformer.num_layers': 2}. The keys are checked, the values are not.
+  A whole group, such as `model`, is replaced. A length in steps takes the place
+  of one in epochs, and vice versa.
   """
   config = run_config.complete(config)
   for key, value in changes.items():

@@ -81,10 +81,11 @@ _OPTIONS = {
 def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   """Trains each variant with each seed, and compares a metric.
 
-  The workdir has all runs, study.json, study.csv and study.png. Returns the rows of
-  study.json: `variant`, `mean` and `std` over the seeds, the value of each seed,
-  `seed_0`, ..., and for curves `line` and `x`. Raises ValueError if the config is
-  wrong, before anything is trained, and runs.Failed after the table, if runs failed.
+  The workdir has all runs, study.json, study.csv and study.png. Returns the
+  rows of study.json: `variant`, `mean` and `std` over the seeds, the value of
+  each seed, `seed_0`, ..., and for curves `line` and `x`. Raises ValueError if
+  the config is wrong, before anything is trained, and runs.Failed after the
+  table, if runs failed.
   """
   config = _complete(config)
   runs = make_runs(config)

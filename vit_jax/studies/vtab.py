@@ -45,10 +45,11 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   config.validate is set). Of machines that see it each takes the next run that is
   free, of the tasks whose data it has.
 
-  Returns `rows`, the content of vtab.json: one row for each task, each group and all
-  tasks, with `mean` and `std` over the seeds of the accuracy from 0 to 1, and
-  `seed_0`, ...; and `skipped`, the reason for each task without data. Raises as
-  study.study does, and FileNotFoundError if the data of no task are on this machine.
+  Returns `rows`, the content of vtab.json: one row for each task, each group
+  and all tasks, with `mean` and `std` over the seeds of the accuracy from 0 to
+  1, and `seed_0`, ...; and `skipped`, the reason for each task without data.
+  Raises as study.study does, and FileNotFoundError if the data of no task are
+  on this machine.
   """
   runs = _by_task(config)
   every = [run for found in runs.values() for run in found]
