@@ -8,8 +8,8 @@ r"""Pre-trains a ViT as in "How to train your ViT?" (arXiv 2106.10270), AugReg.
 
 The argument is MODEL,DATA, optionally followed, in any order, by
 
-  AUGMENTATION    none, light1, light2, medium1, medium2, strong1 or strong2; by
-                  default the choice of big_vision for the model
+  AUGMENTATION    a setting of AUGREG in common.py; by default the choice of
+                  big_vision for the model
   WEIGHT DECAY    wd_0.03 or wd_0.1, the default
   REGULARISATION  do_0.0, the default, or do_0.1: dropout and stochastic depth
   LENGTH          300ep, the default, or 30ep (ImageNet-21k only in the paper)
@@ -41,8 +41,6 @@ Peculiarities of the published recipe:
   not: at the same learning rate it equals wd_0.1.
 - Stochastic depth skips attention and MLP apart from each other; its probability
   increases linearly from 0 in the first layer to 0.1 in the last.
-- RandAugment of magnitude 0 (light1) still changes images: it inverts, for
-  example.
 - big_vision holds out 51,200 images of ImageNet-21k for validation and test, and
   this package 102,400, as for the models of the first paper.
 """
@@ -56,11 +54,9 @@ from vit_jax.configs import vit_i1k
 # Model -> augmentation for 300 epochs of ImageNet-21k in big_vision; that for
 # ImageNet is in vit_i1k.py.
 AUGMENTATIONS = {
-  'ti16': 'none',
-  's32': 'none',
+  **dict.fromkeys(('ti16', 's32'), 'none'),
   's16': 'light1',
-  'b32': 'light2',
-  'b16': 'light2',
+  **dict.fromkeys(('b32', 'b16'), 'light2'),
   'l16': 'medium2',
 }
 

@@ -73,19 +73,10 @@ def get_config(arg: str = 'bit_r50x1,cifar10'):
   steps, warmup = next(
     schedule for limit, schedule in SCHEDULES.items() if examples < limit
   )
-  config.update(
-    total_steps=steps,
-    warmup_steps=warmup,
-    batch=512,
-    optimizer='sgd',
-    momentum=0.9,
-    optim_dtype='float32',
-    base_lr=0.003,
-    decay_type='staircase',
-    decay_at=(0.3, 0.6, 0.9),
-    weight_decay=0.0,
-    grad_norm_clip=0.0,
-  )
+  config.update(total_steps=steps, warmup_steps=warmup, batch=512)
+  config.update(optimizer='sgd', momentum=0.9, optim_dtype='float32')
+  config.update(base_lr=0.003, weight_decay=0.0, grad_norm_clip=0.0)
+  config.update(decay_type='staircase', decay_at=(0.3, 0.6, 0.9))
   # Training resizes to a square and crops a part of it; evaluation resizes to
   # the size of that part.
   resized, crop = SMALL_SIZES if pixels < SMALL_IMAGE else large

@@ -69,7 +69,8 @@ _OTHER_STEPS = 500
 _WARMUP, _SHORT_WARMUP = 500, 100
 
 # The settings of "How to train your ViT?" (arXiv 2106.10270). Name -> (layers
-# and magnitude of RandAugment, p of mixup).
+# and magnitude of RandAugment, p of mixup). A magnitude of 0 still changes
+# images: it inverts them, for example.
 AUGREG = {
   'none': (0, 0, 0.0),
   'light1': (2, 0, 0.0),
@@ -374,11 +375,8 @@ def with_dataset(
 ) -> ml_collections.ConfigDict:
   """Returns a copy with the settings for fine-tuning (table 4, B.1.1).
 
-  Sets the data set, its splits, the image size, and the numbers of updates.
-
-  Args:
-    config: a config as `get_config` returns it.
-    dataset: a key of DATASET_PRESETS, any other TFDS name, or a folder.
+  Sets the data set (a key of DATASET_PRESETS, any other TFDS name, or a
+  folder), its splits, the image size, and the numbers of updates.
   """
   config = copy.deepcopy(config)
   config.dataset = dataset
@@ -388,7 +386,7 @@ def with_dataset(
 
 
 def split_argument(arg: str, forms: str, example: str) -> list[str]:
-  """Splits the argument of a config at its commas.
+  """Splits the argument of a config at its commas; refuses too few or too many.
 
   Args:
     arg: the argument.
@@ -397,9 +395,6 @@ def split_argument(arg: str, forms: str, example: str) -> list[str]:
 
   Returns:
     The words, as many as the last form has, with '' for those left out.
-
-  Raises:
-    ValueError: if there are too few or too many, or a needed one is empty.
   """
   words = arg.split(',')
   least, *_, most = 2 * [form.count(',') + 1 for form in forms.split(' or ')]
@@ -411,13 +406,8 @@ def split_argument(arg: str, forms: str, example: str) -> list[str]:
 def choose(names: Iterable[str], known: dict[str, Iterable[str]]) -> dict:
   """Sorts the words of a config's argument, in any order, by what they choose.
 
-  Args:
-    names: the words.
-    known: what can be chosen (a noun, such as 'recipe') -> the words for it, all
-      of them different.
-
-  Returns:
-    A dict like `known`, with the one word that was given for a noun, or None.
+  `known` has for each thing to choose (a noun, such as 'recipe') its words, all
+  of them different. Returns the one word that was given for each noun, or None.
   """
   chosen = dict.fromkeys(known)
   for name in names:
@@ -432,11 +422,7 @@ def choose(names: Iterable[str], known: dict[str, Iterable[str]]) -> dict:
 
 
 def set_augmentation(config, name: str):
-  """Sets RandAugment and mixup, in place, to a setting of AUGREG; returns config.
-
-  Raises:
-    ValueError: if the name is unknown.
-  """
+  """Sets RandAugment and mixup in a config to a key of AUGREG; returns it."""
   if name not in AUGREG:
     raise ValueError(
       f"augmentation '{name}' is unknown: use one of {', '.join(AUGREG)}"

@@ -32,41 +32,30 @@ STEPS = (60, 180, 540)
 
 def get_config() -> ml_collections.ConfigDict:
   """Returns the config: a study, whose x is the compute of its runs."""
-  families = {
-    'ViT': data_scaling.vit(3, 96),
-    'BiT': data_scaling.bit((1, 1, 1), 0.5),
-    'hybrid': data_scaling.hybrid(2, 96),
-  }
-  config = ml_collections.ConfigDict()
-  config.trainer = 'study'
-  config.base = data_scaling.base()
-  config.base.model = families['ViT']
+  models = data_scaling.families()
+  places = [(name, steps) for name in models for steps in STEPS]
+  config = data_scaling.study(
+    'Transfer by pre-training compute (figure 5 in small)',
+    tuple(
+      (
+        f'{name}, {steps} updates',
+        {
+          'model': models[name],
+          'total_steps': steps,
+          'warmup_steps': steps // 10,
+        },
+      )
+      for name, steps in places
+    ),
+    tuple((name, 'exaflops') for name, _ in places),
+  )
+  config.x_label = 'exaFLOPs'
   config.base.dataset = 'digits/0to4'
   # As in digits_transfer.py: both help the transfer.
   config.base.update(label_smoothing=0.0, weight_decay=0.3)
   config.base.fewshot.update(
-    shots=(5,),
-    dataset='digits/5to9_few',
-    train='few_0+few_1+few_2',
+    shots=(5,), dataset='digits/5to9_few', train='few_0+few_1+few_2',
     test='test',
-  )
-  config.seeds = (0, 1, 2)
+  )  # fmt: skip
   config.metric = 'fewshot_5_test'
-  config.title = 'Transfer by pre-training compute (figure 5 in small)'
-  places = [(name, steps) for name in families for steps in STEPS]
-  config.x = tuple((name, 'exaflops') for name, _ in places)
-  config.x_label = 'exaFLOPs'
-  config.x_log = True
-  config.variants = tuple(
-    (
-      f'{name}, {steps} updates',
-      {
-        'model': families[name],
-        'total_steps': steps,
-        'warmup_steps': steps // 10,
-      },
-    )
-    for name, steps in places
-  )
-  config.checkpoints = 'none'
   return config

@@ -25,6 +25,7 @@ import ml_collections
 
 from vit_jax.configs import digits
 from vit_jax.configs import models
+from vit_jax.configs import studies
 
 # Name -> split. The seed replaces {seed}.
 SUBSETS = {
@@ -66,43 +67,47 @@ def hybrid(num_layers: int, width: int) -> ml_collections.ConfigDict:
   return config
 
 
-def base() -> ml_collections.ConfigDict:
-  """Returns the recipe that all models share, that of configs/digits.py."""
-  config = digits.get_config()
-  config.pp.crop = 32  # Enough for the stages of a ResNet.
-  config.batch = 32
-  config.total_epochs = None
-  config.warmup_epochs = None
-  config.update(total_steps=400, warmup_steps=40)
-  config.update(eval_every=0, checkpoint_every=0, log_images=0)
+def families() -> dict[str, ml_collections.ConfigDict]:
+  """Returns the models, whose forward passes take 9 to 10 MFLOPs each."""
+  return {
+    'ViT': vit(3, 96),
+    'BiT': bit((1, 1, 1), 0.5),
+    'hybrid': hybrid(2, 96),
+  }
+
+
+def study(title: str, variants: tuple, x: tuple) -> ml_collections.ConfigDict:
+  """Returns a study of `families`, which share the recipe of configs/digits.py.
+
+  `variants` are those of studies.get_config, and x the (name, place) of each.
+  """
+  config = studies.get_config(title, variants)
+  config.base = digits.get_config()
+  config.base.model = vit(3, 96)
+  config.base.pp.crop = 32  # Enough for the stages of a ResNet.
+  config.base.update(total_epochs=None, warmup_epochs=None, batch=32)
+  config.base.update(total_steps=400, warmup_steps=40)
+  config.base.update(eval_every=0, checkpoint_every=0, log_images=0)
+  config.x = x
+  config.x_log = True
+  config.checkpoints = 'none'
   return config
 
 
 def get_config() -> ml_collections.ConfigDict:
   """Returns the config of the study."""
-  # Forward passes of 9 to 10 MFLOPs each, as they run.
-  families = {
-    'ViT': vit(3, 96),
-    'BiT': bit((1, 1, 1), 0.5),
-    'hybrid': hybrid(2, 96),
-  }
-  config = ml_collections.ConfigDict()
-  config.trainer = 'study'
-  config.base = base()
-  config.base.model = families['ViT']
-  config.seeds = (0, 1, 2)
-  config.metric = 'accuracy_test'
-  config.title = 'Accuracy by the number of training images (figure 4 in small)'
-  config.x_label = 'training images'
-  config.x_log = True
-  places = [(name, size) for name in families for size in SUBSETS]
-  config.x = tuple(places)
-  config.variants = tuple(
-    (
-      f'{name}, {size} images',
-      {'model': families[name], 'pp.train': SUBSETS[size]},
-    )
-    for name, size in places
+  known = families()
+  places = [(name, size) for name in known for size in SUBSETS]
+  config = study(
+    'Accuracy by the number of training images (figure 4 in small)',
+    tuple(
+      (
+        f'{name}, {size} images',
+        {'model': known[name], 'pp.train': SUBSETS[size]},
+      )
+      for name, size in places
+    ),
+    tuple(places),
   )
-  config.checkpoints = 'none'
+  config.x_label = 'training images'
   return config

@@ -45,27 +45,16 @@ and the backward pass recomputes them (--config.model.vit.transformer.remat=''
 switches this off). No figures are published for these models.
 
 On TPUs and GPUs set --config.model.dtype=bfloat16; logits, boxes and the matching
-stay in float32. By the estimate of the TPU's compiler, r50 with batches of 64 images
-of 800 x 1344 pixels then takes 2.1 of the 16 GiB of each of the 32 cores of a v3:4x4
-and trains on 41 images a second a core, at 36 % of peak:
-
-  python -m vit_jax.plan --config=configs/detr.py:r50,coco/2017 --topology=v3:4x4 \
-    --config.model.dtype=bfloat16 --config.pp.sides="()" \
-    --config.pp.crop="(800, 1344)"
-
-The augmentation is that of appendix A.4. Images lie on canvases of three sizes, for
-each of which the update is compiled once (--config.pp.canvases), and an image whose
-longer side is more than 5/3 of the shorter one may be smaller than published: the
-limit of 1333 pixels holds for the greatest length of the shorter side, 800, and
-decreases with the size of the canvas.
+stay in float32. docs/detection.md has the estimate for a TPU, and says how
+canvases work. The augmentation is that of appendix A.4, except that an image
+whose longer side is more than 5/3 of the shorter one may be smaller than
+published: the limit of 1333 pixels holds for the greatest length of the shorter
+side, 800, and decreases with the size of the canvas.
 """
 
 from vit_jax.configs import common
 from vit_jax.configs import models
 
-# Beginning of the names of models with a Vision Transformer as the backbone, and
-# pixels of a side of the square that its table of position embeddings is made for.
-_VIT, _SIDE = 'vit_', 800
 # Length -> (epochs, epoch after which the learning rate drops to a tenth).
 LENGTHS = {'300ep': (300, 200), '500ep': (500, 400)}
 # Lengths of the shorter side of training images in pixels (appendix A.4).
@@ -88,27 +77,22 @@ def get_config(arg: str = 'r50,coco/2017'):
   config.task = 'detect'
   config.model = _model(model)
   config.pp.sides = SIDES
-  config.total_epochs, drop = float(LENGTHS[length][0]), LENGTHS[length][1]
-  config.decay_type = 'staircase'
-  config.decay_at = (drop / config.total_epochs,)
-  config.warmup_steps = 0
-  config.update(
-    batch=64,
-    batch_eval=64,
-    optimizer='adam',  # With decoupled weight decay: AdamW.
-    optim_dtype='float32',
-    base_lr=1e-4,
-    weight_decay=1e-4,
-    weight_decay_on='all',
-    grad_norm_clip=0.1,
-  )
+  epochs, drop = LENGTHS[length]
+  config.update(total_epochs=float(epochs), warmup_steps=0)
+  config.update(decay_type='staircase', decay_at=(drop / epochs,))
+  config.update(batch=64, batch_eval=64, base_lr=1e-4, grad_norm_clip=0.1)
+  # With decoupled weight decay: AdamW.
+  config.update(optimizer='adam', optim_dtype='float32')
+  config.update(weight_decay=1e-4, weight_decay_on='all')
   config.lr_multipliers = (
     ('^backbone/(conv_root|block1)/', 0.0),
     ('^backbone/', 0.1),
   )
   if 'vit' in config.model:
     config.lr_multipliers = config.lr_multipliers[1:]
-    config.pp.canvas_multiple = _multiple(_patch(config.model.vit))
+    # The least multiple of a patch's side that is at least 28 pixels.
+    patch = _patch(config.model.vit)
+    config.pp.canvas_multiple = -(-28 // patch) * patch
   config.best_metric = 'AP_test'
   config.progress_every = 50
   # 118,287 images: an epoch is 1,848 steps.
@@ -119,8 +103,8 @@ def get_config(arg: str = 'r50,coco/2017'):
 
 def _model(name):
   """Returns the config of a model, such as 'r50_dc5' or 'vit_s16'."""
-  if name.startswith(_VIT):
-    return _vit_model(name.removeprefix(_VIT))
+  if name.startswith('vit_'):
+    return _vit_model(name.removeprefix('vit_'))
   known = [models.short_name(x).removeprefix('detr_') for x in models.DETRS]
   if name not in known:
     raise ValueError(
@@ -131,13 +115,13 @@ def _model(name):
 
 
 def _vit_model(name):
-  """Returns the config of a DETR whose backbone is a Vision Transformer."""
   config = models.get_config('detr_r50')
   del config.units, config.dilate_last
   config.backbone = 'vit'
   config.vit = models.get_backbone_config(name)
   config.model_name = f'DETR-{config.vit.model_name}'
-  side = _SIDE // _patch(config.vit)
+  # Positions of a square of 800 pixels.
+  side = 800 // _patch(config.vit)
   config.vit.transformer.update(position_grid=(side, side), remat='full')
   return config
 
@@ -149,8 +133,3 @@ def _patch(vit) -> int:
     return side
   # The root of a hybrid's ResNet divides by 4, each stage but the first by 2.
   return side * 4 * 2 ** max(0, len(vit.resnet.num_layers) - 1)
-
-
-def _multiple(patch) -> int:
-  """Returns the least multiple of a patch's side that is at least 28 pixels."""
-  return -(-28 // patch) * patch

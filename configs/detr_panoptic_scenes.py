@@ -21,8 +21,6 @@ def get_config():
   config.model.mask_head = True
   config.model.masks_at_a_time = 0
   config.task_options.truth_size = 128
-  config.best_metric = 'PQ_test'
-  config.total_steps = 3_000
-  config.eval_every = 1_000
-  config.checkpoint_every = 1_000
+  config.update(best_metric='PQ_test', total_steps=3_000)
+  config.update(eval_every=1_000, checkpoint_every=1_000)
   return config

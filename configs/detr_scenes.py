@@ -45,19 +45,11 @@ def get_config():
   config.task_options.class_weight = 5.0
   config.task_options.no_object_weight = 0.3
 
-  config.batch = 32
-  config.batch_eval = 50
-  config.total_steps = 6_400
-  config.warmup_steps = 200
-  config.optimizer = 'adam'
-  config.optim_dtype = 'float32'
-  config.base_lr = 5e-4
-  config.weight_decay = 1e-4
-  config.grad_norm_clip = 0.1
+  config.update(batch=32, batch_eval=50, total_steps=6_400, warmup_steps=200)
+  config.update(optimizer='adam', optim_dtype='float32', base_lr=5e-4)
+  config.update(weight_decay=1e-4, grad_norm_clip=0.1)
   # From random weights the backbone learns faster with a larger rate.
   config.lr_multipliers = (('^backbone/', 3.0), ('', 1.0))
   config.best_metric = 'AP_test'
-  config.progress_every = 100
-  config.eval_every = 1_600
-  config.checkpoint_every = 1_600
+  config.update(progress_every=100, eval_every=1_600, checkpoint_every=1_600)
   return config

@@ -31,16 +31,9 @@ def get_config():
   config.model.transformer.num_layers = 4
   config.model.transformer.mlp_dim = 384
 
-  config.batch = 128
-  config.batch_eval = 120
-  config.total_epochs = 80.0
-  config.warmup_epochs = 5.0
-  config.optimizer = 'adam'
-  config.optim_dtype = 'float32'
-  config.base_lr = 1e-3
-  config.weight_decay = 0.05
-  config.label_smoothing = 0.1
-  config.progress_every = 50
-  config.eval_every = 200
-  config.checkpoint_every = 200
+  config.update(batch=128, batch_eval=120)
+  config.update(total_epochs=80.0, warmup_epochs=5.0)
+  config.update(optimizer='adam', optim_dtype='float32', base_lr=1e-3)
+  config.update(weight_decay=0.05, label_smoothing=0.1)
+  config.update(progress_every=50, eval_every=200, checkpoint_every=200)
   return config

@@ -41,20 +41,12 @@ def get_config():
   few.dataset = 'digits/5to9_few'
   few.pp.train = 'few_{seed}'
   few.pp.crop = 24
-  few.batch = 25
-  few.total_epochs = None
-  few.warmup_epochs = None
+  few.update(total_epochs=None, warmup_epochs=None, batch=25)
   few.update(eval_every=0, checkpoint_every=0)
+  few.update(total_steps=300, warmup_steps=30, base_lr=1e-3)
   config.scratch = few
-  config.scratch.update(total_steps=300, warmup_steps=30, base_lr=1e-3)
 
   # The recipe of the paper: SGD with momentum, no weight decay.
   config.finetune = config.scratch.copy_and_resolve_references()
-  config.finetune.update(
-    optimizer='sgd',
-    base_lr=0.1,
-    weight_decay=0.0,
-    total_steps=300,
-    warmup_steps=30,
-  )
+  config.finetune.update(optimizer='sgd', base_lr=0.1, weight_decay=0.0)
   return config

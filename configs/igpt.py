@@ -44,15 +44,11 @@ def get_config(arg: str = 's,imagenet2012,32'):
   set_model(config, size, side)
   config.model.causal = objective == 'ar'
   config.batch, config.total_steps = _RUNS.get(size, _RUN)
-  config.batch_eval = 128
-  config.warmup_epochs = 1.0
+  config.update(batch_eval=128, warmup_epochs=1.0)
   set_adam(config)
-  config.base_lr = LEARNING_RATES[size]
-  config.decay_type = 'cosine'
+  config.update(base_lr=LEARNING_RATES[size], decay_type='cosine')
   config.best_metric = 'bits_per_dim_test'
-  config.eval_every = 10_000
-  config.checkpoint_every = 5_000
-  config.progress_every = 50
+  config.update(eval_every=10_000, checkpoint_every=5_000, progress_every=50)
   return config
 
 

@@ -26,10 +26,8 @@ def get_config(arg: str = 's,cifar10,32'):
   """Returns the config for 'SIZE,DATA,SIDE[,OBJECTIVE]' or 'digits'."""
   if arg == 'digits':
     config = igpt_digits.get_config()
+    config.update(layer_probe=0, total_steps=400, base_lr=1e-3)
     config.task_options = {}
-    config.layer_probe = 0
-    config.total_steps = 400
-    config.base_lr = 1e-3
   else:
     size, dataset, side, objective = igpt.parse(arg)
     config = common.set_dataset(common.get_config(), dataset)
@@ -40,15 +38,11 @@ def get_config(arg: str = 's,cifar10,32'):
       config.pp.crop_area = (0.75, 1.0)
       config.pp.flip = True
     igpt.set_adam(config)
-    config.batch = 128
-    config.batch_eval = 128
-    config.total_epochs = 20.0
-    config.warmup_epochs = 1.0
+    config.update(batch=128, batch_eval=128)
+    config.update(total_epochs=20.0, warmup_epochs=1.0)
     config.base_lr = igpt.LEARNING_RATES[size] / 10
     config.decay_type = 'constant'
-    config.eval_every = 1_000
-    config.checkpoint_every = 1_000
-    config.progress_every = 50
+    config.update(eval_every=1_000, checkpoint_every=1_000, progress_every=50)
   config.task = 'pixels_finetune'
   config.best_metric = 'accuracy_test'
   return config

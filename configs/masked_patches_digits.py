@@ -17,9 +17,6 @@ def get_config():
   """Returns the config."""
   config = digits.get_config()
   config.task = 'masked_patches'
-  config.label_smoothing = 0.0
-  config.total_epochs = 100.0
-  config.warmup_epochs = 5.0
-  config.eval_every = 500
-  config.checkpoint_every = 500
+  config.update(total_epochs=100.0, label_smoothing=0.0)
+  config.update(eval_every=500, checkpoint_every=500)
   return config

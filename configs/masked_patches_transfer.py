@@ -20,10 +20,8 @@ def get_config():
   config.pretrain = masked_patches_digits.get_config()
   config.pretrain.update(eval_every=0, checkpoint_every=0)
   for run in (config.finetune, config.scratch):
-    run.dataset = 'digits/few'
+    run.update(dataset='digits/few', batch=50, total_steps=900)
     run.pp.crop = 16
-    run.batch = 50
-    run.total_steps = 900
   # The best learning rates of .0003, .001, .003 and .01, and of .1 and .3.
   config.scratch.base_lr = 3e-3
   config.finetune.base_lr = 0.1

@@ -14,6 +14,7 @@ them on the command line (--config.model.dtype=bfloat16) or in a config file.
 
 import copy
 import difflib
+import functools
 
 import ml_collections
 
@@ -86,92 +87,50 @@ DETRS = {
 TESTING = {'testing': 'token', 'testing-unpooled': 'unpooled'}
 
 # Models that the original fine-tunes with dropout.
-DROPOUT = {
-  'testing': 0.1,
-  'testing-unpooled': 0.1,
-  'ViT-L_16': 0.1,
-  'ViT-H_14': 0.1,
-  'R50+ViT-B_16': 0.1,
-  'R50+ViT-L_32': 0.1,
-}
+DROPOUT = dict.fromkeys(
+  (*TESTING, 'ViT-L_16', 'ViT-H_14', 'R50+ViT-B_16', 'R50+ViT-L_32'), 0.1
+)
 
 # Models with mean pooling in place of the class token, as published.
 GAP = ('S_16', 'S_32', 'B_16', 'B_32')
 
 
-# Type of the computation, such as 'bfloat16', and of the parameters.
+# Types of the computation and of the parameters: 'float32', 'bfloat16'.
 _TYPES = {'dtype': 'float32', 'param_dtype': 'float32'}
-# Fields of a Vision Transformer beyond its sizes, with their defaults.
+# Fields of a Vision Transformer beyond its sizes, with their defaults. Those of
+# `transformer` are described in vit_jax/layers/encoder.py, class Encoder.
 OPTIONS = {
   **_TYPES,
   # Initial bias of the head: -10 for many classes with a sigmoid.
   'head_bias_init': 0.0,
-  # Implementation of attention: see vit_jax/layers/attention.py.
   'transformer.attention': 'default',
-  # Probability that an image skips the attention of the last layer, and likewise
-  # the MLP; it increases linearly from 0 in the first layer.
   'transformer.stochastic_depth': 0.0,
-  # What the backward pass recomputes, to save memory: '' nothing, 'dots' all
-  # but the results of dense layers, 'full' everything inside a layer.
   'transformer.remat': '',
-  # Whether to apply the layers in a loop, which compiles faster.
   'transformer.scan': False,
-  # GELU: 'tanh' for the approximation, 'erf' for the exact function.
   'transformer.gelu': 'tanh',
-  # Added to the variance in LayerNorm.
   'transformer.norm_eps': 1e-6,
-  # Whether there are position embeddings; of which kind: 'learned_1d',
-  # 'learned_2d', 'sincos2d', 'relative' or 'none'; and in which layers: 'stem'
-  # (before the first), 'every' or 'shared' (in all layers, with a table for
-  # each or one for all). See vit_jax/layers/positions.py.
   'transformer.add_position_embedding': True,
   'transformer.position_embedding': 'learned_1d',
   'transformer.position_layers': 'stem',
-  # Grid (height, width) in patches of the tables of position embeddings, which
-  # the model resizes to the grid of the images. None: the tables have the grid
-  # of the images, and all images have one size.
   'transformer.position_grid': None,
-  # Whether a token attends only to itself and to the tokens before it.
   'transformer.causal': False,
   # Epsilons of a hybrid's ResNet: 'published', or 'timm'.
   'resnet.eps': 'published',
 }
-# The same for an MLP-Mixer.
+# The same for the other kinds; their classes describe them: MlpMixer, BitResNet
+# (vit_jax/models_bit.py), ImageGPT (models_igpt.py) and Detr (models_detr.py).
 MIXER_OPTIONS = _TYPES
-# The same for a BiT ResNet; `eps` and `remat` are described in
-# vit_jax/models_bit.py.
 BIT_OPTIONS = {
-  **_TYPES,
-  'head_bias_init': 0.0,
-  'eps': 'published',
-  'remat': '',
-}
-# The same for iGPT; see vit_jax/models_igpt.py.
+  **_TYPES, 'head_bias_init': 0.0, 'eps': 'published', 'remat': ''
+}  # fmt: skip
 IGPT_OPTIONS = {
-  **_TYPES,
-  # Whether a pixel is predicted from those before it, or from all others.
-  'causal': True,
-  # By what attention divides its logits: the 'exact' root of a head's width, or
-  # the root 'truncated' to an integer, as in versions of Hugging Face's.
-  'attention_scale': 'exact',
-  'attention': 'default',
-  'remat': '',
-  'scan': False,
-}
-# The same for a DETR, see vit_jax/models_detr.py.
+  **_TYPES, 'causal': True, 'attention_scale': 'exact', 'attention': 'default',
+  'remat': '', 'scan': False,
+}  # fmt: skip
 DETR_OPTIONS = {
-  **_TYPES,
-  # Norm of the backbone: 'frozen_batch' or 'group'.
-  'norm': 'frozen_batch',
-  # Computes a mask for each query, for the task 'segment'.
-  'mask_head': False,
-  # Queries whose masks are computed together, to save memory; 0: all. Each part
-  # is computed anew in the backward pass.
-  'masks_at_a_time': 10,
-  # Dropout after attention and dense layers, and of the attention weights.
-  'dropout_rate': 0.1,
-  'attention_dropout_rate': 0.1,
-}
+  **_TYPES, 'norm': 'frozen_batch', 'mask_head': False, 'masks_at_a_time': 10,
+  'dropout_rate': 0.1, 'attention_dropout_rate': 0.1,
+}  # fmt: skip
 
 _OPTIONS_OF = {
   'vit': OPTIONS,
@@ -226,13 +185,9 @@ def _make_configs():
     configs[name] = _vit_config(name, SIZES[size], patch, resnet=resnet)
   for name, (patch, width, blocks, tokens, channels) in MIXERS.items():
     configs[name] = _config(
-      name,
-      patches={'size': (patch, patch)},
-      hidden_dim=width,
-      num_blocks=blocks,
-      tokens_mlp_dim=tokens,
-      channels_mlp_dim=channels,
-    )
+      name, patches={'size': (patch, patch)}, hidden_dim=width,
+      num_blocks=blocks, tokens_mlp_dim=tokens, channels_mlp_dim=channels,
+    )  # fmt: skip
   for depth, (units, width_factors) in BITS.items():
     for factor in width_factors:
       name = f'BiT-{depth}x{factor}'
@@ -241,27 +196,15 @@ def _make_configs():
       )
   for size, (layers, width, heads) in IGPTS.items():
     configs[f'iGPT-{size}'] = _config(
-      f'iGPT-{size}',
-      kind='igpt',
-      hidden_size=width,
-      num_layers=layers,
-      num_heads=heads,
-      num_colors=512,
-      num_positions=32 * 32,
-    )
+      f'iGPT-{size}', kind='igpt', hidden_size=width, num_layers=layers,
+      num_heads=heads, num_colors=512, num_positions=32 * 32,
+    )  # fmt: skip
   for name, (units, dilate_last) in DETRS.items():
     configs[name] = _config(
-      name,
-      kind='detr',
-      units=units,
-      dilate_last=dilate_last,
-      hidden_size=256,
-      num_queries=100,
-      num_encoder_layers=6,
-      num_decoder_layers=6,
-      num_heads=8,
+      name, kind='detr', units=units, dilate_last=dilate_last, hidden_size=256,
+      num_queries=100, num_encoder_layers=6, num_decoder_layers=6, num_heads=8,
       mlp_dim=2048,
-    )
+    )  # fmt: skip
   return configs
 
 
@@ -292,14 +235,10 @@ SHORT_NAMES = {short_name(name): name for name in MODEL_CONFIGS}
 
 
 def get_config(name: str) -> ml_collections.ConfigDict:
-  """Returns a copy of the config of a model.
+  """Returns a copy of a model's config; raises ValueError for an unknown one.
 
-  Args:
-    name: a key of MODEL_CONFIGS ('ViT-B_16'), its short form ('b16'), or a key
-      of AUGREG_CONFIGS ('R_Ti_16').
-
-  Raises:
-    ValueError: if the name is unknown.
+  `name` is a key of MODEL_CONFIGS ('ViT-B_16'), its short form ('b16'), or a
+  key of AUGREG_CONFIGS ('R_Ti_16').
   """
   name = SHORT_NAMES.get(name.lower(), name)
   if name in AUGREG_CONFIGS:
@@ -315,11 +254,7 @@ def get_config(name: str) -> ml_collections.ConfigDict:
 
 
 def get_backbone_config(name: str) -> ml_collections.ConfigDict:
-  """Returns the config of a Vision Transformer as the backbone of a DETR.
-
-  Raises:
-    ValueError: if the name is unknown, or that of another kind of model.
-  """
+  """Returns the config of a Vision Transformer as the backbone of a DETR."""
   config = get_config(name)
   if 'transformer' not in config:
     raise ValueError(
@@ -337,9 +272,8 @@ def kind_of(model) -> str:
 def parts_of(model) -> dict[str, str]:
   """Returns the parts of a model that are models of their own.
 
-  Returns:
-    {first name of the part's parameters: key of the part's config in `model`},
-    such as {'backbone': 'vit'} for a DETR with a Vision Transformer.
+  {first name of the part's parameters: key of its config in `model`}, such as
+  {'backbone': 'vit'} for a DETR with a Vision Transformer.
   """
   return {'backbone': 'vit'} if model.get('vit') else {}
 
@@ -378,10 +312,6 @@ def with_options(config) -> ml_collections.ConfigDict:
   return config
 
 
-def _add_functions():
-  """Adds get_b16_config() and the like, one for each model."""
-  for short, name in SHORT_NAMES.items():
-    globals()[f'get_{short}_config'] = lambda name=name: get_config(name)
-
-
-_add_functions()
+# get_b16_config() and the like, one for each model.
+for _short, _name in SHORT_NAMES.items():
+  globals()[f'get_{_short}_config'] = functools.partial(get_config, _name)

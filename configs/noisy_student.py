@@ -15,20 +15,16 @@ labels of 90 % of a data set:
     --config.student.pp.train='train[:10%]' \
     --config.unlabelled_split='train[10%:]'
 
-A teacher learns from the labelled images, labels the others without noise, and
-a student learns from both with noise; then the student is the teacher, three
-times. vit_jax/studies/noisy_student.py describes the files in the workdir. Images
-of a folder are checked for each run anew unless python -m vit_jax.manifest has
-done so once.
+vit_jax/studies/noisy_student.py describes the files in the workdir. Images of a
+folder are checked for each run anew unless python -m vit_jax.manifest has done
+so once.
 
-Published, and so here: pseudo-labels with a probability of at least 0.3, soft,
-130,000 images a class; 14 unlabelled images for each labelled one in a batch,
-28 in the last iteration; the loss is the mean over all of them, in other words
-labelled + ratio * unlabelled; 350 epochs of the labelled images; RandAugment
-(2, 27), stochastic depth that skips the last layer with probability 0.2, and
-dropout. The paper trains EfficientNets; model, optimiser, weight decay and
-dropout here are those of configs/pretrain.py. The paper ends with an epoch and
-a half at a higher resolution, for which take configs/vit.py with
+docs/self_training.md has the published recipe: the defaults below, RandAugment
+(2, 27), stochastic depth of 0.2 in the last layer, 350 epochs of the labelled
+images; the loss is labelled + ratio * unlabelled. The paper trains
+EfficientNets; model, optimiser, weight decay and dropout here are those of
+configs/pretrain.py. The paper ends with an epoch and a half at a higher
+resolution, for which take configs/vit.py with
 --config.pretrained=/tmp/ns/student_3_0.
 
 Published for EfficientNet-L2 with 300M unlabelled images: 88.4 % on ImageNet; for

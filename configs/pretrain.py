@@ -2,24 +2,19 @@ r"""Trains a ViT from scratch with Adam, on any TFDS data set or folder.
 
   python -m vit_jax.main --config=configs/pretrain.py:ti16,/path/to/folder \
     --workdir=/tmp/run
-  python -m vit_jax.main --config=configs/pretrain.py:b16,imagenet2012 \
-    --workdir=/tmp/run
-
   python -m vit_jax.main --config=configs/pretrain.py:s16,imagenet2012,light2 \
     --workdir=/tmp/run
-
   python -m vit_jax.main --config=configs/pretrain.py:l16,/data/21k,imagenet21k,30ep \
     --workdir=/tmp/run
 
 The argument is MODEL,DATA, optionally followed by RECIPE, EPOCHS and
-AUGMENTATION in any order. MODEL is a short name from models.py (ti16, s16, b32,
-l16, h14, r50_b16, bit_r50x1, ...). DATA is a TFDS name, or a folder with
-train/<class>/* and test/<class>/*. RECIPE is imagenet2012, imagenet21k, jft300m
-or other; by default the recipe of the data set's name. EPOCHS chooses one of
-the lengths that the paper trains a model for: 7ep or 14ep for l16 and r50_l16 on
-JFT-300M, 30ep or 90ep for l16 and l32 on ImageNet-21k; by default the longest.
-AUGMENTATION is a setting of RandAugment and mixup from "How to train your ViT?"
-(arXiv 2106.10270): none, light1, light2, medium1, medium2, strong1 or strong2.
+AUGMENTATION in any order. MODEL is a short name from models.py. DATA is a TFDS
+name, or a folder with train/<class>/* and test/<class>/*. RECIPE is
+imagenet2012, imagenet21k, jft300m or other; by default that of the data set's
+name. EPOCHS is one of the lengths that the paper trains a model for: 7ep or
+14ep for l16 and r50_l16 on JFT-300M, 30ep or 90ep for l16 and l32 on
+ImageNet-21k; by default the longest. AUGMENTATION is a setting of AUGREG in
+common.py.
 
 The recipes are those of arXiv 2010.11929, table 3 and B.1. Expected on the
 ImageNet validation set, after 300 epochs of ImageNet from scratch: B/32 69.19,
@@ -50,46 +45,29 @@ from vit_jax.configs import models
 # dropout of their Transformers.
 RECIPES = {
   'imagenet2012': dict(
-    base_lr=3e-3,
-    decay_type='cosine',
-    weight_decay=0.3,
-    grad_norm_clip=1.0,
+    base_lr=3e-3, decay_type='cosine', weight_decay=0.3, grad_norm_clip=1.0,
     loss='softmax',
   ),
   'imagenet21k': dict(
-    base_lr=1e-3,
-    decay_type='linear',
-    weight_decay=0.03,
-    grad_norm_clip=0.0,
+    base_lr=1e-3, decay_type='linear', weight_decay=0.03, grad_norm_clip=0.0,
     loss='sigmoid',
   ),
   # JFT-300M is not public: for plans (vit_jax.plan), and for its owners. The
   # learning rate depends on the model.
   'jft300m': dict(
-    decay_type='linear',
-    weight_decay=0.1,
-    grad_norm_clip=0.0,
-    loss='sigmoid',
+    decay_type='linear', weight_decay=0.1, grad_norm_clip=0.0, loss='sigmoid'
   ),
-}
+}  # fmt: skip
 DROPOUT = {'imagenet2012': 0.1, 'imagenet21k': 0.1, 'jft300m': 0.0}
 
 # Model -> learning rate on JFT-300M.
 JFT = {
-  'b16': 8e-4,
-  'b32': 8e-4,
-  'l32': 6e-4,
-  'l16': 4e-4,
+  **dict.fromkeys(('b16', 'b32', 'r50_b16', 'r50_b32', 'bit_r101x1'), 8e-4),
+  **dict.fromkeys(('l32', 'bit_r152x1', 'bit_r152x2'), 6e-4),
+  **dict.fromkeys(('l16', 'r50_l16'), 4e-4),
+  **dict.fromkeys(('bit_r50x1', 'bit_r50x2'), 1e-3),
   'h14': 3e-4,
-  'bit_r50x1': 1e-3,
-  'bit_r50x2': 1e-3,
-  'bit_r101x1': 8e-4,
-  'bit_r152x1': 6e-4,
-  'bit_r152x2': 6e-4,
-  'r50_b16': 8e-4,
-  'r50_b32': 8e-4,
   'r50_l32': 2e-4,
-  'r50_l16': 4e-4,
 }
 
 # Recipe, or recipe and model -> lengths in epochs, the default first.
@@ -107,16 +85,10 @@ LENGTHS = ('7ep', '14ep', '30ep', '90ep', '300ep')
 
 # For data that table 3 does not have, such as a folder: not a published recipe.
 OTHER = dict(
-  total_epochs=100.0,
-  warmup_epochs=5.0,
-  base_lr=1e-3,
-  decay_type='cosine',
-  weight_decay=0.1,
-  loss='softmax',
-  label_smoothing=0.1,
-  batch=128,
-  batch_eval=128,
-)
+  total_epochs=100.0, warmup_epochs=5.0, base_lr=1e-3, decay_type='cosine',
+  weight_decay=0.1, loss='softmax', label_smoothing=0.1, batch=128,
+  batch_eval=128, eval_every=200, progress_every=10, checkpoint_every=200,
+)  # fmt: skip
 
 
 def get_config(arg: str = 'b16,imagenet2012'):
@@ -145,34 +117,28 @@ def get_config(arg: str = 'b16,imagenet2012'):
   if chosen['augmentation']:
     common.set_augmentation(config, chosen['augmentation'])
   model = models.short_name(config.model.model_name)
-  recipe = chosen['recipe'] or _usual_recipe(dataset, model)
+  usual = dataset in RECIPES and (dataset != 'jft300m' or model in JFT)
+  recipe = chosen['recipe'] or (dataset if usual else 'other')
   if recipe == 'other':
     return _set_other(config, chosen['length'])
   return _set_recipe(config, recipe, model, chosen['length'])
 
 
-def _usual_recipe(dataset, model):
-  """Returns the name of a data set's default recipe."""
-  known = dataset in RECIPES and (dataset != 'jft300m' or model in JFT)
-  return dataset if known else 'other'
-
-
 def _set_other(config, length):
-  """Applies the recipe for other data to the config; returns the config."""
+
   if length is not None:
     raise ValueError(
       f"'{length}' chooses a length of a published recipe, and the recipe here is "
       f"'other': set --config.total_epochs={length.removesuffix('ep')}"
     )
   config.update(OTHER)
-  config.update(eval_every=200, progress_every=10, checkpoint_every=200)
   if 'transformer' in config.model:
     config.model.transformer.dropout_rate = DROPOUT['imagenet2012']
   return config
 
 
 def _set_recipe(config, name, model, length):
-  """Applies a recipe of table 3 to the config; returns the config."""
+
   if name == 'jft300m':
     if model not in JFT:
       raise ValueError(
@@ -187,12 +153,16 @@ def _set_recipe(config, name, model, length):
   if 'transformer' in config.model:  # A Mixer and a ResNet have none.
     config.model.transformer.dropout_rate = DROPOUT[name]
   if name in ('imagenet21k', 'jft300m'):
-    _set_head(config.model)
+    if 'transformer' in config.model:  # A hidden layer of the model's width.
+      config.model.representation_size = config.model.hidden_size
+    if 'head_bias_init' in models.with_options(config.model):
+      # A low bias makes all classes improbable at first (issue #2).
+      config.model.head_bias_init = -10.0
   return config
 
 
 def _epochs(recipe, model, length):
-  """Returns the number of epochs, a float."""
+
   known = EPOCHS.get((recipe, model), EPOCHS[recipe])
   epochs = known[0] if length is None else int(length.removesuffix('ep'))
   if epochs not in known:
@@ -202,12 +172,3 @@ def _epochs(recipe, model, length):
       f'--config.total_epochs={epochs}'
     )
   return float(epochs)
-
-
-def _set_head(model):
-  """Sets the paper's head for many classes."""
-  if 'transformer' in model:  # A hidden layer of the model's width.
-    model.representation_size = model.hidden_size
-  if 'head_bias_init' in models.with_options(model):  # A Mixer has none.
-    # A low bias makes all classes improbable at first (issue #2).
-    model.head_bias_init = -10.0

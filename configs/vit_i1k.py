@@ -6,10 +6,8 @@ r"""Trains a ViT on ImageNet from scratch, by the recipe `vit_i1k` of big_vision
 
 The argument is MODEL, MODEL,DATA or MODEL,DATA,AUGMENTATION. MODEL is a short
 name from models.py. DATA is a TFDS name, by default imagenet2012, or a folder
-with train/<class>/* and test/<class>/*. AUGMENTATION is a setting of "How to
-train your ViT?" (arXiv 2106.10270): none, light1, light2, medium1, medium2,
-strong1 or strong2; by default the choice of big_vision for ti16, s32, s16, b32,
-b16 and l16.
+with train/<class>/* and test/<class>/*. AUGMENTATION is a setting of AUGREG in
+common.py, by default the choice of big_vision for the model.
 
 Expected on the ImageNet validation set after 300 epochs: B/16 about 79 % (issue
 #7 of big_vision), where the recipe of the paper has 74.79 %
@@ -24,8 +22,6 @@ Peculiarities of the published recipe:
   schedule. That equals 0.1 in the terms of the papers, at this learning rate.
 - There is neither dropout nor stochastic depth, which the paper found to help
   B/32, B/16 and L/16: configs/augreg_pretrain.py has them.
-- RandAugment of magnitude 0 (light1) still changes images: it inverts, for
-  example.
 - Training leaves out 1 % of the training images.
 
 big_vision adds position embeddings to the patches only, initialised with
@@ -39,11 +35,8 @@ from vit_jax.configs import models
 # Model -> augmentation, a key of common.AUGREG.
 AUGMENTATIONS = {
   'ti16': 'light1',
+  **dict.fromkeys(('s16', 'b32', 'b16', 'l16'), 'medium2'),
   's32': 'medium1',
-  's16': 'medium2',
-  'b32': 'medium2',
-  'b16': 'medium2',
-  'l16': 'medium2',
 }
 
 
@@ -75,18 +68,10 @@ def get_config(arg: str = 'b16'):
 def set_optimization(config):
   """Sets what the recipes of big_vision share, in place."""
   config.pretrained_dir = None  # From random weights.
-  config.update(
-    optimizer='adam',
-    optim_dtype='bfloat16',
-    base_lr=1e-3,
-    decay_type='cosine',
-    warmup_steps=10_000,
-    weight_decay=1e-4,
-    independent_weight_decay=True,
-    grad_norm_clip=1.0,
-    eval_every=2_500,
-    progress_every=50,
-  )
+  config.update(optimizer='adam', optim_dtype='bfloat16', grad_norm_clip=1.0)
+  config.update(base_lr=1e-3, decay_type='cosine', warmup_steps=10_000)
+  config.update(weight_decay=1e-4, independent_weight_decay=True)
+  config.update(eval_every=2_500, progress_every=50)
   config.pp.update(crop=224, resize=256)
 
 

@@ -20,9 +20,7 @@ Peculiarities of the published recipe:
 - The loss is a softmax cross-entropy, unlike that of configs/vit_i1k.py.
 - The head has a hidden layer; --config.model.representation_size=None leaves it
   out.
-- Weight decay of 1e-4 is not multiplied by the learning rate, only by the
-  schedule. That equals 0.1 in the terms of the papers, at this learning rate.
-- Training leaves out 1 % of the training images.
+- Weight decay and the split are those of configs/vit_i1k.py.
 """
 
 from vit_jax.configs import common

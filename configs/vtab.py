@@ -6,15 +6,8 @@ r"""Fine-tunes a model on the 19 tasks of VTAB-1k, as in the paper (table 4, B.1
 The argument is MODEL or MODEL,SIZE, as in vit.py. Each task has 1,000 images to
 train on. Tasks whose data set is not on this machine are left out, and the
 command says how to get each of them. After an interruption the same command goes
-on. Other flags:
-
-  --config.tasks="('svhn', 'clevr_count')"   some tasks (common.VTAB has them all)
-  --config.download=True                     download what TFDS can download, and
-                                             prepare what you have downloaded
-  --config.validate=True                     train on 800 of the images and test
-                                             on the other 200, to choose settings
-  --config.seeds="(0, 1, 2)"                 several runs of each task
-  --config.run.base_lr=0.003                 any key of the runs
+on. The keys below choose tasks, downloads and seeds; --config.run.base_lr=0.003
+sets any key of the runs.
 
 The paper has one setting for all tasks: 384 pixels, 2,500 updates of 512 images,
 learning rate .01, SGD with momentum, cosine decay, no weight decay. Warm-up is

@@ -7,13 +7,11 @@ import pytest
 
 from tests import processes
 from vit_jax import models_igpt
-from vit_jax.benchmarks import detection
 from vit_jax.benchmarks import pipeline
 from vit_jax.benchmarks import sampling
 from vit_jax.benchmarks import start
 from vit_jax.benchmarks import timing
 from vit_jax.commands import benchmark as benchmark_command
-from vit_jax.configs import models as model_configs
 
 
 def run(monkeypatch, tmp_path, *flags):
@@ -85,20 +83,6 @@ def test_weights_are_loaded_beside_plain_numpy(monkeypatch, tmp_path):
   ours, plain, ratio = got['results']['weights']
   assert ratio['median'] == pytest.approx(ours['median'] / plain['median'])
   assert ours['name'] == 'load_pretrained, ViT-Ti_16.npz'
-
-
-def test_a_detector(monkeypatch, tmp_path):
-  small = model_configs.get_config('detr_r50')
-  small.update(
-    units=(1,), hidden_size=16, num_heads=2, mlp_dim=16, num_encoder_layers=0,
-    num_decoder_layers=1,
-  )  # fmt: skip
-  monkeypatch.setattr(detection.model_configs, 'get_config', lambda _: small)
-  monkeypatch.setattr(detection, 'SIZE', 32)
-  got = run(monkeypatch, tmp_path, '--only', 'detection')['results']
-  step, losses, share = got['detection']
-  want = 100 * losses['median'] / 1e3 / step['median']
-  assert share['median'] == pytest.approx(want)
 
 
 def test_turns_alternate_and_a_function_may_time_itself():

@@ -39,9 +39,9 @@ def run(monkeypatch, *args):
 
 
 def test_table_6_and_table_2(monkeypatch, tmp_path, capsys):
-  """One command prints and writes them, and draws figure 5."""
-  file, plot = tmp_path / 'rows.json', tmp_path / 'plot.png'
-  run(monkeypatch, f'--json={file}', '--price=2', f'--plot={plot}')
+  """One command prints and writes them."""
+  file = tmp_path / 'rows.json'
+  run(monkeypatch, f'--json={file}', '--price=2')
   rows = json.loads(file.read_text())
   assert len(rows) == 18
   far = []
@@ -70,8 +70,6 @@ def test_table_6_and_table_2(monkeypatch, tmp_path, capsys):
     for line in out.splitlines()
   )
   assert '12,300' in out
-  assert '87.54' in out
-  assert plot.read_bytes()[:4] == b'\x89PNG'
 
 
 def test_another_pre_training(monkeypatch, tmp_path, capsys):
@@ -94,36 +92,6 @@ def test_another_pre_training(monkeypatch, tmp_path, capsys):
     assert row['published_exaflops'] is None
     assert row['price'] is None
   assert 'v5e chip-days' in capsys.readouterr().out
-
-
-def test_results_are_shown_beside_the_published_ones(
-  monkeypatch, tmp_path, capsys
-):
-  table = tmp_path / 'mine.csv'
-  table.write_text(
-    'family,name,exaflops,model,epochs,accuracy\n'
-    'Mine,small,0.5,,,81.25\n'
-    'Mine,,,s32,2,82\n'
-    'Mine,not done,0.7,,,\n'
-  )
-  study = tmp_path / 'study.json'
-  study.write_text(
-    json.dumps([{'variant': 'a', 'line': 'ViT', 'x': 2e-6, 'accuracy': 0.5}])
-  )
-  run(
-    monkeypatch, '--results', str(table), str(study), '--model', 's32',
-    '--epochs=2', '--dataset=digits', '--published=none',
-  )  # fmt: skip
-  out = capsys.readouterr().out.split('Transfer against')[1]
-  assert len(out.strip().splitlines()) == 1 + 1 + 1 + 3
-  config = model_configs.get_config('s32')
-  count = flops_test.multiply_adds(config, (224, 224), 10, as_run=False)
-  for line in (
-    ('Mine', 'small', '0.5', '81.25'),
-    ('Mine', 's32', f'{6 * count * 1437 * 2 / 1e18:.3g}', '82.00'),
-    ('ViT', 'a', '2e-06', '50.00'),
-  ):
-    assert list(line) in [row.split() for row in out.splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -157,29 +125,6 @@ def test_wrong_flags_are_named(monkeypatch, args, message):
     run(monkeypatch, *args)
 
 
-@pytest.mark.parametrize(
-  'name, text, message',
-  [
-    ('a.csv', 'name,top1\nx,3\n', r"row 1 of .* has no column 'accuracy', only name"),
-    ('a.csv', 'name,accuracy\nx,3\n', "row 1 of .* has no column 'exaflops', only"),
-    ('a.csv', 'exaflops,accuracy\n-2,3\n', "exaflops='-2' must be a finite num"),
-    ('a.csv', 'exaflops,accuracy\n2,x\n', "accuracy='x' must be a finite number"),
-    ('a.csv', 'model,epochs,accuracy\nb16,1,3\n', "model='ViT-B_16' needs the size of"),
-    ('a.json', '{"a": 1}', 'must be a JSON list of objects'),
-    ('a.json', 'nothing', 'is no JSON'),
-  ],
-)  # fmt: skip
-def test_wrong_results_are_named(monkeypatch, tmp_path, name, text, message):
-  monkeypatch.setattr(costs, 'TABLE_6', {})
-  monkeypatch.setattr(costs, 'TABLE_2', {})
-  path = tmp_path / name
-  path.write_text(text)
-  with pytest.raises(ValueError, match=message):
-    run(monkeypatch, '--results', str(path))
-  with pytest.raises(FileNotFoundError, match='is no file: give a CSV or JSON'):
-    run(monkeypatch, '--results', str(tmp_path / 'missing.csv'))
-
-
 def test_the_peak_of_a_chip_and_its_price():
   setting = costs.Setting(1000, 10, chip='v3', mfu=1.0, price=3.0)
   # One day of one core at its peak, a third of its FLOPs in the forward pass.
@@ -194,5 +139,7 @@ def test_the_peak_of_a_chip_and_its_price():
 
 def test_core_days_of_the_paper_are_those_of_its_epochs():
   """arXiv 2010.11929, table 2: L/16 was trained for 14 epochs of JFT-300M."""
-  assert costs.paper_core_days('ViT-L_16', 'jft300m', 14) == 680
-  assert costs.paper_core_days('ViT-L_16', 'jft300m', 7) is None
+  setting = costs.Setting(*costs.DATASETS['jft300m'])
+  for epochs, days in ((14, 680), (7, None)):
+    row = costs.account('ViT-L_16', epochs, 1, setting)
+    assert row['published_core_days'] == days

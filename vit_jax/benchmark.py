@@ -8,7 +8,6 @@ import platform
 import jax
 
 from vit_jax import cli
-from vit_jax.benchmarks import detection
 from vit_jax.benchmarks import pipeline
 from vit_jax.benchmarks import sampling
 from vit_jax.benchmarks import start
@@ -22,7 +21,6 @@ SECTIONS = {
   'inference': steps.inference_rows,
   'pipeline': pipeline.rows,
   'weights': start.weights_rows,
-  'detection': detection.rows,
   'sampling': sampling.rows,
 }
 

@@ -20,13 +20,11 @@ from vit_jax.run import metrics as metrics_lib
 
 # Rules for the keys of the config.
 RULES = {
-  'model_name': rules.text,
-  'dtype': rules.text,
-  'steps': rules.whole(1),
+  **dict.fromkeys(('model_name', 'dtype'), rules.text),
+  **dict.fromkeys(
+    ('steps', 'batch', 'num_classes', 'image_size'), rules.whole(1)
+  ),
   'initial_steps': rules.whole(0),
-  'batch': rules.whole(1),
-  'num_classes': rules.whole(1),
-  'image_size': rules.whole(1),
 }
 
 

@@ -70,14 +70,10 @@ def _location(entry):
 
 
 def kind_of(config) -> str:
-  """Returns the kind of a model, a key of KINDS.
+  """Returns the kind of a model, a key of KINDS; raises ValueError otherwise.
 
-  Args:
-    config: reads `kind`. Without it, a model with `tokens_mlp_dim` is a Mixer
-      and any other a Vision Transformer.
-
-  Raises:
-    ValueError: if the kind is unknown.
+  Without `kind` in the config, a model with `tokens_mlp_dim` is a Mixer and any
+  other a Vision Transformer.
   """
   kind = model_configs.kind_of(config)
   if kind not in KINDS:
@@ -89,14 +85,7 @@ def kind_of(config) -> str:
 
 
 def class_of(config) -> type[nn.Module]:
-  """Returns the class of a model.
-
-  Args:
-    config: see kind_of.
-
-  Raises:
-    ValueError: if the kind is unknown.
-  """
+  """Returns the class of a model, see kind_of."""
   entry = KINDS[kind_of(config)]
   if not isinstance(entry, str):
     return entry
@@ -141,12 +130,10 @@ def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
   fields.pop('kind', None)
   for key in ('dtype', 'param_dtype'):
     try:
-      known = jnp.issubdtype(
-        jnp.dtype(fields.get(key, 'float32')), jnp.floating
-      )
+      dtype = jnp.dtype(fields.get(key, 'float32'))
     except TypeError:
-      known = False
-    if not known:
+      dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
       raise ValueError(
         f"{key}='{fields[key]}' is unknown: use 'float32' or 'bfloat16' "
         f'(config.model.{key})'

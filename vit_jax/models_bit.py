@@ -59,14 +59,10 @@ class ResidualUnit(nn.Module):
 
   Norm and ReLU come before each convolution, and before the projection of the
   input where the shapes differ.
-
-  Attributes:
-    features: channels F inside the bottleneck.
-    strides: strides of the 3x3 convolution and of the projection.
-    eps: the epsilons.
   """
 
-  features: int
+  features: int  # F.
+  # Of the 3x3 convolution and of the projection.
   strides: tuple[int, int] = (1, 1)
   eps: models_resnet.Epsilons = EPSILONS['published']
   dtype: Any = jnp.float32
@@ -85,14 +81,9 @@ class ResidualUnit(nn.Module):
 
 
 class RootBlock(nn.Module):
-  """The first layers: a 7x7 convolution and a max-pool, each of stride 2.
+  """The first layers: a 7x7 convolution and a max-pool, each of stride 2."""
 
-  Attributes:
-    features: number of channels F.
-    eps: the epsilons.
-  """
-
-  features: int
+  features: int  # F.
   eps: models_resnet.Epsilons = EPSILONS['published']
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
@@ -157,32 +148,6 @@ class BitResNet(patches.ImageModel):
     del train
     inputs = jnp.asarray(inputs)  # Accepts TensorFlow's tensors.
     patches.check_images(inputs)
-    self._check()
-    types = dtypes.of(self)
-    eps = EPSILONS[self.eps]
-    width = int(64 * self.width_factor)
-    unit = loop.recomputed(ResidualUnit, self.remat)
-    x = RootBlock(width, eps=eps, name='root_block', **types)(inputs)
-    for i, num_units in enumerate(self.num_layers):
-      patches.sow_mean(self, f'layer_{i}', x)
-      x = resnet.Stage(
-        functools.partial(unit, width * 2**i, eps=eps, **types),
-        num_units,
-        first={'strides': (1, 1) if i == 0 else (2, 2)},
-        others={},
-        names='unit{:02d}',
-        name=f'block{i + 1}',
-      )(x)
-    x = nn.relu(_group_norm(eps, types, 'norm-pre-head')(x))  # [B, h, w, D]
-    patches.sow_mean(self, f'layer_{len(self.num_layers)}', x)
-    x = x.mean(axis=(1, 2))  # [B, D]
-    self.sow('intermediates', 'features', x)
-    if not self.num_classes:
-      return x
-    return patches.make_head(self.num_classes, self.head_bias_init, **types)(x)
-
-  def _check(self):
-    """Raises ValueError if a field has a wrong value."""
     patches.check_choice('eps', self.eps, EPSILONS)
     patches.check_choice('remat', self.remat, REMATS)
     if not self.width_factor > 0 or self.width_factor % 0.5:
@@ -190,3 +155,21 @@ class BitResNet(patches.ImageModel):
         f'width_factor={self.width_factor} must be a multiple of 0.5 above 0, so '
         'that 32 groups divide the channels (config.model.width_factor)'
       )
+    types = dtypes.of(self)
+    eps = EPSILONS[self.eps]
+    width = int(64 * self.width_factor)
+    unit = loop.recomputed(ResidualUnit, self.remat)
+    x = RootBlock(width, eps=eps, name='root_block', **types)(inputs)
+    for i, num_units in enumerate(self.num_layers):
+      patches.sow_mean(self, f'layer_{i}', x)
+      make = functools.partial(unit, width * 2**i, eps=eps, **types)
+      first = {'strides': (2, 2) if i else (1, 1)}
+      name, names = f'block{i + 1}', 'unit{:02d}'
+      x = resnet.Stage(make, num_units, first, {}, names, name=name)(x)
+    x = nn.relu(_group_norm(eps, types, 'norm-pre-head')(x))  # [B, h, w, D]
+    patches.sow_mean(self, f'layer_{len(self.num_layers)}', x)
+    x = x.mean(axis=(1, 2))  # [B, D]
+    self.sow('intermediates', 'features', x)
+    if not self.num_classes:
+      return x
+    return patches.make_head(self.num_classes, self.head_bias_init, **types)(x)

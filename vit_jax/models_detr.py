@@ -34,11 +34,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def normalise(images, mask):
-  """Standardises images by ImageNet's statistics; padding becomes 0.
+  """Standardises images [B, H, W, 3] in [-1, 1] by ImageNet's statistics.
 
-  Args:
-    images: [B, H, W, 3] in [-1, 1].
-    mask: bool [B, H, W], True for real pixels.
+  Padding, where the mask, bool [B, H, W], is False, becomes 0.
   """
   dtype = images.dtype
   images = (images.astype(jnp.float32) + 1) / 2
@@ -55,14 +53,9 @@ def shrink_mask(mask, size: tuple[int, int]):
 
 
 class BoxHead(nn.Module):
-  """An MLP of three layers to a box (section 3.2).
+  """An MLP of three layers to a box (section 3.2), which is float32."""
 
-  Attributes:
-    hidden_size: width of the two hidden layers.
-    dtype: type of the hidden layers; the box is float32.
-  """
-
-  hidden_size: int
+  hidden_size: int  # Width of the two hidden layers.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -84,13 +77,10 @@ class VitBackbone(models_vit.VisionTransformer):
   """
 
   def __call__(self, images, mask=None, *, train):
-    """Maps images [B, H, W, 3] to [B, h, w, F].
+    """Maps images, float [B, H, W, 3] in [-1, 1], to [B, h, w, F].
 
-    Args:
-      images: float in [-1, 1].
-      mask: bool [B, H, W], True for real pixels; patches that begin in the
-        padding are not attended to. None if there is no padding.
-      train: whether dropout is on.
+    The mask, bool [B, H, W], is True for real pixels, and None if there is no
+    padding. Patches that begin in the padding are not attended to.
     """
     if mask is not None:
       images = images * mask[..., None]
@@ -100,9 +90,8 @@ class VitBackbone(models_vit.VisionTransformer):
     if mask is not None:
       mask = shrink_mask(mask, grid).reshape(-1, 1, 1, tokens)
       first = int(self.has_class_token)
-      mask = jnp.pad(
-        mask, ((0, 0), (0, 0), (0, 0), (first, 0)), constant_values=True
-      )
+      ends = ((0, 0), (0, 0), (0, 0), (first, 0))
+      mask = jnp.pad(mask, ends, constant_values=True)
     x = self.encode(x, train=train, mask=mask)[:, -tokens:]
     return x.reshape(x.shape[0], *grid, -1)
 
@@ -159,12 +148,8 @@ class Detr(nn.Module):
 
   def setup(self):
     if self.mask_head:
-      self.segmentation = masks.MaskHead(
-        self.hidden_size,
-        self.num_heads,
-        self.masks_at_a_time,
-        **dtypes.of(self),
-      )
+      fields = (self.hidden_size, self.num_heads, self.masks_at_a_time)
+      self.segmentation = masks.MaskHead(*fields, **dtypes.of(self))
 
   @nn.compact
   def __call__(self, images, mask=None, *, train, draw=True):
@@ -193,9 +178,9 @@ class Detr(nn.Module):
     states = self._decode(memory, positions, seen, train)  # [L, B, Q, D]
     head = nn.Dense(
       self.num_classes + 1,
+      name='class_head',
       dtype=jnp.float32,
       param_dtype=types['param_dtype'],
-      name='class_head',
     )
     boxes = BoxHead(self.hidden_size, name='box_head', **types)
     outputs = {'logits': head(states), 'boxes': boxes(states)}
@@ -243,27 +228,14 @@ class Detr(nn.Module):
       return [backbone(images, mask, train=train)]
     if mask is None:
       mask = jnp.ones(images.shape[:3], bool)
-    return resnet.ResNet(
-      self.units,
-      self.backbone_width,
-      self.dilate_last,
-      self.norm,
-      name='backbone',
-      **types,
-    )(normalise(images, mask))
+    fields = (self.units, self.backbone_width, self.dilate_last, self.norm)
+    backbone = resnet.ResNet(*fields, name='backbone', **types)
+    return backbone(normalise(images, mask))
 
   def _layers(self, cls, count, name):
-    return [
-      cls(
-        num_heads=self.num_heads,
-        mlp_dim=self.mlp_dim,
-        dropout_rate=self.dropout_rate,
-        attention_dropout_rate=self.attention_dropout_rate,
-        name=f'{name}_{i}',
-        **dtypes.of(self),
-      )
-      for i in range(count)
-    ]
+    rates = ('dropout_rate', 'attention_dropout_rate')
+    fields = dtypes.of(self, 'num_heads', 'mlp_dim', *rates)
+    return [cls(**fields, name=f'{name}_{i}') for i in range(count)]
 
   def _encode(self, features, mask, train):
     """Encodes a feature map.

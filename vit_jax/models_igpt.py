@@ -81,19 +81,29 @@ class ImageGPT(nn.Module):
 
   def setup(self):
     """Creates parameters and layers; raises ValueError for wrong fields."""
-    self._check_fields()
-    types = dtypes.of(self)
-    normal = nn.initializers.normal
-    width, dtype = self.hidden_size, types['param_dtype']
-    if self.causal:
-      self.start_token = self.param(
-        'start_token', normal(0.02), (width,), dtype
-      )
-    self.color_embedding = self.param(
-      'color_embedding', normal(0.02), (self.num_colors, width), dtype
+    attention_lib.check(self.attention, 0.0, key='config.model.attention')
+    patches.check_choice(
+      'attention_scale', self.attention_scale, decoder.SCALES
     )
-    self.position_embedding = self.param(
-      'position_embedding', normal(0.01), (self.num_positions, width), dtype
+    patches.check_choice('remat', self.remat, loop_lib.REMATS)
+    width, types = self.hidden_size, dtypes.of(self)
+    if width % self.num_heads:
+      raise ValueError(
+        f'num_heads={self.num_heads} does not divide the width {width} '
+        '(config.model.hidden_size): choose a divisor'
+      )
+    dtype = types['param_dtype']
+
+    def normal(name, std, *shape):
+      return self.param(name, nn.initializers.normal(std), shape, dtype)
+
+    if self.causal:
+      self.start_token = normal('start_token', 0.02, width)
+    self.color_embedding = normal(
+      'color_embedding', 0.02, self.num_colors, width
+    )
+    self.position_embedding = normal(
+      'position_embedding', 0.01, self.num_positions, width
     )
     block = loop_lib.recomputed(decoder.Block, self.remat)
     self.block = [
@@ -112,27 +122,8 @@ class ImageGPT(nn.Module):
       self.class_head = head(self.num_classes)
 
   def _block_fields(self):
-    return dict(
-      num_heads=self.num_heads,
-      num_layers=self.num_layers,
-      causal=self.causal,
-      attention=self.attention,
-      scale=self.attention_scale,
-      **dtypes.of(self),
-    )
-
-  def _check_fields(self):
-    """Raises ValueError if fields are wrong or do not fit together."""
-    attention_lib.check(self.attention, 0.0, key='config.model.attention')
-    patches.check_choice(
-      'attention_scale', self.attention_scale, decoder.SCALES
-    )
-    patches.check_choice('remat', self.remat, loop_lib.REMATS)
-    if self.hidden_size % self.num_heads:
-      raise ValueError(
-        f'num_heads={self.num_heads} does not divide the width '
-        f'{self.hidden_size} (config.model.hidden_size): choose a divisor'
-      )
+    same = ('num_heads', 'num_layers', 'causal', 'attention')
+    return {'scale': self.attention_scale, **dtypes.of(self, *same)}
 
   def __call__(self, colors, masked=None, *, train=False):
     """Predicts the colours of pixels.
@@ -152,7 +143,22 @@ class ImageGPT(nn.Module):
         causal model are masked.
     """
     del train
-    self._check_colors(colors, masked)
+    if colors.ndim != 2 or not jnp.issubdtype(colors.dtype, jnp.integer):
+      raise ValueError(
+        'colors must be numbers of colours, integers [batch, pixels], got '
+        f'{colors.dtype} {list(colors.shape)}'
+      )
+    if colors.shape[1] != self.num_positions:
+      raise ValueError(
+        f'colors has {colors.shape[1]} pixels an image, but the model has '
+        f'{self.num_positions} positions: resize the images, or set '
+        'config.model.num_positions'
+      )
+    if masked is not None and self.causal:
+      raise ValueError(
+        'masked is for a model with causal=False: a causal model sees only the '
+        'pixels before the one that it predicts (config.model.causal)'
+      )
     if self.causal:
       x = self._embed(jnp.pad(colors[:, :-1], ((0, 0), (1, 0))), 0)
     else:
@@ -185,25 +191,6 @@ class ImageGPT(nn.Module):
     )
     apply = lambda x, params: block.apply({'params': params}, x)[0]
     return loop_lib.over_layers(apply, x, blocks)
-
-  def _check_colors(self, colors, masked):
-    """Raises ValueError if the inputs do not suit the model."""
-    if colors.ndim != 2 or not jnp.issubdtype(colors.dtype, jnp.integer):
-      raise ValueError(
-        'colors must be numbers of colours, integers [batch, pixels], got '
-        f'{colors.dtype} {list(colors.shape)}'
-      )
-    if colors.shape[1] != self.num_positions:
-      raise ValueError(
-        f'colors has {colors.shape[1]} pixels an image, but the model has '
-        f'{self.num_positions} positions: resize the images, or set '
-        'config.model.num_positions'
-      )
-    if masked is not None and self.causal:
-      raise ValueError(
-        'masked is for a model with causal=False: a causal model sees only the '
-        'pixels before the one that it predicts (config.model.causal)'
-      )
 
   def _embed(self, colors, start, masked=None):
     """Makes tokens [B, Q, D] of the colours [B, Q] that they may see.
@@ -259,13 +246,9 @@ def log_likelihood(logits, colors):
 
 
 def draw(keys, logits, temperature, top_k: int | None = None):
-  """Draws a colour for each image, int32 [B]; see `sample`.
+  """Draws a colour for each image, int32 [B], of logits [B, C]; see `sample`.
 
-  Args:
-    keys: a random key for each image, [B].
-    logits: float32 [B, C].
-    temperature: by what the logits are divided.
-    top_k: draw among so many most likely colours; None for all.
+  `keys` are random keys, one for each image.
   """
   if top_k is not None:
     least = jax.lax.top_k(logits, top_k)[0][:, -1:]
@@ -304,13 +287,6 @@ def sample(
       or the temperature or `top_k` is out of range.
   """
   prefix = jnp.asarray(prefix, jnp.int32)
-  _check_sampling(model, prefix, temperature, top_k)
-  keys = rng if rng.ndim else jax.random.split(rng, len(prefix))
-  return _sample(model, params, prefix, keys, temperature, top_k)
-
-
-def _check_sampling(model, prefix, temperature, top_k):
-  """Raises ValueError if nothing can be drawn."""
   if not model.causal:
     raise ValueError(
       'a model with causal=False predicts masked pixels from all others and '
@@ -328,6 +304,8 @@ def _check_sampling(model, prefix, temperature, top_k):
       f'top_k={top_k} must be from 1 to the number of colours, '
       f'{model.num_colors}, or None for all colours'
     )
+  keys = rng if rng.ndim else jax.random.split(rng, len(prefix))
+  return _sample(model, params, prefix, keys, temperature, top_k)
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'top_k'))

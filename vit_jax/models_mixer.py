@@ -19,13 +19,9 @@ from vit_jax.layers import patches
 
 
 class MlpBlock(nn.Module):
-  """Two dense layers with a GELU (tanh approximation) between.
+  """Two dense layers with a GELU (tanh approximation) between."""
 
-  Attributes:
-    mlp_dim: width of the hidden layer.
-  """
-
-  mlp_dim: int
+  mlp_dim: int  # Width of the hidden layer.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 

@@ -7,6 +7,7 @@ Shapes in the comments: B images, H x W pixels, C channels, F features.
 """
 
 from collections.abc import Sequence
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -19,17 +20,11 @@ from vit_jax.layers import resnet
 
 
 class Epsilons(NamedTuple):
-  """Constants that keep divisions finite.
+  """Constants that keep divisions finite."""
 
-  Attributes:
-    norm: added to the variance in GroupNorm.
-    std: added to the standard deviation of a kernel.
-    std_variance: added to the variance of a kernel.
-  """
-
-  norm: float
-  std: float
-  std_variance: float
+  norm: float  # Added to the variance in GroupNorm.
+  std: float  # Added to the standard deviation of a kernel.
+  std_variance: float  # Added to the variance of a kernel.
 
 
 # By name (config.model.resnet.eps): the constants of the published models, and
@@ -95,16 +90,12 @@ class ResidualUnit(nn.Module):
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
     types = dtypes.of(self)
 
+    standardised = functools.partial(
+      StdConv, use_bias=False, eps=self.eps, **types
+    )
+
     def conv(features, size, strides, name):
-      return StdConv(
-        features,
-        (size, size),
-        strides,
-        use_bias=False,
-        eps=self.eps,
-        name=name,
-        **types,
-      )
+      return standardised(features, (size, size), strides, name=name)
 
     def norm(name):
       # At first a unit is its projection alone.
@@ -137,13 +128,11 @@ class ResNetStage(nn.Module):
   def __call__(self, x):
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
     for i in range(self.block_size):
-      x = ResidualUnit(
-        self.nout,
-        strides=self.first_stride if i == 0 else (1, 1),
-        name=f'unit{i + 1}',
-        eps=self.eps,
-        **dtypes.of(self),
-      )(x)
+      strides = (1, 1) if i else self.first_stride
+      unit = ResidualUnit(
+        self.nout, strides, name=f'unit{i + 1}', **dtypes.of(self, 'eps')
+      )
+      x = unit(x)
     return x
 
 
@@ -160,13 +149,12 @@ def make_resnet(
     num_layers: number of units in each stage; if empty, there is only the root.
     width_factor: the root block has 64 times this number of channels.
     eps: a key of EPSILONS.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
 
   Returns:
     Layers for `apply_resnet`: convolution and norm of the root, then the
-      stages.
-
-  Raises:
-    ValueError: if `eps` is unknown.
+    stages.
   """
   patches.check_choice('eps', eps, EPSILONS, 'config.model.resnet')
   eps = EPSILONS[eps]
@@ -179,13 +167,9 @@ def make_resnet(
     nn.GroupNorm(name='gn_root', epsilon=eps.norm, **types),
   ]
   for i, units in enumerate(num_layers):
+    stride = (2, 2) if i else (1, 1)
     stage = ResNetStage(
-      units,
-      nout=width * 2**i,
-      first_stride=(1, 1) if i == 0 else (2, 2),
-      name=f'block{i + 1}',
-      eps=eps,
-      **types,
+      units, width * 2**i, stride, eps=eps, name=f'block{i + 1}', **types
     )
     layers.append(stage)
   return layers

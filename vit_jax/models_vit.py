@@ -72,16 +72,9 @@ def _field(config: Any, name: str, default: Any = None) -> Any:
 def encoder_fields(encoder: Callable, fields: Mapping[str, Any]) -> dict:
   """Selects the given fields that an encoder has.
 
-  An encoder class of a user may lack fields of this package's Encoder. Such a
-  field is left out if it has its default value.
-
-  Args:
-    encoder: class of the encoder, or a function that makes one.
-    fields: fields from the config, `dtype` and `param_dtype`.
-
-  Raises:
-    ValueError: if the encoder lacks a field with another value; names the
-      fields that it has.
+  An encoder class of a user, or a function that makes an encoder, may lack
+  fields of this package's Encoder. Such a field is left out if it has its
+  default value; another value is refused with the fields that the encoder has.
   """
   known = inspect.signature(encoder).parameters
   if any(p.kind is p.VAR_KEYWORD for p in known.values()):
@@ -175,12 +168,8 @@ class VisionTransformer(patches_lib.ImageModel):
           '(config.model.classifier)'
         )
       if self.has_class_token:
-        self.cls = self.param(
-          'cls',
-          nn.initializers.zeros,
-          (1, 1, self.hidden_size),
-          types['param_dtype'],
-        )
+        shape, dtype = (1, 1, self.hidden_size), types['param_dtype']
+        self.cls = self.param('cls', nn.initializers.zeros, shape, dtype)
       self.Transformer = self.encoder(
         **encoder_fields(self.encoder, {**types, **fields})
       )

@@ -28,16 +28,10 @@ _FORMAT = '4'
 
 
 def _cache_file(lowered, topology):
-  key = hashlib.sha256()
-  for part in (
-    _FORMAT,
-    topology,
-    jax.__version__,
-    importlib.metadata.version('libtpu'),
-    lowered.update.as_text(),
-  ):
-    key.update(part.encode())
-  return cli.cache_folder() / 'plans' / f'{key.hexdigest()[:32]}.json'
+  versions = jax.__version__ + importlib.metadata.version('libtpu')
+  text = f'{_FORMAT}{topology}{versions}{lowered.update.as_text()}'
+  key = hashlib.sha256(text.encode()).hexdigest()[:32]
+  return cli.cache_folder() / 'plans' / f'{key}.json'
 
 
 def make_plan(
@@ -56,8 +50,8 @@ def make_plan(
     estimates of the compiler.
 
   Raises:
-    ValueError, ImportError, OSError: see vit_jax.planning.topology.get_topology
-      and vit_jax.planning.estimate.lower.
+    ValueError, ImportError, OSError: see
+    vit_jax.planning.topology.get_topology.
   """
   devices = topology_lib.get_topology(topology)
   cli.load_tensorflow()
@@ -72,12 +66,9 @@ def make_plan(
   run_config.check_batch(config, sharding.batch_shards(mesh))
   task = run_config.get_task(config.task)
   metadata = task.planned_metadata(config, num_classes)
-  lowered = estimate.lower(
-    config,
-    lambda part, mesh: train.make_program(part, metadata, mesh),
-    devices,
-  )
-  abstract = lowered.abstract
+  make = lambda part, mesh: train.make_program(part, metadata, mesh)
+  lowered = estimate.lower(config, make, devices)
+  params = lowered.abstract.params
   file = _cache_file(lowered, topology)
   cached = file.exists()
   if cached:
@@ -98,31 +89,30 @@ def make_plan(
     mesh=dict(mesh.shape),
     batch_per_core=config.batch // sharding.batch_shards(mesh),
     memory_of_core_bytes=chip.memory,
-    parameters=sum(x.size for x in jax.tree.leaves(abstract.params)),
-    sharding=sharding.report(abstract.params),
-    not_split=sharding.not_split(abstract.params, mesh),
+    parameters=sum(x.size for x in jax.tree.leaves(params)),
+    sharding=sharding.report(params),
+    not_split=sharding.not_split(params, mesh),
     cached=cached,
   )  # fmt: skip
   if not result['fits']:
     return result
   seconds, steps = result['step_seconds'], config.total_steps
   images, hours = config.batch / cores, seconds * steps / 3600
-  name, spent = str(config.dataset), None
-  if name in costs.DATASETS:
-    epochs = round(steps * config.batch / costs.DATASETS[name][0])
-    spent = costs.paper_core_days(result['model'], name, epochs)
+  work, name = lowered.flops / cores, str(config.dataset)
+  examples, _ = costs.DATASETS.get(name, (num_examples, None))
+  epochs = round(steps * config.batch / examples)
+  mixed = seconds + result['network_seconds']
   return {
     **result,
     'images_per_second_per_core': images / seconds,
-    'images_per_second_per_core_with_network': images
-    / (seconds + result['network_seconds']),
-    'flops_per_step_per_core': lowered.flops / cores,
-    'share_of_peak': lowered.flops / cores / seconds / chip.peak,
+    'images_per_second_per_core_with_network': images / mixed,
+    'flops_per_step_per_core': work,
+    'share_of_peak': work / seconds / chip.peak,
     'total_steps': steps,
     'hours': hours,
     'core_days': hours * cores / 24,
     'chip_hours': hours * cores / chip.per_chip,
-    'paper_core_days': spent,
+    'paper_core_days': costs.TABLE_2.get((result['model'], name, epochs)),
   }
 
 
@@ -186,13 +176,8 @@ def data_size(
 ) -> tuple[int, int | None]:
   """Returns the numbers of examples and classes of a config's training data.
 
-  Args:
-    config: of a training; a folder that it names is counted.
-    num_examples: size of data that is not known.
-    num_classes: likewise; None where it stays unknown.
-
-  Raises:
-    ValueError: if the data is unknown and no folder, and num_examples is None.
+  A folder is counted. The arguments are the sizes of data that are not known;
+  the number of classes may stay None, but that of examples is needed.
   """
   # Of a mixture nothing is known but what the flags say.
   dataset = config.get('dataset')

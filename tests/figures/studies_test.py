@@ -62,17 +62,3 @@ def test_lines_run_through_means_with_bands(tmp_path):
   assert [len(d.get_offsets()) for d in dots] == [2, 2]
   assert (axes.get_xscale(), axes.get_yscale()) == ('log', 'linear')
   assert path.read_bytes().startswith(b'\x89PNG')
-
-
-def test_points_have_names():
-  points = {'ViT': ([55, 224], [80.0, 84.0]), 'BiT': ([50], [77.0])}
-  fig = studies.scatter(
-    points, 'exaFLOPs', 'accuracy (%)', 'Compute', log_x=True,
-    names={'ViT': ('B/32', 'B/16')},
-  )  # fmt: skip
-  [axes] = fig.axes
-  vit, bit = axes.collections
-  np.testing.assert_array_equal(vit.get_offsets(), [[55, 80], [224, 84]])
-  np.testing.assert_array_equal(bit.get_offsets(), [[50, 77]])
-  assert [text.get_text() for text in axes.texts] == ['B/32', 'B/16']
-  assert axes.texts[1].xy == (224, 84)

@@ -4,6 +4,7 @@ import copy
 import json
 import statistics
 
+import ml_collections
 import numpy as np
 import pytest
 from sklearn import datasets as sklearn_datasets
@@ -95,7 +96,7 @@ def test_pseudo_labels_are_what_the_teacher_predicts(finished):
   assert set(classes) <= {0, 50}
 
 
-def test_the_result_is_that_of_the_runs(finished):
+def test_the_result_is_that_of_the_runs(finished, tmp_path):
   _, workdir, rows, _ = finished
   assert json.loads((workdir / 'noisy_student.json').read_text()) == rows
   assert [row['model'] for row in rows] == ['teacher', 'student 1']
@@ -103,7 +104,9 @@ def test_the_result_is_that_of_the_runs(finished):
     result = json.loads((workdir / name / 'result.json').read_text())
     assert row['seed_1'] == row['mean'] == result['metrics']['accuracy_test']
   # Two seeds, by hand.
-  rows = noisy_student._rows((0, 1), [[0.5, 0.7], [0.6, 0.9]])
+  config = ml_collections.ConfigDict({'seeds': (0, 1), 'metric': 'x_test'})
+  values = [[0.5, 0.7], [0.6, 0.9]]
+  rows = noisy_student._report(config, values, str(tmp_path))
   assert rows[1]['mean'] == pytest.approx(0.75)
   assert rows[1]['margin'] == pytest.approx(0.15)
   assert rows[1]['margin_std'] == pytest.approx(statistics.stdev([0.1, 0.2]))

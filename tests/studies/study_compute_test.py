@@ -6,7 +6,6 @@ import pytest
 
 from tests.planning import flops_test
 from vit_jax import models
-from vit_jax.commands import compute as compute_command
 from vit_jax.configs import compute_transfer
 from vit_jax.configs import data_scaling
 from vit_jax.planning import flops
@@ -45,12 +44,6 @@ def test_the_compute_of_runs_is_that_of_closed_form(
     assert row['mean'] == pytest.approx(steps / 1000 + 0.01)
   out = capsys.readouterr().out
   assert all(f'{row["x"]:.4g}' in out for row in rows)
-  # Its results can be shown with others.
-  compute_command.main(
-    ['--model', 's32', '--epochs=1', '--dataset=digits', '--published=none',
-     '--metric=mean', '--results', f'{tmp_path}/study.json']
-  )  # fmt: skip
-  assert 'ViT, 540 updates' in capsys.readouterr().out
 
 
 def test_a_wrong_place_on_the_axis_is_named(data_dir, tmp_path):

@@ -96,9 +96,6 @@ def rows(args) -> list[dict]:
       run('ours', folder), run('plain', folder), repeats=args.repeats
     )
   images = BATCH * BATCHES
-  speeds = [[images / t for t in times] for times in (ours, plain)]
-  name, other = (
-    'input pipeline, 500x375 JPEG -> 224 px',
-    'plain pipeline beside it',
-  )
-  return timing.compared(name, speeds[0], other, speeds[1], 'img/s')
+  ours, plain = ([images / t for t in times] for times in (ours, plain))
+  name = 'input pipeline, 500x375 JPEG -> 224 px'
+  return timing.compared(name, ours, 'plain pipeline beside it', plain, 'img/s')

@@ -55,12 +55,7 @@ def rows(args) -> list[dict]:
   model = models.get_model(MODEL)
   pixels = model.num_positions
   colors = np.zeros((1, pixels), np.int32)
-  shapes = jax.eval_shape(model.init, jax.random.key(0), colors)['params']
-  rng = np.random.default_rng(0)
-  params = jax.tree.map(
-    lambda x: 0.02 * rng.standard_normal(x.shape, np.float32), shapes
-  )
-  params = jax.device_put(params)
+  params = jax.jit(model.init)(jax.random.key(0), colors)['params']
   make = (model, params, args.batch)
   places = [pixels // 6, pixels // 2, pixels * 5 // 6]
   programs = _draw_pixels(*make), _draw_uncached(*make)

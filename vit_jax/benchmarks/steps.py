@@ -19,58 +19,42 @@ from vit_jax.distributed import sharding
 from vit_jax.planning import flops
 
 
-def make_program(model, image_size: int, mesh, task: str, num_classes: int):
-  """Returns the program that trains a model, of a config, with Adam."""
+def _step(args, mesh, train: bool, attention: str | None) -> Callable:
+  """Returns a function that makes one update of a model, or computes logits."""
   from vit_jax import train as train_lib
   from vit_jax.run import config as run_config
 
   config = common.get_config()
-  config.model, config.task = model, task
-  config.pp.crop = image_size
+  config.model = model_configs.get_config(args.model)
+  config.model.dtype = args.dtype
+  if attention:
+    config.model.transformer.attention = attention
+  config.pp.crop = args.image_size
   config.update(
     optimizer='adam', optim_dtype='float32', total_steps=10, warmup_steps=1,
     weight_decay=0.1,
   )  # fmt: skip
   config = run_config.complete(config)
-  metadata = run_config.get_task(task).planned_metadata(config, num_classes)
-  return train_lib.make_program(config, metadata, mesh)
-
-
-def random_batch(program, size: int) -> dict:
-  """Returns a batch of random numbers from 0 to 1."""
+  metadata = run_config.get_task(config.task).planned_metadata(config, 1000)
+  program = train_lib.make_program(config, metadata, mesh)
   rng = np.random.RandomState(0)
-  return {
+  batch = {
     name: rng.uniform(size=spec.shape).astype(spec.dtype)
-    for name, spec in program.task.batch_spec(size).items()
+    for name, spec in program.task.batch_spec(args.batch).items()
   }
-
-
-def training_step(program, batch) -> Callable:
-  """Returns a function that makes one update."""
-  holder = [program.create_state({})]
+  batch = jax.device_put(batch, sharding.batch_sharding(mesh))
+  state = program.create_state({})
+  if not train:
+    predict = jax.jit(program.task.outputs)
+    return lambda: predict(state.params, {}, batch).block_until_ready()
   update = jax.jit(program.update, donate_argnums=0)
 
   def step():
-    holder[0], metrics = update(holder[0], batch)
+    nonlocal state
+    state, metrics = update(state, batch)
     jax.block_until_ready(metrics)
 
   return step
-
-
-def _model_step(args, mesh, train: bool, attention: str | None) -> Callable:
-  """Returns a function that makes one update of a model, or computes logits."""
-  model = model_configs.get_config(args.model)
-  model.dtype = args.dtype
-  if attention:
-    model.transformer.attention = attention
-  program = make_program(model, args.image_size, mesh, 'classify', 1000)
-  batch = random_batch(program, args.batch)
-  batch = jax.device_put(batch, sharding.batch_sharding(mesh))
-  if train:
-    return training_step(program, batch)
-  state = program.create_state({})
-  predict = jax.jit(program.task.outputs)
-  return lambda: predict(state.params, {}, batch).block_until_ready()
 
 
 def _rows(args, train: bool) -> list[dict]:
@@ -79,7 +63,7 @@ def _rows(args, train: bool) -> list[dict]:
   sharding.local_rows(mesh, args.batch)
   attends = 'transformer' in model_configs.get_config(args.model)
   kinds = ('default', 'xla') if attends else (None,)
-  steps = [_model_step(args, mesh, train, kind) for kind in kinds]
+  steps = [_step(args, mesh, train, kind) for kind in kinds]
   with jax.set_mesh(mesh):
     ours, *others, products = timing.measure(
       *steps, timing.matrix_product(), repeats=args.repeats
@@ -91,10 +75,9 @@ def _rows(args, train: bool) -> list[dict]:
   kind = 'training step' if train else 'inference'
   label = f'{kind}, {args.model}, batch {args.batch}, {args.dtype}'
   share = statistics.median(work / t for t in ours) / statistics.median(peak)
+  speeds = [args.batch / t for t in ours]
   return [
-    timing.row(
-      label, [args.batch / t for t in ours], 'img/s', share_of_peak=share
-    ),
+    timing.row(label, speeds, 'img/s', share_of_peak=share),
     *(
       timing.row(
         'ratio to attention=xla', [b / a for a, b in zip(ours, xla)], 'x'
@@ -102,9 +85,7 @@ def _rows(args, train: bool) -> list[dict]:
       for xla in others
     ),
     timing.row(
-      'matrix product, float32, beside it',
-      [p / 1e9 for p in peak],
-      'GFLOP/s',
+      'matrix product, float32, beside it', [p / 1e9 for p in peak], 'GFLOP/s'
     ),
   ]
 

@@ -3,7 +3,7 @@ r"""Times the steps that users wait for, and writes a table and JSON.
   vit_jax benchmark --json=/tmp/benchmark.json
 
 Sections (choose with --only): import, start, train, inference, pipeline,
-weights, detection, sampling. Each section is warmed up, repeated, and reported as
+weights, sampling. Each section is warmed up, repeated, and reported as
 median, minimum and maximum. A step's share of the peak is relative to the speed
 of a large float32 matrix product, measured in the same run. Programs that are
 compared take turns.

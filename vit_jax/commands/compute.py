@@ -1,4 +1,4 @@
-r"""Counts the compute of pre-training, its time and its price; draws figure 5.
+r"""Counts the compute of pre-training, its time and its price.
 
   vit_jax compute
 
@@ -20,17 +20,6 @@ Counted are matrix products and convolutions: 2 FLOPs for each multiply-add of a
 forward pass, times 3 for forward and backward pass. Products with the zeros
 around an image do not count, and all tokens of the last layer do. The paper
 counts like this too: table 6 follows within 2.5 % in all rows but one.
-
-The axes of figure 5, pre-training compute and transfer accuracy, with your own
-results beside those of table 2 (needs matplotlib: pip install -e '.[plots]'):
-
-  vit_jax compute --results mine.csv --metric=accuracy --plot=/tmp/5.png
-
-A file of results is a CSV file with a header, or a JSON list of objects. Each
-row has the accuracy (--metric, in percent, or all of them as shares of 1) and
-either `exaflops`, or a `model` with `epochs`, which is counted with the other
-flags. `family` and `name`, if given, say what it is. The study.json of
-configs/compute_transfer.py is such a file, with --metric=mean.
 """
 
 from collections.abc import Sequence
@@ -70,26 +59,13 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     '--json', help='file for the table: a JSON list with an object per row'
   )
-  parser.add_argument(
-    '--results', nargs='+', metavar='FILE', help='CSV or JSON files of results'
-  )
-  parser.add_argument(
-    '--metric', default='accuracy', help='column with the accuracy (accuracy)'
-  )
-  parser.add_argument(
-    '--published',
-    default='ImageNet',
-    help='accuracies of table 2 to show beside the results (ImageNet)',
-  )
-  parser.add_argument('--plot', help='PNG for the plot of figure 5')
   return parser
 
 
 def main(argv: Sequence[str]) -> int:
-  """Accounts for the models of the command line; prints, writes and draws."""
+  """Accounts for the models of the command line; prints and writes."""
   args = make_parser().parse_args(argv)
-  for name in ('json', 'plot'):
-    flags.check_output(name, getattr(args, name))
+  flags.check_output('json', args.json)
   from vit_jax import compute
 
   compute.run(args)

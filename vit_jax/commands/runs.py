@@ -21,13 +21,9 @@ def add_flags(parser: flags.Parser, what: str):
 
 
 def print_commands(command: str, argv: Sequence[str], runs, workdir):
-  """Prints a command for each run in a folder that is not done.
+  """Prints a command for each run (studies.runs.Run) that is not done.
 
-  Args:
-    command: name of the command that trains all runs, with its arguments `argv`.
-    argv: see command.
-    runs: the runs, see vit_jax.studies.runs.Run.
-    workdir: their folder.
+  `command` with its arguments `argv` trains all of them.
   """
   from vit_jax.studies import runs as runs_lib
 

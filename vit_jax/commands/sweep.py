@@ -18,12 +18,9 @@ What is held out is the part that config.pp.train leaves: 'train[98%:]' for
 
 All runs lie side by side in the workdir, each as if `vit_jax train` had trained
 it. The same command goes on after an interruption; runs that are done are not
-trained again, so that values and seeds can be added later.
-
-Any number of machines that see the workdir, a folder or gs://, can work on it:
-start the same command on each. Each takes the next run that is free, waits at the
-end for those that the others train, and shows the same table. If a machine is
-lost, another one goes on with its run.
+trained again, so that values and seeds can be added later. Any number of
+machines that see the workdir, a folder or gs://, can share it: start the same
+command on each. If a machine is lost, another one goes on with its run.
 
 For a scheduler (SLURM array, Kubernetes job), --print prints one command for each
 run of the choice, or once these are done, for each run of the test. The command

@@ -1,4 +1,4 @@
-"""Draws comparisons of runs: bars, curves and points, with their spread.
+"""Draws comparisons of runs: bars and curves, with their spread.
 
 Each function takes arrays and returns a matplotlib Figure; for the style and
 `path` see vit_jax/figures/drawing.py.
@@ -125,32 +125,6 @@ def depth(
   names = [name.removeprefix('layer_') for name in layers][::step]
   axes.set_xticks(places[::step], names)
   axes.set_xlim(*ends)
-  return _with_legend(fig, axes)
-
-
-@drawing.styled
-def scatter(
-  points: Mapping[str, tuple[Values, Values]],
-  xlabel: str,
-  ylabel: str,
-  title: str,
-  log_x: bool = False,
-  names: Mapping[str, Sequence[str]] | None = None,
-):
-  """Draws points {label: (x [n], y [n])}, those of one label in one colour.
-
-  `names` {label: [n]} are texts beside the points; for the others see `curves`.
-  """
-  fig, axes = _new(title, xlabel, ylabel, log_x)
-  for number, (label, (x, y)) in enumerate(points.items()):
-    axes.scatter(
-      x, y, s=80, color=colors.of_line(number), marker=_MARKERS[number % 8],
-      linewidths=0, label=label, zorder=3,
-    )  # fmt: skip
-    for name, *place in zip((names or {}).get(label, ()), x, y):
-      axes.annotate(
-        name, place, (7, 5), textcoords='offset points', fontsize=11
-      )
   return _with_legend(fig, axes)
 
 

@@ -57,15 +57,12 @@ def _check_inputs(x, kv, mask, relative, num_heads, causal):
       f'num_heads={num_heads} does not divide the width {x.shape[-1]} '
       '(config.model.hidden_size): choose a divisor'
     )
-  for name, given in (
-    ('causal=True', causal),
-    ('relative', relative is not None),
-  ):
-    if kv is not None and given:
-      raise ValueError(
-        f'{name} is not defined for keys of another sequence (kv), whose '
-        'positions have no offset: leave out one of them'
-      )
+  if kv is not None and (causal or relative is not None):
+    name = 'causal=True' if causal else 'relative'
+    raise ValueError(
+      f'{name} is not defined for keys of another sequence (kv), whose '
+      'positions have no offset: leave out one of them'
+    )
   shape = [2 * x.shape[1] - 1, x.shape[-1] // num_heads]
   if relative is not None and list(relative.shape) != shape:
     raise ValueError(
@@ -127,11 +124,9 @@ class MultiHeadDotProductAttention(nn.Module):
     """Applies self-attention, or cross-attention to another sequence.
 
     Args:
-      x: tokens that the queries are computed from, [B, Q, D].
-      kv: tokens that the keys and values are computed from, [B, S, D']; None:
-        `x`.
-      values: tokens that the values are computed from, if others than those of
-        the keys, [B, S, D'].
+      x: tokens of the queries, [B, Q, D].
+      kv: tokens of the keys and values, [B, S, D']; None: `x`.
+      values: tokens of the values, if others than those of the keys.
       mask: bool, broadcastable to [B, K, Q, S], True where a query may attend
         to a key; None: everywhere.
       relative: embeddings of the offsets between the positions of two tokens,
@@ -143,9 +138,8 @@ class MultiHeadDotProductAttention(nn.Module):
       [B, Q, D], or [B, 1, D] with `only_first`. A query that may not attend to
       any key yields the bias of the last layer.
 
-    Raises:
-      ValueError: if the arguments do not fit together, or `attention` does not
-        support them.
+    Raises ValueError if the arguments do not fit together, or `attention` does
+    not support them.
     """
     width = x.shape[-1]
     mask = _check_inputs(x, kv, mask, relative, self.num_heads, self.causal)
@@ -172,10 +166,9 @@ class MultiHeadDotProductAttention(nn.Module):
     key = heads(name='key')(kv)  # [B, S, K, E]
     value = heads(name='value')(kv if values is None else values)
     bias = None
-    if relative is not None:  # [B, K, Q, S]
-      bias = attention_kernels.relative_logits(
-        query, relative.astype(query.dtype), key.shape[1]
-      )
+    if relative is not None:
+      relative = relative.astype(query.dtype)
+      bias = attention_kernels.relative_logits(query, relative, key.shape[1])
     if (
       dropout
       or self.is_initializing()

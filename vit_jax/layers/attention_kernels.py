@@ -41,12 +41,7 @@ def average(logits, value):
   writes the gradient of the logits once, where the gradient of JAX's softmax
   also writes and reads the gradient of the weights.
 
-  Args:
-    logits: [B, K, Q, S].
-    value: [B, S, K, E].
-
-  Returns:
-    [B, Q, K, E], of the type of `value`.
+  Maps logits [B, K, Q, S] and values [B, S, K, E] to [B, Q, K, E].
   """
   return jnp.einsum('bkqs,bske->bqke', _softmax(logits, value.dtype), value)
 
@@ -92,14 +87,9 @@ def _hide(logits, allowed):
 def relative_logits(query, embedding, keys):
   """Multiplies queries with embeddings of offsets between positions (T8).
 
-  Args:
-    query: [B, Q, K, E], the queries of the first Q of N tokens.
-    embedding: [2N - 1, E], a vector for each offset from 1 - N to N - 1 between
-      the positions of query and key.
-    keys: number S of keys, those of the first S tokens.
-
-  Returns:
-    [B, K, Q, S].
+  Maps the queries [B, Q, K, E] of the first Q of N tokens to logits [B, K, Q,
+  S] for the first `keys`, S, of them. `embedding`, [2N - 1, E], has the offsets
+  1 - N to N - 1 between the positions of query and key.
   """
   offsets = np.arange(query.shape[1])[:, None] - np.arange(keys)  # [Q, S]
   pairs = embedding[offsets + len(embedding) // 2]  # [Q, S, E]
@@ -212,11 +202,9 @@ def _cudnn(query, key, value, mask=None, causal=False, bias=None):
 def _flash(query, key, value, mask=None, causal=False, bias=None):
   """Computes flash attention on each device's own images and heads.
 
-  It takes neither mask nor bias, see `check`.
-
-  The compiler cannot split the kernel over devices, so shard_map does. A single
-  query, as in the last layer, uses the default: the kernel works on whole
-  blocks of queries.
+  It takes neither mask nor bias, see `check`. The compiler cannot split the
+  kernel over devices, so shard_map does. A single query, as in the last layer,
+  uses the default: the kernel works on whole blocks of queries.
   """
   del mask, bias
   if query.shape[1] == 1:
@@ -226,16 +214,11 @@ def _flash(query, key, value, mask=None, causal=False, bias=None):
   if mesh.empty:
     return compute(query, key, value)
   parts = mesh.shape.get(sharding.MODEL_AXIS, 1)
-  heads = (
-    sharding.MODEL_AXIS if parts > 1 and query.shape[2] % parts == 0 else None
-  )
+  split = parts > 1 and query.shape[2] % parts == 0
+  heads = sharding.MODEL_AXIS if split else None
   spec = jax.P(sharding.batch_axes(mesh), None, heads)
-  return jax.shard_map(
-    compute,
-    in_specs=(spec, spec, spec),
-    out_specs=spec,
-    check_vma=False,
-  )(query, key, value)
+  specs = {'in_specs': (spec, spec, spec), 'out_specs': spec}
+  return jax.shard_map(compute, **specs, check_vma=False)(query, key, value)
 
 
 def _flash_on_one_device(query, key, value, causal):
@@ -280,14 +263,10 @@ def check(
 ) -> None:
   """Raises ValueError if an implementation does not support what is requested.
 
-  Args:
-    name: name of the implementation.
-    dropout_rate: dropout rate of the attention weights.
-    platform: platform of the devices: 'cpu', 'gpu' or 'tpu'; None if unknown.
-    dtype: `config.model.dtype`.
-    mask: whether a mask is used, other than the causal one.
-    bias: whether logits gain a bias, as relative position embeddings need.
-    key: the key of the config that chooses the implementation.
+  `platform` is that of the devices, 'cpu', 'gpu' or 'tpu', None if unknown;
+  `dtype` is `config.model.dtype`; `mask` is any but the causal one, and `bias`
+  one on the logits, as of relative position embeddings. `key` of the config
+  chooses `name`.
   """
   problem = None
   if name not in IMPLEMENTATIONS:

@@ -52,18 +52,10 @@ def attend_to_past(query, key, value, start):
 
 
 class _Layer(nn.Module):
-  """What Attention and Block share.
-
-  Attributes:
-    num_heads: number of heads K; must divide the width.
-    num_layers: number of layers of the model, for the initial output.
-    causal: whether token i attends to tokens 0 to i only.
-    attention: name of the implementation, see vit_jax.layers.attention.
-    scale: a key of SCALES.
-  """
+  """What Attention and Block share; fields as in models_igpt.ImageGPT."""
 
   num_heads: int
-  num_layers: int
+  num_layers: int  # Of the model, for the initial output.
   causal: bool = True
   attention: str = 'default'
   scale: str = 'exact'
@@ -115,16 +107,12 @@ class Mlp(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps tokens [B, N, D] to [B, N, D]."""
-    width = x.shape[-1]
+    width, init = x.shape[-1], nn.initializers.normal(0.02)
     dense = functools.partial(
-      nn.Dense,
-      use_bias=False,
-      kernel_init=nn.initializers.normal(0.02),
-      **dtypes.of(self),
+      nn.Dense, use_bias=False, kernel_init=init, **dtypes.of(self)
     )
-    return dense(width, name='output')(
-      quick_gelu(dense(4 * width, name='hidden')(x))
-    )
+    x = quick_gelu(dense(4 * width, name='hidden')(x))
+    return dense(width, name='output')(x)
 
 
 class Block(_Layer):
@@ -132,39 +120,24 @@ class Block(_Layer):
 
   Sows `layer_<layer>`, float32 [B, D], the mean over the tokens of what enters
   the attention.
-
-  Attributes:
-    layer: number of the layer, from 0.
   """
 
-  layer: int = 0
+  layer: int = 0  # Its number.
 
   @nn.compact
   def __call__(self, x, cache=None, start=0):
-    """Maps tokens [B, N, D] to tokens [B, N, D].
+    """Maps tokens [B, N, D] to tokens [B, N, D]; also returns the cache.
 
-    Args:
-      x: all tokens; with a cache, those from number `start` on.
-      cache: keys and values of all tokens, [B, K, N, E] each, of which those
-        before `start` are known; None if `x` has all tokens.
-      start: int32 scalar.
-
-    Returns:
-      The tokens, and the cache with keys and values of `x`, or None.
+    With a cache, keys and values of all tokens, [B, K, N, E] each, `x` are the
+    tokens from number `start` on, an int32 scalar, and the cache gains theirs.
     """
     types = dtypes.of(self)
     y = nn.RMSNorm(NORM_EPS, name='norm_1', **types)(x)
     mean = y.mean(axis=1, dtype=jnp.float32)
     self.sow('intermediates', f'layer_{self.layer}', mean)
-    y, cache = Attention(
-      self.num_heads,
-      self.num_layers,
-      self.causal,
-      self.attention,
-      self.scale,
-      name='attention',
-      **types,
-    )(y, cache, start)
+    fields = ('num_heads', 'num_layers', 'causal', 'attention', 'scale')
+    attend = Attention(name='attention', **dtypes.of(self, *fields))
+    y, cache = attend(y, cache, start)
     x = x + y
     y = nn.RMSNorm(NORM_EPS, name='norm_2', **types)(x)
     x = x + Mlp(name='mlp', **types)(y)

@@ -29,13 +29,9 @@ def sine_positions(mask, width: int, temperature: float = 10_000.0):
   scaled so that the last one is at 2 pi. Half of the features encode the row,
   the other half the column, as sines and cosines in turn.
 
-  Args:
-    mask: bool [B, h, w], True for cells that are no padding.
-    width: number of features D; a multiple of 4.
-    temperature: greatest wavelength over 2 pi.
-
-  Returns:
-    float32 [B, h, w, D].
+  Maps a mask, bool [B, h, w], True for cells that are no padding, to float32
+  [B, h, w, D]. The width D is a multiple of 4, the temperature the greatest
+  wavelength over 2 pi.
   """
   half = width // 2
   powers = temperature ** (2 * (jnp.arange(half) // 2) / half)  # [D/2]
@@ -61,18 +57,14 @@ class _Layer(nn.Module):
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
-  def _attend(self, residual, name, norm, **kwargs):
-    """Adds the result of attention to the residual, and normalises."""
-    deterministic = kwargs['deterministic']
+  def _attend(self, x, name, norm, offsets, train, **kwargs):
+    """Adds the attention of x + offsets to the residual x, and normalises."""
     attend = attention.MultiHeadDotProductAttention(
-      num_heads=self.num_heads,
-      dropout_rate=self.attention_dropout_rate,
-      name=name,
-      **dtypes.of(self),
+      self.num_heads, self.attention_dropout_rate, name=name, **dtypes.of(self)
     )
-    y = attend(**kwargs)
-    y = nn.Dropout(self.dropout_rate)(y, deterministic=deterministic)
-    return nn.LayerNorm(_NORM_EPS, name=norm, **dtypes.of(self))(residual + y)
+    y = attend(x + offsets, deterministic=not train, **kwargs)
+    y = nn.Dropout(self.dropout_rate)(y, deterministic=not train)
+    return nn.LayerNorm(_NORM_EPS, name=norm, **dtypes.of(self))(x + y)
 
   def _mlp(self, x, norm, deterministic):
     """Adds an MLP's result to tokens x, and normalises the sum."""
@@ -97,14 +89,9 @@ class EncoderLayer(_Layer):
 
     The mask, bool [B, 1, 1, S], is True for tokens that may be attended to.
     """
+    seen = {'values': x, 'mask': mask}
     x = self._attend(
-      x,
-      'self_attention',
-      'LayerNorm_0',
-      x=x + positions,
-      values=x,
-      mask=mask,
-      deterministic=not train,
+      x, 'self_attention', 'LayerNorm_0', positions, train, **seen
     )
     return self._mlp(x, 'LayerNorm_1', not train)
 
@@ -116,31 +103,15 @@ class DecoderLayer(_Layer):
   def __call__(self, x, queries, memory, positions, mask, *, train):
     """Maps the state of the queries [B, Q, D] to [B, Q, D].
 
-    Args:
-      x: the state.
-      queries: the queries' own embeddings [B, Q, D].
-      memory: result of the encoder [B, S, D].
-      positions: position embeddings of the image [B, S, D].
-      mask: bool [B, 1, 1, S], True for tokens that may be attended to.
-      train: whether dropout is on.
+    `queries` are their own embeddings [B, Q, D], `memory` the result of the
+    encoder [B, S, D], `positions` those of the image [B, S, D], and `mask`,
+    bool [B, 1, 1, S], is True for tokens that may be attended to.
     """
-    deterministic = not train
     x = self._attend(
-      x,
-      'self_attention',
-      'LayerNorm_0',
-      x=x + queries,
-      values=x,
-      deterministic=deterministic,
+      x, 'self_attention', 'LayerNorm_0', queries, train, values=x
     )
+    seen = {'kv': memory + positions, 'values': memory, 'mask': mask}
     x = self._attend(
-      x,
-      'cross_attention',
-      'LayerNorm_1',
-      x=x + queries,
-      kv=memory + positions,
-      values=memory,
-      mask=mask,
-      deterministic=deterministic,
+      x, 'cross_attention', 'LayerNorm_1', queries, train, **seen
     )
-    return self._mlp(x, 'LayerNorm_2', deterministic)
+    return self._mlp(x, 'LayerNorm_2', not train)

@@ -4,14 +4,17 @@ Every module has the fields `dtype` and `param_dtype`; docstrings repeat them on
 where there is more to say.
 """
 
+from typing import Any
+
 import flax.linen as nn
 import jax.numpy as jnp
 
 
-def of(module: nn.Module) -> dict[str, jnp.dtype | None]:
-  """Returns a module's `dtype` and `param_dtype`, to pass to its submodules.
+def of(module: nn.Module, *fields: str) -> dict[str, Any]:
+  """Returns a module's types and other `fields`, to pass to its submodules.
 
   A type may be given by name; None stays None, see flax.linen.Dense.
   """
-  given = {name: getattr(module, name) for name in ('dtype', 'param_dtype')}
-  return {k: None if v is None else jnp.dtype(v) for k, v in given.items()}
+  types = {name: getattr(module, name) for name in ('dtype', 'param_dtype')}
+  types = {k: None if v is None else jnp.dtype(v) for k, v in types.items()}
+  return {**types, **{name: getattr(module, name) for name in fields}}

@@ -33,6 +33,11 @@ GELUS = {
 # What an encoder consists of, in order: the position embeddings before the first
 # layer, and the layers with the last norm.
 PARTS = ('positions', 'layers')
+# Fields of the encoder that its layers have too.
+_BLOCK_FIELDS = (
+  'mlp_dim', 'num_heads', 'dropout_rate', 'attention_dropout_rate',
+  'attention', 'gelu', 'norm_eps', 'causal',
+)  # fmt: skip
 
 
 class MlpBlock(nn.Module):
@@ -79,10 +84,7 @@ def drop_branch(x, rate, rng):
   The rest is divided by 1 - rate, so that the expectation stays the same (arXiv
   1603.09382; by image, as in arXiv 2106.10270).
 
-  Args:
-    x: output of the branch, [B, N, D].
-    rate: probability of dropping it, a number or a scalar array below 1.
-    rng: the random key.
+  `rate` is the probability, a number or a scalar array below 1; x is [B, N, D].
   """
   kept = jax.random.bernoulli(rng, 1 - rate, (x.shape[0], 1, 1))  # [B, 1, 1]
   scaled = x / jnp.asarray(1 - rate, jnp.float32)
@@ -123,10 +125,8 @@ class Encoder1DBlock(nn.Module):
     Args:
       inputs: the tokens.
       deterministic: whether dropout is off.
-      mask: bool, broadcastable to [B, K, N, N], True where a query may attend
-        to a key; None: everywhere.
-      drop_rate: probability that an image skips the attention, and likewise
-        the MLP (stochastic depth), a number or a scalar array; None: 0.
+      mask: see Encoder.
+      drop_rate: rate of stochastic depth, a number or a scalar array; None: 0.
       relative: relative position embeddings [2N - 1, E], or None.
     """
 
@@ -140,22 +140,14 @@ class Encoder1DBlock(nn.Module):
     if self.layer is not None:
       patches.sow_mean(self, f'layer_{self.layer}', x)
     x = attention.MultiHeadDotProductAttention(
-      num_heads=self.num_heads,
       dropout_rate=self.attention_dropout_rate,
-      attention=self.attention,
-      only_first=self.only_first,
-      causal=self.causal,
-      **types,
+      **dtypes.of(self, 'num_heads', 'attention', 'only_first', 'causal'),
     )(x, mask=mask, relative=relative, deterministic=deterministic)
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
     x = drop(x) + (attention.first_token(inputs) if self.only_first else inputs)
     y = nn.LayerNorm(self.norm_eps, **types)(x)
-    y = MlpBlock(
-      mlp_dim=self.mlp_dim,
-      dropout_rate=self.dropout_rate,
-      gelu=self.gelu,
-      **types,
-    )(y, deterministic=deterministic)
+    mlp = MlpBlock(**dtypes.of(self, 'mlp_dim', 'dropout_rate', 'gelu'))
+    y = mlp(y, deterministic=deterministic)
     return sharding.constrain_batch(x + drop(y))
 
 
@@ -168,8 +160,7 @@ class Encoder(nn.Module):
     num_heads: number of heads K.
     dropout_rate: dropout after dense layers and after the position embeddings.
     attention_dropout_rate: dropout of the attention weights.
-    add_position_embedding: whether there are position embeddings; False is
-      `position_embedding='none'`.
+    add_position_embedding: False is `position_embedding='none'`.
     only_first: whether the model reads the first token alone, the class token.
       The last layer then computes that token only, and the result is [B, 1, D].
     attention: name of the implementation, see vit_jax.layers.attention.
@@ -185,9 +176,9 @@ class Encoder(nn.Module):
       layer, and likewise the MLP; it increases linearly from 0 in the first
       layer (arXiv 1603.09382).
     causal: whether token i attends to tokens 0 to i only, in every layer.
-    position_embedding: kind of position embeddings, see
-      vit_jax.layers.positions.
-    position_layers: the layers that add them, see there.
+    position_embedding: kind of position embeddings, 'learned_1d', 'learned_2d',
+      'sincos2d', 'relative' or 'none', see vit_jax.layers.positions.
+    position_layers: the layers that add them, 'stem', 'every' or 'shared'.
     position_grid: grid (height, width) in patches of learned tables, which are
       resized to the grid of the images; None: the tables have that grid.
   """
@@ -235,12 +226,13 @@ class Encoder(nn.Module):
         position embeddings too.
     """
     types = dtypes.of(self)
-    if tuple(parts) == PARTS:
+    later, relative = [None] * (self.num_layers - 1), [None] * self.num_layers
+    if tuple(parts) != PARTS:
+      self._check_parts()
+    if 'positions' in parts:
       x, later, relative = self._positions(x, train, grid)
-    else:
-      later, relative = self._nothing_later()
-      if 'positions' in parts:
-        return self._positions(x, train, grid)[0]
+    if 'layers' not in parts:
+      return x
     # Initialising parameters and sowing intermediates need separate layers, and
     # intermediates need all tokens of the last layer.
     sows = self.is_mutable_collection('intermediates')
@@ -249,15 +241,7 @@ class Encoder(nn.Module):
     patches.check_choice('remat', self.remat, loop_lib.REMATS, _PLACE)
     block = functools.partial(
       loop_lib.recomputed(Encoder1DBlock, self.remat, loop, (2,)),
-      mlp_dim=self.mlp_dim,
-      num_heads=self.num_heads,
-      dropout_rate=self.dropout_rate,
-      attention_dropout_rate=self.attention_dropout_rate,
-      attention=self.attention,
-      gelu=self.gelu,
-      norm_eps=self.norm_eps,
-      causal=self.causal,
-      **types,
+      **dtypes.of(self, *_BLOCK_FIELDS),
     )
     drop_rates = [None] * self.num_layers
     if self.stochastic_depth:
@@ -284,8 +268,8 @@ class Encoder(nn.Module):
     patches.sow_mean(self, f'layer_{self.num_layers}', x)
     return x
 
-  def _nothing_later(self):
-    """Returns what `_positions` does if only the first layer has positions."""
+  def _check_parts(self):
+    """Raises ValueError if the layers have positions of their own."""
     if self._kind() != 'none' and self.position_layers != 'stem':
       raise ValueError(
         f"position_layers='{self.position_layers}' adds the positions of all "
@@ -293,8 +277,6 @@ class Encoder(nn.Module):
         "first ones are added: use position_layers='stem' "
         '(config.model.transformer.position_layers)'
       )
-    nothing = [None] * self.num_layers
-    return nothing[1:], nothing
 
   def _kind(self):
     return positions.kind_of(
@@ -307,9 +289,9 @@ class Encoder(nn.Module):
   def _positions(self, x, train, grid):
     """Adds position embeddings before the first layer.
 
-    Returns:
-      Tokens [B, N, D]; what to add before each later layer, L - 1 times [1, N, D]
-      or None; the relative embeddings of each layer, L times [2N - 1, E] or None.
+    Returns tokens [B, N, D]; what to add before each later layer, L - 1 times
+    [1, N, D] or None; the relative embeddings of each layer, [2N - 1, E] or
+    None.
     """
     kind = self._kind()
     nothing = [None] * self.num_layers

@@ -42,16 +42,11 @@ def recomputed(
 
 
 def over_layers(apply: Callable, x, *by_layer: Sequence[Any]):
-  """Applies layers one after another in a loop, which is compiled once.
+  """Applies layers to `x` one after another in a loop, which is compiled once.
 
-  Args:
-    apply: function from `x` and what belongs to one layer to the next `x`.
-    x: input of the first layer.
-    *by_layer: each a list with a tree of arrays for each layer, such as its
-      parameters, or with None for every layer.
-
-  Returns:
-    The result of the last layer.
+  `apply` is a function from `x` and what belongs to one layer to the next `x`.
+  `by_layer` are lists with a tree of arrays for each layer, such as its
+  parameters, or with None for every layer.
   """
   stacked = tuple(
     jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

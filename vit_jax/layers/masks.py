@@ -29,21 +29,13 @@ _CONV_INIT = nn.initializers.variance_scaling(1.0, 'fan_in', 'uniform')
 
 
 class Features(NamedTuple):
-  """What the masks of a batch of images are computed from.
+  """What the masks of a batch of images are computed from."""
 
-  Attributes:
-    queries: states of the queries after the decoder, [B, Q, D].
-    memory: result of the encoder, [B, h, w, D].
-    mask: bool [B, h, w], True for cells that are no padding.
-    projected: input of the encoder, [B, h, w, D].
-    stages: results of the backbone's earlier stages, [B, H, W, F], the smallest
-      map first.
-  """
-
-  queries: Any
-  memory: Any
-  mask: Any
-  projected: Any
+  queries: Any  # States of the queries after the decoder, [B, Q, D].
+  memory: Any  # Result of the encoder, [B, h, w, D].
+  mask: Any  # bool [B, h, w], True for cells that are no padding.
+  projected: Any  # Input of the encoder, [B, h, w, D].
+  # Results of the backbone's earlier stages, [B, H, W, F], the smallest first.
   stages: Sequence[Any]
 
 
@@ -62,12 +54,10 @@ def attention_maps(query, key, mask):
 
 
 def enlarge(x, size: tuple[int, int]):
-  """Repeats the cells of maps [B, h, w, F] up to a size.
+  """Repeats the cells of maps [B, h, w, F] up to a size (height, width).
 
-  Args:
-    x: the maps.
-    size: (height, width), a multiple of the maps' size or less than the next
-      one, as in a backbone whose stages round sizes up.
+  The size is a multiple of the maps' or less than the next one, as in a
+  backbone whose stages round sizes up.
   """
   for axis, cells in enumerate(size, start=1):
     x = jnp.repeat(x, -(-cells // x.shape[axis]), axis)
@@ -76,13 +66,9 @@ def enlarge(x, size: tuple[int, int]):
 
 
 class Attention(nn.Module):
-  """Attention weights without values.
+  """Attention weights without values."""
 
-  Attributes:
-    num_heads: number of heads K.
-  """
-
-  num_heads: int
+  num_heads: int  # K.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -114,9 +100,8 @@ class FirstConvolution(nn.Module):
   def __call__(self, features, num_maps: int):
     """Convolves features [B, h, w, D], for so many maps K of a query.
 
-    Returns:
-      The part of the features, [B, h, w, D + K], and the kernel of the maps, [3,
-      3, K, D + K].
+    Returns the part of the features, [B, h, w, D + K], and the kernel of the
+    maps, [3, 3, K, D + K].
     """
     width = features.shape[-1]
     channels, dtype = width + num_maps, self.param_dtype
@@ -137,28 +122,19 @@ class Convolutions(nn.Module):
   """The convolutions that turn the maps of queries into their masks.
 
   The channels are D + K and then D / 2, D / 4, D / 8, D / 16.
-
-  Attributes:
-    hidden_size: width D of a token.
   """
 
-  hidden_size: int
+  hidden_size: int  # D.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
   @nn.compact
   def __call__(self, _, maps, shared, kernel, stages):
-    """Computes masks.
+    """Computes (None, logits), float32 [B, Q, H, W], as `nn.scan` wants it.
 
-    Args:
-      _: nothing, for `nn.scan`.
-      maps: attention of the queries, [B, Q, h, w, K].
-      shared: see FirstConvolution, also for `kernel`.
-      kernel: that of the maps.
-      stages: earlier features, adapted: [B, H, W, D / 2], [B, .., D / 4], ...
-
-    Returns:
-      (None, logits): float32 [B, Q, H, W] of the size of the last of `stages`.
+    Takes nothing, the attention of the queries [B, Q, h, w, K], both results of
+    FirstConvolution, and the adapted earlier features [B, H, W, D / 2], [B, ..,
+    D / 4], ..., of which the last has the size of the result.
     """
     images, queries = maps.shape[:2]
     types = dtypes.of(self)
@@ -185,17 +161,12 @@ class Convolutions(nn.Module):
 
 
 class MaskHead(nn.Module):
-  """Computes the logits of masks.
+  """Computes the logits of masks."""
 
-  Attributes:
-    hidden_size: width D of a token.
-    num_heads: number of heads K.
-    at_a_time: number of queries that are computed together; others wait, and
-      are computed anew in the backward pass, to save memory. 0: all.
-  """
-
-  hidden_size: int
-  num_heads: int
+  hidden_size: int  # D.
+  num_heads: int  # K.
+  # Number of queries that are computed together; others wait, and are computed
+  # anew in the backward pass, to save memory. 0: all.
   at_a_time: int = 0
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
@@ -210,14 +181,11 @@ class MaskHead(nn.Module):
     maps = Attention(self.num_heads, name='attention', **types)(
       features.queries, features.memory, features.mask
     )  # [B, Q, h, w, K]
+    adapter = functools.partial(
+      nn.Conv, kernel_size=(1, 1), kernel_init=_CONV_INIT, **types
+    )
     stages = [
-      nn.Conv(
-        self.hidden_size // 2 ** (i + 1),
-        (1, 1),
-        kernel_init=_CONV_INIT,
-        name=f'adapter_{i}',
-        **types,
-      )(stage)
+      adapter(self.hidden_size // 2 ** (i + 1), name=f'adapter_{i}')(stage)
       for i, stage in enumerate(features.stages)
     ]
     shared, kernel = FirstConvolution(name='conv_0', **types)(

@@ -51,12 +51,10 @@ def check_keys(rngs):
 def sow_mean(module: nn.Module, name: str, x):
   """Sows the mean of a layer for probes, see vit_jax.evaluators.features.
 
-  Computes nothing unless the collection `intermediates` is mutable.
-
-  Args:
-    module: the module whose `intermediates` get it, float32 [B, D].
-    name: 'layer_0', 'layer_1', ..., from the model's input to its output.
-    x: tokens [B, N, D] or a feature map [B, h, w, D].
+  Computes nothing unless the collection `intermediates` of the module is
+  mutable. It gets the mean, float32 [B, D], of tokens [B, N, D] or a feature
+  map [B, h, w, D], under a name 'layer_0', 'layer_1', ..., from the model's
+  input to its output.
   """
   if module.is_mutable_collection('intermediates'):
     axes = tuple(range(1, x.ndim - 1))
@@ -81,12 +79,9 @@ class ImageModel(nn.Module):
 
 
 def make_head(num_classes: int, bias: float, dtype, param_dtype) -> nn.Dense:
-  """Returns the linear classifier, initialised to zeros.
+  """Returns the linear classifier: a kernel of zeros, and an initial bias.
 
-  Args:
-    num_classes: number of logits.
-    bias: initial value of the bias.
-    dtype: type of the preceding layers; logits are float32 or wider.
+  `dtype` is that of the preceding layers; logits are float32 or wider.
   """
   return nn.Dense(
     num_classes,
@@ -118,8 +113,7 @@ class PatchEmbedding(nn.Module):
   def __call__(self, x):
     """Maps images [B, H, W, C] to a grid of tokens [B, h, w, D].
 
-    Raises:
-      ValueError: if the patch size does not divide the image size.
+    Raises ValueError if the patch size does not divide the image size.
     """
     ph, pw = self.patch_size
     b, height, width, c = x.shape
@@ -137,15 +131,10 @@ class PatchEmbedding(nn.Module):
           f'use {low} or {low + patch} (config.pp.crop) or other patches '
           '(config.model.patches.size)'
         )
-    kernel = self.param(
-      'kernel',
-      nn.initializers.lecun_normal(),
-      (ph, pw, c, self.features),
-      self.param_dtype,
-    )
-    bias = self.param(
-      'bias', nn.initializers.zeros, (self.features,), self.param_dtype
-    )
+    init, zeros = nn.initializers.lecun_normal(), nn.initializers.zeros
+    shape, dtype = (ph, pw, c, self.features), self.param_dtype
+    kernel = self.param('kernel', init, shape, dtype)
+    bias = self.param('bias', zeros, (self.features,), dtype)
     x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
     h, w = height // ph, width // pw
     x = x.reshape(b, h, ph, w, pw, c).swapaxes(2, 3)  # [B, h, w, ph, pw, C]
@@ -156,12 +145,8 @@ class PatchEmbedding(nn.Module):
 def cut(images, grid):
   """Cuts images into patches, in rows from the top left.
 
-  Args:
-    images: array [B, H, W, C] of NumPy or JAX.
-    grid: number of patches (down, across), (h, w), which divides (H, W).
-
-  Returns:
-    Array [B, N, p, q, C] of N = h * w patches of p x q pixels.
+  Maps an array [B, H, W, C] of NumPy or JAX to [B, N, p, q, C], of N = h * w
+  patches of p x q pixels. `grid` is (h, w), which divides (H, W).
   """
   b, height, width, c = images.shape
   h, w = grid

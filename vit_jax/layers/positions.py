@@ -55,14 +55,8 @@ _TEMPERATURE = 10_000.0
 def kind_of(add: bool, kind: str, layers: str, table_grid=None) -> str:
   """Returns the kind of embeddings that the fields of an encoder select.
 
-  Args:
-    add: `add_position_embedding`, which the original has; False means 'none'.
-    kind: `position_embedding`.
-    layers: `position_layers`.
-    table_grid: `position_grid`.
-
-  Raises:
-    ValueError: if these are unknown, or contradict each other.
+  `add` is `add_position_embedding`, which the original has; False means 'none'.
+  Raises ValueError if fields are unknown, or contradict each other.
   """
   place = 'config.model.transformer'
   patches_lib.check_choice('position_embedding', kind, KINDS, place)
@@ -109,15 +103,8 @@ def needs_grid(kind: str | None, table_grid=None) -> bool:
 def resize(table, size: int, axis: int = 0):
   """Resizes a table along an axis, linearly; its first and last rows stay.
 
-  Two axes, one after the other, give what `scipy.ndimage.zoom(order=1)` does.
-
-  Args:
-    table: array [..., n, ...] of NumPy or JAX.
-    size: number of rows wanted.
-    axis: the axis.
-
-  Returns:
-    The table; of another size it is float64 from NumPy, float32 from JAX.
+  Two axes, one after the other, give what `scipy.ndimage.zoom(order=1)` does. A
+  table of NumPy becomes float64, one of JAX float32, if its size changes.
   """
   old = table.shape[axis]
   if old == size:
@@ -139,10 +126,8 @@ def resize(table, size: int, axis: int = 0):
 def resize_grid(table, grid: tuple[int, int], new_grid: tuple[int, int]):
   """Resizes the table of a grid of patches, after that of other tokens.
 
-  Args:
-    table: array [1, N, D] of NumPy or JAX, whose last rows are the grid's.
-    grid: (height, width) in patches of the table.
-    new_grid: (height, width) wanted.
+  The table is an array [1, N, D] of NumPy or JAX, whose last rows are the
+  grid's; grids are (height, width) in patches.
   """
   before = table.shape[1] - grid[0] * grid[1]
   patches = table[0, before:].reshape(*grid, -1)
@@ -194,9 +179,7 @@ class AddPositionEmbs(nn.Module):
   def table(self, inputs):
     """Returns the embeddings of tokens [B, N, D] as [1, N, D].
 
-    Raises:
-      ValueError: if the inputs have another rank, or their number or width does
-        not suit the embedding.
+    Raises ValueError if rank, number or width of the tokens do not suit.
     """
     if inputs.ndim != 3:
       raise ValueError(
@@ -247,13 +230,9 @@ class AddPositionEmbs(nn.Module):
 def first_table(flat, transformer, grid):
   """Returns what a Vision Transformer adds to tokens before its first layer.
 
-  Args:
-    flat: parameters of the model, by '/'-joined path.
-    transformer: fields of its encoder.
-    grid: number of patches (down, across), (h, w).
-
-  Returns:
-    [1, N, D], or None if the model adds nothing.
+  Takes its parameters by '/'-joined path, the fields of its encoder, and the
+  number of patches (down, across). Returns [1, N, D], or None if it adds
+  nothing.
   """
   layers = transformer.get('position_layers', 'stem')
   kind = kind_of(

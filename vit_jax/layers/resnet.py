@@ -27,32 +27,22 @@ UNITS = {'r50': (3, 4, 6, 3), 'r101': (3, 4, 23, 3)}
 
 
 class FrozenBatchNorm(nn.Module):
-  """Batch norm whose statistics, scale and bias are constants.
+  """Batch norm whose statistics, scale and bias are constants."""
 
-  Attributes:
-    eps: added to the variance.
-  """
-
-  eps: float = 1e-5
+  eps: float = 1e-5  # Added to the variance.
   dtype: Any = jnp.float32
 
   @nn.compact
   def __call__(self, x):
     """Maps [B, H, W, C] to the same shape."""
     shape = x.shape[-1:]
-    mean, bias = (
-      self.variable('frozen', name, jnp.zeros, shape).value
-      for name in ('mean', 'bias')
-    )
-    var, scale = (
-      self.variable('frozen', name, jnp.ones, shape).value
-      for name in ('var', 'scale')
-    )
+    value = lambda name, init: self.variable('frozen', name, init, shape).value
+    mean, bias = (value(name, jnp.zeros) for name in ('mean', 'bias'))
+    var, scale = (value(name, jnp.ones) for name in ('var', 'scale'))
     scale = scale * jax.lax.rsqrt(var + self.eps)
     bias = bias - mean * scale
-    return x.astype(self.dtype) * scale.astype(self.dtype) + bias.astype(
-      self.dtype
-    )
+    x, scale, bias = (y.astype(self.dtype) for y in (x, scale, bias))
+    return x * scale + bias
 
 
 NORMS = ('frozen_batch', 'group')
@@ -93,17 +83,10 @@ def bottleneck(
   The stride is on the 3x3 convolution. Norm and ReLU come after a convolution
   (arXiv 1512.03385), or with `norms_first` before it (arXiv 1603.05027).
 
-  Args:
-    x: [B, H, W, C].
-    features: channels F inside.
-    strides: strides of the 3x3 convolution and of the projection of the input.
-    conv: function (features, side of the kernel, strides, name) -> layer; the
-      names are 'conv1' to 'conv3' and 'conv_proj'.
-    norm: function of the end of a name, '1' to '3' or '_proj', -> layer.
-    norms_first: see above; then nothing follows the sum.
-
-  Returns:
-    [B, H / stride, W / stride, 4 F].
+  Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]. `conv` is a function
+  (features, side of the kernel, strides, name) -> layer; the names are 'conv1'
+  to 'conv3' and 'conv_proj'. `norm` makes a layer of the end of a name, '1' to
+  '3' or '_proj'.
   """
   out, one = 4 * features, (1, 1)
   residual = x
@@ -123,18 +106,11 @@ def bottleneck(
 
 
 class Bottleneck(nn.Module):
-  """1x1, 3x3, 1x1 to 4 F channels, added to the input.
+  """1x1, 3x3, 1x1 to 4 F channels, added to the input."""
 
-  Attributes:
-    features: channels F inside the bottleneck.
-    stride: stride of the 3x3 convolution and of the projection.
-    dilation: dilation of the 3x3 convolution.
-    norm: one of NORMS.
-  """
-
-  features: int
-  stride: int = 1
-  dilation: int = 1
+  features: int  # F, the channels inside.
+  stride: int = 1  # Of the 3x3 convolution and of the projection.
+  dilation: int = 1  # Of the 3x3 convolution.
   norm: str = NORMS[0]
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
@@ -154,21 +130,13 @@ class Bottleneck(nn.Module):
 
 
 class Stage(nn.Module):
-  """A sequence of units.
+  """A sequence of units."""
 
-  Attributes:
-    unit: function that makes a unit of fields and a name.
-    count: number of units.
-    first: fields of the first unit.
-    others: fields of the other units.
-    names: format of a unit's name.
-  """
-
-  unit: Callable
+  unit: Callable  # Makes a unit of fields and a name.
   count: int
-  first: Mapping[str, Any]
-  others: Mapping[str, Any]
-  names: str = 'unit{}'
+  first: Mapping[str, Any]  # Fields of the first unit.
+  others: Mapping[str, Any]  # Fields of the other units.
+  names: str = 'unit{}'  # Format of a unit's name.
 
   @nn.compact
   def __call__(self, x):
@@ -199,14 +167,10 @@ class ResNet(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    """Computes the feature maps of all stages.
+    """Maps images [B, H, W, C] to the feature maps of all stages.
 
-    Args:
-      x: images [B, H, W, C].
-
-    Returns:
-      One map per stage, [B, H / s, W / s, F], with s = 4, 8, 16, 32 (the last
-      16 if `dilate_last`), sizes rounded up.
+    Returns one map per stage, [B, H / s, W / s, F], with s = 4, 8, 16, 32 (the
+    last 16 if `dilate_last`), sizes rounded up.
     """
     types = dtypes.of(self)
     x = _conv(self.width, 7, (2, 2), name='conv_root', **types)(x)
@@ -215,15 +179,12 @@ class ResNet(nn.Module):
     maps = []
     for i, units in enumerate(self.units):
       dilated = self.dilate_last and i == len(self.units) - 1
-      x = Stage(
-        functools.partial(
-          Bottleneck, self.width * 2**i, norm=self.norm, **types
-        ),
-        units,
-        first={'stride': 1 if i == 0 or dilated else 2},
-        others={'dilation': 2 if dilated else 1},
-        name=f'block{i + 1}',
-      )(x)
+      unit = functools.partial(
+        Bottleneck, self.width * 2**i, norm=self.norm, **types
+      )
+      first = {'stride': 1 if i == 0 or dilated else 2}
+      others = {'dilation': 2 if dilated else 1}
+      x = Stage(unit, units, first, others, name=f'block{i + 1}')(x)
       x = sharding.constrain_batch(x)
       maps.append(x)
     return maps

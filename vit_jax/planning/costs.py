@@ -1,6 +1,6 @@
 """Pre-training in FLOPs, core-days and money, and what the paper reports.
 
-Sources: arXiv 2010.11929, tables 2 and 6, figure 5. Table 6 counts 6 FLOPs for
+Sources: arXiv 2010.11929, tables 2 and 6. Table 6 counts 6 FLOPs for
 each multiply-add of a forward pass at 224 px (forward and backward pass), with
 a head of 18,291 classes, times 303 million images, times the epochs.
 """
@@ -56,35 +56,18 @@ NOTE_6 = (
 )
 
 
-# Table 2: (model, data set, epochs) -> TPU v3 core-days of the pre-training, and
-# top-1 accuracies in percent by MEASURES, means of 3 runs. The epochs are those of
-# table 3: of its 30 and 90 epochs on ImageNet-21k, 30 would leave 13 % of the peak.
-# BiT-L is R152x4, trained for 40 epochs (arXiv 1912.11370). The last method, Noisy
-# Student, is an EfficientNet, which is no model of this package.
-MEASURES = (
-  'ImageNet', 'ReaL', 'CIFAR-10', 'CIFAR-100', 'Pets', 'Flowers', 'VTAB',
-)  # fmt: skip
+# Table 2: (model, data set, epochs) -> TPU v3 core-days of the pre-training.
+# The epochs are those of table 3: of its 30 and 90 epochs on ImageNet-21k, 30
+# would leave 13 % of the peak. BiT-L is R152x4, trained for 40 epochs (arXiv
+# 1912.11370).
 TABLE_2 = {
-  ('ViT-H_14', 'jft300m', 14): (
-    2_500, (88.55, 90.72, 99.50, 94.55, 97.56, 99.68, 77.63),
-  ),
-  ('ViT-L_16', 'jft300m', 14): (
-    680, (87.76, 90.54, 99.42, 93.90, 97.32, 99.74, 76.28),
-  ),
-  ('ViT-L_16', 'imagenet21k', 90): (
-    230, (85.30, 88.62, 99.15, 93.25, 94.67, 99.61, 72.72),
-  ),
-  ('BiT-R152x4', 'jft300m', 40): (
-    9_900, (87.54, 90.54, 99.37, 93.51, 96.62, 99.63, 76.29),
-  ),
-}  # fmt: skip
+  ('ViT-H_14', 'jft300m', 14): 2_500,
+  ('ViT-L_16', 'jft300m', 14): 680,
+  ('ViT-L_16', 'imagenet21k', 90): 230,
+  ('BiT-R152x4', 'jft300m', 40): 9_900,
+}
+# Noisy Student is an EfficientNet, which is no model of this package.
 NOISY_STUDENT_CORE_DAYS = 12_300
-
-
-def paper_core_days(model: str, dataset: str, epochs: float) -> float | None:
-  """Returns the TPU v3 core-days that table 2 reports; None if it does not."""
-  days, _ = TABLE_2.get((model, dataset, epochs), (None, ()))
-  return days
 
 
 class Setting(NamedTuple):
@@ -117,22 +100,17 @@ def account(
 ) -> dict[str, Any]:
   """Accounts for a pre-training; `forward` is that of `exaflops`.
 
-  Returns:
-    `model`, `epochs`, `exaflops`; `core_days` of devices of kind `chip` (cores
-    of v2 and v3, else chips) that reach the share `mfu` of their peak; `price`;
-    and what the paper reports of this pre-training, `published_exaflops` (table
-    6) and `published_core_days` (table 2, of v3). None stands for no price, and
-    for what was not published.
+  Returns `model`, `epochs`, `exaflops`; `core_days` of devices of kind `chip`
+  at the share `mfu` of their peak; `price`; and what the paper reports of this
+  pre-training, `published_exaflops` (table 6) and `published_core_days` (table
+  2, of v3). None stands for no price, and for what was not published.
   """
   chip = topology.CHIPS[setting.chip]
-  is_paper = setting[:3] == (*DATASETS['jft300m'], PAPER_SIZE)
+  known = {(*sizes, PAPER_SIZE): name for name, sizes in DATASETS.items()}
+  dataset = known.get(setting[:3])
+  table_6 = TABLE_6 if dataset == 'jft300m' else {}
   work = exaflops(forward, setting.num_examples * epochs)
   days = work * 1e18 / (setting.mfu * chip.peak) / 86_400
-  spent = [
-    paper_core_days(model, name, epochs)
-    for name, sizes in DATASETS.items()
-    if setting[:3] == (*sizes, PAPER_SIZE)
-  ]
   price = None
   if setting.price is not None:
     price = days * 24 / chip.per_chip * setting.price
@@ -140,11 +118,11 @@ def account(
     'model': model,
     'epochs': epochs,
     'exaflops': work,
-    'published_exaflops': TABLE_6.get((model, epochs)) if is_paper else None,
+    'published_exaflops': table_6.get((model, epochs)),
     'core_days': days,
     'chip': setting.chip,
     'mfu': setting.mfu,
-    'published_core_days': spent[0] if spent else None,
+    'published_core_days': TABLE_2.get((model, dataset, epochs)),
     'price': price,
   }
 
@@ -169,7 +147,7 @@ def assumptions(setting: Setting) -> str:
 
 
 def describe(rows: Sequence[dict], setting: Setting) -> str:
-  """Formats rows of `account`, or of vit_jax.compute.table_2, as a table."""
+  """Formats rows of `account`, or of compute's table 2, as a table."""
   lines = []
   for row in rows:
     known, share = row['published_exaflops'], row.get('published_mfu')

@@ -51,7 +51,7 @@ def lower(config, make_program: Callable, devices) -> Lowered:
   """Lowers the training update for the devices of a topology.
 
   `config` has numbers of steps. `make_program` is a function (config, mesh) ->
-  vit_jax.train.Program. Raises ValueError if the config does not fit the devices.
+  vit_jax.train.Program.
   """
   mesh = sharding.make_mesh(config.mesh, devices)
 
@@ -193,19 +193,14 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
   `memory_per_core_bytes`, or None where the compiler does not report it.
   """
   start = time.perf_counter()
+  size = lambda tree: sum(x['bytes_per_device'] for x in sharding.report(tree))
   result = {
-    f'{name}_bytes': sum(
-      row['bytes_per_device'] for row in sharding.report(tree)
-    )
-    for name, tree in (
-      ('params', lowered.abstract.params),
-      ('optimizer', lowered.abstract.opt_state),
-    )
+    'params_bytes': size(lowered.abstract.params),
+    'optimizer_bytes': size(lowered.abstract.opt_state),
   }
   try:
-    with (
-      cli.hidden_stderr()
-    ):  # The compiler logs a lot, most of all on failure.
+    # The compiler logs a lot, most of all on failure.
+    with cli.hidden_stderr():
       compiled = lowered.update.compile()
       seconds = time.perf_counter() - start
       parts = [(1, compiled)]

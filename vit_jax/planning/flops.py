@@ -18,16 +18,10 @@ def forward_flops(
 ) -> int:
   """Counts the FLOPs of one forward pass on one image, without compiling it.
 
-  Args:
-    model: a Linen module that is called with (images, train=False).
-    image_size: (height, width) in pixels.
-    channels: channels of the image.
-    whole: whether to count all tokens of the last layer, as published figures
-      do. A Vision Transformer that reads its class token alone computes no
-      other token there.
-
-  Raises:
-    ValueError: if the model does not fit images of this size.
+  `model` is a Linen module that is called with (images, train=False), and
+  `image_size` is (height, width) in pixels. `whole` counts all tokens of the
+  last layer, as published figures do: a Vision Transformer that reads its class
+  token alone computes no other token there.
   """
   images = jax.ShapeDtypeStruct((1, *image_size, channels), jnp.float32)
 
@@ -87,13 +81,10 @@ def _convolution_flops(eqn) -> int:
     params['padding'], params['lhs_dilation'], params['rhs_dilation'],
     strict=True,
   )  # fmt: skip
-  for image_axis, kernel_axis, out_axis, stride, (
-    low,
-    _,
-  ), holes, spread in axes:
+  for image_axis, kernel_axis, out_axis, stride, pad, holes, spread in axes:
     # Where each output reads the image with its padding and holes.
     reads = stride * np.arange(out[out_axis])[:, None]
-    reads = reads + spread * np.arange(kernel[kernel_axis]) - low
+    reads = reads + spread * np.arange(kernel[kernel_axis]) - pad[0]
     inside = (reads >= 0) & (reads < holes * image[image_axis])
     products *= int(np.sum(inside & (reads % holes == 0)))
   return 2 * products

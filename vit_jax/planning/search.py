@@ -49,7 +49,6 @@ def search(config, devices: int, plan: Callable[[Any], dict]) -> list[dict]:
   `plan` is a function config -> plan, a dict as plan.make_plan returns it. Returns
   the plans that fit, the fastest first; all plans if none fits. The order assumes
   that communication does not overlap with computation. Each plan has its `flags`.
-  Raises ValueError if no mesh divides the batch; see also plan.make_plan.
   """
   config = copy.deepcopy(config)
   config.model = model_configs.with_options(config.model)
@@ -89,12 +88,11 @@ def search(config, devices: int, plan: Callable[[Any], dict]) -> list[dict]:
 
 def _remats(model):
   """Returns the kinds of rematerialisation to try, and their key or None."""
-  if 'transformer' in model_configs.vit_of(model):
-    return REMATS, f'{model_configs.place_of_layers(model)}.remat'
-  if 'remat' in model:  # A BiT ResNet has no 'dots'.
-    kinds = (REMATS[0], REMATS[-1]) if model.get('kind') == 'bit' else REMATS
-    return kinds, 'model.remat'
-  return REMATS[:1], None
+  if 'remat' not in model_configs.layers_of(model):
+    return REMATS[:1], None
+  # A BiT ResNet has no 'dots'.
+  kinds = (REMATS[0], REMATS[-1]) if model.get('kind') == 'bit' else REMATS
+  return kinds, f'{model_configs.place_of_layers(model)}.remat'
 
 
 def _fewest_that_fit(config, settings, plan, parts, start):

@@ -50,10 +50,8 @@ def get_chip(name: str) -> Chip:
 def get_topology(name: str):
   """Returns the devices of a topology such as 'v3:4x4'.
 
-  Raises:
-    ValueError: if there is no such topology.
-    ImportError: if libtpu is missing.
-    OSError: if another process uses libtpu.
+  Raises ValueError if there is no such topology, ImportError if libtpu is
+  missing, OSError if another process uses it.
   """
   chip = get_chip(name)
   try:

@@ -29,9 +29,8 @@ def cut(split: str, test: str, held_out: str | None = None) -> Parts:
       for 'train[:98%]'); '10%' (of the base) or '200' (examples) to cut off the
       end of `split`; or another split, 'validation'.
 
-  Raises:
-    ValueError: if nothing is left to train on or to hold out, or the part that
-      is held out has examples in common with the rest or the test split.
+  Raises ValueError if nothing is left to train on or to hold out, or the part
+  that is held out has examples in common with the rest or the test split.
   """
   (base, instruction), *more = slices.parts(split)
   remedy = (

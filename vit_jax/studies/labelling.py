@@ -6,6 +6,7 @@ labelled block by block; after an interruption the same call continues with the
 first block that is missing.
 """
 
+import functools
 import json
 from typing import Any
 from typing import NamedTuple
@@ -51,16 +52,11 @@ def label(settings: Settings, source, folder: str, batch: int) -> dict:
   """Labels images and writes a folder of pseudo-labels, unless it is there.
 
   `source` are the images, and `batch` is their number per step, over all devices
-  and hosts.
-
-  Returns:
-    The content of its pseudo_labels.json; `counts` has the number of images that
-    were seen (`images`), the confident labels of each class (`by_class`), and
-    the number of examples when balanced (`examples`).
-
-  Raises:
-    ValueError: if the folder has pseudo-labels of other settings or images, if
-      the run is no classifier, or if no image has a confident label.
+  and hosts. Returns the content of its pseudo_labels.json; `counts` has the
+  number of images that were seen (`images`), the confident labels of each class
+  (`by_class`), and the number of examples when balanced (`examples`). Refuses a
+  folder with pseudo-labels of other settings or images, a run that is no
+  classifier, and images of which none has a confident label.
   """
   path = epath.Path(folder)
   asked = {**settings._asdict(), 'images': source.fingerprint()}
@@ -150,13 +146,12 @@ def _label_blocks(model, mesh, settings, source, path):
       lambda batch: best(model.params, model.extra, batch),
       what=f'Labelling images {begin:,} to {end:,}',
     )
-    arrays = confident(found, begin, settings.confidence)
-    processes.from_first(
-      'writing a block of labels',
-      lambda begin=begin, arrays=arrays: pseudo_labels.write_arrays(
-        _block(path, begin), arrays
-      ),
+    write = functools.partial(
+      pseudo_labels.write_arrays,
+      _block(path, begin),
+      confident(found, begin, settings.confidence),
     )
+    processes.from_first('writing a block of labels', write)
     if begin != missing[-1]:
       cli.say(f'  {end:,} of {source.num_examples:,} images are labelled.')
 
@@ -244,10 +239,8 @@ def balance(
   numbers, begins = np.unique(classes[order], return_index=True)
   for number, mine in zip(numbers, np.split(order, begins[1:])):
     times, rest = divmod(per_class, len(mine))
+    lots = np.arange(len(mine))
     if times:
       lots = np.random.default_rng([seed, number]).permutation(len(mine))
-      rest = np.sort(lots[:rest])
-    else:
-      rest = np.arange(rest)
-    chosen += [np.tile(mine, times), mine[rest]]
+    chosen += [np.tile(mine, times), mine[np.sort(lots[:rest])]]
   return np.concatenate(chosen)

@@ -55,15 +55,10 @@ _KEYS: dict[str, rules.Rule] = {
 def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
   """Trains a teacher and its students for each seed, and compares them.
 
-  Returns:
-    The content of workdir/noisy_student.json: for the teacher and for the
-    students of each iteration the metric of each seed, its mean and standard
-    deviation, and those of the margin over the teacher of the same seed.
-
-  Raises:
-    ValueError, FileNotFoundError: if the config, the data or a given teacher
-      are wrong, before anything is trained.
-    train.Interrupted: see train.train_and_evaluate.
+  Returns the content of workdir/noisy_student.json: for the teacher and for the
+  students of each iteration the metric of each seed, its mean and standard
+  deviation, and those of the margin over the teacher of the same seed. A wrong
+  config, data or given teacher is refused before anything is trained.
   """
   _check(config)
   counts = [_check_data(config, seed) for seed in config.seeds]
@@ -77,9 +72,7 @@ def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
     ]
     found.append(_train(config, students, workdir))
     teachers = [f'{workdir}/{run.name}' for run in students]
-  rows = _rows(config.seeds, found)
-  _show(config, rows, workdir)
-  return rows
+  return _report(config, found, workdir)
 
 
 def _train(config, runs, workdir) -> list[float]:
@@ -177,14 +170,13 @@ def _student(config, workdir, iteration, seed, teacher, num_labelled):
     run_config.complete(runs_lib.seeded(config.student, seed)), num_labelled
   )
   folder = f'{workdir}/pseudo_{iteration}_{seed}'
+  same = ('confidence', 'per_class', 'soft', 'soft_classes')
   settings = labelling.Settings(
     teacher=teacher,
     dataset=config.unlabelled,
-    split=runs_lib.with_seed(config.unlabelled_split, seed),
     seed=seed,
-    **{
-      x: config[x] for x in ('confidence', 'per_class', 'soft', 'soft_classes')
-    },
+    split=runs_lib.with_seed(config.unlabelled_split, seed),
+    **{key: config[key] for key in same},
   )
   with runs_lib.alone(folder):
     source = _unlabelled(config, seed, run, folder)
@@ -200,49 +192,38 @@ def _student(config, workdir, iteration, seed, teacher, num_labelled):
 
 def _describe(facts, folder) -> str:
   """Says how many images were labelled, and how evenly."""
-  counts, names = facts['counts'], facts['class_names']
+  counts = facts['counts']
   each = counts['by_class']
-  empty = [name for name, count in zip(names, each) if not count]
-  text = (
+  empty = [x for x, count in zip(facts['class_names'], each) if not count]
+  none = f'; none for {len(empty)} classes, such as {empty[:3]}'
+  return (
     f'{folder}: {sum(each):,} of {counts["images"]:,} images labelled, '
     f'{min(each):,} to {max(each):,} a class, and {counts["examples"]:,} when '
-    'balanced'
+    f'balanced{none if empty else ""}.'
   )
-  if empty:
-    text += f'; none for {len(empty)} classes, such as {empty[:3]}'
-  return f'{text}.'
 
 
 # --- The result ---
 
 
-def _margins(values, first) -> list[float]:
-  return [value - other for value, other in zip(values, first)]
-
-
-def _rows(seeds, found) -> list[dict[str, Any]]:
-  """Returns the rows of the result: the teacher, then each iteration."""
-  rows = []
+def _report(config, found, workdir) -> list[dict[str, Any]]:
+  """Prints, writes and draws values by iteration and seed; returns rows."""
+  metric, rows, lines, points = config.metric, [], [], []
   for iteration, values in enumerate(found):
-    margin, std = tables.mean_std(_margins(values, found[0]))
-    names = {'model': f'student {iteration}' if iteration else 'teacher'}
-    by_seed = dict(zip(seeds, values))
-    rows.append(tables.row(names, by_seed, margin=margin, margin_std=std))
-  return rows
-
-
-def _show(config, rows, workdir):
-  """Prints, writes and draws the table."""
-  metric, found = config.metric, list(map(tables.values, rows))
-  lines, points = [], []
-  for iteration, (row, values) in enumerate(zip(rows, found)):
+    margins = [value - first for value, first in zip(values, found[0])]
+    margin, std = tables.mean_std(margins)
+    by_seed = dict(zip(config.seeds, values))
+    row = tables.row(
+      {'model': f'student {iteration}' if iteration else 'teacher'},
+      by_seed,
+      margin=margin,
+      margin_std=std,
+    )
+    rows.append(row)
     mean, each = tables.cells(metric, row)
-    margin = tables.format_values(metric, _margins(values, found[0]))
+    margin = tables.format_values(metric, margins)
     lines.append((row['model'], mean, margin, each))
-    points += [
-      (f'seed {seed}', iteration, [value])
-      for seed, value in zip(config.seeds, values)
-    ]
+    points += [(f'seed {k}', iteration, [v]) for k, v in by_seed.items()]
   tables.publish(
     workdir, 'noisy_student', rows,
     f'{tables.with_unit(metric)}, mean and standard deviation over '
@@ -254,3 +235,4 @@ def _show(config, rows, workdir):
     metric, 'Noisy Student', points, f'{workdir}/noisy_student.png',
     'iteration (0: the teacher)',
   )  # fmt: skip
+  return rows

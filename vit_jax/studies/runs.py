@@ -65,20 +65,13 @@ class Failed(ValueError):
 
 
 class Outcome(NamedTuple):
-  """What has become of runs.
+  """What has become of runs, by name."""
 
-  Attributes:
-    workdir: their folder.
-    results: metrics of the last evaluation, by name of the run, of those that
-      are done.
-    failed: why others failed; the same command tries these again.
-    diverged: what was said of those whose loss was not finite, which are not
-      tried again.
-  """
-
-  workdir: Any
+  workdir: Any  # Their folder.
+  # Metrics of the last evaluation of those that are done.
   results: dict[str, dict[str, float]]
-  failed: dict[str, str]
+  failed: dict[str, str]  # Why others failed; the same command tries again.
+  # What was said of those whose loss was not finite; they are not tried again.
   diverged: dict[str, str]
 
   @property
@@ -116,17 +109,12 @@ def train_all(
   """Trains runs one after the other, each in workdir/<name>.
 
   A run that is done is not trained again, and one that was interrupted goes on.
-  All configs are checked before the first run begins. If a run fails, the
-  others are trained all the same: see Outcome.finish. A run that another machine
-  holds is passed over, and waited for at the end: when that machine has ended or
-  is lost, the run goes on here unless it is done. `checkpoints`, a key of
-  CHECKPOINTS, are those to keep of a run that is done.
-
-  Raises:
-    ValueError: if a name, a config or `checkpoints` is wrong, or if a folder
-      holds a run of another config; before anything is trained.
-    Exception: of several processes, at once, the error of one that fails alone.
-    train.Interrupted: see train.train_and_evaluate.
+  All that `check` checks is checked before the first run begins. If a run
+  fails, the others are trained all the same, see Outcome.finish; but of several
+  processes the error of one that fails alone ends all. A run that another
+  machine holds is passed over, and waited for at the end: when that machine has
+  ended or is lost, the run goes on here unless it is done. `checkpoints`, a key
+  of CHECKPOINTS, are those to keep of a run that is done.
   """
   check(runs, workdir, checkpoints)
   width = max((len(run.name) for run in runs), default=0)
@@ -172,11 +160,10 @@ def train_all(
     left = [run for run in tried if run.name in held]
     if left and len(left) == len(tried):
       if not waiting:
-        others = [f'  {name}: {other}' for name, other in held.items()]
+        others = ''.join(f'  {name}: {other}\n' for name, other in held.items())
         say(
-          f'{len(held)} of the runs are held by other machines:\n'
-          + '\n'.join(others)
-          + '\nWaiting for them: a run whose machine is lost goes on here. Ctrl-C '
+          f'{len(held)} of the runs are held by other machines:\n{others}'
+          'Waiting for them: a run whose machine is lost goes on here. Ctrl-C '
           'ends the waiting; the same command shows the table when they are done.'
         )
       waiting = True
@@ -196,9 +183,8 @@ def _train(run, workdir, checkpoints, title, held) -> dict:
   with live, cli.muted():
     try:
       _, metrics = train.train_and_evaluate(run.config, folder, held)
-      found = {
-        'metrics': {k: float(v) for k, v in metrics.items() if k != 'step'}
-      }
+      metrics = {k: float(v) for k, v in metrics.items() if k != 'step'}
+      found = {'metrics': metrics}
     except FloatingPointError as e:
       found = {'diverged': str(e)}
   found['config'] = _fixed(run_config.complete(run.config))
@@ -225,13 +211,10 @@ def alone(folder):
 def _describe(found) -> str:
   if 'diverged' in found:
     return f'diverged: {found["diverged"].partition(". ")[0]}'
-  return metrics_lib.format_metrics(
-    {
-      name: value
-      for name, value in found['metrics'].items()
-      if not name.startswith(('num_examples', 'img_sec'))
-    }
-  )
+  hidden = ('num_examples', 'img_sec')
+  metrics = found['metrics'].items()
+  shown = {k: v for k, v in metrics if not k.startswith(hidden)}
+  return metrics_lib.format_metrics(shown)
 
 
 def _fixed(config) -> dict:
@@ -398,15 +381,10 @@ def changed(
 ) -> ml_collections.ConfigDict:
   """Returns a complete copy of a run's config with other values.
 
-  Args:
-    config: config of a run.
-    changes: values by dotted key: {'base_lr': 0.01,
-      'model.transformer.num_layers': 2}; they are not checked. A whole group,
-      such as `model`, is replaced. A length in steps takes the place of one in
-      epochs, and vice versa.
-
-  Raises:
-    ValueError: if the config has no such key; names the nearest one.
+  `changes` are values by dotted key: {'base_lr': 0.01,
+  'model.transformer.num_layers': 2}. The keys are checked, the values are not.
+  A whole group, such as `model`, is replaced. A length in steps takes the place
+  of one in epochs, and vice versa.
   """
   config = run_config.complete(config)
   for key, value in changes.items():

@@ -37,17 +37,15 @@ say = cli.say
 def _pairs(is_second, words: str) -> rules.Rule:
   """Returns a rule: pairs of a text and a value of some kind."""
 
-  def rule(value):
-    fits = isinstance(value, tuple | list) and all(
-      isinstance(pair, tuple | list)
-      and len(pair) == 2
-      and isinstance(pair[0], str)
-      and is_second(pair[1])
-      for pair in value
-    )
-    return None if fits else f'must be pairs {words}'
+  def fits(pair):
+    is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+    return is_pair and isinstance(pair[0], str) and is_second(pair[1])
 
-  return rule
+  return lambda value: (
+    None
+    if isinstance(value, tuple | list) and all(map(fits, value))
+    else f'must be pairs {words}'
+  )
 
 
 _KEYS = {
@@ -83,16 +81,11 @@ _OPTIONS = {
 def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   """Trains each variant with each seed, and compares a metric.
 
-  The workdir has all runs, study.json, study.csv and study.png.
-
-  Returns:
-    The rows of study.json: `variant`, `mean` and `std` over the seeds, the value
-    of each seed, `seed_0`, ..., and for curves `line` and `x`.
-
-  Raises:
-    ValueError: if the config is wrong, before anything is trained.
-    runs.Failed: after the table, if runs failed.
-    train.Interrupted: see train.train_and_evaluate.
+  The workdir has all runs, study.json, study.csv and study.png. Returns the
+  rows of study.json: `variant`, `mean` and `std` over the seeds, the value of
+  each seed, `seed_0`, ..., and for curves `line` and `x`. Raises ValueError if
+  the config is wrong, before anything is trained, and runs.Failed after the
+  table, if runs failed.
   """
   config = _complete(config)
   runs = make_runs(config)
@@ -124,9 +117,7 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
 def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
   """Returns the runs of a study: all seeds of the first variant, and so on.
 
-  Raises:
-    ValueError: if the study's config is wrong; the configs of the runs are not
-      checked.
+  The study's config is checked, those of the runs are not.
   """
   config = _complete(config)
   found = []
@@ -155,11 +146,7 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
 
 
 def exaflops(config: ml_collections.ConfigDict) -> float:
-  """Returns the compute of a run that classifies images, in exaFLOPs.
-
-  Reads the size of the data. Raises ValueError or FileNotFoundError if the config
-  is wrong, or its data missing.
-  """
+  """Returns the compute of a run that classifies images; reads their number."""
   config = run_config.complete(config)
   run_config.check(config)
   source = sources.open_split(config, config.pp.train)
@@ -193,24 +180,21 @@ def _complete(config):
 def _show(config, rows, workdir):
   """Prints, writes and draws the table."""
   x = [config.x_label] if config.x else []
-  lines = []
+  lines, points = [], []
   for row in rows:
     mean, each = tables.cells(config.metric, row)
     place = [f'{row["x"]:.4g}'] if config.x else []
     lines.append((row['variant'], *place, mean, each))
+    name = row.get('line', row['variant'])
+    points.append((name, row.get('x'), tables.values(row)))
   tables.publish(
     workdir, 'study', rows,
     f'{tables.with_unit(config.metric)}, mean and standard deviation over '
     f'{len(config.seeds)} seeds:',
     ('variant', *x, config.metric, 'seeds'), lines,
   )  # fmt: skip
-  points = [
-    (row.get('line', row['variant']), row.get('x'), tables.values(row))
-    for row in rows
-  ]
   # Curves if the config gives places on the x axis, else bars.
-  x_label = config.x_label if config.x else None
   tables.plot(
-    config.metric, config.title, points, f'{workdir}/study.png', x_label,
-    config.x_log,
+    config.metric, config.title, points, f'{workdir}/study.png',
+    config.x_label if config.x else None, config.x_log,
   )  # fmt: skip

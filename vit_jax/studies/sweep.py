@@ -125,7 +125,6 @@ def sweep(
     ValueError: if an argument is wrong, before anything is trained.
     runs.Failed: after a table, if runs failed. Diverged runs of the choice only
       lose.
-    train.Interrupted: see train.train_and_evaluate.
   """
   plan = make(config, values, held_out, seeds, refit, metric)
   runs = plan.choice_runs()

@@ -36,9 +36,7 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
     from 0 to 1, and the value of each seed, `seed_0`, ...
 
   Raises:
-    ValueError: if there are fewer than two seeds; see also runs.train_all.
-    runs.Failed: if runs failed; after the table if the pre-training has not.
-    train.Interrupted: see train.train_and_evaluate.
+    ValueError, runs.Failed: see study.study.
   """
   runs_lib.check_keys(config, _RULES, 'a transfer')
   if len(config.seeds) < 2:
@@ -71,11 +69,8 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
     seed: None if None in (value, scratch[seed]) else value - scratch[seed]
     for seed, value in tuned.items()
   }
-  names = (*_NAMES.values(), 'difference')
-  rows = [
-    tables.row({'model': name}, by_seed)
-    for name, by_seed in zip(names, (tuned, scratch, difference))
-  ]
+  found = zip((*_NAMES.values(), 'difference'), (tuned, scratch, difference))
+  rows = [tables.row({'model': name}, by_seed) for name, by_seed in found]
   tables.publish(
     workdir, 'transfer', rows,
     'accuracy (%) on the test images, mean and standard deviation:',

@@ -45,28 +45,19 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   config.validate is set). Of machines that see it each takes the next run that is
   free, of the tasks whose data it has.
 
-  Returns:
-    `rows`, the content of vtab.json: one row for each task, each group and all
-    tasks, with `mean` and `std` over the seeds of the accuracy from 0 to 1, and
-    `seed_0`, ...; and `skipped`, the reason for each task without data.
-
-  Raises:
-    ValueError: if the config is wrong, before anything is trained.
-    FileNotFoundError: if the data of no task are on this machine.
-    runs.Failed: after the table, if runs failed.
-    train.Interrupted: see train.train_and_evaluate.
+  Returns `rows`, the content of vtab.json: one row for each task, each group
+  and all tasks, with `mean` and `std` over the seeds of the accuracy from 0 to
+  1, and `seed_0`, ...; and `skipped`, the reason for each task without data.
+  Raises as study.study does, and FileNotFoundError if the data of no task are
+  on this machine.
   """
   runs = _by_task(config)
   every = [run for found in runs.values() for run in found]
   runs_lib.check(every, workdir, config.checkpoints)
   done = runs_lib.collect(every, workdir).done
   skipped = _skipped(config, runs, done)
-  chosen = [
-    run
-    for task, found in runs.items()
-    for run in found
-    if run.name in done or task not in skipped
-  ]
+  left_out = {run.name for task in skipped for run in runs[task]} - done
+  chosen = [run for run in every if run.name not in left_out]
   if not chosen:
     raise FileNotFoundError(
       'the data of no task of VTAB are on this machine: get them as said above, '
@@ -84,11 +75,7 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
 
 def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
-  """Returns the runs of all tasks and seeds.
-
-  Raises:
-    ValueError: if the config is wrong; those of the runs are not checked.
-  """
+  """Returns the runs of all tasks and seeds; their configs are not checked."""
   return [run for found in _by_task(config).values() for run in found]
 
 
@@ -176,8 +163,14 @@ def _report(config, accuracies, workdir: str) -> list[dict]:
   `accuracies` are {task: {seed: accuracy from 0 to 1, None if it is missing}}.
   """
   rows = _rows(config, accuracies)
-  name = 'vtab_val' if config.validate else 'vtab'
-  models = [] if config.validate else list(PUBLISHED)
+  name, models, tested = (
+    'vtab',
+    list(PUBLISHED),
+    'the test images, beside those',
+  )
+  tested += ' of the paper (table 9; its means over the same tasks)'
+  if config.validate:
+    name, models, tested = 'vtab_val', [], 'val200'
   lines = [
     (
       _title(row),
@@ -186,20 +179,14 @@ def _report(config, accuracies, workdir: str) -> list[dict]:
     )
     for row in rows
   ]
-  tested = 'val200' if config.validate else 'the test images'
-  beside = '' if config.validate else (
-    ', beside those of the paper (table 9; its means over the same tasks)'
-  )  # fmt: skip
   tables.publish(
-    workdir, name, rows, f'VTAB-1k, accuracy (%) on {tested}{beside}:',
+    workdir, name, rows, f'VTAB-1k, accuracy (%) on {tested}:',
     ('task', 'this model', *models), lines,
   )  # fmt: skip
   if not config.validate:
-    means = ', '.join(
-      f'{name} {mean:.2f}' for name, mean in vtab_config.MEANS.items()
-    )
-    say(f'Table 2, mean over all {len(TASKS)} tasks: {means}.')
-  _draw(config, rows, f'{workdir}/{name}.png')
+    means = (f'{name} {mean:.2f}' for name, mean in vtab_config.MEANS.items())
+    say(f'Table 2, mean over all {len(TASKS)} tasks: {", ".join(means)}.')
+  _draw(rows, models, f'{workdir}/{name}.png')
   return rows
 
 
@@ -248,19 +235,17 @@ def _title(row) -> str:
   return f'{row["group"]} ({count})'
 
 
-def _draw(config, rows, path):
+def _draw(rows, models, path):
   """Draws figure 2 of the paper: the means over all tasks and each group."""
   groups = {}
   for row in rows:
     if row['task'] in TASKS or not row['mean']:
       continue
     bars = {'this model': [100 * value for value in tables.values(row)]}
-    if not config.validate:
-      bars.update({model: [100 * row[model]] for model in PUBLISHED})
-      if row['task'] == f'{len(TASKS)} of {len(TASKS)}':
-        bars['BiT-L'] = [vtab_config.MEANS['BiT-L']]
+    bars |= {model: [100 * row[model]] for model in models}
+    if models and row['task'] == f'{len(TASKS)} of {len(TASKS)}':
+      bars['BiT-L'] = [vtab_config.MEANS['BiT-L']]
     groups[_title(row)] = bars
   if groups:
-    tables.draw(
-      studies.bars, groups, 'accuracy (%)', 'VTAB-1k by group of tasks', path=path
-    )  # fmt: skip
+    title = 'VTAB-1k by group of tasks'
+    tables.draw(studies.bars, groups, 'accuracy (%)', title, path=path)
