@@ -20,7 +20,6 @@ from vit_jax import cli
 from vit_jax import preprocess
 from vit_jax.data import records
 from vit_jax.distributed import processes
-from vit_jax.distributed import sharding
 from vit_jax.inference import engine
 
 # What a model of this package sows in front of its head.
@@ -136,7 +135,7 @@ class Extractor:
     def compute(params, extra, batch):
       return {**batch, 'image': self.compute(params, extra, batch)}
 
-    self._compute = jax.jit(compute, out_shardings=sharding.replicated(mesh))
+    self._compute = engine.everywhere(mesh, compute)
 
   def compute(self, params, extra, batch: dict) -> jax.Array:
     """Computes the features of a batch, float32 [B, D]; not compiled."""
@@ -181,16 +180,11 @@ class Extractor:
     if indices is not None:
       source = records.Subset(source, indices)
     self._check_memory(source.num_examples)
-
     found = engine.collect(
-      self._config,
-      self._mesh,
-      source,
-      self.example,
-      lambda batch: self._compute(params, extra, batch),
-      stop,
+      self._config, self._mesh, source, self.example,
+      lambda batch: self._compute(params, extra, batch), stop,
       'Extracting features',
-    )
+    )  # fmt: skip
     labels = found.get('label', np.full(source.num_examples, -1, np.int32))
     return Features(found['image'], labels)
 
@@ -217,16 +211,10 @@ def read_labels(config, mesh, source) -> np.ndarray:
 
   The source is opened with the feature 'label' alone.
   """
-  whole = jax.jit(lambda batch: batch, out_shardings=sharding.replicated(mesh))
-  found = engine.collect(
-    config,
-    mesh,
-    source.evaluated,
-    lambda record, seed: _label(record),
-    whole,
-    what='Reading labels',
-  )
-  return found['label']
+  return engine.collect(
+    config, mesh, source.evaluated, lambda record, seed: _label(record),
+    engine.everywhere(mesh, lambda batch: batch), what='Reading labels',
+  )['label']  # fmt: skip
 
 
 def _label(record) -> dict:

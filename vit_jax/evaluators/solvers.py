@@ -217,10 +217,8 @@ def sgd(
     best = logits(weights, params, extra, batch).argmax(axis=-1)
     return {**batch, 'image': best}
 
-  whole = sharding.replicated(mesh)
-  update, classify = (
-    jax.jit(f, out_shardings=whole) for f in (update, classify)
-  )
+  update = jax.jit(update, out_shardings=sharding.replicated(mesh))
+  classify = engine.everywhere(mesh, classify)
   batches = input_pipeline.train_batches(config, train, extractor.example, mesh)
   with cli.bar(total=steps, desc='SGD', unit='step', leave=False) as bar:
     for _ in range(steps):

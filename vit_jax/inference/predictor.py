@@ -76,13 +76,9 @@ class Predictor:
   ) -> tuple[dict, Any]:
     """Computes arrays for images, see `outputs`.
 
-    Args:
-      images: see `outputs`.
-      compute: see `stream`.
-      keep: see `stream`; by default all inputs, which take memory.
-
-    Returns:
-      The inputs and the results of `compute`, arrays [n, ...].
+    `compute` and `keep` are those of `stream`; by default all inputs are kept,
+    which takes memory. Returns the inputs and the results of `compute`, arrays
+    [n, ...].
     """
     compute = compute or self._outputs
     keep = self.task.input_spec() if keep is None else keep
@@ -98,23 +94,25 @@ class Predictor:
 
   def stream(
     self,
-    images: Sequence[Any],
+    images: Sequence[Any] | records.Source,
     compute: Callable | None = None,
     keep: Iterable[str] = (),
     parts: Callable | None = None,
+    stop: Callable[[], bool] = engine.never,
   ) -> Iterator[tuple[int, dict, Any]]:
     """Computes arrays for any number of images, in memory that does not grow.
 
     More than a batch of images is spread over all devices of this process.
 
     Args:
-      images: see `outputs`.
+      images: see `outputs`; or a source of images.
       compute: compiled function (params, extra, inputs) -> arrays [B, ...]; by
         default the outputs of the task.
       keep: names of the inputs to return.
       parts: function from a source of the images to its parts, see
         vit_jax.input_pipeline.Part, for which the model is compiled one by one;
         by default one part of the task's inputs.
+      stop: see vit_jax.inference.engine.run.
 
     Yields:
       For each image its number, the inputs in `keep`, and its results, NumPy
@@ -123,25 +121,7 @@ class Predictor:
     Raises:
       FileNotFoundError, ValueError: see `outputs`.
     """
-    return self.stream_source(self._source(images), compute, keep, parts)
-
-  def stream_source(
-    self,
-    source: records.Source,
-    compute: Callable | None = None,
-    keep: Iterable[str] = (),
-    parts: Callable | None = None,
-    stop: Callable[[], bool] = engine.never,
-  ) -> Iterator[tuple[int, dict, Any]]:
-    """Computes arrays for the images of a source; see `stream`.
-
-    Args:
-      source: the images.
-      compute: see `stream`.
-      keep: see `stream`.
-      parts: see `stream`.
-      stop: see vit_jax.inference.engine.run.
-    """
+    source = self._source(images)
     total = source.num_examples
     if not total:
       return
@@ -170,6 +150,8 @@ class Predictor:
 
   def _source(self, images):
     """Returns images, see `outputs`, as a source."""
+    if isinstance(images, records.Source):
+      return images
     if isinstance(images, (str, bytes)):
       raise ValueError(
         f'images={images!r:.80} must be a list: give [image] for a single one'

@@ -46,13 +46,11 @@ class Columns(NamedTuple):
   """What a task knows of an image.
 
   Attributes:
-    types: type of each column by name: str, int, float or bool; [type] for a list, and
-      (type, n) for a list of n values.
+    types: type of each column by name: str, int, float or bool; [type] for a
+      list, and (type, n) for a list of n values.
     row: function from the inputs in `keep` and the results of `compute` for one
       image to its values by name.
-    compute: see vit_jax.inference.predictor.Predictor.stream.
-    keep: likewise.
-    parts: likewise.
+    compute: see Predictor.stream; likewise keep and parts.
   """
 
   types: Mapping[str, Any]
@@ -139,17 +137,12 @@ def rows(
 
   Yields:
     A block and its rows: `path`, the columns, and `error`; None if missing.
-
-  Raises:
-    engine.Stopped: if `stop` became true.
-    ValueError, FileNotFoundError: for a broken image, if `broken` is 'stop'.
-    OSError: if the storage does not answer.
   """
   # Images of several sizes do not come in their order: block by block.
   groups = [[b] for b in blocks] if model.task.CANVASES else [list(blocks)]
 
   def predicted(make, numbers):
-    for i, inputs, outputs in model.stream_source(
+    for i, inputs, outputs in model.stream(
       make(source, np.array(numbers)),
       columns.compute,
       columns.keep,
@@ -204,18 +197,17 @@ def write(
   All processes must call it.
 
   Args:
-    model: see `rows`.
-    source: see `rows`.
+    model: see `rows`; likewise source, columns and broken.
+    source: see model.
     out: the file, with one of ENDINGS; a folder if there are several processes.
-    columns: see `rows`.
+    columns: see model.
     facts: what else the table depends on, for JSON, such as the model's path.
-    broken: see `rows`.
+    broken: see model.
 
   Raises:
     stopping.Interrupted: after a signal; what is done is written.
     ValueError: if there are no images, or the table was begun with other images
       or another model.
-    ValueError, OSError: see `rows`.
   """
   out, count = epath.Path(out), source.num_examples
   if not count:

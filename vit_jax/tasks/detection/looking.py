@@ -19,15 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.distributed import sharding
 from vit_jax.inference import engine
 from vit_jax.tasks.detection import boxes as boxes_lib
 
 SMALL, WIDE, TALL = range(3)
 # Least area of a large box, as a share of the image. The paper gives none.
 LARGE = 0.1
-# Maximum memory of a layer's attention weights of a batch, in bytes.
-_BYTES = 2**29
 _BATCH = 32  # Maximum batch size for the boxes of a split.
 # The module whose output has the cells of the feature map.
 _MAP = 'input_proj'
@@ -59,22 +56,11 @@ def look(task, params, extra, batch) -> Seen:
   """Computes predictions, and the attention of the last layers, for images.
 
   The batch has `image`, float32 [B, H, W, 3] in [-1, 1], and `real`, bool
-  [B, H, W], if there is padding.
+  [B, H, W], if there is padding. The weights of one image take much memory.
   """
   images = {k: batch[k] for k in ('image', 'real') if k in batch}
   compute = jax.jit(functools.partial(_look, task))
-  one = {name: x[:1] for name, x in images.items()}
-  cells = jax.eval_shape(compute, params, extra, one).encoder.size
-  count = len(images['image'])
-  size = min(count, max(1, _BYTES // (4 * cells * task.model.num_heads)))
-  parts = []
-  for start in range(0, count, size):
-    # The last batch has the shape of the others, so that one is compiled.
-    rows = np.arange(start, start + size).clip(max=count - 1)
-    part = compute(params, extra, {k: x[rows] for k, x in images.items()})
-    kept = min(size, count - start)
-    parts.append(jax.tree.map(lambda x, n=kept: np.asarray(x)[:n], part))
-  return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+  return engine.by_parts(lambda rows: compute(params, extra, rows), images, 1)
 
 
 def _look(task, params, extra, images) -> Seen:
@@ -159,23 +145,14 @@ def query_boxes(task, mesh, source, params, extra) -> np.ndarray:
     boxes of all queries, also of those that see no object.
   """
 
-  def compute(params, extra, batch):
-    boxes = task.outputs(params, extra, batch)['boxes']
-    return {'index': batch['index'], 'mask': batch['mask'], 'boxes': boxes}
-
-  compute = jax.jit(compute, out_shardings=sharding.replicated(mesh))
-  config = task.config.copy_and_resolve_references()
-  shards = sharding.batch_shards(mesh)
-  config.batch_eval = shards * max(1, min(config.batch_eval, _BATCH) // shards)
-  found = engine.collect(
-    config,
-    mesh,
-    source.evaluated,
-    task.example,
-    lambda batch: compute(params, extra, batch),
-    what='Predicting boxes',
+  compute = engine.everywhere(
+    mesh, lambda *args: {'boxes': task.outputs(*args)['boxes']}
   )
-  return found['boxes']
+  return engine.collect(
+    engine.limited(task.config, mesh, _BATCH), mesh, source.evaluated,
+    task.example, lambda batch: compute(params, extra, batch),
+    what='Predicting boxes',
+  )['boxes']  # fmt: skip
 
 
 def kinds(boxes: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from vit_jax import preprocess
 from vit_jax.configs import rules
 from vit_jax.data.images import images as images_lib
 from vit_jax.figures import captions
+from vit_jax.inference import engine
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.inference import tables
 from vit_jax.tasks.pixels import drawing
@@ -154,21 +155,15 @@ class Predictor(predictor_lib.Predictor):
   def _draw(self, prefix, seed, temperature, top_k) -> np.ndarray:
     """Draws the pixels after `prefix`, int32 [n, M]; returns int32 [n, N]."""
     rules.check('seed', seed, rules.whole(0))
-    found = []
-    size = min(self.BATCH, len(prefix))
     keys = jax.random.split(jax.random.key(seed), len(prefix))
-    for start in range(0, len(prefix), size):
-      rows = np.arange(start, start + size).clip(max=len(prefix) - 1)
-      drawn = models_igpt.sample(
-        self.task.model,
-        self.params,
-        jnp.asarray(prefix[rows]),
-        keys[rows],
-        temperature,
-        top_k,
+
+    def drawn(rows):
+      return models_igpt.sample(
+        self.task.model, self.params, *rows, temperature, top_k
       )
-      found.append(np.asarray(drawn)[: len(prefix) - start])
-    return np.concatenate(found)
+
+    size = min(self.BATCH, len(prefix))
+    return engine.by_parts(drawn, (jnp.asarray(prefix), keys), size)
 
   def predict(self, images: Sequence[Any]) -> list:
     """Returns the bits a dimension of each image."""
