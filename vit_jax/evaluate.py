@@ -101,11 +101,7 @@ def evaluate(
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
-  """Returns the options of a command line, each 'NAME=VALUE', by name.
-
-  Raises:
-    ValueError: if a text has another form.
-  """
+  """Returns the options of a command line, each 'NAME=VALUE', by name."""
   found = {}
   for text in texts:
     name, _, value = text.partition('=')

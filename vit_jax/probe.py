@@ -143,16 +143,12 @@ def table(result: dict) -> str:
 
 
 def _by_layer(result):
-  """Returns the accuracy by layer, as vit_jax.evaluators.probes has it."""
+  """Returns the accuracy by layer, as evaluators.probes has it."""
   return {row['layer']: (row['accuracy'], 0.0) for row in result['layers']}
 
 
 def run(args) -> None:
-  """Makes the probes that the flags of `vit_jax probe` ask for.
-
-  Args:
-    args: namespace of vit_jax.commands.probe.parse.
-  """
+  """Makes the probes that the flags of `vit_jax probe` ask for."""
   cli.load_tensorflow()
   from vit_jax import evaluate
   from vit_jax.distributed import sharding

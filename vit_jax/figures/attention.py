@@ -27,20 +27,13 @@ from vit_jax import models_vit
 
 
 class Attention(NamedTuple):
-  """Attention weights and outputs of a model for a batch of images.
+  """Attention weights and outputs of a model for a batch of images."""
 
-  Attributes:
-    weights: attention weights of each layer, L arrays float32 [B, K, N, N]; the
-      row of each query sums to 1.
-    outputs: the model's outputs, float32; [B, classes] for a classifier.
-    grid: number of patches (down, across), (h, w).
-    before: number of tokens before the patches: 1 with a class token, else 0.
-  """
-
+  # L arrays float32 [B, K, N, N]; the row of each query sums to 1.
   weights: list[np.ndarray]
-  outputs: np.ndarray
-  grid: tuple[int, int]
-  before: int
+  outputs: np.ndarray  # Of the model, float32; [B, classes] for a classifier.
+  grid: tuple[int, int]  # Number of patches (down, across), (h, w).
+  before: int  # Tokens before the patches: 1 with a class token, else 0.
 
 
 def attention(
@@ -50,12 +43,8 @@ def attention(
 
   The weights do not depend on the model's implementation of attention. Calls
   `embed`, `encode` and `classify` alone, so that a model of masked patches
-  masks none.
-
-  Args:
-    model: a Vision Transformer, hybrid or not, or a subclass of it.
-    params: its parameters.
-    images: float [B, H, W, C] in [-1, 1].
+  masks none. Takes a Vision Transformer, hybrid or not, or a subclass of it;
+  its parameters; and images, float [B, H, W, C] in [-1, 1].
 
   Raises:
     ValueError: if the model has no attention, or its encoder does not sow the
@@ -197,16 +186,11 @@ def _on_grid(mixed, attention):
 
 
 def principal_filters(kernel, count: int = 28) -> tuple[np.ndarray, np.ndarray]:
-  """Computes the principal components of filters.
+  """Computes at most `count` principal components of D filters [p, q, C, D].
 
-  Args:
-    kernel: D filters, [p, q, C, D].
-    count: maximum number of components.
-
-  Returns:
-    Components, float32 [count, p, q, C], each of norm 1 and with its value of
-    largest magnitude positive; and the share of the variance that each
-    explains, float32 [count].
+  Returns the components, float32 [count, p, q, C], each of norm 1 and with its
+  value of largest magnitude positive; and the share of the variance that each
+  explains, float32 [count].
   """
   kernel = np.asarray(kernel, np.float64)
   filters = kernel.reshape(-1, kernel.shape[-1]).T  # [D, p*q*C]
@@ -223,15 +207,9 @@ def principal_filters(kernel, count: int = 28) -> tuple[np.ndarray, np.ndarray]:
 def position_similarity(embeddings, grid: tuple[int, int]) -> np.ndarray:
   """Computes the cosine similarity of the position embeddings of patches.
 
-  Args:
-    embeddings: [N, D] or [1, N, D]; tokens before the patches are ignored.
-    grid: number of patches (down, across), (h, w).
-
-  Returns:
-    float32 [h, w, h, w]; [i, j] compares the patch in row i, column j with all.
-
-  Raises:
-    ValueError: if there are fewer embeddings than patches.
+  Takes [N, D] or [1, N, D], whose tokens before the patches are ignored, and
+  the number of patches (down, across), (h, w). Returns float32 [h, w, h, w];
+  [i, j] compares the patch in row i, column j with all.
   """
   count = grid[0] * grid[1]
   table = np.asarray(embeddings, np.float64)

@@ -27,10 +27,9 @@ _BATCH = 32
 
 
 def learning_curves(workdir) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-  """Reads the numbers that a run has logged.
+  """Reads the numbers that a run has logged: steps and values by name.
 
-  Returns (steps, values), int64 [n] and float64 [n], by the names of
-  metrics.jsonl: 'train_loss', 'lr', 'accuracy_test', ...
+  Steps are int64 [n] and values float64 [n]; names are those of metrics.jsonl.
   """
   curves = {}
   for line in metrics_lib.read(workdir):
@@ -126,10 +125,11 @@ def _examples(model, source, numbers) -> dict:
 def most_confused(
   confusion: np.ndarray, count: int
 ) -> list[tuple[int, int, int]]:
-  """Returns the pairs of classes that are confused most often, at most `count`.
+  """Returns the pairs of classes that are confused most often, at most
+  `count`.
 
   Each is (true class, predicted class, number of images), the most frequent
-  first; pairs without an image are left out.
+  first.
   """
   wrong = np.array(confusion)
   np.fill_diagonal(wrong, 0)

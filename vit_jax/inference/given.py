@@ -12,12 +12,10 @@ from vit_jax.data.images import index as index_lib
 
 
 class Given(records.Source):
-  """Images in any form, see vit_jax.preprocess.from_user.
+  """Images in any form, see vit_jax.preprocess.from_user, read when needed.
 
-  Args:
-    images: paths, PIL images or arrays; read when they are needed.
-    max_pixels: files with more pixels are refused before decoding; None: no
-      limit.
+  Files with more than `max_pixels` are refused before decoding; None: no
+  limit.
   """
 
   def __init__(self, images: Sequence[Any], max_pixels: int | None = None):

@@ -210,17 +210,9 @@ class Predictor:
   def table(self, images: Sequence[Any], **options):
     """Predicts for images; returns a pyarrow.Table with a row an image.
 
-    Args:
-      images: see `outputs`.
-      **options: see `columns`.
-
-    Returns:
-      The columns of the task, such as `class` and `probability`; `path`; and
-      `error`, what is wrong with a broken image, whose other columns are null.
-
-    Raises:
-      ImportError: without pyarrow.
-      ValueError: see `columns`.
+    For images see `outputs`, for options and errors `columns`. A row has the
+    columns of the task, such as `class` and `probability`; `path`; and
+    `error`, what is wrong with a broken image, whose other columns are null.
     """
     columns = self.columns(**options)
     blocks = [range(len(images))] if len(images) else []
@@ -232,12 +224,7 @@ class Predictor:
   def embed(self, images: Sequence[Any], layer: str = 'features') -> np.ndarray:
     """Computes the features of images, float32 [n, D].
 
-    Args:
-      images: see `outputs`.
-      layer: see `columns`.
-
-    Raises:
-      FileNotFoundError, ValueError: see `outputs`; if there is no such layer.
+    For images and errors see `outputs`, for the layer `columns`.
     """
     features = jax.jit(self.task.features(layer))
     return self.run(images, features, keep=())[1]
@@ -280,10 +267,8 @@ class Predictor:
   def report(self, images: Sequence[str], args) -> Iterable[str]:
     """Returns the lines that `vit_jax predict` prints, as they are computed.
 
-    Args:
-      images: paths.
-      args: the flags of that command, such as `top`, the number of classes to
-        show, and `out`, the path of the picture to write, or None.
+    Takes paths, and the flags of that command, such as `top`, the number of
+    classes to show, and `out`, the path of the picture to write, or None.
     """
     del args
     return [

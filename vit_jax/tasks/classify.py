@@ -219,8 +219,7 @@ class Predictor(base.Predictor):
   def probabilities(self, images: Sequence[Any]) -> np.ndarray:
     """Computes probabilities, float32 [n, classes].
 
-    Rows sum to 1, unless the model was trained with the sigmoid loss, whose
-    classes do not exclude each other.
+    Rows sum to 1, except after training with the sigmoid loss.
     """
     return self.task.probabilities(self.logits(images))
 

@@ -126,7 +126,7 @@ class Task(base.Task):
   def parts_at(self, source, image_size):
     """Returns parts of images without objects, whose examples are `inputs`.
 
-    For `image_size` see vit_jax.tasks.detection.detectors.Detector.detect.
+    For `image_size` see Detector.detect.
     """
     pp = self.config.pp
     if image_size is None:
@@ -211,11 +211,7 @@ class Task(base.Task):
     return preprocess.on_canvas_for_training(record['image'], seed, group, pp)
 
   def _further(self, record, inputs, drawn, kept):
-    """Returns further tensors of a training example, for subclasses.
-
-    `drawn` is the geometry.Geometry of the image; `kept`, bool [n], tells which
-    objects of the record are targets.
-    """
+    """Returns further tensors of a training example, for subclasses."""
     del record, inputs, drawn, kept
     return {}
 
@@ -436,9 +432,8 @@ class Task(base.Task):
   def detections(self, outputs) -> dict:
     """Returns the most probable object of each query.
 
-    Returns:
-      `boxes`, float32 [B, Q, 4], corners x0, y0, x1, y1 as shares of the image;
-      `labels`, int32 [B, Q]; `scores`, float32 [B, Q].
+    `boxes`, float32 [B, Q, 4], corners x0, y0, x1, y1 as shares of the image;
+    `labels`, int32 [B, Q]; `scores`, float32 [B, Q].
     """
     probabilities = jax.nn.softmax(outputs['logits'])[..., :-1]
     return {

@@ -31,24 +31,16 @@ _MAP = 'input_proj'
 
 
 class Seen(NamedTuple):
-  """Predictions and attention of a detector; attention averaged over the heads.
+  """Predictions and attention of a detector, averaged over the heads."""
 
-  Attributes:
-    boxes: float32 [B, Q, 4], corners x0, y0, x1, y1 as shares of the image.
-    labels: most probable class of each query but "no object", int32 [B, Q].
-    scores: probability of that class, float32 [B, Q].
-    encoder: self-attention of the encoder, float32 [B, h, w, h, w]: how much
-      the cell of the first two indices attends to that of the last two.
-    decoder: cross-attention of the decoder, float32 [B, Q, h, w].
-    filled: share of the canvas that the image fills, down and across, float32
-      [B, 2]; 1 without padding.
-  """
-
-  boxes: np.ndarray
-  labels: np.ndarray
-  scores: np.ndarray
+  boxes: np.ndarray  # [B, Q, 4], corners x0, y0, x1, y1, shares of the image.
+  labels: np.ndarray  # Best class of each query but "no object", int32 [B, Q].
+  scores: np.ndarray  # Probability of that class, float32 [B, Q].
+  # Self-attention of the encoder, float32 [B, h, w, h, w]: how much the cell of
+  # the first two indices attends to that of the last two.
   encoder: np.ndarray
-  decoder: np.ndarray
+  decoder: np.ndarray  # Cross-attention of the decoder, float32 [B, Q, h, w].
+  # Share of the canvas that the image fills, down and across, float32 [B, 2].
   filled: np.ndarray
 
 
@@ -136,13 +128,11 @@ def best_queries(
 
 
 def query_boxes(task, mesh, source, params, extra) -> np.ndarray:
-  """Predicts the box of each query for all images of a split.
+  """Predicts the box of each query for all images of a split; for all
+  processes.
 
-  All processes of the mesh must call it.
-
-  Returns:
-    float32 [n, Q, 4], centre x and y, width and height, as shares of the image;
-    boxes of all queries, also of those that see no object.
+  Returns float32 [n, Q, 4], centre x and y, width and height, as shares of the
+  image; boxes of all queries, also of those that see no object.
   """
 
   compute = engine.everywhere(
@@ -156,10 +146,9 @@ def query_boxes(task, mesh, source, params, extra) -> np.ndarray:
 
 
 def kinds(boxes: np.ndarray) -> np.ndarray:
-  """Tells small, large wide and large tall boxes apart (figure 7).
+  """Tells the boxes of `query_boxes` apart (figure 7), int64 [...].
 
-  For the boxes see `query_boxes`. Returns int64 [...]: SMALL; WIDE, large and no
-  higher than wide; or TALL.
+  SMALL; WIDE, large and no higher than wide; or TALL.
   """
   width, height = boxes[..., 2], boxes[..., 3]
   form = np.where(width >= height, WIDE, TALL)

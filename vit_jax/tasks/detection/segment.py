@@ -95,14 +95,12 @@ class Task(detect.Task):
     return {'class_names': names, 'isthing': [True] * len(names)}
 
   def example(self, record, seed, canvas=None):
-    """Returns an image, its objects and their segments.
+    """Returns the tensors of a detector, and `segments`, uint8 [H, W].
 
-    Returns:
-      The tensors of a detector, and `segments`, uint8 [H, W]: the number of the
-      object of each pixel, from 1, or 0 for pixels of none. In evaluation also
-      `truth_size`, height and width of the original, at most the option of this
-      name, and `truth_segments`, uint8: the same for the original, padded, with
-      crowds, in the order of `label`.
+    It is the number of the object of each pixel, from 1, or 0 for pixels of
+    none. In evaluation also `truth_size`, height and width of the original, at
+    most the option of this name, and `truth_segments`, uint8: the same for the
+    original, padded, with crowds, in the order of `label`.
     """
     objects = {
       name.replace(_OBJECTS, 'objects/'): value
@@ -201,8 +199,10 @@ class Task(detect.Task):
     return f'{super().describe()}; {things} things, {stuff} stuff; {head} masks'
 
   def predictor(self, params, extra, step):
-    """Returns a predictor of segments."""
-    return detectors.Segmenter(self, params, extra, step)
+    """Returns a predictor of segments, or of objects without a mask head."""
+    has_masks = self.model.mask_head
+    kind = detectors.Segmenter if has_masks else detectors.Detector
+    return kind(self, params, extra, step)
 
   def draw_evaluation(self, batch, outputs):
     """Draws test images: boxes as a detector does, and segments."""

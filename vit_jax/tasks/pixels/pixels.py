@@ -31,9 +31,9 @@ from vit_jax.configs import rules
 from vit_jax.data import feeding
 from vit_jax.data import order
 from vit_jax.distributed import processes
+from vit_jax.figures import captions
 from vit_jax.tasks import base
 from vit_jax.tasks.pixels import counting
-from vit_jax.tasks.pixels import drawing
 from vit_jax.tasks.pixels import palette as palette_lib
 from vit_jax.tasks.pixels import sampling
 
@@ -146,12 +146,12 @@ class Task(base.Task):
     return nats, counted.astype(jnp.float32)
 
   def _means(self, values, counted):
-    """Returns the means over the predicted pixels of each image, float32 [B].
+    """Returns means over the predicted pixels of each image, and 1 where there
+    are any.
 
-    In a mean over images, each image has the same weight, as in the released
-    code (src/model.py of github.com/openai/image-gpt), however many of its
-    pixels are masked. `counted`, [B, N], is 1 for pixels that are predicted. The
-    second result is 1 for an image that has one, else 0, as is its mean.
+    Takes the values and 1 for predicted pixels, [B, N]. In a mean over images,
+    each image has the same weight, as in the released code (src/model.py of
+    github.com/openai/image-gpt), however many of its pixels are masked.
     """
     count = counted.sum(axis=1)
     means = (values * counted).sum(axis=1) / jnp.maximum(count, 1.0)
@@ -187,7 +187,7 @@ class Task(base.Task):
 
     Arrays [B, N]: `colors`, int32; `bits`, float32, of each pixel; `counted`,
     float32, 1 for pixels that are predicted; `likely`, int32, the most likely
-    colour.
+    colour. These are the task's `outputs`; finetune.Task has others.
     """
     del extra
     inputs, logits = self._read(params, batch)
@@ -201,9 +201,7 @@ class Task(base.Task):
       'likely': logits.argmax(axis=-1).astype(jnp.int32),
     }
 
-  def outputs(self, params, extra, batch):
-    """Returns the result of `read`."""
-    return self.read(params, extra, batch)
+  outputs = read
 
   def measure(self, params, extra, batch):
     """Returns the mean bits of images, summed, and the number of images."""
@@ -254,9 +252,13 @@ class Task(base.Task):
       completed = self.images(outputs['completions'])
       rows = self.image_size[0] // 2
       return {
-        'samples': drawing.samples(self.images(outputs['samples'])),
-        'completions': drawing.beside(
-          image=truth, cut=drawing.cut(truth, rows), completed=completed
+        'samples': sampling.draw(self.images(outputs['samples'])),
+        'completions': captions.beside(
+          {
+            'image': truth,
+            'cut': sampling.cut(truth, rows),
+            'completed': completed,
+          }
         ),
       }
     guessed = np.where(
@@ -264,10 +266,12 @@ class Task(base.Task):
     )
     masked = outputs['counted'].reshape(truth.shape[:-1]) > 0
     return {
-      'masked_pixels': drawing.beside(
-        image=truth,
-        masked=np.where(masked[..., None], 0.0, truth),
-        predicted=self.images(guessed),
+      'masked_pixels': captions.beside(
+        {
+          'image': truth,
+          'masked': np.where(masked[..., None], 0.0, truth),
+          'predicted': self.images(guessed),
+        }
       )
     }
 

@@ -17,7 +17,8 @@ from vit_jax.figures import captions
 from vit_jax.inference import engine
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.inference import tables
-from vit_jax.tasks.pixels import drawing
+
+_ACROSS = 8  # Samples in a row of a picture.
 
 
 class Predictor(predictor_lib.Predictor):
@@ -38,12 +39,7 @@ class Predictor(predictor_lib.Predictor):
   def log_likelihood(self, images: Sequence[Any]) -> np.ndarray:
     """Returns the bits a dimension (a pixel) of each image, float32 [n].
 
-    Args:
-      images: see `outputs`; resized to the size of the model as in evaluation.
-
-    Raises:
-      FileNotFoundError, ValueError: if an image does not exist or cannot be
-        read.
+    For `images` and errors see `outputs`; they are resized as in evaluation.
     """
     return self.run(images, self._bits, keep=())[1]
 
@@ -95,16 +91,15 @@ class Predictor(predictor_lib.Predictor):
         are resized to the model's size as in evaluation.
       rows: number of rows of the model's H that are kept; by default all rows
         of an upper part, and half of the rows of any other image.
-      seed: see `sample`.
-      temperature: see `sample`.
-      top_k: see `sample`.
+      seed: see `sample`; likewise temperature, top_k and errors.
+      temperature: see seed.
+      top_k: see seed.
 
     Returns:
       uint8 [n, H, W, 3], in the colours of the palette.
 
     Raises:
-      FileNotFoundError, ValueError: if an image does not exist or cannot be
-        read, if nothing is left to complete, or for the reasons of `sample`.
+      ValueError: also if nothing is left to complete.
     """
     _, completed, _ = self._complete(images, rows, seed, temperature, top_k)
     return captions.to_pixels(completed)
@@ -187,19 +182,15 @@ class Predictor(predictor_lib.Predictor):
 
   def report(self, images, args):
     """Writes samples or completions to `args.out`; returns lines."""
-    how = {
-      name: getattr(args, name)
-      for name in ('seed', 'temperature', 'top_k')
-      if getattr(args, name) is not None
-    }
+    names = ('seed', 'temperature', 'top_k')
+    how = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
     if args.sample is not None:
-      drawn = self._sample(args.sample, **how)
-      picture = drawing.samples(drawn)
-      lines = [f'{len(drawn)} sample(s): {args.out}']
+      picture = draw(self._sample(args.sample, **how))
+      lines = [f'{args.sample} sample(s): {args.out}']
     elif args.complete:
       given, completed, kept = self._complete(args.complete, args.rows, **how)
-      picture = drawing.beside(
-        given=drawing.cut(given, kept), completed=completed
+      picture = captions.beside(
+        {'given': cut(given, kept), 'completed': completed}
       )
       lines = [
         f'{path}: {count} of {self.task.image_size[0]} rows kept'
@@ -222,3 +213,17 @@ def _check_rows(rows, height):
       f'rows={rows} leaves nothing to complete: images of the model have {height} '
       f'rows; keep from 1 to {height - 1}'
     )
+
+
+def draw(images: np.ndarray) -> np.ndarray:
+  """Draws samples, float [n, H, W, C] in [-1, 1], side by side."""
+  across = min(_ACROSS, len(images))
+  return captions.grid(
+    captions.to_pixels(images), columns=across, most=captions.MOST
+  )
+
+
+def cut(images: np.ndarray, rows) -> np.ndarray:
+  """Returns images that are grey below the `rows` that are kept, int or [n]."""
+  below = np.arange(images.shape[1]) >= np.reshape(rows, (-1, 1))  # [n, H]
+  return np.where(below[..., None, None], 0.0, images)
