@@ -82,18 +82,17 @@ def probe(
   run_config.check_memory(config, jax.process_count())
   made = probes.FewShot(model.task, mesh)
   dataset, train, test = probes.splits(config)
-  few, state = [], (model.params, model.extra)
+  few, rows, state = [], [], (model.params, model.extra)
   if shots:
     [found] = made.accuracies(*state).values()
     for number, values in found.items():
       mean, std = metrics.mean_std(values)
       row = {'shots': number, 'accuracies': values, 'mean': mean, 'std': std}
       few.append(row)
-  found = made.linear(layers, *state) if linear else {}
-  rows = [
-    {'layer': name, **x._asdict(), 'held_out': list(x.held_out.items())}
-    for name, x in found.items()
-  ]
+  if linear:
+    for name, x in made.linear(layers, *state).items():
+      held_out = list(x.held_out.items())
+      rows.append({'layer': name, **x._asdict(), 'held_out': held_out})
   return {
     'dataset': dataset or config.dataset,
     'train': train,

@@ -30,7 +30,6 @@ PIXELS = 'pixels'
 # What models sow in front of each layer, see `layers`: stages of the ResNet of
 # a hybrid come before the layers of the Transformer.
 _SOWN = re.compile(r'(?:^|/)((stage|layer)_(\d+))$')
-_KINDS = ('stage', 'layer')
 
 
 class Features(NamedTuple):
@@ -75,13 +74,10 @@ def layers(task) -> dict[str, str]:
     iGPT       as ViT (section 3.4 of "Generative Pretraining from Pixels":
                n^l, averaged over the positions)
   """
-  found = {}
-  for path in _shapes(task, task.intermediates):
-    match = _SOWN.search(path)
-    if match:
-      found[match[1]] = path, _KINDS.index(match[2]), int(match[3])
-  order = sorted(found, key=lambda name: found[name][1:])
-  return {name: found[name][0] for name in order}
+  matches = map(_SOWN.search, _shapes(task, task.intermediates))
+  found = [match for match in matches if match]
+  found.sort(key=lambda match: (match[2] == 'layer', int(match[3])))
+  return {match[1]: match.string for match in found}
 
 
 def _shapes(task, compute: Callable):

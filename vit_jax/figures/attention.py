@@ -4,11 +4,6 @@ Attention maps, rollout and distances; the principal components of the filters
 of the patch embedding; the similarity of the position embeddings. Source: arXiv
 2010.11929, section 4.5, D.4, D.7 and D.8.
 
-  from vit_jax.figures import attention
-  found = attention.attention(model, params, images)
-  attention.rollout_maps(found)  # Figure 6: [B, h, w].
-  attention.mean_distances(found, (16, 16))  # Figure 11: [L, K].
-
 Shapes: B images, L layers, K heads, h x w patches, N tokens (the patches, and
 before them the class token where there is one).
 """

@@ -194,7 +194,6 @@ def filters(components, shares):
   count, height, width, channels = components.shape
   columns = min(7, count)
   rows = -(-count // columns)
-  in_colour = channels == 3
   ratio = height / width
   cell = min(1.6, 6.0 / (rows * ratio))
   fig = new_figure(
@@ -203,31 +202,20 @@ def filters(components, shares):
     f'explain {100 * shares.sum():.0f} % of the variance',
     width=max(10.0, 2.2 + 1.06 * cell * columns),
   )
+  in_colour = channels == 3
   if not in_colour:
-    components = components.mean(axis=-1)
-  limit = float(np.abs(components).max())
-  sheet = np.full((rows * columns, *components.shape[1:]), np.nan, np.float32)
-  sheet[:count] = components
-  if in_colour:
-    sheet = np.nan_to_num(sheet / limit / 2 + 0.5, nan=1.0)
+    components = components.mean(axis=-1, keepdims=True)
+  sheet = np.ones((rows * columns, height, width, 3), np.float32)
+  sheet[:count] = components / np.abs(components).max() / 2 + 0.5
   axes = fig.subplots()
-  shown = show_tiles(
+  show_tiles(
     axes,
-    sheet.reshape(rows, columns, *components.shape[1:]),
+    sheet.reshape(rows, columns, *sheet.shape[1:]),
     [''] * columns,
     range(1, count + 1, columns),
-    fill=1.0 if in_colour else np.nan,
-    # Of one channel.
-    cmap='gray',
-    vmin=-limit,
-    vmax=limit,
   )
-  if in_colour:
-    axes.set_xlabel(
-      'red, green and blue on one scale, mid-grey is zero', labelpad=10
-    )
-  else:
-    fig.colorbar(shown, ax=axes, shrink=0.8, pad=0.02, label='weight')
+  scale = 'red, green and blue on one scale' if in_colour else 'on one scale'
+  axes.set_xlabel(f'{scale}, mid-grey is zero', labelpad=10)
   axes.set_ylabel('component')
   axes.xaxis.set_label_position('bottom')
   return fig

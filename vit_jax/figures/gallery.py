@@ -134,9 +134,9 @@ def pages(subject, most: int = _A_ROW):
 
 def _with_maps(draw, maps, subject):
   """Draws images with maps [..., B, h, w] of them."""
-  images, labels = subject.batch['image'], subject.labels
+  images, (labels, title) = subject.batch['image'], subject.labels
   return [
-    draw(images[p], maps[..., p, :, :], labels[p], subject.labels_title)
+    draw(images[p], maps[..., p, :, :], labels[p], title)
     for p in pages(subject)
   ]
 

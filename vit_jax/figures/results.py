@@ -220,20 +220,13 @@ class Subject:
     """Classifies the split, once."""
     return classify(self.model, self.source)
 
-  @property
-  def labels_title(self) -> str:
-    """Title of `labels`."""
-    return 'predicted class, probability' if self._predicted else ''
-
-  @property
-  def labels(self) -> list[str]:
-    """A label per image: what is predicted, else the image's name."""
-    return self._predicted or list(self.names)
-
   @functools.cached_property
-  def _predicted(self) -> list[str]:
-    """What the model predicts for each image; [] for no classifier."""
-    return self.model.task.labels_of(self.seen.outputs, self._labels)
+  def labels(self) -> tuple[list[str], str]:
+    """A label per image, what is predicted or its name, and their title."""
+    found = self.model.task.labels_of(self.seen.outputs, self._labels)
+    return (
+      (found, 'predicted class, probability') if found else (self.names, '')
+    )
 
 
 def look(model, images: np.ndarray, grid: tuple[int, int]) -> Seen:

@@ -228,7 +228,10 @@ def write(
     return folder / f'part-{block.start // size:05}{out.suffix}'
 
   mine = blocks[jax.process_index() :: jax.process_count()]
-  done = set(processes.from_first('looking for parts', lambda: _names(folder)))
+  done = processes.from_first(
+    'looking for parts', lambda: [path.name for path in folder.iterdir()]
+  )
+  done = set(done)
   missing = [block for block in mine if part(block).name not in done]
   if len(missing) < len(mine):
     cli.say(
@@ -292,10 +295,6 @@ def _begin(folder, facts):
     )
   folder.mkdir(parents=True, exist_ok=True)
   files.write(path, json.dumps(facts, indent=1))
-
-
-def _names(folder) -> list[str]:
-  return [path.name for path in folder.iterdir()]
 
 
 def _finish(out, parts, alone) -> int:

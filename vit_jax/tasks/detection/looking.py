@@ -1,12 +1,6 @@
 """Looks inside a detector: attention, and where the boxes of each query lie.
 
-The arrays behind figures 3, 6 and 7 of arXiv 2005.12872:
-
-  seen = looking.look(task, params, extra, batch)
-  looking.at_points(seen, points)  # Encoder self-attention, [B, P, h, w].
-  seen.decoder  # Attention of each query over the image, [B, Q, h, w].
-  boxes = looking.query_boxes(task, mesh, source, params, extra)  # [n, Q, 4]
-  looking.kinds(boxes)  # SMALL, WIDE or TALL, [n, Q].
+The arrays behind figures 3, 6 and 7 of arXiv 2005.12872.
 
 Shapes: B images, h x w cells of the feature map, Q queries, P points, n images
 of a data set.

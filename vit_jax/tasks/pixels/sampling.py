@@ -107,7 +107,13 @@ class Predictor(predictor_lib.Predictor):
   def _complete(self, images, rows, seed=0, temperature=1.0, top_k=None):
     """Returns images [n, H, W, C] given and completed, and the rows kept [n]."""
     self._check_objective()
-    _check_rows(rows, self.task.image_size[0])
+    rules.check('rows', rows, rules.optional(rules.whole(1)))
+    height = self.task.image_size[0]
+    if rows is not None and rows >= height:
+      raise ValueError(
+        f'rows={rows} leaves nothing to complete: images of the model have '
+        f'{height} rows; keep from 1 to {height - 1}'
+      )
     if not len(images):
       raise ValueError('images is empty: give one image or more')
     prepared = [
@@ -201,18 +207,6 @@ class Predictor(predictor_lib.Predictor):
       return self.describe(images, args)
     epath.Path(args.out).write_bytes(images_lib.encode_png(picture))
     return lines
-
-
-def _check_rows(rows, height):
-  """Raises ValueError if rows to keep leave nothing to complete."""
-  if rows is None:
-    return
-  rules.check('rows', rows, rules.whole(1))
-  if rows >= height:
-    raise ValueError(
-      f'rows={rows} leaves nothing to complete: images of the model have {height} '
-      f'rows; keep from 1 to {height - 1}'
-    )
 
 
 def draw(images: np.ndarray) -> np.ndarray:
