@@ -35,8 +35,7 @@ def subject(
     images: a list of images of any size: paths, PIL images, or arrays uint8
       [height, width(, channels)]; by default the first images of the split.
     split: split of the run's data set, for the images and the confusion
-    matrix;
-      by default the first split that the run is tested on.
+      matrix; by default the first split that the run is tested on.
     num_images: number of images to take from the split.
     points: points (x, y) of every image for the attention of a detector's
       encoder, as shares of width and height; by default the centres of boxes.
@@ -46,8 +45,7 @@ def subject(
 
   Raises:
     FileNotFoundError, ValueError: if an image or the split cannot be read, or
-    a
-      point lies outside of the images.
+      a point lies outside of the images.
   """
   from vit_jax import train
   from vit_jax.figures import results

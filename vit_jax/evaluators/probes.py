@@ -131,8 +131,7 @@ class Probe:
     L-BFGS, a pass over the images extracts as many layers as take a quarter of
     the memory. For 1.28 million images and 49 layers of 1,536 features
     (iGPT-L), a layer takes 7.9 GB: a machine of 512 GB makes 3 passes, and on
-    one of less than 64 GB SGD trains the probes of all layers together, on the
-    features of the same batches.
+    one of less than 64 GB SGD trains the probes of all layers together.
     """
     extractor, state, found = self._make(layers), (params, extra), {}
     count, widest = self.train.num_examples, max(extractor.widths.values())

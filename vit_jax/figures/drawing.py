@@ -97,11 +97,9 @@ def as_pixels(images) -> np.ndarray:
 
 
 def overlay(pixels: np.ndarray, weights: np.ndarray) -> np.ndarray:
-  """Draws a map in colours over a picture in shades of grey, float32 [H, W,
-  3].
+  """Draws a map in colours over a picture in grey, both in [0, 1].
 
-  The picture is in [0, 1]; the map [h, w] is not negative, and scaled by its
-  largest value.
+  Takes float32 [H, W, 3] and [h, w], not negative, scaled by its largest value.
   """
   import matplotlib
 
@@ -225,8 +223,8 @@ def filters(components, shares):
 def position_similarity(similarity):
   """Draws the similarity of position embeddings (figure 7, centre).
 
-  Draws a map of [h, w, h, w] per patch, or for large grids for every n-th
-  patch.
+  Draws one map of [h, w, h, w] per patch, or for large grids for every n-th
+  one.
   """
   height, width = similarity.shape[:2]
   step = -(-max(height, width) // _MOST_MAPS)
@@ -262,12 +260,11 @@ def position_similarity(similarity):
 
 @styled
 def attention_maps(images, maps, labels: Sequence[str], title: str):
-  """Draws the attention of each layer over the images (as figure 14, by
-  layer).
+  """Draws the attention of each layer over images (as figure 14, by layer).
 
   Draws at most 12 layers, evenly spaced. Takes images, float32 [B, H, W, C] in
-  [-1, 1]; maps [L, B, h, w], see attention.maps; a label per image, such as
-  the predicted class; and the title of the labels.
+  [-1, 1]; maps [L, B, h, w], see attention.maps; a label per image; and the
+  title of the labels.
   """
   layers = len(maps)
   chosen = np.unique(
@@ -290,8 +287,7 @@ def attention_maps(images, maps, labels: Sequence[str], title: str):
 def rollout(images, maps, labels: Sequence[str], title: str):
   """Draws images, and below them attention rollout (figures 6 and 14).
 
-  For maps [B, h, w] see attention.rollout_maps, for the others
-  `attention_maps`.
+  For the arguments see `attention_maps`; maps are [B, h, w].
   """
   pictures, names = _over(images, maps[None]), ['image', 'rollout']
   return _over_pictures('Attention rollout', pictures, labels, names, title, '')

@@ -21,11 +21,9 @@ _PLAIN = str.maketrans(
 
 
 def drawable(text: str, size: float):
-  """Returns a text as a font can draw it, and the font of Pillow.
+  """Returns a text as a font can draw it, and the font, `size` pixels high.
 
-  Args:
-    text: any text. Letters that no font has lose their accents, or become '?'.
-    size: height of the letters in pixels.
+  Letters that no font has lose their accents, or become '?'.
   """
   # Pillow cannot draw a lone surrogate.
   text = text.encode('utf-8', 'replace').decode()

@@ -75,12 +75,8 @@ def write(
 ):
   """Writes PNGs and index.html to a folder, which appears when it is complete.
 
-  Args:
-    out: path of the folder, see `check`.
-    title: title of the page.
-    facts: facts about the model, by name.
-    sections: pairs of a gallery.Entry and contents of PNG files by name.
-    missing: reasons why figures are left out, by name of the figure.
+  `facts` about the model and reasons why figures are `missing` are by name;
+  `sections` are pairs of a gallery.Entry and contents of PNG files by name.
   """
   with files.new_folder(check(out)) as folder:
     for _, pictures in sections:

@@ -125,11 +125,9 @@ def _examples(model, source, numbers) -> dict:
 def most_confused(
   confusion: np.ndarray, count: int
 ) -> list[tuple[int, int, int]]:
-  """Returns the pairs of classes that are confused most often, at most
-  `count`.
+  """Returns pairs of classes that are confused, the most frequent first.
 
-  Each is (true class, predicted class, number of images), the most frequent
-  first.
+  Each is (true class, predicted class, number of images); at most `count`.
   """
   wrong = np.array(confusion)
   np.fill_diagonal(wrong, 0)

@@ -22,8 +22,7 @@ _MOST_UPRIGHT = 60  # Characters of all labels that fit below an axis.
 
 @drawing.styled
 def bars(groups: Mapping[str, Mapping[str, Values]], ylabel: str, title: str):
-  """Draws a bar for each mean, a line for its standard deviation, dots for
-  values.
+  """Draws bars of means, lines of their standard deviations, dots of values.
 
   Groups {group: {label: values}} have values of one or several runs each. A
   label has one colour in all groups. A single group needs no name.

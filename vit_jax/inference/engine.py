@@ -40,25 +40,19 @@ def run(
   what: str = '',
   total: int | None = None,
 ) -> Iterator[Any]:
-  """Yields the results for batches, in their order.
+  """Yields the results for batches, in their order, in NumPy.
 
-  All processes of the mesh must make the same calls.
+  Whole arrays where all devices have them, else the rows of this process. All
+  processes of the mesh must make the same calls.
 
   Args:
     compute: compiled function from a batch to a tree of arrays.
-    batches: dicts of global arrays [B, ...], see input_pipeline.eval_batches.
+    batches: dicts of global arrays [B, ...], see input_pipeline.eval_batches,
+      also for its errors.
     mesh: the mesh.
-    stop: called between batches; returns whether to stop.
+    stop: called between batches; once it returns True, Stopped is raised.
     what: what the progress bar says.
     total: number of examples, for the bar; None for no bar.
-
-  Yields:
-    NumPy arrays: whole ones where all devices have the whole array, else the
-    rows of this process.
-
-  Raises:
-    Stopped: if `stop` became true.
-    ValueError, OSError: see input_pipeline.eval_batches.
   """
   waiting, begun = collections.deque(), 0
   said = started = time.monotonic()
@@ -125,7 +119,9 @@ def split(
 def collect(
   config, mesh, source, example, compute, stop=never, what=''
 ) -> dict[str, np.ndarray]:
-  """Computes arrays for every example of a split, and keeps them.
+  """Computes arrays [n, ...] by name for all examples of a split, in order.
+
+  They are the same on all processes.
 
   Args:
     config: reads `batch_eval`, `prefetch`.
@@ -136,10 +132,6 @@ def collect(
       `index` and `mask`, whole on every process, see `everywhere`.
     stop: see mesh.
     what: see mesh.
-
-  Returns:
-    Arrays [n, ...] by name, in the order of the split, the same on all
-    processes.
   """
   total, found = source.num_examples, {}
   batches = input_pipeline.eval_batches(config, source, example, mesh)

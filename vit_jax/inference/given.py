@@ -14,8 +14,7 @@ from vit_jax.data.images import index as index_lib
 class Given(records.Source):
   """Images in any form, see vit_jax.preprocess.from_user, read when needed.
 
-  Files with more than `max_pixels` are refused before decoding; None: no
-  limit.
+  Files of more than `max_pixels` are refused before decoding; None: no limit.
   """
 
   def __init__(self, images: Sequence[Any], max_pixels: int | None = None):

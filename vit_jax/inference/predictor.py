@@ -21,14 +21,12 @@ class Predictor:
   """A trained model that takes images as paths, PIL images or arrays.
 
   Attributes:
-    task: the objective, a vit_jax.tasks.base.Task.
+    task: the objective, a vit_jax.tasks.base.Task; likewise its `config`,
+      `metadata`, and `class_names`, in the order of the logits.
     params: the parameters; averaged if the run kept an average.
     extra: see vit_jax.tasks.base.Task.init.
     step: step of the checkpoint.
     workdir: folder of the run, '' if unknown.
-    config: the config of the run.
-    metadata: see vit_jax.tasks.base.Task.make_metadata.
-    class_names: names of the classes, in the order of the logits.
   """
 
   BATCH = 32  # Images per batch.
@@ -172,8 +170,8 @@ class Predictor:
         inputs of the head; see vit_jax.evaluators.features.Extractor. None: no
         such column.
       top: classifiers: number of classes.
-      threshold: detectors: see their `detect`.
-      image_size: detectors: likewise.
+      threshold: detectors: see their `detect`; likewise image_size.
+      image_size: see threshold.
 
     Raises:
       ValueError: if there is no such layer, or an argument is out of range.

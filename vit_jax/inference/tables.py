@@ -43,17 +43,12 @@ _BROKEN = (ValueError, FileNotFoundError, PermissionError)
 
 
 class Columns(NamedTuple):
-  """What a task knows of an image.
+  """What a task knows of an image."""
 
-  Attributes:
-    types: type of each column by name: str, int, float or bool; [type] for a
-      list, and (type, n) for a list of n values.
-    row: function from the inputs in `keep` and the results of `compute` for one
-      image to its values by name.
-    compute: see Predictor.stream; likewise keep and parts.
-  """
-
+  # By name: str, int, float or bool; [type] for a list; (type, n) for n values.
   types: Mapping[str, Any]
+  # From the inputs in `keep` and the results of `compute` for one image to its
+  # values by name; for `compute`, `keep` and `parts` see Predictor.stream.
   row: Callable[[dict, Any], dict]
   compute: Callable | None = None
   keep: Sequence[str] = ()
@@ -79,18 +74,18 @@ class Block(records.Subset):
     known = self._source.shapes()
     if known is not None:
       return known[self._indices]
-    data = tf.data.Dataset.range(self.num_examples).map(
-      lambda i: (i, self._shape(i)), num_parallel_calls=os.cpu_count()
-    )
+
+    def shape(number):
+      batch = self.lookup(tf.expand_dims(number, 0))
+      record = {name: value[0] for name, value in batch.items()}
+      return number, images_lib.shape_of(self.read(record)['image'])
+
+    data = tf.data.Dataset.range(self.num_examples)
+    data = data.map(shape, num_parallel_calls=os.cpu_count())
     found = np.ones((self.num_examples, 2), np.int64)
     for number, shape in data.ignore_errors().as_numpy_iterator():
       found[number] = shape
     return found
-
-  def _shape(self, number):
-    batch = self.lookup(tf.expand_dims(number, 0))
-    record = {name: value[0] for name, value in batch.items()}
-    return images_lib.shape_of(self.read(record)['image'])
 
 
 def check(out: str | os.PathLike):

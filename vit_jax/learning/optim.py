@@ -98,8 +98,7 @@ def _staircase(base, total_steps, warmup_steps, decay_at):
 
 
 def accumulate(compute: Callable, batch, steps: int):
-  """Sums a function over the micro-batches of a batch, a tree of arrays [B,
-  ...].
+  """Sums a function over the micro-batches of a batch, arrays [B, ...].
 
   `compute` is (rows, number of the micro-batch) -> tree of sums over rows; the
   number of micro-batches `steps` must divide B.
@@ -178,8 +177,7 @@ def get_ema(opt_state):
 
 
 def multipliers(rules: Sequence[tuple[str, float]], params):
-  """Returns the factor on the learning rate of every parameter, a tree of
-  floats.
+  """Returns the factors on the learning rate of parameters, a tree of floats.
 
   `rules` is `config.lr_multipliers`: ordered (regex, factor) pairs, or a
   single one. The first regex that is found in the parameter's path

@@ -62,14 +62,13 @@ class Task(abc.ABC):
   Attributes:
     FEATURES: names of the features that a record must have, see
       vit_jax.data.sources.open_split: 'image', 'label', 'objects/bbox', ...
-    OPTIONS: {name: default} of `config.task_options`; values must have the
-    type
+    OPTIONS: {name: default} of `config.task_options`; values must have the type
       of the default.
     OPTION_RULES: further rules for options, from vit_jax/configs/rules.py:
       {'mixup': rules.number(0)}.
-    METRICS: what `metrics` returns, unless it depends on the config. LOW:
-    those metrics whose lowest value is the best. METADATA: {name: rule} of the
-    values that `make_metadata` and `learn` return;
+    METRICS: what `metrics` returns, unless it depends on the config.
+    LOW: those metrics whose lowest value is the best.
+    METADATA: {name: rule} of the values that `make_metadata` and `learn` return;
       each is a JSON file in the workdir.
     LEARNED: names of those values that `learn` returns.
     NEW_PARAMS: prefixes of the paths of parameters that do not come from
@@ -166,8 +165,7 @@ class Task(abc.ABC):
     return tuple(self.metadata.get('class_names', ()))
 
   def example(self, record: dict, seed) -> dict:
-    """Turns a record into an example, as a TensorFlow graph: a dict of
-    tensors.
+    """Turns a record into an example, a dict of tensors, as a TensorFlow graph.
 
     Their shapes are static. Evaluation adds `mask`, float32, which is 0 for
     rows that pad the last batch.
@@ -180,8 +178,7 @@ class Task(abc.ABC):
     return self.inputs(record, seed)
 
   def parts(self, source) -> list[input_pipeline.Part]:
-    """Divides a split, a Source, for evaluation, if its examples have several
-    shapes.
+    """Divides a split for evaluation, if its examples have several shapes.
 
     All processes must call it, and get the same parts, or pairs of their first
     two fields; the functions of parts take the place of `example`.
@@ -393,18 +390,13 @@ class Task(abc.ABC):
     images = batch.get('image')
     if images is None or images.ndim != 4 or images.shape[-1] not in (1, 3):
       return {}
-    picture = captions.grid(
-      captions.to_pixels(images),
-      self.captions_of(batch, outputs),
-      most=captions.MOST,
-    )
-    return {name: picture}
+    pixels, words = captions.to_pixels(images), self.captions_of(batch, outputs)
+    return {name: captions.grid(pixels, words, most=captions.MOST)}
 
   # --- Figures, for `vit_jax.visualize` ---
 
   def labels_of(self, outputs, labels=None) -> list[str]:
-    """Returns what is predicted for images, in a few words for each; [] for no
-    words.
+    """Returns what is predicted for images, a few words for each, or [].
 
     Takes `outputs`, NumPy arrays [B, ...], and the images' `label` in a batch
     [B, ...], or None if unknown.

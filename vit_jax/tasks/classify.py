@@ -53,13 +53,9 @@ class Task(base.Task):
     self._example = input_pipeline.labelled_example(config, num_classes)
     mixing.check(self.options.mixup, self.options.cutmix, config.batch)
     # Tracing raises errors of shape before anything is compiled.
-    shape = jax.eval_shape(
-      lambda: self.outputs(
-        self.init(jax.random.key(0))[0],
-        {},
-        {'image': jnp.zeros(self.image_spec(1).shape)},
-      )
-    ).shape
+    state = jax.eval_shape(self.init, jax.random.key(0))
+    batch = {'image': self.image_spec(1)}
+    shape = jax.eval_shape(self.outputs, *state, batch).shape
     if len(shape) != 2:
       raise ValueError(
         f"classifier='{config.model.classifier}' gives logits of shape {shape}, "
@@ -226,18 +222,10 @@ class Predictor(base.Predictor):
   def predict(
     self, images: Sequence[Any], top: int = 5
   ) -> list[list[tuple[str, float]]]:
-    """Returns the most probable classes of each image.
+    """Returns (name, probability) of the `top` best classes of each image.
 
-    Args:
-      images: see `outputs`.
-      top: maximum number of classes.
-
-    Returns:
-      For each image a list of (class name, probability), the best first.
-
-    Raises:
-      FileNotFoundError, ValueError: if an image does not exist or cannot be
-        read, or the model has no head.
+    For images and errors see `outputs`; ValueError also for a model without a
+    head.
     """
     self._check_head()
     return list(self._best(images, top))

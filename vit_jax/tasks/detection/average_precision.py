@@ -61,20 +61,15 @@ def _image_id(row) -> int:
 
 def _compared(row) -> tuple[dict, dict]:
   """Returns objects and detections of an image, in pixels of the original."""
-  exists, found = row['label'] >= 0, row['found']
+  exists, (height, width) = row['label'] >= 0, row['size']
+  pixels = np.array([width, height, width, height], np.float64)
   truth = {
-    'boxes': _in_pixels(row['truth'][exists], row['size']),
+    'boxes': row['truth'][exists] * pixels,
     'labels': row['label'][exists],
     'areas': row['area'][exists],
     'crowd': row['crowd'][exists],
   }
-  return truth, {**found, 'boxes': _in_pixels(found['boxes'], row['size'])}
-
-
-def _in_pixels(boxes, size) -> np.ndarray:
-  """Turns corners x0, y0, x1, y1 as shares of an image into pixels."""
-  height, width = size
-  return boxes * np.array([width, height, width, height], np.float64)
+  return truth, {**row['found'], 'boxes': row['found']['boxes'] * pixels}
 
 
 def average_precision(

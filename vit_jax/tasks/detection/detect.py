@@ -136,13 +136,13 @@ class Task(base.Task):
 
       def example(on):
         laid = group._replace(canvas=on)
-        return lambda record, seed: self._on_canvas(record, laid)
+        return lambda record, seed: self._inputs(record, pp, laid)
 
       return self._by_canvas(source, group, example)
     pp = pp.copy_and_resolve_references()
     with pp.ignore_type():
       pp.update(crop=tuple(image_size), resize=None)
-    example = lambda record, seed: self._resized(record, pp)
+    example = lambda record, seed: self._inputs(record, pp, None)
     return [input_pipeline.Part(None, example, tuple(image_size))]
 
   def _by_canvas(self, source, group, example: Callable):
@@ -228,25 +228,20 @@ class Task(base.Task):
     """
     del seed  # Training needs the objects too, see `example`.
     pp = self.config.pp
-    if not pp.sides:
-      return self._resized(record, pp)
-    group = canvases.evaluation(pp)
+    group = canvases.evaluation(pp) if pp.sides else None
     if canvas is not None:
       group = group._replace(canvas=canvas)
-    return self._on_canvas(record, group)
+    return self._inputs(record, pp, group)
 
-  def _resized(self, record, pp):
-    """Returns the inputs of an image that is resized to `pp.crop`."""
+  def _inputs(self, record, pp, group):
+    """Returns the inputs of an image on the canvas of a group, or resized."""
     upright = 'objects/bbox' not in record
-    pixels = images_lib.decode(record['image'], pp.channels, upright=upright)
-    image = preprocess.for_evaluation(pixels, pp)
-    return {'image': image, 'size': tf.shape(pixels)[:2]}
-
-  def _on_canvas(self, record, group):
-    """Returns the inputs of an image on the canvas of a group."""
-    upright = 'objects/bbox' not in record
+    if group is None:
+      pixels = images_lib.decode(record['image'], pp.channels, upright=upright)
+      image = preprocess.for_evaluation(pixels, pp)
+      return {'image': image, 'size': tf.shape(pixels)[:2]}
     inputs, drawn = preprocess.on_canvas_for_evaluation(
-      record['image'], group, self.config.pp, upright=upright
+      record['image'], group, pp, upright=upright
     )
     return {**inputs, 'size': drawn.shape}
 

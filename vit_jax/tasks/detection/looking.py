@@ -122,11 +122,10 @@ def best_queries(
 
 
 def query_boxes(task, mesh, source, params, extra) -> np.ndarray:
-  """Predicts the box of each query for all images of a split; for all
-  processes.
+  """Predicts the boxes of all queries, also of those that see no object.
 
-  Returns float32 [n, Q, 4], centre x and y, width and height, as shares of the
-  image; boxes of all queries, also of those that see no object.
+  All processes must call it. Returns float32 [n, Q, 4] for all images of a
+  split: centre x and y, width and height, as shares of the image.
   """
 
   compute = engine.everywhere(

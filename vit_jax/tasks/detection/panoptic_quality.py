@@ -141,8 +141,7 @@ def compare(
 def panoptic_quality(
   total: np.ndarray, is_thing: Sequence[bool]
 ) -> dict[str, float]:
-  """Computes NAMES of a split from the sum of the results of `compare`, [4,
-  C].
+  """Computes NAMES of a split from the sum of the results of `compare`.
 
   `is_thing` tells which classes are of things. The figures, from 0 to 1, are
   means over the classes that occur or are found; NaN where a group has none.

@@ -146,11 +146,11 @@ class Task(base.Task):
     return nats, counted.astype(jnp.float32)
 
   def _means(self, values, counted):
-    """Returns means over the predicted pixels of each image, and 1 where there
-    are any.
+    """Returns means over the pixels of images that count, 1 where there are
+    any.
 
-    Takes the values and 1 for predicted pixels, [B, N]. In a mean over images,
-    each image has the same weight, as in the released code (src/model.py of
+    Takes values, and 1 for pixels that count, [B, N]. In a mean over images
+    each has the same weight, as in the released code (src/model.py of
     github.com/openai/image-gpt), however many of its pixels are masked.
     """
     count = counted.sum(axis=1)
