@@ -27,7 +27,6 @@ class Given(records.Source):
     return {'image': tf.as_string(indices)}  # What `read` needs.
 
   def read(self, record):
-    """Returns the record of one example, with the content of its image."""
     encoded = tf.numpy_function(self._encoded, [record['image']], tf.string)
     return {**record, 'image': tf.ensure_shape(encoded, [])}
 
@@ -41,12 +40,10 @@ class Given(records.Source):
     return {**super().fingerprint(), 'images': index_lib.digest(names)}
 
   def name(self, index: int) -> str:
-    """Names an example for an error message."""
     image = self._images[index]
     return image if isinstance(image, str) else f'image {index}'
 
   def check(self, record, index: int):
-    """Raises what is wrong with an image, see vit_jax.preprocess.from_user."""
     del record
     image = self._images[index]
     preprocess.from_user(image, images_lib.decode, self._max_pixels)

@@ -65,13 +65,11 @@ class Task(base.Task):
 
   @classmethod
   def make_metadata(cls, config, source):
-    """Returns the names of the classes."""
     del config
     return {'class_names': list(source.class_names)}
 
   @classmethod
   def planned_metadata(cls, config, num_classes):
-    """Returns class names for a plan: '0', '1', ..."""
     if num_classes is None:
       raise ValueError(
         f"the number of classes of dataset='{config.dataset}' is not known here: "
@@ -87,7 +85,6 @@ class Task(base.Task):
     return self._example(record, seed)
 
   def batch_spec(self, size):
-    """Returns shapes and types of images and of labels [B, classes]."""
     label = jax.ShapeDtypeStruct((size, len(self.class_names)), jnp.float32)
     return {'image': self.image_spec(size), 'label': label}
 
@@ -184,7 +181,6 @@ class Task(base.Task):
     return captions.Caption(f'{first}\nis {true}', captions.WRONG)
 
   def labels_of(self, outputs, labels=None):
-    """Returns the most probable class, and the true one where they differ."""
     if not self.class_names:
       return []
     words = []
@@ -197,11 +193,9 @@ class Task(base.Task):
     return words
 
   def predictor(self, params, extra, step):
-    """Returns a predictor of class names."""
     return Predictor(self, params, extra, step)
 
   def describe(self):
-    """Returns the number of classes, in words."""
     return f'{len(self.class_names):,} classes'
 
 
@@ -256,7 +250,6 @@ class Predictor(base.Predictor):
     return [(self.class_names[i], float(row[i])) for i in best]
 
   def _columns(self, top, threshold, image_size):
-    """Returns columns of the most probable class, and of the `top` ones."""
     del threshold, image_size
     try:
       self._check_head()

@@ -164,14 +164,12 @@ class Task(base.Task):
     return {**example, 'fate': fate, 'other': other}
 
   def input_spec(self, image_size=None, batch=1):
-    """Returns shapes and types of `image`, `fate` and `other`."""
     grid = models.patch_grid(self.config.model, image_size or self.image_size)
     patches = jax.ShapeDtypeStruct((batch, math.prod(grid)), jnp.int32)
     image = self.image_spec(batch, image_size)
     return {'image': image, 'fate': patches, 'other': patches}
 
   def init(self, rng):
-    """Returns the parameters of the Vision Transformer, and the mask token."""
     batch = jax.tree.map(
       lambda x: jnp.zeros(x.shape, x.dtype), self.batch_spec(1)
     )
@@ -205,7 +203,6 @@ class Task(base.Task):
     }
 
   def loss(self, params, extra, batch, rng):
-    """Returns the loss summed over the corrupted patches, and their number."""
     del extra
     outputs = self.model.apply(
       {'params': params},
@@ -235,7 +232,6 @@ class Task(base.Task):
     return self._sums(self.outputs(params, extra, batch), batch)
 
   def describe(self):
-    """Returns what the model learns to predict, in words."""
     what = {
       'mean': f'the mean colour (of {self.num_colors}) of',
       '4x4': f'4 x 4 colours (of {self.num_colors}) of',
@@ -247,7 +243,6 @@ class Task(base.Task):
     )
 
   def predictor(self, params, extra, step):
-    """Returns a predictor that draws its predictions."""
     return Predictor(self, params, extra, step)
 
   def draw_evaluation(self, batch, outputs):

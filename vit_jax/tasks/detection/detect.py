@@ -110,7 +110,6 @@ class Task(base.Task):
 
   @classmethod
   def planned_metadata(cls, config, num_classes):
-    """Returns class names for a plan: '0', '1', ..."""
     del config
     return {'class_names': [str(i) for i in range(num_classes or 91)]}
 
@@ -285,7 +284,6 @@ class Task(base.Task):
     return tf.ensure_shape(x, [most, *x.shape[1:]])
 
   def input_spec(self, image_size=None, batch=1):
-    """Returns shapes and types of `image`, `size`, and possibly `real`."""
     if image_size is None and self.config.pp.sides:
       image_size = canvases.evaluation(self.config.pp).canvas
     image = self.image_spec(batch, image_size)
@@ -296,7 +294,6 @@ class Task(base.Task):
     return {'image': image, 'real': real, 'size': size}
 
   def batch_spec(self, size):
-    """Returns shapes and types of images and objects."""
     most = self.options.max_objects
     inputs = self.input_spec(self.image_size, size)
     del inputs['size']  # Training has no use for it.
@@ -450,7 +447,6 @@ class Task(base.Task):
     return {'loss': ((each * batch['mask']).sum(), batch['mask'].sum())}
 
   def check_points(self, points):
-    """Returns points whose attention in the encoder the figures draw."""
     return looking.check_points(points)
 
   def evaluators(self, mesh, split, open_split):
@@ -463,7 +459,6 @@ class Task(base.Task):
     ]
 
   def describe(self):
-    """Returns the number of classes and of queries, in words."""
     words = (
       f'{len(self.class_names):,} classes, {self.model.num_queries} queries'
     )
@@ -475,7 +470,6 @@ class Task(base.Task):
     return words
 
   def predictor(self, params, extra, step):
-    """Returns a predictor of objects."""
     return detectors.Detector(self, params, extra, step)
 
   def draw_evaluation(self, batch, outputs):

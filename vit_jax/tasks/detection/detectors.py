@@ -30,7 +30,6 @@ class Detector(predictor_lib.Predictor):
   TYPES = {'classes': [str], 'scores': [float], 'boxes': [(float, 4)]}  # noqa: RUF012
 
   def batch_size(self, part):
-    """Returns the number of images of a batch of a part."""
     pixels = math.prod(part.image_size or self.task.image_size)
     return max(1, min(self.BATCH, self.PIXELS // pixels))
 
@@ -105,7 +104,6 @@ class Detector(predictor_lib.Predictor):
     return jax.jit(self.task.detections)
 
   def _columns(self, top, threshold, image_size):
-    """Returns columns of what is found in an image: TYPES."""
     del top
     threshold = self.LEAST if threshold is None else threshold
     rules.check('threshold', threshold, rules.number(0, 1))
@@ -119,7 +117,6 @@ class Detector(predictor_lib.Predictor):
     return tables.Columns(self.TYPES, row, keep=self.KEEP, parts=parts)
 
   def predict(self, images: Sequence[Any]) -> list:
-    """Returns the result of `detect`, or of `segment` for a Segmenter."""
     return self.detect(images)
 
   def report(self, images, args):
@@ -205,7 +202,6 @@ class Segmenter(Detector):
     ]
 
   def predict(self, images):
-    """Returns the result of `segment`."""
     return self.segment(images)
 
   def _rest(self, is_thing, area) -> str:

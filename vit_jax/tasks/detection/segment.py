@@ -90,7 +90,6 @@ class Task(detect.Task):
 
   @classmethod
   def planned_metadata(cls, config, num_classes):
-    """Returns class names for a plan, all of things."""
     names = super().planned_metadata(config, num_classes or 133)['class_names']
     return {'class_names': names, 'isthing': [True] * len(names)}
 
@@ -138,7 +137,6 @@ class Task(detect.Task):
     }
 
   def batch_spec(self, size):
-    """Returns shapes and types of images, objects and segments."""
     spec = super().batch_spec(size)
     shape = spec['image'].shape[:3]
     return {**spec, 'segments': jax.ShapeDtypeStruct(shape, jnp.uint8)}
@@ -192,7 +190,6 @@ class Task(detect.Task):
     return found
 
   def describe(self):
-    """Returns the numbers of classes and of queries, in words."""
     things = sum(self.is_thing)
     stuff = len(self.is_thing) - things
     head = 'with' if self.model.mask_head else 'without'
@@ -205,7 +202,6 @@ class Task(detect.Task):
     return kind(self, params, extra, step)
 
   def draw_evaluation(self, batch, outputs):
-    """Draws test images: boxes as a detector does, and segments."""
     drawn = super().draw_evaluation(batch, outputs)
     if not self.model.mask_head:
       return drawn

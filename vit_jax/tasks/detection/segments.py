@@ -48,8 +48,8 @@ def assemble(
     size: (height, width) of the map in pixels.
     extent: shares of the height and width of `masks` that show the image; the
       rest is padding.
-    threshold: see above. merge_stuff: whether all pixels of the queries that
-    found one class of stuff
+    threshold: see above.
+    merge_stuff: whether all pixels of the queries that found one class of stuff
       are its segment. False, as in the released code: the first of these
       queries keeps its own pixels alone, and those of the others go to the
       next best mask of any class.

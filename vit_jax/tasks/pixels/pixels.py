@@ -94,7 +94,6 @@ class Task(base.Task):
 
   @classmethod
   def planned_metadata(cls, config, num_classes):
-    """Returns greys in place of a palette."""
     greys = np.linspace(-1, 1, config.model.num_colors)[:, None]
     colors = np.repeat(greys, config.pp.channels, axis=1)
     return {
@@ -126,7 +125,6 @@ class Task(base.Task):
   # --- Training ---
 
   def init(self, rng):
-    """Returns the parameters."""
     colors = jnp.zeros((1, self.model.num_positions), jnp.int32)
     return self.model.init(rng, colors, train=False)['params'], {}
 
@@ -146,8 +144,7 @@ class Task(base.Task):
     return nats, counted.astype(jnp.float32)
 
   def _means(self, values, counted):
-    """Returns means over the pixels of images that count, 1 where there are
-    any.
+    """Returns means over the pixels of images that count; 1 if there are any.
 
     Takes values, and 1 for pixels that count, [B, N]. In a mean over images
     each has the same weight, as in the released code (src/model.py of
@@ -217,7 +214,6 @@ class Task(base.Task):
     return self._intermediates(params, {'image': colors}, capture)
 
   def evaluators(self, mesh, split, open_split):
-    """Returns the mean of `measure`, and what the options ask for."""
     found = super().evaluators(mesh, split, open_split)
     if self.options.counting:
       train = open_split(self.config.pp.train)
@@ -276,7 +272,6 @@ class Task(base.Task):
     }
 
   def describe(self):
-    """Returns what is predicted, in words."""
     what = (
       'each pixel from those before it'
       if self.model.causal
@@ -285,7 +280,6 @@ class Task(base.Task):
     return f'to predict {what}: one of {len(self.palette)} colours'
 
   def predictor(self, params, extra, step):
-    """Returns a predictor that draws images."""
     return sampling.Predictor(self, params, extra, step)
 
 

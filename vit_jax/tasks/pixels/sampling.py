@@ -167,11 +167,9 @@ class Predictor(predictor_lib.Predictor):
     return engine.by_parts(drawn, (jnp.asarray(prefix), keys), size)
 
   def predict(self, images: Sequence[Any]) -> list:
-    """Returns the bits a dimension of each image."""
     return [float(bits) for bits in self.log_likelihood(images)]
 
   def _columns(self, top, threshold, image_size):
-    """Returns the column of the bits a dimension."""
     del top, threshold, image_size
     name = 'bits_per_dimension'
     return tables.Columns(
