@@ -87,9 +87,8 @@ def evaluate(
 
   evaluators = task.evaluators(mesh, split, open_split)
   if real_labels is not None:
-    evaluators = [
-      *evaluators, real.Real(task, mesh, open_split, split, real_labels)
-    ]  # fmt: skip
+    made = real.Real(task, mesh, open_split, split, real_labels)
+    evaluators = [*evaluators, made]
   metrics = {}
   for evaluator in evaluators:
     metrics.update(evaluator.run(model.params, model.extra))

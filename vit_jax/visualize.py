@@ -85,12 +85,8 @@ def figures(
 
   Args:
     model: see `subject`; likewise images, split, num_images, points and errors.
-    images: see model.
-    split: see model.
     names: names of figures, see vit_jax.figures.gallery.of; by default all that
       can be drawn for the model.
-    num_images: see model.
-    points: see model.
 
   Returns:
     matplotlib Figures by name.

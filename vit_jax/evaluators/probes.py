@@ -58,14 +58,11 @@ class Probe:
 
   Args:
     task: the objective, see features.Extractor; likewise mesh, layers and pp.
-    mesh: see task.
     workdir: folder of the run, see vit_jax.data.sources.open_split.
     data: data set (None: that of the run), training and test split.
-    layers: see task.
     shots: numbers of training images of each class; () for `linear` alone.
     seeds: seeds of the choice of these images.
     fit: function from features to a classifier, see solvers.
-    pp: see task.
   """
 
   def __init__(self, task, mesh, workdir, data, layers, shots, seeds, fit, pp):

@@ -56,22 +56,26 @@ def of(weights, outputs, grid: tuple[int, int]) -> Attention:
   return Attention(weights, outputs, grid, before)
 
 
+def lacks(model) -> str | None:
+  """Returns why a model has no attention weights, in words; None if it has."""
+  if (
+    isinstance(model, models_vit.VisionTransformer)
+    and model.transformer is not None
+  ):
+    return None
+  return (
+    f'model={type(model).__name__} has no attention weights to show: give a '
+    'VisionTransformer, and not transformer=None (config.model)'
+  )
+
+
 def patch_grid(model, params, images) -> tuple[int, int]:
   """Returns the number of patches (down, across) without running the model.
 
   Raises ValueError if the model has no attention.
   """
-  name = type(model).__name__
-  if not isinstance(model, models_vit.VisionTransformer):
-    raise ValueError(
-      f'model={name} has no attention weights to show: give a VisionTransformer, '
-      "models.get_model('ViT-B_16', ...) say (config.model)"
-    )
-  if model.transformer is None:
-    raise ValueError(
-      f'model={name} has transformer=None, and so no attention weights to show: '
-      'give it an encoder (config.model.transformer)'
-    )
+  if why := lacks(model):
+    raise ValueError(why)
   embed = functools.partial(model.apply, method='embed', flat=False)
   tokens = jax.eval_shape(embed, {'params': params}, images)  # [B, h, w, D]
   return tokens.shape[1:3]

@@ -62,12 +62,7 @@ def needs_images(subject) -> str | None:
 
 
 def _needs_attention(subject):
-  model = subject.model.task.model
-  if not isinstance(model, models.VisionTransformer):
-    return f'a model of the class {type(model).__name__} has no attention'
-  if model.transformer is None:
-    return 'the model has no transformer, and so no attention'
-  return needs_images(subject)
+  return attention.lacks(subject.model.task.model) or needs_images(subject)
 
 
 def _needs_kernel(subject):

@@ -130,8 +130,6 @@ def collect(
     example: see vit_jax.input_pipeline.eval_batches.
     compute: compiled function from a batch to a dict of arrays [B, ...] with
       `index` and `mask`, whole on every process, see `everywhere`.
-    stop: see mesh.
-    what: see mesh.
   """
   total, found = source.num_examples, {}
   batches = input_pipeline.eval_batches(config, source, example, mesh)

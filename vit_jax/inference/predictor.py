@@ -171,7 +171,6 @@ class Predictor:
         such column.
       top: classifiers: number of classes.
       threshold: detectors: see their `detect`; likewise image_size.
-      image_size: see threshold.
 
     Raises:
       ValueError: if there is no such layer, or an argument is out of range.

@@ -91,10 +91,6 @@ class Block(records.Subset):
 def check(out: str | os.PathLike):
   """Raises ValueError unless a table can be written to a path, `--out`."""
   path = epath.Path(out)
-  if path.suffix not in ENDINGS:
-    raise ValueError(
-      f"out='{out}' must end with {', '.join(ENDINGS)} for a table (--out)"
-    )
   if path.is_file():
     raise ValueError(
       f"out='{out}' exists: delete it, or give another path (--out)"
@@ -193,11 +189,8 @@ def write(
 
   Args:
     model: see `rows`; likewise source, columns and broken.
-    source: see model.
     out: the file, with one of ENDINGS; a folder if there are several processes.
-    columns: see model.
     facts: what else the table depends on, for JSON, such as the model's path.
-    broken: see model.
 
   Raises:
     stopping.Interrupted: after a signal; what is done is written.

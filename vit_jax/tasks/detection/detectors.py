@@ -179,7 +179,6 @@ class Segmenter(Detector):
     Args:
       images: see `detect`; likewise image_size and errors.
       threshold: least score of a segment, from 0 to 1.
-      image_size: see images.
 
     Returns:
       For each image (map, segments). The map, int32 [height, width] of the

@@ -92,8 +92,6 @@ class Predictor(predictor_lib.Predictor):
       rows: number of rows of the model's H that are kept; by default all rows
         of an upper part, and half of the rows of any other image.
       seed: see `sample`; likewise temperature, top_k and errors.
-      temperature: see seed.
-      top_k: see seed.
 
     Returns:
       uint8 [n, H, W, 3], in the colours of the palette.
