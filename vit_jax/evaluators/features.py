@@ -8,7 +8,6 @@ model of this package sows), its layers from the first to the last (`layer_0`,
 from collections.abc import Callable
 from collections.abc import Sequence
 import difflib
-import functools
 import re
 from typing import NamedTuple
 
@@ -74,7 +73,7 @@ def layers(task) -> dict[str, str]:
     iGPT       as ViT (section 3.4 of "Generative Pretraining from Pixels":
                n^l, averaged over the positions)
   """
-  matches = map(_SOWN.search, _shapes(task, task.intermediates))
+  matches = map(_SOWN.search, _sown(task))
   found = [match for match in matches if match]
   found.sort(key=lambda match: (match[2] == 'layer', int(match[3])))
   return {match[1]: match.string for match in found}
@@ -85,6 +84,11 @@ def _shapes(task, compute: Callable):
   params, extra = jax.eval_shape(task.init, jax.random.key(0))
   batch = {'image': task.image_spec(1)}
   return jax.eval_shape(compute, params, extra, batch)
+
+
+def _sown(task, capture=False) -> dict:
+  """Returns the shapes of what a task's model sows for an image, by path."""
+  return _shapes(task, lambda *state: task.intermediates(*state, capture))
 
 
 class Extractor:
@@ -209,15 +213,14 @@ def _label(record) -> dict:
 
 def _of_layers(task, names: Sequence[str]) -> Callable:
   """Returns the function that computes the layers of these names, a list."""
-  known, sown = layers(task), _shapes(task, task.intermediates)
+  known, sown = layers(task), _sown(task)
   paths = {name: known.get(name, name) for name in names if name != PIXELS}
   captured = {path for path in paths.values() if path not in sown}
 
   def capture(module, method):
     return method == '__call__' and '/'.join(module.path) in captured
 
-  everything = functools.partial(task.intermediates, capture=True)
-  modules = _shapes(task, everything) if captured else {}
+  modules = _sown(task, True) if captured else {}
   for path in captured:
     if f'{path}/__call__' not in modules:
       inner = {p.removesuffix('/__call__') for p in modules} - {'__call__'}
