@@ -63,7 +63,7 @@ class Result(NamedTuple):
 
   accuracy: float  # On the test images, from 0 to 1.
   l2: float  # The chosen penalty, see L2; 0 for SGD.
-  held_out: dict[float, float]  # Accuracy on them by penalty; {} for SGD.
+  held_out: dict[float, float]  # On held-out images by penalty; {} for SGD.
   method: str  # 'L-BFGS' or 'SGD'.
 
 
