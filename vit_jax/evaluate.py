@@ -87,9 +87,8 @@ def evaluate(
 
   evaluators = task.evaluators(mesh, split, open_split)
   if real_labels is not None:
-    evaluators = [
-      *evaluators, real.Real(task, mesh, open_split, split, real_labels)
-    ]  # fmt: skip
+    made = real.Real(task, mesh, open_split, split, real_labels)
+    evaluators = [*evaluators, made]
   metrics = {}
   for evaluator in evaluators:
     metrics.update(evaluator.run(model.params, model.extra))
@@ -101,11 +100,7 @@ def evaluate(
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
-  """Returns the options of a command line, each 'NAME=VALUE', by name.
-
-  Raises:
-    ValueError: if a text has another form.
-  """
+  """Returns the options of a command line, each 'NAME=VALUE', by name."""
   found = {}
   for text in texts:
     name, _, value = text.partition('=')

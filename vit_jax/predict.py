@@ -136,11 +136,7 @@ def _check_flags(model, args, is_table) -> None:
 
 
 def run(args) -> None:
-  """Prints or writes what the flags of `vit_jax predict` ask for.
-
-  Args:
-    args: namespace of vit_jax.commands.predict.parse.
-  """
+  """Prints or writes what the flags of `vit_jax predict` ask for."""
   cli.load_tensorflow()
   from vit_jax.data.images import listing
   from vit_jax.inference import tables
@@ -195,14 +191,14 @@ def _write_table(model, args, split) -> None:
     source = sources.open_split(config, name, ('image',), dataset=dataset)
   else:
     source = given.Given(args.images, config.max_image_pixels)
-  columns = model.columns(
-    args.embeddings, args.top, args.threshold, args.image_size
-  )
+  flags = [args.embeddings, args.top, args.threshold, args.image_size]
   facts = {
     'model': str(args.weights or args.workdir), 'step': model.step,
-    'flags': [args.embeddings, args.top, args.threshold, args.image_size],
+    'flags': flags,
   }  # fmt: skip
-  tables.write(model, source, args.out, columns, facts, args.broken)
+  tables.write(
+    model, source, args.out, model.columns(*flags), facts, args.broken
+  )
 
 
 if __name__ == '__main__':

@@ -82,18 +82,17 @@ def probe(
   run_config.check_memory(config, jax.process_count())
   made = probes.FewShot(model.task, mesh)
   dataset, train, test = probes.splits(config)
-  few, state = [], (model.params, model.extra)
+  few, rows, state = [], [], (model.params, model.extra)
   if shots:
     [found] = made.accuracies(*state).values()
     for number, values in found.items():
       mean, std = metrics.mean_std(values)
       row = {'shots': number, 'accuracies': values, 'mean': mean, 'std': std}
       few.append(row)
-  found = made.linear(layers, *state) if linear else {}
-  rows = [
-    {'layer': name, **x._asdict(), 'held_out': list(x.held_out.items())}
-    for name, x in found.items()
-  ]
+  if linear:
+    for name, x in made.linear(layers, *state).items():
+      held_out = list(x.held_out.items())
+      rows.append({'layer': name, **x._asdict(), 'held_out': held_out})
   return {
     'dataset': dataset or config.dataset,
     'train': train,
@@ -143,16 +142,12 @@ def table(result: dict) -> str:
 
 
 def _by_layer(result):
-  """Returns the accuracy by layer, as vit_jax.evaluators.probes has it."""
+  """Returns the accuracy by layer, as evaluators.probes has it."""
   return {row['layer']: (row['accuracy'], 0.0) for row in result['layers']}
 
 
 def run(args) -> None:
-  """Makes the probes that the flags of `vit_jax probe` ask for.
-
-  Args:
-    args: namespace of vit_jax.commands.probe.parse.
-  """
+  """Makes the probes that the flags of `vit_jax probe` ask for."""
   cli.load_tensorflow()
   from vit_jax import evaluate
   from vit_jax.distributed import sharding

@@ -34,8 +34,8 @@ def subject(
     model: result of `predict.load` or `predict.load_weights`.
     images: a list of images of any size: paths, PIL images, or arrays uint8
       [height, width(, channels)]; by default the first images of the split.
-    split: split of the run's data set, for the images and the confusion matrix;
-      by default the first split that the run is tested on.
+    split: split of the run's data set, for the images and the confusion
+      matrix; by default the first split that the run is tested on.
     num_images: number of images to take from the split.
     points: points (x, y) of every image for the attention of a detector's
       encoder, as shares of width and height; by default the centres of boxes.
@@ -44,8 +44,8 @@ def subject(
     A vit_jax.figures.results.Subject.
 
   Raises:
-    FileNotFoundError, ValueError: if an image or the split cannot be read, or a
-      point lies outside of the images.
+    FileNotFoundError, ValueError: if an image or the split cannot be read, or
+      a point lies outside of the images.
   """
   from vit_jax import train
   from vit_jax.figures import results
@@ -84,20 +84,15 @@ def figures(
   """Draws figures of a model.
 
   Args:
-    model: see `subject`; likewise images, split, num_images and points.
-    images: see model.
-    split: see model.
-    names: names of figures, see vit_jax.figures.gallery.of; by default all
-      that can be drawn for the model.
-    num_images: see model.
-    points: see model.
+    model: see `subject`; likewise images, split, num_images, points and errors.
+    names: names of figures, see vit_jax.figures.gallery.of; by default all that
+      can be drawn for the model.
 
   Returns:
     matplotlib Figures by name.
 
   Raises:
-    FileNotFoundError, ValueError: see `subject`; also ValueError if a named
-      figure cannot be drawn.
+    ValueError: if a named figure cannot be drawn.
     ImportError: if matplotlib is missing.
   """
   from vit_jax.figures import drawing
@@ -119,10 +114,6 @@ def inductive_bias(images: Sequence[Any] | None = None):
 
   Returns:
     A matplotlib Figure.
-
-  Raises:
-    FileNotFoundError, ValueError: if an image cannot be read.
-    ImportError: if matplotlib is missing.
   """
   from vit_jax.figures import drawing
   from vit_jax.figures import gallery

@@ -125,8 +125,10 @@ def test_what_is_said_of_images(model, source):
   subject = results.Subject(model, source=source, split='train', count=4)
   assert subject.names == [pathlib.Path(source.name(i)).name for i in range(4)]
   rows = special.softmax(subject.seen.outputs, axis=-1)
+  labels, title = subject.labels
+  assert title == 'predicted class, probability'
   for label, row, one_hot in zip(
-    subject.labels, rows, subject.batch['label'], strict=True
+    labels, rows, subject.batch['label'], strict=True
   ):
     name, probability, *rest = label.split('\n')
     best, true = (model.class_names[x.argmax()] for x in (row, one_hot))

@@ -167,13 +167,13 @@ def test_a_table_that_was_killed_goes_on(
     if out.exists():
       break
     seen.clear()
-    stream = model.stream_source
+    stream = model.stream
 
     def counted(source, *args, stream=stream):
       seen.append(source.num_examples)
       return stream(source, *args)
 
-    monkeypatch.setattr(model, 'stream_source', counted)
+    monkeypatch.setattr(model, 'stream', counted)
     write(model, images, out)
     monkeypatch.undo()
     assert sum(seen) == COUNT - 64 * len(parts)

@@ -81,13 +81,6 @@ def make_parser() -> flags.Parser:
     help='detectors: pixels of the shorter side, or height and width, of the '
     'images that the network sees (as in the evaluation of the run)',
   )
-  _add_sampling_flags(parser)
-  hosts.add_flags(parser)
-  return parser
-
-
-def _add_sampling_flags(parser):
-  """Adds the flags of models that draw images."""
   group = parser.add_argument_group('models of pixels')
   group.add_argument('--sample', type=int, help='number of images to draw')
   group.add_argument(
@@ -108,20 +101,19 @@ def _add_sampling_flags(parser):
   group.add_argument(
     '--top_k', type=int, help='draw among so many likely colours (all)'
   )
+  hosts.add_flags(parser)
+  return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags; raises ValueError for wrong ones."""
+  """Parses and checks the flags; raises ValueError for wrong ones.
+
+  A command line must name one thing to do.
+  """
   alone = '--embeddings'  # Without a layer; the next word may be a file.
   argv = [f'{alone}=features' if word == alone else word for word in argv]
   args = make_parser().parse_args(argv)
   flags.check_model_flags(args)
-  _check_inputs(args)
-  return args
-
-
-def _check_inputs(args):
-  """Raises ValueError unless the command line names one thing to do."""
   given = {
     'images': bool(args.images),
     '--sample': args.sample is not None,
@@ -143,6 +135,7 @@ def _check_inputs(args):
     raise ValueError(
       f'--rows={args.rows} is a part of --complete FILE: give that too'
     )
+  return args
 
 
 def main(argv: Sequence[str]) -> int:

@@ -20,7 +20,6 @@ from vit_jax import cli
 from vit_jax import preprocess
 from vit_jax.data import records
 from vit_jax.distributed import processes
-from vit_jax.distributed import sharding
 from vit_jax.inference import engine
 
 # What a model of this package sows in front of its head.
@@ -30,19 +29,13 @@ PIXELS = 'pixels'
 # What models sow in front of each layer, see `layers`: stages of the ResNet of
 # a hybrid come before the layers of the Transformer.
 _SOWN = re.compile(r'(?:^|/)((stage|layer)_(\d+))$')
-_KINDS = ('stage', 'layer')
 
 
 class Features(NamedTuple):
-  """Features and labels of n examples, in the order of the split.
+  """Features and labels of n examples, in the order of the split."""
 
-  Attributes:
-    values: float32 [n, D].
-    labels: int32 [n], the number of the class; -1 for an image that has no
-      class, or several.
-  """
-
-  values: np.ndarray
+  values: np.ndarray  # float32 [n, D].
+  # int32 [n], the number of the class; -1 for no class, or several.
   labels: np.ndarray
 
   def labelled(self) -> np.ndarray:
@@ -67,7 +60,8 @@ class Features(NamedTuple):
 def layers(task) -> dict[str, str]:
   """Returns the layers of a task's model from the input to the output.
 
-  Each model of this package sows a mean [B, D] in front of each layer:
+  The result has paths among the `intermediates` by name, 'layer_0', 'layer_1',
+  ... Each model of this package sows a mean [B, D] in front of each layer:
 
     ViT        layer_<l>: the tokens as the first norm of block l returns them;
                the last one: the tokens after the encoder's norm
@@ -78,28 +72,23 @@ def layers(task) -> dict[str, str]:
                the map after the last norm
     iGPT       as ViT (section 3.4 of "Generative Pretraining from Pixels":
                n^l, averaged over the positions)
-
-  Returns:
-    Paths among the `intermediates` by name: 'layer_0', 'layer_1', ...
   """
-  found = {}
-  for path in _shapes(task):
-    match = _SOWN.search(path)
-    if match:
-      found[match[1]] = path, _KINDS.index(match[2]), int(match[3])
-  order = sorted(found, key=lambda name: found[name][1:])
-  return {name: found[name][0] for name in order}
+  matches = map(_SOWN.search, _sown(task))
+  found = [match for match in matches if match]
+  found.sort(key=lambda match: (match[2] == 'layer', int(match[3])))
+  return {match[1]: match.string for match in found}
 
 
-def _shapes(task, capture=False) -> dict:
-  """Returns the shapes of what a task's model sows for an image, by path."""
+def _shapes(task, compute: Callable):
+  """Returns the shapes of a function (params, extra, batch) for an image."""
   params, extra = jax.eval_shape(task.init, jax.random.key(0))
   batch = {'image': task.image_spec(1)}
+  return jax.eval_shape(compute, params, extra, batch)
 
-  def sown(params, extra, batch):
-    return task.intermediates(params, extra, batch, capture)
 
-  return jax.eval_shape(sown, params, extra, batch)
+def _sown(task, capture=False) -> dict:
+  """Returns the shapes of what a task's model sows for an image, by path."""
+  return _shapes(task, lambda *state: task.intermediates(*state, capture))
 
 
 class Extractor:
@@ -109,16 +98,16 @@ class Extractor:
     task: a vit_jax.tasks.base.Task.
     mesh: the mesh; all of its processes must make the same calls.
     layer: 'features'; 'pixels', the model's inputs; a name of `layers`; the
-      path of another array that the model sows; or the path of a module, such as
-      'Transformer/encoderblock_3', for its outputs. Dimensions between the first
-      and the last, such as tokens, are averaged. Of several names, the features
-      are joined in this order, and computed together.
+      path of another array that the model sows; or the path of a module, such
+      as 'Transformer/encoderblock_3', for its outputs. Dimensions between the
+      first and the last, such as tokens, are averaged. Several are computed
+      together.
     pp: preprocessing of the images, as of an evaluation; by default
       `task.config.pp`.
 
   Attributes:
     widths: number of features of each layer, by name.
-    width: number D of features, of all layers.
+    width: number D of features of all layers, which are joined in their order.
   """
 
   def __init__(self, task, mesh, layer: str | Sequence[str] = LAYER, pp=None):
@@ -127,16 +116,14 @@ class Extractor:
     self._pp = pp or task.config.pp
     names = (layer,) if isinstance(layer, str) else tuple(layer)
     self._layers = _of_layers(task, names)
-    params, extra = jax.eval_shape(task.init, jax.random.key(0))
-    batch = {'image': task.image_spec(1)}
-    shapes = jax.eval_shape(self._means, params, extra, batch)
+    shapes = _shapes(task, self._means)
     self.widths = {name: x.shape[-1] for name, x in zip(names, shapes)}
     self.width = sum(self.widths.values())
 
     def compute(params, extra, batch):
       return {**batch, 'image': self.compute(params, extra, batch)}
 
-    self._compute = jax.jit(compute, out_shardings=sharding.replicated(mesh))
+    self._compute = engine.everywhere(mesh, compute)
 
   def compute(self, params, extra, batch: dict) -> jax.Array:
     """Computes the features of a batch, float32 [B, D]; not compiled."""
@@ -181,16 +168,11 @@ class Extractor:
     if indices is not None:
       source = records.Subset(source, indices)
     self._check_memory(source.num_examples)
-
     found = engine.collect(
-      self._config,
-      self._mesh,
-      source,
-      self.example,
-      lambda batch: self._compute(params, extra, batch),
-      stop,
+      self._config, self._mesh, source, self.example,
+      lambda batch: self._compute(params, extra, batch), stop,
       'Extracting features',
-    )
+    )  # fmt: skip
     labels = found.get('label', np.full(source.num_examples, -1, np.int32))
     return Features(found['image'], labels)
 
@@ -213,20 +195,11 @@ def least_memory() -> int:
 
 
 def read_labels(config, mesh, source) -> np.ndarray:
-  """Reads the class of every example of a split, int32 [n], see Features.
-
-  The source is opened with the feature 'label' alone.
-  """
-  whole = jax.jit(lambda batch: batch, out_shardings=sharding.replicated(mesh))
-  found = engine.collect(
-    config,
-    mesh,
-    source.evaluated,
-    lambda record, seed: _label(record),
-    whole,
-    what='Reading labels',
-  )
-  return found['label']
+  """Reads the class of every example of a split, int32 [n], see Features."""
+  return engine.collect(
+    config, mesh, source.evaluated, lambda record, seed: _label(record),
+    engine.everywhere(mesh, lambda batch: batch), what='Reading labels',
+  )['label']  # fmt: skip
 
 
 def _label(record) -> dict:
@@ -240,14 +213,14 @@ def _label(record) -> dict:
 
 def _of_layers(task, names: Sequence[str]) -> Callable:
   """Returns the function that computes the layers of these names, a list."""
-  known, sown = layers(task), _shapes(task)
+  known, sown = layers(task), _sown(task)
   paths = {name: known.get(name, name) for name in names if name != PIXELS}
   captured = {path for path in paths.values() if path not in sown}
 
   def capture(module, method):
     return method == '__call__' and '/'.join(module.path) in captured
 
-  modules = _shapes(task, True) if captured else {}
+  modules = _sown(task, True) if captured else {}
   for path in captured:
     if f'{path}/__call__' not in modules:
       inner = {p.removesuffix('/__call__') for p in modules} - {'__call__'}

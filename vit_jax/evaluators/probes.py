@@ -52,24 +52,17 @@ _GROUP = 1 / 4
 class Probe:
   """Classifies the test images by features of a few images of each class.
 
-  Classes of the test images are told by name; some may be missing.
-
-  Attributes:
-    extractor: computes the features.
-    train: source of the training images.
-    test: source of the test images.
-    class_names: names of the training images' classes.
+  Classes of the test images are told by name; some may be missing. Its
+  attributes are the features' `extractor`, the sources `train` and `test`, and
+  the names of the training images' classes.
 
   Args:
-    task: the objective, see features.Extractor.
-    mesh: the mesh.
+    task: the objective, see features.Extractor; likewise mesh, layers and pp.
     workdir: folder of the run, see vit_jax.data.sources.open_split.
     data: data set (None: that of the run), training and test split.
-    layers: see features.Extractor.
     shots: numbers of training images of each class; () for `linear` alone.
     seeds: seeds of the choice of these images.
     fit: function from features to a classifier, see solvers.
-    pp: preprocessing of the images.
   """
 
   def __init__(self, task, mesh, workdir, data, layers, shots, seeds, fit, pp):
@@ -135,8 +128,7 @@ class Probe:
     L-BFGS, a pass over the images extracts as many layers as take a quarter of
     the memory. For 1.28 million images and 49 layers of 1,536 features
     (iGPT-L), a layer takes 7.9 GB: a machine of 512 GB makes 3 passes, and on
-    one of less than 64 GB SGD trains the probes of all layers together, on the
-    features of the same batches.
+    one of less than 64 GB SGD trains the probes of all layers together.
     """
     extractor, state, found = self._make(layers), (params, extra), {}
     count, widest = self.train.num_examples, max(extractor.widths.values())
@@ -278,20 +270,11 @@ def choose(
   seed: int,
   skip_empty: bool = False,
 ) -> np.ndarray:
-  """Chooses examples of each class at random.
+  """Chooses `shots` examples of each class at random, int64 [classes, shots].
 
   The choice depends on the seed and the examples of the class alone. Fewer
-  shots are the first columns of more.
-
-  Args:
-    labels: int [n], classes of the examples; -1 for none.
-    class_names: names of the classes.
-    shots: number of examples per class.
-    seed: seed of the choice.
-    skip_empty: whether to leave out classes without an example.
-
-  Returns:
-    Numbers of examples, int64 [classes, shots].
+  shots are the first columns of more. Labels are int [n], -1 for none;
+  `skip_empty` leaves out classes without an example.
   """
   classes = np.arange(len(class_names))
   if skip_empty:
@@ -363,31 +346,32 @@ def best_layer(found: Accuracies) -> str:
 
 def as_rows(found: Accuracies) -> list[dict]:
   """Returns the accuracy by layer as rows, with the deviation if there is any."""
-  several = any(std for _, std in found.values())
-  names = ('accuracy', 'std')[: 1 + several]
+  names = ['accuracy']
+  if any(std for _, std in found.values()):
+    names.append('std')
   return [{'layer': name, **dict(zip(names, x))} for name, x in found.items()]
 
 
 def write(path: epath.Path, found: Accuracies, content: dict):
   """Writes the accuracy by layer as JSON, and beside it as CSV and PNG.
 
-  Process 0 writes for all. Without matplotlib, the plot is left out. The names of
-  the files differ in .json, .csv and .png.
+  Process 0 writes for all. Without matplotlib, the plot is left out.
   """
-  rows = as_rows(found)
-  lines = [list(rows[0]), *(row.values() for row in rows)]
+  rows, best = as_rows(found), best_layer(found)
+  lines = [rows[0], *(row.values() for row in rows)]
   text = ''.join(','.join(map(str, line)) + '\n' for line in lines)
   layers = {k: v for k, v in found.items() if k != features.PIXELS}
-  best = best_layer(found)
-  title = f'{best.replace("_", " ")} is best, {100 * found[best][0]:.1f} %'
+  title = (
+    f'Linear probes: {best.replace("_", " ")} is best, '
+    f'{100 * found[best][0]:.1f} %'
+  )
   plot = path.with_suffix('.png')
 
   def do():
     files.write(path, json.dumps(content, indent=1) + '\n')
     files.write(path.with_suffix('.csv'), text)
     try:
-      pixels = found.get(features.PIXELS)
-      studies.depth(layers, pixels, f'Linear probes: {title}', path=plot)
+      studies.depth(layers, found.get(features.PIXELS), title, path=plot)
       cli.say(f'  plot   {plot}')
     except ImportError as e:
       cli.say(f'No plot was drawn: {e}')

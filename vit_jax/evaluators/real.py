@@ -21,7 +21,6 @@ from collections.abc import Callable
 import json
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
@@ -29,7 +28,6 @@ import tensorflow as tf
 from vit_jax.data import slices
 from vit_jax.data.images import reading
 from vit_jax.distributed import processes
-from vit_jax.distributed import sharding
 from vit_jax.inference import engine
 
 # What a source must tell of an image, if it can.
@@ -41,13 +39,9 @@ _NUMBER = r'ILSVRC2012_val_(\d{8})\.\w+'
 class Real:
   """Measures ReaL accuracy, see the top of this module.
 
-  Args:
-    task: a classifier, see vit_jax.tasks.base.Task.
-    mesh: the mesh.
-    open_split: function from a split and the names of further features to its
-      source.
-    split: the split, or a slice of it.
-    path: file of the labels, local or gs://.
+  Takes a classifier (vit_jax.tasks.base.Task), the mesh, a function from a split
+  and the names of further features to its source, the split or a slice of it,
+  and the file of the labels, local or gs://.
   """
 
   def __init__(self, task, mesh, open_split: Callable, split: str, path: str):
@@ -74,22 +68,18 @@ class Real:
 
     def best(params, extra, batch):
       logits = task.outputs(params, extra, batch)
-      kept = {name: batch[name] for name in ('index', 'mask', 'number')}
-      return {**kept, 'best': logits.argmax(axis=-1).astype(jnp.int32)}
+      found = logits.argmax(axis=-1).astype(jnp.int32)
+      return {'best': found, 'number': batch['number']}
 
-    self._best = jax.jit(best, out_shardings=sharding.replicated(mesh))
+    self._best = engine.everywhere(mesh, best)
 
   def run(self, params, extra, stop=engine.never):
     """Returns `accuracy_real` and `num_real`, see `score`."""
     found = engine.collect(
-      self._task.config,
-      self._mesh,
-      self._source,
-      self._example,
-      lambda batch: self._best(params, extra, batch),
-      stop,
+      self._task.config, self._mesh, self._source, self._example,
+      lambda batch: self._best(params, extra, batch), stop,
       'Evaluating by ReaL labels',
-    )
+    )  # fmt: skip
     numbers = self._numbers
     if numbers is None:
       numbers = found['number']

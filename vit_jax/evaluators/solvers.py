@@ -59,19 +59,12 @@ class Linear(NamedTuple):
 
 
 class Result(NamedTuple):
-  """A linear probe.
+  """A linear probe."""
 
-  Attributes:
-    accuracy: on the test images, from 0 to 1.
-    l2: the chosen penalty, see L2; 0 for SGD.
-    held_out: accuracy on the held-out images by penalty; {} for SGD.
-    method: 'L-BFGS' or 'SGD'.
-  """
-
-  accuracy: float
-  l2: float
-  held_out: dict[float, float]
-  method: str
+  accuracy: float  # On the test images, from 0 to 1.
+  l2: float  # The chosen penalty, see L2; 0 for SGD.
+  held_out: dict[float, float]  # On held-out images by penalty; {} for SGD.
+  method: str  # 'L-BFGS' or 'SGD'.
 
 
 def least_squares(
@@ -169,13 +162,10 @@ def sgd(
 ) -> features.Features:
   """Trains by SGD, computing the features of each batch anew, and classifies.
 
-  Momentum is .9, and the learning rate, given for 256 images of a batch, falls to
-  0 by a cosine. Means and deviations of the features come from a sample of the
-  training images. Parameters and extra state of the model stay as they are.
-
-  Returns:
-    The classes of the test images by each of the extractor's L layers, int32
-    [n, L], and their labels.
+  Momentum is .9, and the learning rate, given for 256 images of a batch, falls
+  to 0 by a cosine. Means and deviations of the features come from a sample of
+  the training images. Returns the classes of the test images by each of the
+  extractor's L layers, int32 [n, L], and their labels.
   """
   config, count = task.config, train.num_examples
   size = min(count, _SAMPLE, max(2, _SAMPLE_BYTES // (4 * extractor.width)))
@@ -217,10 +207,8 @@ def sgd(
     best = logits(weights, params, extra, batch).argmax(axis=-1)
     return {**batch, 'image': best}
 
-  whole = sharding.replicated(mesh)
-  update, classify = (
-    jax.jit(f, out_shardings=whole) for f in (update, classify)
-  )
+  update = jax.jit(update, out_shardings=sharding.replicated(mesh))
+  classify = engine.everywhere(mesh, classify)
   batches = input_pipeline.train_batches(config, train, extractor.example, mesh)
   with cli.bar(total=steps, desc='SGD', unit='step', leave=False) as bar:
     for _ in range(steps):

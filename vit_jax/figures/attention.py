@@ -4,11 +4,6 @@ Attention maps, rollout and distances; the principal components of the filters
 of the patch embedding; the similarity of the position embeddings. Source: arXiv
 2010.11929, section 4.5, D.4, D.7 and D.8.
 
-  from vit_jax.figures import attention
-  found = attention.attention(model, params, images)
-  attention.rollout_maps(found)  # Figure 6: [B, h, w].
-  attention.mean_distances(found, (16, 16))  # Figure 11: [L, K].
-
 Shapes: B images, L layers, K heads, h x w patches, N tokens (the patches, and
 before them the class token where there is one).
 """
@@ -27,20 +22,13 @@ from vit_jax import models_vit
 
 
 class Attention(NamedTuple):
-  """Attention weights and outputs of a model for a batch of images.
+  """Attention weights and outputs of a model for a batch of images."""
 
-  Attributes:
-    weights: attention weights of each layer, L arrays float32 [B, K, N, N]; the
-      row of each query sums to 1.
-    outputs: the model's outputs, float32; [B, classes] for a classifier.
-    grid: number of patches (down, across), (h, w).
-    before: number of tokens before the patches: 1 with a class token, else 0.
-  """
-
+  # L arrays float32 [B, K, N, N]; the row of each query sums to 1.
   weights: list[np.ndarray]
-  outputs: np.ndarray
-  grid: tuple[int, int]
-  before: int
+  outputs: np.ndarray  # Of the model, float32; [B, classes] for a classifier.
+  grid: tuple[int, int]  # Number of patches (down, across), (h, w).
+  before: int  # Tokens before the patches: 1 with a class token, else 0.
 
 
 def attention(
@@ -50,12 +38,8 @@ def attention(
 
   The weights do not depend on the model's implementation of attention. Calls
   `embed`, `encode` and `classify` alone, so that a model of masked patches
-  masks none.
-
-  Args:
-    model: a Vision Transformer, hybrid or not, or a subclass of it.
-    params: its parameters.
-    images: float [B, H, W, C] in [-1, 1].
+  masks none. Takes a Vision Transformer, hybrid or not, or a subclass of it;
+  its parameters; and images, float [B, H, W, C] in [-1, 1].
 
   Raises:
     ValueError: if the model has no attention, or its encoder does not sow the
@@ -72,22 +56,26 @@ def of(weights, outputs, grid: tuple[int, int]) -> Attention:
   return Attention(weights, outputs, grid, before)
 
 
+def lacks(model) -> str | None:
+  """Returns why a model has no attention weights, in words; None if it has."""
+  if (
+    isinstance(model, models_vit.VisionTransformer)
+    and model.transformer is not None
+  ):
+    return None
+  return (
+    f'model={type(model).__name__} has no attention weights to show: give a '
+    'VisionTransformer, and not transformer=None (config.model)'
+  )
+
+
 def patch_grid(model, params, images) -> tuple[int, int]:
   """Returns the number of patches (down, across) without running the model.
 
   Raises ValueError if the model has no attention.
   """
-  name = type(model).__name__
-  if not isinstance(model, models_vit.VisionTransformer):
-    raise ValueError(
-      f'model={name} has no attention weights to show: give a VisionTransformer, '
-      "models.get_model('ViT-B_16', ...) say (config.model)"
-    )
-  if model.transformer is None:
-    raise ValueError(
-      f'model={name} has transformer=None, and so no attention weights to show: '
-      'give it an encoder (config.model.transformer)'
-    )
+  if why := lacks(model):
+    raise ValueError(why)
   embed = functools.partial(model.apply, method='embed', flat=False)
   tokens = jax.eval_shape(embed, {'params': params}, images)  # [B, h, w, D]
   return tokens.shape[1:3]
@@ -197,16 +185,11 @@ def _on_grid(mixed, attention):
 
 
 def principal_filters(kernel, count: int = 28) -> tuple[np.ndarray, np.ndarray]:
-  """Computes the principal components of filters.
+  """Computes at most `count` principal components of D filters [p, q, C, D].
 
-  Args:
-    kernel: D filters, [p, q, C, D].
-    count: maximum number of components.
-
-  Returns:
-    Components, float32 [count, p, q, C], each of norm 1 and with its value of
-    largest magnitude positive; and the share of the variance that each
-    explains, float32 [count].
+  Returns the components, float32 [count, p, q, C], each of norm 1 and with its
+  value of largest magnitude positive; and the share of the variance that each
+  explains, float32 [count].
   """
   kernel = np.asarray(kernel, np.float64)
   filters = kernel.reshape(-1, kernel.shape[-1]).T  # [D, p*q*C]
@@ -223,15 +206,9 @@ def principal_filters(kernel, count: int = 28) -> tuple[np.ndarray, np.ndarray]:
 def position_similarity(embeddings, grid: tuple[int, int]) -> np.ndarray:
   """Computes the cosine similarity of the position embeddings of patches.
 
-  Args:
-    embeddings: [N, D] or [1, N, D]; tokens before the patches are ignored.
-    grid: number of patches (down, across), (h, w).
-
-  Returns:
-    float32 [h, w, h, w]; [i, j] compares the patch in row i, column j with all.
-
-  Raises:
-    ValueError: if there are fewer embeddings than patches.
+  Takes [N, D] or [1, N, D], whose tokens before the patches are ignored, and
+  the number of patches (down, across), (h, w). Returns float32 [h, w, h, w];
+  [i, j] compares the patch in row i, column j with all.
   """
   count = grid[0] * grid[1]
   table = np.asarray(embeddings, np.float64)

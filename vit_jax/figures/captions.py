@@ -4,6 +4,7 @@ TensorBoard and the PNGs in a workdir show these grids. For figures of a paper,
 draw the arrays that vit_jax/figures computes.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,22 +31,16 @@ _VIRIDIS = np.array(
 
 
 class Caption(NamedTuple):
-  """Text below an image.
+  """Text below an image; a line that is wider than the image is cut off."""
 
-  Attributes:
-    text: one or more lines; a line wider than the image is cut off.
-    color: name or '#rrggbb', as for Pillow; see RIGHT and WRONG.
-  """
-
-  text: str
-  color: str = 'black'
+  text: str  # One or more lines.
+  color: str = 'black'  # As for Pillow, or RIGHT or WRONG.
 
 
 def to_pixels(images) -> np.ndarray:
-  """Converts a model's images to RGB pixels, uint8 [..., H, W, 3].
+  """Converts images, float [..., H, W, C] in [-1, 1], to uint8 [..., H, W, 3].
 
-  Args:
-    images: float [..., H, W, C] in [-1, 1]; C is 3, or 1 for grey.
+  C is 3, or 1 for grey.
   """
   images = np.nan_to_num(np.asarray(images, np.float32))
   pixels = ((images + 1) * 127.5).round().clip(0, 255).astype(np.uint8)
@@ -73,7 +68,7 @@ def grid(
   titles: Sequence[str] = (),
   most: int | None = None,
 ) -> np.ndarray:
-  """Draws images row by row, on white.
+  """Draws images row by row, on white; returns uint8 [height, width, 3].
 
   Args:
     images: uint8 [n, H, W, 3]; if the shorter side is below LEAST, enlarged by
@@ -83,9 +78,6 @@ def grid(
     titles: text above each column, or none at all.
     most: maximum length of the shorter side in pixels, to which larger images
       are shrunk; None for no maximum.
-
-  Returns:
-    uint8 [height, width, 3].
   """
   height, width = _cell(images.shape[1:3], most)
   shrinks = height < images.shape[1]
@@ -109,6 +101,22 @@ def grid(
     if captions:
       _write(pen, (corner[0], corner[1] + height + 1), captions[i], width)
   return np.asarray(canvas)
+
+
+def beside(
+  images: Mapping[str, np.ndarray], most: int | None = MOST
+) -> np.ndarray:
+  """Draws a row for each image, with a titled column for each version of it.
+
+  The versions are float [n, H, W, C] in [-1, 1], by title; for `most` see `grid`.
+  """
+  versions = np.stack(list(images.values()), axis=1)  # [n, columns, H, W, C]
+  return grid(
+    to_pixels(versions.reshape(-1, *versions.shape[2:])),
+    columns=len(images),
+    titles=tuple(images),
+    most=most,
+  )
 
 
 def _cell(size, most) -> tuple[int, int]:

@@ -31,10 +31,8 @@ _LEGEND = dict(loc='outside lower center', ncols=3, frameon=False)
 def attention_distances(distances, uniform: float, count: int):
   """Draws mean attention distances, one dot per head (figures 7 right and 11).
 
-  Args:
-    distances: distances in pixels, [layers, heads].
-    uniform: distance of uniform attention in pixels.
-    count: number of images that the distances are averaged over.
+  Distances [layers, heads] and that of uniform attention are in pixels;
+  `count` is the number of images that they are averaged over.
   """
   layers, heads = distances.shape
   fig = drawing.new_figure(
@@ -64,8 +62,7 @@ def attention_distances(distances, uniform: float, count: int):
 def learning_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]):
   """Draws the losses, measures and learning rate that a run has logged.
 
-  Args:
-    curves: (steps, values) by name, see results.learning_curves.
+  The curves are (steps, values) by name, see results.learning_curves.
   """
   panels = curve_panels(curves)
   fig = drawing.new_figure(5.2 if len(panels) < 4 else 8.0, 'Learning curves')
@@ -101,11 +98,7 @@ def learning_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]):
 
 
 def curve_panels(curves: Mapping) -> dict[str, list[str]]:
-  """Returns which curves share a panel: {title of the panel: names of curves}.
-
-  Args:
-    curves: see `learning_curves`.
-  """
+  """Returns which curves share a panel: names of curves by its title."""
   panels = {'loss': [], 'accuracy': []}
   for name in curves:
     if name == 'lr' or name.startswith(_NOT_DRAWN):
@@ -128,10 +121,7 @@ def _split_of(name):
 def confusion(found: results.Results, class_names: Sequence[str], split: str):
   """Draws a confusion matrix, and the pairs of classes confused most often.
 
-  Args:
-    found: see results.classify.
-    class_names: names of the classes.
-    split: name of the split that was classified.
+  For the results of a split see results.classify.
   """
   from matplotlib import colors as scales
 
@@ -200,10 +190,7 @@ def _draw_pairs(axes, pairs, class_names):
 def mistakes(found: results.Results, class_names: Sequence[str], split: str):
   """Draws the images that were predicted wrongly with the highest probability.
 
-  Args:
-    found: see results.classify.
-    class_names: names of the classes.
-    split: name of the split that was classified.
+  For the arguments see `confusion`.
   """
   wrong = found.mistakes
   if not wrong:
@@ -240,10 +227,8 @@ def mistakes(found: results.Results, class_names: Sequence[str], split: str):
 def reconstructions(pictures, titles: Sequence[str]):
   """Draws images, masked images and predictions below one another.
 
-  Args:
-    pictures: float32 [B, rows, H, W, C] in [-1, 1], see
-      vit_jax.tasks.masked_patches.Task.pictures.
-    titles: labels of the rows.
+  Pictures are float32 [B, rows, H, W, C] in [-1, 1], see
+  vit_jax.tasks.masked_patches.Task.pictures; titles are those of the rows.
   """
   pixels = drawing.as_pixels(pictures).swapaxes(0, 1)  # [rows, B, H, W, 3]
   rows, columns, height, width = pixels.shape[:4]

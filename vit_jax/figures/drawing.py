@@ -84,13 +84,9 @@ def new_figure(height: float, title: str, width: float = WIDTH):
 
 
 def as_pixels(images) -> np.ndarray:
-  """Converts a model's input images to RGB, and enlarges small ones.
+  """Converts images, float32 [..., H, W, C] in [-1, 1], to RGB in [0, 1].
 
-  Args:
-    images: float32 [..., H, W, C] in [-1, 1]; shown in grey unless C is 3.
-
-  Returns:
-    float32 [..., H', W', 3] in [0, 1].
+  Enlarges small ones; shows them in grey unless C is 3.
   """
   pixels = (np.asarray(images, np.float32).clip(-1, 1) + 1) / 2
   if pixels.shape[-1] not in (1, 3):
@@ -101,14 +97,9 @@ def as_pixels(images) -> np.ndarray:
 
 
 def overlay(pixels: np.ndarray, weights: np.ndarray) -> np.ndarray:
-  """Draws a map in colours over a picture in shades of grey.
+  """Draws a map in colours over a picture in grey, both in [0, 1].
 
-  Args:
-    pixels: the picture, float32 [H, W, 3] in [0, 1].
-    weights: the map, [h, w], not negative; scaled by its largest value.
-
-  Returns:
-    float32 [H, W, 3] in [0, 1].
+  Takes float32 [H, W, 3] and [h, w], not negative, scaled by its largest value.
   """
   import matplotlib
 
@@ -134,10 +125,7 @@ def show_tiles(axes, pictures, columns, rows, gap=0.06, fill=1.0, **kwargs):
     rows: labels of the rows.
     gap: width of the gaps, as a share of the shorter side of a picture.
     fill: value of the gaps.
-    **kwargs: for `imshow`.
-
-  Returns:
-    The matplotlib AxesImage, for a colour bar.
+    **kwargs: for `imshow`, whose AxesImage is returned, for a colour bar.
   """
   times = -(-_TILE // min(pictures.shape[2:4]))
   pictures = pictures.repeat(times, axis=2).repeat(times, axis=3)
@@ -199,14 +187,11 @@ def fitting(text: str, width: float, points: float) -> str:
 def filters(components, shares):
   """Draws the principal components of filters (figure 7, left).
 
-  Args:
-    components: [n, p, q, C], see attention.principal_filters.
-    shares: share of the variance that each component explains, [n].
+  For components [n, p, q, C] and shares [n] see attention.principal_filters.
   """
   count, height, width, channels = components.shape
   columns = min(7, count)
   rows = -(-count // columns)
-  in_colour = channels == 3
   ratio = height / width
   cell = min(1.6, 6.0 / (rows * ratio))
   fig = new_figure(
@@ -215,31 +200,20 @@ def filters(components, shares):
     f'explain {100 * shares.sum():.0f} % of the variance',
     width=max(10.0, 2.2 + 1.06 * cell * columns),
   )
+  in_colour = channels == 3
   if not in_colour:
-    components = components.mean(axis=-1)
-  limit = float(np.abs(components).max())
-  sheet = np.full((rows * columns, *components.shape[1:]), np.nan, np.float32)
-  sheet[:count] = components
-  if in_colour:
-    sheet = np.nan_to_num(sheet / limit / 2 + 0.5, nan=1.0)
+    components = components.mean(axis=-1, keepdims=True)
+  sheet = np.ones((rows * columns, height, width, 3), np.float32)
+  sheet[:count] = components / np.abs(components).max() / 2 + 0.5
   axes = fig.subplots()
-  shown = show_tiles(
+  show_tiles(
     axes,
-    sheet.reshape(rows, columns, *components.shape[1:]),
+    sheet.reshape(rows, columns, *sheet.shape[1:]),
     [''] * columns,
     range(1, count + 1, columns),
-    fill=1.0 if in_colour else np.nan,
-    # Of one channel.
-    cmap='gray',
-    vmin=-limit,
-    vmax=limit,
   )
-  if in_colour:
-    axes.set_xlabel(
-      'red, green and blue on one scale, mid-grey is zero', labelpad=10
-    )
-  else:
-    fig.colorbar(shown, ax=axes, shrink=0.8, pad=0.02, label='weight')
+  scale = 'red, green and blue on one scale' if in_colour else 'on one scale'
+  axes.set_xlabel(f'{scale}, mid-grey is zero', labelpad=10)
   axes.set_ylabel('component')
   axes.xaxis.set_label_position('bottom')
   return fig
@@ -249,10 +223,8 @@ def filters(components, shares):
 def position_similarity(similarity):
   """Draws the similarity of position embeddings (figure 7, centre).
 
-  Draws one map per patch, or for large grids one for every n-th patch.
-
-  Args:
-    similarity: [h, w, h, w], see attention.position_similarity.
+  Draws one map of [h, w, h, w] per patch, or for large grids for every n-th
+  one.
   """
   height, width = similarity.shape[:2]
   step = -(-max(height, width) // _MOST_MAPS)
@@ -288,15 +260,11 @@ def position_similarity(similarity):
 
 @styled
 def attention_maps(images, maps, labels: Sequence[str], title: str):
-  """Draws the attention of each layer over the images (as figure 14, by layer).
+  """Draws the attention of each layer over images (as figure 14, by layer).
 
-  Draws at most 12 layers, evenly spaced.
-
-  Args:
-    images: float32 [B, H, W, C] in [-1, 1].
-    maps: [L, B, h, w], see attention.maps.
-    labels: a label per image, such as the predicted class.
-    title: title of the labels.
+  Draws at most 12 layers, evenly spaced. Takes images, float32 [B, H, W, C] in
+  [-1, 1]; maps [L, B, h, w], see attention.maps; a label per image; and the
+  title of the labels.
   """
   layers = len(maps)
   chosen = np.unique(
@@ -319,11 +287,7 @@ def attention_maps(images, maps, labels: Sequence[str], title: str):
 def rollout(images, maps, labels: Sequence[str], title: str):
   """Draws images, and below them attention rollout (figures 6 and 14).
 
-  Args:
-    images: float32 [B, H, W, C] in [-1, 1].
-    maps: [B, h, w], see attention.rollout_maps.
-    labels: a label per image, such as the predicted class.
-    title: title of the labels.
+  For the arguments see `attention_maps`; maps are [B, h, w].
   """
   pictures, names = _over(images, maps[None]), ['image', 'rollout']
   return _over_pictures('Attention rollout', pictures, labels, names, title, '')

@@ -14,15 +14,16 @@ from absl import logging
 from PIL import ImageFont
 
 # Letters that Unicode does not decompose.
-_PLAIN = {'ß': 'ss', 'æ': 'ae', 'œ': 'oe', 'ø': 'o', 'ł': 'l', 'đ': 'd'}
+_PLAIN = str.maketrans(
+  {'ß': 'ss', 'æ': 'ae', 'œ': 'oe', 'ø': 'o', 'ł': 'l', 'đ': 'd'}
+  | {'Æ': 'Ae', 'Œ': 'Oe', 'Ø': 'O', 'Ł': 'L', 'Đ': 'D'}
+)
 
 
 def drawable(text: str, size: float):
-  """Returns a text as a font can draw it, and the font of Pillow.
+  """Returns a text as a font can draw it, and the font, `size` pixels high.
 
-  Args:
-    text: any text. Letters that no font has lose their accents, or become '?'.
-    size: height of the letters in pixels.
+  Letters that no font has lose their accents, or become '?'.
   """
   # Pillow cannot draw a lone surrogate.
   text = text.encode('utf-8', 'replace').decode()
@@ -70,10 +71,6 @@ def _has(path, letter) -> bool:
 
 def _replaced(letter, path) -> str:
   """Returns letters without accents, or '?', for one that a font lacks."""
-  low = letter.lower()
-  if low in _PLAIN:
-    plain = _PLAIN[low]
-    return plain if letter == low else plain.capitalize()
-  parts = unicodedata.normalize('NFKD', letter)
+  parts = unicodedata.normalize('NFKD', letter.translate(_PLAIN))
   parts = [c for c in parts if not unicodedata.combining(c)]
   return ''.join(c if _has(path, c) else '?' for c in parts)

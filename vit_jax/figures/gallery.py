@@ -62,18 +62,13 @@ def needs_images(subject) -> str | None:
 
 
 def _needs_attention(subject):
-  model = subject.model.task.model
-  if not isinstance(model, models.VisionTransformer):
-    return f'a model of the class {type(model).__name__} has no attention'
-  if model.transformer is None:
-    return 'the model has no transformer, and so no attention'
-  return needs_images(subject)
+  return attention.lacks(subject.model.task.model) or needs_images(subject)
 
 
 def _needs_kernel(subject):
-  if not any(path in subject.params for path in _KERNELS):
-    return f'the model has none of {", ".join(_KERNELS)}'
-  return None
+  if any(path in subject.params for path in _KERNELS):
+    return None
+  return f'the model has none of {", ".join(_KERNELS)}'
 
 
 def _needs_run(subject):
@@ -113,12 +108,6 @@ def _position_table(subject):
   return positions.first_table(subject.params, fields, subject.grid)
 
 
-def _position_similarity(subject):
-  table = _position_table(subject)
-  similarity = attention.position_similarity(table, subject.grid)
-  return [drawing.position_similarity(similarity)]
-
-
 def _attention_distance(subject):
   count, grid = math.prod(subject.grid), subject.grid
   size = subject.batch['image'].shape[1:3]
@@ -140,9 +129,9 @@ def pages(subject, most: int = _A_ROW):
 
 def _with_maps(draw, maps, subject):
   """Draws images with maps [..., B, h, w] of them."""
-  images, labels = subject.batch['image'], subject.labels
+  images, (labels, title) = subject.batch['image'], subject.labels
   return [
-    draw(images[p], maps[..., p, :, :], labels[p], subject.labels_title)
+    draw(images[p], maps[..., p, :, :], labels[p], title)
     for p in pages(subject)
   ]
 
@@ -153,24 +142,16 @@ def _of_results(draw, subject):
 
 
 class Entry(NamedTuple):
-  """The description of a figure.
+  """The description of a figure."""
 
-  Attributes:
-    name: name of the figure and of its file.
-    title: the figure's content in a few words.
-    caption: an explanation of the figure in two or three sentences.
-    source: sections and figures of the paper, or other sources.
-    lacks: function from a Subject to what is lacking for the figure, in words,
-      or None.
-    draw: function from a Subject to a list of matplotlib Figures, one for each
-      8 images. (INDUCTIVE_BIAS takes images, float32 [B, H, W, C].)
-  """
-
-  name: str
-  title: str
-  caption: str
-  source: str
+  name: str  # Of the figure and of its file.
+  title: str  # The figure's content in a few words.
+  caption: str  # An explanation in two or three sentences.
+  source: str  # Sections and figures of the paper, or other sources.
+  # From a Subject to what is lacking for the figure, in words, or None.
   lacks: Callable[[Any], str | None]
+  # From a Subject to a list of matplotlib Figures, one for each 8 images.
+  # (INDUCTIVE_BIAS takes images, float32 [B, H, W, C].)
   draw: Callable[[Any], list]
 
 
@@ -225,7 +206,11 @@ FIGURES = (
     'similar near the patch and along its row and column.',
     'arXiv 2010.11929, section 4.5 and appendix D.4, figures 7 (centre) and 10',
     _needs_posemb,
-    _position_similarity,
+    lambda x: [
+      drawing.position_similarity(
+        attention.position_similarity(_position_table(x), x.grid)
+      )
+    ],
   ),
   Entry(
     'learning_curves',

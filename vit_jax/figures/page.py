@@ -47,12 +47,7 @@ _SECTION = """<section id="{name}">
 
 
 def check(out) -> epath.Path:
-  """Returns the path of a folder that is empty or can be made.
-
-  Raises:
-    FileExistsError: if the folder has content, or the path is a file.
-    OSError: if the folder cannot be written.
-  """
+  """Returns the path of a folder that is empty or can be made, to write to."""
   path = epath.Path(out)
   if path.exists() and (not path.is_dir() or any(path.iterdir())):
     raise FileExistsError(
@@ -80,12 +75,8 @@ def write(
 ):
   """Writes PNGs and index.html to a folder, which appears when it is complete.
 
-  Args:
-    out: path of the folder, see `check`; likewise for errors.
-    title: title of the page.
-    facts: facts about the model, by name.
-    sections: pairs of a gallery.Entry and contents of PNG files by name.
-    missing: reasons why figures are left out, by name of the figure.
+  `facts` about the model and reasons why figures are `missing` are by name;
+  `sections` are pairs of a gallery.Entry and contents of PNG files by name.
   """
   with files.new_folder(check(out)) as folder:
     for _, pictures in sections:

@@ -22,10 +22,8 @@ class Pictures:
   """Draws the first images of training batches and of an evaluation split.
 
   All processes must call each method in the same order; the first process
-  draws.
-
-  Takes the task, the mesh and the evaluation split. Raises ValueError if
-  `config.log_attention` is set and the model has no attention.
+  draws. Raises ValueError if `config.log_attention` is set and the model has
+  no attention.
   """
 
   def __init__(self, task, mesh, source):
@@ -133,9 +131,9 @@ def draw_attention(images, weights, grid) -> np.ndarray:
   """Draws images, the attention maps of the last layer, and attention rollout.
 
   Takes float32 [B, H, W, C] in [-1, 1] and the weights of each layer, L arrays
-  float32 [B, K, N, N]. Returns uint8 [height, width, 3]: two images per row, each
-  followed by its two maps. The patch of the largest value is yellow, and the
-  caption gives its share of the attention in percent.
+  float32 [B, K, N, N]. Two images per row are each followed by their two maps.
+  The patch of the largest value is yellow; the caption gives its share in
+  percent.
   """
   found = attention.of(weights, None, grid)
   columns = [captions.to_pixels(images)]

@@ -27,10 +27,9 @@ _BATCH = 32
 
 
 def learning_curves(workdir) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-  """Reads the numbers that a run has logged.
+  """Reads the numbers that a run has logged: steps and values by name.
 
-  Returns (steps, values), int64 [n] and float64 [n], by the names of
-  metrics.jsonl: 'train_loss', 'lr', 'accuracy_test', ...
+  Steps are int64 [n] and values float64 [n]; names are those of metrics.jsonl.
   """
   curves = {}
   for line in metrics_lib.read(workdir):
@@ -61,29 +60,18 @@ class Results(NamedTuple):
   # int64 [classes, classes]; [i, j] is the number of images of class i that were
   # predicted as class j.
   confusion: np.ndarray
-  mistakes: Sequence[
-    Mistake
-  ]  # Those of highest probability, the highest first.
+  # Those of highest probability, the highest first.
+  mistakes: Sequence[Mistake]
 
 
 def classify(model, source, num_mistakes: int = 8) -> Results:
   """Compares the predictions of a classifier with the labels of a split.
 
-  Images that have no label, or several, do not count.
-
-  Args:
-    model: a vit_jax.tasks.classify.Predictor.
-    source: the split, see vit_jax.data.sources.open_split.
-    num_mistakes: maximum number of mistakes to keep.
-
-  Raises:
-    ValueError: if an image cannot be decoded or a label is out of range.
+  Images that have no label, or several, do not count. Keeps `num_mistakes`
+  mistakes at most.
   """
   source, task = source.evaluated, model.task
   mesh = sharding.mesh_of(model.params)
-  shards = sharding.batch_shards(mesh)
-  config = model.config.copy_and_resolve_references()
-  config.batch_eval = -(-min(config.batch_eval, _BATCH) // shards) * shards
 
   def compare(params, extra, batch):
     logits = task.outputs(params, extra, batch)
@@ -93,18 +81,13 @@ def classify(model, source, num_mistakes: int = 8) -> Results:
       'true': jnp.where(label.sum(axis=-1) == 1, label.argmax(axis=-1), -1),
       'predicted': shares.argmax(axis=-1),
       'probability': shares.max(axis=-1),
-      **{name: batch[name] for name in ('index', 'mask')},
     }
 
-  compute = jax.jit(compare, out_shardings=sharding.replicated(mesh))
+  compute = engine.everywhere(mesh, compare)
   found = engine.collect(
-    config,
-    mesh,
-    source,
-    task.example,
-    lambda batch: compute(model.params, model.extra, batch),
-    what='Classifying',
-  )
+    engine.limited(model.config, mesh, _BATCH), mesh, source, task.example,
+    lambda batch: compute(model.params, model.extra, batch), what='Classifying',
+  )  # fmt: skip
   true, predicted = found['true'], found['predicted']
   counted, count = true >= 0, len(model.class_names)
   confusion = np.zeros((count, count), np.int64)
@@ -142,10 +125,9 @@ def _examples(model, source, numbers) -> dict:
 def most_confused(
   confusion: np.ndarray, count: int
 ) -> list[tuple[int, int, int]]:
-  """Returns the pairs of classes that are confused most often, at most `count`.
+  """Returns pairs of classes that are confused, the most frequent first.
 
-  Each is (true class, predicted class, number of images), the most frequent
-  first; pairs without an image are left out.
+  Each is (true class, predicted class, number of images); at most `count`.
   """
   wrong = np.array(confusion)
   np.fill_diagonal(wrong, 0)
@@ -174,8 +156,8 @@ class Subject:
     source: a split with labels, for the confusion matrix, or None.
     split: name of that split.
     lacking: why there is no `source`, in words.
-    points: points in the images whose attention is drawn, for tasks that take
-      some (Task.check_points); None for those that the task chooses.
+    points: points in the images whose attention is drawn, see
+      Task.check_points; None for those that the task chooses.
   """
 
   def __init__(
@@ -188,11 +170,7 @@ class Subject:
     lacking: str = '',
     points: Sequence[tuple[float, float]] | None = None,
   ):
-    """Reads `images`, a list of any sizes, else the first `count` of `source`.
-
-    Raises FileNotFoundError or ValueError if an image cannot be read, a point
-    lies outside of the images, or the task takes none.
-    """
+    """Reads `images` of any sizes, else the first `count` of `source`."""
     self.points = None if points is None else model.task.check_points(points)
     self.model = model
     self._computed = {}
@@ -240,20 +218,13 @@ class Subject:
     """Classifies the split, once."""
     return classify(self.model, self.source)
 
-  @property
-  def labels_title(self) -> str:
-    """Title of `labels`."""
-    return 'predicted class, probability' if self._predicted else ''
-
-  @property
-  def labels(self) -> list[str]:
-    """A label per image: what is predicted, else the image's name."""
-    return self._predicted or list(self.names)
-
   @functools.cached_property
-  def _predicted(self) -> list[str]:
-    """What the model predicts for each image; [] for no classifier."""
-    return self.model.task.labels_of(self.seen.outputs, self._labels)
+  def labels(self) -> tuple[list[str], str]:
+    """A label per image, what is predicted or its name, and their title."""
+    found = self.model.task.labels_of(self.seen.outputs, self._labels)
+    return (
+      (found, 'predicted class, probability') if found else (self.names, '')
+    )
 
 
 def look(model, images: np.ndarray, grid: tuple[int, int]) -> Seen:
@@ -264,17 +235,18 @@ def look(model, images: np.ndarray, grid: tuple[int, int]) -> Seen:
   """
   compute = jax.jit(functools.partial(attention.forward, model.task.model))
   patch = tuple(size / cells for size, cells in zip(images.shape[1:3], grid))
-  parts = []
-  for image in images:
-    weights, outputs = jax.device_get(compute(model.params, image[None]))
+
+  def seen(image):
+    weights, outputs = jax.device_get(compute(model.params, image))
     found = attention.of(weights, outputs, grid)
-    distances = attention.mean_distances(found, patch)
-    maps = attention.maps(found), attention.rollout_maps(found)
-    parts.append((*maps, distances, outputs))
-  maps, mixed, distances, outputs = zip(*parts)
-  return Seen(
-    np.concatenate(maps, axis=1),
-    np.concatenate(mixed),
-    np.mean(distances, axis=0),
-    np.concatenate(outputs),
+    return Seen(
+      attention.maps(found).swapaxes(0, 1),
+      attention.rollout_maps(found),
+      attention.mean_distances(found, patch)[None],
+      outputs,
+    )
+
+  found = engine.by_parts(seen, images, 1)
+  return found._replace(
+    maps=found.maps.swapaxes(0, 1), distances=found.distances.mean(axis=0)
   )

@@ -22,13 +22,10 @@ _MOST_UPRIGHT = 60  # Characters of all labels that fit below an axis.
 
 @drawing.styled
 def bars(groups: Mapping[str, Mapping[str, Values]], ylabel: str, title: str):
-  """Draws a bar for each mean, a line for its standard deviation, dots for values.
+  """Draws bars of means, lines of their standard deviations, dots of values.
 
-  Args:
-    groups: values, of one or several runs each: {group: {label: values}}. A
-      label has one colour in all groups. A single group needs no name.
-    ylabel: label of the axis, with its unit.
-    title: title of the figure.
+  Groups {group: {label: values}} have values of one or several runs each. A
+  label has one colour in all groups. A single group needs no name.
   """
   labels = list(dict.fromkeys(itertools.chain(*groups.values())))
   alone = len(groups) == 1
@@ -71,12 +68,8 @@ def curves(
 ):
   """Draws lines through means, with bands of their standard deviations.
 
-  Args:
-    lines: {label: (x [n], values of one or several runs at each x)}.
-    xlabel: label of the x axis, with its unit.
-    ylabel: label of the y axis, with its unit.
-    title: title of the figure.
-    log_x: whether the x axis is logarithmic.
+  Lines are {label: (x [n], values of one or several runs at each x)}; `xlabel`
+  and `ylabel` have units.
   """
   fig, axes = _new(title, xlabel, ylabel, log_x)
   for number, (label, (x, values)) in enumerate(lines.items()):
@@ -108,11 +101,9 @@ def depth(
 ):
   """Draws the accuracy of linear probes over the depth of a model.
 
-  Args:
-    layers: (mean, standard deviation) of the accuracy, from 0 to 1, by the name
-      of the layer, from the input to the output.
-    baseline: the same of raw pixels, drawn as a line across; None for no line.
-    title: title of the figure.
+  Takes (mean, standard deviation) of the accuracy, from 0 to 1, by the name of
+  the layer, from the input to the output; and the same of raw pixels, drawn as
+  a line across, or None.
   """
   fig, axes = _new(title, 'layer', 'accuracy (%)')
   places, found = np.arange(len(layers)), np.array(list(layers.values()))

@@ -40,26 +40,19 @@ def run(
   what: str = '',
   total: int | None = None,
 ) -> Iterator[Any]:
-  """Yields the results for batches, in their order.
+  """Yields the results for batches, in their order, in NumPy.
 
-  All processes of the mesh must make the same calls.
+  Whole arrays where all devices have them, else the rows of this process. All
+  processes of the mesh must make the same calls.
 
   Args:
     compute: compiled function from a batch to a tree of arrays.
-    batches: dicts of global arrays [B, ...], see
-      vit_jax.input_pipeline.eval_batches.
+    batches: dicts of global arrays [B, ...], see input_pipeline.eval_batches,
+      also for its errors.
     mesh: the mesh.
-    stop: called between batches; returns whether to stop.
+    stop: called between batches; once it returns True, Stopped is raised.
     what: what the progress bar says.
     total: number of examples, for the bar; None for no bar.
-
-  Yields:
-    NumPy arrays: whole ones where all devices have the whole array, else the
-    rows of this process.
-
-  Raises:
-    Stopped: if `stop` became true.
-    ValueError, OSError: see vit_jax.input_pipeline.eval_batches.
   """
   waiting, begun = collections.deque(), 0
   said = started = time.monotonic()
@@ -103,11 +96,9 @@ def _fetch(results, mesh):
 
 
 def rows(found: Any) -> Iterator[tuple[int, Any]]:
-  """Yields the number and the results of each example of a batch.
+  """Yields the number and results of each example of a batch, without padding.
 
-  Args:
-    found: arrays [B, ...] by name, among them `index` and `mask` of
-      vit_jax.input_pipeline.eval_batches; padding is left out.
+  The arrays [B, ...] are by name, among them `index` and `mask` of a batch.
   """
   for i in np.flatnonzero(found['mask']):
     yield int(found['index'][i]), jax.tree.map(lambda x, i=i: x[i], found)
@@ -118,16 +109,7 @@ def split(
 ) -> Iterator[Any]:
   """Yields the results for the examples of a split, in the parts of its task.
 
-  Args:
-    task: has `config` and `parts`, see vit_jax.tasks.base.Task.
-    source: the split.
-    mesh: see `run`.
-    compute: see `run`.
-    stop: see `run`.
-    what: see `run`.
-
-  Raises:
-    Stopped, ValueError, OSError: see `run`.
+  The task is a vit_jax.tasks.base.Task; for the rest see `run`.
   """
   batches = input_pipeline.task_batches(task, source, mesh)
   total = source.evaluated.num_examples
@@ -137,24 +119,17 @@ def split(
 def collect(
   config, mesh, source, example, compute, stop=never, what=''
 ) -> dict[str, np.ndarray]:
-  """Computes arrays for every example of a split, and keeps them.
+  """Computes arrays [n, ...] by name for all examples of a split, in order.
+
+  They are the same on all processes.
 
   Args:
     config: reads `batch_eval`, `prefetch`.
-    mesh: see `run`.
+    mesh: see `run`; likewise stop, what and errors.
     source: the split.
     example: see vit_jax.input_pipeline.eval_batches.
-    compute: compiled function from a batch to a dict of arrays [B, ...] that
-      every process has as a whole; keeps `index` and `mask`.
-    stop: see `run`.
-    what: see `run`.
-
-  Returns:
-    Arrays [n, ...] by name, in the order of the split, the same on all
-    processes.
-
-  Raises:
-    Stopped, ValueError, OSError: see `run`.
+    compute: compiled function from a batch to a dict of arrays [B, ...] with
+      `index` and `mask`, whole on every process, see `everywhere`.
   """
   total, found = source.num_examples, {}
   batches = input_pipeline.eval_batches(config, source, example, mesh)
@@ -166,3 +141,40 @@ def collect(
         found[name] = np.empty((total, *value.shape[1:]), value.dtype)
       found[name][numbers] = value[real]
   return found
+
+
+def everywhere(mesh, compute: Callable) -> Callable:
+  """Compiles a function for `collect`; its last argument is the batch.
+
+  Adds `index` and `mask` of the batch to its dict of arrays; every process has
+  the arrays as a whole.
+  """
+
+  def whole(*args):
+    kept = {name: args[-1][name] for name in ('index', 'mask')}
+    return {**compute(*args), **kept}
+
+  return jax.jit(whole, out_shardings=sharding.replicated(mesh))
+
+
+def limited(config, mesh, most: int):
+  """Returns a config with a `batch_eval` of about `most` rows at most."""
+  shards = sharding.batch_shards(mesh)
+  config = config.copy_and_resolve_references()
+  config.batch_eval = -(-min(config.batch_eval, most) // shards) * shards
+  return config
+
+
+def by_parts(compute: Callable, batch, size: int):
+  """Computes a function of a batch for `size` rows at a time, to save memory.
+
+  Takes and returns trees of arrays [B, ...]; the result is in NumPy.
+  """
+  count, parts = len(jax.tree.leaves(batch)[0]), []
+  for start in range(0, count, size):
+    # The last part has the shape of the others, so that one is compiled.
+    rows = np.arange(start, start + size).clip(max=count - 1)
+    part = compute(jax.tree.map(lambda x, rows=rows: x[rows], batch))
+    kept = min(size, count - start)
+    parts.append(jax.tree.map(lambda x, n=kept: np.asarray(x)[:n], part))
+  return jax.tree.map(lambda *x: np.concatenate(x), *parts)

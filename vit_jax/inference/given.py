@@ -12,12 +12,9 @@ from vit_jax.data.images import index as index_lib
 
 
 class Given(records.Source):
-  """Images in any form, see vit_jax.preprocess.from_user.
+  """Images in any form, see vit_jax.preprocess.from_user, read when needed.
 
-  Args:
-    images: paths, PIL images or arrays; read when they are needed.
-    max_pixels: files with more pixels are refused before decoding; None: no
-      limit.
+  Files of more than `max_pixels` are refused before decoding; None: no limit.
   """
 
   def __init__(self, images: Sequence[Any], max_pixels: int | None = None):
@@ -30,7 +27,6 @@ class Given(records.Source):
     return {'image': tf.as_string(indices)}  # What `read` needs.
 
   def read(self, record):
-    """Returns the record of one example, with the content of its image."""
     encoded = tf.numpy_function(self._encoded, [record['image']], tf.string)
     return {**record, 'image': tf.ensure_shape(encoded, [])}
 
@@ -44,12 +40,10 @@ class Given(records.Source):
     return {**super().fingerprint(), 'images': index_lib.digest(names)}
 
   def name(self, index: int) -> str:
-    """Names an example for an error message."""
     image = self._images[index]
     return image if isinstance(image, str) else f'image {index}'
 
   def check(self, record, index: int):
-    """Raises what is wrong with an image, see vit_jax.preprocess.from_user."""
     del record
     image = self._images[index]
     preprocess.from_user(image, images_lib.decode, self._max_pixels)

@@ -21,14 +21,12 @@ class Predictor:
   """A trained model that takes images as paths, PIL images or arrays.
 
   Attributes:
-    task: the objective, a vit_jax.tasks.base.Task.
+    task: the objective, a vit_jax.tasks.base.Task; likewise its `config`,
+      `metadata`, and `class_names`, in the order of the logits.
     params: the parameters; averaged if the run kept an average.
     extra: see vit_jax.tasks.base.Task.init.
     step: step of the checkpoint.
     workdir: folder of the run, '' if unknown.
-    config: the config of the run.
-    metadata: see vit_jax.tasks.base.Task.make_metadata.
-    class_names: names of the classes, in the order of the logits.
   """
 
   BATCH = 32  # Images per batch.
@@ -76,13 +74,9 @@ class Predictor:
   ) -> tuple[dict, Any]:
     """Computes arrays for images, see `outputs`.
 
-    Args:
-      images: see `outputs`.
-      compute: see `stream`.
-      keep: see `stream`; by default all inputs, which take memory.
-
-    Returns:
-      The inputs and the results of `compute`, arrays [n, ...].
+    `compute` and `keep` are those of `stream`; by default all inputs are kept,
+    which takes memory. Returns the inputs and the results of `compute`, arrays
+    [n, ...].
     """
     compute = compute or self._outputs
     keep = self.task.input_spec() if keep is None else keep
@@ -98,23 +92,25 @@ class Predictor:
 
   def stream(
     self,
-    images: Sequence[Any],
+    images: Sequence[Any] | records.Source,
     compute: Callable | None = None,
     keep: Iterable[str] = (),
     parts: Callable | None = None,
+    stop: Callable[[], bool] = engine.never,
   ) -> Iterator[tuple[int, dict, Any]]:
     """Computes arrays for any number of images, in memory that does not grow.
 
     More than a batch of images is spread over all devices of this process.
 
     Args:
-      images: see `outputs`.
+      images: see `outputs`; or a source of images.
       compute: compiled function (params, extra, inputs) -> arrays [B, ...]; by
         default the outputs of the task.
       keep: names of the inputs to return.
       parts: function from a source of the images to its parts, see
         vit_jax.input_pipeline.Part, for which the model is compiled one by one;
         by default one part of the task's inputs.
+      stop: see vit_jax.inference.engine.run.
 
     Yields:
       For each image its number, the inputs in `keep`, and its results, NumPy
@@ -123,25 +119,7 @@ class Predictor:
     Raises:
       FileNotFoundError, ValueError: see `outputs`.
     """
-    return self.stream_source(self._source(images), compute, keep, parts)
-
-  def stream_source(
-    self,
-    source: records.Source,
-    compute: Callable | None = None,
-    keep: Iterable[str] = (),
-    parts: Callable | None = None,
-    stop: Callable[[], bool] = engine.never,
-  ) -> Iterator[tuple[int, dict, Any]]:
-    """Computes arrays for the images of a source; see `stream`.
-
-    Args:
-      source: the images.
-      compute: see `stream`.
-      keep: see `stream`.
-      parts: see `stream`.
-      stop: see vit_jax.inference.engine.run.
-    """
+    source = self._source(images)
     total = source.num_examples
     if not total:
       return
@@ -170,6 +148,8 @@ class Predictor:
 
   def _source(self, images):
     """Returns images, see `outputs`, as a source."""
+    if isinstance(images, records.Source):
+      return images
     if isinstance(images, (str, bytes)):
       raise ValueError(
         f'images={images!r:.80} must be a list: give [image] for a single one'
@@ -190,8 +170,7 @@ class Predictor:
         inputs of the head; see vit_jax.evaluators.features.Extractor. None: no
         such column.
       top: classifiers: number of classes.
-      threshold: detectors: see their `detect`.
-      image_size: detectors: likewise.
+      threshold: detectors: see their `detect`; likewise image_size.
 
     Raises:
       ValueError: if there is no such layer, or an argument is out of range.
@@ -228,17 +207,9 @@ class Predictor:
   def table(self, images: Sequence[Any], **options):
     """Predicts for images; returns a pyarrow.Table with a row an image.
 
-    Args:
-      images: see `outputs`.
-      **options: see `columns`.
-
-    Returns:
-      The columns of the task, such as `class` and `probability`; `path`; and
-      `error`, what is wrong with a broken image, whose other columns are null.
-
-    Raises:
-      ImportError: without pyarrow.
-      ValueError: see `columns`.
+    For images see `outputs`, for options and errors `columns`. A row has the
+    columns of the task, such as `class` and `probability`; `path`; and
+    `error`, what is wrong with a broken image, whose other columns are null.
     """
     columns = self.columns(**options)
     blocks = [range(len(images))] if len(images) else []
@@ -250,12 +221,7 @@ class Predictor:
   def embed(self, images: Sequence[Any], layer: str = 'features') -> np.ndarray:
     """Computes the features of images, float32 [n, D].
 
-    Args:
-      images: see `outputs`.
-      layer: see `columns`.
-
-    Raises:
-      FileNotFoundError, ValueError: see `outputs`; if there is no such layer.
+    For images and errors see `outputs`, for the layer `columns`.
     """
     features = jax.jit(self.task.features(layer))
     return self.run(images, features, keep=())[1]
@@ -298,10 +264,8 @@ class Predictor:
   def report(self, images: Sequence[str], args) -> Iterable[str]:
     """Returns the lines that `vit_jax predict` prints, as they are computed.
 
-    Args:
-      images: paths.
-      args: the flags of that command, such as `top`, the number of classes to
-        show, and `out`, the path of the picture to write, or None.
+    Takes paths, and the flags of that command, such as `top`, the number of
+    classes to show, and `out`, the path of the picture to write, or None.
     """
     del args
     return [

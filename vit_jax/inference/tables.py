@@ -43,19 +43,12 @@ _BROKEN = (ValueError, FileNotFoundError, PermissionError)
 
 
 class Columns(NamedTuple):
-  """What a task knows of an image.
+  """What a task knows of an image."""
 
-  Attributes:
-    types: type of each column by name: str, int, float or bool; [type] for a list, and
-      (type, n) for a list of n values.
-    row: function from the inputs in `keep` and the results of `compute` for one
-      image to its values by name.
-    compute: see vit_jax.inference.predictor.Predictor.stream.
-    keep: likewise.
-    parts: likewise.
-  """
-
+  # By name: str, int, float or bool; [type] for a list; (type, n) for n values.
   types: Mapping[str, Any]
+  # From the inputs in `keep` and the results of `compute` for one image to its
+  # values by name; for `compute`, `keep` and `parts` see Predictor.stream.
   row: Callable[[dict, Any], dict]
   compute: Callable | None = None
   keep: Sequence[str] = ()
@@ -81,27 +74,23 @@ class Block(records.Subset):
     known = self._source.shapes()
     if known is not None:
       return known[self._indices]
-    data = tf.data.Dataset.range(self.num_examples).map(
-      lambda i: (i, self._shape(i)), num_parallel_calls=os.cpu_count()
-    )
+
+    def shape(number):
+      batch = self.lookup(tf.expand_dims(number, 0))
+      record = {name: value[0] for name, value in batch.items()}
+      return number, images_lib.shape_of(self.read(record)['image'])
+
+    data = tf.data.Dataset.range(self.num_examples)
+    data = data.map(shape, num_parallel_calls=os.cpu_count())
     found = np.ones((self.num_examples, 2), np.int64)
     for number, shape in data.ignore_errors().as_numpy_iterator():
       found[number] = shape
     return found
 
-  def _shape(self, number):
-    batch = self.lookup(tf.expand_dims(number, 0))
-    record = {name: value[0] for name, value in batch.items()}
-    return images_lib.shape_of(self.read(record)['image'])
-
 
 def check(out: str | os.PathLike):
   """Raises ValueError unless a table can be written to a path, `--out`."""
   path = epath.Path(out)
-  if path.suffix not in ENDINGS:
-    raise ValueError(
-      f"out='{out}' must end with {', '.join(ENDINGS)} for a table (--out)"
-    )
   if path.is_file():
     raise ValueError(
       f"out='{out}' exists: delete it, or give another path (--out)"
@@ -139,17 +128,12 @@ def rows(
 
   Yields:
     A block and its rows: `path`, the columns, and `error`; None if missing.
-
-  Raises:
-    engine.Stopped: if `stop` became true.
-    ValueError, FileNotFoundError: for a broken image, if `broken` is 'stop'.
-    OSError: if the storage does not answer.
   """
   # Images of several sizes do not come in their order: block by block.
   groups = [[b] for b in blocks] if model.task.CANVASES else [list(blocks)]
 
   def predicted(make, numbers):
-    for i, inputs, outputs in model.stream_source(
+    for i, inputs, outputs in model.stream(
       make(source, np.array(numbers)),
       columns.compute,
       columns.keep,
@@ -204,18 +188,14 @@ def write(
   All processes must call it.
 
   Args:
-    model: see `rows`.
-    source: see `rows`.
+    model: see `rows`; likewise source, columns and broken.
     out: the file, with one of ENDINGS; a folder if there are several processes.
-    columns: see `rows`.
     facts: what else the table depends on, for JSON, such as the model's path.
-    broken: see `rows`.
 
   Raises:
     stopping.Interrupted: after a signal; what is done is written.
     ValueError: if there are no images, or the table was begun with other images
       or another model.
-    ValueError, OSError: see `rows`.
   """
   out, count = epath.Path(out), source.num_examples
   if not count:
@@ -236,7 +216,10 @@ def write(
     return folder / f'part-{block.start // size:05}{out.suffix}'
 
   mine = blocks[jax.process_index() :: jax.process_count()]
-  done = set(processes.from_first('looking for parts', lambda: _names(folder)))
+  done = processes.from_first(
+    'looking for parts', lambda: [path.name for path in folder.iterdir()]
+  )
+  done = set(done)
   missing = [block for block in mine if part(block).name not in done]
   if len(missing) < len(mine):
     cli.say(
@@ -300,10 +283,6 @@ def _begin(folder, facts):
     )
   folder.mkdir(parents=True, exist_ok=True)
   files.write(path, json.dumps(facts, indent=1))
-
-
-def _names(folder) -> list[str]:
-  return [path.name for path in folder.iterdir()]
 
 
 def _finish(out, parts, alone) -> int:

@@ -55,9 +55,6 @@ def create_learning_rate_schedule(
 
   Returns:
     A function from the step (0 for the first update) to the learning rate.
-
-  Raises:
-    ValueError: if an argument is out of range.
   """
   rules_lib.check('decay_type', decay_type, rules_lib.one_of(*DECAY_TYPES))
   rules_lib.check('total_steps', total_steps, rules_lib.whole(1))
@@ -101,13 +98,10 @@ def _staircase(base, total_steps, warmup_steps, decay_at):
 
 
 def accumulate(compute: Callable, batch, steps: int):
-  """Sums a function over the micro-batches of a batch.
+  """Sums a function over the micro-batches of a batch, arrays [B, ...].
 
-  Args:
-    compute: function (rows, number of the micro-batch) -> tree of sums over
-      rows.
-    batch: a tree of arrays [B, ...].
-    steps: number of micro-batches, which must divide B.
+  `compute` is (rows, number of the micro-batch) -> tree of sums over rows; the
+  number of micro-batches `steps` must divide B.
   """
   size = jax.tree.leaves(batch)[0].shape[0]
   if steps < 1 or size % steps:
@@ -183,19 +177,12 @@ def get_ema(opt_state):
 
 
 def multipliers(rules: Sequence[tuple[str, float]], params):
-  """Returns the factor on the learning rate of every parameter.
+  """Returns the factors on the learning rate of parameters, a tree of floats.
 
-  Args:
-    rules: `config.lr_multipliers`, ordered (regex, factor) pairs, or a single
-      one. The first regex that is found in the parameter's path ('/'-joined)
-      gives its factor; 0 freezes the parameter. Without a match it is 1.
-    params: a tree of arrays or shapes.
-
-  Returns:
-    A tree of floats like `params`.
-
-  Raises:
-    ValueError: if a rule applies to no parameter, or all are frozen.
+  `rules` is `config.lr_multipliers`: ordered (regex, factor) pairs, or a
+  single one. The first regex that is found in the parameter's path
+  ('/'-joined) gives its factor; 0 freezes the parameter. Without a match it is
+  1. Raises ValueError if a rule applies to no parameter, or all are frozen.
   """
   if len(rules) == 2 and isinstance(rules[0], str):
     rules = (rules,)  # A single pair, written without the trailing comma.
@@ -267,24 +254,19 @@ def _with_factors(tx, factors):
 
 
 def get_optimizer(config, schedule: optax.Schedule, factors=None):
-  """Builds the optimiser of a config.
+  """Builds the optimiser of a checked config, see configs/common.py.
 
   In order: clip the gradient by its global norm, add `l2_decay` times the
-  kernels, precondition it (Adam or momentum), add decoupled weight decay (on the
-  kernels, or on all parameters), multiply by the learning rate and by the
-  parameter's factor, and average the parameters. Weight decay is thus multiplied
-  by the learning rate, as in AdamW: T3's 0.1 with lr 1e-3 takes 1e-4 off at the
-  peak. Independent weight decay is multiplied by lr / base_lr instead. Frozen
-  parameters have no optimiser state.
+  kernels, precondition it (Adam or momentum), add decoupled weight decay (on
+  the kernels, or on all parameters), multiply by the learning rate and by the
+  parameter's factor, and average the parameters. Weight decay is thus
+  multiplied by the learning rate, as in AdamW: T3's 0.1 with lr 1e-3 takes
+  1e-4 off at the peak. Independent weight decay is multiplied by lr / base_lr
+  instead. Frozen parameters have no optimiser state.
 
-  Args:
-    config: a checked config; see "Optimiser" in configs/common.py.
-    schedule: learning rate by step.
-    factors: result of `multipliers`; None: 1 for all parameters.
-
-  Returns:
-    An optax.GradientTransformation. With `ema_decay` its `update` takes the
-    argument `step`, the number of updates so far.
+  `factors` are those of `multipliers`; None: 1 for all parameters. With
+  `ema_decay`, `update` of the optax.GradientTransformation takes the argument
+  `step`, the number of updates so far.
   """
   dtype = jnp.dtype(config.optim_dtype)
   chain = []

@@ -20,19 +20,12 @@ _AUGMENT = 2**31 - 1
 
 @flax.struct.dataclass
 class TrainState:
-  """State of a training.
+  """State of a training."""
 
-  Attributes:
-    step: int32 scalar, number of updates so far.
-    params: the parameters.
-    opt_state: state of the optimiser, including averaged parameters.
-    extra: other state of the task, such as a teacher, a codebook or statistics;
-      an empty dict for most tasks.
-  """
-
-  step: jax.Array
+  step: jax.Array  # int32 scalar, number of updates so far.
   params: Any
-  opt_state: Any
+  opt_state: Any  # With the averaged parameters, if there are any.
+  # Other state of the task, see Task.init; {} for most tasks.
   extra: Any = flax.struct.field(default_factory=dict)
 
 
@@ -43,19 +36,13 @@ def best_params(state: TrainState):
 
 
 def abstract_state(init: Callable, tx, rng, mesh, rules):
-  """Returns shapes, types and shardings of the state without computing it.
+  """Returns functions and shapes of the initial state: (create, abstract).
 
-  Args:
-    init: function from a random key to (parameters, extra).
-    tx: the optimiser.
-    rng: the random key.
-    mesh: the mesh.
-    rules: sharding rules, see vit_jax.distributed.sharding.tree_shardings.
-
-  Returns:
-    (create, abstract). `create` computes the initial state; it takes weights,
-    {'/'-joined path: array}, that replace random parameters, and arrays of the
-    extra state. `abstract` is the state's TrainState of jax.ShapeDtypeStruct.
+  `create` computes it; it takes weights, {'/'-joined path: array}, that
+  replace random parameters, and arrays of the extra state. `abstract` is the
+  TrainState of jax.ShapeDtypeStruct with shardings, by `rules` for the mesh.
+  `init` is a function from a random key to (parameters, extra), `tx` the
+  optimiser.
   """
 
   def create(weights):
@@ -114,19 +101,11 @@ def make_update(
 ) -> Callable:
   """Returns the update function, (state, batch) -> (state, metrics).
 
-  Loss and gradient are means over the whole batch, across devices and
-  micro-batches: sums and weights are added up first, then divided once.
-
-  Dropout depends on (seed, step), and with accumulation also on the number of
-  the micro-batch.
-
-  Args:
-    task: a vit_jax.tasks.base.Task.
-    tx: the optimiser.
-    schedule: learning rate by step.
-    seed: seed of the run.
-    accum_steps: number of micro-batches of a batch.
-    factors: factors on the learning rate, see optim.multipliers.
+  Loss and gradient are means over the whole batch, across devices and the
+  `accum_steps` micro-batches: sums and weights are added up first, then
+  divided once. Dropout depends on (seed, step), and with accumulation also on
+  the number of the micro-batch. `tx` is the optimiser, `schedule` its learning
+  rate, and `factors` those of optim.multipliers.
   """
   tx = optax.with_extra_args_support(tx)
   loss_of, update_extra = map(with_step, (task.loss, task.update_extra))

@@ -79,13 +79,12 @@ class Task(abc.ABC):
     DRAWS: whether the predictor's `report` can write a picture.
     PRINTS: whether `report` is of use without a picture.
     CANVASES: whether `example` reads `config.pp.sides`.
-    FIGURES: figures of this objective beside those of any model, each a
-      vit_jax.figures.gallery.Entry.
+    FIGURES: further figures, each a vit_jax.figures.gallery.Entry.
     config: the complete config of the run.
     metadata: result of `make_metadata`.
     options: `config.task_options`, complete.
     image_sizes: (height, width) of the images of training batches, the largest
-      last; the update is compiled for each. `image_size` is the last one.
+      last, which is `image_size`; the update is compiled for each.
     model: the Flax module, used by `init`, `outputs` and `loss` of this class,
       and by plans.
   """
@@ -107,11 +106,7 @@ class Task(abc.ABC):
   model: Any = None
 
   def __init__(self, config, metadata: dict[str, Any]):
-    """Builds the model and checks the options; computes nothing.
-
-    Raises:
-      ValueError: if options are wrong or the model does not fit.
-    """
+    """Builds the model and checks the options; computes nothing."""
     self.config = config
     self.metadata = metadata
     self.options = run_config.task_options(config)
@@ -137,11 +132,7 @@ class Task(abc.ABC):
 
   @classmethod
   def class_names_of(cls, source) -> tuple[str, ...]:
-    """Returns the names of the classes that a split has for this objective.
-
-    Args:
-      source: a vit_jax.data.sources.Source; () if it has none.
-    """
+    """Returns the classes of a data.sources.Source; () if it has none."""
     return source.class_names
 
   @classmethod
@@ -154,8 +145,7 @@ class Task(abc.ABC):
   def learn(cls, config, source) -> dict[str, Any]:
     """Returns the values of LEARNED, which take long to compute, for JSON.
 
-    They are the same on all processes. A run that resumes reads them from its
-    workdir instead.
+    They are the same on all processes; a run that resumes reads them.
     """
     del config, source
     return {}
@@ -175,30 +165,23 @@ class Task(abc.ABC):
     return tuple(self.metadata.get('class_names', ()))
 
   def example(self, record: dict, seed) -> dict:
-    """Turns a record into an example, as a TensorFlow graph.
+    """Turns a record into an example, a dict of tensors, as a TensorFlow graph.
+
+    Their shapes are static. Evaluation adds `mask`, float32, which is 0 for
+    rows that pad the last batch.
 
     Args:
       record: the features in FEATURES by name (images encoded), and `index`,
         int64, the number of the record in its split.
       seed: int64 [2], determines all random numbers; None in evaluation.
-
-    Returns:
-      A dict of tensors of static shapes. Evaluation adds `mask`, float32, which
-      is 0 for rows that pad the last batch.
     """
     return self.inputs(record, seed)
 
   def parts(self, source) -> list[input_pipeline.Part]:
     """Divides a split for evaluation, if its examples have several shapes.
 
-    All processes must call it, and get the same parts.
-
-    Args:
-      source: the split, see vit_jax.data.sources.Source.
-
-    Returns:
-      The parts, or pairs of their first two fields; their functions take the
-      place of `example`.
+    All processes must call it, and get the same parts, or pairs of their first
+    two fields; the functions of parts take the place of `example`.
     """
     del source
     return [input_pipeline.Part(None, self.example)]
@@ -212,9 +195,8 @@ class Task(abc.ABC):
   ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and types of a batch of `inputs`, what `outputs` reads.
 
-    Args:
-      image_size: (height, width) of the images; None: as in evaluation.
-      batch: number of rows; may be a symbol of jax.export.
+    Images are (height, width) pixels, by default as in evaluation; `batch`,
+    the number of rows, may be a symbol of jax.export.
     """
     return {'image': self.image_spec(batch, image_size)}
 
@@ -265,9 +247,8 @@ class Task(abc.ABC):
   def check_weights(self, weights: dict, params):
     """Raises ValueError if weights do not suffice, before a run is compiled.
 
-    Args:
-      weights: arrays by path that the run starts from; {} for none.
-      params: shapes of the parameters.
+    Takes the arrays by path that the run starts from, {} for none, and the
+    shapes of the parameters.
     """
     del weights, params
 
@@ -299,10 +280,8 @@ class Task(abc.ABC):
   def update_extra(self, extra, params, metrics: dict):
     """Returns the extra state after an update; `step` is as in `loss`.
 
-    Args:
-      extra: extra state before the update.
-      params: parameters after the update.
-      metrics: quotients of the results of `loss`.
+    Takes the extra state before the update, the parameters after it, and the
+    quotients of the results of `loss`.
     """
     del params, metrics
     return extra
@@ -317,11 +296,9 @@ class Task(abc.ABC):
   def intermediates(self, params, extra, batch: dict, capture=False) -> dict:
     """Computes what lies inside of the model, for probes.
 
-    `capture` is `capture_intermediates` of flax.linen.Module.apply.
-
-    Returns:
-      What the model sows while it reads the whole, unchanged images: tuples of
-      arrays by path, such as 'features', which are [B, D].
+    Returns what the model sows while it reads the whole, unchanged images:
+    tuples of arrays by path, such as 'features', which are [B, D]. `capture`
+    is `capture_intermediates` of flax.linen.Module.apply.
     """
     del extra
     return self._intermediates(params, batch, capture)
@@ -342,11 +319,8 @@ class Task(abc.ABC):
   def features(self, layer: str) -> Callable:
     """Returns a function (params, extra, batch) -> features, float32 [B, D].
 
-    Args:
-      layer: a layer of the model, see vit_jax.evaluators.features.Extractor.
-
-    Raises:
-      ValueError: if there is no such layer.
+    For the layer see vit_jax.evaluators.features.Extractor; ValueError if
+    there is no such one.
     """
     mesh = sharding.make_mesh({'data': 1}, jax.local_devices()[:1])
     return features.Extractor(self, mesh, layer).compute
@@ -384,9 +358,8 @@ class Task(abc.ABC):
     """Draws rows of a training batch, after `augment`, as the model sees them.
 
     The batch has NumPy arrays [b, ...]; b is at most `config.log_images`.
-
-    Returns:
-      uint8 [height, width, 3] by name; {} if there are no images to draw.
+    Returns uint8 [height, width, 3] by name; {} if there are no images to
+    draw.
     """
     return self._draw('training_images', batch)
 
@@ -398,14 +371,8 @@ class Task(abc.ABC):
     """Draws the first `config.log_images` test images with the predictions.
 
     The pictures of a run's last evaluation are also written to the workdir, as
-    NAME.png.
-
-    Args:
-      batch: NumPy arrays [b, ...].
-      outputs: result of `drawn_outputs` for the batch, NumPy arrays [b, ...].
-
-    Returns:
-      See `draw_training`.
+    NAME.png. Takes NumPy arrays [b, ...] of a batch and of its
+    `drawn_outputs`; returns pictures as `draw_training`.
     """
     return self._draw('test_images', batch, outputs)
 
@@ -423,24 +390,16 @@ class Task(abc.ABC):
     images = batch.get('image')
     if images is None or images.ndim != 4 or images.shape[-1] not in (1, 3):
       return {}
-    picture = captions.grid(
-      captions.to_pixels(images),
-      self.captions_of(batch, outputs),
-      most=captions.MOST,
-    )
-    return {name: picture}
+    pixels, words = captions.to_pixels(images), self.captions_of(batch, outputs)
+    return {name: captions.grid(pixels, words, most=captions.MOST)}
 
   # --- Figures, for `vit_jax.visualize` ---
 
   def labels_of(self, outputs, labels=None) -> list[str]:
-    """Returns what is predicted for images, in a few words for each.
+    """Returns what is predicted for images, a few words for each, or [].
 
-    Args:
-      outputs: result of `outputs`, NumPy arrays [B, ...].
-      labels: the images' `label` in a batch [B, ...], or None if unknown.
-
-    Returns:
-      [] for an objective whose predictions are no words.
+    Takes `outputs`, NumPy arrays [B, ...], and the images' `label` in a batch
+    [B, ...], or None if unknown.
     """
     del outputs, labels
     return []

@@ -66,13 +66,11 @@ class Task(base.Task):
 
   @classmethod
   def make_metadata(cls, config, source):
-    """Returns the names of the classes."""
     del config
     return {'class_names': list(source.class_names)}
 
   @classmethod
   def planned_metadata(cls, config, num_classes):
-    """Returns class names for a plan: '0', '1', ..."""
     if num_classes is None:
       raise ValueError(
         f"the number of classes of dataset='{config.dataset}' is not known here: "
@@ -88,7 +86,6 @@ class Task(base.Task):
     return self._example(record, seed)
 
   def batch_spec(self, size):
-    """Returns shapes and types of images and of labels [B, classes]."""
     label = jax.ShapeDtypeStruct((size, len(self.class_names)), jnp.float32)
     return {'image': self.image_spec(size), 'label': label}
 
@@ -185,7 +182,6 @@ class Task(base.Task):
     return captions.Caption(f'{first}\nis {true}', captions.WRONG)
 
   def labels_of(self, outputs, labels=None):
-    """Returns the most probable class, and the true one where they differ."""
     if not self.class_names:
       return []
     words = []
@@ -198,11 +194,9 @@ class Task(base.Task):
     return words
 
   def predictor(self, params, extra, step):
-    """Returns a predictor of class names."""
     return Predictor(self, params, extra, step)
 
   def describe(self):
-    """Returns the number of classes, in words."""
     return f'{len(self.class_names):,} classes'
 
 
@@ -216,26 +210,17 @@ class Predictor(base.Predictor):
   def probabilities(self, images: Sequence[Any]) -> np.ndarray:
     """Computes probabilities, float32 [n, classes].
 
-    Rows sum to 1, unless the model was trained with the sigmoid loss, whose
-    classes do not exclude each other.
+    Rows sum to 1, except after training with the sigmoid loss.
     """
     return self.task.probabilities(self.logits(images))
 
   def predict(
     self, images: Sequence[Any], top: int = 5
   ) -> list[list[tuple[str, float]]]:
-    """Returns the most probable classes of each image.
+    """Returns (name, probability) of the `top` best classes of each image.
 
-    Args:
-      images: see `outputs`.
-      top: maximum number of classes.
-
-    Returns:
-      For each image a list of (class name, probability), the best first.
-
-    Raises:
-      FileNotFoundError, ValueError: if an image does not exist or cannot be
-        read, or the model has no head.
+    For images and errors see `outputs`; ValueError also for a model without a
+    head.
     """
     self._check_head()
     return list(self._best(images, top))
@@ -266,7 +251,6 @@ class Predictor(base.Predictor):
     return [(self.class_names[i], float(row[i])) for i in best]
 
   def _columns(self, top, threshold, image_size):
-    """Returns columns of the most probable class, and of the `top` ones."""
     del threshold, image_size
     try:
       self._check_head()

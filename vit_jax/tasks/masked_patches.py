@@ -32,6 +32,7 @@ from vit_jax.tasks import base
 KEPT, MASKED, SWAPPED, UNCHANGED = range(4)
 TARGETS = ('mean', '4x4', 'l2')
 BITS = 3  # Bits of each channel of a predicted colour.
+_VERSIONS = ('image', 'masked', 'predicted')  # Of Task.pictures.
 _CELLS = 4  # Cells along each side of a patch, for the target '4x4'.
 # Makes the random numbers of the corruption differ from those of augmentation.
 _FOLD = 1_914_201
@@ -54,11 +55,9 @@ class MaskedViT(models_vit.VisionTransformer):
   def __call__(self, images, fate, other, *, train):
     """Predicts every patch from the corrupted tokens, float32 [B, N, outputs].
 
-    Args:
-      images: float [B, H, W, C] in [-1, 1].
-      fate: int32 [B, N]: KEPT, MASKED, SWAPPED, or UNCHANGED.
-      other: int32 [B, N], index of the patch that replaces a SWAPPED one.
-      train: whether dropout is on.
+    Takes images, float [B, H, W, C] in [-1, 1]; the fate of their patches,
+    int32 [B, N]: KEPT, MASKED, SWAPPED, or UNCHANGED; and the index of the
+    patch that replaces a SWAPPED one, int32 [B, N].
     """
     grid = self.embed(images, flat=False)  # [B, h, w, D]
     tokens = grid.reshape(grid.shape[0], -1, grid.shape[-1])  # [B, N, D]
@@ -165,14 +164,12 @@ class Task(base.Task):
     return {**example, 'fate': fate, 'other': other}
 
   def input_spec(self, image_size=None, batch=1):
-    """Returns shapes and types of `image`, `fate` and `other`."""
     grid = models.patch_grid(self.config.model, image_size or self.image_size)
     patches = jax.ShapeDtypeStruct((batch, math.prod(grid)), jnp.int32)
     image = self.image_spec(batch, image_size)
     return {'image': image, 'fate': patches, 'other': patches}
 
   def init(self, rng):
-    """Returns the parameters of the Vision Transformer, and the mask token."""
     batch = jax.tree.map(
       lambda x: jnp.zeros(x.shape, x.dtype), self.batch_spec(1)
     )
@@ -206,7 +203,6 @@ class Task(base.Task):
     }
 
   def loss(self, params, extra, batch, rng):
-    """Returns the loss summed over the corrupted patches, and their number."""
     del extra
     outputs = self.model.apply(
       {'params': params},
@@ -236,7 +232,6 @@ class Task(base.Task):
     return self._sums(self.outputs(params, extra, batch), batch)
 
   def describe(self):
-    """Returns what the model learns to predict, in words."""
     what = {
       'mean': f'the mean colour (of {self.num_colors}) of',
       '4x4': f'4 x 4 colours (of {self.num_colors}) of',
@@ -248,13 +243,12 @@ class Task(base.Task):
     )
 
   def predictor(self, params, extra, step):
-    """Returns a predictor that draws its predictions."""
     return Predictor(self, params, extra, step)
 
   def draw_evaluation(self, batch, outputs):
     """Draws test images beside the masked images and the predictions."""
     pictures = self.pictures(batch, outputs)
-    return {'masked_patches': draw(pictures, captions.MOST)}
+    return {'masked_patches': _draw(pictures, captions.MOST)}
 
   def pictures(self, batch, outputs) -> np.ndarray:
     """Returns each image, the masked image and the prediction.
@@ -292,8 +286,13 @@ class Predictor(base.Predictor):
     """Writes a PNG of the predictions to `args.out`, and returns a line."""
     out = epath.Path(args.out)
     pictures = np.stack(self.predict(images))
-    out.write_bytes(images_lib.encode_png(draw(pictures)))
+    out.write_bytes(images_lib.encode_png(_draw(pictures)))
     return [f'{len(pictures)} image(s), masked and predicted: {out}']
+
+
+def _draw(pictures, most=None) -> np.ndarray:
+  """Draws a row for each of Task.pictures; `most` is that of captions.grid."""
+  return captions.beside(dict(zip(_VERSIONS, pictures.swapaxes(0, 1))), most)
 
 
 def _reconstructions(subject) -> list:
@@ -302,7 +301,7 @@ def _reconstructions(subject) -> list:
   outputs = jax.jit(task.outputs)(model.params, model.extra, subject.batch)
   pictures = task.pictures(subject.batch, outputs)
   return [
-    charts.reconstructions(pictures[part], ('image', 'masked', 'predicted'))
+    charts.reconstructions(pictures[part], _VERSIONS)
     for part in gallery.pages(subject)
   ]
 
@@ -318,10 +317,8 @@ def corrupt(seeds, num_patches: int, options):
   """Draws the fate of each patch at random, independently of the others.
 
   Takes two seeds of stateless random numbers, int64 [2, 2], and Task.options.
-
-  Returns:
-    The fates, int32 [N] (KEPT, MASKED, SWAPPED or UNCHANGED); and for each
-    patch the index of another one, int32 [N], which replaces a SWAPPED patch.
+  Returns the fates, int32 [N], and for each patch the index of another one,
+  int32 [N], which replaces a SWAPPED patch.
   """
   draw = tf.random.stateless_uniform([num_patches], seeds[0])
   limits = np.cumsum([options.masked, options.swapped, 1.0])
@@ -337,10 +334,9 @@ def corrupt(seeds, num_patches: int, options):
 
 
 def colors(values):
-  """Quantises colours to numbers: BITS bits per channel, the first one highest.
+  """Quantises colours [..., C] in [-1, 1] to numbers, int32 [...].
 
-  Takes float [..., C] in [-1, 1]; returns int32 [...] from 0 to
-  2**(BITS * C) - 1.
+  BITS bits per channel, the first one highest: from 0 to 2**(BITS * C) - 1.
   """
   levels = 2**BITS
   bins = jnp.floor((values + 1) / 2 * levels).astype(jnp.int32)
@@ -365,11 +361,3 @@ def middle(numbers, channels: int) -> np.ndarray:
   places = levels ** np.arange(channels)[::-1]
   bins = (np.asarray(numbers)[..., None] // places) % levels
   return ((bins + 0.5) / levels * 2 - 1).astype(np.float32)
-
-
-def draw(pictures: np.ndarray, most: int | None = None) -> np.ndarray:
-  """Draws a row for each of Task.pictures; `most` is that of captions.grid."""
-  titles = ('image', 'masked', 'predicted')
-  pixels = captions.to_pixels(pictures)
-  pixels = pixels.reshape(-1, *pixels.shape[2:])
-  return captions.grid(pixels, columns=len(titles), titles=titles, most=most)

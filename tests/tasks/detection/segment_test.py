@@ -247,9 +247,10 @@ def test_predicted_segments_are_those_of_the_original_image(classes, tmp_path):
   assert Image.open(out).size == (384, 288)  # Enlarged by six.
   with pytest.raises(ValueError, match='threshold=2'):
     predictor.segment([image], threshold=2)
-  predictor.task.model.mask_head = False
+  task = predictor.task
+  task.model.mask_head = False
   with pytest.raises(ValueError, match='no mask head'):
-    predictor.segment([image])
+    task.predictor({}, {'frozen': {}}, 0).segment([image])
 
 
 def test_pictures_show_truth_and_prediction(classes):

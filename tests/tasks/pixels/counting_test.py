@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vit_jax.tasks.pixels import counting
-from vit_jax.tasks.pixels import drawing
+from vit_jax.tasks.pixels import sampling
 
 COLORS = 3
 TRAIN = np.random.RandomState(0).randint(COLORS, size=(20, 4, 5))
@@ -43,6 +43,6 @@ def test_counts_given_left_and_upper_pixel():
 
 
 def test_the_lower_part_of_an_image_is_cut():
-  found = drawing.cut(np.ones((2, 4, 5, 1)), [1, 3])
+  found = sampling.cut(np.ones((2, 4, 5, 1)), [1, 3])
   np.testing.assert_array_equal(found[0, :, 0, 0], [1, 0, 0, 0])
   np.testing.assert_array_equal(found[1, :, 0, 0], [1, 1, 1, 0])

@@ -9,10 +9,8 @@ a threshold, and averages the precision over recalls, classes, and the threshold
 
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
-from vit_jax.distributed import sharding
 from vit_jax.inference import engine
 
 # Names of the figures, in the order of COCO's evaluation: average precision, and
@@ -22,9 +20,7 @@ NAMES = (
   'AR1', 'AR10', 'AR100', 'AR_small', 'AR_medium', 'AR_large',
 )  # fmt: skip
 # Tensors of the task's `example` that the figures are computed from.
-_TRUTH = (
-  'index', 'mask', 'image_id', 'truth', 'label', 'area', 'crowd', 'size'
-)  # fmt: skip
+_TRUTH = ('image_id', 'truth', 'label', 'area', 'crowd', 'size')
 
 
 class AveragePrecision:
@@ -38,7 +34,7 @@ class AveragePrecision:
       return {'found': found, **{name: batch[name] for name in _TRUTH}}
 
     # Every process gets the results of all images: they are small.
-    self._found = jax.jit(compute, out_shardings=sharding.replicated(mesh))
+    self._found = engine.everywhere(mesh, compute)
 
   def run(self, params, extra, stop=engine.never):
     """Returns NAMES, see `average_precision`, and `num_examples`."""
@@ -65,20 +61,15 @@ def _image_id(row) -> int:
 
 def _compared(row) -> tuple[dict, dict]:
   """Returns objects and detections of an image, in pixels of the original."""
-  exists, found = row['label'] >= 0, row['found']
+  exists, (height, width) = row['label'] >= 0, row['size']
+  pixels = np.array([width, height, width, height], np.float64)
   truth = {
-    'boxes': _in_pixels(row['truth'][exists], row['size']),
+    'boxes': row['truth'][exists] * pixels,
     'labels': row['label'][exists],
     'areas': row['area'][exists],
     'crowd': row['crowd'][exists],
   }
-  return truth, {**found, 'boxes': _in_pixels(found['boxes'], row['size'])}
-
-
-def _in_pixels(boxes, size) -> np.ndarray:
-  """Turns corners x0, y0, x1, y1 as shares of an image into pixels."""
-  height, width = size
-  return boxes * np.array([width, height, width, height], np.float64)
+  return truth, {**row['found'], 'boxes': row['found']['boxes'] * pixels}
 
 
 def average_precision(
@@ -88,10 +79,9 @@ def average_precision(
 
   Args:
     truth: for each image, in the order of COCO's ids, `boxes` [n, 4] (x0, y0,
-      x1, y1) in pixels, `labels` [n], `areas` [n] in pixels (which decide what
-      is small: below 32 x 32; or large: from 96 x 96 on), and `crowd` [n],
-      whether the box is a crowd, which may hold any number of detections that
-      then do not count.
+      x1, y1) in pixels, `labels` [n], `areas` [n] in pixels (small: below
+      32 x 32; large: from 96 x 96 on), and `crowd` [n], whether the box is a
+      crowd, which may hold any number of detections that then do not count.
     found: for each image `boxes` [m, 4], `labels` [m] and `scores` [m]. The 100
       best count.
     num_classes: number of classes.

@@ -28,12 +28,8 @@ def corners(boxes):
 def filled(batch):
   """Returns the shares of the canvas that images fill, down and across.
 
-  Args:
-    batch: `image`, [B, H, W, C], and where there is padding `real`, bool
-      [B, H, W].
-
-  Returns:
-    float32 [B, 2], 1 without padding.
+  Takes `image`, [B, H, W, C], and where there is padding `real`, bool [B, H,
+  W]; returns float32 [B, 2], 1 without padding.
   """
   real = batch.get('real')
   if real is None:
@@ -56,28 +52,13 @@ def _ratio(part, whole):
 def giou(first, second):
   """Computes the generalised intersection over union (arXiv 1902.09630).
 
-  Args:
-    first: corners [..., 4].
-    second: corners, broadcastable to the same shape.
-
-  Returns:
-    [...], from -1 to 1. The IoU of two boxes without area is 0, and so is the
-    share of the box around them that they leave.
+  Takes corners [..., 4], broadcastable; returns [...], from -1 to 1. The IoU
+  of two boxes without area is 0, and so is the share of the box around them
+  that they leave.
   """
-  inside = jnp.concatenate(
-    [
-      jnp.maximum(first[..., :2], second[..., :2]),
-      jnp.minimum(first[..., 2:], second[..., 2:]),
-    ],
-    axis=-1,
-  )
-  around = jnp.concatenate(
-    [
-      jnp.minimum(first[..., :2], second[..., :2]),
-      jnp.maximum(first[..., 2:], second[..., 2:]),
-    ],
-    axis=-1,
-  )
+  most, least = jnp.maximum(first, second), jnp.minimum(first, second)
+  inside = jnp.concatenate([most[..., :2], least[..., 2:]], axis=-1)
+  around = jnp.concatenate([least[..., :2], most[..., 2:]], axis=-1)
   shared = _area(inside)
   union = _area(first) + _area(second) - shared
   hull = _area(around)
@@ -120,9 +101,9 @@ def losses(
     no_object: weight of a query without an object in the cross-entropy.
 
   Returns:
-    Sums over queries or targets, float32 [L, B]: `class`, the cross-entropy
-    with weight `no_object` for queries without an object; `l1` and `giou`, over targets. And `query`, the query
-    of each target, int32 [L, B, N], -1 for padding.
+    Sums over queries or targets, float32 [L, B]: `class`, the cross-entropy;
+    `l1` and `giou`, over targets. And `query`, the query of each target, int32
+    [L, B, N], -1 for padding.
   """
   logits = logits.astype(jnp.float32)
   nothing = logits.shape[-1] - 1

@@ -110,7 +110,6 @@ class Task(base.Task):
 
   @classmethod
   def planned_metadata(cls, config, num_classes):
-    """Returns class names for a plan: '0', '1', ..."""
     del config
     return {'class_names': [str(i) for i in range(num_classes or 91)]}
 
@@ -126,7 +125,7 @@ class Task(base.Task):
   def parts_at(self, source, image_size):
     """Returns parts of images without objects, whose examples are `inputs`.
 
-    For `image_size` see vit_jax.tasks.detection.detectors.Detector.detect.
+    For `image_size` see Detector.detect.
     """
     pp = self.config.pp
     if image_size is None:
@@ -136,13 +135,13 @@ class Task(base.Task):
 
       def example(on):
         laid = group._replace(canvas=on)
-        return lambda record, seed: self._on_canvas(record, laid)
+        return lambda record, seed: self._inputs(record, pp, laid)
 
       return self._by_canvas(source, group, example)
     pp = pp.copy_and_resolve_references()
     with pp.ignore_type():
       pp.update(crop=tuple(image_size), resize=None)
-    example = lambda record, seed: self._resized(record, pp)
+    example = lambda record, seed: self._inputs(record, pp, None)
     return [input_pipeline.Part(None, example, tuple(image_size))]
 
   def _by_canvas(self, source, group, example: Callable):
@@ -211,11 +210,7 @@ class Task(base.Task):
     return preprocess.on_canvas_for_training(record['image'], seed, group, pp)
 
   def _further(self, record, inputs, drawn, kept):
-    """Returns further tensors of a training example, for subclasses.
-
-    `drawn` is the geometry.Geometry of the image; `kept`, bool [n], tells which
-    objects of the record are targets.
-    """
+    """Returns further tensors of a training example, for subclasses."""
     del record, inputs, drawn, kept
     return {}
 
@@ -232,25 +227,20 @@ class Task(base.Task):
     """
     del seed  # Training needs the objects too, see `example`.
     pp = self.config.pp
-    if not pp.sides:
-      return self._resized(record, pp)
-    group = canvases.evaluation(pp)
+    group = canvases.evaluation(pp) if pp.sides else None
     if canvas is not None:
       group = group._replace(canvas=canvas)
-    return self._on_canvas(record, group)
+    return self._inputs(record, pp, group)
 
-  def _resized(self, record, pp):
-    """Returns the inputs of an image that is resized to `pp.crop`."""
+  def _inputs(self, record, pp, group):
+    """Returns the inputs of an image on the canvas of a group, or resized."""
     upright = 'objects/bbox' not in record
-    pixels = images_lib.decode(record['image'], pp.channels, upright=upright)
-    image = preprocess.for_evaluation(pixels, pp)
-    return {'image': image, 'size': tf.shape(pixels)[:2]}
-
-  def _on_canvas(self, record, group):
-    """Returns the inputs of an image on the canvas of a group."""
-    upright = 'objects/bbox' not in record
+    if group is None:
+      pixels = images_lib.decode(record['image'], pp.channels, upright=upright)
+      image = preprocess.for_evaluation(pixels, pp)
+      return {'image': image, 'size': tf.shape(pixels)[:2]}
     inputs, drawn = preprocess.on_canvas_for_evaluation(
-      record['image'], group, self.config.pp, upright=upright
+      record['image'], group, pp, upright=upright
     )
     return {**inputs, 'size': drawn.shape}
 
@@ -294,7 +284,6 @@ class Task(base.Task):
     return tf.ensure_shape(x, [most, *x.shape[1:]])
 
   def input_spec(self, image_size=None, batch=1):
-    """Returns shapes and types of `image`, `size`, and possibly `real`."""
     if image_size is None and self.config.pp.sides:
       image_size = canvases.evaluation(self.config.pp).canvas
     image = self.image_spec(batch, image_size)
@@ -305,7 +294,6 @@ class Task(base.Task):
     return {'image': image, 'real': real, 'size': size}
 
   def batch_spec(self, size):
-    """Returns shapes and types of images and objects."""
     most = self.options.max_objects
     inputs = self.input_spec(self.image_size, size)
     del inputs['size']  # Training has no use for it.
@@ -436,9 +424,8 @@ class Task(base.Task):
   def detections(self, outputs) -> dict:
     """Returns the most probable object of each query.
 
-    Returns:
-      `boxes`, float32 [B, Q, 4], corners x0, y0, x1, y1 as shares of the image;
-      `labels`, int32 [B, Q]; `scores`, float32 [B, Q].
+    `boxes`, float32 [B, Q, 4], corners x0, y0, x1, y1 as shares of the image;
+    `labels`, int32 [B, Q]; `scores`, float32 [B, Q].
     """
     probabilities = jax.nn.softmax(outputs['logits'])[..., :-1]
     return {
@@ -460,7 +447,6 @@ class Task(base.Task):
     return {'loss': ((each * batch['mask']).sum(), batch['mask'].sum())}
 
   def check_points(self, points):
-    """Returns points whose attention in the encoder the figures draw."""
     return looking.check_points(points)
 
   def evaluators(self, mesh, split, open_split):
@@ -473,7 +459,6 @@ class Task(base.Task):
     ]
 
   def describe(self):
-    """Returns the number of classes and of queries, in words."""
     words = (
       f'{len(self.class_names):,} classes, {self.model.num_queries} queries'
     )
@@ -485,7 +470,6 @@ class Task(base.Task):
     return words
 
   def predictor(self, params, extra, step):
-    """Returns a predictor of objects."""
     return detectors.Detector(self, params, extra, step)
 
   def draw_evaluation(self, batch, outputs):

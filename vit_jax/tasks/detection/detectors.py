@@ -24,9 +24,12 @@ class Detector(predictor_lib.Predictor):
 
   FLAGS = ('threshold', 'image_size')
   PIXELS = 2**22  # At most in a batch of several images.
+  WHAT = 'object'
+  LEAST = THRESHOLD
+  KEEP = ('size',)
+  TYPES = {'classes': [str], 'scores': [float], 'boxes': [(float, 4)]}  # noqa: RUF012
 
   def batch_size(self, part):
-    """Returns the number of images of a batch of a part."""
     pixels = math.prod(part.image_size or self.task.image_size)
     return max(1, min(self.BATCH, self.PIXELS // pixels))
 
@@ -44,8 +47,9 @@ class Detector(predictor_lib.Predictor):
       image_size: size in pixels of the images that the network sees. A number
         is the length of the shorter side; images keep their height / width,
         and the model is compiled for each of the canvases on which they lie,
-        see `tight` in vit_jax/tasks/detection/detect.py. (height, width) is the size to
-        which all images are resized. None: as in the evaluation of the run.
+        see `tight` in vit_jax/tasks/detection/detect.py. (height, width) is the
+        size to which all images are resized. None: as in the evaluation of the
+        run.
 
     Returns:
       For each image a list of (class name, score, (x0, y0, x1, y1)), the best
@@ -56,28 +60,41 @@ class Detector(predictor_lib.Predictor):
         read, the threshold is not between 0 and 1, or `image_size` is neither
         a positive int nor a pair of them.
     """
-    rules.check('threshold', threshold, rules.number(0, 1))
-    rules.check('image_size', image_size, rules.optional(rules.size))
-    parts = functools.partial(self.task.parts_at, image_size=image_size)
+    make = functools.partial(Detector._make, self)
+    return [x for _, x in self._find(images, threshold, image_size, make)]
+
+  def segment(self, images, threshold=None, image_size=None):
+    """Raises ValueError: the model of a Segmenter has a mask head."""
+    del images, threshold, image_size
+    raise ValueError(
+      f"the model of '{self.workdir}' has no mask head: train one with "
+      '--config.model.mask_head=True --config.pretrained='
+      f'{self.workdir or "WORKDIR"}, or use `detect`'
+    )
+
+  def _find(self, images, threshold, image_size, make) -> list:
+    """Returns the result of `make`, such as `_make`, for each image."""
+    how = self._columns(None, threshold, image_size)
+    threshold = self.LEAST if threshold is None else threshold
     found = {
-      number: self._objects(outputs, inputs['size'], threshold)
+      number: make(inputs, outputs, threshold)
       for number, inputs, outputs in self.stream(
-        images, keep=('size',), parts=parts
+        images, keep=how.keep, parts=how.parts
       )
     }
     return [found[number] for number in range(len(images))]
 
-  def _objects(self, outputs, size, threshold):
-    """Returns the objects of one image, see `detect`."""
+  def _make(self, inputs, outputs, threshold):
+    """Returns None and the objects of one image, see `detect`."""
     outputs = jax.tree.map(lambda x: x[None], outputs)
     found = jax.device_get(self._detections(outputs))
     boxes, labels, scores = (
       found[name][0] for name in ('boxes', 'labels', 'scores')
     )
-    height, width = size
+    height, width = inputs['size']
     boxes = boxes.clip(0, 1) * np.array([width, height, width, height])
     best = np.argsort(-scores, kind='stable')
-    return [
+    return None, [
       (self.class_names[labels[k]], float(scores[k]), tuple(boxes[k].tolist()))
       for k in best[scores[best] >= threshold]
     ]
@@ -87,55 +104,69 @@ class Detector(predictor_lib.Predictor):
     return jax.jit(self.task.detections)
 
   def _columns(self, top, threshold, image_size):
-    """Returns columns of the objects: classes, scores, and boxes in pixels."""
     del top
-    threshold = THRESHOLD if threshold is None else threshold
+    threshold = self.LEAST if threshold is None else threshold
     rules.check('threshold', threshold, rules.number(0, 1))
     rules.check('image_size', image_size, rules.optional(rules.size))
 
     def row(inputs, outputs):
-      found = self._objects(outputs, inputs['size'], threshold)
-      columns = zip(*found) if found else ((), (), ())
-      return dict(zip(('classes', 'scores', 'boxes'), columns))
+      _, found = self._make(inputs, outputs, threshold)
+      return dict(zip(self.TYPES, zip(*found) if found else ((),) * 4))
 
-    return tables.Columns(
-      {'classes': [str], 'scores': [float], 'boxes': [(float, 4)]},
-      row,
-      keep=('size',),
-      parts=functools.partial(self.task.parts_at, image_size=image_size),
-    )
+    parts = functools.partial(self.task.parts_at, image_size=image_size)
+    return tables.Columns(self.TYPES, row, keep=self.KEEP, parts=parts)
 
   def predict(self, images: Sequence[Any]) -> list:
-    """Returns the result of `detect`."""
     return self.detect(images)
 
   def report(self, images, args):
-    """Returns the objects as lines; draws them if `args.out` is a path."""
-    threshold = THRESHOLD if args.threshold is None else args.threshold
+    """Returns what is found as lines; draws it if `args.out` is a path."""
+    threshold = self.LEAST if args.threshold is None else args.threshold
+    results = self._find(images, threshold, args.image_size, self._make)
     lines, drawn = [], []
-    results = self.detect(images, threshold, args.image_size)
-    for path, found in zip(images, results):
+    for path, (numbers, found) in zip(images, results):
       lines.append(path)
       lines += [
-        f'  {100 * score:6.2f} %  {name}  '
-        + ' '.join(f'{value:.0f}' for value in box)
-        for name, score, box in found
+        f'  {100 * score:6.2f} %  {name}  {self._rest(*rest)}'
+        for name, score, *rest in found
       ] or [
-        f'  no object with a score of at least {100 * threshold:g} % '
+        f'  no {self.WHAT} with a score of at least {100 * threshold:g} % '
         '(lower it: --threshold)'
       ]
       if args.out is not None:
-        drawn.append(drawing.draw_file(path, found))
+        image = preprocess.from_user(path, images_lib.decode).numpy()
+        drawn.append(self._draw(image, numbers, found))
     if drawn:
       drawing.save(drawn, args.out)
       lines.append(f'picture: {args.out}')
     return lines
+
+  def _rest(self, box) -> str:
+    return ' '.join(f'{value:.0f}' for value in box)
+
+  def _draw(self, image, _, found):
+    size = np.array(image.shape[1::-1] * 2)  # width, height, width, height.
+    return drawing.draw(
+      image,
+      [np.array(box) / size for _, _, box in found],
+      [f'{name} {100 * score:.0f}' for name, score, _ in found],
+    )
 
 
 class Segmenter(Detector):
   """Finds the segments of images."""
 
   BATCH = 8  # Masks of all queries of many images take much memory.
+  WHAT = 'segment'
+  LEAST = segments_lib.THRESHOLD
+  TYPES = {  # noqa: RUF012
+    'classes': [str], 'scores': [float], 'things': [bool], 'areas': [int],
+  }  # fmt: skip
+
+  @property
+  def KEEP(self):
+    """All inputs: masks are those of a canvas."""
+    return tuple(self.task.input_spec())
 
   def segment(
     self,
@@ -146,108 +177,34 @@ class Segmenter(Detector):
     """Finds the segments of images.
 
     Args:
-      images: see `outputs`.
+      images: see `detect`; likewise image_size and errors.
       threshold: least score of a segment, from 0 to 1.
-      image_size: see `detect`.
 
     Returns:
       For each image (map, segments). The map, int32 [height, width] of the
       original image, has the number of the segment of each pixel, from 1, and 0
       for pixels of none. The segments, from number 1 on, are (class name, score,
       whether it is a thing, area in pixels).
-
-    Raises:
-      FileNotFoundError, ValueError: if an image does not exist or cannot be
-        read, the threshold is not between 0 and 1, `image_size` is no size,
-        or the model has no mask head.
     """
-    rules.check('threshold', threshold, rules.number(0, 1))
-    if not self.task.model.mask_head:
-      raise ValueError(
-        f"the model of '{self.workdir}' has no mask head: train one with "
-        '--config.model.mask_head=True --config.pretrained='
-        f'{self.workdir or "WORKDIR"}, or use `detect`'
-      )
-    rules.check('image_size', image_size, rules.optional(rules.size))
-    parts = functools.partial(self.task.parts_at, image_size=image_size)
-    found = {
-      number: self._segments(*both, threshold)
-      for number, *both in self.stream(
-        images, keep=self.task.input_spec(), parts=parts
-      )
-    }
-    return [found[number] for number in range(len(images))]
+    return self._find(images, threshold, image_size, self._make)
 
-  def _segments(self, inputs, outputs, threshold):
+  def _make(self, inputs, outputs, threshold):
     """Returns the map and the segments of one image, see `segment`."""
     both = jax.tree.map(lambda x: x[None], (outputs, inputs))
     found = jax.device_get(self.task.masks(*both))
     size = tuple(inputs['size'].tolist())
     made = self.task.assemble(found, 0, size, threshold=threshold)
-    return made.numbers, self._described(made)
-
-  def _columns(self, top, threshold, image_size):
-    """Returns columns of the segments, as in `segment` but for the maps."""
-    if not self.task.model.mask_head:
-      return super()._columns(top, threshold, image_size)
-    if threshold is None:
-      threshold = segments_lib.THRESHOLD
-    names = ('classes', 'scores', 'things', 'areas')
-
-    def row(inputs, outputs):
-      _, found = self._segments(inputs, outputs, threshold)
-      return dict(zip(names, zip(*found) if found else ((),) * len(names)))
-
-    return (
-      super()
-      ._columns(top, threshold, image_size)
-      ._replace(
-        types=dict(zip(names, ([str], [float], [bool], [int]))),
-        row=row,
-        keep=tuple(self.task.input_spec()),
-      )
-    )
-
-  def _described(self, made):
     areas = np.bincount(made.numbers.ravel(), minlength=len(made.labels) + 1)
-    return [
-      (
-        self.class_names[label],
-        float(score),
-        self.task.is_thing[label],
-        int(area),
-      )
-      for label, score, area in zip(made.labels, made.scores, areas[1:])
+    return made.numbers, [
+      (self.class_names[k], float(score), self.task.is_thing[k], int(area))
+      for k, score, area in zip(made.labels, made.scores, areas[1:])
     ]
 
   def predict(self, images):
-    """Returns the result of `segment`, or of `detect` without a mask head."""
-    has_masks = self.task.model.mask_head
-    return self.segment(images) if has_masks else self.detect(images)
+    return self.segment(images)
 
-  def report(self, images, args):
-    """Writes a picture to `args.out`; returns the segments as lines."""
-    if not self.task.model.mask_head:
-      return super().report(images, args)
-    threshold = args.threshold
-    threshold = segments_lib.THRESHOLD if threshold is None else threshold
-    results = self.segment(images, threshold, args.image_size)
-    lines, drawn = [], []
-    for path, (numbers, found) in zip(images, results):
-      lines.append(path)
-      lines += [
-        f'  {100 * score:6.2f} %  {name}  {"thing" if is_thing else "stuff"}  '
-        f'{area:,} pixels'
-        for name, score, is_thing, area in found
-      ] or [
-        f'  no segment with a score of at least {100 * threshold:g} % '
-        '(lower it: --threshold)'
-      ]
-      if args.out is not None:
-        image = preprocess.from_user(path, images_lib.decode).numpy()
-        names = [name for name, *_ in found]
-        drawn.append(drawing.overlay(image, numbers, names))
-    if drawn:
-      drawing.save(drawn, args.out)
-      lines.append(f'picture: {args.out}')
-    return lines
+  def _rest(self, is_thing, area) -> str:
+    return f'{"thing" if is_thing else "stuff"}  {area:,} pixels'
+
+  def _draw(self, image, numbers, found):
+    return drawing.overlay(image, numbers, [name for name, *_ in found])

@@ -8,7 +8,6 @@ from PIL import Image
 from PIL import ImageColor
 from PIL import ImageDraw
 
-from vit_jax import preprocess
 from vit_jax.data.images import images as images_lib
 from vit_jax.figures import colors
 from vit_jax.figures import fonts
@@ -19,10 +18,9 @@ _LEAST = 256  # Smaller images are enlarged so that names can be read.
 def draw(image, boxes, names: Sequence[str]) -> np.ndarray:
   """Draws boxes on an image; each class has a colour.
 
-  Args:
-    image: uint8 [H, W, 3]; enlarged by a whole factor if it is small.
-    boxes: [n, 4], corners x0, y0, x1, y1 as shares of the image.
-    names: text for each box; the first word decides the colour.
+  Takes uint8 [H, W, 3], enlarged by a whole factor if it is small; corners [n,
+  4], x0, y0, x1, y1 as shares of the image; and a text for each box, whose
+  first word decides the colour.
   """
   canvas = Image.fromarray(_enlarged(image))
   pen = ImageDraw.Draw(canvas)
@@ -39,11 +37,8 @@ def draw(image, boxes, names: Sequence[str]) -> np.ndarray:
 def overlay(image, numbers, names: Sequence[str]) -> np.ndarray:
   """Colours the segments of an image, with white lines between them.
 
-  Args:
-    image: see `draw`.
-    numbers: int [H, W], number of the segment of each pixel, from 1; 0 for
-      pixels of none, which stay as they are.
-    names: text for each segment; the first word decides the colour.
+  Takes an image and texts as `draw`, and the number of the segment of each
+  pixel, int [H, W], from 1; pixels of none, 0, stay as they are.
   """
   pixels = _enlarged(image).astype(np.float32)
   times = len(pixels) // len(image)
@@ -90,18 +85,6 @@ def _write(pen, place, name, size, anchor='la'):
   name, font = fonts.drawable(name, max(11, min(size) // 40))
   pen.rectangle(pen.textbbox(place, name, font, anchor), fill=color)
   pen.text(place, name, 'black', font, anchor)
-
-
-def draw_file(path, found) -> np.ndarray:
-  """Draws the objects that a predictor found in an image file."""
-  image = preprocess.from_user(path, images_lib.decode).numpy()
-  height, width, _ = image.shape
-  size = np.array([width, height, width, height])
-  return draw(
-    image,
-    [np.array(box) / size for _, _, box in found],
-    [f'{name} {100 * score:.0f}' for name, score, _ in found],
-  )
 
 
 def save(pictures: Sequence[np.ndarray], path):

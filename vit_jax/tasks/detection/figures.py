@@ -18,7 +18,6 @@ from vit_jax.tasks.detection import detectors
 from vit_jax.tasks.detection import looking
 
 MOST = 4  # Maximum number of images, points and objects of a figure.
-_SIDE = 400  # Pixels of the longer side of a picture, at most.
 _ROWS = 5  # Panels below each other in the figure of the queries.
 _PANELS = 20
 _KINDS = (
@@ -165,31 +164,17 @@ def _grid(images, seen, columns, title):
 
 def _picture(image, filled) -> np.ndarray:
   """Returns an image without padding, float32 [H, W, 3] in [0, 1]."""
-  pixels = drawing.as_pixels(_crop(image, filled))
-  scale = min(1.0, _SIDE / max(pixels.shape[:2]))
-  size = [max(1, round(scale * side)) for side in pixels.shape[1::-1]]
-  picture = Image.fromarray((255 * pixels).round().astype(np.uint8))
-  return np.asarray(picture.resize(size), np.float32) / 255
-
-
-def _crop(x, filled):
-  """Cuts [H, W, ...] to the share that the image fills, down and across."""
-  height, width = (max(1, round(float(s) * n)) for s, n in zip(filled, x.shape))
-  return x[:height, :width]
+  height, width = np.multiply(image.shape[:2], filled).round().astype(int)
+  return drawing.as_pixels(image[: max(1, height), : max(1, width)])
 
 
 def _show_map(axes, picture, weights, filled):
-  """Draws a map [h, w] over a picture, both without padding."""
+  """Draws a map [h, w] of a canvas over the picture that fills a part of it."""
+  bottom, right = np.multiply(weights.shape, filled)
   large = Image.fromarray(weights.astype(np.float32)).resize(
-    [
-      round(side / share)
-      for side, share in zip(picture.shape[1::-1], filled[::-1])
-    ],
-    Image.Resampling.BILINEAR,
+    picture.shape[1::-1], Image.Resampling.BILINEAR, (0, 0, right, bottom)
   )
-  axes.imshow(
-    drawing.overlay(picture, _crop(np.asarray(large).clip(0), filled))
-  )
+  axes.imshow(drawing.overlay(picture, np.asarray(large)))
 
 
 def _draw_box(axes, box, picture, colour):

@@ -1,12 +1,6 @@
 """Looks inside a detector: attention, and where the boxes of each query lie.
 
-The arrays behind figures 3, 6 and 7 of arXiv 2005.12872:
-
-  seen = looking.look(task, params, extra, batch)
-  looking.at_points(seen, points)  # Encoder self-attention, [B, P, h, w].
-  seen.decoder  # Attention of each query over the image, [B, Q, h, w].
-  boxes = looking.query_boxes(task, mesh, source, params, extra)  # [n, Q, 4]
-  looking.kinds(boxes)  # SMALL, WIDE or TALL, [n, Q].
+The arrays behind figures 3, 6 and 7 of arXiv 2005.12872.
 
 Shapes: B images, h x w cells of the feature map, Q queries, P points, n images
 of a data set.
@@ -19,39 +13,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.distributed import sharding
 from vit_jax.inference import engine
 from vit_jax.tasks.detection import boxes as boxes_lib
 
 SMALL, WIDE, TALL = range(3)
 # Least area of a large box, as a share of the image. The paper gives none.
 LARGE = 0.1
-# Maximum memory of a layer's attention weights of a batch, in bytes.
-_BYTES = 2**29
 _BATCH = 32  # Maximum batch size for the boxes of a split.
 # The module whose output has the cells of the feature map.
 _MAP = 'input_proj'
 
 
 class Seen(NamedTuple):
-  """Predictions and attention of a detector; attention averaged over the heads.
+  """Predictions and attention of a detector, averaged over the heads."""
 
-  Attributes:
-    boxes: float32 [B, Q, 4], corners x0, y0, x1, y1 as shares of the image.
-    labels: most probable class of each query but "no object", int32 [B, Q].
-    scores: probability of that class, float32 [B, Q].
-    encoder: self-attention of the encoder, float32 [B, h, w, h, w]: how much
-      the cell of the first two indices attends to that of the last two.
-    decoder: cross-attention of the decoder, float32 [B, Q, h, w].
-    filled: share of the canvas that the image fills, down and across, float32
-      [B, 2]; 1 without padding.
-  """
-
-  boxes: np.ndarray
-  labels: np.ndarray
-  scores: np.ndarray
+  boxes: np.ndarray  # [B, Q, 4], corners x0, y0, x1, y1, shares of the image.
+  labels: np.ndarray  # Best class of each query but "no object", int32 [B, Q].
+  scores: np.ndarray  # Probability of that class, float32 [B, Q].
+  # Self-attention of the encoder, float32 [B, h, w, h, w]: how much the cell of
+  # the first two indices attends to that of the last two.
   encoder: np.ndarray
-  decoder: np.ndarray
+  decoder: np.ndarray  # Cross-attention of the decoder, float32 [B, Q, h, w].
+  # Share of the canvas that the image fills, down and across, float32 [B, 2].
   filled: np.ndarray
 
 
@@ -59,22 +42,11 @@ def look(task, params, extra, batch) -> Seen:
   """Computes predictions, and the attention of the last layers, for images.
 
   The batch has `image`, float32 [B, H, W, 3] in [-1, 1], and `real`, bool
-  [B, H, W], if there is padding.
+  [B, H, W], if there is padding. The weights of one image take much memory.
   """
   images = {k: batch[k] for k in ('image', 'real') if k in batch}
   compute = jax.jit(functools.partial(_look, task))
-  one = {name: x[:1] for name, x in images.items()}
-  cells = jax.eval_shape(compute, params, extra, one).encoder.size
-  count = len(images['image'])
-  size = min(count, max(1, _BYTES // (4 * cells * task.model.num_heads)))
-  parts = []
-  for start in range(0, count, size):
-    # The last batch has the shape of the others, so that one is compiled.
-    rows = np.arange(start, start + size).clip(max=count - 1)
-    part = compute(params, extra, {k: x[rows] for k, x in images.items()})
-    kept = min(size, count - start)
-    parts.append(jax.tree.map(lambda x, n=kept: np.asarray(x)[:n], part))
-  return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+  return engine.by_parts(lambda rows: compute(params, extra, rows), images, 1)
 
 
 def _look(task, params, extra, images) -> Seen:
@@ -150,39 +122,26 @@ def best_queries(
 
 
 def query_boxes(task, mesh, source, params, extra) -> np.ndarray:
-  """Predicts the box of each query for all images of a split.
+  """Predicts the boxes of all queries, also of those that see no object.
 
-  All processes of the mesh must call it.
-
-  Returns:
-    float32 [n, Q, 4], centre x and y, width and height, as shares of the image;
-    boxes of all queries, also of those that see no object.
+  All processes must call it. Returns float32 [n, Q, 4] for all images of a
+  split: centre x and y, width and height, as shares of the image.
   """
 
-  def compute(params, extra, batch):
-    boxes = task.outputs(params, extra, batch)['boxes']
-    return {'index': batch['index'], 'mask': batch['mask'], 'boxes': boxes}
-
-  compute = jax.jit(compute, out_shardings=sharding.replicated(mesh))
-  config = task.config.copy_and_resolve_references()
-  shards = sharding.batch_shards(mesh)
-  config.batch_eval = shards * max(1, min(config.batch_eval, _BATCH) // shards)
-  found = engine.collect(
-    config,
-    mesh,
-    source.evaluated,
-    task.example,
-    lambda batch: compute(params, extra, batch),
-    what='Predicting boxes',
+  compute = engine.everywhere(
+    mesh, lambda *args: {'boxes': task.outputs(*args)['boxes']}
   )
-  return found['boxes']
+  return engine.collect(
+    engine.limited(task.config, mesh, _BATCH), mesh, source.evaluated,
+    task.example, lambda batch: compute(params, extra, batch),
+    what='Predicting boxes',
+  )['boxes']  # fmt: skip
 
 
 def kinds(boxes: np.ndarray) -> np.ndarray:
-  """Tells small, large wide and large tall boxes apart (figure 7).
+  """Tells the boxes of `query_boxes` apart (figure 7), int64 [...].
 
-  For the boxes see `query_boxes`. Returns int64 [...]: SMALL; WIDE, large and no
-  higher than wide; or TALL.
+  SMALL; WIDE, large and no higher than wide; or TALL.
   """
   width, height = boxes[..., 2], boxes[..., 3]
   form = np.where(width >= height, WIDE, TALL)

@@ -38,7 +38,7 @@ def dice(logits, targets):
 
 
 def losses(logits, segments, counts) -> dict:
-  """Computes the losses of the masks of objects.
+  """Computes the losses of the masks of objects: sums over them, float32 [B].
 
   Masks are enlarged to the size of the image one after the other, and anew in
   the backward pass: those of 100 objects of a large image take 400 MB.
@@ -48,9 +48,6 @@ def losses(logits, segments, counts) -> dict:
     segments: int [B, H, W], number of the object of each pixel, from 1; 0 for
       pixels of none.
     counts: int [B], number of objects of each image, the first ones.
-
-  Returns:
-    Sums over the objects, float32 [B]: `focal` and `dice`.
   """
   numbers = jnp.arange(logits.shape[1])
 

@@ -21,27 +21,17 @@ class _State(NamedTuple):
 
   Column Q is a root that holds the target being inserted. Costs have K levels,
   [K, ...]: the first level decides, the second where the first is equal.
-
-  Attributes:
-    target: number of the target being inserted, int32.
-    column: column at the end of the path, int32.
-    walks_back: whether the path has ended in a free column and is now applied.
-    owner: target that each column holds, int32 [Q + 1]; -1 for none.
-    before: previous column on the shortest path to each column, int32 [Q].
-    least: reduced cost of that path, [K, Q].
-    done: columns whose shortest path is known, bool [Q + 1].
-    row_price, column_price: the dual variables, [K, N] and [K, Q + 1].
   """
 
-  target: jax.Array
-  column: jax.Array
-  walks_back: jax.Array
-  owner: jax.Array
-  before: jax.Array
-  least: jax.Array
-  done: jax.Array
-  row_price: jax.Array
-  column_price: jax.Array
+  target: jax.Array  # Number of the target being inserted, int32.
+  column: jax.Array  # At the end of the path, int32.
+  walks_back: jax.Array  # Whether a path to a free column is now applied.
+  owner: jax.Array  # Target that each column holds, int32 [Q + 1]; -1: none.
+  before: jax.Array  # Previous column on the shortest paths, int32 [Q].
+  least: jax.Array  # Reduced costs of these paths, [K, Q].
+  done: jax.Array  # Columns whose path is known, bool [Q + 1].
+  row_price: jax.Array  # The dual variables, [K, N],
+  column_price: jax.Array  # and [K, Q + 1].
 
 
 def _begin(state: _State, target, num) -> _State:
@@ -156,9 +146,6 @@ def match(cost, counts):
 
   Returns:
     int32 [..., N]: the prediction of each target; -1 for padding.
-
-  Raises:
-    ValueError: if there may be more targets than predictions.
   """
   *batch, targets, num = cost.shape
   if targets > num:

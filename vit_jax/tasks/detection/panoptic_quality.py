@@ -79,15 +79,11 @@ class PanopticQuality:
 def add_up(
   counts: Mapping[int, np.ndarray], num_classes: int
 ) -> tuple[np.ndarray, int]:
-  """Adds up the counts of all processes; all must call it.
+  """Adds up the counts of all processes, which all must call it.
 
-  Args:
-    counts: results of `compare` on this process, by number of the image. Several
-      processes may have the same image, which counts once.
-    num_classes: number of classes C.
-
-  Returns:
-    The sum, float64 [4, C], and the number of images.
+  Takes results of `compare` on this process, by number of the image; an image
+  that several processes have counts once. Returns the sum, float64 [4, C], and
+  the number of images.
   """
   everywhere = processes.attempt('the images compared', lambda: sorted(counts))
   earlier = set().union(*everywhere[: jax.process_index()])
@@ -106,17 +102,11 @@ def compare(
 ) -> np.ndarray:
   """Compares the true segments of an image with those found.
 
-  Args:
-    numbers: int [H, W], number of the true segment of each pixel, from 1; 0 for
-      void.
-    labels: int [n], classes of the segments 1, 2, ...
-    crowd: [n], whether a segment is a crowd; crowds are not to be found.
-    found: the segments found, of the same size.
-    num_classes: number of classes C.
-
-  Returns:
-    float64 [4, C]: by class the sum of the IoU of matches, and the numbers of
-    matches, of unmatched found segments, and of unmatched true segments.
+  Takes the number of the true segment of each pixel, int [H, W], from 1, 0 for
+  void; the classes of the segments 1, 2, ..., int [n]; whether each is a
+  crowd, not to be found; and the segments found. Returns float64 [4, C]: by
+  class the sum of the IoU of matches, and the numbers of matches, of unmatched
+  found segments, and of unmatched true segments.
   """
   n, m = len(labels), len(found.labels)
   both = numbers.astype(np.int64) * (m + 1) + found.numbers
@@ -151,15 +141,10 @@ def compare(
 def panoptic_quality(
   total: np.ndarray, is_thing: Sequence[bool]
 ) -> dict[str, float]:
-  """Computes the figures of a split.
+  """Computes NAMES of a split from the sum of the results of `compare`.
 
-  Args:
-    total: sum of the results of `compare` for all images.
-    is_thing: whether a class is of things, by class.
-
-  Returns:
-    NAMES, each from 0 to 1: means over the classes that occur or are found; NaN
-    where a group has none.
+  `is_thing` tells which classes are of things. The figures, from 0 to 1, are
+  means over the classes that occur or are found; NaN where a group has none.
   """
   is_thing = np.asarray(is_thing, bool)
   overlap, matches, extra, missed = total

@@ -90,19 +90,16 @@ class Task(detect.Task):
 
   @classmethod
   def planned_metadata(cls, config, num_classes):
-    """Returns class names for a plan, all of things."""
     names = super().planned_metadata(config, num_classes or 133)['class_names']
     return {'class_names': names, 'isthing': [True] * len(names)}
 
   def example(self, record, seed, canvas=None):
-    """Returns an image, its objects and their segments.
+    """Returns the tensors of a detector, and `segments`, uint8 [H, W].
 
-    Returns:
-      The tensors of a detector, and `segments`, uint8 [H, W]: the number of the
-      object of each pixel, from 1, or 0 for pixels of none. In evaluation also
-      `truth_size`, height and width of the original, at most the option of this
-      name, and `truth_segments`, uint8: the same for the original, padded, with
-      crowds, in the order of `label`.
+    It is the number of the object of each pixel, from 1, or 0 for pixels of
+    none. In evaluation also `truth_size`, height and width of the original, at
+    most the option of this name, and `truth_segments`, uint8: the same for the
+    original, padded, with crowds, in the order of `label`.
     """
     objects = {
       name.replace(_OBJECTS, 'objects/'): value
@@ -140,7 +137,6 @@ class Task(detect.Task):
     }
 
   def batch_spec(self, size):
-    """Returns shapes and types of images, objects and segments."""
     spec = super().batch_spec(size)
     shape = spec['image'].shape[:3]
     return {**spec, 'segments': jax.ShapeDtypeStruct(shape, jnp.uint8)}
@@ -194,18 +190,18 @@ class Task(detect.Task):
     return found
 
   def describe(self):
-    """Returns the numbers of classes and of queries, in words."""
     things = sum(self.is_thing)
     stuff = len(self.is_thing) - things
     head = 'with' if self.model.mask_head else 'without'
     return f'{super().describe()}; {things} things, {stuff} stuff; {head} masks'
 
   def predictor(self, params, extra, step):
-    """Returns a predictor of segments."""
-    return detectors.Segmenter(self, params, extra, step)
+    """Returns a predictor of segments, or of objects without a mask head."""
+    has_masks = self.model.mask_head
+    kind = detectors.Segmenter if has_masks else detectors.Detector
+    return kind(self, params, extra, step)
 
   def draw_evaluation(self, batch, outputs):
-    """Draws test images: boxes as a detector does, and segments."""
     drawn = super().draw_evaluation(batch, outputs)
     if not self.model.mask_head:
       return drawn

@@ -17,18 +17,12 @@ _SMALL = 4
 
 
 class Segments(NamedTuple):
-  """The segments of an image.
+  """The segments of an image."""
 
-  Attributes:
-    numbers: int32 [H, W], number of the segment of each pixel, from 1; 0 for
-      pixels of none.
-    labels: int [m], classes of the segments 1, 2, ...
-    scores: float [m], scores of the segments.
-  """
-
+  # int32 [H, W], number of the segment of each pixel, from 1; 0 for none.
   numbers: np.ndarray
-  labels: np.ndarray
-  scores: np.ndarray
+  labels: np.ndarray  # int [m], classes of the segments 1, 2, ...
+  scores: np.ndarray  # float [m], scores of the segments.
 
 
 def assemble(
@@ -50,16 +44,15 @@ def assemble(
     masks: float [Q, h, w], logits.
     labels: int [Q], classes.
     scores: float [Q], from 0 to 1.
-    is_thing: whether a class is of things, by class. All queries of a class of
-      stuff are one segment.
+    is_thing: whether a class is of things, by class.
     size: (height, width) of the map in pixels.
     extent: shares of the height and width of `masks` that show the image; the
       rest is padding.
     threshold: see above.
     merge_stuff: whether all pixels of the queries that found one class of stuff
       are its segment. False, as in the released code: the first of these
-      queries keeps its own pixels alone, and those of the others go to the next
-      best mask of any class.
+      queries keeps its own pixels alone, and those of the others go to the
+      next best mask of any class.
 
   Returns:
     The segments, the one with the best score first.

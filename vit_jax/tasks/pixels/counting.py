@@ -7,11 +7,9 @@
 Both are measured in bits a dimension on test images.
 """
 
-import jax
 import numpy as np
 
 from vit_jax import cli
-from vit_jax.distributed import sharding
 from vit_jax.inference import engine
 
 
@@ -63,14 +61,9 @@ class Counting:
   def __init__(self, task, mesh, train, test):
     self._task, self._mesh = task, mesh
     self._sources = (train, test)
-    whole = sharding.replicated(mesh)
-    self._colors = jax.jit(
-      lambda batch: {
-        'colors': task.colors(batch['image']).astype(np.uint16),
-        'mask': batch['mask'],
-        'index': batch['index'],
-      },
-      out_shardings=whole,
+    self._colors = engine.everywhere(
+      mesh,
+      lambda batch: {'colors': task.colors(batch['image']).astype(np.uint16)},
     )
 
   def run(self, params, extra, stop=engine.never):
@@ -79,23 +72,14 @@ class Counting:
     task, found = self._task, []
     for source in self._sources:
       colors = engine.collect(
-        task.config,
-        self._mesh,
-        source.evaluated,
-        task.example,
-        self._colors,
-        stop,
-        'Counting colours',
-      )
+        task.config, self._mesh, source.evaluated, task.example, self._colors,
+        stop, 'Counting colours',
+      )  # fmt: skip
       found.append(colors['colors'].reshape(-1, *task.image_size))
-    num_colors = len(task.palette)
-    metrics = {
-      'position_bits': position_bits(*found, num_colors),
-      'context_bits': context_bits(*found, num_colors),
-    }
+    by_position = position_bits(*found, len(task.palette))
+    by_context = context_bits(*found, len(task.palette))
     cli.say(
-      'Bits a dimension of models that count: '
-      f'{metrics["position_bits"]:.4f} by the colours at each position, '
-      f'{metrics["context_bits"]:.4f} given the left and the upper pixel.'
+      f'Bits a dimension of models that count: {by_position:.4f} by the colours '
+      f'at each position, {by_context:.4f} given the left and the upper pixel.'
     )
-    return metrics
+    return {'position_bits': by_position, 'context_bits': by_context}

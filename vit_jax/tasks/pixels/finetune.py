@@ -58,30 +58,25 @@ class Task(pixels.Task, classify.Task):
     return self._read(params, batch)[1][1]
 
   def measure(self, params, extra, batch):
-    """Returns what both objectives measure."""
     return {
       **classify.Task.measure(self, params, extra, batch),
       **pixels.Task.measure(self, params, extra, batch),
     }
 
   def drawn_outputs(self, params, extra, batch):
-    """Computes what both objectives draw."""
     found = super().drawn_outputs(params, extra, batch)
     return {**found, 'logits': self.outputs(params, extra, batch)}
 
   def draw_evaluation(self, batch, outputs):
-    """Draws test images with their classes, and what the model draws."""
     return {
       **self._draw('test_images', batch, outputs['logits']),
       **super().draw_evaluation(batch, outputs),
     }
 
   def predictor(self, params, extra, step):
-    """Returns a predictor of classes that also draws images."""
     return Predictor(self, params, extra, step)
 
   def describe(self):
-    """Returns what both objectives predict, in words."""
     return f'{classify.Task.describe(self)}, {super().describe()}'
 
 

@@ -50,13 +50,8 @@ def quantise(images, palette) -> jax.Array:
 def fit(pixels: np.ndarray, num_colors: int, seed: int = 0) -> np.ndarray:
   """Finds a palette by k-means (scikit-learn's MiniBatchKMeans).
 
-  Args:
-    pixels: float [n, C] in [-1, 1], of `num_colors` different colours at least.
-    num_colors: number K of colours.
-    seed: seed of the random numbers.
-
-  Returns:
-    The palette, float32 [K, C], the darkest colour first.
+  Takes pixels, float [n, C] in [-1, 1], of `num_colors` different colours at
+  least. Returns float32 [num_colors, C], the darkest colour first.
   """
   pixels = np.asarray(pixels, np.float32)
   known = np.unique(pixels, axis=0)

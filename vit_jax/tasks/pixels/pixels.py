@@ -31,9 +31,9 @@ from vit_jax.configs import rules
 from vit_jax.data import feeding
 from vit_jax.data import order
 from vit_jax.distributed import processes
+from vit_jax.figures import captions
 from vit_jax.tasks import base
 from vit_jax.tasks.pixels import counting
-from vit_jax.tasks.pixels import drawing
 from vit_jax.tasks.pixels import palette as palette_lib
 from vit_jax.tasks.pixels import sampling
 
@@ -94,7 +94,6 @@ class Task(base.Task):
 
   @classmethod
   def planned_metadata(cls, config, num_classes):
-    """Returns greys in place of a palette."""
     greys = np.linspace(-1, 1, config.model.num_colors)[:, None]
     colors = np.repeat(greys, config.pp.channels, axis=1)
     return {
@@ -126,7 +125,6 @@ class Task(base.Task):
   # --- Training ---
 
   def init(self, rng):
-    """Returns the parameters."""
     colors = jnp.zeros((1, self.model.num_positions), jnp.int32)
     return self.model.init(rng, colors, train=False)['params'], {}
 
@@ -146,12 +144,11 @@ class Task(base.Task):
     return nats, counted.astype(jnp.float32)
 
   def _means(self, values, counted):
-    """Returns the means over the predicted pixels of each image, float32 [B].
+    """Returns means over the pixels of images that count; 1 if there are any.
 
-    In a mean over images, each image has the same weight, as in the released
-    code (src/model.py of github.com/openai/image-gpt), however many of its
-    pixels are masked. `counted`, [B, N], is 1 for pixels that are predicted. The
-    second result is 1 for an image that has one, else 0, as is its mean.
+    Takes values, and 1 for pixels that count, [B, N]. In a mean over images
+    each has the same weight, as in the released code (src/model.py of
+    github.com/openai/image-gpt), however many of its pixels are masked.
     """
     count = counted.sum(axis=1)
     means = (values * counted).sum(axis=1) / jnp.maximum(count, 1.0)
@@ -187,7 +184,7 @@ class Task(base.Task):
 
     Arrays [B, N]: `colors`, int32; `bits`, float32, of each pixel; `counted`,
     float32, 1 for pixels that are predicted; `likely`, int32, the most likely
-    colour.
+    colour. These are the task's `outputs`; finetune.Task has others.
     """
     del extra
     inputs, logits = self._read(params, batch)
@@ -201,9 +198,7 @@ class Task(base.Task):
       'likely': logits.argmax(axis=-1).astype(jnp.int32),
     }
 
-  def outputs(self, params, extra, batch):
-    """Returns the result of `read`."""
-    return self.read(params, extra, batch)
+  outputs = read
 
   def measure(self, params, extra, batch):
     """Returns the mean bits of images, summed, and the number of images."""
@@ -219,7 +214,6 @@ class Task(base.Task):
     return self._intermediates(params, {'image': colors}, capture)
 
   def evaluators(self, mesh, split, open_split):
-    """Returns the mean of `measure`, and what the options ask for."""
     found = super().evaluators(mesh, split, open_split)
     if self.options.counting:
       train = open_split(self.config.pp.train)
@@ -254,9 +248,13 @@ class Task(base.Task):
       completed = self.images(outputs['completions'])
       rows = self.image_size[0] // 2
       return {
-        'samples': drawing.samples(self.images(outputs['samples'])),
-        'completions': drawing.beside(
-          image=truth, cut=drawing.cut(truth, rows), completed=completed
+        'samples': sampling.draw(self.images(outputs['samples'])),
+        'completions': captions.beside(
+          {
+            'image': truth,
+            'cut': sampling.cut(truth, rows),
+            'completed': completed,
+          }
         ),
       }
     guessed = np.where(
@@ -264,15 +262,16 @@ class Task(base.Task):
     )
     masked = outputs['counted'].reshape(truth.shape[:-1]) > 0
     return {
-      'masked_pixels': drawing.beside(
-        image=truth,
-        masked=np.where(masked[..., None], 0.0, truth),
-        predicted=self.images(guessed),
+      'masked_pixels': captions.beside(
+        {
+          'image': truth,
+          'masked': np.where(masked[..., None], 0.0, truth),
+          'predicted': self.images(guessed),
+        }
       )
     }
 
   def describe(self):
-    """Returns what is predicted, in words."""
     what = (
       'each pixel from those before it'
       if self.model.causal
@@ -281,7 +280,6 @@ class Task(base.Task):
     return f'to predict {what}: one of {len(self.palette)} colours'
 
   def predictor(self, params, extra, step):
-    """Returns a predictor that draws images."""
     return sampling.Predictor(self, params, extra, step)
 
 

@@ -14,9 +14,11 @@ from vit_jax import preprocess
 from vit_jax.configs import rules
 from vit_jax.data.images import images as images_lib
 from vit_jax.figures import captions
+from vit_jax.inference import engine
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.inference import tables
-from vit_jax.tasks.pixels import drawing
+
+_ACROSS = 8  # Samples in a row of a picture.
 
 
 class Predictor(predictor_lib.Predictor):
@@ -37,12 +39,7 @@ class Predictor(predictor_lib.Predictor):
   def log_likelihood(self, images: Sequence[Any]) -> np.ndarray:
     """Returns the bits a dimension (a pixel) of each image, float32 [n].
 
-    Args:
-      images: see `outputs`; resized to the size of the model as in evaluation.
-
-    Raises:
-      FileNotFoundError, ValueError: if an image does not exist or cannot be
-        read.
+    For `images` and errors see `outputs`; they are resized as in evaluation.
     """
     return self.run(images, self._bits, keep=())[1]
 
@@ -94,16 +91,13 @@ class Predictor(predictor_lib.Predictor):
         are resized to the model's size as in evaluation.
       rows: number of rows of the model's H that are kept; by default all rows
         of an upper part, and half of the rows of any other image.
-      seed: see `sample`.
-      temperature: see `sample`.
-      top_k: see `sample`.
+      seed: see `sample`; likewise temperature, top_k and errors.
 
     Returns:
       uint8 [n, H, W, 3], in the colours of the palette.
 
     Raises:
-      FileNotFoundError, ValueError: if an image does not exist or cannot be
-        read, if nothing is left to complete, or for the reasons of `sample`.
+      ValueError: also if nothing is left to complete.
     """
     _, completed, _ = self._complete(images, rows, seed, temperature, top_k)
     return captions.to_pixels(completed)
@@ -111,7 +105,13 @@ class Predictor(predictor_lib.Predictor):
   def _complete(self, images, rows, seed=0, temperature=1.0, top_k=None):
     """Returns images [n, H, W, C] given and completed, and the rows kept [n]."""
     self._check_objective()
-    _check_rows(rows, self.task.image_size[0])
+    rules.check('rows', rows, rules.optional(rules.whole(1)))
+    height = self.task.image_size[0]
+    if rows is not None and rows >= height:
+      raise ValueError(
+        f'rows={rows} leaves nothing to complete: images of the model have '
+        f'{height} rows; keep from 1 to {height - 1}'
+      )
     if not len(images):
       raise ValueError('images is empty: give one image or more')
     prepared = [
@@ -154,28 +154,20 @@ class Predictor(predictor_lib.Predictor):
   def _draw(self, prefix, seed, temperature, top_k) -> np.ndarray:
     """Draws the pixels after `prefix`, int32 [n, M]; returns int32 [n, N]."""
     rules.check('seed', seed, rules.whole(0))
-    found = []
-    size = min(self.BATCH, len(prefix))
     keys = jax.random.split(jax.random.key(seed), len(prefix))
-    for start in range(0, len(prefix), size):
-      rows = np.arange(start, start + size).clip(max=len(prefix) - 1)
-      drawn = models_igpt.sample(
-        self.task.model,
-        self.params,
-        jnp.asarray(prefix[rows]),
-        keys[rows],
-        temperature,
-        top_k,
+
+    def drawn(rows):
+      return models_igpt.sample(
+        self.task.model, self.params, *rows, temperature, top_k
       )
-      found.append(np.asarray(drawn)[: len(prefix) - start])
-    return np.concatenate(found)
+
+    size = min(self.BATCH, len(prefix))
+    return engine.by_parts(drawn, (jnp.asarray(prefix), keys), size)
 
   def predict(self, images: Sequence[Any]) -> list:
-    """Returns the bits a dimension of each image."""
     return [float(bits) for bits in self.log_likelihood(images)]
 
   def _columns(self, top, threshold, image_size):
-    """Returns the column of the bits a dimension."""
     del top, threshold, image_size
     name = 'bits_per_dimension'
     return tables.Columns(
@@ -192,19 +184,15 @@ class Predictor(predictor_lib.Predictor):
 
   def report(self, images, args):
     """Writes samples or completions to `args.out`; returns lines."""
-    how = {
-      name: getattr(args, name)
-      for name in ('seed', 'temperature', 'top_k')
-      if getattr(args, name) is not None
-    }
+    names = ('seed', 'temperature', 'top_k')
+    how = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
     if args.sample is not None:
-      drawn = self._sample(args.sample, **how)
-      picture = drawing.samples(drawn)
-      lines = [f'{len(drawn)} sample(s): {args.out}']
+      picture = draw(self._sample(args.sample, **how))
+      lines = [f'{args.sample} sample(s): {args.out}']
     elif args.complete:
       given, completed, kept = self._complete(args.complete, args.rows, **how)
-      picture = drawing.beside(
-        given=drawing.cut(given, kept), completed=completed
+      picture = captions.beside(
+        {'given': cut(given, kept), 'completed': completed}
       )
       lines = [
         f'{path}: {count} of {self.task.image_size[0]} rows kept'
@@ -217,13 +205,15 @@ class Predictor(predictor_lib.Predictor):
     return lines
 
 
-def _check_rows(rows, height):
-  """Raises ValueError if rows to keep leave nothing to complete."""
-  if rows is None:
-    return
-  rules.check('rows', rows, rules.whole(1))
-  if rows >= height:
-    raise ValueError(
-      f'rows={rows} leaves nothing to complete: images of the model have {height} '
-      f'rows; keep from 1 to {height - 1}'
-    )
+def draw(images: np.ndarray) -> np.ndarray:
+  """Draws samples, float [n, H, W, C] in [-1, 1], side by side."""
+  across = min(_ACROSS, len(images))
+  return captions.grid(
+    captions.to_pixels(images), columns=across, most=captions.MOST
+  )
+
+
+def cut(images: np.ndarray, rows) -> np.ndarray:
+  """Returns images that are grey below the `rows` that are kept, int or [n]."""
+  below = np.arange(images.shape[1]) >= np.reshape(rows, (-1, 1))  # [n, H]
+  return np.where(below[..., None, None], 0.0, images)
