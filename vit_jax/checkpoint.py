@@ -89,10 +89,7 @@ def inspect_params(
     logging.info('The weights lack: %s', missing)
   if extra:
     logging.info('The model lacks these leaves of the weights: %s', extra)
-  fitting.fail_for(
-    fitting.say_missing(missing * fail_if_missing)
-    + fitting.say_extra(extra * fail_if_extra)
-  )
+  fitting.fail_for((), missing * fail_if_missing, extra * fail_if_extra)
   return params
 
 

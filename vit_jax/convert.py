@@ -112,9 +112,9 @@ def _check_shapes(weights, config, num_classes, size):
   tree = {**expected.pop('params'), **expected}
   want = flax.traverse_util.flatten_dict(tree, sep='/')
   fitting.fail_for(
-    identify.misfits(have, want)
-    + fitting.say_missing(sorted(want.keys() - have)),
-    f'it looks like {identify.describe(weights.params)}, but',
+    identify.misfits(have, want),
+    sorted(want.keys() - have),
+    what=f'it looks like {identify.describe(weights.params)}, but',
   )
 
 

@@ -9,6 +9,7 @@ call is an error on all of them. With a single process nothing is sent.
 from collections.abc import Callable
 from collections.abc import Mapping
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -180,6 +181,19 @@ def from_first(what: str, make: Callable[[], Any]):
   An error of `make` is raised on all of them; see also gather.
   """
   return attempt(what, make if jax.process_index() == 0 else lambda: None)[0]
+
+
+def by_first(what: str):
+  """Makes a function one that process 0 calls for all, see `from_first`."""
+
+  def decorate(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+      return from_first(what, lambda: function(*args, **kwargs))
+
+    return call
+
+  return decorate
 
 
 def attempt(what: str, function: Callable[[], Any]) -> list:

@@ -121,6 +121,7 @@ def facts(config) -> dict[str, Any]:
   return {**flatten(to_plain(config)), **versions}
 
 
+@processes.by_first('checking the workdir')
 def check(
   workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
 ):
@@ -137,32 +138,22 @@ def check(
     ValueError: if the folder holds a run with another config, other classes or
       other training data, or holds other files; lists the differences.
   """
-
-  def compare():
-    path = folder(workdir)
-    if _check_config(path, config, FREE_KEYS):
-      for name, value in metadata.items():
-        if (path / f'{name}.json').exists():
-          _check_metadata(path / f'{name}.json', value)
-      _check_data(path, data)
-
-  processes.from_first('checking the workdir', compare)
+  path = folder(workdir)
+  if _check_config(path, config, FREE_KEYS):
+    for name, value in metadata.items():
+      if (path / f'{name}.json').exists():
+        _check_metadata(path / f'{name}.json', value)
+    _check_data(path, data)
 
 
+@processes.by_first('checking the workdir')
 def check_config(workdir, config, moved: bool = True):
   """Checks a complete config as `check` does, except its lengths.
 
-  Args:
-    workdir: see check.
-    config: a complete config; its length may be given in epochs.
-    moved: whether data and weights may be elsewhere than before, since `check`
-      and `check_weights` compare their content later.
+  `moved` tells whether data and weights may be elsewhere than before, since
+  `check` and `check_weights` compare their content later.
   """
-  free = (*FREE_KEYS, *_LENGTHS)
-  processes.from_first(
-    'checking the workdir',
-    lambda: _check_config(folder(workdir), config, free, moved),
-  )
+  _check_config(folder(workdir), config, (*FREE_KEYS, *_LENGTHS), moved)
 
 
 def _check_config(path, config, free, moved=True) -> bool:
@@ -196,49 +187,36 @@ def _check_config(path, config, free, moved=True) -> bool:
   return True
 
 
+@processes.by_first('looking for the weights of the run')
 def has_moved_weights(workdir, config) -> bool:
   """Returns whether a run's config names its weights at another place."""
-
-  def compare():
-    path = folder(workdir)
-    if not (path / _WEIGHTS).exists():
-      return False
-    old, new = (to_plain(x) for x in (_read_config(path), config))
-    return any(old.get(key) != new.get(key) for key in _PLACES[_WEIGHTS])
-
-  return processes.from_first('looking for the weights of the run', compare)
+  path = folder(workdir)
+  if not (path / _WEIGHTS).exists():
+    return False
+  old, new = (to_plain(x) for x in (_read_config(path), config))
+  return any(old.get(key) != new.get(key) for key in _PLACES[_WEIGHTS])
 
 
+@processes.by_first('comparing the weights')
 def check_weights(workdir, config, weights: Mapping[str, Any]):
-  """Checks that weights, by path, are those that a run has begun with.
-
-  Raises:
-    ValueError: if they are others than those; names what the config names.
-  """
-
-  def compare():
-    file = folder(workdir) / _WEIGHTS
-    if not file.exists():
-      return
-    if _read_object(file).get('weights') != _digest_of_arrays(weights):
-      named = {key: config[key] for key in _PLACES[_WEIGHTS] if config[key]}
-      raise ValueError(
-        f"workdir='{workdir}' belongs to a run from other weights than those of "
-        f'{named or "config.pretrained=None"}: restore the former to resume that '
-        'run, or use another --workdir'
-      )
-
-  processes.from_first('comparing the weights', compare)
+  """Raises ValueError if weights, by path, are not those that a run began with."""
+  file = folder(workdir) / _WEIGHTS
+  if not file.exists():
+    return
+  if _read_object(file).get('weights') != _digest_of_arrays(weights):
+    named = {key: config[key] for key in _PLACES[_WEIGHTS] if config[key]}
+    raise ValueError(
+      f"workdir='{workdir}' belongs to a run from other weights than those of "
+      f'{named or "config.pretrained=None"}: restore the former to resume that '
+      'run, or use another --workdir'
+    )
 
 
+@processes.by_first('storing a hash of the weights')
 def store_weights(workdir, weights: Mapping[str, Any]):
   """Stores a hash of the weights that a run begins with, for check_weights."""
-
-  def write():
-    content = json.dumps({'weights': _digest_of_arrays(weights)})
-    files.write(folder(workdir) / _WEIGHTS, content)
-
-  processes.from_first('storing a hash of the weights', write)
+  content = json.dumps({'weights': _digest_of_arrays(weights)})
+  files.write(folder(workdir) / _WEIGHTS, content)
 
 
 def _digest_of_arrays(arrays) -> str:
@@ -315,6 +293,7 @@ def differences(old, new, free=()) -> list[str]:
   ]
 
 
+@processes.by_first('writing the workdir')
 def create(
   workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
 ):
@@ -323,28 +302,24 @@ def create(
   Raises:
     ValueError: if the folder cannot be written.
   """
-
-  def write():
-    path = folder(workdir)
-    contents = {f'{name}.json': value for name, value in metadata.items()}
-    contents[_DATA] = {'metadata': _digest(metadata), 'sources': data}
-    contents['versions.json'] = _versions()
-    try:
-      path.mkdir(parents=True, exist_ok=True)
-      for name, value in contents.items():
-        files.write(path / name, json.dumps(value, indent=1))
-      # Written last, since config.json marks the folder as that of a run.
-      files.write(
-        path / 'config.json',
-        json.dumps(to_plain(config), indent=1, sort_keys=True),
-      )
-    except OSError as e:
-      raise ValueError(
-        f"workdir='{workdir}' cannot be written: {e}; give a writable folder "
-        '(--workdir)'
-      ) from e
-
-  processes.from_first('writing the workdir', write)
+  path = folder(workdir)
+  contents = {
+    **metadata,
+    'data': {'metadata': _digest(metadata), 'sources': data},
+    'versions': _versions(),
+    # Written last, since config.json marks the folder as that of a run.
+    'config': to_plain(config),
+  }
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    for name, value in contents.items():
+      text = json.dumps(value, indent=1, sort_keys=name == 'config')
+      files.write(path / f'{name}.json', text)
+  except OSError as e:
+    raise ValueError(
+      f"workdir='{workdir}' cannot be written: {e}; give a writable folder "
+      '(--workdir)'
+    ) from e
 
 
 def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
@@ -355,47 +330,38 @@ def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
     ValueError: if its files cannot be read or were changed, or its task is
       unknown.
   """
-  path = folder(workdir)
+  path, digest = folder(workdir), None
   config = _read_config(path)
-  task = run_config.get_task(config.task)
-  metadata = {name: _read_json(_existing(path, name)) for name in task.METADATA}
-  if (path / _DATA).exists():
-    if _read_object(path / _DATA).get('metadata') != _digest(metadata):
-      raise ValueError(
-        f"{[f'{name}.json' for name in metadata]} in workdir='{path}' are not those "
-        'that the run has learned (data.json has a hash of them): restore the files '
-        'that the run wrote'
-      )
-  # Runs of older versions have no hash of the metadata.
-  return config, _checked(path, metadata, task.METADATA)
+  if (path / _DATA).exists():  # Runs of older versions have no hash.
+    digest = _read_object(path / _DATA).get('metadata', '')
+  rules = run_config.get_task(config.task).METADATA
+  return config, _read_metadata(path, rules, rules, digest)
 
 
+@processes.by_first('reading what the run has learned')
 def stored(workdir, names, rules) -> dict[str, Any]:
   """Returns metadata of the run in a folder; {} if no run has begun there.
 
-  Args:
-    workdir: the folder; it need not exist.
-    names: names of the metadata.
-    rules: rules for them by name, see vit_jax.tasks.base.Task.METADATA.
+  `rules` are those of the metadata by name, see vit_jax.tasks.base.Task.METADATA.
   """
-
-  def find():
-    path = folder(workdir)
-    if not (path / 'config.json').exists():
-      return {}
-    found = {name: _read_json(_existing(path, name)) for name in names}
-    return _checked(path, found, rules)
-
-  return processes.from_first('reading what the run has learned', find)
+  path = folder(workdir)
+  begun = (path / 'config.json').exists()
+  return _read_metadata(path, names, rules) if begun else {}
 
 
-def _checked(path, metadata, rules):
-  """Returns metadata of a run; raises ValueError if they break their rules."""
-  for name in metadata.keys() & rules:
-    wrong = rules[name](metadata[name])
-    if wrong:
-      raise _damaged(path / f'{name}.json', f'{metadata[name]!r:.50} {wrong}')
-  return metadata
+def _read_metadata(path, names, rules, digest=None) -> dict[str, Any]:
+  """Reads metadata; checks their hash, if it is known, and their rules."""
+  found = {name: _read_json(_existing(path, name)) for name in names}
+  if digest not in (None, _digest(found)):
+    raise ValueError(
+      f"{[f'{name}.json' for name in names]} in workdir='{path}' are not those "
+      'that the run has learned (data.json has a hash of them): restore the files '
+      'that the run wrote'
+    )
+  for name in found.keys() & rules:
+    if wrong := rules[name](found[name]):
+      raise _damaged(path / f'{name}.json', f'{found[name]!r:.50} {wrong}')
+  return found
 
 
 def _existing(path, name):
@@ -409,21 +375,18 @@ def _existing(path, name):
 
 
 def as_begun(workdir, config):
-  """Sets keys that were added after a run began to their former behaviour.
+  """Sets keys of a complete config, in place, that were added after a run began.
 
-  Args:
-    workdir: folder of the run; it need not exist.
-    config: a complete config; changed in place.
+  They get their former behaviour. The workdir need not exist.
   """
-
-  def find():
-    file = folder(workdir) / 'config.json'
-    return run_config.before(_read_object(file)) if file.exists() else {}
-
   with config.unlocked():
-    config.update_from_flattened_dict(
-      processes.from_first('reading the config of the workdir', find)
-    )
+    config.update_from_flattened_dict(_before(workdir))
+
+
+@processes.by_first('reading the config of the workdir')
+def _before(workdir):
+  file = folder(workdir) / 'config.json'
+  return run_config.before(_read_object(file)) if file.exists() else {}
 
 
 def _read_config(path) -> ml_collections.ConfigDict:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 import contextlib
 import errno
+import itertools
 import re
 from typing import Any
 import zipfile
@@ -129,22 +130,18 @@ def check_size(unfolded: int, length: int):
 
 def _check_names(names: Iterable[str]):
   """Raises ValueError unless the names form a tree."""
-  seen = set()
-  for name in names:
-    if name in seen:
-      raise ValueError(f"it holds several arrays named '{name}'")
-    if name.count('/') >= _DEEPEST:
+  paths = sorted(name.split('/') for name in names)
+  for one, other in itertools.pairwise(paths):
+    if other[: len(one)] == one:
+      name = '/'.join(one)
       raise ValueError(
-        f"the name '{name[:80]}...' has more than {_DEEPEST} parts"
+        f"it holds several arrays named '{name}'"
+        if one == other
+        else f"'{name}' is both an array and a prefix of other names"
       )
-    seen.add(name)
-  branches = set()
-  for name in seen:
-    parts = name.split('/')
-    branches.update('/'.join(parts[:i]) for i in range(1, len(parts)))
-  if seen & branches:
+  if len(longest := max(paths, key=len, default=[])) > _DEEPEST:
     raise ValueError(
-      f"'{min(seen & branches)}' is both an array and a prefix of other names"
+      f"the name '{'/'.join(longest):.80}...' has more than {_DEEPEST} parts"
     )
 
 
@@ -173,4 +170,4 @@ def warn_of_what_is_not_finite(file, arrays: dict[str, np.ndarray]):
 def _is_finite(array):
   with np.errstate(over='ignore', invalid='ignore'):
     # NaN and infinity persist in a sum; the sum itself may overflow.
-    return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
+    return bool(np.isfinite(array.sum()) or np.isfinite(array).all())

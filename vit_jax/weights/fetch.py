@@ -107,8 +107,11 @@ def fetch(path: str) -> epath.Path:
         _hash_of(response.headers, redirects.etag),
       )
   except urllib.error.HTTPError as e:
-    if path.startswith('gs://') and _copy_from_bucket(path, target):
-      return epath.Path(target)
+    if path.startswith('gs://'):
+      # Without access or a library for buckets, the first error counts.
+      with contextlib.suppress(Exception):
+        copy(path, str(target))
+        return epath.Path(target)
     kinds = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError}
     raise kinds.get(e.code, OSError)(
       f"'{path}' cannot be fetched: the server answers {e.code} {e.reason}"
@@ -153,9 +156,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 def _hash_of(headers, linked: str | None) -> tuple[str, str] | None:
   """Returns (algorithm, hexadecimal hash) of a file, if its server gives it.
 
-  Args:
-    headers: headers of the response, an email.message.Message.
-    linked: see _Redirects; the ETag of the second server may be anything.
+  `headers` are those of the response, an email.message.Message; `linked` see
+  _Redirects: the ETag of the second server may be anything.
   """
   if (
     _is_insecure() or headers.get('Content-Encoding', 'identity') != 'identity'
@@ -173,15 +175,6 @@ def _hash_of(headers, linked: str | None) -> tuple[str, str] | None:
   if not found:
     return None
   return {32: 'md5', 64: 'sha256'}[len(found[1])], found[1]
-
-
-def _copy_from_bucket(path, target):
-  """Copies with this machine's credentials; returns whether that worked."""
-  try:
-    copy(path, str(target))
-  except Exception:  # pylint: disable=broad-except
-    return False  # No access either, or no library for buckets.
-  return True
 
 
 def is_elsewhere(path: epath.Path) -> bool:
@@ -228,14 +221,10 @@ def copy(
 
 
 def _write(blocks: Iterable[bytes], target, length, label, expected=None):
-  """Writes blocks to a file; shows a bar if there is a label.
+  """Writes `length` bytes (None: unknown) to a file, with a bar if there is a label.
 
-  Args:
-    blocks: the content.
-    target: the file, which appears only when it is complete.
-    length: bytes that must arrive; None if that is not known.
-    label: name of the content.
-    expected: (algorithm, hexadecimal hash) of the content, if known.
+  The file appears only when it is complete. `expected` is (algorithm, hexadecimal
+  hash) of the content, if it is known.
   """
   name, want = expected or ('md5', None)
   digest = hashlib.new(name, usedforsecurity=False)

@@ -5,7 +5,6 @@ section 3.2 of the paper.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Sequence
 import contextlib
 import math
@@ -60,7 +59,11 @@ def transferable(
   _check_family(pretrained_path, reading.leaves_of(weights), want)
   weights = adapt(weights)
   flat = reading.leaves_of(weights)
-  _note_zero_head(pretrained_path, flat)
+  if 'head/kernel' in flat and not flat['head/kernel'].any():
+    logging.warning(
+      f"The head of '{pretrained_path}' is all zeros: these weights have no "
+      'trained classifier'
+    )
   with _explaining(pretrained_path, weights.params, expected):
     if callable(new):
       new = new(flat, want, weights.class_names)
@@ -80,10 +83,8 @@ def transferable(
 def with_classes(weights, class_names: Sequence[str]):
   """Returns a detector's weights with a class head for some of its classes.
 
-  Args:
-    weights: a reading.Weights.
-    class_names: the classes, in order. If the weights lack one of these names,
-      or have it several times, the weights are returned as they are.
+  If the weights lack one of the names, or have it several times, they are
+  returned as they are.
   """
   names = weights.class_names or ()
   known = all(names.count(name) == 1 for name in class_names)
@@ -127,9 +128,9 @@ def _choose(flat, want, new, partly):
   misfits += [
     f'{path}: {_SEQUENCE}'
     for path in both
-    if _is_relative(path) and both[path].shape != want[path].shape
+    if _kind(path) == 'relative' and both[path].shape != want[path].shape
   ]
-  fail_for(misfits + say_missing(missing) + say_extra(extra))
+  fail_for(misfits, missing, extra)
   return list(both)
 
 
@@ -146,20 +147,20 @@ _SEQUENCE = (
 )
 
 
-def _is_relative(path):
+def _kind(path):
+  """Returns which table of position embeddings a leaf is, None for others."""
   found = _POSEMB.fullmatch(path)
-  return found is not None and found[1] == 'relative'
+  return found and found[1]
 
 
 def _resizes(path, have, want):
   """Returns whether a leaf is a table that can be resized to the model's."""
-  found = _POSEMB.fullmatch(path)
   old, new = have[path].shape, want[path].shape
-  if not found or ('cls' in have) != ('cls' in want):
+  if ('cls' in have) != ('cls' in want):
     return False
-  if found[1] == 'pos':
+  if _kind(path) == 'pos':
     return len(old) == 3 and old[::2] == new[::2]
-  return found[1] in 'xy' and len(old) == 2 and old[1:] == new[1:]
+  return _kind(path) in ('x', 'y') and len(old) == 2 and old[1:] == new[1:]
 
 
 def _resize(taken, want, grid, new_grid):
@@ -171,7 +172,7 @@ def _resize(taken, want, grid, new_grid):
   resized = {}
   for path in filter(_POSEMB.fullmatch, taken):
     table, shape = taken[path], want[path].shape
-    if moved and _is_relative(path):
+    if moved and _kind(path) == 'relative':
       fail_for([f'{path}: {_SEQUENCE}'])
     if table.ndim == 2 and table.shape != shape:
       table = positions.resize(np.asarray(table, np.float32), shape[0])
@@ -195,15 +196,6 @@ def _explaining(path, params, expected):
     ) from None
 
 
-def _note_zero_head(path, flat):
-  head = flat.get('head/kernel')
-  if head is not None and not head.any():
-    logging.warning(
-      f"The head of '{path}' is all zeros: these weights have no trained "
-      'classifier'
-    )
-
-
 def _note_parts(path, flat, want, taken, new):
   """Warns of parameters that only the model or only the file has."""
   new = (*new, 'pre_logits/')
@@ -219,18 +211,18 @@ def _note_parts(path, flat, want, taken, new):
       )
 
 
-def say_missing(paths: Iterable[str]) -> list[str]:
-  """Returns a line for each parameter of the model that the weights lack."""
-  return [f'{path}: missing in the weights' for path in paths]
+def fail_for(
+  misfits=(), missing=(), extra=(), what='the weights do not fit the model'
+):
+  """Raises a ValueError that lists what does not fit, if anything.
 
-
-def say_extra(paths: Iterable[str]) -> list[str]:
-  """Returns a line for each of the weights that the model has no place for."""
-  return [f'{path}: not in the model' for path in paths]
-
-
-def fail_for(problems, what: str = 'the weights do not fit the model'):
-  """Raises a ValueError that lists the problems, if there are any."""
+  `misfits` are lines of their own, `missing` and `extra` paths of leaves.
+  """
+  problems = [
+    *misfits,
+    *(f'{path}: missing in the weights' for path in missing),
+    *(f'{path}: not in the model' for path in extra),
+  ]
   if len(problems) > 20:
     problems = [*problems[:20], f'and {len(problems) - 20} more']
   if problems:

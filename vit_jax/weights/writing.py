@@ -55,11 +55,7 @@ class Model(NamedTuple):
 
 
 def check(model: Model, to: str) -> list[str]:
-  """Checks that a format holds models of this kind; returns notes.
-
-  Raises:
-    ValueError: if it does not.
-  """
+  """Returns notes; ValueError if a format holds no models of this kind."""
   family = families.of(model.config)
   if to not in family.formats:
     raise ValueError(

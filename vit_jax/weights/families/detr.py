@@ -10,6 +10,7 @@ and two of its backbone, see vit_jax.weights.families.resnet.
 """
 
 from collections.abc import Iterator
+import functools
 import re
 import types
 
@@ -50,7 +51,7 @@ _OLD_NAMES = (
     (rf'^mask_head\.fpn_stages\.{i}\.{new}', f'mask_head.{old}')
     for i in range(3)
     for new, old in (
-      (r'fpn_adapter', f'adapter{i + 1}'),
+      ('fpn_adapter', f'adapter{i + 1}'),
       (r'refine\.conv', f'lay{i + 3}'),
       (r'refine\.norm', f'gn{i + 3}'),
     )
@@ -93,46 +94,28 @@ _LAYERS = {
 _OTHERS = (
   ('query_embedding', 'leaf', _QUERIES['hf'], _QUERIES['pth']),
   ('input_proj', 'conv', 'model.input_projection', 'input_proj'),
-  (
-    'decoder_norm',
-    'norm',
-    'model.decoder.layernorm',
-    'transformer.decoder.norm',
-  ),
+  ('decoder_norm', 'norm', 'model.decoder.layernorm', 'transformer.decoder.norm'),
   ('class_head', 'dense', 'class_labels_classifier', 'class_embed'),
-  *(
-    (
-      f'box_head/Dense_{i}',
-      'dense',
-      f'bbox_predictor.layers.{i}',
-      f'bbox_embed.layers.{i}',
-    )
-    for i in range(3)
-  ),
-)
+  ('box_head/Dense_0', 'dense', 'bbox_predictor.layers.0', 'bbox_embed.layers.0'),
+  ('box_head/Dense_1', 'dense', 'bbox_predictor.layers.1', 'bbox_embed.layers.1'),
+  ('box_head/Dense_2', 'dense', 'bbox_predictor.layers.2', 'bbox_embed.layers.2'),
+)  # fmt: skip
 # The same of a mask head, whose names are those of all namings.
 _MASK_ROWS = (
   ('attention/query', 'heads', 'bbox_attention.q_linear'),
   ('attention/key', 'heads', 'bbox_attention.k_linear'),
   ('conv_0', 'conv', 'mask_head.lay1'),
-  ('convolutions/conv_1', 'conv', 'mask_head.lay2'),
-  ('convolutions/conv_2', 'conv', 'mask_head.lay3'),
-  ('convolutions/conv_3', 'conv', 'mask_head.lay4'),
-  ('convolutions/conv_4', 'conv', 'mask_head.lay5'),
-  *(
-    (f'convolutions/norm_{i}', 'norm', f'mask_head.gn{i + 1}') for i in range(5)
-  ),
+  *((f'convolutions/conv_{i}', 'conv', f'mask_head.lay{i + 1}') for i in range(1, 5)),
+  *((f'convolutions/norm_{i}', 'norm', f'mask_head.gn{i + 1}') for i in range(5)),
   *((f'adapter_{i}', 'conv', f'mask_head.adapter{i + 1}') for i in range(3)),
   ('convolutions/output', 'conv', 'mask_head.out_lay'),
-)
+)  # fmt: skip
 
 
 def _table(naming, layers: dict[str, int]) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of all but the backbone.
+  """Yields the leaves of all but the backbone, with names of 'hf' or 'pth'.
 
-  Args:
-    naming: 'hf' or 'pth'.
-    layers: number of layers of 'encoder' and 'decoder'.
+  `layers` are the numbers of layers of 'encoder' and 'decoder'.
   """
   column = 2 + ('hf', 'pth').index(naming)
   start = {'hf': 'model', 'pth': 'transformer'}[naming]
@@ -145,11 +128,6 @@ def _table(naming, layers: dict[str, int]) -> Iterator[leaves.Leaf]:
         yield from leaves.layer(here + row[0], row[1], there + row[column])
   for path, kind, name in _MASK_ROWS:
     yield from leaves.layer(_MASK_HEAD + path, kind, name)
-
-
-def _backbone(units, naming, style) -> Iterator[leaves.Leaf]:
-  for path, layout, name in resnet_names.table(units, style):
-    yield path, layout, _BACKBONE[naming] + name
 
 
 def _style(names, naming) -> str | None:
@@ -191,7 +169,7 @@ class Detrs(base.Family):
     flat = leaves.split(flat, *_JOINED)
     style = _style(flat, naming) or 'timm'
     units = resnet_names.units(flat, _BACKBONE[naming], style)
-    table = [*_backbone(units, naming, style)]
+    table = [*resnet_names.table(units, style, _BACKBONE[naming])]
     if naming == 'resnet':  # Its head is left out.
       head = ('fc.', 'classifier.')
       flat = {k: v for k, v in flat.items() if not k.startswith(head)}
@@ -212,7 +190,7 @@ class Detrs(base.Family):
     layers = {side: fields[f'num_{side}_layers'] for side in _LAYERS}
     style = 'timm' if naming == 'pth' or _of_timm(fields) else 'transformers'
     table = [
-      *_backbone(fields['units'], naming, style),
+      *resnet_names.table(fields['units'], style, _BACKBONE[naming]),
       *_table(naming, layers),
     ]
     state = leaves.dump(flat, table, 'the DETR of other programs')
@@ -353,7 +331,8 @@ def _of_timm(config) -> bool:
 
 
 def _from_config(config, name):
-  heads = descriptions.count(config, 'encoder_attention_heads')
+  field = functools.partial(descriptions.field, config)
+  heads = field('encoder_attention_heads', descriptions.COUNT)
   descriptions.only(
     config,
     'DETRs',
@@ -361,17 +340,10 @@ def _from_config(config, name):
     position_embedding_type='sine',
     activation_function='relu',
   )
-  dilated = descriptions.field(
-    config, 'dilation', lambda x: isinstance(x, bool), 'true or false', False
-  )
-  backbone = descriptions.fields(config, 'backbone_config')
-  stride = descriptions.count(backbone, 'output_stride')
-  things = descriptions.field(
-    config,
-    'isthing',
-    lambda x: isinstance(x, list) and all(type(y) is bool for y in x),
-    'a list of true and false, one for each class',
-  )
+  dilated = field('dilation', descriptions.FLAG, False)
+  backbone = field('backbone_config', descriptions.OBJECT, {})
+  stride = descriptions.field(backbone, 'output_stride', descriptions.COUNT)
+  things = field('isthing', descriptions.FLAGS)
   if not config:
     dilated = re.search('dc5', name, re.IGNORECASE) is not None
   return descriptions.Description(

@@ -246,8 +246,9 @@ class ImageGPTs(base.Family):
 
 def _from_config(config):
   descriptions.only(config, 'iGPTs', **_ONLY)
-  scale = descriptions.choice(config, 'attention_scale', _SCALES, _SCALES[0])
-  heads = descriptions.count(config, 'n_head')
+  scales = descriptions.one_of(_SCALES)
+  heads = descriptions.field(config, 'n_head', descriptions.COUNT)
+  scale = descriptions.field(config, 'attention_scale', scales, _SCALES[0])
   return descriptions.Description(
     {'attention_scale': scale, **({'num_heads': heads} if heads else {})}
   )
@@ -265,4 +266,4 @@ def _palette(processor):
     return array.shape[1:] == (3,) and bool((abs(array) <= 1 + 1e-3).all())
 
   what = 'colours of 3 channels, numbers from -1 to 1'
-  return descriptions.field(processor, 'clusters', is_right, what)
+  return descriptions.field(processor, 'clusters', (is_right, what))

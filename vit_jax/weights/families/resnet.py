@@ -37,38 +37,35 @@ _LAYERS = (
 )
 
 
-def table(units: Iterable[int], style: str) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of a ResNet with these numbers of units per stage.
+def table(
+  units: Iterable[int], style: str, start: str = ''
+) -> Iterator[leaves.Leaf]:
+  """Yields the leaves of a ResNet with these numbers of bottlenecks per stage.
 
-  Args:
-    units: bottlenecks per stage.
-    style: the naming.
+  Its names elsewhere, in the naming `style`, begin with `start`.
   """
   rows = [('conv_root', 'bn_root', *ROOTS[style])]
-  start, first = _UNITS[style]
-  for stage, count in enumerate(units):
-    for unit in range(count):
-      here = f'block{stage + 1}/unit{unit + 1}/'
-      there = start.format(stage + first, unit)
+  unit, first = _UNITS[style]
+  for i, count in enumerate(units):
+    for j in range(count):
+      here, there = f'block{i + 1}/unit{j + 1}/', unit.format(i + first, j)
       for conv, norm, their_conv, their_norm, other in _LAYERS:
         if style == 'transformers':
-          names = f'{other}convolution', f'{other}normalization'
-        else:
-          names = their_conv, their_norm
-        rows.append((here + conv, here + norm, *(there + x for x in names)))
+          their_conv, their_norm = (
+            f'{other}convolution',
+            f'{other}normalization',
+          )
+        rows.append(
+          (here + conv, here + norm, there + their_conv, there + their_norm)
+        )
   for conv, norm, their_conv, their_norm in rows:
-    yield from leaves.layer(f'backbone/{conv}', 'conv', their_conv)
-    yield from leaves.layer(f'frozen/backbone/{norm}', 'frozen', their_norm)
+    yield from leaves.layer(f'backbone/{conv}', 'conv', start + their_conv)
+    name = start + their_norm
+    yield from leaves.layer(f'frozen/backbone/{norm}', 'frozen', name)
 
 
 def units(names: Iterable[str], start: str, style: str) -> tuple[int, ...]:
-  """Returns the number of bottlenecks in each stage.
-
-  Args:
-    names: names of arrays.
-    start: beginning of the names of the ResNet.
-    style: the naming.
-  """
+  """Returns the number of bottlenecks in each stage; names begin with `start`."""
   unit, first = _UNITS[style]
   number = r'(\d+)'
   pattern = re.escape(start) + unit.format(number, number)

@@ -78,12 +78,9 @@ _FEATURES = {
 
 
 def _table(naming, num_layers, units) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of a ViT.
+  """Yields the leaves of a ViT, with names of 'timm' or 'hf'.
 
-  Args:
-    naming: 'timm' or 'hf'.
-    num_layers: number of layers of the encoder.
-    units: number of units in each stage of a hybrid's ResNet; None: no ResNet.
+  `units` are those of each stage of a hybrid's ResNet; None: no ResNet.
   """
   column = 2 + ('timm', 'hf').index(naming)
   block = {'timm': 'blocks.{}.', 'hf': 'encoder.layer.{}.'}[naming]

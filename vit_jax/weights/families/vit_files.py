@@ -1,6 +1,7 @@
 """The files beside a classifier's weights, of timm and of Hugging Face."""
 
 import copy
+import functools
 import math
 
 from etils import epath
@@ -45,63 +46,56 @@ _GELUS = {
 
 
 def read(file: epath.Path, naming: str) -> descriptions.Description:
-  """Reads config.json of timm or Hugging Face.
-
-  Raises:
-    ValueError: if a field has a wrong value.
-  """
+  """Reads config.json of timm or Hugging Face; ValueError for wrong fields."""
   return descriptions.read(file, _from_timm if naming == 'timm' else _from_hf)
 
 
 def _from_hf(config):
-  transformer = dict(
-    gelu=_GELUS[descriptions.choice(config, 'hidden_act', _GELUS, 'gelu')],
-    norm_eps=float(descriptions.epsilon(config, 'layer_norm_eps', 1e-12)),
-  )
+  field = functools.partial(descriptions.field, config)
+  gelu = field('hidden_act', descriptions.one_of(_GELUS), 'gelu')
+  eps = field('layer_norm_eps', descriptions.EPSILON, 1e-12)
   return descriptions.Description(
-    dict(transformer=transformer),
+    dict(transformer=dict(gelu=_GELUS[gelu], norm_eps=float(eps))),
     descriptions.labels(config),
-    descriptions.size(config, 'image_size'),
-    num_heads=descriptions.count(config, 'num_attention_heads'),
+    _pair(field('image_size', descriptions.SIZE)),
+    num_heads=field('num_attention_heads', descriptions.COUNT),
   )
 
 
 def _from_timm(config):
-  args = descriptions.fields(config, 'model_args')
-  pretrained = descriptions.fields(config, 'pretrained_cfg')
-  gelu = _GELUS[descriptions.choice(args, 'act_layer', _GELUS, 'gelu')]
-  architecture = descriptions.field(
-    config, 'architecture', lambda x: isinstance(x, str), 'a name', ''
+  field = descriptions.field
+  args, pretrained = (
+    field(config, key, descriptions.OBJECT, {})
+    for key in ('model_args', 'pretrained_cfg')
   )
-  heads = descriptions.count(args, 'num_heads')
+  gelu = field(args, 'act_layer', descriptions.one_of(_GELUS), 'gelu')
+  architecture = field(config, 'architecture', descriptions.TEXT, '')
+  heads = field(args, 'num_heads', descriptions.COUNT)
   for part, size in _TIMM_SIZES.items():
     if f'_{part}_' in architecture:
       heads = heads or model_configs.SIZES[size][3]
-  shape = descriptions.field(
-    pretrained,
-    'input_size',
-    lambda x: (
-      isinstance(x, list) and len(x) == 3 and all(map(descriptions.is_count, x))
-    ),
-    '[channels, height, width]',
+  is_shape = lambda x: descriptions.COUNTS[0](x) and len(x) == 3
+  shape = field(
+    pretrained, 'input_size', (is_shape, '[channels, height, width]')
   )
-  size = descriptions.size(args, 'img_size') or (shape and tuple(shape[1:]))
-  names = descriptions.names(config, 'label_names') or descriptions.names(
-    pretrained, 'label_names'
+  size = field(args, 'img_size', descriptions.SIZE, shape and shape[1:])
+  names = (descriptions.names(x, 'label_names') for x in (config, pretrained))
+  return descriptions.Description(
+    dict(transformer=dict(gelu=_GELUS[gelu], norm_eps=1e-6)),
+    next(filter(None, names), None),
+    _pair(size),
+    num_heads=heads,
   )
-  model = dict(transformer=dict(gelu=gelu, norm_eps=1e-6))
-  return descriptions.Description(model, names, size, num_heads=heads)
+
+
+def _pair(size):
+  return (size, size) if isinstance(size, int) else size and tuple(size)
 
 
 def image_size(
   config, params, given: tuple[int, int] | None
 ) -> tuple[int, int]:
-  """Returns (height, width) of a model's images, by default a square.
-
-  Raises:
-    ValueError: if the given size has another number of patches, or none is
-      given and the patches are no square.
-  """
+  """Returns (height, width) of a model's images, by default a square."""
   tokens = _tokens(params)
   size = given or _square(tokens, config)
   grid = models.patch_grid(config, size)
@@ -153,11 +147,7 @@ def as_in_timm(config) -> ml_collections.ConfigDict:
 
 
 def of_timm(model) -> tuple[dict[str, dict], list[str]]:
-  """Returns timm's JSON files of a model by name, and notes for the user.
-
-  Raises:
-    ValueError: if timm has no such model.
-  """
+  """Returns timm's JSON files of a model by name, and notes for the user."""
   config = model.config
   bit = config.get('kind') == 'bit'
   architecture, args = (_timm_bit if bit else _timm_vit)(model)
