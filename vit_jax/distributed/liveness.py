@@ -138,10 +138,8 @@ class Watch(threading.Thread):
   def trouble(self, silence: float) -> str:
     """Returns which process has failed or is lost, in words; '' if none.
 
-    An error that all processes raise together is theirs to print for a while.
-
-    Args:
-      silence: seconds without a sign of life until a process is lost.
+    A process is lost after `silence` seconds without a sign of life. An error that
+    all processes raise together is theirs to print for a while.
     """
     now = time.monotonic()
     signs = sorted(self._signs.items(), key=lambda item: item[1][1])
@@ -195,12 +193,10 @@ class Watch(threading.Thread):
   def passed(self, at: tuple[int, int]) -> bool:
     """Returns whether all processes stop here; all must call it after each step.
 
-    When a process is asked to stop, each one publishes the last step that it
-    has passed, and none passes another one until it knows all of these. They
-    stop after the step that follows the greatest.
-
-    Args:
-      at: number of the loop and of the step in it, the same on all processes.
+    `at` are the numbers of the loop and of the step in it, the same on all processes.
+    When a process is asked to stop, each one publishes the last step that it has
+    passed, and none passes another one until it knows all of these. They stop after
+    the step that follows the greatest.
     """
     with self._lock:
       self._at = at

@@ -119,14 +119,12 @@ def _check(coordinator, num_processes, process_id):
 def gather(what: str, value, deadline: float = DEADLINE) -> list:
   """Returns the values of all processes, in the order of the processes.
 
-  Args:
-    what: what is being done, such as 'reading the index'; used in errors.
-    value: a value for JSON, some kilobytes at most.
-    deadline: seconds to wait.
+  `what` says what is being done, such as 'reading the index', for errors; `value`
+  is for JSON, some kilobytes at most.
 
   Raises:
     Lost: if a process has ended.
-    TimeoutError: if a process does not call within the deadline.
+    TimeoutError: if a process does not call within `deadline` seconds.
     RuntimeError: if a process makes another call.
   """
   if jax.process_count() == 1:
@@ -197,19 +195,12 @@ def by_first(what: str):
 
 
 def attempt(what: str, function: Callable[[], Any]) -> list:
-  """Calls a function on every process; if one fails, all processes raise.
+  """Calls a function on every process; returns all results, see `gather`.
 
-  Args:
-    what: see gather.
-    function: returns a value for JSON; must not wait for other processes.
-
-  Returns:
-    Its results on every process, in the order of the processes.
-
-  Raises:
-    The error of this process, or else that of the first process with an error,
-    including its name. That error has the same type if it is a ValueError or an
-    OSError, else it is a RuntimeError. See also gather.
+  The function returns a value for JSON, and must not wait for other processes. If
+  it fails anywhere, all processes raise: their own error, or else that of the first
+  process with an error, with its name, as a ValueError or OSError if it is one, else
+  as a RuntimeError.
   """
   error, value = None, None
   try:
