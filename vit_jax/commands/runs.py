@@ -21,13 +21,9 @@ def add_flags(parser: flags.Parser, what: str):
 
 
 def print_commands(command: str, argv: Sequence[str], runs, workdir):
-  """Prints a command for each run in a folder that is not done.
+  """Prints a command for each run in the folder `workdir` that is not done.
 
-  Args:
-    command: name of the command that trains all runs, with its arguments `argv`.
-    argv: see command.
-    runs: the runs, see vit_jax.studies.runs.Run.
-    workdir: their folder.
+  `command` is the name of the command that trains all `runs`, with arguments `argv`.
   """
   from vit_jax.studies import runs as runs_lib
 

@@ -1,9 +1,15 @@
 """Writes files that other processes and machines may read or write at once."""
 
 import contextlib
+import os
 import secrets
 
 from etils import epath
+
+
+def is_remote(path) -> bool:
+  """Returns whether a path is not on this machine, such as gs://..."""
+  return '://' in os.fspath(path)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,12 @@ class Holder:
     }
 
   def __enter__(self):
-    processes.from_first('taking the workdir', self._take_or_refuse)
+    other = self.take()
+    if other:
+      raise ValueError(
+        f"workdir='{self._workdir}' is held by {other}: wait until that run ends, "
+        'stop it (it saves first), or use another --workdir'
+      )
     return self
 
   def __exit__(self, *_):
@@ -67,12 +72,9 @@ class Holder:
   def take(self, patient: bool = True) -> str | None:
     """Takes the workdir; returns None, or who holds it, on all processes.
 
-    Args:
-      patient: on a file system without locks, whether to look for a minute if a
-        file of another run is still renewed; if not, such a file counts.
-
-    Raises:
-      ValueError: on all processes, if the workdir cannot be written.
+    On a file system without locks, `patient` looks for a minute whether the file of
+    another run is still renewed; if not patient, such a file counts. ValueError if
+    the workdir cannot be written.
     """
     return processes.from_first(
       'taking the workdir', lambda: self._take(patient)
@@ -98,15 +100,7 @@ class Holder:
         'the two do not mix'
       )
 
-  def _take_or_refuse(self):
-    other = self._take()
-    if other:
-      raise ValueError(
-        f"workdir='{self._workdir}' is held by {other}: wait until that run ends, "
-        'stop it (it saves first), or use another --workdir'
-      )
-
-  def _take(self, patient=True) -> str | None:
+  def _take(self, patient) -> str | None:
     try:
       self._path.parent.mkdir(parents=True, exist_ok=True)
       if not self._lock_file():
@@ -122,7 +116,7 @@ class Holder:
 
   def _lock_file(self) -> bool:
     """Locks a local file; returns False if the file system has no locks."""
-    if '://' in str(self._path):
+    if files.is_remote(self._path):
       return False
     file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

@@ -84,8 +84,10 @@ class Run:
   def _compile(self, batch):
     """Makes the first update with batches of a size, which compiles it."""
     count, all_sizes = len(self._shapes), self.prepared.program.task.image_sizes
-    if count == 1:
-      self._show_start(batch)
+    if count == 1:  # For TensorBoard.
+      self._log.write_config(self.step, self.config)
+      drawn = self.prepared.pictures.training(batch, self.step)
+      self._log.write_pictures(self.step + 1, drawn)
     size = ''
     if len(all_sizes) > 1:
       height, width = batch['image'].shape[1:3]
@@ -100,12 +102,6 @@ class Run:
     cli.say(f'Compiled in {cli.duration(seconds)}{size}.')
     if count == 1:
       self._progress.start(self.step)
-
-  def _show_start(self, batch):
-    """Writes the config and the first training images for TensorBoard."""
-    self._log.write_config(self.step, self.config)
-    pictures = self.prepared.pictures.training(batch, self.step)
-    self._log.write_pictures(self.step + 1, pictures)
 
   def fetch_metrics(self):
     """Fetches pending metrics; raises FloatingPointError if not finite."""

@@ -11,7 +11,6 @@ checkpoint, which the resumed run computes again.
 from collections.abc import Mapping
 from collections.abc import Sequence
 import json
-import os
 import statistics
 import tempfile
 
@@ -53,7 +52,7 @@ class MetricsLog:
     files.write(self.path, ''.join(lines))
     self._held = None  # Lines to upload, with the events in `self._folder`.
     events = str(workdir)
-    if is_remote(workdir):
+    if files.is_remote(workdir):
       self._folder = tempfile.TemporaryDirectory()
       self._held, events = lines, self._folder.name
     self._writer = metric_writers.AsyncMultiWriter(
@@ -109,11 +108,6 @@ class MetricsLog:
     files.write(self.path, ''.join(self._held))
     for file in epath.Path(self._folder.name).iterdir():
       file.copy(self.path.parent / file.name, overwrite=True)
-
-
-def is_remote(path) -> bool:
-  """Returns whether a path is in a bucket, such as gs://..."""
-  return '://' in os.fspath(path)
 
 
 def _cell(value) -> str:
@@ -204,13 +198,10 @@ def format_metrics(metrics: dict) -> str:
 
 
 def save_pictures(workdir, pictures) -> list[epath.Path]:
-  """Writes pictures, uint8 [height, width, 3] by name, as NAME.png.
-
-  Returns:
-    The paths of the files in the workdir.
-  """
-  paths = []
-  for name, pixels in pictures.items():
-    paths.append(epath.Path(workdir) / f'{name}.png')
-    paths[-1].write_bytes(images.encode_png(pixels))
-  return paths
+  """Writes pictures, uint8 [height, width, 3], as NAME.png; returns the paths."""
+  paths = {
+    epath.Path(workdir) / f'{name}.png': x for name, x in pictures.items()
+  }
+  for path, pixels in paths.items():
+    path.write_bytes(images.encode_png(pixels))
+  return list(paths)

@@ -102,12 +102,9 @@ def folder(workdir) -> epath.Path:
 
 
 def absolute(path) -> epath.Path:
-  """Returns the absolute path, which Orbax requires.
-
-  A path with a scheme, such as gs://, stays as it is.
-  """
-  text = str(path)
-  return epath.Path(text if '://' in text else os.path.abspath(text))
+  """Returns the absolute path, which Orbax requires; gs:// stays as it is."""
+  text = os.fspath(path)
+  return epath.Path(text if files.is_remote(text) else os.path.abspath(text))
 
 
 def to_plain(config) -> dict[str, Any]:
@@ -236,10 +233,9 @@ def _check_metadata(file, value):
   what = f'{old!r:.100} there, {new!r:.100} here'
   if isinstance(old, list) and isinstance(new, list):
     what = f'{len(old)} entries there, {len(new)} here'
-    for i, (before, now) in enumerate(zip(old, new)):
-      if before != now:
-        what += f'; number {i} is {before!r} there, {now!r} here'
-        break
+    pairs = enumerate(zip(old, new))
+    if changed := [(i, *pair) for i, pair in pairs if pair[0] != pair[1]]:
+      what += '; number {} is {!r} there, {!r} here'.format(*changed[0])
   raise ValueError(
     f"'{file}' differs from what the data say now ({what}): the run has learned "
     'the former. Restore the former names in the data, or train into another '
@@ -260,30 +256,31 @@ def _check_data(path, data):
     before = sources.get(name, {})
     if not isinstance(before, dict):
       raise _damaged(file, f'{name!r} is {before!r:.50}')
-    # Fingerprints that only one of the versions has are not compared.
-    differing = differences(
-      {k: v for k, v in before.items() if k in found},
-      {k: v for k, v in found.items() if k in before},
-    )
-    if not differing:
-      continue
-    if name == 'train':
+    # Versions may differ in the fingerprints that they take.
+    differing = differences(before, found, common=True)
+    if differing and name == 'train':
       raise ValueError(
         f"workdir='{path}' belongs to a run on other training data:\n  "
         + '\n  '.join(differing)
         + '\nRestore those data to resume that run, or train into another '
         f'--workdir with --config.pretrained={path}'
       )
-    logging.warning(
-      'Evaluation %s is on other data than before: %s; its metrics cannot be '
-      'compared with the earlier ones',
-      name,
-      '; '.join(differing),
+    if differing:
+      logging.warning(
+        f'Evaluation {name} is on other data than before: {"; ".join(differing)}; '
+        'its metrics cannot be compared with the earlier ones'
+      )
+
+
+def differences(old, new, free=(), common: bool = False) -> list[str]:
+  """Lists the keys, other than free ones, in which two trees differ.
+
+  With `common`, keys of the roots that only one of the trees has do not count.
+  """
+  if common:
+    old, new = (
+      {k: x[k] for k in x if k in old and k in new} for x in (old, new)
     )
-
-
-def differences(old, new, free=()) -> list[str]:
-  """Lists the keys, other than free ones, in which two trees differ."""
   old, new = flatten(old), flatten(new)
   return [
     f'{key}: {old.get(key)} there, {new.get(key)} here'

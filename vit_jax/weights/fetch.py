@@ -177,15 +177,10 @@ def _hash_of(headers, linked: str | None) -> tuple[str, str] | None:
   return {32: 'md5', 64: 'sha256'}[len(found[1])], found[1]
 
 
-def is_elsewhere(path: epath.Path) -> bool:
-  """Returns whether `path` has a scheme of epath, such as gs://."""
-  return '://' in str(path)
-
-
 @contextlib.contextmanager
 def local_input(path: epath.Path) -> Iterator[epath.Path]:
   """Yields a local path of a file; a remote file is copied for as long."""
-  if not is_elsewhere(path):
+  if not files.is_remote(path):
     yield path
     return
   with tempfile.TemporaryDirectory() as folder:

@@ -24,6 +24,7 @@ import flax.traverse_util
 import numpy as np
 
 from vit_jax import cli
+from vit_jax.distributed import files
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import arrays
 from vit_jax.weights import descriptions
@@ -176,7 +177,7 @@ def existing(path) -> epath.Path:
       '(config.pretrained), or the folder of the published files '
       '(config.pretrained_dir)' + fetch.elsewhere(str(path))
     )
-  if not (found.is_dir() or fetch.is_elsewhere(found) or os.path.isfile(found)):
+  if not (found.is_dir() or files.is_remote(found) or os.path.isfile(found)):
     raise ValueError(f"'{path}' is a pipe or a device: give a file of weights")
   return found
 

@@ -10,6 +10,7 @@ import re
 import types
 
 from vit_jax.configs import models as model_configs
+from vit_jax.weights import descriptions
 from vit_jax.weights.families import base
 from vit_jax.weights.families import leaves
 from vit_jax.weights.families import vit_files
@@ -216,7 +217,8 @@ class Classifiers(base.Family):
     )
 
   def read_beside(self, beside, file, flat, naming, num_heads):
-    found = vit_files.read(beside('config.json'), naming)
+    describe = {'timm': vit_files.from_timm, 'hf': vit_files.from_hf}[naming]
+    found = descriptions.read(beside('config.json'), describe)
     if is_bit(flat):
       return found._replace(model={'eps': 'timm'})
     resnet = {'resnet': {'eps': 'timm'}} if _is_hybrid(flat) else {}
@@ -224,7 +226,6 @@ class Classifiers(base.Family):
     return found._replace(model={**found.model, **resnet}, num_heads=heads)
 
   def image_size(self, config, params, given):
-    """Returns the size given, by default a square."""
     return vit_files.image_size(config, params, given)
 
   def run(self, model):
@@ -249,21 +250,18 @@ def _is_hybrid(names):
 
 def _check_exists(flat, naming):
   """Raises ValueError if the other program has no such model."""
-  program, timm = _PROGRAMS[naming], 'write this one for timm (--to=timm)'
-  if any(path.startswith('MixerBlock') for path in flat):
-    raise ValueError(f'an MLP-Mixer cannot be written for {program} (--to)')
-  if naming == 'timm':
-    return
-  if is_bit(flat):
-    raise ValueError(f'a BiT ResNet cannot be written for {program}: {timm}')
-  if 'conv_root/kernel' in flat:
-    raise ValueError(
-      f'{program} no longer has hybrids of ResNet and ViT: {timm}'
-    )
-  if 'cls' not in flat:
-    raise ValueError(
-      f'{program} has no ViT without a class token (mean pooling): {timm}'
-    )
+  to_hf = naming == 'hf'
+  for what, is_there in (
+    ('an MLP-Mixer', any(path.startswith('MixerBlock') for path in flat)),
+    ('a BiT ResNet', to_hf and is_bit(flat)),
+    ('a hybrid of ResNet and ViT', to_hf and 'conv_root/kernel' in flat),
+    ('a ViT without a class token', to_hf and 'cls' not in flat),
+  ):
+    if is_there:
+      remedy = ': write it for timm (--to=timm)' if to_hf else ' (--to)'
+      raise ValueError(
+        f'{what} cannot be written for {_PROGRAMS[naming]}{remedy}'
+      )
 
 
 def _usual_heads(flat, file):

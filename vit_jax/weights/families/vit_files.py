@@ -1,12 +1,9 @@
 """The files beside a classifier's weights, of timm and of Hugging Face."""
 
-import copy
 import functools
 import math
 
-from etils import epath
 import flax.traverse_util
-import ml_collections
 
 from vit_jax import models
 from vit_jax.configs import models as model_configs
@@ -45,12 +42,8 @@ _GELUS = {
 }
 
 
-def read(file: epath.Path, naming: str) -> descriptions.Description:
-  """Reads config.json of timm or Hugging Face; ValueError for wrong fields."""
-  return descriptions.read(file, _from_timm if naming == 'timm' else _from_hf)
-
-
-def _from_hf(config):
+def from_hf(config) -> descriptions.Description:
+  """Returns what config.json of Hugging Face tells."""
   field = functools.partial(descriptions.field, config)
   gelu = field('hidden_act', descriptions.one_of(_GELUS), 'gelu')
   eps = field('layer_norm_eps', descriptions.EPSILON, 1e-12)
@@ -62,7 +55,8 @@ def _from_hf(config):
   )
 
 
-def _from_timm(config):
+def from_timm(config) -> descriptions.Description:
+  """Returns what config.json of timm tells."""
   field = descriptions.field
   args, pretrained = (
     field(config, key, descriptions.OBJECT, {})
@@ -134,16 +128,12 @@ def channels(model) -> int:
   return leaves.channels(flat)
 
 
-def as_in_timm(config) -> ml_collections.ConfigDict:
-  """Returns the config of a model as timm computes it."""
-  config = copy.deepcopy(config)
+def as_in_timm(config) -> dict:
+  """Returns the fields with which timm computes a model."""
   if config.get('kind') == 'bit':
-    config.eps = 'timm'
-  else:
-    config.transformer.norm_eps = 1e-6
-  if config.get('resnet') is not None:
-    config.resnet.eps = 'timm'
-  return config
+    return {'eps': 'timm'}
+  encoder = {**config.transformer, 'norm_eps': 1e-6}
+  return {'transformer': encoder, 'resnet': {'eps': 'timm'}}
 
 
 def of_timm(model) -> tuple[dict[str, dict], list[str]]:
@@ -188,16 +178,15 @@ def _timm_resizing(model):
   whole = dict(crop_mode='squash', crop_pct=1.0)
   if resize is None:
     return whole, []
-  shortest = isinstance(resize, int)
-  sides = (resize, resize) if shortest else tuple(resize)
   # A little less, so that rounding in the division does not cost a pixel.
+  sides = _pair(resize)
   share = math.nextafter(crop[0] / sides[0], 0.0)
-  if [math.floor(side / share) for side in crop] != list(sides):
+  if tuple(math.floor(side / share) for side in crop) != sides:
     return whole, [
       f'timm cannot resize to {resize} before cropping {crop}: it will resize '
       'the whole image, and its predictions will differ a little'
     ]
-  mode = 'center' if shortest else 'squash'
+  mode = 'center' if isinstance(resize, int) else 'squash'
   return dict(crop_mode=mode, crop_pct=share), []
 
 
@@ -255,7 +244,6 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
   pooled = 'pre_logits' in model.params
   whole = model.num_classes and not pooled
   tanh = encoder.get('gelu', 'tanh') == 'tanh'
-  height, width = model.image_size
   fields = dict(
     model_type='vit',
     architectures=['ViTForImageClassification' if whole else 'ViTModel'],
@@ -276,13 +264,14 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
     **descriptions.label_fields(model),
   )
   resize = model.image_size if model.resize is None else model.resize
+  sides = lambda pair: dict(zip(('height', 'width'), pair))
   pixels = _pixels(model)
   processor = dict(
     image_processor_type='ViTImageProcessor',
     do_resize=True,
     size=dict(shortest_edge=resize)
     if isinstance(resize, int)
-    else dict(height=resize[0], width=resize[1]),
+    else sides(resize),
     resample=2,
     do_rescale=True,
     rescale_factor=1 / 255,
@@ -295,7 +284,7 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
     processor.update(
       image_processor_type='CLIPImageProcessor',
       do_center_crop=True,
-      crop_size=dict(height=height, width=width),
+      crop_size=sides(model.image_size),
     )
   notes = []
   if pooled and model.num_classes:
