@@ -201,7 +201,6 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     ('hf', {'image_size': [8]}, r'image_size is \[8\]'),
     ('hf', {'hidden_act': 'relu'}, "hidden_act is 'relu', but must be one"),
     ('timm', {'model_args': 5}, 'model_args is 5, but must be an object'),
-    ('timm', {'architecture': 5}, 'architecture is 5'),
     ('timm', {'label_names': 'abc'}, "label_names is 'abc'"),
     ('timm', {'pretrained_cfg': {'input_size': 3}}, 'input_size is 3'),
   ],

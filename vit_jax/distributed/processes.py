@@ -74,12 +74,9 @@ def connect(
 ):
   """Connects the processes of a run, if there are several.
 
-  Args:
-    distributed: whether to look for the other hosts of a TPU pod or a SLURM
-      job.
-    coordinator: HOST:PORT of process 0, where the hosts are not found.
-    num_processes: with `coordinator`, the number of processes.
-    process_id: with `coordinator`, the number of this process.
+  `distributed` tells whether to look for the other hosts of a TPU pod or a SLURM
+  job. Where they are not found so, `coordinator` is the HOST:PORT of process 0, with
+  the number of processes and that of this one.
   """
   given = (coordinator, num_processes, process_id)
   if any(value is not None for value in given):

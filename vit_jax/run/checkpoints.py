@@ -216,19 +216,11 @@ class Checkpoints:
   def restore(self, abstract: state_lib.TrainState, step: int | None = None):
     """Restores the newest checkpoint onto the shardings of `abstract`.
 
-    Checkpoints that are damaged or of another run are moved aside after an
-    older one is restored. All processes must call it.
+    All processes must call it. Checkpoints that are damaged or of another run are
+    moved aside after an older one is restored. With `step`, only that one is tried.
 
-    Args:
-      abstract: TrainState of jax.ShapeDtypeStruct.
-      step: step of the only checkpoint to try.
-
-    Returns:
-      (state, step); (None, 0) if there is no checkpoint.
-
-    Raises:
-      ValueError: if there are checkpoints, but all are damaged.
-      OSError: if the storage does not answer.
+    Returns (state, step); (None, 0) if there is no checkpoint. ValueError if there
+    are checkpoints, but all are damaged; OSError if the storage does not answer.
     """
     wanted = _stored(abstract)
     found, step = self._newest(lambda path: files.read(path, wanted), step)
@@ -237,9 +229,7 @@ class Checkpoints:
   def restore_weights(
     self, params=None, extra=None, step: int | None = None
   ) -> Weights:
-    """Restores only what evaluation and prediction need.
-
-    All processes must call it.
+    """Restores only what evaluation and prediction need; all processes must call it.
 
     Args:
       params: a tree of jax.ShapeDtypeStruct with shardings; None: all
@@ -250,8 +240,7 @@ class Checkpoints:
 
     Raises:
       FileNotFoundError: if there is no complete checkpoint.
-      ValueError: if the step has no checkpoint, or all are damaged.
-      OSError: if the storage does not answer.
+      ValueError, OSError: if the step has no checkpoint; and see `restore`.
     """
     if step is not None and step not in (steps := self._agreed(complete=True)):
       raise ValueError(
@@ -373,11 +362,8 @@ def has_checkpoint(workdir) -> bool:
 def load_weights(workdir, extra: tuple[str, ...] = ()) -> Weights:
   """Loads the newest parameters of a run onto the host: dicts of numpy arrays.
 
-  All processes must call it. Raises what Checkpoints.restore_weights does.
-
-  Args:
-    workdir: folder of the run.
-    extra: names of what to load of the extra state, where the run has it.
+  `extra` names what to load of the extra state, where the run has it. All processes
+  must call it. Raises what Checkpoints.restore_weights does.
   """
   found = Checkpoints(workdir, read_only=True).restore_weights(extra=extra)
   return found._replace(

@@ -137,7 +137,7 @@ class Run:
       pictures = self.prepared.pictures.evaluation(params, self.state.extra)
     self._log.write(self.step, metrics)
     best = {self.config.best_metric: metrics[self.config.best_metric]}
-    self._progress.evaluated(metrics_lib.format_metrics(best))
+    self._progress.beside_bar(1, metrics_lib.format_metrics(best))
     self._log.write_pictures(self.step, pictures)
     if self.done:
       self.pictures = metrics_lib.save_pictures(self.workdir, pictures)
@@ -198,12 +198,8 @@ class Progress:
   """Counts steps, measures the speed, and shows both.
 
   The speed excludes the time inside `pause` (evaluation, checkpoints) and steps
-  that compile.
-
-  Args:
-    step: number of updates made so far.
-    total_steps: number of updates of the whole run.
-    batch: images per update, over all devices.
+  that compile. `step` of `total_steps` updates are made, of `batch` images each,
+  over all devices.
   """
 
   def __init__(self, step: int, total_steps: int, batch: int):
@@ -231,10 +227,9 @@ class Progress:
 
     None if only the first step, which compiles, has been made.
     """
-    now = time.perf_counter()
-    before, then = self._mark
-    made, seconds = step - before - self._omitted, now - then - self._paused
-    self._mark, self._paused, self._omitted = (step, now), 0.0, 0
+    (before, then), paused, omitted = self._mark, self._paused, self._omitted
+    self.start(step)
+    made, seconds = step - before - omitted, self._mark[1] - then - paused
     if made > 0 and seconds > 0:
       self._rate = made * self._batch / seconds
     return self._rate
@@ -243,7 +238,7 @@ class Progress:
     """Shows loss, speed and, where no bar does, the time left."""
     if not self._bar.disable:
       speed = f', {rate:,.0f} img/s' if rate else ''
-      self._beside_bar(0, f'loss {loss:.4f}{speed}')
+      self.beside_bar(0, f'loss {loss:.4f}{speed}')
       return
     line = (
       f'step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}'
@@ -253,11 +248,8 @@ class Progress:
       line += f'  {rate:,.0f} img/s  {cli.duration(left)} left'
     cli.say(line)
 
-  def evaluated(self, text: str):
-    """Shows the last evaluation beside the bar."""
-    self._beside_bar(1, text)
-
-  def _beside_bar(self, place, text):
+  def beside_bar(self, place: int, text: str):
+    """Shows the loss and speed (0) or the last evaluation (1) beside the bar."""
     self._said[place] = text
     self._bar.set_postfix_str(', '.join(filter(None, self._said)))
 

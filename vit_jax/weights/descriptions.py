@@ -92,7 +92,6 @@ def _is_text(value):
 
 
 OBJECT: Kind = (lambda x: isinstance(x, dict), 'an object: {...}')
-TEXT: Kind = (_is_text, 'a text')
 FLAG: Kind = (lambda x: isinstance(x, bool), 'true or false')
 FLAGS: Kind = (_is_list(FLAG[0]), 'a list of true and false')
 COUNT: Kind = (is_count, 'a number of at least 1')

@@ -45,11 +45,11 @@ def transferable(
 
   Args beside those of `load_pretrained`:
     expected: parameters of the model, arrays or jax.ShapeDtypeStruct, and
-      beside them what else comes from weights, see vit_jax.weights.reading.EXTRA.
+      what else comes from weights, see vit_jax.weights.reading.EXTRA.
     new: prefixes of the paths that keep their initial values; or a function
       that returns them, see vit_jax.tasks.base.Task.new_params.
     partly: whether the model may have parameters that no published model has,
-      and the file more layers; see `load_pretrained`.
+      and the file more layers.
     adapt: changes what was read, see vit_jax.tasks.base.Task.adapt_weights.
     place: where in the config of a run `model_config` is.
   """

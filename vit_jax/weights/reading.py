@@ -293,7 +293,7 @@ def _read_torch(file, num_heads, beside):
   )
   with arrays.naming(file, 'cannot be used'):
     family, naming = families.of_names(flat)
-  found = family.read_beside(beside, file, flat, naming, num_heads)
+  found = family.read_beside(beside, file, flat, naming)
   with arrays.naming(file, 'cannot be used'):
-    flat = family.load(flat, naming, found.num_heads)
+    flat = family.load(flat, naming, num_heads or found.num_heads)
   return _weights(flat, naming, found)

@@ -176,9 +176,8 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   missing = sorted(set(known) - set(metadata))
   if missing:
     raise ValueError(
-      f"a run of the task '{config.task}' needs {missing}, which these weights do "
-      'not bring along: put the preprocessor_config.json of the model beside '
-      'them'
+      f"a run of the task '{config.task}' needs {missing}, which these weights lack: "
+      "put the model's preprocessor_config.json beside them"
     )
   return run_config.complete(config), {name: metadata[name] for name in known}
 

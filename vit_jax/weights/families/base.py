@@ -101,13 +101,12 @@ class Family(abc.ABC):
     file: epath.Path,
     flat: Mapping[str, np.ndarray],
     naming: str,
-    num_heads: int | None,
   ) -> descriptions.Description:
     """Returns what other files tell about the weights in `file`, arrays `flat`.
 
     `beside` returns the path of the file of a name beside the weights, which need
-    not exist; `num_heads` is the number of attention heads, if it is known.
-    ValueError if a field has a wrong value, or one that no model here has.
+    not exist. ValueError if a field has a wrong value, or one that no model here
+    has.
     """
 
   def image_size(

@@ -182,7 +182,9 @@ class Detrs(base.Family):
         for side in _LAYERS
       },
     )
-    num_heads = num_heads or _heads(flat[_QUERIES[naming]])
+    width, heads = _PUBLISHED
+    if flat[_QUERIES[naming]].shape[-1:] == (width,):
+      num_heads = num_heads or heads
     return leaves.load(flat, table, num_heads, 'DETR')
 
   def dump(self, flat, naming):
@@ -236,13 +238,11 @@ class Detrs(base.Family):
     """The last one is "no object"."""
     return max(0, super().num_classes(flat) - 1)
 
-  def read_beside(self, beside, file, flat, naming, num_heads):
+  def read_beside(self, beside, file, flat, naming):
     """Reads config.json; without it, the file's name may say 'dc5'."""
-    found = descriptions.read(
+    return descriptions.read(
       beside('config.json'), lambda config: _from_config(config, file.name)
     )
-    heads = num_heads or found.model.get('num_heads')
-    return found._replace(num_heads=heads)
 
   def run(self, model):
     """Images of an unknown size are prepared as in the published recipe."""
@@ -313,18 +313,6 @@ class Detrs(base.Family):
     return {'config.json': fields, 'preprocessor_config.json': processor}, []
 
 
-def _heads(queries):
-  """Returns the number of heads of the published models; checks the width."""
-  width, heads = _PUBLISHED
-  if queries.shape[-1:] != (width,):
-    raise ValueError(
-      'it does not say how many attention heads its model has: give num_heads, '
-      f'or put its config.json beside it (the published models, of width {width}, '
-      f'have {heads})'
-    )
-  return heads
-
-
 def _of_timm(config) -> bool:
   """Returns whether Hugging Face takes the backbone from timm."""
   return tuple(config['units']) in _TIMM and config['backbone_width'] == 64
@@ -347,12 +335,10 @@ def _from_config(config, name):
   if not config:
     dilated = re.search('dc5', name, re.IGNORECASE) is not None
   return descriptions.Description(
-    {
-      **({'num_heads': heads} if heads else {}),
-      'dilate_last': dilated or stride == 16,
-    },
+    {'dilate_last': dilated or stride == 16},
     descriptions.labels(config, gap=rules.NO_CLASS),
     metadata={'isthing': things} if things else {},
+    num_heads=heads,
   )
 
 

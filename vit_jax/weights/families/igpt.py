@@ -86,11 +86,6 @@ class ImageGPTs(base.Family):
 
   def load(self, flat, naming, num_heads):
     """A colour head is zero if there is none."""
-    if num_heads is None:
-      raise ValueError(
-        'it does not say how many attention heads its model has: put its '
-        'config.json beside it, or give num_heads'
-      )
     state, biases = {}, []
     for name, value in flat.items():
       name = leaves.renamed(name, _OLD_NAMES)
@@ -155,14 +150,14 @@ class ImageGPTs(base.Family):
       f'{fields["num_positions"]} pixels of {fields["num_colors"]} colours'
     )
 
-  def read_beside(self, beside, file, flat, naming, num_heads):
+  def read_beside(self, beside, file, flat, naming):
     found = descriptions.read(beside('config.json'), _from_config)
-    heads = num_heads or found.model.get('num_heads')
     processor = beside('preprocessor_config.json')
     with arrays.naming(processor, 'cannot be used'):
       palette = _palette(descriptions.load(processor))
-    metadata = {} if palette is None else {'palette': palette}
-    return found._replace(num_heads=heads, metadata=metadata)
+    return found._replace(
+      metadata={} if palette is None else {'palette': palette}
+    )
 
   def image_size(self, config, params, given):
     pixels = config.num_positions
@@ -191,8 +186,7 @@ class ImageGPTs(base.Family):
     if palette is not None and len(palette) != colors:
       raise ValueError(
         f'preprocessor_config.json has a palette of {len(palette)} colours, but '
-        f'the weights are for {colors}: give the palette that they were trained '
-        'with'
+        f'the weights are for {colors}: give the palette of their training'
       )
 
   def notes(self, model, to):
@@ -246,12 +240,10 @@ class ImageGPTs(base.Family):
 
 def _from_config(config):
   descriptions.only(config, 'iGPTs', **_ONLY)
-  scales = descriptions.one_of(_SCALES)
-  heads = descriptions.field(config, 'n_head', descriptions.COUNT)
-  scale = descriptions.field(config, 'attention_scale', scales, _SCALES[0])
-  return descriptions.Description(
-    {'attention_scale': scale, **({'num_heads': heads} if heads else {})}
-  )
+  field, scales = descriptions.field, descriptions.one_of(_SCALES)
+  scale = field(config, 'attention_scale', scales, _SCALES[0])
+  heads = field(config, 'n_head', descriptions.COUNT)
+  return descriptions.Description({'attention_scale': scale}, num_heads=heads)
 
 
 def _palette(processor):

@@ -171,6 +171,11 @@ def _from_torch(value, path, layout, num_heads) -> np.ndarray:
       f'{dimensions} dimensions'
     )
   if layout in ('heads', 'bias', 'out'):
+    if num_heads is None:
+      raise ValueError(
+        'it does not say how many attention heads its model has: put its '
+        'config.json beside it, or give num_heads'
+      )
     width = value.shape[1] if layout == 'out' else value.shape[0]
     if width % num_heads:
       raise ValueError(

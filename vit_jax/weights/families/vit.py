@@ -160,7 +160,8 @@ class Classifiers(base.Family):
       for part, feature in _FEATURES.items()
       if any(part in name for name in flat)
     )
-    return leaves.load(flat, table, num_heads, what, next(hints, ''))
+    heads = num_heads or _usual_heads(flat)
+    return leaves.load(flat, table, heads, what, next(hints, ''))
 
   def dump(self, flat, naming):
     _check_exists(flat, naming)
@@ -216,14 +217,13 @@ class Classifiers(base.Family):
       f'{encoder["num_heads"]} heads, patches {patch}{pooling}'
     )
 
-  def read_beside(self, beside, file, flat, naming, num_heads):
+  def read_beside(self, beside, file, flat, naming):
     describe = {'timm': vit_files.from_timm, 'hf': vit_files.from_hf}[naming]
     found = descriptions.read(beside('config.json'), describe)
     if is_bit(flat):
       return found._replace(model={'eps': 'timm'})
     resnet = {'resnet': {'eps': 'timm'}} if _is_hybrid(flat) else {}
-    heads = num_heads or found.num_heads or _usual_heads(flat, file)
-    return found._replace(model={**found.model, **resnet}, num_heads=heads)
+    return found._replace(model={**found.model, **resnet})
 
   def image_size(self, config, params, given):
     return vit_files.image_size(config, params, given)
@@ -264,17 +264,12 @@ def _check_exists(flat, naming):
       )
 
 
-def _usual_heads(flat, file):
-  """Returns the number of heads of this width in the table of sizes."""
+def _usual_heads(flat):
+  """Returns the number of heads of this width in the table of sizes, or None."""
   ends = 'patch_embed.proj.bias', 'patch_embeddings.projection.bias'
   width = next((x.size for k, x in flat.items() if k.endswith(ends)), None)
-  for _, size, _, heads in model_configs.SIZES.values():
-    if size == width:
-      return heads
-  raise ValueError(
-    f"'{file}' does not say how many attention heads its model of width {width} "
-    'has: put its config.json beside it, or give num_heads'
-  )
+  sizes = model_configs.SIZES.values()
+  return next((heads for _, size, _, heads in sizes if size == width), None)
 
 
 def _vit_sizes(flat):

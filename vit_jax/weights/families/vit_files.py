@@ -6,7 +6,6 @@ import math
 import flax.traverse_util
 
 from vit_jax import models
-from vit_jax.configs import models as model_configs
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import leaves
 
@@ -25,13 +24,6 @@ _TIMM_BITS = {
   (3, 4, 6, 3): ('resnetv2_50x1_bit', 1),
   (3, 4, 23, 3): ('resnetv2_101x1_bit', 1),
   (3, 8, 36, 3): ('resnetv2_152x2_bit', 2),
-}
-_TIMM_SIZES = {
-  'tiny': 'Ti',
-  'small': 'S',
-  'base': 'B',
-  'large': 'L',
-  'huge': 'H',
 }
 _GELUS = {
   'gelu': 'erf',
@@ -63,11 +55,6 @@ def from_timm(config) -> descriptions.Description:
     for key in ('model_args', 'pretrained_cfg')
   )
   gelu = field(args, 'act_layer', descriptions.one_of(_GELUS), 'gelu')
-  architecture = field(config, 'architecture', descriptions.TEXT, '')
-  heads = field(args, 'num_heads', descriptions.COUNT)
-  for part, size in _TIMM_SIZES.items():
-    if f'_{part}_' in architecture:
-      heads = heads or model_configs.SIZES[size][3]
   is_shape = lambda x: descriptions.COUNTS[0](x) and len(x) == 3
   shape = field(
     pretrained, 'input_size', (is_shape, '[channels, height, width]')
@@ -78,7 +65,7 @@ def from_timm(config) -> descriptions.Description:
     dict(transformer=dict(gelu=_GELUS[gelu], norm_eps=1e-6)),
     next(filter(None, names), None),
     _pair(size),
-    num_heads=heads,
+    num_heads=field(args, 'num_heads', descriptions.COUNT),
   )
 
 
