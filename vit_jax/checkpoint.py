@@ -236,7 +236,7 @@ def _part_weights(config, part, path, task, params, beside) -> dict:
 
 
 def _of_model(config, name, path, expected, key=None, new=()) -> dict:
-  """Returns the weights of a whole model, that of `config.model[key]`, in a file.
+  """Returns the weights of a whole model (`config.model[key]`) in a file.
 
   They are the part `name` of the state; `expected` are its shapes, and `new`
   what keeps its initial values.

@@ -85,8 +85,8 @@ def make_program(config, metadata, mesh) -> Program:
     metadata: the task's metadata of the training data, such as class names.
     mesh: the mesh.
 
-  ValueError if the metadata do not fit, attention does not run on the devices, or
-  the rules for sharding or learning rates match nothing.
+  ValueError if the metadata do not fit, attention does not run on the devices,
+  or the rules for sharding or learning rates match nothing.
   """
   layers = model_configs.layers_of(config.model)
   attention.check(
@@ -187,7 +187,8 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   """Checks a config, opens its data and builds its program.
 
   ValueError or FileNotFoundError if the config, the data or the mesh are wrong.
-  In the workdir the list of a folder's images is stored, see sources.open_split.
+  In the workdir the list of a folder's images is stored, see
+  sources.open_split.
   """
   config = run_config.complete(config)
   if workdir is not None:
@@ -340,7 +341,8 @@ def start(prepared: Prepared, workdir, weights):
   """Creates the workdir; returns checkpoints, initial state, and its step.
 
   The state comes from the first of these that exists: the newest complete
-  checkpoint; the weights that the config names, see check_start; random numbers.
+  checkpoint; the weights that the config names, see check_start; random
+  numbers.
   """
   config, program = prepared.config, prepared.program
   workdir_lib.create(workdir, config, prepared.metadata, fingerprints(prepared))

@@ -250,7 +250,7 @@ def test_parameters_of_other_ranks(tmp_path, params, path, shape, message):
   'kind, name, shape, message',
   [
     ('hf', 'vit.embeddings.patch_embeddings.projection.weight', (4,), '4 dimens'),
-    ('hf', 'vit.embeddings.patch_embeddings.projection.bias', (), 'width 1 has'),
+    ('hf', 'vit.embeddings.patch_embeddings.projection.bias', (), r'width \d+ has'),
     ('hf', 'vit.layernorm.weight', (3, 3), 'cannot be used: it looks like'),
     ('timm', 'blocks.0.attn.qkv.weight', (16, 16), 'split into query, key and'),
     ('timm', 'blocks.99999999.norm1.bias', (16,), 'numbered from 0 to 99999999'),

@@ -17,16 +17,21 @@ def add_flags(parser: flags.Parser):
     'find the other hosts of a TPU pod or a SLURM job (True); --nodistributed '
     'runs on this host only',
   )
-  for name, kind, text in (
-    (
-      'coordinator',
-      str,
-      'HOST:PORT of process 0, for a run of several processes',
-    ),
-    ('num_processes', int, 'with --coordinator: number of processes'),
-    ('process_id', int, 'with --coordinator: number of this process, from 0'),
-  ):
-    parser.add_argument(f'--{name}', type=kind, help=text)
+  parser.add_argument(
+    '--coordinator',
+    metavar='HOST:PORT',
+    help='address of process 0, for a run of several processes',
+  )
+  parser.add_argument(
+    '--num_processes',
+    type=int,
+    help='with --coordinator: number of processes',
+  )
+  parser.add_argument(
+    '--process_id',
+    type=int,
+    help='with --coordinator: number of this process, from 0',
+  )
 
 
 def run(args: argparse.Namespace, work: Callable[[], None]) -> int:

@@ -23,7 +23,8 @@ def add_flags(parser: flags.Parser, what: str):
 def print_commands(command: str, argv: Sequence[str], runs, workdir):
   """Prints a command for each run in the folder `workdir` that is not done.
 
-  `command` is the name of the command that trains all `runs`, with arguments `argv`.
+  `command` is the name of the command that trains all `runs`, with arguments
+  `argv`.
   """
   from vit_jax.studies import runs as runs_lib
 

@@ -74,9 +74,9 @@ def connect(
 ):
   """Connects the processes of a run, if there are several.
 
-  `distributed` tells whether to look for the other hosts of a TPU pod or a SLURM
-  job. Where they are not found so, `coordinator` is the HOST:PORT of process 0, with
-  the number of processes and that of this one.
+  `distributed` tells whether to look for the other hosts of a TPU pod or a
+  SLURM job. Where they are not found so, `coordinator` is the HOST:PORT of
+  process 0, with the number of processes and that of this one.
   """
   given = (coordinator, num_processes, process_id)
   if any(value is not None for value in given):
@@ -116,13 +116,10 @@ def _check(coordinator, num_processes, process_id):
 def gather(what: str, value, deadline: float = DEADLINE) -> list:
   """Returns the values of all processes, in the order of the processes.
 
-  `what` says what is being done, such as 'reading the index', for errors; `value`
-  is for JSON, some kilobytes at most.
-
-  Raises:
-    Lost: if a process has ended.
-    TimeoutError: if a process does not call within `deadline` seconds.
-    RuntimeError: if a process makes another call.
+  `what` says what is being done, such as 'reading the index', for errors;
+  `value` is for JSON, some kilobytes at most. Lost if a process has ended,
+  TimeoutError if one does not call within `deadline` seconds, RuntimeError if
+  it makes another call.
   """
   if jax.process_count() == 1:
     return [json.loads(json.dumps(value))]
@@ -194,10 +191,10 @@ def by_first(what: str):
 def attempt(what: str, function: Callable[[], Any]) -> list:
   """Calls a function on every process; returns all results, see `gather`.
 
-  The function returns a value for JSON, and must not wait for other processes. If
-  it fails anywhere, all processes raise: their own error, or else that of the first
-  process with an error, with its name, as a ValueError or OSError if it is one, else
-  as a RuntimeError.
+  The function returns a value for JSON, and must not wait for other processes.
+  If it fails anywhere, all processes raise: their own error, or else that of
+  the first process with an error, with its name, as a ValueError or OSError if
+  it is one, else as a RuntimeError.
   """
   error, value = None, None
   try:
@@ -222,10 +219,9 @@ def attempt(what: str, function: Callable[[], Any]) -> list:
 
 
 def agree(what: str, facts: Mapping[str, Any]):
-  """Checks that all processes have the same facts, short values for JSON by name.
+  """Raises ValueError on all processes, with a list, if their facts differ.
 
-  Raises:
-    ValueError: the same on all processes; lists the differences.
+  Facts are short values for JSON by name.
   """
   everywhere = gather(f'comparing {what}', dict(facts))
   differing = []

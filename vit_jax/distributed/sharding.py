@@ -62,8 +62,8 @@ Rules = Sequence[tuple[str, Sequence[Any]]]
 def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
   """Builds the mesh of `config.mesh`.
 
-  `axes` are the sizes by name, in the order of the mesh; one size may be -1, for
-  "the rest". ValueError if they do not multiply to the number of devices.
+  `axes` are the sizes by name, in the order of the mesh; one size may be -1,
+  for "the rest". ValueError if they do not multiply to the number of devices.
   """
   devices = jax.devices() if devices is None else devices
   sizes = {name: int(size) for name, size in axes.items() if size is not None}
@@ -143,9 +143,10 @@ def on_own_rows(function: Callable, *args, axis: int = 0):
   """Applies a function on each device to the rows of the batch that lie there.
 
   Left to the partitioner, a loop whose length depends on the data waits for all
-  devices in every round. Where `constrain_batch` has no effect, or the mesh does
-  not divide the rows, the function is applied to all rows at once. Rows must not
-  depend on each other; `axis` is the dimension of each argument that is the batch.
+  devices in every round. Where `constrain_batch` has no effect, or the mesh
+  does not divide the rows, the function is applied to all rows at once. Rows
+  must not depend on each other; `axis` is the dimension of each argument that
+  is the batch.
   """
   mesh = _mesh_that_is_set()
   if mesh is None or args[0].shape[axis] % batch_shards(mesh):
@@ -164,11 +165,7 @@ def _mesh_that_is_set():
 
 
 def local_rows(mesh, batch_size: int) -> np.ndarray:
-  """Returns the rows of a global batch that this process feeds: int64 [rows].
-
-  Raises:
-    ValueError: if the devices do not divide the batch.
-  """
+  """Returns the rows of a global batch that this process feeds: int64 [rows]."""
   shards = batch_shards(mesh)
   if batch_size % shards:
     raise ValueError(
@@ -189,17 +186,15 @@ def path_name(path) -> str:
 def tree_shardings(tree, rules: Rules, mesh):
   """Returns the sharding of every leaf of `tree` (parameters, optimiser state).
 
-  Args:
-    tree: a tree of arrays or of jax.ShapeDtypeStruct.
-    rules: see the top of this module. A spec gives a mesh axis, several axes or
-      None for each dimension. Leaves that no rule matches are split by the
-      defaults there; scalars are replicated.
-    mesh: the mesh.
-
-  Raises:
-    ValueError: if a rule does not fit a leaf or the mesh, or matches no leaf.
+  `tree` has arrays or jax.ShapeDtypeStructs; for `rules` see the top of this
+  module. A spec gives a mesh axis, several axes or None for each dimension.
+  Leaves that no rule matches are split by the defaults there; scalars are
+  replicated. ValueError if a rule does not fit a leaf or the mesh, or matches
+  no leaf.
   """
-  rules = [(re.compile(regex), P(*map(_axis, spec))) for regex, spec in rules]
+  # Configs and JSON files hold several axes as a list.
+  axes = lambda entry: tuple(entry) if isinstance(entry, list) else entry
+  rules = [(re.compile(regex), P(*map(axes, spec))) for regex, spec in rules]
   unused = {regex.pattern for regex, _ in rules}
 
   def leaf_sharding(path, leaf):
@@ -306,11 +301,6 @@ def describe(row: Mapping[str, Any]) -> str:
     f'{row["arrays"]} arrays, {cli.size(row["bytes_per_device"])} of '
     f'{cli.size(row["bytes"])} on each device'
   )
-
-
-def _axis(entry):
-  """Turns a list, as configs and JSON files hold, into a tuple."""
-  return tuple(entry) if isinstance(entry, (list, tuple)) else entry
 
 
 def _sharding_by_rule(name, shape, regex, spec, mesh):

@@ -116,7 +116,7 @@ def read_metric(checkpoint: epath.Path, name: str) -> float | None:
 
 
 def check(directory: epath.Path, part: int = 0, parts: int = 1):
-  """Compares files of a checkpoint with their checksums; DamagedError if they differ.
+  """Raises DamagedError if files of a checkpoint differ from their checksums.
 
   Each of `parts` processes reads a part of similar size.
   """

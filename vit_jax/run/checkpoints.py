@@ -101,8 +101,7 @@ class Checkpoints:
   ):
     """Begins to write a checkpoint, after the previous one is complete.
 
-    Raises:
-      OSError: if this or the previous checkpoint cannot be written.
+    OSError if this or the previous checkpoint cannot be written.
     """
     try:
       if self._writer is None:
@@ -203,8 +202,9 @@ class Checkpoints:
       last = 'unknown, the folder cannot be listed'
     return OSError(
       f"a checkpoint could not be written to '{self.directory}': "
-      f'{files.short(cause)}. The last complete one: {last}. Free some space (or '
-      'repair the disk) and start the same command again: the run resumes from there'
+      f'{files.short(cause)}. The last complete one: {last}. Free some space '
+      '(or repair the disk) and start the same command again: the run resumes '
+      'from there'
     )
 
   # --- Reading ---
@@ -216,11 +216,13 @@ class Checkpoints:
   def restore(self, abstract: state_lib.TrainState, step: int | None = None):
     """Restores the newest checkpoint onto the shardings of `abstract`.
 
-    All processes must call it. Checkpoints that are damaged or of another run are
-    moved aside after an older one is restored. With `step`, only that one is tried.
+    All processes must call it. Checkpoints that are damaged or of another run
+    are moved aside after an older one is restored. With `step`, only that one
+    is tried.
 
-    Returns (state, step); (None, 0) if there is no checkpoint. ValueError if there
-    are checkpoints, but all are damaged; OSError if the storage does not answer.
+    Returns (state, step); (None, 0) if there is no checkpoint. ValueError if
+    there are checkpoints, but all are damaged; OSError if the storage does not
+    answer.
     """
     wanted = _stored(abstract)
     found, step = self._newest(lambda path: files.read(path, wanted), step)
@@ -229,7 +231,7 @@ class Checkpoints:
   def restore_weights(
     self, params=None, extra=None, step: int | None = None
   ) -> Weights:
-    """Restores only what evaluation and prediction need; all processes must call it.
+    """Restores what evaluation and prediction need; all processes must call it.
 
     Args:
       params: a tree of jax.ShapeDtypeStruct with shardings; None: all
@@ -362,8 +364,8 @@ def has_checkpoint(workdir) -> bool:
 def load_weights(workdir, extra: tuple[str, ...] = ()) -> Weights:
   """Loads the newest parameters of a run onto the host: dicts of numpy arrays.
 
-  `extra` names what to load of the extra state, where the run has it. All processes
-  must call it. Raises what Checkpoints.restore_weights does.
+  `extra` names what to load of the extra state, where the run has it. All
+  processes must call it. Raises what Checkpoints.restore_weights does.
   """
   found = Checkpoints(workdir, read_only=True).restore_weights(extra=extra)
   return found._replace(

@@ -4,7 +4,6 @@ import copy
 import importlib
 import importlib.util
 import sys
-import traceback
 from typing import Any
 
 from absl import logging
@@ -62,8 +61,8 @@ def get_task(name: str) -> type:
     if missing and f'{module}.'.startswith(f'{missing}.'):
       raise UnknownTaskError(name, f"there is no module '{missing}'; ") from e
     raise ValueError(
-      f"task='{name}' cannot be imported: {type(e).__name__} at {_where(e)}: "
-      f'{e} (config.task)'
+      f"task='{name}' cannot be imported: {type(e).__name__} at "
+      f'{cli.place_of(e)}: {e} (config.task)'
     ) from e
   if not hasattr(found, 'Task'):
     raise ValueError(
@@ -99,18 +98,6 @@ def _task_module(name) -> str:
   return module
 
 
-def _where(error) -> str:
-  """Returns 'file:line' of the code that raised an error."""
-  if isinstance(error, SyntaxError):
-    return f'{error.filename}:{error.lineno}'
-  frame = [
-    frame
-    for frame in traceback.extract_tb(error.__traceback__)
-    if not frame.filename.startswith('<')  # Python's import machinery.
-  ][-1]
-  return f'{frame.filename}:{frame.lineno}'
-
-
 def complete(config) -> ml_collections.ConfigDict:
   """Returns a copy with every key of common.py, of its model and of its task.
 
@@ -127,8 +114,8 @@ def complete(config) -> ml_collections.ConfigDict:
 def of_run(config) -> ml_collections.ConfigDict:
   """Returns a complete copy of the config that a run has stored.
 
-  Older versions stored numbers of epochs beside the resulting steps, and possibly
-  values that are refused now (ValueError).
+  Older versions stored numbers of epochs beside the resulting steps, and
+  possibly values that are refused now (ValueError).
   """
   config = copy.deepcopy(config)
   with config.unlocked():
@@ -254,8 +241,8 @@ def evaluations(config) -> list[tuple[str, str, str | None]]:
 def check_values(config):
   """Checks a config, also an incomplete one, without loading TensorFlow.
 
-  ValueError names the key, its value and the valid values. The task and the best
-  metric are left to `check`.
+  ValueError names the key, its value and the valid values. The task and the
+  best metric are left to `check`.
   """
   config = _with_keys(config)
   keys.check(config, known=common.get_config())
@@ -347,10 +334,11 @@ def check_memory(config, processes: int):
 def with_test_folder(config) -> ml_collections.ConfigDict:
   """Returns a complete config, with `evals` on test/ if it is one of the original.
 
-  The original reads train/ and test/ of a folder, and uses `pp.train` and `pp.test`
-  for TFDS only. Here both keys apply to folders too, with one exception: if
-  `pp.test` is cut from the training images, the folder has a split `test`, and
-  `evals` is empty, the config is taken for one of the original.
+  The original reads train/ and test/ of a folder, and uses `pp.train` and
+  `pp.test` for TFDS only. Here both keys apply to folders too, with one
+  exception: if `pp.test` is cut from the training images, the folder has a
+  split `test`, and `evals` is empty, the config is taken for one of the
+  original.
   """
   train, test = (
     {part.split('[')[0].strip() for part in config.pp[key].split('+')}
@@ -379,12 +367,10 @@ def with_test_folder(config) -> ml_collections.ConfigDict:
 def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
   """Returns a copy whose `total_steps` and `warmup_steps` are numbers.
 
-  Epochs are None in the copy, so that it can be resolved again. Without a warm-up,
-  optim.default_warmup applies. `num_examples` is the size of the training split.
-
-  Raises:
-    ValueError: if the length of the training is missing or below one step, or
-      if the warm-up is not shorter.
+  Epochs are None in the copy, so that it can be resolved again. Without a
+  warm-up, optim.default_warmup applies. `num_examples` is the size of the
+  training split. ValueError if the length of the training is missing or below
+  one step, or if the warm-up is not shorter.
   """
   total, epochs = config.total_steps, config.total_epochs
   if total is None and epochs is None:

@@ -35,12 +35,10 @@ class _Held(Exception):
 class Holder:
   """Holds a workdir inside a `with` block; process 0 does so for all processes.
 
-  A caller that can do without the workdir calls `take`, and `release` at the end.
-  The folder is created if it does not exist.
-
-  Raises:
-    ValueError: on entering, on all processes, if another run holds the workdir
-      (names its host, process and start) or the workdir cannot be written.
+  A caller that can do without the workdir calls `take`, and `release` at the
+  end. The folder is created if it does not exist. On entering, all processes
+  raise ValueError if another run holds the workdir (names its host, process and
+  start) or the workdir cannot be written.
   """
 
   def __init__(self, workdir):
@@ -72,9 +70,9 @@ class Holder:
   def take(self, patient: bool = True) -> str | None:
     """Takes the workdir; returns None, or who holds it, on all processes.
 
-    On a file system without locks, `patient` looks for a minute whether the file of
-    another run is still renewed; if not patient, such a file counts. ValueError if
-    the workdir cannot be written.
+    On a file system without locks, `patient` looks for a minute whether the
+    file of another run is still renewed; if not patient, such a file counts.
+    ValueError if the workdir cannot be written.
     """
     return processes.from_first(
       'taking the workdir', lambda: self._take(patient)

@@ -1,8 +1,8 @@
 """Rules for the keys of a config: types, ranges, and how keys fit together.
 
 KEYS has a rule (vit_jax/configs/rules.py) for each key of configs/common.py,
-and MODELS has them for the fields of the package's own models. A task has the rules
-of its own options (OPTION_RULES in vit_jax/tasks/base.py).
+and MODELS has them for the fields of the package's own models. A task has the
+rules of its own options (OPTION_RULES in vit_jax/tasks/base.py).
 
 Configs are checked before TensorFlow is loaded, so this module must not import
 it.

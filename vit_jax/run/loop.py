@@ -20,12 +20,8 @@ from vit_jax.run import stopping
 class Run:
   """The updates of a run, with evaluation, logging and saving.
 
-  Args:
-    prepared: see vit_jax.train.Prepared.
-    workdir: folder of the run.
-    checkpoints: see vit_jax.run.checkpoints.Checkpoints.
-    state: TrainState to start from.
-    step: number of updates made so far.
+  See vit_jax.train.Prepared and vit_jax.run.checkpoints.Checkpoints. `state` is
+  the TrainState to start from, and `step` its number of updates.
   """
 
   def __init__(self, prepared, workdir, checkpoints, state, step):
@@ -198,8 +194,8 @@ class Progress:
   """Counts steps, measures the speed, and shows both.
 
   The speed excludes the time inside `pause` (evaluation, checkpoints) and steps
-  that compile. `step` of `total_steps` updates are made, of `batch` images each,
-  over all devices.
+  that compile. `step` of `total_steps` updates are made, of `batch` images
+  each, over all devices.
   """
 
   def __init__(self, step: int, total_steps: int, batch: int):

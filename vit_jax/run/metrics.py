@@ -28,10 +28,8 @@ from vit_jax.run import workdir as workdir_lib
 class MetricsLog:
   """Writes metrics by step, from the first process only.
 
-  Args:
-    workdir: folder of the run.
-    start_step: step that the run starts from. Lines of later steps are removed
-      from the file, since the run makes these steps again.
+  Lines of steps after `start_step` are removed from the file, since the run
+  makes these steps again.
   """
 
   def __init__(self, workdir, start_step: int = 0):
@@ -124,39 +122,30 @@ def _parse(path) -> tuple[list[dict], list[bytes]]:
   """Returns the metrics in a metrics.jsonl, and the lines that are not metrics.
 
   An incomplete last line belongs to neither; a line that occurs twice counts
-  once.
-
-  Raises:
-    ValueError: if there is a folder in place of the file.
+  once. ValueError if there is a folder in place of the file.
   """
   try:
-    *whole, last = path.read_bytes().split(b'\n') if path.exists() else [b'']
+    texts = path.read_bytes().split(b'\n') if path.exists() else [b'']
   except IsADirectoryError as e:
     raise ValueError(
       f"'{path}' is a folder and must be a file: move it away, and the run writes "
       'a new one'
     ) from e
-  found, bad, seen = [], [], set()
-  for text in (*whole, last):
+  found, bad = {}, []
+  for text in texts:
     try:
       line = json.loads(text)
     except (ValueError, RecursionError):
       line = None
-    if _is_metrics(line):
-      if text not in seen:
-        found.append(line)
-      seen.add(text)
-    elif text.strip() and text is not last:
+    if (
+      isinstance(line, dict)
+      and type(line.get('step')) is int
+      and all(type(value) in (int, float) for value in line.values())
+    ):
+      found[text] = line
+    elif text.strip() and text is not texts[-1]:
       bad.append(text)
-  return found, bad
-
-
-def _is_metrics(line) -> bool:
-  return (
-    isinstance(line, dict)
-    and type(line.get('step')) is int
-    and all(type(value) in (int, float) for value in line.values())
-  )
+  return list(found.values()), bad
 
 
 def read(workdir) -> list[dict]:
@@ -198,7 +187,7 @@ def format_metrics(metrics: dict) -> str:
 
 
 def save_pictures(workdir, pictures) -> list[epath.Path]:
-  """Writes pictures, uint8 [height, width, 3], as NAME.png; returns the paths."""
+  """Writes pictures, uint8 [height, width, 3], as NAME.png; returns paths."""
   paths = {
     epath.Path(workdir) / f'{name}.png': x for name, x in pictures.items()
   }

@@ -20,7 +20,6 @@ import inspect
 import os
 import pathlib
 import sys
-import traceback
 from typing import Any
 
 import ml_collections
@@ -41,9 +40,9 @@ _UNITS = {'steps': 'epochs', 'epochs': 'steps'}  # Of the length of a run.
 def find(path: str) -> str:
   """Returns the path of a config file, of the user's or an installed one.
 
-  A file of the user comes first. Without one, NAME.py (also NAME), configs/NAME.py
-  and .../vit_jax/configs/NAME.py, where the original has its configs, mean a config
-  that is installed with the package.
+  A file of the user comes first. Without one, NAME.py (also NAME),
+  configs/NAME.py and .../vit_jax/configs/NAME.py, where the original has its
+  configs, mean a config that is installed with the package.
   """
   if os.path.isfile(path):
     return path
@@ -69,9 +68,7 @@ def find(path: str) -> str:
 def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
   """Returns the config of FILE.py[:ARG], locked, and the path of the file.
 
-  Raises:
-    FileNotFoundError: if there is no such file, see `find`.
-    ValueError: if the file has an error, or the argument is wrong.
+  ValueError if the file has an error or the argument is wrong; see also `find`.
   """
   path, colon, argument = text.partition(':')
   path = find(path)
@@ -104,19 +101,11 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
   except Exception as e:
     raise ValueError(
       f"config='{path}' cannot be read: {type(e).__name__} in line "
-      f'{_line(e, path)}: {e} (--config)'
+      f'{cli.place_of(e, path).rpartition(":")[2]}: {e} (--config)'
     ) from e
   if type(config) is not ml_collections.ConfigDict:
     config = ml_collections.ConfigDict(config)
   return config.lock(), path
-
-
-def _line(error, path):
-  """Returns the number of the line of a file that raised an error."""
-  if isinstance(error, SyntaxError):
-    return error.lineno
-  frames = traceback.extract_tb(error.__traceback__)
-  return [frame.lineno for frame in frames if frame.filename == path][-1]
 
 
 # --- Keys ---
@@ -127,10 +116,10 @@ def set_keys(
 ):
   """Sets keys of a config, in place, by the words of a command line.
 
-  `given` are pairs of a dotted key and its value as text; True for a key that is
-  named without a value, False for one that is negated. Of equal keys the last one
-  counts. A length in steps takes the place of one in epochs, and the other way
-  round. ValueError names the key, its value and the valid values.
+  `given` are pairs of a dotted key and its value as text; True for a key that
+  is named without a value, False for one that is negated. Of equal keys the
+  last one counts. A length in steps takes the place of one in epochs, and the
+  other way round. ValueError names the key, its value and the valid values.
   """
   given = dict(given)
   known = known_keys(config)
@@ -151,8 +140,8 @@ def set_keys(
 def known_keys(config, nested: bool = False) -> dict[str, rules.Rule]:
   """Returns the rules of all keys that can be set, by dotted key.
 
-  The config is that of a run, or of a program whose groups (`nested`) are configs
-  of runs.
+  The config is that of a run, or of a program whose groups (`nested`) are
+  configs of runs.
   """
   found = _rules_of_types(config)
   for key, value in config.items():

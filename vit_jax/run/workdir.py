@@ -32,36 +32,18 @@ from vit_jax.run import config as run_config
 # how it is observed. They may differ when a run resumes, for example on other
 # devices.
 FREE_KEYS = (
-  'accum_steps',
-  'batch_eval',
-  'best_metric',
-  'broken_images',
-  'checkpoint_every',
-  'eval_every',
-  'evals',
-  'fewshot',
-  'keep_checkpoints',
-  'layer_probe',
-  'log_attention',
-  'log_images',
-  'max_image_pixels',
-  'mesh',
-  'model.masks_at_a_time',
-  'prefetch',
-  'profile_steps',
-  'progress_every',
-  'real_labels',
-  'sharding_rules',
-  'task_options.merge_stuff',
-  'task_options.tight',
-  'tfds_data_dir',
-  'tfds_manual_dir',
+  'accum_steps', 'batch_eval', 'best_metric', 'broken_images', 'checkpoint_every',
+  'eval_every', 'evals', 'fewshot', 'keep_checkpoints', 'layer_probe',
+  'log_attention', 'log_images', 'max_image_pixels', 'mesh',
+  'model.masks_at_a_time', 'prefetch', 'profile_steps', 'progress_every',
+  'real_labels', 'sharding_rules', 'task_options.merge_stuff',
+  'task_options.tight', 'tfds_data_dir', 'tfds_manual_dir',
   *(
     f'{layers}.{key}'
     for layers in ('model', 'model.transformer', 'model.vit.transformer')
     for key in ('attention', 'remat', 'scan')
   ),
-)
+)  # fmt: skip
 # Keys that are computed from the size of the data.
 _LENGTHS = ('total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs')
 # Keys that tell where data and weights are: compared are their fingerprints.
@@ -73,25 +55,13 @@ _DATA, _WEIGHTS = _PLACES
 # Beginnings of places outside of this machine.
 _SCHEMES = ('gs', 's3')
 PACKAGES = (
-  'vit_jax',
-  'jax',
-  'jaxlib',
-  'flax',
-  'optax',
-  'orbax-checkpoint',
-  'tensorflow',
-  'tensorflow-cpu',
-  'tensorflow-datasets',
-  'numpy',
-)
+  'vit_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorflow',
+  'tensorflow-cpu', 'tensorflow-datasets', 'numpy',
+)  # fmt: skip
 
 
 def folder(workdir) -> epath.Path:
-  """Returns the path of a workdir.
-
-  Raises:
-    ValueError: if nothing can be written there, such as at http://.
-  """
+  """Returns the path of a workdir; ValueError where none can be, as at http://."""
   scheme, found, _ = str(workdir).partition('://')
   if found and scheme not in _SCHEMES:
     raise ValueError(
@@ -294,11 +264,7 @@ def differences(old, new, free=(), common: bool = False) -> list[str]:
 def create(
   workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
 ):
-  """Writes the files of a run, see check; process 0 does so for all.
-
-  Raises:
-    ValueError: if the folder cannot be written.
-  """
+  """Writes the files of a run, see `check`; ValueError if that fails."""
   path = folder(workdir)
   contents = {
     **metadata,
@@ -322,10 +288,8 @@ def create(
 def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
   """Returns the complete config of a run, and its metadata.
 
-  Raises:
-    FileNotFoundError: if the folder holds no run.
-    ValueError: if its files cannot be read or were changed, or its task is
-      unknown.
+  FileNotFoundError if the folder holds no run; ValueError if its files cannot
+  be read or were changed, or its task is unknown.
   """
   path, digest = folder(workdir), None
   config = _read_config(path)
@@ -339,7 +303,8 @@ def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
 def stored(workdir, names, rules) -> dict[str, Any]:
   """Returns metadata of the run in a folder; {} if no run has begun there.
 
-  `rules` are those of the metadata by name, see vit_jax.tasks.base.Task.METADATA.
+  `rules` are those of the metadata by name, see
+  vit_jax.tasks.base.Task.METADATA.
   """
   path = folder(workdir)
   begun = (path / 'config.json').exists()
@@ -348,7 +313,7 @@ def stored(workdir, names, rules) -> dict[str, Any]:
 
 def _read_metadata(path, names, rules, digest=None) -> dict[str, Any]:
   """Reads metadata; checks their hash, if it is known, and their rules."""
-  found = {name: _read_json(_existing(path, name)) for name in names}
+  found = {name: _read_json(path / f'{name}.json') for name in names}
   if digest not in (None, _digest(found)):
     raise ValueError(
       f"{[f'{name}.json' for name in names]} in workdir='{path}' are not those "
@@ -359,16 +324,6 @@ def _read_metadata(path, names, rules, digest=None) -> dict[str, Any]:
     if wrong := rules[name](found[name]):
       raise _damaged(path / f'{name}.json', f'{found[name]!r:.50} {wrong}')
   return found
-
-
-def _existing(path, name):
-  file = path / f'{name}.json'
-  if not file.exists():
-    raise FileNotFoundError(
-      f"workdir='{path}' holds no run: there is no {name}.json; give the "
-      '--workdir of a training'
-    )
-  return file
 
 
 def as_begun(workdir, config):
@@ -388,7 +343,7 @@ def _before(workdir):
 
 def _read_config(path) -> ml_collections.ConfigDict:
   """Returns the complete config of a run."""
-  file = _existing(path, 'config')
+  file = path / 'config.json'
   plain = _read_object(file)
   if not isinstance(plain.get('model'), dict):
     raise _damaged(file, f"{plain!r:.50} has no key 'model'")
@@ -409,6 +364,11 @@ def _read_config(path) -> ml_collections.ConfigDict:
 def _read_json(path):
   try:
     return json.loads(path.read_text())
+  except FileNotFoundError as e:
+    raise FileNotFoundError(
+      f"workdir='{path.parent}' holds no run: there is no {path.name}; give the "
+      '--workdir of a training'
+    ) from e
   except (ValueError, RecursionError, IsADirectoryError) as e:
     raise _damaged(path, str(e)) from e
 

@@ -117,10 +117,10 @@ def train_all(
 
   A run that is done is not trained again, and one that was interrupted goes on.
   All configs are checked before the first run begins. If a run fails, the
-  others are trained all the same: see Outcome.finish. A run that another machine
-  holds is passed over, and waited for at the end: when that machine has ended or
-  is lost, the run goes on here unless it is done. `checkpoints`, a key of
-  CHECKPOINTS, are those to keep of a run that is done.
+  others are trained all the same: see Outcome.finish. A run that another
+  machine holds is passed over, and waited for at the end: when that machine has
+  ended or is lost, the run goes on here unless it is done. `checkpoints`, a key
+  of CHECKPOINTS, are those to keep of a run that is done.
 
   Raises:
     ValueError: if a name, a config or `checkpoints` is wrong, or if a folder

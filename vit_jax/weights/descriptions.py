@@ -50,8 +50,7 @@ def notes_file(npz) -> epath.Path:
 def read(path: epath.Path, describe: Callable[[dict], Description]):
   """Applies `describe` to the content of a JSON file, {} if there is none.
 
-  Raises:
-    ValueError: if the file is damaged or a field has a wrong value; names both.
+  ValueError if the file is damaged or a field has a wrong value; names both.
   """
   with arrays.naming(path, 'cannot be used'):
     return describe(load(path))
@@ -113,11 +112,7 @@ def one_of(known: Iterable[str]) -> Kind:
 
 
 def field(config: Mapping[str, Any], key: str, kind: Kind, default=None):
-  """Returns a field of a description, or `default` if it is missing or null.
-
-  Raises:
-    ValueError: if its value is not of the kind.
-  """
+  """Returns a field, or `default` if it is missing or null; checks its kind."""
   is_right, what = kind
   value = config.get(key)
   if value is None:

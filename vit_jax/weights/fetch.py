@@ -3,8 +3,8 @@
 A file at https:// or gs:// is fetched once, into $VIT_JAX_CACHE (by default
 ~/.cache/vit_jax), where it appears only when it is complete, and has the hash
 that the server gives: x-goog-hash, or an ETag that is a hash. The environment
-variable VIT_JAX_INSECURE=1, which the flag --insecure of the commands sets, also
-allows http:// and another hash.
+variable VIT_JAX_INSECURE=1, which the flag --insecure of the commands sets,
+also allows http:// and another hash.
 """
 
 import base64
@@ -70,16 +70,10 @@ def is_remote(path: str) -> bool:
 def fetch(path: str) -> epath.Path:
   """Returns the local path of a file; fetches a remote file first.
 
-  Args:
-    path: a local path, a URL, or gs://bucket/file. Buckets are tried without
-      credentials first, then with those of this machine.
-
-  Raises:
-    FileNotFoundError: if there is no such file.
-    PermissionError: if access is denied.
-    OSError: if the file cannot be fetched, or has another hash than the server
-      gives.
-    ValueError: if the URL is not encrypted and VIT_JAX_INSECURE is not set.
+  A file in a bucket is tried without credentials first, then with those of this
+  machine. FileNotFoundError or PermissionError if there is none or no access,
+  OSError if it cannot be fetched or has another hash than the server gives,
+  ValueError if the URL is not encrypted and VIT_JAX_INSECURE is not set.
   """
   path = str(path)
   if not is_remote(path):
@@ -140,9 +134,8 @@ def _check_encrypted(url):
 class _Redirects(urllib.request.HTTPRedirectHandler):
   """Follows redirections, but not from https:// to http://.
 
-  Attributes:
-    etag: the hash that the first server gives of the file at the second, as
-      Hugging Face does; '' if it gives none; None without a redirection.
+  `etag` is the hash that the first server gives of the file at the second, as
+  Hugging Face does; '' if it gives none; None without a redirection.
   """
 
   etag: str | None = None
@@ -216,10 +209,10 @@ def copy(
 
 
 def _write(blocks: Iterable[bytes], target, length, label, expected=None):
-  """Writes `length` bytes (None: unknown) to a file, with a bar if there is a label.
+  """Writes bytes, `length` if known, to a file; shows a bar if it has a label.
 
-  The file appears only when it is complete. `expected` is (algorithm, hexadecimal
-  hash) of the content, if it is known.
+  The file appears only when it is complete. `expected` is (algorithm,
+  hexadecimal hash) of the content, if it is known.
   """
   name, want = expected or ('md5', None)
   digest = hashlib.new(name, usedforsecurity=False)

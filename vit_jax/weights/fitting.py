@@ -1,7 +1,7 @@
 """Selects the weights of a file that fit a model, and resizes embeddings.
 
-Names and shapes are compared leaf by leaf. Position embeddings are resized as in
-section 3.2 of the paper.
+Names and shapes are compared leaf by leaf. Position embeddings are resized as
+in section 3.2 of the paper.
 """
 
 from collections.abc import Callable
@@ -70,10 +70,9 @@ def transferable(
     if model_config.get('representation_size') is None:
       new = (*new, 'pre_logits/')
     new = tuple(new)
-    taken = {path: flat[path] for path in _choose(flat, want, new, partly)}
-    if any(map(_POSEMB.fullmatch, taken)):
-      grid = grid or _grid(weights)
-      taken |= _resize(taken, want, grid, new_grid)
+    have = {k: v for k, v in flat.items() if not k.startswith(new)}
+    resized, faults = _resized(have, want, grid or _grid(weights), new_grid)
+    taken = _choose(have | resized, want, new, partly, faults)
   note_differences(weights, model_config, place)
   if partly:
     _note_parts(pretrained_path, flat, want, taken, new)
@@ -110,9 +109,8 @@ def _check_family(path, have, want):
     )
 
 
-def _choose(flat, want, new, partly):
-  """Lists the paths to take from the file; raises ValueError if they do not fit."""
-  have = {k: v for k, v in flat.items() if not k.startswith(new)}
+def _choose(have, want, new, partly, faults) -> dict[str, np.ndarray]:
+  """Returns what to take of the file; raises ValueError if it does not fit."""
   if not any(key.startswith('pre_logits/') for key in have):
     new += ('pre_logits/',)
   want = {k: v for k, v in want.items() if not k.startswith(new)}
@@ -121,17 +119,8 @@ def _choose(flat, want, new, partly):
     missing = [path for path in missing if identify.is_published(path)]
     deepest = max(map(_layer, want), default=-1)
     extra = [path for path in extra if not _layer(path) > deepest >= 0]
-  both = {k: v for k, v in have.items() if k in want}
-  misfits = identify.misfits(
-    {k: v for k, v in both.items() if not _resizes(k, have, want)}, want
-  )
-  misfits += [
-    f'{path}: {_SEQUENCE}'
-    for path in both
-    if _kind(path) == 'relative' and both[path].shape != want[path].shape
-  ]
-  fail_for(misfits, missing, extra)
-  return list(both)
+  fail_for(faults + identify.misfits(have, want), missing, extra)
+  return {path: x for path, x in have.items() if path in want}
 
 
 def _layer(path):
@@ -147,41 +136,29 @@ _SEQUENCE = (
 )
 
 
-def _kind(path):
-  """Returns which table of position embeddings a leaf is, None for others."""
-  found = _POSEMB.fullmatch(path)
-  return found and found[1]
+def _resized(have, want, grid, new_grid):
+  """Returns the position embeddings that change with the grid, and what fails.
 
-
-def _resizes(path, have, want):
-  """Returns whether a leaf is a table that can be resized to the model's."""
-  old, new = have[path].shape, want[path].shape
-  if ('cls' in have) != ('cls' in want):
-    return False
-  if _kind(path) == 'pos':
-    return len(old) == 3 and old[::2] == new[::2]
-  return _kind(path) in ('x', 'y') and len(old) == 2 and old[1:] == new[1:]
-
-
-def _resize(taken, want, grid, new_grid):
-  """Returns the position embeddings that change with the grid, by path.
-
-  An equal number of tokens may be another grid: 2 x 8 and 4 x 4.
+  An equal number of tokens may be another grid: 2 x 8 and 4 x 4. What cannot be
+  resized keeps its shape, which then does not fit.
   """
   moved = bool(grid and new_grid and tuple(grid) != tuple(new_grid))
-  resized = {}
-  for path in filter(_POSEMB.fullmatch, taken):
-    table, shape = taken[path], want[path].shape
-    if moved and _kind(path) == 'relative':
-      fail_for([f'{path}: {_SEQUENCE}'])
-    if table.ndim == 2 and table.shape != shape:
-      table = positions.resize(np.asarray(table, np.float32), shape[0])
-      resized[path] = table.astype(np.float32)
-    elif table.ndim == 3 and (moved or table.shape != shape):
+  resized, faults = {}, []
+  for path in sorted(filter(_POSEMB.fullmatch, have.keys() & want)):
+    kind, table = _POSEMB.fullmatch(path)[1], have[path]
+    old, new = table.shape, want[path].shape
+    if kind == 'relative' and (moved or old != new):
+      faults.append(f'{path}: {_SEQUENCE}')
+    elif ('cls' in have) != ('cls' in want) or len(old) != len(new):
+      continue
+    elif kind == 'pos' and old[::2] == new[::2] and (moved or old != new):
       resized[path] = interpolate_posembed(
-        table, shape[1], 'cls' in taken, grid, new_grid
+        table, new[1], 'cls' in have, grid, new_grid
       )
-  return resized
+    elif kind in ('x', 'y') and old[1:] == new[1:] and old != new:
+      table = positions.resize(np.asarray(table, np.float32), new[0])
+      resized[path] = table.astype(np.float32)
+  return resized, faults
 
 
 @contextlib.contextmanager

@@ -29,7 +29,6 @@ from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import arrays
 from vit_jax.weights import descriptions
 from vit_jax.weights import fetch
-from vit_jax.weights import state_dicts
 from vit_jax.weights.families import families
 
 # Name in a file -> name in Linen, of the layers in an encoder block. Files
@@ -143,10 +142,11 @@ def _file_in(folder):
 
 def _beside(folder, name):
   """Returns the path of a file in a folder; fetches a remote one."""
+  path = f'{folder}/{name}' if folder else name
   try:
-    return fetch.fetch(f'{folder}/{name}' if folder else name)
+    return fetch.fetch(path)
   except (FileNotFoundError, PermissionError):
-    return epath.Path(folder) / name  # It does not exist.
+    return epath.Path(path)  # It does not exist.
 
 
 def check_packages(path: str):
@@ -163,8 +163,8 @@ def check_packages(path: str):
 def existing(path) -> epath.Path:
   """Returns the local path of a weights file; fetches a remote one.
 
-  FileNotFoundError if it does not exist, ValueError if it is neither a file nor a
-  folder.
+  FileNotFoundError if it does not exist, ValueError if it is neither a file nor
+  a folder.
   """
   # A folder in a bucket, such as a workdir, is read in place.
   bucket = str(path).startswith('gs://')
@@ -289,7 +289,7 @@ def _read_torch(file, num_heads, beside):
   flat = (
     arrays.read_safetensors(file)
     if file.suffix == '.safetensors'
-    else state_dicts.read(file)
+    else arrays.read_torch(file)
   )
   with arrays.naming(file, 'cannot be used'):
     family, naming = families.of_names(flat)

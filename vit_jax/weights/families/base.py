@@ -51,8 +51,8 @@ class Family(abc.ABC):
   ) -> dict[str, np.ndarray]:
     """Converts a state dict to arrays by path.
 
-    Raises ValueError for arrays that no such model has, and if `num_heads` does not
-    divide the width, or is missing though shapes do not tell it.
+    Raises ValueError for arrays that no such model has, and if `num_heads` does
+    not divide the width, or is missing though shapes do not tell it.
     """
 
   @abc.abstractmethod
@@ -104,9 +104,9 @@ class Family(abc.ABC):
   ) -> descriptions.Description:
     """Returns what other files tell about the weights in `file`, arrays `flat`.
 
-    `beside` returns the path of the file of a name beside the weights, which need
-    not exist. ValueError if a field has a wrong value, or one that no model here
-    has.
+    `beside` returns the path of the file of a name beside the weights, which
+    need not exist. ValueError if a field has a wrong value, or one that no
+    model here has.
     """
 
   def image_size(
@@ -114,8 +114,8 @@ class Family(abc.ABC):
   ) -> tuple[int, int] | None:
     """Returns (height, width) of a model's images; None for any size.
 
-    ValueError if the size given does not suit the parameters, or none is given and
-    they tell none.
+    ValueError if the size given does not suit the parameters, or none is given
+    and they tell none.
     """
     del config, params
     return given

@@ -6,7 +6,9 @@ There are two namings of a detector, and one of a backbone alone:
   pth           the files released with the paper, {'model': state dict}
   resnet        a ResNet alone, without a detector
 
-and two of its backbone, see vit_jax.weights.families.resnet.
+and two of its backbone: 'timm', that of timm, torchvision and the released
+files, and 'transformers', that of Hugging Face's own ResNet. The constants of
+frozen batch norm are at 'frozen/' in the tree, beside the parameters.
 """
 
 from collections.abc import Iterator
@@ -22,7 +24,6 @@ from vit_jax.layers import resnet
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base
 from vit_jax.weights.families import leaves
-from vit_jax.weights.families import resnet as resnet_names
 
 _MASK_HEAD = 'segmentation/'
 # Beginning of the backbone's names.
@@ -35,6 +36,8 @@ _QUERIES = {
   'hf': 'model.query_position_embeddings.weight',
   'pth': 'query_embed.weight',
 }
+# Beginning of the names of encoder and decoder.
+_START = {'hf': 'model', 'pth': 'transformer'}
 # Parts of the names of a mask head, which all namings share.
 _MASKS = ('mask_head.', 'bbox_attention.')
 # Module names of transformers 5 -> names in its files, which the table uses.
@@ -59,6 +62,44 @@ _OLD_NAMES = (
 )
 # Projections of queries, keys and values, which the released files join.
 _JOINED = '.in_proj_', ('.q_proj.', '.k_proj.', '.v_proj.')
+
+
+# Rows of vit_jax.weights.families.leaves for a ResNet, with both namings of it.
+_STYLES = ('timm', 'transformers')
+_ROOT = (
+  ('conv_root', 'conv', 'conv1', 'embedder.embedder.convolution'),
+  ('bn_root', 'frozen', 'bn1', 'embedder.embedder.normalization'),
+)
+_BOTTLENECK = (
+  *((f'conv{i}', 'conv', f'conv{i}', f'layer.{i - 1}.convolution') for i in (1, 2, 3)),
+  *((f'bn{i}', 'frozen', f'bn{i}', f'layer.{i - 1}.normalization') for i in (1, 2, 3)),
+  ('conv_proj', 'conv', 'downsample.0', 'shortcut.convolution'),
+  ('bn_proj', 'frozen', 'downsample.1', 'shortcut.normalization'),
+)  # fmt: skip
+# Naming -> beginning of a unit's names, and number of the first stage.
+_UNITS = {
+  'timm': ('layer{}.{}.', 1),
+  'transformers': ('encoder.stages.{}.layers.{}.', 0),
+}
+
+
+def _backbone(units, style, start) -> Iterator[leaves.Leaf]:
+  """Yields the leaves of a ResNet with these numbers of bottlenecks per stage.
+
+  Its names elsewhere, in the naming `style`, begin with `start`.
+  """
+  column = 2 + _STYLES.index(style)
+  unit, first = _UNITS[style]
+  found = [*leaves.layers(_ROOT, column, there=start)]
+  for i, count in enumerate(units):
+    for j in range(count):
+      here = f'block{i + 1}/unit{j + 1}/'
+      there = start + unit.format(i + first, j)
+      found += leaves.layers(_BOTTLENECK, column, here, there)
+  for path, layout, name in found:
+    is_norm = path.split('/')[-2].startswith('bn')
+    top = 'frozen/backbone/' if is_norm else 'backbone/'
+    yield top + path, layout, name
 
 
 def _attention(path, hf, pth):
@@ -118,21 +159,17 @@ def _table(naming, layers: dict[str, int]) -> Iterator[leaves.Leaf]:
   `layers` are the numbers of layers of 'encoder' and 'decoder'.
   """
   column = 2 + ('hf', 'pth').index(naming)
-  start = {'hf': 'model', 'pth': 'transformer'}[naming]
-  for row in _OTHERS:
-    yield from leaves.layer(*row[:2], row[column])
+  yield from leaves.layers(_OTHERS, column)
   for side, count in layers.items():
     for i in range(count):
-      here, there = f'{side}_layer_{i}/', f'{start}.{side}.layers.{i}.'
-      for row in _LAYERS[side]:
-        yield from leaves.layer(here + row[0], row[1], there + row[column])
-  for path, kind, name in _MASK_ROWS:
-    yield from leaves.layer(_MASK_HEAD + path, kind, name)
+      here, there = f'{side}_layer_{i}/', f'{_START[naming]}.{side}.layers.{i}.'
+      yield from leaves.layers(_LAYERS[side], column, here, there)
+  yield from leaves.layers(_MASK_ROWS, here=_MASK_HEAD)
 
 
 def _style(names, naming) -> str | None:
   """Returns the naming of the backbone."""
-  for style, (root, _) in resnet_names.ROOTS.items():
+  for style, root in zip(_STYLES, _ROOT[0][2:]):
     if f'{_BACKBONE[naming]}{root}.weight' in names:
       return style
   return None
@@ -168,23 +205,22 @@ class Detrs(base.Family):
     flat = {leaves.renamed(k, _OLD_NAMES): v for k, v in flat.items()}
     flat = leaves.split(flat, *_JOINED)
     style = _style(flat, naming) or 'timm'
-    units = resnet_names.units(flat, _BACKBONE[naming], style)
-    table = [*resnet_names.table(units, style, _BACKBONE[naming])]
+    unit, first = _UNITS[style]
+    pattern = re.escape(_BACKBONE[naming]) + unit.format(r'(\d+)', r'(\d+)')
+    units = leaves.units(flat, pattern, first, 0)
+    table = [*_backbone(units, style, _BACKBONE[naming])]
     if naming == 'resnet':  # Its head is left out.
       head = ('fc.', 'classifier.')
       flat = {k: v for k, v in flat.items() if not k.startswith(head)}
       return leaves.load(flat, table, None, 'ResNet of bottlenecks')
-    start = {'hf': 'model', 'pth': 'transformer'}[naming]
-    table += _table(
-      naming,
-      {
-        side: leaves.count(flat, rf'{start}\.{side}\.layers\.(\d+)\.')
-        for side in _LAYERS
-      },
-    )
+    pattern = rf'{_START[naming]}\.{{}}\.layers\.(\d+)\.'
+    counts = {
+      side: leaves.count(flat, pattern.format(side)) for side in _LAYERS
+    }
     width, heads = _PUBLISHED
     if flat[_QUERIES[naming]].shape[-1:] == (width,):
       num_heads = num_heads or heads
+    table += _table(naming, counts)
     return leaves.load(flat, table, num_heads, 'DETR')
 
   def dump(self, flat, naming):
@@ -192,7 +228,7 @@ class Detrs(base.Family):
     layers = {side: fields[f'num_{side}_layers'] for side in _LAYERS}
     style = 'timm' if naming == 'pth' or _of_timm(fields) else 'transformers'
     table = [
-      *resnet_names.table(fields['units'], style, _BACKBONE[naming]),
+      *_backbone(fields['units'], style, _BACKBONE[naming]),
       *_table(naming, layers),
     ]
     state = leaves.dump(flat, table, 'the DETR of other programs')

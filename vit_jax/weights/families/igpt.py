@@ -62,12 +62,10 @@ _EXACT_SINCE = '5.21'
 def _table(num_layers):
   yield 'color_embedding', 'table', _COLORS
   yield 'position_embedding', 'same', 'transformer.wpe.weight'
-  for row in _OTHERS:
-    yield from leaves.layer(*row)
+  yield from leaves.layers(_OTHERS)
   for i in range(num_layers):
-    for path, kind, name in _BLOCK:
-      name = f'transformer.h.{i}.{name}'
-      yield from leaves.layer(f'block_{i}/{path}', kind, name)
+    start = f'transformer.h.{i}.'
+    yield from leaves.layers(_BLOCK, here=f'block_{i}/', there=start)
 
 
 class ImageGPTs(base.Family):

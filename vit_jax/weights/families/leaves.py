@@ -65,14 +65,22 @@ _LEAVES = {
 }
 
 
-def layer(path: str, kind: str, name: str) -> Iterator[Leaf]:
-  """Yields the leaves of a layer; kind 'leaf' is a leaf on its own."""
-  if kind == 'leaf':
-    yield path, 'same', name
-    return
-  affine = ('kernel', kind, 'weight'), ('bias', 'same', 'bias')
-  for end, layout, their_end in _LEAVES.get(kind, affine):
-    yield f'{path}/{end}', layout, f'{name}.{their_end}'
+def layers(
+  table: Iterable[tuple[str, ...]], column: int = 2, here='', there=''
+) -> Iterator[Leaf]:
+  """Yields the leaves of a table's layers; their kind 'leaf' is a leaf alone.
+
+  `column` is that of the names elsewhere; `here` and `there` begin the paths
+  and the names.
+  """
+  for path, kind, *names in table:
+    path, name = here + path, there + names[column - 2]
+    if kind == 'leaf':
+      yield path, 'same', name
+      continue
+    affine = ('kernel', kind, 'weight'), ('bias', 'same', 'bias')
+    for end, layout, their_end in _LEAVES.get(kind, affine):
+      yield f'{path}/{end}', layout, f'{name}.{their_end}'
 
 
 def load(
@@ -84,8 +92,8 @@ def load(
 ) -> dict[str, np.ndarray]:
   """Converts those arrays of a state dict that are in a table of a model's leaves.
 
-  `what` names the model in the error for arrays that are in no table, and `hint`
-  says what these are.
+  `what` names the model in the error for arrays that are in no table, and
+  `hint` says what these are.
   """
   flat, found = dict(flat), {}
   for path, layout, name in table:
@@ -145,8 +153,8 @@ def units(
 ) -> tuple[int, ...]:
   """Returns the number of units in each stage of a ResNet.
 
-  `pattern` has a group for the number of a stage and one for that of a unit, which
-  count from `first` and `first_unit`; see `count`.
+  `pattern` has a group for the number of a stage and one for that of a unit,
+  which count from `first` and `first_unit`; see `count`.
   """
   stages = range(first, first + count(names, pattern, first))
   of_stage = (pattern.replace(r'(\d+)', str(i), 1) for i in stages)
@@ -171,12 +179,12 @@ def _from_torch(value, path, layout, num_heads) -> np.ndarray:
       f'{dimensions} dimensions'
     )
   if layout in ('heads', 'bias', 'out'):
+    width = value.shape[1] if layout == 'out' else value.shape[0]
     if num_heads is None:
       raise ValueError(
-        'it does not say how many attention heads its model has: put its '
-        'config.json beside it, or give num_heads'
+        f'it does not say how many attention heads its model of width {width} '
+        'has: put its config.json beside it, or give num_heads'
       )
-    width = value.shape[1] if layout == 'out' else value.shape[0]
     if width % num_heads:
       raise ValueError(
         f'num_heads={num_heads} does not divide the width {width} of '

@@ -38,6 +38,7 @@ _LAYER = (
   ('MlpBlock_0/Dense_1', 'dense', 'mlp.fc2', 'output.dense'),
 )
 # A hybrid's ResNet and BiT, which only timm has.
+_ROOT = ('conv_root', 'conv', 'conv'), ('gn_root', 'norm', 'norm')
 _UNIT = (
   *((f'conv{i}', 'conv', f'conv{i}') for i in (1, 2, 3)),
   *((f'gn{i}', 'norm', f'norm{i}') for i in (1, 2, 3)),
@@ -85,16 +86,13 @@ def _table(naming, num_layers, units) -> Iterator[leaves.Leaf]:
   """
   column = 2 + ('timm', 'hf').index(naming)
   block = {'timm': 'blocks.{}.', 'hf': 'encoder.layer.{}.'}[naming]
-  for row in _STEM:
-    yield from leaves.layer(*row[:2], row[column])
+  yield from leaves.layers(_STEM, column)
   for i in range(num_layers):
     here, there = f'Transformer/encoderblock_{i}/', block.format(i)
-    for row in _LAYER:
-      yield from leaves.layer(here + row[0], row[1], there + row[column])
+    yield from leaves.layers(_LAYER, column, here, there)
   if units is not None:
     root = _TIMM_RESNET + ('stem.' if units else '')
-    yield from leaves.layer('conv_root', 'conv', f'{root}conv')
-    yield from leaves.layer('gn_root', 'norm', f'{root}norm')
+    yield from leaves.layers(_ROOT, there=root)
     yield from _unit_table(units, 'unit{}/', _TIMM_RESNET)
 
 
@@ -104,13 +102,11 @@ def _unit_table(units, name, start) -> Iterator[leaves.Leaf]:
     for j in range(count):
       here = f'block{i + 1}/{name.format(j + 1)}'
       there = f'{start}stages.{i}.blocks.{j}.'
-      for path, kind, end in _UNIT:
-        yield from leaves.layer(here + path, kind, there + end)
+      yield from leaves.layers(_UNIT, here=here, there=there)
 
 
 def _bit_table(units) -> Iterator[leaves.Leaf]:
-  for row in _BIT_STEM:
-    yield from leaves.layer(*row)
+  yield from leaves.layers(_BIT_STEM)
   yield from _unit_table(units, 'unit{:02d}/', '')
 
 
