@@ -63,11 +63,6 @@ class Program(NamedTuple):
   create_state: Callable
   abstract: state_lib.TrainState
 
-  @property
-  def loss(self) -> Callable:
-    """The task's `loss`, as a function that takes `step` in any case."""
-    return state_lib.with_step(self.task.loss)
-
   def jit_update(self) -> Callable:
     """Returns the jitted update, which donates the state."""
     return jax.jit(
