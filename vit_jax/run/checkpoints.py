@@ -119,18 +119,15 @@ class Checkpoints:
         self._writer = None
       raise self._failure(e) from e
 
+  @processes.by_first('rating a checkpoint')
   def rate(self, step: int, metrics: dict):
-    """Stores the metrics of a checkpoint, if there is one, that was saved without.
+    """Stores the metrics of a checkpoint, if there is one, saved without them.
 
     Process 0 does so for all.
     """
     folder = self.directory / str(step) / _ITEM
-
-    def write():
-      if folder.is_dir():
-        files.write_metrics(folder, self._rated(metrics))
-
-    processes.from_first('rating a checkpoint', write)
+    if folder.is_dir():
+      files.write_metrics(folder, self._rated(metrics))
 
   def _rated(self, metrics) -> dict[str, float]:
     """Returns the metric that selects the best by name, if it is known."""
@@ -320,11 +317,10 @@ class Checkpoints:
         return None, damages[0]
       suspect = not errors
 
+  @processes.by_first('listing the checkpoints')
   def _agreed(self, complete: bool) -> list[int]:
     """Returns the steps that the first process finds, on all processes."""
-    return processes.from_first(
-      'listing the checkpoints', lambda: _find(self.directory, complete)
-    )
+    return _find(self.directory, complete)
 
   def _rename(self, steps):
     """Moves what lies under the names of steps to another folder."""

@@ -67,16 +67,26 @@ class Holder:
   def __exit__(self, *_):
     self.release()
 
+  @processes.by_first('taking the workdir')
   def take(self, patient: bool = True) -> str | None:
     """Takes the workdir; returns None, or who holds it, on all processes.
 
-    On a file system without locks, `patient` looks for a minute whether the
-    file of another run is still renewed; if not patient, such a file counts.
-    ValueError if the workdir cannot be written.
+    On a file system without locks, `patient` looks for a minute whether the file
+    of another run is still renewed; if not patient, such a file counts. ValueError
+    if the workdir cannot be written.
     """
-    return processes.from_first(
-      'taking the workdir', lambda: self._take(patient)
-    )
+    try:
+      self._path.parent.mkdir(parents=True, exist_ok=True)
+      if not self._lock_file():
+        self._lease(patient)
+    except _Held as e:
+      return str(e)
+    except OSError as e:
+      raise ValueError(
+        f"workdir='{self._workdir}' cannot be written: {e}; give a writable folder "
+        '(--workdir)'
+      ) from e
+    return None
 
   def release(self):
     """Frees the workdir, if it was taken."""
@@ -97,20 +107,6 @@ class Holder:
         f'and {_describe(self._taken_by)} has taken it: this run stops, so that '
         'the two do not mix'
       )
-
-  def _take(self, patient) -> str | None:
-    try:
-      self._path.parent.mkdir(parents=True, exist_ok=True)
-      if not self._lock_file():
-        self._lease(patient)
-    except _Held as e:
-      return str(e)
-    except OSError as e:
-      raise ValueError(
-        f"workdir='{self._workdir}' cannot be written: {e}; give a writable folder "
-        '(--workdir)'
-      ) from e
-    return None
 
   def _lock_file(self) -> bool:
     """Locks a local file; returns False if the file system has no locks."""
