@@ -306,15 +306,22 @@ def check(name: str, value, rule: Rule):
     raise ValueError(f'{name}={shown} {wrong} (config.{name})')
 
 
-def raise_unknown(key, known, prefix='', of='config'):
-  """Raises ValueError for an unknown key, with the nearest known one."""
-  # Without a close match: keys that contain it, such as base_lr for lr.
-  near = difflib.get_close_matches(key, list(known), n=1) or [
-    other for other in known if key in other
+def raise_unknown(key, known, prefix='', of='config', where=None):
+  """Raises ValueError for an unknown key, with the nearest known one.
+
+  Keys may be dotted. `where` says where all keys are, in place of their names.
+  """
+  last = key.rpartition('.')[2]
+  by_last = {other.rpartition('.')[2]: other for other in reversed([*known])}
+  close = difflib.get_close_matches(last, by_last, n=1)
+  near = [
+    *(other for other in known if other.endswith(f'.{key}')),
+    *difflib.get_close_matches(key, known, n=1),
+    *(by_last[other] for other in close),
+    # Keys that contain it, such as base_lr for lr.
+    *(other for other in known if len(last) > 1 and last in other),
   ]
-  hint = (
-    f"did you mean '{prefix}{near[0]}'?"
-    if near
-    else f'known keys are {", ".join(sorted(known)) or "none"}'
-  )
+  hint = where or f'known keys are {", ".join(sorted(known)) or "none"}'
+  if near:
+    hint = f"did you mean '{prefix}{near[0]}'?"
   raise ValueError(f"{of} has no key '{prefix}{key}': {hint}")

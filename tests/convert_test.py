@@ -361,9 +361,15 @@ def test_what_the_other_side_does_not_have(tmp_path, tiny):
       (64, 64),
       'hf',
       shallow,
-      'no longer has hybrids of ResNet and ViT',
+      'a hybrid of ResNet and ViT cannot be written for Hugging',
     ),
-    ('s16_gap_norep', (32, 32), 'hf', shallow, 'no ViT without a class token'),
+    (
+      's16_gap_norep',
+      (32, 32),
+      'hf',
+      shallow,
+      'a ViT without a class token cannot',
+    ),
     (
       'mixer_b32',
       (64, 64),

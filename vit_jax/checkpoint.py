@@ -89,10 +89,7 @@ def inspect_params(
     logging.info('The weights lack: %s', missing)
   if extra:
     logging.info('The model lacks these leaves of the weights: %s', extra)
-  fitting.fail_for(
-    fitting.say_missing(missing * fail_if_missing)
-    + fitting.say_extra(extra * fail_if_extra)
-  )
+  fitting.fail_for((), missing * fail_if_missing, extra * fail_if_extra)
   return params
 
 
@@ -224,16 +221,13 @@ def _part_weights(config, part, path, task, params, beside) -> dict:
     # The weights of a whole model are those of a part too, if they have its
     # form: a detector starts from a classifier.
     other = () if part else fitting.OtherModelError
+    new = ('head/', 'pre_logits/')
     with contextlib.suppress(other):
-      return _of_model(
-        config, name, path, params[name], inner[name], ('head/', 'pre_logits/')
-      )
-  taken = transferable(
+      return _of_model(config, name, path, params[name], inner[name], new)
+  taken = _taken(
+    config,
     path,
     {**params, **beside},
-    config.model,
-    grid=config.pretrained_grid,
-    new_grid=_new_grid(config, config.model),
     new=task.new_params,
     adapt=task.adapt_weights,
   )
@@ -242,31 +236,33 @@ def _part_weights(config, part, path, task, params, beside) -> dict:
 
 
 def _of_model(config, name, path, expected, key=None, new=()) -> dict:
-  """Returns the weights of a whole model, that of `config.model[key]`, in a file.
+  """Returns the weights of a whole model (`config.model[key]`) in a file.
 
   They are the part `name` of the state; `expected` are its shapes, and `new`
   what keeps its initial values.
   """
-  model = config.model[key] if key else config.model
-  taken = transferable(
-    path,
-    expected,
-    model,
-    grid=config.pretrained_grid,
-    new_grid=_new_grid(config, model),
-    new=new,
-    place=f'model.{key}' if key else 'model',
-  )
+  taken = _taken(config, path, expected, key, new=new)
   return {f'{name}/{leaf}': value for leaf, value in taken.items()}
 
 
-def _new_grid(config, model):
-  """Returns the grid of the position embeddings of a run's ViT."""
+def _taken(config, path, expected, key=None, **kwargs) -> dict:
+  """Calls `transferable` for a run's model, or for `config.model[key]`."""
   from vit_jax import preprocess  # Late: imports TensorFlow.
 
+  model = config.model[key] if key else config.model
   encoder = model.get('transformer') or {}
-  return encoder.get('position_grid') or models.patch_grid(
+  new_grid = encoder.get('position_grid') or models.patch_grid(
     model, preprocess.crop_size(config.pp)
+  )
+  place = f'model.{key}' if key else 'model'
+  return transferable(
+    path,
+    expected,
+    model,
+    config.pretrained_grid,
+    new_grid,
+    place=place,
+    **kwargs,
   )
 
 

@@ -239,6 +239,19 @@ def duration(seconds: float) -> str:
   return f'{seconds // 86400}d {seconds % 86400 // 3600:02}h'
 
 
+def place_of(error: Exception, file: str | None = None) -> str:
+  """Returns 'file:line' of the code (perhaps of a file) that raised an error."""
+  if isinstance(error, SyntaxError):
+    return f'{error.filename}:{error.lineno}'
+  frame = [
+    frame
+    for frame in traceback.extract_tb(error.__traceback__)
+    # Others are those of Python's import machinery.
+    if frame.filename == file or not (file or frame.filename.startswith('<'))
+  ][-1]
+  return f'{frame.filename}:{frame.lineno}'
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   """Returns a table as text: the first column to the left, the others right."""
   lines = [[str(cell) for cell in row] for row in (header, *rows)]

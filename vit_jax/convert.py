@@ -112,9 +112,9 @@ def _check_shapes(weights, config, num_classes, size):
   tree = {**expected.pop('params'), **expected}
   want = flax.traverse_util.flatten_dict(tree, sep='/')
   fitting.fail_for(
-    identify.misfits(have, want)
-    + fitting.say_missing(sorted(want.keys() - have)),
-    f'it looks like {identify.describe(weights.params)}, but',
+    identify.misfits(have, want),
+    sorted(want.keys() - have),
+    what=f'it looks like {identify.describe(weights.params)}, but',
   )
 
 
@@ -133,8 +133,7 @@ def convert(
     dst: file (npz) or folder to write; it appears only when it is complete.
     to: one of KINDS; by default npz or pth if `dst` ends so.
     class_names: see `read`.
-    image_size: (height, width) in pixels; needed if `src` does not tell it and
-      the grid of patches is not square.
+    image_size: see `read`.
     num_heads: number of attention heads; needed if `src` does not tell it and
       the table of sizes lacks its width.
 
@@ -143,8 +142,7 @@ def convert(
 
   Raises:
     FileExistsError: if `dst` exists.
-    ValueError: if the other library has no such model; see also `read`.
-    FileNotFoundError, PermissionError, OSError, ImportError: see `read`.
+    ValueError: if the other library has no such model; and what `read` raises.
   """
   target = epath.Path(dst)
   if to is None:
@@ -168,8 +166,14 @@ def convert(
   if to != 'workdir':
     model, found = _with_plain_positions(model, to)
     notes += found
+  write = writing.WRITERS[to]
   try:
-    notes += _write(model, target, to)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if to in writing.FILES:  # These writers make a temporary file themselves.
+      notes += write(model, target)
+    else:
+      with files.new_folder(target) as folder:
+        notes += write(model, folder)
   except OSError as e:
     raise OSError(
       f"DST '{dst}' cannot be written: {e}; give a place that can"
@@ -177,20 +181,10 @@ def convert(
   return model, notes
 
 
-def _write(model, target, to) -> list[str]:
-  """Writes a model; returns notes."""
-  target.parent.mkdir(parents=True, exist_ok=True)
-  if to in writing.FILES:  # These writers make a temporary file themselves.
-    return writing.WRITERS[to](model, target)
-  with files.new_folder(target) as folder:
-    return writing.WRITERS[to](model, folder)
-
-
 def _with_plain_positions(model, to):
   """Replaces position embeddings on a grid by the table that they make.
 
-  Returns:
-    The model, and a list of notes.
+  Returns the model, and a list of notes.
   """
   encoder = model.config.get('transformer') or {}
   kind = encoder.get('position_embedding', 'learned_1d')
@@ -239,23 +233,13 @@ def _names(path: str) -> list[str]:
 
 
 def run(args) -> None:
-  """Converts as the flags of `vit_jax convert` say, and prints a summary.
-
-  Args:
-    args: namespace of vit_jax.commands.convert.parse.
-  """
+  """Converts as the flags of `vit_jax convert` say, and prints a summary."""
+  names = _names(args.class_names) if args.class_names else None
   model, notes = convert(
-    args.src,
-    args.dst,
-    args.to,
-    _names(args.class_names) if args.class_names else None,
-    args.image_size,
-    args.num_heads,
+    args.src, args.dst, args.to, names, args.image_size, args.num_heads
   )
   count = sum(x.size for x in jax.tree.leaves(model.params))
-  size = 'any size'
-  if model.image_size is not None:
-    size = f'{model.image_size[0]}x{model.image_size[1]}'
+  size = 'x'.join(map(str, model.image_size or ('any size',)))
   print(
     f'{args.src}: {identify.describe(model.params)}, {count:,} parameters, '
     f'images of {size}, '

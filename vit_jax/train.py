@@ -63,11 +63,6 @@ class Program(NamedTuple):
   create_state: Callable
   abstract: state_lib.TrainState
 
-  @property
-  def loss(self) -> Callable:
-    """The task's `loss`, as a function that takes `step` in any case."""
-    return state_lib.with_step(self.task.loss)
-
   def jit_update(self) -> Callable:
     """Returns the jitted update, which donates the state."""
     return jax.jit(
@@ -85,9 +80,8 @@ def make_program(config, metadata, mesh) -> Program:
     metadata: the task's metadata of the training data, such as class names.
     mesh: the mesh.
 
-  Raises:
-    ValueError: if the metadata do not fit, attention does not run on the devices,
-      or the rules for sharding or learning rates match nothing.
+  ValueError if the metadata do not fit, attention does not run on the devices,
+  or the rules for sharding or learning rates match nothing.
   """
   layers = model_configs.layers_of(config.model)
   attention.check(
@@ -187,14 +181,9 @@ class Prepared(NamedTuple):
 def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   """Checks a config, opens its data and builds its program.
 
-  Args:
-    config: see train_and_evaluate.
-    workdir: folder of the run, in which the list of a folder's images is
-      stored, see sources.open_split.
-
-  Raises:
-    ValueError, FileNotFoundError: if the config, the data or the mesh are
-      wrong.
+  ValueError or FileNotFoundError if the config, the data or the mesh are wrong.
+  In the workdir the list of a folder's images is stored, see
+  sources.open_split.
   """
   config = run_config.complete(config)
   if workdir is not None:
@@ -214,49 +203,53 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
     **task_class.make_metadata(config, train),
     **_learned(task_class, config, train, workdir),
   }
+  evaluations = run_config.evaluations(config)
   tests = {
     name: open_for(config, task_class, metadata, split, dataset, workdir)
-    for name, split, dataset in run_config.evaluations(config)
+    for name, split, dataset in evaluations
   }
   config = run_config.resolve_steps(config, train.num_examples)
   program = make_program(config, metadata, mesh)
   evaluators = {}
-  for name, split, dataset in run_config.evaluations(config):
+  for name, split, dataset in evaluations:
     opened = {split: tests[name]}
-
-    def open_split(
-      wanted, further=(), other=None, opened=opened, dataset=dataset
-    ):
-      if wanted in opened and not further and not other:
-        return opened[wanted]
-      return open_for(
-        config,
-        task_class,
-        {} if other else metadata,
-        wanted,
-        other or dataset,
-        workdir,
-        further,
+    open_split = _opener(program.task, dataset, workdir, opened)
+    evaluators[name] = [*program.task.evaluators(mesh, split, open_split)]
+    if len(evaluators) == 1:
+      evaluators[name] += _probes(
+        program.task, mesh, workdir, split, open_split
       )
-
-    evaluators[name] = program.task.evaluators(mesh, split, open_split)
-  first = next(iter(evaluators))
-  evaluators[first] = [
-    *evaluators[first], *_probes(program.task, mesh, workdir)
-  ]  # fmt: skip
   drawn = pictures.Pictures(program.task, mesh, next(iter(tests.values())))
   return Prepared(
     config, mesh, program, metadata, train, tests, evaluators, drawn
   )
 
 
+def _opener(task, dataset, workdir, opened) -> Callable:
+  """Returns the `open_split` of vit_jax.tasks.base.Task.evaluators."""
+
+  def open_split(wanted, further=(), other=None):
+    if wanted in opened and not further and not other:
+      return opened[wanted]
+    return open_for(
+      task.config,
+      type(task),
+      {} if other else task.metadata,
+      wanted,
+      other or dataset,
+      workdir,
+      further,
+    )
+
+  return open_split
+
+
 def _learned(task_class, config, source, workdir) -> dict[str, Any]:
   """Returns metadata that the run has learned, or learns now."""
-  if not task_class.LEARNED:
+  names, rules = task_class.LEARNED, task_class.METADATA
+  if not names:
     return {}
-  stored = workdir and workdir_lib.stored(
-    workdir, task_class.LEARNED, task_class.METADATA
-  )
+  stored = workdir and workdir_lib.stored(workdir, names, rules)
   return stored or task_class.learn(config, source)
 
 
@@ -269,7 +262,7 @@ def check(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
   return mesh
 
 
-def _probes(task, mesh, workdir) -> list:
+def _probes(task, mesh, workdir, split, open_split) -> list:
   """Returns the evaluators that the config adds to those of the task."""
   config, found = task.config, []
   if config.fewshot.shots:
@@ -277,13 +270,6 @@ def _probes(task, mesh, workdir) -> list:
   if config.layer_probe:
     found.append(probes.LayerProbe(task, mesh, workdir))
   if config.real_labels is not None:
-    _, split, dataset = run_config.evaluations(config)[0]
-
-    def open_split(wanted, further):
-      return open_for(
-        config, type(task), task.metadata, wanted, dataset, workdir, further
-      )
-
     found.append(real.Real(task, mesh, open_split, split, config.real_labels))
   return found
 
@@ -311,9 +297,8 @@ def open_for(
 def check_start(prepared: Prepared, workdir) -> dict:
   """Checks that a run can start or resume in a workdir; writes nothing.
 
-  Returns:
-    The weights that the config names, by path; {} if it names none, or if the
-    run resumes from a checkpoint.
+  Returns the weights that the config names, by path; {} if it names none, or if
+  the run resumes from a checkpoint.
   """
   config, data = prepared.config, fingerprints(prepared)
   processes.agree('the data', workdir_lib.flatten(data))
@@ -351,7 +336,8 @@ def start(prepared: Prepared, workdir, weights):
   """Creates the workdir; returns checkpoints, initial state, and its step.
 
   The state comes from the first of these that exists: the newest complete
-  checkpoint; the weights that the config names, see check_start; random numbers.
+  checkpoint; the weights that the config names, see check_start; random
+  numbers.
   """
   config, program = prepared.config, prepared.program
   workdir_lib.create(workdir, config, prepared.metadata, fingerprints(prepared))
@@ -458,69 +444,68 @@ def _train(prepared, workdir, held, checkpoints, state, step):
 def _describe(prepared):
   """Prints a description of the run."""
   config, mesh, program = prepared[:3]
-  params = program.abstract.params
+  params, task = program.abstract.params, program.task
+  examples, steps = prepared.train.num_examples, config.total_steps
   count = sum(x.size for x in jax.tree.leaves(params))
-  epochs = config.total_steps * config.batch / prepared.train.num_examples
   tested = ' and '.join(
-    f"{prepared.tests[name].num_examples:,} ('{split}') of {dataset}"
-    if dataset
-    else f"{prepared.tests[name].num_examples:,} ('{split}')"
+    f"{prepared.tests[name].num_examples:,} ('{split}')"
+    + (f' of {dataset}' if dataset else '')
     for name, split, dataset in run_config.evaluations(config)
   )
-  words = program.task.describe()
-  say(
+  words = task.describe()
+  lines = [
     f'{config.model.get("model_name") or "model"}, {count:,} parameters, on '
     f'{mesh.size} {mesh.devices.flat[0].platform} device(s)'
-    f' in {jax.process_count()} process(es), mesh {dict(mesh.shape)}.\n'
-    f'{mixture.describe(config.dataset)}: {prepared.train.num_examples:,} '
+    f' in {jax.process_count()} process(es), mesh {dict(mesh.shape)}.',
+    f'{mixture.describe(config.dataset)}: {examples:,} '
     f"examples ('{config.pp.train}') to train on, "
-    f'{tested} to test on{f", {words}" if words else ""}.\n'
-    f'{config.total_steps:,} steps of {config.batch:,} images: {epochs:,.1f} '
-    'epochs.'
-  )
-  times = config.batch / prepared.train.num_examples
+    f'{tested} to test on{f", {words}" if words else ""}.',
+    f'{steps:,} steps of {config.batch:,} images: '
+    f'{steps * config.batch / examples:,.1f} epochs.',
+  ]
+  times = config.batch / examples
   if times > 1:
-    say(
-      f'A batch of {config.batch:,} images repeats each of the '
-      f'{prepared.train.num_examples:,} training images {times:.1f} times, which '
-      'takes longer and teaches no more: lower --config.batch to '
-      f'{prepared.train.num_examples:,} or less.'
+    lines.append(
+      f'A batch of {config.batch:,} images repeats each of the {examples:,} '
+      f'training images {times:.1f} times, which takes longer and teaches no more: '
+      f'lower --config.batch to {examples:,} or less.'
     )
-  if config.total_steps < _FEW:
-    say(
-      f'{config.total_steps:,} updates teach a model little: lower --config.batch '
+  if steps < _FEW:
+    lines.append(
+      f'{steps:,} updates teach a model little: lower --config.batch '
       'or train longer (--config.total_epochs or --config.total_steps).'
     )
   frozen = sum(optim.frozen_sizes(config.lr_multipliers, params).values())
   if frozen:
-    say(f'{frozen:,} of the parameters are frozen.')
+    lines.append(f'{frozen:,} of the parameters are frozen.')
   rows = sharding.report(params)
   if any(row['spec'] != 'replicated' for row in rows):
-    for row in rows:
-      say(f'Parameters, {row["spec"]}: {sharding.describe(row)}.')
+    lines += [
+      f'Parameters, {row["spec"]}: {sharding.describe(row)}.' for row in rows
+    ]
   copied = sharding.not_split(params, mesh)
   if copied:
-    say(f'{copied}.')
+    lines.append(f'{copied}.')
+  say('\n'.join(lines))
 
 
 def _summarise(run, metrics, seconds):
-  """Writes and prints final results, and suggests the next command."""
+  """Prints final results, and suggests the next command."""
   prepared, workdir = run.prepared, run.workdir
   metrics = {k: v for k, v in metrics.items() if k != 'step'}
-  say(
-    f'\nDone in {cli.duration(seconds)}: '
-    f'{metrics_lib.format_metrics(metrics)}.\n'
-    f'  checkpoints  {workdir}/checkpoints\n'
-    f'  metrics      {workdir}/metrics.jsonl\n'
-    f'  TensorBoard  tensorboard --logdir={workdir}'
-  )
-  task, test = prepared.program.task, next(iter(prepared.tests.values()))
-  for path in run.pictures:
-    say(f'  picture      {path}')
+  lines = [
+    f'\nDone in {cli.duration(seconds)}: {metrics_lib.format_metrics(metrics)}.',
+    f'  checkpoints  {workdir}/checkpoints',
+    f'  metrics      {workdir}/metrics.jsonl',
+    f'  TensorBoard  tensorboard --logdir={workdir}',
+    *(f'  picture      {path}' for path in run.pictures),
+  ]
+  say('\n'.join(lines))
   if jax.process_index() == 0:
+    test = next(iter(prepared.tests.values()))
     example = sources.example_file(test, workdir)
     say(
       'Next, the prediction for an image:\n  python -m vit_jax.predict '
       f'--workdir={shlex.quote(str(workdir))} {shlex.quote(str(example))}'
-      + (' --out=picture.png' if task.DRAWS else '')
+      + (' --out=picture.png' if prepared.program.task.DRAWS else '')
     )

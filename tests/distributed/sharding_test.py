@@ -122,8 +122,11 @@ def test_a_rule_that_matches_nothing_is_named():
   'rule, message',
   [
     (('bias', ('data', 'model')), 'more dimensions than the array has'),
-    (('bias', ('fsdp',)), "has no axis 'fsdp'"),
-    (('kernel', (None, ('data', 'model'))), '8 parts do not divide 4'),
+    (('bias', ('fsdp',)), 'Resource axis: fsdp .* is not found in mesh'),
+    (
+      ('kernel', (None, ('data', 'model'))),
+      'partitioned 8 times, but the dimension size is 4',
+    ),
   ],
 )
 def test_rules_that_do_not_fit_are_named(rule, message):

@@ -38,7 +38,7 @@ def test_on_a_disk_each_line_is_there_at_once(tmp_path):
 def test_to_a_bucket_everything_goes_at_checkpoints_and_at_the_end(
   tmp_path, monkeypatch
 ):
-  monkeypatch.setattr(metrics_lib, 'is_remote', lambda path: True)
+  monkeypatch.setattr(metrics_lib.files, 'is_remote', lambda path: True)
   uploads = []
   write = files.write
   monkeypatch.setattr(

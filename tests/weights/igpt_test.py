@@ -162,7 +162,7 @@ BLOCK = 'transformer.h.0.'
   [
     ({'config': {'activation_function': 'gelu'}}, "has only iGPTs with 'quick_gelu'"),
     ({'config': {'n_head': '2'}}, "config.json' cannot .*n_head is '2', but must be"),
-    ({'config': {'n_head': None}}, 'how many attention heads its model has'),
+    ({'config': {'n_head': None}}, 'attention heads its model of width 24 has'),
     ({'config': {'n_head': 5}}, 'num_heads=5 does not divide the width 24'),
     ({'config': {'attention_scale': 'x'}}, "attention_scale is 'x', but must be one"),
     ({'processor': {'clusters': [[0, 0]]}}, 'r_config.json. cannot be .*clusters is'),

@@ -65,9 +65,7 @@ def _boolean(text):
 class Parser(argparse.ArgumentParser):
   """Parser of a command; raises ValueError for wrong flags.
 
-  Args:
-    command: name of the command.
-    text: what --help prints of it, the docstring of its module.
+  `text` is what --help prints of the command, the docstring of its module.
   """
 
   def __init__(self, command: str, text: str):
@@ -94,8 +92,8 @@ class Parser(argparse.ArgumentParser):
   def add_config(self, text: str = 'config file of a training'):
     """Adds --config=FILE.py:ARG and flags that set its keys.
 
-    The namespace has the path in `config_file`, and in `config` the config, None
-    if there is no such flag.
+    The namespace has the path in `config_file`, and in `config` the config,
+    None if there is no such flag.
     """
     self.add_argument(
       f'--{_CONFIG}', metavar='FILE[:ARG]',
@@ -148,8 +146,7 @@ class Parser(argparse.ArgumentParser):
 def _split(words):
   """Splits a command line into keys of the config, and all other words.
 
-  Returns:
-    Pairs of a dotted key and its value, see overrides.set_keys; other words.
+  Returns the pairs of overrides.set_keys, and the other words.
   """
   words, given, rest = list(words), [], []
   while words:

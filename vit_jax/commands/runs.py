@@ -21,9 +21,10 @@ def add_flags(parser: flags.Parser, what: str):
 
 
 def print_commands(command: str, argv: Sequence[str], runs, workdir):
-  """Prints a command for each run (studies.runs.Run) that is not done.
+  """Prints a command for each run in the folder `workdir` that is not done.
 
-  `command` with its arguments `argv` trains all of them.
+  `command` is the name of the command that trains all `runs`, with arguments
+  `argv`.
   """
   from vit_jax.studies import runs as runs_lib
 

@@ -1,20 +1,24 @@
 """Writes files that other processes and machines may read or write at once."""
 
 import contextlib
+import os
 import secrets
 
 from etils import epath
+
+
+def is_remote(path) -> bool:
+  """Returns whether a path is not on this machine, such as gs://..."""
+  return '://' in os.fspath(path)
 
 
 @contextlib.contextmanager
 def replacing(path):
   """Opens a file for bytes, which takes the place of `path` when it is complete.
 
-  No reader ever sees the file incomplete. After an error nothing is left behind.
-  The folder of `path` must exist.
-
-  Raises:
-    ValueError: if there is a folder in its place.
+  No reader ever sees the file incomplete. After an error nothing is left
+  behind. The folder of `path` must exist. ValueError if there is a folder in
+  its place.
   """
   path = epath.Path(path)
   # Writers of the same file do not know each other.
@@ -43,8 +47,8 @@ def write(path, content: str | bytes):
 def new_folder(path):
   """Makes a folder, which appears at `path` when it is complete.
 
-  Yields the path to write to. After an error nothing is left behind. `path` must
-  not exist, or be an empty folder.
+  Yields the path to write to. After an error nothing is left behind. `path`
+  must not exist, or be an empty folder.
   """
   path = epath.Path(path)
   temporary = path.parent / f'.{path.name}.tmp'

@@ -62,8 +62,7 @@ class Watch(threading.Thread):
     watches: whether there are other processes to watch.
     hosts: results of `here` by process.
     doing: what this process is doing, for the other processes.
-    error: the error that ends this process, for the other processes; '' while
-      there is none.
+    error: the error that ends this process, for the others; '' while there is none.
   """
 
   def __init__(self):
@@ -138,10 +137,8 @@ class Watch(threading.Thread):
   def trouble(self, silence: float) -> str:
     """Returns which process has failed or is lost, in words; '' if none.
 
-    An error that all processes raise together is theirs to print for a while.
-
-    Args:
-      silence: seconds without a sign of life until a process is lost.
+    A process is lost after `silence` seconds without a sign of life. An error
+    that all processes raise together is theirs to print for a while.
     """
     now = time.monotonic()
     signs = sorted(self._signs.items(), key=lambda item: item[1][1])
@@ -195,12 +192,10 @@ class Watch(threading.Thread):
   def passed(self, at: tuple[int, int]) -> bool:
     """Returns whether all processes stop here; all must call it after each step.
 
-    When a process is asked to stop, each one publishes the last step that it
-    has passed, and none passes another one until it knows all of these. They
-    stop after the step that follows the greatest.
-
-    Args:
-      at: number of the loop and of the step in it, the same on all processes.
+    `at` are the numbers of the loop and of the step in it, the same on all
+    processes. When a process is asked to stop, each one publishes the last step
+    that it has passed, and none passes another one until it knows all of these.
+    They stop after the step that follows the greatest.
     """
     with self._lock:
       self._at = at
@@ -279,9 +274,9 @@ def speak_on_abort():
   """Has this process end with a sentence where JAX aborts it.
 
   JAX aborts a process that the others do not join, and each process as soon as
-  it loses the connection to process 0. It prints a page of stack traces, and has
-  no public way to prevent that. This C handler of SIGABRT is the only part that
-  is no public Python: delete this function when jax.distributed.initialize
+  it loses the connection to process 0. It prints a page of stack traces, and
+  has no public way to prevent that. This C handler of SIGABRT is the only part
+  that is no public Python: delete this function when jax.distributed.initialize
   raises an error for the first, and takes a function to call for the second.
   """
   set_handler = ctypes.CDLL(None).signal

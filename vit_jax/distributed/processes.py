@@ -9,6 +9,7 @@ call is an error on all of them. With a single process nothing is sent.
 from collections.abc import Callable
 from collections.abc import Mapping
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -73,12 +74,9 @@ def connect(
 ):
   """Connects the processes of a run, if there are several.
 
-  Args:
-    distributed: whether to look for the other hosts of a TPU pod or a SLURM
-      job.
-    coordinator: HOST:PORT of process 0, where the hosts are not found.
-    num_processes: with `coordinator`, the number of processes.
-    process_id: with `coordinator`, the number of this process.
+  `distributed` tells whether to look for the other hosts of a TPU pod or a
+  SLURM job. Where they are not found so, `coordinator` is the HOST:PORT of
+  process 0, with the number of processes and that of this one.
   """
   given = (coordinator, num_processes, process_id)
   if any(value is not None for value in given):
@@ -118,15 +116,10 @@ def _check(coordinator, num_processes, process_id):
 def gather(what: str, value, deadline: float = DEADLINE) -> list:
   """Returns the values of all processes, in the order of the processes.
 
-  Args:
-    what: what is being done, such as 'reading the index'; used in errors.
-    value: a value for JSON, some kilobytes at most.
-    deadline: seconds to wait.
-
-  Raises:
-    Lost: if a process has ended.
-    TimeoutError: if a process does not call within the deadline.
-    RuntimeError: if a process makes another call.
+  `what` says what is being done, such as 'reading the index', for errors;
+  `value` is for JSON, some kilobytes at most. Lost if a process has ended,
+  TimeoutError if one does not call within `deadline` seconds, RuntimeError if
+  it makes another call.
   """
   if jax.process_count() == 1:
     return [json.loads(json.dumps(value))]
@@ -182,20 +175,26 @@ def from_first(what: str, make: Callable[[], Any]):
   return attempt(what, make if jax.process_index() == 0 else lambda: None)[0]
 
 
+def by_first(what: str):
+  """Makes a function one that process 0 calls for all, see `from_first`."""
+
+  def decorate(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+      return from_first(what, lambda: function(*args, **kwargs))
+
+    return call
+
+  return decorate
+
+
 def attempt(what: str, function: Callable[[], Any]) -> list:
-  """Calls a function on every process; if one fails, all processes raise.
+  """Calls a function on every process; returns all results, see `gather`.
 
-  Args:
-    what: see gather.
-    function: returns a value for JSON; must not wait for other processes.
-
-  Returns:
-    Its results on every process, in the order of the processes.
-
-  Raises:
-    The error of this process, or else that of the first process with an error,
-    including its name. That error has the same type if it is a ValueError or an
-    OSError, else it is a RuntimeError. See also gather.
+  The function returns a value for JSON, and must not wait for other processes.
+  If it fails anywhere, all processes raise: their own error, or else that of
+  the first process with an error, with its name, as a ValueError or OSError if
+  it is one, else as a RuntimeError.
   """
   error, value = None, None
   try:
@@ -220,10 +219,9 @@ def attempt(what: str, function: Callable[[], Any]) -> list:
 
 
 def agree(what: str, facts: Mapping[str, Any]):
-  """Checks that all processes have the same facts, short values for JSON by name.
+  """Raises ValueError on all processes, with a list, if their facts differ.
 
-  Raises:
-    ValueError: the same on all processes; lists the differences.
+  Facts are short values for JSON by name.
   """
   everywhere = gather(f'comparing {what}', dict(facts))
   differing = []

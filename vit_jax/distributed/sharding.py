@@ -62,13 +62,8 @@ Rules = Sequence[tuple[str, Sequence[Any]]]
 def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
   """Builds the mesh of `config.mesh`.
 
-  Args:
-    axes: size of each axis by name, in the order of the mesh; one size may be -1,
-      for "the rest".
-    devices: the devices; by default all devices of the run.
-
-  Raises:
-    ValueError: if the sizes do not multiply to the number of devices.
+  `axes` are the sizes by name, in the order of the mesh; one size may be -1,
+  for "the rest". ValueError if they do not multiply to the number of devices.
   """
   devices = jax.devices() if devices is None else devices
   sizes = {name: int(size) for name, size in axes.items() if size is not None}
@@ -148,14 +143,10 @@ def on_own_rows(function: Callable, *args, axis: int = 0):
   """Applies a function on each device to the rows of the batch that lie there.
 
   Left to the partitioner, a loop whose length depends on the data waits for all
-  devices in every round. Where `constrain_batch` has no effect, or the mesh does
-  not divide the rows, the function is applied to all rows at once.
-
-  Args:
-    function: function of arrays whose rows do not depend on each other, to an
-      array with the same rows.
-    *args: its arguments.
-    axis: dimension of each argument that is the batch.
+  devices in every round. Where `constrain_batch` has no effect, or the mesh
+  does not divide the rows, the function is applied to all rows at once. Rows
+  must not depend on each other; `axis` is the dimension of each argument that
+  is the batch.
   """
   mesh = _mesh_that_is_set()
   if mesh is None or args[0].shape[axis] % batch_shards(mesh):
@@ -174,11 +165,7 @@ def _mesh_that_is_set():
 
 
 def local_rows(mesh, batch_size: int) -> np.ndarray:
-  """Returns the rows of a global batch that this process feeds: int64 [rows].
-
-  Raises:
-    ValueError: if the devices do not divide the batch.
-  """
+  """Returns the rows of a global batch that this process feeds: int64 [rows]."""
   shards = batch_shards(mesh)
   if batch_size % shards:
     raise ValueError(
@@ -199,18 +186,15 @@ def path_name(path) -> str:
 def tree_shardings(tree, rules: Rules, mesh):
   """Returns the sharding of every leaf of `tree` (parameters, optimiser state).
 
-  Args:
-    tree: a tree of arrays or of jax.ShapeDtypeStruct.
-    rules: see the top of this module. A spec gives a mesh axis, several axes or
-      None for each dimension. Leaves that no rule matches are split by the
-      defaults there; scalars are replicated.
-    mesh: the mesh.
-
-  Raises:
-    ValueError: if a rule names an axis that the mesh lacks, has more dimensions
-      than the leaf, does not divide the leaf, or matches no leaf.
+  `tree` has arrays or jax.ShapeDtypeStructs; for `rules` see the top of this
+  module. A spec gives a mesh axis, several axes or None for each dimension.
+  Leaves that no rule matches are split by the defaults there; scalars are
+  replicated. ValueError if a rule does not fit a leaf or the mesh, or matches
+  no leaf.
   """
-  rules = [(re.compile(regex), P(*map(_axis, spec))) for regex, spec in rules]
+  # Configs and JSON files hold several axes as a list.
+  axes = lambda entry: tuple(entry) if isinstance(entry, list) else entry
+  rules = [(re.compile(regex), P(*map(axes, spec))) for regex, spec in rules]
   unused = {regex.pattern for regex, _ in rules}
 
   def leaf_sharding(path, leaf):
@@ -219,8 +203,7 @@ def tree_shardings(tree, rules: Rules, mesh):
       if regex.search(name):
         unused.discard(regex.pattern)
         if leaf.ndim:
-          _check_spec(name, leaf.shape, regex.pattern, spec, mesh)
-          return NamedSharding(mesh, spec)
+          return _sharding_by_rule(name, leaf.shape, regex.pattern, spec, mesh)
     return NamedSharding(mesh, _default_spec(name, leaf.shape, mesh))
 
   shardings = jax.tree_util.tree_map_with_path(leaf_sharding, tree)
@@ -269,9 +252,8 @@ def _attention_width(name):
 def report(abstract) -> list[dict]:
   """Reports how the arrays of a tree are split, and the bytes on each device.
 
-  Returns:
-    A row for each kind of split, the largest first: `spec`, the number of
-    `arrays`, total `bytes`, and `bytes_per_device`.
+  Returns a row for each kind of split, the largest first: `spec`, the number of
+  `arrays`, total `bytes`, and `bytes_per_device`.
   """
   rows = {}
   for leaf in jax.tree.leaves(abstract):
@@ -321,23 +303,15 @@ def describe(row: Mapping[str, Any]) -> str:
   )
 
 
-def _axis(entry):
-  """Turns a list, as configs and JSON files hold, into a tuple."""
-  return tuple(entry) if isinstance(entry, (list, tuple)) else entry
-
-
-def _check_spec(name, shape, regex, spec, mesh):
-  where = f"sharding rule ('{regex}', {tuple(spec)}) on {name} {tuple(shape)}"
-  if len(spec) > len(shape):
-    raise ValueError(f'{where}: more dimensions than the array has')
-  for size, entry in zip(shape, spec):
-    axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-    for axis in axes:
-      if axis not in mesh.shape:
-        raise ValueError(
-          f"{where}: the mesh {dict(mesh.shape)} has no axis '{axis}': use "
-          f'one of {", ".join(mesh.axis_names)}'
-        )
-    parts = math.prod(mesh.shape[axis] for axis in axes)
-    if size % parts:
-      raise ValueError(f'{where}: {parts} parts do not divide {size}')
+def _sharding_by_rule(name, shape, regex, spec, mesh):
+  """Returns the sharding of a leaf; JAX says why a spec does not fit it."""
+  try:
+    if len(spec) > len(shape):
+      raise ValueError('more dimensions than the array has')
+    found = NamedSharding(mesh, spec)
+    found.shard_shape(shape)
+    return found
+  except ValueError as e:
+    raise ValueError(
+      f"sharding rule ('{regex}', {tuple(spec)}) on {name} {tuple(shape)}: {e}"
+    ) from e

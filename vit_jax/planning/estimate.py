@@ -21,6 +21,7 @@ import jax
 from vit_jax import cli
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
+from vit_jax.learning import state as state_lib
 from vit_jax.planning import flops
 from vit_jax.planning import topology
 
@@ -72,7 +73,8 @@ def lower(config, make_program: Callable, devices) -> Lowered:
     params = abstract.params
 
     def total(params, extra, batch):
-      (total, _), metrics = program.loss(
+      loss = state_lib.with_step(program.task.loss)
+      (total, _), metrics = loss(
         params, extra, batch, jax.random.key(0), step=0
       )
       return total, metrics

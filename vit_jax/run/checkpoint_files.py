@@ -39,6 +39,7 @@ from vit_jax.distributed import files
 NAME = 'checksums.json'
 METRICS = 'metrics.json'
 _FOLDER = 'checksums'
+_MISSING = (FileNotFoundError, NotADirectoryError)
 # Words in TensorStore's ValueError for storage that does not answer.
 _UNAVAILABLE = re.compile(
   r'\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|CANCELLED|'
@@ -105,40 +106,32 @@ def write_metrics(directory: epath.Path, metrics: Mapping[str, float]):
 
 
 def read_metric(checkpoint: epath.Path, name: str) -> float | None:
-  """Returns a metric of the checkpoint in a folder; None if it is unknown.
-
-  Raises:
-    OSError: if the storage does not answer.
-  """
-  for path, load in (
-    (checkpoint / 'default' / METRICS, _load),
-    # Of older versions.
-    (checkpoint / 'metrics' / 'metrics', lambda x: _parse(x.read_bytes())),
-  ):
+  """Returns a metric of the checkpoint in a folder; None if it is unknown."""
+  path = checkpoint / 'default' / METRICS
+  try:
     try:
-      value = load(path).get(name)
-    except (FileNotFoundError, NotADirectoryError):
-      continue
-    except (DamagedError, AttributeError) as e:
-      logging.warning(
-        "'%s' is damaged: %s. The checkpoint can be restored, but is not counted "
-        'among those that may be the best',
-        path,
-        e,
-      )
-      return None
-    return value if rules.is_number(value) else None
-  return None
+      values = _load(path)
+    except _MISSING:
+      path = checkpoint / 'metrics' / 'metrics'  # Of older versions.
+      values = _parse(path.read_bytes())
+    value = values.get(name)
+  except _MISSING:
+    return None
+  except (DamagedError, AttributeError) as e:
+    logging.warning(
+      "'%s' is damaged: %s. The checkpoint can be restored, but is not counted "
+      'among those that may be the best',
+      path,
+      e,
+    )
+    return None
+  return value if rules.is_number(value) else None
 
 
 def check(directory: epath.Path, part: int = 0, parts: int = 1):
-  """Reads files of a checkpoint and compares them with their checksums.
+  """Raises DamagedError if files of a checkpoint differ from their checksums.
 
   Each of `parts` processes reads a part of similar size.
-
-  Raises:
-    DamagedError: if a file is missing, or has another size or checksum.
-    OSError: if a file cannot be read.
   """
   names = _files(directory)
   tables = [n for n in names if n == NAME or n.startswith(f'{_FOLDER}/')]
@@ -255,8 +248,7 @@ def short(error: Exception) -> str:
 
 def _write_own(directory):
   """Writes the checksums of the files that this process wrote."""
-  own = f'process_{jax.process_index()}'
-  names = []
+  own, names = f'process_{jax.process_index()}', []
   for name in (f'ocdbt.{own}', f'array_metadatas/{own}'):
     if (directory / name).is_dir():
       names += [f'{name}/{inner}' for inner in _files(directory / name)]

@@ -35,6 +35,7 @@ RETRY_AFTER = (1, 4, 16)
 _LISTINGS = 20
 _STEP = re.compile('0|[1-9][0-9]*')  # Name of the folder of a checkpoint.
 _ITEM = 'default'  # Orbax's name for the only item of a checkpoint.
+_UNFINISHED = '.orbax-checkpoint-tmp'  # In the names that Orbax writes to.
 
 
 class Weights(NamedTuple):
@@ -73,9 +74,9 @@ class Checkpoints:
   ):
     self._read_only = read_only
     self.directory = workdir_lib.absolute(workdir) / 'checkpoints'
-    self._best_metric = best_metric
-    self._policy = _Policy(max(1, keep), low)
-    self._manager = None  # Created by the first `save`.
+    self._keep, self._best_metric = max(1, keep), best_metric
+    self._sign = -1 if low else 1
+    self._writer = None  # Created by the first `save`.
 
   # --- Writing ---
 
@@ -100,116 +101,94 @@ class Checkpoints:
   ):
     """Begins to write a checkpoint, after the previous one is complete.
 
-    Raises:
-      OSError: if this or the previous checkpoint cannot be written.
+    OSError if this or the previous checkpoint cannot be written.
     """
     try:
-      if self._manager is None:
-        self._begin()
+      if self._writer is None:
+        self._writer = _make_writer()
+      self._writer.wait_until_finished()
       # In Orbax the other processes would wait for a process that fails here.
-      processes.attempt('beginning a checkpoint', lambda: self._probe(step))
-      rated = self._rate(step, metrics)
-      begun = self._manager.save(
-        step, args=files.Save(_stored(state), metrics=rated)
+      processes.attempt('beginning a checkpoint', lambda: self._make_way(step))
+      item = files.Save(_stored(state), metrics=self._rated(metrics))
+      self._writer.save(
+        self.directory / str(step), args=ocp.args.Composite(**{_ITEM: item})
       )
-      if not begun:
-        raise ValueError(
-          f'there is a checkpoint of step {step} or a later one already'
-        )
     except Exception as e:
       if jax.process_count() > 1:
         # Its threads may wait for those of a process that has failed.
-        self._manager = None
+        self._writer = None
       raise self._failure(e) from e
 
+  @processes.by_first('rating a checkpoint')
   def rate(self, step: int, metrics: dict):
-    """Stores the metrics of a checkpoint, if there is one, that was saved without.
+    """Stores the metrics of a checkpoint, if there is one, saved without them.
 
     Process 0 does so for all.
     """
-    rated = self._rate(step, metrics)
     folder = self.directory / str(step) / _ITEM
+    if folder.is_dir():
+      files.write_metrics(folder, self._rated(metrics))
 
-    def write():
-      if folder.is_dir():
-        files.write_metrics(folder, rated)
-
-    processes.from_first('rating a checkpoint', write)
-
-  def _rate(self, step, metrics) -> dict[str, float]:
-    """Notes the metric that selects the best; returns it by name, if known."""
+  def _rated(self, metrics) -> dict[str, float]:
+    """Returns the metric that selects the best by name, if it is known."""
     value = (metrics or {}).get(self._best_metric)
-    if value is None:
-      return {}
-    self._policy.values[step] = float(value)
-    return {self._best_metric: float(value)}
+    return {} if value is None else {self._best_metric: float(value)}
 
-  def _probe(self, step):
+  def _make_way(self, step):
     """Checks that this process can write; process 0 makes way for a step."""
     self.directory.mkdir(parents=True, exist_ok=True)
     probe = self.directory / f'.probe_{jax.process_index()}'
     probe.write_text('')
     probe.unlink()
-    if jax.process_index() == 0:
-      names = {path.name for path in self.directory.iterdir()}
-      if str(step) in names and step not in _list(self.directory, True):
+    if jax.process_index():
+      return
+    if max(self.steps(), default=-1) >= step:
+      raise ValueError(
+        f'there is a checkpoint of step {step} or a later one already'
+      )
+    self._delete_old()
+    for path in self.directory.iterdir():
+      if path.name == str(step):
         self._rename([step])
+      elif _UNFINISHED in path.name:  # Of a run that was killed.
+        path.rmtree()
 
-  def _begin(self):
-    """Creates Orbax's manager, for the complete checkpoints that there are."""
-
-    def find():
-      best, steps = self._best_metric, _find(self.directory, complete=True)
-      return [
-        (step, best and files.read_metric(self.directory / str(step), best))
-        for step in steps
-      ]
-
-    begun = processes.from_first('reading the metrics of the checkpoints', find)
-    self._policy.values = {s: value for s, value in begun if value is not None}
-    everyone = (
-      set(range(jax.process_count())) if jax.process_count() > 1 else None
-    )
-    self._manager = ocp.CheckpointManager(
-      self.directory,
-      options=ocp.CheckpointManagerOptions(
-        preservation_policy=self._policy,
-        step_name_format=_Steps([step for step, _ in begun]),
-        # Orbax's own files about a checkpoint have no checksums: do not read.
-        lightweight_initialize=True,
-        create=False,
-        save_root_metadata=False,
-        cleanup_tmp_directories=True,
-        # If creation in the background fails, all other threads wait for
-        # minutes.
-        async_options=ocp.AsyncOptions(
-          create_directories_asynchronously=False,
-          timeout_secs=math.ceil(2 * processes.DEADLINE),
-        ),
-        # With explicit processes, they wait for each other with a deadline.
-        multiprocessing_options=ocp.options.MultiprocessingOptions(
-          active_processes=everyone
-        ),
-      ),
-      item_handlers=files.Handler(),
-    )
+  def _delete_old(self):
+    """Deletes all complete checkpoints but the newest few and the best."""
+    steps = self.steps()
+    kept, name = steps[-self._keep :], self._best_metric
+    values = {
+      step: name and files.read_metric(self.directory / str(step), name)
+      for step in steps
+    }
+    rated = [step for step in steps if values[step] is not None]
+    if rated:
+      kept.append(max(rated, key=lambda x: (self._sign * values[x], x)))
+    for step in set(steps) - set(kept):
+      (self.directory / str(step)).rmtree()
 
   def wait(self):
     """Waits until all checkpoints are written; raises OSError if that fails."""
-    self._finish(lambda manager: manager.wait_until_finished())
+    self._finish(lambda: self._writer.wait_until_finished())
 
   def close(self):
-    """Waits like `wait`, and frees resources."""
-    self._finish(lambda manager: manager.close())
-    self._manager = None
+    """Waits like `wait`, deletes old checkpoints, and frees resources."""
+
+    def end():
+      self._writer.close()
+      if jax.process_index() == 0:
+        self._delete_old()
+
+    self._finish(end)
+    self._writer = None
 
   def _finish(self, call: Callable):
-    if self._manager is None:
+    if self._writer is None:
       return
     try:
-      call(self._manager)
+      call()
     except Exception as e:
-      self._manager = None  # It cannot be used again.
+      self._writer = None  # It cannot be used again.
       raise self._failure(e) from e
 
   def _failure(self, cause):
@@ -219,9 +198,10 @@ class Checkpoints:
     except OSError:
       last = 'unknown, the folder cannot be listed'
     return OSError(
-      f"a checkpoint could not be written to '{self.directory}': {files.short(cause)}. The "
-      f'last complete one: {last}. Free some space (or repair the disk) and start '
-      'the same command again: the run resumes from there'
+      f"a checkpoint could not be written to '{self.directory}': "
+      f'{files.short(cause)}. The last complete one: {last}. Free some space '
+      '(or repair the disk) and start the same command again: the run resumes '
+      'from there'
     )
 
   # --- Reading ---
@@ -233,19 +213,13 @@ class Checkpoints:
   def restore(self, abstract: state_lib.TrainState, step: int | None = None):
     """Restores the newest checkpoint onto the shardings of `abstract`.
 
-    Checkpoints that are damaged or of another run are moved aside after an
-    older one is restored. All processes must call it.
+    All processes must call it. Checkpoints that are damaged or of another run
+    are moved aside after an older one is restored. With `step`, only that one
+    is tried.
 
-    Args:
-      abstract: TrainState of jax.ShapeDtypeStruct.
-      step: step of the only checkpoint to try.
-
-    Returns:
-      (state, step); (None, 0) if there is no checkpoint.
-
-    Raises:
-      ValueError: if there are checkpoints, but all are damaged.
-      OSError: if the storage does not answer.
+    Returns (state, step); (None, 0) if there is no checkpoint. ValueError if
+    there are checkpoints, but all are damaged; OSError if the storage does not
+    answer.
     """
     wanted = _stored(abstract)
     found, step = self._newest(lambda path: files.read(path, wanted), step)
@@ -254,9 +228,7 @@ class Checkpoints:
   def restore_weights(
     self, params=None, extra=None, step: int | None = None
   ) -> Weights:
-    """Restores only what evaluation and prediction need.
-
-    All processes must call it.
+    """Restores what evaluation and prediction need; all processes must call it.
 
     Args:
       params: a tree of jax.ShapeDtypeStruct with shardings; None: all
@@ -267,8 +239,7 @@ class Checkpoints:
 
     Raises:
       FileNotFoundError: if there is no complete checkpoint.
-      ValueError: if the step has no checkpoint, or all are damaged.
-      OSError: if the storage does not answer.
+      ValueError, OSError: if the step has no checkpoint; and see `restore`.
     """
     if step is not None and step not in (steps := self._agreed(complete=True)):
       raise ValueError(
@@ -288,8 +259,7 @@ class Checkpoints:
   def _newest(self, read: Callable, step: int | None):
     """Returns (read's result, step) of the newest undamaged checkpoint."""
     for _ in range(_LISTINGS):
-      # A run also moves incomplete checkpoints aside, since Orbax saves no step
-      # older than these.
+      # A run also moves incomplete checkpoints aside.
       steps = self._agreed(complete=self._read_only)
       damaged = {}
       for candidate in steps[::-1] if step is None else [step]:
@@ -299,7 +269,9 @@ class Checkpoints:
             logging.warning(
               'Restored the older checkpoint of step %d', candidate
             )
-            self._move_aside(damaged)
+          if damaged and not self._read_only:
+            aside = processes.by_first('moving damaged checkpoints aside')
+            aside(self._rename)(list(damaged))
           return found, candidate
         damaged[candidate] = damage
         logging.warning(
@@ -315,14 +287,10 @@ class Checkpoints:
     if not damaged:
       return None, 0
     newest, damage = next(iter(damaged.items()))
+    remedy = '. Move the folder away to start anew, or use another --workdir'
     raise ValueError(
       f"no checkpoint in '{self.directory}' can be restored; the newest, step "
-      f'{newest}: {damage}'
-      + (
-        ''
-        if self._read_only
-        else '. Move the folder away to start anew, or use another --workdir'
-      )
+      f'{newest}: {damage}{"" if self._read_only else remedy}'
     )
 
   def _restore(self, step: int, read: Callable):
@@ -349,19 +317,10 @@ class Checkpoints:
         return None, damages[0]
       suspect = not errors
 
+  @processes.by_first('listing the checkpoints')
   def _agreed(self, complete: bool) -> list[int]:
     """Returns the steps that the first process finds, on all processes."""
-    return processes.from_first(
-      'listing the checkpoints', lambda: _find(self.directory, complete)
-    )
-
-  def _move_aside(self, damaged):
-    """Renames damaged checkpoints, so that they are kept out of the way."""
-    if self._read_only:
-      return
-    processes.from_first(
-      'moving damaged checkpoints aside', lambda: self._rename(damaged)
-    )
+    return _find(self.directory, complete)
 
   def _rename(self, steps):
     """Moves what lies under the names of steps to another folder."""
@@ -376,39 +335,20 @@ class Checkpoints:
       (self.directory / str(step)).rename(target / f'{step}_{count}')
 
 
-class _Policy:
-  """Tells Orbax which checkpoints to keep: the newest, and the best."""
-
-  def __init__(self, keep: int, low: bool):
-    self._keep = keep
-    self._sign = -1 if low else 1
-    # The metric that selects the best, by step, where it is known.
-    self.values: dict[int, float] = {}
-
-  def should_preserve(self, checkpoints, *, context) -> list[bool]:
-    del context
-    steps = [checkpoint.step for checkpoint in checkpoints]
-    kept = steps[-self._keep :]
-    rated = [step for step in steps if step in self.values]
-    if rated:
-      kept.append(max(rated, key=lambda x: (self._sign * self.values[x], x)))
-    return [step in kept for step in steps]
-
-
-class _Steps(ocp.path.step.NameFormat):
-  """Tells Orbax the steps of the complete checkpoints, and how they are named."""
-
-  def __init__(self, steps: list[int]):
-    self._steps = steps
-
-  def build_name(self, step: int) -> str:
-    return str(step)
-
-  def find_all(self, base_path):
-    return (self.find_step(base_path, step) for step in self._steps)
-
-  def find_step(self, base_path, step: int):
-    return ocp.path.step.Metadata(step, epath.Path(base_path) / str(step))
+def _make_writer() -> ocp.AsyncCheckpointer:
+  everyone = set(range(jax.process_count()))
+  return ocp.AsyncCheckpointer(
+    ocp.CompositeCheckpointHandler(**{_ITEM: files.Handler()}),
+    # If creation in the background fails, all other threads wait for minutes.
+    async_options=ocp.AsyncOptions(
+      create_directories_asynchronously=False,
+      timeout_secs=math.ceil(2 * processes.DEADLINE),
+    ),
+    # With explicit processes, they wait for each other with a deadline.
+    multiprocessing_options=ocp.options.MultiprocessingOptions(
+      active_processes=everyone if len(everyone) > 1 else None
+    ),
+  )
 
 
 def has_checkpoint(workdir) -> bool:
@@ -420,11 +360,8 @@ def has_checkpoint(workdir) -> bool:
 def load_weights(workdir, extra: tuple[str, ...] = ()) -> Weights:
   """Loads the newest parameters of a run onto the host: dicts of numpy arrays.
 
-  All processes must call it. Raises what Checkpoints.restore_weights does.
-
-  Args:
-    workdir: folder of the run.
-    extra: names of what to load of the extra state, where the run has it.
+  `extra` names what to load of the extra state, where the run has it. All
+  processes must call it. Raises what Checkpoints.restore_weights does.
   """
   found = Checkpoints(workdir, read_only=True).restore_weights(extra=extra)
   return found._replace(
@@ -432,19 +369,16 @@ def load_weights(workdir, extra: tuple[str, ...] = ()) -> Weights:
   )
 
 
+@processes.by_first('deleting checkpoints')
 def delete_but_newest(workdir, count: int):
   """Deletes the checkpoints of a finished run, except the newest `count`.
 
   Process 0 does so for all.
   """
-
-  def delete():
-    directory = workdir_lib.absolute(workdir) / 'checkpoints'
-    steps = _find(directory, complete=True)
-    for step in steps[: max(0, len(steps) - count)]:
-      (directory / str(step)).rmtree()
-
-  processes.from_first('deleting checkpoints', delete)
+  directory = workdir_lib.absolute(workdir) / 'checkpoints'
+  steps = _find(directory, complete=True)
+  for step in steps[: max(0, len(steps) - count)]:
+    (directory / str(step)).rmtree()
 
 
 def _list(directory: epath.Path, complete: bool) -> list[int]:

@@ -4,7 +4,6 @@ import copy
 import importlib
 import importlib.util
 import sys
-import traceback
 from typing import Any
 
 from absl import logging
@@ -15,6 +14,7 @@ from vit_jax import cli
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import rules
+from vit_jax.distributed import processes as processes_lib
 from vit_jax.learning import optim
 from vit_jax.run import keys
 
@@ -51,8 +51,7 @@ class UnknownTaskError(ValueError):
 def get_task(name: str) -> type:
   """Returns the class of a task, see config.task.
 
-  Raises:
-    ValueError: if the task is unknown or cannot be imported.
+  ValueError if the task is unknown or cannot be imported.
   """
   module = _task_module(name)
   try:
@@ -62,8 +61,8 @@ def get_task(name: str) -> type:
     if missing and f'{module}.'.startswith(f'{missing}.'):
       raise UnknownTaskError(name, f"there is no module '{missing}'; ") from e
     raise ValueError(
-      f"task='{name}' cannot be imported: {type(e).__name__} at {_where(e)}: "
-      f'{e} (config.task)'
+      f"task='{name}' cannot be imported: {type(e).__name__} at "
+      f'{cli.place_of(e)}: {e} (config.task)'
     ) from e
   if not hasattr(found, 'Task'):
     raise ValueError(
@@ -99,18 +98,6 @@ def _task_module(name) -> str:
   return module
 
 
-def _where(error) -> str:
-  """Returns 'file:line' of the code that raised an error."""
-  if isinstance(error, SyntaxError):
-    return f'{error.filename}:{error.lineno}'
-  frame = [
-    frame
-    for frame in traceback.extract_tb(error.__traceback__)
-    if not frame.filename.startswith('<')  # Python's import machinery.
-  ][-1]
-  return f'{frame.filename}:{frame.lineno}'
-
-
 def complete(config) -> ml_collections.ConfigDict:
   """Returns a copy with every key of common.py, of its model and of its task.
 
@@ -128,10 +115,7 @@ def of_run(config) -> ml_collections.ConfigDict:
   """Returns a complete copy of the config that a run has stored.
 
   Older versions stored numbers of epochs beside the resulting steps, and
-  possibly values that are refused now.
-
-  Raises:
-    ValueError: names a key with an invalid value.
+  possibly values that are refused now (ValueError).
   """
   config = copy.deepcopy(config)
   with config.unlocked():
@@ -141,11 +125,7 @@ def of_run(config) -> ml_collections.ConfigDict:
 
 
 def before(config) -> dict[str, Any]:
-  """Returns what runs did before keys were added that a stored config lacks.
-
-  Args:
-    config: ConfigDict or dict, as a run has stored it.
-  """
+  """Returns what runs did before keys were added that a stored config lacks."""
   found = {}
   for key, value in _BEFORE.items():
     group, _, name = key.rpartition('.')
@@ -194,17 +174,15 @@ def _without_epochs(config):
 def task_options(config):
   """Returns the task's options, completed with defaults.
 
-  Raises:
-    ValueError: if the task lacks an option, or an option has another type.
+  ValueError if the task lacks an option, or an option has another type.
   """
   task = get_task(config.task)
   defaults = task.OPTIONS
   rules.check('task_options', config.get('task_options'), rules.group)
-  given = config.get('task_options') or {}
   options = ml_collections.ConfigDict(convert_dict=False)
   for key, default in defaults.items():
     options[key] = ml_collections.FieldReference(default, field_type=object)
-  for key, value in given.items():
+  for key, value in (config.get('task_options') or {}).items():
     if key not in defaults:
       rules.raise_unknown(
         key, defaults, 'task_options.', f"task '{config.task}'"
@@ -235,11 +213,8 @@ def _typed(key, value, default):
 def evaluations(config) -> list[tuple[str, str, str | None]]:
   """Returns the evaluations of a run: (name, split, data set or None).
 
-  Args:
-    config: reads `evals` and, if that is empty, `pp.test`.
-
-  Raises:
-    ValueError: if an entry has another form, or two entries have the same name.
+  Reads `evals` and, if that is empty, `pp.test`. ValueError if an entry has
+  another form, or two entries have the same name.
   """
   found = []
   entries = config.evals or (('test', config.pp.test),)
@@ -266,10 +241,8 @@ def evaluations(config) -> list[tuple[str, str, str | None]]:
 def check_values(config):
   """Checks a config, also an incomplete one, without loading TensorFlow.
 
-  The task and the best metric are left to `check`.
-
-  Raises:
-    ValueError: names the key, its value and the valid values.
+  ValueError names the key, its value and the valid values. The task and the
+  best metric are left to `check`.
   """
   config = _with_keys(config)
   keys.check(config, known=common.get_config())
@@ -316,50 +289,36 @@ def metrics_of_task(config) -> list[str]:
 
 def is_low(config) -> bool:
   """Returns whether the best checkpoint has the lowest `best_metric`."""
-  return any(
-    config.best_metric == f'{metric}_{name}'
-    for metric in get_task(config.task).LOW
-    for name, _, _ in evaluations(config)
-  )
+  low = get_task(config.task).LOW
+  names = [name for name, _, _ in evaluations(config)]
+  return config.best_metric in [f'{x}_{name}' for x in low for name in names]
 
 
 def check_batch(config, shards: int):
-  """Checks that devices and micro-batches divide the batches.
+  """Raises ValueError unless devices and micro-batches divide the batches.
 
-  Args:
-    config: a complete config.
-    shards: number of parts into which the mesh splits a batch.
-
-  Raises:
-    ValueError: gives the divisor, and the nearest valid batch size.
+  `shards` is the number of parts into which the mesh splits a batch.
   """
-  for key, parts, why in (
-    ('batch', shards * config.accum_steps, ' x accum_steps'),
-    ('batch_eval', shards, ''),
-  ):
-    batch = config[key]
+  for key, accum in (('batch', config.accum_steps), ('batch_eval', None)):
+    batch, parts = config[key], shards * (accum or 1)
     if batch % parts:
+      why, product = (' x accum_steps', f' x {accum}') if accum else ('', '')
       raise ValueError(
         f'{key}={batch} is not a multiple of {parts} (devices that split the '
-        f'batch{why} = {shards}{f" x {config.accum_steps}" if why else ""}): use '
+        f'batch{why} = {shards}{product}): use '
         f'--config.{key}={max(1, round(batch / parts)) * parts}'
       )
 
 
 def check_memory(config, processes: int):
-  """Checks that the batches of a process fit this machine's memory.
+  """Raises ValueError if the batches of a process do not fit its memory.
 
-  Args:
-    config: a complete config.
-    processes: number of processes that share a batch.
-
-  Raises:
-    ValueError: names the key, its value, and the memory that it needs.
+  The smallest machine counts, on all processes; `processes` share a batch.
   """
   crop = config.pp.longest_side if config.pp.sides else config.pp.crop
-  height, width = crop if isinstance(crop, tuple | list) else (crop, crop)
+  height, width = (crop, crop) if isinstance(crop, int) else crop
   image = 4 * height * width * config.pp.channels  # float32
-  memory = cli.machine_memory()
+  memory = min(processes_lib.gather('comparing memory', cli.machine_memory()))
   for key in ('batch', 'batch_eval'):
     # The batches that wait, and the batch that is computed.
     needed = -(-config[key] // processes) * image * (1 + config.prefetch)
@@ -373,16 +332,13 @@ def check_memory(config, processes: int):
 
 
 def with_test_folder(config) -> ml_collections.ConfigDict:
-  """Returns the config, with `evals` on test/ if it is one of the original.
+  """Returns a complete config, with `evals` on test/ if it is one of the original.
 
   The original reads train/ and test/ of a folder, and uses `pp.train` and
-  `pp.test` for TFDS only. Here both keys apply to folders too. There is one
+  `pp.test` for TFDS only. Here both keys apply to folders too, with one
   exception: if `pp.test` is cut from the training images, the folder has a
   split `test`, and `evals` is empty, the config is taken for one of the
   original.
-
-  Args:
-    config: a complete config.
   """
   train, test = (
     {part.split('[')[0].strip() for part in config.pp[key].split('+')}
@@ -411,16 +367,10 @@ def with_test_folder(config) -> ml_collections.ConfigDict:
 def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
   """Returns a copy whose `total_steps` and `warmup_steps` are numbers.
 
-  Epochs are None in the copy, so that it can be resolved again.
-
-  Args:
-    config: has steps or epochs (`total_epochs`, `warmup_epochs`), not both.
-      Without a warm-up, optim.default_warmup applies.
-    num_examples: size of the training split.
-
-  Raises:
-    ValueError: if the length of the training is missing or below one step, or
-      if the warm-up is not shorter.
+  Epochs are None in the copy, so that it can be resolved again. Without a
+  warm-up, optim.default_warmup applies. `num_examples` is the size of the
+  training split. ValueError if the length of the training is missing or below
+  one step, or if the warm-up is not shorter.
   """
   total, epochs = config.total_steps, config.total_epochs
   if total is None and epochs is None:
@@ -450,10 +400,8 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
     if warmup >= total:
       warmup = total // 10
       logging.warning(
-        'warmup_epochs=%s would take all of the %d steps: warm-up is %d steps',
-        epochs,
-        total,
-        warmup,
+        f'warmup_epochs={epochs} would take all of the {total} steps: warm-up is '
+        f'{warmup} steps'
       )
   config = copy.deepcopy(config)
   config.update(total_steps=total, warmup_steps=warmup)

@@ -35,12 +35,10 @@ class _Held(Exception):
 class Holder:
   """Holds a workdir inside a `with` block; process 0 does so for all processes.
 
-  A caller that can do without the workdir calls `take`, and `release` at the end.
-  The folder is created if it does not exist.
-
-  Raises:
-    ValueError: on entering, on all processes, if another run holds the workdir
-      (names its host, process and start) or the workdir cannot be written.
+  A caller that can do without the workdir calls `take`, and `release` at the
+  end. The folder is created if it does not exist. On entering, all processes
+  raise ValueError if another run holds the workdir (names its host, process and
+  start) or the workdir cannot be written.
   """
 
   def __init__(self, workdir):
@@ -58,25 +56,37 @@ class Holder:
     }
 
   def __enter__(self):
-    processes.from_first('taking the workdir', self._take_or_refuse)
+    other = self.take()
+    if other:
+      raise ValueError(
+        f"workdir='{self._workdir}' is held by {other}: wait until that run ends, "
+        'stop it (it saves first), or use another --workdir'
+      )
     return self
 
   def __exit__(self, *_):
     self.release()
 
+  @processes.by_first('taking the workdir')
   def take(self, patient: bool = True) -> str | None:
     """Takes the workdir; returns None, or who holds it, on all processes.
 
-    Args:
-      patient: on a file system without locks, whether to look for a minute if a
-        file of another run is still renewed; if not, such a file counts.
-
-    Raises:
-      ValueError: on all processes, if the workdir cannot be written.
+    On a file system without locks, `patient` looks for a minute whether the file
+    of another run is still renewed; if not patient, such a file counts. ValueError
+    if the workdir cannot be written.
     """
-    return processes.from_first(
-      'taking the workdir', lambda: self._take(patient)
-    )
+    try:
+      self._path.parent.mkdir(parents=True, exist_ok=True)
+      if not self._lock_file():
+        self._lease(patient)
+    except _Held as e:
+      return str(e)
+    except OSError as e:
+      raise ValueError(
+        f"workdir='{self._workdir}' cannot be written: {e}; give a writable folder "
+        '(--workdir)'
+      ) from e
+    return None
 
   def release(self):
     """Frees the workdir, if it was taken."""
@@ -98,31 +108,9 @@ class Holder:
         'the two do not mix'
       )
 
-  def _take_or_refuse(self):
-    other = self._take()
-    if other:
-      raise ValueError(
-        f"workdir='{self._workdir}' is held by {other}: wait until that run ends, "
-        'stop it (it saves first), or use another --workdir'
-      )
-
-  def _take(self, patient=True) -> str | None:
-    try:
-      self._path.parent.mkdir(parents=True, exist_ok=True)
-      if not self._lock_file():
-        self._lease(patient)
-    except _Held as e:
-      return str(e)
-    except OSError as e:
-      raise ValueError(
-        f"workdir='{self._workdir}' cannot be written: {e}; give a writable folder "
-        '(--workdir)'
-      ) from e
-    return None
-
   def _lock_file(self) -> bool:
     """Locks a local file; returns False if the file system has no locks."""
-    if '://' in str(self._path):
+    if files.is_remote(self._path):
       return False
     file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

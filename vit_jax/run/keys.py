@@ -1,8 +1,8 @@
 """Rules for the keys of a config: types, ranges, and how keys fit together.
 
 KEYS has a rule (vit_jax/configs/rules.py) for each key of configs/common.py,
-and MODELS has them for the fields of the package's own models. A task has the rules
-of its own options (OPTION_RULES in vit_jax/tasks/base.py).
+and MODELS has them for the fields of the package's own models. A task has the
+rules of its own options (OPTION_RULES in vit_jax/tasks/base.py).
 
 Configs are checked before TensorFlow is loaded, so this module must not import
 it.
@@ -220,12 +220,8 @@ MODELS: dict[str, dict[str, rules.Rule]] = {
 def check(config, known=None):
   """Checks the value of every key in a config, which may lack keys.
 
-  Args:
-    config: config of a run.
-    known: config with all known keys; None to allow unknown keys.
-
-  Raises:
-    ValueError: names the key, its value and the valid values.
+  `known` is a config with all known keys; None allows unknown ones. ValueError
+  names the key, its value and the valid values.
   """
   model = config.get('model')
   table = {}
@@ -243,11 +239,7 @@ def check_preprocessing(pp):
 
 
 def check_together(config):
-  """Checks values that depend on each other, of a config that passed `check`.
-
-  Raises:
-    ValueError: names the keys, their values and the remedy.
-  """
+  """Checks values that depend on each other, of a config that passed `check`."""
   _check_resize(config.pp)
   _check_canvases(config.pp)
   _check_model(config.model)
@@ -304,14 +296,12 @@ def _check_model(model, name='model'):
 
 
 def _check_resize(pp):
-  crop = pp.crop if isinstance(pp.crop, tuple | list) else (pp.crop, pp.crop)
-  if isinstance(pp.resize, tuple | list):
-    least = tuple(map(max, pp.resize, crop))
-    fits = least == tuple(pp.resize)
-  else:
-    least = max(crop)
-    fits = pp.resize is None or pp.resize >= least
-  if not fits:
+  """Checks that the centre can be cropped of what is resized."""
+  crop = (pp.crop, pp.crop) if isinstance(pp.crop, int) else tuple(pp.crop)
+  both = isinstance(pp.resize, tuple | list)
+  given = tuple(pp.resize) if both else pp.resize
+  least = tuple(map(max, given, crop)) if both else max(*crop, given or 0)
+  if given not in (None, least):
     raise ValueError(
       f'resize={pp.resize} is smaller than crop={pp.crop}, so that the centre '
       f'cannot be cropped: use at least {least} or None '

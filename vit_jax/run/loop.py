@@ -20,12 +20,8 @@ from vit_jax.run import stopping
 class Run:
   """The updates of a run, with evaluation, logging and saving.
 
-  Args:
-    prepared: see vit_jax.train.Prepared.
-    workdir: folder of the run.
-    checkpoints: see vit_jax.run.checkpoints.Checkpoints.
-    state: TrainState to start from.
-    step: number of updates made so far.
+  See vit_jax.train.Prepared and vit_jax.run.checkpoints.Checkpoints. `state` is
+  the TrainState to start from, and `step` its number of updates.
   """
 
   def __init__(self, prepared, workdir, checkpoints, state, step):
@@ -84,8 +80,10 @@ class Run:
   def _compile(self, batch):
     """Makes the first update with batches of a size, which compiles it."""
     count, all_sizes = len(self._shapes), self.prepared.program.task.image_sizes
-    if count == 1:
-      self._show_start(batch)
+    if count == 1:  # For TensorBoard.
+      self._log.write_config(self.step, self.config)
+      drawn = self.prepared.pictures.training(batch, self.step)
+      self._log.write_pictures(self.step + 1, drawn)
     size = ''
     if len(all_sizes) > 1:
       height, width = batch['image'].shape[1:3]
@@ -100,12 +98,6 @@ class Run:
     cli.say(f'Compiled in {cli.duration(seconds)}{size}.')
     if count == 1:
       self._progress.start(self.step)
-
-  def _show_start(self, batch):
-    """Writes the config and the first training images for TensorBoard."""
-    self._log.write_config(self.step, self.config)
-    pictures = self.prepared.pictures.training(batch, self.step)
-    self._log.write_pictures(self.step + 1, pictures)
 
   def fetch_metrics(self):
     """Fetches pending metrics; raises FloatingPointError if not finite."""
@@ -141,7 +133,7 @@ class Run:
       pictures = self.prepared.pictures.evaluation(params, self.state.extra)
     self._log.write(self.step, metrics)
     best = {self.config.best_metric: metrics[self.config.best_metric]}
-    self._progress.evaluated(metrics_lib.format_metrics(best))
+    self._progress.beside_bar(1, metrics_lib.format_metrics(best))
     self._log.write_pictures(self.step, pictures)
     if self.done:
       self.pictures = metrics_lib.save_pictures(self.workdir, pictures)
@@ -202,12 +194,8 @@ class Progress:
   """Counts steps, measures the speed, and shows both.
 
   The speed excludes the time inside `pause` (evaluation, checkpoints) and steps
-  that compile.
-
-  Args:
-    step: number of updates made so far.
-    total_steps: number of updates of the whole run.
-    batch: images per update, over all devices.
+  that compile. `step` of `total_steps` updates are made, of `batch` images
+  each, over all devices.
   """
 
   def __init__(self, step: int, total_steps: int, batch: int):
@@ -235,10 +223,9 @@ class Progress:
 
     None if only the first step, which compiles, has been made.
     """
-    now = time.perf_counter()
-    before, then = self._mark
-    made, seconds = step - before - self._omitted, now - then - self._paused
-    self._mark, self._paused, self._omitted = (step, now), 0.0, 0
+    (before, then), paused, omitted = self._mark, self._paused, self._omitted
+    self.start(step)
+    made, seconds = step - before - omitted, self._mark[1] - then - paused
     if made > 0 and seconds > 0:
       self._rate = made * self._batch / seconds
     return self._rate
@@ -247,7 +234,7 @@ class Progress:
     """Shows loss, speed and, where no bar does, the time left."""
     if not self._bar.disable:
       speed = f', {rate:,.0f} img/s' if rate else ''
-      self._beside_bar(0, f'loss {loss:.4f}{speed}')
+      self.beside_bar(0, f'loss {loss:.4f}{speed}')
       return
     line = (
       f'step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}'
@@ -257,11 +244,8 @@ class Progress:
       line += f'  {rate:,.0f} img/s  {cli.duration(left)} left'
     cli.say(line)
 
-  def evaluated(self, text: str):
-    """Shows the last evaluation beside the bar."""
-    self._beside_bar(1, text)
-
-  def _beside_bar(self, place, text):
+  def beside_bar(self, place: int, text: str):
+    """Shows the loss and speed (0) or the last evaluation (1) beside the bar."""
     self._said[place] = text
     self._bar.set_postfix_str(', '.join(filter(None, self._said)))
 

@@ -11,7 +11,6 @@ checkpoint, which the resumed run computes again.
 from collections.abc import Mapping
 from collections.abc import Sequence
 import json
-import os
 import statistics
 import tempfile
 
@@ -29,10 +28,8 @@ from vit_jax.run import workdir as workdir_lib
 class MetricsLog:
   """Writes metrics by step, from the first process only.
 
-  Args:
-    workdir: folder of the run.
-    start_step: step that the run starts from. Lines of later steps are removed
-      from the file, since the run makes these steps again.
+  Lines of steps after `start_step` are removed from the file, since the run
+  makes these steps again.
   """
 
   def __init__(self, workdir, start_step: int = 0):
@@ -53,7 +50,7 @@ class MetricsLog:
     files.write(self.path, ''.join(lines))
     self._held = None  # Lines to upload, with the events in `self._folder`.
     events = str(workdir)
-    if is_remote(workdir):
+    if files.is_remote(workdir):
       self._folder = tempfile.TemporaryDirectory()
       self._held, events = lines, self._folder.name
     self._writer = metric_writers.AsyncMultiWriter(
@@ -111,11 +108,6 @@ class MetricsLog:
       file.copy(self.path.parent / file.name, overwrite=True)
 
 
-def is_remote(path) -> bool:
-  """Returns whether a path is in a bucket, such as gs://..."""
-  return '://' in os.fspath(path)
-
-
 def _cell(value) -> str:
   """Writes a value as a cell of a Markdown table shows it."""
   text = json.dumps(value, ensure_ascii=False)
@@ -130,39 +122,30 @@ def _parse(path) -> tuple[list[dict], list[bytes]]:
   """Returns the metrics in a metrics.jsonl, and the lines that are not metrics.
 
   An incomplete last line belongs to neither; a line that occurs twice counts
-  once.
-
-  Raises:
-    ValueError: if there is a folder in place of the file.
+  once. ValueError if there is a folder in place of the file.
   """
   try:
-    *whole, last = path.read_bytes().split(b'\n') if path.exists() else [b'']
+    texts = path.read_bytes().split(b'\n') if path.exists() else [b'']
   except IsADirectoryError as e:
     raise ValueError(
       f"'{path}' is a folder and must be a file: move it away, and the run writes "
       'a new one'
     ) from e
-  found, bad, seen = [], [], set()
-  for text in (*whole, last):
+  found, bad = {}, []
+  for text in texts:
     try:
       line = json.loads(text)
     except (ValueError, RecursionError):
       line = None
-    if _is_metrics(line):
-      if text not in seen:
-        found.append(line)
-      seen.add(text)
-    elif text.strip() and text is not last:
+    if (
+      isinstance(line, dict)
+      and type(line.get('step')) is int
+      and all(type(value) in (int, float) for value in line.values())
+    ):
+      found[text] = line
+    elif text.strip() and text is not texts[-1]:
       bad.append(text)
-  return found, bad
-
-
-def _is_metrics(line) -> bool:
-  return (
-    isinstance(line, dict)
-    and type(line.get('step')) is int
-    and all(type(value) in (int, float) for value in line.values())
-  )
+  return list(found.values()), bad
 
 
 def read(workdir) -> list[dict]:
@@ -204,13 +187,10 @@ def format_metrics(metrics: dict) -> str:
 
 
 def save_pictures(workdir, pictures) -> list[epath.Path]:
-  """Writes pictures, uint8 [height, width, 3] by name, as NAME.png.
-
-  Returns:
-    The paths of the files in the workdir.
-  """
-  paths = []
-  for name, pixels in pictures.items():
-    paths.append(epath.Path(workdir) / f'{name}.png')
-    paths[-1].write_bytes(images.encode_png(pixels))
-  return paths
+  """Writes pictures, uint8 [height, width, 3], as NAME.png; returns paths."""
+  paths = {
+    epath.Path(workdir) / f'{name}.png': x for name, x in pictures.items()
+  }
+  for path, pixels in paths.items():
+    path.write_bytes(images.encode_png(pixels))
+  return list(paths)

@@ -20,7 +20,6 @@ import inspect
 import os
 import pathlib
 import sys
-import traceback
 from typing import Any
 
 import ml_collections
@@ -44,9 +43,6 @@ def find(path: str) -> str:
   A file of the user comes first. Without one, NAME.py (also NAME),
   configs/NAME.py and .../vit_jax/configs/NAME.py, where the original has its
   configs, mean a config that is installed with the package.
-
-  Raises:
-    FileNotFoundError: names the nearest installed config.
   """
   if os.path.isfile(path):
     return path
@@ -72,9 +68,7 @@ def find(path: str) -> str:
 def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
   """Returns the config of FILE.py[:ARG], locked, and the path of the file.
 
-  Raises:
-    FileNotFoundError: if there is no such file, see `find`.
-    ValueError: if the file has an error, or the argument is wrong.
+  ValueError if the file has an error or the argument is wrong; see also `find`.
   """
   path, colon, argument = text.partition(':')
   path = find(path)
@@ -107,19 +101,11 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
   except Exception as e:
     raise ValueError(
       f"config='{path}' cannot be read: {type(e).__name__} in line "
-      f'{_line(e, path)}: {e} (--config)'
+      f'{cli.place_of(e, path).rpartition(":")[2]}: {e} (--config)'
     ) from e
   if type(config) is not ml_collections.ConfigDict:
     config = ml_collections.ConfigDict(config)
   return config.lock(), path
-
-
-def _line(error, path):
-  """Returns the number of the line of a file that raised an error."""
-  if isinstance(error, SyntaxError):
-    return error.lineno
-  frames = traceback.extract_tb(error.__traceback__)
-  return [frame.lineno for frame in frames if frame.filename == path][-1]
 
 
 # --- Keys ---
@@ -130,16 +116,10 @@ def set_keys(
 ):
   """Sets keys of a config, in place, by the words of a command line.
 
-  A length in steps takes the place of one in epochs, and the other way round.
-
-  Args:
-    config: config of a config file.
-    given: pairs of a dotted key and its value as text; True for a key that is
-      named without a value, False for one that is negated. Of equal keys the last
-      one counts.
-
-  Raises:
-    ValueError: names the key, its value and the valid values.
+  `given` are pairs of a dotted key and its value as text; True for a key that
+  is named without a value, False for one that is negated. Of equal keys the
+  last one counts. A length in steps takes the place of one in epochs, and the
+  other way round. ValueError names the key, its value and the valid values.
   """
   given = dict(given)
   known = known_keys(config)
@@ -160,9 +140,8 @@ def set_keys(
 def known_keys(config, nested: bool = False) -> dict[str, rules.Rule]:
   """Returns the rules of all keys that can be set, by dotted key.
 
-  Args:
-    config: config of a run, or of a program whose groups are configs of runs.
-    nested: whether the config is a group of another one.
+  The config is that of a run, or of a program whose groups (`nested`) are
+  configs of runs.
   """
   found = _rules_of_types(config)
   for key, value in config.items():
@@ -217,20 +196,11 @@ def _rules_of_types(group):
   return found
 
 
-def _text(value):
-  return None if isinstance(value, str) else 'must be a text'
-
-
-def _integer(value):
-  fits = isinstance(value, int) and not isinstance(value, bool)
-  return None if fits else 'must be a whole number'
-
-
 _OF_TYPES = {
   bool: rules.flag,
-  int: _integer,
+  int: lambda x: None if type(x) is int else 'must be a whole number',
   float: rules.finite,
-  str: _text,
+  str: lambda x: None if isinstance(x, str) else 'must be a text',
   tuple: rules.sequence,
   list: rules.sequence,
 }
@@ -305,17 +275,8 @@ def _raise_unknown(name, known):
       f'config.{name} is a group of keys: set one of them, such as '
       f'--config.{inside[0]}'
     )
-  last = name.rpartition('.')[2]
-  near = [other for other in known if other.endswith(f'.{name}')]
-  near += difflib.get_close_matches(name, known, n=1)
-  by_last = {other.rpartition('.')[2]: other for other in reversed(known)}
-  close = difflib.get_close_matches(last, by_last, n=1)
-  near += [by_last[other] for other in close]
-  # Keys that contain it, such as base_lr for lr.
-  near += [other for other in known if len(last) > 1 and last in other]
-  hint = f"did you mean '{near[0]}'? " if near else ''
-  raise ValueError(
-    f"config has no key '{name}': {hint}The keys of a config are in "
-    'configs/common.py, those of config.model in configs/models.py, those of '
-    'config.task_options in the file of the task'
+  where = (
+    'the keys of a config are in configs/common.py, those of config.model in '
+    'configs/models.py, those of config.task_options in the file of the task'
   )
+  rules.raise_unknown(name, known, where=where)

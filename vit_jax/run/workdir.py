@@ -32,36 +32,18 @@ from vit_jax.run import config as run_config
 # how it is observed. They may differ when a run resumes, for example on other
 # devices.
 FREE_KEYS = (
-  'accum_steps',
-  'batch_eval',
-  'best_metric',
-  'broken_images',
-  'checkpoint_every',
-  'eval_every',
-  'evals',
-  'fewshot',
-  'keep_checkpoints',
-  'layer_probe',
-  'log_attention',
-  'log_images',
-  'max_image_pixels',
-  'mesh',
-  'model.masks_at_a_time',
-  'prefetch',
-  'profile_steps',
-  'progress_every',
-  'real_labels',
-  'sharding_rules',
-  'task_options.merge_stuff',
-  'task_options.tight',
-  'tfds_data_dir',
-  'tfds_manual_dir',
+  'accum_steps', 'batch_eval', 'best_metric', 'broken_images', 'checkpoint_every',
+  'eval_every', 'evals', 'fewshot', 'keep_checkpoints', 'layer_probe',
+  'log_attention', 'log_images', 'max_image_pixels', 'mesh',
+  'model.masks_at_a_time', 'prefetch', 'profile_steps', 'progress_every',
+  'real_labels', 'sharding_rules', 'task_options.merge_stuff',
+  'task_options.tight', 'tfds_data_dir', 'tfds_manual_dir',
   *(
     f'{layers}.{key}'
     for layers in ('model', 'model.transformer', 'model.vit.transformer')
     for key in ('attention', 'remat', 'scan')
   ),
-)
+)  # fmt: skip
 # Keys that are computed from the size of the data.
 _LENGTHS = ('total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs')
 # Keys that tell where data and weights are: compared are their fingerprints.
@@ -73,25 +55,13 @@ _DATA, _WEIGHTS = _PLACES
 # Beginnings of places outside of this machine.
 _SCHEMES = ('gs', 's3')
 PACKAGES = (
-  'vit_jax',
-  'jax',
-  'jaxlib',
-  'flax',
-  'optax',
-  'orbax-checkpoint',
-  'tensorflow',
-  'tensorflow-cpu',
-  'tensorflow-datasets',
-  'numpy',
-)
+  'vit_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorflow',
+  'tensorflow-cpu', 'tensorflow-datasets', 'numpy',
+)  # fmt: skip
 
 
 def folder(workdir) -> epath.Path:
-  """Returns the path of a workdir.
-
-  Raises:
-    ValueError: if nothing can be written there, such as at http://.
-  """
+  """Returns the path of a workdir; ValueError where none can be, as at http://."""
   scheme, found, _ = str(workdir).partition('://')
   if found and scheme not in _SCHEMES:
     raise ValueError(
@@ -102,12 +72,9 @@ def folder(workdir) -> epath.Path:
 
 
 def absolute(path) -> epath.Path:
-  """Returns the absolute path, which Orbax requires.
-
-  A path with a scheme, such as gs://, stays as it is.
-  """
-  text = str(path)
-  return epath.Path(text if '://' in text else os.path.abspath(text))
+  """Returns the absolute path, which Orbax requires; gs:// stays as it is."""
+  text = os.fspath(path)
+  return epath.Path(text if files.is_remote(text) else os.path.abspath(text))
 
 
 def to_plain(config) -> dict[str, Any]:
@@ -121,6 +88,7 @@ def facts(config) -> dict[str, Any]:
   return {**flatten(to_plain(config)), **versions}
 
 
+@processes.by_first('checking the workdir')
 def check(
   workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
 ):
@@ -137,32 +105,22 @@ def check(
     ValueError: if the folder holds a run with another config, other classes or
       other training data, or holds other files; lists the differences.
   """
-
-  def compare():
-    path = folder(workdir)
-    if _check_config(path, config, FREE_KEYS):
-      for name, value in metadata.items():
-        if (path / f'{name}.json').exists():
-          _check_metadata(path / f'{name}.json', value)
-      _check_data(path, data)
-
-  processes.from_first('checking the workdir', compare)
+  path = folder(workdir)
+  if _check_config(path, config, FREE_KEYS):
+    for name, value in metadata.items():
+      if (path / f'{name}.json').exists():
+        _check_metadata(path / f'{name}.json', value)
+    _check_data(path, data)
 
 
+@processes.by_first('checking the workdir')
 def check_config(workdir, config, moved: bool = True):
   """Checks a complete config as `check` does, except its lengths.
 
-  Args:
-    workdir: see check.
-    config: a complete config; its length may be given in epochs.
-    moved: whether data and weights may be elsewhere than before, since `check`
-      and `check_weights` compare their content later.
+  `moved` tells whether data and weights may be elsewhere than before, since
+  `check` and `check_weights` compare their content later.
   """
-  free = (*FREE_KEYS, *_LENGTHS)
-  processes.from_first(
-    'checking the workdir',
-    lambda: _check_config(folder(workdir), config, free, moved),
-  )
+  _check_config(folder(workdir), config, (*FREE_KEYS, *_LENGTHS), moved)
 
 
 def _check_config(path, config, free, moved=True) -> bool:
@@ -196,49 +154,36 @@ def _check_config(path, config, free, moved=True) -> bool:
   return True
 
 
+@processes.by_first('looking for the weights of the run')
 def has_moved_weights(workdir, config) -> bool:
   """Returns whether a run's config names its weights at another place."""
-
-  def compare():
-    path = folder(workdir)
-    if not (path / _WEIGHTS).exists():
-      return False
-    old, new = (to_plain(x) for x in (_read_config(path), config))
-    return any(old.get(key) != new.get(key) for key in _PLACES[_WEIGHTS])
-
-  return processes.from_first('looking for the weights of the run', compare)
+  path = folder(workdir)
+  if not (path / _WEIGHTS).exists():
+    return False
+  old, new = (to_plain(x) for x in (_read_config(path), config))
+  return any(old.get(key) != new.get(key) for key in _PLACES[_WEIGHTS])
 
 
+@processes.by_first('comparing the weights')
 def check_weights(workdir, config, weights: Mapping[str, Any]):
-  """Checks that weights, by path, are those that a run has begun with.
-
-  Raises:
-    ValueError: if they are others than those; names what the config names.
-  """
-
-  def compare():
-    file = folder(workdir) / _WEIGHTS
-    if not file.exists():
-      return
-    if _read_object(file).get('weights') != _digest_of_arrays(weights):
-      named = {key: config[key] for key in _PLACES[_WEIGHTS] if config[key]}
-      raise ValueError(
-        f"workdir='{workdir}' belongs to a run from other weights than those of "
-        f'{named or "config.pretrained=None"}: restore the former to resume that '
-        'run, or use another --workdir'
-      )
-
-  processes.from_first('comparing the weights', compare)
+  """Raises ValueError if weights, by path, are not those that a run began with."""
+  file = folder(workdir) / _WEIGHTS
+  if not file.exists():
+    return
+  if _read_object(file).get('weights') != _digest_of_arrays(weights):
+    named = {key: config[key] for key in _PLACES[_WEIGHTS] if config[key]}
+    raise ValueError(
+      f"workdir='{workdir}' belongs to a run from other weights than those of "
+      f'{named or "config.pretrained=None"}: restore the former to resume that '
+      'run, or use another --workdir'
+    )
 
 
+@processes.by_first('storing a hash of the weights')
 def store_weights(workdir, weights: Mapping[str, Any]):
   """Stores a hash of the weights that a run begins with, for check_weights."""
-
-  def write():
-    content = json.dumps({'weights': _digest_of_arrays(weights)})
-    files.write(folder(workdir) / _WEIGHTS, content)
-
-  processes.from_first('storing a hash of the weights', write)
+  content = json.dumps({'weights': _digest_of_arrays(weights)})
+  files.write(folder(workdir) / _WEIGHTS, content)
 
 
 def _digest_of_arrays(arrays) -> str:
@@ -258,10 +203,9 @@ def _check_metadata(file, value):
   what = f'{old!r:.100} there, {new!r:.100} here'
   if isinstance(old, list) and isinstance(new, list):
     what = f'{len(old)} entries there, {len(new)} here'
-    for i, (before, now) in enumerate(zip(old, new)):
-      if before != now:
-        what += f'; number {i} is {before!r} there, {now!r} here'
-        break
+    pairs = enumerate(zip(old, new))
+    if changed := [(i, *pair) for i, pair in pairs if pair[0] != pair[1]]:
+      what += '; number {} is {!r} there, {!r} here'.format(*changed[0])
   raise ValueError(
     f"'{file}' differs from what the data say now ({what}): the run has learned "
     'the former. Restore the former names in the data, or train into another '
@@ -282,30 +226,31 @@ def _check_data(path, data):
     before = sources.get(name, {})
     if not isinstance(before, dict):
       raise _damaged(file, f'{name!r} is {before!r:.50}')
-    # Fingerprints that only one of the versions has are not compared.
-    differing = differences(
-      {k: v for k, v in before.items() if k in found},
-      {k: v for k, v in found.items() if k in before},
-    )
-    if not differing:
-      continue
-    if name == 'train':
+    # Versions may differ in the fingerprints that they take.
+    differing = differences(before, found, common=True)
+    if differing and name == 'train':
       raise ValueError(
         f"workdir='{path}' belongs to a run on other training data:\n  "
         + '\n  '.join(differing)
         + '\nRestore those data to resume that run, or train into another '
         f'--workdir with --config.pretrained={path}'
       )
-    logging.warning(
-      'Evaluation %s is on other data than before: %s; its metrics cannot be '
-      'compared with the earlier ones',
-      name,
-      '; '.join(differing),
+    if differing:
+      logging.warning(
+        f'Evaluation {name} is on other data than before: {"; ".join(differing)}; '
+        'its metrics cannot be compared with the earlier ones'
+      )
+
+
+def differences(old, new, free=(), common: bool = False) -> list[str]:
+  """Lists the keys, other than free ones, in which two trees differ.
+
+  With `common`, keys of the roots that only one of the trees has do not count.
+  """
+  if common:
+    old, new = (
+      {k: x[k] for k in x if k in old and k in new} for x in (old, new)
     )
-
-
-def differences(old, new, free=()) -> list[str]:
-  """Lists the keys, other than free ones, in which two trees differ."""
   old, new = flatten(old), flatten(new)
   return [
     f'{key}: {old.get(key)} there, {new.get(key)} here'
@@ -315,120 +260,90 @@ def differences(old, new, free=()) -> list[str]:
   ]
 
 
+@processes.by_first('writing the workdir')
 def create(
   workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
 ):
-  """Writes the files of a run, see check; process 0 does so for all.
-
-  Raises:
-    ValueError: if the folder cannot be written.
-  """
-
-  def write():
-    path = folder(workdir)
-    contents = {f'{name}.json': value for name, value in metadata.items()}
-    contents[_DATA] = {'metadata': _digest(metadata), 'sources': data}
-    contents['versions.json'] = _versions()
-    try:
-      path.mkdir(parents=True, exist_ok=True)
-      for name, value in contents.items():
-        files.write(path / name, json.dumps(value, indent=1))
-      # Written last, since config.json marks the folder as that of a run.
-      files.write(
-        path / 'config.json',
-        json.dumps(to_plain(config), indent=1, sort_keys=True),
-      )
-    except OSError as e:
-      raise ValueError(
-        f"workdir='{workdir}' cannot be written: {e}; give a writable folder "
-        '(--workdir)'
-      ) from e
-
-  processes.from_first('writing the workdir', write)
+  """Writes the files of a run, see `check`; ValueError if that fails."""
+  path = folder(workdir)
+  contents = {
+    **metadata,
+    'data': {'metadata': _digest(metadata), 'sources': data},
+    'versions': _versions(),
+    # Written last, since config.json marks the folder as that of a run.
+    'config': to_plain(config),
+  }
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    for name, value in contents.items():
+      text = json.dumps(value, indent=1, sort_keys=name == 'config')
+      files.write(path / f'{name}.json', text)
+  except OSError as e:
+    raise ValueError(
+      f"workdir='{workdir}' cannot be written: {e}; give a writable folder "
+      '(--workdir)'
+    ) from e
 
 
 def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
   """Returns the complete config of a run, and its metadata.
 
-  Raises:
-    FileNotFoundError: if the folder holds no run.
-    ValueError: if its files cannot be read or were changed, or its task is
-      unknown.
+  FileNotFoundError if the folder holds no run; ValueError if its files cannot
+  be read or were changed, or its task is unknown.
   """
-  path = folder(workdir)
+  path, digest = folder(workdir), None
   config = _read_config(path)
-  task = run_config.get_task(config.task)
-  metadata = {name: _read_json(_existing(path, name)) for name in task.METADATA}
-  if (path / _DATA).exists():
-    if _read_object(path / _DATA).get('metadata') != _digest(metadata):
-      raise ValueError(
-        f"{[f'{name}.json' for name in metadata]} in workdir='{path}' are not those "
-        'that the run has learned (data.json has a hash of them): restore the files '
-        'that the run wrote'
-      )
-  # Runs of older versions have no hash of the metadata.
-  return config, _checked(path, metadata, task.METADATA)
+  if (path / _DATA).exists():  # Runs of older versions have no hash.
+    digest = _read_object(path / _DATA).get('metadata', '')
+  rules = run_config.get_task(config.task).METADATA
+  return config, _read_metadata(path, rules, rules, digest)
 
 
+@processes.by_first('reading what the run has learned')
 def stored(workdir, names, rules) -> dict[str, Any]:
   """Returns metadata of the run in a folder; {} if no run has begun there.
 
-  Args:
-    workdir: the folder; it need not exist.
-    names: names of the metadata.
-    rules: rules for them by name, see vit_jax.tasks.base.Task.METADATA.
+  `rules` are those of the metadata by name, see
+  vit_jax.tasks.base.Task.METADATA.
   """
-
-  def find():
-    path = folder(workdir)
-    if not (path / 'config.json').exists():
-      return {}
-    found = {name: _read_json(_existing(path, name)) for name in names}
-    return _checked(path, found, rules)
-
-  return processes.from_first('reading what the run has learned', find)
+  path = folder(workdir)
+  begun = (path / 'config.json').exists()
+  return _read_metadata(path, names, rules) if begun else {}
 
 
-def _checked(path, metadata, rules):
-  """Returns metadata of a run; raises ValueError if they break their rules."""
-  for name in metadata.keys() & rules:
-    wrong = rules[name](metadata[name])
-    if wrong:
-      raise _damaged(path / f'{name}.json', f'{metadata[name]!r:.50} {wrong}')
-  return metadata
-
-
-def _existing(path, name):
-  file = path / f'{name}.json'
-  if not file.exists():
-    raise FileNotFoundError(
-      f"workdir='{path}' holds no run: there is no {name}.json; give the "
-      '--workdir of a training'
+def _read_metadata(path, names, rules, digest=None) -> dict[str, Any]:
+  """Reads metadata; checks their hash, if it is known, and their rules."""
+  found = {name: _read_json(path / f'{name}.json') for name in names}
+  if digest not in (None, _digest(found)):
+    raise ValueError(
+      f"{[f'{name}.json' for name in names]} in workdir='{path}' are not those "
+      'that the run has learned (data.json has a hash of them): restore the files '
+      'that the run wrote'
     )
-  return file
+  for name in found.keys() & rules:
+    if wrong := rules[name](found[name]):
+      raise _damaged(path / f'{name}.json', f'{found[name]!r:.50} {wrong}')
+  return found
 
 
 def as_begun(workdir, config):
-  """Sets keys that were added after a run began to their former behaviour.
+  """Sets keys of a complete config, in place, that were added after a run began.
 
-  Args:
-    workdir: folder of the run; it need not exist.
-    config: a complete config; changed in place.
+  They get their former behaviour. The workdir need not exist.
   """
-
-  def find():
-    file = folder(workdir) / 'config.json'
-    return run_config.before(_read_object(file)) if file.exists() else {}
-
   with config.unlocked():
-    config.update_from_flattened_dict(
-      processes.from_first('reading the config of the workdir', find)
-    )
+    config.update_from_flattened_dict(_before(workdir))
+
+
+@processes.by_first('reading the config of the workdir')
+def _before(workdir):
+  file = folder(workdir) / 'config.json'
+  return run_config.before(_read_object(file)) if file.exists() else {}
 
 
 def _read_config(path) -> ml_collections.ConfigDict:
   """Returns the complete config of a run."""
-  file = _existing(path, 'config')
+  file = path / 'config.json'
   plain = _read_object(file)
   if not isinstance(plain.get('model'), dict):
     raise _damaged(file, f"{plain!r:.50} has no key 'model'")
@@ -449,6 +364,11 @@ def _read_config(path) -> ml_collections.ConfigDict:
 def _read_json(path):
   try:
     return json.loads(path.read_text())
+  except FileNotFoundError as e:
+    raise FileNotFoundError(
+      f"workdir='{path.parent}' holds no run: there is no {path.name}; give the "
+      '--workdir of a training'
+    ) from e
   except (ValueError, RecursionError, IsADirectoryError) as e:
     raise _damaged(path, str(e)) from e
 

@@ -328,12 +328,8 @@ def _check_run(run, folder, found):
   if found is None:
     checkpoint.check_exists(config)
     return
-  before, now = found.get('config', {}), _fixed(config)
-  differing = workdir_lib.differences(
-    {key: value for key, value in before.items() if key in now},
-    {key: value for key, value in now.items() if key in before},
-  )
-  if differing:
+  before = found.get('config', {})
+  if differing := workdir_lib.differences(before, _fixed(config), common=True):
     raise ValueError(
       f"workdir='{folder}' holds a run that is done with another config:\n  "
       + '\n  '.join(differing)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from collections.abc import Iterable
 import contextlib
 import errno
+import itertools
+import pickletools
 import re
 from typing import Any
 import zipfile
@@ -33,13 +35,23 @@ _NO_WEIGHTS = re.compile(
   r'(.+\.)?(num_batches_tracked|attn\.(masked_)?bias)'
 )  # fmt: skip
 
+# Pickle opcodes that import a name, and the names that a state dict may import.
+_GLOBALS = ('GLOBAL', 'STACK_GLOBAL', 'INST', 'EXT1', 'EXT2', 'EXT4')
+_HARMLESS = re.compile(
+  r'collections (OrderedDict|Counter)|_codecs encode'
+  r'|(builtins|__builtin__) (set|complex)'
+  r'|torch(\.storage|\.nn\.parameter)? \w+|torch\.serialization _get_layout'
+  r'|torch\._utils _rebuild_(tensor(_v[23])?|parameter(_with_state)?|qtensor'
+  r'|sparse_tensor|meta_tensor_no_storage)'
+)
 
-def is_weights(name: Any) -> bool:
+
+def _is_weights(name: Any) -> bool:
   """Returns whether an array of this name in a state dict holds weights."""
   return not (isinstance(name, str) and _NO_WEIGHTS.fullmatch(name))
 
 
-class Unfolds(ValueError):
+class _Unfolds(ValueError):
   """A file decompresses to far more than its size."""
 
 
@@ -75,7 +87,7 @@ def read_npz(
         members = archive.infolist()
     except zipfile.BadZipFile as e:
       raise ValueError('it is no zip archive, or only part of one') from e
-    check_size(sum(info.file_size for info in members), here.stat().length)
+    _check_size(sum(info.file_size for info in members), here.stat().length)
     names = [rename(info.filename.removesuffix('.npy')) for info in members]
     _check_names(names)
     arrays = {}
@@ -90,7 +102,7 @@ def read_npz(
           ) from e
         if not isinstance(array, np.ndarray):
           raise ValueError(f"'{info.filename}' in it is no array")
-        check_array(name, array.dtype.name, array.shape)
+        _check_array(name, array.dtype.name, array.shape)
         arrays[name] = array.astype(array.dtype.newbyteorder('='), copy=False)
   return arrays
 
@@ -104,12 +116,12 @@ def read_safetensors(file: epath.Path) -> dict[str, np.ndarray]:
   ):
     try:
       with safetensors.safe_open(here, framework='numpy') as f:
-        names = list(filter(is_weights, f.keys()))
+        names = list(filter(_is_weights, f.keys()))
         for name in names:
           header = f.get_slice(name)
           dtype = header.get_dtype()
           dtype = _SAFETENSORS_FLOATS.get(dtype, dtype)
-          check_array(name, dtype, header.get_shape())
+          _check_array(name, dtype, header.get_shape())
         return {name: f.get_tensor(name) for name in names}
     except safetensors.SafetensorError as e:
       raise ValueError(
@@ -117,11 +129,95 @@ def read_safetensors(file: epath.Path) -> dict[str, np.ndarray]:
       ) from e
 
 
-def check_size(unfolded: int, length: int):
-  """Raises Unfolds if `length` bytes decompress to far more, `unfolded`."""
+def read_torch(file: epath.Path) -> dict[str, np.ndarray]:
+  """Reads a state dict of PyTorch."""
+  torch = cli.needed('torch', 'torch', f"reading '{file}'")
+  with (
+    naming(file, 'is not a file of PyTorch weights'),
+    fetch.local_input(file) as here,
+  ):
+    state = _load_torch(torch, here)
+    for name, value in state.items():
+      _check_tensor(torch, name, value)
+    # Tensors may share storage, or repeat it with a stride of 0.
+    bytes_in_all = sum(v.numel() * v.element_size() for v in state.values())
+    _check_size(bytes_in_all, here.stat().length)
+    return {name: _to_numpy(torch, value) for name, value in state.items()}
+
+
+def _load_torch(torch, file):
+  """Loads the dict of tensors from a file, without running code in it."""
+  try:
+    _check_pickles(file)
+    state = torch.load(file, map_location='cpu', weights_only=True)
+  except (OSError, _Unfolds):
+    raise
+  except Exception as e:  # pylint: disable=broad-except
+    raise ValueError(
+      'it is truncated, or holds pickled objects, which are never loaded'
+    ) from e
+  if isinstance(state, dict):
+    state = state.get('state_dict', state.get('model', state))
+  if not isinstance(state, dict):
+    raise ValueError('it holds no state dict: arrays by name')
+  return {k: v for k, v in state.items() if _is_weights(k)}
+
+
+def _check_pickles(file):
+  """Raises ValueError if a pickle uses more than the parts of tensors.
+
+  PyTorch admits everything that runs no code, also what may fill the memory: a
+  bytearray of any size, or a tensor that repeats its storage.
+  """
+  if not zipfile.is_zipfile(file):
+    with file.open('rb') as f:
+      # Pickles: magic number, version, system, tensors, keys of the storages.
+      for _ in range(5):
+        _check_pickle(f)
+    return
+  with zipfile.ZipFile(file) as archive:
+    members = archive.infolist()
+    _check_size(sum(info.file_size for info in members), file.stat().length)
+    for info in members:
+      if info.filename.endswith('.pkl'):
+        _check_pickle(archive.read(info))
+
+
+def _check_pickle(pickled):
+  for opcode, argument, _ in pickletools.genops(pickled):
+    if opcode.name in _GLOBALS and not _HARMLESS.fullmatch(str(argument)):
+      raise ValueError(f'{argument} is pickled in it')
+
+
+def _check_tensor(torch, name: Any, value: Any):
+  """Raises ValueError unless `value` is a named plain tensor of floats."""
+  if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+    raise ValueError(
+      f'it holds no state dict, arrays by name: {name!r:.80} is a '
+      f'{type(value).__name__}'
+    )
+  kind = None
+  if value.is_meta:
+    kind = 'on the device meta, which holds no values'
+  elif value.is_quantized:
+    kind = 'quantised: save it with .dequantize()'
+  elif value.layout != torch.strided or value.is_nested:
+    kind = f'of the layout {value.layout}: save it with .to_dense()'
+  if kind:
+    raise ValueError(f"the tensor '{name}' is {kind}")
+  _check_array(name, str(value.dtype).removeprefix('torch.'), value.shape)
+
+
+def _to_numpy(torch, value):
+  value = value.detach()  # It may be a parameter.
+  return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+
+
+def _check_size(unfolded: int, length: int):
+  """Raises _Unfolds if `length` bytes decompress to far more, `unfolded`."""
   limit = max(_SMALL, _UNFOLDS * length)
   if unfolded > limit:
-    raise Unfolds(
+    raise _Unfolds(
       f'its {length:,} bytes unfold to {unfolded:,}, far more than weights do '
       f'(limit {limit:,}): save them uncompressed, without repeated arrays'
     )
@@ -129,26 +225,22 @@ def check_size(unfolded: int, length: int):
 
 def _check_names(names: Iterable[str]):
   """Raises ValueError unless the names form a tree."""
-  seen = set()
-  for name in names:
-    if name in seen:
-      raise ValueError(f"it holds several arrays named '{name}'")
-    if name.count('/') >= _DEEPEST:
+  paths = sorted(name.split('/') for name in names)
+  for one, other in itertools.pairwise(paths):
+    if other[: len(one)] == one:
+      name = '/'.join(one)
       raise ValueError(
-        f"the name '{name[:80]}...' has more than {_DEEPEST} parts"
+        f"it holds several arrays named '{name}'"
+        if one == other
+        else f"'{name}' is both an array and a prefix of other names"
       )
-    seen.add(name)
-  branches = set()
-  for name in seen:
-    parts = name.split('/')
-    branches.update('/'.join(parts[:i]) for i in range(1, len(parts)))
-  if seen & branches:
+  if len(longest := max(paths, key=len, default=[])) > _DEEPEST:
     raise ValueError(
-      f"'{min(seen & branches)}' is both an array and a prefix of other names"
+      f"the name '{'/'.join(longest):.80}...' has more than {_DEEPEST} parts"
     )
 
 
-def check_array(name: str, dtype: str, shape: Iterable[int]):
+def _check_array(name: str, dtype: str, shape: Iterable[int]):
   """Raises ValueError unless type and shape are possible for weights."""
   if dtype not in FLOATS:
     raise ValueError(
@@ -173,4 +265,4 @@ def warn_of_what_is_not_finite(file, arrays: dict[str, np.ndarray]):
 def _is_finite(array):
   with np.errstate(over='ignore', invalid='ignore'):
     # NaN and infinity persist in a sum; the sum itself may overflow.
-    return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
+    return bool(np.isfinite(array.sum()) or np.isfinite(array).all())

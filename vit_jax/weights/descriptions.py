@@ -5,13 +5,13 @@ holds what an .npz cannot.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 import json
 from typing import Any
 from typing import NamedTuple
 
 from etils import epath
-import flax.traverse_util
 
 from vit_jax.weights import arrays
 
@@ -50,8 +50,7 @@ def notes_file(npz) -> epath.Path:
 def read(path: epath.Path, describe: Callable[[dict], Description]):
   """Applies `describe` to the content of a JSON file, {} if there is none.
 
-  Raises:
-    ValueError: if the file is damaged or a field has a wrong value; names both.
+  ValueError if the file is damaged or a field has a wrong value; names both.
   """
   with arrays.naming(path, 'cannot be used'):
     return describe(load(path))
@@ -74,18 +73,47 @@ def load(path: epath.Path) -> dict:
   return config
 
 
-def field(
-  config: Mapping[str, Any],
-  key: str,
-  is_right: Callable[[Any], bool],
-  what: str,
-  default=None,
-):
-  """Returns a field, or the default if it is missing or null.
+# A kind of field: which values are right, and what they are in words.
+Kind = tuple[Callable[[Any], bool], str]
 
-  Raises:
-    ValueError: if `is_right` refuses its value; says `what` is valid.
-  """
+
+def is_count(value) -> bool:
+  """Returns whether a value is a number of at least 1, and no absurd one."""
+  return type(value) is int and 0 < value < 2**20
+
+
+def _is_list(fits):
+  return lambda x: isinstance(x, list) and all(map(fits, x))
+
+
+def _is_text(value):
+  return isinstance(value, str)
+
+
+OBJECT: Kind = (lambda x: isinstance(x, dict), 'an object: {...}')
+FLAG: Kind = (lambda x: isinstance(x, bool), 'true or false')
+FLAGS: Kind = (_is_list(FLAG[0]), 'a list of true and false')
+COUNT: Kind = (is_count, 'a number of at least 1')
+COUNTS: Kind = (_is_list(is_count), 'a list of numbers of at least 1')
+EPSILON: Kind = (
+  lambda x: type(x) in (int, float) and 0 < x < 1,
+  'a number between 0 and 1',
+)
+NAMES: Kind = (_is_list(_is_text), 'a list of names')
+SIZE: Kind = (
+  lambda x: is_count(x) or (COUNTS[0](x) and len(x) == 2),
+  'a number of pixels, or [height, width]',
+)
+
+
+def one_of(known: Iterable[str]) -> Kind:
+  """Returns a kind: one of some texts."""
+  return lambda x: _is_text(x) and x in known, f'one of {sorted(known)}'
+
+
+def field(config: Mapping[str, Any], key: str, kind: Kind, default=None):
+  """Returns a field, or `default` if it is missing or null; checks its kind."""
+  is_right, what = kind
   value = config.get(key)
   if value is None:
     return default
@@ -94,16 +122,9 @@ def field(
   return value
 
 
-def fields(config, key):
-  """Returns a field that is an object; {} if it is missing."""
-  is_right = lambda x: isinstance(x, dict)
-  return field(config, key, is_right, 'an object: {...}', {})
-
-
-def choice(config, key, kinds, default=None):
-  """Returns a field that is one of some texts."""
-  is_right = lambda x: isinstance(x, str) and x in kinds
-  return field(config, key, is_right, f'one of {sorted(kinds)}', default)
+def names(config, key) -> tuple[str, ...] | None:
+  """Returns a field that is a list of names; None if it is empty."""
+  return tuple(field(config, key, NAMES, ())) or None
 
 
 def only(config, models: str, **values):
@@ -116,65 +137,31 @@ def only(config, models: str, **values):
       )
 
 
-def is_count(value) -> bool:
-  """Returns whether a value is a number of at least 1."""
-  return type(value) is int and 0 < value < 2**20
-
-
-def count(config, key):
-  """Returns a field that is a number of at least 1."""
-  return field(config, key, is_count, 'a number of at least 1')
-
-
-def epsilon(config, key, default=None):
-  """Returns a field that is a number between 0 and 1."""
-  is_right = lambda x: type(x) in (int, float) and 0 < x < 1
-  return field(config, key, is_right, 'a number between 0 and 1', default)
-
-
-def names(config, key) -> tuple[str, ...] | None:
-  """Returns a field that is a list of names; None if it is empty."""
-  is_right = lambda x: (
-    isinstance(x, list) and all(isinstance(name, str) for name in x)
-  )
-  found = field(config, key, is_right, 'a list of names')
-  return tuple(found) if found else None
-
-
-def size(config, key):
-  """Returns (height, width) from a field that holds one number or two."""
-  is_right = lambda x: (
-    is_count(x)
-    or (isinstance(x, list) and len(x) == 2 and all(map(is_count, x)))
-  )
-  what = 'a number of pixels, or [height, width]'
-  found = field(config, key, is_right, what)
-  return (found, found) if isinstance(found, int) else found and tuple(found)
-
-
 def from_notes(config) -> Description:
   """Returns what the JSON file beside an .npz tells."""
-  model = fields(config, 'model')
-  encoder, resnet = (fields(model, part) for part in ('transformer', 'resnet'))
+  model = field(config, 'model', OBJECT, {})
   known = {
-    'transformer': dict(
-      gelu=choice(encoder, 'gelu', ('erf', 'tanh')),
-      norm_eps=epsilon(encoder, 'norm_eps'),
-    ),
-    'resnet': dict(eps=choice(resnet, 'eps', _EPSILONS)),
-    'eps': choice(model, 'eps', _EPSILONS),  # Of a BiT ResNet.
+    'transformer': {'gelu': one_of(('erf', 'tanh')), 'norm_eps': EPSILON},
+    'resnet': {'eps': one_of(_EPSILONS)},
+    'eps': one_of(_EPSILONS),  # Of a BiT ResNet.
   }
-  unknown = {*(model.keys() - known), *(encoder.keys() - known['transformer'])}
-  unknown |= resnet.keys() - known['resnet']
+  return Description(_known_fields(model, known), names(config, 'class_names'))
+
+
+def _known_fields(given, known) -> dict:
+  """Returns the fields of a model, nested like the table of their kinds."""
+  unknown = given.keys() - known
   if unknown:
     raise ValueError(
       f'model has {sorted(unknown)}, which this version does not know'
     )
-  flat = flax.traverse_util.flatten_dict(known)
-  found = {path: value for path, value in flat.items() if value is not None}
-  return Description(
-    flax.traverse_util.unflatten_dict(found), names(config, 'class_names')
-  )
+  found = {}
+  for key in given:
+    if isinstance(known[key], dict):
+      found[key] = _known_fields(field(given, key, OBJECT, {}), known[key])
+    else:
+      found[key] = field(given, key, known[key])
+  return {key: value for key, value in found.items() if value not in (None, {})}
 
 
 def labels(config, gap: str | None = None) -> tuple[str, ...] | None:
@@ -182,18 +169,15 @@ def labels(config, gap: str | None = None) -> tuple[str, ...] | None:
 
   `gap` names the numbers that no class has; None: all must be there.
   """
-
-  def is_right(x):
-    return (
-      isinstance(x, dict)
-      and all(isinstance(name, str) for name in x.values())
-      and all(number.isdecimal() for number in x)
-      and max(map(int, x), default=0) < _MOST_CLASSES
-      and (gap is not None or set(x) == {str(i) for i in range(len(x))})
-    )
-
+  is_right = lambda x: (
+    isinstance(x, dict)
+    and all(map(_is_text, x.values()))
+    and all(number.isdecimal() for number in x)
+    and max(map(int, x), default=0) < _MOST_CLASSES
+    and (gap is not None or set(x) == {str(i) for i in range(len(x))})
+  )
   what = 'an object that names each class: {"0": ..., "1": ...}'
-  found = field(config, 'id2label', is_right, what, {})
+  found = field(config, 'id2label', (is_right, what), {})
   number = 1 + max(map(int, found), default=-1)
   return tuple(found.get(str(i), gap) for i in range(number)) or None
 

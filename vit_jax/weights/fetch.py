@@ -3,8 +3,8 @@
 A file at https:// or gs:// is fetched once, into $VIT_JAX_CACHE (by default
 ~/.cache/vit_jax), where it appears only when it is complete, and has the hash
 that the server gives: x-goog-hash, or an ETag that is a hash. The environment
-variable VIT_JAX_INSECURE=1, which the flag --insecure of the commands sets, also
-allows http:// and another hash.
+variable VIT_JAX_INSECURE=1, which the flag --insecure of the commands sets,
+also allows http:// and another hash.
 """
 
 import base64
@@ -70,16 +70,10 @@ def is_remote(path: str) -> bool:
 def fetch(path: str) -> epath.Path:
   """Returns the local path of a file; fetches a remote file first.
 
-  Args:
-    path: a local path, a URL, or gs://bucket/file. Buckets are tried without
-      credentials first, then with those of this machine.
-
-  Raises:
-    FileNotFoundError: if there is no such file.
-    PermissionError: if access is denied.
-    OSError: if the file cannot be fetched, or has another hash than the server
-      gives.
-    ValueError: if the URL is not encrypted and VIT_JAX_INSECURE is not set.
+  A file in a bucket is tried without credentials first, then with those of this
+  machine. FileNotFoundError or PermissionError if there is none or no access,
+  OSError if it cannot be fetched or has another hash than the server gives,
+  ValueError if the URL is not encrypted and VIT_JAX_INSECURE is not set.
   """
   path = str(path)
   if not is_remote(path):
@@ -107,8 +101,11 @@ def fetch(path: str) -> epath.Path:
         _hash_of(response.headers, redirects.etag),
       )
   except urllib.error.HTTPError as e:
-    if path.startswith('gs://') and _copy_from_bucket(path, target):
-      return epath.Path(target)
+    if path.startswith('gs://'):
+      # Without access or a library for buckets, the first error counts.
+      with contextlib.suppress(Exception):
+        copy(path, str(target))
+        return epath.Path(target)
     kinds = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError}
     raise kinds.get(e.code, OSError)(
       f"'{path}' cannot be fetched: the server answers {e.code} {e.reason}"
@@ -137,9 +134,8 @@ def _check_encrypted(url):
 class _Redirects(urllib.request.HTTPRedirectHandler):
   """Follows redirections, but not from https:// to http://.
 
-  Attributes:
-    etag: the hash that the first server gives of the file at the second, as
-      Hugging Face does; '' if it gives none; None without a redirection.
+  `etag` is the hash that the first server gives of the file at the second, as
+  Hugging Face does; '' if it gives none; None without a redirection.
   """
 
   etag: str | None = None
@@ -153,9 +149,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 def _hash_of(headers, linked: str | None) -> tuple[str, str] | None:
   """Returns (algorithm, hexadecimal hash) of a file, if its server gives it.
 
-  Args:
-    headers: headers of the response, an email.message.Message.
-    linked: see _Redirects; the ETag of the second server may be anything.
+  `headers` are those of the response, an email.message.Message; `linked` see
+  _Redirects: the ETag of the second server may be anything.
   """
   if (
     _is_insecure() or headers.get('Content-Encoding', 'identity') != 'identity'
@@ -175,24 +170,10 @@ def _hash_of(headers, linked: str | None) -> tuple[str, str] | None:
   return {32: 'md5', 64: 'sha256'}[len(found[1])], found[1]
 
 
-def _copy_from_bucket(path, target):
-  """Copies with this machine's credentials; returns whether that worked."""
-  try:
-    copy(path, str(target))
-  except Exception:  # pylint: disable=broad-except
-    return False  # No access either, or no library for buckets.
-  return True
-
-
-def is_elsewhere(path: epath.Path) -> bool:
-  """Returns whether `path` has a scheme of epath, such as gs://."""
-  return '://' in str(path)
-
-
 @contextlib.contextmanager
 def local_input(path: epath.Path) -> Iterator[epath.Path]:
   """Yields a local path of a file; a remote file is copied for as long."""
-  if not is_elsewhere(path):
+  if not files.is_remote(path):
     yield path
     return
   with tempfile.TemporaryDirectory() as folder:
@@ -228,14 +209,10 @@ def copy(
 
 
 def _write(blocks: Iterable[bytes], target, length, label, expected=None):
-  """Writes blocks to a file; shows a bar if there is a label.
+  """Writes bytes, `length` if known, to a file; shows a bar if it has a label.
 
-  Args:
-    blocks: the content.
-    target: the file, which appears only when it is complete.
-    length: bytes that must arrive; None if that is not known.
-    label: name of the content.
-    expected: (algorithm, hexadecimal hash) of the content, if known.
+  The file appears only when it is complete. `expected` is (algorithm,
+  hexadecimal hash) of the content, if it is known.
   """
   name, want = expected or ('md5', None)
   digest = hashlib.new(name, usedforsecurity=False)

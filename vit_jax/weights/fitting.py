@@ -1,11 +1,10 @@
 """Selects the weights of a file that fit a model, and resizes embeddings.
 
-Names and shapes are compared leaf by leaf. Position embeddings are resized as in
-section 3.2 of the paper.
+Names and shapes are compared leaf by leaf. Position embeddings are resized as
+in section 3.2 of the paper.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Sequence
 import contextlib
 import math
@@ -46,11 +45,11 @@ def transferable(
 
   Args beside those of `load_pretrained`:
     expected: parameters of the model, arrays or jax.ShapeDtypeStruct, and
-      beside them what else comes from weights, see vit_jax.weights.reading.EXTRA.
+      what else comes from weights, see vit_jax.weights.reading.EXTRA.
     new: prefixes of the paths that keep their initial values; or a function
       that returns them, see vit_jax.tasks.base.Task.new_params.
     partly: whether the model may have parameters that no published model has,
-      and the file more layers; see `load_pretrained`.
+      and the file more layers.
     adapt: changes what was read, see vit_jax.tasks.base.Task.adapt_weights.
     place: where in the config of a run `model_config` is.
   """
@@ -60,17 +59,20 @@ def transferable(
   _check_family(pretrained_path, reading.leaves_of(weights), want)
   weights = adapt(weights)
   flat = reading.leaves_of(weights)
-  _note_zero_head(pretrained_path, flat)
+  if 'head/kernel' in flat and not flat['head/kernel'].any():
+    logging.warning(
+      f"The head of '{pretrained_path}' is all zeros: these weights have no "
+      'trained classifier'
+    )
   with _explaining(pretrained_path, weights.params, expected):
     if callable(new):
       new = new(flat, want, weights.class_names)
     if model_config.get('representation_size') is None:
       new = (*new, 'pre_logits/')
     new = tuple(new)
-    taken = {path: flat[path] for path in _choose(flat, want, new, partly)}
-    if any(map(_POSEMB.fullmatch, taken)):
-      grid = grid or _grid(weights)
-      taken |= _resize(taken, want, grid, new_grid)
+    have = {k: v for k, v in flat.items() if not k.startswith(new)}
+    resized, faults = _resized(have, want, grid or _grid(weights), new_grid)
+    taken = _choose(have | resized, want, new, partly, faults)
   note_differences(weights, model_config, place)
   if partly:
     _note_parts(pretrained_path, flat, want, taken, new)
@@ -80,10 +82,8 @@ def transferable(
 def with_classes(weights, class_names: Sequence[str]):
   """Returns a detector's weights with a class head for some of its classes.
 
-  Args:
-    weights: a reading.Weights.
-    class_names: the classes, in order. If the weights lack one of these names,
-      or have it several times, the weights are returned as they are.
+  If the weights lack one of the names, or have it several times, they are
+  returned as they are.
   """
   names = weights.class_names or ()
   known = all(names.count(name) == 1 for name in class_names)
@@ -109,9 +109,8 @@ def _check_family(path, have, want):
     )
 
 
-def _choose(flat, want, new, partly):
-  """Lists the paths to take from the file; raises ValueError if they do not fit."""
-  have = {k: v for k, v in flat.items() if not k.startswith(new)}
+def _choose(have, want, new, partly, faults) -> dict[str, np.ndarray]:
+  """Returns what to take of the file; raises ValueError if it does not fit."""
   if not any(key.startswith('pre_logits/') for key in have):
     new += ('pre_logits/',)
   want = {k: v for k, v in want.items() if not k.startswith(new)}
@@ -120,17 +119,8 @@ def _choose(flat, want, new, partly):
     missing = [path for path in missing if identify.is_published(path)]
     deepest = max(map(_layer, want), default=-1)
     extra = [path for path in extra if not _layer(path) > deepest >= 0]
-  both = {k: v for k, v in have.items() if k in want}
-  misfits = identify.misfits(
-    {k: v for k, v in both.items() if not _resizes(k, have, want)}, want
-  )
-  misfits += [
-    f'{path}: {_SEQUENCE}'
-    for path in both
-    if _is_relative(path) and both[path].shape != want[path].shape
-  ]
-  fail_for(misfits + say_missing(missing) + say_extra(extra))
-  return list(both)
+  fail_for(faults + identify.misfits(have, want), missing, extra)
+  return {path: x for path, x in have.items() if path in want}
 
 
 def _layer(path):
@@ -146,41 +136,29 @@ _SEQUENCE = (
 )
 
 
-def _is_relative(path):
-  found = _POSEMB.fullmatch(path)
-  return found is not None and found[1] == 'relative'
+def _resized(have, want, grid, new_grid):
+  """Returns the position embeddings that change with the grid, and what fails.
 
-
-def _resizes(path, have, want):
-  """Returns whether a leaf is a table that can be resized to the model's."""
-  found = _POSEMB.fullmatch(path)
-  old, new = have[path].shape, want[path].shape
-  if not found or ('cls' in have) != ('cls' in want):
-    return False
-  if found[1] == 'pos':
-    return len(old) == 3 and old[::2] == new[::2]
-  return found[1] in 'xy' and len(old) == 2 and old[1:] == new[1:]
-
-
-def _resize(taken, want, grid, new_grid):
-  """Returns the position embeddings that change with the grid, by path.
-
-  An equal number of tokens may be another grid: 2 x 8 and 4 x 4.
+  An equal number of tokens may be another grid: 2 x 8 and 4 x 4. What cannot be
+  resized keeps its shape, which then does not fit.
   """
   moved = bool(grid and new_grid and tuple(grid) != tuple(new_grid))
-  resized = {}
-  for path in filter(_POSEMB.fullmatch, taken):
-    table, shape = taken[path], want[path].shape
-    if moved and _is_relative(path):
-      fail_for([f'{path}: {_SEQUENCE}'])
-    if table.ndim == 2 and table.shape != shape:
-      table = positions.resize(np.asarray(table, np.float32), shape[0])
-      resized[path] = table.astype(np.float32)
-    elif table.ndim == 3 and (moved or table.shape != shape):
+  resized, faults = {}, []
+  for path in sorted(filter(_POSEMB.fullmatch, have.keys() & want)):
+    kind, table = _POSEMB.fullmatch(path)[1], have[path]
+    old, new = table.shape, want[path].shape
+    if kind == 'relative' and (moved or old != new):
+      faults.append(f'{path}: {_SEQUENCE}')
+    elif ('cls' in have) != ('cls' in want) or len(old) != len(new):
+      continue
+    elif kind == 'pos' and old[::2] == new[::2] and (moved or old != new):
       resized[path] = interpolate_posembed(
-        table, shape[1], 'cls' in taken, grid, new_grid
+        table, new[1], 'cls' in have, grid, new_grid
       )
-  return resized
+    elif kind in ('x', 'y') and old[1:] == new[1:] and old != new:
+      table = positions.resize(np.asarray(table, np.float32), new[0])
+      resized[path] = table.astype(np.float32)
+  return resized, faults
 
 
 @contextlib.contextmanager
@@ -193,15 +171,6 @@ def _explaining(path, params, expected):
       f"'{path}' looks like {identify.describe(params)}, the model of this "
       f'config like {identify.describe(expected)}: {e}'
     ) from None
-
-
-def _note_zero_head(path, flat):
-  head = flat.get('head/kernel')
-  if head is not None and not head.any():
-    logging.warning(
-      f"The head of '{path}' is all zeros: these weights have no trained "
-      'classifier'
-    )
 
 
 def _note_parts(path, flat, want, taken, new):
@@ -219,18 +188,18 @@ def _note_parts(path, flat, want, taken, new):
       )
 
 
-def say_missing(paths: Iterable[str]) -> list[str]:
-  """Returns a line for each parameter of the model that the weights lack."""
-  return [f'{path}: missing in the weights' for path in paths]
+def fail_for(
+  misfits=(), missing=(), extra=(), what='the weights do not fit the model'
+):
+  """Raises a ValueError that lists what does not fit, if anything.
 
-
-def say_extra(paths: Iterable[str]) -> list[str]:
-  """Returns a line for each of the weights that the model has no place for."""
-  return [f'{path}: not in the model' for path in paths]
-
-
-def fail_for(problems, what: str = 'the weights do not fit the model'):
-  """Raises a ValueError that lists the problems, if there are any."""
+  `misfits` are lines of their own, `missing` and `extra` paths of leaves.
+  """
+  problems = [
+    *misfits,
+    *(f'{path}: missing in the weights' for path in missing),
+    *(f'{path}: not in the model' for path in extra),
+  ]
   if len(problems) > 20:
     problems = [*problems[:20], f'and {len(problems) - 20} more']
   if problems:

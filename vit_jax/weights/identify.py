@@ -22,10 +22,9 @@ def model_config(
     told: fields of the model that shapes do not tell, of a detector or iGPT.
 
   Returns:
-    The fields of VisionTransformer, MlpMixer or BitResNet without
-    `num_classes`, or those of the class of another `kind`. `model_name` is the
-    name in the table of sizes, or a description of the sizes. None if the
-    parameters are those of no such model.
+    The fields of the model's class without `num_classes`. `model_name` is the name
+    in the table of sizes, or a description of the sizes. None if the parameters
+    are those of no model of this package.
   """
   flat = {
     path: tuple(leaf.shape)
@@ -58,16 +57,14 @@ def _matches(config, sizes):
     return False
   defaults = models.class_of(config).__dataclass_fields__
   for key, value in sizes.items():
-    if key == 'representation_size':
-      continue
-    default = defaults[key].default if key in defaults else None
-    have = config.get(key, default)
+    have = config.get(key, getattr(defaults.get(key), 'default', None))
     if isinstance(value, dict):
-      if have is None or any(
-        have.get(k) != v for k, v in value.items() if k != 'num_heads'
-      ):
-        return False
-    elif have != value:
+      pairs = [
+        (have and have.get(k), x) for k, x in value.items() if k != 'num_heads'
+      ]
+    else:
+      pairs = [(have, value)]
+    if key != 'representation_size' and any(x != y for x, y in pairs):
       return False
   return True
 
@@ -111,12 +108,7 @@ def is_published(path: str) -> bool:
 
 
 def misfits(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
-  """Lists the leaves whose shapes differ, each with both shapes.
-
-  Args:
-    have: leaves of weights, arrays or shapes, by '/'-joined path.
-    want: leaves of a model, likewise.
-  """
+  """Lists the leaves, by path, whose shapes differ, each with both shapes."""
   return [
     f'{path}: {tuple(have[path].shape)} in the weights, '
     f'{tuple(want[path].shape)} in the model'

@@ -24,11 +24,11 @@ import flax.traverse_util
 import numpy as np
 
 from vit_jax import cli
+from vit_jax.distributed import files
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import arrays
 from vit_jax.weights import descriptions
 from vit_jax.weights import fetch
-from vit_jax.weights import state_dicts
 from vit_jax.weights.families import families
 
 # Name in a file -> name in Linen, of the layers in an encoder block. Files
@@ -102,9 +102,9 @@ def read(path: str, num_heads: int | None = None) -> Weights:
 
   Raises:
     FileNotFoundError, PermissionError, OSError: if the file cannot be read.
-    ValueError: if the file holds no weights, is damaged or truncated, holds
-      pickled objects or types other than floats, decompresses to far more than
-      its size, or is of no model of this package.
+    ValueError: if the file holds no weights, is damaged, holds pickled objects or
+      other types than floats, unfolds to far more than its size, or is of no
+      model of this package.
     ImportError: if a package is missing; names the extra to install.
   """
   if num_heads is not None and num_heads < 1:
@@ -142,10 +142,11 @@ def _file_in(folder):
 
 def _beside(folder, name):
   """Returns the path of a file in a folder; fetches a remote one."""
+  path = f'{folder}/{name}' if folder else name
   try:
-    return fetch.fetch(f'{folder}/{name}' if folder else name)
+    return fetch.fetch(path)
   except (FileNotFoundError, PermissionError):
-    return epath.Path(folder) / name  # It does not exist.
+    return epath.Path(path)  # It does not exist.
 
 
 def check_packages(path: str):
@@ -162,9 +163,8 @@ def check_packages(path: str):
 def existing(path) -> epath.Path:
   """Returns the local path of a weights file; fetches a remote one.
 
-  Raises:
-    FileNotFoundError: if it does not exist; lists what may be given.
-    ValueError: if it is neither a file nor a folder.
+  FileNotFoundError if it does not exist, ValueError if it is neither a file nor
+  a folder.
   """
   # A folder in a bucket, such as a workdir, is read in place.
   bucket = str(path).startswith('gs://')
@@ -177,7 +177,7 @@ def existing(path) -> epath.Path:
       '(config.pretrained), or the folder of the published files '
       '(config.pretrained_dir)' + fetch.elsewhere(str(path))
     )
-  if not (found.is_dir() or fetch.is_elsewhere(found) or os.path.isfile(found)):
+  if not (found.is_dir() or files.is_remote(found) or os.path.isfile(found)):
     raise ValueError(f"'{path}' is a pipe or a device: give a file of weights")
   return found
 
@@ -187,10 +187,25 @@ def _read_npz(file):
     path: without_ones(path, leaf)
     for path, leaf in arrays.read_npz(file, _linen_name).items()
   }
-  params = flax.traverse_util.unflatten_dict(flat, sep='/')
-  notes = descriptions.notes_file(file)
-  found = descriptions.read(notes, descriptions.from_notes)
-  return Weights(params, 'npz', found.model, found.class_names)
+  found = descriptions.read(
+    descriptions.notes_file(file), descriptions.from_notes
+  )
+  return _weights(flat, 'npz', found)
+
+
+def _weights(flat, kind, found: descriptions.Description) -> Weights:
+  """Returns arrays by path, with what files beside them tell."""
+  tree = flax.traverse_util.unflatten_dict(flat, sep='/')
+  extra = {name: tree.pop(name) for name in EXTRA if name in tree}
+  return Weights(
+    tree,
+    kind,
+    found.model,
+    found.class_names,
+    found.image_size,
+    extra,
+    found.metadata,
+  )
 
 
 def without_ones(path: str, leaf: np.ndarray) -> np.ndarray:
@@ -217,12 +232,7 @@ def _linen_name(key):
 
 
 def file_name(key: str, bit: bool = False) -> str:
-  """Returns the published name of a parameter.
-
-  Args:
-    key: '/'-joined path in Linen's names.
-    bit: whether the model is a BiT ResNet.
-  """
+  """Returns the published name of a parameter's path; `bit`: of a BiT ResNet."""
   if not bit:
     return _rename_block(key, _FILE_NAMES)
   return f'resnet/{_rename_bit(key, _BIT_FILE_NAMES)}' if '/' in key else key
@@ -256,16 +266,18 @@ def _read_workdir(folder):
 
   cli.load_tensorflow()
   config, metadata = workdir_lib.load(folder)
-  own = run_config.get_task(config.task).OWN_PARAMS
+  own = tuple(run_config.get_task(config.task).OWN_PARAMS)
   found = checkpoints_lib.load_weights(folder, EXTRA)
   flat = flax.traverse_util.flatten_dict(found.params, sep='/')
-  flat = {k: v for k, v in flat.items() if not k.startswith(tuple(own))}
+  flat = {k: v for k, v in flat.items() if not k.startswith(own)}
+  crop = config.pp.crop
+  size = (crop, crop) if isinstance(crop, int) else tuple(crop)
   return Weights(
     flax.traverse_util.unflatten_dict(flat, sep='/'),
     'workdir',
     config.model.to_dict(),
     tuple(metadata.pop('class_names', ())) or None,
-    None if config.pp.sides else _pair(config.pp.crop),
+    None if config.pp.sides else size,
     found.extra,
     metadata,
     config.pp.resize,
@@ -277,25 +289,11 @@ def _read_torch(file, num_heads, beside):
   flat = (
     arrays.read_safetensors(file)
     if file.suffix == '.safetensors'
-    else state_dicts.read(file)
+    else arrays.read_torch(file)
   )
   with arrays.naming(file, 'cannot be used'):
     family, naming = families.of_names(flat)
-  found = family.read_beside(beside, file, flat, naming, num_heads)
+  found = family.read_beside(beside, file, flat, naming)
   with arrays.naming(file, 'cannot be used'):
-    flat = family.load(flat, naming, found.num_heads)
-  tree = flax.traverse_util.unflatten_dict(flat, sep='/')
-  extra = {name: tree.pop(name) for name in EXTRA if name in tree}
-  return Weights(
-    tree,
-    naming,
-    found.model,
-    found.class_names,
-    found.image_size,
-    extra,
-    found.metadata,
-  )
-
-
-def _pair(size):
-  return (size, size) if isinstance(size, int) else tuple(size)
+    flat = family.load(flat, naming, num_heads or found.num_heads)
+  return _weights(flat, naming, found)

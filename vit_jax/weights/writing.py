@@ -28,17 +28,11 @@ from vit_jax.weights.families import vit
 class Model(NamedTuple):
   """A model with its weights and everything that a writer needs.
 
-  Attributes:
-    params: nested dict of numpy arrays, with Linen's names.
+  Attributes beside those of vit_jax.weights.reading.Weights:
     config: fields of the model without `num_classes`.
-    class_names: in the order of the logits, or None if unknown.
     num_classes: width of the head; 0 if there is no head.
-    image_size: (height, width) in pixels; None for a detector of images of any
-      size.
-    extra: see vit_jax.weights.reading.Weights.
-    metadata: likewise.
-    source: format that the model was read from, see
-      vit_jax.weights.reading.Weights.
+    image_size: None for a detector of images of any size.
+    source: format that the model was read from, its `kind`.
     resize: how images are resized before the centre is cropped, see
       `config.pp.resize`; None to resize all of an image to `image_size`.
   """
@@ -55,11 +49,7 @@ class Model(NamedTuple):
 
 
 def check(model: Model, to: str) -> list[str]:
-  """Checks that a format holds models of this kind; returns notes.
-
-  Raises:
-    ValueError: if it does not.
-  """
+  """Returns notes; ValueError if a format holds no models of this kind."""
   family = families.of(model.config)
   if to not in family.formats:
     raise ValueError(
@@ -106,21 +96,19 @@ def save(params, path: str):
 
 
 def _write_npz(model, dst):
-  published = identify.model_config(model.params)
-  notes, beside = [], {}
+  family, beside = families.of(model.config), {}
   if model.class_names:
     beside['class_names'] = list(model.class_names)
-  family = families.of(model.config)
-  for key, here, there in family.differences(model.config, published):
-    *groups, name = key.split('.')
-    fields = beside.setdefault('model', {})
-    for group in groups:
-      fields = fields.setdefault(group, {})
-    fields[name] = here
-    notes.append(
-      f'readers of .npz compute with model.{key}={there}, but these weights were '
-      f'made for {here}: logits differ a little'
-    )
+  published = identify.model_config(model.params)
+  differing = list(family.differences(model.config, published))
+  notes = [
+    f'readers of .npz compute with model.{key}={there}, but these weights were '
+    f'made for {here}: logits differ a little'
+    for key, here, there in differing
+  ]
+  if differing:
+    fields = {key: here for key, here, _ in differing}
+    beside['model'] = flax.traverse_util.unflatten_dict(fields, sep='.')
   if beside:
     file = descriptions.notes_file(dst)
     files.write(file, json.dumps(beside, indent=1))
@@ -165,10 +153,7 @@ def _write_safetensors(state, file):
 
 
 def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
-  """Returns config and metadata of a finished run of one step, for a model.
-
-  Classes without known names are named by their numbers.
-  """
+  """Returns config and metadata of a finished run of one step, for a model."""
   from vit_jax.run import config as run_config
 
   config = common.get_config()
@@ -180,6 +165,7 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
   family = families.of(model.config)
   config.update(family.run(model))
+  # Classes without known names are named by their numbers.
   names = model.class_names or [str(i) for i in range(model.num_classes)]
   metadata = {
     'class_names': list(names),
@@ -190,9 +176,8 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   missing = sorted(set(known) - set(metadata))
   if missing:
     raise ValueError(
-      f"a run of the task '{config.task}' needs {missing}, which these weights do "
-      'not bring along: put the preprocessor_config.json of the model beside '
-      'them'
+      f"a run of the task '{config.task}' needs {missing}, which these weights lack: "
+      "put the model's preprocessor_config.json beside them"
     )
   return run_config.complete(config), {name: metadata[name] for name in known}
 

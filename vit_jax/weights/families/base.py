@@ -51,20 +51,15 @@ class Family(abc.ABC):
   ) -> dict[str, np.ndarray]:
     """Converts a state dict to arrays by path.
 
-    Raises:
-      ValueError: if there are arrays that no such model has, if `num_heads`
-        does not divide the width, or is missing though shapes do not tell it.
+    Raises ValueError for arrays that no such model has, and if `num_heads` does
+    not divide the width, or is missing though shapes do not tell it.
     """
 
   @abc.abstractmethod
   def dump(
     self, flat: Mapping[str, np.ndarray], naming: str
   ) -> dict[str, np.ndarray]:
-    """Converts arrays by path to a state dict.
-
-    Raises:
-      ValueError: if other programs have no such model.
-    """
+    """Converts arrays by path to a state dict; ValueError if there is none."""
 
   @abc.abstractmethod
   def sizes(
@@ -72,13 +67,8 @@ class Family(abc.ABC):
   ) -> dict[str, Any]:
     """Returns the fields of the model that has leaves of these shapes.
 
-    Args:
-      flat: shapes by path.
-      told: fields that shapes do not tell.
-
-    Raises:
-      KeyError, IndexError, ValueError: if leaves are missing, or have other
-        numbers of dimensions.
+    `told` are fields that shapes do not tell. Raises KeyError, IndexError or
+    ValueError if leaves are missing, or have other numbers of dimensions.
     """
 
   @abc.abstractmethod
@@ -111,20 +101,12 @@ class Family(abc.ABC):
     file: epath.Path,
     flat: Mapping[str, np.ndarray],
     naming: str,
-    num_heads: int | None,
   ) -> descriptions.Description:
-    """Returns what other files tell about the weights in `file`.
+    """Returns what other files tell about the weights in `file`, arrays `flat`.
 
-    Args:
-      beside: function from a name to the path of the file of this name beside
-        the weights, which need not exist.
-      file: the weights.
-      flat: their arrays by name.
-      naming: see `detect`.
-      num_heads: number of attention heads, if it is known.
-
-    Raises:
-      ValueError: if a field has a wrong value, or one that no model here has.
+    `beside` returns the path of the file of a name beside the weights, which
+    need not exist. ValueError if a field has a wrong value, or one that no
+    model here has.
     """
 
   def image_size(
@@ -132,9 +114,8 @@ class Family(abc.ABC):
   ) -> tuple[int, int] | None:
     """Returns (height, width) of a model's images; None for any size.
 
-    Raises:
-      ValueError: if the size given does not suit the parameters, or none is
-        given and they tell none.
+    ValueError if the size given does not suit the parameters, or none is given
+    and they tell none.
     """
     del config, params
     return given
@@ -169,6 +150,5 @@ class Family(abc.ABC):
   def files(self, model, to: str) -> tuple[dict[str, dict], list[str]]:
     """Returns JSON files to write beside the weights by name, and notes.
 
-    Raises:
-      ValueError: if the other program has no such model.
+    ValueError if the other program has no such model.
     """

@@ -6,10 +6,13 @@ There are two namings of a detector, and one of a backbone alone:
   pth           the files released with the paper, {'model': state dict}
   resnet        a ResNet alone, without a detector
 
-and two of its backbone, see vit_jax.weights.families.resnet.
+and two of its backbone: 'timm', that of timm, torchvision and the released
+files, and 'transformers', that of Hugging Face's own ResNet. The constants of
+frozen batch norm are at 'frozen/' in the tree, beside the parameters.
 """
 
 from collections.abc import Iterator
+import functools
 import re
 import types
 
@@ -21,7 +24,6 @@ from vit_jax.layers import resnet
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base
 from vit_jax.weights.families import leaves
-from vit_jax.weights.families import resnet as resnet_names
 
 _MASK_HEAD = 'segmentation/'
 # Beginning of the backbone's names.
@@ -34,6 +36,8 @@ _QUERIES = {
   'hf': 'model.query_position_embeddings.weight',
   'pth': 'query_embed.weight',
 }
+# Beginning of the names of encoder and decoder.
+_START = {'hf': 'model', 'pth': 'transformer'}
 # Parts of the names of a mask head, which all namings share.
 _MASKS = ('mask_head.', 'bbox_attention.')
 # Module names of transformers 5 -> names in its files, which the table uses.
@@ -50,7 +54,7 @@ _OLD_NAMES = (
     (rf'^mask_head\.fpn_stages\.{i}\.{new}', f'mask_head.{old}')
     for i in range(3)
     for new, old in (
-      (r'fpn_adapter', f'adapter{i + 1}'),
+      ('fpn_adapter', f'adapter{i + 1}'),
       (r'refine\.conv', f'lay{i + 3}'),
       (r'refine\.norm', f'gn{i + 3}'),
     )
@@ -58,6 +62,44 @@ _OLD_NAMES = (
 )
 # Projections of queries, keys and values, which the released files join.
 _JOINED = '.in_proj_', ('.q_proj.', '.k_proj.', '.v_proj.')
+
+
+# Rows of vit_jax.weights.families.leaves for a ResNet, with both namings of it.
+_STYLES = ('timm', 'transformers')
+_ROOT = (
+  ('conv_root', 'conv', 'conv1', 'embedder.embedder.convolution'),
+  ('bn_root', 'frozen', 'bn1', 'embedder.embedder.normalization'),
+)
+_BOTTLENECK = (
+  *((f'conv{i}', 'conv', f'conv{i}', f'layer.{i - 1}.convolution') for i in (1, 2, 3)),
+  *((f'bn{i}', 'frozen', f'bn{i}', f'layer.{i - 1}.normalization') for i in (1, 2, 3)),
+  ('conv_proj', 'conv', 'downsample.0', 'shortcut.convolution'),
+  ('bn_proj', 'frozen', 'downsample.1', 'shortcut.normalization'),
+)  # fmt: skip
+# Naming -> beginning of a unit's names, and number of the first stage.
+_UNITS = {
+  'timm': ('layer{}.{}.', 1),
+  'transformers': ('encoder.stages.{}.layers.{}.', 0),
+}
+
+
+def _backbone(units, style, start) -> Iterator[leaves.Leaf]:
+  """Yields the leaves of a ResNet with these numbers of bottlenecks per stage.
+
+  Its names elsewhere, in the naming `style`, begin with `start`.
+  """
+  column = 2 + _STYLES.index(style)
+  unit, first = _UNITS[style]
+  found = [*leaves.layers(_ROOT, column, there=start)]
+  for i, count in enumerate(units):
+    for j in range(count):
+      here = f'block{i + 1}/unit{j + 1}/'
+      there = start + unit.format(i + first, j)
+      found += leaves.layers(_BOTTLENECK, column, here, there)
+  for path, layout, name in found:
+    is_norm = path.split('/')[-2].startswith('bn')
+    top = 'frozen/backbone/' if is_norm else 'backbone/'
+    yield top + path, layout, name
 
 
 def _attention(path, hf, pth):
@@ -93,68 +135,41 @@ _LAYERS = {
 _OTHERS = (
   ('query_embedding', 'leaf', _QUERIES['hf'], _QUERIES['pth']),
   ('input_proj', 'conv', 'model.input_projection', 'input_proj'),
-  (
-    'decoder_norm',
-    'norm',
-    'model.decoder.layernorm',
-    'transformer.decoder.norm',
-  ),
+  ('decoder_norm', 'norm', 'model.decoder.layernorm', 'transformer.decoder.norm'),
   ('class_head', 'dense', 'class_labels_classifier', 'class_embed'),
-  *(
-    (
-      f'box_head/Dense_{i}',
-      'dense',
-      f'bbox_predictor.layers.{i}',
-      f'bbox_embed.layers.{i}',
-    )
-    for i in range(3)
-  ),
-)
+  ('box_head/Dense_0', 'dense', 'bbox_predictor.layers.0', 'bbox_embed.layers.0'),
+  ('box_head/Dense_1', 'dense', 'bbox_predictor.layers.1', 'bbox_embed.layers.1'),
+  ('box_head/Dense_2', 'dense', 'bbox_predictor.layers.2', 'bbox_embed.layers.2'),
+)  # fmt: skip
 # The same of a mask head, whose names are those of all namings.
 _MASK_ROWS = (
   ('attention/query', 'heads', 'bbox_attention.q_linear'),
   ('attention/key', 'heads', 'bbox_attention.k_linear'),
   ('conv_0', 'conv', 'mask_head.lay1'),
-  ('convolutions/conv_1', 'conv', 'mask_head.lay2'),
-  ('convolutions/conv_2', 'conv', 'mask_head.lay3'),
-  ('convolutions/conv_3', 'conv', 'mask_head.lay4'),
-  ('convolutions/conv_4', 'conv', 'mask_head.lay5'),
-  *(
-    (f'convolutions/norm_{i}', 'norm', f'mask_head.gn{i + 1}') for i in range(5)
-  ),
+  *((f'convolutions/conv_{i}', 'conv', f'mask_head.lay{i + 1}') for i in range(1, 5)),
+  *((f'convolutions/norm_{i}', 'norm', f'mask_head.gn{i + 1}') for i in range(5)),
   *((f'adapter_{i}', 'conv', f'mask_head.adapter{i + 1}') for i in range(3)),
   ('convolutions/output', 'conv', 'mask_head.out_lay'),
-)
+)  # fmt: skip
 
 
 def _table(naming, layers: dict[str, int]) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of all but the backbone.
+  """Yields the leaves of all but the backbone, with names of 'hf' or 'pth'.
 
-  Args:
-    naming: 'hf' or 'pth'.
-    layers: number of layers of 'encoder' and 'decoder'.
+  `layers` are the numbers of layers of 'encoder' and 'decoder'.
   """
   column = 2 + ('hf', 'pth').index(naming)
-  start = {'hf': 'model', 'pth': 'transformer'}[naming]
-  for row in _OTHERS:
-    yield from leaves.layer(*row[:2], row[column])
+  yield from leaves.layers(_OTHERS, column)
   for side, count in layers.items():
     for i in range(count):
-      here, there = f'{side}_layer_{i}/', f'{start}.{side}.layers.{i}.'
-      for row in _LAYERS[side]:
-        yield from leaves.layer(here + row[0], row[1], there + row[column])
-  for path, kind, name in _MASK_ROWS:
-    yield from leaves.layer(_MASK_HEAD + path, kind, name)
-
-
-def _backbone(units, naming, style) -> Iterator[leaves.Leaf]:
-  for path, layout, name in resnet_names.table(units, style):
-    yield path, layout, _BACKBONE[naming] + name
+      here, there = f'{side}_layer_{i}/', f'{_START[naming]}.{side}.layers.{i}.'
+      yield from leaves.layers(_LAYERS[side], column, here, there)
+  yield from leaves.layers(_MASK_ROWS, here=_MASK_HEAD)
 
 
 def _style(names, naming) -> str | None:
   """Returns the naming of the backbone."""
-  for style, (root, _) in resnet_names.ROOTS.items():
+  for style, root in zip(_STYLES, _ROOT[0][2:]):
     if f'{_BACKBONE[naming]}{root}.weight' in names:
       return style
   return None
@@ -190,21 +205,22 @@ class Detrs(base.Family):
     flat = {leaves.renamed(k, _OLD_NAMES): v for k, v in flat.items()}
     flat = leaves.split(flat, *_JOINED)
     style = _style(flat, naming) or 'timm'
-    units = resnet_names.units(flat, _BACKBONE[naming], style)
-    table = [*_backbone(units, naming, style)]
+    unit, first = _UNITS[style]
+    pattern = re.escape(_BACKBONE[naming]) + unit.format(r'(\d+)', r'(\d+)')
+    units = leaves.units(flat, pattern, first, 0)
+    table = [*_backbone(units, style, _BACKBONE[naming])]
     if naming == 'resnet':  # Its head is left out.
       head = ('fc.', 'classifier.')
       flat = {k: v for k, v in flat.items() if not k.startswith(head)}
       return leaves.load(flat, table, None, 'ResNet of bottlenecks')
-    start = {'hf': 'model', 'pth': 'transformer'}[naming]
-    table += _table(
-      naming,
-      {
-        side: leaves.count(flat, rf'{start}\.{side}\.layers\.(\d+)\.')
-        for side in _LAYERS
-      },
-    )
-    num_heads = num_heads or _heads(flat[_QUERIES[naming]])
+    pattern = rf'{_START[naming]}\.{{}}\.layers\.(\d+)\.'
+    counts = {
+      side: leaves.count(flat, pattern.format(side)) for side in _LAYERS
+    }
+    width, heads = _PUBLISHED
+    if flat[_QUERIES[naming]].shape[-1:] == (width,):
+      num_heads = num_heads or heads
+    table += _table(naming, counts)
     return leaves.load(flat, table, num_heads, 'DETR')
 
   def dump(self, flat, naming):
@@ -212,7 +228,7 @@ class Detrs(base.Family):
     layers = {side: fields[f'num_{side}_layers'] for side in _LAYERS}
     style = 'timm' if naming == 'pth' or _of_timm(fields) else 'transformers'
     table = [
-      *_backbone(fields['units'], naming, style),
+      *_backbone(fields['units'], style, _BACKBONE[naming]),
       *_table(naming, layers),
     ]
     state = leaves.dump(flat, table, 'the DETR of other programs')
@@ -258,13 +274,11 @@ class Detrs(base.Family):
     """The last one is "no object"."""
     return max(0, super().num_classes(flat) - 1)
 
-  def read_beside(self, beside, file, flat, naming, num_heads):
+  def read_beside(self, beside, file, flat, naming):
     """Reads config.json; without it, the file's name may say 'dc5'."""
-    found = descriptions.read(
+    return descriptions.read(
       beside('config.json'), lambda config: _from_config(config, file.name)
     )
-    heads = num_heads or found.model.get('num_heads')
-    return found._replace(num_heads=heads)
 
   def run(self, model):
     """Images of an unknown size are prepared as in the published recipe."""
@@ -335,25 +349,14 @@ class Detrs(base.Family):
     return {'config.json': fields, 'preprocessor_config.json': processor}, []
 
 
-def _heads(queries):
-  """Returns the number of heads of the published models; checks the width."""
-  width, heads = _PUBLISHED
-  if queries.shape[-1:] != (width,):
-    raise ValueError(
-      'it does not say how many attention heads its model has: give num_heads, '
-      f'or put its config.json beside it (the published models, of width {width}, '
-      f'have {heads})'
-    )
-  return heads
-
-
 def _of_timm(config) -> bool:
   """Returns whether Hugging Face takes the backbone from timm."""
   return tuple(config['units']) in _TIMM and config['backbone_width'] == 64
 
 
 def _from_config(config, name):
-  heads = descriptions.count(config, 'encoder_attention_heads')
+  field = functools.partial(descriptions.field, config)
+  heads = field('encoder_attention_heads', descriptions.COUNT)
   descriptions.only(
     config,
     'DETRs',
@@ -361,26 +364,17 @@ def _from_config(config, name):
     position_embedding_type='sine',
     activation_function='relu',
   )
-  dilated = descriptions.field(
-    config, 'dilation', lambda x: isinstance(x, bool), 'true or false', False
-  )
-  backbone = descriptions.fields(config, 'backbone_config')
-  stride = descriptions.count(backbone, 'output_stride')
-  things = descriptions.field(
-    config,
-    'isthing',
-    lambda x: isinstance(x, list) and all(type(y) is bool for y in x),
-    'a list of true and false, one for each class',
-  )
+  dilated = field('dilation', descriptions.FLAG, False)
+  backbone = field('backbone_config', descriptions.OBJECT, {})
+  stride = descriptions.field(backbone, 'output_stride', descriptions.COUNT)
+  things = field('isthing', descriptions.FLAGS)
   if not config:
     dilated = re.search('dc5', name, re.IGNORECASE) is not None
   return descriptions.Description(
-    {
-      **({'num_heads': heads} if heads else {}),
-      'dilate_last': dilated or stride == 16,
-    },
+    {'dilate_last': dilated or stride == 16},
     descriptions.labels(config, gap=rules.NO_CLASS),
     metadata={'isthing': things} if things else {},
+    num_heads=heads,
   )
 
 

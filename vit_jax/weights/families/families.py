@@ -31,11 +31,7 @@ def of(config: Mapping[str, Any]) -> base.Family:
 
 
 def of_names(names: Iterable[str]) -> tuple[base.Family, str]:
-  """Returns the family and the naming of a state dict.
-
-  Raises:
-    ValueError: if its names are those of no family.
-  """
+  """Returns family and naming of a state dict; ValueError if it has none."""
   for family in _FAMILIES:
     naming = family.detect(names)
     if naming is not None:

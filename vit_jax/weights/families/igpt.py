@@ -62,12 +62,10 @@ _EXACT_SINCE = '5.21'
 def _table(num_layers):
   yield 'color_embedding', 'table', _COLORS
   yield 'position_embedding', 'same', 'transformer.wpe.weight'
-  for row in _OTHERS:
-    yield from leaves.layer(*row)
+  yield from leaves.layers(_OTHERS)
   for i in range(num_layers):
-    for path, kind, name in _BLOCK:
-      name = f'transformer.h.{i}.{name}'
-      yield from leaves.layer(f'block_{i}/{path}', kind, name)
+    start = f'transformer.h.{i}.'
+    yield from leaves.layers(_BLOCK, here=f'block_{i}/', there=start)
 
 
 class ImageGPTs(base.Family):
@@ -86,11 +84,6 @@ class ImageGPTs(base.Family):
 
   def load(self, flat, naming, num_heads):
     """A colour head is zero if there is none."""
-    if num_heads is None:
-      raise ValueError(
-        'it does not say how many attention heads its model has: put its '
-        'config.json beside it, or give num_heads'
-      )
     state, biases = {}, []
     for name, value in flat.items():
       name = leaves.renamed(name, _OLD_NAMES)
@@ -155,14 +148,14 @@ class ImageGPTs(base.Family):
       f'{fields["num_positions"]} pixels of {fields["num_colors"]} colours'
     )
 
-  def read_beside(self, beside, file, flat, naming, num_heads):
+  def read_beside(self, beside, file, flat, naming):
     found = descriptions.read(beside('config.json'), _from_config)
-    heads = num_heads or found.model.get('num_heads')
     processor = beside('preprocessor_config.json')
     with arrays.naming(processor, 'cannot be used'):
       palette = _palette(descriptions.load(processor))
-    metadata = {} if palette is None else {'palette': palette}
-    return found._replace(num_heads=heads, metadata=metadata)
+    return found._replace(
+      metadata={} if palette is None else {'palette': palette}
+    )
 
   def image_size(self, config, params, given):
     pixels = config.num_positions
@@ -191,8 +184,7 @@ class ImageGPTs(base.Family):
     if palette is not None and len(palette) != colors:
       raise ValueError(
         f'preprocessor_config.json has a palette of {len(palette)} colours, but '
-        f'the weights are for {colors}: give the palette that they were trained '
-        'with'
+        f'the weights are for {colors}: give the palette of their training'
       )
 
   def notes(self, model, to):
@@ -246,11 +238,10 @@ class ImageGPTs(base.Family):
 
 def _from_config(config):
   descriptions.only(config, 'iGPTs', **_ONLY)
-  scale = descriptions.choice(config, 'attention_scale', _SCALES, _SCALES[0])
-  heads = descriptions.count(config, 'n_head')
-  return descriptions.Description(
-    {'attention_scale': scale, **({'num_heads': heads} if heads else {})}
-  )
+  field, scales = descriptions.field, descriptions.one_of(_SCALES)
+  scale = field(config, 'attention_scale', scales, _SCALES[0])
+  heads = field(config, 'n_head', descriptions.COUNT)
+  return descriptions.Description({'attention_scale': scale}, num_heads=heads)
 
 
 def _palette(processor):
@@ -265,4 +256,4 @@ def _palette(processor):
     return array.shape[1:] == (3,) and bool((abs(array) <= 1 + 1e-3).all())
 
   what = 'colours of 3 channels, numbers from -1 to 1'
-  return descriptions.field(processor, 'clusters', is_right, what)
+  return descriptions.field(processor, 'clusters', (is_right, what))

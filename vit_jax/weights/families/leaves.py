@@ -65,14 +65,22 @@ _LEAVES = {
 }
 
 
-def layer(path: str, kind: str, name: str) -> Iterator[Leaf]:
-  """Yields the leaves of a layer; kind 'leaf' is a leaf on its own."""
-  if kind == 'leaf':
-    yield path, 'same', name
-    return
-  affine = ('kernel', kind, 'weight'), ('bias', 'same', 'bias')
-  for end, layout, their_end in _LEAVES.get(kind, affine):
-    yield f'{path}/{end}', layout, f'{name}.{their_end}'
+def layers(
+  table: Iterable[tuple[str, ...]], column: int = 2, here='', there=''
+) -> Iterator[Leaf]:
+  """Yields the leaves of a table's layers; their kind 'leaf' is a leaf alone.
+
+  `column` is that of the names elsewhere; `here` and `there` begin the paths
+  and the names.
+  """
+  for path, kind, *names in table:
+    path, name = here + path, there + names[column - 2]
+    if kind == 'leaf':
+      yield path, 'same', name
+      continue
+    affine = ('kernel', kind, 'weight'), ('bias', 'same', 'bias')
+    for end, layout, their_end in _LEAVES.get(kind, affine):
+      yield f'{path}/{end}', layout, f'{name}.{their_end}'
 
 
 def load(
@@ -82,23 +90,15 @@ def load(
   what: str,
   hint: str = '',
 ) -> dict[str, np.ndarray]:
-  """Converts those arrays of a state dict that are in a table.
+  """Converts those arrays of a state dict that are in a table of a model's leaves.
 
-  Args:
-    flat: arrays by name.
-    table: leaves that the model may have.
-    num_heads: number of attention heads.
-    what: the model, in words.
-    hint: what arrays are that are in no table, in words.
-
-  Raises:
-    ValueError: if arrays are in no table, have other numbers of dimensions, or
-      `num_heads` does not divide their width.
+  `what` names the model in the error for arrays that are in no table, and
+  `hint` says what these are.
   """
   flat, found = dict(flat), {}
   for path, layout, name in table:
     if name in flat:
-      found[path] = from_torch(flat.pop(name), path, layout, num_heads)
+      found[path] = _from_torch(flat.pop(name), path, layout, num_heads)
   if flat:
     more = f' and {len(flat) - 10} more' if len(flat) > 10 else ''
     raise ValueError(
@@ -111,11 +111,7 @@ def load(
 def dump(
   flat: Mapping[str, np.ndarray], table: Iterable[Leaf], where: str
 ) -> dict[str, np.ndarray]:
-  """Converts arrays by path to a state dict.
-
-  Raises:
-    ValueError: if arrays are in no table; names the other program, `where`.
-  """
+  """Converts arrays by path to a state dict of the program `where`."""
   flat, state = dict(flat), {}
   for path, layout, name in table:
     if path in flat:
@@ -139,14 +135,8 @@ def renamed(name: str, table: Iterable[tuple[str, str]]) -> str:
 def count(names: Iterable[str], pattern: str, first: int = 0) -> int:
   """Counts the layers, units or blocks in a list of names.
 
-  Args:
-    names: names of arrays.
-    pattern: regex whose first group is the number of a layer; matched at the
-      beginning of each name.
-    first: number of the first layer.
-
-  Raises:
-    ValueError: if a number is missing.
+  The first group of `pattern`, matched at the beginning of each name, is the
+  number of a layer; they count from `first`, and none may be missing.
   """
   found = {int(m[1]) for m in (re.match(pattern, name) for name in names) if m}
   if found and (min(found) != first or max(found) != first + len(found) - 1):
@@ -163,12 +153,8 @@ def units(
 ) -> tuple[int, ...]:
   """Returns the number of units in each stage of a ResNet.
 
-  Args:
-    names: names of arrays.
-    pattern: regex with a group for the number of a stage, and one for that of a
-      unit; see `count`.
-    first: number of the first stage.
-    first_unit: number of the first unit of a stage.
+  `pattern` has a group for the number of a stage and one for that of a unit,
+  which count from `first` and `first_unit`; see `count`.
   """
   stages = range(first, first + count(names, pattern, first))
   of_stage = (pattern.replace(r'(\d+)', str(i), 1) for i in stages)
@@ -184,9 +170,7 @@ def channels(flat: Mapping[str, Any]) -> int:
   raise KeyError('embedding/kernel')
 
 
-def from_torch(
-  value: np.ndarray, path: str, layout: str, num_heads: int | None
-) -> np.ndarray:
+def _from_torch(value, path, layout, num_heads) -> np.ndarray:
   """Converts one array of PyTorch; errors name its path."""
   dimensions, convert, _ = _LAYOUTS[layout]
   if dimensions and value.ndim != dimensions:
@@ -196,6 +180,11 @@ def from_torch(
     )
   if layout in ('heads', 'bias', 'out'):
     width = value.shape[1] if layout == 'out' else value.shape[0]
+    if num_heads is None:
+      raise ValueError(
+        f'it does not say how many attention heads its model of width {width} '
+        'has: put its config.json beside it, or give num_heads'
+      )
     if width % num_heads:
       raise ValueError(
         f'num_heads={num_heads} does not divide the width {width} of '
@@ -209,13 +198,7 @@ def split(
 ) -> dict[str, np.ndarray]:
   """Splits arrays that hold several layers along their first axis.
 
-  Args:
-    flat: arrays by name.
-    joined: part of the names of these arrays, such as '.qkv.'.
-    parts: what replaces that part in the names of the layers, in order.
-
-  Raises:
-    ValueError: if an array cannot be split evenly.
+  In the names of the layers, `parts` in order take the place of `joined`.
   """
   result = {}
   for name, value in flat.items():

@@ -10,6 +10,7 @@ import re
 import types
 
 from vit_jax.configs import models as model_configs
+from vit_jax.weights import descriptions
 from vit_jax.weights.families import base
 from vit_jax.weights.families import leaves
 from vit_jax.weights.families import vit_files
@@ -37,6 +38,7 @@ _LAYER = (
   ('MlpBlock_0/Dense_1', 'dense', 'mlp.fc2', 'output.dense'),
 )
 # A hybrid's ResNet and BiT, which only timm has.
+_ROOT = ('conv_root', 'conv', 'conv'), ('gn_root', 'norm', 'norm')
 _UNIT = (
   *((f'conv{i}', 'conv', f'conv{i}') for i in (1, 2, 3)),
   *((f'gn{i}', 'norm', f'norm{i}') for i in (1, 2, 3)),
@@ -78,25 +80,19 @@ _FEATURES = {
 
 
 def _table(naming, num_layers, units) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of a ViT.
+  """Yields the leaves of a ViT, with names of 'timm' or 'hf'.
 
-  Args:
-    naming: 'timm' or 'hf'.
-    num_layers: number of layers of the encoder.
-    units: number of units in each stage of a hybrid's ResNet; None: no ResNet.
+  `units` are those of each stage of a hybrid's ResNet; None: no ResNet.
   """
   column = 2 + ('timm', 'hf').index(naming)
   block = {'timm': 'blocks.{}.', 'hf': 'encoder.layer.{}.'}[naming]
-  for row in _STEM:
-    yield from leaves.layer(*row[:2], row[column])
+  yield from leaves.layers(_STEM, column)
   for i in range(num_layers):
     here, there = f'Transformer/encoderblock_{i}/', block.format(i)
-    for row in _LAYER:
-      yield from leaves.layer(here + row[0], row[1], there + row[column])
+    yield from leaves.layers(_LAYER, column, here, there)
   if units is not None:
     root = _TIMM_RESNET + ('stem.' if units else '')
-    yield from leaves.layer('conv_root', 'conv', f'{root}conv')
-    yield from leaves.layer('gn_root', 'norm', f'{root}norm')
+    yield from leaves.layers(_ROOT, there=root)
     yield from _unit_table(units, 'unit{}/', _TIMM_RESNET)
 
 
@@ -106,13 +102,11 @@ def _unit_table(units, name, start) -> Iterator[leaves.Leaf]:
     for j in range(count):
       here = f'block{i + 1}/{name.format(j + 1)}'
       there = f'{start}stages.{i}.blocks.{j}.'
-      for path, kind, end in _UNIT:
-        yield from leaves.layer(here + path, kind, there + end)
+      yield from leaves.layers(_UNIT, here=here, there=there)
 
 
 def _bit_table(units) -> Iterator[leaves.Leaf]:
-  for row in _BIT_STEM:
-    yield from leaves.layer(*row)
+  yield from leaves.layers(_BIT_STEM)
   yield from _unit_table(units, 'unit{:02d}/', '')
 
 
@@ -162,7 +156,8 @@ class Classifiers(base.Family):
       for part, feature in _FEATURES.items()
       if any(part in name for name in flat)
     )
-    return leaves.load(flat, table, num_heads, what, next(hints, ''))
+    heads = num_heads or _usual_heads(flat)
+    return leaves.load(flat, table, heads, what, next(hints, ''))
 
   def dump(self, flat, naming):
     _check_exists(flat, naming)
@@ -218,16 +213,15 @@ class Classifiers(base.Family):
       f'{encoder["num_heads"]} heads, patches {patch}{pooling}'
     )
 
-  def read_beside(self, beside, file, flat, naming, num_heads):
-    found = vit_files.read(beside('config.json'), naming)
+  def read_beside(self, beside, file, flat, naming):
+    describe = {'timm': vit_files.from_timm, 'hf': vit_files.from_hf}[naming]
+    found = descriptions.read(beside('config.json'), describe)
     if is_bit(flat):
       return found._replace(model={'eps': 'timm'})
     resnet = {'resnet': {'eps': 'timm'}} if _is_hybrid(flat) else {}
-    heads = num_heads or found.num_heads or _usual_heads(flat, file)
-    return found._replace(model={**found.model, **resnet}, num_heads=heads)
+    return found._replace(model={**found.model, **resnet})
 
   def image_size(self, config, params, given):
-    """Returns the size given, by default a square."""
     return vit_files.image_size(config, params, given)
 
   def run(self, model):
@@ -252,34 +246,26 @@ def _is_hybrid(names):
 
 def _check_exists(flat, naming):
   """Raises ValueError if the other program has no such model."""
-  program, timm = _PROGRAMS[naming], 'write this one for timm (--to=timm)'
-  if any(path.startswith('MixerBlock') for path in flat):
-    raise ValueError(f'an MLP-Mixer cannot be written for {program} (--to)')
-  if naming == 'timm':
-    return
-  if is_bit(flat):
-    raise ValueError(f'a BiT ResNet cannot be written for {program}: {timm}')
-  if 'conv_root/kernel' in flat:
-    raise ValueError(
-      f'{program} no longer has hybrids of ResNet and ViT: {timm}'
-    )
-  if 'cls' not in flat:
-    raise ValueError(
-      f'{program} has no ViT without a class token (mean pooling): {timm}'
-    )
+  to_hf = naming == 'hf'
+  for what, is_there in (
+    ('an MLP-Mixer', any(path.startswith('MixerBlock') for path in flat)),
+    ('a BiT ResNet', to_hf and is_bit(flat)),
+    ('a hybrid of ResNet and ViT', to_hf and 'conv_root/kernel' in flat),
+    ('a ViT without a class token', to_hf and 'cls' not in flat),
+  ):
+    if is_there:
+      remedy = ': write it for timm (--to=timm)' if to_hf else ' (--to)'
+      raise ValueError(
+        f'{what} cannot be written for {_PROGRAMS[naming]}{remedy}'
+      )
 
 
-def _usual_heads(flat, file):
-  """Returns the number of heads of this width in the table of sizes."""
+def _usual_heads(flat):
+  """Returns the number of heads of this width in the table of sizes, or None."""
   ends = 'patch_embed.proj.bias', 'patch_embeddings.projection.bias'
   width = next((x.size for k, x in flat.items() if k.endswith(ends)), None)
-  for _, size, _, heads in model_configs.SIZES.values():
-    if size == width:
-      return heads
-  raise ValueError(
-    f"'{file}' does not say how many attention heads its model of width {width} "
-    'has: put its config.json beside it, or give num_heads'
-  )
+  sizes = model_configs.SIZES.values()
+  return next((heads for _, size, _, heads in sizes if size == width), None)
 
 
 def _vit_sizes(flat):

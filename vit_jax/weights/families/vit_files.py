@@ -1,14 +1,11 @@
 """The files beside a classifier's weights, of timm and of Hugging Face."""
 
-import copy
+import functools
 import math
 
-from etils import epath
 import flax.traverse_util
-import ml_collections
 
 from vit_jax import models
-from vit_jax.configs import models as model_configs
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import leaves
 
@@ -28,13 +25,6 @@ _TIMM_BITS = {
   (3, 4, 23, 3): ('resnetv2_101x1_bit', 1),
   (3, 8, 36, 3): ('resnetv2_152x2_bit', 2),
 }
-_TIMM_SIZES = {
-  'tiny': 'Ti',
-  'small': 'S',
-  'base': 'B',
-  'large': 'L',
-  'huge': 'H',
-}
 _GELUS = {
   'gelu': 'erf',
   'gelu_new': 'tanh',
@@ -44,64 +34,49 @@ _GELUS = {
 }
 
 
-def read(file: epath.Path, naming: str) -> descriptions.Description:
-  """Reads config.json of timm or Hugging Face.
-
-  Raises:
-    ValueError: if a field has a wrong value.
-  """
-  return descriptions.read(file, _from_timm if naming == 'timm' else _from_hf)
-
-
-def _from_hf(config):
-  transformer = dict(
-    gelu=_GELUS[descriptions.choice(config, 'hidden_act', _GELUS, 'gelu')],
-    norm_eps=float(descriptions.epsilon(config, 'layer_norm_eps', 1e-12)),
-  )
+def from_hf(config) -> descriptions.Description:
+  """Returns what config.json of Hugging Face tells."""
+  field = functools.partial(descriptions.field, config)
+  gelu = field('hidden_act', descriptions.one_of(_GELUS), 'gelu')
+  eps = field('layer_norm_eps', descriptions.EPSILON, 1e-12)
   return descriptions.Description(
-    dict(transformer=transformer),
+    dict(transformer=dict(gelu=_GELUS[gelu], norm_eps=float(eps))),
     descriptions.labels(config),
-    descriptions.size(config, 'image_size'),
-    num_heads=descriptions.count(config, 'num_attention_heads'),
+    _pair(field('image_size', descriptions.SIZE)),
+    num_heads=field('num_attention_heads', descriptions.COUNT),
   )
 
 
-def _from_timm(config):
-  args = descriptions.fields(config, 'model_args')
-  pretrained = descriptions.fields(config, 'pretrained_cfg')
-  gelu = _GELUS[descriptions.choice(args, 'act_layer', _GELUS, 'gelu')]
-  architecture = descriptions.field(
-    config, 'architecture', lambda x: isinstance(x, str), 'a name', ''
+def from_timm(config) -> descriptions.Description:
+  """Returns what config.json of timm tells."""
+  field = descriptions.field
+  args, pretrained = (
+    field(config, key, descriptions.OBJECT, {})
+    for key in ('model_args', 'pretrained_cfg')
   )
-  heads = descriptions.count(args, 'num_heads')
-  for part, size in _TIMM_SIZES.items():
-    if f'_{part}_' in architecture:
-      heads = heads or model_configs.SIZES[size][3]
-  shape = descriptions.field(
-    pretrained,
-    'input_size',
-    lambda x: (
-      isinstance(x, list) and len(x) == 3 and all(map(descriptions.is_count, x))
-    ),
-    '[channels, height, width]',
+  gelu = field(args, 'act_layer', descriptions.one_of(_GELUS), 'gelu')
+  is_shape = lambda x: descriptions.COUNTS[0](x) and len(x) == 3
+  shape = field(
+    pretrained, 'input_size', (is_shape, '[channels, height, width]')
   )
-  size = descriptions.size(args, 'img_size') or (shape and tuple(shape[1:]))
-  names = descriptions.names(config, 'label_names') or descriptions.names(
-    pretrained, 'label_names'
+  size = field(args, 'img_size', descriptions.SIZE, shape and shape[1:])
+  names = (descriptions.names(x, 'label_names') for x in (config, pretrained))
+  return descriptions.Description(
+    dict(transformer=dict(gelu=_GELUS[gelu], norm_eps=1e-6)),
+    next(filter(None, names), None),
+    _pair(size),
+    num_heads=field(args, 'num_heads', descriptions.COUNT),
   )
-  model = dict(transformer=dict(gelu=gelu, norm_eps=1e-6))
-  return descriptions.Description(model, names, size, num_heads=heads)
+
+
+def _pair(size):
+  return (size, size) if isinstance(size, int) else size and tuple(size)
 
 
 def image_size(
   config, params, given: tuple[int, int] | None
 ) -> tuple[int, int]:
-  """Returns (height, width) of a model's images, by default a square.
-
-  Raises:
-    ValueError: if the given size has another number of patches, or none is
-      given and the patches are no square.
-  """
+  """Returns (height, width) of a model's images, by default a square."""
   tokens = _tokens(params)
   size = given or _square(tokens, config)
   grid = models.patch_grid(config, size)
@@ -140,24 +115,16 @@ def channels(model) -> int:
   return leaves.channels(flat)
 
 
-def as_in_timm(config) -> ml_collections.ConfigDict:
-  """Returns the config of a model as timm computes it."""
-  config = copy.deepcopy(config)
+def as_in_timm(config) -> dict:
+  """Returns the fields with which timm computes a model."""
   if config.get('kind') == 'bit':
-    config.eps = 'timm'
-  else:
-    config.transformer.norm_eps = 1e-6
-  if config.get('resnet') is not None:
-    config.resnet.eps = 'timm'
-  return config
+    return {'eps': 'timm'}
+  encoder = {**config.transformer, 'norm_eps': 1e-6}
+  return {'transformer': encoder, 'resnet': {'eps': 'timm'}}
 
 
 def of_timm(model) -> tuple[dict[str, dict], list[str]]:
-  """Returns timm's JSON files of a model by name, and notes for the user.
-
-  Raises:
-    ValueError: if timm has no such model.
-  """
+  """Returns timm's JSON files of a model by name, and notes for the user."""
   config = model.config
   bit = config.get('kind') == 'bit'
   architecture, args = (_timm_bit if bit else _timm_vit)(model)
@@ -198,16 +165,15 @@ def _timm_resizing(model):
   whole = dict(crop_mode='squash', crop_pct=1.0)
   if resize is None:
     return whole, []
-  shortest = isinstance(resize, int)
-  sides = (resize, resize) if shortest else tuple(resize)
   # A little less, so that rounding in the division does not cost a pixel.
+  sides = _pair(resize)
   share = math.nextafter(crop[0] / sides[0], 0.0)
-  if [math.floor(side / share) for side in crop] != list(sides):
+  if tuple(math.floor(side / share) for side in crop) != sides:
     return whole, [
       f'timm cannot resize to {resize} before cropping {crop}: it will resize '
       'the whole image, and its predictions will differ a little'
     ]
-  mode = 'center' if shortest else 'squash'
+  mode = 'center' if isinstance(resize, int) else 'squash'
   return dict(crop_mode=mode, crop_pct=share), []
 
 
@@ -265,7 +231,6 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
   pooled = 'pre_logits' in model.params
   whole = model.num_classes and not pooled
   tanh = encoder.get('gelu', 'tanh') == 'tanh'
-  height, width = model.image_size
   fields = dict(
     model_type='vit',
     architectures=['ViTForImageClassification' if whole else 'ViTModel'],
@@ -286,13 +251,14 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
     **descriptions.label_fields(model),
   )
   resize = model.image_size if model.resize is None else model.resize
+  sides = lambda pair: dict(zip(('height', 'width'), pair))
   pixels = _pixels(model)
   processor = dict(
     image_processor_type='ViTImageProcessor',
     do_resize=True,
     size=dict(shortest_edge=resize)
     if isinstance(resize, int)
-    else dict(height=resize[0], width=resize[1]),
+    else sides(resize),
     resample=2,
     do_rescale=True,
     rescale_factor=1 / 255,
@@ -305,7 +271,7 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
     processor.update(
       image_processor_type='CLIPImageProcessor',
       do_center_crop=True,
-      crop_size=dict(height=height, width=width),
+      crop_size=sides(model.image_size),
     )
   notes = []
   if pooled and model.num_classes:
