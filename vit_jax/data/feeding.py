@@ -64,12 +64,12 @@ def read(data: tf.data.Dataset, source, indices: Callable) -> Iterator[dict]:
     for index in indices(count):
       part, number = source.locate(int(index))
       try:
-        record = part.lookup(tf.constant([number], tf.int64))
+        record = part.record(number)
       except error as cause:
         damaged = isinstance(cause, tf.errors.InvalidArgumentError)
         raise (ValueError if damaged else OSError)(
           f'{part.name(number)}: {reading.first_line(cause)}'
         ) from None
       if 'image' in part.features:
-        part.check({name: value[0] for name, value in record.items()}, number)
+        part.check(record, number)
     raise ValueError(f'reading the data failed: {reading.first_line(e)}') from e

@@ -23,6 +23,7 @@ from typing import Any
 from typing import NamedTuple
 
 from absl import logging
+import numpy as np
 import tensorflow as tf
 
 from vit_jax.data import checking
@@ -82,31 +83,29 @@ def read_split(
     FileNotFoundError: if a manifest of the split does not exist.
     ValueError: if a line or an image is wrong; names both.
   """
-  everything, taken = [], []
+  lines, taken = [], []  # All lines, and the numbers of those of the slice.
   for base, instruction in slices.parts(split):
-    lines = _parse(root, base)
-    top = os.path.join(root, base)
-    ordered = sorted(
-      lines, key=lambda x, top=top: index_lib.hash_name(x.key(top).encode())
-    )
-    everything += lines
-    taken += slices.take(ordered, base, instruction)
+    found, top = _parse(root, base), os.path.join(root, base)
+    hashes = [index_lib.hash_name(line.key(top).encode()) for line in found]
+    order = sorted(range(len(found)), key=hashes.__getitem__)
+    chosen = slices.take(order, base, instruction)
+    taken += [len(lines) + number for number in chosen]
+    lines += found
   wanted = records.resolve(
-    features, _available(everything), f"manifest '{_path(root, split)}'"
+    features, _available(lines), f"manifest '{_path(root, split)}'"
   )
   workdir = kwargs.get('workdir')
-  index = open_index(root, split, [line.image for line in taken], workdir)
+  index = open_index(root, split, [lines[i].image for i in taken], workdir)
   paths = checking.usable(
     [(index, index.order)],
     f'{root}/{split}',
     kwargs.get('broken', 'error'),
     kwargs.get('max_pixels'),
-    lambda i: f'{taken[i].where}: {taken[i].image}',
+    lambda i: f'{lines[taken[i]].where}: {lines[taken[i]].image}',
     workdir,
   )
   [(_, rows)] = paths.parts
-  kept = set(rows.tolist())
-  taken = [x for x, row in zip(taken, index.order.tolist()) if row in kept]
+  taken = np.array(taken)[np.isin(index.order, rows)]
   names = _class_files(root)
   if class_names is not None:
     names['label'] = tuple(class_names)
@@ -115,10 +114,11 @@ def read_split(
     if name == 'image':
       columns[name] = paths
     elif name == 'label':
-      names[name] = _label_names(everything, names.get(name))
-      columns[name] = _labels(everything, taken, names[name])
+      names[name] = _label_names(lines, names.get(name))
+      columns[name] = _labels(lines, taken, names[name])
     else:
-      columns[name] = _column(name, everything, taken, names.get(name))
+      column = _column(name, lines, names.get(name))
+      columns[name] = tf.gather(column, taken)
   return columns, {name: names[name] for name in wanted if name in names}
 
 
@@ -308,13 +308,11 @@ def _numbers(values, lines, names) -> list:
   return [number(value, line.where) for value, line in zip(values, lines)]
 
 
-def _labels(everything, taken, names):
+def _labels(lines, taken, names):
   """Returns class numbers of the lines taken, int64 [n, L], padded with -1."""
-  rows = [_as_list(line.get('label')) for line in everything]
-  rows = _numbers(rows, everything, names)
-  by_line = {line.where: row for line, row in zip(everything, rows)}
-  rows = [by_line[line.where] for line in taken]
-  missing = [line.where for line, row in zip(taken, rows) if not row]
+  rows = _numbers([_as_list(line.get('label')) for line in lines], lines, names)
+  rows = [rows[i] for i in taken]
+  missing = [lines[i].where for i, row in zip(taken, rows) if not row]
   if missing:
     logging.warning(
       '%d of %d images have no label and do not count, the first: %s',
@@ -322,35 +320,61 @@ def _labels(everything, taken, names):
       len(taken),
       missing[0],
     )
-  return records.padded(records.stack(rows, records.Kind('int64', (None,))))
+  longest = max(1, *map(len, rows))
+  return tf.constant(
+    [row + [-1] * (longest - len(row)) for row in rows], tf.int64
+  )
 
 
-def _column(name, everything, taken, names):
-  """Returns a feature of the lines taken, as a tensor or RaggedTensor [n, ...].
+def _column(name, lines, names):
+  """Returns a feature of all lines, as a tensor or RaggedTensor [n, ...].
 
-  Its type is that of all lines, including those outside of the slice.
+  It is ragged up to the last dimension of varying size. A size that is 0
+  everywhere counts as varying, since tf.data cannot unbatch a tensor without
+  elements.
   """
-  values = [line.get(name) for line in everything]
-  for line, value in zip(everything, values):
+  values = [line.get(name) for line in lines]
+  for line, value in zip(lines, values):
     if value is None:
       raise ValueError(
         f"{line.where}: there is no '{name}', which other lines have"
       )
   if names is not None:
-    values = _numbers(values, everything, names)
-  common = None
-  for line, value in zip(everything, values):
-    kind = records.kind_of(value)
-    if kind is None:
-      raise ValueError(
-        f"{line.where}: '{name}' is no array of one type: {_short(value)}"
-      )
-    merged = records.merge_kinds(common or kind, kind)
-    if merged is None:
-      raise ValueError(
-        f"{line.where}: '{name}' is {_short(value)}, {kind}, but {common} on the "
-        'other lines'
-      )
-    common = merged
-  by_line = {line.where: value for line, value in zip(everything, values)}
-  return records.stack([by_line[line.where] for line in taken], common)
+    values = _numbers(values, lines, names)
+  level, owners, lengths = values, range(len(lines)), []
+  while True:
+    kinds = [_kind(x) for x in level]
+    for owner, kind in zip(owners, kinds):
+      if kind is None or kind is not kinds[0]:
+        raise ValueError(
+          f"{lines[owner].where}: '{name}' is {_short(values[owner])}, and "
+          f'{_short(values[0])} on the first line: write texts, booleans or '
+          'numbers below 2**63, or lists of one of these, equally deep on all '
+          'lines'
+        )
+    if not level or kinds[0] is not list:
+      break
+    lengths.append([len(x) for x in level])
+    owners = [owner for owner, x in zip(owners, level) for _ in x]
+    level = [y for x in level for y in x]
+  shape = []
+  while lengths and len(set(lengths[-1])) == 1 and lengths[-1][0]:
+    shape.insert(0, lengths.pop()[0])
+  types = set(map(type, level))
+  [kind] = types if len(types) == 1 else [float]
+  flat = tf.reshape(tf.constant(level, _DTYPES[kind]), [-1, *shape])
+  return (
+    tf.RaggedTensor.from_nested_row_lengths(flat, lengths) if lengths else flat
+  )
+
+
+_DTYPES = {
+  bool: tf.bool, int: tf.int64, float: tf.float32, str: tf.string
+}  # fmt: skip
+
+
+def _kind(value) -> type | None:
+  """Returns a type that all values of an array share; None if it is no value."""
+  if type(value) is int:
+    return float if -(2**63) <= value < 2**63 else None
+  return type(value) if type(value) in (*_DTYPES, list) else None

@@ -62,7 +62,9 @@ class MixtureSource(records.Source):
 
   def _check(self, titles):
     one = tf.data.Dataset.range(1).batch(1)
-    specs = [one.map(p.lookup).unbatch().element_spec for p in self.parts]
+    specs = [
+      one.map(p.lookup).unbatch().map(p.read).element_spec for p in self.parts
+    ]
     for name in self.features:
       for title, part, spec in zip(titles, self.parts, specs):
         where = f"in '{title}', and in '{titles[0]}'"
@@ -118,18 +120,11 @@ class MixtureSource(records.Source):
     return part, local
 
   def select(self, record) -> dict:
-    """Returns the features of the mixture in the record of a part."""
+    """Returns the features of the mixture in a record that a part has read."""
     found = {name: record[name] for name in self.features}
     if self._has_soft:
       found[_SOFT] = record.get(_SOFT, tf.zeros([len(self.class_names)]))
     return found
-
-  def read(self, record):
-    record = dict(record)
-    part = tf.cast(record.pop('part'), tf.int32)
-    return tf.switch_case(
-      part, [lambda p=p: p.read(record) for p in self.parts]
-    )
 
   def locate(self, index: int) -> tuple[records.Source, int]:
     part = np.searchsorted(self.offsets, index, side='right') - 1

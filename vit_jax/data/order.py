@@ -77,7 +77,7 @@ def training_records(
     start_step: number of the first batch.
 
   Returns:
-    tf.data of (position, record): int64 scalar, and the features of one example
+    tf.data of (position, record): int64 scalar, and the record of one example
     (before `source.read`) with its number, `index`, int64 scalar.
   """
   mine = tf.constant(rows, tf.int64)
@@ -104,14 +104,14 @@ def training_records(
       return chosen, tf.boolean_mask(local, number == k)
 
     both = positions.map(choose).filter(lambda chosen, _: tf.size(chosen) > 0)
-    number = tf.constant(k, tf.int64)
 
-    def finish(position, record):
+    def read(position, record):
       index = record['index'] + source.offsets[k]
-      kept = source.select(record)
-      return position, {'index': index, 'part': number, **kept}
+      return position, {'index': index, **source.select(part.read(record))}
 
-    return records_of(part, both, _seed(config.seed, k)).map(finish)
+    return records_of(part, both, _seed(config.seed, k)).map(
+      read, num_parallel_calls=records.CALLS, deterministic=True
+    )
 
   return tf.data.Dataset.choose_from_datasets(
     [part_records(k, part) for k, part in enumerate(source.parts)],

@@ -185,14 +185,15 @@ class PseudoSource(records.Subset):
     self.chunk = min(most, self.chunk or most)
 
   def lookup(self, indices) -> dict:
-    found = super().lookup(indices)
+    found = super().lookup(indices) if 'image' in self.features else {}
     rows = tf.gather(self._rows, indices)
     classes = tf.gather(self._classes, rows)  # [b, k]
-    found['label'] = tf.cast(classes[:, :1], tf.int64)
-    found['soft_label'] = self._spread(
-      classes, tf.gather(self._probabilities, rows)
-    )
-    return {name: found[name] for name in self.features}
+    if 'label' in self.features:
+      found['label'] = tf.cast(classes[:, :1], tf.int64)
+    if 'soft_label' in self.features:
+      probabilities = tf.gather(self._probabilities, rows)
+      found['soft_label'] = self._spread(classes, probabilities)
+    return found
 
   def _spread(self, classes, probabilities):
     """Returns the probabilities of all classes, float32 [b, classes]."""

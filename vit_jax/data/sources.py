@@ -32,7 +32,7 @@ def example_file(source, workdir) -> str:
     return source.name(index)
   if 'image' not in source.features:
     return 'IMAGE.jpg'
-  [encoded] = source.lookup(tf.constant([index], tf.int64))['image'].numpy()
+  encoded = source.read(source.record(index))['image'].numpy()
   ending = 'jpg' if encoded.startswith(b'\xff\xd8') else 'png'
   path = epath.Path(workdir) / f'example.{ending}'
   path.write_bytes(encoded)

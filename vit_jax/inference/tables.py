@@ -90,9 +90,7 @@ class Block(records.Subset):
     return found
 
   def _shape(self, number):
-    batch = self.lookup(tf.expand_dims(number, 0))
-    record = {name: value[0] for name, value in batch.items()}
-    return images_lib.shape_of(self.read(record)['image'])
+    return images_lib.shape_of(self.read(self.record(number))['image'])
 
 
 def check(out: str | os.PathLike):
@@ -183,9 +181,9 @@ def rows(
 def fault(source, number: int) -> str:
   """Returns what is wrong with an image; '' if nothing is."""
   part, number = source.locate(number)
-  record = part.lookup(tf.constant([number], tf.int64))
+  record = part.record(number)
   try:
-    part.check({name: value[0] for name, value in record.items()}, number)
+    part.check(record, number)
   except _BROKEN as e:
     return str(e)
   return ''

@@ -147,8 +147,7 @@ def test_panoptic_images_are_painted_from_outlines(tmp_path):
   ids = source.lookup(tf.range(3, dtype=tf.int64))['image/id'].numpy().tolist()
   found = {}
   for number, name in enumerate(ids):
-    record = source.lookup(tf.constant([number], tf.int64))
-    found[name] = source.read({k: v[0] for k, v in record.items()})
+    found[name] = source.read(source.record(number))
   pixels = images.decode(found[102]['panoptic_image']).numpy()
   np.testing.assert_array_equal(found[102]['panoptic_objects/id'], [1, 2])
   np.testing.assert_array_equal(found[102]['panoptic_objects/label'], [2, 1])

@@ -23,6 +23,7 @@ from vit_jax.data.images import orientation
 from vit_jax.data.images import reading
 from vit_jax.data.tfds import parsing
 
+_RECORD = 'record'  # Feature of `lookup`, which `read` parses.
 REMEDY = 'copy or prepare the data set again'
 # What the library of array_record says of a file that another attempt to read
 # cannot mend.
@@ -56,13 +57,17 @@ class ShardSource(records.Source, abc.ABC):
     serialized = tf.numpy_function(
       self.serialized, [indices], tf.string, stateful=False
     )
-    return self._reader.parse_all(tf.ensure_shape(serialized, [None]))
+    return {_RECORD: tf.ensure_shape(serialized, [None])}
 
   def read(self, record):
-    """Returns the record of one example; its image stays as it was prepared."""
-    if 'image' not in record:
+    """Parses the record of one example; its image stays as it was prepared."""
+    if _RECORD not in record:  # The images of pseudo-labels, not asked for.
       return record
-    return {**record, 'image': orientation.as_stored(record['image'])}
+    record = dict(record)
+    record |= self._reader.parse(record.pop(_RECORD))
+    if 'image' in record:
+      record['image'] = orientation.as_stored(record['image'])
+    return record
 
   def serialized(self, indices: np.ndarray) -> np.ndarray:
     """Returns the records with these numbers [b] as they are stored.

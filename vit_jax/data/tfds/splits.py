@@ -75,8 +75,9 @@ def open_with(
   if info.file_format not in _SOURCES:
     raise ValueError(
       f"dataset='{dataset}' is stored as {info.file_format.value} files, which "
-      f'are not read: run python -m vit_jax.data.tfds.convert {dataset} '
-      '(config.dataset)'
+      f'are not read: write array_record files beside them, by tfds '
+      f'convert_format --dataset_version_dir={info.data_dir} '
+      '--out_file_format=array_record (config.dataset)'
     )
   try:
     files = info.splits[split].file_instructions

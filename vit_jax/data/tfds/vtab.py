@@ -43,27 +43,19 @@ class Reader(parsing.Reader):
     names = task.label.class_names or self.names.get('label')
     self.names = {'label': names} if 'label' in wanted else {}
 
-  def finish(self, batch: dict) -> dict:
-    """Computes the labels of a batch, and scales the pixels of its images."""
-    batch = super().finish(batch)
-    label = self._task.label
-    found = {}
-    for name in self.features:
-      if name == 'image':
-        found[name] = self._scaled(batch[name])
-      else:
-        classes = label.compute(*(batch[read] for read in label.reads))
-        found[name] = tf.reshape(tf.cast(classes, tf.int64), [-1, 1])
+  def parse(self, serialized) -> dict:
+    """Parses a record, computes its label, and scales its pixels."""
+    record, found = super().parse(serialized), {}
+    if 'image' in self.features:
+      found['image'] = record['image']
+      if (scale := self._task.pixel_scale) != 1:
+        pixels = tf.io.decode_png(record['image']) * scale
+        found['image'] = tf.io.encode_png(pixels)
+    if 'label' in self.features:
+      label = self._task.label
+      number = label.compute(*(record[name] for name in label.reads))
+      found['label'] = tf.reshape(tf.cast(number, tf.int64), [1])
     return found
-
-  def _scaled(self, encoded):
-    """Multiplies the pixels of encoded images, strings [b]."""
-    scale = self._task.pixel_scale
-    if scale == 1:
-      return encoded
-    return tf.map_fn(
-      lambda image: tf.io.encode_png(tf.io.decode_png(image) * scale), encoded
-    )
 
 
 def tfds_split(info, dataset: str, split: str) -> str:
