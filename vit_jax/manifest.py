@@ -58,7 +58,7 @@ def make(
     index.check(index.order, *levels[check], limit)
     _save(index, path)
   paths = index_lib.Paths([(index, index.order)])
-  broken = [f'{paths[i]}: {paths.reason(i)}' for i in paths.broken()]
+  broken = [f'{paths[i]}: {why}' for i, why in paths.broken().items()]
   return path, len(index), broken
 
 

@@ -27,8 +27,8 @@ from vit_jax.data.images import reading
 
 crop_size = geometry.crop_size
 
-# AutoGraph would rewrite all functions that these call, which takes seconds at the
-# start of a run. They hold no control flow of Python that depends on tensors.
+# AutoGraph would rewrite all functions that these call, which takes seconds at
+# the start of a run, and they have no control flow that depends on tensors.
 _as_it_is = tf.autograph.experimental.do_not_convert
 
 
@@ -153,40 +153,37 @@ def _decode_crop(encoded, draw, pp, crops=True, upright=False):
   """
   encoded = tf.convert_to_tensor(encoded)
   is_jpeg = tf.io.is_jpeg(encoded)
-
-  def other():
-    image = images.decode_other(encoded)
-    return tf.shape(image), image
-
-  shape, decoded = tf.cond(
+  decoded = tf.cond(
     is_jpeg,
-    lambda: (tf.io.extract_jpeg_shape(encoded), tf.zeros([0, 0, 3], tf.uint8)),
-    other,
+    lambda: tf.zeros([0, 0, 3], tf.uint8),
+    lambda: images.decode_other(encoded),
+  )
+  shape = tf.cond(
+    is_jpeg,
+    lambda: tf.io.extract_jpeg_shape(encoded),
+    lambda: tf.shape(decoded),
   )
   turned = orientation.read(encoded) if upright else tf.constant(1)
   drawn = draw(orientation.turn_shape(shape, turned))
-  ratio = None
+  ratio, small, window = None, None, None
   if pp.jpeg_shrink:
     ratio = jpeg.ratio([drawn.height, drawn.width], drawn.size)
     ratio = tf.where(is_jpeg, ratio, 1)
-  if not crops:
-    image = tf.cond(
-      is_jpeg, lambda: jpeg.decode(encoded, ratio), lambda: decoded
-    )
-  else:
-    window = orientation.turn_window(  # Of the stored pixels.
+  if crops:
+    window = small = orientation.turn_window(  # Of the stored pixels.
       geometry.window(drawn), drawn.shape, orientation.inverse(turned)
     )
-    small = window if ratio is None else window // ratio
-    window = small if ratio is None else small * ratio
+    if ratio is not None:
+      small = window // ratio
+      window = small * ratio
     drawn = geometry.with_window(
       drawn, orientation.turn_window(window, shape[:2], turned)
     )
-    image = tf.cond(
-      is_jpeg,
-      lambda: jpeg.decode(encoded, ratio, small),
-      lambda: geometry.crop(decoded, window),
-    )
+  image = tf.cond(
+    is_jpeg,
+    lambda: jpeg.decode(encoded, ratio, small),
+    lambda: geometry.crop(decoded, window) if crops else decoded,
+  )
   image = orientation.turn(image, turned)
   return image if pp.channels == 3 else images.to_grey(image), drawn
 
@@ -305,8 +302,7 @@ def from_user(
     image.convert('RGBA').save(buffer, 'PNG', compress_level=0)
     image = buffer.getvalue()
   if not isinstance(image, bytes):
-    name = reading.display(image)
-    image = reading.read_file(image)
+    name, image = reading.display(image), reading.read_file(image)
   try:
     if limit is not None:
       images.bounded(image, limit)
@@ -319,15 +315,10 @@ def from_user(
 
 
 def _to_pillow(image: np.ndarray) -> Image.Image:
-  if image.ndim not in (2, 3) or image.dtype != np.uint8:
+  fits = image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (1, 3, 4))
+  if not fits or image.dtype != np.uint8:
     raise ValueError(
-      f'image is an array {image.dtype}{list(image.shape)}: give uint8 '
-      '[height, width, channels] with values 0 to 255'
-    )
-  channels = image.shape[2] if image.ndim == 3 else 1
-  if channels not in (1, 3, 4):
-    raise ValueError(
-      f'image is an array of {channels} channels: give 1 (grey), 3 (RGB) or 4 '
-      '(RGBA)'
+      f'image is an array {image.dtype}{list(image.shape)}: give uint8 [height, '
+      'width] or [height, width, 1, 3 or 4], with values 0 to 255'
     )
   return Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image)

@@ -22,6 +22,7 @@ from vit_jax.data.images import listing
 from vit_jax.data.images import reading
 from vit_jax.distributed import processes
 
+_SHOWN = 10  # Broken images that a message names.
 # Number of folders whose indices stay in memory: a training and a test split.
 _RECENT = 2
 _recent: dict[str, tuple[index_lib.Index, float]] = {}
@@ -44,6 +45,10 @@ def usable(
 ) -> index_lib.Paths:
   """Checks that images can be decoded, on process 0 for all.
 
+  Returns all images, or without the broken ones if these are skipped. Raises
+  ValueError if images are broken or none is left, and OSError for a file that
+  cannot be read, which does not count as broken.
+
   Args:
     views: (index, rows) pairs.
     where: name of the split for messages.
@@ -54,13 +59,6 @@ def usable(
     workdir: folder of a run. Process 0 stores its results there before raising
       an error, so that the next start checks changed files only.
     why: function (path, max_pixels) -> why an image is broken, '' if it is not.
-
-  Returns:
-    The usable images: all images, unless some are skipped.
-
-  Raises:
-    ValueError: if images are broken, or none is left.
-    OSError: if a file cannot be read; the file then does not count as broken.
   """
   paths = index_lib.Paths(views)
   if not len(paths):
@@ -75,7 +73,7 @@ def usable(
     bad = paths.broken()
     if bad and broken == 'error' and workdir:
       paths.store(workdir)
-    return bad, [paths.reason(number) for number in bad[:10]]
+    return list(bad), list(bad.values())[:_SHOWN]
 
   bad, whys = processes.from_first(f"checking the images of '{where}'", look)
   named = named or paths.__getitem__
@@ -102,11 +100,6 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
 
   Process 0 decides and lists. The other processes read the index stored in the
   workdir, without which they list the folder, and all compare theirs.
-
-  Raises:
-    FileNotFoundError: if there is no such split.
-    ValueError: if the processes find different images.
-    OSError: if a folder cannot be read.
   """
   top = os.path.join(root, base)
   if jax.process_count() == 1:

@@ -55,18 +55,11 @@ def list_split(
     split: name of a folder in `root`, or a slice of it: 'train[:90%]'; '.' is
       `root` itself.
     class_names: names that the classes must have; None to take those found.
-    broken: see `checking.usable`.
-    **kwargs: `max_pixels` and `workdir`, see `checking.usable`.
+    broken: see `checking.usable`, as for `max_pixels` and `workdir`.
 
   Returns:
-    paths: index.Paths of n images, ordered by a hash of their names.
-    labels: int32 [n], numbers of the classes.
-    class_names: tuple of the classes' names, sorted.
-
-  Raises:
-    FileNotFoundError: if there is no such split or no image in it.
-    ValueError: if classes are missing, unknown or empty, or images are broken.
-    OSError: if a folder or a file cannot be read.
+    (paths, labels, class_names): index.Paths of n images, ordered by a hash of
+    their names; int32 [n], numbers of the classes; and their names, sorted.
   """
   views = []
   for base, instruction in slices.parts(split):
@@ -90,10 +83,7 @@ def list_split(
 def list_images(
   root: str, split: str, broken: str = 'error', **kwargs
 ) -> index_lib.Paths:
-  """Lists the images of a split, anywhere below `root/<split>`.
-
-  See list_split for arguments and errors.
-  """
+  """Lists the images of a split, anywhere below it; see `list_split`."""
   views = []
   for base, instruction in slices.parts(split):
     index = checking.open_index(root, base, kwargs.get('workdir'))
@@ -169,10 +159,9 @@ def _warn_of_ignored(index, taken):
     shown = os.path.join(index.top, *first)
     logging.warning(
       'Ignored %d files of %s that are not images in a class folder, the first: %s',
-      count,
-      index.top,
+      count, index.top,
       listing.foreign(index) or (first and shown) or 'an image elsewhere',
-    )
+    )  # fmt: skip
 
 
 def _check_classes(top, names, expected):

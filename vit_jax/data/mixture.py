@@ -37,9 +37,6 @@ class MixtureSource(records.Source):
     parts: sources with the same classes. Only their common features are used;
       and 'soft_label' if some part has it, which is all 0 in the other parts.
     pairs: their names, and weights of any sum.
-
-  Raises:
-    ValueError: if their classes or the types of their features differ.
   """
 
   def __init__(
@@ -72,14 +69,14 @@ class MixtureSource(records.Source):
         if ours != first:
           raise ValueError(
             f"the classes of '{name}' are {len(ours)}, {list(ours[:5])}, {where} "
-            f'{len(first)}, {list(first[:5])}: data sets that are mixed must have '
-            'the same (config.dataset)'
+            f'{len(first)}, {list(first[:5])}: mixed data must have the same '
+            '(config.dataset)'
           )
         kinds = [_describe(s[name]) for s in (spec, specs[0])]
         if kinds[0] != kinds[1]:
           raise ValueError(
-            f"'{name}' is {kinds[0]} {where} {kinds[1]}: data sets that are mixed "
-            'must agree (config.dataset)'
+            f"'{name}' is {kinds[0]} {where} {kinds[1]}: mixed data must agree "
+            '(config.dataset)'
           )
 
   @property

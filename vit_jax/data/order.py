@@ -16,14 +16,8 @@ from vit_jax.data import records
 def example_indices(positions, num_examples: int, seed: int):
   """Returns the number of the example at each position of the endless run.
 
-  Args:
-    positions: int64 [b], ascending, b > 0.
-    num_examples: number of examples n of an epoch.
-    seed: seed of the run.
-
-  Returns:
-    int64 [b]: position i gets element i mod n of the permutation drawn from
-    (seed, i // n).
+  Of n examples, position i gets element i mod n of the permutation drawn from
+  (seed, i // n). `positions`, int64 [b], ascend, b > 0.
   """
   epochs = positions // num_examples
   inside = positions % num_examples
@@ -70,15 +64,9 @@ def training_records(
 ) -> tf.data.Dataset:
   """Returns the records of a run from a step on, without end.
 
-  Args:
-    config: reads `batch`, `seed`.
-    source: the training split.
-    rows: rows of the global batch that this process reads, in order.
-    start_step: number of the first batch.
-
-  Returns:
-    tf.data of (position, record): int64 scalar, and the record of one example
-    (before `source.read`) with its number, `index`, int64 scalar.
+  They are tf.data of (position, record): int64 scalar, and the record of one
+  example (before `source.read`) with its number, `index`, int64 scalar. See
+  input_pipeline.train_dataset for the arguments.
   """
   mine = tf.constant(rows, tf.int64)
   steps = tf.data.Dataset.range(start_step, np.iinfo(np.int64).max)

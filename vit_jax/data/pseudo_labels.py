@@ -119,10 +119,6 @@ def open_folder(
 
   `open_images` is a function (data set, split) -> the source of the images
   alone.
-
-  Raises:
-    ValueError: if the files are damaged, the classes are others, or the images
-      have changed since they were labelled.
   """
   facts = read_facts(root)
   names = tuple(facts['class_names'])

@@ -147,13 +147,12 @@ class MemorySource(Source):
   """Examples in memory, with encoded images: tensors [n, ...] by feature."""
 
   def __init__(self, columns: Mapping, names: Mapping[str, Sequence[str]]):
-    columns = {
+    self._columns = {
       name: x if isinstance(x, tf.RaggedTensor) else tf.convert_to_tensor(x)
       for name, x in columns.items()
     }
-    size = next(iter(columns.values())).shape[0] if columns else 0
-    super().__init__(size, columns, names)
-    self._columns = columns
+    sizes = [x.shape[0] for x in self._columns.values()]
+    super().__init__(sizes[0] if sizes else 0, columns, names)
 
   def lookup(self, indices) -> dict:
     return {k: tf.gather(v, indices) for k, v in self._columns.items()}
@@ -261,9 +260,6 @@ def resolve(
       exists.
     available: names of the data's features.
     where: name of the data for error messages.
-
-  Raises:
-    ValueError: if the data lack a feature that is not optional.
   """
   available = tuple(available)
   chosen = []

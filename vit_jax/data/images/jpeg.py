@@ -25,31 +25,22 @@ _MARKER = re.compile(rb'\xff+[^\x00\xff\xd0-\xd7]')
 
 
 def ratio(shape, size):
-  """Returns the largest of RATIOS at which the crop is not enlarged, int32.
+  """Returns the largest of RATIOS at which no crop is enlarged, int32.
 
-  Args:
-    shape: int32 [2] or [3], height and width (and channels) of the crop.
-    size: (height, width) to resize the crop to.
+  `shape` is height and width of the crop, and `size` what it is resized to.
   """
   times = tf.reduce_min(shape[:2] // tf.convert_to_tensor(size, tf.int32))
   return tf.reduce_max([tf.where(times >= r, r, 1) for r in RATIOS])
 
 
 def decode(encoded, ratio=None, window=None):
-  """Decodes a JPEG.
+  """Decodes a JPEG to uint8 [height, width, 3]; DECODE_ERRORS, see images.py.
 
   Args:
     encoded: string scalar, the content of a file.
-    ratio: int32 scalar, one of RATIOS: decodes at 1 / ratio of the size. None:
-      in full.
+    ratio: int32 scalar, one of RATIOS, to decode at 1 / ratio of the size.
     window: int32 [4], (y, x, height, width) of the crop to decode, in pixels of
-      the image at that size; None for the whole image.
-
-  Returns:
-    uint8 [height, width, 3].
-
-  Raises:
-    InvalidArgumentError, ValueError: if it is no JPEG, or a truncated one.
+      the image at that size.
   """
 
   def at(ratio):

@@ -48,7 +48,7 @@ def list_folder(root: str, base: str) -> index_lib.Index:
   found.sort(key=lambda piece: piece.name)
   holding = [piece for piece in found if piece.count]
   others = [other for piece in found for other in piece.others]
-  others.sort(key=lambda name: not reading.foreign_name(name))
+  others.sort(key=lambda name: not reading.why_foreign(name))
   ignored = sum(piece.ignored for piece in found)
   bare = [
     reading.display(piece.name)
@@ -109,9 +109,7 @@ def _scan(top, name, local) -> _Piece:
     inner=sorted(prefix + x for x, _ in inner if x not in loops),
     ignored=len(others),
     # Photographs of formats that are not read come first.
-    others=[
-      prefix + min(others, key=lambda x: (not reading.foreign_name(x), x))
-    ]
+    others=[prefix + min(others, key=lambda x: (not reading.why_foreign(x), x))]
     if others
     else [],
   )
@@ -173,12 +171,8 @@ def expand(paths: Sequence[str]) -> list[str]:
 
   A folder stands for all images below it, sorted; a pattern with *, ? or [ ]
   for the files and folders that match; a list (.txt, or .jsonl with the key
-  `image` or `path`) for its paths, relative to the folder of the list.
-
-  Raises:
-    FileNotFoundError: if a folder has no image, a pattern no match, or there is
-      no such list.
-    ValueError: if a list has a line that names no image.
+  `image` or `path`) for its paths, relative to the folder of the list. What
+  stands for nothing is a FileNotFoundError, and a wrong line a ValueError.
   """
   found = []
   for path in paths:
@@ -232,7 +226,7 @@ def endings(index: index_lib.Index) -> str:
 def foreign(index: index_lib.Index) -> str:
   """Returns a file's path and format, if there is one that is not read, or ''."""
   _, *first = index.facts['ignored']
-  why = first and reading.foreign_name(first[0])
+  why = first and reading.why_foreign(first[0])
   return f"'{os.path.join(index.top, *first)}': {why}" if why else ''
 
 

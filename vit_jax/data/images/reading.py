@@ -50,9 +50,7 @@ def is_local(path: bytes) -> bool:
 def retried(path, function):
   """Calls function(path), with new attempts after passing storage errors.
 
-  Raises:
-    FileNotFoundError: if there is no such file.
-    OSError: if the file cannot be read; names it.
+  A FileNotFoundError, and the OSError of the last attempt, name the file.
   """
   for delay in (*_DELAYS, None):
     try:
@@ -75,10 +73,7 @@ def retried(path, function):
 def read_file(path) -> bytes:
   """Returns the content of an image file, local or with a scheme.
 
-  Raises:
-    FileNotFoundError: if there is no such file.
-    OSError: if the file cannot be read.
-    ValueError: if it is not a regular file.
+  See `retried`; what is not a regular file is a ValueError.
   """
   return retried(os.fsencode(path), _read)
 
@@ -138,22 +133,11 @@ def why_malformed(path: bytes) -> str:
   return ''
 
 
-def foreign_name(name) -> str:
-  """Returns why an image is not read, by the ending of its name, or ''."""
+def why_foreign(name='', content: bytes = b'') -> str:
+  """Returns why an image of a name or a content is not read, or ''."""
   name = os.fsencode(name).lower()
-  return _why_foreign(lambda endings, *_: name.endswith(endings))
-
-
-def foreign_content(content: bytes) -> str:
-  """Returns why an image is not read, by its first bytes, or ''."""
-  return _why_foreign(
-    lambda _, start, begins: content.startswith(begins, start)
-  )
-
-
-def _why_foreign(is_of) -> str:
-  for kind, marks in _FOREIGN.items():
-    if is_of(*marks):
+  for kind, (endings, start, begins) in _FOREIGN.items():
+    if name.endswith(endings) or content.startswith(begins, start):
       return (
         f'it is {kind}, which this package does not read: convert it to JPEG or '
         f'PNG, such as by `magick mogrify -format jpg *.{kind.lower()}`'
