@@ -98,7 +98,7 @@ def test_squeeze_keeps_all_and_central_crop_keeps_the_middle():
 
 def train(encoded, seed, **kwargs):
   fields = {'crop': 16, **kwargs}
-  return preprocess.decode_for_training(
+  return preprocess.prepare(
     tf.constant(encoded), tf.constant(seed, tf.int64), pp(**fields)
   ).numpy()
 

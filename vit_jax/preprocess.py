@@ -40,33 +40,20 @@ def image_sizes(pp) -> list[tuple[int, int]]:
 
 
 @_as_it_is
-def decode_for_training(encoded, seed, pp):
-  """Decodes and augments one image.
-
-  Args:
-    encoded: string scalar, the contents of an image file.
-    seed: int64 [2]; determines all random numbers.
-    pp: `config.pp`; reads `crop`, `channels`, `crop_area`, `crop_ratio`,
-      `flip`, `rotate`, `jpeg_shrink`, `randaugment`, `color_jitter`,
-      `random_erasing`.
-
-  Returns:
-    float32 [crop height, crop width, channels] in [-1, 1].
-  """
-  return decode_with_geometry(encoded, seed, pp, upright=True)[0]
-
-
-@_as_it_is
 def decode_with_geometry(encoded, seed, pp, upright: bool = False):
   """Decodes and augments one image, and returns its geometry.
 
-  See `decode_for_training`. If `upright`, the image is first turned as its EXIF
-  orientation says; boxes and masks belong to the stored pixels, which are not.
+  Args:
+    encoded: string scalar, the content of an image file.
+    seed: int64 [2]; determines all random numbers.
+    pp: `config.pp`.
+    upright: whether to turn the image first as its EXIF orientation says; boxes
+      and masks belong to the stored pixels.
 
   Returns:
-    (image, geometry): the result of `decode_for_training`, and the
-    `geometry.Geometry` to apply to boxes and masks of the image. It does not
-    include the moves of RandAugment.
+    (image, geometry): float32 [crop height, crop width, channels] in [-1, 1],
+    and the `geometry.Geometry` to apply to boxes and masks of the image. It does
+    not include the moves of RandAugment.
   """
   image, drawn = _decode_crop(
     encoded,
@@ -84,8 +71,7 @@ def decode_with_geometry(encoded, seed, pp, upright: bool = False):
 def on_canvas_for_training(encoded, seed, group, pp):
   """Decodes and augments one image, and puts it on the canvas of a group.
 
-  The image is not turned upright: its boxes belong to the stored pixels. See
-  `decode_for_training`; `group` is the result of canvases.group_at.
+  See `decode_with_geometry`; `group` is the result of canvases.group_at.
 
   Returns:
     (tensors, geometry): `image`, float32 [height, width, channels] in [-1, 1],
@@ -153,16 +139,7 @@ def _decode_crop(encoded, draw, pp, crops=True, upright=False):
   """
   encoded = tf.convert_to_tensor(encoded)
   is_jpeg = tf.io.is_jpeg(encoded)
-  decoded = tf.cond(
-    is_jpeg,
-    lambda: tf.zeros([0, 0, 3], tf.uint8),
-    lambda: images.decode_other(encoded),
-  )
-  shape = tf.cond(
-    is_jpeg,
-    lambda: tf.io.extract_jpeg_shape(encoded),
-    lambda: tf.shape(decoded),
-  )
+  shape = tf.cast(images.shape_of(encoded), tf.int32)
   turned = orientation.read(encoded) if upright else tf.constant(1)
   drawn = draw(orientation.turn_shape(shape, turned))
   ratio, small, window = None, None, None
@@ -177,13 +154,14 @@ def _decode_crop(encoded, draw, pp, crops=True, upright=False):
       small = window // ratio
       window = small * ratio
     drawn = geometry.with_window(
-      drawn, orientation.turn_window(window, shape[:2], turned)
+      drawn, orientation.turn_window(window, shape, turned)
     )
-  image = tf.cond(
-    is_jpeg,
-    lambda: jpeg.decode(encoded, ratio, small),
-    lambda: geometry.crop(decoded, window) if crops else decoded,
-  )
+
+  def other():
+    image = images.decode_other(encoded)
+    return geometry.crop(image, window) if crops else image
+
+  image = tf.cond(is_jpeg, lambda: jpeg.decode(encoded, ratio, small), other)
   image = orientation.turn(image, turned)
   return image if pp.channels == 3 else images.to_grey(image), drawn
 
@@ -262,7 +240,7 @@ def prepare(encoded, seed, pp):
     float32 [crop height, crop width, channels] in [-1, 1].
   """
   if seed is not None:
-    return decode_for_training(encoded, seed, pp)
+    return decode_with_geometry(encoded, seed, pp, upright=True)[0]
   size = None
   if pp.jpeg_shrink:
     size = pp.resize or pp.crop

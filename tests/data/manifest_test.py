@@ -143,8 +143,8 @@ def test_classes_of_the_training_split_hold_for_all(tmp_path):
 
 @pytest.mark.parametrize(
   'content',
-  [['wasp', 'bee'], {'class_names': ['wasp', 'bee']}, {'label': ['wasp', 'bee']}],
-)  # fmt: skip
+  [['wasp', 'bee'], {'label': ['wasp', 'bee']}],
+)
 def test_classes_may_be_listed(tmp_path, content):
   (tmp_path / 'classes.json').write_text(json.dumps(content))
   write(tmp_path, [{'label': 'bee'}, {'label': ['wasp']}])
@@ -209,8 +209,8 @@ def test_errors_name_the_line(tmp_path, line, message):
     ([0, -1], 'train.jsonl:2: `label` is -1: classes count from 0'),
     ([0, 10**6], 'train.jsonl:2: `label` is 1000000: numbers of classes end at 9'),
     ([[0], [0, 2**63]], 'train.jsonl:2: `label` is 9223372036854775808: numbers'),
-    ([0, 1.5], 'train.jsonl:2: `label` must be the name or the number'),
-    ([[0, None]], 'train.jsonl:1: `label` must be the name or the number'),
+    ([0, 1.5], 'train.jsonl:2: `label` is 1.5: write the name or the number'),
+    ([[0, None]], 'train.jsonl:1: `label` is null: write the name or the number'),
     ([None, None], 'train.jsonl:1: neither this line nor any other has a `label`'),
   ],
 )  # fmt: skip

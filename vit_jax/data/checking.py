@@ -6,6 +6,7 @@ run or beside the images (`vit_jax index`), and all processes use it.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import contextlib
 import os
 import time
 
@@ -123,7 +124,7 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
     index, _ = _recent.get(top, (None, 0))
     if index is None or index.digest() != digest:
       index = path and index_lib.Index.load(path, root, base)
-      _remember(index or _list(root, base))
+      _remember(index or listing.list_folder(root, base))
     found = _recent[top][0]
     return {'number': len(found), 'hash of their names': found.digest()}
 
@@ -151,18 +152,17 @@ def open_listed(
 def _stored(root, base, workdir=None):
   """Yields the stored indices of a split, that of the run first."""
   for folder in dict.fromkeys((workdir, None)):
-    path = index_lib.place(folder, root, base)
-    try:
+    with contextlib.suppress(FileNotFoundError):
+      path = index_lib.place(folder, root, base)
       found = index_lib.Index.load(path, root, base)
-    except FileNotFoundError:
-      continue
-    if found is not None:
-      yield found
+      if found is not None:
+        yield found
 
 
 def renew_index(root: str, base: str) -> index_lib.Index:
   """Lists a split anew, keeping the status of unchanged files."""
-  index = _list(root, base)
+  _check_split(root, base)
+  index = listing.list_folder(root, base)
   for old in _stored(root, base):
     index.recall(old)
   return index
@@ -173,7 +173,7 @@ def _find_index(root, base, workdir):
   top = _check_split(root, base)
   index, since = _recent.get(top, (None, 0))
   if index is not None and index.is_true():
-    if reading.is_local(os.fsencode(top)) or time.time() - since < _REMOTE_AGE:
+    if reading.is_local(top) or time.time() - since < _REMOTE_AGE:
       return index
   old = None
   for found in _stored(root, base, workdir):
@@ -186,15 +186,10 @@ def _find_index(root, base, workdir):
     cli.say(
       f"'{top}' has changed since {old.facts['listed']}: listing it anew."
     )
-  index = _list(root, base)
+  index = listing.list_folder(root, base)
   if old is not None:
     index.recall(old)
   return _remember(index)
-
-
-def _list(root, base):
-  _check_split(root, base)
-  return listing.list_folder(root, base)
 
 
 def _remember(index):

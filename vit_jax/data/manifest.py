@@ -78,16 +78,11 @@ def read_split(
     columns: features by name, tensors and RaggedTensors [n, ...], in the order
       of `folder.list_split`; 'image' is an index.Paths, 'label' int64 [n, L].
     names: {feature: names of its classes} for features with class names.
-
-  Raises:
-    FileNotFoundError: if a manifest of the split does not exist.
-    ValueError: if a line or an image is wrong; names both.
   """
   lines, taken = [], []  # All lines, and the numbers of those of the slice.
   for base, instruction in slices.parts(split):
     found, top = _parse(root, base), os.path.join(root, base)
-    hashes = [index_lib.hash_name(line.key(top).encode()) for line in found]
-    order = sorted(range(len(found)), key=hashes.__getitem__)
+    order = index_lib.hash_order(line.key(top) for line in found)
     chosen = slices.take(order, base, instruction)
     taken += [len(lines) + number for number in chosen]
     lines += found
@@ -232,8 +227,6 @@ def _class_files(root) -> dict[str, tuple[str, ...]]:
     raise ValueError(f"'{path}' is no JSON: {e}") from e
   if isinstance(content, list):
     content = {'label': content}
-  elif isinstance(content, dict) and 'class_names' in content:
-    content = {**content, 'label': content['class_names']}
   for value in content.values() if isinstance(content, dict) else [None]:
     texts = isinstance(value, list) and all(isinstance(x, str) for x in value)
     if not texts or len(set(value)) < len(value):
@@ -252,20 +245,16 @@ def _as_list(label) -> list:
 
 def _label_names(lines, names) -> tuple[str, ...]:
   """Checks all labels; returns the names of their classes."""
-  first, seen = {}, set()  # Where each type of label was first seen.
+  first, seen = None, set()  # The first label with its line, and all labels.
   for line in lines:
     for label in _as_list(line.get('label')):
+      first, wrong = first or (label, line.where), ''
       if type(label) not in (int, str):
-        raise ValueError(
-          f'{line.where}: `label` must be the name or the number of a class, or '
-          f'a list of them: {_short(label)}'
-        )
-      first.setdefault(type(label), line.where)
-      wrong = ''
-      if len(first) > 1:
+        wrong = 'write the name or the number of a class, or a list of them'
+      elif type(label) is not type(first[0]):
         wrong = (
           'names and numbers of classes cannot be mixed, but '
-          f'{next(iter(first.values()))} has the other kind'
+          f'{first[1]} has the other kind'
         )
       elif type(label) is int and label < 0:
         wrong = 'classes count from 0, and null means no label'
@@ -279,11 +268,11 @@ def _label_names(lines, names) -> tuple[str, ...]:
       seen.add(label)
   if names is not None:
     return names
-  if not seen:
+  if first is None:
     raise ValueError(
       f'{lines[0].where}: neither this line nor any other has a `label`'
     )
-  if int in first:
+  if isinstance(first[0], int):
     return tuple(str(i) for i in range(max(seen) + 1))
   return tuple(sorted(seen))
 

@@ -38,8 +38,8 @@ def exists(root: str) -> bool:
 def write(root: str, arrays: Mapping[str, np.ndarray], facts: Mapping):
   """Writes pseudo-labels into a folder, which is created; see the top.
 
-  They exist once everything is written. `facts` are the values of the json,
-  without `digest` and `check`.
+  `facts` are the values of the json, without `digest` and `check`. It is written
+  last: the labels exist once all is there.
   """
   path = epath.Path(root)
   write_arrays(path / ARRAYS, arrays)

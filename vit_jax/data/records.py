@@ -280,3 +280,18 @@ def resolve(
       )
     chosen += [a for a in found if a != 'index']
   return tuple(dict.fromkeys(chosen))
+
+
+def check_classes(where: str, names: Sequence[str], expected: Sequence[str]):
+  """Raises ValueError unless a split has the expected classes, in any order."""
+  differing = {
+    'has': set(names) - set(expected),
+    'lacks': set(expected) - set(names),
+  }
+  faults = [f'it {k} {sorted(x)[:10]}' for k, x in differing.items() if x]
+  if faults:
+    raise ValueError(
+      f"the classes of '{where}' are not those that the model (or the probe) is "
+      f'trained on, {len(expected)}, {list(expected[:5])}: {" and ".join(faults)}; '
+      'give both splits the same classes'
+    )

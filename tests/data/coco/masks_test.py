@@ -32,8 +32,8 @@ def test_polygons_and_run_lengths_give_the_same_mask():
   short = coco_mask.encode(np.asfortranarray(EXPECTED))
   short['counts'] = short['counts'].decode()
   short['size'] = [int(x) for x in short['size']]
-  found = masks.decode([RECTANGLE, RUNS, short, []], 4, 6)
-  assert found.dtype == np.uint8
+  found = [masks.decode(x, 4, 6) for x in (RECTANGLE, RUNS, short, [])]
+  assert {x.dtype.name for x in found} == {'uint8'}
   for i in range(3):
     np.testing.assert_array_equal(found[i], EXPECTED)
   assert not found[3].any()
@@ -41,7 +41,7 @@ def test_polygons_and_run_lengths_give_the_same_mask():
 
 def test_an_object_of_several_polygons():
   other = [0, 0, 1, 0, 1, 1, 0, 1]
-  [found] = masks.decode([[*RECTANGLE, other]], 4, 6)
+  found = masks.decode([*RECTANGLE, other], 4, 6)
   assert found.sum() == 7
   assert found[0, 0] == 1
 
@@ -100,7 +100,7 @@ WRONG = [
 @pytest.mark.parametrize(('segmentation', 'said'), WRONG)
 def test_what_is_no_outline(segmentation, said):
   with pytest.raises(ValueError, match=said):
-    masks.decode([segmentation], 4, 6)
+    masks.decode(segmentation, 4, 6)
   encoded = masks.encode_image(4, 6, [(77, json.dumps(segmentation).encode())])
   with pytest.raises(ValueError, match=f'annotation 77: .*{said}'):
     masks.paint(encoded)
@@ -113,9 +113,7 @@ def test_compressed_run_lengths_of_any_mask_are_right():
       mask = (rng.uniform(size=(height, width)) < share).astype(np.uint8)
       short = coco_mask.encode(np.asfortranarray(mask))
       short = {'size': [height, width], 'counts': short['counts'].decode()}
-      np.testing.assert_array_equal(
-        masks.decode([short], height, width)[0], mask
-      )
+      np.testing.assert_array_equal(masks.decode(short, height, width), mask)
 
 
 @pytest.mark.parametrize(

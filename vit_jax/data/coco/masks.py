@@ -18,31 +18,17 @@ from vit_jax.data.coco import reading
 from vit_jax.data.images import images
 
 
-def decode(segmentations: Sequence[Any], height: int, width: int) -> np.ndarray:
-  """Draws the masks of the objects of an image, uint8 [n, height, width].
-
-  `segmentations` has the `segmentation` of each object, see above.
-
-  Raises:
-    ValueError: if a segmentation has another form, or is of another size.
-  """
-  masks = np.zeros((len(segmentations), height, width), np.uint8)
-  for mask, segmentation in zip(masks, segmentations):
-    outline = check(segmentation, height, width)
-    if isinstance(segmentation, list):
-      mask[:] = _fill(outline, height, width)
-    else:
-      inside = np.arange(len(outline), dtype=np.uint8) % 2
-      mask[:] = np.repeat(inside, outline).reshape(width, height).T
-  return masks
-
-
-def _fill(polygons, height, width):
+def decode(segmentation: Any, height: int, width: int) -> np.ndarray:
+  """Draws the mask of an object by its `segmentation`, uint8 [height, width]."""
+  outline = check(segmentation, height, width)
+  if not isinstance(segmentation, list):
+    inside = np.arange(len(outline), dtype=np.uint8) % 2
+    return np.repeat(inside, outline).reshape(width, height).T
+  if not outline:
+    return np.zeros((height, width), np.uint8)
   from faster_coco_eval import mask as coco_mask
 
-  if not polygons:
-    return 0
-  runs = coco_mask.frPyObjects(polygons, height, width)
+  runs = coco_mask.frPyObjects(outline, height, width)
   return coco_mask.decode(coco_mask.merge(runs))
 
 
@@ -58,9 +44,6 @@ def check(segmentation: Any, height: int, width: int) -> list:
   """Returns the polygons or the run lengths of a segmentation.
 
   What passes is safe to draw: the library that draws trusts its input.
-
-  Raises:
-    ValueError: if the value of JSON is no segmentation of an image of this size.
   """
   try:
     found = msgspec.convert(segmentation, _Polygons | _Runs)
@@ -151,15 +134,12 @@ def paint(encoded: Sequence[bytes]) -> bytes:
   Pixel values R + 256 G + 65536 B are the numbers of the objects in the order
   given, from 1, and 0 where there is none. Of objects that overlap, the
   smallest lies on top.
-
-  Raises:
-    ValueError: see `decode`; names the object.
   """
   (height, width), *objects = map(json.loads, encoded)
   masks = []
   for name, segmentation in objects:
     try:
-      masks.append(decode([segmentation], height, width)[0])
+      masks.append(decode(segmentation, height, width))
     except ValueError as e:
       raise ValueError(f'annotation {name}: {e}') from e
   numbers = np.zeros((height, width), np.int64)

@@ -51,16 +51,14 @@ def decode(encoded, channels: int = 3, size=None, upright: bool = True):
   """
   encoded = tf.convert_to_tensor(encoded)  # NumPy's bytes lose last zeros.
   turned = orientation.read(encoded) if upright else tf.constant(1)
-
-  def decode_jpeg():
-    if size is None:
-      return jpeg.decode(encoded)
-    shape = tf.io.extract_jpeg_shape(encoded)
-    shape = orientation.turn_shape(shape, turned)
-    return jpeg.decode(encoded, jpeg.ratio(shape, size))
-
+  ratio = None
+  if size is not None:
+    shape = orientation.turn_shape(shape_of(encoded), turned)
+    ratio = jpeg.ratio(shape, size)
   image = tf.cond(
-    tf.io.is_jpeg(encoded), decode_jpeg, lambda: decode_other(encoded)
+    tf.io.is_jpeg(encoded),
+    lambda: jpeg.decode(encoded, ratio),
+    lambda: decode_other(encoded),
   )
   image = orientation.turn(image, turned)
   return image if channels == 3 else to_grey(image)

@@ -164,7 +164,7 @@ class Index:
 
   def _each(self, rows, function, title):
     """Yields (rows, results of function(path)), block by block."""
-    local = reading.is_local(os.fsencode(self.top))
+    local = reading.is_local(self.top)
     threads = _THREADS if local else REMOTE_THREADS
     some = -(-_BLOCK // (8 * threads))
 
@@ -233,7 +233,7 @@ class Index:
 
     Always True for a remote folder, where a change cannot be detected.
     """
-    if not reading.is_local(os.fsencode(self.top)):
+    if not reading.is_local(self.top):
       return True
     folders = self.facts['times']
     paths = [os.path.join(self.top, folder) for folder in folders]
@@ -345,6 +345,12 @@ def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
 def hash_name(name: bytes) -> bytes:
   """Returns the hash of a name by which images are ordered."""
   return hashlib.md5(name, usedforsecurity=False).digest()
+
+
+def hash_order(names: Iterable[str]) -> list[int]:
+  """Returns the order of names by their hash: a slice is a random sample."""
+  hashes = [hash_name(name.encode(errors='surrogatepass')) for name in names]
+  return sorted(range(len(hashes)), key=hashes.__getitem__)
 
 
 def _keys(index, rows=None) -> np.ndarray:

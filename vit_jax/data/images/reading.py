@@ -42,9 +42,9 @@ def display(path) -> str:
   return os.fsencode(path).decode(errors='backslashreplace')
 
 
-def is_local(path: bytes) -> bool:
+def is_local(path) -> bool:
   """Returns whether a path has no scheme, such as gs://."""
-  return b'://' not in path
+  return b'://' not in os.fsencode(path)
 
 
 def retried(path, function):
@@ -153,18 +153,19 @@ def time_of(folder) -> int:
     return -1
 
 
+def size_and_time(path) -> tuple[int, int]:
+  """Returns the size of a file and the time of its last change in ns."""
+  if is_local(path):
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+  status = tf.io.gfile.stat(path)
+  return status.length, status.mtime_nsec
+
+
 def stamp(path) -> int:
   """Returns a number from a file's size and time; 0 if there is no file."""
-
-  def look(path):
-    if is_local(path):
-      status = os.stat(path)
-      return status.st_size, status.st_mtime_ns
-    status = tf.io.gfile.stat(path)
-    return status.length, status.mtime_nsec
-
   try:
-    size, time = retried(path, look)
+    size, time = retried(path, size_and_time)
   except FileNotFoundError:
     return 0
   return (size * 0x9E3779B97F4A7C15 + time) % 2**64 or 1

@@ -75,9 +75,7 @@ def _leaves(feature, path):
 class Reader:
   """Parses the wanted features of a record; images stay encoded.
 
-  Args:
-    info: the builder's tfds.core.DatasetInfo.
-    wanted: features by name, some of those that `features` returns.
+  `wanted` are some of those that `features` returns.
 
   Attributes:
     features: names of the wanted features.

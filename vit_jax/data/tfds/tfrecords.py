@@ -54,11 +54,6 @@ class TfRecordSource(shards.ShardSource):
   """A split in tfrecord files; see shards.ShardSource.
 
   All processes must open the same split.
-
-  Raises:
-    ValueError: if a file is damaged, compressed, or has another number of
-      records than dataset_info.json says.
-    OSError: if a file cannot be read.
   """
 
   def __init__(self, files, record_bytes: float, reader: parsing.Reader):
@@ -67,7 +62,7 @@ class TfRecordSource(shards.ShardSource):
     self._offsets = offsets(self.paths, counts)
 
   def open_file(self, path):
-    return _remote(path) if shards.is_remote(path) else _local(path)
+    return _local(path) if reading.is_local(path) else _remote(path)
 
   def read_file(self, file, shard, places):
     ends, path = self._offsets[shard], self.paths[shard]
@@ -135,28 +130,15 @@ def _remote(path: str) -> Callable[[int, int], bytes]:
   return read
 
 
-def _stamp(path) -> tuple[int, int]:
-  """Returns the size and the time of a file."""
-  if shards.is_remote(path):
-    found = tf.io.gfile.stat(path)
-    return found.length, found.mtime_nsec
-  found = os.stat(path)
-  return found.st_size, found.st_mtime_ns
-
-
 def _scan(path: str, size: int, count: int) -> list[int]:
-  """Reads the headers of a file; returns the lengths of its records.
-
-  Raises:
-    ValueError: if the file is damaged, or has another number of records.
-  """
+  """Reads the headers of a file; returns the lengths of its records."""
   found, begin = [], 0
   with contextlib.ExitStack() as stack:
-    if shards.is_remote(path):  # Read in large blocks, from begin to end.
+    if reading.is_local(path):
+      content = _local(path, far=size > _LARGE * count)
+    else:  # Read in large blocks, from begin to end.
       file = stack.enter_context(tf.io.gfile.GFile(path, 'rb'))
       content = lambda begin, size: file.seek(begin) or file.read(size)
-    else:
-      content = _local(path, far=size > _LARGE * count)
     while begin < size:
       header = content(begin, _HEADER)
       if not begin and header.startswith(GZIP):
@@ -188,19 +170,17 @@ def _scan(path: str, size: int, count: int) -> list[int]:
 def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
   """Returns where the records of files begin, the same on all processes.
 
-  Args:
-    paths: the files, in one folder.
-    counts: number of records of each file.
-
-  Returns:
-    For each file int64 [count + 1], with the file's end; errors as above.
+  The files are in one folder, and `counts` the numbers of their records. For
+  each file returns int64 [count + 1], with the file's end.
   """
   folder, names = os.path.dirname(paths[0]), list(map(os.path.basename, paths))
   what = f"reading the headers of '{folder}'"
   stored, stamps = {}, []
 
   def lacking():
-    stamps[:] = shards.each(lambda path: shards.attempted(path, _stamp), paths)
+    stamps[:] = shards.each(
+      lambda path: shards.attempted(path, reading.size_and_time), paths
+    )
     for place in _places(folder):
       stored.update(_load(place))
     rows = [stored.get(name, np.zeros(0)) for name in names]
@@ -247,8 +227,8 @@ def _scan_all(what, paths, stamps, counts, todo):
     )
 
   def scan_mine():
-    remote = shards.is_remote(paths[0])
-    threads = 2 * index_lib.REMOTE_THREADS if remote else 16
+    is_local = reading.is_local(paths[0])
+    threads = 16 if is_local else 2 * index_lib.REMOTE_THREADS
     with futures.ThreadPoolExecutor(threads) as pool:
       try:
         made.extend(

@@ -25,13 +25,7 @@ from vit_jax.distributed import processes
 
 
 class Reader(parsing.Reader):
-  """Reads the image and the label of a task.
-
-  Args:
-    info: the builder's tfds.core.DatasetInfo.
-    task: the task.
-    wanted: those of 'image' and 'label' that are wanted.
-  """
+  """Reads the image and the label of a task, or what of these is wanted."""
 
   def __init__(self, info, task: vtab_tasks.Task, wanted=('image', 'label')):
     self._task = task
@@ -59,11 +53,7 @@ class Reader(parsing.Reader):
 
 
 def tfds_split(info, dataset: str, split: str) -> str:
-  """Returns a split of a task, such as 'train800', in the notation of TFDS.
-
-  Raises:
-    ValueError: if there is no such split, or too few examples for it.
-  """
+  """Returns a split of a task, such as 'train800', in the notation of TFDS."""
   train, val, test = vtab_tasks.find_task(dataset).splits
   known = {
     'train800': [(train, 800)],
@@ -131,11 +121,7 @@ def missing(config, dataset: str) -> str:
 
 
 def prepare(config, dataset: str):
-  """Downloads the data of a task, if they are missing and TFDS can.
-
-  Raises:
-    ValueError: if that fails.
-  """
+  """Downloads the data of a task, if they are missing and TFDS can."""
   task = vtab_tasks.find_task(dataset)
 
   def check():  # Otherwise TFDS would find out after the download.
