@@ -154,10 +154,11 @@ def shape_of(encoded):
     return tf.cast(tf.io.extract_jpeg_shape(encoded)[:2], tf.int64)
 
   has_header = tf.logical_and(_is_png(encoded), tf.strings.length(encoded) > 23)
-  return tf.case(
+  shape = tf.case(
     [(tf.io.is_jpeg(encoded), of_jpeg), (has_header, of_png)],
     lambda: _in_python(_pillow_shape, [encoded], tf.int64, [2]),
   )
+  return tf.ensure_shape(shape, [2])
 
 
 def bounded(encoded, limit: int):
