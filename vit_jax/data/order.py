@@ -14,7 +14,7 @@ from vit_jax.data import records
 
 @tf.autograph.experimental.do_not_convert
 def example_indices(positions, num_examples: int, seed: int):
-  """Returns the number of the example at each position of the endless run.
+  """Returns the example at each position of the endless run, int64 [b].
 
   Of n examples, position i gets element i mod n of the permutation drawn from
   (seed, i // n). `positions`, int64 [b], ascend, b > 0.

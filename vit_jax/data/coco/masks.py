@@ -80,7 +80,7 @@ def check(segmentation: Any, height: int, width: int) -> list:
 
 
 def _expand(text: str) -> list[int]:
-  """Returns the run lengths of COCO's compressed text; ValueError.
+  """Returns the run lengths of COCO's compressed text, or raises ValueError.
 
   A number has 5 bits a character, the lowest first, as the character of 48 plus
   these bits, plus 32 if more follow; the last character's bit 16 is the sign.
