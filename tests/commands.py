@@ -13,7 +13,6 @@ from vit_jax.studies import study
 MODULES = {
   'vit_jax.main': 'train',
   'vit_jax.manifest': 'index',
-  'vit_jax.data.tfds.convert': 'convert-data',
 } | {
   f'vit_jax.{name}': name
   for name in (
@@ -31,7 +30,6 @@ MINIMAL = {
   'index': ['/tmp/folder'],
   'compute': [],
   'benchmark': [],
-  'convert-data': ['imagenet2012'],
 }
 # Configs that a flag on its own may be meant for.
 BASES = (

@@ -11,6 +11,7 @@ from sklearn import datasets
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from tests import looked_up
 from vit_jax import input_pipeline
 from vit_jax.data import order
 from vit_jax.data import records
@@ -56,8 +57,8 @@ def test_the_digits_are_scikit_learns(tiny_config):
   for split, count in (('train', 1437), ('test', 360)):
     source = sources.open_split(tiny_config, split)
     assert source.num_examples == count
-    record = source.lookup(tf.range(count, dtype=tf.int64))
-    for image, label in zip(record['image'].numpy(), record['label'].numpy()):
+    record = looked_up.features(source)
+    for image, label in zip(record['image'], record['label']):
       pixels = tf.io.decode_png(image).numpy()
       seen[pixels.tobytes(), int(label[0])] += 1
   raw = datasets.load_digits()
@@ -158,7 +159,7 @@ def test_evaluation_sees_every_example_once(digits, n, batch):
   assert index.dtype == np.int32
   assert index.tolist() == [*range(n)] + [-1] * (len(masks) - n)
   images = np.concatenate([b['image'] for b in everything])[:n]
-  raw = source.lookup(tf.range(n, dtype=tf.int64))['image'].numpy()
+  raw = looked_up.features(source, range(n))['image']
   for got, encoded in zip(images, raw):
     want = tf.io.decode_png(encoded).numpy() / 127.5 - 1
     np.testing.assert_allclose(got, want, atol=1e-6)
@@ -435,7 +436,7 @@ def test_an_example_is_what_the_task_makes_of_it(tiny_config):
   batch = next(data.as_numpy_iterator())
   np.testing.assert_array_equal(batch['place'][:, 0], tiny_config.seed)
   np.testing.assert_array_equal(batch['place'][:, 1], np.arange(32, 48))
-  labels = source.lookup(batch['number'])['label'].numpy()
+  labels = looked_up.features(source, batch['number'])['label']
   np.testing.assert_array_equal(batch['one'], labels)
   indices = order.training_indices(source, np.arange(32, 48), 0)
   np.testing.assert_array_equal(batch['number'], indices)

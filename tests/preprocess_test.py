@@ -98,7 +98,7 @@ def test_squeeze_keeps_all_and_central_crop_keeps_the_middle():
 
 def train(encoded, seed, **kwargs):
   fields = {'crop': 16, **kwargs}
-  return preprocess.decode_for_training(
+  return preprocess.prepare(
     tf.constant(encoded), tf.constant(seed, tf.int64), pp(**fields)
   ).numpy()
 
@@ -217,7 +217,9 @@ def test_wrong_images_are_named(tmp_path):
       load(path, pp())
   with pytest.raises(ValueError, match=r'array float32\[8, 8, 3\]: give uint8'):
     load(np.zeros((8, 8, 3), np.float32), pp())
-  with pytest.raises(ValueError, match='array of 2 channels'):
+  with pytest.raises(
+    ValueError, match='give uint8 .height, width. or .*, 1, 3 or 4'
+  ):
     load(np.zeros((8, 8, 2), np.uint8), pp())
 
 

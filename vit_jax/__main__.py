@@ -22,7 +22,6 @@ COMMANDS = {
   'sweep': ('sweep', 'chooses a learning rate or other values, and tests it'),
   'compute': ('compute', 'counts FLOPs and cost of pre-training'),
   'benchmark': ('benchmark', 'times the steps that users wait for'),
-  'convert-data': ('convert_data', 'converts a TFDS data set to array_record'),
 }
 
 

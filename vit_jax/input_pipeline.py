@@ -64,9 +64,9 @@ def get_dataset_info(dataset: str, split: str) -> dict:
   Raises:
     ValueError, FileNotFoundError: if there is no such data set or split.
   """
-  config = common.set_dataset(common.get_config(), dataset)
   if not folder.is_folder(dataset):
-    return _info(sources.open_split(config, split))
+    return get_tfds_info(dataset, split)
+  config = common.set_dataset(common.get_config(), dataset)
   class_names = sources.open_split(config, config.pp.train).class_names
   source = sources.open_split(config, split, class_names=class_names)
   return _info(source, _examples_glob(dataset, split))
@@ -74,19 +74,17 @@ def get_dataset_info(dataset: str, split: str) -> dict:
 
 def get_tfds_info(dataset: str, split: str) -> dict:
   """Returns the sizes and classes of a TFDS data set, see get_dataset_info."""
-  config = common.set_dataset(common.get_config(), dataset)
-  if tf.io.gfile.isdir(dataset):
+  if folder.is_folder(dataset):
     raise ValueError(
       f"dataset='{dataset}' is a folder, not the name of a TFDS data set: use "
       'get_directory_info'
     )
+  config = common.set_dataset(common.get_config(), dataset)
   return _info(sources.open_split(config, split))
 
 
 def get_directory_info(directory: str) -> dict:
-  """Returns the sizes and classes of a folder of classes.
-
-  See `get_dataset_info`.
+  """Returns the sizes and classes of a folder, see `get_dataset_info`.
 
   Args:
     directory: `directory/<class>/<image>`; or a folder with a split `train`,
@@ -158,10 +156,7 @@ def get_datasets(config):
 
 
 def get_data_from_tfds(*, config, mode: str) -> tf.data.Dataset:
-  """Returns the data of a config for a mode, 'train' or 'test'.
-
-  See `get_datasets`; an unknown mode is a ValueError.
-  """
+  """Returns the data of a config for 'train' or 'test', see `get_datasets`."""
   _check_mode(mode)
   return get_datasets(config)[mode == 'test']
 
@@ -175,7 +170,7 @@ def get_data_from_directory(
     config: see `get_datasets`; `dataset` and the splits are not read.
     directory: `directory/<class>/<image>`; or a folder with the splits `train`
       and `test`, of which `mode` selects one.
-    mode: 'train' or 'test'; another one is a ValueError.
+    mode: 'train' or 'test'.
   """
   _check_mode(mode)
   config = run_config.complete(config)
@@ -200,25 +195,23 @@ def _dataset(config, mode, source):
   if mode == 'train':
     rows = sharding.local_rows(mesh, config.batch)
     data = train_dataset(config, source, example, rows)
-    return _of_length(data, tf.data.INFINITE_CARDINALITY)
-  rows = sharding.local_rows(mesh, config.batch_eval)
-  count = source.evaluated.num_examples
-  padded = count % config.batch_eval and jax.process_count() == 1
+    length = tf.data.INFINITE_CARDINALITY
+  else:
+    rows = sharding.local_rows(mesh, config.batch_eval)
+    count = source.evaluated.num_examples
+    padded = count % config.batch_eval and jax.process_count() == 1
 
-  def hand_out(batch):
-    batch = {key: batch[key] for key in ('image', 'label', 'mask')}
-    if not padded:
-      return batch
-    real = batch['mask'] > 0
-    return {key: tf.boolean_mask(x, real) for key, x in batch.items()}
+    def hand_out(batch):
+      real = batch['mask'] > 0
+      return {
+        key: tf.boolean_mask(batch[key], real) if padded else batch[key]
+        for key in ('image', 'label', 'mask')
+      }
 
-  data = eval_dataset(config, source, example, rows).map(hand_out)
-  return _of_length(data, -(-count // config.batch_eval))
-
-
-def _of_length(data, batches):
-  """Declares the number of batches, which tf.data cannot infer here."""
-  return data.apply(tf.data.experimental.assert_cardinality(batches))
+    data = eval_dataset(config, source, example, rows).map(hand_out)
+    length = -(-count // config.batch_eval)
+  # tf.data cannot infer the number of batches here.
+  return data.apply(tf.data.experimental.assert_cardinality(length))
 
 
 def prefetch(dataset: tf.data.Dataset, n_prefetch: int) -> Iterator[dict]:
@@ -236,17 +229,12 @@ def prefetch(dataset: tf.data.Dataset, n_prefetch: int) -> Iterator[dict]:
 
 
 def labelled_example(config, num_classes: int) -> Callable:
-  """Returns the function `example` of a classifier.
+  """Returns the function `example` of a classifier, see the top; reads `pp`.
 
-  Args:
-    config: reads `pp`.
-    num_classes: number of classes.
-
-  Returns:
-    example(record, seed), see the top of this module. Its records have 'image',
-    'label' and possibly 'soft_label', a share of each class or all 0; it
-    returns `image`, float32 [height, width, channels] in [-1, 1], and `label`,
-    float32 [classes], the soft label if there is one, else 0 or 1.
+  Its records have 'image', 'label' and possibly 'soft_label', a share of each
+  class or all 0; it returns `image`, float32 [height, width, channels] in
+  [-1, 1], and `label`, float32 [classes], the soft label if there is one, else
+  0 or 1.
   """
 
   @tf.autograph.experimental.do_not_convert
@@ -273,7 +261,7 @@ def train_dataset(
   Args:
     config: reads `batch`, `seed`.
     source: the training split.
-    example: (record, seed) -> tensors by name, see the top of this module.
+    example: see the top of this module.
     rows: rows of the global batch that this process reads.
     start_step: number of the first batch.
 
@@ -301,7 +289,7 @@ def eval_dataset(
   Args:
     config: reads `batch_eval`.
     source: the split.
-    example: (record, None) -> tensors by name, see the top of this module.
+    example: see the top of this module.
     rows: rows of the global batch that this process reads.
     numbers: int64 [n], the examples to return; by default all.
 
@@ -311,8 +299,7 @@ def eval_dataset(
     mask 0 and index -1, and stands at the end.
   """
   source = source.evaluated
-  if numbers is None:
-    numbers = np.arange(source.num_examples)
+  numbers = _numbers(source, numbers)
   begins = np.arange(0, len(numbers), config.batch_eval)
   positions = (begins[:, None] + rows).reshape(-1)
   real = numbers[positions[positions < len(numbers)]].astype(np.int64)
@@ -336,6 +323,11 @@ def eval_dataset(
   padding['index'] = tf.constant(-1)
   padding = tf.data.Dataset.from_tensors(padding).repeat()
   return _batches(data.concatenate(padding).take(len(positions)), len(rows))
+
+
+def _numbers(source, numbers=None):
+  """Returns the numbers of the examples to evaluate, by default all."""
+  return np.arange(source.num_examples) if numbers is None else numbers
 
 
 def _batches(data, size):
@@ -393,11 +385,10 @@ def eval_batches(
   """
   source = source.evaluated
   rows = sharding.local_rows(mesh, config.batch_eval)
+  numbers = _numbers(source, numbers)
 
   def indices(number):
     positions = number * config.batch_eval + rows
-    if numbers is None:
-      return positions[positions < source.num_examples]
     return numbers[positions[positions < len(numbers)]]
 
   data = eval_dataset(config, source, example, rows, numbers)
@@ -428,7 +419,7 @@ def part_batches(
   Args:
     config: reads `batch_eval`, `prefetch`.
     source: the split.
-    parts: the parts.
+    parts: its parts, see Part.
     mesh: the mesh.
     size: function from a part and its number of examples to the number of rows
       of its batches, which is rounded up to what the devices divide; by default
@@ -438,13 +429,12 @@ def part_batches(
   config = config.copy_and_resolve_references()
   most = config.batch_eval
   for part in (Part(*part) for part in parts):
-    rows = most
     if size is not None or part.numbers is not None:
-      numbers = part.numbers
-      count = source.num_examples if numbers is None else len(numbers)
+      count = len(_numbers(source, part.numbers))
       rows = min(most, count) if size is None else size(part, count)
-      rows = -(-rows // shards) * shards
-    config.batch_eval = rows
+      config.batch_eval = -(-rows // shards) * shards
+    else:
+      config.batch_eval = most
     yield from eval_batches(config, source, part.example, mesh, part.numbers)
 
 

@@ -15,20 +15,8 @@ def make(
 ) -> tuple[str, int, list[str]]:
   """Makes the index of a split, beside its images.
 
-  Args:
-    root: the folder, local or gs://.
-    split: name of a folder in `root`, or of a manifest (train for train.jsonl);
-      '.' for `root` itself.
-    check: 'none', 'form' or 'decode', see vit_jax/commands/index.py.
-    max_pixels: images with more pixels count as broken; None: the config's
-      default.
-
-  Returns:
-    (path of the index, number of images, broken images with their reasons).
-
-  Raises:
-    FileNotFoundError: if there is no such split.
-    OSError: if a folder or a file cannot be read, or the index not be written.
+  See vit_jax/commands/index.py for the arguments. Returns the path of the index,
+  the number of images, and the broken images with their reasons.
   """
   from vit_jax.configs import common
   from vit_jax.data import checking
@@ -58,7 +46,7 @@ def make(
     index.check(index.order, *levels[check], limit)
     _save(index, path)
   paths = index_lib.Paths([(index, index.order)])
-  broken = [f'{paths[i]}: {paths.reason(i)}' for i in paths.broken()]
+  broken = [f'{paths[i]}: {why}' for i, why in paths.broken().items()]
   return path, len(index), broken
 
 

@@ -27,8 +27,8 @@ from vit_jax.data.images import reading
 
 crop_size = geometry.crop_size
 
-# AutoGraph would rewrite all functions that these call, which takes seconds at the
-# start of a run. They hold no control flow of Python that depends on tensors.
+# AutoGraph would rewrite all functions that these call, which takes seconds at
+# the start of a run, and they have no control flow that depends on tensors.
 _as_it_is = tf.autograph.experimental.do_not_convert
 
 
@@ -40,33 +40,20 @@ def image_sizes(pp) -> list[tuple[int, int]]:
 
 
 @_as_it_is
-def decode_for_training(encoded, seed, pp):
-  """Decodes and augments one image.
-
-  Args:
-    encoded: string scalar, the contents of an image file.
-    seed: int64 [2]; determines all random numbers.
-    pp: `config.pp`; reads `crop`, `channels`, `crop_area`, `crop_ratio`,
-      `flip`, `rotate`, `jpeg_shrink`, `randaugment`, `color_jitter`,
-      `random_erasing`.
-
-  Returns:
-    float32 [crop height, crop width, channels] in [-1, 1].
-  """
-  return decode_with_geometry(encoded, seed, pp, upright=True)[0]
-
-
-@_as_it_is
 def decode_with_geometry(encoded, seed, pp, upright: bool = False):
   """Decodes and augments one image, and returns its geometry.
 
-  See `decode_for_training`. If `upright`, the image is first turned as its EXIF
-  orientation says; boxes and masks belong to the stored pixels, which are not.
+  Args:
+    encoded: string scalar, the content of an image file.
+    seed: int64 [2]; determines all random numbers.
+    pp: `config.pp`.
+    upright: whether to turn the image first as its EXIF orientation says; boxes
+      and masks belong to the stored pixels.
 
   Returns:
-    (image, geometry): the result of `decode_for_training`, and the
-    `geometry.Geometry` to apply to boxes and masks of the image. It does not
-    include the moves of RandAugment.
+    (image, geometry): float32 [crop height, crop width, channels] in [-1, 1],
+    and the `geometry.Geometry` to apply to boxes and masks of the image. It does
+    not include the moves of RandAugment.
   """
   image, drawn = _decode_crop(
     encoded,
@@ -84,8 +71,7 @@ def decode_with_geometry(encoded, seed, pp, upright: bool = False):
 def on_canvas_for_training(encoded, seed, group, pp):
   """Decodes and augments one image, and puts it on the canvas of a group.
 
-  The image is not turned upright: its boxes belong to the stored pixels. See
-  `decode_for_training`; `group` is the result of canvases.group_at.
+  See `decode_with_geometry`; `group` is the result of canvases.group_at.
 
   Returns:
     (tensors, geometry): `image`, float32 [height, width, channels] in [-1, 1],
@@ -153,40 +139,29 @@ def _decode_crop(encoded, draw, pp, crops=True, upright=False):
   """
   encoded = tf.convert_to_tensor(encoded)
   is_jpeg = tf.io.is_jpeg(encoded)
-
-  def other():
-    image = images.decode_other(encoded)
-    return tf.shape(image), image
-
-  shape, decoded = tf.cond(
-    is_jpeg,
-    lambda: (tf.io.extract_jpeg_shape(encoded), tf.zeros([0, 0, 3], tf.uint8)),
-    other,
-  )
+  shape = tf.cast(images.shape_of(encoded), tf.int32)
   turned = orientation.read(encoded) if upright else tf.constant(1)
   drawn = draw(orientation.turn_shape(shape, turned))
-  ratio = None
+  ratio, small, window = None, None, None
   if pp.jpeg_shrink:
     ratio = jpeg.ratio([drawn.height, drawn.width], drawn.size)
     ratio = tf.where(is_jpeg, ratio, 1)
-  if not crops:
-    image = tf.cond(
-      is_jpeg, lambda: jpeg.decode(encoded, ratio), lambda: decoded
-    )
-  else:
-    window = orientation.turn_window(  # Of the stored pixels.
+  if crops:
+    window = small = orientation.turn_window(  # Of the stored pixels.
       geometry.window(drawn), drawn.shape, orientation.inverse(turned)
     )
-    small = window if ratio is None else window // ratio
-    window = small if ratio is None else small * ratio
+    if ratio is not None:
+      small = window // ratio
+      window = small * ratio
     drawn = geometry.with_window(
-      drawn, orientation.turn_window(window, shape[:2], turned)
+      drawn, orientation.turn_window(window, shape, turned)
     )
-    image = tf.cond(
-      is_jpeg,
-      lambda: jpeg.decode(encoded, ratio, small),
-      lambda: geometry.crop(decoded, window),
-    )
+
+  def other():
+    image = images.decode_other(encoded)
+    return geometry.crop(image, window) if crops else image
+
+  image = tf.cond(is_jpeg, lambda: jpeg.decode(encoded, ratio, small), other)
   image = orientation.turn(image, turned)
   return image if pp.channels == 3 else images.to_grey(image), drawn
 
@@ -265,7 +240,7 @@ def prepare(encoded, seed, pp):
     float32 [crop height, crop width, channels] in [-1, 1].
   """
   if seed is not None:
-    return decode_for_training(encoded, seed, pp)
+    return decode_with_geometry(encoded, seed, pp, upright=True)[0]
   size = None
   if pp.jpeg_shrink:
     size = pp.resize or pp.crop
@@ -305,8 +280,7 @@ def from_user(
     image.convert('RGBA').save(buffer, 'PNG', compress_level=0)
     image = buffer.getvalue()
   if not isinstance(image, bytes):
-    name = reading.display(image)
-    image = reading.read_file(image)
+    name, image = reading.display(image), reading.read_file(image)
   try:
     if limit is not None:
       images.bounded(image, limit)
@@ -319,15 +293,10 @@ def from_user(
 
 
 def _to_pillow(image: np.ndarray) -> Image.Image:
-  if image.ndim not in (2, 3) or image.dtype != np.uint8:
+  fits = image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (1, 3, 4))
+  if not fits or image.dtype != np.uint8:
     raise ValueError(
-      f'image is an array {image.dtype}{list(image.shape)}: give uint8 '
-      '[height, width, channels] with values 0 to 255'
-    )
-  channels = image.shape[2] if image.ndim == 3 else 1
-  if channels not in (1, 3, 4):
-    raise ValueError(
-      f'image is an array of {channels} channels: give 1 (grey), 3 (RGB) or 4 '
-      '(RGBA)'
+      f'image is an array {image.dtype}{list(image.shape)}: give uint8 [height, '
+      'width] or [height, width, 1, 3 or 4], with values 0 to 255'
     )
   return Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image)

@@ -309,7 +309,7 @@ def test_training_images_are_those_of_tensorflows_own_functions(fmt):
     want = tf.image.resize(images.to_float(image), (40, 56))
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(
-      got, preprocess.decode_for_training(encoded, seed(number), config)
+      got, preprocess.prepare(encoded, seed(number), config)
     )
     assert drawn.size == (40, 56)
     assert drawn.shape.numpy().tolist() == [H, W]

@@ -458,7 +458,7 @@ def train(number, **kwargs):
   buffer = io.BytesIO()
   PIL.save(buffer, 'PNG')
   fields = {'crop': (60, 80), 'crop_area': None, 'flip': False, **kwargs}
-  return preprocess.decode_for_training(
+  return preprocess.prepare(
     tf.constant(buffer.getvalue()), seed(number), pp(**fields)
   ).numpy()
 

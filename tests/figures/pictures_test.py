@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing import event_accumulator
 import tensorflow as tf
 
 from tests import conftest
+from tests import looked_up
 from tests import trees
 from vit_jax import input_pipeline
 from vit_jax import predict
@@ -135,12 +136,12 @@ def test_training_images_are_those_that_the_first_update_gets(
 def first_test_images(config):
   """Returns the first eight test images, uint8 [8, 8], and their classes."""
   source = sources.open_split(run_config.complete(config), 'test')
-  found = source.lookup(tf.range(8, dtype=tf.int64))
-  pngs = found['image'].numpy()
+  found = looked_up.features(source, range(8))
   images = [
-    np.asarray(Image.open(io.BytesIO(png)).convert('L')) for png in pngs
+    np.asarray(Image.open(io.BytesIO(png)).convert('L'))
+    for png in found['image']
   ]
-  return images, found['label'].numpy().reshape(-1)
+  return images, np.concatenate(found['label'])
 
 
 def test_test_images_have_the_predictions_of_their_step(shown, run, config):

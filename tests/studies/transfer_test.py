@@ -9,6 +9,7 @@ import pytest
 from sklearn import datasets as sklearn_datasets
 
 from tests import conftest
+from tests import looked_up
 from vit_jax import predict
 from vit_jax import train
 from vit_jax.configs import common
@@ -22,9 +23,8 @@ def labels_of(dataset, split, data_dir):
   config = common.set_dataset(common.get_config(), dataset)
   config.tfds_data_dir = data_dir
   source = sources.open_split(config, split)
-  records = source.lookup(np.arange(source.num_examples))
-  labels = records['label'].numpy()[:, 0]
-  return source.class_names, labels, list(records['image'].numpy())
+  records = looked_up.features(source)
+  return source.class_names, np.stack(records['label'])[:, 0], records['image']
 
 
 def test_classes_and_labels_of_the_digits(data_dir):

@@ -88,10 +88,8 @@ def fitted(shape, side, longest):
   rounded and the longer one is cut off to whole pixels, so that the longer side
   of a very long image may pass `longest` by some pixels.
 
-  Args:
-    shape: int [..., 2] or [..., 3], height and width (and channels) of images.
-    side: length that the shorter side becomes.
-    longest: greatest length of the longer side, for which images get smaller.
+  `shape` is int [..., 2] or [..., 3], height and width (and channels) of images,
+  and the shorter side becomes `side` unless the longer one passes `longest`.
   """
   shape = tf.cast(tf.convert_to_tensor(shape)[..., :2], tf.float64)
   side, longest = tf.cast(side, tf.float64), tf.cast(longest, tf.float64)
@@ -108,10 +106,8 @@ def fitted(shape, side, longest):
 def smallest(shapes, group: Group, step: int):
   """Returns the smallest canvases that hold images, int64 [..., 2].
 
-  Args:
-    shapes: int [..., 2], heights and widths of the originals.
-    group: result of `evaluation`.
-    step: the sides of a canvas are multiples of this number.
+  `shapes` is int [..., 2], heights and widths of the originals, and `group` the
+  result of `evaluation`. The sides of a canvas are multiples of `step`.
   """
   sizes = fitted(shapes, group.sides[0], group.longest).numpy()
   return round_up(sizes.astype(np.int64), step)
@@ -126,11 +122,7 @@ def sample(shape, seed, number, pp) -> geometry.Geometry:
   `pp.crop_range` (and within the image) is taken, and the part is resized to a
   length of the group. Here the image is resized only once.
 
-  Args:
-    shape: int32 [2] or [3], height and width (and channels) of the original.
-    seed: int64 [2]; determines all random numbers.
-    number: int32 scalar, number of the group, see `group_at`.
-    pp: `config.pp`.
+  See geometry.sample; `number` is the number of the group, see `group_at`.
   """
   seed = tf.random.experimental.stateless_fold_in(seed, _IMAGE)
   seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
@@ -163,9 +155,8 @@ def _coin(seed):
 def _crop(shape, seed, pp):
   """Draws a part of an image.
 
-  Returns:
-    (y, x, height, width) in pixels of the original, int32 [4]; and height and
-    width of the part in the image that was resized first, int32 [2].
+  Returns (y, x, height, width) in pixels of the original, int32 [4]; and height
+  and width of the part in the image that was resized first, int32 [2].
   """
   seeds = tf.random.experimental.stateless_split(seed, 3)
   side = tf.gather(sorted(pp.crop_sides), _index(seeds[0], len(pp.crop_sides)))
@@ -186,9 +177,8 @@ def _crop(shape, seed, pp):
 def place(image, canvas: tuple[int, int]) -> dict:
   """Puts an image [h, w, C] on a canvas.
 
-  Returns:
-    `image`, [height, width, C], and `real`, bool [height, width], False for
-    padding.
+  Returns `image`, [height, width, C], and `real`, bool [height, width], False
+  for padding, by name.
   """
   real = tf.ones(tf.shape(image)[:2], tf.bool)
   return {'image': pad(image, canvas), 'real': pad(real, canvas)}

@@ -66,11 +66,8 @@ def sample(shape, seed, pp) -> Geometry:
   `pp.crop_ratio` is None, the crop has the aspect ratio of the image, as if the
   image were resized to a square and then cropped (arXiv 1912.11370, section 3.3).
 
-  Args:
-    shape: int32 [2] or [3], height and width (and channels) of the original.
-    seed: int64 [2]; determines all random numbers.
-    pp: `config.pp`; reads `crop`, `crop_area`, `crop_ratio`, `flip`, `rotate`.
-
+  `shape` is int32 [2] or [3], height and width (and channels) of the original,
+  and `seed`, int64 [2], determines all random numbers.
   """
   seeds = tf.random.experimental.stateless_split(seed, 3)  # [3, 2]
   geometry = whole(shape, crop_size(pp))
@@ -131,15 +128,10 @@ def crop(image, window):
 def fit(image, geometry: Geometry, antialias: bool = False):
   """Mirrors, resizes and rotates an image that is cropped already.
 
-  Args:
-    image: uint8 or float32 [geometry.height, geometry.width, C].
-    geometry: the parameters.
-    antialias: whether the pixels of a smaller image are means over all pixels
-      of the larger one, as in Pillow, which takes longer.
-
-  Returns:
-    float32 [*geometry.size, C]. uint8 is scaled to [-1, 1], float32 keeps its
-    scale. Pixels that rotation brings in from outside repeat the edge.
+  Of uint8, scaled to [-1, 1], or float32 [geometry.height, geometry.width, C]
+  makes float32 [*geometry.size, C]. Pixels that rotation brings in from outside
+  repeat the edge. With `antialias`, the pixels of a smaller image are means over
+  all pixels of the larger one, as in Pillow, which takes longer.
   """
   # This order moves the fewest bytes. TensorFlow resizes float32 twice as fast
   # as uint8.
@@ -155,14 +147,9 @@ def fit(image, geometry: Geometry, antialias: bool = False):
 def to_boxes(boxes, geometry: Geometry):
   """Applies a geometry to boxes.
 
-  Args:
-    boxes: float32 [n, 4], normalised (ymin, xmin, ymax, xmax) as in TFDS.
-    geometry: the parameters.
-
-  Returns:
-    (boxes, kept): float32 [n, 4], normalised and clipped to the new image, the
-    smallest upright ones around rotated boxes; and bool [n], False for boxes
-    that lie outside of the new image.
+  They are float32 [n, 4], normalised (ymin, xmin, ymax, xmax) as in TFDS. Returns
+  the same, clipped to the new image, the smallest upright ones around rotated
+  boxes; and bool [n], False for boxes that lie outside of the new image.
   """
   boxes = tf.convert_to_tensor(boxes, tf.float32)
   begin = tf.cast([geometry.y, geometry.x], tf.float32)
@@ -200,13 +187,8 @@ def _visible(y, x, size):
 def to_masks(masks, geometry: Geometry):
   """Applies a geometry to masks, with nearest-neighbour interpolation.
 
-  Args:
-    masks: uint8 or bool [n, *geometry.shape].
-    geometry: the parameters.
-
-  Returns:
-    [n, *geometry.size], of the type of `masks`; 0 where rotation brings in
-    pixels from outside, which belong to no object.
+  Of uint8 or bool [n, *geometry.shape] makes [n, *geometry.size]; 0 where
+  rotation brings in pixels from outside, which belong to no object.
   """
   masks = tf.convert_to_tensor(masks)
   pixels = tf.slice(

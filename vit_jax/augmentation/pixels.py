@@ -274,9 +274,6 @@ def randaugment(image, seed, layers: int, magnitude: int):
     seed: int64 [2]; determines all random numbers.
     layers: number of operations to apply, one after another.
     magnitude: strength of the operations, an int from 0 to 30.
-
-  Returns:
-    uint8 [h, w, C].
   """
   for layer in range(layers):
     seeds = tf.random.experimental.stateless_fold_in(seed, layer)
@@ -303,22 +300,19 @@ def _choose(number, functions, *args):
 def color_jitter(image, seed, brightness, contrast, saturation):
   """Changes brightness, contrast and saturation, in random order.
 
-  The strengths are those of torchvision's ColorJitter: each factor is uniform
-  in [max(0, 1 - strength), 1 + strength]. With values from 0 (black) to 1
-  (white), brightness multiplies by the factor, contrast blends with the mean of
-  the grey image, and saturation blends with the grey image; the factor is the
-  share of the image, and results are clipped to [0, 1]. Saturation does not
-  change grey images.
-
-  Args:
-    image: float32 [h, w, C] in [-1, 1], C = 3 or 1.
-    seed: int64 [2]; determines all random numbers.
-    brightness: strength, at least 0; 0 for no change.
-    contrast: likewise.
-    saturation: likewise.
+  The strengths, at least 0 each, are those of torchvision's ColorJitter: each
+  factor is uniform in [max(0, 1 - strength), 1 + strength]. With values from 0
+  (black) to 1 (white), brightness multiplies by the factor, contrast blends with
+  the mean of the grey image, and saturation blends with the grey image; the
+  factor is the share of the image, and results are clipped to [0, 1]. Saturation
+  does not change grey images.
   """
   seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
-  kinds = (_black, brightness), (_mean, contrast), (_grey, saturation)
+  kinds = (
+    (lambda image: -1.0, brightness),  # Black.
+    (lambda image: tf.reduce_mean(_grey(image)), contrast),
+    (_grey, saturation),
+  )
   steps = []
   for own, (start, strength) in zip(tf.unstack(seeds[:3]), kinds):
     if strength:
@@ -338,15 +332,6 @@ def _towards(start, factor, image):
   return tf.clip_by_value(start + factor * (image - start), -1.0, 1.0)
 
 
-def _black(image):
-  del image
-  return tf.constant(-1.0)
-
-
-def _mean(image):
-  return tf.reduce_mean(_grey(image))
-
-
 def _grey(image):
   """Returns the luma of ITU-R 601, float32 [h, w, 1]."""
   if image.shape[-1] == 1:
@@ -363,17 +348,8 @@ def random_erasing(
   As in these, the logarithm of the aspect ratio is uniform (in the paper the
   ratio is), so that upright and lying rectangles are equally frequent, and the
   position is drawn after a size that fits. Erased pixels become 0, the grey in
-  the middle of [-1, 1] (in the paper noise).
-
-  Args:
-    image: float32 [h, w, C] of known shape.
-    seed: int64 [2]; determines all random numbers.
-    probability: probability of erasing a rectangle.
-    area: least and greatest share of the image's area.
-    ratio: least and greatest height / width of the rectangle.
-
-  Returns:
-    float32 [h, w, C].
+  the middle of [-1, 1] (in the paper noise). `area` is the least and greatest
+  share of the image's area, and `ratio` of the rectangle's height / width.
   """
   seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
   size = tf.constant([*image.shape[:2]], tf.float32)

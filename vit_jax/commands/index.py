@@ -27,7 +27,6 @@ The exit status is 1 if images are broken. They are named and recorded in the
 list; --config.broken_images=skip leaves them out.
 """
 
-import argparse
 from collections.abc import Sequence
 
 from vit_jax import cli
@@ -60,24 +59,15 @@ def make_parser() -> flags.Parser:
   )
   parser.add_argument(
     '--max_image_pixels',
-    type=int,
+    type=flags.count,
     help='images with more pixels count as broken (config.max_image_pixels)',
   )
   return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags; raises ValueError for wrong ones."""
-  args = make_parser().parse_args(argv)
-  limit = args.max_image_pixels
-  if limit is not None and limit < 1:
-    raise ValueError(f'--max_image_pixels={limit} must be at least 1')
-  return args
-
-
 def main(argv: Sequence[str]) -> int:
   """Lists and checks the splits of a folder; 1 if there are broken images."""
-  args = parse(argv)
+  args = make_parser().parse_args(argv)
   cli.load_tensorflow()
   from vit_jax import manifest
 

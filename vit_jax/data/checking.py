@@ -6,6 +6,7 @@ run or beside the images (`vit_jax index`), and all processes use it.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import contextlib
 import os
 import time
 
@@ -22,6 +23,7 @@ from vit_jax.data.images import listing
 from vit_jax.data.images import reading
 from vit_jax.distributed import processes
 
+_SHOWN = 10  # Broken images that a message names.
 # Number of folders whose indices stay in memory: a training and a test split.
 _RECENT = 2
 _recent: dict[str, tuple[index_lib.Index, float]] = {}
@@ -44,6 +46,10 @@ def usable(
 ) -> index_lib.Paths:
   """Checks that images can be decoded, on process 0 for all.
 
+  Returns all images, or without the broken ones if these are skipped. Raises
+  ValueError if images are broken or none is left, and OSError for a file that
+  cannot be read, which does not count as broken.
+
   Args:
     views: (index, rows) pairs.
     where: name of the split for messages.
@@ -54,13 +60,6 @@ def usable(
     workdir: folder of a run. Process 0 stores its results there before raising
       an error, so that the next start checks changed files only.
     why: function (path, max_pixels) -> why an image is broken, '' if it is not.
-
-  Returns:
-    The usable images: all images, unless some are skipped.
-
-  Raises:
-    ValueError: if images are broken, or none is left.
-    OSError: if a file cannot be read; the file then does not count as broken.
   """
   paths = index_lib.Paths(views)
   if not len(paths):
@@ -75,7 +74,7 @@ def usable(
     bad = paths.broken()
     if bad and broken == 'error' and workdir:
       paths.store(workdir)
-    return bad, [paths.reason(number) for number in bad[:10]]
+    return list(bad), list(bad.values())[:_SHOWN]
 
   bad, whys = processes.from_first(f"checking the images of '{where}'", look)
   named = named or paths.__getitem__
@@ -102,11 +101,6 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
 
   Process 0 decides and lists. The other processes read the index stored in the
   workdir, without which they list the folder, and all compare theirs.
-
-  Raises:
-    FileNotFoundError: if there is no such split.
-    ValueError: if the processes find different images.
-    OSError: if a folder cannot be read.
   """
   top = os.path.join(root, base)
   if jax.process_count() == 1:
@@ -130,7 +124,7 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
     index, _ = _recent.get(top, (None, 0))
     if index is None or index.digest() != digest:
       index = path and index_lib.Index.load(path, root, base)
-      _remember(index or _list(root, base))
+      _remember(index or listing.list_folder(root, base))
     found = _recent[top][0]
     return {'number': len(found), 'hash of their names': found.digest()}
 
@@ -158,18 +152,17 @@ def open_listed(
 def _stored(root, base, workdir=None):
   """Yields the stored indices of a split, that of the run first."""
   for folder in dict.fromkeys((workdir, None)):
-    path = index_lib.place(folder, root, base)
-    try:
+    with contextlib.suppress(FileNotFoundError):
+      path = index_lib.place(folder, root, base)
       found = index_lib.Index.load(path, root, base)
-    except FileNotFoundError:
-      continue
-    if found is not None:
-      yield found
+      if found is not None:
+        yield found
 
 
 def renew_index(root: str, base: str) -> index_lib.Index:
   """Lists a split anew, keeping the status of unchanged files."""
-  index = _list(root, base)
+  _check_split(root, base)
+  index = listing.list_folder(root, base)
   for old in _stored(root, base):
     index.recall(old)
   return index
@@ -180,7 +173,7 @@ def _find_index(root, base, workdir):
   top = _check_split(root, base)
   index, since = _recent.get(top, (None, 0))
   if index is not None and index.is_true():
-    if reading.is_local(os.fsencode(top)) or time.time() - since < _REMOTE_AGE:
+    if reading.is_local(top) or time.time() - since < _REMOTE_AGE:
       return index
   old = None
   for found in _stored(root, base, workdir):
@@ -193,15 +186,10 @@ def _find_index(root, base, workdir):
     cli.say(
       f"'{top}' has changed since {old.facts['listed']}: listing it anew."
     )
-  index = _list(root, base)
+  index = listing.list_folder(root, base)
   if old is not None:
     index.recall(old)
   return _remember(index)
-
-
-def _list(root, base):
-  _check_split(root, base)
-  return listing.list_folder(root, base)
 
 
 def _remember(index):

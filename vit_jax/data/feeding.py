@@ -16,14 +16,11 @@ from vit_jax.distributed import sharding
 def on_devices(batches: Iterable[dict], mesh, prefetch: int) -> Iterator[dict]:
   """Yields batches as global arrays, placed `prefetch` batches ahead.
 
-  Args:
-    batches: dicts of numpy arrays [b, ...], the rows of this process.
-    mesh: the mesh; its batch axes split the rows if their sizes divide the
-      number of rows, else each device gets all rows.
-    prefetch: number of batches kept ready on the devices, at least one.
+  `batches` are dicts of numpy arrays [b, ...], the rows of this process. The
+  mesh's batch axes split the rows if their sizes divide the number of rows, else
+  each device gets all rows.
   """
-  split = sharding.batch_sharding(mesh)
-  whole = sharding.replicated(mesh)
+  split, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
 
   def place(value):
     rows = len(value) * (jax.process_count() if mesh.is_multi_process else 1)
@@ -44,14 +41,9 @@ def on_devices(batches: Iterable[dict], mesh, prefetch: int) -> Iterator[dict]:
 def read(data: tf.data.Dataset, source, indices: Callable) -> Iterator[dict]:
   """Yields batches of tf.data as NumPy arrays; errors name the image at fault.
 
-  Args:
-    data: the dataset, batched.
-    source: the split that `data` reads, see vit_jax.data.records.Source.
-    indices: function from the number of a batch to the indices of its examples.
-
-  Raises:
-    ValueError: if an image cannot be decoded, or reading fails otherwise.
-    OSError: if a file cannot be read.
+  `indices` is a function from the number of a batch to the numbers of its
+  examples in `source`. What cannot be decoded is a ValueError, and a file that
+  cannot be read an OSError.
   """
   count = 0
   # When Python ends, it closes this generator after it has cleared the module.
@@ -64,12 +56,12 @@ def read(data: tf.data.Dataset, source, indices: Callable) -> Iterator[dict]:
     for index in indices(count):
       part, number = source.locate(int(index))
       try:
-        record = part.lookup(tf.constant([number], tf.int64))
+        record = part.record(number)
       except error as cause:
         damaged = isinstance(cause, tf.errors.InvalidArgumentError)
         raise (ValueError if damaged else OSError)(
           f'{part.name(number)}: {reading.first_line(cause)}'
         ) from None
       if 'image' in part.features:
-        part.check({name: value[0] for name, value in record.items()}, number)
+        part.check(record, number)
     raise ValueError(f'reading the data failed: {reading.first_line(e)}') from e

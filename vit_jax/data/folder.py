@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax.data import checking
+from vit_jax.data import records
 from vit_jax.data import slices
 from vit_jax.data.images import index as index_lib
 from vit_jax.data.images import listing
@@ -23,11 +24,8 @@ def is_folder(dataset: str) -> bool:
   """Returns whether a data set is a folder, not a TFDS name.
 
   A name of a data set that comes with this package always means that data set,
-  even if the current folder has a folder of that name: write './digits' for the
-  folder.
-
-  Raises:
-    FileNotFoundError: if it is written as a path, but there is no such folder.
+  even beside a folder of that name, which is './digits'. A path without a folder
+  is a FileNotFoundError.
   """
   if dataset in registry.BUILDERS or dataset.startswith(registry.VTAB):
     return False
@@ -55,25 +53,18 @@ def list_split(
     split: name of a folder in `root`, or a slice of it: 'train[:90%]'; '.' is
       `root` itself.
     class_names: names that the classes must have; None to take those found.
-    broken: see `checking.usable`.
-    **kwargs: `max_pixels` and `workdir`, see `checking.usable`.
+    broken: see `checking.usable`, as for `max_pixels` and `workdir`.
 
   Returns:
-    paths: index.Paths of n images, ordered by a hash of their names.
-    labels: int32 [n], numbers of the classes.
-    class_names: tuple of the classes' names, sorted.
-
-  Raises:
-    FileNotFoundError: if there is no such split or no image in it.
-    ValueError: if classes are missing, unknown or empty, or images are broken.
-    OSError: if a folder or a file cannot be read.
+    (paths, labels, class_names): index.Paths of n images, ordered by a hash of
+    their names; int32 [n], numbers of the classes; and their names, sorted.
   """
   views = []
   for base, instruction in slices.parts(split):
     index = checking.open_index(root, base, kwargs.get('workdir'))
     names = _class_names(index)
     class_names = names if class_names is None else tuple(class_names)
-    _check_classes(index.top, names, class_names)
+    records.check_classes(index.top, names, class_names)
     is_class = np.array(list(map(_is_class, index.folders)))
     rows = index.order[is_class[index.folder_of(index.order)]]
     _warn_of_ignored(index, len(rows))
@@ -90,10 +81,7 @@ def list_split(
 def list_images(
   root: str, split: str, broken: str = 'error', **kwargs
 ) -> index_lib.Paths:
-  """Lists the images of a split, anywhere below `root/<split>`.
-
-  See list_split for arguments and errors.
-  """
+  """Lists the images of a split, anywhere below it; see `list_split`."""
   views = []
   for base, instruction in slices.parts(split):
     index = checking.open_index(root, base, kwargs.get('workdir'))
@@ -169,25 +157,6 @@ def _warn_of_ignored(index, taken):
     shown = os.path.join(index.top, *first)
     logging.warning(
       'Ignored %d files of %s that are not images in a class folder, the first: %s',
-      count,
-      index.top,
+      count, index.top,
       listing.foreign(index) or (first and shown) or 'an image elsewhere',
-    )
-
-
-def _check_classes(top, names, expected):
-  missing = sorted(set(expected) - set(names))
-  unknown = sorted(set(names) - set(expected))
-  if unknown:
-    raise ValueError(
-      f"'{top}' has classes that the model (or the probe) is not trained on: "
-      f'{unknown[:10]}. It is trained on {len(expected)}, '
-      f'{list(expected[:5])}{" ..." if len(expected) > 5 else ""}: remove the '
-      'others here, or add them to the training split'
-    )
-  if missing:
-    raise ValueError(
-      f"'{top}' has no images of the classes {missing[:10]} that the model (or "
-      'the probe) is trained on: add some, or remove these classes from the '
-      'training split'
-    )
+    )  # fmt: skip

@@ -23,6 +23,7 @@ from typing import Any
 from typing import NamedTuple
 
 from absl import logging
+import numpy as np
 import tensorflow as tf
 
 from vit_jax.data import checking
@@ -77,36 +78,29 @@ def read_split(
     columns: features by name, tensors and RaggedTensors [n, ...], in the order
       of `folder.list_split`; 'image' is an index.Paths, 'label' int64 [n, L].
     names: {feature: names of its classes} for features with class names.
-
-  Raises:
-    FileNotFoundError: if a manifest of the split does not exist.
-    ValueError: if a line or an image is wrong; names both.
   """
-  everything, taken = [], []
+  lines, taken = [], []  # All lines, and the numbers of those of the slice.
   for base, instruction in slices.parts(split):
-    lines = _parse(root, base)
-    top = os.path.join(root, base)
-    ordered = sorted(
-      lines, key=lambda x, top=top: index_lib.hash_name(x.key(top).encode())
-    )
-    everything += lines
-    taken += slices.take(ordered, base, instruction)
+    found, top = _parse(root, base), os.path.join(root, base)
+    order = index_lib.hash_order(line.key(top) for line in found)
+    chosen = slices.take(order, base, instruction)
+    taken += [len(lines) + number for number in chosen]
+    lines += found
   wanted = records.resolve(
-    features, _available(everything), f"manifest '{_path(root, split)}'"
+    features, _available(lines), f"manifest '{_path(root, split)}'"
   )
   workdir = kwargs.get('workdir')
-  index = open_index(root, split, [line.image for line in taken], workdir)
+  index = open_index(root, split, [lines[i].image for i in taken], workdir)
   paths = checking.usable(
     [(index, index.order)],
     f'{root}/{split}',
     kwargs.get('broken', 'error'),
     kwargs.get('max_pixels'),
-    lambda i: f'{taken[i].where}: {taken[i].image}',
+    lambda i: f'{lines[taken[i]].where}: {lines[taken[i]].image}',
     workdir,
   )
   [(_, rows)] = paths.parts
-  kept = set(rows.tolist())
-  taken = [x for x, row in zip(taken, index.order.tolist()) if row in kept]
+  taken = np.array(taken)[np.isin(index.order, rows)]
   names = _class_files(root)
   if class_names is not None:
     names['label'] = tuple(class_names)
@@ -115,10 +109,11 @@ def read_split(
     if name == 'image':
       columns[name] = paths
     elif name == 'label':
-      names[name] = _label_names(everything, names.get(name))
-      columns[name] = _labels(everything, taken, names[name])
+      names[name] = _label_names(lines, names.get(name))
+      columns[name] = _labels(lines, taken, names[name])
     else:
-      columns[name] = _column(name, everything, taken, names.get(name))
+      column = _column(name, lines, names.get(name))
+      columns[name] = tf.gather(column, taken)
   return columns, {name: names[name] for name in wanted if name in names}
 
 
@@ -232,8 +227,6 @@ def _class_files(root) -> dict[str, tuple[str, ...]]:
     raise ValueError(f"'{path}' is no JSON: {e}") from e
   if isinstance(content, list):
     content = {'label': content}
-  elif isinstance(content, dict) and 'class_names' in content:
-    content = {**content, 'label': content['class_names']}
   for value in content.values() if isinstance(content, dict) else [None]:
     texts = isinstance(value, list) and all(isinstance(x, str) for x in value)
     if not texts or len(set(value)) < len(value):
@@ -252,20 +245,16 @@ def _as_list(label) -> list:
 
 def _label_names(lines, names) -> tuple[str, ...]:
   """Checks all labels; returns the names of their classes."""
-  first, seen = {}, set()  # Where each type of label was first seen.
+  first, seen = None, set()  # The first label with its line, and all labels.
   for line in lines:
     for label in _as_list(line.get('label')):
+      first, wrong = first or (label, line.where), ''
       if type(label) not in (int, str):
-        raise ValueError(
-          f'{line.where}: `label` must be the name or the number of a class, or '
-          f'a list of them: {_short(label)}'
-        )
-      first.setdefault(type(label), line.where)
-      wrong = ''
-      if len(first) > 1:
+        wrong = 'write the name or the number of a class, or a list of them'
+      elif type(label) is not type(first[0]):
         wrong = (
           'names and numbers of classes cannot be mixed, but '
-          f'{next(iter(first.values()))} has the other kind'
+          f'{first[1]} has the other kind'
         )
       elif type(label) is int and label < 0:
         wrong = 'classes count from 0, and null means no label'
@@ -279,11 +268,11 @@ def _label_names(lines, names) -> tuple[str, ...]:
       seen.add(label)
   if names is not None:
     return names
-  if not seen:
+  if first is None:
     raise ValueError(
       f'{lines[0].where}: neither this line nor any other has a `label`'
     )
-  if int in first:
+  if isinstance(first[0], int):
     return tuple(str(i) for i in range(max(seen) + 1))
   return tuple(sorted(seen))
 
@@ -308,13 +297,11 @@ def _numbers(values, lines, names) -> list:
   return [number(value, line.where) for value, line in zip(values, lines)]
 
 
-def _labels(everything, taken, names):
+def _labels(lines, taken, names):
   """Returns class numbers of the lines taken, int64 [n, L], padded with -1."""
-  rows = [_as_list(line.get('label')) for line in everything]
-  rows = _numbers(rows, everything, names)
-  by_line = {line.where: row for line, row in zip(everything, rows)}
-  rows = [by_line[line.where] for line in taken]
-  missing = [line.where for line, row in zip(taken, rows) if not row]
+  rows = _numbers([_as_list(line.get('label')) for line in lines], lines, names)
+  rows = [rows[i] for i in taken]
+  missing = [lines[i].where for i, row in zip(taken, rows) if not row]
   if missing:
     logging.warning(
       '%d of %d images have no label and do not count, the first: %s',
@@ -322,35 +309,61 @@ def _labels(everything, taken, names):
       len(taken),
       missing[0],
     )
-  return records.padded(records.stack(rows, records.Kind('int64', (None,))))
+  longest = max(1, *map(len, rows))
+  return tf.constant(
+    [row + [-1] * (longest - len(row)) for row in rows], tf.int64
+  )
 
 
-def _column(name, everything, taken, names):
-  """Returns a feature of the lines taken, as a tensor or RaggedTensor [n, ...].
+def _column(name, lines, names):
+  """Returns a feature of all lines, as a tensor or RaggedTensor [n, ...].
 
-  Its type is that of all lines, including those outside of the slice.
+  It is ragged up to the last dimension of varying size. A size that is 0
+  everywhere counts as varying, since tf.data cannot unbatch a tensor without
+  elements.
   """
-  values = [line.get(name) for line in everything]
-  for line, value in zip(everything, values):
+  values = [line.get(name) for line in lines]
+  for line, value in zip(lines, values):
     if value is None:
       raise ValueError(
         f"{line.where}: there is no '{name}', which other lines have"
       )
   if names is not None:
-    values = _numbers(values, everything, names)
-  common = None
-  for line, value in zip(everything, values):
-    kind = records.kind_of(value)
-    if kind is None:
-      raise ValueError(
-        f"{line.where}: '{name}' is no array of one type: {_short(value)}"
-      )
-    merged = records.merge_kinds(common or kind, kind)
-    if merged is None:
-      raise ValueError(
-        f"{line.where}: '{name}' is {_short(value)}, {kind}, but {common} on the "
-        'other lines'
-      )
-    common = merged
-  by_line = {line.where: value for line, value in zip(everything, values)}
-  return records.stack([by_line[line.where] for line in taken], common)
+    values = _numbers(values, lines, names)
+  level, owners, lengths = values, range(len(lines)), []
+  while True:
+    kinds = [_kind(x) for x in level]
+    for owner, kind in zip(owners, kinds):
+      if kind is None or kind is not kinds[0]:
+        raise ValueError(
+          f"{lines[owner].where}: '{name}' is {_short(values[owner])}, and "
+          f'{_short(values[0])} on the first line: write texts, booleans or '
+          'numbers below 2**63, or lists of one of these, equally deep on all '
+          'lines'
+        )
+    if not level or kinds[0] is not list:
+      break
+    lengths.append([len(x) for x in level])
+    owners = [owner for owner, x in zip(owners, level) for _ in x]
+    level = [y for x in level for y in x]
+  shape = []
+  while lengths and len(set(lengths[-1])) == 1 and lengths[-1][0]:
+    shape.insert(0, lengths.pop()[0])
+  types = set(map(type, level))
+  [kind] = types if len(types) == 1 else [float]
+  flat = tf.reshape(tf.constant(level, _DTYPES[kind]), [-1, *shape])
+  return (
+    tf.RaggedTensor.from_nested_row_lengths(flat, lengths) if lengths else flat
+  )
+
+
+_DTYPES = {
+  bool: tf.bool, int: tf.int64, float: tf.float32, str: tf.string
+}  # fmt: skip
+
+
+def _kind(value) -> type | None:
+  """Returns a type that all values of an array share; None if it is no value."""
+  if type(value) is int:
+    return float if -(2**63) <= value < 2**63 else None
+  return type(value) if type(value) in (*_DTYPES, list) else None

@@ -37,9 +37,6 @@ class MixtureSource(records.Source):
     parts: sources with the same classes. Only their common features are used;
       and 'soft_label' if some part has it, which is all 0 in the other parts.
     pairs: their names, and weights of any sum.
-
-  Raises:
-    ValueError: if their classes or the types of their features differ.
   """
 
   def __init__(
@@ -62,7 +59,9 @@ class MixtureSource(records.Source):
 
   def _check(self, titles):
     one = tf.data.Dataset.range(1).batch(1)
-    specs = [one.map(p.lookup).unbatch().element_spec for p in self.parts]
+    specs = [
+      one.map(p.lookup).unbatch().map(p.read).element_spec for p in self.parts
+    ]
     for name in self.features:
       for title, part, spec in zip(titles, self.parts, specs):
         where = f"in '{title}', and in '{titles[0]}'"
@@ -70,14 +69,14 @@ class MixtureSource(records.Source):
         if ours != first:
           raise ValueError(
             f"the classes of '{name}' are {len(ours)}, {list(ours[:5])}, {where} "
-            f'{len(first)}, {list(first[:5])}: data sets that are mixed must have '
-            'the same (config.dataset)'
+            f'{len(first)}, {list(first[:5])}: mixed data must have the same '
+            '(config.dataset)'
           )
         kinds = [_describe(s[name]) for s in (spec, specs[0])]
         if kinds[0] != kinds[1]:
           raise ValueError(
-            f"'{name}' is {kinds[0]} {where} {kinds[1]}: data sets that are mixed "
-            'must agree (config.dataset)'
+            f"'{name}' is {kinds[0]} {where} {kinds[1]}: mixed data must agree "
+            '(config.dataset)'
           )
 
   @property
@@ -118,18 +117,11 @@ class MixtureSource(records.Source):
     return part, local
 
   def select(self, record) -> dict:
-    """Returns the features of the mixture in the record of a part."""
+    """Returns the features of the mixture in a record that a part has read."""
     found = {name: record[name] for name in self.features}
     if self._has_soft:
       found[_SOFT] = record.get(_SOFT, tf.zeros([len(self.class_names)]))
     return found
-
-  def read(self, record):
-    record = dict(record)
-    part = tf.cast(record.pop('part'), tf.int32)
-    return tf.switch_case(
-      part, [lambda p=p: p.read(record) for p in self.parts]
-    )
 
   def locate(self, index: int) -> tuple[records.Source, int]:
     part = np.searchsorted(self.offsets, index, side='right') - 1

@@ -18,16 +18,10 @@ _as_it_is = tf.autograph.experimental.do_not_convert
 
 @_as_it_is
 def example_indices(positions, num_examples: int, seed: int):
-  """Returns the number of the example at each position of the endless run.
+  """Returns the example at each position of the endless run, int64 [b].
 
-  Args:
-    positions: int64 [b], ascending, b > 0.
-    num_examples: number of examples n of an epoch.
-    seed: seed of the run.
-
-  Returns:
-    int64 [b]: position i gets element i mod n of the permutation drawn from
-    (seed, i // n).
+  Of n examples, position i gets element i mod n of the permutation drawn from
+  (seed, i // n). `positions`, int64 [b], ascend, b > 0.
   """
   epochs = positions // num_examples
   inside = positions % num_examples
@@ -75,15 +69,9 @@ def training_records(
 ) -> tf.data.Dataset:
   """Returns the records of a run from a step on, without end.
 
-  Args:
-    config: reads `batch`, `seed`.
-    source: the training split.
-    rows: rows of the global batch that this process reads, in order.
-    start_step: number of the first batch.
-
-  Returns:
-    tf.data of (position, record): int64 scalar, and the features of one example
-    (before `source.read`) with its number, `index`, int64 scalar.
+  They are tf.data of (position, record): int64 scalar, and the record of one
+  example (before `source.read`) with its number, `index`, int64 scalar. See
+  input_pipeline.train_dataset for the arguments.
   """
   mine = tf.constant(rows, tf.int64)
   steps = tf.data.Dataset.range(start_step, np.iinfo(np.int64).max)
@@ -109,14 +97,14 @@ def training_records(
       return chosen, tf.boolean_mask(local, number == k)
 
     both = positions.map(choose).filter(lambda chosen, _: tf.size(chosen) > 0)
-    number = tf.constant(k, tf.int64)
 
-    def finish(position, record):
+    def read(position, record):
       index = record['index'] + source.offsets[k]
-      kept = source.select(record)
-      return position, {'index': index, 'part': number, **kept}
+      return position, {'index': index, **source.select(part.read(record))}
 
-    return records_of(part, both, _seed(config.seed, k)).map(finish)
+    return records_of(part, both, _seed(config.seed, k)).map(
+      read, num_parallel_calls=records.CALLS, deterministic=True
+    )
 
   return tf.data.Dataset.choose_from_datasets(
     [part_records(k, part) for k, part in enumerate(source.parts)],

@@ -38,8 +38,8 @@ def exists(root: str) -> bool:
 def write(root: str, arrays: Mapping[str, np.ndarray], facts: Mapping):
   """Writes pseudo-labels into a folder, which is created; see the top.
 
-  They exist once everything is written. `facts` are the values of the json,
-  without `digest` and `check`.
+  `facts` are the values of the json, without `digest` and `check`. It is written
+  last: the labels exist once all is there.
   """
   path = epath.Path(root)
   write_arrays(path / ARRAYS, arrays)
@@ -119,10 +119,6 @@ def open_folder(
 
   `open_images` is a function (data set, split) -> the source of the images
   alone.
-
-  Raises:
-    ValueError: if the files are damaged, the classes are others, or the images
-      have changed since they were labelled.
   """
   facts = read_facts(root)
   names = tuple(facts['class_names'])
@@ -185,14 +181,15 @@ class PseudoSource(records.Subset):
     self.chunk = min(most, self.chunk or most)
 
   def lookup(self, indices) -> dict:
-    found = super().lookup(indices)
+    found = super().lookup(indices) if 'image' in self.features else {}
     rows = tf.gather(self._rows, indices)
     classes = tf.gather(self._classes, rows)  # [b, k]
-    found['label'] = tf.cast(classes[:, :1], tf.int64)
-    found['soft_label'] = self._spread(
-      classes, tf.gather(self._probabilities, rows)
-    )
-    return {name: found[name] for name in self.features}
+    if 'label' in self.features:
+      found['label'] = tf.cast(classes[:, :1], tf.int64)
+    if 'soft_label' in self.features:
+      probabilities = tf.gather(self._probabilities, rows)
+      found['soft_label'] = self._spread(classes, probabilities)
+    return found
 
   def _spread(self, classes, probabilities):
     """Returns the probabilities of all classes, float32 [b, classes]."""

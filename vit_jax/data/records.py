@@ -2,24 +2,22 @@
 
 A source returns any examples by their numbers:
 
-  lookup(indices [b]) -> {feature: values of b examples}
-  read(record) -> the features of one example, with contents in place of paths
+  lookup(indices [b]) -> records of b examples, by name
+  read(record) -> the features of one example
 
-both as TensorFlow graphs. 'image' is a string, the content of an image file (or
-its path, before `read`). 'label' is int64 [b, L], class numbers, padded with -1
-to L per example; an example without a label has only -1. Other features of
-varying size are RaggedTensors. A mixture alone has no `lookup`: its examples
-come from its parts.
+both as TensorFlow graphs. A record has features, paths in place of images, or
+what a file of TFDS holds, not parsed yet. Among the features, 'image' is a
+string, the content of an image file. 'label' is int64 [L], class numbers, which
+may be padded with -1. A mixture alone has no `lookup`: its examples come from
+its parts, which have read them.
 """
 
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import functools
 import json
 import os
 from typing import Any
-from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -40,7 +38,7 @@ class Source:
 
   Attributes:
     num_examples: number of examples.
-    features: names of the features that `lookup` returns.
+    features: names of the features that `read` returns.
     names: {feature: names of its classes} for the class labels.
   """
 
@@ -105,8 +103,13 @@ class Source:
   def store(self, workdir):
     """Writes data to the workdir of a run that make its next start faster."""
 
+  def record(self, number) -> dict:
+    """Returns the record of an example, before `read`, by its number."""
+    found = self.lookup(tf.reshape(tf.cast(number, tf.int64), [1]))
+    return {name: value[0] for name, value in found.items()}
+
   def read(self, record):
-    """Returns the record of one example, with contents in place of paths."""
+    """Returns the features of one example, with contents in place of paths."""
     return record
 
   def name(self, index: int) -> str:
@@ -114,11 +117,7 @@ class Source:
     return f'example {index}'
 
   def check(self, record, index: int):
-    """Reads and decodes the image of an example, to tell what is wrong.
-
-    Args:
-      record: the record, before `read`.
-      index: its number.
+    """Decodes the image of an example, by its record before `read` and number.
 
     Raises:
       ValueError: if the image cannot be decoded.
@@ -148,13 +147,12 @@ class MemorySource(Source):
   """Examples in memory, with encoded images: tensors [n, ...] by feature."""
 
   def __init__(self, columns: Mapping, names: Mapping[str, Sequence[str]]):
-    columns = {
+    self._columns = {
       name: x if isinstance(x, tf.RaggedTensor) else tf.convert_to_tensor(x)
       for name, x in columns.items()
     }
-    size = next(iter(columns.values())).shape[0] if columns else 0
-    super().__init__(size, columns, names)
-    self._columns = columns
+    sizes = [x.shape[0] for x in self._columns.values()]
+    super().__init__(sizes[0] if sizes else 0, columns, names)
 
   def lookup(self, indices) -> dict:
     return {k: tf.gather(v, indices) for k, v in self._columns.items()}
@@ -262,9 +260,6 @@ def resolve(
       exists.
     available: names of the data's features.
     where: name of the data for error messages.
-
-  Raises:
-    ValueError: if the data lack a feature that is not optional.
   """
   available = tuple(available)
   chosen = []
@@ -287,87 +282,16 @@ def resolve(
   return tuple(dict.fromkeys(chosen))
 
 
-def padded(labels) -> tf.Tensor:
-  """Returns labels, ragged or not, as int64 [n, L], padded with -1; L > 0."""
-  if not isinstance(labels, tf.RaggedTensor):
-    return labels
-  labels = labels.to_tensor(-1)
-  # tf.data crashes for L = 0.
-  missing = tf.cast(tf.shape(labels)[1] == 0, tf.int32)
-  return tf.pad(labels, [[0, 0], [0, missing]], constant_values=-1)
-
-
-class Kind(NamedTuple):
-  """Type and shape of nested lists; varying sizes are None.
-
-  The type is None if all lists are empty, since these may hold any type.
-  """
-
-  dtype: str | None
-  shape: tuple[int | None, ...]
-
-  def __str__(self):
-    return f'{self.dtype or "an empty list"}{list(self.shape)}'
-
-
-_DTYPES = {bool: 'bool', int: 'int64', float: 'float32', str: 'string'}
-
-
-def kind_of(value) -> Kind | None:
-  """Returns the kind of a JSON value; None if it is no array of one type."""
-  if not isinstance(value, list):
-    inner = kind_of([value])
-    return inner and Kind(inner.dtype, ())
-  if not value:
-    return Kind(None, (0,))
-  types = set(map(type, value))
-  if list in types:
-    kinds = set(map(kind_of, value))
-  elif int in types and any(
-    type(x) is int and not -(2**63) <= x < 2**63 for x in value
-  ):
-    return None
-  else:
-    kinds = {Kind(_DTYPES[t], ()) if t in _DTYPES else None for t in types}
-  inner = functools.reduce(merge_kinds, kinds)
-  return inner and Kind(inner.dtype, (len(value), *inner.shape))
-
-
-def merge_kinds(a: Kind | None, b: Kind | None) -> Kind | None:
-  """Returns the kind that includes both kinds; None if there is none."""
-  if a is None or b is None:
-    return None
-  if len(a.shape) > len(b.shape):
-    a, b = b, a
-  if len(a.shape) < len(b.shape) and a.dtype is not None:
-    return None
-  dtypes = {a.dtype, b.dtype} - {None}
-  if dtypes == {'int64', 'float32'}:
-    dtypes = {'float32'}
-  if len(dtypes) > 1:
-    return None
-  sizes = [x if x == y else None for x, y in zip(a.shape, b.shape)]
-  shape = (*sizes, *b.shape[len(sizes) :])
-  return Kind(next(iter(dtypes), None), shape)
-
-
-def stack(values: list, kind: Kind):
-  """Stacks n JSON values, whose kinds `kind` includes.
-
-  Returns:
-    A tensor [n, ...], or a RaggedTensor up to the last dimension of varying
-    size.
-  """
-  # A size that is 0 everywhere counts as varying, since tf.data cannot unbatch
-  # a tensor without elements.
-  varying = [i for i, size in enumerate(kind.shape) if not size]
-  lengths = []
-  for _ in range(varying[-1] + 1 if varying else 0):
-    lengths.append(np.array([len(value) for value in values], np.int64))
-    values = [x for value in values for x in value]
-  dtype = kind.dtype or 'float32'
-  flat = np.array(values, object if dtype == 'string' else dtype)
-  flat = tf.constant(flat.reshape(-1, *kind.shape[len(lengths) :]), dtype)
-  if not lengths:
-    return flat
-  return tf.RaggedTensor.from_nested_row_lengths(flat, lengths)
+def check_classes(where: str, names: Sequence[str], expected: Sequence[str]):
+  """Raises ValueError unless a split has the expected classes, in any order."""
+  differing = {
+    'has': set(names) - set(expected),
+    'lacks': set(expected) - set(names),
+  }
+  faults = [f'it {k} {sorted(x)[:10]}' for k, x in differing.items() if x]
+  if faults:
+    raise ValueError(
+      f"the classes of '{where}' are not those that the model (or the probe) is "
+      f'trained on, {len(expected)}, {list(expected[:5])}: {" and ".join(faults)}; '
+      'give both splits the same classes'
+    )

@@ -27,8 +27,7 @@ def take(found: Sequence, name: str, instruction: str) -> Sequence:
 def bounds(info, instruction: str) -> tuple[int, int]:
   """Returns (begin, end) of a slice of a tfds.core.SplitInfo, as TFDS counts.
 
-  Raises:
-    ValueError: if the slice reaches beyond the split, or is empty.
+  A slice that reaches beyond the split, or is empty, is a ValueError.
   """
   count, split = info.num_examples, f'{info.name}{instruction}'
   remedy = f"'{info.name}' has {count:,} examples (config.pp, config.evals)"

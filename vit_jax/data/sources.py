@@ -32,7 +32,7 @@ def example_file(source, workdir) -> str:
     return source.name(index)
   if 'image' not in source.features:
     return 'IMAGE.jpg'
-  [encoded] = source.lookup(tf.constant([index], tf.int64))['image'].numpy()
+  encoded = source.read(source.record(index))['image'].numpy()
   ending = 'jpg' if encoded.startswith(b'\xff\xd8') else 'png'
   path = epath.Path(workdir) / f'example.{ending}'
   path.write_bytes(encoded)
@@ -66,10 +66,6 @@ def open_split(
     workdir: folder of the run, in which the list of a folder's images is
       stored; all processes must share it. None: the folder is listed and
       checked anew.
-
-  Returns:
-    A source: records.FolderSource or MemorySource, a shards.ShardSource,
-    pseudo_labels.PseudoSource, or mixture.MixtureSource.
 
   Raises:
     ValueError, FileNotFoundError: if data set, split, features or images are
@@ -115,9 +111,7 @@ def _open_folder(config, root, split, features, class_names, workdir):
       config, root, split, features, class_names, workdir
     )
   limit = config.max_image_pixels
-  kwargs = {
-    'broken': config.broken_images, 'max_pixels': limit, 'workdir': workdir
-  }  # fmt: skip
+  kwargs = dict(broken=config.broken_images, max_pixels=limit, workdir=workdir)
   if listed:
     columns, names = manifest.read_split(
       root, split, features, class_names, **kwargs
@@ -131,11 +125,10 @@ def _open_folder(config, root, split, features, class_names, workdir):
   )
   columns, names = {}, {}
   if 'label' in wanted:
-    columns['image'], labels, class_names = folder.list_split(
+    columns['image'], labels, names['label'] = folder.list_split(
       root, split, class_names, **kwargs
     )
     columns['label'] = labels[:, None]
-    names['label'] = class_names
   else:
     columns['image'] = folder.list_images(root, split, **kwargs)
   columns = {name: columns[name] for name in wanted}

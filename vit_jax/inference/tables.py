@@ -76,9 +76,8 @@ class Block(records.Subset):
       return known[self._indices]
 
     def shape(number):
-      batch = self.lookup(tf.expand_dims(number, 0))
-      record = {name: value[0] for name, value in batch.items()}
-      return number, images_lib.shape_of(self.read(record)['image'])
+      encoded = self.read(self.record(number))['image']
+      return number, images_lib.shape_of(encoded)
 
     data = tf.data.Dataset.range(self.num_examples)
     data = data.map(shape, num_parallel_calls=os.cpu_count())
@@ -167,9 +166,9 @@ def rows(
 def fault(source, number: int) -> str:
   """Returns what is wrong with an image; '' if nothing is."""
   part, number = source.locate(number)
-  record = part.lookup(tf.constant([number], tf.int64))
+  record = part.record(number)
   try:
-    part.check({name: value[0] for name, value in record.items()}, number)
+    part.check(record, number)
   except _BROKEN as e:
     return str(e)
   return ''

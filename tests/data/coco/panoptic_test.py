@@ -3,7 +3,6 @@
 import numpy as np
 from PIL import Image
 import pytest
-import tensorflow as tf
 
 from tests.data.coco import drawn
 from tests.data.coco import source_test
@@ -53,8 +52,7 @@ def test_the_features_are_those_of_tfds(root):
   source = source_test.open_split(root, features=FEATURES)
   assert source.names == {'panoptic_objects/label': ('cat', 'sky')}
   assert source.stuff == ('sky',)
-  record = source.lookup(tf.constant([0], tf.int64))
-  record = source.read({name: value[0] for name, value in record.items()})
+  record = source.read(source.record(0))
   pixels = images.decode(record['panoptic_image']).numpy().astype(int)
   ids = pixels[..., 0] + 256 * pixels[..., 1] + 65_536 * pixels[..., 2]
   for name, area, box in zip(

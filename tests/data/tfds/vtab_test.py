@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from tests import looked_up
 from tests import vtab_data
 from vit_jax import plan
 from vit_jax.configs import vit
@@ -40,13 +41,10 @@ def labelled(builder, task, split='train'):
   reader = vtab.Reader(builder.info, vtab_tasks.TASKS[task])
   source = splits.open_with(builder.info, task, split, reader)
   assert source.features == ('image', 'label')
-  records = [
-    dict(zip(('image', 'label'), pair))
-    for pair in zip(*source.lookup(tf.range(source.num_examples)).values())
-  ]  # fmt: skip
+  records = looked_up.features(source)
   found = {
-    int(tf.io.decode_image(record['image'])[0, 0, 0]): record['label'].numpy()
-    for record in records
+    int(tf.io.decode_image(image)[0, 0, 0]): label
+    for image, label in zip(records['image'], records['label'])
   }
   assert len(found) == source.num_examples
   assert all(
@@ -146,9 +144,9 @@ def test_dsprites_are_binned_and_made_visible(tmp_path):
   ):
     reader = vtab.Reader(builder.info, vtab_tasks.TASKS[task])
     source = splits.open_with(builder.info, task, 'train', reader)
-    found = source.lookup(tf.range(40))
+    found = looked_up.features(source)
     want = [np.floor(pair[column] / (classes / 16)) for pair in plain]
-    assert found['label'].numpy()[:, 0].tolist() == want
+    assert np.concatenate(found['label']).tolist() == want
     assert set(want) == set(range(16))
     pixels = tf.io.decode_png(found['image'][7]).numpy()[..., 0]
     np.testing.assert_array_equal(pixels, 255 * np.eye(64))

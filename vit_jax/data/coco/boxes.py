@@ -18,19 +18,12 @@ def check(
 ) -> tuple[reading.Annotations, np.ndarray]:
   """Checks boxes, and outlines if there are any.
 
-  Args:
-    found: the annotations.
-    broken: how to treat wrong boxes: 'refuse', 'skip' leaves the objects out,
-      'clip' cuts boxes off at the border of the image and leaves out those of
-      which nothing remains. Objects with a wrong outline are refused or left
-      out.
+  `broken` says how to treat wrong boxes: 'refuse', 'skip' leaves the objects out,
+  'clip' cuts boxes off at the border of the image and leaves out those of which
+  nothing remains. Objects with a wrong outline are refused or left out.
 
-  Returns:
-    The annotations without the objects left out; and their boxes, float32
-    [m, 4], ymin, xmin, ymax, xmax as shares of the image, from 0 to 1.
-
-  Raises:
-    ValueError: if boxes are wrong and not to be left out; names the first ones.
+  Returns the annotations without the objects left out; and their boxes, float32
+  [m, 4], ymin, xmin, ymax, xmax as shares of the image, from 0 to 1.
   """
   if len(found.boxes) and found.boxes.max() <= 1:
     raise ValueError(

@@ -81,12 +81,7 @@ def splits(root: str) -> list[str]:
 
 
 def find(root: str, base: str, kind: str = 'instances') -> Place:
-  """Finds a split's annotation file: 'instances', 'outlines' or 'panoptic'.
-
-  Raises:
-    FileNotFoundError: if there is none.
-    ValueError: if there are several.
-  """
+  """Finds a split's annotation file: 'instances', 'outlines' or 'panoptic'."""
   found = _find(root, base, 'instances' if kind == 'outlines' else kind)
   if found is None:
     inside = _listed(os.path.join(root, 'annotations'))
@@ -106,11 +101,7 @@ def find(root: str, base: str, kind: str = 'instances') -> Place:
 
 
 def folder_of(path: str, folders: Sequence[str], files: Sequence[str]) -> str:
-  """Returns the folder in which the images of an annotation file lie.
-
-  Raises:
-    FileNotFoundError: if none of the first images is in one of the folders.
-  """
+  """Returns the folder in which the images of an annotation file lie."""
   probed = files[:: max(1, len(files) // _PROBED)]
   for where in folders:
     if any(_has(where, name) for name in probed):

@@ -8,6 +8,7 @@ the id of each pixel's segment as R + 256 G + 65536 B.
 
 from collections.abc import Sequence
 import json
+from typing import Annotated
 from typing import Any
 
 import msgspec
@@ -17,72 +18,59 @@ from vit_jax.data.coco import reading
 from vit_jax.data.images import images
 
 
-def decode(segmentations: Sequence[Any], height: int, width: int) -> np.ndarray:
-  """Draws the masks of the objects of an image, uint8 [n, height, width].
-
-  `segmentations` has the `segmentation` of each object, see above.
-
-  Raises:
-    ValueError: if a segmentation has another form, or is of another size.
-  """
-  masks = np.zeros((len(segmentations), height, width), np.uint8)
-  for mask, segmentation in zip(masks, segmentations):
-    outline = check(segmentation, height, width)
-    if isinstance(segmentation, list):
-      mask[:] = _fill(outline, height, width)
-    else:
-      inside = np.arange(len(outline), dtype=np.uint8) % 2
-      mask[:] = np.repeat(inside, outline).reshape(width, height).T
-  return masks
-
-
-def _fill(polygons, height, width):
+def decode(segmentation: Any, height: int, width: int) -> np.ndarray:
+  """Draws the mask of an object by its `segmentation`, uint8 [height, width]."""
+  outline = check(segmentation, height, width)
+  if not isinstance(segmentation, list):
+    inside = np.arange(len(outline), dtype=np.uint8) % 2
+    return np.repeat(inside, outline).reshape(width, height).T
+  if not outline:
+    return np.zeros((height, width), np.uint8)
   from faster_coco_eval import mask as coco_mask
 
-  if not polygons:
-    return 0
-  runs = coco_mask.frPyObjects(polygons, height, width)
+  runs = coco_mask.frPyObjects(outline, height, width)
   return coco_mask.decode(coco_mask.merge(runs))
+
+
+class _Runs(msgspec.Struct):
+  size: tuple[int, int]
+  counts: str | list[Annotated[int, msgspec.Meta(ge=0)]]
+
+
+_Polygons = list[Annotated[list[float], msgspec.Meta(min_length=6)]]
 
 
 def check(segmentation: Any, height: int, width: int) -> list:
   """Returns the polygons or the run lengths of a segmentation.
 
   What passes is safe to draw: the library that draws trusts its input.
-
-  Raises:
-    ValueError: if the value of JSON is no segmentation of an image of this size.
   """
-  shown = str(segmentation)[:60]
-  if isinstance(segmentation, list):
-    for polygon in segmentation:
-      if not _is_polygon(polygon):
-        raise ValueError(
-          f'{str(polygon)[:60]} is no polygon: a `segmentation` is a list of '
-          'polygons [x0, y0, x1, y1, ...] of at least three points'
-        )
-      if not _is_near(polygon, height, width):
+  try:
+    found = msgspec.convert(segmentation, _Polygons | _Runs)
+    if isinstance(found, list):
+      if any(len(polygon) % 2 for polygon in found):
+        raise ValueError('a polygon lacks its last y')
+    elif found.size != (height, width):
+      raise ValueError('it has another size')
+    elif isinstance(found.counts, str):
+      found.counts = _expand(found.counts)
+  except ValueError as e:  # That of msgspec is one, too.
+    raise ValueError(
+      f'{str(segmentation)[:60]} is no segmentation of an image of {width} x '
+      f'{height} ({e}): give polygons [x0, y0, x1, y1, ...] of at least three '
+      f'points, or an object with the `size` [{height}, {width}] and `counts`, a '
+      'list of whole numbers from 0 on or its compressed text'
+    ) from e
+  if isinstance(found, list):
+    for polygon in found:
+      points = np.reshape(polygon, (-1, 2)) / (width, height)
+      if not ((points >= -1) & (points <= 2)).all():
         raise ValueError(
           f'the polygon {str(polygon)[:60]} reaches beyond the image of {width} x '
           f'{height} by more than its size'
         )
-    return segmentation
-  size = segmentation.get('size') if isinstance(segmentation, dict) else None
-  if size != [height, width] or 'counts' not in segmentation:
-    raise ValueError(
-      f'{shown} is no segmentation of an image of {width} x {height}: give '
-      f'polygons, or an object with `counts` and the `size` [{height}, {width}]'
-    )
-  counts = segmentation['counts']
-  if isinstance(counts, str):
-    counts = _expand(counts)
-  if not isinstance(counts, list) or not all(
-    type(x) is int and x >= 0 for x in counts
-  ):
-    raise ValueError(
-      f'{shown} has no run lengths: `counts` is a list of whole numbers from 0 '
-      'on, or its compressed text'
-    )
+    return found
+  counts = found.counts
   if sum(counts) != height * width:
     raise ValueError(
       f'the run lengths {str(counts)[:60]} add up to {sum(counts)}, and the image '
@@ -91,28 +79,8 @@ def check(segmentation: Any, height: int, width: int) -> list:
   return counts
 
 
-def _is_polygon(x) -> bool:
-  return (
-    isinstance(x, list)
-    and len(x) >= 6
-    and len(x) % 2 == 0
-    and all(type(value) in (int, float) for value in x)
-  )
-
-
-def _is_near(polygon, height, width) -> bool:
-  """Returns whether a polygon lies within three times the image's extent."""
-  x, y = polygon[::2], polygon[1::2]
-  return (
-    -width <= min(x)
-    and max(x) <= 2 * width
-    and -height <= min(y)
-    and max(y) <= 2 * height
-  )
-
-
-def _expand(text: str) -> list[int] | None:
-  """Returns the run lengths of COCO's compressed text; None for other text.
+def _expand(text: str) -> list[int]:
+  """Returns the run lengths of COCO's compressed text, or raises ValueError.
 
   A number has 5 bits a character, the lowest first, as the character of 48 plus
   these bits, plus 32 if more follow; the last character's bit 16 is the sign.
@@ -122,7 +90,7 @@ def _expand(text: str) -> list[int] | None:
   for letter in text:
     bits = ord(letter) - 48
     if not 0 <= bits < 64 or shift > 30:
-      return None
+      raise ValueError(f'{letter!r} cannot stand in such a text')
     value |= (bits & 31) << shift
     shift += 5
     if bits & 32:
@@ -131,7 +99,9 @@ def _expand(text: str) -> list[int] | None:
       value -= 1 << shift
     counts.append(value + (counts[-2] if len(counts) > 2 else 0))
     value = shift = 0
-  return None if shift else counts
+  if shift or min(counts, default=0) < 0:
+    raise ValueError('the text is cut off, or a length is negative')
+  return counts
 
 
 def faults(found: reading.Annotations) -> dict[int, str]:
@@ -164,15 +134,12 @@ def paint(encoded: Sequence[bytes]) -> bytes:
   Pixel values R + 256 G + 65536 B are the numbers of the objects in the order
   given, from 1, and 0 where there is none. Of objects that overlap, the
   smallest lies on top.
-
-  Raises:
-    ValueError: see `decode`; names the object.
   """
   (height, width), *objects = map(json.loads, encoded)
   masks = []
   for name, segmentation in objects:
     try:
-      masks.append(decode([segmentation], height, width)[0])
+      masks.append(decode(segmentation, height, width))
     except ValueError as e:
       raise ValueError(f'annotation {name}: {e}') from e
   numbers = np.zeros((height, width), np.int64)

@@ -18,14 +18,13 @@ _NONE = 2**24
 def read(encoded, ids, shape):
   """Reads which of some segments each pixel belongs to.
 
+  Returns uint8 [*shape]: i + 1 for pixels of segment `ids[i]`, 0 for all others.
+
   Args:
     encoded: string scalar, the content of the panoptic image.
     ids: numbers of the segments, int [n], at most 255.
     shape: int32 [2], height and width of the image; a panoptic image of another
       shape is an InvalidArgumentError.
-
-  Returns:
-    uint8 [*shape]: i + 1 for pixels of segment `ids[i]`, 0 for all others.
   """
   colours = tf.cast(images.decode(encoded, upright=False), tf.int64)
   tf.debugging.assert_equal(

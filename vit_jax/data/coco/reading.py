@@ -144,12 +144,7 @@ class Annotations(NamedTuple):
 
 
 def read(path: str, kind: str = 'instances') -> Annotations:
-  """Reads an annotation file of a kind, see layout.find, until it changes.
-
-  Raises:
-    ValueError: if it is not COCO's; names the file, the fault and the remedy.
-    OSError: if the file cannot be read.
-  """
+  """Reads an annotation file of a kind, see layout.find, until it changes."""
   return _read(path, kind, reading.stamp(os.fsencode(path)))
 
 
@@ -263,30 +258,34 @@ def _flat(path, content, image_ids):
   return objects, np.repeat(owners, counts), segments
 
 
+def _require(path, objects, values, name, remedy):
+  """Raises ValueError if an object has no value, None, of a name."""
+  missing = [i for i, x in enumerate(values) if x is None]
+  if missing:
+    raise ValueError(
+      f"'{path}': {len(missing):,} of {len(objects):,} annotations have no "
+      f"'{name}', the first is number {missing[0]} of the list{remedy}"
+    )
+
+
 def _check_complete(path, objects, panoptic):
   """Raises ValueError if an object lacks what every object must have."""
   for name in ('id', 'category_id', 'bbox', *(['image_id'] * (not panoptic))):
-    missing = [i for i, x in enumerate(objects) if getattr(x, name) is None]
-    if missing:
-      raise ValueError(
-        f"'{path}': {len(missing):,} of {len(objects):,} annotations have no "
-        f"'{name}', the first is number {missing[0]} of the list. Files of "
-        'captions, of keypoints alone and of panoptic segments have no boxes: '
-        "give COCO's instances_*.json or a file like it"
-      )
+    _require(
+      path, objects, [getattr(x, name) for x in objects], name,
+      '. Files of captions, of keypoints alone and of panoptic segments have no '
+      "boxes: give COCO's instances_*.json or a file like it",
+    )  # fmt: skip
 
 
 def _outlines(path, objects) -> np.ndarray:
   """Returns the `segmentation` of each object, JSON, bytes [m]."""
-  outlines = np.array([bytes(x.segmentation) for x in objects], object)
-  missing = np.flatnonzero(outlines == b'null')
-  if len(missing):
-    raise ValueError(
-      f"'{path}': {len(missing):,} of {len(objects):,} annotations have no "
-      f"'segmentation', the first is annotation {objects[missing[0]].id}: add "
-      'polygons or run lengths, or train a detector of boxes (config.task)'
-    )
-  return outlines
+  texts = [bytes(x.segmentation) for x in objects]
+  _require(
+    path, objects, [None if x == b'null' else x for x in texts], 'segmentation',
+    ': add polygons or run lengths, or train a detector of boxes (config.task)',
+  )  # fmt: skip
+  return np.array(texts, object)
 
 
 def _whole(path, group, name, items) -> np.ndarray:

@@ -46,16 +46,10 @@ _FEATURES = {
 
 
 class AnnotatedSource(records.FolderSource):
-  """Images with objects; see the top of this module.
+  """Images with objects; see the top of this module, and records.FolderSource.
 
-  Args:
-    columns: see records.FolderSource, as for the next two.
-    names: names of classes.
-    max_pixels: limit of an image.
-    digest: hash of the annotations and of the names of the images.
-    shapes: see records.Source.shapes.
-    segments: paths of the PNGs of panoptic data, or None.
-    stuff: names of classes that are no things, of panoptic data.
+  `digest` is a hash of the annotations and of the names of the images, and
+  `segments` are the paths of the PNGs of panoptic data, or None.
   """
 
   def __init__(
@@ -102,12 +96,6 @@ def open_split(
   """Opens a split of a folder of images with annotations.
 
   See sources.open_split; `root` is laid out as vit_jax/data/coco/layout.py says.
-
-  Raises:
-    FileNotFoundError: if the folder has no annotations of the split, or no
-      images.
-    ValueError: if annotations, boxes, classes or images are wrong; names them
-      and the remedy.
   """
   prefix, kind = 'objects', 'instances'
   if any(name.startswith('panoptic') for name in features):
@@ -206,9 +194,9 @@ def open_parts(
   def read():
     for base, instruction in slices.parts(split):
       part = _open_part(root, base, instruction, kind, broken_boxes)
-      first = parts[0].found.classes if parts else None
-      _check_classes(part.found, class_names or first)
       parts.append(part)
+      expected = class_names or parts[0].found.classes
+      records.check_classes(part.found.path, part.found.classes, expected)
 
   what = f"the annotations of '{root}', split '{split}'"
   processes.attempt(f'reading {what}', read)
@@ -222,13 +210,8 @@ def _open_part(root, base, instruction, kind, broken_boxes) -> Part:
   if not place.name.startswith(base):
     cli.say(f"Split '{base}' of '{root}' is '{place.path}'.")
   found, shares = boxes.check(reading.read(place.path, kind), broken_boxes)
-  # Sorted by a hash, so that a slice is a random sample.
-  hashes = [
-    index_lib.hash_name(f'/{name}'.encode(errors='surrogatepass'))
-    for name in found.files
-  ]
-  order = np.array(sorted(range(len(hashes)), key=hashes.__getitem__))
-  rows = slices.take(order, base, instruction)
+  order = index_lib.hash_order(f'/{name}' for name in found.files)
+  rows = slices.take(np.array(order), base, instruction)
   paths = {}
   for name, folders, files in (
     ('image', place.folders, found.files),
@@ -238,22 +221,6 @@ def _open_part(root, base, instruction, kind, broken_boxes) -> Part:
       where = layout.folder_of(place.path, folders, files)
       paths[name] = [os.path.join(where, files[i]) for i in rows]
   return Part(found, shares, paths, rows)
-
-
-def _check_classes(found, expected):
-  """Raises ValueError unless a file has the expected classes, in any order."""
-  if expected is None or set(found.classes) == set(expected):
-    return
-  differing = {
-    'has': set(found.classes) - set(expected),
-    'lacks': set(expected) - set(found.classes),
-  }
-  faults = [f'it {k} {sorted(x)[:10]}' for k, x in differing.items() if x]
-  raise ValueError(
-    f"the categories of '{found.path}' are not those that the model is trained on: "
-    f"{' and '.join(faults)}; give both files the same 'categories', also those of "
-    'which a split has no object'
-  )
 
 
 def open_index(root: str, split: str):

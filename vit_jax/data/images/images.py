@@ -37,35 +37,28 @@ _FORMATS = ('BMP', 'GIF', 'PNG', 'WEBP')
 
 @reading.traced
 def decode(encoded, channels: int = 3, size=None, upright: bool = True):
-  """Decodes one image of any format.
+  """Decodes one image of any format to uint8 [height, width, channels].
+
+  Raises DECODE_ERRORS if it is no image, or a truncated one.
 
   Args:
     encoded: string scalar, the content of a jpeg, png, webp, bmp or gif file.
     channels: 3, or 1 for grey.
-    size: (height, width) to which the caller will resize the image. A much
-      larger JPEG is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`. None: in
-      full.
+    size: (height, width) to which the caller will resize the image: a much
+      larger JPEG is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`.
     upright: whether to turn the image as its EXIF orientation says; False for
       maps of pixels, and images with annotations, which belong to the stored
       pixels.
-
-  Returns:
-    uint8 [height, width, channels].
-
-  Raises:
-    DECODE_ERRORS: if it is no image, or a truncated one.
   """
   turned = orientation.read(encoded) if upright else tf.constant(1)
-
-  def decode_jpeg():
-    if size is None:
-      return jpeg.decode(encoded)
-    shape = tf.io.extract_jpeg_shape(encoded)
-    shape = orientation.turn_shape(shape, turned)
-    return jpeg.decode(encoded, jpeg.ratio(shape, size))
-
+  ratio = None
+  if size is not None:
+    shape = orientation.turn_shape(shape_of(encoded), turned)
+    ratio = jpeg.ratio(shape, size)
   image = tf.cond(
-    tf.io.is_jpeg(encoded), decode_jpeg, lambda: decode_other(encoded)
+    tf.io.is_jpeg(encoded),
+    lambda: jpeg.decode(encoded, ratio),
+    lambda: decode_other(encoded),
   )
   image = orientation.turn(image, turned)
   return image if channels == 3 else to_grey(image)
@@ -102,8 +95,7 @@ def _in_python(function, inputs, dtype, shape):
 
 
 def _on_white(image):
-  alpha = tf.cast(image[..., 3:], tf.int32)
-  colour = tf.cast(image[..., :3], tf.int32)
+  colour, alpha = tf.split(tf.cast(image, tf.int32), [3, 1], axis=-1)
   colour = (colour * alpha + 255 * (255 - alpha) + 127) // 255
   return tf.cast(colour, tf.uint8)
 
@@ -130,7 +122,7 @@ def _by_pillow(encoded, function) -> np.ndarray:
     raise ValueError(f'Pillow refuses it: {e}') from e
   except Exception as e:  # Pillow's readers raise all sorts.
     raise ValueError(
-      reading.foreign_content(encoded)
+      reading.why_foreign(content=encoded)
       or 'no image of a known format, or only part of one'
     ) from e
 
@@ -163,20 +155,18 @@ def shape_of(encoded):
     return tf.cast(tf.io.extract_jpeg_shape(encoded)[:2], tf.int64)
 
   has_header = tf.logical_and(_is_png(encoded), tf.strings.length(encoded) > 23)
-  return tf.case(
+  shape = tf.case(
     [(tf.io.is_jpeg(encoded), of_jpeg), (has_header, of_png)],
     lambda: _in_python(_pillow_shape, [encoded], tf.int64, [2]),
   )
+  return tf.ensure_shape(shape, [2])
 
 
 def bounded(encoded, limit: int):
-  """Returns the contents of an image file; an error if it has too many pixels.
+  """Returns the content of an image file, a string scalar, as it is.
 
-  Reads the header only. Raises DECODE_ERRORS, also without a header.
-
-  Args:
-    encoded: string scalar, the content of an image file.
-    limit: greatest number of pixels, height times width.
+  Reads the header, and raises DECODE_ERRORS if there is none or the image has
+  more than `limit` pixels.
   """
   encoded = tf.convert_to_tensor(encoded)
   shape = shape_of(encoded)
@@ -210,15 +200,10 @@ def encode_png(pixels: np.ndarray) -> bytes:
 
 
 def why_broken(path: bytes, max_pixels: int, size=None) -> str:
-  """Decodes an image file; returns why that fails, or ''.
+  """Decodes an image file; returns why that fails, or ''; or raises OSError.
 
-  Args:
-    path: the file.
-    max_pixels: greatest number of pixels of an image.
-    size: height and width that the image must have; None for any.
-
-  Raises:
-    OSError: see reading.read_file.
+  `max_pixels` is the greatest number of pixels, and `size` the height and width
+  that the image must have, if any.
   """
   try:
     encoded = reading.read_file(path)

@@ -103,16 +103,10 @@ class Index:
   # --- Status of the files ---
 
   def check(self, rows, level: int, why: Callable, max_pixels: int):
-    """Checks the files that were not checked before.
+    """Checks the files of rows that were not checked before.
 
-    Args:
-      rows: rows of the files.
-      level: FORM or DECODED.
-      why: see checking.usable.
-      max_pixels: files with more pixels count as broken.
-
-    Raises:
-      OSError: if a file cannot be read; the file then does not count as broken.
+    `level` is FORM or DECODED; see checking.usable for the others. A file that
+    cannot be read is an OSError, and does not count as broken.
     """
     self.check_anew('max_pixels', max_pixels)
     rows = np.unique(rows[self.status[rows] < level])
@@ -170,7 +164,7 @@ class Index:
 
   def _each(self, rows, function, title):
     """Yields (rows, results of function(path)), block by block."""
-    local = reading.is_local(os.fsencode(self.top))
+    local = reading.is_local(self.top)
     threads = _THREADS if local else REMOTE_THREADS
     some = -(-_BLOCK // (8 * threads))
 
@@ -239,7 +233,7 @@ class Index:
 
     Always True for a remote folder, where a change cannot be detected.
     """
-    if not reading.is_local(os.fsencode(self.top)):
+    if not reading.is_local(self.top):
       return True
     folders = self.facts['times']
     paths = [os.path.join(self.top, folder) for folder in folders]
@@ -248,11 +242,7 @@ class Index:
 
 
 class Paths(Sequence):
-  """The paths of a split's images as text: rows of indices.
-
-  Args:
-    parts: (index, rows) pairs.
-  """
+  """The paths of a split's images as text: (index, rows) pairs."""
 
   def __init__(self, parts: Iterable[tuple[Index, np.ndarray]]):
     self.parts = list(parts)
@@ -281,30 +271,24 @@ class Paths(Sequence):
         found[mine] = index.paths(rows[numbers[mine] - begin])
     return found
 
-  def broken(self) -> list[int]:
-    """Returns the numbers of the images known to be broken."""
-    found = [np.zeros(0, np.int64)]
-    for (index, rows), end in zip(self.parts, self._ends):
-      bad = np.flatnonzero(index.status[rows] == BROKEN)
-      found.append(bad + end - len(rows))
-    return np.concatenate(found).tolist()
-
-  def reason(self, number: int) -> str:
-    """Returns why an image is broken."""
-    k = int(np.searchsorted(self._ends, number, side='right'))
-    index, rows = self.parts[k]
-    row = rows[number - self._ends[k] + len(rows)]
-    return index.facts['broken'].get(str(row), '')
+  def broken(self) -> dict[int, str]:
+    """Returns why images are known to be broken, by number."""
+    found, begin = {}, 0
+    for index, rows in self.parts:
+      reasons = index.facts['broken']
+      for i in np.flatnonzero(index.status[rows] == BROKEN).tolist():
+        found[begin + i] = reasons.get(str(rows[i]), '')
+      begin += len(rows)
+    return found
 
   def without(self, numbers: Sequence[int]) -> 'Paths':
     """Returns the paths without those of some numbers."""
-    kept, begin = [], 0
-    numbers = np.asarray(numbers, np.int64)
-    for (index, rows), end in zip(self.parts, self._ends):
-      mine = numbers[(numbers >= begin) & (numbers < end)] - begin
-      kept.append((index, np.delete(rows, mine) if len(mine) else rows))
-      begin = end
-    return Paths(kept)
+    kept = np.ones(len(self), bool)
+    kept[numbers] = False
+    masks = np.split(kept, self._ends[:-1])
+    return Paths(
+      (index, rows[mask]) for (index, rows), mask in zip(self.parts, masks)
+    )
 
   def store(self, workdir):
     """Writes those indices to the workdir of a run that are not stored yet."""
@@ -361,6 +345,12 @@ def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
 def hash_name(name: bytes) -> bytes:
   """Returns the hash of a name by which images are ordered."""
   return hashlib.md5(name, usedforsecurity=False).digest()
+
+
+def hash_order(names: Iterable[str]) -> list[int]:
+  """Returns the order of names by their hash: a slice is a random sample."""
+  hashes = [hash_name(name.encode(errors='surrogatepass')) for name in names]
+  return sorted(range(len(hashes)), key=hashes.__getitem__)
 
 
 def _keys(index, rows=None) -> np.ndarray:

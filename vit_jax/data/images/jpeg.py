@@ -8,7 +8,6 @@ but are decoded as pixels if data are missing.
 
 import io
 import re
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -27,32 +26,24 @@ _MARKER = re.compile(rb'\xff+[^\x00\xff\xd0-\xd7]')
 
 
 def ratio(shape, size):
-  """Returns the largest of RATIOS at which the crop is not enlarged, int32.
+  """Returns the largest of RATIOS at which no crop is enlarged, int32.
 
-  Args:
-    shape: int32 [2] or [3], height and width (and channels) of the crop.
-    size: (height, width) to resize the crop to.
+  `shape` is height and width of the crop, and `size` what it is resized to.
   """
-  times = tf.reduce_min(shape[:2] // tf.convert_to_tensor(size, tf.int32))
+  shape = tf.cast(shape[:2], tf.int32)
+  times = tf.reduce_min(shape // tf.convert_to_tensor(size, tf.int32))
   return tf.reduce_max([tf.where(times >= r, r, 1) for r in RATIOS])
 
 
 @reading.traced
 def decode(encoded, ratio=None, window=None):
-  """Decodes a JPEG.
+  """Decodes a JPEG to uint8 [height, width, 3]; DECODE_ERRORS, see images.py.
 
   Args:
     encoded: string scalar, the content of a file.
-    ratio: int32 scalar, one of RATIOS: decodes at 1 / ratio of the size. None:
-      in full.
+    ratio: int32 scalar, one of RATIOS, to decode at 1 / ratio of the size.
     window: int32 [4], (y, x, height, width) of the crop to decode, in pixels of
-      the image at that size; None for the whole image.
-
-  Returns:
-    uint8 [height, width, 3].
-
-  Raises:
-    InvalidArgumentError, ValueError: if it is no JPEG, or a truncated one.
+      the image at that size.
   """
 
   def at(ratio):
@@ -95,27 +86,19 @@ def _check(encoded) -> np.uint8:
   return np.uint8(0)
 
 
-class _Structure(NamedTuple):
-  """The structure of a JPEG."""
-
-  is_covered: bool  # Whether the scans hold all coefficients to the last bit.
-  scans: int
-  end: int  # End of the last scan.
-
-
 def check_whole(data: bytes, thorough: bool = True):
   """Raises ValueError if the data of a JPEG end before its picture does.
 
   `thorough`: whether to detect that only the last of many scans is truncated,
   which takes two more full decodings.
   """
-  structure = _read_structure(data)
-  if not structure.is_covered:
+  is_covered, scans, end = _read_structure(data)
+  if not is_covered:
     raise ValueError(_CUT)
-  many = structure.scans > 1
+  many = scans > 1
   if many and not thorough:
     return
-  more = data[: structure.end] + _NOISE + _END
+  more = data[:end] + _NOISE + _END
   if _pixels(data, many) != _pixels(more, many):
     raise ValueError(_CUT)
 
@@ -123,7 +106,7 @@ def check_whole(data: bytes, thorough: bool = True):
 def has_many_scans(data: bytes) -> bool:
   """Returns whether a JPEG is progressive."""
   # A thumbnail adds a scan, so the markers must be read.
-  return data.count(b'\xff\xda') > 1 and _read_structure(data).scans > 1
+  return data.count(b'\xff\xda') > 1 and _read_structure(data)[1] > 1
 
 
 def exif(data: bytes) -> bytes:
@@ -148,8 +131,12 @@ def _segments(data):
     position += max(2, length)
 
 
-def _read_structure(data) -> _Structure:
-  """Reads the markers of a JPEG up to its end marker."""
+def _read_structure(data) -> tuple[bool, int, int]:
+  """Reads the markers of a JPEG up to its end marker.
+
+  Returns whether the scans hold all coefficients to the last bit, their number,
+  and the end of the last one.
+  """
   # Component -> lowest bit that is known of each coefficient.
   left, scans, progressive, end = {}, 0, False, len(data)
   for start, marker, content in _segments(data):
@@ -166,7 +153,7 @@ def _read_structure(data) -> _Structure:
       for c in content[1 : 1 + 2 * count : 2]:
         if c in left:
           left[c][first : last + 1] = bits & 15
-  return _Structure(not any(x.any() for x in left.values()), scans, end)
+  return not any(x.any() for x in left.values()), scans, end
 
 
 def _pixels(data, full: bool) -> bytes:

@@ -32,7 +32,7 @@ _TICK = 2.0
 def list_folder(root: str, base: str) -> index_lib.Index:
   """Lists the images of a split; an OSError names a folder that is closed."""
   top = os.path.join(root, base)
-  local = reading.is_local(os.fsencode(top))
+  local = reading.is_local(top)
   level, found = [b''], []
   with (
     concurrent.futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool,
@@ -48,7 +48,7 @@ def list_folder(root: str, base: str) -> index_lib.Index:
   found.sort(key=lambda piece: piece.name)
   holding = [piece for piece in found if piece.count]
   others = [other for piece in found for other in piece.others]
-  others.sort(key=lambda name: not reading.foreign_name(name))
+  others.sort(key=lambda name: not reading.why_foreign(name))
   ignored = sum(piece.ignored for piece in found)
   bare = [
     reading.display(piece.name)
@@ -94,70 +94,63 @@ def _scan(top, name, local) -> _Piece:
   changed = reading.time_of(path) if local else 0
   if local and time.time() - changed / 1e9 < _TICK:
     changed = -2  # A later change could go unnoticed.
-  found, inner, others = reading.retried(path, listing)
   prefix = name + b'/' if name else b''
-  found.sort()
-  hashed = b'/' + prefix
-  loops = [x for x, linked in inner if linked and _is_loop(top, prefix + x)]
-  others += loops
+
+  def look(path):
+    found, inner, others = [], [], []
+    for entry, is_file, is_folder, is_link in listing(path):
+      if entry.startswith(b'.'):
+        continue
+      image = is_image(entry)
+      if image and is_file:
+        found.append(entry)
+      elif (
+        not image
+        and is_folder
+        and not (is_link and _is_loop(top, prefix + entry))
+      ):
+        inner.append(prefix + entry)
+      else:
+        others.append(entry)
+    return sorted(found), sorted(inner), others
+
+  found, inner, others = reading.retried(path, look)
   return _Piece(
     name=name,
     time=changed,
     count=len(found),
     names=b''.join(x + b'\0' for x in found),
-    digests=b''.join(index_lib.hash_name(hashed + x) for x in found),
-    inner=sorted(prefix + x for x, _ in inner if x not in loops),
+    digests=b''.join(index_lib.hash_name(b'/' + prefix + x) for x in found),
+    inner=inner,
     ignored=len(others),
     # Photographs of formats that are not read come first.
-    others=[
-      prefix + min(others, key=lambda x: (not reading.foreign_name(x), x))
-    ]
+    others=[prefix + min(others, key=lambda x: (not reading.why_foreign(x), x))]
     if others
     else [],
   )
 
 
 def _local_entries(path):
-  """Returns images, (folder, is a link) pairs, and other entries."""
-  found, inner, others = [], [], []
+  """Yields (name, is file, is folder, is link) of each entry."""
   with os.scandir(path) as entries:
     for entry in entries:
-      name = entry.name
-      if name.startswith(b'.'):
-        continue
-      image = is_image(name)
-      if image and _is(entry, 'is_file'):
-        found.append(name)
-      elif not image and _is(entry, 'is_dir'):
-        inner.append((name, entry.is_symlink()))
-      else:
-        others.append(name)
-  return found, inner, others
-
-
-def _is(entry, kind) -> bool:
-  try:
-    return getattr(entry, kind)()
-  except OSError as e:
-    if e.errno != errno.ELOOP:
-      raise
-    return False
+      try:
+        is_file, is_folder = entry.is_file(), entry.is_dir()
+      except OSError as e:
+        if e.errno != errno.ELOOP:
+          raise
+        is_file = is_folder = False  # A link in a circle.
+      yield entry.name, is_file, is_folder, entry.is_symlink()
 
 
 def _remote_entries(path):
-  """Returns the same as `_local_entries` for a remote folder."""
-  found, inner, others = [], [], []
-  for name in map(os.fsencode, tf.io.gfile.listdir(path)):
-    short = name.rstrip(b'/')
-    if short.startswith(b'.'):
-      continue
-    if is_image(short):
-      (others if name.endswith(b'/') else found).append(short)
-    elif name.endswith(b'/') or tf.io.gfile.isdir(os.path.join(path, name)):
-      inner.append((short, False))
-    else:
-      others.append(short)
-  return found, inner, others
+  """Yields the same as `_local_entries` for a remote folder."""
+  for entry in map(os.fsencode, tf.io.gfile.listdir(path)):
+    name = entry.rstrip(b'/')
+    is_folder = entry != name or (
+      not is_image(name) and tf.io.gfile.isdir(os.path.join(path, name))
+    )
+    yield name, not is_folder, is_folder, False
 
 
 def _is_loop(top, name) -> bool:
@@ -173,12 +166,8 @@ def expand(paths: Sequence[str]) -> list[str]:
 
   A folder stands for all images below it, sorted; a pattern with *, ? or [ ]
   for the files and folders that match; a list (.txt, or .jsonl with the key
-  `image` or `path`) for its paths, relative to the folder of the list.
-
-  Raises:
-    FileNotFoundError: if a folder has no image, a pattern no match, or there is
-      no such list.
-    ValueError: if a list has a line that names no image.
+  `image` or `path`) for its paths, relative to the folder of the list. What
+  stands for nothing is a FileNotFoundError, and a wrong line a ValueError.
   """
   found = []
   for path in paths:
@@ -232,7 +221,7 @@ def endings(index: index_lib.Index) -> str:
 def foreign(index: index_lib.Index) -> str:
   """Returns a file's path and format, if there is one that is not read, or ''."""
   _, *first = index.facts['ignored']
-  why = first and reading.foreign_name(first[0])
+  why = first and reading.why_foreign(first[0])
   return f"'{os.path.join(index.top, *first)}': {why}" if why else ''
 
 

@@ -59,28 +59,29 @@ def _renamed(encoded, name):
 def _read(encoded) -> np.int32:
   if isinstance(encoded, np.ndarray):  # In eager calls.
     encoded = encoded.item()
-  try:
+
+  def exif():
     if encoded.startswith(b'\xff\xd8'):
       # Not by Image.open, which refuses many pixels.
-      exif = Image.Exif()
-      exif.load(jpeg.exif(encoded))
-      return np.int32(_of_exif(exif))
+      found = Image.Exif()
+      found.load(jpeg.exif(encoded))
+      return found
     with Image.open(io.BytesIO(encoded), formats=('PNG', 'WEBP')) as image:
-      return np.int32(_of_exif(image.getexif()))
-  except Exception:  # Damaged EXIF data; Pillow's readers raise all sorts.
-    return np.int32(1)
+      return image.getexif()
+
+  return np.int32(_number(exif))
 
 
 def of_pillow(image: Image.Image) -> int:
   """Returns the orientation of an image of Pillow, 1 if it has none."""
+  return _number(image.getexif)
+
+
+def _number(exif) -> int:
   try:
-    return _of_exif(image.getexif())
+    number = exif().get(ExifTags.Base.Orientation)
   except Exception:  # Damaged EXIF data; Pillow's readers raise all sorts.
     return 1
-
-
-def _of_exif(exif) -> int:
-  number = exif.get(ExifTags.Base.Orientation)
   return int(number) if number in range(1, 9) else 1
 
 
@@ -105,9 +106,8 @@ def turn_shape(shape, orientation):
 def turn_window(window, shape, orientation):
   """Returns the place in the upright image of a window of stored pixels.
 
-  Windows are (y, x, height, width), int32 [4]; `shape` is the height and
-  width of
-  the stored pixels, int32 [2].
+  Windows are (y, x, height, width), int32 [4]; `shape` is the height and width
+  of the stored pixels, int32 [2].
   """
   begin, extent, shape = (
     turn_shape(pair, orientation) for pair in (window[:2], window[2:], shape)

@@ -59,17 +59,15 @@ def display(path) -> str:
   return os.fsencode(path).decode(errors='backslashreplace')
 
 
-def is_local(path: bytes) -> bool:
+def is_local(path) -> bool:
   """Returns whether a path has no scheme, such as gs://."""
-  return b'://' not in path
+  return b'://' not in os.fsencode(path)
 
 
 def retried(path, function):
   """Calls function(path), with new attempts after passing storage errors.
 
-  Raises:
-    FileNotFoundError: if there is no such file.
-    OSError: if the file cannot be read; names it.
+  A FileNotFoundError, and the OSError of the last attempt, name the file.
   """
   for delay in (*_DELAYS, None):
     try:
@@ -92,10 +90,7 @@ def retried(path, function):
 def read_file(path) -> bytes:
   """Returns the content of an image file, local or with a scheme.
 
-  Raises:
-    FileNotFoundError: if there is no such file.
-    OSError: if the file cannot be read.
-    ValueError: if it is not a regular file.
+  See `retried`; what is not a regular file is a ValueError.
   """
   return retried(os.fsencode(path), _read)
 
@@ -155,22 +150,11 @@ def why_malformed(path: bytes) -> str:
   return ''
 
 
-def foreign_name(name) -> str:
-  """Returns why an image is not read, by the ending of its name, or ''."""
+def why_foreign(name='', content: bytes = b'') -> str:
+  """Returns why an image of a name or a content is not read, or ''."""
   name = os.fsencode(name).lower()
-  return _why_foreign(lambda endings, *_: name.endswith(endings))
-
-
-def foreign_content(content: bytes) -> str:
-  """Returns why an image is not read, by its first bytes, or ''."""
-  return _why_foreign(
-    lambda _, start, begins: content.startswith(begins, start)
-  )
-
-
-def _why_foreign(is_of) -> str:
-  for kind, marks in _FOREIGN.items():
-    if is_of(*marks):
+  for kind, (endings, start, begins) in _FOREIGN.items():
+    if name.endswith(endings) or content.startswith(begins, start):
       return (
         f'it is {kind}, which this package does not read: convert it to JPEG or '
         f'PNG, such as by `magick mogrify -format jpg *.{kind.lower()}`'
@@ -186,18 +170,19 @@ def time_of(folder) -> int:
     return -1
 
 
+def size_and_time(path) -> tuple[int, int]:
+  """Returns the size of a file and the time of its last change in ns."""
+  if is_local(path):
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+  status = tf.io.gfile.stat(path)
+  return status.length, status.mtime_nsec
+
+
 def stamp(path) -> int:
   """Returns a number from a file's size and time; 0 if there is no file."""
-
-  def look(path):
-    if is_local(path):
-      status = os.stat(path)
-      return status.st_size, status.st_mtime_ns
-    status = tf.io.gfile.stat(path)
-    return status.length, status.mtime_nsec
-
   try:
-    size, time = retried(path, look)
+    size, time = retried(path, size_and_time)
   except FileNotFoundError:
     return 0
   return (size * 0x9E3779B97F4A7C15 + time) % 2**64 or 1

@@ -19,12 +19,7 @@ PACKAGES = {'cv2': 'opencv-python-headless', 'skimage': 'scikit-image'}
 
 
 def find_builder(config, dataset: str):
-  """Returns the TFDS builder of a data set, which may lack the data.
-
-  Raises:
-    ValueError: if TFDS does not know the data set, or its dataset_info.json is
-      damaged.
-  """
+  """Returns the TFDS builder of a data set, which may lack the data."""
   registry.register(dataset)
   try:
     builder = tfds.builder(dataset, data_dir=config.tfds_data_dir)
@@ -66,15 +61,7 @@ def _check_info(config, dataset):
 
 
 def get_builder(config, dataset: str):
-  """Returns the TFDS builder of a data set, prepared on this machine.
-
-  Args:
-    config: reads `tfds_data_dir`, `tfds_manual_dir`.
-    dataset: TFDS name of the data set.
-
-  Raises:
-    ValueError: if TFDS does not know the data set or cannot prepare it.
-  """
+  """Returns the TFDS builder of a data set, prepared on this machine."""
   builder = find_builder(config, dataset)
   # The first process prepares, then the others do. Files on a shared disk are
   # thus made once, and each disk of its own gets them.

@@ -25,11 +25,13 @@ import tensorflow_datasets as tfds
 FEW = {'5to9_few': (5, 3), 'few': (5, 3), 'few10': (10, 6)}
 
 
-def split_indices() -> dict[str, np.ndarray]:
-  """Returns the numbers of the training and the test images."""
-  count = len(datasets.load_digits().target)
-  order = np.random.RandomState(0).permutation(count)
-  return {'train': order[: count * 4 // 5], 'test': order[count * 4 // 5 :]}
+def split_indices(classes=range(10)) -> dict[str, np.ndarray]:
+  """Returns the numbers of the training and the test images of some classes."""
+  target = datasets.load_digits().target
+  order = np.random.RandomState(0).permutation(len(target))
+  order = order[np.isin(target[order], classes)]
+  train = len(order) * 4 // 5
+  return {'train': order[:train], 'test': order[train:]}
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
@@ -70,40 +72,31 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
   def _split_generators(self, dl_manager):
     del dl_manager  # Nothing to download.
-    target = datasets.load_digits().target
-    order = np.random.RandomState(0).permutation(len(target))
-    order = order[np.isin(target[order], self._classes())]
-    num_train = len(order) * 4 // 5
-    train, test = order[:num_train], order[num_train:]
-    splits = {'train': train, 'test': test}
+    splits = split_indices(self._classes())
     if self.builder_config.name in FEW:
-      splits = self._few(target, order, train, test)
+      splits = self._few(**splits)
     return {
       name: self._generate_examples(indices) for name, indices in splits.items()
     }
 
-  def _few(self, target, order, train, test):
+  def _few(self, train, test):
     """Returns the images of each split, in a builder config with few labels."""
-    name = self.builder_config.name
+    name, target = self.builder_config.name, datasets.load_digits().target
     shots, draws = FEW[name]
-    chosen_from = order if name == '5to9_few' else train
-    by_class = [chosen_from[target[chosen_from] == c] for c in self._classes()]
+    if name == '5to9_few':
+      train = np.concatenate([train, test])
+    by_class = [train[target[train] == c] for c in self._classes()]
     splits = {
-      f'few_{i}': np.concatenate(
-        [indices[i * shots : (i + 1) * shots] for indices in by_class]
-      )
+      f'few_{i}': np.concatenate([x[i * shots :][:shots] for x in by_class])
       for i in range(draws)
     }
-    if name == 'few10':
+    if name == '5to9_few':
+      test = np.concatenate([x[draws * shots :] for x in by_class])
+    elif name == 'few10':
       for i in range(draws):
         others = train[~np.isin(train, splits[f'few_{i}'])]
         splits[f'unlabelled_{i}'] = others
-    splits['test'] = test
-    if name == '5to9_few':
-      splits['test'] = np.concatenate(
-        [indices[draws * shots :] for indices in by_class]
-      )
-    return splits
+    return {**splits, 'test': test}
 
   def _generate_examples(self, indices):
     digits = datasets.load_digits()

@@ -7,12 +7,12 @@ sets: 'image' is the image among the supervised keys, or else the first image;
 """
 
 from collections.abc import Mapping
+import functools
+import operator
 from typing import NamedTuple
 
 import tensorflow as tf
 import tensorflow_datasets as tfds
-
-from vit_jax.data import records
 
 
 class Feature(NamedTuple):
@@ -73,11 +73,9 @@ def _leaves(feature, path):
 
 
 class Reader:
-  """Parses the wanted features of records; images stay encoded.
+  """Parses the wanted features of a record; images stay encoded.
 
-  Args:
-    info: the builder's tfds.core.DatasetInfo.
-    wanted: features by name, some of those that `features` returns.
+  `wanted` are some of those that `features` returns.
 
   Attributes:
     features: names of the wanted features.
@@ -92,95 +90,28 @@ class Reader:
       if feature.class_names is not None
     }
     self._paths = {name: feature.path for name, feature in wanted.items()}
-    self._flat = _flat_specs(info.features, self._paths)
-    keys, decoders = {}, {}
+    keys, self._decoders = {}, {}
     for feature in wanted.values():
       _put(keys, feature.path, True)
       if feature.is_image:
-        _put(decoders, feature.path, tfds.decode.SkipDecoding())
-    self._decoders = decoders
+        _put(self._decoders, feature.path, tfds.decode.SkipDecoding())
     self._features = _part(info.features, keys)
 
-  def _parse(self, serialized) -> dict:
+  def parse(self, serialized) -> dict:
     """Parses a serialized record, a string scalar: features by name.
 
-    'label' is int64 [L], also for data with one class per image. In any other
-    feature, dimensions of varying size within others are ragged.
+    'label' is int64 [L], also for data with one class per image.
     """
     record = self._features.deserialize_example(
       serialized, decoders=self._decoders
     )
-    selected = {}
-    for name, path in self._paths.items():
-      value = record
-      for key in path:
-        value = value[key]
-      if name == 'label':
-        value = tf.reshape(tf.cast(value, tf.int64), [-1])
-      elif not isinstance(value, tf.RaggedTensor):
-        varying = [i for i, size in enumerate(value.shape) if size is None]
-        if varying and varying[-1]:
-          value = tf.RaggedTensor.from_tensor(value, ragged_rank=varying[-1])
-      selected[name] = value
-    return selected
-
-  def finish(self, batch: dict) -> dict:
-    """Makes the features of a source of those read, [b, ...] each."""
-    if 'label' in batch:
-      batch['label'] = records.padded(batch['label'])
-    return batch
-
-  def parse_all(self, serialized) -> dict:
-    """Parses serialized records, strings [b]; varying sizes become ragged."""
-    if self._flat is not None:
-      batch = tf.io.parse_example(serialized, self._flat)
-      batch = {k: batch['/'.join(path)] for k, path in self._paths.items()}
-      if 'label' in batch:
-        batch['label'] = tf.reshape(batch['label'], [-1, 1])
-      return self.finish(batch)
-    traced = tf.function(self._parse).get_concrete_function(
-      tf.TensorSpec([], tf.string)
-    )
-    specs = {name: _spec(x) for name, x in traced.structured_outputs.items()}
-    return self.finish(
-      tf.map_fn(self._parse, serialized, fn_output_signature=specs)
-    )
-
-
-def _flat_specs(features, paths) -> dict | None:
-  """Returns specs for tf.io.parse_example of features that are stored so.
-
-  None if a feature needs further decoding.
-  """
-  specs = {}
-  for path in paths.values():
-    feature = features
-    for key in path:
-      if type(feature) is not tfds.features.FeaturesDict:
-        return None
-      feature = feature[key]
-    if isinstance(feature, tfds.features.Image):
-      shape, dtype = (), tf.string  # Images stay encoded.
-    elif type(feature) in _PLAIN:
-      stored, seen = feature.get_serialized_info(), feature.get_tensor_info()
-      shape, dtype = stored.shape, stored.tf_dtype
-      if (shape, dtype) != (seen.shape, seen.tf_dtype) or None in shape:
-        return None
-      if dtype not in (tf.int64, tf.float32, tf.string):
-        return None
-    else:
-      return None
-    specs['/'.join(path)] = tf.io.FixedLenFeature(shape, dtype)
-  return specs
-
-
-# Features that are stored as they are, except for the type of some.
-_PLAIN = (
-  tfds.features.ClassLabel,
-  tfds.features.Scalar,
-  tfds.features.Tensor,
-  tfds.features.Text,
-)
+    found = {
+      name: functools.reduce(operator.getitem, path, record)
+      for name, path in self._paths.items()
+    }
+    if 'label' in found:
+      found['label'] = tf.reshape(tf.cast(found['label'], tf.int64), [-1])
+    return found
 
 
 def _part(feature, keys):
@@ -203,12 +134,3 @@ def _put(tree, path, leaf):
   for key in path[:-1]:
     tree = tree.setdefault(key, {})
   tree[path[-1]] = leaf
-
-
-def _spec(tensor):
-  """Returns the spec that tf.map_fn needs to stack an output."""
-  if isinstance(tensor, tf.RaggedTensor):
-    return tf.RaggedTensorSpec(tensor.shape, tensor.dtype, tensor.ragged_rank)
-  if tensor.shape.is_fully_defined():
-    return tf.TensorSpec(tensor.shape, tensor.dtype)
-  return tf.RaggedTensorSpec(tensor.shape, tensor.dtype, 0)

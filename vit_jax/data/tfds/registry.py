@@ -17,15 +17,3 @@ def register(name: str) -> bool:
   if module is not None:
     importlib.import_module(module)
   return module is not None
-
-
-def has_array_records(info) -> bool:
-  """Returns whether a TFDS data set has array_record files, alone or not.
-
-  Args:
-    info: the builder's tfds.core.DatasetInfo.
-  """
-  # DatasetInfo.alternative_file_formats is not always read from the files.
-  stored = info.as_proto
-  formats = (stored.file_format, *stored.alternative_file_formats)
-  return 'array_record' in formats

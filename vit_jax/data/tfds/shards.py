@@ -23,6 +23,7 @@ from vit_jax.data.images import orientation
 from vit_jax.data.images import reading
 from vit_jax.data.tfds import parsing
 
+_RECORD = 'record'  # Feature of `lookup`, which `read` parses.
 REMEDY = 'copy or prepare the data set again'
 # What the library of array_record says of a file that another attempt to read
 # cannot mend.
@@ -32,11 +33,8 @@ _LASTING = ('Corrupted', 'Invalid', 'should be at least', 'out of bound')
 class ShardSource(records.Source, abc.ABC):
   """A split in files whose records can be read by number.
 
-  Args:
-    files: files of the split, and which records of each belong to the split:
-      TFDS's FileInstructions.
-    record_bytes: mean size of a record.
-    reader: parser of the records.
+  `files` are TFDS's FileInstructions: the files of the split, and which records
+  of each belong to it. `record_bytes` is the mean size of a record.
   """
 
   def __init__(self, files, record_bytes: float, reader: parsing.Reader):
@@ -47,7 +45,7 @@ class ShardSource(records.Source, abc.ABC):
     self._files = [None] * len(files)
     _allow_open_files(len(files))
     self._pool = None
-    if any(map(is_remote, self.paths)):
+    if not all(map(reading.is_local, self.paths)):
       self._pool = futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS)
     super().__init__(int(self._ends[-1]), reader.features, reader.names)
     self.chunk = records.chunk(self.num_examples, record_bytes)
@@ -56,21 +54,20 @@ class ShardSource(records.Source, abc.ABC):
     serialized = tf.numpy_function(
       self.serialized, [indices], tf.string, stateful=False
     )
-    return self._reader.parse_all(tf.ensure_shape(serialized, [None]))
+    return {_RECORD: tf.ensure_shape(serialized, [None])}
 
   def read(self, record):
-    """Returns the record of one example; its image stays as it was prepared."""
-    if 'image' not in record:
+    """Parses the record of one example; its image stays as it was prepared."""
+    if _RECORD not in record:  # The images of pseudo-labels, not asked for.
       return record
-    return {**record, 'image': orientation.as_stored(record['image'])}
+    record = dict(record)
+    record |= self._reader.parse(record.pop(_RECORD))
+    if 'image' in record:
+      record['image'] = orientation.as_stored(record['image'])
+    return record
 
   def serialized(self, indices: np.ndarray) -> np.ndarray:
-    """Returns the records with these numbers [b] as they are stored.
-
-    Raises:
-      ValueError: if a file is damaged or has changed; names it.
-      OSError: if a file cannot be read; names it.
-    """
+    """Returns the records with these numbers [b] as they are stored."""
     shards, places = self._places(indices)
     found = np.empty(len(shards), object)
     call = map if self._pool is None else self._pool.map
@@ -153,11 +150,6 @@ class ArrayRecordSource(ShardSource):
     found = attempted(path, count)
     if found != expected:
       raise wrong_count(path, found, expected)
-
-
-def is_remote(path: str) -> bool:
-  """Returns whether a path has a scheme, such as gs://."""
-  return not reading.is_local(os.fsencode(path))
 
 
 def each(function: Callable, paths: Sequence[str]) -> list:

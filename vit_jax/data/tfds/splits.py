@@ -8,7 +8,6 @@ from vit_jax.data import records
 from vit_jax.data import slices
 from vit_jax.data.tfds import builders
 from vit_jax.data.tfds import parsing
-from vit_jax.data.tfds import registry
 from vit_jax.data.tfds import shards
 from vit_jax.data.tfds import tfrecords
 
@@ -30,11 +29,7 @@ def open_split(config, dataset: str, split: str, features) -> records.Source:
 
 
 def whole(info, dataset: str, split: str):
-  """Returns a whole split of a TFDS data set, a tfds.core.SplitInfo.
-
-  Raises:
-    ValueError: if there is no such split, or its sizes are no sizes.
-  """
+  """Returns a whole split of a TFDS data set, a tfds.core.SplitInfo."""
   if split not in info.splits:
     raise ValueError(
       f"data set '{dataset}' has no split '{split}': it has "
@@ -56,17 +51,15 @@ def open_with(
 ) -> records.Source:
   """Opens a split of a prepared TFDS data set, a tfds.core.DatasetInfo.
 
-  Args:
-    info: the data set.
-    dataset: its name for messages.
-    split: a split in the notation of TFDS.
-    reader: parser of the records.
+  `dataset` is its name for messages, and `split` is in the notation of TFDS.
   """
   bases = []
   for base, instruction in slices.parts(split):
     bases.append(whole(info, dataset, base))
     slices.bounds(bases[-1], instruction)
-  if registry.has_array_records(info):
+  # DatasetInfo.alternative_file_formats is not always read from the files.
+  stored = info.as_proto
+  if 'array_record' in (stored.file_format, *stored.alternative_file_formats):
     info.set_file_format(
       tfds.core.FileFormat.ARRAY_RECORD,
       override=True,
@@ -75,8 +68,9 @@ def open_with(
   if info.file_format not in _SOURCES:
     raise ValueError(
       f"dataset='{dataset}' is stored as {info.file_format.value} files, which "
-      f'are not read: run python -m vit_jax.data.tfds.convert {dataset} '
-      '(config.dataset)'
+      f'are not read: write array_record files beside them, by tfds '
+      f'convert_format --dataset_version_dir={info.data_dir} '
+      '--out_file_format=array_record (config.dataset)'
     )
   try:
     files = info.splits[split].file_instructions

@@ -8,26 +8,26 @@ length:
   data    `length` bytes
   CRC     uint32, masked CRC-32C of the data
 
-The offsets of all records are therefore read once. They are stored in the
+The lengths of all records are therefore read once. They are stored in the
 folder of the data or, where that cannot be written, in the cache of this
 package, and are valid as long as the size and the time of a file stay the same.
 With several processes, each reads the headers of some files for all.
 """
 
-import base64
+from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import io
-import json
+import itertools
 import os
 import struct
 import weakref
-import zlib
 
 from absl import logging
 import google_crc32c
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 import tensorflow as tf
 
@@ -43,25 +43,17 @@ _LENGTH = struct.Struct('<QI')
 _CHECKSUM = struct.Struct('<I')
 # The first bytes of a compressed file.
 GZIP = b'\x1f\x8b'
+# Name of a tfrecord file -> its size, its time, and the lengths of its records
+# with headers and checksums.
 _FILE = '.tfrecord_offsets.npz'
-_VERSION = 1
-# Bytes of remote files read at a time for their headers.
-_BLOCK = 4 * 2**20
 # Where records are larger, the system shall not read ahead from the headers.
 _LARGE = 2**16
-# Bytes that a process tells the others at a time.
-_MESSAGE = 2**18
 
 
 class TfRecordSource(shards.ShardSource):
   """A split in tfrecord files; see shards.ShardSource.
 
   All processes must open the same split.
-
-  Raises:
-    ValueError: if a file is damaged, compressed, or has another number of
-      records than dataset_info.json says.
-    OSError: if a file cannot be read.
   """
 
   def __init__(self, files, record_bytes: float, reader: parsing.Reader):
@@ -70,12 +62,12 @@ class TfRecordSource(shards.ShardSource):
     self._offsets = offsets(self.paths, counts)
 
   def open_file(self, path):
-    return _Remote(path) if shards.is_remote(path) else _Local(path)
+    return _local(path) if reading.is_local(path) else _remote(path)
 
   def read_file(self, file, shard, places):
     ends, path = self._offsets[shard], self.paths[shard]
     return [
-      _data(file.read(int(ends[i]), int(ends[i + 1] - ends[i])), path, i)
+      _data(file(int(ends[i]), int(ends[i + 1] - ends[i])), path, i)
       for i in places
     ]
 
@@ -111,95 +103,65 @@ def _length(header: bytes) -> int | None:
 # --- Files ---
 
 
-class _Local:
-  """A file on a disk; `far`: the parts that are read lie far apart."""
+def _local(path: str, far: bool = True) -> Callable[[int, int], bytes]:
+  """Returns a function (begin, size) -> bytes of a file, for many threads.
 
-  def __init__(self, path: str, far: bool = True):
-    self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    weakref.finalize(self, os.close, self._descriptor).atexit = False
-    if far and hasattr(os, 'posix_fadvise'):
-      os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-
-  def read(self, begin: int, size: int) -> bytes:
-    """Returns a part of the file; may be called by several threads."""
-    return os.pread(self._descriptor, size, begin)
-
-
-class _Remote:
-  """A file in a bucket."""
-
-  def __init__(self, path: str):
-    self._path = path
-
-  def read(self, begin: int, size: int) -> bytes:
-    with tf.io.gfile.GFile(self._path, 'rb') as file:
-      file.seek(begin)
-      return file.read(size)
-
-
-def _in_blocks(file):
-  """Returns a function (begin, size) -> bytes; `begin` must not decrease."""
-  start, held = 0, b''
+  `far`: the parts that are read lie far apart.
+  """
+  descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
   def read(begin, size):
-    nonlocal start, held
-    while begin + size > start + len(held):
-      more = file.read(_BLOCK)
-      if not more:
-        break
-      kept = held[max(0, begin - start) :]
-      start += len(held) - len(kept)
-      held = kept + more
-    return held[begin - start : begin - start + size]
+    return os.pread(descriptor, size, begin)
+
+  weakref.finalize(read, os.close, descriptor).atexit = False
+  if far and hasattr(os, 'posix_fadvise'):
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+  return read
+
+
+def _remote(path: str) -> Callable[[int, int], bytes]:
+  """Returns the same as `_local` for a file in a bucket."""
+
+  def read(begin, size):
+    with tf.io.gfile.GFile(path, 'rb') as file:
+      file.seek(begin)
+      return file.read(size)
 
   return read
 
 
-def _stamp(path) -> tuple[int, int]:
-  """Returns the size and the time of a file."""
-  if shards.is_remote(path):
-    found = tf.io.gfile.stat(path)
-    return found.length, found.mtime_nsec
-  found = os.stat(path)
-  return found.st_size, found.st_mtime_ns
-
-
-def _scan(path: str, size: int, count: int) -> np.ndarray:
-  """Reads the headers of a file; returns int64 [count + 1], begins and the end.
-
-  Raises:
-    ValueError: if the file is damaged, or has another number of records.
-  """
-  found = [0]
+def _scan(path: str, size: int, count: int) -> list[int]:
+  """Reads the headers of a file; returns the lengths of its records."""
+  found, begin = [], 0
   with contextlib.ExitStack() as stack:
-    if shards.is_remote(path):
-      content = _in_blocks(stack.enter_context(tf.io.gfile.GFile(path, 'rb')))
-    else:
-      content = _Local(path, far=size > _LARGE * count).read
-    if content(0, len(GZIP)) == GZIP:
-      raise ValueError(
-        f"'{path}' is compressed (GZIP), and such records cannot be read by "
-        'number: run python -m vit_jax.data.tfds.convert NAME'
-      )
-    while found[-1] < size:
-      begin, place = found[-1], len(found) - 1
+    if reading.is_local(path):
+      content = _local(path, far=size > _LARGE * count)
+    else:  # Read in large blocks, from begin to end.
+      file = stack.enter_context(tf.io.gfile.GFile(path, 'rb'))
+      content = lambda begin, size: file.seek(begin) or file.read(size)
+    while begin < size:
       header = content(begin, _HEADER)
-      length = _length(header)
-      end = begin + _HEADER + _FOOTER + (length or 0)
-      if len(header) < _HEADER or end > size:
+      if not begin and header.startswith(GZIP):
         raise ValueError(
-          f"'{path}' is cut off within record {place}, at byte {size:,}: "
-          f'{shards.REMEDY}'
+          f"'{path}' is compressed (GZIP), and such records cannot be read by "
+          'number: decompress it, under the same name'
+        )
+      length = _length(header)
+      found.append(_HEADER + _FOOTER + (length or 0))
+      if len(header) < _HEADER or begin + found[-1] > size:
+        raise ValueError(
+          f"'{path}' is cut off within record {len(found) - 1}, at byte "
+          f'{size:,}: {shards.REMEDY}'
         )
       if length is None:
         raise ValueError(
-          f"'{path}' is damaged: the header of record {place}, at byte "
+          f"'{path}' is damaged: the header of record {len(found) - 1}, at byte "
           f'{begin:,}, has a wrong checksum: {shards.REMEDY}'
         )
-      found.append(end)
-  if len(found) - 1 != count:
-    raise shards.wrong_count(path, len(found) - 1, count)
-  return np.array(found, np.int64)
+      begin += found[-1]
+  if len(found) != count:
+    raise shards.wrong_count(path, len(found), count)
+  return found
 
 
 # --- The offsets of a split ---
@@ -208,117 +170,94 @@ def _scan(path: str, size: int, count: int) -> np.ndarray:
 def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
   """Returns where the records of files begin, the same on all processes.
 
-  Args:
-    paths: the files, in one folder.
-    counts: number of records of each file.
-
-  Returns:
-    For each file int64 [count + 1], with the file's end; errors as above.
+  The files are in one folder, and `counts` the numbers of their records. For
+  each file returns int64 [count + 1], with the file's end.
   """
   folder, names = os.path.dirname(paths[0]), list(map(os.path.basename, paths))
-  stored: dict[str, tuple] = {}
-  stamps = []
+  what = f"reading the headers of '{folder}'"
+  stored, stamps = {}, []
 
-  def look():
-    stamps[:] = shards.each(lambda path: shards.attempted(path, _stamp), paths)
+  def lacking():
+    stamps[:] = shards.each(
+      lambda path: shards.attempted(path, reading.size_and_time), paths
+    )
     for place in _places(folder):
       stored.update(_load(place))
-    lacking = []
-    for i, (name, stamp, count) in enumerate(zip(names, stamps, counts)):
-      old, ends = stored.get(name, (None, ()))
-      if old != stamp or len(ends) != count + 1:
-        lacking.append(i)
-    return lacking
+    rows = [stored.get(name, np.zeros(0)) for name in names]
+    return [
+      i
+      for i, (row, stamp, count) in enumerate(zip(rows, stamps, counts))
+      if len(row) != count + 2 or tuple(row[:2]) != stamp
+    ]
 
-  what = f"reading the headers of '{folder}'"
-  lacking = processes.attempt(f'{what}: looking for stored ones', look)
-  todo = sorted(set().union(*lacking))
-  mine = todo[jax.process_index() :: jax.process_count()]
-  made = {}
-
-  def scan():
-    made.update(_scan_all(paths, [stamp[0] for stamp in stamps], counts, mine))
-
-  if todo:
-    processes.attempt(what, scan)
-    made = _exchange(what, made, todo, counts)
-    for i, ends in made.items():
-      if ends[-1] != stamps[i][0]:
-        raise ValueError(
-          f"'{paths[i]}' has {stamps[i][0]:,} bytes here and {ends[-1]:,} on "
-          'another host: give all hosts the same files'
-        )
-      stored[names[i]] = stamps[i], ends
+  everywhere = processes.attempt(f'{what}: looking for stored ones', lacking)
+  if todo := sorted(set().union(*everywhere)):
+    for i, lengths in _scan_all(what, paths, stamps, counts, todo):
+      stored[names[i]] = np.array([*stamps[i], *lengths], np.int64)
+  found = [np.cumsum([0, *stored[name][2:]]) for name in names]
+  processes.agree(
+    f"the records of '{folder}'",
+    {
+      'number': sum(counts),
+      'bytes': sum(size for size, _ in stamps),
+      'hash of their offsets': index_lib.digest(found),
+    },
+  )
+  whole = dict(stored)
   # One process writes what all see. What it did not write for another process,
   # which has a disk of its own, that process writes itself.
   processes.from_first(
-    f'{what}: storing them', lambda: todo and _save(folder, stored)
+    f'{what}: storing them', lambda: todo and _save(folder, whole)
   )
-  if lacking[jax.process_index()] and jax.process_index():
-    there = {k: v for place in _places(folder) for k, v in _load(place).items()}
-    if any(there.get(n, (None,))[0] != s for n, s in zip(names, stamps)):
-      _save(folder, stored)
-  found = [stored[name][1] for name in names]
-  processes.agree(
-    f"the records of '{folder}'",
-    {'number': sum(counts), 'hash of their offsets': index_lib.digest(found)},
-  )
+  if everywhere[jax.process_index()] and jax.process_index():
+    stored.clear()
+    if lacking():
+      _save(folder, whole)
   return found
 
 
-def _scan_all(paths, sizes, counts, numbers) -> dict[int, np.ndarray]:
-  """Returns the offsets of some files by their numbers."""
-  remote = shards.is_remote(paths[0])
-  threads = 2 * index_lib.REMOTE_THREADS if remote else 16
+def _scan_all(what, paths, stamps, counts, todo):
+  """Yields (number, lengths) of files; each process reads some for all."""
+  me, count = jax.process_index(), jax.process_count()
+  mine, made = todo[me::count], []
 
   def scan(i):
     return shards.attempted(
-      paths[i], lambda path: _scan(path, sizes[i], counts[i])
+      paths[i], lambda path: _scan(path, stamps[i][0], counts[i])
     )
 
-  with futures.ThreadPoolExecutor(threads) as pool:
-    found = cli.bar(
-      iterable=pool.map(scan, numbers), total=len(numbers), delay=3,
-      desc='Reading the headers of tfrecord files', leave=False, unit=' files',
-    )  # fmt: skip
-    try:
-      return dict(zip(numbers, found))
-    except BaseException:
-      pool.shutdown(cancel_futures=True)
-      raise
+  def scan_mine():
+    is_local = reading.is_local(paths[0])
+    threads = 16 if is_local else 2 * index_lib.REMOTE_THREADS
+    with futures.ThreadPoolExecutor(threads) as pool:
+      try:
+        made.extend(
+          cli.bar(
+            iterable=pool.map(scan, mine), total=len(mine), delay=3,
+            desc='Reading the headers of tfrecord files', leave=False,
+            unit=' files',
+          )
+        )  # fmt: skip
+      except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
 
-
-def _exchange(what, mine, todo, counts) -> dict[int, np.ndarray]:
-  """Returns the offsets that all processes have read, by number of the file."""
-  if jax.process_count() == 1:
-    return mine
-  lengths = [np.diff(ends) for ends in mine.values()]
-  content = zlib.compress(
-    np.concatenate([[], *lengths]).astype('<i8').tobytes()
-  )
-  pieces = [content[i : i + _MESSAGE] for i in range(0, len(content), _MESSAGE)]
-  everywhere = [b''] * jax.process_count()
-  for turn in range(max(processes.gather(f'{what}: counting', len(pieces)))):
-    piece = pieces[turn] if turn < len(pieces) else b''
-    told = processes.gather(
-      f'{what}: telling each other', base64.b64encode(piece).decode()
-    )
-    everywhere = [a + base64.b64decode(b) for a, b in zip(everywhere, told)]
-  found = {}
-  for process, content in enumerate(everywhere):
-    theirs = todo[process :: jax.process_count()]
-    lengths = np.frombuffer(zlib.decompress(content), '<i8')
+  processes.attempt(what, scan_mine)
+  for process in range(min(count, len(todo))):
+    theirs = todo[process::count]
     ends = np.cumsum([counts[i] for i in theirs])
-    for i, part in zip(theirs, np.split(lengths, ends[:-1])):
-      found[i] = np.concatenate([[0], np.cumsum(part)]).astype(np.int64)
-  return found
+    lengths = np.zeros(ends[-1], np.uint32)
+    if process == me:
+      lengths[:] = list(itertools.chain(*made))
+    lengths = multihost_utils.broadcast_one_to_all(lengths, process == me)
+    yield from zip(theirs, np.split(np.asarray(lengths), ends[:-1]))
 
 
 # --- On disk ---
 
 
 def _places(folder: str) -> list[str]:
-  """Returns where the offsets of a folder may be stored, the best place first."""
+  """Returns where the lengths of a folder may be stored, the best place first."""
   key = index_lib.digest([folder.encode()])[:16]
   return [
     os.path.join(folder, _FILE),
@@ -327,17 +266,9 @@ def _places(folder: str) -> list[str]:
 
 
 def _save(folder: str, stored: dict):
-  """Writes offsets, {name: ((size, time), offsets)}, where that is possible."""
-  names = list(stored)
-  columns = {
-    'stamps': np.array([stored[name][0] for name in names], np.int64),
-    'counts': np.array([len(stored[name][1]) - 1 for name in names], np.int64),
-    'lengths': np.concatenate([np.diff(stored[name][1]) for name in names]),
-  }
-  facts = {'version': _VERSION, 'names': names, 'digest': _digest(columns)}
+  """Writes the rows of files, see _FILE, where that is possible."""
   content = io.BytesIO()
-  facts = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-  np.savez_compressed(content, facts=facts, **columns)
+  np.savez_compressed(content, **stored)
   for path in _places(folder):
     try:
       tf.io.gfile.makedirs(os.path.dirname(path))
@@ -357,7 +288,7 @@ def _save(folder: str, stored: dict):
 
 
 def _load(path: str) -> dict:
-  """Returns stored offsets, {name: ((size, time), offsets)}; {} without any."""
+  """Returns the stored rows of files, see _FILE; {} without any."""
   try:
     with tf.io.gfile.GFile(path, 'rb') as file:
       content = file.read()
@@ -365,21 +296,7 @@ def _load(path: str) -> dict:
     return {}
   try:
     with np.load(io.BytesIO(content), allow_pickle=False) as found:
-      facts = json.loads(found['facts'].tobytes())
-      columns = {name: found[name] for name in ('stamps', 'counts', 'lengths')}
-    if facts['version'] != _VERSION or facts['digest'] != _digest(columns):
-      raise ValueError('another version')
-    lengths = np.split(columns['lengths'], np.cumsum(columns['counts'])[:-1])
-    return {
-      name: (tuple(stamp), np.concatenate([[0], np.cumsum(part)]))
-      for name, stamp, part in zip(
-        facts['names'], columns['stamps'].tolist(), lengths, strict=True
-      )
-    }
+      return dict(found)
   except Exception:  # NumPy does not document the errors for damaged files.
-    logging.warning("'%s' is damaged or of another version: ignored", path)
+    logging.warning("'%s' is damaged: ignored", path)
     return {}
-
-
-def _digest(columns) -> str:
-  return index_lib.digest(np.ascontiguousarray(x) for x in columns.values())

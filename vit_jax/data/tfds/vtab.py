@@ -25,13 +25,7 @@ from vit_jax.distributed import processes
 
 
 class Reader(parsing.Reader):
-  """Reads the image and the label of a task.
-
-  Args:
-    info: the builder's tfds.core.DatasetInfo.
-    task: the task.
-    wanted: those of 'image' and 'label' that are wanted.
-  """
+  """Reads the image and the label of a task, or what of these is wanted."""
 
   def __init__(self, info, task: vtab_tasks.Task, wanted=('image', 'label')):
     self._task = task
@@ -43,35 +37,23 @@ class Reader(parsing.Reader):
     names = task.label.class_names or self.names.get('label')
     self.names = {'label': names} if 'label' in wanted else {}
 
-  def finish(self, batch: dict) -> dict:
-    """Computes the labels of a batch, and scales the pixels of its images."""
-    batch = super().finish(batch)
-    label = self._task.label
-    found = {}
-    for name in self.features:
-      if name == 'image':
-        found[name] = self._scaled(batch[name])
-      else:
-        classes = label.compute(*(batch[read] for read in label.reads))
-        found[name] = tf.reshape(tf.cast(classes, tf.int64), [-1, 1])
+  def parse(self, serialized) -> dict:
+    """Parses a record, computes its label, and scales its pixels."""
+    record, found = super().parse(serialized), {}
+    if 'image' in self.features:
+      found['image'] = record['image']
+      if (scale := self._task.pixel_scale) != 1:
+        pixels = tf.io.decode_png(record['image']) * scale
+        found['image'] = tf.io.encode_png(pixels)
+    if 'label' in self.features:
+      label = self._task.label
+      number = label.compute(*(record[name] for name in label.reads))
+      found['label'] = tf.reshape(tf.cast(number, tf.int64), [1])
     return found
-
-  def _scaled(self, encoded):
-    """Multiplies the pixels of encoded images, strings [b]."""
-    scale = self._task.pixel_scale
-    if scale == 1:
-      return encoded
-    return tf.map_fn(
-      lambda image: tf.io.encode_png(tf.io.decode_png(image) * scale), encoded
-    )
 
 
 def tfds_split(info, dataset: str, split: str) -> str:
-  """Returns a split of a task, such as 'train800', in the notation of TFDS.
-
-  Raises:
-    ValueError: if there is no such split, or too few examples for it.
-  """
+  """Returns a split of a task, such as 'train800', in the notation of TFDS."""
   train, val, test = vtab_tasks.find_task(dataset).splits
   known = {
     'train800': [(train, 800)],
@@ -139,11 +121,7 @@ def missing(config, dataset: str) -> str:
 
 
 def prepare(config, dataset: str):
-  """Downloads the data of a task, if they are missing and TFDS can.
-
-  Raises:
-    ValueError: if that fails.
-  """
+  """Downloads the data of a task, if they are missing and TFDS can."""
   task = vtab_tasks.find_task(dataset)
 
   def check():  # Otherwise TFDS would find out after the download.

@@ -18,8 +18,7 @@ class Label(NamedTuple):
 
   reads: tuple[str, ...] = ('label',)  # Features that it is computed from.
   class_names: tuple[str, ...] | None = None  # None: those of the feature.
-  # From these features of b examples, [b] or ragged [b, n, ...], to the numbers
-  # of the classes, [b].
+  # From these features of an example to the number of its class.
   compute: Callable = tf.identity
 
 
@@ -42,10 +41,9 @@ def _ranges(edges, unit) -> tuple[str, ...]:
   return (f'up to {edges[0]:g}{unit}', *inner, f'over {edges[-1]:g}{unit}')
 
 
-def _place(values, edges):
-  """Counts the edges below each value: float [b] -> int64 [b]."""
-  edges = tf.constant(edges, tf.float32)
-  return tf.searchsorted(edges, values, side='left', out_type=tf.int64)
+def _place(value, edges):
+  """Counts the edges below a value, a float scalar."""
+  return tf.reduce_sum(tf.cast(tf.constant(edges) < value, tf.int64))
 
 
 def _named(feature, class_names) -> Label:
@@ -73,22 +71,19 @@ _VEHICLES = 3
 
 
 def _clevr_count(sizes):
-  """Counts the objects, from 3 to 10: ragged [b, n] -> [b]."""
-  return sizes.row_lengths() - 3
+  """Counts the objects, from 3 to 10: their sizes [n]."""
+  return tf.size(sizes) - 3
 
 
 def _clevr_distance(coordinates):
-  """Places the depth of the nearest object: ragged [b, n, 3] -> [b]."""
-  depths = coordinates.to_tensor(math.inf)[..., 2]
-  return _place(tf.reduce_min(depths, axis=1), _CLEVR_DEPTHS)
+  """Places the depth of the nearest object, of coordinates [n, 3]."""
+  return _place(tf.reduce_min(coordinates[:, 2]), _CLEVR_DEPTHS)
 
 
 def _kitti_distance(types, locations):
-  """Places the depth of the nearest vehicle: ragged [b, n], [b, n, 3] -> [b]."""
-  is_vehicle = types.to_tensor(_VEHICLES) < _VEHICLES
-  depths = locations.to_tensor(math.inf)[..., 2]
-  nearest = tf.reduce_min(tf.where(is_vehicle, depths, math.inf), axis=1)
-  return _place(nearest, _KITTI_METRES)
+  """Places the depth of the nearest vehicle, of types [n], locations [n, 3]."""
+  depths = tf.where(types < _VEHICLES, locations[:, 2], math.inf)
+  return _place(tf.reduce_min(depths), _KITTI_METRES)
 
 
 _TENTH = ('train', 'train[90%:]', 'test')
