@@ -1,0 +1,262 @@
+"""Tests of exported models, which are run by the programs that serve them."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import ml_collections
+import numpy as np
+import pytest
+from sklearn import datasets
+import tensorflow as tf
+
+from tests import conftest
+from tests.tasks import masked_patches_test
+from vit_jax import predict
+from vit_jax.commands import export as command
+from vit_jax.configs import common
+from vit_jax.configs import detr_scenes
+from vit_jax.configs import models as model_configs
+from vit_jax.inference import export
+from vit_jax.learning import optim
+from vit_jax.learning import state as state_lib
+from vit_jax.run import checkpoints as checkpoints_lib
+from vit_jax.run import config as run_config
+from vit_jax.run import workdir as workdir_lib
+
+PHOTOS = datasets.load_sample_images().images
+NAMES = {'class_names': ['ant', 'bee', 'cow']}
+
+
+def randomised(task):
+  """Random parameters and extra state, made without compiling."""
+  rng = np.random.RandomState(0)
+
+  def draw(path, leaf):
+    if path[-1].key in ('scale', 'var'):
+      return rng.uniform(0.5, 1.5, leaf.shape).astype(leaf.dtype)
+    size = 1 / np.sqrt(np.prod(leaf.shape[:-1])) if leaf.ndim > 1 else 0.1
+    return (size * rng.randn(*leaf.shape)).astype(leaf.dtype)
+
+  shapes = jax.eval_shape(task.init, jax.random.key(0))
+  return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def classifier(**model):
+  config = common.get_config()
+  config.pp.crop = 32
+  config.model = ml_collections.ConfigDict(model)
+  return run_config.get_task('classify')(run_config.complete(config), NAMES)
+
+
+def make_vit(**transformer):
+  """A narrow Ti/16."""
+  config = model_configs.get_config('ti16')
+  config.update(hidden_size=24)
+  config.transformer.update(num_layers=2, mlp_dim=32, **transformer)
+  return classifier(**config)
+
+
+def make_hybrid():
+  config = model_configs.get_config('r_ti16')
+  config.update(hidden_size=24)
+  config.resnet = {'num_layers': (1, 1), 'width_factor': 0.5}
+  config.transformer.update(num_layers=1, mlp_dim=32)
+  return classifier(**config)
+
+
+def make_mixer():
+  return classifier(
+    kind='mixer', patches={'size': (8, 8)}, num_blocks=1, hidden_dim=16,
+    tokens_mlp_dim=8, channels_mlp_dim=8,
+  )  # fmt: skip
+
+
+def make_bit():
+  return classifier(kind='bit', num_layers=(1, 1), width_factor=0.5)
+
+
+def make_detector():
+  config = detr_scenes.get_config()
+  config.dataset = None  # Compared on photographs.
+  config.model.update(
+    backbone_width=8, hidden_size=16, mlp_dim=8, norm='frozen_batch',
+    num_decoder_layers=1,
+  )  # fmt: skip
+  return run_config.get_task('detect')(run_config.complete(config), NAMES)
+
+
+def make_masked():
+  return masked_patches_test.make_task('')
+
+
+TASKS = {
+  'vit': make_vit,
+  'hybrid': make_hybrid,
+  'mixer': make_mixer,
+  'bit': make_bit,
+  'detector': make_detector,
+  'masked': make_masked,
+}
+OUTPUTS = {'detector': {'boxes', 'probabilities'}, 'masked': {'outputs'}}
+
+
+def load(name):
+  task = TASKS[name]()
+  return task.predictor(*randomised(task), 7)
+
+
+@pytest.fixture(scope='module')
+def vit():
+  return load('vit')
+
+
+def inputs_of(model, folder, count):
+  """Inputs for so many photographs, those that the exported model takes."""
+  facts = json.loads((folder / 'model.json').read_text())
+  photos = [PHOTOS[i % 2][10 * i :] for i in range(count)]
+  found = model.inputs(photos)
+  return {name: found[name] for name in facts['inputs']}
+
+
+def run(folder, inputs):
+  """Runs what lies in a folder, as a program does that serves it."""
+  if (folder / '1').exists():
+    served = tf.saved_model.load(str(folder / '1'))
+    found = served.signatures['serving_default'](
+      **{name: tf.constant(x) for name, x in inputs.items()}
+    )
+    return {name: x.numpy() for name, x in found.items()}
+  encoded = (folder / 'model.stablehlo').read_bytes()
+  return jax.export.deserialize(encoded).call(**inputs)
+
+
+@pytest.mark.parametrize(
+  ('name', 'to'),
+  [(name, 'stablehlo') for name in TASKS]
+  + [(n, 'saved_model') for n in ('vit', 'hybrid', 'mixer', 'detector')],
+)
+def test_what_is_exported_computes_the_same(name, to, tmp_path):
+  model, out = load(name), tmp_path / 'out'
+  assert model.export(out, to) < 1e-5
+  assert list(tmp_path.iterdir()) == [out]
+  inputs = inputs_of(model, out, 5)
+  want = jax.jit(model.task.exported)(model.params, model.extra, inputs)
+  for count in (1, 5):
+    got = run(out, {name: x[:count] for name, x in inputs.items()})
+    assert set(got) == OUTPUTS.get(name, {'logits', 'probabilities'})
+    for key, expected in want.items():
+      assert len(got[key]) == count
+      assert np.ptp(expected) > 1e-3
+      np.testing.assert_allclose(got[key], expected[:count], atol=1e-4)
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory, data_dir):
+  """A run on the digits, of one step with random parameters."""
+  workdir = tmp_path_factory.mktemp('run')
+  config = run_config.complete(conftest.make_tiny_config(data_dir))
+  metadata = {'class_names': [str(i) for i in range(10)]}
+  task = run_config.get_task('classify')(config, metadata)
+  params, extra = randomised(task)
+  tx = optim.get_optimizer(config, lambda _: 0.0)
+  workdir_lib.create(workdir, config, metadata, data={})
+  checkpoints = checkpoints_lib.Checkpoints(workdir)
+  state = state_lib.TrainState(np.int32(1), params, tx.init(params), extra)
+  checkpoints.save(1, state)
+  checkpoints.close()
+  return workdir
+
+
+SERVE = """
+import json, sys
+import jax
+import numpy as np
+
+folder, images, out = sys.argv[1:]
+with open(f'{folder}/model.stablehlo', 'rb') as file:
+  model = jax.export.deserialize(file.read())
+found = model.call(image=np.load(images))
+assert not any(name.startswith(('vit_jax', 'flax')) for name in sys.modules)
+np.save(out, found['probabilities'])
+"""
+
+
+def test_the_command_exports_a_run_for_a_process_without_this_package(
+  workdir, tmp_path, capsys
+):
+  out, flag = tmp_path / 'out', f'--workdir={workdir}'
+  argv = [flag, '--to=stablehlo', f'--out={out}', '--uint8']
+  assert command.main(argv) == 0
+  said = capsys.readouterr().out
+  assert "compared on 5 of 'digits', split 'test'" in said
+  facts = json.loads((out / 'model.json').read_text())
+  assert facts['inputs'] == {
+    'image': {'shape': ['batch', 8, 8, 1], 'dtype': 'uint8'}
+  }
+  assert facts['outputs']['logits'] == {
+    'shape': ['batch', 10], 'dtype': 'float32',
+  }  # fmt: skip
+  assert facts['labels'] == [str(i) for i in range(10)]
+  assert facts['preprocessing'] == {
+    'size': [8, 8], 'channels': 1, 'resize': None, 'antialias': False,
+    'interpolation': 'bilinear', 'range': [0, 255],
+  }  # fmt: skip
+  assert facts['command'] == f'vit_jax export {" ".join(argv)}'
+  assert facts['difference'] < 1e-5
+  assert facts['task'] == 'classify'
+
+  pixels = np.random.RandomState(1).randint(0, 256, (3, 8, 8, 1), np.uint8)
+  np.save(tmp_path / 'in.npy', pixels)
+  files = [str(tmp_path / name) for name in ('in.npy', 'out.npy')]
+  subprocess.run(
+    [sys.executable, '-c', SERVE, str(out), *files], check=True, cwd='/',
+    env={'PATH': '/usr/bin:/bin', 'JAX_PLATFORMS': 'cpu'},
+  )  # fmt: skip
+  want = predict.load(str(workdir)).probabilities(pixels)
+  np.testing.assert_allclose(np.load(files[1]), want, atol=1e-5)
+
+
+def test_uint8_and_halves(vit, tmp_path):
+  whole = sum(x.nbytes for x in jax.tree.leaves(vit.params))
+  photos = np.stack([x[:32, :32] for x in PHOTOS])
+  want = vit.probabilities(photos)
+  for dtype, most in (('bfloat16', 0.03), ('float16', 0.003)):
+    out = tmp_path / dtype
+    assert vit.export(out, 'stablehlo', dtype=dtype, uint8=True) < most
+    assert (out / 'model.stablehlo').stat().st_size < 0.75 * whole + 60_000
+    got = run(out, {'image': photos})['probabilities']
+    np.testing.assert_allclose(got, want, atol=most)
+    assert np.abs(got - want).max() > 1e-6
+
+
+def test_features(vit, tmp_path):
+  vit.export(tmp_path / 'out', 'saved_model', features=True)
+  inputs = inputs_of(vit, tmp_path / 'out', 2)
+  got = run(tmp_path / 'out', inputs)
+  want = vit.embed([PHOTOS[0], PHOTOS[1][10:]])
+  np.testing.assert_allclose(got['features'], want, atol=1e-4)
+  assert list(got) == ['features']
+
+
+def test_other_and_free_sizes(tmp_path):
+  bit, detector = load('bit'), load('detector')
+  bit.export(tmp_path / 'other', 'stablehlo', image_size=(40, 24))
+  draw = np.random.RandomState(2).uniform
+  for name, model in (('bit', bit), ('detector', detector)):
+    model.export(tmp_path / name, 'stablehlo', image_size='free')
+    images = draw(-1, 1, (3, 40, 24, 3)).astype(np.float32)
+    compute = jax.jit(model.task.exported)
+    want = compute(model.params, model.extra, {'image': images})
+    for folder in {name, 'other' if model is bit else name}:
+      got = run(tmp_path / folder, {'image': images})
+      for key, expected in want.items():
+        np.testing.assert_allclose(got[key], expected, atol=1e-4)
+
+
+def test_a_result_that_differs_is_not_left(vit, tmp_path, monkeypatch):
+  monkeypatch.setitem(export.TOLERANCES, 'bfloat16', 1e-6)
+  with pytest.raises(ValueError, match='differs from JAX by .*nothing was wri'):
+    vit.export(tmp_path / 'out', 'stablehlo', dtype='bfloat16')
+  assert not list(tmp_path.iterdir())
