@@ -25,6 +25,11 @@ from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import config as run_config
 from vit_jax.run import workdir as workdir_lib
 
+try:
+  import onnxruntime
+except ImportError:
+  onnxruntime = None
+
 PHOTOS = datasets.load_sample_images().images
 NAMES = {'class_names': ['ant', 'bee', 'cow']}
 
@@ -122,6 +127,10 @@ def inputs_of(model, folder, count):
 
 def run(folder, inputs):
   """Runs what lies in a folder, as a program does that serves it."""
+  if (folder / 'model.onnx').exists():
+    session = onnxruntime.InferenceSession(folder / 'model.onnx')
+    names = [x.name for x in session.get_outputs()]
+    return dict(zip(names, session.run(None, inputs)))
   if (folder / '1').exists():
     served = tf.saved_model.load(str(folder / '1'))
     found = served.signatures['serving_default'](
@@ -134,10 +143,12 @@ def run(folder, inputs):
 
 @pytest.mark.parametrize(
   ('name', 'to'),
-  [(name, 'stablehlo') for name in TASKS]
+  [(name, to) for name in TASKS for to in ('stablehlo', 'onnx')]
   + [(n, 'saved_model') for n in ('vit', 'hybrid', 'mixer', 'detector')],
 )
 def test_what_is_exported_computes_the_same(name, to, tmp_path):
+  if to == 'onnx' and onnxruntime is None:
+    pytest.skip('onnxruntime is not installed')
   model, out = load(name), tmp_path / 'out'
   assert model.export(out, to) < 1e-5
   assert list(tmp_path.iterdir()) == [out]

@@ -2,10 +2,11 @@ r"""Exports a trained model for programs that serve it without this package.
 
   vit_jax export --workdir=/tmp/digits --to=stablehlo --out=/tmp/digits_hlo
   vit_jax export --weights=ViT-B_16.npz --to=saved_model --out=/tmp/b16
+  vit_jax export --workdir=/tmp/digits --to=onnx --out=/tmp/digits_onnx
 
 --to=stablehlo writes model.stablehlo, which jax.export.deserialize reads, one file
 for CPUs, GPUs and TPUs; --to=saved_model a SavedModel in 1/, as TensorFlow Serving
-wants it. Batches may have any size. The command runs what it has written on a few
+wants it; --to=onnx model.onnx, for ONNX Runtime. Batches may have any size. The command runs what it has written on a few
 images, prints the largest difference to the model, and leaves nothing behind if it
 is large. model.json beside it tells inputs, outputs, labels, and how images are
 prepared.
@@ -32,7 +33,7 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     '--to',
     required=True,
-    choices=('stablehlo', 'saved_model'),
+    choices=('stablehlo', 'saved_model', 'onnx'),
     help='the format',
   )
   parser.add_argument('--out', required=True, help='new folder to write')

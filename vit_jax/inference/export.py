@@ -3,6 +3,7 @@
   stablehlo    model.stablehlo: one file for CPUs, CUDA GPUs and TPUs, which
                jax.export.deserialize reads
   saved_model  1/: a SavedModel, in the layout of TensorFlow Serving
+  onnx         model.onnx: an ONNX graph, see vit_jax/inference/onnx_graph.py
 
 The inputs are those of `Task.input_spec`, the outputs those of `Task.exported`,
 both by name, for batches of any size. What was written is run on real images, and
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
+import copy
 import functools
 import importlib.metadata
 import json
@@ -46,7 +48,7 @@ PLATFORMS = ('cpu', 'cuda', 'tpu')
 TOLERANCES = {'float32': 1e-4, 'float16': 1e-2, 'bfloat16': 5e-2}
 FREE = 'free'
 _IMAGES = 5  # Compared in one batch, and the first one alone.
-_LARGEST = 2**31 - 2**20  # Bytes that a file of StableHLO or ONNX may have.
+_LARGEST = 2**31 - 2**20  # Bytes of weights in a file of StableHLO.
 
 
 class Program(NamedTuple):
@@ -61,6 +63,11 @@ class Program(NamedTuple):
   run: Callable[..., dict[str, jax.Array]]
   weights: Any
   inputs: dict[str, jax.ShapeDtypeStruct]
+
+  @property
+  def size(self) -> int:
+    """Bytes of the weights."""
+    return sum(x.nbytes for x in jax.tree.leaves(self.weights))
 
 
 def export(
@@ -108,18 +115,18 @@ def export(
   )
   if image_size is not None and image_size != FREE:
     model = _at_size(model, image_size)
-  program = make_program(model, features, dtype, uint8, image_size == FREE)
-  size = sum(x.nbytes for x in jax.tree.leaves(program.weights))
-  if to == 'stablehlo' and size > _LARGEST:
+  served = _in_float32(model) if to == 'onnx' else model
+  program = make_program(served, features, dtype, uint8, image_size == FREE)
+  if to == 'stablehlo' and program.size > _LARGEST:
     raise ValueError(
-      f'the parameters take {cli.size(size)}, more than a file of StableHLO holds '
+      f'the parameters take {cli.size(program.size)}, more than a file of StableHLO holds '
       '(2 GiB): give --dtype=bfloat16, or --to=saved_model'
     )
   inputs, where = _inputs(model, program, images)
   write, load = FORMATS[to]
   with _cpu(), files.new_folder(out) as folder:
-    exact = jax.device_get((model.params, model.extra))
-    want = jax.device_get(jax.jit(program.run)(exact, **inputs))
+    run = jax.jit(_function(model, features, uint8))
+    want = jax.device_get(run(_weights(model), **inputs))
     write(program, folder)
     difference = _compare(
       load(folder), inputs, want, _tolerance(model.task, dtype), to
@@ -153,6 +160,13 @@ def check(out, to: str, dtype: str | None, image_size):
     raise FileExistsError(
       f"out='{out}' exists: give another path, or delete it first (--out)"
     )
+  if to == 'onnx' and image_size == FREE:
+    raise ValueError(
+      f"image_size='{FREE}' is not for --to=onnx: give --image_size=HEIGHT,WIDTH, or "
+      '--to=stablehlo or --to=saved_model'
+    )
+  for package in ('onnx', 'onnxruntime') if to == 'onnx' else ():
+    cli.needed(package, 'onnx', '--to=onnx')
 
 
 def _cpu():
@@ -191,6 +205,13 @@ def _at_size(model, image_size):
   return other
 
 
+def _in_float32(model):
+  """Returns the model with computations in float32, all that ONNX Runtime has."""
+  task = copy.copy(model.task)
+  task.model = task.model.clone(dtype=jnp.float32)
+  return task.predictor(model.params, model.extra, model.step)
+
+
 def make_program(
   model,
   features: bool = False,
@@ -204,23 +225,9 @@ def make_program(
     ValueError: if the task cannot be exported, or has no features; if sizes of
       images cannot be free.
   """
-  task = model.task
-  compute = task.exported
-  if features:
-    layer = task.features('features')
-    compute = lambda *args: {'features': layer(*args)}
-  weights = jax.device_get((model.params, model.extra))
-  types = jax.tree.map(lambda x: x.dtype, weights)
-
-  def run(weights, **inputs):
-    weights = jax.tree.map(lambda x, t: x.astype(t), weights, types)
-    if uint8:
-      pixels = inputs['image'].astype(jnp.float32)
-      inputs = {**inputs, 'image': pixels / 127.5 - 1}
-    return compute(*weights, inputs)
-
+  weights, run = _weights(model), _function(model, features, uint8)
   batch, *size = jax_export.symbolic_shape('batch, height, width')
-  spec = task.input_spec(tuple(size) if free else None, batch)
+  spec = model.task.input_spec(tuple(size) if free else None, batch)
   if uint8:
     spec['image'] = jax.ShapeDtypeStruct(spec['image'].shape, jnp.uint8)
   try:
@@ -240,6 +247,29 @@ def make_program(
     params, extra = weights
     weights = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params), extra
   return Program(run, weights, spec)
+
+
+def _weights(model):
+  """Returns parameters and extra state as NumPy arrays."""
+  return jax.device_get((model.params, model.extra))
+
+
+def _function(model, features, uint8):
+  """Returns Program.run."""
+  compute = model.task.exported
+  if features:
+    layer = model.task.features('features')
+    compute = lambda *args: {'features': layer(*args)}
+  types = jax.tree.map(lambda x: x.dtype, (model.params, model.extra))
+
+  def run(weights, **inputs):
+    weights = jax.tree.map(lambda x, t: x.astype(t), weights, types)
+    if uint8:
+      pixels = inputs['image'].astype(jnp.float32)
+      inputs = {**inputs, 'image': pixels / 127.5 - 1}
+    return compute(*weights, inputs)
+
+  return run
 
 
 # --- Formats ---
@@ -300,10 +330,29 @@ def _load_saved_model(folder):
   return run
 
 
+def _write_onnx(program, folder):
+  from vit_jax.inference import onnx_graph
+
+  made = onnx_graph.make_model(program.run, program.weights, program.inputs)
+  beside = program.size > _LARGEST // 2  # The format ends at 2 GiB a file.
+  onnx_graph.save(made, folder / 'model.onnx', beside)
+
+
+def _load_onnx(folder):
+  import onnxruntime
+
+  session = onnxruntime.InferenceSession(
+    os.fspath(folder / 'model.onnx'), providers=['CPUExecutionProvider']
+  )
+  names = [x.name for x in session.get_outputs()]
+  return lambda inputs: dict(zip(names, session.run(names, inputs)))
+
+
 # Name -> functions (program, folder), and (folder) -> function of inputs.
 FORMATS = {
   'stablehlo': (_write_stablehlo, _load_stablehlo),
   'saved_model': (_write_saved_model, _load_saved_model),
+  'onnx': (_write_onnx, _load_onnx),
 }
 
 
