@@ -1,5 +1,6 @@
 """Tests of exported models, which are run by the programs that serve them."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from tests import conftest
 from tests.tasks import masked_patches_test
+from tests.tasks.pixels import pixels_test
 from vit_jax import predict
 from vit_jax.commands import export as command
 from vit_jax.configs import common
@@ -66,6 +68,7 @@ def make_vit(**transformer):
 def make_hybrid():
   config = model_configs.get_config('r_ti16')
   config.update(hidden_size=24)
+  config.patches.size = (1, 1)
   config.resnet = {'num_layers': (1, 1), 'width_factor': 0.5}
   config.transformer.update(num_layers=1, mlp_dim=32)
   return classifier(**config)
@@ -107,14 +110,17 @@ TASKS = {
 OUTPUTS = {'detector': {'boxes', 'probabilities'}, 'masked': {'outputs'}}
 
 
+@functools.cache
 def load(name):
+  """The model, and its compiled outputs for inputs."""
   task = TASKS[name]()
-  return task.predictor(*randomised(task), 7)
+  model = task.predictor(*randomised(task), 7)
+  return model, jax.jit(functools.partial(task.exported, *randomised(task)))
 
 
 @pytest.fixture(scope='module')
 def vit():
-  return load('vit')
+  return load('vit')[0]
 
 
 def inputs_of(model, folder, count):
@@ -125,20 +131,24 @@ def inputs_of(model, folder, count):
   return {name: found[name] for name in facts['inputs']}
 
 
-def run(folder, inputs):
-  """Runs what lies in a folder, as a program does that serves it."""
+def serve(folder):
+  """Loads what lies in a folder, as a program that serves it; a function."""
   if (folder / 'model.onnx').exists():
     session = onnxruntime.InferenceSession(folder / 'model.onnx')
     names = [x.name for x in session.get_outputs()]
-    return dict(zip(names, session.run(None, inputs)))
+    return lambda inputs: dict(zip(names, session.run(None, inputs)))
   if (folder / '1').exists():
     served = tf.saved_model.load(str(folder / '1'))
-    found = served.signatures['serving_default'](
-      **{name: tf.constant(x) for name, x in inputs.items()}
-    )
-    return {name: x.numpy() for name, x in found.items()}
+
+    def run(inputs):
+      tensors = {name: tf.constant(x) for name, x in inputs.items()}
+      found = served.signatures['serving_default'](**tensors)
+      return {name: x.numpy() for name, x in found.items()}
+
+    return run
   encoded = (folder / 'model.stablehlo').read_bytes()
-  return jax.export.deserialize(encoded).call(**inputs)
+  served = jax.export.deserialize(encoded)
+  return lambda inputs: served.call(**inputs)
 
 
 @pytest.mark.parametrize(
@@ -149,13 +159,13 @@ def run(folder, inputs):
 def test_what_is_exported_computes_the_same(name, to, tmp_path):
   if to == 'onnx' and onnxruntime is None:
     pytest.skip('onnxruntime is not installed')
-  model, out = load(name), tmp_path / 'out'
+  (model, compute), out = load(name), tmp_path / 'out'
   assert model.export(out, to) < 1e-5
   assert list(tmp_path.iterdir()) == [out]
   inputs = inputs_of(model, out, 5)
-  want = jax.jit(model.task.exported)(model.params, model.extra, inputs)
+  want, served = compute(inputs), serve(out)
   for count in (1, 5):
-    got = run(out, {name: x[:count] for name, x in inputs.items()})
+    got = served({name: x[:count] for name, x in inputs.items()})
     assert set(got) == OUTPUTS.get(name, {'logits', 'probabilities'})
     for key, expected in want.items():
       assert len(got[key]) == count
@@ -237,7 +247,7 @@ def test_uint8_and_halves(vit, tmp_path):
     out = tmp_path / dtype
     assert vit.export(out, 'stablehlo', dtype=dtype, uint8=True) < most
     assert (out / 'model.stablehlo').stat().st_size < 0.75 * whole + 60_000
-    got = run(out, {'image': photos})['probabilities']
+    got = serve(out)({'image': photos})['probabilities']
     np.testing.assert_allclose(got, want, atol=most)
     assert np.abs(got - want).max() > 1e-6
 
@@ -245,23 +255,23 @@ def test_uint8_and_halves(vit, tmp_path):
 def test_features(vit, tmp_path):
   vit.export(tmp_path / 'out', 'saved_model', features=True)
   inputs = inputs_of(vit, tmp_path / 'out', 2)
-  got = run(tmp_path / 'out', inputs)
+  got = serve(tmp_path / 'out')(inputs)
   want = vit.embed([PHOTOS[0], PHOTOS[1][10:]])
   np.testing.assert_allclose(got['features'], want, atol=1e-4)
   assert list(got) == ['features']
 
 
 def test_other_and_free_sizes(tmp_path):
-  bit, detector = load('bit'), load('detector')
+  bit, _ = load('bit')
   bit.export(tmp_path / 'other', 'stablehlo', image_size=(40, 24))
   draw = np.random.RandomState(2).uniform
-  for name, model in (('bit', bit), ('detector', detector)):
+  for name in ('bit', 'detector'):
+    model, compute = load(name)
     model.export(tmp_path / name, 'stablehlo', image_size='free')
     images = draw(-1, 1, (3, 40, 24, 3)).astype(np.float32)
-    compute = jax.jit(model.task.exported)
-    want = compute(model.params, model.extra, {'image': images})
+    want = compute({'image': images})
     for folder in {name, 'other' if model is bit else name}:
-      got = run(tmp_path / folder, {'image': images})
+      got = serve(tmp_path / folder)({'image': images})
       for key, expected in want.items():
         np.testing.assert_allclose(got[key], expected, atol=1e-4)
 
@@ -270,4 +280,56 @@ def test_a_result_that_differs_is_not_left(vit, tmp_path, monkeypatch):
   monkeypatch.setitem(export.TOLERANCES, 'bfloat16', 1e-6)
   with pytest.raises(ValueError, match='differs from JAX by .*nothing was wri'):
     vit.export(tmp_path / 'out', 'stablehlo', dtype='bfloat16')
+  assert not list(tmp_path.iterdir())
+
+
+# --- What is refused ---
+
+
+@pytest.mark.parametrize(
+  ('flags', 'message'),
+  [
+    (['--to=tflite'], "invalid choice: 'tflite' .choose from .*saved_model"),
+    (['--dtype=int8'], "dtype: invalid choice: 'int8'"),
+    (['--image_size=0'], "'0' must be a whole number of at least 1"),
+    (['--out={taken}'], "out='.*' exists: give another path, or delete it"),
+    (['--to=onnx', '--image_size=free'], "'free' is not for --to=onnx: give"),
+    (['--step=3', '--weights=a.npz'], '--step=3 selects a checkpoint of a run'),
+  ],
+)
+def test_wrong_flags_are_refused_before_a_model_is_read(
+  flags, message, tmp_path
+):
+  given = ['--to=stablehlo', f'--out={tmp_path}/out', '--workdir=/no/run']
+  if any(flag.startswith('--weights') for flag in flags):
+    given.pop()
+  flags = [flag.format(taken=tmp_path) for flag in flags]
+  with pytest.raises((ValueError, FileExistsError), match=message):
+    command.main([*given, *flags])
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_package_is_named_with_its_extra(vit, tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'onnxruntime', None)
+  monkeypatch.setitem(sys.modules, 'onnx', ml_collections)
+  with pytest.raises(ImportError, match=r"needs onnxruntime: .*'\.\[onnx\]'"):
+    vit.export(tmp_path / 'out', 'onnx')
+
+
+def test_sizes_that_do_not_suit_the_model_are_refused(vit, tmp_path):
+  out = tmp_path / 'out'
+  with pytest.raises(ValueError, match=r'parameters are for \(32, 32\): leave'):
+    vit.export(out, 'stablehlo', image_size=48)
+  with pytest.raises(ValueError, match='image_size=.*does not suit the model'):
+    vit.export(out, 'stablehlo', image_size=8)
+  with pytest.raises(ValueError, match="'free' does not suit the model"):
+    vit.export(out, 'stablehlo', image_size='free')
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_draws_pixels_has_features_alone(data_dir, tmp_path):
+  task = pixels_test.make_task(data_dir)
+  model = task.predictor(*randomised(task), 1)
+  with pytest.raises(ValueError, match=r'pixel by pixel.*\(--features\)'):
+    model.export(tmp_path / 'out', 'stablehlo')
   assert not list(tmp_path.iterdir())
