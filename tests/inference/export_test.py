@@ -252,8 +252,11 @@ def test_uint8_and_halves(vit, tmp_path):
     assert np.abs(got - want).max() > 1e-6
 
 
-def test_features(vit, tmp_path):
-  vit.export(tmp_path / 'out', 'saved_model', features=True)
+@pytest.mark.parametrize('to', ['saved_model', 'onnx'])
+def test_features(vit, to, tmp_path):
+  if to == 'onnx' and onnxruntime is None:
+    pytest.skip('onnxruntime is not installed')
+  vit.export(tmp_path / 'out', to, features=True)
   inputs = inputs_of(vit, tmp_path / 'out', 2)
   got = serve(tmp_path / 'out')(inputs)
   want = vit.embed([PHOTOS[0], PHOTOS[1][10:]])

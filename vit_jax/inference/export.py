@@ -113,6 +113,9 @@ def export(
   options = dict(
     features=features, dtype=dtype, uint8=uint8, image_size=image_size
   )
+  given = ''.join(
+    f', {name}={value!r}' for name, value in options.items() if value
+  )
   if image_size is not None and image_size != FREE:
     model = _at_size(model, image_size)
   served = _in_float32(model) if to == 'onnx' else model
@@ -133,8 +136,7 @@ def export(
     )
     facts = {
       **_facts(model, program, want, uint8),
-      'command': command
-      or f"predict.load('{model.workdir}').export('{out}', '{to}', {options})",
+      'command': command or f"model.export('{out}', '{to}'{given})",
       'difference': difference,
       'compared_on': where,
     }
@@ -207,6 +209,8 @@ def _at_size(model, image_size):
 
 def _in_float32(model):
   """Returns the model with computations in float32, all that ONNX Runtime has."""
+  if _computed(model.task) == 'float32':
+    return model
   task = copy.copy(model.task)
   task.model = task.model.clone(dtype=jnp.float32)
   return task.predictor(model.params, model.extra, model.step)
@@ -233,12 +237,16 @@ def make_program(
   try:
     jaxpr = jax.make_jaxpr(run)(weights, **spec).jaxpr
   except Exception as e:
-    if not free:
+    if isinstance(e, ValueError) and not free:
       raise
-    raise ValueError(
+    why = (
       f"image_size='{FREE}' does not suit the model, which needs to know the size: "
-      f'give --image_size=HEIGHT,WIDTH, or leave it out ({reading.first_line(e)})'
-    ) from e
+      'give --image_size=HEIGHT,WIDTH, or leave it out'
+      if free
+      else f"the task '{model.config.task}' cannot be traced with a batch of any "
+      'size, which an export needs: correct its `exported`'
+    )
+    raise ValueError(f'{why} ({reading.first_line(e)})') from e
   read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
   names = sorted(spec)
   places = dict(zip(names, jaxpr.invars[-len(names) :]))
@@ -406,10 +414,15 @@ def _test_split(config):
   return sources.open_split(config, config.pp.test, ('image',))
 
 
+def _computed(task) -> str:
+  """Returns the type in which a task's model computes."""
+  return jnp.dtype(getattr(task.model, 'dtype', None) or jnp.float32).name
+
+
 def _tolerance(task, dtype) -> float:
-  computed = jnp.dtype(getattr(task.model, 'dtype', None) or 'float32').name
-  used = (dtype or 'float32', computed)
-  return max(TOLERANCES.get(name, 0) for name in used)
+  return max(
+    TOLERANCES.get(x, 0) for x in (dtype or 'float32', _computed(task))
+  )
 
 
 def _compare(run, inputs, want, tolerance, to) -> float:

@@ -352,8 +352,9 @@ def _shape(eqn) -> tuple:
 
 def _reduce(op: str):
   def translate(graph, values, eqn):
-    axes = graph.integers(*eqn.params['axes'])
-    names = [values[0].name, axes]
+    if not eqn.params['axes']:  # Which ONNX takes for all.
+      return values[0]
+    names = [values[0].name, graph.integers(*eqn.params['axes'])]
     return graph.node(op, names, _shape(eqn), keepdims=0)
 
   return translate
