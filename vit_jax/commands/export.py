@@ -6,10 +6,11 @@ r"""Exports a trained model for programs that serve it without this package.
 
 --to=stablehlo writes model.stablehlo, which jax.export.deserialize reads, one file
 for CPUs, GPUs and TPUs; --to=saved_model a SavedModel in 1/, as TensorFlow Serving
-wants it; --to=onnx model.onnx, for ONNX Runtime. Batches may have any size. The command runs what it has written on a few
-images, prints the largest difference to the model, and leaves nothing behind if it
-is large. model.json beside it tells inputs, outputs, labels, and how images are
-prepared.
+wants it; --to=onnx model.onnx, for ONNX Runtime. Batches may have any size.
+
+The command runs what it has written on a few images, prints the largest difference
+to the model, and leaves nothing behind if it is large. model.json beside it names
+inputs, outputs and labels, and tells how images are prepared.
 """
 
 import argparse
