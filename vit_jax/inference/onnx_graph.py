@@ -177,6 +177,8 @@ class _Graph:
     factor = size // self._batch
     if not isinstance(factor, int):
       raise _unknown(f'the size {size}')
+    if factor == 1:
+      return self._size.name
     return self.node('Mul', [self._size.name, self.integers(factor)], (1,)).name
 
   def run(self, jaxpr, consts, args) -> list[Value]:
@@ -196,13 +198,12 @@ class _Graph:
   def _translate(self, eqn, values) -> list[Value]:
     """Adds one operation; returns its outputs."""
     name, params = eqn.primitive.name, eqn.params
-    for key in ('jaxpr', 'call_jaxpr'):
-      if name != 'scan' and key in params:
-        inner = params[key]
-        if not hasattr(inner, 'consts'):
-          return self.run(inner, (), values)
-        consts = [self.constant(np.asarray(x)) for x in inner.consts]
-        return self.run(inner.jaxpr, consts, values)
+    if name in _CALLS:
+      inner = params[_CALLS[name]]
+      if not hasattr(inner, 'consts'):
+        return self.run(inner, (), values)
+      consts = [self.constant(np.asarray(x)) for x in inner.consts]
+      return self.run(inner.jaxpr, consts, values)
     if name in _SAME:
       return values
     if name in _ELEMENTWISE:
@@ -248,6 +249,16 @@ def _broadcast(shapes) -> tuple:
   )
 
 
+# Operations that call a trace, and which of their parameters it is.
+_CALLS = {
+  'checkpoint': 'jaxpr',
+  'closed_call': 'call_jaxpr',
+  'custom_jvp_call': 'call_jaxpr',
+  'custom_vjp_call': 'call_jaxpr',
+  'jit': 'jaxpr',
+  'pjit': 'jaxpr',
+  'remat2': 'jaxpr',
+}
 # Operations that do not change the values of an inference.
 _SAME = ('stop_gradient', 'copy', 'copy_p', 'optimization_barrier')
 
