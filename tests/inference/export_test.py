@@ -286,6 +286,18 @@ def test_a_result_that_differs_is_not_left(vit, tmp_path, monkeypatch):
   assert not list(tmp_path.iterdir())
 
 
+def test_weights_that_are_too_large_for_a_file(vit, tmp_path, monkeypatch):
+  monkeypatch.setattr(export, '_LARGEST', 10_000)
+  with pytest.raises(ValueError, match='more than a file of StableHLO holds'):
+    vit.export(tmp_path / 'out', 'stablehlo')
+  assert not list(tmp_path.iterdir())
+  if onnxruntime is None:
+    pytest.skip('onnxruntime is not installed')
+  vit.export(tmp_path / 'out', 'onnx')
+  names = {path.name for path in (tmp_path / 'out').iterdir()}
+  assert names == {'model.json', 'model.onnx', 'model.onnx.data'}
+
+
 # --- What is refused ---
 
 

@@ -48,6 +48,7 @@ PLATFORMS = ('cpu', 'cuda', 'tpu')
 TOLERANCES = {'float32': 1e-4, 'float16': 1e-2, 'bfloat16': 5e-2}
 FREE = 'free'
 _IMAGES = 5  # Compared in one batch, and the first one alone.
+_DATA = 'model.onnx.data'  # The weights of a large ONNX model.
 _LARGEST = 2**31 - 2**20  # Bytes of weights in a file of StableHLO.
 
 
@@ -339,18 +340,28 @@ def _load_saved_model(folder):
 
 
 def _write_onnx(program, folder):
+  import onnx
+
   from vit_jax.inference import onnx_graph
 
   made = onnx_graph.make_model(program.run, program.weights, program.inputs)
-  beside = program.size > _LARGEST // 2  # The format ends at 2 GiB a file.
-  onnx_graph.save(made, folder / 'model.onnx', beside)
+  path = folder / 'model.onnx'
+  if program.size <= _LARGEST // 2:
+    path.write_bytes(made.SerializeToString())
+  else:  # A file of the format ends at 2 GiB.
+    onnx.save_model(
+      made, os.fspath(path), save_as_external_data=True, location=_DATA
+    )
 
 
 def _load_onnx(folder):
   import onnxruntime
 
+  path = folder / 'model.onnx'
+  whole = not (folder / _DATA).exists()
   session = onnxruntime.InferenceSession(
-    os.fspath(folder / 'model.onnx'), providers=['CPUExecutionProvider']
+    path.read_bytes() if whole else os.fspath(path),
+    providers=['CPUExecutionProvider'],
   )
   names = [x.name for x in session.get_outputs()]
   return lambda inputs: dict(zip(names, session.run(names, inputs)))

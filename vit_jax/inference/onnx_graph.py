@@ -12,7 +12,6 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 import operator
-import os
 from typing import Any
 from typing import NamedTuple
 
@@ -92,17 +91,6 @@ def make_model(
     opset_imports=[onnx.helper.make_opsetid('', OPSET)],
     ir_version=IR_VERSION,
     producer_name='vit_jax',
-  )
-
-
-def save(model, path, beside: bool):
-  """Writes a model; if `beside`, its constants go to a file of their own."""
-  onnx = cli.needed('onnx', 'onnx', 'exporting to ONNX')
-  onnx.save_model(
-    model,
-    os.fspath(path),
-    save_as_external_data=beside,
-    location=f'{path.name}.data',
   )
 
 
