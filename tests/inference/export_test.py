@@ -85,14 +85,19 @@ def make_bit():
   return classifier(kind='bit', num_layers=(1, 1), width_factor=0.5)
 
 
-def make_detector():
+def make_detector(**pp):
   config = detr_scenes.get_config()
+  config.pp.update(pp)
   config.dataset = None  # Compared on photographs.
   config.model.update(
     backbone_width=8, hidden_size=16, mlp_dim=8, norm='frozen_batch',
     num_decoder_layers=1,
   )  # fmt: skip
   return run_config.get_task('detect')(run_config.complete(config), NAMES)
+
+
+def make_canvases():
+  return make_detector(sides=(24, 32), eval_side=32, longest_side=40)
 
 
 def make_masked():
@@ -105,9 +110,14 @@ TASKS = {
   'mixer': make_mixer,
   'bit': make_bit,
   'detector': make_detector,
+  'canvases': make_canvases,
   'masked': make_masked,
 }
-OUTPUTS = {'detector': {'boxes', 'probabilities'}, 'masked': {'outputs'}}
+OUTPUTS = {
+  'detector': {'boxes', 'probabilities'},
+  'canvases': {'boxes', 'probabilities'},
+  'masked': {'outputs'},
+}
 
 
 @functools.cache
