@@ -101,7 +101,9 @@ def make_canvases():
 
 
 def make_masked():
-  return masked_patches_test.make_task('')
+  task = masked_patches_test.make_task('')
+  task.config.dataset = None  # Compared on photographs.
+  return task
 
 
 TASKS = {
