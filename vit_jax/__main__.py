@@ -17,6 +17,7 @@ COMMANDS = {
     'convert',
     'converts weights to and from timm, Hugging Face, ...',
   ),
+  'export': ('export', 'writes a model as StableHLO, SavedModel or ONNX'),
   'index': ('index', 'lists and checks the images of a folder before training'),
   'plan': ('plan', 'plans a training for TPUs: memory, speed, cost'),
   'sweep': ('sweep', 'chooses a learning rate or other values, and tests it'),

@@ -235,7 +235,7 @@ def _of_layers(task, names: Sequence[str]) -> Callable:
     seen = {}
     if paths:
       seen = task.intermediates(params, extra, batch, capture)
-    pixels = batch['image'].reshape(len(batch['image']), -1)
+    pixels = batch['image'].reshape(batch['image'].shape[0], -1)
     return [
       pixels if name == PIXELS else _last(seen, paths[name]) for name in names
     ]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import os
 from typing import Any
 
 import jax
@@ -225,6 +226,25 @@ class Predictor:
     """
     features = jax.jit(self.task.features(layer))
     return self.run(images, features, keep=())[1]
+
+  def export(self, out: str | os.PathLike, to: str, **options) -> float:
+    """Writes the model for programs that serve it without this package.
+
+    Args:
+      out: the folder to write.
+      to: 'stablehlo', 'saved_model' or 'onnx'.
+      **options: see vit_jax.inference.export.export.
+
+    Returns:
+      The largest difference between the outputs of what was written and those of
+      the model, on a few images.
+
+    Raises:
+      ImportError, FileExistsError, ValueError: see vit_jax.inference.export.export.
+    """
+    from vit_jax.inference import export  # Late: prediction does not need it.
+
+    return export.export(self, out, to, **options)
 
   def batch_size(self, part: input_pipeline.Part) -> int:
     """Returns the number of images of a batch of a part."""

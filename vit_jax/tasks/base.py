@@ -23,6 +23,7 @@ Methods, in the order in which a run calls them:
   loss            sum and weight over a part of a batch
   update_extra    extra state after an update
   evaluators      evaluators of a split
+  exported        what an exported model returns
   intermediates   features of images, for probes
   drawn_outputs   what draw_evaluation draws, computed on the devices
   draw_evaluation pictures of test images and predictions
@@ -292,6 +293,14 @@ class Task(abc.ABC):
     """Computes the model's outputs for a batch, a tree of arrays [B, ...]."""
     del extra
     return self.model.apply({'params': params}, batch['image'], train=False)
+
+  def exported(self, params, extra, batch: dict) -> dict[str, jax.Array]:
+    """Computes what an exported model returns, arrays [B, ...] by name.
+
+    ValueError if models of this task cannot be exported, see
+    vit_jax/inference/export.py.
+    """
+    return {'outputs': self.outputs(params, extra, batch)}
 
   def intermediates(self, params, extra, batch: dict, capture=False) -> dict:
     """Computes what lies inside of the model, for probes.

@@ -193,6 +193,16 @@ class Task(base.Task):
         words[-1] += f'\ntrue: {self.class_names[int(true.argmax())]}'
     return words
 
+  def exported(self, params, extra, batch):
+    """Returns `logits` and `probabilities`, float32 [B, classes].
+
+    A model without a head returns `features`, its inputs.
+    """
+    logits = self.outputs(params, extra, batch)
+    if not self.class_names:
+      return {'features': logits}
+    return {'logits': logits, 'probabilities': self.squash(logits)}
+
   def predictor(self, params, extra, step):
     return Predictor(self, params, extra, step)
 
@@ -227,11 +237,7 @@ class Predictor(base.Predictor):
 
   @functools.cached_property
   def _shares(self):
-    def compute(params, extra, batch):
-      logits = self.task.outputs(params, extra, batch)
-      return {'logits': logits, 'probabilities': self.task.squash(logits)}
-
-    return jax.jit(compute)
+    return jax.jit(self.task.exported)
 
   def _check_head(self):
     if not self.class_names:

@@ -421,6 +421,20 @@ class Task(base.Task):
     found = self._apply(params, extra, batch, train=False)
     return {name: x[-1] for name, x in found.items()}
 
+  def exported(self, params, extra, batch):
+    """Returns `boxes` [B, Q, 4], corners x0, y0, x1, y1 as shares of the image.
+
+    Also `probabilities` [B, Q, C] of the classes, which leave out "no object",
+    and with a mask head the logits `masks` [B, Q, H / 4, W / 4].
+    """
+    found = self.outputs(params, extra, batch)
+    logits = found.pop('logits')
+    return {
+      **found,
+      'boxes': boxes_lib.corners(found['boxes']),
+      'probabilities': jax.nn.softmax(logits)[..., :-1],
+    }
+
   def detections(self, outputs) -> dict:
     """Returns the most probable object of each query.
 

@@ -57,6 +57,8 @@ class Task(pixels.Task, classify.Task):
     del extra
     return self._read(params, batch)[1][1]
 
+  exported = classify.Task.exported
+
   def measure(self, params, extra, batch):
     return {
       **classify.Task.measure(self, params, extra, batch),

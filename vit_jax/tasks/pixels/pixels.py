@@ -200,6 +200,13 @@ class Task(base.Task):
 
   outputs = read
 
+  def exported(self, params, extra, batch):
+    """Raises ValueError: to draw pixels, a model runs again and again."""
+    raise ValueError(
+      f"the task '{self.config.task}' draws pixel by pixel, which is no single "
+      'program to export: export its features (--features)'
+    )
+
   def measure(self, params, extra, batch):
     """Returns the mean bits of images, summed, and the number of images."""
     found = self.read(params, extra, batch)

@@ -1,0 +1,360 @@
+"""Tests of exported models, which are run by the programs that serve them."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import ml_collections
+import numpy as np
+import pytest
+from sklearn import datasets
+import tensorflow as tf
+
+from tests import conftest
+from tests.tasks import masked_patches_test
+from tests.tasks.pixels import pixels_test
+from vit_jax import predict
+from vit_jax.commands import export as command
+from vit_jax.configs import common
+from vit_jax.configs import detr_scenes
+from vit_jax.configs import models as model_configs
+from vit_jax.inference import export
+from vit_jax.learning import optim
+from vit_jax.learning import state as state_lib
+from vit_jax.run import checkpoints as checkpoints_lib
+from vit_jax.run import config as run_config
+from vit_jax.run import workdir as workdir_lib
+
+try:
+  import onnxruntime
+except ImportError:
+  onnxruntime = None
+
+PHOTOS = datasets.load_sample_images().images
+NAMES = {'class_names': ['ant', 'bee', 'cow']}
+
+
+def randomised(task):
+  """Random parameters and extra state, made without compiling."""
+  rng = np.random.RandomState(0)
+
+  def draw(path, leaf):
+    if path[-1].key in ('scale', 'var'):
+      return rng.uniform(0.5, 1.5, leaf.shape).astype(leaf.dtype)
+    size = 1 / np.sqrt(np.prod(leaf.shape[:-1])) if leaf.ndim > 1 else 0.1
+    return (size * rng.randn(*leaf.shape)).astype(leaf.dtype)
+
+  shapes = jax.eval_shape(task.init, jax.random.key(0))
+  return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def classifier(**model):
+  config = common.get_config()
+  config.pp.crop = 32
+  config.model = ml_collections.ConfigDict(model)
+  return run_config.get_task('classify')(run_config.complete(config), NAMES)
+
+
+def make_vit(**transformer):
+  """A narrow Ti/16."""
+  config = model_configs.get_config('ti16')
+  config.update(hidden_size=24)
+  config.transformer.update(num_layers=2, mlp_dim=32, **transformer)
+  return classifier(**config)
+
+
+def make_hybrid():
+  config = model_configs.get_config('r_ti16')
+  config.update(hidden_size=24)
+  config.patches.size = (1, 1)
+  config.resnet = {'num_layers': (1, 1), 'width_factor': 0.5}
+  config.transformer.update(num_layers=1, mlp_dim=32)
+  return classifier(**config)
+
+
+def make_mixer():
+  return classifier(
+    kind='mixer', patches={'size': (8, 8)}, num_blocks=1, hidden_dim=16,
+    tokens_mlp_dim=8, channels_mlp_dim=8,
+  )  # fmt: skip
+
+
+def make_bit():
+  return classifier(kind='bit', num_layers=(1, 1), width_factor=0.5)
+
+
+def make_detector(**pp):
+  config = detr_scenes.get_config()
+  config.pp.update(pp)
+  config.dataset = None  # Compared on photographs.
+  config.model.update(
+    backbone_width=8, hidden_size=16, mlp_dim=8, norm='frozen_batch',
+    num_decoder_layers=1,
+  )  # fmt: skip
+  return run_config.get_task('detect')(run_config.complete(config), NAMES)
+
+
+def make_canvases():
+  return make_detector(sides=(24, 32), eval_side=32, longest_side=40)
+
+
+def make_masked():
+  task = masked_patches_test.make_task('')
+  task.config.dataset = None  # Compared on photographs.
+  return task
+
+
+TASKS = {
+  'vit': make_vit,
+  'hybrid': make_hybrid,
+  'mixer': make_mixer,
+  'bit': make_bit,
+  'detector': make_detector,
+  'canvases': make_canvases,
+  'masked': make_masked,
+}
+OUTPUTS = {
+  'detector': {'boxes', 'probabilities'},
+  'canvases': {'boxes', 'probabilities'},
+  'masked': {'outputs'},
+}
+
+
+@functools.cache
+def load(name):
+  """The model, and its compiled outputs for inputs."""
+  task = TASKS[name]()
+  model = task.predictor(*randomised(task), 7)
+  return model, jax.jit(functools.partial(task.exported, *randomised(task)))
+
+
+@pytest.fixture(scope='module')
+def vit():
+  return load('vit')[0]
+
+
+def inputs_of(model, folder, count):
+  """Inputs for so many photographs, those that the exported model takes."""
+  facts = json.loads((folder / 'model.json').read_text())
+  photos = [PHOTOS[i % 2][10 * i :] for i in range(count)]
+  found = model.inputs(photos)
+  return {name: found[name] for name in facts['inputs']}
+
+
+def serve(folder):
+  """Loads what lies in a folder, as a program that serves it; a function."""
+  if (folder / 'model.onnx').exists():
+    session = onnxruntime.InferenceSession(folder / 'model.onnx')
+    names = [x.name for x in session.get_outputs()]
+    return lambda inputs: dict(zip(names, session.run(None, inputs)))
+  if (folder / '1').exists():
+    served = tf.saved_model.load(str(folder / '1'))
+
+    def run(inputs):
+      tensors = {name: tf.constant(x) for name, x in inputs.items()}
+      found = served.signatures['serving_default'](**tensors)
+      return {name: x.numpy() for name, x in found.items()}
+
+    return run
+  encoded = (folder / 'model.stablehlo').read_bytes()
+  served = jax.export.deserialize(encoded)
+  return lambda inputs: served.call(**inputs)
+
+
+@pytest.mark.parametrize(
+  ('name', 'to'),
+  [(name, to) for name in TASKS for to in ('stablehlo', 'onnx')]
+  + [(n, 'saved_model') for n in ('vit', 'hybrid', 'mixer', 'detector')],
+)
+def test_what_is_exported_computes_the_same(name, to, tmp_path):
+  if to == 'onnx' and onnxruntime is None:
+    pytest.skip('onnxruntime is not installed')
+  (model, compute), out = load(name), tmp_path / 'out'
+  assert model.export(out, to) < 1e-5
+  assert list(tmp_path.iterdir()) == [out]
+  inputs = inputs_of(model, out, 5)
+  want, served = compute(inputs), serve(out)
+  for count in (1, 5):
+    got = served({name: x[:count] for name, x in inputs.items()})
+    assert set(got) == OUTPUTS.get(name, {'logits', 'probabilities'})
+    for key, expected in want.items():
+      assert len(got[key]) == count
+      assert np.ptp(expected) > 1e-3
+      np.testing.assert_allclose(got[key], expected[:count], atol=1e-4)
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory, data_dir):
+  """A run on the digits, of one step with random parameters."""
+  workdir = tmp_path_factory.mktemp('run')
+  config = run_config.complete(conftest.make_tiny_config(data_dir))
+  metadata = {'class_names': [str(i) for i in range(10)]}
+  task = run_config.get_task('classify')(config, metadata)
+  params, extra = randomised(task)
+  tx = optim.get_optimizer(config, lambda _: 0.0)
+  workdir_lib.create(workdir, config, metadata, data={})
+  checkpoints = checkpoints_lib.Checkpoints(workdir)
+  state = state_lib.TrainState(np.int32(1), params, tx.init(params), extra)
+  checkpoints.save(1, state)
+  checkpoints.close()
+  return workdir
+
+
+SERVE = """
+import json, sys
+import jax
+import numpy as np
+
+folder, images, out = sys.argv[1:]
+with open(f'{folder}/model.stablehlo', 'rb') as file:
+  model = jax.export.deserialize(file.read())
+found = model.call(image=np.load(images))
+assert not any(name.startswith(('vit_jax', 'flax')) for name in sys.modules)
+np.save(out, found['probabilities'])
+"""
+
+
+def test_the_command_exports_a_run_for_a_process_without_this_package(
+  workdir, tmp_path, capsys
+):
+  out, flag = tmp_path / 'out', f'--workdir={workdir}'
+  argv = [flag, '--to=stablehlo', f'--out={out}', '--uint8']
+  assert command.main(argv) == 0
+  said = capsys.readouterr().out
+  assert "compared on 5 of 'digits', split 'test'" in said
+  facts = json.loads((out / 'model.json').read_text())
+  assert facts['inputs'] == {
+    'image': {'shape': ['batch', 8, 8, 1], 'dtype': 'uint8'}
+  }
+  assert facts['outputs']['logits'] == {
+    'shape': ['batch', 10], 'dtype': 'float32',
+  }  # fmt: skip
+  assert facts['labels'] == [str(i) for i in range(10)]
+  assert facts['preprocessing'] == {
+    'size': [8, 8], 'channels': 1, 'resize': None, 'antialias': False,
+    'interpolation': 'bilinear', 'range': [0, 255],
+  }  # fmt: skip
+  assert facts['command'] == f'vit_jax export {" ".join(argv)}'
+  assert facts['difference'] < 1e-5
+  assert facts['task'] == 'classify'
+
+  pixels = np.random.RandomState(1).randint(0, 256, (3, 8, 8, 1), np.uint8)
+  np.save(tmp_path / 'in.npy', pixels)
+  files = [str(tmp_path / name) for name in ('in.npy', 'out.npy')]
+  subprocess.run(
+    [sys.executable, '-c', SERVE, str(out), *files], check=True, cwd='/',
+    env={'PATH': '/usr/bin:/bin', 'JAX_PLATFORMS': 'cpu'},
+  )  # fmt: skip
+  want = predict.load(str(workdir)).probabilities(pixels)
+  np.testing.assert_allclose(np.load(files[1]), want, atol=1e-5)
+
+
+def test_uint8_and_halves(vit, tmp_path):
+  whole = sum(x.nbytes for x in jax.tree.leaves(vit.params))
+  photos = np.stack([x[:32, :32] for x in PHOTOS])
+  want = vit.probabilities(photos)
+  for dtype, most in (('bfloat16', 0.03), ('float16', 0.003)):
+    out = tmp_path / dtype
+    assert vit.export(out, 'stablehlo', dtype=dtype, uint8=True) < most
+    assert (out / 'model.stablehlo').stat().st_size < 0.75 * whole + 60_000
+    got = serve(out)({'image': photos})['probabilities']
+    np.testing.assert_allclose(got, want, atol=most)
+    assert np.abs(got - want).max() > 1e-6
+
+
+@pytest.mark.parametrize('to', ['stablehlo', 'onnx'])
+def test_features(vit, to, tmp_path):
+  if to == 'onnx' and onnxruntime is None:
+    pytest.skip('onnxruntime is not installed')
+  vit.export(tmp_path / 'out', to, features=True)
+  inputs = inputs_of(vit, tmp_path / 'out', 2)
+  got = serve(tmp_path / 'out')(inputs)
+  want = vit.embed([PHOTOS[0], PHOTOS[1][10:]])
+  np.testing.assert_allclose(got['features'], want, atol=1e-4)
+  assert list(got) == ['features']
+
+
+@pytest.mark.parametrize(
+  ('name', 'image_size'), [('bit', (40, 24)), ('detector', 'free')]
+)
+def test_other_and_free_sizes(name, image_size, tmp_path):
+  model, compute = load(name)
+  model.export(tmp_path / 'out', 'stablehlo', image_size=image_size)
+  images = np.random.RandomState(2).uniform(-1, 1, (3, 40, 24, 3))
+  inputs = {'image': images.astype(np.float32)}
+  got = serve(tmp_path / 'out')(inputs)
+  for key, expected in compute(inputs).items():
+    np.testing.assert_allclose(got[key], expected, atol=1e-4)
+
+
+def test_a_result_that_differs_is_not_left(vit, tmp_path, monkeypatch):
+  monkeypatch.setitem(export.TOLERANCES, 'bfloat16', 1e-6)
+  with pytest.raises(ValueError, match='differs from JAX by .*nothing was wri'):
+    vit.export(tmp_path / 'out', 'stablehlo', dtype='bfloat16')
+  assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_too_large_for_a_file(vit, tmp_path, monkeypatch):
+  monkeypatch.setattr(export, '_LARGEST', 10_000)
+  with pytest.raises(ValueError, match='more than a file of StableHLO holds'):
+    vit.export(tmp_path / 'out', 'stablehlo')
+  assert not list(tmp_path.iterdir())
+  if onnxruntime is None:
+    pytest.skip('onnxruntime is not installed')
+  vit.export(tmp_path / 'out', 'onnx')
+  names = {path.name for path in (tmp_path / 'out').iterdir()}
+  assert names == {'model.json', 'model.onnx', 'model.onnx.data'}
+
+
+# --- What is refused ---
+
+
+@pytest.mark.parametrize(
+  ('flags', 'message'),
+  [
+    (['--to=tflite'], "invalid choice: 'tflite' .choose from .*saved_model"),
+    (['--dtype=int8'], "dtype: invalid choice: 'int8'"),
+    (['--image_size=0'], "'0' must be a whole number of at least 1"),
+    (['--out={taken}'], "out='.*' exists: give another path, or delete it"),
+    (['--to=onnx', '--image_size=free'], "'free' is not for --to=onnx: give"),
+    (['--step=3', '--weights=a.npz'], '--step=3 selects a checkpoint of a run'),
+  ],
+)
+def test_wrong_flags_are_refused_before_a_model_is_read(
+  flags, message, tmp_path
+):
+  given = ['--to=stablehlo', f'--out={tmp_path}/out', '--workdir=/no/run']
+  if any(flag.startswith('--weights') for flag in flags):
+    given.pop()
+  flags = [flag.format(taken=tmp_path) for flag in flags]
+  with pytest.raises((ValueError, FileExistsError), match=message):
+    command.main([*given, *flags])
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_package_is_named_with_its_extra(vit, tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'onnxruntime', None)
+  monkeypatch.setitem(sys.modules, 'onnx', ml_collections)
+  with pytest.raises(ImportError, match=r"needs onnxruntime: .*'\.\[onnx\]'"):
+    vit.export(tmp_path / 'out', 'onnx')
+
+
+def test_sizes_that_do_not_suit_the_model_are_refused(vit, tmp_path):
+  out = tmp_path / 'out'
+  with pytest.raises(ValueError, match=r'parameters are for \(32, 32\): leave'):
+    vit.export(out, 'stablehlo', image_size=48)
+  with pytest.raises(ValueError, match='image_size=.*does not suit the model'):
+    vit.export(out, 'stablehlo', image_size=8)
+  with pytest.raises(ValueError, match="'free' does not suit the model"):
+    vit.export(out, 'stablehlo', image_size='free')
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_draws_pixels_has_features_alone(data_dir, tmp_path):
+  task = pixels_test.make_task(data_dir)
+  model = task.predictor(*randomised(task), 1)
+  with pytest.raises(ValueError, match=r'pixel by pixel.*\(--features\)'):
+    model.export(tmp_path / 'out', 'stablehlo')
+  assert not list(tmp_path.iterdir())

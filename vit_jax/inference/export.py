@@ -1,0 +1,504 @@
+"""Exports a trained model to formats that are served without this package.
+
+  stablehlo    model.stablehlo: one file for CPUs, CUDA GPUs and TPUs, which
+               jax.export.deserialize reads
+  saved_model  1/: a SavedModel, in the layout of TensorFlow Serving
+  onnx         model.onnx: an ONNX graph, see vit_jax/inference/onnx_graph.py
+
+The inputs are those of `Task.input_spec`, the outputs those of `Task.exported`,
+both by name, for batches of any size. What was written is run on real images, and
+is deleted where it differs from the model. `model.json` beside it describes inputs,
+outputs, labels and how images are prepared.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import contextlib
+import copy
+import functools
+import importlib.metadata
+import json
+import os
+from typing import Any
+from typing import NamedTuple
+
+from etils import epath
+import jax
+from jax import export as jax_export
+import jax.numpy as jnp
+import numpy as np
+import tensorflow as tf
+
+from vit_jax import cli
+from vit_jax.augmentation import canvases
+from vit_jax.configs import rules
+from vit_jax.data import folder as folder_lib
+from vit_jax.data import records
+from vit_jax.data import sources
+from vit_jax.data.images import reading
+from vit_jax.data.tfds import builders
+from vit_jax.data.tfds import registry
+from vit_jax.distributed import files
+from vit_jax.inference import given
+
+PLATFORMS = ('cpu', 'cuda', 'tpu')
+# Greatest difference to the model, as a share of the largest output (of 1, if all
+# are smaller), by the type of the parameters or of the computation.
+TOLERANCES = {'float32': 1e-4, 'float16': 1e-2, 'bfloat16': 5e-2}
+FREE = 'free'
+_IMAGES = 5  # Compared in one batch, and the first one alone.
+_DATA = 'model.onnx.data'  # The weights of a large ONNX model.
+_LARGEST = 2**31 - 2**20  # Bytes of weights in a file of StableHLO.
+
+
+class Program(NamedTuple):
+  """A model as a function of arrays.
+
+  Attributes:
+    run: function (weights, **inputs) -> {name: array [B, ...]}.
+    weights: parameters and extra state, NumPy arrays.
+    inputs: shapes and types of the inputs by name; the batch is a symbol.
+  """
+
+  run: Callable[..., dict[str, jax.Array]]
+  weights: Any
+  inputs: dict[str, jax.ShapeDtypeStruct]
+
+  @property
+  def size(self) -> int:
+    """Bytes of the weights."""
+    return sum(x.nbytes for x in jax.tree.leaves(self.weights))
+
+
+def export(
+  model,
+  out: str | os.PathLike,
+  to: str,
+  features: bool = False,
+  dtype: str | None = None,
+  uint8: bool = False,
+  image_size: int | tuple[int, int] | str | None = None,
+  images: Sequence[Any] | None = None,
+  command: str | None = None,
+) -> float:
+  """Writes a model to a folder, see the top of this module.
+
+  Args:
+    model: a vit_jax.inference.predictor.Predictor.
+    out: the folder, which must not exist; it appears when all is written and
+      compared.
+    to: one of FORMATS.
+    features: whether the output is the inputs of the head, `features` [B, D].
+    dtype: type in which the parameters are stored, a key of TOLERANCES; None: as
+      they are. The type of the computation stays.
+    uint8: whether images are uint8 [B, H, W, C] from 0 to 255, in place of
+      float32 from -1 to 1.
+    image_size: side, or (height, width), of the images in pixels; 'free' for any
+      size, if the model and the format allow it; None: as in evaluation.
+    images: images to compare on, see Predictor.outputs; by default those of the
+      run's test split if it is there, else the photographs of scikit-learn.
+    command: what `model.json` names as the origin of the folder.
+
+  Returns:
+    The largest difference between an output and that of the model.
+
+  Raises:
+    FileExistsError: if `out` exists.
+    ImportError: if a package for the format is missing.
+    ValueError: if an argument is wrong, the task or the model cannot be exported
+      so, or the result differs.
+  """
+  out = epath.Path(out)
+  check(out, to, dtype, image_size)
+  options = dict(
+    features=features, dtype=dtype, uint8=uint8, image_size=image_size
+  )
+  given = ''.join(
+    f', {name}={value!r}' for name, value in options.items() if value
+  )
+  if image_size is not None and image_size != FREE:
+    model = _at_size(model, image_size)
+  served = _in_float32(model) if to == 'onnx' else model
+  program = make_program(served, features, dtype, uint8, image_size == FREE)
+  if to == 'stablehlo' and program.size > _LARGEST:
+    raise ValueError(
+      f'the parameters take {cli.size(program.size)}, more than a file of StableHLO holds '
+      '(2 GiB): give --dtype=bfloat16, or --to=saved_model'
+    )
+  inputs, where = _inputs(model, program, images)
+  write, load = FORMATS[to]
+  with _cpu(), files.new_folder(out) as folder:
+    run = jax.jit(_function(model, features, uint8))
+    want = jax.device_get(run(_weights(model), **inputs))
+    write(program, folder)
+    difference = _compare(
+      load(folder), inputs, want, _tolerance(model.task, dtype), to
+    )
+    facts = {
+      **_facts(model, program, want, uint8),
+      'command': command or f"model.export('{out}', '{to}'{given})",
+      'difference': difference,
+      'compared_on': where,
+    }
+    (folder / 'model.json').write_text(json.dumps(facts, indent=1))
+  cli.say(
+    f"'{out}': {to}, compared on {where}: the largest difference to JAX is "
+    f'{difference:.1e}'
+  )
+  return difference
+
+
+def check(out, to: str, dtype: str | None, image_size):
+  """Raises what is wrong with arguments of `export`, before a model is read."""
+  size = rules.optional(rules.size)
+  for name, value, rule in (
+    ('to', to, rules.one_of(*FORMATS)),
+    ('dtype', dtype, rules.optional(rules.one_of(*TOLERANCES))),
+    ('image_size', None if image_size == FREE else image_size, size),
+  ):
+    if wrong := rule(value):
+      raise ValueError(f'{name}={value!r} {wrong} (--{name})')
+  if epath.Path(out).exists():
+    raise FileExistsError(
+      f"out='{out}' exists: give another path, or delete it first (--out)"
+    )
+  if to == 'onnx' and image_size == FREE:
+    raise ValueError(
+      f"image_size='{FREE}' is not for --to=onnx: give --image_size=HEIGHT,WIDTH, or "
+      '--to=stablehlo or --to=saved_model'
+    )
+  for package in ('onnx', 'onnxruntime') if to == 'onnx' else ():
+    cli.needed(package, 'onnx', '--to=onnx')
+
+
+def _cpu():
+  """Makes JAX compute on the CPU if it may: GPUs round products of matrices."""
+  with contextlib.suppress(RuntimeError):
+    return jax.default_device(jax.local_devices(backend='cpu')[0])
+  return contextlib.nullcontext()
+
+
+def _at_size(model, image_size):
+  """Returns the model for images of another size."""
+  if isinstance(image_size, int):
+    image_size = (image_size, image_size)
+  task = model.task
+  if tuple(image_size) == tuple(task.image_size) and not task.config.pp.sides:
+    return model
+  config = task.config.copy_and_resolve_references()
+  with config.ignore_type():
+    config.pp.update(crop=tuple(image_size), resize=None, sides=())
+  try:
+    task = type(task)(config, task.metadata)
+    want, _ = jax.eval_shape(task.init, jax.random.key(0))
+  except ValueError as e:
+    raise ValueError(
+      f'image_size={image_size} does not suit the model: {e}'
+    ) from e
+  shapes = [jax.tree.map(jnp.shape, tree) for tree in (want, model.params)]
+  if shapes[0] != shapes[1]:
+    raise ValueError(
+      f'image_size={image_size} does not suit the model, whose parameters are for '
+      f'{model.task.image_size}: leave out --image_size, or fine-tune the model at '
+      'that size (--config.pp.crop)'
+    )
+  other = task.predictor(model.params, model.extra, model.step)
+  other.workdir = model.workdir
+  return other
+
+
+def _in_float32(model):
+  """Returns the model with computations in float32, all that ONNX Runtime has."""
+  if _computed(model.task) == 'float32':
+    return model
+  task = copy.copy(model.task)
+  task.model = task.model.clone(dtype=jnp.float32)
+  return task.predictor(model.params, model.extra, model.step)
+
+
+def make_program(
+  model,
+  features: bool = False,
+  dtype: str | None = None,
+  uint8: bool = False,
+  free: bool = False,
+) -> Program:
+  """Returns what an exported model computes; see `export` for the arguments.
+
+  Raises:
+    ValueError: if the task cannot be exported, or has no features; if sizes of
+      images cannot be free.
+  """
+  weights, run = _weights(model), _function(model, features, uint8)
+  batch, *size = jax_export.symbolic_shape('batch, height, width')
+  spec = model.task.input_spec(tuple(size) if free else None, batch)
+  if uint8:
+    spec['image'] = jax.ShapeDtypeStruct(spec['image'].shape, jnp.uint8)
+  try:
+    jaxpr = jax.make_jaxpr(run)(weights, **spec).jaxpr
+  except Exception as e:
+    if isinstance(e, ValueError) and not free:
+      raise
+    why = (
+      f"image_size='{FREE}' does not suit the model, which needs to know the size: "
+      'give --image_size=HEIGHT,WIDTH, or leave it out'
+      if free
+      else f"the task '{model.config.task}' cannot be traced with a batch of any "
+      'size, which an export needs: correct its `exported`'
+    )
+    raise ValueError(f'{why} ({reading.first_line(e)})') from e
+  read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
+  names = sorted(spec)
+  places = dict(zip(names, jaxpr.invars[-len(names) :]))
+  spec = {k: v for k, v in spec.items() if id(places[k]) in read}
+  if dtype:
+    params, extra = weights
+    weights = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params), extra
+  return Program(run, weights, spec)
+
+
+def _weights(model):
+  """Returns parameters and extra state as NumPy arrays."""
+  return jax.device_get((model.params, model.extra))
+
+
+def _function(model, features, uint8):
+  """Returns Program.run."""
+  compute = model.task.exported
+  if features:
+    layer = model.task.features('features')
+    compute = lambda *args: {'features': layer(*args)}
+  types = jax.tree.map(lambda x: x.dtype, (model.params, model.extra))
+
+  def run(weights, **inputs):
+    weights = jax.tree.map(lambda x, t: x.astype(t), weights, types)
+    if uint8:
+      pixels = inputs['image'].astype(jnp.float32)
+      inputs = {**inputs, 'image': pixels / 127.5 - 1}
+    return compute(*weights, inputs)
+
+  return run
+
+
+# --- Formats ---
+
+
+def _write_stablehlo(program, folder):
+  run = jax.jit(functools.partial(program.run, program.weights))
+  exported = jax_export.export(run, platforms=PLATFORMS)(**program.inputs)
+  (folder / 'model.stablehlo').write_bytes(exported.serialize())
+
+
+def _load_stablehlo(folder):
+  exported = jax_export.deserialize((folder / 'model.stablehlo').read_bytes())
+  return lambda inputs: exported.call(**inputs)
+
+
+def _write_saved_model(program, folder):
+  from jax.experimental import jax2tf
+
+  module = tf.Module()
+  weights = tf.nest.map_structure(tf.Variable, program.weights)
+  module.variables_of_the_model = tf.nest.flatten(weights)  # To be saved.
+  shapes = {
+    name: f'({", ".join(map(str, x.shape))})'
+    for name, x in program.inputs.items()
+  }
+  run = jax2tf.convert(
+    lambda weights, inputs: program.run(weights, **inputs),
+    polymorphic_shapes=[None, shapes],
+    with_gradient=False,
+    native_serialization_platforms=PLATFORMS,
+  )
+  signature = {
+    name: tf.TensorSpec(
+      [n if isinstance(n, int) else None for n in x.shape], x.dtype, name
+    )
+    for name, x in program.inputs.items()
+  }
+  module.serve = tf.function(
+    lambda **inputs: run(weights, inputs), autograph=False
+  )
+  tf.saved_model.save(
+    module,
+    os.fspath(folder / '1'),
+    signatures=module.serve.get_concrete_function(**signature),
+  )
+
+
+def _load_saved_model(folder):
+  loaded = tf.saved_model.load(os.fspath(folder / '1'))
+  serve = loaded.signatures['serving_default']
+
+  def run(inputs):
+    found = serve(**{name: tf.constant(x) for name, x in inputs.items()})
+    return {name: x.numpy() for name, x in found.items()}
+
+  run.loaded = loaded  # Its variables live as long as it does.
+  return run
+
+
+def _write_onnx(program, folder):
+  import onnx
+
+  from vit_jax.inference import onnx_graph
+
+  made = onnx_graph.make_model(program.run, program.weights, program.inputs)
+  path = folder / 'model.onnx'
+  if program.size <= _LARGEST // 2:
+    path.write_bytes(made.SerializeToString())
+  else:  # A file of the format ends at 2 GiB.
+    onnx.save_model(
+      made, os.fspath(path), save_as_external_data=True, location=_DATA
+    )
+
+
+def _load_onnx(folder):
+  import onnxruntime
+
+  path = folder / 'model.onnx'
+  whole = not (folder / _DATA).exists()
+  session = onnxruntime.InferenceSession(
+    path.read_bytes() if whole else os.fspath(path),
+    providers=['CPUExecutionProvider'],
+  )
+  names = [x.name for x in session.get_outputs()]
+  return lambda inputs: dict(zip(names, session.run(names, inputs)))
+
+
+# Name -> functions (program, folder), and (folder) -> function of inputs.
+FORMATS = {
+  'stablehlo': (_write_stablehlo, _load_stablehlo),
+  'saved_model': (_write_saved_model, _load_saved_model),
+  'onnx': (_write_onnx, _load_onnx),
+}
+
+
+# --- The comparison ---
+
+
+def _inputs(model, program, images) -> tuple[dict[str, np.ndarray], str]:
+  """Returns inputs of real images, [n, ...] by name, and their origin in words."""
+  source, where = _source(model, images)
+  stream = model.stream_source(source, lambda *_: (), program.inputs)
+  found = [inputs for _, inputs, _ in stream]
+  found = jax.tree.map(lambda *rows: np.stack(rows), *found)
+  if program.inputs['image'].dtype == jnp.uint8:
+    pixels = np.round((found['image'] + 1) * 127.5)
+    found['image'] = pixels.clip(0, 255).astype(np.uint8)
+  return found, where
+
+
+def _source(model, images):
+  """Returns at most _IMAGES images as a source, and their origin in words."""
+  config = model.config
+  source, where = None, f"'{config.dataset}', split '{config.pp.test}'"
+  if images is not None:
+    source = given.Given(images, config.max_image_pixels)
+    where = 'the given images'
+  else:
+    with contextlib.suppress(ValueError, OSError):
+      source = _test_split(config)
+  if source is None:
+    from sklearn import datasets
+
+    photos = datasets.load_sample_images().images
+    parts = [photos[0][:213], photos[0][213:], photos[1][:, :320]]
+    source, where = given.Given([*photos, *parts]), "scikit-learn's photographs"
+  count = min(_IMAGES, source.num_examples)
+  if not count:
+    raise ValueError('there are no images to compare on: give some')
+  return records.Subset(source, np.arange(count)), f'{count} of {where}'
+
+
+def _test_split(config):
+  """Opens a run's test split; returns None if that needs a download."""
+  dataset = config.dataset
+  if not isinstance(dataset, str) or dataset.startswith(registry.VTAB):
+    return None
+  if not (folder_lib.is_folder(dataset) or registry.register(dataset)):
+    if not builders.find_builder(config, dataset).info.splits:
+      return None
+  config = config.copy_and_resolve_references()
+  config.broken_images = 'trust'
+  return sources.open_split(config, config.pp.test, ('image',))
+
+
+def _computed(task) -> str:
+  """Returns the type in which a task's model computes."""
+  return jnp.dtype(getattr(task.model, 'dtype', None) or jnp.float32).name
+
+
+def _tolerance(task, dtype) -> float:
+  return max(
+    TOLERANCES.get(x, 0) for x in (dtype or 'float32', _computed(task))
+  )
+
+
+def _compare(run, inputs, want, tolerance, to) -> float:
+  """Returns the largest difference to the model; raises ValueError if too large."""
+  largest = 0.0
+  for count in {1, len(inputs['image'])}:
+    found = run({name: x[:count] for name, x in inputs.items()})
+    for name, expected in want.items():
+      expected = np.asarray(expected[:count], np.float64)
+      got = np.asarray(found[name], np.float64)
+      difference = np.abs(got - expected).max()
+      allowed = tolerance * max(1.0, np.abs(expected).max())
+      if not difference <= allowed:  # True for NaN.
+        raise ValueError(
+          f"'{name}' of the {to} differs from JAX by {difference:.2g}, more than "
+          f'{allowed:.2g}, so nothing was written: choose another format (--to) or '
+          'type (--dtype)'
+        )
+      largest = max(largest, float(difference))
+  return largest
+
+
+# --- The description ---
+
+
+def _facts(model, program, want: Mapping[str, np.ndarray], uint8) -> dict:
+  """Returns what `model.json` says of the model, for JSON."""
+  names = ('vit_jax', 'jax', 'flax')
+  return {
+    'task': model.config.task,
+    'model': model.config.model.get('model_name'),
+    'step': model.step,
+    'inputs': {k: _described(x) for k, x in program.inputs.items()},
+    'outputs': {
+      k: _described(jax.ShapeDtypeStruct(('batch', *x.shape[1:]), x.dtype))
+      for k, x in want.items()
+    },
+    'labels': list(model.class_names),
+    'preprocessing': _preprocessing(model.task, program.inputs['image'], uint8),
+    'versions': {name: importlib.metadata.version(name) for name in names},
+  }
+
+
+def _described(spec) -> dict:
+  shape = [n if isinstance(n, int) else str(n) for n in spec.shape]
+  return {'shape': shape, 'dtype': np.dtype(spec.dtype).name}
+
+
+def _preprocessing(task, spec, uint8) -> dict:
+  """Returns how images become inputs, see vit_jax/preprocess.py."""
+  pp = task.config.pp
+  *size, channels = _described(spec)['shape'][1:]
+  facts = {'size': size, 'channels': channels, 'interpolation': 'bilinear'}
+  if pp.sides:  # The image keeps its ratio; the rest of `size` is padding.
+    group = canvases.evaluation(pp)
+    facts.update(
+      shorter_side=pp.eval_side, longest_side=group.longest, antialias=True
+    )
+  else:
+    resize = pp.resize
+    facts.update(
+      resize=list(resize) if isinstance(resize, tuple) else resize,
+      antialias=False,
+    )
+  if uint8:
+    return {**facts, 'range': [0, 255]}
+  half = [0.5] * channels  # Of pixels from 0 to 1.
+  return {**facts, 'range': [-1, 1], 'mean': half, 'std': half}
