@@ -11,6 +11,7 @@ the end raise the error without renaming anything.
 """
 
 from collections.abc import Callable
+import concurrent.futures
 import errno
 import itertools
 import math
@@ -77,6 +78,7 @@ class Checkpoints:
     self._keep, self._best_metric = max(1, keep), best_metric
     self._sign = -1 if low else 1
     self._writer = None  # Created by the first `save`.
+    self._deletion = None  # The deletion that the last `save` began.
 
   # --- Writing ---
 
@@ -101,6 +103,8 @@ class Checkpoints:
   ):
     """Begins to write a checkpoint, after the previous one is complete.
 
+    Old checkpoints are deleted meanwhile.
+
     OSError if this or the previous checkpoint cannot be written.
     """
     try:
@@ -113,6 +117,10 @@ class Checkpoints:
       self._writer.save(
         self.directory / str(step), args=ocp.args.Composite(**{_ITEM: item})
       )
+      if jax.process_index() == 0:
+        thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._deletion = thread.submit(self._delete_old)
+        thread.shutdown(wait=False)
     except Exception as e:
       if jax.process_count() > 1:
         # Its threads may wait for those of a process that has failed.
@@ -142,11 +150,11 @@ class Checkpoints:
     probe.unlink()
     if jax.process_index():
       return
+    self._end_deletion()
     if max(self.steps(), default=-1) >= step:
       raise ValueError(
         f'there is a checkpoint of step {step} or a later one already'
       )
-    self._delete_old()
     for path in self.directory.iterdir():
       if path.name == str(step):
         self._rename([step])
@@ -167,15 +175,27 @@ class Checkpoints:
     for step in set(steps) - set(kept):
       (self.directory / str(step)).rmtree()
 
+  def _end_deletion(self):
+    """Waits for the deletion of old checkpoints, and raises its error."""
+    deletion, self._deletion = self._deletion, None
+    if deletion is not None:
+      deletion.result()
+
   def wait(self):
     """Waits until all checkpoints are written; raises OSError if that fails."""
-    self._finish(lambda: self._writer.wait_until_finished())
+
+    def end():
+      self._writer.wait_until_finished()
+      self._end_deletion()
+
+    self._finish(end)
 
   def close(self):
     """Waits like `wait`, deletes old checkpoints, and frees resources."""
 
     def end():
       self._writer.close()
+      self._end_deletion()
       if jax.process_index() == 0:
         self._delete_old()
 
