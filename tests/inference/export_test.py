@@ -8,6 +8,7 @@ import sys
 import jax
 import ml_collections
 import numpy as np
+import onnxruntime
 import pytest
 from sklearn import datasets
 import tensorflow as tf
@@ -26,11 +27,6 @@ from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import config as run_config
 from vit_jax.run import workdir as workdir_lib
-
-try:
-  import onnxruntime
-except ImportError:
-  onnxruntime = None
 
 PHOTOS = datasets.load_sample_images().images
 NAMES = {'class_names': ['ant', 'bee', 'cow']}
@@ -169,8 +165,6 @@ def serve(folder):
   + [(n, 'saved_model') for n in ('vit', 'hybrid', 'mixer', 'detector')],
 )
 def test_what_is_exported_computes_the_same(name, to, tmp_path):
-  if to == 'onnx' and onnxruntime is None:
-    pytest.skip('onnxruntime is not installed')
   (model, compute), out = load(name), tmp_path / 'out'
   assert model.export(out, to) < 1e-5
   assert list(tmp_path.iterdir()) == [out]
@@ -266,8 +260,6 @@ def test_uint8_and_halves(vit, tmp_path):
 
 @pytest.mark.parametrize('to', ['stablehlo', 'onnx'])
 def test_features(vit, to, tmp_path):
-  if to == 'onnx' and onnxruntime is None:
-    pytest.skip('onnxruntime is not installed')
   vit.export(tmp_path / 'out', to, features=True)
   inputs = inputs_of(vit, tmp_path / 'out', 2)
   got = serve(tmp_path / 'out')(inputs)
@@ -301,8 +293,6 @@ def test_weights_that_are_too_large_for_a_file(vit, tmp_path, monkeypatch):
   with pytest.raises(ValueError, match='more than a file of StableHLO holds'):
     vit.export(tmp_path / 'out', 'stablehlo')
   assert not list(tmp_path.iterdir())
-  if onnxruntime is None:
-    pytest.skip('onnxruntime is not installed')
   vit.export(tmp_path / 'out', 'onnx')
   names = {path.name for path in (tmp_path / 'out').iterdir()}
   assert names == {'model.json', 'model.onnx', 'model.onnx.data'}

@@ -5,11 +5,10 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+import onnxruntime
 import pytest
 
 from vit_jax.inference import onnx_graph
-
-onnxruntime = pytest.importorskip('onnxruntime')
 
 # Functions of x [batch, 4, 6], w [4, 3] and a list of places [2].
 CASES = {

@@ -114,7 +114,7 @@ def export(
   options = dict(
     features=features, dtype=dtype, uint8=uint8, image_size=image_size
   )
-  given = ''.join(
+  changed = ''.join(
     f', {name}={value!r}' for name, value in options.items() if value
   )
   if image_size is not None and image_size != FREE:
@@ -137,7 +137,7 @@ def export(
     )
     facts = {
       **_facts(model, program, want, uint8),
-      'command': command or f"model.export('{out}', '{to}'{given})",
+      'command': command or f"model.export('{out}', '{to}'{changed})",
       'difference': difference,
       'compared_on': where,
     }
@@ -381,7 +381,7 @@ FORMATS = {
 def _inputs(model, program, images) -> tuple[dict[str, np.ndarray], str]:
   """Returns inputs of real images, [n, ...] by name, and their origin in words."""
   source, where = _source(model, images)
-  stream = model.stream_source(source, lambda *_: (), program.inputs)
+  stream = model.stream(source, lambda *_: (), program.inputs)
   found = [inputs for _, inputs, _ in stream]
   found = jax.tree.map(lambda *rows: np.stack(rows), *found)
   if program.inputs['image'].dtype == jnp.uint8:
