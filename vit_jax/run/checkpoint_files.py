@@ -68,7 +68,7 @@ class Handler(ocp.PyTreeCheckpointHandler):
       min_slice_bytes_for_replica_parallel=2**20,
     )
     registry = ocp.type_handlers.create_type_handler_registry(
-      (jax.Array, arrays)
+      (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
     )
     super().__init__(type_handler_registry=registry)
 
