@@ -63,12 +63,15 @@ class Handler(ocp.PyTreeCheckpointHandler):
     # The copies of an array on several devices are written in parts, one from
     # each, where there are several processes. Each part compiles a program, so
     # small arrays are written whole.
-    arrays = ocp.type_handlers.ArrayHandler(
+    handlers = ocp.type_handlers
+    arrays = handlers.ArrayHandler(
       use_replica_parallel=jax.process_count() > 1,
       min_slice_bytes_for_replica_parallel=2**20,
     )
-    registry = ocp.type_handlers.create_type_handler_registry(
-      (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    registry = handlers.create_type_handler_registry(
+      (jax.Array, arrays),
+      (np.ndarray, handlers.NumpyHandler()),
+      (np.number, handlers.ScalarHandler()),
     )
     super().__init__(type_handler_registry=registry)
 
