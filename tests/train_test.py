@@ -408,7 +408,10 @@ def refuse(config, workdir, message, error=ValueError):
     ({'mesh.data': 3}, 'does not fit 8 device'),
     ({'mesh.model': 3}, 'does not fit 8 device'),
     ({'model.classifier': 'unpooled'}, "use 'token' or 'gap'"),
-    ({'sharding_rules': (('head', ('expert',)),)}, "expert of P.* is not found in mesh"),
+    (
+      {'sharding_rules': (('head', ('expert',)),)},
+      'expert of P.* is not found in mesh',
+    ),
   ],
 )
 def test_wrong_configs_are_refused(module_config, tmp_path, fields, message):
