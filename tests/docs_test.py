@@ -215,7 +215,8 @@ def text_of(node):
 def test_messages_are_those_of_the_code():
   texts = [
     text
-    for path in (markdown.ROOT / 'vit_jax').rglob('*.py')
+    for folder in ('vit_jax', 'configs')
+    for path in (markdown.ROOT / folder).rglob('*.py')
     for text in texts_of(path)
   ]
   quoted = [row[0] for row in markdown.rows(DOCS / 'trouble.md', 'message')]

@@ -53,10 +53,9 @@ class Task(base.Task):
     self._example = input_pipeline.labelled_example(config, num_classes)
     mixing.check(self.options.mixup, self.options.cutmix, config.batch)
     # Tracing raises errors of shape before anything is compiled.
-    init = functools.partial(self.model.init_with_output, train=False)
-    zeros = self.image_spec(1)
-    logits, _ = jax.eval_shape(init, jax.random.key(0), zeros)
-    shape = logits.shape
+    state = jax.eval_shape(self.init, jax.random.key(0))
+    batch = {'image': self.image_spec(1)}
+    shape = jax.eval_shape(self.outputs, *state, batch).shape
     if len(shape) != 2:
       raise ValueError(
         f"classifier='{config.model.classifier}' gives logits of shape {shape}, "
