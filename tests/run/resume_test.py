@@ -19,7 +19,9 @@ def config(tmp_path_factory):
 def reference(config, data_dir, tmp_path_factory):
   """A run that nothing disturbs: its folder and what it printed."""
   workdir = tmp_path_factory.mktemp('reference')
-  status, output = processes.finish_anew(config, workdir, data_dir=data_dir)
+  status, output = processes.finish_anew(
+    config, workdir, '--config.checkpoint_every=20', data_dir=data_dir
+  )
   assert status == 0, output
   return workdir, output
 
