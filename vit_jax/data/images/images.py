@@ -137,6 +137,7 @@ def _pillow_shape(encoded) -> np.ndarray:
   )
 
 
+@reading.traced
 def shape_of(encoded):
   """Returns height and width of an encoded image, int64 [2], from its header.
 
@@ -162,13 +163,13 @@ def shape_of(encoded):
   return tf.ensure_shape(shape, [2])
 
 
+@reading.traced
 def bounded(encoded, limit: int):
   """Returns the content of an image file, a string scalar, as it is.
 
   Reads the header, and raises DECODE_ERRORS if there is none or the image has
   more than `limit` pixels.
   """
-  encoded = tf.convert_to_tensor(encoded)
   shape = shape_of(encoded)
 
   def refuse(shape, limit):
