@@ -33,6 +33,10 @@ import pytest
 
 from tests import tiny_models
 from vit_jax.configs import common
+from vit_jax.learning import optim
+from vit_jax.learning import state as state_lib
+from vit_jax.run import checkpoints as checkpoints_lib
+from vit_jax.run import workdir as workdir_lib
 
 # PyPI's PyTorch for GPUs brings Triton, whose library crashes in a process that has
 # loaded TensorFlow; nothing here needs it.
@@ -163,6 +167,18 @@ def make_tiny_config(data_dir):
     log_images=0,  # figures/pictures_test.py has a run with pictures.
   )
   return config
+
+
+def write_run(workdir, config, metadata, params, extra=None, step=1):
+  """Writes what a run leaves behind: a complete config, metadata, weights."""
+  tx = optim.get_optimizer(config, lambda _: 0.0)
+  workdir_lib.create(workdir, config, metadata, data={})
+  state = state_lib.TrainState(
+    np.int32(step), params, tx.init(params), extra or {}
+  )
+  with checkpoints_lib.Checkpoints(workdir) as checkpoints:
+    checkpoints.save(step, state)
+  return workdir
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import runpy
 import sys
 
 import jax
-import numpy as np
 import pytest
 
 from tests import commands
+from tests import conftest
 from tests import markdown
 from tests import tiny_models
 from vit_jax import checkpoint
@@ -21,11 +21,7 @@ from vit_jax import predict
 from vit_jax.configs import detr_scenes
 from vit_jax.configs import igpt_digits
 from vit_jax.data.tfds import registry
-from vit_jax.learning import optim
-from vit_jax.learning import state as state_lib
-from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import config as run_config
-from vit_jax.run import workdir as workdir_lib
 
 DOCS = markdown.ROOT / 'docs'
 
@@ -94,13 +90,7 @@ def untrained(config, workdir, **metadata):
   config = run_config.complete(config)
   task = run_config.get_task(config.task)(config, metadata)
   params, extra = jax.jit(task.init)(jax.random.key(0))
-  tx = optim.get_optimizer(config, lambda _: 0.0)
-  workdir_lib.create(workdir, config, metadata, data={})
-  checkpoints = checkpoints_lib.Checkpoints(workdir)
-  state = state_lib.TrainState(np.int32(1), params, tx.init(params), extra)
-  checkpoints.save(1, state)
-  checkpoints.close()
-  return str(workdir)
+  return str(conftest.write_run(workdir, config, metadata, params, extra))
 
 
 def detector(workdir):

@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 import pytest
 
+from tests import conftest
 from tests import tiny_models
 from vit_jax import checkpoint
 from vit_jax import models
@@ -19,11 +20,7 @@ from vit_jax.configs import pretrain
 from vit_jax.figures import drawing
 from vit_jax.figures import gallery
 from vit_jax.figures import invariance
-from vit_jax.learning import optim
-from vit_jax.learning import state as state_lib
-from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import config as run_config
-from vit_jax.run import workdir as workdir_lib
 from vit_jax.tasks import classify
 from vit_jax.tasks import masked_patches
 
@@ -60,12 +57,7 @@ def run(image_folder, tmp_path_factory):
   config = tiny_config(image_folder)
   metadata = {'class_names': ['ant', 'bee', 'cow']}
   params = random_numbers(classify.Task(config, metadata))
-  tx = optim.get_optimizer(config, lambda _: 0.0)
-  workdir_lib.create(workdir, config, metadata, data={})
-  checkpoints = checkpoints_lib.Checkpoints(workdir)
-  state = state_lib.TrainState(np.int32(2), params, tx.init(params))
-  checkpoints.save(2, state)
-  checkpoints.close()
+  conftest.write_run(workdir, config, metadata, params, step=2)
   (workdir / 'metrics.jsonl').write_text('{"step": 2, "train_loss": 1.5}\n')
   return workdir
 

@@ -135,6 +135,13 @@ def _check_flags(model, args, is_table) -> None:
     )
 
 
+def of_flags(args):
+  """Loads the model of the flags --weights, or --workdir and --step."""
+  if args.weights:
+    return load_weights(args.weights)
+  return load(args.workdir, args.step)
+
+
 def run(args) -> None:
   """Prints or writes what the flags of `vit_jax predict` ask for."""
   cli.load_tensorflow()
@@ -157,10 +164,7 @@ def run(args) -> None:
       f"'{args.images[0]}' is a split of a data set, whose predictions are "
       'written as a table: give --out=table.parquet (or .csv or .jsonl)'
     )
-  if args.weights:
-    model = load_weights(args.weights)
-  else:
-    model = load(args.workdir, args.step)
+  model = of_flags(args)
   _check_flags(model, args, is_table)
   if is_table:
     _write_table(model, args, split)

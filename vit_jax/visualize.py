@@ -177,10 +177,7 @@ def run(args) -> None:
   title, facts = 'Inductive bias of Vision Transformers', {}
   chosen, lacking = [], {}  # Pairs of an Entry and what it shows.
   if args.workdir or args.weights:
-    if args.weights:
-      model = predict.load_weights(args.weights)
-    else:
-      model = predict.load(args.workdir, args.step)
+    model = predict.of_flags(args)
     shown = subject(
       model, args.images, args.split, args.num_images, args.points
     )

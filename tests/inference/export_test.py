@@ -22,11 +22,7 @@ from vit_jax.configs import common
 from vit_jax.configs import detr_scenes
 from vit_jax.configs import models as model_configs
 from vit_jax.inference import export
-from vit_jax.learning import optim
-from vit_jax.learning import state as state_lib
-from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import config as run_config
-from vit_jax.run import workdir as workdir_lib
 
 PHOTOS = datasets.load_sample_images().images
 NAMES = {'class_names': ['ant', 'bee', 'cow']}
@@ -186,14 +182,7 @@ def workdir(tmp_path_factory, data_dir):
   config = run_config.complete(conftest.make_tiny_config(data_dir))
   metadata = {'class_names': [str(i) for i in range(10)]}
   task = run_config.get_task('classify')(config, metadata)
-  params, extra = randomised(task)
-  tx = optim.get_optimizer(config, lambda _: 0.0)
-  workdir_lib.create(workdir, config, metadata, data={})
-  checkpoints = checkpoints_lib.Checkpoints(workdir)
-  state = state_lib.TrainState(np.int32(1), params, tx.init(params), extra)
-  checkpoints.save(1, state)
-  checkpoints.close()
-  return workdir
+  return conftest.write_run(workdir, config, metadata, *randomised(task))
 
 
 SERVE = """

@@ -84,11 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
   export.check(args.out, args.to, args.dtype, args.image_size)
   images = listing.expand(args.images) if args.images else None
-  if args.weights:
-    model = predict.load_weights(args.weights)
-  else:
-    model = predict.load(args.workdir, args.step)
-  model.export(
+  predict.of_flags(args).export(
     args.out,
     args.to,
     features=args.features,

@@ -208,9 +208,10 @@ class Predictor:
   def table(self, images: Sequence[Any], **options):
     """Predicts for images; returns a pyarrow.Table with a row an image.
 
-    For images see `outputs`, for options and errors `columns`. A row has the
-    columns of the task, such as `class` and `probability`; `path`; and
-    `error`, what is wrong with a broken image, whose other columns are null.
+    For images see `outputs`, for options and errors `columns`; ImportError
+    without pyarrow. A row has the columns of the task, such as `class` and
+    `probability`; `path`; and `error`, what is wrong with a broken image, whose
+    other columns are null.
     """
     columns = self.columns(**options)
     blocks = [range(len(images))] if len(images) else []
