@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 
 import jax
 import pytest
@@ -191,6 +192,19 @@ def test_a_process_that_is_killed_is_named(gone):
   assert line.startswith(f'Error: process {gone} (')
   assert 'is gone, so process' in line
   assert 'Start the same command again' in line
+
+
+def test_a_process_that_slept_takes_none_but_process_0_for_lost(monkeypatch):
+  watch, now = liveness.Watch(), time.monotonic()
+  watch._signs = {1: ({'count': 3, 'error': ''}, now - 110)}
+  watch._read = now - 100  # Both were asleep since.
+  said = []
+  for me in (0, 1):
+    monkeypatch.setattr(jax, 'process_index', lambda me=me: me)
+    said.append(watch.trouble(60))
+  assert said[0] == ''
+  assert said[1].startswith('process 0 (')
+  assert said[1].endswith(' is gone')
 
 
 def test_a_process_that_ends_is_named():

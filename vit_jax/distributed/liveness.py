@@ -150,7 +150,7 @@ class Watch(threading.Thread):
       for process, (sign, since) in signs
       if sign['count'] is not None and self._read - since > silence
     ]
-    if now - self._read > 5 * PULSE:
+    if jax.process_index() and now - self._read > 5 * PULSE:
       lost = [0]  # It holds all signs, and does not answer.
     who = ' and '.join(map(name, lost))
     return f'{who} {"are" if len(lost) > 1 else "is"} gone' if lost else ''
@@ -170,15 +170,23 @@ class Watch(threading.Thread):
       client().key_value_set(
         f'{_SIGNS}{jax.process_index()}', json.dumps(sign), allow_overwrite=True
       )
-      found = client().key_value_dir_get(_SIGNS)
     except Exception:  # pylint: disable=broad-except
       return  # Process 0 does not answer.
+    if self.look():
+      self._agree_on_stop()
+
+  def look(self) -> bool:
+    """Reads the signs of all processes; returns whether process 0 answers."""
+    try:
+      found = client().key_value_dir_get(_SIGNS)
+    except Exception:  # pylint: disable=broad-except
+      return False
     self._read = time.monotonic()
     for key, text in found:
       process, sign = int(key.rsplit('/', 1)[1]), json.loads(text)
       if process not in self._signs or self._signs[process][0] != sign:
         self._signs[process] = (sign, self._read)
-    self._agree_on_stop()
+    return True
 
   # --- Stopping together ---
 
@@ -242,6 +250,7 @@ def end_with(error: BaseException):
   # bucket gives such errors too, while all processes live.
   if any(s in str(error) for s in ('Gloo', 'UNAVAILABLE', 'DEADLINE_EXCEEDED')):
     time.sleep(5 * PULSE)  # Living processes give a sign meanwhile.
+    watch.look()
     if words := watch.trouble(4 * PULSE):
       end(words)
   watch.part(str(error) or type(error).__name__)

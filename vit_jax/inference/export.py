@@ -128,7 +128,7 @@ def export(
     )
   inputs, where = _inputs(model, program, images)
   write, load = FORMATS[to]
-  with _cpu(), files.new_folder(out) as folder:
+  with _cpu(), _without_paths(), files.new_folder(out) as folder:
     run = jax.jit(_function(model, features, uint8))
     want = jax.device_get(run(_weights(model), **inputs))
     write(program, folder)
@@ -177,6 +177,18 @@ def _cpu():
   with contextlib.suppress(RuntimeError):
     return jax.default_device(jax.local_devices(backend='cpu')[0])
   return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_paths():
+  """Keeps the paths of this machine's source files out of what JAX lowers."""
+  name = 'jax_traceback_in_locations_limit'
+  before = getattr(jax.config, name)
+  jax.config.update(name, 0)
+  try:
+    yield
+  finally:
+    jax.config.update(name, before)
 
 
 def _at_size(model, image_size):
