@@ -1,6 +1,8 @@
 """Tests of fine-tuning beside training from scratch."""
 
+import contextlib
 import copy
+import io
 import json
 import statistics
 
@@ -46,9 +48,8 @@ def test_classes_and_labels_of_the_digits(data_dir):
   assert len(set(seen)) > 0.99 * total  # No image is in two splits.
 
 
-@pytest.fixture
-def config(data_dir):
-  """The config of the example, cut down to a few steps of a tiny model."""
+def make_config(data_dir):
+  """Returns the config of the example, cut down to a few steps of a tiny model."""
   config = digits_transfer.get_config()
   assert config.pretrain.pp.crop < config.finetune.pp.crop
   for run in (config.pretrain, config.finetune, config.scratch):
@@ -63,9 +64,22 @@ def config(data_dir):
   return config
 
 
-def test_both_ways_and_what_is_left_behind(config, tmp_path, capsys):
-  result = transfer.transfer(config, str(tmp_path))
-  out = capsys.readouterr().out
+@pytest.fixture
+def config(data_dir):
+  return make_config(data_dir)
+
+
+@pytest.fixture(scope='module')
+def finished(data_dir, tmp_path_factory):
+  """A study: its folder, its result, and what it printed."""
+  workdir = tmp_path_factory.mktemp('study')
+  with contextlib.redirect_stdout(io.StringIO()) as out:
+    result = transfer.transfer(make_config(data_dir), str(workdir))
+  return workdir, result, out.getvalue()
+
+
+def test_both_ways_and_what_is_left_behind(config, finished):
+  tmp_path, result, out = finished
   assert json.loads((tmp_path / 'transfer.json').read_text()) == result
   tuned, scratch = (
     [row[f'seed_{seed}'] for seed in (0, 1)] for row in result[:2]
@@ -98,13 +112,13 @@ def test_one_seed_tells_no_spread(config, tmp_path):
     transfer.transfer(config, str(tmp_path))
 
 
-def test_weights_come_in_at_another_resolution(config, tmp_path):
+def test_weights_come_in_at_another_resolution(config, finished, tmp_path):
   """With a learning rate of 0, what is not interpolated or new is unchanged."""
-  train.train_and_evaluate(config.pretrain, str(tmp_path / 'pretrain'))
+  pretrained = str(finished[0] / 'pretrain')
   run = runs_lib.seeded(config.finetune, 0)
-  run.update(pretrained=str(tmp_path / 'pretrain'), base_lr=0.0)
+  run.update(pretrained=pretrained, base_lr=0.0)
   state, _ = train.train_and_evaluate(run, str(tmp_path / 'run'))
-  before = predict.load(str(tmp_path / 'pretrain')).params
+  before = predict.load(pretrained).params
   np.testing.assert_array_equal(
     state.params['embedding']['kernel'], before['embedding']['kernel']
   )

@@ -54,8 +54,9 @@ def test_the_modes_of_evaluation(run):
   """Without padding, on small canvases and on one square."""
   losses = [
     evaluate.evaluate(run[0], 'val', options={'tight': tight})['loss']
-    for tight in (1, 8, 0)
+    for tight in (1, 0)
   ]
+  losses.append(run[2]['loss_test'])  # The run's own: tight=8.
   assert losses == pytest.approx([losses[0]] * 3, rel=0.1)
   assert len(set(losses)) > 1  # A ResNet sees where its padding begins.
 
