@@ -253,6 +253,28 @@ def test_padding_has_no_influence_and_images_of_any_shape_fit(stopped):
     np.testing.assert_allclose(value[0], outputs[name], atol=1e-5)
 
 
+def evaluation(model, tight):
+  """Evaluates on 2 x 4 devices; returns metrics, and the batches."""
+  config = model.config.copy_and_resolve_references()
+  config.task_options.tight = tight
+  config.batch_eval = 4
+  task = detect.Task(config, model.metadata)
+  source = sources.open_split(config, 'test', task.FEATURES)
+  mesh = sharding.make_mesh({'data': 2, 'model': 4})
+  params = jax.device_put(model.params, jax.NamedSharding(mesh, jax.P()))
+  means, precision = (
+    evaluator.run(params, {})
+    for evaluator in task.evaluators(mesh, 'test', lambda _: source)
+  )
+  return means, precision, input_pipeline.task_batches(task, source, mesh)
+
+
+@pytest.fixture(scope='module')
+def square(stopped):
+  """The evaluation where each image lies on one square canvas."""
+  return evaluation(stopped[1], 0)
+
+
 # Images of the test split, 48 x 30 (two of them), 30 x 50, 40 x 40 and 60 x 36
 # pixels, become 51 x 32, 32 x 53, 32 x 32 and 53 x 32.
 @pytest.mark.parametrize(
@@ -264,16 +286,9 @@ def test_padding_has_no_influence_and_images_of_any_shape_fit(stopped):
   ],
 )
 def test_an_evaluation_counts_each_image_once_on_its_smallest_canvas(
-  stopped, tight, canvases
+  stopped, square, tight, canvases
 ):
-  model = stopped[1]
-  config = model.config.copy_and_resolve_references()
-  config.task_options.tight = tight
-  config.batch_eval = 4
-  task = detect.Task(config, model.metadata)
-  source = sources.open_split(config, 'test', task.FEATURES)
-  mesh = sharding.make_mesh({'data': 2, 'model': 4})
-  batches = list(input_pipeline.task_batches(task, source, mesh))
+  means, precision, batches = evaluation(stopped[1], tight) if tight else square
   found, indices = {}, []
   for batch in batches:
     kept = np.asarray(batch['mask']) > 0
@@ -283,19 +298,10 @@ def test_an_evaluation_counts_each_image_once_on_its_smallest_canvas(
     assert len(kept) in (2, 4)  # Both devices have rows; not more than needed.
   assert found == canvases
   assert sorted(indices) == [0, 1, 2, 3, 4]
+  assert means['num_examples'] == precision['num_examples'] == 5
   # The tiny model is blind to padding.
-  square = copy.deepcopy(config)
-  square.task_options.tight = 0
-  results = [
-    evaluator.run(
-      jax.device_put(model.params, jax.NamedSharding(mesh, jax.P())), {}
-    )
-    for t in (task, detect.Task(square, model.metadata))
-    for evaluator in t.evaluators(mesh, 'test', lambda _: source)
-  ]
-  assert results[0]['loss'] == pytest.approx(results[2]['loss'], rel=1e-5)
-  assert results[0]['num_examples'] == results[1]['num_examples'] == 5
-  assert results[1]['AP'] == pytest.approx(results[3]['AP'], abs=1e-6)
+  assert means['loss'] == pytest.approx(square[0]['loss'], rel=1e-5)
+  assert precision['AP'] == pytest.approx(square[1]['AP'], abs=1e-6)
 
 
 _EVALUATE = """
