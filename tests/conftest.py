@@ -62,9 +62,12 @@ jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
 
 # What takes minutes begins, so that no process is left alone with it at the end.
 _FIRST = (
-  'plan_test.py', 'resume_test.py', 'train_test.py', 'multiprocess_test.py',
-  'convert_test.py', 'encoder_test.py', 'masked_patches_test.py',
-  'original_test.py', 'toy_test.py', 'transfer_test.py', 'benchmark_test.py',
+  'resume_test.py', 'train_test.py', 'multiprocess_test.py', 'plan_test.py',
+  'detect_commands_test.py', 'colabs_test.py', 'convert_test.py',
+  'detect_canvases_test.py', 'export_test.py', 'detect_test.py',
+  'tables_test.py', 'toy_test.py', 'transfer_test.py', 'masked_patches_test.py',
+  'original_test.py', 'models_vit_parts_test.py', 'pixels_test.py',
+  'encoder_test.py', 'benchmark_test.py',
 )  # fmt: skip
 
 
