@@ -23,7 +23,6 @@ from vit_jax.data import pseudo_labels
 from vit_jax.data import records
 from vit_jax.distributed import files
 from vit_jax.distributed import processes
-from vit_jax.distributed import sharding
 from vit_jax.inference import engine
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.tasks import classify
@@ -125,11 +124,9 @@ def _label_blocks(model, mesh, settings, source, path):
     logits = task.outputs(params, extra, batch)
     shares = task.squash(logits.astype(jnp.float32))
     probabilities, classes = jax.lax.top_k(shares, known)  # [B, known]
-    kept = {name: batch[name] for name in ('index', 'mask')}
-    return {'classes': classes, 'probabilities': probabilities, **kept}
+    return {'classes': classes, 'probabilities': probabilities}
 
-  # Every process receives the whole batch.
-  best = jax.jit(best, out_shardings=sharding.replicated(mesh))
+  best = engine.everywhere(mesh, best)
   size = max(1, BLOCK * SOFT_CLASSES // max(known, SOFT_CLASSES))
   begins = range(0, source.num_examples, size)
   missing = processes.from_first(
