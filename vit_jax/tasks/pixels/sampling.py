@@ -218,7 +218,7 @@ class Predictor(predictor_lib.Predictor):
 
     def show(photo, number):
       images = [photo.pixels] * _COMPLETIONS
-      given, completed, kept = self._complete(images, seed=int(number or 0))
+      given, completed, kept = self._complete(images, None, int(number or 0))
       shown = np.concatenate([cut(given, kept)[:1], completed])
       return {picture: draw(shown), last: photo}
 
