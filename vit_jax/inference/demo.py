@@ -58,7 +58,11 @@ def picture(label: str, enlarged: bool = True):
   """
   classes = _ENLARGED if enlarged else None
   return gr.Image(
-    label=label, interactive=False, elem_classes=classes, buttons=[]
+    label=label,
+    format='png',
+    interactive=False,
+    elem_classes=classes,
+    buttons=[],
   )
 
 
