@@ -33,7 +33,7 @@ _EXAMPLES = 6
 _SIDE = 1024  # Most pixels of a side of a picture on the page.
 _SMALL = 64  # Images with shorter sides are shown without smoothing.
 _KEPT = 600  # Seconds until an upload is deleted, while the page is served.
-_VISITORS = 32  # Whose results are in memory; and most of those who wait.
+_VISITORS = 16  # Whose results are in memory; and most of those who wait.
 _AT_ONCE = 2  # Photographs.
 _FOLDER = 'GRADIO_TEMP_DIR'  # Gradio reads the folder of uploads here.
 _ENLARGED = 'enlarged'  # Class of components whose picture fills them.
@@ -112,8 +112,8 @@ def served(
   before = os.environ.get(_FOLDER)
   with tempfile.TemporaryDirectory(prefix='vit_jax_demo_') as folder:
     os.environ[_FOLDER] = folder
-    page = _make_page(model, title, facts, pathlib.Path(folder))
     try:
+      page = _make_page(model, title, facts, pathlib.Path(folder))
       page.queue(
         default_concurrency_limit=_AT_ONCE, max_size=_VISITORS, api_open=False
       )
@@ -135,9 +135,11 @@ def served(
         footer_links=[],
         css=_STYLE + (_PIXELATED if small else ''),
       )
-      yield url
+      try:
+        yield url
+      finally:
+        page.close(verbose=False)
     finally:
-      page.close(verbose=False)
       del os.environ[_FOLDER]
       if before is not None:
         os.environ[_FOLDER] = before
