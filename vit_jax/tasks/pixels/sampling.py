@@ -223,7 +223,7 @@ class Predictor(predictor_lib.Predictor):
       return {picture: draw(shown), last: photo}
 
     def again(photo, number):
-      return show(photo, number) if photo else {}
+      return show(photo, number) if photo else {picture: None}
 
     seed.change(again, [last, seed], [picture, last])
     return show, [seed], [picture, last]
