@@ -73,6 +73,7 @@ setuptools.setup(
   entry_points={'console_scripts': ['vit_jax = vit_jax.__main__:main']},
   extras_require={
     'test': [
+      'gradio>=6',
       'ipykernel',
       'ipywidgets',
       'jupytext',
@@ -83,6 +84,7 @@ setuptools.setup(
       'onnx',
       'onnxruntime',
       'pandas',
+      'playwright',
       'pyarrow',
       'pycocotools',
       'pytest',
@@ -97,6 +99,7 @@ setuptools.setup(
       'transformers',
     ],
     'onnx': ['onnx', 'onnxruntime'],
+    'demo': ['gradio>=6', 'matplotlib'],
     'plots': ['matplotlib'],
     'interop': ['safetensors'],
     'tables': ['pyarrow'],

@@ -27,6 +27,7 @@ MINIMAL = {
   'visualize': ['--workdir=/tmp/run', '--out=/tmp/out'],
   'probe': ['--workdir=/tmp/run'],
   'convert': ['a.npz', 'b.npz'],
+  'demo': ['--workdir=/tmp/run'],
   'export': ['--workdir=/tmp/run', '--to=onnx', '--out=/tmp/out'],
   'index': ['/tmp/folder'],
   'compute': [],

@@ -18,6 +18,7 @@ import threading
 _PRELOAD = [
   'vit_jax.evaluate', 'vit_jax.inference_time', 'vit_jax.train',
   'vit_jax.studies.transfer', 'tensorflow_datasets', 'tests.forked',
+  'jaxlib.mlir.dialects.mhlo',  # JAX imports it late.
 ]  # fmt: skip
 # What JAX reads from the environment when it is imported, before the fork.
 _JAX_SETTINGS = {

@@ -12,6 +12,7 @@ COMMANDS = {
   'evaluate': ('evaluate', 'evaluates a trained model on any split'),
   'predict': ('predict', 'prints or draws what a model says of images'),
   'visualize': ('visualize', "draws the paper's figures of a model"),
+  'demo': ('demo', 'shows a model on a page, for photographs that you drop'),
   'probe': ('probe', 'measures the features of a model by linear probes'),
   'convert': (
     'convert',

@@ -148,7 +148,7 @@ def _small(images):
 
 
 def describe(model) -> tuple[str, dict[str, str]]:
-  """Describes a model: returns a title for the page, and facts by name."""
+  """Describes a model: returns its name, and facts by name."""
   from vit_jax.weights import identify
 
   config = model.config
@@ -163,7 +163,7 @@ def describe(model) -> tuple[str, dict[str, str]]:
     facts['classes'] = f'{len(model.class_names):,}'
   if model.workdir:
     facts['run'] = f'{model.workdir}, step {model.step:,}'
-  return f'Inside {name}', facts
+  return name, facts
 
 
 def run(args) -> None:
@@ -183,7 +183,8 @@ def run(args) -> None:
     )
     entries, lacking = gallery.choose(shown, args.figures)
     chosen += [(entry, shown) for entry in entries]
-    title, facts = describe(model)
+    name, facts = describe(model)
+    title = f'Inside {name}'
     if args.weights:
       facts['weights'] = args.weights
   if args.inductive_bias:

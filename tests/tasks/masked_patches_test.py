@@ -1,9 +1,11 @@
 """Tests of masked patch prediction: what is corrupted, what is to be predicted."""
 
+import argparse
 import copy
 import json
 import math
 
+import gradio
 import jax
 import jax.numpy as jnp
 import ml_collections
@@ -21,6 +23,7 @@ from vit_jax.configs import common
 from vit_jax.configs import masked_patches as config_lib
 from vit_jax.configs import masked_patches_digits
 from vit_jax.distributed import sharding
+from vit_jax.inference import demo
 from vit_jax.layers import patches as patches_lib
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics as metrics_lib
@@ -305,6 +308,18 @@ def test_prediction_draws_what_was_masked_and_predicted(finished):
   kept = seen == 1
   np.testing.assert_array_equal(guessed[kept], image[kept])
   assert model.predict([]) == []
+
+
+def test_a_page_shows_what_the_command_draws(finished, tmp_path):
+  model = predict.load(str(finished[1]))
+  pixels = np.full((8, 8, 3), 200, np.uint8)
+  path, out = str(tmp_path / 'image.png'), tmp_path / 'out.png'
+  Image.fromarray(pixels).save(path)
+  model.report([path], argparse.Namespace(out=str(out)))
+  with gradio.Blocks():
+    show, _, [picture] = model.page()
+  found = show(demo.Photo(path, pixels))
+  np.testing.assert_array_equal(found[picture], np.asarray(Image.open(out)))
 
 
 def test_the_command_writes_a_picture(finished, tmp_path, monkeypatch, capsys):

@@ -96,17 +96,21 @@ def as_pixels(images) -> np.ndarray:
   return np.broadcast_to(pixels, (*pixels.shape[:-1], 3))
 
 
-def overlay(pixels: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def overlay(
+  pixels: np.ndarray, weights: np.ndarray, filled: Sequence[float] = (1, 1)
+) -> np.ndarray:
   """Draws a map in colours over a picture in grey, both in [0, 1].
 
-  Takes float32 [H, W, 3] and [h, w], not negative, scaled by its largest value.
+  Takes float32 [H, W, 3] and [h, w], not negative, scaled by its largest value;
+  and the part of the map, down and across, that belongs to the picture.
   """
   import matplotlib
 
   weights = np.asarray(weights, np.float32)
   weights = weights / max(float(weights.max()), np.finfo(np.float32).tiny)
+  bottom, right = np.multiply(weights.shape, filled)
   large = Image.fromarray(weights).resize(
-    pixels.shape[1::-1], Image.Resampling.BILINEAR
+    pixels.shape[1::-1], Image.Resampling.BILINEAR, (0, 0, right, bottom)
   )
   large = np.asarray(large)[..., None].clip(0, 1)  # [H, W, 1]
   colours = matplotlib.colormaps['viridis'](large[..., 0])[..., :3]

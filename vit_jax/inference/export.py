@@ -33,12 +33,7 @@ import tensorflow as tf
 from vit_jax import cli
 from vit_jax.augmentation import canvases
 from vit_jax.configs import rules
-from vit_jax.data import folder as folder_lib
-from vit_jax.data import records
-from vit_jax.data import sources
 from vit_jax.data.images import reading
-from vit_jax.data.tfds import builders
-from vit_jax.data.tfds import registry
 from vit_jax.distributed import files
 from vit_jax.inference import given
 
@@ -392,7 +387,7 @@ FORMATS = {
 
 def _inputs(model, program, images) -> tuple[dict[str, np.ndarray], str]:
   """Returns inputs of real images, [n, ...] by name, and their origin in words."""
-  source, where = _source(model, images)
+  source, where = given.sample(model.config, _IMAGES, images)
   stream = model.stream(source, lambda *_: (), program.inputs)
   found = [inputs for _, inputs, _ in stream]
   found = jax.tree.map(lambda *rows: np.stack(rows), *found)
@@ -400,41 +395,6 @@ def _inputs(model, program, images) -> tuple[dict[str, np.ndarray], str]:
     pixels = np.round((found['image'] + 1) * 127.5)
     found['image'] = pixels.clip(0, 255).astype(np.uint8)
   return found, where
-
-
-def _source(model, images):
-  """Returns at most _IMAGES images as a source, and their origin in words."""
-  config = model.config
-  source, where = None, f"'{config.dataset}', split '{config.pp.test}'"
-  if images is not None:
-    source = given.Given(images, config.max_image_pixels)
-    where = 'the given images'
-  else:
-    with contextlib.suppress(ValueError, OSError):
-      source = _test_split(config)
-  if source is None:
-    from sklearn import datasets
-
-    photos = datasets.load_sample_images().images
-    parts = [photos[0][:213], photos[0][213:], photos[1][:, :320]]
-    source, where = given.Given([*photos, *parts]), "scikit-learn's photographs"
-  count = min(_IMAGES, source.num_examples)
-  if not count:
-    raise ValueError('there are no images to compare on: give some')
-  return records.Subset(source, np.arange(count)), f'{count} of {where}'
-
-
-def _test_split(config):
-  """Opens a run's test split; returns None if that needs a download."""
-  dataset = config.dataset
-  if not isinstance(dataset, str) or dataset.startswith(registry.VTAB):
-    return None
-  if not (folder_lib.is_folder(dataset) or registry.register(dataset)):
-    if not builders.find_builder(config, dataset).info.splits:
-      return None
-  config = config.copy_and_resolve_references()
-  config.broken_images = 'trust'
-  return sources.open_split(config, config.pp.test, ('image',))
 
 
 def _computed(task) -> str:

@@ -1,14 +1,20 @@
-"""Images that a user gives, as a source of the input pipeline."""
+"""Images that a user gives, or that are at hand, as sources of the pipeline."""
 
 from collections.abc import Sequence
+import contextlib
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from vit_jax import preprocess
+from vit_jax.data import folder as folder_lib
 from vit_jax.data import records
+from vit_jax.data import sources
 from vit_jax.data.images import images as images_lib
 from vit_jax.data.images import index as index_lib
+from vit_jax.data.tfds import builders
+from vit_jax.data.tfds import registry
 
 
 class Given(records.Source):
@@ -47,3 +53,43 @@ class Given(records.Source):
     del record
     image = self._images[index]
     preprocess.from_user(image, images_lib.decode, self._max_pixels)
+
+
+def sample(
+  config, count: int, images: Sequence[Any] | None = None
+) -> tuple[records.Source, str]:
+  """Returns at most `count` images as a source, and their origin in words.
+
+  These are the given images; else those of the run's test split, unless that
+  needs a download; else the photographs of scikit-learn.
+  """
+  source, where = None, f"'{config.dataset}', split '{config.pp.test}'"
+  if images is not None:
+    source = Given(images, config.max_image_pixels)
+    where = 'the given images'
+  else:
+    with contextlib.suppress(ValueError, OSError):
+      source = _test_split(config)
+  if source is None:
+    from sklearn import datasets
+
+    photos = datasets.load_sample_images().images
+    parts = [photos[0][:213], photos[0][213:], photos[1][:, :320]]
+    source, where = Given([*photos, *parts]), "scikit-learn's photographs"
+  count = min(count, source.num_examples)
+  if not count:
+    raise ValueError(f'{where}: there are no images: give some')
+  return records.Subset(source, np.arange(count)), f'{count} of {where}'
+
+
+def _test_split(config):
+  """Opens a run's test split; returns None if that needs a download."""
+  dataset = config.dataset
+  if not isinstance(dataset, str) or dataset.startswith(registry.VTAB):
+    return None
+  if not (folder_lib.is_folder(dataset) or registry.register(dataset)):
+    if not builders.find_builder(config, dataset).info.splits:
+      return None
+  config = config.copy_and_resolve_references()
+  config.broken_images = 'trust'
+  return sources.open_split(config, config.pp.test, ('image',))

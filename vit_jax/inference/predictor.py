@@ -293,3 +293,22 @@ class Predictor:
       f'{image}\n  {result}'
       for image, result in zip(images, self.predict(images))
     ]
+
+  def page(self) -> tuple[Callable[..., dict], list, list]:
+    """Adds what is seen of a photograph to a page, see vit_jax/inference/demo.py.
+
+    Runs inside of a gradio.Blocks; makes components there, and their events.
+
+    Returns:
+      (show, inputs, outputs). `inputs` and `outputs` are components. Several
+      threads call show(photo, *values of the inputs), with a
+      vit_jax.inference.demo.Photo; it returns new values by component, and those
+      `outputs` that it leaves out are cleared.
+
+    Raises:
+      ValueError: if there is nothing to show.
+    """
+    raise ValueError(
+      f"the task '{self.config.task}' shows nothing on a page: give its predictor "
+      'a method `page`, as in vit_jax/tasks/classify.py'
+    )

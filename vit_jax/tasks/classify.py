@@ -12,7 +12,9 @@ from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax.augmentation import mixing
 from vit_jax.configs import rules
+from vit_jax.figures import attention
 from vit_jax.figures import captions
+from vit_jax.figures import drawing
 from vit_jax.figures import gallery
 from vit_jax.inference import tables
 from vit_jax.learning import losses
@@ -21,6 +23,7 @@ from vit_jax.tasks import base
 # Number of classes from which top-5 accuracy is measured too: of few classes five
 # are a large part.
 _TOP5 = 100
+_SHOWN = 5  # Classes on a page.
 _NAMES = 3  # Maximum number of classes in the caption of a training image.
 
 
@@ -285,3 +288,45 @@ class Predictor(base.Predictor):
     for path, classes in zip(images, self._best(images, args.top)):
       yield path
       yield from (f'  {100 * p:6.2f} %  {name}' for name, p in classes)
+
+  @functools.cached_property
+  def _inside(self):
+    """Computes `probabilities`, and a map of attention `rollout` if there is one."""
+    task = self.task
+
+    def compute(params, extra, batch):
+      if attention.lacks(task.model):
+        return task.exported(params, extra, batch)
+      images = batch['image']
+      grid = attention.patch_grid(task.model, params, images)
+      found = attention.forward(task.model, params, images)
+      return {
+        'probabilities': task.squash(found[1]),
+        'rollout': attention.rollout_maps(attention.of(*found, grid)),
+      }
+
+    return jax.jit(compute)
+
+  def page(self):
+    """Shows the most probable classes, and attention rollout over the image."""
+    import gradio as gr
+
+    from vit_jax.inference import demo
+
+    self._check_head()
+    outputs = [gr.Label(label='Most probable classes', num_top_classes=_SHOWN)]
+    if not attention.lacks(self.task.model):
+      outputs.append(demo.picture('Attention rollout'))
+
+    def show(photo):
+      ((_, inputs, found),) = self.stream([photo.path], self._inside, ['image'])
+      values = [dict(self._of_row(found, _SHOWN))]
+      if 'rollout' in found:
+        # A centre crop is not the whole photograph.
+        is_whole = self.config.pp.resize is None
+        seen = photo.pixels / 127.5 - 1 if is_whole else inputs['image']
+        over = drawing.overlay(drawing.as_pixels(seen), found['rollout'])
+        values.append(captions.to_pixels(2 * over - 1))
+      return dict(zip(outputs, values))
+
+    return show, [], outputs

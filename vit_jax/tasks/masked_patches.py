@@ -289,6 +289,17 @@ class Predictor(base.Predictor):
     out.write_bytes(images_lib.encode_png(_draw(pictures)))
     return [f'{len(pictures)} image(s), masked and predicted: {out}']
 
+  def page(self):
+    """Shows an image, the masked image and the prediction."""
+    from vit_jax.inference import demo
+
+    picture = demo.picture('Masked patches')
+
+    def show(photo):
+      return {picture: _draw(np.stack(self.predict([photo.path])))}
+
+    return show, [], [picture]
+
 
 def _draw(pictures, most=None) -> np.ndarray:
   """Draws a row for each of Task.pictures; `most` is that of captions.grid."""

@@ -5,6 +5,7 @@ import io
 import itertools
 import types
 
+import gradio
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +19,7 @@ from vit_jax.configs import detr_panoptic_scenes
 from vit_jax.data import records
 from vit_jax.data.tfds import scenes
 from vit_jax.distributed import sharding
+from vit_jax.inference import demo
 from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 from vit_jax.tasks.detection import masks as masks_lib
@@ -251,6 +253,27 @@ def test_predicted_segments_are_those_of_the_original_image(classes, tmp_path):
   task.model.mask_head = False
   with pytest.raises(ValueError, match='no mask head'):
     task.predictor({}, {'frozen': {}}, 0).segment([image])
+
+
+def test_segments_are_shown_on_a_page(classes, tmp_path):
+  predictor = make_task().predictor({}, {'frozen': {}}, 0)
+  image = COLOURS[classes].astype(np.uint8)
+  path = str(tmp_path / 'image.png')
+  Image.fromarray(image).save(path)
+  out = str(tmp_path / 'out.png')
+  predictor.report(
+    [path], argparse.Namespace(out=out, threshold=None, image_size=None)
+  )
+  with gradio.Blocks():
+    show, [threshold], (_, picture, words) = predictor.page()
+  assert threshold.value == predictor.LEAST
+  found = show(demo.Photo(path, image), 0.85)
+  assert found[words] == '4 segments with a score of at least 85 %'
+  # In the file the map is enlarged; here it is made for the picture.
+  near = found[picture] == np.asarray(Image.open(out))
+  assert near.all(axis=-1).mean() > 0.9
+  found = show(demo.Photo(path, image), 1.0)
+  assert found[words] == '0 segments with a score of at least 100 %'
 
 
 def test_pictures_show_truth_and_prediction(classes):

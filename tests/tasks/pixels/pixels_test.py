@@ -4,6 +4,7 @@ import copy
 import json
 import math
 
+import gradio
 import jax
 import jax.numpy as jnp
 import ml_collections
@@ -19,6 +20,8 @@ from vit_jax import predict
 from vit_jax import train
 from vit_jax.commands import predict as predict_command
 from vit_jax.configs import igpt_finetune
+from vit_jax.figures import captions
+from vit_jax.inference import demo
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks.pixels import finetune as pixels_finetune
@@ -200,6 +203,20 @@ def test_samples_are_images_of_the_palette(model):
   np.testing.assert_array_equal(likely[0], likely[1])
 
 
+def test_a_page_shows_an_image_and_its_completions(model):
+  pixels = np.zeros((8, 8, 3), np.uint8)
+  with gradio.Blocks():
+    show, [seed], [picture, _] = model.page()
+  assert seed.value == 0
+  found = show(demo.Photo('', pixels), 1)[picture]
+  completed = model.complete([pixels] * 3, seed=1)
+  given = pixels.copy()
+  given[4:] = 128
+  want = captions.grid(np.stack([given, *completed]))
+  np.testing.assert_array_equal(found, want)
+  assert (show(demo.Photo('', pixels), 2)[picture] != found).any()
+
+
 def test_completions_keep_the_upper_rows(model):
   given = np.zeros((2, 8, 8), np.uint8)
   given[1] = 255
@@ -251,7 +268,8 @@ def test_wrong_arguments_of_sampling_are_named(model, call, message):
 def test_bert_draws_no_images(data_dir):
   task = make_task(data_dir, causal=False)
   model = task.predictor(None, {}, 1)
-  for call in (lambda: model.sample(1), lambda: model.complete(['a.png'])):
+  draw = lambda: model.sample(1), lambda: model.complete(['a.png'])
+  for call in (*draw, model.page):
     with pytest.raises(ValueError, match=r"cannot draw images: .*'ar'"):
       call()
 
@@ -334,7 +352,17 @@ def test_fine_tuning_starts_from_a_run_and_its_palette(
   model = predict.load(str(tmp_path / 'tuned'))
   assert model.metadata['palette'] == before.metadata['palette']
   assert len(model.class_names) == 10
-  assert len(model.predict([np.zeros((8, 8), np.uint8)])[0]) == 5
+  image = np.zeros((8, 8, 3), np.uint8)
+  [classes] = model.predict([image])
+  assert len(classes) == 5
+  path = str(tmp_path / 'image.png')
+  Image.fromarray(image).save(path)
+  with gradio.Blocks():
+    show, _, outputs = model.page()
+  shares, completions = list(show(demo.Photo(path, image), 0).values())[:2]
+  assert shares == pytest.approx(dict(classes))
+  assert completions.ndim == 3
+  assert len(outputs) == 3
   assert metrics['bits_per_dim_test'] == pytest.approx(
     finished[2]['bits_per_dim_test'], rel=1e-5
   )

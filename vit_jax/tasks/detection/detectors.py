@@ -60,7 +60,7 @@ class Detector(predictor_lib.Predictor):
         read, the threshold is not between 0 and 1, or `image_size` is neither
         a positive int nor a pair of them.
     """
-    make = functools.partial(Detector._make, self)
+    make = functools.partial(Detector.make, self)
     return [x for _, x in self._find(images, threshold, image_size, make)]
 
   def segment(self, images, threshold=None, image_size=None):
@@ -73,7 +73,7 @@ class Detector(predictor_lib.Predictor):
     )
 
   def _find(self, images, threshold, image_size, make) -> list:
-    """Returns the result of `make`, such as `_make`, for each image."""
+    """Returns the result of `make`, such as that of a detector, for each image."""
     how = self._columns(None, threshold, image_size)
     threshold = self.LEAST if threshold is None else threshold
     found = {
@@ -84,17 +84,20 @@ class Detector(predictor_lib.Predictor):
     }
     return [found[number] for number in range(len(images))]
 
-  def _make(self, inputs, outputs, threshold):
+  def make(self, inputs, outputs, threshold):
     """Returns None and the objects of one image, see `detect`."""
     outputs = jax.tree.map(lambda x: x[None], outputs)
     found = jax.device_get(self._detections(outputs))
-    boxes, labels, scores = (
-      found[name][0] for name in ('boxes', 'labels', 'scores')
-    )
+    found = jax.tree.map(lambda x: x[0], found)
+    return None, self.objects(inputs, found, threshold)
+
+  def objects(self, inputs, found, threshold):
+    """Lists the objects of one image among its `boxes`, `labels`, `scores` [Q]."""
+    boxes, labels, scores = (found[k] for k in ('boxes', 'labels', 'scores'))
     height, width = inputs['size']
     boxes = boxes.clip(0, 1) * np.array([width, height, width, height])
     best = np.argsort(-scores, kind='stable')
-    return None, [
+    return [
       (self.class_names[labels[k]], float(scores[k]), tuple(boxes[k].tolist()))
       for k in best[scores[best] >= threshold]
     ]
@@ -110,7 +113,7 @@ class Detector(predictor_lib.Predictor):
     rules.check('image_size', image_size, rules.optional(rules.size))
 
     def row(inputs, outputs):
-      _, found = self._make(inputs, outputs, threshold)
+      _, found = self.make(inputs, outputs, threshold)
       return dict(zip(self.TYPES, zip(*found) if found else ((),) * 4))
 
     parts = functools.partial(self.task.parts_at, image_size=image_size)
@@ -122,7 +125,7 @@ class Detector(predictor_lib.Predictor):
   def report(self, images, args):
     """Returns what is found as lines; draws it if `args.out` is a path."""
     threshold = self.LEAST if args.threshold is None else args.threshold
-    results = self._find(images, threshold, args.image_size, self._make)
+    results = self._find(images, threshold, args.image_size, self.make)
     lines, drawn = [], []
     for path, (numbers, found) in zip(images, results):
       lines.append(path)
@@ -135,7 +138,7 @@ class Detector(predictor_lib.Predictor):
       ]
       if args.out is not None:
         image = preprocess.from_user(path, images_lib.decode).numpy()
-        drawn.append(self._draw(image, numbers, found))
+        drawn.append(self.draw(image, numbers, found))
     if drawn:
       drawing.save(drawn, args.out)
       lines.append(f'picture: {args.out}')
@@ -144,13 +147,20 @@ class Detector(predictor_lib.Predictor):
   def _rest(self, box) -> str:
     return ' '.join(f'{value:.0f}' for value in box)
 
-  def _draw(self, image, _, found):
+  def draw(self, image, _, found):
+    """Draws what `make` returns on an image, uint8 [H, W, 3]."""
     size = np.array(image.shape[1::-1] * 2)  # width, height, width, height.
     return drawing.draw(
       image,
       [np.array(box) / size for _, _, box in found],
       [f'{name} {100 * score:.0f}' for name, score, _ in found],
     )
+
+  def page(self):
+    """Shows boxes above a score, and the attention of a box that is clicked."""
+    from vit_jax.tasks.detection import page  # Late: imports Gradio.
+
+    return page.of_objects(self)
 
 
 class Segmenter(Detector):
@@ -186,9 +196,9 @@ class Segmenter(Detector):
       for pixels of none. The segments, from number 1 on, are (class name, score,
       whether it is a thing, area in pixels).
     """
-    return self._find(images, threshold, image_size, self._make)
+    return self._find(images, threshold, image_size, self.make)
 
-  def _make(self, inputs, outputs, threshold):
+  def make(self, inputs, outputs, threshold):
     """Returns the map and the segments of one image, see `segment`."""
     both = jax.tree.map(lambda x: x[None], (outputs, inputs))
     found = jax.device_get(self.task.masks(*both))
@@ -206,5 +216,12 @@ class Segmenter(Detector):
   def _rest(self, is_thing, area) -> str:
     return f'{"thing" if is_thing else "stuff"}  {area:,} pixels'
 
-  def _draw(self, image, numbers, found):
+  def draw(self, image, numbers, found):
+    """Draws what `make` returns for this size of an image, uint8 [H, W, 3]."""
     return drawing.overlay(image, numbers, [name for name, *_ in found])
+
+  def page(self):
+    """Shows segments above a score."""
+    from vit_jax.tasks.detection import page
+
+    return page.of_segments(self)

@@ -12,7 +12,7 @@ from vit_jax.data.images import images as images_lib
 from vit_jax.figures import colors
 from vit_jax.figures import fonts
 
-_LEAST = 256  # Smaller images are enlarged so that names can be read.
+_LEAST = 256  # Pixels to which the shorter side of an image is enlarged.
 
 
 def draw(image, boxes, names: Sequence[str]) -> np.ndarray:
@@ -22,7 +22,7 @@ def draw(image, boxes, names: Sequence[str]) -> np.ndarray:
   4], x0, y0, x1, y1 as shares of the image; and a text for each box, whose
   first word decides the colour.
   """
-  canvas = Image.fromarray(_enlarged(image))
+  canvas = Image.fromarray(enlarged(image))
   pen = ImageDraw.Draw(canvas)
   line = max(2, min(canvas.size) // 200)
   for box, name in zip(boxes, names):
@@ -40,7 +40,7 @@ def overlay(image, numbers, names: Sequence[str]) -> np.ndarray:
   Takes an image and texts as `draw`, and the number of the segment of each
   pixel, int [H, W], from 1; pixels of none, 0, stay as they are.
   """
-  pixels = _enlarged(image).astype(np.float32)
+  pixels = enlarged(image).astype(np.float32)
   times = len(pixels) // len(image)
   large = np.asarray(numbers).repeat(times, 0).repeat(times, 1)
   tints = np.array([(0, 0, 0), *(ImageColor.getrgb(_color(n)) for n in names)])
@@ -68,8 +68,8 @@ def _inside(mask):
   return int(columns[len(columns) // 2]), int(row)
 
 
-def _enlarged(image) -> np.ndarray:
-  """Repeats the pixels of a small image."""
+def enlarged(image) -> np.ndarray:
+  """Repeats the pixels of a small image, so that names can be read on it."""
   times = -(-_LEAST // min(image.shape[:2]))
   return image.repeat(times, axis=0).repeat(times, axis=1)
 

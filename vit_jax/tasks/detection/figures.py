@@ -8,7 +8,6 @@ vit_jax/figures/drawing.py.
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image
 
 from vit_jax.distributed import sharding
 from vit_jax.figures import colors
@@ -170,11 +169,7 @@ def _picture(image, filled) -> np.ndarray:
 
 def _show_map(axes, picture, weights, filled):
   """Draws a map [h, w] of a canvas over the picture that fills a part of it."""
-  bottom, right = np.multiply(weights.shape, filled)
-  large = Image.fromarray(weights.astype(np.float32)).resize(
-    picture.shape[1::-1], Image.Resampling.BILINEAR, (0, 0, right, bottom)
-  )
-  axes.imshow(drawing.overlay(picture, np.asarray(large)))
+  axes.imshow(drawing.overlay(picture, weights, filled))
 
 
 def _draw_box(axes, box, picture, colour):

@@ -45,12 +45,12 @@ def look(task, params, extra, batch) -> Seen:
   [B, H, W], if there is padding. The weights of one image take much memory.
   """
   images = {k: batch[k] for k in ('image', 'real') if k in batch}
-  compute = jax.jit(functools.partial(_look, task))
+  compute = jax.jit(functools.partial(look_at, task))
   return engine.by_parts(lambda rows: compute(params, extra, rows), images, 1)
 
 
-def _look(task, params, extra, images) -> Seen:
-  """Does the work of `look`; `jax.jit` can trace it."""
+def look_at(task, params, extra, images) -> Seen:
+  """Does the work of `look` for all images at once; `jax.jit` can trace it."""
   model = task.model
   outputs, seen = model.apply(
     {'params': params, 'frozen': extra.get('frozen', {})},

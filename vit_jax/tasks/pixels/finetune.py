@@ -88,3 +88,15 @@ class Predictor(sampling.Predictor, classify.Predictor):
   predict = classify.Predictor.predict
   describe = classify.Predictor.report
   _columns = classify.Predictor._columns
+
+  def page(self):
+    """Shows classes, and completions if the model can draw."""
+    show, inputs, outputs = classify.Predictor.page(self)
+    if not self.task.model.causal:
+      return show, inputs, outputs
+    complete, *more = sampling.Predictor.page(self)
+
+    def both(photo, *values):
+      return {**show(photo), **complete(photo, *values)}
+
+    return both, [*inputs, *more[0]], [*outputs, *more[1]]

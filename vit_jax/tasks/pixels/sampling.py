@@ -19,6 +19,7 @@ from vit_jax.inference import predictor as predictor_lib
 from vit_jax.inference import tables
 
 _ACROSS = 8  # Samples in a row of a picture.
+_COMPLETIONS = 3  # Of an image on a page.
 
 
 class Predictor(predictor_lib.Predictor):
@@ -203,6 +204,29 @@ class Predictor(predictor_lib.Predictor):
       return self.describe(images, args)
     epath.Path(args.out).write_bytes(images_lib.encode_png(picture))
     return lines
+
+  def page(self):
+    """Shows an image without its lower part, and completions of it."""
+    import gradio as gr
+
+    from vit_jax.inference import demo
+
+    self._check_objective()
+    seed = gr.Number(0, label='Seed', precision=0, minimum=0)
+    picture = demo.picture('Completions')
+    last = gr.State()
+
+    def show(photo, number):
+      images = [photo.pixels] * _COMPLETIONS
+      given, completed, kept = self._complete(images, None, int(number or 0))
+      shown = np.concatenate([cut(given, kept)[:1], completed])
+      return {picture: draw(shown), last: photo}
+
+    def again(photo, number):
+      return show(photo, number) if photo else {picture: None}
+
+    seed.change(again, [last, seed], [picture, last])
+    return show, [seed], [picture, last]
 
 
 def draw(images: np.ndarray) -> np.ndarray:
