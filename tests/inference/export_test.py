@@ -217,7 +217,7 @@ def test_the_command_exports_a_run_for_a_process_without_this_package(
   assert facts['labels'] == [str(i) for i in range(10)]
   assert facts['preprocessing'] == {
     'size': [8, 8], 'channels': 1, 'resize': None, 'antialias': False,
-    'interpolation': 'bilinear', 'range': [0, 255],
+    'interpolation': 'bilinear', 'jpeg_shrink': True, 'range': [0, 255],
   }  # fmt: skip
   assert facts['command'] == f'vit_jax export {" ".join(argv)}'
   assert facts['difference'] < 1e-5

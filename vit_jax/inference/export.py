@@ -498,7 +498,10 @@ def _preprocessing(task, spec, uint8) -> dict:
   """Returns how images become inputs, see vit_jax/preprocess.py."""
   pp = task.config.pp
   *size, channels = _described(spec)['shape'][1:]
-  facts = {'size': size, 'channels': channels, 'interpolation': 'bilinear'}
+  facts = {
+    'size': size, 'channels': channels, 'interpolation': 'bilinear',
+    'jpeg_shrink': bool(pp.jpeg_shrink),
+  }  # fmt: skip
   if pp.sides:  # The image keeps its ratio; the rest of `size` is padding.
     group = canvases.evaluation(pp)
     facts.update(
