@@ -120,7 +120,7 @@ def test_threads_share_a_model(folder_run):
   begin = threading.Barrier(8, timeout=60).wait
   with futures.ThreadPoolExecutor(8, initializer=begin) as pool:
     found = list(pool.map(compute, calls))
-  # Of 1, 2 and 32 rows: no thread compiles what another one does.
+  # Of 1, 2 and 16 rows: no thread compiles what another one does.
   assert model._outputs._cache_size() == 3
   for call, values in zip(calls, found):
     jax.tree.map(np.testing.assert_array_equal, values, compute(call))

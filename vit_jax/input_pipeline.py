@@ -47,7 +47,7 @@ _CALLS = os.cpu_count() or 1
 _HEADERS = 64  # Headers of images read at a time.
 # Examples to predict that are prepared one by one: a pipeline takes a fifth of a
 # second to start.
-FEW = 8
+_FEW = 8
 
 
 def get_dataset_info(dataset: str, split: str) -> dict:
@@ -438,7 +438,7 @@ def part_batches(
       config.batch_eval = -(-rows // shards) * shards
     else:
       config.batch_eval = most
-    alone = size is not None and count <= FEW and not mesh.is_multi_process
+    alone = size is not None and count <= _FEW and not mesh.is_multi_process
     batches = few_batches if alone and not source.tolerant else eval_batches
     yield from batches(config, source, part.example, mesh, part.numbers)
 

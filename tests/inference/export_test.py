@@ -249,6 +249,19 @@ def test_uint8_and_halves(vit, tmp_path):
     assert np.abs(got - want).max() > 1e-6
 
 
+def test_bytes_in_the_padding_of_a_canvas_do_not_matter(tmp_path):
+  model, compute = load('canvases')
+  model.export(tmp_path / 'out', 'onnx', uint8=True)
+  shape = (2, *model.task.image_size, 3)
+  pixels = np.random.RandomState(3).randint(0, 256, shape, np.uint8)
+  real = np.zeros(shape[:3], bool)
+  real[0, :30], real[1, :, :24] = True, True
+  got = serve(tmp_path / 'out')({'image': pixels, 'real': real})
+  image = np.where(real[..., None], pixels / 127.5 - 1, 0).astype(np.float32)
+  for key, expected in compute({'image': image, 'real': real}).items():
+    np.testing.assert_allclose(got[key], expected, atol=1e-4)
+
+
 @pytest.mark.parametrize('to', ['stablehlo', 'onnx'])
 def test_features(vit, to, tmp_path):
   vit.export(tmp_path / 'out', to, features=True)

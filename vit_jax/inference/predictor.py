@@ -255,12 +255,10 @@ class Predictor:
   def _rows(self, part, count):
     """Returns the number of rows of the batches of a part of `count` images.
 
-    The model is compiled for 1, 2, 4 and 8 rows if so few images ask for them,
-    and for a whole batch.
+    A power of two below the greatest: calls with any numbers of images compile
+    the model a few times, and no more than half of the rows are padding.
     """
-    most = self.batch_size(part)
-    few = count <= input_pipeline.FEW
-    return min(most, 1 << (count - 1).bit_length()) if few else most
+    return min(self.batch_size(part), 1 << (count - 1).bit_length())
 
   def _placed(self, count):
     """Returns parameters and extra state for so many images, and their mesh."""
