@@ -331,13 +331,12 @@ def _write_saved_model(program, folder):
     )
     for name, x in program.inputs.items()
   }
-  module.serve = tf.function(
-    lambda **inputs: run(weights, inputs), autograph=False
-  )
+  # As a part of the module it would be traced twice.
+  serve = tf.function(lambda **inputs: run(weights, inputs), autograph=False)
   tf.saved_model.save(
     module,
     os.fspath(folder / '1'),
-    signatures=module.serve.get_concrete_function(**signature),
+    signatures=serve.get_concrete_function(**signature),
   )
 
 
