@@ -439,24 +439,20 @@ def part_batches(
     else:
       config.batch_eval = most
     alone = size is not None and count <= _FEW and not mesh.is_multi_process
-    batches = few_batches if alone and not source.tolerant else eval_batches
+    batches = _few_batches if alone and not source.tolerant else eval_batches
     yield from batches(config, source, part.example, mesh, part.numbers)
 
 
-def few_batches(config, source, example: Callable, mesh, numbers=None):
+def _few_batches(config, source, example: Callable, mesh, numbers=None):
   """Yields the batches of `eval_batches` for few examples, without a pipeline.
 
   This process alone prepares them, in the thread of the caller.
   """
 
   def make(number):
-    index = tf.constant(number, tf.int64)
-    try:
-      record = {'index': index, **source.record(index)}
-      made = example(source.read(record), None)
-    except tf.errors.OpError as e:
-      feeding.explain(e, source, [number])
-    made = {name: value.numpy() for name, value in made.items()}
+    made = _one(
+      source, lambda record: example(source.read(record), None), number
+    )
     return {**made, 'mask': np.float32(1), 'index': np.int32(number)}
 
   def batches():
@@ -468,6 +464,16 @@ def few_batches(config, source, example: Callable, mesh, numbers=None):
       yield jax.tree.map(lambda *rows: np.stack(rows), *made)
 
   return feeding.on_devices(batches(), mesh, 1)
+
+
+def _one(source, function: Callable, number: int) -> dict:
+  """Returns the tensors of a function of a record, in NumPy, by number."""
+  index = tf.constant(number, tf.int64)
+  try:
+    made = function({'index': index, **source.record(index)})
+  except tf.errors.OpError as e:
+    feeding.explain(e, source, [number])
+  return {name: value.numpy() for name, value in made.items()}
 
 
 def task_batches(task, source, mesh) -> Iterator[dict]:
@@ -501,6 +507,10 @@ def image_shapes(source) -> np.ndarray:
     return {'shape': images.shape_of(source.read(record)['image'])}
 
   def read():
+    if len(mine) <= _FEW:
+      for number in mine:
+        found[number] = _one(source, shape, number)['shape']
+      return
     numbers = tf.data.Dataset.from_tensor_slices(mine).batch(_HEADERS)
     records = order.at_a_time(source, numbers, source.lookup)
     shapes = records.map(shape, num_parallel_calls=_CALLS).batch(_HEADERS)
