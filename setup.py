@@ -73,6 +73,7 @@ setuptools.setup(
   entry_points={'console_scripts': ['vit_jax = vit_jax.__main__:main']},
   extras_require={
     'test': [
+      'fastapi',
       'gradio>=6',
       'ipykernel',
       'ipywidgets',
@@ -97,6 +98,7 @@ setuptools.setup(
       'timm',
       'torch==2.13.0',
       'transformers',
+      'uvicorn',
     ],
     'onnx': ['onnx', 'onnxruntime'],
     'demo': ['gradio>=6', 'matplotlib'],

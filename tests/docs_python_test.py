@@ -4,13 +4,25 @@ The examples of docs/extend.md are trained together, in one small run, which the
 Python of the other pages reads.
 """
 
+from concurrent import futures
 import contextlib
+import http.server
+import io
 import json
 import runpy
 import sys
+import threading
+import time
+import urllib.error
+import urllib.request
 
 import jax
+import numpy as np
+from PIL import Image
 import pytest
+from sklearn import datasets
+import tensorflow as tf
+import uvicorn
 
 from tests import commands
 from tests import conftest
@@ -18,6 +30,8 @@ from tests import markdown
 from tests import tiny_models
 from vit_jax import checkpoint
 from vit_jax import predict
+from vit_jax import preprocess
+from vit_jax.commands import export
 from vit_jax.configs import detr_scenes
 from vit_jax.configs import igpt_digits
 from vit_jax.data.tfds import registry
@@ -145,16 +159,189 @@ def stand_ins(examples, trained, tmp_path_factory):
     page
     for page in markdown.PAGES
     if markdown.blocks(page, 'python')
-    and page.name not in ('extend.md', 'notebooks.md')
+    and page.name not in ('extend.md', 'notebooks.md', 'serve.md')
   ],
   ids=lambda page: page.name,
 )
 def test_python_runs(page, stand_ins):
-  names = {}  # The blocks of a page follow each other.
+  run_page(page, stand_ins)
+
+
+def run_page(page, stand_ins):
+  """Runs the Python of a page, whose blocks follow each other; its variables."""
+  names = {}
   for code in markdown.blocks(page, 'python'):
-    for name, stand_in in stand_ins.items():
-      code = code.replace(name, stand_in)
-    exec(code, names)
+    exec(replaced(code, stand_ins), names)
+  return names
+
+
+def replaced(text, stand_ins):
+  for name, stand_in in stand_ins.items():
+    text = text.replace(name, stand_in)
+  return text
+
+
+# --- docs/serve.md ---
+
+
+@pytest.fixture(scope='module')
+def served(examples, trained, stand_ins, tmp_path_factory):
+  """The variables of the page, the model, and the folder of its SavedModel."""
+  folder = tmp_path_factory.mktemp('served')
+  stand_ins = {
+    '/tmp/digits_onnx': str(folder / 'onnx'),
+    '/tmp/digits_tf': str(folder / 'tf'),
+    '/tmp/photos/*': str(examples / 'parity' / '?.png'),
+    **stand_ins,
+  }
+  for page, command, args in markdown.commands():
+    if page == 'serve.md' and args:
+      assert command == 'export'
+      export.main([replaced(arg, stand_ins) for arg in args])
+  names = run_page(DOCS / 'serve.md', stand_ins)
+  return names, predict.load(str(trained[0])), folder / 'tf'
+
+
+def encoded(pixels, kind='PNG'):
+  """The bytes of a file of an image."""
+  buffer = io.BytesIO()
+  Image.fromarray(pixels).save(buffer, kind)
+  return buffer.getvalue()
+
+
+def photographs(count):
+  """Parts of photographs of different sizes, as files."""
+  photos = datasets.load_sample_images().images
+  return [encoded(photos[i % 2][9 * i :, : 600 - 7 * i]) for i in range(count)]
+
+
+@contextlib.contextmanager
+def running(app):
+  """Serves an app of FastAPI on loopback; its URL."""
+  server = uvicorn.Server(uvicorn.Config(app, port=0, log_level='warning'))
+  thread = threading.Thread(target=server.run)
+  thread.start()
+  while not server.started:
+    time.sleep(0.01)
+  yield 'http://{}:{}'.format(*server.servers[0].sockets[0].getsockname())
+  server.should_exit = True
+  thread.join()
+
+
+def post(url, data):
+  with urllib.request.urlopen(url, data, timeout=60) as answer:
+    return json.load(answer)
+
+
+class Slow:
+  """A session of ONNX Runtime that notes the sizes of batches, and takes a while."""
+
+  def __init__(self, session):
+    self.session, self.sizes = session, []
+
+  def run(self, names, inputs):
+    self.sizes.append(len(inputs['image']))
+    time.sleep(0.2)
+    return self.session.run(names, inputs)
+
+
+def test_fastapi_batches_requests_that_come_together(served):
+  names, model, _ = served
+  names['session'] = slow = Slow(names['session'])
+  files = [
+    *photographs(23),
+    *map(encoded, np.eye(4, dtype=np.uint8)[:, None] * 90),
+  ]
+  jpeg = encoded(datasets.load_sample_images().images[1], 'JPEG')
+  with running(names['app']) as url:
+    with futures.ThreadPoolExecutor(32) as pool:
+      answers = list(pool.map(lambda file: post(url, file), [*files, jpeg]))
+    for file, status in (
+      (jpeg[:2000], 400), (b'GIF89', 400), (b'', 400), (bytes(10_000_001), 413)
+    ):  # fmt: skip
+      with pytest.raises(urllib.error.HTTPError) as error:
+        post(url, file)
+      assert error.value.code == status
+      assert json.load(error.value)['detail'].endswith('.')
+  assert sum(slow.sizes) == len(answers)
+  assert 8 < max(slow.sizes) <= 16
+  want = model.probabilities([*files, jpeg])
+  got = [{x['label']: x['probability'] for x in answer} for answer in answers]
+  got = np.array([[row[name] for name in ('even', 'odd')] for row in got])
+  assert np.ptp(got[:, 0]) > 0.03
+  np.testing.assert_allclose(got[:-1], want[:-1], atol=1e-5)
+  np.testing.assert_allclose(got[-1], want[-1], atol=1e-3)
+
+
+@pytest.mark.parametrize('resize', [None, 40, (50, 30)])
+def test_the_page_prepares_images_as_predictions_do(
+  served, resize, monkeypatch
+):
+  names, model, _ = served
+  pp = model.config.pp.copy_and_resolve_references()
+  with pp.ignore_type():
+    pp.update(crop=(24, 28), resize=resize, channels=3)
+  facts = {
+    'size': [24, 28], 'resize': json.loads(json.dumps(resize)),
+    'channels': 3, 'range': [-1, 1], 'jpeg_shrink': True,
+  }  # fmt: skip
+  monkeypatch.setitem(names['facts'], 'preprocessing', facts)
+  photo = datasets.load_sample_images().images[0]
+  for kind, most in (('PNG', 1e-4), ('JPEG', 0.05)):
+    file = encoded(photo, kind)
+    got, want = names['prepare'](file), preprocess.prepare(file, None, pp)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, want, atol=most)
+  whole = np.asarray(tf.image.resize(photo, [24, 28])) / 127.5 - 1
+  if resize is None:  # A JPEG is first made smaller, which averages pixels.
+    assert np.abs(got - whole).mean() > 0.05
+
+
+class Rows(http.server.BaseHTTPRequestHandler):
+  """Answers as TensorFlow Serving does a request in its row format."""
+
+  def do_POST(self):
+    body = self.rfile.read(int(self.headers['Content-Length']))
+    request = json.loads(body)
+    assert list(request) == ['instances']
+    [spec] = self.server.serve.structured_input_signature[1].values()
+    found = self.server.serve(
+      image=tf.constant(request['instances'], spec.dtype)
+    )
+    rows = [
+      {name: x[i].numpy().tolist() for name, x in found.items()}
+      for i in range(len(request['instances']))
+    ]
+    self.send_response(200)
+    self.end_headers()
+    self.wfile.write(json.dumps({'predictions': rows}).encode())
+
+
+def test_tensorflow_serving_finds_its_layout(served):
+  names, model, folder = served
+  versions = [path.name for path in folder.iterdir() if path.name.isdigit()]
+  assert versions == ['1']
+  assert (folder / '1' / 'saved_model.pb').exists()
+  loaded = tf.saved_model.load(str(folder / '1'), tags='serve')
+  serve = loaded.signatures['serving_default']
+  [spec] = serve.structured_input_signature[1].values()
+  assert spec.shape.as_list() == [None, 16, 16, 1]
+  server = http.server.HTTPServer(('127.0.0.1', 0), Rows)
+  server.serve = serve
+  threading.Thread(target=server.serve_forever, daemon=True).start()
+  [file] = photographs(1)
+  row = names['ask'](file, 'http://{}:{}'.format(*server.server_address))
+  server.shutdown()
+  server.server_close()
+  [want] = model.probabilities([file])
+  np.testing.assert_allclose(row['probabilities'], want, atol=1e-5)
+  assert set(row) == {'logits', 'probabilities'}
+
+
+def test_threads_predict_what_one_does(served):
+  names, model, _ = served
+  assert len(names['paths']) == 10
+  assert names['found'] == [model.predict([path])[0] for path in names['paths']]
 
 
 def test_the_task_that_is_shown_is_the_one_that_is_tested():

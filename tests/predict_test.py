@@ -1,10 +1,12 @@
 """Tests of prediction and of damaged checkpoints, on a run of a few steps."""
 
+from concurrent import futures
 import copy
 import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 import weakref
 
 import jax
@@ -86,6 +88,43 @@ def test_prediction_is_evaluation(folder_run):
   np.testing.assert_allclose(got, want, atol=1e-5)
   many = [source.name(i % 9) for i in range(40)]  # More than one batch.
   np.testing.assert_allclose(model.logits(many)[36:40], got[:4], atol=1e-5)
+
+
+def test_few_images_are_prepared_as_many_are(folder_run, image_folder):
+  """Up to 8 images without a pipeline of TensorFlow."""
+  model = predict.load(str(folder_run[1]))
+  images = [str(next((image_folder / 'test/ant').iterdir()))]
+  images += varied_images(8)
+  want = model.inputs(images)['image']
+  for count in (1, 3, 8):
+    got = model.inputs(images[:count])['image']
+    np.testing.assert_array_equal(got, want[:count])
+
+
+def varied_images(count):
+  rng = np.random.RandomState(0)
+  sizes = [(*rng.randint(8, 90, 2), 3) for _ in range(count)]
+  images = [rng.randint(0, 256, size, np.uint8) for size in sizes]
+  images[1::3] = map(Image.fromarray, images[1::3])
+  return images
+
+
+def test_threads_share_a_model(folder_run):
+  """From their first calls on, all at once, which compile."""
+  model, images = predict.load(str(folder_run[1])), varied_images(20)
+  calls = [images[i:][: 1 + i % 2] for i in range(20)] + [images[:12]] * 2
+
+  def compute(call):
+    return model.probabilities(call), model.embed(call)
+
+  begin = threading.Barrier(8, timeout=60).wait
+  with futures.ThreadPoolExecutor(8, initializer=begin) as pool:
+    found = list(pool.map(compute, calls))
+  # Of 1, 2 and 16 rows: no thread compiles what another one does.
+  assert model._outputs._cache_size() == 3
+  for call, values in zip(calls, found):
+    jax.tree.map(np.testing.assert_array_equal, values, compute(call))
+  assert np.ptp(found[-1][1], axis=0).min() > 1e-3  # No two images are alike.
 
 
 def test_a_classifier_draws_nothing(folder_run, tmp_path):

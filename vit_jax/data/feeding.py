@@ -53,15 +53,22 @@ def read(data: tf.data.Dataset, source, indices: Callable) -> Iterator[dict]:
       yield batch
       count += 1
   except error as e:
-    for index in indices(count):
-      part, number = source.locate(int(index))
-      try:
-        record = part.record(number)
-      except error as cause:
-        damaged = isinstance(cause, tf.errors.InvalidArgumentError)
-        raise (ValueError if damaged else OSError)(
-          f'{part.name(number)}: {reading.first_line(cause)}'
-        ) from None
-      if 'image' in part.features:
-        part.check(record, number)
-    raise ValueError(f'reading the data failed: {reading.first_line(e)}') from e
+    explain(e, source, indices(count))
+
+
+def explain(error: tf.errors.OpError, source, indices: Iterable[int]):
+  """Raises an error of reading some examples of a source anew: `read` says how."""
+  for index in indices:
+    part, number = source.locate(int(index))
+    try:
+      record = part.record(number)
+    except tf.errors.OpError as cause:
+      damaged = isinstance(cause, tf.errors.InvalidArgumentError)
+      raise (ValueError if damaged else OSError)(
+        f'{part.name(number)}: {reading.first_line(cause)}'
+      ) from None
+    if 'image' in part.features:
+      part.check(record, number)
+  raise ValueError(
+    f'reading the data failed: {reading.first_line(error)}'
+  ) from error

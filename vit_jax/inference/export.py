@@ -88,7 +88,7 @@ def export(
     dtype: type in which the parameters are stored, a key of TOLERANCES; None: as
       they are. The type of the computation stays.
     uint8: whether images are uint8 [B, H, W, C] from 0 to 255, in place of
-      float32 from -1 to 1.
+      float32 from -1 to 1; those in the padding of a canvas may be any.
     image_size: side, or (height, width), of the images in pixels; 'free' for any
       size, if the model and the format allow it; None: as in evaluation.
     images: images to compare on, see Predictor.outputs; by default those of the
@@ -281,8 +281,10 @@ def _function(model, features, uint8):
   def run(weights, **inputs):
     weights = jax.tree.map(lambda x, t: x.astype(t), weights, types)
     if uint8:
-      pixels = inputs['image'].astype(jnp.float32)
-      inputs = {**inputs, 'image': pixels / 127.5 - 1}
+      pixels = inputs['image'].astype(jnp.float32) / 127.5 - 1
+      if 'real' in inputs:  # No byte is 0, with which a canvas is padded.
+        pixels = jnp.where(inputs['real'][..., None], pixels, 0)
+      inputs = {**inputs, 'image': pixels}
     return compute(*weights, inputs)
 
   return run
@@ -324,13 +326,12 @@ def _write_saved_model(program, folder):
     )
     for name, x in program.inputs.items()
   }
-  module.serve = tf.function(
-    lambda **inputs: run(weights, inputs), autograph=False
-  )
+  # As a part of the module it would be traced twice.
+  serve = tf.function(lambda **inputs: run(weights, inputs), autograph=False)
   tf.saved_model.save(
     module,
     os.fspath(folder / '1'),
-    signatures=module.serve.get_concrete_function(**signature),
+    signatures=serve.get_concrete_function(**signature),
   )
 
 
@@ -458,7 +459,10 @@ def _preprocessing(task, spec, uint8) -> dict:
   """Returns how images become inputs, see vit_jax/preprocess.py."""
   pp = task.config.pp
   *size, channels = _described(spec)['shape'][1:]
-  facts = {'size': size, 'channels': channels, 'interpolation': 'bilinear'}
+  facts = {
+    'size': size, 'channels': channels, 'interpolation': 'bilinear',
+    'jpeg_shrink': bool(pp.jpeg_shrink),
+  }  # fmt: skip
   if pp.sides:  # The image keeps its ratio; the rest of `size` is padding.
     group = canvases.evaluation(pp)
     facts.update(

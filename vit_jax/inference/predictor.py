@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import functools
 import os
 from typing import Any
 
@@ -45,6 +46,7 @@ class Predictor:
     self.metadata = task.metadata
     self.class_names = task.class_names
     self._outputs = jax.jit(task.outputs)
+    self._features = functools.cache(lambda name: jax.jit(task.features(name)))
     self._everywhere = None  # The state on all devices, see `_placed`.
 
   def outputs(self, images: Sequence[Any]):
@@ -131,8 +133,7 @@ class Predictor:
       source,
       parts(source) if parts else [input_pipeline.Part(None, self.task.inputs)],
       mesh,
-      # Of two sizes, so that the model is compiled no more than twice.
-      lambda part, count: 1 if count == 1 else self.batch_size(part),
+      self._rows,
     )
 
     def both(batch):
@@ -225,8 +226,7 @@ class Predictor:
 
     For images and errors see `outputs`, for the layer `columns`.
     """
-    features = jax.jit(self.task.features(layer))
-    return self.run(images, features, keep=())[1]
+    return self.run(images, self._features(layer), keep=())[1]
 
   def export(self, out: str | os.PathLike, to: str, **options) -> float:
     """Writes the model for programs that serve it without this package.
@@ -248,9 +248,17 @@ class Predictor:
     return export.export(self, out, to, **options)
 
   def batch_size(self, part: input_pipeline.Part) -> int:
-    """Returns the number of images of a batch of a part."""
+    """Returns the greatest number of images of a batch of a part."""
     del part
     return self.BATCH
+
+  def _rows(self, part, count):
+    """Returns the number of rows of the batches of a part of `count` images.
+
+    A power of two below the greatest: calls with any numbers of images compile
+    the model a few times, and no more than half of the rows are padding.
+    """
+    return min(self.batch_size(part), 1 << (count - 1).bit_length())
 
   def _placed(self, count):
     """Returns parameters and extra state for so many images, and their mesh."""

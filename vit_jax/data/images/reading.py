@@ -45,6 +45,8 @@ def traced(function):
   as long as a few steps of a small model.
   """
   compiled = tf.function(function, autograph=False)
+  # TensorFlow takes threads that wait for the first trace for traces of their own.
+  compiled._omit_frequent_tracing_warning = True
 
   @functools.wraps(function)
   def call(encoded, *args, **kwargs):
