@@ -73,6 +73,7 @@ setuptools.setup(
   entry_points={'console_scripts': ['vit_jax = vit_jax.__main__:main']},
   extras_require={
     'test': [
+      'huggingface_hub>=1.31',  # parse_hf_uri for URLs too.
       'ipykernel',
       'ipywidgets',
       'jupytext',
@@ -98,11 +99,11 @@ setuptools.setup(
     ],
     'onnx': ['onnx', 'onnxruntime'],
     'plots': ['matplotlib'],
-    'interop': ['safetensors'],
+    'interop': ['huggingface_hub>=1.31', 'safetensors'],
     'tables': ['pyarrow'],
     'torch': ['torch>=2.6'],  # Before, a .bin could run code of its own.
     'plan': ['libtpu'],
-    'colab': ['matplotlib', 'pandas', 'safetensors'],
+    'colab': ['huggingface_hub>=1.31', 'matplotlib', 'pandas', 'safetensors'],
     'tpu': ['jax[tpu]'],
     'cuda': ['jax[cuda12]'],
   },
