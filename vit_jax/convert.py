@@ -34,6 +34,7 @@ def read(
   class_names: Sequence[str] | None = None,
   image_size: tuple[int, int] | None = None,
   num_heads: int | None = None,
+  dtype: str | None = None,
 ) -> writing.Model:
   """Reads weights and identifies their model.
 
@@ -44,14 +45,14 @@ def read(
       of COCO of a model for its 91 ids.
     image_size: (height, width) in pixels; needed if `src` does not tell it and
       the grid of patches is not square.
-    num_heads: see vit_jax.weights.reading.read.
+    num_heads: see vit_jax.weights.reading.read; likewise dtype.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
       vit_jax.weights.reading.read. Also ValueError if names, size and weights
       do not fit together.
   """
-  weights = reading.read(src, num_heads)
+  weights = reading.read(src, num_heads, dtype)
   config = identify.model_config(weights.params, weights.model)
   if config is None:
     alone = weights.kind == 'resnet'

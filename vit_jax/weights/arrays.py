@@ -127,9 +127,9 @@ def read_safetensors(
         names = list(filter(_is_weights, f.keys()))
         for name in names:
           header = f.get_slice(name)
-          dtype = header.get_dtype()
-          dtype = _SAFETENSORS_FLOATS.get(dtype, dtype)
-          _check_array(name, dtype, header.get_shape())
+          kind = header.get_dtype()
+          kind = _SAFETENSORS_FLOATS.get(kind, kind)
+          _check_array(name, kind, header.get_shape())
       arrays = {}
       for name in names:
         # Opened again, since what was read of an open file stays in memory.
