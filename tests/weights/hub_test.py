@@ -1,5 +1,6 @@
 """Tests of models on the Hugging Face Hub, beside a hub on loopback."""
 
+import base64
 import hashlib
 import http.server
 import json
@@ -15,8 +16,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tests import torch_models
 from tests import trees
 from vit_jax import checkpoint
+from vit_jax import convert
+from vit_jax import predict
+from vit_jax.commands import convert as convert_command
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import processes
 from vit_jax.tasks.pixels import palette
@@ -72,14 +77,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
     path = self.path.partition('?')[0]
     hub_.asked.append((self.command, path))
     found = re.fullmatch(
-      r'/api/models/([^/]+/[^/]+)/(revision|tree)/(\w+)', path
+      r'/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(\w+))?', path
     )
     if found:
       name, what, revision = found.groups()
-      files = hub_.find(name, revision)
+      files = hub_.find(name, revision or 'main')
       if isinstance(files, str):
         return self.refuse(404, files)
-      if what == 'revision':
+      if what != 'tree':
         return self.answer({'id': name, 'sha': commit_of(files)})
       return self.answer(
         [
@@ -132,9 +137,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     for line in map(json.loads, body.splitlines()):
       if line['key'] == 'file':
         value = line['value']
-        files[value['path']] = np.frombuffer(
-          __import__('base64').b64decode(value['content']), np.uint8
-        ).tobytes()
+        files[value['path']] = base64.b64decode(value['content'])
+    hub_.models[name][commit_of(files)] = files
     return self.answer({'commitUrl': f'{name}/commit/0', 'commitOid': '0' * 40})
 
   def send_file(self, commit, content):
@@ -400,3 +404,86 @@ def test_the_environment_names_the_hub(there, tmp_path):
   folder = pathlib.Path(done.stdout.strip())
   assert folder.is_relative_to(tmp_path / 'hub')
   assert sorted(path.name for path in folder.iterdir()) == sorted(WHOLE)
+
+
+# --- Pushing ---
+
+
+@pytest.fixture
+def run(good, tmp_path):
+  """The workdir of a run on a folder of images, with its metrics."""
+  workdir = tmp_path / 'run'
+  convert.convert(str(good / 'hf'), str(workdir), 'workdir')
+  config = json.loads((workdir / 'config.json').read_text())
+  config.update(dataset='/home/me/secret/pets', total_steps=500, batch=64)
+  (workdir / 'config.json').write_text(json.dumps(config))
+  (workdir / 'metrics.jsonl').write_text(
+    '{"step": 1, "accuracy_test": 0.5, "train_loss": 1.5}\n'
+    '{"step": 2, "accuracy_test": 0.75, "lr": 0.1}\n'
+  )
+  return workdir
+
+
+@pytest.mark.parametrize('to', ['hf', 'timm'])
+def test_a_run_is_pushed_with_a_card(there, run, monkeypatch, capsys, to):
+  monkeypatch.setenv('HF_TOKEN', TOKEN)
+  argv = [str(run), f'--to={to}', '--push=hf://me/pets']
+  convert_command.main(argv)
+  assert f'the model is at {there.address}/me/pets' in capsys.readouterr().out
+  convert_command.main(argv)  # Another commit of the same model.
+  files = there.models['me/pets']['main']
+  card = files['README.md'].decode()
+  assert card.startswith('---\n')
+  assert 'pipeline_tag: image-classification' in card
+  library = {'hf': 'transformers', 'timm': 'timm'}[to]
+  assert f'library_name: {library}' in card
+  for line in (
+    '- task: classify, 5 classes', '- data: pets',
+    '- training: 500 steps of 64 images', '- metrics: accuracy_test 75.00 %',
+    '- images: 8x8 pixels, resized as a whole',
+    "predict.load_weights('hf://me/pets')", "from_pretrained(", 'timm.create_m',
+  ):  # fmt: skip
+    assert line in card, line
+  assert 'secret' not in card
+  assert str(run) not in card
+  trees.assert_same(
+    checkpoint.load('hf://me/pets'), reading.read(str(run)).params
+  )
+  if to == 'timm':  # Which reads the hub itself.
+    theirs = torch_models.timm.create_model('hf-hub:me/pets', pretrained=True)
+    image = np.random.RandomState(0).uniform(-1, 1, (1, 8, 8, 3))
+    model = predict.load_weights('hf://me/pets')
+    want = model.task.outputs(model.params, {}, {'image': image})
+    got = torch_models.logits(theirs, image.astype(np.float32))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_what_cannot_be_pushed(there, run, monkeypatch, tmp_path):
+  to = '--to=hf'
+  for flags, error, message in (
+    (['--push=hf://me/pets'], PermissionError, 'needs a token .*HF_TOKEN'),
+    (['--push=hf://me/pets@v1'], ValueError, 'must be hf://OWNER/NAME .--push'),
+    (['--push=me/pets'], ValueError, 'names no model on the hub'),
+    (['hf://me/pets'], ValueError, 'is on the hub: give --push=hf://me/pets'),
+    (['a', '--push=hf://me/pets'], ValueError, 'one of DST, .* and --push'),
+    ([], ValueError, 'one of DST, .* and --push'),
+  ):
+    with pytest.raises(error, match=message):
+      convert_command.main(['/no/where', to, *flags])
+  assert there.asked == []
+  monkeypatch.setenv('HF_TOKEN', 'hf_wrong')
+  with pytest.raises(
+    PermissionError, match='401 Unauthorized.*check the token'
+  ):
+    convert.push(str(run), 'hf://me/pets')
+  with pytest.raises(ValueError, match=r'needs --to=hf\|timm, not npz'):
+    convert.push(str(run), 'hf://me/pets', to='npz')
+  monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+  with pytest.raises(ValueError, match='unset HF_HUB_OFFLINE'):
+    convert.push(str(run), 'hf://me/pets')
+
+
+def test_a_model_of_the_hub_predicts(there):
+  image = np.zeros((8, 8, 3), np.uint8)
+  model = predict.load_weights('hf://o/n')
+  assert len(model.predict([image])[0]) == 5

@@ -96,6 +96,43 @@ def fetch(path, revision: str | None = None) -> epath.Path:
   )
 
 
+def check_push(path):
+  """Raises an error unless a model can be pushed to hf://OWNER/NAME; asks nobody.
+
+  ValueError for a wrong name, PermissionError without a token.
+  """
+  uri = parse(path)
+  if uri.revision or uri.path_in_repo:
+    raise ValueError(f"push='{path}' must be hf://OWNER/NAME (--push)")
+  hub = cli.needed('huggingface_hub', 'interop', f"push='{path}'")
+  if hub.is_offline_mode():
+    raise ValueError(
+      f"push='{path}' needs the hub: unset HF_HUB_OFFLINE, or give DST in place "
+      'of --push'
+    )
+  if hub.get_token() is None:
+    raise PermissionError(
+      f"push='{path}' needs a token that may write: {_LOG_IN}, or give DST in "
+      'place of --push'
+    )
+
+
+def push(folder, path) -> str:
+  """Uploads a local folder as a model, see check_push; returns its URL.
+
+  A model that does not exist is created. Errors are those of `fetch`.
+  """
+  uri = parse(path)
+  hub = cli.needed('huggingface_hub', 'interop', f"push='{path}'")
+  with _explaining(path, uri):
+    api = hub.HfApi()
+    api.create_repo(uri.id, exist_ok=True)
+    api.upload_folder(
+      repo_id=uri.id, folder_path=folder, commit_message='Upload by vit_jax'
+    )
+  return _page(uri)
+
+
 def _page(uri) -> str:
   """Returns the URL of a model."""
   return dataclasses.replace(uri, revision=None, path_in_repo='').to_url()
