@@ -1,6 +1,7 @@
 """Writes the card of a model for the Hugging Face Hub: README.md."""
 
 import json
+import re
 
 from etils import epath
 
@@ -71,7 +72,7 @@ def _facts(run) -> dict[str, str]:
     return {}
   names = [run.dataset] if isinstance(run.dataset, str) else run.dataset
   return {
-    'data': ', '.join(name.rstrip('/').rpartition('/')[2] for name in names),
+    'data': ', '.join(re.sub(r'^(/|~|\w+://).*/', '', name) for name in names),
     'training': f'{run.total_steps:,} steps of {run.batch:,} images',
   }
 
