@@ -11,6 +11,7 @@ import pytest
 from tests import tiny_models
 from tests import torch_models
 from tests import trees
+from tests.weights import conftest
 from vit_jax import checkpoint
 from vit_jax import convert
 from vit_jax.commands import flags
@@ -245,7 +246,9 @@ def bucket(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('kind', ['timm', 'hf'])
-def test_folders_of_weights_in_a_bucket(tmp_path, bucket, kind, monkeypatch):
+def test_folders_of_weights_in_a_bucket(
+  tmp_path, bucket, good, kind, monkeypatch
+):
   """They are written there and read there, as on this machine."""
   params = tiny_models.numbers(tiny_models.tiny(), 8)
   checkpoint.save(params, str(tmp_path / 'a.npz'))
@@ -256,6 +259,11 @@ def test_folders_of_weights_in_a_bucket(tmp_path, bucket, kind, monkeypatch):
   ]  # fmt: skip
   trees.assert_same(checkpoint.load(there), params)
   assert reading.read(there).image_size == (8, 8)
+  if kind == 'hf':
+    conftest.write_shards(good, bucket / 'parts')
+    want = checkpoint.load(str(good / 'hf'))
+    trees.assert_same(checkpoint.load('gs://ours/parts'), want)
+    (bucket / 'parts').rename(tmp_path / 'parts')
   # What is left of a conversion that failed there is taken away there.
   monkeypatch.setitem(writing.WRITERS, kind, write_in_part)
   with pytest.raises(OSError, match='no space'):

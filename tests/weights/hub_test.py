@@ -14,10 +14,10 @@ import threading
 from huggingface_hub import constants
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from tests import torch_models
 from tests import trees
+from tests.weights import conftest
 from vit_jax import checkpoint
 from vit_jax import convert
 from vit_jax import predict
@@ -253,27 +253,10 @@ def test_names_of_timm_and_pytorch_files(there, good):
   trees.assert_same(checkpoint.load('hf://o/old'), want)
 
 
-def write_shards(good, folder):
-  """Writes the weights of good/hf as two files, and an index of them."""
-  state = safetensors.numpy.load_file(good / 'hf' / 'model.safetensors')
-  names = sorted(state)
-  folder.mkdir()
-  table = {}
-  for i, some in enumerate((names[::2], names[1::2])):
-    file = f'model-{i + 1:05}-of-00002.safetensors'
-    safetensors.numpy.save_file({k: state[k] for k in some}, folder / file)
-    table |= dict.fromkeys(some, file)
-  index = {'metadata': {'total_size': 1}, 'weight_map': table}
-  (folder / 'model.safetensors.index.json').write_text(json.dumps(index))
-  config = (good / 'hf' / 'config.json').read_text()
-  (folder / 'config.json').write_text(config)
-  return sorted(path.name for path in folder.iterdir())
-
-
 def test_weights_of_several_files(there, good, tmp_path):
   want = reading.read(str(good / 'hf')).params
   folder = tmp_path / 'parts'
-  names = write_shards(good, folder)
+  names = conftest.write_shards(good, folder)
   there.add('o/large', folder, names)
   index = 'model.safetensors.index.json'
   for path in (folder, folder / index, 'hf://o/large', f'hf://o/large/{index}'):
