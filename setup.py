@@ -75,6 +75,7 @@ setuptools.setup(
     'test': [
       'fastapi',
       'gradio>=6',
+      'huggingface_hub>=1.31',  # parse_hf_uri for URLs too.
       'ipykernel',
       'ipywidgets',
       'jupytext',
@@ -103,11 +104,11 @@ setuptools.setup(
     'onnx': ['onnx', 'onnxruntime'],
     'demo': ['gradio>=6', 'matplotlib'],
     'plots': ['matplotlib'],
-    'interop': ['safetensors'],
+    'interop': ['huggingface_hub>=1.31', 'safetensors'],
     'tables': ['pyarrow'],
     'torch': ['torch>=2.6'],  # Before, a .bin could run code of its own.
     'plan': ['libtpu'],
-    'colab': ['matplotlib', 'pandas', 'safetensors'],
+    'colab': ['huggingface_hub>=1.31', 'matplotlib', 'pandas', 'safetensors'],
     'tpu': ['jax[tpu]'],
     'cuda': ['jax[cuda12]'],
   },

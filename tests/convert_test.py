@@ -1,5 +1,6 @@
 """Tests of weights from and for elsewhere, beside timm and transformers."""
 
+import functools
 import json
 
 import flax.traverse_util
@@ -7,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from PIL import Image
-from PIL import ImageFilter
 import pytest
 from sklearn import datasets
 import torch
@@ -119,55 +119,82 @@ def test_logits_agree_and_round_trips_are_exact(tmp_path, name, size, kinds):
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+def transforms_elsewhere(model, folder):
+  """Returns functions from an image to pixels [H, W, C]: timm's, Hugging Face's."""
+  notes = {
+    kind: writing.WRITERS[kind](model, folder / kind) for kind in ('timm', 'hf')
+  }
+  theirs = load_elsewhere(folder / 'timm', 'timm')
+  transform = timm.data.create_transform(
+    **timm.data.resolve_data_config({}, model=theirs)
+  )
+  processor = transformers.AutoImageProcessor.from_pretrained(folder / 'hf')
+  found = {
+    'timm': lambda x: transform(x).permute(1, 2, 0).numpy(),
+    'hf': lambda x: np.transpose(
+      processor(x, return_tensors='np')['pixel_values'][0], (1, 2, 0)
+    ),
+  }
+  if any('cannot resize' in note for note in notes['timm']):
+    del found['timm']
+  return found
+
+
 @pytest.mark.parametrize(
-  'size, resize',
+  'size, resize, channels',
   [
-    ((64, 96), None),
-    ((48, 48), 64),
-    ((50, 72), (80, 99)),
-    ((48, 60), (64, 80)),
+    ((64, 96), None, 3),
+    ((48, 48), 64, 3),
+    ((50, 72), (80, 99), 3),
+    ((48, 60), (64, 80), 3),
+    ((32, 32), None, 1),
   ],
 )
-def test_others_prepare_images_as_this_package(tmp_path, size, resize):
-  """timm and transformers see our pixels; their own defaults crop."""
+def test_others_prepare_images_as_this_package(
+  tmp_path, monkeypatch, size, resize, channels
+):
+  """timm and transformers see our pixels, of -1 to 1; their own defaults crop.
+
+  Where they shrink an image they average over its pixels; this package, like the
+  original, does not. Beside them it does so here.
+  """
   model, params = random_model('testing', size, patches={'size': (2, 2)})
+  kernel = params['embedding']['kernel']
+  params['embedding']['kernel'] = kernel[:, :, :channels]
   source = str(tmp_path / 'source.npz')
   checkpoint.save(params, source)
   model = convert.read(source, image_size=size)._replace(resize=resize)
   run = writing.as_run(model)[0]
-  photographs = [
-    Image.fromarray(x[:400, :600]) for x in datasets.load_sample_images().images
-  ]
-  found = {}
-  for kind in ('timm', 'hf'):
-    notes = writing.WRITERS[kind](model, tmp_path / kind)
-    assert any('cannot resize' in note for note in notes) == (
-      kind == 'timm' and resize == (80, 99)
+  found = transforms_elsewhere(model, tmp_path)
+  assert ('timm' in found) == (resize != (80, 99))
+
+  def check(image):
+    ours = preprocess.from_user(
+      image, lambda encoded: preprocess.prepare(encoded, None, run.pp).numpy()
     )
-  theirs = load_elsewhere(tmp_path / 'timm', 'timm')
-  transform = timm.data.create_transform(
-    **timm.data.resolve_data_config({}, model=theirs)
-  )
-  found['timm'] = lambda x: transform(x).permute(1, 2, 0).numpy()
-  processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / 'hf')
-  found['hf'] = lambda x: np.transpose(
-    processor(x, return_tensors='np')['pixel_values'][0], (1, 2, 0)
-  )
-  if resize == (80, 99):
-    del found['timm']
-  for kind, function in found.items():
-    for photograph in photographs:
-      # Enlarged; and shrunk, without the details over which the others average
-      # and this package, like the original, does not.
-      smooth = photograph.filter(ImageFilter.GaussianBlur(8))
-      for image in (photograph.reduce(10), smooth):
-        ours = preprocess.from_user(
-          image,
-          lambda encoded: preprocess.prepare(encoded, None, run.pp).numpy(),
-        )
-        got = function(image)
-        assert got.shape == ours.shape == (*size, 3)
-        assert np.abs(got - ours).mean() < 0.01, (kind, image.size)
+    assert ours.shape == (*size, channels)
+    for kind, function in found.items():
+      got = function(image)
+      assert got.shape == ours.shape
+      assert np.abs(got - ours).max() < 0.01, (kind, image.size)
+
+  if channels == 1:
+    photographs = [
+      Image.fromarray((16 * x).astype(np.uint8))
+      for x in datasets.load_digits().images[:2]
+    ]
+  else:
+    photographs = [
+      Image.fromarray(x[:400, :600])
+      for x in datasets.load_sample_images().images
+    ]
+  for photograph in photographs:
+    check(photograph if channels == 1 else photograph.reduce(10))  # Enlarged.
+  if channels == 3:
+    averaging = functools.partial(preprocess.tf.image.resize, antialias=True)
+    monkeypatch.setattr(preprocess.tf.image, 'resize', averaging)
+    check(photographs[0])
+    check(photographs[1])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 from tests import processes
 from tests import tiny_models
 from vit_jax import checkpoint
+from vit_jax import convert
 from vit_jax import evaluate
 from vit_jax import input_pipeline
 from vit_jax import predict
@@ -74,6 +75,34 @@ def test_weights_without_a_run_give_the_same(
   images = [str(next((image_folder / 'test/ant').iterdir()))]
   assert loaded.predict(images) == model.predict(images)
   assert predict.load_weights(path).class_names == ('0', '1', '2')
+
+
+def test_parameters_in_half_of_the_memory(folder_run, image_folder, tmp_path):
+  _, workdir, _ = folder_run
+  whole, half = (predict.load(workdir, dtype=d) for d in (None, 'bfloat16'))
+  images = sorted(map(str, (image_folder / 'test').glob('*/*')))
+  want, path = whole.logits(images), str(tmp_path / 'weights.npz')
+  checkpoint.save(whole.params, path)
+  convert.convert(path, str(tmp_path / 'timm'), 'timm', image_size=(16, 16))
+  models = [half] + [
+    predict.load_weights(file, image_size=(16, 16), dtype='bfloat16')
+    for file in (path, str(tmp_path / 'timm'))
+  ]
+  for model in models:
+    leaves = jax.tree.leaves(model.params)
+    assert {x.dtype.name for x in leaves} == {'bfloat16'}
+    jax.tree.map(
+      lambda x, y: np.testing.assert_array_equal(x, y.astype(x.dtype)),
+      model.params,
+      whole.params,
+    )
+  # The last computes with the GELU's exact form, as timm does.
+  for model in models[:2]:
+    difference = np.abs(model.logits(images) - want).max()
+    assert 0 < difference < 1e-2 * np.abs(want).max()
+  for load in (predict.load, predict.load_weights):
+    with pytest.raises(ValueError, match="dtype='int8' must be 'bfloat16' or"):
+      load('/no/where', dtype='int8')
 
 
 def test_prediction_is_evaluation(folder_run):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import copy
 import functools
 import json
+import tempfile
 from typing import Any
 
 from etils import epath
@@ -20,13 +21,16 @@ from vit_jax import models
 from vit_jax.distributed import files
 from vit_jax.layers import positions
 from vit_jax.weights import arrays
+from vit_jax.weights import card
 from vit_jax.weights import fitting
+from vit_jax.weights import hub
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 from vit_jax.weights import writing
 from vit_jax.weights.families import families
 
 KINDS = tuple(writing.WRITERS)
+_HUB_KINDS = ('hf', 'timm')
 
 
 def read(
@@ -34,6 +38,7 @@ def read(
   class_names: Sequence[str] | None = None,
   image_size: tuple[int, int] | None = None,
   num_heads: int | None = None,
+  dtype: str | None = None,
 ) -> writing.Model:
   """Reads weights and identifies their model.
 
@@ -44,14 +49,14 @@ def read(
       of COCO of a model for its 91 ids.
     image_size: (height, width) in pixels; needed if `src` does not tell it and
       the grid of patches is not square.
-    num_heads: see vit_jax.weights.reading.read.
+    num_heads: see vit_jax.weights.reading.read; likewise dtype.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
       vit_jax.weights.reading.read. Also ValueError if names, size and weights
       do not fit together.
   """
-  weights = reading.read(src, num_heads)
+  weights = reading.read(src, num_heads, dtype)
   config = identify.model_config(weights.params, weights.model)
   if config is None:
     alone = weights.kind == 'resnet'
@@ -118,6 +123,35 @@ def _check_shapes(weights, config, num_classes, size):
   )
 
 
+def push(
+  src: str, name: str, to: str = 'hf', **options
+) -> tuple[writing.Model, list[str]]:
+  """Converts weights, and uploads them with a card to the Hugging Face Hub.
+
+  Args:
+    src: see `convert`; a workdir also tells the card data and metrics.
+    name: hf://OWNER/NAME; a model that exists gets a new commit.
+    to: 'hf' or 'timm'.
+    **options: see `convert`.
+
+  Raises:
+    PermissionError: without a token, before anything is read.
+    OSError, ValueError: see vit_jax.weights.hub.fetch, and `convert`.
+  """
+  if to not in _HUB_KINDS:
+    raise ValueError(
+      f'push needs --to={"|".join(_HUB_KINDS)}, not {to}: the hub shows these'
+    )
+  hub.check_push(name)
+  with tempfile.TemporaryDirectory() as parent:
+    folder = epath.Path(parent) / 'model'
+    model, notes = convert(src, str(folder), to, **options)
+    owner_and_name = hub.parse(name).id
+    text = card.make(model, src, folder, owner_and_name)
+    (folder / 'README.md').write_text(text)
+    return model, [*notes, f'the model is at {hub.push(folder, name)}']
+
+
 def convert(
   src: str,
   dst: str,
@@ -144,6 +178,10 @@ def convert(
     FileExistsError: if `dst` exists.
     ValueError: if the other library has no such model; and what `read` raises.
   """
+  if hub.is_at(dst):
+    raise ValueError(
+      f"DST '{dst}' is on the hub: give --push={dst} in its place"
+    )
   target = epath.Path(dst)
   if to is None:
     to = {'.npz': 'npz', '.pth': 'pth'}.get(target.suffix)
@@ -234,10 +272,17 @@ def _names(path: str) -> list[str]:
 
 def run(args) -> None:
   """Converts as the flags of `vit_jax convert` say, and prints a summary."""
+  if args.push:
+    hub.check_push(args.push)  # Before anything is read.
   names = _names(args.class_names) if args.class_names else None
-  model, notes = convert(
-    args.src, args.dst, args.to, names, args.image_size, args.num_heads
-  )
+  options = dict(
+    to=args.to, class_names=names, image_size=args.image_size,
+    num_heads=args.num_heads,
+  )  # fmt: skip
+  if args.push:
+    model, notes = push(args.src, args.push, **options)
+  else:
+    model, notes = convert(args.src, args.dst, **options)
   count = sum(x.size for x in jax.tree.leaves(model.params))
   size = 'x'.join(map(str, model.image_size or ('any size',)))
   print(
@@ -247,7 +292,7 @@ def run(args) -> None:
   )
   for note in notes:
     print(f'note: {note}')
-  print(f'written to {args.dst}')
+  print(f'written to {args.push or args.dst}')
 
 
 if __name__ == '__main__':

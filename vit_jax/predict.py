@@ -10,6 +10,9 @@ file of the task, such as vit_jax/tasks/classify.py. `vit_jax predict`
 """
 
 from collections.abc import Sequence
+import contextlib
+import ctypes
+import gc
 import math
 
 import jax
@@ -25,7 +28,10 @@ _OWN_FLAGS = (
 
 
 def load(
-  workdir: str, step: int | None = None, mesh: jax.sharding.Mesh | None = None
+  workdir: str,
+  step: int | None = None,
+  mesh: jax.sharding.Mesh | None = None,
+  dtype: str | None = None,
 ):
   """Loads a trained model: its parameters (averaged if kept) and extra state.
 
@@ -35,6 +41,8 @@ def load(
     mesh: mesh for the parameters, split as in the run if the mesh has the axes
       of the run. By default as many devices as the run splits them over, or one
       if there are fewer.
+    dtype: type in which parameters are kept, 'bfloat16' or 'float16', in half of
+      the memory; computations stay in that of the model. None: as in the run.
 
   Returns:
     The predictor of the run's task, see vit_jax.tasks.base.Predictor: it has
@@ -45,6 +53,7 @@ def load(
     ValueError: if all checkpoints are damaged, or the step has none.
     OSError: if the storage does not answer.
   """
+  _check_dtype(dtype)
   # Imported late: these modules load TensorFlow, which takes seconds.
   cli.load_tensorflow()
   from vit_jax import train
@@ -61,7 +70,10 @@ def load(
   program = train.make_program(config, metadata, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   abstract = program.abstract
-  weights = checkpoints.restore_weights(abstract.params, abstract.extra, step)
+  with _freeing():
+    weights = checkpoints.restore_weights(
+      abstract.params, abstract.extra, step, dtype
+    )
   model = program.task.predictor(weights.params, weights.extra, weights.step)
   model.workdir = str(workdir)
   return model
@@ -71,16 +83,19 @@ def load_weights(
   path: str,
   class_names: Sequence[str] | None = None,
   image_size: tuple[int, int] | None = None,
+  dtype: str | None = None,
 ):
   """Loads a model from weights in any format, without a run.
 
   Args:
     path: a published .npz, a .safetensors or .bin of timm or Hugging Face or a
-      folder with such a file, or a released .pth; local, gs:// or a URL.
+      folder with such a file, or a released .pth; local, gs:// or a URL; or
+      hf://OWNER/NAME, see vit_jax/weights/hub.py.
     class_names: names of the classes; override those of the file. Without any,
       the classes are named by their numbers.
     image_size: (height, width) in pixels; needed if the file does not contain
       it and the grid of patches is not square.
+    dtype: see `load`; None: as in the file.
 
   Returns:
     The predictor of the model's task, such as
@@ -90,15 +105,54 @@ def load_weights(
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
       vit_jax.convert.read.
   """
+  _check_dtype(dtype)
   cli.load_tensorflow()
   from vit_jax import convert
   from vit_jax.run import config as run_config
   from vit_jax.weights import writing
 
-  model = convert.read(path, class_names, image_size)
-  config, metadata = writing.as_run(model)
-  task = run_config.get_task(config.task)(config, metadata)
-  return task.predictor(*jax.device_put((model.params, model.extra)), 0)
+  with _freeing():
+    model = convert.read(path, class_names, image_size, dtype=dtype)
+    config, metadata = writing.as_run(model)
+    task = run_config.get_task(config.task)(config, metadata)
+    params, extra = (_moved(tree) for tree in (model.params, model.extra))
+  return task.predictor(params, extra, 0)
+
+
+def _check_dtype(dtype):
+  if dtype not in (None, 'bfloat16', 'float16'):
+    raise ValueError(
+      f"dtype='{dtype}' must be 'bfloat16' or 'float16' (--dtype)"
+    )
+
+
+@contextlib.contextmanager
+def _freeing():
+  """Lets the C library give the memory of freed arrays back at once.
+
+  By itself glibc keeps what is below 32 MiB for later, which is half of a model
+  and more. On other systems nothing changes.
+  """
+  set_option = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)
+  mmap_threshold, trim_threshold = -3, -1  # Numbers of <malloc.h>.
+  set_option(mmap_threshold, 2**20)
+  try:
+    yield
+  finally:  # The greatest values that glibc itself would choose.
+    set_option(mmap_threshold, 2**25)
+    set_option(trim_threshold, 2**26)
+
+
+def _moved(tree: dict) -> dict:
+  """Moves a nested dict to the device, array by array, and empties it."""
+  moved = {}
+  for name in list(tree):
+    if isinstance(tree[name], dict):
+      moved[name] = _moved(tree.pop(name))
+    else:
+      moved[name] = jax.device_put(tree.pop(name)).block_until_ready()
+      gc.collect(0)  # JAX frees what it has copied when Python collects.
+  return moved
 
 
 def _mesh(config):
@@ -135,11 +189,11 @@ def _check_flags(model, args, is_table) -> None:
     )
 
 
-def of_flags(args):
+def of_flags(args, dtype: str | None = None):
   """Loads the model of the flags --weights, or --workdir and --step."""
   if args.weights:
-    return load_weights(args.weights)
-  return load(args.workdir, args.step)
+    return load_weights(args.weights, dtype=dtype)
+  return load(args.workdir, args.step, dtype=dtype)
 
 
 def run(args) -> None:
@@ -164,7 +218,7 @@ def run(args) -> None:
       f"'{args.images[0]}' is a split of a data set, whose predictions are "
       'written as a table: give --out=table.parquet (or .csv or .jsonl)'
     )
-  model = of_flags(args)
+  model = of_flags(args, args.dtype)
   _check_flags(model, args, is_table)
   if is_table:
     _write_table(model, args, split)
@@ -198,7 +252,7 @@ def _write_table(model, args, split) -> None:
   flags = [args.embeddings, args.top, args.threshold, args.image_size]
   facts = {
     'model': str(args.weights or args.workdir), 'step': model.step,
-    'flags': flags,
+    'flags': flags, 'dtype': args.dtype,
   }  # fmt: skip
   tables.write(
     model, source, args.out, model.columns(*flags), facts, args.broken

@@ -5,6 +5,7 @@ import json
 import flax.traverse_util
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 
 from tests import tiny_models
@@ -41,3 +42,20 @@ def good(tmp_path_factory, params):
     state, folder / 'hf' / 'old.bin', _use_new_zipfile_serialization=False
   )
   return folder
+
+
+def write_shards(good, folder):
+  """Writes the weights of good/hf as two files, and an index of them."""
+  state = safetensors.numpy.load_file(good / 'hf' / 'model.safetensors')
+  names = sorted(state)
+  folder.mkdir()
+  table = {}
+  for i, some in enumerate((names[::2], names[1::2])):
+    file = f'model-{i + 1:05}-of-00002.safetensors'
+    safetensors.numpy.save_file({k: state[k] for k in some}, folder / file)
+    table |= dict.fromkeys(some, file)
+  index = {'metadata': {'total_size': 1}, 'weight_map': table}
+  (folder / 'model.safetensors.index.json').write_text(json.dumps(index))
+  config = (good / 'hf' / 'config.json').read_text()
+  (folder / 'config.json').write_text(config)
+  return sorted(path.name for path in folder.iterdir())

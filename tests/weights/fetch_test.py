@@ -11,6 +11,7 @@ import pytest
 from tests import tiny_models
 from tests import torch_models
 from tests import trees
+from tests.weights import conftest
 from vit_jax import checkpoint
 from vit_jax import convert
 from vit_jax.commands import flags
@@ -24,7 +25,7 @@ from vit_jax.weights import writing
 
 @pytest.fixture
 def headers():
-  """What the server sends besides, to be set: first where it redirects."""
+  """What the server sends besides, to be set."""
   return {}
 
 
@@ -47,20 +48,16 @@ def server(tmp_path, monkeypatch, headers):
       if self.path == '/moved.npz':
         self.send_response(302)
         self.send_header('Location', '/there.npz')
-        self.send_headers('first')
         self.end_headers()
         return
       self.send_response(status)
-      self.send_headers('last')
+      for name, value in headers.items():
+        self.send_header(name, value)
       body = served.read_bytes() if status == 200 else b''
       short = 10 if self.path.startswith('/short') else 0
       self.send_header('Content-Length', str(len(body)))
       self.end_headers()
       self.wfile.write(body[: len(body) - short])
-
-    def send_headers(self, which):
-      for name, value in headers.get(which, {}).items():
-        self.send_header(name, value)
 
     def log_message(self, *_):
       pass
@@ -139,51 +136,48 @@ GOOG = 'crc32c=AAAAAA==,md5=gohAhtbJuc678bU62Mi2uQ=='
 
 
 @pytest.mark.parametrize(
-  'page, which, name, value',
-  [
-    ('a.npz', 'last', 'ETag', f'"{MD5}"'),
-    ('a.npz', 'last', 'ETag', f'"{SHA256}"'),
-    ('a.npz', 'last', 'x-goog-hash', GOOG),
-    ('moved.npz', 'first', 'X-Linked-ETag', f'"{SHA256}"'),
-  ],
+  'name, value',
+  [('ETag', f'"{MD5}"'), ('ETag', f'"{SHA256}"'), ('x-goog-hash', GOOG)],
 )
 def test_what_arrives_has_the_hash_that_the_server_gives(
-  tmp_path, server, headers, monkeypatch, page, which, name, value
+  tmp_path, server, headers, monkeypatch, name, value
 ):
   address, _ = server
-  headers[which] = {name: value}
-  if which == 'first':  # Anything: it is that of another server.
-    headers['last'] = {'ETag': f'"{MD5[::-1]}"'}
+  headers[name] = value
   (tmp_path / 'served').write_bytes(CONTENT)
-  assert fetch.fetch(f'{address}/{page}').read_bytes() == CONTENT
+  assert fetch.fetch(f'{address}/a.npz').read_bytes() == CONTENT
   (tmp_path / 'served').write_bytes(CONTENT[:-1] + b'S')
-  other = f'{address}/{page}?again'
-  if which == 'first':
-    other = f'{address}/{page}'
-    monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache2'))
+  other = f'{address}/a.npz?again'
   with pytest.raises(
     OSError, match='is not what the server has: its (md5|sha)'
   ):
     fetch.fetch(other)
-  assert not list(tmp_path.glob('cache2/*/*'))
+  assert len(list(tmp_path.glob('cache/*/*'))) == 1
   monkeypatch.setenv(fetch.INSECURE, '1')
   assert fetch.fetch(other).read_bytes()[-1:] == b'S'
 
 
 @pytest.mark.parametrize(
-  'sent',
+  'page, sent',
   [
-    {'ETag': f'W/"{MD5[::-1]}"'}, {'ETag': f'"{MD5[::-1]}-3"'},
-    {'ETag': '"5f1-60c"'}, {'x-goog-hash': 'crc32c=AAAAAA=='},
-    {'ETag': f'"{MD5[::-1]}"', 'x-amz-server-side-encryption': 'aws:kms'},
+    # After a redirection it is that of another server.
+    ('moved.npz', {'ETag': f'"{MD5[::-1]}"'}),
+    ('a.npz', {'ETag': f'W/"{MD5[::-1]}"'}),
+    ('a.npz', {'ETag': f'"{MD5[::-1]}-3"'}),
+    ('a.npz', {'ETag': '"5f1-60c"'}),
+    ('a.npz', {'x-goog-hash': 'crc32c=AAAAAA=='}),
+    (
+      'a.npz',
+      {'ETag': f'"{MD5[::-1]}"', 'x-amz-server-side-encryption': 'aws:kms'},
+    ),
   ],
-)  # fmt: skip
+)
 def test_what_is_no_hash_of_the_file_is_not_compared(
-  tmp_path, server, headers, sent
+  tmp_path, server, headers, page, sent
 ):
-  headers['last'] = sent
+  headers.update(sent)
   (tmp_path / 'served').write_bytes(CONTENT)
-  assert fetch.fetch(f'{server[0]}/a.npz').read_bytes() == CONTENT
+  assert fetch.fetch(f'{server[0]}/{page}').read_bytes() == CONTENT
 
 
 def test_what_is_not_encrypted_is_refused(monkeypatch, tmp_path):
@@ -218,7 +212,8 @@ def test_a_bucket_that_answers_403(monkeypatch, tmp_path):
   monkeypatch.setattr(fetch.urllib.request.OpenerDirector, 'open', urlopen)
   monkeypatch.setattr(fetch, 'copy', None)  # No library for buckets.
   with pytest.raises(
-    PermissionError, match='403 Forbidden. The same.*huggingface.co/timm'
+    PermissionError,
+    match='403 Forbidden. The same.*hf://timm/vit_tiny_r_s16_p8_224',
   ):
     checkpoint.load('gs://vit_models/augreg/R_Ti_16-i21k.npz')
 
@@ -251,7 +246,9 @@ def bucket(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('kind', ['timm', 'hf'])
-def test_folders_of_weights_in_a_bucket(tmp_path, bucket, kind, monkeypatch):
+def test_folders_of_weights_in_a_bucket(
+  tmp_path, bucket, good, kind, monkeypatch
+):
   """They are written there and read there, as on this machine."""
   params = tiny_models.numbers(tiny_models.tiny(), 8)
   checkpoint.save(params, str(tmp_path / 'a.npz'))
@@ -262,6 +259,11 @@ def test_folders_of_weights_in_a_bucket(tmp_path, bucket, kind, monkeypatch):
   ]  # fmt: skip
   trees.assert_same(checkpoint.load(there), params)
   assert reading.read(there).image_size == (8, 8)
+  if kind == 'hf':
+    conftest.write_shards(good, bucket / 'parts')
+    want = checkpoint.load(str(good / 'hf'))
+    trees.assert_same(checkpoint.load('gs://ours/parts'), want)
+    (bucket / 'parts').rename(tmp_path / 'parts')
   # What is left of a conversion that failed there is taken away there.
   monkeypatch.setitem(writing.WRITERS, kind, write_in_part)
   with pytest.raises(OSError, match='no space'):

@@ -1,8 +1,11 @@
 """Tests of reading weights of every kind, and of what is refused."""
 
+import gc
 import pickle
 import sys
+import tracemalloc
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -138,3 +141,28 @@ def test_a_missing_package_names_the_extra(
     config.pretrained = str(place)
     with pytest.raises(ImportError, match=rf"pip install -e '\.\[{extra}\]'"):
       checkpoint.check_exists(config)
+
+
+@pytest.mark.parametrize('dtype', [None, 'bfloat16'])
+def test_weights_are_in_memory_once(tmp_path, dtype):
+  """Beside the array that is being converted; NumPy tells tracemalloc."""
+  layers = dict(num_layers=6, mlp_dim=512, num_heads=3)
+  params = tiny_models.numbers(
+    tiny_models.tiny(hidden_size=192, transformer=layers), 8
+  )
+  checkpoint.save(params, str(tmp_path / 'a.npz'))
+  for kind in ('timm', 'hf'):
+    convert.convert(str(tmp_path / 'a.npz'), str(tmp_path / kind), kind)
+  sizes = [x.nbytes for x in jax.tree.leaves(params)]
+  for name in ('a.npz', 'timm', 'hf'):
+    gc.collect()
+    tracemalloc.start()
+    try:
+      found = reading.read(str(tmp_path / name), 3, dtype).params
+      peak = tracemalloc.get_traced_memory()[1]
+    finally:
+      tracemalloc.stop()
+    leaves = jax.tree.leaves(found)
+    assert {x.dtype.name for x in leaves} == {dtype or 'float32'}
+    # timm's queries, keys and values are one array.
+    assert peak < sum(x.nbytes for x in leaves) + 4 * max(sizes) + 2e5, name

@@ -1,10 +1,11 @@
 r"""Converts weights between this package, timm and Hugging Face, bit for bit.
 
   vit_jax convert SRC DST [--to=npz|timm|hf|pth|workdir]
+  vit_jax convert SRC --to=hf|timm --push=hf://OWNER/NAME
 
 SRC is a published .npz, a .safetensors or .bin file of timm or Hugging Face or
 a folder with such a file, a .pth file released with DETR, or the workdir of a
-run; local, at gs://, or a URL. DST is
+run; local, at gs://, a URL, or hf://OWNER/NAME[@REVISION][/FILE]. DST is
 
   npz       a file that the original's readers and timm's `load_npz` read
   timm      a folder for timm.create_model('local-dir:DST', pretrained=True)
@@ -22,9 +23,12 @@ Examples:
 
   vit_jax convert ViT-B_16.npz /tmp/b16_timm --to=timm
   vit_jax convert /tmp/run /tmp/run.npz
-  vit_jax convert https://huggingface.co/google/vit-base-patch16-224\
-/resolve/main/model.safetensors /tmp/b16 --to=workdir
+  vit_jax convert hf://google/vit-base-patch16-224 /tmp/b16 --to=workdir
   vit_jax convert detr-r50-e632da11.pth /tmp/detr --to=workdir
+
+--push uploads the folder to the Hugging Face Hub, with a card that tells how to
+load the model, and from a workdir also its data and metrics. It needs a token
+(hf auth login, or HF_TOKEN); a model that does not exist is created, public.
 
 The arrays are only renamed, transposed and reshaped. Differences in computation
 (the GELU, the epsilons of norms) are written to the config of DST, so that
@@ -32,6 +36,7 @@ logits agree; if that config has no field for a difference, the command reports
 it.
 """
 
+import argparse
 from collections.abc import Sequence
 
 from vit_jax.commands import flags
@@ -41,7 +46,14 @@ def make_parser() -> flags.Parser:
   """Returns the parser of this command."""
   parser = flags.Parser('convert', __doc__)
   parser.add_argument('src', metavar='SRC', help='weights in any format')
-  parser.add_argument('dst', metavar='DST', help='file or folder to write')
+  parser.add_argument(
+    'dst', metavar='DST', nargs='?', help='file or folder to write'
+  )
+  parser.add_argument(
+    '--push',
+    metavar='hf://OWNER/NAME',
+    help='uploads to the hub, in place of DST',
+  )
   parser.add_argument(
     '--to',
     help='format of DST: npz, timm, hf, pth or workdir (npz or pth if DST ends so)',
@@ -63,9 +75,17 @@ def make_parser() -> flags.Parser:
   return parser
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+  """Parses and checks the flags; raises ValueError for wrong ones."""
+  args = make_parser().parse_args(argv)
+  if (args.dst is None) == (args.push is None):
+    raise ValueError('give one of DST, the place to write, and --push')
+  return args
+
+
 def main(argv: Sequence[str]) -> int:
   """Converts the weights that the command line names, and prints a summary."""
-  args = make_parser().parse_args(argv)
+  args = parse(argv)
   from vit_jax import convert
 
   convert.run(args)

@@ -104,7 +104,8 @@ class Parser(argparse.ArgumentParser):
 
   def parse_args(self, args, namespace=None):
     given, args = _split(args) if self._has_config() else ([], args)
-    found, rest = self.parse_known_args(args, namespace)
+    # Flags may stand between arguments, of which the last may be missing.
+    found, rest = self.parse_known_intermixed_args(args, namespace)
     if rest:
       self._refuse(rest)
     if self._has_config():

@@ -81,6 +81,11 @@ def make_parser() -> flags.Parser:
     help='detectors: pixels of the shorter side, or height and width, of the '
     'images that the network sees (as in the evaluation of the run)',
   )
+  parser.add_argument(
+    '--dtype',
+    choices=('bfloat16', 'float16'),
+    help='keeps the parameters in this type, in half of the memory',
+  )
   group = parser.add_argument_group('models of pixels')
   group.add_argument('--sample', type=int, help='number of images to draw')
   group.add_argument(

@@ -47,6 +47,7 @@ _UNAVAILABLE = re.compile(
 )
 _BLOCK = 2**24  # Bytes with one checksum; threads work on different blocks.
 _CHUNK = 2**18  # Bytes read at a time; fits into a core's cache.
+_AT_ONCE = 2**25  # Bytes of parameters read at the same time.
 _PIECE = 2**16  # Bytes with one sum, see _digest.
 
 
@@ -172,10 +173,11 @@ def attempt(path: epath.Path, step: int, read: Callable):
     return (None, short(e), None) if _is_damage(e) else (None, None, short(e))
 
 
-def read(path: epath.Path, wanted):
+def read(path: epath.Path, wanted, at_once: int | None = None):
   """Reads arrays onto the shardings of a tree; skips PLACEHOLDER leaves.
 
-  Leaves without a sharding are read onto the host.
+  Leaves without a sharding are read onto the host. `at_once` limits the bytes
+  that are read at the same time, and must hold the largest array.
   """
 
   def argument(leaf):
@@ -183,7 +185,9 @@ def read(path: epath.Path, wanted):
       return ocp.RestoreArgs(restore_type=np.ndarray)
     return ocp.checkpoint_utils.construct_restore_args(leaf)
 
-  with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+  limit = at_once / 10**9 if at_once else None
+  handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)
+  with contextlib.closing(handler):
     return handler.restore(
       path,
       args=ocp.args.PyTreeRestore(
@@ -192,7 +196,7 @@ def read(path: epath.Path, wanted):
     )
 
 
-def read_weights(path: epath.Path, params, extra) -> dict:
+def read_weights(path: epath.Path, params, extra, dtype=None) -> dict:
   """Reads `step`, `params` (averaged if the run kept an average) and `extra`.
 
   See Checkpoints.restore_weights. What was not read is PLACEHOLDER.
@@ -205,10 +209,10 @@ def read_weights(path: epath.Path, params, extra) -> dict:
   holder, key = (wanted, 'params') if average is None else (average, 'ema')
   if params is None:
     params = jax.tree.map(lambda _: 0, holder[key])
-  elif average is not None:
+  elif dtype or average is not None:
+    kind = jnp.dtype(dtype or 'float32')  # That of averages.
     params = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding),
-      params,
+      lambda x: jax.ShapeDtypeStruct(x.shape, kind, sharding=x.sharding), params
     )
   holder[key] = params
   if isinstance(extra, tuple):
@@ -218,7 +222,10 @@ def read_weights(path: epath.Path, params, extra) -> dict:
       wanted['extra'] = {**stored, **jax.tree.map(lambda _: 0, named)}
   elif jax.tree.leaves(extra):
     wanted['extra'] = extra
-  found = read(path, wanted)
+  # What is being read is in memory twice: as it is stored, and in its type.
+  sizes = (getattr(x, 'size', 0) for x in jax.tree.leaves(params))
+  largest = max(sizes, default=0)
+  found = read(path, wanted, largest and max(_AT_ONCE, 8 * largest + 1))
   if average is not None:
     found['params'] = _average(found)['ema']
   return found

@@ -246,7 +246,11 @@ class Checkpoints:
     return (abstract.replace(**found), step) if found else (None, 0)
 
   def restore_weights(
-    self, params=None, extra=None, step: int | None = None
+    self,
+    params=None,
+    extra=None,
+    step: int | None = None,
+    dtype: str | None = None,
   ) -> Weights:
     """Restores what evaluation and prediction need; all processes must call it.
 
@@ -256,6 +260,7 @@ class Checkpoints:
       extra: likewise; None: nothing; or names in the extra state, onto the
         host.
       step: step of the checkpoint; by default the newest.
+      dtype: type of the parameters; by default as in `params`.
 
     Raises:
       FileNotFoundError: if there is no complete checkpoint.
@@ -266,7 +271,7 @@ class Checkpoints:
         f"step={step} is not among the checkpoints in '{self.directory}': {steps}"
       )
     found, step = self._newest(
-      lambda path: files.read_weights(path, params, extra), step
+      lambda path: files.read_weights(path, params, extra, dtype), step
     )
     if found is None:
       raise FileNotFoundError(

@@ -75,9 +75,14 @@ def naming(file, fault: str):
 
 
 def read_npz(
-  file: epath.Path, rename: Callable[[str], str] = str
+  file: epath.Path,
+  rename: Callable[[str], str] = str,
+  dtype: str | None = None,
 ) -> dict[str, np.ndarray]:
-  """Reads the arrays of an .npz file, with their names changed by `rename`."""
+  """Reads the arrays of an .npz file, with their names changed by `rename`.
+
+  With a `dtype`, arrays of several dimensions are converted to it one by one.
+  """
   with (
     naming(file, 'is not an .npz file of weights'),
     fetch.local_input(file) as here,
@@ -103,12 +108,15 @@ def read_npz(
         if not isinstance(array, np.ndarray):
           raise ValueError(f"'{info.filename}' in it is no array")
         _check_array(name, array.dtype.name, array.shape)
-        arrays[name] = array.astype(array.dtype.newbyteorder('='), copy=False)
+        array = array.astype(array.dtype.newbyteorder('='), copy=False)
+        arrays[name] = _converted(array, dtype)
   return arrays
 
 
-def read_safetensors(file: epath.Path) -> dict[str, np.ndarray]:
-  """Reads the arrays of a .safetensors file."""
+def read_safetensors(
+  file: epath.Path, dtype: str | None = None
+) -> dict[str, np.ndarray]:
+  """Reads the arrays of a .safetensors file; for `dtype` see read_npz."""
   safetensors = cli.needed('safetensors', 'interop', f"reading '{file}'")
   with (
     naming(file, 'is not a .safetensors file of weights'),
@@ -119,18 +127,25 @@ def read_safetensors(file: epath.Path) -> dict[str, np.ndarray]:
         names = list(filter(_is_weights, f.keys()))
         for name in names:
           header = f.get_slice(name)
-          dtype = header.get_dtype()
-          dtype = _SAFETENSORS_FLOATS.get(dtype, dtype)
-          _check_array(name, dtype, header.get_shape())
-        return {name: f.get_tensor(name) for name in names}
+          kind = header.get_dtype()
+          kind = _SAFETENSORS_FLOATS.get(kind, kind)
+          _check_array(name, kind, header.get_shape())
+      arrays = {}
+      for name in names:
+        # Opened again, since what was read of an open file stays in memory.
+        with safetensors.safe_open(here, framework='numpy') as f:
+          arrays[name] = _converted(f.get_tensor(name), dtype)
+      return arrays
     except safetensors.SafetensorError as e:
       raise ValueError(
         f'it is no .safetensors file, or only part of one: {e}'
       ) from e
 
 
-def read_torch(file: epath.Path) -> dict[str, np.ndarray]:
-  """Reads a state dict of PyTorch."""
+def read_torch(
+  file: epath.Path, dtype: str | None = None
+) -> dict[str, np.ndarray]:
+  """Reads a state dict of PyTorch; for `dtype` see read_npz."""
   torch = cli.needed('torch', 'torch', f"reading '{file}'")
   with (
     naming(file, 'is not a file of PyTorch weights'),
@@ -142,7 +157,10 @@ def read_torch(file: epath.Path) -> dict[str, np.ndarray]:
     # Tensors may share storage, or repeat it with a stride of 0.
     bytes_in_all = sum(v.numel() * v.element_size() for v in state.values())
     _check_size(bytes_in_all, here.stat().length)
-    return {name: _to_numpy(torch, value) for name, value in state.items()}
+    return {
+      name: _converted(_to_numpy(torch, state.pop(name)), dtype)
+      for name in list(state)
+    }
 
 
 def _load_torch(torch, file):
@@ -211,6 +229,11 @@ def _check_tensor(torch, name: Any, value: Any):
 def _to_numpy(torch, value):
   value = value.detach()  # It may be a parameter.
   return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+
+
+def _converted(array, dtype):
+  """Returns an array of several dimensions in a type, if one is given."""
+  return array.astype(dtype, copy=False) if dtype and array.ndim > 1 else array
 
 
 def _check_size(unfolded: int, length: int):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 import json
+import re
 from typing import Any
 from typing import NamedTuple
 
@@ -146,6 +147,22 @@ def from_notes(config) -> Description:
     'eps': one_of(_EPSILONS),  # Of a BiT ResNet.
   }
   return Description(_known_fields(model, known), names(config, 'class_names'))
+
+
+def shards(config) -> list[str]:
+  """Returns the files that the index of a large model's .safetensors names."""
+  is_right = lambda x: (
+    isinstance(x, dict)
+    and all(
+      _is_text(name) and re.fullmatch(r'[\w.-]+\.safetensors', name)
+      for name in x.values()
+    )
+  )
+  what = 'an object that names a .safetensors file beside it for each array'
+  found = field(config, 'weight_map', (is_right, what))
+  if not found:
+    raise ValueError(f'weight_map must be {what}')
+  return sorted(set(found.values()))
 
 
 def _known_fields(given, known) -> dict:

@@ -4,7 +4,8 @@ A file at https:// or gs:// is fetched once, into $VIT_JAX_CACHE (by default
 ~/.cache/vit_jax), where it appears only when it is complete, and has the hash
 that the server gives: x-goog-hash, or an ETag that is a hash. The environment
 variable VIT_JAX_INSECURE=1, which the flag --insecure of the commands sets,
-also allows http:// and another hash.
+also allows http:// and another hash. Models on the Hugging Face Hub are fetched
+by vit_jax/weights/hub.py.
 """
 
 import base64
@@ -22,6 +23,7 @@ from etils import epath
 
 from vit_jax import cli
 from vit_jax.distributed import files
+from vit_jax.weights import hub
 
 INSECURE = 'VIT_JAX_INSECURE'
 # Model in a published file's name -> a repository that holds the same weights.
@@ -49,14 +51,13 @@ def elsewhere(path: str) -> str:
   for name, repository in _REPOSITORIES.items():
     if name in path.rpartition('/')[2]:
       return (
-        '. The same weights are on Hugging Face: '
-        f'https://huggingface.co/{repository}/resolve/main/model.safetensors '
+        f'. The same weights are on Hugging Face: hf://{repository} '
         '(config.pretrained)'
       )
   if is_remote(path) and path.endswith(('.npz', '.csv')):
     return (
       '. The published weights are also at https://huggingface.co/google and '
-      'https://huggingface.co/timm: give the URL of a model.safetensors '
+      'https://huggingface.co/timm: give the name of a model there, hf://OWNER/NAME '
       '(config.pretrained)'
     )
   return ''
@@ -70,12 +71,14 @@ def is_remote(path: str) -> bool:
 def fetch(path: str) -> epath.Path:
   """Returns the local path of a file; fetches a remote file first.
 
-  A file in a bucket is tried without credentials first, then with those of this
+  Of a model on the hub it may be a folder, see vit_jax.weights.hub.fetch. A file in a bucket is tried without credentials first, then with those of this
   machine. FileNotFoundError or PermissionError if there is none or no access,
   OSError if it cannot be fetched or has another hash than the server gives,
   ValueError if the URL is not encrypted and VIT_JAX_INSECURE is not set.
   """
   path = str(path)
+  if hub.is_at(path):
+    return hub.fetch(path)
   if not is_remote(path):
     return epath.Path(path)
   name = path.split('?')[0].rpartition('/')[2]
@@ -90,7 +93,7 @@ def fetch(path: str) -> epath.Path:
   _check_encrypted(url)
   request = urllib.request.Request(url, headers={'User-Agent': 'vit_jax'})
   try:
-    opener = urllib.request.build_opener(redirects := _Redirects())
+    opener = urllib.request.build_opener(_Redirects())
     with opener.open(request, timeout=60) as response:
       length = response.headers.get('Content-Length')
       _write(
@@ -98,7 +101,7 @@ def fetch(path: str) -> epath.Path:
         target,
         int(length) if length else None,
         path,
-        _hash_of(response.headers, redirects.etag),
+        _hash_of(response.headers, moved=response.url != url),
       )
   except urllib.error.HTTPError as e:
     if path.startswith('gs://'):
@@ -132,25 +135,18 @@ def _check_encrypted(url):
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-  """Follows redirections, but not from https:// to http://.
-
-  `etag` is the hash that the first server gives of the file at the second, as
-  Hugging Face does; '' if it gives none; None without a redirection.
-  """
-
-  etag: str | None = None
+  """Follows redirections, but not from https:// to http://."""
 
   def redirect_request(self, req, fp, code, msg, headers, newurl):
     _check_encrypted(newurl)
-    self.etag = headers.get('X-Linked-ETag', self.etag or '')
     return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _hash_of(headers, linked: str | None) -> tuple[str, str] | None:
+def _hash_of(headers, moved: bool) -> tuple[str, str] | None:
   """Returns (algorithm, hexadecimal hash) of a file, if its server gives it.
 
-  `headers` are those of the response, an email.message.Message; `linked` see
-  _Redirects: the ETag of the second server may be anything.
+  `headers` are those of the response, an email.message.Message; `moved` tells
+  whether another server sent them, whose ETag may be anything.
   """
   if (
     _is_insecure() or headers.get('Content-Encoding', 'identity') != 'identity'
@@ -163,7 +159,7 @@ def _hash_of(headers, linked: str | None) -> tuple[str, str] | None:
   # Amazon S3's ETag of a file that is encrypted there is no hash of the file.
   if headers.get('x-amz-server-side-encryption', 'AES256') != 'AES256':
     return None
-  etag = headers.get('ETag', '') if linked is None else linked
+  etag = '' if moved else headers.get('ETag', '')
   found = re.fullmatch('"([0-9a-f]{32}|[0-9a-f]{64})"', etag)
   if not found:
     return None

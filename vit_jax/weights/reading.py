@@ -4,7 +4,8 @@ Formats, and how each is recognised:
 
   npz       a file of arrays with '/' in their names, such as the published ones
             of ViT, Mixer and BiT
-  timm      .safetensors or .bin with timm's names, or a folder with such a file
+  timm      .safetensors or .bin with timm's names, or a folder with such a file;
+            also model.safetensors.index.json, beside the files that it names
   hf        the same with Hugging Face's names (`ViTModel` and
             `ViTForImageClassification`, `DetrForObjectDetection`,
             `DetrForSegmentation`, `ImageGPTForCausalImageModeling` and
@@ -12,6 +13,9 @@ Formats, and how each is recognised:
   pth       a file released with DETR's paper
   resnet    a ResNet of timm, torchvision or Hugging Face, as a backbone
   workdir   folder of a run, with config.json and checkpoints
+
+All but a workdir may also be on the Hugging Face Hub, see
+vit_jax/weights/hub.py.
 """
 
 import functools
@@ -21,14 +25,17 @@ from typing import NamedTuple
 
 from etils import epath
 import flax.traverse_util
+import jax
 import numpy as np
 
 from vit_jax import cli
 from vit_jax.distributed import files
+from vit_jax.distributed import processes
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import arrays
 from vit_jax.weights import descriptions
 from vit_jax.weights import fetch
+from vit_jax.weights import hub
 from vit_jax.weights.families import families
 
 # Name in a file -> name in Linen, of the layers in an encoder block. Files
@@ -57,13 +64,10 @@ _BIT_NAMES = {
   'beta': 'bias',
 }
 _BIT_FILE_NAMES = {name: published for published, name in _BIT_NAMES.items()}
-# Names of weights files in folders of timm or Hugging Face, the preferred
-# first.
-FILES = ('model.safetensors', 'pytorch_model.bin')
 # Names in `extra` of arrays that weights bring along, beside the parameters:
 # constants of frozen norms.
 EXTRA = ('frozen',)
-_TORCH_ENDINGS = ('.safetensors', '.bin', '.pt', '.pth')
+_TORCH_ENDINGS = ('.safetensors', hub.INDEX, '.bin', '.pt', '.pth')
 
 
 class Weights(NamedTuple):
@@ -92,13 +96,18 @@ class Weights(NamedTuple):
   resize: int | tuple[int, int] | None = None
 
 
-def read(path: str, num_heads: int | None = None) -> Weights:
+def read(
+  path: str, num_heads: int | None = None, dtype: str | None = None
+) -> Weights:
   """Reads weights of any format; warns of values that are not finite.
 
+  All processes must call it. Of what is on the hub they take the same commit.
+
   Args:
-    path: see the top of this module; local, https:// or gs://.
+    path: see the top of this module; local, https://, gs:// or hf://.
     num_heads: number of attention heads; needed for files of timm or Hugging
       Face without a config.json and of a width that the table of sizes lacks.
+    dtype: type of the parameters, such as 'bfloat16'; None: that of the file.
 
   Raises:
     FileNotFoundError, PermissionError, OSError: if the file cannot be read.
@@ -109,16 +118,24 @@ def read(path: str, num_heads: int | None = None) -> Weights:
   """
   if num_heads is not None and num_heads < 1:
     raise ValueError(f'num_heads={num_heads} must be at least 1')
+  if hub.is_at(path):
+    commit = processes.from_first(
+      'looking up a model on the hub', lambda: hub.commit(path)
+    )
+    path = hub.fetch(path, commit)  # Local, and so are the files beside it.
   found = existing(path)
   if found.is_dir() and (found / 'checkpoints').exists():
     weights = _read_workdir(found)
   elif found.is_dir():
-    weights = _read_torch(_file_in(found), num_heads, found.joinpath)
-  elif found.suffix in _TORCH_ENDINGS:
+    weights = _read_torch(_file_in(found), num_heads, found.joinpath, dtype)
+  elif found.name.endswith(_TORCH_ENDINGS):
     beside = functools.partial(_beside, str(path).rpartition('/')[0])
-    weights = _read_torch(found, num_heads, beside)
+    weights = _read_torch(found, num_heads, beside, dtype)
   else:
-    weights = _read_npz(found)
+    weights = _read_npz(found, dtype)
+  if dtype:
+    convert = lambda x: np.asarray(x, dtype)
+    weights = weights._replace(params=jax.tree.map(convert, weights.params))
   arrays.warn_of_what_is_not_finite(found, leaves_of(weights))
   return weights
 
@@ -131,12 +148,12 @@ def leaves_of(weights: Weights) -> dict:
 
 def _file_in(folder):
   """Returns the weights file in a folder of timm or Hugging Face."""
-  for name in FILES:
+  for name in hub.FILES:
     if (folder / name).exists():
       return folder / name
   raise ValueError(
     f"'{folder}' is a folder without weights: neither a workdir (checkpoints/) "
-    f'nor one of {FILES}'
+    f'nor one of {hub.FILES}'
   )
 
 
@@ -152,9 +169,11 @@ def _beside(folder, name):
 def check_packages(path: str):
   """Raises ImportError if a package is missing that reads these weights."""
   file = epath.Path(str(path).partition('?')[0].partition('://')[2] or path)
-  if file.is_dir() and not (file / 'checkpoints').exists():
+  if hub.is_at(path):
+    file = epath.Path(hub.parse(path).path_in_repo or hub.FILES[0])
+  elif file.is_dir() and not (file / 'checkpoints').exists():
     file = _file_in(file)
-  if file.suffix == '.safetensors':
+  if file.name.endswith(('.safetensors', hub.INDEX)):
     cli.needed('safetensors', 'interop', f"reading '{path}'")
   elif file.suffix in _TORCH_ENDINGS:
     cli.needed('torch', 'torch', f"reading '{path}'")
@@ -173,8 +192,8 @@ def existing(path) -> epath.Path:
   if not found.exists():
     raise FileNotFoundError(
       f"there is no weights file '{path}': give a published .npz, a .safetensors "
-      "or .bin of timm's or Hugging Face's, a URL of one, or a workdir "
-      '(config.pretrained), or the folder of the published files '
+      "or .bin of timm's or Hugging Face's, a URL of one, hf://OWNER/NAME, or a "
+      'workdir (config.pretrained), or the folder of the published files '
       '(config.pretrained_dir)' + fetch.elsewhere(str(path))
     )
   if not (found.is_dir() or files.is_remote(found) or os.path.isfile(found)):
@@ -182,10 +201,10 @@ def existing(path) -> epath.Path:
   return found
 
 
-def _read_npz(file):
+def _read_npz(file, dtype):
   flat = {
     path: without_ones(path, leaf)
-    for path, leaf in arrays.read_npz(file, _linen_name).items()
+    for path, leaf in arrays.read_npz(file, _linen_name, dtype).items()
   }
   found = descriptions.read(
     descriptions.notes_file(file), descriptions.from_notes
@@ -284,13 +303,20 @@ def _read_workdir(folder):
   )
 
 
-def _read_torch(file, num_heads, beside):
+def _read_torch(file, num_heads, beside, dtype):
   """Reads a state dict, and files by name (`beside`) that describe it."""
-  flat = (
-    arrays.read_safetensors(file)
-    if file.suffix == '.safetensors'
-    else arrays.read_torch(file)
-  )
+  flat, parts = {}, [file]
+  if file.name.endswith(hub.INDEX):
+    parts = [*map(beside, descriptions.read(file, descriptions.shards))]
+  for part in parts:
+    if not part.exists():
+      raise FileNotFoundError(
+        f"'{file}' names the file {part.name}, which is not beside it: put all "
+        'files of the weights into one folder'
+      )
+    is_torch = not part.name.endswith('.safetensors')
+    read_part = arrays.read_torch if is_torch else arrays.read_safetensors
+    flat |= read_part(part, dtype)
   with arrays.naming(file, 'cannot be used'):
     family, naming = families.of_names(flat)
   found = family.read_beside(beside, file, flat, naming)

@@ -21,6 +21,7 @@ from sklearn import cluster
 from vit_jax import cli
 from vit_jax.distributed import processes
 from vit_jax.weights import fetch
+from vit_jax.weights import hub
 
 # Files beside weights, of a run and of Hugging Face, and the key of the palette.
 _FILES = {'palette.json': None, 'preprocessor_config.json': 'clusters'}
@@ -95,7 +96,7 @@ def sample(batches: Iterable[np.ndarray], each: int, seed: int) -> np.ndarray:
 def load(path: str) -> np.ndarray:
   """Reads a palette [K, C] on process 0, and tells it to the others.
 
-  The path, local, at gs:// or a URL, is a .npy, such as the released
+  The path, local, at gs:// or hf:// or a URL, is a .npy, such as the released
   kmeans_centers.npy; or it is of weights whose folder has the palette: the
   workdir of a run, or a model of Hugging Face.
   """
@@ -126,6 +127,8 @@ def _read(path):
 
 def _find(path):
   """Returns the file of a palette, or beside weights, and its key in there."""
+  if hub.is_at(path):
+    path = str(hub.fetch(path))
   if path.startswith(('http://', 'https://')):
     if path.partition('?')[0].endswith('.npy'):
       return fetch.fetch(path), None

@@ -47,9 +47,9 @@ class Family(abc.ABC):
 
   @abc.abstractmethod
   def load(
-    self, flat: Mapping[str, np.ndarray], naming: str, num_heads: int | None
+    self, flat: dict[str, np.ndarray], naming: str, num_heads: int | None
   ) -> dict[str, np.ndarray]:
-    """Converts a state dict to arrays by path.
+    """Converts a state dict, which it empties, to arrays by path.
 
     Raises ValueError for arrays that no such model has, and if `num_heads` does
     not divide the width, or is missing though shapes do not tell it.

@@ -202,8 +202,8 @@ class Detrs(base.Family):
     return 'resnet' if _style(names, 'resnet') else None
 
   def load(self, flat, naming, num_heads):
-    flat = {leaves.renamed(k, _OLD_NAMES): v for k, v in flat.items()}
-    flat = leaves.split(flat, *_JOINED)
+    leaves.rename(flat, _OLD_NAMES)
+    leaves.split(flat, *_JOINED)
     style = _style(flat, naming) or 'timm'
     unit, first = _UNITS[style]
     pattern = re.escape(_BACKBONE[naming]) + unit.format(r'(\d+)', r'(\d+)')
@@ -211,7 +211,8 @@ class Detrs(base.Family):
     table = [*_backbone(units, style, _BACKBONE[naming])]
     if naming == 'resnet':  # Its head is left out.
       head = ('fc.', 'classifier.')
-      flat = {k: v for k, v in flat.items() if not k.startswith(head)}
+      for name in [name for name in flat if name.startswith(head)]:
+        del flat[name]
       return leaves.load(flat, table, None, 'ResNet of bottlenecks')
     pattern = rf'{_START[naming]}\.{{}}\.layers\.(\d+)\.'
     counts = {

@@ -84,13 +84,12 @@ class ImageGPTs(base.Family):
 
   def load(self, flat, naming, num_heads):
     """A colour head is zero if there is none."""
-    state, biases = {}, []
-    for name, value in flat.items():
-      name = leaves.renamed(name, _OLD_NAMES)
-      if not _NOT_TRANSPOSED.fullmatch(name):
-        state[name] = value
-      elif name.endswith('.weight'):
-        state[name] = value.T
+    biases = []
+    leaves.rename(flat, _OLD_NAMES)
+    for name in list(filter(_NOT_TRANSPOSED.fullmatch, flat)):
+      value = flat.pop(name)
+      if name.endswith('.weight'):
+        flat[name] = value.T
       elif value.any():
         biases.append(name)
     if biases:
@@ -98,10 +97,10 @@ class ImageGPTs(base.Family):
         f'the biases {sorted(biases)[:3]} are not zero, and iGPT has none: these '
         'weights were trained further by Hugging Face, whose model has biases'
       )
-    state = leaves.split(state, *_JOINED)
-    table = _table(leaves.count(state, r'transformer\.h\.(\d+)\.'))
-    hint = _CLASSES if 'score.weight' in state else ''
-    found = leaves.load(state, table, num_heads, 'iGPT', hint)
+    leaves.split(flat, *_JOINED)
+    table = _table(leaves.count(flat, r'transformer\.h\.(\d+)\.'))
+    hint = _CLASSES if 'score.weight' in flat else ''
+    found = leaves.load(flat, table, num_heads, 'iGPT', hint)
     colors = found['color_embedding']
     found.update(color_embedding=colors[:-1], start_token=colors[-1])
     if 'color_head/kernel' not in found:

@@ -84,7 +84,7 @@ def layers(
 
 
 def load(
-  flat: Mapping[str, np.ndarray],
+  flat: dict[str, np.ndarray],
   table: Iterable[Leaf],
   num_heads: int | None,
   what: str,
@@ -92,10 +92,10 @@ def load(
 ) -> dict[str, np.ndarray]:
   """Converts those arrays of a state dict that are in a table of a model's leaves.
 
-  `what` names the model in the error for arrays that are in no table, and
+  It takes them out of `flat`, so that no array is in memory twice. `what` names the model in the error for arrays that are in no table, and
   `hint` says what these are.
   """
-  flat, found = dict(flat), {}
+  found = {}
   for path, layout, name in table:
     if name in flat:
       found[path] = _from_torch(flat.pop(name), path, layout, num_heads)
@@ -123,6 +123,12 @@ def dump(
       'a run (--to=workdir)'
     )
   return state
+
+
+def rename(flat: dict[str, Any], table: Iterable[tuple[str, str]]):
+  """Applies (regex, replacement) one after another to all names, in place."""
+  for name in list(flat):
+    flat[renamed(name, table)] = flat.pop(name)
 
 
 def renamed(name: str, table: Iterable[tuple[str, str]]) -> str:
@@ -193,26 +199,20 @@ def _from_torch(value, path, layout, num_heads) -> np.ndarray:
   return np.ascontiguousarray(convert(value, num_heads))
 
 
-def split(
-  flat: Mapping[str, np.ndarray], joined: str, parts: tuple[str, ...]
-) -> dict[str, np.ndarray]:
-  """Splits arrays that hold several layers along their first axis.
+def split(flat: dict[str, np.ndarray], joined: str, parts: tuple[str, ...]):
+  """Splits arrays that hold several layers along their first axis, in place.
 
   In the names of the layers, `parts` in order take the place of `joined`.
   """
-  result = {}
-  for name, value in flat.items():
-    if joined not in name:
-      result[name] = value
-      continue
+  for name in [name for name in flat if joined in name]:
+    value = flat.pop(name)
     if not value.ndim or len(value) % len(parts):
       raise ValueError(
         f"'{name}' of shape {value.shape} cannot be split into query, key and "
         'value'
       )
     for part, piece in zip(parts, np.split(value, len(parts))):
-      result[name.replace(joined, part)] = piece
-  return result
+      flat[name.replace(joined, part)] = piece
 
 
 def join(

@@ -142,22 +142,22 @@ class Classifiers(base.Family):
       what = 'BiT ResNet'
       table = _bit_table(leaves.units(flat, _TIMM_UNITS, 0, 0))
     elif naming == 'timm':
-      flat = leaves.split(flat, *_TIMM_JOINED)
+      leaves.split(flat, *_TIMM_JOINED)
       units = None
       if _is_hybrid(flat):
         units = leaves.units(flat, re.escape(_TIMM_RESNET) + _TIMM_UNITS, 0, 0)
       table = _table('timm', leaves.count(flat, r'blocks\.(\d+)\.'), units)
     else:
-      flat = {leaves.renamed(k, _OLD_NAMES): v for k, v in flat.items()}
+      leaves.rename(flat, _OLD_NAMES)
       num_layers = leaves.count(flat, r'encoder\.layer\.(\d+)\.')
       table = _table('hf', num_layers, None)
-    hints = (
+    hints = [
       f' ({feature})'
       for part, feature in _FEATURES.items()
       if any(part in name for name in flat)
-    )
+    ]
     heads = num_heads or _usual_heads(flat)
-    return leaves.load(flat, table, heads, what, next(hints, ''))
+    return leaves.load(flat, table, heads, what, ''.join(hints[:1]))
 
   def dump(self, flat, naming):
     _check_exists(flat, naming)

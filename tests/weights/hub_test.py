@@ -1,0 +1,472 @@
+"""Tests of models on the Hugging Face Hub, beside a hub on loopback."""
+
+import base64
+import hashlib
+import http.server
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+
+from huggingface_hub import constants
+import numpy as np
+import pytest
+
+from tests import torch_models
+from tests import trees
+from tests.weights import conftest
+from vit_jax import checkpoint
+from vit_jax import convert
+from vit_jax import predict
+from vit_jax.commands import convert as convert_command
+from vit_jax.configs import models as model_configs
+from vit_jax.distributed import processes
+from vit_jax.tasks.pixels import palette
+from vit_jax.weights import hub
+from vit_jax.weights import reading
+
+WHOLE = ('config.json', 'model.safetensors', 'preprocessor_config.json')
+TOKEN = 'hf_right'
+
+
+class Hub:
+  """A hub: what it holds, what it was asked for, and how it misbehaves.
+
+  Attributes:
+    models: {OWNER/NAME: {branch or commit: {file: content}}}.
+    gated: models that need the token.
+    asked: (method, path) of all requests.
+    breaks: how many times the connection breaks in the middle of a large file.
+  """
+
+  def __init__(self):
+    self.models, self.gated = {}, set()
+    self.asked, self.breaks = [], 0
+
+  def add(self, name, folder, files, revision='main'):
+    content = {file: (folder / file).read_bytes() for file in files}
+    model = self.models.setdefault(name, {})
+    model[revision] = model[commit_of(content)] = content
+
+  def find(self, name, revision):
+    """Returns the files of a branch or a commit, or the code of an error."""
+    known = self.models.get(name, {}).get(revision)
+    return known or f'{"Revision" if name in self.models else "Repo"}NotFound'
+
+
+def commit_of(files):
+  """Returns the commit of the content of a model."""
+  content = [etag(files[name]) for name in sorted(files)]
+  return hashlib.sha1(''.join(content).encode()).hexdigest()
+
+
+def etag(content):
+  return hashlib.sha256(content).hexdigest()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+  """Answers as the hub does; the server has the `hub`."""
+
+  protocol_version = 'HTTP/1.1'
+
+  def do_GET(self):
+    hub_ = self.server.hub
+    path = self.path.partition('?')[0]
+    hub_.asked.append((self.command, path))
+    found = re.fullmatch(
+      r'/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(\w+))?', path
+    )
+    if found:
+      name, what, revision = found.groups()
+      files = hub_.find(name, revision or 'main')
+      if isinstance(files, str):
+        return self.refuse(404, files)
+      if what != 'tree':
+        return self.answer({'id': name, 'sha': commit_of(files)})
+      return self.answer(
+        [
+          {'type': 'file', 'path': k, 'size': len(v), 'oid': etag(v)}
+          for k, v in files.items()
+        ]
+      )
+    name, revision, file = re.fullmatch(
+      r'/([^/]+/[^/]+)/resolve/(\w+)/(.+)', path
+    ).groups()
+    if name in hub_.gated:
+      token = self.headers.get('Authorization')
+      if token != f'Bearer {TOKEN}':
+        return self.refuse(403 if token else 401, 'GatedRepo')
+    files = hub_.find(name, revision)
+    if file not in files:
+      return self.refuse(404, 'EntryNotFound')
+    return self.send_file(commit_of(files), files[file])
+
+  do_HEAD = do_GET
+
+  def do_POST(self):
+    hub_, path = self.server.hub, self.path.partition('?')[0]
+    body = self.rfile.read(int(self.headers['Content-Length']))
+    hub_.asked.append(('POST', path))
+    if self.headers.get('Authorization') != f'Bearer {TOKEN}':
+      return self.refuse(401, '')
+    if path == '/api/validate-yaml':
+      return self.answer({'errors': [], 'warnings': []})
+    if path == '/api/repos/create':
+      told = json.loads(body)
+      name = f'{told["organization"]}/{told["name"]}'
+      there = name in hub_.models
+      hub_.models.setdefault(name, {'main': {}})
+      url = f'{constants.ENDPOINT}/{name}'
+      return self.answer({'url': url, 'id': name}, 409 if there else 200)
+    name, what = re.fullmatch(
+      r'/api/models/([^/]+/[^/]+)/(preupload|commit)/main', path
+    ).groups()
+    if what == 'preupload':
+      return self.answer(
+        {
+          'files': [
+            {'path': x['path'], 'uploadMode': 'regular', 'shouldIgnore': False}
+            for x in json.loads(body)['files']
+          ]
+        }
+      )
+    files = hub_.models[name]['main']
+    for line in map(json.loads, body.splitlines()):
+      if line['key'] == 'file':
+        value = line['value']
+        files[value['path']] = base64.b64decode(value['content'])
+    hub_.models[name][commit_of(files)] = files
+    return self.answer({'commitUrl': f'{name}/commit/0', 'commitOid': '0' * 40})
+
+  def send_file(self, commit, content):
+    start = re.match(r'bytes=(\d+)', self.headers.get('Range', ''))
+    start = int(start[1]) if start else 0
+    self.send_response(206 if start else 200)
+    self.send_header('X-Repo-Commit', commit)
+    self.send_header('ETag', f'"{etag(content)}"')
+    self.send_header('Content-Length', str(len(content) - start))
+    self.end_headers()
+    if self.command == 'HEAD':
+      return
+    content = content[start:]
+    if len(content) > 2000 and self.server.hub.breaks:
+      self.server.hub.breaks -= 1
+      content, self.close_connection = content[:1000], True
+    self.wfile.write(content)
+
+  def answer(self, value, status=200):
+    body = json.dumps(value).encode()
+    self.send_response(status)
+    self.send_header('Content-Type', 'application/json')
+    self.send_header('Content-Length', str(len(body)))
+    self.end_headers()
+    self.wfile.write(body)
+
+  def refuse(self, status, code):
+    self.send_response(status)
+    self.send_header('X-Error-Code', code)
+    self.send_header('Content-Length', '0')
+    self.end_headers()
+
+  def log_message(self, *_):
+    pass
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch, good):
+  """A hub with o/n, of which it has two revisions, and a cache of its own."""
+  found = Hub()
+  found.add('o/n', good / 'hf', WHOLE)
+  found.add('o/n', good / 'timm', ('config.json', 'model.safetensors'), 'v1')
+  with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
+    server.hub = found
+    serve = threading.Thread(target=server.serve_forever, args=[0.01])
+    serve.start()
+    found.address = f'http://127.0.0.1:{server.server_port}'
+    # Read from the environment when huggingface_hub was imported.
+    url = f'{found.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}'
+    for name, value in {
+      'ENDPOINT': found.address,
+      'HUGGINGFACE_CO_URL_TEMPLATE': url,
+      'HF_HUB_CACHE': str(tmp_path / 'hub'),
+      'HF_HUB_OFFLINE': False,
+      'HF_HUB_DISABLE_XET': True,
+      'HF_TOKEN_PATH': str(tmp_path / 'token'),
+    }.items():
+      monkeypatch.setattr(constants, name, value)
+    monkeypatch.delenv('HF_TOKEN', raising=False)
+    monkeypatch.delenv('HUGGING_FACE_HUB_TOKEN', raising=False)
+    yield found
+    server.shutdown()
+
+
+def downloads(there):
+  return [path.split('/')[-1] for how, path in there.asked if how == 'GET'
+          and '/resolve/' in path]  # fmt: skip
+
+
+def test_a_model_is_fetched_once_with_its_files(there, good, monkeypatch):
+  want = reading.read(str(good / 'hf'))
+  for path in (
+    'hf://o/n', 'hf://o/n@main', 'hf://o/n/model.safetensors',
+    'https://huggingface.co/o/n/resolve/main/model.safetensors',
+  ):  # fmt: skip
+    found = reading.read(path)
+    trees.assert_same(found.params, want.params)
+    assert found._replace(params={}) == want._replace(params={})
+  assert sorted(downloads(there)) == sorted(WHOLE)
+  assert reading.read('hf://o/n@v1').kind == 'timm'
+  # Without a connection, what was fetched is there.
+  asked = len(there.asked)
+  monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+  assert reading.read('hf://o/n').kind == 'hf'
+  assert reading.read('hf://o/n@v1').kind == 'timm'
+  assert len(there.asked) == asked
+
+
+def test_all_processes_take_the_same_commit(there, good, monkeypatch):
+  """A branch may move after process 0 has told its commit to the others."""
+  first, model = processes.from_first, there.models['o/n']
+
+  def and_then_the_branch_moves(what, make):
+    commit = first(what, make)
+    model['main'] = model['v1']
+    return commit
+
+  monkeypatch.setattr(processes, 'from_first', and_then_the_branch_moves)
+  assert reading.read('hf://o/n').kind == 'hf'
+  assert reading.read('hf://o/n').kind == 'timm'
+
+
+def test_names_of_timm_and_pytorch_files(there, good):
+  name = 'timm/vit_base_patch16_224.augreg_in21k'
+  there.add(name, good / 'timm', ('config.json', 'model.safetensors'))
+  want = reading.read(str(good / 'timm')).params
+  trees.assert_same(checkpoint.load(f'hf://{name}'), want)
+  (good / 'hf' / 'pytorch_model.bin').write_bytes(
+    (good / 'hf' / 'new.bin').read_bytes()
+  )
+  there.add('o/old', good / 'hf', ('config.json', 'pytorch_model.bin'))
+  trees.assert_same(checkpoint.load('hf://o/old'), want)
+
+
+def test_weights_of_several_files(there, good, tmp_path):
+  want = reading.read(str(good / 'hf')).params
+  folder = tmp_path / 'parts'
+  names = conftest.write_shards(good, folder)
+  there.add('o/large', folder, names)
+  index = 'model.safetensors.index.json'
+  for path in (folder, folder / index, 'hf://o/large', f'hf://o/large/{index}'):
+    trees.assert_same(reading.read(str(path)).params, want)
+  assert sorted(downloads(there)) == names
+  (folder / names[1]).unlink()
+  with pytest.raises(
+    FileNotFoundError, match=f'names the file {names[1]}, which is not beside'
+  ):
+    reading.read(str(folder))
+  for wrong in ({'a': '../a.safetensors'}, {'a': 'a.bin'}, ['a'], {}):
+    (folder / index).write_text(json.dumps({'weight_map': wrong}))
+    with pytest.raises(
+      ValueError, match='index.json. cannot be used: weight_m'
+    ):
+      reading.read(str(folder))
+
+
+@pytest.mark.parametrize(
+  'path, error, message',
+  [
+    (
+      'hf://o',
+      ValueError,
+      "names no model on the hub: .*'namespace/name'.*hf://OWN",
+    ),
+    ('hf://o/n@', ValueError, 'Empty revision'),
+    ('hf://datasets/o/n', ValueError, 'but a dataset: give hf://OWNER'),
+    (
+      'hf://o/m',
+      FileNotFoundError,
+      'no model o/m, or it is private: .*HF_TOKEN',
+    ),
+    ('hf://o/n@v2', FileNotFoundError, "has no revision 'v2': choose .*/o/n$"),
+    ('hf://o/n/a.npz', FileNotFoundError, "no file 'a.npz': .*/o/n/tree/"),
+    ('hf://o/empty', FileNotFoundError, 'none of .*model.safetensors'),
+    (
+      'hf://o/gated',
+      PermissionError,
+      'is gated: accept .*/o/gated, then log in',
+    ),
+    ('hf://o/broken', OSError, "'hf://o/broken': the hub says: .*; try again"),
+  ],
+)
+def test_what_cannot_be_fetched(there, good, monkeypatch, path, error, message):
+  monkeypatch.setattr('time.sleep', lambda _: None)
+  there.add('o/empty', good / 'hf', ('config.json',))
+  there.add('o/gated', good / 'hf', WHOLE)
+  there.gated.add('o/gated')
+  there.add('o/broken', good / 'hf', WHOLE)
+  there.breaks = 100 * (path == 'hf://o/broken')
+  with pytest.raises(error, match=message) as e:
+    reading.read(path)
+  assert '\n' not in str(e.value)
+  if path.startswith('hf://o/n@'):
+    return
+  monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+  kind = ValueError if error is ValueError else OSError
+  with pytest.raises(kind) as e:
+    reading.read(path)
+  assert '\n' not in str(e.value)
+
+
+def test_a_token_opens_a_gated_model(there, good, monkeypatch):
+  there.gated.add('o/n')
+  monkeypatch.setenv('HF_TOKEN', TOKEN)
+  assert reading.read('hf://o/n').kind == 'hf'
+
+
+def test_a_connection_that_breaks_goes_on_where_it_was(
+  there, good, monkeypatch
+):
+  monkeypatch.setattr('time.sleep', lambda _: None)
+  there.breaks = 2
+  want = reading.read(str(good / 'hf')).params
+  trees.assert_same(reading.read('hf://o/n').params, want)
+  assert downloads(there).count('model.safetensors') == 3
+
+
+def test_a_hub_that_does_not_answer(there, monkeypatch):
+  url = 'http://127.0.0.1:9'
+  monkeypatch.setattr('time.sleep', lambda _: None)
+  monkeypatch.setattr(constants, 'ENDPOINT', url)
+  with pytest.raises(
+    OSError, match="'hf://o/n' cannot be fetched: .*not answer"
+  ):
+    hub.fetch('hf://o/n')
+  monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+  with pytest.raises(
+    OSError, match='HF_HUB_OFFLINE=1 is set, .*not in the cache'
+  ):
+    hub.fetch('hf://o/n')
+
+
+def test_the_weights_of_a_config(there, good):
+  config = model_configs.get_config('testing')
+  want = reading.read(str(good / 'hf')).params
+  found = checkpoint.load_pretrained(
+    pretrained_path='hf://o/n', init_params=want, model_config=config
+  )
+  trees.assert_same(found.unfreeze(), want)
+
+
+def test_a_palette_on_the_hub(there, good, tmp_path):
+  colors = [[-1.0] * 3, [0.5] * 3]
+  processor = tmp_path / 'preprocessor_config.json'
+  processor.write_text(json.dumps({'clusters': colors}))
+  np.save(tmp_path / 'centers.npy', np.array(colors))
+  (tmp_path / 'model.safetensors').write_bytes(b'x')
+  there.add('o/p', tmp_path, (WHOLE[1], 'centers.npy', processor.name))
+  for path in (
+    'hf://o/p',
+    'hf://o/p/model.safetensors',
+    'hf://o/p/centers.npy',
+  ):
+    assert palette.load(path).tolist() == colors
+
+
+def test_the_environment_names_the_hub(there, tmp_path):
+  done = subprocess.run(
+    [sys.executable, '-c', 'from vit_jax.weights import hub\n'
+     'print(hub.fetch("hf://o/n"))'],
+    capture_output=True, text=True, check=True,
+    env={**os.environ, 'HF_ENDPOINT': there.address, 'HF_HOME': str(tmp_path),
+         'HF_HUB_OFFLINE': '0',
+         'PYTHONPATH': str(pathlib.Path(__file__).parents[2])},
+  )  # fmt: skip
+  folder = pathlib.Path(done.stdout.strip())
+  assert folder.is_relative_to(tmp_path / 'hub')
+  assert sorted(path.name for path in folder.iterdir()) == sorted(WHOLE)
+
+
+# --- Pushing ---
+
+
+@pytest.fixture
+def run(good, tmp_path):
+  """The workdir of a run on a folder of images, with its metrics."""
+  workdir = tmp_path / 'run'
+  convert.convert(str(good / 'hf'), str(workdir), 'workdir')
+  config = json.loads((workdir / 'config.json').read_text())
+  config.update(dataset='/home/me/secret/pets', total_steps=500, batch=64)
+  (workdir / 'config.json').write_text(json.dumps(config))
+  (workdir / 'metrics.jsonl').write_text(
+    '{"step": 1, "accuracy_test": 0.5, "train_loss": 1.5}\n'
+    '{"step": 2, "accuracy_test": 0.75, "lr": 0.1}\n'
+  )
+  return workdir
+
+
+@pytest.mark.parametrize('to', ['hf', 'timm'])
+def test_a_run_is_pushed_with_a_card(there, run, monkeypatch, capsys, to):
+  monkeypatch.setenv('HF_TOKEN', TOKEN)
+  argv = [str(run), f'--to={to}', '--push=hf://me/pets']
+  convert_command.main(argv)
+  assert f'the model is at {there.address}/me/pets' in capsys.readouterr().out
+  convert_command.main(argv)  # Another commit of the same model.
+  files = there.models['me/pets']['main']
+  card = files['README.md'].decode()
+  assert card.startswith('---\n')
+  assert 'pipeline_tag: image-classification' in card
+  library = {'hf': 'transformers', 'timm': 'timm'}[to]
+  assert f'library_name: {library}' in card
+  for line in (
+    '- task: classify, 5 classes', '- data: pets',
+    '- training: 500 steps of 64 images', '- metrics: accuracy_test 75.00 %',
+    '- images: 8x8 pixels, resized as a whole',
+    "predict.load_weights('hf://me/pets')", "from_pretrained(", 'timm.create_m',
+  ):  # fmt: skip
+    assert line in card, line
+  assert 'secret' not in card
+  assert str(run) not in card
+  trees.assert_same(
+    checkpoint.load('hf://me/pets'), reading.read(str(run)).params
+  )
+  if to == 'timm':  # Which reads the hub itself.
+    theirs = torch_models.timm.create_model('hf-hub:me/pets', pretrained=True)
+    image = np.random.RandomState(0).uniform(-1, 1, (1, 8, 8, 3))
+    model = predict.load_weights('hf://me/pets')
+    want = model.task.outputs(model.params, {}, {'image': image})
+    got = torch_models.logits(theirs, image.astype(np.float32))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_what_cannot_be_pushed(there, run, monkeypatch, tmp_path):
+  to = '--to=hf'
+  for flags, error, message in (
+    (['--push=hf://me/pets'], PermissionError, 'needs a token .*HF_TOKEN'),
+    (['--push=hf://me/pets@v1'], ValueError, 'must be hf://OWNER/NAME .--push'),
+    (['--push=me/pets'], ValueError, 'names no model on the hub'),
+    (['hf://me/pets'], ValueError, 'is on the hub: give --push=hf://me/pets'),
+    (['a', '--push=hf://me/pets'], ValueError, 'one of DST, .* and --push'),
+    ([], ValueError, 'one of DST, .* and --push'),
+  ):
+    with pytest.raises(error, match=message):
+      convert_command.main(['/no/where', to, *flags])
+  assert there.asked == []
+  monkeypatch.setenv('HF_TOKEN', 'hf_wrong')
+  with pytest.raises(
+    PermissionError, match='401 Unauthorized.*check the token'
+  ):
+    convert.push(str(run), 'hf://me/pets')
+  with pytest.raises(ValueError, match=r'needs --to=hf\|timm, not npz'):
+    convert.push(str(run), 'hf://me/pets', to='npz')
+  monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+  with pytest.raises(ValueError, match='unset HF_HUB_OFFLINE'):
+    convert.push(str(run), 'hf://me/pets')
+
+
+def test_a_model_of_the_hub_predicts(there):
+  image = np.zeros((8, 8, 3), np.uint8)
+  model = predict.load_weights('hf://o/n')
+  assert len(model.predict([image])[0]) == 5

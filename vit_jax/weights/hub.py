@@ -1,0 +1,206 @@
+"""Fetches models from the Hugging Face Hub, and pushes them there.
+
+A model there is named hf://OWNER/NAME[@REVISION][/FILE], or by the URL of its
+page or of a file. huggingface_hub keeps what it has fetched in its own cache,
+finds the user's token (`hf auth login`, or HF_TOKEN), and asks no server where
+HF_HUB_OFFLINE=1 is set; other variables of its are in its documentation.
+"""
+
+from collections.abc import Iterable
+import contextlib
+import dataclasses
+import glob
+import importlib
+from typing import Any
+
+from etils import epath
+
+from vit_jax import cli
+
+# Names of weights files in folders of timm or Hugging Face, the preferred first.
+# The second lists the files that share the weights of a large model.
+FILES = (
+  'model.safetensors',
+  'model.safetensors.index.json',
+  'pytorch_model.bin',
+)
+INDEX = '.safetensors.index.json'
+_PLACES = ('hf://', 'https://huggingface.co/', 'https://hf.co/')
+_FORM = 'hf://OWNER/NAME[@REVISION][/FILE]'
+_LOG_IN = 'log in (hf auth login), or set HF_TOKEN'
+
+
+def is_at(path) -> bool:
+  """Returns whether a path names a model, or a file of one, on the hub."""
+  return str(path).startswith(_PLACES)
+
+
+def parse(path) -> Any:
+  """Returns the huggingface_hub.HfUri of a path; ValueError if it is wrong."""
+  hub = cli.needed('huggingface_hub', 'interop', f"'{path}'")
+  try:
+    uri = hub.parse_hf_uri(str(path))
+  except ValueError as e:
+    reason = str(e).partition("'. ")[2].strip() or e
+    raise ValueError(
+      f"'{path}' names no model on the hub: {reason} Give {_FORM}"
+    ) from e
+  if uri.type != 'model':
+    raise ValueError(
+      f"'{path}' names no model on the hub, but a {uri.type}: give {_FORM}"
+    )
+  return uri
+
+
+def commit(path) -> str:
+  """Returns the hash of the commit that a path's revision names now."""
+  uri = parse(path)
+  return _snapshot(path, uri, uri.revision, ()).name
+
+
+def fetch(path, revision: str | None = None) -> epath.Path:
+  """Fetches a file, or the weights of a model, with the JSON files beside it.
+
+  Args:
+    path: see the top of this module. Without a FILE the first of FILES that
+      the model has is fetched, and a local folder returned.
+    revision: a commit to take in place of the path's revision.
+
+  Returns:
+    The local path in the cache.
+
+  Raises:
+    FileNotFoundError: if there is no such model, revision or file.
+    PermissionError: if the hub wants a token, or another one.
+    OSError: if the hub does not answer.
+    ValueError: if the path is no name of a model.
+  """
+  uri = parse(path)
+  revision, name = revision or uri.revision, uri.path_in_repo
+  parts = f'-*{INDEX.removesuffix(".index.json")}'  # Of a model with an index.
+  if name:
+    whole = glob.escape(name)
+    wanted = [[whole, f'{whole.removesuffix(INDEX)}{parts}']]
+    wanted = wanted if name.endswith(INDEX) else [[whole]]
+  else:
+    wanted = [FILES[0]], [f'model{parts}'], [FILES[2]]
+  for names in wanted:
+    folder = _snapshot(path, uri, revision, names)
+    revision = folder.name  # It may be another one when asked again.
+    if any(folder.glob(names[0])):
+      return folder / name
+  what = f"no file '{name}'" if name else f'none of {FILES}'
+  raise FileNotFoundError(
+    f"'{path}': the model has {what}: name one of its files, see "
+    f'{_page(uri)}/tree/{revision} ({_FORM})'
+  )
+
+
+def check_push(path):
+  """Raises an error unless a model can be pushed to hf://OWNER/NAME; asks nobody.
+
+  ValueError for a wrong name, PermissionError without a token.
+  """
+  uri = parse(path)
+  if uri.revision or uri.path_in_repo:
+    raise ValueError(f"push='{path}' must be hf://OWNER/NAME (--push)")
+  hub = cli.needed('huggingface_hub', 'interop', f"push='{path}'")
+  if hub.is_offline_mode():
+    raise ValueError(
+      f"push='{path}' needs the hub: unset HF_HUB_OFFLINE, or give DST in place "
+      'of --push'
+    )
+  if hub.get_token() is None:
+    raise PermissionError(
+      f"push='{path}' needs a token that may write: {_LOG_IN}, or give DST in "
+      'place of --push'
+    )
+
+
+def push(folder, path) -> str:
+  """Uploads a local folder as a model, see check_push; returns its URL.
+
+  A model that does not exist is created. Errors are those of `fetch`.
+  """
+  uri = parse(path)
+  hub = cli.needed('huggingface_hub', 'interop', f"push='{path}'")
+  with _explaining(path, uri):
+    api = hub.HfApi()
+    api.create_repo(uri.id, exist_ok=True)
+    api.upload_folder(
+      repo_id=uri.id, folder_path=folder, commit_message='Upload by vit_jax'
+    )
+  return _page(uri)
+
+
+def _page(uri) -> str:
+  """Returns the URL of a model."""
+  return dataclasses.replace(uri, revision=None, path_in_repo='').to_url()
+
+
+def _snapshot(path, uri, revision, names: Iterable[str]) -> epath.Path:
+  """Fetches the files of these patterns, and all JSON files beside `uri`.
+
+  Returns the folder in the cache, whose name is the hash of the commit.
+  """
+  hub = cli.needed('huggingface_hub', 'interop', f"'{path}'")
+  top = uri.path_in_repo.rpartition('/')[0]
+  top = f'{glob.escape(top)}/' if top else ''
+  with _explaining(path, uri):
+    return epath.Path(
+      hub.snapshot_download(
+        uri.id,
+        revision=revision,
+        allow_patterns=[f'{top}*.json', *names],
+        ignore_patterns=[f'{top}*/*'],
+      )
+    )
+
+
+@contextlib.contextmanager
+def _explaining(path, uri):
+  """Turns the errors of huggingface_hub into one line each, with the remedy."""
+  errors, constants = (
+    importlib.import_module(f'huggingface_hub.{name}')
+    for name in ('errors', 'constants')
+  )
+  try:
+    yield
+  except errors.GatedRepoError as e:
+    raise PermissionError(
+      f"'{path}' is gated: accept the conditions at {_page(uri)}, then {_LOG_IN}"
+    ) from e
+  except errors.RepositoryNotFoundError as e:
+    raise FileNotFoundError(
+      f"'{path}': the hub has no model {uri.id}, or it is private: check the "
+      f'name at {constants.ENDPOINT}; for a private model {_LOG_IN}'
+    ) from e
+  except errors.RevisionNotFoundError as e:
+    raise FileNotFoundError(
+      f"'{path}': the model has no revision '{uri.revision}': choose a branch, a "
+      f'tag or a commit of {_page(uri)}'
+    ) from e
+  except errors.LocalEntryNotFoundError as e:
+    if constants.is_offline_mode():
+      reason = (
+        'HF_HUB_OFFLINE=1 is set, and it is not in the cache '
+        f'{constants.HF_HUB_CACHE}: fetch it once with HF_HUB_OFFLINE=0'
+      )
+    else:
+      reason = (
+        f'the hub does not answer ({_short(e.__cause__ or e)}); try again'
+      )
+    raise OSError(f"'{path}' cannot be fetched: {reason}") from e
+  except Exception as e:
+    # The library's errors of HTTP are those of another library in each of its
+    # major versions.
+    status = getattr(getattr(e, 'response', None), 'status_code', None)
+    refused = status in (401, 403)
+    remedy = f'check the token: {_LOG_IN}' if refused else 'try again'
+    kind = PermissionError if refused else OSError
+    raise kind(f"'{path}': the hub says: {_short(e)}; {remedy}") from e
+
+
+def _short(error) -> str:
+  """Returns an error's text in one line."""
+  return ' '.join(str(error).split())[:300] or type(error).__name__
