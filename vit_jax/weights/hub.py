@@ -153,6 +153,7 @@ def _snapshot(path, uri, revision, names: Iterable[str]) -> epath.Path:
         revision=revision,
         allow_patterns=[f'{top}*.json', *names],
         ignore_patterns=[f'{top}*/*'],
+        tqdm_class=cli.bar,
       )
     )
 
