@@ -40,7 +40,7 @@ def load(path: str) -> dict:
   Args:
     path: a published .npz, a .safetensors or .bin of timm or Hugging Face (or a
       folder with such a file and its config.json), or the workdir of a run;
-      local, https:// or gs://.
+      local, https://, gs://, or hf://OWNER/NAME, see vit_jax/weights/hub.py.
 
   Returns:
     Parameters as a nested dict of numpy arrays, with Linen's names.

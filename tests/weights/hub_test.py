@@ -92,9 +92,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
           for k, v in files.items()
         ]
       )
-    name, revision, file = re.fullmatch(
-      r'/([^/]+/[^/]+)/resolve/(\w+)/(.+)', path
-    ).groups()
+    found = re.fullmatch(r'/([^/]+/[^/]+)/resolve/(\w+)/(.+)', path)
+    if not found:
+      return self.refuse(404, '')
+    name, revision, file = found.groups()
     if name in hub_.gated:
       token = self.headers.get('Authorization')
       if token != f'Bearer {TOKEN}':

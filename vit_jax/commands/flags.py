@@ -193,7 +193,8 @@ def add_model_flags(parser: argparse.ArgumentParser, required: bool = True):
   given = parser.add_mutually_exclusive_group(required=required)
   given.add_argument('--workdir', help='folder of the run')
   given.add_argument(
-    '--weights', help='file or folder of weights, in place of a run'
+    '--weights',
+    help='file or folder of weights, or hf://OWNER/NAME, in place of a run',
   )
   parser.add_argument(
     '--step', type=int, help='step of the checkpoint (the newest)'

@@ -223,7 +223,7 @@ def read_weights(path: epath.Path, params, extra, dtype=None) -> dict:
   elif jax.tree.leaves(extra):
     wanted['extra'] = extra
   # What is being read is in memory twice: as it is stored, and in its type.
-  sizes = (getattr(x, 'size', 0) for x in jax.tree.leaves(params))
+  sizes = (getattr(x, 'size', 0) for x in jax.tree.leaves((params, extra)))
   largest = max(sizes, default=0)
   found = read(path, wanted, largest and max(_AT_ONCE, 8 * largest + 1))
   if average is not None:

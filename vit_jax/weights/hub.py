@@ -77,13 +77,12 @@ def fetch(path, revision: str | None = None) -> epath.Path:
   """
   uri = parse(path)
   revision, name = revision or uri.revision, uri.path_in_repo
-  parts = f'-*{INDEX.removesuffix(".index.json")}'  # Of a model with an index.
-  if name:
-    whole = glob.escape(name)
-    wanted = [[whole, f'{whole.removesuffix(INDEX)}{parts}']]
-    wanted = wanted if name.endswith(INDEX) else [[whole]]
-  else:
-    wanted = [FILES[0]], [f'model{parts}'], [FILES[2]]
+  # Patterns of files; the next are tried if the model has none of the first.
+  wanted = [[glob.escape(name)]]
+  if name.endswith(INDEX):
+    wanted[0].append(f'{glob.escape(name.removesuffix(INDEX))}-*.safetensors')
+  elif not name:
+    wanted = [FILES[0]], ['model-*.safetensors'], [FILES[2]]
   for names in wanted:
     folder = _snapshot(path, uri, revision, names)
     revision = folder.name  # It may be another one when asked again.
@@ -153,6 +152,7 @@ def _snapshot(path, uri, revision, names: Iterable[str]) -> epath.Path:
         revision=revision,
         allow_patterns=[f'{top}*.json', *names],
         ignore_patterns=[f'{top}*/*'],
+        tqdm_class=cli.bar,
       )
     )
 
