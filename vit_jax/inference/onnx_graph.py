@@ -239,16 +239,14 @@ def _broadcast(shapes) -> tuple:
 
 # Operations that call a trace, and which of their parameters it is.
 _CALLS = {
-  'checkpoint': 'jaxpr',
   'closed_call': 'call_jaxpr',
   'custom_jvp_call': 'call_jaxpr',
   'custom_vjp_call': 'call_jaxpr',
   'jit': 'jaxpr',
-  'pjit': 'jaxpr',
   'remat2': 'jaxpr',
 }
 # Operations that do not change the values of an inference.
-_SAME = ('stop_gradient', 'copy', 'copy_p', 'optimization_barrier')
+_SAME = ('stop_gradient', 'copy', 'optimization_barrier')
 
 
 # --- Elementwise operations: functions (graph, values, shape, equation) ---
