@@ -22,6 +22,7 @@ from vit_jax import train
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
 from vit_jax.layers import resnet
+from vit_jax.weights import card
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 from vit_jax.weights import writing
@@ -154,6 +155,11 @@ def test_all_layouts_hold_the_same_detector(good, tmp_path):
     assert {**fields, **want_fields} == fields
     assert bool(notes) == (name != 'run')  # That a name tells the dilation.
     source = there
+  run = convert.read(str(tmp_path / 'run'))
+  text = card.make(run, str(tmp_path / 'run'), tmp_path / 'hf', 'me/pets')
+  assert 'pipeline_tag: object-detection' in text
+  assert '- task: detect, 4 classes' in text
+  assert "DetrForObjectDetection.from_pretrained('me/pets')" in text
   # Files under the released names, made by other code, are the same.
   state = released(theirs.state_dict())
   other = safetensors.numpy.load_file(tmp_path / 'b.safetensors')

@@ -14,6 +14,7 @@ from vit_jax import checkpoint
 from vit_jax import convert
 from vit_jax import models
 from vit_jax import predict
+from vit_jax.weights import card
 from vit_jax.weights import reading
 from vit_jax.weights import writing
 
@@ -72,6 +73,9 @@ def test_iGPT_goes_to_hugging_face_and_back(good, tmp_path):
     trees.assert_same(again.params, found.params)
     assert again.metadata == {'palette': PALETTE}
     source = there
+  text = card.make(again, source, tmp_path / 'hf', 'me/pixels')
+  assert 'pipeline_tag: unconditional-image-generation' in text
+  assert "ImageGPTForCausalImageModeling.from_pretrained('me/pixels')" in text
   before, after = (
     safetensors.numpy.load_file(path / 'model.safetensors')
     for path in (folder, tmp_path / 'hf')
