@@ -1,6 +1,7 @@
 """Tests of reading weights of every kind, and of what is refused."""
 
 import gc
+import json
 import pickle
 import sys
 import tracemalloc
@@ -30,6 +31,15 @@ def test_loading_warns_of_another_gelu(tmp_path, caplog):
   torch_models.hf_model().save_pretrained(tmp_path / 'hf')
   checkpoint.load(str(tmp_path / 'hf'))
   assert 'gelu=erf, this model computes with tanh' in caplog.text
+
+
+def test_reading_warns_of_another_range_of_pixels(tmp_path, caplog):
+  torch_models.hf_model().save_pretrained(tmp_path / 'hf')
+  file = tmp_path / 'hf' / 'preprocessor_config.json'
+  for mean, warns in (([0.5] * 3, False), ([0.485, 0.456, 0.406], True)):
+    file.write_text(json.dumps({'image_mean': mean, 'image_std': [0.5] * 3}))
+    reading.read(str(tmp_path / 'hf'))
+    assert ('scaled by image_mean=[0.485, 0.456, 0.4' in caplog.text) == warns
 
 
 def test_a_run_warns_of_another_gelu(tmp_path, caplog):

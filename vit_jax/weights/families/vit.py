@@ -216,6 +216,7 @@ class Classifiers(base.Family):
   def read_beside(self, beside, file, flat, naming):
     describe = {'timm': vit_files.from_timm, 'hf': vit_files.from_hf}[naming]
     found = descriptions.read(beside('config.json'), describe)
+    vit_files.warn_of_scaling(beside, file, naming)
     if is_bit(flat):
       return found._replace(model={'eps': 'timm'})
     resnet = {'resnet': {'eps': 'timm'}} if _is_hybrid(flat) else {}

@@ -3,7 +3,9 @@
 import functools
 import math
 
+from absl import logging
 import flax.traverse_util
+import numpy as np
 
 from vit_jax import models
 from vit_jax.weights import descriptions
@@ -24,6 +26,11 @@ _TIMM_BITS = {
   (3, 4, 6, 3): ('resnetv2_50x1_bit', 1),
   (3, 4, 23, 3): ('resnetv2_101x1_bit', 1),
   (3, 8, 36, 3): ('resnetv2_152x2_bit', 2),
+}
+# The file that tells how pixels, from 0 to 1, are scaled, and its fields.
+_SCALING = {
+  'timm': ('config.json', 'mean', 'std'),
+  'hf': ('preprocessor_config.json', 'image_mean', 'image_std'),
 }
 _GELUS = {
   'gelu': 'erf',
@@ -67,6 +74,21 @@ def from_timm(config) -> descriptions.Description:
     _pair(size),
     num_heads=field(args, 'num_heads', descriptions.COUNT),
   )
+
+
+def warn_of_scaling(beside, file, naming: str):
+  """Warns if the pixels of these weights' images had another range than here."""
+  name, *keys = _SCALING[naming]
+  config = descriptions.read(beside(name), dict)
+  given = {key: config.get('pretrained_cfg', config).get(key) for key in keys}
+  given = {key: value for key, value in given.items() if value is not None}
+  if any(np.any(np.asarray(value) != 0.5) for value in given.values()):
+    words = ' and '.join(f'{key}={value}' for key, value in given.items())
+    logging.warning(
+      f"'{file}' was trained on pixels that were scaled by {words} (in {name}), and "
+      'this package scales them to [-1, 1]: results are worse until the model is '
+      'fine-tuned'
+    )
 
 
 def _pair(size):
