@@ -28,7 +28,7 @@ def copied(theirs):
   """Fills a model of timm with random numbers; returns them by our names."""
   torch_models.randomize(theirs)
   state = {name: value.numpy() for name, value in theirs.state_dict().items()}
-  flat = families.of({}).load(state, 'timm', None)
+  flat = families.of({}).load(dict(state), 'timm', None)
   params = flax.traverse_util.unflatten_dict(flat, sep='/')
   back = families.of({}).dump(flat, 'timm')
   assert back.keys() == state.keys()

@@ -279,7 +279,7 @@ def test_the_command_samples_completes_and_measures(
 ):
   _, workdir, _ = finished
   image, out = str(workdir / 'example.png'), tmp_path / 'out.png'
-  monkeypatch.setattr(predict, 'load', lambda *_: model)
+  monkeypatch.setattr(predict, 'load', lambda *_, **__: model)
 
   def run(*args):
     predict_command.main([f'--workdir={workdir}', *args])
