@@ -9,6 +9,7 @@ import collections
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+from concurrent import futures
 import time
 from typing import Any
 
@@ -39,6 +40,7 @@ def run(
   stop: Callable[[], bool] = never,
   what: str = '',
   total: int | None = None,
+  at_once: int = 1,
 ) -> Iterator[Any]:
   """Yields the results for batches, in their order, in NumPy.
 
@@ -53,20 +55,34 @@ def run(
     stop: called between batches; once it returns True, Stopped is raised.
     what: what the progress bar says.
     total: number of examples, for the bar; None for no bar.
+    at_once: number of batches that threads compute at the same time, for one
+      device: what a CPU computes on one core then leaves no other idle.
   """
-  waiting, begun = collections.deque(), 0
+  waiting, begun, compiled = collections.deque(), 0, set()
+
+  def begin(batch):
+    with jax.set_mesh(mesh):
+      return compute(batch)
+
   said = started = time.monotonic()
   # No bar is shown for work of a few seconds.
   kwargs = dict(total=total, unit='image', delay=3, leave=False)
   if total is None:
     kwargs['disable'] = True
-  with cli.bar(desc=what, **kwargs) as bar:
+  with (
+    cli.bar(desc=what, **kwargs) as bar,
+    futures.ThreadPoolExecutor(at_once) as pool,
+  ):
     for batch in batches:
       if stop():
         raise Stopped(what)
       count = len(next(iter(batch.values())))
-      with jax.set_mesh(mesh):
-        waiting.append((count, compute(batch)))
+      shapes = tuple(x.shape for x in batch.values())
+      if at_once > 1 and shapes in compiled:
+        waiting.append((count, pool.submit(begin, batch)))
+      else:
+        waiting.append((count, begin(batch)))
+        compiled.add(shapes)
       if len(waiting) > _AHEAD:
         yield _fetch(waiting[0][1], mesh)
         bar.update(waiting.popleft()[0])
@@ -86,6 +102,8 @@ def run(
 def _fetch(results, mesh):
   """Returns results as NumPy arrays, see `run`."""
   axes = jax.P(sharding.batch_axes(mesh))
+  if isinstance(results, futures.Future):
+    results = results.result()
 
   def local(x):
     if getattr(x, 'is_fully_addressable', True) or x.is_fully_replicated:
