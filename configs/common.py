@@ -232,8 +232,9 @@ def get_config() -> ml_collections.ConfigDict:
 
   # Weights to start from, except the head: a published .npz, a .safetensors or
   # .bin of timm or Hugging Face, a URL or gs:// path of one, a model on the hub
-  # (hf://OWNER/NAME), or the workdir of a run. Position embeddings are resized to the image. Parts of a model may
-  # start from different files, by the first name of their parameters:
+  # (hf://OWNER/NAME), or the workdir of a run. Position embeddings are resized
+  # to the image. Parts of a model may start from different files, by the first
+  # name of their parameters:
   # --config.pretrained="{'backbone': 'ViT-B_16.npz'}"; all else is new.
   config.pretrained = _any(None)
   # Folder of published files named after their models: if `pretrained` is None,

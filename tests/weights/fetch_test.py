@@ -83,7 +83,11 @@ def test_the_config_beside_a_url_comes_along(tmp_path, server):
   theirs = torch_models.hf_model(hidden_act='gelu_new')
   theirs.save_pretrained(tmp_path / 'served')
   found = reading.read(f'{address}/model.safetensors')
-  assert asked == ['/model.safetensors', '/config.json']
+  beside = [
+    '/config.json',
+    '/preprocessor_config.json',
+  ]  # No server has the last.
+  assert asked == ['/model.safetensors', *beside]
   assert found.class_names == ('ant', 'bee', 'cow')
   assert found.model['transformer']['gelu'] == 'tanh'
   assert found.image_size == (8, 12)

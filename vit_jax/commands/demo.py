@@ -38,9 +38,7 @@ def make_parser() -> flags.Parser:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Parses and checks the flags; raises ValueError for wrong ones."""
-  args = make_parser().parse_args(argv)
-  flags.check_model_flags(args)
-  return args
+  return make_parser().parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:

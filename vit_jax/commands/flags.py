@@ -108,6 +108,11 @@ class Parser(argparse.ArgumentParser):
     found, rest = self.parse_known_intermixed_args(args, namespace)
     if rest:
       self._refuse(rest)
+    if getattr(found, 'step', None) is not None and not found.workdir:
+      raise ValueError(
+        f'--step={found.step} selects a checkpoint of a run: give --workdir=RUN, '
+        'or leave out --step'
+      )
     if self._has_config():
       _load_config(found, given)
     return found
@@ -231,15 +236,6 @@ def _named_task(module):
   """Lets a run import a module for its task."""
   cli.named_tasks.add(module)
   return module
-
-
-def check_model_flags(args: argparse.Namespace):
-  """Checks the flags of `add_model_flags`; raises ValueError."""
-  if args.step is not None and not args.workdir:
-    raise ValueError(
-      f'--step={args.step} selects a checkpoint of a run: give --workdir=RUN, or '
-      'leave out --step'
-    )
 
 
 def check_output(name: str, path: str | os.PathLike | None):

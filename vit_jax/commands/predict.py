@@ -118,7 +118,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   alone = '--embeddings'  # Without a layer; the next word may be a file.
   argv = [f'{alone}=features' if word == alone else word for word in argv]
   args = make_parser().parse_args(argv)
-  flags.check_model_flags(args)
   given = {
     'images': bool(args.images),
     '--sample': args.sample is not None,

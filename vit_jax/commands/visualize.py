@@ -85,7 +85,6 @@ def _point(text: str) -> tuple[float, float]:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Parses and checks the flags; raises ValueError for wrong ones."""
   args = make_parser().parse_args(argv)
-  flags.check_model_flags(args)
   if not (args.workdir or args.weights or args.inductive_bias):
     raise ValueError(
       'there is nothing to draw: give --workdir=RUN, --weights=FILE or '

@@ -56,13 +56,17 @@ def run(
     what: what the progress bar says.
     total: number of examples, for the bar; None for no bar.
     at_once: number of batches that threads compute at the same time, for one
-      device: what a CPU computes on one core then leaves no other idle.
+      device: what a CPU computes on one core then leaves no other idle. The first
+      batch of each shape, which compiles, is computed alone.
   """
   waiting, begun, compiled = collections.deque(), 0, set()
 
   def begin(batch):
     with jax.set_mesh(mesh):
       return compute(batch)
+
+  def finish(batch):  # In a thread: by itself JAX computes one after the other.
+    return jax.block_until_ready(begin(batch))
 
   said = started = time.monotonic()
   # No bar is shown for work of a few seconds.
@@ -79,7 +83,7 @@ def run(
       count = len(next(iter(batch.values())))
       shapes = tuple(x.shape for x in batch.values())
       if at_once > 1 and shapes in compiled:
-        waiting.append((count, pool.submit(begin, batch)))
+        waiting.append((count, pool.submit(finish, batch)))
       else:
         waiting.append((count, begin(batch)))
         compiled.add(shapes)

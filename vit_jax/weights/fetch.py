@@ -68,11 +68,21 @@ def is_remote(path: str) -> bool:
   return str(path).startswith(('http://', 'https://', 'gs://'))
 
 
+def local(path: str) -> epath.Path:
+  """Returns where `fetch` puts a remote file; a path that is not remote itself."""
+  if not is_remote(path):
+    return epath.Path(path)
+  name = path.split('?')[0].rpartition('/')[2]
+  folder = hashlib.sha256(path.encode()).hexdigest()[:16]
+  return epath.Path(cli.cache_folder() / folder / name)
+
+
 def fetch(path: str) -> epath.Path:
   """Returns the local path of a file; fetches a remote file first.
 
-  Of a model on the hub it may be a folder, see vit_jax.weights.hub.fetch. A file in a bucket is tried without credentials first, then with those of this
-  machine. FileNotFoundError or PermissionError if there is none or no access,
+  Of a model on the hub it may be a folder, see vit_jax.weights.hub.fetch. A file
+  in a bucket is tried without credentials first, then with those of this machine.
+  FileNotFoundError or PermissionError if there is none or no access,
   OSError if it cannot be fetched or has another hash than the server gives,
   ValueError if the URL is not encrypted and VIT_JAX_INSECURE is not set.
   """
@@ -81,12 +91,9 @@ def fetch(path: str) -> epath.Path:
     return hub.fetch(path)
   if not is_remote(path):
     return epath.Path(path)
-  name = path.split('?')[0].rpartition('/')[2]
-  target = (
-    cli.cache_folder() / hashlib.sha256(path.encode()).hexdigest()[:16] / name
-  )
+  target = local(path)
   if target.exists():
-    return epath.Path(target)
+    return target
   url = path
   if path.startswith('gs://'):
     url = 'https://storage.googleapis.com/' + path.removeprefix('gs://')
@@ -108,7 +115,7 @@ def fetch(path: str) -> epath.Path:
       # Without access or a library for buckets, the first error counts.
       with contextlib.suppress(Exception):
         copy(path, str(target))
-        return epath.Path(target)
+        return target
     kinds = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError}
     raise kinds.get(e.code, OSError)(
       f"'{path}' cannot be fetched: the server answers {e.code} {e.reason}"
@@ -118,7 +125,7 @@ def fetch(path: str) -> epath.Path:
     raise OSError(
       f"'{path}' cannot be fetched: {e.reason}{elsewhere(path)}"
     ) from None
-  return epath.Path(target)
+  return target
 
 
 def _is_insecure() -> bool:

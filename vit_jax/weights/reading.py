@@ -163,7 +163,7 @@ def _beside(folder, name):
   try:
     return fetch.fetch(path)
   except (FileNotFoundError, PermissionError):
-    return epath.Path(path)  # It does not exist.
+    return fetch.local(path)  # It does not exist.
 
 
 def check_packages(path: str):

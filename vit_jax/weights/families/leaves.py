@@ -92,8 +92,9 @@ def load(
 ) -> dict[str, np.ndarray]:
   """Converts those arrays of a state dict that are in a table of a model's leaves.
 
-  It takes them out of `flat`, so that no array is in memory twice. `what` names the model in the error for arrays that are in no table, and
-  `hint` says what these are.
+  It takes them out of `flat`, so that no array is in memory twice. `what` names
+  the model in the error for arrays that are in no table, and `hint` says what
+  these are.
   """
   found = {}
   for path, layout, name in table:
