@@ -110,7 +110,10 @@ setuptools.setup(
     'plan': ['libtpu'],
     'colab': ['huggingface_hub>=1.31', 'matplotlib', 'pandas', 'safetensors'],
     'tpu': ['jax[tpu]'],
-    'cuda': ['jax[cuda12]'],
+    # NVIDIA's driver decides: from 580 on for CUDA 13, from 525 on for CUDA 12.
+    'cuda': ['jax[cuda13]'],
+    'cuda12': ['jax[cuda12]'],
+    'cuda13': ['jax[cuda13]'],
   },
   classifiers=[
     'Programming Language :: Python :: 3',

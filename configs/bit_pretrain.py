@@ -49,6 +49,7 @@ def get_config(arg: str = 'bit_r50x1,imagenet2012'):
   config = common.set_dataset(common.get_config(), dataset)
   config.pretrained_dir = None  # From random weights.
   config.model = models.get_config(model)
+  config.model.dtype = 'auto'  # bfloat16, except on CPUs.
   epochs, drops = RECIPES[recipe]
   config.update(batch=BATCH, batch_eval=BATCH, base_lr=0.03 * BATCH / 256)
   config.update(total_epochs=float(epochs), warmup_steps=5_000)

@@ -69,6 +69,7 @@ def parse(arg: str) -> tuple[str, str, int, str]:
 def set_model(config, size: str, side: int):
   """Sets the model, the side of its images in pixels, and how they are cropped."""
   config.model = models.get_config(f'igpt_{size}')
+  config.model.dtype = 'auto'  # bfloat16, except on CPUs.
   config.model.num_positions = side**2
   # Evaluation: the square in the centre.
   config.pp.update(crop=side, resize=side, flip=False)

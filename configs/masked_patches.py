@@ -36,6 +36,7 @@ def get_config(arg: str = 'b16,imagenet2012'):
   config.pretrained_dir = None  # From random weights.
   config.task = 'masked_patches'
   config.model = models.get_config(model)
+  config.model.dtype = 'auto'  # bfloat16, except on CPUs.
   config.update(batch=4096, batch_eval=4096)
   config.update(total_steps=1_000_000, warmup_steps=10_000)
   config.update(optimizer='adam', optim_dtype='float32', base_lr=2e-4)

@@ -95,7 +95,8 @@ DROPOUT = dict.fromkeys(
 GAP = ('S_16', 'S_32', 'B_16', 'B_32')
 
 
-# Types of the computation and of the parameters: 'float32', 'bfloat16'.
+# Types of the computation and of the parameters: 'float32', 'bfloat16'. That of the
+# computation may be 'auto': bfloat16 on GPUs and TPUs, float32 on CPUs.
 _TYPES = {'dtype': 'float32', 'param_dtype': 'float32'}
 # Fields of a Vision Transformer beyond its sizes, with their defaults. Those of
 # `transformer` are described in vit_jax/layers/encoder.py, class Encoder.
@@ -103,10 +104,10 @@ OPTIONS = {
   **_TYPES,
   # Initial bias of the head: -10 for many classes with a sigmoid.
   'head_bias_init': 0.0,
-  'transformer.attention': 'default',
+  'transformer.attention': 'auto',
   'transformer.stochastic_depth': 0.0,
   'transformer.remat': '',
-  'transformer.scan': False,
+  'transformer.scan': None,
   'transformer.gelu': 'tanh',
   'transformer.norm_eps': 1e-6,
   'transformer.add_position_embedding': True,
@@ -124,8 +125,8 @@ BIT_OPTIONS = {
   **_TYPES, 'head_bias_init': 0.0, 'eps': 'published', 'remat': ''
 }  # fmt: skip
 IGPT_OPTIONS = {
-  **_TYPES, 'causal': True, 'attention_scale': 'exact', 'attention': 'default',
-  'remat': '', 'scan': False,
+  **_TYPES, 'causal': True, 'attention_scale': 'exact', 'attention': 'auto',
+  'remat': '', 'scan': None,
 }  # fmt: skip
 DETR_OPTIONS = {
   **_TYPES, 'norm': 'frozen_batch', 'mask_head': False, 'masks_at_a_time': 10,

@@ -105,6 +105,7 @@ def get_config(arg: str = 'b16,imagenet2012'):
   config.pretrained_dir = None  # From random weights.
   config.model = models.get_config(model)
   config.optimizer = 'adam'
+  config.model.dtype = 'auto'  # bfloat16, except on CPUs.
   config.optim_dtype = 'float32'
   chosen = common.choose(
     names,

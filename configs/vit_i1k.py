@@ -49,6 +49,7 @@ def get_config(arg: str = 'b16'):
   )
   config = common.set_dataset(common.get_config(), dataset)
   config.model = models.get_config(model)
+  config.model.dtype = 'auto'  # bfloat16, except on CPUs.
   if 'transformer' not in config.model:
     raise ValueError(
       f"model '{model}' is no Vision Transformer, and the recipe is for these: use "

@@ -32,6 +32,7 @@ def get_config(dataset: str = 'imagenet2012'):
   """Returns the config for a TFDS name or a folder."""
   config = common.set_dataset(common.get_config(), dataset)
   config.model = models.get_config('s16')
+  config.model.dtype = 'auto'  # bfloat16, except on CPUs.
   config.model.classifier = 'gap'
   config.model.representation_size = config.model.hidden_size
   config.model.transformer.position_embedding = 'sincos2d'

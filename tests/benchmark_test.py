@@ -1,16 +1,23 @@
 """Tests that the benchmark runs and reports what it should; not how fast."""
 
+import functools
 import json
+import sys
 import types
 
+import jax
 import pytest
+import torch
 
 from tests import processes
+from tests import torch_models
+from vit_jax import models
 from vit_jax import models_igpt
 from vit_jax.benchmarks import pipeline
 from vit_jax.benchmarks import sampling
 from vit_jax.benchmarks import start
 from vit_jax.benchmarks import timing
+from vit_jax.benchmarks import timm_steps
 from vit_jax.commands import benchmark as benchmark_command
 
 
@@ -38,6 +45,67 @@ def test_steps_are_reported_with_their_share_of_the_peak(
     assert 0 < step['share_of_peak'] < 1
     assert product['unit'] == 'GFLOP/s'
   assert '% of peak' in capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def timm_beside_a_torch_for_cpus(monkeypatch):
+  code = (
+    'from tests import torch_models\n'
+    'from vit_jax.benchmarks import timm_steps\n'
+    'timm_steps.main()'
+  )
+  monkeypatch.setattr(timm_steps, 'COMMAND', [sys.executable, '-c', code])
+
+
+@pytest.mark.parametrize(
+  'section, dtype', [('train', 'bfloat16'), ('inference', 'float32')]
+)
+def test_steps_beside_timm(monkeypatch, tmp_path, capsys, section, dtype):
+  monkeypatch.setattr(timing, 'PRODUCT_SIZE', 128)
+  got = run(
+    monkeypatch, tmp_path, f'--only={section}', '--model=ti16',
+    '--image_size=32', '--batch=8', '--beside=timm_eager', f'--dtype={dtype}',
+  )  # fmt: skip
+  ours, theirs, ratio, product = got['results'][section]
+  assert ours['name'].endswith(f'ti16, batch 8, {dtype}')
+  assert theirs['name'] == 'timm_eager beside it'
+  assert ratio['median'] == pytest.approx(ours['median'] / theirs['median'])
+  assert min(ours['first_call_seconds'], theirs['first_call_seconds']) > 0
+  assert product['name'] == f'matrix product, {dtype}, beside it'
+  assert capsys.readouterr().out.count('compiled in') == 2
+
+
+def test_timm_has_as_many_parameters():
+  for name, theirs in timm_steps.NAMES.items():
+    with torch.device('meta'):
+      net = torch_models.timm.create_model(theirs, num_classes=1000)
+    model = models.get_model(name, num_classes=1000)
+    images = jax.ShapeDtypeStruct((1, *net.patch_embed.img_size, 3), 'float32')
+    init = functools.partial(model.init, jax.random.key(0), train=False)
+    ours = jax.eval_shape(init, images)['params']
+    count = sum(x.size for x in jax.tree.leaves(ours))
+    assert count == sum(x.numel() for x in net.parameters()), name
+
+
+@pytest.mark.parametrize(
+  'flags, message',
+  [
+    (['--model=b8'], "model='b8' has no twin in timm here: give one of ViT-"),
+    (['--only=start'], "beside='timm' is for the sections train and inference"),
+  ],
+)
+def test_what_cannot_be_beside_timm(flags, message):
+  with pytest.raises(ValueError, match=message):
+    benchmark_command.main(['--beside=timm', *flags])
+
+
+def test_a_process_of_timm_that_fails_is_told(monkeypatch):
+  monkeypatch.setattr(timm_steps, 'COMMAND', [sys.executable, '-c', 'exit(3)'])
+  with pytest.raises(
+    RuntimeError, match=r'the process that runs timm ended \(status 3'
+  ):
+    timm_steps.Beside(model='ViT-B_16', batch=1, image_size=-1, dtype='',
+                      train=True, compiled=False)  # fmt: skip
 
 
 def test_sampling_is_compared(monkeypatch, tmp_path):

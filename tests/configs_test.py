@@ -351,7 +351,7 @@ def test_a_length_on_the_command_line_takes_the_place_of_the_files():
 @pytest.mark.parametrize(
   'flag, message',
   [
-    ('transformer.scan=maybe', r"scan='maybe' must be True or False \(config.mod"),
+    ('transformer.scan=maybe', r"scan='maybe' must be True or False, or None \(config.mod"),
     ('transformer.norm_eps=x', "model.transformer.norm_eps='x' must be a finite number"),
     ('transformer.remta=full', "no key 'model.transformer.remta': did you mean 'model.transformer.remat'"),
     ('transfomer.remat=full', "no key 'model.transfomer.remat': did you mean 'model.transformer.remat'"),
@@ -371,6 +371,12 @@ def test_a_run_of_an_older_version_goes_on(tmp_path):
   for key in ('causal', 'add_position_embedding'):  # They came later.
     del stored['model']['transformer'][key]
   (tmp_path / 'config.json').write_text(json.dumps(stored))
+  workdir.check(tmp_path, config, {}, {})
+  assert config.model.dtype == 'auto'  # Was float32, in which the run goes on.
+  stored['model']['dtype'] = 'float32'
+  (tmp_path / 'config.json').write_text(json.dumps(stored))
+  workdir.as_begun(tmp_path, config)
+  assert config.model.dtype == 'float32'
   workdir.check(tmp_path, config, {}, {})
   stored['model']['dtype'] = 'bfloat16'
   (tmp_path / 'config.json').write_text(json.dumps(stored))

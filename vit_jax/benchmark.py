@@ -32,6 +32,7 @@ def run(args) -> None:
       raise ValueError(
         f"only='{section}' is unknown: use one of {', '.join(SECTIONS)} (--only)"
       )
+  steps.check(args)
   device = jax.devices()[0]
   machine = {
     'device': device.device_kind,
@@ -51,15 +52,24 @@ def run(args) -> None:
     for section in args.only or SECTIONS:
       results[section] = SECTIONS[section](args)
       for line in results[section]:
-        share = line.get('share_of_peak')
-        print(
-          f'{line["name"]:<45} {line["median"]:>9.2f} {line["unit"]:<8}'
-          f' ({line["min"]:.2f} to {line["max"]:.2f})'
-          + (f'  {100 * share:.0f} % of peak' if share else ''),
-          flush=True,
-        )
+        print(_text(line), flush=True)
     if args.json:
       json.dump({'machine': machine, 'results': results}, file, indent=1)
+
+
+def _text(row):
+  """Writes a row of the table."""
+  words = [
+    f'{row["name"]:<45} {row["median"]:>9.2f} {row["unit"]:<8} '
+    f'({row["min"]:.2f} to {row["max"]:.2f})'
+  ]
+  if share := row.get('share_of_peak'):
+    words.append(f'{100 * share:.0f} % of peak')
+  if seconds := row.get('first_call_seconds'):
+    words.append(f'compiled in {cli.duration(seconds)}')
+  if peak := row.get('peak_bytes'):
+    words.append(f'memory {cli.size(peak)}')
+  return '  '.join(words)
 
 
 if __name__ == '__main__':

@@ -4,12 +4,14 @@ import ast
 from collections.abc import Sequence
 import contextlib
 import glob
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import logging as python_logging
 import os
 import pathlib
+import platform
 import sys
 import tempfile
 import threading
@@ -18,6 +20,7 @@ import types
 from typing import Any
 from typing import TextIO
 
+from absl import flags as absl_flags
 from absl import logging
 import tqdm
 
@@ -34,6 +37,7 @@ def quiet():
   threads, for an error that the caller receives anyway.
   """
   logging.use_absl_handler()
+  absl_flags.FLAGS.mark_as_parsed()  # Else absl says that nothing parsed them.
   logging.set_verbosity(logging.WARNING)
   logging.get_absl_handler().addFilter(
     lambda record: 'orbax' not in record.pathname
@@ -202,6 +206,24 @@ def cache_folder() -> pathlib.Path:
   return pathlib.Path(folder).expanduser()
 
 
+def keep_compiled():
+  """Makes JAX keep what it compiles in the cache folder, for the next start.
+
+  JAX reads JAX_COMPILATION_CACHE_DIR when it is imported; what the user has set
+  there, also '' for no folder, stays. Machines with the same home folder may have
+  different processors, each of which has a folder of its own.
+  """
+  try:
+    lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
+    names = ('model name', 'flags', 'CPU part', 'Features')
+    cpu = sorted({line for line in lines if line.startswith(names)})
+  except OSError:
+    cpu = [platform.processor()]
+  cpu = hashlib.sha256('\n'.join([platform.machine(), *cpu]).encode())
+  folder = cache_folder() / 'compiled' / cpu.hexdigest()[:8]
+  os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(folder))
+
+
 def size(count: float | None) -> str:
   """Formats bytes for people: '3.2 MiB', '2.09 GiB', 'unknown'."""
   if count is None:
@@ -273,6 +295,7 @@ def run(command: str, argv: Sequence[str] | None = None):
   """
   quiet()
   avoid_libtpu()
+  keep_compiled()
   try:
     module = importlib.import_module(f'vit_jax.commands.{command}')
     sys.exit(module.main(sys.argv[1:] if argv is None else argv))

@@ -18,6 +18,7 @@ from vit_jax import models_mixer
 from vit_jax import models_resnet
 from vit_jax import models_vit
 from vit_jax.configs import models as model_configs
+from vit_jax.layers import dtypes
 
 AddPositionEmbs = models_vit.AddPositionEmbs
 Encoder = models_vit.Encoder
@@ -128,6 +129,8 @@ def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
   fields = {**config, **kwargs}
   model = cls or class_of(fields)
   fields.pop('kind', None)
+  if 'dtype' in fields:
+    fields['dtype'] = dtypes.resolve(fields['dtype'])
   for key in ('dtype', 'param_dtype'):
     try:
       dtype = jnp.dtype(fields.get(key, 'float32'))

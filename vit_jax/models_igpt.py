@@ -71,10 +71,10 @@ class ImageGPT(nn.Module):
   num_positions: int = 1024
   num_classes: int | None = 0
   causal: bool = True
-  attention: str = 'default'
+  attention: str = attention_lib.AUTO
   attention_scale: str = 'exact'
   remat: str = ''
-  scan: bool = False
+  scan: bool | None = None
   model_name: str | None = None
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
@@ -132,7 +132,7 @@ class ImageGPT(nn.Module):
       colors: numbers of the colours of all pixels, int32 [B, N].
       masked: bool [B, N], True for pixels whose colour the model must not see;
         None for no pixels. Not for a causal model.
-      train: has no effect: there is no dropout.
+      train: whether to loop over deep models, see `scan`; there is no dropout.
 
     Returns:
       Logits of the colour of each pixel, float32 [B, N, C]; with classes a pair
@@ -142,7 +142,6 @@ class ImageGPT(nn.Module):
       ValueError: if the colours have another shape or type, or pixels of a
         causal model are masked.
     """
-    del train
     if colors.ndim != 2 or not jnp.issubdtype(colors.dtype, jnp.integer):
       raise ValueError(
         'colors must be numbers of colours, integers [batch, pixels], got '
@@ -163,20 +162,20 @@ class ImageGPT(nn.Module):
       x = self._embed(jnp.pad(colors[:, :-1], ((0, 0), (1, 0))), 0)
     else:
       x = self._embed(colors, 0, masked)
-    x = self.norm(self._encode(x))
+    x = self.norm(self._encode(x, train))
     mean = x.mean(axis=1, dtype=jnp.float32)  # [B, D]
     self.sow('intermediates', f'layer_{self.num_layers}', mean)
     logits = self.color_head(x)
     return (logits, self.class_head(mean)) if self.num_classes else logits
 
-  def _encode(self, x):
+  def _encode(self, x, train):
     """Applies all layers to tokens [B, N, D]."""
     # Initialising parameters and sowing intermediates need separate layers.
     apart = self.is_initializing() or self.is_mutable_collection(
       'intermediates'
     )
     layers = self.block
-    if self.scan and self.num_layers > 1 and not apart:
+    if loop_lib.is_looped(self.scan, self.num_layers, train) and not apart:
       x, layers = self._loop(x), self.block[-1:]
     for layer in layers:
       x, _ = layer(x)

@@ -16,6 +16,7 @@ from vit_jax import cli
 from vit_jax.data.tfds import registry
 from vit_jax.distributed import files
 from vit_jax.distributed import sharding
+from vit_jax.layers import dtypes
 from vit_jax.planning import costs
 from vit_jax.planning import estimate
 from vit_jax.planning import search
@@ -85,7 +86,7 @@ def make_plan(
     topology=topology,
     cores=cores,
     batch=config.batch,
-    dtype=config.model.get('dtype', 'float32'),
+    dtype=dtypes.resolve(config.model.get('dtype', 'float32'), 'tpu'),
     mesh=dict(mesh.shape),
     batch_per_core=config.batch // sharding.batch_shards(mesh),
     memory_of_core_bytes=chip.memory,

@@ -66,7 +66,7 @@ def load(
     config.sharding_rules = ()
   layers = model_configs.layers_of(config.model)
   if 'attention' in layers:  # The run may have had other devices.
-    layers.attention = 'default'
+    layers.attention = 'auto'
   program = train.make_program(config, metadata, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   abstract = program.abstract

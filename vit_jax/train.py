@@ -27,6 +27,7 @@ from vit_jax.evaluators import probes
 from vit_jax.evaluators import real
 from vit_jax.figures import pictures
 from vit_jax.layers import attention
+from vit_jax.layers import dtypes
 from vit_jax.layers import patches
 from vit_jax.learning import losses
 from vit_jax.learning import optim
@@ -72,6 +73,34 @@ class Program(NamedTuple):
     )
 
 
+def _computation(config, mesh) -> str:
+  """Describes the type of the computation, and the implementation of attention.
+
+  ValueError if the one of the config does not run on the devices of the mesh.
+  """
+  layers = model_configs.layers_of(config.model)
+  name = layers.get('attention', attention.AUTO)
+  platform = mesh.devices.flat[0].platform
+  dtype = dtypes.resolve(config.model.get('dtype', 'float32'), platform)
+  dropout = layers.get('attention_dropout_rate', 0.0)
+  relative = layers.get('position_embedding') == 'relative'
+  attention.check(
+    name,
+    dropout,
+    platform,
+    dtype,
+    bias=relative,
+    key=f'config.{model_configs.place_of_layers(config.model)}.attention',
+  )
+  if 'attention' not in layers:
+    return f'Computed in {dtype}'
+  width = model_configs.vit_of(config.model).hidden_size
+  with jax.set_mesh(mesh):
+    plain = not (dropout or relative)
+    name = attention.choose(name, dtype, width // layers.num_heads, plain)
+  return f'Computed in {dtype}, attention: {name}'
+
+
 def make_program(config, metadata, mesh) -> Program:
   """Builds task, optimiser and update of a config; computes nothing.
 
@@ -83,15 +112,11 @@ def make_program(config, metadata, mesh) -> Program:
   ValueError if the metadata do not fit, attention does not run on the devices,
   or the rules for sharding or learning rates match nothing.
   """
-  layers = model_configs.layers_of(config.model)
-  attention.check(
-    layers.get('attention', 'default'),
-    layers.get('attention_dropout_rate', 0.0),
-    mesh.devices.flat[0].platform,
-    config.model.get('dtype', 'float32'),
-    bias=layers.get('position_embedding') == 'relative',
-    key=f'config.{model_configs.place_of_layers(config.model)}.attention',
-  )
+  _computation(config, mesh)
+  config = config.copy_and_resolve_references()
+  if 'dtype' in config.model:
+    platform = mesh.devices.flat[0].platform
+    config.model.dtype = dtypes.resolve(config.model.dtype, platform)
   task = run_config.get_task(config.task)(config, metadata)
   schedule = optim.create_learning_rate_schedule(
     config.total_steps,
@@ -462,6 +487,7 @@ def _describe(prepared):
     f'{tested} to test on{f", {words}" if words else ""}.',
     f'{steps:,} steps of {config.batch:,} images: '
     f'{steps * config.batch / examples:,.1f} epochs.',
+    f'{_computation(config, mesh)}.',
   ]
   times = config.batch / examples
   if times > 1:

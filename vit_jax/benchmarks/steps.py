@@ -1,11 +1,13 @@
 """Times updates of the trainer and the logits of a model.
 
-The share of the peak is relative to a large float32 matrix product, which is
-timed in turn with them.
+The share of the peak is relative to a large matrix product of the same type,
+which is timed in turn with them; and so are, if asked for, timm's models.
 """
 
 from collections.abc import Callable
+import contextlib
 import statistics
+import time
 
 import jax
 import numpy as np
@@ -13,14 +15,36 @@ import numpy as np
 from vit_jax import cli
 from vit_jax import models
 from vit_jax.benchmarks import timing
+from vit_jax.benchmarks import timm_steps
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
 from vit_jax.planning import flops
 
+# What --beside takes: timm with torch.compile, or without.
+BESIDE = ('timm', 'timm_eager')
 
-def _step(args, mesh, train: bool, attention: str | None) -> Callable:
-  """Returns a function that makes one update of a model, or computes logits."""
+
+def check(args):
+  """Raises what is wrong with --beside, before anything is timed."""
+  if not args.beside:
+    return
+  name = model_configs.get_config(args.model).model_name
+  if name not in timm_steps.NAMES:
+    raise ValueError(
+      f"model='{args.model}' has no twin in timm here: give one of "
+      f'{", ".join(timm_steps.NAMES)}, or leave out --beside (--model)'
+    )
+  cli.needed('torch', 'torch', f'--beside={args.beside}')
+  if not set(args.only or ('train',)) & {'train', 'inference'}:
+    raise ValueError(
+      f"beside='{args.beside}' is for the sections train and inference: add one "
+      'of them to --only'
+    )
+
+
+def _make_step(args, mesh, train: bool, attention: str | None) -> Callable:
+  """Returns a function that makes so many updates, or computes logits."""
   from vit_jax import train as train_lib
   from vit_jax.run import config as run_config
 
@@ -29,6 +53,8 @@ def _step(args, mesh, train: bool, attention: str | None) -> Callable:
   config.model.dtype = args.dtype
   if attention:
     config.model.transformer.attention = attention
+  if args.beside:  # timm's have no dropout.
+    config.model.transformer.dropout_rate = 0.0
   config.pp.crop = args.image_size
   config.update(
     optimizer='adam', optim_dtype='float32', total_steps=10, warmup_steps=1,
@@ -44,50 +70,85 @@ def _step(args, mesh, train: bool, attention: str | None) -> Callable:
   }
   batch = jax.device_put(batch, sharding.batch_sharding(mesh))
   state = program.create_state({})
-  if not train:
-    predict = jax.jit(program.task.outputs)
-    return lambda: predict(state.params, {}, batch).block_until_ready()
+  predict = jax.jit(program.task.outputs)
   update = jax.jit(program.update, donate_argnums=0)
 
-  def step():
+  def step(count):
     nonlocal state
-    state, metrics = update(state, batch)
-    jax.block_until_ready(metrics)
+    for _ in range(count):
+      if train:
+        state, out = update(state, batch)
+      else:
+        out = predict(state.params, {}, batch)
+    jax.block_until_ready(out)
 
   return step
+
+
+def _seconds(step, count) -> float:
+  """Returns the seconds of one of `count` calls."""
+  start = time.perf_counter()
+  own = step(count)  # Another process times itself.
+  return (own or time.perf_counter() - start) / count
+
+
+def _peak_bytes(device) -> int | None:
+  return (device.memory_stats() or {}).get('peak_bytes_in_use')
 
 
 def _rows(args, train: bool) -> list[dict]:
   cli.load_tensorflow()
   mesh = sharding.make_mesh({'data': -1})
   sharding.local_rows(mesh, args.batch)
-  attends = 'transformer' in model_configs.get_config(args.model)
-  kinds = ('default', 'xla') if attends else (None,)
-  steps = [_step(args, mesh, train, kind) for kind in kinds]
-  with jax.set_mesh(mesh):
+  device = mesh.devices.flat[0]
+  cpu = device.platform == 'cpu'
+  count = 1 if cpu else 10
+  model_config = model_configs.get_config(args.model)
+  kind = 'training step' if train else 'inference'
+  label = f'{kind}, {args.model}, batch {args.batch}, {args.dtype}'
+  with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
+    steps = [_make_step(args, mesh, train, None)]
+    first = _seconds(steps[0], 1)
+    facts = {'first_call_seconds': first, 'peak_bytes': _peak_bytes(device)}
+    if args.beside:
+      options = dict(
+        model=model_config.model_name, batch=args.batch,
+        image_size=args.image_size, dtype=args.dtype, train=train,
+        compiled=args.beside == 'timm',
+      )  # fmt: skip
+      other = timm_steps.Beside(**options)
+      stack.callback(other.close)
+      theirs = {
+        'first_call_seconds': other.first['seconds'],
+        'peak_bytes': other.first.get('peak_bytes'),
+      }
+      steps.append(other)
+    elif 'transformer' in model_config:
+      steps.append(_make_step(args, mesh, train, 'xla'))
+    size = timing.product_size(device.platform)
+    functions = [lambda step=step: _seconds(step, count) for step in steps]
     ours, *others, products = timing.measure(
-      *steps, timing.matrix_product(), repeats=args.repeats
+      *functions, timing.matrix_product(args.dtype, size), repeats=args.repeats
     )
   model = models.get_model(args.model, num_classes=1000)
   work = args.batch * flops.forward_flops(model, 2 * (args.image_size,))
   work = flops.training_flops(work) if train else work
-  peak = [2 * timing.PRODUCT_SIZE**3 / t * mesh.size for t in products]
-  kind = 'training step' if train else 'inference'
-  label = f'{kind}, {args.model}, batch {args.batch}, {args.dtype}'
+  peak = [2 * size**3 / t * mesh.size for t in products]
   share = statistics.median(work / t for t in ours) / statistics.median(peak)
   speeds = [args.batch / t for t in ours]
-  return [
-    timing.row(label, speeds, 'img/s', share_of_peak=share),
-    *(
-      timing.row(
-        'ratio to attention=xla', [b / a for a, b in zip(ours, xla)], 'x'
-      )
-      for xla in others
-    ),
-    timing.row(
-      'matrix product, float32, beside it', [p / 1e9 for p in peak], 'GFLOP/s'
-    ),
+  rows = [timing.row(label, speeds, 'img/s', share_of_peak=share, **facts)]
+  name = 'attention=xla'
+  if args.beside:
+    name = args.beside
+    speeds = [args.batch / t for t in others[0]]
+    rows.append(timing.row(f'{name} beside it', speeds, 'img/s', **theirs))
+  rows += [
+    timing.row(f'ratio to {name}', [b / a for a, b in zip(ours, times)], 'x')
+    for times in others
   ]
+  products = [p / 1e9 for p in peak]
+  label = f'matrix product, {args.dtype}, beside it'
+  return [*rows, timing.row(label, products, 'GFLOP/s')]
 
 
 def train_rows(args) -> list[dict]:

@@ -50,12 +50,16 @@ def compared(
   ]
 
 
-def matrix_product() -> Callable:
-  """Returns a function that times the product of two float32 matrices."""
-  a = jax.random.normal(jax.random.key(0), (PRODUCT_SIZE, PRODUCT_SIZE))
-  multiply = jax.jit(
-    lambda a: jax.lax.dot(a, a, precision=jax.lax.Precision.HIGHEST)
-  )
+def product_size(platform: str) -> int:
+  """Returns the side of the matrices of `matrix_product` on a device."""
+  return PRODUCT_SIZE if platform == 'cpu' else 4 * PRODUCT_SIZE
+
+
+def matrix_product(dtype: str, size: int) -> Callable:
+  """Returns a function that times the product of two matrices [size, size]."""
+  a = jax.random.normal(jax.random.key(0), (size, size), dtype)
+  precision = jax.lax.Precision.HIGHEST if dtype == 'float32' else None
+  multiply = jax.jit(lambda a: jax.lax.dot(a, a, precision=precision))
 
   def run():
     # The previous program has filled the caches with its own data. Therefore

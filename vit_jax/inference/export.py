@@ -115,7 +115,8 @@ def export(
   if image_size is not None and image_size != FREE:
     model = _at_size(model, image_size)
   served = _in_float32(model) if to == 'onnx' else model
-  program = make_program(served, features, dtype, uint8, image_size == FREE)
+  with _cpu():
+    program = make_program(served, features, dtype, uint8, image_size == FREE)
   if to == 'stablehlo' and program.size > _LARGEST:
     raise ValueError(
       f'the parameters take {cli.size(program.size)}, more than a file of StableHLO holds '

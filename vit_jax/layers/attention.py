@@ -2,6 +2,7 @@
 
 `config.model.transformer.attention` selects one:
 
+  auto     cudnn where it runs and suits, else default, see `choose`
   default  matrix products and a softmax, with its own backward pass
   xla      jax.nn.dot_product_attention, compiled by XLA
   cudnn    the same function with cuDNN's flash attention: GPUs from Ampere on,
@@ -36,8 +37,9 @@ from vit_jax.layers import attention_kernels
 from vit_jax.layers import dtypes
 
 IMPLEMENTATIONS = attention_kernels.IMPLEMENTATIONS
+AUTO, NAMES = attention_kernels.AUTO, attention_kernels.NAMES
 average = attention_kernels.average
-check = attention_kernels.check
+check, choose = attention_kernels.check, attention_kernels.choose
 
 
 def first_token(x):
@@ -104,7 +106,7 @@ class MultiHeadDotProductAttention(nn.Module):
 
   num_heads: int
   dropout_rate: float = 0.0
-  attention: str = 'default'
+  attention: str = AUTO
   only_first: bool = False
   causal: bool = False
   dtype: Any = jnp.float32
@@ -119,6 +121,7 @@ class MultiHeadDotProductAttention(nn.Module):
     values=None,
     mask=None,
     relative=None,
+    length=None,
     deterministic,
   ):
     """Applies self-attention, or cross-attention to another sequence.
@@ -132,6 +135,7 @@ class MultiHeadDotProductAttention(nn.Module):
       relative: embeddings of the offsets between the positions of two tokens,
         [2Q - 1, E], from 1 - Q to Q - 1; self-attention only. A logit gains the
         query times the embedding of p_q - p_k.
+      length: number of keys before the padding; None: there is no padding.
       deterministic: whether dropout is off.
 
     Returns:
@@ -148,6 +152,8 @@ class MultiHeadDotProductAttention(nn.Module):
       self.attention, dropout, mask=mask is not None, bias=relative is not None
     )
     head_dim = width // self.num_heads
+    special = dropout or self.only_first or not (mask is relative is None)
+    name = choose(self.attention, self.dtype, head_dim, not special)
     dense = functools.partial(
       nn.DenseGeneral,
       kernel_init=nn.initializers.xavier_uniform(),
@@ -161,6 +167,10 @@ class MultiHeadDotProductAttention(nn.Module):
       kv = x if self.causal else kv
       if mask is not None:
         mask = mask[:, :, :1, : kv.shape[1]]
+    if length is not None and (name != 'cudnn' or mask is not None):
+      kept = jnp.arange(kv.shape[1]) < length
+      mask = kept[None, None, None] if mask is None else mask & kept
+      length = None
     query = heads(name='query')(x)  # [B, Q, K, E]
     query = query * head_dim**-0.5
     key = heads(name='key')(kv)  # [B, S, K, E]
@@ -183,5 +193,6 @@ class MultiHeadDotProductAttention(nn.Module):
       )
       x = jnp.einsum('bkqs,bske->bqke', weights, value)
     else:  # [B, Q, K, E]
-      x = IMPLEMENTATIONS[self.attention](query, key, value, mask, causal, bias)
+      given = {} if length is None else {'length': length}
+      x = IMPLEMENTATIONS[name](query, key, value, mask, causal, bias, **given)
     return dense(features=width, axis=(-2, -1), name='out')(x)  # [B, Q, D]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.distributed import sharding
+from vit_jax.layers import dtypes
 
 # Number of tokens in a block of the TPU's flash attention.
 _BLOCK = 128
@@ -167,10 +168,10 @@ def _xla(query, key, value, mask=None, causal=False, bias=None):
   return _zero_blind(out, _allowed(mask, causal, query.shape[1], key.shape[1]))
 
 
-def _cudnn(query, key, value, mask=None, causal=False, bias=None):
+def _cudnn(query, key, value, mask=None, causal=False, bias=None, length=None):
   """Computes attention with jax.nn and cuDNN, without a bias.
 
-  For gradients jax 0.10 supports only even numbers of tokens: an odd number is
+  Keys from number `length` on are padding, None for no padding. For gradients jax 0.10 supports only even numbers of tokens: an odd number is
   padded with one token, which is masked out. The mask is turned into a bias of
   full size. A query without an allowed key is here allowed all keys, since the
   bias alone would overflow in the backward pass; its output is then set to 0.
@@ -183,8 +184,10 @@ def _cudnn(query, key, value, mask=None, causal=False, bias=None):
     whole = jnp.broadcast_to(allowed, (*allowed.shape[:2], queries, keys))
     whole = jnp.pad(whole, ((0, 0), (0, 0), (0, queries % 2), (0, keys % 2)))
     hidden['mask'] = whole | ~whole.any(axis=-1, keepdims=True)
-  elif keys % 2 and not causal:
-    hidden['key_value_seq_lengths'] = jnp.full(key.shape[0], keys, jnp.int32)
+  elif (keys % 2 or length) and not causal:
+    hidden['key_value_seq_lengths'] = jnp.full(
+      key.shape[0], length or keys, jnp.int32
+    )
 
   def even(x):  # [B, N, K, E] -> [B, N or N+1, K, E]
     return jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) if x.shape[1] % 2 else x
@@ -252,6 +255,46 @@ IMPLEMENTATIONS = {
 }
 
 
+# The implementation that is chosen by the devices, see `choose`.
+AUTO = 'auto'
+NAMES = (AUTO, *IMPLEMENTATIONS)
+# cuDNN's flash attention needs this, and heads of at most this width.
+_CAPABILITY = (8, 0)  # Ampere.
+_HEAD_DIM = 128
+
+
+def _has_cudnn() -> bool:
+  """Returns whether the program is for NVIDIA GPUs with flash attention."""
+  if dtypes.platform() not in ('gpu', 'cuda'):
+    return False
+  try:
+    found = jax.local_devices(backend='cuda')[0].compute_capability
+  except RuntimeError:  # Other GPUs, or those of a topology.
+    return False
+  return tuple(int(x) for x in found.split('.')) >= _CAPABILITY
+
+
+def choose(name: str, dtype, head_dim: int, plain: bool = True) -> str:
+  """Returns the implementation that a name stands for on the devices in use.
+
+  'auto' is 'cudnn' on NVIDIA GPUs from Ampere on, if the computation has 16 bits
+  and is plain, and 'default' elsewhere. The devices are those of the current
+  mesh, else JAX's default device. Other names stand for themselves.
+
+  Args:
+    name: one of NAMES.
+    dtype: type of the computation.
+    head_dim: width of a head.
+    plain: whether there is no dropout of the weights, no bias, no mask (which
+      cuDNN reads as a bias) and more than one query.
+  """
+  if name != AUTO:
+    return name
+  suits = plain and jnp.dtype(dtype).itemsize == 2
+  suits = suits and head_dim % 8 == 0 and head_dim <= _HEAD_DIM
+  return 'cudnn' if suits and _has_cudnn() else 'default'
+
+
 def check(
   name: str,
   dropout_rate: float,
@@ -269,8 +312,8 @@ def check(
   chooses `name`.
   """
   problem = None
-  if name not in IMPLEMENTATIONS:
-    problem = f'is unknown: use one of {", ".join(IMPLEMENTATIONS)}'
+  if name not in NAMES:
+    problem = f'is unknown: use one of {", ".join(NAMES)}'
   elif (
     name == 'cudnn' and platform and (platform, dtype) != ('gpu', 'bfloat16')
   ):
@@ -280,7 +323,7 @@ def check(
     )
   elif name == 'flash' and platform not in ('tpu', None):
     problem = f"needs TPUs, but the devices are '{platform}': use 'default'"
-  elif name != 'default' and dropout_rate:
+  elif name not in (AUTO, 'default') and dropout_rate:
     problem = (
       'does not support dropout of the attention weights: set '
       "--config.model.transformer.attention_dropout_rate=0.0, or use 'default'"

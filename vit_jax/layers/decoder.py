@@ -57,7 +57,7 @@ class _Layer(nn.Module):
   num_heads: int
   num_layers: int  # Of the model, for the initial output.
   causal: bool = True
-  attention: str = 'default'
+  attention: str = attention_lib.AUTO
   scale: str = 'exact'
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
@@ -81,7 +81,8 @@ class Attention(_Layer):
     query = heads(name='query')(x) / SCALES[self.scale](head_dim)
     key, value = heads(name='key')(x), heads(name='value')(x)  # [B, N, K, E]
     if cache is None:
-      compute = attention_lib.IMPLEMENTATIONS[self.attention]
+      name = attention_lib.choose(self.attention, self.dtype, head_dim)
+      compute = attention_lib.IMPLEMENTATIONS[name]
       x = compute(query, key, value, causal=self.causal)
     else:
       cache = tuple(

@@ -7,7 +7,32 @@ where there is more to say.
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+
+# The type of the computation that suits the devices (config.model.dtype).
+AUTO = 'auto'
+
+
+def platform() -> str:
+  """Returns 'cpu', 'gpu' or 'tpu': what the program that is traced is for.
+
+  These are the devices of the current mesh, else JAX's default device.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  device = getattr(mesh, 'abstract_device', None)
+  device = device or jax.config.jax_default_device or jax.local_devices()[0]
+  return getattr(device, 'platform', device)
+
+
+def resolve(dtype, platform_: str | None = None):
+  """Returns the type of a computation: 'auto' is bfloat16 except on CPUs.
+
+  `platform_` is that of the devices, by default `platform()`.
+  """
+  if dtype != AUTO:
+    return dtype
+  return 'float32' if (platform_ or platform()) == 'cpu' else 'bfloat16'
 
 
 def of(module: nn.Module, *fields: str) -> dict[str, Any]:
@@ -15,6 +40,8 @@ def of(module: nn.Module, *fields: str) -> dict[str, Any]:
 
   A type may be given by name; None stays None, see flax.linen.Dense.
   """
-  types = {name: getattr(module, name) for name in ('dtype', 'param_dtype')}
+  types = {
+    'dtype': resolve(module.dtype), 'param_dtype': module.param_dtype
+  }  # fmt: skip
   types = {k: None if v is None else jnp.dtype(v) for k, v in types.items()}
   return {**types, **{name: getattr(module, name) for name in fields}}

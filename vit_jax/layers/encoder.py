@@ -33,6 +33,9 @@ GELUS = {
 # What an encoder consists of, in order: the position embeddings before the first
 # layer, and the layers with the last norm.
 PARTS = ('positions', 'layers')
+# Kernels are faster with a multiple of so many tokens, by the name of the
+# implementation of attention. The encoder then pads the tokens, once.
+_MULTIPLES = {'cudnn': 8}
 # Fields of the encoder that its layers have too.
 _BLOCK_FIELDS = (
   'mlp_dim', 'num_heads', 'dropout_rate', 'attention_dropout_rate',
@@ -108,7 +111,7 @@ class Encoder1DBlock(nn.Module):
   dtype: Any = jnp.float32
   dropout_rate: float = 0.1
   attention_dropout_rate: float = 0.1
-  attention: str = 'default'
+  attention: str = attention.AUTO
   only_first: bool = False
   gelu: str = 'tanh'
   norm_eps: float = 1e-6
@@ -118,7 +121,13 @@ class Encoder1DBlock(nn.Module):
 
   @nn.compact
   def __call__(
-    self, inputs, deterministic, mask=None, drop_rate=None, relative=None
+    self,
+    inputs,
+    deterministic,
+    mask=None,
+    drop_rate=None,
+    relative=None,
+    length=None,
   ):
     """Maps tokens [B, N, D] to tokens [B, N, D].
 
@@ -128,6 +137,7 @@ class Encoder1DBlock(nn.Module):
       mask: see Encoder.
       drop_rate: rate of stochastic depth, a number or a scalar array; None: 0.
       relative: relative position embeddings [2N - 1, E], or None.
+      length: number of tokens before the padding; None: there is no padding.
     """
 
     def drop(x):
@@ -142,7 +152,13 @@ class Encoder1DBlock(nn.Module):
     x = attention.MultiHeadDotProductAttention(
       dropout_rate=self.attention_dropout_rate,
       **dtypes.of(self, 'num_heads', 'attention', 'only_first', 'causal'),
-    )(x, mask=mask, relative=relative, deterministic=deterministic)
+    )(
+      x,
+      mask=mask,
+      relative=relative,
+      length=length,
+      deterministic=deterministic,
+    )
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
     x = drop(x) + (attention.first_token(inputs) if self.only_first else inputs)
     y = nn.LayerNorm(self.norm_eps, **types)(x)
@@ -163,7 +179,10 @@ class Encoder(nn.Module):
     add_position_embedding: False is `position_embedding='none'`.
     only_first: whether the model reads the first token alone, the class token.
       The last layer then computes that token only, and the result is [B, 1, D].
-    attention: name of the implementation, see vit_jax.layers.attention.
+    attention: name of the implementation, see vit_jax.layers.attention. Where it
+      is cuDNN's, tokens are padded to a multiple of 8 before the first layer, and
+      the padding is cut off after the last, if no mask, dropout or positions in
+      later layers need to know; nothing else sees it.
     gelu: see MlpBlock.
     norm_eps: added to the variance in LayerNorm.
     remat: what the backward pass recomputes. '': nothing; 'full': everything
@@ -171,7 +190,7 @@ class Encoder(nn.Module):
       of the dense layers.
     scan: whether to apply all layers but the last in a loop, which compiles
       faster. Results are the same except for dropout's noise, and parameters
-      keep their names.
+      keep their names. None: in training, with more than 12 layers.
     stochastic_depth: probability that an image skips the attention of the last
       layer, and likewise the MLP; it increases linearly from 0 in the first
       layer (arXiv 1603.09382).
@@ -190,11 +209,11 @@ class Encoder(nn.Module):
   attention_dropout_rate: float = 0.1
   add_position_embedding: bool = True
   only_first: bool = False
-  attention: str = 'default'
+  attention: str = attention.AUTO
   gelu: str = 'tanh'
   norm_eps: float = 1e-6
   remat: str = ''
-  scan: bool = False
+  scan: bool | None = None
   stochastic_depth: float = 0.0
   causal: bool = False
   position_embedding: str = 'learned_1d'
@@ -237,10 +256,14 @@ class Encoder(nn.Module):
     # intermediates need all tokens of the last layer.
     sows = self.is_mutable_collection('intermediates')
     last = self.num_layers - 1
-    loop = self.scan and last > 0 and not sows and not self.is_initializing()
+    looped = loop_lib.is_looped(self.scan, self.num_layers, train)
+    loop = looped and not sows and not self.is_initializing()
     patches.check_choice('remat', self.remat, loop_lib.REMATS, _PLACE)
+    length = None
+    if not sows and all(own is None for own in (mask, *later, *relative)):
+      length, x = self._pad(x, train)
     block = functools.partial(
-      loop_lib.recomputed(Encoder1DBlock, self.remat, loop, (2,)),
+      loop_lib.recomputed(Encoder1DBlock, self.remat, loop, (2, 6)),
       **dtypes.of(self, *_BLOCK_FIELDS),
     )
     drop_rates = [None] * self.num_layers
@@ -249,11 +272,13 @@ class Encoder(nn.Module):
       drop_rates = np.linspace(*ends, self.num_layers).tolist()
     if loop:
       by_layer = drop_rates[:last], relative[:last], later
-      x = self._scan_layers(block(parent=None), x, last, train, mask, by_layer)
+      x = self._scan_layers(
+        block(parent=None), x, last, train, mask, length, by_layer
+      )
     else:
       for i in range(last):
         x = block(name=f'encoderblock_{i}', layer=i)(
-          x, not train, mask, drop_rates[i], relative[i]
+          x, not train, mask, drop_rates[i], relative[i], length
         )
         x = x if later[i] is None else x + later[i]
     if self.num_layers:
@@ -262,11 +287,32 @@ class Encoder(nn.Module):
         name=f'encoderblock_{last}',
         layer=last,
         only_first=only_first and not sows,
-      )(x, not train, mask, drop_rates[last], relative[last])
+      )(x, not train, mask, drop_rates[last], relative[last], length)
+    x = x if length is None else x[:, :length]
     x = nn.LayerNorm(self.norm_eps, name='encoder_norm', **types)(x)
     self.sow('intermediates', 'tokens', x)
     patches.sow_mean(self, f'layer_{self.num_layers}', x)
     return x
+
+  def _pad(self, x, train):
+    """Pads tokens [B, N, D] at their end to the multiple that kernels like.
+
+    Dropout of the tokens would draw other noise with padding, so that tokens are
+    then not padded.
+
+    Returns:
+      N, or None if nothing is padded; the tokens.
+    """
+    name = attention.choose(
+      self.attention,
+      self.dtype,
+      x.shape[2] // self.num_heads,
+      not (train and self.attention_dropout_rate),
+    )
+    rest = -x.shape[1] % _MULTIPLES.get(name, 1)
+    if not rest or (train and self.dropout_rate) or self.is_initializing():
+      return None, x
+    return x.shape[1], jnp.pad(x, ((0, 0), (0, rest), (0, 0)))
 
   def _check_parts(self):
     """Raises ValueError if the layers have positions of their own."""
@@ -316,7 +362,7 @@ class Encoder(nn.Module):
     x = nn.Dropout(self.dropout_rate)(x, deterministic=not train)
     return x, tables[1:], nothing
 
-  def _scan_layers(self, block, x, num_layers, train, mask, by_layer):
+  def _scan_layers(self, block, x, num_layers, train, mask, length, by_layer):
     """Applies the first `num_layers` layers in a loop, compiled once.
 
     `by_layer` has for each layer the rate of stochastic depth, the relative
@@ -334,7 +380,9 @@ class Encoder(nn.Module):
     def apply(x, params, key, rate, relative, later):
       rngs = None if key is None else {'dropout': key}
       variables = {'params': params}
-      x = block.apply(variables, x, not train, mask, rate, relative, rngs=rngs)
+      x = block.apply(
+        variables, x, not train, mask, rate, relative, length, rngs=rngs
+      )
       return x if later is None else x + later
 
     return loop_lib.over_layers(apply, x, layers, keys, *by_layer)

@@ -15,10 +15,30 @@ REMAT_POLICIES = {
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 REMATS = ('', *REMAT_POLICIES)
-# The same of a layer in a loop without `remat`. By default a loop stores every
-# activation of every layer. Results of matrix products suffice: the rest is
-# recomputed cheaply from them.
-_LOOP_POLICY = jax.checkpoint_policies.dots_saveable
+# Training loops over more layers than this, unless the config says otherwise.
+DEEP = 12
+
+
+def is_looped(scan: bool | None, num_layers: int, train: bool) -> bool:
+  """Returns whether layers are applied in a loop, which compiles once.
+
+  `scan` None is for training with more than DEEP layers: without gradients a loop
+  would copy the parameters for little.
+  """
+  looped = train and num_layers > DEEP if scan is None else scan
+  return looped and num_layers > 1
+
+
+def _loop_policy(primitive, *args, **params) -> bool:
+  """Returns whether a loop without `remat` stores a result of a layer.
+
+  By default a loop stores every activation of every layer. Results of matrix
+  products, and of cuDNN's attention, suffice: the rest is recomputed cheaply from
+  them.
+  """
+  dots = jax.checkpoint_policies.dots_saveable
+  is_cudnn = primitive.name.startswith('dot_product_attention')
+  return is_cudnn or dots(primitive, *args, **params)
 
 
 def recomputed(
@@ -36,7 +56,7 @@ def recomputed(
   return nn.remat(
     cls,
     static_argnums=static_argnums,
-    policy=REMAT_POLICIES.get(remat, _LOOP_POLICY),
+    policy=REMAT_POLICIES.get(remat, _loop_policy),
     prevent_cse=not looped,
   )
 

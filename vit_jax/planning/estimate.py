@@ -21,6 +21,7 @@ import jax
 from vit_jax import cli
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
+from vit_jax.layers import loop
 from vit_jax.learning import state as state_lib
 from vit_jax.planning import flops
 from vit_jax.planning import topology
@@ -94,7 +95,8 @@ def lower(config, make_program: Callable, devices) -> Lowered:
   if config.accum_steps > 1:
     loops.append((config.accum_steps - 1, gradient()))
   layers = model_configs.layers_of(config.model)
-  if layers.get('scan'):
+  looped = loop.is_looped(layers.get('scan'), layers.num_layers, train=True)
+  if looped:
     # The difference between three layers and two is the cost of one. The last
     # layer stands outside the loop, and the compiler counts one layer inside
     # it.

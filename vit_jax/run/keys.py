@@ -18,6 +18,7 @@ from vit_jax.configs import models as model_configs
 from vit_jax.configs import rules
 from vit_jax.layers import attention
 from vit_jax.layers import decoder
+from vit_jax.layers import dtypes
 from vit_jax.layers import encoder
 from vit_jax.layers import loop
 from vit_jax.layers import positions
@@ -29,8 +30,8 @@ from vit_jax.learning import optim
 _MAX_SEED, _MAX_STEPS = 2**63 - 1, 2**31 - 1
 _STEPS, _EVERY = rules.whole(1, _MAX_STEPS), rules.whole(0)
 _SHARE, _RATE = rules.number(0, 1), rules.number(0, 1, below=True)
-_FLOAT = rules.one_of('float32', 'bfloat16', 'float16', 'float64')
-_ATTENTION = rules.one_of(*attention.IMPLEMENTATIONS)
+_FLOATS = ('float32', 'bfloat16', 'float16', 'float64')
+_ATTENTION = rules.one_of(*attention.NAMES)
 _REMAT = rules.one_of(*loop.REMATS)
 
 # Keys of configs/common.py, which describes them.
@@ -132,8 +133,8 @@ GROUPS = ('pp', 'fewshot')
 _ANY: dict[str, rules.Rule] = {
   'kind': rules.optional(rules.text),
   'model_name': rules.optional(rules.text),
-  'dtype': _FLOAT,
-  'param_dtype': _FLOAT,
+  'dtype': rules.one_of(dtypes.AUTO, *_FLOATS),
+  'param_dtype': rules.one_of(*_FLOATS),
 }
 _VIT = {
   **_ANY,
@@ -153,7 +154,7 @@ _VIT = {
   'transformer.norm_eps': rules.positive,
   'transformer.position_grid': rules.optional(rules.pair_of_sizes),
   'transformer.remat': _REMAT,
-  'transformer.scan': rules.flag,
+  'transformer.scan': rules.optional(rules.flag),
   'transformer.causal': rules.flag,
   'transformer.only_first': rules.flag,
   'resnet.num_layers': rules.units,
@@ -212,7 +213,7 @@ MODELS: dict[str, dict[str, rules.Rule]] = {
     'attention': _ATTENTION,
     'attention_scale': rules.one_of(*decoder.SCALES),
     'remat': _REMAT,
-    'scan': rules.flag,
+    'scan': rules.optional(rules.flag),
   },
 }
 

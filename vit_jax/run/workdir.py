@@ -26,6 +26,7 @@ from vit_jax.configs import common
 from vit_jax.data.images import index as index_lib
 from vit_jax.distributed import files
 from vit_jax.distributed import processes
+from vit_jax.layers import dtypes
 from vit_jax.run import config as run_config
 
 # Keys that do not change what a run computes, only where, in which order and
@@ -327,18 +328,28 @@ def _read_metadata(path, names, rules, digest=None) -> dict[str, Any]:
 
 
 def as_begun(workdir, config):
-  """Sets keys of a complete config, in place, that were added after a run began.
+  """Sets keys of a complete config, in place, to what a run began with.
 
-  They get their former behaviour. The workdir need not exist.
+  Keys that were added later get their former behaviour, and a type of the
+  computation that the config leaves to the devices ('auto') is the stored one. The
+  workdir need not exist.
   """
+  before, dtype = _before(workdir)
   with config.unlocked():
-    config.update_from_flattened_dict(_before(workdir))
+    config.update_from_flattened_dict(before)
+    if dtype and config.model.get('dtype') == dtypes.AUTO:
+      config.model.dtype = dtype
 
 
 @processes.by_first('reading the config of the workdir')
 def _before(workdir):
   file = folder(workdir) / 'config.json'
-  return run_config.before(_read_object(file)) if file.exists() else {}
+  if not file.exists():
+    return {}, None
+  stored = _read_object(file)
+  model = stored.get('model')
+  dtype = model.get('dtype') if isinstance(model, dict) else None
+  return run_config.before(stored), dtype
 
 
 def _read_config(path) -> ml_collections.ConfigDict:

@@ -1,0 +1,233 @@
+"""Tests of attention='auto', and of tokens that are padded once."""
+
+import functools
+import re
+
+import jax
+from jax._src.cudnn import fused_attention_stablehlo
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tiny_models
+from vit_jax import models_igpt
+from vit_jax.distributed import sharding
+from vit_jax.layers import attention
+from vit_jax.layers import attention_kernels
+from vit_jax.layers import encoder
+
+
+class _Device:
+  platform = 'gpu'
+
+  def __init__(self, capability):
+    self.compute_capability = capability
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+  """Makes JAX say that its devices are GPUs; returns a function that does so."""
+
+  def set_to(capability='9.0'):
+    devices = lambda backend=None: [_Device(capability)]
+    monkeypatch.setattr(jax, 'local_devices', devices)
+
+  set_to()
+  return set_to
+
+
+@pytest.fixture
+def tokens(monkeypatch):
+  """Puts XLA in the place of cuDNN; lists the numbers of keys it is asked for."""
+  library, seen = jax.nn.dot_product_attention, []
+
+  def compute(query, key, value, *, implementation, **kwargs):
+    assert implementation == 'cudnn'
+    seen.append(key.shape[1])
+    return library(query, key, value, implementation='xla', **kwargs)
+
+  monkeypatch.setattr(jax.nn, 'dot_product_attention', compute)
+  return seen
+
+
+@pytest.mark.parametrize(
+  'args, want',
+  [
+    ({}, 'cudnn'),
+    ({'dtype': 'float16'}, 'cudnn'),
+    ({'dtype': 'float32'}, 'default'),
+    ({'head_dim': 20}, 'default'),
+    ({'head_dim': 256}, 'default'),
+    ({'plain': False}, 'default'),
+    ({'name': 'xla'}, 'xla'),
+    ({'name': 'default'}, 'default'),
+  ],
+)
+def test_what_auto_is_on_a_gpu(gpu, args, want):
+  args = {'name': 'auto', 'dtype': 'bfloat16', 'head_dim': 64, **args}
+  assert attention.choose(**args) == want
+
+
+@pytest.mark.parametrize('capability', ['8.0', '9.0', '10.3', '12.0'])
+def test_gpus_from_ampere_on(gpu, capability):
+  gpu(capability)
+  assert attention.choose('auto', jnp.bfloat16, 64) == 'cudnn'
+  gpu('7.5')
+  assert attention.choose('auto', jnp.bfloat16, 64) == 'default'
+
+
+def test_the_devices_are_those_of_the_mesh_or_the_default_one(gpu):
+  with jax.set_mesh(sharding.make_mesh({'data': -1})):  # Of CPUs.
+    assert attention.choose('auto', jnp.bfloat16, 64) == 'default'
+  with jax.default_device(jax.devices('cpu')[0]):
+    assert attention.choose('auto', jnp.bfloat16, 64) == 'default'
+  with jax.default_device('cpu'):
+    assert attention.choose('auto', jnp.bfloat16, 64) == 'default'
+
+
+def test_on_other_devices_auto_is_default():
+  assert attention.choose('auto', jnp.bfloat16, 64) == 'default'
+
+
+FIELDS = dict(
+  num_layers=2, mlp_dim=24, num_heads=2, dropout_rate=0.0,
+  attention_dropout_rate=0.0,
+)  # fmt: skip
+
+
+def loss(model, params, x, **kwargs):
+  kwargs = {'train': True, **kwargs}
+
+  def total(params, x):
+    out = model.apply({'params': params}, x, **kwargs)
+    return jnp.sum(jnp.sin(3 * out))
+
+  return jax.jit(jax.value_and_grad(total, (0, 1)))(params, x)
+
+
+@pytest.fixture(scope='module')
+def tokens_and_params():
+  x = jax.random.normal(jax.random.key(0), (2, 17, 16))
+  return x, tiny_models.randomised(encoder.Encoder(**FIELDS), x, seed=1)
+
+
+@pytest.mark.parametrize(
+  'fields, seen',
+  [
+    ({}, {24}),
+    ({'scan': True}, {24}),
+    ({'remat': 'dots'}, {24}),
+    ({'only_first': True}, {24}),
+    ({'causal': True}, {24}),
+    ({'position_layers': 'shared'}, {18}),  # Even, as the kernel needs it.
+    ({'position_embedding': 'none'}, {24}),
+  ],
+)
+def test_padded_tokens_change_nothing(tokens, tokens_and_params, fields, seen):
+  x, params = tokens_and_params
+  if fields.get('position_embedding') == 'none':
+    params = {k: v for k, v in params.items() if k != 'posembed_input'}
+  fields = {**FIELDS, **fields}
+  got = loss(encoder.Encoder(attention='cudnn', **fields), params, x)
+  assert set(tokens) == seen
+  want = loss(encoder.Encoder(attention='default', **fields), params, x)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+    got, want,
+  )  # fmt: skip
+
+
+def test_results_agree_to_a_millionth(tokens, tokens_and_params):
+  x, params = tokens_and_params
+  run = lambda name: encoder.Encoder(attention=name, **FIELDS).apply(
+    {'params': params}, x, train=False
+  )
+  np.testing.assert_allclose(run('cudnn'), run('default'), atol=3e-6)
+  assert tokens == [24, 24]
+
+
+def test_what_looks_at_tokens_sees_no_padding(tokens, tokens_and_params):
+  """Masks and intermediates; and dropout draws the same noise."""
+  x, params = tokens_and_params
+  cudnn = functools.partial(encoder.Encoder, attention='cudnn')
+  mask = np.random.RandomState(0).rand(2, 1, 17, 17) < 0.5
+  got = loss(cudnn(**FIELDS), params, x, mask=mask)
+  want = loss(encoder.Encoder(**FIELDS), params, x, mask=mask)
+  np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+  fields = {**FIELDS, 'dropout_rate': 0.5}
+  rngs = {'dropout': jax.random.key(0)}
+  got = loss(cudnn(**fields), params, x, rngs=rngs)
+  want = loss(encoder.Encoder(**fields), params, x, rngs=rngs)
+  np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+  assert set(tokens) == {18}
+  fields = {**FIELDS, 'stochastic_depth': 0.5}  # One draw for an image.
+  got = loss(cudnn(**fields), params, x, rngs=rngs)
+  want = loss(encoder.Encoder(**fields), params, x, rngs=rngs)
+  np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+  assert set(tokens) == {18, 24}
+  apply = functools.partial(
+    cudnn(**FIELDS).apply, {'params': params}, x, train=False
+  )
+  _, sown = apply(mutable=['intermediates'])
+  sown = sown['intermediates']
+  (weights,) = sown['encoderblock_1']['MultiHeadDotProductAttention_0'][
+    'attention_weights'
+  ]
+  assert weights.shape == (2, 2, 17, 17)
+  assert sown['tokens'][0].shape == x.shape
+
+
+def test_pixels_attend_with_the_kernel(gpu, tokens):
+  """And in bfloat16 'auto' gives what the default gives, to its rounding."""
+  fields = dict(
+    hidden_size=16, num_layers=2, num_heads=2, num_colors=4, num_positions=16,
+    dtype=jnp.bfloat16,
+  )  # fmt: skip
+  colors = np.random.RandomState(0).randint(4, size=(2, 16))
+  model = models_igpt.ImageGPT(**fields, attention='default')
+  params = tiny_models.randomised(model, colors)
+  run = lambda model: model.apply({'params': params}, colors)
+  want = run(model)
+  assert not tokens
+  got = run(model.clone(attention='auto'))
+  assert tokens == [16, 16]
+  np.testing.assert_allclose(got, want, rtol=0.1, atol=0.1)
+
+
+def test_a_gpu_of_another_maker_has_no_cudnn(monkeypatch):
+  class Rocm(_Device):
+    pass
+
+  def devices(backend=None):
+    if backend == 'cuda':
+      raise RuntimeError('there is none')
+    return [Rocm('gfx942')]
+
+  monkeypatch.setattr(jax, 'local_devices', devices)
+  assert not attention_kernels._has_cudnn()
+
+
+@pytest.mark.parametrize('scan', [False, True])
+def test_the_program_for_nvidia_gpus(monkeypatch, scan):
+  """Tokens are padded and cut once, and no layer attends twice."""
+  # JAX asks the library, which is not here, for its version.
+  monkeypatch.setattr(
+    fused_attention_stablehlo, 'check_cudnn_version', lambda: 91900
+  )
+  monkeypatch.setattr(attention_kernels, '_has_cudnn', lambda: True)
+  x = jax.ShapeDtypeStruct((2, 17, 16), jnp.bfloat16)
+  fields = {**FIELDS, 'num_layers': 4, 'scan': scan, 'only_first': True}
+  model = encoder.Encoder(attention='auto', dtype=jnp.bfloat16, **fields)
+  init = functools.partial(model.init, jax.random.key(0), train=False)
+  params = jax.eval_shape(init, x)
+
+  def total(params, x):
+    return model.apply(params, x, train=True).astype(jnp.float32).sum()
+
+  traced = jax.jit(jax.grad(total)).trace(params, x)
+  text = traced.lower(lowering_platforms=('cuda',)).as_text()
+  calls = 1 if scan else 3  # The last layer has one query.
+  assert len(re.findall(r'@__cudnn\$fmhaSoftmax\(', text)) == calls
+  assert len(re.findall(r'@__cudnn\$fmhaSoftmaxBackward\(', text)) == calls
+  tokens = re.findall(r'stablehlo\.pad.*-> tensor<2x(\d+)x16xbf16>', text)
+  assert tokens == ['24', '17']  # And the gradient back.

@@ -1,0 +1,146 @@
+"""Times updates and logits of timm's models, in a process of its own.
+
+JAX and PyTorch bring different versions of NVIDIA's libraries, so the benchmark
+asks this process to take its turns: `python -m vit_jax.benchmarks.timm_steps`
+reads one line of JSON with the keys of `Beside`, prints what the first call took,
+and for each further line, a number of calls, prints the seconds that they took.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+
+# Name of a model here -> timm's name of the same architecture.
+NAMES = {
+  'ViT-Ti_16': 'vit_tiny_patch16_224',
+  'ViT-S_16': 'vit_small_patch16_224',
+  'ViT-S_32': 'vit_small_patch32_224',
+  'ViT-B_16': 'vit_base_patch16_224',
+  'ViT-B_32': 'vit_base_patch32_224',
+  'ViT-L_16': 'vit_large_patch16_224',
+  'ViT-L_32': 'vit_large_patch32_224',
+  'ViT-H_14': 'vit_huge_patch14_224',
+}
+# What starts the process.
+COMMAND = [sys.executable, '-m', 'vit_jax.benchmarks.timm_steps']
+
+
+class Beside:
+  """A process that makes updates, or computes logits, of a model of timm.
+
+  Args:
+    model: a key of NAMES.
+    batch: images of a step.
+    image_size: side of an image in pixels.
+    dtype: 'float32', or 'bfloat16' for torch.autocast.
+    train: whether to make updates, by fused AdamW; else to compute logits.
+    compiled: whether to use torch.compile.
+
+  Attributes:
+    first: what the first call reported: `seconds` with compilation, and
+      `peak_bytes` of memory on a GPU.
+
+  Raises RuntimeError, with the output of the process, if it fails.
+  """
+
+  def __init__(self, **kwargs):
+    self._process = subprocess.Popen(
+      COMMAND,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    self.first = self._ask(kwargs)
+
+  def _ask(self, what):
+    try:
+      print(json.dumps(what), file=self._process.stdin, flush=True)
+      return json.loads(self._process.stdout.readline())
+    except (OSError, ValueError) as e:
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        self._process.wait(10)
+      self.close()
+      raise RuntimeError(
+        f'the process that runs timm ended (status {self._process.returncode}); '
+        'its message is above'
+      ) from e
+
+  def __call__(self, count: int) -> float:
+    """Makes so many steps; returns the seconds that they took."""
+    return self._ask(count)
+
+  def close(self):
+    """Ends the process, which frees its memory on the device."""
+    self._process.kill()
+    self._process.communicate()
+
+
+def _make_step(model, batch, image_size, dtype, train, compiled):
+  """Returns a function that makes one step, without waiting for the device."""
+  import timm
+  import torch
+
+  device = 'cuda' if torch.cuda.is_available() else 'cpu'
+  torch.set_float32_matmul_precision('high')
+  # For square images of any size, as here.
+  net = timm.create_model(
+    NAMES[model], img_size=image_size, num_classes=1000
+  ).to(device)
+  run = torch.compile(net) if compiled else net
+  images = torch.randn(batch, 3, image_size, image_size, device=device)
+  if dtype == 'float32':
+    types = contextlib.nullcontext
+  else:
+    types = lambda: torch.autocast(device, torch.bfloat16)
+  if not train:
+    net.eval()
+
+    @torch.inference_mode()
+    def logits():
+      with types():
+        run(images)
+
+    return logits
+  labels = torch.randint(1000, (batch,), device=device)
+  tx = torch.optim.AdamW(
+    net.parameters(), lr=1e-3, weight_decay=0.1, fused=True
+  )
+
+  def update():
+    with types():
+      loss = torch.nn.functional.cross_entropy(run(images), labels)
+    loss.backward()
+    tx.step()
+    tx.zero_grad(set_to_none=True)
+
+  return update
+
+
+def main():
+  """Answers lines of JSON, see the top of this module."""
+  out, sys.stdout = sys.stdout, sys.stderr  # What libraries say is no answer.
+  import torch
+
+  cuda = torch.cuda.is_available()
+
+  def timed(step, count):
+    start = time.perf_counter()
+    for _ in range(count):
+      step()
+    if cuda:
+      torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+  step = _make_step(**json.loads(sys.stdin.readline()))
+  first = {'seconds': timed(step, 1)}
+  if cuda:
+    first['peak_bytes'] = torch.cuda.max_memory_allocated()
+  print(json.dumps(first), file=out, flush=True)
+  for line in sys.stdin:
+    print(json.dumps(timed(step, json.loads(line))), file=out, flush=True)
+
+
+if __name__ == '__main__':
+  main()
