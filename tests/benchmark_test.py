@@ -52,6 +52,7 @@ def timm_beside_a_torch_for_cpus(monkeypatch):
   code = (
     'from tests import torch_models\n'
     'from vit_jax.benchmarks import timm_steps\n'
+    "timm_steps.NAMES['testing'] = 'test_vit'\n"
     'timm_steps.main()'
   )
   monkeypatch.setattr(timm_steps, 'COMMAND', [sys.executable, '-c', code])
@@ -62,12 +63,13 @@ def timm_beside_a_torch_for_cpus(monkeypatch):
 )
 def test_steps_beside_timm(monkeypatch, tmp_path, capsys, section, dtype):
   monkeypatch.setattr(timing, 'PRODUCT_SIZE', 128)
+  monkeypatch.setitem(timm_steps.NAMES, 'testing', 'test_vit')
   got = run(
-    monkeypatch, tmp_path, f'--only={section}', '--model=ti16',
+    monkeypatch, tmp_path, f'--only={section}', '--model=testing',
     '--image_size=32', '--batch=8', '--beside=timm_eager', f'--dtype={dtype}',
   )  # fmt: skip
   ours, theirs, ratio, product = got['results'][section]
-  assert ours['name'].endswith(f'ti16, batch 8, {dtype}')
+  assert ours['name'].endswith(f'testing, batch 8, {dtype}')
   assert theirs['name'] == 'timm_eager beside it'
   assert ratio['median'] == pytest.approx(ours['median'] / theirs['median'])
   assert min(ours['first_call_seconds'], theirs['first_call_seconds']) > 0

@@ -14,7 +14,9 @@ from vit_jax import models_igpt
 from vit_jax.distributed import sharding
 from vit_jax.layers import attention
 from vit_jax.layers import attention_kernels
+from vit_jax.layers import detection
 from vit_jax.layers import encoder
+from vit_jax.layers import loop
 
 
 class _Device:
@@ -115,18 +117,13 @@ def tokens_and_params():
   'fields, seen',
   [
     ({}, {24}),
-    ({'scan': True}, {24}),
-    ({'remat': 'dots'}, {24}),
-    ({'only_first': True}, {24}),
-    ({'causal': True}, {24}),
+    ({'scan': True, 'causal': True}, {24}),
+    ({'remat': 'dots', 'only_first': True}, {24}),
     ({'position_layers': 'shared'}, {18}),  # Even, as the kernel needs it.
-    ({'position_embedding': 'none'}, {24}),
   ],
 )
 def test_padded_tokens_change_nothing(tokens, tokens_and_params, fields, seen):
   x, params = tokens_and_params
-  if fields.get('position_embedding') == 'none':
-    params = {k: v for k, v in params.items() if k != 'posembed_input'}
   fields = {**FIELDS, **fields}
   got = loss(encoder.Encoder(attention='cudnn', **fields), params, x)
   assert set(tokens) == seen
@@ -192,6 +189,55 @@ def test_pixels_attend_with_the_kernel(gpu, tokens):
   got = run(model.clone(attention='auto'))
   assert tokens == [16, 16]
   np.testing.assert_allclose(got, want, rtol=0.1, atol=0.1)
+
+
+def test_the_queries_of_a_detector_attend_with_the_kernel(gpu, tokens):
+  """And to the image too, where no mask hides the padding of canvases."""
+  layer = detection.DecoderLayer(2, 24, dtype=jnp.bfloat16)
+  rng = np.random.RandomState(0)
+  x, queries = rng.randn(2, 2, 6, 16)
+  memory, positions = rng.randn(2, 2, 12, 16)
+  mask = np.arange(12)[None, None, None] < 9
+  args = (x, queries, memory, positions)
+  params = layer.init(jax.random.key(0), *args, mask, train=False)
+  layer.apply(params, *args, mask, train=False)
+  assert tokens == [6]
+  layer.apply(params, *args, None, train=False)
+  assert tokens == [6, 6, 12]
+  layer.apply(
+    params, *args, None, train=True, rngs={'dropout': jax.random.key(0)}
+  )
+  assert tokens == [6, 6, 12]  # Dropout of the weights.
+
+
+@pytest.mark.parametrize(
+  'scan, layers, train, platform, want',
+  [
+    (None, 13, True, 'gpu', True),
+    (None, 13, True, 'tpu', True),
+    (None, 13, True, 'cpu', False),  # Where these tests run.
+    (None, 13, True, None, False),
+    (None, 12, True, 'gpu', False),
+    (None, 13, False, 'gpu', False),
+    (False, 13, True, 'gpu', False),
+    (True, 2, False, 'cpu', True),
+    (True, 1, True, 'gpu', False),
+  ],
+)
+def test_where_layers_are_a_loop(scan, layers, train, platform, want):
+  assert loop.is_looped(scan, layers, train, platform) == want
+
+
+def test_deep_models_are_trained_in_a_loop_on_gpus(gpu, tokens_and_params):
+  x, _ = tokens_and_params
+  model = encoder.Encoder(**{**FIELDS, 'num_layers': 13})
+  init = functools.partial(model.init, jax.random.key(0), train=False)
+  params = jax.eval_shape(init, x)
+  run = lambda train: str(
+    jax.make_jaxpr(functools.partial(model.apply, train=train))(params, x)
+  )
+  assert 'scan[' in run(True)
+  assert 'scan[' not in run(False)
 
 
 def test_a_gpu_of_another_maker_has_no_cudnn(monkeypatch):

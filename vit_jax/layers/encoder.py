@@ -190,7 +190,8 @@ class Encoder(nn.Module):
       of the dense layers.
     scan: whether to apply all layers but the last in a loop, which compiles
       faster. Results are the same except for dropout's noise, and parameters
-      keep their names. None: in training, with more than 12 layers.
+      keep their names. None: in training on GPUs and TPUs, with more than 12
+      layers.
     stochastic_depth: probability that an image skips the attention of the last
       layer, and likewise the MLP; it increases linearly from 0 in the first
       layer (arXiv 1603.09382).

@@ -95,7 +95,7 @@ def lower(config, make_program: Callable, devices) -> Lowered:
   if config.accum_steps > 1:
     loops.append((config.accum_steps - 1, gradient()))
   layers = model_configs.layers_of(config.model)
-  looped = loop.is_looped(layers.get('scan'), layers.num_layers, train=True)
+  looped = loop.is_looped(layers.get('scan'), layers.num_layers, True, 'tpu')
   if looped:
     # The difference between three layers and two is the cost of one. The last
     # layer stands outside the loop, and the compiler counts one layer inside
