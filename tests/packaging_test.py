@@ -61,6 +61,30 @@ def test_libtpu_is_left_alone_where_there_is_no_tpu():
   assert done.stderr == ''
 
 
+@pytest.mark.parametrize('named', [None, ''])
+def test_commands_keep_what_they_compile(tmp_path, named):
+  environment = {
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'VIT_JAX_CACHE': str(tmp_path),
+  }
+  if named is not None:
+    environment['JAX_COMPILATION_CACHE_DIR'] = named
+  done = run(
+    'import os\n'
+    'os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)\n'
+    f'os.environ.update({environment!r})\n'
+    'from vit_jax import cli\n'
+    'cli.keep_compiled()\n'
+    'import jax\n'
+    'jax.jit(lambda x: x + 1)(1.0)\n'
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stderr == ''
+  kept = [path.name for path in tmp_path.glob('compiled/*/*-cache')]
+  assert len(kept) == (1 if named is None else 0)
+
+
 def modules():
   """Returns {dotted name below vit_jax: path} of all files."""
   found = {}

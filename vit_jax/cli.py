@@ -206,12 +206,11 @@ def cache_folder() -> pathlib.Path:
   return pathlib.Path(folder).expanduser()
 
 
-def keep_compiled():
-  """Makes JAX keep what it compiles in the cache folder, for the next start.
+def compiled_folder() -> pathlib.Path:
+  """Returns the folder for what JAX compiles, below the cache folder.
 
-  JAX reads JAX_COMPILATION_CACHE_DIR when it is imported; what the user has set
-  there, also '' for no folder, stays. Machines with the same home folder may have
-  different processors, each of which has a folder of its own.
+  Machines with the same home folder may have different processors, each of which
+  has a folder of its own.
   """
   try:
     lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
@@ -220,8 +219,16 @@ def keep_compiled():
   except OSError:
     cpu = [platform.processor()]
   cpu = hashlib.sha256('\n'.join([platform.machine(), *cpu]).encode())
-  folder = cache_folder() / 'compiled' / cpu.hexdigest()[:8]
-  os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(folder))
+  return cache_folder() / 'compiled' / cpu.hexdigest()[:8]
+
+
+def keep_compiled():
+  """Makes JAX keep what it compiles, for the next start.
+
+  JAX reads JAX_COMPILATION_CACHE_DIR when it is imported; what the user has set
+  there, also '' for no folder, stays.
+  """
+  os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(compiled_folder()))
 
 
 def size(count: float | None) -> str:

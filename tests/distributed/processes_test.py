@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from tests import processes as running
+from vit_jax import cli
 from vit_jax.distributed import liveness
 from vit_jax.distributed import processes
 
@@ -238,6 +239,34 @@ def test_a_collective_that_loses_a_process_names_it():
   assert statuses == [128 + signal.SIGTERM, -signal.SIGKILL], outputs
   assert 'Error: process 1 (' in outputs[0]
   assert 'Traceback' not in outputs[0]
+
+
+@pytest.mark.parametrize('count, kept', [(1, True), (2, False)])
+def test_several_processes_keep_nothing_compiled_by_themselves(
+  monkeypatch, count, kept
+):
+  for place, name, value in (
+    (jax.distributed, 'initialize', lambda: None),
+    (jax, 'process_count', lambda: count),
+    (liveness, 'speak_on_abort', lambda: None),
+    (liveness.watch, 'start', lambda: None),
+    (processes, 'gather', lambda *args: ['a', 'b']),
+  ):
+    monkeypatch.setattr(place, name, value)
+  before = {
+    name: getattr(jax.config, name)
+    for name in ('jax_compilation_cache_dir', 'jax_enable_preemption_service')
+  }
+  try:
+    for folder in (str(cli.compiled_folder()), '/named/by/the/user'):
+      jax.config.update('jax_compilation_cache_dir', folder)
+      processes.initialize()
+      ours = folder != '/named/by/the/user'
+      found = jax.config.jax_compilation_cache_dir
+      assert found == (None if ours and not kept else folder)
+  finally:
+    for name, value in before.items():
+      jax.config.update(name, value)
 
 
 def test_one_process_sends_nothing():

@@ -21,9 +21,6 @@ from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
 from vit_jax.planning import flops
 
-# What --beside takes: timm with torch.compile, or without.
-BESIDE = ('timm', 'timm_eager')
-
 
 def check(args):
   """Raises what is wrong with --beside, before anything is timed."""
@@ -92,8 +89,9 @@ def _seconds(step, count) -> float:
   return (own or time.perf_counter() - start) / count
 
 
-def _peak_bytes(device) -> int | None:
-  return (device.memory_stats() or {}).get('peak_bytes_in_use')
+def _peak_bytes(device) -> int:
+  """Returns the most memory that JAX has had on a device, 0 where it is unknown."""
+  return (device.memory_stats() or {}).get('peak_bytes_in_use', 0)
 
 
 def _rows(args, train: bool) -> list[dict]:
@@ -108,8 +106,11 @@ def _rows(args, train: bool) -> list[dict]:
   label = f'{kind}, {args.model}, batch {args.batch}, {args.dtype}'
   with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
     steps = [_make_step(args, mesh, train, None)]
-    first = _seconds(steps[0], 1)
-    facts = {'first_call_seconds': first, 'peak_bytes': _peak_bytes(device)}
+    before = _peak_bytes(device)
+    facts = {'first_call_seconds': _seconds(steps[0], 1)}
+    # The peak is that of the process: it counts if this program has raised it.
+    if _peak_bytes(device) > before:
+      facts['peak_bytes'] = _peak_bytes(device)
     if args.beside:
       options = dict(
         model=model_config.model_name, batch=args.batch,

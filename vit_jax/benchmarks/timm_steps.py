@@ -84,7 +84,6 @@ def _make_step(model, batch, image_size, dtype, train, compiled):
 
   device = 'cuda' if torch.cuda.is_available() else 'cpu'
   torch.set_float32_matmul_precision('high')
-  # For square images of any size, as here.
   net = timm.create_model(
     NAMES[model], img_size=image_size, num_classes=1000
   ).to(device)

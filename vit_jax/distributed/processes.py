@@ -47,6 +47,10 @@ def initialize(*args, **kwargs):
   finally:
     liveness.watch.connects = False
   if jax.process_count() > 1:
+    if jax.config.jax_compilation_cache_dir == str(cli.compiled_folder()):
+      # Process 0 alone writes to it. If it then compiles less than the others,
+      # they wait for its part of what GPUs compile together.
+      jax.config.update('jax_compilation_cache_dir', None)
     liveness.watch.start()
     hosts = gather('telling each other their hosts', liveness.here())
     liveness.watch.hosts = dict(enumerate(hosts))
