@@ -50,7 +50,7 @@ def test_steps_are_reported_with_their_share_of_the_peak(
 @pytest.fixture(autouse=True)
 def timm_beside_a_torch_for_cpus(monkeypatch):
   code = (
-    'from tests import torch_models\n'
+    'from tests import torchvision_ops\n'
     'from vit_jax.benchmarks import timm_steps\n'
     "timm_steps.NAMES['testing'] = 'test_vit'\n"
     'timm_steps.main()'

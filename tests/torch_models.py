@@ -1,27 +1,16 @@
-"""timm and transformers for the tests, beside a PyTorch without CUDA.
-
-Both import torchvision, whose package on PyPI is built for the PyTorch with
-CUDA. Beside another it fails for want of two operators, which no test needs:
-they are declared here, without a body.
-"""
+"""timm and transformers for the tests, beside a PyTorch without CUDA."""
 
 import os
 
 os.environ['HF_HUB_OFFLINE'] = '1'
 
-import torch
+# isort: split
+from tests import torchvision_ops  # noqa: F401
 
-try:
-  import torchvision  # noqa: F401
-except RuntimeError:
-  _LIBRARY = torch.library.Library('torchvision', 'DEF')
-  for _name in ('nms', 'qnms'):
-    _LIBRARY.define(
-      f'{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor'
-    )
-
+# isort: split
 import numpy as np
 import timm  # noqa: F401 (for who imports this module)
+import torch
 import transformers
 
 from vit_jax import models_detr

@@ -274,10 +274,7 @@ def losses_of(config, mesh, steps=3, look=lambda state: None):
         ({'data': 4, 'model': 2}, (16, 8)),
       ],
     ),
-    (
-      2,
-      [({'data': 8}, (16, 16)), ({'data': 2, 'fsdp': 2, 'model': 2}, (8, 8))],
-    ),
+    (2, [({'data': 2, 'fsdp': 2, 'model': 2}, (8, 8))]),
   ],
 )
 def test_the_loss_does_not_depend_on_the_mesh(

@@ -148,19 +148,18 @@ def test_what_looks_at_tokens_sees_no_padding(tokens, tokens_and_params):
   x, params = tokens_and_params
   cudnn = functools.partial(encoder.Encoder, attention='cudnn')
   mask = np.random.RandomState(0).rand(2, 1, 17, 17) < 0.5
-  got = loss(cudnn(**FIELDS), params, x, mask=mask)
-  want = loss(encoder.Encoder(**FIELDS), params, x, mask=mask)
-  np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
-  fields = {**FIELDS, 'dropout_rate': 0.5}
+
+  def compare(fields, **kwargs):
+    run = lambda model: model.apply({'params': params}, x, train=True, **kwargs)
+    want = run(encoder.Encoder(**fields))
+    np.testing.assert_allclose(run(cudnn(**fields)), want, atol=1e-5)
+
+  compare(FIELDS, mask=mask)
   rngs = {'dropout': jax.random.key(0)}
-  got = loss(cudnn(**fields), params, x, rngs=rngs)
-  want = loss(encoder.Encoder(**fields), params, x, rngs=rngs)
-  np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+  compare({**FIELDS, 'dropout_rate': 0.5}, rngs=rngs)
   assert set(tokens) == {18}
-  fields = {**FIELDS, 'stochastic_depth': 0.5}  # One draw for an image.
-  got = loss(cudnn(**fields), params, x, rngs=rngs)
-  want = loss(encoder.Encoder(**fields), params, x, rngs=rngs)
-  np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+  # It draws once for an image.
+  compare({**FIELDS, 'stochastic_depth': 0.5}, rngs=rngs)
   assert set(tokens) == {18, 24}
   apply = functools.partial(
     cudnn(**FIELDS).apply, {'params': params}, x, train=False
