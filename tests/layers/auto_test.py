@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from tests import tiny_models
+from vit_jax import models
 from vit_jax import models_igpt
 from vit_jax.distributed import sharding
 from vit_jax.layers import attention
 from vit_jax.layers import attention_kernels
 from vit_jax.layers import detection
+from vit_jax.layers import dtypes
 from vit_jax.layers import encoder
 from vit_jax.layers import loop
 
@@ -68,6 +70,17 @@ def tokens(monkeypatch):
 def test_what_auto_is_on_a_gpu(gpu, args, want):
   args = {'name': 'auto', 'dtype': 'bfloat16', 'head_dim': 64, **args}
   assert attention.choose(**args) == want
+
+
+def test_the_type_that_suits_the_devices(gpu):
+  assert dtypes.resolve('auto', 'cpu') == 'float32'
+  assert dtypes.resolve('auto', 'tpu') == 'bfloat16'
+  assert dtypes.resolve('float32', 'tpu') == 'float32'
+  model = models.get_model('ti16', num_classes=2, dtype='auto')
+  assert model.dtype == 'bfloat16'
+  with jax.default_device('cpu'):
+    model = models.get_model('ti16', num_classes=2, dtype='auto')
+  assert model.dtype == 'float32'
 
 
 @pytest.mark.parametrize('capability', ['8.0', '9.0', '10.3', '12.0'])

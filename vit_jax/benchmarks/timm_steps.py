@@ -42,7 +42,7 @@ class Beside:
     first: what the first call reported: `seconds` with compilation, and
       `peak_bytes` of memory on a GPU.
 
-  Raises RuntimeError, with the output of the process, if it fails.
+  Raises RuntimeError if the process ends; its own message is on stderr.
   """
 
   def __init__(self, **kwargs):

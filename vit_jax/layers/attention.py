@@ -91,6 +91,12 @@ def _check_inputs(x, kv, mask, relative, num_heads, causal):
   return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
+def _hide_padding(mask, length, keys):
+  """Returns a mask that also hides the keys from number `length` on."""
+  kept = (jnp.arange(keys) < length)[None, None, None]  # [1, 1, 1, S]
+  return kept if mask is None else mask & kept
+
+
 class MultiHeadDotProductAttention(nn.Module):
   """Multi-head attention (appendix A), softmax in float32.
 
@@ -168,9 +174,7 @@ class MultiHeadDotProductAttention(nn.Module):
       if mask is not None:
         mask = mask[:, :, :1, : kv.shape[1]]
     if length is not None and (name != 'cudnn' or mask is not None):
-      kept = jnp.arange(kv.shape[1]) < length
-      mask = kept[None, None, None] if mask is None else mask & kept
-      length = None
+      mask, length = _hide_padding(mask, length, kv.shape[1]), None
     query = heads(name='query')(x)  # [B, Q, K, E]
     query = query * head_dim**-0.5
     key = heads(name='key')(kv)  # [B, S, K, E]

@@ -171,10 +171,11 @@ def _xla(query, key, value, mask=None, causal=False, bias=None):
 def _cudnn(query, key, value, mask=None, causal=False, bias=None, length=None):
   """Computes attention with jax.nn and cuDNN, without a bias.
 
-  Keys from number `length` on are padding, None for no padding. For gradients jax 0.10 supports only even numbers of tokens: an odd number is
-  padded with one token, which is masked out. The mask is turned into a bias of
-  full size. A query without an allowed key is here allowed all keys, since the
-  bias alone would overflow in the backward pass; its output is then set to 0.
+  Keys from number `length` on are padding; None: there is none. For gradients jax
+  0.10 supports only even numbers of tokens: an odd number is padded with one
+  token, which is masked out. The mask is turned into a bias of full size. A query
+  without an allowed key is here allowed all keys, since the bias alone would
+  overflow in the backward pass; its output is then set to 0.
   """
   del bias
   queries, keys = query.shape[1], key.shape[1]
