@@ -104,7 +104,7 @@ def test_what_cannot_be_beside_timm(flags, message):
 def test_a_process_of_timm_that_fails_is_told(monkeypatch):
   monkeypatch.setattr(timm_steps, 'COMMAND', [sys.executable, '-c', 'exit(3)'])
   with pytest.raises(
-    RuntimeError, match=r'the process that runs timm ended \(status 3'
+    OSError, match=r'the process that runs timm ended \(status 3'
   ):
     timm_steps.Beside(model='ViT-B_16', batch=1, image_size=-1, dtype='',
                       train=True, compiled=False)  # fmt: skip

@@ -42,7 +42,7 @@ class Beside:
     first: what the first call reported: `seconds` with compilation, and
       `peak_bytes` of memory on a GPU.
 
-  Raises RuntimeError if the process ends; its own message is on stderr.
+  Raises OSError if the process ends; its own message is on stderr.
   """
 
   def __init__(self, **kwargs):
@@ -62,7 +62,7 @@ class Beside:
       with contextlib.suppress(subprocess.TimeoutExpired):
         self._process.wait(10)
       self.close()
-      raise RuntimeError(
+      raise OSError(
         f'the process that runs timm ended (status {self._process.returncode}); '
         'its message is above'
       ) from e
