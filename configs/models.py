@@ -83,6 +83,16 @@ DETRS = {
   'DETR-R101-DC5': ((3, 4, 23, 3), True),
 }
 
+# Name -> image tower, text tower, tokenizer, widths of the heads (image, text) of
+# a LiT model (arXiv 2111.07991; sizes of the released models).
+LITS = {
+  'LiT-B16B': ('ViT-B_16', 'bert', {'config': 'base'}, (768, 768)),
+  'LiT-B16B_2': ('ViT-B_16', 'bert', {'config': 'base'}, (None, 768)),
+  'LiT-L16L': ('ViT-L_16', 'bert', {'config': 'large'}, (None, 1024)),
+  'LiT-L16S': ('ViT-L_16', 'sentencepiece', 'S', (None, 1024)),
+  'LiT-L16Ti': ('ViT-L_16', 'sentencepiece', 'Ti', (None, 1024)),
+}
+
 # Small models for tests, with the original's sizes -> classifier.
 TESTING = {'testing': 'token', 'testing-unpooled': 'unpooled'}
 
@@ -115,6 +125,7 @@ OPTIONS = {
   'transformer.position_layers': 'stem',
   'transformer.position_grid': None,
   'transformer.causal': False,
+  'transformer.first_norm': False,
   # Epsilons of a hybrid's ResNet: 'published', or 'timm'.
   'resnet.eps': 'published',
 }
@@ -128,6 +139,8 @@ IGPT_OPTIONS = {
   **_TYPES, 'causal': True, 'attention_scale': 'exact', 'attention': 'auto',
   'remat': '', 'scan': None,
 }  # fmt: skip
+# `temperature_init` is that of the released training code (LiT).
+LIT_OPTIONS = {**_TYPES, 'temperature_init': 10.0, 'bias_init': None}
 DETR_OPTIONS = {
   **_TYPES, 'norm': 'frozen_batch', 'mask_head': False, 'masks_at_a_time': 10,
   'dropout_rate': 0.1, 'attention_dropout_rate': 0.1,
@@ -139,6 +152,7 @@ _OPTIONS_OF = {
   'bit': BIT_OPTIONS,
   'igpt': IGPT_OPTIONS,
   'detr': DETR_OPTIONS,
+  'lit': LIT_OPTIONS,
 }
 # Options of any model, which the command line sets.
 ALL_OPTIONS = {
@@ -206,11 +220,26 @@ def _make_configs():
       num_queries=100, num_encoder_layers=6, num_decoder_layers=6, num_heads=8,
       mlp_dim=2048,
     )  # fmt: skip
+  for name, (image, tokenizer, text, out_dim) in LITS.items():
+    if tokenizer == 'sentencepiece':
+      layers, width, mlp_dim, heads = SIZES[text]
+      text = dict(
+        width=width, num_layers=layers, mlp_dim=mlp_dim, num_heads=heads,
+        vocab_size=16_000,
+      )  # fmt: skip
+    configs[name] = _config(
+      name, kind='lit', image=copy.deepcopy(configs[image]), text=text,
+      text_model='bert' if tokenizer == 'bert' else 'text_transformer',
+      pp={'tokenizer_name': tokenizer, 'size': 224, 'max_len': 16},
+      out_dim=out_dim,
+    )  # fmt: skip
   return configs
 
 
 def short_name(name: str) -> str:
   """Returns a model's name for the command line: 'ViT-B_16' -> 'b16'."""
+  if name in LITS:
+    return name.replace('-', '_').lower()
   hybrid, _, rest = name.rpartition('+')
   rest = rest.removeprefix('ViT-')
   size, _, variant = rest.partition('_')
@@ -270,18 +299,23 @@ def kind_of(model) -> str:
   return model.get('kind') or ('mixer' if 'tokens_mlp_dim' in model else 'vit')
 
 
+# Key of a part of a model that is a model of its own -> first name of its
+# parameters: of a DETR's Vision Transformer, and of an image tower.
+_PARTS = {'vit': 'backbone', 'image': 'img'}
+
+
 def parts_of(model) -> dict[str, str]:
-  """Returns the parts of a model that are models of their own.
+  """Returns the parts of a model that are Vision Transformers of their own.
 
   {first name of the part's parameters: key of its config in `model`}, such as
   {'backbone': 'vit'} for a DETR with a Vision Transformer.
   """
-  return {'backbone': 'vit'} if model.get('vit') else {}
+  return {name: key for key, name in _PARTS.items() if model.get(key)}
 
 
 def vit_of(model) -> ml_collections.ConfigDict:
-  """Returns the config of a DETR's Vision Transformer, or else that of the model."""
-  return model.get('vit') or model
+  """Returns the config of a model's Vision Transformer, by default of all of it."""
+  return next((model[key] for key in _PARTS if model.get(key)), model)
 
 
 def layers_of(model) -> ml_collections.ConfigDict:
@@ -308,8 +342,8 @@ def with_options(config) -> ml_collections.ConfigDict:
     if isinstance(holder, ml_collections.ConfigDict) and key not in holder:
       with holder.unlocked():
         holder[key] = default
-  if isinstance(config.get('vit'), ml_collections.ConfigDict):
-    config.vit = with_options(config.vit)  # The backbone of a DETR.
+  for part in parts_of(config).values():
+    config[part] = with_options(config[part])
   return config
 
 

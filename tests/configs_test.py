@@ -265,6 +265,12 @@ def test_named_models_have_the_originals_keys_alone():
         'mlp_dim',
       }  # fmt: skip
       continue
+    if name.startswith('LiT'):
+      assert set(config) == {
+        'kind', 'model_name', 'image', 'text_model', 'text', 'pp', 'out_dim'
+      }  # fmt: skip
+      assert config.image == models.MODEL_CONFIGS[config.image.model_name]
+      continue
     if name.startswith('iGPT'):
       assert set(config) == {
         'kind', 'model_name', 'hidden_size', 'num_layers', 'num_heads',

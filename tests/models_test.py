@@ -11,6 +11,7 @@ from vit_jax import models
 from vit_jax import models_bit
 from vit_jax import models_detr
 from vit_jax import models_igpt
+from vit_jax import models_lit
 from vit_jax import models_vit
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import identify
@@ -130,13 +131,15 @@ def test_every_config_has_a_kind():
       'BiT': ('bit', models_bit.BitResNet),
       'DETR': ('detr', models_detr.Detr),
       'iGPT': ('igpt', models_igpt.ImageGPT),
+      'LiT': ('lit', models_lit.LitModel),
     }.get(name.split('-')[0], ('vit', models.VisionTransformer))
     # Other implementations of the original's models take no field `kind`.
-    assert ('kind' in config) == (kind in ('bit', 'detr', 'igpt'))
+    assert ('kind' in config) == (kind in ('bit', 'detr', 'igpt', 'lit'))
     assert models.kind_of(config) == kind
     assert models.class_of(config) is cls
-    assert type(models.make_model(config, num_classes=3)) is cls
-  assert set(models.KINDS) == {'vit', 'mixer', 'bit', 'detr', 'igpt'}
+    classes = {} if kind == 'lit' else {'num_classes': 3}
+    assert type(models.make_model(config, **classes)) is cls
+  assert set(models.KINDS) == {'vit', 'mixer', 'bit', 'detr', 'igpt', 'lit'}
 
 
 def test_a_config_may_say_its_kind():

@@ -76,9 +76,13 @@ def randomised(model, x, seed=0):
 
   They have the scale of trained ones, and are made without compiling.
   """
-  rng = np.random.RandomState(seed)
   init = functools.partial(model.init, train=False)
-  tree = jax.eval_shape(init, jax.random.key(0), x)['params']
+  return drawn(jax.eval_shape(init, jax.random.key(0), x)['params'], seed)
+
+
+def drawn(tree, seed=0):
+  """Random parameters for a tree of shapes; see `randomised`."""
+  rng = np.random.RandomState(seed)
 
   def draw(path, leaf):
     name = path[-1].key

@@ -38,6 +38,7 @@ KINDS = {
   'bit': 'vit_jax.models_bit:BitResNet',
   'detr': 'vit_jax.models_detr:Detr',
   'igpt': 'vit_jax.models_igpt:ImageGPT',
+  'lit': 'vit_jax.models_lit:LitModel',
 }
 
 

@@ -49,7 +49,7 @@ from vit_jax.layers import encoder as encoder_lib
 from vit_jax.layers import patches as patches_lib
 from vit_jax.layers import positions
 
-CLASSIFIERS = ('token', 'gap', 'unpooled', 'token_unpooled')
+CLASSIFIERS = ('token', 'gap', 'map', 'unpooled', 'token_unpooled')
 
 # Names of the original.
 PatchEmbedding = patches_lib.PatchEmbedding
@@ -117,10 +117,12 @@ class VisionTransformer(patches_lib.ImageModel):
       `width_factor` and optionally `eps` (see vit_jax.models_resnet).
     representation_size: width of a dense layer with tanh before the head (the
       paper's pre-training head, section 3.1), or None.
-    classifier: 'token' reads the class token, 'gap' the mean over patches;
+    classifier: 'token' reads the class token, 'gap' the mean over patches, 'map'
+      the result of attention pooling (see vit_jax.layers.encoder.MAPHead);
       'unpooled' and 'token_unpooled' apply the head to every token, without and
       with a class token.
     head_bias_init: initial bias of the head (-10 for the 21k models).
+    head_init: initial kernel of the head, see vit_jax.layers.patches.HEAD_INITS.
     encoder: class of the encoder.
     model_name: name in the table of configs; has no effect.
     dtype: type of the computation, such as 'bfloat16'. Softmax, the statistics
@@ -136,6 +138,7 @@ class VisionTransformer(patches_lib.ImageModel):
   representation_size: int | None = None
   classifier: str = 'token'
   head_bias_init: float = 0.0
+  head_init: str = 'zeros'
   encoder: type[nn.Module] = Encoder
   model_name: str | None = None
   dtype: Any = jnp.float32
@@ -173,12 +176,18 @@ class VisionTransformer(patches_lib.ImageModel):
       self.Transformer = self.encoder(
         **encoder_fields(self.encoder, {**types, **fields})
       )
+    if self.classifier == 'map':
+      same = ('mlp_dim', 'num_heads', 'gelu', 'norm_eps')
+      given = {k: v for k, v in fields.items() if k in same}
+      self.MAPHead_0 = encoder_lib.MAPHead(**{**types, **given})
     if self.representation_size is not None:
       self.pre_logits = nn.Dense(self.representation_size, **types)
     else:
       self.pre_logits = IdentityLayer()
     if self.num_classes:
-      self.head = make_head(self.num_classes, self.head_bias_init, **types)
+      self.head = make_head(
+        self.num_classes, self.head_bias_init, **types, init=self.head_init
+      )
 
   @property
   def has_class_token(self) -> bool:
@@ -331,6 +340,8 @@ class VisionTransformer(patches_lib.ImageModel):
       x = x[:, 0]  # [B, D]
     elif self.classifier == 'gap':
       x = x.mean(axis=range(1, x.ndim - 1))  # [B, D]
+    elif self.classifier == 'map':
+      x = self.MAPHead_0(x)  # [B, D]
     x = self.pre_logits(x)
     if self.representation_size is not None:
       x = nn.tanh(x)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from vit_jax.distributed import sharding
 from vit_jax.layers import attention as attention_lib
 from vit_jax.layers import dtypes
+from vit_jax.layers import encoder
 
 NORM_EPS = 1e-5
 # By what the logits of attention are divided: the root of the head's width, or
@@ -29,11 +30,6 @@ SCALES = {
   'exact': lambda width: width**0.5,
   'truncated': lambda width: int(width**0.5),
 }
-
-
-def quick_gelu(x):
-  """Returns x * sigmoid(1.702 x), an approximation of GELU."""
-  return x * nn.sigmoid(1.702 * x)
 
 
 def attend_to_past(query, key, value, start):
@@ -112,7 +108,7 @@ class Mlp(nn.Module):
     dense = functools.partial(
       nn.Dense, use_bias=False, kernel_init=init, **dtypes.of(self)
     )
-    x = quick_gelu(dense(4 * width, name='hidden')(x))
+    x = encoder.quick_gelu(dense(4 * width, name='hidden')(x))
     return dense(width, name='output')(x)
 
 

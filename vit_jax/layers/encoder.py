@@ -22,11 +22,19 @@ from vit_jax.layers import patches
 from vit_jax.layers import positions
 
 _PLACE = 'config.model.transformer'
+
+
+def quick_gelu(x):
+  """Returns x * sigmoid(1.702 x), an approximation of GELU."""
+  return x * nn.sigmoid(1.702 * x)
+
+
 # Google's models were trained with the tanh approximation; timm and Hugging
-# Face compute the exact function by default.
+# Face compute the exact function by default, CLIP another approximation.
 GELUS = {
   'tanh': functools.partial(jax.nn.gelu, approximate=True),
   'erf': functools.partial(jax.nn.gelu, approximate=False),
+  'quick': quick_gelu,
 }
 
 
@@ -52,7 +60,7 @@ class MlpBlock(nn.Module):
     dropout_rate: dropout after each dense layer.
     kernel_init: initialiser of the kernels.
     bias_init: initialiser of the biases.
-    gelu: 'tanh' for the approximation, 'erf' for the exact function.
+    gelu: 'erf' for the exact function; 'tanh' and 'quick' for approximations.
   """
 
   mlp_dim: int
@@ -167,6 +175,41 @@ class Encoder1DBlock(nn.Module):
     return sharding.constrain_batch(x + drop(y))
 
 
+class MAPHead(nn.Module):
+  """Attention pooling: one learned query attends to all tokens, an MLP follows.
+
+  The head of "Scaling Vision Transformers" (arXiv 2106.04560, section 3.2) and of
+  SigLIP, with the names of their published parameters.
+
+  Attributes:
+    mlp_dim: width of the MLP.
+    num_heads: number of heads.
+    gelu: see MlpBlock.
+    norm_eps: added to the variance in LayerNorm.
+  """
+
+  mlp_dim: int
+  num_heads: int
+  gelu: str = 'tanh'
+  norm_eps: float = 1e-6
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps tokens [B, N, D] to [B, D]."""
+    types, init = dtypes.of(self), nn.initializers.xavier_uniform()
+    shape = (1, 1, x.shape[-1])
+    probe = self.param('probe', init, shape, types['param_dtype'])
+    probe = jnp.broadcast_to(probe.astype(x.dtype), (x.shape[0], *shape[1:]))
+    x = attention.MultiHeadDotProductAttention(
+      attention='default', **dtypes.of(self, 'num_heads')
+    )(probe, x, deterministic=True)  # [B, 1, D]
+    y = nn.LayerNorm(self.norm_eps, **types)(x)
+    mlp = MlpBlock(dropout_rate=0.0, **dtypes.of(self, 'mlp_dim', 'gelu'))
+    return (x + mlp(y, deterministic=True))[:, 0]
+
+
 class Encoder(nn.Module):
   """Position embeddings, the layers, and a last LayerNorm (equations 1 to 4).
 
@@ -196,6 +239,7 @@ class Encoder(nn.Module):
       layer, and likewise the MLP; it increases linearly from 0 in the first
       layer (arXiv 1603.09382).
     causal: whether token i attends to tokens 0 to i only, in every layer.
+    first_norm: whether a LayerNorm comes before the first layer, as in CLIP.
     position_embedding: kind of position embeddings, 'learned_1d', 'learned_2d',
       'sincos2d', 'relative' or 'none', see vit_jax.layers.positions.
     position_layers: the layers that add them, 'stem', 'every' or 'shared'.
@@ -217,6 +261,7 @@ class Encoder(nn.Module):
   scan: bool | None = None
   stochastic_depth: float = 0.0
   causal: bool = False
+  first_norm: bool = False
   position_embedding: str = 'learned_1d'
   position_layers: str = 'stem'
   position_grid: tuple[int, int] | None = None
@@ -253,6 +298,8 @@ class Encoder(nn.Module):
       x, later, relative = self._positions(x, train, grid)
     if 'layers' not in parts:
       return x
+    if self.first_norm:
+      x = nn.LayerNorm(self.norm_eps, name='first_norm', **types)(x)
     # Initialising parameters and sowing intermediates need separate layers, and
     # intermediates need all tokens of the last layer.
     sows = self.is_mutable_collection('intermediates')

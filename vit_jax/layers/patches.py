@@ -78,15 +78,27 @@ class ImageModel(nn.Module):
     return super().apply(variables, *args, rngs=rngs, **kwargs)
 
 
-def make_head(num_classes: int, bias: float, dtype, param_dtype) -> nn.Dense:
-  """Returns the linear classifier: a kernel of zeros, and an initial bias.
+# Initialisers of a head's kernel by name: zeros for classes, another one where the
+# direction of the result matters.
+HEAD_INITS = {
+  'zeros': nn.initializers.zeros,
+  'lecun_normal': nn.initializers.lecun_normal(),
+}
 
-  `dtype` is that of the preceding layers; logits are float32 or wider.
+
+def make_head(
+  num_classes: int, bias: float, dtype, param_dtype, init: str = 'zeros'
+) -> nn.Dense:
+  """Returns the linear classifier, with an initial bias.
+
+  `dtype` is that of the preceding layers; logits are float32 or wider. `init` is
+  one of HEAD_INITS.
   """
+  check_choice('head_init', init, HEAD_INITS)
   return nn.Dense(
     num_classes,
     name='head',
-    kernel_init=nn.initializers.zeros,
+    kernel_init=HEAD_INITS[init],
     bias_init=nn.initializers.constant(bias),
     dtype=jnp.promote_types(dtype, jnp.float32),
     param_dtype=param_dtype,

@@ -21,8 +21,10 @@ from vit_jax.layers import decoder
 from vit_jax.layers import dtypes
 from vit_jax.layers import encoder
 from vit_jax.layers import loop
+from vit_jax.layers import patches
 from vit_jax.layers import positions
 from vit_jax.layers import resnet
+from vit_jax.layers import text_towers
 from vit_jax.learning import losses
 from vit_jax.learning import optim
 
@@ -162,7 +164,9 @@ _VIT = {
   'resnet.eps': rules.one_of(*models_resnet.EPSILONS),
   'representation_size': rules.optional(rules.whole(1)),
   'classifier': rules.one_of(*models_vit.CLASSIFIERS),
+  'transformer.first_norm': rules.flag,
   'head_bias_init': rules.finite,
+  'head_init': rules.one_of(*patches.HEAD_INITS),
 }
 # Kind of model -> the rules of its fields; other kinds have none.
 MODELS: dict[str, dict[str, rules.Rule]] = {
@@ -214,6 +218,29 @@ MODELS: dict[str, dict[str, rules.Rule]] = {
     'attention_scale': rules.one_of(*decoder.SCALES),
     'remat': _REMAT,
     'scan': rules.optional(rules.flag),
+  },
+  'lit': {
+    **_ANY,
+    **{f'image.{name}': rule for name, rule in _VIT.items()},
+    'text_model': rules.one_of(*text_towers.TEXT_MODELS),
+    'text.config': rules.no_nan,
+    'text.width': rules.whole(1),
+    'text.num_layers': rules.whole(1),
+    'text.mlp_dim': rules.whole(1),
+    'text.num_heads': rules.whole(1),
+    'text.vocab_size': rules.whole(2),
+    'text.dropout_rate': _RATE,
+    'text.causal': rules.flag,
+    'text.pool': rules.one_of(*text_towers.POOLS),
+    'text.gelu': rules.one_of(*encoder.GELUS),
+    'text.norm_eps': rules.positive,
+    'pp.tokenizer_name': rules.one_of(*text_towers.TOKENIZERS),
+    'pp.vocab_path': rules.optional(rules.text),
+    'pp.size': rules.whole(1),
+    'pp.max_len': rules.whole(2),
+    'out_dim': rules.no_nan,
+    'temperature_init': rules.positive,
+    'bias_init': rules.optional(rules.finite),
   },
 }
 
@@ -276,8 +303,8 @@ def check_together(config):
 
 
 def _check_model(model, name='model'):
-  if model.get('vit') is not None:
-    _check_model(model.vit, f'{name}.vit')
+  for part in model_configs.parts_of(model).values():
+    _check_model(model[part], f'{name}.{part}')
   fields, width = model.get('transformer') or model, model.get('hidden_size')
   heads = fields.get('num_heads')
   if isinstance(heads, int) and isinstance(width, int) and width % heads:

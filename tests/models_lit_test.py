@@ -1,0 +1,326 @@
+"""LiT beside published counts, transformers' BERT, and a forward in NumPy."""
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import special
+import torch
+import transformers
+
+from tests import tiny_models
+from tests import torchvision_ops  # noqa: F401 (before transformers' models)
+from vit_jax import models
+from vit_jax import models_lit
+from vit_jax.layers import text_towers
+
+# Numbers of parameters of the released models, and of their embeddings.
+COUNTS = {
+  'LiT-B16B': (195_871_489, 768),
+  'LiT-B16B_2': (195_280_897, 768),
+  'LiT-L16L': (638_443_521, 1024),
+  'LiT-L16S': (331_140_353, 1024),
+  'LiT-L16Ti': (311_913_089, 1024),
+}
+VIT = dict(
+  patches={'size': (4, 4)}, hidden_size=8, representation_size=None,
+  transformer=dict(
+    num_layers=2, mlp_dim=16, num_heads=2, dropout_rate=0.0,
+    attention_dropout_rate=0.0,
+  ),
+)  # fmt: skip
+BERT = dict(
+  width=8, num_layers=2, num_heads=2, mlp_dim=16, vocab_size=20,
+  num_positions=12,
+)  # fmt: skip
+TEXT = dict(width=8, num_layers=2, mlp_dim=16, num_heads=2, vocab_size=20)
+PP = dict(tokenizer_name='bert', size=8, max_len=5)
+
+
+def make(text_model='bert', out_dim=(None, 8), **kwargs):
+  text = {'bert': {'config': BERT}}.get(text_model, TEXT)
+  fields = dict(
+    image=VIT, text_model=text_model, text=text, pp=PP, out_dim=out_dim
+  )
+  return models_lit.LitModel(**{**fields, **kwargs})
+
+
+def inputs():
+  images = np.random.default_rng(0).uniform(-1, 1, (3, 8, 8, 3))
+  tokens = [[1, 5, 7, 2, 0], [1, 4, 0, 0, 0], [1, 9, 9, 3, 19]]
+  return images.astype(np.float32), np.array(tokens, np.int32)
+
+
+def shapes(model):
+  images = jax.ShapeDtypeStruct((1, model.pp.size, model.pp.size, 3), 'float32')
+  tokens = jax.ShapeDtypeStruct((1, model.pp.max_len), 'int32')
+  init = lambda *x: model.init(jax.random.key(0), images=x[0], tokens=x[1])
+  return jax.eval_shape(init, images, tokens)
+
+
+@pytest.mark.parametrize('name', COUNTS)
+def test_the_published_models(name):
+  model, (count, width) = models.get_model(name), COUNTS[name]
+  variables = shapes(model)
+  assert sum(leaf.size for leaf in jax.tree.leaves(variables)) == count
+  images = jax.ShapeDtypeStruct((2, 224, 224, 3), 'float32')
+  tokens = jax.ShapeDtypeStruct((3, 16), 'int32')
+  apply = lambda v, i, t: model.apply(v, images=i, tokens=t)
+  zimg, ztxt, out = jax.eval_shape(apply, variables, images, tokens)
+  assert (zimg.shape, ztxt.shape) == ((2, width), (3, width))
+  kind = 'transformed' if model.text_model == 'bert' else 'embedded'
+  assert set(out) == {
+    f'txt/{kind}', 'txt/pre_logits', 'txt/logits', 'txt/norm',
+    'txt/normalized', 'img/norm', 'img/normalized', 't',
+  }  # fmt: skip
+
+
+def test_names_and_shapes_of_berts_parameters_are_the_published_ones():
+  params = shapes(models.get_model('LiT-B16B'))['params']['txt']
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  found = {path: leaf.shape for path, leaf in flat.items()}
+  block = {}
+  start = 'encoder_block/layer_sequence/layers_11/'
+  for name, inside, outside in (
+    ('attention_block/attention_layer/query', 768, 768),
+    ('attention_block/attention_layer/key', 768, 768),
+    ('attention_block/attention_layer/value', 768, 768),
+    ('attention_block/dense_layer', 768, 768),
+    ('mlp_block/mlp/dense_layer', 768, 3072),
+    ('mlp_block/dense_layer', 3072, 768),
+  ):
+    block[f'{start}{name}/kernel'] = (inside, outside)
+    block[f'{start}{name}/bias'] = (outside,)
+  for name in ('attention_block', 'mlp_block'):
+    for leaf in ('scale', 'bias'):
+      block[f'{start}{name}/layer_norm/{leaf}'] = (768,)
+  others = {
+    'embedder/embedders_token_ids/embedding': (30_522, 768),
+    'embedder/embedders_position_ids/embedding': (512, 768),
+    'embedder/embedders_segment_ids/embedding': (2, 768),
+    'layer_norm/scale': (768,),
+    'layer_norm/bias': (768,),
+  }
+  wanted = {f'BertEncoder_0/{k}': v for k, v in {**block, **others}.items()}
+  wanted |= {'head/kernel': (768, 768), 'head/bias': (768,)}
+  inner = lambda path: 'layers_' not in path or 'layers_11' in path
+  assert {k: v for k, v in found.items() if inner(k)} == wanted
+
+
+def test_bert_beside_transformers():
+  config = transformers.BertConfig(
+    vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+    intermediate_size=16, max_position_embeddings=12, hidden_act='gelu_new',
+  )  # fmt: skip
+  torch.manual_seed(0)
+  theirs = transformers.BertModel(config, add_pooling_layer=False).eval()
+  for name, parameter in theirs.named_parameters():
+    if name.endswith('bias') or 'LayerNorm' in name:
+      torch.nn.init.normal_(parameter, std=0.3)
+  _, tokens = inputs()
+  with torch.no_grad():
+    wanted = theirs(torch.tensor(tokens), torch.tensor(tokens != 0))[0].numpy()
+  state = {k: x.numpy() for k, x in theirs.state_dict().items()}
+  params = flax.traverse_util.unflatten_dict(bert_params(state), sep='/')
+  model = text_towers.BertModel(BERT)
+  apply = jax.jit(lambda params: model.apply({'params': params}, tokens))
+  x, out = apply({'BertEncoder_0': params})
+  kept = tokens != 0
+  np.testing.assert_allclose(out['transformed'][kept], wanted[kept], atol=1e-5)
+  np.testing.assert_array_equal(x, out['transformed'][:, 0])
+
+
+def bert_params(state):
+  """Returns the parameters of a BertEncoder by path, from transformers' ones."""
+  found = {}
+
+  def dense(here, there):
+    found[f'{here}/kernel'] = state[f'{there}.weight'].T
+    found[f'{here}/bias'] = state[f'{there}.bias']
+
+  def norm(here, there):
+    found[f'{here}/scale'] = state[f'{there}.weight']
+    found[f'{here}/bias'] = state[f'{there}.bias']
+
+  for here, there in (
+    ('token', 'word'), ('position', 'position'), ('segment', 'token_type')
+  ):  # fmt: skip
+    found[f'embedder/embedders_{here}_ids/embedding'] = state[
+      f'embeddings.{there}_embeddings.weight'
+    ]
+  norm('layer_norm', 'embeddings.LayerNorm')
+  for i in range(BERT['num_layers']):
+    here = f'encoder_block/layer_sequence/layers_{i}'
+    there = f'encoder.layer.{i}'
+    for name in ('query', 'key', 'value'):
+      attention = f'{here}/attention_block/attention_layer/{name}'
+      dense(attention, f'{there}.attention.self.{name}')
+    dense(
+      f'{here}/attention_block/dense_layer', f'{there}.attention.output.dense'
+    )
+    norm(
+      f'{here}/attention_block/layer_norm',
+      f'{there}.attention.output.LayerNorm',
+    )
+    dense(f'{here}/mlp_block/mlp/dense_layer', f'{there}.intermediate.dense')
+    dense(f'{here}/mlp_block/dense_layer', f'{there}.output.dense')
+    norm(f'{here}/mlp_block/layer_norm', f'{there}.output.LayerNorm')
+  return found
+
+
+def gelu(x):
+  return 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+def norm(p, x, eps=1e-6):
+  x = x - x.mean(-1, keepdims=True)
+  x = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+  return x * p['scale'] + p['bias']
+
+
+def dense(p, x):
+  return x @ p['kernel'] + p['bias']
+
+
+def encode(p, x):
+  """The pre-norm encoder, without positions, of tokens [B, N, D]."""
+  for i in range(2):
+    block = p[f'encoderblock_{i}']
+    heads = block['MultiHeadDotProductAttention_0']
+    y = norm(block['LayerNorm_0'], x)
+    query, key, value = (
+      np.einsum('bnd,dke->bnke', y, heads[name]['kernel']) + heads[name]['bias']
+      for name in ('query', 'key', 'value')
+    )
+    weights = np.einsum('bqke,bske->bkqs', query, key) / query.shape[-1] ** 0.5
+    y = np.einsum('bkqs,bske->bqke', special.softmax(weights, -1), value)
+    out = heads['out']
+    x = x + np.einsum('bqke,ked->bqd', y, out['kernel']) + out['bias']
+    mlp = block['MlpBlock_0']
+    y = gelu(dense(mlp['Dense_0'], norm(block['LayerNorm_1'], x)))
+    x = x + dense(mlp['Dense_1'], y)
+  return norm(p['encoder_norm'], x)
+
+
+@pytest.mark.parametrize('out_dim', [(None, 8), (8, 8), 8])
+def test_the_whole_model_beside_numpy(out_dim):
+  model = make('text_transformer', out_dim, temperature_init=2.0)
+  images, tokens = inputs()
+  apply = jax.jit(lambda v: model.apply(v, images=images, tokens=tokens))
+  variables = tiny_models.drawn(
+    jax.eval_shape(
+      lambda: model.init(jax.random.key(0), images=images, tokens=tokens)
+    )
+  )
+  zimg, ztxt, out = apply(variables)
+  p = jax.tree.map(lambda x: np.asarray(x, np.float64), variables['params'])
+  x = images.astype(np.float64).reshape(3, 2, 4, 2, 4, 3).swapaxes(2, 3)
+  kernel = p['img']['embedding']['kernel'].reshape(-1, 8)
+  x = x.reshape(3, 4, -1) @ kernel + p['img']['embedding']['bias']
+  x = np.concatenate([np.repeat(p['img']['cls'], 3, 0), x], 1)
+  encoder = p['img']['Transformer']
+  x = encode(encoder, x + encoder['posembed_input']['pos_embedding'])[:, 0]
+  x = dense(p['img']['head'], x) if out_dim != (None, 8) else x
+  y = p['txt']['Embed_0']['embedding'][tokens] + p['txt']['pos_embedding']
+  y = dense(p['txt']['head'], encode(p['txt']['Encoder_0'], y)[:, -1])
+  for found, raw, name in ((zimg, x, 'img'), (ztxt, y, 'txt')):
+    length = np.linalg.norm(raw, axis=1, keepdims=True)
+    np.testing.assert_allclose(found, raw / length, atol=2e-5)
+    np.testing.assert_allclose(out[f'{name}/norm'], length, rtol=2e-5)
+  np.testing.assert_allclose(out['t'], np.exp(p['t']), rtol=1e-6)
+  logits = np.exp(p['t']) * (
+    (x / np.linalg.norm(x, axis=1, keepdims=True))
+    @ (y / np.linalg.norm(y, axis=1, keepdims=True)).T
+  )
+  found = models_lit.similarity(zimg, ztxt, out)
+  np.testing.assert_allclose(found, logits, atol=1e-4)
+
+
+def test_one_input_alone_gives_the_same_embeddings():
+  model = make()
+  images, tokens = inputs()
+  init = jax.jit(lambda key: model.init(key, images=images, tokens=tokens))
+  variables = init(jax.random.key(0))
+  apply = jax.jit(model.apply)
+  both = apply(variables, images=images, tokens=tokens)
+  zimg, none, out = apply(variables, images=images)
+  assert none is None
+  assert not any(name.startswith('txt') for name in out)
+  np.testing.assert_allclose(zimg, both[0], atol=1e-6)
+  none, ztxt, out = apply(variables, tokens=tokens)
+  assert none is None
+  assert not any(name.startswith('img') for name in out)
+  np.testing.assert_allclose(ztxt, both[1], atol=1e-6)
+  np.testing.assert_allclose(np.linalg.norm(ztxt, axis=1), 1, atol=1e-6)
+  assert out['t'] == 1  # exp(0), as published.
+  assert 'b' not in out
+
+
+def test_padding_of_a_text_changes_nothing():
+  model = text_towers.BertModel(BERT, 4)
+  _, tokens = inputs()
+  params = jax.jit(model.init)(jax.random.key(0), tokens)
+  longer = np.pad(tokens, ((0, 0), (0, 3)))
+  apply = jax.jit(lambda tokens: model.apply(params, tokens)[0])
+  np.testing.assert_allclose(apply(tokens), apply(longer), atol=1e-6)
+
+
+@pytest.mark.parametrize('text_model', ['bert', 'text_transformer'])
+def test_in_bfloat16_embeddings_are_float32_and_nearly_the_same(text_model):
+  images, tokens = inputs()
+  given = dict(images=images, tokens=tokens)
+  model = make(text_model)
+  variables = jax.jit(lambda key: model.init(key, **given))(jax.random.key(0))
+  wanted = jax.jit(model.apply)(variables, **given)[:2]
+  half = make(text_model, dtype='bfloat16')
+  found = jax.jit(half.apply)(variables, **given)[:2]
+  for x, y in zip(found, wanted):
+    assert x.dtype == jnp.float32
+    np.testing.assert_allclose(x, y, atol=0.05)
+    assert (np.asarray(x) != y).any()
+
+
+def test_a_causal_tower_reads_the_end_of_the_text_alone():
+  fields = dict(causal=True, pool='eos', gelu='quick', norm_eps=1e-5)
+  model = text_towers.TextTransformer(4, **{**TEXT, **fields})
+  tokens = np.array([[1, 5, 19, 0, 0], [1, 6, 7, 8, 19]])
+  params = jax.jit(model.init)(jax.random.key(0), tokens)
+  apply = jax.jit(model.apply)
+  found = apply(params, tokens)[0]
+  # What follows the end of a text changes nothing, nor does its absence.
+  other = np.array([[1, 5, 19, 3, 4], [1, 6, 7, 8, 19]])
+  np.testing.assert_allclose(apply(params, other)[0], found, atol=1e-6)
+  short = apply(params, tokens[:1, :3])[0]
+  np.testing.assert_allclose(short, found[:1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'change, tokens, words',
+  [
+    ({}, np.ones((2, 13), int), 'has 13 tokens a text, but the model has 12'),
+    (
+      {},
+      np.ones(4, int),
+      r'must be integers \[texts, tokens\], got int32\[4\]',
+    ),
+    ({}, np.ones((2, 4)), r'must be integers'),
+    ({'text': {'config': 'huge'}}, np.ones((2, 4), int), "config='huge'"),
+    ({'text_model': 'gpt'}, np.ones((2, 4), int), "text_model='gpt'"),
+  ],
+)
+def test_wrong_inputs_and_fields(change, tokens, words):
+  with pytest.raises(ValueError, match=words):
+    jax.eval_shape(
+      lambda: make(**change).init(jax.random.key(0), tokens=tokens)
+    )
+
+
+def test_more_tokens_than_a_text_transformer_has_positions():
+  model = text_towers.TextTransformer(4, **TEXT)
+  init = lambda tokens: model.init(jax.random.key(0), tokens)
+  params = jax.eval_shape(init, np.ones((1, 5), int))
+  for count in (4, 6):
+    tokens = np.ones((1, count), int)
+    with pytest.raises(ValueError, match=f'{count} tokens a text.* has 5'):
+      jax.eval_shape(model.apply, params, tokens)

@@ -1,0 +1,170 @@
+"""Text towers: they map the tokens of a text to one embedding.
+
+Shapes: B texts, N tokens, D width of a token, E width of an embedding.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from vit_jax.distributed import sharding
+from vit_jax.layers import bert
+from vit_jax.layers import dtypes
+from vit_jax.layers import encoder
+from vit_jax.layers import patches
+
+# Name -> sizes of a BERT (arXiv 1810.04805, section 3).
+BERTS = {
+  'base': {},  # Those of BertEncoder.
+  'large': dict(width=1024, num_layers=24, num_heads=16, mlp_dim=4096),
+}
+# Tokenizers (vit_jax.preprocess.get_tokenizer), and how their files end.
+TOKENIZERS = {
+  'bert': 'txt', 'sentencepiece': 'model', 'clip': 'json', 'siglip': 'model'
+}  # fmt: skip
+# Which of a text's tokens is its embedding: the last one, or the first one of the
+# highest number, which CLIP puts at the end of a text.
+POOLS = ('last', 'eos')
+
+
+class BertModel(nn.Module):
+  """BERT; the embedding of a text is that of its first token, [CLS].
+
+  Attributes:
+    config: sizes, a key of BERTS, or the fields of
+      vit_jax.layers.bert.BertEncoder.
+    num_classes: width E of a linear head; None for no head.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  config: str | Mapping[str, Any]
+  num_classes: int | None = None
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, tokens):
+    """Embeds tokens, int32 [B, N], with 0 for padding.
+
+    Returns:
+      (embeddings [B, E], or [B, D] without a head; dict of `transformed`, [B, N,
+      D], `pre_logits`, [B, D], and with a head `logits`).
+
+    Raises:
+      ValueError: if the config is unknown, or a text has too many tokens.
+    """
+    fields = self.config
+    if isinstance(fields, str):
+      patches.check_choice('config', fields, BERTS, 'config.model.text')
+      fields = BERTS[fields]
+    types, out = dtypes.of(self), {}
+    encode = bert.BertEncoder(name='BertEncoder_0', **{**types, **fields})
+    x = out['transformed'] = encode(tokens)
+    x = out['pre_logits'] = x[:, 0]
+    if self.num_classes:
+      x = out['logits'] = _head(self)(x)
+    return x, out
+
+
+class TextTransformer(nn.Module):
+  """The encoder of the Vision Transformer on the tokens of a text.
+
+  Attributes:
+    num_classes: width E of a linear head; None for no head.
+    width: width D of a token.
+    num_layers: number of layers.
+    mlp_dim: width of the MLPs.
+    num_heads: number of heads.
+    dropout_rate: has no effect: there is no dropout.
+    vocab_size: number of tokens of the vocabulary.
+    causal: whether a token attends to itself and earlier ones only.
+    pool: which token is the embedding of the text, one of POOLS.
+    gelu: see vit_jax.layers.encoder.MlpBlock.
+    norm_eps: added to the variance in LayerNorm.
+    dtype: type of the computation.
+    param_dtype: type of the parameters.
+  """
+
+  num_classes: int | None
+  width: int = 512
+  num_layers: int = 12
+  mlp_dim: int = 2048
+  num_heads: int = 8
+  dropout_rate: float = 0.0
+  vocab_size: int = 32_000
+  causal: bool = False
+  pool: str = 'last'
+  gelu: str = 'tanh'
+  norm_eps: float = 1e-6
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Embeds tokens, int32 [B, N].
+
+    Returns:
+      (embeddings [B, E], or [B, D] without a head; dict of `embedded`, [B, N, D],
+      `pre_logits`, [B, D], and with a head `logits`).
+
+    Raises:
+      ValueError: if the number of tokens is not that of the positions, or `pool`
+        is unknown.
+    """
+    patches.check_choice('pool', self.pool, POOLS, 'config.model.text')
+    types, out, tokens = dtypes.of(self), {}, x
+    x = nn.Embed(self.vocab_size, self.width, **types)(tokens)  # [B, N, D]
+    out['embedded'] = x
+    x = x + self._positions(tokens.shape[1]).astype(x.dtype)
+    x = encoder.Encoder(
+      dropout_rate=0.0,
+      attention_dropout_rate=0.0,
+      add_position_embedding=False,
+      **dtypes.of(
+        self,
+        *('num_layers', 'mlp_dim', 'num_heads', 'gelu', 'norm_eps', 'causal'),
+      ),
+    )(sharding.constrain_batch(x), train=False)
+    if self.pool == 'last':
+      x = x[:, -1]
+    else:
+      x = jnp.take_along_axis(x, tokens.argmax(-1)[:, None, None], 1)[:, 0]
+    out['pre_logits'] = x  # [B, D]
+    if self.num_classes:
+      x = out['logits'] = _head(self)(x)
+    return x, out
+
+  def _positions(self, tokens):
+    """Returns position embeddings [1, N, D] for so many tokens."""
+    name = 'pos_embedding'
+    have = self.get_variable('params', name)
+    have = tokens if have is None else have.shape[1]
+    # The embedding of a text without its last tokens is defined only where the
+    # tokens after its end change nothing.
+    if tokens != have and not (self.causal and tokens < have):
+      raise ValueError(
+        f'tokens has {tokens} tokens a text, but the model has {have} positions: '
+        'make texts of that length (max_len of the tokenizer, '
+        'config.model.pp.max_len)'
+      )
+    init = nn.initializers.normal(self.width**-0.5)
+    table = self.param(name, init, (1, have, self.width), self.param_dtype)
+    return table[:, :tokens]
+
+
+def _head(module):
+  """Returns the linear head of a text tower; its results are float32 or wider."""
+  dtype = jnp.promote_types(dtypes.of(module)['dtype'], jnp.float32)
+  return nn.Dense(
+    module.num_classes,
+    name='head',
+    dtype=dtype,
+    param_dtype=module.param_dtype,
+  )
+
+
+# Text towers by the name that configs give (config.model.text_model).
+TEXT_MODELS = {'bert': BertModel, 'text_transformer': TextTransformer}

@@ -1,0 +1,224 @@
+"""Image and text towers: LiT (arXiv 2111.07991), CLIP and SigLIP.
+
+One tower embeds images, another one texts, as vectors of length 1. The product
+of two vectors tells how well an image and a text fit together.
+
+  model = models.get_model('LiT-B16B')
+  variables = model.load_variables()
+  tokens = model.get_tokenizer()(['a photo of a cat'])
+  images = model.get_image_preprocessing()([image])  # uint8 [height, width, 3]
+  zimg, ztxt, out = model.apply(variables, images=images, tokens=tokens)
+  probabilities = jax.nn.softmax(out['t'] * zimg @ ztxt.T, axis=-1)
+
+Shapes in the comments:
+  B images or texts    N tokens    D width of a token    E width of an embedding
+
+Parameters: those of the image tower under `img`, a Vision Transformer; those of
+the text tower under `txt`; `t` [1], the logarithm of the inverse temperature;
+and `b` [1], added to the products, with `bias_init`.
+"""
+
+from collections.abc import Mapping
+import os
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax import models_vit
+from vit_jax.layers import dtypes
+from vit_jax.layers import patches
+from vit_jax.layers import text_towers
+
+BASE_PATH = 'gs://vit_models/lit'
+_TINY = 1e-8  # Added to the length of an embedding that is divided by it.
+
+# Names of the original.
+BertModel = text_towers.BertModel
+TextTransformer = text_towers.TextTransformer
+
+
+def normalized(x):
+  """Returns embeddings [B, E] divided by their lengths, and these, [B, 1]."""
+  x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  length = jnp.linalg.norm(x, axis=1, keepdims=True)
+  return x / (length + _TINY), length
+
+
+class LitModel(nn.Module):
+  """An image tower and a text tower (arXiv 2111.07991, section 3).
+
+  Attributes:
+    image: fields of models_vit.VisionTransformer, without `num_classes`.
+    text_model: class of the text tower, a key of
+      vit_jax.layers.text_towers.TEXT_MODELS.
+    text: fields of that class, without `num_classes`; None for its defaults.
+    pp: what the inputs are: `size`, pixels of an image's side; `max_len`, tokens
+      of a text; `tokenizer_name`, see vit_jax.preprocess.get_tokenizer; and
+      `vocab_path`, the file of the vocabulary, for others than the published
+      models.
+    out_dim: widths of the heads of the image and of the text tower, or one for
+      both; None for no head.
+    model_name: name in the table of configs, and of the published files.
+    temperature_init: initial value of exp(t).
+    bias_init: initial value of `b`; None: there is none.
+    dtype: type of the computation; embeddings are float32 or wider.
+    param_dtype: type of the parameters.
+  """
+
+  image: Mapping[str, Any]
+  text_model: str
+  text: Mapping[str, Any] | None
+  pp: Mapping[str, Any] | None
+  out_dim: int | tuple[int | None, int | None] | None
+  model_name: str | None = None
+  temperature_init: float = 1.0
+  bias_init: float | None = None
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.nowrap
+  def init(self, rngs, *args, **kwargs):
+    """Makes the variables; see flax.linen.Module.init."""
+    patches.check_keys(rngs)
+    return super().init(rngs, *args, **kwargs)
+
+  @property
+  def out_dims(self) -> tuple[int | None, int | None]:
+    """Widths of the heads of the image and of the text tower; None for none."""
+    out = self.out_dim
+    return tuple(out) if isinstance(out, list | tuple) else (out, out)
+
+  @nn.nowrap
+  def image_tower(self, **kwargs) -> models_vit.VisionTransformer:
+    """Returns the image tower, whose parameters are those under `img`."""
+    types = dtypes.of(self)
+    fields = {k: v for k, v in self.image.items() if k != 'kind'}
+    # A head of zeros would have no direction.
+    fields = {'head_init': 'lecun_normal', **fields, **types, **kwargs}
+    return models_vit.VisionTransformer(
+      **{**fields, 'num_classes': self.out_dims[0]}
+    )
+
+  @nn.nowrap
+  def text_tower(self, **kwargs) -> nn.Module:
+    """Returns the text tower, whose parameters are those under `txt`."""
+    patches.check_choice('text_model', self.text_model, text_towers.TEXT_MODELS)
+    fields = {**(self.text or {}), **dtypes.of(self), **kwargs}
+    return text_towers.TEXT_MODELS[self.text_model](
+      **{**fields, 'num_classes': self.out_dims[1]}
+    )
+
+  @nn.compact
+  def __call__(self, *, images=None, tokens=None):
+    """Embeds images, texts, or both.
+
+    Args:
+      images: float [B, size, size, C] in [-1, 1], see `get_image_preprocessing`.
+      tokens: int32 [B, max_len], see `get_tokenizer`.
+
+    Returns:
+      (zimg, ztxt, out): embeddings of length 1, float32 [B, E], or None for what
+      is not given. `out` has the inverse temperature `t`, [1]; `b`, [1], with
+      `bias_init`; and, of the inputs given, `img/norm`, `img/normalized`,
+      `txt/norm`, `txt/normalized`, and what the text tower returns, such as
+      `txt/pre_logits`. The logit of image i and text j is
+      t * zimg[i] @ ztxt[j] (+ b).
+
+    Raises:
+      ValueError: if the inputs have wrong shapes.
+    """
+    zimg, ztxt, out = None, None, {}
+    if tokens is not None:
+      tokens = jnp.asarray(tokens)
+      if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+          'tokens must be integers [texts, tokens], got '
+          f'{tokens.dtype}{list(tokens.shape)}: see get_tokenizer()'
+        )
+      ztxt, more = self.text_tower(name='txt')(tokens)
+      out.update({f'txt/{name}': value for name, value in more.items()})
+      ztxt, out['txt/norm'] = normalized(ztxt)
+      out['txt/normalized'] = ztxt
+    if images is not None:
+      zimg = self.image_tower(name='img')(images, train=False)
+      zimg, out['img/norm'] = normalized(zimg)
+      out['img/normalized'] = zimg
+    log = jnp.log(self.temperature_init)
+    t = self.param('t', nn.initializers.constant(log), (1,), jnp.float32)
+    out['t'] = jnp.exp(t)
+    if self.bias_init is not None:
+      init = nn.initializers.constant(self.bias_init)
+      out['b'] = self.param('b', init, (1,), jnp.float32)
+    return zimg, ztxt, out
+
+  def load_variables(self, path: str | None = None, cache: bool = True):
+    """Loads the published variables.
+
+    Args:
+      path: a .npz; by default `<model_name>.npz` in the current folder, else the
+        published file.
+      cache: whether the published file is kept in the current folder.
+
+    Returns:
+      {'params': nested dict of NumPy arrays}, for `apply`.
+
+    Raises:
+      FileNotFoundError, OSError, ValueError: see vit_jax.checkpoint.load.
+    """
+    from vit_jax import checkpoint
+
+    if path is None:
+      local = f'{self.model_name}.npz'
+      path = f'{BASE_PATH}/{local}'
+      if os.path.exists(local):
+        print(f'Reading the copy in this folder: {local}')
+        path = local
+      elif cache:
+        checkpoint.copy(path, local)
+        path = local
+    return {'params': checkpoint.load(path)}
+
+  @property
+  def vocab_path(self) -> str:
+    """The file of the vocabulary: `pp.vocab_path`, or the published one."""
+    own = (self.pp or {}).get('vocab_path')
+    ending = text_towers.TOKENIZERS[self.pp['tokenizer_name']]
+    return own or f'{BASE_PATH}/{self.model_name}.{ending}'
+
+  def get_pp(self, crop: bool = False):
+    """Returns a function on dicts of tensors; see vit_jax.preprocess.get_pp."""
+    from vit_jax import preprocess
+
+    return preprocess.get_pp(
+      tokenizer_name=self.pp['tokenizer_name'],
+      vocab_path=self.vocab_path,
+      max_len=self.pp['max_len'],
+      size=self.pp['size'],
+      crop=crop,
+    )
+
+  def get_tokenizer(self):
+    """Returns the tokenizer: a function (texts) -> tokens, int32 [n, max_len]."""
+    from vit_jax import preprocess
+
+    make = preprocess.get_tokenizer(self.pp['tokenizer_name'])
+    return make(vocab_path=self.vocab_path, max_len=self.pp['max_len'])
+
+  def get_image_preprocessing(self, crop: bool = False):
+    """Returns a function (images) -> float32 [n, size, size, C] in [-1, 1].
+
+    Images are uint8 [height, width, C]; see vit_jax.preprocess.PreprocessImages.
+    """
+    from vit_jax import preprocess
+
+    return preprocess.PreprocessImages(size=self.pp['size'], crop=crop)
+
+
+def similarity(zimg, ztxt, out) -> jax.Array:
+  """Returns the logits of images and texts, float32 [B, B'], see LitModel."""
+  logits = out['t'] * jnp.einsum(
+    'ie,te->it', zimg, ztxt, precision=jax.lax.Precision.HIGHEST
+  )
+  return logits + out['b'] if 'b' in out else logits
