@@ -258,12 +258,12 @@ class SiglipTokenizer(SentencepieceTokenizer):
     self._set(_skipped=len(self._model.encode('<unk>')))
 
   def _tokens(self, text):
-    # SentencePiece writes a space as this character.
-    text = text.replace('▁', ' ').lower().translate(_NO_PUNCTUATION)
-    text = re.sub(r'\s+', ' ', text).strip()
-    # A word in front, as there, decides between pieces of equal scores: of 'aaa'
-    # these are 'a', 'aa' and 'aa', 'a'.
-    pieces = self._model.encode(f'<unk> {text}')[self._skipped :]
+    # As there, '▁', which SentencePiece writes for a space, begins the text, so
+    # that white space after it is not stripped. A word in front decides between
+    # pieces of equal scores: of 'aaa' these are 'a', 'aa' and 'aa', 'a'.
+    text = '▁' + text.replace('▁', ' ')
+    text = re.sub(r'\s+', ' ', text.lower().translate(_NO_PUNCTUATION)).strip()
+    pieces = self._model.encode('<unk>' + text)[self._skipped :]
     return pieces[: self.max_len - 1]
 
 
