@@ -40,6 +40,7 @@ setuptools.setup(
     'vit_jax.tasks',
     'vit_jax.tasks.detection',
     'vit_jax.tasks.pixels',
+    'vit_jax.texts',
     'vit_jax.weights',
     'vit_jax.weights.families',
   ],
@@ -94,6 +95,8 @@ setuptools.setup(
       'ruff',
       'safetensors',
       'scipy',
+      'sentencepiece',
+      'tokenizers',
       # The other implementations, to compare with. This version of PyTorch, for
       # which its CPU build is at hand where this project is tested.
       'timm',
@@ -106,6 +109,7 @@ setuptools.setup(
     'plots': ['matplotlib'],
     'interop': ['huggingface_hub>=1.31', 'safetensors'],
     'tables': ['pyarrow'],
+    'text': ['sentencepiece', 'tokenizers'],
     'torch': ['torch>=2.6'],  # Before, a .bin could run code of its own.
     'plan': ['libtpu'],
     'colab': ['huggingface_hub>=1.31', 'matplotlib', 'pandas', 'safetensors'],

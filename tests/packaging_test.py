@@ -191,6 +191,9 @@ def test_the_names_of_the_original_can_be_imported():
     'model = models.get_model("ViT-B_16", num_classes=10)\n'
     'assert model.num_classes == 10 and model.hidden_size == 768\n'
     'models.VisionTransformer(num_classes=2, **m.get_b16_config())\n'
+    'import sys\n'
+    'for name in ("tokenizers", "sentencepiece"):\n'
+    '  assert name not in sys.modules, name\n'
   )
   assert done.returncode == 0, done.stderr
 

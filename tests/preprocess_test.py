@@ -251,3 +251,72 @@ def test_pixels_are_counted_before_they_are_decoded(name, tmp_path):
   with pytest.raises(ValueError, match=message):
     preprocess.from_user(path, fail, 2399)
   assert preprocess.from_user(path, len, 2400) == len(FILES[name][0])
+
+
+# --- Images and texts ---
+
+
+@pytest.fixture
+def vocabulary(tmp_path):
+  """Path of a vocabulary of BERT."""
+  path = tmp_path / 'vocab.txt'
+  path.write_text('[PAD]\n[UNK]\n[CLS]\na\ncat\ndog\n##s\n')
+  return str(path)
+
+
+def test_images_and_texts_are_prepared_side_by_side(vocabulary):
+  pp = preprocess.get_pp(
+    tokenizer_name='bert', vocab_path=vocabulary, max_len=4, size=2
+  )
+  image = np.zeros((2, 4, 8, 3), np.uint8)
+  image[1, :, 4:] = 255
+  features = {'image': image, 'text': ['A cat', 'dogs'], 'label': [7, 8]}
+  data = tf.data.Dataset.from_tensor_slices(features).map(pp)
+  assert data.element_spec == {
+    'image': tf.TensorSpec((2, 2, 3), tf.float32),
+    'text': tf.TensorSpec((), tf.string),
+    'tokens': tf.TensorSpec((4,), tf.int32),
+    'label': tf.TensorSpec((), tf.int32),
+  }
+  [got] = data.batch(2).as_numpy_iterator()
+  assert got['text'].tolist() == [b'A cat', b'dogs']
+  assert got['tokens'].tolist() == [[2, 3, 4, 0], [2, 5, 6, 0]]
+  assert got['label'].tolist() == [7, 8]
+  assert got['image'][:, 0, :, 0].tolist() == [[-1, -1], [-1, 1]]
+
+
+def test_features_that_are_missing_are_not_made(vocabulary):
+  pp = preprocess.get_pp(
+    tokenizer_name='bert', vocab_path=vocabulary, max_len=3, size=4, crop=True
+  )
+  image = np.zeros((4, 8, 3), np.uint8)
+  image[:, :4], image[:, 6:] = 255, 51
+  given = {'image': tf.constant(image), 'tokens': 'mine'}
+  got = pp(given)
+  assert got['tokens'] == 'mine'
+  np.testing.assert_allclose(  # The middle 4 of 8 columns.
+    got['image'][0, :, 0], [1, 1, -1, -1]
+  )
+  assert given == {'image': given['image'], 'tokens': 'mine'}
+  assert given['image'].dtype == tf.uint8
+  given = {'text': tf.constant('a dog'), 'label': 3}
+  got = pp(given)
+  assert got.pop('tokens').numpy().tolist() == [2, 3, 5]
+  assert got == given
+  assert pp({}) == {}
+
+
+def test_the_originals_names_of_tokenizers(vocabulary):
+  assert preprocess.get_tokenizer('bert') is preprocess.BertTokenizer
+  assert (
+    preprocess.get_tokenizer('sentencepiece')
+    is preprocess.SentencepieceTokenizer
+  )
+  tokenizer = preprocess.BertTokenizer(vocab_path=vocabulary, max_len=3)
+  assert tokenizer(['cats']).tolist() == [[2, 4, 6]]
+  with pytest.raises(
+    ValueError, match="tokenizer_name='w' is unknown: give one"
+  ):
+    preprocess.get_pp(
+      tokenizer_name='w', vocab_path=vocabulary, max_len=3, size=4
+    )

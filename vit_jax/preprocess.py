@@ -5,6 +5,9 @@ Training takes an Inception crop (a random part of random aspect ratio).
 Evaluation resizes the whole image to the square, as in the original, or takes
 its centre. A seed determines every random choice, so that example i of a run
 has the same pixels whenever and wherever it is computed.
+
+For models of images and texts, `get_pp` prepares both. The tokenizers are those
+of vit_jax/texts/tokenizers.py, here under the original's names.
 """
 
 from collections.abc import Callable
@@ -24,8 +27,12 @@ from vit_jax.data.images import images
 from vit_jax.data.images import jpeg
 from vit_jax.data.images import orientation
 from vit_jax.data.images import reading
+from vit_jax.texts import tokenizers
 
 crop_size = geometry.crop_size
+get_tokenizer = tokenizers.get_tokenizer
+BertTokenizer = tokenizers.BertTokenizer
+SentencepieceTokenizer = tokenizers.SentencepieceTokenizer
 
 # AutoGraph would rewrite all functions that these call, which takes seconds at
 # the start of a run, and they have no control flow that depends on tensors.
@@ -225,6 +232,48 @@ class PreprocessImages:
   def __call__(self, images):
     """Maps a sequence of images to NumPy's float32 [n, size, size, C]."""
     return np.stack([self.preprocess_tf(tf.constant(x)) for x in images])
+
+
+def get_pp(
+  *,
+  tokenizer_name: str,
+  vocab_path: str,
+  max_len: int,
+  size: int,
+  crop: bool = False,
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+  """Returns a function that prepares images and texts, for tf.data.Dataset.map.
+
+  It takes a dict of tensors and returns a new one. `image`, uint8 [height, width,
+  C], becomes float32 [size, size, C] in [-1, 1], see PreprocessImages. `text`, a
+  string scalar, stays and has its `tokens`, int32 [max_len], beside it. All other
+  features stay as they are, and either of these may be missing.
+
+  Args:
+    tokenizer_name: 'bert', 'sentencepiece', 'clip' or 'siglip'.
+    vocab_path: its vocabulary, see vit_jax/texts/tokenizers.py.
+    max_len: tokens of a text.
+    size: height and width of an image in pixels.
+    crop: whether to crop the centre in place of changing the aspect ratio.
+
+  Raises:
+    FileNotFoundError: if there is no vocabulary at `vocab_path`.
+    ImportError: if the package that the tokenizer needs is not installed.
+    ValueError: if the name is unknown, or the vocabulary or `max_len` is wrong.
+  """
+  tokenizer = get_tokenizer(tokenizer_name)(vocab_path, max_len)
+  preprocess_images = PreprocessImages(size, crop)
+
+  @_as_it_is
+  def pp(features):
+    features = dict(features)
+    if 'image' in features:
+      features['image'] = preprocess_images.preprocess_tf(features['image'])
+    if 'text' in features:
+      features['tokens'] = tokenizer.preprocess_tf(features['text'])
+    return features
+
+  return pp
 
 
 @_as_it_is
