@@ -417,6 +417,20 @@ def test_vocabularies_that_cannot_be_read(tmp_path, name):
     tokenizer(nowhere, 8)
 
 
+@pytest.mark.parametrize('kind', [FileNotFoundError, PermissionError, OSError])
+def test_vocabularies_that_do_not_arrive(monkeypatch, kind):
+  def refuse(path):
+    raise kind(f"'{path}' cannot be fetched: the server answers")
+
+  monkeypatch.setattr(fetch, 'fetch', refuse)
+  message = (
+    "^vocab_path='gs://a/b.txt': 'gs://a/b.txt' cannot be fetched: the server "
+    'answers; else give a vocabulary of BERT, one token a line'
+  )
+  with pytest.raises(kind, match=message):
+    tokenizers.BertTokenizer('gs://a/b.txt', 8)
+
+
 @pytest.mark.parametrize(
   'name, content, message',
   [

@@ -136,7 +136,15 @@ class _Tokenizer:
       uri = hub.parse(path)
       if not uri.path_in_repo:
         path = dataclasses.replace(uri, path_in_repo=self._file).to_uri()
-    path = fetch.fetch(path)
+    try:
+      path = fetch.fetch(path)
+    except (
+      OSError
+    ) as e:  # Also that it does not exist, or that access is refused.
+      raise type(e)(
+        f"vocab_path='{self.vocab_path}': {e}; else give {self._kind}, as a file "
+        'of this machine'
+      ) from e
     if not path.is_file():
       raise FileNotFoundError(
         f"vocab_path='{self.vocab_path}' is no file: give {self._kind}, local or "
