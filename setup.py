@@ -39,6 +39,7 @@ setuptools.setup(
     'vit_jax.studies',
     'vit_jax.tasks',
     'vit_jax.tasks.detection',
+    'vit_jax.tasks.image_text',
     'vit_jax.tasks.pixels',
     'vit_jax.texts',
     'vit_jax.weights',

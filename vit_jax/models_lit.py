@@ -111,12 +111,13 @@ class LitModel(nn.Module):
     )
 
   @nn.compact
-  def __call__(self, *, images=None, tokens=None):
+  def __call__(self, *, images=None, tokens=None, train=False):
     """Embeds images, texts, or both.
 
     Args:
       images: float [B, size, size, C] in [-1, 1], see `get_image_preprocessing`.
       tokens: int32 [B, max_len], see `get_tokenizer`.
+      train: whether dropout of the image tower is on (needs the rng 'dropout').
 
     Returns:
       (zimg, ztxt, out): embeddings of length 1, float32 [B, E], or None for what
@@ -142,7 +143,7 @@ class LitModel(nn.Module):
       ztxt, out['txt/norm'] = normalized(ztxt)
       out['txt/normalized'] = ztxt
     if images is not None:
-      zimg = self.image_tower(name='img')(images, train=False)
+      zimg = self.image_tower(name='img')(images, train=train)
       zimg, out['img/norm'] = normalized(zimg)
       out['img/normalized'] = zimg
     log = jnp.log(self.temperature_init)

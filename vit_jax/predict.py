@@ -23,7 +23,7 @@ from vit_jax.configs import models as model_configs
 # Flags of some tasks alone, see FLAGS of vit_jax.tasks.base.Predictor.
 _OWN_FLAGS = (
   'threshold', 'image_size', 'sample', 'complete', 'rows', 'seed', 'temperature',
-  'top_k',
+  'top_k', 'classes', 'texts',
 )  # fmt: skip
 
 
@@ -249,13 +249,13 @@ def _write_table(model, args, split) -> None:
     source = sources.open_split(config, name, ('image',), dataset=dataset)
   else:
     source = given.Given(args.images, config.max_image_pixels)
-  flags = [args.embeddings, args.top, args.threshold, args.image_size]
+  options = model.table_options(args)
   facts = {
     'model': str(args.weights or args.workdir), 'step': model.step,
-    'flags': flags, 'dtype': args.dtype,
+    'flags': options, 'dtype': args.dtype,
   }  # fmt: skip
   tables.write(
-    model, source, args.out, model.columns(*flags), facts, args.broken
+    model, source, args.out, model.columns(**options), facts, args.broken
   )
 
 

@@ -530,8 +530,12 @@ def _summarise(run, metrics, seconds):
   if jax.process_index() == 0:
     test = next(iter(prepared.tests.values()))
     example = sources.example_file(test, workdir)
+    words = [
+      f'--workdir={shlex.quote(str(workdir))}',
+      shlex.quote(str(example)),
+      prepared.program.task.flags_to_predict(),
+    ]
     say(
       'Next, the prediction for an image:\n  python -m vit_jax.predict '
-      f'--workdir={shlex.quote(str(workdir))} {shlex.quote(str(example))}'
-      + (' --out=picture.png' if prepared.program.task.DRAWS else '')
+      + ' '.join(filter(None, words))
     )

@@ -16,6 +16,10 @@ A model of pixels (configs/igpt.py) draws images, and completes their lower part
   vit_jax predict --workdir=/tmp/igpt --sample=16 --out=samples.png
   vit_jax predict --workdir=/tmp/igpt --complete half.png --out=whole.png
 
+Image and text towers choose among any classes or texts:
+
+  vit_jax predict --weights=LiT-B16B.npz --classes='a cat;a dog' photo.jpg
+
 A detector prints class, score and box (left, top, right, bottom edge in pixels)
 of each object, and draws them:
 
@@ -85,6 +89,18 @@ def make_parser() -> flags.Parser:
     '--dtype',
     choices=('bfloat16', 'float16'),
     help='keeps the parameters in this type, in half of the memory',
+  )
+  group = parser.add_argument_group('image and text towers (LiT, CLIP, SigLIP)')
+  group.add_argument(
+    '--classes',
+    metavar='A;B;C',
+    help="names of classes to choose from, as in --classes='a cat;a dog', or a "
+    'file with one in each line; they become sentences by the templates of the run',
+  )
+  group.add_argument(
+    '--texts',
+    metavar='FILE',
+    help='file with a text in each line, to choose from as they are',
   )
   group = parser.add_argument_group('models of pixels')
   group.add_argument('--sample', type=int, help='number of images to draw')

@@ -211,6 +211,11 @@ class Predictor:
     types = {**own.types, 'embedding': (float, spec.shape[-1])}
     return own._replace(types=types, row=row, compute=both)
 
+  def table_options(self, args) -> dict[str, Any]:
+    """Returns the arguments of `columns` that the flags of a command give."""
+    names = ('embeddings', 'top', 'threshold', 'image_size')
+    return {name: getattr(args, name) for name in names}
+
   def _columns(self, top, threshold, image_size) -> tables.Columns:
     """Returns the columns of the task, see `columns`."""
     raise tables.NoColumns(

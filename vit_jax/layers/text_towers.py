@@ -166,5 +166,13 @@ def _head(module):
   )
 
 
+def vocab_size(params) -> int:
+  """Returns the number of tokens that a text tower of these parameters has."""
+  if 'Embed_0' in params:
+    return params['Embed_0']['embedding'].shape[0]
+  tables = params['BertEncoder_0']['embedder']
+  return tables['embedders_token_ids']['embedding'].shape[0]
+
+
 # Text towers by the name that configs give (config.model.text_model).
 TEXT_MODELS = {'bert': BertModel, 'text_transformer': TextTransformer}

@@ -23,6 +23,7 @@ from vit_jax.run import keys
 TASKS = {
   'classify': 'vit_jax.tasks.classify',
   'detect': 'vit_jax.tasks.detection.detect',
+  'image_text': 'vit_jax.tasks.image_text.image_text',
   'masked_patches': 'vit_jax.tasks.masked_patches',
   'pixels': 'vit_jax.tasks.pixels.pixels',
   'pixels_finetune': 'vit_jax.tasks.pixels.finetune',

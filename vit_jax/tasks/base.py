@@ -28,6 +28,7 @@ Methods, in the order in which a run calls them:
   drawn_outputs   what draw_evaluation draws, computed on the devices
   draw_evaluation pictures of test images and predictions
   predictor       the object that `vit_jax.predict` loads
+  flags_to_predict  flags of the command that the end of a run suggests
 
 In all of them, `params` are the parameters, `extra` is the tree that `init`
 returns beside them, and `batch` is a dict of arrays [B, ...].
@@ -312,9 +313,9 @@ class Task(abc.ABC):
     del extra
     return self._intermediates(params, batch, capture)
 
-  def _intermediates(self, params, batch, capture, **kwargs):
-    """Returns what `model` sows; `kwargs` are further ones of its `apply`."""
-    _, seen = self.model.apply(
+  def _intermediates(self, params, batch, capture, model=None, **kwargs):
+    """Returns what a model sows; `kwargs` are further ones of its `apply`."""
+    _, seen = (model or self.model).apply(
       {'params': params},
       batch['image'],
       train=False,
@@ -429,6 +430,10 @@ class Task(abc.ABC):
   def predictor(self, params, extra, step: int) -> predictor_lib.Predictor:
     """Returns the object that `vit_jax.predict.load` returns."""
     return predictor_lib.Predictor(self, params, extra, step)
+
+  def flags_to_predict(self) -> str:
+    """Returns the flags that the command which a run suggests at its end has."""
+    return '--out=picture.png' if self.DRAWS else ''
 
   # --- Words ---
 

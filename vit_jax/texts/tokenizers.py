@@ -46,7 +46,7 @@ _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tokenizer:
+class Tokenizer:
   """What all tokenizers share: reading the vocabulary, clipping, padding.
 
   Two tokenizers are equal if their fields are. A pickle holds `vocab_path` and
@@ -116,6 +116,10 @@ class _Tokenizer:
     tokens = tf.numpy_function(tokenize, [text], tf.int32, stateful=False)
     return tf.ensure_shape(tokens, [self.max_len])
 
+  def content(self) -> bytes:
+    """Returns what is in the file of the vocabulary."""
+    return self._read()[1]
+
   def _load(self):
     """Sets what `_tokens` needs, `_padding`, and the fields that are left."""
     raise NotImplementedError
@@ -167,7 +171,7 @@ class _Tokenizer:
 
 
 @dataclasses.dataclass(frozen=True)
-class BertTokenizer(_Tokenizer):
+class BertTokenizer(Tokenizer):
   """BERT's tokenizer: [CLS], then the pieces of lower-case words.
 
   Accents are dropped, and words are cut into the longest pieces that the
@@ -213,7 +217,7 @@ class BertTokenizer(_Tokenizer):
 
 
 @dataclasses.dataclass(frozen=True)
-class SentencepieceTokenizer(_Tokenizer):
+class SentencepieceTokenizer(Tokenizer):
   """SentencePiece (Kudo and Richardson, EMNLP 2018), with </s> at the end.
 
   Tokens are clipped to `max_len` - 1, and the rest is </s>, so that the last
@@ -276,7 +280,7 @@ class SiglipTokenizer(SentencepieceTokenizer):
 
 
 @dataclasses.dataclass(frozen=True)
-class ClipTokenizer(_Tokenizer):
+class ClipTokenizer(Tokenizer):
   """CLIP's tokenizer: byte pairs between a token of start and a token of end.
 
   Computes the same as Hugging Face's CLIPTokenizer with
@@ -333,7 +337,7 @@ TOKENIZERS = {
 }
 
 
-def get_tokenizer(tokenizer_name: str) -> type[_Tokenizer]:
+def get_tokenizer(tokenizer_name: str) -> type[Tokenizer]:
   """Returns the class of a tokenizer, to be called with vocab_path and max_len.
 
   Args:

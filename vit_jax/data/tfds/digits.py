@@ -34,6 +34,13 @@ def split_indices(classes=range(10)) -> dict[str, np.ndarray]:
   return {'train': order[:train], 'test': order[train:]}
 
 
+def images() -> np.ndarray:
+  """Returns all images, uint8 [n, 8, 8, 1], in the order of scikit-learn."""
+  # Grey values 0 to 16 are scaled to 0 to 255.
+  found = datasets.load_digits().images * (255 / 16)
+  return found.round().astype(np.uint8)[..., None]
+
+
 class Digits(tfds.core.GeneratorBasedBuilder):
   """Handwritten digits: images uint8 [8, 8, 1], and labels."""
 
@@ -99,9 +106,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     return {**splits, 'test': test}
 
   def _generate_examples(self, indices):
-    digits = datasets.load_digits()
-    # Grey values 0 to 16 are scaled to 0 to 255.
-    images = (digits.images * (255 / 16)).round().astype(np.uint8)[..., None]
+    pixels, target = images(), datasets.load_digits().target
     first = self._classes()[0]
     for i in indices:
-      yield int(i), {'image': images[i], 'label': int(digits.target[i]) - first}
+      yield int(i), {'image': pixels[i], 'label': int(target[i]) - first}

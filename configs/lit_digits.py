@@ -1,0 +1,59 @@
+"""Learns English beside a locked image tower, on the digits, without a download.
+
+  python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
+  python -m vit_jax.main --config=configs/lit_digits.py --workdir=/tmp/lit_digits
+
+The image tower is that of the first command, whose workdir is the config's
+argument (configs/lit_digits.py:/tmp/digits). The text tower, a small BERT, starts
+from random numbers. Captions name most digits ("a photo of a seven", "the number
+7") and describe all of them ("an odd digit greater than six"); the names of three
+and eight never occur with their images (vit_jax/data/tfds/captions.py).
+"""
+
+import ml_collections
+
+from vit_jax.configs import digits
+from vit_jax.configs import models
+
+
+def get_config(workdir='/tmp/digits'):
+  """Returns the config; `workdir` is that of a run of configs/digits.py."""
+  config = digits.get_config()
+  config.task = 'image_text'
+  config.dataset = 'digit_captions'
+  config.pretrained = {'img': workdir}
+  # The image tower computes as in the evaluation of its run.
+  config.lr_multipliers = (('img/', 0.0),)
+  config.pp.update(crop_area=None, rotate=0.0)
+
+  image = config.model
+  config.model = ml_collections.ConfigDict()
+  config.model.update(kind='lit', model_name='LiT-digits', image=image)
+  config.model.text_model = 'bert'
+  config.model.text = {
+    'config': dict(
+      width=96, num_layers=2, num_heads=3, mlp_dim=384, vocab_size=256,
+      num_positions=16,
+    ),
+  }  # fmt: skip
+  config.model.pp = {
+    'tokenizer_name': 'bert', 'vocab_path': 'words', 'size': 16, 'max_len': 12
+  }  # fmt: skip
+  config.model.out_dim = (None, image.hidden_size)
+  config.model.temperature_init = models.LIT_OPTIONS['temperature_init']
+
+  # Zero-shot on all digits, on those that training has named, and on the others,
+  # with templates that training has not seen.
+  config.task_options.templates = 'this digit is a {}'
+  config.task_options.classes = (
+    'zero;one;two;three;four;five;six;seven;eight;nine'
+  )
+  config.evals = (
+    ('test', 'test'),
+    ('seen', 'test_seen'),
+    ('held_out', 'test_held_out'),
+  )
+  config.best_metric = 'accuracy_test'
+  config.update(batch=256, label_smoothing=0.0, weight_decay=1e-4)
+  config.update(total_epochs=100.0, warmup_epochs=5.0, grad_norm_clip=1.0)
+  return config

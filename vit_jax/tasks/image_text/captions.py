@@ -1,0 +1,92 @@
+"""The texts of the images of a data set."""
+
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from vit_jax import cli
+from vit_jax.distributed import processes
+from vit_jax.texts import tokenizers
+
+# Features that may hold the text of an image, or several, in the order in which
+# they are looked for; `captions/text` is that of COCO in TFDS.
+FEATURES = ('text', 'texts', 'caption', 'captions', 'captions/text')
+# Value of `config.model.pp.vocab_path`: the words of the training texts.
+WORDS = 'words'
+# A vocabulary is made of the texts of so many examples at most.
+_MOST = 100_000
+
+
+def feature(source) -> str | None:
+  """Returns the feature of a source that holds texts, or None."""
+  return next((name for name in FEATURES if name in source.features), None)
+
+
+def of(record: dict):
+  """Returns the texts of a record, a string tensor [n]; None if it has none."""
+  name = next((name for name in FEATURES if name in record), None)
+  if name is None:
+    return None
+  texts = record[name]
+  texts = texts.flat_values if isinstance(texts, tf.RaggedTensor) else texts
+  return tf.reshape(texts, [-1])
+
+
+def check(source, where: str):
+  """Raises ValueError unless the examples of a source have texts."""
+  if feature(source) is None:
+    raise ValueError(
+      f"dataset='{where}' has no texts, only {list(source.features)}: give data "
+      f'with one of the features {", ".join(FEATURES)}, such as a folder with '
+      'train.jsonl, whose lines are {"image": PATH, "text": TEXT} (config.dataset)'
+    )
+
+
+def read(source, most: int = _MOST) -> Iterator[list[str]]:
+  """Yields the texts of each of the first examples of a source."""
+  count = min(source.num_examples, most)
+  texts = lambda index: of(source.read(source.record(index)))
+  data = tf.data.Dataset.range(count).map(texts, num_parallel_calls=2)
+  with cli.bar(total=count, desc='Reading texts', delay=3) as bar:
+    for found in data:
+      yield [text.decode() for text in found.numpy()]
+      bar.update()
+
+
+def vocabulary(config, source) -> list[str]:
+  """Returns the words of the texts of a source, the same on all processes."""
+  return processes.from_first(
+    'making a vocabulary',
+    lambda: tokenizers.word_vocabulary(
+      text for texts in read(source.evaluated) for text in texts
+    ),
+  )
+
+
+def draw(texts, seed):
+  """Returns one of the texts [n], drawn by a seed, int64 [2]."""
+  count = tf.shape(texts)[0]
+  message = 'an image has no text: leave the image out of the training data'
+  with tf.control_dependencies([tf.debugging.assert_positive(count, message)]):
+    number = tf.random.stateless_uniform([], seed, 0, count, tf.int32)
+  return texts[number]
+
+
+def tokenize(tokenizer, texts, most: int):
+  """Returns tokens of the texts [n] of one image, int32 [most, N], and n.
+
+  Rows after those of the texts are zeros.
+  """
+  count = tf.shape(texts)[0]
+  message = f'an image has more than {most} texts: raise --config.task_options.most_texts'
+  check_ = tf.debugging.assert_less_equal(count, most, message)
+  with tf.control_dependencies([check_]):
+    texts = tf.identity(texts)
+  tokens = tf.numpy_function(
+    lambda texts: tokenizer(list(texts)), [texts], tf.int32, stateful=False
+  )
+  tokens = tf.pad(
+    tf.ensure_shape(tokens, [None, tokenizer.max_len]),
+    [(0, most - count), (0, 0)],
+  )
+  return tf.ensure_shape(tokens, [most, tokenizer.max_len]), count

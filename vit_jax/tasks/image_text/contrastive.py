@@ -1,0 +1,42 @@
+"""Contrastive losses over all pairs of the images and texts of a batch.
+
+  softmax  cross-entropy of each image over the texts, and of each text over the
+           images, averaged (CLIP; LiT, arXiv 2111.07991, section 3.1)
+  sigmoid  each pair of an image and a text alone: does it belong together?
+           (SigLIP, arXiv 2303.15343, section 3.2)
+
+The batch is that of all devices and hosts. Each device has the rows of the
+matrix of logits that belong to its images, so that no device has all of it.
+
+Shapes: B images and their texts, E width of an embedding.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax import models_lit
+from vit_jax.distributed import sharding
+
+
+def logits_of(zimg, ztxt, out):
+  """Returns the logits of all pairs, float32 [B, B], see models_lit.similarity."""
+  zimg = sharding.constrain_batch(zimg)
+  return sharding.constrain_batch(models_lit.similarity(zimg, ztxt, out))
+
+
+def softmax(logits):
+  """Returns the loss of each pair, float32 [B]."""
+  right = jnp.diagonal(logits)
+  of_images = jax.nn.logsumexp(logits, axis=1) - right
+  of_texts = jax.nn.logsumexp(logits, axis=0) - right
+  return (of_images + of_texts) / 2
+
+
+def sigmoid(logits):
+  """Returns the loss of each image, summed over all texts, float32 [B]."""
+  signs = 2 * jnp.eye(len(logits), dtype=logits.dtype) - 1
+  return -jax.nn.log_sigmoid(signs * logits).sum(axis=1)
+
+
+# By `config.loss`.
+LOSSES = {'softmax': softmax, 'sigmoid': sigmoid}

@@ -1,0 +1,338 @@
+"""Learns images and texts that belong together: LiT, CLIP, SigLIP.
+
+"LiT: Zero-Shot Transfer with Locked-image text Tuning" (arXiv 2111.07991). An image
+tower and a text tower embed the images and the texts of a batch, and the loss
+compares all pairs of them, over all devices and hosts (config.loss, see
+vit_jax/tasks/image_text/contrastive.py).
+
+The image tower is locked where `config.lr_multipliers` freeze it, as in
+(('img/', 0.0),): it then has neither a gradient nor a state in the optimiser, and
+computes as in evaluation.
+
+Data have an image and a text, or several, of which each epoch draws one:
+`captions.FEATURES` are the names of the features. A split for evaluation may have
+labels (zero-shot classification), texts (retrieval), or both.
+"""
+
+import base64
+import os
+import shlex
+import tempfile
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax import models
+from vit_jax import preprocess
+from vit_jax.configs import rules
+from vit_jax.layers import text_towers
+from vit_jax.learning import optim
+from vit_jax.run import config as run_config
+from vit_jax.tasks import base
+from vit_jax.tasks.image_text import captions
+from vit_jax.tasks.image_text import contrastive
+from vit_jax.tasks.image_text import drawing
+from vit_jax.tasks.image_text import predicting
+from vit_jax.tasks.image_text import zero_shot
+from vit_jax.texts import templates as templates_lib
+from vit_jax.texts import tokenizers
+
+
+class Task(base.Task):
+  """Learns which images and texts belong together."""
+
+  FEATURES = ('image', 'label?', *(f'{name}?' for name in captions.FEATURES))
+  OPTIONS = {  # noqa: RUF012
+    # Sentences about a class, for zero-shot classification: 'short' (8), 'full'
+    # (the 80 of CLIP), one template with {} for the name, or a file with one in
+    # each line.
+    'templates': 'short',
+    # Names of the classes in place of those of the data, in their order: 'a;b;c',
+    # or a file with one in each line.
+    'classes': '',
+    # Greatest number of texts of an image in an evaluation.
+    'most_texts': 8,
+  }
+  OPTION_RULES = {'most_texts': rules.whole(1)}  # noqa: RUF012
+  METRICS = (*zero_shot.METRICS_OF_CLASSES, *zero_shot.METRICS_OF_TEXTS)
+  LOW = ()
+  METADATA = {'vocabulary': rules.sequence}  # noqa: RUF012
+  LEARNED = ('vocabulary',)
+  NEW_PARAMS = ()
+  DRAWS = True
+
+  def __init__(self, config, metadata):
+    super().__init__(config, metadata)
+    self.model = models.make_model(config.model)
+    _check(config, self.image_size)
+    self.templates = templates_lib.get(self.options.templates)
+    params, _ = jax.eval_shape(self.init, jax.random.key(0))
+    rows = text_towers.vocab_size(params['txt'])
+    self.tokenizer = _tokenizer(config.model.pp, metadata['vocabulary'], rows)
+    self.locked = _is_locked(config.lr_multipliers, params)
+
+  # --- Data ---
+
+  @classmethod
+  def class_names_of(cls, source):
+    """Returns (): the classes of an evaluation need not be those of another."""
+    del source
+    return ()
+
+  @classmethod
+  def learn(cls, config, source):
+    """Returns the vocabulary: of a file, or of the words of the training texts.
+
+    A text file is a list of its lines; any other file one text, in base64.
+    """
+    _check(config)
+    captions.check(source, config.dataset)
+    pp = config.model.pp
+    if pp.get('vocab_path') == captions.WORDS:
+      return {'vocabulary': captions.vocabulary(config, source)}
+    path = models.make_model(config.model).vocab_path
+    tokenizer = preprocess.get_tokenizer(pp.tokenizer_name)(path, pp.max_len)
+    return {'vocabulary': stored(tokenizer)}
+
+  @classmethod
+  def planned_metadata(cls, config, num_classes):
+    del config, num_classes
+    return {'vocabulary': []}
+
+  def words_of(self, class_names) -> list[str]:
+    """Returns the words for the classes of a data set, in their order."""
+    given = self.options.classes
+    names = templates_lib.listed(given, 'classes') if given else []
+    names = names or [name.replace('_', ' ') for name in class_names]
+    if len(names) != len(class_names):
+      raise ValueError(
+        f"classes='{given}' are {len(names)} names, and the data have "
+        f'{len(class_names)} classes, {list(class_names[:5])} ...: give a name for '
+        'each of them (--config.task_options.classes, --option=classes=)'
+      )
+    return names
+
+  def example(self, record, seed):
+    """Returns `image`, and the `tokens`, int32 [N], of one of its texts.
+
+    Without a text there are no tokens. In evaluation it is the first text.
+    """
+    found, texts = self.inputs(record, seed), captions.of(record)
+    if texts is None or self.tokenizer is None:
+      return found
+    text = texts[0] if seed is None else captions.draw(texts, seed)
+    return {**found, 'tokens': self.tokenizer.preprocess_tf(text)}
+
+  def batch_spec(self, size):
+    tokens = (size, self.config.model.pp.max_len)
+    return {
+      'image': self.image_spec(size),
+      'tokens': jax.ShapeDtypeStruct(tokens, jnp.int32),
+    }
+
+  # --- Training ---
+
+  def init(self, rng):
+    spec = self.batch_spec(1)
+    inputs = {
+      'images': jnp.zeros(spec['image'].shape),
+      'tokens': jnp.zeros(spec['tokens'].shape, jnp.int32),
+    }
+    return self.model.init(rng, **inputs)['params'], {}
+
+  def loss(self, params, extra, batch, rng):
+    """Returns the contrastive loss summed over pairs, and their number.
+
+    The metrics are the inverse temperature `t`, and `accuracy`, the share of the
+    images whose own text is the best one of the batch.
+    """
+    del extra
+    zimg, ztxt, out = self.model.apply(
+      {'params': params},
+      images=batch['image'],
+      tokens=batch['tokens'],
+      train=not self.locked,
+      rngs={'dropout': rng},
+    )
+    logits = contrastive.logits_of(zimg, ztxt, out)
+    losses = contrastive.LOSSES[self.config.loss](logits)  # [B]
+    count = jnp.float32(len(losses))
+    right = logits.max(axis=1) == jnp.diagonal(logits)
+    return (losses.sum(), count), {
+      'accuracy': (right.sum().astype(jnp.float32), count),
+      't': (out['t'].sum(), jnp.float32(1)),
+    }
+
+  # --- Evaluation and prediction ---
+
+  def outputs(self, params, extra, batch):
+    """Returns the embeddings of images, float32 [B, E], of length 1."""
+    del extra
+    return self.model.apply({'params': params}, images=batch['image'])[0]
+
+  def embed_tokens(self, params, extra, tokens):
+    """Returns the embeddings of texts, float32 [B, E], of length 1."""
+    del extra
+    return self.model.apply({'params': params}, tokens=tokens)[1]
+
+  def exported(self, params, extra, batch):
+    """Returns `embedding`, float32 [B, E], of images."""
+    return {'embedding': self.outputs(params, extra, batch)}
+
+  def features(self, layer):
+    """For 'features', returns the function of the images' embeddings."""
+    if layer == 'features':
+      return self.outputs
+    return super().features(layer)
+
+  def intermediates(self, params, extra, batch, capture=False):
+    """Computes what lies inside of the image tower."""
+    del extra
+    tower = self.model.image_tower()
+    return self._intermediates(params['img'], batch, capture, tower)
+
+  def measure(self, params, extra, batch):
+    """Is not called: see vit_jax/tasks/image_text/zero_shot.py."""
+    raise NotImplementedError
+
+  def evaluators(self, mesh, split, open_split):
+    source, found, metrics = open_split(split), [], ()
+    if source.class_names:
+      found.append(zero_shot.ZeroShot(self, mesh, source))
+      metrics += zero_shot.METRICS_OF_CLASSES
+    if captions.feature(source):
+      found.append(zero_shot.Retrieval(self, mesh, source))
+      metrics += zero_shot.METRICS_OF_TEXTS
+    if not found:
+      captions.check(source, f"{self.config.dataset}', split '{split}")
+    best = self.config.best_metric
+    for name, _, _ in run_config.evaluations(self.config)[:1]:
+      if best.endswith(f'_{name}') and best not in [
+        f'{metric}_{name}' for metric in metrics
+      ]:
+        raise ValueError(
+          f"best_metric='{best}' is not measured on split '{split}', which has "
+          f'{"labels" if source.class_names else "texts"} alone: use one of '
+          f'{", ".join(f"{metric}_{name}" for metric in metrics)} '
+          '(config.best_metric)'
+        )
+    return found
+
+  # --- Pictures ---
+
+  def drawn_outputs(self, params, extra, batch):
+    """Returns the logits of the images and the first texts of a batch."""
+    zimg, ztxt, out = self.model.apply(
+      {'params': params}, images=batch['image'], tokens=batch.get('tokens')
+    )
+    return {} if ztxt is None else contrastive.logits_of(zimg, ztxt, out)
+
+  def draw_training(self, batch):
+    return self._draw('training_images', batch)
+
+  def draw_evaluation(self, batch, outputs):
+    """Draws images, and the matrix of their similarities to their texts."""
+    found = self._draw('test_images', batch)
+    if 'tokens' in batch:
+      words = self.texts_of(batch['tokens'])
+      found['similarities'] = drawing.matrix(batch['image'], words, outputs)
+    return found
+
+  def captions_of(self, batch, outputs=None):
+    del outputs
+    if 'tokens' not in batch:
+      return ()
+    return [drawing.caption(text) for text in self.texts_of(batch['tokens'])]
+
+  def texts_of(self, tokens) -> list[str]:
+    """Returns the texts that tokens [n, N] stand for, as far as is known."""
+    words = self.metadata['vocabulary']
+    if self.config.model.pp.tokenizer_name != 'bert' or not words:
+      return [''] * len(tokens)
+    texts = (' '.join(words[i] for i in row[1:] if i) for row in tokens)
+    return [text.replace(' ##', '') for text in texts]
+
+  def predictor(self, params, extra, step):
+    return predicting.Predictor(self, params, extra, step)
+
+  def flags_to_predict(self):
+    classes = shlex.quote(self.options.classes or 'a cat;a dog')
+    return f'--classes={classes} --out=picture.png'
+
+  def describe(self):
+    return 'the image tower is locked' if self.locked else ''
+
+
+def stored(tokenizer: tokenizers.Tokenizer) -> list[str]:
+  """Returns the vocabulary of a tokenizer as the metadata of a run have it."""
+  content = tokenizer.content()
+  if isinstance(tokenizer, tokenizers.BertTokenizer):
+    return content.decode().replace('\r\n', '\n').removesuffix('\n').split('\n')
+  return [base64.b64encode(content).decode()]
+
+
+def _tokenizer(pp, vocabulary, rows):
+  """Returns the tokenizer of a run, for a tower of `rows` tokens; None for a plan, which has no vocabulary."""
+  if not vocabulary:
+    return None
+  if pp.tokenizer_name == 'bert' and len(vocabulary) > rows:
+    raise ValueError(
+      f'the vocabulary has {len(vocabulary):,} tokens, and the text tower is for '
+      f'{rows:,}: raise its vocab_size (config.model.text)'
+    )
+  make = preprocess.get_tokenizer(pp.tokenizer_name)
+  with tempfile.TemporaryDirectory() as folder:
+    ending = text_towers.TOKENIZERS[pp.tokenizer_name]
+    path = os.path.join(folder, f'vocabulary.{ending}')
+    if ending == 'txt':
+      tokenizers.write_vocabulary(path, vocabulary)
+    else:
+      with open(path, 'wb') as file:
+        file.write(base64.b64decode(vocabulary[0]))
+    return make(path, pp.max_len)
+
+
+def _is_locked(multipliers, params) -> bool:
+  """Returns whether nothing in the image tower but its head is trained."""
+  if not multipliers:
+    return False
+  factors = optim.multipliers(multipliers, params)['img']
+  return not any(
+    any(jax.tree.leaves(x)) for name, x in factors.items() if name != 'head'
+  )
+
+
+def _check(config, image_size=None):
+  """Raises ValueError if keys of a config do not fit this task."""
+  model, pp = config.model, config.model.get('pp')
+  if model.get('kind') != 'lit':
+    raise ValueError(
+      f"task='image_text' needs an image and a text tower (kind='lit'), and the "
+      f"model is '{model.get('model_name')}': take a config such as configs/lit.py "
+      '(config.model)'
+    )
+  if not pp or not pp.get('tokenizer_name') or not pp.get('max_len'):
+    raise ValueError(
+      'model.pp must say tokenizer_name and max_len, the tokens of a text, as in '
+      'configs/lit.py (config.model.pp)'
+    )
+  if config.accum_steps > 1:
+    raise ValueError(
+      f'accum_steps={config.accum_steps} is not possible: the loss compares all '
+      'pairs of a batch, and those of a part are fewer; leave out '
+      '--config.accum_steps, and split the batch over more devices or recompute '
+      '(--config.model.image.transformer.remat=full)'
+    )
+  if config.label_smoothing:
+    raise ValueError(
+      f'label_smoothing={config.label_smoothing} is for classes, and there are '
+      'none: leave out --config.label_smoothing'
+    )
+  dims = model.out_dim
+  dims = (dims, dims) if isinstance(dims, int) or dims is None else dims
+  widths = dims[0] or model.image.hidden_size, dims[1]
+  if widths[1] and widths[0] != widths[1]:
+    raise ValueError(
+      f'out_dim={tuple(dims)}: images have embeddings of width {widths[0]}, texts of '
+      f'{widths[1]}: give both the same (config.model.out_dim)'
+    )

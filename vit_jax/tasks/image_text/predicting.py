@@ -1,0 +1,229 @@
+"""The predictor of image and text towers: any classes, any texts.
+
+model = predict.load_weights('LiT-B16B.npz')
+model.predict(['photo.jpg'], classes=['a cat', 'a dog'])
+model.embed(['photo.jpg'])      # float32 [1, E]
+model.embed_texts(['a cat'])    # float32 [1, E]
+"""
+
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+from etils import epath
+import jax
+import numpy as np
+from PIL import Image
+
+from vit_jax.configs import rules
+from vit_jax.distributed import sharding
+from vit_jax.inference import predictor as predictor_lib
+from vit_jax.inference import tables
+from vit_jax.tasks.image_text import drawing
+from vit_jax.tasks.image_text import zero_shot
+from vit_jax.texts import templates as templates_lib
+
+_SHOWN = 5  # Texts on a page.
+
+
+class Predictor(predictor_lib.Predictor):
+  """Tells which of some texts, or classes, fit images."""
+
+  FLAGS = ('classes', 'texts')
+
+  @functools.cached_property
+  def _embedder(self):
+    mesh = sharding.mesh_of(self.params)
+    return zero_shot.Embedder(self.task, mesh)
+
+  @functools.cached_property
+  def _scale(self):
+    """The factor on products of embeddings, and what is added to them."""
+    t = float(np.exp(np.asarray(self.params['t'])).item())
+    b = self.params.get('b')
+    return t, 0.0 if b is None else float(np.asarray(b).item())
+
+  def embed_texts(self, texts: Sequence[str]) -> np.ndarray:
+    """Returns the embeddings of texts, float32 [n, E], of length 1.
+
+    ValueError if `texts` is a single text or empty.
+    """
+    if isinstance(texts, str) or not len(texts):
+      raise ValueError(
+        f'texts={texts!r:.80} must be a list of texts: give [text] for a single one'
+      )
+    return self._embedder(self.params, self.extra, list(texts))
+
+  def embed_classes(
+    self, classes: Sequence[str], templates: str | None = None
+  ) -> np.ndarray:
+    """Returns the embeddings of classes, float32 [C, E]: means over templates.
+
+    `templates` is as the option of the task, by default that of the run.
+    """
+    if isinstance(classes, str) or not len(classes):
+      raise ValueError(
+        f'classes={classes!r:.80} must be a list of names: give at least two'
+      )
+    found = templates_lib.get(templates or self.task.options.templates)
+    return self._embedder.classes(self.params, self.extra, list(classes), found)
+
+  def logits(self, images: Sequence[Any], embeddings: np.ndarray) -> np.ndarray:
+    """Returns the logits of images and texts, float32 [n, m].
+
+    For images see `outputs`; embeddings are those of texts or classes, [m, E].
+    """
+    return self._logits(self.outputs(images), embeddings)
+
+  def _logits(self, zimg, embeddings):
+    t, b = self._scale
+    return t * zimg @ embeddings.T + b
+
+  def probabilities(self, logits) -> np.ndarray:
+    """Returns the shares of texts for images, float [n, m].
+
+    By softmax over the texts; after training with the sigmoid loss, each text
+    alone.
+    """
+    logits = np.asarray(logits, np.float64)
+    if 'b' in self.params:
+      return 1 / (1 + np.exp(-logits))
+    shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return shares / shares.sum(axis=-1, keepdims=True)
+
+  def predict(
+    self,
+    images: Sequence[Any],
+    classes: Sequence[str] | None = None,
+    texts: Sequence[str] | None = None,
+    top: int = 5,
+  ) -> list[list[tuple[str, float]]]:
+    """Returns (text, probability) of the `top` best texts of each image.
+
+    Args:
+      images: see `outputs`.
+      classes: names of classes, which become sentences by the templates of the
+        task; or
+      texts: texts as they are.
+      top: number of texts to return.
+
+    Raises:
+      ValueError: if neither or both of them are given; see also `outputs`.
+    """
+    words, embeddings = self._choices(classes, texts)
+    return list(self._best(images, words, embeddings, top))
+
+  def _choices(self, classes, texts):
+    """Returns the words to choose from, and their embeddings."""
+    if (classes is None) == (texts is None):
+      raise ValueError(
+        'give the classes to choose from (--classes="a cat;a dog"), or texts '
+        '(--texts=FILE), one of them'
+      )
+    if classes is None:
+      return list(texts), self.embed_texts(texts)
+    return list(classes), self.embed_classes(classes)
+
+  def _best(self, images, words, embeddings, top):
+    for _, _, zimg in self.stream(images):
+      yield self._of_row(zimg, words, embeddings, top)
+
+  def _of_row(self, zimg, words, embeddings, top):
+    row = self.probabilities(self._logits(zimg, embeddings))
+    best = np.argsort(-row, kind='stable')[:top]
+    return [(words[i], float(row[i])) for i in best]
+
+  def _given(self, args):
+    """Returns the classes and the texts of the flags, lists or None."""
+    return {
+      'classes': args.classes and templates_lib.listed(args.classes, 'classes'),
+      'texts': args.texts and templates_lib.lines(args.texts, 'texts'),
+    }
+
+  def table_options(self, args):
+    return {**super().table_options(args), **self._given(args)}
+
+  def _columns(self, top, threshold, image_size):
+    del threshold, image_size
+    raise tables.NoColumns(
+      'these are the towers of images and texts: for a table give the classes '
+      '(--classes="a cat;a dog"), texts (--texts=FILE), or ask for the embeddings '
+      '(--embeddings)'
+    )
+
+  def columns(
+    self, embeddings=None, top=5, *args, classes=None, texts=None, **kwargs
+  ):
+    """Returns what a table has of each image, see Predictor.columns.
+
+    `classes` and `texts` are lists, see `predict`; with neither, `embeddings`
+    are the only column.
+    """
+    if classes is None and texts is None:
+      return super().columns(embeddings, top, *args, **kwargs)
+    rules.check('top', top, rules.whole(1))
+    words, choices = self._choices(classes, texts)
+    types = {
+      'class': str, 'probability': float,
+      'classes': [str], 'probabilities': [float],
+    }  # fmt: skip
+    features = self.task.outputs
+    if embeddings not in (None, 'features'):
+      features = self.task.features(embeddings)
+
+    @jax.jit
+    def compute(params, extra, batch):
+      outputs = self.task.outputs(params, extra, batch)
+      return outputs, features(params, extra, batch) if embeddings else ()
+
+    def row(_, outputs):
+      names, shares = zip(*self._of_row(outputs[0], words, choices, top))
+      found = {
+        'class': names[0], 'probability': shares[0],
+        'classes': names, 'probabilities': shares,
+      }  # fmt: skip
+      return {**found, 'embedding': outputs[1]} if embeddings else found
+
+    if embeddings:
+      spec = jax.eval_shape(
+        features, self.params, self.extra, self.task.input_spec()
+      )
+      types['embedding'] = (float, spec.shape[-1])
+    return tables.Columns(types, row, compute)
+
+  def report(self, images, args):
+    """Yields lines: the path of each image, then the texts that fit it best.
+
+    With `args.out` the matrix of similarities is drawn too.
+    """
+    words, embeddings = self._choices(**self._given(args))
+    for path, found in zip(
+      images, self._best(images, words, embeddings, args.top)
+    ):
+      yield path
+      yield from (f'  {100 * p:6.2f} %  {word}' for word, p in found)
+    if args.out:
+      inputs, zimg = self.run(images, keep=('image',))
+      logits = self._logits(zimg, embeddings)
+      picture = drawing.matrix(inputs['image'], words, logits)
+      with epath.Path(args.out).open('wb') as file:
+        Image.fromarray(picture).save(file, 'PNG')
+      yield f'The similarities are drawn in {args.out}.'
+
+  def page(self):
+    """Shows which of the texts that are typed fit a photograph."""
+    import gradio as gr
+
+    typed = gr.Textbox(
+      'a cat\na dog\na car', lines=6, label='Classes, one a line'
+    )
+    label = gr.Label(label='What fits best', num_top_classes=_SHOWN)
+
+    def show(photo, lines):
+      words = [line.strip() for line in lines.splitlines() if line.strip()]
+      if not words:
+        return {}
+      (found,) = self.predict([photo.path], classes=words, top=_SHOWN)
+      return {label: dict(found)}
+
+    return show, [typed], [label]

@@ -1,0 +1,246 @@
+"""Evaluators of image and text towers: zero-shot classification, retrieval.
+
+Zero-shot classification (arXiv 2111.07991, section 4; CLIP, section 3.1.4): the
+embedding of a class is the mean over templates of the embeddings, of length 1, of
+the sentences about it. An image is of the class whose embedding has the largest
+product with that of the image.
+
+Retrieval: of all texts of the split, those of an image should have the largest
+products with its embedding, and the other way round. An image may have several
+texts.
+
+Shapes: C classes, T templates, E width of an embedding, n images.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vit_jax import cli
+from vit_jax import input_pipeline
+from vit_jax.distributed import sharding
+from vit_jax.evaluators import means
+from vit_jax.inference import engine
+from vit_jax.tasks.image_text import captions
+from vit_jax.texts import templates as templates_lib
+
+TOP = (1, 5)
+RECALLS = (1, 5, 10)
+METRICS_OF_CLASSES = ('accuracy', 'accuracy_top5')
+# Of so many classes at most five are a large part, and top-5 is not measured.
+_FEW = 10
+METRICS_OF_TEXTS = tuple(
+  f'{way}_r{k}' for way in ('image_to_text', 'text_to_image') for k in RECALLS
+)
+_TEXTS = 512  # Texts that are embedded at a time.
+_ROWS = 1024  # Rows of a matrix of similarities that are ranked at a time.
+
+
+class Embedder:
+  """Embeds any number of texts with a task, on all devices of a mesh."""
+
+  def __init__(self, task, mesh):
+    self._task, self._mesh = task, mesh
+    shards = sharding.batch_shards(mesh)
+    self._size = -(-_TEXTS // shards) * shards
+
+    def embed(params, extra, tokens):
+      tokens = sharding.constrain_batch(tokens)
+      return task.embed_tokens(params, extra, tokens)
+
+    self._embed = jax.jit(embed, out_shardings=sharding.replicated(mesh))
+
+  def __call__(
+    self, params, extra, texts: Sequence[str], stop=engine.never
+  ) -> np.ndarray:
+    """Returns the embeddings of texts, float32 [n, E], of length 1.
+
+    All processes of the mesh must make the same calls. `stop` is called between
+    batches; once it returns True, Stopped is raised.
+    """
+    size = min(self._size, self._smallest(len(texts)))
+    found = []
+    with cli.bar(
+      total=len(texts), desc='Embedding texts', delay=3, leave=False
+    ) as bar:
+      for begin in range(0, len(texts), size):
+        if stop():
+          raise engine.Stopped('Embedding texts')
+        tokens = self._task.tokenizer(texts[begin : begin + size])
+        count = len(tokens)
+        tokens = tokens[np.arange(size).clip(max=count - 1)]
+        with jax.set_mesh(self._mesh):
+          rows = self._embed(params, extra, tokens)
+        found.append(np.asarray(rows)[:count])
+        bar.update(count)
+    return np.concatenate(found)
+
+  def _smallest(self, count):
+    """Returns a number of rows for few texts that the devices divide."""
+    shards = sharding.batch_shards(self._mesh)
+    return -(-(1 << max(0, count - 1).bit_length()) // shards) * shards
+
+  def classes(
+    self,
+    params,
+    extra,
+    names: Sequence[str],
+    templates: Sequence[str],
+    stop=engine.never,
+  ) -> np.ndarray:
+    """Returns the embeddings of classes, float32 [C, E], means over templates."""
+    texts = templates_lib.fill(names, templates)
+    rows = self(params, extra, texts, stop)
+    return rows.reshape(len(names), len(templates), -1).mean(axis=1)
+
+
+class _Labelled:
+  """What vit_jax.evaluators.means.Means needs of a task, with labels."""
+
+  def __init__(self, task, num_classes):
+    self.config, self._task = task.config, task
+    self._example = input_pipeline.labelled_example(task.config, num_classes)
+    self._top = TOP[num_classes > _FEW]
+
+  def parts(self, source):
+    del source
+    return [input_pipeline.Part(None, self._example)]
+
+  def measure(self, params, extra, batch):
+    """Returns the sums of the metrics; `extra` has the `classes` [C, E] too."""
+    zimg = self._task.outputs(params, extra['state'], batch)
+    products = jnp.einsum(
+      'be,ce->bc', zimg, extra['classes'], precision=jax.lax.Precision.HIGHEST
+    )
+    _, best = jax.lax.top_k(products, self._top)
+    right = jnp.take_along_axis(batch['label'], best, axis=-1) > 0  # [B, top]
+    counted = batch['mask'] * (batch['label'].sum(axis=-1) > 0)
+    return {
+      name: ((right[:, :k].any(axis=-1) * counted).sum(), counted.sum())
+      for name, k in zip(METRICS_OF_CLASSES, TOP)
+      if k <= self._top
+    }
+
+
+class ZeroShot:
+  """Measures the accuracy of zero-shot classification on a split with labels."""
+
+  def __init__(self, task, mesh, source):
+    self._names = task.words_of(source.class_names)
+    self._templates = templates_lib.get(task.options.templates)
+    self._embed = Embedder(task, mesh)
+    labelled = _Labelled(task, len(self._names))
+    self._means = means.Means(labelled, mesh, source)
+
+  def run(self, params, extra, stop=engine.never):
+    """Returns `accuracy`, of more than 10 classes `accuracy_top5`; see Means."""
+    classes = self._embed.classes(
+      params, extra, self._names, self._templates, stop
+    )
+    extra = {'state': extra, 'classes': classes}
+    return self._means.run(params, extra, stop)
+
+
+class Retrieval:
+  """Measures recalls between the images and the texts of a split."""
+
+  def __init__(self, task, mesh, source):
+    self._task, self._mesh, self._source = task, mesh, source
+
+    def compute(params, extra, batch):
+      tokens = batch['tokens']  # [B, most, N].
+      ztxt = task.embed_tokens(
+        params, extra, tokens.reshape(-1, tokens.shape[-1])
+      )
+      return {
+        'image': task.outputs(params, extra, batch),
+        'text': ztxt.reshape(*tokens.shape[:2], -1),
+        'tokens': tokens,
+        'count': batch['count'],
+      }
+
+    self._compute = engine.everywhere(mesh, compute)
+
+  def run(self, params, extra, stop=engine.never):
+    """Returns the recalls in METRICS_OF_TEXTS, and `num_texts`."""
+    found = engine.collect(
+      self._task.config,
+      self._mesh,
+      self._source.evaluated,
+      self._example,
+      lambda batch: self._compute(params, extra, batch),
+      stop,
+      'Evaluating',
+    )
+    most = found['text'].shape[1]
+    real = np.arange(most) < found['count'][:, None]  # [n, most].
+    owners = np.broadcast_to(np.arange(len(real))[:, None], real.shape)[real]
+    _, first, texts = np.unique(
+      found['tokens'][real], axis=0, return_index=True, return_inverse=True
+    )
+    ztxt = found['text'][real][first]
+    metrics = recalls(found['image'], ztxt, owners, texts.reshape(-1))
+    return {**metrics, 'num_texts': len(owners)}
+
+  def _example(self, record, seed):
+    del seed
+    most = self._task.options.most_texts
+    tokens, count = captions.tokenize(
+      self._task.tokenizer, captions.of(record), most
+    )
+    return {**self._task.inputs(record), 'tokens': tokens, 'count': count}
+
+
+def recalls(zimg, ztxt, images, texts) -> dict[str, float]:
+  """Returns the recalls of METRICS_OF_TEXTS, shares from 0 to 1.
+
+  `image_to_text_rK` is the share of the images one of whose texts is among the K
+  texts of the largest products; images without a text do not count.
+  `text_to_image_rK` is the share of the pairs whose text has one of its images
+  among the K best. So a text of several images is right for each of them. Where
+  products are equal, the wrong one counts as the larger.
+
+  Args:
+    zimg: embeddings of n images, float [n, E].
+    ztxt: embeddings of m different texts, float [m, E].
+    images: numbers of the images of p pairs, int [p].
+    texts: numbers of their texts, int [p].
+  """
+  ways = {
+    'image_to_text': _ranks(zimg, ztxt, images, texts),
+    'text_to_image': _ranks(ztxt, zimg, texts, images)[texts],
+  }
+  with_texts = np.unique(images)
+  ways['image_to_text'] = ways['image_to_text'][with_texts]
+  return {
+    f'{way}_r{k}': float((ranks < k).mean())
+    for way, ranks in ways.items()
+    for k in RECALLS
+  }
+
+
+def _ranks(queries, keys, of_queries, of_keys) -> np.ndarray:
+  """Returns how many wrong keys come before the best right one, int [n].
+
+  Of a query without right keys: the number of keys.
+
+  Args:
+    queries: float [n, E].
+    keys: float [m, E].
+    of_queries: numbers of the queries of all right pairs, int [p].
+    of_keys: numbers of their keys, int [p].
+  """
+  order = np.argsort(of_queries, kind='stable')
+  ends = np.cumsum(np.bincount(of_queries, minlength=len(queries)))
+  right = np.split(of_keys[order], ends[:-1])
+  ranks = np.full(len(queries), len(keys))
+  for begin in range(0, len(queries), _ROWS):
+    products = queries[begin : begin + _ROWS] @ keys.T
+    for number, row in enumerate(products, begin):
+      if len(right[number]):
+        best = row[right[number]].max()
+        row[right[number]] = -np.inf
+        ranks[number] = (row >= best).sum()
+  return ranks

@@ -1,0 +1,123 @@
+"""Templates of texts about a class, which turn its name into sentences.
+
+Those of CLIP (Radford et al., ICML 2021; its notebook
+Prompt_Engineering_for_ImageNet): `full` are the 80 of the paper, and `short` the
+seven of them that were chosen one after the other as the best, with the bare name
+before them, as LiT's zero-shot figures have them (arXiv 2111.07991).
+"""
+
+from collections.abc import Sequence
+import os
+
+import tensorflow as tf
+
+_SHORT = """
+{}
+itap of a {}.
+a bad photo of the {}.
+a origami {}.
+a photo of the large {}.
+a {} in a video game.
+art of the {}.
+a photo of the small {}.
+"""
+# Kinds of photographs, of which CLIP has sentences with "a" and with "the".
+_PHOTOS = (
+  'bad', 'low resolution', 'cropped', 'bright', 'clean', 'dirty', 'dark', 'cool',
+  'close-up', 'black and white', 'pixelated', 'jpeg corrupted', 'blurry', 'good',
+  'large', 'small', 'nice', 'weird', '',
+)  # fmt: skip
+# Those of which the adjective follows: "a photo of a clean {}".
+_OF = ('clean', 'dirty', 'cool', 'large', 'small', 'nice', 'weird')
+# Other kinds of pictures, of "a {}" and of "the {}".
+_PICTURES = (
+  'a sculpture of', 'a rendering of', 'graffiti of', 'a tattoo of',
+  'a drawing of', 'a painting of', 'a doodle of', 'a sketch of',
+  'a rendition of', 'art of', 'itap of',
+)  # fmt: skip
+# Materials, of "a ... {}" and "the ... {}".
+_MADE_OF = ('embroidered', 'plastic', 'origami', 'toy', 'cartoon', 'plushie')
+_OTHERS = """
+a photo of many {}.
+a photo of the hard to see {}.
+a photo of a hard to see {}.
+a photo of my {}.
+a photo of one {}.
+a {} in a video game.
+the {} in a video game.
+itap of my {}.
+"""
+
+
+def _photo(kind, article):
+  if kind in _OF:
+    return f'a photo of {article} {kind} {{}}.'
+  return f'a {kind} photo of {article} {{}}.'.replace('  ', ' ')
+
+
+def _full():
+  both = ('a', 'the')
+  return [
+    *(_photo(kind, article) for kind in _PHOTOS for article in both),
+    *(f'{kind} {article} {{}}.' for kind in _PICTURES for article in both),
+    *(f'{article} {kind} {{}}.' for kind in _MADE_OF for article in both),
+    *_OTHERS.strip().splitlines(),
+  ]
+
+
+TEMPLATES = {
+  'short': tuple(_SHORT.strip().splitlines()),
+  'full': tuple(_full()),
+}
+
+
+def get(name: str) -> tuple[str, ...]:
+  """Returns templates, each with one `{}` for the name of a class.
+
+  Args:
+    name: a key of TEMPLATES; one template; or a file with one in each line.
+
+  Raises:
+    ValueError: if it is none of these, or a template has no `{}`.
+  """
+  if name in TEMPLATES:
+    return TEMPLATES[name]
+  found = [name]
+  if '{' not in name and os.path.splitext(name)[1]:
+    found = lines(name, 'templates')
+  for template in found:
+    if template.count('{}') != 1:
+      raise ValueError(
+        f"templates='{name}': the template '{template}' needs one {{}} for the name "
+        f'of a class: give {", ".join(TEMPLATES)}, one template such as "a photo '
+        'of a {}", or a file with one in each line (--config.task_options.templates)'
+      )
+  return tuple(found)
+
+
+def lines(path: str, what: str) -> list[str]:
+  """Returns the lines of a text file that are not empty.
+
+  FileNotFoundError if there is no such file, ValueError if it has no lines;
+  `what` names the argument.
+  """
+  if not tf.io.gfile.exists(path):
+    raise FileNotFoundError(f"{what}='{path}': there is no such file")
+  with tf.io.gfile.GFile(path) as file:
+    found = [line.strip() for line in file.read().splitlines()]
+  found = [line for line in found if line]
+  if not found:
+    raise ValueError(f"{what}='{path}' has no lines: write one text a line")
+  return found
+
+
+def listed(words: str, what: str) -> list[str]:
+  """Returns texts that a user gives as 'a;b;c', or as a file with one a line."""
+  if ';' not in words and tf.io.gfile.exists(words):
+    return lines(words, what)
+  return [word.strip() for word in words.split(';') if word.strip()]
+
+
+def fill(names: Sequence[str], templates: Sequence[str]) -> list[str]:
+  """Returns the texts of all names, each in all templates: n * m of them."""
+  return [t.replace('{}', name) for name in names for t in templates]
