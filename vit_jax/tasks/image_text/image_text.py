@@ -62,9 +62,9 @@ class Task(base.Task):
   DRAWS = True
 
   def __init__(self, config, metadata):
+    _check(config)
     super().__init__(config, metadata)
     self.model = models.make_model(config.model)
-    _check(config, self.image_size)
     self.templates = templates_lib.get(self.options.templates)
     params, _ = jax.eval_shape(self.init, jax.random.key(0))
     rows = text_towers.vocab_size(params['txt'])
@@ -302,7 +302,7 @@ def _is_locked(multipliers, params) -> bool:
   )
 
 
-def _check(config, image_size=None):
+def _check(config):
   """Raises ValueError if keys of a config do not fit this task."""
   model, pp = config.model, config.model.get('pp')
   if model.get('kind') != 'lit':

@@ -1,0 +1,379 @@
+"""The task of image and text towers: training, zero-shot, retrieval, prediction."""
+
+import json
+
+import jax
+import numpy as np
+from PIL import Image
+import pytest
+import sentencepiece
+
+from tests import conftest
+from tests import tiny_models
+from vit_jax import evaluate
+from vit_jax import predict
+from vit_jax import train
+from vit_jax.commands import predict as predict_command
+from vit_jax.configs import lit_digits
+from vit_jax.data import sources
+from vit_jax.data.tfds import captions as digit_captions
+from vit_jax.distributed import sharding
+from vit_jax.run import config as run_config
+from vit_jax.run import workdir as workdir_lib
+from vit_jax.tasks.image_text import captions
+from vit_jax.tasks.image_text import image_text
+from vit_jax.tasks.image_text import zero_shot
+
+WIDTH = 16
+WORDS = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', 'a', 'cat', 'dog', 'the']
+
+
+def make_config(data_dir, **changes):
+  """The config of the digits with captions, on towers of a few numbers."""
+  config = lit_digits.get_config()
+  config.tfds_data_dir = data_dir
+  config.pp.crop = 8
+  config.model.image = tiny_models.config()
+  config.model.image.patches.size = (4, 4)
+  config.model.image.hidden_size = WIDTH
+  config.model.text.config.update(width=WIDTH, num_heads=2, mlp_dim=32)
+  config.model.out_dim = (None, WIDTH)
+  config.pretrained = None
+  config.evals = (('test', 'test[:40]'),)
+  config.update(total_epochs=None, total_steps=2, warmup_epochs=None)
+  config.update(warmup_steps=0, batch=16, batch_eval=16, log_images=3)
+  config.update(eval_every=2, checkpoint_every=2, progress_every=1)
+  config.update(changes)
+  return config
+
+
+def make_task(data_dir, words=WORDS, **changes):
+  config = run_config.complete(make_config(data_dir, **changes))
+  return image_text.Task(config, {'vocabulary': words})
+
+
+@pytest.fixture(scope='module')
+def tower(data_dir, tmp_path_factory):
+  """The workdir of a classifier with the image tower's sizes."""
+  config = conftest.make_tiny_config(data_dir)
+  config.model = make_config(data_dir).model.image
+  metadata = {'class_names': [str(i) for i in range(10)]}
+  config = run_config.complete(config)
+  task = run_config.get_task('classify')(config, metadata)
+  params = tiny_models.randomised(task.model, np.zeros((1, 8, 8, 1)), seed=3)
+  folder = tmp_path_factory.mktemp('tower') / 'run'
+  conftest.write_run(folder, config, metadata, params)
+  return str(folder), params
+
+
+@pytest.fixture(scope='module')
+def run(tower, data_dir, tmp_path_factory):
+  """A run of two updates beside a locked tower: workdir, and what it printed."""
+  workdir = str(tmp_path_factory.mktemp('run') / 'lit')
+  config = make_config(data_dir, pretrained={'img': tower[0]})
+  state, metrics = train.train_and_evaluate(config, workdir)
+  return workdir, state, metrics
+
+
+def test_a_locked_tower_stays_bit_for_bit_and_has_no_state(run, tower):
+  workdir, state, metrics = run
+  for path, x in jax.tree_util.tree_leaves_with_path(state.params['img']):
+    there = tower[1]
+    for key in path:
+      there = there[key.key]
+    np.testing.assert_array_equal(x, there)
+  sizes = {x.shape for x in jax.tree.leaves(state.opt_state)}
+  assert tower[1]['embedding']['kernel'].shape not in sizes
+  assert state.params['txt']['head']['kernel'].shape in sizes
+  model = predict.load(workdir)
+  assert model.task.locked
+  assert model.task.describe() == 'the image tower is locked'
+  assert metrics['num_examples_test'] == 40
+  assert metrics['num_texts_test'] == 40 * 2 * len(digit_captions.TEST)
+  assert 0 <= metrics['accuracy_test'] <= 1
+  assert 'accuracy_top5_test' not in metrics  # Of ten classes.
+
+
+def test_a_run_leaves_its_vocabulary_and_the_matrix(run):
+  workdir = run[0]
+  words = json.load(open(f'{workdir}/vocabulary.json'))
+  assert words[:3] == ['[PAD]', '[UNK]', '[CLS]']
+  assert {'seven', 'greater', 'than'} <= set(words)
+  picture = Image.open(f'{workdir}/similarities.png')
+  assert picture.size == (300 + 3 * 68, 4 * 68)
+
+
+def test_zero_shot_beside_numpy(run):
+  """Class embeddings are means over templates; the largest product wins."""
+  workdir = run[0]
+  model = predict.load(workdir)
+  options = {'templates': 'a photo of a {}', 'classes': ''}
+  found = evaluate.evaluate(workdir, 'test[:40]', options=options)
+  config, _ = workdir_lib.load(workdir)
+  source = sources.open_split(config, 'test[:40]', ('image', 'label'))
+  records = [source.read(source.record(i)) for i in range(40)]
+  images = [record['image'].numpy() for record in records]
+  labels = np.array([record['label'].numpy()[0] for record in records])
+  assert source.class_names == digit_captions.WORDS
+  texts = [f'a photo of a {word}' for word in digit_captions.WORDS]
+  products = model.embed(images) @ model.embed_texts(texts).T
+  accuracy = (products.argmax(axis=1) == labels).mean()
+  assert found['accuracy'] == pytest.approx(accuracy)
+  zimg = model.embed(images)
+  np.testing.assert_allclose(np.linalg.norm(zimg, axis=1), 1, atol=1e-5)
+  # Several templates: the mean of the vectors of length 1, which is shorter.
+  names, templates = ['one', 'two'], ['a {}', 'the digit {}']
+  means = model._embedder.classes(model.params, {}, names, templates)
+  whole = model.embed_texts(
+    ['a one', 'the digit one', 'a two', 'the digit two']
+  )
+  np.testing.assert_allclose(
+    means, whole.reshape(2, 2, -1).mean(axis=1), atol=1e-6
+  )
+
+
+def test_recalls_of_a_small_case():
+  zimg = np.eye(3)
+  # Image 0 has texts 0 and 1, image 1 text 2, image 2 none.
+  ztxt = np.array([[0.1, 0.9, 0.0], [0.8, 0.1, 0.0], [0.9, 0.5, 0.2]])
+  found = zero_shot.recalls(
+    zimg, ztxt, np.array([0, 0, 1]), np.array([0, 1, 2])
+  )
+  # Image 0: text 2 is best, then text 1. Image 1: text 0, then 2.
+  assert found['image_to_text_r1'] == 0
+  assert found['image_to_text_r5'] == 1
+  # Texts: 0 finds image 1 first, 1 finds its image, 2 finds image 0 first.
+  assert found['text_to_image_r1'] == pytest.approx(1 / 3)
+  # A text of two images is right for both; equal products count as wrong.
+  shared = zero_shot.recalls(
+    np.eye(2), np.ones((1, 2)), np.array([0, 1]), np.array([0, 0])
+  )
+  assert shared['text_to_image_r1'] == shared['image_to_text_r1'] == 1
+  equal = zero_shot.recalls(
+    np.ones((2, 2)), np.ones((2, 2)), np.array([0, 1]), np.array([0, 1])
+  )
+  assert equal['text_to_image_r1'] == equal['image_to_text_r1'] == 0
+
+
+def test_recalls_beside_a_sort():
+  rng = np.random.default_rng(0)
+  zimg, ztxt = rng.normal(size=(30, 4)), rng.normal(size=(90, 4))
+  images, texts = np.arange(90) // 3, np.arange(90)
+  found = zero_shot.recalls(zimg, ztxt, images, texts)
+  best = np.argsort(-(zimg @ ztxt.T), axis=1)
+  for k in zero_shot.RECALLS:
+    hits = [(images[row[:k]] == i).any() for i, row in enumerate(best)]
+    assert found[f'image_to_text_r{k}'] == pytest.approx(np.mean(hits))
+  best = np.argsort(-(ztxt @ zimg.T), axis=1)
+  for k in zero_shot.RECALLS:
+    hits = [images[j] in row[:k] for j, row in enumerate(best)]
+    assert found[f'text_to_image_r{k}'] == pytest.approx(np.mean(hits))
+
+
+def test_captions_are_drawn_anew_in_each_epoch(data_dir):
+  config = make_config(data_dir)
+  source = sources.open_split(config, 'train', image_text.Task.FEATURES)
+  words = captions.vocabulary(config, source)
+  task = make_task(data_dir, words)
+  record = source.read(source.record(0))
+  texts = {text.decode() for text in captions.of(record).numpy()}
+  label = int(record['label'][0])
+  assert texts == set(digit_captions.training(label))
+  rows = task.tokenizer(sorted(texts))
+  draw = lambda i: task.example(record, np.array([0, i]))['tokens'].numpy()
+  drawn = [tuple(draw(i)) for i in range(60)]
+  assert {tuple(row) for row in rows} >= set(drawn)
+  assert len(set(drawn)) > len(texts) / 2
+  np.testing.assert_array_equal(draw(3), draw(3))
+  first = task.example(record, None)['tokens'].numpy()
+  text = captions.of(record).numpy()[0].decode()
+  np.testing.assert_array_equal(first, task.tokenizer([text])[0])
+
+
+def test_names_of_held_out_digits_never_stand_beside_their_images():
+  for digit in digit_captions.HELD_OUT:
+    for text in digit_captions.training(digit):
+      assert digit_captions.WORDS[digit] not in text.split()
+      assert str(digit) not in text
+  seven = digit_captions.training(7)
+  for text in (
+    'a photo of a seven',
+    'the number 7',
+    'an odd digit greater than six',
+  ):
+    assert text in seven
+  unseen = {t for d in range(10) for t in digit_captions.training(d)}
+  for digit in range(10):
+    tests = digit_captions.naming(digit, digit_captions.TEST)
+    assert not unseen & set(tests)
+
+
+def test_prediction_with_any_classes_and_texts(run):
+  model = predict.load(run[0])
+  images = list(np.random.default_rng(0).integers(0, 255, (2, 9, 8), np.uint8))
+  found = model.predict(images, texts=['a seven', 'a one', 'the number 3'])
+  assert [len(row) for row in found] == [3, 3]
+  for row in found:
+    assert sum(p for _, p in row) == pytest.approx(1)
+    assert [p for _, p in row] == sorted((p for _, p in row), reverse=True)
+  zimg, ztxt = model.embed(images), model.embed_texts(['a seven', 'a one'])
+  logits = np.exp(np.asarray(model.params['t'])) * zimg @ ztxt.T
+  np.testing.assert_allclose(model.logits(images, ztxt), logits, rtol=1e-5)
+  (row,) = model.predict(images[:1], texts=['a seven', 'a one'])
+  share = 1 / (1 + np.exp(logits[0, 1] - logits[0, 0]))
+  assert dict(row)['a seven'] == pytest.approx(share, rel=1e-4)
+  table = model.table(images, classes=['one', 'two'], embeddings='features')
+  assert table.column('embedding')[0].as_py() == pytest.approx(
+    zimg[0].tolist(), abs=1e-5
+  )
+  assert set(table.column('class').to_pylist()) <= {'one', 'two'}
+  with pytest.raises(ValueError, match='give the classes to choose from'):
+    model.predict(images)
+  with pytest.raises(ValueError, match='must be a list of texts'):
+    model.embed_texts('a cat')
+
+
+def run_command(*flags):
+  args = predict_command.parse(flags)
+  args.distributed = False
+  predict.run(args)
+
+
+def test_the_command(run, tmp_path, capsys):
+  workdir, photo = f'--workdir={run[0]}', str(tmp_path / 'a.png')
+  Image.fromarray(np.zeros((8, 8), np.uint8)).save(photo)
+  picture = tmp_path / 'matrix.png'
+  run_command(workdir, photo, '--classes=one;two;a cat', f'--out={picture}')
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[0] == photo
+  assert {line.split(' %  ')[1] for line in lines[1:4]} == {
+    'one',
+    'two',
+    'a cat',
+  }
+  assert Image.open(picture).size == (300 + 68, 4 * 68)
+  texts = tmp_path / 'texts.txt'
+  texts.write_text('an odd digit\n\nan even digit\n')
+  table = tmp_path / 'table.csv'
+  run_command(workdir, photo, f'--texts={texts}', f'--out={table}')
+  assert table.read_text().splitlines()[0].startswith('path,class,probability')
+  with pytest.raises(ValueError, match='give the classes to choose from'):
+    run_command(workdir, photo)
+  with pytest.raises(FileNotFoundError, match='texts=.*there is no such file'):
+    run_command(workdir, photo, '--texts=/no/such')
+  with pytest.raises(ValueError, match=r'for a table give the classes'):
+    run_command(workdir, photo, f'--out={tmp_path}/other.csv')
+
+
+@pytest.mark.parametrize(
+  'changes, words',
+  [
+    (
+      {'accum_steps': 2},
+      'accum_steps=2 is not possible: the loss compares all',
+    ),
+    ({'label_smoothing': 0.1}, 'label_smoothing=0.1 is for classes'),
+    ({'model.out_dim': (4, 8)}, r'out_dim=\(4, 8\): images have'),
+    ({'model.out_dim': (None, 8)}, 'images have embeddings of width 16'),
+    ({'task_options.templates': 'a photo'}, 'needs one {} for the name'),
+    (
+      {'model.text.config.vocab_size': 4},
+      'has 9 tokens, and the text tower is',
+    ),
+    ({'model.pp.max_len': 20}, 'has 20 tokens a text, but the model has 16'),
+  ],
+)
+def test_keys_that_do_not_fit(data_dir, changes, words):
+  config = make_config(data_dir)
+  with config.ignore_type():
+    config.update_from_flattened_dict(changes)
+  config = run_config.complete(config)
+  with pytest.raises(ValueError, match=words):
+    image_text.Task(config, {'vocabulary': WORDS})
+
+
+def test_data_without_texts(data_dir, tmp_path):
+  config = make_config(data_dir, dataset='digits')
+  with pytest.raises(ValueError, match="dataset='digits' has no texts"):
+    train.prepare(config, str(tmp_path))
+
+
+def test_a_model_that_has_no_text_tower(data_dir):
+  config = conftest.make_tiny_config(data_dir)
+  config.task, config.best_metric = 'image_text', 'accuracy_test'
+  config = run_config.complete(config)
+  with pytest.raises(
+    ValueError, match="task='image_text' needs an image and a"
+  ):
+    image_text.Task(config, {'vocabulary': WORDS})
+
+
+def test_a_best_metric_that_the_data_do_not_give(data_dir, tmp_path):
+  config = make_config(data_dir, best_metric='accuracy_top5_test')
+  task = make_task(data_dir, best_metric='image_to_text_r1_test')
+  mesh = sharding.make_mesh({'data': -1}, jax.devices()[:1])
+  source = sources.open_split(config, 'test', ('image', 'label'))
+  with pytest.raises(
+    ValueError, match='not measured on split .test., which has'
+  ):
+    task.evaluators(mesh, 'test', lambda split: source)
+
+
+def test_pairs_from_a_manifest(data_dir, tmp_path):
+  """Lines with a text or several train and are retrieved, on 8 devices."""
+  rng = np.random.default_rng(0)
+  for split, count in (('train', 24), ('test', 9)):
+    lines = []
+    for i in range(count):
+      name = f'{split}{i}.png'
+      pixels = rng.integers(0, 255, (10, 12, 3), np.uint8)
+      Image.fromarray(pixels).save(tmp_path / name)
+      texts = [f'picture {i}', f'the {i} photo'][: 1 + i % 2]
+      lines.append(json.dumps({'image': name, 'texts': texts}))
+    (tmp_path / f'{split}.jsonl').write_text('\n'.join(lines))
+  config = make_config(
+    data_dir, dataset=str(tmp_path), evals=(('test', 'test'),)
+  )
+  config.best_metric = 'image_to_text_r1_test'
+  config.lr_multipliers = ()
+  config.loss = 'sigmoid'
+  config.model.bias_init = -2.0
+  workdir = str(tmp_path / 'run')
+  state, metrics = train.train_and_evaluate(config, workdir)
+  assert metrics['num_texts_test'] == 9 + 4
+  assert 'accuracy_test' not in metrics
+  assert float(state.params['b'][0]) != -2.0
+  model = predict.load(workdir)
+  (row,) = model.predict([str(tmp_path / 'test0.png')], texts=['a', 'b'])
+  logits = model.logits(
+    [str(tmp_path / 'test0.png')], model.embed_texts(['a', 'b'])
+  )
+  # Each text alone: shares need not sum to 1.
+  assert dict(row)['a'] == pytest.approx(
+    1 / (1 + np.exp(-logits[0, 0])), rel=1e-4
+  )
+
+
+def test_the_command_that_a_run_suggests(data_dir):
+  task = make_task(data_dir)
+  assert task.flags_to_predict().startswith("--classes='zero;one;two;")
+
+
+def test_a_stored_vocabulary_of_another_tokenizer(data_dir, tmp_path):
+  """Files that are no list of words are stored whole."""
+  words = tmp_path / 'words.txt'
+  words.write_text('a photo of a cat and a dog\nthe number seven\n' * 20)
+  flags = dict(vocab_size=23, minloglevel=2)
+  sentencepiece.SentencePieceTrainer.Train(
+    input=str(words), model_prefix=str(tmp_path / 'm'), **flags
+  )
+  config = make_config(data_dir)
+  config.model.pp.tokenizer_name = 'sentencepiece'
+  config.model.pp.vocab_path = str(tmp_path / 'm.model')
+  source = sources.open_split(config, 'train', image_text.Task.FEATURES)
+  metadata = image_text.Task.learn(config, source)
+  (tmp_path / 'm.model').unlink()  # The run needs it no more.
+  task = image_text.Task(run_config.complete(config), metadata)
+  rows = task.tokenizer(['a photo of a cat', 'a'])
+  assert rows.shape == (2, 12)
+  assert (rows[:, -1] == task.tokenizer.eos_token).all()
