@@ -22,6 +22,7 @@ from vit_jax.weights import fitting
 from vit_jax.weights import identify
 from vit_jax.weights import reading
 from vit_jax.weights import writing
+from vit_jax.weights.families import text
 
 copy = fetch.copy
 save = writing.save
@@ -208,22 +209,31 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
       )
     with _weights_named(config):
       if part in extra:
-        found |= _of_model(config, part, path, extra[part])
+        taken = _of_model(config, part, path, extra[part])
       else:
-        found |= _part_weights(config, part, path, task, params, beside)
+        taken = _part_weights(config, part, path, task, params, beside)
+    twice = sorted({name.split('/')[0] for name in taken if name in found})
+    if twice:
+      raise ValueError(
+        f'pretrained={_weights_paths(config)} names two weights for '
+        f"'{twice[0]}/': leave out one of them (config.pretrained)"
+      )
+    found |= taken
   return found
 
 
 def _part_weights(config, part, path, task, params, beside) -> dict:
   """Returns the weights of a part of a model, '' for the whole, from a file."""
   inner = model_configs.parts_of(config.model)
+  if part == 'txt' and model_configs.kind_of(config.model) == 'lit':
+    inner = {'txt': 'text'}
   for name in inner if not part else {part} & set(inner):
     # The weights of a whole model are those of a part too, if they have its
     # form: a detector starts from a classifier.
     other = () if part else fitting.OtherModelError
     new = ('head/', 'pre_logits/')
     with contextlib.suppress(other):
-      return _of_model(config, name, path, params[name], inner[name], new)
+      return _of_model(config, name, path, params[name], inner[name], new, part)
   taken = _taken(
     config,
     path,
@@ -235,13 +245,13 @@ def _part_weights(config, part, path, task, params, beside) -> dict:
   return {name: x for name, x in taken.items() if name.startswith(kept)}
 
 
-def _of_model(config, name, path, expected, key=None, new=()) -> dict:
+def _of_model(config, name, path, expected, key=None, new=(), part='') -> dict:
   """Returns the weights of a whole model (`config.model[key]`) in a file.
 
-  They are the part `name` of the state; `expected` are its shapes, and `new`
-  what keeps its initial values.
+  They are the part `name` of the state; `expected` are its shapes, `new` what
+  keeps its initial values, and `part` that of vit_jax.weights.fitting.
   """
-  taken = _taken(config, path, expected, key, new=new)
+  taken = _taken(config, path, expected, key, new=new, part=part)
   return {f'{name}/{leaf}': value for leaf, value in taken.items()}
 
 
@@ -249,12 +259,15 @@ def _taken(config, path, expected, key=None, **kwargs) -> dict:
   """Calls `transferable` for a run's model, or for `config.model[key]`."""
   from vit_jax import preprocess  # Late: imports TensorFlow.
 
-  model = config.model[key] if key else config.model
-  encoder = model.get('transformer') or {}
+  model = config.model[key] if key and key != 'text' else config.model
+  image = model_configs.vit_of(model)
+  encoder = image.get('transformer') or {}
   new_grid = encoder.get('position_grid') or models.patch_grid(
-    model, preprocess.crop_size(config.pp)
+    image, preprocess.crop_size(config.pp)
   )
   place = f'model.{key}' if key else 'model'
+  if key == 'text':
+    model, place = text.config_of(model), text.place_of(model)
   return transferable(
     path,
     expected,

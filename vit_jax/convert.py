@@ -5,7 +5,6 @@
 
 from collections.abc import Sequence
 import copy
-import functools
 import json
 import tempfile
 from typing import Any
@@ -31,6 +30,11 @@ from vit_jax.weights.families import families
 
 KINDS = tuple(writing.WRITERS)
 _HUB_KINDS = ('hf', 'timm')
+# Kind of weights that are a part of a model -> what they are.
+_ALONE = {
+  'resnet': 'the backbone of a detector',
+  'bert': 'the text tower of an image-text model',
+}
 
 
 def read(
@@ -58,14 +62,15 @@ def read(
   """
   weights = reading.read(src, num_heads, dtype)
   config = identify.model_config(weights.params, weights.model)
-  if config is None:
-    alone = weights.kind == 'resnet'
+  if weights.kind in _ALONE:
     raise ValueError(
-      f"'{src}' holds the backbone of a detector alone: start a run from it "
+      f"'{src}' holds {_ALONE[weights.kind]} alone: start a run from it "
       '(--config.pretrained) and convert that'
-      if alone
-      else f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer, BiT, "
-      f'DETR or iGPT: it has {sorted(weights.params)[:6]} (SRC)'
+    )
+  if config is None:
+    raise ValueError(
+      f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer, BiT, DETR, "
+      f'iGPT or LiT: it has {sorted(weights.params)[:6]} (SRC)'
     )
   if weights.kind == 'workdir':
     config = ml_collections.ConfigDict(weights.model)
@@ -108,11 +113,8 @@ def read(
 
 def _check_shapes(weights, config, num_classes, size):
   """Checks that all leaves of the model are present, with their shapes."""
-  model = models.make_model(config, num_classes=num_classes)
   family = families.of(config)
-  inputs = family.inputs(config, weights.params, size or (224, 224))
-  init = functools.partial(model.init, train=False)
-  expected = jax.eval_shape(init, jax.random.key(0), inputs)
+  expected = family.shapes(config, weights.params, num_classes, size)
   have = reading.leaves_of(weights)
   tree = {**expected.pop('params'), **expected}
   want = flax.traverse_util.flatten_dict(tree, sep='/')

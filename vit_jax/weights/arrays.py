@@ -29,10 +29,11 @@ _UNFOLDS = 20
 _SMALL = 2**26
 # Greatest number of '/'-separated parts of a name; published names have up to 5.
 _DEEPEST = 32
-# Buffers of PyTorch's models that hold no weights: counters of batch norm, and
-# causal masks.
+# Buffers of PyTorch's models that hold no weights: counters of batch norm, causal
+# masks, and numbers of positions.
 _NO_WEIGHTS = re.compile(
-  r'(.+\.)?(num_batches_tracked|attn\.(masked_)?bias)'
+  r'(.+\.)?(num_batches_tracked|attn\.(masked_)?bias'
+  r'|embeddings\.position_ids)'
 )  # fmt: skip
 
 # Pickle opcodes that import a name, and the names that a state dict may import.

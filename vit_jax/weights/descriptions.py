@@ -30,14 +30,15 @@ class Description(NamedTuple):
     class_names: in the order of the logits, or None if unknown.
     image_size: (height, width) in pixels, or None if unknown.
     metadata: further metadata of a run by name, such as a palette.
-    num_heads: number of attention heads, or None if there are none.
+    num_heads: number of attention heads, or those of the image and of the text
+      tower; None if unknown.
   """
 
   model: dict
   class_names: tuple[str, ...] | None = None
   image_size: tuple[int, int] | None = None
   metadata: dict = {}  # noqa: RUF012
-  num_heads: int | None = None
+  num_heads: int | tuple[int | None, int | None] | None = None
 
 
 def notes_file(npz) -> epath.Path:
@@ -92,10 +93,15 @@ def _is_text(value):
 
 
 OBJECT: Kind = (lambda x: isinstance(x, dict), 'an object: {...}')
+TEXT: Kind = (_is_text, 'a text')
 FLAG: Kind = (lambda x: isinstance(x, bool), 'true or false')
 FLAGS: Kind = (_is_list(FLAG[0]), 'a list of true and false')
 COUNT: Kind = (is_count, 'a number of at least 1')
 COUNTS: Kind = (_is_list(is_count), 'a list of numbers of at least 1')
+COUNTS_BY_NAME: Kind = (
+  lambda x: isinstance(x, dict) and all(map(is_count, x.values())),
+  'an object of numbers of at least 1',
+)
 EPSILON: Kind = (
   lambda x: type(x) in (int, float) and 0 < x < 1,
   'a number between 0 and 1',
@@ -141,10 +147,15 @@ def only(config, models: str, **values):
 def from_notes(config) -> Description:
   """Returns what the JSON file beside an .npz tells."""
   model = field(config, 'model', OBJECT, {})
+  encoder = {'gelu': one_of(('erf', 'quick', 'tanh')), 'norm_eps': EPSILON}
   known = {
-    'transformer': {'gelu': one_of(('erf', 'tanh')), 'norm_eps': EPSILON},
+    'transformer': encoder,
     'resnet': {'eps': one_of(_EPSILONS)},
     'eps': one_of(_EPSILONS),  # Of a BiT ResNet.
+    # Of an image-text model.
+    'image': {'transformer': encoder},
+    'text': {**encoder, 'causal': FLAG, 'pool': TEXT, 'config': COUNTS_BY_NAME},
+    'pp': {'tokenizer_name': TEXT, 'vocab_path': TEXT, 'max_len': COUNT},
   }
   return Description(_known_fields(model, known), names(config, 'class_names'))
 

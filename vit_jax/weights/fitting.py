@@ -15,6 +15,7 @@ import flax.traverse_util
 import numpy as np
 
 from vit_jax import models
+from vit_jax.configs import models as model_configs
 from vit_jax.layers import positions
 from vit_jax.weights import identify
 from vit_jax.weights import reading
@@ -22,7 +23,7 @@ from vit_jax.weights.families import families
 
 # A table of position embeddings, see vit_jax/layers/positions.py.
 _POSEMB = re.compile(
-  r'Transformer/posembed_(?:input|\d+)/(pos|x|y|relative)_embedding'
+  r'(img/|)Transformer/posembed_(?:input|\d+)/(pos|x|y|relative)_embedding'
 )
 
 
@@ -40,6 +41,7 @@ def transferable(
   partly: bool = False,
   adapt: Callable[[reading.Weights], reading.Weights] = lambda weights: weights,
   place: str = 'model',
+  part: str = '',
 ) -> dict[str, np.ndarray]:
   """Returns the weights that `load_pretrained` takes, by '/'-joined path.
 
@@ -52,11 +54,18 @@ def transferable(
       and the file more layers.
     adapt: changes what was read, see vit_jax.tasks.base.Task.adapt_weights.
     place: where in the config of a run `model_config` is.
+    part: the part of an image-text model that this model is, which comes from
+      that part of an image-text model's weights, with its head.
   """
   want = flax.traverse_util.flatten_dict(expected, sep='/')
   encoder = model_config.get('transformer') or model_config
   weights = reading.read(pretrained_path, encoder.get('num_heads'))
-  _check_family(pretrained_path, reading.leaves_of(weights), want)
+  flat = reading.leaves_of(weights)
+  own = families.of_tree(flat).part(weights, part) if part else None
+  if own is not None:
+    weights, flat = own, reading.leaves_of(own)
+    new = () if {'head/kernel'} <= flat.keys() & want.keys() else ('head/',)
+  _check_family(pretrained_path, flat, want)
   weights = adapt(weights)
   flat = reading.leaves_of(weights)
   if 'head/kernel' in flat and not flat['head/kernel'].any():
@@ -145,15 +154,16 @@ def _resized(have, want, grid, new_grid):
   moved = bool(grid and new_grid and tuple(grid) != tuple(new_grid))
   resized, faults = {}, []
   for path in sorted(filter(_POSEMB.fullmatch, have.keys() & want)):
-    kind, table = _POSEMB.fullmatch(path)[1], have[path]
+    tower, kind = _POSEMB.fullmatch(path).groups()
+    table, cls = have[path], f'{tower}cls'
     old, new = table.shape, want[path].shape
     if kind == 'relative' and (moved or old != new):
       faults.append(f'{path}: {_SEQUENCE}')
-    elif ('cls' in have) != ('cls' in want) or len(old) != len(new):
+    elif (cls in have) != (cls in want) or len(old) != len(new):
       continue
     elif kind == 'pos' and old[::2] == new[::2] and (moved or old != new):
       resized[path] = interpolate_posembed(
-        table, new[1], 'cls' in have, grid, new_grid
+        table, new[1], cls in have, grid, new_grid
       )
     elif kind in ('x', 'y') and old[1:] == new[1:] and old != new:
       table = positions.resize(np.asarray(table, np.float32), new[0])
@@ -208,13 +218,13 @@ def fail_for(
 
 def _grid(weights):
   """Returns (height, width) in patches if the file gives it, or its image size."""
-  encoder = weights.model.get('transformer') or {}
+  encoder = model_configs.vit_of(weights.model).get('transformer') or {}
   if encoder.get('position_grid'):
     return tuple(encoder['position_grid'])
   config = identify.model_config(weights.params)
   if weights.image_size is None or config is None:
     return None
-  return models.patch_grid(config, weights.image_size)
+  return models.patch_grid(model_configs.vit_of(config), weights.image_size)
 
 
 def note_differences(weights, model_config, place='model'):

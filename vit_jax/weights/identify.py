@@ -50,21 +50,28 @@ def model_config(
 def _matches(config, sizes):
   """Returns whether a config of the table has these sizes.
 
-  The pre-logits layer and the number of heads are not compared: some files do
-  not tell them.
+  The pre-logits layer and the number of heads in a group are not compared: some
+  files do not tell them. Nor is `pp`, what the inputs are.
   """
-  if ('resnet' in config) != ('resnet' in sizes):
+  fields = models.class_of(config).__dataclass_fields__
+  defaults = {k: getattr(field, 'default', None) for k, field in fields.items()}
+  return _same({**defaults, **config}, sizes, ('representation_size', 'pp'))
+
+
+def _same(config, sizes, ignored):
+  """Returns whether fields, and those of groups in them, have these sizes."""
+  if (config.get('resnet') is None) != ('resnet' not in sizes):
     return False
-  defaults = models.class_of(config).__dataclass_fields__
   for key, value in sizes.items():
-    have = config.get(key, getattr(defaults.get(key), 'default', None))
-    if isinstance(value, dict):
-      pairs = [
-        (have and have.get(k), x) for k, x in value.items() if k != 'num_heads'
-      ]
-    else:
-      pairs = [(have, value)]
-    if key != 'representation_size' and any(x != y for x, y in pairs):
+    have = config.get(key)
+    if key in ignored:
+      continue
+    if not isinstance(value, dict):
+      if have != value:
+        return False
+    elif not hasattr(have, 'get') or not _same(
+      have, value, (*ignored, 'num_heads')
+    ):
       return False
   return True
 

@@ -9,7 +9,9 @@ Formats, and how each is recognised:
   hf        the same with Hugging Face's names (`ViTModel` and
             `ViTForImageClassification`, `DetrForObjectDetection`,
             `DetrForSegmentation`, `ImageGPTForCausalImageModeling` and
-            `ImageGPTModel`)
+            `ImageGPTModel`, `CLIPModel` and `SiglipModel`)
+  open_clip a CLIP with open_clip's names, a file or a folder likewise
+  bert      a BERT of Hugging Face, as a text tower
   pth       a file released with DETR's paper
   resnet    a ResNet of timm, torchvision or Hugging Face, as a backbone
   workdir   folder of a run, with config.json and checkpoints
@@ -209,7 +211,8 @@ def _read_npz(file, dtype):
   found = descriptions.read(
     descriptions.notes_file(file), descriptions.from_notes
   )
-  return _weights(flat, 'npz', found)
+  model = families.of_tree(flat).beside_npz(file, flat, found.model)
+  return _weights(flat, 'npz', found._replace(model=model))
 
 
 def _weights(flat, kind, found: descriptions.Description) -> Weights:
@@ -321,5 +324,7 @@ def _read_torch(file, num_heads, beside, dtype):
     family, naming = families.of_names(flat)
   found = family.read_beside(beside, file, flat, naming)
   with arrays.naming(file, 'cannot be used'):
-    flat = family.load(flat, naming, num_heads or found.num_heads)
+    if not isinstance(found.num_heads, tuple):
+      found = found._replace(num_heads=num_heads or found.num_heads)
+    flat = family.load(flat, naming, found.num_heads)
   return _weights(flat, naming, found)

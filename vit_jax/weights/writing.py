@@ -51,10 +51,11 @@ class Model(NamedTuple):
 def check(model: Model, to: str) -> list[str]:
   """Returns notes; ValueError if a format holds no models of this kind."""
   family = families.of(model.config)
-  if to not in family.formats:
+  formats = family.formats_of(model.config)
+  if to not in formats:
     raise ValueError(
       f'{identify.describe(model.params)} cannot be written as {to}: give '
-      f'--to={"|".join(family.formats)}'
+      f'--to={"|".join(formats)}'
     )
   return family.notes(model, to)
 

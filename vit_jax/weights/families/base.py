@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
+import functools
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ import flax.traverse_util
 import jax
 import numpy as np
 
+from vit_jax import models
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import leaves
 
@@ -47,11 +49,11 @@ class Family(abc.ABC):
 
   @abc.abstractmethod
   def load(
-    self, flat: dict[str, np.ndarray], naming: str, num_heads: int | None
+    self, flat: dict[str, np.ndarray], naming: str, num_heads
   ) -> dict[str, np.ndarray]:
     """Converts a state dict, which it empties, to arrays by path.
 
-    Raises ValueError for arrays that no such model has, and if `num_heads` does
+    `num_heads` is that of vit_jax.weights.descriptions.Description. Raises ValueError for arrays that no such model has, and if `num_heads` does
     not divide the width, or is missing though shapes do not tell it.
     """
 
@@ -87,8 +89,8 @@ class Family(abc.ABC):
   def differences(self, config, other) -> Iterator[tuple[str, Any, Any]]:
     """Yields (key, value, other value) where two models compute differently."""
     for key, default in self.computes.items():
-      group, _, name = key.rpartition('.')
-      ours, theirs = (c.get(group) if group else c for c in (config, other))
+      *groups, name = key.split('.')
+      ours, theirs = (_inner(c, groups) for c in (config, other))
       if ours is not None and theirs is not None:
         here, there = ours.get(name, default), theirs.get(name, default)
         if here != there:
@@ -127,6 +129,31 @@ class Family(abc.ABC):
     shape = (1, *image_size, leaves.channels(flat))
     return jax.ShapeDtypeStruct(shape, np.dtype('float32'))
 
+  def shapes(self, config, params, num_classes, image_size) -> dict[str, Any]:
+    """Returns the shapes of a model's variables."""
+    model = models.make_model(config, num_classes=num_classes)
+    inputs = self.inputs(config, params, image_size or (224, 224))
+    init = functools.partial(model.init, train=False)
+    return jax.eval_shape(init, jax.random.key(0), inputs)
+
+  def part(self, weights, name: str):
+    """Returns the weights of a part of a model alone, by its parameters' name.
+
+    `weights` and the result are a vit_jax.weights.reading.Weights. None if
+    models of this family have no such part.
+    """
+    del weights, name
+
+  def beside_npz(
+    self,
+    file: epath.Path,
+    flat: Mapping[str, np.ndarray],
+    told: dict[str, Any],
+  ) -> dict[str, Any]:
+    """Adds what other files beside an .npz tell to `told`, fields of the model."""
+    del file, flat
+    return told
+
   def run(self, model) -> dict[str, Any]:
     """Returns what a model determines of the config of its run."""
     del model
@@ -141,6 +168,11 @@ class Family(abc.ABC):
     """Raises ValueError if a model's metadata do not fit its weights."""
     del model
 
+  def formats_of(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the formats that hold a model."""
+    del config
+    return self.formats
+
   def notes(self, model, to: str) -> list[str]:
     """Returns what a user should know of a model in a format."""
     del model, to
@@ -152,3 +184,10 @@ class Family(abc.ABC):
 
     ValueError if the other program has no such model.
     """
+
+
+def _inner(config, groups):
+  """Returns a group of fields inside of a config, or None."""
+  for group in groups:
+    config = None if config is None else config.get(group)
+  return config

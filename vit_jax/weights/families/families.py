@@ -10,12 +10,17 @@ from typing import Any
 from vit_jax.weights.families import base
 from vit_jax.weights.families import detr
 from vit_jax.weights.families import igpt
+from vit_jax.weights.families import lit
+from vit_jax.weights.families import text
 from vit_jax.weights.families import vit
 
 # Of the last are all models that are of no other family.
 _FAMILIES: tuple[base.Family, ...] = (
   detr.Detrs(),
   igpt.ImageGPTs(),
+  lit.ImageTexts(),
+  text.Berts(),
+  text.TextTransformers(),
   vit.Classifiers(),
 )
 _BACKBONE = 'a ResNet without a detector'
@@ -38,7 +43,7 @@ def of_names(names: Iterable[str]) -> tuple[base.Family, str]:
       return family, naming
   raise ValueError(
     "it holds no Vision Transformer by timm's or Hugging Face's names, no BiT "
-    f'ResNet, DETR or iGPT; its names are {sorted(names)[:4]} ...'
+    f'ResNet, DETR, iGPT, CLIP, SigLIP or BERT; its names are {sorted(names)[:4]} ...'
   )
 
 

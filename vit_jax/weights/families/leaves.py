@@ -10,6 +10,9 @@ kernel's layout there differs from that here:
   bias   [heads, size]              here, [heads * size] in PyTorch
   out    [heads, size, out]         here, [out, heads * size] in PyTorch
   table  [rows, width]              in both
+  rows   [1, rows, width]           here, [rows, width] in PyTorch
+  token  [1, 1, width]              here, [width] in PyTorch
+  scalar [1]                        here, [] in PyTorch
   same   the same in both
 
 Conversions only transpose and reshape: they are exact in both directions.
@@ -50,6 +53,9 @@ _LAYOUTS = {
     lambda x: x.reshape(-1, x.shape[-1]).T,
   ),
   'table': (2, lambda x, heads: x, lambda x: x),
+  'rows': (2, lambda x, heads: x[None], lambda x: x[0]),
+  'token': (1, lambda x, heads: x[None, None], lambda x: x[0, 0]),
+  'scalar': (0, lambda x, heads: x.reshape(-1), lambda x: x.reshape(())),
   'same': (0, lambda x, heads: x, lambda x: x),
 }
 # Kind of a layer -> end of a leaf's path, its layout, end of its name.
@@ -117,7 +123,7 @@ def dump(
   for path, layout, name in table:
     if path in flat:
       to_torch = _LAYOUTS[layout][2]
-      state[name] = np.ascontiguousarray(to_torch(np.asarray(flat.pop(path))))
+      state[name] = np.array(to_torch(np.asarray(flat.pop(path))), order='C')
   if flat:
     raise ValueError(
       f'{sorted(flat)[:10]} have no counterpart in {where}: write this model as '

@@ -17,6 +17,8 @@ from vit_jax.weights.families import vit_files
 
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
 _ATTENTION = 'MultiHeadDotProductAttention_0/'
+# Leaves of what this package alone writes.
+_POOLING, _FIRST_NORM = 'MAPHead_0/probe', 'Transformer/first_norm/scale'
 # Rows of vit_jax.weights.families.leaves, with the names of timm and of Hugging
 # Face.
 _STEM = (
@@ -206,11 +208,12 @@ class Classifiers(base.Family):
       )
     encoder = fields['transformer']
     resnet = f'R{fields["resnet"]["num_layers"]}+' if 'resnet' in fields else ''
-    pooling = '' if fields['classifier'] == 'token' else ', mean pooling'
+    pooling = {'gap': ', mean pooling', 'map': ', attention pooling'}
     return (
       f'{resnet}ViT of {encoder["num_layers"]} layers, width '
       f'{fields["hidden_size"]}, MLP {encoder["mlp_dim"]}, '
-      f'{encoder["num_heads"]} heads, patches {patch}{pooling}'
+      f'{encoder["num_heads"]} heads, patches {patch}'
+      + pooling.get(fields['classifier'], '')
     )
 
   def read_beside(self, beside, file, flat, naming):
@@ -248,6 +251,15 @@ def _is_hybrid(names):
 def _check_exists(flat, naming):
   """Raises ValueError if the other program has no such model."""
   to_hf = naming == 'hf'
+  for what, leaf in (
+    ('a ViT with attention pooling', _POOLING),
+    ('a ViT with a norm before its layers', _FIRST_NORM),
+  ):
+    if leaf in flat:
+      raise ValueError(
+        f'{what} cannot be written for {_PROGRAMS[naming]}: write it as .npz or '
+        'as a run (--to=npz, --to=workdir)'
+      )
   for what, is_there in (
     ('an MLP-Mixer', any(path.startswith('MixerBlock') for path in flat)),
     ('a BiT ResNet', to_hf and is_bit(flat)),
@@ -281,8 +293,9 @@ def _vit_sizes(flat):
       'mlp_dim': flat[f'{block}MlpBlock_0/Dense_0/kernel'][1],
       'num_heads': flat[f'{block}{_ATTENTION}query/kernel'][1],
       **_position_fields(flat),
+      **({'first_norm': True} if _FIRST_NORM in flat else {}),
     },
-    'classifier': 'token' if 'cls' in flat else 'gap',
+    'classifier': _classifier(flat),
   }
   if 'pre_logits/kernel' in flat:
     sizes['representation_size'] = flat['pre_logits/kernel'][1]
@@ -292,6 +305,12 @@ def _vit_sizes(flat):
       'width_factor': flat['conv_root/kernel'][-1] // 64,
     }
   return sizes
+
+
+def _classifier(flat):
+  if 'cls' in flat:
+    return 'token'
+  return 'map' if _POOLING in flat else 'gap'
 
 
 def _position_fields(flat):

@@ -31,25 +31,31 @@ _TIMM_BITS = {
 _SCALING = {
   'timm': ('config.json', 'mean', 'std'),
   'hf': ('preprocessor_config.json', 'image_mean', 'image_std'),
+  'open_clip': ('open_clip_config.json', 'mean', 'std'),
 }
-_GELUS = {
+# Their names of GELUs -> ours.
+GELUS = {
   'gelu': 'erf',
   'gelu_new': 'tanh',
   'gelu_pytorch_tanh': 'tanh',
   'gelu_fast': 'tanh',
   'gelu_tanh': 'tanh',
+  'quick_gelu': 'quick',
 }
+# Ours -> theirs, in timm and in Hugging Face.
+_TIMM_GELUS = {'erf': 'gelu', 'tanh': 'gelu_tanh', 'quick': 'quick_gelu'}
+HF_GELUS = {**_TIMM_GELUS, 'tanh': 'gelu_pytorch_tanh'}
 
 
 def from_hf(config) -> descriptions.Description:
   """Returns what config.json of Hugging Face tells."""
   field = functools.partial(descriptions.field, config)
-  gelu = field('hidden_act', descriptions.one_of(_GELUS), 'gelu')
+  gelu = field('hidden_act', descriptions.one_of(GELUS), 'gelu')
   eps = field('layer_norm_eps', descriptions.EPSILON, 1e-12)
   return descriptions.Description(
-    dict(transformer=dict(gelu=_GELUS[gelu], norm_eps=float(eps))),
+    dict(transformer=dict(gelu=GELUS[gelu], norm_eps=float(eps))),
     descriptions.labels(config),
-    _pair(field('image_size', descriptions.SIZE)),
+    pair(field('image_size', descriptions.SIZE)),
     num_heads=field('num_attention_heads', descriptions.COUNT),
   )
 
@@ -61,7 +67,7 @@ def from_timm(config) -> descriptions.Description:
     field(config, key, descriptions.OBJECT, {})
     for key in ('model_args', 'pretrained_cfg')
   )
-  gelu = field(args, 'act_layer', descriptions.one_of(_GELUS), 'gelu')
+  gelu = field(args, 'act_layer', descriptions.one_of(GELUS), 'gelu')
   is_shape = lambda x: descriptions.COUNTS[0](x) and len(x) == 3
   shape = field(
     pretrained, 'input_size', (is_shape, '[channels, height, width]')
@@ -69,18 +75,23 @@ def from_timm(config) -> descriptions.Description:
   size = field(args, 'img_size', descriptions.SIZE, shape and shape[1:])
   names = (descriptions.names(x, 'label_names') for x in (config, pretrained))
   return descriptions.Description(
-    dict(transformer=dict(gelu=_GELUS[gelu], norm_eps=1e-6)),
+    dict(transformer=dict(gelu=GELUS[gelu], norm_eps=1e-6)),
     next(filter(None, names), None),
-    _pair(size),
+    pair(size),
     num_heads=field(args, 'num_heads', descriptions.COUNT),
   )
 
 
-def warn_of_scaling(beside, file, naming: str):
-  """Warns if the pixels of these weights' images had another range than here."""
+def warn_of_scaling(beside, file, naming: str) -> dict:
+  """Warns if the pixels of these weights' images had another range than here.
+
+  Returns the fields that tell how pixels were scaled, if any.
+  """
   name, *keys = _SCALING[naming]
   config = descriptions.read(beside(name), dict)
-  given = {key: config.get('pretrained_cfg', config).get(key) for key in keys}
+  for group in ('pretrained_cfg', 'preprocess_cfg'):
+    config = config.get(group, config)
+  given = {key: config.get(key) for key in keys}
   given = {key: value for key, value in given.items() if value is not None}
   if any(np.any(np.asarray(value) != 0.5) for value in given.values()):
     words = ' and '.join(f'{key}={value}' for key, value in given.items())
@@ -89,9 +100,11 @@ def warn_of_scaling(beside, file, naming: str):
       'this package scales them to [-1, 1]: results are worse until the model is '
       'fine-tuned'
     )
+  return given
 
 
-def _pair(size):
+def pair(size):
+  """Returns (height, width) for one number or two; None for None."""
   return (size, size) if isinstance(size, int) else size and tuple(size)
 
 
@@ -100,7 +113,7 @@ def image_size(
 ) -> tuple[int, int]:
   """Returns (height, width) of a model's images, by default a square."""
   tokens = _tokens(params)
-  size = given or _square(tokens, config)
+  size = given or square(tokens, config)
   grid = models.patch_grid(config, size)
   if None not in (tokens, grid) and math.prod(grid) != tokens:
     raise ValueError(
@@ -111,7 +124,8 @@ def image_size(
   return size
 
 
-def _square(tokens, config):
+def square(tokens: int | None, config) -> tuple[int, int]:
+  """Returns the size of square images of so many patches; None: of the usual."""
   if config.get('patches') is None:  # A model for images of any size.
     return (_USUAL_SIZE, _USUAL_SIZE)
   side = 14 if tokens is None else math.isqrt(tokens)
@@ -188,7 +202,7 @@ def _timm_resizing(model):
   if resize is None:
     return whole, []
   # A little less, so that rounding in the division does not cost a pixel.
-  sides = _pair(resize)
+  sides = pair(resize)
   share = math.nextafter(crop[0] / sides[0], 0.0)
   if tuple(math.floor(side / share) for side in crop) != sides:
     return whole, [
@@ -224,7 +238,7 @@ def _timm_vit(model):
     class_token=config.classifier == 'token',
     global_pool='token' if config.classifier == 'token' else 'avg',
     fc_norm=False,
-    act_layer='gelu_tanh' if encoder.get('gelu', 'tanh') == 'tanh' else 'gelu',
+    act_layer=_TIMM_GELUS[encoder.get('gelu', 'tanh')],
   )
 
 
@@ -252,7 +266,6 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
   config, encoder = model.config, model.config.transformer
   pooled = 'pre_logits' in model.params
   whole = model.num_classes and not pooled
-  tanh = encoder.get('gelu', 'tanh') == 'tanh'
   fields = dict(
     model_type='vit',
     architectures=['ViTForImageClassification' if whole else 'ViTModel'],
@@ -260,7 +273,7 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
     num_hidden_layers=encoder.num_layers,
     num_attention_heads=encoder.num_heads,
     intermediate_size=encoder.mlp_dim,
-    hidden_act='gelu_pytorch_tanh' if tanh else 'gelu',
+    hidden_act=HF_GELUS[encoder.get('gelu', 'tanh')],
     layer_norm_eps=encoder.get('norm_eps', 1e-6),
     hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,

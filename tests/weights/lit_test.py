@@ -1,0 +1,594 @@
+"""Tests of image-text models' weights from and for elsewhere."""
+
+import json
+import re
+
+import flax.traverse_util
+import jax
+import ml_collections
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+from tests import tiny_models
+from tests import torch_models
+from tests import trees
+from vit_jax import checkpoint
+from vit_jax import convert
+from vit_jax import models
+from vit_jax import models_lit
+from vit_jax.configs import common
+from vit_jax.configs import models as model_configs
+from vit_jax.weights import fitting
+from vit_jax.weights import identify
+from vit_jax.weights import reading
+from vit_jax.weights import writing
+from vit_jax.weights.families import families
+
+transformers = torch_models.transformers
+
+ROWS = 20  # Of the vocabularies.
+TEXT = dict(
+  vocab_size=ROWS, hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
+  intermediate_size=16, max_position_embeddings=6, eos_token_id=ROWS - 1,
+)  # fmt: skip
+IMAGE = dict(
+  hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+  intermediate_size=20, image_size=8, patch_size=4,
+)  # fmt: skip
+SCALING = {'image_mean': [0.4, 0.5, 0.6], 'image_std': [0.2, 0.3, 0.4]}
+
+
+def clip():
+  return transformers.CLIPModel(
+    transformers.CLIPConfig(
+      text_config=TEXT, vision_config=IMAGE, projection_dim=10
+    )
+  )
+
+
+def siglip():
+  text = {**TEXT, 'hidden_size': 8, 'num_attention_heads': 4}
+  return transformers.SiglipModel(
+    transformers.SiglipConfig(text_config=text, vision_config=IMAGE)
+  )
+
+
+MAKERS = {'clip': clip, 'siglip': siglip}
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+  """Folders of Hugging Face's models by name, and the models."""
+  found = {}
+  for name, make in MAKERS.items():
+    folder = tmp_path_factory.mktemp(name)
+    theirs = torch_models.randomize(make()).eval()
+    theirs.save_pretrained(folder)
+    (folder / 'preprocessor_config.json').write_text(json.dumps(SCALING))
+    (folder / 'tokenizer.json').write_text('{}')
+    found[name] = folder, theirs
+  return found
+
+
+def inputs():
+  images = np.random.RandomState(0).uniform(-1, 1, (3, 8, 8, 3))
+  tokens = [[3, 5, 7, 19, 0, 0], [3, 19, 0, 0, 0, 0], [3, 9, 9, 4, 2, 19]]
+  return images.astype(np.float32), np.array(tokens, np.int32)
+
+
+def our_logits(config, params):
+  model, (images, tokens) = models.make_model(config), inputs()
+
+  @jax.jit
+  def apply(params):
+    outputs = model.apply({'params': params}, images=images, tokens=tokens)
+    return models_lit.similarity(*outputs)
+
+  return apply(params)
+
+
+def their_logits(model):
+  images, tokens = inputs()
+  with torch.no_grad():
+    return model(
+      torch.tensor(tokens), torch.tensor(images).permute(0, 3, 1, 2)
+    ).logits_per_image.numpy()
+
+
+def state_of(folder):
+  return safetensors.numpy.load_file(folder / 'model.safetensors')
+
+
+@pytest.mark.parametrize('name', MAKERS)
+def test_a_model_of_hugging_face_and_back(saved, tmp_path, name, caplog):
+  folder, theirs = saved[name]
+  found = convert.read(str(folder))
+  want = their_logits(theirs)
+  assert want.std() > 0.1
+  np.testing.assert_allclose(
+    our_logits(found.config, found.params), want, atol=1e-4
+  )
+  assert 'scaled by image_mean=[0.4, 0.5, 0.6]' in caplog.text
+  assert found.config.pp.max_len == 6
+  assert found.config.pp.tokenizer_name == name
+  assert found.image_size == (8, 8)
+  there, npz = tmp_path / 'there', tmp_path / 'a.npz'
+  _, notes = convert.convert(str(folder), str(there), 'hf')
+  assert any('files of the tokenizer' in note for note in notes)
+  before, after = state_of(folder), state_of(there)
+  assert {k: x.shape for k, x in after.items()} == {
+    k: x.shape for k, x in before.items()
+  }
+  trees.assert_same(after, before)
+  cls = type(theirs)
+  again, info = cls.from_pretrained(there, output_loading_info=True)
+  assert not info['missing_keys']
+  assert not info['unexpected_keys']
+  np.testing.assert_array_equal(their_logits(again.eval()), want)
+  processor = json.loads((there / 'preprocessor_config.json').read_text())
+  assert {key: processor[key] for key in SCALING} == SCALING
+  _, notes = convert.convert(str(folder), str(npz))
+  again = convert.read(str(npz))
+  trees.assert_same(again.params, found.params)
+  family = families.of(found.config)
+  assert not [*family.differences(again.config, found.config)]
+  with pytest.raises(ValueError, match=r'as timm: give --to=hf\|npz\|workdir'):
+    convert.convert(str(folder), str(tmp_path / 'timm'), 'timm')
+  assert identify.describe(found.params).endswith(
+    f'{"" if name == "clip" else ", attention pooling"}, with text transformer '
+    f'of 2 layers, width {12 if name == "clip" else 8}'
+  )
+
+
+# Hugging Face's name -> open_clip's, as its releases have them.
+OPEN_CLIP = (
+  (r'^vision_model\.embeddings\.patch_embedding\.', 'visual.conv1.'),
+  (r'^vision_model\.embeddings\.class_embedding$', 'visual.class_embedding'),
+  (
+    r'^vision_model\.embeddings\.position_embedding\.weight$',
+    'visual.positional_embedding',
+  ),
+  (r'^vision_model\.pre_layrnorm\.', 'visual.ln_pre.'),
+  (r'^vision_model\.post_layernorm\.', 'visual.ln_post.'),
+  (r'^vision_model\.encoder\.layers\.', 'visual.transformer.resblocks.'),
+  (r'^text_model\.encoder\.layers\.', 'transformer.resblocks.'),
+  (r'^text_model\.embeddings\.token_embedding\.', 'token_embedding.'),
+  (
+    r'^text_model\.embeddings\.position_embedding\.weight$',
+    'positional_embedding',
+  ),
+  (r'^text_model\.final_layer_norm\.', 'ln_final.'),
+  (r'^visual_projection\.weight$', 'visual.proj'),
+  (r'^text_projection\.weight$', 'text_projection'),
+  (r'\.layer_norm(\d)\.', r'.ln_\1.'),
+  (r'\.self_attn\.out_proj\.', '.attn.out_proj.'),
+  (r'\.mlp\.fc1\.', '.mlp.c_fc.'),
+  (r'\.mlp\.fc2\.', '.mlp.c_proj.'),
+)
+
+
+def open_clip(state):
+  """Returns the state dict of open_clip for one of Hugging Face's CLIP."""
+  found = {}
+  for name, value in state.items():
+    joined = re.sub(r'self_attn\.q_proj\.', 'attn.in_proj_', name)
+    if joined != name:
+      parts = (name.replace('q_proj', f'{x}_proj') for x in 'qkv')
+      value = np.concatenate([state[part] for part in parts])
+    elif re.search(r'self_attn\.[kv]_proj', name):
+      continue
+    for pattern, replacement in OPEN_CLIP:
+      joined = re.sub(pattern, replacement, joined)
+    found[joined] = value.T if joined.endswith('proj') else value
+    if joined == 'text_projection':
+      found[joined] = value.T
+  return found
+
+
+@pytest.mark.parametrize('custom_text', [False, True])
+def test_a_clip_of_open_clip(saved, tmp_path, custom_text):
+  folder, _ = saved['clip']
+  state = open_clip(state_of(folder))
+  assert state['visual.transformer.resblocks.1.attn.in_proj_weight'].shape == (
+    (24, 8)
+  )
+  assert {name for name in state if 'resblocks' not in name} == {
+    'visual.conv1.weight', 'visual.class_embedding', 'visual.proj',
+    'visual.positional_embedding', 'visual.ln_pre.weight',
+    'visual.ln_pre.bias', 'visual.ln_post.weight', 'visual.ln_post.bias',
+    'token_embedding.weight', 'positional_embedding', 'ln_final.weight',
+    'ln_final.bias', 'text_projection', 'logit_scale',
+  }  # fmt: skip
+  if custom_text:
+    kept = ('visual.', 'logit_scale')
+    state = {
+      k if k.startswith(kept) else f'text.{k}': x for k, x in state.items()
+    }
+  path = tmp_path / 'open_clip_model.safetensors'
+  state = {k: np.ascontiguousarray(x) for k, x in state.items()}
+  safetensors.numpy.save_file(state, path)
+  config = {
+    'model_cfg': {
+      'embed_dim': 10,
+      'quick_gelu': True,
+      'vision_cfg': {'image_size': 8, 'width': 8, 'head_width': 4},
+      'text_cfg': {'heads': 3, 'width': 12},
+    },
+    'preprocess_cfg': {'mean': [0.4, 0.5, 0.6]},
+  }
+  beside = tmp_path / 'open_clip_config.json'
+  beside.write_text(json.dumps(config))
+  found, want = (convert.read(str(where)) for where in (path, folder))
+  trees.assert_same(found.params, want.params)
+  found.config.pp.vocab_path = want.config.pp.vocab_path
+  assert found.config.to_dict() == want.config.to_dict()
+  del config['model_cfg']['quick_gelu']
+  beside.write_text(json.dumps(config))
+  assert convert.read(str(path)).config.text.gelu == 'erf'
+  config['model_cfg']['text_cfg']['no_causal_mask'] = True
+  beside.write_text(json.dumps(config))
+  with pytest.raises(ValueError, match='no_causal_mask is True, but this pack'):
+    convert.read(str(path))
+
+
+@pytest.mark.parametrize('name', model_configs.LITS)
+def test_the_published_models_are_identified_by_their_shapes(name):
+  model = models.get_model(name)
+  images = jax.ShapeDtypeStruct((1, 224, 224, 3), 'float32')
+  tokens = jax.ShapeDtypeStruct((1, 16), 'int32')
+  init = lambda x, y: model.init(jax.random.key(0), images=x, tokens=y)
+  params = jax.eval_shape(init, images, tokens)['params']
+  found = identify.model_config(params)
+  assert found.model_name == name
+  assert found.to_dict() == model_configs.get_config(name).to_dict()
+
+
+BERT = dict(
+  width=8, num_layers=2, num_heads=4, mlp_dim=16, vocab_size=ROWS,
+  num_positions=12, num_segments=2,
+)  # fmt: skip
+
+
+def lit(text_model='bert', **kwargs):
+  """The config of a tiny model, and its parameters."""
+  config = model_configs.get_config('LiT-B16B')
+  config.image.update(patches={'size': (4, 4)}, hidden_size=8)
+  config.image.transformer.update(num_layers=2, mlp_dim=16, num_heads=2)
+  config.text = {'config': BERT}
+  if text_model != 'bert':
+    config.text = dict(
+      width=8, num_layers=2, mlp_dim=16, num_heads=2, vocab_size=ROWS
+    )
+  config.update(text_model=text_model, out_dim=(None, 8))
+  config.pp.update(size=8, max_len=6)
+  with config.ignore_type():
+    config.update(kwargs)
+  config = ml_collections.ConfigDict(config.to_dict())
+  model, (images, tokens) = models.make_model(config), inputs()
+  init = lambda: model.init(jax.random.key(0), images=images, tokens=tokens)
+  return config, tiny_models.drawn(jax.eval_shape(init)['params'])
+
+
+@pytest.mark.parametrize('text_model', ['bert', 'text_transformer'])
+def test_an_npz_has_the_published_names_and_is_read_bit_for_bit(
+  tmp_path, text_model
+):
+  config, params = lit(text_model)
+  path = tmp_path / 'tiny.npz'
+  checkpoint.save(params, str(path))
+  names = set(np.load(path))
+  ours = {
+    'img/cls', 'img/embedding/kernel', 't', 'txt/head/bias',
+    'img/Transformer/posembed_input/pos_embedding',
+    'img/Transformer/encoder_norm/scale',
+    'img/Transformer/encoderblock_1/LayerNorm_0/bias',
+    'img/Transformer/encoderblock_1/LayerNorm_2/bias',
+    'img/Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel',
+    'img/Transformer/encoderblock_0/MultiHeadDotProductAttention_1/key/kernel',
+  }  # fmt: skip
+  if text_model == 'bert':
+    layer = 'txt/BertEncoder_0/encoder_block/layer_sequence/layers_1'
+    ours |= {
+      f'{layer}/attention_block/attention_layer/query/kernel',
+      f'{layer}/mlp_block/layer_norm/scale',
+      'txt/BertEncoder_0/embedder/embedders_segment_ids/embedding',
+    }
+  else:
+    block = 'txt/Encoder_0/encoderblock_0'
+    ours |= {
+      'txt/Embed_0/embedding', 'txt/pos_embedding',
+      'txt/Encoder_0/encoder_norm/bias', f'{block}/LayerNorm_2/scale',
+      f'{block}/MultiHeadDotProductAttention_1/out/kernel',
+    }  # fmt: skip
+  assert ours <= names
+  trees.assert_same(checkpoint.load(str(path)), params)
+  trees.assert_same(reading.read(str(path)).params, params)
+  found = convert.read(str(path))
+  want = config.to_dict()
+  assert found.config.text_model == text_model
+  assert found.config.out_dim == (None, 8)
+  if text_model == 'bert':  # Shapes do not tell its heads.
+    assert found.config.text.config.num_heads == 1
+    assert found.config.pp.max_len == 12
+  else:
+    assert found.config.text.to_dict() == want['text']
+    assert found.config.pp.max_len == 6
+  assert found.config.pp.size == 8
+  assert not found.config.pp.get('vocab_path')
+  ending = {'bert': 'txt'}.get(text_model, 'model')
+  for name in ('tiny.txt', 'tiny.model'):
+    (tmp_path / name).write_text('')
+  vocabulary = convert.read(str(path)).config.pp.vocab_path
+  assert vocabulary == str(tmp_path / f'tiny.{ending}')
+
+
+def test_what_an_npz_cannot_hold_is_beside_it(tmp_path):
+  config, params = lit()
+  config.image.transformer.gelu = 'quick'
+  with config.ignore_type():
+    config.pp.max_len = 5
+  model = writing.Model(params, config, None, 0, (8, 8))
+  assert writing.check(model, 'npz') == []
+  path = tmp_path / 'tiny.npz'
+  notes = writing.WRITERS['npz'](model, path)
+  assert any('text.config' in note for note in notes)
+  found = convert.read(str(path)).config
+  assert found.image.transformer.gelu == 'quick'
+  assert found.text.to_dict() == {'config': BERT}
+  assert found.pp.max_len == 5
+  beside = tmp_path / 'tiny.npz.json'
+  told = json.loads(beside.read_text())
+  told['model']['text']['config']['num_heads'] = 'x'
+  beside.write_text(json.dumps(told))
+  with pytest.raises(ValueError, match=r'json.*config is .* must be an object'):
+    convert.read(str(path))
+  with pytest.raises(ValueError, match=r'as hf: give --to=npz\|workdir'):
+    writing.check(model, 'hf')
+
+
+def write(folder, there, state=(), config=None, **fields):
+  """Writes a changed copy of a folder of Hugging Face's; returns its path."""
+  arrays = {**state_of(folder), **dict(state)}
+  arrays = {name: x for name, x in arrays.items() if x is not None}
+  there.mkdir(exist_ok=True)
+  safetensors.numpy.save_file(arrays, there / 'model.safetensors')
+  content = json.loads((folder / 'config.json').read_text())
+  for group, values in fields.items():
+    content[group].update(values)
+  content.update(config or {})
+  (there / 'config.json').write_text(json.dumps(content))
+  return str(there)
+
+
+@pytest.mark.parametrize(
+  'name, fields, message',
+  [
+    ('clip', {'text_config': {'eos_token_id': 7}}, 'eos_token_id is 7.*here 19'),
+    ('clip', {'vision_config': {'hidden_act': 'relu'}}, "hidden_act is 'relu'"),
+    ('clip', {'config': {'model_type': 'altclip'}}, "only CLIPs with 'clip'"),
+    ('siglip', {'vision_config': {'vision_use_head': False}}, 'vision_use_head'),
+    (
+      'siglip',
+      {'state': {'text_model.embeddings.token_embedding.weight': None}},
+      'it lacks .*token_embedding.* a whole CLIP or SigLIP',
+    ),
+    (
+      'clip',
+      {'state': {'vision_model.extra': np.ones(2, np.float32)}},
+      'which lacks vision_model.extra',
+    ),
+    (
+      'clip',
+      {'state': {'visual_projection.weight': None, 'logit_scale': None}},
+      r't: missing in the weights',
+    ),
+    (
+      'siglip',
+      {'state': {'vision_model.head.layernorm.bias': None}},
+      r'img/MAPHead_0/LayerNorm_0/bias: missing in the weights',
+    ),
+  ],
+)  # fmt: skip
+def test_what_is_refused(saved, tmp_path, name, fields, message):
+  with pytest.raises(ValueError, match=message):
+    convert.read(write(saved[name][0], tmp_path / 'a', **fields))
+
+
+def test_files_of_old_versions(saved, tmp_path):
+  """They number positions, and take the greatest number for a text's end."""
+  folder = saved['clip'][0]
+  numbers = torch.arange(6)[None]
+  state = {k: torch.tensor(x) for k, x in state_of(folder).items()}
+  state['text_model.embeddings.position_ids'] = numbers
+  path = write(folder, tmp_path / 'a', text_config={'eos_token_id': 2})
+  (tmp_path / 'a' / 'model.safetensors').unlink()
+  torch.save(state, tmp_path / 'a' / 'pytorch_model.bin')
+  trees.assert_same(convert.read(path).params, convert.read(str(folder)).params)
+
+
+def test_biases_that_clip_lacks_are_not_lost(saved, tmp_path):
+  found = convert.read(str(saved['clip'][0]))
+  found.params['img']['head']['bias'][0] = 1
+  with pytest.raises(ValueError, match="'img/head/bias' is not zero, and CLIP"):
+    writing.WRITERS['hf'](found, tmp_path / 'there')
+
+
+class Task:
+  """What reading weights asks of a task."""
+
+  new_params = ()
+  adapt_weights = staticmethod(lambda weights: weights)
+
+
+def pretrained(config, params, given):
+  run = common.get_config()
+  run.model = config
+  run.pp.crop = 8
+  with run.ignore_type():
+    run.pretrained = given
+  return checkpoint.pretrained_weights(run, Task(), params)
+
+
+def flat_of(tree):
+  return flax.traverse_util.flatten_dict(tree, sep='/')
+
+
+@pytest.fixture(scope='module')
+def bert(tmp_path_factory):
+  """A folder of a BERT with a head, and the model."""
+  folder = tmp_path_factory.mktemp('bert')
+  theirs = transformers.BertForMaskedLM(
+    transformers.BertConfig(
+      vocab_size=ROWS, hidden_size=8, num_hidden_layers=2,
+      num_attention_heads=4, intermediate_size=16, max_position_embeddings=12,
+    )
+  )  # fmt: skip
+  theirs = torch_models.randomize(theirs).eval()
+  theirs.save_pretrained(folder)
+  return folder, theirs
+
+
+def test_towers_start_from_weights_of_their_own(bert, tmp_path, caplog):
+  config, params = lit()
+  vit = models.VisionTransformer(
+    num_classes=5,
+    **{k: v for k, v in config.image.items() if k != 'model_name'},
+  )
+  classifier = tiny_models.numbers(vit, 16)
+  checkpoint.save(classifier, str(tmp_path / 'vit.npz'))
+  given = {'img': str(tmp_path / 'vit.npz'), 'txt': str(bert[0])}
+  taken = pretrained(config, params, given)
+  assert {path.split('/')[0] for path in taken} == {'img', 'txt'}
+  lacks = {'t', 'txt/head/kernel', 'txt/head/bias'}
+  assert flat_of(params).keys() - taken == lacks
+  np.testing.assert_array_equal(
+    taken['img/embedding/kernel'], classifier['embedding']['kernel']
+  )
+  table = 'Transformer/posembed_input/pos_embedding'
+  np.testing.assert_array_equal(
+    taken[f'img/{table}'],
+    fitting.interpolate_posembed(flat_of(classifier)[table], 5, True),
+  )
+  assert 'are left out, since a text tower has none: cls.pred' in caplog.text
+  assert 'was trained with the exact GELU' in caplog.text
+  assert 'num_heads' not in caplog.text
+  # Its features are those of Hugging Face.
+  tree = flax.traverse_util.unflatten_dict(
+    {k.removeprefix('txt/'): x for k, x in taken.items() if 'txt/' in k},
+    sep='/',
+  )
+  tower = models.make_model(config, out_dim=None).text_tower()
+  _, tokens = inputs()
+  found = jax.jit(lambda p: tower.apply({'params': p}, tokens)[1])(tree)
+  kept = tokens != 0
+  with torch.no_grad():
+    theirs = bert[1].bert
+    for layer in theirs.encoder.layer:
+      layer.intermediate.intermediate_act_fn = torch.nn.GELU('tanh')
+    want = theirs(torch.tensor(tokens), torch.tensor(kept))[0].numpy()
+  np.testing.assert_allclose(found['transformed'][kept], want[kept], atol=1e-5)
+  config.text.config.num_heads = 2
+  pretrained(config, params, {'txt': str(bert[0])})
+  assert '--config.model.text.config.num_heads=4' in caplog.text
+
+
+def test_the_old_names_of_bert(bert, tmp_path):
+  state = {
+    k.replace('LayerNorm.weight', 'LayerNorm.gamma').replace(
+      'LayerNorm.bias', 'LayerNorm.beta'
+    ): x
+    for k, x in state_of(bert[0]).items()
+  }
+  safetensors.numpy.save_file(state, tmp_path / 'model.safetensors')
+  trees.assert_same(
+    reading.read(str(tmp_path)).params, reading.read(str(bert[0])).params
+  )
+
+
+def test_towers_start_from_those_of_other_models(saved, tmp_path):
+  config, params = lit('text_transformer')
+  _, others = lit('text_transformer', out_dim=(8, 8))
+  path = str(tmp_path / 'other.npz')
+  checkpoint.save(others, path)
+  want = flat_of(others)
+  # A head is taken where both have it, and all of a model's is taken.
+  for part, paths in (('img', 'img/'), ('txt', 'txt/'), ('', '')):
+    given = {part: path} if part else path
+    own = flat_of(params)
+    if not part:
+      checkpoint.save(params, path)
+      want = own
+    taken = pretrained(config, params, given)
+    assert set(taken) == {k for k in own if k.startswith(paths)}
+    trees.assert_same(taken, {k: want[k] for k in taken})
+  # An image tower's positions are resized.
+  large, wide = lit('text_transformer', pp={**config.pp, 'size': 16})
+  images = jax.ShapeDtypeStruct((1, 16, 16, 3), 'float32')
+  tokens = jax.ShapeDtypeStruct((1, 6), 'int32')
+  init = lambda x, y: models.make_model(large).init(
+    jax.random.key(0), images=x, tokens=y
+  )
+  wide = jax.eval_shape(init, images, tokens)['params']
+  run = common.get_config()
+  run.model, run.pp.crop, run.pretrained = large, 16, path
+  taken = checkpoint.pretrained_weights(run, Task(), wide)
+  table = 'img/Transformer/posembed_input/pos_embedding'
+  np.testing.assert_array_equal(
+    taken[table], fitting.interpolate_posembed(want[table], 17, True)
+  )
+
+
+@pytest.mark.parametrize(
+  'given, message',
+  [
+    ({'img': 'lit', '': 'lit'}, "names two weights for 'img/'"),
+    ({'text': 'bert'}, r"no parameters 'text/', but \['img', 't', 'txt'\]"),
+    ({'txt': 'vit'}, 'of a classifier, and the model of this config is a BERT'),
+    ({'img': 'bert'}, 'the weights of a BERT, .* this config is a classifier'),
+    ('bert', 'of a BERT, and the model of this config is an image-text model'),
+  ],
+)
+def test_wrong_weights_for_a_tower(bert, tmp_path, given, message):
+  config, params = lit()
+  paths = {name: str(tmp_path / f'{name}.npz') for name in ('lit', 'vit')}
+  paths['bert'] = str(bert[0])
+  checkpoint.save(params, paths['lit'])
+  checkpoint.save(tiny_models.numbers(tiny_models.tiny(), 8), paths['vit'])
+  given = (
+    {part: paths[name] for part, name in given.items()}
+    if isinstance(given, dict)
+    else paths[given]
+  )
+  with pytest.raises(ValueError, match=message):
+    pretrained(config, params, given)
+
+
+def test_a_bert_is_no_model(bert):
+  with pytest.raises(ValueError, match='the text tower of an image-text model'):
+    convert.read(str(bert[0]))
+
+
+@pytest.mark.parametrize('to', ['timm', 'hf'])
+def test_classifiers_keep_quick_gelu_and_others_are_refused(tmp_path, to):
+  model = tiny_models.tiny()
+  checkpoint.save(tiny_models.numbers(model, 8), str(tmp_path / 'a.npz'))
+  found = convert.read(str(tmp_path / 'a.npz'))
+  found.config.transformer.gelu = 'quick'
+  writing.WRITERS[to](found, tmp_path / to)
+  again = convert.read(str(tmp_path / to))
+  assert again.config.transformer.gelu == 'quick'
+  encoder = {**model.transformer, 'first_norm': True}
+  for fields, message in (
+    ({'classifier': 'map'}, 'attention pooling cannot be written for'),
+    ({'transformer': encoder}, 'norm before its layers cannot be written for'),
+  ):
+    path = str(tmp_path / 'b.npz')
+    checkpoint.save(tiny_models.numbers(tiny_models.tiny(**fields), 8), path)
+    found = convert.read(path)
+    for key, value in fields.items():
+      have = found.config[key]
+      assert (have == value) if key == 'classifier' else have.first_norm
+    with pytest.raises(ValueError, match=message):
+      writing.WRITERS[to](found, tmp_path / 'other')

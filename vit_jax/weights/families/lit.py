@@ -1,0 +1,543 @@
+"""Image-text models elsewhere: CLIP and SigLIP of Hugging Face, and open_clip.
+
+The state dicts are those of `CLIPModel` and `SiglipModel`, and of open_clip's
+CLIP, whose image tower is a Vision Transformer. CLIP has no bias where this
+package has one: in the embedding of patches and in the heads. It is zero here.
+The published .npz files (arXiv 2111.07991) need no conversion.
+"""
+
+from collections.abc import Iterator
+import functools
+import types
+
+from absl import logging
+import jax
+import ml_collections
+import numpy as np
+
+from vit_jax import models
+from vit_jax.configs import models as model_configs
+from vit_jax.layers import text_towers
+from vit_jax.weights import descriptions
+from vit_jax.weights.families import base
+from vit_jax.weights.families import leaves
+from vit_jax.weights.families import text
+from vit_jax.weights.families import vit
+from vit_jax.weights.families import vit_files
+
+_IMAGE, _TEXT = 'img/', 'txt/'
+_PARTS = {'img': 'image', 'txt': 'text'}
+_ATTENTION = 'MultiHeadDotProductAttention_0/'
+_BIAS = 'logit_bias'
+# Rows of vit_jax.weights.families.leaves, with the names of Hugging Face and of
+# open_clip: of a block of either tower, and beside the blocks.
+_BLOCK = (
+  ('LayerNorm_0', 'norm', 'layer_norm1', 'ln_1'),
+  (f'{_ATTENTION}query', 'heads', 'self_attn.q_proj', 'attn.q_proj'),
+  (f'{_ATTENTION}key', 'heads', 'self_attn.k_proj', 'attn.k_proj'),
+  (f'{_ATTENTION}value', 'heads', 'self_attn.v_proj', 'attn.v_proj'),
+  (f'{_ATTENTION}out', 'out', 'self_attn.out_proj', 'attn.out_proj'),
+  ('LayerNorm_1', 'norm', 'layer_norm2', 'ln_2'),
+  ('MlpBlock_0/Dense_0', 'dense', 'mlp.fc1', 'mlp.c_fc'),
+  ('MlpBlock_0/Dense_1', 'dense', 'mlp.fc2', 'mlp.c_proj'),
+)
+_OTHERS = (
+  ('img/embedding', 'conv', 'vision_model.embeddings.patch_embedding', 'visual.conv1'),
+  ('img/Transformer/first_norm', 'norm', 'vision_model.pre_layrnorm', 'visual.ln_pre'),
+  ('img/Transformer/encoder_norm', 'norm', 'vision_model.post_layernorm', 'visual.ln_post'),
+  ('txt/Encoder_0/encoder_norm', 'norm', 'text_model.final_layer_norm', 'ln_final'),
+)  # fmt: skip
+# Leaves: path, layout, and the same names.
+_LEAVES = (
+  ('img/cls', 'token', 'vision_model.embeddings.class_embedding', 'visual.class_embedding'),
+  (
+    'img/Transformer/posembed_input/pos_embedding', 'rows',
+    'vision_model.embeddings.position_embedding.weight', 'visual.positional_embedding',
+  ),
+  (
+    'txt/Embed_0/embedding', 'table',
+    'text_model.embeddings.token_embedding.weight', 'token_embedding.weight',
+  ),
+  (
+    'txt/pos_embedding', 'rows',
+    'text_model.embeddings.position_embedding.weight', 'positional_embedding',
+  ),
+)  # fmt: skip
+# Layers and leaves in which the three differ, whose names are all different.
+_MAP = 'img/MAPHead_0/'
+_POOLING = 'vision_model.head.'
+_OWN_LAYERS = {
+  'clip': (
+    ('img/head', 'dense', 'visual_projection'),
+    ('txt/head', 'dense', 'text_projection'),
+  ),
+  'siglip': (
+    (f'{_MAP}{_ATTENTION}query', 'heads', f'{_POOLING}attention.q_proj'),
+    (f'{_MAP}{_ATTENTION}key', 'heads', f'{_POOLING}attention.k_proj'),
+    (f'{_MAP}{_ATTENTION}value', 'heads', f'{_POOLING}attention.v_proj'),
+    (f'{_MAP}{_ATTENTION}out', 'out', f'{_POOLING}attention.out_proj'),
+    (f'{_MAP}LayerNorm_0', 'norm', f'{_POOLING}layernorm'),
+    (f'{_MAP}MlpBlock_0/Dense_0', 'dense', f'{_POOLING}mlp.fc1'),
+    (f'{_MAP}MlpBlock_0/Dense_1', 'dense', f'{_POOLING}mlp.fc2'),
+    ('txt/head', 'dense', 'text_model.head'),
+  ),
+  'open_clip': (),
+}
+_OWN_LEAVES = {
+  'clip': (('t', 'scalar', 'logit_scale'),),
+  'siglip': (
+    (f'{_MAP}probe', 'same', f'{_POOLING}probe'),
+    ('t', 'same', 'logit_scale'),
+    ('b', 'same', _BIAS),
+  ),
+  'open_clip': (
+    ('img/head/kernel', 'table', 'visual.proj'),
+    ('txt/head/kernel', 'table', 'text_projection'),
+    ('t', 'scalar', 'logit_scale'),
+    ('b', 'scalar', _BIAS),
+  ),
+}
+# Beginnings of the names of the towers' blocks.
+_BLOCKS = {
+  'hf': ('vision_model.encoder.layers.', 'text_model.encoder.layers.'),
+  'open_clip': ('visual.transformer.resblocks.', 'transformer.resblocks.'),
+}
+# Projections of queries, keys and values that are joined, and their parts.
+_JOINED = {
+  'hf': ('.attention.in_proj_', tuple(f'.attention.{x}_proj.' for x in 'qkv')),
+  'open_clip': ('.attn.in_proj_', tuple(f'.attn.{x}_proj.' for x in 'qkv')),
+}
+# open_clip's names of a model with a class for its text tower.
+_OLD_NAMES = ((r'^text\.', ''),)
+# A table of each tower, [rows, width].
+_TOWERS = {
+  'hf': (_LEAVES[1][2], _LEAVES[2][2]),
+  'open_clip': (_LEAVES[1][3], _LEAVES[2][3]),
+}
+# Layers whose bias CLIP lacks.
+_NO_BIAS = ('img/embedding', 'img/head', 'txt/head')
+# Tokens of a text, which the shapes of a BERT do not tell, in published models.
+_MAX_LEN = 16
+_CLIP_TEXT = {'causal': True, 'pool': 'eos'}
+# Hugging Face's defaults of its config: GELU, epsilon, heads of image and text.
+_DEFAULTS = {
+  'clip': ('quick_gelu', 1e-5, 12, 8),
+  'siglip': ('gelu_pytorch_tanh', 1e-6, 12, 12),
+}
+_WORDS = {'clip': 'CLIPs', 'siglip': 'SigLIPs'}
+# The files of their vocabularies.
+_VOCABULARIES = {'clip': 'tokenizer.json', 'siglip': 'spiece.model'}
+
+
+def _table(style, layers_of_towers) -> Iterator[leaves.Leaf]:
+  """Yields the leaves of a 'clip', 'siglip' or 'open_clip'."""
+  naming = 'open_clip' if style == 'open_clip' else 'hf'
+  column = 2 + ('hf', 'open_clip').index(naming)
+  yield from leaves.layers(_OTHERS, column)
+  yield from ((row[0], row[1], row[column]) for row in _LEAVES)
+  yield from leaves.layers(_OWN_LAYERS[style])
+  yield from _OWN_LEAVES[style]
+  towers = 'img/Transformer/', 'txt/Encoder_0/'
+  for here, there, count in zip(towers, _BLOCKS[naming], layers_of_towers):
+    for i in range(count):
+      start = f'{here}encoderblock_{i}/', f'{there}{i}.'
+      yield from leaves.layers(_BLOCK, column, *start)
+
+
+def _style_of(names, naming) -> str:
+  """Returns which of the three has arrays of these names."""
+  is_siglip = naming == 'hf' and _BIAS in names
+  return 'siglip' if is_siglip else {'hf': 'clip'}.get(naming, naming)
+
+
+class ImageTexts(base.Family):
+  """LiT, CLIP and SigLIP."""
+
+  words = 'an image-text model'
+  kind = 'lit'
+  leaf = 'img/embedding/kernel'
+  formats = ('npz', 'workdir')
+  computes = types.MappingProxyType(
+    {
+      **{f'image.{k}': v for k, v in vit.Classifiers.computes.items() if '.' in k},
+      **{f'text.{k}': v for k, v in text.TextTransformers.computes.items()},
+      'pp.tokenizer_name': None,
+      'pp.max_len': None,
+    }
+  )  # fmt: skip
+
+  def detect(self, names):
+    names = {leaves.renamed(name, _OLD_NAMES) for name in names}
+    for naming, towers in _TOWERS.items():
+      if not names.isdisjoint(towers):
+        return naming
+    return None
+
+  def load(self, flat, naming, num_heads):
+    """A number alone is that of the image tower."""
+    leaves.rename(flat, _OLD_NAMES)
+    what = 'CLIP or SigLIP of Vision Transformers'
+    for name in _TOWERS[naming]:
+      if name not in flat:
+        raise ValueError(
+          f"it lacks '{name}': give the weights of a whole {what}"
+        )
+    style = _style_of(flat, naming)
+    leaves.split(flat, *_JOINED[naming])
+    count = lambda start: leaves.count(flat, rf'{start}(\d+)\.')
+    table = [*_table(style, map(count, _BLOCKS[naming]))]
+    widths = [flat[name].shape[-1] for name in _TOWERS[naming]]
+    if not isinstance(num_heads, tuple):
+      num_heads = num_heads, None
+    heads = [n or text.usual_heads(w) for n, w in zip(num_heads, widths)]
+    images = {name for path, _, name in table if path.startswith(_IMAGE)}
+    images = {name: flat.pop(name) for name in [*flat] if name in images}
+    found = leaves.load(images, table, heads[0], what)
+    found |= leaves.load(flat, table, heads[1], what)
+    for layer in _NO_BIAS:
+      kernel = found.get(f'{layer}/kernel')
+      if kernel is not None and f'{layer}/bias' not in found:
+        found[f'{layer}/bias'] = np.zeros(kernel.shape[-1], kernel.dtype)
+    return found
+
+  def dump(self, flat, naming):
+    flat = dict(flat)
+    style = 'siglip' if f'{_MAP}probe' in flat else 'clip'
+    for layer in _NO_BIAS if style == 'clip' else ():
+      if flat.pop(f'{layer}/bias').any():
+        raise ValueError(
+          f"'{layer}/bias' is not zero, and CLIP has no bias there: write this "
+          'model as .npz or as a run (--to=npz, --to=workdir)'
+        )
+    towers = r'img/Transformer', r'txt/Encoder_0'
+    count = lambda start: leaves.count(flat, rf'{start}/encoderblock_(\d+)/')
+    table = _table(style, map(count, towers))
+    words = f"Hugging Face's {_WORDS[style].removesuffix('s')}"
+    return leaves.join(leaves.dump(flat, table, words), *_JOINED['hf'])
+
+  def sizes(self, flat, told):
+    """Of what shapes do not tell, nothing is a size."""
+    images, texts = (_below(flat, start) for start in (_IMAGE, _TEXT))
+    image = vit.Classifiers().sizes(images, {})
+    tower = _text_family(texts)
+    fields = tower.sizes(texts, {})
+    if tower.kind == 'bert':
+      pp = {'max_len': min(_MAX_LEN, fields['num_positions'])}
+      fields = {'kind': 'bert', 'config': _bert_config(fields)}
+    else:
+      pp = {'max_len': texts['pos_embedding'][1]}
+    posemb = images.get('Transformer/posembed_input/pos_embedding')
+    if posemb is not None:
+      patches = posemb[1] - ('cls' in images)
+      config = ml_collections.ConfigDict(image)
+      pp['size'] = vit_files.square(patches, config)[0]
+    heads = (x.get('head/kernel', (None,))[-1] for x in (images, texts))
+    return {
+      'kind': 'lit',
+      'image': image,
+      'text_model': fields.pop('kind'),
+      'text': fields,
+      'out_dim': tuple(heads),
+      'pp': pp,
+      **({'bias_init': -10.0} if 'b' in flat else {}),
+    }
+
+  def describe(self, fields):
+    tower = fields['text']
+    if fields['text_model'] == 'bert':
+      words = text.Berts().describe(text.bert_fields(tower['config']))
+    else:
+      words = text.TextTransformers().describe(tower)
+    return f'{vit.Classifiers().describe(fields["image"])}, with {words}'
+
+  def defaults(self, fields):
+    """Those of the published models of this text tower."""
+    is_bert = fields['text_model'] == 'bert'
+    config = model_configs.get_config('LiT-B16B' if is_bert else 'LiT-L16S')
+    config.image.model_name = vit.Classifiers().describe(fields['image'])
+    config.text = ml_collections.ConfigDict()
+    return config
+
+  def differences(self, config, other):
+    yield from super().differences(config, other)
+    towers = [(c.get('text') or {}).get('config') for c in (config, other)]
+    if None not in towers:
+      ours, theirs = map(text.bert_fields, towers)
+      if ours['num_heads'] != theirs['num_heads']:
+        yield 'text.config', ours, theirs
+
+  def read_beside(self, beside, file, flat, naming):
+    style = _style_of(flat, naming)
+    if naming == 'open_clip':
+      describe = _from_open_clip
+      name = 'open_clip_config.json'
+      if not beside(name).exists():
+        logging.warning(
+          f"'{file}' does not tell its GELU: this package takes that of the "
+          f'released CLIP, gelu=quick; put its {name} beside it'
+        )
+    else:
+      describe = functools.partial(_from_hf, style=style, flat=flat)
+      name = 'config.json'
+    found = descriptions.read(beside(name), describe)
+    scaling = vit_files.warn_of_scaling(beside, file, naming)
+    tokenizer = 'siglip' if style == 'siglip' else 'clip'
+    pp = {'tokenizer_name': tokenizer}
+    vocabulary = beside(_VOCABULARIES[tokenizer])
+    if vocabulary.exists():
+      pp['vocab_path'] = str(vocabulary)
+    return found._replace(
+      model={**found.model, 'pp': pp},
+      metadata=scaling if naming == 'hf' else {},
+    )
+
+  def beside_npz(self, file, flat, told):
+    """The vocabulary has the name of the weights."""
+    is_bert = text.Berts.leaf in _below(flat, _TEXT)
+    name = 'bert' if is_bert else 'sentencepiece'
+    name = told.get('pp', {}).get('tokenizer_name', name)
+    vocabulary = file.with_suffix(f'.{text_towers.TOKENIZERS.get(name)}')
+    if not vocabulary.exists():
+      return told
+    return {**told, 'pp': {'vocab_path': str(vocabulary), **told.get('pp', {})}}
+
+  def part(self, weights, name):
+    if name not in _PARTS:
+      return None
+    model = weights.model.get(_PARTS[name]) or {}
+    return weights._replace(params=weights.params[name], model=model)
+
+  def image_size(self, config, params, given):
+    size = vit_files.image_size(config.image, params['img'], given)
+    if size[0] != size[1]:
+      raise ValueError(
+        f'image_size={size[0]},{size[1]} must be a square for an image-text '
+        'model (--image_size=SIZE)'
+      )
+    return size
+
+  def shapes(self, config, params, num_classes, image_size):
+    model = models.make_model(config)
+    channels = leaves.channels({'embedding/kernel': _kernel(params)})
+    images = jax.ShapeDtypeStruct((1, *image_size, channels), 'float32')
+    tokens = jax.ShapeDtypeStruct((1, config.pp.max_len), 'int32')
+    init = lambda key, x, y: model.init(key, images=x, tokens=y)
+    return jax.eval_shape(init, jax.random.key(0), images, tokens)
+
+  def run(self, model):
+    return {'task': 'image_text', 'pp': {'crop': model.image_size[0]}}
+
+  def formats_of(self, config):
+    return ('hf', *self.formats) if _style_in_hf(config) else self.formats
+
+  def notes(self, model, to):
+    encoder = model.config.image.get('transformer') or {}
+    kinds = (
+      encoder.get('position_embedding', 'learned_1d'),
+      encoder.get('position_layers', 'stem'),
+    )
+    if to != 'workdir' and kinds != ('learned_1d', 'stem'):
+      raise ValueError(
+        f"position_embedding='{kinds[0]}' with position_layers='{kinds[1]}' in "
+        f'the image tower cannot be written as {to}: use --to=workdir'
+      )
+    vocabulary = model.config.pp.get('vocab_path')
+    if to == 'workdir' or not vocabulary:
+      return []
+    return [
+      f'the vocabulary is not in the weights: copy {vocabulary} to their place, '
+      + (
+        'with their name and its own ending'
+        if to == 'npz'
+        else 'with the other files of the tokenizer'
+      )
+    ]
+
+  def files(self, model, to):
+    config = model.config
+    style = _style_in_hf(config)
+    image, tower = config.image, config.text
+    out_dim = _out_dims(config)[1]
+    project = 'projection_dim' if style == 'clip' else 'projection_size'
+    fields = dict(
+      model_type=style,
+      architectures=['CLIPModel' if style == 'clip' else 'SiglipModel'],
+      text_config=dict(
+        model_type=f'{style}_text_model',
+        **_sides(tower, tower.width),
+        vocab_size=tower.vocab_size,
+        max_position_embeddings=config.pp.max_len,
+        bos_token_id=max(tower.vocab_size - 2, 0),
+        eos_token_id=tower.vocab_size - 1,
+        **{project: out_dim},
+      ),
+      vision_config=dict(
+        model_type=f'{style}_vision_model',
+        **_sides(image.transformer, image.hidden_size),
+        image_size=model.image_size[0],
+        patch_size=image.patches.size[0],
+        num_channels=_kernel(model.params).shape[2],
+        **({project: out_dim} if style == 'clip' else {}),
+      ),
+      **({project: out_dim} if style == 'clip' else {}),
+    )
+    sides = dict(zip(('height', 'width'), model.image_size))
+    half = [0.5] * fields['vision_config']['num_channels']
+    processor = dict(
+      image_processor_type='CLIPImageProcessor',
+      do_resize=True,
+      size=sides,
+      resample=2,
+      do_center_crop=False,
+      do_rescale=True,
+      rescale_factor=1 / 255,
+      do_normalize=True,
+      image_mean=model.metadata.get('image_mean', half),
+      image_std=model.metadata.get('image_std', half),
+    )
+    found = {'config.json': fields, 'preprocessor_config.json': processor}
+    return found, ['the files of the tokenizer are not written']
+
+
+def _below(flat, start):
+  """Returns arrays or shapes by path, of those whose path begins with `start`."""
+  return {k.removeprefix(start): x for k, x in flat.items() if k.startswith(start)}  # fmt: skip
+
+
+def _kernel(params):
+  return params['img']['embedding']['kernel']
+
+
+def _text_family(names):
+  """Returns the family of a text tower; KeyError if these names are of none."""
+  families = text.Berts(), text.TextTransformers()
+  for family in families:
+    if family.leaf in names:
+      return family
+  raise KeyError('no text tower')
+
+
+def _bert_config(fields):
+  """Returns the name of a BERT's sizes, or these."""
+  own = {k: v for k, v in fields.items() if k != 'kind'}
+  for name in text_towers.BERTS:
+    if text.bert_fields(name) == own:
+      return name
+  return own
+
+
+def _out_dims(config):
+  out = config.get('out_dim')
+  return tuple(out) if isinstance(out, list | tuple) else (out, out)
+
+
+def _style_in_hf(config) -> str | None:
+  """Returns which of Hugging Face's models has these fields, if any."""
+  image, tower, encoder = config.image, config.get('text') or {}, {}
+  encoder = image.get('transformer') or {}
+  heads = [dim is not None for dim in _out_dims(config)]
+  down, across = image.patches.size
+  others = (
+    config.text_model != 'text_transformer' or image.get('resnet')
+    or image.get('representation_size') or encoder.get('causal')
+    or down != across or not heads[1]
+  )  # fmt: skip
+  own = (
+    image.get('classifier', 'token'),
+    bool(encoder.get('first_norm')),
+    bool(tower.get('causal')),
+    tower.get('pool', 'last'),
+    heads[0],
+    config.get('bias_init') is not None,
+  )
+  known = {
+    ('token', True, True, 'eos', True, False): 'clip',
+    ('map', False, False, 'last', False, True): 'siglip',
+  }
+  return None if others else known.get(own)
+
+
+def _sides(tower, width):
+  """Returns Hugging Face's fields of a tower."""
+  return dict(
+    hidden_size=width,
+    intermediate_size=tower.mlp_dim,
+    num_hidden_layers=tower.num_layers,
+    num_attention_heads=tower.num_heads,
+    hidden_act=vit_files.HF_GELUS[tower.get('gelu', 'tanh')],
+    layer_norm_eps=tower.get('norm_eps', 1e-6),
+    attention_dropout=0.0,
+  )
+
+
+def _from_hf(config, style, flat):
+  """Returns what config.json of Hugging Face tells."""
+  descriptions.only(config, _WORDS[style], model_type=style)
+  gelu, eps, *heads = _DEFAULTS[style]
+  field, found = descriptions.field, []
+  for side, count in zip(('vision', 'text'), heads):
+    # The first one, of old files, takes the place of the other one.
+    own = field(config, f'{side}_config_dict', descriptions.OBJECT)
+    own = own or field(config, f'{side}_config', descriptions.OBJECT, {})
+    act = field(own, 'hidden_act', descriptions.one_of(vit_files.GELUS), gelu)
+    own_eps = field(own, 'layer_norm_eps', descriptions.EPSILON, eps)
+    fields = dict(gelu=vit_files.GELUS[act], norm_eps=float(own_eps))
+    count = field(own, 'num_attention_heads', descriptions.COUNT, count)
+    found.append((own, fields, count))
+  (image, encoder, image_heads), (tower, texts, text_heads) = found
+  if style == 'siglip':
+    descriptions.only(image, 'SigLIPs', vision_use_head=True)
+  else:
+    embedding = flat.get(_TOWERS['hf'][1])
+    if config and embedding is not None:
+      _check_end(tower, len(embedding))
+    texts = {**texts, **_CLIP_TEXT}
+  size = field(image, 'image_size', descriptions.SIZE, 224 if config else None)
+  return descriptions.Description(
+    dict(image=dict(transformer=encoder), text=texts),
+    image_size=vit_files.pair(size),
+    num_heads=(image_heads, text_heads) if config else None,
+  )
+
+
+def _check_end(config, rows):
+  """Raises ValueError if the end of a text is not found by its number.
+
+  Versions of transformers that wrote 2 take the greatest number in a text.
+  """
+  end = descriptions.field(config, 'eos_token_id', descriptions.COUNT, 49_407)
+  if end not in (2, rows - 1):
+    raise ValueError(
+      f'eos_token_id is {end}, but this package takes the greatest number in a '
+      f'text for its end, here {rows - 1}'
+    )
+
+
+def _from_open_clip(config):
+  """Returns what open_clip_config.json tells."""
+  field = descriptions.field
+  model = field(config, 'model_cfg', descriptions.OBJECT, {})
+  image, tower = (
+    field(model, f'{side}_cfg', descriptions.OBJECT, {})
+    for side in ('vision', 'text')
+  )
+  nothing = dict(norm_kwargs=None, act_kwargs=None)
+  descriptions.only(
+    image, 'CLIPs', pool_type='tok', global_average_pool=False,
+    timm_model_name=None, attentional_pool=False, **nothing,
+  )  # fmt: skip
+  descriptions.only(
+    tower, 'CLIPs', pool_type='argmax', no_causal_mask=False,
+    hf_model_name=None, **nothing,
+  )  # fmt: skip
+  quick = field(model, 'quick_gelu', descriptions.FLAG, not config)
+  fields = dict(gelu='quick' if quick else 'erf', norm_eps=1e-5)
+  width = field(image, 'width', descriptions.COUNT, 768)
+  head_width = field(image, 'head_width', descriptions.COUNT, 64)
+  size = field(image, 'image_size', descriptions.SIZE, 224 if config else None)
+  heads = field(tower, 'heads', descriptions.COUNT, 8)
+  return descriptions.Description(
+    dict(image=dict(transformer=fields), text={**fields, **_CLIP_TEXT}),
+    image_size=vit_files.pair(size),
+    num_heads=(max(1, width // head_width), heads) if config else None,
+  )
