@@ -50,6 +50,7 @@ SPLITS = {
   **dict.fromkeys(
     ('coco/2014', 'coco/2017', 'coco/2017_panoptic'), ('train', 'validation')
   ),
+  'coco_captions': ('train', 'val'),
   **{f'vtab/{task}': ('train800val200', 'test') for task in VTAB},
 }
 
