@@ -327,7 +327,17 @@ class ImageTexts(base.Family):
     return jax.eval_shape(init, jax.random.key(0), images, tokens)
 
   def run(self, model):
-    return {'task': 'image_text', 'pp': {'crop': model.image_size[0]}}
+    return {
+      'task': 'image_text',
+      'pp': {
+        'crop': model.image_size[0],
+        'channels': _kernel(model.params).shape[2],
+      },
+      'loss': 'softmax' if model.config.get('bias_init') is None else 'sigmoid',
+    }
+
+  def metadata(self, model):
+    return {'vocabulary': []}  # That of the model's file.
 
   def formats_of(self, config):
     return ('hf', *self.formats) if _style_in_hf(config) else self.formats
