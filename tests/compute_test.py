@@ -34,6 +34,24 @@ TABLE_6 = [
 ]
 
 
+def test_a_locked_image_tower_has_a_forward_pass_only(monkeypatch, tmp_path):
+  """By closed form: BERT-base on 16 tokens, B/16 on 197, a head of 768 each."""
+
+  def tower(tokens, layers=12, width=768, mlp=3072):
+    dense = tokens * (4 * width**2 + 2 * width * mlp)
+    return 2 * layers * (dense + 2 * tokens**2 * width)
+
+  text = tower(16) + 2 * 768 * 768
+  image = tower(197) + 2 * 196 * (16 * 16 * 3) * 768 + 2 * 768 * 768
+  out = tmp_path / 'out.json'
+  run(
+    monkeypatch, '--model=lit_b16b', '--num_examples=1e6', '--epochs=10',
+    f'--json={out}',
+  )  # fmt: skip
+  [row] = json.loads(out.read_text())
+  assert row['exaflops'] == pytest.approx((3 * text + image) * 1e7 / 1e18, 1e-6)
+
+
 def run(monkeypatch, *args):
   compute_command.main(args)
 

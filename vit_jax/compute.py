@@ -7,6 +7,9 @@ import functools
 import json
 import pathlib
 
+import jax
+import jax.numpy as jnp
+
 from vit_jax import cli
 from vit_jax import models
 from vit_jax.configs import models as model_configs
@@ -31,8 +34,22 @@ _OF_MODEL = ('epochs', 'dataset', 'num_examples', 'num_classes', 'image_size')
 
 @functools.cache
 def _forward(name, num_classes, image_size):
+  if model_configs.kind_of(model_configs.get_config(name)) == 'lit':
+    return _locked_forward(models.get_model(name), image_size)
   model = models.get_model(name, num_classes=num_classes)
   return flops.forward_flops(model, image_size, whole=True)
+
+
+def _locked_forward(model, image_size):
+  """Counts a third of a locked image tower, and the text tower (LiT).
+
+  The image tower has a forward pass only, and training is counted as three.
+  """
+  tower = model.text_tower()
+  tokens = jax.ShapeDtypeStruct((1, model.pp['max_len']), jnp.int32)
+  text = jax.make_jaxpr(lambda x: tower.init(jax.random.key(0), x))(tokens)
+  image = flops.forward_flops(model.image_tower(), image_size, whole=True)
+  return round(image / 3) + flops.count_flops(text)
 
 
 def account(name: str, epochs: float, setting: costs.Setting) -> dict:
@@ -41,7 +58,9 @@ def account(name: str, epochs: float, setting: costs.Setting) -> dict:
   Raises ValueError if the name is unknown, or the model does not fit the images.
   """
   name = model_configs.get_config(name).model_name
-  if None in setting[:2]:
+  # LiT has no classes.
+  needed = setting[:1] if name in model_configs.LITS else setting[:2]
+  if None in needed:
     raise ValueError(
       f"model='{name}' needs the size of the data: give --dataset=NAME, or "
       '--num_examples and --num_classes'

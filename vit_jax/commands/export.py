@@ -8,6 +8,9 @@ r"""Exports a trained model for programs that serve it without this package.
 for CPUs, GPUs and TPUs; --to=saved_model a SavedModel in 1/, as TensorFlow Serving
 wants it; --to=onnx model.onnx, for ONNX Runtime. Batches may have any size.
 
+Of image and text towers the image tower is exported, and with --texts the text
+tower, whose inputs are tokens; the outputs are embeddings of length 1.
+
 The command runs what it has written on a few images, prints the largest difference
 to the model, and leaves nothing behind if it is large. model.json beside it names
 inputs, outputs and labels, and tells how images are prepared.
@@ -42,6 +45,11 @@ def make_parser() -> flags.Parser:
     '--features',
     action='store_true',
     help='exports the inputs of the head in place of the predictions',
+  )
+  parser.add_argument(
+    '--texts',
+    action='store_true',
+    help='exports the text tower, of tokens, in place of the image tower',
   )
   parser.add_argument(
     '--dtype',
@@ -82,7 +90,12 @@ def main(argv: Sequence[str]) -> int:
 
   export.check(args.out, args.to, args.dtype, args.image_size)
   images = listing.expand(args.images) if args.images else None
-  predict.of_flags(args).export(
+  model = predict.of_flags(args)
+  if args.texts and 'texts' not in model.FLAGS:
+    raise ValueError(
+      f"the task '{model.config.task}' has no text tower: leave out --texts"
+    )
+  model.export(
     args.out,
     args.to,
     features=args.features,
@@ -90,6 +103,7 @@ def main(argv: Sequence[str]) -> int:
     uint8=args.uint8,
     image_size=args.image_size,
     images=images,
+    **({'texts': True} if args.texts else {}),
     command=shlex.join(['vit_jax', 'export', *argv]),
   )
   return 0

@@ -389,6 +389,8 @@ FORMATS = {
 
 def _inputs(model, program, images) -> tuple[dict[str, np.ndarray], str]:
   """Returns inputs of real images, [n, ...] by name, and their origin in words."""
+  if 'image' not in program.inputs:
+    return model.sample(_IMAGES)
   source, where = given.sample(model.config, _IMAGES, images)
   stream = model.stream(source, lambda *_: (), program.inputs)
   found = [inputs for _, inputs, _ in stream]
@@ -413,7 +415,7 @@ def _tolerance(task, dtype) -> float:
 def _compare(run, inputs, want, tolerance, to) -> float:
   """Returns the largest difference to the model; raises ValueError if too large."""
   largest = 0.0
-  for count in {1, len(inputs['image'])}:
+  for count in {1, len(next(iter(inputs.values())))}:
     found = run({name: x[:count] for name, x in inputs.items()})
     for name, expected in want.items():
       expected = np.asarray(expected[:count], np.float64)
@@ -446,7 +448,7 @@ def _facts(model, program, want: Mapping[str, np.ndarray], uint8) -> dict:
       for k, x in want.items()
     },
     'labels': list(model.class_names),
-    'preprocessing': _preprocessing(model.task, program.inputs['image'], uint8),
+    'preprocessing': _preprocessing(model.task, program.inputs, uint8),
     'versions': {name: importlib.metadata.version(name) for name in names},
   }
 
@@ -456,9 +458,11 @@ def _described(spec) -> dict:
   return {'shape': shape, 'dtype': np.dtype(spec.dtype).name}
 
 
-def _preprocessing(task, spec, uint8) -> dict:
-  """Returns how images become inputs, see vit_jax/preprocess.py."""
-  pp = task.config.pp
+def _preprocessing(task, inputs, uint8) -> dict:
+  """Returns how images become inputs, see vit_jax/preprocess.py; or texts."""
+  pp, spec = task.config.pp, inputs.get('image')
+  if spec is None:
+    return {**task.config.model.pp}
   *size, channels = _described(spec)['shape'][1:]
   facts = {
     'size': size, 'channels': channels, 'interpolation': 'bilinear',

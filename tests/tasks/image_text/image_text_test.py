@@ -377,3 +377,18 @@ def test_a_stored_vocabulary_of_another_tokenizer(data_dir, tmp_path):
   rows = task.tokenizer(['a photo of a cat', 'a'])
   assert rows.shape == (2, 12)
   assert (rows[:, -1] == task.tokenizer.eos_token).all()
+
+
+@pytest.mark.parametrize('to', ['stablehlo', 'onnx'])
+def test_both_towers_are_exported(run, tmp_path, to):
+  model = predict.load(run[0])
+  assert model.export(tmp_path / 'img', to) < 1e-4
+  assert model.export(tmp_path / 'txt', to, texts=True) < 1e-4
+  facts = json.loads((tmp_path / 'txt' / 'model.json').read_text())
+  assert facts['inputs'] == {
+    'tokens': {'shape': ['batch', 12], 'dtype': 'int32'}
+  }
+  assert facts['outputs']['embedding']['shape'] == ['batch', WIDTH]
+  assert facts['preprocessing']['tokenizer_name'] == 'bert'
+  with pytest.raises(ValueError, match='uint8=True is for images'):
+    model.export(tmp_path / 'other', to, texts=True, uint8=True)

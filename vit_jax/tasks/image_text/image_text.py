@@ -203,6 +203,10 @@ class Task(base.Task):
     """Returns `embedding`, float32 [B, E], of images."""
     return {'embedding': self.outputs(params, extra, batch)}
 
+  def of_texts(self) -> 'TextTask':
+    """Returns the task of the text tower alone, for its export."""
+    return TextTask(self.config, self.metadata)
+
   def features(self, layer):
     """For 'features', returns the function of the images' embeddings."""
     if layer == 'features':
@@ -285,6 +289,19 @@ class Task(base.Task):
 
   def describe(self):
     return 'the image tower is locked' if self.locked else ''
+
+
+class TextTask(Task):
+  """The text tower alone: its input are tokens."""
+
+  def input_spec(self, image_size=None, batch=1):
+    del image_size
+    shape = (batch, self.config.model.pp.max_len)
+    return {'tokens': jax.ShapeDtypeStruct(shape, jnp.int32)}
+
+  def exported(self, params, extra, batch):
+    """Returns `embedding`, float32 [B, E], of texts."""
+    return {'embedding': self.embed_tokens(params, extra, batch['tokens'])}
 
 
 def stored(tokenizer: tokenizers.Tokenizer) -> list[str]:

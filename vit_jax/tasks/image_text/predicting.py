@@ -210,6 +210,32 @@ class Predictor(predictor_lib.Predictor):
         Image.fromarray(picture).save(file, 'PNG')
       yield f'The similarities are drawn in {args.out}.'
 
+  def export(self, out, to, texts=False, **options):
+    """Writes the image tower, or the text tower; see Predictor.export.
+
+    `texts` writes the text tower. Its input are `tokens`, int32 [B, max_len]; the
+    output of both is `embedding`, float32 [B, E], of length 1.
+    """
+    names = ('txt' if texts else 'img', 't', 'b')
+    params = {k: x for k, x in self.params.items() if k in names}
+    if not texts:
+      return Predictor(self.task, params, self.extra, self.step)._export(
+        out, to, **options
+      )
+    for name in ('uint8', 'image_size', 'features', 'images'):
+      if options.get(name):
+        raise ValueError(
+          f'{name}={options[name]!r} is for images, and the text tower reads '
+          f'tokens: leave out --{name}, or --texts'
+        )
+    task = self.task.of_texts()
+    return _Texts(task, params, self.extra, self.step)._export(
+      out, to, **options
+    )
+
+  def _export(self, *args, **options):
+    return super().export(*args, **options)
+
   def page(self):
     """Shows which of the texts that are typed fit a photograph."""
     import gradio as gr
@@ -227,3 +253,13 @@ class Predictor(predictor_lib.Predictor):
       return {label: dict(found)}
 
     return show, [typed], [label]
+
+
+class _Texts(Predictor):
+  """The text tower alone, for its export."""
+
+  def sample(self, count: int) -> tuple[dict[str, np.ndarray], str]:
+    """Returns the tokens of so many texts, and their origin in words."""
+    found = templates_lib.TEMPLATES['short'][:count]
+    tokens = self.task.tokenizer(templates_lib.fill(['cat'], found))
+    return {'tokens': tokens}, f'{count} texts'
