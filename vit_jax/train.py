@@ -437,18 +437,26 @@ def train_and_evaluate(
 
 def _train(prepared, workdir, held, checkpoints, state, step):
   """Makes all remaining updates; returns the run and the last metrics."""
-  config = prepared.config
+  config, task, mesh = prepared.config, prepared.program.task, prepared.mesh
   run = loop.Run(prepared, workdir, checkpoints, state, step)
-  batches = input_pipeline.train_batches(
-    config, prepared.train, prepared.program.task.example, prepared.mesh, step
-  )
   with (
-    jax.set_mesh(prepared.mesh),
+    jax.set_mesh(mesh),
     contextlib.closing(run),
     stopping.StopRequest() as stop,
     checkpoints,
   ):
     metrics = run.catch_up(stop)
+    if step < config.total_steps:
+      held.check()
+      try:
+        task.begin(
+          state.params, state.extra, prepared.train, mesh, workdir, stop.now
+        )
+      except stopping.Stopped as e:
+        raise Interrupted(step, stop.signal) from e
+    batches = input_pipeline.train_batches(
+      config, prepared.train, task.example, mesh, step
+    )
     while run.step < config.total_steps:
       run.update(next(batches))
       if run.due(config.progress_every):

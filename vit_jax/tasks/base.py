@@ -18,6 +18,7 @@ Methods, in the order in which a run calls them:
   input_spec      shapes of what inference reads
   batch_spec      shapes of a training batch
   init            initial parameters and extra state
+  begin           what a training needs before its first batch
   augment         changes a whole batch on the devices, for example mixes it
   draw_training   pictures of a training batch
   loss            sum and weight over a part of a batch
@@ -261,6 +262,14 @@ class Task(abc.ABC):
     """
     del rng
     return batch
+
+  def begin(self, params, extra, source, mesh, workdir, stop):
+    """Prepares a training, before its first batch: all processes call it.
+
+    Takes the state to begin with, the training data, the folder of the run, and a
+    function that tells whether a signal asks the run to stop; see `evaluators`.
+    """
+    del params, extra, source, mesh, workdir, stop
 
   @abc.abstractmethod
   def loss(self, params, extra, batch: dict, rng):

@@ -22,6 +22,7 @@ from vit_jax.run import config as run_config
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.tasks.image_text import captions
 from vit_jax.tasks.image_text import image_text
+from vit_jax.tasks.image_text import precomputed
 from vit_jax.tasks.image_text import zero_shot
 
 WIDTH = 16
@@ -92,6 +93,32 @@ def test_a_locked_tower_stays_bit_for_bit_and_has_no_state(run, tower):
   assert metrics['num_texts_test'] == 40 * 2 * len(digit_captions.TEST)
   assert 0 <= metrics['accuracy_test'] <= 1
   assert 'accuracy_top5_test' not in metrics  # Of ten classes.
+
+
+def test_embeddings_that_are_computed_once_train_the_same(
+  run, tower, data_dir, tmp_path
+):
+  config = make_config(data_dir, pretrained={'img': tower[0]})
+  config.task_options.precompute = True
+  workdir = str(tmp_path / 'lit')
+  state, _ = train.train_and_evaluate(config, workdir)
+  for x, y in zip(*map(jax.tree.leaves, (state.params, run[1].params))):
+    np.testing.assert_allclose(x, y, atol=2e-3)  # Stored in float16.
+  rows = np.load(f'{workdir}/{precomputed.NAME}')
+  assert (rows.shape, rows.dtype) == ((1437, WIDTH), np.float16)
+  model = predict.load(workdir)
+  source = sources.open_split(config, 'train[:3]', ('image',))
+  images = [source.read(source.record(i))['image'].numpy() for i in range(3)]
+  np.testing.assert_allclose(rows[:3], model.embed(images), atol=1e-3)
+  config.pp.flip = True
+  with pytest.raises(
+    ValueError, match='change from epoch to epoch: set .*flip'
+  ):
+    image_text.Task(run_config.complete(config), {'vocabulary': WORDS})
+  config.update(lr_multipliers=())
+  config.pp.flip = False
+  with pytest.raises(ValueError, match='needs an image tower that is locked'):
+    image_text.Task(run_config.complete(config), {'vocabulary': WORDS})
 
 
 def test_a_run_leaves_its_vocabulary_and_the_matrix(run):

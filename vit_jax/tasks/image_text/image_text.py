@@ -22,6 +22,8 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import tensorflow as tf
 
 from vit_jax import models
 from vit_jax import preprocess
@@ -33,6 +35,7 @@ from vit_jax.tasks import base
 from vit_jax.tasks.image_text import captions
 from vit_jax.tasks.image_text import contrastive
 from vit_jax.tasks.image_text import drawing
+from vit_jax.tasks.image_text import precomputed
 from vit_jax.tasks.image_text import predicting
 from vit_jax.tasks.image_text import zero_shot
 from vit_jax.texts import templates as templates_lib
@@ -51,6 +54,9 @@ class Task(base.Task):
     # Names of the classes in place of those of the data, in their order: 'a;b;c',
     # or a file with one in each line.
     'classes': '',
+    # Whether a locked image tower computes the embeddings of the training images
+    # once, to a file in the workdir, in place of once in each epoch.
+    'precompute': False,
     # Greatest number of texts of an image in an evaluation.
     'most_texts': 8,
   }
@@ -68,10 +74,19 @@ class Task(base.Task):
     self.model = models.make_model(config.model)
     self.templates = templates_lib.get(self.options.templates)
     params, _ = jax.eval_shape(self.init, jax.random.key(0))
+    self.locked = _is_locked(config.lr_multipliers, params)
+    self._embeddings = None  # Of the training images, see `begin`.
+    if self.options.precompute:
+      precomputed.check(config)
+      if not self.locked or config.model.out_dim[0]:
+        raise ValueError(
+          'precompute=True needs an image tower that is locked as a whole, without '
+          'a head: --config.lr_multipliers="((\'img/\', 0.0),)" and '
+          'config.model.out_dim=(None, WIDTH)'
+        )
     self._rows = text_towers.vocab_size(params['txt'])
     if metadata['vocabulary']:
       self.tokenizer  # noqa: B018 (for its errors, before anything is compiled)
-    self.locked = _is_locked(config.lr_multipliers, params)
 
   @functools.cached_property
   def tokenizer(self) -> tokenizers.Tokenizer:
@@ -141,28 +156,47 @@ class Task(base.Task):
 
     Without a text there are no tokens. In evaluation it is the first text.
     """
-    found, texts = self.inputs(record, seed), captions.of(record)
+    texts = captions.of(record)
+    if seed is None or self._embeddings is None:
+      found = self.inputs(record, seed)
+    else:
+      found = {'zimg': self._embedding(record['index'])}
     if texts is None:
       return found
     text = texts[0] if seed is None else captions.draw(texts, seed)
     return {**found, 'tokens': self.tokenizer.preprocess_tf(text)}
 
+  def _embedding(self, index):
+    """Returns the precomputed embedding of a training image, float32 [E]."""
+    row = tf.numpy_function(
+      lambda i: self._embeddings[i].astype(np.float32), [index], tf.float32,
+      stateful=False,
+    )  # fmt: skip
+    return tf.ensure_shape(row, self._embeddings.shape[1:])
+
   def batch_spec(self, size):
     tokens = (size, self.config.model.pp.max_len)
-    return {
-      'image': self.image_spec(size),
-      'tokens': jax.ShapeDtypeStruct(tokens, jnp.int32),
-    }
+    found = {'image': self.image_spec(size)}
+    if self.options.precompute:
+      shape = (size, self.config.model.out_dim[1])
+      found = {'zimg': jax.ShapeDtypeStruct(shape, jnp.float32)}
+    return {**found, 'tokens': jax.ShapeDtypeStruct(tokens, jnp.int32)}
 
   # --- Training ---
 
   def init(self, rng):
-    spec = self.batch_spec(1)
     inputs = {
-      'images': jnp.zeros(spec['image'].shape),
-      'tokens': jnp.zeros(spec['tokens'].shape, jnp.int32),
+      'images': jnp.zeros(self.image_spec(1).shape),
+      'tokens': jnp.zeros((1, self.config.model.pp.max_len), jnp.int32),
     }
     return self.model.init(rng, **inputs)['params'], {}
+
+  def begin(self, params, extra, source, mesh, workdir, stop):
+    """Computes the embeddings of the training images, with `precompute`."""
+    if self.options.precompute:
+      self._embeddings = precomputed.make(
+        self, params, extra, source, mesh, workdir, stop
+      )
 
   def loss(self, params, extra, batch, rng):
     """Returns the contrastive loss summed over pairs, and their number.
@@ -173,11 +207,12 @@ class Task(base.Task):
     del extra
     zimg, ztxt, out = self.model.apply(
       {'params': params},
-      images=batch['image'],
+      images=batch.get('image'),
       tokens=batch['tokens'],
       train=not self.locked,
       rngs={'dropout': rng},
     )
+    zimg = batch.get('zimg', zimg)
     logits = contrastive.logits_of(zimg, ztxt, out)
     losses = contrastive.LOSSES[self.config.loss](logits)  # [B]
     count = jnp.float32(len(losses))
