@@ -113,6 +113,7 @@ def load_weights(
 
   with _freeing():
     model = convert.read(path, class_names, image_size, dtype=dtype)
+    model = writing.scaled(model)
     config, metadata = writing.as_run(model)
     task = run_config.get_task(config.task)(config, metadata)
     params, extra = (_moved(tree) for tree in (model.params, model.extra))

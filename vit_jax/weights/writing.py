@@ -97,6 +97,7 @@ def save(params, path: str):
 
 
 def _write_npz(model, dst):
+  model = scaled(model)
   family, beside = families.of(model.config), {}
   if model.class_names:
     beside['class_names'] = list(model.class_names)
@@ -153,6 +154,11 @@ def _write_safetensors(state, file):
   file.write(safetensors.save(state, metadata={'format': 'pt'}))
 
 
+def scaled(model: Model) -> Model:
+  """Returns a model that reads pixels from -1 to 1, as runs have them."""
+  return families.of(model.config).scaled(model)
+
+
 def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   """Returns config and metadata of a finished run of one step, for a model."""
   from vit_jax.run import config as run_config
@@ -189,6 +195,7 @@ def _write_workdir(model, dst):
   from vit_jax.learning import state as state_lib
   from vit_jax.run import checkpoints as checkpoints_lib
 
+  model = scaled(model)
   config, metadata = as_run(model)
   tx = optim.get_optimizer(config, lambda _: 0.0)
   params, extra = (

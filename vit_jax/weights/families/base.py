@@ -154,6 +154,10 @@ class Family(abc.ABC):
     del file, flat
     return told
 
+  def scaled(self, model):
+    """Returns a model that reads pixels from -1 to 1, as runs have them."""
+    return model
+
   def run(self, model) -> dict[str, Any]:
     """Returns what a model determines of the config of its run."""
     del model

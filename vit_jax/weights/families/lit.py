@@ -26,6 +26,8 @@ from vit_jax.weights.families import vit
 from vit_jax.weights.families import vit_files
 
 _IMAGE, _TEXT = 'img/', 'txt/'
+# Metadata: mean and deviation by which pixels from 0 to 1 were scaled.
+_SCALES = ('image_mean', 'image_std')
 _PARTS = {'img': 'image', 'txt': 'text'}
 _ATTENTION = 'MultiHeadDotProductAttention_0/'
 _BIAS = 'logit_bias'
@@ -280,7 +282,8 @@ class ImageTexts(base.Family):
       describe = functools.partial(_from_hf, style=style, flat=flat)
       name = 'config.json'
     found = descriptions.read(beside(name), describe)
-    scaling = vit_files.warn_of_scaling(beside, file, naming)
+    values = vit_files.scaling(beside, naming).values()
+    scaling = dict(zip(('image_mean', 'image_std'), values))
     tokenizer = 'siglip' if style == 'siglip' else 'clip'
     pp = {'tokenizer_name': tokenizer}
     vocabulary = beside(_VOCABULARIES[tokenizer])
@@ -288,7 +291,7 @@ class ImageTexts(base.Family):
       pp['vocab_path'] = str(vocabulary)
     return found._replace(
       model={**found.model, 'pp': pp},
-      metadata=scaling if naming == 'hf' else {},
+      metadata=scaling if len(scaling) == 2 else {},
     )
 
   def beside_npz(self, file, flat, told):
@@ -326,10 +329,30 @@ class ImageTexts(base.Family):
     init = lambda key, x, y: model.init(key, images=x, tokens=y)
     return jax.eval_shape(init, jax.random.key(0), images, tokens)
 
+  def scaled(self, model):
+    scales = [model.metadata.get(name) for name in _SCALES]
+    if None in scales:
+      return model
+    mean, std = (np.asarray(x, np.float64) for x in scales)
+    # (x / 2 + 0.5 - mean) / std for pixels x from -1 to 1.
+    old = model.params['img']['embedding']
+    kernel = np.asarray(old['kernel'], np.float64)  # [p, q, C, D].
+    bias = np.einsum('pqcd,c->d', kernel, (0.5 - mean) / std)
+    new = {'kernel': kernel * (0.5 / std)[:, None], 'bias': old['bias'] + bias}
+    new = {name: x.astype(old[name].dtype) for name, x in new.items()}
+    tower = {**model.params['img'], 'embedding': new}
+    others = {k: x for k, x in model.metadata.items() if k not in _SCALES}
+    return model._replace(
+      params={**model.params, 'img': tower}, metadata=others
+    )
+
   def run(self, model):
+    # CLIP resizes the short side, and crops the centre; others the whole image.
+    crops = model.config.image.transformer.get('first_norm')
     return {
       'task': 'image_text',
       'pp': {
+        'resize': model.image_size[0] if crops else model.resize,
         'crop': model.image_size[0],
         'channels': _kernel(model.params).shape[2],
       },

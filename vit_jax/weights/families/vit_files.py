@@ -82,15 +82,17 @@ def from_timm(config) -> descriptions.Description:
   )
 
 
-def warn_of_scaling(beside, file, naming: str) -> dict:
-  """Warns if the pixels of these weights' images had another range than here.
-
-  Returns the fields that tell how pixels were scaled, if any.
-  """
+def scaling(beside, naming: str) -> dict:
+  """Returns the fields that tell how pixels were scaled, if any."""
   name, *keys = _SCALING[naming]
   config = descriptions.read(beside(name), _scaling)
   given = {key: config.get(key) for key in keys}
-  given = {key: value for key, value in given.items() if value is not None}
+  return {key: value for key, value in given.items() if value is not None}
+
+
+def warn_of_scaling(beside, file, naming: str):
+  """Warns if the pixels of these weights' images had another range than here."""
+  name, given = _SCALING[naming][0], scaling(beside, naming)
   if any(np.any(np.asarray(value) != 0.5) for value in given.values()):
     words = ' and '.join(f'{key}={value}' for key, value in given.items())
     logging.warning(
@@ -98,7 +100,6 @@ def warn_of_scaling(beside, file, naming: str) -> dict:
       'this package scales them to [-1, 1]: results are worse until the model is '
       'fine-tuned'
     )
-  return given
 
 
 def _scaling(config):
