@@ -1,5 +1,7 @@
 """LiT beside published counts, transformers' BERT, and a forward in NumPy."""
 
+import functools
+
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,9 @@ from tests import tiny_models
 from tests import torchvision_ops  # noqa: F401 (before transformers' models)
 from vit_jax import models
 from vit_jax import models_lit
+from vit_jax.configs import models as model_configs
 from vit_jax.layers import text_towers
+from vit_jax.weights import identify
 
 # Numbers of parameters of the released models, and of their embeddings.
 COUNTS = {
@@ -52,7 +56,9 @@ def inputs():
   return images.astype(np.float32), np.array(tokens, np.int32)
 
 
-def shapes(model):
+@functools.cache
+def shapes(name):
+  model = models.get_model(name)
   images = jax.ShapeDtypeStruct((1, model.pp.size, model.pp.size, 3), 'float32')
   tokens = jax.ShapeDtypeStruct((1, model.pp.max_len), 'int32')
   init = lambda *x: model.init(jax.random.key(0), images=x[0], tokens=x[1])
@@ -62,8 +68,10 @@ def shapes(model):
 @pytest.mark.parametrize('name', COUNTS)
 def test_the_published_models(name):
   model, (count, width) = models.get_model(name), COUNTS[name]
-  variables = shapes(model)
+  variables = shapes(name)
   assert sum(leaf.size for leaf in jax.tree.leaves(variables)) == count
+  found = identify.model_config(variables['params'])
+  assert found.to_dict() == model_configs.get_config(name).to_dict()
   images = jax.ShapeDtypeStruct((2, 224, 224, 3), 'float32')
   tokens = jax.ShapeDtypeStruct((3, 16), 'int32')
   apply = lambda v, i, t: model.apply(v, images=i, tokens=t)
@@ -77,7 +85,7 @@ def test_the_published_models(name):
 
 
 def test_names_and_shapes_of_berts_parameters_are_the_published_ones():
-  params = shapes(models.get_model('LiT-B16B'))['params']['txt']
+  params = shapes('LiT-B16B')['params']['txt']
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   found = {path: leaf.shape for path, leaf in flat.items()}
   block = {}
