@@ -212,6 +212,11 @@ def run(args) -> None:
       '--out=table.parquet (or .csv or .jsonl)'
     )
   split = _split(args.images)
+  if not (args.images or args.sample or args.complete):
+    model = of_flags(args, args.dtype)
+    _check_flags(model, args, is_table)
+    model.write_texts(args)
+    return
   if not split:
     args.images = listing.expand(args.images)
   elif not is_table:

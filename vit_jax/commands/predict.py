@@ -16,9 +16,12 @@ A model of pixels (configs/igpt.py) draws images, and completes their lower part
   vit_jax predict --workdir=/tmp/igpt --sample=16 --out=samples.png
   vit_jax predict --workdir=/tmp/igpt --complete half.png --out=whole.png
 
-Image and text towers choose among any classes or texts:
+Image and text towers choose among any classes or texts, and embed both:
 
   vit_jax predict --weights=LiT-B16B.npz --classes='a cat;a dog' photo.jpg
+  vit_jax predict --weights=LiT-B16B.npz --embeddings --out=images.parquet folder
+  vit_jax predict --weights=LiT-B16B.npz --embeddings --out=texts.parquet \
+    --texts=texts.txt
 
 A detector prints class, score and box (left, top, right, bottom edge in pixels)
 of each object, and draws them:
@@ -134,8 +137,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   alone = '--embeddings'  # Without a layer; the next word may be a file.
   argv = [f'{alone}=features' if word == alone else word for word in argv]
   args = make_parser().parse_args(argv)
+  alone = args.texts and args.embeddings and not args.images
   given = {
-    'images': bool(args.images),
+    'images': bool(args.images) or bool(alone),
     '--sample': args.sample is not None,
     '--complete': bool(args.complete),
   }

@@ -4,6 +4,7 @@ import json
 
 import jax
 import numpy as np
+import pandas as pd
 from PIL import Image
 import pytest
 import sentencepiece
@@ -284,6 +285,14 @@ def test_the_command(run, tmp_path, capsys):
   table = tmp_path / 'table.csv'
   run_command(workdir, photo, f'--texts={texts}', f'--out={table}')
   assert table.read_text().splitlines()[0].startswith('path,class,probability')
+  run_command(workdir, f'--texts={texts}', '--embeddings', f'--out={table}')
+  rows = pd.read_csv(table)
+  assert list(rows['text']) == ['an odd digit', 'an even digit']
+  np.testing.assert_allclose(
+    [json.loads(row) for row in rows['embedding']],
+    predict.load(run[0]).embed_texts(list(rows['text'])),
+    atol=1e-6,
+  )
   with pytest.raises(ValueError, match='give the classes to choose from'):
     run_command(workdir, photo)
   with pytest.raises(FileNotFoundError, match='texts=.*there is no such file'):

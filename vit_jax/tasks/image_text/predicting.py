@@ -15,7 +15,9 @@ import jax
 import numpy as np
 from PIL import Image
 
+from vit_jax import cli
 from vit_jax.configs import rules
+from vit_jax.distributed import files
 from vit_jax.distributed import sharding
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.inference import tables
@@ -190,6 +192,18 @@ class Predictor(predictor_lib.Predictor):
       )
       types['embedding'] = (float, spec.shape[-1])
     return tables.Columns(types, row, compute)
+
+  def write_texts(self, args) -> None:
+    """Writes a table of the embeddings of the texts that the flags give."""
+    texts = templates_lib.lines(args.texts, 'texts')
+    rows = [
+      {'text': text, 'embedding': row}
+      for text, row in zip(texts, self.embed_texts(texts))
+    ]
+    types = {'text': str, 'embedding': (float, len(rows[0]['embedding']))}
+    with files.replacing(epath.Path(args.out)) as file:
+      file.write(tables.encode(rows, types, epath.Path(args.out).suffix))
+    cli.say(f"'{args.out}': {len(rows):,} texts")
 
   def report(self, images, args):
     """Yields lines: the path of each image, then the texts that fit it best.
