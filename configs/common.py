@@ -50,6 +50,7 @@ SPLITS = {
   **dict.fromkeys(
     ('coco/2014', 'coco/2017', 'coco/2017_panoptic'), ('train', 'validation')
   ),
+  'coco_captions': ('train', 'val'),
   **{f'vtab/{task}': ('train800val200', 'test') for task in VTAB},
 }
 
@@ -235,7 +236,8 @@ def get_config() -> ml_collections.ConfigDict:
   # (hf://OWNER/NAME), or the workdir of a run. Position embeddings are resized
   # to the image. Parts of a model may start from different files, by the first
   # name of their parameters:
-  # --config.pretrained="{'backbone': 'ViT-B_16.npz'}"; all else is new.
+  # --config.pretrained="{'backbone': 'ViT-B_16.npz'}"; all else is new. Those of
+  # an image-text model are 'img' and 'txt', whose weights may be a BERT.
   config.pretrained = _any(None)
   # Folder of published files named after their models: if `pretrained` is None,
   # the weights are <pretrained_dir>/<model.model_name>.npz. None: random

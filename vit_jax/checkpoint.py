@@ -212,7 +212,8 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
         taken = _of_model(config, part, path, extra[part])
       else:
         taken = _part_weights(config, part, path, task, params, beside)
-    twice = sorted({name.split('/')[0] for name in taken if name in found})
+    twice = {name.split('/')[0] for name in taken if name in found}
+    twice = sorted(twice & params.keys())
     if twice:
       raise ValueError(
         f'pretrained={_weights_paths(config)} names two weights for '

@@ -290,7 +290,7 @@ def run(args) -> None:
   print(
     f'{args.src}: {identify.describe(model.params)}, {count:,} parameters, '
     f'images of {size}, '
-    + (f'{model.num_classes:,} classes' if model.num_classes else 'no head')
+    + (f'{model.num_classes:,} classes' if model.num_classes else 'no classes')
   )
   for note in notes:
     print(f'note: {note}')

@@ -507,7 +507,7 @@ def test_the_old_names_of_bert(bert, tmp_path):
   )
 
 
-def test_towers_start_from_those_of_other_models(saved, tmp_path):
+def test_towers_start_from_those_of_other_models(saved, tmp_path, caplog):
   config, params = lit('text_transformer')
   _, others = lit('text_transformer', out_dim=(8, 8))
   path = str(tmp_path / 'other.npz')
@@ -523,6 +523,16 @@ def test_towers_start_from_those_of_other_models(saved, tmp_path):
     taken = pretrained(config, params, given)
     assert set(taken) == {k for k in own if k.startswith(paths)}
     trees.assert_same(taken, {k: want[k] for k in taken})
+  clip = convert.read(str(saved['clip'][0]))
+  folder = str(saved['clip'][0])
+  taken = pretrained(clip.config, clip.params, {'img': folder, 'txt': folder})
+  want = flat_of(clip.params)
+  trees.assert_same(taken, {k: x for k, x in want.items() if k != 't'})
+  assert 'were made for' not in caplog.text
+  clip.config.text.pool = 'last'
+  pretrained(clip.config, clip.params, {'txt': folder})
+  assert '--config.model.text.pool=eos' in caplog.text
+  want = flat_of(params)
   # An image tower's positions are resized.
   large, wide = lit('text_transformer', pp={**config.pp, 'size': 16})
   images = jax.ShapeDtypeStruct((1, 16, 16, 3), 'float32')

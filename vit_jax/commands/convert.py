@@ -3,21 +3,23 @@ r"""Converts weights between this package, timm and Hugging Face, bit for bit.
   vit_jax convert SRC DST [--to=npz|timm|hf|pth|workdir]
   vit_jax convert SRC --to=hf|timm --push=hf://OWNER/NAME
 
-SRC is a published .npz, a .safetensors or .bin file of timm or Hugging Face or
-a folder with such a file, a .pth file released with DETR, or the workdir of a
-run; local, at gs://, a URL, or hf://OWNER/NAME[@REVISION][/FILE]. DST is
+SRC is a published .npz, a .safetensors or .bin file of timm, Hugging Face or
+open_clip or a folder with such a file, a .pth file released with DETR, or the
+workdir of a run; local, at gs://, a URL, or hf://OWNER/NAME[@REVISION][/FILE]. DST is
 
   npz       a file that the original's readers and timm's `load_npz` read
   timm      a folder for timm.create_model('local-dir:DST', pretrained=True)
   hf        a folder for ViTForImageClassification.from_pretrained(DST), for
-            DetrForObjectDetection or for ImageGPTForCausalImageModeling
+            DetrForObjectDetection, ImageGPTForCausalImageModeling, CLIPModel
+            or SiglipModel
   pth       a detector under the names of the files released with DETR: a .pth
             file, which needs PyTorch, or a .safetensors file
   workdir   a folder for vit_jax predict, for --config.pretrained, and for
             vit_jax evaluate
 
 A detector is written as hf, pth or workdir, an iGPT with its palette as hf or
-workdir, a classifier as all but pth.
+workdir, an image-text model as npz or workdir and a CLIP or SigLIP also as hf, a
+classifier as all but pth.
 
 Examples:
 

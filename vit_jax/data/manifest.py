@@ -15,6 +15,7 @@ the training split, sorted, or a list in `root/classes.json`. In that file,
 {"objects/label": [...]} names the classes of another feature.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import json
@@ -35,7 +36,7 @@ from vit_jax.data.images import index as index_lib
 _MOST_CLASSES = 10**6
 
 
-class _Line(NamedTuple):
+class Line(NamedTuple):
   """A line of a manifest: its file and number, and its values by feature."""
 
   where: str
@@ -70,9 +71,13 @@ def read_split(
   split: str,
   features: Iterable[str],
   class_names: Sequence[str] | None = None,
+  parse: Callable[[str, str], list[Line]] | None = None,
   **kwargs,
 ):
   """Reads the wanted features of a split, see sources.open_split.
+
+  `parse` is a function (root, part of the split) -> lines, by default those of
+  the manifest.
 
   Returns:
     columns: features by name, tensors and RaggedTensors [n, ...], in the order
@@ -81,7 +86,7 @@ def read_split(
   """
   lines, taken = [], []  # All lines, and the numbers of those of the slice.
   for base, instruction in slices.parts(split):
-    found, top = _parse(root, base), os.path.join(root, base)
+    found, top = (parse or _parse)(root, base), os.path.join(root, base)
     order = index_lib.hash_order(line.key(top) for line in found)
     chosen = slices.take(order, base, instruction)
     taken += [len(lines) + number for number in chosen]
@@ -132,7 +137,7 @@ def _path(root, base):
   return os.path.join(root, f'{base}.jsonl')
 
 
-def _parse(root, base) -> list[_Line]:
+def _parse(root, base) -> list[Line]:
   """Reads a manifest."""
   path = _path(root, base)
   if not tf.io.gfile.exists(path):
@@ -166,7 +171,7 @@ def _parse(root, base) -> list[_Line]:
       )
     if '://' not in image:
       image = os.path.join(root, image)
-    lines.append(_Line(where, image, values))
+    lines.append(Line(where, image, values))
   return lines
 
 

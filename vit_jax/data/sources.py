@@ -15,6 +15,7 @@ from vit_jax.data import mixture
 from vit_jax.data import pseudo_labels
 from vit_jax.data import records
 from vit_jax.data import slices
+from vit_jax.data.coco import captions
 from vit_jax.data.coco import layout
 from vit_jax.data.coco import source as annotated
 from vit_jax.data.tfds import registry
@@ -105,7 +106,10 @@ def open_split(
 
 def _open_folder(config, root, split, features, class_names, workdir):
   """Opens a split of a folder; see open_split."""
-  listed = manifest.exists(root, split)
+  listed, parse = manifest.exists(root, split), None
+  captioned = any(name.rstrip('?') == captions.FEATURE for name in features)
+  if not listed and captioned and captions.exists(root, split):
+    listed, parse = True, captions.lines
   if not listed and _is_annotated(root, split, features):
     return annotated.open_split(
       config, root, split, features, class_names, workdir
@@ -114,7 +118,7 @@ def _open_folder(config, root, split, features, class_names, workdir):
   kwargs = dict(broken=config.broken_images, max_pixels=limit, workdir=workdir)
   if listed:
     columns, names = manifest.read_split(
-      root, split, features, class_names, **kwargs
+      root, split, features, class_names, parse, **kwargs
     )
     return records.FolderSource(columns, names, limit)
   labelled = folder.has_labels(root, split, workdir)

@@ -18,6 +18,7 @@ _PIPELINES = {
   'detect': 'object-detection',
   'segment': 'image-segmentation',
   'pixels': 'unconditional-image-generation',
+  'image_text': 'zero-shot-image-classification',
 }
 _FEATURES = 'image-feature-extraction'
 

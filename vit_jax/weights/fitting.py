@@ -64,7 +64,7 @@ def transferable(
   own = families.of_tree(flat).part(weights, part) if part else None
   if own is not None:
     weights, flat = own, reading.leaves_of(own)
-    new = () if {'head/kernel'} <= flat.keys() & want.keys() else ('head/',)
+    new = () if 'head/kernel' in flat.keys() & want.keys() else ('head/',)
   _check_family(pretrained_path, flat, want)
   weights = adapt(weights)
   flat = reading.leaves_of(weights)

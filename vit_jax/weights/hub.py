@@ -138,7 +138,7 @@ def _page(uri) -> str:
 
 
 def _snapshot(path, uri, revision, names: Iterable[str]) -> epath.Path:
-  """Fetches the files of these patterns, and all JSON files beside `uri`.
+  """Fetches the files of these patterns; JSON and vocabulary beside `uri`.
 
   Returns the folder in the cache, whose name is the hash of the commit.
   """
@@ -150,7 +150,7 @@ def _snapshot(path, uri, revision, names: Iterable[str]) -> epath.Path:
       hub.snapshot_download(
         uri.id,
         revision=revision,
-        allow_patterns=[f'{top}*.json', *names],
+        allow_patterns=[f'{top}*.json', f'{top}spiece.model', *names],
         ignore_patterns=[f'{top}*/*'],
         tqdm_class=cli.bar,
       )

@@ -37,6 +37,10 @@ _FORMS = {
     ('', r'{}\.json'),
   ),
   'panoptic': (('annotations', r'panoptic_{}\.json'),),
+  'captions': (
+    ('annotations', r'captions_{}\.json'),
+    ('', r'captions_{}\.json'),
+  ),
 }
 _ROBOFLOW = '_annotations.coco.json'
 _VALIDATION = ('validation', 'val', 'valid')
@@ -56,6 +60,11 @@ class Place(NamedTuple):
 def exists(root: str, split: str) -> bool:
   """Returns whether a folder has boxes for any part of a split."""
   return any(_find(root, base, 'instances') for base, _ in slices.parts(split))
+
+
+def has(root: str, base: str, kind: str) -> bool:
+  """Returns whether a folder has the file of a kind for a part of a split."""
+  return _find(root, base, kind) is not None
 
 
 def kind_of_segments(root: str, split: str) -> str:

@@ -15,6 +15,7 @@ labels (zero-shot classification), texts (retrieval), or both.
 """
 
 import base64
+import functools
 import os
 import shlex
 import tempfile
@@ -67,9 +68,32 @@ class Task(base.Task):
     self.model = models.make_model(config.model)
     self.templates = templates_lib.get(self.options.templates)
     params, _ = jax.eval_shape(self.init, jax.random.key(0))
-    rows = text_towers.vocab_size(params['txt'])
-    self.tokenizer = _tokenizer(config.model.pp, metadata['vocabulary'], rows)
+    self._rows = text_towers.vocab_size(params['txt'])
+    if metadata['vocabulary']:
+      self.tokenizer  # noqa: B018 (for its errors, before anything is compiled)
     self.locked = _is_locked(config.lr_multipliers, params)
+
+  @functools.cached_property
+  def tokenizer(self) -> tokenizers.Tokenizer:
+    """The tokenizer of the metadata's vocabulary, or of the model's file."""
+    pp, words = self.config.model.pp, self.metadata['vocabulary']
+    make = preprocess.get_tokenizer(pp.tokenizer_name)
+    if not words:
+      return make(self.model.vocab_path, pp.max_len)
+    if pp.tokenizer_name == 'bert' and len(words) > self._rows:
+      raise ValueError(
+        f'the vocabulary has {len(words):,} tokens, and the text tower is for '
+        f'{self._rows:,}: raise its vocab_size (config.model.text)'
+      )
+    with tempfile.TemporaryDirectory() as folder:
+      ending = text_towers.TOKENIZERS[pp.tokenizer_name]
+      path = os.path.join(folder, f'vocabulary.{ending}')
+      if ending == 'txt':
+        tokenizers.write_vocabulary(path, words)
+      else:
+        with open(path, 'wb') as file:
+          file.write(base64.b64decode(words[0]))
+      return make(path, pp.max_len)
 
   # --- Data ---
 
@@ -118,7 +142,7 @@ class Task(base.Task):
     Without a text there are no tokens. In evaluation it is the first text.
     """
     found, texts = self.inputs(record, seed), captions.of(record)
-    if texts is None or self.tokenizer is None:
+    if texts is None:
       return found
     text = texts[0] if seed is None else captions.draw(texts, seed)
     return {**found, 'tokens': self.tokenizer.preprocess_tf(text)}
@@ -269,27 +293,6 @@ def stored(tokenizer: tokenizers.Tokenizer) -> list[str]:
   if isinstance(tokenizer, tokenizers.BertTokenizer):
     return content.decode().replace('\r\n', '\n').removesuffix('\n').split('\n')
   return [base64.b64encode(content).decode()]
-
-
-def _tokenizer(pp, vocabulary, rows):
-  """Returns the tokenizer of a run, for a tower of `rows` tokens; None for a plan, which has no vocabulary."""
-  if not vocabulary:
-    return None
-  if pp.tokenizer_name == 'bert' and len(vocabulary) > rows:
-    raise ValueError(
-      f'the vocabulary has {len(vocabulary):,} tokens, and the text tower is for '
-      f'{rows:,}: raise its vocab_size (config.model.text)'
-    )
-  make = preprocess.get_tokenizer(pp.tokenizer_name)
-  with tempfile.TemporaryDirectory() as folder:
-    ending = text_towers.TOKENIZERS[pp.tokenizer_name]
-    path = os.path.join(folder, f'vocabulary.{ending}')
-    if ending == 'txt':
-      tokenizers.write_vocabulary(path, vocabulary)
-    else:
-      with open(path, 'wb') as file:
-        file.write(base64.b64decode(vocabulary[0]))
-    return make(path, pp.max_len)
 
 
 def _is_locked(multipliers, params) -> bool:

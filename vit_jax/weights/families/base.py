@@ -32,7 +32,7 @@ class Family(abc.ABC):
     leaf: a leaf of a model's parameters that no other family has; likewise.
     formats: formats that hold its models.
     computes: fields that change what a model computes, but no shapes, by dotted
-      key, and their defaults.
+      key, and their defaults; None if those of weights are unknown.
     head: a leaf whose last dimension are the classes.
   """
 
@@ -93,7 +93,7 @@ class Family(abc.ABC):
       ours, theirs = (_inner(c, groups) for c in (config, other))
       if ours is not None and theirs is not None:
         here, there = ours.get(name, default), theirs.get(name, default)
-        if here != there:
+        if here != there and None not in (here, there):
           yield key, here, there
 
   @abc.abstractmethod

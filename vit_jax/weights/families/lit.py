@@ -305,6 +305,8 @@ class ImageTexts(base.Family):
     if name not in _PARTS:
       return None
     model = weights.model.get(_PARTS[name]) or {}
+    if name == 'txt' and 'config' in model:
+      model = text.bert_fields(model['config'])
     return weights._replace(params=weights.params[name], model=model)
 
   def image_size(self, config, params, given):
@@ -325,7 +327,17 @@ class ImageTexts(base.Family):
     return jax.eval_shape(init, jax.random.key(0), images, tokens)
 
   def run(self, model):
-    return {'task': 'image_text', 'pp': {'crop': model.image_size[0]}}
+    return {
+      'task': 'image_text',
+      'pp': {
+        'crop': model.image_size[0],
+        'channels': _kernel(model.params).shape[2],
+      },
+      'loss': 'softmax' if model.config.get('bias_init') is None else 'sigmoid',
+    }
+
+  def metadata(self, model):
+    return {'vocabulary': []}  # That of the model's file.
 
   def formats_of(self, config):
     return ('hf', *self.formats) if _style_in_hf(config) else self.formats
@@ -366,7 +378,7 @@ class ImageTexts(base.Family):
         model_type=f'{style}_text_model',
         **_sides(tower, tower.width),
         vocab_size=tower.vocab_size,
-        max_position_embeddings=config.pp.max_len,
+        max_position_embeddings=model.params['txt']['pos_embedding'].shape[1],
         bos_token_id=max(tower.vocab_size - 2, 0),
         eos_token_id=tower.vocab_size - 1,
         **{project: out_dim},
@@ -433,7 +445,7 @@ def _out_dims(config):
 
 def _style_in_hf(config) -> str | None:
   """Returns which of Hugging Face's models has these fields, if any."""
-  image, tower, encoder = config.image, config.get('text') or {}, {}
+  image, tower = config.image, config.get('text') or {}
   encoder = image.get('transformer') or {}
   heads = [dim is not None for dim in _out_dims(config)]
   down, across = image.patches.size
@@ -441,6 +453,7 @@ def _style_in_hf(config) -> str | None:
     config.text_model != 'text_transformer' or image.get('resnet')
     or image.get('representation_size') or encoder.get('causal')
     or down != across or not heads[1]
+    or not encoder.get('add_position_embedding', True)
   )  # fmt: skip
   own = (
     image.get('classifier', 'token'),

@@ -106,7 +106,7 @@ class Berts(_TextTowers):
   words = 'a BERT'
   kind = 'bert'
   leaf = f'{_BERT}layer_norm/scale'
-  computes = types.MappingProxyType({'num_heads': bert.BertEncoder.num_heads})
+  computes = types.MappingProxyType({'num_heads': None})
 
   def detect(self, names):
     names = {leaves.renamed(name, _OLD_NAMES) for name in names}

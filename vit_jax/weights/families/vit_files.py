@@ -88,9 +88,7 @@ def warn_of_scaling(beside, file, naming: str) -> dict:
   Returns the fields that tell how pixels were scaled, if any.
   """
   name, *keys = _SCALING[naming]
-  config = descriptions.read(beside(name), dict)
-  for group in ('pretrained_cfg', 'preprocess_cfg'):
-    config = config.get(group, config)
+  config = descriptions.read(beside(name), _scaling)
   given = {key: config.get(key) for key in keys}
   given = {key: value for key, value in given.items() if value is not None}
   if any(np.any(np.asarray(value) != 0.5) for value in given.values()):
@@ -101,6 +99,13 @@ def warn_of_scaling(beside, file, naming: str) -> dict:
       'fine-tuned'
     )
   return given
+
+
+def _scaling(config):
+  """Returns the group of a JSON file that tells how pixels are scaled."""
+  for group in ('pretrained_cfg', 'preprocess_cfg'):
+    config = descriptions.field(config, group, descriptions.OBJECT, config)
+  return config
 
 
 def pair(size):
