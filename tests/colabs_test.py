@@ -10,7 +10,6 @@ import re
 import threading
 from typing import NamedTuple
 
-import jax
 import jupytext
 import nbclient
 import nbformat
@@ -18,13 +17,12 @@ import pytest
 
 from tests import processes
 from tests import tiny_models
+from tests import tiny_towers
 from vit_jax import checkpoint
 from vit_jax import models
 from vit_jax.configs import augreg
-from vit_jax.configs import models as model_configs
 from vit_jax.figures import gallery
 from vit_jax.tasks import classify
-from vit_jax.texts import tokenizers
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ('vit_jax', 'vit_jax_augreg', 'inspect', 'plan', 'lit')
@@ -409,39 +407,13 @@ def test_inspect(client, walked):
   assert pictures(notebook.cell('inductive_bias')) == 1
 
 
-def make_towers(folder):
-  """Writes towers of random numbers as the published ones are; returns a path."""
-  folder.mkdir()
-  config = model_configs.get_config('LiT-B16B')
-  config.image.patches.size = (4, 4)
-  config.image.hidden_size = 64
-  config.image.transformer.update(num_layers=1, mlp_dim=32, num_heads=1)
-  words = tokenizers.word_vocabulary(['a photo of the small large number 0 1'])
-  with config.ignore_type():
-    config.text = {
-      'config': dict(
-        width=64, num_layers=1, num_heads=1, mlp_dim=32, num_positions=16,
-        vocab_size=len(words),
-      )
-    }  # fmt: skip
-  config.out_dim = (None, 64)
-  model = models.make_model(config)
-  images = jax.ShapeDtypeStruct((1, 8, 8, 3), 'float32')
-  tokens = jax.ShapeDtypeStruct((1, 16), 'int32')
-  init = lambda x, y: model.init(jax.random.key(0), images=x, tokens=y)
-  shapes = jax.eval_shape(init, images, tokens)['params']
-  checkpoint.save(tiny_models.drawn(shapes), str(folder / 'towers.npz'))
-  tokenizers.write_vocabulary(folder / 'words.txt', words)
-  return folder
-
-
 def test_lit(client, tmp_path):
-  folder = make_towers(tmp_path / 'towers')
+  tiny_towers.write(tmp_path / 'towers.npz', tmp_path / 'words.txt')
   notebook = Notebook(
     client,
     'lit',
-    MODEL=str(folder / 'towers.npz'),
-    VOCABULARY=str(folder / 'words.txt'),
+    MODEL=str(tmp_path / 'towers.npz'),
+    VOCABULARY=str(tmp_path / 'words.txt'),
     TEXTS=['a photo', 'the number 1'],
     DATA='digits',
     NUM_IMAGES=40,
