@@ -20,9 +20,8 @@ def write(path: pathlib.Path, vocabulary: pathlib.Path | None = None):
     path: a .npz.
     vocabulary: a .txt; by default it lies beside the weights, with their name.
   """
-  words = tokenizers.word_vocabulary(
-    ['a photo of the small large number 0 1', 'a cat on a sofa two dogs']
-  )
+  texts = 'a photo of the small number', 'a cat on a sofa, two dogs'
+  words = tokenizers.word_vocabulary([*texts, *'0123456789'])
   config = model_configs.get_config('LiT-B16B')
   config.image.patches.size = (4, 4)
   config.image.hidden_size = WIDTH
@@ -40,5 +39,12 @@ def write(path: pathlib.Path, vocabulary: pathlib.Path | None = None):
   tokens = jax.ShapeDtypeStruct((1, config.pp.max_len), 'int32')
   init = lambda x, y: model.init(jax.random.key(0), images=x, tokens=y)
   shapes = jax.eval_shape(init, images, tokens)['params']
-  checkpoint.save(tiny_models.drawn(shapes), str(path))
+  params = tiny_models.drawn(shapes)
+  # What is the same for all images or texts would hide how they differ.
+  tables = params['txt']['BertEncoder_0']['embedder']
+  tables['embedders_token_ids']['embedding'] *= 10
+  params['img']['embedding']['kernel'] *= 10
+  params['img']['cls'] *= 0
+  params['img']['Transformer']['posembed_input']['pos_embedding'] *= 0
+  checkpoint.save(params, str(path))
   tokenizers.write_vocabulary(vocabulary or path.with_suffix('.txt'), words)
