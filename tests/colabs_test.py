@@ -17,6 +17,7 @@ import pytest
 
 from tests import processes
 from tests import tiny_models
+from tests import tiny_towers
 from vit_jax import checkpoint
 from vit_jax import models
 from vit_jax.configs import augreg
@@ -24,7 +25,7 @@ from vit_jax.figures import gallery
 from vit_jax.tasks import classify
 
 ROOT = pathlib.Path(__file__).parents[1]
-NAMES = ('vit_jax', 'vit_jax_augreg', 'inspect', 'plan')
+NAMES = ('vit_jax', 'vit_jax_augreg', 'inspect', 'plan', 'lit')
 # A model that compiles and trains in seconds.
 TINY = {
   'model.hidden_size': 48,
@@ -404,6 +405,47 @@ def test_inspect(client, walked):
   assert 'rollout: (8, 4, 4)' in arrays
   assert pictures(notebook.cell('entropies')) == 1
   assert pictures(notebook.cell('inductive_bias')) == 1
+
+
+def test_lit(client, tmp_path):
+  tiny_towers.write(tmp_path / 'towers.npz', tmp_path / 'words.txt')
+  notebook = Notebook(
+    client,
+    'lit',
+    MODEL=str(tmp_path / 'towers.npz'),
+    VOCABULARY=str(tmp_path / 'words.txt'),
+    TEXTS=['a photo', 'the number 1'],
+    DATA='digits',
+    NUM_IMAGES=40,
+  )
+  notebook.run_all()
+  assert 'text tower' in printed(notebook.cell('models.get_model'))
+  embedded = printed(notebook.cell('get_image_preprocessing'))
+  assert 'images: (2, 8, 8, 3) -> (2, 64)' in embedded
+  assert 'texts: (2, 16) -> (2, 64)' in embedded
+  matrix = notebook.cell('drawing.matrix')
+  assert pictures(matrix) == 1
+  assert printed(matrix).count('%') == 2
+  assert '10 classes, 8 sentences about each' in printed(
+    notebook.cell('templates.fill')
+  )
+  measured = notebook.cell('get_pp')
+  assert 'on 40 images' in printed(measured)
+  assert pictures(notebook.cell('colab_tools.show')) == 1
+  # All at once, without TensorFlow.
+  other = notebook.add(
+    'import tensorflow_datasets as tfds\n'
+    "records = list(tfds.data_source('digits', split='test[:40]'))\n"
+    "grey = np.stack([record['image'] for record in records])\n"
+    'zimg = embed(variables, images=np.repeat(grey, 3, 3) / 127.5 - 1)[0]\n'
+    'sentences = [t.format(name) for name in range(10) for t in prompts]\n'
+    'ztxt = embed(variables, tokens=tokenizer(sentences))[1]\n'
+    'best = (zimg @ ztxt.reshape(10, 8, -1).mean(1).T).argmax(1)\n'
+    "right = best == np.stack([record['label'] for record in records])\n"
+    "print(f'accuracy {np.mean(right):.2%}, classes {len(set(best.tolist()))}')"
+  )
+  assert percent(other, 'accuracy') == percent(measured, 'images:')
+  assert int(printed(other).split()[-1]) > 1  # Not one for all images.
 
 
 @pytest.fixture

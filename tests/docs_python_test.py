@@ -28,6 +28,7 @@ from tests import commands
 from tests import conftest
 from tests import markdown
 from tests import tiny_models
+from tests import tiny_towers
 from vit_jax import checkpoint
 from vit_jax import predict
 from vit_jax import preprocess
@@ -132,6 +133,7 @@ def stand_ins(examples, trained, tmp_path_factory):
   registry.register('digits')
   params = tiny_models.numbers(tiny_models.tiny(), 16)
   checkpoint.save(params, str(folder / 'ViT.npz'))
+  tiny_towers.write(folder / 'LiT.npz')
   photo = str(examples / 'parity' / '0.png')
   return {
     '/tmp/street': detector(folder / 'street'),
@@ -139,6 +141,8 @@ def stand_ins(examples, trained, tmp_path_factory):
     'street.jpg': photo,
     'half.png': photo,
     'photo.png': photo,
+    'photo.jpg': photo,
+    'LiT-B16B.npz': str(folder / 'LiT.npz'),
     'rows=16': 'rows=2',
     'image_size=800': 'image_size=48',
     '/tmp/digits/example.png': str(examples / 'parity' / '0.png'),
