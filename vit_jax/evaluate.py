@@ -103,8 +103,8 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
   """Returns the options of a command line, each 'NAME=VALUE', by name."""
   found = {}
   for text in texts:
-    name, _, value = text.partition('=')
-    if not name or not value:
+    name, equals, value = text.partition('=')
+    if not name or not equals:
       raise ValueError(f'--option={text} must be NAME=VALUE, such as tight=1')
     found[name] = cli.literal(value)
   return found

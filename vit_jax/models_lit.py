@@ -20,6 +20,7 @@ and `b` [1], added to the products, with `bias_init`.
 
 from collections.abc import Mapping
 import os
+import shutil
 from typing import Any
 
 import flax.linen as nn
@@ -27,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax import models_vit
+from vit_jax.configs import models as model_configs
 from vit_jax.layers import dtypes
 from vit_jax.layers import patches
 from vit_jax.layers import text_towers
@@ -169,6 +171,8 @@ class LitModel(nn.Module):
       FileNotFoundError, OSError, ValueError: see vit_jax.checkpoint.load.
     """
     from vit_jax import checkpoint
+    from vit_jax.distributed import files
+    from vit_jax.weights import fetch
 
     if path is None:
       local = f'{self.model_name}.npz'
@@ -177,15 +181,28 @@ class LitModel(nn.Module):
         print(f'Reading the copy in this folder: {local}')
         path = local
       elif cache:
-        checkpoint.copy(path, local)
+        with (
+          fetch.fetch(path).open('rb') as there,
+          files.replacing(local) as here,
+        ):
+          shutil.copyfileobj(there, here)
         path = local
     return {'params': checkpoint.load(path)}
 
   @property
   def vocab_path(self) -> str:
-    """The file of the vocabulary: `pp.vocab_path`, or the published one."""
+    """The file of the vocabulary: `pp.vocab_path`, or the published one.
+
+    ValueError for a model that is neither published nor has a `pp.vocab_path`.
+    """
     own = (self.pp or {}).get('vocab_path')
     ending = text_towers.TOKENIZERS[self.pp['tokenizer_name']]
+    if not own and self.model_name not in model_configs.LITS:
+      raise ValueError(
+        'the vocabulary of this model is unknown: put the file beside its weights, '
+        f'with their name and the ending .{ending} (NAME.{ending} for NAME.npz), or '
+        'give its path (config.model.pp.vocab_path)'
+      )
     return own or f'{BASE_PATH}/{self.model_name}.{ending}'
 
   def get_pp(self, crop: bool = False):

@@ -169,7 +169,8 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
 
 def is_share(name: str) -> bool:
   """Returns whether a metric is a share from 0 to 1, by its name."""
-  return 'accuracy' in name or name.startswith('fewshot_')
+  recall = name.startswith(('image_to_text_', 'text_to_image_'))
+  return 'accuracy' in name or name.startswith('fewshot_') or recall
 
 
 def format_metrics(metrics: dict) -> str:

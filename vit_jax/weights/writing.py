@@ -111,6 +111,8 @@ def _write_npz(model, dst):
   if differing:
     fields = {key: here for key, here, _ in differing}
     beside['model'] = flax.traverse_util.unflatten_dict(fields, sep='.')
+  for ending, content in family.beside(model).items():
+    files.write(dst.with_suffix(ending), content)
   if beside:
     file = descriptions.notes_file(dst)
     files.write(file, json.dumps(beside, indent=1))

@@ -11,6 +11,7 @@ import sentencepiece
 
 from tests import conftest
 from tests import tiny_models
+from vit_jax import convert
 from vit_jax import evaluate
 from vit_jax import predict
 from vit_jax import train
@@ -285,6 +286,7 @@ def test_the_command(run, tmp_path, capsys):
   table = tmp_path / 'table.csv'
   run_command(workdir, photo, f'--texts={texts}', f'--out={table}')
   assert table.read_text().splitlines()[0].startswith('path,class,probability')
+  table = tmp_path / 'texts.csv'
   run_command(workdir, f'--texts={texts}', '--embeddings', f'--out={table}')
   rows = pd.read_csv(table)
   assert list(rows['text']) == ['an odd digit', 'an even digit']
@@ -413,6 +415,26 @@ def test_a_stored_vocabulary_of_another_tokenizer(data_dir, tmp_path):
   rows = task.tokenizer(['a photo of a cat', 'a'])
   assert rows.shape == (2, 12)
   assert (rows[:, -1] == task.tokenizer.eos_token).all()
+
+
+def test_a_run_becomes_a_file_that_predicts_the_same(run, tmp_path):
+  path, photo = str(tmp_path / 'mine.npz'), np.zeros((8, 8), np.uint8)
+  _, notes = convert.convert(run[0], path)
+  assert not any('vocabulary' in note for note in notes)
+  words = json.load(open(f'{run[0]}/vocabulary.json'))
+  assert (tmp_path / 'mine.txt').read_text().splitlines() == words
+  texts = ['a one', 'a two']
+  found, want = (
+    dict(model.predict([photo], texts=texts)[0])
+    for model in (predict.load_weights(path), predict.load(run[0]))
+  )
+  assert found == pytest.approx(want, abs=1e-5)
+  (tmp_path / 'mine.txt').unlink()
+  alone = predict.load_weights(path)
+  with pytest.raises(
+    ValueError, match=r'put the file beside its weights, .*txt'
+  ):
+    alone.embed_texts(['a one'])
 
 
 @pytest.mark.parametrize('to', ['stablehlo', 'onnx'])

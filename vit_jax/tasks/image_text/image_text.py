@@ -129,8 +129,16 @@ class Task(base.Task):
     pp = config.model.pp
     if pp.get('vocab_path') == captions.WORDS:
       return {'vocabulary': captions.vocabulary(config, source)}
-    path = models.make_model(config.model).vocab_path
-    tokenizer = preprocess.get_tokenizer(pp.tokenizer_name)(path, pp.max_len)
+    try:
+      path = models.make_model(config.model).vocab_path
+      tokenizer = preprocess.get_tokenizer(pp.tokenizer_name)(path, pp.max_len)
+    except (OSError, ValueError) as e:
+      if pp.tokenizer_name != 'bert':
+        raise
+      raise type(e)(
+        f'{e}; or take the words of the training texts '
+        f'(--config.model.pp.vocab_path={captions.WORDS})'
+      ) from e
     return {'vocabulary': stored(tokenizer)}
 
   @classmethod

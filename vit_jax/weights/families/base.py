@@ -158,6 +158,11 @@ class Family(abc.ABC):
     """Returns a model that reads pixels from -1 to 1, as runs have them."""
     return model
 
+  def beside(self, model) -> dict[str, bytes]:
+    """Returns files to write beside an .npz by their endings, such as '.txt'."""
+    del model
+    return {}
+
   def run(self, model) -> dict[str, Any]:
     """Returns what a model determines of the config of its run."""
     del model

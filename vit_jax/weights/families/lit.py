@@ -6,6 +6,7 @@ package has one: in the embedding of patches and in the heads. It is zero here.
 The published .npz files (arXiv 2111.07991) need no conversion.
 """
 
+import base64
 from collections.abc import Iterator
 import functools
 import types
@@ -346,6 +347,15 @@ class ImageTexts(base.Family):
       params={**model.params, 'img': tower}, metadata=others
     )
 
+  def beside(self, model):
+    words = model.metadata.get('vocabulary')
+    if not words:
+      return {}
+    ending = text_towers.TOKENIZERS[model.config.pp.tokenizer_name]
+    if ending == 'txt':
+      return {'.txt': ''.join(f'{word}\n' for word in words).encode()}
+    return {f'.{ending}': base64.b64decode(words[0])}
+
   def run(self, model):
     # CLIP resizes the short side, and crops the centre; others the whole image.
     crops = model.config.image.transformer.get('first_norm')
@@ -377,7 +387,8 @@ class ImageTexts(base.Family):
         f'the image tower cannot be written as {to}: use --to=workdir'
       )
     vocabulary = model.config.pp.get('vocab_path')
-    if to == 'workdir' or not vocabulary:
+    known = bool(model.metadata.get('vocabulary')) and to == 'npz'
+    if to == 'workdir' or known or not vocabulary:
       return []
     return [
       f'the vocabulary is not in the weights: copy {vocabulary} to their place, '
