@@ -14,6 +14,7 @@ import importlib
 import flax.linen as nn
 import jax.numpy as jnp
 
+from vit_jax import models_lit
 from vit_jax import models_mixer
 from vit_jax import models_resnet
 from vit_jax import models_vit
@@ -24,6 +25,7 @@ AddPositionEmbs = models_vit.AddPositionEmbs
 Encoder = models_vit.Encoder
 Encoder1DBlock = models_vit.Encoder1DBlock
 IdentityLayer = models_vit.IdentityLayer
+LitModel = models_lit.LitModel
 MlpBlock = models_vit.MlpBlock
 MlpMixer = models_mixer.MlpMixer
 ResidualUnit = models_resnet.ResidualUnit
