@@ -26,38 +26,44 @@ os.environ['XLA_FLAGS'] = ' '.join(
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
-import jax
 import numpy as np
 from PIL import Image
 import pytest
 
-from tests import tiny_models
-from vit_jax.configs import common
-from vit_jax.learning import optim
-from vit_jax.learning import state as state_lib
-from vit_jax.run import checkpoints as checkpoints_lib
-from vit_jax.run import workdir as workdir_lib
+# What imports JAX or TensorFlow is imported in functions: the process that hands
+# the tests out to others does not need them.
 
 # PyPI's PyTorch for GPUs brings Triton, whose library crashes in a process that has
 # loaded TensorFlow; nothing here needs it.
 sys.modules.setdefault('triton', None)
 
-# What is imported stays: to look through it for garbage, again and again, is a
-# tenth of the time.
-gc.freeze()
 gc.set_threshold(100_000, 20, 20)
-
-# Bit-exact tests below compare runs on the same backend.
-jax.config.update('jax_platforms', 'cpu')
 
 _COMPILED = 'VIT_JAX_TESTS_COMPILED'
 # What one test has compiled the next one loads, in all processes of pytest.
 if _COMPILED not in os.environ:
   os.environ[_COMPILED] = tempfile.mkdtemp()
   atexit.register(shutil.rmtree, os.environ[_COMPILED], ignore_errors=True)
-jax.config.update('jax_compilation_cache_dir', os.environ[_COMPILED])
-jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
-jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+
+
+def pytest_configure(config):
+  """Sets up JAX in a process that runs tests."""
+  if config.getoption('numprocesses', None) and not hasattr(
+    config, 'workerinput'
+  ):
+    return
+  import jax
+
+  # Bit-exact tests compare runs on the same backend.
+  jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_compilation_cache_dir', os.environ[_COMPILED])
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+
+
+def pytest_collection_finish():
+  """What is imported stays: to look through it for garbage takes long."""
+  gc.freeze()
 
 
 # What takes minutes begins, so that no process is left alone with it at the end.
@@ -150,6 +156,9 @@ def data_dir(tmp_path_factory):
 
 def make_tiny_config(data_dir):
   """Returns a config on the digits that trains in seconds."""
+  from tests import tiny_models
+  from vit_jax.configs import common
+
   config = common.set_dataset(common.get_config(), 'digits')
   config.tfds_data_dir = data_dir
   config.pp.update(crop=8, channels=1, flip=False)
@@ -174,6 +183,11 @@ def make_tiny_config(data_dir):
 
 def write_run(workdir, config, metadata, params, extra=None, step=1):
   """Writes what a run leaves behind: a complete config, metadata, weights."""
+  from vit_jax.learning import optim
+  from vit_jax.learning import state as state_lib
+  from vit_jax.run import checkpoints as checkpoints_lib
+  from vit_jax.run import workdir as workdir_lib
+
   tx = optim.get_optimizer(config, lambda _: 0.0)
   workdir_lib.create(workdir, config, metadata, data={})
   state = state_lib.TrainState(

@@ -16,9 +16,13 @@ import sys
 import threading
 
 _PRELOAD = [
-  'vit_jax.evaluate', 'vit_jax.inference_time', 'vit_jax.train',
-  'vit_jax.studies.transfer', 'tensorflow_datasets', 'tests.forked',
-  'jaxlib.mlir.dialects.mhlo',  # JAX imports it late.
+  'vit_jax.commands.evaluate', 'vit_jax.commands.plan', 'vit_jax.commands.predict',
+  'vit_jax.commands.runs', 'vit_jax.commands.train', 'vit_jax.evaluate',
+  'vit_jax.inference_time', 'vit_jax.train', 'vit_jax.studies.transfer',
+  'tensorflow_datasets', 'tests.forked',
+  # What runs and JAX import late.
+  'jaxlib.mlir.dialects.mhlo', 'sklearn.datasets', 'tensorboard.summary',
+  'vit_jax.figures.results', 'vit_jax.tasks.classify',
 ]  # fmt: skip
 # What JAX reads from the environment when it is imported, before the fork.
 _JAX_SETTINGS = {

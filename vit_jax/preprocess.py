@@ -147,7 +147,7 @@ def _decode_crop(encoded, draw, pp, crops=True, upright=False):
   encoded = tf.convert_to_tensor(encoded)
   is_jpeg = tf.io.is_jpeg(encoded)
   shape = tf.cast(images.shape_of(encoded), tf.int32)
-  turned = orientation.read(encoded) if upright else tf.constant(1)
+  turned = orientation.read(encoded) if upright else None
   drawn = draw(orientation.turn_shape(shape, turned))
   ratio, small, window = None, None, None
   if pp.jpeg_shrink:

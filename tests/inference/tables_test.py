@@ -5,8 +5,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -23,7 +21,6 @@ from vit_jax.commands import predict as predict_command
 from vit_jax.inference import tables
 from vit_jax.run import stopping
 
-ROOT = pathlib.Path(__file__).parents[2]
 COUNT = 200  # Images: three blocks of 64 and a rest.
 BROKEN = (5, 70, 71)
 
@@ -321,7 +318,7 @@ def weights(model, tmp_path_factory):
   return path
 
 
-def test_the_command_writes_tables(weights, images, tmp_path, monkeypatch):
+def test_the_command_writes_tables(weights, images, tmp_path):
   folder = pathlib.Path(images[0]).parent
   listed = folder.parent / 'list.txt'
   listed.write_text(
@@ -329,14 +326,13 @@ def test_the_command_writes_tables(weights, images, tmp_path, monkeypatch):
   )
   lines = folder.parent / 'list.jsonl'
   lines.write_text('\n'.join(json.dumps({'image': x}) for x in images[:9]))
-  command = [sys.executable, '-m', 'vit_jax', 'predict', f'--weights={weights}']
   out = tmp_path / 'a.parquet'
-  done = subprocess.run(
-    [*command, f'--out={out}', '--embeddings', str(listed)],
-    capture_output=True, text=True, check=False, cwd=ROOT,
+  status, output = processes.finish_module(
+    'vit_jax', 'predict', f'--weights={weights}', f'--out={out}',
+    '--embeddings', str(listed),
   )  # fmt: skip
-  assert done.returncode == 0, done.stderr
-  assert '200 images, 3 of them broken' in done.stdout
+  assert status == 0, output
+  assert '200 images, 3 of them broken' in output
   table = pd.read_parquet(out)
   assert list(table['path']) == images
   assert len(table['embedding'][0]) == 16

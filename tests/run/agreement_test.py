@@ -89,7 +89,7 @@ checkpoint_files.check = damaged
 trial(restore)
 checkpoint_files.check = check
 # Storage that answers "there is no such file" is waited for, twice as long as this.
-processes.DEADLINE = 5
+processes.DEADLINE = 3
 def save():
   checkpoints = checkpoints_lib.Checkpoints(workdir, keep=2)
   checkpoints.save(30, make(30))

@@ -50,7 +50,7 @@ def decode(encoded, channels: int = 3, size=None, upright: bool = True):
       maps of pixels, and images with annotations, which belong to the stored
       pixels.
   """
-  turned = orientation.read(encoded) if upright else tf.constant(1)
+  turned = orientation.read(encoded) if upright else None
   ratio = None
   if size is not None:
     shape = orientation.turn_shape(shape_of(encoded), turned)

@@ -7,6 +7,9 @@ to 8 that says how to turn and mirror them:
   2: mirror left and right       6: by 90 degrees clockwise
   3: by 180 degrees              7: swap rows and columns, then by 180 degrees
   4: mirror up and down          8: by 90 degrees counter-clockwise
+
+In place of a number, None leaves all as it is stored, and adds no operation to a
+pipeline.
 """
 
 import io
@@ -40,6 +43,7 @@ def read(encoded):
   return tf.cond(may_have, look, lambda: tf.constant(1))
 
 
+@reading.traced
 def as_stored(encoded):
   """Hides the EXIF data of a file, whose pixels then stay as they are stored."""
   return _renamed(encoded, 'noNe')  # Of a chunk that PNG's readers skip.
@@ -87,19 +91,21 @@ def _number(exif) -> int:
 
 def turn(pixels, orientation):
   """Turns stored pixels [height, width, C] upright."""
+  if orientation is None:
+    return pixels
 
   def turned():
-    image = tf.cond(
-      orientation > 4, lambda: tf.transpose(pixels, [1, 0, 2]), lambda: pixels
-    )
+    order = tf.where(orientation > 4, [1, 0, 2], [0, 1, 2])
     axes = tf.boolean_mask([0, 1], tf.gather(_REVERSED, orientation - 1))
-    return tf.reverse(image, axes)
+    return tf.reverse(tf.transpose(pixels, order), axes)
 
   return tf.cond(orientation > 1, turned, lambda: pixels)
 
 
 def turn_shape(shape, orientation):
   """Returns height and width of stored pixels turned upright, int32 [2]."""
+  if orientation is None:
+    return shape[:2]
   return tf.where(orientation > 4, shape[1::-1], shape[:2])
 
 
@@ -109,9 +115,11 @@ def turn_window(window, shape, orientation):
   Windows are (y, x, height, width), int32 [4]; `shape` is the height and width
   of the stored pixels, int32 [2].
   """
-  begin, extent, shape = (
-    turn_shape(pair, orientation) for pair in (window[:2], window[2:], shape)
-  )
+  if orientation is None:
+    return window
+  pairs = tf.reshape(tf.concat([window, shape[:2]], axis=0), [3, 2])
+  pairs = tf.where(orientation > 4, pairs[:, ::-1], pairs)
+  begin, extent, shape = tf.unstack(pairs)
   is_reversed = tf.gather(_REVERSED, orientation - 1)
   begin = tf.where(is_reversed, shape - begin - extent, begin)
   return tf.concat([begin, extent], axis=0)
@@ -119,4 +127,6 @@ def turn_window(window, shape, orientation):
 
 def inverse(orientation):
   """Returns the orientation that turns an upright image to stored pixels."""
+  if orientation is None:
+    return None
   return tf.gather([1, 2, 3, 4, 5, 8, 7, 6], orientation - 1)
