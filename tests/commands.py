@@ -44,6 +44,7 @@ BASES = (
   'configs/data_scaling.py',
   'configs/noisy_student.py:s16,cifar10,cifar100',
   'configs/detr.py:r50,coco/2017',
+  'configs/lit_digits.py',
 )
 
 

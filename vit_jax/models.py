@@ -14,7 +14,6 @@ import importlib
 import flax.linen as nn
 import jax.numpy as jnp
 
-from vit_jax import models_lit
 from vit_jax import models_mixer
 from vit_jax import models_resnet
 from vit_jax import models_vit
@@ -25,7 +24,6 @@ AddPositionEmbs = models_vit.AddPositionEmbs
 Encoder = models_vit.Encoder
 Encoder1DBlock = models_vit.Encoder1DBlock
 IdentityLayer = models_vit.IdentityLayer
-LitModel = models_lit.LitModel
 MlpBlock = models_vit.MlpBlock
 MlpMixer = models_mixer.MlpMixer
 ResidualUnit = models_resnet.ResidualUnit
@@ -42,6 +40,13 @@ KINDS = {
   'igpt': 'vit_jax.models_igpt:ImageGPT',
   'lit': 'vit_jax.models_lit:LitModel',
 }
+
+
+def __getattr__(name):
+  # A name of the original, loaded when it is asked for, as other kinds are.
+  if name == 'LitModel':
+    return class_of({'kind': 'lit'})
+  raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
 def register(kind: str, cls: type[nn.Module]) -> None:

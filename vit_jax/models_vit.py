@@ -122,12 +122,12 @@ class VisionTransformer(patches_lib.ImageModel):
       'unpooled' and 'token_unpooled' apply the head to every token, without and
       with a class token.
     head_bias_init: initial bias of the head (-10 for the 21k models).
-    head_init: initial kernel of the head, see vit_jax.layers.patches.HEAD_INITS.
     encoder: class of the encoder.
     model_name: name in the table of configs; has no effect.
     dtype: type of the computation, such as 'bfloat16'. Softmax, the statistics
       of norms and the logits are always float32.
     param_dtype: type of the parameters.
+    head_init: initial kernel of the head, see vit_jax.layers.patches.HEAD_INITS.
   """
 
   num_classes: int | None
@@ -138,11 +138,11 @@ class VisionTransformer(patches_lib.ImageModel):
   representation_size: int | None = None
   classifier: str = 'token'
   head_bias_init: float = 0.0
-  head_init: str = 'zeros'
   encoder: type[nn.Module] = Encoder
   model_name: str | None = None
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
+  head_init: str = 'zeros'
 
   def setup(self):
     """Creates the submodules, with published names.
