@@ -244,10 +244,24 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
       evaluators[name] += _probes(
         program.task, mesh, workdir, split, open_split
       )
+  _check_best(config.best_metric, evaluators)
   drawn = pictures.Pictures(program.task, mesh, next(iter(tests.values())))
   return Prepared(
     config, mesh, program, metadata, train, tests, evaluators, drawn
   )
+
+
+def _check_best(best: str, evaluators):
+  """Raises ValueError if the evaluators of a run do not measure its best metric."""
+  for name, those in evaluators.items():
+    metrics = [getattr(each, 'metrics', None) for each in those]
+    if best.endswith(f'_{name}') and None not in metrics:
+      known = [f'{metric}_{name}' for group in metrics for metric in group]
+      if best not in known:
+        raise ValueError(
+          f"best_metric='{best}' is not measured on the data of the evaluation "
+          f"'{name}': use one of {', '.join(known)} (config.best_metric)"
+        )
 
 
 def _opener(task, dataset, workdir, opened) -> Callable:

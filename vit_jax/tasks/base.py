@@ -367,7 +367,8 @@ class Task(abc.ABC):
       `stop` is called between batches; once it returns True, `run` raises
       vit_jax.inference.engine.Stopped. The loop adds the name of the evaluation.
       An evaluator with the attribute `final = True` runs after the last update
-      alone.
+      alone. The attribute `metrics` has the names of its metrics, if the data
+      decide which of METRICS there are.
     """
     return [means.Means(self, mesh, open_split(split))]
 

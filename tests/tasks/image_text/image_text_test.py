@@ -19,7 +19,6 @@ from vit_jax.commands import predict as predict_command
 from vit_jax.configs import lit_digits
 from vit_jax.data import sources
 from vit_jax.data.tfds import captions as digit_captions
-from vit_jax.distributed import sharding
 from vit_jax.run import config as run_config
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.tasks.image_text import captions
@@ -347,14 +346,16 @@ def test_a_model_that_has_no_text_tower(data_dir):
 
 
 def test_a_best_metric_that_the_data_do_not_give(data_dir, tmp_path):
-  config = make_config(data_dir, best_metric='accuracy_top5_test')
-  task = make_task(data_dir, best_metric='image_to_text_r1_test')
-  mesh = sharding.make_mesh({'data': -1}, jax.devices()[:1])
-  source = sources.open_split(config, 'test', ('image', 'label'))
+  """Ten classes are too few for top-5; the evaluations are named apart."""
+  evals = (('a', 'test'), ('b', 'train[:9]'))
+  config = make_config(data_dir, evals=evals)
+  config.best_metric = 'accuracy_top5_a'
   with pytest.raises(
-    ValueError, match='not measured on split .test., which has'
+    ValueError, match=r"'a': use one of accuracy_a, image_to_"
   ):
-    task.evaluators(mesh, 'test', lambda split: source)
+    train.prepare(config, str(tmp_path))
+  config.best_metric = 'text_to_image_r10_a'
+  assert set(train.prepare(config, str(tmp_path)).evaluators) == {'a', 'b'}
 
 
 def test_pairs_from_a_manifest(data_dir, tmp_path):

@@ -30,7 +30,6 @@ from vit_jax import preprocess
 from vit_jax.configs import rules
 from vit_jax.layers import text_towers
 from vit_jax.learning import optim
-from vit_jax.run import config as run_config
 from vit_jax.tasks import base
 from vit_jax.tasks.image_text import captions
 from vit_jax.tasks.image_text import contrastive
@@ -267,26 +266,13 @@ class Task(base.Task):
     raise NotImplementedError
 
   def evaluators(self, mesh, split, open_split):
-    source, found, metrics = open_split(split), [], ()
+    source, found = open_split(split), []
     if source.class_names:
       found.append(zero_shot.ZeroShot(self, mesh, source))
-      metrics += zero_shot.METRICS_OF_CLASSES
     if captions.feature(source):
       found.append(zero_shot.Retrieval(self, mesh, source))
-      metrics += zero_shot.METRICS_OF_TEXTS
     if not found:
       captions.check(source, f"{self.config.dataset}', split '{split}")
-    best = self.config.best_metric
-    for name, _, _ in run_config.evaluations(self.config)[:1]:
-      if best.endswith(f'_{name}') and best not in [
-        f'{metric}_{name}' for metric in metrics
-      ]:
-        raise ValueError(
-          f"best_metric='{best}' is not measured on split '{split}', which has "
-          f'{"labels" if source.class_names else "texts"} alone: use one of '
-          f'{", ".join(f"{metric}_{name}" for metric in metrics)} '
-          '(config.best_metric)'
-        )
     return found
 
   # --- Pictures ---

@@ -102,7 +102,8 @@ class _Labelled:
   def __init__(self, task, num_classes):
     self.config, self._task = task.config, task
     self._example = input_pipeline.labelled_example(task.config, num_classes)
-    self._top = TOP[num_classes > _FEW]
+    few = num_classes <= _FEW
+    self.metrics = METRICS_OF_CLASSES[: 1 if few else 2]
 
   def parts(self, source):
     del source
@@ -114,13 +115,12 @@ class _Labelled:
     products = jnp.einsum(
       'be,ce->bc', zimg, extra['classes'], precision=jax.lax.Precision.HIGHEST
     )
-    _, best = jax.lax.top_k(products, self._top)
+    _, best = jax.lax.top_k(products, TOP[len(self.metrics) - 1])
     right = jnp.take_along_axis(batch['label'], best, axis=-1) > 0  # [B, top]
     counted = batch['mask'] * (batch['label'].sum(axis=-1) > 0)
     return {
       name: ((right[:, :k].any(axis=-1) * counted).sum(), counted.sum())
-      for name, k in zip(METRICS_OF_CLASSES, TOP)
-      if k <= self._top
+      for name, k in zip(self.metrics, TOP)
     }
 
 
@@ -132,6 +132,7 @@ class ZeroShot:
     self._templates = templates_lib.get(task.options.templates)
     self._embed = Embedder(task, mesh)
     labelled = _Labelled(task, len(self._names))
+    self.metrics = labelled.metrics
     self._means = means.Means(labelled, mesh, source)
 
   def run(self, params, extra, stop=engine.never):
@@ -145,6 +146,8 @@ class ZeroShot:
 
 class Retrieval:
   """Measures recalls between the images and the texts of a split."""
+
+  metrics = METRICS_OF_TEXTS
 
   def __init__(self, task, mesh, source):
     self._task, self._mesh, self._source = task, mesh, source
