@@ -106,18 +106,19 @@ def test_two_processes_compute_the_loss_of_one():
       check(name, loss, grads)
 
 
-def test_no_device_has_the_whole_matrix_of_similarities():
+@pytest.mark.parametrize('name', contrastive.LOSSES)
+def test_no_device_has_the_whole_matrix_of_similarities(name):
   """Of 8 devices each has an eighth of its rows, in what is compiled."""
   mesh = sharding.make_mesh({'data': -1})
   count = 1024
   rows = jax.ShapeDtypeStruct(
     (count, WIDTH), jnp.float32, sharding=sharding.batch_sharding(mesh)
   )
-  out = {'t': jnp.ones(1)}
+  out = {'t': jnp.ones(1), 'b': jnp.ones(1)}
 
   def loss(x, y):
     logits = contrastive.logits_of(x, y, out)
-    return contrastive.softmax(logits).mean()
+    return contrastive.LOSSES[name](logits).mean()
 
   with jax.set_mesh(mesh):
     compiled = jax.jit(jax.grad(loss, (0, 1))).lower(rows, rows).compile()
