@@ -167,3 +167,27 @@ def test_evaluation_by_both_names(monkeypatch):
   for flag in ('--print', '--run=a'):
     with pytest.raises(ValueError, match='--print and --run are for training'):
       train.main(['--workdir=/w', '--evaluate=test', flag])
+
+
+_LINES = """
+import sys, types
+from vit_jax import cli
+module = types.ModuleType('vit_jax.commands.lines')
+module.main = lambda argv: print('line\\n' * 100_000) or 0
+sys.modules['vit_jax.commands.lines'] = module
+cli.run('lines', [])
+"""
+
+
+def test_a_reader_that_has_enough_ends_a_command_in_silence():
+  """As `vit_jax predict ... | head -1` does."""
+  with subprocess.Popen(
+    [sys.executable, '-c', _LINES],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  ) as process:
+    assert process.stdout.readline() == b'line\n'
+    process.stdout.close()
+    errors = process.stderr.read()
+  assert process.returncode == 141
+  assert errors == b''

@@ -305,7 +305,12 @@ def run(command: str, argv: Sequence[str] | None = None):
   keep_compiled()
   try:
     module = importlib.import_module(f'vit_jax.commands.{command}')
-    sys.exit(module.main(sys.argv[1:] if argv is None else argv))
+    status = module.main(sys.argv[1:] if argv is None else argv)
+    sys.stdout.flush()
+    sys.exit(status)
+  except BrokenPipeError:  # What reads the output, such as `head`, has enough.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(141)  # 128 and the number of SIGPIPE, as of other programs.
   except KeyboardInterrupt as e:
     print(str(e) or 'Interrupted.', file=sys.stderr)
     sys.exit(130)
