@@ -93,6 +93,12 @@ def make_parser() -> flags.Parser:
     choices=('bfloat16', 'float16'),
     help='keeps the parameters in this type, in half of the memory',
   )
+  _add_flags_of_some_models(parser)
+  hosts.add_flags(parser)
+  return parser
+
+
+def _add_flags_of_some_models(parser):
   group = parser.add_argument_group('image and text towers (LiT, CLIP, SigLIP)')
   group.add_argument(
     '--classes',
@@ -125,8 +131,6 @@ def make_parser() -> flags.Parser:
   group.add_argument(
     '--top_k', type=int, help='draw among so many likely colours (all)'
   )
-  hosts.add_flags(parser)
-  return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

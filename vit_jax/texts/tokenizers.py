@@ -17,6 +17,7 @@ interface; the others are those of CLIP (Radford et al., ICML 2021) and SigLIP
 A vocabulary may be local, at gs:// or https://, or on the Hugging Face Hub.
 """
 
+import abc
 import collections
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tokenizer:
+class Tokenizer(abc.ABC):
   """What all tokenizers share: reading the vocabulary, clipping, padding.
 
   Two tokenizers are equal if their fields are. A pickle holds `vocab_path` and
@@ -120,13 +121,13 @@ class Tokenizer:
     """Returns what is in the file of the vocabulary."""
     return self._read()[1]
 
+  @abc.abstractmethod
   def _load(self):
     """Sets what `_tokens` needs, `_padding`, and the fields that are left."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def _tokens(self, text: str) -> list[int]:
     """Returns `max_len` tokens of a text at most."""
-    raise NotImplementedError
 
   def _set(self, **attributes):
     """Sets attributes once, at construction: the fields are frozen."""

@@ -163,6 +163,22 @@ def test_zero_shot_beside_numpy(run):
   )
 
 
+def test_top_5_of_twelve_classes_beside_a_sort():
+  rng = np.random.default_rng(1)
+  zimg, classes = rng.normal(size=(40, 3)), rng.normal(size=(12, 3))
+  label = rng.integers(0, 12, 40)
+  many_hot = np.eye(12, dtype=np.float32)[label]
+  many_hot[7] = 0  # Without a label.
+  mask = np.ones(40, np.float32)
+  mask[-5:] = 0  # Padding.
+  found = zero_shot.measure(zimg, classes, {'label': many_hot, 'mask': mask})
+  counted = np.setdiff1d(np.arange(35), [7])
+  best = np.argsort(-zimg @ classes.T, axis=1)
+  for name, k in (('accuracy', 1), ('accuracy_top5', 5)):
+    hits = sum(label[i] in best[i, :k] for i in counted)
+    assert [float(x) for x in found[name]] == [hits, 34]
+
+
 def test_recalls_of_a_small_case():
   zimg = np.eye(3)
   # Image 0 has texts 0 and 1, image 1 text 2, image 2 none.

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
+from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax import preprocess
 from vit_jax.configs import rules
@@ -261,9 +262,19 @@ class Task(base.Task):
     tower = self.model.image_tower()
     return self._intermediates(params['img'], batch, capture, tower)
 
+  def parts(self, source):
+    """Returns the examples of zero-shot classification: images and labels."""
+    count = len(source.class_names)
+    example = input_pipeline.labelled_example(self.config, count)
+    return [input_pipeline.Part(None, example)]
+
   def measure(self, params, extra, batch):
-    """Is not called: see vit_jax/tasks/image_text/zero_shot.py."""
-    raise NotImplementedError
+    """Computes zero-shot accuracy, see zero_shot.measure.
+
+    `extra` has `classes` too, the embeddings of the classes, float32 [C, E].
+    """
+    zimg = self.outputs(params, extra, batch)
+    return zero_shot.measure(zimg, extra['classes'], batch)
 
   def evaluators(self, mesh, split, open_split):
     source, found = open_split(split), []

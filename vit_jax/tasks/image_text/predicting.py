@@ -67,7 +67,9 @@ class Predictor(predictor_lib.Predictor):
       raise ValueError(
         f'classes={classes!r:.80} must be a list of names: give at least two'
       )
-    found = templates_lib.get(templates or self.task.options.templates)
+    found = self.task.templates
+    if templates is not None:
+      found = templates_lib.get(templates)
     return self._embedder.classes(self.params, self.extra, list(classes), found)
 
   def logits(self, images: Sequence[Any], embeddings: np.ndarray) -> np.ndarray:

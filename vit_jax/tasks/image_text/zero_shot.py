@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import cli
-from vit_jax import input_pipeline
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import means
 from vit_jax.inference import engine
@@ -96,52 +95,45 @@ class Embedder:
     return rows.reshape(len(names), len(templates), -1).mean(axis=1)
 
 
-class _Labelled:
-  """What vit_jax.evaluators.means.Means needs of a task, with labels."""
+def metrics_of(num_classes: int) -> tuple[str, ...]:
+  """Returns the names of the metrics of so many classes."""
+  return METRICS_OF_CLASSES[: 1 if num_classes <= _FEW else 2]
 
-  def __init__(self, task, num_classes):
-    self.config, self._task = task.config, task
-    self._example = input_pipeline.labelled_example(task.config, num_classes)
-    few = num_classes <= _FEW
-    self.metrics = METRICS_OF_CLASSES[: 1 if few else 2]
 
-  def parts(self, source):
-    del source
-    return [input_pipeline.Part(None, self._example)]
+def measure(zimg, classes, batch) -> dict:
+  """Returns {metric: (sum, weight)} of images and their labels.
 
-  def measure(self, params, extra, batch):
-    """Returns the sums of the metrics; `extra` has the `classes` [C, E] too."""
-    zimg = self._task.outputs(params, extra['state'], batch)
-    products = jnp.einsum(
-      'be,ce->bc', zimg, extra['classes'], precision=jax.lax.Precision.HIGHEST
-    )
-    _, best = jax.lax.top_k(products, TOP[len(self.metrics) - 1])
-    right = jnp.take_along_axis(batch['label'], best, axis=-1) > 0  # [B, top]
-    counted = batch['mask'] * (batch['label'].sum(axis=-1) > 0)
-    return {
-      name: ((right[:, :k].any(axis=-1) * counted).sum(), counted.sum())
-      for name, k in zip(self.metrics, TOP)
-    }
+  Takes the embeddings of images, [B, E], and of classes, [C, E], and a batch with
+  `label`, float32 [B, C], and `mask`. Images without a label do not count.
+  """
+  products = jnp.einsum(
+    'be,ce->bc', zimg, classes, precision=jax.lax.Precision.HIGHEST
+  )
+  names = metrics_of(len(classes))
+  _, best = jax.lax.top_k(products, TOP[len(names) - 1])
+  right = jnp.take_along_axis(batch['label'], best, axis=-1) > 0  # [B, top]
+  counted = batch['mask'] * (batch['label'].sum(axis=-1) > 0)
+  return {
+    name: ((right[:, :k].any(axis=-1) * counted).sum(), counted.sum())
+    for name, k in zip(names, TOP)
+  }
 
 
 class ZeroShot:
   """Measures the accuracy of zero-shot classification on a split with labels."""
 
   def __init__(self, task, mesh, source):
-    self._names = task.words_of(source.class_names)
-    self._templates = templates_lib.get(task.options.templates)
+    self._task, self._names = task, task.words_of(source.class_names)
     self._embed = Embedder(task, mesh)
-    labelled = _Labelled(task, len(self._names))
-    self.metrics = labelled.metrics
-    self._means = means.Means(labelled, mesh, source)
+    self._means = means.Means(task, mesh, source)
+    self.metrics = metrics_of(len(self._names))
 
   def run(self, params, extra, stop=engine.never):
     """Returns `accuracy`, of more than 10 classes `accuracy_top5`; see Means."""
     classes = self._embed.classes(
-      params, extra, self._names, self._templates, stop
+      params, extra, self._names, self._task.templates, stop
     )
-    extra = {'state': extra, 'classes': classes}
-    return self._means.run(params, extra, stop)
+    return self._means.run(params, {**extra, 'classes': classes}, stop)
 
 
 class Retrieval:

@@ -79,25 +79,21 @@ def usual_heads(width: int) -> int | None:
 
 
 class _TextTowers(base.Family):
-  """A text tower alone, which is only read."""
+  """A text tower alone, which is a part of a model, and only read."""
 
   formats = ()
   computes: Mapping[str, Any] = types.MappingProxyType({})
 
+  def _no_model(self, *_):
+    raise ValueError(
+      f'{self.words} alone is no model: name it as the text tower of one, '
+      "config.pretrained={'txt': PATH}"
+    )
+
   def detect(self, names):
-    return None
+    del names
 
-  def load(self, flat, naming, num_heads):
-    raise NotImplementedError
-
-  def dump(self, flat, naming):
-    raise NotImplementedError
-
-  def read_beside(self, beside, file, flat, naming):
-    raise NotImplementedError
-
-  def files(self, model, to):
-    raise NotImplementedError
+  load = dump = read_beside = files = _no_model
 
 
 class Berts(_TextTowers):
