@@ -448,20 +448,13 @@ def test_lit(client, tmp_path):
   assert int(printed(other).split()[-1]) > 1  # Not one for all images.
 
 
-@pytest.fixture
-def planning_client(tmp_path, data_dir):
-  """A client whose kernel leaves the TPU's compiler its own flags."""
-  with make_client(tmp_path, data_dir, XLA_FLAGS='') as client:
-    yield client
-
-
-def test_plan(planning_client):
+def test_plan(client):
   tiny = {
     'model.transformer.num_layers': 1, 'model.transformer.dropout_rate': 0.0,
     'batch': 64, 'pp.crop': 32, 'warmup_steps': 10,
   }  # fmt: skip
   notebook = Notebook(
-    planning_client,
+    client,
     'plan',
     TRAINING='ti16,imagenet2012',
     CHANGES=tiny,

@@ -299,7 +299,7 @@ def _own_signals():
 
 @pytest.mark.usefixtures('_own_signals')
 def test_the_command_serves_this_machine_and_keeps_nothing(
-  workdir, monkeypatch, capsys
+  workdir, monkeypatch
 ):
   port, folders = free_port(), []
   url = f'http://127.0.0.1:{port}'
@@ -332,8 +332,12 @@ def test_the_command_serves_this_machine_and_keeps_nothing(
   monkeypatch.setattr(demo, 'LARGEST', 2_000)
   monkeypatch.setattr(demo, '_KEPT', 0.5)
   monkeypatch.setenv('GRADIO_TEMP_DIR', '/tmp/of_the_user')
-  assert command.main([f'--workdir={workdir}', f'--port={port}']) == 0
-  assert f'shown on {url}/ until you press Ctrl-C' in capsys.readouterr().out
+  # Not capsys: where sys.stderr is another one, the server's logging closes the
+  # one of before, which is pytest's.
+  output = io.StringIO()
+  with contextlib.redirect_stdout(output):
+    assert command.main([f'--workdir={workdir}', f'--port={port}']) == 0
+  assert f'shown on {url}/ until you press Ctrl-C' in output.getvalue()
   assert not folders[0].exists()
   assert os.environ['GRADIO_TEMP_DIR'] == '/tmp/of_the_user'
   with pytest.raises(OSError, match='refused'):

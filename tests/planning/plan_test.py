@@ -37,8 +37,7 @@ def run_python(*args, cache):
     text=True,
     check=False,
     cwd=ROOT,
-    # The flags of the tests are not for the TPU's compiler.
-    env={**os.environ, 'VIT_JAX_CACHE': str(cache), 'XLA_FLAGS': ''},
+    env={**os.environ, 'VIT_JAX_CACHE': str(cache)},
   )
   assert done.returncode == 0, done.stderr[-2000:]
   assert 'hbm' not in done.stderr  # What the compiler says stays with us.

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import jax
 
-from vit_jax import cli
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
 from vit_jax.layers import loop
@@ -204,7 +203,7 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
   }
   try:
     # The compiler logs a lot, most of all on failure.
-    with cli.hidden_stderr():
+    with topology.quiet_compiler():
       compiled = lowered.update.compile()
       seconds = time.perf_counter() - start
       parts = [(1, compiled)]

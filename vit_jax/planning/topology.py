@@ -1,5 +1,6 @@
 """TPU versions and their topologies, for planning without a TPU."""
 
+import contextlib
 import os
 import re
 from typing import NamedTuple
@@ -31,6 +32,7 @@ CHIPS = {
   'v5p': Chip(95 * GIB, 459e12, 600e9, 1, 'v5p:2x2x1', _ONE),
   'v6e': Chip(32 * GIB, 918e12, 400e9, 1, 'v6e:4x4'),
 }
+_OF_OTHERS = re.compile('--xla_(cpu|gpu|force_host|backend|llvm)_')
 _EXAMPLES = ', '.join(chip.example for chip in CHIPS.values())
 
 
@@ -45,6 +47,23 @@ def get_chip(name: str) -> Chip:
       f'axis, for example {_EXAMPLES} (--topology)'
     )
   return CHIPS[version]
+
+
+@contextlib.contextmanager
+def quiet_compiler():
+  """Hides libtpu's output in a `with` block, and from libtpu others' XLA_FLAGS.
+
+  libtpu ends the process, without a word, at a flag that it does not know.
+  """
+  flags = os.environ.get('XLA_FLAGS', '')
+  os.environ['XLA_FLAGS'] = ' '.join(
+    flag for flag in flags.split() if not _OF_OTHERS.match(flag)
+  )
+  try:
+    with cli.hidden_stderr():
+      yield
+  finally:
+    os.environ['XLA_FLAGS'] = flags
 
 
 def get_topology(name: str):
@@ -67,9 +86,9 @@ def get_topology(name: str):
   os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
   os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v3-8')
   os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
+  options = {'chip_config_name': chip.config} if chip.config else {}
   try:
-    with cli.hidden_stderr():
-      options = {'chip_config_name': chip.config} if chip.config else {}
+    with quiet_compiler():
       return topologies.get_topology_desc(name, 'tpu', **options).devices
   except Exception as e:
     text = ' '.join(str(e).split())
