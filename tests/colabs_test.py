@@ -168,18 +168,22 @@ def percent(cell, words):
   return float(re.search(rf'{words} +([\d.]+)%', printed(cell))[1])
 
 
-@contextlib.contextmanager
-def make_client(tmp, data_dir, **environment):
-  """Yields a client with a kernel; its files go to `tmp`."""
+@pytest.fixture(scope='module')
+def client(tmp_path_factory, data_dir):
+  """A client whose kernel the notebooks run in, one after the other.
+
+  Each begins with no name of the one before; what is loaded stays, TensorFlow
+  above all. Files go to a temporary folder.
+  """
+  folder = str(tmp_path_factory.mktemp('kernel'))
   env = {
     # One device, as on a runtime without an accelerator.
     **processes._environment(1),
     'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-    'IPYTHONDIR': str(tmp),
+    'IPYTHONDIR': folder,
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     'TFDS_DATA_DIR': data_dir,
-    'VIT_JAX_CACHE': str(tmp),
-    **environment,
+    'VIT_JAX_CACHE': folder,
   }
   client = nbclient.NotebookClient(
     nbformat.v4.new_notebook(),
@@ -187,17 +191,6 @@ def make_client(tmp, data_dir, **environment):
     resources={'metadata': {'path': str(ROOT / 'colabs')}},
   )
   with client.setup_kernel(env=env):
-    yield client
-
-
-@pytest.fixture(scope='module')
-def client(tmp_path_factory, data_dir):
-  """A client whose kernel the notebooks run in, one after the other.
-
-  Each begins with no name of the one before; what is loaded stays, TensorFlow
-  above all.
-  """
-  with make_client(tmp_path_factory.mktemp('kernel'), data_dir) as client:
     yield client
 
 

@@ -2,7 +2,7 @@
 
 import os
 
-# TensorFlow only reads and augments images here. Keep it from printing its
-# start-up notes (level 1 and below) into every log; set the variables to have
+# TensorFlow only reads and augments images here. Keep it from printing its notes
+# (levels 0 to 2, its errors reach Python) into every log; set the variable to have
 # them back.
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
