@@ -66,7 +66,6 @@ class LitModel(nn.Module):
     temperature_init: initial value of exp(t).
     bias_init: initial value of `b`; None: there is none.
     dtype: type of the computation; embeddings are float32 or wider.
-    param_dtype: type of the parameters.
   """
 
   image: Mapping[str, Any]
