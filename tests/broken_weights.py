@@ -105,7 +105,7 @@ def broken_state(rng, state, marker):
 def broken_files(rng, good, marker):
   """Yields the path below `good` of a file and what to put in its place."""
   names = (
-    'a.npz', 'b.npz', 'a.npz.json', 'timm/model.safetensors', 'timm/config.json',
+    'a.npz', 'b.npz', 'timm/model.safetensors', 'timm/config.json',
     'hf/model.safetensors', 'hf/config.json', 'hf/new.bin', 'hf/old.bin',
   )  # fmt: skip
   whole = {name: (good / name).read_bytes() for name in names}

@@ -126,11 +126,6 @@ def test_json_of_another_type(tmp_path, good, text):
   'fields, message',
   [
     ({'model': []}, r'model is \[\], but must be an object'),
-    ({'model': {'transformer': 5}}, 'transformer is 5, but must be an object'),
-    ({'model': {'transformer': {'gelu': 'x'}}}, "gelu is 'x', but must be one"),
-    ({'model': {'transformer': {'scale': 2}}}, r"model has \['scale'\], which this"),
-    ({'model': {'transformer': {'norm_eps': 10**400}}}, 'norm_eps is 1000'),
-    ({'model': {'experts': {}}}, r"model has \['experts'\], which this version"),
     ({'class_names': [1, 2]}, r'class_names is \[1, 2\], but must be a list'),
   ],
 )  # fmt: skip
