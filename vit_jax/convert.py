@@ -221,10 +221,7 @@ def convert(
 
 
 def _with_plain_positions(model, to):
-  """Replaces position embeddings on a grid by the table that they make.
-
-  Returns the model, and a list of notes.
-  """
+  """Replaces position embeddings on a grid by their table; also returns notes."""
   encoder = model.config.get('transformer') or {}
   kind = encoder.get('position_embedding', 'learned_1d')
   layers = encoder.get('position_layers', 'stem')

@@ -84,10 +84,7 @@ _UNITS = {
 
 
 def _backbone(units, style, start) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of a ResNet with these numbers of bottlenecks per stage.
-
-  Its names elsewhere, in the naming `style`, begin with `start`.
-  """
+  """Yields the leaves of a ResNet with these numbers of units per stage."""
   column = 2 + _STYLES.index(style)
   unit, first = _UNITS[style]
   found = [*leaves.layers(_ROOT, column, there=start)]
@@ -145,10 +142,7 @@ _MASK_ROWS = (
 
 
 def _table(naming, layers: dict[str, int]) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of all but the backbone, with names of 'hf' or 'pth'.
-
-  `layers` are the numbers of layers of 'encoder' and 'decoder'.
-  """
+  """Yields the leaves of all but the backbone, with names of 'hf' or 'pth'."""
   column = 2 + ('hf', 'pth').index(naming)
   yield from leaves.layers(_OTHERS, column)
   for side, count in layers.items():

@@ -82,10 +82,7 @@ _FEATURES = {
 
 
 def _table(naming, num_layers, units) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of a ViT, with names of 'timm' or 'hf'.
-
-  `units` are those of each stage of a hybrid's ResNet; None: no ResNet.
-  """
+  """Yields the leaves of a ViT, or of a hybrid of so many units per stage."""
   column = 2 + ('timm', 'hf').index(naming)
   block = {'timm': 'blocks.{}.', 'hf': 'encoder.layer.{}.'}[naming]
   yield from leaves.layers(_STEM, column)
