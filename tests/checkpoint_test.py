@@ -361,7 +361,7 @@ def test_files_that_are_no_weights(weights, tmp_path):
   text.write_text('weights')
   for file, reason in (
     (cut, 'no zip archive, or only part of one'),
-    (pickled, 'pickled objects, which are never loaded'),
+    (pickled, 'Object arrays cannot be loaded'),
     (text, 'no zip archive, or only part of one'),
   ):
     message = f"{file.name}' is not an .npz file of weights: .*{reason}"

@@ -138,10 +138,7 @@ def load_pretrained(
 
 
 def _weights_paths(config) -> dict[str, str]:
-  """Returns the paths of the weights that a config names, by part.
-
-  The part is the first name of the parameters, '' for the whole model.
-  """
+  """Returns the paths of the weights that a config names, '' for all parts."""
   given = config.pretrained
   if isinstance(given, str):
     return {'': given}
@@ -247,11 +244,7 @@ def _part_weights(config, part, path, task, params, beside) -> dict:
 
 
 def _of_model(config, name, path, expected, key=None, new=(), part='') -> dict:
-  """Returns the weights of a whole model (`config.model[key]`) in a file.
-
-  They are the part `name` of the state; `expected` are its shapes, `new` what
-  keeps its initial values, and `part` that of vit_jax.weights.fitting.
-  """
+  """Returns the weights of a whole model in a file, as part `name` of a state."""
   taken = _taken(config, path, expected, key, new=new, part=part)
   return {f'{name}/{leaf}': value for leaf, value in taken.items()}
 
@@ -281,11 +274,7 @@ def _taken(config, path, expected, key=None, **kwargs) -> dict:
 
 
 def _fix_groupnorm(params):
-  """Reshapes the GroupNorm parameters of old files to vectors.
-
-  Programs written for the original call it on weights that they read
-  themselves.
-  """
+  """Makes GroupNorms of old files vectors; programs for the original call it."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   flat = {path: reading.without_ones(path, leaf) for path, leaf in flat.items()}
   return flax.traverse_util.unflatten_dict(flat, sep='/')

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import copy
 import json
 import tempfile
-from typing import Any
 
 from etils import epath
 import flax.traverse_util
@@ -222,10 +221,7 @@ def convert(
 
 
 def _with_plain_positions(model, to):
-  """Replaces position embeddings on a grid by the table that they make.
-
-  Returns the model, and a list of notes.
-  """
+  """Replaces position embeddings on a grid by their table; also returns notes."""
   encoder = model.config.get('transformer') or {}
   kind = encoder.get('position_embedding', 'learned_1d')
   layers = encoder.get('position_layers', 'stem')
@@ -261,15 +257,7 @@ def _names(path: str) -> list[str]:
     )
   with arrays.naming(file, 'holds no names of classes (--class_names)'):
     text = file.read_text()
-    if not path.endswith('.json'):
-      return text.splitlines()
-    names: Any = json.loads(text)
-    names = list(names.values()) if isinstance(names, dict) else names
-    if not isinstance(names, list) or not all(
-      isinstance(name, str) for name in names
-    ):
-      raise ValueError('it must be a list of names, or an object of them')
-    return names
+    return json.loads(text) if path.endswith('.json') else text.splitlines()
 
 
 def run(args) -> None:

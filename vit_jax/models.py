@@ -8,11 +8,9 @@ own, a Linen module with the fields `num_classes`, `dtype` and `param_dtype`:
   models.register('mine', MyModel)  # Then config.model.kind = 'mine'.
 """
 
-import dataclasses
 import importlib
 
 import flax.linen as nn
-import jax.numpy as jnp
 
 from vit_jax import models_mixer
 from vit_jax import models_resnet
@@ -131,31 +129,15 @@ def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
     The model, a Linen module.
 
   Raises:
-    ValueError: if the kind, a field or a type is unknown, or `num_classes` is
-      missing for a model that cannot do without.
+    ValueError: if the kind or a field is unknown.
+    TypeError: if a field is missing, such as `num_classes`.
   """
   fields = {**config, **kwargs}
   model = cls or class_of(fields)
   fields.pop('kind', None)
   if 'dtype' in fields:
     fields['dtype'] = dtypes.resolve(fields['dtype'])
-  for key in ('dtype', 'param_dtype'):
-    try:
-      dtype = jnp.dtype(fields.get(key, 'float32'))
-    except TypeError:
-      dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-      raise ValueError(
-        f"{key}='{fields[key]}' is unknown: use 'float32' or 'bfloat16' "
-        f'(config.model.{key})'
-      )
   known = model.__dataclass_fields__
-  classes = known.get('num_classes')
-  needed = classes is not None and classes.default is dataclasses.MISSING
-  if needed and 'num_classes' not in fields:
-    raise ValueError(
-      'num_classes is missing: give the width of the head, or 0 for no head'
-    )
   names = set(known) - {'parent', 'name'}
   unknown = sorted(set(fields) - names)
   if unknown:

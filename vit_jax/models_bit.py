@@ -118,7 +118,6 @@ class BitResNet(patches.ImageModel):
     model_name: name in the table of configs; has no effect.
     dtype: type of the computation. The statistics of norms and the logits are
       always float32.
-    param_dtype: type of the parameters.
   """
 
   num_classes: int | None

@@ -122,7 +122,6 @@ class Detr(nn.Module):
       save memory; 0: all.
     model_name: name in the table of configs; has no effect.
     dtype: type of the computation. Logits and boxes are always float32.
-    param_dtype: type of the parameters.
   """
 
   num_classes: int

@@ -61,7 +61,6 @@ class ImageGPT(nn.Module):
     scan: whether to apply all layers but the last in a loop, see there.
     model_name: name in the table of configs; has no effect.
     dtype: type of the computation. Logits are always float32.
-    param_dtype: type of the parameters.
   """
 
   hidden_size: int

@@ -20,7 +20,6 @@ and `b` [1], added to the products, with `bias_init`.
 
 from collections.abc import Mapping
 import os
-import shutil
 from typing import Any
 
 import flax.linen as nn
@@ -48,7 +47,7 @@ def normalized(x):
   return x / (length + _TINY), length
 
 
-class LitModel(nn.Module):
+class LitModel(patches.ImageModel):
   """An image tower and a text tower (arXiv 2111.07991, section 3).
 
   Attributes:
@@ -66,7 +65,6 @@ class LitModel(nn.Module):
     temperature_init: initial value of exp(t).
     bias_init: initial value of `b`; None: there is none.
     dtype: type of the computation; embeddings are float32 or wider.
-    param_dtype: type of the parameters.
   """
 
   image: Mapping[str, Any]
@@ -79,12 +77,6 @@ class LitModel(nn.Module):
   bias_init: float | None = None
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
-
-  @nn.nowrap
-  def init(self, rngs, *args, **kwargs):
-    """Makes the variables; see flax.linen.Module.init."""
-    patches.check_keys(rngs)
-    return super().init(rngs, *args, **kwargs)
 
   @property
   def out_dims(self) -> tuple[int | None, int | None]:
@@ -171,7 +163,6 @@ class LitModel(nn.Module):
       FileNotFoundError, OSError, ValueError: see vit_jax.checkpoint.load.
     """
     from vit_jax import checkpoint
-    from vit_jax.distributed import files
     from vit_jax.weights import fetch
 
     if path is None:
@@ -181,11 +172,7 @@ class LitModel(nn.Module):
         print(f'Reading the copy in this folder: {local}')
         path = local
       elif cache:
-        with (
-          fetch.fetch(path).open('rb') as there,
-          files.replacing(local) as here,
-        ):
-          shutil.copyfileobj(there, here)
+        fetch.copy(fetch.fetch(path), local, progress=False)
         path = local
     return {'params': checkpoint.load(path)}
 

@@ -75,7 +75,6 @@ class MlpMixer(patches.ImageModel):
     channels_mlp_dim: see MixerBlock.
     model_name: name in the table of configs; has no effect.
     dtype: type of the computation. The logits are always float32.
-    param_dtype: type of the parameters.
   """
 
   patches: Any

@@ -126,7 +126,6 @@ class VisionTransformer(patches_lib.ImageModel):
     model_name: name in the table of configs; has no effect.
     dtype: type of the computation, such as 'bfloat16'. Softmax, the statistics
       of norms and the logits are always float32.
-    param_dtype: type of the parameters.
     head_init: initial kernel of the head, see vit_jax.layers.patches.HEAD_INITS.
   """
 

@@ -337,13 +337,6 @@ def test_a_vocabulary_of_words_spells_what_it_does_not_have(tmp_path):
     ValueError, match="texts='a cat' is no list of texts: giv"
   ):
     tokenizers.word_vocabulary('a cat')
-  for wrong, what in (
-    (['a', 'b', 'a'], 'twice'),
-    (['a\n'], 'the end of a line'),
-  ):
-    with pytest.raises(ValueError, match=f"token '.*' (stands|has) {what}"):
-      tokenizers.write_vocabulary(tmp_path / 'wrong.txt', wrong)
-  assert not (tmp_path / 'wrong.txt').exists()
 
 
 # --- Where a vocabulary comes from ---
@@ -395,11 +388,9 @@ def test_the_names_of_tokenizers():
     tokenizers.get_tokenizer('word2vec')
 
 
-@pytest.mark.parametrize('max_len', [1, 0, -3, 2.5, True, None, '16'])
+@pytest.mark.parametrize('max_len', [1, 0, -3])
 def test_a_row_has_two_tokens_at_least(small, max_len):
-  with pytest.raises(
-    ValueError, match=f'max_len={max_len!r} is not a number of'
-  ):
+  with pytest.raises(ValueError, match=f'max_len={max_len!r} is too small'):
     tokenizers.BertTokenizer(small, max_len)
 
 
@@ -483,9 +474,6 @@ def test_a_single_text_is_no_list_of_texts(small):
     ValueError, match='texts has 3, which is int: give strings'
   ):
     tokenizer(['cafe', 3])
-  for wrong, what in ((['cafe'], r'string\(1,\)'), (3, r'int32\(\)')):
-    with pytest.raises(ValueError, match=f'text is {what}: give one string'):
-      tokenizer.preprocess_tf(tf.constant(wrong))
 
 
 @pytest.mark.parametrize(

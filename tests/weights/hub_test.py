@@ -268,7 +268,7 @@ def test_weights_of_several_files(there, good, tmp_path):
     FileNotFoundError, match=f'names the file {names[1]}, which is not beside'
   ):
     reading.read(str(folder))
-  for wrong in ({'a': '../a.safetensors'}, {'a': 'a.bin'}, ['a'], {}):
+  for wrong in (['a'], {}):
     (folder / index).write_text(json.dumps({'weight_map': wrong}))
     with pytest.raises(
       ValueError, match='index.json. cannot be used: weight_m'

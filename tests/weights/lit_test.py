@@ -366,7 +366,7 @@ def test_what_an_npz_cannot_hold_is_beside_it(tmp_path):
   told = json.loads(beside.read_text())
   told['model']['text']['config']['num_heads'] = 'x'
   beside.write_text(json.dumps(told))
-  with pytest.raises(ValueError, match=r'json.*config is .* must be an object'):
+  with pytest.raises(ValueError, match='tiny.npz. cannot be used'):
     convert.read(str(path))
   with pytest.raises(ValueError, match=r'as hf: give --to=npz\|workdir'):
     writing.check(model, 'hf')
@@ -614,10 +614,8 @@ def test_classifiers_keep_quick_gelu_and_others_are_refused(tmp_path, to):
   again = convert.read(str(tmp_path / to))
   assert again.config.transformer.gelu == 'quick'
   encoder = {**model.transformer, 'first_norm': True}
-  for fields, message in (
-    ({'classifier': 'map'}, 'attention pooling cannot be written for'),
-    ({'transformer': encoder}, 'norm before its layers cannot be written for'),
-  ):
+  message = 'write this model (as a run|for timm, or as a run)'
+  for fields in ({'classifier': 'map'}, {'transformer': encoder}):
     path = str(tmp_path / 'b.npz')
     checkpoint.save(tiny_models.numbers(tiny_models.tiny(**fields), 8), path)
     found = convert.read(path)

@@ -19,7 +19,6 @@ Parameters:
     mlp_block/layer_norm
 """
 
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -35,47 +34,51 @@ _INIT = nn.initializers.truncated_normal(0.02)
 
 
 class _Layer(nn.Module):
-  """A layer with the types of its computation and of its parameters."""
+  """A layer; fields as in BertEncoder."""
 
+  num_heads: int = 1
+  mlp_dim: int = 0
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
-  def dense(self, features, name):
+  def dense(self, features, name='dense_layer'):
     types = dtypes.of(self)
     return nn.Dense(features, kernel_init=_INIT, name=name, **types)
 
   def norm(self):
     return nn.LayerNorm(NORM_EPS, name='layer_norm', **dtypes.of(self))
 
+  def make(self, cls, name=None, **kwargs):
+    """Returns a layer inside of this one, with the same fields."""
+    return cls(name=name, **dtypes.of(self, 'num_heads', 'mlp_dim'), **kwargs)
 
-class _Embedder(_Layer):
-  """Embeds tokens, positions and segments; see BertEncoder."""
 
-  vocab_size: int = 0
-  num_positions: int = 0
-  num_segments: int = 0
-  width: int = 0
+class _Embedder(nn.Module):
+  """Embeds tokens, positions and segments, of so many rows each."""
+
+  rows: tuple[int, int, int]
+  width: int
+  dtype: Any
+  param_dtype: Any
 
   @nn.compact
   def __call__(self, tokens):
-    types = dtypes.of(self)
-
-    def embed(what, rows, ids):
-      name = f'embedders_{what}_ids'
-      return nn.Embed(
-        rows, self.width, embedding_init=_INIT, name=name, **types
-      )(ids)
-
-    x = embed('token', self.vocab_size, tokens)  # [B, N, D]
     positions = jnp.arange(tokens.shape[1])
-    x = x + embed('position', self.num_positions, positions)
-    return x + embed('segment', self.num_segments, jnp.zeros_like(positions))
+    token, position, segment = (
+      nn.Embed(
+        rows, self.width, embedding_init=_INIT,
+        name=f'embedders_{what}_ids', **dtypes.of(self)
+      )(ids)
+      for what, rows, ids in zip(
+        ('token', 'position', 'segment'), self.rows,
+        (tokens, positions, jnp.zeros_like(positions)),
+      )
+    )  # fmt: skip
+    return token + position + segment  # [B, N, D]
 
 
 class _AttentionLayer(_Layer):
   """Maps tokens [B, N, D] to the heads' averages of the values, [B, N, D]."""
-
-  num_heads: int = 1
 
   @nn.compact
   def __call__(self, x, mask):
@@ -90,70 +93,44 @@ class _AttentionLayer(_Layer):
 
 
 class _AttentionBlock(_Layer):
-  num_heads: int = 1
-
   @nn.compact
   def __call__(self, x, mask):
-    attend = _AttentionLayer(
-      name='attention_layer', **dtypes.of(self, 'num_heads')
-    )
-    y = self.dense(x.shape[-1], 'dense_layer')(attend(x, mask))
-    return self.norm()(x + y)
+    y = self.make(_AttentionLayer, 'attention_layer')(x, mask)
+    return self.norm()(x + self.dense(x.shape[-1])(y))
 
 
 class _Mlp(_Layer):
-  mlp_dim: int = 0
-
   @nn.compact
   def __call__(self, x):
-    x = self.dense(self.mlp_dim, 'dense_layer')(x)  # [B, N, M]
-    return jax.nn.gelu(x, approximate=True)
+    return jax.nn.gelu(self.dense(self.mlp_dim)(x), approximate=True)
 
 
 class _MlpBlock(_Layer):
-  mlp_dim: int = 0
-
   @nn.compact
   def __call__(self, x):
-    y = _Mlp(name='mlp', **dtypes.of(self, 'mlp_dim'))(x)
-    return self.norm()(x + self.dense(x.shape[-1], 'dense_layer')(y))
+    y = self.make(_Mlp, 'mlp')(x)  # [B, N, M]
+    return self.norm()(x + self.dense(x.shape[-1])(y))
 
 
 class _Block(_Layer):
-  """One layer: attention, then an MLP."""
-
-  num_heads: int = 1
-  mlp_dim: int = 0
+  """One layer: attention, then an MLP; also returns the mask."""
 
   @nn.compact
   def __call__(self, x, mask):
-    attend = _AttentionBlock(
-      name='attention_block', **dtypes.of(self, 'num_heads')
-    )
-    mlp = _MlpBlock(name='mlp_block', **dtypes.of(self, 'mlp_dim'))
-    return sharding.constrain_batch(mlp(attend(x, mask)))
+    x = self.make(_AttentionBlock, 'attention_block')(x, mask)
+    x = self.make(_MlpBlock, 'mlp_block')(x)
+    return sharding.constrain_batch(x), mask
 
 
-class _Layers(_Layer):
+class _EncoderBlock(_Layer):
   """All layers, one after the other."""
 
   num_layers: int = 1
-  num_heads: int = 1
-  mlp_dim: int = 0
 
   @nn.compact
   def __call__(self, x, mask):
-    block = functools.partial(_Block, **dtypes.of(self, 'num_heads', 'mlp_dim'))
-    for i in range(self.num_layers):
-      x = block(name=f'layers_{i}')(x, mask)
-    return x
-
-
-class _EncoderBlock(_Layers):
-  @nn.compact
-  def __call__(self, x, mask):
-    fields = ('num_layers', 'num_heads', 'mlp_dim')
-    return _Layers(name='layer_sequence', **dtypes.of(self, *fields))(x, mask)
+    blocks = [self.make(_Block, parent=None) for _ in range(self.num_layers)]
+    return nn.Sequential(blocks, name='layer_sequence')(x, mask)[0]
 
 
 class BertEncoder(_Layer):
@@ -192,11 +169,9 @@ class BertEncoder(_Layer):
         f'{self.num_positions} positions: clip the texts (max_len of the '
         'tokenizer, config.model.pp.max_len)'
       )
-    fields = ('vocab_size', 'num_positions', 'num_segments', 'width')
-    x = _Embedder(name='embedder', **dtypes.of(self, *fields))(tokens)
+    rows = (self.vocab_size, self.num_positions, self.num_segments)
+    x = _Embedder(rows, self.width, name='embedder', **dtypes.of(self))(tokens)
     x = sharding.constrain_batch(self.norm()(x))
     mask = (tokens != 0)[:, None, None]  # [B, 1, 1, N]
-    fields = ('num_layers', 'num_heads', 'mlp_dim')
-    return _EncoderBlock(name='encoder_block', **dtypes.of(self, *fields))(
-      x, mask
-    )
+    layers = {'num_layers': self.num_layers}
+    return self.make(_EncoderBlock, 'encoder_block', **layers)(x, mask)

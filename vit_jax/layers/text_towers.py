@@ -36,8 +36,6 @@ class BertModel(nn.Module):
     config: sizes, a key of BERTS, or the fields of
       vit_jax.layers.bert.BertEncoder.
     num_classes: width E of a linear head; None for no head.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   config: str | Mapping[str, Any]
@@ -84,8 +82,6 @@ class TextTransformer(nn.Module):
     pool: which token is the embedding of the text, one of POOLS.
     gelu: see vit_jax.layers.encoder.MlpBlock.
     norm_eps: added to the variance in LayerNorm.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
   """
 
   num_classes: int | None

@@ -273,11 +273,6 @@ def interpolate_posembed(
 def _check_grid(grid, patches, where):
   side = math.isqrt(max(patches, 0))
   grid = (side, side) if grid is None else tuple(grid)
-  if patches < 1:
-    raise ValueError(
-      f'the position embeddings of {where} have {patches} patches: give '
-      '[1, N, D], including the class token if there is one'
-    )
   if math.prod(grid) != patches:
     raise ValueError(
       f'the {patches} position embeddings of {where} are no grid of {grid[0]} x '

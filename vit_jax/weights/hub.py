@@ -138,10 +138,7 @@ def _page(uri) -> str:
 
 
 def _snapshot(path, uri, revision, names: Iterable[str]) -> epath.Path:
-  """Fetches the files of these patterns; JSON and vocabulary beside `uri`.
-
-  Returns the folder in the cache, whose name is the hash of the commit.
-  """
+  """Fetches files, and JSON beside them, to the commit's folder in the cache."""
   hub = cli.needed('huggingface_hub', 'interop', f"'{path}'")
   top = uri.path_in_repo.rpartition('/')[0]
   top = f'{glob.escape(top)}/' if top else ''

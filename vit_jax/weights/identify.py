@@ -55,25 +55,15 @@ def _matches(config, sizes):
   """
   fields = models.class_of(config).__dataclass_fields__
   defaults = {k: getattr(field, 'default', None) for k, field in fields.items()}
-  return _same({**defaults, **config}, sizes, ('representation_size', 'pp'))
-
-
-def _same(config, sizes, ignored):
-  """Returns whether fields, and those of groups in them, have these sizes."""
-  if (config.get('resnet') is None) != ('resnet' not in sizes):
-    return False
-  for key, value in sizes.items():
-    have = config.get(key)
-    if key in ignored:
-      continue
-    if not isinstance(value, dict):
-      if have != value:
-        return False
-    elif not hasattr(have, 'get') or not _same(
-      have, value, (*ignored, 'num_heads')
-    ):
-      return False
-  return True
+  have, want = (
+    flax.traverse_util.flatten_dict(x, sep='.')
+    for x in ({**defaults, **config.to_dict()}, sizes)
+  )
+  untold = re.compile(r'pp\..*|.+\.num_heads|(.+\.)?representation_size')
+  resnets = [any('resnet.' in key for key in x) for x in (have, want)]
+  return resnets[0] == resnets[1] and all(
+    have.get(key) == x for key, x in want.items() if not untold.fullmatch(key)
+  )
 
 
 def num_classes(params: Mapping[str, Any]) -> int:

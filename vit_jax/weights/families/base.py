@@ -53,8 +53,8 @@ class Family(abc.ABC):
   ) -> dict[str, np.ndarray]:
     """Converts a state dict, which it empties, to arrays by path.
 
-    `num_heads` is that of vit_jax.weights.descriptions.Description. Raises ValueError for arrays that no such model has, and if `num_heads` does
-    not divide the width, or is missing though shapes do not tell it.
+    `num_heads` is that of vit_jax.weights.descriptions.Description. ValueError
+    for arrays that no such model has, or if the number does not suit them.
     """
 
   @abc.abstractmethod
@@ -79,7 +79,6 @@ class Family(abc.ABC):
 
   def defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns further fields of a model that is in no table of sizes."""
-    del fields
     return {}
 
   def num_classes(self, flat: Mapping[str, Any]) -> int:
@@ -89,8 +88,10 @@ class Family(abc.ABC):
   def differences(self, config, other) -> Iterator[tuple[str, Any, Any]]:
     """Yields (key, value, other value) where two models compute differently."""
     for key, default in self.computes.items():
-      *groups, name = key.split('.')
-      ours, theirs = (_inner(c, groups) for c in (config, other))
+      group, _, name = key.rpartition('.')
+      ours, theirs = config, other
+      for part in filter(None, group.split('.')):
+        ours, theirs = ((c or {}).get(part) for c in (ours, theirs))
       if ours is not None and theirs is not None:
         here, there = ours.get(name, default), theirs.get(name, default)
         if here != there and None not in (here, there):
@@ -119,12 +120,10 @@ class Family(abc.ABC):
     ValueError if the size given does not suit the parameters, or none is given
     and they tell none.
     """
-    del config, params
     return given
 
   def inputs(self, config, params, image_size) -> jax.ShapeDtypeStruct:
     """Returns shape and type of a model's input, one image."""
-    del config
     flat = flax.traverse_util.flatten_dict(params, sep='/')
     shape = (1, *image_size, leaves.channels(flat))
     return jax.ShapeDtypeStruct(shape, np.dtype('float32'))
@@ -142,7 +141,7 @@ class Family(abc.ABC):
     `weights` and the result are a vit_jax.weights.reading.Weights. None if
     models of this family have no such part.
     """
-    del weights, name
+    return None
 
   def beside_npz(
     self,
@@ -151,7 +150,6 @@ class Family(abc.ABC):
     told: dict[str, Any],
   ) -> dict[str, Any]:
     """Adds what other files beside an .npz tell to `told`, fields of the model."""
-    del file, flat
     return told
 
   def scaled(self, model):
@@ -160,31 +158,26 @@ class Family(abc.ABC):
 
   def beside(self, model) -> dict[str, bytes]:
     """Returns files to write beside an .npz by their endings, such as '.txt'."""
-    del model
     return {}
 
   def run(self, model) -> dict[str, Any]:
     """Returns what a model determines of the config of its run."""
-    del model
     return {}
 
   def metadata(self, model) -> dict[str, Any]:
     """Returns metadata of a run that weights do not bring along."""
-    del model
     return {}
 
   def check(self, model) -> None:
     """Raises ValueError if a model's metadata do not fit its weights."""
-    del model
+    return None
 
   def formats_of(self, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the formats that hold a model."""
-    del config
     return self.formats
 
   def notes(self, model, to: str) -> list[str]:
     """Returns what a user should know of a model in a format."""
-    del model, to
     return []
 
   @abc.abstractmethod
@@ -193,10 +186,3 @@ class Family(abc.ABC):
 
     ValueError if the other program has no such model.
     """
-
-
-def _inner(config, groups):
-  """Returns a group of fields inside of a config, or None."""
-  for group in groups:
-    config = None if config is None else config.get(group)
-  return config

@@ -84,10 +84,7 @@ _UNITS = {
 
 
 def _backbone(units, style, start) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of a ResNet with these numbers of bottlenecks per stage.
-
-  Its names elsewhere, in the naming `style`, begin with `start`.
-  """
+  """Yields the leaves of a ResNet with these numbers of units per stage."""
   column = 2 + _STYLES.index(style)
   unit, first = _UNITS[style]
   found = [*leaves.layers(_ROOT, column, there=start)]
@@ -102,15 +99,6 @@ def _backbone(units, style, start) -> Iterator[leaves.Leaf]:
     yield top + path, layout, name
 
 
-def _attention(path, hf, pth):
-  return (
-    (f'{path}/query', 'heads', f'{hf}.q_proj', f'{pth}.q_proj'),
-    (f'{path}/key', 'heads', f'{hf}.k_proj', f'{pth}.k_proj'),
-    (f'{path}/value', 'heads', f'{hf}.v_proj', f'{pth}.v_proj'),
-    (f'{path}/out', 'out', f'{hf}.out_proj', f'{pth}.out_proj'),
-  )
-
-
 # Rows of vit_jax.weights.families.leaves, with the names of both namings.
 _MLP = (
   ('Dense_0', 'dense', 'fc1', 'linear1'),
@@ -118,14 +106,14 @@ _MLP = (
 )
 _LAYERS = {
   'encoder': (
-    *_attention('self_attention', 'self_attn', 'self_attn'),
+    *leaves.attention('self_attention', 'self_attn', 'self_attn'),
     ('LayerNorm_0', 'norm', 'self_attn_layer_norm', 'norm1'),
     ('LayerNorm_1', 'norm', 'final_layer_norm', 'norm2'),
     *_MLP,
   ),
   'decoder': (
-    *_attention('self_attention', 'self_attn', 'self_attn'),
-    *_attention('cross_attention', 'encoder_attn', 'multihead_attn'),
+    *leaves.attention('self_attention', 'self_attn', 'self_attn'),
+    *leaves.attention('cross_attention', 'encoder_attn', 'multihead_attn'),
     ('LayerNorm_0', 'norm', 'self_attn_layer_norm', 'norm1'),
     ('LayerNorm_1', 'norm', 'encoder_attn_layer_norm', 'norm2'),
     ('LayerNorm_2', 'norm', 'final_layer_norm', 'norm3'),
@@ -154,10 +142,7 @@ _MASK_ROWS = (
 
 
 def _table(naming, layers: dict[str, int]) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of all but the backbone, with names of 'hf' or 'pth'.
-
-  `layers` are the numbers of layers of 'encoder' and 'decoder'.
-  """
+  """Yields the leaves of all but the backbone, with names of 'hf' or 'pth'."""
   column = 2 + ('hf', 'pth').index(naming)
   yield from leaves.layers(_OTHERS, column)
   for side, count in layers.items():
@@ -335,16 +320,12 @@ class Detrs(base.Family):
     if masks:  # For this package; others ignore it.
       fields['isthing'] = {**self.metadata(model), **model.metadata}['isthing']
     pp = common.get_config().pp
-    processor = dict(
-      image_processor_type='DetrImageProcessor',
+    processor = descriptions.processor(
+      'DetrImageProcessor',
+      dict(shortest_edge=pp.eval_side, longest_edge=pp.longest_side),
+      models_detr.MEAN,
+      models_detr.STD,
       format='coco_panoptic' if masks else 'coco_detection',
-      do_resize=True,
-      size=dict(shortest_edge=pp.eval_side, longest_edge=pp.longest_side),
-      do_rescale=True,
-      rescale_factor=1 / 255,
-      do_normalize=True,
-      image_mean=models_detr.MEAN,
-      image_std=models_detr.STD,
       do_pad=True,
     )
     return {'config.json': fields, 'preprocessor_config.json': processor}, []
@@ -368,7 +349,7 @@ def _from_config(config, name):
   dilated = field('dilation', descriptions.FLAG, False)
   backbone = field('backbone_config', descriptions.OBJECT, {})
   stride = descriptions.field(backbone, 'output_stride', descriptions.COUNT)
-  things = field('isthing', descriptions.FLAGS)
+  things = config.get('isthing')  # Of this package.
   if not config:
     dilated = re.search('dc5', name, re.IGNORECASE) is not None
   return descriptions.Description(

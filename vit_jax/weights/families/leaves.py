@@ -71,6 +71,15 @@ _LEAVES = {
 }
 
 
+def attention(path: str, *names: str) -> list[tuple[str, ...]]:
+  """Returns the rows of an attention layer: its path, its names elsewhere."""
+  ends = ('query', 'q_proj'), ('key', 'k_proj'), ('value', 'v_proj')
+  return [
+    *((f'{path}/{x}', 'heads', *(f'{n}.{y}' for n in names)) for x, y in ends),
+    (f'{path}/out', 'out', *(f'{name}.out_proj' for name in names)),
+  ]
+
+
 def layers(
   table: Iterable[tuple[str, ...]], column: int = 2, here='', there=''
 ) -> Iterator[Leaf]:

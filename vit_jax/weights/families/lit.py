@@ -30,16 +30,13 @@ _IMAGE, _TEXT = 'img/', 'txt/'
 # Metadata: mean and deviation by which pixels from 0 to 1 were scaled.
 _SCALES = ('image_mean', 'image_std')
 _PARTS = {'img': 'image', 'txt': 'text'}
-_ATTENTION = 'MultiHeadDotProductAttention_0/'
+_ATTENTION = 'MultiHeadDotProductAttention_0'
 _BIAS = 'logit_bias'
 # Rows of vit_jax.weights.families.leaves, with the names of Hugging Face and of
 # open_clip: of a block of either tower, and beside the blocks.
 _BLOCK = (
   ('LayerNorm_0', 'norm', 'layer_norm1', 'ln_1'),
-  (f'{_ATTENTION}query', 'heads', 'self_attn.q_proj', 'attn.q_proj'),
-  (f'{_ATTENTION}key', 'heads', 'self_attn.k_proj', 'attn.k_proj'),
-  (f'{_ATTENTION}value', 'heads', 'self_attn.v_proj', 'attn.v_proj'),
-  (f'{_ATTENTION}out', 'out', 'self_attn.out_proj', 'attn.out_proj'),
+  *leaves.attention(_ATTENTION, 'self_attn', 'attn'),
   ('LayerNorm_1', 'norm', 'layer_norm2', 'ln_2'),
   ('MlpBlock_0/Dense_0', 'dense', 'mlp.fc1', 'mlp.c_fc'),
   ('MlpBlock_0/Dense_1', 'dense', 'mlp.fc2', 'mlp.c_proj'),
@@ -75,10 +72,7 @@ _OWN_LAYERS = {
     ('txt/head', 'dense', 'text_projection'),
   ),
   'siglip': (
-    (f'{_MAP}{_ATTENTION}query', 'heads', f'{_POOLING}attention.q_proj'),
-    (f'{_MAP}{_ATTENTION}key', 'heads', f'{_POOLING}attention.k_proj'),
-    (f'{_MAP}{_ATTENTION}value', 'heads', f'{_POOLING}attention.v_proj'),
-    (f'{_MAP}{_ATTENTION}out', 'out', f'{_POOLING}attention.out_proj'),
+    *leaves.attention(f'{_MAP}{_ATTENTION}', f'{_POOLING}attention'),
     (f'{_MAP}LayerNorm_0', 'norm', f'{_POOLING}layernorm'),
     (f'{_MAP}MlpBlock_0/Dense_0', 'dense', f'{_POOLING}mlp.fc1'),
     (f'{_MAP}MlpBlock_0/Dense_1', 'dense', f'{_POOLING}mlp.fc2'),
@@ -429,17 +423,11 @@ class ImageTexts(base.Family):
     )
     sides = dict(zip(('height', 'width'), model.image_size))
     half = [0.5] * fields['vision_config']['num_channels']
-    processor = dict(
-      image_processor_type='CLIPImageProcessor',
-      do_resize=True,
-      size=sides,
-      resample=2,
+    processor = descriptions.processor(
+      'CLIPImageProcessor',
+      sides,
+      *(model.metadata.get(name, half) for name in _SCALES),
       do_center_crop=False,
-      do_rescale=True,
-      rescale_factor=1 / 255,
-      do_normalize=True,
-      image_mean=model.metadata.get('image_mean', half),
-      image_std=model.metadata.get('image_std', half),
     )
     found = {'config.json': fields, 'preprocessor_config.json': processor}
     return found, ['the files of the tokenizer are not written']

@@ -82,10 +82,7 @@ _FEATURES = {
 
 
 def _table(naming, num_layers, units) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of a ViT, with names of 'timm' or 'hf'.
-
-  `units` are those of each stage of a hybrid's ResNet; None: no ResNet.
-  """
+  """Yields the leaves of a ViT, or of a hybrid of so many units per stage."""
   column = 2 + ('timm', 'hf').index(naming)
   block = {'timm': 'blocks.{}.', 'hf': 'encoder.layer.{}.'}[naming]
   yield from leaves.layers(_STEM, column)
@@ -162,14 +159,18 @@ class Classifiers(base.Family):
     return leaves.load(flat, table, heads, what, ''.join(hints[:1]))
 
   def dump(self, flat, naming):
-    _check_exists(flat, naming)
-    units = None
-    if is_bit(flat) or 'conv_root/kernel' in flat:
+    in_timm, units = naming == 'timm', None
+    if not in_timm and 'cls' not in flat:
+      raise ValueError(
+        f'{_PROGRAMS[naming]} has no ViT without a class token, no Mixer and no '
+        'ResNet: write this model for timm, or as a run (--to)'
+      )
+    if in_timm and (is_bit(flat) or 'conv_root/kernel' in flat):
       units = leaves.units(flat, _OUR_UNITS)
     num_layers = leaves.count(flat, r'Transformer/encoderblock_(\d+)/')
-    table = (
-      _bit_table(units) if is_bit(flat) else _table(naming, num_layers, units)
-    )
+    table = _table(naming, num_layers, units)
+    if is_bit(flat):
+      table = _bit_table(units)
     state = leaves.dump(flat, table, _PROGRAMS[naming])
     if naming == 'timm':
       return leaves.join(state, *_TIMM_JOINED)
@@ -246,31 +247,6 @@ class Classifiers(base.Family):
 
 def _is_hybrid(names):
   return any(name.startswith(_TIMM_RESNET) for name in names)
-
-
-def _check_exists(flat, naming):
-  """Raises ValueError if the other program has no such model."""
-  to_hf = naming == 'hf'
-  for what, leaf in (
-    ('a ViT with attention pooling', _POOLING),
-    ('a ViT with a norm before its layers', _FIRST_NORM),
-  ):
-    if leaf in flat:
-      raise ValueError(
-        f'{what} cannot be written for {_PROGRAMS[naming]}: write it as .npz or '
-        'as a run (--to=npz, --to=workdir)'
-      )
-  for what, is_there in (
-    ('an MLP-Mixer', any(path.startswith('MixerBlock') for path in flat)),
-    ('a BiT ResNet', to_hf and is_bit(flat)),
-    ('a hybrid of ResNet and ViT', to_hf and 'conv_root/kernel' in flat),
-    ('a ViT without a class token', to_hf and 'cls' not in flat),
-  ):
-    if is_there:
-      remedy = ': write it for timm (--to=timm)' if to_hf else ' (--to)'
-      raise ValueError(
-        f'{what} cannot be written for {_PROGRAMS[naming]}{remedy}'
-      )
 
 
 def _usual_heads(flat):

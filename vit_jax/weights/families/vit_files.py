@@ -293,19 +293,11 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
   )
   resize = model.image_size if model.resize is None else model.resize
   sides = lambda pair: dict(zip(('height', 'width'), pair))
-  pixels = _pixels(model)
-  processor = dict(
-    image_processor_type='ViTImageProcessor',
-    do_resize=True,
-    size=dict(shortest_edge=resize)
-    if isinstance(resize, int)
-    else sides(resize),
-    resample=2,
-    do_rescale=True,
-    rescale_factor=1 / 255,
-    do_normalize=True,
-    image_mean=pixels['mean'],
-    image_std=pixels['std'],
+  short = isinstance(resize, int)
+  processor = descriptions.processor(
+    'ViTImageProcessor',
+    dict(shortest_edge=resize) if short else sides(resize),
+    *_pixels(model).values(),
   )
   if model.resize is not None:
     # ViT's own processor does not crop in all versions.
