@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import os
 import random
 import resource
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import torch
 from tests import broken_weights as files
 from vit_jax import checkpoint
 from vit_jax import convert
+from vit_jax.weights import arrays
 from vit_jax.weights import reading
 
 
@@ -46,10 +49,12 @@ def test_what_is_no_float_is_refused(tmp_path, value, message):
     ([('cls.npy', files.npy("{'descr': '<f4', 'shape': (3,"))], ''),
     ([('cls.npy', files.npy('(' * 5000))], ''),
     ([('readme.txt', b'hello, this is no array')], "'readme.txt' in it is no"),
-    ([('a.npy', np.ones(1)), ('a.npy', np.zeros(1))], r"of the names \['a'\]"),
+    ([('a/' * 1000 + 'b.npy', np.ones(1))], 'has more than 32 parts'),
+    ([('a.npy', np.ones(1)), ('a/b.npy', np.ones(1))], "'a' is both an array and"),
+    ([('a.npy', np.ones(1)), ('a.npy', np.zeros(1))], "arrays named 'a'"),
     (
       [('params/cls.npy', np.ones(1)), ('cls.npy', np.zeros(1))],
-      r"several arrays of the names \['cls'\]",
+      "several arrays named 'cls'",
     ),
   ],
 )  # fmt: skip
@@ -58,6 +63,25 @@ def test_archives_that_are_no_tree_of_arrays(tmp_path, members, message):
   path = files.write_npz(tmp_path / 'a.npz', members)
   with pytest.raises(ValueError, match=f"a.npz' is not .*{message}"):
     checkpoint.load(path)
+
+
+def test_what_unfolds_is_not_read(tmp_path, monkeypatch):
+  """3.2 GB of zeros in a zip: refused by its directory, as .npz and as .bin."""
+  zeros = b'\0' * 2**24
+  with zipfile.ZipFile(
+    tmp_path / 'a.npz', 'w', zipfile.ZIP_DEFLATED
+  ) as archive:
+    with archive.open('cls.npy', 'w', force_zip64=True) as member:
+      member.write(files.claim((16 * 2**20,)))
+      for _ in range(4):
+        member.write(zeros)
+  monkeypatch.setattr(arrays, '_SMALL', 2**20)
+  monkeypatch.setattr(zipfile.ZipFile, 'open', None)
+  monkeypatch.setattr(torch, 'load', None)
+  (tmp_path / 'a.bin').write_bytes((tmp_path / 'a.npz').read_bytes())
+  for name in ('a.npz', 'a.bin'):
+    with pytest.raises(ValueError, match=f"{name}' .*unfold to 67,108,992"):
+      reading.read(str(tmp_path / name))
 
 
 def test_values_that_are_not_finite_are_named(tmp_path, caplog):
@@ -76,15 +100,16 @@ def test_values_that_are_not_finite_are_named(tmp_path, caplog):
   [
     (3, torch.ones(2), 'arrays by name: 3 is a Tensor'),
     ('a', [1.0], "arrays by name: 'a' is a list"),
-    ('a', torch.ones(2, device='meta'), 'meta'),
-    ('a', torch.eye(2).to_sparse(), 'to_dense'),
+    ('a', torch.ones(2, device='meta'), "'a' is on the device meta"),
+    ('a', torch.eye(2).to_sparse(), "'a' is of the layout .*sparse_coo.*to_dense"),
     (
       'a',
       lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
-      "'a' is of type qint8",
+      r"'a' is quantised: save it with .dequantize\(\)",
     ),
     ('a', torch.ones(2).to(torch.float8_e4m3fn), "'a' is of type float8_e4m3fn"),
     ('a', torch.ones(2).int(), "'a' is of type int32"),
+    ('a', torch.ones(1).expand(10**10), 'unfold to 40,000,000,000'),
   ],
 )  # fmt: skip
 @pytest.mark.filterwarnings('ignore')  # PyTorch warns of quantised tensors.
@@ -93,6 +118,23 @@ def test_tensors_that_are_refused(tmp_path, name, value, message):
   torch.save({name: value() if callable(value) else value}, path)
   with pytest.raises(ValueError, match=f"a.bin' is not .*{message}"):
     reading.read(str(path))
+
+
+class Large:
+  """Gives a bytearray of 40 GB where it is unpickled, as PyTorch allows."""
+
+  def __reduce__(self):
+    return (bytearray, (40 * 10**9,))
+
+
+@pytest.mark.parametrize('new', [True, False])
+def test_what_fills_the_memory_is_not_unpickled(tmp_path, monkeypatch, new):
+  path = tmp_path / 'a.bin'
+  torch.save({'a': Large()}, path, _use_new_zipfile_serialization=new)
+  monkeypatch.setattr(torch, 'load', None)
+  with pytest.raises(ValueError, match='pickled objects, which are never') as e:
+    reading.read(str(path))
+  assert 'bytearray is pickled in it' in str(e.value.__cause__.__cause__)
 
 
 def test_float8_in_safetensors_is_named(tmp_path):
@@ -133,6 +175,12 @@ def test_notes_of_another_type(tmp_path, good, fields, message):
   (tmp_path / 'a.npz').write_bytes((good / 'a.npz').read_bytes())
   (tmp_path / 'a.npz.json').write_text(json.dumps(fields))
   with pytest.raises(ValueError, match=f"npz.json' cannot be used: {message}"):
+    reading.read(str(tmp_path / 'a.npz'))
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+  os.mkfifo(tmp_path / 'a.npz')
+  with pytest.raises(ValueError, match="a.npz' is a pipe or a device"):
     reading.read(str(tmp_path / 'a.npz'))
 
 

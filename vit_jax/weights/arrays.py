@@ -1,12 +1,15 @@
-"""Reads named arrays from files, of which no code is run.
+"""Reads named arrays from untrusted files.
 
-Every fault of a file becomes a ValueError that names it.
+No code in a file is run, and no file fills the memory with what it does not
+hold. Every fault of a file becomes a ValueError that names it.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterable
 import contextlib
 import errno
+import itertools
+import pickletools
 import re
 from typing import Any
 import zipfile
@@ -20,6 +23,12 @@ from vit_jax.weights import fetch
 
 FLOATS = ('bfloat16', 'float16', 'float32', 'float64')
 _SAFETENSORS_FLOATS = dict(zip(('BF16', 'F16', 'F32', 'F64'), FLOATS))
+# Weights hardly compress. A file that decompresses to more than this multiple
+# of its size, and to more than this many bytes, is refused.
+_UNFOLDS = 20
+_SMALL = 2**26
+# Greatest number of '/'-separated parts of a name; published names have up to 5.
+_DEEPEST = 32
 # Buffers of PyTorch's models that hold no weights: counters of batch norm, causal
 # masks, and numbers of positions.
 _NO_WEIGHTS = re.compile(
@@ -27,10 +36,24 @@ _NO_WEIGHTS = re.compile(
   r'|embeddings\.position_ids)'
 )  # fmt: skip
 
+# Pickle opcodes that import a name, and the names that a state dict may import.
+_GLOBALS = ('GLOBAL', 'STACK_GLOBAL', 'INST', 'EXT1', 'EXT2', 'EXT4')
+_HARMLESS = re.compile(
+  r'collections (OrderedDict|Counter)|_codecs encode'
+  r'|(builtins|__builtin__) (set|complex)'
+  r'|torch(\.storage|\.nn\.parameter)? \w+|torch\.serialization _get_layout'
+  r'|torch\._utils _rebuild_(tensor(_v[23])?|parameter(_with_state)?|qtensor'
+  r'|sparse_tensor|meta_tensor_no_storage)'
+)
+
 
 def _is_weights(name: Any) -> bool:
   """Returns whether an array of this name in a state dict holds weights."""
   return not (isinstance(name, str) and _NO_WEIGHTS.fullmatch(name))
+
+
+class _Unfolds(ValueError):
+  """A file decompresses to far more than its size."""
 
 
 @contextlib.contextmanager
@@ -65,20 +88,26 @@ def read_npz(
     naming(file, 'is not an .npz file of weights'),
     fetch.local_input(file) as here,
   ):
-    if not zipfile.is_zipfile(here):
-      raise ValueError('it is no zip archive, or only part of one')
+    try:
+      with zipfile.ZipFile(here) as archive:
+        members = archive.infolist()
+    except zipfile.BadZipFile as e:
+      raise ValueError('it is no zip archive, or only part of one') from e
+    _check_size(sum(info.file_size for info in members), here.stat().length)
+    names = [rename(info.filename.removesuffix('.npy')) for info in members]
+    _check_names(names)
     arrays = {}
     with np.load(here, allow_pickle=False) as content:
-      names = [rename(name) for name in content.files]
-      twice = {name for name in names if names.count(name) > 1}
-      if twice:
-        raise ValueError(
-          f'it holds several arrays of the names {sorted(twice)}'
-        )
-      for name, own in zip(names, content.files):
-        array = content[own]
+      for name, info in zip(names, members):
+        try:
+          array = content[info.filename]
+        except ValueError as e:
+          raise ValueError(
+            f"'{info.filename}' in it is no array, or holds pickled objects, "
+            f'which are never loaded: {e}'
+          ) from e
         if not isinstance(array, np.ndarray):
-          raise ValueError(f"'{own}' in it is no array")
+          raise ValueError(f"'{info.filename}' in it is no array")
         _check_array(name, array.dtype.name, array.shape)
         array = array.astype(array.dtype.newbyteorder('='), copy=False)
         arrays[name] = _converted(array, dtype)
@@ -125,12 +154,10 @@ def read_torch(
   ):
     state = _load_torch(torch, here)
     for name, value in state.items():
-      if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-        raise ValueError(
-          f'it holds no state dict, arrays by name: {name!r:.80} is a '
-          f'{type(value).__name__}'
-        )
-      _check_array(name, str(value.dtype).removeprefix('torch.'), value.shape)
+      _check_tensor(torch, name, value)
+    # Tensors may share storage, or repeat it with a stride of 0.
+    bytes_in_all = sum(v.numel() * v.element_size() for v in state.values())
+    _check_size(bytes_in_all, here.stat().length)
     return {
       name: _converted(_to_numpy(torch, state.pop(name)), dtype)
       for name in list(state)
@@ -140,8 +167,9 @@ def read_torch(
 def _load_torch(torch, file):
   """Loads the dict of tensors from a file, without running code in it."""
   try:
+    _check_pickles(file)
     state = torch.load(file, map_location='cpu', weights_only=True)
-  except OSError:
+  except (OSError, _Unfolds):
     raise
   except Exception as e:  # pylint: disable=broad-except
     raise ValueError(
@@ -154,6 +182,51 @@ def _load_torch(torch, file):
   return {k: v for k, v in state.items() if _is_weights(k)}
 
 
+def _check_pickles(file):
+  """Raises ValueError if a pickle uses more than the parts of tensors.
+
+  PyTorch admits everything that runs no code, also what may fill the memory: a
+  bytearray of any size, or a tensor that repeats its storage.
+  """
+  if not zipfile.is_zipfile(file):
+    with file.open('rb') as f:
+      # Pickles: magic number, version, system, tensors, keys of the storages.
+      for _ in range(5):
+        _check_pickle(f)
+    return
+  with zipfile.ZipFile(file) as archive:
+    members = archive.infolist()
+    _check_size(sum(info.file_size for info in members), file.stat().length)
+    for info in members:
+      if info.filename.endswith('.pkl'):
+        _check_pickle(archive.read(info))
+
+
+def _check_pickle(pickled):
+  for opcode, argument, _ in pickletools.genops(pickled):
+    if opcode.name in _GLOBALS and not _HARMLESS.fullmatch(str(argument)):
+      raise ValueError(f'{argument} is pickled in it')
+
+
+def _check_tensor(torch, name: Any, value: Any):
+  """Raises ValueError unless `value` is a named plain tensor of floats."""
+  if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+    raise ValueError(
+      f'it holds no state dict, arrays by name: {name!r:.80} is a '
+      f'{type(value).__name__}'
+    )
+  kind = None
+  if value.is_meta:
+    kind = 'on the device meta, which holds no values'
+  elif value.is_quantized:
+    kind = 'quantised: save it with .dequantize()'
+  elif value.layout != torch.strided or value.is_nested:
+    kind = f'of the layout {value.layout}: save it with .to_dense()'
+  if kind:
+    raise ValueError(f"the tensor '{name}' is {kind}")
+  _check_array(name, str(value.dtype).removeprefix('torch.'), value.shape)
+
+
 def _to_numpy(torch, value):
   value = value.detach()  # It may be a parameter.
   return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
@@ -162,6 +235,33 @@ def _to_numpy(torch, value):
 def _converted(array, dtype):
   """Returns an array of several dimensions in a type, if one is given."""
   return array.astype(dtype, copy=False) if dtype and array.ndim > 1 else array
+
+
+def _check_size(unfolded: int, length: int):
+  """Raises _Unfolds if `length` bytes decompress to far more, `unfolded`."""
+  limit = max(_SMALL, _UNFOLDS * length)
+  if unfolded > limit:
+    raise _Unfolds(
+      f'its {length:,} bytes unfold to {unfolded:,}, far more than weights do '
+      f'(limit {limit:,}): save them uncompressed, without repeated arrays'
+    )
+
+
+def _check_names(names: Iterable[str]):
+  """Raises ValueError unless the names form a tree."""
+  paths = sorted(name.split('/') for name in names)
+  for one, other in itertools.pairwise(paths):
+    if other[: len(one)] == one:
+      name = '/'.join(one)
+      raise ValueError(
+        f"it holds several arrays named '{name}'"
+        if one == other
+        else f"'{name}' is both an array and a prefix of other names"
+      )
+  if len(longest := max(paths, key=len, default=[])) > _DEEPEST:
+    raise ValueError(
+      f"the name '{'/'.join(longest):.80}...' has more than {_DEEPEST} parts"
+    )
 
 
 def _check_array(name: str, dtype: str, shape: Iterable[int]):
@@ -177,10 +277,16 @@ def _check_array(name: str, dtype: str, shape: Iterable[int]):
 
 def warn_of_what_is_not_finite(file, arrays: dict[str, np.ndarray]):
   """Warns of arrays that hold NaN or infinity."""
-  names = [k for k, array in arrays.items() if not np.isfinite(array).all()]
+  names = [name for name, array in arrays.items() if not _is_finite(array)]
   if names:
     more = f' and {len(names) - 10} more' if len(names) > 10 else ''
     logging.warning(
       f"'{file}' holds values that are NaN or infinite, so everything computed "
       f'with them will be too: {", ".join(names[:10])}{more}'
     )
+
+
+def _is_finite(array):
+  with np.errstate(over='ignore', invalid='ignore'):
+    # NaN and infinity persist in a sum; the sum itself may overflow.
+    return bool(np.isfinite(array.sum()) or np.isfinite(array).all())

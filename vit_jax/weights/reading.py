@@ -21,6 +21,7 @@ vit_jax/weights/hub.py.
 """
 
 import functools
+import os
 import re
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ import jax
 import numpy as np
 
 from vit_jax import cli
+from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.weights import arrays
@@ -182,7 +184,8 @@ def check_packages(path: str):
 def existing(path) -> epath.Path:
   """Returns the local path of a weights file; fetches a remote one.
 
-  FileNotFoundError if it does not exist.
+  FileNotFoundError if it does not exist, ValueError if it is neither a file nor
+  a folder.
   """
   # A folder in a bucket, such as a workdir, is read in place.
   bucket = str(path).startswith('gs://')
@@ -195,6 +198,8 @@ def existing(path) -> epath.Path:
       'workdir (config.pretrained), or the folder of the published files '
       '(config.pretrained_dir)' + fetch.elsewhere(str(path))
     )
+  if not (found.is_dir() or files.is_remote(found) or os.path.isfile(found)):
+    raise ValueError(f"'{path}' is a pipe or a device: give a file of weights")
   return found
 
 
@@ -207,8 +212,7 @@ def _read_npz(file, dtype):
     descriptions.notes_file(file), descriptions.from_notes
   )
   model = families.of_tree(flat).beside_npz(file, flat, found.model)
-  with arrays.naming(file, 'cannot be used'):
-    return _weights(flat, 'npz', found._replace(model=model))
+  return _weights(flat, 'npz', found._replace(model=model))
 
 
 def _weights(flat, kind, found: descriptions.Description) -> Weights:
