@@ -23,7 +23,6 @@ from vit_jax.commands import flags
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('benchmark', __doc__)
   parser.add_argument(
     '--only', nargs='+', metavar='SECTION', help='sections to time (all)'

@@ -28,7 +28,6 @@ from vit_jax.commands import flags
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('compute', __doc__)
   parser.add_argument(
     '--model', nargs='+', help='models to count (those of tables 6 and 2)'

@@ -1,4 +1,9 @@
-"""The parser of the commands, and flags that several of them have."""
+"""The parser of the commands, and flags that several of them have.
+
+Each command has `make_parser`, the parser of its flags, and `main`, which runs
+it and returns the exit status. `parse`, where it has one, parses its flags and
+checks them together; it raises ValueError for wrong ones, as the parser does.
+"""
 
 import argparse
 import difflib

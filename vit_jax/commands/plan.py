@@ -33,7 +33,6 @@ from vit_jax.commands import flags
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('plan', __doc__)
   parser.add_config()
   parser.add_argument(
@@ -66,7 +65,6 @@ def make_parser() -> flags.Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags; raises ValueError for wrong ones."""
   args = make_parser().parse_args(argv)
   flags.require(args, config='FILE')
   return args

@@ -44,7 +44,6 @@ TABLES = ('.parquet', '.csv', '.jsonl')
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('predict', __doc__)
   parser.add_argument(
     'images',

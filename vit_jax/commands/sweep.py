@@ -40,7 +40,6 @@ say = cli.say
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('sweep', __doc__)
   parser.add_config()
   parser.add_argument('--workdir', help='folder for all runs; or gs://...')
@@ -112,7 +111,6 @@ def parse_values(texts: Sequence[str]) -> dict[str, list]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags; raises ValueError for wrong ones."""
   args = make_parser().parse_args(argv)
   flags.require(args, config='FILE', workdir='FOLDER')
   args.tried = parse_values(args.values) if args.values else None
