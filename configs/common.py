@@ -406,12 +406,21 @@ def split_argument(arg: str, forms: str, example: str) -> list[str]:
   return words + (most - len(words)) * ['']
 
 
-def choose(names: Iterable[str], known: dict[str, Iterable[str]]) -> dict:
-  """Sorts the words of a config's argument, in any order, by what they choose.
+def choose(
+  arg: str, known: dict[str, Iterable[str]], example: str
+) -> tuple[str, str, dict]:
+  """Splits an argument MODEL,DATA and words, in any order, that choose settings.
 
-  `known` has for each thing to choose (a noun, such as 'recipe') its words, all
-  of them different. Returns the one word that was given for each noun, or None.
+  `known` has for each setting (a noun, such as 'recipe') its words, all of them
+  different. Returns model, data, and for each noun the one word given, or None.
   """
+  model, _, rest = arg.partition(',')
+  dataset, *names = rest.split(',')
+  if not dataset:
+    raise ValueError(
+      f"'{arg}' must be MODEL,DATA, and any of {', '.join(known).upper()}: "
+      f'--config=configs/{example}'
+    )
   chosen = dict.fromkeys(known)
   for name in names:
     kind = next((kind for kind in known if name in known[kind]), None)
@@ -421,7 +430,7 @@ def choose(names: Iterable[str], known: dict[str, Iterable[str]]) -> dict:
     if chosen[kind] is not None:
       raise ValueError(f"'{chosen[kind]}' and '{name}': give one {kind}")
     chosen[kind] = name
-  return chosen
+  return model, dataset, chosen
 
 
 def set_augmentation(config, name: str):

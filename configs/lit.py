@@ -37,14 +37,13 @@ _VOCABULARIES = {
 
 def get_config(arg: str = 'b16b_2,coco_captions'):
   """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,LOSS'."""
-  name, _, rest = arg.partition(',')
-  dataset, *names = rest.split(',')
-  if name not in MODELS or not dataset:
+  example = 'lit.py:b16b,/path/to/pairs'
+  name, dataset, chosen = common.choose(arg, {'loss': LOSSES}, example)
+  if name not in MODELS:
     raise ValueError(
-      f"'{arg}' must be MODEL,DATA or MODEL,DATA,LOSS, where MODEL is one of "
-      f'{", ".join(MODELS)}: --config=configs/lit.py:b16b,/path/to/pairs'
+      f"model '{name}' is unknown: use one of {', '.join(MODELS)}, as in "
+      f'--config=configs/{example}'
     )
-  chosen = common.choose(names, {'loss': LOSSES})
   config = common.set_dataset(common.get_config(), dataset)
   config.task = 'image_text'
   config.model = models.get_config(MODELS[name])
