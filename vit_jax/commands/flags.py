@@ -60,13 +60,6 @@ def height_width(text: str) -> tuple[int, int]:
   return found if isinstance(found, tuple) else (found, found)
 
 
-def _boolean(text):
-  words = {'true': True, '1': True, 'false': False, '0': False}
-  if text.lower() not in words:
-    raise argparse.ArgumentTypeError(f"'{text}' must be True or False")
-  return words[text.lower()]
-
-
 class Parser(argparse.ArgumentParser):
   """Parser of a command; raises ValueError for wrong flags.
 
@@ -82,17 +75,6 @@ class Parser(argparse.ArgumentParser):
     )
     self.register('type', int, whole)
     self.register('type', float, number)
-
-  def add_switch(self, name: str, default: bool, text: str):
-    """Adds --NAME (also --NAME=True or False) and --noNAME."""
-    self.add_argument(
-      f'--{name}', nargs='?', const=True, default=default, type=_boolean,
-      metavar='BOOL', help=text,
-    )  # fmt: skip
-    self.add_argument(
-      f'--no{name}', dest=name, action='store_false', help=argparse.SUPPRESS,
-      default=argparse.SUPPRESS,
-    )  # fmt: skip
 
   def add_config(self, text: str = 'config file of a training'):
     """Adds --config=FILE.py:ARG and flags that set its keys.

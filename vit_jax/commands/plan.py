@@ -40,10 +40,10 @@ def make_parser() -> flags.Parser:
     default='v3:2x2',
     help='TPU version and number of chips along each axis, such as v3:4x4 (v3:2x2)',
   )
-  parser.add_switch(
-    'search',
-    False,
-    'try meshes, micro-batches and rematerialisation; see above',
+  parser.add_argument(
+    '--search',
+    action='store_true',
+    help='try meshes, micro-batches and rematerialisation; see above',
   )
   parser.add_argument(
     '--json',
