@@ -297,8 +297,8 @@ def test_options_are_the_defaults_of_the_modules():
   named = set(models.get_config('b16').transformer)
   assert fields - known - named - {'only_first', 'parent', 'name'} == set()
   for cls, options in (
-    (models_mixer.MlpMixer, models.MIXER_OPTIONS),
-    (models_bit.BitResNet, models.BIT_OPTIONS),
+    (models_mixer.MlpMixer, models.OPTIONS_OF['mixer']),
+    (models_bit.BitResNet, models.OPTIONS_OF['bit']),
   ):
     for key, default in options.items():
       field = getattr(cls, key)

@@ -62,7 +62,6 @@ def make_parser() -> flags.Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Accounts for the models of the command line; prints and writes."""
   args = make_parser().parse_args(argv)
   flags.check_output('json', args.json)
   from vit_jax import compute

@@ -84,7 +84,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Converts the weights that the command line names, and prints a summary."""
   args = parse(argv)
   from vit_jax import convert
 

@@ -78,5 +78,4 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Evaluates the run of the command line; returns the exit status."""
   return run(parse(argv))

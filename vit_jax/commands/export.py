@@ -74,7 +74,6 @@ def _size(text):
 
 
 def main(argv: Sequence[str]) -> int:
-  """Exports the model of the command line."""
   args = make_parser().parse_args(argv)
   cli.load_tensorflow()
   from vit_jax import predict

@@ -71,7 +71,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Plans the run of the command line; returns the exit status."""
   args = parse(argv)
   flags.check_output('json', args.json)
   from vit_jax import plan

@@ -166,7 +166,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Prints the predictions for the images on the command line."""
   args = parse(argv)
   flags.check_output('out', args.out)
 

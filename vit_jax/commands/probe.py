@@ -74,7 +74,6 @@ def make_parser() -> flags.Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Probes the model of the command line, and prints a table."""
   args = make_parser().parse_args(argv)
   flags.check_output('json', args.json)
   folder = args.tfds_data_dir

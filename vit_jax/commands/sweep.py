@@ -118,7 +118,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the sweep of the command line; returns the exit status."""
   args = parse(argv)
   # Imported late, so that --help and errors in flags are fast.
   from vit_jax.run import config as run_config

@@ -101,7 +101,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Trains as the command line says; returns the exit status."""
   args = parse(argv)
   if args.evaluate is not None:
     return evaluate.run(args)

@@ -110,7 +110,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Draws the figures of the command line, and writes them to a folder."""
   args = parse(argv)
   cli.load_tensorflow()
   from vit_jax import visualize
