@@ -271,17 +271,6 @@ def get_config(name: str) -> ml_collections.ConfigDict:
   return copy.deepcopy(MODEL_CONFIGS[name])
 
 
-def get_backbone_config(name: str) -> ml_collections.ConfigDict:
-  """Returns the config of a Vision Transformer as the backbone of a DETR."""
-  config = get_config(name)
-  if 'transformer' not in config:
-    raise ValueError(
-      f"'{name}' is no Vision Transformer, and cannot be the backbone of a DETR: "
-      "use for example 's16' or 'r50_b32'"
-    )
-  return with_options(config)
-
-
 def kind_of(model) -> str:
   """Returns the kind of a model, which the original's configs do not name."""
   return model.get('kind') or ('mixer' if 'tokens_mlp_dim' in model else 'vit')

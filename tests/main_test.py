@@ -130,7 +130,7 @@ def test_statuses(monkeypatch, capsys):
   monkeypatch.undo()
   assert status_of(cli.run, 'predict', ['--top=x', 'a.png']) == 1
   assert capsys.readouterr().err == (
-    "Error: --top: 'x' must be a whole number (see --help)\n"
+    "Error: --top: invalid int value: 'x' (see --help)\n"
   )
 
 

@@ -16,32 +16,14 @@ from vit_jax import cli
 _CONFIG = 'config'
 
 
-def whole(text: str) -> int:
-  """Parses a whole number."""
-  try:
-    return int(text)
-  except ValueError:
-    raise argparse.ArgumentTypeError(
-      f"'{text}' must be a whole number"
-    ) from None
-
-
 def count(text: str) -> int:
   """Parses a whole number of at least 1."""
-  found = whole(text)
+  found = int(text) if text.replace('_', '').isdecimal() else 0
   if found < 1:
     raise argparse.ArgumentTypeError(
       f"'{text}' must be a whole number of at least 1"
     )
   return found
-
-
-def number(text: str) -> float:
-  """Parses a number."""
-  try:
-    return float(text)
-  except ValueError:
-    raise argparse.ArgumentTypeError(f"'{text}' must be a number") from None
 
 
 def pixels(text: str) -> int | tuple[int, int]:
@@ -73,8 +55,6 @@ class Parser(argparse.ArgumentParser):
       formatter_class=argparse.RawDescriptionHelpFormatter,
       allow_abbrev=False,
     )
-    self.register('type', int, whole)
-    self.register('type', float, number)
 
   def add_config(self, text: str = 'config file of a training'):
     """Adds --config=FILE.py:ARG and flags that set its keys.

@@ -36,8 +36,6 @@ from vit_jax.commands import flags
 from vit_jax.commands import hosts
 from vit_jax.commands import runs
 
-say = cli.say
-
 
 def make_parser() -> flags.Parser:
   parser = flags.Parser('sweep', __doc__)
@@ -135,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
       found = sweep.next_runs(sweep.make(args.config, **given), args.workdir)
       runs.print_commands('sweep', argv, found, args.workdir)
       return
-    say(f'Config: {args.config_file}')
+    cli.say(f'Config: {args.config_file}')
     given.update(checkpoints=args.checkpoints, only=args.run)
     sweep.sweep(args.config, args.workdir, **given)
 
