@@ -107,9 +107,9 @@ def test_a_folder_in_place_of_a_file_is_named(run, name):
     workdir.load(run)
 
 
-def test_a_folder_in_place_of_a_table_is_named(tmp_path):
+def test_a_folder_in_place_of_a_table_stays(tmp_path):
   (tmp_path / 'study.json').mkdir()
-  with pytest.raises(ValueError, match="study.json' is a folder and must be a"):
+  with pytest.raises(IsADirectoryError, match='study.json'):
     tables.write_table(tmp_path, 'study', [{'a': 1}])
   assert [path.name for path in tmp_path.iterdir()] == ['study.json']
 
