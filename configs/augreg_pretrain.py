@@ -68,22 +68,15 @@ LENGTHS = {'300ep': 300.0, '30ep': 30.0}
 
 def get_config(arg: str = 'b16,imagenet21k'):
   """Returns the config for 'MODEL,DATA', with ',AUGMENTATION' and so on."""
-  model, _, rest = arg.partition(',')
-  dataset, *names = rest.split(',')
-  if not dataset:
-    raise ValueError(
-      f"'{arg}' must be MODEL,DATA, or MODEL,DATA and settings: "
-      '--config=configs/augreg_pretrain.py:b16,imagenet21k or '
-      '--config=configs/augreg_pretrain.py:b16,/path/to/folder,medium1,wd_0.03'
-    )
-  chosen = common.choose(
-    names,
+  model, dataset, chosen = common.choose(
+    arg,
     {
       'augmentation': tuple(common.AUGREG),
       'weight decay': tuple(WEIGHT_DECAYS),
       'regularisation': tuple(DROPOUTS),
       'length': tuple(LENGTHS),
     },
+    'augreg_pretrain.py:b16,/path/to/folder,medium1,wd_0.03',
   )
   is_imagenet = dataset == 'imagenet2012'
   config = vit_i1k.get_config(f'{model},{dataset},none')

@@ -293,7 +293,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.l2_decay = 0.0
   # Factors on the learning rate, as ordered (regex, factor) pairs; the first
   # regex found in a parameter's path decides, and 0 freezes. A linear probe:
-  # (('head/', 1.0), ('', 0.0)); layer-wise decay: see layer_wise_decay below.
+  # (('head/', 1.0), ('', 0.0)).
   config.lr_multipliers = ()
   # Greatest global norm of the gradient (0: no limit).
   config.grad_norm_clip = 1.0
@@ -406,12 +406,21 @@ def split_argument(arg: str, forms: str, example: str) -> list[str]:
   return words + (most - len(words)) * ['']
 
 
-def choose(names: Iterable[str], known: dict[str, Iterable[str]]) -> dict:
-  """Sorts the words of a config's argument, in any order, by what they choose.
+def choose(
+  arg: str, known: dict[str, Iterable[str]], example: str
+) -> tuple[str, str, dict]:
+  """Splits an argument MODEL,DATA and words, in any order, that choose settings.
 
-  `known` has for each thing to choose (a noun, such as 'recipe') its words, all
-  of them different. Returns the one word that was given for each noun, or None.
+  `known` has for each setting (a noun, such as 'recipe') its words, all of them
+  different. Returns model, data, and for each noun the one word given, or None.
   """
+  model, _, rest = arg.partition(',')
+  dataset, *names = rest.split(',')
+  if not dataset:
+    raise ValueError(
+      f"'{arg}' must be MODEL,DATA, and any of {', '.join(known).upper()}: "
+      f'--config=configs/{example}'
+    )
   chosen = dict.fromkeys(known)
   for name in names:
     kind = next((kind for kind in known if name in known[kind]), None)
@@ -421,7 +430,7 @@ def choose(names: Iterable[str], known: dict[str, Iterable[str]]) -> dict:
     if chosen[kind] is not None:
       raise ValueError(f"'{chosen[kind]}' and '{name}': give one {kind}")
     chosen[kind] = name
-  return chosen
+  return model, dataset, chosen
 
 
 def set_augmentation(config, name: str):
@@ -436,28 +445,6 @@ def set_augmentation(config, name: str):
     if config.get('task_options') is None:
       config.task_options = ml_collections.ConfigDict()
     config.task_options.mixup = mixup
-  return config
-
-
-def layer_wise_decay(
-  config: ml_collections.ConfigDict, factor: float
-) -> ml_collections.ConfigDict:
-  """Makes the learning rate decrease from layer to layer, output to input.
-
-  The head has the full rate, the last layer and the norm after it `factor`
-  times the rate, the layer before `factor` squared, and so on down to the
-  embeddings (arXiv 2106.08254, section 3.2, and others).
-
-  Args:
-    config: config with a Vision Transformer; `lr_multipliers` is set.
-    factor: above 0 and below 1, for example .75.
-  """
-  layers = config.model.transformer.num_layers
-  rules = [('^(head|pre_logits)/', 1.0), ('encoder_norm/', factor)]
-  rules += [
-    (f'encoderblock_{i}/', factor ** (layers - i)) for i in range(layers)
-  ]
-  config.lr_multipliers = (*rules, ('', factor ** (layers + 1)))
   return config
 
 

@@ -35,45 +35,23 @@ SUBSETS = {
 }
 
 
-def vit(num_layers: int, width: int) -> ml_collections.ConfigDict:
-  """Returns a small ViT with patches of 8x8 pixels."""
-  config = models.get_config('ti16')
-  config.model_name = f'ViT {num_layers}x{width}'
-  config.patches.size = (8, 8)
-  config.hidden_size = width
-  config.transformer.num_layers = num_layers
-  config.transformer.mlp_dim = 4 * width
-  return config
-
-
-def bit(num_layers: tuple[int, ...], width_factor: float):
-  """Returns a small BiT ResNet, with `num_layers` units in each stage."""
-  config = models.get_config('bit_r50x1')
-  units = ''.join(map(str, num_layers))
-  config.model_name = f'BiT {units}x{width_factor:g}'
-  config.num_layers = num_layers
-  config.width_factor = width_factor
-  return config
-
-
-def hybrid(num_layers: int, width: int) -> ml_collections.ConfigDict:
-  """Returns a small hybrid: one unit of a narrow ResNet, then a ViT."""
-  config = vit(num_layers, width)
-  config.model_name = f'R+ViT {num_layers}x{width}'
-  config.patches.size = (2, 2)  # In cells of 4x4 pixels.
-  config.resnet = ml_collections.ConfigDict(
-    {'num_layers': (1,), 'width_factor': 0.5}
-  )
-  return config
-
-
 def families() -> dict[str, ml_collections.ConfigDict]:
   """Returns the models, whose forward passes take 9 to 10 MFLOPs each."""
-  return {
-    'ViT': vit(3, 96),
-    'BiT': bit((1, 1, 1), 0.5),
-    'hybrid': hybrid(2, 96),
-  }
+  vit, hybrid = models.get_config('ti16'), models.get_config('ti16')
+  for config, layers in ((vit, 3), (hybrid, 2)):
+    config.hidden_size = 96
+    config.transformer.update(num_layers=layers, mlp_dim=384)
+  vit.model_name = 'ViT 3x96'
+  vit.patches.size = (8, 8)
+  hybrid.model_name = 'R+ViT 2x96'
+  hybrid.patches.size = (2, 2)  # In cells of 4x4 pixels.
+  # One unit of a narrow ResNet.
+  hybrid.resnet = ml_collections.ConfigDict(
+    {'num_layers': (1,), 'width_factor': 0.5}
+  )
+  bit = models.get_config('bit_r50x1')
+  bit.update(model_name='BiT 111x0.5', num_layers=(1, 1, 1), width_factor=0.5)
+  return {'ViT': vit, 'BiT': bit, 'hybrid': hybrid}
 
 
 def study(title: str, variants: tuple, x: tuple) -> ml_collections.ConfigDict:
@@ -83,7 +61,7 @@ def study(title: str, variants: tuple, x: tuple) -> ml_collections.ConfigDict:
   """
   config = studies.get_config(title, variants)
   config.base = digits.get_config()
-  config.base.model = vit(3, 96)
+  config.base.model = families()['ViT']
   config.base.pp.crop = 32  # Enough for the stages of a ResNet.
   config.base.update(total_epochs=None, warmup_epochs=None, batch=32)
   config.base.update(total_steps=400, warmup_steps=40)

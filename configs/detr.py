@@ -118,7 +118,12 @@ def _vit_model(name):
   config = models.get_config('detr_r50')
   del config.units, config.dilate_last
   config.backbone = 'vit'
-  config.vit = models.get_backbone_config(name)
+  config.vit = models.with_options(models.get_config(name))
+  if 'transformer' not in config.vit:
+    raise ValueError(
+      f"'{name}' is no Vision Transformer, and cannot be the backbone of a DETR: "
+      "use for example 's16' or 'r50_b32'"
+    )
   config.model_name = f'DETR-{config.vit.model_name}'
   # Positions of a square of 800 pixels.
   side = 800 // _patch(config.vit)

@@ -13,7 +13,6 @@ from vit_jax.configs import detr_scenes
 
 
 def get_config():
-  """Returns the config."""
   config = detr_scenes.get_config()
   common.set_dataset(config, 'scenes/panoptic')
   config.task = 'segment'

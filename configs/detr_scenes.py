@@ -12,7 +12,6 @@ from vit_jax.configs import common
 
 
 def get_config():
-  """Returns the config."""
   config = common.set_dataset(common.get_config(), 'scenes')
   config.pretrained_dir = None  # From random weights.
   config.task = 'detect'

@@ -11,7 +11,6 @@ from vit_jax.configs import models
 
 
 def get_config():
-  """Returns the config."""
   config = common.set_dataset(common.get_config(), 'digits')
   config.pretrained_dir = None  # From random weights.
   # 8x8 pixels, grey, enlarged to 16x16: 16 patches of 4x4.

@@ -20,7 +20,6 @@ from vit_jax.configs import common
 
 
 def get_config():
-  """Returns the config."""
   config = common.set_dataset(common.get_config(), 'digits')
   config.pretrained_dir = None  # From random weights.
   config.task = 'pixels'

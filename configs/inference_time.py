@@ -11,7 +11,6 @@ import ml_collections
 
 
 def get_config():
-  """Returns the config."""
   config = ml_collections.ConfigDict()
   # The program to run.
   config.trainer = 'inference_time'

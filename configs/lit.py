@@ -37,14 +37,13 @@ _VOCABULARIES = {
 
 def get_config(arg: str = 'b16b_2,coco_captions'):
   """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,LOSS'."""
-  name, _, rest = arg.partition(',')
-  dataset, *names = rest.split(',')
-  if name not in MODELS or not dataset:
+  example = 'lit.py:b16b,/path/to/pairs'
+  name, dataset, chosen = common.choose(arg, {'loss': LOSSES}, example)
+  if name not in MODELS:
     raise ValueError(
-      f"'{arg}' must be MODEL,DATA or MODEL,DATA,LOSS, where MODEL is one of "
-      f'{", ".join(MODELS)}: --config=configs/lit.py:b16b,/path/to/pairs'
+      f"model '{name}' is unknown: use one of {', '.join(MODELS)}, as in "
+      f'--config=configs/{example}'
     )
-  chosen = common.choose(names, {'loss': LOSSES})
   config = common.set_dataset(common.get_config(), dataset)
   config.task = 'image_text'
   config.model = models.get_config(MODELS[name])
@@ -60,7 +59,7 @@ def get_config(arg: str = 'b16b_2,coco_captions'):
   if config.model.out_dim[0] is None:
     config.lr_multipliers = (('img/', 0.0),)
   config.model.dtype = 'auto'  # bfloat16, except on CPUs.
-  config.model.temperature_init = models.LIT_OPTIONS['temperature_init']
+  config.model.temperature_init = models.OPTIONS_OF['lit']['temperature_init']
   config.pp.update(crop=224, crop_area=None, flip=True)
   if chosen['loss'] == 'siglip':
     config.loss = 'sigmoid'

@@ -14,7 +14,6 @@ from vit_jax.configs import digits
 
 
 def get_config():
-  """Returns the config."""
   config = digits.get_config()
   config.task = 'masked_patches'
   config.update(total_epochs=100.0, label_smoothing=0.0)

@@ -13,7 +13,6 @@ from vit_jax.configs import models
 
 
 def get_config():
-  """Returns the config."""
   config = common.with_dataset(common.get_config(), 'cifar10')
   config.model = models.get_config('mixer_b16')
   config.pp.crop = 224

@@ -129,35 +129,23 @@ OPTIONS = {
   # Epsilons of a hybrid's ResNet: 'published', or 'timm'.
   'resnet.eps': 'published',
 }
-# The same for the other kinds; their classes describe them: MlpMixer, BitResNet
-# (vit_jax/models_bit.py), ImageGPT (models_igpt.py) and Detr (models_detr.py).
-MIXER_OPTIONS = _TYPES
-BIT_OPTIONS = {
-  **_TYPES, 'head_bias_init': 0.0, 'eps': 'published', 'remat': ''
-}  # fmt: skip
-IGPT_OPTIONS = {
-  **_TYPES, 'causal': True, 'attention_scale': 'exact', 'attention': 'auto',
-  'remat': '', 'scan': None,
-}  # fmt: skip
-# `temperature_init` is that of the released training code (LiT).
-LIT_OPTIONS = {**_TYPES, 'temperature_init': 10.0, 'bias_init': None}
-DETR_OPTIONS = {
-  **_TYPES, 'norm': 'frozen_batch', 'mask_head': False, 'masks_at_a_time': 10,
-  'dropout_rate': 0.1, 'attention_dropout_rate': 0.1,
-}  # fmt: skip
-
-_OPTIONS_OF = {
+# The options of each kind. The classes of the other kinds describe theirs:
+# MlpMixer, BitResNet (vit_jax/models_bit.py), ImageGPT (models_igpt.py), Detr
+# (models_detr.py). LiT's temperature is that of its released training code.
+OPTIONS_OF = {
   'vit': OPTIONS,
-  'mixer': MIXER_OPTIONS,
-  'bit': BIT_OPTIONS,
-  'igpt': IGPT_OPTIONS,
-  'detr': DETR_OPTIONS,
-  'lit': LIT_OPTIONS,
-}
-# Options of any model, which the command line sets.
-ALL_OPTIONS = {
-  k: v for options in _OPTIONS_OF.values() for k, v in options.items()
-}
+  'mixer': _TYPES,
+  'bit': {**_TYPES, 'head_bias_init': 0.0, 'eps': 'published', 'remat': ''},
+  'igpt': {
+    **_TYPES, 'causal': True, 'attention_scale': 'exact', 'attention': 'auto',
+    'remat': '', 'scan': None,
+  },
+  'detr': {
+    **_TYPES, 'norm': 'frozen_batch', 'mask_head': False, 'masks_at_a_time': 10,
+    'dropout_rate': 0.1, 'attention_dropout_rate': 0.1,
+  },
+  'lit': {**_TYPES, 'temperature_init': 10.0, 'bias_init': None},
+}  # fmt: skip
 
 
 def _config(name, **fields):
@@ -283,17 +271,6 @@ def get_config(name: str) -> ml_collections.ConfigDict:
   return copy.deepcopy(MODEL_CONFIGS[name])
 
 
-def get_backbone_config(name: str) -> ml_collections.ConfigDict:
-  """Returns the config of a Vision Transformer as the backbone of a DETR."""
-  config = get_config(name)
-  if 'transformer' not in config:
-    raise ValueError(
-      f"'{name}' is no Vision Transformer, and cannot be the backbone of a DETR: "
-      "use for example 's16' or 'r50_b32'"
-    )
-  return with_options(config)
-
-
 def kind_of(model) -> str:
   """Returns the kind of a model, which the original's configs do not name."""
   return model.get('kind') or ('mixer' if 'tokens_mlp_dim' in model else 'vit')
@@ -336,7 +313,7 @@ def place_of_layers(model) -> str:
 def with_options(config) -> ml_collections.ConfigDict:
   """Returns a copy of a model's config that contains all options of its kind."""
   config = copy.deepcopy(config)
-  for path, default in _OPTIONS_OF.get(kind_of(config), {}).items():
+  for path, default in OPTIONS_OF.get(kind_of(config), {}).items():
     group, _, key = path.rpartition('.')
     holder = config.get(group) if group else config
     if isinstance(holder, ml_collections.ConfigDict) and key not in holder:

@@ -93,28 +93,21 @@ OTHER = dict(
 
 def get_config(arg: str = 'b16,imagenet2012'):
   """Returns the config for 'MODEL,DATA', with ',RECIPE' and so on."""
-  model, _, rest = arg.partition(',')
-  dataset, *names = rest.split(',')
-  if not dataset:
-    raise ValueError(
-      f"'{arg}' must be MODEL,DATA, MODEL,DATA,RECIPE, MODEL,DATA,AUGMENTATION or "
-      'both: --config=configs/pretrain.py:ti16,/path/to/folder or '
-      '--config=configs/pretrain.py:b16,/path/to/folder,imagenet21k,medium1'
-    )
+  model, dataset, chosen = common.choose(
+    arg,
+    {
+      'recipe': (*RECIPES, 'other'),
+      'augmentation': tuple(common.AUGREG),
+      'length': LENGTHS,
+    },
+    'pretrain.py:b16,/path/to/folder,imagenet21k,medium1',
+  )
   config = common.set_dataset(common.get_config(), dataset)
   config.pretrained_dir = None  # From random weights.
   config.model = models.get_config(model)
   config.optimizer = 'adam'
   config.model.dtype = 'auto'  # bfloat16, except on CPUs.
   config.optim_dtype = 'float32'
-  chosen = common.choose(
-    names,
-    {
-      'recipe': (*RECIPES, 'other'),
-      'augmentation': tuple(common.AUGREG),
-      'length': LENGTHS,
-    },
-  )
   if chosen['augmentation']:
     common.set_augmentation(config, chosen['augmentation'])
   model = models.short_name(config.model.model_name)
@@ -126,7 +119,6 @@ def get_config(arg: str = 'b16,imagenet2012'):
 
 
 def _set_other(config, length):
-
   if length is not None:
     raise ValueError(
       f"'{length}' chooses a length of a published recipe, and the recipe here is "
@@ -139,7 +131,6 @@ def _set_other(config, length):
 
 
 def _set_recipe(config, name, model, length):
-
   if name == 'jft300m':
     if model not in JFT:
       raise ValueError(
@@ -163,7 +154,6 @@ def _set_recipe(config, name, model, length):
 
 
 def _epochs(recipe, model, length):
-
   known = EPOCHS.get((recipe, model), EPOCHS[recipe])
   epochs = known[0] if length is None else int(length.removesuffix('ep'))
   if epochs not in known:

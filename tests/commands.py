@@ -71,8 +71,7 @@ def check_config(config):
 
 def module_of(command):
   """Returns the module of a command."""
-  name, _ = program.COMMANDS[command]
-  return importlib.import_module(f'vit_jax.commands.{name}')
+  return importlib.import_module(f'vit_jax.commands.{command}')
 
 
 def parse(command, args):

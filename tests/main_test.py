@@ -37,14 +37,13 @@ def status_of(function, *args):
 def test_help_names_every_command(capsys):
   assert status_of(program.main, ['--help']) == 0
   out = capsys.readouterr().out
-  for name, (module, does) in program.COMMANDS.items():
+  for name, does in program.COMMANDS.items():
     assert f'  {name} ' in out
     assert does in out
     assert len(does) < 66
-    assert (ROOT / 'vit_jax' / 'commands' / f'{module}.py').exists()
+    assert (ROOT / 'vit_jax' / 'commands' / f'{name}.py').exists()
   files = {path.stem for path in (ROOT / 'vit_jax' / 'commands').glob('*.py')}
-  named = {module for module, _ in program.COMMANDS.values()}
-  assert files - named == {'__init__', 'flags', 'hosts', 'runs'}
+  assert files - {*program.COMMANDS} == {'__init__', 'flags', 'hosts', 'runs'}
   assert status_of(program.main, []) == 1
   assert out.strip() in capsys.readouterr().err
 
@@ -77,7 +76,7 @@ def test_help_of_all_commands_loads_nothing_that_is_slow():
 @pytest.mark.parametrize('module', commands.MODULES)
 def test_modules_are_commands(module):
   """`python -m vit_jax.predict` is `vit_jax predict`: the file's last line."""
-  name, _ = program.COMMANDS[commands.MODULES[module]]
+  name = commands.MODULES[module]
   path = ROOT / (module.replace('.', '/') + '.py')
   last = path.read_text().splitlines()[-2:]
   assert last == ["if __name__ == '__main__':", f"  cli.run('{name}')"]
@@ -131,7 +130,7 @@ def test_statuses(monkeypatch, capsys):
   monkeypatch.undo()
   assert status_of(cli.run, 'predict', ['--top=x', 'a.png']) == 1
   assert capsys.readouterr().err == (
-    "Error: --top: 'x' must be a whole number (see --help)\n"
+    "Error: --top: invalid int value: 'x' (see --help)\n"
   )
 
 

@@ -92,7 +92,7 @@ def test_flags():
 @pytest.mark.parametrize(
   'args, message',
   [
-    ([*CONFIG, '--seeds=x'], "--seeds: 'x' must be a whole number"),
+    ([*CONFIG, '--seeds=x'], "--seeds: invalid int value: 'x'"),
     (
       [*CONFIG, '--valeus=base_lr=1'],
       'no flag --valeus: did you mean --values',

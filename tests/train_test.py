@@ -539,7 +539,7 @@ def test_several_splits_are_evaluated_by_name(tiny_config, tmp_path):
       {'evals': (('val', 'test'),)},
       "best_metric='accuracy_test' is not among.*accuracy_val",
     ),
-    ({'lr_multipliers': (('hed/', 0.0),)}, r"\['hed/'\] match no parameter"),
+    ({'lr_multipliers': (('hed/', 0.0),)}, r"\['hed/'\] match nothing"),
     (
       {
         'task_options': {'mixup': 0.2},
@@ -550,9 +550,9 @@ def test_several_splits_are_evaluated_by_name(tiny_config, tmp_path):
     ),
     ({'task_options': {'mixpu': 0.2}}, "no key 'task_options.mixpu': did you"),
     ({'task': 'no.such.module'}, "there is no module 'no'; use one of"),
-    ({'task': 'vit_jax.tasks.base.x'}, 'there is no module'),
+    ({'task': 'vit_jax.tasks.base.x'}, 'No module named'),
     ({'task': '../x'}, r"task='../x' is unknown"),
-    ({'task': 'tests.trees'}, 'the module has no class Task'),
+    ({'task': 'tests.trees'}, "has no attribute 'Task'"),
   ],
 )
 def test_wrong_tasks_and_evaluations_are_named(

@@ -6,31 +6,28 @@ import sys
 
 from vit_jax import cli
 
-# Name of a command -> (its module in vit_jax/commands, what it does).
+# Name of a command, a module in vit_jax/commands -> what it does.
 COMMANDS = {
-  'train': ('train', 'trains a model, or runs another program of a config'),
-  'evaluate': ('evaluate', 'evaluates a trained model on any split'),
-  'predict': ('predict', 'prints or draws what a model says of images'),
-  'visualize': ('visualize', "draws the paper's figures of a model"),
-  'demo': ('demo', 'shows a model on a page, for photographs that you drop'),
-  'probe': ('probe', 'measures the features of a model by linear probes'),
-  'convert': (
-    'convert',
-    'converts weights to and from timm, Hugging Face, ...',
-  ),
-  'export': ('export', 'writes a model as StableHLO, SavedModel or ONNX'),
-  'index': ('index', 'lists and checks the images of a folder before training'),
-  'plan': ('plan', 'plans a training for TPUs: memory, speed, cost'),
-  'sweep': ('sweep', 'chooses a learning rate or other values, and tests it'),
-  'compute': ('compute', 'counts FLOPs and cost of pre-training'),
-  'benchmark': ('benchmark', 'times the steps that users wait for'),
+  'train': 'trains a model, or runs another program of a config',
+  'evaluate': 'evaluates a trained model on any split',
+  'predict': 'prints or draws what a model says of images',
+  'visualize': "draws the paper's figures of a model",
+  'demo': 'shows a model on a page, for photographs that you drop',
+  'probe': 'measures the features of a model by linear probes',
+  'convert': 'converts weights to and from timm, Hugging Face, ...',
+  'export': 'writes a model as StableHLO, SavedModel or ONNX',
+  'index': 'lists and checks the images of a folder before training',
+  'plan': 'plans a training for TPUs: memory, speed, cost',
+  'sweep': 'chooses a learning rate or other values, and tests it',
+  'compute': 'counts FLOPs and cost of pre-training',
+  'benchmark': 'times the steps that users wait for',
 }
 
 
 def help_text() -> str:
   """Returns what `vit_jax --help` prints."""
   width = max(map(len, COMMANDS))
-  lines = [f'  {name:<{width}}  {does}' for name, (_, does) in COMMANDS.items()]
+  lines = [f'  {name:<{width}}  {does}' for name, does in COMMANDS.items()]
   return '\n'.join(
     [
       'usage: vit_jax COMMAND ...\n',
@@ -48,7 +45,7 @@ def main(argv: Sequence[str] | None = None):
   """
   name, *rest = (sys.argv[1:] if argv is None else argv) or ('',)
   if name in COMMANDS:
-    cli.run(COMMANDS[name][0], rest)
+    cli.run(name, rest)
   if name in ('-h', '--help', 'help'):
     print(help_text())
     sys.exit(0)

@@ -270,15 +270,8 @@ def _opener(task, dataset, workdir, opened) -> Callable:
   def open_split(wanted, further=(), other=None):
     if wanted in opened and not further and not other:
       return opened[wanted]
-    return open_for(
-      task.config,
-      type(task),
-      {} if other else task.metadata,
-      wanted,
-      other or dataset,
-      workdir,
-      further,
-    )
+    given = task.config, type(task), {} if other else task.metadata
+    return open_for(*given, wanted, other or dataset, workdir, further)
 
   return open_split
 

@@ -112,9 +112,7 @@ def test_what_tensor_parallelism_cannot_split_is_named():
 
 def test_a_rule_that_matches_nothing_is_named():
   mesh = sharding.make_mesh({'data': -1})
-  with pytest.raises(
-    ValueError, match=r"\['kernle'\] match nothing: paths are"
-  ):
+  with pytest.raises(ValueError, match=r"\['kernle'\] match nothing.*paths"):
     sharding.tree_shardings(TREE, [('kernle', ('data',))], mesh)
 
 

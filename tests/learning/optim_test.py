@@ -338,10 +338,10 @@ def test_no_gradient_is_computed_of_what_is_frozen():
 @pytest.mark.parametrize(
   'rules, message',
   [
-    ((('hed/', 1.0),), r"\['hed/'\] match no parameter.*Transformer/, head/"),
+    ((('hed/', 1.0),), r"\['hed/'\] match nothing.*Transformer/, head/"),
     (
       (('', 0.5), ('head', 1.0)),
-      r"\['head'\] match no parameter, or only parameters",
+      r"\['head'\] match nothing, or only what",
     ),
     ((('', 0),), 'freeze all parameters: nothing is left'),
   ],

@@ -92,14 +92,6 @@ def test_lines_that_are_no_metrics_are_left_out_and_named(
   assert path.read_bytes() == good
 
 
-def test_a_folder_in_place_of_the_file_is_named(tmp_path):
-  (tmp_path / 'metrics.jsonl').mkdir()
-  with pytest.raises(
-    ValueError, match="metrics.jsonl' is a folder and must be"
-  ):
-    metrics_lib.MetricsLog(tmp_path, 5)
-
-
 def test_a_last_line_that_was_half_written_is_no_damage(tmp_path, caplog):
   (tmp_path / 'metrics.jsonl').write_bytes(b'{"step": 1, "a": 1.0}\n{"step": 2')
   metrics_lib.MetricsLog(tmp_path, 5).close()

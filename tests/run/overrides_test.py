@@ -222,8 +222,8 @@ def test_programs_of_several_runs():
     ('--confg.batch=16', 'no flag --confg.batch: did you mean --config.batch'),
     ('--batch=16', r'no flag --batch: did you mean --config.batch\?'),
     ('--workdri=x', 'no flag --workdri: did you mean --workdir'),
-    ('--process_id=x', "--process_id: 'x' must be a whole number"),
-    ('--distributed=maybe', "--distributed: 'maybe' must be True or False"),
+    ('--process_id=x', "--process_id: invalid int value: 'x'"),
+    ('--nodistributed=maybe', "--nodistributed: ignored explicit argument 'm"),
     ('batch=16', r"unknown arguments \['batch=16'\]: flags begin with --"),
   ],
 )

@@ -34,7 +34,7 @@ def test_the_compute_of_runs_is_that_of_closed_form(
   monkeypatch.setattr(runs, 'train_all', lambda *args: outcome)
   study.study(config, str(tmp_path))
   count = flops_test.multiply_adds(
-    data_scaling.vit(3, 96), (32, 32), 5, channels=1, as_run=False
+    data_scaling.families()['ViT'], (32, 32), 5, channels=1, as_run=False
   )
   rows = json.loads((tmp_path / 'study.json').read_text())
   for row, steps in zip(rows, (60, 180, 540), strict=True):

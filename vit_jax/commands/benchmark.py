@@ -23,7 +23,6 @@ from vit_jax.commands import flags
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('benchmark', __doc__)
   parser.add_argument(
     '--only', nargs='+', metavar='SECTION', help='sections to time (all)'
@@ -49,7 +48,6 @@ def make_parser() -> flags.Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the sections of the command line; prints and writes the results."""
   args = make_parser().parse_args(argv)
   if 'jax' not in sys.modules:  # JAX reads these when it is imported.
     # Compilation is timed too; and two programs share the memory of a GPU.

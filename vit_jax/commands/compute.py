@@ -28,7 +28,6 @@ from vit_jax.commands import flags
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('compute', __doc__)
   parser.add_argument(
     '--model', nargs='+', help='models to count (those of tables 6 and 2)'
@@ -63,7 +62,6 @@ def make_parser() -> flags.Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Accounts for the models of the command line; prints and writes."""
   args = make_parser().parse_args(argv)
   flags.check_output('json', args.json)
   from vit_jax import compute

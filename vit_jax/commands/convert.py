@@ -45,7 +45,6 @@ from vit_jax.commands import flags
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('convert', __doc__)
   parser.add_argument('src', metavar='SRC', help='weights in any format')
   parser.add_argument(
@@ -78,7 +77,6 @@ def make_parser() -> flags.Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags; raises ValueError for wrong ones."""
   args = make_parser().parse_args(argv)
   if (args.dst is None) == (args.push is None):
     raise ValueError('give one of DST, the place to write, and --push')
@@ -86,7 +84,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Converts the weights that the command line names, and prints a summary."""
   args = parse(argv)
   from vit_jax import convert
 

@@ -13,7 +13,6 @@ uploaded is deleted after ten minutes, and when the command ends. Needs Gradio:
 pip install -e '.[demo]'.
 """
 
-import argparse
 from collections.abc import Sequence
 
 from vit_jax import cli
@@ -21,7 +20,6 @@ from vit_jax.commands import flags
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('demo', __doc__)
   flags.add_model_flags(parser)
   parser.add_argument(
@@ -36,14 +34,9 @@ def make_parser() -> flags.Parser:
   return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags; raises ValueError for wrong ones."""
-  return make_parser().parse_args(argv)
-
-
 def main(argv: Sequence[str]) -> int:
   """Shows the model of the command line until Ctrl-C."""
-  args = parse(argv)
+  args = make_parser().parse_args(argv)
   cli.load_tensorflow()
   from vit_jax import predict
   from vit_jax import visualize

@@ -18,7 +18,6 @@ from vit_jax.commands import hosts
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('evaluate', __doc__)
   parser.add_argument('--workdir', help='folder of the run; or gs://...')
   add_flags(parser, '--split')
@@ -79,5 +78,4 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Evaluates the run of the command line; returns the exit status."""
   return run(parse(argv))

@@ -16,7 +16,6 @@ to the model, and leaves nothing behind if it is large. model.json beside it nam
 inputs, outputs and labels, and tells how images are prepared.
 """
 
-import argparse
 from collections.abc import Sequence
 import shlex
 
@@ -25,7 +24,6 @@ from vit_jax.commands import flags
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('export', __doc__)
   parser.add_argument(
     'images',
@@ -75,14 +73,8 @@ def _size(text):
   return text if text == 'free' else flags.height_width(text)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags; raises ValueError for wrong ones."""
-  return make_parser().parse_args(argv)
-
-
 def main(argv: Sequence[str]) -> int:
-  """Exports the model of the command line."""
-  args = parse(argv)
+  args = make_parser().parse_args(argv)
   cli.load_tensorflow()
   from vit_jax import predict
   from vit_jax.data.images import listing

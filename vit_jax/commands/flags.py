@@ -1,4 +1,9 @@
-"""The parser of the commands, and flags that several of them have."""
+"""The parser of the commands, and flags that several of them have.
+
+Each command has `make_parser`, the parser of its flags, and `main`, which runs
+it and returns the exit status. `parse`, where it has one, parses its flags and
+checks them together; it raises ValueError for wrong ones, as the parser does.
+"""
 
 import argparse
 import difflib
@@ -11,32 +16,14 @@ from vit_jax import cli
 _CONFIG = 'config'
 
 
-def whole(text: str) -> int:
-  """Parses a whole number."""
-  try:
-    return int(text)
-  except ValueError:
-    raise argparse.ArgumentTypeError(
-      f"'{text}' must be a whole number"
-    ) from None
-
-
 def count(text: str) -> int:
   """Parses a whole number of at least 1."""
-  found = whole(text)
+  found = int(text) if text.replace('_', '').isdecimal() else 0
   if found < 1:
     raise argparse.ArgumentTypeError(
       f"'{text}' must be a whole number of at least 1"
     )
   return found
-
-
-def number(text: str) -> float:
-  """Parses a number."""
-  try:
-    return float(text)
-  except ValueError:
-    raise argparse.ArgumentTypeError(f"'{text}' must be a number") from None
 
 
 def pixels(text: str) -> int | tuple[int, int]:
@@ -55,13 +42,6 @@ def height_width(text: str) -> tuple[int, int]:
   return found if isinstance(found, tuple) else (found, found)
 
 
-def _boolean(text):
-  words = {'true': True, '1': True, 'false': False, '0': False}
-  if text.lower() not in words:
-    raise argparse.ArgumentTypeError(f"'{text}' must be True or False")
-  return words[text.lower()]
-
-
 class Parser(argparse.ArgumentParser):
   """Parser of a command; raises ValueError for wrong flags.
 
@@ -75,19 +55,6 @@ class Parser(argparse.ArgumentParser):
       formatter_class=argparse.RawDescriptionHelpFormatter,
       allow_abbrev=False,
     )
-    self.register('type', int, whole)
-    self.register('type', float, number)
-
-  def add_switch(self, name: str, default: bool, text: str):
-    """Adds --NAME (also --NAME=True or False) and --noNAME."""
-    self.add_argument(
-      f'--{name}', nargs='?', const=True, default=default, type=_boolean,
-      metavar='BOOL', help=text,
-    )  # fmt: skip
-    self.add_argument(
-      f'--no{name}', dest=name, action='store_false', help=argparse.SUPPRESS,
-      default=argparse.SUPPRESS,
-    )  # fmt: skip
 
   def add_config(self, text: str = 'config file of a training'):
     """Adds --config=FILE.py:ARG and flags that set its keys.

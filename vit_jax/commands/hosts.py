@@ -11,11 +11,12 @@ _FLAGS = ('distributed', 'coordinator', 'num_processes', 'process_id')
 
 def add_flags(parser: flags.Parser):
   """Adds the flags of a run of several processes."""
-  parser.add_switch(
-    'distributed',
-    True,
-    'find the other hosts of a TPU pod or a SLURM job (True); --nodistributed '
-    'runs on this host only',
+  parser.add_argument(
+    '--nodistributed',
+    dest='distributed',
+    action='store_false',
+    help='runs on this host only: does not look for the other hosts of a TPU pod '
+    'or a SLURM job',
   )
   parser.add_argument(
     '--coordinator',

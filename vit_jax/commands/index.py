@@ -41,7 +41,6 @@ _CHECKS = {
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('index', __doc__)
   parser.add_argument('folder', help='folder of the data set, local or gs://')
   parser.add_argument(

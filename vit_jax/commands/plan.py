@@ -33,7 +33,6 @@ from vit_jax.commands import flags
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('plan', __doc__)
   parser.add_config()
   parser.add_argument(
@@ -41,10 +40,10 @@ def make_parser() -> flags.Parser:
     default='v3:2x2',
     help='TPU version and number of chips along each axis, such as v3:4x4 (v3:2x2)',
   )
-  parser.add_switch(
-    'search',
-    False,
-    'try meshes, micro-batches and rematerialisation; see above',
+  parser.add_argument(
+    '--search',
+    action='store_true',
+    help='try meshes, micro-batches and rematerialisation; see above',
   )
   parser.add_argument(
     '--json',
@@ -66,14 +65,12 @@ def make_parser() -> flags.Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags; raises ValueError for wrong ones."""
   args = make_parser().parse_args(argv)
   flags.require(args, config='FILE')
   return args
 
 
 def main(argv: Sequence[str]) -> int:
-  """Plans the run of the command line; returns the exit status."""
   args = parse(argv)
   flags.check_output('json', args.json)
   from vit_jax import plan

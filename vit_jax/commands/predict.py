@@ -44,7 +44,6 @@ TABLES = ('.parquet', '.csv', '.jsonl')
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('predict', __doc__)
   parser.add_argument(
     'images',
@@ -167,7 +166,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Prints the predictions for the images on the command line."""
   args = parse(argv)
   flags.check_output('out', args.out)
 

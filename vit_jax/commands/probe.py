@@ -26,7 +26,6 @@ Models pre-trained without labels are probed the same way. To probe during
 training, set --config.fewshot.shots="(1, 5, 10)" (configs/common.py).
 """
 
-import argparse
 from collections.abc import Sequence
 
 from etils import epath
@@ -35,7 +34,6 @@ from vit_jax.commands import flags
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('probe', __doc__)
   flags.add_model_flags(parser)
   parser.add_argument(
@@ -75,14 +73,8 @@ def make_parser() -> flags.Parser:
   return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags; raises ValueError for wrong ones."""
-  return make_parser().parse_args(argv)
-
-
 def main(argv: Sequence[str]) -> int:
-  """Probes the model of the command line, and prints a table."""
-  args = parse(argv)
+  args = make_parser().parse_args(argv)
   flags.check_output('json', args.json)
   folder = args.tfds_data_dir
   if folder and not epath.Path(folder).is_dir():

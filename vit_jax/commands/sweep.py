@@ -36,11 +36,8 @@ from vit_jax.commands import flags
 from vit_jax.commands import hosts
 from vit_jax.commands import runs
 
-say = cli.say
-
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('sweep', __doc__)
   parser.add_config()
   parser.add_argument('--workdir', help='folder for all runs; or gs://...')
@@ -112,7 +109,6 @@ def parse_values(texts: Sequence[str]) -> dict[str, list]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags; raises ValueError for wrong ones."""
   args = make_parser().parse_args(argv)
   flags.require(args, config='FILE', workdir='FOLDER')
   args.tried = parse_values(args.values) if args.values else None
@@ -120,7 +116,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the sweep of the command line; returns the exit status."""
   args = parse(argv)
   # Imported late, so that --help and errors in flags are fast.
   from vit_jax.run import config as run_config
@@ -138,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
       found = sweep.next_runs(sweep.make(args.config, **given), args.workdir)
       runs.print_commands('sweep', argv, found, args.workdir)
       return
-    say(f'Config: {args.config_file}')
+    cli.say(f'Config: {args.config_file}')
     given.update(checkpoints=args.checkpoints, only=args.run)
     sweep.sweep(args.config, args.workdir, **given)
 

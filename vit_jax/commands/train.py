@@ -68,7 +68,6 @@ STUDIES = ('study', 'vtab')
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('train', __doc__)
   parser.add_config('config file')
   parser.add_argument(
@@ -81,7 +80,6 @@ def make_parser() -> flags.Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags; raises ValueError for wrong ones."""
   args = make_parser().parse_args(argv)
   flags.require(args, workdir='FOLDER')
   if args.evaluate is None and args.config is None:
@@ -103,7 +101,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Trains as the command line says; returns the exit status."""
   args = parse(argv)
   if args.evaluate is not None:
     return evaluate.run(args)

@@ -31,7 +31,6 @@ _MOST = 256  # Images: figures show each of them.
 
 
 def make_parser() -> flags.Parser:
-  """Returns the parser of this command."""
   parser = flags.Parser('visualize', __doc__)
   flags.add_model_flags(parser, required=False)
   parser.add_argument(
@@ -83,7 +82,6 @@ def _point(text: str) -> tuple[float, float]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags; raises ValueError for wrong ones."""
   args = make_parser().parse_args(argv)
   if not (args.workdir or args.weights or args.inductive_bias):
     raise ValueError(
@@ -112,7 +110,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Draws the figures of the command line, and writes them to a folder."""
   args = parse(argv)
   cli.load_tensorflow()
   from vit_jax import visualize

@@ -17,8 +17,7 @@ def replacing(path):
   """Opens a file for bytes, which takes the place of `path` when it is complete.
 
   No reader ever sees the file incomplete. After an error nothing is left
-  behind. The folder of `path` must exist. ValueError if there is a folder in
-  its place.
+  behind. The folder of `path` must exist.
   """
   path = epath.Path(path)
   # Writers of the same file do not know each other.
@@ -27,13 +26,9 @@ def replacing(path):
     with temporary.open('wb') as file:
       yield file
     temporary.replace(path)
-  except BaseException as e:
+  except BaseException:
     with contextlib.suppress(Exception):
       temporary.unlink()
-    if isinstance(e, IsADirectoryError):
-      raise ValueError(
-        f"'{path}' is a folder and must be a file: move it away"
-      ) from e
     raise
 
 

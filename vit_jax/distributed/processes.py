@@ -230,18 +230,12 @@ def agree(what: str, facts: Mapping[str, Any]):
   everywhere = gather(f'comparing {what}', dict(facts))
   differing = []
   for key in dict.fromkeys(k for found in everywhere for k in found):
-    values = {}
+    first = {}  # Value -> the first process that has it.
     for process, found in enumerate(everywhere):
-      values.setdefault(json.dumps(found.get(key)), []).append(process)
-    if len(values) > 1:
-      differing.append(
-        f'  {key}: '
-        + '; '.join(
-          f'{value[:200]} on {liveness.name(which[0])}'
-          + (f' and {len(which) - 1} more' if len(which) > 1 else '')
-          for value, which in values.items()
-        )
-      )
+      first.setdefault(json.dumps(found.get(key)), liveness.name(process))
+    if len(first) > 1:
+      words = (f'{value[:200]} on {name}' for value, name in first.items())
+      differing.append(f'  {key}: {"; ".join(words)}')
   if differing:
     raise _together(
       ValueError(

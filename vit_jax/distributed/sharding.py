@@ -68,7 +68,7 @@ def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
   devices = jax.devices() if devices is None else devices
   sizes = {name: int(size) for name, size in axes.items() if size is not None}
   free = [name for name, size in sizes.items() if size == -1]
-  bad = {n: s for n, s in sizes.items() if s < 1 and s != -1}
+  bad = any(size < 1 and size != -1 for size in sizes.values())
   if bad or len(free) > 1 or 'data' not in sizes:
     raise ValueError(
       f'mesh={dict(axes)}: sizes must be positive, at most one of them -1 (the '
@@ -76,14 +76,9 @@ def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
     )
   fixed = math.prod(size for size in sizes.values() if size != -1)
   if len(devices) % fixed or (not free and fixed != len(devices)):
-    remedy = (
-      f'the sizes given multiply to {fixed}, which must divide {len(devices)}'
-      if free
-      else f'the sizes must multiply to {len(devices)}; --config.mesh.data=-1 takes '
-      'what is left'
-    )
     raise ValueError(
-      f'mesh={dict(axes)} does not fit {len(devices)} device(s): {remedy}'
+      f'mesh={dict(axes)} does not fit {len(devices)} device(s): the sizes must '
+      f'multiply to {len(devices)}, of which --config.mesh.data=-1 takes the rest'
     )
   for name in free:
     sizes[name] = len(devices) // fixed
@@ -192,28 +187,40 @@ def tree_shardings(tree, rules: Rules, mesh):
   replicated. ValueError if a rule does not fit a leaf or the mesh, or matches
   no leaf.
   """
-  # Configs and JSON files hold several axes as a list.
-  axes = lambda entry: tuple(entry) if isinstance(entry, list) else entry
-  rules = [(re.compile(regex), P(*map(axes, spec))) for regex, spec in rules]
-  unused = {regex.pattern for regex, _ in rules}
 
-  def leaf_sharding(path, leaf):
+  def leaf_sharding(path, leaf, number):
     name = path_name(path)
-    for regex, spec in rules:
-      if regex.search(name):
-        unused.discard(regex.pattern)
-        if leaf.ndim:
-          return _sharding_by_rule(name, leaf.shape, regex.pattern, spec, mesh)
-    return NamedSharding(mesh, _default_spec(name, leaf.shape, mesh))
+    if number < 0 or not leaf.ndim:
+      return NamedSharding(mesh, _default_spec(name, leaf.shape, mesh))
+    return _sharding_by_rule(name, leaf.shape, *rules[number], mesh)
 
-  shardings = jax.tree_util.tree_map_with_path(leaf_sharding, tree)
+  numbers = first_matches('sharding_rules', rules, tree)
+  return jax.tree_util.tree_map_with_path(leaf_sharding, tree, numbers)
+
+
+def first_matches(key: str, rules: Rules, tree):
+  """Returns, for each leaf, the number of the first rule found in its path.
+
+  It is -1 where the regex of no rule is found. ValueError, which names the
+  `key` of the config, if a rule decides on no leaf.
+  """
+  compiled = [re.compile(regex) for regex, _ in rules]
+
+  def number(path, _):
+    found = (i for i, x in enumerate(compiled) if x.search(path_name(path)))
+    return next(found, -1)
+
+  numbers = jax.tree_util.tree_map_with_path(number, tree)
+  unused = {*range(len(rules))} - {*jax.tree.leaves(numbers)}
   if unused:
     names = [path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    tops = dict.fromkeys(re.sub('/.*', '/', name) for name in names)
     raise ValueError(
-      f'sharding rules {sorted(unused)} match nothing: paths are like '
-      f"'{max(names, key=len)}' (config.sharding_rules)"
+      f'{key}: {[rules[i][0] for i in sorted(unused)]} match nothing, or only '
+      f'what an earlier rule matches; paths begin with {", ".join(tops)}, as '
+      f"'{max(names, key=len)}' (config.{key})"
     )
-  return shardings
+  return numbers
 
 
 def _default_spec(name, shape, mesh):
@@ -305,6 +312,8 @@ def describe(row: Mapping[str, Any]) -> str:
 
 def _sharding_by_rule(name, shape, regex, spec, mesh):
   """Returns the sharding of a leaf; JAX says why a spec does not fit it."""
+  # Configs and JSON files hold several axes as a list.
+  spec = P(*(tuple(axis) if isinstance(axis, list) else axis for axis in spec))
   try:
     if len(spec) > len(shape):
       raise ValueError('more dimensions than the array has')

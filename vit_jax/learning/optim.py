@@ -5,7 +5,6 @@ Builds optax transformations from a config.
 
 from collections.abc import Callable
 from collections.abc import Sequence
-import re
 from typing import Any
 from typing import NamedTuple
 
@@ -186,27 +185,9 @@ def multipliers(rules: Sequence[tuple[str, float]], params):
   """
   if len(rules) == 2 and isinstance(rules[0], str):
     rules = (rules,)  # A single pair, written without the trailing comma.
-  compiled = [(re.compile(regex), float(factor)) for regex, factor in rules]
-  unused = {regex.pattern for regex, _ in compiled}
-
-  def factor_of(path, _):
-    for regex, factor in compiled:
-      if regex.search(sharding.path_name(path)):
-        unused.discard(regex.pattern)
-        return factor
-    return 1.0
-
-  factors = jax.tree_util.tree_map_with_path(factor_of, params)
-  if unused:
-    names = {
-      sharding.path_name(path).split('/')[0] + '/' * (len(path) > 1): None
-      for path, _ in jax.tree_util.tree_leaves_with_path(params)
-    }
-    raise ValueError(
-      f'lr_multipliers: {sorted(unused)} match no parameter, or only parameters '
-      f'that an earlier rule matches; paths begin with {", ".join(names)} '
-      '(config.lr_multipliers)'
-    )
+  numbers = sharding.first_matches('lr_multipliers', rules, params)
+  factors = [float(factor) for _, factor in rules] + [1.0]  # -1 is the last.
+  factors = jax.tree.map(lambda number: factors[number], numbers)
   if not any(jax.tree.leaves(factors)):
     raise ValueError(
       'lr_multipliers freeze all parameters: nothing is left to train '
@@ -220,11 +201,10 @@ def frozen_sizes(rules, params) -> dict[str, int]:
   if not rules:
     return {}
   factors = multipliers(rules, params)
+  leaves = jax.tree_util.tree_leaves_with_path(params)
   return {
     sharding.path_name(path): x.size
-    for (path, x), factor in zip(
-      jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(factors)
-    )
+    for (path, x), factor in zip(leaves, jax.tree.leaves(factors))
     if not factor
   }
 
@@ -241,15 +221,11 @@ def stop_frozen(params, factors):
 def _with_factors(tx, factors):
   """Multiplies the updates of `tx` by factors; a factor of 0 freezes."""
   labels = jax.tree.map(lambda x: 'trained' if x else 'frozen', factors)
+  parts = {'trained': tx, 'frozen': optax.set_to_zero()}
+  times = lambda x, factor: x * jnp.asarray(factor, x.dtype)
   return optax.chain(
-    optax.partition(
-      {'trained': tx, 'frozen': optax.set_to_zero()}, param_labels=labels
-    ),
-    optax.stateless(
-      lambda updates, _: jax.tree.map(
-        lambda x, factor: x * jnp.asarray(factor, x.dtype), updates, factors
-      )
-    ),
+    optax.partition(parts, param_labels=labels),
+    optax.stateless(lambda updates, _: jax.tree.map(times, updates, factors)),
   )
 
 

@@ -12,7 +12,6 @@ the end raise the error without renaming anything.
 
 from collections.abc import Callable
 import concurrent.futures
-import errno
 import itertools
 import math
 import re
@@ -183,33 +182,27 @@ class Checkpoints:
 
   def wait(self):
     """Waits until all checkpoints are written; raises OSError if that fails."""
-
-    def end():
-      self._writer.wait_until_finished()
-      self._end_deletion()
-
-    self._finish(end)
+    self._finish(last=False)
 
   def close(self):
     """Waits like `wait`, deletes old checkpoints, and frees resources."""
+    self._finish(last=True)
 
-    def end():
-      self._writer.close()
-      self._end_deletion()
-      if jax.process_index() == 0:
-        self._delete_old()
-
-    self._finish(end)
-    self._writer = None
-
-  def _finish(self, call: Callable):
+  def _finish(self, last: bool):
     if self._writer is None:
       return
+    writer, self._writer = self._writer, None  # After an error it is of no use.
     try:
-      call()
+      writer.wait_until_finished()
+      self._end_deletion()
+      if last:
+        writer.close()
+        if jax.process_index() == 0:
+          self._delete_old()
     except Exception as e:
-      self._writer = None  # It cannot be used again.
       raise self._failure(e) from e
+    if not last:
+      self._writer = writer
 
   def _failure(self, cause):
     try:
@@ -440,10 +433,6 @@ def _exists(path: epath.Path) -> bool:
     return True
   except (FileNotFoundError, NotADirectoryError):
     return False
-  except OSError as e:
-    if e.errno == errno.ELOOP:  # A link to itself.
-      return False
-    raise
 
 
 def _stored(state: state_lib.TrainState) -> dict:

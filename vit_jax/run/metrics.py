@@ -122,15 +122,9 @@ def _parse(path) -> tuple[list[dict], list[bytes]]:
   """Returns the metrics in a metrics.jsonl, and the lines that are not metrics.
 
   An incomplete last line belongs to neither; a line that occurs twice counts
-  once. ValueError if there is a folder in place of the file.
+  once.
   """
-  try:
-    texts = path.read_bytes().split(b'\n') if path.exists() else [b'']
-  except IsADirectoryError as e:
-    raise ValueError(
-      f"'{path}' is a folder and must be a file: move it away, and the run writes "
-      'a new one'
-    ) from e
+  texts = path.read_bytes().split(b'\n') if path.exists() else [b'']
   found, bad = {}, []
   for text in texts:
     try:

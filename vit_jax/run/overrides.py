@@ -177,7 +177,8 @@ def _rules_of_run(config):
     options = _rules_of_types(model_configs.with_options(model))
     table = keys.MODELS.get(model_configs.kind_of(model))
     if table is None:
-      options = dict.fromkeys(model_configs.ALL_OPTIONS, rules.no_nan) | options
+      for known in model_configs.OPTIONS_OF.values():
+        options = dict.fromkeys(known, rules.no_nan) | options
     table = table or {}
     options = {name: table.get(name, options[name]) for name in options}
     found |= _prefixed('model', options)
