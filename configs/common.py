@@ -293,7 +293,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.l2_decay = 0.0
   # Factors on the learning rate, as ordered (regex, factor) pairs; the first
   # regex found in a parameter's path decides, and 0 freezes. A linear probe:
-  # (('head/', 1.0), ('', 0.0)).
+  # (('head/', 1.0), ('', 0.0)); layer-wise decay: see layer_wise_decay below.
   config.lr_multipliers = ()
   # Greatest global norm of the gradient (0: no limit).
   config.grad_norm_clip = 1.0
@@ -445,6 +445,28 @@ def set_augmentation(config, name: str):
     if config.get('task_options') is None:
       config.task_options = ml_collections.ConfigDict()
     config.task_options.mixup = mixup
+  return config
+
+
+def layer_wise_decay(
+  config: ml_collections.ConfigDict, factor: float
+) -> ml_collections.ConfigDict:
+  """Makes the learning rate decrease from layer to layer, output to input.
+
+  The head has the full rate, the last layer and the norm after it `factor`
+  times the rate, the layer before `factor` squared, and so on down to the
+  embeddings (arXiv 2106.08254, section 3.2, and others).
+
+  Args:
+    config: config with a Vision Transformer; `lr_multipliers` is set.
+    factor: above 0 and below 1, for example .75.
+  """
+  layers = config.model.transformer.num_layers
+  rules = [('^(head|pre_logits)/', 1.0), ('encoder_norm/', factor)]
+  rules += [
+    (f'encoderblock_{i}/', factor ** (layers - i)) for i in range(layers)
+  ]
+  config.lr_multipliers = (*rules, ('', factor ** (layers + 1)))
   return config
 
 

@@ -5,6 +5,7 @@ import inspect
 import json
 import pathlib
 
+import flax.traverse_util
 import numpy as np
 import pytest
 
@@ -21,6 +22,7 @@ from vit_jax.configs import common
 from vit_jax.configs import models
 from vit_jax.configs import pretrain
 from vit_jax.configs import vit
+from vit_jax.learning import optim
 from vit_jax.run import config as run_config
 from vit_jax.run import workdir
 
@@ -206,6 +208,26 @@ def test_flat_view():
   flat = dict(common.flatten(common.get_config()))
   assert flat['config.pp.crop'] == 224
   assert flat['config.seed'] == 0
+
+
+def test_layer_wise_decay():
+  config = vit.get_config('testing,cifar10')
+  config.model.transformer.num_layers = 2
+  config = common.layer_wise_decay(config, 0.5)
+  names = (
+    'head/kernel', 'Transformer/encoder_norm/scale',
+    'Transformer/encoderblock_1/MlpBlock_0/Dense_0/bias',
+    'Transformer/encoderblock_0/LayerNorm_0/scale',
+    'Transformer/posembed_input/pos_embedding', 'cls', 'embedding/kernel',
+  )  # fmt: skip
+  tree = flax.traverse_util.unflatten_dict(
+    dict.fromkeys(names, np.zeros(1)), sep='/'
+  )
+  factors = optim.multipliers(config.lr_multipliers, tree)
+  flat = flax.traverse_util.flatten_dict(factors, sep='/')
+  assert [flat[name] for name in names] == [
+    1.0, 0.5, 0.5, 0.25, 0.125, 0.125, 0.125,
+  ]  # fmt: skip
 
 
 # --- Options of models, which the configs of named models leave out ---
