@@ -171,11 +171,10 @@ def test_a_task_that_cannot_be_imported_is_named_with_the_cause(
 
 @pytest.fixture
 def stored(tmp_path):
-  """The files of a run that is read only."""
+  """The files of a run that is read only, of an older version."""
   config = run_config.complete(digits.get_config())
   plain = workdir_lib.to_plain(config)
-  plain.update(total_steps=880, warmup_steps=55)
-  plain.update(total_epochs=None, warmup_epochs=None)
+  plain.update(total_steps=880, warmup_steps=55)  # Beside the epochs.
   (tmp_path / 'config.json').write_text(json.dumps(plain))
   (tmp_path / 'class_names.json').write_text('["a", "b"]')
   return tmp_path, plain
@@ -192,10 +191,12 @@ def test_a_config_that_a_run_has_stored_goes_on(stored):
   again = run_config.complete(digits.get_config())
   again = run_config.resolve_steps(again, 1408)
   assert workdir_lib.to_plain(again) == workdir_lib.to_plain(config)
-  for key in ('task_options', 'evals', 'pp'):
+  # A run of before `pretrained_dir` was not from weights in the current folder.
+  for key in ('pretrained_dir', 'task_options', 'evals', 'pp'):
     del plain[key]
   (path / 'config.json').write_text(json.dumps({**plain, 'of_later': 1}))
   config, _ = workdir_lib.load(path)
+  assert config.pretrained_dir is None
   assert config.pp.crop == 224
 
 

@@ -77,6 +77,12 @@ def test_other_data_to_test_on_are_named(run, config, caplog):
   assert 'evaluation test is on other data than before: images: y there' in line
 
 
+def test_a_run_of_an_older_version_goes_on(run, config):
+  (run / 'data.json').unlink()
+  workdir.check(run, config, NAMES, {'train': {'num_examples': 1}})
+  assert workdir.load(run)[1] == NAMES
+
+
 def test_names_that_were_changed_are_refused(run):
   (run / 'class_names.json').write_text(json.dumps(['a'] * 5))
   with pytest.raises(
@@ -246,6 +252,18 @@ def test_a_class_folder_that_is_renamed_stops_the_run(tmp_path):
   next((tmp_path / 'images/train/bee').iterdir()).unlink()
   with pytest.raises(ValueError, match='num_examples: 18 there, 17 here'):
     train.check_start(train.prepare(config), tmp_path / 'run')
+
+
+def test_a_run_from_before_a_key_goes_on_as_it_was(config, tmp_path):
+  """Images were decoded in full before jpeg_shrink came."""
+  workdir.as_begun(tmp_path, config)
+  assert config.pp.jpeg_shrink
+  old = workdir.to_plain(config)
+  del old['pp']['jpeg_shrink']
+  (tmp_path / 'config.json').write_text(json.dumps(old))
+  workdir.as_begun(tmp_path, config)
+  assert not config.pp.jpeg_shrink
+  workdir.check(tmp_path, config, {}, {})
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import copy
 import importlib
 import importlib.util
 import sys
+from typing import Any
 
 from absl import logging
 from etils import epath
@@ -29,8 +30,11 @@ TASKS = {
   'segment': 'vit_jax.tasks.detection.segment',
 }
 
-# Keys of the original that have no effect: the model's fields imply its type,
-# and data are shuffled as a whole, without a buffer.
+# Keys that were added to the config after runs had stored theirs, and what
+# those runs did.
+_BEFORE = {'pp.jpeg_shrink': False, 'pretrained_dir': None}
+# Keys of the original and of older versions that have no effect: the model's
+# fields imply its type, and data are shuffled as a whole, without a buffer.
 _GONE = ('model_type', 'shuffle_buffer', 'shuffle_buffer_bytes')
 
 
@@ -52,12 +56,20 @@ def get_task(name: str) -> type:
   """
   module = _task_module(name)
   try:
-    return importlib.import_module(module).Task
+    found = importlib.import_module(module)
   except Exception as e:
+    missing = isinstance(e, ModuleNotFoundError) and e.name
+    if missing and f'{module}.'.startswith(f'{missing}.'):
+      raise UnknownTaskError(name, f"there is no module '{missing}'; ") from e
     raise ValueError(
       f"task='{name}' cannot be imported: {type(e).__name__} at "
       f'{cli.place_of(e)}: {e} (config.task)'
     ) from e
+  if not hasattr(found, 'Task'):
+    raise ValueError(
+      f"task='{name}': the module has no class Task (config.task)"
+    )
+  return found.Task
 
 
 def check_stored_task(name: str):
@@ -90,9 +102,9 @@ def _task_module(name) -> str:
 def complete(config) -> ml_collections.ConfigDict:
   """Returns a copy with every key of common.py, of its model and of its task.
 
-  Configs of the original lack some keys, and so does a config whose `pp` was
-  replaced as a whole. `accum_steps` 0 or None becomes 1, its meaning in the
-  original. The keys of _GONE are removed.
+  Configs of the original and of older runs lack some keys, and so does a config
+  whose `pp` was replaced as a whole. `accum_steps` 0 or None becomes 1, its
+  meaning in the original. The keys of _GONE are removed.
   """
   config = _with_keys(config)
   with config.unlocked():
@@ -101,9 +113,27 @@ def complete(config) -> ml_collections.ConfigDict:
 
 
 def of_run(config) -> ml_collections.ConfigDict:
-  """Returns a complete copy of the config that a run has stored (ValueError)."""
+  """Returns a complete copy of the config that a run has stored.
+
+  Older versions stored numbers of epochs beside the resulting steps, and
+  possibly values that are refused now (ValueError).
+  """
+  config = copy.deepcopy(config)
+  with config.unlocked():
+    config.update_from_flattened_dict(before(config))
   keys.check(_with_keys(config))
-  return complete(config)
+  return _without_epochs(complete(config))
+
+
+def before(config) -> dict[str, Any]:
+  """Returns what runs did before keys were added that a stored config lacks."""
+  found = {}
+  for key, value in _BEFORE.items():
+    group, _, name = key.rpartition('.')
+    holder = config.get(group) if group else config
+    if hasattr(holder, 'keys') and name not in holder:
+      found[key] = value
+  return found
 
 
 def _with_keys(config):
@@ -132,6 +162,14 @@ def _fill(given, defaults):
     for key, value in defaults.items():
       if key not in given:
         given[key] = value
+
+
+def _without_epochs(config):
+  """Sets epochs to None where the number of steps is given."""
+  for name in ('total', 'warmup'):
+    if config[f'{name}_steps'] is not None:
+      config[f'{name}_epochs'] = None
+  return config
 
 
 def task_options(config):
@@ -368,5 +406,4 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
       )
   config = copy.deepcopy(config)
   config.update(total_steps=total, warmup_steps=warmup)
-  config.update(total_epochs=None, warmup_epochs=None)
-  return config
+  return _without_epochs(config)

@@ -219,7 +219,7 @@ def _check_data(path, data):
   """Refuses other training data; warns of other evaluation data."""
   file = path / _DATA
   if not file.exists():
-    return
+    return  # Of an older version.
   sources = _read_object(file).get('sources')
   if not isinstance(sources, dict):
     raise _damaged(file, "it has no 'sources'")
@@ -227,6 +227,7 @@ def _check_data(path, data):
     before = sources.get(name, {})
     if not isinstance(before, dict):
       raise _damaged(file, f'{name!r} is {before!r:.50}')
+    # Versions may differ in the fingerprints that they take.
     differing = differences(before, found, common=True)
     if differing and name == 'train':
       raise ValueError(
@@ -293,7 +294,7 @@ def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
   """
   path, digest = folder(workdir), None
   config = _read_config(path)
-  if (path / _DATA).exists():
+  if (path / _DATA).exists():  # Runs of older versions have no hash.
     digest = _read_object(path / _DATA).get('metadata', '')
   rules = run_config.get_task(config.task).METADATA
   return config, _read_metadata(path, rules, rules, digest)
@@ -327,21 +328,28 @@ def _read_metadata(path, names, rules, digest=None) -> dict[str, Any]:
 
 
 def as_begun(workdir, config):
-  """Sets a type 'auto' of the computation to that with which a run began.
+  """Sets keys of a complete config, in place, to what a run began with.
 
-  Changes a complete config in place; the workdir need not exist.
+  Keys that were added later get their former behaviour, and a type of the
+  computation that the config leaves to the devices ('auto') is the stored one. The
+  workdir need not exist.
   """
-  dtype = _stored_dtype(workdir)
-  if dtype and config.model.get('dtype') == dtypes.AUTO:
-    with config.unlocked():
+  before, dtype = _before(workdir)
+  with config.unlocked():
+    config.update_from_flattened_dict(before)
+    if dtype and config.model.get('dtype') == dtypes.AUTO:
       config.model.dtype = dtype
 
 
 @processes.by_first('reading the config of the workdir')
-def _stored_dtype(workdir) -> str | None:
+def _before(workdir):
   file = folder(workdir) / 'config.json'
-  model = _read_object(file).get('model') if file.exists() else None
-  return model.get('dtype') if isinstance(model, dict) else None
+  if not file.exists():
+    return {}, None
+  stored = _read_object(file)
+  model = stored.get('model')
+  dtype = model.get('dtype') if isinstance(model, dict) else None
+  return run_config.before(stored), dtype
 
 
 def _read_config(path) -> ml_collections.ConfigDict:
