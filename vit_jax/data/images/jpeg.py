@@ -109,16 +109,6 @@ def has_many_scans(data: bytes) -> bool:
   return data.count(b'\xff\xda') > 1 and _read_structure(data)[1] > 1
 
 
-def exif(data: bytes) -> bytes:
-  """Returns the EXIF data of a JPEG, b'' if there are none."""
-  for _, marker, content in _segments(data):
-    if marker == 0xE1 and content.startswith(b'Exif\0\0'):
-      return content
-    if marker == 0xDA:  # The pixels begin.
-      break
-  return b''
-
-
 def _segments(data):
   """Yields start, marker and content of each segment up to the end marker."""
   position = 2
