@@ -121,7 +121,6 @@ def test_what_is_cut_out_of_a_smaller_one_lies_where_it_is_said_to():
     image, drawn = preprocess.decode_with_geometry(
       encoded, tf.constant([0, seed], tf.int64), pp
     )
-    begin = np.array([drawn.y, drawn.x])
-    middle = begin + np.array([drawn.height, drawn.width]) / 2
+    middle = drawn.window[:2].numpy() + drawn.window[2:].numpy() / 2
     got = (image.numpy().mean((0, 1))[:2] + 1) / 2 * (320, 480)
     np.testing.assert_allclose(got, middle, atol=4)
