@@ -85,9 +85,10 @@ def _describe(found, wrong, drawn) -> str:
   what = 'boxes or outlines' if drawn else 'boxes'
   return (
     f"'{found.path}': {len(wrong):,} of {len(found.ids):,} {what} are wrong; a box "
-    f'is [x, y, width, height] in pixels.{"" if drawn else _guess(found)}{"".join(lines)}\nCorrect '
-    'the file, leave these objects out with --config.broken_boxes=skip, or cut '
-    'the boxes off at the border with --config.broken_boxes=clip'
+    f'is [x, y, width, height] in pixels.{"" if drawn else _guess(found)}'
+    f'{"".join(lines)}\nCorrect the file, leave these objects out with '
+    '--config.broken_boxes=skip, or cut the boxes off at the border with '
+    '--config.broken_boxes=clip'
   )
 
 
