@@ -69,23 +69,23 @@ def get_dataset_info(dataset: str, split: str) -> dict:
   Raises:
     ValueError, FileNotFoundError: if there is no such data set or split.
   """
-  if not folder.is_folder(dataset):
-    return get_tfds_info(dataset, split)
   config = common.set_dataset(common.get_config(), dataset)
-  class_names = sources.open_split(config, config.pp.train).class_names
-  source = sources.open_split(config, split, class_names=class_names)
-  return _info(source, _examples_glob(dataset, split))
+  is_folder, names = folder.is_folder(dataset), None
+  if is_folder and split != '.':
+    names = sources.open_split(config, config.pp.train).class_names
+  source = sources.open_split(config, split, class_names=names)
+  return {
+    'num_examples': source.num_examples,
+    'num_classes': len(source.class_names),
+    'class_names': source.class_names,
+    'int2str': lambda i: source.class_names[i],
+    'examples_glob': _examples_glob(dataset, split) if is_folder else None,
+  }
 
 
 def get_tfds_info(dataset: str, split: str) -> dict:
   """Returns the sizes and classes of a TFDS data set, see get_dataset_info."""
-  if folder.is_folder(dataset):
-    raise ValueError(
-      f"dataset='{dataset}' is a folder, not the name of a TFDS data set: use "
-      'get_directory_info'
-    )
-  config = common.set_dataset(common.get_config(), dataset)
-  return _info(sources.open_split(config, split))
+  return get_dataset_info(dataset, split)
 
 
 def get_directory_info(directory: str) -> dict:
@@ -95,10 +95,7 @@ def get_directory_info(directory: str) -> dict:
     directory: `directory/<class>/<image>`; or a folder with a split `train`,
       which is then counted.
   """
-  split = _split_of(directory, 'train')
-  config = common.set_dataset(common.get_config(), directory)
-  source = sources.open_split(config, split)
-  return _info(source, _examples_glob(directory, split))
+  return get_dataset_info(directory, _split_of(directory, 'train'))
 
 
 def _examples_glob(root, split):
@@ -106,16 +103,6 @@ def _examples_glob(root, split):
   top = root.rstrip('/') + ('' if split == '.' else f'/{split}')
   listed = manifest.exists(root, split) or not tf.io.gfile.isdir(top)
   return None if listed else f'{top}/*/*'
-
-
-def _info(source, examples_glob=None):
-  return {
-    'num_examples': source.num_examples,
-    'num_classes': len(source.class_names),
-    'class_names': source.class_names,
-    'int2str': lambda i: source.class_names[i],
-    'examples_glob': examples_glob,
-  }
 
 
 def _split_of(directory, split):
@@ -263,17 +250,9 @@ def train_dataset(
 ) -> tf.data.Dataset:
   """Returns the training batches from a step on, without end.
 
-  Args:
-    config: reads `batch`, `seed`.
-    source: the training split.
-    example: see the top of this module.
-    rows: rows of the global batch that this process reads.
-    start_step: number of the first batch.
-
-  Returns:
-    tf.data of dicts of the tensors of `example`, [B, ...] each.
+  They are dicts of the tensors of `example`, [B, ...] each; see the top of this
+  module. `rows` are those of the global batch that this process reads.
   """
-
   read = _as_it_is(source.read)
 
   def make(position, record):
@@ -293,17 +272,10 @@ def eval_dataset(
 ) -> tf.data.Dataset:
   """Returns every example of a split once, in padded batches.
 
-  Args:
-    config: reads `batch_eval`.
-    source: the split.
-    example: see the top of this module.
-    rows: rows of the global batch that this process reads.
-    numbers: int64 [n], the examples to return; by default all.
-
-  Returns:
-    tf.data of dicts of the tensors of `example`, [B, ...] each; and `mask`,
-    float32 [B], and `index`, int32 [B], the number of the example. Padding has
-    mask 0 and index -1, and stands at the end.
+  See `train_dataset`; `numbers`, int64 [n], are the examples to return, by
+  default all. The batches also have `mask`, float32 [B], and `index`, int32 [B],
+  the number of the example. Padding has mask 0 and index -1, and stands at the
+  end.
   """
   source = source.evaluated
   numbers = _numbers(source, numbers)
@@ -370,8 +342,7 @@ def train_batches(
 ) -> Iterator[dict]:
   """Yields the batches of `train_dataset` as global arrays, split over a mesh.
 
-  Raises:
-    ValueError: if an image cannot be decoded or a label is out of range.
+  What cannot be decoded, or a label out of range, is a ValueError.
   """
   rows = sharding.local_rows(mesh, config.batch)
 
@@ -380,19 +351,14 @@ def train_batches(
     return order.training_indices(source, positions, config.seed)
 
   data = train_dataset(config, source, example, rows, start_step)
-  return feeding.on_devices(
-    feeding.read(data, source, indices), mesh, config.prefetch
-  )
+  batches = feeding.read(data, source, indices)
+  return feeding.on_devices(batches, mesh, config.prefetch)
 
 
 def eval_batches(
   config, source, example: Callable, mesh, numbers: np.ndarray | None = None
 ) -> Iterator[dict]:
-  """Yields the batches of `eval_dataset` as global arrays, split over a mesh.
-
-  Raises:
-    ValueError: if an image cannot be decoded or a label is out of range.
-  """
+  """Yields the batches of `eval_dataset` like `train_batches`."""
   source = source.evaluated
   rows = sharding.local_rows(mesh, config.batch_eval)
   numbers = _numbers(source, numbers)
@@ -402,9 +368,8 @@ def eval_batches(
     return numbers[positions[positions < len(numbers)]]
 
   data = eval_dataset(config, source, example, rows, numbers)
-  return feeding.on_devices(
-    feeding.read(data, source, indices), mesh, config.prefetch
-  )
+  batches = feeding.read(data, source, indices)
+  return feeding.on_devices(batches, mesh, config.prefetch)
 
 
 class Part(NamedTuple):
@@ -426,22 +391,17 @@ def part_batches(
 
   All processes yield batches of the same shapes in the same order.
 
-  Args:
-    config: reads `batch_eval`, `prefetch`.
-    source: the split.
-    parts: its parts, see Part.
-    mesh: the mesh.
-    size: function from a part and its number of examples to the number of rows
-      of its batches, which is rounded up to what the devices divide, for
-      predictions; by default `batch_eval`, or fewer for a part of fewer examples.
+  For predictions, `size` is a function from a part and its number of examples
+  to the number of rows of its batches, which is rounded up to what the devices
+  divide; by default `config.batch_eval`, or fewer for a part of fewer examples.
   """
   source, shards = source.evaluated, sharding.batch_shards(mesh)
   config = config.copy_and_resolve_references()
   most = config.batch_eval
   for part in (Part(*part) for part in parts):
+    count = len(_numbers(source, part.numbers))
+    rows = min(most, count) if size is None else size(part, count)
     if size is not None or part.numbers is not None:
-      count = len(_numbers(source, part.numbers))
-      rows = min(most, count) if size is None else size(part, count)
       config.batch_eval = -(-rows // shards) * shards
     else:
       config.batch_eval = most

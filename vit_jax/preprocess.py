@@ -151,18 +151,17 @@ def _decode_crop(encoded, draw, pp, crops=True, upright=False):
   drawn = draw(orientation.turn_shape(shape, turned))
   ratio, small, window = None, None, None
   if pp.jpeg_shrink:
-    ratio = jpeg.ratio([drawn.height, drawn.width], drawn.size)
+    ratio = jpeg.ratio(drawn.window[2:], drawn.size)
     ratio = tf.where(is_jpeg, ratio, 1)
   if crops:
     window = small = orientation.turn_window(  # Of the stored pixels.
-      geometry.window(drawn), drawn.shape, orientation.inverse(turned)
+      drawn.window, drawn.shape, orientation.inverse(turned)
     )
     if ratio is not None:
       small = window // ratio
       window = small * ratio
-    drawn = geometry.with_window(
-      drawn, orientation.turn_window(window, shape, turned)
-    )
+    taken = orientation.turn_window(window, shape, turned)
+    drawn = drawn._replace(window=taken)
 
   def other():
     image = images.decode_other(encoded)

@@ -190,14 +190,12 @@ def test_training_mirrors_half_of_the_images():
 
 def test_a_part_has_the_published_size_within_the_resized_image():
   config = detr.get_config().pp
-  draw = tf.function(
-    lambda key: canvases.sample((480, 640, 3), key, 2, config)[1:]
-  )
+  draw = tf.function(lambda key: canvases.sample((480, 640, 3), key, 2, config))
   whole, widths = 0, []
   for number in range(200):
-    y, x, height, width, _, _, size = (
-      None if v is None else v.numpy() for v in draw(seed(number))
-    )
+    drawn = draw(seed(number))
+    y, x, height, width = drawn.window.numpy()
+    size = drawn.size.numpy()
     if (height, width) == (480, 640):
       whole += 1
       continue
@@ -246,7 +244,7 @@ def test_boxes_and_masks_follow_the_image():
   assert seen > 15
   # A box outside of the part is dropped, one at its edge is clipped.
   drawn = geometry.whole((120, 160), tf.constant([40, 40]))._replace(
-    y=60, x=80, height=40, width=40
+    window=tf.constant([60, 80, 40, 40])
   )
   found, kept = geometry.to_boxes(
     np.array([box, (0, 0, 59, 79)]) / [120, 160, 120, 160], drawn
@@ -269,7 +267,7 @@ def test_a_part_of_a_jpeg_is_that_of_the_whole_image():
   for number in range(8):
     inputs, drawn = decode(number)
     want = geometry.fit(
-      geometry.crop(tf.constant(pixels), geometry.window(drawn)),
+      geometry.crop(tf.constant(pixels), drawn.window),
       drawn,
       antialias=True,
     )

@@ -18,7 +18,7 @@ H, W = 120, 160
 def to_image(image, drawn):
   """Applies a geometry to a decoded image."""
   image = tf.convert_to_tensor(image)
-  return geometry.fit(geometry.crop(image, geometry.window(drawn)), drawn)
+  return geometry.fit(geometry.crop(image, drawn.window), drawn)
 
 
 def pp(**kwargs):
@@ -76,8 +76,7 @@ def test_boxes_and_masks_follow_the_image(fields):
     boxes, kept = geometry.to_boxes(normalised(box), drawn)
     turned = geometry.to_masks(mask, drawn).numpy()
     assert (turned.dtype, turned.shape) == (np.uint8, (1, *size))
-    begin = np.array([drawn.y, drawn.x])
-    extent = np.array([drawn.height, drawn.width])
+    begin, extent = drawn.window.numpy().reshape(2, 2)
     got = boxes.numpy()[0] * [*size, *size]
     cut = (box[:2] < begin).any() or (box[2:] > begin + extent).any()
     cut |= (got[:2] <= 0).any() or (got[2:] >= size).any()
@@ -107,10 +106,11 @@ def test_a_crop_of_the_same_shape_is_that_of_a_squared_image():
   begins = set()
   for number in range(40):
     drawn = geometry.sample(image.shape, seed(number), config)
-    assert (drawn.height, drawn.width) == (240, 600)
-    begins.add((int(drawn.y), int(drawn.x)))
+    y, x, height, width = drawn.window.numpy().tolist()
+    assert (height, width) == (240, 600)
+    begins.add((y, x))
     got = to_image(image, drawn).numpy()
-    top, left = int(drawn.y) / 280 * 448, int(drawn.x) / 700 * 448
+    top, left = y / 280 * 448, x / 700 * 448
     # Of the squared image, the pixel that the middle one of the crop shows.
     middle = squared[round(top) + 192, round(left) + 192]
     np.testing.assert_allclose(got[192, 192], middle, atol=1)
@@ -121,7 +121,7 @@ def test_a_crop_of_the_same_shape_is_that_of_a_squared_image():
   assert 90 <= lefts.max() <= 100
   assert len(begins) > 35
   areas = [
-    (drawn.height * drawn.width).numpy() / image[..., 0].size
+    drawn.window[2:].numpy().prod() / image[..., 0].size
     for drawn in (
       geometry.sample(image.shape, seed(i), pp(crop_ratio=None, crop_area=(0.2, 0.6)))
       for i in range(60)
@@ -133,7 +133,7 @@ def test_a_crop_of_the_same_shape_is_that_of_a_squared_image():
 
 
 def test_a_crop_in_numbers():
-  drawn = make(y=30, x=40, height=60, width=80, size=(30, 20))
+  drawn = make(window=tf.constant([30, 40, 60, 80]), size=(30, 20))
   boxes = normalised(
     (30, 40, 90, 120),  # The crop itself.
     (45, 60, 60, 100),  # Inside: a quarter down, a quarter from the left.
@@ -156,7 +156,7 @@ def test_a_crop_in_numbers():
 def test_a_box_that_ends_at_the_crop_is_gone_for_any_rounding():
   for edge in range(1, 4999, 17):
     drawn = geometry.whole((5000, 5000), (224, 224))
-    drawn = drawn._replace(y=edge, height=5000 - edge)
+    drawn = drawn._replace(window=tf.constant([edge, 0, 5000 - edge, 5000]))
     box = normalised((0, 0, edge, 5000), height=5000, width=5000)
     assert not geometry.to_boxes(box, drawn)[1].numpy().any()
     box = normalised((0, 0, edge + 1, 5000), height=5000, width=5000)
@@ -225,7 +225,7 @@ def test_a_box_is_cut_before_it_is_turned():
   # What the crop leaves of the box is the upper left quarter of the picture.
   # Turned by half, that is the lower right one, whatever lay outside the crop.
   drawn = make(
-    y=20, x=20, height=80, width=80, size=(80, 80),
+    window=tf.constant([20, 20, 80, 80]), size=(80, 80),
     angle=tf.constant(np.pi, tf.float32),
   )  # fmt: skip
   got, _ = geometry.to_boxes(normalised((0, 0, 60, 60)), drawn)
@@ -260,8 +260,11 @@ def test_no_objects_are_no_error():
 
 def test_the_draws_cover_what_the_config_says():
   config = pp(crop=32, crop_area=(0.2, 0.4), crop_ratio=(0.5, 2.0), rotate=30.0)
-  draw = tf.function(lambda s: geometry.sample((H, W), s, config)[1:7])
-  draws = [[float(v) for v in draw(seed(i))] for i in range(300)]
+  draw = tf.function(lambda s: geometry.sample((H, W), s, config)[1:4])
+  draws = [
+    np.concatenate([np.atleast_1d(v) for v in draw(seed(i))])
+    for i in range(300)
+  ]
   y, x, height, width, flip, angle = np.array(draws).T
   areas, ratios = height * width / (H * W), width / height
   assert 0.19 < areas.min() < 0.22

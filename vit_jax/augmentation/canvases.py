@@ -127,7 +127,7 @@ def sample(shape, seed, number, pp) -> geometry.Geometry:
   seed = tf.random.experimental.stateless_fold_in(seed, _IMAGE)
   seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
   drawn = geometry.whole(shape, (1, 1))
-  window, extent = tf.concat([[0, 0], drawn.shape], axis=0), drawn.shape
+  window, extent = drawn.window, drawn.shape
   if pp.crop_sides:
     window, extent = tf.cond(
       _coin(seeds[0]),
@@ -141,11 +141,8 @@ def sample(shape, seed, number, pp) -> geometry.Geometry:
   longest = tf.gather([group.longest for group in known], number)
   size = fitted(extent, tf.gather(sorted(pp.sides), place), longest)
   size = tf.minimum(size, tf.gather([g.canvas for g in known], number))
-  y, x, height, width = tf.unstack(window)
   flip = _coin(seeds[3]) if pp.flip else drawn.flip
-  return drawn._replace(
-    y=y, x=x, height=height, width=width, flip=flip, size=size
-  )
+  return drawn._replace(window=window, flip=flip, size=size)
 
 
 def _coin(seed):

@@ -28,10 +28,7 @@ class Geometry(NamedTuple):
   """Parameters of a geometric augmentation, tensors."""
 
   shape: Any  # int32 [2], height and width of the original in pixels.
-  y: Any  # First row of the crop, in pixels of the original, int32 scalar.
-  x: Any  # First column.
-  height: Any  # Number of rows.
-  width: Any  # Number of columns.
+  window: Any  # (y, x, height, width) of the crop in the original, int32 [4].
   flip: Any  # bool, whether to mirror left and right.
   # Radians by which to rotate the resized image about its centre,
   # counter-clockwise (x towards -y), float32; None for no rotation.
@@ -51,11 +48,10 @@ def whole(shape, size) -> Geometry:
 
   `shape` is int32 [2] or [3], height and width (and channels) of the original.
   """
-  shape, zero = tf.convert_to_tensor(shape, tf.int32)[:2], tf.constant(0)
+  shape = tf.convert_to_tensor(shape, tf.int32)[:2]
   size = size if tf.is_tensor(size) else tuple(size)
-  return Geometry(
-    shape, zero, zero, *tf.unstack(shape), tf.constant(False), None, size
-  )
+  window = tf.concat([[0, 0], shape], axis=0)
+  return Geometry(shape, window, tf.constant(False), None, size)
 
 
 def sample(shape, seed, pp) -> Geometry:
@@ -72,7 +68,8 @@ def sample(shape, seed, pp) -> Geometry:
   seeds = tf.random.experimental.stateless_split(seed, 3)  # [3, 2]
   geometry = whole(shape, crop_size(pp))
   if pp.crop_area is not None and pp.crop_ratio is None:
-    geometry = _similar(geometry, seeds[0], pp.crop_area)
+    window = _similar(geometry.shape, seeds[0], pp.crop_area)
+    geometry = geometry._replace(window=window)
   elif pp.crop_area is not None:
     begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
       tf.concat([geometry.shape, [3]], axis=0),
@@ -84,7 +81,8 @@ def sample(shape, seed, pp) -> Geometry:
       max_attempts=100,
       use_image_if_no_bounding_boxes=True,
     )
-    geometry = with_window(geometry, tf.concat([begin[:2], size[:2]], axis=0))
+    window = tf.concat([begin[:2], size[:2]], axis=0)
+    geometry = geometry._replace(window=window)
   if pp.flip:
     # The same draw as that of tf.image.stateless_random_flip_left_right.
     flip = tf.random.stateless_uniform([], seeds[1]) < 0.5
@@ -96,31 +94,19 @@ def sample(shape, seed, pp) -> Geometry:
   return geometry
 
 
-def _similar(geometry, seed, crop_area) -> Geometry:
+def _similar(shape, seed, crop_area):
   """Draws a crop with the aspect ratio of the image."""
   draws = tf.random.stateless_uniform([3], seed)
   least, greatest = crop_area
   side = tf.sqrt(least + draws[0] * (greatest - least))
-  shape = tf.cast(geometry.shape, tf.float32)
+  shape = tf.cast(shape, tf.float32)
   size = tf.maximum(1.0, tf.round(side * shape))
   begin = tf.cast(draws[1:] * (shape - size + 1), tf.int32)
-  window = tf.concat([begin, tf.cast(size, tf.int32)], axis=0)
-  return with_window(geometry, window)
-
-
-def window(geometry: Geometry):
-  """Returns (y, x, height, width) of the crop, int32 [4], as decoders take it."""
-  return tf.stack([geometry.y, geometry.x, geometry.height, geometry.width])
-
-
-def with_window(geometry: Geometry, window) -> Geometry:
-  """Returns a geometry with another crop, see `window`."""
-  y, x, height, width = tf.unstack(window, num=4)
-  return geometry._replace(y=y, x=x, height=height, width=width)
+  return tf.concat([begin, tf.cast(size, tf.int32)], axis=0)
 
 
 def crop(image, window):
-  """Crops an image [height, width, C], see `window`."""
+  """Crops an image [height, width, C], see Geometry."""
   y, x, height, width = tf.unstack(window, num=4)
   return tf.slice(image, [y, x, 0], [height, width, -1])
 
@@ -128,8 +114,8 @@ def crop(image, window):
 def fit(image, geometry: Geometry, antialias: bool = False):
   """Mirrors, resizes and rotates an image that is cropped already.
 
-  Of uint8, scaled to [-1, 1], or float32 [geometry.height, geometry.width, C]
-  makes float32 [*geometry.size, C]. Pixels that rotation brings in from outside
+  Of uint8, scaled to [-1, 1], or float32 [crop height, crop width, C] makes
+  float32 [*geometry.size, C]. Pixels that rotation brings in from outside
   repeat the edge. With `antialias`, the pixels of a smaller image are means over
   all pixels of the larger one, as in Pillow, which takes longer.
   """
@@ -152,8 +138,9 @@ def to_boxes(boxes, geometry: Geometry):
   boxes; and bool [n], False for boxes that lie outside of the new image.
   """
   boxes = tf.convert_to_tensor(boxes, tf.float32)
-  begin = tf.cast([geometry.y, geometry.x], tf.float32)
-  extent = tf.cast([geometry.height, geometry.width], tf.float32)
+  begin, extent = tf.unstack(
+    tf.reshape(tf.cast(geometry.window, tf.float32), [2, 2])
+  )
   corners = tf.reshape(boxes, [-1, 2, 2])  # [n, lower or upper corner, (y, x)]
   corners = corners * tf.cast(geometry.shape, tf.float32) - begin
   corners = tf.clip_by_value(corners / extent, 0.0, 1.0)
@@ -191,10 +178,9 @@ def to_masks(masks, geometry: Geometry):
   rotation brings in pixels from outside, which belong to no object.
   """
   masks = tf.convert_to_tensor(masks)
+  begin, extent = tf.unstack(tf.reshape(geometry.window, [2, 2]))
   pixels = tf.slice(
-    tf.cast(masks, tf.uint8),
-    [0, geometry.y, geometry.x],
-    [-1, geometry.height, geometry.width],
+    tf.cast(masks, tf.uint8), [0, *tf.unstack(begin)], [-1, *tf.unstack(extent)]
   )
   pixels = _flip(pixels, geometry, axis=2)[..., None]
   pixels = tf.image.resize(pixels, geometry.size, method='nearest')

@@ -43,10 +43,11 @@ class Line(NamedTuple):
   image: str
   values: dict[str, Any]
 
-  def key(self, top: str) -> str:
+  def key(self, top: str) -> bytes:
     """Returns the sort key: the key of an image in the folder of the split."""
     inside = self.image.startswith(f'{top}/')
-    return self.image.removeprefix(top) if inside else self.values['image']
+    key = self.image.removeprefix(top) if inside else self.values['image']
+    return key.encode(errors='surrogatepass')
 
   def get(self, name):
     """Returns a value; None if it is null or missing."""

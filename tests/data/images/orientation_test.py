@@ -101,7 +101,7 @@ def test_a_jpeg_decoded_at_a_quarter_is_upright(number):
       preprocess.decode_with_geometry, (0, seed), config, True
     )(encoded)
     assert drawn.shape.numpy().tolist() == list(upright.shape[:2])
-    y, x, height, width = (int(v) for v in drawn[1:5])
+    y, x, height, width = drawn.window.numpy().tolist()
     assert height >= 80  # At most half of the pixels were decoded.
     part = Image.fromarray(
       upright[y : y + height, x : x + width].astype(np.uint8)

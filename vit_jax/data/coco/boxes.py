@@ -32,17 +32,11 @@ def check(
       'by its width and height'
     )
   corners, kept, outside = _clip(found)
+  drawn = masks.faults(found)
+  kept[list(drawn)] = False
   wrong = ~kept | outside
   if wrong.any() and broken == 'refuse':
-    raise ValueError(_describe(found, np.flatnonzero(wrong)))
-  drawn = masks.faults(found)
-  if drawn and broken == 'refuse':
-    raise ValueError(
-      f"'{found.path}': {len(drawn):,} of {len(found.ids):,} outlines are wrong."
-      f'{_listed(found, drawn)}'
-    )
-  kept[list(drawn)] = False
-  wrong |= ~kept
+    raise ValueError(_describe(found, np.flatnonzero(wrong), drawn))
   if broken == 'skip':
     kept &= ~outside
   if wrong.any():
@@ -71,35 +65,30 @@ def _clip(found):
   return shares, (size > 0).all(axis=(1, 2)), outside.any(axis=1)
 
 
-def _describe(found, wrong) -> str:
-  """Describes wrong boxes, and what may have happened to them."""
-  faults = {}
+def _describe(found, wrong, drawn) -> str:
+  """Describes wrong boxes and outlines, and what may have happened to them."""
+  lines = []
   for i in wrong[: reading.SHOWN]:
     height, width = found.sizes[found.image[i]]
     box = found.boxes[i]
-    if (box[2:] < 0).any():
-      fault = 'has a negative size'
+    shown = f'[{", ".join(f"{x:g}" for x in box)}]'
+    if i in drawn:
+      fault = drawn[i]
+    elif (box[2:] < 0).any():
+      fault = f'{shown} has a negative size'
     elif (box[2:] == 0).any():
-      fault = 'has no area'
+      fault = f'{shown} has no area'
     else:
-      fault = f'is not inside of the image of {width} x {height}'
-    faults[i] = f'[{", ".join(f"{x:g}" for x in box)}] {fault}'
+      fault = f'{shown} is not inside of the image of {width} x {height}'
+    file = found.files[found.image[i]]
+    lines.append(f"\n  annotation {found.ids[i]} of image '{file}': {fault}")
+  what = 'boxes or outlines' if drawn else 'boxes'
   return (
-    f"'{found.path}': {len(wrong):,} of {len(found.ids):,} boxes are wrong; a box "
-    f'is [x, y, width, height] in pixels.{_guess(found)}{_listed(found, faults)}, '
-    'or cut the boxes off at the border with --config.broken_boxes=clip'
-  )
-
-
-def _listed(found, faults) -> str:
-  """Lists faults by number of the object, and says what to do about them."""
-  lines = [
-    f"\n  annotation {found.ids[i]} of image '{found.files[found.image[i]]}': {x}"
-    for i, x in list(faults.items())[: reading.SHOWN]
-  ]
-  return (
-    f'{"".join(lines)}\nCorrect the file, or leave these objects out with '
-    '--config.broken_boxes=skip'
+    f"'{found.path}': {len(wrong):,} of {len(found.ids):,} {what} are wrong; a box "
+    f'is [x, y, width, height] in pixels.{"" if drawn else _guess(found)}'
+    f'{"".join(lines)}\nCorrect the file, leave these objects out with '
+    '--config.broken_boxes=skip, or cut the boxes off at the border with '
+    '--config.broken_boxes=clip'
   )
 
 

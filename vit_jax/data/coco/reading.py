@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import functools
 import itertools
 import os
+from typing import Annotated
 from typing import Any
 from typing import Generic
 from typing import NamedTuple
@@ -36,60 +37,57 @@ from vit_jax.data.images import reading
 SHOWN = 5  # Number of faults that a message names.
 # Number of files that stay in memory: of a training and of a test split.
 _RECENT = 2
-_NOT_COCO = (
-  "give a file of boxes in COCO's format, an object with 'images', "
-  "'annotations' and 'categories' (https://cocodataset.org/#format-data)"
-)
-
 
 # The format as types, by which msgspec parses it and skips the rest.
-_Number = int | float
 _T = TypeVar('_T')
+_Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Pixels = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
 class _Image(msgspec.Struct, gc=False):
-  id: _Number
+  id: _Id
   file_name: str
-  height: _Number
-  width: _Number
+  height: _Pixels
+  width: _Pixels
 
 
-class _Object(msgspec.Struct, gc=False):
-  """An object of an image, or a segment."""
-
-  id: _Number | None = None
-  image_id: _Number | None = None
-  category_id: _Number | None = None
-  bbox: tuple[float, float, float, float] | None = None
+class _Segment(msgspec.Struct, gc=False):
+  id: _Id
+  category_id: _Id
+  bbox: tuple[float, float, float, float]
   area: float | None = None
-  iscrowd: int | bool | None = None
+  iscrowd: bool | None = None
 
 
-class _Outlined(_Object, gc=False):
+class _Object(_Segment, gc=False, kw_only=True):
+  image_id: _Id
+
+
+class _Outlined(_Object, gc=False, kw_only=True):
   """An object, with its polygons or run lengths as they stand in the file."""
 
-  segmentation: msgspec.Raw = msgspec.Raw(b'null')
+  segmentation: msgspec.Raw
 
 
 class _Segments(msgspec.Struct, gc=False):
   """The segments of an image in a panoptic file."""
 
-  image_id: _Number
+  image_id: _Id
   file_name: str
-  segments_info: list[_Object]
+  segments_info: list[_Segment]
 
 
 class _Category(msgspec.Struct):
-  id: _Number
+  id: _Id
   name: str
   supercategory: Any = None
-  isthing: int | bool = True
+  isthing: bool = True
 
 
 class _File(msgspec.Struct, Generic[_T]):
-  images: list[_Image] | None = None
-  annotations: list[_T] | None = None
-  categories: list[_Category] | None = None
+  images: Annotated[list[_Image], msgspec.Meta(min_length=1)]
+  annotations: list[_T]
+  categories: Annotated[list[_Category], msgspec.Meta(min_length=1)]
 
 
 # Kind of an annotation file -> its type.
@@ -152,21 +150,25 @@ def read(path: str, kind: str = 'instances') -> Annotations:
 def _read(path, kind, stamp):
   del stamp  # Only to read a file anew that has changed.
   content, panoptic = _parse(path, kind), kind == 'panoptic'
-  image_ids, files, sizes = _images(path, content.images)
+  image_ids = _unique(path, 'images', content.images, 'id')
+  files = _unique(path, 'images', content.images, 'file_name').tolist()
+  sizes = np.array([(x.height, x.width) for x in content.images])
   category_ids, classes = _classes(path, content.categories)
-  objects, owners, segments = content.annotations, None, ()
+  objects, segments, outlines = content.annotations, (), None
   if panoptic:
     objects, owners, segments = _flat(path, content, image_ids)
-  _check_complete(path, objects, panoptic)
-  ids = _whole(path, 'annotations', 'id', objects)
-  if not panoptic:  # A segment's id is its colour: others may have the same.
-    _check_unique(path, 'annotations', ids)
-    owners = _numbers(path, objects, ids, 'image_id', image_ids, 'image')
-  label = _numbers(path, objects, ids, 'category_id', category_ids, 'category')
+    ids = np.array([x.id for x in objects], np.int64)
+  else:  # A segment's id is its colour: others may have the same.
+    ids = _unique(path, 'annotations', objects, 'id')
+    owners = _numbers(path, objects, ids, 'image_id', image_ids, 'images')
+  label = _numbers(
+    path, objects, ids, 'category_id', category_ids, 'categories'
+  )
   boxes = np.array([x.bbox for x in objects], np.float64).reshape(-1, 4)
   area = np.array([x.area for x in objects], np.float64)  # None becomes NaN.
   area = np.where(np.isfinite(area), area, boxes[:, 2] * boxes[:, 3])
-  outlines = _outlines(path, objects) if kind == 'outlines' else None
+  if kind == 'outlines':
+    outlines = np.array([bytes(x.segmentation) for x in objects], object)
   order = np.argsort(owners, kind='stable')
   found = Annotations(
     path, image_ids, files, sizes, classes, ids, owners, label, boxes,
@@ -180,45 +182,23 @@ def _read(path, kind, stamp):
 def _parse(path, kind):
   """Parses a file; raises ValueError if it is not of its kind."""
   content = reading.read_file(path).removeprefix(b'\xef\xbb\xbf')
-  if not content.strip():
-    raise ValueError(f"'{path}' is empty: {_NOT_COCO}")
   try:
-    found = msgspec.json.decode(content, type=_KINDS[kind])
+    # Not strictly: a whole number may be written with a point.
+    return msgspec.json.decode(content, type=_KINDS[kind], strict=False)
   except msgspec.ValidationError as e:
     reason = str(e).replace('`', "'").replace('$.', '')
-    raise ValueError(f"'{path}' is not COCO's: {reason}; {_NOT_COCO}") from e
+    name = 'panoptic' if kind == 'panoptic' else 'instances'
+    drawn = ", with the 'segmentation' of each object" * (kind == 'outlines')
+    raise ValueError(
+      f"'{path}' is not COCO's: {reason}; give a file like COCO's {name}_*.json, "
+      "an object with 'images', 'annotations' and 'categories' "
+      f'(https://cocodataset.org/#format-data){drawn}'
+    ) from e
   except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
     nan = ', which has no NaN' if b'NaN' in content else ''
     raise ValueError(
       f"'{path}' is no JSON{nan}: {e}; write or copy the file again"
     ) from e
-  fields = ('images', 'annotations', 'categories')
-  lacking = [name for name in fields if not getattr(found, name)]
-  # A file without any object is of use: all of its images are background.
-  if lacking and (lacking != ['annotations'] or found.annotations is None):
-    raise ValueError(
-      f"'{path}' has no {' and no '.join(map(repr, lacking))}: {_NOT_COCO}"
-    )
-  return found
-
-
-def _images(path, images):
-  """Returns ids, names and sizes of the images."""
-  ids = _whole(path, 'images', 'id', images)
-  files = [image.file_name for image in images]
-  _check_unique(path, 'images', ids)
-  _check_unique(path, 'images', np.array(files, object), 'file_name')
-  sizes = np.stack(
-    [_whole(path, 'images', name, images) for name in ('height', 'width')], 1
-  )
-  empty = np.flatnonzero((sizes <= 0).any(axis=1))
-  if len(empty):
-    height, width = sizes[empty[0]]
-    raise ValueError(
-      f"'{path}': image '{files[empty[0]]}' has the size {width} x {height}: "
-      "write its 'width' and 'height' in pixels"
-    )
-  return ids, files, sizes
 
 
 def _classes(path, categories):
@@ -231,20 +211,16 @@ def _classes(path, categories):
   chosen = [
     x for x in categories if x.supercategory != 'none' or names[x.name] == 1
   ]
-  ids = _whole(path, 'categories', 'id', chosen)
-  _check_unique(path, 'categories', ids)
-  order = np.argsort(ids)
-  names = [chosen[i].name for i in order]
-  _check_unique(path, 'categories', np.array(names, object), 'name')
-  return ids[order], tuple(names)
+  chosen.sort(key=lambda category: category.id)
+  names = _unique(path, 'categories', chosen, 'name')
+  return _unique(path, 'categories', chosen, 'id'), tuple(names)
 
 
 def _flat(path, content, image_ids):
   """Returns the segments of all images, the image of each, and the PNGs."""
   rows = content.annotations
-  ids = _whole(path, 'annotations', 'image_id', rows)
-  _check_unique(path, 'annotations', ids, 'image_id')
-  owners = _numbers(path, rows, ids, 'image_id', image_ids, 'image')
+  ids = _unique(path, 'annotations', rows, 'image_id')
+  owners = _numbers(path, rows, ids, 'image_id', image_ids, 'images')
   segments = [''] * len(image_ids)
   for row, owner in zip(rows, owners.tolist()):
     segments[owner] = row.file_name
@@ -258,74 +234,33 @@ def _flat(path, content, image_ids):
   return objects, np.repeat(owners, counts), segments
 
 
-def _require(path, objects, values, name, remedy):
-  """Raises ValueError if an object has no value, None, of a name."""
-  missing = [i for i, x in enumerate(values) if x is None]
-  if missing:
-    raise ValueError(
-      f"'{path}': {len(missing):,} of {len(objects):,} annotations have no "
-      f"'{name}', the first is number {missing[0]} of the list{remedy}"
-    )
-
-
-def _check_complete(path, objects, panoptic):
-  """Raises ValueError if an object lacks what every object must have."""
-  for name in ('id', 'category_id', 'bbox', *(['image_id'] * (not panoptic))):
-    _require(
-      path, objects, [getattr(x, name) for x in objects], name,
-      '. Files of captions, of keypoints alone and of panoptic segments have no '
-      "boxes: give COCO's instances_*.json or a file like it",
-    )  # fmt: skip
-
-
-def _outlines(path, objects) -> np.ndarray:
-  """Returns the `segmentation` of each object, JSON, bytes [m]."""
-  texts = [bytes(x.segmentation) for x in objects]
-  _require(
-    path, objects, [None if x == b'null' else x for x in texts], 'segmentation',
-    ': add polygons or run lengths, or train a detector of boxes (config.task)',
-  )  # fmt: skip
-  return np.array(texts, object)
-
-
-def _whole(path, group, name, items) -> np.ndarray:
-  """Returns the values of a key that must be whole numbers, int64 [n]."""
-  values = np.array([getattr(item, name) for item in items])
-  fine = values.dtype.kind == 'f' and (values == np.floor(values)).all()
-  if values.dtype.kind != 'i' and not fine and len(values):
-    raise ValueError(
-      f"'{path}': '{name}' of the {group} must be whole numbers below 2**63"
-    )
-  return values.astype(np.int64)
-
-
-def _check_unique(path, group, values, name='id'):
-  """Raises ValueError if several items have the same value."""
-  found, counts = np.unique(values, return_counts=True)
-  if len(found) < len(values):
-    twice = found[counts > 1]
+def _unique(path, group, items, name) -> np.ndarray:
+  """Returns the values of a key, [n], which must differ."""
+  values = [getattr(item, name) for item in items]
+  counts = collections.Counter(values)
+  if len(counts) < len(values):
+    twice = [value for value, count in counts.items() if count > 1]
     raise ValueError(
       f"'{path}': several {group} have the same '{name}': "
-      f'{", ".join(map(repr, twice[:SHOWN].tolist()))}'
+      f'{", ".join(map(repr, twice[:SHOWN]))}'
       f'{" ..." if len(twice) > SHOWN else ""}; give each its own'
     )
+  return np.array(values, object if 'name' in name else np.int64)
 
 
-def _numbers(path, objects, ids, name, known, kind) -> np.ndarray:
+def _numbers(path, objects, ids, name, known, group) -> np.ndarray:
   """Returns the place of each object's image or category among the known ids."""
-  plural = {'image': 'images', 'category': 'categories'}[kind]
-  values = _whole(path, 'annotations', name, objects)
-  order = np.argsort(known)
-  at = np.searchsorted(known, values, sorter=order)
-  at = order[np.minimum(at, len(known) - 1)]
-  unknown = np.flatnonzero(known[at] != values)
-  if len(unknown):
+  places = {number: i for i, number in enumerate(known.tolist())}
+  values = [getattr(x, name) for x in objects]
+  unknown = [i for i, value in enumerate(values) if value not in places]
+  if unknown:
+    kind = name.removesuffix('_id')
     shown = ', '.join(
       f'annotation {ids[i]}: {name} {values[i]}' for i in unknown[:SHOWN]
     )
     raise ValueError(
       f"'{path}': {len(unknown):,} annotations are of no {kind} that "
-      f"'{plural}' lists ({shown}{' ...' if len(unknown) > SHOWN else ''}): add "
+      f"'{group}' lists ({shown}{' ...' if len(unknown) > SHOWN else ''}): add "
       f'the {kind}, or remove the annotations'
     )
-  return at
+  return np.array([places[value] for value in values], np.int64)

@@ -210,7 +210,7 @@ def _open_part(root, base, instruction, kind, broken_boxes) -> Part:
   if not place.name.startswith(base):
     cli.say(f"Split '{base}' of '{root}' is '{place.path}'.")
   found, shares = boxes.check(reading.read(place.path, kind), broken_boxes)
-  order = index_lib.hash_order(f'/{name}' for name in found.files)
+  order = index_lib.hash_order(f'/{name}'.encode() for name in found.files)
   rows = slices.take(np.array(order), base, instruction)
   paths = {}
   for name, folders, files in (
@@ -223,18 +223,14 @@ def _open_part(root, base, instruction, kind, broken_boxes) -> Part:
   return Part(found, shares, paths, rows)
 
 
-def open_index(root: str, split: str):
+def open_index(root, split, parts=None, feature='image', workdir=None):
   """Returns the index of the images of a split, and how to check an image.
 
   The latter is a function (path, max_pixels) -> why the image is broken or has
-  another size than its annotations say, '' if it is right.
+  another size than its annotations say, '' if it is right. `parts` is what
+  open_parts returns, and `feature` is 'image' or SEGMENTS.
   """
-  parts = open_parts(root, split, 'instances', 'clip')
-  return _index(root, split, parts, 'image')
-
-
-def _index(root, split, parts, feature, workdir=None):
-  """Returns what open_index returns, for the images of a feature."""
+  parts = parts or open_parts(root, split, 'instances', 'clip')
   ending = {'image': 'coco', SEGMENTS: 'segments'}[feature]
   listed = [path for part in parts for path in part.paths[feature]]
   bases = [f'{base}.{ending}' for base, _ in slices.parts(split)]
@@ -259,7 +255,7 @@ def _check_images(config, root, split, parts, workdir):
   """
   found, fine = {}, {}
   for feature in parts[0].paths:
-    index, why = _index(root, split, parts, feature, workdir)
+    index, why = open_index(root, split, parts, feature, workdir)
     found[feature] = checking.usable(
       [(index, index.order)],
       f'{root}/{split}',

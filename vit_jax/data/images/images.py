@@ -2,8 +2,6 @@
 
 Palettes and CMYK become RGB, transparent pixels become white, an animation
 yields its first frame, and images with an EXIF orientation are turned upright.
-A truncated JPEG is an error, even where the decoder would fill the missing part
-with grey.
 """
 
 import io
@@ -79,19 +77,15 @@ def decode_other(encoded):
   image = tf.cond(
     fast,
     lambda: tf.io.decode_png(encoded, channels=4),
-    lambda: _in_python(_pillow_rgba, [encoded], tf.uint8, [None, None, 4]),
+    lambda: _by_pillow(
+      encoded, lambda image: image.convert('RGBA'), tf.uint8, [None, None, 4]
+    ),
   )
   return tf.cond(
     tf.reduce_all(image[..., 3] == 255),
     lambda: image[..., :3],
     lambda: _on_white(image),
   )
-
-
-def _in_python(function, inputs, dtype, shape):
-  """Calls a function of NumPy values, whose result has a type and a shape."""
-  found = tf.numpy_function(function, inputs, dtype, stateful=False)
-  return tf.ensure_shape(found, shape)
 
 
 def _on_white(image):
@@ -111,30 +105,28 @@ def _is_png(encoded):
   return tf.strings.substr(encoded, 0, len(_PNG)) == _PNG
 
 
-def _by_pillow(encoded, function) -> np.ndarray:
-  """Returns a function of an image of Pillow, which has read its header."""
-  if isinstance(encoded, np.ndarray):  # In eager calls.
-    encoded = encoded.item()
-  try:
-    with Image.open(io.BytesIO(encoded), formats=_FORMATS) as image:
-      return function(image)
-  except Image.DecompressionBombError as e:
-    raise ValueError(f'Pillow refuses it: {e}') from e
-  except Exception as e:  # Pillow's readers raise all sorts.
-    raise ValueError(
-      reading.why_foreign(content=encoded)
-      or 'no image of a known format, or only part of one'
-    ) from e
+def _by_pillow(encoded, function, dtype, shape):
+  """Calls a function of an image of Pillow, which has read its header.
 
+  Its result is of a type and a shape.
+  """
 
-def _pillow_rgba(encoded) -> np.ndarray:
-  return _by_pillow(encoded, lambda image: np.asarray(image.convert('RGBA')))
+  def call(encoded):
+    if isinstance(encoded, np.ndarray):  # In eager calls.
+      encoded = encoded.item()
+    try:
+      with Image.open(io.BytesIO(encoded), formats=_FORMATS) as image:
+        return np.asarray(function(image), dtype.as_numpy_dtype)
+    except Image.DecompressionBombError as e:
+      raise ValueError(f'Pillow refuses it: {e}') from e
+    except Exception as e:  # Pillow's readers raise all sorts.
+      raise ValueError(
+        reading.why_foreign(content=encoded)
+        or 'no image of a known format, or only part of one'
+      ) from e
 
-
-def _pillow_shape(encoded) -> np.ndarray:
-  return _by_pillow(
-    encoded, lambda image: np.array([image.height, image.width], np.int64)
-  )
+  found = tf.numpy_function(call, [encoded], dtype, stateful=False)
+  return tf.ensure_shape(found, shape)
 
 
 @reading.traced
@@ -158,7 +150,7 @@ def shape_of(encoded):
   has_header = tf.logical_and(_is_png(encoded), tf.strings.length(encoded) > 23)
   shape = tf.case(
     [(tf.io.is_jpeg(encoded), of_jpeg), (has_header, of_png)],
-    lambda: _in_python(_pillow_shape, [encoded], tf.int64, [2]),
+    lambda: _by_pillow(encoded, lambda image: image.size[::-1], tf.int64, [2]),
   )
   return tf.ensure_shape(shape, [2])
 
@@ -181,7 +173,9 @@ def bounded(encoded, limit: int):
   limit = tf.cast(limit, tf.int64)
   return tf.cond(
     tf.reduce_prod(shape) > limit,
-    lambda: _in_python(refuse, [shape, limit], tf.string, []),
+    lambda: tf.ensure_shape(
+      tf.numpy_function(refuse, [shape, limit], tf.string, stateful=False), []
+    ),
     lambda: tf.identity(encoded),
   )
 
@@ -211,8 +205,6 @@ def why_broken(path: bytes, max_pixels: int, size=None) -> str:
     if not encoded:
       return 'zero bytes'
     shape, _ = _try(tf.constant(encoded), tf.constant(max_pixels, tf.int64))
-    if encoded.startswith(b'\xff\xd8') and jpeg.has_many_scans(encoded):
-      jpeg.check_whole(encoded)
   except (*DECODE_ERRORS, FileNotFoundError) as e:
     return reading.first_line(e)
   shape = shape.numpy().tolist()

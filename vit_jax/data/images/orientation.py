@@ -17,9 +17,9 @@ import io
 import numpy as np
 from PIL import ExifTags
 from PIL import Image
+from PIL import JpegImagePlugin
 import tensorflow as tf
 
-from vit_jax.data.images import jpeg
 from vit_jax.data.images import reading
 
 # Orientation - 1 -> which axes (y, x) to reverse. Rows and columns of 5 to 8 are
@@ -65,12 +65,11 @@ def _read(encoded) -> np.int32:
     encoded = encoded.item()
 
   def exif():
+    file = io.BytesIO(encoded)
     if encoded.startswith(b'\xff\xd8'):
       # Not by Image.open, which refuses many pixels.
-      found = Image.Exif()
-      found.load(jpeg.exif(encoded))
-      return found
-    with Image.open(io.BytesIO(encoded), formats=('PNG', 'WEBP')) as image:
+      return JpegImagePlugin.JpegImageFile(file).getexif()
+    with Image.open(file, formats=('PNG', 'WEBP')) as image:
       return image.getexif()
 
   return np.int32(_number(exif))

@@ -3,15 +3,12 @@
 import contextlib
 import io
 
-from etils import epath
 from google.protobuf import json_format
 import jax
 import tensorflow_datasets as tfds
-from tensorflow_datasets.core import dataset_info
 
 from vit_jax import cli
 from vit_jax.data.tfds import registry
-from vit_jax.data.tfds import shards
 from vit_jax.distributed import processes
 
 # Python module that TFDS imports to prepare a data set -> its package.
@@ -22,42 +19,21 @@ def find_builder(config, dataset: str):
   """Returns the TFDS builder of a data set, which may lack the data."""
   registry.register(dataset)
   try:
-    builder = tfds.builder(dataset, data_dir=config.tfds_data_dir)
-  except (json_format.ParseError, AssertionError, ValueError) as e:
-    _check_info(config, dataset)
-    if isinstance(e, AssertionError):  # There is no such version.
-      reason = str(e).rpartition(': Dataset ')[2]
-      raise ValueError(
-        f"dataset='{dataset}' cannot be opened: {reason} (config.dataset)"
-      ) from e
+    return tfds.builder(dataset, data_dir=config.tfds_data_dir)
+  except tfds.core.DatasetNotFoundError as e:
     raise ValueError(
       f"dataset='{dataset}' is neither a folder nor known to TFDS: "
       f'{str(e).strip().splitlines()[0]} A folder must hold train/<class>/* and '
       'test/<class>/*; names are listed at '
       'https://www.tensorflow.org/datasets/catalog (config.dataset)'
     ) from e
-  path = dataset_info.dataset_info_path(builder.data_path)
-  if not builder.info.splits and path.exists():
-    raise ValueError(f"'{path}' lists no split: {shards.REMEDY}")
-  return builder
-
-
-def _check_info(config, dataset):
-  """Refuses a dataset_info.json that TFDS cannot read; names it."""
-  root = config.tfds_data_dir or tfds.core.constants.DATA_DIR
-  folder = epath.Path(root) / dataset.split(':')[0].split('/')[0]
-  for depth in ('*', '*/*'):
-    for path in folder.glob(f'{depth}/dataset_info.json'):
-      try:
-        found = dataset_info.read_from_json(path)
-        if not found.name:
-          raise ValueError('it has no name')
-        if found.file_format:
-          tfds.core.FileFormat(found.file_format)
-      except (json_format.ParseError, ValueError) as e:
-        raise ValueError(
-          f"'{path}' is damaged: {str(e).splitlines()[0]}: {shards.REMEDY}"
-        ) from e
+  except (json_format.ParseError, AssertionError, ValueError) as e:
+    # There is no such version, or its dataset_info.json is damaged.
+    reason = str(e).rpartition(': Dataset ')[2].strip().splitlines()[0]
+    raise ValueError(
+      f"dataset='{dataset}' cannot be opened: {reason} (config.dataset, "
+      'config.tfds_data_dir)'
+    ) from e
 
 
 def get_builder(config, dataset: str):

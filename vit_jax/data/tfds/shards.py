@@ -17,6 +17,7 @@ from array_record.python import array_record_module
 import numpy as np
 import tensorflow as tf
 
+from vit_jax import cli
 from vit_jax.data import records
 from vit_jax.data.images import index as index_lib
 from vit_jax.data.images import orientation
@@ -122,7 +123,8 @@ class ArrayRecordSource(ShardSource):
   def __init__(self, files, record_bytes: float, reader: parsing.Reader):
     super().__init__(files, record_bytes, reader)
     expected = dict(zip(self.paths, (f.examples_in_shard for f in files)))
-    each(lambda path: self._check(path, expected[path]), list(expected))
+    check = lambda path: self._check(path, expected[path])
+    each(check, list(expected), 'Opening array_record files')
 
   def open_file(self, path):
     with _named(path):
@@ -138,24 +140,24 @@ class ArrayRecordSource(ShardSource):
 
   def _check(self, path, expected):
     """Checks that a file can be opened and has so many records."""
-
-    def count(path):
-      file = self.open_file(path)
-      found = file.num_records()
-      if found != expected:
-        with _named(path):
-          file.read([0])  # Says why a file that is damaged counts as empty.
-      return found
-
-    found = attempted(path, count)
+    file = self.open_file(path)
+    found = file.num_records()
     if found != expected:
+      with _named(path):
+        file.read([0])  # Says why a file that is damaged counts as empty.
       raise wrong_count(path, found, expected)
 
 
-def each(function: Callable, paths: Sequence[str]) -> list:
+def each(function: Callable, paths: Sequence[str], title: str) -> list:
   """Returns function(path) of all paths, some at the same time."""
   with futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool:
-    return list(pool.map(function, paths))
+    found = pool.map(lambda path: attempted(path, function), paths)
+    return list(
+      cli.bar(
+        iterable=found, total=len(paths), delay=3, desc=title, leave=False,
+        unit=' files',
+      )
+    )  # fmt: skip
 
 
 def _allow_open_files(count: int):

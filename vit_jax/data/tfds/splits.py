@@ -2,7 +2,6 @@
 
 from etils import epath
 import tensorflow_datasets as tfds
-from tensorflow_datasets.core import dataset_info
 
 from vit_jax.data import records
 from vit_jax.data import slices
@@ -36,14 +35,7 @@ def whole(info, dataset: str, split: str):
       f'{list(info.splits)} (config.pp.train, config.pp.test, '
       'config.evals, --evaluate)'
     )
-  found = info.splits[split]
-  if not found.shard_lengths or min(found.shard_lengths) < 0:
-    path = dataset_info.dataset_info_path(info.data_dir)
-    raise ValueError(
-      f"'{path}' is damaged: the shard_lengths of split '{split}' are "
-      f'{found.shard_lengths!r:.50}: {shards.REMEDY}'
-    )
-  return found
+  return info.splits[split]
 
 
 def open_with(
@@ -72,11 +64,7 @@ def open_with(
       f'convert_format --dataset_version_dir={info.data_dir} '
       '--out_file_format=array_record (config.dataset)'
     )
-  try:
-    files = info.splits[split].file_instructions
-  except (ValueError, KeyError) as e:
-    path = dataset_info.dataset_info_path(info.data_dir)
-    raise ValueError(f"'{path}' is damaged: {e}: {shards.REMEDY}") from e
+  files = info.splits[split].file_instructions
   return _SOURCES[info.file_format](files, _record_bytes(bases, files), reader)
 
 

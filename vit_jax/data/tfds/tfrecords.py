@@ -16,8 +16,6 @@ With several processes, each reads the headers of some files for all.
 
 from collections.abc import Callable
 from collections.abc import Sequence
-from concurrent import futures
-import contextlib
 import io
 import itertools
 import os
@@ -46,8 +44,6 @@ GZIP = b'\x1f\x8b'
 # Name of a tfrecord file -> its size, its time, and the lengths of its records
 # with headers and checksums.
 _FILE = '.tfrecord_offsets.npz'
-# Where records are larger, the system shall not read ahead from the headers.
-_LARGE = 2**16
 
 
 class TfRecordSource(shards.ShardSource):
@@ -103,18 +99,15 @@ def _length(header: bytes) -> int | None:
 # --- Files ---
 
 
-def _local(path: str, far: bool = True) -> Callable[[int, int], bytes]:
-  """Returns a function (begin, size) -> bytes of a file, for many threads.
-
-  `far`: the parts that are read lie far apart.
-  """
+def _local(path: str) -> Callable[[int, int], bytes]:
+  """Returns a function (begin, size) -> bytes of a file, for many threads."""
   descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
   def read(begin, size):
     return os.pread(descriptor, size, begin)
 
   weakref.finalize(read, os.close, descriptor).atexit = False
-  if far and hasattr(os, 'posix_fadvise'):
+  if hasattr(os, 'posix_fadvise'):
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
   return read
 
@@ -133,14 +126,14 @@ def _remote(path: str) -> Callable[[int, int], bytes]:
 def _scan(path: str, size: int, count: int) -> list[int]:
   """Reads the headers of a file; returns the lengths of its records."""
   found, begin = [], 0
-  with contextlib.ExitStack() as stack:
-    if reading.is_local(path):
-      content = _local(path, far=size > _LARGE * count)
-    else:  # Read in large blocks, from begin to end.
-      file = stack.enter_context(tf.io.gfile.GFile(path, 'rb'))
-      content = lambda begin, size: file.seek(begin) or file.read(size)
+  is_local = reading.is_local(path)
+  # A file in a bucket is read in large blocks, from begin to end.
+  with (
+    open(path, 'rb', 0) if is_local else tf.io.gfile.GFile(path, 'rb') as file
+  ):
     while begin < size:
-      header = content(begin, _HEADER)
+      file.seek(begin)
+      header = file.read(_HEADER)
       if not begin and header.startswith(GZIP):
         raise ValueError(
           f"'{path}' is compressed (GZIP), and such records cannot be read by "
@@ -178,9 +171,7 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
   stored, stamps = {}, []
 
   def lacking():
-    stamps[:] = shards.each(
-      lambda path: shards.attempted(path, reading.size_and_time), paths
-    )
+    stamps[:] = shards.each(reading.size_and_time, paths, 'Looking at files')
     for place in _places(folder):
       stored.update(_load(place))
     rows = [stored.get(name, np.zeros(0)) for name in names]
@@ -191,9 +182,9 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
     ]
 
   everywhere = processes.attempt(f'{what}: looking for stored ones', lacking)
-  if todo := sorted(set().union(*everywhere)):
-    for i, lengths in _scan_all(what, paths, stamps, counts, todo):
-      stored[names[i]] = np.array([*stamps[i], *lengths], np.int64)
+  todo = sorted(set().union(*everywhere))
+  for i, lengths in zip(todo, _scan_all(what, paths, stamps, counts, todo)):
+    stored[names[i]] = np.array([*stamps[i], *lengths], np.int64)
   found = [np.cumsum([0, *stored[name][2:]]) for name in names]
   processes.agree(
     f"the records of '{folder}'",
@@ -203,54 +194,35 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
       'hash of their offsets': index_lib.digest(found),
     },
   )
-  whole = dict(stored)
-  # One process writes what all see. What it did not write for another process,
-  # which has a disk of its own, that process writes itself.
-  processes.from_first(
-    f'{what}: storing them', lambda: todo and _save(folder, whole)
-  )
-  if everywhere[jax.process_index()] and jax.process_index():
-    stored.clear()
-    if lacking():
-      _save(folder, whole)
+  # Processes with one disk write the same to it.
+  if everywhere[jax.process_index()]:
+    _save(folder, stored)
   return found
 
 
-def _scan_all(what, paths, stamps, counts, todo):
-  """Yields (number, lengths) of files; each process reads some for all."""
-  me, count = jax.process_index(), jax.process_count()
-  mine, made = todo[me::count], []
+def _scan_all(what, paths, stamps, counts, todo) -> list[np.ndarray]:
+  """Returns the lengths in some files; each process reads a part for all."""
+  sizes = {paths[i]: (stamps[i][0], counts[i]) for i in todo}
+  me, count, made = jax.process_index(), jax.process_count(), []
 
-  def scan(i):
-    return shards.attempted(
-      paths[i], lambda path: _scan(path, stamps[i][0], counts[i])
+  def scan():
+    mine = [paths[i] for i in todo[me::count]]
+    title = 'Reading the headers of tfrecord files'
+    made.extend(
+      shards.each(lambda path: _scan(path, *sizes[path]), mine, title)
     )
 
-  def scan_mine():
-    is_local = reading.is_local(paths[0])
-    threads = 16 if is_local else 2 * index_lib.REMOTE_THREADS
-    with futures.ThreadPoolExecutor(threads) as pool:
-      try:
-        made.extend(
-          cli.bar(
-            iterable=pool.map(scan, mine), total=len(mine), delay=3,
-            desc='Reading the headers of tfrecord files', leave=False,
-            unit=' files',
-          )
-        )  # fmt: skip
-      except BaseException:
-        pool.shutdown(cancel_futures=True)
-        raise
-
-  processes.attempt(what, scan_mine)
+  processes.attempt(what, scan)
+  found = {}
   for process in range(min(count, len(todo))):
-    theirs = todo[process::count]
-    ends = np.cumsum([counts[i] for i in theirs])
+    share = todo[process::count]
+    ends = np.cumsum([counts[i] for i in share])
     lengths = np.zeros(ends[-1], np.uint32)
     if process == me:
       lengths[:] = list(itertools.chain(*made))
     lengths = multihost_utils.broadcast_one_to_all(lengths, process == me)
-    yield from zip(theirs, np.split(np.asarray(lengths), ends[:-1]))
+    found.update(zip(share, np.split(np.asarray(lengths), ends[:-1])))
+  return [found[i] for i in todo]
 
 
 # --- On disk ---
