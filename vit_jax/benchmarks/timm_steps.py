@@ -47,25 +47,20 @@ class Beside:
 
   def __init__(self, **kwargs):
     self._process = subprocess.Popen(
-      COMMAND,
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      text=True,
+      COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     self.first = self._ask(kwargs)
 
   def _ask(self, what):
-    try:
+    with contextlib.suppress(BrokenPipeError):
       print(json.dumps(what), file=self._process.stdin, flush=True)
-      return json.loads(self._process.stdout.readline())
-    except (OSError, ValueError) as e:
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        self._process.wait(10)
-      self.close()
+    answer = self._process.stdout.readline()
+    if not answer:
       raise OSError(
-        f'the process that runs timm ended (status {self._process.returncode}); '
-        'its message is above'
-      ) from e
+        f'the process that runs timm ended (status {self._process.wait()}); its '
+        'message is above'
+      )
+    return json.loads(answer)
 
   def __call__(self, count: int) -> float:
     """Makes so many steps; returns the seconds that they took."""

@@ -162,26 +162,19 @@ def shorten(text: str, length: int = 18) -> str:
 
 def fitting(text: str, width: float, points: float) -> str:
   """Shortens each line of a text to `width` inches in a font of `points`."""
-  from matplotlib import cbook
-  from matplotlib import font_manager
   from matplotlib import textpath
 
-  font = font_manager.FontProperties(size=points)
-
-  def extent(line):
-    size = textpath.text_to_path.get_text_width_height_descent(
-      line, font, ismath=cbook.is_math_text(line)
-    )
-    return size[0] / 72
-
-  lines = []
-  for line in text.split('\n'):
-    length, found = min(len(line), 80), line
-    while length > 3 and extent(found) > width:
+  def cut(line):
+    found, length = line, min(len(line), 80)
+    while length > 3 and extent(found) > 72 * width:
       length -= 1
       found = shorten(line, length)
-    lines.append(found)
-  return '\n'.join(lines)
+    return found
+
+  def extent(line):
+    return textpath.TextPath((0, 0), line, points).get_extents().width
+
+  return '\n'.join(map(cut, text.split('\n')))
 
 
 # --- Figures ---
