@@ -125,10 +125,7 @@ class Probe:
 
     All layers are probed by one method, so that they compare: L-BFGS if the
     features of the widest fit in memory, otherwise SGD, see solvers. With
-    L-BFGS, a pass over the images extracts as many layers as take a quarter of
-    the memory. For 1.28 million images and 49 layers of 1,536 features
-    (iGPT-L), a layer takes 7.9 GB: a machine of 512 GB makes 3 passes, and on
-    one of less than 64 GB SGD trains the probes of all layers together.
+    L-BFGS, a pass over the images extracts as many layers as fit.
     """
     extractor, state, found = self._make(layers), (params, extra), {}
     count, widest = self.train.num_examples, max(extractor.widths.values())
@@ -353,9 +350,8 @@ def as_rows(found: Accuracies) -> list[dict]:
   rows = []
   for name, values in found.items():
     mean, std = metrics.mean_std(values)
-    rows.append({'layer': name, 'accuracy': mean, 'std': std})
-    if len(values) == 1:
-      del rows[-1]['std']
+    spread = {'std': std} if len(values) > 1 else {}
+    rows.append({'layer': name, 'accuracy': mean, **spread})
   return rows
 
 
