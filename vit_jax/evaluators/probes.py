@@ -31,6 +31,7 @@ from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.evaluators import features
 from vit_jax.evaluators import solvers
+from vit_jax.figures import drawing
 from vit_jax.figures import studies
 from vit_jax.inference import engine
 from vit_jax.run import config as run_config
@@ -378,10 +379,6 @@ def write(path: epath.Path, found: Accuracies, content: dict):
   def do():
     files.write(path, json.dumps(content, indent=1) + '\n')
     files.write(path.with_suffix('.csv'), text)
-    try:
-      studies.curves(curves, *labels, path=plot)
-      cli.say(f'  plot   {plot}')
-    except ImportError as e:
-      cli.say(f'No plot was drawn: {e}')
+    drawing.to_file(studies.curves, curves, *labels, path=plot)
 
   processes.from_first('writing the linear probes', do)

@@ -6,11 +6,13 @@ and without a screen. To restyle all figures, change STYLE; or draw the arrays
 with code of your own. vit_jax/figures/charts.py draws curves and results.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 import io
 
 from etils import epath
+import jax
 import numpy as np
 from PIL import Image
 
@@ -62,6 +64,20 @@ def styled(function):
     return figure
 
   return draw
+
+
+def to_file(make: Callable, *args, path, **kwargs):
+  """Draws into a file from the first process, or says what is missing.
+
+  `make` is a function that is `styled`, which gets the arguments.
+  """
+  if jax.process_index():
+    return
+  try:
+    make(*args, path=path, **kwargs)
+    cli.say(f'  plot   {path}')
+  except ImportError as e:
+    cli.say(f'No plot was drawn: {e}')
 
 
 def png(figure) -> bytes:
