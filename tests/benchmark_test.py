@@ -20,7 +20,7 @@ from vit_jax.commands import benchmark as benchmark_command
 
 
 def run(monkeypatch, tmp_path, *flags):
-  path = tmp_path / 'out' / 'benchmark.json'
+  path = tmp_path / 'benchmark.json'
   benchmark_command.main([f'--json={path}', '--repeats=1', *flags])
   return json.loads(path.read_text())
 

@@ -1,6 +1,5 @@
 """Times the steps that users wait for: `vit_jax benchmark`."""
 
-import contextlib
 import json
 import pathlib
 import platform
@@ -44,17 +43,13 @@ def run(args) -> None:
   }
   print(', '.join(f'{key} {value}' for key, value in machine.items()))
   results = {}
-  with contextlib.ExitStack() as stack:
-    if args.json:
-      path = pathlib.Path(args.json)
-      path.parent.mkdir(parents=True, exist_ok=True)
-      file = stack.enter_context(path.open('w'))
-    for section in args.only or SECTIONS:
-      results[section] = SECTIONS[section](args)
-      for line in results[section]:
-        print(_text(line), flush=True)
-    if args.json:
-      json.dump({'machine': machine, 'results': results}, file, indent=1)
+  for section in args.only or SECTIONS:
+    results[section] = SECTIONS[section](args)
+    for line in results[section]:
+      print(_text(line), flush=True)
+  if args.json:
+    found = {'machine': machine, 'results': results}
+    pathlib.Path(args.json).write_text(json.dumps(found, indent=1))
 
 
 def _text(row):

@@ -53,12 +53,7 @@ def inference_time(
     rules.check(key, value, RULES.get(key, rules.no_nan))
   log = metrics_lib.MetricsLog(workdir, 0)  # Fails early if it cannot write.
   mesh = sharding.make_mesh({'data': -1})
-  shards = sharding.batch_shards(mesh)
-  if config.batch % shards:
-    raise ValueError(
-      f'batch={config.batch} is not a multiple of the {shards} devices: use '
-      f'--config.batch={max(1, round(config.batch / shards)) * shards}'
-    )
+  sharding.local_rows(mesh, config.batch)  # Raises if nothing divides it.
   model = models.get_model(
     config.model_name, num_classes=config.num_classes, dtype=config.dtype
   )

@@ -142,8 +142,7 @@ def table(result: dict) -> str:
 
 
 def _by_layer(result):
-  """Returns the accuracy by layer, as evaluators.probes has it."""
-  return {row['layer']: (row['accuracy'], 0.0) for row in result['layers']}
+  return {row['layer']: [row['accuracy']] for row in result['layers']}
 
 
 def run(args) -> None:

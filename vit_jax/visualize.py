@@ -95,10 +95,8 @@ def figures(
     ValueError: if a named figure cannot be drawn.
     ImportError: if matplotlib is missing.
   """
-  from vit_jax.figures import drawing
   from vit_jax.figures import gallery
 
-  drawing.require_matplotlib()
   shown = subject(model, images, split, num_images, points)
   found = {}
   for entry in gallery.choose(shown, names)[0]:
@@ -115,10 +113,8 @@ def inductive_bias(images: Sequence[Any] | None = None):
   Returns:
     A matplotlib Figure.
   """
-  from vit_jax.figures import drawing
   from vit_jax.figures import gallery
 
-  drawing.require_matplotlib()
   [figure] = gallery.INDUCTIVE_BIAS.draw(_small(images))
   return figure
 

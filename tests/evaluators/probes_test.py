@@ -179,7 +179,7 @@ def test_an_evaluation_probes_all_layers(task, splits, mesh, tmp_path, capsys):
   assert 'pixels      100.00 %' in capsys.readouterr().out
   assert (tmp_path / 'probe.png').read_bytes()[1:4] == b'PNG'
   lines = (tmp_path / 'probe.csv').read_text().splitlines()
-  assert lines[:2] == ['layer,accuracy', 'layer_0,0.5']
+  assert lines[:2] == ['layer,accuracy,std', 'layer_0,0.5,0.0']
   assert len(lines) == 4
 
 

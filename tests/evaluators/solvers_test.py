@@ -56,7 +56,7 @@ def test_scores_are_those_of_the_closed_form(n, d, monkeypatch):
 
 def test_features_that_are_not_finite():
   train = features.Features(np.full((4, 3), np.nan), np.arange(4) % 2)
-  with pytest.raises(ValueError, match='features are not finite'):
+  with pytest.raises(ValueError, match='contains NaN'):
     solvers.least_squares(train, 2, 1.0)
 
 
@@ -94,7 +94,7 @@ def test_held_out_images_choose_the_penalty(monkeypatch):
 
 def test_too_few_images():
   train = blobs(0, 3)._replace(labels=np.array([0, -1, -1]))
-  with pytest.raises(ValueError, match='1 labelled images are too few'):
+  with pytest.raises(ValueError, match='0 sample'):
     solvers.tuned(train, train)
   train = train._replace(labels=np.full(3, -1))
   with pytest.raises(ValueError, match='no image of the split has one class'):

@@ -75,7 +75,7 @@ def test_the_fewest_micro_batches_that_fit_and_the_best_first(capsys):
     '--config.mesh.data=1 --config.mesh.fsdp=32 --config.mesh.model=1 '
     '--config.model.transformer.remat= --config.accum_steps=8'
   )
-  # Of 32 images at 10 each it takes a fifth: 4, then what these two tell.
+  # Of 32 images at 10 each it takes a fifth: 4, then twice as many.
   assert steps(plans, 32, 1, '') == [1, 4, 8]
   # On from there; down as long as it fits.
   assert steps(plans, 8, 1, '') == [8, 4]

@@ -106,12 +106,6 @@ def test_both_ways_and_what_is_left_behind(config, finished):
   ] == [p for p in before if 'tfevents' not in p.name]
 
 
-def test_one_seed_tells_no_spread(config, tmp_path):
-  config.seeds = (0,)
-  with pytest.raises(ValueError, match=r'seeds=\(0,\) must be two at least'):
-    transfer.transfer(config, str(tmp_path))
-
-
 def test_weights_come_in_at_another_resolution(config, finished, tmp_path):
   """With a learning rate of 0, what is not interpolated or new is unchanged."""
   pretrained = str(finished[0] / 'pretrain')

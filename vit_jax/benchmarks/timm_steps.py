@@ -2,7 +2,7 @@
 
 JAX and PyTorch bring different versions of NVIDIA's libraries, so the benchmark
 asks this process to take its turns: `python -m vit_jax.benchmarks.timm_steps`
-reads one line of JSON with the keys of `Beside`, prints what the first call took,
+reads one line of JSON with the arguments of `_make_step`, prints what the first call took,
 and for each further line, a number of calls, prints the seconds that they took.
 """
 
@@ -30,42 +30,27 @@ COMMAND = [sys.executable, '-m', 'vit_jax.benchmarks.timm_steps']
 class Beside:
   """A process that makes updates, or computes logits, of a model of timm.
 
-  Args:
-    model: a key of NAMES.
-    batch: images of a step.
-    image_size: side of an image in pixels.
-    dtype: 'float32', or 'bfloat16' for torch.autocast.
-    train: whether to make updates, by fused AdamW; else to compute logits.
-    compiled: whether to use torch.compile.
-
-  Attributes:
-    first: what the first call reported: `seconds` with compilation, and
-      `peak_bytes` of memory on a GPU.
-
-  Raises OSError if the process ends; its own message is on stderr.
+  Takes the arguments of `_make_step`. `first` is what the first call reported:
+  `seconds` with compilation, and `peak_bytes` of memory on a GPU. Raises
+  OSError if the process ends; its own message is on stderr.
   """
 
   def __init__(self, **kwargs):
     self._process = subprocess.Popen(
-      COMMAND,
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      text=True,
+      COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     self.first = self._ask(kwargs)
 
   def _ask(self, what):
-    try:
+    with contextlib.suppress(BrokenPipeError):
       print(json.dumps(what), file=self._process.stdin, flush=True)
-      return json.loads(self._process.stdout.readline())
-    except (OSError, ValueError) as e:
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        self._process.wait(10)
-      self.close()
+    answer = self._process.stdout.readline()
+    if not answer:
       raise OSError(
-        f'the process that runs timm ended (status {self._process.returncode}); '
-        'its message is above'
-      ) from e
+        f'the process that runs timm ended (status {self._process.wait()}); its '
+        'message is above'
+      )
+    return json.loads(answer)
 
   def __call__(self, count: int) -> float:
     """Makes so many steps; returns the seconds that they took."""
@@ -78,7 +63,11 @@ class Beside:
 
 
 def _make_step(model, batch, image_size, dtype, train, compiled):
-  """Returns a function that makes one step, without waiting for the device."""
+  """Returns a function that makes one step, without waiting for the device.
+
+  That is an update by fused AdamW, or without `train` the logits. The model is a
+  key of NAMES; the dtype is 'float32', or 'bfloat16' for torch.autocast.
+  """
   import timm
   import torch
 

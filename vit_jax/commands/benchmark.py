@@ -49,6 +49,7 @@ def make_parser() -> flags.Parser:
 
 def main(argv: Sequence[str]) -> int:
   args = make_parser().parse_args(argv)
+  flags.check_output('json', args.json)
   if 'jax' not in sys.modules:  # JAX reads these when it is imported.
     # Compilation is timed too; and two programs share the memory of a GPU.
     os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'

@@ -25,40 +25,30 @@ class Means:
 
     The last are images a second and device.
     """
-    began, compiling = time.perf_counter(), 0.0
-    timed, shapes, last = [], set(), None
+    start, began = time.perf_counter(), None
 
     def compute(batch):
-      nonlocal compiling, last
-      shape = str(jax.tree.map(np.shape, batch))
-      timed.append(shape in shapes)
-      shapes.add(shape)
-      if timed[-1]:
-        last = self._sums(params, extra, batch)
-        return last
-      # The first batch of a shape may compile, so it is not timed.
-      jax.block_until_ready(last)
-      first = time.perf_counter()
-      last = jax.block_until_ready(self._sums(params, extra, batch))
-      compiling += time.perf_counter() - first
-      return last
+      nonlocal began
+      found = self._sums(params, extra, batch)
+      if began is None:  # The first batch may compile, so it is not timed.
+        jax.block_until_ready(found)
+        began = time.perf_counter()
+      return found
 
     totals = list(
       engine.split(self._task, self._source, self._mesh, compute, stop)
     )
-    seconds = time.perf_counter() - began
-    if any(timed):
-      seconds -= compiling
-    else:
-      timed = [True] * len(timed)
+    end = time.perf_counter()
     metrics = {}
     for name in totals[0][0]:
       pairs = np.array([sums[name] for sums, _ in totals], np.float64)
       total, weight = pairs.sum(axis=0)
       metrics[name] = total / weight if weight else float('nan')
     counts = [int(count) for _, count in totals]
+    count, timed = sum(counts), sum(counts[1:])
+    speed = timed / (end - began) if timed else count / (end - start)
     return {
       **metrics,
-      'num_examples': sum(counts),
-      'img_sec_core': np.dot(counts, timed) / seconds / self._mesh.size,
+      'num_examples': count,
+      'img_sec_core': speed / self._mesh.size,
     }

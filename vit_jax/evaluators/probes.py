@@ -31,13 +31,14 @@ from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.evaluators import features
 from vit_jax.evaluators import solvers
+from vit_jax.figures import drawing
 from vit_jax.figures import studies
 from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics
 
-# (mean, standard deviation) of the accuracy, from 0 to 1, by layer.
-Accuracies = Mapping[str, tuple[float, float]]
+# Accuracies of one or several draws, from 0 to 1, by layer.
+Accuracies = Mapping[str, Sequence[float]]
 
 ALL = 'all'  # The name of all layers, see select.
 # Draws of LayerProbe, and its penalty, see solvers.logistic.
@@ -125,10 +126,7 @@ class Probe:
 
     All layers are probed by one method, so that they compare: L-BFGS if the
     features of the widest fit in memory, otherwise SGD, see solvers. With
-    L-BFGS, a pass over the images extracts as many layers as take a quarter of
-    the memory. For 1.28 million images and 49 layers of 1,536 features
-    (iGPT-L), a layer takes 7.9 GB: a machine of 512 GB makes 3 passes, and on
-    one of less than 64 GB SGD trains the probes of all layers together.
+    L-BFGS, a pass over the images extracts as many layers as fit.
     """
     extractor, state, found = self._make(layers), (params, extra), {}
     count, widest = self.train.num_examples, max(extractor.widths.values())
@@ -228,15 +226,18 @@ class LayerProbe(Probe):
   def run(self, params, extra, stop=engine.never):
     """Returns the mean accuracy of the best layer, and that of the pixels."""
     found = {
-      layer: metrics.mean_std(*by_shots.values())
+      layer: next(iter(by_shots.values()))
       for layer, by_shots in self.accuracies(params, extra, stop).items()
     }
     cli.say(table(found))
     if self._workdir is not None:
       path = epath.Path(self._workdir) / 'probe.json'
       write(path, found, {'layers': as_rows(found)})
-    best, pixels = found[best_layer(found)], found[features.PIXELS]
-    return {'probe_best': best[0], 'probe_pixels': pixels[0]}
+    best, pixels = (
+      metrics.mean_std(found[name])[0]
+      for name in (best_layer(found), features.PIXELS)
+    )
+    return {'probe_best': best, 'probe_pixels': pixels}
 
 
 def splits(config) -> tuple[str | None, str, str]:
@@ -331,7 +332,8 @@ def table(found: Accuracies) -> str:
   """Returns the accuracy by layer as text, the best of all layers marked."""
   best = best_layer(found)
   lines = [f'{"layer":<10} {"accuracy":>9}']
-  for name, (mean, std) in found.items():
+  for name, values in found.items():
+    mean, std = metrics.mean_std(values)
     spread = f' +- {100 * std:.2f}' if std else ''
     mark = '  best layer' if name == best else ''
     lines.append(f'{name:<10} {100 * mean:7.2f} %{spread}{mark}')
@@ -341,15 +343,17 @@ def table(found: Accuracies) -> str:
 def best_layer(found: Accuracies) -> str:
   """Returns the layer of the highest accuracy, the first of equal ones."""
   names = [name for name in found if name != features.PIXELS]
-  return max(names, key=lambda name: found[name][0])
+  return max(names, key=lambda name: np.mean(found[name]))
 
 
 def as_rows(found: Accuracies) -> list[dict]:
-  """Returns the accuracy by layer as rows, with the deviation if there is any."""
-  names = ['accuracy']
-  if any(std for _, std in found.values()):
-    names.append('std')
-  return [{'layer': name, **dict(zip(names, x))} for name, x in found.items()]
+  """Returns the accuracy by layer as rows, with the deviation of several draws."""
+  rows = []
+  for name, values in found.items():
+    mean, std = metrics.mean_std(values)
+    spread = {'std': std} if len(values) > 1 else {}
+    rows.append({'layer': name, 'accuracy': mean, **spread})
+  return rows
 
 
 def write(path: epath.Path, found: Accuracies, content: dict):
@@ -360,20 +364,21 @@ def write(path: epath.Path, found: Accuracies, content: dict):
   rows, best = as_rows(found), best_layer(found)
   lines = [rows[0], *(row.values() for row in rows)]
   text = ''.join(','.join(map(str, line)) + '\n' for line in lines)
-  layers = {k: v for k, v in found.items() if k != features.PIXELS}
+  layers = [x for name, x in found.items() if name != features.PIXELS]
+  curves = {'layers': (range(len(layers)), 100 * np.array(layers))}
+  if features.PIXELS in found:  # A line across.
+    pixels = 100 * np.array([found[features.PIXELS]] * 2)
+    curves['raw pixels'] = ((0, len(layers) - 1), pixels)
   title = (
     f'Linear probes: {best.replace("_", " ")} is best, '
-    f'{100 * found[best][0]:.1f} %'
+    f'{100 * np.mean(found[best]):.1f} %'
   )
+  labels = ('layer, from the input on', 'accuracy (%)', title)
   plot = path.with_suffix('.png')
 
   def do():
     files.write(path, json.dumps(content, indent=1) + '\n')
     files.write(path.with_suffix('.csv'), text)
-    try:
-      studies.depth(layers, found.get(features.PIXELS), title, path=plot)
-      cli.say(f'  plot   {plot}')
-    except ImportError as e:
-      cli.say(f'No plot was drawn: {e}')
+    drawing.to_file(studies.curves, curves, *labels, path=plot)
 
   processes.from_first('writing the linear probes', do)

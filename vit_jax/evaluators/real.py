@@ -126,21 +126,18 @@ def score(best: np.ndarray, right: list[list[int]]) -> dict[str, float]:
 def _read(path, num_classes) -> list[list[int]]:
   """Reads the file of labels; see Real."""
   try:
-    labels = json.loads(reading.read_file(path))
-  except ValueError as e:
-    raise ValueError(f"real='{path}' is not JSON: {e} (--real)") from e
-  if not isinstance(labels, list) or not all(
-    isinstance(x, list) and all(type(i) is int for i in x) for x in labels
-  ):
+    labels = [list(classes) for classes in json.loads(reading.read_file(path))]
+    known = {c for classes in labels for c in classes} <= {*range(num_classes)}
+  except (ValueError, TypeError) as e:
     raise ValueError(
       f"real='{path}' is not a list of lists of class numbers, one per image: "
-      'give real.json of github.com/google-research/reassessed-imagenet (--real)'
+      f'{e}; give real.json of github.com/google-research/reassessed-imagenet '
+      '(--real)'
+    ) from e
+  if not known:
+    raise ValueError(
+      f"real='{path}' has classes that the model does not have, which numbers "
+      f'its {num_classes} classes from 0: evaluate a model of the classes that '
+      'the file names (--real)'
     )
-  for i, classes in enumerate(labels):
-    if any(not 0 <= c < num_classes for c in classes):
-      raise ValueError(
-        f"real='{path}' gives image {i + 1} the classes {classes}, and the model "
-        f'has {num_classes}, numbered from 0: evaluate a model of the classes '
-        'that the file names (--real)'
-      )
   return labels

@@ -82,11 +82,6 @@ def least_squares(
   centred = np.subtract(x, mean, out=inputs[:, :-1])
   # Without the copy of all of x in float64 that x.std makes.
   scale = np.sqrt(np.einsum('nd,nd->d', centred, centred) / len(x)) + _EPS
-  if not np.isfinite(scale).all():
-    raise ValueError(
-      'the features are not finite: the training diverged, or its checkpoint is '
-      'damaged; choose another checkpoint'
-    )
   centred /= scale
   targets = np.where(train.labels[:, None] == np.arange(num_classes), 1.0, -1.0)
   model = linear_model.Ridge(
@@ -127,12 +122,6 @@ def tuned(train: features.Features, test: features.Features) -> Result:
   rows = np.random.default_rng(0).permutation(train.labelled())
   count = max(1, round(HELD_OUT * len(rows)))
   held, rest = rows[:count], rows[count:]
-  if len(np.unique(train.labels[rest])) < 2:
-    raise ValueError(
-      f'{len(rows)} labelled images are too few for a linear probe, which needs '
-      'two classes besides the images that it holds out: give a larger split '
-      '(--train)'
-    )
 
   def score(rows, asked, l2):
     model = logistic(train.take(rows), l2)

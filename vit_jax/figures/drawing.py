@@ -6,11 +6,13 @@ and without a screen. To restyle all figures, change STYLE; or draw the arrays
 with code of your own. vit_jax/figures/charts.py draws curves and results.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 import io
 
 from etils import epath
+import jax
 import numpy as np
 from PIL import Image
 
@@ -62,6 +64,20 @@ def styled(function):
     return figure
 
   return draw
+
+
+def to_file(make: Callable, *args, path, **kwargs):
+  """Draws into a file from the first process, or says what is missing.
+
+  `make` is a function that is `styled`, which gets the arguments.
+  """
+  if jax.process_index():
+    return
+  try:
+    make(*args, path=path, **kwargs)
+    cli.say(f'  plot   {path}')
+  except ImportError as e:
+    cli.say(f'No plot was drawn: {e}')
 
 
 def png(figure) -> bytes:
@@ -162,26 +178,19 @@ def shorten(text: str, length: int = 18) -> str:
 
 def fitting(text: str, width: float, points: float) -> str:
   """Shortens each line of a text to `width` inches in a font of `points`."""
-  from matplotlib import cbook
-  from matplotlib import font_manager
   from matplotlib import textpath
 
-  font = font_manager.FontProperties(size=points)
-
-  def extent(line):
-    size = textpath.text_to_path.get_text_width_height_descent(
-      line, font, ismath=cbook.is_math_text(line)
-    )
-    return size[0] / 72
-
-  lines = []
-  for line in text.split('\n'):
-    length, found = min(len(line), 80), line
-    while length > 3 and extent(found) > width:
+  def cut(line):
+    found, length = line, min(len(line), 80)
+    while length > 3 and extent(found) > 72 * width:
       length -= 1
       found = shorten(line, length)
-    lines.append(found)
-  return '\n'.join(lines)
+    return found
+
+  def extent(line):
+    return textpath.TextPath((0, 0), line, points).get_extents().width
+
+  return '\n'.join(map(cut, text.split('\n')))
 
 
 # --- Figures ---

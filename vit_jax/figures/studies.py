@@ -16,7 +16,6 @@ from vit_jax.run import metrics as metrics_lib
 
 Values = Sequence[float]
 _MARKERS = 'osD^vPX*'
-_MOST_TICKS = 25  # Names of layers below an axis.
 _MOST_UPRIGHT = 60  # Characters of all labels that fit below an axis.
 
 
@@ -82,49 +81,19 @@ def curves(
       continue
     at = np.array([place for place, _ in points], np.float64)
     spreads = np.array([metrics_lib.mean_std(found) for _, found in points])
-    _line(axes, number, at, *spreads.T, label, marker=_MARKERS[number % 8])
+    (mean, std), colour = spreads.T, colors.of_line(number)
+    marker = _MARKERS[number % 8]
+    axes.plot(at, mean, color=colour, label=label, zorder=3, marker=marker)
+    if std.any():
+      low, high = mean - std, mean + std
+      axes.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
     for place, found in points:
       if len(found) > 1:
-        colour = colors.of_line(number)
         axes.scatter([place] * len(found), found, s=14, alpha=0.6, color=colour)
   places = np.concatenate([np.asarray(x, float) for x, _ in lines.values()])
   if not log_x and (places == places.round()).all():
     axes.xaxis.get_major_locator().set_params(integer=True)
   return _with_legend(fig, axes)
-
-
-@drawing.styled
-def depth(
-  layers: Mapping[str, tuple[float, float]],
-  baseline: tuple[float, float] | None,
-  title: str,
-):
-  """Draws the accuracy of linear probes over the depth of a model.
-
-  Takes (mean, standard deviation) of the accuracy, from 0 to 1, by the name of
-  the layer, from the input to the output; and the same of raw pixels, drawn as
-  a line across, or None.
-  """
-  fig, axes = _new(title, 'layer', 'accuracy (%)')
-  places, found = np.arange(len(layers)), np.array(list(layers.values()))
-  _line(axes, 0, places, *(100 * found.T), 'layers', marker='o')
-  ends = np.array([-0.5, len(layers) - 0.5])
-  if baseline is not None:
-    found = np.array([baseline] * 2)
-    _line(axes, 1, ends, *(100 * found.T), 'raw pixels', linestyle='--')
-  step = -(-len(layers) // _MOST_TICKS)
-  names = [name.removeprefix('layer_') for name in layers][::step]
-  axes.set_xticks(places[::step], names)
-  axes.set_xlim(*ends)
-  return _with_legend(fig, axes)
-
-
-def _line(axes, number, x, mean, std, label, **kwargs):
-  """Draws a line through means, and a band of standard deviations."""
-  colour = colors.of_line(number)
-  axes.plot(x, mean, color=colour, label=label, zorder=3, **kwargs)
-  if std.any():
-    axes.fill_between(x, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
 
 
 def _limits(values) -> tuple[float | None, float | None]:

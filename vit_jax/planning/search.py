@@ -96,18 +96,14 @@ def _remats(model):
 
 
 def _fewest_that_fit(config, settings, plan, parts, start):
-  """Searches for the fewest micro-batches that fit; yields each plan made.
-
-  Begins with `start` micro-batches. `settings` are {flag: value} of all others,
-  and the mesh splits a batch into so many `parts`.
-  """
+  """Searches, from `start` on, for the fewest that fit; yields each plan made."""
   numbers = [
     2**i
     for i in range(config.batch.bit_length())
     if config.batch % (parts * 2**i) == 0
   ]
   i = bisect.bisect_right(numbers, start) - 1
-  tried, too_large = set(), {}
+  tried = set()
   while 0 <= i < len(numbers) and i not in tried:
     tried.add(i)
     trial = copy.deepcopy(config)
@@ -120,29 +116,11 @@ def _fewest_that_fit(config, settings, plan, parts, start):
     yield result
     if result['fits']:
       i -= 1
-      continue
-    too_large[numbers[i]] = result['memory_per_core_bytes']
-    needed = _extrapolate(too_large, result['memory_of_core_bytes'])
-    i = max(i + 1, min(bisect.bisect_left(numbers, needed), len(numbers) - 1))
-
-
-def _extrapolate(memory, limit):
-  """Estimates how many micro-batches are needed for `limit` bytes.
-
-  `memory` is {number of micro-batches: bytes, or None if unknown} of the plans
-  that do not fit, in the order in which they were made.
-  """
-  known = [(steps, size) for steps, size in memory.items() if size]
-  if not known:
-    return 0
-  steps, size = known[-1]
-  if len(known) == 1:
-    return steps * 2 ** math.floor(math.log2(size / limit))
-  # A part of the memory is fixed, the rest shrinks with more micro-batches.
-  before, larger = known[-2]
-  shared = (larger - size) / (1 / before - 1 / steps)
-  fixed = size - shared / steps
-  return shared / (limit - fixed) if fixed < limit else 0
+    else:  # Twice as many micro-batches save half of the memory at most.
+      needed = result['memory_per_core_bytes'] or 0
+      i += max(
+        1, int(math.log2(max(1, needed / result['memory_of_core_bytes'])))
+      )
 
 
 def _images_per_second(plan):

@@ -73,13 +73,7 @@ def get_topology(name: str):
   missing, OSError if another process uses it.
   """
   chip = get_chip(name)
-  try:
-    import libtpu  # noqa: F401
-  except ImportError as e:
-    raise ImportError(
-      "planning needs the TPU's compiler: pip install -e '.[plan]' in the "
-      'checkout of vit_jax'
-    ) from e
+  cli.needed('libtpu', 'plan', 'planning')
   from jax.experimental import topologies
 
   # libtpu looks for a TPU's metadata server, and warns if it finds none.

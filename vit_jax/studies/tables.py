@@ -4,7 +4,6 @@ What a job writes into its workdir, one process writes for all, and atomically:
 machines that share the workdir may write the same file at once.
 """
 
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -14,16 +13,17 @@ import json
 from typing import Any
 
 from etils import epath
-import jax
 
 from vit_jax import cli
 from vit_jax.distributed import files
 from vit_jax.distributed import processes
+from vit_jax.figures import drawing
 from vit_jax.figures import studies
 from vit_jax.run import metrics as metrics_lib
 
 say = cli.say
 mean_std = metrics_lib.mean_std
+draw = drawing.to_file
 
 
 def format_values(metric: str, values: Sequence[float]) -> str:
@@ -143,17 +143,3 @@ def plot(
     draw(studies.bars, {'': bars}, label, title, path=path)
   else:
     draw(studies.curves, lines, x_label, label, title, log_x=log_x, path=path)
-
-
-def draw(make: Callable, *args, path, **kwargs):
-  """Draws a plot into a file, or says which package is missing.
-
-  `make` is a function of vit_jax/figures/studies.py, which gets the arguments.
-  """
-  if jax.process_index():
-    return
-  try:
-    make(*args, path=path, **kwargs)
-    say(f'  plot   {path}')
-  except ImportError as e:
-    say(f'No plot was drawn: {e}')

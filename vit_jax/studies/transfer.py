@@ -39,11 +39,6 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
     ValueError, runs.Failed: see study.study.
   """
   runs_lib.check_keys(config, _RULES, 'a transfer')
-  if len(config.seeds) < 2:
-    raise ValueError(
-      f'seeds={tuple(config.seeds)} must be two at least, for a standard deviation '
-      '(--config.seeds)'
-    )
   pretraining = runs_lib.Run('pretrain', config.pretrain)
   variants = {kind: [] for kind in _NAMES}
   for kind, found in variants.items():
