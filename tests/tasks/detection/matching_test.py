@@ -79,7 +79,7 @@ def test_few_costs_are_finite():
     np.testing.assert_allclose(
       np.where(bad, 0, problem)[chosen].sum(dtype=np.float64),
       np.where(bad, 0, problem)[rows, columns].sum(dtype=np.float64),
-      atol=1e-4,
+      atol=1e-2,
     )
 
 
