@@ -74,7 +74,7 @@ class Detector(predictor_lib.Predictor):
 
   def _find(self, images, threshold, image_size, make) -> list:
     """Returns the result of `make`, such as that of a detector, for each image."""
-    how = self._columns(None, threshold, image_size)
+    how = self._columns(threshold=threshold, image_size=image_size)
     threshold = self.LEAST if threshold is None else threshold
     found = {
       number: make(inputs, outputs, threshold)
@@ -106,7 +106,7 @@ class Detector(predictor_lib.Predictor):
   def _detections(self):
     return jax.jit(self.task.detections)
 
-  def _columns(self, top, threshold, image_size):
+  def _columns(self, top=5, threshold=None, image_size=None):
     del top
     threshold = self.LEAST if threshold is None else threshold
     rules.check('threshold', threshold, rules.number(0, 1))

@@ -343,6 +343,12 @@ class TextTask(Task):
     """Returns `embedding`, float32 [B, E], of texts."""
     return {'embedding': self.embed_tokens(params, extra, batch['tokens'])}
 
+  def sample(self, count: int) -> tuple[dict[str, np.ndarray], str]:
+    """Returns the tokens of so many texts, and their origin in words."""
+    found = templates_lib.TEMPLATES['short'][:count]
+    tokens = self.tokenizer(templates_lib.fill(['cat'], found))
+    return {'tokens': tokens}, f'{count} texts'
+
 
 def stored(tokenizer: tokenizers.Tokenizer) -> list[str]:
   """Returns the vocabulary of a tokenizer as the metadata of a run have it."""

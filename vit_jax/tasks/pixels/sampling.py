@@ -168,7 +168,7 @@ class Predictor(predictor_lib.Predictor):
   def predict(self, images: Sequence[Any]) -> list:
     return [float(bits) for bits in self.log_likelihood(images)]
 
-  def _columns(self, top, threshold, image_size):
+  def _columns(self, top=5, threshold=None, image_size=None):
     del top, threshold, image_size
     name = 'bits_per_dimension'
     return tables.Columns(
