@@ -12,11 +12,11 @@ from typing import Any
 
 from etils import epath
 import numpy as np
-from PIL import Image
 from scipy import special
 
 from vit_jax import cli
 from vit_jax.configs import rules
+from vit_jax.data.images import images as images_lib
 from vit_jax.distributed import files
 from vit_jax.distributed import sharding
 from vit_jax.inference import predictor as predictor_lib
@@ -56,21 +56,15 @@ class Predictor(predictor_lib.Predictor):
       )
     return self._embedder(self.params, self.extra, list(texts))
 
-  def embed_classes(
-    self, classes: Sequence[str], templates: str | None = None
-  ) -> np.ndarray:
-    """Returns the embeddings of classes, float32 [C, E]: means over templates.
-
-    `templates` is as the option of the task, by default that of the run.
-    """
+  def embed_classes(self, classes: Sequence[str]) -> np.ndarray:
+    """Returns the embeddings of classes, float32 [C, E]: means over templates."""
     if isinstance(classes, str) or not len(classes):
       raise ValueError(
         f'classes={classes!r:.80} must be a list of names: give at least two'
       )
-    found = self.task.templates
-    if templates is not None:
-      found = templates_lib.get(templates)
-    return self._embedder.classes(self.params, self.extra, list(classes), found)
+    return self._embedder.classes(
+      self.params, self.extra, list(classes), self.task.templates
+    )
 
   def logits(self, images: Sequence[Any], embeddings: np.ndarray) -> np.ndarray:
     """Returns the logits of images and texts, float32 [n, m].
@@ -187,8 +181,7 @@ class Predictor(predictor_lib.Predictor):
       inputs, zimg = self.run(images, keep=('image',))
       logits = self._logits(zimg, embeddings)
       picture = drawing.matrix(inputs['image'], words, logits)
-      with epath.Path(args.out).open('wb') as file:
-        Image.fromarray(picture).save(file, 'PNG')
+      epath.Path(args.out).write_bytes(images_lib.encode_png(picture))
       yield f'The similarities are drawn in {args.out}.'
 
   def export(self, out, to, texts=False, **options):
