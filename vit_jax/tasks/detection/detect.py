@@ -145,10 +145,7 @@ class Task(base.Task):
     return [input_pipeline.Part(None, example, tuple(image_size))]
 
   def _by_canvas(self, source, group, example: Callable):
-    """Returns the parts of images that share a canvas, the largest first.
-
-    `example` is a function from a canvas to the function of a Part.
-    """
+    """Returns the parts of each canvas; `example` makes their functions of it."""
     if not self._step:
       found = [(None, group.canvas)]
     else:

@@ -1,6 +1,7 @@
 """Draws and completes images with a trained iGPT, and measures its bits."""
 
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 from etils import epath
@@ -27,15 +28,14 @@ class Predictor(predictor_lib.Predictor):
 
   FLAGS = ('sample', 'complete', 'rows', 'seed', 'temperature', 'top_k')
 
-  def __init__(self, task, params, extra, step):
-    super().__init__(task, params, extra, step)
-
+  @functools.cached_property
+  def _bits(self):
     def bits(params, extra, batch):
-      found = task.read(params, extra, batch)
+      found = self.task.read(params, extra, batch)
       total = (found['bits'] * found['counted']).sum(axis=1)
       return total / found['counted'].sum(axis=1)
 
-    self._bits = jax.jit(bits)
+    return jax.jit(bits)
 
   def log_likelihood(self, images: Sequence[Any]) -> np.ndarray:
     """Returns the bits a dimension (a pixel) of each image, float32 [n].
