@@ -33,18 +33,6 @@ class _State(NamedTuple):
   column_price: jax.Array  # and [Q + 1].
 
 
-def _begin(state: _State, target, num) -> _State:
-  """Begins the search for a path from a target."""
-  return state._replace(
-    target=target,
-    column=jnp.int32(num),
-    walks_back=jnp.bool_(False),
-    owner=state.owner.at[num].set(target),
-    least=jnp.full_like(state.least, jnp.inf),
-    done=jnp.zeros_like(state.done),
-  )
-
-
 def _extend(state: _State, cost, num) -> _State:
   """Extends the tree of shortest paths by the column that is nearest."""
   done = state.done.at[state.column].set(True)
@@ -74,7 +62,14 @@ def _walk_back(state: _State, num) -> _State:
   previous = state.before[state.column]
   owner = state.owner.at[state.column].set(state.owner[previous])
   moved = state._replace(owner=owner, column=previous)
-  begun = _begin(moved, state.target + 1, num)
+  begun = moved._replace(
+    target=state.target + 1,
+    column=jnp.int32(num),
+    walks_back=jnp.bool_(False),
+    owner=owner.at[num].set(state.target + 1),
+    least=jnp.full_like(state.least, jnp.inf),
+    done=jnp.zeros_like(state.done),
+  )
   return jax.tree.map(
     lambda a, b: jnp.where(previous == num, a, b), begun, moved
   )
@@ -87,7 +82,7 @@ def _match(cost, count):
     target=jnp.int32(0),
     column=jnp.int32(num),
     walks_back=jnp.bool_(False),
-    owner=jnp.full(num + 1, -1, jnp.int32),
+    owner=jnp.full(num + 1, -1, jnp.int32).at[num].set(0),
     before=jnp.full(num, num, jnp.int32),
     least=jnp.full(num, jnp.inf, cost.dtype),
     done=jnp.zeros(num + 1, bool),
@@ -102,11 +97,7 @@ def _match(cost, count):
       _extend(state, cost, num),
     )
 
-  state = jax.lax.while_loop(
-    lambda state: state.target < count,
-    advance,
-    _begin(state, jnp.int32(0), num),
-  )
+  state = jax.lax.while_loop(lambda x: x.target < count, advance, state)
   owner = jnp.where(state.owner[:num] < 0, targets, state.owner[:num])
   return (
     jnp.full(targets, -1, jnp.int32)
@@ -119,13 +110,13 @@ def match(cost, counts):
   """Assigns a prediction of its own to each target at the least total cost.
 
   Args:
-    cost: float [..., N, Q], cost of giving target n the prediction q; N <= Q.
-      With a batch that a mesh splits, [..., B, N, Q].
+    cost: float [..., B, N, Q], cost of giving target n the prediction q; N <= Q.
+      A mesh may split the batch.
       A cost that is not finite is worse than any sum of others.
-    counts: int [...], number of targets, the first ones; others are padding.
+    counts: int [..., B], number of targets, the first ones; others are padding.
 
   Returns:
-    int32 [..., N]: the prediction of each target; -1 for padding.
+    int32 [..., B, N]: the prediction of each target; -1 for padding.
   """
   *batch, targets, num = cost.shape
   if targets > num:
@@ -135,8 +126,6 @@ def match(cost, counts):
     )
   cost = jax.lax.stop_gradient(cost).astype(jnp.float32)
   counts = jnp.broadcast_to(counts, batch)
-  if not batch:
-    return match(cost[None], counts[None])[0]
   return sharding.on_own_rows(_match_all, cost, counts, axis=len(batch) - 1)
 
 

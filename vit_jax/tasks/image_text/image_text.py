@@ -295,9 +295,6 @@ class Task(base.Task):
     )
     return {} if ztxt is None else contrastive.logits_of(zimg, ztxt, out)
 
-  def draw_training(self, batch):
-    return self._draw('training_images', batch)
-
   def draw_evaluation(self, batch, outputs):
     """Draws images, and the matrix of their similarities to their texts."""
     found = self._draw('test_images', batch)
