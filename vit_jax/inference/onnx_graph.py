@@ -240,7 +240,6 @@ def _simple(*ops: str):
   """Translates to a node of the first operation, then the others on its result."""
 
   def translate(graph, values, shape, eqn):
-    del eqn
     first, *rest = ops
     found = graph.node(first, [x.name for x in values], shape)
     for op in rest:
@@ -266,13 +265,11 @@ def _erfc(graph, values, shape, eqn):
 
 
 def _select(graph, values, shape, eqn):
-  del eqn
   which, no, yes = (x.name for x in values)
   return graph.node('Where', [which, yes, no], shape)
 
 
 def _clamp(graph, values, shape, eqn):
-  del eqn
   low, x, high = (value.name for value in values)
   least = graph.node('Max', [x, low], shape)
   return graph.node('Min', [least.name, high], shape)
@@ -530,7 +527,6 @@ def _scan(graph, values, eqn):
 
 
 def _iota(graph, values, eqn):
-  del values
   shape, dimension = eqn.params['shape'], eqn.params['dimension']
   if not isinstance(shape[dimension], int):
     raise _unknown('a count over the batch')

@@ -261,7 +261,6 @@ class Predictor:
 
   def batch_size(self, part: input_pipeline.Part) -> int:
     """Returns the greatest number of images of a batch of a part."""
-    del part
     return self.BATCH
 
   def _rows(self, mesh, part, count):
@@ -311,7 +310,6 @@ class Predictor:
     Takes paths, and the flags of that command, such as `top`, the number of
     classes to show, and `out`, the path of the picture to write, or None.
     """
-    del args
     return [
       f'{image}\n  {result}'
       for image, result in zip(images, self.predict(images))

@@ -68,7 +68,6 @@ class Task(base.Task):
 
   @classmethod
   def make_metadata(cls, config, source):
-    del config
     return {'class_names': list(source.class_names)}
 
   @classmethod
@@ -106,7 +105,6 @@ class Task(base.Task):
 
   def loss(self, params, extra, batch, rng):
     """Returns the cross-entropy summed over rows, and the number of rows."""
-    del extra
     logits = self.model.apply(
       {'params': params}, batch['image'], train=True, rngs={'dropout': rng}
     )
@@ -259,7 +257,6 @@ class Predictor(base.Predictor):
     return [(self.class_names[i], float(row[i])) for i in best]
 
   def _columns(self, top=5, threshold=None, image_size=None):
-    del threshold, image_size
     try:
       self._check_head()
     except ValueError as e:

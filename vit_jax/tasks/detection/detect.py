@@ -110,7 +110,6 @@ class Task(base.Task):
 
   @classmethod
   def planned_metadata(cls, config, num_classes):
-    del config
     return {'class_names': [str(i) for i in range(num_classes or 91)]}
 
   def parts(self, source):
@@ -208,7 +207,6 @@ class Task(base.Task):
 
   def _further(self, record, inputs, drawn, kept):
     """Returns further tensors of a training example, for subclasses."""
-    del record, inputs, drawn, kept
     return {}
 
   def _crowd(self, record):
@@ -364,7 +362,6 @@ class Task(base.Task):
     The cross-entropy is divided by the sum of the class weights of all queries,
     and the losses of boxes by the number of objects, over all devices.
     """
-    del rng
     count = batch['count'].astype(jnp.float32)  # [B]
     weight = self._weight_of_queries(count)
     share = jnp.ones_like(count) * len(count)

@@ -65,7 +65,6 @@ class Detector(predictor_lib.Predictor):
 
   def segment(self, images, threshold=None, image_size=None):
     """Raises ValueError: the model of a Segmenter has a mask head."""
-    del images, threshold, image_size
     raise ValueError(
       f"the model of '{self.workdir}' has no mask head: train one with "
       '--config.model.mask_head=True --config.pretrained='
@@ -107,7 +106,6 @@ class Detector(predictor_lib.Predictor):
     return jax.jit(self.task.detections)
 
   def _columns(self, top=5, threshold=None, image_size=None):
-    del top
     threshold = self.LEAST if threshold is None else threshold
     rules.check('threshold', threshold, rules.number(0, 1))
     rules.check('image_size', image_size, rules.optional(rules.size))

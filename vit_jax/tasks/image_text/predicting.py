@@ -143,7 +143,6 @@ class Predictor(predictor_lib.Predictor):
   def _columns(
     self, top=5, threshold=None, image_size=None, classes=None, texts=None
   ):
-    del threshold, image_size
     if classes is None and texts is None:
       raise tables.NoColumns(
         'these are the towers of images and texts: for a table give the classes '

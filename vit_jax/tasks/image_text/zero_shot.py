@@ -176,7 +176,6 @@ class Retrieval:
     return {**metrics, 'num_texts': len(owners)}
 
   def _example(self, record, seed):
-    del seed
     most = self._task.options.most_texts
     tokens, count = captions.tokenize(
       self._task.tokenizer, captions.of(record), most

@@ -169,7 +169,6 @@ class Predictor(predictor_lib.Predictor):
     return [float(bits) for bits in self.log_likelihood(images)]
 
   def _columns(self, top=5, threshold=None, image_size=None):
-    del top, threshold, image_size
     name = 'bits_per_dimension'
     return tables.Columns(
       {name: float}, lambda _, bits: {name: bits}, self._bits
@@ -177,7 +176,6 @@ class Predictor(predictor_lib.Predictor):
 
   def describe(self, images, args) -> list[str]:
     """Returns lines of the bits of images; see `report`."""
-    del args
     return [
       f'{image}\n  {bits:.4f} bits a dimension'
       for image, bits in zip(images, self.log_likelihood(images))
