@@ -212,6 +212,7 @@ def run(args) -> None:
       '--out=table.parquet (or .csv or .jsonl)'
     )
   split = _split(args.images)
+  texts_alone = not (args.images or args.sample or args.complete)
   if not split:
     args.images = listing.expand(args.images)
   elif not is_table:
@@ -221,7 +222,7 @@ def run(args) -> None:
     )
   model = of_flags(args, args.dtype)
   _check_flags(model, args, is_table)
-  if not (args.images or args.sample or args.complete):
+  if texts_alone:
     model.write_texts(args)
   elif is_table:
     _write_table(model, args, split)
