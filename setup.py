@@ -65,6 +65,7 @@ setuptools.setup(
     'orbax-checkpoint',
     'Pillow',
     'scikit-learn',
+    'scipy',
     'tensorboard',  # Imported by clu.metric_writers, not declared.
     f'tensorflow-cpu; {_SMALL}',
     f'tensorflow; {_OTHER}',
@@ -95,7 +96,6 @@ setuptools.setup(
       'pytest-xdist',
       'ruff',
       'safetensors',
-      'scipy',
       'sentencepiece',
       'tokenizers',
       # The other implementations, to compare with. This version of PyTorch, for

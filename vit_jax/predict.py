@@ -212,11 +212,7 @@ def run(args) -> None:
       '--out=table.parquet (or .csv or .jsonl)'
     )
   split = _split(args.images)
-  if not (args.images or args.sample or args.complete):
-    model = of_flags(args, args.dtype)
-    _check_flags(model, args, is_table)
-    model.write_texts(args)
-    return
+  texts_alone = not (args.images or args.sample or args.complete)
   if not split:
     args.images = listing.expand(args.images)
   elif not is_table:
@@ -226,11 +222,13 @@ def run(args) -> None:
     )
   model = of_flags(args, args.dtype)
   _check_flags(model, args, is_table)
-  if is_table:
+  if texts_alone:
+    model.write_texts(args)
+  elif is_table:
     _write_table(model, args, split)
-    return
-  for line in model.report(args.images, args):
-    print(line)
+  else:
+    for line in model.report(args.images, args):
+      print(line)
 
 
 def _split(words: Sequence[str]) -> list[str]:

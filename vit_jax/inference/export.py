@@ -390,7 +390,7 @@ FORMATS = {
 def _inputs(model, program, images) -> tuple[dict[str, np.ndarray], str]:
   """Returns inputs of real images, [n, ...] by name, and their origin in words."""
   if 'image' not in program.inputs:
-    return model.sample(_IMAGES)
+    return model.task.sample(_IMAGES)
   source, where = given.sample(model.config, _IMAGES, images)
   stream = model.stream(source, lambda *_: (), program.inputs)
   found = [inputs for _, inputs, _ in stream]

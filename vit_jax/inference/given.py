@@ -50,7 +50,6 @@ class Given(records.Source):
     return image if isinstance(image, str) else f'image {index}'
 
   def check(self, record, index: int):
-    del record
     image = self._images[index]
     preprocess.from_user(image, images_lib.decode, self._max_pixels)
 

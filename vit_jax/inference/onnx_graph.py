@@ -10,13 +10,13 @@ nodes of elementwise operations broadcast by themselves.
 
 from collections.abc import Callable
 from collections.abc import Sequence
-import functools
-import operator
+import math
 from typing import Any
 from typing import NamedTuple
 
 import jax
 from jax.extend import core
+import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import cli
@@ -95,13 +95,7 @@ def make_model(
 
 
 class _Graph:
-  """The nodes that are made so far.
-
-  Args:
-    onnx: the module.
-    batch: the symbol of the batch's size.
-    first: name of an input, whose first dimension this is.
-  """
+  """The nodes so far; the input `first` has the size `batch`, a symbol, first."""
 
   def __init__(self, onnx, batch, first: str):
     self.nodes, self.constants = [], []
@@ -195,7 +189,7 @@ class _Graph:
     if name in _SAME:
       return values
     if name in _ELEMENTWISE:
-      shape = _broadcast([x.shape for x in values])
+      shape = jnp.broadcast_shapes(*(x.shape for x in values))
       return [_ELEMENTWISE[name](self, values, shape, eqn)]
     if name == 'broadcast_in_dim':
       return [self._broadcast_in_dim(values[0], eqn)]
@@ -227,16 +221,6 @@ def _unknown(what: str) -> ValueError:
   )
 
 
-def _broadcast(shapes) -> tuple:
-  """Returns the shape that NumPy broadcasts these to."""
-  rank = max(map(len, shapes))
-  padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
-  return tuple(
-    next((n for n in sizes if not (isinstance(n, int) and n == 1)), 1)
-    for sizes in zip(*padded)
-  )
-
-
 # Operations that call a trace, and which of their parameters it is.
 _CALLS = {
   'closed_call': 'call_jaxpr',
@@ -256,7 +240,6 @@ def _simple(*ops: str):
   """Translates to a node of the first operation, then the others on its result."""
 
   def translate(graph, values, shape, eqn):
-    del eqn
     first, *rest = ops
     found = graph.node(first, [x.name for x in values], shape)
     for op in rest:
@@ -282,13 +265,11 @@ def _erfc(graph, values, shape, eqn):
 
 
 def _select(graph, values, shape, eqn):
-  del eqn
   which, no, yes = (x.name for x in values)
   return graph.node('Where', [which, yes, no], shape)
 
 
 def _clamp(graph, values, shape, eqn):
-  del eqn
   low, x, high = (value.name for value in values)
   least = graph.node('Max', [x, low], shape)
   return graph.node('Min', [least.name, high], shape)
@@ -393,13 +374,15 @@ def _dot(graph, values, eqn):
   free_left = left.shape[len(batch) : len(batch) + len(rows)]
   free_right = right.shape[len(batch) + len(depth) :]
   if batch or not rows:  # MatMul would take some rows for further batches.
-    left = graph.reshape(left, [*batch, _product(free_left), _product(depth)])
-    free = [_product(free_left)]
+    left = graph.reshape(left, [*batch, math.prod(free_left), math.prod(depth)])
+    free = [math.prod(free_left)]
   else:
-    left = graph.reshape(left, [*free_left, _product(depth)])
+    left = graph.reshape(left, [*free_left, math.prod(depth)])
     free = free_left
-  right = graph.reshape(right, [*batch, _product(depth), _product(free_right)])
-  shape = [*batch, *free, _product(free_right)]
+  right = graph.reshape(
+    right, [*batch, math.prod(depth), math.prod(free_right)]
+  )
+  shape = [*batch, *free, math.prod(free_right)]
   found = graph.node('MatMul', [left.name, right.name], shape)
   found = graph.reshape(found, _shape(eqn))
   wanted = eqn.outvars[0].aval.dtype
@@ -411,11 +394,6 @@ def _others(value, *groups) -> list[int]:
   """Returns the dimensions that are in none of the groups, in order."""
   taken = {i for group in groups for i in group}
   return [i for i in range(len(value.shape)) if i not in taken]
-
-
-def _product(sizes):
-  """Returns the size of several dimensions in one; may be symbolic."""
-  return functools.reduce(operator.mul, sizes, 1)
 
 
 def _pads(padding) -> list[int]:
@@ -549,7 +527,6 @@ def _scan(graph, values, eqn):
 
 
 def _iota(graph, values, eqn):
-  del values
   shape, dimension = eqn.params['shape'], eqn.params['dimension']
   if not isinstance(shape[dimension], int):
     raise _unknown('a count over the batch')

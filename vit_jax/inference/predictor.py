@@ -170,33 +170,28 @@ class Predictor:
       )
     return given.Given(images, self.config.max_image_pixels)
 
-  def columns(
-    self,
-    embeddings: str | None = None,
-    top: int = 5,
-    threshold: float | None = None,
-    image_size: int | tuple[int, int] | None = None,
-  ) -> tables.Columns:
+  def columns(self, embeddings: str | None = None, **options) -> tables.Columns:
     """Returns what a table has of each image.
 
     Args:
       embeddings: layer whose features are a column, such as 'features', the
         inputs of the head; see vit_jax.evaluators.features.Extractor. None: no
         such column.
-      top: classifiers: number of classes.
-      threshold: detectors: see their `detect`; likewise image_size.
+      **options: `top`, of classifiers the number of classes; `threshold` and
+        `image_size`, see `detect` of detectors; `classes` and `texts`, lists, see
+        `predict` of image and text towers.
 
     Raises:
       ValueError: if there is no such layer, or an argument is out of range.
     """
     if embeddings is None:
-      return self._columns(top, threshold, image_size)
+      return self._columns(**options)
     features = self.task.features(embeddings)
     spec = jax.eval_shape(
       features, self.params, self.extra, self.task.input_spec()
     )
     try:
-      own = self._columns(top, threshold, image_size)
+      own = self._columns(**options)
     except tables.NoColumns:  # The features are all that there is.
       own = tables.Columns({}, lambda inputs, outputs: {}, lambda *_: ())
     compute = own.compute or self._outputs
@@ -216,7 +211,7 @@ class Predictor:
     names = ('embeddings', 'top', 'threshold', 'image_size')
     return {name: getattr(args, name) for name in names}
 
-  def _columns(self, top, threshold, image_size) -> tables.Columns:
+  def _columns(self, top=5, threshold=None, image_size=None) -> tables.Columns:
     """Returns the columns of the task, see `columns`."""
     raise tables.NoColumns(
       f"the task '{self.config.task}' predicts pictures, which are no columns of "
@@ -266,7 +261,6 @@ class Predictor:
 
   def batch_size(self, part: input_pipeline.Part) -> int:
     """Returns the greatest number of images of a batch of a part."""
-    del part
     return self.BATCH
 
   def _rows(self, mesh, part, count):
@@ -316,7 +310,6 @@ class Predictor:
     Takes paths, and the flags of that command, such as `top`, the number of
     classes to show, and `out`, the path of the picture to write, or None.
     """
-    del args
     return [
       f'{image}\n  {result}'
       for image, result in zip(images, self.predict(images))

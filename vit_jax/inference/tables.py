@@ -55,6 +55,29 @@ class Columns(NamedTuple):
   parts: Callable | None = None
 
 
+def choices(
+  best: Callable[[Any], Sequence[tuple[str, float]]],
+  compute: Callable | None = None,
+) -> Columns:
+  """Returns the columns of the best classes of an image.
+
+  `best` lists name and probability from the results of `compute` for an image.
+  """
+
+  def row(_, outputs):
+    names, shares = zip(*best(outputs))
+    return {
+      'class': names[0], 'probability': shares[0],
+      'classes': names, 'probabilities': shares,
+    }  # fmt: skip
+
+  kinds = {
+    'class': str, 'probability': float,
+    'classes': [str], 'probabilities': [float],
+  }  # fmt: skip
+  return Columns(kinds, row, compute)
+
+
 class NoColumns(ValueError):
   """A task has no columns for a table."""
 

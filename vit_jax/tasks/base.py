@@ -128,7 +128,6 @@ class Task(abc.ABC):
     A metric and the name of an evaluation, 'accuracy_test', can be
     `config.best_metric`.
     """
-    del config
     return cls.METRICS
 
   # --- Data ---
@@ -141,7 +140,6 @@ class Task(abc.ABC):
   @classmethod
   def make_metadata(cls, config, source) -> dict[str, Any]:
     """Returns metadata of the training split that the run stores, for JSON."""
-    del config, source
     return {}
 
   @classmethod
@@ -150,7 +148,6 @@ class Task(abc.ABC):
 
     They are the same on all processes; a run that resumes reads them.
     """
-    del config, source
     return {}
 
   @classmethod
@@ -159,7 +156,6 @@ class Task(abc.ABC):
 
     The number of classes is None if it is unknown.
     """
-    del config, num_classes
     return {}
 
   @property
@@ -186,7 +182,6 @@ class Task(abc.ABC):
     All processes must call it, and get the same parts, or pairs of their first
     two fields; the functions of parts take the place of `example`.
     """
-    del source
     return [input_pipeline.Part(None, self.example)]
 
   def inputs(self, record: dict, seed=None) -> dict:
@@ -244,7 +239,6 @@ class Task(abc.ABC):
     Returns:
       Prefixes of paths; by default NEW_PARAMS.
     """
-    del have, want, class_names
     return self.NEW_PARAMS
 
   def check_weights(self, weights: dict, params):
@@ -260,7 +254,6 @@ class Task(abc.ABC):
 
     B is `config.batch`, over all devices and hosts; `rng` is the step's key.
     """
-    del rng
     return batch
 
   def begin(self, params, extra, source, mesh, workdir, stop):
@@ -294,14 +287,12 @@ class Task(abc.ABC):
     Takes the extra state before the update, the parameters after it, and the
     quotients of the results of `loss`.
     """
-    del params, metrics
     return extra
 
   # --- Evaluation and prediction ---
 
   def outputs(self, params, extra, batch: dict):
     """Computes the model's outputs for a batch, a tree of arrays [B, ...]."""
-    del extra
     return self.model.apply({'params': params}, batch['image'], train=False)
 
   def exported(self, params, extra, batch: dict) -> dict[str, jax.Array]:
@@ -319,7 +310,6 @@ class Task(abc.ABC):
     tuples of arrays by path, such as 'features', which are [B, D]. `capture`
     is `capture_intermediates` of flax.linen.Module.apply.
     """
-    del extra
     return self._intermediates(params, batch, capture)
 
   def _intermediates(self, params, batch, capture, model=None, **kwargs):
@@ -403,7 +393,6 @@ class Task(abc.ABC):
 
     For `outputs` see `draw_evaluation`; None in training.
     """
-    del batch, outputs
     return ()
 
   def _draw(self, name, batch, outputs=None):
@@ -421,7 +410,6 @@ class Task(abc.ABC):
     Takes `outputs`, NumPy arrays [B, ...], and the images' `label` in a batch
     [B, ...], or None if unknown.
     """
-    del outputs, labels
     return []
 
   def check_points(self, points) -> np.ndarray:

@@ -68,7 +68,6 @@ class Task(base.Task):
 
   @classmethod
   def make_metadata(cls, config, source):
-    del config
     return {'class_names': list(source.class_names)}
 
   @classmethod
@@ -106,7 +105,6 @@ class Task(base.Task):
 
   def loss(self, params, extra, batch, rng):
     """Returns the cross-entropy summed over rows, and the number of rows."""
-    del extra
     logits = self.model.apply(
       {'params': params}, batch['image'], train=True, rngs={'dropout': rng}
     )
@@ -258,29 +256,13 @@ class Predictor(base.Predictor):
     best = np.argsort(-row, kind='stable')[:top]
     return [(self.class_names[i], float(row[i])) for i in best]
 
-  def _columns(self, top, threshold, image_size):
-    del threshold, image_size
+  def _columns(self, top=5, threshold=None, image_size=None):
     try:
       self._check_head()
     except ValueError as e:
       raise tables.NoColumns(f'{e}, or write them (--embeddings)') from e
     rules.check('top', top, rules.whole(1))
-
-    def row(_, outputs):
-      names, shares = zip(*self._of_row(outputs, top))
-      return {
-        'class': names[0], 'probability': shares[0],
-        'classes': names, 'probabilities': shares,
-      }  # fmt: skip
-
-    return tables.Columns(
-      {
-        'class': str, 'probability': float,
-        'classes': [str], 'probabilities': [float],
-      },
-      row,
-      self._shares,
-    )  # fmt: skip
+    return tables.choices(lambda found: self._of_row(found, top), self._shares)
 
   def report(self, images, args):
     """Yields lines: the path of each image, then its most probable classes."""

@@ -203,7 +203,6 @@ class Task(base.Task):
     }
 
   def loss(self, params, extra, batch, rng):
-    del extra
     outputs = self.model.apply(
       {'params': params},
       **_arguments(batch),
@@ -215,14 +214,12 @@ class Task(base.Task):
 
   def outputs(self, params, extra, batch):
     """Returns logits of colours, or pixels, per patch: float32 [B, N, ...]."""
-    del extra
     return self.model.apply(
       {'params': params}, **_arguments(batch), train=False
     )
 
   def intermediates(self, params, extra, batch, capture=False):
     """Reads the images as a plain Vision Transformer, without corruption."""
-    del extra
     return self._intermediates(
       params, batch, capture, method=models_vit.VisionTransformer.__call__
     )

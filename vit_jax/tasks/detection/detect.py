@@ -110,7 +110,6 @@ class Task(base.Task):
 
   @classmethod
   def planned_metadata(cls, config, num_classes):
-    del config
     return {'class_names': [str(i) for i in range(num_classes or 91)]}
 
   def parts(self, source):
@@ -145,10 +144,7 @@ class Task(base.Task):
     return [input_pipeline.Part(None, example, tuple(image_size))]
 
   def _by_canvas(self, source, group, example: Callable):
-    """Returns the parts of images that share a canvas, the largest first.
-
-    `example` is a function from a canvas to the function of a Part.
-    """
+    """Returns the parts of each canvas; `example` makes their functions of it."""
     if not self._step:
       found = [(None, group.canvas)]
     else:
@@ -211,7 +207,6 @@ class Task(base.Task):
 
   def _further(self, record, inputs, drawn, kept):
     """Returns further tensors of a training example, for subclasses."""
-    del record, inputs, drawn, kept
     return {}
 
   def _crowd(self, record):
@@ -367,7 +362,6 @@ class Task(base.Task):
     The cross-entropy is divided by the sum of the class weights of all queries,
     and the losses of boxes by the number of objects, over all devices.
     """
-    del rng
     count = batch['count'].astype(jnp.float32)  # [B]
     weight = self._weight_of_queries(count)
     share = jnp.ones_like(count) * len(count)

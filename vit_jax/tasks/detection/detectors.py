@@ -65,7 +65,6 @@ class Detector(predictor_lib.Predictor):
 
   def segment(self, images, threshold=None, image_size=None):
     """Raises ValueError: the model of a Segmenter has a mask head."""
-    del images, threshold, image_size
     raise ValueError(
       f"the model of '{self.workdir}' has no mask head: train one with "
       '--config.model.mask_head=True --config.pretrained='
@@ -74,7 +73,7 @@ class Detector(predictor_lib.Predictor):
 
   def _find(self, images, threshold, image_size, make) -> list:
     """Returns the result of `make`, such as that of a detector, for each image."""
-    how = self._columns(None, threshold, image_size)
+    how = self._columns(threshold=threshold, image_size=image_size)
     threshold = self.LEAST if threshold is None else threshold
     found = {
       number: make(inputs, outputs, threshold)
@@ -106,8 +105,7 @@ class Detector(predictor_lib.Predictor):
   def _detections(self):
     return jax.jit(self.task.detections)
 
-  def _columns(self, top, threshold, image_size):
-    del top
+  def _columns(self, top=5, threshold=None, image_size=None):
     threshold = self.LEAST if threshold is None else threshold
     rules.check('threshold', threshold, rules.number(0, 1))
     rules.check('image_size', image_size, rules.optional(rules.size))

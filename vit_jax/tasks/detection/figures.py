@@ -65,7 +65,7 @@ def encoder_attention(
     for number, (axes, weights, mark) in enumerate(
       zip(row[1:], maps, marks), 1
     ):
-      _show_map(axes, picture, weights, seen.filled[i])
+      axes.imshow(drawing.overlay(picture, weights, seen.filled[i]))
       axes.plot(*(mark * size - 0.5), **_MARK)
       axes.set_title(f'point {number}')
       row[0].plot(*(mark * size - 0.5), **_MARK)
@@ -96,7 +96,8 @@ def query_attention(
     row[0].set_title(drawing.shorten(names[i], 22))
     for number, (axes, query) in enumerate(zip(row[1:], queries)):
       colour = colors.of_line(number)
-      _show_map(axes, picture, seen.decoder[i, query], seen.filled[i])
+      weights = seen.decoder[i, query]
+      axes.imshow(drawing.overlay(picture, weights, seen.filled[i]))
       box = seen.boxes[i, query]
       _draw_box(row[0], box, picture, colour)
       _draw_box(axes, box, picture, colour)
@@ -165,11 +166,6 @@ def _picture(image, filled) -> np.ndarray:
   """Returns an image without padding, float32 [H, W, 3] in [0, 1]."""
   height, width = np.multiply(image.shape[:2], filled).round().astype(int)
   return drawing.as_pixels(image[: max(1, height), : max(1, width)])
-
-
-def _show_map(axes, picture, weights, filled):
-  """Draws a map [h, w] of a canvas over the picture that fills a part of it."""
-  axes.imshow(drawing.overlay(picture, weights, filled))
 
 
 def _draw_box(axes, box, picture, colour):

@@ -61,15 +61,9 @@ def of_segments(model):
 def _page(model, compute, make):
   """Shows what is found above a score that the visitor chooses.
 
-  Args:
-    model: a vit_jax.tasks.detection.detectors.Detector.
-    compute: see Predictor.stream.
-    make: function from the inputs, the results of `compute` and a threshold to a
-      map and a list of what is found, as Detector.make.
-
-  Returns:
-    The result of `page`; the components of what is computed, (pixels, inputs,
-    results), and of the threshold; and that of the picture.
+  For `compute` see Predictor.stream, for `make` Detector.make. Returns the result
+  of `page`; the components of (pixels, inputs, results) and of the threshold; and
+  that of the picture.
   """
   what = model.WHAT
   threshold = gr.Slider(

@@ -6,6 +6,7 @@ import textwrap
 import numpy as np
 from PIL import Image
 from PIL import ImageDraw
+from scipy import special
 
 from vit_jax.figures import captions
 from vit_jax.figures import fonts
@@ -31,9 +32,7 @@ def matrix(images, texts: Sequence[str], logits) -> np.ndarray:
   Returns:
     uint8 [height, width, 3].
   """
-  logits = np.asarray(logits, np.float64)
-  shares = np.exp(logits - logits.max(axis=1, keepdims=True))
-  shares /= shares.sum(axis=1, keepdims=True)
+  shares = special.softmax(np.asarray(logits, np.float64), axis=1)
   step = _CELL + _GAP
   size = (_TEXT + len(images) * step, (len(texts) + 1) * step)
   canvas = Image.new('RGB', size, 'white')

@@ -115,7 +115,6 @@ class Task(base.Task):
   @classmethod
   def class_names_of(cls, source):
     """Returns (): the classes of an evaluation need not be those of another."""
-    del source
     return ()
 
   @classmethod
@@ -143,7 +142,6 @@ class Task(base.Task):
 
   @classmethod
   def planned_metadata(cls, config, num_classes):
-    del config, num_classes
     return {'vocabulary': []}
 
   def words_of(self, class_names) -> list[str]:
@@ -212,7 +210,6 @@ class Task(base.Task):
     The metrics are the inverse temperature `t`, and `accuracy`, the share of the
     images whose own text is the best one of the batch.
     """
-    del extra
     zimg, ztxt, out = self.model.apply(
       {'params': params},
       images=batch.get('image'),
@@ -234,12 +231,10 @@ class Task(base.Task):
 
   def outputs(self, params, extra, batch):
     """Returns the embeddings of images, float32 [B, E], of length 1."""
-    del extra
     return self.model.apply({'params': params}, images=batch['image'])[0]
 
   def embed_tokens(self, params, extra, tokens):
     """Returns the embeddings of texts, float32 [B, E], of length 1."""
-    del extra
     return self.model.apply({'params': params}, tokens=tokens)[1]
 
   def exported(self, params, extra, batch):
@@ -258,7 +253,6 @@ class Task(base.Task):
 
   def intermediates(self, params, extra, batch, capture=False):
     """Computes what lies inside of the image tower."""
-    del extra
     tower = self.model.image_tower()
     return self._intermediates(params['img'], batch, capture, tower)
 
@@ -295,9 +289,6 @@ class Task(base.Task):
     )
     return {} if ztxt is None else contrastive.logits_of(zimg, ztxt, out)
 
-  def draw_training(self, batch):
-    return self._draw('training_images', batch)
-
   def draw_evaluation(self, batch, outputs):
     """Draws images, and the matrix of their similarities to their texts."""
     found = self._draw('test_images', batch)
@@ -307,7 +298,6 @@ class Task(base.Task):
     return found
 
   def captions_of(self, batch, outputs=None):
-    del outputs
     if 'tokens' not in batch:
       return ()
     return [drawing.caption(text) for text in self.texts_of(batch['tokens'])]
@@ -335,13 +325,18 @@ class TextTask(Task):
   """The text tower alone: its input are tokens."""
 
   def input_spec(self, image_size=None, batch=1):
-    del image_size
     shape = (batch, self.config.model.pp.max_len)
     return {'tokens': jax.ShapeDtypeStruct(shape, jnp.int32)}
 
   def exported(self, params, extra, batch):
     """Returns `embedding`, float32 [B, E], of texts."""
     return {'embedding': self.embed_tokens(params, extra, batch['tokens'])}
+
+  def sample(self, count: int) -> tuple[dict[str, np.ndarray], str]:
+    """Returns the tokens of so many texts, and their origin in words."""
+    found = templates_lib.TEMPLATES['short'][:count]
+    tokens = self.tokenizer(templates_lib.fill(['cat'], found))
+    return {'tokens': tokens}, f'{count} texts'
 
 
 def stored(tokenizer: tokenizers.Tokenizer) -> list[str]:

@@ -11,12 +11,12 @@ import functools
 from typing import Any
 
 from etils import epath
-import jax
 import numpy as np
-from PIL import Image
+from scipy import special
 
 from vit_jax import cli
 from vit_jax.configs import rules
+from vit_jax.data.images import images as images_lib
 from vit_jax.distributed import files
 from vit_jax.distributed import sharding
 from vit_jax.inference import predictor as predictor_lib
@@ -56,21 +56,15 @@ class Predictor(predictor_lib.Predictor):
       )
     return self._embedder(self.params, self.extra, list(texts))
 
-  def embed_classes(
-    self, classes: Sequence[str], templates: str | None = None
-  ) -> np.ndarray:
-    """Returns the embeddings of classes, float32 [C, E]: means over templates.
-
-    `templates` is as the option of the task, by default that of the run.
-    """
+  def embed_classes(self, classes: Sequence[str]) -> np.ndarray:
+    """Returns the embeddings of classes, float32 [C, E]: means over templates."""
     if isinstance(classes, str) or not len(classes):
       raise ValueError(
         f'classes={classes!r:.80} must be a list of names: give at least two'
       )
-    found = self.task.templates
-    if templates is not None:
-      found = templates_lib.get(templates)
-    return self._embedder.classes(self.params, self.extra, list(classes), found)
+    return self._embedder.classes(
+      self.params, self.extra, list(classes), self.task.templates
+    )
 
   def logits(self, images: Sequence[Any], embeddings: np.ndarray) -> np.ndarray:
     """Returns the logits of images and texts, float32 [n, m].
@@ -91,9 +85,8 @@ class Predictor(predictor_lib.Predictor):
     """
     logits = np.asarray(logits, np.float64)
     if 'b' in self.params:
-      return 1 / (1 + np.exp(-logits))
-    shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return shares / shares.sum(axis=-1, keepdims=True)
+      return special.expit(logits)
+    return special.softmax(logits, axis=-1)
 
   def predict(
     self,
@@ -147,53 +140,18 @@ class Predictor(predictor_lib.Predictor):
   def table_options(self, args):
     return {**super().table_options(args), **self._given(args)}
 
-  def _columns(self, top, threshold, image_size):
-    del threshold, image_size
-    raise tables.NoColumns(
-      'these are the towers of images and texts: for a table give the classes '
-      '(--classes="a cat;a dog"), texts (--texts=FILE), or ask for the embeddings '
-      '(--embeddings)'
-    )
-
-  def columns(
-    self, embeddings=None, top=5, *args, classes=None, texts=None, **kwargs
+  def _columns(
+    self, top=5, threshold=None, image_size=None, classes=None, texts=None
   ):
-    """Returns what a table has of each image, see Predictor.columns.
-
-    `classes` and `texts` are lists, see `predict`; with neither, `embeddings`
-    are the only column.
-    """
     if classes is None and texts is None:
-      return super().columns(embeddings, top, *args, **kwargs)
-    rules.check('top', top, rules.whole(1))
-    words, choices = self._choices(classes, texts)
-    types = {
-      'class': str, 'probability': float,
-      'classes': [str], 'probabilities': [float],
-    }  # fmt: skip
-    features = self.task.outputs
-    if embeddings not in (None, 'features'):
-      features = self.task.features(embeddings)
-
-    @jax.jit
-    def compute(params, extra, batch):
-      outputs = self.task.outputs(params, extra, batch)
-      return outputs, features(params, extra, batch) if embeddings else ()
-
-    def row(_, outputs):
-      names, shares = zip(*self._of_row(outputs[0], words, choices, top))
-      found = {
-        'class': names[0], 'probability': shares[0],
-        'classes': names, 'probabilities': shares,
-      }  # fmt: skip
-      return {**found, 'embedding': outputs[1]} if embeddings else found
-
-    if embeddings:
-      spec = jax.eval_shape(
-        features, self.params, self.extra, self.task.input_spec()
+      raise tables.NoColumns(
+        'these are the towers of images and texts: for a table give the classes '
+        '(--classes="a cat;a dog"), texts (--texts=FILE), or ask for the embeddings '
+        '(--embeddings)'
       )
-      types['embedding'] = (float, spec.shape[-1])
-    return tables.Columns(types, row, compute)
+    rules.check('top', top, rules.whole(1))
+    how = (*self._choices(classes, texts), top)
+    return tables.choices(lambda zimg: self._of_row(zimg, *how))
 
   def write_texts(self, args) -> None:
     """Writes a table of the embeddings of the texts that the flags give."""
@@ -222,8 +180,7 @@ class Predictor(predictor_lib.Predictor):
       inputs, zimg = self.run(images, keep=('image',))
       logits = self._logits(zimg, embeddings)
       picture = drawing.matrix(inputs['image'], words, logits)
-      with epath.Path(args.out).open('wb') as file:
-        Image.fromarray(picture).save(file, 'PNG')
+      epath.Path(args.out).write_bytes(images_lib.encode_png(picture))
       yield f'The similarities are drawn in {args.out}.'
 
   def export(self, out, to, texts=False, **options):
@@ -232,25 +189,17 @@ class Predictor(predictor_lib.Predictor):
     `texts` writes the text tower. Its input are `tokens`, int32 [B, max_len]; the
     output of both is `embedding`, float32 [B, E], of length 1.
     """
-    names = ('txt' if texts else 'img', 't', 'b')
-    params = {k: x for k, x in self.params.items() if k in names}
-    if not texts:
-      return Predictor(self.task, params, self.extra, self.step)._export(
-        out, to, **options
-      )
     for name in ('uint8', 'image_size', 'features', 'images'):
-      if options.get(name):
+      if texts and options.get(name):
         raise ValueError(
           f'{name}={options[name]!r} is for images, and the text tower reads '
           f'tokens: leave out --{name}, or --texts'
         )
-    task = self.task.of_texts()
-    return _Texts(task, params, self.extra, self.step)._export(
-      out, to, **options
-    )
-
-  def _export(self, *args, **options):
-    return super().export(*args, **options)
+    names = ('txt' if texts else 'img', 't', 'b')
+    params = {k: x for k, x in self.params.items() if k in names}
+    task = self.task.of_texts() if texts else self.task
+    tower = predictor_lib.Predictor(task, params, self.extra, self.step)
+    return tower.export(out, to, **options)
 
   def page(self):
     """Shows which of the texts that are typed fit a photograph."""
@@ -269,13 +218,3 @@ class Predictor(predictor_lib.Predictor):
       return {label: dict(found)}
 
     return show, [typed], [label]
-
-
-class _Texts(Predictor):
-  """The text tower alone, for its export."""
-
-  def sample(self, count: int) -> tuple[dict[str, np.ndarray], str]:
-    """Returns the tokens of so many texts, and their origin in words."""
-    found = templates_lib.TEMPLATES['short'][:count]
-    tokens = self.task.tokenizer(templates_lib.fill(['cat'], found))
-    return {'tokens': tokens}, f'{count} texts'

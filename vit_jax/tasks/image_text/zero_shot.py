@@ -42,8 +42,6 @@ class Embedder:
 
   def __init__(self, task, mesh):
     self._task, self._mesh = task, mesh
-    shards = sharding.batch_shards(mesh)
-    self._size = -(-_TEXTS // shards) * shards
 
     def embed(params, extra, tokens):
       tokens = sharding.constrain_batch(tokens)
@@ -59,7 +57,10 @@ class Embedder:
     All processes of the mesh must make the same calls. `stop` is called between
     batches; once it returns True, Stopped is raised.
     """
-    size = min(self._size, self._smallest(len(texts)))
+    shards = sharding.batch_shards(self._mesh)
+    # A power of two: few numbers of texts are compiled.
+    size = min(_TEXTS, 1 << max(0, len(texts) - 1).bit_length())
+    size = -(-size // shards) * shards
     found = []
     with cli.bar(
       total=len(texts), desc='Embedding texts', delay=3, leave=False
@@ -75,11 +76,6 @@ class Embedder:
         found.append(np.asarray(rows)[:count])
         bar.update(count)
     return np.concatenate(found)
-
-  def _smallest(self, count):
-    """Returns a number of rows for few texts that the devices divide."""
-    shards = sharding.batch_shards(self._mesh)
-    return -(-(1 << max(0, count - 1).bit_length()) // shards) * shards
 
   def classes(
     self,
@@ -180,7 +176,6 @@ class Retrieval:
     return {**metrics, 'num_texts': len(owners)}
 
   def _example(self, record, seed):
-    del seed
     most = self._task.options.most_texts
     tokens, count = captions.tokenize(
       self._task.tokenizer, captions.of(record), most
@@ -219,13 +214,8 @@ def recalls(zimg, ztxt, images, texts) -> dict[str, float]:
 def _ranks(queries, keys, of_queries, of_keys) -> np.ndarray:
   """Returns how many wrong keys come before the best right one, int [n].
 
-  Of a query without right keys: the number of keys.
-
-  Args:
-    queries: float [n, E].
-    keys: float [m, E].
-    of_queries: numbers of the queries of all right pairs, int [p].
-    of_keys: numbers of their keys, int [p].
+  Of a query without right keys: the number of keys. Takes embeddings [n, E] and
+  [m, E], and the numbers of queries and keys of all right pairs, int [p].
   """
   order = np.argsort(of_queries, kind='stable')
   ends = np.cumsum(np.bincount(of_queries, minlength=len(queries)))

@@ -68,7 +68,6 @@ class Counting:
 
   def run(self, params, extra, stop=engine.never):
     """Returns `position_bits` and `context_bits`; prints them."""
-    del params, extra
     task, found = self._task, []
     for source in self._sources:
       colors = engine.collect(

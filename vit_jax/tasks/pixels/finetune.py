@@ -37,7 +37,6 @@ class Task(pixels.Task, classify.Task):
     The loss of the pixels of an image is their mean. An image without a label
     does not count.
     """
-    del extra, rng
     inputs = {k: batch[k] for k in ('colors', 'masked') if k in batch}
     logits, class_logits = self.model.apply(
       {'params': params}, **inputs, train=True
@@ -54,7 +53,6 @@ class Task(pixels.Task, classify.Task):
 
   def outputs(self, params, extra, batch):
     """Returns the logits of the classes, float32 [B, classes]."""
-    del extra
     return self._read(params, batch)[1][1]
 
   exported = classify.Task.exported

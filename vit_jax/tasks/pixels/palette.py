@@ -11,6 +11,7 @@ of one is a .npy of that array, as OpenAI has released it.
 from collections.abc import Iterable
 import contextlib
 import json
+import os
 
 from etils import epath
 import jax
@@ -129,23 +130,22 @@ def _find(path):
   """Returns the file of a palette, or beside weights, and its key in there."""
   if hub.is_at(path):
     path = str(hub.fetch(path))
-  if path.startswith(('http://', 'https://')):
-    if path.partition('?')[0].endswith('.npy'):
-      return fetch.fetch(path), None
-    folder = path.rpartition('/')[0]
-    for name, key in _FILES.items():
-      with contextlib.suppress(FileNotFoundError, PermissionError):
-        return fetch.fetch(f'{folder}/{name}'), key
-  else:
-    file = epath.Path(path)
-    if not file.exists():
+  is_url = path.startswith(('http://', 'https://'))
+
+  def get(path):
+    if is_url:
+      return fetch.fetch(path)
+    if not epath.Path(path).exists():
       raise FileNotFoundError(f"there is no palette '{path}': {_REMEDY}")
-    if file.suffix == '.npy':
-      return file, None
-    folder = file if file.is_dir() else file.parent
-    for name, key in _FILES.items():
-      if (folder / name).exists():
-        return folder / name, key
+    return epath.Path(path)
+
+  if path.partition('?')[0].endswith('.npy'):
+    return get(path), None
+  is_folder = not is_url and get(path).is_dir()
+  folder = path if is_folder else os.path.dirname(path)
+  for name, key in _FILES.items():
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+      return get(os.path.join(folder, name)), key
   raise FileNotFoundError(
     f"'{folder}' has no palette ({' or '.join(_FILES)}): {_REMEDY}"
   )

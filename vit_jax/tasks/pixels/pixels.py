@@ -156,7 +156,6 @@ class Task(base.Task):
 
   def loss(self, params, extra, batch, rng):
     """Returns the mean nats of images, summed, and the number of images."""
-    del extra, rng
     logits = self.model.apply({'params': params}, **batch, train=True)
     nats, rows = self._means(*self._scores(logits, batch))
     total, count = nats.sum(), rows.sum()
@@ -186,7 +185,6 @@ class Task(base.Task):
     float32, 1 for pixels that are predicted; `likely`, int32, the most likely
     colour. These are the task's `outputs`; finetune.Task has others.
     """
-    del extra
     inputs, logits = self._read(params, batch)
     if isinstance(logits, tuple):  # With the logits of classes.
       logits = logits[0]
@@ -216,7 +214,6 @@ class Task(base.Task):
 
   def intermediates(self, params, extra, batch, capture=False):
     """Returns what the model sows, `layer_0`, ...; for 'bert' nothing is masked."""
-    del extra
     colors = self.colors(batch['image'])
     return self._intermediates(params, {'image': colors}, capture)
 
@@ -249,7 +246,6 @@ class Task(base.Task):
 
   def draw_evaluation(self, batch, outputs):
     """Draws samples and completions; for 'bert' masked pixels and guesses."""
-    del batch
     truth = self.images(outputs['colors'])
     if self.model.causal:
       completed = self.images(outputs['completions'])

@@ -1,6 +1,7 @@
 """Draws and completes images with a trained iGPT, and measures its bits."""
 
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 from etils import epath
@@ -27,15 +28,14 @@ class Predictor(predictor_lib.Predictor):
 
   FLAGS = ('sample', 'complete', 'rows', 'seed', 'temperature', 'top_k')
 
-  def __init__(self, task, params, extra, step):
-    super().__init__(task, params, extra, step)
-
+  @functools.cached_property
+  def _bits(self):
     def bits(params, extra, batch):
-      found = task.read(params, extra, batch)
+      found = self.task.read(params, extra, batch)
       total = (found['bits'] * found['counted']).sum(axis=1)
       return total / found['counted'].sum(axis=1)
 
-    self._bits = jax.jit(bits)
+    return jax.jit(bits)
 
   def log_likelihood(self, images: Sequence[Any]) -> np.ndarray:
     """Returns the bits a dimension (a pixel) of each image, float32 [n].
@@ -168,8 +168,7 @@ class Predictor(predictor_lib.Predictor):
   def predict(self, images: Sequence[Any]) -> list:
     return [float(bits) for bits in self.log_likelihood(images)]
 
-  def _columns(self, top, threshold, image_size):
-    del top, threshold, image_size
+  def _columns(self, top=5, threshold=None, image_size=None):
     name = 'bits_per_dimension'
     return tables.Columns(
       {name: float}, lambda _, bits: {name: bits}, self._bits
@@ -177,7 +176,6 @@ class Predictor(predictor_lib.Predictor):
 
   def describe(self, images, args) -> list[str]:
     """Returns lines of the bits of images; see `report`."""
-    del args
     return [
       f'{image}\n  {bits:.4f} bits a dimension'
       for image, bits in zip(images, self.log_likelihood(images))
