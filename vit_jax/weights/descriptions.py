@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 import json
+import re
 from typing import Any
 from typing import NamedTuple
 
@@ -138,8 +139,11 @@ def from_notes(config) -> Description:
 def shards(config) -> list[str]:
   """Returns the files that the index of a large model's .safetensors names."""
   found = field(config, 'weight_map', OBJECT)
-  if not found:
-    raise ValueError('weight_map must name a .safetensors file for each array')
+  name = re.compile(r'[\w.-]+\.safetensors')  # Not in another folder.
+  if not found or not all(name.fullmatch(str(x)) for x in found.values()):
+    raise ValueError(
+      'weight_map must name a .safetensors file beside it for each array'
+    )
   return sorted(set(found.values()))
 
 
