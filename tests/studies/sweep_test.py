@@ -259,6 +259,13 @@ def test_a_workdir_of_another_sweep_is_refused(config, fake, tmp_path):
     other = runs_lib.changed(config, changes)
     with pytest.raises(ValueError, match=f"'base_lr=0.001'(.|\n)*{message}"):
       sweep.sweep(other, str(tmp_path), RATES, seeds=1)
+  before = (tmp_path / 'choice.csv').read_bytes()
+  for other in ({'weight_decay': (0.1,)}, {**RATES, 'weight_decay': (0.1,)}):
+    with pytest.raises(
+      ValueError, match='tables of another sweep, over base_lr:'
+    ):
+      sweep.sweep(config, str(tmp_path), other, seeds=1)
+  assert (tmp_path / 'choice.csv').read_bytes() == before
   assert len(fake.trained) == trained
   free = runs_lib.changed(config, {'progress_every': 1})
   sweep.sweep(free, str(tmp_path), RATES, seeds=1)

@@ -14,6 +14,7 @@ import re
 from typing import Any
 from typing import NamedTuple
 
+from etils import epath
 import ml_collections
 
 from vit_jax import cli
@@ -21,6 +22,7 @@ from vit_jax import train
 from vit_jax.configs import common
 from vit_jax.configs import rules
 from vit_jax.data import sources
+from vit_jax.distributed import processes
 from vit_jax.run import config as run_config
 from vit_jax.studies import held_out as held_out_lib
 from vit_jax.studies import runs as runs_lib
@@ -99,7 +101,7 @@ def sweep(
 
   All runs lie side by side in the workdir. Those that are done are not trained
   again, so that values or seeds can be added later. Runs of the same name and
-  another config are refused.
+  another config are refused, and so are the tables of a sweep over other keys.
 
   Args:
     config: config of a run.
@@ -130,6 +132,7 @@ def sweep(
     tests = map(plan.test_runs, plan.combinations())
     runs = runs_lib.named([*runs, *itertools.chain(*tests)], only)
   runs_lib.check(runs, workdir, checkpoints)
+  _check_tables(plan, workdir)
   if held_out and not runs_lib.collect(runs, workdir).done:
     # A split that does not exist is refused before anything is trained.
     task = run_config.get_task(plan.config.task)
@@ -224,6 +227,22 @@ def _check_values(plan):
       )
   for values in plan.combinations():
     train.check(plan.test_runs(values)[0].config)
+
+
+def _check_tables(plan, workdir):
+  """Refuses a workdir whose tables are of a sweep over other keys."""
+
+  def read():
+    file = epath.Path(workdir) / 'choice.csv'
+    first = file.read_text().partition('\n')[0] if file.exists() else ''
+    return [x for x in first.split(',') if x.partition('.')[0] in plan.config]
+
+  before = processes.from_first('reading the tables of the workdir', read)
+  if before and before != list(plan.values):
+    raise ValueError(
+      f"workdir='{workdir}' has the tables of another sweep, over "
+      f'{", ".join(before)}: use another --workdir, or the same keys'
+    )
 
 
 def _name(values) -> str:
