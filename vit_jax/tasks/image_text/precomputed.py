@@ -7,10 +7,11 @@ begins it anew.
 
 import os
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from vit_jax import cli
+from vit_jax import input_pipeline
 from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.inference import engine
@@ -73,21 +74,30 @@ def _write(task, params, extra, source, mesh, path, stop):
   """Computes the embeddings, and writes them by process 0."""
 
   def compute(params, extra, batch):
-    return {'zimg': task.outputs(params, extra, batch).astype(jnp.float16)}
+    return {'zimg': task.outputs(params, extra, batch)}
 
   compute = engine.everywhere(mesh, compute)
-  found = engine.collect(
-    task.config, mesh, source, lambda record, seed: task.inputs(record),
-    lambda batch: compute(params, extra, batch), stop,
-    'Embedding the training images',
-  )['zimg']  # fmt: skip
+  example = lambda record, seed: task.inputs(record)
+  batches = input_pipeline.eval_batches(task.config, source, example, mesh)
+  total, table, begun = source.num_examples, None, f'{path}.begun'
+  first = jax.process_index() == 0
+  for batch in engine.run(
+    lambda batch: compute(params, extra, batch), batches, mesh, stop,
+    'Embedding the training images', total,
+  ):  # fmt: skip
+    if not first:
+      continue
+    if table is None:
+      shape = (total, batch['zimg'].shape[1])
+      table = np.lib.format.open_memmap(begun, 'w+', np.float16, shape)
+    real = batch['mask'] > 0
+    table[batch['index'][real]] = batch['zimg'][real]
 
-  def write():
-    with files.replacing(path) as file:
-      np.save(file, found)
+  def finish():
+    table.flush()
+    os.replace(begun, path)
+    return True
 
-  processes.from_first('writing the embeddings', write)
-  cli.say(
-    f'The embeddings of {len(found):,} images are in {path} '
-    f'({cli.size(found.nbytes)}).'
-  )
+  processes.from_first('writing the embeddings', finish)
+  size = cli.size(os.path.getsize(path))
+  cli.say(f'The embeddings of {total:,} images are in {path} ({size}).')
