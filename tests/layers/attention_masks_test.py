@@ -241,6 +241,8 @@ def test_the_first_token_alone_is_that_of_all(name, causal, masked):
   'fields, args, message',
   [
     ({'causal': True}, {'kv': (B, 5, 12)}, 'causal=True is not defined'),
+    ({}, {'kv': (B + 1, 5, 12)}, r'kv must be tokens \[2, tokens, width\]'),
+    ({}, {'kv': (5, 12)}, r'kv must be tokens .*got \(5, 12\)'),
     ({}, {'mask': (B, 5)}, r'= \[2, 3, 5, 5\], got bool \[2, 5\]'),
     ({}, {'mask': (1, B, 3, 5, 5)}, 'broadcast'),
     ({}, {'kv': (B, 4, 12), 'mask': (5, 5)}, r'\[2, 3, 5, 4\], got'),

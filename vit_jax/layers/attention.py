@@ -65,6 +65,16 @@ def _check_inputs(x, kv, mask, relative, num_heads, causal):
       f'{name} is not defined for keys of another sequence (kv), whose '
       'positions have no offset: leave out one of them'
     )
+  shape = [2 * x.shape[1] - 1, x.shape[-1] // num_heads]
+  if relative is not None and list(relative.shape) != shape:
+    raise ValueError(
+      f'relative must be [2 x {x.shape[1]} tokens - 1, width of a head] = '
+      f'{shape}, got {list(relative.shape)}'
+    )
+  if kv is not None and (kv.ndim != 3 or kv.shape[0] != x.shape[0]):
+    raise ValueError(
+      f'kv must be tokens [{x.shape[0]}, tokens, width], got {kv.shape}'
+    )
   if mask is None:
     return None
   keys = (x if kv is None else kv).shape[1]
