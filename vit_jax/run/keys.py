@@ -270,6 +270,7 @@ def check_together(config):
   """Checks values that depend on each other, of a config that passed `check`."""
   _check_resize(config.pp)
   _check_canvases(config.pp)
+  _check_model(config.model)
   if config.fewshot.shots and not config.fewshot.seeds:
     raise ValueError(
       f'fewshot.shots={config.fewshot.shots} needs seeds, and there are none: set '
@@ -299,6 +300,27 @@ def check_together(config):
         f'one of them to None, --config.{name}_epochs=None or '
         f'--config.{name}_steps=None'
       )
+
+
+def _check_model(model, name='model'):
+  for part in model_configs.parts_of(model).values():
+    _check_model(model[part], f'{name}.{part}')
+  fields, width = model.get('transformer') or model, model.get('hidden_size')
+  heads = fields.get('num_heads')
+  if isinstance(heads, int) and isinstance(width, int) and width % heads:
+    key = name if fields is model else f'{name}.transformer'
+    raise ValueError(
+      f'{key}.num_heads={heads} does not divide {name}.hidden_size={width}: '
+      f'choose a divisor (config.{key}.num_heads)'
+    )
+  kind = positions.kind_of(
+    fields.get('add_position_embedding', True),
+    fields.get('position_embedding', 'learned_1d'),
+    fields.get('position_layers', 'stem'),
+    fields.get('position_grid'),
+  )
+  if isinstance(width, int):
+    positions.check_width(kind, width)
 
 
 def _check_resize(pp):
