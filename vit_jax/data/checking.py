@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
 import os
+import time
 
 from absl import logging
 import jax
@@ -19,12 +20,15 @@ from vit_jax.configs import common
 from vit_jax.data.images import images
 from vit_jax.data.images import index as index_lib
 from vit_jax.data.images import listing
+from vit_jax.data.images import reading
 from vit_jax.distributed import processes
 
 _SHOWN = 10  # Broken images that a message names.
 # Number of folders whose indices stay in memory: a training and a test split.
 _RECENT = 2
-_recent: dict[str, index_lib.Index] = {}
+_recent: dict[str, tuple[index_lib.Index, float]] = {}
+# Seconds for which the list of a remote folder counts as up to date.
+_REMOTE_AGE = 600.0
 LAYOUT = (
   'a folder must hold train/<class>/* and test/<class>/*, or train.jsonl and '
   'test.jsonl'
@@ -117,16 +121,17 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
   path, digest = processes.from_first(f"listing the images of '{top}'", first)
 
   def read():
-    index = _recent.get(top)
+    index, _ = _recent.get(top, (None, 0))
     if index is None or index.digest() != digest:
       index = path and index_lib.Index.load(path, root, base)
-      index = _remember(index or listing.list_folder(root, base))
-    return {'number': len(index), 'hash of their names': index.digest()}
+      _remember(index or listing.list_folder(root, base))
+    found = _recent[top][0]
+    return {'number': len(found), 'hash of their names': found.digest()}
 
   everywhere = processes.attempt(f"reading the index of '{top}'", read)
   mine = everywhere[jax.process_index()]
   processes.agree(f"the images of '{top}'", mine)
-  return _recent[top]
+  return _recent[top][0]
 
 
 def open_listed(
@@ -157,12 +162,8 @@ def _stored(root, base, workdir=None):
 def renew_index(root: str, base: str) -> index_lib.Index:
   """Lists a split anew, keeping the status of unchanged files."""
   _check_split(root, base)
-  return _list(root, base, _stored(root, base))
-
-
-def _list(root, base, known):
   index = listing.list_folder(root, base)
-  for old in known:
+  for old in _stored(root, base):
     index.recall(old)
   return index
 
@@ -170,27 +171,32 @@ def _list(root, base, known):
 def _find_index(root, base, workdir):
   """Returns the index in memory, a stored one, or a new one."""
   top = _check_split(root, base)
-  index = _recent.get(top)
+  index, since = _recent.get(top, (None, 0))
   if index is not None and index.is_true():
-    return index
-  known = []
+    if reading.is_local(top) or time.time() - since < _REMOTE_AGE:
+      return index
+  old = None
   for found in _stored(root, base, workdir):
     if found.is_true():
       date, path = found.facts['listed'], found.path
       cli.say(f"Images of '{top}' as listed on {date} in '{path}'.")
       return _remember(found)
-    known.append(found)
-  if known:
-    date = known[0].facts['listed']
-    cli.say(f"'{top}' has changed since {date}: listing it anew.")
-  return _remember(_list(root, base, known[:1]))
+    old = old or found
+  if old is not None:
+    cli.say(
+      f"'{top}' has changed since {old.facts['listed']}: listing it anew."
+    )
+  index = listing.list_folder(root, base)
+  if old is not None:
+    index.recall(old)
+  return _remember(index)
 
 
 def _remember(index):
   _recent.pop(index.top, None)
   while len(_recent) >= _RECENT:
     del _recent[next(iter(_recent))]
-  _recent[index.top] = index
+  _recent[index.top] = index, time.time()
   return index
 
 

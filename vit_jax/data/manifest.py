@@ -43,11 +43,10 @@ class Line(NamedTuple):
   image: str
   values: dict[str, Any]
 
-  def key(self, top: str) -> bytes:
+  def key(self, top: str) -> str:
     """Returns the sort key: the key of an image in the folder of the split."""
     inside = self.image.startswith(f'{top}/')
-    key = self.image.removeprefix(top) if inside else self.values['image']
-    return key.encode(errors='surrogatepass')
+    return self.image.removeprefix(top) if inside else self.values['image']
 
   def get(self, name):
     """Returns a value; None if it is null or missing."""

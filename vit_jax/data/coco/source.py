@@ -210,7 +210,7 @@ def _open_part(root, base, instruction, kind, broken_boxes) -> Part:
   if not place.name.startswith(base):
     cli.say(f"Split '{base}' of '{root}' is '{place.path}'.")
   found, shares = boxes.check(reading.read(place.path, kind), broken_boxes)
-  order = index_lib.hash_order(f'/{name}'.encode() for name in found.files)
+  order = index_lib.hash_order(f'/{name}' for name in found.files)
   rows = slices.take(np.array(order), base, instruction)
   paths = {}
   for name, folders, files in (

@@ -96,7 +96,7 @@ class Index:
 
   def digest(self) -> str:
     """Returns a hash of all names, their order, and the broken ones."""
-    names = digest([lines(self.folders), self.counts, self._names])
+    names = digest([_lines(self.folders), self.counts, self._names])
     bad = np.flatnonzero(self.status == BROKEN)
     return digest([names.encode(), self.order, bad])
 
@@ -141,21 +141,26 @@ class Index:
   def recall(self, old: 'Index'):
     """Copies from an old index the status of files that have not changed."""
     known = np.flatnonzero(old.status)
-    _, mine, theirs = np.intersect1d(
-      _keys(self, self.order), _keys(old, known), return_indices=True
-    )
-    mine, theirs = self.order[mine], known[theirs]
+    if not len(known) or not len(self):
+      return
+    keys, wanted = _keys(self), _keys(old, known)
+    sorter = np.argsort(keys)
+    at = np.searchsorted(keys, wanted, sorter=sorter)
+    at = sorter[np.minimum(at, len(keys) - 1)]
+    mine, theirs = at[keys[at] == wanted], known[keys[at] == wanted]
     for block, stamps in self._each(mine, reading.stamp, 'Comparing images'):
       self.stamps[block] = stamps
     same = (self.stamps[mine] == old.stamps[theirs]) & (self.stamps[mine] > 0)
     mine, theirs = mine[same], theirs[same]
     self.status[mine] = old.status[theirs]
-    for name in {'max_pixels', 'sizes'} & old.facts.keys():
-      self.facts[name] = old.facts[name]
+    kept = {k: old.facts[k] for k in ('max_pixels', 'sizes') if k in old.facts}
     reasons = old.facts['broken']
-    for m, t in zip(mine.tolist(), theirs.tolist()):
-      if str(t) in reasons:
-        self.facts['broken'][str(m)] = reasons[str(t)]
+    broken = {
+      str(m): reasons[str(t)]
+      for m, t in zip(mine.tolist(), theirs.tolist())
+      if str(t) in reasons
+    }
+    self.facts.update(kept, broken=broken)
 
   def _each(self, rows, function, title):
     """Yields (rows, results of function(path)), block by block."""
@@ -189,7 +194,7 @@ class Index:
       np.savez_compressed(
         file,
         facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
-        folders=np.frombuffer(lines(self.folders), np.uint8),
+        folders=np.frombuffer(_lines(self.folders), np.uint8),
         names=np.frombuffer(self._names, np.uint8),
         counts=self.counts,
         order=self.order,
@@ -295,7 +300,7 @@ class Paths(Sequence):
     """Returns a hash of the names, relative to their folders, in order."""
     if self._digest is None:
       self._digest = digest(
-        lines(index.names(rows[i : i + _BLOCK]))
+        _lines(index.names(rows[i : i + _BLOCK]))
         for index, rows in self.parts
         for i in range(0, len(rows), _BLOCK)
       )
@@ -331,28 +336,34 @@ def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
   for folder, group in itertools.groupby(split[row][0] for row in rows):
     folders.append(folder)
     counts.append(len(list(group)))
-  content = lines(split[row][1] for row in rows)
+  content = _lines(split[row][1] for row in rows)
   index = Index(root, base, folders, counts, content, order, {'broken': {}})
   index.top = root if '://' in root else ''  # The paths are complete.
   return index
 
 
-def _hash_name(name: bytes) -> bytes:
+def hash_name(name: bytes) -> bytes:
+  """Returns the hash of a name by which images are ordered."""
   return hashlib.md5(name, usedforsecurity=False).digest()
 
 
-def hash_order(names: Iterable[bytes]) -> list[int]:
+def hash_order(names: Iterable[str]) -> list[int]:
   """Returns the order of names by their hash: a slice is a random sample."""
-  hashes = list(map(_hash_name, names))
+  hashes = [hash_name(name.encode(errors='surrogatepass')) for name in names]
   return sorted(range(len(hashes)), key=hashes.__getitem__)
 
 
-def _keys(index, rows) -> np.ndarray:
+def _keys(index, rows=None) -> np.ndarray:
   """Returns a hash of the names of rows, uint64 [n]."""
-  keys = b''.join(_hash_name(name)[:8] for name in index.names(rows))
-  return np.frombuffer(keys, np.uint64)
+  rows = np.arange(len(index)) if rows is None else rows
+  keys = np.empty(len(rows), np.uint64)
+  for start in range(0, len(rows), _BLOCK):
+    names = index.names(rows[start : start + _BLOCK])
+    digests = b''.join(hash_name(name)[:8] for name in names)
+    keys[start : start + _BLOCK] = np.frombuffer(digests, np.uint64)
+  return keys
 
 
-def lines(names: Iterable[bytes]) -> bytes:
+def _lines(names: Iterable[bytes]) -> bytes:
   """Joins names; each ends with a zero byte."""
   return b''.join(name + b'\0' for name in names)

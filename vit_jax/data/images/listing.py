@@ -7,6 +7,7 @@ files: folders, pipes, devices, and links that are broken or circular.
 from collections.abc import Sequence
 import concurrent.futures
 import datetime
+import errno
 import json
 import os
 import re
@@ -31,104 +32,115 @@ _TICK = 2.0
 def list_folder(root: str, base: str) -> index_lib.Index:
   """Lists the images of a split; an OSError names a folder that is closed."""
   top = os.path.join(root, base)
+  local = reading.is_local(top)
   level, found = [b''], []
   with (
     concurrent.futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool,
     cli.bar(desc='Listing images', delay=3, leave=False, unit=' images') as bar,
   ):
     while level:
-      pieces = pool.map(lambda name: _scan(top, name), level)
+      pieces = pool.map(lambda name: _scan(top, name, local), level)
       level = []
       for piece in pieces:
         found.append(piece)
         level += piece.inner
-        bar.update(len(piece.images))
+        bar.update(piece.count)
   found.sort(key=lambda piece: piece.name)
-  holding = [piece for piece in found if piece.images]
+  holding = [piece for piece in found if piece.count]
   others = [other for piece in found for other in piece.others]
-  # Photographs of formats that are not read come first.
-  first = sorted(others, key=lambda x: (not reading.why_foreign(x), x))[:1]
+  others.sort(key=lambda name: not reading.why_foreign(name))
+  ignored = sum(piece.ignored for piece in found)
   bare = [
     reading.display(piece.name)
     for piece in found
-    if not piece.images and (piece.others or piece.inner)
+    if not piece.count and (piece.ignored or piece.inner)
     if piece.name and b'/' not in piece.name
   ]
   facts = {
     'listed': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
     'times': {os.fsdecode(piece.name): piece.time for piece in found},
-    'ignored': [len(others), *map(reading.display, first)],
+    'ignored': [ignored, *map(reading.display, others[:1])],
     'bare': bare,
     'broken': {},
   }
-  order = index_lib.hash_order(
-    b'/' + _join(piece.name, image)
-    for piece in holding
-    for image in piece.images
-  )
   return index_lib.Index(
     root,
     base,
     [piece.name for piece in holding],
-    [len(piece.images) for piece in holding],
-    index_lib.lines(image for piece in holding for image in piece.images),
-    np.array(order, np.uint32),
+    [piece.count for piece in holding],
+    b''.join(piece.names for piece in holding),
+    _order(b''.join(piece.digests for piece in holding)),
     facts,
   )
 
 
 class _Piece(NamedTuple):
-  """The content of one folder, by paths relative to the top."""
+  """The content of one folder."""
 
   name: bytes
   time: int
-  images: list[bytes]  # Names alone.
+  count: int
+  names: bytes
+  digests: bytes
   inner: list[bytes]
+  ignored: int
   others: list[bytes]
 
 
-def _join(folder: bytes, name: bytes) -> bytes:
-  return folder + b'/' + name if folder else name
-
-
-def _scan(top, name) -> _Piece:
+def _scan(top, name, local) -> _Piece:
   """Lists one folder."""
-  path = os.fsencode(os.path.join(top, os.fsdecode(name)) if name else top)
-  local = reading.is_local(path)
+  path = os.path.join(os.fsencode(top), name) if name else os.fsencode(top)
+  listing = _local_entries if local else _remote_entries
   changed = reading.time_of(path) if local else 0
   if local and time.time() - changed / 1e9 < _TICK:
     changed = -2  # A later change could go unnoticed.
+  prefix = name + b'/' if name else b''
 
   def look(path):
-    images, inner, others = [], [], []
-    for entry, is_file, is_folder in (
-      _local_entries(path) if local else _remote_entries(path)
-    ):
+    found, inner, others = [], [], []
+    for entry, is_file, is_folder, is_link in listing(path):
       if entry.startswith(b'.'):
         continue
-      inside = _join(name, entry)
-      if is_image(entry) and is_file:
-        images.append(entry)
-      elif is_folder and not is_image(entry) and not _is_loop(top, inside):
-        inner.append(inside)
+      image = is_image(entry)
+      if image and is_file:
+        found.append(entry)
+      elif (
+        not image
+        and is_folder
+        and not (is_link and _is_loop(top, prefix + entry))
+      ):
+        inner.append(prefix + entry)
       else:
-        others.append(inside)
-    return _Piece(name, changed, sorted(images), sorted(inner), others)
+        others.append(entry)
+    return sorted(found), sorted(inner), others
 
-  return reading.retried(path, look)
+  found, inner, others = reading.retried(path, look)
+  return _Piece(
+    name=name,
+    time=changed,
+    count=len(found),
+    names=b''.join(x + b'\0' for x in found),
+    digests=b''.join(index_lib.hash_name(b'/' + prefix + x) for x in found),
+    inner=inner,
+    ignored=len(others),
+    # Photographs of formats that are not read come first.
+    others=[prefix + min(others, key=lambda x: (not reading.why_foreign(x), x))]
+    if others
+    else [],
+  )
 
 
 def _local_entries(path):
-  """Yields (name, is file, is folder) of each entry."""
+  """Yields (name, is file, is folder, is link) of each entry."""
   with os.scandir(path) as entries:
     for entry in entries:
-      # Of a link in a circle, a method of the entry would be an error.
-      of = os.path if entry.is_symlink() else None
-      yield (
-        entry.name,
-        of.isfile(entry.path) if of else entry.is_file(),
-        of.isdir(entry.path) if of else entry.is_dir(),
-      )
+      try:
+        is_file, is_folder = entry.is_file(), entry.is_dir()
+      except OSError as e:
+        if e.errno != errno.ELOOP:
+          raise
+        is_file = is_folder = False  # A link in a circle.
+      yield entry.name, is_file, is_folder, entry.is_symlink()
 
 
 def _remote_entries(path):
@@ -138,14 +150,12 @@ def _remote_entries(path):
     is_folder = entry != name or (
       not is_image(name) and tf.io.gfile.isdir(os.path.join(path, name))
     )
-    yield name, not is_folder, is_folder
+    yield name, not is_folder, is_folder, False
 
 
 def _is_loop(top, name) -> bool:
-  """Returns whether a name is a link to a folder that contains the link."""
+  """Returns whether a link leads to a folder that contains the link."""
   top, parts = os.fsencode(top), name.split(b'/')
-  if not os.path.islink(os.path.join(top, name)):
-    return False
   real = os.path.realpath(os.path.join(top, name))
   above = (b'/'.join(parts[:i]) for i in range(len(parts)))
   return any(os.path.realpath(os.path.join(top, x)) == real for x in above)
@@ -218,3 +228,9 @@ def foreign(index: index_lib.Index) -> str:
 def is_image(name: bytes) -> bool:
   """Returns whether a name has the ending of an image file."""
   return name.lower().endswith(_ENDINGS)
+
+
+def _order(digests: bytes) -> np.ndarray:
+  """Returns the order of digests of 16 bytes each, uint32 [n]."""
+  words = np.frombuffer(digests, '>u8').reshape(-1, 2).astype(np.uint64)
+  return np.lexsort((words[:, 1], words[:, 0])).astype(np.uint32)

@@ -97,30 +97,27 @@ def read_file(path) -> bytes:
   return retried(os.fsencode(path), _read)
 
 
-def _open(path):
-  """Opens a file for reading; a pipe is a ValueError, and not waited for."""
+def _read(path, begin: int | None = None, end: int = 0):
+  """Returns the content of a file, or its first and last bytes, joined."""
   if not is_local(path):
-    return tf.io.gfile.GFile(path, 'rb')
-  flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-  descriptor = os.open(path, flags)
-  if stat.S_ISREG(os.fstat(descriptor).st_mode):
-    return os.fdopen(descriptor, 'rb')
-  os.close(descriptor)
-  raise ValueError(f"'{display(path)}' is no regular file")
-
-
-def _read(path) -> bytes:
-  with _open(path) as file:
-    return file.read()
-
-
-def _ends(path) -> bytes:
-  """Returns the first and last bytes of a file, joined."""
-  with _open(path) as file:
-    head = file.read(16)
-    file.seek(0, os.SEEK_END)
-    file.seek(max(0, file.tell() - 64))
-    return head + file.read()
+    with tf.io.gfile.GFile(path, 'rb') as file:
+      if begin is None:
+        return file.read()
+      head = file.read(begin)
+      file.seek(max(0, file.size() - end))
+      return head + file.read(end)
+  descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+  try:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+      raise ValueError(f"'{display(path)}' is no regular file")
+    if begin is None:
+      with os.fdopen(descriptor, 'rb', closefd=False) as file:
+        return file.read()
+    start = max(0, status.st_size - end)
+    return os.pread(descriptor, begin, 0) + os.pread(descriptor, end, start)
+  finally:
+    os.close(descriptor)
 
 
 def first_line(error: Exception) -> str:
@@ -142,7 +139,7 @@ def first_line(error: Exception) -> str:
 def why_malformed(path: bytes) -> str:
   """Checks both ends of a file; returns what is wrong with them, or ''."""
   try:
-    ends = retried(path, _ends)
+    ends = retried(path, lambda path: _read(path, 16, 64))
   except (ValueError, FileNotFoundError) as e:
     return str(e)
   if not ends:
