@@ -160,7 +160,7 @@ class Index:
       for m, t in zip(mine.tolist(), theirs.tolist())
       if str(t) in reasons
     }
-    self.facts.update(kept, broken=broken)
+    self.facts.update(kept, broken=self.facts['broken'] | broken)
 
   def _each(self, rows, function, title):
     """Yields (rows, results of function(path)), block by block."""
