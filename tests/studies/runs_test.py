@@ -186,10 +186,13 @@ def test_a_wrong_config_stops_all_before_the_first(
   assert not list(tmp_path.iterdir())
 
 
-def test_names_differ(tiny_config, fake, tmp_path):
+def test_names_are_those_of_folders(tiny_config, fake, tmp_path):
   a = make(tiny_config, a=0.1)
   with pytest.raises(ValueError, match="'a' occurs 2 times"):
     runs_lib.train_all(a + a, tmp_path)
+  for name in ('a/b', '..', '', '.hidden'):
+    with pytest.raises(ValueError, match=f"run '{name}': the name of a run is"):
+      runs_lib.train_all([runs_lib.Run(name, a[0].config)], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -231,14 +234,39 @@ def result(metrics, **more):
   return json.dumps({'metrics': metrics, **more})
 
 
-def test_a_damaged_result_is_named(tiny_config, fake, tmp_path):
+@pytest.mark.parametrize(
+  'content',
+  ['{"metr', '{"loss": 1}', '3', 'null', '{"diverged": 3}', '[' * 200_000,
+   result(None), result([1]), result({'accuracy_test': {'a': 0.5}}),
+   result({'accuracy_test': None}), result({'accuracy_test': 'high'}),
+   result({'accuracy_test': True}), result({'accuracy_test': 7.0}),
+   result({'accuracy_test': -0.1}), result({'accuracy_test': float('nan')}),
+   result({'accuracy_test': 0.5}, config=[1])],
+)  # fmt: skip
+def test_a_damaged_result_is_named(content, tiny_config, fake, tmp_path):
   runs = make(tiny_config, a=0.1)
   runs_lib.train_all(runs, tmp_path)
-  (tmp_path / 'a' / 'result.json').write_text('{"metr')
+  (tmp_path / 'a' / 'result.json').write_text(content)
   with pytest.raises(
     ValueError, match="a/result.json' is damaged: .*delete it"
   ):
     runs_lib.train_all(runs, tmp_path)
+
+
+def test_a_result_without_the_metric_is_named(tiny_config, fake, tmp_path):
+  runs = make(tiny_config, a=0.1)
+  runs_lib.train_all(runs, tmp_path)
+  (tmp_path / 'a' / 'result.json').write_text(result({'loss_test': 1.0}))
+  with pytest.raises(ValueError, match="a/result.json' has no accuracy_test"):
+    runs_lib.train_all(runs, tmp_path)
+
+
+def test_a_folder_in_place_of_a_result_is_named(tiny_config, fake, tmp_path):
+  (tmp_path / 'a' / 'result.json').mkdir(parents=True)
+  with pytest.raises(
+    ValueError, match="a/result.json' is damaged: .*directory"
+  ):
+    runs_lib.train_all(make(tiny_config, a=0.1), tmp_path)
 
 
 def test_values_are_changed_by_dotted_keys(tiny_config):

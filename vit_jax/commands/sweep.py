@@ -73,8 +73,8 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     '--checkpoints',
     default='newest',
-    choices=('all', 'newest', 'none'),
-    help='checkpoints to keep of a run that is done (newest)',
+    help="checkpoints to keep of a run that is done: 'all', the 'newest' or "
+    "'none' (newest)",
   )
   runs.add_flags(parser, 'the sweep')
   hosts.add_flags(parser)

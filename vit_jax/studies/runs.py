@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import contextlib
 import copy
 import json
+import re
 import statistics
 import time
 from typing import Any
@@ -245,16 +246,36 @@ def _read(workdir, run) -> dict | None:
   def read():
     file = workdir_lib.folder(workdir) / run.name / _RESULT
     try:
-      return json.loads(file.read_text())
-    except FileNotFoundError:
+      found = json.loads(file.read_text())
+      _check_result(found, run.config.get('best_metric'))
+      return found
+    except (FileNotFoundError, NotADirectoryError):
       return None
-    except ValueError as e:
+    except (ValueError, RecursionError, IsADirectoryError) as e:
       raise ValueError(
         f"'{file}' is damaged: {e}; delete it, and the same command reads the "
         "run's metrics anew"
       ) from e
 
   return processes.from_first(f'reading the result of {run.name}', read)
+
+
+def _check_result(found, best):
+  """Raises ValueError if this is not what `_train` has stored of a run."""
+  if not isinstance(found, dict) or not isinstance(
+    found.get('config', {}), dict
+  ):
+    raise ValueError(f'{found!r:.50} is not of a run')
+  if isinstance(found.get('diverged'), str):
+    return
+  if not isinstance(found.get('metrics'), dict):
+    raise ValueError('it has no metrics')
+  for name, value in found['metrics'].items():
+    fits = type(value) in (int, float)
+    if fits and metrics_lib.is_share(name):
+      fits = 0 <= value <= 1
+    if not fits or (name == best and not rules.is_number(value)):
+      raise ValueError(f'{name} is {value!r:.50}')
 
 
 # --- Checking ---
@@ -276,9 +297,17 @@ def check_keys(config, known: Mapping[str, rules.Rule], of: str):
 
 def check(runs: Sequence[Run], workdir, checkpoints: str = 'newest'):
   """Checks all that can be checked before the first run begins; writes nothing."""
-  rules.check('checkpoints', checkpoints, rules.one_of(*CHECKPOINTS))
+  if checkpoints not in CHECKPOINTS:
+    raise ValueError(
+      f'checkpoints={checkpoints!r} is unknown: use one of {list(CHECKPOINTS)}'
+    )
   names = collections.Counter(run.name for run in runs)
   for name, count in names.items():
+    if not re.fullmatch(r'[\w=+,@-][\w.=+,@-]*', name):
+      raise ValueError(
+        f"run '{name}': the name of a run is that of a folder, of letters, digits "
+        'and ._-+=,@'
+      )
     if count > 1:
       raise ValueError(
         f"run '{name}' occurs {count} times: the names of runs must differ"
@@ -305,6 +334,12 @@ def _check_run(run, folder, found):
       f"workdir='{folder}' holds a run that is done with another config:\n  "
       + '\n  '.join(differing)
       + '\nUse another --workdir, or delete that folder to train the run anew'
+    )
+  if 'metrics' in found and config.best_metric not in found['metrics']:
+    raise ValueError(
+      f"'{folder}/{_RESULT}' has no {config.best_metric}, but "
+      f'{list(found["metrics"])}: delete it, and the same command reads the '
+      "run's metrics anew"
     )
 
 
