@@ -296,14 +296,17 @@ def is_spec(value) -> bool:
   )
 
 
-def check(name: str, value, rule: Rule):
-  """Raises ValueError with the key, its value and the rule that it breaks."""
+def check(name: str, value, rule: Rule, place: str = 'config.'):
+  """Raises ValueError with the key, its value and the rule that it breaks.
+
+  `place` is '--' for an argument that a flag of a command sets.
+  """
   wrong = rule(value)
   if wrong:
     plain = isinstance(value, ml_collections.ConfigDict)
     shown = repr(value.to_dict() if plain else value)
     shown = shown if len(shown) <= _SHOWN else f'{shown[:_SHOWN]} ...'
-    raise ValueError(f'{name}={shown} {wrong} (config.{name})')
+    raise ValueError(f'{name}={shown} {wrong} ({place}{name})')
 
 
 def raise_unknown(key, known, prefix='', of='config', where=None):

@@ -90,8 +90,8 @@ def _check(args):
   """Raises ValueError if a flag is wrong, or flags do not fit together."""
   for name, rule in _RULES.items():
     value = getattr(args, name)
-    if value is not None and (wrong := rule(value)):
-      raise ValueError(f'{name}={value!r} {wrong} (--{name})')
+    if value is not None:
+      rules.check(name, value, rule, '--')
   for name in _OF_MODEL:
     if getattr(args, name) is not None and not args.model:
       raise ValueError(

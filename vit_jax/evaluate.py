@@ -52,7 +52,7 @@ def evaluate(
       ReaL labels or the options are wrong.
     OSError: if the storage does not answer.
   """
-  rules.check('split', split, rules.split)
+  rules.check('split', split, rules.split, '--')
   mesh = run_mesh(workdir)
   model = predict.load(workdir, step, mesh)
   config, task = model.config, model.task

@@ -261,7 +261,7 @@ class Predictor(base.Predictor):
       self._check_head()
     except ValueError as e:
       raise tables.NoColumns(f'{e}, or write them (--embeddings)') from e
-    rules.check('top', top, rules.whole(1))
+    rules.check('top', top, rules.whole(1), '--')
     return tables.choices(lambda found: self._of_row(found, top), self._shares)
 
   def report(self, images, args):

@@ -247,7 +247,7 @@ def test_predicted_segments_are_those_of_the_original_image(classes, tmp_path):
   assert 'grass  stuff' in ' '.join(lines)
   assert lines[-1] == f'picture: {out}'
   assert Image.open(out).size == (384, 288)  # Enlarged by six.
-  with pytest.raises(ValueError, match='threshold=2'):
+  with pytest.raises(ValueError, match=r'threshold=2 .*\(--threshold\)'):
     predictor.segment([image], threshold=2)
   task = predictor.task
   task.model.mask_head = False

@@ -107,8 +107,8 @@ class Detector(predictor_lib.Predictor):
 
   def _columns(self, top=5, threshold=None, image_size=None):
     threshold = self.LEAST if threshold is None else threshold
-    rules.check('threshold', threshold, rules.number(0, 1))
-    rules.check('image_size', image_size, rules.optional(rules.size))
+    rules.check('threshold', threshold, rules.number(0, 1), '--')
+    rules.check('image_size', image_size, rules.optional(rules.size), '--')
 
     def row(inputs, outputs):
       _, found = self.make(inputs, outputs, threshold)

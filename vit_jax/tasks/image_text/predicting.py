@@ -149,7 +149,7 @@ class Predictor(predictor_lib.Predictor):
         '(--classes="a cat;a dog"), texts (--texts=FILE), or ask for the embeddings '
         '(--embeddings)'
       )
-    rules.check('top', top, rules.whole(1))
+    rules.check('top', top, rules.whole(1), '--')
     how = (*self._choices(classes, texts), top)
     return tables.choices(lambda zimg: self._of_row(zimg, *how))
 

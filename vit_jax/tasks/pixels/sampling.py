@@ -71,7 +71,7 @@ class Predictor(predictor_lib.Predictor):
 
   def _sample(self, n, seed=0, temperature=1.0, top_k=None):
     """Draws images, float32 [n, H, W, C]; see `sample`."""
-    rules.check('n', n, rules.whole(1))
+    rules.check('sample', n, rules.whole(1), '--')
     self._check_objective()
     empty = np.zeros((n, 0), np.int32)
     return self.task.images(self._draw(empty, seed, temperature, top_k))
@@ -106,7 +106,7 @@ class Predictor(predictor_lib.Predictor):
   def _complete(self, images, rows, seed=0, temperature=1.0, top_k=None):
     """Returns images [n, H, W, C] given and completed, and the rows kept [n]."""
     self._check_objective()
-    rules.check('rows', rows, rules.optional(rules.whole(1)))
+    rules.check('rows', rows, rules.optional(rules.whole(1)), '--')
     height = self.task.image_size[0]
     if rows is not None and rows >= height:
       raise ValueError(
@@ -154,7 +154,7 @@ class Predictor(predictor_lib.Predictor):
 
   def _draw(self, prefix, seed, temperature, top_k) -> np.ndarray:
     """Draws the pixels after `prefix`, int32 [n, M]; returns int32 [n, N]."""
-    rules.check('seed', seed, rules.whole(0))
+    rules.check('seed', seed, rules.whole(0), '--')
     keys = jax.random.split(jax.random.key(seed), len(prefix))
 
     def drawn(rows):
