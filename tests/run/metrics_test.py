@@ -97,3 +97,16 @@ def test_a_last_line_that_was_half_written_is_no_damage(tmp_path, caplog):
   metrics_lib.MetricsLog(tmp_path, 5).close()
   assert steps(tmp_path) == [1]
   assert not caplog.text
+
+
+def test_values_are_formatted_for_people():
+  found = metrics_lib.format_metrics(
+    {
+      'accuracy_test': 0.9917, 'loss_test': 0.119712, 'count': 12345,
+      'img_sec': 14205.77, 'huge': 3e12, 'bad': float('nan'), 'zero': 0.0,
+    }
+  )  # fmt: skip
+  assert found == (
+    'accuracy_test 99.17 %, loss_test 0.1197, count 12,345, img_sec 14,206, '
+    'huge 3e+12, bad nan, zero 0'
+  )

@@ -170,13 +170,15 @@ def is_share(name: str) -> bool:
 def format_metrics(metrics: dict) -> str:
   """Formats metrics for people.
 
-  Accuracies are given in percent, counts in full, others with 4 digits.
+  Accuracies are given in percent, counts and large values as whole numbers,
+  others with 4 digits.
   """
 
   def words(name, value):
     if is_share(name):
       return f'{100 * value:.2f} %'
-    return f'{value:,}' if isinstance(value, int) else f'{value:,.4g}'
+    large = isinstance(value, int) or 1e3 <= abs(value) < 1e9
+    return f'{value:,.0f}' if large else f'{value:,.4g}'
 
   return ', '.join(f'{name} {words(name, x)}' for name, x in metrics.items())
 
