@@ -1,9 +1,11 @@
-"""Tests of attention='auto', and of tokens that are padded once."""
+"""Tests of what GPUs compute in another way than the rest, attention='auto' first."""
 
+import collections
 import functools
 import re
 
 import jax
+from jax import test_util
 from jax._src.cudnn import fused_attention_stablehlo
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from vit_jax.layers import detection
 from vit_jax.layers import dtypes
 from vit_jax.layers import encoder
 from vit_jax.layers import loop
+from vit_jax.layers import passes
 
 
 class _Device:
@@ -38,6 +41,12 @@ def gpu(monkeypatch):
 
   set_to()
   return set_to
+
+
+@pytest.fixture
+def one_gpu(gpu, monkeypatch):
+  """Makes JAX say that there is one GPU."""
+  monkeypatch.setattr(jax, 'device_count', lambda: 1)
 
 
 @pytest.fixture
@@ -225,12 +234,12 @@ def test_the_queries_of_a_detector_attend_with_the_kernel(gpu, tokens):
 @pytest.mark.parametrize(
   'scan, layers, train, platform, want',
   [
-    (None, 13, True, 'gpu', True),
     (None, 13, True, 'tpu', True),
+    (None, 13, True, 'gpu', False),
     (None, 13, True, 'cpu', False),  # Where these tests run.
     (None, 13, True, None, False),
-    (None, 12, True, 'gpu', False),
-    (None, 13, False, 'gpu', False),
+    (None, 12, True, 'tpu', False),
+    (None, 13, False, 'tpu', False),
     (False, 13, True, 'gpu', False),
     (True, 2, False, 'cpu', True),
     (True, 1, True, 'gpu', False),
@@ -240,7 +249,9 @@ def test_where_layers_are_a_loop(scan, layers, train, platform, want):
   assert loop.is_looped(scan, layers, train, platform) == want
 
 
-def test_deep_models_are_trained_in_a_loop_on_gpus(gpu, tokens_and_params):
+def test_deep_models_are_trained_in_a_loop_on_tpus(
+  monkeypatch, tokens_and_params
+):
   x, _ = tokens_and_params
   model = encoder.Encoder(**{**FIELDS, 'num_layers': 13})
   init = functools.partial(model.init, jax.random.key(0), train=False)
@@ -248,6 +259,8 @@ def test_deep_models_are_trained_in_a_loop_on_gpus(gpu, tokens_and_params):
   run = lambda train: str(
     jax.make_jaxpr(functools.partial(model.apply, train=train))(params, x)
   )
+  assert 'scan[' not in run(True)
+  monkeypatch.setattr(dtypes, 'platform', lambda: 'tpu')
   assert 'scan[' in run(True)
   assert 'scan[' not in run(False)
 
@@ -289,3 +302,88 @@ def test_the_program_for_nvidia_gpus(monkeypatch, scan):
   assert len(re.findall(r'@__cudnn\$fmhaSoftmaxBackward\(', text)) == calls
   tokens = re.findall(r'stablehlo\.pad.*-> tensor<2x(\d+)x16xbf16>', text)
   assert tokens == ['24', '17']  # And the gradient back.
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'only_first': True},
+    {'scan': True, 'gelu': 'erf'},
+    {'remat': 'dots', 'gelu': 'quick'},
+  ],
+)
+def test_hints_for_gpus_change_no_result(one_gpu, tokens_and_params, fields):
+  x, params = tokens_and_params
+  model = encoder.Encoder(**{**FIELDS, **fields})
+  on_gpus = loss(model, params, x)
+  assert passes.on_gpus()
+  with jax.default_device('cpu'):
+    assert not passes.on_gpus()
+    want = loss(model, params, x)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+    on_gpus, want,
+  )  # fmt: skip
+
+
+def test_hints_for_gpus_can_be_differentiated_twice(one_gpu):
+  def f(x):
+    y = passes.recomputed(jax.nn.gelu)(passes.row_major(x))
+    return jnp.sum(passes.residual(x, y, train=True) ** 2)
+
+  x = jax.random.normal(jax.random.key(0), (2, 3, 4))
+  test_util.check_grads(f, (x,), order=2, atol=1e-2, rtol=1e-2)
+
+
+def test_devices_in_a_mesh_send_no_more_for_the_hints(gpu):
+  """The hints leave the batch split: each device keeps its own rows."""
+  x = jax.ShapeDtypeStruct((8, 17, 16), jnp.float32)
+  model = encoder.Encoder(**FIELDS)
+  init = functools.partial(model.init, jax.random.key(0), train=False)
+  mesh = sharding.make_mesh({'data': -1})
+
+  def collectives():
+    params = jax.eval_shape(init, x)
+    total = lambda params, x: model.apply(params, x, train=True).sum()
+    rows = sharding.batch_sharding(mesh)
+    whole = sharding.replicated(mesh)
+    with jax.set_mesh(mesh):
+      update = jax.jit(jax.grad(total), in_shardings=(whole, rows))
+      text = update.lower(params, x).compile().as_text()
+    found = re.findall(
+      r' (all-[a-z]+|collective-permute|reduce-scatter)\(', text
+    )
+    return collections.Counter(found), text
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(passes, 'on_gpus', lambda: False)
+    want, _ = collectives()
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(passes, 'on_gpus', lambda: True)
+    got, text = collectives()
+  assert got == want
+  assert set(got) == {'all-reduce'}
+  assert 'f32[8,17,16]' not in text
+
+
+@pytest.mark.parametrize('train', [False, True])
+def test_the_hints_in_a_program_for_gpus(one_gpu, tokens_and_params, train):
+  x, params = tokens_and_params
+  model = encoder.Encoder(**FIELDS)
+  run = jax.jit(functools.partial(model.apply, train=train))
+
+  def program():
+    return run.trace({'params': params}, x).lower().as_text()
+
+  text = program()
+  assert '@LayoutConstraint' in text
+  assert len(re.findall(r'call @_row_major\w*\(', text)) == 2  # One a layer.
+  assert text.count('stablehlo.optimization_barrier') == (4 if train else 0)
+  # The biases of queries, keys and values are vectors, as the others are.
+  assert 'tensor<2x8xf32>) -> tensor<1x1x2x8xf32>' not in text
+  with jax.default_device('cpu'):
+    run = jax.jit(functools.partial(model.apply, train=train))
+    text = program()
+  assert 'LayoutConstraint' not in text
+  assert 'optimization_barrier' not in text
+  assert 'tensor<2x8xf32>) -> tensor<1x1x2x8xf32>' in text

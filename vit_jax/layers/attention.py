@@ -28,6 +28,7 @@ and D' width of a token in the sequences of the queries and of the keys.
 """
 
 import functools
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -35,6 +36,7 @@ import jax.numpy as jnp
 
 from vit_jax.layers import attention_kernels
 from vit_jax.layers import dtypes
+from vit_jax.layers import passes
 
 IMPLEMENTATIONS = attention_kernels.IMPLEMENTATIONS
 AUTO, NAMES = attention_kernels.AUTO, attention_kernels.NAMES
@@ -95,6 +97,36 @@ def _hide_padding(mask, length, keys):
   """Returns a mask that also hides the keys from number `length` on."""
   kept = (jnp.arange(keys) < length)[None, None, None]  # [1, 1, 1, S]
   return kept if mask is None else mask & kept
+
+
+class _Heads(nn.Module):
+  """A dense layer from tokens [B, N, D] to heads [B, N, K, E].
+
+  It has the parameters of nn.DenseGeneral. On GPUs it adds the bias as one vector,
+  which the matrix product does on its way; a bias [K, E] takes two passes more.
+  """
+
+  num_heads: int
+  head_dim: int
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    shape = (self.num_heads, self.head_dim)
+    width = math.prod(shape)
+
+    def init(rng, shape, dtype):
+      flat = nn.initializers.xavier_uniform()(rng, (shape[0], width), dtype)
+      return flat.reshape(shape)
+
+    kernel = self.param('kernel', init, (x.shape[-1], *shape), self.param_dtype)
+    bias = self.param('bias', nn.initializers.zeros, shape, self.param_dtype)
+    x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+    if not passes.on_gpus():
+      return jnp.einsum('bnd,dke->bnke', x, kernel) + bias
+    x = x @ kernel.reshape(-1, width) + bias.reshape(width)
+    return x.reshape(*x.shape[:-1], *shape)
 
 
 class MultiHeadDotProductAttention(nn.Module):
@@ -160,12 +192,9 @@ class MultiHeadDotProductAttention(nn.Module):
     head_dim = width // self.num_heads
     special = dropout or self.only_first or not (mask is relative is None)
     name = choose(self.attention, self.dtype, head_dim, not special)
-    dense = functools.partial(
-      nn.DenseGeneral,
-      kernel_init=nn.initializers.xavier_uniform(),
-      **dtypes.of(self),
+    heads = functools.partial(
+      _Heads, self.num_heads, head_dim, **dtypes.of(self)
     )
-    heads = functools.partial(dense, features=(self.num_heads, head_dim))
     kv = x if kv is None else kv
     causal = self.causal and not self.only_first
     if self.only_first:
@@ -175,19 +204,24 @@ class MultiHeadDotProductAttention(nn.Module):
         mask = mask[:, :, :1, : kv.shape[1]]
     if length is not None and (name != 'cudnn' or mask is not None):
       mask, length = _hide_padding(mask, length, kv.shape[1]), None
+    shown = (
+      dropout
+      or self.is_initializing()
+      or self.is_mutable_collection('intermediates')
+    )
     query = heads(name='query')(x)  # [B, Q, K, E]
-    query = query * head_dim**-0.5
+    given = {} if length is None else {'length': length}
+    if name == 'cudnn' and not shown:
+      given['scale'] = head_dim**-0.5
+    else:
+      query = query * head_dim**-0.5
     key = heads(name='key')(kv)  # [B, S, K, E]
     value = heads(name='value')(kv if values is None else values)
     bias = None
     if relative is not None:
       relative = relative.astype(query.dtype)
       bias = attention_kernels.relative_logits(query, relative, key.shape[1])
-    if (
-      dropout
-      or self.is_initializing()
-      or self.is_mutable_collection('intermediates')
-    ):
+    if shown:
       weights = attention_kernels.attention_weights(
         query, key, mask, causal, bias
       )
@@ -197,6 +231,11 @@ class MultiHeadDotProductAttention(nn.Module):
       )
       x = jnp.einsum('bkqs,bske->bqke', weights, value)
     else:  # [B, Q, K, E]
-      given = {} if length is None else {'length': length}
       x = IMPLEMENTATIONS[name](query, key, value, mask, causal, bias, **given)
-    return dense(features=width, axis=(-2, -1), name='out')(x)  # [B, Q, D]
+    return nn.DenseGeneral(
+      features=width,
+      axis=(-2, -1),
+      kernel_init=nn.initializers.xavier_uniform(),
+      name='out',
+      **dtypes.of(self),
+    )(x)  # [B, Q, D]

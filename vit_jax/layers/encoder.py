@@ -18,6 +18,7 @@ from vit_jax.distributed import sharding
 from vit_jax.layers import attention
 from vit_jax.layers import dtypes
 from vit_jax.layers import loop as loop_lib
+from vit_jax.layers import passes
 from vit_jax.layers import patches
 from vit_jax.layers import positions
 
@@ -82,7 +83,8 @@ class MlpBlock(nn.Module):
       bias_init=self.bias_init,
       **dtypes.of(self),
     )
-    x = GELUS[self.gelu](dense(self.mlp_dim)(inputs))  # [B, N, M]
+    gelu = passes.recomputed(GELUS[self.gelu])
+    x = gelu(dense(self.mlp_dim)(inputs))  # [B, N, M]
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
     out_dim = inputs.shape[-1] if self.out_dim is None else self.out_dim
     x = dense(out_dim)(x)  # [B, N, out_dim]
@@ -168,11 +170,13 @@ class Encoder1DBlock(nn.Module):
       deterministic=deterministic,
     )
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
-    x = drop(x) + (attention.first_token(inputs) if self.only_first else inputs)
+    first = attention.first_token(inputs) if self.only_first else inputs
+    x = passes.residual(first, drop(x), not deterministic)
     y = nn.LayerNorm(self.norm_eps, **types)(x)
     mlp = MlpBlock(**dtypes.of(self, 'mlp_dim', 'dropout_rate', 'gelu'))
     y = mlp(y, deterministic=deterministic)
-    return sharding.constrain_batch(x + drop(y))
+    x = passes.residual(x, drop(y), not deterministic)
+    return passes.row_major(sharding.constrain_batch(x))
 
 
 class MAPHead(nn.Module):
@@ -233,8 +237,7 @@ class Encoder(nn.Module):
       of the dense layers.
     scan: whether to apply all layers but the last in a loop, which compiles
       faster. Results are the same except for dropout's noise, and parameters
-      keep their names. None: in training on GPUs and TPUs, with more than 12
-      layers.
+      keep their names. None: in training on TPUs, with more than 12 layers.
     stochastic_depth: probability that an image skips the attention of the last
       layer, and likewise the MLP; it increases linearly from 0 in the first
       layer (arXiv 1603.09382).
