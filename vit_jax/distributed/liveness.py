@@ -54,8 +54,8 @@ def name(process: int) -> str:
   return f'process {process} ({watch.hosts.get(process, "host unknown")})'
 
 
-class Watch(threading.Thread):
-  """Thread that gives signs of life, and watches those of the other processes.
+class Watch:
+  """Gives signs of life in a thread, and watches those of the other processes.
 
   Attributes:
     connects: whether this process waits for the others to connect.
@@ -66,7 +66,7 @@ class Watch(threading.Thread):
   """
 
   def __init__(self):
-    super().__init__(daemon=True)
+    self._thread = None  # Made late: a forked process could not start it.
     self.connects = self.watches = False
     self.hosts = {}
     self.doing = 'the start'
@@ -85,10 +85,11 @@ class Watch(threading.Thread):
   def start(self):
     """Begins to watch; until the process exits."""
     self.watches, self._read = True, time.monotonic()
-    super().start()
+    self._thread = threading.Thread(target=self._run, daemon=True)
+    self._thread.start()
     atexit.register(self.stop)
 
-  def run(self):
+  def _run(self):
     """Gives signs of life until stopped; ends the process if one is lost."""
     for count in itertools.count():
       self._beat(count)
@@ -108,7 +109,7 @@ class Watch(threading.Thread):
     """Gives a last sign, after which silence does not mean a loss."""
     self._ended.set()
     self._wake.set()
-    self.join()
+    self._thread.join()
     self._beat(None)
     if self.error:
       # JAX would wait for the other processes, which end after reading the
