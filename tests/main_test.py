@@ -100,7 +100,7 @@ def test_a_platform_that_is_not_there():
     'compute.main = lambda argv: jax.devices()\n'
     'cli.run("compute")\n'
   )
-  for platform in ('cuda', 'nonsense'):
+  for platform in ('rocm', 'nonsense'):
     done = run('-c', code, JAX_PLATFORMS=platform)
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]

@@ -51,14 +51,36 @@ def test_tensorflow_is_loaded_in_silence():
 def test_libtpu_is_left_alone_where_there_is_no_tpu():
   done = run(
     'from vit_jax import cli\n'
-    'cli.avoid_libtpu()\n'
+    'cli.avoid_absent_devices()\n'
     'import jax\n'
     'assert jax.devices()[0].platform == "cpu"\n'
     'maps = open("/proc/self/maps").read()\n'
     'assert "libtpu.so" not in maps\n'
   )
   assert done.returncode == 0, done.stderr
-  assert done.stderr == ''
+  lines = done.stderr.splitlines()  # One, if JAX for CUDA is installed.
+  assert all('no NVIDIA driver' in line for line in lines)
+
+
+@pytest.mark.parametrize('driver', [True, False])
+def test_jax_for_cuda_is_left_alone_where_there_is_no_driver(tmp_path, driver):
+  (tmp_path / 'jax_plugins/xla_cuda13').mkdir(parents=True)
+  (tmp_path / 'jax_plugins/xla_cuda13/__init__.py').touch()
+  done = run(
+    'import ctypes, os, sys\n'
+    f'sys.path.append({str(tmp_path)!r})\n'
+    'from vit_jax import cli\n'
+    'def load(name):\n'
+    '  assert name == "libcuda.so.1"\n'
+    f'  if not {driver}: raise OSError(name)\n'
+    'ctypes.CDLL = load\n'
+    'cli.avoid_absent_devices()\n'
+    'print(os.environ.get("JAX_PLATFORMS"))\n'
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout == ('None\n' if driver else 'cpu\n')
+  assert done.stderr.count('\n') == (0 if driver else 1)
+  assert driver or 'no NVIDIA driver' in done.stderr
 
 
 @pytest.mark.parametrize('named', [None, ''])

@@ -3,14 +3,15 @@
 import ast
 from collections.abc import Sequence
 import contextlib
+import ctypes
 import glob
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import logging as python_logging
 import os
 import pathlib
+import pkgutil
 import platform
 import sys
 import tempfile
@@ -83,26 +84,39 @@ def load_tensorflow():
     tf.constant(0)
 
 
-def avoid_libtpu():
-  """Keeps JAX from loading libtpu on a machine without a TPU.
+def avoid_absent_devices():
+  """Keeps JAX from loading libtpu, or CUDA, on a machine without such a device.
 
-  libtpu may be installed for vit_jax.plan only. JAX would load it all the same,
-  print errors, and make the profiler crash.
+  libtpu may be installed for plans only, and JAX for CUDA on a machine without a
+  GPU. JAX would load both all the same, and print errors; libtpu makes its
+  profiler crash. Does nothing if the environment names JAX_PLATFORMS.
   """
-  if (
-    'JAX_PLATFORMS' in os.environ
-    or importlib.util.find_spec('libtpu') is None
-    or glob.glob('/dev/accel*')
-    or glob.glob('/dev/vfio/*')
-    or any(
-      name.startswith(('jax_cuda', 'jax-cuda', 'jax_rocm', 'jax-rocm'))
-      for name in importlib.metadata.packages_distributions()
+  tpu = glob.glob('/dev/accel*') or glob.glob('/dev/vfio/*')
+  if 'JAX_PLATFORMS' in os.environ or tpu:
+    return
+  spec = importlib.util.find_spec('jax_plugins')
+  paths = spec.submodule_search_locations if spec else []
+  plugins = [module.name for module in pkgutil.iter_modules(paths)]
+  cuda = any('cuda' in name for name in plugins)
+  if cuda and not _has_nvidia_driver():
+    print(
+      'This machine has no NVIDIA driver (libcuda.so.1), so that JAX for CUDA '
+      'finds no GPU: computing on the CPU. JAX_PLATFORMS=cpu hides this line.',
+      file=sys.stderr,
     )
-  ):
+  elif plugins or importlib.util.find_spec('libtpu') is None:
     return
   os.environ['JAX_PLATFORMS'] = 'cpu'
   if 'jax' in sys.modules:
     sys.modules['jax'].config.update('jax_platforms', 'cpu')
+
+
+def _has_nvidia_driver() -> bool:
+  try:
+    ctypes.CDLL('libcuda.so.1')
+  except OSError:
+    return False
+  return True
 
 
 def _is_first() -> bool:
@@ -301,7 +315,7 @@ def run(command: str, argv: Sequence[str] | None = None):
   without a traceback; any other error with its traceback.
   """
   quiet()
-  avoid_libtpu()
+  avoid_absent_devices()
   keep_compiled()
   try:
     module = importlib.import_module(f'vit_jax.commands.{command}')

@@ -72,7 +72,7 @@ def test_tangents_and_second_derivatives():
   got = jax.jvp(attention.IMPLEMENTATIONS['default'], args, tangents)
   want = jax.jvp(plain, args, tangents)
   for mine, theirs in zip(got, want, strict=True):
-    np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
   def second(function):
     inner = jax.grad(loss(function, weights), (0, 1, 2))

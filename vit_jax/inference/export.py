@@ -26,6 +26,7 @@ from typing import NamedTuple
 from etils import epath
 import jax
 from jax import export as jax_export
+from jax.extend.mlir.dialects import stablehlo
 import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
@@ -306,34 +307,51 @@ def _load_stablehlo(folder):
 
 
 def _write_saved_model(program, folder):
-  from jax.experimental import jax2tf
+  from tensorflow.compiler.tf2xla.python import xla as tf_xla
 
   module = tf.Module()
-  weights = tf.nest.map_structure(tf.Variable, program.weights)
-  module.variables_of_the_model = tf.nest.flatten(weights)  # To be saved.
-  shapes = {
-    name: f'({", ".join(map(str, x.shape))})'
-    for name, x in program.inputs.items()
-  }
-  run = jax2tf.convert(
-    lambda weights, inputs: program.run(weights, **inputs),
-    polymorphic_shapes=[None, shapes],
-    with_gradient=False,
-    native_serialization_platforms=PLATFORMS,
+  weights = [tf.Variable(x) for x in jax.tree.leaves(program.weights)]
+  module.variables_of_the_model = weights  # To be saved.
+
+  def run(weights, inputs):
+    return program.run(weights, **inputs)
+
+  exported = jax_export.export(jax.jit(run), platforms=PLATFORMS)(
+    program.weights, program.inputs
   )
-  signature = {
-    name: tf.TensorSpec(
-      [n if isinstance(n, int) else None for n in x.shape], x.dtype, name
+  # In the oldest version of StableHLO, which every TensorFlow reads.
+  hlo = stablehlo.serialize_portable_artifact_str(
+    exported.mlir_module(), stablehlo.get_minimum_version()
+  )
+
+  def serve(**inputs):
+    args = weights + [inputs[name] for name in sorted(inputs)]
+    found = tf_xla.call_module(
+      [args[i] for i in exported.module_kept_var_idx],
+      version=exported.calling_convention_version,
+      module=hlo,
+      Tout=[x.dtype.name for x in exported.out_avals],
+      Sout=[_known(x.shape) for x in exported.out_avals],
+      platforms=[x.upper() for x in exported.platforms],
     )
+    return exported.out_tree.unflatten(found)
+
+  signature = {
+    name: tf.TensorSpec(_known(x.shape), x.dtype, name)
     for name, x in program.inputs.items()
   }
   # As a part of the module it would be traced twice.
-  serve = tf.function(lambda **inputs: run(weights, inputs), autograph=False)
+  serve = tf.function(serve, autograph=False)
   tf.saved_model.save(
     module,
     os.fspath(folder / '1'),
     signatures=serve.get_concrete_function(**signature),
   )
+
+
+def _known(shape):
+  """Returns a shape with None for each size that is a symbol."""
+  return [n if isinstance(n, int) else None for n in shape]
 
 
 def _load_saved_model(folder):

@@ -507,9 +507,17 @@ def _scan(graph, values, eqn):
   """A loop, unrolled."""
   params = eqn.params
   steps, body = params['length'], params['jaxpr']
-  split = params['num_consts'], params['num_consts'] + params['num_carry']
-  consts, carry = values[: split[0]], values[split[0] : split[1]]
-  rows, found = values[split[1] :], []
+  # Rows alone have another shape inside of the loop. (JAX 0.11 has other names
+  # for the numbers of constants, carried values and rows.)
+  kept, read = (
+    sum(x.aval.ndim == y.aval.ndim for x, y in zip(*both))
+    for both in (
+      (eqn.outvars, body.jaxpr.outvars),
+      (eqn.invars, body.jaxpr.invars),
+    )
+  )
+  consts, carry = values[: read - kept], values[read - kept : read]
+  rows, found = values[read:], []
   inner = [graph.constant(np.asarray(x)) for x in body.consts]
   shapes = [x.aval.shape for x in body.jaxpr.outvars]
   numbers = range(steps)
@@ -520,8 +528,8 @@ def _scan(graph, values, eqn):
     ]
     results = graph.run(body.jaxpr, inner, [*consts, *carry, *row])
     results = [graph.whole(x, shape) for x, shape in zip(results, shapes)]
-    carry = results[: params['num_carry']]
-    found.append(results[params['num_carry'] :])
+    carry = results[:kept]
+    found.append(results[kept:])
   found = found[::-1] if params['reverse'] else found
   return [*carry, *(_stack(graph, column, 0) for column in zip(*found))]
 
