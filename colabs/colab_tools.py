@@ -48,7 +48,7 @@ def ready(checkout, extras: Sequence[str] = ('colab',), folders=()):
   from vit_jax import cli
 
   cli.quiet()
-  cli.avoid_libtpu()
+  cli.avoid_absent_devices()
   cli.load_tensorflow()
   from IPython import get_ipython
   import jax

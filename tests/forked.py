@@ -110,6 +110,8 @@ def _run(target, args, writer, env):
   gc.set_threshold(100_000, 20, 20)
   import jax
 
+  # A process that is forked by Python 3.13 forgets what JAX does at its end.
+  atexit.register(jax.distributed.shutdown)
   for name, kind in _JAX_SETTINGS.items():
     if name in env:
       jax.config.update(name.lower(), kind(env[name]))

@@ -187,7 +187,8 @@ def test_a_process_that_stays_alone_says_so():
 @pytest.mark.parametrize('gone', [0, 1])
 def test_a_process_that_is_killed_is_named(gone):
   statuses, outputs = running.run_two(BEGIN + KILLED, str(gone))
-  assert statuses == [-signal.SIGTERM, 128 + signal.SIGTERM][:: 1 - 2 * gone]
+  want = [-signal.SIGTERM, 128 + signal.SIGTERM][:: 1 - 2 * gone]
+  assert statuses == want, outputs
   lines = outputs[1 - gone].splitlines()
   [line] = [x for x in lines if x.startswith('Error: ')]
   assert line.startswith(f'Error: process {gone} (')
