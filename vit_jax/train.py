@@ -92,13 +92,16 @@ def _computation(config, mesh) -> str:
     bias=relative,
     key=f'config.{model_configs.place_of_layers(config.model)}.attention',
   )
-  if 'attention' not in layers:
-    return f'Computed in {dtype}'
-  width = model_configs.vit_of(config.model).hidden_size
-  with jax.set_mesh(mesh):
-    plain = not (dropout or relative)
-    name = attention.choose(name, dtype, width // layers.num_heads, plain)
-  return f'Computed in {dtype}, attention: {name}'
+  words = f'Computed in {dtype}'
+  if 'attention' in layers:
+    width = model_configs.vit_of(config.model).hidden_size
+    with jax.set_mesh(mesh):
+      plain = not (dropout or relative)
+      name = attention.choose(name, dtype, width // layers.num_heads, plain)
+    words += f', attention: {name}'
+  if platform != 'cpu' and dtype == 'float32' and 'dtype' in config.model:
+    words += '. --config.model.dtype=auto computes in bfloat16, which is faster'
+  return words
 
 
 def make_program(config, metadata, mesh) -> Program:

@@ -1,8 +1,10 @@
 """Tests of what GPUs compute in another way than the rest, attention='auto' first."""
 
 import collections
+import contextlib
 import functools
 import re
+import types
 
 import jax
 from jax import test_util
@@ -14,6 +16,8 @@ import pytest
 from tests import tiny_models
 from vit_jax import models
 from vit_jax import models_igpt
+from vit_jax import train
+from vit_jax.configs import vit
 from vit_jax.distributed import sharding
 from vit_jax.layers import attention
 from vit_jax.layers import attention_kernels
@@ -22,6 +26,7 @@ from vit_jax.layers import dtypes
 from vit_jax.layers import encoder
 from vit_jax.layers import loop
 from vit_jax.layers import passes
+from vit_jax.run import config as run_config
 
 
 class _Device:
@@ -61,6 +66,26 @@ def tokens(monkeypatch):
 
   monkeypatch.setattr(jax.nn, 'dot_product_attention', compute)
   return seen
+
+
+@pytest.mark.parametrize(
+  'dtype, want',
+  [
+    ('auto', 'bfloat16, attention: cudnn'),
+    (
+      'float32',
+      'float32, attention: default. --config.model.dtype=auto computes in '
+      'bfloat16, which is faster',
+    ),
+  ],
+)
+def test_the_description_of_a_run_on_a_gpu(gpu, monkeypatch, dtype, want):
+  config = vit.get_config('b16,cifar10')
+  config.model.dtype = dtype
+  config = run_config.complete(config)
+  monkeypatch.setattr(jax, 'set_mesh', contextlib.nullcontext)
+  mesh = types.SimpleNamespace(devices=np.array([_Device('9.0')]))
+  assert train._computation(config, mesh) == f'Computed in {want}'
 
 
 @pytest.mark.parametrize(
