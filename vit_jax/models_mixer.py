@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes
+from vit_jax.layers import passes
 from vit_jax.layers import patches
 
 
@@ -29,7 +30,8 @@ class MlpBlock(nn.Module):
   def __call__(self, x):
     """Maps [..., F] to [..., F]."""
     types = dtypes.of(self)
-    y = nn.gelu(nn.Dense(self.mlp_dim, **types)(x))
+    y = nn.Dense(self.mlp_dim, **types)(x)
+    y = passes.recomputed(nn.gelu)(y)
     return nn.Dense(x.shape[-1], **types)(y)
 
 
