@@ -260,7 +260,7 @@ def test_each_task_has_its_columns(
       if column == 'boxes':
         np.testing.assert_allclose(row[column], value, rtol=1e-5)
       else:
-        assert row[column] == pytest.approx(value, abs=1e-6)
+        assert row[column] == pytest.approx(value, abs=5e-6)
 
 
 # --- Several processes ---
