@@ -28,9 +28,8 @@ def is_looped(
 
   `scan` None is for training more than DEEP layers on TPUs: without gradients a
   loop would copy the parameters for little. On GPUs it would read and write more
-  than twice as many bytes of activations, and compile no faster, since XLA tunes
-  equal products once, in a loop or not. On CPUs it would be slower, by 8 % in 24
-  layers of Ti/16. `platform` is that of the devices, by default
+  than twice as many bytes of activations. On CPUs it would be slower, by 8 % in
+  24 layers of Ti/16. `platform` is that of the devices, by default
   `dtypes.platform()`.
   """
   if scan is None:
