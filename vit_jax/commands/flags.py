@@ -98,7 +98,8 @@ class Parser(argparse.ArgumentParser):
     """Raises ValueError for words that are no flags of the command."""
     unknown = [word for word in words if word.startswith('-')]
     if not unknown:
-      raise ValueError(f'unknown arguments {words}: flags begin with --')
+      hint = f' (--images {words[0]})' if '--images' in self.flags() else ''
+      raise ValueError(f'unknown arguments {words}: flags begin with --{hint}')
     flag, _, value = unknown[0].partition('=')
     if flag.startswith('--jax_'):
       raise ValueError(

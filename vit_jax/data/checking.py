@@ -211,6 +211,7 @@ def _check_split(root, base):
     ]
     raise FileNotFoundError(
       f"folder '{root}' has no split '{base}': {LAYOUT}; it holds "
-      f'{there[:10]} (config.pp.train, config.pp.test)'
+      f"{there[:10]}. --config.pp.train='train[:90%]' "
+      "--config.pp.test='train[90%:]' use a part of train/ to test on"
     )
   return top
