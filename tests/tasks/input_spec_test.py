@@ -33,6 +33,7 @@ def make_detect(data_dir):
 
 
 def make_canvases(tmp_path):
+  detect_canvases_test.write_images(tmp_path)
   config = run_config.complete(detect_canvases_test.make_config(tmp_path))
   return detect.Task(config, {'class_names': ['even', 'odd']})
 

@@ -55,7 +55,7 @@ class TinyDetector(nn.Module):
     return {'logits': nn.Dense(self.num_classes + 1)(x), 'boxes': boxes}
 
 
-def write(root, split, count):
+def write_split(root, split, count):
   """Writes grey images of several shapes, with a white box each."""
   lines = []
   for i in range(count):
@@ -75,14 +75,20 @@ def config(tmp_path_factory):
   """A tiny detector with two canvases."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(models.KINDS, 'tiny_detector', TinyDetector)
-    yield make_config(tmp_path_factory.mktemp('boxes'))
+    root = tmp_path_factory.mktemp('boxes')
+    write_images(root)
+    yield make_config(root)
+
+
+def write_images(root):
+  """Writes the splits of a folder of images; one process only may do so."""
+  (root / 'classes.json').write_text('{"objects/label": ["even", "odd"]}')
+  write_split(root, 'train', 9)
+  write_split(root, 'test', 5)
 
 
 def make_config(root):
-  """Returns a config on a new folder of images."""
-  (root / 'classes.json').write_text('{"objects/label": ["even", "odd"]}')
-  write(root, 'train', 9)
-  write(root, 'test', 5)
+  """Returns a config on a folder that `write_images` has filled."""
   config = common.set_dataset(common.get_config(), str(root))
   config.task = 'detect'
   config.pretrained_dir = None
@@ -318,7 +324,7 @@ print('SAID', json.dumps(detect_canvases_test.evaluate(folder)))
 def evaluate(folder):
   """Evaluates random parameters on the training images of a folder."""
   models.KINDS['tiny_detector'] = TinyDetector
-  config = run_config.complete(make_config(pathlib.Path(folder)))
+  config = run_config.complete(make_config(folder))
   config.batch_eval = jax.device_count()
   task = detect.Task(config, {'class_names': ['even', 'odd']})
   source = sources.open_split(config, 'train', task.FEATURES)
@@ -339,7 +345,7 @@ def evaluate(folder):
 
 def test_two_processes_run_the_same_programs_in_the_same_order(tmp_path):
   """Their images have four shapes on three canvases, which neither has all of."""
-  make_config(tmp_path)
+  write_images(tmp_path)
   statuses, outputs = processes.run_two(_EVALUATE, tmp_path, devices=2)
   assert statuses == [0, 0], outputs
   first, second = processes.said(outputs)
