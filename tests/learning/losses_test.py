@@ -31,3 +31,12 @@ def test_label_smoothing_spreads_evenly():
   # The label becomes .7 .1 .1 .1: the loss is the entropy of that.
   want = -(0.7 * math.log(0.7) + 0.3 * math.log(0.1))
   np.testing.assert_allclose(got, [want], rtol=1e-5)
+
+
+def test_label_smoothing_of_two_labels_spreads_the_share_of_both():
+  logits = np.log(np.array([[0.7, 0.1, 0.1, 0.1]]))
+  labels = np.array([[1.0, 1.0, 0.0, 0.0]])
+  got = losses.get_loss('softmax', 0.4)(logits, labels)
+  # The labels become .4 .4 .1 .1.
+  want = -(0.4 * math.log(0.7) + 0.6 * math.log(0.1))
+  np.testing.assert_allclose(got, [want], rtol=1e-5)

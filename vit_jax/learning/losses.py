@@ -12,7 +12,7 @@ def softmax_xent(logits, labels):
   Labels [B, C] are one-hot, multi-hot or smoothed. Rows with a sum above 1 are
   scaled to sum to 1: an example with two labels has 1/2 for each.
   """
-  labels = labels / jnp.maximum(labels.sum(axis=-1, keepdims=True), 1.0)
+  labels = _to_shares(labels)
   return optax.softmax_cross_entropy(logits.astype(jnp.float32), labels)
 
 
@@ -38,6 +38,12 @@ def get_loss(name: str, label_smoothing: float = 0.0) -> Callable:
   loss = LOSSES[name]
   if not label_smoothing:
     return loss
+  shares = _to_shares if name == 'softmax' else lambda labels: labels
   return lambda logits, labels: loss(
-    logits, optax.smooth_labels(labels, label_smoothing)
+    logits, optax.smooth_labels(shares(labels), label_smoothing)
   )
+
+
+def _to_shares(labels):
+  """Scales rows with a sum above 1 to sum to 1."""
+  return labels / jnp.maximum(labels.sum(axis=-1, keepdims=True), 1.0)
