@@ -215,6 +215,8 @@ def write(good, folder, change=None, **fields):
     ({'dilation': 1}, 'dilation is 1, but must be true or false'),
     ({'id2label': {'-1': 'a'}}, 'id2label is .* but must be an object'),
     ({'id2label': {'9' * 30: 'a'}}, 'id2label is .* but must be an object'),
+    ({'backbone_config': {'downsample_in_bottleneck': True}}, 'bottleneck is True, but'),
+    ({'backbone_config': {'hidden_act': 'gelu'}}, "hidden_act is 'gelu', but .* 'relu'"),
     ({'backbone_config': []}, r'backbone_config is \[\], but must be an object'),
   ],
 )  # fmt: skip

@@ -42,6 +42,64 @@ def test_reading_warns_of_another_range_of_pixels(tmp_path, caplog):
     assert ('scaled by image_mean=[0.485, 0.456, 0.4' in caplog.text) == warns
 
 
+def test_a_pooler_of_another_kind_is_refused(tmp_path):
+  torch_models.hf_model().save_pretrained(tmp_path)
+  file = tmp_path / 'config.json'
+  fields = json.loads(file.read_text())
+  file.write_text(json.dumps({**fields, 'pooler_act': 'relu'}))
+  with pytest.raises(ValueError, match="pooler_act is 'relu', but .* 'tanh'"):
+    reading.read(str(tmp_path))
+
+
+@pytest.fixture
+def timm_folder(tmp_path):
+  """A tiny ViT as timm writes it, and a function that writes its config.json."""
+  params = tiny_models.numbers(tiny_models.tiny(), 8)
+  checkpoint.save(params, str(tmp_path / 'a.npz'))
+  convert.convert(str(tmp_path / 'a.npz'), str(tmp_path / 'timm'), 'timm')
+  file = tmp_path / 'timm' / 'config.json'
+  fields = json.loads(file.read_text())
+
+  def change(args=None, **changes):
+    args = fields['model_args'] if args is None else args
+    file.write_text(json.dumps({**fields, 'model_args': args, **changes}))
+    return str(tmp_path / 'timm')
+
+  return change
+
+
+@pytest.mark.parametrize('pool', ['avg', 'max', 'avgmax'])
+def test_pooling_that_these_weights_do_not_have_here_is_refused(
+  timm_folder, pool
+):
+  message = f"global_pool is '{pool}', but this package has only .* 'token'"
+  for change in (
+    {'args': {'global_pool': pool}},
+    {'args': {}, 'global_pool': pool},
+  ):
+    with pytest.raises(ValueError, match=message):
+      reading.read(timm_folder(**change))
+
+
+@pytest.mark.parametrize(
+  'name, args, warns',
+  [
+    ('vit_base_patch16_gap_224', {}, 'num_heads and act_layer'),
+    ('vit_large_patch16_siglip_512', {'num_heads': 2}, 'not tell act_layer'),
+    ('vit_base_patch16_gap_224', {'num_heads': 2, 'act_layer': 'gelu'}, None),
+    ('vit_base_patch16_224_in21k', {}, None),
+    ('vit_small_r26_s32_224', {}, None),
+    ('vit_tiny_r_s16_p8_224', {}, None),
+    ('resnetv2_50x1_bit', {}, None),
+  ],
+)
+def test_a_timm_model_that_its_files_do_not_tell_is_warned_of(
+  timm_folder, caplog, name, args, warns
+):
+  reading.read(timm_folder(args, architecture=name), num_heads=2)
+  assert (warns in caplog.text) if warns else ('not tell' not in caplog.text)
+
+
 def test_a_run_warns_of_another_gelu(tmp_path, caplog):
   theirs = torch_models.hf_model()
   theirs.save_pretrained(tmp_path / 'hf')

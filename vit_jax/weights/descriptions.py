@@ -86,6 +86,7 @@ def _is_text(value):
 
 OBJECT: Kind = (lambda x: isinstance(x, dict), 'an object: {...}')
 FLAG: Kind = (lambda x: isinstance(x, bool), 'true or false')
+TEXT: Kind = (_is_text, 'a text')
 COUNT: Kind = (_is_count, 'a number of at least 1')
 COUNTS: Kind = (_is_list(_is_count), 'a list of numbers of at least 1')
 EPSILON: Kind = (

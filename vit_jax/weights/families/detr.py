@@ -348,6 +348,13 @@ def _from_config(config, name):
   )
   dilated = field('dilation', descriptions.FLAG, False)
   backbone = field('backbone_config', descriptions.OBJECT, {})
+  descriptions.only(
+    backbone,
+    'ResNets in backbone_config',
+    downsample_in_first_stage=False,
+    downsample_in_bottleneck=False,
+    hidden_act='relu',
+  )
   stride = descriptions.field(backbone, 'output_stride', descriptions.COUNT)
   things = config.get('isthing')  # Of this package.
   if not config:

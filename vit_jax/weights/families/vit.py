@@ -6,6 +6,7 @@ in vit_jax.weights.families.vit_files. The tree is the published one.
 
 from collections.abc import Iterable
 from collections.abc import Iterator
+import functools
 import re
 import types
 
@@ -218,7 +219,11 @@ class Classifiers(base.Family):
     )
 
   def read_beside(self, beside, file, flat, naming):
-    describe = {'timm': vit_files.from_timm, 'hf': vit_files.from_hf}[naming]
+    pooling = 'token' if 'cls_token' in flat else 'avg'
+    describe = {
+      'timm': functools.partial(vit_files.from_timm, pooling=pooling),
+      'hf': vit_files.from_hf,
+    }[naming]
     found = descriptions.read(beside('config.json'), describe)
     vit_files.warn_of_scaling(beside, file, naming)
     if is_bit(flat):

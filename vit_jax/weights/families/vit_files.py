@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 from absl import logging
 import flax.traverse_util
@@ -33,6 +34,10 @@ _SCALING = {
   'hf': ('preprocessor_config.json', 'image_mean', 'image_std'),
   'open_clip': ('open_clip_config.json', 'mean', 'std'),
 }
+# timm's names of ViTs that have the usual number of heads and the exact GELU.
+_TIMM_USUAL = re.compile(
+  r'(vit|deit)_(tiny|small|base|large|huge)_(patch|r)[\dr_sp]+(_in21k)?'
+)
 # Their names of GELUs -> ours.
 GELUS = {
   'gelu': 'erf',
@@ -49,6 +54,7 @@ HF_GELUS = {**_TIMM_GELUS, 'tanh': 'gelu_pytorch_tanh'}
 
 def from_hf(config) -> descriptions.Description:
   """Returns what config.json of Hugging Face tells."""
+  descriptions.only(config, 'ViTs', pooler_act='tanh')
   field = functools.partial(descriptions.field, config)
   gelu = field('hidden_act', descriptions.one_of(GELUS), 'gelu')
   eps = field('layer_norm_eps', descriptions.EPSILON, 1e-12)
@@ -60,14 +66,31 @@ def from_hf(config) -> descriptions.Description:
   )
 
 
-def from_timm(config) -> descriptions.Description:
-  """Returns what config.json of timm tells."""
+def from_timm(config, pooling: str) -> descriptions.Description:
+  """Returns what config.json of timm tells.
+
+  Warns if it may leave out what the model computes with. ValueError if its
+  `global_pool` is not `pooling`, which alone these weights have here.
+  """
   field = descriptions.field
   args, pretrained = (
     field(config, key, descriptions.OBJECT, {})
     for key in ('model_args', 'pretrained_cfg')
   )
+  descriptions.only(
+    {'global_pool': config.get('global_pool', pooling), **args},
+    'timm models of these parameters',
+    global_pool=pooling,
+  )
   gelu = field(args, 'act_layer', descriptions.one_of(GELUS), 'gelu')
+  untold = [key for key in ('num_heads', 'act_layer') if key not in args]
+  name = field(config, 'architecture', descriptions.TEXT, '')
+  if name.startswith('vit_') and untold and not _TIMM_USUAL.fullmatch(name):
+    logging.warning(
+      f"config.json of timm's {name} does not tell {' and '.join(untold)}: this "
+      'package takes the usual ones of its width, and results are wrong if those '
+      'of the model differ; add them to model_args in config.json'
+    )
   is_shape = lambda x: descriptions.COUNTS[0](x) and len(x) == 3
   shape = field(
     pretrained, 'input_size', (is_shape, '[channels, height, width]')
