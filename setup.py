@@ -9,6 +9,21 @@ import setuptools
 _SMALL = "platform_system == 'Linux' and platform_machine == 'x86_64'"
 _OTHER = "platform_system != 'Linux' or platform_machine != 'x86_64'"
 
+_TRAIN = [
+  'array-record',
+  'clu',
+  'faster-coco-eval',
+  'google-crc32c',  # Checksums of tfrecord files.
+  'importlib_resources',  # Imported by tensorflow-datasets, not declared.
+  'orbax-checkpoint',
+  'scikit-learn',
+  'tensorboard',  # Imported by clu.metric_writers, not declared.
+  f'tensorflow-cpu; {_SMALL}',
+  f'tensorflow; {_OTHER}',
+  'tensorflow-datasets',
+  'threadpoolctl',
+]
+
 setuptools.setup(
   name='vit_jax',
   version='0.1.0',
@@ -48,34 +63,26 @@ setuptools.setup(
   # The config files lie in the top-level folder. find_packages would not see
   # them, and a wheel would silently lack them.
   package_dir={'vit_jax.configs': 'configs'},
+  # What the models, their weights and conversion need.
   install_requires=[
     'absl-py',
-    'array-record',
-    'clu',
     'etils[epath]',
-    'faster-coco-eval',
     'flax',
-    'google-crc32c',  # Checksums of tfrecord files.
-    'importlib_resources',  # Imported by tensorflow-datasets, not declared.
     'jax>=0.10',
     'ml-collections',
     'msgspec',
     'numpy',
     'optax>=0.2.5',
-    'orbax-checkpoint',
     'Pillow',
-    'scikit-learn',
+    'safetensors',
     'scipy',
-    'tensorboard',  # Imported by clu.metric_writers, not declared.
-    f'tensorflow-cpu; {_SMALL}',
-    f'tensorflow; {_OTHER}',
-    'tensorflow-datasets',
-    'threadpoolctl',
     'tqdm',
   ],
   entry_points={'console_scripts': ['vit_jax = vit_jax.__main__:main']},
   extras_require={
+    'train': _TRAIN,
     'test': [
+      *_TRAIN,
       'fastapi',
       'gradio>=6',
       'huggingface_hub>=1.31',  # parse_hf_uri for URLs too.
@@ -95,7 +102,6 @@ setuptools.setup(
       'pytest',
       'pytest-xdist',
       'ruff',
-      'safetensors',
       'sentencepiece',
       'tokenizers',
       # The other implementations, to compare with. This version of PyTorch, for
@@ -108,12 +114,12 @@ setuptools.setup(
     'onnx': ['onnx', 'onnxruntime'],
     'demo': ['gradio>=6', 'matplotlib'],
     'plots': ['matplotlib'],
-    'interop': ['huggingface_hub>=1.31', 'safetensors'],
+    'interop': ['huggingface_hub>=1.31'],
     'tables': ['pyarrow'],
     'text': ['sentencepiece', 'tokenizers'],
     'torch': ['torch>=2.6'],  # Before, a .bin could run code of its own.
     'plan': ['libtpu'],
-    'colab': ['huggingface_hub>=1.31', 'matplotlib', 'pandas', 'safetensors'],
+    'colab': [*_TRAIN, 'huggingface_hub>=1.31', 'matplotlib', 'pandas'],
     'tpu': ['jax[tpu]'],
     # NVIDIA's driver decides: from 580 on for CUDA 13, from 525 on for CUDA 12.
     'cuda': ['jax[cuda13]'],

@@ -1,6 +1,7 @@
 """Tests of what is installed, what is imported, and who may import whom."""
 
 import ast
+import importlib.metadata
 import pathlib
 import re
 import shutil
@@ -8,9 +9,12 @@ import subprocess
 import sys
 import zipfile
 
+from packaging import requirements as markers
+from packaging import utils
 import pytest
 
 from tests import conftest
+from vit_jax import cli
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -244,6 +248,73 @@ def wheel(tmp_path_factory):
   )  # fmt: skip
   [path] = tmp.glob('*.whl')
   return path
+
+
+@pytest.fixture
+def without_extras(wheel, tmp_path):
+  """Runs Python with the wheel, and as if only the base were installed."""
+  with zipfile.ZipFile(wheel) as archive:
+    archive.extractall(tmp_path)
+  absent = (*cli.TRAIN_MODULES, 'huggingface_hub', 'matplotlib', 'torch')
+  (tmp_path / 'sitecustomize.py').write_text(
+    'import importlib.machinery as machinery, sys\n'
+    'class Finder(machinery.PathFinder):\n'
+    '  @classmethod\n'
+    '  def find_spec(cls, name, path=None, target=None):\n'
+    f'    if name.partition(".")[0] not in {absent}:\n'
+    '      return super().find_spec(name, path, target)\n'
+    'place = sys.meta_path.index(machinery.PathFinder)\n'
+    'sys.meta_path[place] = Finder\n'
+  )
+  environment = {
+    'PYTHONPATH': str(tmp_path), 'PATH': '/usr/bin:/bin', 'HOME': '/tmp',
+    'JAX_PLATFORMS': 'cpu',
+  }  # fmt: skip
+
+  def run(*args):
+    return subprocess.run(
+      [sys.executable, *map(str, args)], capture_output=True, text=True,
+      check=False, cwd='/', env=environment,
+    )  # fmt: skip
+
+  return run
+
+
+def test_the_base_loads_and_converts_weights(without_extras):
+  done = without_extras('-P', ROOT / 'tests/base_install.py')
+  assert (done.returncode, done.stdout) == (0, 'ok\n'), done.stderr
+
+
+def test_a_command_that_lacks_an_extra_names_it_in_one_line(
+  without_extras, tmp_path
+):
+  done = without_extras(
+    '-m', 'vit_jax', 'train', f'--config={ROOT}/configs/digits.py',
+    f'--workdir={tmp_path}/run',
+  )  # fmt: skip
+  assert done.returncode == 1
+  (line,) = done.stderr.splitlines()
+  assert 'vit_jax train' in line
+  assert "pip install -e '.[train]'" in line
+  assert not (tmp_path / 'run').exists()
+
+
+def test_modules_of_the_extra_train_are_those_of_its_packages():
+  requirements = map(
+    markers.Requirement, importlib.metadata.requires('vit_jax')
+  )
+  wanted = {
+    utils.canonicalize_name(need.name)
+    for need in requirements
+    if need.marker and need.marker.evaluate({'extra': 'train'})
+  }
+  packages = importlib.metadata.packages_distributions()
+  found = {
+    utils.canonicalize_name(name)
+    for module in cli.TRAIN_MODULES
+    for name in packages[module]
+  }
+  assert wanted <= found
 
 
 def test_a_wheel_has_the_configs_and_works_without_the_checkout(

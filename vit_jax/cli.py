@@ -26,6 +26,12 @@ from absl import logging
 import tqdm
 
 _EXPECTED = (ValueError, FloatingPointError, OSError, ImportError)
+# Modules of the extra `train`, which most commands import.
+TRAIN_MODULES = (
+  'array_record', 'clu', 'faster_coco_eval', 'google_crc32c',
+  'importlib_resources', 'orbax', 'sklearn', 'tensorboard', 'tensorflow',
+  'tensorflow_datasets', 'threadpoolctl',
+)  # fmt: skip
 _muted = False
 # Modules of tasks that the command line names (--task), which a run may import.
 named_tasks: set[str] = set()
@@ -259,10 +265,14 @@ def needed(package: str, extra: str, what: str) -> types.ModuleType:
   try:
     return importlib.import_module(package)
   except ImportError as e:
-    raise ImportError(
-      f"{what} needs {package.partition('.')[0]}: pip install -e '.[{extra}]' in "
-      'the checkout of vit_jax'
-    ) from e
+    raise ImportError(_install(package, extra, what)) from e
+
+
+def _install(package: str, extra: str, what: str) -> str:
+  return (
+    f"{what} needs {package.partition('.')[0]}: pip install -e '.[{extra}]' in "
+    'the checkout of vit_jax'
+  )
 
 
 def machine_memory() -> int:
@@ -332,7 +342,13 @@ def run(command: str, argv: Sequence[str] | None = None):
     frame = traceback.extract_tb(e.__traceback__)[-1]
     source = pathlib.Path(frame.filename)
     ours = {'vit_jax', 'configs'} & set(source.parts[-4:-1])
-    if isinstance(e, _EXPECTED) and ours:
+    missing = getattr(e, 'name', None) or ''
+    if (
+      isinstance(e, ModuleNotFoundError)
+      and missing.partition('.')[0] in TRAIN_MODULES
+    ):
+      reason = _install(missing, 'train', f'vit_jax {command}')
+    elif isinstance(e, _EXPECTED) and ours:
       reason = f'{e}'
     elif (source.name, frame.name) == ('xla_bridge.py', 'backends'):
       reason = _no_device(e)

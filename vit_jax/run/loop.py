@@ -8,9 +8,11 @@ import math
 import time
 
 from clu import periodic_actions
+from etils import epath
 import jax
 
 from vit_jax import cli
+from vit_jax.data.images import images
 from vit_jax.distributed import processes
 from vit_jax.learning import state as state_lib
 from vit_jax.run import metrics as metrics_lib
@@ -136,7 +138,10 @@ class Run:
     self._progress.beside_bar(1, metrics_lib.format_metrics(best))
     self._log.write_pictures(self.step, pictures)
     if self.done:
-      self.pictures = metrics_lib.save_pictures(self.workdir, pictures)
+      for name, pixels in pictures.items():
+        path = epath.Path(self.workdir) / f'{name}.png'
+        path.write_bytes(images.encode_png(pixels))
+        self.pictures.append(path)
     cli.say(
       f'step {self.step}/{self.config.total_steps}  '
       + metrics_lib.format_metrics(metrics)

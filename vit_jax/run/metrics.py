@@ -15,12 +15,10 @@ import statistics
 import tempfile
 
 from absl import logging
-from clu import metric_writers
 from etils import epath
 import jax
 import numpy as np
 
-from vit_jax.data.images import images
 from vit_jax.distributed import files
 from vit_jax.run import workdir as workdir_lib
 
@@ -53,6 +51,8 @@ class MetricsLog:
     if files.is_remote(workdir):
       self._folder = tempfile.TemporaryDirectory()
       self._held, events = lines, self._folder.name
+    from clu import metric_writers  # Reading metrics does without it.
+
     self._writer = metric_writers.AsyncMultiWriter(
       [metric_writers.SummaryWriter(events)]
     )
@@ -181,13 +181,3 @@ def format_metrics(metrics: dict) -> str:
     return f'{value:,.0f}' if large else f'{value:,.4g}'
 
   return ', '.join(f'{name} {words(name, x)}' for name, x in metrics.items())
-
-
-def save_pictures(workdir, pictures) -> list[epath.Path]:
-  """Writes pictures, uint8 [height, width, 3], as NAME.png; returns paths."""
-  paths = {
-    epath.Path(workdir) / f'{name}.png': x for name, x in pictures.items()
-  }
-  for path, pixels in paths.items():
-    path.write_bytes(images.encode_png(pixels))
-  return list(paths)

@@ -23,7 +23,6 @@ import ml_collections
 import numpy as np
 
 from vit_jax.configs import common
-from vit_jax.data.images import index as index_lib
 from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.layers import dtypes
@@ -188,12 +187,12 @@ def store_weights(workdir, weights: Mapping[str, Any]):
 
 
 def _digest_of_arrays(arrays) -> str:
-  parts = []
+  found = hashlib.blake2b(digest_size=16)
   for name in sorted(arrays):
     array = np.ascontiguousarray(arrays[name])
-    parts += [f'{name}{array.shape}{array.dtype}'.encode()]
-    parts += [array.reshape(-1).view(np.uint8)]
-  return index_lib.digest(parts)
+    found.update(f'{name}{array.shape}{array.dtype}'.encode())
+    found.update(array.reshape(-1).view(np.uint8))
+  return found.hexdigest()
 
 
 def _check_metadata(file, value):

@@ -17,6 +17,7 @@ import zipfile
 from absl import logging
 from etils import epath
 import numpy as np
+import safetensors
 
 from vit_jax import cli
 from vit_jax.weights import fetch
@@ -118,7 +119,6 @@ def read_safetensors(
   file: epath.Path, dtype: str | None = None
 ) -> dict[str, np.ndarray]:
   """Reads the arrays of a .safetensors file; for `dtype` see read_npz."""
-  safetensors = cli.needed('safetensors', 'interop', f"reading '{file}'")
   with (
     naming(file, 'is not a .safetensors file of weights'),
     fetch.local_input(file) as here,

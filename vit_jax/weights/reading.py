@@ -175,9 +175,7 @@ def check_packages(path: str):
     file = epath.Path(hub.parse(path).path_in_repo or hub.FILES[0])
   elif file.is_dir() and not (file / 'checkpoints').exists():
     file = _file_in(file)
-  if file.name.endswith(('.safetensors', hub.INDEX)):
-    cli.needed('safetensors', 'interop', f"reading '{path}'")
-  elif file.suffix in _TORCH_ENDINGS:
+  if file.suffix in _TORCH_ENDINGS:
     cli.needed('torch', 'torch', f"reading '{path}'")
 
 

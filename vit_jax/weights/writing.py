@@ -13,6 +13,7 @@ import flax.traverse_util
 import jax
 import ml_collections
 import numpy as np
+import safetensors.numpy
 
 from vit_jax import cli
 from vit_jax.configs import common
@@ -150,10 +151,7 @@ def _write_pth(model, dst):
 
 
 def _write_safetensors(state, file):
-  safetensors = cli.needed(
-    'safetensors.numpy', 'interop', 'writing .safetensors'
-  )
-  file.write(safetensors.save(state, metadata={'format': 'pt'}))
+  file.write(safetensors.numpy.save(state, metadata={'format': 'pt'}))
 
 
 def scaled(model: Model) -> Model:

@@ -1,0 +1,47 @@
+"""Checks what an installation without extras must do; prints 'ok'.
+
+  python -P tests/base_install.py
+
+The release workflow runs it with the wheel in a bare environment.
+"""
+
+import pathlib
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+
+from vit_jax import checkpoint
+from vit_jax import convert
+from vit_jax import models
+from vit_jax import test_utils
+from vit_jax.configs import models as model_configs
+
+with tempfile.TemporaryDirectory() as folder:
+  npz, timm = pathlib.Path(folder, 'model.npz'), pathlib.Path(folder, 'timm')
+  config = model_configs.get_config('testing')
+  test_utils.create_checkpoint(config, str(npz))
+  model = models.make_model(config, num_classes=1)
+  shapes = jax.eval_shape(
+    lambda: model.init(
+      jax.random.key(0), jnp.zeros((1, 16, 16, 3)), train=False
+    )
+  )
+  params = checkpoint.load_pretrained(
+    pretrained_path=str(npz),
+    init_params=jax.tree.map(lambda x: np.zeros(x.shape), shapes['params']),
+    model_config=config,
+  )
+  convert.convert(str(npz), str(timm), 'timm')
+  written = safetensors.numpy.load_file(timm / 'model.safetensors')
+
+kernel = params['embedding']['kernel']  # [height, width, in, out]
+assert np.any(kernel)
+np.testing.assert_array_equal(
+  written['patch_embed.proj.weight'], np.transpose(kernel, (3, 2, 0, 1))
+)
+assert 'tensorflow' not in sys.modules
+print('ok')
