@@ -24,6 +24,8 @@ _TRAIN = [
   'threadpoolctl',
 ]
 
+_DOCS = ['mkdocs-material', 'mkdocstrings[python]']
+
 setuptools.setup(
   name='vit_jax',
   version='0.1.0',
@@ -63,6 +65,7 @@ setuptools.setup(
   # The config files lie in the top-level folder. find_packages would not see
   # them, and a wheel would silently lack them.
   package_dir={'vit_jax.configs': 'configs'},
+  package_data={'vit_jax': ['py.typed']},
   # What the models, their weights and conversion need.
   install_requires=[
     'absl-py',
@@ -83,6 +86,7 @@ setuptools.setup(
     'train': _TRAIN,
     'test': [
       *_TRAIN,
+      *_DOCS,
       'fastapi',
       'gradio>=6',
       'huggingface_hub>=1.31',  # parse_hf_uri for URLs too.
@@ -93,6 +97,7 @@ setuptools.setup(
       'nbclient',
       'nbformat',
       'matplotlib',
+      'mypy',
       'onnx',
       'onnxruntime',
       'pandas',
@@ -112,6 +117,7 @@ setuptools.setup(
       'uvicorn',
     ],
     'onnx': ['onnx', 'onnxruntime'],
+    'docs': _DOCS,
     'demo': ['gradio>=6', 'matplotlib'],
     'plots': ['matplotlib'],
     'interop': ['huggingface_hub>=1.31'],

@@ -323,6 +323,7 @@ def test_a_wheel_has_the_configs_and_works_without_the_checkout(
   with zipfile.ZipFile(wheel) as archive:
     names = set(archive.namelist())
     archive.extractall(tmp_path)
+  assert 'vit_jax/py.typed' in names
   for path in (ROOT / 'configs').glob('*.py'):
     assert f'vit_jax/configs/{path.name}' in names
   packaged = {

@@ -196,7 +196,7 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
   """
   extra = extra or {}
   beside = {k: v for k, v in extra.items() if k in reading.EXTRA}
-  found = {}
+  found: dict[str, Any] = {}
   for part, path in _weights_paths(config).items():
     if part and part not in {**params, **extra}:
       raise ValueError(
@@ -209,9 +209,8 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
         taken = _of_model(config, part, path, extra[part])
       else:
         taken = _part_weights(config, part, path, task, params, beside)
-    twice = {name.split('/')[0] for name in taken if name in found}
-    twice = sorted(twice & params.keys())
-    if twice:
+    both = {name.split('/')[0] for name in taken if name in found}
+    if twice := sorted(both & params.keys()):
       raise ValueError(
         f'pretrained={_weights_paths(config)} names two weights for '
         f"'{twice[0]}/': leave out one of them (config.pretrained)"
@@ -228,9 +227,9 @@ def _part_weights(config, part, path, task, params, beside) -> dict:
   for name in inner if not part else {part} & set(inner):
     # The weights of a whole model are those of a part too, if they have its
     # form: a detector starts from a classifier.
-    other = () if part else fitting.OtherModelError
+    other = () if part else (fitting.OtherModelError,)
     new = ('head/', 'pre_logits/')
-    with contextlib.suppress(other):
+    with contextlib.suppress(*other):
       return _of_model(config, name, path, params[name], inner[name], new, part)
   taken = _taken(
     config,

@@ -30,7 +30,7 @@ StdConv = models_resnet.StdConv
 VisionTransformer = models_vit.VisionTransformer
 
 # Kind (config.model.kind) -> class, or 'module:name' to import when needed.
-KINDS = {
+KINDS: dict[str, str | type[nn.Module]] = {
   'vit': 'vit_jax.models_vit:VisionTransformer',
   'mixer': 'vit_jax.models_mixer:MlpMixer',
   'bit': 'vit_jax.models_bit:BitResNet',

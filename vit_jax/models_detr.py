@@ -227,9 +227,15 @@ class Detr(nn.Module):
       return [backbone(images, mask, train=train)]
     if mask is None:
       mask = jnp.ones(images.shape[:3], bool)
-    fields = (self.units, self.backbone_width, self.dilate_last, self.norm)
-    backbone = resnet.ResNet(*fields, name='backbone', **types)
-    return backbone(normalise(images, mask))
+    stages = resnet.ResNet(
+      self.units,
+      self.backbone_width,
+      self.dilate_last,
+      self.norm,
+      name='backbone',
+      **types,
+    )
+    return stages(normalise(images, mask))
 
   def _layers(self, cls, count, name):
     rates = ('dropout_rate', 'attention_dropout_rate')

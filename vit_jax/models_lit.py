@@ -70,7 +70,7 @@ class LitModel(patches.ImageModel):
   image: Mapping[str, Any]
   text_model: str
   text: Mapping[str, Any] | None
-  pp: Mapping[str, Any] | None
+  pp: Mapping[str, Any]
   out_dim: int | tuple[int | None, int | None] | None
   model_name: str | None = None
   temperature_init: float = 1.0
@@ -82,7 +82,8 @@ class LitModel(patches.ImageModel):
   def out_dims(self) -> tuple[int | None, int | None]:
     """Widths of the heads of the image and of the text tower; None for none."""
     out = self.out_dim
-    return tuple(out) if isinstance(out, list | tuple) else (out, out)
+    image, text = out if isinstance(out, list | tuple) else (out, out)
+    return image, text
 
   @nn.nowrap
   def image_tower(self, **kwargs) -> models_vit.VisionTransformer:
@@ -182,7 +183,7 @@ class LitModel(patches.ImageModel):
 
     ValueError for a model that is neither published nor has a `pp.vocab_path`.
     """
-    own = (self.pp or {}).get('vocab_path')
+    own = self.pp.get('vocab_path')
     ending = text_towers.TOKENIZERS[self.pp['tokenizer_name']]
     if not own and self.model_name not in model_configs.LITS:
       raise ValueError(

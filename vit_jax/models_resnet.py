@@ -7,7 +7,6 @@ Shapes in the comments: B images, H x W pixels, C channels, F features.
 """
 
 from collections.abc import Sequence
-import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -90,12 +89,16 @@ class ResidualUnit(nn.Module):
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
     types = dtypes.of(self)
 
-    standardised = functools.partial(
-      StdConv, use_bias=False, eps=self.eps, **types
-    )
-
     def conv(features, size, strides, name):
-      return standardised(features, (size, size), strides, name=name)
+      return StdConv(
+        features,
+        (size, size),
+        strides,
+        use_bias=False,
+        name=name,
+        eps=self.eps,
+        **types,
+      )
 
     def norm(name):
       # At first a unit is its projection alone.
@@ -157,19 +160,25 @@ def make_resnet(
     stages.
   """
   patches.check_choice('eps', eps, EPSILONS, 'config.model.resnet')
-  eps = EPSILONS[eps]
+  epsilons = EPSILONS[eps]
   types = dict(dtype=dtype, param_dtype=param_dtype)
   width = int(64 * width_factor)
-  layers = [
+  layers: list[nn.Module] = [
     StdConv(
-      width, (7, 7), (2, 2), use_bias=False, name='conv_root', eps=eps, **types
+      width,
+      (7, 7),
+      (2, 2),
+      use_bias=False,
+      name='conv_root',
+      eps=epsilons,
+      **types,
     ),
-    nn.GroupNorm(name='gn_root', epsilon=eps.norm, **types),
+    nn.GroupNorm(name='gn_root', epsilon=epsilons.norm, **types),
   ]
   for i, units in enumerate(num_layers):
     stride = (2, 2) if i else (1, 1)
     stage = ResNetStage(
-      units, width * 2**i, stride, eps=eps, name=f'block{i + 1}', **types
+      units, width * 2**i, stride, eps=epsilons, name=f'block{i + 1}', **types
     )
     layers.append(stage)
   return layers

@@ -179,10 +179,10 @@ class VisionTransformer(patches_lib.ImageModel):
       same = ('mlp_dim', 'num_heads', 'gelu', 'norm_eps')
       given = {k: v for k, v in fields.items() if k in same}
       self.MAPHead_0 = encoder_lib.MAPHead(**{**types, **given})
-    if self.representation_size is not None:
-      self.pre_logits = nn.Dense(self.representation_size, **types)
-    else:
-      self.pre_logits = IdentityLayer()
+    size = self.representation_size
+    self.pre_logits = (
+      IdentityLayer() if size is None else nn.Dense(size, **types)
+    )
     if self.num_classes:
       self.head = make_head(
         self.num_classes, self.head_bias_init, **types, init=self.head_init

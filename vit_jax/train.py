@@ -259,7 +259,7 @@ def _check_best(best: str, evaluators):
   for name, those in evaluators.items():
     metrics = [getattr(each, 'metrics', None) for each in those]
     if best.endswith(f'_{name}') and None not in metrics:
-      known = [f'{metric}_{name}' for group in metrics for metric in group]
+      known = [f'{each}_{name}' for group in metrics for each in group or ()]
       if best not in known:
         raise ValueError(
           f"best_metric='{best}' is not measured on the data of the evaluation "
@@ -299,7 +299,8 @@ def check(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
 
 def _probes(task, mesh, workdir, split, open_split) -> list:
   """Returns the evaluators that the config adds to those of the task."""
-  config, found = task.config, []
+  config = task.config
+  found: list[Any] = []
   if config.fewshot.shots:
     found.append(probes.FewShot(task, mesh, workdir))
   if config.layer_probe:

@@ -49,7 +49,7 @@ class UnknownTaskError(ValueError):
     )
 
 
-def get_task(name: str) -> type:
+def get_task(name: str) -> type[Any]:
   """Returns the class of a task, see config.task.
 
   ValueError if the task is unknown or cannot be imported.

@@ -1,0 +1,60 @@
+"""Runs the type checker and builds the site, as pyproject.toml and mkdocs.yml say."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+from tests import markdown
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def run(*args, **kwargs):
+  return subprocess.run(
+    [sys.executable, '-m', *map(str, args)],
+    capture_output=True, text=True, check=False, cwd=ROOT, **kwargs,
+  )  # fmt: skip
+
+
+def checked_modules():
+  """Names of the modules that mypy checks, without `vit_jax.`."""
+  settings = tomllib.loads((ROOT / 'pyproject.toml').read_text())
+  patterns = settings['tool']['mypy']['files']
+  return {path.stem for each in patterns for path in ROOT.glob(each)}
+
+
+def test_types_of_the_public_modules():
+  done = run('mypy')
+  assert done.returncode == 0, done.stdout
+  checked = re.search(r'no issues found in (\d+) source files', done.stdout)
+  assert int(checked[1]) == len(checked_modules())
+
+
+def test_wrong_types_are_found(tmp_path):
+  path = tmp_path / 'program.py'
+  path.write_text('from vit_jax import models\n\nmodels.get_model(16)\n')
+  done = run('mypy', path)
+  assert done.returncode == 1
+  assert 'program.py:3' in done.stdout
+  assert '"get_model"' in done.stdout
+
+
+def test_the_site_is_built(tmp_path):
+  done = run('mkdocs', 'build', '--strict', '--site-dir', tmp_path)
+  assert done.returncode == 0, done.stderr
+  pages = {page.stem for page in markdown.PAGES if page.parent.name == 'docs'}
+  assert {path.parent.name for path in tmp_path.glob('*/index.html')} == (
+    pages - {'README'}
+  )
+  page = (tmp_path / 'api/index.html').read_text()
+  assert 'id="vit_jax.models.get_model"' in page
+  assert 'id="vit_jax.checkpoint.load_pretrained"' in page
+
+
+def test_the_reference_has_the_modules_that_are_checked():
+  text = (ROOT / 'docs/api.md').read_text()
+  assert set(re.findall(r'^::: vit_jax\.(\w+)$', text, re.M)) == (
+    checked_modules()
+  )
