@@ -342,12 +342,8 @@ def run(command: str, argv: Sequence[str] | None = None):
     frame = traceback.extract_tb(e.__traceback__)[-1]
     source = pathlib.Path(frame.filename)
     ours = {'vit_jax', 'configs'} & set(source.parts[-4:-1])
-    missing = getattr(e, 'name', None) or ''
-    if (
-      isinstance(e, ModuleNotFoundError)
-      and missing.partition('.')[0] in TRAIN_MODULES
-    ):
-      reason = _install(missing, 'train', f'vit_jax {command}')
+    if isinstance(e, ModuleNotFoundError) and e.name in TRAIN_MODULES:
+      reason = _install(e.name, 'train', f'vit_jax {command}')
     elif isinstance(e, _EXPECTED) and ours:
       reason = f'{e}'
     elif (source.name, frame.name) == ('xla_bridge.py', 'backends'):
