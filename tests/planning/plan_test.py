@@ -9,18 +9,23 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
 from tests import processes
 from tests.planning import flops_test
 from vit_jax import cli
+from vit_jax import models
 from vit_jax import plan
+from vit_jax import train
 from vit_jax.commands import plan as plan_command
 from vit_jax.configs import detr
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import pretrain
 from vit_jax.planning import estimate
 from vit_jax.planning import topology
+from vit_jax.run import config as run_config
+from vit_jax.run import overrides
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -176,6 +181,69 @@ def test_what_is_in_loops_counts_as_often_as_it_runs(plans):
     whole['bytes_accessed_per_core'], rel=0.5
   )
   assert loops['params_bytes'] == whole['params_bytes']
+
+
+def test_the_loops_of_all_models_are_known():
+  """Those of more than 12 layers; the depths are published."""
+  configs = model_configs.MODEL_CONFIGS
+  models_ = {k: model_configs.with_options(x) for k, x in configs.items()}
+  found = {k: estimate.looped_layers(model) for k, model in models_.items()}
+  depths = {
+    'ViT-L': 24, 'R50+ViT-L': 24, 'ViT-H': 32, 'LiT-L16L': 24, 'LiT-L16S': 24,
+    'LiT-L16Ti': 24, 'iGPT-S': 24, 'iGPT-M': 36, 'iGPT-L': 48, 'iGPT-XL': 60,
+  }  # fmt: skip
+  assert found == {k: depths.get(k.split('_')[0], 0) for k in configs}
+  assert {models.kind_of(x) for x in configs.values()} == set(SMALL)
+
+
+# Config of each kind of model, and what makes it small.
+_SMALL_DETR = {
+  'batch': 8, 'task_options.max_objects': 2, 'pp.sides': (), 'pp.crop': 32,
+  'model.units': (1, 1), 'model.num_encoder_layers': 1,
+  'model.num_decoder_layers': 1,
+}  # fmt: skip
+SMALL = {
+  'vit': ('pretrain.py:testing,imagenet2012', {'pp.crop': 16}),
+  'mixer': (
+    'pretrain.py:mixer_b32,imagenet2012',
+    {'pp.crop': 32, 'model.num_blocks': 1},
+  ),
+  'bit': (
+    'bit_pretrain.py:bit_r50x1,imagenet2012',
+    {'pp.crop': 32, 'model.num_layers': (1, 1)},
+  ),
+  'detr': ('detr.py:r50,coco/2017', _SMALL_DETR),
+  'igpt': (
+    'igpt.py:s,imagenet2012,32',
+    {'pp.crop': 4, 'pp.resize': 4, 'model.num_positions': 16,
+     'model.num_layers': 3, 'model.scan': True},
+  ),
+  'lit': (
+    'lit_digits.py',
+    {'model.image.transformer.num_layers': 1,
+     'model.text.config.num_layers': 1},
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('kind', SMALL)
+def test_every_kind_of_model_is_lowered(kind):
+  file, fields = SMALL[kind]
+  config, _ = overrides.load(f'configs/{file}')
+  config = run_config.complete(config)
+  config.update_from_flattened_dict({'batch': 8, **fields})
+  assert models.kind_of(config.model) == kind
+  config = run_config.resolve_steps(config, 1_268_356)
+  metadata = run_config.get_task(config.task).planned_metadata(config, 5)
+  lowered = estimate.lower(
+    config,
+    lambda part, mesh: train.make_program(part, metadata, mesh),
+    jax.devices('cpu'),
+  )
+  assert lowered.flops > 0
+  assert [times for times, _ in lowered.loops] == (
+    [1, -1] if kind == 'igpt' else []
+  )
 
 
 def test_collectives_are_read_from_the_program():

@@ -48,6 +48,18 @@ class Lowered(NamedTuple):
   flops: int  # Of the matrix products of one update, over all devices.
 
 
+def looped_layers(model) -> int:
+  """Returns how many layers TPUs train in a loop; 0 if there is no loop.
+
+  `model` is a complete config. Kinds without the option `scan` have no loop.
+  """
+  layers = model_configs.layers_of(model)
+  if 'scan' not in layers:
+    return 0
+  looped = loop.is_looped(layers.scan, layers.num_layers, True, 'tpu')
+  return layers.num_layers if looped else 0
+
+
 def lower(config, make_program: Callable, devices) -> Lowered:
   """Lowers the training update for the devices of a topology.
 
@@ -93,15 +105,11 @@ def lower(config, make_program: Callable, devices) -> Lowered:
   loops = []
   if config.accum_steps > 1:
     loops.append((config.accum_steps - 1, gradient()))
-  layers = model_configs.layers_of(config.model)
-  looped = loop.is_looped(layers.get('scan'), layers.num_layers, True, 'tpu')
-  if looped:
-    # The difference between three layers and two is the cost of one. The last
-    # layer stands outside the loop, and the compiler counts one layer inside
-    # it.
-    times = config.accum_steps * (layers.num_layers - 2)
-    if times > 0:
-      loops += [(times, gradient(3)), (-times, gradient(2))]
+  # The difference between three layers and two is the cost of one. The last
+  # layer stands outside the loop, and the compiler counts one layer inside it.
+  times = config.accum_steps * (looped_layers(config.model) - 2)
+  if times > 0:
+    loops += [(times, gradient(3)), (-times, gradient(2))]
   program = make_program(config, mesh)
   batch = split(program.task.batch_spec(config.batch))
   with jax.set_mesh(mesh):
