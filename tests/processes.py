@@ -111,9 +111,9 @@ def address():
     return f'localhost:{s.getsockname()[1]}'
 
 
-def run_code(code):
+def run_code(code, *arguments):
   """Runs code in a process; returns what was printed."""
-  process = forked.start_code(code, [], _environment(1))
+  process = forked.start_code(code, [*map(str, arguments)], _environment(1))
   output, _ = process.communicate()
   assert process.returncode == 0, output
   return output

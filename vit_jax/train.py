@@ -549,8 +549,10 @@ def _summarise(run, metrics, seconds):
   if jax.process_index() == 0:
     test = next(iter(prepared.tests.values()))
     example = sources.example_file(test, workdir)
+    name = prepared.config.task
     words = [
       f'--workdir={shlex.quote(str(workdir))}',
+      '' if name in run_config.TASKS else f'--task={shlex.quote(name)}',
       shlex.quote(str(example)),
       prepared.program.task.flags_to_predict(),
     ]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 
 import pytest
@@ -75,6 +76,33 @@ def test_it_evaluates_and_predicts(trained):
   output = command(*predict, picture, '--task=tests.toy_task')
   [value] = re.findall(r'\[(-?[\d.]+)\]', output)
   assert -1 < float(value) < 0  # White strokes on black.
+
+
+# What the console script does: it has no current folder on the path.
+_CONSOLE = """
+import os, sys
+folder, *sys.argv[1:] = sys.argv[1:]
+os.chdir(folder)
+sys.path = [path for path in sys.path if path not in ('', folder)]
+from vit_jax import __main__
+__main__.main()
+"""
+
+
+def test_a_task_in_the_current_folder(data_dir, tmp_path):
+  shutil.copy(toy_task.__file__, tmp_path / 'bright.py')
+
+  def console(*args):
+    return processes.run_code(_CONSOLE, tmp_path, *args)
+
+  output = console(
+    'train', f'--config={CONFIG}', '--config.task=bright', '--workdir=run',
+    f'--config.tfds_data_dir={data_dir}', *FLAGS[2:],
+    '--config.total_epochs=0.2', '--config.warmup_epochs=0',
+  )  # fmt: skip
+  # The command that a run prints works as it is.
+  _, said = output.split('vit_jax.predict ')
+  assert 'example.png\n  [' in console('predict', *said.split())
 
 
 def test_it_stops_and_goes_on(trained, data_dir, tmp_path):

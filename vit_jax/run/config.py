@@ -3,6 +3,7 @@
 import copy
 import importlib
 import importlib.util
+import os
 import sys
 from typing import Any
 
@@ -94,6 +95,9 @@ def _task_module(name) -> str:
   top, *rest = module.split('.')
   if not all(part.isidentifier() for part in (top, *rest)):
     raise UnknownTaskError(name)
+  if name not in TASKS and os.getcwd() not in sys.path:
+    # As with `python -m`; last, so that no file there takes a package's place.
+    sys.path.append(os.getcwd())
   if importlib.util.find_spec(top) is None:
     raise UnknownTaskError(name, f"there is no module '{top}'; ")
   return module
