@@ -46,11 +46,23 @@ switches this off). No figures are published for these models.
 
 On TPUs and GPUs set --config.model.dtype=bfloat16; logits, boxes and the matching
 stay in float32. docs/detection.md has the estimate for a TPU, and says how
-canvases work. The augmentation is that of appendix A.4, except that an image
-whose longer side is more than 5/3 of the shorter one may be smaller than
-published: the limit of 1333 pixels holds for the greatest length of the shorter
-side, 800, and decreases with the size of the canvas.
+canvases work. In a folder whose images are smaller than COCO's (nine tenths of a
+sample have a shorter side below 480 pixels), all lengths are reduced in proportion:
+the shorter side of images of 128 x 96 becomes 96 to 160 pixels long in place of 480
+to 800, which enlarges them as much as the published recipe enlarges COCO's. --config.pp.sides,
+eval_side, longest_side, crop_sides and crop_range set the lengths themselves.
+
+The augmentation is that of appendix A.4, except that an image whose longer side is
+more than 5/3 of the shorter one may be smaller than published: the limit of 1333
+pixels holds for the greatest length of the shorter side, 800, and decreases with the
+size of the canvas.
 """
+
+import contextlib
+import math
+import os
+
+from PIL import Image
 
 from vit_jax.configs import common
 from vit_jax.configs import models
@@ -59,6 +71,8 @@ from vit_jax.configs import models
 LENGTHS = {'300ep': (300, 200), '500ep': (500, 400)}
 # Lengths of the shorter side of training images in pixels (appendix A.4).
 SIDES = tuple(range(480, 801, 32))
+_ENDINGS = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif')
+_SAMPLE = 200  # Images of a folder whose size is looked up.
 
 
 def get_config(arg: str = 'r50,coco/2017'):
@@ -77,6 +91,7 @@ def get_config(arg: str = 'r50,coco/2017'):
   config.task = 'detect'
   config.model = _model(model)
   config.pp.sides = SIDES
+  _suit(config.pp, dataset)
   epochs, drop = LENGTHS[length]
   config.update(total_epochs=float(epochs), warmup_steps=0)
   config.update(decay_type='staircase', decay_at=(drop / epochs,))
@@ -99,6 +114,29 @@ def get_config(arg: str = 'r50,coco/2017'):
   config.eval_every = 10_000
   config.checkpoint_every = 2_000
   return config
+
+
+def _suit(pp, folder):
+  """Reduces the lengths in pixels for a folder of images smaller than COCO's."""
+  paths = sorted(
+    os.path.join(where, name)
+    for where, _, names in os.walk(folder)
+    for name in names
+    if name.lower().endswith(_ENDINGS)
+  )
+  shorter = []
+  for path in filter(os.path.isfile, paths[:: -(-len(paths) // _SAMPLE) or 1]):
+    # What is wrong with an image is said when the data are opened.
+    with contextlib.suppress(OSError, Image.DecompressionBombError):
+      with Image.open(path) as image:
+        shorter.append(min(image.size))
+  factor = sorted(shorter)[len(shorter) * 9 // 10] / SIDES[0] if shorter else 1
+  if factor >= 1:
+    return
+  for key in ('sides', 'crop_sides', 'crop_range'):
+    pp[key] = tuple(max(1, round(factor * length)) for length in pp[key])
+  pp.eval_side = max(pp.sides)
+  pp.longest_side = math.ceil(factor * pp.longest_side)
 
 
 def _model(name):

@@ -6,9 +6,11 @@ import math
 import jax
 import jax.numpy as jnp
 import ml_collections
+from PIL import Image
 import pytest
 
 from vit_jax import models as models_lib
+from vit_jax.augmentation import canvases
 from vit_jax.configs import augreg_pretrain
 from vit_jax.configs import common
 from vit_jax.configs import detr
@@ -380,6 +382,28 @@ def test_detr_is_that_of_the_paper(name):
     attention_dropout_rate=0.1,
   )  # fmt: skip
   assert {key: getattr(model, key) for key in expected} == expected
+
+
+def test_detr_enlarges_small_images_as_much_as_those_of_coco(tmp_path):
+  def lengths(folder):
+    return detr.get_config(f'vit_ti16,{folder}').pp
+
+  for i, size in enumerate([(640, 480)] * 2 + [(640, 427)] * 8):
+    Image.new('RGB', size).save(tmp_path / f'{i}.jpg')
+  pp, published = lengths(tmp_path), lengths('coco/2017')
+  for key in ('sides', 'eval_side', 'longest_side', 'crop_sides', 'crop_range'):
+    assert pp[key] == published[key]
+  inner = tmp_path / 'small' / 'train'
+  inner.mkdir(parents=True)
+  (inner / 'broken.png').write_text('no image')
+  for i in range(9):
+    Image.new('RGB', (96, 128)).save(inner / f'{i}.png')
+  pp = lengths(inner.parent)
+  # A shorter side of 96 pixels in place of 480.
+  assert (min(pp.sides), max(pp.sides), pp.eval_side) == (96, 160, 160)
+  assert (pp.crop_sides, pp.crop_range) == ((80, 100, 120), (77, 120))
+  assert pp.longest_side == 267
+  assert max(group.canvas for group in canvases.groups(pp)) == (288, 288)
 
 
 @pytest.mark.parametrize('name', ['r50', 'r101'])
