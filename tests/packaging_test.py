@@ -54,16 +54,13 @@ def test_tensorflow_is_loaded_in_silence():
 
 def test_libtpu_is_left_alone_where_there_is_no_tpu():
   done = run(
-    'from vit_jax import cli\n'
-    'cli.avoid_absent_devices()\n'
-    'import jax\n'
+    'import jax, vit_jax\n'
     'assert jax.devices()[0].platform == "cpu"\n'
     'maps = open("/proc/self/maps").read()\n'
     'assert "libtpu.so" not in maps\n'
   )
   assert done.returncode == 0, done.stderr
-  lines = done.stderr.splitlines()  # One, if JAX for CUDA is installed.
-  assert all('no NVIDIA driver' in line for line in lines)
+  assert done.stderr == ''  # What libtpu says of a machine without a TPU.
 
 
 @pytest.mark.parametrize('driver', [True, False])
@@ -78,7 +75,7 @@ def test_jax_for_cuda_is_left_alone_where_there_is_no_driver(tmp_path, driver):
     '  assert name == "libcuda.so.1"\n'
     f'  if not {driver}: raise OSError(name)\n'
     'ctypes.CDLL = load\n'
-    'cli.avoid_absent_devices()\n'
+    'cli.avoid_absent_gpus()\n'
     'print(os.environ.get("JAX_PLATFORMS"))\n'
   )
   assert done.returncode == 0, done.stderr

@@ -189,6 +189,39 @@ def test_flags_of_detectors_are_no_flags_of_a_classifier(
     predict_command.main(argv)
 
 
+def test_what_a_classifier_does_not_do_is_said(folder_run):
+  _, workdir, _ = folder_run
+  model = predict.load(str(workdir))
+  images = [np.zeros((8, 8, 3), np.uint8)]
+  for name in ('detect', 'embed_texts'):
+    with pytest.raises(AttributeError, match=f"'classify'.*'{name}'.*predict"):
+      getattr(model, name)(images)
+  for call in (model.predict, model.table):
+    with pytest.raises(ValueError, match=r"classes=\['cat'\].*'classify'"):
+      call(images, classes=['cat'])
+    with pytest.raises(ValueError, match=r'generator.*list\(images\)'):
+      call(image for image in images)
+  file = str(workdir / 'config.json')
+  with pytest.raises(ValueError, match=f"'{file}'.*load_weights.*--weights"):
+    predict.load(file)
+
+
+def test_a_model_says_what_it_is(folder_run, tmp_path):
+  config, workdir, _ = folder_run
+  model = predict.load(workdir)
+  said = repr(model)
+  # Patches; class token and positions; layer; norm and head.
+  count = 16**2 * 3 * 16 + 16 + 3 * 16 + 2 * 32 + 6 * (16**2 + 16) + 32 + 51
+  for word in (
+    config.model.model_name, f'{count:,} parameters', '16x16', '3 classes',
+    str(workdir), f'step {model.step}',
+  ):  # fmt: skip
+    assert word in said
+  file = tmp_path / 'model.npz'
+  checkpoint.save(model.params, str(file))
+  assert str(file) in repr(predict.load_weights(file))
+
+
 def test_outputs_that_are_not_finite_are_refused(folder_run, image_folder):
   _, workdir, _ = folder_run
   model = predict.load(str(workdir))

@@ -4,7 +4,6 @@ import ast
 from collections.abc import Sequence
 import contextlib
 import ctypes
-import glob
 import hashlib
 import importlib
 import importlib.util
@@ -90,28 +89,21 @@ def load_tensorflow():
     tf.constant(0)
 
 
-def avoid_absent_devices():
-  """Keeps JAX from loading libtpu, or CUDA, on a machine without such a device.
+def avoid_absent_gpus():
+  """Keeps JAX from loading CUDA on a machine without a GPU, where it prints errors.
 
-  libtpu may be installed for plans only, and JAX for CUDA on a machine without a
-  GPU. JAX would load both all the same, and print errors; libtpu makes its
-  profiler crash. Does nothing if the environment names JAX_PLATFORMS.
+  Does nothing if the environment names JAX_PLATFORMS.
   """
-  tpu = glob.glob('/dev/accel*') or glob.glob('/dev/vfio/*')
-  if 'JAX_PLATFORMS' in os.environ or tpu:
-    return
   spec = importlib.util.find_spec('jax_plugins')
   paths = spec.submodule_search_locations if spec else []
-  plugins = [module.name for module in pkgutil.iter_modules(paths)]
-  cuda = any('cuda' in name for name in plugins)
-  if cuda and not _has_nvidia_driver():
-    print(
-      'This machine has no NVIDIA driver (libcuda.so.1), so that JAX for CUDA '
-      'finds no GPU: computing on the CPU. JAX_PLATFORMS=cpu hides this line.',
-      file=sys.stderr,
-    )
-  elif plugins or importlib.util.find_spec('libtpu') is None:
+  cuda = any('cuda' in module.name for module in pkgutil.iter_modules(paths))
+  if 'JAX_PLATFORMS' in os.environ or not cuda or _has_nvidia_driver():
     return
+  print(
+    'This machine has no NVIDIA driver (libcuda.so.1), so that JAX for CUDA '
+    'finds no GPU: computing on the CPU. JAX_PLATFORMS=cpu hides this line.',
+    file=sys.stderr,
+  )
   os.environ['JAX_PLATFORMS'] = 'cpu'
   if 'jax' in sys.modules:
     sys.modules['jax'].config.update('jax_platforms', 'cpu')
@@ -325,7 +317,7 @@ def run(command: str, argv: Sequence[str] | None = None):
   without a traceback; any other error with its traceback.
   """
   quiet()
-  avoid_absent_devices()
+  avoid_absent_gpus()
   keep_compiled()
   try:
     module = importlib.import_module(f'vit_jax.commands.{command}')

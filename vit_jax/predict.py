@@ -15,6 +15,7 @@ import ctypes
 import gc
 import math
 
+from etils import epath
 import jax
 
 from vit_jax import cli
@@ -50,7 +51,8 @@ def load(
 
   Raises:
     FileNotFoundError: if the folder has no run, or the run no checkpoint yet.
-    ValueError: if all checkpoints are damaged, or the step has none.
+    ValueError: if all checkpoints are damaged, or the step has none; if
+      `workdir` is a file.
     OSError: if the storage does not answer.
   """
   _check_dtype(dtype)
@@ -60,6 +62,11 @@ def load(
   from vit_jax.run import checkpoints as checkpoints_lib
   from vit_jax.run import workdir as workdir_lib
 
+  if epath.Path(workdir).is_file():
+    raise ValueError(
+      f"workdir='{workdir}' is a file, not the folder of a run: load weights "
+      'with predict.load_weights (--weights=FILE)'
+    )
   config, metadata = workdir_lib.load(workdir)
   mesh = mesh or _mesh(config)
   if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
@@ -75,7 +82,7 @@ def load(
       abstract.params, abstract.extra, step, dtype
     )
   model = program.task.predictor(weights.params, weights.extra, weights.step)
-  model.workdir = str(workdir)
+  model.workdir = model.origin = str(workdir)
   return model
 
 
@@ -117,7 +124,9 @@ def load_weights(
     config, metadata = writing.as_run(model)
     task = run_config.get_task(config.task)(config, metadata)
     params, extra = (_moved(tree) for tree in (model.params, model.extra))
-  return task.predictor(params, extra, 0)
+  model = task.predictor(params, extra, 0)
+  model.origin = str(path)
+  return model
 
 
 def _check_dtype(dtype):

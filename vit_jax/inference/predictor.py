@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
+import inspect
 import os
 from typing import Any
 
@@ -38,6 +39,7 @@ class Predictor:
     extra: see vit_jax.tasks.base.Task.init.
     step: step of the checkpoint.
     workdir: folder of the run, '' if unknown.
+    origin: the same, or the path of the weights.
   """
 
   BATCH = 32  # Most images per batch.
@@ -50,13 +52,48 @@ class Predictor:
     self.params = params
     self.extra = extra
     self.step = step
-    self.workdir = ''
+    self.workdir = self.origin = ''
     self.config = task.config
     self.metadata = task.metadata
     self.class_names = task.class_names
     self._outputs = jax.jit(task.outputs)
     self._features = functools.cache(lambda name: jax.jit(task.features(name)))
     self._everywhere = None  # The state on all devices, see `_placed`.
+
+  def __repr__(self):
+    config, count = (
+      self.config,
+      sum(x.size for x in jax.tree.leaves(self.params)),
+    )
+    height, width = self.task.image_size
+    words = [
+      f'{config.model.get("model_name") or "model"} ({config.task})',
+      f'{count:,} parameters',
+      f'{height}x{width} pixels',
+    ]
+    if self.class_names:
+      words.append(f'{len(self.class_names):,} classes')
+    if self.origin:
+      words.append(f"from '{self.origin}'")
+    if self.step:
+      words.append(f'step {self.step:,}')
+    return f'<{", ".join(words)}>'
+
+  def __getattr__(self, name):
+    """Raises AttributeError for what only predictors of other tasks have."""
+    known = ', '.join(x for x in dir(type(self)) if x[0].islower())
+    task = vars(self).get('config', {}).get('task')
+    raise AttributeError(
+      f"the predictor of the task '{task}' has no '{name}'; it has {known}"
+    )
+
+  def _refuse(self, options):
+    """Raises ValueError for arguments that only predictors of other tasks take."""
+    for name, value in options.items():
+      raise ValueError(
+        f"{name}={value!r:.80}: a model of the task '{self.config.task}' has no "
+        f'such choice: leave out {name}'
+      )
 
   def outputs(self, images: Sequence[Any]):
     """Computes the model's outputs for images.
@@ -164,9 +201,11 @@ class Predictor:
     """Returns images, see `outputs`, as a source."""
     if isinstance(images, records.Source):
       return images
-    if isinstance(images, (str, bytes)):
+    is_list = hasattr(images, '__len__') and hasattr(images, '__getitem__')
+    if isinstance(images, (str, bytes)) or not is_list:
       raise ValueError(
-        f'images={images!r:.80} must be a list: give [image] for a single one'
+        f'images={images!r:.80} must be a list: give [image] for a single one, '
+        'list(images) for what a generator yields'
       )
     return given.Given(images, self.config.max_image_pixels)
 
@@ -184,6 +223,8 @@ class Predictor:
     Raises:
       ValueError: if there is no such layer, or an argument is out of range.
     """
+    known = inspect.signature(self._columns).parameters
+    self._refuse({k: v for k, v in options.items() if k not in known})
     if embeddings is None:
       return self._columns(**options)
     features = self.task.features(embeddings)
@@ -226,9 +267,9 @@ class Predictor:
     `probability`; `path`; and `error`, what is wrong with a broken image, whose
     other columns are null.
     """
-    columns = self.columns(**options)
-    blocks = [range(len(images))] if len(images) else []
-    found = tables.rows(self, self._source(images), columns, blocks)
+    columns, source = self.columns(**options), self._source(images)
+    blocks = [range(source.num_examples)] if source.num_examples else []
+    found = tables.rows(self, source, columns, blocks)
     return tables.to_arrow(
       [row for _, block in found for row in block], tables.types(columns)
     )
@@ -297,8 +338,9 @@ class Predictor:
         'damaged; choose another checkpoint (--step=N)'
       )
 
-  def predict(self, images: Sequence[Any]) -> list:
+  def predict(self, images: Sequence[Any], **others) -> list:
     """Returns the predictions for each image; here the outputs themselves."""
+    self._refuse(others)
     outputs = self.outputs(images)
     return [
       jax.tree.map(lambda x, i=i: x[i], outputs) for i in range(len(images))

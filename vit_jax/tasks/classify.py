@@ -225,13 +225,14 @@ class Predictor(base.Predictor):
     return self.task.probabilities(self.logits(images))
 
   def predict(
-    self, images: Sequence[Any], top: int = 5
+    self, images: Sequence[Any], top: int = 5, **others
   ) -> list[list[tuple[str, float]]]:
     """Returns (name, probability) of the `top` best classes of each image.
 
     For images and errors see `outputs`; ValueError also for a model without a
-    head.
+    head, and for arguments of other tasks, such as `classes`.
     """
+    self._refuse(others)
     self._check_head()
     return list(self._best(images, top))
 

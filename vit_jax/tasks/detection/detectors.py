@@ -117,7 +117,8 @@ class Detector(predictor_lib.Predictor):
     parts = functools.partial(self.task.parts_at, image_size=image_size)
     return tables.Columns(self.TYPES, row, keep=self.KEEP, parts=parts)
 
-  def predict(self, images: Sequence[Any]) -> list:
+  def predict(self, images: Sequence[Any], **others) -> list:
+    self._refuse(others)
     return self.detect(images)
 
   def report(self, images, args):
@@ -208,7 +209,8 @@ class Segmenter(Detector):
       for k, score, area in zip(made.labels, made.scores, areas[1:])
     ]
 
-  def predict(self, images):
+  def predict(self, images, **others):
+    self._refuse(others)
     return self.segment(images)
 
   def _rest(self, is_thing, area) -> str:
