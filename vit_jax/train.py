@@ -32,6 +32,7 @@ from vit_jax.layers import patches
 from vit_jax.learning import losses
 from vit_jax.learning import optim
 from vit_jax.learning import state as state_lib
+from vit_jax.planning import memory
 from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import config as run_config
 from vit_jax.run import holder
@@ -348,6 +349,7 @@ def check_start(prepared: Prepared, workdir) -> dict:
   workdir_lib.check_weights(workdir, config, weights)
   program = prepared.program
   program.task.check_weights(weights, program.abstract.params)
+  memory.check(config, program, prepared.mesh)
   return weights
 
 

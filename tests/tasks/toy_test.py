@@ -10,6 +10,7 @@ import pytest
 from tests import processes
 from tests import toy_task
 from tests import trees
+from vit_jax import train
 from vit_jax.run import metrics as metrics_lib
 
 CONFIG = processes.ROOT / 'tests' / 'toy_config.py'
@@ -117,6 +118,13 @@ def test_it_stops_and_goes_on(trained, data_dir, tmp_path):
   trees.assert_same(
     processes.load_state(tmp_path)[0], processes.load_state(trained[0])[0]
   )
+
+
+def test_a_batch_that_it_does_not_describe(tiny_config, tmp_path, monkeypatch):
+  monkeypatch.delattr(toy_task.Task, 'batch_spec')
+  tiny_config.update(task='tests.toy_task', best_metric='loss_test')
+  with pytest.raises(ValueError, match="toy_task.*'color'.*batch_spec"):
+    train.train_and_evaluate(tiny_config, tmp_path / 'run')
 
 
 def test_it_can_be_planned(tmp_path):

@@ -15,6 +15,7 @@ from vit_jax import cli
 from vit_jax.data.images import images
 from vit_jax.distributed import processes
 from vit_jax.learning import state as state_lib
+from vit_jax.planning import memory
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import stopping
 
@@ -94,8 +95,16 @@ class Run:
     cli.say(f'Compiling{size} ...')
     with self._progress.pause(steps=1):
       begun = time.perf_counter()
-      self._update_once(batch)
-      self.fetch_metrics()
+      try:
+        self._update_once(batch)
+        self.fetch_metrics()
+      except jax.errors.JaxRuntimeError as e:
+        if 'RESOURCE_EXHAUSTED' not in str(e):
+          raise
+        raise ValueError(
+          f'batch={self.config.batch}: the memory of a device does not suffice for '
+          f'an update: {memory.remedy(self.config, batch["image"].shape[1:3])}'
+        ) from e
       seconds = time.perf_counter() - begun
     cli.say(f'Compiled in {cli.duration(seconds)}{size}.')
     if count == 1:

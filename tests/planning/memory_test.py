@@ -1,0 +1,85 @@
+"""Tests of the estimate of memory against what XLA says of compiled programs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from vit_jax import cli
+from vit_jax import train
+from vit_jax.planning import memory
+from vit_jax.run import loop
+from vit_jax.tasks import classify
+
+ROWS, WIDTH, DEPTH = 512, 64, 8
+SIZE = 4 * ROWS * WIDTH  # Bytes of the result of a layer.
+
+
+def layer(x, weight):
+  return jax.nn.gelu(x @ weight), None
+
+
+def written_out(weights, x):
+  for i in range(DEPTH):
+    x, _ = layer(x, weights[i])
+  return x.sum()
+
+
+def recomputed(weights, x):
+  for i in range(DEPTH):
+    x, _ = jax.checkpoint(layer)(x, weights[i])
+  return x.sum()
+
+
+def looped(weights, x):
+  return jax.lax.scan(layer, x, weights)[0].sum()
+
+
+@pytest.mark.parametrize('function', [written_out, recomputed, looped])
+def test_it_is_no_more_than_xla_takes_and_not_much_less(function):
+  x = jnp.zeros((ROWS, WIDTH))
+  weights = jnp.zeros((DEPTH, WIDTH, WIDTH))
+  traced = jax.jit(jax.grad(function)).trace(weights, x)
+  found = memory.least_bytes(traced.jaxpr)
+  # The backward pass reads a result of each layer, of `SIZE` bytes.
+  assert found > DEPTH * SIZE
+  compiled = traced.lower().compile().memory_analysis()
+  total = sum(
+    getattr(compiled, f'{name}_size_in_bytes')
+    for name in ('argument', 'output', 'temp')
+  )
+  assert total / 2.5 < found < total
+
+
+def test_what_cannot_fit_is_said_before_anything_is_written(
+  tiny_config, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(cli, 'machine_memory', lambda: 2**17)
+  with pytest.raises(ValueError, match='batch=16.*0.0 MiB') as error:
+    train.train_and_evaluate(tiny_config, tmp_path / 'run')
+  for key in ('batch', 'accum_steps', 'pp.crop', 'model.transformer.remat'):
+    assert f'--config.{key}' in str(error.value)
+  assert not (tmp_path / 'run').exists()
+
+
+def test_what_the_compiler_refuses_is_said(tiny_config, tmp_path, monkeypatch):
+  def fail(self, batch):
+    raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory')
+
+  monkeypatch.setattr(loop.Run, '_update_once', fail)
+  with pytest.raises(
+    ValueError, match='batch=16.*memory.*--config.accum_steps'
+  ):
+    train.train_and_evaluate(tiny_config, tmp_path / 'run')
+
+
+def test_a_run_is_traced_once(tiny_config, tmp_path, monkeypatch):
+  calls, loss = [], classify.Task.loss
+
+  def counted(self, *args):
+    calls.append(1)
+    return loss(self, *args)
+
+  monkeypatch.setattr(classify.Task, 'loss', counted)
+  tiny_config.update(total_steps=1, warmup_steps=0)
+  train.train_and_evaluate(tiny_config, tmp_path / 'run')
+  assert len(calls) == 1
