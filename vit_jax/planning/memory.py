@@ -154,7 +154,15 @@ def _is_fused(eqn) -> bool:
   name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
   if name in _VIEWS:
     return True
-  alike = all(v.aval.shape in ((), shape) for v in eqn.invars)
+  # An axis of 1 is broadcast.
+  alike = all(
+    not v.aval.shape
+    or (
+      len(v.aval.shape) == len(shape)
+      and all(n in (1, m) for n, m in zip(v.aval.shape, shape))
+    )
+    for v in eqn.invars
+  )
   return alike and name not in _WHOLE and not _jaxprs(eqn)
 
 
