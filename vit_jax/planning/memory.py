@@ -70,7 +70,7 @@ def remedy(config, image_size: tuple[int, int]) -> str:
     'pp.sides and --config.pp.longest_side' if config.pp.sides else 'pp.crop'
   )
   words = (
-    f'lower --config.batch, raise --config.accum_steps={config.accum_steps}, or '
+    f'lower --config.batch, raise --config.accum_steps, or '
     f'lower --config.{crop} (images of {image_size[0]}x{image_size[1]} pixels)'
   )
   if not model_configs.layers_of(config.model).get('remat', 'full'):
