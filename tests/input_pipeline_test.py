@@ -69,27 +69,6 @@ def test_the_digits_are_scikit_learns(tiny_config):
   assert seen == want
 
 
-def test_every_epoch_is_another_permutation():
-  found = order.example_indices(
-    tf.range(30, dtype=tf.int64), num_examples=10, seed=3
-  ).numpy()
-  epochs = [tuple(found[i : i + 10]) for i in (0, 10, 20)]
-  assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-  assert len(set(epochs)) == 3
-  again = order.example_indices(
-    tf.range(7, 23, dtype=tf.int64), num_examples=10, seed=3
-  )
-  np.testing.assert_array_equal(again, found[7:23])
-  other = order.example_indices(
-    tf.range(30, dtype=tf.int64), num_examples=10, seed=4
-  )
-  assert (other.numpy() != found).any()
-  one = order.example_indices(
-    tf.range(3, dtype=tf.int64), num_examples=1, seed=0
-  )
-  assert one.numpy().tolist() == [0, 0, 0]
-
-
 def test_a_batch_may_be_larger_than_the_data(digits):
   config, _ = digits
   source = sources.open_split(config, 'train[:5]')

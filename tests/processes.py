@@ -91,6 +91,13 @@ def finish_anew(config, workdir, *flags, data_dir):
   return done.returncode, done.stdout
 
 
+def finish_code(code, *args, devices=1):
+  """Runs code in a process; returns the exit status and what it printed."""
+  process = forked.start_code(code, list(map(str, args)), _environment(devices))
+  output, _ = process.communicate()
+  return process.returncode, output
+
+
 def finish_module(module, *args, devices=1):
   """Runs `python -m MODULE ARGS`; returns the exit status and what it printed."""
   code = f"""
@@ -99,9 +106,7 @@ import runpy, warnings
 warnings.filterwarnings('ignore', '.*found in sys.modules', RuntimeWarning)
 runpy.run_module({module!r}, run_name='__main__')
 """
-  process = forked.start_code(code, args, _environment(devices))
-  output, _ = process.communicate()
-  return process.returncode, output
+  return finish_code(code, *args, devices=devices)
 
 
 def address():
@@ -113,9 +118,8 @@ def address():
 
 def run_code(code, *arguments):
   """Runs code in a process; returns what was printed."""
-  process = forked.start_code(code, [*map(str, arguments)], _environment(1))
-  output, _ = process.communicate()
-  assert process.returncode == 0, output
+  status, output = finish_code(code, *arguments)
+  assert status == 0, output
   return output
 
 

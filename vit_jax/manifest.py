@@ -11,12 +11,13 @@ _SHOWN = 10
 
 
 def make(
-  root: str, split: str, check: str = 'decode', max_pixels: int | None = None
+  root: str, split: str, check: bool = True, max_pixels: int | None = None
 ) -> tuple[str, int, list[str]]:
   """Makes the index of a split, beside its images.
 
-  See vit_jax/commands/index.py for the arguments. Returns the path of the index,
-  the number of images, and the broken images with their reasons.
+  `check` tells whether to decode the images, and `max_pixels` is how many an image
+  may have, by default config.max_image_pixels. Returns the path of the index, the
+  number of images, and the broken images with their reasons.
   """
   from vit_jax.configs import common
   from vit_jax.data import checking
@@ -25,7 +26,6 @@ def make(
   from vit_jax.data.coco import source
   from vit_jax.data.images import images
   from vit_jax.data.images import index as index_lib
-  from vit_jax.data.images import reading
 
   limit = max_pixels or common.get_config().max_image_pixels
   why = images.why_broken
@@ -35,15 +35,10 @@ def make(
     index, why = source.open_index(root, split)
   else:
     index = checking.renew_index(root, split)
-  levels = {
-    'form': (index_lib.FORM, lambda path, _: reading.why_malformed(path)),
-    'decode': (index_lib.DECODED, why),
-  }
   index.look_again(index.order)
   path = index_lib.place(None, index.root, index.base)
   _save(index, path)  # An error comes before hours of checking.
-  if check in levels:
-    index.check(index.order, *levels[check], limit)
+  if check and index.check(index.order, why, limit, path):
     _save(index, path)
   paths = index_lib.Paths([(index, index.order)])
   broken = [f'{paths[i]}: {why}' for i, why in paths.broken().items()]
@@ -71,7 +66,7 @@ def run(args) -> int:
   for split in splits or folder.splits(args.folder):
     began = time.perf_counter()
     path, count, broken = make(
-      args.folder, split, args.check, args.max_image_pixels
+      args.folder, split, args.check == 'decode', args.max_image_pixels
     )
     seconds = time.perf_counter() - began
     cli.say(f'{path}: {count:,} images, {cli.duration(seconds)}.')

@@ -14,14 +14,14 @@ lists instead of listing the folders itself, as long as the lists are up to date
   folder. The list is used as it is, and its date is shown. Run this command
   again after a change.
 
-The command needs no accelerator, uses all cores, and shows its progress. To
-list millions of images in seconds, checking only the first and last bytes of
-each:
+The command needs no accelerator, uses all cores, shows its progress and saves it
+about every minute; when stopped, run it again to resume. To list millions of
+images in seconds without decoding them:
 
-  vit_jax index /data/photos --check=form
+  vit_jax index /data/photos --check=none
 
-Then train with --config.broken_images=trust, which checks no further. An image
-that is broken elsewhere stops the training when it is read; the error names it.
+Then train with --config.broken_images=trust, which does not check either. A
+broken image stops the training when it is read; the error names it.
 
 The exit status is 1 if images are broken. They are named and recorded in the
 list; --config.broken_images=skip leaves them out.
@@ -35,7 +35,6 @@ from vit_jax.commands import flags
 # Values of --check.
 _CHECKS = {
   'none': 'list names only',
-  'form': 'check the first and last bytes of every file',
   'decode': 'decode every image, a JPEG at 1/8 of its size',
 }
 

@@ -1,12 +1,14 @@
 """Lists folders and checks their images, once for all processes.
 
-Process 0 does the work. It stores the result, an index, in the workdir of the
-run or beside the images (`vit_jax index`), and all processes use it.
+Process 0 lists a folder, and each process checks its part of the images. The
+result, an index, is stored in the workdir of the run or next to the images
+(`vit_jax index`), and all processes use it.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
+import itertools
 import os
 import time
 
@@ -44,7 +46,7 @@ def usable(
   workdir=None,
   why: Callable[[bytes, int], str] | None = None,
 ) -> index_lib.Paths:
-  """Checks that images can be decoded, on process 0 for all.
+  """Checks that images can be decoded; each process checks its part of them.
 
   Returns all images, or without the broken ones if these are skipped. Raises
   ValueError if images are broken or none is left, and OSError for a file that
@@ -57,28 +59,53 @@ def usable(
       'trust' (no check).
     max_pixels: files with more pixels are broken; None: the config's default.
     named: function from an image's number to its name, by default its path.
-    workdir: folder of a run. Process 0 stores its results there before raising
-      an error, so that the next start checks changed files only.
+    workdir: folder of a run, in which results are stored about every minute and
+      before raising an error, so that the next start checks only the other and
+      the changed files.
     why: function (path, max_pixels) -> why an image is broken, '' if it is not.
   """
   paths = index_lib.Paths(views)
   if not len(paths):
     raise ValueError(f"split '{where}' is empty")
   limit = max_pixels or common.get_config().max_image_pixels
+  me, count = jax.process_index(), jax.process_count()
 
   def look():
     for index, rows in views:
       index.look_again(rows)
       if broken != 'trust':
-        index.check(rows, index_lib.DECODED, why or images.why_broken, limit)
-    bad = paths.broken()
-    if bad and broken == 'error' and workdir:
-      paths.store(workdir)
-    return list(bad), list(bad.values())[:_SHOWN]
+        path = workdir and _part(index, workdir, me)
+        if me and path:
+          _recall(index, path)
+        mine = rows[rows % count == me]
+        if index.check(mine, why or images.why_broken, limit, path):
+          if me and path:
+            index.save(path)
+    found = paths.broken()
+    return list(found), list(found.values())[:_SHOWN]
 
-  bad, whys = processes.from_first(f"checking the images of '{where}'", look)
+  def store():
+    for index, _ in views:
+      others = [_part(index, workdir, i) for i in range(1, count)]
+      if any([_recall(index, path, compare=False) for path in others]):
+        index.save(_part(index, workdir, 0))
+      for path in filter(tf.io.gfile.exists, others):
+        tf.io.gfile.remove(path)
+    if bad and broken == 'error':
+      paths.store(workdir)
+
+  found = {}
+  for numbers, whys in processes.attempt(
+    f"checking the images of '{where}'", look
+  ):
+    for i, reason in itertools.zip_longest(numbers, whys, fillvalue=''):
+      found[i] = found.get(i) or reason
+  bad = sorted(found)
+  if workdir and broken != 'trust':
+    processes.from_first(f"storing the check of '{where}'", store)
+  paths.mark(found)
   named = named or paths.__getitem__
-  lines = [f'{named(i)}: {why}' for i, why in zip(bad, whys)]
+  lines = [f'{named(i)}: {found[i]}' for i in bad[:_SHOWN]]
   if bad and broken != 'skip':
     shown = '\n  '.join(lines)
     raise ValueError(
@@ -94,6 +121,22 @@ def usable(
       len(bad), len(paths), where, lines[0],
     )  # fmt: skip
   return paths.without(bad)
+
+
+def _part(index, workdir, process) -> str:
+  """Returns where a process stores its part of a check; the first, the whole."""
+  path = index_lib.place(workdir, index.root, index.base)
+  return f'{path}.{process}' if process else path
+
+
+def _recall(index, path, compare=True) -> bool:
+  """Recalls the results of a stored part of a check, if there is one."""
+  with contextlib.suppress(FileNotFoundError):
+    part = index_lib.Index.load(path, index.root, index.base)
+    if part is not None:
+      index.recall(part, compare)
+      return True
+  return False
 
 
 def open_index(root: str, base: str, workdir=None) -> index_lib.Index:

@@ -86,9 +86,7 @@ def list_images(
   for base, instruction in slices.parts(split):
     index = checking.open_index(root, base, kwargs.get('workdir'))
     if not len(index):
-      raise FileNotFoundError(
-        f"no images in '{index.top}': {listing.endings(index)}"
-      )
+      raise FileNotFoundError(f"no images in '{index.top}': {listing.ENDINGS}")
     _warn_of_ignored(index, len(index))
     views.append((index, slices.take(index.order, base, instruction)))
   return checking.usable(views, f'{root}/{split}', broken, **kwargs)
@@ -132,22 +130,15 @@ def _class_names(index) -> tuple[str, ...]:
   bare = index.facts['bare']
   if bare and len(index):
     raise ValueError(
-      f"class folder '{index.top}/{bare[0]}' holds no image: "
-      + listing.endings(index)
+      f"class folder '{index.top}/{bare[0]}' holds no image: " + listing.ENDINGS
     )
   found = [folder for folder in index.folders if _is_class(folder)]
   if not found:
     raise FileNotFoundError(
       f"no images in '{index.top}/<class>/': {checking.LAYOUT}; "
-      + listing.endings(index)
+      + listing.ENDINGS
     )
-  try:
-    return tuple(folder.decode() for folder in found)
-  except UnicodeDecodeError as e:
-    raise ValueError(
-      f"the name of class folder '{index.top}/{reading.display(e.object)}' is no "
-      'UTF-8: rename it'
-    ) from e
+  return tuple(folder.decode() for folder in found)
 
 
 def _warn_of_ignored(index, taken):
@@ -158,5 +149,5 @@ def _warn_of_ignored(index, taken):
     logging.warning(
       'Ignored %d files of %s that are not images in a class folder, the first: %s',
       count, index.top,
-      listing.foreign(index) or (first and shown) or 'an image elsewhere',
+      (first and shown) or 'an image elsewhere',
     )  # fmt: skip

@@ -2,11 +2,14 @@
 
 import errno
 import os
+import pathlib
 import shutil
+import signal
 
 import numpy as np
 import pytest
 
+from tests import processes
 from vit_jax import manifest
 from vit_jax.data import checking
 from vit_jax.data import folder
@@ -119,22 +122,106 @@ def test_a_list_that_cannot_be_written_is_said_at_once(
   assert not looked_at
 
 
-def test_what_the_form_shows(root, looked_at):
-  ant = root / 'train' / 'ant'
-  (ant / 'ant0.jpg').write_bytes((ant / 'ant0.jpg').read_bytes()[:-50])
-  (ant / 'ant3.webp').write_bytes(b'')
-  (ant / 'ant4.bmp').write_bytes(b'text')
-  _, count, broken = manifest.make(str(root), 'train', 'form')
-  assert count == 33
-  assert sorted(x.split('ant/')[1] for x in broken) == [
-    'ant0.jpg: it does not end as an image',
-    'ant3.webp: zero bytes',
-    'ant4.bmp: it does not begin as an image',
-  ]
-  assert not looked_at
-  with pytest.raises(ValueError, match='3 of 33 images cannot be'):
-    folder.list_split(str(root), 'train', broken='trust')
-  assert len(folder.list_split(str(root), 'train', broken='skip')[0]) == 30
+KILLED = """
+import os, signal, sys, threading
+from vit_jax import manifest
+from vit_jax.data.images import images, index
+index._BLOCK, index._SAVE_EVERY = 4, 0.0
+why, lock, calls = images.why_broken, threading.Lock(), []
+def look(path, limit):
+  with lock:
+    calls.append(path)
+    if len(calls) == 20:
+      os.kill(os.getpid(), signal.SIGKILL)
+  return why(path, limit)
+images.why_broken = look
+manifest.make(sys.argv[1], 'train')
+"""
+
+
+def test_a_check_that_was_killed_is_resumed(root, looked_at):
+  (root / 'train/bee/bee5.jpg').write_bytes(b'x')
+  age(root)
+  status, _ = processes.finish_code(KILLED, root)
+  assert status == -signal.SIGKILL
+  path = index_lib.place(None, str(root), 'train')
+  stored = index_lib.Index.load(path, str(root), 'train')
+  saved = np.count_nonzero(stored.status)
+  assert saved in (4, 8, 12, 16)  # Whole blocks before the twentieth check.
+  _, _, broken = manifest.make(str(root), 'train')
+  assert len(looked_at) == 33 - saved
+  assert [x.split(': ')[0] for x in broken] == [f'{root}/train/bee/bee5.jpg']
+  resumed = index_lib.Index.load(path, str(root), 'train')
+  content = pathlib.Path(path).read_bytes()
+  pathlib.Path(path).write_bytes(content[: len(content) // 2])
+  manifest.make(str(root), 'train')  # A file that was cut off is ignored.
+  assert len(looked_at) == 33 - saved + 33
+  whole = index_lib.Index.load(path, str(root), 'train')
+  np.testing.assert_array_equal(resumed.status, whole.status)
+  np.testing.assert_array_equal(resumed.stamps, whole.stamps)
+  assert resumed.facts['broken'] == whole.facts['broken']
+
+
+TWO = """
+import json, sys, time
+import jax
+jax.config.update('jax_platforms', 'cpu')
+from vit_jax.distributed import processes
+processes.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from vit_jax import cli
+cli.load_tensorflow()
+from vit_jax.data import checking, folder
+from vit_jax.data.images import images, index, reading
+root, workdir = sys.argv[3:]
+index._BLOCK, index._SAVE_EVERY = 4, 0.0
+why, seen = images.why_broken, []
+def look(path, limit):
+  if len(seen) == stop:
+    raise OSError('stopped')
+  seen.append(path.decode())
+  return why(path, limit)
+images.why_broken = look
+index._THREADS = 1
+said = []
+for stop, place in ((9, workdir), (None, workdir), (None, None)):
+  seen.clear()
+  checking._recent.clear()
+  try:
+    paths, labels, _ = folder.list_split(
+      root, 'train', broken='skip', workdir=place
+    )
+    said.append([sorted(seen), list(paths), labels.tolist()])
+  except OSError as e:
+    said.append([sorted(seen), str(e)])
+print('SAID ' + json.dumps(said), flush=True)
+"""
+
+
+def test_two_processes_check_half_of_the_images_each(root, looked_at, tmp_path):
+  (root / 'train/bee/bee5.jpg').write_bytes(b'x')
+  (root / 'train/ant/ant0.jpg').write_bytes(b'')
+  age(root)
+  workdir = tmp_path / 'run'
+  statuses, outputs = processes.run_two(TWO, root, workdir)
+  assert statuses == [0, 0], outputs
+  stopped, resumed, alone = zip(*processes.said(outputs))
+  for (seen, error), (later, *_) in zip(stopped, resumed):
+    assert 'stopped' in error
+    assert len(seen) == 9
+    # The first block of four had been saved, or both.
+    assert len(set(seen) & set(later)) in (1, 5)
+    assert len({*seen, *later}) in (16, 17)
+  assert len({path for seen, *_ in (*stopped, *resumed) for path in seen}) == 33
+  want, labels, _ = folder.list_split(str(root), 'train', broken='skip')
+  assert len(looked_at) == 33
+  assert [len(seen) for seen, *_ in alone] in ([16, 17], [17, 16])
+  for _, paths, found in (*resumed, *alone):
+    assert (paths, found) == (list(want), labels.tolist())
+  # One file holds what all have found: a single process checks nothing more.
+  assert len(list((workdir / 'data').iterdir())) == 1
+  forget_all()
+  folder.list_split(str(root), 'train', broken='skip', workdir=str(workdir))
+  assert len(looked_at) == 33
 
 
 def test_a_file_that_is_mended_is_looked_at_again(root, looked_at):
@@ -149,7 +236,7 @@ def test_a_file_that_is_mended_is_looked_at_again(root, looked_at):
 
 
 def test_a_damaged_list_is_not_used(root, caplog):
-  path, _, _ = manifest.make(str(root), 'train', 'none')
+  path, _, _ = manifest.make(str(root), 'train', check=False)
   data = bytearray(open(path, 'rb').read())
   rng = np.random.RandomState(0)
   for _ in range(60):
@@ -164,54 +251,17 @@ def test_a_damaged_list_is_not_used(root, caplog):
 
 def test_an_error_of_the_storage_breaks_no_image(root, monkeypatch):
   """Seen: any error made an image count as broken, on one process alone."""
-  opened = os.open
   left = [1]
 
   def flaky(path, *args, **kwargs):
     if isinstance(path, bytes) and path.endswith(b'bee3.webp') and left[0]:
       left[0] -= 1
       raise OSError(errno.EIO, 'Input/output error', path)
-    return opened(path, *args, **kwargs)
+    return open(path, *args, **kwargs)
 
-  monkeypatch.setattr(os, 'open', flaky)
+  monkeypatch.setattr(reading, 'open', flaky, raising=False)
   assert len(folder.list_split(str(root), 'train', broken='skip')[0]) == 33
   forget_all()
   left[0] = 99
   with pytest.raises(OSError, match="bee3.webp' cannot be read: Input/output"):
     folder.list_split(str(root), 'train', broken='skip')
-
-
-def test_all_processes_use_what_the_first_found(
-  root, looked_at, tmp_path, monkeypatch
-):
-  (root / 'train/ant/ant0.jpg').write_bytes(b'x')
-  told, facts = [], []
-
-  def be(process, workdir):
-    """Acts as one of two processes, the first before the second."""
-    forget_all()
-    monkeypatch.setattr(checking.jax, 'process_count', lambda: 2)
-    monkeypatch.setattr(checking.jax, 'process_index', lambda: process)
-
-    def from_first(what, make):
-      if process == 0:
-        told.append(make())
-        return told[-1]
-      return told.pop(0)
-
-    monkeypatch.setattr(checking.processes, 'from_first', from_first)
-    monkeypatch.setattr(
-      checking.processes, 'attempt', lambda what, make: [make()] * 2
-    )
-    monkeypatch.setattr(
-      checking.processes, 'agree', lambda what, found: facts.append(found)
-    )
-    return folder.list_split(str(root), 'train', broken='skip', workdir=workdir)
-
-  for workdir in (str(tmp_path / 'run'), None):
-    first, second = be(0, workdir), be(1, workdir)
-    assert list(first[0]) == list(second[0])
-    assert len(first[0]) == 32
-    assert (first[1] == second[1]).all()
-    assert facts[-1] == facts[-2]
-  assert len(looked_at) == 33 + 33

@@ -120,10 +120,7 @@ def _by_pillow(encoded, function, dtype, shape):
     except Image.DecompressionBombError as e:
       raise ValueError(f'Pillow refuses it: {e}') from e
     except Exception as e:  # Pillow's readers raise all sorts.
-      raise ValueError(
-        reading.why_foreign(content=encoded)
-        or 'no image of a known format, or only part of one'
-      ) from e
+      raise ValueError('no image of a known format, or only part of one') from e
 
   found = tf.numpy_function(call, [encoded], dtype, stateful=False)
   return tf.ensure_shape(found, shape)

@@ -15,6 +15,7 @@ import io
 import itertools
 import json
 import os
+import time
 
 from absl import logging
 from etils import epath
@@ -24,11 +25,12 @@ from vit_jax import cli
 from vit_jax.data.images import reading
 from vit_jax.distributed import files
 
-# Status of a file: not checked; begins and ends as an image; was decoded;
-# cannot be decoded.
-UNKNOWN, FORM, DECODED, BROKEN = range(4)
+# Status of a file: not checked; was decoded; cannot be decoded.
+UNKNOWN, DECODED, BROKEN = range(3)
 
-_VERSION = 1
+_VERSION = 2
+# Seconds between two times that the results of a check are saved.
+_SAVE_EVERY = 60.0
 _THREADS = 2 * (os.cpu_count() or 1)
 REMOTE_THREADS = 32
 # Number of files passed to the threads at a time.
@@ -96,33 +98,47 @@ class Index:
 
   def digest(self) -> str:
     """Returns a hash of all names, their order, and the broken ones."""
-    names = digest([_lines(self.folders), self.counts, self._names])
     bad = np.flatnonzero(self.status == BROKEN)
-    return digest([names.encode(), self.order, bad])
+    return digest([self.names_digest().encode(), self.order, bad])
+
+  def names_digest(self) -> str:
+    """Returns a hash of all names."""
+    return digest([_lines(self.folders), self.counts, self._names])
 
   # --- Status of the files ---
 
-  def check(self, rows, level: int, why: Callable, max_pixels: int):
+  def check(self, rows, why: Callable, max_pixels: int, path=None) -> bool:
     """Checks the files of rows that were not checked before.
 
-    `level` is FORM or DECODED; see checking.usable for the others. A file that
-    cannot be read is an OSError, and does not count as broken.
+    See checking.usable for `why` and `max_pixels`. A file that cannot be read is
+    an OSError, and does not count as broken. The index is saved to `path`, if
+    any, about every minute. Returns whether any file was checked.
     """
     self.check_anew('max_pixels', max_pixels)
-    rows = np.unique(rows[self.status[rows] < level])
+    rows = np.unique(rows[self.status[rows] == UNKNOWN])
     reasons = self.facts['broken']
 
     def look(path):
       stamp = reading.stamp(path)
       return why(path, max_pixels), stamp
 
+    saved = time.monotonic()
+    pause = _SAVE_EVERY
     for block, found in self._each(rows, look, 'Checking images'):
       whys, self.stamps[block] = zip(*found)
       bad = np.array([bool(why) for why in whys])
-      self.status[block] = np.where(bad, BROKEN, level)
+      self.status[block] = np.where(bad, BROKEN, DECODED)
       reasons.update({str(row): why for row, why in zip(block, whys) if why})
+      began = time.monotonic()
+      if path and began - saved >= pause:
+        self.save(path)
+        saved = time.monotonic()
+        pause = max(_SAVE_EVERY, 10 * (saved - began))
+        done = np.searchsorted(rows, block[-1], side='right')
+        cli.say(f'Checked and saved {done:,} of {len(rows):,} images.')
     if len(rows):
       self.path = None
+    return len(rows) > 0
 
   def check_anew(self, name: str, value):
     """Forgets the status of all files if a fact of the check has changed."""
@@ -138,22 +154,35 @@ class Index:
         self.facts['broken'].pop(str(row), None)
         self.path = None
 
-  def recall(self, old: 'Index'):
-    """Copies from an old index the status of files that have not changed."""
+  def recall(self, old: 'Index', compare: bool = True):
+    """Copies from another index the status of files that have not changed.
+
+    Without `compare`, all count as unchanged.
+    """
+    kept = {k: old.facts[k] for k in ('max_pixels', 'sizes') if k in old.facts}
     known = np.flatnonzero(old.status)
     if not len(known) or not len(self):
       return
-    keys, wanted = _keys(self), _keys(old, known)
-    sorter = np.argsort(keys)
-    at = np.searchsorted(keys, wanted, sorter=sorter)
-    at = sorter[np.minimum(at, len(keys) - 1)]
-    mine, theirs = at[keys[at] == wanted], known[keys[at] == wanted]
-    for block, stamps in self._each(mine, reading.stamp, 'Comparing images'):
-      self.stamps[block] = stamps
+    if any(self.facts.get(k, fact) != fact for k, fact in kept.items()):
+      return  # Results of another check.
+    if self.names_digest() == old.names_digest():
+      mine = theirs = known
+    else:
+      keys, wanted = _keys(self), _keys(old, known)
+      sorter = np.argsort(keys)
+      at = np.searchsorted(keys, wanted, sorter=sorter)
+      at = sorter[np.minimum(at, len(keys) - 1)]
+      mine, theirs = at[keys[at] == wanted], known[keys[at] == wanted]
+    new = self.status[mine] == UNKNOWN
+    mine, theirs = mine[new], theirs[new]
+    if not compare:
+      self.stamps[mine] = old.stamps[theirs]
+    else:
+      for block, stamps in self._each(mine, reading.stamp, 'Comparing images'):
+        self.stamps[block] = stamps
     same = (self.stamps[mine] == old.stamps[theirs]) & (self.stamps[mine] > 0)
     mine, theirs = mine[same], theirs[same]
     self.status[mine] = old.status[theirs]
-    kept = {k: old.facts[k] for k in ('max_pixels', 'sizes') if k in old.facts}
     reasons = old.facts['broken']
     broken = {
       str(m): reasons[str(t)]
@@ -281,6 +310,17 @@ class Paths(Sequence):
       begin += len(rows)
     return found
 
+  def mark(self, found: dict[int, str]):
+    """Marks images as broken, by number, as another process has found."""
+    numbers, begin = np.array(list(found), np.int64), 0
+    for (index, rows), end in zip(self.parts, self._ends):
+      mine = numbers[(begin <= numbers) & (numbers < end)]
+      index.status[rows[mine - begin]] = BROKEN
+      for number in mine.tolist():
+        reasons = index.facts['broken']
+        reasons.setdefault(str(rows[number - begin]), found[number])
+      begin = end
+
   def without(self, numbers: Sequence[int]) -> 'Paths':
     """Returns the paths without those of some numbers."""
     kept = np.ones(len(self), bool)
@@ -349,7 +389,7 @@ def hash_name(name: bytes) -> bytes:
 
 def hash_order(names: Iterable[str]) -> list[int]:
   """Returns the order of names by their hash: a slice is a random sample."""
-  hashes = [hash_name(name.encode(errors='surrogatepass')) for name in names]
+  hashes = [hash_name(name.encode()) for name in names]
   return sorted(range(len(hashes)), key=hashes.__getitem__)
 
 

@@ -1,7 +1,7 @@
 """Lists the images below a folder, reading many folders in parallel.
 
 Hidden files are left out. So are entries with the name of an image that are not
-files: folders, pipes, devices, and links that are broken or circular.
+files, such as folders and broken links.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,9 @@ from vit_jax.data.images import reading
 
 EXTENSIONS = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif')
 _ENDINGS = tuple(ending.encode() for ending in EXTENSIONS)
+ENDINGS = (
+  f'the known endings are {", ".join(EXTENSIONS)}, in upper or lower case'
+)
 _LISTS = ('.txt', '.jsonl')
 # If a folder changed less than this many seconds before its listing, a later
 # change may have the same time stamp.
@@ -48,7 +51,6 @@ def list_folder(root: str, base: str) -> index_lib.Index:
   found.sort(key=lambda piece: piece.name)
   holding = [piece for piece in found if piece.count]
   others = [other for piece in found for other in piece.others]
-  others.sort(key=lambda name: not reading.why_foreign(name))
   ignored = sum(piece.ignored for piece in found)
   bare = [
     reading.display(piece.name)
@@ -123,10 +125,7 @@ def _scan(top, name, local) -> _Piece:
     digests=b''.join(index_lib.hash_name(b'/' + prefix + x) for x in found),
     inner=inner,
     ignored=len(others),
-    # Photographs of formats that are not read come first.
-    others=[prefix + min(others, key=lambda x: (not reading.why_foreign(x), x))]
-    if others
-    else [],
+    others=[prefix + min(others)] if others else [],
   )
 
 
@@ -174,7 +173,7 @@ def expand(paths: Sequence[str]) -> list[str]:
     if tf.io.gfile.isdir(path):
       index = list_folder(path, '')
       if not len(index):
-        raise FileNotFoundError(f"no images in '{path}': {endings(index)}")
+        raise FileNotFoundError(f"no images in '{path}': {ENDINGS}")
       found += map(os.fsdecode, index.paths(range(len(index))))
     elif re.search('[*?[]', path) and not tf.io.gfile.exists(path):
       matches = sorted(tf.io.gfile.glob(path))
@@ -191,7 +190,7 @@ def expand(paths: Sequence[str]) -> list[str]:
 def _listed(path) -> list[str]:
   """Returns the paths in a list, see `expand`."""
   found = []
-  lines = reading.read_file(path).decode(errors='surrogateescape').splitlines()
+  lines = reading.read_file(path).decode().splitlines()
   for number, line in enumerate(lines, 1):
     if not line.strip():
       continue
@@ -207,22 +206,6 @@ def _listed(path) -> list[str]:
         )
     found.append(os.path.join(os.path.dirname(path), line))
   return found
-
-
-def endings(index: index_lib.Index) -> str:
-  """Returns which files are images, and why the first other one is none."""
-  why = foreign(index)
-  return (
-    f'the known endings are {", ".join(EXTENSIONS)}, in upper or lower case'
-    + (f'; {why}' if why else '')
-  )
-
-
-def foreign(index: index_lib.Index) -> str:
-  """Returns a file's path and format, if there is one that is not read, or ''."""
-  _, *first = index.facts['ignored']
-  why = first and reading.why_foreign(first[0])
-  return f"'{os.path.join(index.top, *first)}': {why}" if why else ''
 
 
 def is_image(name: bytes) -> bool:

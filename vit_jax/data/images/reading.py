@@ -1,31 +1,16 @@
 """Reads image files, local or in a bucket.
 
-Errors that storage has now and then lead to another attempt. Anything but a
-regular file, such as a pipe, is refused without waiting.
+Errors that storage has now and then lead to another attempt.
 """
 
 import errno
 import functools
 import os
 import re
-import stat
 import time
 
 import tensorflow as tf
 
-# First and last bytes of complete files, by format.
-_ENDS = (
-  (b'\xff\xd8\xff', b'\xff\xd9'),
-  (b'\x89PNG\r\n\x1a\n', b'IEND\xaeB`\x82'),
-)
-_BEGINS = (b'GIF8', b'BM', b'RIFF', *(begin for begin, _ in _ENDS))
-# Formats of photographs that are not read: endings of the names of files, and
-# what their contents have from a byte on.
-_FOREIGN = {
-  'HEIC': ((b'.heic', b'.heif'), 4, (b'ftyphei', b'ftyphev', b'ftypmif1')),
-  'AVIF': ((b'.avif',), 4, (b'ftypavi',)),
-  'TIFF': ((b'.tif', b'.tiff'), 0, (b'II*\0', b'MM\0*')),
-}
 # Seconds to wait before each new attempt to read.
 _DELAYS = (0.5, 2.0)
 # Errors for which another attempt is useless.
@@ -90,34 +75,15 @@ def retried(path, function):
 
 
 def read_file(path) -> bytes:
-  """Returns the content of an image file, local or with a scheme.
-
-  See `retried`; what is not a regular file is a ValueError.
-  """
+  """Returns the content of an image file, local or with a scheme; see `retried`."""
   return retried(os.fsencode(path), _read)
 
 
-def _read(path, begin: int | None = None, end: int = 0):
-  """Returns the content of a file, or its first and last bytes, joined."""
-  if not is_local(path):
-    with tf.io.gfile.GFile(path, 'rb') as file:
-      if begin is None:
-        return file.read()
-      head = file.read(begin)
-      file.seek(max(0, file.size() - end))
-      return head + file.read(end)
-  descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-  try:
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-      raise ValueError(f"'{display(path)}' is no regular file")
-    if begin is None:
-      with os.fdopen(descriptor, 'rb', closefd=False) as file:
-        return file.read()
-    start = max(0, status.st_size - end)
-    return os.pread(descriptor, begin, 0) + os.pread(descriptor, end, start)
-  finally:
-    os.close(descriptor)
+def _read(path):
+  with (
+    open(path, 'rb') if is_local(path) else tf.io.gfile.GFile(path, 'rb') as f
+  ):
+    return f.read()
 
 
 def first_line(error: Exception) -> str:
@@ -134,34 +100,6 @@ def first_line(error: Exception) -> str:
   if line.startswith('jpeg::Uncompress failed'):
     line = 'its JPEG data are damaged or cut off'
   return re.sub(r' \[Op:.*', '', line)[:400]
-
-
-def why_malformed(path: bytes) -> str:
-  """Checks both ends of a file; returns what is wrong with them, or ''."""
-  try:
-    ends = retried(path, lambda path: _read(path, 16, 64))
-  except (ValueError, FileNotFoundError) as e:
-    return str(e)
-  if not ends:
-    return 'zero bytes'
-  if not ends.startswith(_BEGINS):
-    return 'it does not begin as an image'
-  for begin, end in _ENDS:
-    if ends.startswith(begin) and not ends.rstrip(b'\0').endswith(end):
-      return 'it does not end as an image'
-  return ''
-
-
-def why_foreign(name='', content: bytes = b'') -> str:
-  """Returns why an image of a name or a content is not read, or ''."""
-  name = os.fsencode(name).lower()
-  for kind, (endings, start, begins) in _FOREIGN.items():
-    if name.endswith(endings) or content.startswith(begins, start):
-      return (
-        f'it is {kind}, which this package does not read: convert it to JPEG or '
-        f'PNG, such as by `magick mogrify -format jpg *.{kind.lower()}`'
-      )
-  return ''
 
 
 def time_of(folder) -> int:

@@ -1,0 +1,79 @@
+"""Tests of the order of examples: a permutation per epoch, and a uniform one."""
+
+import collections
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from vit_jax.data import order
+
+
+def indices(positions, n, seed=3):
+  return order.example_indices(
+    tf.constant(positions, tf.int64), n, seed
+  ).numpy()
+
+
+def chi2(counts, expected):
+  """Returns chi-squared per degree of freedom."""
+  return ((counts - expected) ** 2 / expected).sum() / (len(counts) - 1)
+
+
+@pytest.mark.parametrize('n', [1, 2, 9, 10, 1023, 1024, 3000])
+def test_every_epoch_is_another_permutation(n):
+  found = indices(range(3 * n), n)
+  epochs = found.reshape(3, n)
+  assert (np.sort(epochs) == np.arange(n)).all()
+  if n > 2:
+    assert len(set(map(tuple, epochs))) == 3
+    for seed in (4, 3 + 2**32):
+      assert (indices(range(3 * n), n, seed) != found).any()
+  # Any positions, such as the rows of one host, get what the whole run gets.
+  for rows in (range(n // 2, 3 * n), range(0, 3 * n, 7), [3 * n - 1]):
+    np.testing.assert_array_equal(indices(rows, n), found[list(rows)])
+
+
+@pytest.mark.parametrize('n', [14_100_000, 10**9])
+def test_a_large_permutation_is_as_uniform_as_numpys(n):
+  batch, batches = 4096, 40
+
+  def measure(found):
+    """Returns correlations of neighbours, and chi-squared of 1,000 classes."""
+    lags = [
+      np.mean([np.corrcoef(x[:-lag], x[lag:])[0, 1] for x in found])
+      for lag in (1, 2, 4)
+    ]
+    classes = [np.bincount(x * 1000 // n, minlength=1000) for x in found]
+    return lags, np.mean([chi2(x, batch / 1000) for x in classes])
+
+  starts = np.linspace(0, n - batch, batches, dtype=np.int64)
+  positions = starts[:, None] + np.arange(batch)
+  found = indices(positions.ravel(), n).reshape(positions.shape)
+  draws = np.random.default_rng(0).choice(n, positions.shape, replace=False)
+  (lags, ours), (numpys_lags, numpys) = measure(found), measure(draws)
+  # Four standard deviations of the difference of two such means.
+  deviation = math.sqrt(2 / positions.size)
+  np.testing.assert_allclose(lags, numpys_lags, atol=4 * deviation)
+  assert abs(ours - numpys) < 4 * math.sqrt(2 * 2 / 999 / batches)
+
+
+def test_all_permutations_of_three_are_equally_frequent():
+  found = indices(range(3 * 6000), 3).reshape(-1, 3)
+  counts = collections.Counter(map(tuple, found.tolist()))
+  every = [counts[x] for x in itertools.permutations(range(3))]
+  assert chi2(np.array(every), 1000) < 3
+
+
+def test_a_batch_of_many_small_epochs_takes_milliseconds():
+  """It took 2.6 seconds: each epoch of the batch was computed for all rows."""
+  call = tf.function(order.example_indices)
+  seconds = []
+  for _ in range(4):
+    start = time.perf_counter()
+    call(tf.range(1024, dtype=tf.int64), 10, 0)
+    seconds.append(time.perf_counter() - start)
+  assert min(seconds) < 0.1
