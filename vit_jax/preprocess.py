@@ -249,7 +249,7 @@ def get_pp(
   features stay as they are, and either of these may be missing.
 
   Args:
-    tokenizer_name: 'bert', 'sentencepiece', 'clip' or 'siglip'.
+    tokenizer_name: a key of vit_jax.texts.tokenizers.TOKENIZERS.
     vocab_path: its vocabulary, see vit_jax/texts/tokenizers.py.
     max_len: tokens of a text.
     size: height and width of an image in pixels.
