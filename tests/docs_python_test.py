@@ -195,6 +195,8 @@ def served(examples, trained, stand_ins, tmp_path_factory):
   stand_ins = {
     '/tmp/digits_onnx': str(folder / 'onnx'),
     '/tmp/digits_tf': str(folder / 'tf'),
+    '/tmp/lit_images': str(folder / 'lit_images'),
+    '/tmp/lit_texts': str(folder / 'lit_texts'),
     '/tmp/photos/*': str(examples / 'parity' / '?.png'),
     **stand_ins,
   }
@@ -340,6 +342,18 @@ def test_tensorflow_serving_finds_its_layout(served):
   [want] = model.probabilities([file])
   np.testing.assert_allclose(row['probabilities'], want, atol=1e-5)
   assert set(row) == {'logits', 'probabilities'}
+
+
+def test_exported_towers_have_the_probabilities_of_predictions(
+  served, stand_ins
+):
+  names, _, _ = served
+  model = predict.load_weights(stand_ins['LiT-B16B.npz'])
+  sentences = ['a cat on a sofa', 'two dogs']
+  want = model.predict([stand_ins['photo.jpg']], texts=sentences)[0]
+  got = dict(zip(sentences, names['shares']))
+  assert got == pytest.approx(dict(want), abs=1e-5)
+  assert abs(want[0][1] - want[1][1]) > 1e-3
 
 
 def test_threads_predict_what_one_does(served):

@@ -27,6 +27,7 @@ from vit_jax.data.images import images
 from vit_jax.data.images import jpeg
 from vit_jax.data.images import orientation
 from vit_jax.data.images import reading
+from vit_jax.data.images import rgb
 from vit_jax.texts import tokenizers
 
 crop_size = geometry.crop_size
@@ -325,7 +326,8 @@ def from_user(
     if orientation.of_pillow(image) > 1:
       image = ImageOps.exif_transpose(image)
     buffer = io.BytesIO()
-    image.convert('RGBA').save(buffer, 'PNG', compress_level=0)
+    pixels = Image.fromarray(rgb.to_rgb(image))
+    pixels.save(buffer, 'PNG', compress_level=0)
     image = buffer.getvalue()
   if not isinstance(image, bytes):
     name, image = reading.display(image), reading.read_file(image)
