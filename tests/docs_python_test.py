@@ -163,7 +163,8 @@ def stand_ins(examples, trained, tmp_path_factory):
     page
     for page in markdown.PAGES
     if markdown.blocks(page, 'python')
-    and page.name not in ('extend.md', 'notebooks.md', 'serve.md')
+    and page.name
+    not in ('extend.md', 'notebooks.md', 'serve.md', 'serve_texts.md')
   ],
   ids=lambda page: page.name,
 )
@@ -198,12 +199,17 @@ def served(examples, trained, stand_ins, tmp_path_factory):
     '/tmp/photos/*': str(examples / 'parity' / '?.png'),
     **stand_ins,
   }
+  names = run_server_page('serve.md', stand_ins)
+  return names, predict.load(str(trained[0])), folder / 'tf'
+
+
+def run_server_page(name, stand_ins):
+  """Exports what a page's commands export, and runs its Python; its variables."""
   for page, command, args in markdown.commands():
-    if page == 'serve.md' and args:
+    if page == name and args:
       assert command == 'export'
       export.main([replaced(arg, stand_ins) for arg in args])
-  names = run_page(DOCS / 'serve.md', stand_ins)
-  return names, predict.load(str(trained[0])), folder / 'tf'
+  return run_page(DOCS / name, stand_ins)
 
 
 def encoded(pixels, kind='PNG'):
@@ -340,6 +346,19 @@ def test_tensorflow_serving_finds_its_layout(served):
   [want] = model.probabilities([file])
   np.testing.assert_allclose(row['probabilities'], want, atol=1e-5)
   assert set(row) == {'logits', 'probabilities'}
+
+
+def test_exported_towers_have_the_probabilities_of_predictions(
+  stand_ins, tmp_path
+):
+  folders = {f'/tmp/lit_{x}': str(tmp_path / x) for x in ('images', 'texts')}
+  names = run_server_page('serve_texts.md', {**folders, **stand_ins})
+  model = predict.load_weights(stand_ins['LiT-B16B.npz'])
+  sentences = ['a cat on a sofa', 'two dogs']
+  want = model.predict([stand_ins['photo.jpg']], texts=sentences)[0]
+  got = dict(zip(sentences, names['shares']))
+  assert got == pytest.approx(dict(want), abs=1e-5)
+  assert abs(want[0][1] - want[1][1]) > 1e-3
 
 
 def test_threads_predict_what_one_does(served):

@@ -27,6 +27,7 @@ from vit_jax.data.images import images
 from vit_jax.data.images import jpeg
 from vit_jax.data.images import orientation
 from vit_jax.data.images import reading
+from vit_jax.data.images import rgb
 from vit_jax.texts import tokenizers
 
 crop_size = geometry.crop_size
@@ -249,7 +250,7 @@ def get_pp(
   features stay as they are, and either of these may be missing.
 
   Args:
-    tokenizer_name: 'bert', 'sentencepiece', 'clip' or 'siglip'.
+    tokenizer_name: a key of vit_jax.texts.tokenizers.TOKENIZERS.
     vocab_path: its vocabulary, see vit_jax/texts/tokenizers.py.
     max_len: tokens of a text.
     size: height and width of an image in pixels.
@@ -325,7 +326,8 @@ def from_user(
     if orientation.of_pillow(image) > 1:
       image = ImageOps.exif_transpose(image)
     buffer = io.BytesIO()
-    image.convert('RGBA').save(buffer, 'PNG', compress_level=0)
+    pixels = Image.fromarray(rgb.to_rgb(image))
+    pixels.save(buffer, 'PNG', compress_level=0)
     image = buffer.getvalue()
   if not isinstance(image, bytes):
     name, image = reading.display(image), reading.read_file(image)

@@ -1,5 +1,6 @@
 """Tests of exported models, which are run by the programs that serve them."""
 
+import datetime
 import functools
 import json
 import subprocess
@@ -205,6 +206,7 @@ def test_the_command_exports_a_run_for_a_process_without_this_package(
   workdir, tmp_path, capsys
 ):
   out, flag = tmp_path / 'out', f'--workdir={workdir}'
+  begun = datetime.datetime.now(datetime.UTC)
   argv = [flag, '--to=stablehlo', f'--out={out}', '--uint8']
   assert command.main(argv) == 0
   said = capsys.readouterr().out
@@ -224,6 +226,10 @@ def test_the_command_exports_a_run_for_a_process_without_this_package(
   assert facts['command'] == f'vit_jax export {" ".join(argv)}'
   assert facts['difference'] < 1e-5
   assert facts['task'] == 'classify'
+  # By which the life of a file of StableHLO is known.
+  assert facts['versions']['jax'] == jax.__version__
+  ended = datetime.datetime.now(datetime.UTC)
+  assert facts['date'] in {f'{x:%Y-%m-%d}' for x in (begun, ended)}
 
   pixels = np.random.RandomState(1).randint(0, 256, (3, 8, 8, 1), np.uint8)
   np.save(tmp_path / 'in.npy', pixels)

@@ -1,8 +1,11 @@
 """Tests of tokenizers against Hugging Face's, SentencePiece, and literals."""
 
+# ruff: noqa: RUF001
+
 import dataclasses
 import io
 import json
+import os
 import pickle
 import random
 import sys
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tensorflow as tf
+from tokenizers import processors
 import transformers
 from transformers.models.bert import tokenization_bert_legacy
 
@@ -148,6 +152,30 @@ def clip(folder):
   return folder / 'clip' / 'tokenizer.json', theirs
 
 
+@pytest.fixture(scope='module')
+def gemma(folder):
+  """(path of a tokenizer.json as SigLIP 2's, Hugging Face's tokenizer of it)."""
+  letters = sorted({x for text in TEXTS[:400] for x in text.lower()} - {' '})
+  tokens = ['<pad>', '<eos>', '<bos>', '<unk>', '<mask>', '▁']
+  tokens += [f'<0x{i:02X}>' for i in range(256)]
+  merges = [('▁', 'l'), ('k', 'a'), ('▁l', 'o'), ('p', 'h'), ('▁', 'ka')]
+  tokens += [*letters[::2], *'kalophK', *map(''.join, merges)]
+  tokens = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+  theirs = transformers.Siglip2Tokenizer(
+    vocab=tokens, merges=merges, padding_side='right'
+  )
+  # As the published files, which are not lower-cased and end texts.
+  backend = theirs.backend_tokenizer
+  backend.post_processor = processors.TemplateProcessing(
+    single='$A <eos>', special_tokens=[('<eos>', tokens['<eos>'])]
+  )
+  stored = json.loads(backend.to_str())
+  _, stored['normalizer'] = stored['normalizer']['normalizers']
+  (folder / 'gemma').mkdir()
+  (folder / 'gemma' / 'tokenizer.json').write_text(json.dumps(stored))
+  return folder / 'gemma' / 'tokenizer.json', theirs
+
+
 # --- The same tokens as elsewhere ---
 
 
@@ -161,10 +189,71 @@ def test_bert_is_that_of_hugging_face_without_sep(bert):
       for text in TEXTS
     ]
     for max_len in (2, 16):
-      ours = tokenizers.BertTokenizer(bert, max_len)
+      ours = tokenizers.HuggingFaceBertTokenizer(bert, max_len)
       want = [[theirs.cls_token_id, *row[: max_len - 1]] for row in rows]
       assert_same(ours(TEXTS), padded(want, max_len, 0))
       assert ours.cls_token == theirs.cls_token_id == 2
+
+
+# Texts, and the words into which tensorflow_text 2.18.1 (TensorFlow 2.18.1) splits
+# them: BasicTokenizer(lower_case=True) of its BertTokenizer. Recorded from a run.
+WORDS_OF_TENSORFLOW_TEXT = (
+  ('25 ℃ in the café… №7', '25 °c in the cafe . . . no7'),
+  ('ＦＵＬＬ－ｗｉｄｔｈ ｶﾞ', 'full - width カ'),
+  ('½ cup, x² ≠ 3µm™ ®', '1⁄2 cup , x2 = 3μmtm ®'),
+  ('ﬁne oﬃce ﬅ ǰ ŉ', 'fine office st j ʼn'),
+  ('Straße GROẞ ΟΔΟΣ ος', 'strasse gross οδοσ οσ'),
+  ('İstanbul ISPARTA ıI', 'istanbul isparta ıi'),
+  ('e\u0301te\u0301 ẛ\u0323 A\u030a', 'ete s a'),
+  ('so\xadft zero\u200bwidth \ufeffbom', 'soft zerowidth bom'),
+  ('line\u2028sep\u2029par\u1680ogham', 'line\u2028sep\u2029par\u1680ogham'),
+  ('tab\x09nul\x07bell\x85nel', 'tab nul bell nel'),
+  ('\xa0nbsp\u3000ideo\u2003em', 'nbsp ideo em'),
+  ('世界peace 豈更 \U0002f800', '世 界 peace 豈 更 丽'),
+  ('👩\u200d🚀 ❤\ufe0f 🇫🇷 👍🏽', '👩🚀 ❤ 🇫🇷 👍🏽'),
+  ('\u1100\u1161\u11a8 각 \u3164 \uffa0x', '\u1100\u1161\u11a8 \u1100\u1161\u11a8 x'),
+  ('ᾳ ᾼ ΐ ΰ \u0345', 'αι αι ι υ ι'),
+  (
+    'Ǆ ǅ ǆ \ufdfa ﹏',
+    'dz dz dz \u0635\u0644\u0649 \u0627\u0644\u0644\u0647 \u0639\u0644\u064a\u0647 \u0648\u0633\u0644\u0645 _',
+  ),
+  ('한국어 ㈱ ㋿ ㍿', '\u1112\u1161\u11ab\u1100\u116e\u11a8\u110b\u1165 ( 株 ) 令 和 株 式 会 社'),
+  ('Ⅷ ⅷ ① ⑳ ㊙', 'viii viii 1 20 秘'),
+  ("don't—stop «now» ¿qué?", "don ' t — stop « now » ¿ que ?"),
+  ('$5 + £3 = €8 ^_^ `x`', '$ 5 + £3 = €8 ^ _ ^ ` x `'),
+  (
+    '\u05e9\u05b8\u05c1\u05dc\u05d5\u05b9\u05dd \u0633\u064e\u0644\u064e\u0627\u0645',
+    '\u05e9\u05dc\u05d5\u05dd \u0633\u0644\u0627\u0645',
+  ),
+  ('ह\u093fन\u094dद\u0940 กำ ๑', 'ह\u093fनद\u0940 กา ๑'),
+  ('Ꭰꭰ ᏸ ᲀ', 'ᎠᎠ Ᏸ в'),
+  ('\u202eabc\u202c \U000e0041tag', 'abc tag'),
+  ('a\u034fb \u17b4c \u180ed', 'ab c d'),
+  ('[CLS] [unused1] <s>', '[ cls ] [ unused1 ] < s >'),
+  ('\U0001d400\U0001d7ce \U00010400', 'a0 \U00010428'),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(('text', 'words'), WORDS_OF_TENSORFLOW_TEXT)
+def test_bert_has_the_words_of_tensorflow_text(tmp_path, text, words):
+  words = words.split(' ')
+  vocabulary = ['[PAD]', '[UNK]', '[CLS]', *dict.fromkeys(words)]
+  path = tmp_path / 'vocab.txt'
+  tokenizers.write_vocabulary(path, vocabulary)
+  got = tokenizers.BertTokenizer(path, 40)([text])[0]
+  assert [vocabulary[i] for i in got if i] == ['[CLS]', *words]
+
+
+def test_words_of_bert_have_at_most_100_bytes(tmp_path):
+  """In tensorflow_text; recorded as above. Hugging Face counts characters."""
+  words = ['a' * 100, 'a' * 101, 'ы' * 50, 'ы' * 51]
+  path = tmp_path / 'vocab.txt'
+  tokenizers.write_vocabulary(path, ['[PAD]', '[UNK]', '[CLS]', *words])
+  for kind, want in (
+    (tokenizers.BertTokenizer, [2, 3, 1, 5, 1]),
+    (tokenizers.HuggingFaceBertTokenizer, [2, 3, 1, 5, 6]),
+  ):
+    assert kind(path, 5)([' '.join(words)]).tolist() == [want]
 
 
 @pytest.mark.parametrize('max_len', [2, 16])
@@ -206,6 +295,23 @@ def test_clip_is_that_of_hugging_face(clip, max_len):
   assert ours.eos_token == theirs.eos_token_id
 
 
+@pytest.mark.parametrize('max_len', [2, 16, 64])
+def test_siglip2_is_that_of_hugging_face(gemma, max_len):
+  path, theirs = gemma
+  texts = [*TEXTS, 'KA<eos> lo', '<bos>', 'a  b   c']
+  ours = tokenizers.Siglip2Tokenizer(path, max_len)
+  got = ours(texts)
+  assert_same(got, hugging_face(theirs, texts, max_len), texts)
+
+
+def test_siglip2_reads_lower_case_and_always_ends_texts(gemma):
+  """As in big_vision: no <bos> (2), <eos> (1) also where a text is cut, <pad> (0)."""
+  path, theirs = gemma
+  ka, lo = theirs.convert_tokens_to_ids(['ka', '▁lo'])
+  got = tokenizers.Siglip2Tokenizer(path, 4)(['KA Lo', 'ka lo lo lo lo', ''])
+  assert got.tolist() == [[ka, lo, 1, 0], [ka, lo, lo, 1], [1, 0, 0, 0]]
+
+
 @pytest.mark.parametrize(
   'name, value',
   [
@@ -229,9 +335,33 @@ def test_the_padding_of_clip_is_what_a_file_beside_it_says(
   assert ours(['']).tolist() == [[start, end, other, other]]
   (tmp_path / name).write_text('[1]')
   with pytest.raises(
-    ValueError, match=f"{name}', beside vocab_path=.* is no JS"
+    ValueError, match=f"{name}', next to vocab_path=.* is not JSON"
   ):
     tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 4)
+
+
+def test_the_content_of_clip_says_what_the_padding_is(clip, tmp_path):
+  path, _ = clip
+  here, alone = tmp_path / 'tokenizer.json', tmp_path / 'alone.json'
+  here.write_bytes(path.read_bytes())
+  (tmp_path / 'tokenizer_config.json').write_text('{"pad_token": "!!"}')
+  ours = tokenizers.ClipTokenizer(here, 16)
+  (tmp_path / 'tokenizer_config.json').unlink()
+  alone.write_bytes(ours.content())
+  assert_same(tokenizers.ClipTokenizer(alone, 16)(TEXTS), ours(TEXTS))
+  assert (
+    ours(['']).tolist() != tokenizers.ClipTokenizer(here, 16)(['']).tolist()
+  )
+
+
+@pytest.mark.parametrize('name', ['clip', 'siglip2'])
+def test_a_tokenizer_json_that_draws_is_refused(clip, gemma, tmp_path, name):
+  path, _ = {'clip': clip, 'siglip2': gemma}[name]
+  stored = json.loads(path.read_text())
+  stored['model']['dropout'] = 0.1
+  (tmp_path / 'tokenizer.json').write_text(json.dumps(stored))
+  with pytest.raises(ValueError, match='tokenizer.json.*dropout'):
+    tokenizers.get_tokenizer(name)(tmp_path / 'tokenizer.json', 8)
 
 
 def test_what_is_stored_in_a_tokenizer_json_neither_clips_nor_pads(
@@ -280,16 +410,18 @@ def test_words_are_cut_into_the_longest_pieces(small):
 def test_bytes_and_arrays_of_texts_are_texts(small):
   tokenizer = tokenizers.BertTokenizer(small, 3)
   for texts in (
-    np.array(['cafe', '!']), [b'cafe', b'\xff!'], ['cafe', '\ud800!'],
+    np.array(['cafe', '!']), [b'cafe', b'!'], ['cafe', '!'],
     tf.constant(['cafe', '!']), ('cafe', '!'), iter(['cafe', '!']),
   ):  # fmt: skip
     assert tokenizer(texts).tolist() == [[2, 6, 0], [2, 7, 0]]
+  # What is not UTF-8, or half a pair of UTF-16, is U+FFFD: [UNK].
+  assert tokenizer([b'\xff!', '\ud800!']).tolist() == 2 * [[2, 1, 7]]
   assert tokenizer([]).shape == (0, 3)
 
 
-def test_tokens_in_a_graph_are_the_same(bert, spiece, clip):
+def test_tokens_in_a_graph_are_the_same(bert, spiece, clip, gemma):
   texts = TEXTS[:300]
-  paths = {'bert': bert, 'clip': clip[0]}
+  paths = {'bert': bert, 'hf_bert': bert, 'clip': clip[0], 'siglip2': gemma[0]}
   for name, kind in tokenizers.TOKENIZERS.items():
     tokenizer = kind(paths.get(name, spiece), 16)
     data = tf.data.Dataset.from_tensor_slices(texts).map(
@@ -334,7 +466,7 @@ def test_a_vocabulary_of_words_spells_what_it_does_not_have(tmp_path):
     ['[CLS]', '[UNK]'],
   ]
   with pytest.raises(
-    ValueError, match="texts='a cat' is no list of texts: giv"
+    ValueError, match="texts='a cat' is not a list of texts: giv"
   ):
     tokenizers.word_vocabulary('a cat')
 
@@ -382,8 +514,7 @@ def test_the_names_of_tokenizers():
   assert tokenizers.get_tokenizer('bert') is tokenizers.BertTokenizer
   with pytest.raises(
     ValueError,
-    match="tokenizer_name='word2vec' is unknown: give one of 'bert', "
-    "'sentencepiece', 'clip', 'siglip'",
+    match="tokenizer_name='word2vec' is unknown: .*'bert', .*'clip', 'siglip'",
   ):
     tokenizers.get_tokenizer('word2vec')
 
@@ -400,12 +531,40 @@ def test_vocabularies_that_cannot_be_read(tmp_path, name):
   nowhere = tmp_path / 'nowhere'
   for path in (nowhere, tmp_path):
     with pytest.raises(
-      FileNotFoundError, match=f"vocab_path='{path}' is no file"
+      FileNotFoundError, match=f"vocab_path='{path}' is not a file"
     ):
       tokenizer(path, 8)
   nowhere.write_bytes(b'')
   with pytest.raises(ValueError, match=f"'{nowhere}' is empty: give "):
     tokenizer(nowhere, 8)
+
+
+def pipe(path):
+  os.mkfifo(path)
+
+
+def zeros(path):
+  path.symlink_to('/dev/zero')
+
+
+@pytest.mark.parametrize('make', [pipe, zeros])
+@pytest.mark.parametrize('name', tokenizers.TOKENIZERS)
+def test_pipes_and_devices_are_refused_without_waiting(tmp_path, name, make):
+  tokenizer = tokenizers.get_tokenizer(name)
+  make(tmp_path / 'vocabulary')
+  with pytest.raises(FileNotFoundError, match="vocabulary' is not a file"):
+    tokenizer(tmp_path / 'vocabulary', 8)
+
+
+@pytest.mark.parametrize('make', [pipe, zeros])
+@pytest.mark.parametrize(
+  'name', ['tokenizer_config.json', 'special_tokens_map.json']
+)
+def test_pipes_and_devices_next_to_a_vocabulary(clip, tmp_path, name, make):
+  (tmp_path / 'tokenizer.json').write_bytes(clip[0].read_bytes())
+  make(tmp_path / name)
+  with pytest.raises(ValueError, match=f"{name}'.* not a regular file"):
+    tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 8)
 
 
 @pytest.mark.parametrize('kind', [FileNotFoundError, PermissionError, OSError])
@@ -436,10 +595,14 @@ def test_vocabularies_that_do_not_arrive(monkeypatch, kind):
       'has no token \\[UNK\\]: give a vocabulary of',
     ),
     ('bert', b'\xff\xfe', 'is not a text in UTF-8: give a vocabulary of BERT'),
-    ('sentencepiece', '[CLS]\n', 'is no model of SentencePiece: give a model'),
-    ('siglip', '[CLS]\n', 'is no model of SentencePiece: give a model'),
-    ('clip', '{}', 'is no tokenizer.json: give the tokenizer.json'),
-    ('clip', b'\xff', 'is no tokenizer.json: give the tokenizer.json'),
+    (
+      'sentencepiece',
+      '[CLS]\n',
+      'is not a model of SentencePiece: give a model',
+    ),
+    ('siglip', '[CLS]\n', 'is not a model of SentencePiece: give a model'),
+    ('clip', '{}', 'is not a tokenizer.json: give the tokenizer.json'),
+    ('clip', b'\xff', 'is not a tokenizer.json: give the tokenizer.json'),
   ],
 )
 def test_vocabularies_of_another_kind(tmp_path, name, content, message):
@@ -467,7 +630,7 @@ def test_a_single_text_is_no_list_of_texts(small):
   tokenizer = tokenizers.BertTokenizer(small, 3)
   for single in ('cafe', b'cafe', tf.constant('cafe'), np.array('cafe'), None):
     with pytest.raises(
-      ValueError, match=r'is no list of texts: give a list, \[te'
+      ValueError, match=r'is not a list of texts: give a list, \[te'
     ):
       tokenizer(single)
   with pytest.raises(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import flax.traverse_util
 import jax
@@ -12,6 +13,7 @@ import safetensors.numpy
 import torch
 
 from tests import tiny_models
+from tests import tiny_towers
 from tests import torch_models
 from tests import trees
 from vit_jax import checkpoint
@@ -131,6 +133,62 @@ def test_photographs_have_the_embeddings_of_hugging_face(saved, name):
   np.testing.assert_allclose(model.embed(list(photos)), want, atol=1e-5)
   assert model.config.loss == {'clip': 'softmax', 'siglip': 'sigmoid'}[name]
   assert model.config.pp.resize == {'clip': 8, 'siglip': None}[name]
+
+
+@pytest.mark.parametrize('name', MAKERS)
+def test_embeddings_of_classes_have_length_1(saved, name):
+  """As in open_clip's build_zero_shot_classifier; LiT leaves the means."""
+  folder, theirs = saved[name]
+  _, tokens = inputs()
+  tokens = np.concatenate([tokens, tokens[:1]])  # Of 2 classes, 2 templates.
+  with torch.no_grad():
+    features = theirs.get_text_features(torch.tensor(tokens))
+  rows = getattr(features, 'pooler_output', features).numpy()
+  rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+  means = rows.reshape(2, 2, -1).mean(axis=1)
+  lengths = np.linalg.norm(means, axis=1, keepdims=True)
+  assert (lengths < 0.999).all()
+  model = predict.load_weights(str(folder))
+  model.task.templates = ('a {}', 'the {}')
+  model.task.tokenizer = lambda texts: tokens[: len(texts)]
+  np.testing.assert_allclose(
+    model.embed_classes(['cat', 'dog']), means / lengths, atol=1e-5
+  )
+
+
+def test_embeddings_of_classes_of_lit_are_means(tmp_path):
+  tiny_towers.write(tmp_path / 'LiT.npz')
+  model = predict.load_weights(str(tmp_path / 'LiT.npz'))
+  model.task.templates = ('a {}', 'two {} 2')
+  texts = ['a cat', 'two cat 2', 'a dog', 'two dog 2']
+  want = model.embed_texts(texts).reshape(2, 2, -1).mean(axis=1)
+  assert (np.linalg.norm(want, axis=1) < 0.9996).all()
+  np.testing.assert_allclose(
+    model.embed_classes(['cat', 'dog']), want, atol=1e-6
+  )
+
+
+@pytest.mark.parametrize(
+  ('kind', 'name'),
+  [
+    ('GemmaTokenizer', 'siglip2'),
+    ('GemmaTokenizerFast', 'siglip2'),
+    ('Siglip2Tokenizer', 'siglip2'),
+    ('SiglipTokenizer', 'siglip'),
+  ],
+)
+def test_fixed_sizes_of_siglip_2_have_their_own_tokenizer(
+  saved, tmp_path, kind, name
+):
+  shutil.copytree(saved['siglip'][0], tmp_path, dirs_exist_ok=True)
+  (tmp_path / 'tokenizer_config.json').write_text(
+    json.dumps({'tokenizer_class': kind})
+  )
+  (tmp_path / 'spiece.model').write_bytes(b'')
+  pp = convert.read(str(tmp_path)).config.pp
+  assert pp.tokenizer_name == name
+  file = {'siglip2': 'tokenizer.json', 'siglip': 'spiece.model'}[name]
+  assert pp.vocab_path == str(tmp_path / file)
 
 
 def state_of(folder):

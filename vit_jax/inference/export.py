@@ -8,7 +8,8 @@
 The inputs are those of `Task.input_spec`, the outputs those of `Task.exported`,
 both by name, for batches of any size. What was written is run on real images, and
 is deleted where it differs from the model. `model.json` beside it describes inputs,
-outputs, labels and how images are prepared.
+outputs, labels and how images are prepared; a text tower has the file of its
+tokenizer too.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import copy
+import datetime
 import functools
 import importlib.metadata
 import json
@@ -132,6 +134,9 @@ def export(
     difference = _compare(
       load(folder), inputs, want, _tolerance(model.task, dtype), to
     )
+    if 'image' not in program.inputs:  # To make tokens of texts.
+      name = model.task.vocabulary_name
+      (folder / name).write_bytes(model.task.vocabulary())
     facts = {
       **_facts(model, program, want, uint8),
       'command': command or f"model.export('{out}', '{to}'{changed})",
@@ -468,6 +473,22 @@ def _facts(model, program, want: Mapping[str, np.ndarray], uint8) -> dict:
     'labels': list(model.class_names),
     'preprocessing': _preprocessing(model.task, program.inputs, uint8),
     'versions': {name: importlib.metadata.version(name) for name in names},
+    'date': datetime.datetime.now(datetime.UTC).date().isoformat(),
+    **_similarity(model.params),
+  }
+
+
+def _similarity(params) -> dict:
+  """Returns how products of embeddings become probabilities, for towers."""
+  if 't' not in params:
+    return {}
+  bias = float(np.sum(params['b'])) if 'b' in params else 0.0
+  return {
+    'similarity': {
+      'scale': float(np.exp(np.sum(params['t']))),
+      'bias': bias,
+      'probabilities': 'sigmoid' if 'b' in params else 'softmax',
+    }
   }
 
 
@@ -480,7 +501,11 @@ def _preprocessing(task, inputs, uint8) -> dict:
   """Returns how images become inputs, see vit_jax/preprocess.py; or texts."""
   pp, spec = task.config.pp, inputs.get('image')
   if spec is None:
-    return {**task.config.model.pp}
+    pp, name = task.config.model.pp, task.vocabulary_name
+    return {
+      'tokenizer_name': pp.tokenizer_name, 'max_len': pp.max_len,
+      'vocab_path': name,
+    }  # fmt: skip
   *size, channels = _described(spec)['shape'][1:]
   facts = {
     'size': size, 'channels': channels, 'interpolation': 'bilinear',

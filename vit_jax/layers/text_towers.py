@@ -22,7 +22,8 @@ BERTS = {
 }
 # Tokenizers (vit_jax.preprocess.get_tokenizer), and how their files end.
 TOKENIZERS = {
-  'bert': 'txt', 'sentencepiece': 'model', 'clip': 'json', 'siglip': 'model'
+  'bert': 'txt', 'hf_bert': 'txt', 'sentencepiece': 'model', 'clip': 'json',
+  'siglip': 'model', 'siglip2': 'json',
 }  # fmt: skip
 # Which of a text's tokens is its embedding: the last one, or the first one of the
 # highest number, which CLIP puts at the end of a text.

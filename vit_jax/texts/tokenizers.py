@@ -1,15 +1,17 @@
 """Tokenizers: texts become rows of numbers of one length.
 
-Those of LiT ("LiT: Zero-Shot Transfer with Locked-image text Tuning", Zhai et
-al., CVPR 2022, arXiv 2111.07991), BERT's and SentencePiece, have the original's
-interface; the others are those of CLIP (Radford et al., ICML 2021) and SigLIP
-(Zhai et al., ICCV 2023):
+LiT ("LiT: Zero-Shot Transfer with Locked-image text Tuning", Zhai et al., CVPR
+2022, arXiv 2111.07991) has BERT's and SentencePiece, which keep the original's
+interface; the others belong to CLIP (Radford et al., ICML 2021), SigLIP (Zhai et
+al., ICCV 2023) and SigLIP 2 (arXiv 2502.14786):
 
   name           vocab_path         row of max_len tokens
   bert           vocab.txt          [CLS] tokens [PAD] [PAD]
+  hf_bert        vocab.txt          the same, with words as Hugging Face cuts them
   sentencepiece  *.model            tokens </s> </s> </s>
   clip           tokenizer.json     <|startoftext|> tokens <|endoftext|> padding
   siglip         spiece.model       tokens </s> </s> </s>
+  siglip2        tokenizer.json     tokens <eos> <pad> <pad>
 
   tokenizer = get_tokenizer('bert')('vocab.txt', max_len=16)
   tokenizer(['a photo of a cat', 'a photo of a dog'])  # int32 [2, 16]
@@ -19,18 +21,19 @@ A vocabulary may be local, at gs:// or https://, or on the Hugging Face Hub.
 
 import abc
 import collections
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import json
+import os
 import re
 import string
-from typing import Any
 from typing import ClassVar
+import unicodedata
 
 from etils import epath
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import cli
 from vit_jax.distributed import files
@@ -42,6 +45,13 @@ SPECIAL = ('[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]')
 # Files beside tokenizer.json on Hugging Face that name special tokens.
 _CONFIGS = ('tokenizer_config.json', 'special_tokens_map.json')
 _START, _END = '<|startoftext|>', '<|endoftext|>'
+# What tensorflow_text splits words at and keeps, as a pattern: punctuation of ASCII
+# and Unicode, and Chinese characters.
+_KEPT = (
+  r'[!-/:-@\[-`{-~\p{P}\u3400-\u4DBF\u4E00-\u9FFF\uF900-\uFAFF'
+  '\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f]'
+)
+_LONGEST = 100  # Letters of a word (bytes in tensorflow_text), else [UNK].
 _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
 
 
@@ -87,7 +97,6 @@ class Tokenizer(abc.ABC):
       row[: len(tokens)] = tokens
     return rows
 
-  @tf.autograph.experimental.do_not_convert
   def preprocess_tf(self, text):
     """Returns the tokens of one text in a graph, such as tf.data.Dataset.map.
 
@@ -99,6 +108,8 @@ class Tokenizer(abc.ABC):
     Returns:
       int32 [max_len].
     """
+    import tensorflow as tf  # Only here: a server needs no TensorFlow.
+
     text = tf.convert_to_tensor(text)
 
     def tokenize(value):  # Bytes in a graph, else an array of them.
@@ -109,7 +120,7 @@ class Tokenizer(abc.ABC):
     return tf.ensure_shape(tokens, [self.max_len])
 
   def content(self) -> bytes:
-    """Returns what is in the file of the vocabulary."""
+    """Returns a file from which the tokenizer can be made without any other."""
     return self._read()[1]
 
   @abc.abstractmethod
@@ -139,9 +150,9 @@ class Tokenizer(abc.ABC):
         f"vocab_path='{self.vocab_path}': {e}; else give {self._kind}, as a file "
         'of this machine'
       ) from e
-    if not path.is_file():
+    if not os.path.isfile(path):  # epath counts pipes and devices as files.
       raise FileNotFoundError(
-        f"vocab_path='{self.vocab_path}' is no file: give {self._kind}, local or "
+        f"vocab_path='{self.vocab_path}' is not a file: give {self._kind}, local or "
         'at gs://, hf:// or https://'
       )
     content = path.read_bytes()
@@ -159,15 +170,36 @@ class Tokenizer(abc.ABC):
     """Imports a package that this tokenizer needs."""
     return cli.needed(package, 'text', type(self).__name__)
 
+  def _read_json(self):
+    """Returns a tokenizer.json as an object, and its path."""
+    package = self._needed('tokenizers')
+    path, content = self._read()
+    try:
+      tokenizer = package.Tokenizer.from_buffer(content)
+    except Exception:  # The package has no class of errors of its own.
+      raise self._wrong('is not a tokenizer.json') from None
+    if getattr(tokenizer.model, 'dropout', None):
+      raise self._wrong('draws tokens at random (dropout)')
+    return tokenizer, path
+
+  def _numbers(self, tokenizer, *tokens: str) -> list[int]:
+    """Returns the numbers of tokens of an object of `_read_json`."""
+    numbers = [tokenizer.token_to_id(token) for token in tokens]
+    if None in numbers:
+      raise self._wrong(f'has no token {tokens[numbers.index(None)]}')
+    return numbers
+
 
 @dataclasses.dataclass(frozen=True)
 class BertTokenizer(Tokenizer):
   """BERT's tokenizer: [CLS], then the pieces of lower-case words.
 
-  Accents are dropped, and words are cut into the longest pieces that the
-  vocabulary has (WordPiece; Devlin et al., NAACL 2019). There is no [SEP]. Tokens
-  are clipped to `max_len`, and padded with 0. Names of special tokens in a text,
-  such as '[CLS]', are text.
+  Words are those of tensorflow_text's BertTokenizer with `lower_case=True`, which
+  the original uses: NFKC case folding, so that "℃" becomes "°c" and "ﬁ" "fi",
+  without accents and invisible characters. They are cut into the longest pieces
+  that the vocabulary has (WordPiece; Devlin et al., NAACL 2019). There is no [SEP].
+  Tokens are clipped to `max_len`, and padded with 0. Names of special tokens in a
+  text, such as '[CLS]', are text.
 
   Attributes:
     vocab_path: a text file, token i in line i: one of LiT's (`<name>.txt`) or
@@ -195,15 +227,40 @@ class BertTokenizer(Tokenizer):
       if token not in vocabulary:
         raise self._wrong(f'has no token {token}')
     model = package.models.WordPiece(
-      vocabulary, unk_token='[UNK]', max_input_chars_per_word=100
+      vocabulary, unk_token='[UNK]', max_input_chars_per_word=_LONGEST
     )
-    tokenizer = package.Tokenizer(model)
-    tokenizer.normalizer, tokenizer.pre_tokenizer = _basic(package)
-    self._set(cls_token=vocabulary['[CLS]'], _tokenizer=tokenizer)
+    self._set(
+      cls_token=vocabulary['[CLS]'],
+      _model=model,
+      _words=self._splitter(package),
+    )
+
+  def _splitter(self, package) -> Callable[[str], list[str]]:
+    """Returns a function of a text that returns its words in lower case."""
+    words = _words_of_tensorflow_text(package)
+    return lambda text: [
+      word if len(word.encode()) <= _LONGEST else '[UNK]'
+      for word in words(text)
+    ]
 
   def _tokens(self, text):
-    pieces = self._tokenizer.encode(text, add_special_tokens=False).ids
+    words = self._words(text)
+    pieces = [x.id for word in words for x in self._model.tokenize(word)]
     return [self.cls_token, *pieces[: self.max_len - 1]]
+
+
+@dataclasses.dataclass(frozen=True)
+class HuggingFaceBertTokenizer(BertTokenizer):
+  """BERT's tokenizer with the words of Hugging Face's and BERT's own code.
+
+  See BertTokenizer. Computes the same as Hugging Face's BertTokenizer without
+  [SEP], for models trained with it: words become lower case without NFKC, so that
+  "℃" and "ﬁ" stay one character.
+  """
+
+  def _splitter(self, package):
+    normalizer = package.normalizers.BertNormalizer(lowercase=True)
+    return _split_by(package.pre_tokenizers.BertPreTokenizer(), normalizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +287,7 @@ class SentencepieceTokenizer(Tokenizer):
     try:
       model = package.SentencePieceProcessor(model_proto=content)
     except RuntimeError:
-      raise self._wrong('is no model of SentencePiece') from None
+      raise self._wrong('is not a model of SentencePiece') from None
     end = model.piece_to_id('</s>')  # That of <unk> if there is none.
     if model.id_to_piece(end) != '</s>':
       raise self._wrong('has no token </s>')
@@ -291,39 +348,75 @@ class ClipTokenizer(Tokenizer):
   _file = 'tokenizer.json'
 
   def _load(self):
-    package = self._needed('tokenizers')
-    path, content = self._read()
-    try:
-      tokenizer = package.Tokenizer.from_buffer(content)
-    except Exception:  # The package has no class of errors of its own.
-      raise self._wrong('is no tokenizer.json') from None
+    tokenizer, path = self._read_json()
     padding = _padding_beside(path) or (tokenizer.padding or {}).get(
       'pad_token', _END
     )
-    known = {}
-    for token in (_START, _END, padding):
-      known[token] = tokenizer.token_to_id(token)
-      if known[token] is None:
-        raise self._wrong(f'has no token {token}')
-    tokenizer.no_padding()
+    start, end, number = self._numbers(tokenizer, _START, _END, padding)
     tokenizer.no_truncation()
+    tokenizer.enable_padding(pad_id=number, pad_token=padding)
+    content = tokenizer.to_str().encode()
+    tokenizer.no_padding()
     self._set(
-      eos_token=known[_END],
-      _start=known[_START],
-      _padding=known[padding],
+      eos_token=end,
+      _start=start,
+      _padding=number,
       _tokenizer=tokenizer,
+      _content=content,
     )
+
+  def content(self):
+    return self._content  # Says what the padding is.
 
   def _tokens(self, text):
     pieces = self._tokenizer.encode(text, add_special_tokens=False).ids
     return [self._start, *pieces[: self.max_len - 2], self.eos_token]
 
 
+@dataclasses.dataclass(frozen=True)
+class Siglip2Tokenizer(Tokenizer):
+  """SigLIP 2's tokenizer: Gemma's byte pairs of lower-case text, then <eos>.
+
+  Computes the same as Hugging Face's class of this name with
+  `padding='max_length', truncation=True`, which ends texts with <eos>; the
+  published models have 64 tokens. There is no <bos>, and a text that is too long
+  keeps its <eos>. Names of special tokens in a text are these tokens.
+
+  Attributes:
+    vocab_path: the `tokenizer.json` of a model.
+    max_len: tokens of a row, with <eos>.
+    eos_token: the number of <eos>.
+  """
+
+  eos_token: int = dataclasses.field(init=False)
+
+  _kind = 'the tokenizer.json of a SigLIP 2 model on Hugging Face'
+  _file = 'tokenizer.json'
+
+  def _load(self):
+    normalizers = self._needed('tokenizers').normalizers
+    tokenizer, _ = self._read_json()
+    end, padding = self._numbers(tokenizer, '<eos>', '<pad>')
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    before = [tokenizer.normalizer] if tokenizer.normalizer else []
+    tokenizer.normalizer = normalizers.Sequence(
+      [normalizers.Lowercase(), *before]
+    )
+    self._set(eos_token=end, _padding=padding, _tokenizer=tokenizer)
+
+  def _tokens(self, text):
+    pieces = self._tokenizer.encode(text, add_special_tokens=False).ids
+    return [*pieces[: self.max_len - 1], self.eos_token]
+
+
 TOKENIZERS = {
   'bert': BertTokenizer,
+  'hf_bert': HuggingFaceBertTokenizer,
   'sentencepiece': SentencepieceTokenizer,
   'clip': ClipTokenizer,
   'siglip': SiglipTokenizer,
+  'siglip2': Siglip2Tokenizer,
 }
 
 
@@ -331,7 +424,7 @@ def get_tokenizer(tokenizer_name: str) -> type[Tokenizer]:
   """Returns the class of a tokenizer, to be called with vocab_path and max_len.
 
   Args:
-    tokenizer_name: 'bert', 'sentencepiece', 'clip' or 'siglip'.
+    tokenizer_name: a key of TOKENIZERS.
 
   Raises:
     ValueError: if there is no tokenizer of this name.
@@ -362,11 +455,9 @@ def word_vocabulary(texts: Iterable[str]) -> list[str]:
     ValueError: if `texts` is a single text, or has anything but texts.
   """
   package = cli.needed('tokenizers', 'text', 'word_vocabulary')
-  normalizer, splitter = _basic(package)
+  words_of = _words_of_tensorflow_text(package)
   counts = collections.Counter(
-    word
-    for text in _listed(texts)
-    for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))
+    word for text in _listed(texts) for word in words_of(text)
   )
   characters = sorted({character for word in counts for character in word})
   words = sorted(counts, key=lambda word: (-counts[word], word))
@@ -383,12 +474,43 @@ def write_vocabulary(path, vocabulary: Sequence[str]):
   files.write(path, ''.join(f'{token}\n' for token in vocabulary))
 
 
-def _basic(package) -> tuple[Any, Any]:
-  """Returns BERT's normalizer of texts, and what splits texts into words."""
-  return (
-    package.normalizers.BertNormalizer(lowercase=True),
-    package.pre_tokenizers.BertPreTokenizer(),
+def _words_of_tensorflow_text(package) -> Callable[[str], list[str]]:
+  """Returns the function of tensorflow_text's BertTokenizer that splits a text.
+
+  Equal for all characters up to Unicode 12; its tables end there.
+  """
+  regex, normalizers = package.Regex, package.normalizers
+  normalizer = normalizers.Sequence(
+    [
+      normalizers.Replace(regex(r'\p{Default_Ignorable_Code_Point}'), ''),
+      normalizers.NFD(),
+      normalizers.Replace(regex(r'\p{Mn}'), ''),
+      normalizers.Replace(regex(r'[\p{Cc}\p{Cf}]'), ' '),
+    ]
   )
+  split = package.pre_tokenizers.Split
+  words_of = _split_by(
+    package.pre_tokenizers.Sequence(
+      # White space of ASCII only; NFKC has made spaces of most others.
+      [split(regex('[\t\n\f\r ]+'), 'removed'), split(regex(_KEPT), 'isolated')]
+    ),
+    normalizer,
+  )
+
+  def words(text):
+    for _ in range(2):  # Folding can make characters that NFKC changes.
+      text = unicodedata.normalize('NFKC', text).casefold()
+    return words_of(text)
+
+  return words
+
+
+def _split_by(splitter, normalizer) -> Callable[[str], list[str]]:
+  """Returns a function of a text that returns its words."""
+  return lambda text: [
+    word
+    for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))
+  ]
 
 
 def _padding_beside(path: epath.Path) -> str | None:
@@ -397,12 +519,16 @@ def _padding_beside(path: epath.Path) -> str | None:
     file = path.parent / name
     if not file.exists():
       continue
+    if not os.path.isfile(file):  # To read a pipe would wait for ever.
+      raise ValueError(
+        f"'{file}', next to vocab_path='{path}', is not a regular file: delete it"
+      )
     try:
       token = json.loads(file.read_text()).get('pad_token')
     except (AttributeError, ValueError):
       raise ValueError(
-        f"'{file}', beside vocab_path='{path}', is no JSON of Hugging Face: mend "
-        'it, or take it away'
+        f"'{file}', next to vocab_path='{path}', is not JSON of Hugging Face: fix "
+        'or delete it'
       ) from None
     if token:
       return token['content'] if isinstance(token, dict) else token
@@ -411,14 +537,15 @@ def _padding_beside(path: epath.Path) -> str | None:
 
 def _listed(texts) -> list[str]:
   """Returns texts as a list of strings; ValueError if they are no texts."""
-  texts = texts.numpy() if tf.is_tensor(texts) else texts
+  if hasattr(texts, 'numpy'):  # A tensor of TensorFlow.
+    texts = texts.numpy()
   if (
     isinstance(texts, str | bytes)
     or not isinstance(texts, Iterable)
     or getattr(texts, 'shape', None) == ()
   ):
     raise ValueError(
-      f'texts={texts!r} is no list of texts: give a list, [text] for a single one'
+      f'texts={texts!r} is not a list of texts: give a list, [text] for a single one'
     )
   return [_decoded(text) for text in texts]
 

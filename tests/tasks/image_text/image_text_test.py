@@ -25,6 +25,7 @@ from vit_jax.tasks.image_text import captions
 from vit_jax.tasks.image_text import image_text
 from vit_jax.tasks.image_text import precomputed
 from vit_jax.tasks.image_text import zero_shot
+from vit_jax.texts import tokenizers
 
 WIDTH = 16
 WORDS = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', 'a', 'cat', 'dog', 'the']
@@ -462,6 +463,16 @@ def test_both_towers_are_exported(run, tmp_path):
     'tokens': {'shape': ['batch', 12], 'dtype': 'int32'}
   }
   assert facts['outputs']['embedding']['shape'] == ['batch', WIDTH]
-  assert facts['preprocessing']['tokenizer_name'] == 'bert'
+  pp = facts['preprocessing']
+  assert pp == {
+    'tokenizer_name': 'bert', 'max_len': 12, 'vocab_path': 'vocabulary.txt'
+  }  # fmt: skip
+  tokenizer = tokenizers.BertTokenizer(tmp_path / 'txt' / pp['vocab_path'], 12)
+  texts = ['a photo of a seven', 'an odd digit']
+  np.testing.assert_array_equal(tokenizer(texts), model.task.tokenizer(texts))
+  t = np.exp(model.params['t']).item()
+  assert facts['similarity'] == {
+    'scale': pytest.approx(t, rel=1e-5), 'bias': 0, 'probabilities': 'softmax'
+  }  # fmt: skip
   with pytest.raises(ValueError, match='uint8=True is for images'):
     model.export(tmp_path / 'other', 'onnx', texts=True, uint8=True)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from vit_jax.data.images import jpeg
 from vit_jax.data.images import orientation
 from vit_jax.data.images import reading
+from vit_jax.data.images import rgb
 
 # TensorFlow only reads images; JAX alone uses the GPUs.
 try:
@@ -74,24 +75,23 @@ def decode_other(encoded):
   fast = tf.logical_and(
     _is_png(encoded), tf.logical_or(depth == b'\x08', depth == b'\x10')
   )
-  image = tf.cond(
-    fast,
-    lambda: tf.io.decode_png(encoded, channels=4),
-    lambda: _by_pillow(
-      encoded, lambda image: image.convert('RGBA'), tf.uint8, [None, None, 4]
-    ),
-  )
   return tf.cond(
-    tf.reduce_all(image[..., 3] == 255),
-    lambda: image[..., :3],
-    lambda: _on_white(image),
+    fast,
+    lambda: _on_white(tf.io.decode_png(encoded, channels=4)),
+    lambda: _by_pillow(encoded, rgb.to_rgb, tf.uint8, [None, None, 3]),
   )
 
 
 def _on_white(image):
-  colour, alpha = tf.split(tf.cast(image, tf.int32), [3, 1], axis=-1)
-  colour = (colour * alpha + 255 * (255 - alpha) + 127) // 255
-  return tf.cast(colour, tf.uint8)
+  """Composites uint8 RGBA on white, with the rounding of rgb.to_rgb."""
+
+  def composited():
+    colour, alpha = tf.split(tf.cast(image, tf.int32), [3, 1], axis=-1)
+    colour = (colour * alpha + 255 * (255 - alpha) + 127) // 255
+    return tf.cast(colour, tf.uint8)
+
+  opaque = tf.reduce_all(image[..., 3] == 255)
+  return tf.cond(opaque, lambda: image[..., :3], composited)
 
 
 def to_grey(image):

@@ -54,6 +54,9 @@ class Task(base.Task):
     # Names of the classes in place of those of the data, in their order: 'a;b;c',
     # or a file with one in each line.
     'classes': '',
+    # Whether the embeddings of classes are divided by their lengths after the mean
+    # over templates, as for CLIP and SigLIP; LiT leaves them.
+    'unit_classes': False,
     # Whether a locked image tower computes the embeddings of the training images
     # once, to a file in the workdir, in place of once in each epoch.
     'precompute': False,
@@ -95,20 +98,36 @@ class Task(base.Task):
     make = preprocess.get_tokenizer(pp.tokenizer_name)
     if not words:
       return make(self.model.vocab_path, pp.max_len)
-    if pp.tokenizer_name == 'bert' and len(words) > self._rows:
+    if self._has_words and len(words) > self._rows:
       raise ValueError(
         f'the vocabulary has {len(words):,} tokens, and the text tower is for '
         f'{self._rows:,}: raise its vocab_size (config.model.text)'
       )
     with tempfile.TemporaryDirectory() as folder:
-      ending = text_towers.TOKENIZERS[pp.tokenizer_name]
-      path = os.path.join(folder, f'vocabulary.{ending}')
-      if ending == 'txt':
-        tokenizers.write_vocabulary(path, words)
-      else:
-        with open(path, 'wb') as file:
-          file.write(base64.b64decode(words[0]))
+      path = os.path.join(folder, self.vocabulary_name)
+      with open(path, 'wb') as file:
+        file.write(self.vocabulary())
       return make(path, pp.max_len)
+
+  @property
+  def _has_words(self) -> bool:
+    """Whether the metadata's vocabulary is a list of words, see `stored`."""
+    return self.vocabulary_name.endswith('.txt')
+
+  @property
+  def vocabulary_name(self) -> str:
+    """Name of a file for the vocabulary."""
+    ending = text_towers.TOKENIZERS[self.config.model.pp.tokenizer_name]
+    return f'vocabulary.{ending}'
+
+  def vocabulary(self) -> bytes:
+    """Returns the content of the file from which the tokenizer is made."""
+    words = self.metadata['vocabulary']
+    if not words:
+      return self.tokenizer.content()
+    if self._has_words:
+      return ''.join(f'{word}\n' for word in words).encode()
+    return base64.b64decode(words[0])
 
   # --- Data ---
 
@@ -132,7 +151,7 @@ class Task(base.Task):
       path = models.make_model(config.model).vocab_path
       tokenizer = preprocess.get_tokenizer(pp.tokenizer_name)(path, pp.max_len)
     except (OSError, ValueError) as e:
-      if pp.tokenizer_name != 'bert':
+      if text_towers.TOKENIZERS.get(pp.tokenizer_name) != 'txt':
         raise
       raise type(e)(
         f'{e}; or take the words of the training texts '
@@ -305,7 +324,7 @@ class Task(base.Task):
   def texts_of(self, tokens) -> list[str]:
     """Returns the texts that tokens [n, N] stand for, as far as is known."""
     words = self.metadata['vocabulary']
-    if self.config.model.pp.tokenizer_name != 'bert' or not words:
+    if not self._has_words or not words:
       return [''] * len(tokens)
     texts = (' '.join(words[i] for i in row[1:] if i) for row in tokens)
     return [text.replace(' ##', '') for text in texts]

@@ -2,8 +2,9 @@
 
 Zero-shot classification (arXiv 2111.07991, section 4; CLIP, section 3.1.4): the
 embedding of a class is the mean over templates of the embeddings, of length 1, of
-the sentences about it. An image is of the class whose embedding has the largest
-product with that of the image.
+the sentences about it. With `task_options.unit_classes` it is then divided by its
+length, as open_clip and big_vision do for CLIP and SigLIP. An image is of the class
+whose embedding has the largest product with that of the image.
 
 Retrieval: of all texts of the split, those of an image should have the largest
 products with its embedding, and the other way round. An image may have several
@@ -88,7 +89,10 @@ class Embedder:
     """Returns the embeddings of classes, float32 [C, E], means over templates."""
     texts = templates_lib.fill(names, templates)
     rows = self(params, extra, texts, stop)
-    return rows.reshape(len(names), len(templates), -1).mean(axis=1)
+    found = rows.reshape(len(names), len(templates), -1).mean(axis=1)
+    if self._task.options.unit_classes:
+      found /= np.linalg.norm(found, axis=1, keepdims=True)
+    return found
 
 
 def metrics_of(num_classes: int) -> tuple[str, ...]:

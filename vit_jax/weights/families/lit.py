@@ -123,7 +123,9 @@ _DEFAULTS = {
 }
 _WORDS = {'clip': 'CLIPs', 'siglip': 'SigLIPs'}
 # The files of their vocabularies.
-_VOCABULARIES = {'clip': 'tokenizer.json', 'siglip': 'spiece.model'}
+_VOCABULARIES = {
+  'clip': 'tokenizer.json', 'siglip': 'spiece.model', 'siglip2': 'tokenizer.json'
+}  # fmt: skip
 
 
 def _table(style, layers_of_towers) -> Iterator[leaves.Leaf]:
@@ -280,6 +282,8 @@ class ImageTexts(base.Family):
     values = vit_files.scaling(beside, naming).values()
     scaling = dict(zip(('image_mean', 'image_std'), values))
     tokenizer = 'siglip' if style == 'siglip' else 'clip'
+    if style == 'siglip' and _is_gemma(beside('tokenizer_config.json')):
+      tokenizer = 'siglip2'
     pp = {'tokenizer_name': tokenizer}
     vocabulary = beside(_VOCABULARIES[tokenizer])
     if vocabulary.exists():
@@ -361,6 +365,7 @@ class ImageTexts(base.Family):
         'channels': _kernel(model.params).shape[2],
       },
       'loss': 'softmax' if model.config.get('bias_init') is None else 'sigmoid',
+      'task_options': {'unit_classes': _style_in_hf(model.config) is not None},
     }
 
   def metadata(self, model):
@@ -533,6 +538,14 @@ def _from_hf(config, style, flat):
     image_size=vit_files.pair(size),
     num_heads=(image_heads, text_heads) if config else None,
   )
+
+
+def _is_gemma(file) -> bool:
+  """Returns whether a tokenizer_config.json is one of SigLIP 2's."""
+  describe = lambda config: descriptions.field(
+    config, 'tokenizer_class', descriptions.TEXT
+  )
+  return str(descriptions.read(file, describe)).startswith(('Gemma', 'Siglip2'))
 
 
 def _check_end(config, rows):
