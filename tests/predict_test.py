@@ -2,6 +2,7 @@
 
 from concurrent import futures
 import copy
+import gc
 import pathlib
 import shutil
 import subprocess
@@ -260,6 +261,18 @@ def test_the_command_prints_the_classes(folder_run, image_folder):
   )
   assert missing.returncode == 1
   assert missing.stderr == "Error: there is no image file '/no/such.png'\n"
+
+
+def test_images_that_were_predicted_are_forgotten(folder_run):
+  """TensorFlow keeps nothing of a call, however many images it has."""
+  model, kept = predict.load(str(folder_run[1])), []
+  for count in (3, 12):
+    images = np.zeros((count, 20, 20, 3), np.uint8)
+    kept.append(weakref.ref(images))
+    model.predict(images)
+    del images
+    gc.collect()
+  assert [ref() for ref in kept] == [None, None]
 
 
 def test_another_split_and_another_folder(folder_run, tmp_path, image_folder):
