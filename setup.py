@@ -38,7 +38,6 @@ setuptools.setup(
   packages=[
     'vit_jax',
     'vit_jax.augmentation',
-    'vit_jax.benchmarks',
     'vit_jax.commands',
     'vit_jax.configs',
     'vit_jax.data',

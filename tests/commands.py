@@ -17,7 +17,6 @@ MODULES = {
   f'vit_jax.{name}': name
   for name in (
     'predict', 'visualize', 'probe', 'convert', 'plan', 'sweep', 'compute',
-    'benchmark',
   )
 }  # fmt: skip
 # Command -> arguments that are right, without a config.
@@ -31,7 +30,6 @@ MINIMAL = {
   'export': ['--workdir=/tmp/run', '--to=onnx', '--out=/tmp/out'],
   'index': ['/tmp/folder'],
   'compute': [],
-  'benchmark': [],
 }
 # Configs that a flag on its own may be meant for.
 BASES = (
@@ -71,12 +69,14 @@ def check_config(config):
 
 def module_of(command):
   """Returns the module of a command."""
+  if command == 'benchmarks':  # `python -m benchmarks`, in a checkout.
+    return importlib.import_module('benchmarks.__main__')
   return importlib.import_module(f'vit_jax.commands.{command}')
 
 
 def parse(command, args):
   """Parses a command as it does itself; raises ValueError on a wrong one."""
-  if command not in program.COMMANDS:
+  if command not in {*program.COMMANDS, 'benchmarks'}:
     raise ValueError(f'there is no command {command}')
   if args in ([], ['--help']):  # The name of a command, or its help.
     return None

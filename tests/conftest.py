@@ -75,7 +75,7 @@ _FIRST = (
   'detect_canvases_test.py', 'export_test.py', 'detect_test.py',
   'tables_test.py', 'toy_test.py', 'transfer_test.py', 'masked_patches_test.py',
   'original_test.py', 'models_vit_parts_test.py', 'pixels_test.py',
-  'encoder_test.py', 'benchmark_test.py',
+  'encoder_test.py', 'benchmarks_test.py',
 )  # fmt: skip
 
 

@@ -34,7 +34,10 @@ def where(monkeypatch):
 def test_the_commands_are_found():
   found = markdown.commands()
   assert len(found) >= 40
-  assert {command for _, command, _ in found} <= set(program.COMMANDS)
+  assert {command for _, command, _ in found} <= {
+    *program.COMMANDS,
+    'benchmarks',
+  }
   assert set(commands.MODULES.values()) <= {command for _, command, _ in found}
   pods = [args for _, _, args in found if '--config.mesh.data=-1' in args]
   assert pods[0][-1] == '--workdir=gs://bucket/runs/l16'
@@ -97,7 +100,9 @@ def test_keys_modules_files_and_functions_are_there():
         assert code.removeprefix('config.') in known, (page.name, code)
       elif re.fullmatch(r'vit_jax(\.\w+)+', code):
         assert importlib.util.find_spec(code), (page.name, code)
-      elif re.fullmatch(r'(vit_jax|configs|tests|docs|colabs)/[\w./]+', code):
+      elif re.fullmatch(
+        r'(vit_jax|benchmarks|configs|tests|docs|colabs)/[\w./]+', code
+      ):
         assert (markdown.ROOT / code).exists(), (page.name, code)
       elif re.fullmatch(r'[a-z]\w+\.\w+\(.*\)', code):
         check_call(page.name, code)

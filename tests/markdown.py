@@ -80,6 +80,8 @@ def calls(line: str) -> list[tuple[str, list[str]]]:
       found += calls(word)
     elif i and words[i - 1] == '-m' and word.startswith('vit_jax.'):
       found.append((pages_commands.MODULES.get(word, word), rest))
+    elif word == 'benchmarks' and i and words[i - 1] == '-m':
+      found.append((word, rest))
     elif word == 'vit_jax' and rest and '/' not in rest[0]:
       found.append((rest[0], rest[1:]))
   return found

@@ -226,7 +226,7 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours():
   pattern = re.compile(r'pip3? install [^`\n]*\bvit[_-]jax\[')
   files = [*ROOT.glob('*.md'), ROOT / 'setup.py']
   files += (ROOT / 'colabs').glob('*.ipynb')
-  for folder in ('vit_jax', 'configs', 'colabs', 'tests'):
+  for folder in ('vit_jax', 'benchmarks', 'configs', 'colabs', 'tests'):
     files += (ROOT / folder).rglob('*.py')
   for path in files:
     text = path.read_text().replace('"\n', '').replace("'\n", '')

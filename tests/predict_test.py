@@ -2,6 +2,7 @@
 
 from concurrent import futures
 import copy
+import gc
 import pathlib
 import shutil
 import subprocess
@@ -293,6 +294,38 @@ def test_the_command_prints_the_classes(folder_run, image_folder):
   )
   assert missing.returncode == 1
   assert missing.stderr == "Error: there is no image file '/no/such.png'\n"
+
+
+@pytest.mark.parametrize('count', [2, 9])
+def test_the_command_skips_broken_images(
+  folder_run, image_folder, tmp_path, capsys, caplog, count
+):
+  """Few images, and more than one batch of which the first ones are printed."""
+  for i, path in enumerate(sorted((image_folder / 'test').glob('*/*'))[:count]):
+    shutil.copy(path, tmp_path / f'{i}{path.suffix}')
+  good = sorted(map(str, tmp_path.iterdir()))
+  content = pathlib.Path(good[0]).read_bytes()
+  (tmp_path / 'x_cut.png').write_bytes(content[: len(content) // 2])
+  (tmp_path / 'y_text.jpg').write_text('no image')
+  argv = [f'--workdir={folder_run[1]}', '--top=1', str(tmp_path)]
+  with pytest.raises(ValueError, match=f'2 of {count + 2} images'):
+    predict_command.main(argv)
+  assert capsys.readouterr().out.splitlines()[::2] == good
+  skipped = [x for x in caplog.messages if x.startswith('Skipped')]
+  assert ['x_cut.png' in skipped[0], 'y_text.jpg' in skipped[1]] == [True, True]
+  assert len(skipped) == 2
+
+
+def test_images_that_were_predicted_are_forgotten(folder_run):
+  """TensorFlow keeps nothing of a call, however many images it has."""
+  model, kept = predict.load(str(folder_run[1])), []
+  for count in (3, 12):
+    images = np.zeros((count, 20, 20, 3), np.uint8)
+    kept.append(weakref.ref(images))
+    model.predict(images)
+    del images
+    gc.collect()
+  assert [ref() for ref in kept] == [None, None]
 
 
 def test_another_split_and_another_folder(folder_run, tmp_path, image_folder):

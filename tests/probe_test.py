@@ -71,7 +71,7 @@ def test_the_command_measures_what_the_parts_do(
     assert row['mean'] == pytest.approx(np.mean(accuracies))
     assert row['std'] == pytest.approx(np.std(accuracies, ddof=1))
   said = capsys.readouterr().out
-  assert f' 9-shot    {100 * found["fewshot"][1]["mean"]:7.2f} % +- ' in said
+  assert f' 9-shot    {100 * found["fewshot"][1]["mean"]:7.2f} % ± ' in said
   assert 'linear' in said
 
 

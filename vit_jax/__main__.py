@@ -20,7 +20,6 @@ COMMANDS = {
   'plan': 'plans a training for TPUs: memory, speed, cost',
   'sweep': 'chooses a learning rate or other values, and tests it',
   'compute': 'counts FLOPs and cost of pre-training',
-  'benchmark': 'times the steps that users wait for',
 }
 
 

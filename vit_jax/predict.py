@@ -10,11 +10,14 @@ file of the task, such as vit_jax/tasks/classify.py. `vit_jax predict`
 """
 
 from collections.abc import Sequence
+from concurrent import futures
 import contextlib
 import ctypes
+import functools
 import gc
 import math
 
+from absl import logging
 from etils import epath
 import jax
 
@@ -236,8 +239,38 @@ def run(args) -> None:
   elif is_table:
     _write_table(model, args, split)
   else:
-    for line in model.report(args.images, args):
-      print(line)
+    _print(model, args)
+
+
+def _print(model, args) -> None:
+  """Prints predictions; broken images are skipped, and an error at the end."""
+  from vit_jax.inference import given
+  from vit_jax.inference import tables
+
+  images, done = args.images, 0
+  try:
+    report = model.report(images, args)
+    for text in list(report) if args.out else report:  # A picture has them all.
+      print(text)
+      done += 1
+    return
+  except (ValueError, OSError):
+    source = given.Given(images[done:], model.config.max_image_pixels)
+    with futures.ThreadPoolExecutor() as pool:
+      check = functools.partial(tables.fault, source)
+      faults = list(pool.map(check, range(source.num_examples)))
+    if not any(faults) or len(images) == 1:
+      raise
+  broken = [fault for fault in faults if fault]
+  for fault in broken:
+    logging.warning('Skipped: %s', fault)
+  good = [image for image, why in zip(images[done:], faults) if not why]
+  for text in model.report(good, args) if good else ():
+    print(text)
+  raise ValueError(
+    f'{len(broken):,} of {len(images):,} images cannot be read: fix or delete '
+    'the files named above'
+  )
 
 
 def _split(words: Sequence[str]) -> list[str]:

@@ -128,7 +128,7 @@ def table(result: dict) -> str:
     seeds = len(row['accuracies'])
     lines.append(
       f'{row["shots"]:>2}-shot    {100 * row["mean"]:7.2f} % '
-      f'+- {100 * row["std"]:.2f} ({seeds} seed{"s" * (seeds > 1)})'
+      f'± {100 * row["std"]:.2f} ({seeds} seed{"s" * (seeds > 1)})'
     )
   linear = result['linear']
   if linear:

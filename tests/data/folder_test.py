@@ -1,6 +1,8 @@
 """Tests of image folders: what is found, and everything that can be wrong."""
 
 import pathlib
+import re
+import shlex
 import shutil
 import zlib
 
@@ -8,9 +10,11 @@ from PIL import Image
 import pytest
 
 from vit_jax import input_pipeline
+from vit_jax.commands import train as train_command
 from vit_jax.data import checking
 from vit_jax.data import folder
 from vit_jax.data import slices
+from vit_jax.data import sources
 from vit_jax.data.images import images
 
 
@@ -76,6 +80,26 @@ def test_no_folder_and_no_split():
 def test_a_missing_split_is_named(root):
   with pytest.raises(FileNotFoundError, match=r"no split 'val'.*\['test', 'tr"):
     folder.list_split(str(root), 'val')
+
+
+@pytest.mark.parametrize('split', ['train', ''])
+def test_the_proposed_flags_split_what_there_is(root, tmp_path, split):
+  """In a folder with train/ only, and in a folder of classes."""
+  shutil.move(root / 'train', tmp_path / 'data' / split)
+  argv = [f'--config=configs/pretrain.py:testing,{tmp_path}/data']
+
+  def opened(argv):
+    config = train_command.parse([*argv, '--workdir=/w']).config
+    return [sources.open_split(config, config.pp[k]) for k in ('train', 'test')]
+
+  with pytest.raises(FileNotFoundError, match='has no split') as error:
+    opened(argv)
+  proposed = re.findall(r"--config\.pp\.\w+='[^']+'", str(error.value))
+  ours, theirs = opened(argv + shlex.split(' '.join(proposed)))
+  assert ours.class_names == theirs.class_names == ('ant', 'bee', 'cow')
+  names = [{x.name(i) for i in range(x.num_examples)} for x in (ours, theirs)]
+  assert len(names[0] | names[1]) == len(names[0]) + len(names[1]) == 33
+  assert len(names[1]) == 3
 
 
 def test_a_folder_without_images(tmp_path):

@@ -195,7 +195,7 @@ def test_the_spread_of_the_draws(task, splits, mesh, tmp_path, capsys):
   for row in rows:
     assert row['std'] == pytest.approx(np.std(draws[row['layer']], ddof=1))
   said = capsys.readouterr().out
-  assert 'layer_0      60.00 % +- 14.14  best layer\n' in said
+  assert 'layer_0      60.00 % ± 14.14  best layer\n' in said
   text = (tmp_path / 'probe.csv').read_text()
   assert text.startswith('layer,accuracy,std\nlayer_0,0.6,0.141')
 

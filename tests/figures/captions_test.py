@@ -2,6 +2,7 @@
 
 import numpy as np
 from PIL import ImageColor
+from PIL import ImageDraw
 import pytest
 
 from vit_jax.figures import captions
@@ -57,12 +58,33 @@ def test_captions_have_their_colours_and_keep_to_their_image():
   texts = ('bee: 97 %', 'cow: 61 %\nis bee', 'a name that is far too long ' * 9)
   colors = (captions.RIGHT, captions.WRONG, 'black')
   picture = captions.grid(black, list(map(captions.Caption, texts, colors)))
-  assert picture.shape[0] == 96 + 2 * 8 + 2 * 15
+  assert picture.shape[0] == 96 + 2 * 8 + 5 * 15
   for i, color in enumerate(colors):
     below = picture[8 + 96 :, 8 + i * 104 : 8 + i * 104 + 96]
     assert (below == ImageColor.getrgb(color)).all(axis=-1).any()
-    between = picture[:, 8 + i * 104 + 96 : 8 + (i + 1) * 104]
+    # A letter may begin a pixel further left.
+    between = picture[:, 8 + i * 104 + 96 : 8 + (i + 1) * 104 - 1]
     assert (between == 255).all()
+
+
+@pytest.mark.parametrize(
+  'name', ['sulphur-crested cockatoo, Kakatoe galerita', 'W' * 30, 'ñ' * 40]
+)
+def test_long_names_are_written_whole(monkeypatch, name):
+  """Nothing is lost: neither letters nor the probability after them."""
+  written = []
+  text = ImageDraw.ImageDraw.text
+
+  def watched(pen, place, line, *args):
+    written.append(line)
+    assert place[0] + args[1].getlength(line) <= 8 + 96
+    text(pen, place, line, *args)
+
+  monkeypatch.setattr(ImageDraw.ImageDraw, 'text', watched)
+  black = np.zeros((1, 96, 96, 3), np.uint8)
+  caption = f'{name}: 97 %\nis {name}'
+  captions.grid(black, [captions.Caption(caption)], 1)
+  assert ''.join(written).replace(' ', '') == ''.join(caption.split())
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ LAYOUT = (
   'a folder must hold train/<class>/* and test/<class>/*, or train.jsonl and '
   'test.jsonl'
 )
+SPLITS = ('train', 'test', 'val', 'validation')  # Usual names.
 
 
 def usable(
@@ -252,9 +253,12 @@ def _check_split(root, base):
       for name in sorted(tf.io.gfile.listdir(root))
       if name.endswith('.jsonl') or tf.io.gfile.isdir(f'{root}/{name}')
     ]
+    # Without any split the folders in `root` are taken for classes.
+    has = [name for name in SPLITS if {name, f'{name}.jsonl'} & {*there}]
+    whole = has[0] if has else '.'
     raise FileNotFoundError(
       f"folder '{root}' has no split '{base}': {LAYOUT}; it holds "
-      f"{there[:10]}. --config.pp.train='train[:90%]' "
-      "--config.pp.test='train[90%:]' use a part of train/ to test on"
+      f"{there[:10]}. To test on a tenth of '{whole}': "
+      f"--config.pp.train='{whole}[:90%]' --config.pp.test='{whole}[90%:]'"
     )
   return top

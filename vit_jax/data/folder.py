@@ -109,9 +109,10 @@ def splits(root: str) -> list[str]:
     raise FileNotFoundError(f"'{root}' is not a folder that exists")
   names = [name.rstrip('/') for name in tf.io.gfile.listdir(root)]
   lists = {x.removesuffix('.jsonl') for x in names if x.endswith('.jsonl')}
-  known = ('train', 'test', 'val', 'validation')
   folders = {
-    x for x in names if x in known and tf.io.gfile.isdir(f'{root}/{x}')
+    x
+    for x in names
+    if x in checking.SPLITS and tf.io.gfile.isdir(f'{root}/{x}')
   }
   if not lists and not folders:
     raise FileNotFoundError(

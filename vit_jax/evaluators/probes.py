@@ -334,7 +334,7 @@ def table(found: Accuracies) -> str:
   lines = [f'{"layer":<10} {"accuracy":>9}']
   for name, values in found.items():
     mean, std = metrics.mean_std(values)
-    spread = f' +- {100 * std:.2f}' if std else ''
+    spread = f' ± {100 * std:.2f}' if std else ''
     mark = '  best layer' if name == best else ''
     lines.append(f'{name:<10} {100 * mean:7.2f} %{spread}{mark}')
   return '\n'.join(lines)

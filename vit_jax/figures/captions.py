@@ -6,6 +6,7 @@ draw the arrays that vit_jax/figures computes.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import textwrap
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ LEAST = 96
 # Value of `most` for pictures that a run draws repeatedly; in pixels.
 MOST = 128
 _GAP, _TITLE, _LINE, _FONT_SIZE = 8, 20, 15, 12
+_MOST_LINES = 5  # Of one line of a caption; more lose their middle.
 # Points of the colour map viridis, from 0 to 1.
 _VIRIDIS = np.array(
   [
@@ -31,7 +33,7 @@ _VIRIDIS = np.array(
 
 
 class Caption(NamedTuple):
-  """Text below an image; a line that is wider than the image is cut off."""
+  """Text below an image; lines wider than the image are wrapped."""
 
   text: str  # One or more lines.
   color: str = 'black'  # As for Pillow, or RIGHT or WRONG.
@@ -83,7 +85,8 @@ def grid(
   shrinks = height < images.shape[1]
   how = Image.Resampling.BOX if shrinks else Image.Resampling.NEAREST
   images = _resized(images, height, width, how)
-  lines = max((len(c.text.split('\n')) for c in captions), default=0)
+  texts = [_wrapped(caption.text, width) for caption in captions]
+  lines = max(map(len, texts), default=0)
   top = _TITLE if titles else _GAP
   across, down = width + _GAP, height + _GAP + lines * _LINE
   canvas = Image.new(
@@ -93,13 +96,14 @@ def grid(
   )
   pen = ImageDraw.Draw(canvas)
   for i, title in enumerate(titles):
-    _write(pen, (_GAP + i * across, 2), Caption(title), width)
+    _write(pen, (_GAP + i * across, 2), _wrapped(title, width)[:1])
   for i, image in enumerate(images):
     row, column = divmod(i, columns)
     corner = (_GAP + column * across, top + row * down)
     canvas.paste(Image.fromarray(image), corner)
     if captions:
-      _write(pen, (corner[0], corner[1] + height + 1), captions[i], width)
+      place = (corner[0], corner[1] + height + 1)
+      _write(pen, place, texts[i], captions[i].color)
   return np.asarray(canvas)
 
 
@@ -138,18 +142,24 @@ def _resized(images, height, width, how) -> np.ndarray:
   return found
 
 
-def _write(pen, corner, caption, width):
-  """Writes the lines of a caption below one another."""
-  for i, line in enumerate(caption.text.split('\n')):
-    place = (corner[0], corner[1] + i * _LINE)
+def _write(pen, corner, lines, color='black'):
+  """Writes lines, as `_wrapped` returns them, below one another."""
+  for i, (line, font) in enumerate(lines):
+    pen.text((corner[0], corner[1] + i * _LINE), line, color, font)
+
+
+def _wrapped(text, width) -> list[tuple]:
+  """Returns lines of at most `width` pixels, each with its font."""
+  found = []
+  for line in text.split('\n'):
     line, font = fonts.drawable(line, _FONT_SIZE)
-    pen.text(place, _fitting(line, font, width), caption.color, font)
-
-
-def _fitting(line, font, width) -> str:
-  """Cuts a line off so that it is at most `width` pixels wide."""
-  if font.getlength(line) <= width:
-    return line
-  while line and font.getlength(f'{line}...') > width:
-    line = line[:-1]
-  return f'{line}...'
+    letters = len(line) or 1
+    while letters > 1 and any(
+      font.getbbox(part)[2] > width for part in textwrap.wrap(line, letters)
+    ):
+      letters -= 1
+    parts = textwrap.wrap(line, letters) or ['']
+    if len(parts) > _MOST_LINES:  # The last may be a probability.
+      parts[_MOST_LINES - 2 : -1] = ['...']
+    found += [(part, font) for part in parts]
+  return found

@@ -171,6 +171,9 @@ def confusion(found: results.Results, class_names: Sequence[str], split: str):
 
 def _draw_pairs(axes, pairs, class_names):
   """Draws the number of images of each pair of confused classes."""
+  if not pairs:
+    axes.set_axis_off()
+    return
   axes.set_title('confused most often\n(true → predicted class)')
   for row, (true, predicted, count) in enumerate(pairs):
     axes.barh(row + 0.2, count, height=0.32, color=colors.BLUE)
@@ -182,8 +185,6 @@ def _draw_pairs(axes, pairs, class_names):
   axes.set_yticks([])
   axes.set_xlabel('images')
   axes.xaxis.get_major_locator().set_params(integer=True)
-  if not pairs:
-    axes.set_axis_off()
 
 
 @drawing.styled

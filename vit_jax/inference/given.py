@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 import contextlib
+import itertools
 from typing import Any
+import weakref
 
 import numpy as np
 import tensorflow as tf
@@ -16,6 +18,20 @@ from vit_jax.data.images import index as index_lib
 from vit_jax.data.tfds import builders
 from vit_jax.data.tfds import registry
 
+# TensorFlow keeps what a `numpy_function` calls until the process ends, so there is
+# one for all sources, which finds a source by its number.
+_numbers, _sources = itertools.count(), weakref.WeakValueDictionary()
+
+
+@tf.function(autograph=False, input_signature=2 * [tf.TensorSpec([], tf.int64)])
+def _encoded(source, number):
+  encoded = tf.numpy_function(
+    lambda source, number: _sources[int(source)].encoded(int(number)),
+    [source, number],
+    tf.string,
+  )
+  return tf.ensure_shape(encoded, [])
+
 
 class Given(records.Source):
   """Images in any form, see vit_jax.preprocess.from_user, read when needed.
@@ -27,17 +43,20 @@ class Given(records.Source):
     super().__init__(len(images), ('image',), {})
     self._images = images
     self._max_pixels = max_pixels
+    self._number = next(_numbers)
+    _sources[self._number] = self
 
   def lookup(self, indices) -> dict:
     """Returns the examples with these numbers, see vit_jax.data.records."""
-    return {'image': tf.as_string(indices)}  # What `read` needs.
+    return {'image': indices}  # What `read` needs.
 
   def read(self, record):
-    encoded = tf.numpy_function(self._encoded, [record['image']], tf.string)
-    return {**record, 'image': tf.ensure_shape(encoded, [])}
+    image = _encoded(tf.constant(self._number, tf.int64), record['image'])
+    return {**record, 'image': image}
 
-  def _encoded(self, number: bytes) -> bytes:
-    image = self._images[int(number)]
+  def encoded(self, number: int) -> bytes:
+    """Returns the content of the file of an image, by its number."""
+    image = self._images[number]
     return preprocess.from_user(image, lambda x: x, self._max_pixels)
 
   def fingerprint(self) -> dict[str, Any]:

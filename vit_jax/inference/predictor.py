@@ -347,9 +347,9 @@ class Predictor:
     ]
 
   def report(self, images: Sequence[str], args) -> Iterable[str]:
-    """Returns the lines that `vit_jax predict` prints, as they are computed.
+    """Returns what `vit_jax predict` prints, one string per image.
 
-    Takes paths, and the flags of that command, such as `top`, the number of
+    If it is a generator, the strings are printed as they are computed. Takes paths, and the flags of that command, such as `top`, the number of
     classes to show, and `out`, the path of the picture to write, or None.
     """
     return [

@@ -266,11 +266,11 @@ class Predictor(base.Predictor):
     return tables.choices(lambda found: self._of_row(found, top), self._shares)
 
   def report(self, images, args):
-    """Yields lines: the path of each image, then its most probable classes."""
+    """Yields the path of each image, then its most probable classes as lines."""
     self._check_head()
     for path, classes in zip(images, self._best(images, args.top)):
-      yield path
-      yield from (f'  {100 * p:6.2f} %  {name}' for name, p in classes)
+      lines = [f'  {100 * p:6.2f} %  {name}' for name, p in classes]
+      yield '\n'.join([path, *lines])
 
   @functools.cached_property
   def _inside(self):

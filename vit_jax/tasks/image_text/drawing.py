@@ -1,4 +1,4 @@
-"""Draws images beside texts: captions, and the matrix of their similarities."""
+"""Draws the matrix of the similarities of images and texts."""
 
 from collections.abc import Sequence
 import textwrap
@@ -12,12 +12,7 @@ from vit_jax.figures import captions
 from vit_jax.figures import fonts
 
 _CELL, _GAP, _TEXT = 64, 4, 300  # Pixels: side of a cell, gap, width of texts.
-_LINE, _FONT_SIZE, _LETTERS = 15, 12, 24
-
-
-def caption(text: str) -> captions.Caption:
-  """Returns the text below an image, in lines that are not too long."""
-  return captions.Caption('\n'.join(textwrap.wrap(text, _LETTERS)[:3]))
+_LINE, _FONT_SIZE = 15, 12
 
 
 def matrix(images, texts: Sequence[str], logits) -> np.ndarray:

@@ -29,6 +29,7 @@ from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax import preprocess
 from vit_jax.configs import rules
+from vit_jax.figures import captions as captions_lib
 from vit_jax.layers import text_towers
 from vit_jax.learning import optim
 from vit_jax.tasks import base
@@ -319,7 +320,9 @@ class Task(base.Task):
   def captions_of(self, batch, outputs=None):
     if 'tokens' not in batch:
       return ()
-    return [drawing.caption(text) for text in self.texts_of(batch['tokens'])]
+    return [
+      captions_lib.Caption(text) for text in self.texts_of(batch['tokens'])
+    ]
 
   def texts_of(self, tokens) -> list[str]:
     """Returns the texts that tokens [n, N] stand for, as far as is known."""

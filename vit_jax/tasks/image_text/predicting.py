@@ -166,7 +166,7 @@ class Predictor(predictor_lib.Predictor):
     cli.say(f"'{args.out}': {len(rows):,} texts")
 
   def report(self, images, args):
-    """Yields lines: the path of each image, then the texts that fit it best.
+    """Yields the path of each image, then the texts that fit it best as lines.
 
     With `args.out` the matrix of similarities is drawn too.
     """
@@ -174,8 +174,8 @@ class Predictor(predictor_lib.Predictor):
     for path, found in zip(
       images, self._best(images, words, embeddings, args.top)
     ):
-      yield path
-      yield from (f'  {100 * p:6.2f} %  {word}' for word, p in found)
+      lines = [f'  {100 * p:6.2f} %  {word}' for word, p in found]
+      yield '\n'.join([path, *lines])
     if args.out:
       inputs, zimg = self.run(images, keep=('image',))
       logits = self._logits(zimg, embeddings)

@@ -1,9 +1,8 @@
 """Times updates and logits of timm's models, in a process of its own.
 
-JAX and PyTorch bring different versions of NVIDIA's libraries, so the benchmark
-asks this process to take its turns: `python -m vit_jax.benchmarks.timm_steps`
-reads one line of JSON with the arguments of `_make_step`, prints what the first call took,
-and for each further line, a number of calls, prints the seconds that they took.
+JAX and PyTorch bring different versions of NVIDIA's libraries. This process reads
+a line of JSON with the arguments of `_make_step` and answers what the first call
+took; then for each line, a number of calls, the seconds that they took.
 """
 
 import contextlib
@@ -23,16 +22,14 @@ NAMES = {
   'ViT-L_32': 'vit_large_patch32_224',
   'ViT-H_14': 'vit_huge_patch14_224',
 }
-# What starts the process.
-COMMAND = [sys.executable, '-m', 'vit_jax.benchmarks.timm_steps']
+COMMAND = [sys.executable, '-m', 'benchmarks.timm_steps']
 
 
 class Beside:
-  """A process that makes updates, or computes logits, of a model of timm.
+  """The process; takes the arguments of `_make_step`.
 
-  Takes the arguments of `_make_step`. `first` is what the first call reported:
-  `seconds` with compilation, and `peak_bytes` of memory on a GPU. Raises
-  OSError if the process ends; its own message is on stderr.
+  `first` is what the first call took: `seconds` with compilation, and
+  `peak_bytes` of memory on a GPU. An OSError if the process ends.
   """
 
   def __init__(self, **kwargs):
@@ -63,10 +60,9 @@ class Beside:
 
 
 def _make_step(model, batch, image_size, dtype, train, compiled):
-  """Returns a function that makes one step, without waiting for the device.
+  """Returns a function that makes an update by fused AdamW, or the logits.
 
-  That is an update by fused AdamW, or without `train` the logits. The model is a
-  key of NAMES; the dtype is 'float32', or 'bfloat16' for torch.autocast.
+  It does not wait for the device. 'bfloat16' is by torch.autocast.
   """
   import timm
   import torch
@@ -107,8 +103,7 @@ def _make_step(model, batch, image_size, dtype, train, compiled):
 
 
 def main():
-  """Answers lines of JSON, see the top of this module."""
-  out, sys.stdout = sys.stdout, sys.stderr  # What libraries say is no answer.
+  out, sys.stdout = sys.stdout, sys.stderr  # Libraries print too.
   import torch
 
   cuda = torch.cuda.is_available()

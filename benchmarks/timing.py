@@ -28,14 +28,9 @@ def measure(*functions: Callable, repeats: int) -> list[list[float]]:
 
 def row(name: str, values: list[float], unit: str, **extra) -> dict:
   """Makes one row of the table."""
-  return {
-    'name': name,
-    'median': statistics.median(values),
-    'min': min(values),
-    'max': max(values),
-    'unit': unit,
-    **extra,
-  }
+  median = statistics.median(values)
+  ends = {'min': min(values), 'max': max(values)}
+  return {'name': name, 'median': median, **ends, 'unit': unit, **extra}
 
 
 def compared(
@@ -43,16 +38,8 @@ def compared(
 ) -> list[dict]:
   """Makes rows of two programs that took turns, and of their ratio."""
   ratios = [a / b for a, b in zip(ours, theirs)]
-  return [
-    row(name, ours, unit),
-    row(other, theirs, unit),
-    row('ratio', ratios, 'x'),
-  ]
-
-
-def product_size(platform: str) -> int:
-  """Returns the side of the matrices of `matrix_product` on a device."""
-  return PRODUCT_SIZE if platform == 'cpu' else 4 * PRODUCT_SIZE
+  rows = row(name, ours, unit), row(other, theirs, unit)
+  return [*rows, row('ratio', ratios, 'x')]
 
 
 def matrix_product(dtype: str, size: int) -> Callable:
@@ -62,14 +49,8 @@ def matrix_product(dtype: str, size: int) -> Callable:
   multiply = jax.jit(lambda a: jax.lax.dot(a, a, precision=precision))
 
   def run():
-    # The previous program has filled the caches with its own data. Therefore
-    # the first call does not count, and the fastest of the next calls does.
-    multiply(a).block_until_ready()
-    seconds = []
-    for _ in range(4):
-      start = time.perf_counter()
-      multiply(a).block_until_ready()
-      seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    # The first call finds the caches filled by the program before it.
+    call = lambda: multiply(a).block_until_ready()
+    return min(measure(call, repeats=4)[0])
 
   return run

@@ -8,9 +8,9 @@ import tempfile
 import jax
 import numpy as np
 
+from benchmarks import timing
 from vit_jax import checkpoint
 from vit_jax import models
-from vit_jax.benchmarks import timing
 from vit_jax.configs import models as model_configs
 
 WEIGHTS_MODEL = 'ViT-B_16'
@@ -22,38 +22,26 @@ def import_rows(args) -> list[dict]:
   def run(statement):
     return lambda: subprocess.run([sys.executable, '-c', statement], check=True)
 
-  ours, theirs = timing.measure(
-    run('import vit_jax.models'),
-    run('import flax.linen, optax'),
-    repeats=args.repeats,
-  )
-  return timing.compared(
-    'import vit_jax.models', ours, 'import flax.linen, optax', theirs, 's'
-  )
+  names = 'import vit_jax.models', 'import flax.linen, optax'
+  ours, theirs = timing.measure(*map(run, names), repeats=args.repeats)
+  return timing.compared(names[0], ours, names[1], theirs, 's')
 
 
 def start_rows(args) -> list[dict]:
   """Times the digits run from the start of the process to its first step."""
 
   def run():
-    with tempfile.TemporaryDirectory() as workdir:
-      process = subprocess.Popen(
-        [
-          sys.executable, '-m', 'vit_jax.main', '--config=configs/digits.py',
-          f'--workdir={workdir}/run',
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-      )  # fmt: skip
+    command = '-m vit_jax.main --config=configs/digits.py --workdir'.split()
+    how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+      command = [sys.executable, *command, f'{folder}/run']
+      process = subprocess.Popen(command, **how)
       printed = []
       for line in process.stdout:
         printed.append(line)
         if line.startswith('Compiled in'):
-          break
-      process.kill()
-      process.communicate()
-      if not printed or not printed[-1].startswith('Compiled in'):
+          process.kill()
+      if process.wait() >= 0:
         raise RuntimeError('the digits did not start:\n' + ''.join(printed))
 
   [times] = timing.measure(run, repeats=args.repeats)
@@ -84,5 +72,4 @@ def weights_rows(args) -> list[dict]:
     checkpoint.save(params, path)
     ours, plain = timing.measure(load, read, repeats=args.repeats)
   name = f'load_pretrained, {WEIGHTS_MODEL}.npz'
-  other = 'np.load of all its arrays beside it'
-  return timing.compared(name, ours, other, plain, 's')
+  return timing.compared(name, ours, 'np.load of all its arrays', plain, 's')

@@ -1,4 +1,4 @@
-"""Times the input pipeline beside the usual one."""
+"""Times the input pipeline, compared with the usual one."""
 
 import pathlib
 import subprocess
@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 
+from benchmarks import timing
 from vit_jax import cli
-from vit_jax.benchmarks import timing
 from vit_jax.configs import common
 
 BATCH = 64
@@ -17,7 +17,7 @@ BATCHES = 20
 
 
 def photographs(folder: pathlib.Path, count: int = 64):
-  """Writes JPEGs of 500x375 pixels, cropped from scikit-learn's photographs."""
+  """Writes JPEGs of 500x375 pixels, crops of scikit-learn's photographs."""
   from PIL import Image
   from sklearn import datasets
 
@@ -33,19 +33,16 @@ def photographs(folder: pathlib.Path, count: int = 64):
       Image.fromarray(image[y : y + 375, x : x + 500]).save(path, quality=90)
 
 
-def plain(folder: pathlib.Path, batch: int):
-  """Returns the usual pipeline, for comparison: decodes whole images, crops."""
+def plain(folder: str):
+  """Returns the usual pipeline: decodes whole images, then crops."""
   import tensorflow as tf
 
   def augment(path):
     image = tf.io.decode_jpeg(tf.io.read_file(path), channels=3)
     begin, size, _ = tf.image.sample_distorted_bounding_box(
-      tf.shape(image),
-      tf.zeros([0, 0, 4], tf.float32),
-      area_range=(0.05, 1.0),
-      min_object_covered=0,
-      use_image_if_no_bounding_boxes=True,
-    )
+      tf.shape(image), tf.zeros([0, 0, 4]), area_range=(0.05, 1.0),
+      min_object_covered=0, use_image_if_no_bounding_boxes=True,
+    )  # fmt: skip
     image = tf.slice(image, begin, size)
     image = tf.image.resize(image, (224, 224))
     image = tf.image.random_flip_left_right(image)
@@ -53,7 +50,7 @@ def plain(folder: pathlib.Path, batch: int):
 
   files = tf.data.Dataset.list_files(f'{folder}/train/*/*').cache().repeat()
   data = files.shuffle(1000).map(augment, tf.data.AUTOTUNE)
-  return data.batch(batch).prefetch(1)
+  return data.batch(BATCH).prefetch(1)
 
 
 def measure_one(name: str, folder: str):
@@ -70,7 +67,7 @@ def measure_one(name: str, folder: str):
     rows = np.arange(BATCH)
     data = input_pipeline.train_dataset(config, source, example, rows)
   else:
-    data = plain(pathlib.Path(folder), BATCH)
+    data = plain(folder)
   iterator = data.as_numpy_iterator()
   for _ in range(5):
     next(iterator)
@@ -84,10 +81,9 @@ def rows(args) -> list[dict]:
   """Times training crops of 224 px from 500x375 JPEGs of photographs."""
 
   def run(name, folder):
-    # In separate processes, as in a training: two pipelines in one process slow
-    # each other down.
-    code = f'from vit_jax.benchmarks import pipeline as p; p.measure_one({name!r}, {folder!r})'
-    command = [sys.executable, '-c', code]
+    # Two pipelines in one process would slow each other down.
+    call = f'pipeline.measure_one({name!r}, {folder!r})'
+    command = [sys.executable, '-c', f'from benchmarks import pipeline; {call}']
     return lambda: float(subprocess.check_output(command, text=True))
 
   with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +91,9 @@ def rows(args) -> list[dict]:
     ours, plain = timing.measure(
       run('ours', folder), run('plain', folder), repeats=args.repeats
     )
-  images = BATCH * BATCHES
-  ours, plain = ([images / t for t in times] for times in (ours, plain))
-  name = 'input pipeline, 500x375 JPEG -> 224 px'
-  return timing.compared(name, ours, 'plain pipeline beside it', plain, 'img/s')
+  speeds = [[BATCH * BATCHES / t for t in times] for times in (ours, plain)]
+  name, other = (
+    'input pipeline, 500x375 JPEG -> 224 px',
+    'decode all, then crop',
+  )
+  return timing.compared(name, speeds[0], other, speeds[1], 'img/s')

@@ -7,12 +7,12 @@ import statistics
 import jax
 import numpy as np
 
+from benchmarks import timing
 from vit_jax import models
 from vit_jax import models_igpt
-from vit_jax.benchmarks import timing
 
 MODEL = 'iGPT-S'
-STEPS = 8  # Pixels that are drawn at a time.
+STEPS = 8  # Pixels drawn at a time.
 
 
 def _draw_pixels(model, params, batch: int) -> Callable:
@@ -31,7 +31,7 @@ def _draw_pixels(model, params, batch: int) -> Callable:
 
 
 def _draw_uncached(model, params, batch: int) -> Callable:
-  """Returns a function that draws a pixel after a number of them, uncached."""
+  """Returns such a function for one pixel, without cached keys and values."""
   keys = jax.random.split(jax.random.key(0), batch)
 
   @functools.partial(jax.jit, static_argnums=1)
@@ -47,11 +47,7 @@ def _draw_uncached(model, params, batch: int) -> Callable:
 
 
 def rows(args) -> list[dict]:
-  """Times the drawing of images, with and without cached keys and values.
-
-  Some pixels are drawn at three places, a sixth, a half and five sixths of an
-  image, and their mean time is reported: a sample takes 1,024 times as long.
-  """
+  """Times drawing pixels at three places of an image; reports their mean."""
   model = models.get_model(MODEL)
   pixels = model.num_positions
   colors = np.zeros((1, pixels), np.int32)
@@ -68,6 +64,4 @@ def rows(args) -> list[dict]:
     for steps, found in ((STEPS, times[:3]), (1, times[3:]))
   )
   name = f'samples, {MODEL}, with cached keys and values'
-  return timing.compared(
-    name, cached, 'without, beside it', uncached, 'pixel/s'
-  )
+  return timing.compared(name, cached, 'without', uncached, 'pixel/s')

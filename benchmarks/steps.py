@@ -1,21 +1,22 @@
 """Times updates of the trainer and the logits of a model.
 
-The share of the peak is relative to a large matrix product of the same type,
-which is timed in turn with them; and so are, if asked for, timm's models.
+A large matrix product of the same type takes turns with them, and so do timm's
+models if asked for.
 """
 
 from collections.abc import Callable
 import contextlib
+import functools
 import statistics
 import time
 
 import jax
 import numpy as np
 
+from benchmarks import timing
+from benchmarks import timm_steps
 from vit_jax import cli
 from vit_jax import models
-from vit_jax.benchmarks import timing
-from vit_jax.benchmarks import timm_steps
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
@@ -26,10 +27,9 @@ def check(args):
   """Raises what is wrong with --beside, before anything is timed."""
   if not args.beside:
     return
-  name = model_configs.get_config(args.model).model_name
-  if name not in timm_steps.NAMES:
+  if model_configs.get_config(args.model).model_name not in timm_steps.NAMES:
     raise ValueError(
-      f"model='{args.model}' has no twin in timm here: give one of "
+      f"model='{args.model}' has no counterpart in timm here: use one of "
       f'{", ".join(timm_steps.NAMES)}, or leave out --beside (--model)'
     )
   cli.needed('torch', 'torch', f'--beside={args.beside}')
@@ -41,7 +41,7 @@ def check(args):
 
 
 def _make_step(args, mesh, train: bool, attention: str | None) -> Callable:
-  """Returns a function that makes so many updates, or computes logits."""
+  """Returns a function that makes `count` updates, or computes logits."""
   from vit_jax import train as train_lib
   from vit_jax.run import config as run_config
 
@@ -90,7 +90,7 @@ def _seconds(step, count) -> float:
 
 
 def _peak_bytes(device) -> int:
-  """Returns the most memory that JAX has had on a device, 0 where it is unknown."""
+  """Returns the most memory that JAX has had on a device, 0 if unknown."""
   return (device.memory_stats() or {}).get('peak_bytes_in_use', 0)
 
 
@@ -99,11 +99,8 @@ def _rows(args, train: bool) -> list[dict]:
   mesh = sharding.make_mesh({'data': -1})
   sharding.local_rows(mesh, args.batch)
   device = mesh.devices.flat[0]
-  cpu = device.platform == 'cpu'
-  count = 1 if cpu else 10
-  model_config = model_configs.get_config(args.model)
-  kind = 'training step' if train else 'inference'
-  label = f'{kind}, {args.model}, batch {args.batch}, {args.dtype}'
+  on_cpu = device.platform == 'cpu'
+  model_config, other, theirs = model_configs.get_config(args.model), None, {}
   with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
     steps = [_make_step(args, mesh, train, None)]
     before = _peak_bytes(device)
@@ -112,51 +109,43 @@ def _rows(args, train: bool) -> list[dict]:
     if _peak_bytes(device) > before:
       facts['peak_bytes'] = _peak_bytes(device)
     if args.beside:
-      options = dict(
+      other = args.beside
+      process = timm_steps.Beside(
         model=model_config.model_name, batch=args.batch,
         image_size=args.image_size, dtype=args.dtype, train=train,
-        compiled=args.beside == 'timm',
+        compiled=other == 'timm',
       )  # fmt: skip
-      other = timm_steps.Beside(**options)
-      stack.callback(other.close)
-      theirs = {
-        'first_call_seconds': other.first['seconds'],
-        'peak_bytes': other.first.get('peak_bytes'),
-      }
-      steps.append(other)
+      stack.callback(process.close)
+      theirs = {'first_call_seconds': process.first.pop('seconds')}
+      theirs |= process.first
+      steps.append(process)
     elif 'transformer' in model_config:
+      other = 'attention=xla'
       steps.append(_make_step(args, mesh, train, 'xla'))
-    size = timing.product_size(device.platform)
-    functions = [lambda step=step: _seconds(step, count) for step in steps]
-    ours, *others, products = timing.measure(
-      *functions, timing.matrix_product(args.dtype, size), repeats=args.repeats
+    size = timing.PRODUCT_SIZE * (1 if on_cpu else 4)
+    *times, products = timing.measure(
+      *(functools.partial(_seconds, s, 1 if on_cpu else 10) for s in steps),
+      timing.matrix_product(args.dtype, size),
+      repeats=args.repeats,
     )
   model = models.get_model(args.model, num_classes=1000)
   work = args.batch * flops.forward_flops(model, 2 * (args.image_size,))
   work = flops.training_flops(work) if train else work
   peak = [2 * size**3 / t * mesh.size for t in products]
-  share = statistics.median(work / t for t in ours) / statistics.median(peak)
-  speeds = [args.batch / t for t in ours]
-  rows = [timing.row(label, speeds, 'img/s', share_of_peak=share, **facts)]
-  name = 'attention=xla'
-  if args.beside:
-    name = args.beside
-    speeds = [args.batch / t for t in others[0]]
-    rows.append(timing.row(f'{name} beside it', speeds, 'img/s', **theirs))
-  rows += [
-    timing.row(f'ratio to {name}', [b / a for a, b in zip(ours, times)], 'x')
-    for times in others
-  ]
-  products = [p / 1e9 for p in peak]
-  label = f'matrix product, {args.dtype}, beside it'
-  return [*rows, timing.row(label, products, 'GFLOP/s')]
+  speeds = [[args.batch / t for t in turns] for turns in times]
+  share = work * statistics.median(speeds[0]) / args.batch
+  facts['share_of_peak'] = share / statistics.median(peak)
+  kind = 'training step' if train else 'inference'
+  name = f'{kind}, {args.model}, batch {args.batch}, {args.dtype}'
+  if other:
+    rows = timing.compared(name, speeds[0], other, speeds[1], 'img/s')
+    rows[1] |= theirs
+  else:
+    rows = [timing.row(name, speeds[0], 'img/s')]
+  rows[0] |= facts
+  name, peak = f'matrix product, {args.dtype}', [p / 1e9 for p in peak]
+  return [*rows, timing.row(name, peak, 'GFLOP/s')]
 
 
-def train_rows(args) -> list[dict]:
-  """Times the training step of the trainer, with Adam."""
-  return _rows(args, train=True)
-
-
-def inference_rows(args) -> list[dict]:
-  """Times the logits of a batch of images."""
-  return _rows(args, train=False)
+train_rows = functools.partial(_rows, train=True)
+inference_rows = functools.partial(_rows, train=False)

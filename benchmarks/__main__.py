@@ -1,0 +1,113 @@
+r"""Times what users wait for, and writes a table and JSON; run in a checkout:
+
+  python -m benchmarks --json=/tmp/benchmark.json
+
+Sections (choose with --only): import, start, train, inference, pipeline,
+weights, sampling. Each is warmed up, repeated, and reported as median, minimum
+and maximum. A step's share of the peak is relative to a large matrix product of
+the same type, measured in the same run. Programs that are compared take turns.
+
+  python -m benchmarks --beside=timm --only train inference --model=b16 \
+    --batch=256 --dtype=bfloat16 --json=/tmp/b16.json
+
+also times timm's model with torch.compile ('.[test]' brings timm) on the same
+device: images per second, time to compile, memory.
+"""
+
+from collections.abc import Sequence
+import importlib
+import json
+import os
+import pathlib
+import platform
+import sys
+
+from vit_jax import cli
+from vit_jax.commands import flags
+
+# Name of a section -> function from the arguments to rows of the table.
+SECTIONS = {
+  'import': 'start:import_rows',
+  'start': 'start:start_rows',
+  'train': 'steps:train_rows',
+  'inference': 'steps:inference_rows',
+  'pipeline': 'pipeline:rows',
+  'weights': 'start:weights_rows',
+  'sampling': 'sampling:rows',
+}
+
+
+def make_parser() -> flags.Parser:
+  parser = flags.Parser('', __doc__)
+  parser.prog = 'python -m benchmarks'
+  add = parser.add_argument
+  add('--only', nargs='+', choices=SECTIONS, help='sections to time (all)')
+  add('--json', metavar='FILE', help='file for the results')
+  add('--repeats', type=flags.count, default=5, help='measured calls (5)')
+  add('--model', default='s16', help='model to step (s16)')
+  add('--batch', type=flags.count, default=8, help='images per step (8)')
+  add('--image_size', type=flags.count, default=224)
+  add('--dtype', default='float32', choices=('float32', 'bfloat16'))
+  add(
+    '--beside',
+    choices=('timm', 'timm_eager'),
+    help="time timm's model too, with torch.compile or without",
+  )
+  return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  args = make_parser().parse_args(sys.argv[1:] if argv is None else argv)
+  flags.check_output('json', args.json)
+  if 'jax' not in sys.modules:  # JAX reads these when it is imported.
+    # Compilation is timed too, and two programs share the memory of a GPU.
+    os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
+    os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
+  import jax
+
+  from benchmarks import steps
+
+  steps.check(args)
+  device = jax.devices()[0]
+  machine = {
+    'device': device.device_kind,
+    'platform': device.platform,
+    'num_devices': jax.device_count(),
+    'processor': platform.processor() or platform.machine(),
+    'python': platform.python_version(),
+    'jax': jax.__version__,
+  }
+  print(', '.join(f'{key} {value}' for key, value in machine.items()))
+  results = {}
+  for section in args.only or SECTIONS:
+    module, name = SECTIONS[section].split(':')
+    module = importlib.import_module(f'benchmarks.{module}')
+    results[section] = getattr(module, name)(args)
+    for row in results[section]:
+      print(_text(row), flush=True)
+  if args.json:
+    found = {'machine': machine, 'results': results}
+    pathlib.Path(args.json).write_text(json.dumps(found, indent=1))
+
+
+def _text(row):
+  words = [
+    f'{row["name"]:<45} {row["median"]:>9.2f} {row["unit"]:<8} '
+    f'({row["min"]:.2f} to {row["max"]:.2f})'
+  ]
+  if share := row.get('share_of_peak'):
+    words.append(f'{100 * share:.0f} % of peak')
+  if seconds := row.get('first_call_seconds'):
+    words.append(f'compiled in {cli.duration(seconds)}')
+  if peak := row.get('peak_bytes'):
+    words.append(f'memory {cli.size(peak)}')
+  return '  '.join(words)
+
+
+if __name__ == '__main__':
+  cli.quiet()
+  cli.avoid_absent_devices()
+  try:
+    main()
+  except (ValueError, ImportError) as e:
+    sys.exit(f'Error: {e}')
