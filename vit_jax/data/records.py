@@ -116,6 +116,11 @@ class Source:
     """Names an example for an error message."""
     return f'example {index}'
 
+  def stamp(self, index: int) -> int:
+    """Returns a number from size and time of an image's file; 0 without one."""
+    del index
+    return 0
+
   def check(self, record, index: int):
     """Decodes the image of an example, by its record before `read` and number.
 
@@ -208,6 +213,11 @@ class FolderSource(MemorySource):
 
   def name(self, index: int) -> str:
     return super().name(index) if self._paths is None else self._paths[index]
+
+  def stamp(self, index: int) -> int:
+    if self._paths is None:
+      return 0
+    return reading.stamp(self._paths.encoded([index])[0])
 
   def store(self, workdir):
     if self._paths is not None:
