@@ -595,7 +595,7 @@ def test_an_image_of_a_folder_has_a_stamp(tmp_path, data_dir):
   assert source.stamp(0) == before[0]
   assert source.stamp(1) != before[1]
   subset = records.Subset(source, np.array([1]))
-  assert tables._stamps(subset, [range(1)]) == tables._stamps(
+  assert records.stamps(subset, [range(1)]) == records.stamps(
     source, [range(1, 2)]
   )
   assert sources.open_split(config, 'test', ('image',)).stamp(0) == 0

@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-from concurrent import futures
 import csv
 import io
 import json
@@ -246,7 +245,7 @@ def write(
   processes.agree('the table', facts)
   mine = blocks[jax.process_index() :: jax.process_count()]
   table = _Table(
-    out, alone, facts, size, dict(zip(mine, _stamps(source, mine)))
+    out, alone, facts, size, dict(zip(mine, records.stamps(source, mine)))
   )
   complete = f"'{out}' is complete: {count:,} images"
   if processes.from_first('looking for the table', table.is_done):
@@ -293,22 +292,6 @@ def _config_digest(model) -> str:
   config = {key: model.config.to_dict()[key] for key in keys}
   content = json.dumps([config, dict(model.metadata)], sort_keys=True)
   return index_lib.digest([content.encode()])
-
-
-def _stamps(source, blocks) -> list[str]:
-  """Returns a hash of sizes and times of the images' files for each block."""
-
-  def stamp(number):
-    part, number = source.locate(number)
-    return part.stamp(number)
-
-  def stamps(block):
-    return index_lib.digest([np.array(list(map(stamp, block)), np.uint64)])
-
-  with futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool:
-    found = pool.map(stamps, blocks)
-    kwargs = dict(total=len(blocks), delay=3, leave=False)
-    return list(cli.bar(desc='Comparing images', iterable=found, **kwargs))
 
 
 class Interrupted(stopping.Interrupted):
