@@ -444,7 +444,9 @@ def test_what_is_there_of_another_table_is_refused(model, images, tmp_path):
   stop_before_joining(model, few, out)
   for which in (parts, out):
     for args in refused:
-      with pytest.raises(ValueError, match=f"'{which}'.*{args[2]}.*--out"):
+      with pytest.raises(
+        ValueError, match=f"'{which}'.*other {args[2]}[,)].*--out"
+      ):
         write(*args[:2], out)
     facts = tmp_path / '.table.csv.json'
     content = facts.read_bytes()

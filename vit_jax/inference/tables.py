@@ -324,7 +324,7 @@ class _Table:
       block: index_lib.digest([f'{text} {block.start} {stamp}'.encode()])
       for block, stamp in stamps.items()
     }
-    self.made_of = index_lib.digest(key.encode() for key in self.keys.values())
+    self.stamp = index_lib.digest(x.encode() for x in stamps.values())
 
   def _is_joined(self) -> bool:
     """Returns whether the table is one file already.
@@ -341,7 +341,7 @@ class _Table:
     remedy = f"delete '{there}', or give another path (--out)"
     wanted = dict(self.facts)
     if joined:
-      wanted['contents of the images'] = self.made_of
+      wanted['contents of the images'] = self.stamp
       wanted['bytes'] = self.out.stat().length
     try:
       before = json.loads(self.path.read_bytes())
@@ -401,7 +401,7 @@ class _Table:
       return
     with files.replacing(self.out) as file:
       join(map(self._part, blocks), file, self.out.suffix)
-      facts = {'contents of the images': self.made_of, 'bytes': file.tell()}
+      facts = {'contents of the images': self.stamp, 'bytes': file.tell()}
       files.write(self.path, json.dumps({**self.facts, **facts}, indent=1))
     self.folder.rmtree()
 
