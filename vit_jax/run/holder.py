@@ -43,8 +43,7 @@ class Holder:
   """
 
   def __init__(self, folder, flag='workdir', name='holder.json'):
-    self._flag = flag
-    self._what = f"{flag}='{folder}'"
+    self._flag, self._folder = flag, folder
     self._path = epath.Path(folder) / name
     self._lock = None  # File descriptor, on file systems with locks.
     self._renewal = None
@@ -61,7 +60,7 @@ class Holder:
     other = self.take()
     if other:
       raise ValueError(
-        f'{self._what} is held by {other}: wait until that run ends, '
+        f"{self._flag}='{self._folder}' is held by {other}: wait until that run ends, "
         f'stop it (it saves first), or use another --{self._flag}'
       )
     return self
@@ -85,7 +84,7 @@ class Holder:
       return str(e)
     except OSError as e:
       raise ValueError(
-        f'{self._what} cannot be written: {e}; give a writable folder '
+        f"{self._flag}='{self._folder}' cannot be written: {e}; give a writable folder "
         f'(--{self._flag})'
       ) from e
     return None
@@ -105,7 +104,7 @@ class Holder:
     """Raises OSError if another run has taken the workdir meanwhile."""
     if self._taken_by:
       raise OSError(
-        f'{self._what} was not renewed for {_ABANDONED:.0f} seconds, '
+        f"{self._flag}='{self._folder}' was not renewed for {_ABANDONED:.0f} seconds, "
         f'and {_describe(self._taken_by)} has taken it: this run stops, so that '
         'the two do not mix'
       )
@@ -135,7 +134,7 @@ class Holder:
       raise _Held(_describe(before))
     if before:
       cli.say(
-        f'{self._what} was held by {_describe(before)}: checking for '
+        f"{self._flag}='{self._folder}' was held by {_describe(before)}: checking for "
         f'{_ABANDONED:.0f} seconds whether that run is alive ...'
       )
       end = time.monotonic() + _ABANDONED
