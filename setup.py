@@ -13,7 +13,7 @@ _TRAIN = [
   'array-record',
   'clu',
   'faster-coco-eval',
-  'google-crc32c',  # Checksums of tfrecord files.
+  'google-crc32c',  # Checksums of tfrecords and checkpoints.
   'importlib_resources',  # Imported by tensorflow-datasets, not declared.
   'orbax-checkpoint',
   'scikit-learn',

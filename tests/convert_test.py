@@ -1,7 +1,9 @@
 """Tests of weights from and for elsewhere, beside timm and transformers."""
 
+from concurrent import futures
 import functools
 import json
+import threading
 
 import flax.traverse_util
 import jax
@@ -320,6 +322,32 @@ def test_an_npz_keeps_what_it_cannot_hold_beside_it(tmp_path):
     torch_models.logits(load_elsewhere(tmp_path / 'again', 'hf'), images),
     torch_models.logits(theirs, images),
   )
+
+
+def test_of_two_conversions_to_one_folder_one_wins(tmp_path, tiny, monkeypatch):
+  path, _, params = tiny
+  barrier, write = threading.Barrier(2), writing.WRITERS['workdir']
+
+  def together(*args):
+    barrier.wait(60)
+    return write(*args)
+
+  monkeypatch.setitem(writing.WRITERS, 'workdir', together)
+
+  def run(_):
+    try:
+      convert.convert(
+        path, str(tmp_path / 'run'), 'workdir', image_size=(8, 12)
+      )
+    except FileExistsError as e:
+      return str(e)
+
+  with futures.ThreadPoolExecutor(2) as pool:
+    [error] = filter(None, pool.map(run, range(2)))
+  assert f"'{tmp_path}/run'" in error
+  assert [p.name for p in tmp_path.iterdir()] == ['run']
+  found = predict.load(str(tmp_path / 'run')).params
+  trees.assert_same(jax.device_get(found), params)
 
 
 def test_relative_paths(tmp_path, tiny, monkeypatch):

@@ -213,6 +213,8 @@ def convert(
     else:
       with files.new_folder(target) as folder:
         notes += write(model, folder)
+  except FileExistsError:  # Its message says what to do.
+    raise
   except OSError as e:
     raise OSError(
       f"DST '{dst}' cannot be written: {e}; give a place that can"

@@ -216,15 +216,15 @@ def run(args) -> None:
   from vit_jax.inference import tables
 
   is_table = str(args.out or '').endswith(tables.ENDINGS)
+  texts_alone = not (args.images or args.sample or args.complete)
   if is_table:
-    tables.check(args.out)
+    tables.check(args.out, resumes=not texts_alone)
   elif jax.process_count() > 1 or args.embeddings:
     raise ValueError(
       'several processes, and --embeddings, need a table: give '
       '--out=table.parquet (or .csv or .jsonl)'
     )
   split = _split(args.images)
-  texts_alone = not (args.images or args.sample or args.complete)
   if not split:
     args.images = listing.expand(args.images)
   elif not is_table:
@@ -296,13 +296,8 @@ def _write_table(model, args, split) -> None:
   else:
     source = given.Given(args.images, config.max_image_pixels)
   options = model.table_options(args)
-  facts = {
-    'model': str(args.weights or args.workdir), 'step': model.step,
-    'flags': options, 'dtype': args.dtype,
-  }  # fmt: skip
-  tables.write(
-    model, source, args.out, model.columns(**options), facts, args.broken
-  )
+  columns, facts = model.columns(**options), {'flags': options}
+  tables.write(model, source, args.out, columns, facts, args.broken)
 
 
 if __name__ == '__main__':

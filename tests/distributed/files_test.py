@@ -1,5 +1,10 @@
 """Tests of files that appear when they are complete."""
 
+from concurrent import futures
+import os
+import pathlib
+import threading
+
 import pytest
 
 from vit_jax.distributed import files
@@ -36,3 +41,51 @@ def test_a_folder_appears_when_it_is_complete(tmp_path):
     assert not list(path.iterdir())
   assert [p.name for p in path.parent.iterdir()] == ['a']
   assert (path / 'b').read_text() == 'whole'
+
+
+def test_of_two_writers_of_a_folder_one_wins(tmp_path):
+  path, barrier = tmp_path / 'a', threading.Barrier(2)
+  (tmp_path / '.a.tmp').mkdir()  # Somebody else's.
+  (tmp_path / '.a.tmp' / 'mine').touch()
+
+  def write(name):
+    try:
+      with files.new_folder(path) as folder:
+        (folder / f'1{name}').write_text(name)
+        barrier.wait(60)
+        (folder / f'2{name}').write_text(name)
+    except FileExistsError as e:
+      return str(e)
+
+  with futures.ThreadPoolExecutor(2) as pool:
+    errors = list(pool.map(write, 'xy'))
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['.a.tmp', 'a']
+  assert (tmp_path / '.a.tmp' / 'mine').exists()
+  [winner] = [i for i, error in enumerate(errors) if error is None]
+  name = 'xy'[winner]
+  assert sorted(p.name for p in path.iterdir()) == [f'1{name}', f'2{name}']
+  assert f"'{path}'" in errors[1 - winner]
+
+
+def test_a_file_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+  """The order in which POSIX lets a rename survive a power failure."""
+  calls, fsync, replace = [], os.fsync, os.replace
+
+  def synced(number):
+    path = pathlib.Path(os.readlink(f'/proc/self/fd/{number}'))
+    calls.append(('sync', path, path.is_file() and path.read_bytes()))
+    fsync(number)
+
+  def replaced(source, target):
+    calls.append(('rename', pathlib.Path(source), pathlib.Path(target)))
+    replace(source, target)
+
+  monkeypatch.setattr(os, 'fsync', synced)
+  monkeypatch.setattr(os, 'replace', replaced)
+  files.write(tmp_path / 'a', b'content')
+  temporary = calls[0][1]
+  assert calls == [
+    ('sync', temporary, b'content'),
+    ('rename', temporary, tmp_path / 'a'),
+    ('sync', tmp_path, False),
+  ]

@@ -140,3 +140,21 @@ def test_the_constraint_splits_the_batch_and_does_nothing_without_a_mesh():
     y = jax.jit(sharding.constrain_batch)(x)
   assert y.sharding.is_equivalent_to(sharding.batch_sharding(mesh), 2)
   assert sharding.constrain_batch(x) is x
+
+
+def test_a_digest_is_of_names_types_shapes_and_values():
+  mesh = sharding.make_mesh({'data': -1}, jax.devices())
+  x = np.arange(16, dtype=np.float32)
+  tree = {'a': x, 'b': {'c': np.ones(3, jnp.bfloat16), 'd': np.int32(2)}}
+  split = {**tree, 'a': jax.device_put(x, sharding.batch_sharding(mesh))}
+  assert sharding.digest(tree) == sharding.digest(split)
+  others = [
+    {**tree, 'a': np.where(x == 7, np.float32(7.0000005), x)},
+    {**tree, 'a': x.reshape(4, 4)},
+    {**tree, 'a': x.view(np.int32)},
+    {**tree, 'a': x[[1, 0, *range(2, 16)]]},
+    {'a': x, 'b': {'d': tree['b']['c'], 'c': tree['b']['d']}},
+    {'a': x, 'e': tree['b']},
+    {'b': tree['b']},
+  ]
+  assert len({sharding.digest(other) for other in [tree, *others]}) == 8

@@ -58,7 +58,10 @@ def test_what_exists_is_not_overwritten(tmp_path):
   empty.mkdir()
   full.mkdir()
   (full / 'mine.txt').write_text('precious')
+  beside = tmp_path / f'.{empty.name}.tmp'  # Somebody else's.
+  beside.mkdir()
   page.write(empty, 'a', {}, [SECTION], {})
+  beside.rmdir()
   assert (empty / 'index.html').exists()
   for path in (empty, full, full / 'mine.txt'):
     with pytest.raises(FileExistsError, match='give another folder') as error:

@@ -1,9 +1,11 @@
 """Tests of tables of predictions: any task, stopping, several processes."""
 
+import copy
 import functools
 import json
 import os
 import pathlib
+import shutil
 import signal
 
 import jax
@@ -13,11 +15,15 @@ from PIL import Image
 import pyarrow.parquet
 import pytest
 
+from tests import conftest
 from tests import processes
 from tests.tasks import input_spec_test
 from tests.tasks.detection import detect_canvases_test
 from vit_jax import models
 from vit_jax.commands import predict as predict_command
+from vit_jax.data import records
+from vit_jax.data import sources
+from vit_jax.inference import given
 from vit_jax.inference import tables
 from vit_jax.run import stopping
 
@@ -123,7 +129,8 @@ def test_files_of_all_formats_have_the_same_rows(
 ):
   out = tmp_path / f'table{ending}'
   write(model, images, out)
-  assert sorted(p.name for p in tmp_path.iterdir()) == [out.name]
+  names = [f'.{out.name}.json', out.name]
+  assert sorted(p.name for p in tmp_path.iterdir()) == names
   assert '200 images, 3 of them broken' in capsys.readouterr().out
   if ending == '.jsonl':
     got = read_lines(out)
@@ -144,12 +151,12 @@ def test_a_table_that_was_killed_goes_on(
 ):
   """At each file that is written: what is there is whole, and not made again."""
   real, seen = tables.files.write, []
-  for most in range(1, 8):
+  for most in (1, 2, 3, 6, 9, 10, 11):
     out, written = tmp_path / f'{most}.jsonl', []
 
     def dying(path, content, written=written, most=most):
       if len(written) == most:
-        path.with_name(f'.{path.name}.tmp').write_bytes(content[:-9])
+        path.with_name(f'.{path.name}.tmp').write_bytes(b'cut')
         raise KeyboardInterrupt
       written.append(path)
       real(path, content)
@@ -161,7 +168,7 @@ def test_a_table_that_was_killed_goes_on(
       except KeyboardInterrupt:
         assert not out.exists()
     parts = [path for path in written if path.name.startswith('part')]
-    if out.exists():
+    if most > len(written):
       break
     seen.clear()
     stream = model.stream
@@ -173,9 +180,9 @@ def test_a_table_that_was_killed_goes_on(
     monkeypatch.setattr(model, 'stream', counted)
     write(model, images, out)
     monkeypatch.undo()
-    assert sum(seen) == COUNT - 64 * len(parts)
+    assert sum(seen) == max(0, COUNT - 64 * len(parts))
     assert_same(read_lines(out), rows)
-  assert most == 7  # The facts, four parts, two lists of broken images.
+  assert most == 11  # The facts twice, four parts, a note on each.
 
 
 def test_a_signal_stops_a_table_that_then_goes_on(
@@ -190,7 +197,7 @@ def test_a_signal_stops_a_table_that_then_goes_on(
 
   with monkeypatch.context() as patch:
     patch.setattr(tables.files, 'write', signalled)
-    with pytest.raises(stopping.Interrupted, match='goes on with') as error:
+    with pytest.raises(stopping.Interrupted, match='resumes') as error:
       write(model, images * 3, out)
   assert error.value.signal == signal.SIGTERM
   parts = sorted((tmp_path / 'table.csv.parts').glob('part-*'))
@@ -300,10 +307,12 @@ def test_each_of_two_processes_writes_parts_of_its_own(
   assert list(got) == [row['class'] for row in rows]
   assert set(got) == {'a', 'b', None}
   # All is there: a further run makes nothing anew.
-  before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+  parts = list(out.glob('part-*'))
+  before = {path: path.stat().st_mtime_ns for path in parts}
   statuses, outputs = processes.run_two(_TWO, folder, out, data_dir)
   assert statuses == [0, 0], outputs
-  assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+  assert before == {path: path.stat().st_mtime_ns for path in parts}
+  assert 'is complete: 200 images, 3 of them broken' in outputs[0]
 
 
 # --- The command ---
@@ -336,13 +345,13 @@ def test_the_command_writes_tables(weights, images, tmp_path):
   table = pd.read_parquet(out)
   assert list(table['path']) == images
   assert len(table['embedding'][0]) == 16
-  for number, given in enumerate([str(folder), str(lines)]):
+  for number, images_of in enumerate([str(folder), str(lines)]):
     out = tmp_path / f'{number}.jsonl'
     predict_command.main(
-      [f'--weights={weights}', f'--out={out}', '--nodistributed', given]
+      [f'--weights={weights}', f'--out={out}', '--nodistributed', images_of]
     )
     count = len(out.read_text().splitlines())
-    assert count == (9 if given == str(lines) else COUNT)
+    assert count == (9 if images_of == str(lines) else COUNT)
 
 
 def test_the_command_reads_a_split_of_a_data_set(
@@ -415,16 +424,180 @@ def test_a_classifier_without_a_head_has_embeddings_alone(data_dir, images):
   assert table.column_names == ['path', 'embedding', 'error']
 
 
-def test_parts_of_another_table_are_refused(model, images, tmp_path):
-  out = tmp_path / 'table.csv'
-  (tmp_path / 'table.csv.parts').mkdir()
-  (tmp_path / 'table.csv.parts' / 'mine.txt').touch()
-  with pytest.raises(ValueError, match='is a folder with other files'):
-    write(model, images, out)
-  (tmp_path / 'table.csv.parts' / 'mine.txt').unlink()
-  with pytest.raises(ValueError, match='005.png'):
-    write(model, images, out, broken='stop')
-  with pytest.raises(
-    ValueError, match='has parts of another table .other images'
-  ):
-    write(model, images[:9], out)
+# --- A table that is there already ---
+
+
+def test_what_is_there_of_another_table_is_refused(model, images, tmp_path):
+  out, few = tmp_path / 'table.csv', images[:9]
+  parts = tmp_path / 'table.csv.parts'
+  parts.mkdir()
+  (parts / 'mine.txt').touch()
+  with pytest.raises(ValueError, match="table.csv.parts' exists.*--out"):
+    write(model, few, out)
+  (parts / 'mine.txt').unlink()
+  other = copy.copy(model)
+  other.params = jax.tree.map(lambda x: x * (1 + 1e-6), model.params)
+  named = copy.copy(model)
+  named.metadata = {'class_names': ['c', 'd']}
+  refused = ((other, few, 'weights'), (named, few, 'config'),
+             (model, images[1:9], 'images'))  # fmt: skip
+  stop_before_joining(model, few, out)
+  for which in (parts, out):
+    for args in refused:
+      with pytest.raises(
+        ValueError, match=f"'{which}'.*other {args[2]}[,)].*--out"
+      ):
+        write(*args[:2], out)
+    facts = tmp_path / '.table.csv.json'
+    content = facts.read_bytes()
+    for damaged in (content[:-9], b'', b'[]', b'\xff'):
+      facts.write_bytes(damaged)
+      with pytest.raises(ValueError, match='json.*damaged.*--out'):
+        write(model, few, out)
+    facts.write_bytes(content)
+    write(model, few, out)
+  assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
+  out.write_text('path\nmine\n')
+  with pytest.raises(ValueError, match="table.csv'.*bytes.*--out"):
+    write(model, few, out)
+  out.unlink()  # Then nothing is left of the other table.
+  write(other, few, out)
+
+
+def stop_before_joining(model, images, out):
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(tables, 'join', dying)
+    with pytest.raises(KeyboardInterrupt):
+      write(model, images, out)
+
+
+def dying(*_):
+  raise KeyboardInterrupt
+
+
+def test_a_finished_table_is_complete(model, images, tmp_path, capsys):
+  out, mine = tmp_path / 'table.parquet', tmp_path / 'a.png'
+  shutil.copy(images[0], mine)
+  write(model, [str(mine)], out)
+  before = out.read_bytes(), out.stat().st_mtime_ns
+  capsys.readouterr()
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(model, 'stream', dying)
+    write(model, [str(mine)], out)
+  assert 'is complete: 1 image' in capsys.readouterr().out
+  assert (out.read_bytes(), out.stat().st_mtime_ns) == before
+  shutil.copy(images[1], mine)
+  with pytest.raises(ValueError, match='contents of the images'):
+    write(model, [str(mine)], out)
+
+
+def test_what_is_damaged_or_old_is_made_anew(model, images, rows, tmp_path):
+  folder, out = tmp_path / 'photos', tmp_path / 'table.jsonl'
+  shutil.copytree(pathlib.Path(images[0]).parent, folder)
+  mine = [str(folder / os.path.basename(path)) for path in images]
+  stop_before_joining(model, mine, out)
+  parts = tmp_path / 'table.jsonl.parts'
+  foreign = tmp_path / 'foreign.jsonl'
+  other = copy.copy(model)
+  other.params = jax.tree.map(lambda x: -x, model.params)
+  stop_before_joining(other, mine, foreign)
+  whole = shutil.copytree(parts, tmp_path / 'whole')
+
+  def without(number):  # Parts have 64 rows; the last one the rest.
+    lines = content(number).splitlines(keepends=True)
+    return b''.join([*lines[:9], *lines[10:]])
+
+  def content(number):
+    return (whole / f'part-0000{number}.jsonl').read_bytes()
+
+  def copied(source, number):
+    def copy(part, note):
+      for path in (part, note):
+        name = path.name.replace(part.stem[-1], str(number))
+        shutil.copy(source / name, path)
+
+    return copy
+
+  def replaced(part, note):
+    image = folder / '100.png'
+    time = image.stat().st_mtime_ns
+    shutil.copy(images[101], image)
+    os.utime(image, ns=(time, time + 1))
+
+  damages = [
+    lambda part, note: part.write_bytes(b''),
+    lambda part, note: part.write_bytes(content(1)[:-1]),
+    lambda part, note: part.write_bytes(without(2)),
+    lambda part, note: part.write_bytes(content(0)[::-1]),
+    lambda part, note: part.write_bytes(content(1) * 2),
+    lambda part, note: note.unlink(),
+    lambda part, note: note.write_bytes(b''),
+    lambda part, note: note.write_bytes(b'[]'),
+    lambda part, note: note.write_bytes(note.read_bytes()[:-5]),
+    copied(tmp_path / 'foreign.jsonl.parts', 0),
+    replaced,
+    copied(whole, 3),
+  ]
+  for first in range(0, len(damages), 3):
+    if first:
+      out.unlink()
+      shutil.copytree(whole, parts)
+    for number in range(3):
+      names = f'part-0000{number}.jsonl', f'_part-0000{number}.json'
+      damages[first + number](*(parts / name for name in names))
+    seen, stream = [], model.stream
+
+    def counted(source, *args, seen=seen, stream=stream):
+      seen.append(source.num_examples)
+      return stream(source, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(model, 'stream', counted)
+      write(model, mine, out)
+    assert sum(seen) == 3 * 64, first
+    wanted = [{**row, 'path': path} for row, path in zip(rows, mine)]
+    got = read_lines(out)
+    if first == 9:  # Its image 100 has become the next one.
+      wanted[100] = {**wanted[101], 'path': mine[100]}
+    for i in BROKEN:  # The error names the path.
+      assert mine[i] in got[i].pop('error')
+      wanted[i].pop('error')
+    assert_same(got, wanted)
+
+
+def test_a_second_writer_is_refused(model, images, tmp_path, monkeypatch):
+  out, refused = tmp_path / 'table.csv', []
+  join = tables.join
+
+  def joined(*args):
+    with pytest.raises(ValueError, match=f'process {os.getpid()} .*--out') as e:
+      write(model, images[:9], out)
+    refused.append(str(e.value))
+    join(*args)
+
+  monkeypatch.setattr(tables, 'join', joined)
+  write(model, images[:9], out)
+  assert "table.csv.parts' is held" in refused[0]
+  assert len(pd.read_csv(out)) == 9
+
+
+def test_an_image_of_a_folder_has_a_stamp(tmp_path, data_dir):
+  for name in 'ab':
+    (tmp_path / 'train' / name).mkdir(parents=True)
+    Image.new('RGB', (8, 8)).save(tmp_path / 'train' / name / 'x.png')
+  config = conftest.make_tiny_config(data_dir)
+  source = sources.open_split(
+    config, 'train', ('image',), dataset=str(tmp_path)
+  )
+  paths = [source.name(i) for i in range(2)]
+  before = [source.stamp(i) for i in range(2)]
+  given_source = given.Given(paths)
+  assert before == [given_source.stamp(i) for i in range(2)]
+  Image.new('RGB', (9, 8)).save(paths[1])
+  assert source.stamp(0) == before[0]
+  assert source.stamp(1) != before[1]
+  subset = records.Subset(source, np.array([1]))
+  assert records.stamps(subset, [range(1)]) == records.stamps(
+    source, [range(1, 2)]
+  )
+  assert sources.open_split(config, 'test', ('image',)).stamp(0) == 0

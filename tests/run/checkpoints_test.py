@@ -102,11 +102,38 @@ def test_every_flipped_bit_is_noticed(workdir):
   assert reader.restore(abstract())[1] == 20
 
 
-@pytest.mark.parametrize('change', ['missing', 'truncated', 'longer'])
+@pytest.mark.parametrize('change', ['swapped', 'shifted', 'reversed'])
+def test_changes_that_keep_the_sum_of_the_words_are_noticed(workdir, change):
+  """In the first 64 KiB of a file, taken as little-endian 64-bit words."""
+  [path] = [p for p in files_of(workdir) if p.stat().st_size > 70_000]
+  words = np.frombuffer(path.read_bytes()[: 2**16], '<u8').copy()
+  before = words.copy()
+  if change == 'swapped':
+    words[5000:5002] = words[5001:4999:-1]
+  elif change == 'shifted':
+    words[5000] += 1
+    words[5001] -= 1
+  else:
+    words = words[::-1]
+  assert (words != before).any()
+  assert words.sum() == before.sum()
+  with path.open('r+b') as file:
+    file.write(words.tobytes())
+  reader = checkpoints_lib.Checkpoints(workdir, read_only=True)
+  with pytest.raises(ValueError, match='checksum'):
+    reader.restore(abstract(), 20)
+
+
+@pytest.mark.parametrize(
+  'change', ['missing', 'truncated', 'longer', 'unlisted']
+)
 def test_files_that_are_not_whole_are_noticed(workdir, change):
   [path] = [p for p in files_of(workdir) if p.stat().st_size > 70_000]
   if change == 'missing':
     path.unlink()
+  elif change == 'unlisted':
+    shutil.rmtree(path.parents[2] / 'checksums')
+    (path.parents[2] / 'checksums.json').unlink()
   else:
     size = path.stat().st_size + (-5 if change == 'truncated' else 5)
     with path.open('r+b') as file:

@@ -5,7 +5,7 @@ r"""Prints the predictions of a trained model for images, such as their classes.
   vit_jax predict --workdir=/tmp/digits folder 'gs://bucket/*.jpg'
 
 Any number of images becomes a table with a row an image (.parquet, .csv, .jsonl);
-the same command goes on with a table that was stopped or killed:
+the same command resumes a table that was stopped or killed:
 
   vit_jax predict --workdir=/tmp/digits --out=table.parquet folder
   vit_jax predict --workdir=/tmp/digits --out=table.csv list.txt

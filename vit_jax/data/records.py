@@ -15,6 +15,7 @@ its parts, which have read them.
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from concurrent import futures
 import json
 import os
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from vit_jax import cli
 from vit_jax.data.images import images
 from vit_jax.data.images import index as index_lib
 from vit_jax.data.images import reading
@@ -116,6 +118,11 @@ class Source:
     """Names an example for an error message."""
     return f'example {index}'
 
+  def stamp(self, index: int) -> int:
+    """Returns a number from size and time of an image's file; 0 without one."""
+    del index
+    return 0
+
   def check(self, record, index: int):
     """Decodes the image of an example, by its record before `read` and number.
 
@@ -209,6 +216,11 @@ class FolderSource(MemorySource):
   def name(self, index: int) -> str:
     return super().name(index) if self._paths is None else self._paths[index]
 
+  def stamp(self, index: int) -> int:
+    if self._paths is None:
+      return 0
+    return reading.stamp(self._paths.encoded([index])[0])
+
   def store(self, workdir):
     if self._paths is not None:
       self._paths.store(workdir)
@@ -241,6 +253,22 @@ class Subset(Source):
 
   def store(self, workdir):
     self._source.store(workdir)
+
+
+def stamps(source: Source, blocks: Sequence[range]) -> list[str]:
+  """Returns a hash of the stamps of the images of each block, see Source.stamp."""
+
+  def stamp(number):
+    part, number = source.locate(number)
+    return part.stamp(number)
+
+  def together(block):
+    return index_lib.digest([np.array(list(map(stamp, block)), np.uint64)])
+
+  with futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool:
+    found = pool.map(together, blocks)
+    kwargs = dict(total=len(blocks), delay=3, leave=False)
+    return list(cli.bar(desc='Comparing images', iterable=found, **kwargs))
 
 
 def chunk(num_examples: int, record_bytes: float) -> int:

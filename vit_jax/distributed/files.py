@@ -12,20 +12,30 @@ def is_remote(path) -> bool:
   return '://' in os.fspath(path)
 
 
+def temporary_name(path) -> epath.Path:
+  """Returns a new hidden path next to a path; each writer has its own."""
+  path = epath.Path(path)
+  return path.parent / f'.{path.name}.{secrets.token_hex(4)}.tmp'
+
+
 @contextlib.contextmanager
 def replacing(path):
   """Opens a file for bytes, which takes the place of `path` when it is complete.
 
-  No reader ever sees the file incomplete. After an error nothing is left
-  behind. The folder of `path` must exist.
+  No reader ever sees the file incomplete, not even after a power failure. After
+  an error nothing is left behind. The folder of `path` must exist.
   """
-  path = epath.Path(path)
-  # Writers of the same file do not know each other.
-  temporary = path.parent / f'.{path.name}.{secrets.token_hex(4)}.tmp'
+  path, temporary = epath.Path(path), temporary_name(path)
+  local = not is_remote(path)
   try:
     with temporary.open('wb') as file:
       yield file
+      if local:
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)
+    if local:
+      _sync_folder(path.parent)
   except BaseException:
     with contextlib.suppress(Exception):
       temporary.unlink()
@@ -38,23 +48,37 @@ def write(path, content: str | bytes):
     file.write(content.encode() if isinstance(content, str) else content)
 
 
+def _sync_folder(path):
+  """Makes the renames in a folder last, on file systems that can."""
+  with contextlib.suppress(OSError):
+    folder = os.open(path, os.O_RDONLY)
+    try:
+      os.fsync(folder)
+    finally:
+      os.close(folder)
+
+
 @contextlib.contextmanager
 def new_folder(path):
   """Makes a folder, which appears at `path` when it is complete.
 
-  Yields the path to write to. After an error nothing is left behind. `path`
-  must not exist, or be an empty folder.
+  Yields the path to write to. After an error nothing is left behind.
+  FileExistsError if `path` exists at the end and is not an empty folder.
   """
-  path = epath.Path(path)
-  temporary = path.parent / f'.{path.name}.tmp'
-  if temporary.exists():
-    temporary.rmtree()
+  path, temporary = epath.Path(path), temporary_name(path)
+  temporary.mkdir(parents=True)
   try:
-    temporary.mkdir(parents=True)
     yield temporary
-    if path.exists():
-      path.rmdir()
-    temporary.rename(path)
+    rename = epath.Path.rename if is_remote(path) else os.rename
+    try:
+      rename(temporary, path)  # On a disk also in place of an empty folder.
+    except OSError as e:
+      if not path.exists():
+        raise
+      raise FileExistsError(
+        f"'{path}' was written by another process meanwhile, and is not "
+        'overwritten: give another path, or delete it first'
+      ) from e
   finally:
     if temporary.exists():
       temporary.rmtree()

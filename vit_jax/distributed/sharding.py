@@ -20,11 +20,13 @@ that leaf.
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import hashlib
 import math
 import re
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
@@ -176,6 +178,22 @@ def local_rows(mesh, batch_size: int) -> np.ndarray:
 def path_name(path) -> str:
   """Joins a key path of jax.tree_util with '/'."""
   return jax.tree_util.keystr(path, simple=True, separator='/')
+
+
+def digest(tree) -> str:
+  """Returns a hash of the arrays of a tree and of their names, as 32 digits.
+
+  It does not depend on how they are split. All processes of their mesh must
+  call it.
+  """
+  found = hashlib.blake2b(digest_size=16)
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    if not getattr(x, 'is_fully_addressable', True):
+      x = multihost_utils.process_allgather(x, tiled=True)
+    x = np.asarray(x)
+    found.update(f'{path_name(path)} {x.dtype} {x.shape}\n'.encode())
+    found.update(x.tobytes())
+  return found.hexdigest()
 
 
 def tree_shardings(tree, rules: Rules, mesh):

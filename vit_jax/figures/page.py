@@ -55,8 +55,8 @@ def check(out) -> epath.Path:
       'give another folder, or delete this one first (--out)'
     )
   try:
-    trial = path.parent / f'.{path.name}.tmp'
-    trial.mkdir(parents=True, exist_ok=True)
+    trial = files.temporary_name(path)
+    trial.mkdir(parents=True)
     trial.rmtree()
   except OSError as e:
     raise OSError(

@@ -15,6 +15,7 @@ from vit_jax.data import records
 from vit_jax.data import sources
 from vit_jax.data.images import images as images_lib
 from vit_jax.data.images import index as index_lib
+from vit_jax.data.images import reading
 from vit_jax.data.tfds import builders
 from vit_jax.data.tfds import registry
 
@@ -67,6 +68,10 @@ class Given(records.Source):
   def name(self, index: int) -> str:
     image = self._images[index]
     return image if isinstance(image, str) else f'image {index}'
+
+  def stamp(self, index: int) -> int:
+    image = self._images[index]
+    return reading.stamp(image) if isinstance(image, str) else 0
 
   def check(self, record, index: int):
     image = self._images[index]

@@ -2,10 +2,13 @@
 
 A table is a .parquet, .csv or .jsonl file. Images are divided into blocks, and
 each block is written, whole or not at all, to a file of its own in the folder
-`OUT.parts`. So the same command goes on where it was stopped or killed; when all
+`OUT.parts`. So the same command resumes where it was stopped or killed; when all
 blocks are there, they become one file. Of several processes each writes blocks of
 its own, without waiting for the others, and the files stay parts: OUT is then a
 folder, which readers of Parquet data sets open as one table.
+
+A block is made anew if its file is damaged, or if the file of one of its images has
+another size or time. A table of other weights, images or flags is refused.
 """
 
 from collections.abc import Callable
@@ -22,6 +25,7 @@ from typing import Any
 from typing import NamedTuple
 
 from etils import epath
+import google_crc32c
 import jax
 import numpy as np
 import tensorflow as tf
@@ -29,13 +33,17 @@ import tensorflow as tf
 from vit_jax import cli
 from vit_jax.data import records
 from vit_jax.data.images import images as images_lib
+from vit_jax.data.images import index as index_lib
 from vit_jax.distributed import files
 from vit_jax.distributed import processes
+from vit_jax.distributed import sharding
 from vit_jax.inference import engine
+from vit_jax.run import holder
 from vit_jax.run import stopping
 
 ENDINGS = ('.parquet', '.csv', '.jsonl')
-_FACTS = '_table.json'  # Readers of data sets pass over names with a `_`.
+# Readers of data sets pass over names with a `_`.
+_FACTS, _LOCK = '_table.json', '_holder.json'
 # Images of a block: a table has about a thousand blocks.
 _FEWEST, _MOST, _BLOCKS = 64, 4096, 1000
 # What is wrong with one image; other errors of storage may concern all of them.
@@ -110,10 +118,13 @@ class Block(records.Subset):
     return found
 
 
-def check(out: str | os.PathLike):
-  """Raises ValueError unless a table can be written to a path, `--out`."""
+def check(out: str | os.PathLike, resumes: bool = True):
+  """Raises ValueError unless a table can be written to a path, `--out`.
+
+  `resumes`: whether the same command may have written it.
+  """
   path = epath.Path(out)
-  if path.is_file():
+  if path.is_file() and not (resumes and _facts_path(path).exists()):
     raise ValueError(
       f"out='{out}' exists: delete it, or give another path (--out)"
     )
@@ -212,66 +223,75 @@ def write(
   Args:
     model: see `rows`; likewise source, columns and broken.
     out: the file, with one of ENDINGS; a folder if there are several processes.
-    facts: what else the table depends on, for JSON, such as the model's path.
+    facts: what the rows depend on besides images, model and columns, for JSON.
 
   Raises:
     stopping.Interrupted: after a signal; what is done is written.
-    ValueError: if there are no images, or the table was begun with other images
-      or another model.
+    ValueError: if there are no images, the table was begun with other images or
+      another model, or another process is writing it.
   """
   out, count = epath.Path(out), source.num_examples
   if not count:
     raise ValueError('there are no images to predict: give some')
   kinds = types(columns)
   alone = jax.process_count() == 1 and not out.is_dir()
-  folder = epath.Path(f'{out}.parts') if alone else out
   size = min(max(_FEWEST, -(-count // _BLOCKS)), _MOST)
   blocks = [range(i, min(i + size, count)) for i in range(0, count, size)]
   facts = {
-    **facts, 'images': source.fingerprint(), 'columns': repr(kinds),
-    'block': size,
+    **facts, 'weights': sharding.digest((model.params, model.extra)),
+    'config': _config_digest(model), 'images': source.fingerprint(),
+    'columns': repr(kinds), 'block': size,
   }  # fmt: skip
   processes.agree('the table', facts)
-  processes.from_first('beginning the table', lambda: _begin(folder, facts))
-
-  def part(block):
-    return folder / f'part-{block.start // size:05}{out.suffix}'
-
   mine = blocks[jax.process_index() :: jax.process_count()]
-  done = processes.from_first(
-    'looking for parts', lambda: [path.name for path in folder.iterdir()]
+  table = _Table(
+    out, alone, facts, size, dict(zip(mine, records.stamps(source, mine)))
   )
-  done = set(done)
-  missing = [block for block in mine if part(block).name not in done]
-  if len(missing) < len(mine):
-    cli.say(
-      f"Going on with '{out}': {len(missing):,} of {len(mine):,} parts are left"
+  complete = f"'{out}' is complete: {count:,} images"
+  if processes.from_first('looking for the table', table.is_done):
+    cli.say(complete)
+    return
+  with holder.Holder(table.folder, 'out', _LOCK) as held:
+    if processes.from_first('beginning the table', table.begin):
+      cli.say(complete)
+      return
+    faults = {block: table.faults(block) for block in mine}
+    missing = [block for block in mine if faults[block] is None]
+    if len(missing) < len(mine):
+      cli.say(
+        f"Resuming '{out}': {len(missing):,} of {len(mine):,} parts are left"
+      )
+    begun = time.monotonic()
+    with stopping.StopRequest() as request:
+      try:
+        for block, found in rows(
+          model, source, columns, missing, broken, lambda: request.signal
+        ):
+          held.check()
+          faults[block] = sum('error' in row for row in found)
+          content = encode(found, kinds, out.suffix)
+          table.write(block, content, faults[block])
+      except engine.Stopped:
+        raise Interrupted(out, request.signal) from None
+    rate = sum(map(len, missing)) / max(time.monotonic() - begun, 1e-9)
+    done = processes.attempt(
+      'finishing the table', lambda: [rate, sum(faults.values())]
     )
-  begun, images = time.monotonic(), 0
-  with stopping.StopRequest() as request:
-    try:
-      for block, found in rows(
-        model, source, columns, missing, broken, lambda: request.signal
-      ):
-        images += len(block)
-        wrong = [row for row in found if 'error' in row]
-        if wrong:  # Before the part: one that is there is not made again.
-          beside = part(block).with_name(f'_broken-{block.start:012}.jsonl')
-          files.write(beside, encode(wrong, kinds, '.jsonl'))
-        files.write(part(block), encode(found, kinds, out.suffix))
-    except engine.Stopped:
-      raise Interrupted(out, request.signal) from None
-  rate = images / max(time.monotonic() - begun, 1e-9)
-  rates = processes.attempt('finishing the table', lambda: rate)
-  done = [part(block) for block in blocks]
-  faults = processes.from_first(
-    'joining the parts', lambda: _finish(out, done, alone)
-  )
+    processes.from_first('joining the parts', lambda: table.finish(blocks))
+  rate, wrong = map(sum, zip(*done))
   cli.say(
-    f"'{out}': {count:,} images"
-    + (f', {faults:,} of them broken (see the column error)' if faults else '')
-    + (f', {sum(rates):.1f} images/s' if images else '')
+    (f"'{out}': {count:,} images" if rate else complete)
+    + (f', {wrong:,} of them broken (see the column error)' if wrong else '')
+    + (f', {rate:.1f} images/s' if rate else '')
   )
+
+
+def _config_digest(model) -> str:
+  """Returns a hash of what a model computes with besides its weights."""
+  keys = ('task', 'task_options', 'model', 'pp')
+  config = {key: model.config.to_dict()[key] for key in keys}
+  content = json.dumps([config, dict(model.metadata)], sort_keys=True)
+  return index_lib.digest([content.encode()])
 
 
 class Interrupted(stopping.Interrupted):
@@ -279,7 +299,7 @@ class Interrupted(stopping.Interrupted):
 
   def __init__(self, out, number: int):
     Exception.__init__(
-      self, f"Stopped. The same command goes on with '{out}' where it was."
+      self, f"Stopped. The same command resumes '{out}' where it was."
     )
     self.signal = number
 
@@ -287,37 +307,108 @@ class Interrupted(stopping.Interrupted):
     return [str(self)]
 
 
-def _begin(folder, facts):
-  """Makes the folder of a table; checks that it is of the same table."""
-  path, facts = folder / _FACTS, json.loads(json.dumps(facts))
-  if path.exists():
-    before = json.loads(path.read_text())
-    other = [key for key, value in facts.items() if before.get(key) != value]
+class _Table:
+  """The files of a table: facts about it, its parts, and a note on each part.
+
+  A note has a hash of what its part was made of, the checksum of the part, and
+  the number of its broken images. It is written before the part.
+  """
+
+  def __init__(self, out, alone, facts, size, stamps):
+    self.out, self.alone, self.size = out, alone, size
+    self.folder = epath.Path(f'{out}.parts') if alone else out
+    self.path = _facts_path(out) if alone else out / _FACTS
+    self.facts = json.loads(json.dumps(facts))
+    text = json.dumps(facts, sort_keys=True)
+    self.keys = {
+      block: index_lib.digest([f'{text} {block.start} {stamp}'.encode()])
+      for block, stamp in stamps.items()
+    }
+    self.stamp = index_lib.digest(x.encode() for x in stamps.values())
+
+  def _is_joined(self) -> bool:
+    """Returns whether the table is one file already.
+
+    ValueError if what is there is another table, or anything else.
+    """
+    joined = self.alone and self.out.is_file()
+    there = self.out if joined else self.folder
+    parts = self.folder.exists() and [
+      path for path in self.folder.iterdir() if path.name != _LOCK
+    ]
+    if not joined and not parts:
+      return False
+    remedy = f"delete '{there}', or give another path (--out)"
+    wanted = dict(self.facts)
+    if joined:
+      wanted['contents of the images'] = self.stamp
+      wanted['bytes'] = self.out.stat().length
+    try:
+      before = json.loads(self.path.read_bytes())
+      other = [key for key, x in wanted.items() if before.get(key) != x]
+    except FileNotFoundError:
+      raise ValueError(
+        f"out='{there}' exists, and this command has not begun it: {remedy}"
+      ) from None
+    except (ValueError, AttributeError):
+      raise ValueError(f"'{self.path}' is damaged: {remedy}") from None
     if other:
       raise ValueError(
-        f"'{folder}' has parts of another table (other {', '.join(other)}): "
-        'delete it, or give another path (--out)'
+        f"'{there}' is of another table (other {', '.join(other)}): {remedy}"
       )
-    return
-  if folder.is_dir() and any(folder.iterdir()):
-    raise ValueError(
-      f"out='{folder}' is a folder with other files: give another path (--out)"
-    )
-  folder.mkdir(parents=True, exist_ok=True)
-  files.write(path, json.dumps(facts, indent=1))
+    return joined
+
+  def is_done(self) -> bool:
+    """Returns whether nothing is left to do; for errors see _is_joined."""
+    return self._is_joined() and not self.folder.exists()
+
+  def begin(self) -> bool:
+    """Writes the facts, unless the table is complete: then returns True."""
+    if self._is_joined():
+      self.folder.rmtree()
+      return True
+    files.write(self.path, json.dumps(self.facts, indent=1))
+    return False
+
+  def _part(self, block) -> epath.Path:
+    return self.folder / f'part-{block.start // self.size:05}{self.out.suffix}'
+
+  def _note(self, block) -> epath.Path:
+    return self.folder / f'_part-{block.start // self.size:05}.json'
+
+  def write(self, block, content: bytes, faults: int):
+    """Writes the part of a block."""
+    note = {
+      'made_of': self.keys[block], 'checksum': google_crc32c.value(content),
+      'broken': faults,
+    }  # fmt: skip
+    files.write(self._note(block), json.dumps(note))
+    files.write(self._part(block), content)
+
+  def faults(self, block) -> int | None:
+    """Returns the broken images of a block; None if its part is to be made."""
+    try:
+      note = json.loads(self._note(block).read_bytes())
+      found = google_crc32c.value(self._part(block).read_bytes())
+      wanted = {'made_of': self.keys[block], 'checksum': found}
+      return note['broken'] if note.items() >= wanted.items() else None
+    except (OSError, ValueError, KeyError, AttributeError):
+      return None
+
+  def finish(self, blocks):
+    """Joins the parts to one file, if one process wrote them all."""
+    if not self.alone:
+      return
+    with files.replacing(self.out) as file:
+      join(map(self._part, blocks), file, self.out.suffix)
+      facts = {'contents of the images': self.stamp, 'bytes': file.tell()}
+      files.write(self.path, json.dumps({**self.facts, **facts}, indent=1))
+    self.folder.rmtree()
 
 
-def _finish(out, parts, alone) -> int:
-  """Joins the parts to one file if `alone`; returns the broken images."""
-  folder = parts[0].parent
-  broken = sum(
-    path.read_text().count('\n') for path in folder.glob('_broken-*')
-  )
-  if alone:
-    with files.replacing(out) as file:
-      join(parts, file, out.suffix)
-    folder.rmtree()
-  return broken
+def _facts_path(out) -> epath.Path:
+  """Returns the hidden file of facts about a table that is one file."""
+  return out.parent / f'.{out.name}.json'
 
 
 def join(parts: Iterable[epath.Path], file, ending: str):

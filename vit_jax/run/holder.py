@@ -1,4 +1,4 @@
-"""Locks a workdir, so that only one run at a time writes to it.
+"""Locks a folder, such as a workdir, so that one run at a time writes to it.
 
 On a local disk the operating system keeps the lock, and releases it when the
 process ends for any reason. Elsewhere (gs://) the holder renews a file; if the
@@ -33,17 +33,18 @@ class _Held(Exception):
 
 
 class Holder:
-  """Holds a workdir inside a `with` block; process 0 does so for all processes.
+  """Holds a folder inside a `with` block; process 0 does so for all processes.
 
-  A caller that can do without the workdir calls `take`, and `release` at the
+  A caller that can do without the folder calls `take`, and `release` at the
   end. The folder is created if it does not exist. On entering, all processes
-  raise ValueError if another run holds the workdir (names its host, process and
-  start) or the workdir cannot be written.
+  raise ValueError if another run holds the folder (names its host, process and
+  start) or the folder cannot be written. `flag` is what names it for users, and
+  `name` the file in it that is locked.
   """
 
-  def __init__(self, workdir):
-    self._workdir = workdir
-    self._path = epath.Path(workdir) / 'holder.json'
+  def __init__(self, folder, flag='workdir', name='holder.json'):
+    self._flag, self._folder = flag, folder
+    self._path = epath.Path(folder) / name
     self._lock = None  # File descriptor, on file systems with locks.
     self._renewal = None
     self._done = threading.Event()
@@ -59,8 +60,8 @@ class Holder:
     other = self.take()
     if other:
       raise ValueError(
-        f"workdir='{self._workdir}' is held by {other}: wait until that run ends, "
-        'stop it (it saves first), or use another --workdir'
+        f"{self._flag}='{self._folder}' is held by {other}: wait until that run ends, "
+        f'stop it (it saves first), or use another --{self._flag}'
       )
     return self
 
@@ -83,8 +84,8 @@ class Holder:
       return str(e)
     except OSError as e:
       raise ValueError(
-        f"workdir='{self._workdir}' cannot be written: {e}; give a writable folder "
-        '(--workdir)'
+        f"{self._flag}='{self._folder}' cannot be written: {e}; give a writable folder "
+        f'(--{self._flag})'
       ) from e
     return None
 
@@ -103,7 +104,7 @@ class Holder:
     """Raises OSError if another run has taken the workdir meanwhile."""
     if self._taken_by:
       raise OSError(
-        f"workdir='{self._workdir}' was not renewed for {_ABANDONED:.0f} seconds, "
+        f"{self._flag}='{self._folder}' was not renewed for {_ABANDONED:.0f} seconds, "
         f'and {_describe(self._taken_by)} has taken it: this run stops, so that '
         'the two do not mix'
       )
@@ -133,7 +134,7 @@ class Holder:
       raise _Held(_describe(before))
     if before:
       cli.say(
-        f"workdir='{self._workdir}' was held by {_describe(before)}: checking for "
+        f"{self._flag}='{self._folder}' was held by {_describe(before)}: checking for "
         f'{_ABANDONED:.0f} seconds whether that run is alive ...'
       )
       end = time.monotonic() + _ABANDONED

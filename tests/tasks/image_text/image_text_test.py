@@ -1,5 +1,6 @@
 """The task of image and text towers: training, zero-shot, retrieval, prediction."""
 
+import io
 import json
 
 import jax
@@ -19,6 +20,8 @@ from vit_jax.commands import predict as predict_command
 from vit_jax.configs import lit_digits
 from vit_jax.data import sources
 from vit_jax.data.tfds import captions as digit_captions
+from vit_jax.distributed import sharding
+from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.tasks.image_text import captions
@@ -124,6 +127,73 @@ def test_embeddings_that_are_computed_once_train_the_same(
   config.pp.flip = False
   with pytest.raises(ValueError, match='needs an image tower that is locked'):
     image_text.Task(run_config.complete(config), {'vocabulary': WORDS})
+
+
+def test_embeddings_that_do_not_fit_are_computed_again(data_dir, tmp_path):
+  changes = {'lr_multipliers': (('img/', 0.0),)}
+  task = make_task(data_dir, **changes)
+  params, extra = jax.jit(task.init)(jax.random.key(0))
+  source = sources.open_split(task.config, 'train[:20]', ('image',))
+  mesh = sharding.mesh_of(params)
+  path, written = tmp_path / precomputed.NAME, []
+
+  def make(task=task, params=params, source=source):
+    write = precomputed._write
+
+    def counted(*args):
+      written.append(1)
+      write(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(precomputed, '_write', counted)
+      rows = precomputed.make(
+        task, params, extra, source, mesh, tmp_path, engine.never
+      )
+    return np.array(rows)
+
+  want = make()
+  np.testing.assert_array_equal(make(), want)
+  assert len(written) == 1
+  note = tmp_path / 'image_embeddings.json'
+  made_of = json.loads(note.read_bytes())['made_of']
+  content, said = path.read_bytes(), note.read_bytes()
+  rows = np.load(io.BytesIO(content))
+  other = dict(params, img=jax.tree.map(lambda x: x + 0.5, params['img']))
+  for damaged in (
+    0 * rows, np.roll(rows, 1), np.roll(rows, 1, axis=0), rows.astype(np.int8),
+    rows.astype(np.float32), rows[:-1], rows.T, rows[..., None],
+    np.concatenate([rows, rows]), rows.byteswap().view('>f2'),
+  ):  # fmt: skip
+    np.save(path, damaged)
+    assert precomputed._read(path, made_of) is None
+  for damaged in (b'', content[:-1], content[:9], content + b'0', b'no array'):
+    path.write_bytes(damaged)
+    assert precomputed._read(path, made_of) is None
+  np.testing.assert_array_equal(make(), want)
+  assert len(written) == 2
+  assert (path.read_bytes(), note.read_bytes()) == (content, said)
+  for damaged in (b'', b'[]', said[:-1], said.replace(b'made', b'make')):
+    note.write_bytes(damaged)
+    assert precomputed._read(path, made_of) is None
+  note.unlink()
+  assert precomputed._read(path, made_of) is None
+  note.write_bytes(said)
+  assert precomputed._read(path, made_of) is not None
+  path.unlink()
+  assert precomputed._read(path, made_of) is None
+  path.write_bytes(content)
+  # Another model, other images, another preparation.
+  assert np.abs(make(params=other) - want).max() > 0.01
+  text = dict(params, txt=jax.tree.map(lambda x: x + 1, params['txt']))
+  make(params=dict(other, txt=text['txt']))  # The text tower is not in it.
+  assert len(written) == 3
+  config = make_config(data_dir, **changes)
+  config.pp.resize = 9
+  prepared = image_text.Task(run_config.complete(config), task.metadata)
+  assert np.abs(make(task=prepared) - want).max() > 1e-3
+  made = make(source=sources.open_split(config, 'train[:19]', ('image',)))
+  np.testing.assert_array_equal(made, want[:19])
+  assert len(written) == 5
 
 
 def test_a_run_leaves_its_vocabulary_and_the_matrix(run):

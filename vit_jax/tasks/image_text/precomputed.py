@@ -1,22 +1,29 @@
 """Embeddings of training images that a locked tower computes once for a run.
 
 They are a file of the workdir, float16 [n, E], which each process maps into its
-memory. A run that resumes reads the file; one that was killed while it wrote it
-begins it anew.
+memory. A run that resumes reads the file. It computes them again if the file is
+damaged, or if the tower, its images or their preparation have changed: another file
+has the checksum, and a hash of what the embeddings were made of.
 """
 
+import json
 import os
 
+import google_crc32c
 import jax
 import numpy as np
 
 from vit_jax import cli
 from vit_jax import input_pipeline
+from vit_jax.data import records
+from vit_jax.data.images import index as index_lib
 from vit_jax.distributed import files
 from vit_jax.distributed import processes
+from vit_jax.distributed import sharding
 from vit_jax.inference import engine
 
 NAME = 'image_embeddings.npy'
+_NOTE = 'image_embeddings.json'
 
 
 def check(config):
@@ -56,21 +63,54 @@ def make(task, params, extra, source, mesh, workdir, stop) -> np.ndarray:
       'out --config.task_options.precompute'
     )
   path = os.path.join(workdir, NAME)
+  tower = sharding.digest((params['img'], extra))
+  made_of = processes.from_first(
+    'looking at the images', lambda: _made_of(task.config, tower, source)
+  )
   there = processes.from_first(
-    'looking for embeddings', lambda: os.path.exists(path)
+    'reading the embeddings', lambda: _read(path, made_of) is not None
   )
   if not there:
-    _write(task, params, extra, source, mesh, path, stop)
-  found = np.load(path, mmap_mode='r')
-  if len(found) != source.num_examples:
-    raise ValueError(
-      f"'{path}' has the embeddings of {len(found):,} images, and the data "
-      f'{source.num_examples:,}: delete the file'
-    )
-  return found
+    _write(task, params, extra, source, mesh, path, made_of, stop)
+  return np.load(path, mmap_mode='r')
 
 
-def _write(task, params, extra, source, mesh, path, stop):
+def _made_of(config, tower: str, source) -> str:
+  """Returns a hash of what embeddings depend on: the tower and the images."""
+  facts = [tower, config.model.to_dict(), config.pp.to_dict()]
+  facts.append(source.fingerprint())
+  count = source.num_examples
+  if not files.is_remote(source.name(0)):  # There each would be a request.
+    blocks = [range(i, min(i + 4096, count)) for i in range(0, count, 4096)]
+    facts.append(records.stamps(source, blocks))
+  return index_lib.digest([json.dumps(facts, sort_keys=True).encode()])
+
+
+def _note_path(path: str) -> str:
+  return os.path.join(os.path.dirname(path), _NOTE)
+
+
+def _read(path: str, made_of: str) -> np.ndarray | None:
+  """Returns embeddings; None if they are damaged, or were made of anything else."""
+  try:
+    with open(_note_path(path), 'rb') as file:
+      note = json.load(file)
+    if note != {'made_of': made_of, 'checksum': _checksum(path)}:
+      return None
+    return np.load(path, mmap_mode='r')
+  except (OSError, ValueError):
+    return None
+
+
+def _checksum(path: str) -> str:
+  checksum = google_crc32c.Checksum()
+  with open(path, 'rb') as file:
+    for _ in checksum.consume(file, 2**18):
+      pass
+  return checksum.hexdigest().decode()
+
+
+def _write(task, params, extra, source, mesh, path, made_of, stop):
   """Computes the embeddings, and writes them by process 0."""
 
   def compute(params, extra, batch):
@@ -95,6 +135,8 @@ def _write(task, params, extra, source, mesh, path, stop):
 
   def finish():
     table.flush()
+    note = {'made_of': made_of, 'checksum': _checksum(begun)}
+    files.write(_note_path(path), json.dumps(note))
     os.replace(begun, path)
     return True
 
