@@ -16,10 +16,10 @@ from vit_jax import __main__ as program
 from vit_jax import models
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
+from vit_jax.configs import schema
 from vit_jax.figures import gallery
 from vit_jax.planning import flops
 from vit_jax.run import config as run_config
-from vit_jax.run import keys
 
 README, DOCS = markdown.ROOT / 'README.md', markdown.ROOT / 'docs'
 NAMES = [page.name for page in markdown.PAGES if page.parent == DOCS]
@@ -86,8 +86,12 @@ def test_flags_are_right():
 
 def test_keys_modules_files_and_functions_are_there():
   known = {
-    *keys.KEYS,
-    *(f'model.{name}' for table in keys.MODELS.values() for name in table),
+    *schema.flat(common.Config),
+    *(
+      f'model.{name}'
+      for kind in model_configs.FIELDS.values()
+      for name in schema.flat(kind)
+    ),
     'task_options',
   }
   known |= {name.split('.')[0] for name in known}
@@ -246,10 +250,3 @@ def test_the_table_of_rooms_is_complete():
   assert sorted(rooms) == sorted(
     f'vit_jax/{room}/' for room in map(str, there) if room != 'configs'
   )
-
-
-def test_every_key_of_a_config_has_a_comment_to_lead_to():
-  """README sends its readers to configs/common.py for what a key does."""
-  assert set(common.get_config()) <= {name.split('.')[0] for name in keys.KEYS} | {
-    'pp', 'model', 'task_options'
-  }  # fmt: skip

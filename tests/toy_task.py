@@ -3,6 +3,8 @@
 python -m vit_jax.main --config=tests/toy_config.py --workdir=/tmp/toy
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import tensorflow as tf
@@ -14,7 +16,10 @@ from vit_jax.tasks import base
 class Task(base.Task):
   """Learns the mean of every colour channel."""
 
-  OPTIONS = {'power': 2.0}  # noqa: RUF012
+  @dataclasses.dataclass
+  class Options:
+    power: float = 2.0
+
   METRICS = ('loss',)
 
   def __init__(self, config, metadata):
