@@ -149,12 +149,9 @@ def test_links_lead_somewhere():
   assert count > 60
 
 
-def test_pages_are_short_and_in_the_index():
-  assert len(README.read_text().splitlines()) <= 150
+def test_pages_are_in_the_index():
   index = markdown.links(DOCS / 'README.md')
   assert set(index) == set(NAMES) - {'README.md'}
-  for page in markdown.PAGES[1:]:
-    assert len(page.read_text().splitlines()) <= 125, page.name
 
 
 # --- Figures ---

@@ -16,11 +16,11 @@ from vit_jax.tasks import base
 class Task(base.Task):
   """Learns the mean of every colour channel."""
 
+  METRICS = ('loss',)
+
   @dataclasses.dataclass
   class Options:
     power: float = 2.0
-
-  METRICS = ('loss',)
 
   def __init__(self, config, metadata):
     super().__init__(config, metadata)

@@ -197,7 +197,7 @@ def test_another_failure_ends_the_sweep_after_the_choice(
     ({}, {'batch': (16, 15)}, {}, 'batch=15 is not a multiple'),
     ({}, {'seed': (0, 1)}, {}, "'seed' cannot be tried: a sweep sets this key"),
     ({}, {'base_lr': ()}, {}, "'base_lr' needs one or more values"),
-    ({}, {'base_lr': (1, 1)}, {}, 'different'),
+    ({}, {'base_lr': (1, 1)}, {}, 'each of them once'),
     (
       {},
       {'model.patches.size': ((4, 4), [4, 4])},
