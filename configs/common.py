@@ -6,9 +6,13 @@ example `--config.base_lr=0.01 --config.pp.crop=64`.
 
 from collections.abc import Iterable
 import copy
+import dataclasses
+from typing import Annotated
+from typing import Literal
 
 import ml_collections
-from ml_collections.config_dict import placeholder
+
+from vit_jax.configs import schema
 
 # The tasks of VTAB-1k, the data sets 'vtab/<task>', and which augmentations leave
 # their labels as they are. The paper augments as BiT does (arXiv 2010.11929,
@@ -118,26 +122,183 @@ DATASET_PRESETS = {
 }
 
 
-def _any(value):
-  """Makes a key whose value may have any type, such as an int or a pair."""
-  return ml_collections.FieldReference(value, field_type=object)
+# --- Keys of a run ---
+
+_DIFFERENT = schema.Fits(
+  'a tuple of different integers of at least 0', lambda x: len(set(x)) == len(x)
+)
+_SHARES = schema.Fits(
+  '(smallest, largest), numbers above 0 and at most 1', lambda x: x[1] <= 1
+)
+Steps = Annotated[int, schema.Range(ge=1, le=2**31 - 1)]
+SmallestLargest = Annotated[
+  tuple[schema.Positive, schema.Positive],
+  schema.Fits(
+    '(smallest, largest), finite numbers above 0', lambda x: x[0] <= x[1]
+  ),
+]
+SizeRange = Annotated[
+  tuple[schema.Count, schema.Count],
+  schema.Fits(
+    '(smallest, largest), integers of at least 1', lambda x: x[0] <= x[1]
+  ),
+]
+RandAugment = Annotated[
+  tuple,
+  schema.Fits(
+    '(layers, magnitude), with at least 1 layer and a magnitude from 0 to 30, or ()',
+    lambda x: (
+      x in ((), [])
+      or schema.accepts(
+        x, tuple[schema.Count, Annotated[int, schema.Range(ge=0, le=30)]]
+      )
+    ),
+  ),
+]
+Mixture = Annotated[
+  tuple[tuple[schema.Text, schema.Positive], ...],
+  schema.Fits(
+    "data sets with weights above 0, as in (('cifar10', 0.7), ('/data/photos', 0.3))",
+    bool,
+  ),
+]
+WeightsByPart = Annotated[
+  dict[schema.Text, schema.Text],
+  schema.Fits(
+    "paths by part of the model, such as {'backbone': 'ViT-B_16.npz'}", bool
+  ),
+]
+Moments = Annotated[
+  tuple[Annotated[float, schema.Range(gt=0, lt=1)], ...],
+  schema.Fits(
+    'increasing shares of the run, between 0 and 1',
+    lambda x: list(x) == sorted(set(x)),
+  ),
+]
+_PAIRS = "pairs of a regular expression and a factor of at least 0, as in (('head/', 1.0),)"
+_Factor = tuple[schema.Regex, schema.NonNegative]
+# One pair needs no outer tuple.
+Multipliers = Annotated[
+  tuple,
+  schema.Fits(
+    _PAIRS,
+    lambda x: (
+      schema.accepts(x, _Factor) or schema.accepts(x, tuple[_Factor, ...])
+    ),
+  ),
+]
+_Axes = str | tuple[str, ...] | None
+ShardingRules = Annotated[
+  tuple[tuple[schema.Regex, tuple[_Axes, ...]], ...],
+  schema.Fits(
+    'pairs of a regular expression and the mesh axes of each dimension, as in '
+    "(('head/kernel', (None, 'model')),)"
+  ),
+]
+Mesh = Annotated[
+  dict[str, schema.Count | Literal[-1] | None],
+  schema.Fits(
+    'a size of at least 1 for each axis, or -1 for all remaining devices'
+  ),
+]
 
 
-def get_config() -> ml_collections.ConfigDict:
-  """Returns the defaults: every key that exists, without the model's fields."""
-  config = ml_collections.ConfigDict()
+@dataclasses.dataclass
+class Preprocessing:
+  """Keys of `config.pp`."""
+
+  # Splits in the notation of TFDS ('train[:90%]'). If a folder has test/ (or test.jsonl), a `test` cut from the training images is
+  # ignored, as in the original, which tests on test/: use `evals` for other
+  # splits.
+  train: schema.Split = 'train'
+  test: schema.Split = 'test'
+  # Size of the model's input images in pixels: an int, or (height, width).
+  crop: schema.Size = 224
+  # Evaluation: None resizes the whole image to `crop`. A number resizes the
+  # short side to that length, (height, width) the whole image to that size;
+  # then the centre is cropped.
+  resize: schema.Size | None = None
+  # Colour channels: 3, or 1 for grey.
+  channels: Literal[1, 3] = 3
+  # Training: least and greatest share of the image's area, and least and
+  # greatest width / height, of a random crop. None for `crop_area` resizes the
+  # whole image; None for `crop_ratio` keeps the width / height of the image.
+  crop_area: Annotated[SmallestLargest, _SHARES] | None = (0.05, 1.0)
+  crop_ratio: SmallestLargest | None = (3 / 4, 4 / 3)
+  # Decodes a JPEG, or only its crop, at 1/2, 1/4 or 1/8 of its size if that is
+  # still at least as high and wide as `crop`. Photographs of many megapixels
+  # take half of the time, and their pixels differ a little.
+  jpeg_shrink: bool = True
+  # Training: mirrors an image with probability 1/2.
+  flip: bool = True
+  # Training: rotates the image by a random angle of up to this many degrees.
+  rotate: Annotated[float, schema.Range(ge=0, le=360)] = 0.0
+  # Training: RandAugment as (layers, magnitude), for example (2, 15); () for
+  # none. Magnitudes range from 0 to 30, and suit images of about 224 pixels.
+  randaugment: RandAugment = ()
+  # Training: strength, from 0 to 1, of random changes of brightness, contrast
+  # and saturation.
+  color_jitter: schema.Probability = 0.0
+  # Training: probability of erasing a random rectangle.
+  random_erasing: schema.Probability = 0.0
+  # Detectors only: images keep their height / width and lie on canvases, see
+  # vit_jax/augmentation/canvases.py; `crop`, `crop_area`, `crop_ratio` and
+  # `resize` then have no effect. Training: lengths of the shorter side in
+  # pixels, one of which is drawn for each image. (): no canvases.
+  sides: schema.Counts = ()
+  # Evaluation: length of the shorter side.
+  eval_side: schema.Count = 800
+  # Greatest length of the longer side, at the greatest length of the shorter
+  # side; in proportion at smaller lengths.
+  longest_side: schema.Count = 1333
+  # Training: half of the images are resized to one of these lengths of the
+  # shorter side first, and a part is cropped whose height and width are uniform
+  # in `crop_range`. () for no crops.
+  crop_sides: schema.Counts = (400, 500, 600)
+  crop_range: SizeRange = (384, 600)
+  # Training: greatest number of sizes of a canvas; the update is compiled for
+  # each. More sizes mean less padding.
+  canvases: schema.Count = 3
+  # Height and width of a canvas are multiples of this number.
+  canvas_multiple: schema.Count = 32
+
+
+@dataclasses.dataclass
+class FewShot:
+  """Keys of `config.fewshot`: few-shot linear probes."""
+
+  # Training images per class, for example (1, 5, 10, 25); (): no probes.
+  shots: schema.Counts = ()
+  # Data set of the probes, a TFDS name or a folder, with its splits to train and
+  # to test on. None: those of the run.
+  dataset: schema.Text | None = None
+  train: schema.Split | None = None
+  test: schema.Split | None = None
+  # Seeds that choose the training images; metrics are means over them.
+  seeds: Annotated[tuple[schema.Natural, ...], _DIFFERENT] = (0, 1, 2)
+  # Factor of the squared weights, added to the sum of the squared errors.
+  l2: schema.Positive = 1024.0
+  # Layer of the model, see vit_jax/evaluators/features.py.
+  layer: schema.Text = 'features'
+  # Images are squeezed to this factor times `pp.crop`, then cropped.
+  squeeze: Annotated[float, schema.Range(ge=1, le=8)] = 8 / 7
+
+
+@dataclasses.dataclass
+class Config:
+  """Keys of a run, `config`; the fields of `config.model` are in models.py."""
 
   # The objective: a task of vit_jax/run/config.py (TASKS), or the dotted name
   # of a module with a class Task, see vit_jax/tasks/base.py.
-  config.task = 'classify'
-  # Options of the task, listed in its file (OPTIONS), for example
+  task: schema.Text = 'classify'
+  # Options of the task, listed in its file (class Options), for example
   # --config.task_options.mixup=0.2.
-  config.task_options = ml_collections.ConfigDict()
+  task_options: dict = dataclasses.field(default_factory=dict)
   # The program to run: 'train' ('inference_time', 'study', 'transfer' and 'vtab'
   # have their own configs).
-  config.trainer = 'train'
+  trainer: Literal['train'] = 'train'
   # Seed of all random numbers: initial weights, order, augmentation, dropout.
-  config.seed = 0
+  seed: Annotated[int, schema.Range(ge=0, le=2**63 - 1)] = 0
 
   # --- Data ---
   # A TFDS name, or a folder with train/<class>/* and test/<class>/*, with
@@ -145,91 +306,36 @@ def get_config() -> ml_collections.ConfigDict:
   # COCO's format (vit_jax/data/coco/layout.py). Or a weighted mixture
   # to train on: (('cifar10', 0.7), ('/data/photos', 0.3)); evaluation then
   # reads the first data set.
-  config.dataset = _any(None)
+  dataset: schema.Text | Mixture | None = None
   # Folder of TFDS data sets (default: ~/tensorflow_datasets).
-  config.tfds_data_dir = placeholder(str)
+  tfds_data_dir: schema.Text | None = None
   # Folder of files that must be downloaded by hand (ImageNet).
-  config.tfds_manual_dir = placeholder(str)
+  tfds_manual_dir: schema.Text | None = None
   # Images per update, over all devices and hosts together.
-  config.batch = 512
+  batch: schema.Count = 512
   # Images per evaluation step, over all devices and hosts together.
-  config.batch_eval = 512
+  batch_eval: schema.Count = 512
   # Batches kept ready on the devices.
-  config.prefetch = 2
+  prefetch: Annotated[int, schema.Range(ge=0, le=1_000)] = 2
   # What to do about images of a folder that cannot be decoded. 'error' decodes
   # all images once before training, names the broken ones and stops; 'skip'
   # leaves them out and counts them; 'trust' checks nothing, and a broken image
   # stops the run when it is read. Results are kept in the workdir, or beside
   # the images by vit_jax.manifest.
-  config.broken_images = 'error'
+  broken_images: Literal['error', 'skip', 'trust'] = 'error'
   # What to do about boxes of an annotation file (COCO's JSON) that reach beyond
   # their image, have no area or a negative size. 'refuse' names them and stops;
   # 'skip' leaves them out and counts them; 'clip' cuts them off at the border of
   # the image, and leaves out those of which nothing remains.
-  config.broken_boxes = 'refuse'
+  broken_boxes: Literal['refuse', 'skip', 'clip'] = 'refuse'
   # Greatest number of pixels, height times width, of an image file; a larger
   # image counts as broken and is not decoded. The default is Pillow's.
-  config.max_image_pixels = 89_478_485
+  max_image_pixels: schema.Count = 89_478_485
 
-  # Splits in the notation of TFDS ('train[:90%]'), and preprocessing. If a
-  # folder has test/ (or test.jsonl), a `test` cut from the training images is
-  # ignored, as in the original, which tests on test/: use `evals` for other
-  # splits.
-  config.pp = ml_collections.ConfigDict()
-  config.pp.train = 'train'
-  config.pp.test = 'test'
-  # Size of the model's input images in pixels: an int, or (height, width).
-  config.pp.crop = _any(224)
-  # Evaluation: None resizes the whole image to `crop`. A number resizes the
-  # short side to that length, (height, width) the whole image to that size;
-  # then the centre is cropped.
-  config.pp.resize = _any(None)
-  # Colour channels: 3, or 1 for grey.
-  config.pp.channels = 3
-  # Training: least and greatest share of the image's area, and least and
-  # greatest width / height, of a random crop. None for `crop_area` resizes the
-  # whole image; None for `crop_ratio` keeps the width / height of the image.
-  config.pp.crop_area = _any((0.05, 1.0))
-  config.pp.crop_ratio = _any((3 / 4, 4 / 3))
-  # Decodes a JPEG, or only its crop, at 1/2, 1/4 or 1/8 of its size if that is
-  # still at least as high and wide as `crop`. Photographs of many megapixels
-  # take half of the time, and their pixels differ a little.
-  config.pp.jpeg_shrink = True
-  # Training: mirrors an image with probability 1/2.
-  config.pp.flip = True
-  # Training: rotates the image by a random angle of up to this many degrees.
-  config.pp.rotate = 0.0
-  # Training: RandAugment as (layers, magnitude), for example (2, 15); () for
-  # none. Magnitudes range from 0 to 30, and suit images of about 224 pixels.
-  config.pp.randaugment = ()
-  # Training: strength, from 0 to 1, of random changes of brightness, contrast
-  # and saturation.
-  config.pp.color_jitter = 0.0
-  # Training: probability of erasing a random rectangle.
-  config.pp.random_erasing = 0.0
-  # Detectors only: images keep their height / width and lie on canvases, see
-  # vit_jax/augmentation/canvases.py; `crop`, `crop_area`, `crop_ratio` and
-  # `resize` then have no effect. Training: lengths of the shorter side in
-  # pixels, one of which is drawn for each image. (): no canvases.
-  config.pp.sides = ()
-  # Evaluation: length of the shorter side.
-  config.pp.eval_side = 800
-  # Greatest length of the longer side, at the greatest length of the shorter
-  # side; in proportion at smaller lengths.
-  config.pp.longest_side = 1333
-  # Training: half of the images are resized to one of these lengths of the
-  # shorter side first, and a part is cropped whose height and width are uniform
-  # in `crop_range`. () for no crops.
-  config.pp.crop_sides = (400, 500, 600)
-  config.pp.crop_range = (384, 600)
-  # Training: greatest number of sizes of a canvas; the update is compiled for
-  # each. More sizes mean less padding.
-  config.pp.canvases = 3
-  # Height and width of a canvas are multiples of this number.
-  config.pp.canvas_multiple = 32
+  pp: Preprocessing = dataclasses.field(default_factory=Preprocessing)
 
   # --- Model: set from models.py ---
-  config.model = placeholder(ml_collections.ConfigDict)
+  model: ml_collections.ConfigDict | None = None
 
   # Weights to start from, except the head: a published .npz, a .safetensors or
   # .bin of timm or Hugging Face, a URL or gs:// path of one, a model on the hub
@@ -238,131 +344,122 @@ def get_config() -> ml_collections.ConfigDict:
   # name of their parameters:
   # --config.pretrained="{'backbone': 'ViT-B_16.npz'}"; all else is new. Those of
   # an image-text model are 'img' and 'txt', whose weights may be a BERT.
-  config.pretrained = _any(None)
+  pretrained: schema.Text | WeightsByPart | None = None
   # Folder of published files named after their models: if `pretrained` is None,
   # the weights are <pretrained_dir>/<model.model_name>.npz. None: random
   # weights (--config.pretrained_dir=None).
-  config.pretrained_dir = '.'
+  pretrained_dir: schema.Text | None = '.'
   # With pretrained_dir, a model of the AugReg paper ('R_Ti_16': its best 21k
   # checkpoint by the folder's index.csv) or the name of one checkpoint.
-  config.model_or_filename = placeholder(str)
+  model_or_filename: schema.Text | None = None
   # Grid of the weights, patches (height, width), if it is neither square nor
   # given by their file.
-  config.pretrained_grid = _any(None)
+  pretrained_grid: schema.HeightWidth | None = None
 
   # --- Objective ---
   # 'softmax' or 'sigmoid' cross-entropy (for several labels per image).
-  config.loss = 'softmax'
-  config.label_smoothing = 0.0
+  loss: Literal['softmax', 'sigmoid'] = 'softmax'
+  label_smoothing: schema.Rate = 0.0
 
   # --- Optimiser ---
   # Number of updates, or of epochs (set one of the two).
-  config.total_steps = placeholder(int)
-  config.total_epochs = placeholder(float)
+  total_steps: Steps | None = None
+  total_epochs: schema.Positive | None = None
   # 'sgd' (with momentum) or 'adam'.
-  config.optimizer = 'sgd'
-  config.momentum = 0.9
-  config.b1 = 0.9
-  config.b2 = 0.999
+  optimizer: Literal['adam', 'sgd'] = 'sgd'
+  momentum: schema.Rate = 0.9
+  b1: schema.Rate = 0.9
+  b2: schema.Rate = 0.999
   # Type of the accumulator: SGD's momentum, Adam's first moment.
-  config.optim_dtype = 'bfloat16'
+  optim_dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
   # Learning rate after the warm-up.
-  config.base_lr = 0.03
+  base_lr: schema.NonNegative = 0.03
   # 'cosine', 'linear', 'constant' or 'staircase'.
-  config.decay_type = 'cosine'
+  decay_type: Literal['cosine', 'linear', 'constant', 'staircase'] = 'cosine'
   # Staircase: divides the learning rate by 10 after each of these shares of all
   # updates, for example (0.3, 0.6, 0.9).
-  config.decay_at = ()
+  decay_at: Moments = ()
   # Updates, or epochs, of linear warm-up (set one of the two). None for both:
   # 500 updates, or a tenth of the run if that is less.
-  config.warmup_steps = placeholder(int)
-  config.warmup_epochs = placeholder(float)
+  warmup_steps: Annotated[int, schema.Range(ge=0, le=2**31 - 1)] | None = None
+  warmup_epochs: schema.NonNegative | None = None
   # Decoupled weight decay, multiplied by the learning rate.
-  config.weight_decay = 0.0
+  weight_decay: schema.NonNegative | None = 0.0
   # The parameters that decay: 'kernels' of dense and convolutional layers, or
   # 'all' parameters.
-  config.weight_decay_on = 'kernels'
+  weight_decay_on: Literal['kernels', 'all'] = 'kernels'
   # Multiplies weight decay by the schedule alone, learning rate / base_lr, as
   # big_vision does: weight decay then stays the same for any `base_lr`. With a
   # `base_lr` of 1e-3, independent weight decay of 1e-4 equals weight decay of
   # 0.1.
-  config.independent_weight_decay = False
+  independent_weight_decay: bool = False
   # Classical weight decay of SGD: this number times the kernels is added to the
   # gradient, before the momentum. With a momentum of 0.9 it takes as much off
   # as a `weight_decay` of ten times the number.
-  config.l2_decay = 0.0
+  l2_decay: schema.NonNegative = 0.0
   # Factors on the learning rate, as ordered (regex, factor) pairs; the first
   # regex found in a parameter's path decides, and 0 freezes. A linear probe:
   # (('head/', 1.0), ('', 0.0)); layer-wise decay: see layer_wise_decay below.
-  config.lr_multipliers = ()
+  lr_multipliers: Multipliers = ()
   # Greatest global norm of the gradient (0: no limit).
-  config.grad_norm_clip = 1.0
+  grad_norm_clip: schema.NonNegative | None = 1.0
   # Number of micro-batches that a batch is split into, to save memory; results
   # are the same except for dropout's noise.
-  config.accum_steps = 1
+  accum_steps: schema.Count = 1
   # Decay of the exponential average of the weights (0: no average). After t
   # updates the decay is at most (1 + t) / (10 + t). Evaluation and prediction
   # use the averaged weights.
-  config.ema_decay = 0.0
+  ema_decay: schema.Rate | None = 0.0
 
   # --- Devices ---
   # Size of each axis of the mesh; -1 for all remaining devices. 'data' and
   # 'fsdp' split the batch, 'fsdp' also splits the parameters and the optimiser
   # state, 'model' splits heads and hidden layers: see
   # vit_jax/distributed/sharding.py.
-  config.mesh = ml_collections.ConfigDict({'data': -1, 'fsdp': 1, 'model': 1})
+  mesh: Mesh = dataclasses.field(
+    default_factory=lambda: {'data': -1, 'fsdp': 1, 'model': 1}
+  )
   # Ordered (regex, spec) pairs, which override the sharding by the mesh.
-  config.sharding_rules = ()
+  sharding_rules: ShardingRules = ()
 
   # --- Log, evaluation, checkpoints ---
   # Evaluations: (name, split) or (name, split, data set) each; the names of the
   # metrics end in `name`. Empty: (('test', pp.test),).
-  config.evals = ()
+  evals: tuple = ()
   # Steps between two lines of progress, evaluations and checkpoints; 0 for only
   # those at the end of the run.
-  config.progress_every = 10
-  config.eval_every = 100
-  config.checkpoint_every = 1_000
+  progress_every: schema.Natural = 10
+  eval_every: schema.Natural = 100
+  checkpoint_every: schema.Natural = 1_000
   # Number of newest checkpoints to keep; the best one by `best_metric` is kept
   # too.
-  config.keep_checkpoints = 2
-  config.best_metric = 'accuracy_test'
+  keep_checkpoints: schema.Count = 2
+  best_metric: schema.Text = 'accuracy_test'
   # Images that TensorBoard shows: of the first training batch as the model sees
   # it, and, at each evaluation, of the first test images with what the model says
   # of them; those of the last evaluation are PNGs of the workdir too. 0: none.
-  config.log_images = 8
+  log_images: Annotated[int, schema.Range(ge=0, le=1_000)] = 8
   # Adds attention maps of those test images: of the last layer, and the rollout
   # through all layers.
-  config.log_attention = False
+  log_attention: bool = False
   # Few-shot linear probes at each evaluation: metrics such as 'fewshot_5_test',
   # named after the first evaluation (vit_jax/evaluators/probes.py).
-  config.fewshot = ml_collections.ConfigDict()
-  # Training images per class, for example (1, 5, 10, 25); (): no probes.
-  config.fewshot.shots = ()
-  # Data set of the probes, a TFDS name or a folder, with its splits to train and
-  # to test on. None: those of the run.
-  config.fewshot.dataset = placeholder(str)
-  config.fewshot.train = placeholder(str)
-  config.fewshot.test = placeholder(str)
-  # Seeds that choose the training images; metrics are means over them.
-  config.fewshot.seeds = (0, 1, 2)
-  # Factor of the squared weights, added to the sum of the squared errors.
-  config.fewshot.l2 = 1024.0
-  # Layer of the model, see vit_jax/evaluators/features.py.
-  config.fewshot.layer = 'features'
-  # Images are squeezed to this factor times `pp.crop`, then cropped.
-  config.fewshot.squeeze = 8 / 7
+  fewshot: FewShot = dataclasses.field(default_factory=FewShot)
   # Training images per class of linear probes of all layers, after the last
   # update: a table, and probe.png and probe.csv in the workdir
   # (vit_jax/evaluators/probes.py). 0: none.
-  config.layer_probe = 0
+  layer_probe: schema.Natural = 0
   # File of ImageNet ReaL labels (vit_jax/evaluators/real.py); adds
   # 'accuracy_real' to the first evaluation, which must be on the validation
   # images of ImageNet.
-  config.real_labels = placeholder(str)
+  real_labels: schema.Text | None = None
   # Steps to record with the profiler, shown by TensorBoard (0: none).
-  config.profile_steps = 0
-  return config
+  profile_steps: schema.Natural = 0
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """Returns the defaults: every key that exists, without the model's fields."""
+  return schema.make(Config)
 
 
 def set_dataset(config, dataset):

@@ -59,7 +59,7 @@ def get_config(arg: str = 'b16b_2,coco_captions'):
   if config.model.out_dim[0] is None:
     config.lr_multipliers = (('img/', 0.0),)
   config.model.dtype = 'auto'  # bfloat16, except on CPUs.
-  config.model.temperature_init = models.OPTIONS_OF['lit']['temperature_init']
+  config.model.temperature_init = models.Lit.temperature_init
   config.pp.update(crop=224, crop_area=None, flip=True)
   if chosen['loss'] == 'siglip':
     config.loss = 'sigmoid'

@@ -44,7 +44,7 @@ def get_config(workdir='/tmp/digits'):
     'tokenizer_name': 'bert', 'vocab_path': 'words', 'size': 16, 'max_len': 12
   }  # fmt: skip
   config.model.out_dim = (None, image.hidden_size)
-  config.model.temperature_init = models.OPTIONS_OF['lit']['temperature_init']
+  config.model.temperature_init = models.Lit.temperature_init
 
   # Zero-shot on all digits, on those that training has named, and on the others,
   # with templates that training has not seen.

@@ -8,15 +8,21 @@ arguments of `vit_jax.models.VisionTransformer` (or of the class of another `kin
 (iGPT).
 
 The configs hold sizes only, so that other implementations of the models accept
-them too. All other fields of a model, with their defaults, are in OPTIONS; set
-them on the command line (--config.model.dtype=bfloat16) or in a config file.
+them too. FIELDS has all fields of a model, with their types and defaults; set them
+on the command line (--config.model.dtype=bfloat16) or in a config file.
 """
 
 import copy
+import dataclasses
 import difflib
 import functools
+from typing import Annotated
+from typing import Any
+from typing import Literal
 
 import ml_collections
+
+from vit_jax.configs import schema
 
 # Name -> (layers, width D, width of the MLP, heads).
 SIZES = {
@@ -105,46 +111,167 @@ DROPOUT = dict.fromkeys(
 GAP = ('S_16', 'S_32', 'B_16', 'B_32')
 
 
-# Types of the computation and of the parameters: 'float32', 'bfloat16'. That of the
-# computation may be 'auto': bfloat16 on GPUs and TPUs, float32 on CPUs.
-_TYPES = {'dtype': 'float32', 'param_dtype': 'float32'}
-# Fields of a Vision Transformer beyond its sizes, with their defaults. Those of
-# `transformer` are described in vit_jax/layers/encoder.py, class Encoder.
-OPTIONS = {
-  **_TYPES,
+# --- Fields of each kind of model ---
+#
+# A field with a default is added to a config that lacks it. The classes of the models
+# describe the fields: MlpMixer, BitResNet, ImageGPT, Detr, LitModel, and for
+# `transformer` the Encoder of vit_jax/layers/encoder.py.
+
+_Float = Literal['float32', 'bfloat16', 'float16', 'float64']
+_Attention = Literal['auto', 'default', 'xla', 'cudnn', 'flash']
+_Gelu = Literal['tanh', 'erf', 'quick']
+_Remat = Literal['', 'full', 'dots']
+_Epsilons = Literal['published', 'timm']
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Model:
+  kind: schema.Text | None
+  model_name: schema.Text | None
+  # Types of the computation and of the parameters. 'auto' computes in bfloat16 on
+  # GPUs and TPUs, and in float32 on CPUs.
+  dtype: Literal['auto'] | _Float = 'float32'
+  param_dtype: _Float = 'float32'
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Patches:
+  size: schema.HeightWidth
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Transformer:
+  num_layers: schema.Count
+  mlp_dim: schema.Count
+  num_heads: schema.Count
+  dropout_rate: schema.Rate
+  attention_dropout_rate: schema.Rate
+  only_first: bool
+  attention: _Attention = 'auto'
+  stochastic_depth: schema.Rate = 0.0
+  remat: _Remat = ''
+  scan: bool | None = None
+  gelu: _Gelu = 'tanh'
+  norm_eps: schema.Positive = 1e-6
+  add_position_embedding: bool = True
+  position_embedding: Literal[
+    'learned_1d', 'learned_2d', 'sincos2d', 'relative', 'none'
+  ] = 'learned_1d'
+  position_layers: Literal['stem', 'every', 'shared'] = 'stem'
+  position_grid: schema.HeightWidth | None = None
+  causal: bool = False
+  first_norm: bool = False
+
+
+@dataclasses.dataclass(kw_only=True)
+class _ResNet:
+  num_layers: schema.Units
+  width_factor: schema.WidthFactor
+  eps: _Epsilons = 'published'
+
+
+@dataclasses.dataclass(kw_only=True)
+class Vit(_Model):
+  patches: _Patches
+  hidden_size: schema.Count
+  transformer: _Transformer
+  resnet: _ResNet
+  representation_size: schema.Count | None
+  classifier: Literal['token', 'gap', 'map', 'unpooled', 'token_unpooled']
+  head_init: Literal['zeros', 'lecun_normal']
   # Initial bias of the head: -10 for many classes with a sigmoid.
-  'head_bias_init': 0.0,
-  'transformer.attention': 'auto',
-  'transformer.stochastic_depth': 0.0,
-  'transformer.remat': '',
-  'transformer.scan': None,
-  'transformer.gelu': 'tanh',
-  'transformer.norm_eps': 1e-6,
-  'transformer.add_position_embedding': True,
-  'transformer.position_embedding': 'learned_1d',
-  'transformer.position_layers': 'stem',
-  'transformer.position_grid': None,
-  'transformer.causal': False,
-  'transformer.first_norm': False,
-  # Epsilons of a hybrid's ResNet: 'published', or 'timm'.
-  'resnet.eps': 'published',
-}
-# The options of each kind. The classes of the other kinds describe theirs:
-# MlpMixer, BitResNet (vit_jax/models_bit.py), ImageGPT (models_igpt.py), Detr
-# (models_detr.py). LiT's temperature is that of its released training code.
-OPTIONS_OF = {
-  'vit': OPTIONS,
-  'mixer': _TYPES,
-  'bit': {**_TYPES, 'head_bias_init': 0.0, 'eps': 'published', 'remat': ''},
-  'igpt': {
-    **_TYPES, 'causal': True, 'attention_scale': 'exact', 'attention': 'auto',
-    'remat': '', 'scan': None,
-  },
-  'detr': {
-    **_TYPES, 'norm': 'frozen_batch', 'mask_head': False, 'masks_at_a_time': 10,
-    'dropout_rate': 0.1, 'attention_dropout_rate': 0.1,
-  },
-  'lit': {**_TYPES, 'temperature_init': 10.0, 'bias_init': None},
+  head_bias_init: float = 0.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Mixer(_Model):
+  patches: _Patches
+  hidden_dim: schema.Count
+  num_blocks: schema.Count
+  tokens_mlp_dim: schema.Count
+  channels_mlp_dim: schema.Count
+
+
+@dataclasses.dataclass(kw_only=True)
+class Bit(_Model):
+  num_layers: schema.Units
+  width_factor: schema.WidthFactor
+  head_bias_init: float = 0.0
+  eps: _Epsilons = 'published'
+  remat: Literal['', 'full'] = ''
+
+
+@dataclasses.dataclass(kw_only=True)
+class Igpt(_Model):
+  hidden_size: schema.Count
+  num_layers: schema.Count
+  num_heads: schema.Count
+  num_colors: Annotated[int, schema.Range(ge=2)]
+  num_positions: schema.Count
+  causal: bool = True
+  attention_scale: Literal['exact', 'truncated'] = 'exact'
+  attention: _Attention = 'auto'
+  remat: _Remat = ''
+  scan: bool | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class Detr(_Model):
+  backbone: Literal['resnet', 'vit']
+  vit: Vit
+  units: schema.Units
+  dilate_last: bool
+  backbone_width: schema.Count
+  hidden_size: schema.Count
+  num_queries: schema.Count
+  num_encoder_layers: schema.Natural
+  num_decoder_layers: schema.Count
+  num_heads: schema.Count
+  mlp_dim: schema.Count
+  norm: Literal['frozen_batch', 'group'] = 'frozen_batch'
+  mask_head: bool = False
+  masks_at_a_time: schema.Natural = 10
+  dropout_rate: schema.Rate = 0.1
+  attention_dropout_rate: schema.Rate = 0.1
+
+
+@dataclasses.dataclass(kw_only=True)
+class _TextTower:
+  config: str | dict
+  width: schema.Count
+  num_layers: schema.Count
+  mlp_dim: schema.Count
+  num_heads: schema.Count
+  vocab_size: Annotated[int, schema.Range(ge=2)]
+  dropout_rate: schema.Rate
+  causal: bool
+  pool: Literal['last', 'eos']
+  gelu: _Gelu
+  norm_eps: schema.Positive
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Tokens:
+  tokenizer_name: Literal['bert', 'sentencepiece', 'clip', 'siglip']
+  vocab_path: schema.Text | None
+  size: schema.Count
+  max_len: Annotated[int, schema.Range(ge=2)]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Lit(_Model):
+  image: Vit
+  text: _TextTower
+  text_model: Literal['bert', 'text_transformer']
+  pp: _Tokens
+  out_dim: Any
+  # As in the released training code.
+  temperature_init: schema.Positive = 10.0
+  bias_init: float | None = None
+
+
+FIELDS = {
+  'vit': Vit, 'mixer': Mixer, 'bit': Bit, 'igpt': Igpt, 'detr': Detr, 'lit': Lit
 }  # fmt: skip
 
 
@@ -313,14 +440,8 @@ def place_of_layers(model) -> str:
 def with_options(config) -> ml_collections.ConfigDict:
   """Returns a copy of a model's config that contains all options of its kind."""
   config = copy.deepcopy(config)
-  for path, default in OPTIONS_OF.get(kind_of(config), {}).items():
-    group, _, key = path.rpartition('.')
-    holder = config.get(group) if group else config
-    if isinstance(holder, ml_collections.ConfigDict) and key not in holder:
-      with holder.unlocked():
-        holder[key] = default
-  for part in parts_of(config).values():
-    config[part] = with_options(config[part])
+  if fields := FIELDS.get(kind_of(config)):
+    schema.fill(config, fields)
   return config
 
 

@@ -5,8 +5,9 @@ import importlib
 import ml_collections
 
 from vit_jax import __main__ as program
+from vit_jax.configs import common
+from vit_jax.configs import schema
 from vit_jax.run import config as run_config
-from vit_jax.run import keys
 from vit_jax.studies import study
 
 # `python -m MODULE` -> the command that it is.
@@ -92,7 +93,7 @@ def parse(command, args):
 
 def known_names():
   """Returns the names of all flags, with their dashes."""
-  found = {f'--config.{name}' for name in keys.KEYS}
+  found = {f'--config.{name}' for name in schema.flat(common.Config)}
   return found.union(
     *(module_of(name).make_parser().flags() for name in program.COMMANDS)
   )

@@ -128,9 +128,9 @@ def test_another_pre_training(monkeypatch, tmp_path, capsys):
     (['--epochs=7'], r'--epochs=7.0 needs a model: give --model=NAME'),
     (
       ['--mfu=1.5'],
-      r'mfu=1.5 must be a number above 0 and at most 1 \(--mfu\)',
+      r'mfu=1.5 .*above 0 and at most 1 \(--mfu\)',
     ),
-    (['--price=-1'], r'price=-1.0 must be a finite number of at least 0'),
+    (['--price=-1'], r'price=-1.0 .*finite number'),
     (
       ['--json=/no/where/a.json'],
       r'is in no folder that exists: .* \(--json\)',

@@ -16,10 +16,10 @@ from vit_jax import __main__ as program
 from vit_jax import models
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
+from vit_jax.configs import schema
 from vit_jax.figures import gallery
 from vit_jax.planning import flops
 from vit_jax.run import config as run_config
-from vit_jax.run import keys
 
 README, DOCS = markdown.ROOT / 'README.md', markdown.ROOT / 'docs'
 NAMES = [page.name for page in markdown.PAGES if page.parent == DOCS]
@@ -89,8 +89,12 @@ def test_flags_are_right():
 
 def test_keys_modules_files_and_functions_are_there():
   known = {
-    *keys.KEYS,
-    *(f'model.{name}' for table in keys.MODELS.values() for name in table),
+    *schema.flat(common.Config),
+    *(
+      f'model.{name}'
+      for kind in model_configs.FIELDS.values()
+      for name in schema.flat(kind)
+    ),
     'task_options',
   }
   known |= {name.split('.')[0] for name in known}
@@ -150,12 +154,9 @@ def test_links_lead_somewhere():
   assert count > 60
 
 
-def test_pages_are_short_and_in_the_index():
-  assert len(README.read_text().splitlines()) <= 150
+def test_pages_are_in_the_index():
   index = markdown.links(DOCS / 'README.md')
   assert set(index) == set(NAMES) - {'README.md'}
-  for page in markdown.PAGES[1:]:
-    assert len(page.read_text().splitlines()) <= 125, page.name
 
 
 # --- Figures ---
@@ -251,10 +252,3 @@ def test_the_table_of_rooms_is_complete():
   assert sorted(rooms) == sorted(
     f'vit_jax/{room}/' for room in map(str, there) if room != 'configs'
   )
-
-
-def test_every_key_of_a_config_has_a_comment_to_lead_to():
-  """README sends its readers to configs/common.py for what a key does."""
-  assert set(common.get_config()) <= {name.split('.')[0] for name in keys.KEYS} | {
-    'pp', 'model', 'task_options'
-  }  # fmt: skip

@@ -237,9 +237,9 @@ def test_inference_time(tmp_path, monkeypatch):
   [line] = metrics_lib.read(tmp_path / 'new')
   assert line == {'step': 0, **result}
   for key, message in (
-    ('batch', 'batch=0 must be a whole number of at least 1'),
-    ('steps', 'steps=0 must be a whole number'),
-    ('image_size', 'image_size=0 must be a whole number'),
+    ('batch', 'batch=0 .*integer'),
+    ('steps', 'steps=0 .*integer'),
+    ('image_size', 'image_size=0 .*integer'),
   ):
     wrong = inference_time_config.get_config()
     wrong[key] = 0

@@ -21,7 +21,6 @@ from vit_jax.configs import vit_i1k
 from vit_jax.configs import vit_s16_i1k
 from vit_jax.learning import optim
 from vit_jax.run import config as run_config
-from vit_jax.run import keys
 from vit_jax.tasks.detection import boxes
 
 # arXiv 2010.11929, T3: models, data, epochs, base learning rate, decay, weight
@@ -142,7 +141,7 @@ def test_augmentation_is_that_of_augreg(name):
   assert augmentation(config) == AUGMENTATIONS[name]
   assert config.task_options.other == 3
   assert config.is_locked
-  keys.check_preprocessing(config.pp)
+  run_config.check_preprocessing(config.pp)
 
 
 def test_augmentation_by_name():

@@ -1,5 +1,7 @@
 """A task with a teacher in its extra state, which a run fills from weights."""
 
+import dataclasses
+
 import jax
 
 from vit_jax.evaluators import means
@@ -9,7 +11,9 @@ from vit_jax.tasks import classify
 class Task(classify.Task):
   """Learns what a teacher of the same model says; also measured elsewhere."""
 
-  OPTIONS = {**classify.Task.OPTIONS, 'elsewhere': ''}  # noqa: RUF012
+  @dataclasses.dataclass
+  class Options(classify.Task.Options):
+    elsewhere: str = ''
 
   def init(self, rng):
     """Returns random parameters, for the teacher too."""

@@ -92,3 +92,12 @@ def drawn(tree, seed=0):
     return jnp.asarray(values, leaf.dtype)
 
   return jax.tree_util.tree_map_with_path(draw, tree)
+
+
+def put(config, path, value):
+  """Sets a key of a config, of whatever type."""
+  *parts, key = path.split('.')
+  for part in parts:
+    config = config[part]
+  with config.unlocked(), config.ignore_type():
+    config[key] = value

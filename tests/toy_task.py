@@ -3,6 +3,8 @@
 python -m vit_jax.main --config=tests/toy_config.py --workdir=/tmp/toy
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import tensorflow as tf
@@ -14,8 +16,11 @@ from vit_jax.tasks import base
 class Task(base.Task):
   """Learns the mean of every colour channel."""
 
-  OPTIONS = {'power': 2.0}  # noqa: RUF012
   METRICS = ('loss',)
+
+  @dataclasses.dataclass
+  class Options:
+    power: float = 2.0
 
   def __init__(self, config, metadata):
     super().__init__(config, metadata)

@@ -6,6 +6,8 @@
 import functools
 import json
 import pathlib
+from typing import Annotated
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +15,20 @@ import jax.numpy as jnp
 from vit_jax import cli
 from vit_jax import models
 from vit_jax.configs import models as model_configs
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.planning import costs
 from vit_jax.planning import flops
 from vit_jax.planning import topology
 
-_RULES = {
-  'dataset': rules.one_of(*costs.DATASETS),
-  'chip': rules.one_of(*topology.CHIPS),
-  'epochs': rules.positive,
-  'num_examples': rules.number(1),
-  'num_classes': rules.whole(1),
-  'image_size': rules.pair_of_sizes,
-  'mfu': rules.share,
-  'price': rules.number(0),
+_TYPES = {
+  'dataset': Literal[tuple(costs.DATASETS)],
+  'chip': Literal[tuple(topology.CHIPS)],
+  'epochs': schema.Positive,
+  'num_examples': Annotated[float, schema.Range(ge=1)],
+  'num_classes': schema.Count,
+  'image_size': schema.HeightWidth,
+  'mfu': schema.Share,
+  'price': schema.NonNegative,
 }
 # Flags about the models of --model.
 _OF_MODEL = ('epochs', 'dataset', 'num_examples', 'num_classes', 'image_size')
@@ -88,10 +90,10 @@ def _table_2(setting: costs.Setting) -> list[dict]:
 
 def _check(args):
   """Raises ValueError if a flag is wrong, or flags do not fit together."""
-  for name, rule in _RULES.items():
+  for name, kind in _TYPES.items():
     value = getattr(args, name)
     if value is not None:
-      rules.check(name, value, rule, '--')
+      schema.check(name, value, kind, '--')
   for name in _OF_MODEL:
     if getattr(args, name) is not None and not args.model:
       raise ValueError(

@@ -14,7 +14,7 @@ import jax
 from vit_jax import cli
 from vit_jax import predict
 from vit_jax import train
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import real
 from vit_jax.run import metrics as metrics_lib
@@ -52,7 +52,7 @@ def evaluate(
       ReaL labels or the options are wrong.
     OSError: if the storage does not answer.
   """
-  rules.check('split', split, rules.split, '--')
+  schema.check('split', split, schema.Split, '--')
   mesh = run_mesh(workdir)
   model = predict.load(workdir, step, mesh)
   config, task = model.config, model.task

@@ -6,6 +6,7 @@ python -m vit_jax.main --config=configs/inference_time.py --workdir=/tmp/inferen
 import functools
 import statistics
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +15,17 @@ import ml_collections
 from vit_jax import cli
 from vit_jax import models
 from vit_jax.configs import inference_time as default_config
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.distributed import sharding
 from vit_jax.run import metrics as metrics_lib
 
-# Rules for the keys of the config.
-RULES = {
-  **dict.fromkeys(('model_name', 'dtype'), rules.text),
+# Types of the keys of the config.
+TYPES = {
+  **dict.fromkeys(('model_name', 'dtype'), schema.Text),
   **dict.fromkeys(
-    ('steps', 'batch', 'num_classes', 'image_size'), rules.whole(1)
+    ('steps', 'batch', 'num_classes', 'image_size'), schema.Count
   ),
-  'initial_steps': rules.whole(0),
+  'initial_steps': schema.Natural,
 }
 
 
@@ -50,7 +51,7 @@ def inference_time(
     complete.update(config)
   config = complete
   for key, value in config.items():
-    rules.check(key, value, RULES.get(key, rules.no_nan))
+    schema.check(key, value, TYPES.get(key, Any))
   log = metrics_lib.MetricsLog(workdir, 0)  # Fails early if it cannot write.
   mesh = sharding.make_mesh({'data': -1})
   sharding.local_rows(mesh, config.batch)  # Raises if nothing divides it.

@@ -40,7 +40,6 @@ from vit_jax.data.images import images
 from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
 from vit_jax.run import config as run_config
-from vit_jax.run import keys
 
 # Number of images decoded at a time.
 _CALLS = os.cpu_count() or 1
@@ -181,7 +180,7 @@ def _check_mode(mode):
 
 def _dataset(config, mode, source):
   """Returns a split in the form of `get_datasets`."""
-  keys.check_preprocessing(config.pp)
+  run_config.check_preprocessing(config.pp)
   mesh = sharding.make_mesh({'data': -1})
   example = labelled_example(config, len(source.class_names))
   if mode == 'train':

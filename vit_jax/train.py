@@ -216,7 +216,7 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   """
   config = run_config.complete(config)
   if workdir is not None:
-    workdir_lib.as_begun(workdir, config)
+    workdir_lib.keep_dtype(workdir, config)
   mesh = check(config)
   config = run_config.with_test_folder(config)
   processes.agree('the config', workdir_lib.facts(config))
@@ -282,11 +282,12 @@ def _opener(task, dataset, workdir, opened) -> Callable:
 
 def _learned(task_class, config, source, workdir) -> dict[str, Any]:
   """Returns metadata that the run has learned, or learns now."""
-  names, rules = task_class.LEARNED, task_class.METADATA
-  if not names:
+  if not task_class.LEARNED:
     return {}
-  stored = workdir and workdir_lib.stored(workdir, names, rules)
-  return stored or task_class.learn(config, source)
+  stored = workdir and workdir_lib.stored(workdir, task_class.METADATA)
+  if stored:
+    return {name: stored[name] for name in task_class.LEARNED}
+  return task_class.learn(config, source)
 
 
 def check(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:

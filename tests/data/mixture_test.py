@@ -13,7 +13,8 @@ import tensorflow as tf
 from tests import input_pipeline_test
 from vit_jax import input_pipeline
 from vit_jax.commands import train as train_command
-from vit_jax.configs import rules
+from vit_jax.configs import common
+from vit_jax.configs import schema
 from vit_jax.data import mixture
 from vit_jax.data import order
 from vit_jax.data import records
@@ -289,7 +290,7 @@ def test_ragged_features_from_each(tiny_config, tmp_path):
   ],
 )
 def test_what_is_no_mixture(dataset):
-  assert rules.dataset(dataset).startswith('must be the name of')
+  assert not schema.accepts(dataset, schema.fields(common.Config)['dataset'])
 
 
 CONFIG = """

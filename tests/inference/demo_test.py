@@ -351,7 +351,7 @@ def test_an_address_that_cannot_be_listened_on():
       ([f'--port={port}'], f"host='127.0.0.1', port={port}: this machine can"),
       (['--port=65536'], "host='127.0.0.1', port=65536: this machine can"),
       (['--host=8.8.8.8'], "host='8.8.8.8', port=None: this machine cannot"),
-      (['--port=x'], "--port: 'x' must be a whole number"),
+      (['--port=x'], "--port: 'x' .*integer"),
       (['--step=3', '--weights=x'], '--step=3 selects a checkpoint of a run'),
     ):
       with pytest.raises(ValueError, match=message):

@@ -62,8 +62,8 @@ def test_a_staircase_drops_to_a_tenth_at_each_share_of_the_run():
   'args, message',
   [
     ((10, 1.0, 'step', 2), "decay_type='step' .*cosine"),
-    ((10, 1.0, 'cosine', -1), 'warmup_steps=-1 must be a whole number of at'),
-    ((0, 1.0, 'cosine', 0), 'total_steps=0 must be a whole number of at'),
+    ((10, 1.0, 'cosine', -1), 'warmup_steps=-1 .*integer'),
+    ((0, 1.0, 'cosine', 0), 'total_steps=0 .*integer'),
   ],
 )
 def test_wrong_schedules_are_named(args, message):

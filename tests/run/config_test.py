@@ -1,7 +1,6 @@
 """Tests of how a config is completed, resolved, and read back from a run."""
 
 import copy
-import json
 import os
 
 import pytest
@@ -48,7 +47,7 @@ def test_steps_follow_from_steps_or_epochs(fields, want):
   [
     (dict(), 'is not given: use --config.total_steps=N'),
     (dict(total_epochs=0.001), 'are less than one batch of 16'),
-    (dict(total_epochs=1e300), 'must be a whole number from 1 to 2147483647'),
+    (dict(total_epochs=1e300), '2147483647'),
     (
       dict(total_steps=6, warmup_steps=6),
       'warmup_steps=6 must be below total_steps=6: lower',
@@ -62,13 +61,12 @@ def test_steps_that_make_no_sense_are_refused(fields, message):
     run_config.resolve_steps(config, 1000)
 
 
-def test_keys_without_effect_are_taken_from_old_configs():
+def test_keys_of_the_original_without_effect_are_dropped():
   config = run_config.complete(vit.get_config('ti16,cifar10'))
-  old = config.copy_and_resolve_references()
-  with old.unlocked():
-    old.update(shuffle_buffer=50_000, shuffle_buffer_bytes=2**30)
-  for found in (run_config.complete(old), run_config.of_run(old)):
-    assert found.to_dict() == config.to_dict()
+  original = config.copy_and_resolve_references()
+  with original.unlocked():
+    original.update(model_type='ViT', shuffle_buffer=50_000)
+  assert run_config.complete(original).to_dict() == config.to_dict()
 
 
 def test_a_config_of_the_original_does_not_start_from_random_weights(
@@ -171,33 +169,19 @@ def test_a_task_that_cannot_be_imported_is_named_with_the_cause(
 
 @pytest.fixture
 def stored(tmp_path):
-  """The files of a run that is read only, of an older version."""
+  """The files of a run that is only read."""
   config = run_config.complete(digits.get_config())
-  plain = workdir_lib.to_plain(config)
-  plain.update(total_steps=880, warmup_steps=55)  # Beside the epochs.
-  (tmp_path / 'config.json').write_text(json.dumps(plain))
-  (tmp_path / 'class_names.json').write_text('["a", "b"]')
-  return tmp_path, plain
+  config = run_config.resolve_steps(config, 1408)
+  workdir_lib.create(tmp_path, config, {'class_names': ['a', 'b']}, data={})
+  return tmp_path, workdir_lib.to_plain(config)
 
 
-def test_a_config_that_a_run_has_stored_goes_on(stored):
+def test_a_stored_config_is_that_of_the_same_command(stored):
   path, plain = stored
   config, metadata = workdir_lib.load(path)
-  assert (config.total_steps, config.total_epochs) == (880, None)
-  assert (config.warmup_steps, config.warmup_epochs) == (55, None)
   assert metadata == {'class_names': ['a', 'b']}
   run_config.check(config)
-  # The same command comes to the same config.
-  again = run_config.complete(digits.get_config())
-  again = run_config.resolve_steps(again, 1408)
-  assert workdir_lib.to_plain(again) == workdir_lib.to_plain(config)
-  # A run of before `pretrained_dir` was not from weights in the current folder.
-  for key in ('pretrained_dir', 'task_options', 'evals', 'pp'):
-    del plain[key]
-  (path / 'config.json').write_text(json.dumps({**plain, 'of_later': 1}))
-  config, _ = workdir_lib.load(path)
-  assert config.pretrained_dir is None
-  assert config.pp.crop == 224
+  assert workdir_lib.to_plain(config) == plain
 
 
 @pytest.mark.parametrize(
@@ -208,18 +192,14 @@ def test_a_config_that_a_run_has_stored_goes_on(stored):
     ('config', '{}', "{} has no key 'model'"),
     ('config', '{"model": null}', "has no key 'model'"),
     ('config', '{"model": {}, "pp": []}', 'must be a group of keys'),
-    ('config', '{"model": {}, "task": 5}', 'task=5 must be a text'),
+    ('config', '{"model": {}, "task": 5}', 'task=5 .*string'),
     ('config', '{"model": {}, "task_options": 5}', 'must be a group of keys'),
-    ('config', '{"model": {}, "batch": "x"}', "batch='x' must be a whole"),
+    ('config', '{"model": {}, "batch": "x"}', "batch='x' .*integer"),
     ('config', '{"model": {}, "base_lr": NaN}', 'base_lr=nan must be'),
     ('config', '{"model": {"hidden_size": -1}}', 'hidden_size=-1 must be'),
     ('config', '{"model": {"a.b": 1}}', 'a.b'),
     ('config', '{"model":', 'is damaged: Expecting'),
     ('config', '[' * 10**6, 'is damaged: .*recursion'),
-    ('class_names', 'null', 'None must be a list of names'),
-    ('class_names', '{}', '{} must be a list of names'),
-    ('class_names', '[1, 2]', r'\[1, 2\] must be a list of names'),
-    ('class_names', '["a", "a"]', 'must be a list of names, each of them once'),
   ],
 )
 def test_damaged_files_of_a_run_are_named(stored, file, text, message):

@@ -193,22 +193,16 @@ def test_programs_of_several_runs():
 @pytest.mark.parametrize(
   'flag, message',
   [
-    (
-      '--config.total_steps=abc',
-      r"^total_steps='abc' must be a whole number f",
-    ),
-    (
-      '--config.batch=1e3',
-      '^batch=1000.0 must be a whole number of at least 1',
-    ),
-    ('--config.batch=None', '^batch=None must be a whole number'),
+    ('--config.total_steps=abc', "^total_steps='abc' .*integer"),
+    ('--config.batch=1e3', '^batch=1000.0 .*integer'),
+    ('--config.batch=None', '^batch=None .*integer'),
     (
       '--config.base_lr=nan',
-      r'^base_lr=nan must be a finite number.*base_lr\)',
+      r'^base_lr=nan .*finite.*base_lr\)',
     ),
-    ('--config.base_lr=1e999', '^base_lr=inf must be a finite number'),
-    ('--config.optimizer=adm', "optimizer='adm' is unknown: use one of 'adam'"),
-    ('--config.fewshot.shots=a,b', 'fewshot.shots=.* must be a tuple of diff'),
+    ('--config.base_lr=1e999', '^base_lr=inf .*finite'),
+    ('--config.optimizer=adm', "optimizer='adm' .*'adam', 'sgd'"),
+    ('--config.fewshot.shots=a,b', 'fewshot.shots=.* integers'),
     ('--config.batch', 'config.batch needs a value: give --config.batch=VALUE'),
     ('--config.pretrained', 'config.pretrained needs a value'),
     ('--noconfig.batch', 'config.batch needs a value'),

@@ -20,7 +20,6 @@ from vit_jax.run import metrics
 from vit_jax.run import workdir
 from vit_jax.studies import runs
 from vit_jax.studies import tables
-from vit_jax.tasks.pixels import pixels
 from vit_jax.weights import reading
 
 NAMES = {'class_names': [str(i) for i in range(10)]}
@@ -77,12 +76,6 @@ def test_other_data_to_test_on_are_named(run, config, caplog):
   assert 'evaluation test is on other data than before: images: y there' in line
 
 
-def test_a_run_of_an_older_version_goes_on(run, config):
-  (run / 'data.json').unlink()
-  workdir.check(run, config, NAMES, {'train': {'num_examples': 1}})
-  assert workdir.load(run)[1] == NAMES
-
-
 def test_names_that_were_changed_are_refused(run):
   (run / 'class_names.json').write_text(json.dumps(['a'] * 5))
   with pytest.raises(
@@ -124,20 +117,11 @@ def test_a_folder_in_place_of_a_table_stays(tmp_path):
 def test_a_place_that_cannot_hold_a_run_is_named(place, config):
   for use in (
     lambda: workdir.load(place),
-    lambda: workdir.as_begun(place, config),
     lambda: workdir.check_config(place, config),
     lambda: runs.check([runs.Run('a', config)], place),
   ):
     with pytest.raises(ValueError, match=f"workdir='{place}.*: runs lie in a"):
       use()
-
-
-@pytest.mark.parametrize('content', ['NaN', '{}', 'null', '[[NaN]]', '"red"'])
-def test_a_damaged_palette_is_named(run, content):
-  (run / 'palette.json').write_text(content)
-  task = pixels.Task
-  with pytest.raises(ValueError, match="palette.json' is damaged: .*colours"):
-    workdir.stored(run, task.LEARNED, task.METADATA)
 
 
 @pytest.mark.parametrize(
@@ -252,18 +236,6 @@ def test_a_class_folder_that_is_renamed_stops_the_run(tmp_path):
   next((tmp_path / 'images/train/bee').iterdir()).unlink()
   with pytest.raises(ValueError, match='num_examples: 18 there, 17 here'):
     train.check_start(train.prepare(config), tmp_path / 'run')
-
-
-def test_a_run_from_before_a_key_goes_on_as_it_was(config, tmp_path):
-  """Images were decoded in full before jpeg_shrink came."""
-  workdir.as_begun(tmp_path, config)
-  assert config.pp.jpeg_shrink
-  old = workdir.to_plain(config)
-  del old['pp']['jpeg_shrink']
-  (tmp_path / 'config.json').write_text(json.dumps(old))
-  workdir.as_begun(tmp_path, config)
-  assert not config.pp.jpeg_shrink
-  workdir.check(tmp_path, config, {}, {})
 
 
 @pytest.fixture

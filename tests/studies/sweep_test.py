@@ -193,7 +193,7 @@ def test_another_failure_ends_the_sweep_after_the_choice(
   'changes, values, arguments, message',
   [
     ({}, {'base_lrr': (1,)}, {}, "no key 'base_lrr': did you mean 'base_lr'"),
-    ({}, {'base_lr': ('x',)}, {}, "base_lr='x' must be a finite number"),
+    ({}, {'base_lr': ('x',)}, {}, "base_lr='x' .*finite number"),
     ({}, {'batch': (16, 15)}, {}, 'batch=15 is not a multiple'),
     ({}, {'seed': (0, 1)}, {}, "'seed' cannot be tried: a sweep sets this key"),
     ({}, {'base_lr': ()}, {}, "'base_lr' needs one or more values"),
@@ -205,14 +205,14 @@ def test_another_failure_ends_the_sweep_after_the_choice(
       'occurs 2 times: the names of runs',
     ),
     ({'pretrained': '/no/such.npz'}, RATES, {}, 'no/such.npz'),
-    ({}, RATES, {'refit': 'none'}, "refit='none' is unknown: use one of 'all'"),
-    ({}, RATES, {'seeds': 0}, 'seeds=0 must be a whole number from 1'),
-    ({}, RATES, {'seeds': 10**9}, 'must be a whole number from 1 to 1000'),
+    ({}, RATES, {'refit': 'none'}, "refit='none' .*one of 'all'"),
+    ({}, RATES, {'seeds': 0}, 'seeds=0 .*integer'),
+    ({}, RATES, {'seeds': 10**9}, 'at most 1000'),
     (
       {},
       RATES,
       {'metric': 'bleu'},
-      "metric='bleu' is unknown: use one of 'acc",
+      "metric='bleu' .*one of 'acc",
     ),
     ({'pp.train': 'train'}, RATES, {}, 'leaves no part of the training data'),
     (

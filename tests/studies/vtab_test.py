@@ -254,11 +254,11 @@ def test_the_table_of_all_tasks_over_two_seeds(config, tmp_path, capsys):
   [
     ({'tasks': ('svnh',)}, r"tasks='svnh' is no .* mean 'vtab/svhn'\?.*config.t"),
     ({'tasks': (3,)}, "tasks='3' is no task of VTAB"),
-    ({'seeds': ()}, r'seeds=\(\) must be one or more whole numbers'),
-    ({'seeds': (1, 1)}, 'each of them once'),
-    ({'checkpoints': 'best'}, "checkpoints='best' is unknown: use one of 'all'"),
+    ({'seeds': ()}, r'seeds=\(\) .*one or more'),
+    ({'seeds': (1, 1)}, 'different'),
+    ({'checkpoints': 'best'}, "checkpoints='best' .*one of 'all'"),
     ({'sedes': (0,)}, "no key 'sedes': did you mean 'seeds'"),
-    ({'run.base_lr': -1.0}, 'base_lr=-1.0 must be a finite number of at least 0'),
+    ({'run.base_lr': -1.0}, 'base_lr=-1.0 .*finite number'),
     ({'run.evals': (('x', 'test'),)}, "'accuracy_test' is not among|evals="),
   ],
 )  # fmt: skip

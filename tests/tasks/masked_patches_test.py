@@ -8,7 +8,6 @@ import math
 import gradio
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 from PIL import Image
 import pytest
@@ -31,7 +30,7 @@ from vit_jax.tasks import masked_patches
 
 
 def options(**kwargs):
-  return ml_collections.ConfigDict({**masked_patches.Task.OPTIONS, **kwargs})
+  return masked_patches.Task.Options(**kwargs)
 
 
 def draw(n, patches=50, **kwargs):
@@ -371,7 +370,7 @@ def test_the_recipe_is_the_papers():
     4096, 1_000_000, 10_000,
   )  # fmt: skip
   assert config.task == masked_patches_digits.get_config().task
-  assert dict(masked_patches.Task.OPTIONS) == dict(
+  assert masked_patches.Task.Options() == masked_patches.Task.Options(
     corruption=0.5, masked=0.8, swapped=0.1, target='mean'
   )
   with pytest.raises(ValueError, match='must be MODEL,DATA'):
@@ -388,12 +387,12 @@ def test_the_recipe_is_the_papers():
   'change, message',
   [
     ({'corruption': 0.0}, 'corruption=0.0 must be a number above 0 and at mo'),
-    ({'masked': 1.5}, 'masked=1.5 must be a finite number from 0 to 1'),
+    ({'masked': 1.5}, 'masked=1.5 .*finite number'),
     ({'masked': 0.9, 'swapped': 0.2}, 'must not sum to more than 1'),
     ({'target': 'hog'}, "target='hog' is unknown: use one of"),
     ({'corruptoin': 0.5}, "no key 'task_options.corruptoin': did you mean"),
     ({'target': 1}, 'task_options.target=1 must be str'),
-    ({'swapped': float('nan')}, 'swapped=nan must be a finite number'),
+    ({'swapped': float('nan')}, 'swapped=nan .*finite number'),
   ],
 )
 def test_wrong_options_are_named(data_dir, change, message):

@@ -98,10 +98,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       f'--split={args.split} needs a run: give --workdir=RUN, or leave out --split'
     )
   if args.split is not None:
-    from vit_jax.configs import rules  # Late: takes a second.
+    from vit_jax.configs import schema  # Late: takes a second.
 
-    if wrong := rules.split(args.split):
-      raise ValueError(f"--split='{args.split}' {wrong}")
+    schema.check('split', args.split, schema.Split, '--')
   if not 1 <= args.num_images <= _MOST:
     raise ValueError(
       f'--num_images={args.num_images} must be from 1 to {_MOST}'

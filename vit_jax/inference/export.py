@@ -23,6 +23,7 @@ import importlib.metadata
 import json
 import os
 from typing import Any
+from typing import Literal
 from typing import NamedTuple
 
 from etils import epath
@@ -35,7 +36,7 @@ import tensorflow as tf
 
 from vit_jax import cli
 from vit_jax.augmentation import canvases
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.data.images import reading
 from vit_jax.distributed import files
 from vit_jax.inference import given
@@ -153,14 +154,10 @@ def export(
 
 def check(out, to: str, dtype: str | None, image_size):
   """Raises what is wrong with arguments of `export`, before a model is read."""
-  size = rules.optional(rules.size)
-  for name, value, rule in (
-    ('to', to, rules.one_of(*FORMATS)),
-    ('dtype', dtype, rules.optional(rules.one_of(*TOLERANCES))),
-    ('image_size', None if image_size == FREE else image_size, size),
-  ):
-    if wrong := rule(value):
-      raise ValueError(f'{name}={value!r} {wrong} (--{name})')
+  schema.check('to', to, Literal[tuple(FORMATS)], '--')
+  schema.check('dtype', dtype, Literal[tuple(TOLERANCES)] | None, '--')
+  if image_size != FREE:
+    schema.check('image_size', image_size, schema.Size | None, '--')
   if epath.Path(out).exists():
     raise FileExistsError(
       f"out='{out}' exists: give another path, or delete it first (--out)"

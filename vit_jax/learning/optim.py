@@ -6,6 +6,7 @@ Builds optax transformations from a config.
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
+from typing import Literal
 from typing import NamedTuple
 
 from absl import logging
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.configs import rules as rules_lib
+from vit_jax.configs import schema
 from vit_jax.distributed import sharding
 
 DECAY_TYPES = ('cosine', 'linear', 'constant', 'staircase')
@@ -55,11 +56,11 @@ def create_learning_rate_schedule(
   Returns:
     A function from the step (0 for the first update) to the learning rate.
   """
-  rules_lib.check('decay_type', decay_type, rules_lib.one_of(*DECAY_TYPES))
-  rules_lib.check('total_steps', total_steps, rules_lib.whole(1))
+  schema.check('decay_type', decay_type, Literal[DECAY_TYPES])
+  schema.check('total_steps', total_steps, schema.Count)
   if warmup_steps is None:
     warmup_steps = default_warmup(total_steps)
-  rules_lib.check('warmup_steps', warmup_steps, rules_lib.whole(0))
+  schema.check('warmup_steps', warmup_steps, schema.Natural)
   if warmup_steps >= total_steps:
     logging.warning(
       'warmup_steps=%d is as long as total_steps=%d or longer: the learning rate '

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.distributed import files
 
 NAME = 'checksums.json'
@@ -122,7 +122,7 @@ def read_metric(checkpoint: epath.Path, name: str) -> float | None:
       e,
     )
     return None
-  return value if rules.is_number(value) else None
+  return value if schema.is_number(value) else None
 
 
 def check(directory: epath.Path, part: int = 0, parts: int = 1):

@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import os
 import sys
-from typing import Any
 
 from absl import logging
 from etils import epath
@@ -14,10 +13,10 @@ import ml_collections
 from vit_jax import cli
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.distributed import processes as processes_lib
+from vit_jax.layers import positions
 from vit_jax.learning import optim
-from vit_jax.run import keys
 
 # Name -> module of the tasks that come with the package. A config can also name
 # any other module, by its dotted name.
@@ -31,12 +30,9 @@ TASKS = {
   'segment': 'vit_jax.tasks.detection.segment',
 }
 
-# Keys that were added to the config after runs had stored theirs, and what
-# those runs did.
-_BEFORE = {'pp.jpeg_shrink': False, 'pretrained_dir': None}
-# Keys of the original and of older versions that have no effect: the model's
-# fields imply its type, and data are shuffled as a whole, without a buffer.
-_GONE = ('model_type', 'shuffle_buffer', 'shuffle_buffer_bytes')
+# Keys of the original that have no effect: the fields of a model imply its type, and
+# data are shuffled as a whole, without a buffer.
+_GONE = ('model_type', 'shuffle_buffer')
 
 
 class UnknownTaskError(ValueError):
@@ -117,27 +113,10 @@ def complete(config) -> ml_collections.ConfigDict:
 
 
 def of_run(config) -> ml_collections.ConfigDict:
-  """Returns a complete copy of the config that a run has stored.
-
-  Older versions stored numbers of epochs beside the resulting steps, and
-  possibly values that are refused now (ValueError).
-  """
-  config = copy.deepcopy(config)
-  with config.unlocked():
-    config.update_from_flattened_dict(before(config))
-  keys.check(_with_keys(config))
-  return _without_epochs(complete(config))
-
-
-def before(config) -> dict[str, Any]:
-  """Returns what runs did before keys were added that a stored config lacks."""
-  found = {}
-  for key, value in _BEFORE.items():
-    group, _, name = key.rpartition('.')
-    holder = config.get(group) if group else config
-    if hasattr(holder, 'keys') and name not in holder:
-      found[key] = value
-  return found
+  """Returns a complete copy of the config that a run has stored."""
+  completed = _with_keys(config)
+  _check_types(completed)
+  return complete(completed)
 
 
 def _with_keys(config):
@@ -149,23 +128,21 @@ def _with_keys(config):
         del config[key]
     if config.get('accum_steps', 1) in (0, None):
       config.accum_steps = 1
-    defaults = common.get_config()
-    _fill(config, defaults)
-    for group in keys.GROUPS:
-      if config[group] is None:
-        config[group] = defaults[group]
-      elif isinstance(config[group], ml_collections.ConfigDict):
-        _fill(config[group], defaults[group])
+    for group in ('pp', 'fewshot'):
+      if config.get(group, 0) is None:
+        del config[group]
+    schema.fill(config, common.Config)
     if isinstance(config.model, ml_collections.ConfigDict):
       config.model = model_configs.with_options(config.model)
   return config
 
 
-def _fill(given, defaults):
-  with given.unlocked():
-    for key, value in defaults.items():
-      if key not in given:
-        given[key] = value
+def _check_types(config, closed: bool = False):
+  """Checks the type of each key; `closed` refuses keys that do not exist."""
+  schema.check_group(config, common.Config, closed=closed)
+  if isinstance(config.model, ml_collections.ConfigDict):
+    fields = model_configs.FIELDS.get(model_configs.kind_of(config.model))
+    schema.check_group(config.model, fields, 'model.', closed=False)
 
 
 def _without_epochs(config):
@@ -181,38 +158,26 @@ def task_options(config):
 
   ValueError if the task lacks an option, or an option has another type.
   """
-  task = get_task(config.task)
-  defaults = task.OPTIONS
-  rules.check('task_options', config.get('task_options'), rules.group)
+  given = config.get('task_options') or {}
+  schema.check('task_options', given, dict)
+  return read_options(config.task, get_task(config.task).Options, given)
+
+
+def read_options(task: str, group: type, given) -> ml_collections.ConfigDict:
+  """Returns options that were given, checked by their types, and the defaults."""
+  kinds = schema.fields(group)
   options = ml_collections.ConfigDict(convert_dict=False)
-  for key, default in defaults.items():
+  for key, default in schema.defaults(group):
     options[key] = ml_collections.FieldReference(default, field_type=object)
-  for key, value in (config.get('task_options') or {}).items():
-    if key not in defaults:
-      rules.raise_unknown(
-        key, defaults, 'task_options.', f"task '{config.task}'"
-      )
-    options[key] = _typed(key, value, defaults[key])
-  for key, value in options.items():
-    rule = task.OPTION_RULES.get(key, rules.no_nan)
-    rules.check(f'task_options.{key}', value, rule)
+  for key, value in given.items():
+    name = f'task_options.{key}'
+    if key not in kinds:
+      schema.raise_unknown(key, kinds, 'task_options.', f"task '{task}'")
+    if isinstance(value, str):
+      value = schema.parse(name, value, kinds[key])
+    schema.check(name, value, kinds[key])
+    options[key] = tuple(value) if isinstance(value, list) else value
   return options
-
-
-def _typed(key, value, default):
-  """Converts an option to the type of its default; parses text from flags."""
-  if isinstance(value, str) and not isinstance(default, str | None):
-    value = cli.literal(value)
-  if isinstance(default, float) and type(value) is int:
-    value = float(value)
-  if isinstance(default, tuple) and isinstance(value, list):
-    value = tuple(value)
-  if default is not None and type(value) is not type(default):
-    raise ValueError(
-      f'task_options.{key}={value!r} must be {type(default).__name__}, like the '
-      f'default {default!r} (config.task_options.{key})'
-    )
-  return value
 
 
 def evaluations(config) -> list[tuple[str, str, str | None]]:
@@ -232,7 +197,7 @@ def evaluations(config) -> list[tuple[str, str, str | None]]:
         f'evals: {entry!r} must be (name, split) or (name, split, data set), as in '
         "(('val', 'train[90%:]'),) (config.evals)"
       )
-    rules.check('evals', entry[1], rules.split)
+    schema.check('evals', entry[1], schema.Split)
     found.append((*entry, None)[:3])
   names = [name for name, _, _ in found]
   if len(set(names)) < len(names):
@@ -250,15 +215,110 @@ def check_values(config):
   best metric are left to `check`.
   """
   config = _with_keys(config)
-  keys.check(config, known=common.get_config())
+  _check_types(config, closed=True)
   if config.model is None:
     raise ValueError(
       'model is not set: take a config file that sets it, such as '
       'configs/pretrain.py:ti16,DATA (config.model)'
     )
   _task_module(config.task)
-  keys.check_together(config)
+  _check_together(config)
   evaluations(config)
+
+
+def check_preprocessing(pp):
+  """Checks the values of `config.pp`; raises ValueError as `check` does."""
+  schema.check_group(pp, common.Preprocessing, 'pp.', closed=False)
+  _check_resize(pp)
+  _check_canvases(pp)
+
+
+def _check_together(config):
+  """Checks values that depend on each other."""
+  _check_resize(config.pp)
+  _check_canvases(config.pp)
+  _check_model(config.model)
+  if config.fewshot.shots and not config.fewshot.seeds:
+    raise ValueError(
+      f'fewshot.shots={config.fewshot.shots} needs seeds, and there are none: set '
+      '--config.fewshot.seeds=(0,1,2)'
+    )
+  if config.log_attention and not config.log_images:
+    raise ValueError(
+      'log_attention=True needs images to draw attention maps of, and '
+      'log_images=0: set --config.log_images=8 or --config.log_attention=False'
+    )
+  if (config.decay_type == 'staircase') != bool(config.decay_at):
+    raise ValueError(
+      f"decay_type='{config.decay_type}' and decay_at={config.decay_at}: a "
+      'staircase needs the shares of the run at which it drops, as in '
+      '--config.decay_at="(0.3, 0.6, 0.9)", and other decays take none'
+    )
+  if config.independent_weight_decay and not config.base_lr:
+    raise ValueError(
+      'independent_weight_decay=True divides by base_lr, which is 0: set '
+      '--config.base_lr above 0 or --config.independent_weight_decay=False'
+    )
+  for name in ('total', 'warmup'):
+    steps, epochs = config[f'{name}_steps'], config[f'{name}_epochs']
+    if steps is not None and epochs is not None:
+      raise ValueError(
+        f'{name}_steps={steps} and {name}_epochs={epochs} are both given: set '
+        f'one of them to None, --config.{name}_epochs=None or '
+        f'--config.{name}_steps=None'
+      )
+
+
+def _check_model(model, name='model'):
+  for part in model_configs.parts_of(model).values():
+    _check_model(model[part], f'{name}.{part}')
+  fields, width = model.get('transformer') or model, model.get('hidden_size')
+  heads = fields.get('num_heads')
+  if isinstance(heads, int) and isinstance(width, int) and width % heads:
+    key = name if fields is model else f'{name}.transformer'
+    raise ValueError(
+      f'{key}.num_heads={heads} does not divide {name}.hidden_size={width}: '
+      f'choose a divisor (config.{key}.num_heads)'
+    )
+  kind = positions.kind_of(
+    fields.get('add_position_embedding', True),
+    fields.get('position_embedding', 'learned_1d'),
+    fields.get('position_layers', 'stem'),
+    fields.get('position_grid'),
+  )
+  if isinstance(width, int):
+    positions.check_width(kind, width)
+
+
+def _check_resize(pp):
+  """Checks that the centre can be cropped of what is resized."""
+  crop = (pp.crop, pp.crop) if isinstance(pp.crop, int) else tuple(pp.crop)
+  both = isinstance(pp.resize, tuple | list)
+  given = tuple(pp.resize) if both else pp.resize
+  least = tuple(map(max, given, crop)) if both else max(*crop, given or 0)
+  if given not in (None, least):
+    raise ValueError(
+      f'resize={pp.resize} is smaller than crop={pp.crop}, so that the centre '
+      f'cannot be cropped: use at least {least} or None '
+      '(config.pp.resize)'
+    )
+
+
+def _check_canvases(pp):
+  if not pp.sides:
+    return
+  for name in ('rotate', 'randaugment', 'random_erasing'):
+    if pp[name]:
+      raise ValueError(
+        f'{name}={pp[name]} is not possible for images on canvases '
+        f'(pp.sides={pp.sides}): leave out --config.pp.{name}'
+      )
+  longest = max(*pp.sides, pp.eval_side)
+  if pp.longest_side < longest:
+    raise ValueError(
+      f'longest_side={pp.longest_side} is shorter than the shorter side, '
+      f'{longest} (pp.sides, pp.eval_side): raise --config.pp.longest_side'
+    )
 
 
 def check(config):
@@ -391,7 +451,7 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
         f'than one batch of {config.batch}: raise --config.total_epochs, or '
         'lower --config.batch'
       )
-    rules.check('total_steps', total, keys.KEYS['total_steps'])
+    schema.check('total_steps', total, common.Steps)
   warmup, epochs = config.warmup_steps, config.warmup_epochs
   if warmup is not None and warmup >= total:
     raise ValueError(

@@ -4,9 +4,9 @@
   --config.a.b=VALUE              sets a key; also --config.a.b VALUE
   --config.flag, --noconfig.flag  set a key to True and False
 
-VALUE is a literal of Python, or text without quotes: whichever of the two the
-key's rule accepts (vit_jax/run/keys.py). A key without a rule keeps the type of
-its value in the config file; any key without a rule can be None. Keys of
+VALUE is a Python literal or a string without quotes, whichever the type of the key
+accepts (configs/common.py and configs/models.py). Any other key keeps the type of its
+value in the config file, or can be None. Keys of
 configs/common.py, and options of the model and of the task, can be set although
 the config file lacks them.
 """
@@ -27,11 +27,9 @@ import ml_collections
 from vit_jax import cli
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
-from vit_jax.configs import rules
-from vit_jax.run import keys
+from vit_jax.configs import schema
 
 _MODULE = 'vit_jax_config_file'  # Name of a config file's module.
-_BOOLEANS = {'true': True, '1': True, 'false': False, '0': False}
 _UNITS = {'steps': 'epochs', 'epochs': 'steps'}  # Of the length of a run.
 
 # --- Config files ---
@@ -137,22 +135,21 @@ def set_keys(
       _assign(config, other, None)
 
 
-def known_keys(config, nested: bool = False) -> dict[str, rules.Rule]:
-  """Returns the rules of all keys that can be set, by dotted key.
+def known_keys(config, nested: bool = False) -> dict[str, Any]:
+  """Returns the types of all keys that can be set, by dotted key.
 
   The config is that of a run, or of a program whose groups (`nested`) are
   configs of runs.
   """
-  found = _rules_of_types(config)
+  found = _types_of_values(config)
   for key, value in config.items():
     if isinstance(value, ml_collections.ConfigDict):
       found |= _prefixed(key, known_keys(value, nested=True))
   if _is_run(config):
     found |= {
-      name: rule
-      for name, rule in _rules_of_run(config).items()
-      # Of one run of several, splits can contain '{seed}'.
-      if not (nested and rule is rules.split)
+      # The splits of a nested run may contain '{seed}'.
+      name: str if nested and kind is schema.Split else kind
+      for name, kind in _types_of_run(config).items()
     }
   return found
 
@@ -162,72 +159,65 @@ def _is_run(config):
 
 
 def _prefixed(group, found):
-  return {f'{group}.{name}': rule for name, rule in found.items()}
+  return {f'{group}.{name}': kind for name, kind in found.items()}
 
 
-def _rules_of_run(config):
-  """Returns the rules of the keys of a run, by dotted key."""
-  found = {**_rules_of_types(common.get_config()), **keys.KEYS}
+def _types_of_run(config):
+  """Returns the types of the keys of a run, by dotted key."""
+  found = {
+    **_types_of_values(common.get_config()),
+    **schema.flat(common.Config),
+  }
   # Other programs than 'train' have names too, and the original's configs have
   # 0 and None for 1.
-  found['trainer'] = rules.text
-  found['accum_steps'] = rules.optional(rules.whole(0))
+  found |= {'trainer': schema.Text, 'accum_steps': schema.Natural | None}
+  for group in ('mesh', 'model', 'task_options'):
+    del found[group]
   model = config.get('model')
   if isinstance(model, ml_collections.ConfigDict):
-    options = _rules_of_types(model_configs.with_options(model))
-    table = keys.MODELS.get(model_configs.kind_of(model))
-    if table is None:
-      for known in model_configs.OPTIONS_OF.values():
-        options = dict.fromkeys(known, rules.no_nan) | options
-    table = table or {}
-    options = {name: table.get(name, options[name]) for name in options}
+    options = _types_of_values(model_configs.with_options(model))
+    fields = model_configs.FIELDS.get(model_configs.kind_of(model))
+    if fields:
+      fields = schema.flat(fields)
+      options = {name: fields.get(name, options[name]) for name in options}
+    else:  # A model of the user's own may have the fields of any kind.
+      for known in model_configs.FIELDS.values():
+        options = dict.fromkeys(schema.flat(known), Any) | options
     found |= _prefixed('model', options)
   return found
 
 
-def _rules_of_types(group):
-  """Returns rules by the types of the values in a group, by dotted key."""
+def _types_of_values(group):
+  """Returns the types of the values in a group, or None, by dotted key."""
   found = {}
   for key, value in group.items():
     if isinstance(value, ml_collections.ConfigDict):
-      found |= _prefixed(key, _rules_of_types(value))
-    else:  # A value of the type, or None.
-      rule = _OF_TYPES.get(group.get_type(key), rules.no_nan)
-      found[key] = rules.optional(rule)
+      found |= _prefixed(key, _types_of_values(value))
+    else:
+      kind = group.get_type(key)
+      known = kind in (bool, int, float, str, tuple)
+      found[key] = (
+        kind | None if known else tuple | None if kind is list else Any
+      )
   return found
 
 
-_OF_TYPES = {
-  bool: rules.flag,
-  int: lambda x: None if type(x) is int else 'must be a whole number',
-  float: rules.finite,
-  str: lambda x: None if isinstance(x, str) else 'must be a text',
-  tuple: rules.sequence,
-  list: rules.sequence,
-}
-
-
 def _set(config, name, text, known):
-  """Sets a key to the first reading of a text that its rule accepts."""
+  """Sets a key to the first reading of a text that its type accepts."""
   if _is_task_option(config, name):
-    _assign(config, name, str(text))  # The task reads it, by its own rules.
+    _assign(config, name, str(text))  # The task reads it, by its own types.
     return
   if name not in known:
     _raise_unknown(name, known)
-  rule = known[name]
+  kind = known[name]
   if isinstance(text, bool):
-    if rule(text):
+    if not schema.accepts(text, kind):
       raise ValueError(
         f'--config.{name} needs a value: give --config.{name}=VALUE'
       )
     _assign(config, name, text)
-    return
-  readings = list(_readings(text))
-  for value in readings:
-    if not rule(value):
-      _assign(config, name, value)
-      return
-  rules.check(name, readings[0], rule)
+  else:
+    _assign(config, name, schema.parse(name, text, kind))
 
 
 def _is_task_option(config, name) -> bool:
@@ -236,19 +226,6 @@ def _is_task_option(config, name) -> bool:
   for group in groups[1:]:
     config = config.get(group) if hasattr(config, 'get') else None
   return holder == 'task_options' and config is not None and _is_run(config)
-
-
-def _readings(text: str) -> Iterable[Any]:
-  """Yields the values that a text may mean, the likeliest first."""
-  value = cli.literal(text)
-  yield value
-  if text.lower() in _BOOLEANS:
-    yield _BOOLEANS[text.lower()]
-  # Several values, or one, without parentheses.
-  if isinstance(value, str) and not set(value) & set('()[]{}\'"'):
-    yield tuple(cli.literal(word.strip()) for word in value.split(','))
-  yield (value,)
-  yield text
 
 
 def _assign(config, name, value):
@@ -280,4 +257,4 @@ def _raise_unknown(name, known):
     'the keys of a config are in configs/common.py, those of config.model in '
     'configs/models.py, those of config.task_options in the file of the task'
   )
-  rules.raise_unknown(name, known, where=where)
+  schema.raise_unknown(name, known, where=where)

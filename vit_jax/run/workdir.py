@@ -10,6 +10,7 @@ versions.json      versions of Python and of important packages
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import hashlib
 import importlib.metadata
 import json
@@ -291,64 +292,46 @@ def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
   FileNotFoundError if the folder holds no run; ValueError if its files cannot
   be read or were changed, or its task is unknown.
   """
-  path, digest = folder(workdir), None
+  path = folder(workdir)
   config = _read_config(path)
-  if (path / _DATA).exists():  # Runs of older versions have no hash.
-    digest = _read_object(path / _DATA).get('metadata', '')
-  rules = run_config.get_task(config.task).METADATA
-  return config, _read_metadata(path, rules, rules, digest)
+  return config, _read_metadata(path, run_config.get_task(config.task).METADATA)
 
 
 @processes.by_first('reading what the run has learned')
-def stored(workdir, names, rules) -> dict[str, Any]:
-  """Returns metadata of the run in a folder; {} if no run has begun there.
+def stored(workdir, names: Sequence[str]) -> dict[str, Any]:
+  """Returns the metadata of the run in a folder; {} if no run has begun there.
 
-  `rules` are those of the metadata by name, see
-  vit_jax.tasks.base.Task.METADATA.
+  `names` are those of vit_jax.tasks.base.Task.METADATA.
   """
   path = folder(workdir)
-  begun = (path / 'config.json').exists()
-  return _read_metadata(path, names, rules) if begun else {}
+  return _read_metadata(path, names) if (path / 'config.json').exists() else {}
 
 
-def _read_metadata(path, names, rules, digest=None) -> dict[str, Any]:
-  """Reads metadata; checks their hash, if it is known, and their rules."""
+def _read_metadata(path, names) -> dict[str, Any]:
   found = {name: _read_json(path / f'{name}.json') for name in names}
-  if digest not in (None, _digest(found)):
+  if _read_object(path / _DATA).get('metadata') != _digest(found):
     raise ValueError(
       f"{[f'{name}.json' for name in names]} in workdir='{path}' are not those "
       'that the run has learned (data.json has a hash of them): restore the files '
       'that the run wrote'
     )
-  for name in found.keys() & rules:
-    if wrong := rules[name](found[name]):
-      raise _damaged(path / f'{name}.json', f'{found[name]!r:.50} {wrong}')
   return found
 
 
-def as_begun(workdir, config):
-  """Sets keys of a complete config, in place, to what a run began with.
+def keep_dtype(workdir, config):
+  """Replaces, in place, the dtype 'auto' of a model by that of the run in a folder.
 
-  Keys that were added later get their former behaviour, and a type of the
-  computation that the config leaves to the devices ('auto') is the stored one. The
-  workdir need not exist.
+  The folder need not exist.
   """
-  before, dtype = _before(workdir)
-  with config.unlocked():
-    config.update_from_flattened_dict(before)
-    if dtype and config.model.get('dtype') == dtypes.AUTO:
-      config.model.dtype = dtype
+  if config.model.get('dtype') == dtypes.AUTO and (dtype := _dtype(workdir)):
+    config.model.dtype = dtype
 
 
 @processes.by_first('reading the config of the workdir')
-def _before(workdir):
+def _dtype(workdir):
   file = folder(workdir) / 'config.json'
-  if not file.exists():
-    return {}, None
-  stored = _read_object(file)
-  model = stored.get('model')
-  dtype = model.get('dtype') if isinstance(model, dict) else None
-  return run_config.before(stored), dtype
+  model = _read_object(file).get('model') if file.exists() else None
+  return model.get('dtype') if isinstance(model, dict) else None
 
 
 def _read_config(path) -> ml_collections.ConfigDict:

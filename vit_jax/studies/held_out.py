@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import tensorflow_datasets as tfds
 
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.data import slices
 
 _LARGE = 10**9  # Number of examples by which slices are compared.
@@ -38,8 +38,7 @@ def cut(split: str, test: str, held_out: str | None = None) -> Parts:
     '--held_out=validation'
   )
   if held_out and not re.fullmatch(r'\d+|\d+(\.\d+)?%', held_out):
-    if wrong := rules.split(held_out):
-      raise ValueError(f"held_out='{held_out}' {wrong} (--held_out)")
+    schema.check('held_out', held_out, schema.Split, '--')
     found = Parts(split, held_out, f'{split}+{held_out}')
   elif more:
     raise ValueError(

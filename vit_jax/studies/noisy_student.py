@@ -17,6 +17,7 @@ that see the workdir share the runs; one labels the images of a seed, and the
 others wait for it.
 """
 
+from typing import Annotated
 from typing import Any
 
 import ml_collections
@@ -24,7 +25,7 @@ import ml_collections
 from vit_jax import cli
 from vit_jax import evaluate
 from vit_jax import train
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.data import sources
 from vit_jax.run import config as run_config
 from vit_jax.run import workdir as workdir_lib
@@ -36,19 +37,22 @@ say = cli.say
 # Between the seeds of the runs of an iteration and the next.
 _SEEDS = 1000
 
-_KEYS: dict[str, rules.Rule] = {
-  'teacher': rules.group,
-  'student': rules.group,
-  'seeds': rules.seeds,
-  'teacher_workdir': rules.optional(rules.text),
-  'unlabelled': rules.text,
-  'unlabelled_split': rules.text,
-  'confidence': rules.number(0, 1),
-  'per_class': rules.optional(rules.whole(1)),
-  'soft': rules.flag,
-  'soft_classes': rules.optional(rules.whole(1)),
-  'ratios': rules.several(rules.positive),
-  'metric': rules.text,
+_KEYS: dict[str, Any] = {
+  'teacher': ml_collections.ConfigDict,
+  'student': ml_collections.ConfigDict,
+  'seeds': schema.Seeds,
+  'teacher_workdir': schema.Text | None,
+  'unlabelled': schema.Text,
+  'unlabelled_split': schema.Text,
+  'confidence': schema.Probability,
+  'per_class': schema.Count | None,
+  'soft': bool,
+  'soft_classes': schema.Count | None,
+  'ratios': Annotated[
+    tuple[schema.Positive, ...],
+    schema.Fits('one or more numbers above 0', bool),
+  ],
+  'metric': schema.Text,
 }
 
 

@@ -24,7 +24,7 @@ import ml_collections
 from vit_jax import checkpoint
 from vit_jax import cli
 from vit_jax import train
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.distributed import processes
 from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import config as run_config
@@ -274,25 +274,25 @@ def _check_result(found, best):
     fits = type(value) in (int, float)
     if fits and metrics_lib.is_share(name):
       fits = 0 <= value <= 1
-    if not fits or (name == best and not rules.is_number(value)):
+    if not fits or (name == best and not schema.is_number(value)):
       raise ValueError(f'{name} is {value!r:.50}')
 
 
 # --- Checking ---
 
 
-def check_keys(config, known: Mapping[str, rules.Rule], of: str):
+def check_keys(config, known: Mapping[str, Any], of: str):
   """Checks the keys of the config of a study; `of` names it.
 
   Raises ValueError for an unknown key, one that is missing, or a wrong value.
   """
   for key in config:
     if key not in (*known, 'trainer'):
-      rules.raise_unknown(key, known, of=f'the config of {of}')
-  for key, rule in known.items():
+      schema.raise_unknown(key, known, of=f'the config of {of}')
+  for key, kind in known.items():
     if key not in config:
       raise ValueError(f'{of} needs config.{key}')
-    rules.check(key, config[key], rule)
+    schema.check(key, config[key], kind)
 
 
 def check(runs: Sequence[Run], workdir, checkpoints: str = 'newest'):
@@ -322,7 +322,7 @@ def check(runs: Sequence[Run], workdir, checkpoints: str = 'newest'):
 def _check_run(run, folder, found):
   """Checks a run's config, and its folder if it was begun."""
   config = run_config.complete(run.config)
-  workdir_lib.as_begun(folder, config)
+  workdir_lib.keep_dtype(folder, config)
   train.check(config)
   workdir_lib.check_config(folder, config, moved=found is None)
   if found is None:
@@ -390,7 +390,7 @@ def changed(
       if not isinstance(holder, ml_collections.ConfigDict):
         raise ValueError(f"'{prefix.rstrip('.')}' is no group of keys")
       if name not in holder:
-        rules.raise_unknown(name, holder.keys(), prefix)
+        schema.raise_unknown(name, holder.keys(), prefix)
       inside, prefix = holder[name], f'{prefix}{name}.'
     with holder.unlocked(), holder.ignore_type():
       holder[name] = value

@@ -17,13 +17,15 @@ workdir can start the same command: each takes the next run that is free.
 
 import copy
 import re
+from typing import Annotated
+from typing import Literal
 
 import ml_collections
 
 from vit_jax import cli
 from vit_jax import models
 from vit_jax.augmentation import geometry
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.data import sources
 from vit_jax.planning import costs
 from vit_jax.planning import flops
@@ -34,47 +36,28 @@ from vit_jax.studies import tables
 say = cli.say
 
 
-def _pairs(is_second, words: str) -> rules.Rule:
-  """Returns a rule: pairs of a text and a value of some kind."""
-
-  def fits(pair):
-    is_pair = isinstance(pair, tuple | list) and len(pair) == 2
-    return is_pair and isinstance(pair[0], str) and is_second(pair[1])
-
-  return lambda value: (
-    None
-    if isinstance(value, tuple | list) and all(map(fits, value))
-    else f'must be pairs {words}'
-  )
-
-
 _KEYS = {
-  'base': rules.group,
-  'variants': _pairs(
-    lambda x: isinstance(x, dict), '(name, {key: value, ...})'
-  ),
-  'seeds': rules.seeds,
-  'metric': rules.text,
+  'base': ml_collections.ConfigDict,
+  'variants': Annotated[
+    tuple[tuple[str, dict], ...],
+    schema.Fits('one or more pairs (name, {key: value, ...})', bool),
+  ],
+  'seeds': schema.Seeds,
+  'metric': schema.Text,
 }
-# Key -> (default, rule).
+# Key -> (default, type).
 _OPTIONS = {
   # Title of the plot.
-  'title': ('Study', rules.text),
+  'title': ('Study', schema.Text),
   # For a plot of curves: (name of the line, x) for each variant. Without, the
   # plot has a bar for each variant. 'exaflops' in place of an x stands for the
   # compute of the variant's runs in exaFLOPs.
-  'x': (
-    (),
-    _pairs(
-      lambda x: rules.is_number(x) or x == 'exaflops',
-      "(name of the line, number or 'exaflops')",
-    ),
-  ),
+  'x': ((), tuple[tuple[str, float | Literal['exaflops']], ...]),
   # Label of the x axis, and whether the axis is logarithmic.
-  'x_label': ('', rules.no_nan),
-  'x_log': (False, rules.flag),
+  'x_label': ('', str),
+  'x_log': (False, bool),
   # Checkpoints to keep of a run that is done: 'all', 'newest' or 'none'.
-  'checkpoints': ('newest', rules.one_of(*runs_lib.CHECKPOINTS)),
+  'checkpoints': ('newest', Literal[tuple(runs_lib.CHECKPOINTS)]),
 }
 
 
@@ -165,10 +148,8 @@ def _complete(config):
     for key, (default, _) in _OPTIONS.items():
       if key not in config:
         config[key] = default
-  options = {key: rule for key, (_, rule) in _OPTIONS.items()}
+  options = {key: kind for key, (_, kind) in _OPTIONS.items()}
   runs_lib.check_keys(config, _KEYS | options, 'a study')
-  if not config.variants:
-    raise ValueError('variants=() must be one or more (config.variants)')
   if config.x and len(config.x) != len(config.variants):
     raise ValueError(
       f'x has {len(config.x)} entries for {len(config.variants)} variants: give '

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import copy
 import itertools
 import re
+from typing import Annotated
 from typing import Any
+from typing import Literal
 from typing import NamedTuple
 
 from etils import epath
@@ -20,7 +22,7 @@ import ml_collections
 from vit_jax import cli
 from vit_jax import train
 from vit_jax.configs import common
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.data import sources
 from vit_jax.distributed import processes
 from vit_jax.run import config as run_config
@@ -192,13 +194,11 @@ def make(
     metric = config.best_metric  # Without the name of the evaluation.
     for name, _, _ in run_config.evaluations(config):
       metric = metric.removesuffix(f'_{name}')
-  for name, value, rule in (
-    ('refit', refit, rules.one_of(*REFITS)),
-    ('seeds', seeds, rules.whole(1, 1_000)),
-    ('metric', metric, rules.one_of(*known)),
-  ):
-    if rule(value):
-      raise ValueError(f'{name}={value!r} {rule(value)} (--{name})')
+  schema.check('refit', refit, Literal[tuple(REFITS)], '--')
+  schema.check(
+    'seeds', seeds, Annotated[int, schema.Range(ge=1, le=1_000)], '--'
+  )
+  schema.check('metric', metric, Literal[tuple(known)], '--')
   parts = held_out_lib.cut(config.pp.train, config.pp.test, held_out)
   if values is None:
     name = config.dataset if isinstance(config.dataset, str) else None
@@ -276,7 +276,7 @@ def _show_choice(plan, rows, workdir):
   # Over the first key if its values are numbers, else as bars.
   first, *others = plan.values
   tried = plan.values[first]
-  curves = all(map(rules.is_number, tried))
+  curves = all(map(schema.is_number, tried))
   for row in rows:
     value = 'diverged'
     if not row['diverged']:
@@ -310,7 +310,7 @@ def _best(plan, rows) -> dict[str, Any]:
   equal = sum(row[metric] == best[metric] for row in rows) - 1
   say(f'Chosen: {_name(values)}.' + f' {equal} more are as good.' * bool(equal))
   for key, tried in plan.values.items():
-    ordered = all(map(rules.is_number, tried)) and len(tried) > 1
+    ordered = all(map(schema.is_number, tried)) and len(tried) > 1
     if ordered and values[key] in (min(tried), max(tried)):
       say(
         f'{key}={values[key]} is at the edge of the values tried: one beyond it may '

@@ -6,7 +6,7 @@ python -m vit_jax.main --config=configs/digits_transfer.py --workdir=/tmp/transf
 import ml_collections
 
 from vit_jax import cli
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.run import config as run_config
 from vit_jax.studies import runs as runs_lib
 from vit_jax.studies import tables
@@ -15,9 +15,11 @@ say = cli.say
 # Key of a run's config -> its name in the table.
 _NAMES = {'finetune': 'fine-tuned', 'scratch': 'from scratch'}
 _METRIC = 'accuracy_test'
-_RULES = {
-  'seeds': rules.seeds,
-  **dict.fromkeys(('pretrain', 'finetune', 'scratch'), rules.group),
+_TYPES = {
+  'seeds': schema.Seeds,
+  **dict.fromkeys(
+    ('pretrain', 'finetune', 'scratch'), ml_collections.ConfigDict
+  ),
 }
 
 
@@ -38,7 +40,7 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   Raises:
     ValueError, runs.Failed: see study.study.
   """
-  runs_lib.check_keys(config, _RULES, 'a transfer')
+  runs_lib.check_keys(config, _TYPES, 'a transfer')
   pretraining = runs_lib.Run('pretrain', config.pretrain)
   variants = {kind: [] for kind in _NAMES}
   for kind, found in variants.items():

@@ -5,12 +5,13 @@ python -m vit_jax.main --config=configs/vtab.py:b16 --workdir=/tmp/vtab
 
 import statistics
 from typing import Any
+from typing import Literal
 
 import ml_collections
 
 from vit_jax import cli
 from vit_jax.configs import common
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.configs import vtab as vtab_config
 from vit_jax.data.tfds import vtab as data
 from vit_jax.data.tfds import vtab_tasks
@@ -28,13 +29,13 @@ PUBLISHED = {
   model: dict(zip(TASKS, accuracies, strict=True))
   for model, accuracies in vtab_config.TABLE_9.items()
 }
-_RULES = {
-  'tasks': rules.sequence,
-  'seeds': rules.seeds,
-  'validate': rules.flag,
-  'download': rules.flag,
-  'checkpoints': rules.one_of(*runs_lib.CHECKPOINTS),
-  'run': rules.group,
+_TYPES = {
+  'tasks': tuple,
+  'seeds': schema.Seeds,
+  'validate': bool,
+  'download': bool,
+  'checkpoints': Literal[tuple(runs_lib.CHECKPOINTS)],
+  'run': ml_collections.ConfigDict,
 }
 
 
@@ -81,7 +82,7 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
 
 def _by_task(config) -> dict[str, list[runs_lib.Run]]:
   """Checks the config except for that of the runs; returns the runs by task."""
-  runs_lib.check_keys(config, _RULES, 'VTAB')
+  runs_lib.check_keys(config, _TYPES, 'VTAB')
   for task in config.tasks:
     vtab_tasks.find_task(f'{task}', 'tasks')
   names = [task.removeprefix('vtab/') for task in config.tasks or TASKS]

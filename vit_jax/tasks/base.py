@@ -38,6 +38,7 @@ returns beside them, and `batch` is a dict of arrays [B, ...].
 import abc
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
 from typing import Any
 from typing import ClassVar
 
@@ -48,7 +49,6 @@ import numpy as np
 
 from vit_jax import input_pipeline
 from vit_jax import preprocess
-from vit_jax.configs import rules
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
 from vit_jax.evaluators import means
@@ -65,14 +65,11 @@ class Task(abc.ABC):
   Attributes:
     FEATURES: names of the features that a record must have, see
       vit_jax.data.sources.open_split: 'image', 'label', 'objects/bbox', ...
-    OPTIONS: {name: default} of `config.task_options`; values must have the type
-      of the default.
-    OPTION_RULES: further rules for options, from vit_jax/configs/rules.py:
-      {'mixup': rules.number(0)}.
+    Options: dataclass of `config.task_options`, see configs/schema.py.
     METRICS: what `metrics` returns, unless it depends on the config.
     LOW: those metrics whose lowest value is the best.
-    METADATA: {name: rule} of the values that `make_metadata` and `learn` return;
-      each is a JSON file in the workdir.
+    METADATA: names of the values that `make_metadata` and `learn` return; each is
+      a JSON file in the workdir.
     LEARNED: names of those values that `learn` returns.
     NEW_PARAMS: prefixes of the paths of parameters that do not come from
       `config.pretrained`; see also `new_params`.
@@ -93,11 +90,9 @@ class Task(abc.ABC):
   """
 
   FEATURES: ClassVar[tuple[str, ...]] = ('image',)
-  OPTIONS: ClassVar[dict[str, Any]] = {}
-  OPTION_RULES: ClassVar[dict[str, rules.Rule]] = {}
   METRICS: ClassVar[tuple[str, ...]] = ('loss',)
   LOW: ClassVar[tuple[str, ...]] = ('loss',)
-  METADATA: ClassVar[dict[str, rules.Rule]] = {}
+  METADATA: ClassVar[tuple[str, ...]] = ()
   LEARNED: ClassVar[tuple[str, ...]] = ()
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head/',)
   OWN_PARAMS: ClassVar[tuple[str, ...]] = ()
@@ -107,6 +102,10 @@ class Task(abc.ABC):
   FIGURES: ClassVar[tuple] = ()
 
   model: Any = None
+
+  @dataclasses.dataclass
+  class Options:
+    pass
 
   def __init__(self, config, metadata: dict[str, Any]):
     """Builds the model and checks the options; computes nothing."""

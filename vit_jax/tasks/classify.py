@@ -1,6 +1,7 @@
 """Classification with a cross-entropy loss; measures top-1 and top-5 accuracy."""
 
 from collections.abc import Sequence
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax.augmentation import mixing
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.figures import attention
 from vit_jax.figures import captions
 from vit_jax.figures import drawing
@@ -31,20 +32,18 @@ class Task(base.Task):
   """Learns the classes of images."""
 
   FEATURES = ('image', 'label', 'soft_label?')
-  OPTIONS = {  # noqa: RUF012
+
+  @dataclasses.dataclass
+  class Options:
     # Mixes pairs of images and their labels (arXiv 1710.09412). The value is
     # the parameter of the Beta distribution of the shares; 0 turns mixup off.
-    'mixup': 0.0,
+    mixup: schema.NonNegative = 0.0
     # Pastes a box of another image into each image, and mixes the labels (arXiv
     # 1905.04899). The value has the same meaning; 0 turns CutMix off.
-    'cutmix': 0.0,
-  }
-  OPTION_RULES = {  # noqa: RUF012
-    'mixup': rules.number(),
-    'cutmix': rules.number(),
-  }
+    cutmix: schema.NonNegative = 0.0
+
   METRICS = ('accuracy', 'loss')
-  METADATA = {'class_names': rules.names}  # noqa: RUF012
+  METADATA = ('class_names',)
   FIGURES = gallery.OF_CLASSES
 
   def __init__(self, config, metadata):
@@ -262,7 +261,7 @@ class Predictor(base.Predictor):
       self._check_head()
     except ValueError as e:
       raise tables.NoColumns(f'{e}, or write them (--embeddings)') from e
-    rules.check('top', top, rules.whole(1), '--')
+    schema.check('top', top, schema.Count, '--')
     return tables.choices(lambda found: self._of_row(found, top), self._shares)
 
   def report(self, images, args):

@@ -9,7 +9,9 @@ Shapes: B images, h x w = N patches of p x q pixels, C channels, tokens of width
 D.
 """
 
+import dataclasses
 import math
+from typing import Literal
 
 from etils import epath
 import flax.linen as nn
@@ -20,7 +22,7 @@ import tensorflow as tf
 
 from vit_jax import models
 from vit_jax import models_vit
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
 from vit_jax.figures import captions
 from vit_jax.figures import charts
@@ -73,24 +75,19 @@ class MaskedViT(models_vit.VisionTransformer):
 class Task(base.Task):
   """Learns to predict what corrupted patches look like."""
 
-  OPTIONS = {  # noqa: RUF012
+  @dataclasses.dataclass
+  class Options:
     # Share of the patches that are corrupted (15 % is slightly worse). Of the
     # corrupted patches, `masked` is the share that becomes the mask token and
     # `swapped` the share that becomes another patch; the rest stay as they are.
-    'corruption': 0.5,
-    'masked': 0.8,
-    'swapped': 0.1,
+    corruption: schema.Share = 0.5
+    masked: schema.Probability = 0.8
+    swapped: schema.Probability = 0.1
     # What is predicted for a patch: 'mean', its mean colour in 3 bits per
     # channel; '4x4', the mean colour of each of its 4 x 4 cells; 'l2', all of
     # its pixels, by regression.
-    'target': 'mean',
-  }
-  OPTION_RULES = {  # noqa: RUF012
-    'corruption': rules.share,
-    'masked': rules.number(0, 1),
-    'swapped': rules.number(0, 1),
-    'target': rules.one_of(*TARGETS),
-  }
+    target: Literal['mean', '4x4', 'l2'] = 'mean'
+
   METRICS = ('accuracy', 'loss')
   NEW_PARAMS = ('head/', 'mask_token')
   OWN_PARAMS = ('head/', 'mask_token')

@@ -9,6 +9,7 @@ decoder, C classes.
 """
 
 from collections.abc import Callable
+import dataclasses
 import functools
 import math
 
@@ -23,7 +24,7 @@ from vit_jax import preprocess
 from vit_jax.augmentation import canvases
 from vit_jax.augmentation import geometry
 from vit_jax.configs import models as model_configs
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
 from vit_jax.evaluators import means
 from vit_jax.figures import captions
@@ -53,29 +54,25 @@ class Task(base.Task):
     'objects/area?',
     'objects/is_crowd?',
   )
-  OPTIONS = {  # noqa: RUF012
+
+  @dataclasses.dataclass
+  class Options:
     # Greatest number of objects of an image; at most the number of queries.
-    'max_objects': 100,
+    max_objects: schema.Count = 100
     # Weight of the class in the matching and in the loss. The published one
     # suits a backbone that knows classes already.
-    'class_weight': boxes_lib.CLASS,
+    class_weight: schema.Positive = boxes_lib.CLASS
     # Weight of a query without an object in the loss of the class. The published
     # one suits 100 queries, most of which have no object.
-    'no_object_weight': boxes_lib.NO_OBJECT,
+    no_object_weight: schema.Share = boxes_lib.NO_OBJECT
     # Evaluation and detection on canvases (config.pp.sides): each image lies on
     # the smallest canvas whose sides are multiples of this number, and the
     # model is compiled for each canvas. 1: no padding at all; 0: all images lie
     # on one square.
-    'tight': 64,
-  }
-  OPTION_RULES = {  # noqa: RUF012
-    'max_objects': rules.whole(1),
-    'class_weight': rules.positive,
-    'no_object_weight': rules.share,
-    'tight': rules.whole(0),
-  }
+    tight: schema.Natural = 64
+
   METRICS = (*ap.NAMES, 'loss')
-  METADATA = {'class_names': rules.names}  # noqa: RUF012
+  METADATA = ('class_names',)
   NEW_PARAMS = ('class_head/',)
   DRAWS = True
   FIGURES = figures.FIGURES

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from vit_jax import preprocess
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.inference import tables
@@ -107,8 +107,8 @@ class Detector(predictor_lib.Predictor):
 
   def _columns(self, top=5, threshold=None, image_size=None):
     threshold = self.LEAST if threshold is None else threshold
-    rules.check('threshold', threshold, rules.number(0, 1), '--')
-    rules.check('image_size', image_size, rules.optional(rules.size), '--')
+    schema.check('threshold', threshold, schema.Probability, '--')
+    schema.check('image_size', image_size, schema.Size | None, '--')
 
     def row(inputs, outputs):
       _, found = self.make(inputs, outputs, threshold)

@@ -13,6 +13,9 @@ or both at once. The data have the features of TFDS's coco/2017_panoptic.
 Shapes: B images, Q queries, N objects of an image (padded), H x W pixels.
 """
 
+import dataclasses
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +23,7 @@ import tensorflow as tf
 
 from vit_jax.augmentation import canvases
 from vit_jax.augmentation import geometry
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.data.coco import panoptic
 from vit_jax.figures import captions
 from vit_jax.tasks.detection import boxes as boxes_lib
@@ -45,29 +48,21 @@ class Task(detect.Task):
       _OBJECTS + name for name in ('id', 'bbox', 'label', 'area?', 'is_crowd?')
     ),
   )
-  OPTIONS = {  # noqa: RUF012
-    **detect.Task.OPTIONS,
+
+  @dataclasses.dataclass
+  class Options(detect.Task.Options):
     # Names of the classes of stuff; (): as the data set says, or none.
-    'stuff': (),
+    stuff: schema.Names = ()
     # Height and width of the square in which test images are compared with
     # their segments; a larger image is reduced.
-    'truth_size': 640,
+    truth_size: schema.Count = 640
     # Whether all pixels of several queries that found one class of stuff are
     # its segment. False is the released post-processing, for published PQ.
-    'merge_stuff': True,
-  }
-  OPTION_RULES = {  # noqa: RUF012
-    **detect.Task.OPTION_RULES,
+    merge_stuff: bool = True
     # The number of an object is a byte.
-    'max_objects': rules.whole(1, 255),
-    'stuff': rules.names,
-    'truth_size': rules.whole(1),
-    'merge_stuff': rules.flag,
-  }
-  METADATA = {  # noqa: RUF012
-    **detect.Task.METADATA,
-    'isthing': rules.several(rules.flag),
-  }
+    max_objects: Annotated[int, schema.Range(ge=1, le=255)] = 100
+
+  METADATA = (*detect.Task.METADATA, 'isthing')
   NEW_PARAMS = (*detect.Task.NEW_PARAMS, 'segmentation/')
 
   def __init__(self, config, metadata):

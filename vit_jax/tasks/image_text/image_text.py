@@ -15,6 +15,7 @@ labels (zero-shot classification), texts (retrieval), or both.
 """
 
 import base64
+import dataclasses
 import functools
 import os
 import shlex
@@ -28,7 +29,7 @@ import tensorflow as tf
 from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax import preprocess
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.figures import captions as captions_lib
 from vit_jax.layers import text_towers
 from vit_jax.learning import optim
@@ -47,27 +48,28 @@ class Task(base.Task):
   """Learns which images and texts belong together."""
 
   FEATURES = ('image', 'label?', *(f'{name}?' for name in captions.FEATURES))
-  OPTIONS = {  # noqa: RUF012
+
+  @dataclasses.dataclass
+  class Options:
     # Sentences about a class, for zero-shot classification: 'short' (8), 'full'
     # (the 80 of CLIP), one template with {} for the name, or a file with one in
     # each line.
-    'templates': 'short',
+    templates: str = 'short'
     # Names of the classes in place of those of the data, in their order: 'a;b;c',
     # or a file with one in each line.
-    'classes': '',
+    classes: str = ''
     # Whether the embeddings of classes are divided by their lengths after the mean
     # over templates, as for CLIP and SigLIP; LiT leaves them.
-    'unit_classes': False,
+    unit_classes: bool = False
     # Whether a locked image tower computes the embeddings of the training images
     # once, to a file in the workdir, in place of once in each epoch.
-    'precompute': False,
+    precompute: bool = False
     # Greatest number of texts of an image in an evaluation.
-    'most_texts': 8,
-  }
-  OPTION_RULES = {'most_texts': rules.whole(1)}  # noqa: RUF012
+    most_texts: schema.Count = 8
+
   METRICS = (*zero_shot.METRICS_OF_CLASSES, *zero_shot.METRICS_OF_TEXTS)
   LOW = ()
-  METADATA = {'vocabulary': rules.sequence}  # noqa: RUF012
+  METADATA = ('vocabulary',)
   LEARNED = ('vocabulary',)
   NEW_PARAMS = ()
   DRAWS = True

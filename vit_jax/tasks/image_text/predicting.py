@@ -15,7 +15,7 @@ import numpy as np
 from scipy import special
 
 from vit_jax import cli
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
 from vit_jax.distributed import files
 from vit_jax.distributed import sharding
@@ -149,7 +149,7 @@ class Predictor(predictor_lib.Predictor):
         '(--classes="a cat;a dog"), texts (--texts=FILE), or ask for the embeddings '
         '(--embeddings)'
       )
-    rules.check('top', top, rules.whole(1), '--')
+    schema.check('top', top, schema.Count, '--')
     how = (*self._choices(classes, texts), top)
     return tables.choices(lambda zimg: self._of_row(zimg, *how))
 

@@ -5,7 +5,9 @@ loss is the sum of the cross-entropy of the classes and of that of the pixels. A
 linear head reads the mean of the normalised tokens.
 """
 
-from vit_jax.configs import rules
+import dataclasses
+
+from vit_jax.configs import schema
 from vit_jax.tasks import classify
 from vit_jax.tasks.pixels import pixels
 from vit_jax.tasks.pixels import sampling
@@ -15,20 +17,15 @@ class Task(pixels.Task, classify.Task):
   """Learns the classes of images, and their pixels."""
 
   FEATURES = classify.Task.FEATURES
-  OPTIONS = {  # noqa: RUF012
-    **classify.Task.OPTIONS,
-    **pixels.Task.OPTIONS,
+
+  @dataclasses.dataclass
+  class Options(pixels.Task.Options, classify.Task.Options):
     # Weight of the cross-entropy of the pixels; 0 to learn only the classes.
-    'generation': 1.0,
-  }
-  OPTION_RULES = {  # noqa: RUF012
-    **classify.Task.OPTION_RULES,
-    **pixels.Task.OPTION_RULES,
-    'generation': rules.number(),
-  }
+    generation: schema.NonNegative = 1.0
+
   METRICS = (*classify.Task.METRICS, *pixels.Task.METRICS)
   LOW = (*classify.Task.LOW, *pixels.Task.LOW)
-  METADATA = {**classify.Task.METADATA, **pixels.Task.METADATA}  # noqa: RUF012
+  METADATA = (*classify.Task.METADATA, *pixels.Task.METADATA)
   NEW_PARAMS = ('class_head/',)
 
   def loss(self, params, extra, batch, rng):

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import contextlib
 import json
 import os
+from typing import Annotated
+from typing import Any
 
 from etils import epath
 import jax
@@ -20,6 +22,7 @@ import numpy as np
 from sklearn import cluster
 
 from vit_jax import cli
+from vit_jax.configs import schema
 from vit_jax.distributed import processes
 from vit_jax.weights import fetch
 from vit_jax.weights import hub
@@ -115,13 +118,12 @@ def _read(path):
     else:
       found = json.loads(file.read_text())
       found = np.asarray(found[key] if key else found)
-    wrong = rule(found)
   except (ValueError, LookupError, TypeError, EOFError, RecursionError) as e:
     raise ValueError(f"'{file}' holds no palette: {e}; {_REMEDY}") from e
-  if wrong:
+  if not schema.accepts(found, Palette):
     raise ValueError(
-      f"'{file}' holds {found.dtype}{list(found.shape)}: a palette"
-      f' {wrong}; {_REMEDY}'
+      f"'{file}' holds {found.dtype}{list(found.shape)}: a palette must be "
+      f'{schema.describe(Palette)}; {_REMEDY}'
     )
   return found.tolist()
 
@@ -151,20 +153,24 @@ def _find(path):
   )
 
 
-def rule(palette) -> str | None:
-  """Tells what is wrong with a palette; None if nothing is."""
-  words = (
-    'must be colours of 3 channels (or of 1), an array [colours, channels] of '
-    'numbers from -1 to 1'
-  )
+def _is_palette(palette) -> bool:
   try:
     array = np.asarray(palette, np.float32)
   except (ValueError, TypeError):
-    return words
-  if array.ndim != 2 or array.shape[1] not in (1, 3) or not len(array):
-    return words
+    return False
+  fits = array.ndim == 2 and array.shape[1] in (1, 3) and len(array) > 0
   # k-means of colours from -1 to 1 may round a little beyond.
-  return None if (np.abs(array) < 1 + 1e-3).all() else words
+  return fits and (np.abs(array) < 1 + 1e-3).all()
+
+
+Palette = Annotated[
+  Any,
+  schema.Fits(
+    'colours of 3 channels (or of 1), an array [colours, channels] of numbers from '
+    '-1 to 1',
+    _is_palette,
+  ),
+]
 
 
 def check(palette, num_colors: int, channels: int, where: str = ''):

@@ -15,6 +15,7 @@ Shapes: B images, N pixels, K colours, C channels.
 """
 
 import copy
+import dataclasses
 import math
 
 import jax
@@ -27,7 +28,7 @@ from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax import models_igpt
 from vit_jax import preprocess
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.data import feeding
 from vit_jax.data import order
 from vit_jax.distributed import processes
@@ -46,21 +47,21 @@ _SEED = 17_042_019  # Of the masks and samples of evaluations.
 class Task(base.Task):
   """Learns to predict pixels."""
 
-  OPTIONS = {  # noqa: RUF012
+  @dataclasses.dataclass
+  class Options:
     # The palette: a .npy float [colours, channels] in [-1, 1], or a folder that
     # has one: the workdir of a run, or a model of Hugging Face. '': that of
     # config.pretrained, else one that k-means finds in the training images.
-    'palette': '',
+    palette: str = ''
     # Objective 'bert': probability with which a pixel is masked.
-    'masked': 0.15,
+    masked: schema.Share = 0.15
     # Whether the run ends with the bits of two models that only count: colours
     # at each position, and colours given the left and the upper pixel.
-    'counting': False,
-  }
-  OPTION_RULES = {'masked': rules.share}  # noqa: RUF012
+    counting: bool = False
+
   METRICS = ('bits_per_dim',)
   LOW = ('bits_per_dim',)
-  METADATA = {'palette': palette_lib.rule}  # noqa: RUF012
+  METADATA = ('palette',)
   LEARNED = ('palette',)
   NEW_PARAMS = ()
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from vit_jax import models_igpt
 from vit_jax import preprocess
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
 from vit_jax.figures import captions
 from vit_jax.inference import engine
@@ -71,7 +71,7 @@ class Predictor(predictor_lib.Predictor):
 
   def _sample(self, n, seed=0, temperature=1.0, top_k=None):
     """Draws images, float32 [n, H, W, C]; see `sample`."""
-    rules.check('sample', n, rules.whole(1), '--')
+    schema.check('sample', n, schema.Count, '--')
     self._check_objective()
     empty = np.zeros((n, 0), np.int32)
     return self.task.images(self._draw(empty, seed, temperature, top_k))
@@ -106,7 +106,7 @@ class Predictor(predictor_lib.Predictor):
   def _complete(self, images, rows, seed=0, temperature=1.0, top_k=None):
     """Returns images [n, H, W, C] given and completed, and the rows kept [n]."""
     self._check_objective()
-    rules.check('rows', rows, rules.optional(rules.whole(1)), '--')
+    schema.check('rows', rows, schema.Count | None, '--')
     height = self.task.image_size[0]
     if rows is not None and rows >= height:
       raise ValueError(
@@ -154,7 +154,7 @@ class Predictor(predictor_lib.Predictor):
 
   def _draw(self, prefix, seed, temperature, top_k) -> np.ndarray:
     """Draws the pixels after `prefix`, int32 [n, M]; returns int32 [n, N]."""
-    rules.check('seed', seed, rules.whole(0), '--')
+    schema.check('seed', seed, schema.Natural, '--')
     keys = jax.random.split(jax.random.key(seed), len(prefix))
 
     def drawn(rows):

@@ -19,7 +19,7 @@ import types
 from vit_jax import models_detr
 from vit_jax.configs import common
 from vit_jax.configs import detr as recipe
-from vit_jax.configs import rules
+from vit_jax.configs import schema
 from vit_jax.layers import resnet
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base
@@ -361,7 +361,7 @@ def _from_config(config, name):
     dilated = re.search('dc5', name, re.IGNORECASE) is not None
   return descriptions.Description(
     {'dilate_last': dilated or stride == 16},
-    descriptions.labels(config, gap=rules.NO_CLASS),
+    descriptions.labels(config, gap=schema.NO_CLASS),
     metadata={'isthing': things} if things else {},
     num_heads=heads,
   )

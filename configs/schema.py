@@ -1,0 +1,377 @@
+"""Types of config keys: what a value may be, and the words for it in errors.
+
+A type is a Python type hint: `int`, `float | None`, `Literal['adam', 'sgd']`,
+`tuple[int, ...]`, or one of these with conditions, `Annotated[int, Range(ge=1)]`.
+A group of keys is a dataclass with a type and a default for each key; a key without
+a default may be absent.
+"""
+
+import ast
+import collections
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+import dataclasses
+import difflib
+import math
+import numbers
+import re
+import types
+import typing
+from typing import Annotated
+from typing import Any
+from typing import Literal
+
+import ml_collections
+
+# Name of a number that no class has, as in the 91 ids of COCO.
+NO_CLASS = 'N/A'
+_SHOWN = 200  # Characters of a value in a message.
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+  """Bounds of a number: at least, above, at most, below."""
+
+  ge: float | None = None
+  gt: float | None = None
+  le: float | None = None
+  lt: float | None = None
+
+  def holds(self, value) -> bool:
+    return (
+      (self.ge is None or value >= self.ge)
+      and (self.gt is None or value > self.gt)
+      and (self.le is None or value <= self.le)
+      and (self.lt is None or value < self.lt)
+    )
+
+  def __str__(self):
+    bounds = {
+      'of at least': self.ge,
+      'above': self.gt,
+      'at most': self.le,
+      'below': self.lt,
+    }
+    return ' and '.join(f'{k} {v}' for k, v in bounds.items() if v is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fits:
+  """A condition, and the words for a value that meets it and has the type."""
+
+  words: str
+  holds: Callable[[Any], bool] = lambda value: True
+
+
+def accepts(value, kind) -> bool:
+  """Returns whether a value has a type."""
+  origin, args = typing.get_origin(kind), typing.get_args(kind)
+  if origin is Annotated:
+    return accepts(value, args[0]) and all(
+      x.holds(value) for x in kind.__metadata__
+    )
+  if origin in (typing.Union, types.UnionType):
+    return any(accepts(value, arg) for arg in args)
+  if origin is Literal:
+    return any(type(value) is type(arg) and value == arg for arg in args)
+  if origin is tuple:
+    if not isinstance(value, tuple | list):
+      return False
+    if args[-1] is ...:
+      args = len(value) * args[:1]
+    return len(value) == len(args) and all(map(accepts, value, args))
+  if origin is dict:
+    return is_mapping(value) and all(
+      accepts(k, args[0]) and accepts(v, args[1]) for k, v in value.items()
+    )
+  if dataclasses.is_dataclass(kind):
+    return isinstance(value, ml_collections.ConfigDict)
+  if kind is Any:
+    return not (isinstance(value, float) and math.isnan(value))
+  if kind is dict:
+    return is_mapping(value)
+  if kind is tuple:
+    return isinstance(value, tuple | list)
+  if kind in (int, float):
+    return is_number(value) and (
+      kind is float or isinstance(value, numbers.Integral)
+    )
+  return isinstance(value, kind)
+
+
+def describe(kind) -> str:
+  """Returns words for the values of a type: 'an integer of at least 1'."""
+  origin, args = typing.get_origin(kind), typing.get_args(kind)
+  if origin is Annotated:
+    words = [x.words for x in kind.__metadata__ if isinstance(x, Fits)]
+    return (
+      words[-1]
+      if words
+      else ' '.join(map(str, [describe(args[0]), *kind.__metadata__]))
+    )
+  if origin in (typing.Union, types.UnionType):
+    return ' or '.join(map(describe, args))
+  if origin is Literal:
+    return f'one of {", ".join(map(repr, args))}'
+  if origin is dict:
+    return f'a dict of {describe(args[0])} to {describe(args[1])}'
+  if origin is tuple:
+    each = args[:1] if args[-1] is ... else args
+    return f'a tuple of ({", ".join(map(describe, each))}{", ..." * (args[-1] is ...)})'
+  if dataclasses.is_dataclass(kind):
+    return 'a group of keys'
+  return _WORDS[kind]
+
+
+_WORDS = {
+  int: 'an integer', float: 'a finite number', bool: 'True or False',
+  str: 'a string', types.NoneType: 'None', Any: 'a number, not nan',
+  tuple: 'a tuple', dict: 'a group of keys',
+  ml_collections.ConfigDict: 'a group of keys',
+}  # fmt: skip
+
+
+def check(name: str, value, kind, place: str = 'config.'):
+  """Raises ValueError, with the key and its value, if a value lacks a type.
+
+  `place` is '--' for an argument that is set by a flag of a command.
+  """
+  if not accepts(value, kind):
+    plain = isinstance(value, ml_collections.ConfigDict)
+    shown = repr(value.to_dict() if plain else value)
+    shown = shown if len(shown) <= _SHOWN else f'{shown[:_SHOWN]} ...'
+    raise ValueError(f'{name}={shown} must be {describe(kind)} ({place}{name})')
+
+
+def is_number(value) -> bool:
+  """Returns whether a value is a finite number, and not a bool."""
+  is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  return is_real and abs(value) < math.inf
+
+
+def is_mapping(value) -> bool:
+  return isinstance(value, Mapping | ml_collections.ConfigDict)
+
+
+# --- Groups of keys ---
+
+
+def fields(group: type) -> dict[str, Any]:
+  """Returns the types of the keys of a dataclass, with groups inside, by key."""
+  return typing.get_type_hints(group, include_extras=True)
+
+
+def flat(group: type, prefix: str = '') -> dict[str, Any]:
+  """Returns the types of all keys of a dataclass by dotted key."""
+  found = {}
+  for key, kind in fields(group).items():
+    inside = group_of(kind)
+    found |= (
+      flat(inside, f'{prefix}{key}.') if inside else {f'{prefix}{key}': kind}
+    )
+  return found
+
+
+def group_of(kind) -> type | None:
+  """Returns the dataclass of a type such as `Group` or `Group | None`."""
+  kinds = typing.get_args(kind) or (kind,)
+  return next(
+    (k for k in kinds if isinstance(k, type) and dataclasses.is_dataclass(k)),
+    None,
+  )
+
+
+def defaults(group: type) -> Iterator[tuple[str, Any]]:
+  """Yields the keys of a dataclass that have a default, with it."""
+  for field in dataclasses.fields(group):
+    if field.default is not dataclasses.MISSING:
+      yield field.name, field.default
+    elif field.default_factory is not dataclasses.MISSING:
+      yield field.name, field.default_factory()
+
+
+def make(group: type) -> ml_collections.ConfigDict:
+  """Returns a config with the defaults of a dataclass.
+
+  A key whose type has alternatives, such as `int | None`, can be assigned a value of
+  any type; other keys keep the type of their default.
+  """
+  config, kinds = ml_collections.ConfigDict(), fields(group)
+  for key, value in defaults(group):
+    if dataclasses.is_dataclass(value):
+      config[key] = make(type(value))
+    elif isinstance(value, dict):
+      config[key] = ml_collections.ConfigDict(value)
+    elif group_of(kinds[key]) or kinds[key] is ml_collections.ConfigDict | None:
+      config[key] = ml_collections.config_dict.placeholder(
+        ml_collections.ConfigDict
+      )
+    elif type(value) in (bool, int, float, str, tuple) and not _is_union(
+      kinds[key]
+    ):
+      config[key] = value
+    else:
+      config[key] = ml_collections.FieldReference(value, field_type=object)
+  return config
+
+
+def _is_union(kind):
+  if typing.get_origin(kind) is Annotated:
+    kind = typing.get_args(kind)[0]
+  return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def fill(config: ml_collections.ConfigDict, group: type):
+  """Adds, in place, the keys of a dataclass with a default that a config lacks."""
+  with config.unlocked():
+    for key, value in make(group).items():
+      if key not in config:
+        config[key] = value
+    for key, kind in fields(group).items():
+      inside = group_of(kind)
+      if inside and isinstance(config.get(key), ml_collections.ConfigDict):
+        fill(config[key], inside)
+
+
+def check_group(
+  config, group: type | None, prefix: str = '', closed: bool = True
+):
+  """Checks all keys of a config, and of the groups inside.
+
+  Raises ValueError for a value of a wrong type and, if the group is `closed`, for a
+  key that it does not have. Without a group only nan is rejected.
+  """
+  kinds = fields(group) if group else {}
+  for key, value in config.items():
+    name = prefix + key
+    if closed and key not in kinds:
+      raise_unknown(key, kinds, prefix)
+    kind = kinds.get(key, Any)
+    check(name, value, kind)
+    if isinstance(value, ml_collections.ConfigDict) and (
+      kind is Any or group_of(kind)
+    ):
+      check_group(value, group_of(kind), f'{name}.', closed and kind is not Any)
+
+
+def raise_unknown(key, known, prefix='', of='config', where=None):
+  """Raises ValueError for an unknown key, with the nearest known one.
+
+  Keys may be dotted. `where` says where all keys are, in place of their names.
+  """
+  last = key.rpartition('.')[2]
+  by_last = {other.rpartition('.')[2]: other for other in reversed([*known])}
+  close = difflib.get_close_matches(last, by_last, n=1)
+  near = [
+    *(other for other in known if other.endswith(f'.{key}')),
+    *difflib.get_close_matches(key, known, n=1),
+    *(by_last[other] for other in close),
+    # Keys that contain it, such as base_lr for lr.
+    *(other for other in known if len(last) > 1 and last in other),
+  ]
+  hint = where or f'known keys are {", ".join(sorted(known)) or "none"}'
+  if near:
+    hint = f"did you mean '{prefix}{near[0]}'?"
+  raise ValueError(f"{of} has no key '{prefix}{key}': {hint}")
+
+
+# --- Values on the command line ---
+
+
+def literal(text: str) -> Any:
+  """Returns the value of a Python literal, or the text if it is none."""
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError, MemoryError, RecursionError):
+    return float(text) if text.lower() in ('nan', 'inf', '-inf') else text
+
+
+def parse(name: str, text: str, kind) -> Any:
+  """Returns the first reading of a text that has a type; ValueError if none has.
+
+  Readings are a Python literal, a bool ('true', '0'), a tuple without parentheses,
+  and the text itself.
+  """
+  value = literal(text)
+  readings = [value]
+  if text.lower() in ('true', '1', 'false', '0'):
+    readings.append(text.lower() in ('true', '1'))
+  if isinstance(value, str) and not set(value) & set('()[]{}\'"'):
+    readings.append(tuple(literal(word.strip()) for word in value.split(',')))
+  for reading in (*readings, (value,), text):
+    if accepts(reading, kind):
+      return reading
+  check(name, value, kind)
+
+
+# --- Types ---
+
+Count = Annotated[int, Range(ge=1)]
+Natural = Annotated[int, Range(ge=0)]
+Positive = Annotated[float, Range(gt=0)]
+NonNegative = Annotated[float, Range(ge=0)]
+Probability = Annotated[float, Range(ge=0, le=1)]
+Rate = Annotated[float, Range(ge=0, lt=1)]
+Share = Annotated[float, Range(gt=0, le=1)]
+Text = Annotated[str, Fits('a non-empty string', bool)]
+
+# A size in pixels or patches: one number for a square, or (height, width).
+HeightWidth = Annotated[
+  tuple[Count, Count], Fits('(height, width), integers of at least 1')
+]
+Size = Count | HeightWidth
+
+
+def _differ(values) -> bool:
+  return len(set(values)) == len(values)
+
+
+Counts = Annotated[
+  tuple[Count, ...],
+  Fits('a tuple of different integers of at least 1', _differ),
+]
+Seeds = Annotated[
+  tuple[Natural, ...],
+  Fits(
+    'a tuple of one or more different integers of at least 0',
+    lambda x: len(x) > 0 and _differ(x),
+  ),
+]
+# Units in each stage of a ResNet.
+Units = tuple[Count, ...]
+# GroupNorm has groups of 32 channels, and the root block 64 times the factor.
+WidthFactor = Annotated[
+  float, Fits('a multiple of 0.5 above 0', lambda x: x > 0 and x % 0.5 == 0)
+]
+
+_BOUND = r'(-?\d[\d_]*(\.\d+)?(%|shard)?)?'
+_SPLIT = re.compile(rf'(\.|[\w-]+)(\[({_BOUND}:{_BOUND}|-?\d+shard)\])?')
+Split = Annotated[
+  str,
+  Fits(
+    "a split in the notation of TFDS, such as 'train[:90%]' or 'train[100:]+test'",
+    lambda x: all(_SPLIT.fullmatch(part.strip()) for part in x.split('+')),
+  ),
+]
+# Names of classes; NO_CLASS may be repeated.
+Names = Annotated[
+  tuple[str, ...],
+  Fits(
+    'a list of different names',
+    lambda x: all(
+      n == 1 or k == NO_CLASS for k, n in collections.Counter(x).items()
+    ),
+  ),
+]
+
+
+def is_regex(text) -> bool:
+  try:
+    re.compile(text)
+  except re.error:
+    return False
+  return True
+
+
+Regex = Annotated[str, Fits('a regular expression', is_regex)]
