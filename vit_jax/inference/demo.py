@@ -48,9 +48,9 @@ _STYLE = (
   # Warnings lie on the photograph, not on results: in the left half, or across a
   # narrow screen. (Gradio does not apply media queries to them.)
   '.toast-wrap {left: var(--size-3) !important; '
-  'max-width: max(45vw, min(100vw, (720px - 100vw) * 99)) !important}'
+  'max-width: max(45vw, min(100vw, (768px - 100vw) * 99)) !important}'
   # On narrow screens results come before the examples.
-  '@media (max-width: 719px) {'
+  '@media (max-width: 767px) {'
   '#columns {flex-flow: column nowrap; align-items: stretch}'
   '#given {display: contents}'
   '#examples {order: 1}'
