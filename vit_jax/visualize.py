@@ -158,7 +158,9 @@ def describe(model) -> tuple[str, dict[str, str]]:
   if model.class_names:
     facts['classes'] = f'{len(model.class_names):,}'
   if model.workdir:
-    facts['run'] = f'{model.workdir}, step {model.step:,}'
+    facts['run'] = (
+      f'{workdir_lib.absolute(model.workdir).name}, step {model.step:,}'
+    )
   return name, facts
 
 

@@ -110,6 +110,8 @@ def test_the_smallest_canvas_of_an_image():
   shapes = [(480, 640), (640, 480), (612, 612), (100, 900)]
   found = canvases.smallest(shapes, group, 64)
   assert found.tolist() == [[832, 1088], [1088, 832], [832, 832], [192, 1344]]
+  very_long = canvases.smallest([(1, 60_000), (60_000, 1)], group, 64)
+  assert very_long.tolist() == [[64, 1344], [1344, 64]]
   exact = canvases.smallest(shapes, group, 1)
   assert exact.tolist() == [[800, 1066], [1066, 800], [800, 800], [148, 1332]]
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -11,6 +13,7 @@ import sys
 import threading
 import time
 import types
+from urllib import parse
 
 import gradio
 import httpx
@@ -33,7 +36,11 @@ from vit_jax.tasks import classify
 from vit_jax.tasks.detection import looking
 from vit_jax.tasks.detection import page as page_lib
 
+TITLE = '*A* <model> [x](/y) ${1 + 1}'
 NAMES = ['ant', 'bee', '<cow>']
+CLIENT = httpx.Client(
+  timeout=60, limits=httpx.Limits(max_keepalive_connections=0)
+)
 _CHROMIUM = ('chromium', 'chromium-browser', 'google-chrome')
 _ARGS = (
   '--headless', '--no-sandbox', '--disable-gpu', '--no-first-run',
@@ -54,9 +61,9 @@ def browser():
 
 
 @contextlib.contextmanager
-def visit(browser, url):
+def visit(browser, url, width=1280):
   """Opens a page as a new visitor; it must be right, and ask nobody else."""
-  context = browser.new_context()
+  context = browser.new_context(viewport={'width': width, 'height': 900})
   page, wrong = context.new_page(), []
   page.on('console', lambda m: m.type == 'error' and wrong.append(m.text))
   page.on('pageerror', lambda error: wrong.append(str(error)))
@@ -89,6 +96,69 @@ def width_of(picture):
   return picture.evaluate('async x => (await x.decode(), x).naturalWidth')
 
 
+def sent(url, content=b'', name='a.png', **kwargs):
+  """The answer to a program that uploads a file."""
+  files = {'files': (name, content)}
+  return CLIENT.post(f'{url}/gradio_api/upload', files=files, **kwargs)
+
+
+def events(url):
+  """(number, number of inputs) of all events of a page that the server handles."""
+  found = CLIENT.get(f'{url}/config').json()['dependencies']
+  return [(x['id'], len(x['inputs'])) for x in found if x['backend_fn']]
+
+
+def told(url, number, data, **headers):
+  """What a program gets that sends an event: a refusal, or warnings and values."""
+  event = {'data': data, 'fn_index': number, 'session_hash': 'me'}
+  joined = CLIENT.post(
+    f'{url}/gradio_api/queue/join',
+    content=json.dumps(event),
+    headers={'Content-Type': 'application/json', **headers},
+  )
+  if joined.status_code != 200:
+    return joined.status_code, joined.text
+  stream = CLIENT.stream('GET', f'{url}/gradio_api/queue/data?session_hash=me')
+  found = []
+  with stream as lines:
+    for line in filter(None, lines.iter_lines()):
+      message = json.loads(line.removeprefix('data:'))
+      if message['msg'] == 'log':
+        found.append((message['log'], message['duration']))
+      if message['msg'] == 'process_completed':
+        return [*found, message['output'].get('data')]
+
+
+def as_file(path):
+  """How a page names a file that was uploaded."""
+  return {'path': str(path), 'meta': {'_type': 'gradio.FileData'}}
+
+
+def expect_only_uploads(url, photo, folder):
+  """Each event of a page refuses all but uploads, in the same words."""
+  os.mkfifo(folder / 'fifo')
+  [upload] = sent(url, photo.read_bytes()).json()
+  (pathlib.Path(upload).parent / 'link.png').symlink_to(photo)
+  link = f'{pathlib.Path(upload).parent}/link.png'
+  paths = [
+    '/no/picture.png', str(photo), photo.as_uri(), f'{upload}/../link.png', link,
+    os.path.relpath(photo), str(photo.parent), str(pathlib.Path(upload).parent),
+    str(folder / 'fifo'), '/proc/self/environ', '/dev/zero', 'gs://bucket/a.png',
+    'http://192.0.2.1/a.png', 'a\0b', '\ud800', '', '~/a.png',
+    upload.replace('/', '//'), f'{upload}/', 'x' * 5_000, None, 3, [str(photo)],
+  ]  # fmt: skip
+  refusal = 403, CLIENT.get(f'{url}/no').text
+  for number, inputs in events(url):
+    forged = [{'path': path} for path in paths]
+    forged += [as_file(path) for path in paths[:13]]
+    forged += [{'value': {'path': str(photo)}}, [{'path': str(photo)}]]
+    for x in forged:
+      assert told(url, number, [x] * inputs) == refusal
+  for path in map(parse.quote, paths[1:14]):
+    answer = CLIENT.get(f'{url}/gradio_api/file={path}')
+    assert (answer.status_code, answer.text) == refusal
+
+
 @pytest.fixture(scope='module')
 def photos(tmp_path_factory):
   """Images of noise: their paths."""
@@ -118,15 +188,15 @@ def model(workdir):
 @pytest.fixture(scope='module')
 def url(model):
   """The page of the classifier."""
-  with demo.served(model, 'A <model>', {'classes': '3'}) as url:
-    yield url
+  with demo.served(model, TITLE, {'classes': '3'}) as url:
+    yield url.removesuffix('/')
 
 
 def test_a_photograph_and_an_example_are_classified(
   browser, url, model, photos, image_folder
 ):
   with visit(browser, url) as page:
-    sync_api.expect(page.locator('h1')).to_have_text('A <model>')
+    sync_api.expect(page.locator('h1')).to_have_text(TITLE)
     upload(page, photos[0])
     expect_shares(page, *model.predict([str(photos[0])]))
     rollout = page.locator('.image-frame img').nth(1)
@@ -139,6 +209,81 @@ def test_a_photograph_and_an_example_are_classified(
     expect_shares(page, *model.predict([first]))
     page.get_by_label('Remove Image').click()
     sync_api.expect(best(page)).to_have_count(0)
+
+
+def changed(url):
+  """The number of the event of a new photograph."""
+  return max(number for number, _ in events(url))
+
+
+def test_only_uploads_and_examples_are_read(url, photos, tmp_path):
+  expect_only_uploads(url, photos[0], tmp_path)
+  [upload] = sent(url, photos[0].read_bytes()).json()
+  [example] = pathlib.Path(upload).parents[1].glob('example_1.*')
+  for path in (upload, example):
+    label, rollout = told(url, changed(url), [as_file(path)])[0]
+    assert label['label'] in NAMES
+    assert CLIENT.get(rollout['url']).status_code == 200
+  for x in (
+    str(photos[0]),
+    '/no/picture.png',
+    upload,
+    [str(photos[0])],
+    3,
+    [],
+    '',
+  ):
+    assert told(url, changed(url), [x]) == [None]  # An error without a word.
+  for x in ({}, {'url': photos[0].as_uri()}, {'url': f'{url}/file={upload}'}):
+    (text, seconds), values = told(url, changed(url), [x])
+    assert 'upload it again' in text
+    assert 0 < seconds <= 15
+    assert not any(values)
+
+
+def test_a_narrow_picture_is_not_enlarged_much(url):
+  content = io.BytesIO()
+  Image.new('1', (60_000, 1)).save(content, 'png')
+  [path] = sent(url, content.getvalue()).json()
+  start = time.monotonic()
+  [[_, rollout]] = told(url, changed(url), [as_file(path)])
+  assert time.monotonic() - start < 5
+  picture = Image.open(io.BytesIO(CLIENT.get(rollout['url']).content))
+  assert max(picture.size) <= 2_048
+
+
+@pytest.mark.parametrize(
+  ('host', 'status'),
+  [
+    ('localhost', 200), ('LocalHost:80', 200), ('127.0.0.1:7', 200), ('[::1]', 200),
+    ('[::1]:80', 200), ('evil.example', 400), ('localhost.evil.example', 400),
+    ('127.0.0.1.evil.example:7860', 400), ('evil.example@localhost', 400),
+    ('localhost.', 400), ('0.0.0.0', 400), ('[::2]', 400), ('', 400),
+  ],
+)  # fmt: skip
+def test_on_loopback_the_server_has_no_other_names(url, host, status):
+  for path in ('/', '/config', '/theme.css', '/gradio_api/heartbeat/me'):
+    with CLIENT.stream('GET', url + path, headers={'Host': host}) as answer:
+      assert answer.status_code == status
+  assert sent(url, headers={'Host': host}).status_code == status
+  assert (told(url, 0, [], Host=host)[0] == 400) == (status == 400)
+
+
+def test_without_a_host_or_of_another_site_nothing_is_answered(url):
+  address = httpx.URL(url)
+  with socket.create_connection((address.host, address.port)) as connection:
+    connection.sendall(b'GET / HTTP/1.0\r\n\r\n')
+    assert connection.recv(1_000).split(b'\r\n')[0].endswith(b'400 Bad Request')
+  own = f'http://{address.host}:{address.port}'
+  [upload] = sent(url, headers={'Origin': own}).json()
+  before = set(pathlib.Path(upload).parents[1].rglob('*'))
+  for origin in (
+    'http://evil.example', 'null', '', f'http://{address.host}:1',
+    f'{own}.evil.example', f'http://evil.example/{own}',
+  ):  # fmt: skip
+    assert sent(url, b'x', headers={'Origin': origin}).status_code == 403
+    assert told(url, changed(url), [None], Origin=origin)[0] == 403
+  assert set(pathlib.Path(upload).parents[1].rglob('*')) == before
 
 
 def test_what_is_wrong_with_a_file_stands_on_the_page(
@@ -161,9 +306,30 @@ def test_what_is_wrong_with_a_file_stands_on_the_page(
       sync_api.expect(toast).to_contain_text(text)
       assert '/' not in toast.inner_text()  # A folder of this machine.
       sync_api.expect(best(page)).to_have_count(0)
+      right = page.get_by_text('Most probable classes').bounding_box()['x']
+      assert toast.bounding_box()['x'] + toast.bounding_box()['width'] < right
       toast.get_by_role('button').last.click()
     upload(page, photos[0])
     best(page).wait_for()
+
+
+def test_a_narrow_screen_shows_results_before_examples(browser, url, photos):
+  def place(shown):
+    found = shown.bounding_box()
+    return found['y'], found['y'] + found['height']
+
+  with visit(browser, url, width=400) as page:
+    upload(page, photos[0])
+    best(page).wait_for()
+    photo, rollout = (
+      place(page.locator('.image-frame').nth(i)) for i in (0, 1)
+    )
+    assert photo[1] < place(best(page))[0] < rollout[0]
+    assert rollout[1] < place(page.locator('.gallery-item').first)[0]
+    upload(page, __file__)
+    toast = page.locator('.toast-body')
+    toast.wait_for()
+    assert place(toast)[1] < place(page.get_by_text('Most probable classes'))[0]
 
 
 def test_two_visitors_at_once(browser, url, model, photos, monkeypatch):
@@ -225,7 +391,9 @@ def green(picture):
   return middle - (red + blue) / 2
 
 
-def test_boxes_above_a_score_and_attention_of_one(browser, detector, photos):
+def test_boxes_above_a_score_and_attention_of_one(
+  browser, detector, photos, tmp_path
+):
   path, count = str(photos[0]), 4
   [objects] = detector.detect([path], threshold=0.0)
   scores = [score for _, score, _ in objects]
@@ -245,6 +413,7 @@ def test_boxes_above_a_score_and_attention_of_one(browser, detector, photos):
     demo.served(detector, 'A detector', {}) as url,
     visit(browser, url) as page,
   ):
+    expect_only_uploads(url.removesuffix('/'), photos[0], tmp_path)
     upload(page, path)
     words = page.get_by_text('with a score of at least')
     sync_api.expect(words).to_contain_text('at least 70 %')
@@ -297,6 +466,26 @@ def _own_signals():
   signal.signal(signal.SIGTERM, before)
 
 
+def run_command(monkeypatch, flags, visit):
+  """Runs the command until SIGTERM, which follows a visit; returns what it said."""
+
+  class Event(threading.Event):
+    def wait(self, timeout=None):
+      if timeout is None:  # What the command waits for: Ctrl-C.
+        visit()
+        signal.raise_signal(signal.SIGTERM)
+      return super().wait(timeout)
+
+  fake = types.SimpleNamespace(Event=Event, Thread=threading.Thread)
+  monkeypatch.setattr(demo, 'threading', fake)
+  # Not capsys: where sys.stderr is another one, the server's logging closes the
+  # one of before, which is pytest's.
+  output = io.StringIO()
+  with contextlib.redirect_stdout(output):
+    assert command.main(flags) == 0
+  return output.getvalue()
+
+
 @pytest.mark.usefixtures('_own_signals')
 def test_the_command_serves_this_machine_and_keeps_nothing(
   workdir, monkeypatch
@@ -304,44 +493,71 @@ def test_the_command_serves_this_machine_and_keeps_nothing(
   port, folders = free_port(), []
   url = f'http://127.0.0.1:{port}'
 
-  class Event:
-    """What the command waits for; here the visit of a program."""
+  def visit():
+    folders.append(pathlib.Path(os.environ['GRADIO_TEMP_DIR']))
+    page = CLIENT.get(url)
+    assert page.status_code == 200
+    assert f'run: {workdir.name}, step 1' in page.text
+    assert str(workdir.parent) not in page.text
+    with pytest.raises(OSError, match='refused'):
+      socket.create_connection(('127.0.0.2', port))
+    examples = files()
+    assert sent(url, bytes(2_001)).status_code == 413
+    [path] = sent(url, bytes(2_000)).json()
+    assert files() == examples | {pathlib.Path(path)}
+    told(url, changed(url), [as_file(pathlib.Path(path).parent)])  # A folder.
+    with socket.create_connection(('127.0.0.1', port)) as connection:
+      connection.sendall(
+        b'POST /gradio_api/upload HTTP/1.1\r\nHost: localhost\r\n'
+        b'Content-Type: multipart/form-data; boundary=x\r\n'
+        b'Content-Length: 9999\r\n\r\n--x\r\nContent-Disposition: form-data; '
+        b'name="files"; filename="b.png"\r\n\r\nthe beginning'
+      )
+      wait_until(lambda: len(files()) > len(examples) + 1)
+    wait_until(lambda: files() == examples)
 
-    def wait(self):
-      folders.append(pathlib.Path(os.environ['GRADIO_TEMP_DIR']))
-      assert httpx.get(url).status_code == 200
-      with pytest.raises(OSError, match='refused'):
-        socket.create_connection(('127.0.0.2', port))
+  def files():
+    return {path for path in folders[0].rglob('*') if path.is_file()}
 
-      def send(size):
-        return httpx.post(
-          f'{url}/gradio_api/upload', files={'files': ('a.png', bytes(size))}
-        )
+  def wait_until(is_true):
+    deadline = time.monotonic() + 30
+    while not is_true():
+      assert time.monotonic() < deadline
+      time.sleep(0.05)
 
-      assert send(2_001).status_code == 413
-      [path] = send(2_000).json()
-      path = pathlib.Path(path)
-      assert path.is_relative_to(folders[0])
-      deadline = time.monotonic() + 30
-      while path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-      signal.raise_signal(signal.SIGTERM)
-
-  monkeypatch.setattr(demo, 'threading', types.SimpleNamespace(Event=Event))
   monkeypatch.setattr(demo, 'LARGEST', 2_000)
-  monkeypatch.setattr(demo, '_KEPT', 0.5)
+  monkeypatch.setattr(demo, '_KEPT', 1.0)
   monkeypatch.setenv('GRADIO_TEMP_DIR', '/tmp/of_the_user')
-  # Not capsys: where sys.stderr is another one, the server's logging closes the
-  # one of before, which is pytest's.
-  output = io.StringIO()
-  with contextlib.redirect_stdout(output):
-    assert command.main([f'--workdir={workdir}', f'--port={port}']) == 0
-  assert f'shown on {url}/ until you press Ctrl-C' in output.getvalue()
+  flags = [f'--workdir={workdir}', f'--port={port}']
+  output = run_command(monkeypatch, flags, visit)
+  assert f'shown on {url}/ until you press Ctrl-C' in output
+  assert 'password' not in output
   assert not folders[0].exists()
   assert os.environ['GRADIO_TEMP_DIR'] == '/tmp/of_the_user'
   with pytest.raises(OSError, match='refused'):
     socket.create_connection(('127.0.0.1', port))
+
+
+@pytest.mark.usefixtures('_own_signals')
+def test_the_command_says_who_else_can_reach_it(workdir, monkeypatch):
+  port = free_port()
+  url = f'http://127.0.0.1:{port}'
+
+  def visit():
+    for host in ('any.example', '192.0.2.7'):
+      own, headers = f'http://{host}:{port}', {'Host': f'{host}:{port}'}
+      assert CLIENT.get(url, headers=headers).status_code == 200
+      for origin, status in ((own, 200), ('http://evil.example', 403)):
+        answer = sent(url, headers={**headers, 'Origin': origin})
+        assert answer.status_code == status
+
+  flags = [f'--workdir={workdir}', f'--port={port}', '--host=0.0.0.0']
+  output = run_command(monkeypatch, flags, visit)
+  [host] = re.findall(rf'shown on http://(.+):{port}/ until', output)
+  assert host not in ('0.0.0.0', 'localhost', '127.0.0.1')
+  socket.create_server((host, 0)).close()  # It is an address of this machine.
+  assert 'verybody who can reach this machine' in output
+  assert 'password' in output
 
 
 def test_an_address_that_cannot_be_listened_on():

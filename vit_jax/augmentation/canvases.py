@@ -107,9 +107,11 @@ def smallest(shapes, group: Group, step: int):
   """Returns the smallest canvases that hold images, int64 [..., 2].
 
   `shapes` is int [..., 2], heights and widths of the originals, and `group` the
-  result of `evaluation`. The sides of a canvas are multiples of `step`.
+  result of `evaluation`, whose canvas is the largest. The sides of a canvas are
+  multiples of `step`.
   """
   sizes = fitted(shapes, group.sides[0], group.longest).numpy()
+  sizes = sizes.clip(max=group.canvas)
   return round_up(sizes.astype(np.int64), step)
 
 

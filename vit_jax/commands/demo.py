@@ -25,8 +25,8 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     '--host',
     default='127.0.0.1',
-    help='address to listen on; 0.0.0.0: that of this machine in its network, for '
-    'everybody who reaches it (127.0.0.1)',
+    help='address to listen on; 0.0.0.0: all of this machine, for everybody who can '
+    'reach it (127.0.0.1)',
   )
   parser.add_argument(
     '--port', type=flags.count, help='port (the first free one from 7860)'

@@ -35,6 +35,8 @@ STYLE = {
 # Smaller pictures are enlarged to at least this side in pixels, so that the
 # maps over them are smooth.
 _LEAST = 128
+# But not beyond this longer side, however narrow they are.
+_LARGEST = 2048
 _TILE = 32  # The same for pictures side by side, so that the gaps are narrow.
 _MOST_LAYERS = 12  # Maximum number of layers in a figure of attention maps.
 _ROW_LABEL = 1.6  # Greatest width of the label of a row, in inches.
@@ -107,9 +109,19 @@ def as_pixels(images) -> np.ndarray:
   pixels = (np.asarray(images, np.float32).clip(-1, 1) + 1) / 2
   if pixels.shape[-1] not in (1, 3):
     pixels = pixels.mean(axis=-1, keepdims=True)
-  times = -(-_LEAST // min(pixels.shape[-3:-1]))
-  pixels = pixels.repeat(times, axis=-3).repeat(times, axis=-2)
+  pixels = enlarged(pixels, _LEAST)
   return np.broadcast_to(pixels, (*pixels.shape[:-1], 3))
+
+
+def enlarged(pictures: np.ndarray, least: int) -> np.ndarray:
+  """Repeats the pixels of small pictures [..., H, W, C].
+
+  The shorter side then has at least `least` pixels, unless the longer one would
+  have more than 2,048.
+  """
+  short, long = sorted(pictures.shape[-3:-1])
+  times = max(1, min(-(-least // short), _LARGEST // long))
+  return pictures.repeat(times, axis=-3).repeat(times, axis=-2)
 
 
 def overlay(

@@ -2,7 +2,8 @@
 
 The page has the photograph, examples, and what `page` of the model's predictor
 adds, such as the classes (vit_jax/tasks/classify.py). Gradio makes the page. It
-asks no other machine for anything, and what visitors upload is deleted.
+asks no other machine for anything, and what visitors upload is deleted. What they
+may ask its server for is in vit_jax/inference/guard.py.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from vit_jax import cli
 from vit_jax import preprocess
 from vit_jax.data.images import images as images_lib
 from vit_jax.inference import given
+from vit_jax.inference import guard
 
 gr = cli.needed('gradio', 'demo', 'the page of vit_jax demo')
 
@@ -35,11 +38,23 @@ _SMALL = 64  # Images with shorter sides are shown without smoothing.
 _KEPT = 600  # Seconds until an upload is deleted, while the page is served.
 _VISITORS = 16  # Whose results are in memory; and most of those who wait.
 _AT_ONCE = 2  # Photographs.
+_ALL = '0.0.0.0'  # All addresses of this machine.
 _FOLDER = 'GRADIO_TEMP_DIR'  # Gradio reads the folder of uploads here.
 _ENLARGED = 'enlarged'  # Class of components whose picture fills them.
 _STYLE = (
   f'.{_ENLARGED} .image-frame img '
   '{width: 100%; height: 22rem; object-fit: contain}'
+  '#heading * {padding: 0}'
+  # Warnings lie on the photograph, not on results: in the left half, or across a
+  # narrow screen. (Gradio does not apply media queries to them.)
+  '.toast-wrap {left: var(--size-3) !important; '
+  'max-width: max(45vw, min(100vw, (768px - 100vw) * 99)) !important}'
+  # On narrow screens results come before the examples.
+  '@media (max-width: 767px) {'
+  '#columns {flex-flow: column nowrap; align-items: stretch}'
+  '#given {display: contents}'
+  '#examples {order: 1}'
+  '}'
 )
 _PIXELATED = 'img {image-rendering: pixelated}'
 
@@ -83,6 +98,8 @@ def serve(model, title: str, facts: Mapping[str, str], host: str, port: int):
   with contextlib.suppress(KeyboardInterrupt):
     with served(model, title, facts, host, port) as url:
       cli.say(f'The model is shown on {url} until you press Ctrl-C.')
+      if not guard.is_loopback(host):
+        cli.say('Everybody who can reach this machine can use it: no password.')
       threading.Event().wait()
 
 
@@ -104,16 +121,18 @@ def served(
     port: port to listen on; None: the first free one from 7860.
 
   Yields:
-    The address of the page.
+    The address of the page, for other machines if they can reach it.
 
   Raises:
     ValueError: if there is nothing to show of the model.
   """
+  host = socket.gethostbyname(host)
   before = os.environ.get(_FOLDER)
   with tempfile.TemporaryDirectory(prefix='vit_jax_demo_') as folder:
-    os.environ[_FOLDER] = folder
+    folder = os.environ[_FOLDER] = os.path.realpath(folder)
     try:
-      page = _make_page(model, title, facts, pathlib.Path(folder))
+      examples = _write_examples(model.config, pathlib.Path(folder))
+      page = _make_page(model, title, facts, folder, examples)
       page.queue(
         default_concurrency_limit=_AT_ONCE, max_size=_VISITORS, api_open=False
       )
@@ -134,9 +153,13 @@ def served(
         pwa=False,
         footer_links=[],
         css=_STYLE + (_PIXELATED if small else ''),
+        app_kwargs={'middleware': guard.middleware(folder, host)},
       )
+      if host == _ALL:
+        url = f'http://{_address()}:{page.server_port}/'
       try:
-        yield url
+        with _sweeping(folder, examples):
+          yield url
       finally:
         page.close(verbose=False)
     finally:
@@ -145,24 +168,61 @@ def served(
         os.environ[_FOLDER] = before
 
 
-def _make_page(model, title, facts, folder):
-  """Returns the page, a gradio.Blocks; examples are written to the folder."""
+def _address() -> str:
+  """Returns the address of this machine in its network, or its name."""
+  try:
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+      # Finds the route to any other machine; for UDP nothing is sent.
+      probe.connect(('192.0.2.1', 9))
+      return probe.getsockname()[0]
+  except OSError:
+    return socket.gethostname()
+
+
+@contextlib.contextmanager
+def _sweeping(folder, kept):
+  """Deletes files a while after they were written, also of uploads that broke off.
+
+  Gradio's own deletion knows complete uploads only.
+  """
+  done = threading.Event()
+
+  def sweep():
+    while not done.wait(_KEPT / 10):
+      for parent, _, names in os.walk(folder):
+        for path in (os.path.join(parent, name) for name in names):
+          with contextlib.suppress(OSError):
+            old = time.time() - os.lstat(path).st_mtime > _KEPT
+            if old and path not in kept:
+              os.remove(path)
+
+  thread = threading.Thread(target=sweep, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    done.set()
+    thread.join()
+
+
+def _make_page(model, title, facts, folder, examples):
+  """Returns the page, a gradio.Blocks; the examples are files in the folder."""
   limit = model.config.max_image_pixels
-  examples = _write_examples(model.config, folder)
   words = ' · '.join(f'{k}: {v}' for k, v in facts.items())
-  with gr.Blocks(
-    title=title, analytics_enabled=False, delete_cache=(_KEPT / 10, _KEPT)
-  ) as page:
-    gr.Markdown(f'# {html.escape(title)}\n{html.escape(words)}')
-    with gr.Row():
-      with gr.Column():
+  with gr.Blocks(title=title, analytics_enabled=False) as page:
+    heading = f'<h1>{html.escape(title)}</h1>{html.escape(words)}'
+    gr.HTML(heading, elem_id='heading')
+    with gr.Row(elem_id='columns'):
+      with gr.Column(elem_id='given'):
         upload = gr.Image(
           label='Photograph',
           sources=['upload', 'clipboard'],
           elem_classes=_ENLARGED,
           buttons=[],
         )
-        chosen = gr.Examples(examples, upload, label='Examples')
+        chosen = gr.Examples(
+          examples, upload, label='Examples', elem_id='examples'
+        )
       with gr.Column():
         show, inputs, outputs = model.page()
 
@@ -170,12 +230,15 @@ def _make_page(model, title, facts, folder):
       found = dict.fromkeys(outputs)
       if file is None:
         return found
-      path = file['path']
+      path = file.get('path') if isinstance(file, dict) else None
+      if not guard.is_inside(path, folder):
+        gr.Warning('The photograph is not here any more: upload it again')
+        return found
       try:
         return {**found, **show(_read(path, limit), *values)}
       except (OSError, ValueError) as e:
         text = str(e).replace(path, pathlib.Path(path).name)
-        gr.Warning(html.escape(text, quote=False), duration=None)
+        gr.Warning(html.escape(text, quote=False))
         return found
 
     for event in (upload.input, chosen.load_input_event.then):

@@ -10,6 +10,7 @@ from PIL import ImageDraw
 
 from vit_jax.data.images import images as images_lib
 from vit_jax.figures import colors
+from vit_jax.figures import drawing
 from vit_jax.figures import fonts
 
 _LEAST = 256  # Pixels to which the shorter side of an image is enlarged.
@@ -70,8 +71,7 @@ def _inside(mask):
 
 def enlarged(image) -> np.ndarray:
   """Repeats the pixels of a small image, so that names can be read on it."""
-  times = -(-_LEAST // min(image.shape[:2]))
-  return image.repeat(times, axis=0).repeat(times, axis=1)
+  return drawing.enlarged(image, _LEAST)
 
 
 def _color(name) -> str:
