@@ -296,7 +296,7 @@ def _write_table(model, args, split) -> None:
   else:
     source = given.Given(args.images, config.max_image_pixels)
   options = model.table_options(args)
-  columns, facts = model.columns(**options), {'flags': options}
+  columns, facts = model.columns(**options), {'flags': options, 'split': split}
   tables.write(model, source, args.out, columns, facts, args.broken)
 
 

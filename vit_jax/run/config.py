@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from typing import Any
 
 from absl import logging
 from etils import epath
