@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 from tests import broken_weights as files
+from tests.weights import conftest
 from vit_jax import checkpoint
 from vit_jax import convert
 from vit_jax.weights import arrays
@@ -182,6 +183,26 @@ def test_a_pipe_is_not_waited_for(tmp_path):
   os.mkfifo(tmp_path / 'a.npz')
   with pytest.raises(ValueError, match="a.npz' is a pipe or a device"):
     reading.read(str(tmp_path / 'a.npz'))
+
+
+@pytest.mark.parametrize('name', ['shard', 'index', 'config', 'bin'])
+@pytest.mark.parametrize('kind', ['pipe', 'device'])
+def test_pipes_and_devices_in_a_folder_are_not_read(tmp_path, good, name, kind):
+  """None of them ends; a link to /dev/zero exists and has no end either."""
+  folder = tmp_path / 'a'
+  config, _, shard, index = conftest.write_shards(good, folder)
+  if name == 'bin':
+    (folder / index).unlink()
+  path = folder / dict(
+    shard=shard, index=index, config=config, bin='pytorch_model.bin'
+  ).get(name)  # fmt: skip
+  path.unlink(missing_ok=True)
+  if kind == 'pipe':
+    os.mkfifo(path)
+  else:
+    path.symlink_to('/dev/zero')
+  with pytest.raises(ValueError, match=f"{path.name}' .*pipe or a device"):
+    reading.read(str(folder))
 
 
 @pytest.mark.parametrize(

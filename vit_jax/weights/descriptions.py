@@ -15,6 +15,7 @@ from typing import NamedTuple
 from etils import epath
 
 from vit_jax.weights import arrays
+from vit_jax.weights import fetch
 
 
 class Description(NamedTuple):
@@ -57,8 +58,10 @@ def load(path: epath.Path) -> dict:
   """Reads an object from a JSON file; {} if there is no file."""
   if not path.exists():
     return {}
+  with fetch.local_input(path) as here:
+    text = here.read_bytes()
   try:
-    config = json.loads(path.read_text())
+    config = json.loads(text)
   except (ValueError, RecursionError) as e:
     raise ValueError(f'it is damaged: {e}') from e
   if not isinstance(config, dict):
