@@ -156,13 +156,38 @@ def test_parameters_of_pytorch_are_read(good, params, name):
 
 
 @pytest.mark.parametrize(
-  'text', ['null', '[]', '5', '"a"', 'true', '[1, {}]', 'nan', '{', '[' * 10**5]
-)
+  'text',
+  [
+    'null', '[]', '5', '"a"', 'true', '[1, {}]', 'nan', '{', '[' * 10**5,
+    '{"a": NaN}',
+  ],
+)  # fmt: skip
 def test_json_of_another_type(tmp_path, good, text):
   (tmp_path / 'a.npz').write_bytes((good / 'a.npz').read_bytes())
   (tmp_path / 'a.npz.json').write_text(text)
   with pytest.raises(ValueError, match="a.npz.json' cannot be used: it "):
     reading.read(str(tmp_path / 'a.npz'))
+
+
+def test_a_number_that_is_not_finite_is_refused(tmp_path, good):
+  """JSON has no infinity, but Python reads 1e400 as one."""
+  (tmp_path / 'a.npz').write_bytes((good / 'a.npz').read_bytes())
+  (tmp_path / 'a.npz.json').write_text(
+    '{"model": {"transformer": {"norm_eps": 1e400}}}'
+  )
+  with pytest.raises(ValueError, match="npz.json' .*1e400"):
+    reading.read(str(tmp_path / 'a.npz'))
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path, good):
+  folder = tmp_path / 'a'
+  _, one, other, _ = conftest.write_shards(good, folder)
+  state = safetensors.numpy.load_file(folder / one)
+  name = next(iter(state))
+  more = safetensors.numpy.load_file(folder / other)
+  safetensors.numpy.save_file({**more, name: state[name]}, folder / other)
+  with pytest.raises(ValueError, match=rf"{other}' .*{name}"):
+    reading.read(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -212,6 +237,7 @@ def test_pipes_and_devices_in_a_folder_are_not_read(tmp_path, good, name, kind):
     ('hf', {'num_attention_heads': []}, r'num_attention_heads is \[\], but'),
     ('hf', {'id2label': {'a': 'b'}}, 'id2label is .* but must be an object'),
     ('hf', {'id2label': ['a', 'b']}, 'id2label is'),
+    ('hf', {'id2label': {'0': 7}}, "id2label is {'0': 7}"),
     ('hf', {'layer_norm_eps': -1}, 'layer_norm_eps is -1, but must be a'),
     ('hf', {'layer_norm_eps': 'x'}, "layer_norm_eps is 'x'"),
     ('hf', {'image_size': [8]}, r'image_size is \[8\]'),

@@ -297,6 +297,10 @@ class ClipTokenizer(Tokenizer):
       tokenizer = package.Tokenizer.from_buffer(content)
     except Exception:  # The package has no class of errors of its own.
       raise self._wrong('is no tokenizer.json') from None
+    if getattr(tokenizer.model, 'dropout', None):
+      raise self._wrong(
+        f'splits texts at random (dropout={tokenizer.model.dropout})'
+      )
     padding = _padding_beside(path) or (tokenizer.padding or {}).get(
       'pad_token', _END
     )

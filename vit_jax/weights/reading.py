@@ -317,7 +317,12 @@ def _read_torch(file, num_heads, beside, dtype):
       )
     is_torch = not part.name.endswith('.safetensors')
     read_part = arrays.read_torch if is_torch else arrays.read_safetensors
-    flat |= read_part(part, dtype)
+    new = read_part(part, dtype)
+    if repeated := sorted(flat.keys() & new):
+      raise ValueError(
+        f"'{part}' repeats {repeated[0]}, which another file of '{file}' has too"
+      )
+    flat |= new
   with arrays.naming(file, 'cannot be used'):
     family, naming = families.of_names(flat)
   found = family.read_beside(beside, file, flat, naming)
