@@ -304,6 +304,19 @@ def test_a_model_of_timm_keeps_its_gelu(tmp_path, act_layer):
   )
 
 
+def test_hugging_face_has_two_names_of_the_exact_gelu(tmp_path):
+  theirs = torch_models.hf_model(hidden_act='gelu_python')
+  theirs.save_pretrained(tmp_path)
+  found = convert.read(str(tmp_path))
+  model = models.make_model(found.config, num_classes=3)
+  images = random_images((8, 12))
+  np.testing.assert_allclose(
+    our_logits(model, found.params, images),
+    torch_models.logits(theirs, images),
+    atol=1e-5,
+  )
+
+
 def test_an_npz_keeps_what_it_cannot_hold_beside_it(tmp_path):
   theirs = torch_models.hf_model()
   theirs.save_pretrained(tmp_path / 'hf')

@@ -192,6 +192,65 @@ def test_models_that_are_no_plain_vit(tmp_path):
       reading.read(str(path))
 
 
+_SIZES = dict(
+  hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+  intermediate_size=48, image_size=8, patch_size=4,
+)  # fmt: skip
+
+
+def _of_hf(name, config, **fields):
+  """Returns a tiny model of Hugging Face, with random weights."""
+  config = getattr(torch_models.transformers, config)(**fields)
+  return getattr(torch_models.transformers, name)(config)
+
+
+def _vit_pose(name):
+  backbone = dict(
+    model_type='vitpose_backbone', image_size=[8, 8], patch_size=[4, 4],
+    hidden_size=32, num_hidden_layers=1, num_attention_heads=2, mlp_ratio=2,
+    out_indices=[1],
+  )  # fmt: skip
+  if name == 'VitPoseBackbone':
+    return _of_hf(name, 'VitPoseBackboneConfig', **backbone)
+  backbone = torch_models.transformers.VitPoseBackboneConfig(**backbone)
+  return _of_hf(name, 'VitPoseConfig', backbone_config=backbone)
+
+
+@pytest.mark.parametrize(
+  'make, message',
+  [
+    ('vit_base_patch16_clip_224', 'norm_pre.*a norm before the first layer'),
+    ('flexivit_small', '4 position embeddings .*no_embed_class'),
+    ('vit_small_patch16_dinov3', 'reg_token.*register tokens'),
+    (
+      lambda: _of_hf(
+        'SiglipForImageClassification', 'SiglipConfig', vision_config=_SIZES,
+        text_config={k: x for k, x in _SIZES.items() if k != 'image_size'},
+      ),
+      'classifier of images.*lacks .text_model',
+    ),
+    (
+      lambda: _of_hf(
+        'DINOv3ViTModel', 'DINOv3ViTConfig', num_register_tokens=0, **_SIZES
+      ),
+      "model_type is 'dinov3_vit'",
+    ),
+    (lambda: _vit_pose('VitPoseBackbone'), "model_type is 'vitpose_backbone'"),
+    (lambda: _vit_pose('VitPoseForPoseEstimation'), "model_type is 'vitpose'"),
+  ],
+)  # fmt: skip
+def test_what_this_package_lacks_is_the_reason(tmp_path, make, message):
+  """The config beside the weights tells heads, sizes and all else."""
+  if callable(make):
+    make().save_pretrained(tmp_path)
+  else:
+    args = dict(depth=1, embed_dim=32, num_heads=2, img_size=8, patch_size=4)
+    model = timm.create_model(make, **args)
+    timm.models.save_for_hf(model, tmp_path, model_args=args)
+  with pytest.raises(ValueError, match=message):
+    convert.read(str(tmp_path))
+
+
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
   name = 'a.bin'
   (tmp_path / name).write_bytes(b'')

@@ -304,25 +304,32 @@ def _read_workdir(folder):
   )
 
 
+def _read_part(part, file, others, dtype):
+  """Reads a file of `file`, whose other files hold the arrays `others`."""
+  if not part.exists():
+    raise FileNotFoundError(
+      f"'{file}' names the file {part.name}, which is not beside it: put all "
+      'files of the weights into one folder'
+    )
+  is_torch = not part.name.endswith('.safetensors')
+  found = (arrays.read_torch if is_torch else arrays.read_safetensors)(
+    part, dtype
+  )
+  if repeated := sorted(others.keys() & found):
+    raise ValueError(
+      f"'{part}' repeats {repeated[0]}, which another file of '{file}' has too"
+    )
+  return found
+
+
 def _read_torch(file, num_heads, beside, dtype):
   """Reads a state dict, and files by name (`beside`) that describe it."""
+  descriptions.read(beside('config.json'), families.check_type)
   flat, parts = {}, [file]
   if file.name.endswith(hub.INDEX):
     parts = [*map(beside, descriptions.read(file, descriptions.shards))]
   for part in parts:
-    if not part.exists():
-      raise FileNotFoundError(
-        f"'{file}' names the file {part.name}, which is not beside it: put all "
-        'files of the weights into one folder'
-      )
-    is_torch = not part.name.endswith('.safetensors')
-    read_part = arrays.read_torch if is_torch else arrays.read_safetensors
-    new = read_part(part, dtype)
-    if repeated := sorted(flat.keys() & new):
-      raise ValueError(
-        f"'{part}' repeats {repeated[0]}, which another file of '{file}' has too"
-      )
-    flat |= new
+    flat |= _read_part(part, file, flat, dtype)
   with arrays.naming(file, 'cannot be used'):
     family, naming = families.of_names(flat)
   found = family.read_beside(beside, file, flat, naming)

@@ -19,6 +19,7 @@ import numpy as np
 from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import text_towers
+from vit_jax.weights import arrays
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base
 from vit_jax.weights.families import leaves
@@ -121,6 +122,7 @@ _DEFAULTS = {
   'clip': ('quick_gelu', 1e-5, 12, 8),
   'siglip': ('gelu_pytorch_tanh', 1e-6, 12, 12),
 }
+_WHOLE = 'CLIP or SigLIP of Vision Transformers'
 _WORDS = {'clip': 'CLIPs', 'siglip': 'SigLIPs'}
 # The files of their vocabularies.
 _VOCABULARIES = {'clip': 'tokenizer.json', 'siglip': 'spiece.model'}
@@ -154,6 +156,7 @@ class ImageTexts(base.Family):
   kind = 'lit'
   leaf = 'img/embedding/kernel'
   formats = ('npz', 'workdir')
+  hf_types = ('clip', 'siglip')
   computes = types.MappingProxyType(
     {
       **{f'image.{k}': v for k, v in vit.Classifiers.computes.items() if '.' in k},
@@ -173,12 +176,6 @@ class ImageTexts(base.Family):
   def load(self, flat, naming, num_heads):
     """A number alone is that of the image tower."""
     leaves.rename(flat, _OLD_NAMES)
-    what = 'CLIP or SigLIP of Vision Transformers'
-    for name in _TOWERS[naming]:
-      if name not in flat:
-        raise ValueError(
-          f"it lacks '{name}': give the weights of a whole {what}"
-        )
     style = _style_of(flat, naming)
     leaves.split(flat, *_JOINED[naming])
     count = lambda start: leaves.count(flat, rf'{start}(\d+)\.')
@@ -187,10 +184,8 @@ class ImageTexts(base.Family):
     if not isinstance(num_heads, tuple):
       num_heads = num_heads, None
     heads = [n or text.usual_heads(w) for n, w in zip(num_heads, widths)]
-    images = {name for path, _, name in table if path.startswith(_IMAGE)}
-    images = {name: flat.pop(name) for name in [*flat] if name in images}
-    found = leaves.load(images, table, heads[0], what)
-    found |= leaves.load(flat, table, heads[1], what)
+    heads_of = lambda path: heads[not path.startswith(_IMAGE)]
+    found = leaves.load(flat, table, heads_of, _WHOLE)
     for layer in _NO_BIAS:
       kernel = found.get(f'{layer}/kernel')
       if kernel is not None and f'{layer}/bias' not in found:
@@ -264,6 +259,8 @@ class ImageTexts(base.Family):
         yield 'text.config', ours, theirs
 
   def read_beside(self, beside, file, flat, naming):
+    with arrays.naming(file, 'cannot be used'):
+      _check_whole(flat, naming)
     style = _style_of(flat, naming)
     if naming == 'open_clip':
       describe = _from_open_clip
@@ -431,6 +428,19 @@ class ImageTexts(base.Family):
     )
     found = {'config.json': fields, 'preprocessor_config.json': processor}
     return found, ['the files of the tokenizer are not written']
+
+
+def _check_whole(names, naming):
+  """Raises ValueError unless a state dict has both towers."""
+  names = {leaves.renamed(name, _OLD_NAMES) for name in names}
+  for name in _TOWERS[naming]:
+    if name not in names:
+      what = 'lacks'
+      if 'classifier.weight' in names:
+        what = 'is a classifier of images on one tower, and lacks'
+      raise ValueError(
+        f"it {what} '{name}': give the weights of a whole {_WHOLE}"
+      )
 
 
 def _below(flat, start):

@@ -43,7 +43,7 @@ _BLOCK = (
 )  # fmt: skip
 # Beginnings of the names of what no text tower has.
 _HEADS = ('pooler.', 'cls.', 'classifier.', 'qa_outputs.')
-_GELUS = ('gelu', 'gelu_new', 'gelu_pytorch_tanh')
+_GELUS = ('gelu', 'gelu_python', 'gelu_new', 'gelu_pytorch_tanh')
 # Sizes of a BertEncoder.
 BERT_FIELDS = (
   'width', 'num_layers', 'num_heads', 'mlp_dim', 'vocab_size', 'num_positions',
@@ -102,6 +102,7 @@ class Berts(_TextTowers):
   words = 'a BERT'
   kind = 'bert'
   leaf = f'{_BERT}layer_norm/scale'
+  hf_types = ('bert',)
   computes = types.MappingProxyType({'num_heads': None})
 
   def detect(self, names):
@@ -200,7 +201,7 @@ def _from_config(config):
   )
   field = descriptions.field
   gelu = field(config, 'hidden_act', descriptions.one_of(_GELUS))
-  if gelu == 'gelu':
+  if gelu in ('gelu', 'gelu_python'):
     logging.warning(
       'This BERT was trained with the exact GELU (hidden_act in config.json), '
       'and the text tower computes its tanh approximation: features differ a '

@@ -41,6 +41,7 @@ _TIMM_USUAL = re.compile(
 # Their names of GELUs -> ours.
 GELUS = {
   'gelu': 'erf',
+  'gelu_python': 'erf',
   'gelu_new': 'tanh',
   'gelu_pytorch_tanh': 'tanh',
   'gelu_fast': 'tanh',
