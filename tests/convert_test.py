@@ -304,6 +304,25 @@ def test_a_model_of_timm_keeps_its_gelu(tmp_path, act_layer):
   )
 
 
+def test_heads_that_are_not_64_wide(tmp_path):
+  """timm's files for this model do not tell that it has 16 heads of 48."""
+  theirs = torch_models.randomize(
+    timm.create_model('vit_base_patch16_gap_224', depth=1, img_size=32)
+  )
+  timm.models.save_for_hf(theirs, tmp_path)
+  with pytest.raises(ValueError, match='attention heads.*--num_heads'):
+    convert.read(str(tmp_path))
+  with pytest.raises(ValueError, match='GELU.*--gelu'):
+    convert.read(str(tmp_path), num_heads=16)
+  images = random_images((32, 32))
+  predictor = predict.load_weights(str(tmp_path), num_heads=16, gelu='erf')
+  np.testing.assert_allclose(
+    predictor.task.outputs(predictor.params, {}, {'image': images}),
+    torch_models.logits(theirs, images),
+    atol=1e-4,
+  )
+
+
 def test_hugging_face_has_two_names_of_the_exact_gelu(tmp_path):
   theirs = torch_models.hf_model(hidden_act='gelu_python')
   theirs.save_pretrained(tmp_path)

@@ -303,9 +303,9 @@ def test_tensors_of_other_ranks(tmp_path, good, kind, name, shape, message):
   state = safetensors.numpy.load_file(good / kind / 'model.safetensors')
   state[name] = np.ones(shape, np.float32)
   safetensors.numpy.save_file(state, tmp_path / 'model.safetensors')
-  heads = None if 'width' in message else 2
+  told = {} if 'width' in message else {'num_heads': 2, 'gelu': 'erf'}
   with pytest.raises(ValueError, match=f'model.safetensors.*{message}'):
-    convert.read(str(tmp_path / 'model.safetensors'), num_heads=heads)
+    convert.read(str(tmp_path / 'model.safetensors'), **told)
 
 
 @pytest.mark.filterwarnings('ignore')

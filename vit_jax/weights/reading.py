@@ -99,7 +99,9 @@ class Weights(NamedTuple):
 
 
 def read(
-  path: str, num_heads: int | None = None, dtype: str | None = None
+  path: str,
+  num_heads: int | tuple[int, int] | None = None,
+  dtype: str | None = None,
 ) -> Weights:
   """Reads weights of any format; warns of values that are not finite.
 
@@ -107,8 +109,9 @@ def read(
 
   Args:
     path: see the top of this module; local, https://, gs:// or hf://.
-    num_heads: number of attention heads; needed for files of timm or Hugging
-      Face without a config.json and of a width that the table of sizes lacks.
+    num_heads: number of attention heads, or those of image and text tower;
+      needed for files of timm, Hugging Face or open_clip if no config beside
+      them tells it.
     dtype: type of the parameters, such as 'bfloat16'; None: that of the file.
 
   Raises:
@@ -118,7 +121,8 @@ def read(
       model of this package.
     ImportError: if a package is missing; names the extra to install.
   """
-  if num_heads is not None and num_heads < 1:
+  pair = num_heads if isinstance(num_heads, tuple) else (num_heads,)
+  if any(count is not None and count < 1 for count in pair):
     raise ValueError(f'num_heads={num_heads} must be at least 1')
   if hub.is_at(path):
     commit = processes.from_first(
@@ -304,6 +308,18 @@ def _read_workdir(folder):
   )
 
 
+def _heads(given, told):
+  """Returns the number of heads, or a pair; ValueError for a contradiction."""
+  if isinstance(given, tuple) and isinstance(told, tuple):
+    return tuple(map(_heads, given, told))
+  if isinstance(given, int) and isinstance(told, int) and given != told:
+    raise ValueError(
+      f'num_heads={given}, but the config beside it says {told}: give that, or '
+      'nothing (--num_heads, or num_heads of the config of a run)'
+    )
+  return given if told is None else told
+
+
 def _read_part(part, file, others, dtype):
   """Reads a file of `file`, whose other files hold the arrays `others`."""
   if not part.exists():
@@ -334,7 +350,5 @@ def _read_torch(file, num_heads, beside, dtype):
     family, naming = families.of_names(flat)
   found = family.read_beside(beside, file, flat, naming)
   with arrays.naming(file, 'cannot be used'):
-    if not isinstance(found.num_heads, tuple):
-      found = found._replace(num_heads=num_heads or found.num_heads)
-    flat = family.load(flat, naming, found.num_heads)
+    flat = family.load(flat, naming, _heads(num_heads, found.num_heads))
   return _weights(flat, naming, found)

@@ -131,15 +131,18 @@ def check(
 def load(
   flat: dict[str, np.ndarray],
   table: Iterable[Leaf],
-  num_heads: int | Callable[[str], int | None] | None,
+  num_heads: int | tuple[int | None, ...] | Callable[[str], int | None] | None,
   what: str,
   features: Mapping[str, str] = types.MappingProxyType({}),
 ) -> dict[str, np.ndarray]:
   """Converts the arrays of a state dict; for the errors see `check`.
 
   It takes them out of `flat`, so that no array is in memory twice. `num_heads`
-  is the number of attention heads, or a function of a leaf's path.
+  is the number of attention heads, of which the first counts, or a function of
+  a leaf's path.
   """
+  if isinstance(num_heads, tuple):
+    num_heads = num_heads[0]
   table = [*table]
   check(flat, table, what, features)
   heads_of = num_heads if callable(num_heads) else lambda path: num_heads
@@ -231,7 +234,8 @@ def _from_torch(value, path, layout, num_heads) -> np.ndarray:
     if num_heads is None:
       raise ValueError(
         f'it does not say how many attention heads its model of width {width} '
-        'has: put its config.json beside it, or give num_heads'
+        'has: put its config.json beside it, or give num_heads '
+        '(--num_heads)'
       )
     if width % num_heads:
       raise ValueError(

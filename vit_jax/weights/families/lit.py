@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import functools
 import types
 
-from absl import logging
 import jax
 import ml_collections
 import numpy as np
@@ -180,10 +179,7 @@ class ImageTexts(base.Family):
     leaves.split(flat, *_JOINED[naming])
     count = lambda start: leaves.count(flat, rf'{start}(\d+)\.')
     table = [*_table(style, map(count, _BLOCKS[naming]))]
-    widths = [flat[name].shape[-1] for name in _TOWERS[naming]]
-    if not isinstance(num_heads, tuple):
-      num_heads = num_heads, None
-    heads = [n or text.usual_heads(w) for n, w in zip(num_heads, widths)]
+    heads = num_heads if isinstance(num_heads, tuple) else (num_heads, None)
     heads_of = lambda path: heads[not path.startswith(_IMAGE)]
     found = leaves.load(flat, table, heads_of, _WHOLE)
     for layer in _NO_BIAS:
@@ -265,11 +261,6 @@ class ImageTexts(base.Family):
     if naming == 'open_clip':
       describe = _from_open_clip
       name = 'open_clip_config.json'
-      if not beside(name).exists():
-        logging.warning(
-          f"'{file}' does not tell its GELU: this package takes that of the "
-          f'released CLIP, gelu=quick; put its {name} beside it'
-        )
     else:
       describe = functools.partial(_from_hf, style=style, flat=flat)
       name = 'config.json'
@@ -526,7 +517,9 @@ def _from_hf(config, style, flat):
     own = own or field(config, f'{side}_config', descriptions.OBJECT, {})
     act = field(own, 'hidden_act', descriptions.one_of(vit_files.GELUS), gelu)
     own_eps = field(own, 'layer_norm_eps', descriptions.EPSILON, eps)
-    fields = dict(gelu=vit_files.GELUS[act], norm_eps=float(own_eps))
+    fields = dict(
+      gelu=vit_files.GELUS[act] if config else None, norm_eps=float(own_eps)
+    )
     count = field(own, 'num_attention_heads', descriptions.COUNT, count)
     found.append((own, fields, count))
   (image, encoder, image_heads), (tower, texts, text_heads) = found
@@ -575,8 +568,9 @@ def _from_open_clip(config):
     tower, 'CLIPs', pool_type='argmax', no_causal_mask=False,
     hf_model_name=None, **nothing,
   )  # fmt: skip
-  quick = field(model, 'quick_gelu', descriptions.FLAG, not config)
-  fields = dict(gelu='quick' if quick else 'erf', norm_eps=1e-5)
+  quick = field(model, 'quick_gelu', descriptions.FLAG, False)
+  gelu = ('quick' if quick else 'erf') if config else None
+  fields = dict(gelu=gelu, norm_eps=1e-5)
   width = field(image, 'width', descriptions.COUNT, 768)
   head_width = field(image, 'head_width', descriptions.COUNT, 64)
   size = field(image, 'image_size', descriptions.SIZE, 224 if config else None)

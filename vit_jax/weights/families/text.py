@@ -73,11 +73,6 @@ def place_of(model) -> str:
   return 'model.text.config' if model.text_model == 'bert' else 'model.text'
 
 
-def usual_heads(width: int) -> int | None:
-  """Returns the number of heads of published towers; None for an unusual width."""
-  return width // 64 if width <= 1024 and width % 64 == 0 else None
-
-
 class _TextTowers(base.Family):
   """A text tower alone, which is a part of a model, and only read."""
 
@@ -132,7 +127,7 @@ class Berts(_TextTowers):
       'kind': 'bert',
       'width': width,
       'num_layers': leaves.count(flat, rf'{start}layers_(\d+)/'),
-      'num_heads': usual_heads(width) or 1,
+      'num_heads': 1 if width % 64 else width // 64,
       'mlp_dim': flat[f'{start}layers_0/mlp_block/mlp/dense_layer/kernel'][1],
       'vocab_size': rows['token'][0],
       'num_positions': rows['position'][0],

@@ -161,8 +161,8 @@ class Classifiers(base.Family):
     return 'hf' if any(re.fullmatch(patches, name) for name in names) else None
 
   def load(self, flat, naming, num_heads):
-    heads = num_heads or _usual_heads(flat)
-    return leaves.load(flat, _table_of(flat, naming), heads, _words(flat))
+    table = _table_of(flat, naming)
+    return leaves.load(flat, table, num_heads, _words(flat))
 
   def dump(self, flat, naming):
     in_timm, units = naming == 'timm', None
@@ -276,14 +276,6 @@ def _check_positions(flat, image_size):
 
 def _is_hybrid(names):
   return any(name.startswith(_TIMM_RESNET) for name in names)
-
-
-def _usual_heads(flat):
-  """Returns the number of heads of this width in the table of sizes, or None."""
-  ends = 'patch_embed.proj.bias', 'patch_embeddings.projection.bias'
-  width = next((x.size for k, x in flat.items() if k.endswith(ends)), None)
-  sizes = model_configs.SIZES.values()
-  return next((heads for _, size, _, heads in sizes if size == width), None)
 
 
 def _vit_sizes(flat):
