@@ -2,6 +2,10 @@
 
 import functools
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import flax.traverse_util
 import jax
@@ -556,3 +560,29 @@ def test_a_bit_resnet_of_timm_is_trained_like_any_model(tiny_config, tmp_path):
     ValueError, match=r'looks like BiT ResNet of \(1,\) units, 0'
   ):
     train.train_and_evaluate(config, str(tmp_path / 'wider'))
+
+
+def test_converting_needs_no_tensorflow(tmp_path, tiny):
+  """Nor prints its lines; a workdir, whose task needs it, loads triton first."""
+  (tmp_path / 'triton.py').write_text(
+    'import sys\nassert "tensorflow" not in sys.modules\n'
+  )
+  done = subprocess.run(
+    [
+      sys.executable, '-c',
+      'import sys\n'
+      'from vit_jax import cli\n'
+      'cli.avoid_absent_devices()\n'
+      'from vit_jax import convert\n'
+      f'place, size = {str(tmp_path)!r}, dict(image_size=(8, 12))\n'
+      f'convert.convert({tiny[0]!r}, f"{{place}}/a", "timm", **size)\n'
+      'convert.convert(f"{place}/a", f"{place}/b", "hf")\n'
+      'convert.convert(f"{place}/b", f"{place}/c.npz")\n'
+      'assert not {"tensorflow", "tensorflow_datasets", "torch"} & {*sys.modules}\n'
+      'convert.convert(f"{place}/b", f"{place}/d", "workdir")\n'
+      'assert {"tensorflow", "triton"} <= {*sys.modules}\n',
+    ],
+    env={**os.environ, 'PYTHONPATH': f'{tmp_path}:{pathlib.Path.cwd()}'},
+    capture_output=True, text=True, check=False,
+  )  # fmt: skip
+  assert (done.returncode, done.stderr) == (0, '')

@@ -284,11 +284,10 @@ def _rename_block(key, names):
 
 
 def _read_workdir(folder):
-  # Imported late: these modules import Orbax and TensorFlow.
+  # Imported late: these modules import Orbax.
   from vit_jax.run import checkpoints as checkpoints_lib
   from vit_jax.run import config as run_config
 
-  cli.load_tensorflow()
   config, metadata = workdir_lib.load(folder)
   own = tuple(run_config.get_task(config.task).OWN_PARAMS)
   found = checkpoints_lib.load_weights(folder, EXTRA)
