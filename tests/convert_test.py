@@ -563,7 +563,7 @@ def test_a_bit_resnet_of_timm_is_trained_like_any_model(tiny_config, tmp_path):
 
 
 def test_converting_needs_no_tensorflow(tmp_path, tiny):
-  """Nor prints its lines; a workdir, whose task needs it, loads triton first."""
+  """Nor prints its lines; triton, whose import after it crashes, comes first."""
   (tmp_path / 'triton.py').write_text(
     'import sys\nassert "tensorflow" not in sys.modules\n'
   )

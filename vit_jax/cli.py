@@ -78,17 +78,12 @@ def hidden_stderr():
 def load_tensorflow():
   """Imports TensorFlow without the messages that no setting hides.
 
-  Triton, which comes with PyTorch, is imported first if it is installed: after
-  TensorFlow 2.21 its import crashes the interpreter (triton 3.7).
-
   (Switching off oneDNN would hide them, but slows the input pipeline by a
   third.)
   """
   if 'tensorflow' in sys.modules:
     return
   with hidden_stderr():
-    if importlib.util.find_spec('triton'):
-      importlib.import_module('triton')
     tf = importlib.import_module('tensorflow')
     tf.config.set_visible_devices([], 'GPU')  # JAX alone uses the GPUs.
     tf.constant(0)
