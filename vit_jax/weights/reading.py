@@ -117,8 +117,7 @@ def read(
   Raises:
     FileNotFoundError, PermissionError, OSError: if the file cannot be read.
     ValueError: if the file holds no weights, is damaged, holds pickled objects or
-      other types than floats, unfolds to far more than its size, or is of no
-      model of this package.
+      other types than floats, or is of no model of this package.
     ImportError: if a package is missing; names the extra to install.
   """
   pair = num_heads if isinstance(num_heads, tuple) else (num_heads,)
