@@ -571,8 +571,6 @@ def test_converting_needs_no_tensorflow(tmp_path, tiny):
     [
       sys.executable, '-c',
       'import sys\n'
-      'from vit_jax import cli\n'
-      'cli.avoid_absent_devices()\n'
       'from vit_jax import convert\n'
       f'place, size = {str(tmp_path)!r}, dict(image_size=(8, 12))\n'
       f'convert.convert({tiny[0]!r}, f"{{place}}/a", "timm", **size)\n'
