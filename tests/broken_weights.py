@@ -90,7 +90,7 @@ def broken_state(rng, state, marker):
     value = whole[name]
     state[rng.choice((name, name, 'x', 7, ''))] = rng.choice((
       value[..., :1], value.reshape(-1), value.double(), value.bool(),
-      torch.tensor(0.5), torch.zeros(0), torch.ones(1).expand(2**rng.randrange(40)),
+      torch.tensor(0.5), torch.zeros(0), torch.ones(1).expand(2**rng.randrange(20)),
       value.detach().to_sparse(), value.to('meta'), {}, None, 'x', Bomb(marker),
     ))  # fmt: skip
   wrap = rng.choice(('', '', 'model', 'state_dict'))

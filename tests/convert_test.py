@@ -3,6 +3,10 @@
 from concurrent import futures
 import functools
 import json
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 
 import flax.traverse_util
@@ -306,6 +310,38 @@ def test_a_model_of_timm_keeps_its_gelu(tmp_path, act_layer):
   )
 
 
+def test_heads_that_are_not_64_wide(tmp_path):
+  """timm's files for this model do not tell that it has 16 heads of 48."""
+  theirs = torch_models.randomize(
+    timm.create_model('vit_base_patch16_gap_224', depth=1, img_size=32)
+  )
+  timm.models.save_for_hf(theirs, tmp_path)
+  with pytest.raises(ValueError, match='attention heads.*--num_heads'):
+    convert.read(str(tmp_path))
+  with pytest.raises(ValueError, match='GELU.*--gelu'):
+    convert.read(str(tmp_path), num_heads=16)
+  images = random_images((32, 32))
+  predictor = predict.load_weights(str(tmp_path), num_heads=16, gelu='erf')
+  np.testing.assert_allclose(
+    predictor.task.outputs(predictor.params, {}, {'image': images}),
+    torch_models.logits(theirs, images),
+    atol=1e-4,
+  )
+
+
+def test_hugging_face_has_two_names_of_the_exact_gelu(tmp_path):
+  theirs = torch_models.hf_model(hidden_act='gelu_python')
+  theirs.save_pretrained(tmp_path)
+  found = convert.read(str(tmp_path))
+  model = models.make_model(found.config, num_classes=3)
+  images = random_images((8, 12))
+  np.testing.assert_allclose(
+    our_logits(model, found.params, images),
+    torch_models.logits(theirs, images),
+    atol=1e-5,
+  )
+
+
 def test_an_npz_keeps_what_it_cannot_hold_beside_it(tmp_path):
   theirs = torch_models.hf_model()
   theirs.save_pretrained(tmp_path / 'hf')
@@ -552,3 +588,27 @@ def test_a_bit_resnet_of_timm_is_trained_like_any_model(tiny_config, tmp_path):
     ValueError, match=r'looks like BiT ResNet of \(1,\) units, 0'
   ):
     train.train_and_evaluate(config, str(tmp_path / 'wider'))
+
+
+def test_converting_needs_no_tensorflow(tmp_path, tiny):
+  """Nor prints its lines; triton, whose import after it crashes, comes first."""
+  (tmp_path / 'triton.py').write_text(
+    'import sys\nassert "tensorflow" not in sys.modules\n'
+  )
+  done = subprocess.run(
+    [
+      sys.executable, '-c',
+      'import sys\n'
+      'from vit_jax import convert\n'
+      f'place, size = {str(tmp_path)!r}, dict(image_size=(8, 12))\n'
+      f'convert.convert({tiny[0]!r}, f"{{place}}/a", "timm", **size)\n'
+      'convert.convert(f"{place}/a", f"{place}/b", "hf")\n'
+      'convert.convert(f"{place}/b", f"{place}/c.npz")\n'
+      'assert not {"tensorflow", "tensorflow_datasets", "torch"} & {*sys.modules}\n'
+      'convert.convert(f"{place}/b", f"{place}/d", "workdir")\n'
+      'assert {"tensorflow", "triton"} <= {*sys.modules}\n',
+    ],
+    env={**os.environ, 'PYTHONPATH': f'{tmp_path}:{pathlib.Path.cwd()}'},
+    capture_output=True, text=True, check=False,
+  )  # fmt: skip
+  assert (done.returncode, done.stderr) == (0, '')

@@ -17,6 +17,7 @@ import numpy as np
 from vit_jax import cli
 from vit_jax import models
 from vit_jax.distributed import files
+from vit_jax.layers import encoder
 from vit_jax.layers import positions
 from vit_jax.weights import arrays
 from vit_jax.weights import card
@@ -40,8 +41,9 @@ def read(
   src: str,
   class_names: Sequence[str] | None = None,
   image_size: tuple[int, int] | None = None,
-  num_heads: int | None = None,
+  num_heads: int | tuple[int, int] | None = None,
   dtype: str | None = None,
+  gelu: str | None = None,
 ) -> writing.Model:
   """Reads weights and identifies their model.
 
@@ -53,6 +55,8 @@ def read(
     image_size: (height, width) in pixels; needed if `src` does not tell it and
       the grid of patches is not square.
     num_heads: see vit_jax.weights.reading.read; likewise dtype.
+    gelu: 'erf', 'tanh' or 'quick', see vit_jax.layers.encoder.GELUS; needed if
+      no config beside `src` tells it.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
@@ -71,6 +75,7 @@ def read(
       f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer, BiT, DETR, "
       f'iGPT or LiT: it has {sorted(weights.params)[:6]} (SRC)'
     )
+  weights = weights._replace(model=_with_gelu(src, weights.model, gelu))
   if weights.kind == 'workdir':
     config = ml_collections.ConfigDict(weights.model)
   else:
@@ -108,6 +113,29 @@ def read(
     )
     family.check(model)
   return model
+
+
+def _with_gelu(src, model, gelu):
+  """Returns the fields of a model with a GELU where files do not tell it."""
+  fields = flax.traverse_util.flatten_dict(model)
+  paths = [path for path in fields if path[-1] == 'gelu']
+  told = {fields[path] for path in paths}
+  if gelu is None and None in told:
+    raise ValueError(
+      f"'{src}' does not say which GELU its model computes: put its config beside "
+      f'it, or give gelu, one of {", ".join(encoder.GELUS)} (--gelu)'
+    )
+  if gelu is not None and gelu not in encoder.GELUS:
+    raise ValueError(
+      f"gelu='{gelu}' must be one of {', '.join(encoder.GELUS)} (--gelu)"
+    )
+  if gelu is not None and told not in ({None}, {gelu}):
+    what = ' and '.join(map(str, told)) if told else 'that of its format'
+    raise ValueError(
+      f"gelu='{gelu}', but the GELU of '{src}' is {what}: leave it out (--gelu)"
+    )
+  fields |= dict.fromkeys(paths, gelu) if None in told else {}
+  return flax.traverse_util.unflatten_dict(fields)
 
 
 def _check_shapes(weights, config, num_classes, size):
@@ -159,7 +187,8 @@ def convert(
   to: str | None = None,
   class_names: Sequence[str] | None = None,
   image_size: tuple[int, int] | None = None,
-  num_heads: int | None = None,
+  num_heads: int | tuple[int, int] | None = None,
+  gelu: str | None = None,
 ) -> tuple[writing.Model, list[str]]:
   """Converts weights bit for bit.
 
@@ -169,8 +198,8 @@ def convert(
     to: one of KINDS; by default npz or pth if `dst` ends so.
     class_names: see `read`.
     image_size: see `read`.
-    num_heads: number of attention heads; needed if `src` does not tell it and
-      the table of sizes lacks its width.
+    num_heads: see `read`.
+    gelu: see `read`.
 
   Returns:
     The model, and a list of notes about the result.
@@ -200,7 +229,7 @@ def convert(
     raise FileExistsError(
       f"DST '{dst}' exists: give another, or delete it first"
     )
-  model = read(src, class_names, image_size, num_heads)
+  model = read(src, class_names, image_size, num_heads, gelu=gelu)
   notes = writing.check(model, to)
   if to != 'workdir':
     model, found = _with_plain_positions(model, to)
@@ -224,9 +253,9 @@ def convert(
 
 def _with_plain_positions(model, to):
   """Replaces position embeddings on a grid by their table; also returns notes."""
-  encoder = model.config.get('transformer') or {}
-  kind = encoder.get('position_embedding', 'learned_1d')
-  layers = encoder.get('position_layers', 'stem')
+  fields = model.config.get('transformer') or {}
+  kind = fields.get('position_embedding', 'learned_1d')
+  layers = fields.get('position_layers', 'stem')
   if kind == 'none' or (kind, layers) == ('learned_1d', 'stem'):
     return model, []
   if kind == 'relative' or layers != 'stem':
@@ -237,7 +266,7 @@ def _with_plain_positions(model, to):
     )
   flat = flax.traverse_util.flatten_dict(model.params, sep='/')
   grid = models.patch_grid(model.config, model.image_size)
-  table = np.asarray(positions.first_table(flat, encoder, grid))
+  table = np.asarray(positions.first_table(flat, fields, grid))
   flat = {path: x for path, x in flat.items() if '/posembed_' not in path}
   flat['Transformer/posembed_input/pos_embedding'] = table
   config = copy.deepcopy(model.config)
@@ -269,7 +298,7 @@ def run(args) -> None:
   names = _names(args.class_names) if args.class_names else None
   options = dict(
     to=args.to, class_names=names, image_size=args.image_size,
-    num_heads=args.num_heads,
+    num_heads=args.num_heads, gelu=args.gelu,
   )  # fmt: skip
   if args.push:
     model, notes = push(args.src, args.push, **options)

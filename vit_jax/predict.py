@@ -94,6 +94,8 @@ def load_weights(
   class_names: Sequence[str] | None = None,
   image_size: tuple[int, int] | None = None,
   dtype: str | None = None,
+  num_heads: int | tuple[int, int] | None = None,
+  gelu: str | None = None,
 ):
   """Loads a model from weights in any format, without a run.
 
@@ -106,6 +108,9 @@ def load_weights(
     image_size: (height, width) in pixels; needed if the file does not contain
       it and the grid of patches is not square.
     dtype: see `load`; None: as in the file.
+    num_heads: number of attention heads, or those of image and text tower;
+      needed, and likewise `gelu`, if no config beside the file tells it.
+    gelu: 'erf', 'tanh' or 'quick'.
 
   Returns:
     The predictor of the model's task, such as
@@ -122,7 +127,7 @@ def load_weights(
   from vit_jax.weights import writing
 
   with _freeing():
-    model = convert.read(path, class_names, image_size, dtype=dtype)
+    model = convert.read(path, class_names, image_size, num_heads, dtype, gelu)
     model = writing.scaled(model)
     config, metadata = writing.as_run(model)
     task = run_config.get_task(config.task)(config, metadata)
@@ -205,7 +210,9 @@ def _check_flags(model, args, is_table) -> None:
 def of_flags(args, dtype: str | None = None):
   """Loads the model of the flags --weights, or --workdir and --step."""
   if args.weights:
-    return load_weights(args.weights, dtype=dtype)
+    return load_weights(
+      args.weights, dtype=dtype, num_heads=args.num_heads, gelu=args.gelu
+    )
   return load(args.workdir, args.step, dtype=dtype)
 
 

@@ -153,7 +153,7 @@ def run(args) -> None:
 
   if args.weights:
     mesh = sharding.make_mesh({'data': -1})
-    model = predict.load_weights(args.weights)
+    model = predict.of_flags(args)
     whole = sharding.replicated(mesh)
     model.params = jax.device_put(model.params, whole)
   else:

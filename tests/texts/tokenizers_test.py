@@ -612,6 +612,15 @@ def test_vocabularies_of_another_kind(tmp_path, name, content, message):
     tokenizers.get_tokenizer(name)(path, 8)
 
 
+def test_dropout_of_byte_pairs_is_refused(tmp_path, clip):
+  fields = json.loads(clip[0].read_text())
+  fields['model']['dropout'] = 0.25
+  path = tmp_path / 'tokenizer.json'
+  path.write_text(json.dumps(fields))
+  with pytest.raises(ValueError, match=f"'{path}' .*dropout=0.25"):
+    tokenizers.ClipTokenizer(path, 8)
+
+
 def test_models_that_lack_the_token_of_end(tmp_path, clip):
   path = train_sentencepiece(tmp_path / 'no_end.model', eos_id=-1)
   with pytest.raises(

@@ -40,11 +40,12 @@ class Hub:
     gated: models that need the token.
     asked: (method, path) of all requests.
     breaks: how many times the connection breaks in the middle of a large file.
+    changed: files of which one byte changes on the way.
   """
 
   def __init__(self):
     self.models, self.gated = {}, set()
-    self.asked, self.breaks = [], 0
+    self.asked, self.breaks, self.changed = [], 0, set()
 
   def add(self, name, folder, files, revision='main'):
     content = {file: (folder / file).read_bytes() for file in files}
@@ -59,12 +60,16 @@ class Hub:
 
 def commit_of(files):
   """Returns the commit of the content of a model."""
-  content = [etag(files[name]) for name in sorted(files)]
+  content = [etag(name, files[name]) for name in sorted(files)]
   return hashlib.sha1(''.join(content).encode()).hexdigest()
 
 
-def etag(content):
-  return hashlib.sha256(content).hexdigest()
+def etag(name, content):
+  """The hub gives the SHA-256 of what it keeps in LFS, of others Git's hash."""
+  if name.endswith(('.safetensors', '.bin')):
+    return hashlib.sha256(content).hexdigest()
+  blob = b'blob %d\0' % len(content) + content
+  return hashlib.sha1(blob).hexdigest()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -88,7 +93,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.answer({'id': name, 'sha': commit_of(files)})
       return self.answer(
         [
-          {'type': 'file', 'path': k, 'size': len(v), 'oid': etag(v)}
+          {'type': 'file', 'path': k, 'size': len(v), 'oid': etag(k, v)}
           for k, v in files.items()
         ]
       )
@@ -103,7 +108,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     files = hub_.find(name, revision)
     if file not in files:
       return self.refuse(404, 'EntryNotFound')
-    return self.send_file(commit_of(files), files[file])
+    return self.send_file(commit_of(files), file, files[file])
 
   do_HEAD = do_GET
 
@@ -142,12 +147,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
     hub_.models[name][commit_of(files)] = files
     return self.answer({'commitUrl': f'{name}/commit/0', 'commitOid': '0' * 40})
 
-  def send_file(self, commit, content):
+  def send_file(self, commit, name, content):
     start = re.match(r'bytes=(\d+)', self.headers.get('Range', ''))
     start = int(start[1]) if start else 0
     self.send_response(206 if start else 200)
     self.send_header('X-Repo-Commit', commit)
-    self.send_header('ETag', f'"{etag(content)}"')
+    self.send_header('ETag', f'"{etag(name, content)}"')
+    if name in self.server.hub.changed:
+      content = content[:-1] + bytes([content[-1] ^ 1])
     self.send_header('Content-Length', str(len(content) - start))
     self.end_headers()
     if self.command == 'HEAD':
@@ -226,6 +233,22 @@ def test_a_model_is_fetched_once_with_its_files(there, good, monkeypatch):
   assert reading.read('hf://o/n').kind == 'hf'
   assert reading.read('hf://o/n@v1').kind == 'timm'
   assert len(there.asked) == asked
+
+
+@pytest.mark.parametrize('name', ['config.json', 'model.safetensors'])
+def test_a_file_with_another_hash_is_refused(there, name):
+  """One that changes on the way, and one that changes in the cache."""
+  there.changed = {name}
+  with pytest.raises(OSError, match=r"'hf://o/n' .*sha\d+ of '.*delete") as e:
+    reading.read('hf://o/n')
+  there.changed = set()
+  file = pathlib.Path(re.search(r"sha\d+ of '([^']+)'", str(e.value))[1])
+  file.unlink()
+  assert reading.read('hf://o/n').kind == 'hf'
+  content = file.read_bytes()
+  file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+  with pytest.raises(OSError, match=f"'hf://o/n' .*'{file}'"):
+    reading.read('hf://o/n')
 
 
 def test_all_processes_take_the_same_commit(there, good, monkeypatch):

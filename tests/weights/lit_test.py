@@ -449,7 +449,7 @@ def write(folder, there, state=(), config=None, **fields):
   [
     ('clip', {'text_config': {'eos_token_id': 7}}, 'eos_token_id is 7.*here 19'),
     ('clip', {'vision_config': {'hidden_act': 'relu'}}, "hidden_act is 'relu'"),
-    ('clip', {'config': {'model_type': 'altclip'}}, "only CLIPs with 'clip'"),
+    ('clip', {'config': {'model_type': 'altclip'}}, "is 'altclip'.*'clip'"),
     ('siglip', {'vision_config': {'vision_use_head': False}}, 'vision_use_head'),
     (
       'siglip',

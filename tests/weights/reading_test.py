@@ -21,7 +21,9 @@ from vit_jax import checkpoint
 from vit_jax import convert
 from vit_jax import models
 from vit_jax.configs import common
+from vit_jax.configs import models as model_configs
 from vit_jax.weights import reading
+from vit_jax.weights.families import vit_files
 
 # What must be imported in its own way.
 timm = torch_models.timm
@@ -82,22 +84,70 @@ def test_pooling_that_these_weights_do_not_have_here_is_refused(
 
 
 @pytest.mark.parametrize(
-  'name, args, warns',
+  'name, args, untold',
   [
-    ('vit_base_patch16_gap_224', {}, 'num_heads and act_layer'),
-    ('vit_large_patch16_siglip_512', {'num_heads': 2}, 'not tell act_layer'),
-    ('vit_base_patch16_gap_224', {'num_heads': 2, 'act_layer': 'gelu'}, None),
-    ('vit_base_patch16_224_in21k', {}, None),
-    ('vit_small_r26_s32_224', {}, None),
-    ('vit_tiny_r_s16_p8_224', {}, None),
-    ('resnetv2_50x1_bit', {}, None),
+    ('vit_base_patch16_gap_224', {}, ('heads', 'GELU')),
+    ('vit_base_patch16_gap_224', {'num_heads': 2}, ('GELU',)),
+    ('vit_base_patch16_gap_224', {'act_layer': 'gelu'}, ('heads',)),
+    ('vit_base_patch16_gap_224', {'num_heads': 2, 'act_layer': 'gelu'}, ()),
+    (None, {}, ('heads', 'GELU')),
   ],
 )
-def test_a_timm_model_that_its_files_do_not_tell_is_warned_of(
-  timm_folder, caplog, name, args, warns
+def test_what_no_config_beside_weights_tells_is_asked_for(
+  timm_folder, name, args, untold
 ):
-  reading.read(timm_folder(args, architecture=name), num_heads=2)
-  assert (warns in caplog.text) if warns else ('not tell' not in caplog.text)
+  folder = timm_folder(args, architecture=name)
+  told = dict(zip(('heads', 'GELU'), ({'num_heads': 2}, {'gelu': 'erf'})))
+  for lacking in untold:
+    given = {
+      k: x for word in untold if word != lacking for k, x in told[word].items()
+    }
+    with pytest.raises(ValueError, match=f'{lacking}.*--(num_heads|gelu)'):
+      convert.read(folder, **given)
+  given = {k: x for word in untold for k, x in told[word].items()}
+  found = convert.read(folder, **given).config.transformer
+  assert (found.num_heads, found.gelu) == (2, 'erf')
+
+
+@pytest.mark.parametrize(
+  'name, heads',
+  [
+    ('vit_base_patch16_224_in21k', 12),
+    ('vit_small_r26_s32_224', 6),
+    ('vit_tiny_r_s16_p8_224', 3),
+    ('deit_small_patch16_224.fb_in1k', 6),
+  ],
+)
+def test_names_of_timm_that_tell_heads_and_gelu(name, heads):
+  theirs = timm.create_model(name.partition('.')[0], pretrained=False)
+  found = vit_files.from_timm({'architecture': name}, 'token')
+  block = theirs.blocks[0]
+  assert found.num_heads == heads == block.attn.num_heads
+  assert found.model['transformer']['gelu'] == 'erf'
+  assert (block.mlp.act.__class__, block.mlp.act.approximate) == (
+    torch.nn.GELU, 'none',
+  )  # fmt: skip
+
+
+def test_a_number_of_heads_that_the_config_contradicts_is_refused(timm_folder):
+  args = {'num_heads': 4, 'act_layer': 'gelu'}
+  folder = timm_folder(args, architecture='vit_base_patch16_224')
+  for use in (
+    lambda: convert.read(folder, num_heads=2),
+    lambda: checkpoint.load_pretrained(
+      pretrained_path=folder,
+      init_params=tiny_models.numbers(tiny_models.tiny(), 8),
+      model_config=model_configs.get_config('testing'),
+    ),
+  ):
+    with pytest.raises(ValueError, match='num_heads=2, .* 4.*--num_heads'):
+      use()
+
+
+@pytest.mark.parametrize('gelu', ['tanh', 'relu'])
+def test_a_gelu_that_is_told_or_unknown_is_refused(timm_folder, gelu):
+  with pytest.raises(ValueError, match=f"gelu='{gelu}'.*erf.*--gelu"):
+    convert.read(timm_folder({'num_heads': 2, 'act_layer': 'gelu'}), gelu=gelu)
 
 
 def test_a_run_warns_of_another_gelu(tmp_path, caplog):
@@ -186,10 +236,69 @@ def test_models_that_are_no_plain_vit(tmp_path):
     path = tmp_path / 'weights.safetensors'
     safetensors.torch.save_file(state, path)
     if message is None:
-      assert 'cls' in reading.read(str(path)).params
+      assert 'cls' in reading.read(str(path), num_heads=6).params
       continue
     with pytest.raises(ValueError, match=message):
       reading.read(str(path))
+
+
+_SIZES = dict(
+  hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+  intermediate_size=48, image_size=8, patch_size=4,
+)  # fmt: skip
+
+
+def _of_hf(name, config, **fields):
+  """Returns a tiny model of Hugging Face, with random weights."""
+  config = getattr(torch_models.transformers, config)(**fields)
+  return getattr(torch_models.transformers, name)(config)
+
+
+def _vit_pose(name):
+  backbone = dict(
+    model_type='vitpose_backbone', image_size=[8, 8], patch_size=[4, 4],
+    hidden_size=32, num_hidden_layers=1, num_attention_heads=2, mlp_ratio=2,
+    out_indices=[1],
+  )  # fmt: skip
+  if name == 'VitPoseBackbone':
+    return _of_hf(name, 'VitPoseBackboneConfig', **backbone)
+  backbone = torch_models.transformers.VitPoseBackboneConfig(**backbone)
+  return _of_hf(name, 'VitPoseConfig', backbone_config=backbone)
+
+
+@pytest.mark.parametrize(
+  'make, message',
+  [
+    ('vit_base_patch16_clip_224', 'norm_pre.*a norm before the first layer'),
+    ('flexivit_small', '4 position embeddings .*no_embed_class'),
+    ('vit_small_patch16_dinov3', 'reg_token.*register tokens'),
+    (
+      lambda: _of_hf(
+        'SiglipForImageClassification', 'SiglipConfig', vision_config=_SIZES,
+        text_config={k: x for k, x in _SIZES.items() if k != 'image_size'},
+      ),
+      'classifier of images.*lacks .text_model',
+    ),
+    (
+      lambda: _of_hf(
+        'DINOv3ViTModel', 'DINOv3ViTConfig', num_register_tokens=0, **_SIZES
+      ),
+      "model_type is 'dinov3_vit'",
+    ),
+    (lambda: _vit_pose('VitPoseBackbone'), "model_type is 'vitpose_backbone'"),
+    (lambda: _vit_pose('VitPoseForPoseEstimation'), "model_type is 'vitpose'"),
+  ],
+)  # fmt: skip
+def test_what_this_package_lacks_is_the_reason(tmp_path, make, message):
+  """The config beside the weights tells heads, sizes and all else."""
+  if callable(make):
+    make().save_pretrained(tmp_path)
+  else:
+    args = dict(depth=1, embed_dim=32, num_heads=2, img_size=8, patch_size=4)
+    model = timm.create_model(make, **args)
+    timm.models.save_for_hf(model, tmp_path, model_args=args)
+  with pytest.raises(ValueError, match=message):
+    convert.read(str(tmp_path))
 
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):

@@ -69,9 +69,7 @@ def make_parser() -> flags.Parser:
     type=flags.height_width,
     help='SIZE or HEIGHT,WIDTH in pixels, if SRC does not tell it',
   )
-  parser.add_argument(
-    '--num_heads', type=int, help='attention heads, if SRC does not tell it'
-  )
+  flags.add_weights_flags(parser)
   flags.add_trust_flags(parser)
   return parser
 

@@ -80,6 +80,12 @@ class Parser(argparse.ArgumentParser):
         f'--step={found.step} selects a checkpoint of a run: give --workdir=RUN, '
         'or leave out --step'
       )
+    for name in ('num_heads', 'gelu'):
+      if getattr(found, name, None) and getattr(found, 'workdir', None):
+        raise ValueError(
+          f'--{name} is for weights without a config, and a run has one: give '
+          f'--weights=FILE, or leave out --{name}'
+        )
     if self._has_config():
       _load_config(found, given)
     return found
@@ -172,7 +178,31 @@ def add_model_flags(parser: argparse.ArgumentParser, required: bool = True):
   parser.add_argument(
     '--step', type=int, help='step of the checkpoint (the newest)'
   )
+  add_weights_flags(parser)
   add_trust_flags(parser)
+
+
+def heads(text: str) -> int | tuple[int, int]:
+  """Parses NUMBER, or IMAGE,TEXT of two towers."""
+  found = tuple(map(count, text.split(',')))
+  if len(found) > 2:
+    raise argparse.ArgumentTypeError(f"'{text}' must be NUMBER or IMAGE,TEXT")
+  return found if len(found) > 1 else found[0]
+
+
+def add_weights_flags(parser: argparse.ArgumentParser):
+  """Adds --num_heads and --gelu: what no config beside weights tells."""
+  parser.add_argument(
+    '--num_heads',
+    type=heads,
+    metavar='NUMBER or IMAGE,TEXT',
+    help='attention heads of weights without a config that tells them',
+  )
+  parser.add_argument(
+    '--gelu',
+    choices=('erf', 'tanh', 'quick'),
+    help='GELU of such weights: exact, its approximation, or that of CLIP',
+  )
 
 
 def add_trust_flags(parser: argparse.ArgumentParser):

@@ -53,6 +53,7 @@ def get_task(name: str) -> type[Any]:
   ValueError if the task is unknown or cannot be imported.
   """
   module = _task_module(name)
+  cli.load_tensorflow()  # Which the tasks import; without its lines.
   try:
     found = importlib.import_module(module)
   except Exception as e:

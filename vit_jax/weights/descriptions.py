@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 import json
+import math
 import re
 from typing import Any
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from etils import epath
 
 from vit_jax.weights import arrays
+from vit_jax.weights import fetch
 
 
 class Description(NamedTuple):
@@ -57,8 +59,10 @@ def load(path: epath.Path) -> dict:
   """Reads an object from a JSON file; {} if there is no file."""
   if not path.exists():
     return {}
+  with fetch.local_input(path) as here:
+    text = here.read_bytes()
   try:
-    config = json.loads(path.read_text())
+    config = json.loads(text, parse_float=_finite, parse_constant=_finite)
   except (ValueError, RecursionError) as e:
     raise ValueError(f'it is damaged: {e}') from e
   if not isinstance(config, dict):
@@ -66,6 +70,12 @@ def load(path: epath.Path) -> dict:
       f'it holds a {type(config).__name__} and must hold an object: {{...}}'
     )
   return config
+
+
+def _finite(text):
+  if not math.isfinite(value := float(text)):
+    raise ValueError(f'{text} is not a finite number')
+  return value
 
 
 # A kind of field: which values are right, and what they are in words.
@@ -155,7 +165,7 @@ def labels(config, gap: str | None = None) -> tuple[str, ...] | None:
   """
   is_right = lambda x: (
     isinstance(x, dict)
-    and all(number.isdecimal() for number in x)
+    and all(number.isdecimal() and _is_text(x[number]) for number in x)
     and max(map(int, x), default=0) < 2**20
     and (gap is not None or set(x) == {str(i) for i in range(len(x))})
   )

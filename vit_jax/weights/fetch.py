@@ -175,8 +175,13 @@ def _hash_of(headers, moved: bool) -> tuple[str, str] | None:
 
 @contextlib.contextmanager
 def local_input(path: epath.Path) -> Iterator[epath.Path]:
-  """Yields a local path of a file; a remote file is copied for as long."""
+  """Yields a local path of a file; a remote file is copied for as long.
+
+  ValueError for a pipe or a device, which may have no end.
+  """
   if not files.is_remote(path):
+    if not os.path.isfile(path):
+      raise ValueError('it is a folder, a pipe or a device')
     yield path
     return
   with tempfile.TemporaryDirectory() as folder:

@@ -58,8 +58,7 @@ def transferable(
       that part of an image-text model's weights, with its head.
   """
   want = flax.traverse_util.flatten_dict(expected, sep='/')
-  encoder = model_config.get('transformer') or model_config
-  weights = reading.read(pretrained_path, encoder.get('num_heads'))
+  weights = reading.read(pretrained_path, _heads(model_config))
   flat = reading.leaves_of(weights)
   own = families.of_tree(flat).part(weights, part) if part else None
   if own is not None:
@@ -216,6 +215,15 @@ def fail_for(
     raise ValueError(f'{what}:\n  ' + '\n  '.join(problems))
 
 
+def _heads(model_config):
+  """Returns the number of heads of a model, or those of its two towers."""
+  if 'image' in model_config:
+    text = model_config.get('text') or {}
+    return _heads(model_config.image), text.get('num_heads')
+  encoder = model_config.get('transformer') or model_config
+  return encoder.get('num_heads')
+
+
 def _grid(weights):
   """Returns (height, width) in patches if the file gives it, or its image size."""
   encoder = model_configs.vit_of(weights.model).get('transformer') or {}
@@ -228,8 +236,14 @@ def _grid(weights):
 
 
 def note_differences(weights, model_config, place='model'):
-  """Warns if the weights were made for a model that computes differently."""
+  """Warns if the weights may be those of a model that computes differently."""
   family = families.of(model_config)
+  for key, value in flax.traverse_util.flatten_dict(weights.model).items():
+    if value is None and key[-1] == 'gelu':
+      logging.warning(
+        'No config tells the GELU of these weights, and perhaps not their number '
+        f'of heads: check --config.{place}.{".".join(key)} and num_heads there'
+      )
   for key, there, here in family.differences(weights.model, model_config):
     logging.warning(
       f'These weights were made for {key.rpartition(".")[2]}={there}, this model '

@@ -3,14 +3,19 @@
 A model there is named hf://OWNER/NAME[@REVISION][/FILE], or by the URL of its
 page or of a file. huggingface_hub keeps what it has fetched in its own cache,
 finds the user's token (`hf auth login`, or HF_TOKEN), and asks no server where
-HF_HUB_OFFLINE=1 is set; other variables of its are in its documentation.
+HF_HUB_OFFLINE=1 is set; other variables of its are in its documentation. Its
+cache names each file by the hash that the hub gives, with which the content is
+compared here.
 """
 
 from collections.abc import Iterable
 import contextlib
 import dataclasses
 import glob
+import hashlib
 import importlib
+import os
+import re
 from typing import Any
 
 from etils import epath
@@ -72,7 +77,7 @@ def fetch(path, revision: str | None = None) -> epath.Path:
   Raises:
     FileNotFoundError: if there is no such model, revision or file.
     PermissionError: if the hub wants a token, or another one.
-    OSError: if the hub does not answer.
+    OSError: if the hub does not answer, or a file has another hash than there.
     ValueError: if the path is no name of a model.
   """
   uri = parse(path)
@@ -142,15 +147,37 @@ def _snapshot(path, uri, revision, names: Iterable[str]) -> epath.Path:
   hub = cli.needed('huggingface_hub', 'interop', f"'{path}'")
   top = uri.path_in_repo.rpartition('/')[0]
   top = f'{glob.escape(top)}/' if top else ''
+  patterns = [f'{top}*.json', f'{top}spiece.model', *names]
   with _explaining(path, uri):
-    return epath.Path(
+    folder = epath.Path(
       hub.snapshot_download(
         uri.id,
         revision=revision,
-        allow_patterns=[f'{top}*.json', f'{top}spiece.model', *names],
+        allow_patterns=patterns,
         ignore_patterns=[f'{top}*/*'],
         tqdm_class=cli.bar,
       )
+    )
+  for file in {file for pattern in patterns for file in folder.glob(pattern)}:
+    _check_hash(path, os.path.realpath(file))
+  return folder
+
+
+def _check_hash(path, file):
+  """Raises OSError unless a file of the cache has the hash that is its name."""
+  want = os.path.basename(file)
+  if not re.fullmatch('[0-9a-f]{40}|[0-9a-f]{64}', want):
+    return  # The cache of a system without links has the file's own name.
+  digest = hashlib.sha256()
+  if len(want) == 40:  # Git's hash, of a small file.
+    digest = hashlib.sha1(usedforsecurity=False)
+    digest.update(b'blob %d\0' % os.path.getsize(file))
+  with open(file, 'rb') as f:
+    hashlib.file_digest(f, lambda: digest)
+  if digest.hexdigest() != want:
+    raise OSError(
+      f"'{path}' is not what the hub has: the {digest.name} of '{file}' is "
+      f'{digest.hexdigest()}; delete that file and try again'
     )
 
 

@@ -99,7 +99,9 @@ class Weights(NamedTuple):
 
 
 def read(
-  path: str, num_heads: int | None = None, dtype: str | None = None
+  path: str,
+  num_heads: int | tuple[int, int] | None = None,
+  dtype: str | None = None,
 ) -> Weights:
   """Reads weights of any format; warns of values that are not finite.
 
@@ -107,18 +109,19 @@ def read(
 
   Args:
     path: see the top of this module; local, https://, gs:// or hf://.
-    num_heads: number of attention heads; needed for files of timm or Hugging
-      Face without a config.json and of a width that the table of sizes lacks.
+    num_heads: number of attention heads, or those of image and text tower;
+      needed for files of timm, Hugging Face or open_clip if no config beside
+      them tells it.
     dtype: type of the parameters, such as 'bfloat16'; None: that of the file.
 
   Raises:
     FileNotFoundError, PermissionError, OSError: if the file cannot be read.
     ValueError: if the file holds no weights, is damaged, holds pickled objects or
-      other types than floats, unfolds to far more than its size, or is of no
-      model of this package.
+      other types than floats, or is of no model of this package.
     ImportError: if a package is missing; names the extra to install.
   """
-  if num_heads is not None and num_heads < 1:
+  pair = num_heads if isinstance(num_heads, tuple) else (num_heads,)
+  if any(count is not None and count < 1 for count in pair):
     raise ValueError(f'num_heads={num_heads} must be at least 1')
   if hub.is_at(path):
     commit = processes.from_first(
@@ -280,11 +283,10 @@ def _rename_block(key, names):
 
 
 def _read_workdir(folder):
-  # Imported late: these modules import Orbax and TensorFlow.
+  # Imported late: these modules import Orbax.
   from vit_jax.run import checkpoints as checkpoints_lib
   from vit_jax.run import config as run_config
 
-  cli.load_tensorflow()
   config, metadata = workdir_lib.load(folder)
   own = tuple(run_config.get_task(config.task).OWN_PARAMS)
   found = checkpoints_lib.load_weights(folder, EXTRA)
@@ -304,25 +306,47 @@ def _read_workdir(folder):
   )
 
 
+def _heads(given, told):
+  """Returns the number of heads, or a pair; ValueError for a contradiction."""
+  if isinstance(given, tuple) and isinstance(told, tuple):
+    return tuple(map(_heads, given, told))
+  if isinstance(given, int) and isinstance(told, int) and given != told:
+    raise ValueError(
+      f'num_heads={given}, but the config beside it says {told}: give that, or '
+      'nothing (--num_heads, or num_heads of the config of a run)'
+    )
+  return given if told is None else told
+
+
+def _read_part(part, file, others, dtype):
+  """Reads a file of `file`, whose other files hold the arrays `others`."""
+  if not part.exists():
+    raise FileNotFoundError(
+      f"'{file}' names the file {part.name}, which is not beside it: put all "
+      'files of the weights into one folder'
+    )
+  is_torch = not part.name.endswith('.safetensors')
+  found = (arrays.read_torch if is_torch else arrays.read_safetensors)(
+    part, dtype
+  )
+  if repeated := sorted(others.keys() & found):
+    raise ValueError(
+      f"'{part}' repeats {repeated[0]}, which another file of '{file}' has too"
+    )
+  return found
+
+
 def _read_torch(file, num_heads, beside, dtype):
   """Reads a state dict, and files by name (`beside`) that describe it."""
+  descriptions.read(beside('config.json'), families.check_type)
   flat, parts = {}, [file]
   if file.name.endswith(hub.INDEX):
     parts = [*map(beside, descriptions.read(file, descriptions.shards))]
   for part in parts:
-    if not part.exists():
-      raise FileNotFoundError(
-        f"'{file}' names the file {part.name}, which is not beside it: put all "
-        'files of the weights into one folder'
-      )
-    is_torch = not part.name.endswith('.safetensors')
-    read_part = arrays.read_torch if is_torch else arrays.read_safetensors
-    flat |= read_part(part, dtype)
+    flat |= _read_part(part, file, flat, dtype)
   with arrays.naming(file, 'cannot be used'):
     family, naming = families.of_names(flat)
   found = family.read_beside(beside, file, flat, naming)
   with arrays.naming(file, 'cannot be used'):
-    if not isinstance(found.num_heads, tuple):
-      found = found._replace(num_heads=num_heads or found.num_heads)
-    flat = family.load(flat, naming, found.num_heads)
+    flat = family.load(flat, naming, _heads(num_heads, found.num_heads))
   return _weights(flat, naming, found)

@@ -33,6 +33,7 @@ class Family(abc.ABC):
     formats: formats that hold its models.
     computes: fields that change what a model computes, but no shapes, by dotted
       key, and their defaults; None if those of weights are unknown.
+    hf_types: `model_type` of its models in Hugging Face's config.json.
     head: a leaf whose last dimension are the classes.
   """
 
@@ -41,6 +42,7 @@ class Family(abc.ABC):
   leaf: str | None = None
   formats: tuple[str, ...]
   computes: Mapping[str, Any]
+  hf_types: tuple[str, ...] = ()
   head: str = 'head/bias'
 
   @abc.abstractmethod
@@ -102,10 +104,12 @@ class Family(abc.ABC):
     self,
     beside: Callable[[str], epath.Path],
     file: epath.Path,
-    flat: Mapping[str, np.ndarray],
+    flat: dict[str, np.ndarray],
     naming: str,
   ) -> descriptions.Description:
     """Returns what other files tell about the weights in `file`, arrays `flat`.
+
+    It may rename and split arrays as `load` does, which is called next.
 
     `beside` returns the path of the file of a name beside the weights, which
     need not exist. ValueError if a field has a wrong value, or one that no

@@ -176,6 +176,7 @@ class Detrs(base.Family):
   kind = 'detr'
   leaf = 'query_embedding'
   formats = ('hf', 'pth', 'workdir')
+  hf_types = ('detr', 'resnet')
   computes = types.MappingProxyType({'dilate_last': False})
   head = 'class_head/bias'
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
 
+from vit_jax.weights import descriptions
 from vit_jax.weights.families import base
 from vit_jax.weights.families import detr
 from vit_jax.weights.families import igpt
@@ -45,6 +46,12 @@ def of_names(names: Iterable[str]) -> tuple[base.Family, str]:
     "it holds no Vision Transformer by timm's or Hugging Face's names, no BiT "
     f'ResNet, DETR, iGPT, CLIP, SigLIP or BERT; its names are {sorted(names)[:4]} ...'
   )
+
+
+def check_type(config: Mapping[str, Any]):
+  """Raises ValueError if config.json is of another model of Hugging Face."""
+  known = [name for family in _FAMILIES for name in family.hf_types]
+  descriptions.field(config, 'model_type', descriptions.one_of(known))
 
 
 def of_tree(paths: Iterable[str]) -> base.Family:

@@ -42,9 +42,10 @@ _JOINED = '.c_attn.', ('.q.', '.k.', '.v.')
 # Layers that Hugging Face keeps as [in, out], unlike PyTorch.
 _NOT_TRANSPOSED = re.compile(r'.*\.(attn|mlp)\.c_\w+\.(weight|bias)')
 _CLASSES = (
-  " (Hugging Face's classifier reads the tokens of the pixels without the start "
-  'token; that of this package reads others)'
+  "Hugging Face's classifier reads the tokens of the pixels without the start "
+  'token; that of this package reads others'
 )
+_FEATURES = {'score.weight': _CLASSES}
 # Fields of config.json and the only values that this package has.
 _ONLY = {
   'activation_function': 'quick_gelu',
@@ -75,6 +76,7 @@ class ImageGPTs(base.Family):
   kind = 'igpt'
   leaf = 'color_embedding'
   formats = ('hf', 'workdir')
+  hf_types = ('imagegpt',)
   computes = types.MappingProxyType({'attention_scale': _SCALES[0]})
   head = 'class_head/kernel'
 
@@ -99,8 +101,7 @@ class ImageGPTs(base.Family):
       )
     leaves.split(flat, *_JOINED)
     table = _table(leaves.count(flat, r'transformer\.h\.(\d+)\.'))
-    hint = _CLASSES if 'score.weight' in flat else ''
-    found = leaves.load(flat, table, num_heads, 'iGPT', hint)
+    found = leaves.load(flat, table, num_heads, 'iGPT', _FEATURES)
     colors = found['color_embedding']
     found.update(color_embedding=colors[:-1], start_token=colors[-1])
     if 'color_head/kernel' not in found:
@@ -118,7 +119,7 @@ class ImageGPTs(base.Family):
     colors = flat['color_embedding'], flat.pop('start_token')[None]
     flat['color_embedding'] = np.concatenate(colors)
     table = _table(leaves.count(flat, r'block_(\d+)/'))
-    hint = _CLASSES if 'class_head/kernel' in flat else ''
+    hint = f' ({_CLASSES})' if 'class_head/kernel' in flat else ''
     state = leaves.dump(flat, table, "Hugging Face's ImageGPT" + hint)
     state = leaves.join(state, *_JOINED)
     for name in list(filter(_NOT_TRANSPOSED.fullmatch, state)):

@@ -18,10 +18,12 @@ kernel's layout there differs from that here:
 Conversions only transpose and reshape: they are exact in both directions.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import re
+import types
 from typing import Any
 
 import numpy as np
@@ -98,30 +100,57 @@ def layers(
       yield f'{path}/{end}', layout, f'{name}.{their_end}'
 
 
+def check(
+  names: Iterable[str],
+  table: Iterable[Leaf],
+  what: str,
+  features: Mapping[str, str] = types.MappingProxyType({}),
+):
+  """Raises ValueError if a state dict has arrays that a table does not name.
+
+  Args:
+    names: names of the arrays.
+    table: the leaves of a model.
+    what: the model, in words.
+    features: parts of other names -> what they belong to, for the error.
+  """
+  others = sorted(set(names) - {name for _, _, name in table})
+  if others:
+    more = f' and {len(others) - 10} more' if len(others) > 10 else ''
+    hints = (
+      f' ({feature})'
+      for part, feature in features.items()
+      if any(part in name for name in others)
+    )
+    raise ValueError(
+      f'these weights are not those of a {what}, which lacks '
+      f'{", ".join(others[:10])}{more}{next(hints, "")}'
+    )
+
+
 def load(
   flat: dict[str, np.ndarray],
   table: Iterable[Leaf],
-  num_heads: int | None,
+  num_heads: int | tuple[int | None, ...] | Callable[[str], int | None] | None,
   what: str,
-  hint: str = '',
+  features: Mapping[str, str] = types.MappingProxyType({}),
 ) -> dict[str, np.ndarray]:
-  """Converts those arrays of a state dict that are in a table of a model's leaves.
+  """Converts the arrays of a state dict; for the errors see `check`.
 
-  It takes them out of `flat`, so that no array is in memory twice. `what` names
-  the model in the error for arrays that are in no table, and `hint` says what
-  these are.
+  It takes them out of `flat`, so that no array is in memory twice. `num_heads`
+  is the number of attention heads, of which the first counts, or a function of
+  a leaf's path.
   """
-  found = {}
-  for path, layout, name in table:
-    if name in flat:
-      found[path] = _from_torch(flat.pop(name), path, layout, num_heads)
-  if flat:
-    more = f' and {len(flat) - 10} more' if len(flat) > 10 else ''
-    raise ValueError(
-      f'these weights are not those of a {what}, which lacks '
-      f'{", ".join(sorted(flat)[:10])}{more}{hint}'
-    )
-  return found
+  if isinstance(num_heads, tuple):
+    num_heads = num_heads[0]
+  table = [*table]
+  check(flat, table, what, features)
+  heads_of = num_heads if callable(num_heads) else lambda path: num_heads
+  return {
+    path: _from_torch(flat.pop(name), path, layout, heads_of(path))
+    for path, layout, name in table
+    if name in flat
+  }
 
 
 def dump(
@@ -205,7 +234,8 @@ def _from_torch(value, path, layout, num_heads) -> np.ndarray:
     if num_heads is None:
       raise ValueError(
         f'it does not say how many attention heads its model of width {width} '
-        'has: put its config.json beside it, or give num_heads'
+        'has: put its config.json beside it, or give num_heads '
+        '(--num_heads)'
       )
     if width % num_heads:
       raise ValueError(

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import functools
 import types
 
-from absl import logging
 import jax
 import ml_collections
 import numpy as np
@@ -19,6 +18,7 @@ import numpy as np
 from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import text_towers
+from vit_jax.weights import arrays
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base
 from vit_jax.weights.families import leaves
@@ -121,6 +121,7 @@ _DEFAULTS = {
   'clip': ('quick_gelu', 1e-5, 12, 8),
   'siglip': ('gelu_pytorch_tanh', 1e-6, 12, 12),
 }
+_WHOLE = 'CLIP or SigLIP of Vision Transformers'
 _WORDS = {'clip': 'CLIPs', 'siglip': 'SigLIPs'}
 # The files of their vocabularies.
 _VOCABULARIES = {
@@ -156,6 +157,7 @@ class ImageTexts(base.Family):
   kind = 'lit'
   leaf = 'img/embedding/kernel'
   formats = ('npz', 'workdir')
+  hf_types = ('clip', 'siglip')
   computes = types.MappingProxyType(
     {
       **{f'image.{k}': v for k, v in vit.Classifiers.computes.items() if '.' in k},
@@ -175,24 +177,13 @@ class ImageTexts(base.Family):
   def load(self, flat, naming, num_heads):
     """A number alone is that of the image tower."""
     leaves.rename(flat, _OLD_NAMES)
-    what = 'CLIP or SigLIP of Vision Transformers'
-    for name in _TOWERS[naming]:
-      if name not in flat:
-        raise ValueError(
-          f"it lacks '{name}': give the weights of a whole {what}"
-        )
     style = _style_of(flat, naming)
     leaves.split(flat, *_JOINED[naming])
     count = lambda start: leaves.count(flat, rf'{start}(\d+)\.')
     table = [*_table(style, map(count, _BLOCKS[naming]))]
-    widths = [flat[name].shape[-1] for name in _TOWERS[naming]]
-    if not isinstance(num_heads, tuple):
-      num_heads = num_heads, None
-    heads = [n or text.usual_heads(w) for n, w in zip(num_heads, widths)]
-    images = {name for path, _, name in table if path.startswith(_IMAGE)}
-    images = {name: flat.pop(name) for name in [*flat] if name in images}
-    found = leaves.load(images, table, heads[0], what)
-    found |= leaves.load(flat, table, heads[1], what)
+    heads = num_heads if isinstance(num_heads, tuple) else (num_heads, None)
+    heads_of = lambda path: heads[not path.startswith(_IMAGE)]
+    found = leaves.load(flat, table, heads_of, _WHOLE)
     for layer in _NO_BIAS:
       kernel = found.get(f'{layer}/kernel')
       if kernel is not None and f'{layer}/bias' not in found:
@@ -266,15 +257,12 @@ class ImageTexts(base.Family):
         yield 'text.config', ours, theirs
 
   def read_beside(self, beside, file, flat, naming):
+    with arrays.naming(file, 'cannot be used'):
+      _check_whole(flat, naming)
     style = _style_of(flat, naming)
     if naming == 'open_clip':
       describe = _from_open_clip
       name = 'open_clip_config.json'
-      if not beside(name).exists():
-        logging.warning(
-          f"'{file}' does not tell its GELU: this package takes that of the "
-          f'released CLIP, gelu=quick; put its {name} beside it'
-        )
     else:
       describe = functools.partial(_from_hf, style=style, flat=flat)
       name = 'config.json'
@@ -438,6 +426,19 @@ class ImageTexts(base.Family):
     return found, ['the files of the tokenizer are not written']
 
 
+def _check_whole(names, naming):
+  """Raises ValueError unless a state dict has both towers."""
+  names = {leaves.renamed(name, _OLD_NAMES) for name in names}
+  for name in _TOWERS[naming]:
+    if name not in names:
+      what = 'lacks'
+      if 'classifier.weight' in names:
+        what = 'is a classifier of images on one tower, and lacks'
+      raise ValueError(
+        f"it {what} '{name}': give the weights of a whole {_WHOLE}"
+      )
+
+
 def _below(flat, start):
   """Returns arrays or shapes by path, of those whose path begins with `start`."""
   return {k.removeprefix(start): x for k, x in flat.items() if k.startswith(start)}  # fmt: skip
@@ -521,7 +522,9 @@ def _from_hf(config, style, flat):
     own = own or field(config, f'{side}_config', descriptions.OBJECT, {})
     act = field(own, 'hidden_act', descriptions.one_of(vit_files.GELUS), gelu)
     own_eps = field(own, 'layer_norm_eps', descriptions.EPSILON, eps)
-    fields = dict(gelu=vit_files.GELUS[act], norm_eps=float(own_eps))
+    fields = dict(
+      gelu=vit_files.GELUS[act] if config else None, norm_eps=float(own_eps)
+    )
     count = field(own, 'num_attention_heads', descriptions.COUNT, count)
     found.append((own, fields, count))
   (image, encoder, image_heads), (tower, texts, text_heads) = found
@@ -578,8 +581,9 @@ def _from_open_clip(config):
     tower, 'CLIPs', pool_type='argmax', no_causal_mask=False,
     hf_model_name=None, **nothing,
   )  # fmt: skip
-  quick = field(model, 'quick_gelu', descriptions.FLAG, not config)
-  fields = dict(gelu='quick' if quick else 'erf', norm_eps=1e-5)
+  quick = field(model, 'quick_gelu', descriptions.FLAG, False)
+  gelu = ('quick' if quick else 'erf') if config else None
+  fields = dict(gelu=gelu, norm_eps=1e-5)
   width = field(image, 'width', descriptions.COUNT, 768)
   head_width = field(image, 'head_width', descriptions.COUNT, 64)
   size = field(image, 'image_size', descriptions.SIZE, 224 if config else None)

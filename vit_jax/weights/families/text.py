@@ -43,7 +43,7 @@ _BLOCK = (
 )  # fmt: skip
 # Beginnings of the names of what no text tower has.
 _HEADS = ('pooler.', 'cls.', 'classifier.', 'qa_outputs.')
-_GELUS = ('gelu', 'gelu_new', 'gelu_pytorch_tanh')
+_GELUS = ('gelu', 'gelu_python', 'gelu_new', 'gelu_pytorch_tanh')
 # Sizes of a BertEncoder.
 BERT_FIELDS = (
   'width', 'num_layers', 'num_heads', 'mlp_dim', 'vocab_size', 'num_positions',
@@ -73,11 +73,6 @@ def place_of(model) -> str:
   return 'model.text.config' if model.text_model == 'bert' else 'model.text'
 
 
-def usual_heads(width: int) -> int | None:
-  """Returns the number of heads of published towers; None for an unusual width."""
-  return width // 64 if width <= 1024 and width % 64 == 0 else None
-
-
 class _TextTowers(base.Family):
   """A text tower alone, which is a part of a model, and only read."""
 
@@ -102,6 +97,7 @@ class Berts(_TextTowers):
   words = 'a BERT'
   kind = 'bert'
   leaf = f'{_BERT}layer_norm/scale'
+  hf_types = ('bert',)
   computes = types.MappingProxyType({'num_heads': None})
 
   def detect(self, names):
@@ -131,7 +127,7 @@ class Berts(_TextTowers):
       'kind': 'bert',
       'width': width,
       'num_layers': leaves.count(flat, rf'{start}layers_(\d+)/'),
-      'num_heads': usual_heads(width) or 1,
+      'num_heads': 1 if width % 64 else width // 64,
       'mlp_dim': flat[f'{start}layers_0/mlp_block/mlp/dense_layer/kernel'][1],
       'vocab_size': rows['token'][0],
       'num_positions': rows['position'][0],
@@ -200,7 +196,7 @@ def _from_config(config):
   )
   field = descriptions.field
   gelu = field(config, 'hidden_act', descriptions.one_of(_GELUS))
-  if gelu == 'gelu':
+  if gelu in ('gelu', 'gelu_python'):
     logging.warning(
       'This BERT was trained with the exact GELU (hidden_act in config.json), '
       'and the text tower computes its tanh approximation: features differ a '

@@ -7,10 +7,12 @@ in vit_jax.weights.families.vit_files. The tree is the published one.
 from collections.abc import Iterable
 from collections.abc import Iterator
 import functools
+import math
 import re
 import types
 
 from vit_jax.configs import models as model_configs
+from vit_jax.weights import arrays
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base
 from vit_jax.weights.families import leaves
@@ -73,6 +75,7 @@ _OLD_NAMES = (
 _PROGRAMS = {'timm': 'timm', 'hf': "Hugging Face's transformers"}
 # Parts of names -> the feature of other models that they belong to.
 _FEATURES = {
+  'norm_pre': 'a norm before the first layer, as in CLIP',
   'fc_norm': 'timm pools in this model before the last norm, not after it',
   'reg_token': 'register tokens',
   'gamma': 'layer scale',
@@ -110,6 +113,26 @@ def _bit_table(units) -> Iterator[leaves.Leaf]:
   yield from _unit_table(units, 'unit{:02d}/', '')
 
 
+def _table_of(flat, naming) -> list[leaves.Leaf]:
+  """Returns the leaves of a state dict, whose names become those of the table."""
+  if is_bit(flat):
+    return [*_bit_table(leaves.units(flat, _TIMM_UNITS, 0, 0))]
+  if naming == 'hf':
+    leaves.rename(flat, _OLD_NAMES)
+    num_layers = leaves.count(flat, r'encoder\.layer\.(\d+)\.')
+    return [*_table('hf', num_layers, None)]
+  leaves.split(flat, *_TIMM_JOINED)
+  units = None
+  if _is_hybrid(flat):
+    units = leaves.units(flat, re.escape(_TIMM_RESNET) + _TIMM_UNITS, 0, 0)
+  num_layers = leaves.count(flat, r'blocks\.(\d+)\.')
+  return [*_table('timm', num_layers, units)]
+
+
+def _words(names) -> str:
+  return 'BiT ResNet' if is_bit(names) else 'plain Vision Transformer'
+
+
 def is_bit(names: Iterable[str]) -> bool:
   """Returns whether the names are those of a BiT ResNet, here or in timm."""
   return not set(_BIT_ROOTS).isdisjoint(names)
@@ -120,6 +143,7 @@ class Classifiers(base.Family):
 
   words = 'a classifier'
   formats = ('npz', 'timm', 'hf', 'workdir')
+  hf_types = ('vit', 'deit', 'vit_mae', 'vit_msn', 'ijepa')
   computes = types.MappingProxyType(
     {
       'transformer.gelu': 'tanh',
@@ -137,27 +161,8 @@ class Classifiers(base.Family):
     return 'hf' if any(re.fullmatch(patches, name) for name in names) else None
 
   def load(self, flat, naming, num_heads):
-    what = 'plain Vision Transformer'
-    if is_bit(flat):
-      what = 'BiT ResNet'
-      table = _bit_table(leaves.units(flat, _TIMM_UNITS, 0, 0))
-    elif naming == 'timm':
-      leaves.split(flat, *_TIMM_JOINED)
-      units = None
-      if _is_hybrid(flat):
-        units = leaves.units(flat, re.escape(_TIMM_RESNET) + _TIMM_UNITS, 0, 0)
-      table = _table('timm', leaves.count(flat, r'blocks\.(\d+)\.'), units)
-    else:
-      leaves.rename(flat, _OLD_NAMES)
-      num_layers = leaves.count(flat, r'encoder\.layer\.(\d+)\.')
-      table = _table('hf', num_layers, None)
-    hints = [
-      f' ({feature})'
-      for part, feature in _FEATURES.items()
-      if any(part in name for name in flat)
-    ]
-    heads = num_heads or _usual_heads(flat)
-    return leaves.load(flat, table, heads, what, ''.join(hints[:1]))
+    table = _table_of(flat, naming)
+    return leaves.load(flat, table, num_heads, _words(flat))
 
   def dump(self, flat, naming):
     in_timm, units = naming == 'timm', None
@@ -219,12 +224,16 @@ class Classifiers(base.Family):
     )
 
   def read_beside(self, beside, file, flat, naming):
+    with arrays.naming(file, 'cannot be used'):
+      leaves.check(flat, _table_of(flat, naming), _words(flat), _FEATURES)
     pooling = 'token' if 'cls_token' in flat else 'avg'
     describe = {
       'timm': functools.partial(vit_files.from_timm, pooling=pooling),
       'hf': vit_files.from_hf,
     }[naming]
     found = descriptions.read(beside('config.json'), describe)
+    with arrays.naming(file, 'cannot be used'):
+      _check_positions(flat, found.image_size)
     vit_files.warn_of_scaling(beside, file, naming)
     if is_bit(flat):
       return found._replace(model={'eps': 'timm'})
@@ -250,16 +259,23 @@ class Classifiers(base.Family):
     return fields, notes
 
 
+def _check_positions(flat, image_size):
+  """Raises ValueError if the class token of a timm model has no position."""
+  table = flat.get('pos_embed')
+  if image_size is None or table is None or 'cls_token' not in flat:
+    return
+  sides = flat['patch_embed.proj.weight'].shape[2:]
+  patches = math.prod(n // side for n, side in zip(image_size, sides))
+  if table.shape[1:-1] == (patches,) and not _is_hybrid(flat):
+    raise ValueError(
+      f'its {patches} position embeddings are those of the patches, without one '
+      'for the class token (no_embed_class in timm, as in FlexiViT), which this '
+      'package adds'
+    )
+
+
 def _is_hybrid(names):
   return any(name.startswith(_TIMM_RESNET) for name in names)
-
-
-def _usual_heads(flat):
-  """Returns the number of heads of this width in the table of sizes, or None."""
-  ends = 'patch_embed.proj.bias', 'patch_embeddings.projection.bias'
-  width = next((x.size for k, x in flat.items() if k.endswith(ends)), None)
-  sizes = model_configs.SIZES.values()
-  return next((heads for _, size, _, heads in sizes if size == width), None)
 
 
 def _vit_sizes(flat):

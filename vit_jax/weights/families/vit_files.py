@@ -34,13 +34,15 @@ _SCALING = {
   'hf': ('preprocessor_config.json', 'image_mean', 'image_std'),
   'open_clip': ('open_clip_config.json', 'mean', 'std'),
 }
-# timm's names of ViTs that have the usual number of heads and the exact GELU.
+# timm's names of ViTs with the exact GELU and the usual number of heads.
 _TIMM_USUAL = re.compile(
-  r'(vit|deit)_(tiny|small|base|large|huge)_(patch|r)[\dr_sp]+(_in21k)?'
+  r'(vit|deit)_(tiny|small|base|large|huge)_(patch|r)[\dr_sp]+(_in21k)?(\..*)?'
 )
+_TIMM_HEADS = {'tiny': 3, 'small': 6, 'base': 12, 'large': 16, 'huge': 16}
 # Their names of GELUs -> ours.
 GELUS = {
   'gelu': 'erf',
+  'gelu_python': 'erf',
   'gelu_new': 'tanh',
   'gelu_pytorch_tanh': 'tanh',
   'gelu_fast': 'tanh',
@@ -56,10 +58,11 @@ def from_hf(config) -> descriptions.Description:
   """Returns what config.json of Hugging Face tells."""
   descriptions.only(config, 'ViTs', pooler_act='tanh')
   field = functools.partial(descriptions.field, config)
-  gelu = field('hidden_act', descriptions.one_of(GELUS), 'gelu')
+  usual = 'gelu' if config else None
+  gelu = field('hidden_act', descriptions.one_of(GELUS), usual)
   eps = field('layer_norm_eps', descriptions.EPSILON, 1e-12)
   return descriptions.Description(
-    dict(transformer=dict(gelu=GELUS[gelu], norm_eps=float(eps))),
+    dict(transformer=dict(gelu=GELUS.get(gelu), norm_eps=float(eps))),
     descriptions.labels(config),
     pair(field('image_size', descriptions.SIZE)),
     num_heads=field('num_attention_heads', descriptions.COUNT),
@@ -69,8 +72,9 @@ def from_hf(config) -> descriptions.Description:
 def from_timm(config, pooling: str) -> descriptions.Description:
   """Returns what config.json of timm tells.
 
-  Warns if it may leave out what the model computes with. ValueError if its
-  `global_pool` is not `pooling`, which alone these weights have here.
+  GELU and heads are None where neither a field nor the model's name tells them.
+  ValueError if its `global_pool` is not `pooling`, the only one that these
+  weights have here.
   """
   field = descriptions.field
   args, pretrained = (
@@ -82,15 +86,10 @@ def from_timm(config, pooling: str) -> descriptions.Description:
     'timm models of these parameters',
     global_pool=pooling,
   )
-  gelu = field(args, 'act_layer', descriptions.one_of(GELUS), 'gelu')
-  untold = [key for key in ('num_heads', 'act_layer') if key not in args]
   name = field(config, 'architecture', descriptions.TEXT, '')
-  if name.startswith('vit_') and untold and not _TIMM_USUAL.fullmatch(name):
-    logging.warning(
-      f"config.json of timm's {name} does not tell {' and '.join(untold)}: this "
-      'package takes the usual ones of its width, and results are wrong if those '
-      'of the model differ; add them to model_args in config.json'
-    )
+  usual = _TIMM_USUAL.fullmatch(name)
+  gelu, heads = ('gelu', _TIMM_HEADS[usual[2]]) if usual else (None, None)
+  gelu = field(args, 'act_layer', descriptions.one_of(GELUS), gelu)
   is_shape = lambda x: descriptions.COUNTS[0](x) and len(x) == 3
   shape = field(
     pretrained, 'input_size', (is_shape, '[channels, height, width]')
@@ -98,10 +97,10 @@ def from_timm(config, pooling: str) -> descriptions.Description:
   size = field(args, 'img_size', descriptions.SIZE, shape and shape[1:])
   names = (descriptions.names(x, 'label_names') for x in (config, pretrained))
   return descriptions.Description(
-    dict(transformer=dict(gelu=GELUS[gelu], norm_eps=1e-6)),
+    dict(transformer=dict(gelu=GELUS.get(gelu), norm_eps=1e-6)),
     next(filter(None, names), None),
     pair(size),
-    num_heads=field(args, 'num_heads', descriptions.COUNT),
+    num_heads=field(args, 'num_heads', descriptions.COUNT, heads),
   )
 
 
