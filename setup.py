@@ -37,7 +37,7 @@ setuptools.setup(
   python_requires='>=3.11',
   packages=[
     'vit_jax',
-    'vit_jax.augmentation',
+    'vit_jax.data.augmentation',
     'vit_jax.commands',
     'vit_jax.configs',
     'vit_jax.data',
@@ -57,7 +57,7 @@ setuptools.setup(
     'vit_jax.tasks.detection',
     'vit_jax.tasks.image_text',
     'vit_jax.tasks.pixels',
-    'vit_jax.texts',
+    'vit_jax.data.texts',
     'vit_jax.weights',
     'vit_jax.weights.families',
   ],

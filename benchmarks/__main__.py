@@ -22,7 +22,7 @@ import pathlib
 import platform
 import sys
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.commands import flags
 
 # Name of a section -> function from the arguments to rows of the table.
@@ -98,15 +98,15 @@ def _text(row):
   if share := row.get('share_of_peak'):
     words.append(f'{100 * share:.0f} % of peak')
   if seconds := row.get('first_call_seconds'):
-    words.append(f'compiled in {cli.duration(seconds)}')
+    words.append(f'compiled in {console.duration(seconds)}')
   if peak := row.get('peak_bytes'):
-    words.append(f'memory {cli.size(peak)}')
+    words.append(f'memory {console.size(peak)}')
   return '  '.join(words)
 
 
 if __name__ == '__main__':
-  cli.quiet()
-  cli.avoid_absent_devices()
+  console.quiet()
+  console.avoid_absent_devices()
   try:
     main()
   except (ValueError, ImportError) as e:

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import timing
 from benchmarks import timm_steps
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import models
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
@@ -32,7 +32,7 @@ def check(args):
       f"model='{args.model}' has no counterpart in timm here: use one of "
       f'{", ".join(timm_steps.NAMES)}, or leave out --beside (--model)'
     )
-  cli.needed('torch', 'torch', f'--beside={args.beside}')
+  console.needed('torch', 'torch', f'--beside={args.beside}')
   if not set(args.only or ('train',)) & {'train', 'inference'}:
     raise ValueError(
       f"beside='{args.beside}' is for the sections train and inference: add one "
@@ -95,7 +95,7 @@ def _peak_bytes(device) -> int:
 
 
 def _rows(args, train: bool) -> list[dict]:
-  cli.load_tensorflow()
+  console.load_tensorflow()
   mesh = sharding.make_mesh({'data': -1})
   sharding.local_rows(mesh, args.batch)
   device = mesh.devices.flat[0]

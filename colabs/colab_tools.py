@@ -45,11 +45,11 @@ def ready(checkout, extras: Sequence[str] = ('colab',), folders=()):
     from google.colab import drive
 
     drive.mount(DRIVE)
-  from vit_jax import cli
+  from vit_jax import console
 
-  cli.quiet()
-  cli.avoid_absent_devices()
-  cli.load_tensorflow()
+  console.quiet()
+  console.avoid_absent_devices()
+  console.load_tensorflow()
   from IPython import get_ipython
   import jax
 

@@ -242,7 +242,7 @@ class Preprocessing:
   # Training: probability of erasing a random rectangle.
   random_erasing: schema.Probability = 0.0
   # Detectors only: images keep their height / width and lie on canvases, see
-  # vit_jax/augmentation/canvases.py; `crop`, `crop_area`, `crop_ratio` and
+  # vit_jax/data/augmentation/canvases.py; `crop`, `crop_area`, `crop_ratio` and
   # `resize` then have no effect. Training: lengths of the shorter side in
   # pixels, one of which is drawn for each image. (): no canvases.
   sides: schema.Counts = ()
@@ -321,7 +321,7 @@ class Config:
   # all images once before training, names the broken ones and stops; 'skip'
   # leaves them out and counts them; 'trust' checks nothing, and a broken image
   # stops the run when it is read. Results are kept in the workdir, or beside
-  # the images by vit_jax.manifest.
+  # the images by vit_jax.data.indexing.
   broken_images: Literal['error', 'skip', 'trust'] = 'error'
   # What to do about boxes of an annotation file (COCO's JSON) that reach beyond
   # their image, have no area or a negative size. 'refuse' names them and stops;

@@ -16,7 +16,7 @@ labels of 90 % of a data set:
     --config.unlabelled_split='train[10%:]'
 
 vit_jax/studies/noisy_student.py describes the files in the workdir. Images of a
-folder are checked for each run anew unless python -m vit_jax.manifest has done
+folder are checked for each run anew unless python -m vit_jax.data.indexing has done
 so once.
 
 docs/self_training.md has the published recipe: the defaults below, RandAugment

@@ -52,7 +52,7 @@ RECIPES = {
     base_lr=1e-3, decay_type='linear', weight_decay=0.03, grad_norm_clip=0.0,
     loss='sigmoid',
   ),
-  # JFT-300M is not public: for plans (vit_jax.plan), and for its owners. The
+  # JFT-300M is not public: for plans (vit_jax.planning.plan), and for its owners. The
   # learning rate depends on the model.
   'jft300m': dict(
     decay_type='linear', weight_decay=0.1, grad_norm_clip=0.0, loss='sigmoid'

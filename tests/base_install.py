@@ -15,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 
 from vit_jax import checkpoint
-from vit_jax import convert
+from vit_jax.weights import convert
 from vit_jax import models
 from vit_jax import test_utils
 from vit_jax.configs import models as model_configs

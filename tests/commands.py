@@ -13,7 +13,7 @@ from vit_jax.studies import study
 # `python -m MODULE` -> the command that it is.
 MODULES = {
   'vit_jax.main': 'train',
-  'vit_jax.manifest': 'index',
+  'vit_jax.data.indexing': 'index',
 } | {
   f'vit_jax.{name}': name
   for name in (

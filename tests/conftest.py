@@ -71,7 +71,7 @@ def pytest_collection_finish():
 # What takes minutes begins, so that no process is left alone with it at the end.
 _FIRST = (
   'resume_test.py', 'train_test.py', 'multiprocess_test.py', 'plan_test.py',
-  'detect_commands_test.py', 'colabs_test.py', 'convert_test.py',
+  'detect_commands_test.py', 'colabs_test.py', 'weights/convert_test.py',
   'detect_canvases_test.py', 'export_test.py', 'detect_test.py',
   'tables_test.py', 'toy_test.py', 'transfer_test.py', 'masked_patches_test.py',
   'original_test.py', 'models_vit_parts_test.py', 'pixels_test.py',
@@ -81,7 +81,7 @@ _FIRST = (
 
 # What `-m quick` runs: the core, without what starts processes or compiles much.
 QUICK = (
-  'augmentation/geometry_test.py', 'checkpoint_test.py', 'configs_test.py',
+  'data/augmentation/geometry_test.py', 'checkpoint_test.py', 'configs_test.py',
   'data/folder_test.py', 'data/images/listing_test.py',
   'data/manifest_test.py', 'evaluators/means_test.py', 'flags_test.py',
   'input_pipeline_test.py', 'layers/patches_test.py',

@@ -14,8 +14,8 @@ me = int(sys.argv[2])
 os.chdir(f'{sys.argv[3]}/host{me}')  # Each host has a disk of its own.
 processes.initialize(sys.argv[1], 2, me)
 from tests import conftest
-from vit_jax import cli
-cli.load_tensorflow()
+from vit_jax import console
+console.load_tensorflow()
 from vit_jax import train
 from vit_jax.data.tfds import builders
 

@@ -17,7 +17,7 @@ import threading
 
 _PRELOAD = [
   'vit_jax.commands.evaluate', 'vit_jax.commands.plan', 'vit_jax.commands.predict',
-  'vit_jax.commands.runs', 'vit_jax.commands.train', 'vit_jax.evaluate',
+  'vit_jax.commands.run_flags', 'vit_jax.commands.train', 'vit_jax.evaluators.evaluation',
   'vit_jax.inference_time', 'vit_jax.train', 'vit_jax.studies.transfer',
   'tensorflow_datasets', 'tests.forked',
   # What runs and JAX import late.

@@ -9,7 +9,7 @@ import pytest
 
 from tests import commands
 from vit_jax import __main__ as program
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.commands import predict
 from vit_jax.commands import train
 
@@ -79,11 +79,11 @@ def test_modules_are_commands(module):
   name = commands.MODULES[module]
   path = ROOT / (module.replace('.', '/') + '.py')
   last = path.read_text().splitlines()[-2:]
-  assert last == ["if __name__ == '__main__':", f"  cli.run('{name}')"]
+  assert last == ["if __name__ == '__main__':", f"  console.run('{name}')"]
 
 
 def test_commands_run_by_their_new_and_old_name():
-  for args in (('vit_jax', 'compute'), ('vit_jax.compute',)):
+  for args in (('vit_jax', 'compute'), ('vit_jax.planning.compute',)):
     done = run('-m', *args, '--model=s16', '--epochs=0', '--dataset=digits')
     assert done.returncode == 1
     assert done.stderr.strip() == (
@@ -121,14 +121,14 @@ def test_statuses(monkeypatch, capsys):
     raise result
 
   monkeypatch.setattr(predict, 'main', main)
-  assert status_of(cli.run, 'predict', []) == 0
-  assert status_of(cli.run, 'predict', []) == 7
-  assert status_of(cli.run, 'predict', []) == 130
+  assert status_of(console.run, 'predict', []) == 0
+  assert status_of(console.run, 'predict', []) == 7
+  assert status_of(console.run, 'predict', []) == 130
   assert capsys.readouterr().err == 'Interrupted.\n'
   with pytest.raises(ValueError, match='elsewhere'):  # Not of this package.
-    cli.run('predict', [])
+    console.run('predict', [])
   monkeypatch.undo()
-  assert status_of(cli.run, 'predict', ['--top=x', 'a.png']) == 1
+  assert status_of(console.run, 'predict', ['--top=x', 'a.png']) == 1
   assert capsys.readouterr().err == (
     "Error: --top: invalid int value: 'x' (see --help)\n"
   )
@@ -170,11 +170,11 @@ def test_evaluation_by_both_names(monkeypatch):
 
 _LINES = """
 import sys, types
-from vit_jax import cli
+from vit_jax import console
 module = types.ModuleType('vit_jax.commands.lines')
 module.main = lambda argv: print('line\\n' * 100_000) or 0
 sys.modules['vit_jax.commands.lines'] = module
-cli.run('lines', [])
+console.run('lines', [])
 """
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from tests import torch_models
-from vit_jax import convert
+from vit_jax.weights import convert
 from vit_jax import models
 from vit_jax import models_detr
 from vit_jax.layers import detection

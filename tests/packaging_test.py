@@ -14,7 +14,7 @@ from packaging import utils
 import pytest
 
 from tests import conftest
-from vit_jax import cli
+from vit_jax import console
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -252,7 +252,7 @@ def without_extras(wheel, tmp_path):
   """Runs Python with the wheel, and as if only the base were installed."""
   with zipfile.ZipFile(wheel) as archive:
     archive.extractall(tmp_path)
-  absent = (*cli.TRAIN_MODULES, 'huggingface_hub', 'matplotlib', 'torch')
+  absent = (*console.TRAIN_MODULES, 'huggingface_hub', 'matplotlib', 'torch')
   (tmp_path / 'sitecustomize.py').write_text(
     'import importlib.machinery as machinery, sys\n'
     'class Finder(machinery.PathFinder):\n'
@@ -308,7 +308,7 @@ def test_modules_of_the_extra_train_are_those_of_its_packages():
   packages = importlib.metadata.packages_distributions()
   found = {
     utils.canonicalize_name(name)
-    for module in cli.TRAIN_MODULES
+    for module in console.TRAIN_MODULES
     for name in packages[module]
   }
   assert wanted <= found

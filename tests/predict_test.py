@@ -19,8 +19,8 @@ import pytest
 from tests import processes
 from tests import tiny_models
 from vit_jax import checkpoint
-from vit_jax import convert
-from vit_jax import evaluate
+from vit_jax.weights import convert
+from vit_jax.evaluators import evaluation
 from vit_jax import input_pipeline
 from vit_jax import predict
 from vit_jax import train
@@ -330,22 +330,22 @@ def test_images_that_were_predicted_are_forgotten(folder_run):
 
 def test_another_split_and_another_folder(folder_run, tmp_path, image_folder):
   _, workdir, _ = folder_run
-  assert evaluate.evaluate(str(workdir), 'train[:7]')['num_examples'] == 7
+  assert evaluation.evaluate(str(workdir), 'train[:7]')['num_examples'] == 7
   other = tmp_path / 'other'
   shutil.copytree(image_folder / 'test', other / 'mine')
-  assert evaluate.evaluate(str(workdir), 'mine', str(other))['accuracy'] == 1
+  assert evaluation.evaluate(str(workdir), 'mine', str(other))['accuracy'] == 1
   (other / 'mine' / 'cow').rename(other / 'mine' / 'yak')
   with pytest.raises(
     ValueError,
     match=r"that the model .* is trained on, 3, \['ant', 'bee'.* has \['yak'\]",
   ):
-    evaluate.evaluate(str(workdir), 'mine', str(other))
+    evaluation.evaluate(str(workdir), 'mine', str(other))
   with pytest.raises(ValueError, match='give data of the same classes'):
-    evaluate.evaluate(str(workdir), 'test', 'digits')
+    evaluation.evaluate(str(workdir), 'test', 'digits')
   with pytest.raises(FileNotFoundError, match=r"'tset'.*--evaluate=SPLIT"):
-    evaluate.evaluate(str(workdir), 'tset')
+    evaluation.evaluate(str(workdir), 'tset')
   with pytest.raises(FileNotFoundError, match=r'moved by --dataset=FOLDER'):
-    evaluate.evaluate(str(workdir), 'test', str(tmp_path / 'moved'))
+    evaluation.evaluate(str(workdir), 'test', str(tmp_path / 'moved'))
 
 
 # --- Checkpoints that are damaged or missing ---

@@ -10,7 +10,7 @@ from PIL import Image
 import pytest
 
 from vit_jax import models as models_lib
-from vit_jax.augmentation import canvases
+from vit_jax.data.augmentation import canvases
 from vit_jax.configs import augreg_pretrain
 from vit_jax.configs import common
 from vit_jax.configs import detr

@@ -8,7 +8,7 @@ from tests import tiny_models
 from vit_jax import checkpoint
 from vit_jax import models
 from vit_jax.configs import models as model_configs
-from vit_jax.texts import tokenizers
+from vit_jax.data.texts import tokenizers
 
 WIDTH = 64  # Of one head, which shapes do not tell.
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests import conftest
 from tests import trees
-from vit_jax import evaluate
+from vit_jax.evaluators import evaluation
 from vit_jax import predict
 from vit_jax import train
 from vit_jax.distributed import sharding
@@ -124,10 +124,10 @@ def test_the_evaluation_is_that_of_the_averaged_weights(finished):
       jax.tree.leaves(jax.device_get(state.params)),
     )
   )
-  again = evaluate.evaluate(str(workdir), 'test')
+  again = evaluation.evaluate(str(workdir), 'test')
   assert again['accuracy'] == pytest.approx(metrics['accuracy_test'])
   assert again['loss'] == pytest.approx(metrics['loss_test'], rel=1e-5)
-  assert evaluate.evaluate(str(workdir), 'train[:50]')['num_examples'] == 50
+  assert evaluation.evaluate(str(workdir), 'train[:50]')['num_examples'] == 50
 
 
 class StopAfter:
@@ -485,7 +485,7 @@ def test_a_folder_without_a_run_has_nothing_to_evaluate(tmp_path):
   with pytest.raises(
     FileNotFoundError, match='holds no run: there is no config'
   ):
-    evaluate.evaluate(str(tmp_path), 'test')
+    evaluation.evaluate(str(tmp_path), 'test')
   with pytest.raises(FileNotFoundError, match='holds no run'):
     workdir_lib.load(tmp_path)
 

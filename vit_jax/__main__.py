@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import difflib
 import sys
 
-from vit_jax import cli
+from vit_jax import console
 
 # Name of a command, a module in vit_jax/commands -> what it does.
 COMMANDS = {
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None):
   """
   name, *rest = (sys.argv[1:] if argv is None else argv) or ('',)
   if name in COMMANDS:
-    cli.run(name, rest)
+    console.run(name, rest)
   if name in ('-h', '--help', 'help'):
     print(help_text())
     sys.exit(0)

@@ -14,7 +14,7 @@ from absl import logging
 import flax.core
 import flax.traverse_util
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import fetch
@@ -345,6 +345,6 @@ def get_augreg_df(directory: str = 'gs://vit_models/augreg'):
     FileNotFoundError, PermissionError, OSError: if the index cannot be read.
     ImportError: if pandas is missing.
   """
-  pd = cli.needed('pandas', 'colab', 'get_augreg_df')
+  pd = console.needed('pandas', 'colab', 'get_augreg_df')
   with _augreg_index(directory).open('r') as f:
     return pd.read_csv(f)

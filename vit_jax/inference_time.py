@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import models
 from vit_jax.configs import inference_time as default_config
 from vit_jax.configs import schema
@@ -69,7 +69,7 @@ def inference_time(
     images = jnp.ones(
       (config.batch, *size), device=sharding.batch_sharding(mesh)
     )
-    cli.say(
+    console.say(
       f'{config.model_name}, {size[0]}x{size[1]} pixels, {config.batch} images per '
       f'step on {mesh.size} {mesh.devices.flat[0].platform} device(s), '
       f'{config.dtype}. Compiling ...'
@@ -89,7 +89,7 @@ def inference_time(
   }
   log.write(0, result)
   log.close()
-  cli.say(
+  console.say(
     f'{len(seconds)} steps: {result["imgs_sec_core_mean"]:,.2f} images per second '
     f'and device (std {result["imgs_sec_core_std"]:,.2f}, '
     f'{result["imgs_sec_core_min"]:,.2f} to '

@@ -6,7 +6,7 @@ r"""Trains a Vision Transformer: the name that the original gives to this comman
 `vit_jax train` is the same, see vit_jax/commands/train.py.
 """
 
-from vit_jax import cli
+from vit_jax import console
 
 if __name__ == '__main__':
-  cli.run('train')
+  console.run('train')

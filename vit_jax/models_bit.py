@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from vit_jax import models_resnet
 from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes
-from vit_jax.layers import loop
+from vit_jax.layers import layer_stack
 from vit_jax.layers import patches
 from vit_jax.layers import resnet
 
@@ -157,7 +157,7 @@ class BitResNet(patches.ImageModel):
     types = dtypes.of(self)
     eps = EPSILONS[self.eps]
     width = int(64 * self.width_factor)
-    unit = loop.recomputed(ResidualUnit, self.remat)
+    unit = layer_stack.recomputed(ResidualUnit, self.remat)
     x = RootBlock(width, eps=eps, name='root_block', **types)(inputs)
     for i, num_units in enumerate(self.num_layers):
       patches.sow_mean(self, f'layer_{i}', x)

@@ -22,7 +22,7 @@ from vit_jax import models_vit
 from vit_jax.distributed import sharding
 from vit_jax.layers import detection
 from vit_jax.layers import dtypes
-from vit_jax.layers import masks
+from vit_jax.layers import detr_masks
 from vit_jax.layers import patches
 from vit_jax.layers import resnet
 
@@ -148,7 +148,7 @@ class Detr(nn.Module):
   def setup(self):
     if self.mask_head:
       fields = (self.hidden_size, self.num_heads, self.masks_at_a_time)
-      self.segmentation = masks.MaskHead(*fields, **dtypes.of(self))
+      self.segmentation = detr_masks.MaskHead(*fields, **dtypes.of(self))
 
   @nn.compact
   def __call__(self, images, mask=None, *, train, draw=True):
@@ -186,7 +186,7 @@ class Detr(nn.Module):
     if not self.mask_head:
       return outputs
     cells = projected.shape[:3]
-    features = masks.Features(
+    features = detr_masks.Features(
       queries=states[-1],
       memory=memory.reshape(projected.shape),
       mask=seen.reshape(cells),

@@ -33,7 +33,7 @@ from vit_jax.distributed import sharding
 from vit_jax.layers import attention as attention_lib
 from vit_jax.layers import decoder
 from vit_jax.layers import dtypes
-from vit_jax.layers import loop as loop_lib
+from vit_jax.layers import layer_stack as loop_lib
 from vit_jax.layers import patches
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes
-from vit_jax.layers import passes
+from vit_jax.layers import gpu_layout
 from vit_jax.layers import patches
 
 
@@ -31,7 +31,7 @@ class MlpBlock(nn.Module):
     """Maps [..., F] to [..., F]."""
     types = dtypes.of(self)
     y = nn.Dense(self.mlp_dim, **types)(x)
-    y = passes.recomputed(nn.gelu)(y)
+    y = gpu_layout.recomputed(nn.gelu)(y)
     return nn.Dense(x.shape[-1], **types)(y)
 
 

@@ -21,7 +21,7 @@ from absl import logging
 from etils import epath
 import jax
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.configs import models as model_configs
 
 # Flags of some tasks alone, see FLAGS of vit_jax.tasks.base.Predictor.
@@ -60,7 +60,7 @@ def load(
   """
   _check_dtype(dtype)
   # Imported late: these modules load TensorFlow, which takes seconds.
-  cli.load_tensorflow()
+  console.load_tensorflow()
   from vit_jax import train
   from vit_jax.run import checkpoints as checkpoints_lib
   from vit_jax.run import workdir as workdir_lib
@@ -118,11 +118,11 @@ def load_weights(
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
-      vit_jax.convert.read.
+      vit_jax.weights.convert.read.
   """
   _check_dtype(dtype)
-  cli.load_tensorflow()
-  from vit_jax import convert
+  console.load_tensorflow()
+  from vit_jax.weights import convert
   from vit_jax.run import config as run_config
   from vit_jax.weights import writing
 
@@ -218,7 +218,7 @@ def of_flags(args, dtype: str | None = None):
 
 def run(args) -> None:
   """Prints or writes what the flags of `vit_jax predict` ask for."""
-  cli.load_tensorflow()
+  console.load_tensorflow()
   from vit_jax.data.images import listing
   from vit_jax.inference import tables
 
@@ -251,7 +251,7 @@ def run(args) -> None:
 
 def _print(model, args) -> None:
   """Prints predictions; broken images are skipped, and an error at the end."""
-  from vit_jax.inference import given
+  from vit_jax.inference import user_images
   from vit_jax.inference import tables
 
   images, done = args.images, 0
@@ -262,7 +262,7 @@ def _print(model, args) -> None:
       done += 1
     return
   except (ValueError, OSError):
-    source = given.Given(images[done:], model.config.max_image_pixels)
+    source = user_images.Given(images[done:], model.config.max_image_pixels)
     with futures.ThreadPoolExecutor() as pool:
       check = functools.partial(tables.fault, source)
       faults = list(pool.map(check, range(source.num_examples)))
@@ -293,7 +293,7 @@ def _split(words: Sequence[str]) -> list[str]:
 def _write_table(model, args, split) -> None:
   """Writes the table that the flags ask for."""
   from vit_jax.data import sources
-  from vit_jax.inference import given
+  from vit_jax.inference import user_images
   from vit_jax.inference import tables
 
   config = model.config
@@ -301,11 +301,11 @@ def _write_table(model, args, split) -> None:
     dataset, name = split
     source = sources.open_split(config, name, ('image',), dataset=dataset)
   else:
-    source = given.Given(args.images, config.max_image_pixels)
+    source = user_images.Given(args.images, config.max_image_pixels)
   options = model.table_options(args)
   columns, facts = model.columns(**options), {'flags': options, 'split': split}
   tables.write(model, source, args.out, columns, facts, args.broken)
 
 
 if __name__ == '__main__':
-  cli.run('predict')
+  console.run('predict')

@@ -7,7 +7,7 @@ its centre. A seed determines every random choice, so that example i of a run
 has the same pixels whenever and wherever it is computed.
 
 For models of images and texts, `get_pp` prepares both. The tokenizers are those
-of vit_jax/texts/tokenizers.py, here under the original's names.
+of vit_jax/data/texts/tokenizers.py, here under the original's names.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,15 @@ from PIL import Image
 from PIL import ImageOps
 import tensorflow as tf
 
-from vit_jax.augmentation import canvases
-from vit_jax.augmentation import geometry
-from vit_jax.augmentation import pixels
+from vit_jax.data.augmentation import canvases
+from vit_jax.data.augmentation import geometry
+from vit_jax.data.augmentation import pixel_ops
 from vit_jax.data.images import images
 from vit_jax.data.images import jpeg
 from vit_jax.data.images import orientation
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 from vit_jax.data.images import rgb
-from vit_jax.texts import tokenizers
+from vit_jax.data.texts import tokenizers
 
 crop_size = geometry.crop_size
 get_tokenizer = tokenizers.get_tokenizer
@@ -126,13 +126,13 @@ def _change_pixels(image, seed, pp):
   if pp.randaugment:
     layers, magnitude = pp.randaugment
     values = tf.cast(image * 127.5 + 128, tf.uint8)  # Rounded.
-    values = pixels.randaugment(values, fold(seed, 1), layers, magnitude)
+    values = pixel_ops.randaugment(values, fold(seed, 1), layers, magnitude)
     image = images.to_float(values)
   if pp.color_jitter:
     strengths = (pp.color_jitter,) * 3
-    image = pixels.color_jitter(image, fold(seed, 2), *strengths)
+    image = pixel_ops.color_jitter(image, fold(seed, 2), *strengths)
   if pp.random_erasing:
-    image = pixels.random_erasing(image, fold(seed, 3), pp.random_erasing)
+    image = pixel_ops.random_erasing(image, fold(seed, 3), pp.random_erasing)
   return image
 
 
@@ -250,8 +250,8 @@ def get_pp(
   features stay as they are, and either of these may be missing.
 
   Args:
-    tokenizer_name: a key of vit_jax.texts.tokenizers.TOKENIZERS.
-    vocab_path: its vocabulary, see vit_jax/texts/tokenizers.py.
+    tokenizer_name: a key of vit_jax.data.texts.tokenizers.TOKENIZERS.
+    vocab_path: its vocabulary, see vit_jax/data/texts/tokenizers.py.
     max_len: tokens of a text.
     size: height and width of an image in pixels.
     crop: whether to crop the centre in place of changing the aspect ratio.
@@ -327,10 +327,10 @@ def from_user(
       image = ImageOps.exif_transpose(image)
     buffer = io.BytesIO()
     pixels = Image.fromarray(rgb.to_rgb(image))
-    pixels.save(buffer, 'PNG', compress_level=0)
+    pixel_ops.save(buffer, 'PNG', compress_level=0)
     image = buffer.getvalue()
   if not isinstance(image, bytes):
-    name, image = reading.display(image), reading.read_file(image)
+    name, image = image_files.display(image), image_files.read_file(image)
   try:
     if limit is not None:
       images.bounded(image, limit)
@@ -338,7 +338,7 @@ def from_user(
   except images.DECODE_ERRORS as e:
     raise ValueError(
       f"'{name}' is not an image that can be read (jpeg, png, webp, bmp, gif): "
-      f'{reading.first_line(e)}'
+      f'{image_files.first_line(e)}'
     ) from None
 
 

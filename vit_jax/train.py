@@ -16,7 +16,7 @@ import ml_collections
 import optax
 
 from vit_jax import checkpoint
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import input_pipeline
 from vit_jax.configs import models as model_configs
 from vit_jax.data import mixture
@@ -35,13 +35,13 @@ from vit_jax.learning import state as state_lib
 from vit_jax.planning import memory
 from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import config as run_config
-from vit_jax.run import holder
+from vit_jax.run import lock
 from vit_jax.run import loop
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import stopping
 from vit_jax.run import workdir as workdir_lib
 
-say = cli.say
+say = console.say
 # Runs of fewer updates are most likely a mistake.
 _FEW = 20
 
@@ -418,7 +418,7 @@ def _describe_start(params, weights) -> str:
 def train_and_evaluate(
   config: ml_collections.ConfigDict,
   workdir: str,
-  held: holder.Holder | None = None,
+  held: lock.Holder | None = None,
 ):
   """Trains to the last step of a config, resuming from the newest checkpoint.
 
@@ -440,7 +440,7 @@ def train_and_evaluate(
   began = time.perf_counter()
   prepared = prepare(config, workdir)
   weights = check_start(prepared, workdir)
-  taken = contextlib.nullcontext(held) if held else holder.Holder(workdir)
+  taken = contextlib.nullcontext(held) if held else lock.Holder(workdir)
   with taken as held:
     begun = start(prepared, workdir, weights)
     del weights  # Frees their memory.
@@ -542,7 +542,7 @@ def _summarise(run, metrics, seconds):
   prepared, workdir = run.prepared, run.workdir
   metrics = {k: v for k, v in metrics.items() if k != 'step'}
   lines = [
-    f'\nDone in {cli.duration(seconds)}: {metrics_lib.format_metrics(metrics)}.',
+    f'\nDone in {console.duration(seconds)}: {metrics_lib.format_metrics(metrics)}.',
     f'  checkpoints  {workdir}/checkpoints',
     f'  metrics      {workdir}/metrics.jsonl',
     f'  TensorBoard  tensorboard --logdir={workdir}',

@@ -95,7 +95,7 @@ print(f'{model.config.model.model_name}, after {model.step:,} steps')
 from IPython import display
 import matplotlib.pyplot as plt
 
-from vit_jax import visualize
+from vit_jax.figures import visualize
 from vit_jax.figures import gallery
 
 texts = {entry.name: entry for entry in gallery.of(model.task)}
@@ -112,7 +112,7 @@ for name, figure in figures.items():
 # a page that opens in a browser, run in a terminal, in the checkout of vit_jax:
 #
 # ```
-# python -m vit_jax.visualize --workdir=RUN --out=FOLDER
+# python -m vit_jax.figures.visualize --workdir=RUN --out=FOLDER
 # ```
 #
 # ## The arrays behind the figures
@@ -123,17 +123,17 @@ for name, figure in figures.items():
 # (This and the next cell need a Vision Transformer.)
 
 # %%
-from vit_jax.figures import attention
+from vit_jax.figures import internals
 
 shown = visualize.subject(model, images)
 batch = shown.batch['image']  # float32 [B, H, W, C] in [-1, 1].
-seen = attention.attention(model.task.model, model.params, batch)
+seen = internals.attention(model.task.model, model.params, batch)
 patch = [size / cells for size, cells in zip(batch.shape[1:3], seen.grid)]
-distances = attention.mean_distances(seen, patch)
+distances = internals.mean_distances(seen, patch)
 print('layers, heads:', distances.shape)
 print('attention weights of a layer:', seen.weights[0].shape)
-print('maps:', attention.maps(seen).shape)
-print('rollout:', attention.rollout_maps(seen).shape)
+print('maps:', internals.maps(seen).shape)
+print('rollout:', internals.rollout_maps(seen).shape)
 
 # %% [markdown]
 # For example: how concentrated is the attention of the class token, layer by layer?

@@ -102,7 +102,7 @@ colab_tools.ready(
 # %%
 import jax
 
-from vit_jax import convert
+from vit_jax.weights import convert
 from vit_jax import models
 from vit_jax.configs import models as model_configs
 
@@ -156,10 +156,10 @@ print(f't: {out["t"].item():.2f}')
 from IPython import display
 
 from vit_jax import models_lit
-from vit_jax.tasks.image_text import drawing
+from vit_jax.tasks.image_text import similarity_plots
 
 logits = models_lit.similarity(zimg, ztxt, out)  # float32 [n, m].
-display.display(Image.fromarray(drawing.matrix(images, TEXTS, logits)))
+display.display(Image.fromarray(similarity_plots.matrix(images, TEXTS, logits)))
 for i, row in enumerate(np.asarray(jax.nn.softmax(logits, axis=-1))):
   print(f'image {i}: {row.max():7.2%}  {TEXTS[row.argmax()]}')
 
@@ -174,7 +174,7 @@ for i, row in enumerate(np.asarray(jax.nn.softmax(logits, axis=-1))):
 
 # %%
 from vit_jax import input_pipeline
-from vit_jax.texts import templates
+from vit_jax.data.texts import templates
 
 info = input_pipeline.get_dataset_info(DATA, SPLIT)  # Downloads the data.
 names = [name.replace('_', ' ') for name in info['class_names']]
@@ -199,7 +199,7 @@ print('\n'.join(f'  {sentence}' for sentence in sentences[:3]))
 # %%
 import tensorflow as tf
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.configs import common
 from vit_jax.data import sources
 from vit_jax.data.images import images as image_files
@@ -223,7 +223,7 @@ count = min(NUM_IMAGES or source.num_examples, source.num_examples)
 numbers = tf.data.Dataset.range(count)
 batches = numbers.map(prepare, num_parallel_calls=2).batch(BATCH)
 seen, labels, predicted = [], [], []
-with cli.bar(total=count, desc='Classifying') as bar:
+with console.bar(total=count, desc='Classifying') as bar:
   for batch in batches.as_numpy_iterator():
     zimg = embed(variables, images=batch['image'])[0]
     predicted += (zimg @ classes.T).argmax(axis=1).tolist()

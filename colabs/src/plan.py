@@ -89,7 +89,7 @@ colab_tools.ready(found[0], extras=['colab', 'plan'])
 # over the images, would take 30 hours, or 121 chip-hours.
 
 # %%
-from vit_jax import plan as planner
+from vit_jax.planning import plan as planner
 from vit_jax.configs import pretrain
 
 
@@ -172,6 +172,6 @@ for title, made in plans.items():
 # which a training is fastest, run in a terminal, in the checkout of vit_jax:
 #
 # ```
-# python -m vit_jax.plan --config=configs/pretrain.py:h14,jft300m \
+# python -m vit_jax.planning.plan --config=configs/pretrain.py:h14,jft300m \
 #   --topology=v3:4x4 --config.model.dtype=bfloat16 --search
 # ```

@@ -8,18 +8,18 @@ import jax
 import pytest
 
 from tests import processes as running
-from vit_jax import cli
-from vit_jax.distributed import liveness
+from vit_jax import console
+from vit_jax.distributed import heartbeats
 from vit_jax.distributed import processes
 
 BEGIN = """
 import os, signal, sys, time
 import jax
 jax.config.update('jax_platforms', 'cpu')
-from vit_jax.distributed import liveness
+from vit_jax.distributed import heartbeats
 from vit_jax.distributed import processes
 me = int(sys.argv[2])
-liveness.PULSE = 0.2
+heartbeats.PULSE = 0.2
 processes.initialize(sys.argv[1], 2, me)
 """
 
@@ -42,8 +42,8 @@ def loop(number):
   while True:
     step += 1
     if me and number == 1 and step == 3:
-      liveness.watch.ask_to_stop()
-    if liveness.watch.passed((number, step)):
+      heartbeats.watch.ask_to_stop()
+    if heartbeats.watch.passed((number, step)):
       return step
     time.sleep(0.001)
 note('gather', lambda: processes.gather('counting', [me]))
@@ -56,10 +56,10 @@ note('differ', lambda: processes.agree('the data', {'n': 7 + me, 'same': 1}))
 note('stop', lambda: [loop(1), loop(2)])
 note('elsewhere', lambda: processes.gather('here' if me else 'there', 0))
 if me:
-  liveness.client().blocking_key_value_get('go', 60_000)
+  heartbeats.client().blocking_key_value_get('go', 60_000)
 else:
   note('late', lambda: processes.gather('the next', 0, deadline=0.01))
-  liveness.client().key_value_set('go', '')
+  heartbeats.client().key_value_set('go', '')
 print('SAID ' + json.dumps(said), flush=True)
 """
 
@@ -73,13 +73,13 @@ if sys.argv[2] == '0':
 """
 
 KILLED = """
-liveness.SILENCE = 2.0
+heartbeats.SILENCE = 2.0
 if me == int(sys.argv[3]):
   os.kill(os.getpid(), signal.SIGTERM)
 try:
   processes.gather('the end', 0)
 except Exception as e:
-  liveness.end_with(e)
+  heartbeats.end_with(e)
 """
 
 LEFT = """
@@ -88,7 +88,7 @@ try:
     raise OSError('503 UNAVAILABLE: an error of its own')
   processes.gather('the end', 0)
 except Exception as e:
-  liveness.end_with(e)
+  heartbeats.end_with(e)
   raise
 """
 
@@ -120,7 +120,7 @@ if me == 0:
 try:
   runs_lib.train_all(runs, sys.argv[3])
 except Exception as e:
-  liveness.end_with(e)
+  heartbeats.end_with(e)
   raise
 """
 
@@ -133,7 +133,7 @@ try:
   while True:
     multihost_utils.process_allgather(jax.numpy.ones(1))
 except Exception as e:
-  liveness.end_with(e)
+  heartbeats.end_with(e)
   raise
 """
 
@@ -197,7 +197,7 @@ def test_a_process_that_is_killed_is_named(gone):
 
 
 def test_a_process_that_slept_takes_none_but_process_0_for_lost(monkeypatch):
-  watch, now = liveness.Watch(), time.monotonic()
+  watch, now = heartbeats.Watch(), time.monotonic()
   watch._signs = {1: ({'count': 3, 'error': ''}, now - 110)}
   watch._read = now - 100  # Both were asleep since.
   said = []
@@ -250,7 +250,7 @@ def test_several_processes_keep_nothing_compiled_by_themselves(
     (jax.distributed, 'initialize', lambda: None),
     (jax, 'process_count', lambda: count),
     (liveness, 'speak_on_abort', lambda: None),
-    (liveness.watch, 'start', lambda: None),
+    (heartbeats.watch, 'start', lambda: None),
     (processes, 'gather', lambda *args: ['a', 'b']),
   ):
     monkeypatch.setattr(place, name, value)
@@ -259,7 +259,7 @@ def test_several_processes_keep_nothing_compiled_by_themselves(
     for name in ('jax_compilation_cache_dir', 'jax_enable_preemption_service')
   }
   try:
-    for folder in (str(cli.compiled_folder()), '/named/by/the/user'):
+    for folder in (str(console.compiled_folder()), '/named/by/the/user'):
       jax.config.update('jax_compilation_cache_dir', folder)
       processes.initialize()
       ours = folder != '/named/by/the/user'
@@ -277,7 +277,7 @@ def test_one_process_sends_nothing():
   processes.agree('x', {'a': 1})
   with pytest.raises(KeyError, match='as it is'):
     processes.attempt('x', lambda: {}['as it is'])
-  liveness.end_with(RuntimeError('Gloo'))
+  heartbeats.end_with(RuntimeError('Gloo'))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import termios
 import numpy as np
 import pytest
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.data import records
 from vit_jax.data import sources
 from vit_jax.data.images import images as images_lib
@@ -139,7 +139,7 @@ def test_a_bar_on_a_terminal_drops_no_seed(task, splits, mesh, monkeypatch):
   controller, terminal = pty.openpty()
   termios.tcsetwinsize(terminal, (24, 80))
   os.set_blocking(controller, False)
-  make_bar = cli.bar
+  make_bar = console.bar
   with open(terminal, 'w') as stderr:
     monkeypatch.setattr(sys, 'stderr', stderr)
     monkeypatch.setattr(

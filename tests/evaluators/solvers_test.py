@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.evaluators import features_test
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.data import records
 from vit_jax.data import sources
 from vit_jax.distributed import sharding
@@ -127,12 +127,12 @@ def test_sgd_where_features_do_not_fit_in_memory(tiny_config, monkeypatch):
   quick = functools.partial(solvers.sgd, epochs=20, learning_rate=20.0)
   monkeypatch.setattr(solvers, 'sgd', quick)
   # An eighth holds 48 images of 2 features and 3 logits in 7,680 bytes.
-  monkeypatch.setattr(cli, 'machine_memory', lambda: 7_679)
+  monkeypatch.setattr(console, 'machine_memory', lambda: 7_679)
   mesh = sharding.make_mesh({'data': 2}, jax.devices()[:2])
   probe = probes.FewShot(task, mesh)
   found = probe.linear(('good', 'bad'), {}, {})
   assert list(found) == ['good', 'bad']
   assert found['good'] == solvers.Result(1.0, 0.0, {}, 'SGD')
   assert found['bad'].accuracy == pytest.approx(16 / 47)  # One class of three.
-  monkeypatch.setattr(cli, 'machine_memory', lambda: 7_680)
+  monkeypatch.setattr(console, 'machine_memory', lambda: 7_680)
   assert probe.linear(('good',), {}, {})['good'].method == 'L-BFGS'

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vit_jax.figures import drawing
-from vit_jax.tasks.detection import drawing as detection_drawing
+from vit_jax.tasks.detection import overlays as detection_drawing
 
 
 def texts(ticks):

@@ -6,7 +6,7 @@ from PIL import ImageDraw
 from PIL import ImageFont
 import pytest
 
-from vit_jax.figures import captions
+from vit_jax.figures import grids
 from vit_jax.figures import fonts
 
 
@@ -50,7 +50,7 @@ def test_other_letters_are_replaced(without_matplotlib, text, want):
 def test_captions_of_images_show_all_letters():
   image = np.zeros((1, 100, 100, 3), np.uint8)
   umlaut, letter = (
-    captions.grid(image, [captions.Caption(text)], 1) for text in 'äa'
+    grids.grid(image, [grids.Caption(text)], 1) for text in 'äa'
   )
   below = 100 + 12  # Where the letters are.
   # An ä has the body of DejaVu's a and two dots, not a frame.

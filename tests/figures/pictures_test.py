@@ -23,8 +23,8 @@ from vit_jax import train
 from vit_jax.configs import models as model_configs
 from vit_jax.data import sources
 from vit_jax.distributed import sharding
-from vit_jax.figures import attention
-from vit_jax.figures import captions
+from vit_jax.figures import internals
+from vit_jax.figures import grids
 from vit_jax.figures import pictures
 from vit_jax.learning import state as state_lib
 from vit_jax.run import config as run_config
@@ -75,14 +75,14 @@ def config(data_dir):
 def run(config, tmp_path_factory):
   """A run of six steps: its folder, its state, the captions it has drawn."""
   workdir, drawn = tmp_path_factory.mktemp('run'), []
-  grid = captions.grid
+  grid = grids.grid
 
   def record(images, texts=(), *args, **kwargs):
     drawn.append(texts)
     return grid(images, texts, *args, **kwargs)
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(captions, 'grid', record)
+    patch.setattr(grids, 'grid', record)
     state, _ = fit(config, workdir)
   return workdir, state, drawn
 
@@ -167,7 +167,7 @@ def test_test_images_have_the_predictions_of_their_step(shown, run, config):
     )
     right = name == str(label)
     assert second == ('' if right else f'is {label}')
-    assert caption.color == (captions.RIGHT if right else captions.WRONG)
+    assert caption.color == (grids.RIGHT if right else grids.WRONG)
 
 
 def test_attention_maps_are_those_of_the_weights(shown, run, config):
@@ -176,12 +176,12 @@ def test_attention_maps_are_those_of_the_weights(shown, run, config):
   model = predict.load(str(run[0]))
   images, _ = first_test_images(config)
   inputs, _ = model.run(images)
-  seen = attention.attention(model.task.model, model.params, inputs['image'])
+  seen = internals.attention(model.task.model, model.params, inputs['image'])
   want = pictures.draw_attention(inputs['image'], seen.weights, seen.grid)
   assert want.shape == found[6].shape
   # Rounding may move a colour, or the last digit of a caption.
   assert (abs(found[6].astype(int) - want) <= 3).mean() > 0.99
-  for caption, m in zip(run[2][-1][1::3], attention.maps(seen)[-1]):
+  for caption, m in zip(run[2][-1][1::3], internals.maps(seen)[-1]):
     percent = float(caption.text.removeprefix('yellow: ').removesuffix(' %'))
     assert percent == pytest.approx(100 * m.max(), abs=0.06)
 
@@ -268,8 +268,8 @@ def test_captions_name_the_predicted_class_and_where_it_is_wrong_the_true_one(
   logits = np.log([[0.02, 0.97, 0.01], [0.3, 0.09, 0.61], [0.2, 0.3, 0.5]])
   label = np.float32([[0, 1, 0], [0, 1, 0], [0, 0, 0]])
   assert task.captions_of({'label': label}, np.float32(logits)) == [
-    ('bee: 97 %\n', captions.RIGHT),
-    ('cow: 61 %\nis bee', captions.WRONG),
+    ('bee: 97 %\n', grids.RIGHT),
+    ('cow: 61 %\nis bee', grids.WRONG),
     ('cow: 50 %\n', 'black'),  # Nobody knows.
   ]
   label = np.float32([[0, 1, 0], [0.25, 0.75, 0], [1, 0, 1], [0, 0, 0]])
@@ -282,8 +282,8 @@ def test_of_several_labels_each_is_right(data_dir):
   label = np.float32([[1, 0, 1], [1, 0, 1]])
   logits = np.float32([[-1, -2, np.log(3)], [-1, 0, -2]])
   assert task.captions_of({'label': label}, logits) == [
-    ('cow: 75 %\n', captions.RIGHT),
-    ('bee: 50 %\nis ant, cow', captions.WRONG),
+    ('cow: 75 %\n', grids.RIGHT),
+    ('bee: 50 %\nis ant, cow', grids.WRONG),
   ]
 
 

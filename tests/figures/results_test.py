@@ -17,7 +17,7 @@ from vit_jax import input_pipeline
 from vit_jax.configs import pretrain
 from vit_jax.data import records
 from vit_jax.data import sources
-from vit_jax.figures import attention
+from vit_jax.figures import internals
 from vit_jax.figures import results
 from vit_jax.run import config as run_config
 from vit_jax.tasks import classify
@@ -112,12 +112,12 @@ def test_learning_curves(tmp_path):
 
 def test_images_are_looked_at_one_at_a_time(model, batch):
   images = batch['image'][:3]
-  whole = attention.attention(model.task.model, model.params, images)
+  whole = internals.attention(model.task.model, model.params, images)
   found = results.look(model, images, (2, 2))
   close = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5)
-  close(found.maps, attention.maps(whole))
-  close(found.rollout, attention.rollout_maps(whole))
-  close(found.distances, attention.mean_distances(whole, (4, 4)))
+  close(found.maps, internals.maps(whole))
+  close(found.rollout, internals.rollout_maps(whole))
+  close(found.distances, internals.mean_distances(whole, (4, 4)))
   close(found.outputs, whole.outputs)
 
 

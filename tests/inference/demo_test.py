@@ -30,10 +30,10 @@ from vit_jax import predict
 from vit_jax.commands import demo as command
 from vit_jax.commands import visualize as visualize_command
 from vit_jax.inference import demo
-from vit_jax.inference import given
+from vit_jax.inference import user_images
 from vit_jax.inference import predictor
 from vit_jax.tasks import classify
-from vit_jax.tasks.detection import looking
+from vit_jax.tasks.detection import attention_figures
 from vit_jax.tasks.detection import page as page_lib
 
 TITLE = '*A* <model> [x](/y) ${1 + 1}'
@@ -204,7 +204,7 @@ def test_a_photograph_and_an_example_are_classified(
       width_of(rollout) == 50 * 5
     )  # The lower side, 30, is enlarged to 128 or more.
     page.locator('.gallery-item').first.click()
-    first = given.sample(model.config, 1)[0].name(0)
+    first = user_images.sample(model.config, 1)[0].name(0)
     assert first.startswith(f'{image_folder}/test/')
     expect_shares(page, *model.predict([first]))
     page.get_by_label('Remove Image').click()
@@ -404,7 +404,7 @@ def test_boxes_above_a_score_and_attention_of_one(
     [path], lambda *_: (), detector.task.input_spec(), parts
   )
   batch = jax.tree.map(lambda x: x[None], inputs)
-  seen = looking.look(detector.task, detector.params, detector.extra, batch)
+  seen = attention_figures.look(detector.task, detector.params, detector.extra, batch)
   areas = [(x1 - x0) * (y1 - y0) for *_, (x0, y0, x1, y1) in objects[:count]]
   number = int(np.argmin(areas))
   query = np.argsort(-seen.scores[0])[number]

@@ -123,7 +123,7 @@ def test_models_for_canvases_are_refused():
 def test_servers_load_neither_jax_nor_tensorflow():
   code = (
     'import sys; from vit_jax.inference import serving; '
-    'from vit_jax.texts import tokenizers; '
+    'from vit_jax.data.texts import tokenizers; '
     "print([x for x in ('jax', 'flax', 'tensorflow') if x in sys.modules])"
   )
   found = subprocess.run([sys.executable, '-c', code], capture_output=True)

@@ -23,7 +23,7 @@ from vit_jax import models
 from vit_jax.commands import predict as predict_command
 from vit_jax.data import records
 from vit_jax.data import sources
-from vit_jax.inference import given
+from vit_jax.inference import user_images
 from vit_jax.inference import tables
 from vit_jax.run import stopping
 
@@ -591,7 +591,7 @@ def test_an_image_of_a_folder_has_a_stamp(tmp_path, data_dir):
   )
   paths = [source.name(i) for i in range(2)]
   before = [source.stamp(i) for i in range(2)]
-  given_source = given.Given(paths)
+  given_source = user_images.Given(paths)
   assert before == [given_source.stamp(i) for i in range(2)]
   Image.new('RGB', (9, 8)).save(paths[1])
   assert source.stamp(0) == before[0]

@@ -24,8 +24,8 @@ from vit_jax.layers import attention_kernels
 from vit_jax.layers import detection
 from vit_jax.layers import dtypes
 from vit_jax.layers import encoder
-from vit_jax.layers import loop
-from vit_jax.layers import passes
+from vit_jax.layers import layer_stack
+from vit_jax.layers import gpu_layout
 from vit_jax.run import config as run_config
 
 
@@ -271,7 +271,7 @@ def test_the_queries_of_a_detector_attend_with_the_kernel(gpu, tokens):
   ],
 )
 def test_where_layers_are_a_loop(scan, layers, train, platform, want):
-  assert loop.is_looped(scan, layers, train, platform) == want
+  assert layer_stack.is_looped(scan, layers, train, platform) == want
 
 
 def test_deep_models_are_trained_in_a_loop_on_tpus(
@@ -341,9 +341,9 @@ def test_hints_for_gpus_change_no_result(one_gpu, tokens_and_params, fields):
   x, params = tokens_and_params
   model = encoder.Encoder(**{**FIELDS, **fields})
   on_gpus = loss(model, params, x)
-  assert passes.on_gpus()
+  assert gpu_layout.on_gpus()
   with jax.default_device('cpu'):
-    assert not passes.on_gpus()
+    assert not gpu_layout.on_gpus()
     want = loss(model, params, x)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
@@ -353,8 +353,8 @@ def test_hints_for_gpus_change_no_result(one_gpu, tokens_and_params, fields):
 
 def test_hints_for_gpus_can_be_differentiated_twice(one_gpu):
   def f(x):
-    y = passes.recomputed(jax.nn.gelu)(passes.row_major(x))
-    return jnp.sum(passes.residual(x, y, train=True) ** 2)
+    y = gpu_layout.recomputed(jax.nn.gelu)(gpu_layout.row_major(x))
+    return jnp.sum(gpu_layout.residual(x, y, train=True) ** 2)
 
   x = jax.random.normal(jax.random.key(0), (2, 3, 4))
   test_util.check_grads(f, (x,), order=2, atol=1e-2, rtol=1e-2)
@@ -381,10 +381,10 @@ def test_devices_in_a_mesh_send_no_more_for_the_hints(gpu):
     return collections.Counter(found), text
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(passes, 'on_gpus', lambda: False)
+    patch.setattr(gpu_layout, 'on_gpus', lambda: False)
     want, _ = collectives()
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(passes, 'on_gpus', lambda: True)
+    patch.setattr(gpu_layout, 'on_gpus', lambda: True)
     got, text = collectives()
   assert got == want
   assert set(got) == {'all-reduce'}

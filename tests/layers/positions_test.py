@@ -9,7 +9,7 @@ import pytest
 
 from tests import numpy_vit
 from tests import tiny_models
-from vit_jax.figures import attention as figure
+from vit_jax.figures import internals as figure
 from vit_jax.layers import attention
 from vit_jax.layers import positions
 

@@ -13,7 +13,7 @@ import pytest
 from tests import conftest
 from tests import toy_task
 from tests import trees
-from vit_jax import evaluate
+from vit_jax.evaluators import evaluation
 from vit_jax import predict
 from vit_jax import train
 from vit_jax.distributed import sharding
@@ -119,13 +119,13 @@ def test_evaluation_and_prediction_split_parameters_as_the_run_did(
   kernel = tree['Dense_0']['kernel']
   assert kernel.addressable_shards[0].data.shape == (4, 16)
   assert len(kernel.sharding.device_set) == 4  # No copies, the axis `data`.
-  assert dict(evaluate.run_mesh(workdir).shape) == {
+  assert dict(evaluation.run_mesh(workdir).shape) == {
     'data': 2,
     'fsdp': 4,
     'model': 1,
   }
   lines = [x for x in metrics_lib.read(workdir) if 'loss_test' in x]
-  again = evaluate.evaluate(str(workdir), 'test')
+  again = evaluation.evaluate(str(workdir), 'test')
   assert again['loss'] == pytest.approx(lines[-1]['loss_test'], rel=1e-5)
 
 
@@ -134,7 +134,7 @@ def test_where_the_devices_do_not_allow_it_they_are_copied(finished, tmp_path):
   stored = json.loads((workdir / 'config.json').read_text())
   stored['mesh'] = {'data': 1, 'fsdp': 16, 'model': 1}
   (workdir / 'config.json').write_text(json.dumps(stored))
-  assert dict(evaluate.run_mesh(workdir).shape) == {'data': 8}
+  assert dict(evaluation.run_mesh(workdir).shape) == {'data': 8}
   model = predict.load(str(workdir))
   assert {len(x.devices()) for x in jax.tree.leaves(model.params)} == {1}
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import train
 from vit_jax.planning import memory
 from vit_jax.run import loop
@@ -53,7 +53,7 @@ def test_it_is_no_more_than_xla_takes_and_not_much_less(function):
 def test_what_cannot_fit_is_said_before_anything_is_written(
   tiny_config, tmp_path, monkeypatch
 ):
-  monkeypatch.setattr(cli, 'machine_memory', lambda: 2**17)
+  monkeypatch.setattr(console, 'machine_memory', lambda: 2**17)
   with pytest.raises(ValueError, match='batch=16.*0.0 MiB') as error:
     train.train_and_evaluate(tiny_config, tmp_path / 'run')
   for key in ('batch', 'accum_steps', 'pp.crop', 'model.transformer.remat'):

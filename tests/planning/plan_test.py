@@ -14,9 +14,9 @@ import pytest
 
 from tests import processes
 from tests.planning import flops_test
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import models
-from vit_jax import plan
+from vit_jax.planning import plan
 from vit_jax import train
 from vit_jax.commands import plan as plan_command
 from vit_jax.configs import detr
@@ -154,7 +154,7 @@ def test_a_plan_of_ti16(cache, plans, monkeypatch):
   # Again, as a user does: from the cache, the same but for that.
   args, file = arguments(cache, *TI16)
   monkeypatch.setenv('VIT_JAX_CACHE', str(cache))
-  status, said = processes.finish_module('vit_jax.plan', *args)
+  status, said = processes.finish_module('vit_jax.planning.plan', *args)
   assert status == 0, said
   again = json.loads(file.read_text())
   assert again.pop('cached')
@@ -272,14 +272,14 @@ ENTRY %main {
 
 
 def test_what_one_waits_for_is_said(monkeypatch, capsys):
-  with cli.waiting('Compiling'):
+  with console.waiting('Compiling'):
     pass
   assert capsys.readouterr().out == 'Compiling ...\n'
   # On a terminal the time goes by.
   terminal = io.StringIO()
   terminal.isatty = lambda: True
   monkeypatch.setattr(sys, 'stdout', terminal)
-  with cli.waiting('Compiling', every=0.1):
+  with console.waiting('Compiling', every=0.1):
     time.sleep(2.2)
   shown = terminal.getvalue()
   assert 'Compiling ... 00:00' in shown
@@ -307,7 +307,7 @@ coordinates = {
 }
 # This process holds libtpu now.
 second = subprocess.run(
-  [sys.executable, '-m', 'vit_jax.plan', '--config=configs/pretrain.py:ti16,imagenet2012'],
+  [sys.executable, '-m', 'vit_jax.planning.plan', '--config=configs/pretrain.py:ti16,imagenet2012'],
   capture_output=True, text=True,
   env={k: v for k, v in os.environ.items() if k != 'ALLOW_MULTIPLE_LIBTPU_LOAD'},
 )

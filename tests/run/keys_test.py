@@ -18,7 +18,7 @@ from vit_jax.configs import vit
 from vit_jax.layers import attention
 from vit_jax.layers import decoder
 from vit_jax.layers import encoder
-from vit_jax.layers import loop
+from vit_jax.layers import layer_stack
 from vit_jax.layers import patches
 from vit_jax.layers import positions
 from vit_jax.layers import resnet
@@ -135,7 +135,7 @@ def test_every_model_has_fields_of_its_kind_only():
     (common.Config, 'decay_type', optim.DECAY_TYPES),
     (common.Config, 'weight_decay_on', optim.DECAYING),
     (model_configs.Vit, 'transformer.attention', attention.NAMES),
-    (model_configs.Vit, 'transformer.remat', loop.REMATS),
+    (model_configs.Vit, 'transformer.remat', layer_stack.REMATS),
     (model_configs.Vit, 'transformer.gelu', encoder.GELUS),
     (model_configs.Vit, 'transformer.position_embedding', positions.KINDS),
     (model_configs.Vit, 'transformer.position_layers', positions.LAYERS),

@@ -3,7 +3,7 @@
 import io
 import sys
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.run import loop
 
 
@@ -27,7 +27,7 @@ def advance():
 
 def test_a_terminal_has_a_bar_with_the_last_evaluation(monkeypatch, capsys):
   terminal = make_terminal(monkeypatch)
-  assert cli.kind_of_output() == 'terminal'
+  assert console.kind_of_output() == 'terminal'
   advance()
   shown = terminal.getvalue().split('\r')[-1]
   assert '2/4' in shown
@@ -36,7 +36,7 @@ def test_a_terminal_has_a_bar_with_the_last_evaluation(monkeypatch, capsys):
 
 
 def test_a_log_has_lines(capsys):
-  assert cli.kind_of_output() == 'log'
+  assert console.kind_of_output() == 'log'
   advance()
   out, err = capsys.readouterr()
   assert out == 'step 2/4  loss 0.5000  800 img/s  0s left\n'
@@ -45,7 +45,7 @@ def test_a_log_has_lines(capsys):
 
 def test_nothing_is_shown_where_all_is_muted(monkeypatch, capsys):
   terminal = make_terminal(monkeypatch)
-  with cli.muted():
+  with console.muted():
     advance()
   assert not terminal.getvalue()
   assert not capsys.readouterr().out

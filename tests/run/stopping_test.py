@@ -6,14 +6,14 @@ from tests import processes
 # been told, or a minute has passed. Signals do not end pthread_mutex_lock.
 WAITS = """
 import ctypes, os, signal, threading, time
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.run import stopping
 c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 said = []
 def say(text):
   said.append(text)
   c.pthread_mutex_unlock(mutex)
-cli.say = say
+console.say = say
 def send():
   time.sleep(0.5)
   os.kill(os.getpid(), signal.SIGTERM)

@@ -12,14 +12,14 @@ from tests import broken
 from tests import conftest
 from tests import tiny_models
 from vit_jax import checkpoint
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import models
 from vit_jax import train
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics
 from vit_jax.run import workdir
 from vit_jax.studies import runs
-from vit_jax.studies import tables
+from vit_jax.studies import summaries
 from vit_jax.weights import reading
 
 NAMES = {'class_names': [str(i) for i in range(10)]}
@@ -109,7 +109,7 @@ def test_a_folder_in_place_of_a_file_is_named(run, name):
 def test_a_folder_in_place_of_a_table_stays(tmp_path):
   (tmp_path / 'study.json').mkdir()
   with pytest.raises(IsADirectoryError, match='study.json'):
-    tables.write_table(tmp_path, 'study', [{'a': 1}])
+    summaries.write_table(tmp_path, 'study', [{'a': 1}])
   assert [path.name for path in tmp_path.iterdir()] == ['study.json']
 
 
@@ -268,7 +268,7 @@ def test_a_run_imports_no_module_that_the_user_has_not_named(
       use()
     assert str(foreign) in str(error.value)
   assert not (foreign / 'ran').exists()
-  monkeypatch.setattr(cli, 'named_tasks', {'payload'})
+  monkeypatch.setattr(console, 'named_tasks', {'payload'})
   assert workdir.load(foreign)[0].task == 'payload'
   assert (foreign / 'ran').exists()
 
@@ -283,7 +283,7 @@ def test_a_task_that_the_user_names_and_python_does_not_find(run, monkeypatch):
   plain = json.loads(file.read_text())
   plain['task'] = 'no_such_module.registers'
   file.write_text(json.dumps(plain))
-  monkeypatch.setattr(cli, 'named_tasks', {'no_such_module.registers'})
+  monkeypatch.setattr(console, 'named_tasks', {'no_such_module.registers'})
   with pytest.raises(ValueError, match='needs the module of its task') as error:
     workdir.load(run)
   assert str(run) in str(error.value)

@@ -233,7 +233,7 @@ def test_a_given_teacher_is_not_trained(recorded, tmp_path, monkeypatch):
     'vit_jax.run.workdir.load', lambda _: (None, {'class_names': names})
   )
   monkeypatch.setattr(
-    'vit_jax.evaluate.evaluate',
+    'vit_jax.evaluators.evaluation.evaluate',
     lambda *args: {
       'accuracy': {('/runs/big', 'test', 'digits/few10'): 0.25}[args]
     },

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tests.studies import fake_training
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import train
-from vit_jax.run import holder
+from vit_jax.run import lock
 from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import tables
+from vit_jax.studies import summaries
 
 
 def metrics_of(config):
@@ -109,7 +109,7 @@ def test_a_run_that_ends_while_it_is_taken_is_not_trained_again(
   tiny_config, fake, tmp_path, monkeypatch
 ):
   """Another machine ends between the look at the result and the lock."""
-  take = holder.Holder.take
+  take = lock.Holder.take
 
   def late(self, patient):
     content = result({'accuracy_test': 0.7, 'loss_test': 2.0})
@@ -117,7 +117,7 @@ def test_a_run_that_ends_while_it_is_taken_is_not_trained_again(
     (tmp_path / 'a' / 'result.json').write_text(content)
     return take(self, patient)
 
-  monkeypatch.setattr(holder.Holder, 'take', late)
+  monkeypatch.setattr(lock.Holder, 'take', late)
   found = runs_lib.train_all(make(tiny_config, a=0.1), tmp_path)
   assert found.results['a']['accuracy_test'] == 0.7
   assert not fake.trained
@@ -308,22 +308,22 @@ def test_a_key_that_does_not_exist_is_named(key, message, tiny_config):
 
 def test_mean_and_sample_deviation():
   values = [0.9915, 0.9912, 0.9918]
-  mean, std = tables.mean_std(values)
+  mean, std = summaries.mean_std(values)
   assert mean == pytest.approx(np.mean(values))
   assert std == pytest.approx(np.std(values, ddof=1))
-  assert tables.mean_std([0.5]) == (0.5, 0.0)
-  assert tables.format_values('accuracy_test', values) == '99.15 ± 0.03'
-  assert tables.format_values('fewshot_5_test', [0.5]) == '50.00'
-  assert tables.format_values('loss_test', [1.0, 2.0]) == '1.5 ± 0.71'
-  assert tables.format_values('loss_test', []) == '-'
+  assert summaries.mean_std([0.5]) == (0.5, 0.0)
+  assert summaries.format_values('accuracy_test', values) == '99.15 ± 0.03'
+  assert summaries.format_values('fewshot_5_test', [0.5]) == '50.00'
+  assert summaries.format_values('loss_test', [1.0, 2.0]) == '1.5 ± 0.71'
+  assert summaries.format_values('loss_test', []) == '-'
 
 
 def test_tables_are_aligned_and_written(tmp_path, monkeypatch):
-  assert cli.table(('name', '%'), [('a', 9.5), ('long name', 10)]) == (
+  assert console.table(('name', '%'), [('a', 9.5), ('long name', 10)]) == (
     'name         %\na          9.5\nlong name   10'
   )
   rows = [{'name': 'a, b', 'mean': 0.5}, {'name': 'c', 'mean': None, 'x': 1}]
-  tables.write_table(tmp_path / 'new', 'found', rows)
+  summaries.write_table(tmp_path / 'new', 'found', rows)
   assert json.loads((tmp_path / 'new' / 'found.json').read_text()) == rows
   with (tmp_path / 'new' / 'found.csv').open(newline='') as file:
     assert list(csv.DictReader(file)) == [
@@ -331,7 +331,7 @@ def test_tables_are_aligned_and_written(tmp_path, monkeypatch):
       {'name': 'c', 'mean': '', 'x': '1'},
     ]
   monkeypatch.setattr('jax.process_index', lambda: 1)
-  tables.write_table(tmp_path, 'other', rows)
+  summaries.write_table(tmp_path, 'other', rows)
   assert [path.name for path in tmp_path.iterdir()] == ['new']
 
 
@@ -339,7 +339,7 @@ def test_without_matplotlib_the_extra_is_named(capsys, monkeypatch, tmp_path):
   def make(path):
     raise ImportError("figures need matplotlib: pip install -e '.[plots]'")
 
-  tables.draw(make, path=tmp_path / 'a.png')
+  summaries.draw(make, path=tmp_path / 'a.png')
   assert (
     "No plot was drawn: figures need matplotlib: pip install -e '.[plots]'"
     in (capsys.readouterr().out)

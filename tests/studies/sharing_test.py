@@ -22,7 +22,7 @@ MACHINE = """
 import pathlib, sys, time
 import pytest
 from tests.studies import fake_training
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.run import config as run_config
 from vit_jax.studies import runs
 runs._PAUSE = 0.2
@@ -38,7 +38,7 @@ def measure(config):
     f'accuracy_{name}': 0.5 + config.base_lr, f'loss_{name}': config.seed
   }
 fake = fake_training.Fake(pytest.MonkeyPatch(), measure)
-cli.run('sweep', sys.argv[4:])
+console.run('sweep', sys.argv[4:])
 """
 
 STUDY = """

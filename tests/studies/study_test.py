@@ -10,7 +10,7 @@ from tests.studies import fake_training
 from vit_jax.figures import studies
 from vit_jax.studies import runs as runs_lib
 from vit_jax.studies import study
-from vit_jax.studies import tables
+from vit_jax.studies import summaries
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_the_table_comes_before_what_failed(config, monkeypatch, tmp_path):
     return measure(config)
 
   fake_training.Fake(monkeypatch, fail)
-  monkeypatch.setattr(tables, 'draw', lambda *args, **kwargs: None)
+  monkeypatch.setattr(summaries, 'draw', lambda *args, **kwargs: None)
   with pytest.raises(runs_lib.Failed, match='large_wide_0: loss nan'):
     study.study(config, str(tmp_path))
   small, large = json.loads((tmp_path / 'study.json').read_text())

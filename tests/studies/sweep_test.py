@@ -16,7 +16,7 @@ from vit_jax.run import config as run_config
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.studies import runs as runs_lib
 from vit_jax.studies import sweep
-from vit_jax.studies import tables
+from vit_jax.studies import summaries
 
 RATES = {'base_lr': (0.001, 0.01, 0.1)}
 
@@ -33,7 +33,7 @@ def measure(config):
 
 @pytest.fixture
 def fake(monkeypatch):
-  monkeypatch.setattr(tables, 'draw', lambda *args, **kwargs: None)
+  monkeypatch.setattr(summaries, 'draw', lambda *args, **kwargs: None)
   return fake_training.Fake(monkeypatch, measure)
 
 
@@ -103,7 +103,7 @@ def test_the_values_of_the_paper_are_the_default(config, fake, tmp_path):
 
 def test_several_keys_make_a_grid(config, fake, tmp_path, capsys, monkeypatch):
   drawn = []
-  monkeypatch.setattr(tables, 'draw', lambda *args, **_: drawn.append(args))
+  monkeypatch.setattr(summaries, 'draw', lambda *args, **_: drawn.append(args))
   values = {'base_lr': (0.1, 0.01), 'model.classifier': ('token', 'gap')}
   found = sweep.sweep(config, str(tmp_path), values, seeds=1)
   [(make, lines, x_label, *_)] = drawn

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from tests import conftest
-from vit_jax import convert
+from vit_jax.weights import convert
 from vit_jax import predict
 from vit_jax import train
 from vit_jax.commands import predict as predict_command

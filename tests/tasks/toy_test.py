@@ -129,7 +129,7 @@ def test_a_batch_that_it_does_not_describe(tiny_config, tmp_path, monkeypatch):
 
 def test_it_can_be_planned(tmp_path):
   output = command(
-    'vit_jax.plan', '--config=tests/toy_config.py', '--topology=v3:2x2', *FLAGS,
+    'vit_jax.planning.plan', '--config=tests/toy_config.py', '--topology=v3:2x2', *FLAGS,
     f'--json={tmp_path}/plan.json',
   )  # fmt: skip
   assert 'fits' in output

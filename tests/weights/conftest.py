@@ -10,7 +10,7 @@ import torch
 
 from tests import tiny_models
 from vit_jax import checkpoint
-from vit_jax import convert
+from vit_jax.weights import convert
 from vit_jax.weights.families import families
 
 

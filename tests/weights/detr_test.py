@@ -14,7 +14,7 @@ from tests import tiny_models
 from tests import torch_models
 from tests import trees
 from vit_jax import checkpoint
-from vit_jax import convert
+from vit_jax.weights import convert
 from vit_jax import models
 from vit_jax import models_detr
 from vit_jax import predict

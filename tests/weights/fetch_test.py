@@ -13,7 +13,7 @@ from tests import torch_models
 from tests import trees
 from tests.weights import conftest
 from vit_jax import checkpoint
-from vit_jax import convert
+from vit_jax.weights import convert
 from vit_jax.commands import flags
 from vit_jax.configs import igpt
 from vit_jax.run import config as run_config

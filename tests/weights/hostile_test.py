@@ -16,7 +16,7 @@ import torch
 from tests import broken_weights as files
 from tests.weights import conftest
 from vit_jax import checkpoint
-from vit_jax import convert
+from vit_jax.weights import convert
 from vit_jax.weights import reading
 
 

@@ -19,7 +19,7 @@ from tests import torch_models
 from tests import trees
 from tests.weights import conftest
 from vit_jax import checkpoint
-from vit_jax import convert
+from vit_jax.weights import convert
 from vit_jax import predict
 from vit_jax.commands import convert as convert_command
 from vit_jax.configs import models as model_configs

@@ -11,7 +11,7 @@ import torch
 from tests import torch_models
 from tests import trees
 from vit_jax import checkpoint
-from vit_jax import convert
+from vit_jax.weights import convert
 from vit_jax import models
 from vit_jax import predict
 from vit_jax.weights import card

@@ -7,10 +7,10 @@ from scipy import ndimage
 from tests import tiny_models
 from tests import trees
 from vit_jax import checkpoint
-from vit_jax import convert
+from vit_jax.weights import convert
 from vit_jax import models
 from vit_jax import predict
-from vit_jax import visualize
+from vit_jax.figures import visualize
 from vit_jax.weights import identify
 
 

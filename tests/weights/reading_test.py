@@ -18,7 +18,7 @@ from tests import tiny_models
 from tests import torch_models
 from tests import trees
 from vit_jax import checkpoint
-from vit_jax import convert
+from vit_jax.weights import convert
 from vit_jax import models
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs

@@ -64,7 +64,7 @@ def make_parser() -> flags.Parser:
 def main(argv: Sequence[str]) -> int:
   args = make_parser().parse_args(argv)
   flags.check_output('json', args.json)
-  from vit_jax import compute
+  from vit_jax.planning import compute
 
   compute.run(args)
   return 0

@@ -83,7 +83,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
   args = parse(argv)
-  from vit_jax import convert
+  from vit_jax.weights import convert
 
   convert.run(args)
   return 0

@@ -15,7 +15,7 @@ pip install -e '.[demo]'.
 
 from collections.abc import Sequence
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.commands import flags
 
 
@@ -37,9 +37,9 @@ def make_parser() -> flags.Parser:
 def main(argv: Sequence[str]) -> int:
   """Shows the model of the command line until Ctrl-C."""
   args = make_parser().parse_args(argv)
-  cli.load_tensorflow()
+  console.load_tensorflow()
   from vit_jax import predict
-  from vit_jax import visualize
+  from vit_jax.figures import visualize
   from vit_jax.figures import drawing
   from vit_jax.inference import demo
 

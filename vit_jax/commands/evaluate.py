@@ -64,14 +64,14 @@ def run(args: argparse.Namespace) -> int:
   """Evaluates as the flags say; returns the exit status."""
 
   def work():
-    from vit_jax import evaluate
+    from vit_jax.evaluators import evaluation
 
-    evaluate.evaluate(
+    evaluation.evaluate(
       args.workdir,
       args.evaluate,
       args.dataset,
       real_labels=args.real,
-      options=evaluate.parse_options(args.option or ()),
+      options=evaluation.parse_options(args.option or ()),
     )
 
   return hosts.run(args, work)

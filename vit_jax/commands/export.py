@@ -19,7 +19,7 @@ inputs, outputs and labels, and tells how images are prepared.
 from collections.abc import Sequence
 import shlex
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.commands import flags
 
 
@@ -75,7 +75,7 @@ def _size(text):
 
 def main(argv: Sequence[str]) -> int:
   args = make_parser().parse_args(argv)
-  cli.load_tensorflow()
+  console.load_tensorflow()
   from vit_jax import predict
   from vit_jax.data.images import listing
   from vit_jax.inference import export

@@ -11,7 +11,7 @@ import os
 
 from etils import epath
 
-from vit_jax import cli
+from vit_jax import console
 
 _CONFIG = 'config'
 
@@ -232,7 +232,7 @@ class _Insecure(argparse.Action):
 
 def _named_task(module):
   """Lets a run import a module for its task."""
-  cli.named_tasks.add(module)
+  console.named_tasks.add(module)
   return module
 
 

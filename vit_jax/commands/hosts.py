@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.commands import flags
 
 _FLAGS = ('distributed', 'coordinator', 'num_processes', 'process_id')
@@ -44,12 +44,12 @@ def run(args: argparse.Namespace, work: Callable[[], None]) -> int:
   from vit_jax.distributed import processes
 
   with processes.connected(**{name: getattr(args, name) for name in _FLAGS}):
-    cli.load_tensorflow()
+    console.load_tensorflow()
     from vit_jax import train
 
     try:
       work()
     except train.Interrupted as e:
-      cli.say(str(e))
+      console.say(str(e))
       return 128 + e.signal
   return 0

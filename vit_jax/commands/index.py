@@ -29,7 +29,7 @@ list; --config.broken_images=skip leaves them out.
 
 from collections.abc import Sequence
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.commands import flags
 
 # Values of --check.
@@ -66,7 +66,7 @@ def make_parser() -> flags.Parser:
 def main(argv: Sequence[str]) -> int:
   """Lists and checks the splits of a folder; 1 if there are broken images."""
   args = make_parser().parse_args(argv)
-  cli.load_tensorflow()
-  from vit_jax import manifest
+  console.load_tensorflow()
+  from vit_jax.data import indexing
 
-  return manifest.run(args)
+  return indexing.run(args)

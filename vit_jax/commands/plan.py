@@ -73,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
   args = parse(argv)
   flags.check_output('json', args.json)
-  from vit_jax import plan
+  from vit_jax.planning import plan
 
   plan.run(args)
   return 0

@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
       f"tfds_data_dir='{folder}' is no folder: give the folder of prepared TFDS "
       'data sets, or make it (--tfds_data_dir)'
     )
-  from vit_jax import probe
+  from vit_jax.evaluators import probe
 
   probe.run(args)
   return 0

@@ -31,10 +31,10 @@ import argparse
 import ast
 from collections.abc import Sequence
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.commands import flags
 from vit_jax.commands import hosts
-from vit_jax.commands import runs
+from vit_jax.commands import run_flags
 
 
 def make_parser() -> flags.Parser:
@@ -76,7 +76,7 @@ def make_parser() -> flags.Parser:
     help="checkpoints to keep of a run that is done: 'all', the 'newest' or "
     "'none' (newest)",
   )
-  runs.add_flags(parser, 'the sweep')
+  run_flags.add_flags(parser, 'the sweep')
   hosts.add_flags(parser)
   return parser
 
@@ -104,7 +104,7 @@ def parse_values(texts: Sequence[str]) -> dict[str, list]:
       found[key] = list(ast.literal_eval(f'[{listed}]'))
     except (ValueError, SyntaxError):
       words = listed.split(',')
-      found[key] = [cli.literal(word.strip()) for word in words]
+      found[key] = [console.literal(word.strip()) for word in words]
   return found
 
 
@@ -131,9 +131,9 @@ def main(argv: Sequence[str]) -> int:
     given = {'values': args.tried, **{x: getattr(args, x) for x in names}}
     if args.print:
       found = sweep.next_runs(sweep.make(args.config, **given), args.workdir)
-      runs.print_commands('sweep', argv, found, args.workdir)
+      run_flags.print_commands('sweep', argv, found, args.workdir)
       return
-    cli.say(f'Config: {args.config_file}')
+    console.say(f'Config: {args.config_file}')
     given.update(checkpoints=args.checkpoints, only=args.run)
     sweep.sweep(args.config, args.workdir, **given)
 

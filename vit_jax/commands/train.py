@@ -48,11 +48,11 @@ import argparse
 from collections.abc import Sequence
 import importlib
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.commands import evaluate
 from vit_jax.commands import flags
 from vit_jax.commands import hosts
-from vit_jax.commands import runs
+from vit_jax.commands import run_flags
 
 # config.trainer -> 'module:function' of (config, workdir).
 TRAINERS = {
@@ -74,7 +74,7 @@ def make_parser() -> flags.Parser:
     '--workdir', help='folder for checkpoints, metrics and config; or gs://...'
   )
   evaluate.add_flags(parser, '--evaluate')
-  runs.add_flags(parser, 'a study')
+  run_flags.add_flags(parser, 'a study')
   hosts.add_flags(parser)
   return parser
 
@@ -127,9 +127,9 @@ def main(argv: Sequence[str]) -> int:
     module = importlib.import_module(name)
     if args.print:
       found = module.make_runs(config)
-      runs.print_commands('train', argv, found, args.workdir)
+      run_flags.print_commands('train', argv, found, args.workdir)
       return
-    cli.say(f'Config: {args.config_file}')
+    console.say(f'Config: {args.config_file}')
     if args.run:
       from vit_jax.studies import runs as runs_lib
 

@@ -24,7 +24,7 @@ query_attention, and query_boxes (on the whole split).
 import argparse
 from collections.abc import Sequence
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.commands import flags
 
 _MOST = 256  # Images: figures show each of them.
@@ -110,8 +110,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
   args = parse(argv)
-  cli.load_tensorflow()
-  from vit_jax import visualize
+  console.load_tensorflow()
+  from vit_jax.figures import visualize
   from vit_jax.data.images import listing
 
   if args.images:

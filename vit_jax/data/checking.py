@@ -17,12 +17,12 @@ import jax
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.configs import common
 from vit_jax.data.images import images
 from vit_jax.data.images import index as index_lib
 from vit_jax.data.images import listing
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 from vit_jax.distributed import processes
 
 _SHOWN = 10  # Broken images that a message names.
@@ -217,17 +217,17 @@ def _find_index(root, base, workdir):
   top = _check_split(root, base)
   index, since = _recent.get(top, (None, 0))
   if index is not None and index.is_true():
-    if reading.is_local(top) or time.time() - since < _REMOTE_AGE:
+    if image_files.is_local(top) or time.time() - since < _REMOTE_AGE:
       return index
   old = None
   for found in _stored(root, base, workdir):
     if found.is_true():
       date, path = found.facts['listed'], found.path
-      cli.say(f"Images of '{top}' as listed on {date} in '{path}'.")
+      console.say(f"Images of '{top}' as listed on {date} in '{path}'.")
       return _remember(found)
     old = old or found
   if old is not None:
-    cli.say(
+    console.say(
       f"'{top}' has changed since {old.facts['listed']}: listing it anew."
     )
   index = listing.list_folder(root, base)

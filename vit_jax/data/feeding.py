@@ -9,7 +9,7 @@ import itertools
 import jax
 import tensorflow as tf
 
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 from vit_jax.distributed import sharding
 
 
@@ -65,10 +65,10 @@ def explain(error: tf.errors.OpError, source, indices: Iterable[int]):
     except tf.errors.OpError as cause:
       damaged = isinstance(cause, tf.errors.InvalidArgumentError)
       raise (ValueError if damaged else OSError)(
-        f'{part.name(number)}: {reading.first_line(cause)}'
+        f'{part.name(number)}: {image_files.first_line(cause)}'
       ) from None
     if 'image' in part.features:
       part.check(record, number)
   raise ValueError(
-    f'reading the data failed: {reading.first_line(error)}'
+    f'reading the data failed: {image_files.first_line(error)}'
   ) from error

@@ -16,7 +16,7 @@ from vit_jax.data import records
 from vit_jax.data import slices
 from vit_jax.data.images import index as index_lib
 from vit_jax.data.images import listing
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 from vit_jax.data.tfds import registry
 
 
@@ -73,7 +73,7 @@ def list_split(
   numbers = {name: i for i, name in enumerate(class_names)}
   labels = [np.zeros(0, np.int32)]
   for index, rows in paths.parts:
-    table = [numbers.get(reading.display(f), -1) for f in index.folders]
+    table = [numbers.get(image_files.display(f), -1) for f in index.folders]
     labels.append(np.array(table, np.int32)[index.folder_of(rows)])
   return paths, np.concatenate(labels), class_names
 

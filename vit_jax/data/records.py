@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.data.images import images
 from vit_jax.data.images import index as index_lib
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 
 # For slow reading: number of parallel calls, and greatest bytes and number of
 # records per call.
@@ -135,13 +135,13 @@ class Source:
       images.decode(self.read(record)['image'])
     except images.DECODE_ERRORS as e:
       raise ValueError(
-        f'{name} cannot be decoded: {reading.first_line(e)}. Repair or delete it, '
+        f'{name} cannot be decoded: {image_files.first_line(e)}. Repair or delete it, '
         'or leave out the broken images of a folder with '
         '--config.broken_images=skip'
       ) from None
     except tf.errors.OpError as e:
       raise OSError(
-        f'{name} cannot be read: {reading.first_line(e)}. Check whether this '
+        f'{name} cannot be read: {image_files.first_line(e)}. Check whether this '
         'machine can read it; the same command resumes the run'
       ) from None
 
@@ -219,7 +219,7 @@ class FolderSource(MemorySource):
   def stamp(self, index: int) -> int:
     if self._paths is None:
       return 0
-    return reading.stamp(self._paths.encoded([index])[0])
+    return image_files.stamp(self._paths.encoded([index])[0])
 
   def store(self, workdir):
     if self._paths is not None:
@@ -268,7 +268,7 @@ def stamps(source: Source, blocks: Sequence[range]) -> list[str]:
   with futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool:
     found = pool.map(together, blocks)
     kwargs = dict(total=len(blocks), delay=3, leave=False)
-    return list(cli.bar(desc='Comparing images', iterable=found, **kwargs))
+    return list(console.bar(desc='Comparing images', iterable=found, **kwargs))
 
 
 def chunk(num_examples: int, record_bytes: float) -> int:

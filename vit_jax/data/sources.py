@@ -15,7 +15,7 @@ from vit_jax.data import mixture
 from vit_jax.data import pseudo_labels
 from vit_jax.data import records
 from vit_jax.data import slices
-from vit_jax.data.coco import captions
+from vit_jax.data.coco import caption_files
 from vit_jax.data.coco import layout
 from vit_jax.data.coco import source as annotated
 from vit_jax.data.tfds import registry
@@ -107,9 +107,9 @@ def open_split(
 def _open_folder(config, root, split, features, class_names, workdir):
   """Opens a split of a folder; see open_split."""
   listed, parse = manifest.exists(root, split), None
-  captioned = any(name.rstrip('?') == captions.FEATURE for name in features)
-  if not listed and captioned and captions.exists(root, split):
-    listed, parse = True, captions.lines
+  captioned = any(name.rstrip('?') == caption_files.FEATURE for name in features)
+  if not listed and captioned and caption_files.exists(root, split):
+    listed, parse = True, caption_files.lines
   if not listed and _is_annotated(root, split, features):
     return annotated.open_split(
       config, root, split, features, class_names, workdir

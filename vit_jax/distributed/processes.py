@@ -19,8 +19,8 @@ from typing import Any
 
 import jax
 
-from vit_jax import cli
-from vit_jax.distributed import liveness
+from vit_jax import console
+from vit_jax.distributed import heartbeats
 
 # Seconds that a process waits for the others; work of process 0 for all, such
 # as listing a folder, may take longer.
@@ -38,22 +38,22 @@ def initialize(*args, **kwargs):
   If another process is lost later, this process names it and exits with the
   status of SIGTERM.
   """
-  liveness.speak_on_abort()
-  liveness.watch.connects = True
+  heartbeats.speak_on_abort()
+  heartbeats.watch.connects = True
   try:
     # JAX's handler would keep SIGTERM from ending a process between trainings.
     jax.config.update('jax_enable_preemption_service', False)
     jax.distributed.initialize(*args, **kwargs)
   finally:
-    liveness.watch.connects = False
+    heartbeats.watch.connects = False
   if jax.process_count() > 1:
-    if jax.config.jax_compilation_cache_dir == str(cli.compiled_folder()):
+    if jax.config.jax_compilation_cache_dir == str(console.compiled_folder()):
       # Process 0 alone writes to it. If it then compiles less than the others,
       # they wait for its part of what GPUs compile together.
       jax.config.update('jax_compilation_cache_dir', None)
-    liveness.watch.start()
-    hosts = gather('telling each other their hosts', liveness.here())
-    liveness.watch.hosts = dict(enumerate(hosts))
+    heartbeats.watch.start()
+    hosts = gather('telling each other their hosts', heartbeats.here())
+    heartbeats.watch.hosts = dict(enumerate(hosts))
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def connected(**flags):
     connect(**flags)
     yield
   except (Exception, KeyboardInterrupt) as e:
-    liveness.end_with(e)
+    heartbeats.end_with(e)
     raise
 
 
@@ -127,8 +127,8 @@ def gather(what: str, value, deadline: float = DEADLINE) -> list:
   """
   if jax.process_count() == 1:
     return [json.loads(json.dumps(value))]
-  liveness.watch.doing = what
-  client, me, number = liveness.client(), jax.process_index(), next(_numbers)
+  heartbeats.watch.doing = what
+  client, me, number = heartbeats.client(), jax.process_index(), next(_numbers)
   text = json.dumps({'what': what, 'value': value})
   client.key_value_set(f'{_CALLS}/{number}/{me}', text)
   begun, values = time.monotonic(), []
@@ -139,14 +139,14 @@ def gather(what: str, value, deadline: float = DEADLINE) -> list:
       text = client.blocking_key_value_get(f'{_CALLS}/{number}/{process}', 1000)
     except Exception as e:  # pylint: disable=broad-except
       if 'DEADLINE_EXCEEDED' not in str(e):
-        raise liveness.Lost(f'{liveness.name(0)} is gone') from e
+        raise heartbeats.Lost(f'{heartbeats.name(0)} is gone') from e
       _check_waiting(what, process, time.monotonic() - begun, deadline)
       continue
     theirs = json.loads(text)
     if theirs['what'] != what:
       raise RuntimeError(
-        f'the processes do not do the same: {liveness.name(process)} is at '
-        f"'{theirs['what']}', {liveness.name(me)} at '{what}'; start all with the "
+        f'the processes do not do the same: {heartbeats.name(process)} is at '
+        f"'{theirs['what']}', {heartbeats.name(me)} at '{what}'; start all with the "
         'same command, versions and files'
       )
     values.append(theirs['value'])
@@ -158,17 +158,17 @@ def gather(what: str, value, deadline: float = DEADLINE) -> list:
 
 def _check_waiting(what, process, seconds, deadline):
   """Raises an error if waiting for a process is in vain; else may say who it is."""
-  if words := liveness.watch.farewell(process):
-    raise liveness.Lost(words)
-  who = liveness.name(process)
+  if words := heartbeats.watch.farewell(process):
+    raise heartbeats.Lost(words)
+  who = heartbeats.name(process)
   if seconds > deadline:
     raise TimeoutError(
       f'{who} did not come within the deadline, at {what}; it is at '
-      f'{liveness.watch.place(process)}. Check that process; the environment '
+      f'{heartbeats.watch.place(process)}. Check that process; the environment '
       'variable VIT_JAX_DEADLINE=SECONDS sets a longer deadline'
     )
   if int(seconds) % 60 == 30:
-    cli.say(f'Waiting for {who}, at {what} ...')
+    console.say(f'Waiting for {who}, at {what} ...')
 
 
 def from_first(what: str, make: Callable[[], Any]):
@@ -218,7 +218,7 @@ def attempt(what: str, function: Callable[[], Any]) -> list:
   for process, (_, failed) in enumerate(answers):
     if failed:
       kind = types.get(failed[0], RuntimeError)
-      raise _together(kind(f'{liveness.name(process)}: {failed[1]}'))
+      raise _together(kind(f'{heartbeats.name(process)}: {failed[1]}'))
   return [value for value, _ in answers]
 
 
@@ -232,7 +232,7 @@ def agree(what: str, facts: Mapping[str, Any]):
   for key in dict.fromkeys(k for found in everywhere for k in found):
     first = {}  # Value -> the first process that has it.
     for process, found in enumerate(everywhere):
-      first.setdefault(json.dumps(found.get(key)), liveness.name(process))
+      first.setdefault(json.dumps(found.get(key)), heartbeats.name(process))
     if len(first) > 1:
       words = (f'{value[:200]} on {name}' for value, name in first.items())
       differing.append(f'  {key}: {"; ".join(words)}')

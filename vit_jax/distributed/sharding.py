@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from vit_jax import cli
+from vit_jax import console
 
 MODEL_AXIS = 'model'
 FSDP_AXIS = 'fsdp'
@@ -323,8 +323,8 @@ def not_split(abstract, mesh) -> str:
 def describe(row: Mapping[str, Any]) -> str:
   """Describes a row of `report` in words, without its axes."""
   return (
-    f'{row["arrays"]} arrays, {cli.size(row["bytes_per_device"])} of '
-    f'{cli.size(row["bytes"])} on each device'
+    f'{row["arrays"]} arrays, {console.size(row["bytes_per_device"])} of '
+    f'{console.size(row["bytes"])} on each device'
   )
 
 

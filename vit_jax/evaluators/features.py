@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import preprocess
 from vit_jax.data import records
 from vit_jax.distributed import processes
@@ -182,7 +182,7 @@ class Extractor:
     if needed > memory / 2:
       raise ValueError(
         f'{count:,} examples with {self.width:,} features each take '
-        f'{cli.size(needed)}, more than half of the {cli.size(memory)} of a '
+        f'{console.size(needed)}, more than half of the {console.size(memory)} of a '
         "machine: take a part of the split: --train='train[:10%]' or "
         "--test='test[:10%]' of `vit_jax probe`, in a config config.fewshot.train "
         'or config.fewshot.test'
@@ -191,7 +191,7 @@ class Extractor:
 
 def least_memory() -> int:
   """Returns the memory in bytes of the smallest machine; all processes ask."""
-  return min(processes.attempt('the memory', cli.machine_memory))
+  return min(processes.attempt('the memory', console.machine_memory))
 
 
 def read_labels(config, mesh, source) -> np.ndarray:

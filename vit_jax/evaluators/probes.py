@@ -23,7 +23,7 @@ import json
 from etils import epath
 import numpy as np
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import preprocess
 from vit_jax.configs import common
 from vit_jax.data import sources
@@ -104,7 +104,7 @@ class Probe:
       found = []
       x, y = (self.extractor.split(part.values) for part in (train, test))
       work = itertools.product(x, shots, self._chosen)
-      with cli.bar(
+      with console.bar(
         iterable=list(work), desc='Few-shot probes', delay=3, leave=False
       ) as bar:
         for layer, count, draw in bar:
@@ -229,7 +229,7 @@ class LayerProbe(Probe):
       layer: next(iter(by_shots.values()))
       for layer, by_shots in self.accuracies(params, extra, stop).items()
     }
-    cli.say(table(found))
+    console.say(table(found))
     if self._workdir is not None:
       path = epath.Path(self._workdir) / 'probe.json'
       write(path, found, {'layers': as_rows(found)})

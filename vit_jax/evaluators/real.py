@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax.data import slices
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 from vit_jax.distributed import processes
 from vit_jax.inference import engine
 
@@ -126,7 +126,7 @@ def score(best: np.ndarray, right: list[list[int]]) -> dict[str, float]:
 def _read(path, num_classes) -> list[list[int]]:
   """Reads the file of labels; see Real."""
   try:
-    labels = [list(classes) for classes in json.loads(reading.read_file(path))]
+    labels = [list(classes) for classes in json.loads(image_files.read_file(path))]
     known = {c for classes in labels for c in classes} <= {*range(num_classes)}
   except (ValueError, TypeError) as e:
     raise ValueError(

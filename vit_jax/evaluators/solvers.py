@@ -22,7 +22,7 @@ from sklearn import pipeline
 from sklearn import preprocessing
 import threadpoolctl
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import input_pipeline
 from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
@@ -129,7 +129,7 @@ def tuned(train: features.Features, test: features.Features) -> Result:
 
   def solve():
     asked = train.take(held)
-    with cli.bar(iterable=l2s, desc='L-BFGS', delay=3, leave=False) as bar:
+    with console.bar(iterable=l2s, desc='L-BFGS', delay=3, leave=False) as bar:
       found = [score(rest, asked, l2) for l2 in bar]
     best = l2s[int(np.argmax(found))]  # The strongest, of equal ones.
     return [score(rows, test, best), best, found]
@@ -199,7 +199,7 @@ def sgd(
   update = jax.jit(update, out_shardings=sharding.replicated(mesh))
   classify = engine.everywhere(mesh, classify)
   batches = input_pipeline.train_batches(config, train, extractor.example, mesh)
-  with cli.bar(total=steps, desc='SGD', unit='step', leave=False) as bar:
+  with console.bar(total=steps, desc='SGD', unit='step', leave=False) as bar:
     for _ in range(steps):
       with jax.set_mesh(mesh):
         weights, state = update(weights, state, params, extra, next(batches))

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from PIL import Image
 
-from vit_jax import cli
+from vit_jax import console
 
 WIDTH = 12.8  # Default width of a figure in inches.
 STYLE = {
@@ -45,7 +45,7 @@ _MOST_MAPS = 8  # Maximum number of maps per row in a figure of similarity.
 
 def require_matplotlib():
   """Raises ImportError, which names the extra, if matplotlib is missing."""
-  cli.needed('matplotlib', 'plots', 'drawing figures')
+  console.needed('matplotlib', 'plots', 'drawing figures')
 
 
 def styled(function):
@@ -77,9 +77,9 @@ def to_file(make: Callable, *args, path, **kwargs):
     return
   try:
     make(*args, path=path, **kwargs)
-    cli.say(f'  plot   {path}')
+    console.say(f'  plot   {path}')
   except ImportError as e:
-    cli.say(f'No plot was drawn: {e}')
+    console.say(f'No plot was drawn: {e}')
 
 
 def png(figure) -> bytes:

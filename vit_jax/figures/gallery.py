@@ -20,7 +20,7 @@ import numpy as np
 
 from vit_jax import models
 from vit_jax import models_resnet
-from vit_jax.figures import attention
+from vit_jax.figures import internals
 from vit_jax.figures import charts
 from vit_jax.figures import drawing
 from vit_jax.figures import invariance
@@ -62,7 +62,7 @@ def needs_images(subject) -> str | None:
 
 
 def _needs_attention(subject):
-  return attention.lacks(subject.model.task.model) or needs_images(subject)
+  return internals.lacks(subject.model.task.model) or needs_images(subject)
 
 
 def _needs_kernel(subject):
@@ -95,7 +95,7 @@ def _filters(subject):
   kernel = np.asarray(subject.params[path], np.float32)
   if path in _STANDARDISED:
     kernel = models_resnet.weight_standardize(kernel, (0, 1, 2), eps=1e-5)
-  return [drawing.filters(*attention.principal_filters(kernel))]
+  return [drawing.filters(*internals.principal_filters(kernel))]
 
 
 def _position_table(subject):
@@ -113,7 +113,7 @@ def _attention_distance(subject):
   size = subject.batch['image'].shape[1:3]
   patch = tuple(pixels / cells for pixels, cells in zip(size, grid))
   uniform = [np.full((1, 1, count, count), 1 / count, np.float32)]
-  alike = attention.mean_distances(attention.of(uniform, None, grid), patch)
+  alike = internals.mean_distances(internals.of(uniform, None, grid), patch)
   return [
     charts.attention_distances(
       subject.seen.distances, float(alike[0, 0]), len(subject.names)
@@ -208,7 +208,7 @@ FIGURES = (
     _needs_posemb,
     lambda x: [
       drawing.position_similarity(
-        attention.position_similarity(_position_table(x), x.grid)
+        internals.position_similarity(_position_table(x), x.grid)
       )
     ],
   ),

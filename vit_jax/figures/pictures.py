@@ -13,8 +13,8 @@ import numpy as np
 
 from vit_jax import input_pipeline
 from vit_jax.distributed import sharding
-from vit_jax.figures import attention
-from vit_jax.figures import captions
+from vit_jax.figures import internals
+from vit_jax.figures import grids
 from vit_jax.learning import state as state_lib
 
 
@@ -83,7 +83,7 @@ class Pictures:
     task, weights = self._task, []
     outputs = task.drawn_outputs(params, extra, batch)
     if self._grid is not None:
-      weights, _ = attention.forward(task.model, params, batch['image'])
+      weights, _ = internals.forward(task.model, params, batch['image'])
       # The maps show the mean over heads; keeping each head takes much memory.
       weights = [w.mean(axis=1, keepdims=True) for w in weights]
     return jax.tree.map(lambda x: x[: self._count], (batch, outputs, weights))
@@ -116,8 +116,8 @@ def _attention_grid(task) -> tuple[int, int]:
   params, _ = jax.eval_shape(task.init, jax.random.key(0))
   images = task.image_spec(1)
   try:
-    grid = attention.patch_grid(task.model, params, images)
-    forward = functools.partial(attention.forward, task.model)
+    grid = internals.patch_grid(task.model, params, images)
+    forward = functools.partial(internals.forward, task.model)
     jax.eval_shape(forward, params, images)
   except ValueError as e:
     raise ValueError(
@@ -135,17 +135,17 @@ def draw_attention(images, weights, grid) -> np.ndarray:
   The patch of the largest value is yellow; the caption gives its share in
   percent.
   """
-  found = attention.of(weights, None, grid)
-  columns = [captions.to_pixels(images)]
+  found = internals.of(weights, None, grid)
+  columns = [grids.to_pixels(images)]
   texts = [[''] * len(images)]
-  for maps in (attention.maps(found)[-1], attention.rollout_maps(found)):
-    columns.append(captions.heat(maps, images.shape[1:3]))
+  for maps in (internals.maps(found)[-1], internals.rollout_maps(found)):
+    columns.append(grids.heat(maps, images.shape[1:3]))
     texts.append([f'yellow: {100 * m.max():.1f} %' for m in maps])
   pixels = np.stack(columns, axis=1)  # [B, 3, H, W, 3]
-  return captions.grid(
+  return grids.grid(
     pixels.reshape(-1, *pixels.shape[2:]),
-    [captions.Caption(text) for row in zip(*texts) for text in row],
+    [grids.Caption(text) for row in zip(*texts) for text in row],
     columns=2 * len(columns),
     titles=2 * ('image', 'last layer', 'rollout'),
-    most=captions.MOST,
+    most=grids.MOST,
   )

@@ -18,7 +18,7 @@ import numpy as np
 from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax.distributed import sharding
-from vit_jax.figures import attention
+from vit_jax.figures import internals
 from vit_jax.inference import engine
 from vit_jax.run import metrics as metrics_lib
 
@@ -233,16 +233,16 @@ def look(model, images: np.ndarray, grid: tuple[int, int]) -> Seen:
   Takes a Predictor of a Vision Transformer, float32 [B, H, W, C] in [-1, 1], and
   the number of patches (down, across).
   """
-  compute = jax.jit(functools.partial(attention.forward, model.task.model))
+  compute = jax.jit(functools.partial(internals.forward, model.task.model))
   patch = tuple(size / cells for size, cells in zip(images.shape[1:3], grid))
 
   def seen(image):
     weights, outputs = jax.device_get(compute(model.params, image))
-    found = attention.of(weights, outputs, grid)
+    found = internals.of(weights, outputs, grid)
     return Seen(
-      attention.maps(found).swapaxes(0, 1),
-      attention.rollout_maps(found),
-      attention.mean_distances(found, patch)[None],
+      internals.maps(found).swapaxes(0, 1),
+      internals.rollout_maps(found),
+      internals.mean_distances(found, patch)[None],
       outputs,
     )
 

@@ -23,13 +23,13 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import preprocess
 from vit_jax.data.images import images as images_lib
-from vit_jax.inference import given
+from vit_jax.inference import user_images
 from vit_jax.inference import guard
 
-gr = cli.needed('gradio', 'demo', 'the page of vit_jax demo')
+gr = console.needed('gradio', 'demo', 'the page of vit_jax demo')
 
 LARGEST = '64mb'  # File that is taken.
 _EXAMPLES = 6
@@ -97,9 +97,9 @@ def serve(model, title: str, facts: Mapping[str, str], host: str, port: int):
   signal.signal(signal.SIGTERM, signal.default_int_handler)
   with contextlib.suppress(KeyboardInterrupt):
     with served(model, title, facts, host, port) as url:
-      cli.say(f'The model is shown on {url} until you press Ctrl-C.')
+      console.say(f'The model is shown on {url} until you press Ctrl-C.')
       if not guard.is_loopback(host):
-        cli.say('Everybody who can reach this machine can use it: no password.')
+        console.say('Everybody who can reach this machine can use it: no password.')
       threading.Event().wait()
 
 
@@ -244,7 +244,7 @@ def _make_page(model, title, facts, folder, examples):
     for event in (upload.input, chosen.load_input_event.then):
       # Gradio would decode the file itself, whatever its size.
       event(changed, [upload, *inputs], outputs, preprocess=False)
-  with cli.waiting('Compiling the model'):
+  with console.waiting('Compiling the model'):
     show(_read(examples[0], limit), *(x.value for x in inputs))
   return page
 
@@ -258,7 +258,7 @@ def _read(path, max_pixels) -> Photo:
 
 def _write_examples(config, folder) -> list[str]:
   """Writes images of the test split, or photographs; returns their paths."""
-  source, _ = given.sample(config, _EXAMPLES)
+  source, _ = user_images.sample(config, _EXAMPLES)
   paths = []
   for number in range(source.num_examples):
     encoded = source.read(source.record(number))['image'].numpy()

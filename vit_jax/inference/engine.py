@@ -17,7 +17,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import input_pipeline
 from vit_jax.distributed import sharding
 from vit_jax.run import stopping
@@ -74,7 +74,7 @@ def run(
   if total is None:
     kwargs['disable'] = True
   with (
-    cli.bar(desc=what, **kwargs) as bar,
+    console.bar(desc=what, **kwargs) as bar,
     futures.ThreadPoolExecutor(at_once) as pool,
   ):
     for batch in batches:
@@ -94,8 +94,8 @@ def run(
       if total and bar.disable and time.monotonic() > said + _SAY_EVERY:
         said = time.monotonic()
         rate = begun / (said - started)
-        left = cli.duration(max(0, total - begun) / rate)
-        cli.say(
+        left = console.duration(max(0, total - begun) / rate)
+        console.say(
           f'{what}: {min(begun, total):,} of {total:,} images, {rate:.1f} a '
           f'second, {left} left.'
         )

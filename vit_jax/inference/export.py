@@ -34,12 +34,12 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import cli
-from vit_jax.augmentation import canvases
+from vit_jax import console
+from vit_jax.data.augmentation import canvases
 from vit_jax.configs import schema
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 from vit_jax.distributed import files
-from vit_jax.inference import given
+from vit_jax.inference import user_images
 
 PLATFORMS = ('cpu', 'cuda', 'tpu')
 # Greatest difference to the model, as a share of the largest output (of 1, if all
@@ -123,7 +123,7 @@ def export(
     program = make_program(served, features, dtype, uint8, image_size == FREE)
   if to == 'stablehlo' and program.size > _LARGEST:
     raise ValueError(
-      f'the parameters take {cli.size(program.size)}, more than a file of StableHLO holds '
+      f'the parameters take {console.size(program.size)}, more than a file of StableHLO holds '
       '(2 GiB): give --dtype=bfloat16, or --to=saved_model'
     )
   inputs, where = _inputs(model, program, images)
@@ -145,7 +145,7 @@ def export(
       'compared_on': where,
     }
     (folder / 'model.json').write_text(json.dumps(facts, indent=1))
-  cli.say(
+  console.say(
     f"'{out}': {to}, compared on {where}: the largest difference to JAX is "
     f'{difference:.1e}'
   )
@@ -168,7 +168,7 @@ def check(out, to: str, dtype: str | None, image_size):
       '--to=stablehlo or --to=saved_model'
     )
   for package in ('onnx', 'onnxruntime') if to == 'onnx' else ():
-    cli.needed(package, 'onnx', '--to=onnx')
+    console.needed(package, 'onnx', '--to=onnx')
 
 
 def _cpu():
@@ -258,7 +258,7 @@ def make_program(
       else f"the task '{model.config.task}' cannot be traced with a batch of any "
       'size, which an export needs: correct its `exported`'
     )
-    raise ValueError(f'{why} ({reading.first_line(e)})') from e
+    raise ValueError(f'{why} ({image_files.first_line(e)})') from e
   read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
   names = sorted(spec)
   places = dict(zip(names, jaxpr.invars[-len(names) :]))
@@ -411,7 +411,7 @@ def _inputs(model, program, images) -> tuple[dict[str, np.ndarray], str]:
   """Returns inputs of real images, [n, ...] by name, and their origin in words."""
   if 'image' not in program.inputs:
     return model.task.sample(_IMAGES)
-  source, where = given.sample(model.config, _IMAGES, images)
+  source, where = user_images.sample(model.config, _IMAGES, images)
   stream = model.stream(source, lambda *_: (), program.inputs)
   found = [inputs for _, inputs, _ in stream]
   found = jax.tree.map(lambda *rows: np.stack(rows), *found)

@@ -13,13 +13,13 @@ import os
 import re
 import socket
 
-from vit_jax import cli
+from vit_jax import console
 
 _WHAT = 'demo', 'the page of vit_jax demo'
-requests = cli.needed('starlette.requests', *_WHAT)
-responses = cli.needed('starlette.responses', *_WHAT)
-middleware_lib = cli.needed('starlette.middleware', *_WHAT)
-trustedhost = cli.needed('starlette.middleware.trustedhost', *_WHAT)
+requests = console.needed('starlette.requests', *_WHAT)
+responses = console.needed('starlette.responses', *_WHAT)
+middleware_lib = console.needed('starlette.middleware', *_WHAT)
+trustedhost = console.needed('starlette.middleware.trustedhost', *_WHAT)
 
 _FILE = '/gradio_api/file='
 _EVENTS = '/gradio_api/queue/join', '/gradio_api/run/predict'

@@ -19,7 +19,7 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import cli
+from vit_jax import console
 
 OPSET, IR_VERSION = 18, 8  # Of 2022, so that old runtimes read them.
 _LAST = np.iinfo(np.int64).max  # The end of an axis, for Slice.
@@ -49,7 +49,7 @@ def make_model(
     ImportError: without the package onnx.
     ValueError: if an operation has no translation.
   """
-  onnx = cli.needed('onnx', 'onnx', 'exporting to ONNX')
+  onnx = console.needed('onnx', 'onnx', 'exporting to ONNX')
   traced, outputs = jax.make_jaxpr(function, return_shape=True)(
     weights, **inputs
   )

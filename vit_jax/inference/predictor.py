@@ -16,7 +16,7 @@ from vit_jax import input_pipeline
 from vit_jax.data import records
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine
-from vit_jax.inference import given
+from vit_jax.inference import user_images
 from vit_jax.inference import tables
 
 # Of one CPU: images per batch, and batches at the same time. The forward pass alone
@@ -207,7 +207,7 @@ class Predictor:
         f'images={images!r:.80} must be a list: give [image] for a single one, '
         'list(images) for what a generator yields'
       )
-    return given.Given(images, self.config.max_image_pixels)
+    return user_images.Given(images, self.config.max_image_pixels)
 
   def columns(self, embeddings: str | None = None, **options) -> tables.Columns:
     """Returns what a table has of each image.

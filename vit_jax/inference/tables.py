@@ -30,7 +30,7 @@ import jax
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.data import records
 from vit_jax.data.images import images as images_lib
 from vit_jax.data.images import index as index_lib
@@ -38,7 +38,7 @@ from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine
-from vit_jax.run import holder
+from vit_jax.run import lock
 from vit_jax.run import stopping
 
 ENDINGS = ('.parquet', '.csv', '.jsonl')
@@ -134,7 +134,7 @@ def check(out: str | os.PathLike, resumes: bool = True):
 
 def arrow():
   """Returns the module pyarrow; raises ImportError with the remedy."""
-  cli.needed('pyarrow.parquet', 'tables', 'a table of Parquet')
+  console.needed('pyarrow.parquet', 'tables', 'a table of Parquet')
   import pyarrow
 
   return pyarrow
@@ -249,16 +249,16 @@ def write(
   )
   complete = f"'{out}' is complete: {count:,} images"
   if processes.from_first('looking for the table', table.is_done):
-    cli.say(complete)
+    console.say(complete)
     return
-  with holder.Holder(table.folder, 'out', _LOCK) as held:
+  with lock.Holder(table.folder, 'out', _LOCK) as held:
     if processes.from_first('beginning the table', table.begin):
-      cli.say(complete)
+      console.say(complete)
       return
     faults = {block: table.faults(block) for block in mine}
     missing = [block for block in mine if faults[block] is None]
     if len(missing) < len(mine):
-      cli.say(
+      console.say(
         f"Resuming '{out}': {len(missing):,} of {len(mine):,} parts are left"
       )
     begun = time.monotonic()
@@ -279,7 +279,7 @@ def write(
     )
     processes.from_first('joining the parts', lambda: table.finish(blocks))
   rate, wrong = map(sum, zip(*done))
-  cli.say(
+  console.say(
     (f"'{out}': {count:,} images" if rate else complete)
     + (f', {wrong:,} of them broken (see the column error)' if wrong else '')
     + (f', {rate:.1f} images/s' if rate else '')

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 
 from vit_jax.layers import attention_kernels
 from vit_jax.layers import dtypes
-from vit_jax.layers import passes
+from vit_jax.layers import gpu_layout
 
 IMPLEMENTATIONS = attention_kernels.IMPLEMENTATIONS
 AUTO, NAMES = attention_kernels.AUTO, attention_kernels.NAMES
@@ -123,7 +123,7 @@ class _Heads(nn.Module):
     kernel = self.param('kernel', init, (x.shape[-1], *shape), self.param_dtype)
     bias = self.param('bias', nn.initializers.zeros, shape, self.param_dtype)
     x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-    if not passes.on_gpus():
+    if not gpu_layout.on_gpus():
       return jnp.einsum('bnd,dke->bnke', x, kernel) + bias
     x = x @ kernel.reshape(-1, width) + bias.reshape(width)
     return x.reshape(*x.shape[:-1], *shape)

@@ -17,8 +17,8 @@ import numpy as np
 from vit_jax.distributed import sharding
 from vit_jax.layers import attention
 from vit_jax.layers import dtypes
-from vit_jax.layers import loop as loop_lib
-from vit_jax.layers import passes
+from vit_jax.layers import layer_stack as loop_lib
+from vit_jax.layers import gpu_layout
 from vit_jax.layers import patches
 from vit_jax.layers import positions
 
@@ -83,7 +83,7 @@ class MlpBlock(nn.Module):
       bias_init=self.bias_init,
       **dtypes.of(self),
     )
-    gelu = passes.recomputed(GELUS[self.gelu])
+    gelu = gpu_layout.recomputed(GELUS[self.gelu])
     x = gelu(dense(self.mlp_dim)(inputs))  # [B, N, M]
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
     out_dim = inputs.shape[-1] if self.out_dim is None else self.out_dim
@@ -171,12 +171,12 @@ class Encoder1DBlock(nn.Module):
     )
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
     first = attention.first_token(inputs) if self.only_first else inputs
-    x = passes.residual(first, drop(x), not deterministic)
+    x = gpu_layout.residual(first, drop(x), not deterministic)
     y = nn.LayerNorm(self.norm_eps, **types)(x)
     mlp = MlpBlock(**dtypes.of(self, 'mlp_dim', 'dropout_rate', 'gelu'))
     y = mlp(y, deterministic=deterministic)
-    x = passes.residual(x, drop(y), not deterministic)
-    return passes.row_major(sharding.constrain_batch(x))
+    x = gpu_layout.residual(x, drop(y), not deterministic)
+    return gpu_layout.row_major(sharding.constrain_batch(x))
 
 
 class MAPHead(nn.Module):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.planning import flops
 from vit_jax.planning import topology
 
@@ -176,4 +176,4 @@ def describe(rows: Sequence[dict], setting: Setting) -> str:
   longest = max(lines, key=len)
   header = [name for name in longest if any(x.get(name) for x in lines)]
   cells = [[line.get(name) or '' for name in header] for line in lines]
-  return cli.table(header, cells)
+  return console.table(header, cells)

@@ -20,7 +20,7 @@ import jax
 
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
-from vit_jax.layers import loop
+from vit_jax.layers import layer_stack
 from vit_jax.learning import state as state_lib
 from vit_jax.planning import flops
 from vit_jax.planning import topology
@@ -56,7 +56,7 @@ def looped_layers(model) -> int:
   layers = model_configs.layers_of(model)
   if 'scan' not in layers:
     return 0
-  looped = loop.is_looped(layers.scan, layers.num_layers, True, 'tpu')
+  looped = layer_stack.is_looped(layers.scan, layers.num_layers, True, 'tpu')
   return layers.num_layers if looped else 0
 
 

@@ -11,7 +11,7 @@ import math
 
 import jax
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import processes
 from vit_jax.distributed import sharding
@@ -54,12 +54,12 @@ def check(config, program, mesh):
   needed = (least_bytes(jaxpr) - whole) / mesh.size + mine
   devices = jax.local_devices()
   limit = (devices[0].memory_stats() or {}).get('bytes_limit')
-  limit = limit or cli.machine_memory() / len(devices)
+  limit = limit or console.machine_memory() / len(devices)
   limit = min(processes.gather('comparing memory', limit))
   if needed > limit:
     raise ValueError(
-      f'batch={config.batch}: an update takes at least {cli.size(needed)} of memory '
-      f'on a device, which has {cli.size(limit)}: '
+      f'batch={config.batch}: an update takes at least {console.size(needed)} of memory '
+      f'on a device, which has {console.size(limit)}: '
       + remedy(config, program.task.image_size)
     )
 

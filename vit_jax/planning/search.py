@@ -1,4 +1,4 @@
-"""Searches for the fastest settings that fit (`vit_jax.plan --search`).
+"""Searches for the fastest settings that fit (`vit_jax.planning.plan --search`).
 
 The settings are the mesh, the number of micro-batches and rematerialisation.
 """
@@ -10,10 +10,10 @@ import copy
 import math
 from typing import Any
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.configs import models as model_configs
 
-say = cli.say
+say = console.say
 
 _SHOWN = 5  # Plans that are printed.
 # (remat, share of the peak). A kind of rematerialisation is tried only while
@@ -136,7 +136,7 @@ def _share(plan):
 
 def _speed(plan):
   """Describes the speed and the memory of a plan in one line."""
-  memory = cli.size(plan['memory_per_core_bytes'])
+  memory = console.size(plan['memory_per_core_bytes'])
   if not plan['fits']:
     return f'does not fit: {memory}'
   return f'{_images_per_second(plan):,.1f} images/s a device, {memory}'

@@ -5,7 +5,7 @@ import os
 import re
 from typing import NamedTuple
 
-from vit_jax import cli
+from vit_jax import console
 
 GIB = 2**30
 
@@ -60,7 +60,7 @@ def quiet_compiler():
     flag for flag in flags.split() if not _OF_OTHERS.match(flag)
   )
   try:
-    with cli.hidden_stderr():
+    with console.hidden_stderr():
       yield
   finally:
     os.environ['XLA_FLAGS'] = flags
@@ -73,7 +73,7 @@ def get_topology(name: str):
   missing, OSError if another process uses it.
   """
   chip = get_chip(name)
-  cli.needed('libtpu', 'plan', 'planning')
+  console.needed('libtpu', 'plan', 'planning')
   from jax.experimental import topologies
 
   # libtpu looks for a TPU's metadata server, and warns if it finds none.

@@ -11,7 +11,7 @@ from absl import logging
 from etils import epath
 import ml_collections
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import schema
@@ -53,7 +53,7 @@ def get_task(name: str) -> type[Any]:
   ValueError if the task is unknown or cannot be imported.
   """
   module = _task_module(name)
-  cli.load_tensorflow()  # Which the tasks import; without its lines.
+  console.load_tensorflow()  # Which the tasks import; without its lines.
   try:
     found = importlib.import_module(module)
   except Exception as e:
@@ -62,7 +62,7 @@ def get_task(name: str) -> type[Any]:
       raise UnknownTaskError(name, f"there is no module '{missing}'; ") from e
     raise ValueError(
       f"task='{name}' cannot be imported: {type(e).__name__} at "
-      f'{cli.place_of(e)}: {e} (config.task)'
+      f'{console.place_of(e)}: {e} (config.task)'
     ) from e
   if not hasattr(found, 'Task'):
     raise ValueError(
@@ -78,7 +78,7 @@ def check_stored_task(name: str):
   this package, modules that the command line names, and those that this process
   has imported already: for a config that a user has written, or in a notebook.
   """
-  known = {*TASKS, *TASKS.values(), *cli.named_tasks, *sys.modules}
+  known = {*TASKS, *TASKS.values(), *console.named_tasks, *sys.modules}
   if isinstance(name, str) and name not in known:
     raise ValueError(
       f"its task is the module '{name}', which is not one of this package's: if "
@@ -385,7 +385,7 @@ def check_memory(config, processes: int):
   crop = config.pp.longest_side if config.pp.sides else config.pp.crop
   height, width = (crop, crop) if isinstance(crop, int) else crop
   image = 4 * height * width * config.pp.channels  # float32
-  memory = min(processes_lib.gather('comparing memory', cli.machine_memory()))
+  memory = min(processes_lib.gather('comparing memory', console.machine_memory()))
   for key in ('batch', 'batch_eval'):
     # The batches that wait, and the batch that is computed.
     needed = -(-config[key] // processes) * image * (1 + config.prefetch)
@@ -393,7 +393,7 @@ def check_memory(config, processes: int):
       raise ValueError(
         f'{key}={config[key]} and prefetch={config.prefetch}: the batches that a '
         f'process holds, images of {height} x {width} pixels, take '
-        f'{cli.size(needed)}, and this machine has {cli.size(memory)}; lower '
+        f'{console.size(needed)}, and this machine has {console.size(memory)}; lower '
         f'--config.{key} or --config.prefetch'
       )
 

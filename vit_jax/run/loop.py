@@ -11,7 +11,7 @@ from clu import periodic_actions
 from etils import epath
 import jax
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.data.images import images
 from vit_jax.distributed import processes
 from vit_jax.learning import state as state_lib
@@ -92,7 +92,7 @@ class Run:
       height, width = batch['image'].shape[1:3]
       size = f' for {height}x{width} pixels, {count} of {len(all_sizes)} sizes'
     self.fetch_metrics()  # Waits for the updates before this one.
-    cli.say(f'Compiling{size} ...')
+    console.say(f'Compiling{size} ...')
     with self._progress.pause(steps=1):
       begun = time.perf_counter()
       try:
@@ -106,7 +106,7 @@ class Run:
           f'an update: {memory.remedy(self.config, batch["image"].shape[1:3])}'
         ) from e
       seconds = time.perf_counter() - begun
-    cli.say(f'Compiled in {cli.duration(seconds)}{size}.')
+    console.say(f'Compiled in {console.duration(seconds)}{size}.')
     if count == 1:
       self._progress.start(self.step)
 
@@ -151,7 +151,7 @@ class Run:
         path = epath.Path(self.workdir) / f'{name}.png'
         path.write_bytes(images.encode_png(pixels))
         self.pictures.append(path)
-    cli.say(
+    console.say(
       f'step {self.step}/{self.config.total_steps}  '
       + metrics_lib.format_metrics(metrics)
     )
@@ -167,7 +167,7 @@ class Run:
     )
     if done is not None:
       if self.done:
-        cli.say('This run is finished.')
+        console.say('This run is finished.')
       return done
     if not self.step or not self.due(self.config.eval_every):
       return None
@@ -220,7 +220,7 @@ class Progress:
     self._paused, self._omitted = 0.0, 0  # Seconds and steps without a clock.
     self._rate = None
     self._said = ['', '']  # Loss and speed; the last evaluation.
-    self._bar = cli.bar(total=total_steps, initial=step, unit='step')
+    self._bar = console.bar(total=total_steps, initial=step, unit='step')
 
   def start(self, step: int):
     """Starts the clock after the first step."""
@@ -255,8 +255,8 @@ class Progress:
     )
     if rate:
       left = (self._total - step) * self._batch / rate
-      line += f'  {rate:,.0f} img/s  {cli.duration(left)} left'
-    cli.say(line)
+      line += f'  {rate:,.0f} img/s  {console.duration(left)} left'
+    console.say(line)
 
   def beside_bar(self, place: int, text: str):
     """Shows the loss and speed (0) or the last evaluation (1) beside the bar."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import ml_collections
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.configs import common
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import schema
@@ -99,7 +99,7 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
   except Exception as e:
     raise ValueError(
       f"config='{path}' cannot be read: {type(e).__name__} in line "
-      f'{cli.place_of(e, path).rpartition(":")[2]}: {e} (--config)'
+      f'{console.place_of(e, path).rpartition(":")[2]}: {e} (--config)'
     ) from e
   if type(config) is not ml_collections.ConfigDict:
     config = ml_collections.ConfigDict(config)

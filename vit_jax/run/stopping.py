@@ -7,8 +7,8 @@ import threading
 
 import jax
 
-from vit_jax import cli
-from vit_jax.distributed import liveness
+from vit_jax import console
+from vit_jax.distributed import heartbeats
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 _numbers = itertools.count(1)  # Of the loops of this process.
@@ -98,8 +98,8 @@ class StopRequest:
     if jax.process_count() == 1:
       return self.signal is not None
     if self.signal is not None:
-      liveness.watch.ask_to_stop()
-    stop = liveness.watch.passed((self._number, step))
+      heartbeats.watch.ask_to_stop()
+    stop = heartbeats.watch.passed((self._number, step))
     if stop and self.signal is None:
       self.signal = signal.SIGTERM
     return stop
@@ -122,10 +122,10 @@ def _tell(reader: int):
     while number := numbers.read(1):
       if number[0] in _HANDLED and not told:
         told = True
-        if liveness.watch.watches:
-          liveness.watch.ask_to_stop()
+        if heartbeats.watch.watches:
+          heartbeats.watch.ask_to_stop()
         name = signal.Signals(number[0]).name
-        cli.say(
+        console.say(
           f'{name}: stopping after this step. If it is being compiled, that ends '
           'first.'
         )

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import cli
-from vit_jax import evaluate
+from vit_jax import console
+from vit_jax.evaluators import evaluation
 from vit_jax import predict
 from vit_jax.data import pseudo_labels
 from vit_jax.data import records
@@ -65,7 +65,7 @@ def label(settings: Settings, source, folder: str, batch: int) -> dict:
   if not done:
     model, mesh = load_teacher(settings.teacher)
     model.config.batch_eval = batch
-    evaluate.fit_batches(model.config, mesh)
+    evaluation.fit_batches(model.config, mesh)
     _label_blocks(model, mesh, settings, source, path)
     processes.from_first(
       'writing the pseudo-labels', lambda: _finish(path, asked, model.task)
@@ -77,7 +77,7 @@ def label(settings: Settings, source, folder: str, batch: int) -> dict:
 
 def load_teacher(workdir: str):
   """Loads a run that can label images; returns its predictor and the mesh."""
-  mesh = evaluate.run_mesh(workdir)
+  mesh = evaluation.run_mesh(workdir)
   model = predict.load(workdir, mesh=mesh)
   if not isinstance(model.task, classify.Task):
     raise ValueError(
@@ -150,7 +150,7 @@ def _label_blocks(model, mesh, settings, source, path):
     )
     processes.from_first('writing a block of labels', write)
     if begin != missing[-1]:
-      cli.say(f'  {end:,} of {source.num_examples:,} images are labelled.')
+      console.say(f'  {end:,} of {source.num_examples:,} images are labelled.')
 
 
 def _block(path, begin):

@@ -22,8 +22,8 @@ from typing import Any
 
 import ml_collections
 
-from vit_jax import cli
-from vit_jax import evaluate
+from vit_jax import console
+from vit_jax.evaluators import evaluation
 from vit_jax import train
 from vit_jax.configs import schema
 from vit_jax.data import sources
@@ -31,9 +31,9 @@ from vit_jax.run import config as run_config
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.studies import labelling
 from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import tables
+from vit_jax.studies import summaries
 
-say = cli.say
+say = console.say
 # Between the seeds of the runs of an iteration and the next.
 _SEEDS = 1000
 
@@ -163,7 +163,7 @@ def _evaluate(teacher, config) -> float:
   run = run_config.complete(runs_lib.seeded(config.student, config.seeds[0]))
   metrics = {}
   for name, split, dataset in run_config.evaluations(run):
-    found = evaluate.evaluate(teacher, split, dataset or run.dataset)
+    found = evaluation.evaluate(teacher, split, dataset or run.dataset)
     metrics.update({f'{key}_{name}': value for key, value in found.items()})
   return metrics[config.metric]
 
@@ -215,27 +215,27 @@ def _report(config, found, workdir) -> list[dict[str, Any]]:
   metric, rows, lines, points = config.metric, [], [], []
   for iteration, values in enumerate(found):
     margins = [value - first for value, first in zip(values, found[0])]
-    margin, std = tables.mean_std(margins)
+    margin, std = summaries.mean_std(margins)
     by_seed = dict(zip(config.seeds, values))
-    row = tables.row(
+    row = summaries.row(
       {'model': f'student {iteration}' if iteration else 'teacher'},
       by_seed,
       margin=margin,
       margin_std=std,
     )
     rows.append(row)
-    mean, each = tables.cells(metric, row)
-    margin = tables.format_values(metric, margins)
+    mean, each = summaries.cells(metric, row)
+    margin = summaries.format_values(metric, margins)
     lines.append((row['model'], mean, margin, each))
     points += [(f'seed {k}', iteration, [v]) for k, v in by_seed.items()]
-  tables.publish(
+  summaries.publish(
     workdir, 'noisy_student', rows,
-    f'{tables.with_unit(metric)}, mean and standard deviation over '
+    f'{summaries.with_unit(metric)}, mean and standard deviation over '
     f'{len(config.seeds)} seed(s), and the margin over the teacher of the same '
     'seed:',
     ('model', metric, 'margin', 'seeds'), lines,
   )  # fmt: skip
-  tables.plot(
+  summaries.plot(
     metric, 'Noisy Student', points, f'{workdir}/noisy_student.png',
     'iteration (0: the teacher)',
   )  # fmt: skip

@@ -1,9 +1,9 @@
 """Trains many runs in one workdir, on any number of machines that see it.
 
 Each run has a folder of its own, workdir/<name>, as if it had been started
-alone: vit_jax.predict and vit_jax.visualize read it. A run that is done has a
+alone: vit_jax.predict and vit_jax.figures.visualize read it. A run that is done has a
 file result.json, and is not trained again; a run that was interrupted goes on.
-Each machine takes the next run that no other one holds (vit_jax/run/holder.py).
+Each machine takes the next run that no other one holds (vit_jax/run/lock.py).
 """
 
 import collections
@@ -22,18 +22,18 @@ import jax
 import ml_collections
 
 from vit_jax import checkpoint
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import train
 from vit_jax.configs import schema
 from vit_jax.distributed import processes
 from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.run import config as run_config
-from vit_jax.run import holder
+from vit_jax.run import lock as lock_lib
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import workdir as workdir_lib
-from vit_jax.studies import tables
+from vit_jax.studies import summaries
 
-say = cli.say
+say = console.say
 # Which checkpoints of a run are kept when the run is done, and how many of them.
 CHECKPOINTS = {'all': None, 'newest': 1, 'none': 0}
 _RESULT = 'result.json'
@@ -132,9 +132,9 @@ def train_all(
         done = 'by another machine' if run.name in before else 'before'
         say(f'{head}  {_describe(found)}, done {done}')
         continue
-      lock = holder.Holder(f'{workdir}/{run.name}')
+      lock = lock_lib.Holder(f'{workdir}/{run.name}')
       try:
-        with cli.muted():
+        with console.muted():
           other = lock.take(patient=waiting)
         if other:
           held[run.name] = other
@@ -152,9 +152,9 @@ def train_all(
         lock.release()
       seconds.append(time.perf_counter() - began)
       rest = len(tried) - number + len(held)
-      more = f', at most {cli.duration(rest * statistics.mean(seconds))} left'
+      more = f', at most {console.duration(rest * statistics.mean(seconds))} left'
       say(
-        f'{head}  {_describe(found)}, {cli.duration(seconds[-1])}'
+        f'{head}  {_describe(found)}, {console.duration(seconds[-1])}'
         f'{more if rest else ""}'
       )
     left = [run for run in tried if run.name in held]
@@ -178,9 +178,9 @@ def _train(run, workdir, checkpoints, title, held) -> dict:
   if found is not None:
     return found  # Another machine has just ended it.
   live = contextlib.nullcontext()
-  if cli.kind_of_output() != 'log':
-    live = cli.waiting(title, leave=False)
-  with live, cli.muted():
+  if console.kind_of_output() != 'log':
+    live = console.waiting(title, leave=False)
+  with live, console.muted():
     try:
       _, metrics = train.train_and_evaluate(run.config, folder, held)
       metrics = {k: float(v) for k, v in metrics.items() if k != 'step'}
@@ -189,7 +189,7 @@ def _train(run, workdir, checkpoints, title, held) -> dict:
       found = {'diverged': str(e)}
   found['config'] = _fixed(run_config.complete(run.config))
   held.check()
-  tables.write(workdir, f'{run.name}/{_RESULT}', json.dumps(found, indent=1))
+  summaries.write(workdir, f'{run.name}/{_RESULT}', json.dumps(found, indent=1))
   if CHECKPOINTS[checkpoints] is not None:
     checkpoints_lib.delete_but_newest(folder, CHECKPOINTS[checkpoints])
   return found
@@ -198,7 +198,7 @@ def _train(run, workdir, checkpoints, title, held) -> dict:
 @contextlib.contextmanager
 def alone(folder):
   """Holds a folder inside a `with` block; waits while another machine does."""
-  lock = holder.Holder(folder)
+  lock = lock_lib.Holder(folder)
   while other := lock.take():
     say(f'Waiting for {other}, which works in {folder} ...')
     time.sleep(60)
@@ -392,7 +392,7 @@ def changed(
       if name not in holder:
         schema.raise_unknown(name, holder.keys(), prefix)
       inside, prefix = holder[name], f'{prefix}{name}.'
-    with holder.unlocked(), holder.ignore_type():
+    with lock.unlocked(), lock.ignore_type():
       holder[name] = value
       length, _, unit = name.rpartition('_')
       other = f'{length}_{({"steps": "epochs", "epochs": "steps"}).get(unit)}'

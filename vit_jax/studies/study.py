@@ -22,18 +22,18 @@ from typing import Literal
 
 import ml_collections
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import models
-from vit_jax.augmentation import geometry
+from vit_jax.data.augmentation import geometry
 from vit_jax.configs import schema
 from vit_jax.data import sources
 from vit_jax.planning import costs
 from vit_jax.planning import flops
 from vit_jax.run import config as run_config
 from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import tables
+from vit_jax.studies import summaries
 
-say = cli.say
+say = console.say
 
 
 _KEYS = {
@@ -84,7 +84,7 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   )
   outcome = runs_lib.train_all(runs, workdir, config.checkpoints)
   rows = [
-    tables.row(
+    summaries.row(
       {'variant': name, 'metric': config.metric},
       outcome.by_seed(found, config.metric),
     )
@@ -163,19 +163,19 @@ def _show(config, rows, workdir):
   x = [config.x_label] if config.x else []
   lines, points = [], []
   for row in rows:
-    mean, each = tables.cells(config.metric, row)
+    mean, each = summaries.cells(config.metric, row)
     place = [f'{row["x"]:.4g}'] if config.x else []
     lines.append((row['variant'], *place, mean, each))
     name = row.get('line', row['variant'])
-    points.append((name, row.get('x'), tables.values(row)))
-  tables.publish(
+    points.append((name, row.get('x'), summaries.values(row)))
+  summaries.publish(
     workdir, 'study', rows,
-    f'{tables.with_unit(config.metric)}, mean and standard deviation over '
+    f'{summaries.with_unit(config.metric)}, mean and standard deviation over '
     f'{len(config.seeds)} seeds:',
     ('variant', *x, config.metric, 'seeds'), lines,
   )  # fmt: skip
   # Curves if the config gives places on the x axis, else bars.
-  tables.plot(
+  summaries.plot(
     config.metric, config.title, points, f'{workdir}/study.png',
     config.x_label if config.x else None, config.x_log,
   )  # fmt: skip

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from etils import epath
 import ml_collections
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import train
 from vit_jax.configs import common
 from vit_jax.configs import schema
@@ -28,9 +28,9 @@ from vit_jax.distributed import processes
 from vit_jax.run import config as run_config
 from vit_jax.studies import held_out as held_out_lib
 from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import tables
+from vit_jax.studies import summaries
 
-say = cli.say
+say = console.say
 # What the winner is trained on: all of the training data, as in the paper, or
 # the part that the choice was trained on, as in the original's configs.
 REFITS = ('all', 'part')
@@ -171,7 +171,7 @@ def next_runs(plan: Sweep, workdir) -> list[runs_lib.Run]:
   outcome = runs_lib.collect(runs, workdir)
   if len(outcome.done) < len(runs):
     return runs
-  with cli.muted():
+  with console.muted():
     return plan.test_runs(_best(plan, _choice(plan, outcome)))
 
 
@@ -280,18 +280,18 @@ def _show_choice(plan, rows, workdir):
   for row in rows:
     value = 'diverged'
     if not row['diverged']:
-      value = tables.format_values(metric, [row[metric]])
+      value = summaries.format_values(metric, [row[metric]])
       keys = others if curves else plan.values
       name = _name({key: row[key] for key in keys})
       points.append((name, row[first], [row[metric]]))
     lines.append([*(row[key] for key in plan.values), value])
-  tables.publish(
+  summaries.publish(
     workdir, 'choice', rows, 'Choice:',
-    (*plan.values, tables.with_unit(metric)), lines,
+    (*plan.values, summaries.with_unit(metric)), lines,
   )  # fmt: skip
   title = f"Choice on '{plan.parts.held_out}' of {plan.config.dataset}"
   log = curves and min(tried) > 0 and max(tried) >= _LOG_RANGE * min(tried)
-  tables.plot(
+  summaries.plot(
     metric, title, points, f'{workdir}/sweep.png', first if curves else None, log
   )  # fmt: skip
 
@@ -322,15 +322,15 @@ def _best(plan, rows) -> dict[str, Any]:
 def _show_test(plan, best, runs, outcome, workdir) -> list[dict]:
   """Prints and writes mean and standard deviation of each metric."""
   rows = [
-    tables.row({**best, 'metric': metric}, outcome.by_seed(runs, metric))
+    summaries.row({**best, 'metric': metric}, outcome.by_seed(runs, metric))
     for metric in run_config.metrics_of(plan.config)
   ]
-  rows = [row for row in rows if tables.values(row)]
+  rows = [row for row in rows if summaries.values(row)]
   lines = [
-    (tables.with_unit(row['metric']), *tables.cells(row['metric'], row))
+    (summaries.with_unit(row['metric']), *summaries.cells(row['metric'], row))
     for row in rows
   ]
-  tables.publish(
+  summaries.publish(
     workdir, 'test', rows,
     f'Mean and standard deviation over {len(runs)} seeds:',
     ('metric', 'test', 'seeds'), lines,

@@ -5,13 +5,13 @@ python -m vit_jax.main --config=configs/digits_transfer.py --workdir=/tmp/transf
 
 import ml_collections
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.configs import schema
 from vit_jax.run import config as run_config
 from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import tables
+from vit_jax.studies import summaries
 
-say = cli.say
+say = console.say
 # Key of a run's config -> its name in the table.
 _NAMES = {'finetune': 'fine-tuned', 'scratch': 'from scratch'}
 _METRIC = 'accuracy_test'
@@ -67,14 +67,14 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
     for seed, value in tuned.items()
   }
   found = zip((*_NAMES.values(), 'difference'), (tuned, scratch, difference))
-  rows = [tables.row({'model': name}, by_seed) for name, by_seed in found]
-  tables.publish(
+  rows = [summaries.row({'model': name}, by_seed) for name, by_seed in found]
+  summaries.publish(
     workdir, 'transfer', rows,
     'accuracy (%) on the test images, mean and standard deviation:',
     ('model', _METRIC, 'seeds'),
-    [(row['model'], *tables.cells(_METRIC, row)) for row in rows],
+    [(row['model'], *summaries.cells(_METRIC, row)) for row in rows],
   )  # fmt: skip
-  points = [(row['model'], None, tables.values(row)) for row in rows[:2]]
-  tables.plot(_METRIC, 'Transfer', points, f'{workdir}/transfer.png')
+  points = [(row['model'], None, summaries.values(row)) for row in rows[:2]]
+  summaries.plot(_METRIC, 'Transfer', points, f'{workdir}/transfer.png')
   outcome.finish()
   return rows

@@ -9,7 +9,7 @@ from typing import Literal
 
 import ml_collections
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.configs import common
 from vit_jax.configs import schema
 from vit_jax.configs import vtab as vtab_config
@@ -19,9 +19,9 @@ from vit_jax.distributed import processes
 from vit_jax.figures import studies
 from vit_jax.run import config as run_config
 from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import tables
+from vit_jax.studies import summaries
 
-say = cli.say
+say = console.say
 TASKS = vtab_tasks.TASKS
 _METRIC = 'accuracy_test'
 # Accuracies of the paper's models in %, by task.
@@ -175,12 +175,12 @@ def _report(config, accuracies, workdir: str) -> list[dict]:
   lines = [
     (
       _title(row),
-      tables.cells(_METRIC, row)[0],
+      summaries.cells(_METRIC, row)[0],
       *('-' if row[m] is None else f'{100 * row[m]:.2f}' for m in models),
     )
     for row in rows
   ]
-  tables.publish(
+  summaries.publish(
     workdir, name, rows, f'VTAB-1k, accuracy (%) on {tested}:',
     ('task', 'this model', *models), lines,
   )  # fmt: skip
@@ -219,7 +219,7 @@ def _row(config, group, title, tasks, accuracies) -> dict:
     seed: _mean([accuracies[task].get(seed) for task in tasks])
     for seed in config.seeds
   }
-  row = tables.row({'group': group, 'task': title}, by_seed)
+  row = summaries.row({'group': group, 'task': title}, by_seed)
   if not config.validate:
     for model, published in PUBLISHED.items():
       found = _mean([published[task] / 100 for task in tasks])
@@ -242,11 +242,11 @@ def _draw(rows, models, path):
   for row in rows:
     if row['task'] in TASKS or not row['mean']:
       continue
-    bars = {'this model': [100 * value for value in tables.values(row)]}
+    bars = {'this model': [100 * value for value in summaries.values(row)]}
     bars |= {model: [100 * row[model]] for model in models}
     if models and row['task'] == f'{len(TASKS)} of {len(TASKS)}':
       bars['BiT-L'] = [vtab_config.MEANS['BiT-L']]
     groups[_title(row)] = bars
   if groups:
     title = 'VTAB-1k by group of tasks'
-    tables.draw(studies.bars, groups, 'accuracy (%)', title, path=path)
+    summaries.draw(studies.bars, groups, 'accuracy (%)', title, path=path)

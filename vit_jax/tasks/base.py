@@ -52,7 +52,7 @@ from vit_jax import preprocess
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
 from vit_jax.evaluators import means
-from vit_jax.figures import captions
+from vit_jax.figures import grids
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.run import config as run_config
 
@@ -387,7 +387,7 @@ class Task(abc.ABC):
 
   def captions_of(
     self, batch: dict, outputs=None
-  ) -> Sequence[captions.Caption]:
+  ) -> Sequence[grids.Caption]:
     """Returns the captions of images to draw; () for none.
 
     For `outputs` see `draw_evaluation`; None in training.
@@ -398,10 +398,10 @@ class Task(abc.ABC):
     images = batch.get('image')
     if images is None or images.ndim != 4 or images.shape[-1] not in (1, 3):
       return {}
-    pixels, words = captions.to_pixels(images), self.captions_of(batch, outputs)
-    return {name: captions.grid(pixels, words, most=captions.MOST)}
+    pixels, words = grids.to_pixels(images), self.captions_of(batch, outputs)
+    return {name: grids.grid(pixels, words, most=grids.MOST)}
 
-  # --- Figures, for `vit_jax.visualize` ---
+  # --- Figures, for `vit_jax.figures.visualize` ---
 
   def labels_of(self, outputs, labels=None) -> list[str]:
     """Returns what is predicted for images, a few words for each, or [].

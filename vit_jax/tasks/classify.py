@@ -11,10 +11,10 @@ import numpy as np
 
 from vit_jax import input_pipeline
 from vit_jax import models
-from vit_jax.augmentation import mixing
+from vit_jax.data.augmentation import mixing
 from vit_jax.configs import schema
-from vit_jax.figures import attention
-from vit_jax.figures import captions
+from vit_jax.figures import internals
+from vit_jax.figures import grids
 from vit_jax.figures import drawing
 from vit_jax.figures import gallery
 from vit_jax.inference import tables
@@ -161,7 +161,7 @@ class Task(base.Task):
   def _label_caption(self, label):
     """Returns the classes of a label [classes], the largest share first."""
     best = np.argsort(-label, kind='stable')[: np.count_nonzero(label)]
-    return captions.Caption(
+    return grids.Caption(
       '\n'.join(
         self.class_names[i]
         + (f': {100 * label[i]:.0f} %' if label[i] < 1 else '')
@@ -175,10 +175,10 @@ class Task(base.Task):
     first = f'{self.class_names[best]}: {100 * probabilities[best]:.0f} %'
     true = ', '.join(self.class_names[i] for i in np.flatnonzero(label))
     if not true:
-      return captions.Caption(f'{first}\n')
+      return grids.Caption(f'{first}\n')
     if label[best]:
-      return captions.Caption(f'{first}\n', captions.RIGHT)
-    return captions.Caption(f'{first}\nis {true}', captions.WRONG)
+      return grids.Caption(f'{first}\n', grids.RIGHT)
+    return grids.Caption(f'{first}\nis {true}', grids.WRONG)
 
   def labels_of(self, outputs, labels=None):
     if not self.class_names:
@@ -277,14 +277,14 @@ class Predictor(base.Predictor):
     task = self.task
 
     def compute(params, extra, batch):
-      if attention.lacks(task.model):
+      if internals.lacks(task.model):
         return task.exported(params, extra, batch)
       images = batch['image']
-      grid = attention.patch_grid(task.model, params, images)
-      found = attention.forward(task.model, params, images)
+      grid = internals.patch_grid(task.model, params, images)
+      found = internals.forward(task.model, params, images)
       return {
         'probabilities': task.squash(found[1]),
-        'rollout': attention.rollout_maps(attention.of(*found, grid)),
+        'rollout': internals.rollout_maps(internals.of(*found, grid)),
       }
 
     return jax.jit(compute)
@@ -297,7 +297,7 @@ class Predictor(base.Predictor):
 
     self._check_head()
     outputs = [gr.Label(label='Most probable classes', num_top_classes=_SHOWN)]
-    if not attention.lacks(self.task.model):
+    if not internals.lacks(self.task.model):
       outputs.append(demo.picture('Attention rollout'))
 
     def show(photo):
@@ -308,7 +308,7 @@ class Predictor(base.Predictor):
         is_whole = self.config.pp.resize is None
         seen = photo.pixels / 127.5 - 1 if is_whole else inputs['image']
         over = drawing.overlay(drawing.as_pixels(seen), found['rollout'])
-        values.append(captions.to_pixels(2 * over - 1))
+        values.append(grids.to_pixels(2 * over - 1))
       return dict(zip(outputs, values))
 
     return show, [], outputs

@@ -24,7 +24,7 @@ from vit_jax import models
 from vit_jax import models_vit
 from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
-from vit_jax.figures import captions
+from vit_jax.figures import grids
 from vit_jax.figures import charts
 from vit_jax.figures import gallery
 from vit_jax.layers import patches as patches_lib
@@ -242,7 +242,7 @@ class Task(base.Task):
   def draw_evaluation(self, batch, outputs):
     """Draws test images beside the masked images and the predictions."""
     pictures = self.pictures(batch, outputs)
-    return {'masked_patches': _draw(pictures, captions.MOST)}
+    return {'masked_patches': _draw(pictures, grids.MOST)}
 
   def pictures(self, batch, outputs) -> np.ndarray:
     """Returns each image, the masked image and the prediction.
@@ -296,8 +296,8 @@ class Predictor(base.Predictor):
 
 
 def _draw(pictures, most=None) -> np.ndarray:
-  """Draws a row for each of Task.pictures; `most` is that of captions.grid."""
-  return captions.beside(dict(zip(_VERSIONS, pictures.swapaxes(0, 1))), most)
+  """Draws a row for each of Task.pictures; `most` is that of grids.grid."""
+  return grids.beside(dict(zip(_VERSIONS, pictures.swapaxes(0, 1))), most)
 
 
 def _reconstructions(subject) -> list:

@@ -18,7 +18,7 @@ from etils import epath
 import numpy as np
 import safetensors
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.weights import fetch
 
 FLOATS = ('bfloat16', 'float16', 'float32', 'float64')
@@ -127,7 +127,7 @@ def read_torch(
   file: epath.Path, dtype: str | None = None
 ) -> dict[str, np.ndarray]:
   """Reads a state dict of PyTorch; for `dtype` see read_npz."""
-  torch = cli.needed('torch', 'torch', f"reading '{file}'")
+  torch = console.needed('torch', 'torch', f"reading '{file}'")
   with (
     naming(file, 'is not a file of PyTorch weights'),
     fetch.local_input(file) as here,

@@ -5,7 +5,7 @@ import re
 
 from etils import epath
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.run import workdir as workdir_lib
@@ -32,7 +32,7 @@ def make(model: writing.Model, src: str, folder: epath.Path, name: str) -> str:
     folder: the files that were written.
     name: OWNER/NAME on the hub.
   """
-  hub = cli.needed('huggingface_hub', 'interop', 'a model card')
+  hub = console.needed('huggingface_hub', 'interop', 'a model card')
   run, metadata = writing.as_run(model)
   lines = {}
   if model.source == 'workdir':

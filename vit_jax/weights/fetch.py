@@ -21,7 +21,7 @@ import urllib.request
 
 from etils import epath
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.distributed import files
 from vit_jax.weights import hub
 
@@ -74,7 +74,7 @@ def local(path: str) -> epath.Path:
     return epath.Path(path)
   name = path.split('?')[0].rpartition('/')[2]
   folder = hashlib.sha256(path.encode()).hexdigest()[:16]
-  return epath.Path(cli.cache_folder() / folder / name)
+  return epath.Path(console.cache_folder() / folder / name)
 
 
 def fetch(path: str) -> epath.Path:
@@ -226,7 +226,7 @@ def _write(blocks: Iterable[bytes], target, length, label, expected=None):
   digest = hashlib.new(name, usedforsecurity=False)
   target.parent.mkdir(parents=True, exist_ok=True)
   written = 0
-  bar = cli.bar(
+  bar = console.bar(
     total=length, unit='B', unit_scale=True, desc=label, disable=label is None
   )
   with bar, files.replacing(target) as f:

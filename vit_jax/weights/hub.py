@@ -20,7 +20,7 @@ from typing import Any
 
 from etils import epath
 
-from vit_jax import cli
+from vit_jax import console
 
 # Names of weights files in folders of timm or Hugging Face, the preferred first.
 # The second lists the files that share the weights of a large model.
@@ -42,7 +42,7 @@ def is_at(path) -> bool:
 
 def parse(path) -> Any:
   """Returns the huggingface_hub.HfUri of a path; ValueError if it is wrong."""
-  hub = cli.needed('huggingface_hub', 'interop', f"'{path}'")
+  hub = console.needed('huggingface_hub', 'interop', f"'{path}'")
   try:
     uri = hub.parse_hf_uri(str(path))
   except ValueError as e:
@@ -108,7 +108,7 @@ def check_push(path):
   uri = parse(path)
   if uri.revision or uri.path_in_repo:
     raise ValueError(f"push='{path}' must be hf://OWNER/NAME (--push)")
-  hub = cli.needed('huggingface_hub', 'interop', f"push='{path}'")
+  hub = console.needed('huggingface_hub', 'interop', f"push='{path}'")
   if hub.is_offline_mode():
     raise ValueError(
       f"push='{path}' needs the hub: unset HF_HUB_OFFLINE, or give DST in place "
@@ -127,7 +127,7 @@ def push(folder, path) -> str:
   A model that does not exist is created. Errors are those of `fetch`.
   """
   uri = parse(path)
-  hub = cli.needed('huggingface_hub', 'interop', f"push='{path}'")
+  hub = console.needed('huggingface_hub', 'interop', f"push='{path}'")
   with _explaining(path, uri):
     api = hub.HfApi()
     api.create_repo(uri.id, exist_ok=True)
@@ -144,7 +144,7 @@ def _page(uri) -> str:
 
 def _snapshot(path, uri, revision, names: Iterable[str]) -> epath.Path:
   """Fetches files, and JSON beside them, to the commit's folder in the cache."""
-  hub = cli.needed('huggingface_hub', 'interop', f"'{path}'")
+  hub = console.needed('huggingface_hub', 'interop', f"'{path}'")
   top = uri.path_in_repo.rpartition('/')[0]
   top = f'{glob.escape(top)}/' if top else ''
   patterns = [f'{top}*.json', f'{top}spiece.model', *names]
@@ -155,7 +155,7 @@ def _snapshot(path, uri, revision, names: Iterable[str]) -> epath.Path:
         revision=revision,
         allow_patterns=patterns,
         ignore_patterns=[f'{top}*/*'],
-        tqdm_class=cli.bar,
+        tqdm_class=console.bar,
       )
     )
   for file in {file for pattern in patterns for file in folder.glob(pattern)}:

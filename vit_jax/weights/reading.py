@@ -30,7 +30,7 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.distributed import files
 from vit_jax.distributed import processes
 from vit_jax.run import workdir as workdir_lib
@@ -179,7 +179,7 @@ def check_packages(path: str):
   elif file.is_dir() and not (file / 'checkpoints').exists():
     file = _file_in(file)
   if file.suffix in _TORCH_ENDINGS:
-    cli.needed('torch', 'torch', f"reading '{path}'")
+    console.needed('torch', 'torch', f"reading '{path}'")
 
 
 def existing(path) -> epath.Path:

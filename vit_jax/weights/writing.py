@@ -15,7 +15,7 @@ import ml_collections
 import numpy as np
 import safetensors.numpy
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.configs import common
 from vit_jax.distributed import files
 from vit_jax.run import workdir as workdir_lib
@@ -145,7 +145,7 @@ def _write_pth(model, dst):
     if dst.suffix == '.safetensors':
       _write_safetensors(state, file)
     else:
-      torch = cli.needed('torch', 'torch', f"writing '{dst}'")
+      torch = console.needed('torch', 'torch', f"writing '{dst}'")
       torch.save({'model': jax.tree.map(torch.tensor, state)}, file)
   return []
 

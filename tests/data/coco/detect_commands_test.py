@@ -6,8 +6,8 @@ import pytest
 from tests import processes
 from tests.data.coco import detect_test
 from tests.data.coco import drawn
-from vit_jax import evaluate
-from vit_jax import plan
+from vit_jax.evaluators import evaluation
+from vit_jax.planning import plan
 from vit_jax import train
 from vit_jax.commands import predict
 from vit_jax.commands import visualize
@@ -31,7 +31,7 @@ def run(tmp_path_factory):
 
 def test_the_evaluation_of_a_run_is_that_of_its_training(run):
   workdir, root, metrics = run
-  found = evaluate.evaluate(workdir, 'val')
+  found = evaluation.evaluate(workdir, 'val')
   assert found['num_examples'] == 4
   for name in ('loss', 'AP', 'AP50', 'AR100'):
     assert found[name] == pytest.approx(metrics[f'{name}_test'], rel=1e-5)
@@ -39,7 +39,7 @@ def test_the_evaluation_of_a_run_is_that_of_its_training(run):
   other = drawn.content(4, THINGS, drawn.CATEGORIES[::-1])
   drawn.write(root / 'annotations' / 'instances_test2017.json', other)
   drawn.draw(root / 'test2017', other)
-  assert evaluate.evaluate(workdir, 'test')['num_examples'] == 4
+  assert evaluation.evaluate(workdir, 'test')['num_examples'] == 4
 
 
 def test_data_of_other_classes_are_refused(run, tmp_path):
@@ -47,13 +47,13 @@ def test_data_of_other_classes_are_refused(run, tmp_path):
   drawn.write(tmp_path / 'annotations' / 'instances_val.json', found)
   drawn.draw(tmp_path / 'val', found)
   with pytest.raises(ValueError, match="lacks \\['cat', 'cup'\\]"):
-    evaluate.evaluate(run[0], 'val', str(tmp_path))
+    evaluation.evaluate(run[0], 'val', str(tmp_path))
 
 
 def test_the_modes_of_evaluation(run):
   """Without padding, on small canvases and on one square."""
   losses = [
-    evaluate.evaluate(run[0], 'val', options={'tight': tight})['loss']
+    evaluation.evaluate(run[0], 'val', options={'tight': tight})['loss']
     for tight in (1, 0)
   ]
   losses.append(run[2]['loss_test'])  # The run's own: tight=8.
@@ -72,8 +72,8 @@ def test_the_modes_of_evaluation(run):
 )
 def test_wrong_options_are_named(run, option, said):
   def call():
-    found = evaluate.parse_options([option])
-    evaluate.evaluate(run[0], 'val', options=found)
+    found = evaluation.parse_options([option])
+    evaluation.evaluate(run[0], 'val', options=found)
 
   with pytest.raises(ValueError, match=said):
     call()

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.data.coco import drawn
-from vit_jax import manifest
+from vit_jax.data import indexing
 from vit_jax.configs import common
 from vit_jax.data import checking
 from vit_jax.data import mixture
@@ -229,7 +229,7 @@ def test_the_command_that_lists_images_knows_annotated_folders(
   root, monkeypatch
 ):
   assert layout.splits(str(root)) == ['train2017', 'val2017']
-  path, count, broken = manifest.make(str(root), 'train')
+  path, count, broken = indexing.make(str(root), 'train')
   assert (count, broken) == (3, [])
   assert path == f'{root}/train.coco.index.npz'
   monkeypatch.setattr(

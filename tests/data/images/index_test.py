@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from tests import processes
-from vit_jax import manifest
+from vit_jax.data import indexing
 from vit_jax.data import checking
 from vit_jax.data import folder
 from vit_jax.data import sources
 from vit_jax.data.images import images
 from vit_jax.data.images import index as index_lib
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def root(image_folder, tmp_path):
 @pytest.fixture(autouse=True)
 def forget(monkeypatch):
   monkeypatch.setattr(checking, '_recent', {})
-  monkeypatch.setattr(reading, '_DELAYS', (0.0, 0.0))
+  monkeypatch.setattr(image_files, '_DELAYS', (0.0, 0.0))
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_the_check_of_a_manifest_is_remembered_too(
 
 
 def test_a_list_made_ahead_is_taken_while_it_is_true(root, looked_at, capsys):
-  path, count, broken = manifest.make(str(root), 'train')
+  path, count, broken = indexing.make(str(root), 'train')
   assert (path, count, broken) == (f'{root}/train.index.npz', 33, [])
   assert folder.list_split(str(root), 'train')[2] == ('ant', 'bee', 'cow')
   assert len(looked_at) == 33
@@ -118,13 +118,13 @@ def test_a_list_that_cannot_be_written_is_said_at_once(
   monkeypatch.setattr(index_lib, 'place', lambda *args: '/proc/train.index.npz')
   message = r"the list '/proc/train.index.npz' cannot be written: .*; make its"
   with pytest.raises(OSError, match=message):
-    manifest.make(str(root), 'train')
+    indexing.make(str(root), 'train')
   assert not looked_at
 
 
 KILLED = """
 import os, signal, sys, threading
-from vit_jax import manifest
+from vit_jax.data import indexing
 from vit_jax.data.images import images, index
 index._BLOCK, index._SAVE_EVERY = 4, 0.0
 why, lock, calls = images.why_broken, threading.Lock(), []
@@ -135,7 +135,7 @@ def look(path, limit):
       os.kill(os.getpid(), signal.SIGKILL)
   return why(path, limit)
 images.why_broken = look
-manifest.make(sys.argv[1], 'train')
+indexing.make(sys.argv[1], 'train')
 """
 
 
@@ -148,13 +148,13 @@ def test_a_check_that_was_killed_is_resumed(root, looked_at):
   stored = index_lib.Index.load(path, str(root), 'train')
   saved = np.count_nonzero(stored.status)
   assert saved in (4, 8, 12, 16)  # Whole blocks before the twentieth check.
-  _, _, broken = manifest.make(str(root), 'train')
+  _, _, broken = indexing.make(str(root), 'train')
   assert len(looked_at) == 33 - saved
   assert [x.split(': ')[0] for x in broken] == [f'{root}/train/bee/bee5.jpg']
   resumed = index_lib.Index.load(path, str(root), 'train')
   content = pathlib.Path(path).read_bytes()
   pathlib.Path(path).write_bytes(content[: len(content) // 2])
-  manifest.make(str(root), 'train')  # A file that was cut off is ignored.
+  indexing.make(str(root), 'train')  # A file that was cut off is ignored.
   assert len(looked_at) == 33 - saved + 33
   whole = index_lib.Index.load(path, str(root), 'train')
   np.testing.assert_array_equal(resumed.status, whole.status)
@@ -168,8 +168,8 @@ import jax
 jax.config.update('jax_platforms', 'cpu')
 from vit_jax.distributed import processes
 processes.initialize(sys.argv[1], 2, int(sys.argv[2]))
-from vit_jax import cli
-cli.load_tensorflow()
+from vit_jax import console
+console.load_tensorflow()
 from vit_jax.data import checking, folder
 from vit_jax.data.images import images, index, reading
 root, workdir = sys.argv[3:]
@@ -236,7 +236,7 @@ def test_a_file_that_is_mended_is_looked_at_again(root, looked_at):
 
 
 def test_a_damaged_list_is_not_used(root, caplog):
-  path, _, _ = manifest.make(str(root), 'train', check=False)
+  path, _, _ = indexing.make(str(root), 'train', check=False)
   data = bytearray(open(path, 'rb').read())
   rng = np.random.RandomState(0)
   for _ in range(60):
@@ -259,7 +259,7 @@ def test_an_error_of_the_storage_breaks_no_image(root, monkeypatch):
       raise OSError(errno.EIO, 'Input/output error', path)
     return open(path, *args, **kwargs)
 
-  monkeypatch.setattr(reading, 'open', flaky, raising=False)
+  monkeypatch.setattr(image_files, 'open', flaky, raising=False)
   assert len(folder.list_split(str(root), 'train', broken='skip')[0]) == 33
   forget_all()
   left[0] = 99

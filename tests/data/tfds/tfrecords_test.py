@@ -17,7 +17,7 @@ from tests import input_pipeline_test
 from tests import looked_up
 from vit_jax import input_pipeline
 from vit_jax.data import sources
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 from vit_jax.data.tfds import tfrecords
 from vit_jax.distributed import sharding
 
@@ -39,7 +39,7 @@ def written(tmp_path_factory):
 def opened(written, tiny_config, tmp_path, monkeypatch):
   """Opens a copy of the data: (format, split) -> config, source."""
   monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
-  monkeypatch.setattr(reading, '_DELAYS', (0.0, 0.0))
+  monkeypatch.setattr(image_files, '_DELAYS', (0.0, 0.0))
 
   def open_split(file_format='tfrecord', split='train'):
     folder = tmp_path / file_format

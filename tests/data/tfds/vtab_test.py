@@ -10,7 +10,7 @@ import tensorflow_datasets as tfds
 
 from tests import looked_up
 from tests import vtab_data
-from vit_jax import plan
+from vit_jax.planning import plan
 from vit_jax.configs import vit
 from vit_jax.data import slices
 from vit_jax.data import sources

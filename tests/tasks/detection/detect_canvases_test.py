@@ -120,7 +120,7 @@ def stopped(config, tmp_path_factory):
   workdir = tmp_path_factory.mktemp('stopped')
   lines = []
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr('vit_jax.cli.say', lines.append)
+    patch.setattr('vit_jax.console.say', lines.append)
     train_to(2, config, workdir)
   model = predict.load(str(workdir))
   model.BATCH = 2

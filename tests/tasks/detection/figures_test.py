@@ -16,7 +16,7 @@ from vit_jax.figures import results
 from vit_jax.tasks import classify
 from vit_jax.tasks.detection import detect
 from vit_jax.tasks.detection import figures as detectors
-from vit_jax.tasks.detection import looking
+from vit_jax.tasks.detection import attention_figures
 
 NAMES = ('ant', 'bee')
 
@@ -74,10 +74,10 @@ def test_boxes_of_queries_have_colours_by_kind():
   boxes = rng.uniform(0, 0.7, (30, 22, 4)).astype(np.float32)
   fig = detectors.query_boxes(boxes)
   assert len(fig.axes) == 20
-  kinds = looking.kinds(boxes)
+  kinds = attention_figures.kinds(boxes)
   for query in (0, 19):
     dots = fig.axes[query].collections[:3]
-    order = (looking.SMALL, looking.WIDE, looking.TALL)
+    order = (attention_figures.SMALL, attention_figures.WIDE, attention_figures.TALL)
     wanted = (palette.GREEN, palette.VERMILION, palette.BLUE)
     for kind, colour, drawn in zip(order, wanted, dots):
       want = boxes[kinds[:, query] == kind, query, :2]
@@ -101,10 +101,10 @@ def model(kind=detect.Task):
 
 
 def test_the_gallery_draws_detectors(seen, monkeypatch):
-  monkeypatch.setattr(looking, 'look', lambda *args: seen)
+  monkeypatch.setattr(attention_figures, 'look', lambda *args: seen)
   monkeypatch.setattr(sharding, 'mesh_of', lambda params: None)
   boxes = np.full((3, 2, 4), 0.5)
-  monkeypatch.setattr(looking, 'query_boxes', lambda *args: boxes)
+  monkeypatch.setattr(attention_figures, 'query_boxes', lambda *args: boxes)
   subject = results.Subject(model(), ['x/a.png', 'b.png'], points=[(0.5, 0.5)])
   names = ['encoder_attention', 'query_attention']
   chosen, _ = gallery.choose(subject, names)

@@ -22,7 +22,7 @@ from vit_jax.distributed import sharding
 from vit_jax.inference import demo
 from vit_jax.inference import engine
 from vit_jax.run import config as run_config
-from vit_jax.tasks.detection import masks as masks_lib
+from vit_jax.tasks.detection import mask_losses as masks_lib
 from vit_jax.tasks.detection import panoptic_quality as pq
 from vit_jax.tasks.detection import segment
 

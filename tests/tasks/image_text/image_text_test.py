@@ -12,14 +12,14 @@ import sentencepiece
 
 from tests import conftest
 from tests import tiny_models
-from vit_jax import convert
-from vit_jax import evaluate
+from vit_jax.weights import convert
+from vit_jax.evaluators import evaluation
 from vit_jax import predict
 from vit_jax import train
 from vit_jax.commands import predict as predict_command
 from vit_jax.configs import lit_digits
 from vit_jax.data import sources
-from vit_jax.data.tfds import captions as digit_captions
+from vit_jax.data.tfds import digit_captions as digit_captions
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine
 from vit_jax.run import config as run_config
@@ -28,7 +28,7 @@ from vit_jax.tasks.image_text import captions
 from vit_jax.tasks.image_text import image_text
 from vit_jax.tasks.image_text import precomputed
 from vit_jax.tasks.image_text import zero_shot
-from vit_jax.texts import tokenizers
+from vit_jax.data.texts import tokenizers
 
 WIDTH = 16
 WORDS = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', 'a', 'cat', 'dog', 'the']
@@ -210,7 +210,7 @@ def test_zero_shot_beside_numpy(run):
   workdir = run[0]
   model = predict.load(workdir)
   options = {'templates': 'a photo of a {}', 'classes': ''}
-  found = evaluate.evaluate(workdir, 'test[:40]', options=options)
+  found = evaluation.evaluate(workdir, 'test[:40]', options=options)
   config, _ = workdir_lib.load(workdir)
   source = sources.open_split(config, 'test[:40]', ('image', 'label'))
   records = [source.read(source.record(i)) for i in range(40)]

@@ -20,7 +20,7 @@ from vit_jax import predict
 from vit_jax import train
 from vit_jax.commands import predict as predict_command
 from vit_jax.configs import igpt_finetune
-from vit_jax.figures import captions
+from vit_jax.figures import grids
 from vit_jax.inference import demo
 from vit_jax.run import config as run_config
 from vit_jax.run import metrics as metrics_lib
@@ -212,7 +212,7 @@ def test_a_page_shows_an_image_and_its_completions(model):
   completed = model.complete([pixels] * 3, seed=1)
   given = pixels.copy()
   given[4:] = 128
-  want = captions.grid(np.stack([given, *completed]))
+  want = grids.grid(np.stack([given, *completed]))
   np.testing.assert_array_equal(found, want)
   assert (show(demo.Photo('', pixels), 2)[picture] != found).any()
 

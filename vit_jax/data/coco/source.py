@@ -19,14 +19,14 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.data import checking
 from vit_jax.data import records
 from vit_jax.data import slices
-from vit_jax.data.coco import boxes
+from vit_jax.data.coco import box_checks
 from vit_jax.data.coco import layout
-from vit_jax.data.coco import masks
-from vit_jax.data.coco import reading
+from vit_jax.data.coco import segmentations
+from vit_jax.data.coco import annotation_files
 from vit_jax.data.images import images
 from vit_jax.data.images import index as index_lib
 from vit_jax.distributed import processes
@@ -75,7 +75,7 @@ class AnnotatedSource(records.FolderSource):
       segments = tf.io.read_file(segments)
     else:
       segments = tf.numpy_function(
-        masks.paint, [segments], tf.string, stateful=False
+        segmentations.paint, [segments], tf.string, stateful=False
       )
     return {**record, SEGMENTS: tf.ensure_shape(segments, [])}
 
@@ -131,8 +131,8 @@ def open_split(
 class Part(NamedTuple):
   """A part of a split: its annotations, checked, and the images taken."""
 
-  found: reading.Annotations
-  shares: np.ndarray  # float32 [m, 4], see boxes.check.
+  found: annotation_files.Annotations
+  shares: np.ndarray  # float32 [m, 4], see box_checks.check.
   paths: dict[str, list[str]]  # Paths of the images taken, by feature.
   rows: np.ndarray  # int64, numbers of the images taken, in order.
 
@@ -145,7 +145,7 @@ class Part(NamedTuple):
       return tf.constant(found.image_ids[self.rows])
     ids = found.ids
     if found.outlines is not None and name.startswith('panoptic'):
-      # As `masks.paint` numbers the objects of each image.
+      # As `segmentations.paint` numbers the objects of each image.
       ids = np.concatenate([np.arange(n) + 1 for n in found.counts])
     numbers = {name: i for i, name in enumerate(classes)}
     table = np.array([numbers[name] for name in found.classes], np.int64)
@@ -167,7 +167,7 @@ class Part(NamedTuple):
     ends = np.cumsum(found.counts)
     begins = ends - found.counts
     rows = [
-      masks.encode_image(
+      segmentations.encode_image(
         *found.sizes[i], zip(found.ids[a:b], found.outlines[a:b])
       )
       for i, a, b in zip(self.rows, begins[self.rows], ends[self.rows])
@@ -187,7 +187,7 @@ def open_parts(
   """Reads the annotations on all processes, which compare them.
 
   See open_split for arguments and errors, layout.find for `kind`, and
-  boxes.check for `broken_boxes`.
+  box_checks.check for `broken_boxes`.
   """
   parts = []
 
@@ -208,8 +208,8 @@ def _open_part(root, base, instruction, kind, broken_boxes) -> Part:
   """Reads and checks the annotations of a part of a split."""
   place = layout.find(root, base, kind)
   if not place.name.startswith(base):
-    cli.say(f"Split '{base}' of '{root}' is '{place.path}'.")
-  found, shares = boxes.check(reading.read(place.path, kind), broken_boxes)
+    console.say(f"Split '{base}' of '{root}' is '{place.path}'.")
+  found, shares = box_checks.check(annotation_files.read(place.path, kind), broken_boxes)
   order = index_lib.hash_order(f'/{name}' for name in found.files)
   rows = slices.take(np.array(order), base, instruction)
   paths = {}

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from vit_jax.data.images import jpeg
 from vit_jax.data.images import orientation
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 from vit_jax.data.images import rgb
 
 # TensorFlow only reads images; JAX alone uses the GPUs.
@@ -34,7 +34,7 @@ _PNG = b'\x89PNG\r\n\x1a\n'
 _FORMATS = ('BMP', 'GIF', 'PNG', 'WEBP')
 
 
-@reading.traced
+@image_files.traced
 def decode(encoded, channels: int = 3, size=None, upright: bool = True):
   """Decodes one image of any format to uint8 [height, width, channels].
 
@@ -63,7 +63,7 @@ def decode(encoded, channels: int = 3, size=None, upright: bool = True):
   return image if channels == 3 else to_grey(image)
 
 
-@reading.traced
+@image_files.traced
 def decode_other(encoded):
   """Decodes all formats but JPEG: common png in TensorFlow, others in Pillow.
 
@@ -126,7 +126,7 @@ def _by_pillow(encoded, function, dtype, shape):
   return tf.ensure_shape(found, shape)
 
 
-@reading.traced
+@image_files.traced
 def shape_of(encoded):
   """Returns height and width of an encoded image, int64 [2], from its header.
 
@@ -152,7 +152,7 @@ def shape_of(encoded):
   return tf.ensure_shape(shape, [2])
 
 
-@reading.traced
+@image_files.traced
 def bounded(encoded, limit: int):
   """Returns the content of an image file, a string scalar, as it is.
 
@@ -198,12 +198,12 @@ def why_broken(path: bytes, max_pixels: int, size=None) -> str:
   that the image must have, if any.
   """
   try:
-    encoded = reading.read_file(path)
+    encoded = image_files.read_file(path)
     if not encoded:
       return 'zero bytes'
     shape, _ = _try(tf.constant(encoded), tf.constant(max_pixels, tf.int64))
   except (*DECODE_ERRORS, FileNotFoundError) as e:
-    return reading.first_line(e)
+    return image_files.first_line(e)
   shape = shape.numpy().tolist()
   expected = shape if size is None else [int(x) for x in size]
   if shape == expected:

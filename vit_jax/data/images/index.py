@@ -21,8 +21,8 @@ from absl import logging
 from etils import epath
 import numpy as np
 
-from vit_jax import cli
-from vit_jax.data.images import reading
+from vit_jax import console
+from vit_jax.data.images import image_files
 from vit_jax.distributed import files
 
 # Status of a file: not checked; was decoded; cannot be decoded.
@@ -119,7 +119,7 @@ class Index:
     reasons = self.facts['broken']
 
     def look(path):
-      stamp = reading.stamp(path)
+      stamp = image_files.stamp(path)
       return why(path, max_pixels), stamp
 
     saved = time.monotonic()
@@ -135,7 +135,7 @@ class Index:
         saved = time.monotonic()
         pause = max(_SAVE_EVERY, 10 * (saved - began))
         done = np.searchsorted(rows, block[-1], side='right')
-        cli.say(f'Checked and saved {done:,} of {len(rows):,} images.')
+        console.say(f'Checked and saved {done:,} of {len(rows):,} images.')
     if len(rows):
       self.path = None
     return len(rows) > 0
@@ -149,7 +149,7 @@ class Index:
   def look_again(self, rows):
     """Resets the status of broken files that have changed since their check."""
     for row in np.unique(rows[self.status[rows] == BROKEN]).tolist():
-      if reading.stamp(self.paths([row])[0]) != self.stamps[row]:
+      if image_files.stamp(self.paths([row])[0]) != self.stamps[row]:
         self.status[row] = UNKNOWN
         self.facts['broken'].pop(str(row), None)
         self.path = None
@@ -178,7 +178,7 @@ class Index:
     if not compare:
       self.stamps[mine] = old.stamps[theirs]
     else:
-      for block, stamps in self._each(mine, reading.stamp, 'Comparing images'):
+      for block, stamps in self._each(mine, image_files.stamp, 'Comparing images'):
         self.stamps[block] = stamps
     same = (self.stamps[mine] == old.stamps[theirs]) & (self.stamps[mine] > 0)
     mine, theirs = mine[same], theirs[same]
@@ -193,7 +193,7 @@ class Index:
 
   def _each(self, rows, function, title):
     """Yields (rows, results of function(path)), block by block."""
-    local = reading.is_local(self.top)
+    local = image_files.is_local(self.top)
     threads = _THREADS if local else REMOTE_THREADS
     some = -(-_BLOCK // (8 * threads))
 
@@ -202,7 +202,7 @@ class Index:
 
     with (
       concurrent.futures.ThreadPoolExecutor(threads) as pool,
-      cli.bar(
+      console.bar(
         desc=title, total=len(rows), delay=3, leave=False, unit=' images'
       ) as bar,
     ):
@@ -238,7 +238,7 @@ class Index:
 
     The data set in `root` may have been moved since the file was written.
     """
-    content = reading.read_file(path)
+    content = image_files.read_file(path)
     try:
       with np.load(io.BytesIO(content), allow_pickle=False) as found:
         facts = json.loads(found['facts'].tobytes())
@@ -262,12 +262,12 @@ class Index:
 
     Always True for a remote folder, where a change cannot be detected.
     """
-    if not reading.is_local(self.top):
+    if not image_files.is_local(self.top):
       return True
     folders = self.facts['times']
     paths = [os.path.join(self.top, folder) for folder in folders]
     with concurrent.futures.ThreadPoolExecutor(REMOTE_THREADS) as pool:
-      return list(pool.map(reading.time_of, paths)) == list(folders.values())
+      return list(pool.map(image_files.time_of, paths)) == list(folders.values())
 
 
 class Paths(Sequence):
@@ -286,7 +286,7 @@ class Paths(Sequence):
       return [self[j] for j in range(*i.indices(len(self)))]
     if not -len(self) <= i < len(self):
       raise IndexError(i)
-    return reading.display(self.encoded([i % len(self)])[0])
+    return image_files.display(self.encoded([i % len(self)])[0])
 
   def encoded(self, numbers) -> np.ndarray:
     """Returns the paths of some images, as an array of bytes objects."""

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 
 # Decoding at 1 / each of these sizes is cheaper than decoding in full.
 RATIOS = (1, 2, 4, 8)
@@ -18,7 +18,7 @@ def ratio(shape, size):
   return tf.reduce_max([tf.where(times >= r, r, 1) for r in RATIOS])
 
 
-@reading.traced
+@image_files.traced
 def decode(encoded, ratio=None, window=None):
   """Decodes a JPEG to uint8 [height, width, 3]; DECODE_ERRORS, see images.py.
 

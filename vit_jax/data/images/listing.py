@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.data.images import index as index_lib
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 
 EXTENSIONS = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif')
 _ENDINGS = tuple(ending.encode() for ending in EXTENSIONS)
@@ -35,11 +35,11 @@ _TICK = 2.0
 def list_folder(root: str, base: str) -> index_lib.Index:
   """Lists the images of a split; an OSError names a folder that is closed."""
   top = os.path.join(root, base)
-  local = reading.is_local(top)
+  local = image_files.is_local(top)
   level, found = [b''], []
   with (
     concurrent.futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool,
-    cli.bar(desc='Listing images', delay=3, leave=False, unit=' images') as bar,
+    console.bar(desc='Listing images', delay=3, leave=False, unit=' images') as bar,
   ):
     while level:
       pieces = pool.map(lambda name: _scan(top, name, local), level)
@@ -53,7 +53,7 @@ def list_folder(root: str, base: str) -> index_lib.Index:
   others = [other for piece in found for other in piece.others]
   ignored = sum(piece.ignored for piece in found)
   bare = [
-    reading.display(piece.name)
+    image_files.display(piece.name)
     for piece in found
     if not piece.count and (piece.ignored or piece.inner)
     if piece.name and b'/' not in piece.name
@@ -61,7 +61,7 @@ def list_folder(root: str, base: str) -> index_lib.Index:
   facts = {
     'listed': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
     'times': {os.fsdecode(piece.name): piece.time for piece in found},
-    'ignored': [ignored, *map(reading.display, others[:1])],
+    'ignored': [ignored, *map(image_files.display, others[:1])],
     'bare': bare,
     'broken': {},
   }
@@ -93,7 +93,7 @@ def _scan(top, name, local) -> _Piece:
   """Lists one folder."""
   path = os.path.join(os.fsencode(top), name) if name else os.fsencode(top)
   listing = _local_entries if local else _remote_entries
-  changed = reading.time_of(path) if local else 0
+  changed = image_files.time_of(path) if local else 0
   if local and time.time() - changed / 1e9 < _TICK:
     changed = -2  # A later change could go unnoticed.
   prefix = name + b'/' if name else b''
@@ -116,7 +116,7 @@ def _scan(top, name, local) -> _Piece:
         others.append(entry)
     return sorted(found), sorted(inner), others
 
-  found, inner, others = reading.retried(path, look)
+  found, inner, others = image_files.retried(path, look)
   return _Piece(
     name=name,
     time=changed,
@@ -190,7 +190,7 @@ def expand(paths: Sequence[str]) -> list[str]:
 def _listed(path) -> list[str]:
   """Returns the paths in a list, see `expand`."""
   found = []
-  lines = reading.read_file(path).decode().splitlines()
+  lines = image_files.read_file(path).decode().splitlines()
   for number, line in enumerate(lines, 1):
     if not line.strip():
       continue

@@ -20,7 +20,7 @@ from PIL import Image
 from PIL import JpegImagePlugin
 import tensorflow as tf
 
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 
 # Orientation - 1 -> which axes (y, x) to reverse. Rows and columns of 5 to 8 are
 # swapped first.
@@ -29,7 +29,7 @@ _REVERSED = (
 ) * 2  # fmt: skip
 
 
-@reading.traced
+@image_files.traced
 def read(encoded):
   """Returns the orientation in a file of any format, int32 scalar; or 1."""
 
@@ -43,7 +43,7 @@ def read(encoded):
   return tf.cond(may_have, look, lambda: tf.constant(1))
 
 
-@reading.traced
+@image_files.traced
 def as_stored(encoded):
   """Hides the EXIF data of a file, whose pixels then stay as they are stored."""
   return _renamed(encoded, 'noNe')  # Of a chunk that PNG's readers skip.

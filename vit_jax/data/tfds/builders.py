@@ -7,7 +7,7 @@ from google.protobuf import json_format
 import jax
 import tensorflow_datasets as tfds
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.data.tfds import registry
 from vit_jax.distributed import processes
 
@@ -98,4 +98,4 @@ def how_to_get(config, builder) -> str:
       + f' The manual_dir is {folder} (config.tfds_manual_dir).'
     )  # fmt: skip
   size = sum(info.size for info in (builder.url_infos or {}).values())
-  return f'TFDS can download it, {cli.size(size)}.'
+  return f'TFDS can download it, {console.size(size)}.'

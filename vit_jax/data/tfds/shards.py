@@ -17,11 +17,11 @@ from array_record.python import array_record_module
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.data import records
 from vit_jax.data.images import index as index_lib
 from vit_jax.data.images import orientation
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 from vit_jax.data.tfds import parsing
 
 _RECORD = 'record'  # Feature of `lookup`, which `read` parses.
@@ -46,7 +46,7 @@ class ShardSource(records.Source, abc.ABC):
     self._files = [None] * len(files)
     _allow_open_files(len(files))
     self._pool = None
-    if not all(map(reading.is_local, self.paths)):
+    if not all(map(image_files.is_local, self.paths)):
       self._pool = futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS)
     super().__init__(int(self._ends[-1]), reader.features, reader.names)
     self.chunk = records.chunk(self.num_examples, record_bytes)
@@ -153,7 +153,7 @@ def each(function: Callable, paths: Sequence[str], title: str) -> list:
   with futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool:
     found = pool.map(lambda path: attempted(path, function), paths)
     return list(
-      cli.bar(
+      console.bar(
         iterable=found, total=len(paths), delay=3, desc=title, leave=False,
         unit=' files',
       )
@@ -171,9 +171,9 @@ def _allow_open_files(count: int):
 
 
 def attempted(path: str, function: Callable):
-  """Calls function(path), see reading.retried."""
+  """Calls function(path), see image_files.retried."""
   try:
-    return reading.retried(path, function)
+    return image_files.retried(path, function)
   except FileNotFoundError as e:
     raise FileNotFoundError(
       f"'{path}' is missing, but dataset_info.json counts it: {REMEDY}"
@@ -194,7 +194,7 @@ def _named(path):
   try:
     yield
   except (RuntimeError, IndexError) as e:
-    reason = reading.first_line(e)
+    reason = image_files.first_line(e)
     if 'No such file' in reason:
       raise FileNotFoundError(errno.ENOENT, reason) from e
     if any(word in reason for word in _LASTING):

@@ -29,9 +29,9 @@ from jax.experimental import multihost_utils
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.data.images import index as index_lib
-from vit_jax.data.images import reading
+from vit_jax.data.images import image_files
 from vit_jax.data.tfds import parsing
 from vit_jax.data.tfds import shards
 from vit_jax.distributed import processes
@@ -58,7 +58,7 @@ class TfRecordSource(shards.ShardSource):
     self._offsets = offsets(self.paths, counts)
 
   def open_file(self, path):
-    return _local(path) if reading.is_local(path) else _remote(path)
+    return _local(path) if image_files.is_local(path) else _remote(path)
 
   def read_file(self, file, shard, places):
     ends, path = self._offsets[shard], self.paths[shard]
@@ -126,7 +126,7 @@ def _remote(path: str) -> Callable[[int, int], bytes]:
 def _scan(path: str, size: int, count: int) -> list[int]:
   """Reads the headers of a file; returns the lengths of its records."""
   found, begin = [], 0
-  is_local = reading.is_local(path)
+  is_local = image_files.is_local(path)
   # A file in a bucket is read in large blocks, from begin to end.
   with (
     open(path, 'rb', 0) if is_local else tf.io.gfile.GFile(path, 'rb') as file
@@ -171,7 +171,7 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
   stored, stamps = {}, []
 
   def lacking():
-    stamps[:] = shards.each(reading.size_and_time, paths, 'Looking at files')
+    stamps[:] = shards.each(image_files.size_and_time, paths, 'Looking at files')
     for place in _places(folder):
       stored.update(_load(place))
     rows = [stored.get(name, np.zeros(0)) for name in names]
@@ -233,7 +233,7 @@ def _places(folder: str) -> list[str]:
   key = index_lib.digest([folder.encode()])[:16]
   return [
     os.path.join(folder, _FILE),
-    str(cli.cache_folder() / 'tfrecords' / f'{key}.npz'),
+    str(console.cache_folder() / 'tfrecords' / f'{key}.npz'),
   ]
 
 
@@ -255,7 +255,7 @@ def _save(folder: str, stored: dict):
     "The offsets of the records in '%s' cannot be stored, and every start reads "
     'them anew: %s',
     folder,
-    reading.first_line(error),
+    image_files.first_line(error),
   )
 
 

@@ -21,22 +21,22 @@ import tensorflow as tf
 from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax import preprocess
-from vit_jax.augmentation import canvases
-from vit_jax.augmentation import geometry
+from vit_jax.data.augmentation import canvases
+from vit_jax.data.augmentation import geometry
 from vit_jax.configs import models as model_configs
 from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
 from vit_jax.evaluators import means
-from vit_jax.figures import captions
+from vit_jax.figures import grids
 from vit_jax.learning import optim
 from vit_jax.run import config as run_config
 from vit_jax.tasks import base
 from vit_jax.tasks.detection import average_precision as ap
 from vit_jax.tasks.detection import boxes as boxes_lib
 from vit_jax.tasks.detection import detectors
-from vit_jax.tasks.detection import drawing
+from vit_jax.tasks.detection import overlays
 from vit_jax.tasks.detection import figures
-from vit_jax.tasks.detection import looking
+from vit_jax.tasks.detection import attention_figures
 from vit_jax.weights import fitting
 
 _ROUNDING = 1e-3  # Share of an image by which a box may reach beyond it.
@@ -452,7 +452,7 @@ class Task(base.Task):
     return {'loss': ((each * batch['mask']).sum(), batch['mask'].sum())}
 
   def check_points(self, points):
-    return looking.check_points(points)
+    return attention_figures.check_points(points)
 
   def evaluators(self, mesh, split, open_split):
     """Returns the mean of the loss, and COCO's average precision."""
@@ -483,20 +483,20 @@ class Task(base.Task):
     # Factors from shares of the images to shares of their canvases, [B, 4].
     filled = np.asarray(boxes_lib.filled(batch))[:, [1, 0, 1, 0]]
     drawn = []
-    for i, image in enumerate(captions.to_pixels(batch['image'])):
+    for i, image in enumerate(grids.to_pixels(batch['image'])):
       exists = batch['label'][i] >= 0
       kept = found['scores'][i] >= detectors.THRESHOLD
       names = [self.class_names[k] for k in batch['label'][i][exists]]
       truth = batch['truth'][i][exists] * filled[i]
-      drawn.append(drawing.draw(image, truth, names))
+      drawn.append(overlays.draw(image, truth, names))
       names = [
         f'{self.class_names[k]} {100 * score:.0f}'
         for k, score in zip(found['labels'][i][kept], found['scores'][i][kept])
       ]
       boxes = found['boxes'][i][kept] * filled[i]
-      drawn.append(drawing.draw(image, boxes, names))
+      drawn.append(overlays.draw(image, boxes, names))
     titles = 2 * ('objects', 'detected')
-    picture = captions.grid(np.stack(drawn), titles=titles, most=_MOST)
+    picture = grids.grid(np.stack(drawn), titles=titles, most=_MOST)
     return {'detections': picture}
 
 

@@ -13,7 +13,7 @@ from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.inference import tables
-from vit_jax.tasks.detection import drawing
+from vit_jax.tasks.detection import overlays
 from vit_jax.tasks.detection import segments as segments_lib
 
 THRESHOLD = 0.7  # Least score of an object that is shown.
@@ -139,7 +139,7 @@ class Detector(predictor_lib.Predictor):
         image = preprocess.from_user(path, images_lib.decode).numpy()
         drawn.append(self.draw(image, numbers, found))
     if drawn:
-      drawing.save(drawn, args.out)
+      overlays.save(drawn, args.out)
       lines.append(f'picture: {args.out}')
     return lines
 
@@ -149,7 +149,7 @@ class Detector(predictor_lib.Predictor):
   def draw(self, image, _, found):
     """Draws what `make` returns on an image, uint8 [H, W, 3]."""
     size = np.array(image.shape[1::-1] * 2)  # width, height, width, height.
-    return drawing.draw(
+    return overlays.draw(
       image,
       [np.array(box) / size for _, _, box in found],
       [f'{name} {100 * score:.0f}' for name, score, _ in found],
@@ -218,7 +218,7 @@ class Segmenter(Detector):
 
   def draw(self, image, numbers, found):
     """Draws what `make` returns for this size of an image, uint8 [H, W, 3]."""
-    return drawing.overlay(image, numbers, [name for name, *_ in found])
+    return overlays.overlay(image, numbers, [name for name, *_ in found])
 
   def page(self):
     """Shows segments above a score."""

@@ -1,7 +1,7 @@
 """Draws what a detector attends to, and where the boxes of its queries lie.
 
 As figures 3, 6 and 7 of arXiv 2005.12872; the arrays come from
-vit_jax/tasks/detection/looking.py. Each function returns a matplotlib Figure, see
+vit_jax/tasks/detection/attention_figures.py. Each function returns a matplotlib Figure, see
 vit_jax/figures/drawing.py.
 """
 
@@ -14,28 +14,28 @@ from vit_jax.figures import colors
 from vit_jax.figures import drawing
 from vit_jax.figures import gallery
 from vit_jax.tasks.detection import detectors
-from vit_jax.tasks.detection import looking
+from vit_jax.tasks.detection import attention_figures
 
 MOST = 4  # Maximum number of images, points and objects of a figure.
 _ROWS = 5  # Panels below each other in the figure of the queries.
 _PANELS = 20
 _KINDS = (
-  (looking.SMALL, 'small', colors.GREEN),
-  (looking.WIDE, 'large, wide', colors.VERMILION),
-  (looking.TALL, 'large, tall', colors.BLUE),
+  (attention_figures.SMALL, 'small', colors.GREEN),
+  (attention_figures.WIDE, 'large, wide', colors.VERMILION),
+  (attention_figures.TALL, 'large, tall', colors.BLUE),
 )
 _MARK = dict(marker='o', markersize=11, color='white', mec='black', mew=1.5)
 
 
-def _best(seen: looking.Seen) -> list[np.ndarray]:
+def _best(seen: attention_figures.Seen) -> list[np.ndarray]:
   """Returns the queries of each image that detect an object, the best first."""
   return [
-    looking.best_queries(seen, i, detectors.THRESHOLD, MOST)
+    attention_figures.best_queries(seen, i, detectors.THRESHOLD, MOST)
     for i in range(len(seen.boxes))
   ]
 
 
-def _centres(seen: looking.Seen) -> list[np.ndarray]:
+def _centres(seen: attention_figures.Seen) -> list[np.ndarray]:
   """Returns the centres of the best boxes of each image, float [P, 2]."""
   return [
     boxes[best].clip(0, 1).reshape(-1, 2, 2).mean(axis=1)
@@ -45,7 +45,7 @@ def _centres(seen: looking.Seen) -> list[np.ndarray]:
 
 @drawing.styled
 def encoder_attention(
-  images, seen: looking.Seen, names: Sequence[str], points=None
+  images, seen: attention_figures.Seen, names: Sequence[str], points=None
 ):
   """Draws the encoder's self-attention of points over images (figure 3).
 
@@ -56,8 +56,8 @@ def encoder_attention(
   columns = 1 + max(map(len, given))
   fig, grid = _grid(images, seen, columns, 'Self-attention of the encoder')
   for i, (row, marks) in enumerate(zip(grid, given)):
-    one = looking.Seen(*(x[i : i + 1] for x in seen))
-    maps = looking.at_points(one, np.asarray(marks)[None])[0]  # [P, h, w]
+    one = attention_figures.Seen(*(x[i : i + 1] for x in seen))
+    maps = attention_figures.at_points(one, np.asarray(marks)[None])[0]  # [P, h, w]
     picture = _picture(images[i], seen.filled[i])
     size = picture.shape[1::-1]
     row[0].imshow(picture)
@@ -78,7 +78,7 @@ def encoder_attention(
 @drawing.styled
 def query_attention(
   images,
-  seen: looking.Seen,
+  seen: attention_figures.Seen,
   names: Sequence[str],
   class_names: Sequence[str],
 ):
@@ -113,7 +113,7 @@ def query_boxes(boxes: np.ndarray):
   """Draws the centres of the boxes of queries over a data set (figure 7).
 
   A panel for each of the first 20 queries, the unit square that stands for all
-  images. For the boxes [n, Q, 4] see looking.query_boxes.
+  images. For the boxes [n, Q, 4] see attention_figures.query_boxes.
   """
   count, queries = boxes.shape[:2]
   shown = min(queries, _PANELS)
@@ -124,7 +124,7 @@ def query_boxes(boxes: np.ndarray):
     f'Boxes of {shown} of {queries} queries in {count:,} images',
     width=max(8.0, 1.75 * columns),
   )
-  kinds = looking.kinds(boxes)
+  kinds = attention_figures.kinds(boxes)
   grid = fig.subplots(rows, columns, squeeze=False)
   size = float(np.clip(4_000 / max(1, count), 1, 16))
   for axes in grid.flat:
@@ -184,16 +184,16 @@ def _draw_box(axes, box, picture, colour):
 # --- The figures in the gallery; `subject` is a vit_jax.figures.results.Subject ---
 
 
-def _look(subject) -> looking.Seen:
+def _look(subject) -> attention_figures.Seen:
   model = subject.model
-  return looking.look(model.task, model.params, model.extra, subject.batch)
+  return attention_figures.look(model.task, model.params, model.extra, subject.batch)
 
 
 def _draw_boxes(subject):
   model = subject.model
   mesh = sharding.mesh_of(model.params)
   state = model.params, model.extra
-  found = looking.query_boxes(model.task, mesh, subject.source, *state)
+  found = attention_figures.query_boxes(model.task, mesh, subject.source, *state)
   return [query_boxes(found)]
 
 
@@ -203,7 +203,7 @@ def _pages(subject):
   for part in gallery.pages(subject, MOST):
     yield (
       subject.batch['image'][part],
-      looking.Seen(*(x[part] for x in seen)),
+      attention_figures.Seen(*(x[part] for x in seen)),
       subject.names[part],
     )
 

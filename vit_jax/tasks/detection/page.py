@@ -7,11 +7,11 @@ import gradio as gr
 import jax
 import numpy as np
 
-from vit_jax.figures import captions
+from vit_jax.figures import grids
 from vit_jax.figures import drawing as figures_drawing
 from vit_jax.inference import demo
-from vit_jax.tasks.detection import drawing
-from vit_jax.tasks.detection import looking
+from vit_jax.tasks.detection import overlays
+from vit_jax.tasks.detection import attention_figures
 
 
 def of_objects(model):
@@ -22,7 +22,7 @@ def of_objects(model):
 
   @jax.jit
   def look(*args):
-    seen = looking.look_at(model.task, *args)._asdict()
+    seen = attention_figures.look_at(model.task, *args)._asdict()
     del seen['encoder']  # That takes much memory.
     return seen
 
@@ -45,7 +45,7 @@ def of_objects(model):
     over = figures_drawing.overlay(
       pixels / np.float32(255), seen['decoder'][query], seen['filled']
     )
-    drawn = captions.to_pixels(2 * over - 1)
+    drawn = grids.to_pixels(2 * over - 1)
     return model.draw(drawn, None, objects[number : number + 1])
 
   picture.select(click, [found, threshold], attention)
@@ -90,7 +90,7 @@ def _page(model, compute, make):
     ((_, inputs, results),) = model.stream(
       [photo.path], compute, how.keep, how.parts
     )
-    pixels = drawing.enlarged(photo.pixels)
+    pixels = overlays.enlarged(photo.pixels)
     # Boxes and maps are then those of the picture.
     inputs = {**inputs, 'size': np.array(pixels.shape[:2])}
     kept = pixels, inputs, results

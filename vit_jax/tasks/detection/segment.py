@@ -21,16 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from vit_jax.augmentation import canvases
-from vit_jax.augmentation import geometry
+from vit_jax.data.augmentation import canvases
+from vit_jax.data.augmentation import geometry
 from vit_jax.configs import schema
 from vit_jax.data.coco import panoptic
-from vit_jax.figures import captions
+from vit_jax.figures import grids
 from vit_jax.tasks.detection import boxes as boxes_lib
 from vit_jax.tasks.detection import detect
 from vit_jax.tasks.detection import detectors
-from vit_jax.tasks.detection import drawing
-from vit_jax.tasks.detection import masks as masks_lib
+from vit_jax.tasks.detection import overlays
+from vit_jax.tasks.detection import mask_losses as masks_lib
 from vit_jax.tasks.detection import panoptic_quality as pq
 from vit_jax.tasks.detection import segments as segments_lib
 
@@ -202,20 +202,20 @@ class Task(detect.Task):
       return drawn
     found = jax.device_get(self.masks(outputs, batch))
     pictures = []
-    for i, image in enumerate(captions.to_pixels(batch['image'])):
+    for i, image in enumerate(grids.to_pixels(batch['image'])):
       names = [self.class_names[k] for k in batch['class'][i]]
       truth = names[: batch['count'][i]]
-      pictures.append(drawing.overlay(image, batch['segments'][i], truth))
+      pictures.append(overlays.overlay(image, batch['segments'][i], truth))
       size = np.round(image.shape[:2] * found['extent'][i]).astype(int)
       made = self.assemble(found, i, tuple(size))
       numbers = np.zeros(image.shape[:2], np.int32)
       numbers[: size[0], : size[1]] = made.numbers
       names = [self.class_names[k] for k in made.labels]
-      pictures.append(drawing.overlay(image, numbers, names))
+      pictures.append(overlays.overlay(image, numbers, names))
     titles = 2 * ('segments', 'predicted')
     return {
       **drawn,
-      'segments': captions.grid(np.stack(pictures), titles=titles),
+      'segments': grids.grid(np.stack(pictures), titles=titles),
     }
 
   def assemble(self, found, row, size, **kwargs) -> segments_lib.Segments:

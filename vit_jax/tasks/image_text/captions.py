@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.distributed import processes
-from vit_jax.texts import tokenizers
+from vit_jax.data.texts import tokenizers
 
 # Features that may hold the text of an image, or several, in the order in which
 # they are looked for; `captions/text` is that of COCO in TFDS.
@@ -47,7 +47,7 @@ def read(source, most: int = _MOST) -> Iterator[list[str]]:
   count = min(source.num_examples, most)
   texts = lambda index: of(source.read(source.record(index)))
   data = tf.data.Dataset.range(count).map(texts, num_parallel_calls=2)
-  with cli.bar(total=count, desc='Reading texts', delay=3) as bar:
+  with console.bar(total=count, desc='Reading texts', delay=3) as bar:
     for found in data:
       yield [text.decode() for text in found.numpy()]
       bar.update()

@@ -30,18 +30,18 @@ from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax import preprocess
 from vit_jax.configs import schema
-from vit_jax.figures import captions as captions_lib
+from vit_jax.figures import grids as captions_lib
 from vit_jax.layers import text_towers
 from vit_jax.learning import optim
 from vit_jax.tasks import base
 from vit_jax.tasks.image_text import captions
 from vit_jax.tasks.image_text import contrastive
-from vit_jax.tasks.image_text import drawing
+from vit_jax.tasks.image_text import similarity_plots
 from vit_jax.tasks.image_text import precomputed
 from vit_jax.tasks.image_text import predicting
 from vit_jax.tasks.image_text import zero_shot
-from vit_jax.texts import templates as templates_lib
-from vit_jax.texts import tokenizers
+from vit_jax.data.texts import templates as templates_lib
+from vit_jax.data.texts import tokenizers
 
 
 class Task(base.Task):
@@ -316,7 +316,7 @@ class Task(base.Task):
     found = self._draw('test_images', batch)
     if 'tokens' in batch:
       words = self.texts_of(batch['tokens'])
-      found['similarities'] = drawing.matrix(batch['image'], words, outputs)
+      found['similarities'] = similarity_plots.matrix(batch['image'], words, outputs)
     return found
 
   def captions_of(self, batch, outputs=None):

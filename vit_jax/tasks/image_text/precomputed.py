@@ -13,7 +13,7 @@ import google_crc32c
 import jax
 import numpy as np
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import input_pipeline
 from vit_jax.data import records
 from vit_jax.data.images import index as index_lib
@@ -141,5 +141,5 @@ def _write(task, params, extra, source, mesh, path, made_of, stop):
     return True
 
   processes.from_first('writing the embeddings', finish)
-  size = cli.size(os.path.getsize(path))
-  cli.say(f'The embeddings of {total:,} images are in {path} ({size}).')
+  size = console.size(os.path.getsize(path))
+  console.say(f'The embeddings of {total:,} images are in {path} ({size}).')

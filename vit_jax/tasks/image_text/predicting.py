@@ -14,16 +14,16 @@ from etils import epath
 import numpy as np
 from scipy import special
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
 from vit_jax.distributed import files
 from vit_jax.distributed import sharding
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.inference import tables
-from vit_jax.tasks.image_text import drawing
+from vit_jax.tasks.image_text import similarity_plots
 from vit_jax.tasks.image_text import zero_shot
-from vit_jax.texts import templates as templates_lib
+from vit_jax.data.texts import templates as templates_lib
 
 _SHOWN = 5  # Texts on a page.
 
@@ -163,7 +163,7 @@ class Predictor(predictor_lib.Predictor):
     types = {'text': str, 'embedding': (float, len(rows[0]['embedding']))}
     with files.replacing(epath.Path(args.out)) as file:
       file.write(tables.encode(rows, types, epath.Path(args.out).suffix))
-    cli.say(f"'{args.out}': {len(rows):,} texts")
+    console.say(f"'{args.out}': {len(rows):,} texts")
 
   def report(self, images, args):
     """Yields the path of each image, then the texts that fit it best as lines.
@@ -179,7 +179,7 @@ class Predictor(predictor_lib.Predictor):
     if args.out:
       inputs, zimg = self.run(images, keep=('image',))
       logits = self._logits(zimg, embeddings)
-      picture = drawing.matrix(inputs['image'], words, logits)
+      picture = similarity_plots.matrix(inputs['image'], words, logits)
       epath.Path(args.out).write_bytes(images_lib.encode_png(picture))
       yield f'The similarities are drawn in {args.out}.'
 

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import means
 from vit_jax.inference import engine
 from vit_jax.tasks.image_text import captions
-from vit_jax.texts import templates as templates_lib
+from vit_jax.data.texts import templates as templates_lib
 
 TOP = (1, 5)
 RECALLS = (1, 5, 10)
@@ -63,7 +63,7 @@ class Embedder:
     size = min(_TEXTS, 1 << max(0, len(texts) - 1).bit_length())
     size = -(-size // shards) * shards
     found = []
-    with cli.bar(
+    with console.bar(
       total=len(texts), desc='Embedding texts', delay=3, leave=False
     ) as bar:
       for begin in range(0, len(texts), size):

@@ -9,7 +9,7 @@ Both are measured in bits a dimension on test images.
 
 import numpy as np
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.inference import engine
 
 
@@ -77,7 +77,7 @@ class Counting:
       found.append(colors['colors'].reshape(-1, *task.image_size))
     by_position = position_bits(*found, len(task.palette))
     by_context = context_bits(*found, len(task.palette))
-    cli.say(
+    console.say(
       f'Bits a dimension of models that count: {by_position:.4f} by the colours '
       f'at each position, {by_context:.4f} given the left and the upper pixel.'
     )

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from sklearn import cluster
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax.configs import schema
 from vit_jax.distributed import processes
 from vit_jax.weights import fetch
@@ -72,7 +72,7 @@ def fit(pixels: np.ndarray, num_colors: int, seed: int = 0) -> np.ndarray:
   # The first step chooses the colours to start from.
   size = max(_BATCH, 3 * num_colors)
   starts = _PASSES * list(range(0, max(1, len(pixels) - size + 1), size))
-  with cli.bar(
+  with console.bar(
     total=len(starts), desc='Finding a palette', delay=3, leave=False
   ) as bar:
     for start in starts:

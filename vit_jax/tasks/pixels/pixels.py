@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax import cli
+from vit_jax import console
 from vit_jax import input_pipeline
 from vit_jax import models
 from vit_jax import models_igpt
@@ -32,7 +32,7 @@ from vit_jax.configs import schema
 from vit_jax.data import feeding
 from vit_jax.data import order
 from vit_jax.distributed import processes
-from vit_jax.figures import captions
+from vit_jax.figures import grids
 from vit_jax.tasks import base
 from vit_jax.tasks.pixels import counting
 from vit_jax.tasks.pixels import palette as palette_lib
@@ -253,7 +253,7 @@ class Task(base.Task):
       rows = self.image_size[0] // 2
       return {
         'samples': sampling.draw(self.images(outputs['samples'])),
-        'completions': captions.beside(
+        'completions': grids.beside(
           {
             'image': truth,
             'cut': sampling.cut(truth, rows),
@@ -266,7 +266,7 @@ class Task(base.Task):
     )
     masked = outputs['counted'].reshape(truth.shape[:-1]) > 0
     return {
-      'masked_pixels': captions.beside(
+      'masked_pixels': grids.beside(
         {
           'image': truth,
           'masked': np.where(masked[..., None], 0.0, truth),
@@ -326,8 +326,8 @@ def _find_palette(config, source) -> np.ndarray:
   data = input_pipeline.train_dataset(config, source, example, rows)
   batches = feeding.read(data.take(steps), source, indices)
   num_colors = config.model.num_colors
-  cli.say(f'Finding a palette of {num_colors} colours in {count:,} images ...')
-  with cli.bar(
+  console.say(f'Finding a palette of {num_colors} colours in {count:,} images ...')
+  with console.bar(
     iterable=batches, total=steps, desc='Reading pixels', delay=3, leave=False
   ) as bar:
     pixels = palette_lib.sample(

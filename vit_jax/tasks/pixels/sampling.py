@@ -14,7 +14,7 @@ from vit_jax import models_igpt
 from vit_jax import preprocess
 from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
-from vit_jax.figures import captions
+from vit_jax.figures import grids
 from vit_jax.inference import engine
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.inference import tables
@@ -67,7 +67,7 @@ class Predictor(predictor_lib.Predictor):
       ValueError: if an argument is out of range, or the model predicts masked
         pixels (objective 'bert').
     """
-    return captions.to_pixels(self._sample(n, seed, temperature, top_k))
+    return grids.to_pixels(self._sample(n, seed, temperature, top_k))
 
   def _sample(self, n, seed=0, temperature=1.0, top_k=None):
     """Draws images, float32 [n, H, W, C]; see `sample`."""
@@ -101,7 +101,7 @@ class Predictor(predictor_lib.Predictor):
       ValueError: also if nothing is left to complete.
     """
     _, completed, _ = self._complete(images, rows, seed, temperature, top_k)
-    return captions.to_pixels(completed)
+    return grids.to_pixels(completed)
 
   def _complete(self, images, rows, seed=0, temperature=1.0, top_k=None):
     """Returns images [n, H, W, C] given and completed, and the rows kept [n]."""
@@ -190,7 +190,7 @@ class Predictor(predictor_lib.Predictor):
       lines = [f'{args.sample} sample(s): {args.out}']
     elif args.complete:
       given, completed, kept = self._complete(args.complete, args.rows, **how)
-      picture = captions.beside(
+      picture = grids.beside(
         {'given': cut(given, kept), 'completed': completed}
       )
       lines = [
@@ -230,8 +230,8 @@ class Predictor(predictor_lib.Predictor):
 def draw(images: np.ndarray) -> np.ndarray:
   """Draws samples, float [n, H, W, C] in [-1, 1], side by side."""
   across = min(_ACROSS, len(images))
-  return captions.grid(
-    captions.to_pixels(images), columns=across, most=captions.MOST
+  return grids.grid(
+    grids.to_pixels(images), columns=across, most=grids.MOST
   )
 
 

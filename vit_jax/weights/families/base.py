@@ -24,7 +24,7 @@ class Family(abc.ABC):
 
   `flat` are arrays by name, or by '/'-joined path in this package. A naming is
   one that `detect` returns: 'timm', 'hf', ... A `model` is a
-  vit_jax.weights.writing.Model, and `to` a format of vit_jax.convert.
+  vit_jax.weights.writing.Model, and `to` a format of vit_jax.weights.convert.
 
   Attributes:
     words: one of its models, in words.

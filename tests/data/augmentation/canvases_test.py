@@ -1,0 +1,278 @@
+"""Tests of images on canvases: sizes, draws, and what follows the image."""
+
+import fractions
+import io
+
+import numpy as np
+from PIL import Image
+import pytest
+import tensorflow as tf
+
+from vit_jax import preprocess
+from vit_jax.data.augmentation import canvases
+from vit_jax.data.augmentation import geometry
+from vit_jax.configs import common
+from vit_jax.configs import detr
+
+
+def pp(**kwargs):
+  """A config of canvases of 9 and 16 pixels."""
+  config = common.get_config().pp
+  fields = dict(
+    sides=(4, 6, 8, 9), eval_side=6, longest_side=15, canvases=2,
+    canvas_multiple=8, crop_sides=(), crop_range=(4, 8), flip=False,
+  )  # fmt: skip
+  with config.ignore_type():
+    config.update({**fields, **kwargs})
+  return config
+
+
+def seed(number):
+  return tf.constant((7, number), tf.int64)
+
+
+def png(pixels):
+  buffer = io.BytesIO()
+  Image.fromarray(pixels).save(buffer, 'PNG')
+  return buffer.getvalue()
+
+
+def trained(encoded, config):
+  """Returns a function from the number of a seed to an image and its geometry."""
+  graph = tf.function(
+    lambda key: preprocess.on_canvas_for_training(encoded, key, 0, config)
+  )
+  return lambda number: graph(seed(number))
+
+
+def noise(height, width):
+  rng = np.random.RandomState(0)
+  return rng.randint(0, 256, (height, width, 3)).astype(np.uint8)
+
+
+def test_the_published_lengths_lie_on_three_canvases():
+  found = canvases.groups(detr.get_config().pp)
+  assert found == (
+    ((480, 512, 544, 576), 959, (960, 960)),
+    ((608, 640, 672, 704), 1173, (1184, 1184)),
+    ((736, 768, 800), 1333, (1344, 1344)),
+  )
+  evaluated = canvases.evaluation(detr.get_config().pp)
+  assert evaluated == ((800,), 1333, (1344, 1344))
+  half = canvases.evaluation(detr.get_config().pp, 400)
+  assert half == ((400,), 666, (672, 672))
+
+
+@pytest.mark.parametrize(
+  'shape, side, want',
+  [
+    ((480, 640), 800, (800, 1066)),
+    ((640, 480), 480, (640, 480)),
+    ((427, 640), 800, (800, 1199)),
+    ((200, 640), 800, (417, 1334)),  # As wide as can be, and a pixel.
+    ((1, 640), 800, (2, 1280)),
+    ((1, 64_000), 800, (1, 64_000)),
+  ],
+)
+def test_the_ratio_of_height_to_width_is_kept(shape, side, want):
+  assert tuple(canvases.fitted(shape, side, 1333).numpy()) == want
+
+
+def published(height, width, side, longest):
+  """The rule of the released DETR, with whole numbers alone."""
+  least, most = min(height, width), max(height, width)
+  if most * side > longest * least:
+    side = round(fractions.Fraction(longest * least, most))
+  return tuple(side * x // least for x in (height, width))
+
+
+# Widths and heights that are frequent in COCO.
+USUAL = (
+  (640, 480), (480, 640), (640, 427), (427, 640), (640, 426), (426, 640),
+  (640, 425), (640, 428), (500, 375), (375, 500), (640, 360), (612, 612),
+  (640, 640), (500, 333), (333, 500),
+)  # fmt: skip
+
+
+def test_images_have_the_size_of_the_released_code():
+  shapes = np.array(USUAL)[:, ::-1]
+  # By the released code, run by hand.
+  assert published(480, 640, 800, 1333) == (800, 1066)
+  assert published(333, 500, 800, 1333) == (800, 1201)
+  for side in (800, *range(480, 801, 32), 400, 500, 600):
+    got = canvases.fitted(shapes, side, 1333).numpy()
+    want = [published(*shape, side, 1333) for shape in shapes.tolist()]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_the_smallest_canvas_of_an_image():
+  group = canvases.evaluation(detr.get_config().pp)
+  shapes = [(480, 640), (640, 480), (612, 612), (100, 900)]
+  found = canvases.smallest(shapes, group, 64)
+  assert found.tolist() == [[832, 1088], [1088, 832], [832, 832], [192, 1344]]
+  very_long = canvases.smallest([(1, 60_000), (60_000, 1)], group, 64)
+  assert very_long.tolist() == [[64, 1344], [1344, 64]]
+  exact = canvases.smallest(shapes, group, 1)
+  assert exact.tolist() == [[800, 1066], [1066, 800], [800, 800], [148, 1332]]
+
+
+def test_a_very_long_image_fits_the_square():
+  """Its longer side may be longer than `longest_side` by the published rule."""
+  config = pp(longest_side=16, eval_side=9)
+  pixels = noise(4, 150)
+  assert canvases.fitted((4, 150), 9, 16).numpy().tolist() == [1, 37]
+  inputs, drawn = preprocess.on_canvas_for_evaluation(
+    png(pixels), canvases.evaluation(config), config
+  )
+  assert inputs['image'].shape == (16, 16, 3)
+  assert drawn.size.numpy().tolist() == [1, 16]
+
+
+def test_each_length_is_drawn_equally_often():
+  config = detr.get_config().pp
+  config.crop_sides = ()
+
+  @tf.function
+  def draw(steps, run):
+    def one(step):
+      group = canvases.group_at(step, run, config)
+      key = tf.stack([tf.constant(0, tf.int64), step])
+      return group, canvases.sample((100, 160, 3), key, group, config).size
+
+    return tf.map_fn(one, steps, fn_output_signature=(tf.int32, tf.int32))
+
+  count = 1_100
+  steps = tf.range(count, dtype=tf.int64)
+  groups, sizes = (x.numpy() for x in draw(steps, 0))
+  found, counts = np.unique(sizes[:, 0], return_counts=True)
+  assert found.tolist() == list(range(480, 801, 32))
+  # Binomial: 100 of each, with a standard deviation of 9.5.
+  assert abs(counts - count / 11).max() < 4 * 9.5
+  for group, size in zip(groups, sizes):
+    assert size[0] in canvases.groups(config)[group].sides
+  # A draw depends on the step and the seed of the run, and on nothing else.
+  np.testing.assert_array_equal(draw(steps[500:600], 0)[0], groups[500:600])
+  assert (draw(steps, 1)[0].numpy() != groups).mean() > 0.5
+
+
+def test_an_image_lies_at_the_upper_left_of_its_canvas():
+  pixels = noise(6, 11)
+  group = canvases.evaluation(pp())
+  inputs, drawn = preprocess.on_canvas_for_evaluation(png(pixels), group, pp())
+  want = np.zeros((16, 16, 3))
+  want[:6, :11] = pixels / 127.5 - 1
+  np.testing.assert_allclose(inputs['image'], want, atol=1e-6)
+  real = np.zeros((16, 16), bool)
+  real[:6, :11] = True
+  np.testing.assert_array_equal(inputs['real'], real)
+  assert drawn.shape.numpy().tolist() == [6, 11]
+  with pytest.raises(tf.errors.InvalidArgumentError, match='another size than'):
+    preprocess.on_canvas_for_evaluation(
+      png(pixels), group._replace(canvas=(5, 16)), pp()
+    )
+
+
+def test_training_mirrors_half_of_the_images():
+  pixels = noise(9, 12)
+  config = pp(sides=(9,), canvases=1, flip=True, longest_side=12)
+  whole = pixels / 127.5 - 1
+  mirrored = 0
+  decode = trained(png(pixels), config)
+  for number in range(40):
+    inputs, drawn = decode(number)
+    image = inputs['image'].numpy()
+    assert image.shape == (16, 16, 3)
+    want = whole[:, ::-1] if drawn.flip else whole
+    np.testing.assert_allclose(image[:9, :12], want, atol=1e-6)
+    assert not image[9:].any()
+    assert not image[:, 12:].any()
+    mirrored += bool(drawn.flip)
+  assert 10 < mirrored < 30  # Four standard deviations: 7.4 to 32.6.
+
+
+def test_a_part_has_the_published_size_within_the_resized_image():
+  config = detr.get_config().pp
+  draw = tf.function(lambda key: canvases.sample((480, 640, 3), key, 2, config))
+  whole, widths = 0, []
+  for number in range(200):
+    drawn = draw(seed(number))
+    y, x, height, width = drawn.window.numpy()
+    size = drawn.size.numpy()
+    if (height, width) == (480, 640):
+      whole += 1
+      continue
+    assert min(y, x) >= 0
+    assert y + height <= 480
+    assert x + width <= 640
+    assert min(size) in (736, 768, 800) or max(size) == 1333
+    # The pixels of the original stay square, to within one pixel.
+    assert size[0] / size[1] == pytest.approx(height / width, rel=0.01)
+    widths.append(width)
+  assert 70 < whole < 130
+  # 384 of 800 pixels to all: the first resizing is to 600 x 800, 500 x 667 or
+  # 400 x 533 pixels, and at most 600 are left.
+  assert min(widths) >= 0.99 * 384 / 800 * 640
+  assert min(widths) < 0.55 * 640
+  assert max(widths) > 600
+
+
+def test_boxes_and_masks_follow_the_image():
+  box = (50, 60, 80, 110)
+  pixels = np.zeros((120, 160, 3), np.uint8)
+  pixels[50:80, 60:110] = 255
+  mask = pixels[None, ..., 0] // 255
+  config = pp(
+    sides=(80, 96), longest_side=160, crop_sides=(90, 110), canvases=1,
+    crop_range=(60, 100), flip=True,
+  )  # fmt: skip
+  shares = np.array([box], np.float32) / [120, 160, 120, 160]
+  seen = 0
+  decode = trained(png(pixels), config)
+  for number in range(25):
+    inputs, drawn = decode(number)
+    found, kept = geometry.to_boxes(shares, drawn)
+    if not kept[0]:
+      continue
+    seen += 1
+    size = drawn.size.numpy()
+    moved = found[0].numpy() * np.tile(size, 2)
+    for picture in (
+      inputs['image'].numpy()[..., 0] * inputs['real'].numpy() > 0,
+      canvases.pad(geometry.to_masks(mask, drawn), (160, 160), 1)[0].numpy(),
+    ):
+      y, x = np.nonzero(picture)
+      hull = (y.min(), x.min(), y.max() + 1, x.max() + 1)
+      np.testing.assert_allclose(moved, hull, atol=1.6)
+  assert seen > 15
+  # A box outside of the part is dropped, one at its edge is clipped.
+  drawn = geometry.whole((120, 160), tf.constant([40, 40]))._replace(
+    window=tf.constant([60, 80, 40, 40])
+  )
+  found, kept = geometry.to_boxes(
+    np.array([box, (0, 0, 59, 79)]) / [120, 160, 120, 160], drawn
+  )
+  assert kept.numpy().tolist() == [True, False]
+  np.testing.assert_allclose(found[0], [0, 0, 0.5, 0.75], atol=1e-6)
+
+
+def test_a_part_of_a_jpeg_is_that_of_the_whole_image():
+  """Crops are decoded alone, at a fraction of the size where that suffices."""
+  y, x = np.mgrid[:240, :320]
+  pixels = np.stack([y, x / 2, (y + x) / 3], -1).astype(np.uint8)
+  buffer = io.BytesIO()
+  Image.fromarray(pixels).save(buffer, 'JPEG', quality=98, subsampling=0)
+  config = pp(
+    sides=(40, 48), longest_side=80, crop_sides=(100,), crop_range=(60, 90),
+    canvases=1,
+  )  # fmt: skip
+  decode = trained(buffer.getvalue(), config)
+  for number in range(8):
+    inputs, drawn = decode(number)
+    want = geometry.fit(
+      geometry.crop(tf.constant(pixels), drawn.window),
+      drawn,
+      antialias=True,
+    )
+    height, width = drawn.size.numpy()
+    got = inputs['image'][:height, :width]
+    np.testing.assert_allclose(got, want, atol=0.06)

@@ -1,0 +1,207 @@
+"""Tests of mixup and CutMix against NumPy, on one device and on eight."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from scipy import stats
+
+from vit_jax.data.augmentation import mixing
+from vit_jax.distributed import sharding
+
+B, H, W, C = 16, 10, 12, 3
+
+
+def make_batch(seed=0):
+  rng = np.random.RandomState(seed)
+  labels = rng.rand(B, 5) * (rng.rand(B, 5) < 0.5)  # Any, not only one-hot.
+  return {
+    'image': rng.uniform(-1, 1, (B, H, W, C)).astype(np.float32),
+    'label': labels.astype(np.float32),
+    'position': np.arange(B),
+  }
+
+
+def mix(batch, number, mixup=0.0, cutmix=0.0):
+  function = functools.partial(mixing.mix, mixup=mixup, cutmix=cutmix)
+  return jax.tree.map(np.asarray, function(batch, jax.random.key(number)))
+
+
+def shares(got, batch):
+  """Returns the share [H, W] of each image that stayed, and that of the label.
+
+  Solved from all rows at once, which also says that they have one in common.
+  """
+
+  def solve(mixed, plain, axes):
+    partner = np.roll(plain, 1, axis=0).astype(np.float64)
+    way = plain - partner
+    share = ((mixed - partner) * way).sum(axes) / (way**2).sum(axes)
+    want = share[..., None] * plain + (1 - share[..., None]) * partner
+    np.testing.assert_allclose(mixed, want, atol=1e-5)
+    return share
+
+  pixels = solve(got['image'], batch['image'], (0, 3))
+  return pixels, solve(got['label'], batch['label'], (0, 1))
+
+
+def test_mixup_is_numpys():
+  batch = make_batch()
+  for number in range(10):
+    got = mix(batch, number, mixup=0.5)
+    pixels, label = shares(got, batch)
+    assert 0.5 <= label <= 1
+    np.testing.assert_allclose(pixels, label, atol=1e-5)
+    a = np.float32(label)
+    np.testing.assert_allclose(
+      got['image'][0], a * batch['image'][0] + (1 - a) * batch['image'][-1],
+      atol=1e-5,
+    )  # fmt: skip
+    np.testing.assert_allclose(
+      got['label'][3], a * batch['label'][3] + (1 - a) * batch['label'][2],
+      atol=1e-5,
+    )  # fmt: skip
+    np.testing.assert_array_equal(got['position'], np.arange(B))
+
+
+def test_cutmix_is_numpys():
+  batch = make_batch()
+  for number in range(40):
+    got = mix(batch, number, cutmix=1.0)
+    pixels, label = shares(got, batch)
+    inside = pixels < 0.5
+    np.testing.assert_allclose(pixels, 1 - inside, atol=1e-5)
+    np.testing.assert_allclose(label, 1 - inside.mean(), atol=1e-5)
+    # A rectangle of pixels, taken over exactly; all around is as it was.
+    want = batch['image'].copy()
+    if inside.any():
+      y, x = np.nonzero(inside)
+      box = np.s_[:, y.min() : y.max() + 1, x.min() : x.max() + 1]
+      want[box] = np.roll(batch['image'], 1, axis=0)[box]
+      assert inside[box[1:]].all()
+    np.testing.assert_array_equal(got['image'], want)
+
+
+@pytest.mark.parametrize('mixup, cutmix', [(0.2, 0), (0, 1.0), (0.8, 1.0)])
+def test_the_sum_of_labels_is_kept(mixup, cutmix):
+  batch = make_batch()
+  batch['label'] = np.eye(B, 7, dtype=np.float32) + np.eye(B, 7, -7)
+  batch['label'][14:, 3] = 1
+  for number in range(20):
+    got = mix(batch, number, mixup, cutmix)['label']
+    np.testing.assert_allclose(got.sum(-1), 1, atol=1e-6)
+    np.testing.assert_allclose(got.sum(0), batch['label'].sum(0), atol=1e-5)
+
+
+def draw(count, mixup, cutmix, size=(1, 1)):
+  """Labels' shares and boxes' pixels [count, *size] of many batches."""
+  image = np.stack([np.ones((*size, 1)), np.zeros((*size, 1))])
+  batch = {
+    'image': image.astype(np.float32),
+    'label': np.array([[1.0], [0.0]], np.float32),
+  }
+  got = jax.jit(
+    jax.vmap(lambda rng: mixing.mix(batch, rng, mixup=mixup, cutmix=cutmix))
+  )(jax.random.split(jax.random.key(1), count))
+  return np.asarray(got['label'][:, 0, 0]), np.asarray(
+    got['image'][:, 0, ..., 0]
+  )
+
+
+@pytest.mark.parametrize('p', [0.2, 0.5, 0.8, 1.0])
+def test_the_share_of_mixup_is_a_folded_beta(p):
+  label, _ = draw(2000, p, 0)
+  beta = stats.beta(p, p)
+  cdf = lambda a: np.where(a < 0.5, 0, beta.cdf(a) - beta.cdf(1 - a))
+  assert stats.kstest(label, cdf).pvalue > 0.01
+
+
+@pytest.mark.parametrize('p', [0.5, 1.0])
+def test_the_area_of_the_box_follows_from_a_beta(p):
+  height, width = 64, 96
+  label, pixels = draw(2000, 0, p, (height, width))
+  sides = []
+  for picture, share in zip(pixels, label, strict=True):
+    np.testing.assert_allclose(share, picture.mean(), atol=1e-6)
+    y = np.nonzero(picture == 0)[0]
+    # Boxes that the edge cuts are shorter: keep the sides of the others.
+    if len(y) and y.min() > 0 and y.max() < height - 1:
+      sides.append((np.ptp(y) + 1) / height)
+  # A side s = sqrt(1 - l) touches no edge at 1 - s of the middles.
+  s = np.linspace(0, 1, 4001)
+  density = 2 * s * stats.beta(p, p).pdf(np.clip(1 - s**2, 1e-6, 1 - 1e-6))
+  weight = np.cumsum(density * (1 - s))
+  cdf = lambda v: np.interp(v, s, weight / weight[-1])
+  grid = np.arange(1, height) / height
+  below = np.mean(np.array(sides)[:, None] <= grid, axis=0)
+  # Sides are whole pixels; those of none are not seen.
+  first = cdf(0.5 / height)
+  want = (cdf(grid + 0.5 / height) - first) / (1 - first)
+  assert np.abs(below - want).max() < 1.63 / np.sqrt(len(sides)) + 0.01
+
+
+def test_the_middle_of_the_box_is_any_pixel():
+  _, pixels = draw(4000, 0, 1.0, (8, 8))
+  covered = (pixels == 0).mean(axis=0)
+  # More often in the middle of the image, the same on either side of it.
+  np.testing.assert_allclose(covered, covered[::-1], atol=0.1)
+  np.testing.assert_allclose(covered, covered.T, atol=0.04)
+  assert covered.min() > 0.15
+  assert covered[3:5, 3:5].min() > covered[0, 0] + 0.1
+
+
+def test_one_of_the_two_is_drawn():
+  _, pixels = draw(1000, 1.0, 1.0, (6, 6))
+  cut = np.array([set(np.unique(picture)) <= {0, 1} for picture in pixels])
+  assert 450 < cut.sum() < 550
+  for picture in pixels[~cut]:
+    assert np.ptp(picture) == 0
+    assert 0.5 <= picture[0, 0] < 1
+
+
+def test_without_either_the_batch_is_left_alone():
+  batch = make_batch()
+  got = mix(batch, 0)
+  assert set(got) == set(batch)
+  for key, value in batch.items():
+    np.testing.assert_array_equal(got[key], value)
+
+
+@pytest.mark.parametrize('mixup, cutmix', [(0.5, 0.0), (0.0, 1.0), (0.5, 1.0)])
+def test_eight_devices_mix_as_one_does(mixup, cutmix):
+  batch = make_batch()
+  mesh = sharding.make_mesh({'data': 4, 'fsdp': 2})
+  split = sharding.batch_sharding(mesh)
+  placed = jax.device_put(batch, split)
+  assert len(placed['image'].addressable_shards) == 8
+  step = jax.jit(
+    functools.partial(mixing.mix, mixup=mixup, cutmix=cutmix),
+    out_shardings=split,
+  )
+  for number in range(6):
+    got = step(placed, jax.random.key(number))
+    assert got['image'].addressable_shards[0].data.shape == (B // 8, H, W, C)
+    want = mix(batch, number, mixup, cutmix)
+    for key in batch:
+      np.testing.assert_allclose(got[key], want[key], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    ((0.2, 0, 1), 'mixup=0.2 mixes.*batch=1: use --config.batch=2 or more'),
+    ((0, 1.0, 1), 'cutmix=1.0 mixes.*or --config.task_options.cutmix=0'),
+  ],
+)
+def test_wrong_settings_are_named(args, message):
+  with pytest.raises(ValueError, match=message):
+    mixing.check(*args)
+
+
+def test_right_settings_pass():
+  mixing.check(0, 0, 1)
+  mixing.check(0.8, 1.0, 2)
+  batch = {'image': np.zeros((1, 2, 2, 1)), 'label': np.zeros((1, 2))}
+  with pytest.raises(ValueError, match='batch=1'):
+    mixing.mix(batch, jax.random.key(0), 0.2, 0.0)

@@ -1,0 +1,496 @@
+"""Tests of RandAugment against Pillow, of colours and holes in closed form."""
+
+import io
+import itertools
+
+import numpy as np
+from PIL import Image
+from PIL import ImageEnhance
+from PIL import ImageOps
+import pytest
+from scipy import stats
+import tensorflow as tf
+
+from vit_jax import preprocess
+from vit_jax.data.augmentation import pixel_ops
+from vit_jax.configs import common
+from vit_jax.data.images import images
+
+
+def picture(height=60, width=80, seed=0):
+  """A smooth colour picture with a little noise, uint8 [height, width, 3]."""
+  rng = np.random.RandomState(seed)
+  small = Image.fromarray(rng.randint(0, 256, (6, 8, 3), np.uint8))
+  large = np.asarray(small.resize((width, height), Image.Resampling.BICUBIC))
+  noise = rng.randint(-9, 10, large.shape)
+  return np.clip(large + noise, 10, 240).astype(np.uint8)
+
+
+IMAGE = picture()
+PIL = Image.fromarray(IMAGE)
+FACTORS = (0.1, 0.7, 1.0, 1.9, 5.5)
+
+
+def seed(number):
+  return tf.constant((3, number), tf.int64)
+
+
+def pp(**kwargs):
+  config = common.get_config().pp
+  config.update(kwargs)
+  return config
+
+
+def test_operations_without_a_magnitude_are_pillows():
+  np.testing.assert_array_equal(
+    pixel_ops.autocontrast(IMAGE), ImageOps.autocontrast(PIL)
+  )
+  np.testing.assert_array_equal(pixel_ops.equalize(IMAGE), ImageOps.equalize(PIL))
+  np.testing.assert_array_equal(pixel_ops.invert(IMAGE), ImageOps.invert(PIL))
+
+
+@pytest.mark.parametrize(
+  'image',
+  [
+    np.full((20, 20, 3), 77, np.uint8),  # Nothing to stretch.
+    np.repeat([[[3]], [[200]]], 3, 2).astype(np.uint8),  # Two pixels.
+    np.arange(3 * 7 * 9, dtype=np.uint8).reshape(7, 9, 3),  # Few of each value.
+    np.where(np.arange(600).reshape(20, 10, 3) < 598, 5, 9).astype(np.uint8),
+    np.minimum(picture(), 40),  # Many pixels are the brightest.
+  ],
+)
+def test_histograms_of_rare_forms_are_pillows(image):
+  pil = Image.fromarray(image)
+  np.testing.assert_array_equal(
+    pixel_ops.autocontrast(image), ImageOps.autocontrast(pil)
+  )
+  np.testing.assert_array_equal(pixel_ops.equalize(image), ImageOps.equalize(pil))
+
+
+@pytest.mark.parametrize('bits', range(1, 9))
+def test_posterize_is_pillows(bits):
+  np.testing.assert_array_equal(
+    pixel_ops.posterize(IMAGE, bits), ImageOps.posterize(PIL, bits)
+  )
+
+
+@pytest.mark.parametrize('threshold', [0, 1, 128, 255])
+def test_solarize_is_pillows(threshold):
+  np.testing.assert_array_equal(
+    pixel_ops.solarize(IMAGE, threshold), ImageOps.solarize(PIL, threshold)
+  )
+
+
+@pytest.mark.parametrize('addition', [0, 110, 330])
+def test_solarize_add_in_closed_form(addition):
+  wide = IMAGE.astype(int)
+  want = np.where(wide < 128, np.minimum(wide + addition, 255), wide)
+  np.testing.assert_array_equal(pixel_ops.solarize_add(IMAGE, addition), want)
+
+
+@pytest.mark.parametrize('factor', FACTORS)
+@pytest.mark.parametrize('name', ['color', 'brightness', 'sharpness'])
+def test_enhancing_is_pillows(name, factor):
+  enhance = getattr(ImageEnhance, name.capitalize())(PIL).enhance
+  got = getattr(pixels, name)(IMAGE, factor)
+  np.testing.assert_array_equal(got, enhance(factor))
+
+
+@pytest.mark.parametrize('factor', FACTORS)
+@pytest.mark.parametrize(
+  'shape, grey', [((224, 224), 196), ((60, 80), 18), ((300, 300), 255)]
+)
+def test_contrast_blends_with_the_number_of_pixels(factor, shape, grey):
+  image = picture(*shape)
+  flat = Image.new('RGB', shape[::-1], (grey,) * 3)
+  want = Image.blend(flat, Image.fromarray(image), factor)
+  np.testing.assert_array_equal(pixel_ops.contrast(image, factor), want)
+
+
+def test_contrast_is_pillows_where_the_mean_is_that_number():
+  image = np.tile(np.array([[[156], [236]]], np.uint8), (224, 112, 3))
+  want = ImageEnhance.Contrast(Image.fromarray(image)).enhance(0.3)
+  np.testing.assert_array_equal(pixel_ops.contrast(image, 0.3), want)
+
+
+@pytest.mark.parametrize('degrees', [-60.0, -7.0, 30.0, 45.0, 90.0])
+def test_rotate_is_pillows(degrees):
+  want = np.asarray(PIL.rotate(degrees, fillcolor=(128,) * 3))
+  got = pixel_ops.rotate(IMAGE, degrees).numpy()
+  # Where a position is half between two pixels, either may be taken.
+  assert (got != want).any(-1).mean() < 0.02
+  if abs(degrees) > 10:
+    assert got[0, 0].tolist() == [128] * 3
+
+
+@pytest.mark.parametrize('level', [-0.9123, -0.3123, 0.1234, 0.4567])
+def test_shears_are_pillows(level):
+  for function, data in (
+    # Pillow measures from the edge of the image, not the middle of a pixel.
+    (pixel_ops.shear_x, (1, level, -level / 2, 0, 1, 0)),
+    (pixel_ops.shear_y, (1, 0, 0, level, 1, -level / 2)),
+  ):
+    want = PIL.transform(
+      PIL.size, Image.Transform.AFFINE, data, fillcolor=(128,) * 3
+    )
+    np.testing.assert_array_equal(function(IMAGE, level), want)
+
+
+@pytest.mark.parametrize('shift', [-50.0, -10.0, 0.0, 20.0, 150.0])
+def test_translations_in_closed_form(shift):
+  padded = np.pad(IMAGE, ((200, 200), (200, 200), (0, 0)), constant_values=128)
+  start = 200 + int(shift)
+  np.testing.assert_array_equal(
+    pixel_ops.translate_x(IMAGE, shift), padded[200:260, start : start + 80]
+  )
+  np.testing.assert_array_equal(
+    pixel_ops.translate_y(IMAGE, shift), padded[start : start + 60, 200:280]
+  )
+
+
+def test_cutout_is_a_square_about_any_pixel():
+  black = np.zeros((12, 16, 3), np.uint8)
+  hole = tf.function(lambda s: pixel_ops.cutout(black, s, 2))
+  seen = set()
+  for number in range(1500):
+    holes = hole(seed(number)).numpy()
+    assert (holes == holes[..., :1]).all()
+    assert set(np.unique(holes)) <= {0, 128}
+    y, x = np.nonzero(holes[..., 0])
+    box = (y.min(), x.min(), y.max() + 1, x.max() + 1)
+    assert len(y) == (box[2] - box[0]) * (box[3] - box[1])
+    seen.add(tuple(int(v) for v in box))
+  # Every pixel of the image was its middle, the first and the last too.
+  assert seen == {
+    (max(0, y - 2), max(0, x - 2), min(12, y + 2), min(16, x + 2))
+    for y in range(12)
+    for x in range(16)
+  }
+  image = pixel_ops.cutout(IMAGE, seed(0), 0)
+  np.testing.assert_array_equal(image, IMAGE)
+
+
+@pytest.mark.parametrize('name', pixel_ops.OPERATIONS)
+def test_a_grey_image_is_a_colour_image_of_equal_channels(name):
+  grey = IMAGE[..., :1]
+  operation = pixel_ops.OPERATIONS[name]
+  one = operation(grey, 7, seed(1)).numpy()
+  three = operation(np.repeat(grey, 3, 2), 7, seed(1)).numpy()
+  assert one.shape == grey.shape
+  for channel in range(3):
+    np.testing.assert_array_equal(three[..., channel], one[..., 0])
+
+
+@pytest.mark.parametrize('name', pixel_ops.OPERATIONS)
+@pytest.mark.parametrize('shape', [(1, 1, 3), (2, 5, 1), (9, 2, 3)])
+def test_tiny_images_keep_their_shape(name, shape):
+  image = np.full(shape, 200, np.uint8)
+  got = pixel_ops.OPERATIONS[name](image, 15, seed(0))
+  assert (got.dtype, got.shape) == (tf.uint8, shape)
+
+
+# arXiv 2106.10270's code: what each operation does at some magnitudes.
+# Thresholds and shifts are those that its uint8 arithmetic makes of int(25.6m)
+# and int(.4m).
+ONE_WAY = {
+  'AutoContrast': (pixel_ops.autocontrast, {0: (), 10: (), 15: ()}),
+  'Equalize': (pixel_ops.equalize, {0: (), 10: (), 15: ()}),
+  'Invert': (pixel_ops.invert, {0: (), 10: (), 15: ()}),
+  'Posterize': (
+    pixel_ops.posterize,
+    {0: 1, 2: 1, 5: 2, 10: 4, 15: 6, 20: 8, 22: 8, 23: 1, 30: 1},
+  ),
+  'Solarize': (
+    pixel_ops.solarize, {0: 0, 5: 128, 9: 230, 10: 0, 15: 128, 20: 0},
+  ),
+  'SolarizeAdd': (pixel_ops.solarize_add, {0: 0, 10: 110, 15: 165, 20: 220}),
+  'Color': (pixel_ops.color, {0: 0.1, 5: 1, 10: 1.9, 15: 2.8, 20: 3.7}),
+  'Contrast': (pixel_ops.contrast, {0: 0.1, 5: 1, 10: 1.9, 15: 2.8, 20: 3.7}),
+  'Brightness': (pixel_ops.brightness, {0: 0.1, 5: 1, 10: 1.9, 15: 2.8, 20: 3.7}),
+  'Sharpness': (pixel_ops.sharpness, {0: 0.1, 5: 1, 10: 1.9, 15: 2.8, 20: 3.7}),
+}  # fmt: skip
+EITHER_WAY = {
+  'Rotate': (pixel_ops.rotate, {0: 0.0, 10: 30.0, 15: 45.0, 20: 60.0}),
+  'ShearX': (pixel_ops.shear_x, {0: 0.0, 10: 0.3, 15: 0.45, 20: 0.6}),
+  'ShearY': (pixel_ops.shear_y, {0: 0.0, 10: 0.3, 15: 0.45, 20: 0.6}),
+  'TranslateX': (pixel_ops.translate_x, {0: 0.0, 2: 20.0, 5: 50.0}),
+  'TranslateY': (pixel_ops.translate_y, {0: 0.0, 2: 20.0, 5: 50.0}),
+}
+
+
+def test_there_are_16_operations():
+  assert len(pixel_ops.OPERATIONS) == 16
+  assert set(pixel_ops.OPERATIONS) == {*ONE_WAY, *EITHER_WAY, 'Cutout'}
+
+
+@pytest.mark.parametrize('name', ONE_WAY)
+def test_magnitudes(name):
+  function, arguments = ONE_WAY[name]
+  for magnitude, argument in arguments.items():
+    got = pixel_ops.OPERATIONS[name](IMAGE, magnitude, seed(0)).numpy()
+    args = argument if isinstance(argument, tuple) else (argument,)
+    # A factor may differ in its last bit, and so may what is rounded after it.
+    want = function(IMAGE, *args).numpy().astype(int)
+    assert np.abs(got - want).max() <= isinstance(argument, float)
+
+
+@pytest.mark.parametrize('name', EITHER_WAY)
+def test_magnitudes_either_way(name):
+  function, arguments = EITHER_WAY[name]
+  apply = tf.function(pixel_ops.OPERATIONS[name])
+  for magnitude, argument in arguments.items():
+    ways = [function(IMAGE, way * argument).numpy() for way in (1, -1)]
+    counts = np.zeros(2, int)
+    for number in range(60):
+      got = apply(IMAGE, magnitude, seed(number)).numpy()
+      counts += [(got != way).any(-1).mean() < 0.02 for way in ways]
+    if argument:
+      assert counts.sum() == 60
+      assert counts.min() >= 18
+    else:
+      assert counts.tolist() == [60, 60]
+
+
+def test_magnitude_of_cutout():
+  image = np.zeros((400, 400, 1), np.uint8)
+  for magnitude, side in {0: 0, 1: 8, 10: 80, 15: 120}.items():
+    for number in range(100):
+      hole = pixel_ops.OPERATIONS['Cutout'](image, magnitude, seed(number))
+      hole = hole.numpy()[..., 0] > 0
+      if not (hole[0].any() | hole[-1].any() | hole[:, [0, -1]].any()):
+        break
+    assert hole.sum() == side**2
+
+
+def test_all_operations_are_equally_frequent(monkeypatch):
+  marks = {
+    str(i): lambda image, magnitude, seed, i=i: image * 16 + i
+    for i in range(16)
+  }
+  monkeypatch.setattr(pixel_ops, 'OPERATIONS', marks)
+  black = tf.zeros([1, 1, 1], tf.uint8)
+  seeds = tf.stack([tf.zeros(4000, tf.int64), tf.range(4000, dtype='int64')], 1)
+  drawn = tf.function(
+    lambda seeds: tf.map_fn(
+      lambda s: pixel_ops.randaugment(black, s, 2, 5), seeds, tf.uint8
+    )
+  )(seeds).numpy()
+  first, second = drawn.flatten() // 16, drawn.flatten() % 16
+  for numbers in (first, second, (second - first) % 16):
+    assert stats.chisquare(np.bincount(numbers, minlength=16)).pvalue > 0.001
+
+
+def test_randaugment_is_a_function_of_its_seed():
+  layers = tf.function(lambda s, n: pixel_ops.randaugment(IMAGE, s, n, 9))
+  other = 0
+  for number in range(12):
+    eager = pixel_ops.randaugment(IMAGE, seed(number), 2, 9).numpy()
+    np.testing.assert_array_equal(layers(seed(number), 2), eager)
+    other += (
+      (eager != pixel_ops.randaugment(IMAGE, seed(number + 99), 2, 9))
+      .numpy()
+      .any()
+    )
+  assert other >= 11
+
+
+def test_randaugment_applies_layer_after_layer():
+  for number in range(12):
+    results = [IMAGE]
+    for layers in (1, 2, 3):
+      results.append(pixel_ops.randaugment(IMAGE, seed(number), layers, 4).numpy())
+    for before, after in itertools.pairwise(results):
+      # Some operation takes the one to the other; those with a draw of their
+      # own are tried both ways, and cutout is known by what it leaves.
+      tried = [
+        function(before, *(() if value == () else (value,)))
+        for function, value in (
+          *((f, a) for f, a in AT_FOUR),
+          *((f, -a) for f, a in AT_FOUR if f in TURNS),
+        )
+      ]
+      same = [np.abs(t.numpy().astype(int) - after).max() <= 1 for t in tried]
+      cut = (after != before).any(-1).sum() <= (2 * 16) ** 2
+      assert any(same) or cut
+
+
+TURNS = [function for function, _ in EITHER_WAY.values()]
+AT_FOUR = [
+  (pixel_ops.autocontrast, ()), (pixel_ops.equalize, ()), (pixel_ops.invert, ()),
+  (pixel_ops.posterize, 1), (pixel_ops.solarize, 102), (pixel_ops.solarize_add, 44),
+  (pixel_ops.color, 0.82), (pixel_ops.contrast, 0.82), (pixel_ops.brightness, 0.82),
+  (pixel_ops.sharpness, 0.82), (pixel_ops.rotate, 12.0), (pixel_ops.shear_x, 0.12),
+  (pixel_ops.shear_y, 0.12), (pixel_ops.translate_x, 40.0),
+  (pixel_ops.translate_y, 40.0),
+]  # fmt: skip
+
+
+# --- Colours ------------------------------------------------------------------
+
+
+def towards(start, image, factor):
+  return np.clip(start + factor * (image - start), -1, 1)
+
+
+def luma(image):
+  return (image @ [0.299, 0.587, 0.114])[..., None]
+
+
+STEPS = [
+  lambda image, factor: np.clip((image + 1) * factor - 1, -1, 1),
+  lambda image, factor: towards(luma(image).mean(), image, factor),
+  lambda image, factor: towards(luma(image), image, factor),
+]
+
+
+def jitter_factors(strength, count):
+  """Factors [count, 3] of brightness, contrast, saturation, from the pixels."""
+  # All of them near the middle, so that nothing is clipped; black is -1.
+  image = np.array([[[-0.2, 0.0, 0.1], [0.05, 0.2, -0.1]]], np.float32)
+  factors = []
+  for i in range(3):
+    strengths = [0.0] * 3
+    strengths[i] = strength
+    jitter = tf.function(
+      lambda s, strengths=strengths: pixel_ops.color_jitter(image, s, *strengths)
+    )
+    row = []
+    for number in range(count):
+      out = jitter(seed(number)).numpy()
+      factor = (out[0, 0, 2] - out[0, 0, 0]) / 0.3
+      np.testing.assert_allclose(out, STEPS[i](image, factor), atol=1e-5)
+      row.append(factor)
+    factors.append(row)
+  return np.transpose(factors)
+
+
+def test_factors_of_the_jitter_are_uniform():
+  factors = jitter_factors(0.4, 300)
+  for row in factors.T:
+    assert stats.kstest(row, stats.uniform(0.6, 0.8).cdf).pvalue > 0.01
+  assert np.abs(np.corrcoef(factors.T) - np.eye(3)).max() < 0.2
+
+
+def test_the_jitter_takes_any_order():
+  image = (picture() / 127.5 - 1).astype(np.float32)
+  factors = jitter_factors(0.8, 60)
+  jitter = tf.function(lambda s: pixel_ops.color_jitter(image, s, 0.8, 0.8, 0.8))
+  orders = list(itertools.permutations(range(3)))
+  counts = np.zeros(6, int)
+  for number, row in enumerate(factors):
+    got = jitter(seed(number)).numpy()
+    errors = []
+    for order in orders:
+      want = image.astype(np.float64)
+      for i in order:
+        want = STEPS[i](want, row[i])
+      errors.append(np.abs(got - want).max())
+    assert min(errors) < 1e-4
+    counts[int(np.argmin(errors))] += 1
+  assert counts.min() >= 3
+
+
+def test_jitter_of_a_grey_image_has_no_saturation():
+  image = (picture()[..., :1] / 127.5 - 1).astype(np.float32)
+  got = pixel_ops.color_jitter(image, seed(0), 0.0, 0.0, 0.9)
+  np.testing.assert_allclose(got, image, atol=1e-6)
+  got = pixel_ops.color_jitter(image, seed(0), 0.5, 0.5, 0.0)
+  assert got.shape == image.shape
+  assert np.abs(got - image).max() > 0.01
+  same = pixel_ops.color_jitter(image, seed(0), 0.0, 0.0, 0.0)
+  np.testing.assert_array_equal(same, image)
+
+
+# --- Holes --------------------------------------------------------------------
+
+
+def test_random_erasing():
+  image = np.full((100, 120, 3), 0.5, np.float32)
+  erase = tf.function(
+    lambda s: pixel_ops.random_erasing(image, s, 0.25, (0.1, 0.3), (0.5, 2.0))
+  )
+  areas, ratios, tops, lefts = [], [], [], []
+  for number in range(1600):
+    got = erase(seed(number)).numpy()
+    y, x = np.nonzero(got[..., 0] == 0)
+    if not len(y):
+      np.testing.assert_array_equal(got, image)
+      continue
+    height, width = np.ptp(y) + 1, np.ptp(x) + 1
+    want = image.copy()
+    want[y.min() : y.max() + 1, x.min() : x.max() + 1] = 0
+    np.testing.assert_array_equal(got, want)
+    areas.append(height * width / 12_000)
+    ratios.append(height / width)
+    tops.append(y.min() / (100 - height))
+    lefts.append(x.min() / (120 - width))
+  assert 350 < len(areas) < 450  # 400 +- 3 standard deviations of 17.
+  for values, low, high in (
+    (areas, 0.1, 0.3),
+    (np.log(ratios), np.log(0.5), np.log(2)),
+    (tops, 0, 1),
+    (lefts, 0, 1),
+  ):
+    uniform = stats.uniform(low, high - low)
+    assert stats.kstest(values, uniform.cdf).pvalue > 0.001
+
+
+def test_what_is_erased_always_fits():
+  image = np.ones((20, 60, 1), np.float32)
+  erase = tf.function(
+    lambda s: pixel_ops.random_erasing(image, s, 1.0, (0.3, 0.5), (0.3, 3.3))
+  )
+  shares = [1 - erase(seed(i)).numpy().mean() for i in range(100)]
+  erased = np.array(shares)[np.array(shares) > 0]
+  assert len(erased) >= 95  # The others found no size that fits in ten draws.
+  assert 0.27 < erased.min()
+  assert erased.max() < 0.53
+  never = pixel_ops.random_erasing(image, seed(0), 1.0, (0.9, 0.9), (3.3, 3.3))
+  np.testing.assert_array_equal(never, image)
+  never = pixel_ops.random_erasing(image, seed(0), 0.0)
+  np.testing.assert_array_equal(never, image)
+
+
+# --- As part of the training images -------------------------------------------
+
+
+def train(number, **kwargs):
+  buffer = io.BytesIO()
+  PIL.save(buffer, 'PNG')
+  fields = {'crop': (60, 80), 'crop_area': None, 'flip': False, **kwargs}
+  return preprocess.prepare(
+    tf.constant(buffer.getvalue()), seed(number), pp(**fields)
+  ).numpy()
+
+
+def test_training_images_are_augmented_with_seeds_of_their_own():
+  plain = images.to_float(tf.constant(IMAGE)).numpy()
+  fold = tf.random.experimental.stateless_fold_in
+  for number in range(8):
+    np.testing.assert_array_equal(train(number), plain)
+    want = pixel_ops.randaugment(IMAGE, fold(seed(number), 1), 2, 15)
+    got = train(number, randaugment=(2, 15))
+    np.testing.assert_array_equal(got, images.to_float(want))
+    np.testing.assert_array_equal(got, train(number, randaugment=[2, 15]))
+    got = train(number, color_jitter=0.4)
+    want = pixel_ops.color_jitter(plain, fold(seed(number), 2), 0.4, 0.4, 0.4)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    got = train(number, random_erasing=1.0)
+    assert (got == 0).all(-1).mean() > 0.015
+    np.testing.assert_array_equal(got[got != 0], plain[got != 0])
+
+
+def test_augmentation_changes_neither_crop_nor_flip():
+  fields = dict(crop=32, crop_area=(0.1, 0.5), flip=True)
+  for number in range(8):
+    plain = train(number, **fields)
+    erased = train(number, random_erasing=1.0, **fields)
+    np.testing.assert_array_equal(erased[erased != 0], plain[erased != 0])
+
+
+def test_all_of_it_in_grey():
+  got = train(
+    0, channels=1, randaugment=(3, 10), color_jitter=0.4, random_erasing=1.0
+  )
+  assert got.shape == (60, 80, 1)
+  assert np.abs(got).max() <= 1

@@ -1,0 +1,163 @@
+"""Tests of reading annotation files: what they mean, and all that is none."""
+
+import json
+
+import numpy as np
+from pycocotools import coco
+import pytest
+
+from tests.data.coco import drawn
+from vit_jax.data.coco import annotation_files
+
+
+@pytest.fixture
+def read(tmp_path):
+  """Writes a file and reads it."""
+
+  def call(found):
+    return annotation_files.read(drawn.write(tmp_path / 'a.json', found))
+
+  return call
+
+
+def test_ids_with_gaps_become_classes_from_0(read):
+  things = [
+    drawn.thing(5, 2, (1, 2, 3, 4), 90, area=7.5, iscrowd=1),
+    drawn.thing(9, 0, (5, 6, 7, 8), 7),
+    drawn.thing(2, 2, (9, 8, 7, 6), 3, iscrowd=0, segmentation=[[1, 2, 3]]),
+  ]
+  found = read(drawn.content(3, things))
+  assert found.classes == ('cat', 'dog', 'cup')  # Ids 3, 7, 90.
+  np.testing.assert_array_equal(found.image, [0, 2, 2])
+  np.testing.assert_array_equal(found.ids, [9, 5, 2])
+  np.testing.assert_array_equal(found.label, [1, 2, 0])
+  np.testing.assert_array_equal(found.boxes[1], [1, 2, 3, 4])
+  np.testing.assert_array_equal(found.area, [56, 7.5, 42])  # 7 * 8, ., 7 * 6.
+  np.testing.assert_array_equal(found.crowd, [False, True, False])
+  np.testing.assert_array_equal(found.counts, [1, 0, 2])
+  np.testing.assert_array_equal(found.sizes, 3 * [[40, 60]])
+
+
+def test_the_objects_are_those_that_pycocotools_finds(tmp_path):
+  rng = np.random.RandomState(0)
+  things = [
+    drawn.thing(
+      int(i), rng.randint(5), rng.randint(1, 20, 4).tolist(),
+      int(rng.choice([3, 7, 90])), iscrowd=int(rng.rand() < 0.2), area=3.0,
+    )
+    for i in rng.permutation(40) + 1
+  ]  # fmt: skip
+  path = drawn.write(tmp_path / 'a.json', drawn.content(5, things))
+  found, theirs = annotation_files.read(path), coco.COCO(path)
+  names = {x['id']: x['name'] for x in theirs.loadCats(theirs.getCatIds())}
+  for i, image in enumerate(found.image_ids):
+    mine = found.image == i
+    rows = theirs.loadAnns(theirs.getAnnIds(imgIds=[int(image)]))
+    assert [x['id'] for x in rows] == found.ids[mine].tolist()
+    assert [x['bbox'] for x in rows] == found.boxes[mine].tolist()
+    assert [x['iscrowd'] for x in rows] == found.crowd[mine].tolist()
+    assert [names[x['category_id']] for x in rows] == [
+      found.classes[k] for k in found.label[mine]
+    ]
+
+
+def test_whole_numbers_may_be_written_with_a_point_and_a_mark_may_come_first(
+  read,
+):
+  found = drawn.content(1, [drawn.thing(1, 0, image_id=100.0)])
+  assert read('\ufeff' + json.dumps(found)).image.tolist() == [0]
+  with pytest.raises(
+    ValueError, match=r"got 'float' - at 'annotations\[0\].image_id'"
+  ):
+    read(drawn.content(1, [drawn.thing(1, 0, image_id=100.5)]))
+
+
+def test_a_changed_file_is_read_anew(read):
+  assert len(read(drawn.content(1)).files) == 1
+  assert len(read(drawn.content(2)).files) == 2
+
+
+def test_the_name_of_a_group_is_no_class_of_its_own(read):
+  classes = [
+    {'id': 0, 'name': 'fish', 'supercategory': 'none'},
+    {'id': 1, 'name': 'fish', 'supercategory': 'fish'},
+    {'id': 2, 'name': 'crab', 'supercategory': 'none'},
+  ]
+  assert read(drawn.content(1, categories=classes)).classes == ('fish', 'crab')
+
+
+def with_(name, value):
+  return {**drawn.content(2, [drawn.thing(1, 0)]), name: value}
+
+
+CAPTION = {'id': 1, 'image_id': 100, 'caption': 'a cat'}
+KEYPOINTS = {**CAPTION, 'category_id': 3, 'keypoints': [1, 2, 2]}
+
+# Content of a file, what is said of it.
+WRONG = [
+  ('', 'is no JSON: .*truncated'),
+  ('{"images": [', 'is no JSON: .*truncated'),
+  (json.dumps(drawn.content(1)) + ' x', 'is no JSON: .*trailing'),
+  (20_000 * '[', "is not COCO's"),
+  ([1, 2], "is not COCO's: Expected 'object', got 'array'"),
+  ({'a': 1}, "missing required field 'images'"),
+  (with_('categories', []), "length >= 1 - at 'categories'"),
+  (with_('images', []), "length >= 1 - at 'images'"),
+  (with_('annotations', [CAPTION]), "field 'category_id' .*like COCO's instan"),
+  (with_('annotations', [KEYPOINTS]), r"field 'bbox' - at 'annotations\[0\]'"),
+  (
+    with_('annotations', [drawn.thing(1, 0, [1, 2, 3])]),
+    r'annotations\[0\].bbox',
+  ),
+  (
+    with_('annotations', [{**drawn.thing(1, 0), 'bbox': '1 2 3 4'}]),
+    r"'array', got 'str' - at 'annotations\[0\].bbox'",
+  ),
+  (
+    with_('annotations', [drawn.thing(1, 0), drawn.thing(1, 1)]),
+    "several annotations have the same 'id': 1",
+  ),
+  (
+    with_('annotations', [drawn.thing(1, 0), drawn.thing(2, 5)]),
+    "1 annotations are of no image that 'images' lists .annotation 2: image_id "
+    '105.: add the image, or remove',
+  ),
+  (
+    with_('annotations', [drawn.thing(4, 0, category=8)]),
+    "no category that 'categories' lists .annotation 4: category_id 8",
+  ),
+  (
+    with_('images', [drawn.image(0), drawn.image(1, id=100)]),
+    "several images have the same 'id': 100",
+  ),
+  (
+    with_('images', [drawn.image(0), drawn.image(1, file_name='0.jpg')]),
+    "several images have the same 'file_name': '0.jpg'",
+  ),
+  (with_('images', [{'id': 1, 'file_name': 'a'}]), "field 'height'"),
+  (
+    with_('images', [drawn.image(0, width=0)]),
+    r"'int' >= 1 - at 'images\[0\].width'",
+  ),
+  (
+    with_('categories', [{'id': 3, 'name': 'a'}, {'id': 3, 'name': 'b'}]),
+    "several categories have the same 'id': 3",
+  ),
+  (
+    with_('categories', [{'id': 3, 'name': 'a'}, {'id': 4, 'name': 'a'}]),
+    "several categories have the same 'name': 'a'",
+  ),
+]
+
+
+@pytest.mark.parametrize(('found', 'said'), WRONG)
+def test_what_is_no_annotation_file_of_boxes_is_refused(read, found, said):
+  with pytest.raises(ValueError, match=said) as error:
+    read(found)
+  assert 'a.json' in str(error.value)
+
+
+def test_nan_is_no_json(read):
+  found = drawn.content(1, [drawn.thing(1, 0, (1, 2, float('nan'), 4))])
+  with pytest.raises(ValueError, match='is no JSON, which has no NaN: '):
+    read(found)

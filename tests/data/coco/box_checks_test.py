@@ -1,0 +1,81 @@
+"""Tests of boxes: right ones as shares, wrong ones named, left out or clipped."""
+
+import numpy as np
+import pytest
+
+from tests.data.coco import drawn
+from vit_jax.data.coco import box_checks
+from vit_jax.data.coco import annotation_files
+
+# Images are 60 x 40 pixels. A box, what is wrong with it, and what is left of it
+# (ymin, xmin, ymax, xmax in pixels).
+WRONG = [
+  ((50, 10, 20, 10), 'is not inside of the image of 60 x 40', (10, 50, 20, 60)),
+  ((-5, -4, 20, 10), 'is not inside of the image', (0, 0, 6, 15)),
+  ((0, 0, 600, 400), 'is not inside of the image', (0, 0, 40, 60)),
+  ((70, 10, 20, 10), 'is not inside of the image', None),
+  ((10, 10, 0, 10), 'has no area', None),
+  ((10, 10, 10, 0), 'has no area', None),
+  ((30, 30, -10, -10), 'has a negative size', None),
+]
+FINE = (6, 4, 30, 20)
+
+
+def found(tmp_path, *rows):
+  things = [drawn.thing(50 + i, 0, box) for i, box in enumerate(rows)]
+  path = drawn.write(tmp_path / 'a.json', drawn.content(2, things))
+  return annotation_files.read(path)
+
+
+def test_right_boxes_become_shares(tmp_path):
+  kept, shares = box_checks.check(found(tmp_path, FINE, (0, 0, 60, 40)))
+  np.testing.assert_allclose(shares, [[0.1, 0.1, 0.6, 0.6], [0, 0, 1, 1]])
+  assert shares.dtype == np.float32
+  assert kept.ids.tolist() == [50, 51]
+
+
+def test_rounding_is_no_fault(tmp_path):
+  rows = (-0.5, 0, 61, 40.7), (59, 39, 1.01, 1.01)
+  _, shares = box_checks.check(found(tmp_path, *rows))
+  np.testing.assert_allclose(
+    shares, [[0, 0, 1, 1], [39 / 40, 59 / 60, 1, 1]], rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize(('box', 'said', 'left'), WRONG)
+def test_a_wrong_box_is_named_left_out_or_clipped(
+  tmp_path, capsys, box, said, left
+):
+  things = found(tmp_path, FINE, box)
+  with pytest.raises(ValueError, match=said) as error:
+    box_checks.check(things)
+  for part in ('a.json', '1 of 2 boxes', "annotation 51 of image '0.jpg'"):
+    assert part in str(error.value)
+  assert '--config.broken_boxes=skip' in str(error.value)
+  kept, shares = box_checks.check(things, 'skip')
+  assert kept.ids.tolist() == [50]
+  assert kept.counts.tolist() == [1, 0]
+  assert '1 of 2 left out, 0 clipped' in capsys.readouterr().out
+  kept, shares = box_checks.check(things, 'clip')
+  assert kept.ids.tolist() == ([50] if left is None else [50, 51])
+  if left is not None:
+    np.testing.assert_allclose(shares[1] * [40, 60, 40, 60], left, rtol=1e-6)
+  assert len(shares) == len(kept.ids)
+  said = '1 of 2 left out, 0' if left is None else '0 of 2 left out, 1'
+  assert said in capsys.readouterr().out
+
+
+def test_corners_are_recognised(tmp_path):
+  with pytest.raises(ValueError, match='These look like corners'):
+    box_checks.check(found(tmp_path, (40, 20, 60, 40), (2, 3, 9, 8)))
+
+
+def test_shares_are_recognised(tmp_path):
+  with pytest.raises(ValueError, match='these look like shares of the image'):
+    box_checks.check(found(tmp_path, (0.1, 0.2, 0.5, 0.5)))
+
+
+def test_only_the_first_of_many_are_named(tmp_path):
+  with pytest.raises(ValueError, match='20 of 20 boxes are wrong') as error:
+    box_checks.check(found(tmp_path, *20 * [(10, 10, 0, 10)]))
+  assert str(error.value).count('has no area') == annotation_files.SHOWN

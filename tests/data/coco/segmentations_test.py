@@ -1,0 +1,179 @@
+"""Tests of masks: outlines drawn by hand, and painted into panoptic images."""
+
+import json
+
+import numpy as np
+from pycocotools import mask as coco_mask
+import pytest
+import tensorflow as tf
+
+from tests.data.coco import drawn
+from tests.data.coco import panoptic_test
+from tests.data.coco import source_test
+from vit_jax.data.coco import segmentations
+from vit_jax.data.images import images
+
+# A rectangle of 3 columns from 2 on, and 2 rows from 1 on, of 4 x 6 pixels.
+RECTANGLE = [[2, 1, 5, 1, 5, 3, 2, 3]]
+EXPECTED = np.array(
+  [
+    [0, 0, 0, 0, 0, 0],
+    [0, 0, 1, 1, 1, 0],
+    [0, 0, 1, 1, 1, 0],
+    [0, 0, 0, 0, 0, 0],
+  ],
+  np.uint8,
+)
+# Columns first: two columns and a pixel of ground, two pixels, two of ground...
+RUNS = {'size': [4, 6], 'counts': [9, 2, 2, 2, 2, 2, 5]}
+
+
+def test_polygons_and_run_lengths_give_the_same_mask():
+  short = coco_mask.encode(np.asfortranarray(EXPECTED))
+  short['counts'] = short['counts'].decode()
+  short['size'] = [int(x) for x in short['size']]
+  found = [segmentations.decode(x, 4, 6) for x in (RECTANGLE, RUNS, short, [])]
+  assert {x.dtype.name for x in found} == {'uint8'}
+  for i in range(3):
+    np.testing.assert_array_equal(found[i], EXPECTED)
+  assert not found[3].any()
+
+
+def test_an_object_of_several_polygons():
+  other = [0, 0, 1, 0, 1, 1, 0, 1]
+  found = segmentations.decode([*RECTANGLE, other], 4, 6)
+  assert found.sum() == 7
+  assert found[0, 0] == 1
+
+
+WRONG = [
+  ([[1, 2, 3, 4]], 'is no segmentation of an .*length >= 6.*: give polygons'),
+  ([1, 2, 3, 4, 5, 6], r'is no segmentation of an .* got .* at `\$\['),
+  ([[1, 2, 3, 4, 5, 'x']], r'is no segmentation of an .* got .* at `\$\['),
+  ('abc', 'is no segmentation of an image of 6 x 4'),
+  (
+    {'size': [6, 4], 'counts': [24]},
+    r'another size.: .* with the `size` \[4, 6\]',
+  ),
+  (
+    {'size': [4, 6], 'counts': [23]},
+    'add up to 23, and the image has 24 pixels',
+  ),
+  ([[1, 2, 3, 4, 5, True]], r'is no segmentation of an .* got .* at `\$\['),
+  ([[1, 2, 3, 4, 5, None]], r'is no segmentation of an .* got .* at `\$\['),
+  (
+    ['1', '2', '3', '4', '5', '6'],
+    r'is no segmentation of an .* got .* at `\$\[',
+  ),
+  ([[1, 2, 3, 4, 5, 1e300]], 'beyond the image of 6 x 4 by more than its size'),
+  ([[1, 2, 3, 4, 5, 2**31]], 'beyond the image of 6 x 4 by more than its size'),
+  ([[-(2**40), 2, 3, 4, 5, 2]], 'beyond the image of 6 x 4'),
+  (7, 'is no segmentation of an image of 6 x 4'),
+  *(
+    (
+      {'size': [4, 6], 'counts': counts},
+      r'is no segmentation of .*`counts`, a list',
+    )
+    for counts in (
+      [30, -6],
+      [12.0, 12.0],
+      [12.5, 11.5],
+      [None, 24],
+      ['24'],
+      [True, 23],
+      None,
+      24,
+      2.5,
+      {},
+      'no',
+      '\x00',
+      'é',
+      'P' * 100,
+      '000000P',
+    )
+  ),
+  ({'size': [4, 6], 'counts': '0'}, 'add up to 0, and the image has 24'),
+  ({'size': [4, 6], 'counts': ''}, 'add up to 0, and the image has 24'),
+]
+
+
+@pytest.mark.parametrize(('segmentation', 'said'), WRONG)
+def test_what_is_no_outline(segmentation, said):
+  with pytest.raises(ValueError, match=said):
+    segmentations.decode(segmentation, 4, 6)
+  encoded = segmentations.encode_image(4, 6, [(77, json.dumps(segmentation).encode())])
+  with pytest.raises(ValueError, match=f'annotation 77: .*{said}'):
+    segmentations.paint(encoded)
+
+
+def test_compressed_run_lengths_of_any_mask_are_right():
+  rng = np.random.RandomState(0)
+  for height, width in ((4, 6), (1, 1), (300, 500), (40, 9)):
+    for share in (0.0, 0.02, 0.5, 1.0):
+      mask = (rng.uniform(size=(height, width)) < share).astype(np.uint8)
+      short = coco_mask.encode(np.asfortranarray(mask))
+      short = {'size': [height, width], 'counts': short['counts'].decode()}
+      np.testing.assert_array_equal(segmentations.decode(short, height, width), mask)
+
+
+@pytest.mark.parametrize(
+  'outline',
+  [[[1, 2, 3, 4, 5, 1e300]], {'size': [40, 60], 'counts': [2500, -100]}],
+)
+def test_wrong_outlines_are_named_or_left_out(tmp_path, outline):
+  """Before anything is painted, with the file and the annotation."""
+  right = [[10, 4, 20, 4, 20, 9, 10, 9]]
+  things = [
+    drawn.thing(1, 0, (10, 4, 10, 5), segmentation=right),
+    drawn.thing(77, 1, (10, 4, 10, 5), segmentation=outline),
+  ]
+  root = drawn.make(tmp_path, 2, things)
+  with pytest.raises(ValueError, match='annotation 77 of image ') as caught:
+    source_test.open_split(root, features=panoptic_test.FEATURES)
+  file = root / 'annotations' / 'instances_train2017.json'
+  assert str(caught.value).startswith(
+    f"'{file}': 1 of 2 boxes or outlines are wrong"
+  )
+  for how in ('skip', 'clip'):
+    source = source_test.open_split(
+      root, features=panoptic_test.FEATURES, broken_boxes=how
+    )
+    assert sorted(source.lengths('panoptic_objects/label').tolist()) == [0, 1]
+  # A detector of boxes does not read outlines.
+  assert source_test.open_split(root).num_examples == 2
+
+
+def test_panoptic_images_are_painted_from_outlines(tmp_path):
+  """A small object lies on top of a large one that comes later in the file."""
+  small = [[10, 4, 20, 4, 20, 9, 10, 9]]  # 10 x 5 pixels.
+  large = [[0, 0, 30, 0, 30, 20, 0, 20]]
+  things = [
+    drawn.thing(900_100_000_001, 2, (10, 4, 10, 5), 90, segmentation=small),
+    drawn.thing(8, 2, (0, 0, 30, 20), 7, segmentation=large, iscrowd=1),
+  ]
+  root = drawn.make(tmp_path / 'own', 3, things)
+  source = source_test.open_split(root, features=panoptic_test.FEATURES)
+  ids = source.lookup(tf.range(3, dtype=tf.int64))['image/id'].numpy().tolist()
+  found = {}
+  for number, name in enumerate(ids):
+    found[name] = source.read(source.record(number))
+  pixels = images.decode(found[102]['panoptic_image']).numpy()
+  np.testing.assert_array_equal(found[102]['panoptic_objects/id'], [1, 2])
+  np.testing.assert_array_equal(found[102]['panoptic_objects/label'], [2, 1])
+  expected = np.zeros((40, 60, 3))
+  expected[:20, :30, 0] = 2
+  expected[4:9, 10:20, 0] = 1
+  np.testing.assert_array_equal(pixels, expected)
+  assert not images.decode(found[100]['panoptic_image']).numpy().any()
+
+  source_test.change(
+    root, lambda f: f['annotations'][1].update(segmentation=small)
+  )
+  other = source_test.open_split(root, features=panoptic_test.FEATURES)
+  assert other.fingerprint() != source.fingerprint()
+
+  source_test.change(root, lambda f: f['annotations'][1].pop('segmentation'))
+  with pytest.raises(
+    ValueError, match=r"field 'segmentation' - at 'annotations\[1\]'"
+  ):
+    source_test.open_split(root, features=panoptic_test.FEATURES)

@@ -1,0 +1,662 @@
+"""Tests of tokenizers against Hugging Face's, SentencePiece, and literals."""
+
+# ruff: noqa: RUF001
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import random
+import sys
+
+from etils import epath
+import numpy as np
+import pytest
+import sentencepiece
+import tensorflow as tf
+from tokenizers import processors
+import transformers
+from transformers.models.bert import tokenization_bert_legacy
+
+from vit_jax.data.texts import tokenizers
+from vit_jax.weights import fetch
+from vit_jax.weights import hub
+
+# What texts are made of, by kind.
+_PIECES = (
+  ['ka', 'lo', 'mi', 'Ta', 'PHOTO', 'of', 'unaffable', 'Dogs', "don't", 'I'],
+  ['1', '22', '3.14', '2024', '٣', '½', 'Ⅷ', 'x²'],
+  ['é', 'Ñ', 'ü', 'ÅNGSTRÖM', 'façade', 'ß', 'İ', '\u0131', 'Ǆ', 'Σας', 'ﬁn'],
+  ['e\u0301', 'a\u0308\u0323', '\u0301', 'n\u0303o', 'ก\u0e33', 'q\u20dd'],
+  ['世', '界', '日本語', 'カタ', 'ひら', '한국'],
+  ['\U00020000', '豈', '『', '。'],
+  ['🙂', '👩\u200d🚀', '🇫🇷', '❤\ufe0f', '👍🏽'],
+  ['!', '?', '...', '-', '—', '"', '“', '”', '$', '^', '`', '<', '}', '[', '_'],
+  ['\t', '\n', '\r\n', '\x0b', '\x1c', '\x85', '\u2028', '\u00a0', '\u3000'],
+  ['\0', '\x07', '\x7f', '\u200b', '\u00ad', '\ufeff', '\ufffd', '\u202e'],
+  ['привет', 'мир', 'Ёж', 'שָׁלוֹם', 'سلام', 'हिन्दी', 'ΑΒΓ'],
+  ['▁', '▁ka', '##lo', '</', 'unk', '[CLS', 'www.a.b/c?d=1', '@me', '#tag'],
+)
+
+
+def make_texts(count, seed):
+  """Texts of all kinds; some empty, some of thousands of characters."""
+  rng = random.Random(seed)
+  texts = ['', ' ', '!', '! ka', ' ka lo', 'ka' * 2000, 'ka lo ' * 1000]
+  texts += ['x' * 100, 'x' * 101, 'the end. ', '... ', "it's I'll we'd"]
+  while len(texts) < count:
+    kinds = rng.choices(_PIECES, k=rng.randint(1, 3))
+    kinds.append(_PIECES[0])
+    words = [rng.choice(rng.choice(kinds)) for _ in range(rng.randint(1, 14))]
+    gaps = rng.choice([[' '], ['', ' '], [' ', '  ', '']])
+    texts.append(''.join(word + rng.choice(gaps) for word in words))
+  return texts
+
+
+TEXTS = make_texts(2000, seed=0)
+
+
+def padded(rows, max_len, value):
+  """Rows of numbers as an array, int32 [n, max_len]."""
+  rows = [[*row, *[value] * (max_len - len(row))] for row in rows]
+  return np.array(rows, np.int32)
+
+
+def assert_same(got, want, texts=TEXTS):
+  """Compares row by row, so that a failure shows the text."""
+  assert (got.dtype, got.shape) == (np.int32, want.shape)
+  for text, row, expected in zip(texts, got.tolist(), want.tolist()):
+    assert row == expected, repr(text)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('vocabularies')
+
+
+@pytest.fixture(scope='module')
+def bert(folder):
+  """Path of a vocabulary of characters, parts and words."""
+  rng = random.Random(1)
+  kept = ''.join(text for text in TEXTS[:500] if len(text) < 100).lower()
+  characters = sorted({x for x in kept if not x.isspace() and x != '\ufffd'})
+  words = ['ka', 'lo', '##ka', '##lo', 'un', '##aff', '##able', 'dog', '##s']
+  words += ['photo', 'of', '##of', 'привет', '日本', '##22', '20', 'angstrom']
+  words += rng.sample(sorted({kept[i : i + 3] for i in range(2000)}), 200)
+  words = [word for word in words if word.split() == [word]]
+  tokens = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', *characters]
+  tokens += [f'##{x}' for x in characters if rng.random() < 0.8] + words
+  path = folder / 'vocab.txt'
+  path.write_text('\n'.join(dict.fromkeys(tokens)) + '\n')
+  return path
+
+
+def train_sentencepiece(path, **options):
+  content = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=(x.replace('\0', '') for x in TEXTS[:600] if len(x) < 99),
+    model_writer=content,
+    vocab_size=300,
+    minloglevel=2,
+    **{'unk_id': 2, 'eos_id': 1, 'bos_id': -1, 'pad_id': 0, **options},
+  )
+  path.write_bytes(content.getvalue())
+  return path
+
+
+@pytest.fixture(scope='module')
+def spiece(folder):
+  """Path of a model of SentencePiece, with the special tokens of T5."""
+  return train_sentencepiece(folder / 'spiece.model')
+
+
+def bytes_as_letters():
+  """The letters that byte-level BPE writes for the 256 bytes.
+
+  Printable ones of Latin-1 stand for themselves, all others for the letters from
+  U+0100 on, in the order of the bytes.
+  """
+  plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+  others = iter(range(256, 512))
+  return [chr(x) if x in plain else chr(next(others)) for x in range(256)]
+
+
+@pytest.fixture(scope='module')
+def clip(folder):
+  """(path of a tokenizer.json, Hugging Face's tokenizer that has written it)."""
+  letters = sorted(bytes_as_letters())
+  merges = [('k', 'a</w>'), ('k', 'a'), ('l', 'o</w>'), ('o', 'f</w>')]
+  merges += [
+    ('p', 'h'),
+    ('o', 't'),
+    ('ph', 'ot'),
+    ('phot', 'o</w>'),
+    ('Ã', '©'),
+  ]
+  merges += [
+    ("'", 's</w>'),
+    ('.', '.'),
+    ('..', '.</w>'),
+    ('ð', 'Ł'),
+    ('ka', 'ka'),
+  ]
+  tokens = [*letters, *(f'{x}</w>' for x in letters)]
+  tokens += [''.join(pair) for pair in merges]
+  tokens += ['<|startoftext|>', '<|endoftext|>', '!!']
+  theirs = transformers.CLIPTokenizer(
+    vocab={token: i for i, token in enumerate(dict.fromkeys(tokens))},
+    merges=merges,
+  )
+  theirs.save_pretrained(folder / 'clip')
+  return folder / 'clip' / 'tokenizer.json', theirs
+
+
+@pytest.fixture(scope='module')
+def gemma(folder):
+  """(path of a tokenizer.json as SigLIP 2's, Hugging Face's tokenizer of it)."""
+  letters = sorted({x for text in TEXTS[:400] for x in text.lower()} - {' '})
+  tokens = ['<pad>', '<eos>', '<bos>', '<unk>', '<mask>', '▁']
+  tokens += [f'<0x{i:02X}>' for i in range(256)]
+  merges = [('▁', 'l'), ('k', 'a'), ('▁l', 'o'), ('p', 'h'), ('▁', 'ka')]
+  tokens += [*letters[::2], *'kalophK', *map(''.join, merges)]
+  tokens = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+  theirs = transformers.Siglip2Tokenizer(
+    vocab=tokens, merges=merges, padding_side='right'
+  )
+  # As the published files, which are not lower-cased and end texts.
+  backend = theirs.backend_tokenizer
+  backend.post_processor = processors.TemplateProcessing(
+    single='$A <eos>', special_tokens=[('<eos>', tokens['<eos>'])]
+  )
+  stored = json.loads(backend.to_str())
+  _, stored['normalizer'] = stored['normalizer']['normalizers']
+  (folder / 'gemma').mkdir()
+  (folder / 'gemma' / 'tokenizer.json').write_text(json.dumps(stored))
+  return folder / 'gemma' / 'tokenizer.json', theirs
+
+
+# --- The same tokens as elsewhere ---
+
+
+def test_bert_is_that_of_hugging_face_without_sep(bert):
+  """Theirs in pure Python, as BERT was published, and theirs of today."""
+  slow = tokenization_bert_legacy.BertTokenizerLegacy(str(bert))
+  fast = transformers.BertTokenizer.from_pretrained(bert.parent)
+  for theirs in (slow, fast):
+    rows = [
+      theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+      for text in TEXTS
+    ]
+    for max_len in (2, 16):
+      ours = tokenizers.HuggingFaceBertTokenizer(bert, max_len)
+      want = [[theirs.cls_token_id, *row[: max_len - 1]] for row in rows]
+      assert_same(ours(TEXTS), padded(want, max_len, 0))
+      assert ours.cls_token == theirs.cls_token_id == 2
+
+
+# Texts, and the words into which tensorflow_text 2.18.1 (TensorFlow 2.18.1) splits
+# them: BasicTokenizer(lower_case=True) of its BertTokenizer. Recorded from a run.
+WORDS_OF_TENSORFLOW_TEXT = (
+  ('25 ℃ in the café… №7', '25 °c in the cafe . . . no7'),
+  ('ＦＵＬＬ－ｗｉｄｔｈ ｶﾞ', 'full - width カ'),
+  ('½ cup, x² ≠ 3µm™ ®', '1⁄2 cup , x2 = 3μmtm ®'),
+  ('ﬁne oﬃce ﬅ ǰ ŉ', 'fine office st j ʼn'),
+  ('Straße GROẞ ΟΔΟΣ ος', 'strasse gross οδοσ οσ'),
+  ('İstanbul ISPARTA ıI', 'istanbul isparta ıi'),
+  ('e\u0301te\u0301 ẛ\u0323 A\u030a', 'ete s a'),
+  ('so\xadft zero\u200bwidth \ufeffbom', 'soft zerowidth bom'),
+  ('line\u2028sep\u2029par\u1680ogham', 'line\u2028sep\u2029par\u1680ogham'),
+  ('tab\x09nul\x07bell\x85nel', 'tab nul bell nel'),
+  ('\xa0nbsp\u3000ideo\u2003em', 'nbsp ideo em'),
+  ('世界peace 豈更 \U0002f800', '世 界 peace 豈 更 丽'),
+  ('👩\u200d🚀 ❤\ufe0f 🇫🇷 👍🏽', '👩🚀 ❤ 🇫🇷 👍🏽'),
+  ('\u1100\u1161\u11a8 각 \u3164 \uffa0x', '\u1100\u1161\u11a8 \u1100\u1161\u11a8 x'),
+  ('ᾳ ᾼ ΐ ΰ \u0345', 'αι αι ι υ ι'),
+  (
+    'Ǆ ǅ ǆ \ufdfa ﹏',
+    'dz dz dz \u0635\u0644\u0649 \u0627\u0644\u0644\u0647 \u0639\u0644\u064a\u0647 \u0648\u0633\u0644\u0645 _',
+  ),
+  ('한국어 ㈱ ㋿ ㍿', '\u1112\u1161\u11ab\u1100\u116e\u11a8\u110b\u1165 ( 株 ) 令 和 株 式 会 社'),
+  ('Ⅷ ⅷ ① ⑳ ㊙', 'viii viii 1 20 秘'),
+  ("don't—stop «now» ¿qué?", "don ' t — stop « now » ¿ que ?"),
+  ('$5 + £3 = €8 ^_^ `x`', '$ 5 + £3 = €8 ^ _ ^ ` x `'),
+  (
+    '\u05e9\u05b8\u05c1\u05dc\u05d5\u05b9\u05dd \u0633\u064e\u0644\u064e\u0627\u0645',
+    '\u05e9\u05dc\u05d5\u05dd \u0633\u0644\u0627\u0645',
+  ),
+  ('ह\u093fन\u094dद\u0940 กำ ๑', 'ह\u093fनद\u0940 กา ๑'),
+  ('Ꭰꭰ ᏸ ᲀ', 'ᎠᎠ Ᏸ в'),
+  ('\u202eabc\u202c \U000e0041tag', 'abc tag'),
+  ('a\u034fb \u17b4c \u180ed', 'ab c d'),
+  ('[CLS] [unused1] <s>', '[ cls ] [ unused1 ] < s >'),
+  ('\U0001d400\U0001d7ce \U00010400', 'a0 \U00010428'),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(('text', 'words'), WORDS_OF_TENSORFLOW_TEXT)
+def test_bert_has_the_words_of_tensorflow_text(tmp_path, text, words):
+  words = words.split(' ')
+  vocabulary = ['[PAD]', '[UNK]', '[CLS]', *dict.fromkeys(words)]
+  path = tmp_path / 'vocab.txt'
+  tokenizers.write_vocabulary(path, vocabulary)
+  got = tokenizers.BertTokenizer(path, 40)([text])[0]
+  assert [vocabulary[i] for i in got if i] == ['[CLS]', *words]
+
+
+def test_words_of_bert_have_at_most_100_bytes(tmp_path):
+  """In tensorflow_text; recorded as above. Hugging Face counts characters."""
+  words = ['a' * 100, 'a' * 101, 'ы' * 50, 'ы' * 51]
+  path = tmp_path / 'vocab.txt'
+  tokenizers.write_vocabulary(path, ['[PAD]', '[UNK]', '[CLS]', *words])
+  for kind, want in (
+    (tokenizers.BertTokenizer, [2, 3, 1, 5, 1]),
+    (tokenizers.HuggingFaceBertTokenizer, [2, 3, 1, 5, 6]),
+  ):
+    assert kind(path, 5)([' '.join(words)]).tolist() == [want]
+
+
+@pytest.mark.parametrize('max_len', [2, 16])
+def test_sentencepiece_is_the_package_of_that_name_with_eos(spiece, max_len):
+  ours = tokenizers.SentencepieceTokenizer(spiece, max_len)
+  theirs = sentencepiece.SentencePieceProcessor(model_file=str(spiece))
+  rows = [theirs.encode(text)[: max_len - 1] for text in TEXTS]
+  got = ours(TEXTS)
+  assert_same(got, padded(rows, max_len, theirs.eos_id()))
+  assert ours.eos_token == theirs.eos_id() == 1
+  assert (got[:, -1] == 1).all()
+
+
+def hugging_face(theirs, texts, max_len, **kwargs):
+  options = {'padding': 'max_length', 'truncation': True, 'max_length': max_len}
+  return np.array(theirs(texts, **options, **kwargs)['input_ids'], np.int32)
+
+
+@pytest.mark.parametrize('rule', ['nmt_nfkc', 'identity'])
+@pytest.mark.parametrize('max_len', [2, 64])
+def test_siglip_is_that_of_hugging_face(folder, rule, max_len):
+  """Models that join white space themselves, and models that do not."""
+  path = folder / f'{rule}.model'
+  path.exists() or train_sentencepiece(path, normalization_rule_name=rule)
+  ours = tokenizers.SiglipTokenizer(path, max_len)
+  theirs = transformers.SiglipTokenizer(str(path))
+  assert_same(ours(TEXTS), hugging_face(theirs, TEXTS, max_len))
+  special = ['</s> ka', 'ka</s>lo', '<unk>', 'ka <pad> </s>']
+  want = hugging_face(theirs, special, max_len, split_special_tokens=True)
+  assert_same(ours(special), want, special)
+
+
+@pytest.mark.parametrize('max_len', [2, 16, 77])
+def test_clip_is_that_of_hugging_face(clip, max_len):
+  path, theirs = clip
+  texts = [*TEXTS, 'ka<|endoftext|> lo', '<|startoftext|>']
+  ours = tokenizers.ClipTokenizer(path, max_len)
+  assert_same(ours(texts), hugging_face(theirs, texts, max_len), texts)
+  assert ours.eos_token == theirs.eos_token_id
+
+
+@pytest.mark.parametrize('max_len', [2, 16, 64])
+def test_siglip2_is_that_of_hugging_face(gemma, max_len):
+  path, theirs = gemma
+  texts = [*TEXTS, 'KA<eos> lo', '<bos>', 'a  b   c']
+  ours = tokenizers.Siglip2Tokenizer(path, max_len)
+  got = ours(texts)
+  assert_same(got, hugging_face(theirs, texts, max_len), texts)
+
+
+def test_siglip2_reads_lower_case_and_always_ends_texts(gemma):
+  """As in big_vision: no <bos> (2), <eos> (1) also where a text is cut, <pad> (0)."""
+  path, theirs = gemma
+  ka, lo = theirs.convert_tokens_to_ids(['ka', '▁lo'])
+  got = tokenizers.Siglip2Tokenizer(path, 4)(['KA Lo', 'ka lo lo lo lo', ''])
+  assert got.tolist() == [[ka, lo, 1, 0], [ka, lo, lo, 1], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+  'name, value',
+  [
+    ('tokenizer_config.json', '!!'),
+    ('special_tokens_map.json', {'content': '!!', 'lstrip': False}),
+  ],
+)
+def test_the_padding_of_clip_is_what_a_file_beside_it_says(
+  clip, tmp_path, name, value
+):
+  """As that of Stable Diffusion 2, which is another token than that of end."""
+  path, theirs = clip
+  (tmp_path / 'tokenizer.json').write_bytes(path.read_bytes())
+  ours = tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 4)
+  start, end, other = theirs.convert_tokens_to_ids(
+    ['<|startoftext|>', '<|endoftext|>', '!!']
+  )
+  assert ours(['']).tolist() == [[start, end, end, end]]
+  (tmp_path / name).write_text(json.dumps({'pad_token': value}))
+  ours = tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 4)
+  assert ours(['']).tolist() == [[start, end, other, other]]
+  (tmp_path / name).write_text('[1]')
+  with pytest.raises(
+    ValueError, match=f"{name}', next to vocab_path=.* is not JSON"
+  ):
+    tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 4)
+
+
+def test_the_content_of_clip_says_what_the_padding_is(clip, tmp_path):
+  path, _ = clip
+  here, alone = tmp_path / 'tokenizer.json', tmp_path / 'alone.json'
+  here.write_bytes(path.read_bytes())
+  (tmp_path / 'tokenizer_config.json').write_text('{"pad_token": "!!"}')
+  ours = tokenizers.ClipTokenizer(here, 16)
+  (tmp_path / 'tokenizer_config.json').unlink()
+  alone.write_bytes(ours.content())
+  assert_same(tokenizers.ClipTokenizer(alone, 16)(TEXTS), ours(TEXTS))
+  assert (
+    ours(['']).tolist() != tokenizers.ClipTokenizer(here, 16)(['']).tolist()
+  )
+
+
+@pytest.mark.parametrize('name', ['clip', 'siglip2'])
+def test_a_tokenizer_json_that_draws_is_refused(clip, gemma, tmp_path, name):
+  path, _ = {'clip': clip, 'siglip2': gemma}[name]
+  stored = json.loads(path.read_text())
+  stored['model']['dropout'] = 0.1
+  (tmp_path / 'tokenizer.json').write_text(json.dumps(stored))
+  with pytest.raises(ValueError, match='tokenizer.json.*dropout'):
+    tokenizers.get_tokenizer(name)(tmp_path / 'tokenizer.json', 8)
+
+
+def test_what_is_stored_in_a_tokenizer_json_neither_clips_nor_pads(
+  clip, tmp_path
+):
+  path, _ = clip
+  stored = json.loads(path.read_text())
+  stored['truncation'] = {
+    'direction': 'Right', 'max_length': 3, 'strategy': 'LongestFirst', 'stride': 0
+  }  # fmt: skip
+  stored['padding'] = {
+    'strategy': {'Fixed': 9}, 'direction': 'Left', 'pad_to_multiple_of': None,
+    'pad_id': 7, 'pad_type_id': 0, 'pad_token': '!!',
+  }  # fmt: skip
+  (tmp_path / 'tokenizer.json').write_text(json.dumps(stored))
+  got = tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 7)(['ka lo of'])
+  plain = tokenizers.ClipTokenizer(path, 7)(['ka lo of'])
+  assert got[0, :5].tolist() == plain[0, :5].tolist()
+  assert got[0, 5:].tolist() == 2 * [stored['model']['vocab']['!!']]
+
+
+# --- What a reader can check ---
+
+
+@pytest.fixture
+def small(tmp_path):
+  """Path of a vocabulary of [PAD], [UNK], [CLS], a few words."""
+  tokens = ['[PAD]', '[UNK]', '[CLS]', 'un', '##aff', '##able', 'cafe', '!']
+  (tmp_path / 'vocab.txt').write_bytes('\r\n'.join(tokens).encode())
+  return tmp_path / 'vocab.txt'
+
+
+def test_words_are_cut_into_the_longest_pieces(small):
+  got = tokenizers.BertTokenizer(str(small), 6)(
+    ['Unaffable!', 'CAFÉ cafe\u0301', '', 'unknown [CLS]', 5 * 'un!']
+  )
+  assert got.tolist() == [
+    [2, 3, 4, 5, 7, 0],
+    [2, 6, 6, 0, 0, 0],
+    [2, 0, 0, 0, 0, 0],
+    [2, 1, 1, 1, 1, 0],  # '[', 'cls' and ']' are not in the vocabulary.
+    [2, 3, 7, 3, 7, 3],
+  ]
+
+
+def test_bytes_and_arrays_of_texts_are_texts(small):
+  tokenizer = tokenizers.BertTokenizer(small, 3)
+  for texts in (
+    np.array(['cafe', '!']), [b'cafe', b'!'], ['cafe', '!'],
+    tf.constant(['cafe', '!']), ('cafe', '!'), iter(['cafe', '!']),
+  ):  # fmt: skip
+    assert tokenizer(texts).tolist() == [[2, 6, 0], [2, 7, 0]]
+  # What is not UTF-8, or half a pair of UTF-16, is U+FFFD: [UNK].
+  assert tokenizer([b'\xff!', '\ud800!']).tolist() == 2 * [[2, 1, 7]]
+  assert tokenizer([]).shape == (0, 3)
+
+
+def test_tokens_in_a_graph_are_the_same(bert, spiece, clip, gemma):
+  texts = TEXTS[:300]
+  paths = {'bert': bert, 'hf_bert': bert, 'clip': clip[0], 'siglip2': gemma[0]}
+  for name, kind in tokenizers.TOKENIZERS.items():
+    tokenizer = kind(paths.get(name, spiece), 16)
+    data = tf.data.Dataset.from_tensor_slices(texts).map(
+      tokenizer.preprocess_tf, num_parallel_calls=2
+    )
+    assert data.element_spec == tf.TensorSpec([16], tf.int32)
+    [got] = data.batch(len(texts)).as_numpy_iterator()
+    assert_same(got, tokenizer(texts), texts)
+    eager = tokenizer.preprocess_tf(tf.constant(texts[30])).numpy()
+    assert_same(eager[None], got[30:31], texts[30:31])
+
+
+def test_a_tokenizer_is_its_fields(small, spiece):
+  tokenizer = tokenizers.BertTokenizer(str(small), 6)
+  assert dataclasses.asdict(tokenizer) == {
+    'vocab_path': str(small), 'max_len': 6, 'cls_token': 2
+  }  # fmt: skip
+  same = tokenizers.BertTokenizer(vocab_path=str(small), max_len=6)
+  assert {tokenizer: 1}[same] == 1
+  assert tokenizer != dataclasses.replace(tokenizer, max_len=7)
+  assert len(pickle.dumps(tokenizers.SiglipTokenizer(str(spiece), 6))) < 300
+  copied = pickle.loads(pickle.dumps(tokenizer))
+  assert copied == tokenizer
+  assert copied(['cafe']).tolist() == [[2, 6, 0, 0, 0, 0]]
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    tokenizer.max_len = 3
+
+
+def test_a_vocabulary_of_words_spells_what_it_does_not_have(tmp_path):
+  vocabulary = tokenizers.word_vocabulary(['A cat, a DOG.', 'the dog', 'a é'])
+  characters = [*',.acdeghot']
+  assert vocabulary == [
+    '[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', *characters,
+    *(f'##{x}' for x in characters), 'dog', 'cat', 'the',
+  ]  # fmt: skip
+  tokenizers.write_vocabulary(tmp_path / 'words.txt', vocabulary)
+  tokenizer = tokenizers.BertTokenizer(tmp_path / 'words.txt', 6)
+  got = tokenizer(['a cat', 'Goth', 'sea'])
+  assert [[vocabulary[i] for i in row if i] for row in got] == [
+    ['[CLS]', 'a', 'cat'],
+    ['[CLS]', 'g', '##o', '##t', '##h'],
+    ['[CLS]', '[UNK]'],
+  ]
+  with pytest.raises(
+    ValueError, match="texts='a cat' is not a list of texts: giv"
+  ):
+    tokenizers.word_vocabulary('a cat')
+
+
+# --- Where a vocabulary comes from ---
+
+
+@pytest.mark.parametrize(
+  'given, asked',
+  [
+    ('hf://a/b/vocab.txt', 'hf://a/b/vocab.txt'),
+    ('hf://a/b', 'hf://a/b/vocab.txt'),
+    ('hf://a/b@v1', 'hf://a/b@v1/vocab.txt'),
+    ('https://huggingface.co/a/b', 'hf://a/b/vocab.txt'),
+  ],
+)
+def test_a_vocabulary_on_the_hub_needs_no_name_of_a_file(
+  small, monkeypatch, given, asked
+):
+  def get(path):
+    assert hub.parse(path) == hub.parse(asked)
+    return epath.Path(small)
+
+  monkeypatch.setattr(hub, 'fetch', get)
+  tokenizer = tokenizers.BertTokenizer(given, 3)
+  assert tokenizer(['cafe']).tolist() == [[2, 6, 0]]
+  assert tokenizer.vocab_path == given
+
+
+@pytest.mark.parametrize('place', ['gs://a/lit/x.txt', 'https://a/lit/x.txt'])
+def test_a_remote_vocabulary_is_read_from_the_cache(
+  small, monkeypatch, tmp_path, place
+):
+  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
+  cached = fetch.local(place)
+  cached.parent.mkdir(parents=True)
+  cached.write_bytes(small.read_bytes())
+  assert tokenizers.BertTokenizer(place, 2).cls_token == 2
+
+
+# --- Errors ---
+
+
+def test_the_names_of_tokenizers():
+  assert tokenizers.get_tokenizer('bert') is tokenizers.BertTokenizer
+  with pytest.raises(
+    ValueError,
+    match="tokenizer_name='word2vec' is unknown: .*'bert', .*'clip', 'siglip'",
+  ):
+    tokenizers.get_tokenizer('word2vec')
+
+
+@pytest.mark.parametrize('max_len', [1, 0, -3])
+def test_a_row_has_two_tokens_at_least(small, max_len):
+  with pytest.raises(ValueError, match=f'max_len={max_len!r} is too small'):
+    tokenizers.BertTokenizer(small, max_len)
+
+
+@pytest.mark.parametrize('name', tokenizers.TOKENIZERS)
+def test_vocabularies_that_cannot_be_read(tmp_path, name):
+  tokenizer = tokenizers.get_tokenizer(name)
+  nowhere = tmp_path / 'nowhere'
+  for path in (nowhere, tmp_path):
+    with pytest.raises(
+      FileNotFoundError, match=f"vocab_path='{path}' is not a file"
+    ):
+      tokenizer(path, 8)
+  nowhere.write_bytes(b'')
+  with pytest.raises(ValueError, match=f"'{nowhere}' is empty: give "):
+    tokenizer(nowhere, 8)
+
+
+def pipe(path):
+  os.mkfifo(path)
+
+
+def zeros(path):
+  path.symlink_to('/dev/zero')
+
+
+@pytest.mark.parametrize('make', [pipe, zeros])
+@pytest.mark.parametrize('name', tokenizers.TOKENIZERS)
+def test_pipes_and_devices_are_refused_without_waiting(tmp_path, name, make):
+  tokenizer = tokenizers.get_tokenizer(name)
+  make(tmp_path / 'vocabulary')
+  with pytest.raises(FileNotFoundError, match="vocabulary' is not a file"):
+    tokenizer(tmp_path / 'vocabulary', 8)
+
+
+@pytest.mark.parametrize('make', [pipe, zeros])
+@pytest.mark.parametrize(
+  'name', ['tokenizer_config.json', 'special_tokens_map.json']
+)
+def test_pipes_and_devices_next_to_a_vocabulary(clip, tmp_path, name, make):
+  (tmp_path / 'tokenizer.json').write_bytes(clip[0].read_bytes())
+  make(tmp_path / name)
+  with pytest.raises(ValueError, match=f"{name}'.* not a regular file"):
+    tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 8)
+
+
+@pytest.mark.parametrize('kind', [FileNotFoundError, PermissionError, OSError])
+def test_vocabularies_that_do_not_arrive(monkeypatch, kind):
+  def refuse(path):
+    raise kind(f"'{path}' cannot be fetched: the server answers")
+
+  monkeypatch.setattr(fetch, 'fetch', refuse)
+  message = (
+    "^vocab_path='gs://a/b.txt': 'gs://a/b.txt' cannot be fetched: the server "
+    'answers; else give a vocabulary of BERT, one token a line'
+  )
+  with pytest.raises(kind, match=message):
+    tokenizers.BertTokenizer('gs://a/b.txt', 8)
+
+
+@pytest.mark.parametrize(
+  'name, content, message',
+  [
+    (
+      'bert',
+      '[PAD]\n[UNK]\na\n',
+      'has no token \\[CLS\\]: give a vocabulary of',
+    ),
+    (
+      'bert',
+      '[PAD]\n[CLS]\na\n',
+      'has no token \\[UNK\\]: give a vocabulary of',
+    ),
+    ('bert', b'\xff\xfe', 'is not a text in UTF-8: give a vocabulary of BERT'),
+    (
+      'sentencepiece',
+      '[CLS]\n',
+      'is not a model of SentencePiece: give a model',
+    ),
+    ('siglip', '[CLS]\n', 'is not a model of SentencePiece: give a model'),
+    ('clip', '{}', 'is not a tokenizer.json: give the tokenizer.json'),
+    ('clip', b'\xff', 'is not a tokenizer.json: give the tokenizer.json'),
+  ],
+)
+def test_vocabularies_of_another_kind(tmp_path, name, content, message):
+  path = tmp_path / 'vocabulary'
+  path.write_bytes(content if isinstance(content, bytes) else content.encode())
+  with pytest.raises(ValueError, match=f"vocab_path='{path}' {message}"):
+    tokenizers.get_tokenizer(name)(path, 8)
+
+
+def test_dropout_of_byte_pairs_is_refused(tmp_path, clip):
+  fields = json.loads(clip[0].read_text())
+  fields['model']['dropout'] = 0.25
+  path = tmp_path / 'tokenizer.json'
+  path.write_text(json.dumps(fields))
+  with pytest.raises(ValueError, match=f"'{path}' .*dropout=0.25"):
+    tokenizers.ClipTokenizer(path, 8)
+
+
+def test_models_that_lack_the_token_of_end(tmp_path, clip):
+  path = train_sentencepiece(tmp_path / 'no_end.model', eos_id=-1)
+  with pytest.raises(
+    ValueError, match='has no token </s>: give a model of Sente'
+  ):
+    tokenizers.SentencepieceTokenizer(path, 8)
+  path = tmp_path / 'tokenizer.json'
+  path.write_text(clip[0].read_text().replace('<|endoftext|>', '<|end|>'))
+  with pytest.raises(
+    ValueError, match=r'no token <\|endoftext\|>: give the token'
+  ):
+    tokenizers.ClipTokenizer(path, 8)
+
+
+def test_a_single_text_is_no_list_of_texts(small):
+  tokenizer = tokenizers.BertTokenizer(small, 3)
+  for single in ('cafe', b'cafe', tf.constant('cafe'), np.array('cafe'), None):
+    with pytest.raises(
+      ValueError, match=r'is not a list of texts: give a list, \[te'
+    ):
+      tokenizer(single)
+  with pytest.raises(
+    ValueError, match='texts has 3, which is int: give strings'
+  ):
+    tokenizer(['cafe', 3])
+
+
+@pytest.mark.parametrize(
+  'name, package',
+  [('bert', 'tokenizers'), ('siglip', 'sentencepiece')],
+)
+def test_a_package_that_is_missing_is_told(small, monkeypatch, name, package):
+  monkeypatch.setitem(sys.modules, package, None)
+  kind = tokenizers.get_tokenizer(name)
+  with pytest.raises(
+    ImportError,
+    match=rf"{kind.__name__} needs {package}: pip install .*\[text\]'",
+  ):
+    kind(small, 8)

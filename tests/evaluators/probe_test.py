@@ -1,0 +1,189 @@
+"""Tests of the command that probes a model, on the digits."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from vit_jax.evaluators import evaluation
+from vit_jax import predict
+from vit_jax.evaluators import probe
+from vit_jax import train
+from vit_jax.commands import probe as probe_command
+from vit_jax.distributed import sharding
+from vit_jax.evaluators import features
+from vit_jax.evaluators import probes
+from vit_jax.evaluators import solvers
+from vit_jax.run import config as run_config
+
+
+@pytest.fixture
+def mesh():
+  return sharding.make_mesh({'data': 1}, jax.devices()[:1])
+
+
+@pytest.fixture
+def model(tiny_config):
+  """An untrained classifier of the digits."""
+  config = run_config.complete(tiny_config)
+  names = [str(i) for i in range(10)]
+  task = run_config.get_task('classify')(config, {'class_names': names})
+  shapes, _ = jax.eval_shape(task.init, jax.random.key(0))
+  rng = np.random.RandomState(0)
+  params = jax.tree.map(lambda x: rng.randn(*x.shape).astype('f') / 4, shapes)
+  return task.predictor(params, {}, 7)
+
+
+def test_the_command_measures_what_the_parts_do(
+  model, mesh, tmp_path, monkeypatch, capsys
+):
+  model.workdir = '/tmp/run'
+  monkeypatch.setattr(predict, 'load', lambda *_: model)
+  monkeypatch.setattr(evaluation, 'run_mesh', lambda _: mesh)
+  monkeypatch.setattr(solvers, 'L2', (1e-1, 1e-2))
+  path = tmp_path / 'probe.json'
+  args = (
+    '--workdir=/tmp/run --train=train[:200] --shots 1 9 --seeds 3 4 '
+    f'--squeeze=1 --linear --layer=Transformer/encoderblock_0 --json={path}'
+  )
+  probe_command.main(args.split())
+  found = json.loads(path.read_text())
+  assert (found['dataset'], found['num_test']) == ('digits', 360)
+  assert (found['num_train'], found['num_features']) == (200, 16)
+
+  extractor = features.Extractor(model.task, mesh, 'Transformer/encoderblock_0')
+  opened = (
+    train.open_for(model.config, type(model.task), model.metadata, split)
+    for split in ('train[:200]', 'test')
+  )
+  known, asked = (extractor.run(x, model.params, {}) for x in opened)
+  wanted = solvers.tuned(known, asked)
+  assert found['linear']['accuracy'] == pytest.approx(wanted.accuracy)
+  assert wanted.accuracy > 0.5  # Random features of digits tell much.
+  for row, shots in zip(found['fewshot'], (1, 9), strict=True):
+    accuracies = []
+    for seed in (3, 4):
+      rows = probes.choose(known.labels, model.class_names, shots, seed)
+      made = solvers.least_squares(known.take(rows.reshape(-1)), 10, 1024.0)
+      accuracies.append(asked.accuracy(made.predict(asked.values)))
+    assert row['accuracies'] == pytest.approx(accuracies)
+    assert row['mean'] == pytest.approx(np.mean(accuracies))
+    assert row['std'] == pytest.approx(np.std(accuracies, ddof=1))
+  said = capsys.readouterr().out
+  assert f' 9-shot    {100 * found["fewshot"][1]["mean"]:7.2f} % ± ' in said
+  assert 'linear' in said
+
+
+def test_all_layers(model, mesh, tmp_path, monkeypatch, capsys):
+  """Sums of the rows and of the columns of the images as layers 0 and 1."""
+  monkeypatch.setattr(probes, '_GROUP', 0)  # One layer a pass.
+  monkeypatch.setattr(solvers, 'L2', (1e-1,))
+  monkeypatch.setattr(predict, 'load', lambda *_: model)
+  monkeypatch.setattr(evaluation, 'run_mesh', lambda _: mesh)
+  model.workdir = '/tmp/run'
+
+  def intermediates(params, extra, batch, capture):
+    image = batch['image'][..., 0]  # [B, H, W]
+    return {f'layer_{i}': (image.sum(axis=2 - i),) for i in (1, 0)}
+
+  model.task.intermediates = intermediates
+  path = tmp_path / 'probe.json'
+  args = (
+    f'--workdir=/tmp/run --train=train[:100] --linear --json={path} --squeeze=1'
+  )
+  probe_command.main([*args.split(), '--layer=all'])
+  found = json.loads(path.read_text())
+  assert found['fewshot'] == []
+  assert [row['layer'] for row in found['layers']] == ['layer_0', 'layer_1']
+  digits, pixels = {}, features.Extractor(model.task, mesh, 'pixels')
+  for split in ('train[:100]', 'test'):
+    source = train.open_for(
+      model.config, type(model.task), model.metadata, split
+    )
+    digits[split] = pixels.run(source, {}, {})
+  for i, row in enumerate(found['layers']):
+    x, y = (
+      part._replace(values=part.values.reshape(-1, 8, 8).sum(axis=2 - i))
+      for part in digits.values()
+    )
+    assert row['accuracy'] == solvers.tuned(x, y).accuracy
+    assert row['accuracy'] > 0.3
+  assert (tmp_path / 'probe.png').exists()
+  assert (tmp_path / 'probe.csv').read_text().startswith('layer,accuracy\n')
+  assert 'best layer' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  ('layer', 'name'), [('last', 'layer_1'), ('0', 'layer_0'), (1, 'layer_1')]
+)
+def test_layers_by_number(model, mesh, layer, name, monkeypatch):
+  probed = []
+
+  def linear(self, layers, params, extra):
+    probed.extend(layers)
+    return {layers[0]: solvers.Result(0.5, 0.1, {}, 'L-BFGS')}
+
+  monkeypatch.setattr(probes.FewShot, 'linear', linear)
+  found = probe.probe(
+    model, mesh, (), True, dataset='digits', layer=layer, train='train[:50]'
+  )
+  assert probed == [name]
+  assert found['linear']['accuracy'] == 0.5
+  assert found['num_features'] == 16
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'dataset': 'digits', 'layer': 'all'}, 'give --linear and leave out --s'),
+    (
+      {'dataset': 'digits', 'layer': 2},
+      'layer=2 is no layer of the model: it has layer_0, layer_1',
+    ),
+    ({}, 'weights without a run come with no data: name a data set'),
+    ({'dataset': 'digits', 'shots': ()}, 'give --shots or --linear'),
+    ({'dataset': 'digits', 'shots': (0,)}, r'fewshot.shots=\(0,\) must be'),
+    ({'dataset': 'digits', 'squeeze': 1e9}, 'squeeze=1.* from 1 to 8'),
+    ({'dataset': 'digits', 'layer': 'x'}, "layer='x' is no layer of the model"),
+    ({'dataset': 'digits', 'train': 'val'}, "has no split 'val'"),
+    (
+      {'dataset': 'digits', 'train': 'train[:30]'},
+      r'shots=25 are more than the \d examples of the class .*--shots',
+    ),
+  ],
+)
+def test_wrong_wishes(model, mesh, options, message):
+  with pytest.raises(ValueError, match=message):
+    probe.probe(model, mesh, **options)
+
+
+def test_a_folder_of_data_sets_that_is_not_there():
+  with pytest.raises(ValueError, match="tfds_data_dir='/no/such' is no folder"):
+    probe_command.main(['--workdir=/tmp/run', '--tfds_data_dir=/no/such'])
+
+
+def test_a_batch_that_no_memory_holds(model, mesh):
+  model.config.batch_eval = 10**12
+  with pytest.raises(ValueError, match='batch_eval=1000000000000 and prefetch'):
+    probe.probe(model, mesh, dataset='digits', shots=(1,))
+
+
+def test_a_run_probes_itself_in_its_first_evaluation(tiny_config, tmp_path):
+  labels = tmp_path / 'real.json'
+  labels.write_text('[[1]]')
+  tiny_config.fewshot.shots = (2,)
+  tiny_config.evals = (('val', 'train[:20]'), ('test', 'test'))
+  tiny_config.best_metric = 'fewshot_2_val'
+  prepared = train.prepare(tiny_config)
+  probes, test = prepared.evaluators['val'], prepared.evaluators['test']
+  assert [type(x).__name__ for x in probes] == ['Means', 'FewShot']
+  assert [type(x).__name__ for x in test] == ['Means']
+  assert not run_config.is_low(prepared.config)
+  tiny_config.best_metric = 'fewshot_5_val'
+  with pytest.raises(ValueError, match="use one of .*'fewshot_2_val'"):
+    train.prepare(tiny_config)
+  tiny_config.best_metric = 'accuracy_real_val'
+  tiny_config.real_labels = str(labels)
+  with pytest.raises(ValueError, match="labels of 1 images, and split 'train' has 1,437"):  # fmt: skip
+    train.prepare(tiny_config)

@@ -1,0 +1,298 @@
+"""Tests of what lies inside Vision Transformers: attention, filters, positions."""
+
+import functools
+
+import flax.linen as nn
+import jax
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn import decomposition
+from sklearn.metrics import pairwise
+
+from tests import tiny_models
+from vit_jax import models
+from vit_jax.figures import internals
+from vit_jax.layers import attention as layers
+from vit_jax.tasks import masked_patches
+
+
+def made(weights, grid, before=0):
+  """Attention of given weights."""
+  return internals.Attention(weights, None, grid, before)
+
+
+def random_weights(shape, seed=0):
+  """Weights [B, K, N, N] whose rows sum to 1."""
+  weights = np.random.RandomState(seed).rand(*shape).astype(np.float32)
+  return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def transformer(num_layers=2, **fields):
+  return dict(
+    num_layers=num_layers, mlp_dim=32, num_heads=2, dropout_rate=0.0,
+    attention_dropout_rate=0.0, **fields,
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize('before', [0, 1])
+@pytest.mark.parametrize(
+  'patch, count, pixels', [(16, 14, 116.49), (32, 7, 115.50), (14, 16, 116.57)]
+)
+def test_distances_of_uniform_attention_and_of_identity(
+  patch, count, pixels, before
+):
+  tokens = count**2 + before
+  uniform = np.full((1, 1, tokens, tokens), 1 / tokens, np.float32)
+  identity = np.eye(tokens, dtype=np.float32)[None, None]
+  found = internals.mean_distances(
+    made([uniform, identity], (count, count), before), (patch, patch)
+  )
+  assert found.shape == (2, 1)
+  assert found.dtype == np.float32
+  np.testing.assert_allclose(found, [[pixels], [0]], atol=0.01)
+
+
+def test_distances_of_rectangles_are_those_of_a_loop():
+  (h, w), (p, q), before = (2, 3), (4, 8), 1
+  weights = random_weights((2, 2, 7, 7))
+  expected = np.zeros((1, 2))
+  for image in weights:
+    for head, rows in enumerate(image):
+      for query in range(h * w):
+        far, whole = 0.0, 0.0
+        for key in range(h * w):
+          weight = rows[before + query, before + key]
+          down = (key // w - query // w) * p
+          across = (key % w - query % w) * q
+          far += weight * (down**2 + across**2) ** 0.5
+          whole += weight
+        expected[0, head] += far / whole / (h * w) / len(weights)
+  found = internals.mean_distances(made([weights], (h, w), before), (p, q))
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_query_that_looks_at_no_patch_gives_no_distance():
+  blind = np.zeros((1, 1, 5, 5), np.float32)
+  blind[..., 0] = 1  # All look at the class token.
+  found = internals.mean_distances(made([blind], (2, 2), 1), (4, 4))
+  assert found.tolist() == [[0.0]]
+
+
+def test_rollout_is_what_a_hand_computes():
+  first = np.array([[[
+    [[1.0, 0.0], [0.5, 0.5]],  # Mean over heads: [[.5, .5], [.25, .75]].
+    [[0.0, 1.0], [0.0, 1.0]],
+  ]]], np.float32)[0]  # fmt: skip
+  second = np.array([[[
+    [[0.5, 0.5], [1.0, 0.0]],  # Mean over heads: [[.5, .5], [.5, .5]].
+    [[0.5, 0.5], [0.0, 1.0]],
+  ]]], np.float32)[0]  # fmt: skip
+  # With the identity, halved: [[.75, .25], [.125, .875]] and [[.75, .25],
+  # [.25, .75]]; the second layer times the first one:
+  expected = [[[0.59375, 0.40625], [0.28125, 0.71875]]]
+  found = internals.rollout([first, second])
+  np.testing.assert_allclose(found, expected, atol=1e-7)
+  # Class token before one patch, and two patches without a class token.
+  found = internals.rollout_maps(made([first, second], (1, 1), 1))
+  np.testing.assert_allclose(found, [[[0.40625]]], atol=1e-7)
+  found = internals.rollout_maps(made([first, second], (1, 2)))
+  np.testing.assert_allclose(found, [[[0.4375, 0.5625]]], atol=1e-7)
+  found = internals.maps(made([first, second], (1, 2)))
+  np.testing.assert_allclose(found, [[[[0.375, 0.625]]], [[[0.5, 0.5]]]])
+
+
+def test_rows_of_rollout_sum_to_one():
+  weights = [random_weights((2, 3, 7, 7), seed) for seed in range(12)]
+  found = internals.rollout(weights)
+  assert found.dtype == np.float32
+  np.testing.assert_allclose(found.sum(axis=-1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize('before', [0, 1])
+def test_uniform_attention_gives_flat_maps(before):
+  tokens = 6 + before
+  uniform = np.full((2, 2, tokens, tokens), 1 / tokens, np.float32)
+  found = made([uniform] * 3, (2, 3), before)
+  for maps in (internals.rollout_maps(found), internals.maps(found)[0]):
+    assert maps.shape == (2, 2, 3)
+    np.testing.assert_allclose(maps, maps[0, 0, 0], atol=1e-7)
+
+
+def parameters(model, *args):
+  """Random parameters, made without compiling the model."""
+  init = functools.partial(model.init, train=False)
+  shapes = jax.eval_shape(init, jax.random.key(0), *args)['params']
+  rng = np.random.RandomState(0)
+  return jax.tree.map(
+    lambda p: 0.3 * rng.randn(*p.shape).astype(np.float32), shapes
+  )
+
+
+def recorded(model, params, *args):
+  """Runs a model as it always runs: attention's inputs and outputs, by layer."""
+
+  @jax.jit
+  def run(params, args):
+    seen = []
+
+    def record(call, args, kwargs, context):
+      result = call(*args, **kwargs)
+      if isinstance(context.module, layers.MultiHeadDotProductAttention):
+        seen.append((args[0], result))
+      return result
+
+    with nn.intercept_methods(record):
+      return model.apply({'params': params}, *args, train=False), seen
+
+  with pltpu.force_tpu_interpret_mode():
+    return jax.device_get(run(params, args))
+
+
+def check_weights(model, images, *args, outputs=True):
+  """Recomputes what attention returned from its weights, in NumPy."""
+  params = parameters(model, images, *args)
+  found = internals.attention(model, params, images)
+  expected, seen = recorded(model, params, images, *args)
+  assert len(found.weights) == len(seen) == 2
+  for i, (x, result) in enumerate(seen):
+    layer = params['Transformer'][f'encoderblock_{i}']
+    layer = layer['MultiHeadDotProductAttention_0']
+    value = np.einsum('bsd,dke->bske', x, layer['value']['kernel'])
+    value = value + layer['value']['bias']
+    heads = np.einsum('bkqs,bske->bqke', found.weights[i], value)
+    mine = np.einsum('bqke,ked->bqd', heads, layer['out']['kernel'])
+    mine = (mine + layer['out']['bias'])[:, : result.shape[1]]
+    np.testing.assert_allclose(mine, result, atol=1e-5)
+    np.testing.assert_allclose(found.weights[i].sum(axis=-1), 1, atol=1e-5)
+  if outputs:
+    np.testing.assert_allclose(found.outputs, expected, atol=1e-4)
+  return found
+
+
+@pytest.mark.parametrize(
+  'name, classifier',
+  [
+    ('default', 'token'),
+    ('flash', 'token'),
+    ('xla', 'gap'),
+  ],
+)
+def test_weights_give_what_attention_gave(name, classifier):
+  model = tiny_models.tiny(
+    classifier=classifier, transformer=transformer(attention=name)
+  )
+  found = check_weights(model, tiny_models.images((2, 8, 12, 3)))
+  assert found.grid == (2, 3)
+  assert found.before == (classifier == 'token')
+  assert internals.maps(found).shape == (2, 2, 2, 3)
+  assert internals.rollout_maps(found).shape == (2, 2, 3)
+
+
+def test_the_grid_of_a_hybrid_is_that_of_its_features():
+  model = tiny_models.tiny(
+    patches={'size': (1, 1)}, resnet=dict(num_layers=(1,), width_factor=0.5)
+  )
+  found = check_weights(model, tiny_models.images((1, 8, 16, 3)))
+  assert found.grid == (2, 4)
+  assert found.weights[0].shape == (1, 2, 9, 9)
+
+
+def test_the_model_of_masked_patches_is_seen_without_masks():
+  fields = tiny_models.tiny(classifier='gap')
+  model = masked_patches.MaskedViT(
+    5, fields.patches, transformer(), 16, classifier='gap'
+  )
+  kept = np.full((2, 4), masked_patches.KEPT)
+  images = tiny_models.images()
+  found = check_weights(model, images, kept, kept, outputs=False)
+  assert found.grid == (2, 2)
+  assert found.outputs.shape == (2, 5)
+
+
+def test_bfloat16_gives_float32():
+  model = tiny_models.tiny(dtype='bfloat16', transformer=transformer(1))
+  images = tiny_models.images()
+  params = parameters(model, images)
+  found = internals.attention(model, params, images)
+  assert found.outputs.dtype == np.float32
+  assert {w.dtype for w in found.weights} == {np.dtype(np.float32)}
+
+
+class Layered(nn.Module):
+  """An encoder of one's own: layers by number, and the last of them used twice."""
+
+  num_layers: int
+  sows: bool = True
+
+  @nn.compact
+  def __call__(self, x, *, train):
+    if not self.sows:
+      return x
+    for i in range(self.num_layers):
+      last = Layer(i, name=f'layer_{i}')
+      x = last(x)
+    return last(x)
+
+
+class Layer(nn.Module):
+  """Sows its number."""
+
+  number: int
+
+  @nn.compact
+  def __call__(self, x):
+    shape = (len(x), 1, x.shape[1], x.shape[1])
+    self.sow('intermediates', 'attention_weights', jnp.full(shape, self.number))
+    return x
+
+
+def test_layers_come_in_the_order_of_their_numbers():
+  model = tiny_models.tiny(encoder=Layered, transformer=dict(num_layers=12))
+  images = tiny_models.images()
+  found = internals.attention(model, parameters(model, images), images)
+  assert [w.max() for w in found.weights] == [*range(12), 11]
+
+
+@pytest.mark.parametrize(
+  'model, message',
+  [
+    (
+      models.get_model('Mixer-B_16', num_classes=5),
+      'model=MlpMixer has no attention weights .* give a VisionTransformer',
+    ),
+    (tiny_models.tiny(transformer=None), 'transformer=None'),
+    (
+      tiny_models.tiny(
+        encoder=Layered, transformer=dict(num_layers=1, sows=False)
+      ), 'encoder=Layered sows no attention_weights: make its layers',
+    ),
+  ],
+)  # fmt: skip
+def test_what_has_no_weights_is_refused(model, message):
+  images = tiny_models.images()
+  mixer = isinstance(model, models.MlpMixer)
+  params = {} if mixer else parameters(model, images)
+  with pytest.raises(ValueError, match=message):
+    internals.attention(model, params, images)
+
+
+def test_filters_are_the_principal_components_up_to_sign():
+  kernel = np.random.RandomState(0).randn(4, 3, 2, 40).astype(np.float32)
+  found, shares = internals.principal_filters(kernel, 7)
+  filters = kernel.reshape(24, 40).T
+  pca = decomposition.PCA(7, svd_solver='full').fit(filters)
+  assert found.shape == (7, 4, 3, 2)
+  products = (found.reshape(7, 24) * pca.components_).sum(axis=1)
+  np.testing.assert_allclose(np.abs(products), 1, atol=1e-5)
+  np.testing.assert_allclose(shares, pca.explained_variance_ratio_, rtol=1e-5)
+
+
+def test_similarity_is_the_cosine_without_the_class_token():
+  table = np.random.RandomState(0).randn(1, 7, 5)
+  found = internals.position_similarity(table, (2, 3))
+  expected = pairwise.cosine_similarity(table[0, 1:])
+  np.testing.assert_allclose(found.reshape(6, 6), expected, atol=1e-6)
+  with pytest.raises(ValueError, match='8 patches, but there are 7'):
+    internals.position_similarity(table, (2, 4))

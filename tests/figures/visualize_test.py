@@ -1,0 +1,290 @@
+"""Tests of the command that draws figures, on a run of a few steps."""
+
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+import pytest
+
+from tests import conftest
+from tests import tiny_models
+from vit_jax import checkpoint
+from vit_jax import models
+from vit_jax import predict
+from vit_jax.figures import visualize
+from vit_jax.commands import visualize as visualize_command
+from vit_jax.configs import pretrain
+from vit_jax.figures import drawing
+from vit_jax.figures import gallery
+from vit_jax.figures import invariance
+from vit_jax.run import config as run_config
+from vit_jax.tasks import classify
+from vit_jax.tasks import masked_patches
+
+ALL = {
+  entry.name
+  for task in run_config.TASKS
+  for entry in gallery.of(run_config.get_task(task))
+}
+
+
+def tiny_config(folder, task='classify'):
+  """Returns the config of a run of two steps on a folder of images."""
+  config = pretrain.get_config(f'testing,{folder}')
+  config.task = task
+  config.pp.crop = 8
+  config.model = tiny_models.config()
+  config.model.patches.size = (4, 4)
+  config.update(batch=8, batch_eval=8, total_epochs=None, warmup_epochs=None)
+  config.update(total_steps=2, warmup_steps=1)
+  return run_config.complete(config)
+
+
+def random_numbers(task):
+  """Returns parameters of a task, without compiling its model."""
+  shapes, _ = jax.eval_shape(task.init, jax.random.key(0))
+  rng = np.random.RandomState(0)
+  return jax.tree.map(lambda x: rng.randn(*x.shape).astype(x.dtype), shapes)
+
+
+@pytest.fixture(scope='module')
+def run(image_folder, tmp_path_factory):
+  """What a run on a folder of images leaves behind."""
+  workdir = tmp_path_factory.mktemp('run')
+  config = tiny_config(image_folder)
+  metadata = {'class_names': ['ant', 'bee', 'cow']}
+  params = random_numbers(classify.Task(config, metadata))
+  conftest.write_run(workdir, config, metadata, params, step=2)
+  (workdir / 'metrics.jsonl').write_text('{"step": 2, "train_loss": 1.5}\n')
+  return workdir
+
+
+def save(model, path, size=(8, 8)):
+  """Writes weights of random numbers; returns their path."""
+  params = tiny_models.numbers(model, size)
+  checkpoint.save(params, str(path))
+  return str(path)
+
+
+@pytest.fixture(scope='module')
+def mixer(tmp_path_factory):
+  """A file of weights of a Mixer."""
+  model = models.MlpMixer(
+    patches={'size': (4, 4)}, num_classes=3, num_blocks=1, hidden_dim=8,
+    tokens_mlp_dim=4, channels_mlp_dim=8,
+  )  # fmt: skip
+  return save(model, tmp_path_factory.mktemp('mixer') / 'mixer.npz')
+
+
+@pytest.fixture
+def photo(tmp_path):
+  path = tmp_path / 'photo.png'
+  Image.new('RGB', (20, 30), 'orange').save(path)
+  return str(path)
+
+
+def call(monkeypatch, *args):
+  visualize_command.main([*map(str, args)])
+
+
+def test_the_command_draws_all_that_a_run_has(
+  run, tmp_path, monkeypatch, capsys
+):
+  out = tmp_path / 'figures'
+  call(monkeypatch, f'--workdir={run}', f'--out={out}', '--num_images=2')
+  names = {path.name for path in out.iterdir()}
+  without = {entry.name for entry in gallery.of(classify.Task)}
+  assert names == {f'{name}.png' for name in without} | {'index.html'}
+  for name in without:
+    with Image.open(out / f'{name}.png') as image:
+      assert min(image.size) > 200
+  page = (out / 'index.html').read_text()
+  assert page.count('<img src="data:image/png;base64,') == len(without)
+  assert f'{run.name}, step 2' in page
+  assert str(run) not in page
+  count = sum(x.size for x in jax.tree.leaves(predict.load(str(run)).params))
+  assert f'{count:,}' in page
+  said = capsys.readouterr().out
+  assert f'{len(without)} figure(s), and a page' in said
+  with pytest.raises(FileExistsError, match='give another folder'):
+    call(monkeypatch, f'--workdir={run}', f'--out={out}')
+
+
+def test_figures_of_images_that_are_named_are_handed_to_notebooks(run, photo):
+  model = predict.load(str(run))
+  found = visualize.figures(
+    model, [photo] * 9, names=['attention_rollout', 'filters']
+  )
+  # More images than a figure takes.
+  assert sorted(found) == [
+    'attention_rollout',
+    'attention_rollout_2',
+    'filters',
+  ]
+  [label] = found['attention_rollout_2'].axes[0].get_xticklabels()
+  [[(name, probability)]] = model.predict([photo], top=1)
+  assert label.get_text() == f'{name}\n{100 * probability:.0f} %'
+
+
+def test_weights_without_head_of_oblong_images(tmp_path, photo):
+  model = tiny_models.tiny(num_classes=0, classifier='gap')
+  path = save(model, tmp_path / 'weights.npz', (8, 16))
+  loaded = predict.load_weights(path, image_size=(8, 16))
+  without = visualize.figures(loaded)
+  assert sorted(without) == ['filters', 'position_similarity']
+  assert without['position_similarity'].axes[0].get_xlabel() == (
+    'column of the patch'
+  )
+  assert '2 x 4 patches' in without['position_similarity'].get_suptitle()
+  found = visualize.figures(loaded, [photo])
+  assert sorted(set(found) - set(without)) == [
+    'attention_distance', 'attention_maps', 'attention_rollout',
+  ]  # fmt: skip
+  [label] = found['attention_rollout'].axes[0].get_xticklabels()
+  assert label.get_text() == 'photo.png'  # There are no classes.
+
+
+def test_a_hybrid_is_seen_by_its_root_convolution_on_its_feature_grid(tmp_path):
+  model = tiny_models.tiny(
+    patches={'size': (1, 1)}, resnet={'num_layers': (), 'width_factor': 1}
+  )
+  loaded = predict.load_weights(save(model, tmp_path / 'r.npz', (16, 16)))
+  found = visualize.figures(loaded, [np.zeros((9, 9, 3), np.uint8)])
+  assert found['filters'].axes[0].get_images()[0].get_array().shape[2] == 3
+  assert '28 principal' in found['filters'].get_suptitle()  # Of 7 x 7 x 3.
+  assert '4 x 4 patches' in found['position_similarity'].get_suptitle()
+
+
+def test_what_cannot_be_drawn_says_why(
+  run, mixer, photo, tmp_path, monkeypatch
+):
+  out = tmp_path / 'out'
+  named = f'--out={out}', f'--images={photo}'
+  attention = '--figures', 'attention_maps'
+  with pytest.raises(
+    ValueError, match="'attention_maps' cannot be drawn: .*MlpMixer"
+  ):
+    call(monkeypatch, f'--weights={mixer}', *named, *attention)
+  path = save(tiny_models.tiny(), tmp_path / 'weights.npz')
+  with pytest.raises(ValueError, match='no images.*--images a.jpg b.png'):
+    call(monkeypatch, f'--weights={path}', f'--out={out}', *attention)
+  with pytest.raises(ValueError, match=r"\['attenton'\] are not among"):
+    call(monkeypatch, f'--workdir={run}', *named, '--figures', 'attenton')
+  with pytest.raises(FileNotFoundError, match="no image file '/no/such.png'"):
+    call(
+      monkeypatch, f'--workdir={run}', f'--out={out}', '--images=/no/such.png'
+    )
+  broken = tmp_path / 'broken.png'
+  broken.write_text('no image')
+  with pytest.raises(ValueError, match='broken.png.* is not an image'):
+    call(
+      monkeypatch, f'--workdir={run}', f'--out={out}', '--images', photo, broken
+    )
+  with pytest.raises(FileNotFoundError, match="no split 'nowhere'"):
+    call(monkeypatch, f'--workdir={run}', f'--out={out}', '--split=nowhere')
+  assert not out.exists()
+
+
+def test_the_help_names_all_figures():
+  words = (
+    visualize_command.make_parser().format_help().replace(',', ' ').split()
+  )
+  assert set(words) >= ALL
+
+
+def test_flags_that_do_not_go_together(
+  run, mixer, tmp_path, monkeypatch, capsys
+):
+  out = f'--out={tmp_path / "out"}'
+  many = tmp_path / 'many'
+  many.mkdir()
+  for i in range(257):
+    (many / f'{i}.png').touch()
+  for args, words in (
+    ([], 'there is nothing to draw'),
+    (
+      [f'--workdir={run}', '--images', many],
+      'names 257 images: .* at most 256',
+    ),
+    (
+      [f'--weights={mixer}', '--step=3'],
+      '--step=3 selects a checkpoint of a run',
+    ),
+    ([f'--weights={mixer}', '--split=test'], '--split=test needs a run'),
+    ([f'--workdir={run}', '--num_images=0'], '--num_images=0 must be from 1'),
+    ([f'--workdir={run}', '--num_images=1000000000'], 'must be from 1 to 256'),
+    ([f'--workdir={run}', '--split='], "--split='' must be a split"),
+    ([f'--workdir={run}', '--out=/proc/x'], "out='/proc/x' cannot be written"),
+    (['--inductive_bias', '--figures', 'filters'], '--figures=filters needs'),
+  ):
+    with pytest.raises((ValueError, OSError), match=words):
+      call(monkeypatch, out, *args)
+  with pytest.raises(ValueError, match='not allowed with argument --workdir'):
+    call(monkeypatch, out, f'--workdir={run}', f'--weights={mixer}')
+  assert not (tmp_path / 'out').exists()
+
+
+def test_no_run_no_model_no_matplotlib(run, tmp_path, monkeypatch):
+  out = tmp_path / 'out'
+  copied = tmp_path / 'copy'
+  shutil.copytree(run, copied)
+  shutil.rmtree(copied / 'checkpoints')
+  with pytest.raises(FileNotFoundError, match='has no complete checkpoint'):
+    call(monkeypatch, f'--workdir={copied}', f'--out={out}')
+  foreign = tmp_path / 'foreign.npz'
+  np.savez(foreign, weights=jnp.zeros((2, 2)))
+  with pytest.raises(ValueError, match='foreign.npz'):
+    call(monkeypatch, f'--weights={foreign}', f'--out={out}')
+  monkeypatch.setitem(sys.modules, 'matplotlib', None)
+  with pytest.raises(ImportError, match=r'\[plots\]'):
+    call(monkeypatch, f'--workdir={run}', f'--out={out}')
+  assert not out.exists()
+
+
+def test_data_that_are_gone_cost_only_what_needs_them(run, photo):
+  model = predict.load(str(run))
+  model.config.dataset = '/no/such/folder'
+  subject = visualize.subject(model, [photo])
+  _, lacking = gallery.choose(subject)
+  assert set(lacking) == {'confusion', 'mistakes'}
+  assert 'the data of the run cannot be opened' in lacking['confusion']
+  assert '/no/such/folder' in lacking['confusion']
+
+
+def test_inductive_bias_needs_neither_run_nor_weights(tmp_path, monkeypatch):
+  given = []
+
+  def compare(images):
+    given.append(images)
+    change = np.zeros((2, 3), np.float32)
+    return invariance.Comparison(
+      ('a', 'b'), np.arange(3), change, change[:, 0], 2
+    )
+
+  monkeypatch.setattr(invariance, 'compare', compare)
+  out = tmp_path / 'out'
+  call(monkeypatch, '--inductive_bias', f'--out={out}')
+  names = sorted(path.name for path in out.iterdir())
+  assert names == ['index.html', 'inductive_bias.png']
+  [images] = given
+  assert images.shape == (2, 64, 64, 3)
+  assert images.min() < -0.5
+  assert images.max() > 0.5
+
+
+def test_masked_patches_are_reconstructed(image_folder):
+  config = tiny_config(image_folder, 'masked_patches')
+  task = masked_patches.Task(config, {})
+  model = task.predictor(random_numbers(task), {}, 0)
+  model.workdir = 'given'
+  subject = visualize.subject(model, num_images=3)
+  [entry], _ = gallery.choose(subject, ['reconstructions'])
+  [figure] = gallery.draw(entry, subject).values()
+  axes = figure.axes[0]
+  assert len(axes.get_xticks()) == 3
+  shown = axes.get_images()[0].get_array()
+  seen = drawing.as_pixels(subject.batch['image'])
+  np.testing.assert_array_equal(shown[:128, :128], seen[0])

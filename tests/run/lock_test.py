@@ -1,0 +1,158 @@
+"""Tests of who holds a workdir."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests import processes
+from vit_jax import train
+from vit_jax.run import lock
+
+HOLDS = """
+import sys
+from vit_jax.run import lock
+with lock.Holder(sys.argv[1]):
+  print('held', flush=True)
+  sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def another(tmp_path):
+  """Another process, which holds the workdir."""
+  process = subprocess.Popen(
+    [sys.executable, '-c', HOLDS, str(tmp_path)],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+    env={**os.environ, 'PYTHONPATH': str(processes.ROOT)},
+  )
+  assert process.stdout.readline() == 'held\n'
+  yield process
+  process.kill()
+  process.wait()
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+  """A file system without locks, as gs:// is; with quick renewals."""
+
+  def flock(*_):
+    raise OSError(errno.ENOTSUP, 'Operation not supported')
+
+  monkeypatch.setattr(fcntl, 'flock', flock)
+  monkeypatch.setattr(lock, '_RENEWAL', 0.05)
+  monkeypatch.setattr(lock, '_ABANDONED', 1.0)
+  monkeypatch.setattr(lock, '_SETTLING', 0.2)
+
+
+def test_a_second_run_says_who_holds_the_workdir(another, tmp_path):
+  with pytest.raises(ValueError, match=f'process {another.pid} on .* since 20'):
+    lock.Holder(tmp_path).__enter__()
+
+
+def test_a_run_stops_before_it_writes_beside_another(
+  another, tiny_config, tmp_path
+):
+  with pytest.raises(ValueError, match=f'held by process {another.pid} on'):
+    train.train_and_evaluate(tiny_config, tmp_path)
+  assert [p.name for p in tmp_path.iterdir()] == ['holder.json']
+
+
+def test_a_kill_leaves_no_lock(another, tmp_path):
+  another.send_signal(signal.SIGKILL)
+  another.wait()
+  held_by = json.loads((tmp_path / 'holder.json').read_text())['process']
+  assert held_by == another.pid  # It has not released the workdir itself.
+  with lock.Holder(tmp_path):
+    held_by = json.loads((tmp_path / 'holder.json').read_text())['process']
+    assert held_by == os.getpid()
+
+
+def test_a_workdir_is_free_after_the_run(tmp_path):
+  for _ in range(2):
+    with lock.Holder(tmp_path / 'new') as held:
+      held.check()
+      # In one process too, that of a notebook for one.
+      with pytest.raises(ValueError, match=f'process {os.getpid()} on'):
+        lock.Holder(tmp_path / 'new').__enter__()
+
+
+@pytest.mark.usefixtures('no_locks')
+def test_without_locks_a_renewed_file_holds(tmp_path):
+  with lock.Holder(tmp_path) as held:
+    with pytest.raises(ValueError, match=f'process {os.getpid()} on'):
+      lock.Holder(tmp_path).__enter__()
+    held.check()
+  assert not list(tmp_path.iterdir())
+  with lock.Holder(tmp_path):
+    pass
+
+
+@pytest.mark.usefixtures('no_locks')
+def test_without_locks_a_file_that_nobody_renews_is_taken(tmp_path):
+  path = tmp_path / 'holder.json'
+  path.write_text(json.dumps({'host': 'dead', 'process': 1, 'id': 'x'}))
+  with lock.Holder(tmp_path):
+    assert json.loads(path.read_text())['process'] == os.getpid()
+  path.write_text('half a li')
+  with lock.Holder(tmp_path):
+    pass
+
+
+@pytest.mark.usefixtures('no_locks')
+def test_a_caller_that_has_other_work_need_not_wait(tmp_path):
+  found = {'host': 'dead', 'process': 1, 'since': 'noon', 'id': 'x'}
+  (tmp_path / 'holder.json').write_text(json.dumps(found))
+  held = lock.Holder(tmp_path)
+  assert held.take(patient=False) == 'process 1 on dead since noon'
+  assert held.take() is None
+  other = lock.Holder(tmp_path).take()
+  assert other.startswith(f'process {os.getpid()} on ')
+  held.release()
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures('no_locks')
+def test_without_locks_one_of_two_at_once_wins(tmp_path):
+  won, refused = [], []
+
+  def take():
+    one = lock.Holder(tmp_path)
+    try:
+      won.append(one.__enter__())
+    except ValueError as e:
+      refused.append(str(e))
+
+  threads = [threading.Thread(target=take) for _ in range(2)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert len(won) == len(refused) == 1
+  won[0].__exit__()
+
+
+@pytest.mark.usefixtures('no_locks')
+def test_a_run_whose_workdir_was_taken_stops(tmp_path):
+  with lock.Holder(tmp_path) as held:
+    (tmp_path / 'holder.json').write_text(
+      json.dumps({'host': 'b', 'process': 7, 'since': 'noon', 'id': 'y'})
+    )
+    held._renewal.join()
+    with pytest.raises(OSError, match='process 7 on b since noon has taken it'):
+      held.check()
+  assert (tmp_path / 'holder.json').exists()  # It is the other one's.
+
+
+def test_a_workdir_that_cannot_be_written(tmp_path):
+  (tmp_path / 'file').touch()
+  with pytest.raises(ValueError, match='cannot be written'):
+    lock.Holder(tmp_path / 'file' / 'below').__enter__()

@@ -1,0 +1,154 @@
+"""Tests of looking inside a detector, beside Hugging Face's attention."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests import torch_models
+from tests.evaluators import features_test
+from vit_jax.weights import convert
+from vit_jax import models
+from vit_jax import models_detr
+from vit_jax.configs import common
+from vit_jax.distributed import sharding
+from vit_jax.tasks.detection import detect
+from vit_jax.tasks.detection import attention_figures
+
+
+def hf_detr():
+  """A tiny DETR of Hugging Face with random weights."""
+  backbone = transformers.ResNetConfig(
+    embedding_size=8,
+    hidden_sizes=[32, 64, 128, 256],
+    depths=[1, 1, 1, 1],
+    downsample_in_bottleneck=False,
+  )
+  config = transformers.DetrConfig(
+    use_timm_backbone=False,
+    use_pretrained_backbone=False,
+    backbone=None,
+    backbone_config=backbone,
+    num_queries=5,
+    num_labels=3,
+    d_model=16,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    encoder_ffn_dim=8,
+    decoder_ffn_dim=8,
+    attn_implementation='eager',
+  )
+  model = transformers.DetrForObjectDetection(config)
+  return torch_models.randomize(model).eval()
+
+
+def test_attention_is_that_of_hugging_face_for_a_padded_batch(tmp_path):
+  theirs = hf_detr()
+  theirs.save_pretrained(tmp_path)
+  found = convert.read(str(tmp_path))
+  params, extra = found.params, found.extra
+  model = models.make_model(found.config, num_classes=found.num_classes)
+  task = types.SimpleNamespace(
+    model=model, detections=lambda x: detect.Task.detections(None, x)
+  )
+  rng = np.random.RandomState(0)
+  images = rng.uniform(-1, 1, (2, 96, 64, 3)).astype(np.float32)
+  real = np.ones((2, 96, 64), bool)
+  real[1, 48:], real[1, :, 32:] = False, False
+  pixels = (images / 2 + 0.5 - models_detr.MEAN) / models_detr.STD
+  pixels = (pixels * real[..., None]).astype(np.float32)
+  with torch.no_grad():
+    want = theirs(
+      torch.tensor(pixels).permute(0, 3, 1, 2),
+      pixel_mask=torch.tensor(real).long(),
+      output_attentions=True,
+    )
+  batch = {'image': images, 'real': real, 'count': np.zeros(2)}
+  seen = attention_figures.look(task, params, extra, batch)
+  encoder = want.encoder_attentions[-1].mean(dim=1).numpy()  # [B, S, S]
+  decoder = want.cross_attentions[-1].mean(dim=1).numpy()  # [B, Q, S]
+  np.testing.assert_allclose(seen.encoder.reshape(2, 6, 6), encoder, atol=1e-5)
+  np.testing.assert_allclose(seen.decoder.reshape(2, 5, 6), decoder, atol=1e-5)
+  assert seen.encoder.shape == (2, 3, 2, 3, 2)
+  np.testing.assert_allclose(seen.filled, [(1, 1), (0.5, 0.5)])
+  probabilities = want.logits.softmax(dim=-1)[..., :-1].numpy()
+  np.testing.assert_allclose(seen.scores, probabilities.max(-1), atol=1e-5)
+
+
+def test_kinds_of_boxes():
+  boxes = np.array(
+    [
+      (0.5, 0.5, 0.3, 0.3),  # .09 of the image.
+      (0.5, 0.5, 0.5, 0.3),
+      (0.2, 0.9, 0.3, 0.5),
+      (0.5, 0.5, 0.9, 0.1),  # .09 again.
+      (0.5, 0.5, 0.5, 0.5),
+    ]
+  )
+  small, wide, tall = attention_figures.SMALL, attention_figures.WIDE, attention_figures.TALL
+  assert attention_figures.kinds(boxes).tolist() == [small, wide, tall, small, wide]
+
+
+def made(scores=((0.1, 0.8, 0.9),), filled=((1.0, 1.0),)):
+  """What is seen in images of 2 x 4 cells, numbered by the attending cell."""
+  count = len(filled)
+  encoder = np.zeros((count, 2, 4, 2, 4), np.float32)
+  encoder += np.arange(8).reshape(2, 4, 1, 1)
+  return attention_figures.Seen(
+    boxes=np.tile(np.float32([0, 0, 0.5, 0.5]), (count, 3, 1)),
+    labels=np.zeros((count, 3), np.int32),
+    scores=np.array(scores),
+    encoder=encoder,
+    decoder=np.ones((count, 3, 2, 4), np.float32),
+    filled=np.array(filled),
+  )
+
+
+def test_points_lie_in_cells_of_the_image_without_its_padding():
+  points = [[(0, 0), (0.6, 0.4), (1, 1)], [(0, 0), (0.6, 0.4), (1, 1)]]
+  seen = made(scores=[[0.5] * 3] * 2, filled=[(1, 1), (0.5, 0.75)])
+  found = attention_figures.at_points(seen, points)
+  assert found.shape == (2, 3, 2, 4)
+  # Row 0 of 2 and column 2 of 4; the second image fills 1 x 3 of the cells,
+  # and the point at its far corner is the first that is padding.
+  assert found[..., 0, 0].tolist() == [[0, 2, 7], [0, 1, 7]]
+  with pytest.raises(ValueError, match='point 0.5,1.2 lies outside .*--points'):
+    attention_figures.at_points(seen, [[(0.5, 1.2)]] * 2)
+
+
+def test_the_best_queries():
+  seen = made()
+  assert attention_figures.best_queries(seen, 0, 0.7, 4).tolist() == [2, 1]
+  assert attention_figures.best_queries(seen, 0, 0.7, 1).tolist() == [2]
+  assert attention_figures.best_queries(seen, 0, 0.95, 4).tolist() == [2]
+
+
+def test_boxes_of_queries_are_in_the_order_of_the_images():
+  config = common.get_config()
+  config.batch_eval = 8
+
+  def outputs(params, extra, batch):
+    boxes = params * batch['image'].mean(axis=(1, 2))[:, None, :1]
+    return {'boxes': jax.numpy.tile(boxes, (1, 2, 4))}
+
+  task = types.SimpleNamespace(
+    config=config,
+    outputs=outputs,
+    example=features_test.features.Extractor.example.__get__(
+      types.SimpleNamespace(_pp=config.pp)
+    ),
+  )
+  config.pp.crop = 8
+  mesh = sharding.make_mesh({'data': 8})
+  values = np.arange(11) * 20
+  source = features_test.grey(values)
+  found = attention_figures.query_boxes(task, mesh, source, np.float32(3), {})
+  assert found.shape == (11, 2, 4)
+  np.testing.assert_allclose(
+    found[:, 1, 2], 3 * (values / 127.5 - 1), atol=1e-5
+  )

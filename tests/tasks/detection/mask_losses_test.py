@@ -1,0 +1,63 @@
+"""Tests of the losses of masks against Hugging Face's."""
+
+import jax
+import numpy as np
+import torch
+
+from tests import torch_models  # noqa: F401 (before transformers.loss)
+from vit_jax.tasks.detection import mask_losses
+
+
+def test_losses_and_gradients_are_those_of_hugging_face():
+  from transformers.loss import loss_for_object_detection
+
+  rng = np.random.RandomState(0)
+  counts = np.array([3, 0, 4, 1])  # One image has no objects.
+  logits = 3 * rng.randn(4, 4, 5, 7).astype(np.float32)
+  segments = rng.randint(0, 5, (4, 18, 27))
+  segments[2][segments[2] == 4] = 0  # An object without a pixel.
+
+  # In Hugging Face's order: the objects of all images, as one list.
+  pairs = [(i, n) for i, count in enumerate(counts) for n in range(count)]
+  theirs = torch.tensor(logits).requires_grad_()
+  small = torch.stack([theirs[i, n] for i, n in pairs])
+  large = torch.nn.functional.interpolate(
+    small[:, None], size=(18, 27), mode='bilinear', align_corners=False
+  )[:, 0].flatten(1)
+  targets = torch.tensor(
+    np.stack([segments[i] == n + 1 for i, n in pairs]), dtype=torch.float32
+  ).flatten(1)
+  boxes = len(pairs)
+  want = {
+    'focal': loss_for_object_detection.sigmoid_focal_loss(
+      large, targets, boxes
+    ),
+    'dice': loss_for_object_detection.dice_loss(large, targets, boxes),
+  }
+  sum(want.values()).backward()
+
+  def loss(logits):
+    sums = mask_losses.losses(logits, segments, counts)
+    sums = {name: x.sum() / boxes for name, x in sums.items()}
+    return sum(sums.values()), sums
+
+  (_, got), slope = jax.jit(jax.value_and_grad(loss, has_aux=True))(logits)
+  for name, value in want.items():
+    np.testing.assert_allclose(got[name], value.item(), rtol=1e-5)
+  np.testing.assert_allclose(slope, theirs.grad, atol=1e-6)
+
+
+def test_losses_are_finite_for_extreme_logits():
+  logits = np.array([[[-1e4, 1e4], [1e4, -1e4]]], np.float32)
+  target = np.array([[[1, 1], [0, 0]]], np.float32)
+  for loss in (mask_losses.focal, mask_losses.dice):
+    value, slope = jax.value_and_grad(lambda x, f=loss: f(x, target).sum())(
+      logits
+    )
+    assert np.isfinite(value)
+    assert np.isfinite(slope).all()
+  # Half of the pixels are right; a wrong one costs its logit.
+  np.testing.assert_allclose(
+    mask_losses.focal(logits, target), [(0.25 + 0.75) * 1e4 / 4]
+  )
+  np.testing.assert_allclose(mask_losses.dice(logits, target), [1 - 3 / 5])

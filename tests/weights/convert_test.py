@@ -1,0 +1,614 @@
+"""Tests of weights from and for elsewhere, beside timm and transformers."""
+
+from concurrent import futures
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+import pytest
+from sklearn import datasets
+import torch
+
+from tests import models_test
+from tests import tiny_models
+from tests import torch_models
+from tests import trees
+from vit_jax import checkpoint
+from vit_jax.weights import convert
+from vit_jax import models
+from vit_jax import predict
+from vit_jax import preprocess
+from vit_jax import train
+from vit_jax.commands import convert as convert_command
+from vit_jax.configs import models as model_configs
+from vit_jax.weights import reading
+from vit_jax.weights import writing
+from vit_jax.weights.families import vit_files
+
+# What must be imported in its own way.
+timm = torch_models.timm
+transformers = torch_models.transformers
+
+
+def random_model(name, size, num_classes=10, **fields):
+  """Returns a model and parameters that give logits of order 1."""
+  model = models.get_model(name, num_classes=num_classes, **fields)
+  shapes = jax.eval_shape(
+    lambda: model.init(jax.random.key(0), jnp.zeros((1, *size, 3)), train=False)
+  )['params']
+  rng = np.random.RandomState(0)
+
+  def fill(path, leaf):
+    name = jax.tree_util.keystr(path)
+    noise = rng.randn(*leaf.shape)
+    if 'scale' in name:
+      noise = 1 + 0.3 * noise
+    elif 'bias' in name:
+      noise = 0.3 * noise
+    else:
+      one_input = any(part in name for part in ('query', 'key', 'value'))
+      fan = leaf.shape[:1] if one_input else leaf.shape[:-1]
+      noise = noise / np.sqrt(np.prod(fan))
+    return noise.astype(np.float32)
+
+  return model, jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def random_images(size, count=2):
+  rng = np.random.RandomState(1)
+  return rng.uniform(-1, 1, (count, *size, 3)).astype(np.float32)
+
+
+def our_logits(model, params, images):
+  apply = jax.jit(lambda p, x: model.apply({'params': p}, x, train=False))
+  return np.asarray(apply(params, images))
+
+
+def load_elsewhere(folder, kind):
+  if kind == 'timm':
+    return timm.create_model(f'local-dir:{folder}', pretrained=True)
+  return transformers.ViTForImageClassification.from_pretrained(folder)
+
+
+@pytest.fixture(scope='module')
+def tiny(tmp_path_factory):
+  """An .npz of a tiny model for images of 8 x 12, with its parameters."""
+  model, params = random_model(
+    'testing', (8, 12), num_classes=3, patches={'size': (4, 4)}
+  )
+  path = tmp_path_factory.mktemp('tiny') / 'tiny.npz'
+  checkpoint.save(params, str(path))
+  return str(path), model, params
+
+
+@pytest.mark.parametrize(
+  'name, size, kinds',
+  [
+    ('ti16', (64, 64), ('timm', 'hf')),
+    ('ti16', (64, 96), ('timm', 'hf', 'workdir')),
+    ('b32', (224, 224), ('timm', 'hf')),
+    ('b32', (96, 160), ('timm', 'hf')),
+    ('s16_gap_norep', (64, 96), ('timm',)),
+  ],
+)
+def test_logits_agree_and_round_trips_are_exact(tmp_path, name, size, kinds):
+  # All layers are alike: of the largest model, three show what twelve do.
+  layers = dict(num_layers=3, mlp_dim=3072, num_heads=12)
+  fields = {'transformer': layers} if name == 'b32' else {}
+  model, params = random_model(name, size, **fields)
+  source = str(tmp_path / 'source.npz')
+  checkpoint.save(params, source)
+  images = random_images(size)
+  ours = our_logits(model, params, images)
+  assert 0.3 < ours.std() < 3
+  for kind in kinds:
+    there, back = str(tmp_path / kind), str(tmp_path / f'{kind}.npz')
+    convert.convert(source, there, kind, image_size=size)
+    convert.convert(there, back)
+    trees.assert_same(checkpoint.load(back), params)
+    if kind == 'workdir':
+      run = predict.load(there)
+      theirs = np.asarray(
+        jax.jit(run.task.outputs)(run.params, {}, {'image': images})
+      )
+    else:
+      theirs = torch_models.logits(load_elsewhere(there, kind), images)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def transforms_elsewhere(model, folder):
+  """Returns functions from an image to pixels [H, W, C]: timm's, Hugging Face's."""
+  notes = {
+    kind: writing.WRITERS[kind](model, folder / kind) for kind in ('timm', 'hf')
+  }
+  theirs = load_elsewhere(folder / 'timm', 'timm')
+  transform = timm.data.create_transform(
+    **timm.data.resolve_data_config({}, model=theirs)
+  )
+  processor = transformers.AutoImageProcessor.from_pretrained(folder / 'hf')
+  found = {
+    'timm': lambda x: transform(x).permute(1, 2, 0).numpy(),
+    'hf': lambda x: np.transpose(
+      processor(x, return_tensors='np')['pixel_values'][0], (1, 2, 0)
+    ),
+  }
+  if any('cannot resize' in note for note in notes['timm']):
+    del found['timm']
+  return found
+
+
+@pytest.mark.parametrize(
+  'size, resize, channels',
+  [
+    ((64, 96), None, 3),
+    ((48, 48), 64, 3),
+    ((50, 72), (80, 99), 3),
+    ((48, 60), (64, 80), 3),
+    ((32, 32), None, 1),
+  ],
+)
+def test_others_prepare_images_as_this_package(
+  tmp_path, monkeypatch, size, resize, channels
+):
+  """timm and transformers see our pixels, of -1 to 1; their own defaults crop.
+
+  Where they shrink an image they average over its pixels; this package, like the
+  original, does not. Beside them it does so here.
+  """
+  model, params = random_model('testing', size, patches={'size': (2, 2)})
+  kernel = params['embedding']['kernel']
+  params['embedding']['kernel'] = kernel[:, :, :channels]
+  source = str(tmp_path / 'source.npz')
+  checkpoint.save(params, source)
+  model = convert.read(source, image_size=size)._replace(resize=resize)
+  run = writing.as_run(model)[0]
+  found = transforms_elsewhere(model, tmp_path)
+  assert ('timm' in found) == (resize != (80, 99))
+
+  def check(image):
+    ours = preprocess.from_user(
+      image, lambda encoded: preprocess.prepare(encoded, None, run.pp).numpy()
+    )
+    assert ours.shape == (*size, channels)
+    for kind, function in found.items():
+      got = function(image)
+      assert got.shape == ours.shape
+      assert np.abs(got - ours).max() < 0.01, (kind, image.size)
+
+  if channels == 1:
+    photographs = [
+      Image.fromarray((16 * x).astype(np.uint8))
+      for x in datasets.load_digits().images[:2]
+    ]
+  else:
+    photographs = [
+      Image.fromarray(x[:400, :600])
+      for x in datasets.load_sample_images().images
+    ]
+  for photograph in photographs:
+    check(photograph if channels == 1 else photograph.reduce(10))  # Enlarged.
+  if channels == 3:
+    averaging = functools.partial(preprocess.tf.image.resize, antialias=True)
+    monkeypatch.setattr(preprocess.tf.image, 'resize', averaging)
+    check(photographs[0])
+    check(photographs[1])
+
+
+@pytest.mark.parametrize(
+  'name, size', [('r_ti16', (64, 64)), ('r26_s32', (128, 96))]
+)
+def test_hybrids_agree_with_timm(tmp_path, name, size):
+  model, params = random_model(name, size)
+  source, there = str(tmp_path / 'source.npz'), str(tmp_path / 'timm')
+  checkpoint.save(params, source)
+  _, notes = convert.convert(source, there, 'timm', image_size=size)
+  assert 'model.resnet.eps=timm' in notes[0]
+  images = random_images(size)
+  theirs = torch_models.logits(load_elsewhere(there, 'timm'), images)
+  np.testing.assert_allclose(
+    our_logits(model, params, images), theirs, atol=1e-2
+  )
+  # Back again, timm's epsilons come along: then they are as good as equal.
+  back = convert.read(there)
+  trees.assert_same(back.params, params)
+  assert back.config.resnet.eps == 'timm'
+  model = models.make_model(back.config, num_classes=10)
+  np.testing.assert_allclose(
+    our_logits(model, params, images), theirs, atol=1e-4
+  )
+
+
+def test_bit_resnets_go_to_timm_and_back(tmp_path):
+  model, params = random_model('bit_r50x1', (64, 64), width_factor=0.5)
+  source, there = str(tmp_path / 'source.npz'), str(tmp_path / 'timm')
+  checkpoint.save(params, source)
+  found, notes = convert.convert(source, there, 'timm')
+  assert (found.image_size, found.num_classes) == ((224, 224), 10)
+  assert 'model.eps=timm, but these weights were made for published' in notes[0]
+  # timm's own reader of published files makes the same model.
+  theirs, other = (load_elsewhere(there, 'timm') for _ in range(2))
+  torch_models.randomize(other)
+  other.load_pretrained(source)
+  for key, value in theirs.state_dict().items():
+    np.testing.assert_array_equal(value, other.state_dict()[key])
+  back = convert.read(there)
+  trees.assert_same(back.params, params)
+  assert back.config.eps == 'timm'
+  assert tuple(back.config.num_layers) == tuple(model.num_layers)
+  # An .npz keeps timm's epsilon beside it.
+  _, notes = convert.convert(there, str(tmp_path / 'b.npz'))
+  assert 'model.eps=published, but these weights were made for tim' in notes[0]
+  assert convert.read(str(tmp_path / 'b.npz')).config.eps == 'timm'
+
+
+def test_bit_resnets_have_their_sizes_in_timm():
+  for name, count in models_test.COUNTS.items():
+    if not name.startswith('BiT') or name == 'BiT-R200x3':
+      continue
+    params = tiny_models.shapes(models.get_model(name, num_classes=1000))
+    config = model_configs.get_config(name)
+    params = flax.traverse_util.unflatten_dict(params, sep='/')
+    model = writing.Model(params, config, None, 1000, (224, 224))
+    architecture, args = vit_files._timm_bit(model)
+    with torch.device('meta'):  # Shapes without numbers.
+      theirs = timm.create_model(architecture, **args)
+    assert sum(x.numel() for x in theirs.parameters()) == count, name
+
+
+def test_a_model_of_hugging_face_becomes_a_run(tmp_path):
+  """Exact GELU, eps 1e-12 and the class names come along."""
+  theirs = torch_models.hf_model()
+  theirs.save_pretrained(tmp_path / 'hf')
+  convert.convert(str(tmp_path / 'hf'), str(tmp_path / 'run'), 'workdir')
+  run = predict.load(str(tmp_path / 'run'))
+  assert run.class_names == ('ant', 'bee', 'cow')
+  assert run.config.model.transformer.gelu == 'erf'
+  assert run.config.model.transformer.norm_eps == 1e-12
+  pixels = np.random.RandomState(0).randint(0, 256, (2, 8, 12, 3), np.uint8)
+  want = torch_models.logits(theirs, pixels.astype(np.float32) / 127.5 - 1)
+  np.testing.assert_allclose(run.logits(list(pixels)), want, atol=1e-4)
+  [top, _] = run.predict(list(pixels))
+  assert top[0][0] == run.class_names[want[0].argmax()]
+  # And on to timm, which knows another way to say it.
+  convert.convert(str(tmp_path / 'run'), str(tmp_path / 'timm'), 'timm')
+  images = random_images((8, 12))
+  timm_model = load_elsewhere(tmp_path / 'timm', 'timm')
+  np.testing.assert_allclose(
+    torch_models.logits(timm_model, images),
+    torch_models.logits(theirs, images),
+    atol=1e-4,
+  )
+  assert reading.read(str(tmp_path / 'timm')).class_names == run.class_names
+
+
+@pytest.mark.parametrize('act_layer', ['gelu', 'gelu_tanh'])
+def test_a_model_of_timm_keeps_its_gelu(tmp_path, act_layer):
+  args = dict(
+    img_size=(8, 12), patch_size=4, embed_dim=32, depth=2, num_heads=4,
+    act_layer=act_layer, num_classes=3,
+  )  # fmt: skip
+  theirs = torch_models.randomize(
+    timm.create_model('vit_base_patch16_224', **args)
+  )
+  timm.models.save_for_hf(theirs, tmp_path / 'timm', model_args=args)
+  found = convert.read(str(tmp_path / 'timm'))
+  model = models.make_model(found.config, num_classes=3)
+  images = random_images((8, 12))
+  np.testing.assert_allclose(
+    our_logits(model, found.params, images),
+    torch_models.logits(theirs, images),
+    atol=1e-4,
+  )
+
+
+def test_heads_that_are_not_64_wide(tmp_path):
+  """timm's files for this model do not tell that it has 16 heads of 48."""
+  theirs = torch_models.randomize(
+    timm.create_model('vit_base_patch16_gap_224', depth=1, img_size=32)
+  )
+  timm.models.save_for_hf(theirs, tmp_path)
+  with pytest.raises(ValueError, match='attention heads.*--num_heads'):
+    convert.read(str(tmp_path))
+  with pytest.raises(ValueError, match='GELU.*--gelu'):
+    convert.read(str(tmp_path), num_heads=16)
+  images = random_images((32, 32))
+  predictor = predict.load_weights(str(tmp_path), num_heads=16, gelu='erf')
+  np.testing.assert_allclose(
+    predictor.task.outputs(predictor.params, {}, {'image': images}),
+    torch_models.logits(theirs, images),
+    atol=1e-4,
+  )
+
+
+def test_hugging_face_has_two_names_of_the_exact_gelu(tmp_path):
+  theirs = torch_models.hf_model(hidden_act='gelu_python')
+  theirs.save_pretrained(tmp_path)
+  found = convert.read(str(tmp_path))
+  model = models.make_model(found.config, num_classes=3)
+  images = random_images((8, 12))
+  np.testing.assert_allclose(
+    our_logits(model, found.params, images),
+    torch_models.logits(theirs, images),
+    atol=1e-5,
+  )
+
+
+def test_an_npz_keeps_what_it_cannot_hold_beside_it(tmp_path):
+  theirs = torch_models.hf_model()
+  theirs.save_pretrained(tmp_path / 'hf')
+  _, notes = convert.convert(str(tmp_path / 'hf'), str(tmp_path / 'a.npz'))
+  assert any(
+    'gelu=tanh, but these weights were made for erf' in note for note in notes
+  )
+  _, notes = convert.convert(
+    str(tmp_path / 'a.npz'), str(tmp_path / 'again'), 'hf', image_size=(8, 12)
+  )
+  assert notes == []
+  images = random_images((8, 12))
+  np.testing.assert_array_equal(
+    torch_models.logits(load_elsewhere(tmp_path / 'again', 'hf'), images),
+    torch_models.logits(theirs, images),
+  )
+
+
+def test_of_two_conversions_to_one_folder_one_wins(tmp_path, tiny, monkeypatch):
+  path, _, params = tiny
+  barrier, write = threading.Barrier(2), writing.WRITERS['workdir']
+
+  def together(*args):
+    barrier.wait(60)
+    return write(*args)
+
+  monkeypatch.setitem(writing.WRITERS, 'workdir', together)
+
+  def run(_):
+    try:
+      convert.convert(
+        path, str(tmp_path / 'run'), 'workdir', image_size=(8, 12)
+      )
+    except FileExistsError as e:
+      return str(e)
+
+  with futures.ThreadPoolExecutor(2) as pool:
+    [error] = filter(None, pool.map(run, range(2)))
+  assert f"'{tmp_path}/run'" in error
+  assert [p.name for p in tmp_path.iterdir()] == ['run']
+  found = predict.load(str(tmp_path / 'run')).params
+  trees.assert_same(jax.device_get(found), params)
+
+
+def test_relative_paths(tmp_path, tiny, monkeypatch):
+  path, _, params = tiny
+  monkeypatch.chdir(tmp_path)
+  convert.convert(path, 'run', 'workdir', image_size=(8, 12))
+  trees.assert_same(checkpoint.load('run'), params)
+  trees.assert_same(jax.device_get(predict.load('run').params), params)
+  convert.convert('run', 'run.npz')
+  convert.convert('run.npz', 'timm', 'timm', image_size=(8, 12))
+  convert.convert('timm/model.safetensors', 'back.npz')
+  trees.assert_same(checkpoint.load('back.npz'), params)
+  assert not list(tmp_path.glob('.*'))
+
+
+def test_the_pooler_of_hugging_face_is_the_pre_logits(tmp_path):
+  theirs = torch_models.hf_model(transformers.ViTModel)
+  theirs.save_pretrained(tmp_path / 'hf')
+  found = convert.read(str(tmp_path / 'hf'))
+  assert found.config.representation_size == 32
+  assert found.num_classes == 0
+  images = random_images((8, 12))
+  with torch.no_grad():
+    want = theirs.eval()(torch.tensor(images).permute(0, 3, 1, 2)).pooler_output
+  model = models.make_model(found.config, num_classes=0)
+  np.testing.assert_allclose(
+    our_logits(model, found.params, images), want.numpy(), atol=1e-4
+  )
+
+
+@pytest.mark.parametrize('kind', ['timm', 'hf'])
+def test_head_and_pre_logits_go_round(tmp_path, kind):
+  _, params = random_model(
+    'testing', (32, 32), num_classes=3, representation_size=6
+  )
+  source, there = str(tmp_path / 'a.npz'), str(tmp_path / kind)
+  checkpoint.save(params, source)
+  _, notes = convert.convert(source, there, kind, class_names=['a', 'b', 'c'])
+  assert 'pre-logits layer' in notes[-1]
+  _, notes = convert.convert(there, str(tmp_path / 'b.npz'))
+  trees.assert_same(checkpoint.load(str(tmp_path / 'b.npz')), params)
+  assert 'b.npz.json, where this package finds them' in notes[-1]
+  assert convert.read(str(tmp_path / 'b.npz')).class_names == ('a', 'b', 'c')
+
+
+def test_saved_files_load_in_timm(tmp_path):
+  model, params = random_model('ti16', (224, 224))
+  checkpoint.save(params, str(tmp_path / 'ti16.npz'))
+  theirs = timm.create_model(
+    'vit_tiny_patch16_224', num_classes=10, act_layer='gelu_tanh'
+  )
+  theirs.load_pretrained(str(tmp_path / 'ti16.npz'))
+  images = random_images((224, 224))
+  np.testing.assert_allclose(
+    our_logits(model, params, images),
+    torch_models.logits(theirs, images),
+    atol=1e-4,
+  )
+
+
+def test_what_the_other_side_does_not_have(tmp_path, tiny):
+  shallow = {'transformer': dict(num_layers=1, mlp_dim=8, num_heads=3)}
+  for name, size, kind, fields, message in (
+    (
+      'r_ti16',
+      (64, 64),
+      'hf',
+      shallow,
+      "have no counterpart in Hugging Face's transformers",
+    ),
+    (
+      's16_gap_norep',
+      (32, 32),
+      'hf',
+      shallow,
+      'has no ViT without a class token',
+    ),
+    (
+      'mixer_b32',
+      (64, 64),
+      'timm',
+      {'num_blocks': 1},
+      'have no counterpart in timm',
+    ),
+    ('r50_b32', (64, 64), 'timm', shallow, 'no hybrid of'),
+    (
+      'bit_r50x1',
+      (64, 64),
+      'hf',
+      {'num_layers': (1,)},
+      'has no ViT without a class token, no Mixer and no ResNet',
+    ),
+    (
+      'bit_r50x2',
+      (64, 64),
+      'timm',
+      {'num_layers': (1,)},
+      'timm has no BiT ResN',
+    ),
+  ):
+    _, params = random_model(name, size, **fields)
+    source = str(tmp_path / f'{name}.npz')
+    checkpoint.save(params, source)
+    with pytest.raises(ValueError, match=message):
+      convert.convert(source, str(tmp_path / 'no'), kind, image_size=size)
+    assert not (tmp_path / 'no').exists()
+  path, *_ = tiny
+  with pytest.raises(ValueError, match='makes 2 x 2 patches, but .* for 6'):
+    convert.convert(path, str(tmp_path / 'no'), 'hf', image_size=(8, 8))
+  with pytest.raises(ValueError, match='2 class names for a head of 3'):
+    convert.convert(path, str(tmp_path / 'no'), 'hf', class_names=['a', 'b'])
+  with pytest.raises(ValueError, match=r'--to=npz\|timm\|hf\|pth\|workdir'):
+    convert.convert(path, str(tmp_path / 'no'))
+  with pytest.raises(FileExistsError, match='exists: give another'):
+    convert.convert(path, path)
+  for dst, kind in (('/proc/o.npz', 'npz'), ('/proc/o', 'hf')):
+    with pytest.raises(OSError, match=f"DST '{dst}' cannot be written: "):
+      convert.convert(path, dst, kind, image_size=(8, 12))
+  assert not list(tmp_path.glob('.*'))
+
+
+def test_the_command_line(tmp_path, tiny, capsys):
+  path, *_ = tiny
+  (tmp_path / 'names.txt').write_text('ant\nbee\ncow\n')
+  convert_command.main(
+    [
+      path, str(tmp_path / 'hf'), '--to=hf', '--image_size=8,12',
+      f'--class_names={tmp_path}/names.txt',
+    ]
+  )  # fmt: skip
+  out = capsys.readouterr().out
+  assert 'ViT of 1 layers, width 10' in out
+  assert 'images of 8x12, 3 classes' in out
+  config = json.loads((tmp_path / 'hf' / 'config.json').read_text())
+  assert config['id2label'] == {'0': 'ant', '1': 'bee', '2': 'cow'}
+  assert config['image_size'] == [8, 12]
+
+
+def test_the_weights_of_a_run_are_those_that_it_predicts_with(
+  tiny_config, tmp_path
+):
+  config = tiny_config
+  config.ema_decay = 0.9
+  train.train_and_evaluate(config, str(tmp_path / 'run'))
+  run = predict.load(str(tmp_path / 'run'))
+  params = jax.device_get(run.params)
+  trees.assert_same(checkpoint.load(str(tmp_path / 'run')), params)
+  convert.convert(str(tmp_path / 'run'), str(tmp_path / 'run.npz'))
+  found = convert.read(str(tmp_path / 'run.npz'))
+  trees.assert_same(found.params, params)
+  assert found.class_names == run.class_names
+  # Grey images, in timm and Hugging Face too.
+  images = random_images((8, 8))[..., :1]
+  for kind in ('timm', 'hf'):
+    convert.convert(str(tmp_path / 'run'), str(tmp_path / kind), kind)
+    np.testing.assert_allclose(
+      torch_models.logits(load_elsewhere(tmp_path / kind, kind), images),
+      run.task.outputs(params, {}, {'image': images}),
+      atol=1e-4,
+    )
+  # A further run starts from it.
+  config.pretrained = str(tmp_path / 'run')
+  config.update(total_steps=1, warmup_steps=0, base_lr=0.0, ema_decay=0.0)
+  state, _ = train.train_and_evaluate(config, str(tmp_path / 'next'))
+  trees.assert_same(
+    jax.device_get(state.params)['Transformer'], params['Transformer']
+  )
+
+
+def test_a_bit_resnet_of_timm_is_trained_like_any_model(tiny_config, tmp_path):
+  theirs = torch_models.randomize(
+    timm.models.resnetv2._create_resnetv2_bit(
+      'resnetv2_50x1_bit', layers=(1,), width_factor=0.5, in_chans=1
+    )
+  )
+  torch.save(theirs.state_dict(), tmp_path / 'bit.bin')
+  config = tiny_config
+  config.model = model_configs.get_config('bit_r50x1')
+  config.model.update(num_layers=(1,), width_factor=0.5)
+  config.pretrained = str(tmp_path / 'bit.bin')
+  # The head alone is trained.
+  config.lr_multipliers = (('head/', 1.0), ('', 0.0))
+  config.update(total_steps=2, warmup_steps=0, log_images=0)
+  config.update(decay_type='staircase', decay_at=(0.5,), l2_decay=1e-4)
+  train.train_and_evaluate(config, str(tmp_path / 'run'))
+  run = predict.load(str(tmp_path / 'run'))
+  np.testing.assert_array_equal(
+    run.params['block1']['unit01']['conv2']['kernel'],
+    theirs.stages[0].blocks[0].conv2.weight.detach().permute(2, 3, 1, 0),
+  )
+  assert run.params['head']['kernel'].any()
+  # As a published file, and its model by its sizes.
+  convert.convert(str(tmp_path / 'run'), str(tmp_path / 'run.npz'))
+  found = convert.read(str(tmp_path / 'run.npz'))
+  trees.assert_same(found.params, jax.device_get(run.params))
+  assert found.class_names == run.class_names
+  assert (
+    found.config.model_name == 'BiT ResNet of (1,) units, 0.5 times the width'
+  )
+  config.model.width_factor = 1.0
+  with pytest.raises(
+    ValueError, match=r'looks like BiT ResNet of \(1,\) units, 0'
+  ):
+    train.train_and_evaluate(config, str(tmp_path / 'wider'))
+
+
+def test_converting_needs_no_tensorflow(tmp_path, tiny):
+  """Nor prints its lines; triton, whose import after it crashes, comes first."""
+  (tmp_path / 'triton.py').write_text(
+    'import sys\nassert "tensorflow" not in sys.modules\n'
+  )
+  done = subprocess.run(
+    [
+      sys.executable, '-c',
+      'import sys\n'
+      'from vit_jax import convert\n'
+      f'place, size = {str(tmp_path)!r}, dict(image_size=(8, 12))\n'
+      f'convert.convert({tiny[0]!r}, f"{{place}}/a", "timm", **size)\n'
+      'convert.convert(f"{place}/a", f"{place}/b", "hf")\n'
+      'convert.convert(f"{place}/b", f"{place}/c.npz")\n'
+      'assert not {"tensorflow", "tensorflow_datasets", "torch"} & {*sys.modules}\n'
+      'convert.convert(f"{place}/b", f"{place}/d", "workdir")\n'
+      'assert {"tensorflow", "triton"} <= {*sys.modules}\n',
+    ],
+    env={**os.environ, 'PYTHONPATH': f'{tmp_path}:{pathlib.Path.cwd()}'},
+    capture_output=True, text=True, check=False,
+  )  # fmt: skip
+  assert (done.returncode, done.stderr) == (0, '')

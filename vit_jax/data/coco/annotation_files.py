@@ -1,0 +1,266 @@
+"""Reads annotation files in COCO's JSON format into arrays.
+
+The format (https://cocodataset.org/#format-data), in short:
+
+  {"images": [{"id": 7, "file_name": "a.jpg", "width": 640, "height": 480}],
+   "categories": [{"id": 3, "name": "cat"}],
+   "annotations": [{"id": 1, "image_id": 7, "category_id": 3,
+                    "bbox": [x, y, width, height], "area": 12.5, "iscrowd": 0}]}
+
+Boxes are in pixels from the upper left; `area` (by default that of the box) and
+`iscrowd` (by default 0) may be absent. In a panoptic file an annotation is an
+image of segments: {"image_id": 7, "file_name": "a.png", "segments_info": [...]}
+with `id`, `category_id`, `bbox`, `area` and `iscrowd` of each segment.
+
+The ids of categories may have gaps; classes are numbered from 0 in their order.
+msgspec skips what is not read, such as polygons, so that COCO's own file of
+860,000 boxes takes seconds and less than twice its size in memory.
+"""
+
+import collections
+from collections.abc import Sequence
+import functools
+import itertools
+import os
+from typing import Annotated
+from typing import Any
+from typing import Generic
+from typing import NamedTuple
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from vit_jax.data.images import index as index_lib
+from vit_jax.data.images import image_files
+
+SHOWN = 5  # Number of faults that a message names.
+# Number of files that stay in memory: of a training and of a test split.
+_RECENT = 2
+
+# The format as types, by which msgspec parses it and skips the rest.
+_T = TypeVar('_T')
+_Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Pixels = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+
+
+class _Image(msgspec.Struct, gc=False):
+  id: _Id
+  file_name: str
+  height: _Pixels
+  width: _Pixels
+
+
+class _Segment(msgspec.Struct, gc=False):
+  id: _Id
+  category_id: _Id
+  bbox: tuple[float, float, float, float]
+  area: float | None = None
+  iscrowd: bool | None = None
+
+
+class _Object(_Segment, gc=False, kw_only=True):
+  image_id: _Id
+
+
+class _Outlined(_Object, gc=False, kw_only=True):
+  """An object, with its polygons or run lengths as they stand in the file."""
+
+  segmentation: msgspec.Raw
+
+
+class _Segments(msgspec.Struct, gc=False):
+  """The segments of an image in a panoptic file."""
+
+  image_id: _Id
+  file_name: str
+  segments_info: list[_Segment]
+
+
+class _Category(msgspec.Struct):
+  id: _Id
+  name: str
+  supercategory: Any = None
+  isthing: bool = True
+
+
+class _File(msgspec.Struct, Generic[_T]):
+  images: Annotated[list[_Image], msgspec.Meta(min_length=1)]
+  annotations: list[_T]
+  categories: Annotated[list[_Category], msgspec.Meta(min_length=1)]
+
+
+# Kind of an annotation file -> its type.
+_KINDS = {
+  'instances': _File[_Object],
+  'panoptic': _File[_Segments],
+  'outlines': _File[_Outlined],
+}
+
+
+class Annotations(NamedTuple):
+  """The content of a file of n images and m objects, ordered by image."""
+
+  path: str
+  image_ids: np.ndarray  # int64 [n].
+  files: Sequence[str]  # n names of image files.
+  sizes: np.ndarray  # int64 [n, 2], height and width in pixels.
+  classes: tuple[str, ...]  # In the order of the categories' ids.
+  ids: np.ndarray  # int64 [m], of the objects.
+  image: np.ndarray  # int64 [m], number of each object's image, ascending.
+  label: np.ndarray  # int64 [m], its class.
+  boxes: np.ndarray  # float64 [m, 4], x, y, width, height in pixels.
+  area: np.ndarray  # float32 [m], in pixels.
+  crowd: np.ndarray  # bool [m].
+  segments: Sequence[str] = ()  # n names of the PNGs of a panoptic file.
+  stuff: tuple[str, ...] = ()  # Its classes that are no things.
+  # `segmentation` of each object, JSON, bytes [m]; None unless it is asked for.
+  outlines: np.ndarray | None = None
+
+  @property
+  def counts(self) -> np.ndarray:
+    """Number of objects of each image, int64 [n]."""
+    return np.bincount(self.image, minlength=len(self.files))
+
+  def select(self, kept: np.ndarray) -> 'Annotations':
+    """Returns the annotations without the objects whose `kept` [m] is False."""
+    names = ('ids', 'image', 'label', 'boxes', 'area', 'crowd', 'outlines')
+    columns = {name: getattr(self, name) for name in names}
+    return self._replace(
+      **{k: x[kept] for k, x in columns.items() if x is not None}
+    )
+
+  def digest(self) -> str:
+    """Returns a hash of everything but the place of the file."""
+    lists = self.files, self.classes, self.segments, self.stuff
+    texts = [text for x in lists for text in (*x, '')]
+    arrays = (x for x in self[:-1] if isinstance(x, np.ndarray))
+    outlines = () if self.outlines is None else self.outlines
+    return index_lib.digest(
+      ['\0'.join(texts).encode(errors='surrogatepass'), *arrays, *outlines]
+    )
+
+
+def read(path: str, kind: str = 'instances') -> Annotations:
+  """Reads an annotation file of a kind, see layout.find, until it changes."""
+  return _read(path, kind, image_files.stamp(os.fsencode(path)))
+
+
+@functools.lru_cache(maxsize=_RECENT)
+def _read(path, kind, stamp):
+  del stamp  # Only to read a file anew that has changed.
+  content, panoptic = _parse(path, kind), kind == 'panoptic'
+  image_ids = _unique(path, 'images', content.images, 'id')
+  files = _unique(path, 'images', content.images, 'file_name').tolist()
+  sizes = np.array([(x.height, x.width) for x in content.images])
+  category_ids, classes = _classes(path, content.categories)
+  objects, segments, outlines = content.annotations, (), None
+  if panoptic:
+    objects, owners, segments = _flat(path, content, image_ids)
+    ids = np.array([x.id for x in objects], np.int64)
+  else:  # A segment's id is its colour: others may have the same.
+    ids = _unique(path, 'annotations', objects, 'id')
+    owners = _numbers(path, objects, ids, 'image_id', image_ids, 'images')
+  label = _numbers(
+    path, objects, ids, 'category_id', category_ids, 'categories'
+  )
+  boxes = np.array([x.bbox for x in objects], np.float64).reshape(-1, 4)
+  area = np.array([x.area for x in objects], np.float64)  # None becomes NaN.
+  area = np.where(np.isfinite(area), area, boxes[:, 2] * boxes[:, 3])
+  if kind == 'outlines':
+    outlines = np.array([bytes(x.segmentation) for x in objects], object)
+  order = np.argsort(owners, kind='stable')
+  found = Annotations(
+    path, image_ids, files, sizes, classes, ids, owners, label, boxes,
+    area.astype(np.float32), np.array([bool(x.iscrowd) for x in objects], bool),
+    segments, tuple(x.name for x in content.categories if not x.isthing),
+    outlines,
+  )  # fmt: skip
+  return found.select(order)
+
+
+def _parse(path, kind):
+  """Parses a file; raises ValueError if it is not of its kind."""
+  content = image_files.read_file(path).removeprefix(b'\xef\xbb\xbf')
+  try:
+    # Not strictly: a whole number may be written with a point.
+    return msgspec.json.decode(content, type=_KINDS[kind], strict=False)
+  except msgspec.ValidationError as e:
+    reason = str(e).replace('`', "'").replace('$.', '')
+    name = 'panoptic' if kind == 'panoptic' else 'instances'
+    drawn = ", with the 'segmentation' of each object" * (kind == 'outlines')
+    raise ValueError(
+      f"'{path}' is not COCO's: {reason}; give a file like COCO's {name}_*.json, "
+      "an object with 'images', 'annotations' and 'categories' "
+      f'(https://cocodataset.org/#format-data){drawn}'
+    ) from e
+  except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
+    nan = ', which has no NaN' if b'NaN' in content else ''
+    raise ValueError(
+      f"'{path}' is no JSON{nan}: {e}; write or copy the file again"
+    ) from e
+
+
+def _classes(path, categories):
+  """Returns ids and names of the classes, in the order of the ids.
+
+  Roboflow lists a group of classes, which no box has, as one more category of
+  supercategory 'none'. It is left out if a class has the same name.
+  """
+  names = collections.Counter(x.name for x in categories)
+  chosen = [
+    x for x in categories if x.supercategory != 'none' or names[x.name] == 1
+  ]
+  chosen.sort(key=lambda category: category.id)
+  names = _unique(path, 'categories', chosen, 'name')
+  return _unique(path, 'categories', chosen, 'id'), tuple(names)
+
+
+def _flat(path, content, image_ids):
+  """Returns the segments of all images, the image of each, and the PNGs."""
+  rows = content.annotations
+  ids = _unique(path, 'annotations', rows, 'image_id')
+  owners = _numbers(path, rows, ids, 'image_id', image_ids, 'images')
+  segments = [''] * len(image_ids)
+  for row, owner in zip(rows, owners.tolist()):
+    segments[owner] = row.file_name
+  if '' in segments:
+    raise ValueError(
+      f"'{path}': image {image_ids[segments.index('')]} has no annotation: add "
+      'its segments, or remove the image'
+    )
+  objects = list(itertools.chain(*(row.segments_info for row in rows)))
+  counts = [len(row.segments_info) for row in rows]
+  return objects, np.repeat(owners, counts), segments
+
+
+def _unique(path, group, items, name) -> np.ndarray:
+  """Returns the values of a key, [n], which must differ."""
+  values = [getattr(item, name) for item in items]
+  counts = collections.Counter(values)
+  if len(counts) < len(values):
+    twice = [value for value, count in counts.items() if count > 1]
+    raise ValueError(
+      f"'{path}': several {group} have the same '{name}': "
+      f'{", ".join(map(repr, twice[:SHOWN]))}'
+      f'{" ..." if len(twice) > SHOWN else ""}; give each its own'
+    )
+  return np.array(values, object if 'name' in name else np.int64)
+
+
+def _numbers(path, objects, ids, name, known, group) -> np.ndarray:
+  """Returns the place of each object's image or category among the known ids."""
+  places = {number: i for i, number in enumerate(known.tolist())}
+  values = [getattr(x, name) for x in objects]
+  unknown = [i for i, value in enumerate(values) if value not in places]
+  if unknown:
+    kind = name.removesuffix('_id')
+    shown = ', '.join(
+      f'annotation {ids[i]}: {name} {values[i]}' for i in unknown[:SHOWN]
+    )
+    raise ValueError(
+      f"'{path}': {len(unknown):,} annotations are of no {kind} that "
+      f"'{group}' lists ({shown}{' ...' if len(unknown) > SHOWN else ''}): add "
+      f'the {kind}, or remove the annotations'
+    )
+  return np.array([places[value] for value in values], np.int64)

@@ -1,0 +1,85 @@
+"""Captions of images in COCO's format: annotations/captions_<split>.json.
+
+  {"images": [{"id": 7, "file_name": "a.jpg"}],
+   "annotations": [{"image_id": 7, "caption": "A cat on a mat."}]}
+
+The images lie where those with boxes do, see vit_jax/data/coco/layout.py. The
+feature `captions` of an image has all of its captions, in the order of the file.
+Images without a caption are left out.
+"""
+
+import os
+
+import msgspec
+
+from vit_jax import console
+from vit_jax.data import manifest
+from vit_jax.data import slices
+from vit_jax.data.coco import layout
+from vit_jax.data.images import image_files
+
+FEATURE = 'captions'
+
+
+class _Image(msgspec.Struct, gc=False):
+  id: int
+  file_name: str
+
+
+class _Caption(msgspec.Struct, gc=False):
+  image_id: int
+  caption: str
+
+
+class _File(msgspec.Struct):
+  images: list[_Image]
+  annotations: list[_Caption]
+
+
+def exists(root: str, split: str) -> bool:
+  """Returns whether a folder has captions for all parts of a split."""
+  return all(layout.has(root, base, FEATURE) for base, _ in slices.parts(split))
+
+
+def lines(root: str, base: str) -> list[manifest.Line]:
+  """Returns the images of a split with their captions, as lines of a manifest.
+
+  ValueError if the file is not as above, or a caption is of no image that it
+  lists.
+  """
+  place = layout.find(root, base, FEATURE)
+  content = image_files.read_file(place.path)
+  try:
+    found = msgspec.json.decode(content, type=_File)
+  except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    raise ValueError(
+      f"'{place.path}' is no file of captions: {e}; give COCO's captions_*.json or "
+      "a file like it, an object with 'images' and 'annotations'"
+    ) from e
+  texts = {image.id: [] for image in found.images}
+  for annotation in found.annotations:
+    if annotation.image_id not in texts:
+      raise ValueError(
+        f"'{place.path}': the caption '{annotation.caption[:40]}' is of image "
+        f"{annotation.image_id}, which 'images' does not list: add the image, or "
+        'remove the caption'
+      )
+    texts[annotation.image_id].append(annotation.caption.strip())
+  images = [image for image in found.images if texts[image.id]]
+  if not images:
+    raise ValueError(f"'{place.path}' has no captions: give a file with some")
+  if len(images) < len(found.images):
+    lost = len(found.images) - len(images)
+    console.say(
+      f"{lost:,} images of '{place.path}' without a caption are left out."
+    )
+  files = [image.file_name for image in images]
+  where = layout.folder_of(place.path, place.folders, files)
+  return [
+    manifest.Line(
+      f'{place.path}: image {image.id}',
+      os.path.join(where, image.file_name),
+      {'image': image.file_name, FEATURE: texts[image.id]},
+    )
+    for image in images
+  ]

@@ -1,0 +1,85 @@
+"""Lists the images of a folder and decodes each once, ahead of any training.
+
+`vit_jax index` (vit_jax/commands/index.py) is the command.
+"""
+
+import time
+
+from vit_jax import console
+
+_SHOWN = 10
+
+
+def make(
+  root: str, split: str, check: bool = True, max_pixels: int | None = None
+) -> tuple[str, int, list[str]]:
+  """Makes the index of a split, beside its images.
+
+  `check` tells whether to decode the images, and `max_pixels` is how many an image
+  may have, by default config.max_image_pixels. Returns the path of the index, the
+  number of images, and the broken images with their reasons.
+  """
+  from vit_jax.configs import common
+  from vit_jax.data import checking
+  from vit_jax.data import manifest
+  from vit_jax.data.coco import layout
+  from vit_jax.data.coco import source
+  from vit_jax.data.images import images
+  from vit_jax.data.images import index as index_lib
+
+  limit = max_pixels or common.get_config().max_image_pixels
+  why = images.why_broken
+  if manifest.exists(root, split):
+    index = manifest.open_index(root, split, manifest.image_paths(root, split))
+  elif layout.exists(root, split):
+    index, why = source.open_index(root, split)
+  else:
+    index = checking.renew_index(root, split)
+  index.look_again(index.order)
+  path = index_lib.place(None, index.root, index.base)
+  _save(index, path)  # An error comes before hours of checking.
+  if check and index.check(index.order, why, limit, path):
+    _save(index, path)
+  paths = index_lib.Paths([(index, index.order)])
+  broken = [f'{paths[i]}: {why}' for i, why in paths.broken().items()]
+  return path, len(index), broken
+
+
+def _save(index, path):
+  try:
+    index.save(path)
+  except OSError as e:
+    raise OSError(
+      f"the list '{path}' cannot be written: {e.strerror or e}; make its folder "
+      'writable, or train without this command: a run keeps its lists in its '
+      'workdir'
+    ) from e
+
+
+def run(args) -> int:
+  """Makes the lists that `vit_jax index` is given; returns its exit status."""
+  from vit_jax.data import folder
+  from vit_jax.data.coco import layout
+
+  found = False
+  splits = args.splits or layout.splits(args.folder)
+  for split in splits or folder.splits(args.folder):
+    began = time.perf_counter()
+    path, count, broken = make(
+      args.folder, split, args.check == 'decode', args.max_image_pixels
+    )
+    seconds = time.perf_counter() - began
+    console.say(f'{path}: {count:,} images, {console.duration(seconds)}.')
+    for line in broken[:_SHOWN]:
+      console.say(f'  broken: {line}')
+    if broken:
+      found = True
+      console.say(
+        f'Broken images: {len(broken):,}. Repair, restore or delete them, or leave '
+        'them out of the training with --config.broken_images=skip.'
+      )
+  return int(found)
+
+
+if __name__ == '__main__':
+  console.run('index')

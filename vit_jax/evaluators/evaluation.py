@@ -1,0 +1,126 @@
+"""Evaluates a trained model on any split, without training.
+
+python -m vit_jax.main --workdir=/tmp/digits --evaluate=test
+python -m vit_jax.main --workdir=/tmp/run --evaluate=validation --real=real.json
+python -m vit_jax.main --workdir=/tmp/detr --evaluate=validation --option=tight=1
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from vit_jax import console
+from vit_jax import predict
+from vit_jax import train
+from vit_jax.configs import schema
+from vit_jax.distributed import sharding
+from vit_jax.evaluators import real
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.run import workdir as workdir_lib
+
+
+def evaluate(
+  workdir: str,
+  split: str,
+  dataset: str | None = None,
+  step: int | None = None,
+  real_labels: str | None = None,
+  options: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
+  """Evaluates a checkpoint of a run, and prints the metrics.
+
+  Args:
+    workdir: folder of the run.
+    split: a split in the notation of TFDS, or the name of a folder: 'test',
+      'train[:10%]'.
+    dataset: another data set with the same classes; by default that of the run.
+    step: step of the checkpoint; by default the newest.
+    real_labels: file of ReaL labels, see vit_jax/evaluators/real.py.
+    options: values for `config.task_options` in place of those of the run, such
+      as {'tight': 1} for a detector, see vit_jax/tasks/detection/detect.py.
+
+  Returns:
+    A dict with the metrics of the task (`accuracy` and `loss`, for classes),
+    `num_examples` and `img_sec_core`; with `real_labels` also `accuracy_real`
+    and `num_real`.
+
+  Raises:
+    FileNotFoundError: if there is no such run, folder or file.
+    ValueError: if the split, the data set, its classes, the checkpoint, the
+      ReaL labels or the options are wrong.
+    OSError: if the storage does not answer.
+  """
+  schema.check('split', split, schema.Split, '--')
+  mesh = run_mesh(workdir)
+  model = predict.load(workdir, step, mesh)
+  config, task = model.config, model.task
+  if dataset is not None:
+    with config.ignore_type():  # The data set of the run may be a mixture.
+      config.dataset = dataset
+  fit_batches(config, mesh)
+  if options:
+    with config.unlocked(), config.ignore_type():
+      config.task_options.update(options)
+    task = type(task)(config, model.metadata)
+
+  def open_split(wanted, further=(), other=None):
+    metadata = {} if other else model.metadata
+    try:
+      source = train.open_for(
+        config, type(task), metadata, wanted, other, further=further
+      )
+    except FileNotFoundError as e:
+      raise FileNotFoundError(
+        f'{e}; to evaluate, name the split by --evaluate=SPLIT, and data that '
+        'have moved by --dataset=FOLDER'
+      ) from e
+    names = task.class_names_of(source)
+    if not other and task.class_names and names != task.class_names:
+      raise ValueError(
+        f"dataset='{config.dataset}' has {len(names)} classes "
+        f'{names[:5]} ..., the model has {len(task.class_names)} '
+        f'{task.class_names[:5]} ...: give data of the same classes'
+      )
+    return source
+
+  evaluators = task.evaluators(mesh, split, open_split)
+  if real_labels is not None:
+    made = real.Real(task, mesh, open_split, split, real_labels)
+    evaluators = [*evaluators, made]
+  metrics = {}
+  for evaluator in evaluators:
+    metrics.update(evaluator.run(model.params, model.extra))
+  console.say(
+    f"{workdir}, step {model.step}, split '{split}' of {config.dataset}: "
+    + metrics_lib.format_metrics(metrics)
+  )
+  return metrics
+
+
+def parse_options(texts: Sequence[str]) -> dict[str, Any]:
+  """Returns the options of a command line, each 'NAME=VALUE', by name."""
+  found = {}
+  for text in texts:
+    name, equals, value = text.partition('=')
+    if not name or not equals:
+      raise ValueError(f'--option={text} must be NAME=VALUE, such as tight=1')
+    found[name] = console.literal(value)
+  return found
+
+
+def fit_batches(config, mesh):
+  """Rounds the batches up, in place, so that the devices divide them."""
+  shards = sharding.batch_shards(mesh)
+  for key in ('batch', 'batch_eval'):
+    config[key] = -(-config[key] // shards) * shards
+
+
+def run_mesh(workdir) -> jax.sharding.Mesh:
+  """Returns the mesh of a run, or a data-parallel one on other devices."""
+  config, _ = workdir_lib.load(workdir)
+  try:
+    return sharding.make_mesh(config.mesh)
+  except ValueError:
+    return sharding.make_mesh({'data': -1})

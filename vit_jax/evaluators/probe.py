@@ -1,0 +1,187 @@
+"""Measures how good the features of a model are: few-shot and linear probes.
+
+The model stays as it is; only a linear classifier of its features is trained.
+In Python:
+
+  model = predict.load('/tmp/digits')
+  probe.probe(model, dataset='digits', shots=(5,), linear=True)
+  probe.probe(model, dataset='digits', linear=True, layer='all')['layers']
+
+`vit_jax probe` (vit_jax/commands/probe.py) is the command.
+"""
+
+from collections.abc import Sequence
+import json
+
+import jax
+
+from vit_jax import console
+from vit_jax import predict
+
+SHOTS = (1, 5, 10, 25)
+
+
+def probe(
+  model,
+  mesh: jax.sharding.Mesh | None = None,
+  shots: Sequence[int] | None = None,
+  linear: bool = False,
+  **options,
+) -> dict:
+  """Probes the features of a model.
+
+  Args:
+    model: result of `predict.load` or `predict.load_weights`.
+    mesh: mesh of the model's parameters; by default that of their devices.
+    shots: images per class of the few-shot probes; by default SHOTS, or none if
+      all layers are probed.
+    linear: whether to train a linear probe on all training images.
+    **options: further keys of `config.fewshot`, see configs/common.py:
+      `dataset`, `train`, `test`, `seeds`, `l2`, `layer`, `squeeze`. Weights
+      without a run need a `dataset`. `layer` can also be 'all', 'last', or a
+      number, see vit_jax.evaluators.features.layers.
+
+  Returns:
+    A dict for JSON: `dataset`, `train` and `test` (the splits), `num_train`,
+    `num_test`, `num_classes`, `layer`, `num_features`; `fewshot`, a list of
+    dicts of `shots`, `accuracies` (from 0 to 1, by seed), `mean` and `std`;
+    `linear`, None or a dict of `accuracy`, `method`, `l2` and `held_out`, a
+    list of (penalty, accuracy); and `layers`, None or a list of such dicts with
+    `layer`, for layer='all'.
+
+  Raises:
+    FileNotFoundError, ValueError: if an option, the data or the layer are
+      wrong, or a class has fewer images than shots.
+  """
+  from vit_jax.evaluators import evaluation
+  from vit_jax.distributed import sharding
+  from vit_jax.evaluators import probes
+  from vit_jax.run import config as run_config
+  from vit_jax.run import metrics
+
+  config = model.config
+  if not model.workdir and not options.get('dataset'):
+    raise ValueError(
+      'weights without a run come with no data: name a data set (--dataset)'
+    )
+  layer = str(options.pop('layer', config.fewshot.layer))
+  every = layer == probes.ALL
+  if shots is None:
+    shots = () if every else SHOTS
+  if every and (shots or not linear):
+    raise ValueError(
+      f"layer='{layer}' is for linear probes: give --linear and leave out --shots"
+    )
+  if not shots and not linear:
+    raise ValueError('there is nothing to measure: give --shots or --linear')
+  mesh = mesh or sharding.mesh_of(model.params)
+  layers = probes.select(model.task, layer)
+  config.fewshot.update(shots=tuple(shots), layer=layers[-1], **options)
+  run_config.check_values(config)
+  evaluation.fit_batches(config, mesh)
+  run_config.check_memory(config, jax.process_count())
+  made = probes.FewShot(model.task, mesh)
+  dataset, train, test = probes.splits(config)
+  few, rows, state = [], [], (model.params, model.extra)
+  if shots:
+    [found] = made.accuracies(*state).values()
+    for number, values in found.items():
+      mean, std = metrics.mean_std(values)
+      row = {'shots': number, 'accuracies': values, 'mean': mean, 'std': std}
+      few.append(row)
+  if linear:
+    for name, x in made.linear(layers, *state).items():
+      held_out = list(x.held_out.items())
+      rows.append({'layer': name, **x._asdict(), 'held_out': held_out})
+  return {
+    'dataset': dataset or config.dataset,
+    'train': train,
+    'test': test,
+    'num_train': made.train.num_examples,
+    'num_test': made.test.num_examples,
+    'num_classes': len(made.class_names),
+    'layer': layer,
+    'num_features': made.extractor.width,
+    'fewshot': few,
+    'linear': rows[0] if rows and not every else None,
+    'layers': rows if every else None,
+  }
+
+
+def table(result: dict) -> str:
+  """Returns the result of `probe` as text."""
+  head = (
+    f'{result["dataset"]}, {result["num_classes"]} classes: trained on '
+    f"'{result['train']}' ({result['num_train']:,} images), tested on "
+    f"'{result['test']}' ({result['num_test']:,}); "
+  )
+  if result['layers']:
+    from vit_jax.evaluators import probes
+
+    head += f'linear probes of all layers by {result["layers"][0]["method"]}.'
+    return f'{head}\n{probes.table(_by_layer(result))}'
+  lines = [
+    f"{head}{result['num_features']:,} features, '{result['layer']}'.",
+    f'{"probe":<10} {"accuracy":>9}',
+  ]
+  for row in result['fewshot']:
+    seeds = len(row['accuracies'])
+    lines.append(
+      f'{row["shots"]:>2}-shot    {100 * row["mean"]:7.2f} % '
+      f'± {100 * row["std"]:.2f} ({seeds} seed{"s" * (seeds > 1)})'
+    )
+  linear = result['linear']
+  if linear:
+    how = linear['method']
+    if linear['held_out']:
+      how += f', penalty {linear["l2"]:g} of ' + ', '.join(
+        f'{l2:g}' for l2, _ in linear['held_out']
+      )
+    lines.append(f'linear     {100 * linear["accuracy"]:7.2f} % ({how})')
+  return '\n'.join(lines)
+
+
+def _by_layer(result):
+  return {row['layer']: [row['accuracy']] for row in result['layers']}
+
+
+def run(args) -> None:
+  """Makes the probes that the flags of `vit_jax probe` ask for."""
+  console.load_tensorflow()
+  from vit_jax.evaluators import evaluation
+  from vit_jax.distributed import sharding
+
+  if args.weights:
+    mesh = sharding.make_mesh({'data': -1})
+    model = predict.of_flags(args)
+    whole = sharding.replicated(mesh)
+    model.params = jax.device_put(model.params, whole)
+  else:
+    mesh = evaluation.run_mesh(args.workdir)
+    model = predict.load(args.workdir, args.step, mesh)
+  if args.tfds_data_dir:
+    model.config.tfds_data_dir = args.tfds_data_dir
+  if args.batch is not None:
+    model.config.batch = model.config.batch_eval = args.batch
+  names = ('dataset', 'train', 'test', 'l2', 'layer', 'squeeze')
+  options = {name: getattr(args, name) for name in names}
+  options['seeds'] = args.seeds and tuple(args.seeds)
+  options = {k: v for k, v in options.items() if v is not None}
+  result = probe(model, mesh, args.shots, args.linear, **options)
+  step = '' if args.weights else f', step {model.step}'
+  console.say(f'{args.weights or args.workdir}{step}\n{table(result)}')
+  if args.json:
+    from vit_jax.distributed import files
+    from vit_jax.evaluators import probes
+    from vit_jax.run import workdir as workdir_lib
+
+    path = workdir_lib.absolute(args.json)
+    if result['layers']:
+      probes.write(path, _by_layer(result), result)
+    else:
+      files.write(path, json.dumps(result, indent=1))
+    console.say(f'Written to {path}.')
+
+
+if __name__ == '__main__':
+  console.run('probe')

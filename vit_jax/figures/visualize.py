@@ -1,0 +1,206 @@
+"""Draws the paper's figures for a run or a file of weights.
+
+In Python, with or without a list of images:
+
+  found = visualize.figures(predict.load('/tmp/digits'), ['a.png'])
+  found['attention_rollout']  # A matplotlib Figure.
+
+`vit_jax visualize` (vit_jax/commands/visualize.py) is the command.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from vit_jax import console
+from vit_jax import predict
+from vit_jax.run import workdir as workdir_lib
+
+_SMALL = 64  # Side in pixels of the images for the figure of inductive bias.
+
+
+def subject(
+  model,
+  images: Sequence[Any] | None = None,
+  split: str | None = None,
+  num_images: int = 8,
+  points: Sequence[tuple[float, float]] | None = None,
+):
+  """Returns a model together with the images for its figures.
+
+  Args:
+    model: result of `predict.load` or `predict.load_weights`.
+    images: a list of images of any size: paths, PIL images, or arrays uint8
+      [height, width(, channels)]; by default the first images of the split.
+    split: split of the run's data set, for the images and the confusion
+      matrix; by default the first split that the run is tested on.
+    num_images: number of images to take from the split.
+    points: points (x, y) of every image for the attention of a detector's
+      encoder, as shares of width and height; by default the centres of boxes.
+
+  Returns:
+    A vit_jax.figures.results.Subject.
+
+  Raises:
+    FileNotFoundError, ValueError: if an image or the split cannot be read, or
+      a point lies outside of the images.
+  """
+  from vit_jax import train
+  from vit_jax.figures import results
+  from vit_jax.run import config as run_config
+
+  source, lacking = None, 'weights without a run come with no data'
+  if model.workdir:
+    _, wanted, dataset = run_config.evaluations(model.config)[0]
+    try:
+      source = train.open_for(
+        model.config, type(model.task), model.metadata, split or wanted, dataset
+      )
+      split, lacking = split or wanted, ''
+    except (OSError, ValueError) as e:
+      if split is not None:
+        raise
+      lacking = f'the data of the run cannot be opened: {e}'
+  elif split is not None:
+    raise ValueError(
+      f"split='{split}' needs a run, and these are weights without a run: name "
+      'images (--images)'
+    )
+  return results.Subject(
+    model, images, source, split, num_images, lacking, points
+  )
+
+
+def figures(
+  model,
+  images: Sequence[Any] | None = None,
+  split: str | None = None,
+  names: Sequence[str] | None = None,
+  num_images: int = 8,
+  points: Sequence[tuple[float, float]] | None = None,
+) -> dict[str, Any]:
+  """Draws figures of a model.
+
+  Args:
+    model: see `subject`; likewise images, split, num_images, points and errors.
+    names: names of figures, see vit_jax.figures.gallery.of; by default all that
+      can be drawn for the model.
+
+  Returns:
+    matplotlib Figures by name.
+
+  Raises:
+    ValueError: if a named figure cannot be drawn.
+    ImportError: if matplotlib is missing.
+  """
+  from vit_jax.figures import gallery
+
+  shown = subject(model, images, split, num_images, points)
+  found = {}
+  for entry in gallery.choose(shown, names)[0]:
+    found.update(gallery.draw(entry, shown))
+  return found
+
+
+def inductive_bias(images: Sequence[Any] | None = None):
+  """Draws how shifts and permuted patches change outputs of untrained models.
+
+  Args:
+    images: see `subject`; by default the two photographs of scikit-learn.
+
+  Returns:
+    A matplotlib Figure.
+  """
+  from vit_jax.figures import gallery
+
+  [figure] = gallery.INDUCTIVE_BIAS.draw(_small(images))
+  return figure
+
+
+def _small(images):
+  """Returns images as float32 [B, 64, 64, 3] in [-1, 1]."""
+  console.load_tensorflow()
+  from vit_jax import preprocess
+  from vit_jax.configs import common
+
+  if not images:
+    from sklearn import datasets
+
+    images = datasets.load_sample_images().images
+  config = common.get_config()
+  config.pp.crop = config.pp.resize = _SMALL
+  return np.stack(
+    [
+      preprocess.from_user(
+        image,
+        lambda encoded: preprocess.prepare(encoded, None, config.pp).numpy(),
+        config.max_image_pixels,
+      )
+      for image in images
+    ]
+  )
+
+
+def describe(model) -> tuple[str, dict[str, str]]:
+  """Describes a model: returns its name, and facts by name."""
+  from vit_jax.weights import identify
+
+  config = model.config
+  name = config.model.get('model_name') or identify.describe(model.params)
+  count = sum(x.size for x in jax.tree.leaves(model.params))
+  height, width = model.task.image_size
+  facts = {
+    'parameters': f'{count:,}',
+    'images': f'{height} x {width} pixels, {config.pp.channels} channel(s)',
+  }
+  if model.class_names:
+    facts['classes'] = f'{len(model.class_names):,}'
+  if model.workdir:
+    facts['run'] = (
+      f'{workdir_lib.absolute(model.workdir).name}, step {model.step:,}'
+    )
+  return name, facts
+
+
+def run(args) -> None:
+  """Draws the figures that the flags of `vit_jax visualize` ask for."""
+  from vit_jax.figures import drawing
+  from vit_jax.figures import gallery
+  from vit_jax.figures import html_page
+
+  drawing.require_matplotlib()
+  out = html_page.check(workdir_lib.absolute(args.out))
+  title, facts = 'Inductive bias of Vision Transformers', {}
+  chosen, lacking = [], {}  # Pairs of an Entry and what it shows.
+  if args.workdir or args.weights:
+    model = predict.of_flags(args)
+    shown = subject(
+      model, args.images, args.split, args.num_images, args.points
+    )
+    entries, lacking = gallery.choose(shown, args.figures)
+    chosen += [(entry, shown) for entry in entries]
+    name, facts = describe(model)
+    title = f'Inside {name}'
+    if args.weights:
+      facts['weights'] = args.weights
+  if args.inductive_bias:
+    chosen.append((gallery.INDUCTIVE_BIAS, _small(args.images)))
+  for name, why in lacking.items():
+    console.say(f'Left out: {name}: {why}.')
+  sections = []
+  for entry, shown in chosen:
+    with console.waiting(entry.title):
+      pictures = {
+        name: drawing.png(figure)
+        for name, figure in gallery.draw(entry, shown).items()
+      }
+    sections.append((entry, pictures))
+  html_page.write(out, title, facts, sections, lacking)
+  count = sum(len(pictures) for _, pictures in sections)
+  console.say(f'{count} figure(s), and a page with all of them: {out}/index.html')
+
+
+if __name__ == '__main__':
+  console.run('visualize')

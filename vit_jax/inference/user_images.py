@@ -1,0 +1,118 @@
+"""Images that a user gives, or that are at hand, as sources of the pipeline."""
+
+from collections.abc import Sequence
+import contextlib
+import itertools
+from typing import Any
+import weakref
+
+import numpy as np
+import tensorflow as tf
+
+from vit_jax import preprocess
+from vit_jax.data import folder as folder_lib
+from vit_jax.data import records
+from vit_jax.data import sources
+from vit_jax.data.images import images as images_lib
+from vit_jax.data.images import index as index_lib
+from vit_jax.data.images import image_files
+from vit_jax.data.tfds import builders
+from vit_jax.data.tfds import registry
+
+# TensorFlow keeps what a `numpy_function` calls until the process ends, so there is
+# one for all sources, which finds a source by its number.
+_numbers, _sources = itertools.count(), weakref.WeakValueDictionary()
+
+
+@tf.function(autograph=False, input_signature=2 * [tf.TensorSpec([], tf.int64)])
+def _encoded(source, number):
+  encoded = tf.numpy_function(
+    lambda source, number: _sources[int(source)].encoded(int(number)),
+    [source, number],
+    tf.string,
+  )
+  return tf.ensure_shape(encoded, [])
+
+
+class Given(records.Source):
+  """Images in any form, see vit_jax.preprocess.from_user, read when needed.
+
+  Files of more than `max_pixels` are refused before decoding; None: no limit.
+  """
+
+  def __init__(self, images: Sequence[Any], max_pixels: int | None = None):
+    super().__init__(len(images), ('image',), {})
+    self._images = images
+    self._max_pixels = max_pixels
+    self._number = next(_numbers)
+    _sources[self._number] = self
+
+  def lookup(self, indices) -> dict:
+    """Returns the examples with these numbers, see vit_jax.data.records."""
+    return {'image': indices}  # What `read` needs.
+
+  def read(self, record):
+    image = _encoded(tf.constant(self._number, tf.int64), record['image'])
+    return {**record, 'image': image}
+
+  def encoded(self, number: int) -> bytes:
+    """Returns the content of the file of an image, by its number."""
+    image = self._images[number]
+    return preprocess.from_user(image, lambda x: x, self._max_pixels)
+
+  def fingerprint(self) -> dict[str, Any]:
+    """Returns the number and a hash of the names of the images."""
+    names = (f'{self.name(i)}\n'.encode() for i in range(self.num_examples))
+    return {**super().fingerprint(), 'images': index_lib.digest(names)}
+
+  def name(self, index: int) -> str:
+    image = self._images[index]
+    return image if isinstance(image, str) else f'image {index}'
+
+  def stamp(self, index: int) -> int:
+    image = self._images[index]
+    return image_files.stamp(image) if isinstance(image, str) else 0
+
+  def check(self, record, index: int):
+    image = self._images[index]
+    preprocess.from_user(image, images_lib.decode, self._max_pixels)
+
+
+def sample(
+  config, count: int, images: Sequence[Any] | None = None
+) -> tuple[records.Source, str]:
+  """Returns at most `count` images as a source, and their origin in words.
+
+  These are the given images; else those of the run's test split, unless that
+  needs a download; else the photographs of scikit-learn.
+  """
+  source, where = None, f"'{config.dataset}', split '{config.pp.test}'"
+  if images is not None:
+    source = Given(images, config.max_image_pixels)
+    where = 'the given images'
+  else:
+    with contextlib.suppress(ValueError, OSError):
+      source = _test_split(config)
+  if source is None:
+    from sklearn import datasets
+
+    photos = datasets.load_sample_images().images
+    parts = [photos[0][:213], photos[0][213:], photos[1][:, :320]]
+    source, where = Given([*photos, *parts]), "scikit-learn's photographs"
+  count = min(count, source.num_examples)
+  if not count:
+    raise ValueError(f'{where}: there are no images: give some')
+  return records.Subset(source, np.arange(count)), f'{count} of {where}'
+
+
+def _test_split(config):
+  """Opens a run's test split; returns None if that needs a download."""
+  dataset = config.dataset
+  if not isinstance(dataset, str) or dataset.startswith(registry.VTAB):
+    return None
+  if not (folder_lib.is_folder(dataset) or registry.register(dataset)):
+    if not builders.find_builder(config, dataset).info.splits:
+      return None
+  config = config.copy_and_resolve_references()
+  config.broken_images = 'trust'
+  return sources.open_split(config, config.pp.test, ('image',))

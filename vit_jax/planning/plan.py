@@ -1,0 +1,249 @@
+"""Plans a training run for TPUs without a TPU: memory, speed, cost.
+
+`vit_jax plan` (vit_jax/commands/plan.py) is the command.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import signal
+
+import jax
+
+from vit_jax import console
+from vit_jax.data.tfds import registry
+from vit_jax.distributed import files
+from vit_jax.distributed import sharding
+from vit_jax.layers import dtypes
+from vit_jax.planning import costs
+from vit_jax.planning import estimate
+from vit_jax.planning import search
+from vit_jax.planning import topology as topology_lib
+
+say = console.say
+
+# Part of the cache's key; change it when the cached values change.
+_FORMAT = '4'
+
+
+def _cache_file(lowered, topology):
+  versions = jax.__version__ + importlib.metadata.version('libtpu')
+  text = f'{_FORMAT}{topology}{versions}{lowered.update.as_text()}'
+  key = hashlib.sha256(text.encode()).hexdigest()[:32]
+  return console.cache_folder() / 'plans' / f'{key}.json'
+
+
+def make_plan(
+  config, topology: str, num_examples: int, num_classes: int | None
+) -> dict:
+  """Plans a run.
+
+  Args:
+    config: config of a training.
+    topology: its name, such as 'v3:4x4'.
+    num_examples: number of training examples.
+    num_classes: number of classes, for tasks that classify.
+
+  Returns:
+    A dict with the values of the table and of --json. Times and rates are
+    estimates of the compiler.
+
+  Raises:
+    ValueError, ImportError, OSError: see
+    vit_jax.planning.topology.get_topology.
+  """
+  devices = topology_lib.get_topology(topology)
+  console.load_tensorflow()
+  from vit_jax import train
+  from vit_jax.run import config as run_config
+
+  chip = topology_lib.get_chip(topology)
+  config = run_config.complete(config)
+  run_config.check(config)
+  config = run_config.resolve_steps(config, num_examples)
+  mesh = sharding.make_mesh(config.mesh, devices)
+  run_config.check_batch(config, sharding.batch_shards(mesh))
+  task = run_config.get_task(config.task)
+  metadata = task.planned_metadata(config, num_classes)
+  make = lambda part, mesh: train.make_program(part, metadata, mesh)
+  lowered = estimate.lower(config, make, devices)
+  params = lowered.abstract.params
+  file = _cache_file(lowered, topology)
+  cached = file.exists()
+  if cached:
+    result = json.loads(file.read_text())
+  else:
+    with console.waiting(f'Compiling for {topology}, takes minutes'):
+      result = estimate.compile_plan(lowered, chip, len(devices))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    files.write(file, json.dumps(result))
+  cores = len(devices)
+  result.update(
+    model=config.model.get('model_name'),
+    dataset=config.dataset,
+    topology=topology,
+    cores=cores,
+    batch=config.batch,
+    dtype=dtypes.resolve(config.model.get('dtype', 'float32'), 'tpu'),
+    mesh=dict(mesh.shape),
+    batch_per_core=config.batch // sharding.batch_shards(mesh),
+    memory_of_core_bytes=chip.memory,
+    parameters=sum(x.size for x in jax.tree.leaves(params)),
+    sharding=sharding.report(params),
+    not_split=sharding.not_split(params, mesh),
+    cached=cached,
+  )  # fmt: skip
+  if not result['fits']:
+    return result
+  seconds, steps = result['step_seconds'], config.total_steps
+  images, hours = config.batch / cores, seconds * steps / 3600
+  work, name = lowered.flops / cores, str(config.dataset)
+  examples, _ = costs.DATASETS.get(name, (num_examples, None))
+  epochs = round(steps * config.batch / examples)
+  mixed = seconds + result['network_seconds']
+  return {
+    **result,
+    'images_per_second_per_core': images / seconds,
+    'images_per_second_per_core_with_network': images / mixed,
+    'flops_per_step_per_core': work,
+    'share_of_peak': work / seconds / chip.peak,
+    'total_steps': steps,
+    'hours': hours,
+    'core_days': hours * cores / 24,
+    'chip_hours': hours * cores / chip.per_chip,
+    'paper_core_days': costs.TABLE_2.get((result['model'], name, epochs)),
+  }
+
+
+def table(plan: dict) -> str:
+  """Formats a plan as a table."""
+  needed, limit = plan['memory_per_core_bytes'], plan['memory_of_core_bytes']
+  fits = 'fits' if plan['fits'] else 'DOES NOT FIT'
+  rows = {
+    'model': f'{plan["model"]}, {plan["parameters"]:,} parameters',
+    'devices': f'{plan["cores"]} of {plan["topology"]}, mesh {plan["mesh"]}',
+    'batch': f'{plan["batch"]:,}, {plan["batch_per_core"]:,} a device',
+    'memory a device': f'{console.size(needed)} of {console.size(limit)}: {fits}',
+    '  parameters': console.size(plan['params_bytes']),
+    **{
+      f'    {row["spec"]}': sharding.describe(row) for row in plan['sharding']
+    },
+    **({'    NOTE': plan['not_split']} if plan['not_split'] else {}),
+    '  optimiser': console.size(plan['optimizer_bytes']),
+  }
+  if plan['fits']:
+    alone, mixed = (
+      plan[f'images_per_second_per_core{x}'] for x in ('', '_with_network')
+    )
+    rows |= {
+      '  images and labels': console.size(plan['batch_bytes']),
+      '  activations and the rest': console.size(plan['activations_bytes']),
+      'FLOPs a step, a device': (
+        f'{plan["flops_per_step_per_core"] / 1e12:,.2f} T'
+      ),
+      'time of a step': f'{1000 * plan["step_seconds"]:,.1f} ms (estimate)',
+      'images a second, a device': (
+        f'{alone:,.1f} (estimate), {plan["share_of_peak"]:.0%} of peak'
+      ),
+      **{
+        f'  {kind}': f'{found["count"]}, together {console.size(found["bytes"])}'
+        for kind, found in plan['collectives'].items()
+      },
+      'network, at best': (
+        f'{1000 * plan["network_seconds"]:,.1f} ms, not in the estimate: '
+        f'{mixed:,.1f} images a second if none of it is hidden'
+      ),
+      'the whole run': (
+        f'{plan["total_steps"]:,} steps, {plan["hours"]:,.1f} hours, '
+        f'{plan["core_days"]:,.0f} core-days, {plan["chip_hours"]:,.0f} '
+        'chip-hours (estimate, without the network)'
+      ),
+    }
+    if spent := plan['paper_core_days']:
+      rows['the paper spent'] = f'{spent:,} TPU v3 core-days'
+  else:
+    helps = '--search tries meshes, micro-batches and recomputation'
+    if plan['dtype'] == 'float32':
+      helps += '; --config.model.dtype=bfloat16 halves the activations'
+    rows['what helps'] = helps
+  width = max(map(len, rows))
+  return '\n'.join(f'{name:<{width}}  {text}' for name, text in rows.items())
+
+
+def data_size(
+  config, num_examples: int | None = None, num_classes: int | None = None
+) -> tuple[int, int | None]:
+  """Returns the numbers of examples and classes of a config's training data.
+
+  A folder is counted. The arguments are the sizes of data that are not known;
+  the number of classes may stay None, but that of examples is needed.
+  """
+  # Of a mixture nothing is known but what the flags say.
+  dataset = config.get('dataset')
+  name = dataset if isinstance(dataset, str) else ''
+  known = costs.DATASETS.get(name, (None, None))
+  if name.startswith(registry.VTAB):
+    console.load_tensorflow()
+    from vit_jax.data.tfds import vtab
+
+    known = vtab.planned_size(config, name)
+  if known[0] is None and os.path.isdir(name):
+    console.load_tensorflow()
+    from vit_jax.data import sources
+    from vit_jax.run import config as run_config
+
+    config = run_config.complete(config)
+    config.broken_images = 'trust'  # Images are counted, not read.
+    task = run_config.get_task(config.task)
+    source = sources.open_split(config, config.pp.train, task.FEATURES)
+    known = (source.num_examples, len(task.class_names_of(source)) or None)
+  sizes = (num_examples or known[0], num_classes or known[1])
+  if sizes[0] is None:
+    raise ValueError(
+      f"dataset='{dataset}' is no folder that exists (config.dataset)"
+      if os.sep in name
+      else f"dataset='{dataset}' is neither a data set of known size nor a "
+      'folder: give --num_examples and --num_classes'
+    )
+  return sizes
+
+
+def run(args) -> None:
+  """Plans the run that the flags of `vit_jax plan` describe."""
+  trainer = args.config.get('trainer', 'train')
+  if trainer != 'train':
+    raise ValueError(
+      f"trainer='{trainer}': a plan needs the config of one training "
+      '(config.trainer)'
+    )
+  say(f'Config: {args.config_file}')
+  sizes = data_size(args.config, args.num_examples, args.num_classes)
+  # Before anything that takes long.
+  devices = topology_lib.get_topology(args.topology)
+  # While the compiler runs, Python handles no signal, and libtpu prints its
+  # stack.
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL)
+  if args.search:
+    say(
+      'Searching for the best mesh, accum_steps and remat; the config does not '
+      'limit the search. Plans are cached: the same command continues a stopped '
+      'search.'
+    )
+    result = search.search(
+      args.config,
+      len(devices),
+      lambda trial: make_plan(trial, args.topology, *sizes),
+    )
+  else:
+    result = make_plan(args.config, args.topology, *sizes)
+    say(table(result))
+  if args.json:
+    pathlib.Path(args.json).write_text(json.dumps(result, indent=1))
+    say(f'Plan written to {args.json}')
+
+
+if __name__ == '__main__':
+  console.run('plan')

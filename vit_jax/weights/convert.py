@@ -1,0 +1,320 @@
+"""Converts weights between this package, timm and Hugging Face, bit for bit.
+
+`vit_jax convert` (vit_jax/commands/convert.py) is the command.
+"""
+
+from collections.abc import Sequence
+import copy
+import json
+import tempfile
+
+from etils import epath
+import flax.traverse_util
+import jax
+import ml_collections
+import numpy as np
+
+from vit_jax import console
+from vit_jax import models
+from vit_jax.distributed import files
+from vit_jax.layers import encoder
+from vit_jax.layers import positions
+from vit_jax.weights import arrays
+from vit_jax.weights import card
+from vit_jax.weights import fitting
+from vit_jax.weights import hub
+from vit_jax.weights import identify
+from vit_jax.weights import reading
+from vit_jax.weights import writing
+from vit_jax.weights.families import families
+
+KINDS = tuple(writing.WRITERS)
+_HUB_KINDS = ('hf', 'timm')
+# Kind of weights that are a part of a model -> what they are.
+_ALONE = {
+  'resnet': 'the backbone of a detector',
+  'bert': 'the text tower of an image-text model',
+}
+
+
+def read(
+  src: str,
+  class_names: Sequence[str] | None = None,
+  image_size: tuple[int, int] | None = None,
+  num_heads: int | tuple[int, int] | None = None,
+  dtype: str | None = None,
+  gelu: str | None = None,
+) -> writing.Model:
+  """Reads weights and identifies their model.
+
+  Args:
+    src: see vit_jax.weights.reading.read.
+    class_names: names of the classes; override those of `src`. Of a detector
+      they may be some of those of `src`, in any order: such as the 80 classes
+      of COCO of a model for its 91 ids.
+    image_size: (height, width) in pixels; needed if `src` does not tell it and
+      the grid of patches is not square.
+    num_heads: see vit_jax.weights.reading.read; likewise dtype.
+    gelu: 'erf', 'tanh' or 'quick', see vit_jax.layers.encoder.GELUS; needed if
+      no config beside `src` tells it.
+
+  Raises:
+    FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
+      vit_jax.weights.reading.read. Also ValueError if names, size and weights
+      do not fit together.
+  """
+  weights = reading.read(src, num_heads, dtype)
+  config = identify.model_config(weights.params, weights.model)
+  if weights.kind in _ALONE:
+    raise ValueError(
+      f"'{src}' holds {_ALONE[weights.kind]} alone: start a run from it "
+      '(--config.pretrained) and convert that'
+    )
+  if config is None:
+    raise ValueError(
+      f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer, BiT, DETR, "
+      f'iGPT or LiT: it has {sorted(weights.params)[:6]} (SRC)'
+    )
+  weights = weights._replace(model=_with_gelu(src, weights.model, gelu))
+  if weights.kind == 'workdir':
+    config = ml_collections.ConfigDict(weights.model)
+  else:
+    with config.ignore_type():
+      config.update(weights.model)
+  num_classes = identify.num_classes(weights.params)
+  if class_names and len(class_names) < num_classes:
+    weights = fitting.with_classes(weights, class_names)
+    num_classes = identify.num_classes(weights.params)
+  names = class_names or weights.class_names
+  if names is not None and len(names) != num_classes:
+    if class_names:
+      raise ValueError(
+        f'{len(names)} class names for a head of {num_classes} classes: give '
+        f'{num_classes} names (--class_names)'
+      )
+    names = None
+  with arrays.naming(src, 'cannot be used'):
+    family = families.of(config)
+    size = family.image_size(
+      config, weights.params, image_size or weights.image_size
+    )
+    if weights.kind != 'workdir':
+      _check_shapes(weights, config, num_classes, size)
+    model = writing.Model(
+      weights.params,
+      config,
+      tuple(names) if names else None,
+      num_classes,
+      size,
+      weights.extra,
+      weights.metadata,
+      weights.kind,
+      weights.resize if size == weights.image_size else None,
+    )
+    family.check(model)
+  return model
+
+
+def _with_gelu(src, model, gelu):
+  """Returns the fields of a model with a GELU where files do not tell it."""
+  fields = flax.traverse_util.flatten_dict(model)
+  paths = [path for path in fields if path[-1] == 'gelu']
+  told = {fields[path] for path in paths}
+  if gelu is None and None in told:
+    raise ValueError(
+      f"'{src}' does not say which GELU its model computes: put its config beside "
+      f'it, or give gelu, one of {", ".join(encoder.GELUS)} (--gelu)'
+    )
+  if gelu is not None and gelu not in encoder.GELUS:
+    raise ValueError(
+      f"gelu='{gelu}' must be one of {', '.join(encoder.GELUS)} (--gelu)"
+    )
+  if gelu is not None and told not in ({None}, {gelu}):
+    what = ' and '.join(map(str, told)) if told else 'that of its format'
+    raise ValueError(
+      f"gelu='{gelu}', but the GELU of '{src}' is {what}: leave it out (--gelu)"
+    )
+  fields |= dict.fromkeys(paths, gelu) if None in told else {}
+  return flax.traverse_util.unflatten_dict(fields)
+
+
+def _check_shapes(weights, config, num_classes, size):
+  """Checks that all leaves of the model are present, with their shapes."""
+  family = families.of(config)
+  expected = family.shapes(config, weights.params, num_classes, size)
+  have = reading.leaves_of(weights)
+  tree = {**expected.pop('params'), **expected}
+  want = flax.traverse_util.flatten_dict(tree, sep='/')
+  fitting.fail_for(
+    identify.misfits(have, want),
+    sorted(want.keys() - have),
+    what=f'it looks like {identify.describe(weights.params)}, but',
+  )
+
+
+def push(
+  src: str, name: str, to: str = 'hf', **options
+) -> tuple[writing.Model, list[str]]:
+  """Converts weights, and uploads them with a card to the Hugging Face Hub.
+
+  Args:
+    src: see `convert`; a workdir also tells the card data and metrics.
+    name: hf://OWNER/NAME; a model that exists gets a new commit.
+    to: 'hf' or 'timm'.
+    **options: see `convert`.
+
+  Raises:
+    PermissionError: without a token, before anything is read.
+    OSError, ValueError: see vit_jax.weights.hub.fetch, and `convert`.
+  """
+  if to not in _HUB_KINDS:
+    raise ValueError(
+      f'push needs --to={"|".join(_HUB_KINDS)}, not {to}: the hub shows these'
+    )
+  hub.check_push(name)
+  with tempfile.TemporaryDirectory() as parent:
+    folder = epath.Path(parent) / 'model'
+    model, notes = convert(src, str(folder), to, **options)
+    owner_and_name = hub.parse(name).id
+    text = card.make(model, src, folder, owner_and_name)
+    (folder / 'README.md').write_text(text)
+    return model, [*notes, f'the model is at {hub.push(folder, name)}']
+
+
+def convert(
+  src: str,
+  dst: str,
+  to: str | None = None,
+  class_names: Sequence[str] | None = None,
+  image_size: tuple[int, int] | None = None,
+  num_heads: int | tuple[int, int] | None = None,
+  gelu: str | None = None,
+) -> tuple[writing.Model, list[str]]:
+  """Converts weights bit for bit.
+
+  Args:
+    src: weights in any format, see vit_jax.weights.reading.read.
+    dst: file (npz) or folder to write; it appears only when it is complete.
+    to: one of KINDS; by default npz or pth if `dst` ends so.
+    class_names: see `read`.
+    image_size: see `read`.
+    num_heads: see `read`.
+    gelu: see `read`.
+
+  Returns:
+    The model, and a list of notes about the result.
+
+  Raises:
+    FileExistsError: if `dst` exists.
+    ValueError: if the other library has no such model; and what `read` raises.
+  """
+  if hub.is_at(dst):
+    raise ValueError(
+      f"DST '{dst}' is on the hub: give --push={dst} in its place"
+    )
+  target = epath.Path(dst)
+  if to is None:
+    to = {'.npz': 'npz', '.pth': 'pth'}.get(target.suffix)
+  if to not in KINDS:
+    raise ValueError(
+      f"the format of DST '{dst}' is unknown: give --to={'|'.join(KINDS)}"
+      + (f', not {to}' if to else '')
+    )
+  endings = writing.FILES.get(to)
+  if endings and target.suffix not in endings:
+    raise ValueError(
+      f"DST '{dst}' must end in {' or '.join(endings)} for --to={to}"
+    )
+  if target.exists():
+    raise FileExistsError(
+      f"DST '{dst}' exists: give another, or delete it first"
+    )
+  model = read(src, class_names, image_size, num_heads, gelu=gelu)
+  notes = writing.check(model, to)
+  if to != 'workdir':
+    model, found = _with_plain_positions(model, to)
+    notes += found
+  write = writing.WRITERS[to]
+  try:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if to in writing.FILES:  # These writers make a temporary file themselves.
+      notes += write(model, target)
+    else:
+      with files.new_folder(target) as folder:
+        notes += write(model, folder)
+  except FileExistsError:  # Its message says what to do.
+    raise
+  except OSError as e:
+    raise OSError(
+      f"DST '{dst}' cannot be written: {e}; give a place that can"
+    ) from e
+  return model, notes
+
+
+def _with_plain_positions(model, to):
+  """Replaces position embeddings on a grid by their table; also returns notes."""
+  fields = model.config.get('transformer') or {}
+  kind = fields.get('position_embedding', 'learned_1d')
+  layers = fields.get('position_layers', 'stem')
+  if kind == 'none' or (kind, layers) == ('learned_1d', 'stem'):
+    return model, []
+  if kind == 'relative' or layers != 'stem':
+    raise ValueError(
+      f"position_embedding='{kind}' with position_layers='{layers}' cannot be "
+      f'written as {to}, whose models add one table before the first layer: use '
+      '--to=workdir'
+    )
+  flat = flax.traverse_util.flatten_dict(model.params, sep='/')
+  grid = models.patch_grid(model.config, model.image_size)
+  table = np.asarray(positions.first_table(flat, fields, grid))
+  flat = {path: x for path, x in flat.items() if '/posembed_' not in path}
+  flat['Transformer/posembed_input/pos_embedding'] = table
+  config = copy.deepcopy(model.config)
+  config.transformer.position_embedding = 'learned_1d'
+  params = flax.traverse_util.unflatten_dict(flat, sep='/')
+  return model._replace(params=params, config=config), [
+    f"position_embedding='{kind}' is written as the table that it makes, with "
+    'which logits are the same'
+  ]
+
+
+def _names(path: str) -> list[str]:
+  """Reads class names from a JSON list, or from a file with one per line."""
+  file = epath.Path(path)
+  if not file.is_file():
+    raise FileNotFoundError(
+      f"class_names='{path}' is no file: give one with a name per line "
+      '(--class_names)'
+    )
+  with arrays.naming(file, 'holds no names of classes (--class_names)'):
+    text = file.read_text()
+    return json.loads(text) if path.endswith('.json') else text.splitlines()
+
+
+def run(args) -> None:
+  """Converts as the flags of `vit_jax convert` say, and prints a summary."""
+  if args.push:
+    hub.check_push(args.push)  # Before anything is read.
+  names = _names(args.class_names) if args.class_names else None
+  options = dict(
+    to=args.to, class_names=names, image_size=args.image_size,
+    num_heads=args.num_heads, gelu=args.gelu,
+  )  # fmt: skip
+  if args.push:
+    model, notes = push(args.src, args.push, **options)
+  else:
+    model, notes = convert(args.src, args.dst, **options)
+  count = sum(x.size for x in jax.tree.leaves(model.params))
+  size = 'x'.join(map(str, model.image_size or ('any size',)))
+  print(
+    f'{args.src}: {identify.describe(model.params)}, {count:,} parameters, '
+    f'images of {size}, '
+    + (f'{model.num_classes:,} classes' if model.num_classes else 'no classes')
+  )
+  for note in notes:
+    print(f'note: {note}')
+  print(f'written to {args.push or args.dst}')
+
+
+if __name__ == '__main__':
+  console.run('convert')
