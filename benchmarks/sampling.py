@@ -8,8 +8,7 @@ import jax
 import numpy as np
 
 from benchmarks import timing
-from vit_jax import models
-from vit_jax import models_igpt
+from vit_jax import models, models_igpt
 
 MODEL = 'iGPT-S'
 STEPS = 8  # Pixels drawn at a time.

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from benchmarks import timing
-from vit_jax import checkpoint
-from vit_jax import models
+from vit_jax import checkpoint, models
 from vit_jax.configs import models as model_configs
 
 WEIGHTS_MODEL = 'ViT-B_16'

@@ -13,12 +13,9 @@ import time
 import jax
 import numpy as np
 
-from benchmarks import timing
-from benchmarks import timm_steps
-from vit_jax import console
-from vit_jax import models
-from vit_jax.configs import common
-from vit_jax.configs import models as model_configs
+from benchmarks import timing, timm_steps
+from vit_jax import console, models
+from vit_jax.configs import common, models as model_configs
 from vit_jax.distributed import sharding
 from vit_jax.planning import flops
 

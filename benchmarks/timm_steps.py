@@ -69,9 +69,9 @@ def _make_step(model, batch, image_size, dtype, train, compiled):
 
   device = 'cuda' if torch.cuda.is_available() else 'cpu'
   torch.set_float32_matmul_precision('high')
-  net = timm.create_model(
-    NAMES[model], img_size=image_size, num_classes=1000
-  ).to(device)
+  net = timm.create_model(NAMES[model], img_size=image_size, num_classes=1000).to(
+    device
+  )
   run = torch.compile(net) if compiled else net
   images = torch.randn(batch, 3, image_size, image_size, device=device)
   if dtype == 'float32':
@@ -88,9 +88,7 @@ def _make_step(model, batch, image_size, dtype, train, compiled):
 
     return logits
   labels = torch.randint(1000, (batch,), device=device)
-  tx = torch.optim.AdamW(
-    net.parameters(), lr=1e-3, weight_decay=0.1, fused=True
-  )
+  tx = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
 
   def update():
     with types():

@@ -12,8 +12,7 @@ import subprocess
 import sys
 import tempfile
 
-from packaging import requirements
-from packaging import utils
+from packaging import requirements, utils
 
 # Packages whose names begin like this keep the version of the runtime.
 HELD = ('jax', 'keras', 'libtpu', 'numpy', 'nvidia', 'protobuf', 'tensorflow')
@@ -114,9 +113,7 @@ def constraints() -> list[str]:
     if found.name
   }
   return sorted(
-    f'{name}=={version}'
-    for name, version in installed.items()
-    if name.startswith(HELD)
+    f'{name}=={version}' for name, version in installed.items() if name.startswith(HELD)
   )
 
 

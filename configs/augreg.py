@@ -16,8 +16,7 @@ Hugging Face: --config.pretrained=FILE. Expected accuracy: the column
 adapt_final_test of index.csv (vit_jax.checkpoint.get_augreg_df).
 """
 
-from vit_jax.configs import common
-from vit_jax.configs import models
+from vit_jax.configs import common, models
 
 
 def get_config(model_or_filename: str = 'R_Ti_16'):
@@ -28,8 +27,7 @@ def get_config(model_or_filename: str = 'R_Ti_16'):
   model = model_or_filename.split('-')[0]
   if model not in models.AUGREG_CONFIGS:
     raise ValueError(
-      f"AugReg model '{model}' is unknown: use one of "
-      f'{sorted(models.AUGREG_CONFIGS)}'
+      f"AugReg model '{model}' is unknown: use one of {sorted(models.AUGREG_CONFIGS)}"
     )
   config.model = models.get_config(models.AUGREG_CONFIGS[model].model_name)
   # Fine-tuning uses neither dropout nor other regularisation.

@@ -48,8 +48,7 @@ Peculiarities of the published recipe:
 from collections.abc import Iterator
 import itertools
 
-from vit_jax.configs import common
-from vit_jax.configs import vit_i1k
+from vit_jax.configs import common, vit_i1k
 
 # Model -> augmentation for 300 epochs of ImageNet-21k in big_vision; that for
 # ImageNet is in vit_i1k.py.

@@ -29,8 +29,7 @@ drops the learning rate at 40, 60 and 80 % of the training; this config follows
 the paper: 30, 60 and 90 %.
 """
 
-from vit_jax.configs import common
-from vit_jax.configs import models
+from vit_jax.configs import common, models
 
 # Data set -> (training examples, usual side of the images in pixels).
 DATASETS = {

@@ -19,8 +19,7 @@ JFT have, need the sigmoid and a low bias of the head, which the paper leaves
 open: they are those of big_vision's bit_i21k.
 """
 
-from vit_jax.configs import common
-from vit_jax.configs import models
+from vit_jax.configs import common, models
 
 BATCH = 4096
 # Recipe -> (epochs, epochs after which the learning rate is divided by 10).

@@ -7,8 +7,7 @@ example `--config.base_lr=0.01 --config.pp.crop=64`.
 from collections.abc import Iterable
 import copy
 import dataclasses
-from typing import Annotated
-from typing import Literal
+from typing import Annotated, Literal
 
 import ml_collections
 
@@ -133,15 +132,11 @@ _SHARES = schema.Fits(
 Steps = Annotated[int, schema.Range(ge=1, le=2**31 - 1)]
 SmallestLargest = Annotated[
   tuple[schema.Positive, schema.Positive],
-  schema.Fits(
-    '(smallest, largest), finite numbers above 0', lambda x: x[0] <= x[1]
-  ),
+  schema.Fits('(smallest, largest), finite numbers above 0', lambda x: x[0] <= x[1]),
 ]
 SizeRange = Annotated[
   tuple[schema.Count, schema.Count],
-  schema.Fits(
-    '(smallest, largest), integers of at least 1', lambda x: x[0] <= x[1]
-  ),
+  schema.Fits('(smallest, largest), integers of at least 1', lambda x: x[0] <= x[1]),
 ]
 RandAugment = Annotated[
   tuple,
@@ -164,9 +159,7 @@ Mixture = Annotated[
 ]
 WeightsByPart = Annotated[
   dict[schema.Text, schema.Text],
-  schema.Fits(
-    "paths by part of the model, such as {'backbone': 'ViT-B_16.npz'}", bool
-  ),
+  schema.Fits("paths by part of the model, such as {'backbone': 'ViT-B_16.npz'}", bool),
 ]
 Moments = Annotated[
   tuple[Annotated[float, schema.Range(gt=0, lt=1)], ...],
@@ -175,16 +168,16 @@ Moments = Annotated[
     lambda x: list(x) == sorted(set(x)),
   ),
 ]
-_PAIRS = "pairs of a regular expression and a factor of at least 0, as in (('head/', 1.0),)"
+_PAIRS = (
+  "pairs of a regular expression and a factor of at least 0, as in (('head/', 1.0),)"
+)
 _Factor = tuple[schema.Regex, schema.NonNegative]
 # One pair needs no outer tuple.
 Multipliers = Annotated[
   tuple,
   schema.Fits(
     _PAIRS,
-    lambda x: (
-      schema.accepts(x, _Factor) or schema.accepts(x, tuple[_Factor, ...])
-    ),
+    lambda x: schema.accepts(x, _Factor) or schema.accepts(x, tuple[_Factor, ...]),
   ),
 ]
 _Axes = str | tuple[str, ...] | None
@@ -197,9 +190,7 @@ ShardingRules = Annotated[
 ]
 Mesh = Annotated[
   dict[str, schema.Count | Literal[-1] | None],
-  schema.Fits(
-    'a size of at least 1 for each axis, or -1 for all remaining devices'
-  ),
+  schema.Fits('a size of at least 1 for each axis, or -1 for all remaining devices'),
 ]
 
 
@@ -560,9 +551,7 @@ def layer_wise_decay(
   """
   layers = config.model.transformer.num_layers
   rules = [('^(head|pre_logits)/', 1.0), ('encoder_norm/', factor)]
-  rules += [
-    (f'encoderblock_{i}/', factor ** (layers - i)) for i in range(layers)
-  ]
+  rules += [(f'encoderblock_{i}/', factor ** (layers - i)) for i in range(layers)]
   config.lr_multipliers = (*rules, ('', factor ** (layers + 1)))
   return config
 

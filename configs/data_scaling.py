@@ -23,9 +23,7 @@ overtake the ResNet, as it does in the paper with the most images.
 
 import ml_collections
 
-from vit_jax.configs import digits
-from vit_jax.configs import models
-from vit_jax.configs import studies
+from vit_jax.configs import digits, models, studies
 
 # Name -> split. The seed replaces {seed}.
 SUBSETS = {
@@ -46,9 +44,7 @@ def families() -> dict[str, ml_collections.ConfigDict]:
   hybrid.model_name = 'R+ViT 2x96'
   hybrid.patches.size = (2, 2)  # In cells of 4x4 pixels.
   # One unit of a narrow ResNet.
-  hybrid.resnet = ml_collections.ConfigDict(
-    {'num_layers': (1,), 'width_factor': 0.5}
-  )
+  hybrid.resnet = ml_collections.ConfigDict({'num_layers': (1,), 'width_factor': 0.5})
   bit = models.get_config('bit_r50x1')
   bit.update(model_name='BiT 111x0.5', num_layers=(1, 1, 1), width_factor=0.5)
   return {'ViT': vit, 'BiT': bit, 'hybrid': hybrid}

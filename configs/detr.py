@@ -64,8 +64,7 @@ import os
 
 from PIL import Image
 
-from vit_jax.configs import common
-from vit_jax.configs import models
+from vit_jax.configs import common, models
 
 # Length -> (epochs, epoch after which the learning rate drops to a tenth).
 LENGTHS = {'300ep': (300, 200), '500ep': (500, 400)}

@@ -8,8 +8,7 @@ mask head are trained together. Expected on the 400 test scenes: PQ 25.9 (things
 30.4, stuff 10.9), after 1,000 s of processor time on two cores.
 """
 
-from vit_jax.configs import common
-from vit_jax.configs import detr_scenes
+from vit_jax.configs import common, detr_scenes
 
 
 def get_config():

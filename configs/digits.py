@@ -6,8 +6,7 @@ Takes about one and a half minutes on two cores of a laptop or a small virtual
 machine, and reaches 98.9 % on the 360 test images.
 """
 
-from vit_jax.configs import common
-from vit_jax.configs import models
+from vit_jax.configs import common, models
 
 
 def get_config():

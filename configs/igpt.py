@@ -20,8 +20,7 @@ and 2.0466 nats of the released weights). iGPT-L, 32 px, reaches 96.3 % on
 CIFAR-10 by a linear probe of its best layer, and 99.0 % fine-tuned.
 """
 
-from vit_jax.configs import common
-from vit_jax.configs import models
+from vit_jax.configs import common, models
 
 SIDES = (32, 48, 64)
 OBJECTIVES = ('ar', 'bert')

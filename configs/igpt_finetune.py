@@ -17,9 +17,7 @@ the best checkpoint counts; the learning rate and the length are ours. Expected,
 by the paper, of iGPT-L: 99.0 % on CIFAR-10, 88.5 % on CIFAR-100.
 """
 
-from vit_jax.configs import common
-from vit_jax.configs import igpt
-from vit_jax.configs import igpt_digits
+from vit_jax.configs import common, igpt, igpt_digits
 
 
 def get_config(arg: str = 's,cifar10,32'):

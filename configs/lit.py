@@ -22,8 +22,7 @@ learning rate 1e-3, weight decay 0.01, cosine, gradient clipping, inverse temper
 B16B_2 73.9 % zero-shot on ImageNet, L16L 75.7 %.
 """
 
-from vit_jax.configs import common
-from vit_jax.configs import models
+from vit_jax.configs import common, models
 
 LOSSES = ('lit', 'siglip')
 # Name on the command line -> model.

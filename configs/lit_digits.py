@@ -16,8 +16,7 @@ digits, and 0 % on the 61 of the other two (chance: 10 %).
 
 import ml_collections
 
-from vit_jax.configs import digits
-from vit_jax.configs import models
+from vit_jax.configs import digits, models
 
 
 def get_config(workdir='/tmp/digits'):
@@ -49,9 +48,7 @@ def get_config(workdir='/tmp/digits'):
   # Zero-shot on all digits, on those that training has named, and on the others,
   # with templates that training has not seen.
   config.task_options.templates = 'this digit is a {}'
-  config.task_options.classes = (
-    'zero;one;two;three;four;five;six;seven;eight;nine'
-  )
+  config.task_options.classes = 'zero;one;two;three;four;five;six;seven;eight;nine'
   config.evals = (
     ('test', 'test'),
     ('seen', 'test_seen'),

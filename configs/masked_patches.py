@@ -23,8 +23,7 @@ pre-training:
     --config.pretrained=/tmp/run --workdir=/tmp/tuned
 """
 
-from vit_jax.configs import common
-from vit_jax.configs import models
+from vit_jax.configs import common, models
 
 
 def get_config(arg: str = 'b16,imagenet2012'):

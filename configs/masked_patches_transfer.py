@@ -10,8 +10,7 @@ the 360 test images, with three draws of the labels. Expected: fine-tuned 84.0
 %, from scratch 79.5 %.
 """
 
-from vit_jax.configs import digits_transfer
-from vit_jax.configs import masked_patches_digits
+from vit_jax.configs import digits_transfer, masked_patches_digits
 
 
 def get_config():

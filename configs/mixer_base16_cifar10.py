@@ -8,8 +8,7 @@ Without --config.pretrained the weights are Mixer-B_16.npz in
 --config.pretrained_dir, by default '.'.
 """
 
-from vit_jax.configs import common
-from vit_jax.configs import models
+from vit_jax.configs import common, models
 
 
 def get_config():

@@ -16,9 +16,7 @@ import copy
 import dataclasses
 import difflib
 import functools
-from typing import Annotated
-from typing import Any
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import ml_collections
 

@@ -16,7 +16,7 @@ labels of 90 % of a data set:
     --config.unlabelled_split='train[10%:]'
 
 vit_jax/studies/noisy_student.py describes the files in the workdir. Images of a
-folder are checked for each run anew unless python -m vit_jax.data.indexing has done
+folder are checked for each run anew unless vit_jax index has done
 so once.
 
 docs/self_training.md has the published recipe: the defaults below, RandAugment
@@ -35,8 +35,7 @@ published for a ViT.
 import ml_collections
 from ml_collections.config_dict import placeholder
 
-from vit_jax.configs import common
-from vit_jax.configs import pretrain
+from vit_jax.configs import common, pretrain
 
 
 def get_config(arg: str = 'b16,imagenet2012,imagenet21k'):
@@ -49,9 +48,7 @@ def get_config(arg: str = 'b16,imagenet2012,imagenet21k'):
   config = ml_collections.ConfigDict()
   config.trainer = 'noisy_student'
   config.teacher = _with_noise(pretrain.get_config(f'{model},{labelled}'))
-  config.student = _with_noise(
-    pretrain.get_config(f'{student or model},{labelled}')
-  )
+  config.student = _with_noise(pretrain.get_config(f'{student or model},{labelled}'))
   # Labelled images of a batch; the unlabelled ones are added.
   config.student.batch = 512
   # Epochs of the labelled images.

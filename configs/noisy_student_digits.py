@@ -25,8 +25,7 @@ on 300 of its unlabelled images:
 
 import ml_collections
 
-from vit_jax.configs import digits
-from vit_jax.configs import noisy_student
+from vit_jax.configs import digits, noisy_student
 
 
 def get_config():

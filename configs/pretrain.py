@@ -38,8 +38,7 @@ Peculiarities of the published recipes:
   (D.1). configs/bit_pretrain.py has the recipe of BiT.
 """
 
-from vit_jax.configs import common
-from vit_jax.configs import models
+from vit_jax.configs import common, models
 
 # Recipes of table 3 (all with Adam, batch 4096, 10k warm-up, 224 px), and the
 # dropout of their Transformers.

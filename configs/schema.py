@@ -8,9 +8,7 @@ a default may be absent.
 
 import ast
 import collections
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import difflib
 import math
@@ -18,9 +16,7 @@ import numbers
 import re
 import types
 import typing
-from typing import Annotated
-from typing import Any
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import ml_collections
 
@@ -68,9 +64,7 @@ def accepts(value, kind) -> bool:
   """Returns whether a value has a type."""
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if origin is Annotated:
-    return accepts(value, args[0]) and all(
-      x.holds(value) for x in kind.__metadata__
-    )
+    return accepts(value, args[0]) and all(x.holds(value) for x in kind.__metadata__)
   if origin in (typing.Union, types.UnionType):
     return any(accepts(value, arg) for arg in args)
   if origin is Literal:
@@ -94,9 +88,7 @@ def accepts(value, kind) -> bool:
   if kind is tuple:
     return isinstance(value, tuple | list)
   if kind in (int, float):
-    return is_number(value) and (
-      kind is float or isinstance(value, numbers.Integral)
-    )
+    return is_number(value) and (kind is float or isinstance(value, numbers.Integral))
   return isinstance(value, kind)
 
 
@@ -167,9 +159,7 @@ def flat(group: type, prefix: str = '') -> dict[str, Any]:
   found = {}
   for key, kind in fields(group).items():
     inside = group_of(kind)
-    found |= (
-      flat(inside, f'{prefix}{key}.') if inside else {f'{prefix}{key}': kind}
-    )
+    found |= flat(inside, f'{prefix}{key}.') if inside else {f'{prefix}{key}': kind}
   return found
 
 
@@ -204,12 +194,8 @@ def make(group: type) -> ml_collections.ConfigDict:
     elif isinstance(value, dict):
       config[key] = ml_collections.ConfigDict(value)
     elif group_of(kinds[key]) or kinds[key] is ml_collections.ConfigDict | None:
-      config[key] = ml_collections.config_dict.placeholder(
-        ml_collections.ConfigDict
-      )
-    elif type(value) in (bool, int, float, str, tuple) and not _is_union(
-      kinds[key]
-    ):
+      config[key] = ml_collections.config_dict.placeholder(ml_collections.ConfigDict)
+    elif type(value) in (bool, int, float, str, tuple) and not _is_union(kinds[key]):
       config[key] = value
     else:
       config[key] = ml_collections.FieldReference(value, field_type=object)
@@ -234,9 +220,7 @@ def fill(config: ml_collections.ConfigDict, group: type):
         fill(config[key], inside)
 
 
-def check_group(
-  config, group: type | None, prefix: str = '', closed: bool = True
-):
+def check_group(config, group: type | None, prefix: str = '', closed: bool = True):
   """Checks all keys of a config, and of the groups inside.
 
   Raises ValueError for a value of a wrong type and, if the group is `closed`, for a
@@ -249,9 +233,7 @@ def check_group(
       raise_unknown(key, kinds, prefix)
     kind = kinds.get(key, Any)
     check(name, value, kind)
-    if isinstance(value, ml_collections.ConfigDict) and (
-      kind is Any or group_of(kind)
-    ):
+    if isinstance(value, ml_collections.ConfigDict) and (kind is Any or group_of(kind)):
       check_group(value, group_of(kind), f'{name}.', closed and kind is not Any)
 
 
@@ -359,9 +341,7 @@ Names = Annotated[
   tuple[str, ...],
   Fits(
     'a list of different names',
-    lambda x: all(
-      n == 1 or k == NO_CLASS for k, n in collections.Counter(x).items()
-    ),
+    lambda x: all(n == 1 or k == NO_CLASS for k, n in collections.Counter(x).items()),
   ),
 ]
 

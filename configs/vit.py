@@ -21,8 +21,7 @@ Expected from the 21k models: CIFAR-10 B/16 98.92 and 99.03 (issue #21 of the
 original), CIFAR-100 B/32 92.31 (issue #152), ImageNet B/16 84.61 (issue #85).
 """
 
-from vit_jax.configs import common
-from vit_jax.configs import models
+from vit_jax.configs import common, models
 
 SIZE = 384
 # The paper averages the weights from this size on (table 2: 512 for L/16, 518

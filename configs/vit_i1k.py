@@ -29,8 +29,7 @@ standard deviation 1/sqrt(D). Here the class token has one too, and the standard
 deviation is 0.02, as in the original.
 """
 
-from vit_jax.configs import common
-from vit_jax.configs import models
+from vit_jax.configs import common, models
 
 # Model -> augmentation, a key of common.AUGREG.
 AUGMENTATIONS = {

@@ -23,9 +23,7 @@ Peculiarities of the published recipe:
 - Weight decay and the split are those of configs/vit_i1k.py.
 """
 
-from vit_jax.configs import common
-from vit_jax.configs import models
-from vit_jax.configs import vit_i1k
+from vit_jax.configs import common, models, vit_i1k
 
 
 def get_config(dataset: str = 'imagenet2012'):

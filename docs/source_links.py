@@ -6,8 +6,7 @@ text only if `REPOSITORY_URL` is not set.
 
 import re
 
-from markdown import extensions
-from markdown import treeprocessors
+from markdown import extensions, treeprocessors
 
 
 class _Links(treeprocessors.Treeprocessor):

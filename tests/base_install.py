@@ -14,11 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from vit_jax import checkpoint
-from vit_jax.weights import convert
-from vit_jax import models
-from vit_jax import test_utils
+from vit_jax import checkpoint, models, test_utils
 from vit_jax.configs import models as model_configs
+from vit_jax.weights import convert
 
 with tempfile.TemporaryDirectory() as folder:
   npz, timm = pathlib.Path(folder, 'model.npz'), pathlib.Path(folder, 'timm')
@@ -26,9 +24,7 @@ with tempfile.TemporaryDirectory() as folder:
   test_utils.create_checkpoint(config, str(npz))
   model = models.make_model(config, num_classes=1)
   shapes = jax.eval_shape(
-    lambda: model.init(
-      jax.random.key(0), jnp.zeros((1, 16, 16, 3)), train=False
-    )
+    lambda: model.init(jax.random.key(0), jnp.zeros((1, 16, 16, 3)), train=False)
   )
   params = checkpoint.load_pretrained(
     pretrained_path=str(npz),

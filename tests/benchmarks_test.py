@@ -7,15 +7,15 @@ import types
 import pytest
 import torch
 
-from benchmarks import __main__ as program
-from benchmarks import pipeline
-from benchmarks import sampling
-from benchmarks import start
-from benchmarks import timing
-from benchmarks import timm_steps
-from tests import models_test
-from tests import processes
-from tests import torch_models
+from benchmarks import (
+  __main__ as program,
+  pipeline,
+  sampling,
+  start,
+  timing,
+  timm_steps,
+)
+from tests import models_test, processes, torch_models
 from vit_jax import models_igpt
 
 
@@ -25,9 +25,7 @@ def run(monkeypatch, tmp_path, *flags):
   return json.loads(path.read_text())
 
 
-def test_steps_are_reported_with_their_share_of_the_peak(
-  monkeypatch, tmp_path, capsys
-):
+def test_steps_are_reported_with_their_share_of_the_peak(monkeypatch, tmp_path, capsys):
   monkeypatch.setattr(timing, 'PRODUCT_SIZE', 512)
   got = run(
     monkeypatch, tmp_path, '--only', 'train', 'inference', '--model=testing',
@@ -99,9 +97,7 @@ def test_what_cannot_be_beside_timm(flags, message):
 
 def test_a_process_of_timm_that_fails_is_told(monkeypatch):
   monkeypatch.setattr(timm_steps, 'COMMAND', [sys.executable, '-c', 'exit(3)'])
-  with pytest.raises(
-    OSError, match=r'the process that runs timm ended \(status 3'
-  ):
+  with pytest.raises(OSError, match=r'the process that runs timm ended \(status 3'):
     timm_steps.Beside(model='ViT-B_16', batch=1, image_size=-1, dtype='',
                       train=True, compiled=False)  # fmt: skip
 

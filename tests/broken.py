@@ -15,9 +15,7 @@ def of_bytes(rng, data):
   for _ in range(rng.choice((1, 1, 3, 20))):
     start = rng.randrange(len(data) + 1)
     # Headers and directories are at both ends.
-    start = rng.choice(
-      (start, min(start, rng.randrange(400)), -rng.randrange(1, 400))
-    )
+    start = rng.choice((start, min(start, rng.randrange(400)), -rng.randrange(1, 400)))
     size = rng.choice((1, 1, 4, 100))
     kind = rng.randrange(5)
     part = data[start:][:size]

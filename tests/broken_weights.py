@@ -42,9 +42,7 @@ def npy(header, data=b''):
 
 
 def claim(shape, descr='<f4'):
-  return npy(
-    f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}}}"
-  )
+  return npy(f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}}}")
 
 
 def broken_safetensors(rng, data):
@@ -69,16 +67,12 @@ def broken_npz(rng, data):
   with zipfile.ZipFile(io.BytesIO(data)) as archive:
     for name in archive.namelist():
       if rng.random() < 0.9:
-        changed = rng.choice(
-          (name, name, '/', name + '/x.npy', 'cls.npy', 'é' * 99)
-        )
+        changed = rng.choice((name, name, '/', name + '/x.npy', 'cls.npy', 'é' * 99))
         members.append((name, archive.read(name)))
         if rng.random() < 0.1:
           members[-1] = (changed, rng.choice((odd, members[-1][1], b'')))
   buffer = io.BytesIO()
-  write_npz(
-    buffer, members, rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
-  )
+  write_npz(buffer, members, rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)))
   return buffer.getvalue()
 
 

@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from tests import tiny_models
-from tests import trees
-from vit_jax import checkpoint
-from vit_jax import models
-from vit_jax import train
+from tests import tiny_models, trees
+from vit_jax import checkpoint, models, train
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import identify
 
@@ -65,9 +62,7 @@ def test_no_array_is_lost_to_the_name_of_another(tmp_path):
   """The second norm of a block is the file's LayerNorm_2, whatever else is so."""
   norms = {f'LayerNorm_{i}': {'bias': np.full(3, i)} for i in range(3)}
   params = {'Transformer': {'encoderblock_0': norms}}
-  with pytest.raises(
-    ValueError, match="LayerNorm_1/bias' and .*LayerNorm_2/bias'"
-  ):
+  with pytest.raises(ValueError, match="LayerNorm_1/bias' and .*LayerNorm_2/bias'"):
     checkpoint.save(params, str(tmp_path / 'a.npz'))
   assert not list(tmp_path.iterdir())
 
@@ -79,9 +74,7 @@ def test_a_round_trip_is_exact(weights):
 
 @pytest.mark.parametrize('prefix', ['', 'params/', 'opt/target/'])
 @pytest.mark.parametrize('linen', [False, True])
-def test_both_namings_and_all_prefixes_are_read(
-  weights, tmp_path, prefix, linen
-):
+def test_both_namings_and_all_prefixes_are_read(weights, tmp_path, prefix, linen):
   path, params, _ = weights
   with np.load(path) as arrays:
     flat = {prefix + key: arrays[key] for key in arrays.files}
@@ -116,9 +109,7 @@ def test_old_files_with_group_norms_of_four_dimensions(tmp_path):
   ],
 )
 @pytest.mark.parametrize('has_class_token', [True, False])
-def test_position_embeddings_are_resized_as_scipy_does(
-  grid, new_grid, has_class_token
-):
+def test_position_embeddings_are_resized_as_scipy_does(grid, new_grid, has_class_token):
   extra = int(has_class_token)
   posemb = np.random.RandomState(0).randn(1, extra + np.prod(grid), 5)
   posemb = posemb.astype(np.float32)
@@ -190,9 +181,7 @@ def test_pre_logits_are_dropped_or_kept_or_new(tmp_path):
     ({'classifier': 'gap'}, 'cls: not in the model'),
   ],
 )
-def test_weights_of_another_model_are_named_leaf_by_leaf(
-  weights, fields, message
-):
+def test_weights_of_another_model_are_named_leaf_by_leaf(weights, fields, message):
   path, _, _ = weights
   config = make_config(**fields)
   with pytest.raises(ValueError, match=message):
@@ -224,9 +213,7 @@ def test_weights_of_fewer_layers_lack_leaves(weights):
   path, _, _ = weights
   config = make_config()
   config.transformer.num_layers = 2
-  with pytest.raises(
-    ValueError, match='encoderblock_1.*: missing in the weights'
-  ):
+  with pytest.raises(ValueError, match='encoderblock_1.*: missing in the weights'):
     checkpoint.load_pretrained(
       pretrained_path=path,
       init_params=random_params(config),
@@ -250,12 +237,8 @@ def test_programs_that_compare_names(weights):
     fail_if_missing=False,
   )
   trees.assert_same(restored_params, params)
-  checkpoint.inspect_params(
-    params=params, expected=other, fail_if_missing=False
-  )
-  with pytest.raises(
-    ValueError, match='adapter/kernel: missing in the weights'
-  ):
+  checkpoint.inspect_params(params=params, expected=other, fail_if_missing=False)
+  with pytest.raises(ValueError, match='adapter/kernel: missing in the weights'):
     checkpoint.inspect_params(params=params, expected=other)
   with pytest.raises(ValueError, match='adapter/kernel: not in the model'):
     checkpoint.inspect_params(params=other, expected=params)
@@ -309,9 +292,7 @@ def test_adapters_keep_their_initial_values(weights, caplog):
     )
 
 
-def test_a_deeper_file_gives_a_shallower_model_its_first_layers(
-  tmp_path, caplog
-):
+def test_a_deeper_file_gives_a_shallower_model_its_first_layers(tmp_path, caplog):
   deep = make_config()
   deep.transformer.num_layers = 3
   params = random_params(deep)
@@ -328,14 +309,10 @@ def test_a_deeper_file_gives_a_shallower_model_its_first_layers(
     got['Transformer']['encoderblock_0'],
     params['Transformer']['encoderblock_0'],
   )
-  assert (
-    "deep.npz' has but the model lacks, which are left out: " in caplog.text
-  )
+  assert "deep.npz' has but the model lacks, which are left out: " in caplog.text
   # A run, whose config says how deep it is, stops as before.
   with pytest.raises(ValueError, match='encoderblock_1/.*: not in the model'):
-    checkpoint.transferable(
-      str(tmp_path / 'deep.npz'), random_params(config), config
-    )
+    checkpoint.transferable(str(tmp_path / 'deep.npz'), random_params(config), config)
 
 
 @pytest.mark.parametrize('name', ['testing', 'r_ti16', 'mixer_b32'])
@@ -385,17 +362,13 @@ def test_a_head_of_zeros_is_noticed(weights, tmp_path, caplog):
 def test_a_run_starts_from_weights(tiny_config, tmp_path, key):
   config = tiny_config
   model = models.make_model(config.model, num_classes=1000)
-  params = jax.device_get(
-    tiny_models.init(model, jnp.zeros((1, 16, 16, 1)), seed=3)
-  )
+  params = jax.device_get(tiny_models.init(model, jnp.zeros((1, 16, 16, 1)), seed=3))
   path = tmp_path / 'testing.npz'
   checkpoint.save(params, str(path))
   config.update(total_steps=1, warmup_steps=0, base_lr=0.0)
   config[key] = str(path if key == 'pretrained' else tmp_path)
   state, _ = train.train_and_evaluate(config, str(tmp_path / 'run'))
-  trees.assert_same(
-    jax.device_get(state.params)['embedding'], params['embedding']
-  )
+  trees.assert_same(jax.device_get(state.params)['embedding'], params['embedding'])
   assert state.params['head']['kernel'].shape == (16, 10)
   table = state.params['Transformer']['posembed_input']['pos_embedding']
   assert table.shape == (1, 5, 16)
@@ -405,9 +378,7 @@ def test_a_run_starts_from_weights(tiny_config, tmp_path, key):
   trees.assert_same(jax.device_get(again.params), jax.device_get(state.params))
 
 
-def test_weights_of_another_number_of_channels_are_refused(
-  tiny_config, tmp_path
-):
+def test_weights_of_another_number_of_channels_are_refused(tiny_config, tmp_path):
   config = tiny_config
   params = random_params(config.model, size=8, num_classes=10)
   checkpoint.save(params, str(tmp_path / 'colour.npz'))
@@ -443,8 +414,6 @@ def test_a_teacher_in_the_extra_state_comes_from_weights(
   assert abs(state.params['embedding']['bias']).max() < 1  # A new student.
   assert metrics['num_elsewhere_test'] == 9
   config.pretrained = {'tutor': str(tmp_path / 'teacher.npz')}
-  with pytest.raises(
-    ValueError, match=r"no parameters 'tutor/', but .*'teacher'"
-  ):
+  with pytest.raises(ValueError, match=r"no parameters 'tutor/', but .*'teacher'"):
     train.train_and_evaluate(config, str(tmp_path / 'other'))
   assert not (tmp_path / 'other').exists()

@@ -15,11 +15,8 @@ import nbclient
 import nbformat
 import pytest
 
-from tests import processes
-from tests import tiny_models
-from tests import tiny_towers
-from vit_jax import checkpoint
-from vit_jax import models
+from tests import processes, tiny_models, tiny_towers
+from vit_jax import checkpoint, models
 from vit_jax.configs import augreg
 from vit_jax.figures import gallery
 from vit_jax.tasks import classify
@@ -79,9 +76,7 @@ def test_only_what_is_missing_is_installed(monkeypatch):
     **{'Jax': '0.10.2', 'jaxlib': '0.10.2', 'jax-cuda12-plugin': '0.10.2'},
     **{'numpy': '2.1.0', 'tensorflow': '2.19.0', 'optax': '0.2.4'},
   }
-  found = {
-    colab_tools.utils.canonicalize_name(k): v for k, v in versions.items()
-  }
+  found = {colab_tools.utils.canonicalize_name(k): v for k, v in versions.items()}
 
   def version(name):
     if name not in found:
@@ -366,9 +361,7 @@ def test_augreg(client, tmp_path):
   assert len(re.findall(r'%  sort \d', printed(asked))) == 10
   assert pictures(notebook.cell('plt.imread')) == 1
   training = notebook.cell('train_and_evaluate')
-  assert 'Starting from pre-trained weights, with a new head.' in printed(
-    training
-  )
+  assert 'Starting from pre-trained weights, with a new head.' in printed(training)
   # Random filters tell a temple from a flower, too.
   assert percent(training, 'Test accuracy:') > 60
   assert pictures(notebook.cell('learning_curves')) == 1
@@ -381,9 +374,7 @@ def test_augreg(client, tmp_path):
 def test_inspect(client, walked):
   notebook = Notebook(client, 'inspect', RUN=str(walked.workdir))
   notebook.run_all()
-  assert 'ViT-digits, after 135 steps' in printed(
-    notebook.cell('predict.load(')
-  )
+  assert 'ViT-digits, after 135 steps' in printed(notebook.cell('predict.load('))
   drawn = notebook.cell('visualize.figures')
   titles = [
     output.data['text/markdown'].splitlines()[0]

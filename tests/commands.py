@@ -5,8 +5,7 @@ import importlib
 import ml_collections
 
 from vit_jax import __main__ as program
-from vit_jax.configs import common
-from vit_jax.configs import schema
+from vit_jax.configs import common, schema
 from vit_jax.run import config as run_config
 from vit_jax.studies import study
 

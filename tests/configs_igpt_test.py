@@ -4,9 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from vit_jax.configs import igpt
-from vit_jax.configs import igpt_digits
-from vit_jax.configs import igpt_finetune
+from vit_jax.configs import igpt, igpt_digits, igpt_finetune
 from vit_jax.learning import optim
 from vit_jax.run import config as run_config
 from vit_jax.tasks.pixels import pixels

@@ -2,8 +2,7 @@
 
 import pytest
 
-from vit_jax.configs import pooling
-from vit_jax.configs import position_embeddings
+from vit_jax.configs import pooling, position_embeddings
 from vit_jax.run import config as run_config
 from vit_jax.studies import study
 
@@ -27,9 +26,7 @@ def test_pooling_is_compared_over_learning_rates():
   config = pooling.get_config()
   runs = study.make_runs(config)
   pairs = {(run.config.model.classifier, run.config.base_lr) for run in runs}
-  assert pairs == {
-    (kind, rate) for kind in ('token', 'gap') for rate in pooling.RATES
-  }
+  assert pairs == {(kind, rate) for kind in ('token', 'gap') for rate in pooling.RATES}
   for (name, changes), (label, x) in zip(config.variants, config.x):
     assert name.startswith(label)
     assert changes['base_lr'] == x
@@ -42,7 +39,5 @@ def test_an_argument_selects_variants(module, names):
   all_of_them = len(module.get_config().variants)
   assert 0 < len(module.get_config(names).variants) < all_of_them
   known = ', '.join(module.VARIANTS)
-  with pytest.raises(
-    ValueError, match=f"variant '3d' is unknown: use some of {known}"
-  ):
+  with pytest.raises(ValueError, match=f"variant '3d' is unknown: use some of {known}"):
     module.get_config(f'{names},3d')

@@ -10,22 +10,20 @@ import numpy as np
 import pytest
 
 from tests import commands
-from vit_jax import models_bit
-from vit_jax import models_mixer
-from vit_jax import models_resnet
-from vit_jax import models_vit
+from vit_jax import models_bit, models_mixer, models_resnet, models_vit
 from vit_jax.commands import train as train_command
-from vit_jax.configs import augreg
-from vit_jax.configs import bit_hyperrule
-from vit_jax.configs import bit_pretrain
-from vit_jax.configs import common
-from vit_jax.configs import models
-from vit_jax.configs import pretrain
-from vit_jax.configs import schema
-from vit_jax.configs import vit
+from vit_jax.configs import (
+  augreg,
+  bit_hyperrule,
+  bit_pretrain,
+  common,
+  models,
+  pretrain,
+  schema,
+  vit,
+)
 from vit_jax.learning import optim
-from vit_jax.run import config as run_config
-from vit_jax.run import workdir
+from vit_jax.run import config as run_config, workdir
 
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 
@@ -95,9 +93,7 @@ def test_bit_pre_training_names_what_is_wrong():
     ('paper,20000,96', 10_000, 500, 0.1, 512, 480),
   ],
 )
-def test_bit_fine_tuning_is_bit_hyperrule(
-  data, steps, warmup, mixup, resized, crop
-):
+def test_bit_fine_tuning_is_bit_hyperrule(data, steps, warmup, mixup, resized, crop):
   config = bit_hyperrule.get_config(f'bit_r50x1,{data}')
   assert config.dataset == data.split(',')[0]
   assert (config.total_steps, config.warmup_steps) == (steps, warmup)
@@ -157,9 +153,7 @@ def test_splits_of_known_data():
     ('oxford_flowers102', 500, 100, '90%', 'test', [0.001, 0.003, 0.01, 0.03]),
   ],
 )  # fmt: skip
-def test_fine_tuning_is_that_of_table_4(
-  dataset, steps, warmup, train, test, rates
-):
+def test_fine_tuning_is_that_of_table_4(dataset, steps, warmup, train, test, rates):
   config = vit.get_config(f'l16,{dataset}')
   assert (config.total_steps, config.warmup_steps) == (steps, warmup)
   assert (config.pp.train, config.pp.test) == (f'train[:{train}]', test)
@@ -221,9 +215,7 @@ def test_layer_wise_decay():
     'Transformer/encoderblock_0/LayerNorm_0/scale',
     'Transformer/posembed_input/pos_embedding', 'cls', 'embedding/kernel',
   )  # fmt: skip
-  tree = flax.traverse_util.unflatten_dict(
-    dict.fromkeys(names, np.zeros(1)), sep='/'
-  )
+  tree = flax.traverse_util.unflatten_dict(dict.fromkeys(names, np.zeros(1)), sep='/')
   factors = optim.multipliers(config.lr_multipliers, tree)
   flat = flax.traverse_util.flatten_dict(factors, sep='/')
   assert [flat[name] for name in names] == [
@@ -341,9 +333,7 @@ def test_a_length_on_the_command_line_takes_the_place_of_the_files():
   )  # fmt: skip
   assert (config.total_steps, config.total_epochs) == (50, None)
   assert (config.warmup_steps, config.warmup_epochs) == (0, None)
-  config = model_flags(
-    '--config.pretrain.total_steps=9', config='digits_transfer.py'
-  )
+  config = model_flags('--config.pretrain.total_steps=9', config='digits_transfer.py')
   assert config.pretrain.total_epochs is None
   assert config.pretrain.warmup_epochs == 5.0
   config = model_flags(
@@ -385,7 +375,5 @@ def test_a_run_of_an_older_version_goes_on(tmp_path):
   workdir.check(tmp_path, config, {}, {})
   stored['model']['dtype'] = 'bfloat16'
   (tmp_path / 'config.json').write_text(json.dumps(stored))
-  with pytest.raises(
-    ValueError, match='model.dtype: bfloat16 there, float32 h'
-  ):
+  with pytest.raises(ValueError, match='model.dtype: bfloat16 there, float32 h'):
     workdir.check(tmp_path, config, {}, {})

@@ -50,9 +50,7 @@ if _COMPILED not in os.environ:
 
 def pytest_configure(config):
   """Sets up JAX in a process that runs tests."""
-  if config.getoption('numprocesses', None) and not hasattr(
-    config, 'workerinput'
-  ):
+  if config.getoption('numprocesses', None) and not hasattr(config, 'workerinput'):
     return
   import jax
 
@@ -185,16 +183,12 @@ def make_tiny_config(data_dir):
 
 def write_run(workdir, config, metadata, params, extra=None, step=1):
   """Writes what a run leaves behind: a complete config, metadata, weights."""
-  from vit_jax.learning import optim
-  from vit_jax.learning import state as state_lib
-  from vit_jax.run import checkpoints as checkpoints_lib
-  from vit_jax.run import workdir as workdir_lib
+  from vit_jax.learning import optim, state as state_lib
+  from vit_jax.run import checkpoints as checkpoints_lib, workdir as workdir_lib
 
   tx = optim.get_optimizer(config, lambda _: 0.0)
   workdir_lib.create(workdir, config, metadata, data={})
-  state = state_lib.TrainState(
-    np.int32(step), params, tx.init(params), extra or {}
-  )
+  state = state_lib.TrainState(np.int32(step), params, tx.init(params), extra or {})
   with checkpoints_lib.Checkpoints(workdir) as checkpoints:
     checkpoints.save(step, state)
   return workdir

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests import conftest
-from tests import processes
+from tests import conftest, processes
 
 CASES = """
 import json, os, sys

@@ -24,17 +24,10 @@ from sklearn import datasets
 import tensorflow as tf
 import uvicorn
 
-from tests import commands
-from tests import conftest
-from tests import markdown
-from tests import tiny_models
-from tests import tiny_towers
-from vit_jax import checkpoint
-from vit_jax import predict
-from vit_jax import preprocess
+from tests import commands, conftest, markdown, tiny_models, tiny_towers
+from vit_jax import checkpoint, predict, preprocess
 from vit_jax.commands import export
-from vit_jax.configs import detr_scenes
-from vit_jax.configs import igpt_digits
+from vit_jax.configs import detr_scenes, igpt_digits
 from vit_jax.data.tfds import registry
 from vit_jax.run import config as run_config
 
@@ -67,9 +60,7 @@ def trained(examples):
   """
   runpy.run_path(str(examples / 'parity.py'))
   (args,) = (
-    args
-    for _, _, args in markdown.commands()
-    if '--config.task=registers' in args
+    args for _, _, args in markdown.commands() if '--config.task=registers' in args
   )
   folder = str(examples / 'parity')
   args = [arg.replace('/path/to/folder', folder) for arg in args]
@@ -163,8 +154,7 @@ def stand_ins(examples, trained, tmp_path_factory):
     page
     for page in markdown.PAGES
     if markdown.blocks(page, 'python')
-    and page.name
-    not in ('extend.md', 'notebooks.md', 'serve.md', 'serve_texts.md')
+    and page.name not in ('extend.md', 'notebooks.md', 'serve.md', 'serve_texts.md')
   ],
   ids=lambda page: page.name,
 )
@@ -284,9 +274,7 @@ def test_fastapi_batches_requests_that_come_together(served):
 
 
 @pytest.mark.parametrize('resize', [None, 40, (50, 30)])
-def test_the_page_prepares_images_as_predictions_do(
-  served, resize, monkeypatch
-):
+def test_the_page_prepares_images_as_predictions_do(served, resize, monkeypatch):
   names, model, _ = served
   pp = model.config.pp.copy_and_resolve_references()
   with pp.ignore_type():
@@ -315,9 +303,7 @@ class Rows(http.server.BaseHTTPRequestHandler):
     request = json.loads(body)
     assert list(request) == ['instances']
     [spec] = self.server.serve.structured_input_signature[1].values()
-    found = self.server.serve(
-      image=tf.constant(request['instances'], spec.dtype)
-    )
+    found = self.server.serve(image=tf.constant(request['instances'], spec.dtype))
     rows = [
       {name: x[i].numpy().tolist() for name, x in found.items()}
       for i in range(len(request['instances']))
@@ -348,9 +334,7 @@ def test_tensorflow_serving_finds_its_layout(served):
   assert set(row) == {'logits', 'probabilities'}
 
 
-def test_exported_towers_have_the_probabilities_of_predictions(
-  stand_ins, tmp_path
-):
+def test_exported_towers_have_the_probabilities_of_predictions(stand_ins, tmp_path):
   folders = {f'/tmp/lit_{x}': str(tmp_path / x) for x in ('images', 'texts')}
   names = run_server_page('serve_texts.md', {**folders, **stand_ins})
   model = predict.load_weights(stand_ins['LiT-B16B.npz'])

@@ -9,14 +9,9 @@ import shlex
 
 import pytest
 
-from tests import commands
-from tests import markdown
-from tests import models_test
-from vit_jax import __main__ as program
-from vit_jax import models
-from vit_jax.configs import common
-from vit_jax.configs import models as model_configs
-from vit_jax.configs import schema
+from tests import commands, markdown, models_test
+from vit_jax import __main__ as program, models
+from vit_jax.configs import common, models as model_configs, schema
 from vit_jax.figures import gallery
 from vit_jax.planning import flops
 from vit_jax.run import config as run_config
@@ -60,10 +55,9 @@ def test_commands_are_right(monkeypatch, tmp_path):
     'python -m vit_jax.main --config=configs/digits.py --workdir=w --config.btch=3',
     'python -m vit_jax.main --config=configs/digits.py --workdir=w --config.batch=0',
     'python -m vit_jax.main --config=configs/vit.py:b99,x --workdir=w',
-    'python -m vit_jax.planning.plan --config=configs/digits.py --topologie=v3:2x2',
-    'python -m vit_jax.predict --workdir=w --tops=3 a.png',
-    'python -m vit_jax.weights.convert a b --tu=onnx',
+    'vit_jax plan --config=configs/digits.py --topologie=v3:2x2',
     'vit_jax predict --workdir=w --tops=3 a.png',
+    'vit_jax convert a b --tu=onnx',
     'vit_jax predct --workdir=w a.png',
   ],
 )
@@ -244,8 +238,7 @@ def test_the_table_of_figures_is_complete():
 
 def test_the_table_of_rooms_is_complete():
   rooms = [
-    row[0].strip('`')
-    for row in markdown.rows(DOCS / 'inside_the_code.md', 'room')
+    row[0].strip('`') for row in markdown.rows(DOCS / 'inside_the_code.md', 'room')
   ]
   package = markdown.ROOT / 'vit_jax'
   there = {p.parent.relative_to(package) for p in package.rglob('*/*.py')}

@@ -13,12 +13,8 @@ import tensorflow_datasets as tfds
 
 from tests import looked_up
 from vit_jax import input_pipeline
-from vit_jax.data import order
-from vit_jax.data import records
-from vit_jax.data import sources
-from vit_jax.data.tfds import shards
-from vit_jax.data.tfds import splits
-from vit_jax.data.tfds import tfrecords
+from vit_jax.data import order, records, sources
+from vit_jax.data.tfds import shards, splits, tfrecords
 from vit_jax.distributed import sharding
 
 
@@ -35,9 +31,7 @@ def train_batches(config, source, rows=None, start=0, count=3):
 
 
 def eval_batches(config, source, rows):
-  data = input_pipeline.eval_dataset(
-    config, source, example(config, source), rows
-  )
+  data = input_pipeline.eval_dataset(config, source, example(config, source), rows)
   return list(data.as_numpy_iterator())
 
 
@@ -82,9 +76,7 @@ def test_a_resumed_run_sees_the_same_batches(digits):
   config, source = digits
   whole = train_batches(config, source, count=95)  # Goes into a second epoch.
   for start in (1, 50, 90):
-    for got, want in zip(
-      train_batches(config, source, start=start), whole[start:]
-    ):
+    for got, want in zip(train_batches(config, source, start=start), whole[start:]):
       assert_same(got, want)
 
 
@@ -96,9 +88,7 @@ def test_processes_read_their_rows_of_the_same_batch(digits):
     assert_same(part, {key: value[rows] for key, value in whole.items()})
 
 
-@pytest.mark.parametrize(
-  'mesh', [{'data': 1}, {'data': 8}, {'data': 2, 'model': 4}]
-)
+@pytest.mark.parametrize('mesh', [{'data': 1}, {'data': 8}, {'data': 2, 'model': 4}])
 def test_batches_do_not_depend_on_the_devices(digits, mesh):
   config, source = digits
   mesh = sharding.make_mesh(mesh, jax.devices()[: np.prod(list(mesh.values()))])
@@ -107,9 +97,7 @@ def test_batches_do_not_depend_on_the_devices(digits, mesh):
   )
   for want in train_batches(config, source, start=2):
     got = next(batches)
-    assert got['image'].sharding.is_equivalent_to(
-      sharding.batch_sharding(mesh), 4
-    )
+    assert got['image'].sharding.is_equivalent_to(sharding.batch_sharding(mesh), 4)
     assert_same(jax.device_get(got), want)
 
 
@@ -122,9 +110,7 @@ def test_the_seed_changes_order_and_augmentation(digits):
   assert (a['label'] != b['label']).any()
 
 
-@pytest.mark.parametrize(
-  'n, batch', [(360, 104), (360, 360), (9, 16), (17, 16)]
-)
+@pytest.mark.parametrize('n, batch', [(360, 104), (360, 360), (9, 16), (17, 16)])
 def test_evaluation_sees_every_example_once(digits, n, batch):
   config, _ = digits
   config.batch_eval = batch
@@ -144,8 +130,7 @@ def test_evaluation_sees_every_example_once(digits, n, batch):
     np.testing.assert_allclose(got, want, atol=1e-6)
   # The halves of two processes make up the whole.
   halves = [
-    eval_batches(config, source, r)
-    for r in (rows[: batch // 2], rows[batch // 2 :])
+    eval_batches(config, source, r) for r in (rows[: batch // 2], rows[batch // 2 :])
   ]
   for whole, first, second in zip(everything, *halves, strict=True):
     for key in whole:
@@ -198,16 +183,12 @@ def test_an_image_that_breaks_during_the_run_is_named(
   else:
     bad.unlink()
   mesh = sharding.make_mesh({'data': -1})
-  batches = input_pipeline.train_batches(
-    config, source, example(config, source), mesh
-  )
+  batches = input_pipeline.train_batches(config, source, example(config, source), mesh)
   with pytest.raises(error, match=f'bee5.jpg. {message}'):
     list(itertools.islice(batches, 9))
 
 
-def test_an_image_of_too_many_pixels_is_named(
-  tiny_config, image_folder, tmp_path
-):
+def test_an_image_of_too_many_pixels_is_named(tiny_config, image_folder, tmp_path):
   root = shutil.copytree(image_folder, tmp_path / 'images')
   tiny_config.dataset = str(root)
   bad = root / 'train' / 'bee' / 'bee5.jpg'
@@ -355,9 +336,7 @@ def test_data_without_classes_is_named(tiny_config, tmp_path):
 
 def test_unknown_data_sets_are_named(tiny_config):
   tiny_config.dataset = 'no_such_data'
-  with pytest.raises(
-    ValueError, match="dataset='no_such_data' is neither a fol"
-  ):
+  with pytest.raises(ValueError, match="dataset='no_such_data' is neither a fol"):
     sources.open_split(tiny_config, 'train')
   with tiny_config.unlocked():
     tiny_config.dataset = None

@@ -8,10 +8,8 @@ import sys
 import pytest
 
 from tests import commands
-from vit_jax import __main__ as program
-from vit_jax import console
-from vit_jax.commands import predict
-from vit_jax.commands import train
+from vit_jax import __main__ as program, console
+from vit_jax.commands import predict, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -75,7 +73,7 @@ def test_help_of_all_commands_loads_nothing_that_is_slow():
 
 @pytest.mark.parametrize('module', commands.MODULES)
 def test_modules_are_commands(module):
-  """`python -m vit_jax.predict` is `vit_jax predict`: the file's last line."""
+  """`vit_jax predict` is `vit_jax predict`: the file's last line."""
   name = commands.MODULES[module]
   path = ROOT / (module.replace('.', '/') + '.py')
   last = path.read_text().splitlines()[-2:]
@@ -104,9 +102,7 @@ def test_a_platform_that_is_not_there():
     done = run('-c', code, JAX_PLATFORMS=platform)
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]
-    assert line.startswith(
-      f'Error: JAX_PLATFORMS={platform}: JAX finds no such'
-    )
+    assert line.startswith(f'Error: JAX_PLATFORMS={platform}: JAX finds no such')
     assert 'unset JAX_PLATFORMS' in line
     assert 'Traceback' not in done.stderr
 

@@ -26,9 +26,7 @@ def prose(page) -> str:
 
 def inline(page) -> list[str]:
   """Returns what stands in single backticks, line breaks as spaces."""
-  return [
-    ' '.join(code.split()) for code in re.findall(r'`([^`]+)`', prose(page))
-  ]
+  return [' '.join(code.split()) for code in re.findall(r'`([^`]+)`', prose(page))]
 
 
 def rows(page, heading: str) -> list[list[str]]:
@@ -54,8 +52,7 @@ def anchors(page) -> set[str]:
   """Returns the anchors that GitHub gives to the headings."""
   titles = re.findall(r'^#+ (.*)$', prose(page), re.MULTILINE)
   return {
-    re.sub(r'[^\w\- ]', '', title.lower()).strip().replace(' ', '-')
-    for title in titles
+    re.sub(r'[^\w\- ]', '', title.lower()).strip().replace(' ', '-') for title in titles
   }
 
 
@@ -68,7 +65,7 @@ def shell_lines(page) -> list[str]:
 def calls(line: str) -> list[tuple[str, list[str]]]:
   """Returns the commands of this package in a line, with their arguments.
 
-  `vit_jax predict ...` and `python -m vit_jax.predict ...` are both 'predict'.
+  `vit_jax predict ...` and `vit_jax predict ...` are both 'predict'.
   """
   words = shlex.split(line, comments=True)
   found = []

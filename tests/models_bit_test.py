@@ -8,11 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import tiny_models
-from tests import torch_models
-from tests import trees
-from vit_jax import checkpoint
-from vit_jax import models
+from tests import tiny_models, torch_models, trees
+from vit_jax import checkpoint, models
 from vit_jax.weights import reading
 from vit_jax.weights.families import families
 
@@ -70,9 +67,7 @@ def test_a_saved_file_has_the_published_names_and_shapes(tmp_path):
   # And read again, with numbered convolutions too, as some of those files have.
   with np.load(path) as file:
     numbered = {
-      name.replace(
-        'unit02/b/standardized_conv2d', 'unit02/b/standardized_conv2d_7'
-      ): x
+      name.replace('unit02/b/standardized_conv2d', 'unit02/b/standardized_conv2d_7'): x
       for name, x in file.items()
     }
   assert 'resnet/block2/unit02/b/standardized_conv2d_7/kernel' in numbered
@@ -137,9 +132,7 @@ def test_features_are_the_mean_over_the_last_feature_map(tiny):
   [features] = seen['intermediates']['features']
   assert (features.shape, float(features.min()) >= 0) == ((2, 128), True)
   head = params['head']
-  np.testing.assert_allclose(
-    got, features @ head['kernel'] + head['bias'], rtol=1e-5
-  )
+  np.testing.assert_allclose(got, features @ head['kernel'] + head['bias'], rtol=1e-5)
   np.testing.assert_array_equal(without_head, features)
 
 
@@ -159,9 +152,7 @@ def test_rematerialisation_computes_each_unit_again(tiny):
   # gradient needs.
   assert operations('') == 5 * 3 - 1
   assert operations('full') == 5 * 3 - 1 + 2
-  assert tiny_models.shapes(model.clone(remat='full')) == tiny_models.shapes(
-    model
-  )
+  assert tiny_models.shapes(model.clone(remat='full')) == tiny_models.shapes(model)
 
 
 def test_types_reach_every_layer_and_logits_are_float32(tiny):
@@ -179,9 +170,7 @@ def test_types_reach_every_layer_and_logits_are_float32(tiny):
   assert got.dtype == jnp.float32
   types = {
     (path[-1], leaf.dtype.name)
-    for path, leaf in flax.traverse_util.flatten_dict(
-      seen['intermediates']
-    ).items()
+    for path, leaf in flax.traverse_util.flatten_dict(seen['intermediates']).items()
     for leaf in leaf
     if path[:-1] not in ((), ('head',))
   }

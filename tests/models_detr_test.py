@@ -8,11 +8,9 @@ import torch
 import transformers
 
 from tests import torch_models
+from vit_jax import models, models_detr
+from vit_jax.layers import detection, resnet
 from vit_jax.weights import convert
-from vit_jax import models
-from vit_jax import models_detr
-from vit_jax.layers import detection
-from vit_jax.layers import resnet
 
 
 @pytest.mark.parametrize(
@@ -93,10 +91,7 @@ def test_sine_positions_in_closed_form():
   # Row 1 of 2, column 2 of 3; wavelengths 1 and 100 times 2 pi.
   y, x = np.pi, 2 / 3 * 2 * np.pi
   want = [
-    f(place / power)
-    for place in (y, x)
-    for power in (1, 100)
-    for f in (np.sin, np.cos)
+    f(place / power) for place in (y, x) for power in (1, 100) for f in (np.sin, np.cos)
   ]
   np.testing.assert_allclose(got[0, 0, 1], want, atol=1e-5)
 

@@ -6,12 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import tiny_models
-from tests import trees
-from vit_jax import checkpoint
-from vit_jax import models
-from vit_jax import models_detr
-from vit_jax import models_vit
+from tests import tiny_models, trees
+from vit_jax import checkpoint, models, models_detr, models_vit
 from vit_jax.configs import detr as detr_config
 from vit_jax.run import config as run_config
 from vit_jax.weights import fitting
@@ -45,9 +41,7 @@ def test_the_map_is_the_tokens_with_embeddings_resized_as_loading_does():
   images = tiny_models.images((2, 24, 40, 3))
   ours = models_detr.VitBackbone(num_classes=None, **vit(position_grid=(4, 4)))
   params = tiny_models.randomised(ours, images)
-  got = jax.jit(lambda x: ours.apply({'params': params}, x, train=False))(
-    images
-  )
+  got = jax.jit(lambda x: ours.apply({'params': params}, x, train=False))(images)
   assert got.shape == (2, 6, 10, 16)
 
   table = params['Transformer']['posembed_input']['pos_embedding']
@@ -59,9 +53,7 @@ def test_the_map_is_the_tokens_with_embeddings_resized_as_loading_does():
   def tokens(model, x):
     return model.encode(model.embed(x), train=False)
 
-  want = jax.jit(lambda x: plain.apply({'params': params}, x, method=tokens))(
-    images
-  )
+  want = jax.jit(lambda x: plain.apply({'params': params}, x, method=tokens))(images)
   np.testing.assert_allclose(got.reshape(2, -1, 16), want[:, 1:], atol=1e-5)
 
 
@@ -78,9 +70,7 @@ def test_padding_has_no_influence():
   model = detr(vit=vit(position_embedding='none'))
   images = tiny_models.images((1, 16, 24, 3))
   params = tiny_models.randomised(model, images)
-  apply = jax.jit(
-    lambda x, m: model.apply({'params': params}, x, m, train=False)
-  )
+  apply = jax.jit(lambda x, m: model.apply({'params': params}, x, m, train=False))
   padded = jnp.full((1, 24, 32, 3), 0.7).at[:, :16, :24].set(images)
   mask = np.zeros((1, 24, 32), bool)
   mask[:, :16, :24] = True

@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 
 from tests import tiny_models
-from vit_jax import models
-from vit_jax import models_bit
-from vit_jax import models_detr
-from vit_jax import models_igpt
+from vit_jax import models, models_bit, models_detr, models_igpt
 from vit_jax.tasks import masked_patches
 
 KEY = jax.random.key(0)

@@ -12,8 +12,7 @@ import torch
 import transformers
 
 from tests import torch_models
-from vit_jax import models
-from vit_jax import models_igpt
+from vit_jax import models, models_igpt
 from vit_jax.distributed import sharding
 
 # Computed from the released code, 32 x 32 pixels and 512 colours.
@@ -65,9 +64,7 @@ def params_of(model):
   rng = np.random.RandomState(0)
 
   def fill(leaf):
-    fan_in = (
-      leaf.size // leaf.shape[-1] if leaf.ndim == 2 else model.hidden_size
-    )
+    fan_in = leaf.size // leaf.shape[-1] if leaf.ndim == 2 else model.hidden_size
     scale = fan_in**-0.5 if leaf.ndim > 1 else 1.0
     return (scale * rng.randn(*leaf.shape)).astype(np.float32)
 
@@ -182,9 +179,7 @@ def compare(theirs, **kwargs):
   with torch.no_grad():
     want = theirs(torch.tensor(before).long(), output_hidden_states=True)
     norms = [block.ln_1 for block in theirs.transformer.h]
-    layers = [
-      norm(x).mean(1) for norm, x in zip(norms, want.hidden_states[:-1])
-    ]
+    layers = [norm(x).mean(1) for norm, x in zip(norms, want.hidden_states[:-1])]
   layers.append(want.hidden_states[-1].mean(1))
   apply = jax.jit(
     lambda params, x: ours.apply({'params': params}, x, mutable='intermediates')
@@ -288,9 +283,7 @@ def test_a_model_with_classes_has_the_same_logits():
   params = {**params_of(model), 'class_head': {'kernel': kernel}}
   colors = random_colors(model)
   run = jax.jit(
-    lambda params: both.apply(
-      {'params': params}, colors, mutable='intermediates'
-    )
+    lambda params: both.apply({'params': params}, colors, mutable='intermediates')
   )
   (logits, classes), sown = run(params)
   np.testing.assert_allclose(logits, logits_of(model, colors), atol=1e-5)
@@ -320,9 +313,7 @@ def test_recomputation_and_a_loop_change_nothing(fields):
     gradient(make(num_layers=3, **fields)),
     gradient(make(num_layers=3)),
   )
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, want
-  )
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, want)
 
 
 # --- Sampling ---
@@ -334,9 +325,7 @@ def test_cached_logits_are_those_of_all_pixels_together(pieces):
   colors = random_colors(model)
   before = np.pad(colors, ((0, 0), (1, 0)))
   extend = jax.jit(
-    functools.partial(
-      model.apply, {'params': params_of(model)}, method='extend'
-    )
+    functools.partial(model.apply, {'params': params_of(model)}, method='extend')
   )
   cache, found, start = model.empty_cache(len(colors)), [], 0
   for size in pieces:

@@ -11,10 +11,11 @@ from scipy import special
 import torch
 import transformers
 
-from tests import tiny_models
-from tests import torchvision_ops  # noqa: F401 (before transformers' models)
-from vit_jax import models
-from vit_jax import models_lit
+from tests import (
+  tiny_models,
+  torchvision_ops,  # noqa: F401 (before transformers' models)
+)
+from vit_jax import models, models_lit
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import text_towers
 from vit_jax.weights import identify
@@ -44,9 +45,7 @@ PP = dict(tokenizer_name='bert', size=8, max_len=5)
 
 def make(text_model='bert', out_dim=(None, 8), **kwargs):
   text = {'bert': {'config': BERT}}.get(text_model, TEXT)
-  fields = dict(
-    image=VIT, text_model=text_model, text=text, pp=PP, out_dim=out_dim
-  )
+  fields = dict(image=VIT, text_model=text_model, text=text, pp=PP, out_dim=out_dim)
   return models_lit.LitModel(**{**fields, **kwargs})
 
 
@@ -164,9 +163,7 @@ def bert_params(state):
     for name in ('query', 'key', 'value'):
       attention = f'{here}/attention_block/attention_layer/{name}'
       dense(attention, f'{there}.attention.self.{name}')
-    dense(
-      f'{here}/attention_block/dense_layer', f'{there}.attention.output.dense'
-    )
+    dense(f'{here}/attention_block/dense_layer', f'{there}.attention.output.dense')
     norm(
       f'{here}/attention_block/layer_norm',
       f'{there}.attention.output.LayerNorm',
@@ -217,9 +214,7 @@ def test_the_whole_model_beside_numpy(out_dim):
   images, tokens = inputs()
   apply = jax.jit(lambda v: model.apply(v, images=images, tokens=tokens))
   variables = tiny_models.drawn(
-    jax.eval_shape(
-      lambda: model.init(jax.random.key(0), images=images, tokens=tokens)
-    )
+    jax.eval_shape(lambda: model.init(jax.random.key(0), images=images, tokens=tokens))
   )
   zimg, ztxt, out = apply(variables)
   p = jax.tree.map(lambda x: np.asarray(x, np.float64), variables['params'])
@@ -318,9 +313,7 @@ def test_a_causal_tower_reads_the_end_of_the_text_alone():
 )
 def test_wrong_inputs_and_fields(change, tokens, words):
   with pytest.raises(ValueError, match=words):
-    jax.eval_shape(
-      lambda: make(**change).init(jax.random.key(0), tokens=tokens)
-    )
+    jax.eval_shape(lambda: make(**change).init(jax.random.key(0), tokens=tokens))
 
 
 def test_more_tokens_than_a_text_transformer_has_positions():

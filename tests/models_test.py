@@ -7,12 +7,7 @@ import ml_collections
 import pytest
 
 from tests import tiny_models
-from vit_jax import models
-from vit_jax import models_bit
-from vit_jax import models_detr
-from vit_jax import models_igpt
-from vit_jax import models_lit
-from vit_jax import models_vit
+from vit_jax import models, models_bit, models_detr, models_igpt, models_lit, models_vit
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import identify
 

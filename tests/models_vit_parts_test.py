@@ -53,9 +53,7 @@ def test_shapes_of_the_parts():
   first = bound.encode(tokens, train=False, only_first=True)
   np.testing.assert_allclose(first, encoded[:, :1], atol=1e-5)
   np.testing.assert_array_equal(bound.encode(grid, train=False), encoded)
-  with pytest.raises(
-    ValueError, match=r'tokens must be \[batch, tokens, width'
-  ):
+  with pytest.raises(ValueError, match=r'tokens must be \[batch, tokens, width'):
     bound.encode(tokens[0], train=False)
 
 
@@ -146,9 +144,7 @@ def dropping(plain):
 )
 def test_tokens_are_dropped_after_their_positions_were_added(fields):
   """Tokens that are dropped equal tokens to which no other one attends."""
-  plain = tiny_models.tiny(
-    transformer={**tiny_models.tiny().transformer, **fields}
-  )
+  plain = tiny_models.tiny(transformer={**tiny_models.tiny().transformer, **fields})
   x = tiny_models.images()
   kept = jnp.array([[0, 2, 3], [0, 4, 1]])  # Of five tokens, by image.
   model = dropping(plain)
@@ -186,9 +182,7 @@ def test_no_token_is_dropped_where_later_layers_add_positions():
     tiny_models.tiny(transformer={**transformer, 'position_layers': 'shared'})
   )
   kept = jnp.array([[0, 2, 3], [0, 4, 1]])
-  with pytest.raises(
-    ValueError, match="position_layers='shared' adds .*'stem'"
-  ):
+  with pytest.raises(ValueError, match="position_layers='shared' adds .*'stem'"):
     model.init(jax.random.key(0), tiny_models.images(), kept, train=False)
 
 

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import numpy_vit
-from tests import tiny_models
+from tests import numpy_vit, tiny_models
 from vit_jax import models
 
 
@@ -15,9 +14,7 @@ def test_pre_logits_layer_adds_one_dense_layer():
   with_rep = tiny_models.shapes(
     models.get_model('b16', num_classes=1000, representation_size=768)
   )
-  extra = sum(x.size for x in with_rep.values()) - sum(
-    x.size for x in base.values()
-  )
+  extra = sum(x.size for x in with_rep.values()) - sum(x.size for x in base.values())
   assert extra == 768 * 768 + 768
 
 
@@ -81,9 +78,7 @@ def test_gap_is_the_mean_of_what_unpooled_gives():
   unpooled = tiny_models.tiny(classifier='unpooled').apply(
     {'params': params}, x, train=False
   )
-  pooled = tiny_models.tiny(classifier='gap').apply(
-    {'params': params}, x, train=False
-  )
+  pooled = tiny_models.tiny(classifier='gap').apply({'params': params}, x, train=False)
   np.testing.assert_allclose(unpooled.mean(axis=1), pooled, atol=1e-5)
 
 
@@ -161,13 +156,11 @@ def test_attention_weights_and_tokens_are_sown():
   x = tiny_models.images()
   model = tiny_models.tiny()
   params = tiny_models.randomised(model, x)
-  _, seen = model.apply(
-    {'params': params}, x, train=False, mutable=['intermediates']
-  )
+  _, seen = model.apply({'params': params}, x, train=False, mutable=['intermediates'])
   seen = seen['intermediates']
-  [weights] = seen['Transformer']['encoderblock_0'][
-    'MultiHeadDotProductAttention_0'
-  ]['attention_weights']
+  [weights] = seen['Transformer']['encoderblock_0']['MultiHeadDotProductAttention_0'][
+    'attention_weights'
+  ]
   assert weights.shape == (2, 2, 5, 5)
   np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-5)
   assert seen['Transformer']['tokens'][0].shape == (2, 5, 16)

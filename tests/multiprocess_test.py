@@ -8,13 +8,10 @@ import numpy as np
 from PIL import Image
 import pytest
 
-from tests import input_pipeline_test
-from tests import processes
-from tests import trees
+from tests import input_pipeline_test, processes, trees
 from vit_jax import input_pipeline
 from vit_jax.data import sources
-from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import workdir as workdir_lib
+from vit_jax.run import metrics as metrics_lib, workdir as workdir_lib
 
 FLAGS = ('--config.checkpoint_every=20', '--config.total_steps=40')
 
@@ -51,9 +48,7 @@ def config(tmp_path_factory):
 def two_processes(config, data_dir, tmp_path_factory):
   """A run of two processes, that nothing disturbs: its folder."""
   workdir = tmp_path_factory.mktemp('two')
-  statuses, outputs = finish_pair(
-    start_pair(config, workdir, data_dir=data_dir)
-  )
+  statuses, outputs = finish_pair(start_pair(config, workdir, data_dir=data_dir))
   assert statuses == [0, 0], outputs
   assert 'on 4 cpu device(s) in 2 process(es)' in outputs[0]
   assert 'Done in' in outputs[0]
@@ -62,9 +57,7 @@ def two_processes(config, data_dir, tmp_path_factory):
   return workdir
 
 
-def test_two_processes_compute_what_one_does(
-  config, data_dir, two_processes, tmp_path
-):
+def test_two_processes_compute_what_one_does(config, data_dir, two_processes, tmp_path):
   status, output = processes.finish(
     config, tmp_path, *FLAGS, data_dir=data_dir, devices=4
   )
@@ -133,9 +126,7 @@ def test_a_signal_to_one_process_stops_both_and_they_go_on(
   statuses, outputs = finish_pair(pair)
   assert statuses == [128 + signal.SIGTERM] * 2, outputs
   [step] = re.findall(r'Stopped at step (\d+)', ''.join(outputs))
-  statuses, outputs = finish_pair(
-    start_pair(config, tmp_path, data_dir=data_dir)
-  )
+  statuses, outputs = finish_pair(start_pair(config, tmp_path, data_dir=data_dir))
   assert statuses == [0, 0], outputs
   assert f'Going on from the checkpoint of step {step}.' in outputs[0]
   trees.assert_same(
@@ -197,9 +188,7 @@ def test_two_processes_see_the_batch_of_one(tiny_config, tmp_path):
   want = next(data.as_numpy_iterator())
   path = tmp_path / 'batch.npz'
   config = json.dumps(workdir_lib.to_plain(tiny_config))
-  statuses, outputs = processes.run_two(
-    BATCHES, path, config, tmp_path, devices=4
-  )
+  statuses, outputs = processes.run_two(BATCHES, path, config, tmp_path, devices=4)
   assert statuses == [0, 0], outputs
   assert [sorted(x) for x in processes.said(outputs)] == [[0, 2], [1]]
   assert len(list(tmp_path.glob('shapes/*/.tfrecord_offsets.npz'))) == 1

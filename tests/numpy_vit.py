@@ -16,8 +16,7 @@ def logits(params, x, heads, added, relative=None):
   def norm(p, x):
     x = x - x.mean(axis=-1, keepdims=True)
     return (
-      x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * p['scale']
-      + p['bias']
+      x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * p['scale'] + p['bias']
     )
 
   def dense(p, x, axes=1):

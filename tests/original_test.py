@@ -11,18 +11,22 @@ import optax
 import pytest
 
 from tests import tiny_models
-from vit_jax import checkpoint
-from vit_jax import inference_time
-from vit_jax import input_pipeline
-from vit_jax import models
-from vit_jax import test_utils
-from vit_jax import train
-from vit_jax import utils
+from vit_jax import (
+  checkpoint,
+  inference_time,
+  input_pipeline,
+  models,
+  test_utils,
+  train,
+  utils,
+)
 from vit_jax.commands import train as train_command
-from vit_jax.configs import augreg as augreg_config
-from vit_jax.configs import common as common_config
-from vit_jax.configs import inference_time as inference_time_config
-from vit_jax.configs import models as models_config
+from vit_jax.configs import (
+  augreg as augreg_config,
+  common as common_config,
+  inference_time as inference_time_config,
+  models as models_config,
+)
 from vit_jax.run import metrics as metrics_lib
 
 
@@ -103,9 +107,7 @@ def test_the_augreg_notebook(image_folder, tmp_path):
   df = checkpoint.get_augreg_df(directory=str(tmp_path))
   assert list(df.query('ds=="i21k"').filename)[-1] == 'B_16-i21k-d'
   config.dataset = str(image_folder)
-  config.pp = ml_collections.ConfigDict(
-    {'train': 'train', 'test': 'test', 'crop': 64}
-  )
+  config.pp = ml_collections.ConfigDict({'train': 'train', 'test': 'test', 'crop': 64})
   config.batch = config.batch_eval = 8
   config.total_steps = 1
   config.warmup_steps = 0
@@ -117,9 +119,7 @@ def test_the_augreg_notebook(image_folder, tmp_path):
     state.params['conv_root']['kernel'], params['conv_root']['kernel']
   )
   config.model_or_filename = 'R_Ti_16-i21k-b'
-  with pytest.raises(
-    FileNotFoundError, match='R_Ti_16-i21k-b.npz.*timm/vit_tiny_r'
-  ):
+  with pytest.raises(FileNotFoundError, match='R_Ti_16-i21k-b.npz.*timm/vit_tiny_r'):
     train.train_and_evaluate(config, str(tmp_path / 'other'))
   with pytest.raises(ValueError, match="model 'S_16' is not among the i21k"):
     checkpoint.augreg_filename('S_16', str(tmp_path))
@@ -128,15 +128,11 @@ def test_the_augreg_notebook(image_folder, tmp_path):
 
 
 def test_a_mixer_trains_and_starts_from_weights(image_folder, tmp_path):
-  config = common_config.with_dataset(
-    common_config.get_config(), str(image_folder)
-  )
+  config = common_config.with_dataset(common_config.get_config(), str(image_folder))
   config.model_type = 'Mixer'
   config.pretrained_dir = None
   config.model = models_config.get_mixer_b16_config()
-  config.model.update(
-    hidden_dim=16, num_blocks=1, tokens_mlp_dim=8, channels_mlp_dim=8
-  )
+  config.model.update(hidden_dim=16, num_blocks=1, tokens_mlp_dim=8, channels_mlp_dim=8)
   config.pp.crop = 32
   config.batch = config.batch_eval = 8
   config.update(total_steps=2, warmup_steps=1)
@@ -160,19 +156,14 @@ def test_mixer_by_hand():
   )  # fmt: skip
   images = jnp.asarray(np.random.RandomState(0).randn(1, 2, 2, 3), jnp.float32)
   params = tiny_models.init(model, images)
-  params = jax.tree.map(
-    lambda x: np.random.RandomState(x.size).randn(*x.shape), params
-  )
+  params = jax.tree.map(lambda x: np.random.RandomState(x.size).randn(*x.shape), params)
 
   def dense(p, x):
     return x @ p['kernel'] + p['bias']
 
   def norm(p, x):
     x = x - x.mean(-1, keepdims=True)
-    return (
-      x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * p['scale']
-      + p['bias']
-    )
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * p['scale'] + p['bias']
 
   def mlp(p, x):
     x = dense(p['Dense_0'], x)
@@ -205,9 +196,7 @@ def test_accumulate_gradient():
     )
     np.testing.assert_allclose(gradient, want, rtol=1e-5)
     np.testing.assert_allclose(value, loss(w, images, labels), rtol=1e-5)
-  with pytest.raises(
-    ValueError, match='accum_steps=5 does not divide the batch'
-  ):
+  with pytest.raises(ValueError, match='accum_steps=5 does not divide the batch'):
     utils.accumulate_gradient(jax.value_and_grad(loss), w, images, labels, 5)
 
 
@@ -262,7 +251,5 @@ def test_flags_of_the_original():
   assert config.dataset == 'oxford_iiit_pet'
   assert config.model.model_name == 'R+ViT-Ti_16'
   assert (config.base_lr, config.pp.resize) == (0.01, 448)
-  with pytest.raises(
-    ValueError, match='environment, such as JAX_LOG_COMPILES=1'
-  ):
+  with pytest.raises(ValueError, match='environment, such as JAX_LOG_COMPILES=1'):
     train_command.parse([*argv, '--jax_log_compiles=1'])

@@ -9,8 +9,7 @@ import subprocess
 import sys
 import zipfile
 
-from packaging import requirements as markers
-from packaging import utils
+from packaging import requirements as markers, utils
 import pytest
 
 from tests import conftest
@@ -157,9 +156,7 @@ def circles(edges):
 
 def test_circles_are_found():
   assert circles([('a', 'b'), ('b', 'c')]) == []
-  assert circles([('a', 'b'), ('b', 'c'), ('c', 'a'), ('c', 'd')]) == [
-    ('a', 'b', 'c')
-  ]
+  assert circles([('a', 'b'), ('b', 'c'), ('c', 'a'), ('c', 'd')]) == [('a', 'b', 'c')]
 
 
 def test_neither_rooms_nor_files_import_each_other_in_a_circle():
@@ -282,9 +279,7 @@ def test_the_base_loads_and_converts_weights(without_extras):
   assert (done.returncode, done.stdout) == (0, 'ok\n'), done.stderr
 
 
-def test_a_command_that_lacks_an_extra_names_it_in_one_line(
-  without_extras, tmp_path
-):
+def test_a_command_that_lacks_an_extra_names_it_in_one_line(without_extras, tmp_path):
   done = without_extras(
     '-m', 'vit_jax', 'train', f'--config={ROOT}/configs/digits.py',
     f'--workdir={tmp_path}/run',
@@ -297,9 +292,7 @@ def test_a_command_that_lacks_an_extra_names_it_in_one_line(
 
 
 def test_modules_of_the_extra_train_are_those_of_its_packages():
-  requirements = map(
-    markers.Requirement, importlib.metadata.requires('vit_jax')
-  )
+  requirements = map(markers.Requirement, importlib.metadata.requires('vit_jax'))
   wanted = {
     utils.canonicalize_name(need.name)
     for need in requirements
@@ -314,21 +307,17 @@ def test_modules_of_the_extra_train_are_those_of_its_packages():
   assert wanted <= found
 
 
-def test_a_wheel_has_the_configs_and_works_without_the_checkout(
-  wheel, tmp_path
-):
+def test_a_wheel_has_the_configs_and_works_without_the_checkout(wheel, tmp_path):
   with zipfile.ZipFile(wheel) as archive:
     names = set(archive.namelist())
     archive.extractall(tmp_path)
   assert 'vit_jax/py.typed' in names
   for path in (ROOT / 'configs').glob('*.py'):
     assert f'vit_jax/configs/{path.name}' in names
-  packaged = {
-    n for n in names if n.startswith('vit_jax/') and n.endswith('.py')
+  packaged = {n for n in names if n.startswith('vit_jax/') and n.endswith('.py')}
+  in_tree = {str(p.relative_to(ROOT)) for p in (ROOT / 'vit_jax').rglob('*.py')} - {
+    'vit_jax/configs/__init__.py'
   }
-  in_tree = {
-    str(p.relative_to(ROOT)) for p in (ROOT / 'vit_jax').rglob('*.py')
-  } - {'vit_jax/configs/__init__.py'}
   assert in_tree <= packaged
   done = subprocess.run(
     [

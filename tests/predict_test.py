@@ -16,19 +16,15 @@ import numpy as np
 from PIL import Image
 import pytest
 
-from tests import processes
-from tests import tiny_models
-from vit_jax import checkpoint
-from vit_jax.weights import convert
-from vit_jax.evaluators import evaluation
-from vit_jax import input_pipeline
-from vit_jax import predict
-from vit_jax import train
+from tests import processes, tiny_models
+from vit_jax import checkpoint, input_pipeline, predict, train
 from vit_jax.commands import predict as predict_command
 from vit_jax.configs import pretrain
 from vit_jax.data import sources
+from vit_jax.evaluators import evaluation
 from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
+from vit_jax.weights import convert
 
 
 @pytest.fixture(scope='module')
@@ -66,9 +62,7 @@ def test_classes_come_by_name_with_probabilities(folder_run, image_folder):
   assert model.predict([]) == []
 
 
-def test_weights_without_a_run_give_the_same(
-  folder_run, image_folder, tmp_path
-):
+def test_weights_without_a_run_give_the_same(folder_run, image_folder, tmp_path):
   _, workdir, _ = folder_run
   model, path = predict.load(str(workdir)), str(tmp_path / 'weights.npz')
   checkpoint.save(model.params, path)
@@ -160,9 +154,7 @@ def test_threads_share_a_model(folder_run):
 def test_a_classifier_draws_nothing(folder_run, tmp_path):
   _, workdir, _ = folder_run
   argv = ['a.png', f'--workdir={workdir}', f'--out={tmp_path}/a.png']
-  with pytest.raises(
-    ValueError, match="task 'classify' prints its predictions"
-  ):
+  with pytest.raises(ValueError, match="task 'classify' prints its predictions"):
     predict_command.main(argv)
 
 
@@ -181,9 +173,7 @@ def test_odd_numbers_are_refused_before_a_model_is_read(args, message):
 
 
 @pytest.mark.parametrize('flag', ['threshold=0.5', 'image_size=32,48'])
-def test_flags_of_detectors_are_no_flags_of_a_classifier(
-  folder_run, monkeypatch, flag
-):
+def test_flags_of_detectors_are_no_flags_of_a_classifier(folder_run, monkeypatch, flag):
   argv = ['a.png', f'--workdir={folder_run[1]}', f'--{flag}']
   name = flag.split('=')[0]
   with pytest.raises(ValueError, match=f"task 'classify' has no --{name}: lea"):
@@ -249,9 +239,7 @@ def test_inputs_are_not_kept(folder_run, monkeypatch):
       assert sum(ref() is not None for ref in batches) <= 4
 
   images = np.random.RandomState(0).randint(0, 256, (80, 8, 8, 3), np.uint8)
-  want = np.concatenate(
-    [alone.probabilities(images[i:][:32]) for i in (0, 32, 64)]
-  )
+  want = np.concatenate([alone.probabilities(images[i:][:32]) for i in (0, 32, 64)])
   monkeypatch.setattr(input_pipeline, 'part_batches', watched)
   np.testing.assert_allclose(model.probabilities(images), want, atol=1e-5)
   assert len(batches) == 10
@@ -330,22 +318,26 @@ def test_images_that_were_predicted_are_forgotten(folder_run):
 
 def test_another_split_and_another_folder(folder_run, tmp_path, image_folder):
   _, workdir, _ = folder_run
-  assert evaluation.evaluate(str(workdir), 'train[:7]')['num_examples'] == 7
+  assert (
+    evaluation.evaluate(predict.load(str(workdir)), 'train[:7]')['num_examples'] == 7
+  )
   other = tmp_path / 'other'
   shutil.copytree(image_folder / 'test', other / 'mine')
-  assert evaluation.evaluate(str(workdir), 'mine', str(other))['accuracy'] == 1
+  assert (
+    evaluation.evaluate(predict.load(str(workdir)), 'mine', str(other))['accuracy'] == 1
+  )
   (other / 'mine' / 'cow').rename(other / 'mine' / 'yak')
   with pytest.raises(
     ValueError,
     match=r"that the model .* is trained on, 3, \['ant', 'bee'.* has \['yak'\]",
   ):
-    evaluation.evaluate(str(workdir), 'mine', str(other))
+    evaluation.evaluate(predict.load(str(workdir)), 'mine', str(other))
   with pytest.raises(ValueError, match='give data of the same classes'):
-    evaluation.evaluate(str(workdir), 'test', 'digits')
+    evaluation.evaluate(predict.load(str(workdir)), 'test', 'digits')
   with pytest.raises(FileNotFoundError, match=r"'tset'.*--evaluate=SPLIT"):
-    evaluation.evaluate(str(workdir), 'tset')
+    evaluation.evaluate(predict.load(str(workdir)), 'tset')
   with pytest.raises(FileNotFoundError, match=r'moved by --dataset=FOLDER'):
-    evaluation.evaluate(str(workdir), 'test', str(tmp_path / 'moved'))
+    evaluation.evaluate(predict.load(str(workdir)), 'test', str(tmp_path / 'moved'))
 
 
 # --- Checkpoints that are damaged or missing ---
@@ -380,18 +372,14 @@ def test_a_truncated_checkpoint_gives_way_to_the_one_before(
   train.train_and_evaluate(copy.deepcopy(config), str(damaged))
   assert 'checkpoints/62 cannot be restored' in caplog.text
   assert 'Restored the older checkpoint of step 60' in caplog.text
-  assert [p.name for p in (damaged / 'damaged_checkpoints').iterdir()] == [
-    '62_0'
-  ]
+  assert [p.name for p in (damaged / 'damaged_checkpoints').iterdir()] == ['62_0']
   got, want = predict.load(str(damaged)), predict.load(str(workdir))
   assert got.step == want.step == 62
   jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
 
 
 def test_a_checkpoint_of_another_model_gives_way_too(damaged, tmp_path, caplog):
-  params = jax.tree.map(
-    lambda x: x[..., :-1], predict.load(str(damaged)).params
-  )
+  params = jax.tree.map(lambda x: x[..., :-1], predict.load(str(damaged)).params)
   foreign = checkpoints_lib.Checkpoints(tmp_path / 'foreign')
   foreign.save(62, state_lib.TrainState(jnp.int32(62), params, (params,)))
   foreign.close()
@@ -424,7 +412,5 @@ def test_damaged_files_of_a_run_are_named(damaged):
 def test_weights_of_another_number_of_channels_are_refused(damaged, caplog):
   path = damaged / 'config.json'
   path.write_text(path.read_text().replace('"channels": 3', '"channels": 1'))
-  with pytest.raises(
-    ValueError, match=r'\(16, 16, 1, 16\) is not .*\(16, 16, 3, 16\)'
-  ):
+  with pytest.raises(ValueError, match=r'\(16, 16, 1, 16\) is not .*\(16, 16, 3, 16\)'):
     predict.load(str(damaged))

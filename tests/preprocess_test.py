@@ -83,9 +83,7 @@ def test_squeeze_keeps_all_and_central_crop_keeps_the_middle():
   image = np.zeros((20, 60, 3), np.uint8)
   image[:, 20:40] = 255  # White in the middle third.
   squeezed = preprocess.for_evaluation(image, pp(crop=12)).numpy()
-  np.testing.assert_array_equal(
-    squeezed[6, :, 0], [-1] * 4 + [1] * 4 + [-1] * 4
-  )
+  np.testing.assert_array_equal(squeezed[6, :, 0], [-1] * 4 + [1] * 4 + [-1] * 4)
   cut = preprocess.for_evaluation(image, pp(crop=12, resize=12)).numpy()
   assert cut.min() == 1  # The short side is 20 -> 12, the middle 12 of 36 left.
   both = preprocess.for_evaluation(image, pp(crop=6, resize=(8, 12))).numpy()
@@ -169,9 +167,9 @@ def test_rotation_is_scipys():
   got = got * 127.5 + 127.5
   angles = np.arange(-30, 30.25, 0.25)
   errors = [
-    np.abs(
-      ndimage.rotate(image, a, reshape=False, order=1, mode='nearest') - got
-    )[8:24, 8:24].max()
+    np.abs(ndimage.rotate(image, a, reshape=False, order=1, mode='nearest') - got)[
+      8:24, 8:24
+    ].max()
     for a in angles
   ]
   assert min(errors) < 2
@@ -211,15 +209,11 @@ def test_wrong_images_are_named(tmp_path):
     load(path, pp())
   for content in (b'junk', b'A text, which is longer than any header. ' * 9):
     path.write_bytes(content)
-    with pytest.raises(
-      ValueError, match='broken.jpg.*no image of a known form'
-    ):
+    with pytest.raises(ValueError, match='broken.jpg.*no image of a known form'):
       load(path, pp())
   with pytest.raises(ValueError, match=r'array float32\[8, 8, 3\]: give uint8'):
     load(np.zeros((8, 8, 3), np.float32), pp())
-  with pytest.raises(
-    ValueError, match='give uint8 .height, width. or .*, 1, 3 or 4'
-  ):
+  with pytest.raises(ValueError, match='give uint8 .height, width. or .*, 1, 3 or 4'):
     load(np.zeros((8, 8, 2), np.uint8), pp())
 
 
@@ -308,15 +302,8 @@ def test_features_that_are_missing_are_not_made(vocabulary):
 
 def test_the_originals_names_of_tokenizers(vocabulary):
   assert preprocess.get_tokenizer('bert') is preprocess.BertTokenizer
-  assert (
-    preprocess.get_tokenizer('sentencepiece')
-    is preprocess.SentencepieceTokenizer
-  )
+  assert preprocess.get_tokenizer('sentencepiece') is preprocess.SentencepieceTokenizer
   tokenizer = preprocess.BertTokenizer(vocab_path=vocabulary, max_len=3)
   assert tokenizer(['cats']).tolist() == [[2, 4, 6]]
-  with pytest.raises(
-    ValueError, match="tokenizer_name='w' is unknown: give one"
-  ):
-    preprocess.get_pp(
-      tokenizer_name='w', vocab_path=vocabulary, max_len=3, size=4
-    )
+  with pytest.raises(ValueError, match="tokenizer_name='w' is unknown: give one"):
+    preprocess.get_pp(tokenizer_name='w', vocab_path=vocabulary, max_len=3, size=4)

@@ -53,9 +53,7 @@ def _command(config, workdir, flags, data_dir):
 def _environment(devices):
   return {
     **os.environ,
-    'XLA_FLAGS': re.sub(
-      r'(?<=device_count=)8', str(devices), os.environ['XLA_FLAGS']
-    ),
+    'XLA_FLAGS': re.sub(r'(?<=device_count=)8', str(devices), os.environ['XLA_FLAGS']),
     'PYTHONPATH': str(ROOT),
     # What one run has compiled, the next one loads.
     'JAX_COMPILATION_CACHE_DIR': os.environ['VIT_JAX_TESTS_COMPILED'],
@@ -148,8 +146,7 @@ def run_two(code, *arguments, devices=1):
 def said(outputs):
   """Returns what each of two processes printed as 'SAID ' and JSON."""
   lines = [
-    [x for x in output.splitlines() if x.startswith('SAID ')]
-    for output in outputs
+    [x for x in output.splitlines() if x.startswith('SAID ')] for output in outputs
   ]
   assert all(lines), outputs
   return [json.loads(each[0].removeprefix('SAID ')) for each in lines]

@@ -19,22 +19,20 @@ import optax
 import pytest
 import tensorflow as tf
 
-from tests import conftest
-from tests import tiny_models
-from vit_jax import input_pipeline
-from vit_jax import models
-from vit_jax import models_resnet
-from vit_jax import models_vit
-from vit_jax import preprocess
-from vit_jax import train
-from vit_jax import utils
-from vit_jax.configs import common as common_config
-from vit_jax.configs import models as models_config
+from tests import conftest, tiny_models
+from vit_jax import (
+  input_pipeline,
+  models,
+  models_resnet,
+  models_vit,
+  preprocess,
+  train,
+  utils,
+)
+from vit_jax.configs import common as common_config, models as models_config
 
 P = jax.sharding.PartitionSpec
-PAGE = (
-  pathlib.Path(__file__).parents[1] / 'docs' / 'coming_from_the_original.md'
-)
+PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'coming_from_the_original.md'
 
 
 @pytest.fixture(scope='module')
@@ -93,9 +91,7 @@ def under_explicit_axes_split(apply, variables, x):
   kinds = (jax.sharding.AxisType.Explicit,)
   with jax.set_mesh(jax.make_mesh((8,), ('data',), axis_types=kinds)):
     x = jax.device_put(x, P('data'))
-    return jax.jit(jax.sharding.auto_axes(apply, out_sharding=P('data')))(
-      variables, x
-    )
+    return jax.jit(jax.sharding.auto_axes(apply, out_sharding=P('data')))(variables, x)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +118,7 @@ def test_an_ensemble_is_initialised_by_old_style_keys(smallest):
   want = jax.jit(init)(keys[3])
   for members in (jax.jit(jax.vmap(init))(keys), jax.pmap(init)(keys)):
     member = jax.tree.map(lambda leaf: leaf[3], members)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), member, want
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), member, want)
 
 
 def test_a_batch_of_keys_is_named(small):
@@ -139,12 +133,8 @@ def test_a_batch_of_keys_is_named(small):
   mixer = models.get_model('Mixer-B_32', num_classes=2)
   with pytest.raises(ValueError, match=r'random key, got key<fry>\[2\]'):
     mixer.init(jax.random.split(jax.random.key(0)), x, train=False)
-  update = train.make_update_fn(
-    apply_fn=model.apply, accum_steps=1, tx=optax.sgd(0.1)
-  )
-  with pytest.raises(
-    ValueError, match='flax.jax_utils.replicate, give the key'
-  ):
+  update = train.make_update_fn(apply_fn=model.apply, accum_steps=1, tx=optax.sgd(0.1))
+  with pytest.raises(ValueError, match='flax.jax_utils.replicate, give the key'):
     update(variables['params'], optax.sgd(0.1).init({}), {'image': x}, keys)
 
 
@@ -167,9 +157,7 @@ def test_a_learned_optimiser_accumulates_gradients_inside_pmap(smallest):
   batch = jax.tree.map(lambda y: y.reshape(8, 2, *y.shape[1:]), batch)
   params = flax.jax_utils.replicate(variables['params'])
   loss, got = jax.pmap(update_fn, axis_name='batch')(params, batch)
-  want, gradient = jax.jit(jax.value_and_grad(loss_fn))(
-    variables['params'], x, labels
-  )
+  want, gradient = jax.jit(jax.value_and_grad(loss_fn))(variables['params'], x, labels)
   np.testing.assert_allclose(loss, np.full(8, want), rtol=1e-5)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a[7], b, atol=1e-5), got, gradient
@@ -388,8 +376,7 @@ PUBLISHED = {
   'utils.add_gfile_logger': "workdir, *, basename='train', level=20",
   'utils.create_learning_rate_schedule': 'total_steps, base, decay_type, '
   'warmup_steps, linear_end=1e-05, decay_at=()',
-  'utils.accumulate_gradient': 'loss_and_grad_fn, params, images, labels, '
-  'accum_steps',
+  'utils.accumulate_gradient': 'loss_and_grad_fn, params, images, labels, accum_steps',
   'inference_time.inference_time': 'config, workdir',
   'test_utils.create_checkpoint': 'model_config, path',
   'configs.common.get_config': '',
@@ -493,9 +480,7 @@ def balanced_folder(tmp_path_factory):
 @pytest.fixture
 def config(balanced_folder):
   """As a notebook makes it: batches of 16, images of 8 pixels."""
-  config = common_config.with_dataset(
-    common_config.get_config(), str(balanced_folder)
-  )
+  config = common_config.with_dataset(common_config.get_config(), str(balanced_folder))
   config.pp.crop = 8
   config.batch = config.batch_eval = 16
   return config
@@ -562,14 +547,10 @@ def test_a_folder_of_classes_is_a_split(config, balanced_folder, tmp_path):
   info = input_pipeline.get_dataset_info(root, 'test')
   assert info['examples_glob'] == f'{FOLDER}/*/*'
   assert info['num_examples'] == 24
-  with pytest.raises(
-    FileNotFoundError, match="directory='nowhere' is not a fo"
-  ):
+  with pytest.raises(FileNotFoundError, match="directory='nowhere' is not a fo"):
     input_pipeline.get_directory_info('nowhere')
   with pytest.raises(ValueError, match="mode='val' is unknown"):
-    input_pipeline.get_data_from_directory(
-      config=config, directory=FOLDER, mode='val'
-    )
+    input_pipeline.get_data_from_directory(config=config, directory=FOLDER, mode='val')
   assert input_pipeline.get_tfds_info(root, 'test')['num_examples'] == 24
 
 

@@ -10,15 +10,17 @@ from PIL import Image
 import pytest
 
 from vit_jax import models as models_lib
+from vit_jax.configs import (
+  augreg_pretrain,
+  common,
+  detr,
+  detr_panoptic,
+  models,
+  pretrain,
+  vit_i1k,
+  vit_s16_i1k,
+)
 from vit_jax.data.augmentation import canvases
-from vit_jax.configs import augreg_pretrain
-from vit_jax.configs import common
-from vit_jax.configs import detr
-from vit_jax.configs import detr_panoptic
-from vit_jax.configs import models
-from vit_jax.configs import pretrain
-from vit_jax.configs import vit_i1k
-from vit_jax.configs import vit_s16_i1k
 from vit_jax.learning import optim
 from vit_jax.run import config as run_config
 from vit_jax.tasks.detection import boxes
@@ -70,9 +72,7 @@ def transformer_field(config, name):
   return config.model.get('transformer', {}).get(name)
 
 
-@pytest.mark.parametrize(
-  'row', ROWS, ids=lambda row: ','.join(map(str, row[:3]))
-)
+@pytest.mark.parametrize('row', ROWS, ids=lambda row: ','.join(map(str, row[:3])))
 def test_pre_training_is_that_of_table_3(row):
   model, data, epochs, *_ = row
   config = pretrain.get_config(f'{model},{data},{epochs}ep')
@@ -104,9 +104,7 @@ def test_pre_training_is_that_of_table_3(row):
 
 def test_linear_decay_ends_where_the_authors_say():
   """Issue #2, and 14 x 303e6 / 4096 = 1.036M steps of H/14."""
-  config = run_config.resolve_steps(
-    pretrain.get_config('h14,jft300m'), 303_000_000
-  )
+  config = run_config.resolve_steps(pretrain.get_config('h14,jft300m'), 303_000_000)
   assert config.total_steps == 1_035_645
   schedule = optim.create_learning_rate_schedule(
     config.total_steps, config.base_lr, config.decay_type, config.warmup_steps
@@ -411,15 +409,12 @@ def test_the_root_and_the_first_stage_of_detr_are_frozen(name):
   config = detr.get_config(f'{name},coco/2017')
   model = models_lib.make_model(config.model, num_classes=91)
   shapes = jax.eval_shape(
-    lambda: model.init(
-      jax.random.key(0), jnp.zeros((1, 64, 64, 3)), train=False
-    )
+    lambda: model.init(jax.random.key(0), jnp.zeros((1, 64, 64, 3)), train=False)
   )['params']
   assert sum(x.size for x in jax.tree.leaves(shapes)) == count
   factors = optim.multipliers(config.lr_multipliers, shapes)
   assert (
-    count - sum(optim.frozen_sizes(config.lr_multipliers, shapes).values())
-    == trained
+    count - sum(optim.frozen_sizes(config.lr_multipliers, shapes).values()) == trained
   )
   assert factors['backbone']['block2']['unit1']['conv1']['kernel'] == 0.1
   others = {key: x for key, x in factors.items() if key != 'backbone'}
@@ -468,9 +463,7 @@ def test_detr_for_segments_is_that_of_the_paper():
   assert (masks.total_epochs, masks.decay_at) == (25, (0.6,))
   model = models_lib.make_model(masks.model, num_classes=133)
   shapes = jax.eval_shape(
-    lambda: model.init(
-      jax.random.key(0), jnp.zeros((1, 64, 64, 3)), train=False
-    )
+    lambda: model.init(jax.random.key(0), jnp.zeros((1, 64, 64, 3)), train=False)
   )['params']
   head = sum(x.size for x in jax.tree.leaves(shapes['segmentation']))
   # Three-by-three convolutions with biases, and a norm after each.

@@ -5,8 +5,7 @@ import pathlib
 import jax
 
 from tests import tiny_models
-from vit_jax import checkpoint
-from vit_jax import models
+from vit_jax import checkpoint, models
 from vit_jax.configs import models as model_configs
 from vit_jax.data.texts import tokenizers
 

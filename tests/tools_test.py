@@ -55,6 +55,4 @@ def test_the_site_is_built(tmp_path):
 
 def test_the_reference_has_the_modules_that_are_checked():
   text = (ROOT / 'docs/api.md').read_text()
-  assert set(re.findall(r'^::: vit_jax\.(\w+)$', text, re.M)) == (
-    checked_modules()
-  )
+  assert set(re.findall(r'^::: vit_jax\.(\w+)$', text, re.M)) == (checked_modules())

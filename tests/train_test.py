@@ -10,17 +10,17 @@ import numpy as np
 import optax
 import pytest
 
-from tests import conftest
-from tests import trees
-from vit_jax.evaluators import evaluation
-from vit_jax import predict
-from vit_jax import train
+from tests import conftest, trees
+from vit_jax import predict, train
 from vit_jax.distributed import sharding
+from vit_jax.evaluators import evaluation
 from vit_jax.learning import state as state_lib
-from vit_jax.run import checkpoints as checkpoints_lib
-from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import stopping
-from vit_jax.run import workdir as workdir_lib
+from vit_jax.run import (
+  checkpoints as checkpoints_lib,
+  metrics as metrics_lib,
+  stopping,
+  workdir as workdir_lib,
+)
 
 NAMES = {'class_names': [str(i) for i in range(10)]}
 
@@ -107,9 +107,7 @@ def test_a_run_of_an_older_version_is_read_and_goes_on(finished, tmp_path):
   # A key that is given another value than the run's default is another run.
   config = copy.deepcopy(config)
   config.pp.random_erasing = 0.5
-  with pytest.raises(
-    ValueError, match='pp.random_erasing: 0.0 there, 0.5 here'
-  ):
+  with pytest.raises(ValueError, match='pp.random_erasing: 0.0 there, 0.5 here'):
     fit(config, old)
 
 
@@ -124,10 +122,12 @@ def test_the_evaluation_is_that_of_the_averaged_weights(finished):
       jax.tree.leaves(jax.device_get(state.params)),
     )
   )
-  again = evaluation.evaluate(str(workdir), 'test')
+  again = evaluation.evaluate(predict.load(str(workdir)), 'test')
   assert again['accuracy'] == pytest.approx(metrics['accuracy_test'])
   assert again['loss'] == pytest.approx(metrics['loss_test'], rel=1e-5)
-  assert evaluation.evaluate(str(workdir), 'train[:50]')['num_examples'] == 50
+  assert (
+    evaluation.evaluate(predict.load(str(workdir)), 'train[:50]')['num_examples'] == 50
+  )
 
 
 class StopAfter:
@@ -151,32 +151,23 @@ class StopAfter:
 
 
 @pytest.mark.parametrize('step', [1, 3, 4])
-def test_a_stopped_run_goes_on_bit_for_bit(
-  finished, tmp_path, monkeypatch, step
-):
+def test_a_stopped_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch, step):
   config, workdir, state, _ = finished
   with monkeypatch.context() as patch:
     patch.setattr(stopping, 'StopRequest', lambda: StopAfter(step))
-    with pytest.raises(
-      train.Interrupted, match=f'Stopped at step {step}, which'
-    ):
+    with pytest.raises(train.Interrupted, match=f'Stopped at step {step}, which'):
       fit(config, tmp_path)
   again, _ = fit(config, tmp_path)
   trees.assert_same(again, state)
   drop = ('img_sec_core_train', 'img_sec_core_test')
   ours, theirs = (
-    [
-      {k: v for k, v in line.items() if k not in drop}
-      for line in metrics_lib.read(w)
-    ]
+    [{k: v for k, v in line.items() if k not in drop} for line in metrics_lib.read(w)]
     for w in (tmp_path, workdir)
   )
   assert ours == theirs
 
 
-def test_a_signal_during_an_evaluation_loses_nothing(
-  finished, tmp_path, monkeypatch
-):
+def test_a_signal_during_an_evaluation_loses_nothing(finished, tmp_path, monkeypatch):
   config, _, state, metrics = finished
 
   class StopInEvaluation(StopAfter):
@@ -210,9 +201,9 @@ def test_a_checkpoint_of_eight_devices_restores_on_fewer(finished, mesh):
   restored, step = checkpoints.restore(program.abstract)
   assert step == 6
   trees.assert_same(restored, state)
-  kernel = restored.params['Transformer']['encoderblock_0']['MlpBlock_0'][
-    'Dense_0'
-  ]['kernel']
+  kernel = restored.params['Transformer']['encoderblock_0']['MlpBlock_0']['Dense_0'][
+    'kernel'
+  ]
   assert len(kernel.sharding.device_set) == count
 
 
@@ -348,12 +339,8 @@ def test_every_micro_batch_and_step_has_its_own_dropout():
   tx = optax.sgd(1.0)
   seen = []
   for accum_steps in (1, 2):
-    update = state_lib.make_update(
-      RandomTask(), tx, lambda _: 1.0, 0, accum_steps
-    )
-    state = state_lib.TrainState(
-      jnp.int32(0), jnp.ones(()), tx.init(jnp.ones(()))
-    )
+    update = state_lib.make_update(RandomTask(), tx, lambda _: 1.0, 0, accum_steps)
+    state = state_lib.TrainState(jnp.int32(0), jnp.ones(()), tx.init(jnp.ones(())))
     for _ in range(2):
       state, metrics = update(
         state.replace(params=jnp.ones(())), {'x': jnp.ones((4, 1))}
@@ -465,9 +452,7 @@ def test_a_workdir_of_another_config_is_refused(finished):
   config = copy.deepcopy(config)
   config.base_lr = 0.5
   config.progress_every = 3  # This one may differ.
-  with pytest.raises(
-    ValueError, match='base_lr: 0.001 there, 0.5 here'
-  ) as error:
+  with pytest.raises(ValueError, match='base_lr: 0.001 there, 0.5 here') as error:
     fit(config, workdir)
   assert 'progress_every' not in str(error.value)
 
@@ -482,10 +467,8 @@ def test_a_workdir_that_cannot_be_written_is_refused(module_config, tmp_path):
 
 
 def test_a_folder_without_a_run_has_nothing_to_evaluate(tmp_path):
-  with pytest.raises(
-    FileNotFoundError, match='holds no run: there is no config'
-  ):
-    evaluation.evaluate(str(tmp_path), 'test')
+  with pytest.raises(FileNotFoundError, match='holds no run: there is no config'):
+    evaluation.evaluate(predict.load(str(tmp_path)), 'test')
   with pytest.raises(FileNotFoundError, match='holds no run'):
     workdir_lib.load(tmp_path)
 
@@ -555,9 +538,7 @@ def test_several_splits_are_evaluated_by_name(tiny_config, tmp_path):
     ({'task': 'tests.trees'}, 'the module has no class Task'),
   ],
 )
-def test_wrong_tasks_and_evaluations_are_named(
-  tiny_config, tmp_path, fields, message
-):
+def test_wrong_tasks_and_evaluations_are_named(tiny_config, tmp_path, fields, message):
   with tiny_config.ignore_type():
     tiny_config.update(fields)
   refuse(tiny_config, tmp_path / 'run', message)

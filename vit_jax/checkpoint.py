@@ -14,14 +14,9 @@ from absl import logging
 import flax.core
 import flax.traverse_util
 
-from vit_jax import console
-from vit_jax import models
+from vit_jax import console, models
 from vit_jax.configs import models as model_configs
-from vit_jax.weights import fetch
-from vit_jax.weights import fitting
-from vit_jax.weights import identify
-from vit_jax.weights import reading
-from vit_jax.weights import writing
+from vit_jax.weights import fetch, fitting, identify, reading, writing
 from vit_jax.weights.families import text
 
 copy = fetch.copy
@@ -55,9 +50,7 @@ def load(path: str) -> dict:
   """
   weights = reading.read(path)
   if weights.kind != 'workdir':
-    fitting.note_differences(
-      weights, identify.model_config(weights.params) or {}
-    )
+    fitting.note_differences(weights, identify.model_config(weights.params) or {})
   return weights.params
 
 

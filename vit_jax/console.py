@@ -17,11 +17,9 @@ import tempfile
 import threading
 import traceback
 import types
-from typing import Any
-from typing import TextIO
+from typing import Any, TextIO
 
-from absl import flags as absl_flags
-from absl import logging
+from absl import flags as absl_flags, logging
 import tqdm
 
 _EXPECTED = (ValueError, FloatingPointError, OSError, ImportError)
@@ -45,9 +43,7 @@ def quiet():
   logging.use_absl_handler()
   absl_flags.FLAGS.mark_as_parsed()  # Else absl says that nothing parsed them.
   logging.set_verbosity(logging.WARNING)
-  logging.get_absl_handler().addFilter(
-    lambda record: 'orbax' not in record.pathname
-  )
+  logging.get_absl_handler().addFilter(lambda record: 'orbax' not in record.pathname)
   logging.get_absl_handler().setFormatter(
     python_logging.Formatter('%(levelname)s: %(message)s')
   )

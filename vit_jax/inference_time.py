@@ -12,26 +12,20 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from vit_jax import console
-from vit_jax import models
-from vit_jax.configs import inference_time as default_config
-from vit_jax.configs import schema
+from vit_jax import console, models
+from vit_jax.configs import inference_time as default_config, schema
 from vit_jax.distributed import sharding
 from vit_jax.run import metrics as metrics_lib
 
 # Types of the keys of the config.
 TYPES = {
   **dict.fromkeys(('model_name', 'dtype'), schema.Text),
-  **dict.fromkeys(
-    ('steps', 'batch', 'num_classes', 'image_size'), schema.Count
-  ),
+  **dict.fromkeys(('steps', 'batch', 'num_classes', 'image_size'), schema.Count),
   'initial_steps': schema.Natural,
 }
 
 
-def inference_time(
-  config: ml_collections.ConfigDict, workdir: str
-) -> dict[str, float]:
+def inference_time(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
   """Times the forward pass, step by step, on all devices.
 
   Args:
@@ -66,9 +60,7 @@ def inference_time(
   seconds = []
   with jax.set_mesh(mesh):
     params = jax.device_put(params, sharding.replicated(mesh))
-    images = jnp.ones(
-      (config.batch, *size), device=sharding.batch_sharding(mesh)
-    )
+    images = jnp.ones((config.batch, *size), device=sharding.batch_sharding(mesh))
     console.say(
       f'{config.model_name}, {size[0]}x{size[1]} pixels, {config.batch} images per '
       f'step on {mesh.size} {mesh.devices.flat[0].platform} device(s), '

@@ -17,9 +17,7 @@ and determines all random numbers; it is None in evaluation. The function
 returns tensors of static shapes, by name.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 import functools
 import os
 from typing import NamedTuple
@@ -31,14 +29,9 @@ import tensorflow as tf
 
 from vit_jax import preprocess
 from vit_jax.configs import common
-from vit_jax.data import feeding
-from vit_jax.data import folder
-from vit_jax.data import manifest
-from vit_jax.data import order
-from vit_jax.data import sources
+from vit_jax.data import feeding, folder, manifest, order, sources
 from vit_jax.data.images import images
-from vit_jax.distributed import processes
-from vit_jax.distributed import sharding
+from vit_jax.distributed import processes, sharding
 from vit_jax.run import config as run_config
 
 # Number of images decoded at a time.
@@ -140,9 +133,7 @@ def get_datasets(config):
   """
   config = run_config.complete(config)
   train = sources.open_split(config, config.pp.train)
-  test = sources.open_split(
-    config, config.pp.test, class_names=train.class_names
-  )
+  test = sources.open_split(config, config.pp.test, class_names=train.class_names)
   return _dataset(config, 'train', train), _dataset(config, 'test', test)
 
 
@@ -152,9 +143,7 @@ def get_data_from_tfds(*, config, mode: str) -> tf.data.Dataset:
   return get_datasets(config)[mode == 'test']
 
 
-def get_data_from_directory(
-  *, config, directory: str, mode: str
-) -> tf.data.Dataset:
+def get_data_from_directory(*, config, directory: str, mode: str) -> tf.data.Dataset:
   """Returns the images of a folder of classes, see `get_datasets`.
 
   Args:
@@ -297,8 +286,7 @@ def eval_dataset(
   if source.tolerant:
     data = data.ignore_errors()
   padding = {
-    name: tf.zeros(spec.shape, spec.dtype)
-    for name, spec in data.element_spec.items()
+    name: tf.zeros(spec.shape, spec.dtype) for name, spec in data.element_spec.items()
   }
   padding['index'] = tf.constant(-1)
   padding = tf.data.Dataset.from_tensors(padding).repeat()
@@ -416,9 +404,7 @@ def _few_batches(config, source, example: Callable, mesh, numbers=None):
   """
 
   def make(number):
-    made = _one(
-      source, lambda record: example(source.read(record), None), number
-    )
+    made = _one(source, lambda record: example(source.read(record), None), number)
     return {**made, 'mask': np.float32(1), 'index': np.int32(number)}
 
   def batches():
@@ -461,9 +447,7 @@ def image_shapes(source) -> np.ndarray:
   known = source.shapes()
   if known is not None:
     return known
-  mine = np.arange(
-    jax.process_index(), source.num_examples, jax.process_count()
-  )
+  mine = np.arange(jax.process_index(), source.num_examples, jax.process_count())
   found = np.zeros((source.num_examples, 2), np.int64)
 
   def indices(number):

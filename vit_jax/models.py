@@ -12,9 +12,7 @@ import importlib
 
 import flax.linen as nn
 
-from vit_jax import models_mixer
-from vit_jax import models_resnet
-from vit_jax import models_vit
+from vit_jax import models_mixer, models_resnet, models_vit
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import dtypes
 
@@ -58,9 +56,7 @@ def register(kind: str, cls: type[nn.Module]) -> None:
     ValueError: if another class has this kind, or `cls` is no Linen module.
   """
   if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-    raise ValueError(
-      f"kind='{kind}' must be a class of Linen modules, got {cls}"
-    )
+    raise ValueError(f"kind='{kind}' must be a class of Linen modules, got {cls}")
   location = f'{cls.__module__}:{cls.__qualname__}'
   if kind in KINDS and _location(KINDS[kind]) != location:
     raise ValueError(

@@ -19,10 +19,7 @@ import jax.numpy as jnp
 
 from vit_jax import models_resnet
 from vit_jax.distributed import sharding
-from vit_jax.layers import dtypes
-from vit_jax.layers import layer_stack
-from vit_jax.layers import patches
-from vit_jax.layers import resnet
+from vit_jax.layers import dtypes, layer_stack, patches, resnet
 
 # By name (config.model.eps): the constants of the published models, and those
 # of timm.
@@ -36,9 +33,7 @@ REMATS = ('', 'full')
 
 
 def _group_norm(eps, types, name):
-  return nn.GroupNorm(
-    32, epsilon=eps.norm, use_fast_variance=False, name=name, **types
-  )
+  return nn.GroupNorm(32, epsilon=eps.norm, use_fast_variance=False, name=name, **types)
 
 
 def _conv(features, size, strides, name, eps, types):
@@ -74,9 +69,7 @@ class ResidualUnit(nn.Module):
     types = dtypes.of(self)
     conv = functools.partial(_conv, eps=self.eps, types=types)
     norm = lambda name: _group_norm(self.eps, types, f'gn{name}')
-    x = resnet.bottleneck(
-      x, self.features, self.strides, conv, norm, norms_first=True
-    )
+    x = resnet.bottleneck(x, self.features, self.strides, conv, norm, norms_first=True)
     return sharding.constrain_batch(x)
 
 

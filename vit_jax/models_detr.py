@@ -11,8 +11,7 @@ Shapes in the comments:
   F channels of the feature map
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -20,11 +19,7 @@ import jax.numpy as jnp
 
 from vit_jax import models_vit
 from vit_jax.distributed import sharding
-from vit_jax.layers import detection
-from vit_jax.layers import dtypes
-from vit_jax.layers import detr_masks
-from vit_jax.layers import patches
-from vit_jax.layers import resnet
+from vit_jax.layers import detection, detr_masks, dtypes, patches, resnet
 
 BACKBONES = ('resnet', 'vit')
 
@@ -251,9 +246,7 @@ class Detr(nn.Module):
     types = dtypes.of(self)
     mask = shrink_mask(mask, features.shape[1:3])  # [B, h, w]
     positions = detection.sine_positions(mask, self.hidden_size)
-    projected = nn.Conv(self.hidden_size, (1, 1), name='input_proj', **types)(
-      features
-    )
+    projected = nn.Conv(self.hidden_size, (1, 1), name='input_proj', **types)(features)
     flat = (mask.shape[0], -1, self.hidden_size)
     x = projected.reshape(flat)
     positions = positions.reshape(flat).astype(x.dtype)

@@ -30,11 +30,13 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.distributed import sharding
-from vit_jax.layers import attention as attention_lib
-from vit_jax.layers import decoder
-from vit_jax.layers import dtypes
-from vit_jax.layers import layer_stack as loop_lib
-from vit_jax.layers import patches
+from vit_jax.layers import (
+  attention as attention_lib,
+  decoder,
+  dtypes,
+  layer_stack as loop_lib,
+  patches,
+)
 
 
 class ImageGPT(nn.Module):
@@ -81,9 +83,7 @@ class ImageGPT(nn.Module):
   def setup(self):
     """Creates parameters and layers; raises ValueError for wrong fields."""
     attention_lib.check(self.attention, 0.0, key='config.model.attention')
-    patches.check_choice(
-      'attention_scale', self.attention_scale, decoder.SCALES
-    )
+    patches.check_choice('attention_scale', self.attention_scale, decoder.SCALES)
     patches.check_choice('remat', self.remat, loop_lib.REMATS)
     width, types = self.hidden_size, dtypes.of(self)
     if width % self.num_heads:
@@ -98,9 +98,7 @@ class ImageGPT(nn.Module):
 
     if self.causal:
       self.start_token = normal('start_token', 0.02, width)
-    self.color_embedding = normal(
-      'color_embedding', 0.02, self.num_colors, width
-    )
+    self.color_embedding = normal('color_embedding', 0.02, self.num_colors, width)
     self.position_embedding = normal(
       'position_embedding', 0.01, self.num_positions, width
     )
@@ -170,9 +168,7 @@ class ImageGPT(nn.Module):
   def _encode(self, x, train):
     """Applies all layers to tokens [B, N, D]."""
     # Initialising parameters and sowing intermediates need separate layers.
-    apart = self.is_initializing() or self.is_mutable_collection(
-      'intermediates'
-    )
+    apart = self.is_initializing() or self.is_mutable_collection('intermediates')
     layers = self.block
     if loop_lib.is_looped(self.scan, self.num_layers, train) and not apart:
       x, layers = self._loop(x), self.block[-1:]

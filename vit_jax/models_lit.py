@@ -28,9 +28,7 @@ import jax.numpy as jnp
 
 from vit_jax import models_vit
 from vit_jax.configs import models as model_configs
-from vit_jax.layers import dtypes
-from vit_jax.layers import patches
-from vit_jax.layers import text_towers
+from vit_jax.layers import dtypes, patches, text_towers
 
 BASE_PATH = 'gs://vit_models/lit'
 _TINY = 1e-8  # Added to the length of an embedding that is divided by it.
@@ -92,9 +90,7 @@ class LitModel(patches.ImageModel):
     fields = {k: v for k, v in self.image.items() if k != 'kind'}
     # A head of zeros would have no direction.
     fields = {'head_init': 'lecun_normal', **fields, **types, **kwargs}
-    return models_vit.VisionTransformer(
-      **{**fields, 'num_classes': self.out_dims[0]}
-    )
+    return models_vit.VisionTransformer(**{**fields, 'num_classes': self.out_dims[0]})
 
   @nn.nowrap
   def text_tower(self, **kwargs) -> nn.Module:

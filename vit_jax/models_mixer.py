@@ -14,9 +14,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.distributed import sharding
-from vit_jax.layers import dtypes
-from vit_jax.layers import gpu_layout
-from vit_jax.layers import patches
+from vit_jax.layers import dtypes, gpu_layout, patches
 
 
 class MlpBlock(nn.Module):
@@ -115,9 +113,7 @@ class MlpMixer(patches.ImageModel):
     x = sharding.constrain_batch(x)
     x = x.reshape(x.shape[0], -1, x.shape[-1])  # [B, N, D]
     for i in range(self.num_blocks):
-      x = MixerBlock(
-        self.tokens_mlp_dim, self.channels_mlp_dim, layer=i, **types
-      )(x)
+      x = MixerBlock(self.tokens_mlp_dim, self.channels_mlp_dim, layer=i, **types)(x)
     x = nn.LayerNorm(name='pre_head_layer_norm', **types)(x)
     patches.sow_mean(self, f'layer_{self.num_blocks}', x)
     x = x.mean(axis=1)  # [B, D]

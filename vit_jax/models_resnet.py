@@ -7,15 +7,12 @@ Shapes in the comments: B images, H x W pixels, C channels, F features.
 """
 
 from collections.abc import Sequence
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 
-from vit_jax.layers import dtypes
-from vit_jax.layers import patches
-from vit_jax.layers import resnet
+from vit_jax.layers import dtypes, patches, resnet
 
 
 class Epsilons(NamedTuple):
@@ -64,9 +61,7 @@ class StdConv(nn.Conv):
     if name != 'kernel':
       return value
     inputs = tuple(range(value.ndim - 1))  # All axes but the output channels.
-    return weight_standardize(
-      value, inputs, self.eps.std, self.eps.std_variance
-    )
+    return weight_standardize(value, inputs, self.eps.std, self.eps.std_variance)
 
 
 class ResidualUnit(nn.Module):

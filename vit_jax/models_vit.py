@@ -33,8 +33,7 @@ It can add parameters to the published ones in a `setup` that calls
 `super().setup()` first.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import inspect
 from typing import Any
 
@@ -43,11 +42,13 @@ import jax.numpy as jnp
 
 from vit_jax import models_resnet
 from vit_jax.distributed import sharding
-from vit_jax.layers import attention
-from vit_jax.layers import dtypes
-from vit_jax.layers import encoder as encoder_lib
-from vit_jax.layers import patches as patches_lib
-from vit_jax.layers import positions
+from vit_jax.layers import (
+  attention,
+  dtypes,
+  encoder as encoder_lib,
+  patches as patches_lib,
+  positions,
+)
 
 CLASSIFIERS = ('token', 'gap', 'map', 'unpooled', 'token_unpooled')
 
@@ -153,9 +154,7 @@ class VisionTransformer(patches_lib.ImageModel):
     patches_lib.check_choice('classifier', self.classifier, CLASSIFIERS)
     types = dtypes.of(self)
     if self.resnet is not None:
-      self.resnet_layers = models_resnet.make_resnet(
-        **dict(self.resnet), **types
-      )
+      self.resnet_layers = models_resnet.make_resnet(**dict(self.resnet), **types)
     self.embedding = PatchEmbedding(
       features=self.hidden_size,
       patch_size=tuple(_field(self.patches, 'size')),
@@ -180,9 +179,7 @@ class VisionTransformer(patches_lib.ImageModel):
       given = {k: v for k, v in fields.items() if k in same}
       self.MAPHead_0 = encoder_lib.MAPHead(**{**types, **given})
     size = self.representation_size
-    self.pre_logits = (
-      IdentityLayer() if size is None else nn.Dense(size, **types)
-    )
+    self.pre_logits = IdentityLayer() if size is None else nn.Dense(size, **types)
     if self.num_classes:
       self.head = make_head(
         self.num_classes, self.head_bias_init, **types, init=self.head_init
@@ -272,9 +269,7 @@ class VisionTransformer(patches_lib.ImageModel):
     x, grid = self._with_class_token(tokens)
     return self.Transformer(x, train=train, parts=('positions',), **grid)
 
-  def encode(
-    self, tokens, *, train, mask=None, only_first=False, positioned=False
-  ):
+  def encode(self, tokens, *, train, mask=None, only_first=False, positioned=False):
     """Adds class token and position embeddings, and applies the encoder.
 
     Args:

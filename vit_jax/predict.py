@@ -62,8 +62,7 @@ def load(
   # Imported late: these modules load TensorFlow, which takes seconds.
   console.load_tensorflow()
   from vit_jax import train
-  from vit_jax.run import checkpoints as checkpoints_lib
-  from vit_jax.run import workdir as workdir_lib
+  from vit_jax.run import checkpoints as checkpoints_lib, workdir as workdir_lib
 
   if epath.Path(workdir).is_file():
     raise ValueError(
@@ -81,9 +80,7 @@ def load(
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   abstract = program.abstract
   with _freeing():
-    weights = checkpoints.restore_weights(
-      abstract.params, abstract.extra, step, dtype
-    )
+    weights = checkpoints.restore_weights(abstract.params, abstract.extra, step, dtype)
   model = program.task.predictor(weights.params, weights.extra, weights.step)
   model.workdir = model.origin = str(workdir)
   return model
@@ -122,9 +119,8 @@ def load_weights(
   """
   _check_dtype(dtype)
   console.load_tensorflow()
-  from vit_jax.weights import convert
   from vit_jax.run import config as run_config
-  from vit_jax.weights import writing
+  from vit_jax.weights import convert, writing
 
   with _freeing():
     model = convert.read(path, class_names, image_size, num_heads, dtype, gelu)
@@ -139,9 +135,7 @@ def load_weights(
 
 def _check_dtype(dtype):
   if dtype not in (None, 'bfloat16', 'float16'):
-    raise ValueError(
-      f"dtype='{dtype}' must be 'bfloat16' or 'float16' (--dtype)"
-    )
+    raise ValueError(f"dtype='{dtype}' must be 'bfloat16' or 'float16' (--dtype)")
 
 
 @contextlib.contextmanager
@@ -251,8 +245,7 @@ def run(args) -> None:
 
 def _print(model, args) -> None:
   """Prints predictions; broken images are skipped, and an error at the end."""
-  from vit_jax.inference import user_images
-  from vit_jax.inference import tables
+  from vit_jax.inference import tables, user_images
 
   images, done = args.images, 0
   try:
@@ -293,8 +286,7 @@ def _split(words: Sequence[str]) -> list[str]:
 def _write_table(model, args, split) -> None:
   """Writes the table that the flags ask for."""
   from vit_jax.data import sources
-  from vit_jax.inference import user_images
-  from vit_jax.inference import tables
+  from vit_jax.inference import tables, user_images
 
   config = model.config
   if split:
@@ -305,7 +297,3 @@ def _write_table(model, args, split) -> None:
   options = model.table_options(args)
   columns, facts = model.columns(**options), {'flags': options, 'split': split}
   tables.write(model, source, args.out, columns, facts, args.broken)
-
-
-if __name__ == '__main__':
-  console.run('predict')

@@ -16,18 +16,11 @@ import io
 from typing import Any
 
 import numpy as np
-from PIL import Image
-from PIL import ImageOps
+from PIL import Image, ImageOps
 import tensorflow as tf
 
-from vit_jax.data.augmentation import canvases
-from vit_jax.data.augmentation import geometry
-from vit_jax.data.augmentation import pixel_ops
-from vit_jax.data.images import images
-from vit_jax.data.images import jpeg
-from vit_jax.data.images import orientation
-from vit_jax.data.images import image_files
-from vit_jax.data.images import rgb
+from vit_jax.data.augmentation import canvases, geometry, pixel_ops
+from vit_jax.data.images import image_files, images, jpeg, orientation, rgb
 from vit_jax.data.texts import tokenizers
 
 crop_size = geometry.crop_size
@@ -327,7 +320,7 @@ def from_user(
       image = ImageOps.exif_transpose(image)
     buffer = io.BytesIO()
     pixels = Image.fromarray(rgb.to_rgb(image))
-    pixel_ops.save(buffer, 'PNG', compress_level=0)
+    pixels.save(buffer, 'PNG', compress_level=0)
     image = buffer.getvalue()
   if not isinstance(image, bytes):
     name, image = image_files.display(image), image_files.read_file(image)

@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from vit_jax import checkpoint
-from vit_jax import models
+from vit_jax import checkpoint, models
 
 
 def create_checkpoint(model_config, path: str):
@@ -16,7 +15,5 @@ def create_checkpoint(model_config, path: str):
     path: path of the file.
   """
   model = models.make_model(model_config, num_classes=1)
-  variables = model.init(
-    jax.random.key(0), jnp.ones((1, 16, 16, 3)), train=False
-  )
+  variables = model.init(jax.random.key(0), jnp.ones((1, 16, 16, 3)), train=False)
   checkpoint.save(variables['params'], path)

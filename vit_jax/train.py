@@ -7,39 +7,31 @@ from collections.abc import Callable
 import contextlib
 import shlex
 import time
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.traverse_util
 import jax
 import ml_collections
 import optax
 
-from vit_jax import checkpoint
-from vit_jax import console
-from vit_jax import input_pipeline
+from vit_jax import checkpoint, console, input_pipeline
 from vit_jax.configs import models as model_configs
-from vit_jax.data import mixture
-from vit_jax.data import sources
-from vit_jax.distributed import processes
-from vit_jax.distributed import sharding
-from vit_jax.evaluators import probes
-from vit_jax.evaluators import real
+from vit_jax.data import mixture, sources
+from vit_jax.distributed import processes, sharding
+from vit_jax.evaluators import probes, real
 from vit_jax.figures import pictures
-from vit_jax.layers import attention
-from vit_jax.layers import dtypes
-from vit_jax.layers import patches
-from vit_jax.learning import losses
-from vit_jax.learning import optim
-from vit_jax.learning import state as state_lib
-from vit_jax.planning import memory
-from vit_jax.run import checkpoints as checkpoints_lib
-from vit_jax.run import config as run_config
-from vit_jax.run import lock
-from vit_jax.run import loop
-from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import stopping
-from vit_jax.run import workdir as workdir_lib
+from vit_jax.layers import attention, dtypes, patches
+from vit_jax.learning import losses, optim, state as state_lib
+from vit_jax.run import (
+  checkpoints as checkpoints_lib,
+  config as run_config,
+  lock,
+  loop,
+  memory,
+  metrics as metrics_lib,
+  stopping,
+  workdir as workdir_lib,
+)
 
 say = console.say
 # Runs of fewer updates are most likely a mistake.
@@ -144,9 +136,7 @@ def make_program(config, metadata, mesh) -> Program:
   return Program(task, update, create_state, abstract)
 
 
-def make_update_fn(
-  *, apply_fn: Callable, accum_steps: int | None, tx
-) -> Callable:
+def make_update_fn(*, apply_fn: Callable, accum_steps: int | None, tx) -> Callable:
   """Returns a compiled update for training loops of users, as in the original.
 
   Args:
@@ -234,7 +224,7 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   }
   evaluations = run_config.evaluations(config)
   tests = {
-    name: open_for(config, task_class, metadata, split, dataset, workdir)
+    name: sources.open_for(config, task_class, metadata, split, dataset, workdir)
     for name, split, dataset in evaluations
   }
   config = run_config.resolve_steps(config, train.num_examples)
@@ -245,14 +235,10 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
     open_split = _opener(program.task, dataset, workdir, opened)
     evaluators[name] = [*program.task.evaluators(mesh, split, open_split)]
     if len(evaluators) == 1:
-      evaluators[name] += _probes(
-        program.task, mesh, workdir, split, open_split
-      )
+      evaluators[name] += _probes(program.task, mesh, workdir, split, open_split)
   _check_best(config.best_metric, evaluators)
   drawn = pictures.Pictures(program.task, mesh, next(iter(tests.values())))
-  return Prepared(
-    config, mesh, program, metadata, train, tests, evaluators, drawn
-  )
+  return Prepared(config, mesh, program, metadata, train, tests, evaluators, drawn)
 
 
 def _check_best(best: str, evaluators):
@@ -275,7 +261,7 @@ def _opener(task, dataset, workdir, opened) -> Callable:
     if wanted in opened and not further and not other:
       return opened[wanted]
     given = task.config, type(task), {} if other else task.metadata
-    return open_for(*given, wanted, other or dataset, workdir, further)
+    return sources.open_for(*given, wanted, other or dataset, workdir, further)
 
   return open_split
 
@@ -310,26 +296,6 @@ def _probes(task, mesh, workdir, split, open_split) -> list:
   if config.real_labels is not None:
     found.append(real.Real(task, mesh, open_split, split, config.real_labels))
   return found
-
-
-def open_for(
-  config,
-  task_class,
-  metadata,
-  split: str,
-  dataset=None,
-  workdir=None,
-  further=(),
-):
-  """Opens a split with the classes of the training data, and `further` features."""
-  return sources.open_split(
-    config,
-    split,
-    (*task_class.FEATURES, *further),
-    class_names=metadata.get('class_names'),
-    dataset=dataset,
-    workdir=workdir,
-  )
 
 
 def check_start(prepared: Prepared, workdir) -> dict:
@@ -463,9 +429,7 @@ def _train(prepared, workdir, held, checkpoints, state, step):
     if step < config.total_steps:
       held.check()
       try:
-        task.begin(
-          state.params, state.extra, prepared.train, mesh, workdir, stop.now
-        )
+        task.begin(state.params, state.extra, prepared.train, mesh, workdir, stop.now)
       except stopping.Stopped as e:
         raise Interrupted(step, stop.signal) from e
     batches = input_pipeline.train_batches(
@@ -528,9 +492,7 @@ def _describe(prepared):
     lines.append(f'{frozen:,} of the parameters are frozen.')
   rows = sharding.report(params)
   if any(row['spec'] != 'replicated' for row in rows):
-    lines += [
-      f'Parameters, {row["spec"]}: {sharding.describe(row)}.' for row in rows
-    ]
+    lines += [f'Parameters, {row["spec"]}: {sharding.describe(row)}.' for row in rows]
   copied = sharding.not_split(params, mesh)
   if copied:
     lines.append(f'{copied}.')
@@ -560,6 +522,6 @@ def _summarise(run, metrics, seconds):
       prepared.program.task.flags_to_predict(),
     ]
     say(
-      'Next, the prediction for an image:\n  python -m vit_jax.predict '
+      'Next, the prediction for an image:\n  vit_jax predict '
       + ' '.join(filter(None, words))
     )

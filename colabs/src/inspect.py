@@ -70,8 +70,7 @@ colab_tools.ready(found[0], folders=[RUN, WEIGHTS])
 # %%
 from sklearn import datasets as sample_datasets
 
-from vit_jax import predict
-from vit_jax import train
+from vit_jax import predict, train
 from vit_jax.configs import digits
 
 images = IMAGES
@@ -95,8 +94,7 @@ print(f'{model.config.model.model_name}, after {model.step:,} steps')
 from IPython import display
 import matplotlib.pyplot as plt
 
-from vit_jax.figures import visualize
-from vit_jax.figures import gallery
+from vit_jax.figures import gallery, visualize
 
 texts = {entry.name: entry for entry in gallery.of(model.task)}
 figures = visualize.figures(model, images)
@@ -112,7 +110,7 @@ for name, figure in figures.items():
 # a page that opens in a browser, run in a terminal, in the checkout of vit_jax:
 #
 # ```
-# python -m vit_jax.figures.visualize --workdir=RUN --out=FOLDER
+# vit_jax visualize --workdir=RUN --out=FOLDER
 # ```
 #
 # ## The arrays behind the figures

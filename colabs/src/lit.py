@@ -102,9 +102,9 @@ colab_tools.ready(
 # %%
 import jax
 
-from vit_jax.weights import convert
 from vit_jax import models
 from vit_jax.configs import models as model_configs
+from vit_jax.weights import convert
 
 if MODEL in model_configs.MODEL_CONFIGS:
   model = models.get_model(MODEL)
@@ -239,8 +239,7 @@ print(f'Zero-shot accuracy on {count:,} images: {accuracy:.2%}')
 
 # %%
 titles = [
-  names[p] if p == t else f'{names[p]} ({names[t]})'
-  for p, t in zip(predicted, labels)
+  names[p] if p == t else f'{names[p]} ({names[t]})' for p, t in zip(predicted, labels)
 ]
 colab_tools.show(
   colab_tools.to_pixels(np.stack(seen)), titles[: len(seen)], columns=4, size=2

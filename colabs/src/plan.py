@@ -89,8 +89,8 @@ colab_tools.ready(found[0], extras=['colab', 'plan'])
 # over the images, would take 30 hours, or 121 chip-hours.
 
 # %%
-from vit_jax.planning import plan as planner
 from vit_jax.configs import pretrain
+from vit_jax.planning import plan as planner
 
 
 def make_plan(changes):
@@ -130,9 +130,7 @@ parts = {
   'images and labels': ('batch_bytes', '#CC79A7'),
   'activations and the rest': ('activations_bytes', '#009E73'),
 }
-fig, axes = plt.subplots(
-  figsize=(8, 1.5 + 0.6 * len(plans)), layout='constrained'
-)
+fig, axes = plt.subplots(figsize=(8, 1.5 + 0.6 * len(plans)), layout='constrained')
 for row, made in enumerate(plans.values()):
   left = 0
   for name, (key, colour) in parts.items():
@@ -159,9 +157,7 @@ for title, made in plans.items():
     print(f'{title:<22}  does not fit')
     continue
   speed = made['images_per_second_per_core']
-  hours = made['chip_hours'] * (
-    speed / made['images_per_second_per_core_with_network']
-  )
+  hours = made['chip_hours'] * (speed / made['images_per_second_per_core_with_network'])
   price = f'{hours * PRICE_PER_CHIP_HOUR:12,.0f}' if PRICE_PER_CHIP_HOUR else ''
   print(f'{title:<22}  {hours:10,.0f} chip-hours{price}')
 
@@ -172,6 +168,6 @@ for title, made in plans.items():
 # which a training is fastest, run in a terminal, in the checkout of vit_jax:
 #
 # ```
-# python -m vit_jax.planning.plan --config=configs/pretrain.py:h14,jft300m \
+# vit_jax plan --config=configs/pretrain.py:h14,jft300m \
 #   --topology=v3:4x4 --config.model.dtype=bfloat16 --search
 # ```

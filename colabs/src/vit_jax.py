@@ -85,8 +85,7 @@ colab_tools.ready(found[0], folders=[WORKDIR, DATA, NEW_DATA])
 # schedule. It is made by a function call, and all of its values can be changed.
 
 # %%
-from vit_jax.configs import digits
-from vit_jax.configs import pretrain
+from vit_jax.configs import digits, pretrain
 
 if NEW_DATA == 'parity' and DATA != 'digits':
   raise ValueError(
@@ -154,9 +153,7 @@ colab_tools.show(patches[: 8 * width], columns=width)
 
 model = models.make_model(config.model, num_classes=len(names))
 image = train_batch['image'][:1]
-params = jax.jit(lambda: model.init(jax.random.key(0), image, train=False))()[
-  'params'
-]
+params = jax.jit(lambda: model.init(jax.random.key(0), image, train=False))()['params']
 for part, leaves in params.items():
   count = sum(leaf.size for leaf in jax.tree.leaves(leaves))
   print(f'{part:<12} {count:>12,} parameters')
@@ -190,8 +187,7 @@ print(f'Test accuracy: {metrics["accuracy_test"]:.2%}')
 # warm-up, then a cosine).
 
 # %%
-from vit_jax.figures import charts
-from vit_jax.figures import results
+from vit_jax.figures import charts, results
 
 charts.learning_curves(results.learning_curves(WORKDIR))
 
@@ -241,8 +237,7 @@ import pathlib
 
 from PIL import Image
 
-from vit_jax.configs import digits_transfer
-from vit_jax.configs import vit
+from vit_jax.configs import digits_transfer, vit
 
 if NEW_DATA == 'parity':
   folder = pathlib.Path(f'{WORKDIR}_parity')

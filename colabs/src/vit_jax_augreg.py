@@ -222,8 +222,7 @@ state, metrics = train.train_and_evaluate(config, WORKDIR)
 print(f'Test accuracy: {metrics["accuracy_test"]:.2%}')
 
 # %%
-from vit_jax.figures import charts
-from vit_jax.figures import results
+from vit_jax.figures import charts, results
 
 charts.learning_curves(results.learning_curves(WORKDIR))
 

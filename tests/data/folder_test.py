@@ -11,10 +11,7 @@ import pytest
 
 from vit_jax import input_pipeline
 from vit_jax.commands import train as train_command
-from vit_jax.data import checking
-from vit_jax.data import folder
-from vit_jax.data import slices
-from vit_jax.data import sources
+from vit_jax.data import checking, folder, slices, sources
 from vit_jax.data.images import images
 
 
@@ -70,9 +67,7 @@ def test_info_counts_a_split_with_the_classes_of_train(root):
 
 
 def test_no_folder_and_no_split():
-  with pytest.raises(
-    FileNotFoundError, match="dataset='/no/such' is not a fol"
-  ):
+  with pytest.raises(FileNotFoundError, match="dataset='/no/such' is not a fol"):
     folder.is_folder('/no/such')
   assert not folder.is_folder('cifar10')
 
@@ -117,17 +112,13 @@ def test_a_class_without_images_among_other_files(root):
 
 def test_a_class_that_test_lacks(root):
   shutil.rmtree(root / 'test' / 'bee')
-  with pytest.raises(
-    ValueError, match=r"test' are not those .*it lacks \['bee'\]"
-  ):
+  with pytest.raises(ValueError, match=r"test' are not those .*it lacks \['bee'\]"):
     folder.list_split(str(root), 'test', ('ant', 'bee', 'cow'))
 
 
 def test_a_class_that_train_lacks(root):
   shutil.copytree(root / 'test' / 'bee', root / 'test' / 'wasp')
-  with pytest.raises(
-    ValueError, match=r"is trained on, 3, .*it has \['wasp'\]"
-  ):
+  with pytest.raises(ValueError, match=r"is trained on, 3, .*it has \['wasp'\]"):
     folder.list_split(str(root), 'test', ('ant', 'bee', 'cow'))
 
 
@@ -177,9 +168,7 @@ def test_what_was_looked_at_before_the_error_is_not_looked_at_again(
   assert looked == [str(zero).encode()]
 
 
-def test_broken_images_are_skipped_and_counted_where_the_config_says(
-  root, caplog
-):
+def test_broken_images_are_skipped_and_counted_where_the_config_says(root, caplog):
   broken = damage(root)
   paths, labels, names = folder.list_split(str(root), 'train', broken='skip')
   assert len(paths) == len(labels) == 30
@@ -242,9 +231,7 @@ def test_slices():
   assert slices.take(range(20), 'test', '') == range(20)
 
 
-def test_a_folder_of_the_name_of_a_data_set_is_not_taken_for_it(
-  tmp_path, monkeypatch
-):
+def test_a_folder_of_the_name_of_a_data_set_is_not_taken_for_it(tmp_path, monkeypatch):
   """Seen: after --workdir=digits the same command found no split there."""
   (tmp_path / 'digits').mkdir()
   (tmp_path / 'photos').mkdir()

@@ -8,9 +8,7 @@ import pytest
 import tensorflow as tf
 
 from vit_jax import input_pipeline
-from vit_jax.data import folder
-from vit_jax.data import manifest
-from vit_jax.data import sources
+from vit_jax.data import folder, manifest, sources
 
 
 def write(root, lines, split='train'):
@@ -35,9 +33,7 @@ def write(root, lines, split='train'):
 
 def read(root, *features, split='train', **kwargs):
   """Returns the features in the order of the lines, and names of classes."""
-  columns, names = manifest.read_split(
-    str(root), split, ('image', *features), **kwargs
-  )
+  columns, names = manifest.read_split(str(root), split, ('image', *features), **kwargs)
   numbers = [int(path.split('/')[-1][:-4]) for path in columns.pop('image')]
   order = np.argsort(numbers)
   return {name: tf.gather(x, order) for name, x in columns.items()}, names
@@ -132,9 +128,7 @@ def test_classes_of_the_training_split_hold_for_all(tmp_path):
   assert names == {'label': ('ant', 'bee')}
   assert got['label'].numpy().tolist() == [[1]]
   write(tmp_path, [{'label': 'bee'}, {'label': 'wasp'}], 'test')
-  with pytest.raises(
-    ValueError, match=r'test.jsonl:2: "wasp" is none of the 2'
-  ):
+  with pytest.raises(ValueError, match=r'test.jsonl:2: "wasp" is none of the 2'):
     read(tmp_path, 'label', split='test', class_names=('ant', 'bee'))
   write(tmp_path, [{'label': 1}, {'label': 2}], 'test')
   with pytest.raises(ValueError, match=r'test.jsonl:2: 2 is none of the 2'):
@@ -164,9 +158,7 @@ def test_classes_of_other_features(tmp_path):
   assert names == {'objects/label': ('cat', 'dog')}
   assert got['objects/label'].to_list() == [[1, 0], []]
   write(tmp_path, [{'objects': objects}, {'objects': [{'label': 'cow'}]}])
-  with pytest.raises(
-    ValueError, match=r'train.jsonl:2: "cow" is none of the 2'
-  ):
+  with pytest.raises(ValueError, match=r'train.jsonl:2: "cow" is none of the 2'):
     read(tmp_path, 'objects')
 
 
@@ -280,9 +272,7 @@ def as_manifest(image_folder, root, splits=('train', 'test')):
     (root / f'{split}.jsonl').write_text('\n'.join(lines))
 
 
-def test_a_manifest_of_a_folder_gives_its_batches(
-  tiny_config, image_folder, tmp_path
-):
+def test_a_manifest_of_a_folder_gives_its_batches(tiny_config, image_folder, tmp_path):
   as_manifest(image_folder, tmp_path)
   config = tiny_config
   config.pp.channels = 3

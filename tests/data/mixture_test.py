@@ -13,12 +13,8 @@ import tensorflow as tf
 from tests import input_pipeline_test
 from vit_jax import input_pipeline
 from vit_jax.commands import train as train_command
-from vit_jax.configs import common
-from vit_jax.configs import schema
-from vit_jax.data import mixture
-from vit_jax.data import order
-from vit_jax.data import records
-from vit_jax.data import sources
+from vit_jax.configs import common, schema
+from vit_jax.data import mixture, order, records, sources
 from vit_jax.distributed import sharding
 from vit_jax.run import workdir
 

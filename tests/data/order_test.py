@@ -13,9 +13,7 @@ from vit_jax.data import order
 
 
 def indices(positions, n, seed=3):
-  return order.example_indices(
-    tf.constant(positions, tf.int64), n, seed
-  ).numpy()
+  return order.example_indices(tf.constant(positions, tf.int64), n, seed).numpy()
 
 
 def chi2(counts, expected):

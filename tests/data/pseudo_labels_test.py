@@ -9,10 +9,7 @@ import tensorflow as tf
 from tests import looked_up
 from vit_jax import input_pipeline
 from vit_jax.configs import common
-from vit_jax.data import order
-from vit_jax.data import pseudo_labels
-from vit_jax.data import records
-from vit_jax.data import sources
+from vit_jax.data import order, pseudo_labels, records, sources
 
 NAMES = ('ant', 'bee', 'cow')
 # Three labelled images; the second is repeated.
@@ -56,9 +53,7 @@ def test_images_and_labels_are_those_of_the_rows(config, tmp_path):
   got = looked_up.features(source, [0, 3, 1, 2])
   assert got['image'] == looked_up.features(images, [5, 7, 2, 5])['image']
   np.testing.assert_array_equal(got['label'], [[2], [0], [1], [2]])
-  np.testing.assert_allclose(
-    got['soft_label'], [SOFT[1], SOFT[2], SOFT[0], SOFT[1]]
-  )
+  np.testing.assert_allclose(got['soft_label'], [SOFT[1], SOFT[2], SOFT[0], SOFT[1]])
   assert source.name(3) == images.name(7)
 
 
@@ -107,9 +102,7 @@ def test_labelled_and_pseudo_labelled_images_in_a_batch(config, tmp_path):
   write(tmp_path, config)
   folder = config.dataset
   config.dataset = ((folder, 1.0), (str(tmp_path), 3.0))
-  source = sources.open_split(
-    config, 'train', ('image', 'label', 'soft_label?')
-  )
+  source = sources.open_split(config, 'train', ('image', 'label', 'soft_label?'))
   assert source.num_examples == 33 + 4
   batches = examples(config, source)
   numbers = order.training_indices(source, np.arange(24), config.seed)
@@ -141,9 +134,7 @@ def test_pseudo_labels_of_other_classes_are_refused(config, tmp_path):
   with pytest.raises(ValueError, match="'bee', 'dog'.*must have the same"):
     sources.open_split(config, 'train')
   with pytest.raises(ValueError, match='are of 3 classes.*by a teacher of the'):
-    sources.open_split(
-      config, 'train', class_names=NAMES, dataset=str(tmp_path)
-    )
+    sources.open_split(config, 'train', class_names=NAMES, dataset=str(tmp_path))
 
 
 def test_pseudo_labels_of_other_images_are_refused(config, tmp_path):

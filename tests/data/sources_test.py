@@ -10,9 +10,7 @@ import tensorflow_datasets as tfds
 
 from tests import looked_up
 from vit_jax import input_pipeline
-from vit_jax.data import folder
-from vit_jax.data import records
-from vit_jax.data import sources
+from vit_jax.data import folder, records, sources
 
 SIZE = 7
 
@@ -151,9 +149,7 @@ def records_of(config, source):
     return {'x': tf.zeros([])}
 
   input_pipeline.eval_dataset(config, source, example, np.arange(4))
-  spec = {
-    name: x.shape for name, x in seen[0].items() if name != 'objects/outline'
-  }
+  spec = {name: x.shape for name, x in seen[0].items() if name != 'objects/outline'}
   data = tf.data.Dataset.range(SIZE).batch(3).map(source.lookup).unbatch()
   return spec, [source.read(record) for record in data]
 
@@ -223,9 +219,7 @@ def test_only_what_is_wanted_is_read(open_boxes):
 
 
 def test_features_that_may_be_lacking(open_boxes):
-  _, source = open_boxes(
-    'array_record', ('image', 'depth?', 'camera/id?', 'index')
-  )
+  _, source = open_boxes('array_record', ('image', 'depth?', 'camera/id?', 'index'))
   assert source.features == ('image', 'camera/id')
   with pytest.raises(
     ValueError, match=r"'boxes' has no feature 'depth': it has \['camera/flash'"
@@ -306,17 +300,13 @@ def test_a_fingerprint_of_tfds_and_of_a_mixture(tiny_config):
 # --- Folders ---
 
 
-def test_class_folders_give_images_alone_in_the_same_order(
-  tiny_config, image_folder
-):
+def test_class_folders_give_images_alone_in_the_same_order(tiny_config, image_folder):
   tiny_config.dataset = str(image_folder)
   labelled = sources.open_split(tiny_config, 'train[:20]')
   images = sources.open_split(tiny_config, 'train[:20]', ('image',))
   assert images.features == ('image',)
   assert images.names == {}
-  assert [images.name(i) for i in range(20)] == [
-    labelled.name(i) for i in range(20)
-  ]
+  assert [images.name(i) for i in range(20)] == [labelled.name(i) for i in range(20)]
   record = images.read({'image': tf.constant(images.name(0))})
   with open(images.name(0), 'rb') as file:
     assert record['image'].numpy() == file.read()
@@ -356,9 +346,7 @@ def test_folders_without_images(tiny_config, tmp_path):
   tiny_config.dataset = str(tmp_path)
   with pytest.raises(FileNotFoundError, match='no images in .*train/<class>/'):
     sources.open_split(tiny_config, 'train')
-  with pytest.raises(
-    FileNotFoundError, match='no images in .*train.: the known'
-  ):
+  with pytest.raises(FileNotFoundError, match='no images in .*train.: the known'):
     sources.open_split(tiny_config, 'train', ('image',))
 
 

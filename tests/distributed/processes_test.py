@@ -9,8 +9,7 @@ import pytest
 
 from tests import processes as running
 from vit_jax import console
-from vit_jax.distributed import heartbeats
-from vit_jax.distributed import processes
+from vit_jax.distributed import heartbeats, processes
 
 BEGIN = """
 import os, signal, sys, time
@@ -213,10 +212,7 @@ def test_a_process_that_ends_is_named():
   statuses, outputs = running.run_two(BEGIN + LEFT)
   assert statuses == [128 + signal.SIGTERM, 1]
   assert 'Error: process 1 (' in outputs[0]
-  assert (
-    'has ended: 503 UNAVAILABLE: an error of its own, so process 0'
-    in outputs[0]
-  )
+  assert 'has ended: 503 UNAVAILABLE: an error of its own, so process 0' in outputs[0]
   assert 'Traceback' not in outputs[0]
   # Its words are like those of a lost connection, but all processes live.
   assert outputs[1].endswith('OSError: 503 UNAVAILABLE: an error of its own\n')
@@ -249,7 +245,7 @@ def test_several_processes_keep_nothing_compiled_by_themselves(
   for place, name, value in (
     (jax.distributed, 'initialize', lambda: None),
     (jax, 'process_count', lambda: count),
-    (liveness, 'speak_on_abort', lambda: None),
+    (heartbeats, 'speak_on_abort', lambda: None),
     (heartbeats.watch, 'start', lambda: None),
     (processes, 'gather', lambda *args: ['a', 'b']),
   ):

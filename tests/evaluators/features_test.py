@@ -12,8 +12,7 @@ from tests import tiny_models
 from vit_jax.configs import models as model_configs
 from vit_jax.data import records
 from vit_jax.data.images import images as images_lib
-from vit_jax.distributed import processes
-from vit_jax.distributed import sharding
+from vit_jax.distributed import processes, sharding
 from vit_jax.evaluators import features
 from vit_jax.inference import engine
 from vit_jax.run import config as run_config
@@ -24,8 +23,7 @@ COUNT = 21  # Neither the batch of 8 nor the devices divide it.
 def grey(values):
   """A source of images of one grey value each, with labels."""
   encoded = [
-    images_lib.encode_png(np.full((8, 8, 3), value, np.uint8))
-    for value in values
+    images_lib.encode_png(np.full((8, 8, 3), value, np.uint8)) for value in values
   ]
   labels = np.full((len(values), 2), -1)
   labels[:, 0] = np.arange(len(values)) % 3
@@ -109,9 +107,7 @@ def test_layers_are_those_that_the_model_computes(task):
     for name in ('features', 'Transformer/encoder_norm')
   )
   head = params['head']
-  np.testing.assert_allclose(
-    inputs @ head['kernel'] + head['bias'], logits, atol=1e-4
-  )
+  np.testing.assert_allclose(inputs @ head['kernel'] + head['bias'], logits, atol=1e-4)
   np.testing.assert_allclose(norm, tokens.mean(axis=1), atol=1e-5)
   assert inputs.shape == norm.shape == (1, 16)
   assert not np.allclose(inputs, norm, atol=1e-2)

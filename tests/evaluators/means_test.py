@@ -25,9 +25,7 @@ def test_the_host_runs_two_batches_ahead_at_most(monkeypatch):
 
   monkeypatch.setattr(engine, '_fetch', wait)
   block = jax.block_until_ready
-  monkeypatch.setattr(
-    jax, 'block_until_ready', lambda x: timed.append(x) or block(x)
-  )
+  monkeypatch.setattr(jax, 'block_until_ready', lambda x: timed.append(x) or block(x))
 
   def sums(params, extra, batch):
     number = int(batch['index'][0])
@@ -35,9 +33,7 @@ def test_the_host_runs_two_batches_ahead_at_most(monkeypatch):
     begun.append(number)
     return {'loss': (np.float32(number), np.float32(1))}, np.int32(number)
 
-  task = types.SimpleNamespace(
-    config=types.SimpleNamespace(batch_eval=8), example=None
-  )
+  task = types.SimpleNamespace(config=types.SimpleNamespace(batch_eval=8), example=None)
   source = types.SimpleNamespace(num_examples=10)
   source.evaluated = source
   mesh = jax.make_mesh((8,), ('data',))

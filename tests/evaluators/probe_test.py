@@ -6,15 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from vit_jax.evaluators import evaluation
-from vit_jax import predict
-from vit_jax.evaluators import probe
-from vit_jax import train
+from vit_jax import predict, train
 from vit_jax.commands import probe as probe_command
+from vit_jax.data import sources
 from vit_jax.distributed import sharding
-from vit_jax.evaluators import features
-from vit_jax.evaluators import probes
-from vit_jax.evaluators import solvers
+from vit_jax.evaluators import evaluation, features, probe, probes, solvers
 from vit_jax.run import config as run_config
 
 
@@ -54,7 +50,7 @@ def test_the_command_measures_what_the_parts_do(
 
   extractor = features.Extractor(model.task, mesh, 'Transformer/encoderblock_0')
   opened = (
-    train.open_for(model.config, type(model.task), model.metadata, split)
+    sources.open_for(model.config, type(model.task), model.metadata, split)
     for split in ('train[:200]', 'test')
   )
   known, asked = (extractor.run(x, model.params, {}) for x in opened)
@@ -89,18 +85,14 @@ def test_all_layers(model, mesh, tmp_path, monkeypatch, capsys):
 
   model.task.intermediates = intermediates
   path = tmp_path / 'probe.json'
-  args = (
-    f'--workdir=/tmp/run --train=train[:100] --linear --json={path} --squeeze=1'
-  )
+  args = f'--workdir=/tmp/run --train=train[:100] --linear --json={path} --squeeze=1'
   probe_command.main([*args.split(), '--layer=all'])
   found = json.loads(path.read_text())
   assert found['fewshot'] == []
   assert [row['layer'] for row in found['layers']] == ['layer_0', 'layer_1']
   digits, pixels = {}, features.Extractor(model.task, mesh, 'pixels')
   for split in ('train[:100]', 'test'):
-    source = train.open_for(
-      model.config, type(model.task), model.metadata, split
-    )
+    source = sources.open_for(model.config, type(model.task), model.metadata, split)
     digits[split] = pixels.run(source, {}, {})
   for i, row in enumerate(found['layers']):
     x, y = (

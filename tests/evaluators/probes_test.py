@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from vit_jax import console
-from vit_jax.data import records
-from vit_jax.data import sources
+from vit_jax.data import records, sources
 from vit_jax.data.images import images as images_lib
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import probes
@@ -27,14 +26,10 @@ def test_the_same_few_of_each_class():
   assert all(len(set(row)) == 3 for row in chosen.tolist())
   # As the releases before have chosen.
   assert chosen.tolist() == [[0, 4, 6], [7, 1, 3], [10, 8, 5]]
-  np.testing.assert_array_equal(
-    probes.choose(labels, 'abc', 2, seed=1), chosen[:, :2]
-  )
+  np.testing.assert_array_equal(probes.choose(labels, 'abc', 2, seed=1), chosen[:, :2])
   # The choice in a class does not depend on the other classes.
   other = np.where(labels == 2, 1, labels)
-  np.testing.assert_array_equal(
-    probes.choose(other, 'ab', 3, seed=1)[0], chosen[0]
-  )
+  np.testing.assert_array_equal(probes.choose(other, 'ab', 3, seed=1)[0], chosen[0])
   found = {tuple(probes.choose(labels, 'abc', 3, s)[0]) for s in range(20)}
   assert len(found) > 4
 
@@ -143,7 +138,7 @@ def test_a_bar_on_a_terminal_drops_no_seed(task, splits, mesh, monkeypatch):
   with open(terminal, 'w') as stderr:
     monkeypatch.setattr(sys, 'stderr', stderr)
     monkeypatch.setattr(
-      cli,
+      console,
       'bar',
       lambda **kwargs: make_bar(
         **{**kwargs, 'delay': 1e-9, 'mininterval': 0, 'miniters': 1}

@@ -8,8 +8,7 @@ import numpy as np
 from PIL import Image
 import pytest
 
-from vit_jax.data import records
-from vit_jax.data import sources
+from vit_jax.data import records, sources
 from vit_jax.data.images import images
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import real
@@ -107,9 +106,7 @@ def test_a_file_that_is_not_there(task, tmp_path):
 
 def test_images_without_the_names_of_files(task, tmp_path):
   names = ['ILSVRC2012_val_00000007.JPEG', *['n015_54.JPEG'] * 5]
-  evaluator = make(
-    task, LABELS, tmp_path / 'real.json', lambda *_: source(names)
-  )
+  evaluator = make(task, LABELS, tmp_path / 'real.json', lambda *_: source(names))
   with pytest.raises(ValueError, match="'example 0' and 5 more images cannot be matched"):  # fmt: skip
     evaluator.run({}, {})
   columns = {'image': [png(1)] * 6, 'label': np.zeros((6, 1), np.int64)}

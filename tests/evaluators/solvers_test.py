@@ -8,12 +8,9 @@ import pytest
 
 from tests.evaluators import features_test
 from vit_jax import console
-from vit_jax.data import records
-from vit_jax.data import sources
+from vit_jax.data import records, sources
 from vit_jax.distributed import sharding
-from vit_jax.evaluators import features
-from vit_jax.evaluators import probes
-from vit_jax.evaluators import solvers
+from vit_jax.evaluators import features, probes, solvers
 from vit_jax.run import config as run_config
 
 
@@ -113,9 +110,7 @@ def test_sgd_where_features_do_not_fit_in_memory(tiny_config, monkeypatch):
   labels = np.arange(48)[:, None] % 3
   labels[5] = -1  # Does not count.
   images = source.lookup(np.arange(48))['image']
-  source = records.MemorySource(
-    {'image': images, 'label': labels}, source.names
-  )
+  source = records.MemorySource({'image': images, 'label': labels}, source.names)
 
   def intermediates(params, extra, batch, capture):
     mean = batch['image'].mean(axis=(1, 2, 3))[:, None]  # [B, 1]

@@ -3,9 +3,7 @@
 from matplotlib.backends import backend_agg
 import numpy as np
 
-from vit_jax.figures import charts
-from vit_jax.figures import invariance
-from vit_jax.figures import results
+from vit_jax.figures import charts, invariance, results
 
 
 def test_a_dot_a_head():
@@ -119,9 +117,7 @@ def test_mistakes_say_what_was_predicted_and_what_is_true():
   assert first.get_title() == 'predicted with 88 %:\nbee\ntrue: ant'
   assert [a.get_xlabel() for a in (first, second)] == ['7.png', 'example 3']
   none = charts.mistakes(found(np.eye(2)), ('ant', 'bee'), 'test')
-  assert (
-    none.get_suptitle() == "All images of split 'test' are predicted correctly"
-  )
+  assert none.get_suptitle() == "All images of split 'test' are predicted correctly"
 
 
 def test_an_image_a_column_of_the_reconstructions():

@@ -18,9 +18,7 @@ def test_pixels_are_enlarged_and_grey_is_a_colour():
   pixels = drawing.as_pixels(images)
   assert pixels.shape == (1, 128, 128, 3)
   corners = pixels[0, [0, 0, -1, -1], [0, -1, 0, -1]]
-  np.testing.assert_array_equal(
-    corners, np.repeat([[0], [0.5], [1], [1]], 3, 1)
-  )
+  np.testing.assert_array_equal(corners, np.repeat([[0], [0.5], [1], [1]], 3, 1))
   assert drawing.as_pixels(np.zeros((224, 300, 3))).shape == (224, 300, 3)
   assert drawing.as_pixels(np.zeros((224, 300, 4))).shape == (224, 300, 3)
 
@@ -45,9 +43,7 @@ def test_a_map_over_a_picture():
 def test_pictures_side_by_side():
   pictures = np.arange(6.0).reshape(2, 3, 1, 1).repeat(32, 2).repeat(64, 3)
   axes = drawing.new_figure(3.0, '').subplots()
-  shown = drawing.show_tiles(
-    axes, pictures, 'abc', 'de', gap=0.25, fill=-1, vmin=0
-  )
+  shown = drawing.show_tiles(axes, pictures, 'abc', 'de', gap=0.25, fill=-1, vmin=0)
   sheet, x, y = shown.get_array(), axes.get_xticks(), axes.get_yticks()
   assert sheet.shape == (2 * 32 + 8, 3 * 64 + 2 * 8)
   middles = sheet[np.ix_(np.round(y).astype(int), np.round(x).astype(int))]

@@ -1,13 +1,10 @@
 """Tests of letters in pictures: those of many languages are no boxes."""
 
 import numpy as np
-from PIL import Image
-from PIL import ImageDraw
-from PIL import ImageFont
+from PIL import Image, ImageDraw, ImageFont
 import pytest
 
-from vit_jax.figures import grids
-from vit_jax.figures import fonts
+from vit_jax.figures import fonts, grids
 
 
 def draw(text, font):
@@ -16,9 +13,7 @@ def draw(text, font):
   return np.asarray(canvas)
 
 
-@pytest.mark.parametrize(
-  'text', ['Käfer', 'Öl', 'été', 'Łódź', 'жук', 'Straße']
-)
+@pytest.mark.parametrize('text', ['Käfer', 'Öl', 'été', 'Łódź', 'жук', 'Straße'])
 def test_letters_are_drawn_and_not_boxes(text):
   found, font = fonts.drawable(text, 12)
   assert found == text
@@ -49,9 +44,7 @@ def test_other_letters_are_replaced(without_matplotlib, text, want):
 
 def test_captions_of_images_show_all_letters():
   image = np.zeros((1, 100, 100, 3), np.uint8)
-  umlaut, letter = (
-    grids.grid(image, [grids.Caption(text)], 1) for text in 'äa'
-  )
+  umlaut, letter = (grids.grid(image, [grids.Caption(text)], 1) for text in 'äa')
   below = 100 + 12  # Where the letters are.
   # An ä has the body of DejaVu's a and two dots, not a frame.
   rows = (umlaut[below:, :30] < 128).all(axis=-1).any(axis=1)

@@ -1,8 +1,7 @@
 """Tests of grids of images with captions."""
 
 import numpy as np
-from PIL import ImageColor
-from PIL import ImageDraw
+from PIL import ImageColor, ImageDraw
 import pytest
 
 from vit_jax.figures import grids
@@ -87,9 +86,7 @@ def test_long_names_are_written_whole(monkeypatch, name):
   assert ''.join(written).replace(' ', '') == ''.join(caption.split())
 
 
-@pytest.mark.parametrize(
-  'name', ['狗', 'ñandú', '🐝', 'كلب', 'a\udcff', '\0', '']
-)
+@pytest.mark.parametrize('name', ['狗', 'ñandú', '🐝', 'كلب', 'a\udcff', '\0', ''])
 def test_any_name_can_be_written(name):
   black = np.zeros((1, 96, 96, 3), np.uint8)
   picture = grids.grid(black, [grids.Caption(f'{name}: 5 %')], 1)

@@ -40,9 +40,7 @@ def transformer(num_layers=2, **fields):
 @pytest.mark.parametrize(
   'patch, count, pixels', [(16, 14, 116.49), (32, 7, 115.50), (14, 16, 116.57)]
 )
-def test_distances_of_uniform_attention_and_of_identity(
-  patch, count, pixels, before
-):
+def test_distances_of_uniform_attention_and_of_identity(patch, count, pixels, before):
   tokens = count**2 + before
   uniform = np.full((1, 1, tokens, tokens), 1 / tokens, np.float32)
   identity = np.eye(tokens, dtype=np.float32)[None, None]
@@ -125,9 +123,7 @@ def parameters(model, *args):
   init = functools.partial(model.init, train=False)
   shapes = jax.eval_shape(init, jax.random.key(0), *args)['params']
   rng = np.random.RandomState(0)
-  return jax.tree.map(
-    lambda p: 0.3 * rng.randn(*p.shape).astype(np.float32), shapes
-  )
+  return jax.tree.map(lambda p: 0.3 * rng.randn(*p.shape).astype(np.float32), shapes)
 
 
 def recorded(model, params, *args):

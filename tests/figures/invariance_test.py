@@ -73,9 +73,7 @@ def embedding(**fields):
   model = tiny_models.tiny(**fields)
   params = jax.tree.map(np.round, tiny_models.numbers(model, (8, 12)))
   return jax.jit(
-    functools.partial(
-      model.apply, {'params': params}, method='embed', flat=False
-    )
+    functools.partial(model.apply, {'params': params}, method='embed', flat=False)
   )
 
 

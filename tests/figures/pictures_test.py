@@ -14,21 +14,14 @@ import pytest
 from tensorboard.backend.event_processing import event_accumulator
 import tensorflow as tf
 
-from tests import conftest
-from tests import looked_up
-from tests import trees
-from vit_jax import input_pipeline
-from vit_jax import predict
-from vit_jax import train
+from tests import conftest, looked_up, trees
+from vit_jax import input_pipeline, predict, train
 from vit_jax.configs import models as model_configs
 from vit_jax.data import sources
 from vit_jax.distributed import sharding
-from vit_jax.figures import internals
-from vit_jax.figures import grids
-from vit_jax.figures import pictures
+from vit_jax.figures import grids, internals, pictures
 from vit_jax.learning import state as state_lib
-from vit_jax.run import config as run_config
-from vit_jax.run import metrics as metrics_lib
+from vit_jax.run import config as run_config, metrics as metrics_lib
 from vit_jax.tasks import classify
 
 
@@ -52,8 +45,7 @@ class Shown:
   def values(self, tag):
     """Yields (step, what is shown of a tag)."""
     return [
-      (x.step, tf.make_ndarray(x.tensor_proto))
-      for x in self._events.Tensors(tag)
+      (x.step, tf.make_ndarray(x.tensor_proto)) for x in self._events.Tensors(tag)
     ]
 
   def pictures(self, tag):
@@ -116,9 +108,7 @@ def test_the_config_is_a_table(shown, run):
   assert set(stored) <= {line.split()[1].split('.')[0] for line in lines[2:]}
 
 
-def test_training_images_are_those_that_the_first_update_gets(
-  shown, run, config
-):
+def test_training_images_are_those_that_the_first_update_gets(shown, run, config):
   config = run_config.complete(config)
   source = sources.open_split(config, 'train')
   example = input_pipeline.labelled_example(config, 10)
@@ -138,8 +128,7 @@ def first_test_images(config):
   source = sources.open_split(run_config.complete(config), 'test')
   found = looked_up.features(source, range(8))
   images = [
-    np.asarray(Image.open(io.BytesIO(png)).convert('L'))
-    for png in found['image']
+    np.asarray(Image.open(io.BytesIO(png)).convert('L')) for png in found['image']
   ]
   return images, np.concatenate(found['label'])
 
@@ -236,9 +225,7 @@ def test_training_pictures_are_mixed_as_by_the_update():
     task, optax.sgd(0.1), lambda step: 0.1, task.config.seed, 1
   )
   params = jnp.ones(1)
-  state = state_lib.TrainState(
-    jnp.int32(7), params, optax.sgd(0.1).init(params)
-  )
+  state = state_lib.TrainState(jnp.int32(7), params, optax.sgd(0.1).init(params))
   _, metrics = jax.jit(update)(state, batch)
   got = drawn.training(batch, 7)['x']
   np.testing.assert_array_equal(got, [metrics['train_0'], metrics['train_1']])
@@ -256,9 +243,7 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run(caplog):
 def make_task(data_dir, names=('ant', 'bee', 'cow'), **changes):
   config = conftest.make_tiny_config(data_dir)
   config.update(changes)
-  return classify.Task(
-    run_config.complete(config), {'class_names': list(names)}
-  )
+  return classify.Task(run_config.complete(config), {'class_names': list(names)})
 
 
 def test_captions_name_the_predicted_class_and_where_it_is_wrong_the_true_one(
@@ -306,8 +291,6 @@ def test_a_model_without_attention_is_refused_before_anything_is_written(
   with pytest.raises(ValueError, match=message):
     fit(config, tmp_path / 'run')
   config.log_images = 0
-  with pytest.raises(
-    ValueError, match='log_attention=True needs images.*log_images=0'
-  ):
+  with pytest.raises(ValueError, match='log_attention=True needs images.*log_images=0'):
     fit(config, tmp_path / 'run')
   assert not (tmp_path / 'run').exists()

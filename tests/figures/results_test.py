@@ -15,10 +15,8 @@ import tensorflow as tf
 from tests import tiny_models
 from vit_jax import input_pipeline
 from vit_jax.configs import pretrain
-from vit_jax.data import records
-from vit_jax.data import sources
-from vit_jax.figures import internals
-from vit_jax.figures import results
+from vit_jax.data import records, sources
+from vit_jax.figures import internals, results
 from vit_jax.run import config as run_config
 from vit_jax.tasks import classify
 
@@ -39,9 +37,7 @@ def model(image_folder):
 
 @pytest.fixture(scope='module')
 def source(model):
-  return sources.open_split(
-    model.config, 'train', class_names=model.class_names
-  )
+  return sources.open_split(model.config, 'train', class_names=model.class_names)
 
 
 @pytest.fixture(scope='module')
@@ -127,9 +123,7 @@ def test_what_is_said_of_images(model, source):
   rows = special.softmax(subject.seen.outputs, axis=-1)
   labels, title = subject.labels
   assert title == 'predicted class, probability'
-  for label, row, one_hot in zip(
-    labels, rows, subject.batch['label'], strict=True
-  ):
+  for label, row, one_hot in zip(labels, rows, subject.batch['label'], strict=True):
     name, probability, *rest = label.split('\n')
     best, true = (model.class_names[x.argmax()] for x in (row, one_hot))
     assert (name, probability) == (best, f'{100 * row.max():.0f} %')

@@ -48,9 +48,7 @@ def test_lines_run_through_means_with_bands(tmp_path):
     'BiT': ((10, 1000), ([2.0], [2.5])),
   }
   path = tmp_path / 'curves.png'
-  fig = studies.curves(
-    lines, 'images', 'accuracy (%)', 'Data', log_x=True, path=path
-  )
+  fig = studies.curves(lines, 'images', 'accuracy (%)', 'Data', log_x=True, path=path)
   [axes] = fig.axes
   first, second = axes.lines
   np.testing.assert_array_equal(first.get_xdata(), [10, 1000])

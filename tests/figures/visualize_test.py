@@ -9,20 +9,13 @@ import numpy as np
 from PIL import Image
 import pytest
 
-from tests import conftest
-from tests import tiny_models
-from vit_jax import checkpoint
-from vit_jax import models
-from vit_jax import predict
-from vit_jax.figures import visualize
+from tests import conftest, tiny_models
+from vit_jax import checkpoint, models, predict
 from vit_jax.commands import visualize as visualize_command
 from vit_jax.configs import pretrain
-from vit_jax.figures import drawing
-from vit_jax.figures import gallery
-from vit_jax.figures import invariance
+from vit_jax.figures import drawing, gallery, invariance, visualize
 from vit_jax.run import config as run_config
-from vit_jax.tasks import classify
-from vit_jax.tasks import masked_patches
+from vit_jax.tasks import classify, masked_patches
 
 ALL = {
   entry.name
@@ -90,9 +83,7 @@ def call(monkeypatch, *args):
   visualize_command.main([*map(str, args)])
 
 
-def test_the_command_draws_all_that_a_run_has(
-  run, tmp_path, monkeypatch, capsys
-):
+def test_the_command_draws_all_that_a_run_has(run, tmp_path, monkeypatch, capsys):
   out = tmp_path / 'figures'
   call(monkeypatch, f'--workdir={run}', f'--out={out}', '--num_images=2')
   names = {path.name for path in out.iterdir()}
@@ -115,9 +106,7 @@ def test_the_command_draws_all_that_a_run_has(
 
 def test_figures_of_images_that_are_named_are_handed_to_notebooks(run, photo):
   model = predict.load(str(run))
-  found = visualize.figures(
-    model, [photo] * 9, names=['attention_rollout', 'filters']
-  )
+  found = visualize.figures(model, [photo] * 9, names=['attention_rollout', 'filters'])
   # More images than a figure takes.
   assert sorted(found) == [
     'attention_rollout',
@@ -135,9 +124,7 @@ def test_weights_without_head_of_oblong_images(tmp_path, photo):
   loaded = predict.load_weights(path, image_size=(8, 16))
   without = visualize.figures(loaded)
   assert sorted(without) == ['filters', 'position_similarity']
-  assert without['position_similarity'].axes[0].get_xlabel() == (
-    'column of the patch'
-  )
+  assert without['position_similarity'].axes[0].get_xlabel() == ('column of the patch')
   assert '2 x 4 patches' in without['position_similarity'].get_suptitle()
   found = visualize.figures(loaded, [photo])
   assert sorted(set(found) - set(without)) == [
@@ -158,15 +145,11 @@ def test_a_hybrid_is_seen_by_its_root_convolution_on_its_feature_grid(tmp_path):
   assert '4 x 4 patches' in found['position_similarity'].get_suptitle()
 
 
-def test_what_cannot_be_drawn_says_why(
-  run, mixer, photo, tmp_path, monkeypatch
-):
+def test_what_cannot_be_drawn_says_why(run, mixer, photo, tmp_path, monkeypatch):
   out = tmp_path / 'out'
   named = f'--out={out}', f'--images={photo}'
   attention = '--figures', 'attention_maps'
-  with pytest.raises(
-    ValueError, match="'attention_maps' cannot be drawn: .*MlpMixer"
-  ):
+  with pytest.raises(ValueError, match="'attention_maps' cannot be drawn: .*MlpMixer"):
     call(monkeypatch, f'--weights={mixer}', *named, *attention)
   path = save(tiny_models.tiny(), tmp_path / 'weights.npz')
   with pytest.raises(ValueError, match='no images.*--images a.jpg b.png'):
@@ -174,30 +157,22 @@ def test_what_cannot_be_drawn_says_why(
   with pytest.raises(ValueError, match=r"\['attenton'\] are not among"):
     call(monkeypatch, f'--workdir={run}', *named, '--figures', 'attenton')
   with pytest.raises(FileNotFoundError, match="no image file '/no/such.png'"):
-    call(
-      monkeypatch, f'--workdir={run}', f'--out={out}', '--images=/no/such.png'
-    )
+    call(monkeypatch, f'--workdir={run}', f'--out={out}', '--images=/no/such.png')
   broken = tmp_path / 'broken.png'
   broken.write_text('no image')
   with pytest.raises(ValueError, match='broken.png.* is not an image'):
-    call(
-      monkeypatch, f'--workdir={run}', f'--out={out}', '--images', photo, broken
-    )
+    call(monkeypatch, f'--workdir={run}', f'--out={out}', '--images', photo, broken)
   with pytest.raises(FileNotFoundError, match="no split 'nowhere'"):
     call(monkeypatch, f'--workdir={run}', f'--out={out}', '--split=nowhere')
   assert not out.exists()
 
 
 def test_the_help_names_all_figures():
-  words = (
-    visualize_command.make_parser().format_help().replace(',', ' ').split()
-  )
+  words = visualize_command.make_parser().format_help().replace(',', ' ').split()
   assert set(words) >= ALL
 
 
-def test_flags_that_do_not_go_together(
-  run, mixer, tmp_path, monkeypatch, capsys
-):
+def test_flags_that_do_not_go_together(run, mixer, tmp_path, monkeypatch, capsys):
   out = f'--out={tmp_path / "out"}'
   many = tmp_path / 'many'
   many.mkdir()
@@ -260,9 +235,7 @@ def test_inductive_bias_needs_neither_run_nor_weights(tmp_path, monkeypatch):
   def compare(images):
     given.append(images)
     change = np.zeros((2, 3), np.float32)
-    return invariance.Comparison(
-      ('a', 'b'), np.arange(3), change, change[:, 0], 2
-    )
+    return invariance.Comparison(('a', 'b'), np.arange(3), change, change[:, 0], 2)
 
   monkeypatch.setattr(invariance, 'compare', compare)
   out = tmp_path / 'out'

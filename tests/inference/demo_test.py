@@ -23,24 +23,17 @@ from PIL import Image
 from playwright import sync_api
 import pytest
 
-from tests import conftest
-from tests import visualize_test
+from tests import conftest, visualize_test
 from tests.inference import export_test
 from vit_jax import predict
-from vit_jax.commands import demo as command
-from vit_jax.commands import visualize as visualize_command
-from vit_jax.inference import demo
-from vit_jax.inference import user_images
-from vit_jax.inference import predictor
+from vit_jax.commands import demo as command, visualize as visualize_command
+from vit_jax.inference import demo, predictor, user_images
 from vit_jax.tasks import classify
-from vit_jax.tasks.detection import attention_figures
-from vit_jax.tasks.detection import page as page_lib
+from vit_jax.tasks.detection import attention_figures, page as page_lib
 
 TITLE = '*A* <model> [x](/y) ${1 + 1}'
 NAMES = ['ant', 'bee', '<cow>']
-CLIENT = httpx.Client(
-  timeout=60, limits=httpx.Limits(max_keepalive_connections=0)
-)
+CLIENT = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 _CHROMIUM = ('chromium', 'chromium-browser', 'google-chrome')
 _ARGS = (
   '--headless', '--no-sandbox', '--disable-gpu', '--no-first-run',
@@ -321,9 +314,7 @@ def test_a_narrow_screen_shows_results_before_examples(browser, url, photos):
   with visit(browser, url, width=400) as page:
     upload(page, photos[0])
     best(page).wait_for()
-    photo, rollout = (
-      place(page.locator('.image-frame').nth(i)) for i in (0, 1)
-    )
+    photo, rollout = (place(page.locator('.image-frame').nth(i)) for i in (0, 1))
     assert photo[1] < place(best(page))[0] < rollout[0]
     assert rollout[1] < place(page.locator('.gallery-item').first)[0]
     upload(page, __file__)
@@ -339,9 +330,7 @@ def test_two_visitors_at_once(browser, url, model, photos, monkeypatch):
   # Two that are told apart by what the page shows.
   one, other = (
     0,
-    next(
-      i for i, x in enumerate(found) if abs(x[0][1] - found[0][0][1]) > 0.02
-    ),
+    next(i for i, x in enumerate(found) if abs(x[0][1] - found[0][0][1]) > 0.02),
   )
   barrier, read = threading.Barrier(2, timeout=60), demo._read
 
@@ -391,9 +380,7 @@ def green(picture):
   return middle - (red + blue) / 2
 
 
-def test_boxes_above_a_score_and_attention_of_one(
-  browser, detector, photos, tmp_path
-):
+def test_boxes_above_a_score_and_attention_of_one(browser, detector, photos, tmp_path):
   path, count = str(photos[0]), 4
   [objects] = detector.detect([path], threshold=0.0)
   scores = [score for _, score, _ in objects]
@@ -487,9 +474,7 @@ def run_command(monkeypatch, flags, visit):
 
 
 @pytest.mark.usefixtures('_own_signals')
-def test_the_command_serves_this_machine_and_keeps_nothing(
-  workdir, monkeypatch
-):
+def test_the_command_serves_this_machine_and_keeps_nothing(workdir, monkeypatch):
   port, folders = free_port(), []
   url = f'http://127.0.0.1:{port}'
 

@@ -19,9 +19,7 @@ from tests.tasks import masked_patches_test
 from tests.tasks.pixels import pixels_test
 from vit_jax import predict
 from vit_jax.commands import export as command
-from vit_jax.configs import common
-from vit_jax.configs import detr_scenes
-from vit_jax.configs import models as model_configs
+from vit_jax.configs import common, detr_scenes, models as model_configs
 from vit_jax.inference import export
 from vit_jax.run import config as run_config
 
@@ -212,9 +210,7 @@ def test_the_command_exports_a_run_for_a_process_without_this_package(
   said = capsys.readouterr().out
   assert "compared on 5 of 'digits', split 'test'" in said
   facts = json.loads((out / 'model.json').read_text())
-  assert facts['inputs'] == {
-    'image': {'shape': ['batch', 8, 8, 1], 'dtype': 'uint8'}
-  }
+  assert facts['inputs'] == {'image': {'shape': ['batch', 8, 8, 1], 'dtype': 'uint8'}}
   assert facts['outputs']['logits'] == {
     'shape': ['batch', 10], 'dtype': 'float32',
   }  # fmt: skip
@@ -325,9 +321,7 @@ def test_weights_that_are_too_large_for_a_file(vit, tmp_path, monkeypatch):
     (['--step=3', '--weights=a.npz'], '--step=3 selects a checkpoint of a run'),
   ],
 )
-def test_wrong_flags_are_refused_before_a_model_is_read(
-  flags, message, tmp_path
-):
+def test_wrong_flags_are_refused_before_a_model_is_read(flags, message, tmp_path):
   given = ['--to=stablehlo', f'--out={tmp_path}/out', '--workdir=/no/run']
   if any(flag.startswith('--weights') for flag in flags):
     given.pop()

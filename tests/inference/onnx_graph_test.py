@@ -85,7 +85,5 @@ def test_operations_give_the_same_as_in_jax():
 
 
 def test_what_has_no_translation_is_named():
-  with pytest.raises(
-    ValueError, match="operation 'sort' of the model has no tra"
-  ):
+  with pytest.raises(ValueError, match="operation 'sort' of the model has no tra"):
     onnx_graph.make_model(lambda w, x: {'a': x.sort()}, (), spec())

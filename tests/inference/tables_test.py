@@ -15,16 +15,13 @@ from PIL import Image
 import pyarrow.parquet
 import pytest
 
-from tests import conftest
-from tests import processes
+from tests import conftest, processes
 from tests.tasks import input_spec_test
 from tests.tasks.detection import detect_canvases_test
 from vit_jax import models
 from vit_jax.commands import predict as predict_command
-from vit_jax.data import records
-from vit_jax.data import sources
-from vit_jax.inference import user_images
-from vit_jax.inference import tables
+from vit_jax.data import records, sources
+from vit_jax.inference import tables, user_images
 from vit_jax.run import stopping
 
 COUNT = 200  # Images: three blocks of 64 and a rest.
@@ -51,9 +48,7 @@ def make_model(name, folder):
   task = input_spec_test.TASKS[name](folder)
   params, extra = jax.jit(task.init)(jax.random.key(0))
   rng = np.random.RandomState(1)  # Else the heads are zero.
-  params = jax.tree.map(
-    lambda x: x + rng.randn(*x.shape).astype(x.dtype) / 3, params
-  )
+  params = jax.tree.map(lambda x: x + rng.randn(*x.shape).astype(x.dtype) / 3, params)
   return task.predictor(params, extra, 7)
 
 
@@ -80,9 +75,7 @@ def write(model, images, out, **kwargs):
   tables.write(model, model._source(images), out, columns, facts, **kwargs)
 
 
-def test_rows_are_the_predictions_in_the_order_of_the_images(
-  model, images, rows
-):
+def test_rows_are_the_predictions_in_the_order_of_the_images(model, images, rows):
   assert [row['path'] for row in rows] == images
   broken = [i for i, row in enumerate(rows) if row['error']]
   assert tuple(broken) == BROKEN
@@ -146,9 +139,7 @@ def test_files_of_all_formats_have_the_same_rows(
   assert_same(got, rows)
 
 
-def test_a_table_that_was_killed_goes_on(
-  model, images, rows, tmp_path, monkeypatch
-):
+def test_a_table_that_was_killed_goes_on(model, images, rows, tmp_path, monkeypatch):
   """At each file that is written: what is there is whole, and not made again."""
   real, seen = tables.files.write, []
   for most in (1, 2, 3, 6, 9, 10, 11):
@@ -185,9 +176,7 @@ def test_a_table_that_was_killed_goes_on(
   assert most == 11  # The facts twice, four parts, a note on each.
 
 
-def test_a_signal_stops_a_table_that_then_goes_on(
-  model, images, tmp_path, monkeypatch
-):
+def test_a_signal_stops_a_table_that_then_goes_on(model, images, tmp_path, monkeypatch):
   out, real = tmp_path / 'table.csv', tables.files.write
 
   def signalled(path, content):
@@ -229,9 +218,7 @@ def test_a_broken_image_stops_if_asked(model, images, tmp_path):
 def test_each_task_has_its_columns(
   name, columns, images, data_dir, tmp_path, monkeypatch
 ):
-  monkeypatch.setitem(
-    models.KINDS, 'tiny_detector', detect_canvases_test.TinyDetector
-  )
+  monkeypatch.setitem(models.KINDS, 'tiny_detector', detect_canvases_test.TinyDetector)
   model = make_model(name, tmp_path if name == 'canvases' else data_dir)
   paths = [images[i] for i in (0, 1, 5, 2, 3)]  # One is broken.
   good = [images[i] for i in (0, 1, 2, 3)]
@@ -330,9 +317,7 @@ def weights(model, tmp_path_factory):
 def test_the_command_writes_tables(weights, images, tmp_path):
   folder = pathlib.Path(images[0]).parent
   listed = folder.parent / 'list.txt'
-  listed.write_text(
-    '\n'.join(os.path.relpath(x, folder.parent) for x in images)
-  )
+  listed.write_text('\n'.join(os.path.relpath(x, folder.parent) for x in images))
   lines = folder.parent / 'list.jsonl'
   lines.write_text('\n'.join(json.dumps({'image': x}) for x in images[:9]))
   out = tmp_path / 'a.parquet'
@@ -444,9 +429,7 @@ def test_what_is_there_of_another_table_is_refused(model, images, tmp_path):
   stop_before_joining(model, few, out)
   for which in (parts, out):
     for args in refused:
-      with pytest.raises(
-        ValueError, match=f"'{which}'.*other {args[2]}[,)].*--out"
-      ):
+      with pytest.raises(ValueError, match=f"'{which}'.*other {args[2]}[,)].*--out"):
         write(*args[:2], out)
     facts = tmp_path / '.table.csv.json'
     content = facts.read_bytes()
@@ -586,9 +569,7 @@ def test_an_image_of_a_folder_has_a_stamp(tmp_path, data_dir):
     (tmp_path / 'train' / name).mkdir(parents=True)
     Image.new('RGB', (8, 8)).save(tmp_path / 'train' / name / 'x.png')
   config = conftest.make_tiny_config(data_dir)
-  source = sources.open_split(
-    config, 'train', ('image',), dataset=str(tmp_path)
-  )
+  source = sources.open_split(config, 'train', ('image',), dataset=str(tmp_path))
   paths = [source.name(i) for i in range(2)]
   before = [source.stamp(i) for i in range(2)]
   given_source = user_images.Given(paths)
@@ -597,7 +578,5 @@ def test_an_image_of_a_folder_has_a_stamp(tmp_path, data_dir):
   assert source.stamp(0) == before[0]
   assert source.stamp(1) != before[1]
   subset = records.Subset(source, np.array([1]))
-  assert records.stamps(subset, [range(1)]) == records.stamps(
-    source, [range(1, 2)]
-  )
+  assert records.stamps(subset, [range(1)]) == records.stamps(source, [range(1, 2)])
   assert sources.open_split(config, 'test', ('image',)).stamp(0) == 0

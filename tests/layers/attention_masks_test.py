@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit_jax.layers import attention
-from vit_jax.layers import attention_kernels
+from vit_jax.layers import attention, attention_kernels
 
 B, Q, K, E = 2, 21, 3, 8
 
@@ -97,9 +96,7 @@ def test_masks(name, mask, causal):
 
 @pytest.mark.parametrize('queries, keys', [(21, 21), (20, 20), (4, 21)])
 @pytest.mark.parametrize('causal', [False, True])
-def test_cudnn_is_asked_only_for_what_it_can_do(
-  monkeypatch, queries, keys, causal
-):
+def test_cudnn_is_asked_only_for_what_it_can_do(monkeypatch, queries, keys, causal):
   """As jax checks it on a GPU, in its cudnn/fused_attention_stablehlo.py."""
   if causal and queries != keys:
     queries = keys

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from tests import tiny_models
-from vit_jax import models
-from vit_jax import train
+from vit_jax import models, train
 from vit_jax.configs import pretrain
 from vit_jax.distributed import sharding
 from vit_jax.layers import attention
@@ -54,9 +53,7 @@ def test_flash_where_images_and_heads_are_split():
   *args, weights = (jax.random.normal(key, (4, 17, 2, 8)) for key in keys)
   mesh = sharding.make_mesh({'data': 2, 'fsdp': 2, 'model': 2})
   function = jax.jit(
-    jax.value_and_grad(
-      loss(attention.IMPLEMENTATIONS['flash'], weights), (0, 1, 2)
-    )
+    jax.value_and_grad(loss(attention.IMPLEMENTATIONS['flash'], weights), (0, 1, 2))
   )
   with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode():
     got, gradients = jax.device_get(function(*args))

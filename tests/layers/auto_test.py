@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 from tests import tiny_models
-from vit_jax import models
-from vit_jax import models_igpt
-from vit_jax import train
+from vit_jax import models, models_igpt, train
 from vit_jax.configs import vit
 from vit_jax.distributed import sharding
-from vit_jax.layers import attention
-from vit_jax.layers import attention_kernels
-from vit_jax.layers import detection
-from vit_jax.layers import dtypes
-from vit_jax.layers import encoder
-from vit_jax.layers import layer_stack
-from vit_jax.layers import gpu_layout
+from vit_jax.layers import (
+  attention,
+  attention_kernels,
+  detection,
+  dtypes,
+  encoder,
+  gpu_layout,
+  layer_stack,
+)
 from vit_jax.run import config as run_config
 
 
@@ -208,9 +208,7 @@ def test_what_looks_at_tokens_sees_no_padding(tokens, tokens_and_params):
   # It draws once for an image.
   compare({**FIELDS, 'stochastic_depth': 0.5}, rngs=rngs)
   assert set(tokens) == {18, 24}
-  apply = functools.partial(
-    cudnn(**FIELDS).apply, {'params': params}, x, train=False
-  )
+  apply = functools.partial(cudnn(**FIELDS).apply, {'params': params}, x, train=False)
   _, sown = apply(mutable=['intermediates'])
   sown = sown['intermediates']
   (weights,) = sown['encoderblock_1']['MultiHeadDotProductAttention_0'][
@@ -250,9 +248,7 @@ def test_the_queries_of_a_detector_attend_with_the_kernel(gpu, tokens):
   assert tokens == [6]
   layer.apply(params, *args, None, train=False)
   assert tokens == [6, 6, 12]
-  layer.apply(
-    params, *args, None, train=True, rngs={'dropout': jax.random.key(0)}
-  )
+  layer.apply(params, *args, None, train=True, rngs={'dropout': jax.random.key(0)})
   assert tokens == [6, 6, 12]  # Dropout of the weights.
 
 
@@ -274,9 +270,7 @@ def test_where_layers_are_a_loop(scan, layers, train, platform, want):
   assert layer_stack.is_looped(scan, layers, train, platform) == want
 
 
-def test_deep_models_are_trained_in_a_loop_on_tpus(
-  monkeypatch, tokens_and_params
-):
+def test_deep_models_are_trained_in_a_loop_on_tpus(monkeypatch, tokens_and_params):
   x, _ = tokens_and_params
   model = encoder.Encoder(**{**FIELDS, 'num_layers': 13})
   init = functools.partial(model.init, jax.random.key(0), train=False)
@@ -307,9 +301,7 @@ def test_a_gpu_of_another_maker_has_no_cudnn(monkeypatch):
 def test_the_program_for_nvidia_gpus(monkeypatch, scan):
   """Tokens are padded and cut once, and no layer attends twice."""
   # JAX asks the library, which is not here, for its version.
-  monkeypatch.setattr(
-    fused_attention_stablehlo, 'check_cudnn_version', lambda: 91900
-  )
+  monkeypatch.setattr(fused_attention_stablehlo, 'check_cudnn_version', lambda: 91900)
   monkeypatch.setattr(attention_kernels, '_has_cudnn', lambda: True)
   x = jax.ShapeDtypeStruct((2, 17, 16), jnp.bfloat16)
   fields = {**FIELDS, 'num_layers': 4, 'scan': scan, 'only_first': True}
@@ -375,9 +367,7 @@ def test_devices_in_a_mesh_send_no_more_for_the_hints(gpu):
     with jax.set_mesh(mesh):
       update = jax.jit(jax.grad(total), in_shardings=(whole, rows))
       text = update.lower(params, x).compile().as_text()
-    found = re.findall(
-      r' (all-[a-z]+|collective-permute|reduce-scatter)\(', text
-    )
+    found = re.findall(r' (all-[a-z]+|collective-permute|reduce-scatter)\(', text)
     return collections.Counter(found), text
 
   with pytest.MonkeyPatch.context() as patch:

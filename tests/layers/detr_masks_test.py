@@ -6,9 +6,9 @@ import pytest
 import transformers
 
 from tests import torch_models
-from vit_jax.weights import convert
 from vit_jax import models as models_lib
 from vit_jax.layers import detr_masks
+from vit_jax.weights import convert
 
 
 @pytest.fixture(scope='module')

@@ -81,9 +81,7 @@ def test_layers_in_a_loop_compute_the_same(remat):
   loop = tiny_models.tiny(transformer=dict(fields, scan=True, remat=remat))
   x = tiny_models.images()
   params = tiny_models.randomised(plain, x)
-  made = jax.eval_shape(
-    lambda: loop.init(jax.random.key(0), x, train=False)['params']
-  )
+  made = jax.eval_shape(lambda: loop.init(jax.random.key(0), x, train=False)['params'])
   assert jax.tree.structure(params) == jax.tree.structure(made)
 
   def loss(model):
@@ -101,9 +99,7 @@ def test_layers_in_a_loop_compute_the_same(remat):
   assert 'length=2' in jaxpr  # The last layer is outside of the loop.
   # Who looks inside sees every layer.
   _, seen = jax.eval_shape(
-    lambda: loop.apply(
-      {'params': params}, x, train=False, mutable='intermediates'
-    )
+    lambda: loop.apply({'params': params}, x, train=False, mutable='intermediates')
   )
   assert 'encoderblock_2' in seen['intermediates']['Transformer']
 
@@ -252,9 +248,7 @@ def test_the_first_token_of_an_encoder(causal):
   )  # fmt: skip
   whole = run()
   assert whole.shape == x.shape
-  np.testing.assert_allclose(
-    run(only_first=True), whole[:, :1], rtol=1e-4, atol=1e-5
-  )
+  np.testing.assert_allclose(run(only_first=True), whole[:, :1], rtol=1e-4, atol=1e-5)
   first = model.clone(only_first=True)
   apply = functools.partial(first.apply, {'params': params}, x, train=False)
   assert apply().shape == (4, 1, 16)
@@ -271,9 +265,7 @@ def test_on_eight_devices(name):
   mask = None if flash else np.random.RandomState(0).rand(4, 1, 7, 7) < 0.5
 
   def loss(params, x, mask):
-    return jnp.sum(
-      model.apply({'params': params}, x, train=True, mask=mask) ** 3
-    )
+    return jnp.sum(model.apply({'params': params}, x, train=True, mask=mask) ** 3)
 
   with pltpu.force_tpu_interpret_mode():
     want = jax.jit(jax.value_and_grad(loss))(params, x, mask)

@@ -13,6 +13,4 @@ def test_patch_embedding_is_a_strided_convolution():
   layer = models_vit.PatchEmbedding(features=7, patch_size=(3, 4))
   params = layer.init(jax.random.key(0), x)
   conv = nn.Conv(7, (3, 4), strides=(3, 4), padding='VALID')
-  np.testing.assert_allclose(
-    layer.apply(params, x), conv.apply(params, x), atol=1e-5
-  )
+  np.testing.assert_allclose(layer.apply(params, x), conv.apply(params, x), atol=1e-5)

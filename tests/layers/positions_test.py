@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import numpy_vit
-from tests import tiny_models
+from tests import numpy_vit, tiny_models
 from vit_jax.figures import internals as figure
-from vit_jax.layers import attention
-from vit_jax.layers import positions
+from vit_jax.layers import attention, positions
 
 # Images of 3 x 4 patches; a token has width 16, each of two heads 8.
 SIZE, H, W, D, E, LAYERS = (12, 16), 3, 4, 16, 8, 2
@@ -86,14 +84,10 @@ IMAGES = np.random.RandomState(0).uniform(-1, 1, (2, *SIZE, 3)).astype('f')
 
 
 @pytest.mark.parametrize('layers', positions.LAYERS)
-@pytest.mark.parametrize(
-  'kind', ['learned_1d', 'learned_2d', 'sincos2d', 'relative']
-)
+@pytest.mark.parametrize('kind', ['learned_1d', 'learned_2d', 'sincos2d', 'relative'])
 def test_logits_are_those_of_the_closed_form(kind, layers):
   if (kind, layers) == ('relative', 'stem'):
-    with pytest.raises(
-      ValueError, match="'stem' names none: use 'every' or 's"
-    ):
+    with pytest.raises(ValueError, match="'stem' names none: use 'every' or 's"):
       tiny_models.shapes(vit(kind, layers), SIZE)
     return
   model = vit(kind, layers)
@@ -130,9 +124,7 @@ def test_a_class_token_has_no_place_on_the_grid():
 @pytest.mark.parametrize('causal, masked', [(False, True), (True, False)])
 def test_relative_attention_by_every_implementation(name, causal, masked):
   rng = np.random.RandomState(0)
-  x, relative = (
-    rng.randn(*shape).astype(np.float32) for shape in ((2, 5, D), (9, E))
-  )
+  x, relative = (rng.randn(*shape).astype(np.float32) for shape in ((2, 5, D), (9, E)))
   mask = rng.rand(2, 1, 5, 5) < 0.6 if masked else None
   layer = attention.MultiHeadDotProductAttention(
     num_heads=2, attention=name, causal=causal
@@ -203,9 +195,7 @@ def test_what_does_not_fit_is_named():
   variables = {'params': tiny_models.numbers(vit('learned_2d'), SIZE)}
   bound = vit('learned_2d').bind(variables)
   flat = bound.embed(IMAGES)
-  with pytest.raises(
-    ValueError, match='needs the grid of the patches: give enc'
-  ):
+  with pytest.raises(ValueError, match='needs the grid of the patches: give enc'):
     bound.encode(flat, train=False)
   assert bound.encode(flat.reshape(2, H, W, D), train=False).shape == (2, 13, D)
   x = jnp.zeros((1, 5, D))
@@ -222,9 +212,7 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match=message):
       positions.AddPositionEmbs(**fields).init(jax.random.key(0), x[..., :6])
   for name in ('flash', 'cudnn'):
-    with pytest.raises(
-      ValueError, match="cannot add relative.*use 'default' or"
-    ):
+    with pytest.raises(ValueError, match="cannot add relative.*use 'default' or"):
       tiny_models.shapes(vit('relative', 'every', {'attention': name}), SIZE)
   layer = attention.MultiHeadDotProductAttention(num_heads=2)
   for kv, shape, message in (

@@ -31,9 +31,7 @@ def test_warm_up_is_linear_and_does_not_start_at_zero():
 
 def test_cosine_and_linear_end_where_the_paper_says():
   cosine = optim.create_learning_rate_schedule(110, 2.0, 'cosine', 10)
-  np.testing.assert_allclose(
-    values(cosine, [10, 60, 110]), [2.0, 1.0, 0.0], atol=1e-6
-  )
+  np.testing.assert_allclose(values(cosine, [10, 60, 110]), [2.0, 1.0, 0.0], atol=1e-6)
   linear = optim.create_learning_rate_schedule(110, 2.0, 'linear', 10)
   np.testing.assert_allclose(
     values(linear, [10, 60, 110]), [2.0, 1.000005, 1e-5], rtol=1e-5
@@ -53,9 +51,7 @@ def test_a_staircase_drops_to_a_tenth_at_each_share_of_the_run():
     rtol=1e-5,
   )
   with pytest.raises(ValueError, match='at step 3, before the warm-up of 4 st'):
-    optim.create_learning_rate_schedule(
-      10, 1.0, 'staircase', 4, decay_at=(0.3, 0.6)
-    )
+    optim.create_learning_rate_schedule(10, 1.0, 'staircase', 4, decay_at=(0.3, 0.6))
 
 
 @pytest.mark.parametrize(
@@ -79,18 +75,14 @@ def test_a_config_of_the_original_gives_a_schedule():
     schedule = utils.create_learning_rate_schedule(
       cfg.total_steps, cfg.base_lr, cfg.decay_type, cfg.warmup_steps
     )
-    want = optim.create_learning_rate_schedule(
-      total_steps, 0.03, 'cosine', warmup
-    )
+    want = optim.create_learning_rate_schedule(total_steps, 0.03, 'cosine', warmup)
     steps = [0, 1, warmup, total_steps - 1]
     assert values(schedule, steps) == values(want, steps)
     assert float(schedule(warmup)) == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize('total_steps', [10, 20, 3])
-def test_a_warm_up_longer_than_the_run_rises_with_a_warning(
-  total_steps, caplog
-):
+def test_a_warm_up_longer_than_the_run_rises_with_a_warning(total_steps, caplog):
   schedule = optim.create_learning_rate_schedule(total_steps, 1.0, 'cosine', 20)
   np.testing.assert_allclose(
     values(schedule, range(total_steps)),
@@ -134,38 +126,28 @@ def test_sgd_with_momentum():
 
 
 def test_l2_decay_goes_through_the_momentum_and_acts_on_kernels_alone():
-  cfg = config(
-    optimizer='sgd', grad_norm_clip=0.0, optim_dtype='float32', l2_decay=0.5
-  )
+  cfg = config(optimizer='sgd', grad_norm_clip=0.0, optim_dtype='float32', l2_decay=0.5)
   got, _ = run(cfg, steps=2)
   # Of the second weight the gradient is 0. Velocity -1: the weight becomes
   # -1.9; velocity 0.9 * -1 + 0.5 * -1.9 = -1.85: it becomes -1.715.
   np.testing.assert_allclose(got['dense']['kernel'][1], -1.715, rtol=1e-6)
-  np.testing.assert_allclose(
-    got['dense']['bias'], [3 + 0.1 * 2.9 * 0.4], rtol=1e-6
-  )
+  np.testing.assert_allclose(got['dense']['bias'], [3 + 0.1 * 2.9 * 0.4], rtol=1e-6)
   np.testing.assert_array_equal(got['cls'], PARAMS['cls'])
   # In the long run, as much as `weight_decay` of l2_decay / (1 - momentum).
   none = jax.tree.map(jnp.zeros_like, GRADS)
   shrinks = {
-    key: run(
-      config(**{'optim_dtype': 'float32', key: value}), 300, 0.01, None, none
-    )[0]['dense']['kernel'][0]
+    key: run(config(**{'optim_dtype': 'float32', key: value}), 300, 0.01, None, none)[
+      0
+    ]['dense']['kernel'][0]
     for key, value in (('l2_decay', 0.1), ('weight_decay', 1.0))
   }
-  np.testing.assert_allclose(
-    shrinks['l2_decay'], shrinks['weight_decay'], rtol=0.2
-  )
+  np.testing.assert_allclose(shrinks['l2_decay'], shrinks['weight_decay'], rtol=0.2)
 
 
 def test_clipping_is_by_the_global_norm():
-  got, _ = run(
-    config(optimizer='sgd', grad_norm_clip=0.1, optim_dtype='float32')
-  )
+  got, _ = run(config(optimizer='sgd', grad_norm_clip=0.1, optim_dtype='float32'))
   # The norm of all gradients together is .5: each is divided by 5.
-  np.testing.assert_allclose(
-    got['dense']['bias'], [3 + 0.1 * 0.4 / 5], rtol=1e-6
-  )
+  np.testing.assert_allclose(got['dense']['bias'], [3 + 0.1 * 0.4 / 5], rtol=1e-6)
 
 
 def test_adams_first_step_is_the_sign_and_decay_acts_on_kernels_alone():
@@ -285,9 +267,7 @@ def test_the_first_multiplier_that_is_found_decides():
     },
     'head': {'kernel': 1.0},
   }
-  assert optim.frozen_sizes(rules, MODEL) == {
-    'Transformer/encoderblock_0/kernel': 4
-  }
+  assert optim.frozen_sizes(rules, MODEL) == {'Transformer/encoderblock_0/kernel': 4}
   assert not optim.frozen_sizes((), MODEL)
 
 
@@ -330,9 +310,7 @@ def test_no_gradient_is_computed_of_what_is_frozen():
 
   grads = jax.grad(loss)(MODEL)
   np.testing.assert_array_equal(grads['head']['kernel'], 2 * np.ones((2, 3)))
-  assert not any(
-    x.any() for x in jax.tree.leaves(jax.device_get(grads['Transformer']))
-  )
+  assert not any(x.any() for x in jax.tree.leaves(jax.device_get(grads['Transformer'])))
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,16 @@ import numpy as np
 import optax
 import pytest
 
-from tests import conftest
-from tests import toy_task
-from tests import trees
-from vit_jax.evaluators import evaluation
-from vit_jax import predict
-from vit_jax import train
+from tests import conftest, toy_task, trees
+from vit_jax import predict, train
 from vit_jax.distributed import sharding
+from vit_jax.evaluators import evaluation
 from vit_jax.learning import state as state_lib
-from vit_jax.run import checkpoints as checkpoints_lib
-from vit_jax.run import config as run_config
-from vit_jax.run import metrics as metrics_lib
+from vit_jax.run import (
+  checkpoints as checkpoints_lib,
+  config as run_config,
+  metrics as metrics_lib,
+)
 
 DECAY = 0.75
 MODULE = 'tests.learning.state_test'
@@ -76,9 +75,7 @@ def finished(config, tmp_path_factory):
 
 def test_the_teacher_follows_and_vectors_are_not_logged(finished, config):
   workdir, state = finished
-  np.testing.assert_allclose(
-    state.extra['rows'], [6 * config.batch, 12 * config.batch]
-  )
+  np.testing.assert_allclose(state.extra['rows'], [6 * config.batch, 12 * config.batch])
   # A recomputation from the checkpoints of step 3 and 6 is bounded by them.
   teacher = state.extra['teacher']['head']['kernel']
   student = state.params['head']['kernel']
@@ -125,7 +122,7 @@ def test_evaluation_and_prediction_split_parameters_as_the_run_did(
     'model': 1,
   }
   lines = [x for x in metrics_lib.read(workdir) if 'loss_test' in x]
-  again = evaluation.evaluate(str(workdir), 'test')
+  again = evaluation.evaluate(predict.load(str(workdir)), 'test')
   assert again['loss'] == pytest.approx(lines[-1]['loss_test'], rel=1e-5)
 
 

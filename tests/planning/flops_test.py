@@ -90,9 +90,7 @@ def products(size, taps, stride, padding, holes, spread):
     (2, (2, 4), 3, 2, 1),
   ],
 )
-def test_zeros_of_a_convolution_do_not_count(
-  stride, padding, holes, spread, groups
-):
+def test_zeros_of_a_convolution_do_not_count(stride, padding, holes, spread, groups):
   def convolve(image, kernel):
     return jax.lax.conv_general_dilated(
       image,

@@ -14,18 +14,11 @@ import pytest
 
 from tests import processes
 from tests.planning import flops_test
-from vit_jax import console
-from vit_jax import models
-from vit_jax.planning import plan
-from vit_jax import train
+from vit_jax import console, models, train
 from vit_jax.commands import plan as plan_command
-from vit_jax.configs import detr
-from vit_jax.configs import models as model_configs
-from vit_jax.configs import pretrain
-from vit_jax.planning import estimate
-from vit_jax.planning import topology
-from vit_jax.run import config as run_config
-from vit_jax.run import overrides
+from vit_jax.configs import detr, models as model_configs, pretrain
+from vit_jax.planning import estimate, plan, topology
+from vit_jax.run import config as run_config, overrides
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -100,9 +93,7 @@ print(json.dumps(results))
 def plans(cache):
   """By name: what the command says, and what it writes; from one process."""
   commands = [arguments(cache, *flags) for flags in PLANS.values()]
-  out = run_python(
-    '-c', _COMMANDS, json.dumps(commands, default=str), cache=cache
-  )
+  out = run_python('-c', _COMMANDS, json.dumps(commands, default=str), cache=cache)
   return dict(zip(PLANS, json.loads(out.splitlines()[-1]), strict=True))
 
 
@@ -133,12 +124,8 @@ def test_a_plan_of_ti16(cache, plans, monkeypatch):
   parameters -= (14 * 14 - 2 * 2) * 192
   assert got['parameters'] == parameters
   assert 4 * parameters / 8 < got['params_bytes'] < 4 * parameters / 8 * 1.5
-  assert got['optimizer_bytes'] == pytest.approx(
-    2 * got['params_bytes'], rel=0.01
-  )
-  total = (
-    got['params_bytes'] + got['optimizer_bytes'] + got['activations_bytes']
-  )
+  assert got['optimizer_bytes'] == pytest.approx(2 * got['params_bytes'], rel=0.01)
+  total = got['params_bytes'] + got['optimizer_bytes'] + got['activations_bytes']
   assert total < got['memory_per_core_bytes'] < 16 * 2**30
   assert got['memory_per_core_bytes'] < 1.3 * total
   assert {'all-gather'} <= set(got['collectives'])
@@ -241,9 +228,7 @@ def test_every_kind_of_model_is_lowered(kind):
     jax.devices('cpu'),
   )
   assert lowered.flops > 0
-  assert [times for times, _ in lowered.loops] == (
-    [1, -1] if kind == 'igpt' else []
-  )
+  assert [times for times, _ in lowered.loops] == ([1, -1] if kind == 'igpt' else [])
 
 
 def test_collectives_are_read_from_the_program():
@@ -307,7 +292,7 @@ coordinates = {
 }
 # This process holds libtpu now.
 second = subprocess.run(
-  [sys.executable, '-m', 'vit_jax.planning.plan', '--config=configs/pretrain.py:ti16,imagenet2012'],
+  [sys.executable, '-m', 'vit_jax', 'plan', '--config=configs/pretrain.py:ti16,imagenet2012'],
   capture_output=True, text=True,
   env={k: v for k, v in os.environ.items() if k != 'ALLOW_MULTIPLE_LIBTPU_LOAD'},
 )
@@ -335,9 +320,7 @@ def test_topologies_and_what_does_not_fit_them(cache):
     assert len(coords) == chips * topology.CHIPS[name].per_chip, name
   status, said = second
   assert status != 0
-  assert (
-    'libtpu is in use by another process: wait until that process ends' in said
-  )
+  assert 'libtpu is in use by another process: wait until that process ends' in said
   assert 'Traceback' not in said
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from vit_jax.configs import bit_pretrain
-from vit_jax.configs import pretrain
+from vit_jax.configs import bit_pretrain, pretrain
 from vit_jax.planning import search
 
 
@@ -86,9 +85,7 @@ def test_the_fewest_micro_batches_that_fit_and_the_best_first(capsys):
   assert not any(remat for _, _, remat, _ in plans.seen)
   assert config.mesh.fsdp == 1  # The caller's config is as it was.
   out = capsys.readouterr().out
-  assert out.index(f'The best of {len(plans.seen)}, with') > out.index(
-    'not fit'
-  )
+  assert out.index(f'The best of {len(plans.seen)}, with') > out.index('not fit')
   assert '80.0 images/s a device' in out.rpartition('The best')[2]
 
 

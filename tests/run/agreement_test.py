@@ -111,9 +111,9 @@ def test_two_processes_agree_and_neither_waits_for_ever(tmp_path):
     kind, message = own[14]
     assert kind == 'OSError'
     assert 'a checkpoint could not be written to' in message
-  assert sorted(
-    p.name for p in (tmp_path / 'damaged_checkpoints').iterdir()
-  ) == ['20_0']
+  assert sorted(p.name for p in (tmp_path / 'damaged_checkpoints').iterdir()) == [
+    '20_0'
+  ]
   assert (tmp_path / 'checkpoints' / '10').is_dir()
 
 

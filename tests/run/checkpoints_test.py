@@ -13,10 +13,8 @@ import pytest
 import tensorstore as ts
 
 from tests import trees
-from vit_jax.learning import optim
-from vit_jax.learning import state as state_lib
-from vit_jax.run import checkpoint_files
-from vit_jax.run import checkpoints as checkpoints_lib
+from vit_jax.learning import optim, state as state_lib
+from vit_jax.run import checkpoint_files, checkpoints as checkpoints_lib
 
 # Of what Orbax had begun when a call failed.
 pytestmark = pytest.mark.filterwarnings('ignore:coroutine:RuntimeWarning')
@@ -124,9 +122,7 @@ def test_changes_that_keep_the_sum_of_the_words_are_noticed(workdir, change):
     reader.restore(abstract(), 20)
 
 
-@pytest.mark.parametrize(
-  'change', ['missing', 'truncated', 'longer', 'unlisted']
-)
+@pytest.mark.parametrize('change', ['missing', 'truncated', 'longer', 'unlisted'])
 def test_files_that_are_not_whole_are_noticed(workdir, change):
   [path] = [p for p in files_of(workdir) if p.stat().st_size > 70_000]
   if change == 'missing':
@@ -199,9 +195,7 @@ def test_reading_beside_a_run_that_deletes(tmp_path):
   thread.start()
   try:
     for _ in range(12):
-      weights = checkpoints_lib.Checkpoints(
-        tmp_path, read_only=True
-      ).restore_weights()
+      weights = checkpoints_lib.Checkpoints(tmp_path, read_only=True).restore_weights()
       assert (weights.params['kernel'] == weights.step + 0.5).all()
   finally:
     done.set()
@@ -209,9 +203,7 @@ def test_reading_beside_a_run_that_deletes(tmp_path):
   writer.close()
 
 
-def test_one_deleted_while_it_is_read_gives_way_to_the_next(
-  workdir, monkeypatch
-):
+def test_one_deleted_while_it_is_read_gives_way_to_the_next(workdir, monkeypatch):
   original = checkpoint_files.read_weights
   folder = workdir / 'checkpoints'
 
@@ -315,9 +307,7 @@ def attempt(function, *args):
     return None, str(e)
 
 
-def test_an_error_at_any_call_of_a_restoration_loses_nothing(
-  workdir, faults, caplog
-):
+def test_an_error_at_any_call_of_a_restoration_loses_nothing(workdir, faults, caplog):
   faults.arm(None, False)
   restore(workdir)
   for number in range(faults.calls):

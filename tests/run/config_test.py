@@ -6,15 +6,16 @@ import os
 import pytest
 
 from vit_jax import checkpoint
-from vit_jax.configs import augreg
-from vit_jax.configs import common
-from vit_jax.configs import digits
-from vit_jax.configs import mixer_base16_cifar10
-from vit_jax.configs import models as model_configs
-from vit_jax.configs import pretrain
-from vit_jax.configs import vit
-from vit_jax.run import config as run_config
-from vit_jax.run import workdir as workdir_lib
+from vit_jax.configs import (
+  augreg,
+  common,
+  digits,
+  mixer_base16_cifar10,
+  models as model_configs,
+  pretrain,
+  vit,
+)
+from vit_jax.run import config as run_config, workdir as workdir_lib
 from vit_jax.tasks import classify
 
 
@@ -158,9 +159,7 @@ def test_a_task_that_cannot_be_imported_is_named_with_the_cause(
 ):
   monkeypatch.syspath_prepend(tmp_path)
   (tmp_path / 'mine.py').write_text(f'"""A task."""\n{text}\n')
-  with pytest.raises(
-    ValueError, match=f"task='mine' cannot be imported: {message}"
-  ):
+  with pytest.raises(ValueError, match=f"task='mine' cannot be imported: {message}"):
     run_config.get_task('mine')
 
 

@@ -6,25 +6,20 @@ import sys
 import pytest
 
 from tests import tiny_models
-from vit_jax import models_bit
-from vit_jax import models_detr
-from vit_jax import models_resnet
-from vit_jax import models_vit
+from vit_jax import models_bit, models_detr, models_resnet, models_vit
 from vit_jax.commands import train
-from vit_jax.configs import common
-from vit_jax.configs import models as model_configs
-from vit_jax.configs import schema
-from vit_jax.configs import vit
-from vit_jax.layers import attention
-from vit_jax.layers import decoder
-from vit_jax.layers import encoder
-from vit_jax.layers import layer_stack
-from vit_jax.layers import patches
-from vit_jax.layers import positions
-from vit_jax.layers import resnet
-from vit_jax.layers import text_towers
-from vit_jax.learning import losses
-from vit_jax.learning import optim
+from vit_jax.configs import common, models as model_configs, schema, vit
+from vit_jax.layers import (
+  attention,
+  decoder,
+  encoder,
+  layer_stack,
+  patches,
+  positions,
+  resnet,
+  text_towers,
+)
+from vit_jax.learning import losses, optim
 from vit_jax.run import config as run_config
 
 NAN, INF = float('nan'), float('inf')
@@ -164,9 +159,7 @@ def test_a_wrong_option_of_a_task_is_named(options):
   config = vit.get_config('b16,cifar10')
   config.task_options = options
   [(key, value)] = options.items()
-  with pytest.raises(
-    ValueError, match=rf'task_options.{key}={value} .*at least 0'
-  ):
+  with pytest.raises(ValueError, match=rf'task_options.{key}={value} .*at least 0'):
     run_config.complete(config)
 
 

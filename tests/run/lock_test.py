@@ -58,9 +58,7 @@ def test_a_second_run_says_who_holds_the_workdir(another, tmp_path):
     lock.Holder(tmp_path).__enter__()
 
 
-def test_a_run_stops_before_it_writes_beside_another(
-  another, tiny_config, tmp_path
-):
+def test_a_run_stops_before_it_writes_beside_another(another, tiny_config, tmp_path):
   with pytest.raises(ValueError, match=f'held by process {another.pid} on'):
     train.train_and_evaluate(tiny_config, tmp_path)
   assert [p.name for p in tmp_path.iterdir()] == ['holder.json']

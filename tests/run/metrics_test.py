@@ -78,9 +78,7 @@ def test_to_a_bucket_everything_goes_at_checkpoints_and_at_the_end(
     b'{"step": 2, "loss": null}', b'[' * 200_000,
   ],
 )  # fmt: skip
-def test_lines_that_are_no_metrics_are_left_out_and_named(
-  tmp_path, caplog, bad
-):
+def test_lines_that_are_no_metrics_are_left_out_and_named(tmp_path, caplog, bad):
   good = b'{"step": 1, "loss": 2.0}\n'
   path = tmp_path / 'metrics.jsonl'
   path.write_bytes(good + bad + b'\n\n' + good)  # One line comes twice.

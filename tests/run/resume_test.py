@@ -4,10 +4,8 @@ import signal
 
 import pytest
 
-from tests import processes
-from tests import trees
-from vit_jax.run import checkpoints as checkpoints_lib
-from vit_jax.run import metrics as metrics_lib
+from tests import processes, trees
+from vit_jax.run import checkpoints as checkpoints_lib, metrics as metrics_lib
 
 
 @pytest.fixture(scope='module')
@@ -29,9 +27,7 @@ def reference(config, data_dir, tmp_path_factory):
 def test_what_a_user_sees(reference):
   workdir, output = reference
   lines = output.splitlines()
-  assert not [
-    line for line in lines if 'WARNING' in line or 'Traceback' in line
-  ]
+  assert not [line for line in lines if 'WARNING' in line or 'Traceback' in line]
   [first] = [line for line in lines if line.startswith('step  5/60')]
   assert 'loss' in first
   assert 'img/s' in first
@@ -40,7 +36,7 @@ def test_what_a_user_sees(reference):
   assert 'Done in' in output
   for name in ('checkpoints', 'metrics.jsonl', 'tensorboard --logdir='):
     assert name in output
-  assert f'python -m vit_jax.predict --workdir={workdir}' in output
+  assert f'vit_jax predict --workdir={workdir}' in output
 
 
 _SAVE = 'vit_jax.run.checkpoint_files'
@@ -87,9 +83,7 @@ def test_killed_at_twenty_moments_the_end_is_the_same(
     )  # fmt: skip
   assert 'Traceback' not in outputs
   assert 'Going on from the checkpoint of step' in outputs
-  assert sorted(path.name for path in workdir.glob('*checkpoints')) == [
-    'checkpoints'
-  ]
+  assert sorted(path.name for path in workdir.glob('*checkpoints')) == ['checkpoints']
   got, step = processes.load_state(workdir)
   want, last = processes.load_state(reference[0])
   assert step == last == 60

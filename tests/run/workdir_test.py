@@ -8,18 +8,10 @@ from absl import logging
 import numpy as np
 import pytest
 
-from tests import broken
-from tests import conftest
-from tests import tiny_models
-from vit_jax import checkpoint
-from vit_jax import console
-from vit_jax import models
-from vit_jax import train
-from vit_jax.run import config as run_config
-from vit_jax.run import metrics
-from vit_jax.run import workdir
-from vit_jax.studies import runs
-from vit_jax.studies import summaries
+from tests import broken, conftest, tiny_models
+from vit_jax import checkpoint, console, models, train
+from vit_jax.run import config as run_config, metrics, workdir
+from vit_jax.studies import runs, summaries
 from vit_jax.weights import reading
 
 NAMES = {'class_names': [str(i) for i in range(10)]}
@@ -78,9 +70,7 @@ def test_other_data_to_test_on_are_named(run, config, caplog):
 
 def test_names_that_were_changed_are_refused(run):
   (run / 'class_names.json').write_text(json.dumps(['a'] * 5))
-  with pytest.raises(
-    ValueError, match=r"\['class_names.json'\] in .* are not those"
-  ):
+  with pytest.raises(ValueError, match=r"\['class_names.json'\] in .* are not those"):
     workdir.load(run)
 
 
@@ -96,9 +86,7 @@ def test_damaged_files_are_named(run, config, name, content):
       use()
 
 
-@pytest.mark.parametrize(
-  'name', ['config.json', 'class_names.json', 'data.json']
-)
+@pytest.mark.parametrize('name', ['config.json', 'class_names.json', 'data.json'])
 def test_a_folder_in_place_of_a_file_is_named(run, name):
   (run / name).unlink()
   (run / name).mkdir()
@@ -178,9 +166,7 @@ def test_data_may_move_and_not_change(run, config):
   workdir.check_config(run, config)
   workdir.check(run, config, NAMES, DATA)
   with pytest.raises(ValueError, match=r'images: x there, y here'):
-    workdir.check(
-      run, config, NAMES, {'train': {**DATA['train'], 'images': 'y'}}
-    )
+    workdir.check(run, config, NAMES, {'train': {**DATA['train'], 'images': 'y'}})
   with pytest.raises(ValueError, match='dataset: digits there, /moved/there'):
     workdir.check_config(run, config, moved=False)
   (run / 'data.json').unlink()
@@ -224,15 +210,11 @@ def test_a_class_folder_that_is_renamed_stops_the_run(tmp_path):
   )
   train.check_start(prepared, tmp_path / 'run')
   for split in ('train', 'test'):
-    (tmp_path / 'images' / split / 'ant').rename(
-      tmp_path / 'images' / split / 'zebra'
-    )
+    (tmp_path / 'images' / split / 'ant').rename(tmp_path / 'images' / split / 'zebra')
   with pytest.raises(ValueError, match="number 0 is 'ant' there, 'bee' here"):
     train.check_start(train.prepare(config), tmp_path / 'run')
   for split in ('train', 'test'):
-    (tmp_path / 'images' / split / 'zebra').rename(
-      tmp_path / 'images' / split / 'ant'
-    )
+    (tmp_path / 'images' / split / 'zebra').rename(tmp_path / 'images' / split / 'ant')
   next((tmp_path / 'images/train/bee').iterdir()).unlink()
   with pytest.raises(ValueError, match='num_examples: 18 there, 17 here'):
     train.check_start(train.prepare(config), tmp_path / 'run')

@@ -3,8 +3,7 @@
 import pathlib
 
 from vit_jax import train
-from vit_jax.run import config as run_config
-from vit_jax.run import workdir as workdir_lib
+from vit_jax.run import config as run_config, workdir as workdir_lib
 
 
 class Fake:

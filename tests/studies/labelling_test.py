@@ -8,8 +8,7 @@ import pytest
 from scipy import special
 
 from tests import tiny_models
-from vit_jax.data import pseudo_labels
-from vit_jax.data import records
+from vit_jax.data import pseudo_labels, records
 from vit_jax.data.images import images
 from vit_jax.distributed import sharding
 from vit_jax.run import config as run_config
@@ -46,9 +45,7 @@ def test_every_class_has_as_many_images():
   assert rows[6:8].tolist() == [1, 6]
   assert rows[8] in (1, 6)
   assert rows[9:].tolist() == [9, 9, 9]
-  np.testing.assert_array_equal(
-    rows, labelling.balance(classes, confidence, 3, seed=0)
-  )
+  np.testing.assert_array_equal(rows, labelling.balance(classes, confidence, 3, seed=0))
   lots = {
     tuple(labelling.balance(classes, confidence, 3, seed=seed)[6:9])
     for seed in range(20)
@@ -69,15 +66,11 @@ def test_soft_labels_of_all_classes(tiny_config, tmp_path, monkeypatch):
   names = [str(i) for i in range(40)]
   task = run_config.get_task('classify')(config, {'class_names': names})
   params = tiny_models.numbers(task.model, 8)
-  model = types.SimpleNamespace(
-    config=config, task=task, params=params, extra={}
-  )
+  model = types.SimpleNamespace(config=config, task=task, params=params, extra={})
   mesh = sharding.make_mesh({'data': 8})
   monkeypatch.setattr(labelling, 'load_teacher', lambda _: (model, mesh))
   pixels = np.random.RandomState(0).randint(0, 256, (5, 8, 8, 3), np.uint8)
-  source = records.MemorySource(
-    {'image': [images.encode_png(x) for x in pixels]}, {}
-  )
+  source = records.MemorySource({'image': [images.encode_png(x) for x in pixels]}, {})
   logits = task.model.apply(
     {'params': params}, pixels / np.float32(127.5) - 1, train=False
   )
@@ -91,9 +84,7 @@ def test_soft_labels_of_all_classes(tiny_config, tmp_path, monkeypatch):
     with np.load(folder / pseudo_labels.ARRAYS) as arrays:
       classes, found = arrays['classes'], arrays['probabilities']
     assert classes.shape == (5, count)
-    np.testing.assert_allclose(
-      np.take_along_axis(want, classes, 1), found, atol=1e-5
-    )
+    np.testing.assert_allclose(np.take_along_axis(want, classes, 1), found, atol=1e-5)
     np.testing.assert_allclose(found, -np.sort(-want)[:, :count], atol=1e-5)
   # Labels from before there was a choice are those of 32 classes.
   path = folder / pseudo_labels.JSON
@@ -102,18 +93,14 @@ def test_soft_labels_of_all_classes(tiny_config, tmp_path, monkeypatch):
   path.write_text(json.dumps(facts))
   assert labelling.label(settings, source, str(folder), 8) == facts
   with pytest.raises(ValueError, match='soft_classes: 32 there, None here'):
-    labelling.label(
-      settings._replace(soft_classes=None), source, str(folder), 8
-    )
+    labelling.label(settings._replace(soft_classes=None), source, str(folder), 8)
 
 
 def test_damage_of_an_interrupted_labelling_is_named(tmp_path):
   source = records.MemorySource({'image': [b'x']}, {})
   for content in (b'{"teach', b'[1]', b'\xff', b'[' * 200_000):
     (tmp_path / 'settings.json').write_bytes(content)
-    with pytest.raises(
-      ValueError, match="settings.json' is damaged: .* delete"
-    ):
+    with pytest.raises(ValueError, match="settings.json' is damaged: .* delete"):
       labelling._begin(tmp_path, {}, source)
   block = labelling._block(tmp_path, 0)
   pseudo_labels.write_arrays(block, {'images': np.arange(9), 'classes': [1]})
@@ -133,8 +120,6 @@ def test_no_confident_label_at_all(tmp_path):
     pseudo_labels.write_arrays(labelling._block(tmp_path, begin), empty)
   task = types.SimpleNamespace(class_names=('a', 'b'))
   asked = {'teacher': '/run', 'confidence': 0.9}
-  with pytest.raises(
-    ValueError, match=r'probability is 0\.800, and confidence=0'
-  ):
+  with pytest.raises(ValueError, match=r'probability is 0\.800, and confidence=0'):
     labelling._finish(tmp_path, asked, task)
   assert not pseudo_labels.exists(tmp_path)

@@ -9,18 +9,12 @@ import numpy as np
 import pytest
 from sklearn import datasets as sklearn_datasets
 
-from tests import conftest
-from tests import looked_up
+from tests import conftest, looked_up
 from vit_jax import predict
-from vit_jax.configs import common
-from vit_jax.configs import noisy_student as recipe
-from vit_jax.configs import noisy_student_digits
-from vit_jax.data import pseudo_labels
-from vit_jax.data import sources
+from vit_jax.configs import common, noisy_student as recipe, noisy_student_digits
+from vit_jax.data import pseudo_labels, sources
 from vit_jax.inference import engine
-from vit_jax.studies import labelling
-from vit_jax.studies import noisy_student
-from vit_jax.studies import runs as runs_lib
+from vit_jax.studies import labelling, noisy_student, runs as runs_lib
 
 
 def make_config(data_dir):
@@ -131,17 +125,13 @@ def test_other_settings_are_refused(finished):
     noisy_student.noisy_student(config, str(workdir))
 
 
-def test_a_teacher_of_other_classes_is_refused(
-  finished, image_folder, tmp_path
-):
+def test_a_teacher_of_other_classes_is_refused(finished, image_folder, tmp_path):
   config, workdir, _, _ = finished
   config = copy.deepcopy(config)
   config.teacher_workdir = str(workdir / 'teacher_1')
   config.student.dataset = str(image_folder)
   config.student.pp.train = 'train'
-  with pytest.raises(
-    ValueError, match='has 10 classes.*need a teacher of the s'
-  ):
+  with pytest.raises(ValueError, match='has 10 classes.*need a teacher of the s'):
     noisy_student.noisy_student(config, str(tmp_path))
   assert not list(tmp_path.iterdir())
 
@@ -234,9 +224,7 @@ def test_a_given_teacher_is_not_trained(recorded, tmp_path, monkeypatch):
   )
   monkeypatch.setattr(
     'vit_jax.evaluators.evaluation.evaluate',
-    lambda *args: {
-      'accuracy': {('/runs/big', 'test', 'digits/few10'): 0.25}[args]
-    },
+    lambda *args: {'accuracy': {('/runs/big', 'test', 'digits/few10'): 0.25}[args]},
   )
   rows = noisy_student.noisy_student(config, str(tmp_path))
   assert list(trained) == ['student_1_1', 'student_2_1']
@@ -301,7 +289,5 @@ def test_the_recipe_is_the_published_one():
   other = recipe.get_config('s16,imagenet2012,imagenet21k')
   assert other.unlabelled_split == 'full[102400:]'
   assert other.student.model.model_name == 'ViT-S_16'
-  with pytest.raises(
-    ValueError, match="'b16,cifar10' must be MODEL,LABELLED,UN"
-  ):
+  with pytest.raises(ValueError, match="'b16,cifar10' must be MODEL,LABELLED,UN"):
     recipe.get_config('b16,cifar10')

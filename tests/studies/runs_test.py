@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from tests.studies import fake_training
-from vit_jax import console
-from vit_jax import train
+from vit_jax import console, train
 from vit_jax.run import lock
-from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import summaries
+from vit_jax.studies import runs as runs_lib, summaries
 
 
 def metrics_of(config):
@@ -137,9 +135,7 @@ def test_the_others_go_on_where_one_fails(tiny_config, fake, tmp_path):
   assert list(found.results) == ['c']
   assert list(found.diverged) == ['a']
   assert found.failed == {'b': 'the disk is full'}
-  with pytest.raises(
-    runs_lib.Failed, match='b: the disk is full\n  a: loss nan'
-  ):
+  with pytest.raises(runs_lib.Failed, match='b: the disk is full\n  a: loss nan'):
     found.finish()
   with pytest.raises(runs_lib.Failed, match='b: the disk is full\nAll others'):
     found.finish(allow_diverged=True)
@@ -220,9 +216,7 @@ def test_a_folder_of_another_config_is_refused(
 @pytest.mark.parametrize(
   'kept, steps', [('all', ['10', '20']), ('newest', ['20']), ('none', [])]
 )
-def test_checkpoints_of_runs_that_are_done(
-  kept, steps, tiny_config, fake, tmp_path
-):
+def test_checkpoints_of_runs_that_are_done(kept, steps, tiny_config, fake, tmp_path):
   runs_lib.train_all(make(tiny_config, a=0.1), tmp_path, checkpoints=kept)
   left = [path.name for path in (tmp_path / 'a' / 'checkpoints').iterdir()]
   assert sorted(left) == steps
@@ -247,9 +241,7 @@ def test_a_damaged_result_is_named(content, tiny_config, fake, tmp_path):
   runs = make(tiny_config, a=0.1)
   runs_lib.train_all(runs, tmp_path)
   (tmp_path / 'a' / 'result.json').write_text(content)
-  with pytest.raises(
-    ValueError, match="a/result.json' is damaged: .*delete it"
-  ):
+  with pytest.raises(ValueError, match="a/result.json' is damaged: .*delete it"):
     runs_lib.train_all(runs, tmp_path)
 
 
@@ -263,9 +255,7 @@ def test_a_result_without_the_metric_is_named(tiny_config, fake, tmp_path):
 
 def test_a_folder_in_place_of_a_result_is_named(tiny_config, fake, tmp_path):
   (tmp_path / 'a' / 'result.json').mkdir(parents=True)
-  with pytest.raises(
-    ValueError, match="a/result.json' is damaged: .*directory"
-  ):
+  with pytest.raises(ValueError, match="a/result.json' is damaged: .*directory"):
     runs_lib.train_all(make(tiny_config, a=0.1), tmp_path)
 
 
@@ -284,9 +274,7 @@ def test_values_are_changed_by_dotted_keys(tiny_config):
   assert tiny_config.total_steps == 6
   other = tiny_config.model.copy_and_resolve_references()
   other.hidden_size = 24
-  found = runs_lib.changed(
-    tiny_config, {'model': other, 'model.classifier': 'gap'}
-  )
+  found = runs_lib.changed(tiny_config, {'model': other, 'model.classifier': 'gap'})
   assert (found.model.hidden_size, found.model.classifier) == (24, 'gap')
 
 
@@ -340,7 +328,6 @@ def test_without_matplotlib_the_extra_is_named(capsys, monkeypatch, tmp_path):
     raise ImportError("figures need matplotlib: pip install -e '.[plots]'")
 
   summaries.draw(make, path=tmp_path / 'a.png')
-  assert (
-    "No plot was drawn: figures need matplotlib: pip install -e '.[plots]'"
-    in (capsys.readouterr().out)
+  assert "No plot was drawn: figures need matplotlib: pip install -e '.[plots]'" in (
+    capsys.readouterr().out
   )

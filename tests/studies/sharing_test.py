@@ -7,11 +7,9 @@ import shlex
 import pytest
 import tensorflow_datasets as tfds
 
-from tests import forked
-from tests import processes
+from tests import forked, processes
 from tests.studies import fake_training
-from vit_jax.commands import hosts
-from vit_jax.commands import train as command
+from vit_jax.commands import hosts, train as command
 from vit_jax.configs import common
 from vit_jax.data.tfds import builders
 from vit_jax.run import loop
@@ -156,9 +154,7 @@ def test_a_printed_command_trains_a_run_of_the_study(
   assert (tmp_path / 'printed/study.json').exists()
   study('printed', '--config.seeds=5', '--print')
   assert not capsys.readouterr().out
-  with pytest.raises(
-    ValueError, match="run='slow_7' is none of the runs slow_"
-  ):
+  with pytest.raises(ValueError, match="run='slow_7' is none of the runs slow_"):
     study('printed', '--run=slow_7')
 
 

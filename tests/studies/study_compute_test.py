@@ -6,11 +6,9 @@ import pytest
 
 from tests.planning import flops_test
 from vit_jax import models
-from vit_jax.configs import compute_transfer
-from vit_jax.configs import data_scaling
+from vit_jax.configs import compute_transfer, data_scaling
 from vit_jax.planning import flops
-from vit_jax.studies import runs
-from vit_jax.studies import study
+from vit_jax.studies import runs, study
 
 
 def config_of(data_dir):
@@ -49,21 +47,15 @@ def test_the_compute_of_runs_is_that_of_closed_form(
 def test_a_wrong_place_on_the_axis_is_named(data_dir, tmp_path):
   config = config_of(data_dir)
   config.x = (('ViT', 'flops'), *config.x[1:])
-  with pytest.raises(
-    ValueError, match="x=.*'flops'.* must be pairs .name of the l"
-  ):
+  with pytest.raises(ValueError, match="x=.*'flops'.* must be pairs .name of the l"):
     study.study(config, str(tmp_path))
 
 
 def test_the_models_in_small_take_about_the_same_compute():
   config = data_scaling.get_config()
-  configs = {
-    line: run[1]['model'] for (line, _), run in zip(config.x, config.variants)
-  }
+  configs = {line: run[1]['model'] for (line, _), run in zip(config.x, config.variants)}
   counts = {
-    line: flops.forward_flops(
-      models.make_model(model, num_classes=10), (32, 32), 1
-    )
+    line: flops.forward_flops(models.make_model(model, num_classes=10), (32, 32), 1)
     for line, model in configs.items()
   }
   assert list(counts) == ['ViT', 'BiT', 'hybrid']

@@ -8,9 +8,7 @@ import pytest
 
 from tests.studies import fake_training
 from vit_jax.figures import studies
-from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import study
-from vit_jax.studies import summaries
+from vit_jax.studies import runs as runs_lib, study, summaries
 
 
 @pytest.fixture
@@ -40,9 +38,7 @@ def read(file):
     return list(csv.DictReader(lines))
 
 
-def test_variants_are_compared_over_seeds(
-  config, monkeypatch, tmp_path, capsys
-):
+def test_variants_are_compared_over_seeds(config, monkeypatch, tmp_path, capsys):
   fake = fake_training.Fake(monkeypatch, measure)
   found = study.study(config, str(tmp_path))
   assert fake.trained == [
@@ -122,9 +118,7 @@ def test_curves_have_a_point_a_variant(config, monkeypatch, tmp_path):
     ('metrics', 'loss', "no key 'metrics': did you mean 'metric'"),
   ],
 )
-def test_a_wrong_study_is_named(
-  key, value, message, config, monkeypatch, tmp_path
-):
+def test_a_wrong_study_is_named(key, value, message, config, monkeypatch, tmp_path):
   fake = fake_training.Fake(monkeypatch, measure)
   config[key] = value
   with pytest.raises(ValueError, match=message):

@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 
 from tests.studies import fake_training
-from vit_jax import predict
-from vit_jax import train
+from vit_jax import predict, train
 from vit_jax.configs import common
 from vit_jax.figures import studies
-from vit_jax.run import config as run_config
-from vit_jax.run import metrics as metrics_lib
-from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import sweep
-from vit_jax.studies import summaries
+from vit_jax.run import config as run_config, metrics as metrics_lib
+from vit_jax.studies import runs as runs_lib, summaries, sweep
 
 RATES = {'base_lr': (0.001, 0.01, 0.1)}
 
@@ -95,9 +91,7 @@ def test_the_values_of_the_paper_are_the_default(config, fake, tmp_path):
   assert [row['base_lr'] for row in found['choice']] == [.001, .003, .01, .03]  # fmt: skip
   assert fake.configs['base_lr=0.03'].evals == (('held_out', 'train[98%:]'),)
   config.dataset = 'digits'
-  with pytest.raises(
-    ValueError, match="no learning rates for dataset='digits'"
-  ):
+  with pytest.raises(ValueError, match="no learning rates for dataset='digits'"):
     sweep.sweep(config, str(tmp_path), seeds=1)
 
 
@@ -151,9 +145,7 @@ def test_one_run_of_a_sweep(config, fake, tmp_path):
   found = sweep.sweep(config, workdir, RATES, seeds=2)
   assert fake.trained[3:] == ['base_lr=0.01,test_1', 'base_lr=0.01,test_0']
   assert found['test'][0]['mean'] == pytest.approx(0.905)
-  with pytest.raises(
-    ValueError, match="run='base_lr=2' is none of the runs ba"
-  ):
+  with pytest.raises(ValueError, match="run='base_lr=2' is none of the runs ba"):
     sweep.sweep(config, workdir, RATES, seeds=2, only='base_lr=2')
 
 
@@ -169,15 +161,11 @@ def test_values_that_diverge_lose(config, fake, tmp_path, capsys):
   assert [row['diverged'] for row in found['choice']] == [False, True, True]
   assert '0.1                   diverged' in capsys.readouterr().out
   limit = 0.0
-  with pytest.raises(
-    ValueError, match='all combinations diverged: try smaller'
-  ):
+  with pytest.raises(ValueError, match='all combinations diverged: try smaller'):
     sweep.sweep(config, str(tmp_path / 'other'), RATES)
 
 
-def test_another_failure_ends_the_sweep_after_the_choice(
-  config, fake, tmp_path
-):
+def test_another_failure_ends_the_sweep_after_the_choice(config, fake, tmp_path):
   def fail(config):
     if config.base_lr == 0.001:
       raise OSError('the disk is full')
@@ -261,9 +249,7 @@ def test_a_workdir_of_another_sweep_is_refused(config, fake, tmp_path):
       sweep.sweep(other, str(tmp_path), RATES, seeds=1)
   before = (tmp_path / 'choice.csv').read_bytes()
   for other in ({'weight_decay': (0.1,)}, {**RATES, 'weight_decay': (0.1,)}):
-    with pytest.raises(
-      ValueError, match='tables of another sweep, over base_lr:'
-    ):
+    with pytest.raises(ValueError, match='tables of another sweep, over base_lr:'):
       sweep.sweep(config, str(tmp_path), other, seeds=1)
   assert (tmp_path / 'choice.csv').read_bytes() == before
   assert len(fake.trained) == trained

@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 from sklearn import datasets as sklearn_datasets
 
-from tests import conftest
-from tests import looked_up
-from vit_jax import predict
-from vit_jax import train
-from vit_jax.configs import common
-from vit_jax.configs import digits_transfer
+from tests import conftest, looked_up
+from vit_jax import predict, train
+from vit_jax.configs import common, digits_transfer
 from vit_jax.data import sources
-from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import transfer
+from vit_jax.studies import runs as runs_lib, transfer
 
 
 def labels_of(dataset, split, data_dir):
@@ -56,9 +52,7 @@ def make_config(data_dir):
     tiny = conftest.make_tiny_config(data_dir)
     run.tfds_data_dir = data_dir
     run.model = copy.deepcopy(tiny.model)
-    run.update(
-      batch=8, batch_eval=104, total_steps=2, warmup_steps=1, log_images=0
-    )
+    run.update(batch=8, batch_eval=104, total_steps=2, warmup_steps=1, log_images=0)
     run.update(total_epochs=None, warmup_epochs=None)
   config.seeds = (0, 1)
   return config
@@ -81,9 +75,7 @@ def finished(data_dir, tmp_path_factory):
 def test_both_ways_and_what_is_left_behind(config, finished):
   tmp_path, result, out = finished
   assert json.loads((tmp_path / 'transfer.json').read_text()) == result
-  tuned, scratch = (
-    [row[f'seed_{seed}'] for seed in (0, 1)] for row in result[:2]
-  )
+  tuned, scratch = ([row[f'seed_{seed}'] for seed in (0, 1)] for row in result[:2])
   means = [row['mean'] for row in result]
   margin = (sum(tuned) - sum(scratch)) / 2
   assert means == pytest.approx([sum(tuned) / 2, sum(scratch) / 2, margin])
@@ -101,9 +93,9 @@ def test_both_ways_and_what_is_left_behind(config, finished):
   # Again: all runs are finished, nothing is trained.
   before = sorted(tmp_path.rglob('*'))
   assert transfer.transfer(config, str(tmp_path)) == result
-  assert [
-    p for p in sorted(tmp_path.rglob('*')) if 'tfevents' not in p.name
-  ] == [p for p in before if 'tfevents' not in p.name]
+  assert [p for p in sorted(tmp_path.rglob('*')) if 'tfevents' not in p.name] == [
+    p for p in before if 'tfevents' not in p.name
+  ]
 
 
 def test_weights_come_in_at_another_resolution(config, finished, tmp_path):
@@ -117,8 +109,7 @@ def test_weights_come_in_at_another_resolution(config, finished, tmp_path):
     state.params['embedding']['kernel'], before['embedding']['kernel']
   )
   tables = [
-    p['Transformer']['posembed_input']['pos_embedding']
-    for p in (before, state.params)
+    p['Transformer']['posembed_input']['pos_embedding'] for p in (before, state.params)
   ]
   assert [t.shape[1] for t in tables] == [1 + 4 * 4, 1 + 6 * 6]
   np.testing.assert_allclose(tables[0][0, -1], tables[1][0, -1], atol=1e-6)

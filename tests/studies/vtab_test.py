@@ -9,16 +9,11 @@ import statistics
 import numpy as np
 import pytest
 
-from tests import conftest
-from tests import tiny_models
-from tests import vtab_data
+from tests import conftest, tiny_models, vtab_data
 from tests.studies import fake_training
-from vit_jax.configs import common
-from vit_jax.configs import vtab as vtab_config
-from vit_jax.data.tfds import vtab as data
-from vit_jax.data.tfds import vtab_tasks
-from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import vtab
+from vit_jax.configs import common, vtab as vtab_config
+from vit_jax.data.tfds import vtab as data, vtab_tasks
+from vit_jax.studies import runs as runs_lib, vtab
 
 
 @pytest.fixture
@@ -114,9 +109,7 @@ def test_without_any_data_it_stops_before_the_workdir_exists(config, tmp_path):
   assert not (tmp_path / 'vtab').exists()
 
 
-def test_missing_data_are_downloaded_on_request(
-  config, monkeypatch, tmp_path, capsys
-):
+def test_missing_data_are_downloaded_on_request(config, monkeypatch, tmp_path, capsys):
   prepared = []
 
   def prepare(run, dataset):
@@ -147,9 +140,7 @@ def test_no_download_without_the_package_that_prepares(config, monkeypatch):
     data.prepare(config.run, 'vtab/kitti_distance')
 
 
-def test_a_task_without_data_is_left_to_other_machines(
-  config, monkeypatch, tmp_path
-):
+def test_a_task_without_data_is_left_to_other_machines(config, monkeypatch, tmp_path):
   """What they have done is in the table."""
   fake = fake_training.Fake(monkeypatch, lambda run: {'accuracy_test': 0.5})
   config.update(tasks=('dtd', 'svhn'), seeds=(0, 1))
@@ -214,8 +205,7 @@ def test_the_table_of_all_tasks_over_two_seeds(config, tmp_path, capsys):
   config.seeds = (0, 1)
   published = vtab.PUBLISHED['L/16 I21k']
   accuracies = {
-    task: {0: value / 100, 1: value / 100 + 0.01}
-    for task, value in published.items()
+    task: {0: value / 100, 1: value / 100 + 0.01} for task, value in published.items()
   }
   rows = vtab._report(config, accuracies, str(tmp_path))
   by_task = {row['task']: row for row in rows}
@@ -262,9 +252,7 @@ def test_the_table_of_all_tasks_over_two_seeds(config, tmp_path, capsys):
     ({'run.evals': (('x', 'test'),)}, "'accuracy_test' is not among|evals="),
   ],
 )  # fmt: skip
-def test_a_wrong_config_is_told_before_anything(
-  config, changes, message, tmp_path
-):
+def test_a_wrong_config_is_told_before_anything(config, changes, message, tmp_path):
   for key, value in changes.items():
     group, _, name = key.rpartition('.')
     holder = config[group] if group else config

@@ -6,16 +6,14 @@ import pytest
 
 from tests import conftest
 from tests.tasks import masked_patches_test
-from tests.tasks.detection import detect_canvases_test
-from tests.tasks.detection import segment_test
+from tests.tasks.detection import detect_canvases_test, segment_test
 from tests.tasks.pixels import pixels_test
 from vit_jax import models
 from vit_jax.data.images import images
 from vit_jax.inference import predictor
 from vit_jax.run import config as run_config
 from vit_jax.tasks import classify
-from vit_jax.tasks.detection import detect
-from vit_jax.tasks.detection import segment
+from vit_jax.tasks.detection import detect, segment
 from vit_jax.tasks.pixels import finetune as pixels_finetune
 
 
@@ -46,20 +44,14 @@ TASKS = {
     data_dir, pixels_finetune.Task
   ),
   'detect': make_detect,
-  'segment': lambda _: segment.Task(
-    segment_test.make_config(), segment_test.METADATA
-  ),
+  'segment': lambda _: segment.Task(segment_test.make_config(), segment_test.METADATA),
   'canvases': make_canvases,
 }
 
 
 @pytest.mark.parametrize('name', TASKS)
-def test_inference_reads_what_the_task_says(
-  name, data_dir, tmp_path, monkeypatch
-):
-  monkeypatch.setitem(
-    models.KINDS, 'tiny_detector', detect_canvases_test.TinyDetector
-  )
+def test_inference_reads_what_the_task_says(name, data_dir, tmp_path, monkeypatch):
+  monkeypatch.setitem(models.KINDS, 'tiny_detector', detect_canvases_test.TinyDetector)
   task = TASKS[name](tmp_path if name == 'canvases' else data_dir)
   pixels = np.zeros((20, 24, 3), np.uint8)
   record = {'image': images.encode_png(pixels), 'index': np.int64(0)}

@@ -14,19 +14,16 @@ import pytest
 import tensorflow as tf
 
 from tests import conftest
-from vit_jax.weights import convert
-from vit_jax import predict
-from vit_jax import train
+from vit_jax import predict, train
 from vit_jax.commands import predict as predict_command
-from vit_jax.configs import common
-from vit_jax.configs import masked_patches as config_lib
-from vit_jax.configs import masked_patches_digits
+from vit_jax.configs import common, masked_patches as config_lib, masked_patches_digits
+from vit_jax.data import sources
 from vit_jax.distributed import sharding
 from vit_jax.inference import demo
 from vit_jax.layers import patches as patches_lib
-from vit_jax.run import config as run_config
-from vit_jax.run import metrics as metrics_lib
+from vit_jax.run import config as run_config, metrics as metrics_lib
 from vit_jax.tasks import masked_patches
+from vit_jax.weights import convert
 
 
 def options(**kwargs):
@@ -42,9 +39,7 @@ def draw(n, patches=50, **kwargs):
       fn_output_signature=(tf.int32, tf.int32),
     )
   )
-  fate, other = corrupt(
-    tf.constant(np.arange(4 * n).reshape(n, 2, 2), tf.int64)
-  )
+  fate, other = corrupt(tf.constant(np.arange(4 * n).reshape(n, 2, 2), tf.int64))
   return fate.numpy(), other.numpy()
 
 
@@ -138,9 +133,7 @@ def make_batch(task, n=4):
 
 @pytest.mark.parametrize('channels', [1, 3])
 @pytest.mark.parametrize('target', masked_patches.TARGETS)
-def test_the_loss_is_that_of_the_corrupted_patches_alone(
-  data_dir, target, channels
-):
+def test_the_loss_is_that_of_the_corrupted_patches_alone(data_dir, target, channels):
   """A new head predicts zeros: every loss has a closed form."""
   task = make_task(data_dir, target, channels)
   batch = make_batch(task)
@@ -171,9 +164,7 @@ def test_the_loss_is_that_of_the_corrupted_patches_alone(
     )[0][0]
   )(params, batch['image'])
   assert gradient['head']['bias'].any()
-  sums = task.measure(
-    params, extra, {**batch, 'mask': jnp.array([1.0, 0, 0, 0])}
-  )
+  sums = task.measure(params, extra, {**batch, 'mask': jnp.array([1.0, 0, 0, 0])})
   assert sums['loss'][1] == corrupted[0].sum()
 
 
@@ -239,9 +230,7 @@ def test_unequal_weights_do_not_depend_on_how_a_batch_is_taken_apart(data_dir):
       update = program.jit_update()
       for _ in range(3):
         state, metrics = update(state, batch)
-        seen.append(
-          [metrics[k] for k in ('train_loss', 'train_accuracy', 'grad_norm')]
-        )
+        seen.append([metrics[k] for k in ('train_loss', 'train_accuracy', 'grad_norm')])
     return np.array(jax.device_get(seen)), jax.device_get(state.params)
 
   want, params = steps({'data': 1}, 1)
@@ -286,7 +275,7 @@ def test_evaluation_masks_the_same_patches_whatever_the_batch(finished):
   _, workdir, metrics = finished
   mesh = sharding.make_mesh({'data': 8})
   model = predict.load(str(workdir), mesh=mesh)
-  source = train.open_for(model.config, type(model.task), {}, 'test')
+  source = sources.open_for(model.config, type(model.task), {}, 'test')
   for batch in (8, 200):
     model.config.batch_eval = batch
     [evaluator] = model.task.evaluators(mesh, 'test', lambda _: source)
@@ -330,18 +319,14 @@ def test_the_command_writes_a_picture(finished, tmp_path, monkeypatch, capsys):
     predict_command.main([f'--workdir={workdir}', *args])
     return capsys.readouterr().out
 
-  assert f'1 image(s), masked and predicted: {out}' in run(
-    image, f'--out={out}'
-  )
+  assert f'1 image(s), masked and predicted: {out}' in run(image, f'--out={out}')
   with Image.open(out) as picture:
     assert picture.size == (3 * (96 + 8) + 8, 96 + 8 + 20)
   with pytest.raises(ValueError, match="out='/no/where.png' is in no folder"):
     run(image, '--out=/no/where.png')
 
 
-def test_fine_tuning_takes_all_but_what_is_its_own(
-  finished, data_dir, tmp_path
-):
+def test_fine_tuning_takes_all_but_what_is_its_own(finished, data_dir, tmp_path):
   _, workdir, _ = finished
   config = conftest.make_tiny_config(data_dir)
   config.pretrained = str(workdir)
@@ -352,9 +337,7 @@ def test_fine_tuning_takes_all_but_what_is_its_own(
   assert 'mask_token' not in state.params
   assert state.params['head']['kernel'].shape == (16, 10)
   for key in ('Transformer', 'embedding', 'cls'):
-    jax.tree.map(
-      np.testing.assert_array_equal, state.params[key], pretrained[key]
-    )
+    jax.tree.map(np.testing.assert_array_equal, state.params[key], pretrained[key])
   model, _ = convert.convert(str(workdir), str(tmp_path / 'masked.npz'))
   assert model.num_classes == 0
   with np.load(tmp_path / 'masked.npz') as arrays:

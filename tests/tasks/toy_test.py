@@ -7,9 +7,7 @@ import signal
 
 import pytest
 
-from tests import processes
-from tests import toy_task
-from tests import trees
+from tests import processes, toy_task, trees
 from vit_jax import train
 from vit_jax.run import metrics as metrics_lib
 
@@ -47,14 +45,10 @@ def test_it_trains(trained):
   assert 'Done in' in output
   assert 'Next, the prediction for an image' in output
   losses = [
-    line['loss_test']
-    for line in metrics_lib.read(workdir)
-    if 'loss_test' in line
+    line['loss_test'] for line in metrics_lib.read(workdir) if 'loss_test' in line
   ]
   train = [
-    line['train_loss']
-    for line in metrics_lib.read(workdir)
-    if 'train_loss' in line
+    line['train_loss'] for line in metrics_lib.read(workdir) if 'train_loss' in line
   ]
   # The grey of digits varies little: to know nothing costs some .3.
   assert losses[-1] < 0.05 < train[0]

@@ -38,9 +38,7 @@ def good(tmp_path_factory, params):
   state = families.of({}).dump(params, 'hf')
   state = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in state.items()}
   torch.save(state, folder / 'hf' / 'new.bin')
-  torch.save(
-    state, folder / 'hf' / 'old.bin', _use_new_zipfile_serialization=False
-  )
+  torch.save(state, folder / 'hf' / 'old.bin', _use_new_zipfile_serialization=False)
   return folder
 
 

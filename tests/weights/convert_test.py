@@ -18,20 +18,11 @@ import pytest
 from sklearn import datasets
 import torch
 
-from tests import models_test
-from tests import tiny_models
-from tests import torch_models
-from tests import trees
-from vit_jax import checkpoint
-from vit_jax.weights import convert
-from vit_jax import models
-from vit_jax import predict
-from vit_jax import preprocess
-from vit_jax import train
+from tests import models_test, tiny_models, torch_models, trees
+from vit_jax import checkpoint, models, predict, preprocess, train
 from vit_jax.commands import convert as convert_command
 from vit_jax.configs import models as model_configs
-from vit_jax.weights import reading
-from vit_jax.weights import writing
+from vit_jax.weights import convert, reading, writing
 from vit_jax.weights.families import vit_files
 
 # What must be imported in its own way.
@@ -117,9 +108,7 @@ def test_logits_agree_and_round_trips_are_exact(tmp_path, name, size, kinds):
     trees.assert_same(checkpoint.load(back), params)
     if kind == 'workdir':
       run = predict.load(there)
-      theirs = np.asarray(
-        jax.jit(run.task.outputs)(run.params, {}, {'image': images})
-      )
+      theirs = np.asarray(jax.jit(run.task.outputs)(run.params, {}, {'image': images}))
     else:
       theirs = torch_models.logits(load_elsewhere(there, kind), images)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
@@ -127,9 +116,7 @@ def test_logits_agree_and_round_trips_are_exact(tmp_path, name, size, kinds):
 
 def transforms_elsewhere(model, folder):
   """Returns functions from an image to pixels [H, W, C]: timm's, Hugging Face's."""
-  notes = {
-    kind: writing.WRITERS[kind](model, folder / kind) for kind in ('timm', 'hf')
-  }
+  notes = {kind: writing.WRITERS[kind](model, folder / kind) for kind in ('timm', 'hf')}
   theirs = load_elsewhere(folder / 'timm', 'timm')
   transform = timm.data.create_transform(
     **timm.data.resolve_data_config({}, model=theirs)
@@ -191,8 +178,7 @@ def test_others_prepare_images_as_this_package(
     ]
   else:
     photographs = [
-      Image.fromarray(x[:400, :600])
-      for x in datasets.load_sample_images().images
+      Image.fromarray(x[:400, :600]) for x in datasets.load_sample_images().images
     ]
   for photograph in photographs:
     check(photograph if channels == 1 else photograph.reduce(10))  # Enlarged.
@@ -203,9 +189,7 @@ def test_others_prepare_images_as_this_package(
     check(photographs[1])
 
 
-@pytest.mark.parametrize(
-  'name, size', [('r_ti16', (64, 64)), ('r26_s32', (128, 96))]
-)
+@pytest.mark.parametrize('name, size', [('r_ti16', (64, 64)), ('r26_s32', (128, 96))])
 def test_hybrids_agree_with_timm(tmp_path, name, size):
   model, params = random_model(name, size)
   source, there = str(tmp_path / 'source.npz'), str(tmp_path / 'timm')
@@ -214,17 +198,13 @@ def test_hybrids_agree_with_timm(tmp_path, name, size):
   assert 'model.resnet.eps=timm' in notes[0]
   images = random_images(size)
   theirs = torch_models.logits(load_elsewhere(there, 'timm'), images)
-  np.testing.assert_allclose(
-    our_logits(model, params, images), theirs, atol=1e-2
-  )
+  np.testing.assert_allclose(our_logits(model, params, images), theirs, atol=1e-2)
   # Back again, timm's epsilons come along: then they are as good as equal.
   back = convert.read(there)
   trees.assert_same(back.params, params)
   assert back.config.resnet.eps == 'timm'
   model = models.make_model(back.config, num_classes=10)
-  np.testing.assert_allclose(
-    our_logits(model, params, images), theirs, atol=1e-4
-  )
+  np.testing.assert_allclose(our_logits(model, params, images), theirs, atol=1e-4)
 
 
 def test_bit_resnets_go_to_timm_and_back(tmp_path):
@@ -296,9 +276,7 @@ def test_a_model_of_timm_keeps_its_gelu(tmp_path, act_layer):
     img_size=(8, 12), patch_size=4, embed_dim=32, depth=2, num_heads=4,
     act_layer=act_layer, num_classes=3,
   )  # fmt: skip
-  theirs = torch_models.randomize(
-    timm.create_model('vit_base_patch16_224', **args)
-  )
+  theirs = torch_models.randomize(timm.create_model('vit_base_patch16_224', **args))
   timm.models.save_for_hf(theirs, tmp_path / 'timm', model_args=args)
   found = convert.read(str(tmp_path / 'timm'))
   model = models.make_model(found.config, num_classes=3)
@@ -346,9 +324,7 @@ def test_an_npz_keeps_what_it_cannot_hold_beside_it(tmp_path):
   theirs = torch_models.hf_model()
   theirs.save_pretrained(tmp_path / 'hf')
   _, notes = convert.convert(str(tmp_path / 'hf'), str(tmp_path / 'a.npz'))
-  assert any(
-    'gelu=tanh, but these weights were made for erf' in note for note in notes
-  )
+  assert any('gelu=tanh, but these weights were made for erf' in note for note in notes)
   _, notes = convert.convert(
     str(tmp_path / 'a.npz'), str(tmp_path / 'again'), 'hf', image_size=(8, 12)
   )
@@ -372,9 +348,7 @@ def test_of_two_conversions_to_one_folder_one_wins(tmp_path, tiny, monkeypatch):
 
   def run(_):
     try:
-      convert.convert(
-        path, str(tmp_path / 'run'), 'workdir', image_size=(8, 12)
-      )
+      convert.convert(path, str(tmp_path / 'run'), 'workdir', image_size=(8, 12))
     except FileExistsError as e:
       return str(e)
 
@@ -416,9 +390,7 @@ def test_the_pooler_of_hugging_face_is_the_pre_logits(tmp_path):
 
 @pytest.mark.parametrize('kind', ['timm', 'hf'])
 def test_head_and_pre_logits_go_round(tmp_path, kind):
-  _, params = random_model(
-    'testing', (32, 32), num_classes=3, representation_size=6
-  )
+  _, params = random_model('testing', (32, 32), num_classes=3, representation_size=6)
   source, there = str(tmp_path / 'a.npz'), str(tmp_path / kind)
   checkpoint.save(params, source)
   _, notes = convert.convert(source, there, kind, class_names=['a', 'b', 'c'])
@@ -522,9 +494,7 @@ def test_the_command_line(tmp_path, tiny, capsys):
   assert config['image_size'] == [8, 12]
 
 
-def test_the_weights_of_a_run_are_those_that_it_predicts_with(
-  tiny_config, tmp_path
-):
+def test_the_weights_of_a_run_are_those_that_it_predicts_with(tiny_config, tmp_path):
   config = tiny_config
   config.ema_decay = 0.9
   train.train_and_evaluate(config, str(tmp_path / 'run'))
@@ -548,9 +518,7 @@ def test_the_weights_of_a_run_are_those_that_it_predicts_with(
   config.pretrained = str(tmp_path / 'run')
   config.update(total_steps=1, warmup_steps=0, base_lr=0.0, ema_decay=0.0)
   state, _ = train.train_and_evaluate(config, str(tmp_path / 'next'))
-  trees.assert_same(
-    jax.device_get(state.params)['Transformer'], params['Transformer']
-  )
+  trees.assert_same(jax.device_get(state.params)['Transformer'], params['Transformer'])
 
 
 def test_a_bit_resnet_of_timm_is_trained_like_any_model(tiny_config, tmp_path):
@@ -580,13 +548,9 @@ def test_a_bit_resnet_of_timm_is_trained_like_any_model(tiny_config, tmp_path):
   found = convert.read(str(tmp_path / 'run.npz'))
   trees.assert_same(found.params, jax.device_get(run.params))
   assert found.class_names == run.class_names
-  assert (
-    found.config.model_name == 'BiT ResNet of (1,) units, 0.5 times the width'
-  )
+  assert found.config.model_name == 'BiT ResNet of (1,) units, 0.5 times the width'
   config.model.width_factor = 1.0
-  with pytest.raises(
-    ValueError, match=r'looks like BiT ResNet of \(1,\) units, 0'
-  ):
+  with pytest.raises(ValueError, match=r'looks like BiT ResNet of \(1,\) units, 0'):
     train.train_and_evaluate(config, str(tmp_path / 'wider'))
 
 

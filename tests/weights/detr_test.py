@@ -10,22 +10,12 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from tests import tiny_models
-from tests import torch_models
-from tests import trees
-from vit_jax import checkpoint
-from vit_jax.weights import convert
-from vit_jax import models
-from vit_jax import models_detr
-from vit_jax import predict
-from vit_jax import train
+from tests import tiny_models, torch_models, trees
+from vit_jax import checkpoint, models, models_detr, predict, train
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
 from vit_jax.layers import resnet
-from vit_jax.weights import card
-from vit_jax.weights import identify
-from vit_jax.weights import reading
-from vit_jax.weights import writing
+from vit_jax.weights import card, convert, identify, reading, writing
 from vit_jax.weights.families import families
 
 transformers = torch_models.transformers
@@ -67,9 +57,7 @@ def outputs_of(theirs, images):
   """Logits and boxes of Hugging Face's model for images in [-1, 1]."""
   pixels = (images / 2 + 0.5 - models_detr.MEAN) / models_detr.STD
   with torch.no_grad():
-    found = theirs(
-      torch.tensor(pixels, dtype=torch.float32).permute(0, 3, 1, 2)
-    )
+    found = theirs(torch.tensor(pixels, dtype=torch.float32).permute(0, 3, 1, 2))
   return found.logits.numpy(), found.pred_boxes.numpy()
 
 
@@ -221,9 +209,7 @@ def write(good, folder, change=None, **fields):
   ],
 )  # fmt: skip
 def test_descriptions_that_are_refused(good, tmp_path, fields, message):
-  with pytest.raises(
-    ValueError, match=f"config.json' cannot be used: .*{message}"
-  ):
+  with pytest.raises(ValueError, match=f"config.json' cannot be used: .*{message}"):
     reading.read(write(good, tmp_path, **fields))
 
 
@@ -298,9 +284,7 @@ def program(good):
   return program_of(convert.read(str(good[0])), ('cat', 'cow'))
 
 
-def test_a_run_starts_from_a_detector_with_a_head_for_its_classes(
-  good, program
-):
+def test_a_run_starts_from_a_detector_with_a_head_for_its_classes(good, program):
   found = convert.read(str(good[0]))
   weights = weights_for(program, good[0])
   state = program.create_state(weights)
@@ -328,9 +312,7 @@ def test_a_run_starts_from_a_detector_with_a_head_for_its_classes(
       np.testing.assert_array_equal(got, bias[rows])
 
 
-def test_a_run_starts_from_the_resnet_of_a_classifier(
-  program, tmp_path, monkeypatch
-):
+def test_a_run_starts_from_the_resnet_of_a_classifier(program, tmp_path, monkeypatch):
   theirs = torch_models.randomize(
     transformers.ResNetForImageClassification(
       transformers.ResNetConfig(**BACKBONE, num_labels=3)
@@ -359,9 +341,7 @@ def test_a_run_starts_from_the_resnet_of_a_classifier(
   program.task.check_weights(weights, program.abstract.params)
   with pytest.raises(ValueError, match="'backbone/block1/.*would stay random"):
     program.task.check_weights({}, program.abstract.params)
-  with pytest.raises(
-    ValueError, match='holds the backbone of a detector alone'
-  ):
+  with pytest.raises(ValueError, match='holds the backbone of a detector alone'):
     convert.read(str(tmp_path))
 
 

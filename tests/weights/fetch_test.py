@@ -8,19 +8,14 @@ from etils import epath
 import numpy as np
 import pytest
 
-from tests import tiny_models
-from tests import torch_models
-from tests import trees
+from tests import tiny_models, torch_models, trees
 from tests.weights import conftest
 from vit_jax import checkpoint
-from vit_jax.weights import convert
 from vit_jax.commands import flags
 from vit_jax.configs import igpt
 from vit_jax.run import config as run_config
 from vit_jax.tasks.pixels import pixels
-from vit_jax.weights import fetch
-from vit_jax.weights import reading
-from vit_jax.weights import writing
+from vit_jax.weights import convert, fetch, reading, writing
 
 
 @pytest.fixture
@@ -152,9 +147,7 @@ def test_what_arrives_has_the_hash_that_the_server_gives(
   assert fetch.fetch(f'{address}/a.npz').read_bytes() == CONTENT
   (tmp_path / 'served').write_bytes(CONTENT[:-1] + b'S')
   other = f'{address}/a.npz?again'
-  with pytest.raises(
-    OSError, match='is not what the server has: its (md5|sha)'
-  ):
+  with pytest.raises(OSError, match='is not what the server has: its (md5|sha)'):
     fetch.fetch(other)
   assert len(list(tmp_path.glob('cache/*/*'))) == 1
   monkeypatch.setenv(fetch.INSECURE, '1')
@@ -189,9 +182,7 @@ def test_what_is_not_encrypted_is_refused(monkeypatch, tmp_path):
   monkeypatch.delenv(fetch.INSECURE, raising=False)
   url = 'http://127.0.0.1:9/a.npz'  # Where nobody answers.
   for use in (fetch.fetch, convert.read, checkpoint.load):
-    with pytest.raises(
-      ValueError, match=f"'{url}' is not encrypted.*--insecure"
-    ):
+    with pytest.raises(ValueError, match=f"'{url}' is not encrypted.*--insecure"):
       use(url)
   redirect = fetch._Redirects().redirect_request
   with pytest.raises(ValueError, match=f"'{url}' is not encrypted"):
@@ -250,9 +241,7 @@ def bucket(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('kind', ['timm', 'hf'])
-def test_folders_of_weights_in_a_bucket(
-  tmp_path, bucket, good, kind, monkeypatch
-):
+def test_folders_of_weights_in_a_bucket(tmp_path, bucket, good, kind, monkeypatch):
   """They are written there and read there, as on this machine."""
   params = tiny_models.numbers(tiny_models.tiny(), 8)
   checkpoint.save(params, str(tmp_path / 'a.npz'))

@@ -16,8 +16,7 @@ import torch
 from tests import broken_weights as files
 from tests.weights import conftest
 from vit_jax import checkpoint
-from vit_jax.weights import convert
-from vit_jax.weights import reading
+from vit_jax.weights import convert, reading
 
 
 @pytest.mark.parametrize(
@@ -217,9 +216,7 @@ def test_fields_of_another_type(tmp_path, good, kind, fields, message):
   if kind == 'timm':
     config['model_args'] = {}
   (folder / 'config.json').write_text(json.dumps({**config, **fields}))
-  with pytest.raises(
-    ValueError, match=f"config.json' cannot be used: {message}"
-  ):
+  with pytest.raises(ValueError, match=f"config.json' cannot be used: {message}"):
     reading.read(str(folder))
 
 

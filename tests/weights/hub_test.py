@@ -15,18 +15,14 @@ from huggingface_hub import constants
 import numpy as np
 import pytest
 
-from tests import torch_models
-from tests import trees
+from tests import torch_models, trees
 from tests.weights import conftest
-from vit_jax import checkpoint
-from vit_jax.weights import convert
-from vit_jax import predict
+from vit_jax import checkpoint, predict
 from vit_jax.commands import convert as convert_command
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import processes
 from vit_jax.tasks.pixels import palette
-from vit_jax.weights import hub
-from vit_jax.weights import reading
+from vit_jax.weights import convert, hub, reading
 
 WHOLE = ('config.json', 'model.safetensors', 'preprocessor_config.json')
 TOKEN = 'hf_right'
@@ -81,9 +77,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     hub_ = self.server.hub
     path = self.path.partition('?')[0]
     hub_.asked.append((self.command, path))
-    found = re.fullmatch(
-      r'/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(\w+))?', path
-    )
+    found = re.fullmatch(r'/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(\w+))?', path)
     if found:
       name, what, revision = found.groups()
       files = hub_.find(name, revision or 'main')
@@ -293,9 +287,7 @@ def test_weights_of_several_files(there, good, tmp_path):
     reading.read(str(folder))
   for wrong in (['a'], {}):
     (folder / index).write_text(json.dumps({'weight_map': wrong}))
-    with pytest.raises(
-      ValueError, match='index.json. cannot be used: weight_m'
-    ):
+    with pytest.raises(ValueError, match='index.json. cannot be used: weight_m'):
       reading.read(str(folder))
 
 
@@ -350,9 +342,7 @@ def test_a_token_opens_a_gated_model(there, good, monkeypatch):
   assert reading.read('hf://o/n').kind == 'hf'
 
 
-def test_a_connection_that_breaks_goes_on_where_it_was(
-  there, good, monkeypatch
-):
+def test_a_connection_that_breaks_goes_on_where_it_was(there, good, monkeypatch):
   monkeypatch.setattr('time.sleep', lambda _: None)
   there.breaks = 2
   want = reading.read(str(good / 'hf')).params
@@ -364,14 +354,10 @@ def test_a_hub_that_does_not_answer(there, monkeypatch):
   url = 'http://127.0.0.1:9'
   monkeypatch.setattr('time.sleep', lambda _: None)
   monkeypatch.setattr(constants, 'ENDPOINT', url)
-  with pytest.raises(
-    OSError, match="'hf://o/n' cannot be fetched: .*not answer"
-  ):
+  with pytest.raises(OSError, match="'hf://o/n' cannot be fetched: .*not answer"):
     hub.fetch('hf://o/n')
   monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
-  with pytest.raises(
-    OSError, match='HF_HUB_OFFLINE=1 is set, .*not in the cache'
-  ):
+  with pytest.raises(OSError, match='HF_HUB_OFFLINE=1 is set, .*not in the cache'):
     hub.fetch('hf://o/n')
 
 
@@ -453,9 +439,7 @@ def test_a_run_is_pushed_with_a_card(there, run, monkeypatch, capsys, to):
     assert line in card, line
   assert 'secret' not in card
   assert str(run) not in card
-  trees.assert_same(
-    checkpoint.load('hf://me/pets'), reading.read(str(run)).params
-  )
+  trees.assert_same(checkpoint.load('hf://me/pets'), reading.read(str(run)).params)
   if to == 'timm':  # Which reads the hub itself.
     theirs = torch_models.timm.create_model('hf-hub:me/pets', pretrained=True)
     image = np.random.RandomState(0).uniform(-1, 1, (1, 8, 8, 3))
@@ -479,9 +463,7 @@ def test_what_cannot_be_pushed(there, run, monkeypatch, tmp_path):
       convert_command.main(['/no/where', to, *flags])
   assert there.asked == []
   monkeypatch.setenv('HF_TOKEN', 'hf_wrong')
-  with pytest.raises(
-    PermissionError, match='401 Unauthorized.*check the token'
-  ):
+  with pytest.raises(PermissionError, match='401 Unauthorized.*check the token'):
     convert.push(str(run), 'hf://me/pets')
   with pytest.raises(ValueError, match=r'needs --to=hf\|timm, not npz'):
     convert.push(str(run), 'hf://me/pets', to='npz')

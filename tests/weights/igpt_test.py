@@ -8,15 +8,9 @@ import pytest
 import safetensors.numpy
 import torch
 
-from tests import torch_models
-from tests import trees
-from vit_jax import checkpoint
-from vit_jax.weights import convert
-from vit_jax import models
-from vit_jax import predict
-from vit_jax.weights import card
-from vit_jax.weights import reading
-from vit_jax.weights import writing
+from tests import torch_models, trees
+from vit_jax import checkpoint, models, predict
+from vit_jax.weights import card, convert, reading, writing
 
 transformers = torch_models.transformers
 
@@ -57,9 +51,7 @@ def test_iGPT_goes_to_hugging_face_and_back(good, tmp_path):
   found = convert.read(str(folder))
   colors = np.random.RandomState(0).randint(0, COLORS, (2, 16))
   model = models.make_model(found.config, num_classes=0)
-  got = jax.jit(lambda p, x: model.apply({'params': p}, x))(
-    found.params, colors
-  )
+  got = jax.jit(lambda p, x: model.apply({'params': p}, x))(found.params, colors)
   want = logits_of(theirs, colors)
   assert want.std() > 0.3
   np.testing.assert_allclose(got, want, atol=1e-4)
@@ -87,13 +79,9 @@ def test_iGPT_goes_to_hugging_face_and_back(good, tmp_path):
   ):
     again, info = cls.from_pretrained(tmp_path / 'hf', output_loading_info=True)
     assert not info['missing_keys']
-  again = transformers.ImageGPTForCausalImageModeling.from_pretrained(
-    tmp_path / 'hf'
-  )
+  again = transformers.ImageGPTForCausalImageModeling.from_pretrained(tmp_path / 'hf')
   np.testing.assert_array_equal(logits_of(again.eval(), colors), want)
-  processor = transformers.ImageGPTImageProcessor.from_pretrained(
-    tmp_path / 'hf'
-  )
+  processor = transformers.ImageGPTImageProcessor.from_pretrained(tmp_path / 'hf')
   np.testing.assert_allclose(processor.clusters, PALETTE, atol=1e-6)
   assert dict(processor.size) == {'height': 4, 'width': 4}
 
@@ -122,9 +110,7 @@ def test_a_file_may_ask_for_the_truncated_scale(good, tmp_path):
   found, [note] = convert.convert(path, str(tmp_path / 'hf'), 'hf')
   assert found.config.attention_scale == 'truncated'
   assert 'this model has attention_scale=truncated' in note
-  assert (
-    convert.read(str(tmp_path / 'hf')).config.attention_scale == 'truncated'
-  )
+  assert convert.read(str(tmp_path / 'hf')).config.attention_scale == 'truncated'
 
 
 def test_a_file_without_a_head_has_a_head_of_zeros(good, tmp_path, caplog):
@@ -192,20 +178,14 @@ def test_files_that_are_refused(good, tmp_path, parts, message):
 def test_sizes_and_formats_that_do_not_fit(good, tmp_path):
   with pytest.raises(ValueError, match='4,5 has 20 pixels, but .* are for 16'):
     convert.read(str(good[0]), image_size=(4, 5))
-  with pytest.raises(
-    ValueError, match=r'cannot be written as npz: give --to=hf'
-  ):
+  with pytest.raises(ValueError, match=r'cannot be written as npz: give --to=hf'):
     convert.convert(str(good[0]), str(tmp_path / 'a.npz'))
-  with pytest.raises(
-    ValueError, match='of an iGPT, and the model of this config'
-  ):
+  with pytest.raises(ValueError, match='of an iGPT, and the model of this config'):
     checkpoint.load_pretrained(
       pretrained_path=str(good[0]), init_params={'cls': np.ones(3)},
       model_config={},
     )  # fmt: skip
   found = convert.read(str(good[0]))
   del found.params['start_token']
-  with pytest.raises(
-    ValueError, match=r"no masked pixels \(the objective 'bert'"
-  ):
+  with pytest.raises(ValueError, match=r"no masked pixels \(the objective 'bert'"):
     writing.WRITERS['hf'](found, tmp_path / 'hf')

@@ -12,21 +12,10 @@ import pytest
 import safetensors.numpy
 import torch
 
-from tests import tiny_models
-from tests import tiny_towers
-from tests import torch_models
-from tests import trees
-from vit_jax import checkpoint
-from vit_jax.weights import convert
-from vit_jax import models
-from vit_jax import models_lit
-from vit_jax import predict
-from vit_jax.configs import common
-from vit_jax.configs import models as model_configs
-from vit_jax.weights import fitting
-from vit_jax.weights import identify
-from vit_jax.weights import reading
-from vit_jax.weights import writing
+from tests import tiny_models, tiny_towers, torch_models, trees
+from vit_jax import checkpoint, models, models_lit, predict
+from vit_jax.configs import common, models as model_configs
+from vit_jax.weights import convert, fitting, identify, reading, writing
 from vit_jax.weights.families import families
 
 transformers = torch_models.transformers
@@ -45,9 +34,7 @@ SCALING = {'image_mean': [0.4, 0.5, 0.6], 'image_std': [0.2, 0.3, 0.4]}
 
 def clip():
   return transformers.CLIPModel(
-    transformers.CLIPConfig(
-      text_config=TEXT, vision_config=IMAGE, projection_dim=10
-    )
+    transformers.CLIPConfig(text_config=TEXT, vision_config=IMAGE, projection_dim=10)
   )
 
 
@@ -112,9 +99,7 @@ def test_pixels_from_minus_one_to_one(saved, name):
       torch.tensor(tokens), torch.tensor(pixels).permute(0, 3, 1, 2)
     ).logits_per_image.numpy()
   found = writing.scaled(convert.read(str(folder)))
-  np.testing.assert_allclose(
-    our_logits(found.config, found.params), want, atol=1e-4
-  )
+  np.testing.assert_allclose(our_logits(found.config, found.params), want, atol=1e-4)
   assert 'image_mean' not in found.metadata
   assert writing.scaled(found) is found
 
@@ -163,9 +148,7 @@ def test_embeddings_of_classes_of_lit_are_means(tmp_path):
   texts = ['a cat', 'two cat 2', 'a dog', 'two dog 2']
   want = model.embed_texts(texts).reshape(2, 2, -1).mean(axis=1)
   assert (np.linalg.norm(want, axis=1) < 0.9996).all()
-  np.testing.assert_allclose(
-    model.embed_classes(['cat', 'dog']), want, atol=1e-6
-  )
+  np.testing.assert_allclose(model.embed_classes(['cat', 'dog']), want, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -177,13 +160,9 @@ def test_embeddings_of_classes_of_lit_are_means(tmp_path):
     ('SiglipTokenizer', 'siglip'),
   ],
 )
-def test_fixed_sizes_of_siglip_2_have_their_own_tokenizer(
-  saved, tmp_path, kind, name
-):
+def test_fixed_sizes_of_siglip_2_have_their_own_tokenizer(saved, tmp_path, kind, name):
   shutil.copytree(saved['siglip'][0], tmp_path, dirs_exist_ok=True)
-  (tmp_path / 'tokenizer_config.json').write_text(
-    json.dumps({'tokenizer_class': kind})
-  )
+  (tmp_path / 'tokenizer_config.json').write_text(json.dumps({'tokenizer_class': kind}))
   (tmp_path / 'spiece.model').write_bytes(b'')
   pp = convert.read(str(tmp_path)).config.pp
   assert pp.tokenizer_name == name
@@ -201,9 +180,7 @@ def test_a_model_of_hugging_face_and_back(saved, tmp_path, name, caplog):
   found = convert.read(str(folder))
   want = their_logits(theirs)
   assert want.std() > 0.1
-  np.testing.assert_allclose(
-    our_logits(found.config, found.params), want, atol=1e-4
-  )
+  np.testing.assert_allclose(our_logits(found.config, found.params), want, atol=1e-4)
   assert 'scaled by' not in caplog.text  # `scaled` takes care of it.
   assert found.config.pp.max_len == 6
   assert found.config.pp.tokenizer_name == name
@@ -285,9 +262,7 @@ def open_clip(state):
 def test_a_clip_of_open_clip(saved, tmp_path, custom_text):
   folder, _ = saved['clip']
   state = open_clip(state_of(folder))
-  assert state['visual.transformer.resblocks.1.attn.in_proj_weight'].shape == (
-    (24, 8)
-  )
+  assert state['visual.transformer.resblocks.1.attn.in_proj_weight'].shape == ((24, 8))
   assert {name for name in state if 'resblocks' not in name} == {
     'visual.conv1.weight', 'visual.class_embedding', 'visual.proj',
     'visual.positional_embedding', 'visual.ln_pre.weight',
@@ -297,9 +272,7 @@ def test_a_clip_of_open_clip(saved, tmp_path, custom_text):
   }  # fmt: skip
   if custom_text:
     kept = ('visual.', 'logit_scale')
-    state = {
-      k if k.startswith(kept) else f'text.{k}': x for k, x in state.items()
-    }
+    state = {k if k.startswith(kept) else f'text.{k}': x for k, x in state.items()}
   path = tmp_path / 'open_clip_model.safetensors'
   state = {k: np.ascontiguousarray(x) for k, x in state.items()}
   safetensors.numpy.save_file(state, path)
@@ -340,9 +313,7 @@ def lit(text_model='bert', **kwargs):
   config.image.transformer.update(num_layers=2, mlp_dim=16, num_heads=2)
   config.text = {'config': BERT}
   if text_model != 'bert':
-    config.text = dict(
-      width=8, num_layers=2, mlp_dim=16, num_heads=2, vocab_size=ROWS
-    )
+    config.text = dict(width=8, num_layers=2, mlp_dim=16, num_heads=2, vocab_size=ROWS)
   config.update(text_model=text_model, out_dim=(None, 8))
   config.pp.update(size=8, max_len=6)
   with config.ignore_type():
@@ -354,9 +325,7 @@ def lit(text_model='bert', **kwargs):
 
 
 @pytest.mark.parametrize('text_model', ['bert', 'text_transformer'])
-def test_an_npz_has_the_published_names_and_is_read_bit_for_bit(
-  tmp_path, text_model
-):
+def test_an_npz_has_the_published_names_and_is_read_bit_for_bit(tmp_path, text_model):
   config, params = lit(text_model)
   path = tmp_path / 'tiny.npz'
   checkpoint.save(params, str(path))

@@ -4,14 +4,10 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from tests import tiny_models
-from tests import trees
-from vit_jax import checkpoint
-from vit_jax.weights import convert
-from vit_jax import models
-from vit_jax import predict
+from tests import tiny_models, trees
+from vit_jax import checkpoint, models, predict
 from vit_jax.figures import visualize
-from vit_jax.weights import identify
+from vit_jax.weights import convert, identify
 
 
 def make_config(kind, layers='stem', **fields):
@@ -116,9 +112,7 @@ def test_tables_of_a_grid_become_the_published_table(tmp_path):
 def test_what_other_programs_lack_is_not_written(tmp_path, kind, layers):
   params = numbers(make_config(kind, layers))
   source = save(params, tmp_path / 'a.npz')
-  message = (
-    f"'{kind}' with position_layers='{layers}' cannot be written as timm"
-  )
+  message = f"'{kind}' with position_layers='{layers}' cannot be written as timm"
   with pytest.raises(ValueError, match=f'{message}.*--to=workdir'):
     convert.convert(source, str(tmp_path / 'b'), 'timm', image_size=(16, 16))
   assert sorted(path.name for path in tmp_path.iterdir()) == ['a.npz']

@@ -13,16 +13,10 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from tests import broken_weights
-from tests import tiny_models
-from tests import torch_models
-from tests import trees
-from vit_jax import checkpoint
-from vit_jax.weights import convert
-from vit_jax import models
-from vit_jax.configs import common
-from vit_jax.configs import models as model_configs
-from vit_jax.weights import reading
+from tests import broken_weights, tiny_models, torch_models, trees
+from vit_jax import checkpoint, models
+from vit_jax.configs import common, models as model_configs
+from vit_jax.weights import convert, reading
 from vit_jax.weights.families import vit_files
 
 # What must be imported in its own way.
@@ -71,9 +65,7 @@ def timm_folder(tmp_path):
 
 
 @pytest.mark.parametrize('pool', ['avg', 'max', 'avgmax'])
-def test_pooling_that_these_weights_do_not_have_here_is_refused(
-  timm_folder, pool
-):
+def test_pooling_that_these_weights_do_not_have_here_is_refused(timm_folder, pool):
   message = f"global_pool is '{pool}', but this package has only .* 'token'"
   for change in (
     {'args': {'global_pool': pool}},
@@ -99,9 +91,7 @@ def test_what_no_config_beside_weights_tells_is_asked_for(
   folder = timm_folder(args, architecture=name)
   told = dict(zip(('heads', 'GELU'), ({'num_heads': 2}, {'gelu': 'erf'})))
   for lacking in untold:
-    given = {
-      k: x for word in untold if word != lacking for k, x in told[word].items()
-    }
+    given = {k: x for word in untold if word != lacking for k, x in told[word].items()}
     with pytest.raises(ValueError, match=f'{lacking}.*--(num_heads|gelu)'):
       convert.read(folder, **given)
   given = {k: x for word in untold for k, x in told[word].items()}
@@ -177,9 +167,7 @@ def test_bin_files_old_and_new_names(tmp_path):
   want = reading.read(str(tmp_path / 'hf')).params
   torch.save(theirs.state_dict(), tmp_path / 'new.bin')  # Names of version 5.
   on_disk = safetensors.numpy.load_file(tmp_path / 'hf' / 'model.safetensors')
-  torch.save(
-    {k: torch.tensor(v) for k, v in on_disk.items()}, tmp_path / 'old.bin'
-  )
+  torch.save({k: torch.tensor(v) for k, v in on_disk.items()}, tmp_path / 'old.bin')
   for name in ('new.bin', 'old.bin'):
     got = reading.read(str(tmp_path / name), num_heads=4)
     trees.assert_same(got.params, want)
@@ -319,9 +307,7 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
 def test_weights_are_in_memory_once(tmp_path, dtype):
   """Beside the array that is being converted; NumPy tells tracemalloc."""
   layers = dict(num_layers=6, mlp_dim=512, num_heads=3)
-  params = tiny_models.numbers(
-    tiny_models.tiny(hidden_size=192, transformer=layers), 8
-  )
+  params = tiny_models.numbers(tiny_models.tiny(hidden_size=192, transformer=layers), 8)
   checkpoint.save(params, str(tmp_path / 'a.npz'))
   for kind in ('timm', 'hf'):
     convert.convert(str(tmp_path / 'a.npz'), str(tmp_path / kind), kind)

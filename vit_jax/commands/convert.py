@@ -47,9 +47,7 @@ from vit_jax.commands import flags
 def make_parser() -> flags.Parser:
   parser = flags.Parser('convert', __doc__)
   parser.add_argument('src', metavar='SRC', help='weights in any format')
-  parser.add_argument(
-    'dst', metavar='DST', nargs='?', help='file or folder to write'
-  )
+  parser.add_argument('dst', metavar='DST', nargs='?', help='file or folder to write')
   parser.add_argument(
     '--push',
     metavar='hf://OWNER/NAME',

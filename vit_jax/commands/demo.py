@@ -39,8 +39,7 @@ def main(argv: Sequence[str]) -> int:
   args = make_parser().parse_args(argv)
   console.load_tensorflow()
   from vit_jax import predict
-  from vit_jax.figures import visualize
-  from vit_jax.figures import drawing
+  from vit_jax.figures import drawing, visualize
   from vit_jax.inference import demo
 
   drawing.require_matplotlib()

@@ -13,8 +13,7 @@ On several hosts: as of `vit_jax train`.
 import argparse
 from collections.abc import Sequence
 
-from vit_jax.commands import flags
-from vit_jax.commands import hosts
+from vit_jax.commands import flags, hosts
 
 
 def make_parser() -> flags.Parser:
@@ -64,14 +63,17 @@ def run(args: argparse.Namespace) -> int:
   """Evaluates as the flags say; returns the exit status."""
 
   def work():
+    from vit_jax import predict
     from vit_jax.evaluators import evaluation
 
+    options = evaluation.parse_options(args.option or ())
+    mesh = evaluation.run_mesh(args.workdir)
     evaluation.evaluate(
-      args.workdir,
+      predict.load(args.workdir, mesh=mesh),
       args.evaluate,
       args.dataset,
       real_labels=args.real,
-      options=evaluation.parse_options(args.option or ()),
+      options=options,
     )
 
   return hosts.run(args, work)

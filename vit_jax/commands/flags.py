@@ -20,9 +20,7 @@ def count(text: str) -> int:
   """Parses a whole number of at least 1."""
   found = int(text) if text.replace('_', '').isdecimal() else 0
   if found < 1:
-    raise argparse.ArgumentTypeError(
-      f"'{text}' must be a whole number of at least 1"
-    )
+    raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 1")
   return found
 
 
@@ -30,9 +28,7 @@ def pixels(text: str) -> int | tuple[int, int]:
   """Parses SIDE or HEIGHT,WIDTH (also HEIGHTxWIDTH)."""
   found = tuple(map(count, text.replace('x', ',').split(',')))
   if len(found) > 2:
-    raise argparse.ArgumentTypeError(
-      f"'{text}' must be SIDE or HEIGHT,WIDTH in pixels"
-    )
+    raise argparse.ArgumentTypeError(f"'{text}' must be SIDE or HEIGHT,WIDTH in pixels")
   return found if len(found) > 1 else found[0]
 
 
@@ -175,9 +171,7 @@ def add_model_flags(parser: argparse.ArgumentParser, required: bool = True):
     '--weights',
     help='file or folder of weights, or hf://OWNER/NAME, in place of a run',
   )
-  parser.add_argument(
-    '--step', type=int, help='step of the checkpoint (the newest)'
-  )
+  parser.add_argument('--step', type=int, help='step of the checkpoint (the newest)')
   add_weights_flags(parser)
   add_trust_flags(parser)
 
@@ -247,6 +241,4 @@ def check_output(name: str, path: str | os.PathLike | None):
       f'another path (--{name})'
     )
   if path and epath.Path(path).is_dir():
-    raise ValueError(
-      f"{name}='{path}' is a folder: give the path of a file (--{name})"
-    )
+    raise ValueError(f"{name}='{path}' is a folder: give the path of a file (--{name})")

@@ -35,8 +35,7 @@ file of the task, such as vit_jax/tasks/classify.py.
 import argparse
 from collections.abc import Sequence
 
-from vit_jax.commands import flags
-from vit_jax.commands import hosts
+from vit_jax.commands import flags, hosts
 
 # Greatest number of images of --sample.
 _MOST_SAMPLES = 4096
@@ -159,9 +158,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       'into one picture'
     )
   if args.rows is not None and not args.complete:
-    raise ValueError(
-      f'--rows={args.rows} is a part of --complete FILE: give that too'
-    )
+    raise ValueError(f'--rows={args.rows} is a part of --complete FILE: give that too')
   return args
 
 

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 
 from etils import epath
 
+from vit_jax import console
 from vit_jax.commands import flags
 
 
@@ -51,9 +52,7 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     '--seeds', type=int, nargs='+', metavar='N', help='few-shot draws (0 1 2)'
   )
-  parser.add_argument(
-    '--l2', type=float, help='penalty of the few-shot probes (1024)'
-  )
+  parser.add_argument('--l2', type=float, help='penalty of the few-shot probes (1024)')
   parser.add_argument(
     '--linear', action='store_true', help='adds a probe of all training images'
   )
@@ -82,7 +81,34 @@ def main(argv: Sequence[str]) -> int:
       f"tfds_data_dir='{folder}' is no folder: give the folder of prepared TFDS "
       'data sets, or make it (--tfds_data_dir)'
     )
-  from vit_jax.evaluators import probe
+  console.load_tensorflow()
+  import jax
 
-  probe.run(args)
+  from vit_jax import predict
+  from vit_jax.distributed import sharding
+  from vit_jax.evaluators import evaluation, probe
+  from vit_jax.run import workdir as workdir_lib
+
+  if args.weights:
+    mesh = sharding.make_mesh({'data': -1})
+    model = predict.of_flags(args)
+    model.params = jax.device_put(model.params, sharding.replicated(mesh))
+  else:
+    mesh = evaluation.run_mesh(args.workdir)
+    model = predict.load(args.workdir, args.step, mesh)
+  if args.tfds_data_dir:
+    model.config.tfds_data_dir = args.tfds_data_dir
+  if args.batch is not None:
+    model.config.batch = model.config.batch_eval = args.batch
+  names = ('dataset', 'train', 'test', 'l2', 'layer', 'squeeze')
+  options = {name: getattr(args, name) for name in names}
+  options['seeds'] = args.seeds and tuple(args.seeds)
+  options = {k: v for k, v in options.items() if v is not None}
+  result = probe.probe(model, mesh, args.shots, args.linear, **options)
+  step = '' if args.weights else f', step {model.step}'
+  console.say(f'{args.weights or args.workdir}{step}\n{probe.table(result)}')
+  if args.json:
+    path = workdir_lib.absolute(args.json)
+    probe.write(path, result)
+    console.say(f'Wrote {path}.')
   return 0

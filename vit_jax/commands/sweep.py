@@ -32,9 +32,7 @@ import ast
 from collections.abc import Sequence
 
 from vit_jax import console
-from vit_jax.commands import flags
-from vit_jax.commands import hosts
-from vit_jax.commands import run_flags
+from vit_jax.commands import flags, hosts, run_flags
 
 
 def make_parser() -> flags.Parser:

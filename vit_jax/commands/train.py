@@ -49,10 +49,7 @@ from collections.abc import Sequence
 import importlib
 
 from vit_jax import console
-from vit_jax.commands import evaluate
-from vit_jax.commands import flags
-from vit_jax.commands import hosts
-from vit_jax.commands import run_flags
+from vit_jax.commands import evaluate, flags, hosts, run_flags
 
 # config.trainer -> 'module:function' of (config, workdir).
 TRAINERS = {

@@ -36,8 +36,7 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     '--images',
     nargs='+',
-    help='images of any size, folders of them or patterns (the first of the '
-    'split)',
+    help='images of any size, folders of them or patterns (the first of the split)',
   )
   parser.add_argument(
     '--split', help="split of the run's data set (the run's test split)"
@@ -75,8 +74,7 @@ def _point(text: str) -> tuple[float, float]:
     x, y = map(float, text.split(','))
   except ValueError as e:
     raise argparse.ArgumentTypeError(
-      f"'{text}' is no point: give x,y as shares of width and height, such as "
-      '0.3,0.5'
+      f"'{text}' is no point: give x,y as shares of width and height, such as 0.3,0.5"
     ) from e
   return x, y
 
@@ -85,8 +83,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   args = make_parser().parse_args(argv)
   if not (args.workdir or args.weights or args.inductive_bias):
     raise ValueError(
-      'there is nothing to draw: give --workdir=RUN, --weights=FILE or '
-      '--inductive_bias'
+      'there is nothing to draw: give --workdir=RUN, --weights=FILE or --inductive_bias'
     )
   if args.figures and not (args.workdir or args.weights):
     raise ValueError(
@@ -102,16 +99,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
     schema.check('split', args.split, schema.Split, '--')
   if not 1 <= args.num_images <= _MOST:
-    raise ValueError(
-      f'--num_images={args.num_images} must be from 1 to {_MOST}'
-    )
+    raise ValueError(f'--num_images={args.num_images} must be from 1 to {_MOST}')
   return args
 
 
 def main(argv: Sequence[str]) -> int:
   args = parse(argv)
   console.load_tensorflow()
-  from vit_jax.figures import visualize
   from vit_jax.data.images import listing
 
   if args.images:
@@ -121,5 +115,42 @@ def main(argv: Sequence[str]) -> int:
         f'--images names {len(args.images):,} images: figures show each of them, '
         f'so name at most {_MOST}'
       )
-  visualize.run(args)
+  _draw(args)
   return 0
+
+
+def _draw(args):
+  """Draws the figures that the flags ask for."""
+  from vit_jax import predict
+  from vit_jax.figures import drawing, gallery, html_page, visualize
+  from vit_jax.run import workdir as workdir_lib
+
+  drawing.require_matplotlib()
+  out = html_page.check(workdir_lib.absolute(args.out))
+  title, facts = 'Inductive bias of Vision Transformers', {}
+  chosen, lacking = [], {}  # Pairs of an Entry and what it shows.
+  if args.workdir or args.weights:
+    model = predict.of_flags(args)
+    shown = visualize.subject(
+      model, args.images, args.split, args.num_images, args.points
+    )
+    entries, lacking = gallery.choose(shown, args.figures)
+    chosen += [(entry, shown) for entry in entries]
+    name, facts = visualize.describe(model)
+    title = f'Inside {name}'
+    if args.weights:
+      facts['weights'] = args.weights
+  if args.inductive_bias:
+    chosen.append((gallery.INDUCTIVE_BIAS, visualize.small_images(args.images)))
+  for name, why in lacking.items():
+    console.say(f'Left out: {name}: {why}.')
+  sections = []
+  for entry, shown in chosen:
+    with console.waiting(entry.title):
+      pictures = {
+        name: drawing.png(figure) for name, figure in gallery.draw(entry, shown).items()
+      }
+    sections.append((entry, pictures))
+  html_page.write(out, title, facts, sections, lacking)
+  count = sum(len(pictures) for _, pictures in sections)
+  console.say(f'Wrote {count} figures and {out}/index.html, which shows all of them.')

@@ -5,8 +5,7 @@ result, an index, is stored in the workdir of the run or next to the images
 (`vit_jax index`), and all processes use it.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import itertools
 import os
@@ -19,10 +18,7 @@ import tensorflow as tf
 
 from vit_jax import console
 from vit_jax.configs import common
-from vit_jax.data.images import images
-from vit_jax.data.images import index as index_lib
-from vit_jax.data.images import listing
-from vit_jax.data.images import image_files
+from vit_jax.data.images import image_files, images, index as index_lib, listing
 from vit_jax.distributed import processes
 
 _SHOWN = 10  # Broken images that a message names.
@@ -32,8 +28,7 @@ _recent: dict[str, tuple[index_lib.Index, float]] = {}
 # Seconds for which the list of a remote folder counts as up to date.
 _REMOTE_AGE = 600.0
 LAYOUT = (
-  'a folder must hold train/<class>/* and test/<class>/*, or train.jsonl and '
-  'test.jsonl'
+  'a folder must hold train/<class>/* and test/<class>/*, or train.jsonl and test.jsonl'
 )
 SPLITS = ('train', 'test', 'val', 'validation')  # Usual names.
 
@@ -96,9 +91,7 @@ def usable(
       paths.store(workdir)
 
   found = {}
-  for numbers, whys in processes.attempt(
-    f"checking the images of '{where}'", look
-  ):
+  for numbers, whys in processes.attempt(f"checking the images of '{where}'", look):
     for i, reason in itertools.zip_longest(numbers, whys, fillvalue=''):
       found[i] = found.get(i) or reason
   bad = sorted(found)
@@ -227,9 +220,7 @@ def _find_index(root, base, workdir):
       return _remember(found)
     old = old or found
   if old is not None:
-    console.say(
-      f"'{top}' has changed since {old.facts['listed']}: listing it anew."
-    )
+    console.say(f"'{top}' has changed since {old.facts['listed']}: listing it anew.")
   index = listing.list_folder(root, base)
   if old is not None:
     index.recall(old)

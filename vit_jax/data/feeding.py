@@ -1,9 +1,7 @@
 """Reads batches and places them on the devices; errors name the image."""
 
 import collections
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 import itertools
 
 import jax
@@ -25,13 +23,9 @@ def on_devices(batches: Iterable[dict], mesh, prefetch: int) -> Iterator[dict]:
   def place(value):
     rows = len(value) * (jax.process_count() if mesh.is_multi_process else 1)
     even = rows % sharding.batch_shards(mesh) == 0
-    return jax.make_array_from_process_local_data(
-      split if even else whole, value
-    )
+    return jax.make_array_from_process_local_data(split if even else whole, value)
 
-  placed = (
-    {key: place(value) for key, value in batch.items()} for batch in batches
-  )
+  placed = ({key: place(value) for key, value in batch.items()} for batch in batches)
   ready = collections.deque(itertools.islice(placed, max(1, prefetch)))
   while ready:
     yield ready.popleft()

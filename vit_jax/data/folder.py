@@ -11,12 +11,8 @@ from absl import logging
 import numpy as np
 import tensorflow as tf
 
-from vit_jax.data import checking
-from vit_jax.data import records
-from vit_jax.data import slices
-from vit_jax.data.images import index as index_lib
-from vit_jax.data.images import listing
-from vit_jax.data.images import image_files
+from vit_jax.data import checking, records, slices
+from vit_jax.data.images import image_files, index as index_lib, listing
 from vit_jax.data.tfds import registry
 
 
@@ -110,9 +106,7 @@ def splits(root: str) -> list[str]:
   names = [name.rstrip('/') for name in tf.io.gfile.listdir(root)]
   lists = {x.removesuffix('.jsonl') for x in names if x.endswith('.jsonl')}
   folders = {
-    x
-    for x in names
-    if x in checking.SPLITS and tf.io.gfile.isdir(f'{root}/{x}')
+    x for x in names if x in checking.SPLITS and tf.io.gfile.isdir(f'{root}/{x}')
   }
   if not lists and not folders:
     raise FileNotFoundError(
@@ -136,8 +130,7 @@ def _class_names(index) -> tuple[str, ...]:
   found = [folder for folder in index.folders if _is_class(folder)]
   if not found:
     raise FileNotFoundError(
-      f"no images in '{index.top}/<class>/': {checking.LAYOUT}; "
-      + listing.ENDINGS
+      f"no images in '{index.top}/<class>/': {checking.LAYOUT}; " + listing.ENDINGS
     )
   return tuple(folder.decode() for folder in found)
 

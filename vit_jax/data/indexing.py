@@ -20,12 +20,9 @@ def make(
   number of images, and the broken images with their reasons.
   """
   from vit_jax.configs import common
-  from vit_jax.data import checking
-  from vit_jax.data import manifest
-  from vit_jax.data.coco import layout
-  from vit_jax.data.coco import source
-  from vit_jax.data.images import images
-  from vit_jax.data.images import index as index_lib
+  from vit_jax.data import checking, manifest
+  from vit_jax.data.coco import layout, source
+  from vit_jax.data.images import images, index as index_lib
 
   limit = max_pixels or common.get_config().max_image_pixels
   why = images.why_broken
@@ -79,7 +76,3 @@ def run(args) -> int:
         'them out of the training with --config.broken_images=skip.'
       )
   return int(found)
-
-
-if __name__ == '__main__':
-  console.run('index')

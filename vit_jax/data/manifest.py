@@ -15,21 +15,16 @@ the training split, sorted, or a list in `root/classes.json`. In that file,
 {"objects/label": [...]} names the classes of another feature.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 import json
 import os
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import logging
 import numpy as np
 import tensorflow as tf
 
-from vit_jax.data import checking
-from vit_jax.data import records
-from vit_jax.data import slices
+from vit_jax.data import checking, records, slices
 from vit_jax.data.images import index as index_lib
 
 # More classes are taken for a mistake: each has a name and a row of the head.
@@ -61,9 +56,7 @@ class Line(NamedTuple):
 
 def exists(root: str, split: str) -> bool:
   """Returns whether a folder has a manifest for a split."""
-  return any(
-    tf.io.gfile.exists(_path(root, base)) for base, _ in slices.parts(split)
-  )
+  return any(tf.io.gfile.exists(_path(root, base)) for base, _ in slices.parts(split))
 
 
 def read_split(
@@ -159,8 +152,7 @@ def _parse(root, base) -> list[Line]:
       raise ValueError(f'{where}: this is no JSON: {reason}') from e
     if not isinstance(values, dict):
       raise ValueError(
-        f'{where}: a line must be an object, {{"image": PATH, ...}}: '
-        f'{_short(values)}'
+        f'{where}: a line must be an object, {{"image": PATH, ...}}: {_short(values)}'
       )
     values = dict(_flatten(values, '', where))
     image = values.get('image')
@@ -274,9 +266,7 @@ def _label_names(lines, names) -> tuple[str, ...]:
   if names is not None:
     return names
   if first is None:
-    raise ValueError(
-      f'{lines[0].where}: neither this line nor any other has a `label`'
-    )
+    raise ValueError(f'{lines[0].where}: neither this line nor any other has a `label`')
   if isinstance(first[0], int):
     return tuple(str(i) for i in range(max(seen) + 1))
   return tuple(sorted(seen))
@@ -315,9 +305,7 @@ def _labels(lines, taken, names):
       missing[0],
     )
   longest = max(1, *map(len, rows))
-  return tf.constant(
-    [row + [-1] * (longest - len(row)) for row in rows], tf.int64
-  )
+  return tf.constant([row + [-1] * (longest - len(row)) for row in rows], tf.int64)
 
 
 def _column(name, lines, names):
@@ -330,9 +318,7 @@ def _column(name, lines, names):
   values = [line.get(name) for line in lines]
   for line, value in zip(lines, values):
     if value is None:
-      raise ValueError(
-        f"{line.where}: there is no '{name}', which other lines have"
-      )
+      raise ValueError(f"{line.where}: there is no '{name}', which other lines have")
   if names is not None:
     values = _numbers(values, lines, names)
   level, owners, lengths = values, range(len(lines)), []
@@ -357,9 +343,7 @@ def _column(name, lines, names):
   types = set(map(type, level))
   [kind] = types if len(types) == 1 else [float]
   flat = tf.reshape(tf.constant(level, _DTYPES[kind]), [-1, *shape])
-  return (
-    tf.RaggedTensor.from_nested_row_lengths(flat, lengths) if lengths else flat
-  )
+  return tf.RaggedTensor.from_nested_row_lengths(flat, lengths) if lengths else flat
 
 
 _DTYPES = {

@@ -59,9 +59,7 @@ class MixtureSource(records.Source):
 
   def _check(self, titles):
     one = tf.data.Dataset.range(1).batch(1)
-    specs = [
-      one.map(p.lookup).unbatch().map(p.read).element_spec for p in self.parts
-    ]
+    specs = [one.map(p.lookup).unbatch().map(p.read).element_spec for p in self.parts]
     for name in self.features:
       for title, part, spec in zip(titles, self.parts, specs):
         where = f"in '{title}', and in '{titles[0]}'"
@@ -145,9 +143,9 @@ def _rounded(count, share):
   """Returns round(count * share), halves up, int64 [b], without overflow."""
   numerator, denominator = share.numerator, share.denominator
   inside = count % denominator
-  return count // denominator * numerator + (
-    2 * inside * numerator + denominator
-  ) // (2 * denominator)
+  return count // denominator * numerator + (2 * inside * numerator + denominator) // (
+    2 * denominator
+  )
 
 
 def _describe(spec) -> str:

@@ -8,8 +8,7 @@ a mixture each data set has its own epochs, with a permutation each.
 import numpy as np
 import tensorflow as tf
 
-from vit_jax.data import mixture
-from vit_jax.data import records
+from vit_jax.data import mixture, records
 
 # AutoGraph would rewrite what these functions have tf.data call, which takes half a
 # second at the start of a run, and for each evaluation.
@@ -64,9 +63,7 @@ def training_indices(source, positions: np.ndarray, seed: int) -> np.ndarray:
   int64 [b], ascend; `seed` is that of the run.
   """
   if not isinstance(source, mixture.MixtureSource):
-    return example_indices(
-      tf.constant(positions), source.num_examples, seed
-    ).numpy()
+    return example_indices(tf.constant(positions), source.num_examples, seed).numpy()
   indices = np.empty_like(positions)
   part, local = source.place(positions)
   for k, (inner, offset) in enumerate(zip(source.parts, source.offsets)):

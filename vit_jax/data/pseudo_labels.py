@@ -14,9 +14,7 @@ pseudo_labels.npz   images int64 [m], numbers of images within that split;
 vit_jax/studies/labelling.py writes them. The images stay where they are.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import json
 
 from etils import epath
@@ -24,7 +22,6 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax.data import records
-from vit_jax.data.images import index as index_lib
 from vit_jax.distributed import files
 
 JSON, ARRAYS = 'pseudo_labels.json', 'pseudo_labels.npz'
@@ -62,8 +59,7 @@ def read_facts(root: str) -> dict:
   for name, kind in _TYPES.items():
     if not isinstance(facts.get(name), kind):
       raise ValueError(
-        f"'{path}' is damaged: it lacks {name!r} of the type {kind.__name__}; "
-        f'{_AGAIN}'
+        f"'{path}' is damaged: it lacks {name!r} of the type {kind.__name__}; {_AGAIN}"
       )
   # Labels from before there was a check have none.
   if facts.get('check', _check(facts)) != _check(facts):
@@ -82,7 +78,7 @@ _TYPES = {
 
 def _check(facts) -> str:
   rest = {name: value for name, value in facts.items() if name != 'check'}
-  return index_lib.digest([json.dumps(rest, sort_keys=True).encode()])
+  return files.digest([json.dumps(rest, sort_keys=True).encode()])
 
 
 def read_json(path: epath.Path, remedy: str) -> dict:
@@ -139,9 +135,7 @@ def open_folder(
   path = epath.Path(root) / ARRAYS
   arrays = read_arrays(path, ARRAY_NAMES, _AGAIN)
   if _digest(arrays) != facts['digest']:
-    raise ValueError(
-      f"'{path}' is damaged: it does not belong to {JSON}; {_AGAIN}"
-    )
+    raise ValueError(f"'{path}' is damaged: it does not belong to {JSON}; {_AGAIN}")
   return PseudoSource(images, arrays, facts, features, root)
 
 
@@ -149,7 +143,7 @@ ARRAY_NAMES = ('images', 'classes', 'probabilities', 'rows')
 
 
 def _digest(arrays) -> str:
-  return index_lib.digest(
+  return files.digest(
     part
     for name in ARRAY_NAMES
     for part in (str(arrays[name].shape).encode(), arrays[name])
@@ -199,9 +193,7 @@ class PseudoSource(records.Subset):
       left = 1 - tf.reduce_sum(probabilities, 1, keepdims=True)
       rest = tf.maximum(left, 0) / (count - classes.shape[1])
     size, known = tf.shape(classes)[0], classes.shape[1]
-    places = tf.stack(
-      [tf.repeat(tf.range(size), known), tf.reshape(classes, [-1])], 1
-    )
+    places = tf.stack([tf.repeat(tf.range(size), known), tf.reshape(classes, [-1])], 1)
     dense = tf.tensor_scatter_nd_update(
       tf.tile(rest, [1, count]), places, tf.reshape(probabilities, [-1])
     )

@@ -12,9 +12,7 @@ may be padded with -1. A mixture alone has no `lookup`: its examples come from
 its parts, which have read them.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
 import json
 import os
@@ -24,9 +22,8 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax import console
-from vit_jax.data.images import images
-from vit_jax.data.images import index as index_lib
-from vit_jax.data.images import image_files
+from vit_jax.data.images import image_files, images, index as index_lib
+from vit_jax.distributed import files
 
 # For slow reading: number of parallel calls, and greatest bytes and number of
 # records per call.
@@ -84,7 +81,7 @@ class Source:
       **self.origin,
       'num_examples': self.num_examples,
       'num_classes': len(self.class_names),
-      'class_names': index_lib.digest([names]),
+      'class_names': files.digest([names]),
     }
 
   def lengths(self, feature: str) -> np.ndarray | None:
@@ -204,7 +201,7 @@ class FolderSource(MemorySource):
       found['images'] = self._paths.digest()
     if 'label' in self._columns:
       labels = self._columns['label'].numpy()
-      found['labels'] = index_lib.digest([str(labels.shape).encode(), labels])
+      found['labels'] = files.digest([str(labels.shape).encode(), labels])
     return found
 
   def read(self, record):
@@ -263,7 +260,7 @@ def stamps(source: Source, blocks: Sequence[range]) -> list[str]:
     return part.stamp(number)
 
   def together(block):
-    return index_lib.digest([np.array(list(map(stamp, block)), np.uint64)])
+    return files.digest([np.array(list(map(stamp, block)), np.uint64)])
 
   with futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool:
     found = pool.map(together, blocks)

@@ -1,7 +1,6 @@
 """Slices of a split, in the notation of TFDS: 'train[:90%]', 'train+test'."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow_datasets as tfds
 
@@ -37,13 +36,9 @@ def bounds(info, instruction: str) -> tuple[int, int]:
     [absolute] = spec.to_absolute({'train': info})
   except (ValueError, AssertionError) as e:
     reason = str(e).strip().splitlines()[-1]
-    raise ValueError(
-      f"split '{split}' cannot be taken: {reason} {remedy}"
-    ) from e
+    raise ValueError(f"split '{split}' cannot be taken: {reason} {remedy}") from e
   begin = absolute.from_ or 0
   end = count if absolute.to is None else absolute.to
   if begin >= end:
-    raise ValueError(
-      f"split '{split}' is empty, from {begin} to {end}: {remedy}"
-    )
+    raise ValueError(f"split '{split}' is empty, from {begin} to {end}: {remedy}")
   return begin, end

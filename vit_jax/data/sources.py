@@ -9,18 +9,9 @@ import os
 from etils import epath
 import tensorflow as tf
 
-from vit_jax.data import folder
-from vit_jax.data import manifest
-from vit_jax.data import mixture
-from vit_jax.data import pseudo_labels
-from vit_jax.data import records
-from vit_jax.data import slices
-from vit_jax.data.coco import caption_files
-from vit_jax.data.coco import layout
-from vit_jax.data.coco import source as annotated
-from vit_jax.data.tfds import registry
-from vit_jax.data.tfds import splits
-from vit_jax.data.tfds import vtab
+from vit_jax.data import folder, manifest, mixture, pseudo_labels, records, slices
+from vit_jax.data.coco import caption_files, layout, source as annotated
+from vit_jax.data.tfds import registry, splits, vtab
 
 # Features that a classifier needs.
 LABELLED = ('image', 'label')
@@ -111,9 +102,7 @@ def _open_folder(config, root, split, features, class_names, workdir):
   if not listed and captioned and caption_files.exists(root, split):
     listed, parse = True, caption_files.lines
   if not listed and _is_annotated(root, split, features):
-    return annotated.open_split(
-      config, root, split, features, class_names, workdir
-    )
+    return annotated.open_split(config, root, split, features, class_names, workdir)
   limit = config.max_image_pixels
   kwargs = dict(broken=config.broken_images, max_pixels=limit, workdir=workdir)
   if listed:
@@ -149,3 +138,23 @@ def _is_annotated(root, split, features) -> bool:
   if all(map(tf.io.gfile.isdir, folders)):
     return False
   return layout.exists(root, split)
+
+
+def open_for(
+  config,
+  task_class,
+  metadata,
+  split: str,
+  dataset=None,
+  workdir=None,
+  further=(),
+):
+  """Opens a split with the classes of the training data, and `further` features."""
+  return open_split(
+    config,
+    split,
+    (*task_class.FEATURES, *further),
+    class_names=metadata.get('class_names'),
+    dataset=dataset,
+    workdir=workdir,
+  )

@@ -1,6 +1,8 @@
 """Writes files that other processes and machines may read or write at once."""
 
+from collections.abc import Iterable
 import contextlib
+import hashlib
 import os
 import secrets
 
@@ -82,3 +84,11 @@ def new_folder(path):
   finally:
     if temporary.exists():
       temporary.rmtree()
+
+
+def digest(contents: Iterable) -> str:
+  """Returns a hash of bytes-like objects, as 32 digits."""
+  found = hashlib.blake2b(digest_size=16)
+  for content in contents:
+    found.update(content)
+  return found.hexdigest()

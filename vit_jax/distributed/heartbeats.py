@@ -304,9 +304,7 @@ def speak_on_abort():
     # Otherwise the abort has another reason, and goes on.
 
   speak_on_abort.handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
-  set_handler(
-    signal.SIGABRT, ctypes.cast(speak_on_abort.handler, ctypes.c_void_p)
-  )
+  set_handler(signal.SIGABRT, ctypes.cast(speak_on_abort.handler, ctypes.c_void_p))
 
 
 watch = Watch()

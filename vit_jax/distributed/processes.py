@@ -6,8 +6,7 @@ process. All processes must make the same calls in the same order; a different
 call is an error on all of them. With a single process nothing is sent.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import contextlib
 import functools
 import itertools

@@ -17,9 +17,7 @@ The first rule whose regex is found in a leaf's path gives the whole spec of
 that leaf.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import hashlib
 import math
 import re
@@ -27,8 +25,7 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
 from vit_jax import console
@@ -254,9 +251,7 @@ def _default_spec(name, shape, mesh):
         break
   parts = mesh.shape.get(FSDP_AXIS, 1)
   if parts > 1 and math.prod(shape) >= FSDP_MIN_SIZE:
-    free = [
-      i for i, size in enumerate(shape) if spec[i] is None and size % parts == 0
-    ]
+    free = [i for i, size in enumerate(shape) if spec[i] is None and size % parts == 0]
     if free:
       preferred = [i for i in free if i == _attention_width(name)]
       spec[(preferred or sorted(free, key=lambda i: -shape[i]))[0]] = FSDP_AXIS

@@ -1,42 +1,32 @@
-"""Evaluates a trained model on any split, without training.
+"""Evaluates a trained model on any split, without training."""
 
-python -m vit_jax.main --workdir=/tmp/digits --evaluate=test
-python -m vit_jax.main --workdir=/tmp/run --evaluate=validation --real=real.json
-python -m vit_jax.main --workdir=/tmp/detr --evaluate=validation --option=tight=1
-"""
-
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from vit_jax import console
-from vit_jax import predict
-from vit_jax import train
 from vit_jax.configs import schema
+from vit_jax.data import sources
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import real
-from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import workdir as workdir_lib
+from vit_jax.run import metrics as metrics_lib, workdir as workdir_lib
 
 
 def evaluate(
-  workdir: str,
+  model,
   split: str,
   dataset: str | None = None,
-  step: int | None = None,
   real_labels: str | None = None,
   options: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-  """Evaluates a checkpoint of a run, and prints the metrics.
+  """Evaluates a trained model, and prints the metrics.
 
   Args:
-    workdir: folder of the run.
+    model: result of `predict.load`.
     split: a split in the notation of TFDS, or the name of a folder: 'test',
       'train[:10%]'.
     dataset: another data set with the same classes; by default that of the run.
-    step: step of the checkpoint; by default the newest.
     real_labels: file of ReaL labels, see vit_jax/evaluators/real.py.
     options: values for `config.task_options` in place of those of the run, such
       as {'tight': 1} for a detector, see vit_jax/tasks/detection/detect.py.
@@ -53,8 +43,7 @@ def evaluate(
     OSError: if the storage does not answer.
   """
   schema.check('split', split, schema.Split, '--')
-  mesh = run_mesh(workdir)
-  model = predict.load(workdir, step, mesh)
+  mesh = sharding.mesh_of(model.params)
   config, task = model.config, model.task
   if dataset is not None:
     with config.ignore_type():  # The data set of the run may be a mixture.
@@ -68,7 +57,7 @@ def evaluate(
   def open_split(wanted, further=(), other=None):
     metadata = {} if other else model.metadata
     try:
-      source = train.open_for(
+      source = sources.open_for(
         config, type(task), metadata, wanted, other, further=further
       )
     except FileNotFoundError as e:
@@ -93,7 +82,7 @@ def evaluate(
   for evaluator in evaluators:
     metrics.update(evaluator.run(model.params, model.extra))
   console.say(
-    f"{workdir}, step {model.step}, split '{split}' of {config.dataset}: "
+    f"{model.workdir}, step {model.step}, split '{split}' of {config.dataset}: "
     + metrics_lib.format_metrics(metrics)
   )
   return metrics

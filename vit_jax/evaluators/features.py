@@ -5,8 +5,7 @@ model of this package sows), its layers from the first to the last (`layer_0`,
 `layer_1`, ..., see `layers`), the outputs of any module, or the pixels.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import difflib
 import re
 from typing import NamedTuple
@@ -16,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import console
-from vit_jax import preprocess
+from vit_jax import console, preprocess
 from vit_jax.data import records
 from vit_jax.distributed import processes
 from vit_jax.inference import engine
@@ -236,9 +234,7 @@ def _of_layers(task, names: Sequence[str]) -> Callable:
     if paths:
       seen = task.intermediates(params, extra, batch, capture)
     pixels = batch['image'].reshape(batch['image'].shape[0], -1)
-    return [
-      pixels if name == PIXELS else _last(seen, paths[name]) for name in names
-    ]
+    return [pixels if name == PIXELS else _last(seen, paths[name]) for name in names]
 
   return compute
 

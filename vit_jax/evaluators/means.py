@@ -35,9 +35,7 @@ class Means:
         began = time.perf_counter()
       return found
 
-    totals = list(
-      engine.split(self._task, self._source, self._mesh, compute, stop)
-    )
+    totals = list(engine.split(self._task, self._source, self._mesh, compute, stop))
     end = time.perf_counter()
     metrics = {}
     for name in totals[0][0]:

@@ -15,8 +15,9 @@ import json
 
 import jax
 
-from vit_jax import console
-from vit_jax import predict
+from vit_jax.distributed import files, sharding
+from vit_jax.evaluators import evaluation, probes
+from vit_jax.run import config as run_config, metrics
 
 SHOTS = (1, 5, 10, 25)
 
@@ -53,11 +54,6 @@ def probe(
     FileNotFoundError, ValueError: if an option, the data or the layer are
       wrong, or a class has fewer images than shots.
   """
-  from vit_jax.evaluators import evaluation
-  from vit_jax.distributed import sharding
-  from vit_jax.evaluators import probes
-  from vit_jax.run import config as run_config
-  from vit_jax.run import metrics
 
   config = model.config
   if not model.workdir and not options.get('dataset'):
@@ -116,8 +112,6 @@ def table(result: dict) -> str:
     f"'{result['test']}' ({result['num_test']:,}); "
   )
   if result['layers']:
-    from vit_jax.evaluators import probes
-
     head += f'linear probes of all layers by {result["layers"][0]["method"]}.'
     return f'{head}\n{probes.table(_by_layer(result))}'
   lines = [
@@ -141,47 +135,13 @@ def table(result: dict) -> str:
   return '\n'.join(lines)
 
 
+def write(path, result: dict):
+  """Writes the result of `probe` as JSON, or as CSV if it has all layers."""
+  if result['layers']:
+    probes.write(path, _by_layer(result), result)
+  else:
+    files.write(path, json.dumps(result, indent=1))
+
+
 def _by_layer(result):
   return {row['layer']: [row['accuracy']] for row in result['layers']}
-
-
-def run(args) -> None:
-  """Makes the probes that the flags of `vit_jax probe` ask for."""
-  console.load_tensorflow()
-  from vit_jax.evaluators import evaluation
-  from vit_jax.distributed import sharding
-
-  if args.weights:
-    mesh = sharding.make_mesh({'data': -1})
-    model = predict.of_flags(args)
-    whole = sharding.replicated(mesh)
-    model.params = jax.device_put(model.params, whole)
-  else:
-    mesh = evaluation.run_mesh(args.workdir)
-    model = predict.load(args.workdir, args.step, mesh)
-  if args.tfds_data_dir:
-    model.config.tfds_data_dir = args.tfds_data_dir
-  if args.batch is not None:
-    model.config.batch = model.config.batch_eval = args.batch
-  names = ('dataset', 'train', 'test', 'l2', 'layer', 'squeeze')
-  options = {name: getattr(args, name) for name in names}
-  options['seeds'] = args.seeds and tuple(args.seeds)
-  options = {k: v for k, v in options.items() if v is not None}
-  result = probe(model, mesh, args.shots, args.linear, **options)
-  step = '' if args.weights else f', step {model.step}'
-  console.say(f'{args.weights or args.workdir}{step}\n{table(result)}')
-  if args.json:
-    from vit_jax.distributed import files
-    from vit_jax.evaluators import probes
-    from vit_jax.run import workdir as workdir_lib
-
-    path = workdir_lib.absolute(args.json)
-    if result['layers']:
-      probes.write(path, _by_layer(result), result)
-    else:
-      files.write(path, json.dumps(result, indent=1))
-    console.say(f'Written to {path}.')
-
-
-if __name__ == '__main__':
-  console.run('probe')

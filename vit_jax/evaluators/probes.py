@@ -14,8 +14,7 @@ generative model, in the middle).
 `Probe.linear` measures layers after all training images, see there.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import copy
 import itertools
 import json
@@ -23,19 +22,14 @@ import json
 from etils import epath
 import numpy as np
 
-from vit_jax import console
-from vit_jax import preprocess
+from vit_jax import console, preprocess
 from vit_jax.configs import common
 from vit_jax.data import sources
-from vit_jax.distributed import files
-from vit_jax.distributed import processes
-from vit_jax.evaluators import features
-from vit_jax.evaluators import solvers
-from vit_jax.figures import drawing
-from vit_jax.figures import studies
+from vit_jax.distributed import files, processes
+from vit_jax.evaluators import features, solvers
+from vit_jax.figures import drawing, studies
 from vit_jax.inference import engine
-from vit_jax.run import config as run_config
-from vit_jax.run import metrics
+from vit_jax.run import config as run_config, metrics
 
 # Accuracies of one or several draws, from 0 to 1, by layer.
 Accuracies = Mapping[str, Sequence[float]]
@@ -82,9 +76,7 @@ class Probe:
     self._numbers = _numbers(self.test.class_names, self.class_names)
     self._chosen = []
     if shots:
-      labels = features.read_labels(
-        task.config, mesh, open_split(train, ('label',))
-      )
+      labels = features.read_labels(task.config, mesh, open_split(train, ('label',)))
       self._chosen = self._draw(labels, seeds)
 
   def _draw(self, labels, seeds, **kwargs) -> list[np.ndarray]:
@@ -119,9 +111,7 @@ class Probe:
       for layer, values in zip(self.extractor.widths, found)
     }
 
-  def linear(
-    self, layers: Sequence[str], params, extra
-  ) -> dict[str, solvers.Result]:
+  def linear(self, layers: Sequence[str], params, extra) -> dict[str, solvers.Result]:
     """Probes layers by logistic regression on all training images.
 
     All layers are probed by one method, so that they compare: L-BFGS if the
@@ -234,8 +224,7 @@ class LayerProbe(Probe):
       path = epath.Path(self._workdir) / 'probe.json'
       write(path, found, {'layers': as_rows(found)})
     best, pixels = (
-      metrics.mean_std(found[name])[0]
-      for name in (best_layer(found), features.PIXELS)
+      metrics.mean_std(found[name])[0] for name in (best_layer(found), features.PIXELS)
     )
     return {'probe_best': best, 'probe_pixels': pixels}
 
@@ -319,8 +308,7 @@ def select(task, layer: str) -> list[str]:
   name = known[-1] if layer == 'last' else f'layer_{layer}'
   if name not in known:
     raise ValueError(
-      f'layer={layer} is no layer of the model: it has {", ".join(known)} '
-      '(--layer)'
+      f'layer={layer} is no layer of the model: it has {", ".join(known)} (--layer)'
     )
   return [name]
 

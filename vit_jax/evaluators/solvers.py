@@ -17,15 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from sklearn import linear_model
-from sklearn import pipeline
-from sklearn import preprocessing
+from sklearn import linear_model, pipeline, preprocessing
 import threadpoolctl
 
-from vit_jax import console
-from vit_jax import input_pipeline
-from vit_jax.distributed import processes
-from vit_jax.distributed import sharding
+from vit_jax import console, input_pipeline
+from vit_jax.distributed import processes, sharding
 from vit_jax.evaluators import features
 from vit_jax.inference import engine
 
@@ -67,9 +63,7 @@ class Result(NamedTuple):
   method: str  # 'L-BFGS' or 'SGD'.
 
 
-def least_squares(
-  train: features.Features, num_classes: int, l2: float
-) -> Linear:
+def least_squares(train: features.Features, num_classes: int, l2: float) -> Linear:
   """Fits a linear classifier by least squares, in float64.
 
   Features are standardised by their mean and standard deviation; `l2` is the
@@ -84,9 +78,7 @@ def least_squares(
   scale = np.sqrt(np.einsum('nd,nd->d', centred, centred) / len(x)) + _EPS
   centred /= scale
   targets = np.where(train.labels[:, None] == np.arange(num_classes), 1.0, -1.0)
-  model = linear_model.Ridge(
-    l2, fit_intercept=False, copy_X=False, solver='cholesky'
-  )
+  model = linear_model.Ridge(l2, fit_intercept=False, copy_X=False, solver='cholesky')
   weights = model.fit(inputs, targets).coef_.T  # [D + 1, C]
   kernel = weights[:-1] / scale[:, None]
   return Linear(kernel, CONSTANT * weights[-1] - mean @ kernel)
@@ -105,9 +97,7 @@ def logistic(
   scaler = preprocessing.StandardScaler().fit(x)
   if not each:
     scaler.scale_[:] = np.sqrt(scaler.var_.sum()) or 1.0
-  model = linear_model.LogisticRegression(
-    C=1 / (l2 * len(x)), max_iter=1000, tol=1e-5
-  )
+  model = linear_model.LogisticRegression(C=1 / (l2 * len(x)), max_iter=1000, tol=1e-5)
   with threadpoolctl.threadpool_limits(1 if x.size <= _SMALL else None):
     model.fit(scaler.transform(x), train.labels)
   return pipeline.make_pipeline(scaler, model)
@@ -167,8 +157,7 @@ def sgd(
   # The kernel of each layer [D, C], and its bias in the last row.
   classes = len(train.class_names)
   weights = {
-    name: jnp.zeros((width + 1, classes))
-    for name, width in extractor.widths.items()
+    name: jnp.zeros((width + 1, classes)) for name, width in extractor.widths.items()
   }
   state = tx.init(weights)
 

@@ -4,17 +4,13 @@ Each function takes arrays and returns a matplotlib Figure; for the style and
 `path` see vit_jax/figures/drawing.py.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import itertools
 import textwrap
 
 import numpy as np
 
-from vit_jax.figures import colors
-from vit_jax.figures import drawing
-from vit_jax.figures import invariance
-from vit_jax.figures import results
+from vit_jax.figures import colors, drawing, invariance, results
 from vit_jax.run import metrics as metrics_lib
 
 # Beginnings of the names of logged numbers that are left out.
@@ -77,9 +73,7 @@ def learning_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]):
     for name in names:
       steps, values = curves[name]
       factor, split = 100 if metrics_lib.is_share(name) else 1, _split_of(name)
-      [line] = axes.plot(
-        steps, factor * values, color=colours[split], label=split
-      )
+      [line] = axes.plot(steps, factor * values, color=colours[split], label=split)
       if len(steps) < 40:
         line.set(marker='o', markersize=5)
     axes.set_xlabel('step')
@@ -153,9 +147,7 @@ def confusion(found: results.Results, class_names: Sequence[str], split: str):
   if count <= _MOST_COUNTED:
     for i, j in np.argwhere(matrix):
       colour = 'black' if shares[i, j] > 0.3 else 'white'
-      axes.text(
-        j, i, matrix[i, j], ha='center', va='center', color=colour, fontsize=12
-      )
+      axes.text(j, i, matrix[i, j], ha='center', va='center', color=colour, fontsize=12)
   axes.spines[:].set_visible(False)
   axes.set_xlabel('predicted class')
   axes.set_ylabel('true class')
@@ -252,9 +244,7 @@ def inductive_bias(found: invariance.Comparison):
   for name, line, colour, marker in zip(
     found.names, found.shifted, colours, itertools.cycle('osD^vPX*')
   ):
-    left.plot(
-      found.shifts, line, color=colour, marker=marker, markersize=6, label=name
-    )
+    left.plot(found.shifts, line, color=colour, marker=marker, markersize=6, label=name)
   for position in range(0, int(found.shifts[-1]) + 1, found.patch):
     left.axvline(position, color=colors.GREY, linestyle=':', linewidth=1.5)
   left.set_xlabel(f'shift (pixels; dotted: whole patches of {found.patch})')

@@ -6,8 +6,7 @@ and without a screen. To restyle all figures, change STYLE; or draw the arrays
 with code of your own. vit_jax/figures/charts.py draws curves and results.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 import io
 
@@ -172,9 +171,7 @@ def show_tiles(axes, pictures, columns, rows, gap=0.06, fill=1.0, **kwargs):
   shown = axes.imshow(sheet[:-gap, :-gap], **kwargs)
   axes.set_xticks(np.arange(len(columns)) * across + (width - 1) / 2, columns)
   axes.set_yticks(np.arange(len(rows)) * down + (height - 1) / 2, rows)
-  axes.tick_params(
-    length=0, top=False, labeltop=True, bottom=False, labelbottom=False
-  )
+  axes.tick_params(length=0, top=False, labeltop=True, bottom=False, labelbottom=False)
   axes.xaxis.set_label_position('top')
   axes.spines[:].set_visible(False)
   return shown
@@ -300,9 +297,7 @@ def attention_maps(images, maps, labels: Sequence[str], title: str):
   names = ['image', *(str(1 + layer) for layer in chosen)]
   pictures = _over(images, maps[chosen])  # [1 + layers, B, H, W, 3]
   ratio = images.shape[1] / images.shape[2]
-  if _cell(len(names), len(labels), ratio) > _cell(
-    len(labels), len(names), ratio
-  ):
+  if _cell(len(names), len(labels), ratio) > _cell(len(labels), len(names), ratio):
     pictures = pictures.swapaxes(0, 1)
     return _over_pictures(heading, pictures, names, labels, 'layer', title)
   return _over_pictures(heading, pictures, labels, names, title, 'layer')
@@ -332,8 +327,7 @@ def _cell(columns: int, rows: int, ratio: float) -> float:
 
 def _over_pictures(heading, pictures, columns, rows, across, down):
   """Draws pictures [rows, columns, H, W, 3] with labels and a colour bar."""
-  from matplotlib import cm
-  from matplotlib import colors
+  from matplotlib import cm, colors
 
   ratio = pictures.shape[2] / pictures.shape[3]
   cell = _cell(len(columns), len(rows), ratio)
@@ -356,7 +350,5 @@ def _over_pictures(heading, pictures, columns, rows, across, down):
 
 
 def _colour_bar(fig, axes, values, label, **kwargs):
-  bar = fig.colorbar(
-    values, ax=axes, shrink=0.9, pad=0.01, label=label, **kwargs
-  )
+  bar = fig.colorbar(values, ax=axes, shrink=0.9, pad=0.01, label=label, **kwargs)
   bar.outline.set_visible(False)

@@ -9,22 +9,15 @@ vit_jax/tasks/base.py). Each figure takes a Subject (a model and images),
 computes arrays, and draws them.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax import models
-from vit_jax import models_resnet
-from vit_jax.figures import internals
-from vit_jax.figures import charts
-from vit_jax.figures import drawing
-from vit_jax.figures import invariance
-from vit_jax.figures import results
+from vit_jax import models, models_resnet
+from vit_jax.figures import charts, drawing, internals, invariance, results
 from vit_jax.layers import positions
 
 _A_ROW = 8  # Maximum number of images per figure; more make further figures.
@@ -100,9 +93,7 @@ def _filters(subject):
 
 def _position_table(subject):
   model = subject.model.task.model
-  if _POSEMB in subject.params or not isinstance(
-    model, models.VisionTransformer
-  ):
+  if _POSEMB in subject.params or not isinstance(model, models.VisionTransformer):
     return subject.params.get(_POSEMB)
   fields = model.transformer or {'position_embedding': 'none'}
   return positions.first_table(subject.params, fields, subject.grid)
@@ -130,10 +121,7 @@ def pages(subject, most: int = _A_ROW):
 def _with_maps(draw, maps, subject):
   """Draws images with maps [..., B, h, w] of them."""
   images, (labels, title) = subject.batch['image'], subject.labels
-  return [
-    draw(images[p], maps[..., p, :, :], labels[p], title)
-    for p in pages(subject)
-  ]
+  return [draw(images[p], maps[..., p, :, :], labels[p], title) for p in pages(subject)]
 
 
 def _of_results(draw, subject):
@@ -220,9 +208,7 @@ FIGURES = (
     'the training loss can be higher than the test loss.',
     'metrics.jsonl of the run',
     _needs_run,
-    lambda x: [
-      charts.learning_curves(results.learning_curves(x.model.workdir))
-    ],
+    lambda x: [charts.learning_curves(results.learning_curves(x.model.workdir))],
   ),
 )
 # Further figures of a classifier, see Task.FIGURES in vit_jax/tasks/base.py.

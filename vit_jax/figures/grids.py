@@ -4,17 +4,14 @@ TensorBoard and the PNGs in a workdir show these grids. For figures of a paper,
 draw the arrays that vit_jax/figures computes.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import textwrap
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
-from PIL import ImageDraw
+from PIL import Image, ImageDraw
 
-from vit_jax.figures import colors
-from vit_jax.figures import fonts
+from vit_jax.figures import colors, fonts
 
 RIGHT, WRONG = colors.BLUE, colors.VERMILION  # Colours of predictions.
 # Images with a shorter side below this are enlarged; in pixels.
@@ -107,9 +104,7 @@ def grid(
   return np.asarray(canvas)
 
 
-def beside(
-  images: Mapping[str, np.ndarray], most: int | None = MOST
-) -> np.ndarray:
+def beside(images: Mapping[str, np.ndarray], most: int | None = MOST) -> np.ndarray:
   """Draws a row for each image, with a titled column for each version of it.
 
   The versions are float [n, H, W, C] in [-1, 1], by title; for `most` see `grid`.

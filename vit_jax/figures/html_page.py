@@ -1,8 +1,7 @@
 """Writes figures as PNGs, and an HTML page that contains all of them."""
 
 import base64
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import html
 from typing import Any
 
@@ -90,9 +89,7 @@ def _make_html(title, facts, sections, missing) -> str:
   escape = html.escape
 
   def listed(facts):
-    found = (
-      f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in facts.items()
-    )
+    found = (f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in facts.items())
     return f'<dl>{"".join(found)}</dl>'
 
   def show(entry, pictures):

@@ -10,8 +10,7 @@ before them the class token where there is one).
 
 import functools
 import re
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.traverse_util
 import jax
@@ -58,10 +57,7 @@ def of(weights, outputs, grid: tuple[int, int]) -> Attention:
 
 def lacks(model) -> str | None:
   """Returns why a model has no attention weights, in words; None if it has."""
-  if (
-    isinstance(model, models_vit.VisionTransformer)
-    and model.transformer is not None
-  ):
+  if isinstance(model, models_vit.VisionTransformer) and model.transformer is not None:
     return None
   return (
     f'model={type(model).__name__} has no attention weights to show: give a '
@@ -114,9 +110,7 @@ def forward(model, params, images) -> tuple[list[jax.Array], jax.Array]:
   return [w.astype(jnp.float32) for w in weights], outputs.astype(jnp.float32)
 
 
-def mean_distances(
-  attention: Attention, patch: tuple[float, float]
-) -> np.ndarray:
+def mean_distances(attention: Attention, patch: tuple[float, float]) -> np.ndarray:
   """Computes the mean attention distance of each head (D.7, figure 11).
 
   Averages the distance between the centres of a query's patch and a key's

@@ -17,8 +17,7 @@ shifts.
 
 import functools
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -76,8 +75,7 @@ def compare(images: np.ndarray, patch: int = 16, seed: int = 0) -> Comparison:
   rng = np.random.RandomState(seed)
   count = (images.shape[1] // patch) * (images.shape[2] // patch)
   shuffled = [
-    shuffle_patches(images, patch, rng.permutation(count))
-    for _ in range(_ORDERS)
+    shuffle_patches(images, patch, rng.permutation(count)) for _ in range(_ORDERS)
   ]
   found = []
   for model in standard.values():
@@ -114,9 +112,7 @@ def standard_models(patch: int) -> dict[str, nn.Module]:
     'ViT': vit(),
     'ViT, mean pooling': vit(classifier='gap'),
     'ViT without positions': vit(transformer=blind),
-    'ViT without positions, mean pooling': vit(
-      transformer=blind, classifier='gap'
-    ),
+    'ViT without positions, mean pooling': vit(transformer=blind, classifier='gap'),
     'Hybrid of ResNet and ViT': vit(
       patches={'size': (1, 1)},
       resnet=dict(num_layers=(1,) * stages, width_factor=0.5),

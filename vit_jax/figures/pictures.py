@@ -13,8 +13,7 @@ import numpy as np
 
 from vit_jax import input_pipeline
 from vit_jax.distributed import sharding
-from vit_jax.figures import internals
-from vit_jax.figures import grids
+from vit_jax.figures import grids, internals
 from vit_jax.learning import state as state_lib
 
 
@@ -121,8 +120,7 @@ def _attention_grid(task) -> tuple[int, int]:
     jax.eval_shape(forward, params, images)
   except ValueError as e:
     raise ValueError(
-      f'log_attention=True is not possible: {e}; or set '
-      '--config.log_attention=False'
+      f'log_attention=True is not possible: {e}; or set --config.log_attention=False'
     ) from e
   return grid
 

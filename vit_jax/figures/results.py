@@ -4,19 +4,16 @@ Attention for a few images, the confusion matrix and the worst mistakes of a
 classifier on a whole split, and learning curves.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import input_pipeline
-from vit_jax import models
+from vit_jax import input_pipeline, models
 from vit_jax.distributed import sharding
 from vit_jax.figures import internals
 from vit_jax.inference import engine
@@ -116,15 +113,11 @@ def _examples(model, source, numbers) -> dict:
   config = model.config.copy_and_resolve_references()
   config.batch_eval = len(numbers)
   rows = np.arange(len(numbers))
-  data = input_pipeline.eval_dataset(
-    config, source, model.task.example, rows, numbers
-  )
+  data = input_pipeline.eval_dataset(config, source, model.task.example, rows, numbers)
   return next(data.as_numpy_iterator())
 
 
-def most_confused(
-  confusion: np.ndarray, count: int
-) -> list[tuple[int, int, int]]:
+def most_confused(confusion: np.ndarray, count: int) -> list[tuple[int, int, int]]:
   """Returns pairs of classes that are confused, the most frequent first.
 
   Each is (true class, predicted class, number of images); at most `count`.
@@ -198,9 +191,7 @@ class Subject:
   @functools.cached_property
   def grid(self) -> tuple[int, int]:
     """Number of patches (down, across) of an image."""
-    return models.patch_grid(
-      self.model.config.model, self.model.task.image_size
-    )
+    return models.patch_grid(self.model.config.model, self.model.task.image_size)
 
   @functools.cached_property
   def seen(self) -> Seen:
@@ -222,9 +213,7 @@ class Subject:
   def labels(self) -> tuple[list[str], str]:
     """A label per image, what is predicted or its name, and their title."""
     found = self.model.task.labels_of(self.seen.outputs, self._labels)
-    return (
-      (found, 'predicted class, probability') if found else (self.names, '')
-    )
+    return (found, 'predicted class, probability') if found else (self.names, '')
 
 
 def look(model, images: np.ndarray, grid: tuple[int, int]) -> Seen:

@@ -4,14 +4,12 @@ Each function takes arrays and returns a matplotlib Figure; for the style and
 `path` see vit_jax/figures/drawing.py.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import itertools
 
 import numpy as np
 
-from vit_jax.figures import colors
-from vit_jax.figures import drawing
+from vit_jax.figures import colors, drawing
 from vit_jax.run import metrics as metrics_lib
 
 Values = Sequence[float]
@@ -49,9 +47,7 @@ def bars(groups: Mapping[str, Mapping[str, Values]], ylabel: str, title: str):
   turned = {'rotation': 30, 'ha': 'right'} if crowded else {}
   axes.set_xticks(range(len(names)), names, **turned)
   axes.set_xlim(-0.6, len(names) - 0.4)
-  axes.set_ylim(
-    *_limits([v for group in groups.values() for v in group.values()])
-  )
+  axes.set_ylim(*_limits([v for group in groups.values() for v in group.values()]))
   axes.grid(False, axis='x')
   axes.set_axisbelow(True)
   return _with_legend(fig, axes)
@@ -73,9 +69,7 @@ def curves(
   fig, axes = _new(title, xlabel, ylabel, log_x)
   for number, (label, (x, values)) in enumerate(lines.items()):
     points = sorted(
-      (place, list(found))
-      for place, found in zip(x, values, strict=True)
-      if len(found)
+      (place, list(found)) for place, found in zip(x, values, strict=True) if len(found)
     )
     if not points:
       continue

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from vit_jax import console
-from vit_jax import predict
 from vit_jax.run import workdir as workdir_lib
 
 _SMALL = 64  # Side in pixels of the images for the figure of inductive bias.
@@ -47,7 +46,7 @@ def subject(
     FileNotFoundError, ValueError: if an image or the split cannot be read, or
       a point lies outside of the images.
   """
-  from vit_jax import train
+  from vit_jax.data import sources
   from vit_jax.figures import results
   from vit_jax.run import config as run_config
 
@@ -55,7 +54,7 @@ def subject(
   if model.workdir:
     _, wanted, dataset = run_config.evaluations(model.config)[0]
     try:
-      source = train.open_for(
+      source = sources.open_for(
         model.config, type(model.task), model.metadata, split or wanted, dataset
       )
       split, lacking = split or wanted, ''
@@ -68,9 +67,7 @@ def subject(
       f"split='{split}' needs a run, and these are weights without a run: name "
       'images (--images)'
     )
-  return results.Subject(
-    model, images, source, split, num_images, lacking, points
-  )
+  return results.Subject(model, images, source, split, num_images, lacking, points)
 
 
 def figures(
@@ -115,11 +112,11 @@ def inductive_bias(images: Sequence[Any] | None = None):
   """
   from vit_jax.figures import gallery
 
-  [figure] = gallery.INDUCTIVE_BIAS.draw(_small(images))
+  [figure] = gallery.INDUCTIVE_BIAS.draw(small_images(images))
   return figure
 
 
-def _small(images):
+def small_images(images):
   """Returns images as float32 [B, 64, 64, 3] in [-1, 1]."""
   console.load_tensorflow()
   from vit_jax import preprocess
@@ -158,49 +155,5 @@ def describe(model) -> tuple[str, dict[str, str]]:
   if model.class_names:
     facts['classes'] = f'{len(model.class_names):,}'
   if model.workdir:
-    facts['run'] = (
-      f'{workdir_lib.absolute(model.workdir).name}, step {model.step:,}'
-    )
+    facts['run'] = f'{workdir_lib.absolute(model.workdir).name}, step {model.step:,}'
   return name, facts
-
-
-def run(args) -> None:
-  """Draws the figures that the flags of `vit_jax visualize` ask for."""
-  from vit_jax.figures import drawing
-  from vit_jax.figures import gallery
-  from vit_jax.figures import html_page
-
-  drawing.require_matplotlib()
-  out = html_page.check(workdir_lib.absolute(args.out))
-  title, facts = 'Inductive bias of Vision Transformers', {}
-  chosen, lacking = [], {}  # Pairs of an Entry and what it shows.
-  if args.workdir or args.weights:
-    model = predict.of_flags(args)
-    shown = subject(
-      model, args.images, args.split, args.num_images, args.points
-    )
-    entries, lacking = gallery.choose(shown, args.figures)
-    chosen += [(entry, shown) for entry in entries]
-    name, facts = describe(model)
-    title = f'Inside {name}'
-    if args.weights:
-      facts['weights'] = args.weights
-  if args.inductive_bias:
-    chosen.append((gallery.INDUCTIVE_BIAS, _small(args.images)))
-  for name, why in lacking.items():
-    console.say(f'Left out: {name}: {why}.')
-  sections = []
-  for entry, shown in chosen:
-    with console.waiting(entry.title):
-      pictures = {
-        name: drawing.png(figure)
-        for name, figure in gallery.draw(entry, shown).items()
-      }
-    sections.append((entry, pictures))
-  html_page.write(out, title, facts, sections, lacking)
-  count = sum(len(pictures) for _, pictures in sections)
-  console.say(f'{count} figure(s), and a page with all of them: {out}/index.html')
-
-
-if __name__ == '__main__':
-  console.run('visualize')

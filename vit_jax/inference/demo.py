@@ -6,8 +6,7 @@ asks no other machine for anything, and what visitors upload is deleted. What th
 may ask its server for is in vit_jax/inference/guard.py.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import html
 import io
@@ -23,11 +22,9 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from vit_jax import console
-from vit_jax import preprocess
+from vit_jax import console, preprocess
 from vit_jax.data.images import images as images_lib
-from vit_jax.inference import user_images
-from vit_jax.inference import guard
+from vit_jax.inference import guard, user_images
 
 gr = console.needed('gradio', 'demo', 'the page of vit_jax demo')
 
@@ -133,9 +130,7 @@ def served(
     try:
       examples = _write_examples(model.config, pathlib.Path(folder))
       page = _make_page(model, title, facts, folder, examples)
-      page.queue(
-        default_concurrency_limit=_AT_ONCE, max_size=_VISITORS, api_open=False
-      )
+      page.queue(default_concurrency_limit=_AT_ONCE, max_size=_VISITORS, api_open=False)
       small = min(model.task.image_size) < _SMALL
       _, url, _ = page.launch(
         server_name=host,
@@ -220,9 +215,7 @@ def _make_page(model, title, facts, folder, examples):
           elem_classes=_ENLARGED,
           buttons=[],
         )
-        chosen = gr.Examples(
-          examples, upload, label='Examples', elem_id='examples'
-        )
+        chosen = gr.Examples(examples, upload, label='Examples', elem_id='examples')
       with gr.Column():
         show, inputs, outputs = model.page()
 

@@ -6,9 +6,7 @@ few batches wait at most, so that memory does not grow with the number of images
 """
 
 import collections
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 import time
 from typing import Any
@@ -17,8 +15,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from vit_jax import console
-from vit_jax import input_pipeline
+from vit_jax import console, input_pipeline
 from vit_jax.distributed import sharding
 from vit_jax.run import stopping
 
@@ -126,9 +123,7 @@ def rows(found: Any) -> Iterator[tuple[int, Any]]:
     yield int(found['index'][i]), jax.tree.map(lambda x, i=i: x[i], found)
 
 
-def split(
-  task, source, mesh, compute, stop=never, what='Evaluating'
-) -> Iterator[Any]:
+def split(task, source, mesh, compute, stop=never, what='Evaluating') -> Iterator[Any]:
   """Yields the results for the examples of a split, in the parts of its task.
 
   The task is a vit_jax.tasks.base.Task; for the rest see `run`.

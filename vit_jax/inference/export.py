@@ -12,9 +12,7 @@ outputs, labels and how images are prepared; a text tower has the file of its
 tokenizer too.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import copy
 import datetime
@@ -22,9 +20,7 @@ import functools
 import importlib.metadata
 import json
 import os
-from typing import Any
-from typing import Literal
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from etils import epath
 import jax
@@ -35,8 +31,8 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax import console
-from vit_jax.data.augmentation import canvases
 from vit_jax.configs import schema
+from vit_jax.data.augmentation import canvases
 from vit_jax.data.images import image_files
 from vit_jax.distributed import files
 from vit_jax.inference import user_images
@@ -110,12 +106,8 @@ def export(
   """
   out = epath.Path(out)
   check(out, to, dtype, image_size)
-  options = dict(
-    features=features, dtype=dtype, uint8=uint8, image_size=image_size
-  )
-  changed = ''.join(
-    f', {name}={value!r}' for name, value in options.items() if value
-  )
+  options = dict(features=features, dtype=dtype, uint8=uint8, image_size=image_size)
+  changed = ''.join(f', {name}={value!r}' for name, value in options.items() if value)
   if image_size is not None and image_size != FREE:
     model = _at_size(model, image_size)
   served = _in_float32(model) if to == 'onnx' else model
@@ -132,9 +124,7 @@ def export(
     run = jax.jit(_function(model, features, uint8))
     want = jax.device_get(run(_weights(model), **inputs))
     write(program, folder)
-    difference = _compare(
-      load(folder), inputs, want, _tolerance(model.task, dtype), to
-    )
+    difference = _compare(load(folder), inputs, want, _tolerance(model.task, dtype), to)
     if 'image' not in program.inputs:  # To make tokens of texts.
       name = model.task.vocabulary_name
       (folder / name).write_bytes(model.task.vocabulary())
@@ -204,9 +194,7 @@ def _at_size(model, image_size):
     task = type(task)(config, task.metadata)
     want, _ = jax.eval_shape(task.init, jax.random.key(0))
   except ValueError as e:
-    raise ValueError(
-      f'image_size={image_size} does not suit the model: {e}'
-    ) from e
+    raise ValueError(f'image_size={image_size} does not suit the model: {e}') from e
   shapes = [jax.tree.map(jnp.shape, tree) for tree in (want, model.params)]
   if shapes[0] != shapes[1]:
     raise ValueError(
@@ -378,9 +366,7 @@ def _write_onnx(program, folder):
   if program.size <= _LARGEST // 2:
     path.write_bytes(made.SerializeToString())
   else:  # A file of the format ends at 2 GiB.
-    onnx.save_model(
-      made, os.fspath(path), save_as_external_data=True, location=_DATA
-    )
+    onnx.save_model(made, os.fspath(path), save_as_external_data=True, location=_DATA)
 
 
 def _load_onnx(folder):
@@ -427,9 +413,7 @@ def _computed(task) -> str:
 
 
 def _tolerance(task, dtype) -> float:
-  return max(
-    TOLERANCES.get(x, 0) for x in (dtype or 'float32', _computed(task))
-  )
+  return max(TOLERANCES.get(x, 0) for x in (dtype or 'float32', _computed(task)))
 
 
 def _compare(run, inputs, want, tolerance, to) -> float:
@@ -510,9 +494,7 @@ def _preprocessing(task, inputs, uint8) -> dict:
   }  # fmt: skip
   if pp.sides:  # The image keeps its ratio; the rest of `size` is padding.
     group = canvases.evaluation(pp)
-    facts.update(
-      shorter_side=pp.eval_side, longest_side=group.longest, antialias=True
-    )
+    facts.update(shorter_side=pp.eval_side, longest_side=group.longest, antialias=True)
   else:
     resize = pp.resize
     facts.update(

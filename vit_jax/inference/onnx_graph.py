@@ -8,11 +8,9 @@ A result of a broadcast keeps its small shape until a node needs the whole: the
 nodes of elementwise operations broadcast by themselves.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -50,15 +48,11 @@ def make_model(
     ValueError: if an operation has no translation.
   """
   onnx = console.needed('onnx', 'onnx', 'exporting to ONNX')
-  traced, outputs = jax.make_jaxpr(function, return_shape=True)(
-    weights, **inputs
-  )
+  traced, outputs = jax.make_jaxpr(function, return_shape=True)(weights, **inputs)
   graph = _Graph(onnx, next(iter(inputs.values())).shape[0], min(inputs))
   leaves, _ = jax.tree_util.tree_flatten_with_path(weights)
   values = [
-    graph.constant(
-      x, jax.tree_util.keystr(path[1:], simple=True, separator='/')
-    )
+    graph.constant(x, jax.tree_util.keystr(path[1:], simple=True, separator='/'))
     for path, x in leaves
   ]
   values += [Value(name, inputs[name].shape) for name in sorted(inputs)]
@@ -148,9 +142,7 @@ class _Graph:
     """Broadcasts a tensor to a shape."""
     if value.shape == tuple(shape):
       return value
-    sizes = [
-      self.integers(n) if isinstance(n, int) else self._length(n) for n in shape
-    ]
+    sizes = [self.integers(n) if isinstance(n, int) else self._length(n) for n in shape]
     target = self.node('Concat', sizes, (len(sizes),), axis=0)
     return self.node('Expand', [value.name, target.name], shape)
 
@@ -193,9 +185,7 @@ class _Graph:
       return [_ELEMENTWISE[name](self, values, shape, eqn)]
     if name == 'broadcast_in_dim':
       return [self._broadcast_in_dim(values[0], eqn)]
-    values = [
-      self.whole(value, x.aval.shape) for value, x in zip(values, eqn.invars)
-    ]
+    values = [self.whole(value, x.aval.shape) for value, x in zip(values, eqn.invars)]
     if name not in _OTHERS:
       raise _unknown(f"the operation '{name}'")
     found = _OTHERS[name](self, values, eqn)
@@ -361,9 +351,7 @@ def _dot(graph, values, eqn):
   The left tensor becomes [batch..., rows..., K], the right one [batch..., K, N],
   where K and N are all summed and all free dimensions of the right one, in one.
   """
-  (sum_left, sum_right), (batch_left, batch_right) = eqn.params[
-    'dimension_numbers'
-  ]
+  (sum_left, sum_right), (batch_left, batch_right) = eqn.params['dimension_numbers']
   left, right = values
   depth = [left.shape[i] for i in sum_left]
   rows = _others(left, sum_left, batch_left)
@@ -379,9 +367,7 @@ def _dot(graph, values, eqn):
   else:
     left = graph.reshape(left, [*free_left, math.prod(depth)])
     free = free_left
-  right = graph.reshape(
-    right, [*batch, math.prod(depth), math.prod(free_right)]
-  )
+  right = graph.reshape(right, [*batch, math.prod(depth), math.prod(free_right)])
   shape = [*batch, *free, math.prod(free_right)]
   found = graph.node('MatMul', [left.name, right.name], shape)
   found = graph.reshape(found, _shape(eqn))
@@ -523,9 +509,7 @@ def _scan(graph, values, eqn):
   numbers = range(steps)
   for step in reversed(numbers) if params['reverse'] else numbers:
     index = graph.constant(np.array(step, np.int64)).name
-    row = [
-      graph.node('Gather', [x.name, index], x.shape[1:], axis=0) for x in rows
-    ]
+    row = [graph.node('Gather', [x.name, index], x.shape[1:], axis=0) for x in rows]
     results = graph.run(body.jaxpr, inner, [*consts, *carry, *row])
     results = [graph.whole(x, shape) for x, shape in zip(results, shapes)]
     carry = results[:kept]

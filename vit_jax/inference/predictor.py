@@ -1,9 +1,6 @@
 """Runs a trained model on images: the class of predictors."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import functools
 import inspect
 import os
@@ -15,9 +12,7 @@ import numpy as np
 from vit_jax import input_pipeline
 from vit_jax.data import records
 from vit_jax.distributed import sharding
-from vit_jax.inference import engine
-from vit_jax.inference import user_images
-from vit_jax.inference import tables
+from vit_jax.inference import engine, tables, user_images
 
 # Of one CPU: images per batch, and batches at the same time. The forward pass alone
 # of Ti/16 on two cores is 1.3 times as fast with 8 images as with 32, whose arrays
@@ -43,7 +38,7 @@ class Predictor:
   """
 
   BATCH = 32  # Most images per batch.
-  # Those flags of `python -m vit_jax.predict` beyond --top and --out that
+  # Those flags of `vit_jax predict` beyond --top and --out that
   # `report` reads.
   FLAGS = ()
 
@@ -190,9 +185,7 @@ class Predictor:
       }
 
     at_once = _AT_ONCE if _is_one_cpu(mesh) else 1
-    for batch in engine.run(
-      both, found, mesh, stop, 'Predicting', total, at_once
-    ):
+    for batch in engine.run(both, found, mesh, stop, 'Predicting', total, at_once):
       for number, row in engine.rows(batch):
         self._check_finite(row['outputs'], source.name(number))
         yield number, row['inputs'], row['outputs']
@@ -228,9 +221,7 @@ class Predictor:
     if embeddings is None:
       return self._columns(**options)
     features = self.task.features(embeddings)
-    spec = jax.eval_shape(
-      features, self.params, self.extra, self.task.input_spec()
-    )
+    spec = jax.eval_shape(features, self.params, self.extra, self.task.input_spec())
     try:
       own = self._columns(**options)
     except tables.NoColumns:  # The features are all that there is.
@@ -323,9 +314,7 @@ class Predictor:
       return self.params, self.extra, mesh
     if self._everywhere is None:
       mesh = sharding.make_mesh({'data': -1}, devices)
-      state = jax.device_put(
-        (self.params, self.extra), sharding.replicated(mesh)
-      )
+      state = jax.device_put((self.params, self.extra), sharding.replicated(mesh))
       self._everywhere = *state, mesh
     return self._everywhere
 
@@ -342,9 +331,7 @@ class Predictor:
     """Returns the predictions for each image; here the outputs themselves."""
     self._refuse(others)
     outputs = self.outputs(images)
-    return [
-      jax.tree.map(lambda x, i=i: x[i], outputs) for i in range(len(images))
-    ]
+    return [jax.tree.map(lambda x, i=i: x[i], outputs) for i in range(len(images))]
 
   def report(self, images: Sequence[str], args) -> Iterable[str]:
     """Returns what `vit_jax predict` prints, one string per image.
@@ -353,8 +340,7 @@ class Predictor:
     classes to show, and `out`, the path of the picture to write, or None.
     """
     return [
-      f'{image}\n  {result}'
-      for image, result in zip(images, self.predict(images))
+      f'{image}\n  {result}' for image, result in zip(images, self.predict(images))
     ]
 
   def page(self) -> tuple[Callable[..., dict], list, list]:

@@ -14,8 +14,7 @@ import io
 from typing import Any
 
 import numpy as np
-from PIL import Image
-from PIL import ImageOps
+from PIL import Image, ImageOps
 
 from vit_jax.data.images import rgb
 

@@ -11,18 +11,13 @@ A block is made anew if its file is damaged, or if the file of one of its images
 another size or time. A table of other weights, images or flags is refused.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import csv
 import io
 import json
 import os
 import time
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 import google_crc32c
@@ -33,13 +28,9 @@ import tensorflow as tf
 from vit_jax import console
 from vit_jax.data import records
 from vit_jax.data.images import images as images_lib
-from vit_jax.data.images import index as index_lib
-from vit_jax.distributed import files
-from vit_jax.distributed import processes
-from vit_jax.distributed import sharding
+from vit_jax.distributed import files, processes, sharding
 from vit_jax.inference import engine
-from vit_jax.run import lock
-from vit_jax.run import stopping
+from vit_jax.run import lock, stopping
 
 ENDINGS = ('.parquet', '.csv', '.jsonl')
 # Readers of data sets pass over names with a `_`.
@@ -125,9 +116,7 @@ def check(out: str | os.PathLike, resumes: bool = True):
   """
   path = epath.Path(out)
   if path.is_file() and not (resumes and _facts_path(path).exists()):
-    raise ValueError(
-      f"out='{out}' exists: delete it, or give another path (--out)"
-    )
+    raise ValueError(f"out='{out}' exists: delete it, or give another path (--out)")
   if path.suffix == '.parquet':
     arrow()
 
@@ -186,9 +175,7 @@ def rows(
   for group in groups:
     found = {}
     numbers = [number for block in group for number in block]
-    for number, row in predicted(
-      Block if broken == 'row' else records.Subset, numbers
-    ):
+    for number, row in predicted(Block if broken == 'row' else records.Subset, numbers):
       while number >= group[0].stop:
         block = group.pop(0)
         yield block, [row_of(i, found) for i in block]
@@ -244,9 +231,7 @@ def write(
   }  # fmt: skip
   processes.agree('the table', facts)
   mine = blocks[jax.process_index() :: jax.process_count()]
-  table = _Table(
-    out, alone, facts, size, dict(zip(mine, records.stamps(source, mine)))
-  )
+  table = _Table(out, alone, facts, size, dict(zip(mine, records.stamps(source, mine))))
   complete = f"'{out}' is complete: {count:,} images"
   if processes.from_first('looking for the table', table.is_done):
     console.say(complete)
@@ -258,9 +243,7 @@ def write(
     faults = {block: table.faults(block) for block in mine}
     missing = [block for block in mine if faults[block] is None]
     if len(missing) < len(mine):
-      console.say(
-        f"Resuming '{out}': {len(missing):,} of {len(mine):,} parts are left"
-      )
+      console.say(f"Resuming '{out}': {len(missing):,} of {len(mine):,} parts are left")
     begun = time.monotonic()
     with stopping.StopRequest() as request:
       try:
@@ -291,16 +274,14 @@ def _config_digest(model) -> str:
   keys = ('task', 'task_options', 'model', 'pp')
   config = {key: model.config.to_dict()[key] for key in keys}
   content = json.dumps([config, dict(model.metadata)], sort_keys=True)
-  return index_lib.digest([content.encode()])
+  return files.digest([content.encode()])
 
 
 class Interrupted(stopping.Interrupted):
   """A signal stopped the work; see vit_jax.run.stopping.Interrupted."""
 
   def __init__(self, out, number: int):
-    Exception.__init__(
-      self, f"Stopped. The same command resumes '{out}' where it was."
-    )
+    Exception.__init__(self, f"Stopped. The same command resumes '{out}' where it was.")
     self.signal = number
 
   def _render_traceback_(self):
@@ -321,10 +302,10 @@ class _Table:
     self.facts = json.loads(json.dumps(facts))
     text = json.dumps(facts, sort_keys=True)
     self.keys = {
-      block: index_lib.digest([f'{text} {block.start} {stamp}'.encode()])
+      block: files.digest([f'{text} {block.start} {stamp}'.encode()])
       for block, stamp in stamps.items()
     }
-    self.stamp = index_lib.digest(x.encode() for x in stamps.values())
+    self.stamp = files.digest(x.encode() for x in stamps.values())
 
   def _is_joined(self) -> bool:
     """Returns whether the table is one file already.
@@ -428,9 +409,7 @@ def join(parts: Iterable[epath.Path], file, ending: str):
     file.write(content[content.index(b'\n') + 1 :] if header else content)
 
 
-def encode(
-  found: Sequence[dict], types: Mapping[str, Any], ending: str
-) -> bytes:
+def encode(found: Sequence[dict], types: Mapping[str, Any], ending: str) -> bytes:
   """Returns rows as the content of a file with one of ENDINGS."""
   if ending == '.parquet':
     file = io.BytesIO()

@@ -10,14 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax import preprocess
-from vit_jax.data import folder as folder_lib
-from vit_jax.data import records
-from vit_jax.data import sources
-from vit_jax.data.images import images as images_lib
-from vit_jax.data.images import index as index_lib
-from vit_jax.data.images import image_files
-from vit_jax.data.tfds import builders
-from vit_jax.data.tfds import registry
+from vit_jax.data import folder as folder_lib, records, sources
+from vit_jax.data.images import image_files, images as images_lib
+from vit_jax.data.tfds import builders, registry
+from vit_jax.distributed import files
 
 # TensorFlow keeps what a `numpy_function` calls until the process ends, so there is
 # one for all sources, which finds a source by its number.
@@ -63,7 +59,7 @@ class Given(records.Source):
   def fingerprint(self) -> dict[str, Any]:
     """Returns the number and a hash of the names of the images."""
     names = (f'{self.name(i)}\n'.encode() for i in range(self.num_examples))
-    return {**super().fingerprint(), 'images': index_lib.digest(names)}
+    return {**super().fingerprint(), 'images': files.digest(names)}
 
   def name(self, index: int) -> str:
     image = self._images[index]

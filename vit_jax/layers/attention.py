@@ -34,9 +34,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from vit_jax.layers import attention_kernels
-from vit_jax.layers import dtypes
-from vit_jax.layers import gpu_layout
+from vit_jax.layers import attention_kernels, dtypes, gpu_layout
 
 IMPLEMENTATIONS = attention_kernels.IMPLEMENTATIONS
 AUTO, NAMES = attention_kernels.AUTO, attention_kernels.NAMES
@@ -74,9 +72,7 @@ def _check_inputs(x, kv, mask, relative, num_heads, causal):
       f'{shape}, got {list(relative.shape)}'
     )
   if kv is not None and (kv.ndim != 3 or kv.shape[0] != x.shape[0]):
-    raise ValueError(
-      f'kv must be tokens [{x.shape[0]}, tokens, width], got {kv.shape}'
-    )
+    raise ValueError(f'kv must be tokens [{x.shape[0]}, tokens, width], got {kv.shape}')
   if mask is None:
     return None
   keys = (x if kv is None else kv).shape[1]
@@ -186,15 +182,11 @@ class MultiHeadDotProductAttention(nn.Module):
     width = x.shape[-1]
     mask = _check_inputs(x, kv, mask, relative, self.num_heads, self.causal)
     dropout = 0.0 if deterministic else self.dropout_rate
-    check(
-      self.attention, dropout, mask=mask is not None, bias=relative is not None
-    )
+    check(self.attention, dropout, mask=mask is not None, bias=relative is not None)
     head_dim = width // self.num_heads
     special = dropout or self.only_first or not (mask is relative is None)
     name = choose(self.attention, self.dtype, head_dim, not special)
-    heads = functools.partial(
-      _Heads, self.num_heads, head_dim, **dtypes.of(self)
-    )
+    heads = functools.partial(_Heads, self.num_heads, head_dim, **dtypes.of(self))
     kv = x if kv is None else kv
     causal = self.causal and not self.only_first
     if self.only_first:
@@ -205,9 +197,7 @@ class MultiHeadDotProductAttention(nn.Module):
     if length is not None and (name != 'cudnn' or mask is not None):
       mask, length = _hide_padding(mask, length, kv.shape[1]), None
     shown = (
-      dropout
-      or self.is_initializing()
-      or self.is_mutable_collection('intermediates')
+      dropout or self.is_initializing() or self.is_mutable_collection('intermediates')
     )
     query = heads(name='query')(x)  # [B, Q, K, E]
     given = {} if length is None else {'length': length}
@@ -222,9 +212,7 @@ class MultiHeadDotProductAttention(nn.Module):
       relative = relative.astype(query.dtype)
       bias = attention_kernels.relative_logits(query, relative, key.shape[1])
     if shown:
-      weights = attention_kernels.attention_weights(
-        query, key, mask, causal, bias
-      )
+      weights = attention_kernels.attention_weights(query, key, mask, causal, bias)
       self.sow('intermediates', 'attention_weights', weights)
       weights = nn.Dropout(self.dropout_rate)(
         weights.astype(value.dtype), deterministic=deterministic

@@ -189,9 +189,7 @@ def _cudnn(
     whole = jnp.pad(whole, ((0, 0), (0, 0), (0, queries % 2), (0, keys % 2)))
     hidden['mask'] = whole | ~whole.any(axis=-1, keepdims=True)
   elif (keys % 2 or length) and not causal:
-    hidden['key_value_seq_lengths'] = jnp.full(
-      key.shape[0], length or keys, jnp.int32
-    )
+    hidden['key_value_seq_lengths'] = jnp.full(key.shape[0], length or keys, jnp.int32)
 
   def even(x):  # [B, N, K, E] -> [B, N or N+1, K, E]
     return jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) if x.shape[1] % 2 else x
@@ -318,9 +316,7 @@ def check(
   problem = None
   if name not in NAMES:
     problem = f'is unknown: use one of {", ".join(NAMES)}'
-  elif (
-    name == 'cudnn' and platform and (platform, dtype) != ('gpu', 'bfloat16')
-  ):
+  elif name == 'cudnn' and platform and (platform, dtype) != ('gpu', 'bfloat16'):
     problem = (
       'needs NVIDIA GPUs from Ampere on and --config.model.dtype=bfloat16, but '
       f"the devices are '{platform}' and the type is {dtype}: use 'default'"

@@ -26,8 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.distributed import sharding
-from vit_jax.layers import attention_kernels
-from vit_jax.layers import dtypes
+from vit_jax.layers import attention_kernels, dtypes
 
 NORM_EPS = 1e-12
 _INIT = nn.initializers.truncated_normal(0.02)

@@ -19,9 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.distributed import sharding
-from vit_jax.layers import attention as attention_lib
-from vit_jax.layers import dtypes
-from vit_jax.layers import encoder
+from vit_jax.layers import attention as attention_lib, dtypes, encoder
 
 NORM_EPS = 1e-5
 # By what the logits of attention are divided: the root of the head's width, or

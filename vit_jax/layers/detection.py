@@ -16,8 +16,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.distributed import sharding
-from vit_jax.layers import attention
-from vit_jax.layers import dtypes
+from vit_jax.layers import attention, dtypes
 
 _NORM_EPS = 1e-5
 
@@ -71,9 +70,7 @@ class _Layer(nn.Module):
     dense = functools.partial(
       nn.Dense, kernel_init=nn.initializers.xavier_uniform(), **dtypes.of(self)
     )
-    drop = functools.partial(
-      nn.Dropout(self.dropout_rate), deterministic=deterministic
-    )
+    drop = functools.partial(nn.Dropout(self.dropout_rate), deterministic=deterministic)
     y = drop(nn.relu(dense(self.mlp_dim, name='Dense_0')(x)))
     y = drop(dense(x.shape[-1], name='Dense_1')(y))
     x = nn.LayerNorm(_NORM_EPS, name=norm, **dtypes.of(self))(x + y)
@@ -90,9 +87,7 @@ class EncoderLayer(_Layer):
     The mask, bool [B, 1, 1, S], is True for tokens that may be attended to.
     """
     seen = {'values': x, 'mask': mask}
-    x = self._attend(
-      x, 'self_attention', 'LayerNorm_0', positions, train, **seen
-    )
+    x = self._attend(x, 'self_attention', 'LayerNorm_0', positions, train, **seen)
     return self._mlp(x, 'LayerNorm_1', not train)
 
 
@@ -107,11 +102,7 @@ class DecoderLayer(_Layer):
     encoder [B, S, D], `positions` those of the image [B, S, D], and `mask`,
     bool [B, 1, 1, S], is True for tokens that may be attended to.
     """
-    x = self._attend(
-      x, 'self_attention', 'LayerNorm_0', queries, train, values=x
-    )
+    x = self._attend(x, 'self_attention', 'LayerNorm_0', queries, train, values=x)
     seen = {'kv': memory + positions, 'values': memory, 'mask': mask}
-    x = self._attend(
-      x, 'cross_attention', 'LayerNorm_1', queries, train, **seen
-    )
+    x = self._attend(x, 'cross_attention', 'LayerNorm_1', queries, train, **seen)
     return self._mlp(x, 'LayerNorm_2', not train)

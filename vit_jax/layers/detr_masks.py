@@ -13,8 +13,7 @@ K heads.
 from collections.abc import Sequence
 import functools
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax

@@ -15,12 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.distributed import sharding
-from vit_jax.layers import attention
-from vit_jax.layers import dtypes
-from vit_jax.layers import layer_stack as loop_lib
-from vit_jax.layers import gpu_layout
-from vit_jax.layers import patches
-from vit_jax.layers import positions
+from vit_jax.layers import (
+  attention,
+  dtypes,
+  gpu_layout,
+  layer_stack as loop_lib,
+  patches,
+  positions,
+)
 
 _PLACE = 'config.model.transformer'
 
@@ -272,9 +274,7 @@ class Encoder(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(
-    self, x, *, train, mask=None, only_first=None, grid=None, parts=PARTS
-  ):
+  def __call__(self, x, *, train, mask=None, only_first=None, grid=None, parts=PARTS):
     """Maps tokens [B, N, D] to tokens [B, N, D].
 
     Args:
@@ -323,9 +323,7 @@ class Encoder(nn.Module):
       drop_rates = np.linspace(*ends, self.num_layers).tolist()
     if loop:
       by_layer = drop_rates[:last], relative[:last], later
-      x = self._scan_layers(
-        block(parent=None), x, last, train, mask, length, by_layer
-      )
+      x = self._scan_layers(block(parent=None), x, last, train, mask, length, by_layer)
     else:
       for i in range(last):
         x = block(name=f'encoderblock_{i}', layer=i)(
@@ -431,9 +429,7 @@ class Encoder(nn.Module):
     def apply(x, params, key, rate, relative, later):
       rngs = None if key is None else {'dropout': key}
       variables = {'params': params}
-      x = block.apply(
-        variables, x, not train, mask, rate, relative, length, rngs=rngs
-      )
+      x = block.apply(variables, x, not train, mask, rate, relative, length, rngs=rngs)
       return x if later is None else x + later
 
     return loop_lib.over_layers(apply, x, layers, keys, *by_layer)

@@ -1,7 +1,6 @@
 """Layers that are alike: a loop over them, and what its backward pass keeps."""
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -78,7 +77,6 @@ def over_layers(apply: Callable, x, *by_layer: Sequence[Any]):
   parameters, or with None for every layer.
   """
   stacked = tuple(
-    jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-    for trees in by_layer
+    jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees) for trees in by_layer
   )
   return jax.lax.scan(lambda x, own: (apply(x, *own), None), x, stacked)[0]

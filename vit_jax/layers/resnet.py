@@ -9,9 +9,7 @@ is for training from random weights.
 Shapes in the comments: B images, H x W pixels, C channels, F features.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 from typing import Any
 
@@ -179,9 +177,7 @@ class ResNet(nn.Module):
     maps = []
     for i, units in enumerate(self.units):
       dilated = self.dilate_last and i == len(self.units) - 1
-      unit = functools.partial(
-        Bottleneck, self.width * 2**i, norm=self.norm, **types
-      )
+      unit = functools.partial(Bottleneck, self.width * 2**i, norm=self.norm, **types)
       first = {'stride': 1 if i == 0 or dilated else 2}
       others = {'dilation': 2 if dilated else 1}
       x = Stage(unit, units, first, others, name=f'block{i + 1}')(x)

@@ -10,10 +10,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.distributed import sharding
-from vit_jax.layers import bert
-from vit_jax.layers import dtypes
-from vit_jax.layers import encoder
-from vit_jax.layers import patches
+from vit_jax.layers import bert, dtypes, encoder, patches
 
 # Name -> sizes of a BERT (arXiv 1810.04805, section 3).
 BERTS = {

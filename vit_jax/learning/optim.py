@@ -3,11 +3,8 @@
 Builds optax transformations from a config.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
-from typing import Any
-from typing import Literal
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 from absl import logging
 import jax
@@ -252,9 +249,7 @@ def get_optimizer(config, schedule: optax.Schedule, factors=None):
   if config.l2_decay:
     chain.append(optax.add_decayed_weights(config.l2_decay, decay_mask))
   if config.optimizer == 'adam':
-    chain.append(
-      optax.scale_by_adam(b1=config.b1, b2=config.b2, mu_dtype=dtype)
-    )
+    chain.append(optax.scale_by_adam(b1=config.b1, b2=config.b2, mu_dtype=dtype))
   else:
     chain.append(optax.trace(config.momentum, accumulator_dtype=dtype))
   if config.weight_decay:

@@ -6,19 +6,14 @@
 import functools
 import json
 import pathlib
-from typing import Annotated
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 
-from vit_jax import console
-from vit_jax import models
-from vit_jax.configs import models as model_configs
-from vit_jax.configs import schema
-from vit_jax.planning import costs
-from vit_jax.planning import flops
-from vit_jax.planning import topology
+from vit_jax import console, models
+from vit_jax.configs import models as model_configs, schema
+from vit_jax.planning import costs, flops, topology
 
 _TYPES = {
   'dataset': Literal[tuple(costs.DATASETS)],
@@ -134,7 +129,3 @@ def run(args) -> None:
   if args.json:
     pathlib.Path(args.json).write_text(json.dumps(rows, indent=1) + '\n')
     console.say(f'\nWritten to {args.json}')
-
-
-if __name__ == '__main__':
-  console.run('compute')

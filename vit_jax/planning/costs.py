@@ -6,12 +6,10 @@ a head of 18,291 classes, times 303 million images, times the epochs.
 """
 
 from collections.abc import Sequence
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vit_jax import console
-from vit_jax.planning import flops
-from vit_jax.planning import topology
+from vit_jax.planning import flops, topology
 
 # Data set -> (training examples, classes).
 DATASETS = {
@@ -169,9 +167,7 @@ def describe(rows: Sequence[dict], setting: Setting) -> str:
     lines.append(line)
   if any('share of peak' in line for line in lines):
     student = f'{NOISY_STUDENT_CORE_DAYS:,}'
-    lines.append(
-      {'model': 'Noisy Student', 'data': 'jft300m', 'published': student}
-    )
+    lines.append({'model': 'Noisy Student', 'data': 'jft300m', 'published': student})
   # Columns without a value are left out.
   longest = max(lines, key=len)
   header = [name for name in longest if any(x.get(name) for x in lines)]

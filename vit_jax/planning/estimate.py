@@ -13,8 +13,7 @@ import copy
 import math
 import re
 import time
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,8 +21,7 @@ from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
 from vit_jax.layers import layer_stack
 from vit_jax.learning import state as state_lib
-from vit_jax.planning import flops
-from vit_jax.planning import topology
+from vit_jax.planning import flops, topology
 
 _COLLECTIVES = (
   'all-reduce',
@@ -86,9 +84,7 @@ def lower(config, make_program: Callable, devices) -> Lowered:
 
     def total(params, extra, batch):
       loss = state_lib.with_step(program.task.loss)
-      (total, _), metrics = loss(
-        params, extra, batch, jax.random.key(0), step=0
-      )
+      (total, _), metrics = loss(params, extra, batch, jax.random.key(0), step=0)
       return total, metrics
 
     function = jax.jit(
@@ -253,7 +249,6 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
     bytes_accessed_per_core=cost['bytes accessed'],
     collectives=found,
     # A lower bound: all links are busy in both directions and nothing waits.
-    network_seconds=sum(row['network_bytes'] for row in found.values())
-    / chip.network,
+    network_seconds=sum(row['network_bytes'] for row in found.values()) / chip.network,
   )
   return result

@@ -14,13 +14,9 @@ import jax
 
 from vit_jax import console
 from vit_jax.data.tfds import registry
-from vit_jax.distributed import files
-from vit_jax.distributed import sharding
+from vit_jax.distributed import files, sharding
 from vit_jax.layers import dtypes
-from vit_jax.planning import costs
-from vit_jax.planning import estimate
-from vit_jax.planning import search
-from vit_jax.planning import topology as topology_lib
+from vit_jax.planning import costs, estimate, search, topology as topology_lib
 
 say = console.say
 
@@ -127,9 +123,7 @@ def table(plan: dict) -> str:
     'batch': f'{plan["batch"]:,}, {plan["batch_per_core"]:,} a device',
     'memory a device': f'{console.size(needed)} of {console.size(limit)}: {fits}',
     '  parameters': console.size(plan['params_bytes']),
-    **{
-      f'    {row["spec"]}': sharding.describe(row) for row in plan['sharding']
-    },
+    **{f'    {row["spec"]}': sharding.describe(row) for row in plan['sharding']},
     **({'    NOTE': plan['not_split']} if plan['not_split'] else {}),
     '  optimiser': console.size(plan['optimizer_bytes']),
   }
@@ -140,9 +134,7 @@ def table(plan: dict) -> str:
     rows |= {
       '  images and labels': console.size(plan['batch_bytes']),
       '  activations and the rest': console.size(plan['activations_bytes']),
-      'FLOPs a step, a device': (
-        f'{plan["flops_per_step_per_core"] / 1e12:,.2f} T'
-      ),
+      'FLOPs a step, a device': (f'{plan["flops_per_step_per_core"] / 1e12:,.2f} T'),
       'time of a step': f'{1000 * plan["step_seconds"]:,.1f} ms (estimate)',
       'images a second, a device': (
         f'{alone:,.1f} (estimate), {plan["share_of_peak"]:.0%} of peak'
@@ -215,8 +207,7 @@ def run(args) -> None:
   trainer = args.config.get('trainer', 'train')
   if trainer != 'train':
     raise ValueError(
-      f"trainer='{trainer}': a plan needs the config of one training "
-      '(config.trainer)'
+      f"trainer='{trainer}': a plan needs the config of one training (config.trainer)"
     )
   say(f'Config: {args.config_file}')
   sizes = data_size(args.config, args.num_examples, args.num_classes)
@@ -243,7 +234,3 @@ def run(args) -> None:
   if args.json:
     pathlib.Path(args.json).write_text(json.dumps(result, indent=1))
     say(f'Plan written to {args.json}')
-
-
-if __name__ == '__main__':
-  console.run('plan')

@@ -4,8 +4,7 @@ The settings are the mesh, the number of micro-batches and rematerialisation.
 """
 
 import bisect
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import copy
 import math
 from typing import Any
@@ -98,9 +97,7 @@ def _remats(model):
 def _fewest_that_fit(config, settings, plan, parts, start):
   """Searches, from `start` on, for the fewest that fit; yields each plan made."""
   numbers = [
-    2**i
-    for i in range(config.batch.bit_length())
-    if config.batch % (parts * 2**i) == 0
+    2**i for i in range(config.batch.bit_length()) if config.batch % (parts * 2**i) == 0
   ]
   i = bisect.bisect_right(numbers, start) - 1
   tried = set()
@@ -118,9 +115,7 @@ def _fewest_that_fit(config, settings, plan, parts, start):
       i -= 1
     else:  # Twice as many micro-batches save half of the memory at most.
       needed = result['memory_per_core_bytes'] or 0
-      i += max(
-        1, int(math.log2(max(1, needed / result['memory_of_core_bytes'])))
-      )
+      i += max(1, int(math.log2(max(1, needed / result['memory_of_core_bytes']))))
 
 
 def _images_per_second(plan):

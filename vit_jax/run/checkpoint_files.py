@@ -14,9 +14,7 @@ files, before the checkpoint appears under its name:
 A checkpoint that a kill interrupted does not have its name yet.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -78,9 +76,7 @@ class Handler(ocp.PyTreeCheckpointHandler):
     """Begins to save; the last future writes this process's checksums."""
     self._metrics = args.metrics
     futures = await super().async_save(directory, args=args)
-    return [
-      ocp.future.ChainedFuture(futures or [], lambda: _write_own(directory))
-    ]
+    return [ocp.future.ChainedFuture(futures or [], lambda: _write_own(directory))]
 
   def finalize(self, directory):
     """Completes the files and writes the other checksums, on process 0."""
@@ -141,8 +137,7 @@ def check(directory: epath.Path, part: int = 0, parts: int = 1):
   for name, table in want.items():
     if sizes.get(name) != table['size']:
       raise DamagedError(
-        f"'{directory / name}' has {sizes.get(name, 'no')} bytes, not "
-        f'{table["size"]}'
+        f"'{directory / name}' has {sizes.get(name, 'no')} bytes, not {table['size']}"
       )
   blocks = _blocks(sizes)[part::parts]
   for (name, number), digest in _digests(directory, blocks):

@@ -16,8 +16,7 @@ import itertools
 import math
 import re
 import time
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import logging
 from etils import epath
@@ -26,8 +25,7 @@ import orbax.checkpoint as ocp
 
 from vit_jax.distributed import processes
 from vit_jax.learning import state as state_lib
-from vit_jax.run import checkpoint_files as files
-from vit_jax.run import workdir as workdir_lib
+from vit_jax.run import checkpoint_files as files, workdir as workdir_lib
 
 # Seconds to wait before each new attempt to reach the storage.
 RETRY_AFTER = (1, 4, 16)
@@ -97,9 +95,7 @@ class Checkpoints:
       except OSError as e:
         logging.error('%s', e)  # Beside the error of the block.
 
-  def save(
-    self, step: int, state: state_lib.TrainState, metrics: dict | None = None
-  ):
+  def save(self, step: int, state: state_lib.TrainState, metrics: dict | None = None):
     """Begins to write a checkpoint, after the previous one is complete.
 
     Old checkpoints are deleted meanwhile.
@@ -151,9 +147,7 @@ class Checkpoints:
       return
     self._end_deletion()
     if max(self.steps(), default=-1) >= step:
-      raise ValueError(
-        f'there is a checkpoint of step {step} or a later one already'
-      )
+      raise ValueError(f'there is a checkpoint of step {step} or a later one already')
     for path in self.directory.iterdir():
       if path.name == str(step):
         self._rename([step])
@@ -268,8 +262,7 @@ class Checkpoints:
     )
     if found is None:
       raise FileNotFoundError(
-        f"'{self.directory.parent}' has no complete checkpoint: train first, or "
-        'longer'
+        f"'{self.directory.parent}' has no complete checkpoint: train first, or longer"
       )
     extra = found.get('extra', {}) if jax.tree.leaves(extra) else {}
     return Weights(found['params'], extra, step)
@@ -284,17 +277,14 @@ class Checkpoints:
         found, damage = self._restore(candidate, read)
         if damage is None:
           if damaged:
-            logging.warning(
-              'Restored the older checkpoint of step %d', candidate
-            )
+            logging.warning('Restored the older checkpoint of step %d', candidate)
           if damaged and not self._read_only:
             aside = processes.by_first('moving damaged checkpoints aside')
             aside(self._rename)(list(damaged))
           return found, candidate
         damaged[candidate] = damage
         logging.warning(
-          'Checkpoint %s/%d cannot be restored (it is damaged or of another run): '
-          '%s',
+          'Checkpoint %s/%d cannot be restored (it is damaged or of another run): %s',
           self.directory,
           candidate,
           damage,
@@ -382,9 +372,7 @@ def load_weights(workdir, extra: tuple[str, ...] = ()) -> Weights:
   processes must call it. Raises what Checkpoints.restore_weights does.
   """
   found = Checkpoints(workdir, read_only=True).restore_weights(extra=extra)
-  return found._replace(
-    extra={k: v for k, v in found.extra.items() if k in extra}
-  )
+  return found._replace(extra={k: v for k, v in found.extra.items() if k in extra})
 
 
 @processes.by_first('deleting checkpoints')
@@ -412,8 +400,7 @@ def _list(directory: epath.Path, complete: bool) -> list[int]:
   return sorted(
     int(path.name)
     for path in paths
-    if all(_exists(path / name) for name in needed)
-    or (not complete and path.is_dir())
+    if all(_exists(path / name) for name in needed) or (not complete and path.is_dir())
   )
 
 

@@ -12,9 +12,7 @@ from etils import epath
 import ml_collections
 
 from vit_jax import console
-from vit_jax.configs import common
-from vit_jax.configs import models as model_configs
-from vit_jax.configs import schema
+from vit_jax.configs import common, models as model_configs, schema
 from vit_jax.distributed import processes as processes_lib
 from vit_jax.layers import positions
 from vit_jax.learning import optim
@@ -65,9 +63,7 @@ def get_task(name: str) -> type[Any]:
       f'{console.place_of(e)}: {e} (config.task)'
     ) from e
   if not hasattr(found, 'Task'):
-    raise ValueError(
-      f"task='{name}': the module has no class Task (config.task)"
-    )
+    raise ValueError(f"task='{name}': the module has no class Task (config.task)")
   return found.Task
 
 
@@ -348,9 +344,7 @@ def metrics_of_task(config) -> list[str]:
   """Returns those metrics of a run that its task computes in any evaluation."""
   metrics = get_task(config.task).metrics(config)
   return [
-    f'{metric}_{name}'
-    for name, _, _ in evaluations(config)
-    for metric in metrics
+    f'{metric}_{name}' for name, _, _ in evaluations(config) for metric in metrics
   ]
 
 

@@ -17,8 +17,7 @@ from absl import logging
 from etils import epath
 
 from vit_jax import console
-from vit_jax.distributed import files
-from vit_jax.distributed import processes
+from vit_jax.distributed import files, processes
 
 # Seconds between two renewals, and seconds without one after which a file is
 # free.

@@ -10,14 +10,12 @@ import time
 from clu import periodic_actions
 from etils import epath
 import jax
+from PIL import Image
 
 from vit_jax import console
-from vit_jax.data.images import images
 from vit_jax.distributed import processes
 from vit_jax.learning import state as state_lib
-from vit_jax.planning import memory
-from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import stopping
+from vit_jax.run import memory, metrics as metrics_lib, stopping
 
 
 class Run:
@@ -122,9 +120,7 @@ class Run:
     """Logs and shows the metrics of the last step, and the speed."""
     self.fetch_metrics()
     rate = self._progress.rate(self.step)
-    speed = (
-      {'img_sec_core_train': rate / self.prepared.mesh.size} if rate else {}
-    )
+    speed = {'img_sec_core_train': rate / self.prepared.mesh.size} if rate else {}
     self._log.write(self.step, {**self._latest, **speed})
     self._progress.show(self.step, self._latest['train_loss'], rate)
 
@@ -149,7 +145,8 @@ class Run:
     if self.done:
       for name, pixels in pictures.items():
         path = epath.Path(self.workdir) / f'{name}.png'
-        path.write_bytes(images.encode_png(pixels))
+        with path.open('wb') as file:
+          Image.fromarray(pixels).save(file, 'PNG')
         self.pictures.append(path)
     console.say(
       f'step {self.step}/{self.config.total_steps}  '
@@ -161,9 +158,7 @@ class Run:
     """Evaluates the step that the run resumes from, if that was not done."""
     done = processes.from_first(
       'looking for the last evaluation',
-      lambda: metrics_lib.find(
-        self.workdir, self.step, self.config.best_metric
-      ),
+      lambda: metrics_lib.find(self.workdir, self.step, self.config.best_metric),
     )
     if done is not None:
       if self.done:
@@ -250,9 +245,7 @@ class Progress:
       speed = f', {rate:,.0f} img/s' if rate else ''
       self.beside_bar(0, f'loss {loss:.4f}{speed}')
       return
-    line = (
-      f'step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}'
-    )
+    line = f'step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}'
     if rate:
       left = (self._total - step) * self._batch / rate
       line += f'  {rate:,.0f} img/s  {console.duration(left)} left'

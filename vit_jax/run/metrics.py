@@ -8,8 +8,7 @@ before each checkpoint and at the end. A kill loses only metrics after the last
 checkpoint, which the resumed run computes again.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
 import statistics
 import tempfile

@@ -11,8 +11,7 @@ configs/common.py, and options of the model and of the task, can be set although
 the config file lacks them.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import difflib
 import importlib.machinery
 import importlib.util
@@ -25,9 +24,7 @@ from typing import Any
 import ml_collections
 
 from vit_jax import console
-from vit_jax.configs import common
-from vit_jax.configs import models as model_configs
-from vit_jax.configs import schema
+from vit_jax.configs import common, models as model_configs, schema
 
 _MODULE = 'vit_jax_config_file'  # Name of a config file's module.
 _UNITS = {'steps': 'epochs', 'epochs': 'steps'}  # Of the length of a run.
@@ -91,9 +88,7 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
       ) from e
     config = module.get_config(*given)
     if not isinstance(config, Mapping | ml_collections.ConfigDict):
-      raise ValueError(
-        f'get_config returns {type(config).__name__}, not a ConfigDict'
-      )
+      raise ValueError(f'get_config returns {type(config).__name__}, not a ConfigDict')
   except (ValueError, OSError) as e:
     raise ValueError(f'{e} (--config={text})') from e
   except Exception as e:
@@ -196,9 +191,7 @@ def _types_of_values(group):
     else:
       kind = group.get_type(key)
       known = kind in (bool, int, float, str, tuple)
-      found[key] = (
-        kind | None if known else tuple | None if kind is list else Any
-      )
+      found[key] = kind | None if known else tuple | None if kind is list else Any
   return found
 
 
@@ -212,9 +205,7 @@ def _set(config, name, text, known):
   kind = known[name]
   if isinstance(text, bool):
     if not schema.accepts(text, kind):
-      raise ValueError(
-        f'--config.{name} needs a value: give --config.{name}=VALUE'
-      )
+      raise ValueError(f'--config.{name} needs a value: give --config.{name}=VALUE')
     _assign(config, name, text)
   else:
     _assign(config, name, schema.parse(name, text, kind))
@@ -250,8 +241,7 @@ def _raise_unknown(name, known):
   inside = [other for other in known if other.startswith(f'{name}.')]
   if inside:
     raise ValueError(
-      f'config.{name} is a group of keys: set one of them, such as '
-      f'--config.{inside[0]}'
+      f'config.{name} is a group of keys: set one of them, such as --config.{inside[0]}'
     )
   where = (
     'the keys of a config are in configs/common.py, those of config.model in '

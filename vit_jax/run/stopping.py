@@ -126,6 +126,5 @@ def _tell(reader: int):
           heartbeats.watch.ask_to_stop()
         name = signal.Signals(number[0]).name
         console.say(
-          f'{name}: stopping after this step. If it is being compiled, that ends '
-          'first.'
+          f'{name}: stopping after this step. If it is being compiled, that ends first.'
         )

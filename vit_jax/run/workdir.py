@@ -9,8 +9,7 @@ weights.json       a hash of the weights that the run began with, if any
 versions.json      versions of Python and of important packages
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import hashlib
 import importlib.metadata
 import json
@@ -24,8 +23,7 @@ import ml_collections
 import numpy as np
 
 from vit_jax.configs import common
-from vit_jax.distributed import files
-from vit_jax.distributed import processes
+from vit_jax.distributed import files, processes
 from vit_jax.layers import dtypes
 from vit_jax.run import config as run_config
 
@@ -90,9 +88,7 @@ def facts(config) -> dict[str, Any]:
 
 
 @processes.by_first('checking the workdir')
-def check(
-  workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
-):
+def check(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]):
   """Checks that a run can start or resume in a folder, on process 0 for all.
 
   Args:
@@ -249,9 +245,7 @@ def differences(old, new, free=(), common: bool = False) -> list[str]:
   With `common`, keys of the roots that only one of the trees has do not count.
   """
   if common:
-    old, new = (
-      {k: x[k] for k in x if k in old and k in new} for x in (old, new)
-    )
+    old, new = ({k: x[k] for k in x if k in old and k in new} for x in (old, new))
   old, new = flatten(old), flatten(new)
   return [
     f'{key}: {old.get(key)} there, {new.get(key)} here'
@@ -262,9 +256,7 @@ def differences(old, new, free=(), common: bool = False) -> list[str]:
 
 
 @processes.by_first('writing the workdir')
-def create(
-  workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
-):
+def create(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]):
   """Writes the files of a run, see `check`; ValueError if that fails."""
   path = folder(workdir)
   contents = {
@@ -281,8 +273,7 @@ def create(
       files.write(path / f'{name}.json', text)
   except OSError as e:
     raise ValueError(
-      f"workdir='{workdir}' cannot be written: {e}; give a writable folder "
-      '(--workdir)'
+      f"workdir='{workdir}' cannot be written: {e}; give a writable folder (--workdir)"
     ) from e
 
 

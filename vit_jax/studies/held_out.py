@@ -53,8 +53,7 @@ def cut(split: str, test: str, held_out: str | None = None) -> Parts:
     found = Parts(split, '+'.join(rest), base)
     if not rest:
       raise ValueError(
-        f"pp.train='{split}' leaves no part of the training data to choose on: "
-        f'{remedy}'
+        f"pp.train='{split}' leaves no part of the training data to choose on: {remedy}"
       )
   for key, other in (('pp.train', found.train), ('pp.test', test)):
     if _overlap(found.held_out, other):

@@ -8,21 +8,17 @@ first block that is missing.
 
 import functools
 import json
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import console
+from vit_jax import console, predict
+from vit_jax.data import pseudo_labels, records
+from vit_jax.distributed import files, processes
 from vit_jax.evaluators import evaluation
-from vit_jax import predict
-from vit_jax.data import pseudo_labels
-from vit_jax.data import records
-from vit_jax.distributed import files
-from vit_jax.distributed import processes
 from vit_jax.inference import engine
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.tasks import classify
@@ -185,9 +181,7 @@ def _finish(path, asked: dict[str, Any], task):
     )
     for block in sorted((path / 'blocks').glob('*.npz'))
   ]
-  arrays = {
-    name: np.concatenate([part[name] for part in found]) for name in _LABELS
-  }
+  arrays = {name: np.concatenate([part[name] for part in found]) for name in _LABELS}
   if not len(arrays['images']):
     highest = max(part['highest'] for part in found)
     raise ValueError(

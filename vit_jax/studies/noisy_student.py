@@ -17,21 +17,16 @@ that see the workdir share the runs; one labels the images of a seed, and the
 others wait for it.
 """
 
-from typing import Annotated
-from typing import Any
+from typing import Annotated, Any
 
 import ml_collections
 
-from vit_jax import console
-from vit_jax.evaluators import evaluation
-from vit_jax import train
+from vit_jax import console, predict, train
 from vit_jax.configs import schema
 from vit_jax.data import sources
-from vit_jax.run import config as run_config
-from vit_jax.run import workdir as workdir_lib
-from vit_jax.studies import labelling
-from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import summaries
+from vit_jax.evaluators import evaluation
+from vit_jax.run import config as run_config, workdir as workdir_lib
+from vit_jax.studies import labelling, runs as runs_lib, summaries
 
 say = console.say
 # Between the seeds of the runs of an iteration and the next.
@@ -163,7 +158,7 @@ def _evaluate(teacher, config) -> float:
   run = run_config.complete(runs_lib.seeded(config.student, config.seeds[0]))
   metrics = {}
   for name, split, dataset in run_config.evaluations(run):
-    found = evaluation.evaluate(teacher, split, dataset or run.dataset)
+    found = evaluation.evaluate(predict.load(teacher), split, dataset or run.dataset)
     metrics.update({f'{key}_{name}': value for key, value in found.items()})
   return metrics[config.metric]
 

@@ -7,30 +7,28 @@ Each machine takes the next run that no other one holds (vit_jax/run/lock.py).
 """
 
 import collections
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import copy
 import json
 import re
 import statistics
 import time
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
 
-from vit_jax import checkpoint
-from vit_jax import console
-from vit_jax import train
+from vit_jax import checkpoint, console, train
 from vit_jax.configs import schema
 from vit_jax.distributed import processes
-from vit_jax.run import checkpoints as checkpoints_lib
-from vit_jax.run import config as run_config
-from vit_jax.run import lock as lock_lib
-from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import workdir as workdir_lib
+from vit_jax.run import (
+  checkpoints as checkpoints_lib,
+  config as run_config,
+  lock as lock_lib,
+  metrics as metrics_lib,
+  workdir as workdir_lib,
+)
 from vit_jax.studies import summaries
 
 say = console.say
@@ -79,14 +77,9 @@ class Outcome(NamedTuple):
     """Names of the runs that are not to be trained any more."""
     return {*self.results, *self.diverged}
 
-  def by_seed(
-    self, runs: Sequence[Run], metric: str
-  ) -> dict[int, float | None]:
+  def by_seed(self, runs: Sequence[Run], metric: str) -> dict[int, float | None]:
     """Returns a metric by the seeds of runs; None where it is missing."""
-    return {
-      run.config.seed: self.results.get(run.name, {}).get(metric)
-      for run in runs
-    }
+    return {run.config.seed: self.results.get(run.name, {}).get(metric) for run in runs}
 
   def finish(self, allow_diverged: bool = False):
     """Raises Failed if runs failed; to be called when the table is printed."""
@@ -103,9 +96,7 @@ class Outcome(NamedTuple):
     )
 
 
-def train_all(
-  runs: Sequence[Run], workdir, checkpoints: str = 'newest'
-) -> Outcome:
+def train_all(runs: Sequence[Run], workdir, checkpoints: str = 'newest') -> Outcome:
   """Trains runs one after the other, each in workdir/<name>.
 
   A run that is done is not trained again, and one that was interrupted goes on.
@@ -262,9 +253,7 @@ def _read(workdir, run) -> dict | None:
 
 def _check_result(found, best):
   """Raises ValueError if this is not what `_train` has stored of a run."""
-  if not isinstance(found, dict) or not isinstance(
-    found.get('config', {}), dict
-  ):
+  if not isinstance(found, dict) or not isinstance(found.get('config', {}), dict):
     raise ValueError(f'{found!r:.50} is not of a run')
   if isinstance(found.get('diverged'), str):
     return
@@ -392,7 +381,7 @@ def changed(
       if name not in holder:
         schema.raise_unknown(name, holder.keys(), prefix)
       inside, prefix = holder[name], f'{prefix}{name}.'
-    with lock.unlocked(), lock.ignore_type():
+    with holder.unlocked(), holder.ignore_type():
       holder[name] = value
       length, _, unit = name.rpartition('_')
       other = f'{length}_{({"steps": "epochs", "epochs": "steps"}).get(unit)}'

@@ -17,21 +17,17 @@ workdir can start the same command: each takes the next run that is free.
 
 import copy
 import re
-from typing import Annotated
-from typing import Literal
+from typing import Annotated, Literal
 
 import ml_collections
 
-from vit_jax import console
-from vit_jax import models
-from vit_jax.data.augmentation import geometry
+from vit_jax import console, models
 from vit_jax.configs import schema
 from vit_jax.data import sources
-from vit_jax.planning import costs
-from vit_jax.planning import flops
+from vit_jax.data.augmentation import geometry
+from vit_jax.planning import costs, flops
 from vit_jax.run import config as run_config
-from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import summaries
+from vit_jax.studies import runs as runs_lib, summaries
 
 say = console.say
 
@@ -79,9 +75,7 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
     (line, exaflops(found[0].config) if x == 'exaflops' else x)
     for (line, x), found in zip(config.x, variants)
   ]
-  say(
-    f'{len(variants)} variants x {count} seeds = {len(runs)} runs in {workdir}:'
-  )
+  say(f'{len(variants)} variants x {count} seeds = {len(runs)} runs in {workdir}:')
   outcome = runs_lib.train_all(runs, workdir, config.checkpoints)
   rows = [
     summaries.row(
@@ -107,8 +101,7 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
   for name, changes in config.variants:
     if 'seed' in changes:
       raise ValueError(
-        f"variant '{name}' sets the key 'seed': config.seeds does so for all "
-        'variants'
+        f"variant '{name}' sets the key 'seed': config.seeds does so for all variants"
       )
     try:
       run = runs_lib.changed(config.base, changes)

@@ -4,9 +4,7 @@ What a job writes into its workdir, one process writes for all, and atomically:
 machines that share the workdir may write the same file at once.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import csv
 import io
 import json
@@ -15,10 +13,8 @@ from typing import Any
 from etils import epath
 
 from vit_jax import console
-from vit_jax.distributed import files
-from vit_jax.distributed import processes
-from vit_jax.figures import drawing
-from vit_jax.figures import studies
+from vit_jax.distributed import files, processes
+from vit_jax.figures import drawing, studies
 from vit_jax.run import metrics as metrics_lib
 
 say = console.say

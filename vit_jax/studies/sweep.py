@@ -6,29 +6,21 @@ on the held-out part is trained with several seeds and tested. vit_jax.sweep is
 the command.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import copy
 import itertools
 import re
-from typing import Annotated
-from typing import Any
-from typing import Literal
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from etils import epath
 import ml_collections
 
-from vit_jax import console
-from vit_jax import train
-from vit_jax.configs import common
-from vit_jax.configs import schema
+from vit_jax import console, train
+from vit_jax.configs import common, schema
 from vit_jax.data import sources
 from vit_jax.distributed import processes
 from vit_jax.run import config as run_config
-from vit_jax.studies import held_out as held_out_lib
-from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import summaries
+from vit_jax.studies import held_out as held_out_lib, runs as runs_lib, summaries
 
 say = console.say
 # What the winner is trained on: all of the training data, as in the paper, or
@@ -195,9 +187,7 @@ def make(
     for name, _, _ in run_config.evaluations(config):
       metric = metric.removesuffix(f'_{name}')
   schema.check('refit', refit, Literal[tuple(REFITS)], '--')
-  schema.check(
-    'seeds', seeds, Annotated[int, schema.Range(ge=1, le=1_000)], '--'
-  )
+  schema.check('seeds', seeds, Annotated[int, schema.Range(ge=1, le=1_000)], '--')
   schema.check('metric', metric, Literal[tuple(known)], '--')
   parts = held_out_lib.cut(config.pp.train, config.pp.test, held_out)
   if values is None:
@@ -301,9 +291,7 @@ def _best(plan, rows) -> dict[str, Any]:
   metric = plan.chosen_by
   rows = [row for row in rows if not row['diverged']]
   if not rows:
-    raise ValueError(
-      'all combinations diverged: try smaller learning rates (--values)'
-    )
+    raise ValueError('all combinations diverged: try smaller learning rates (--values)')
   low = plan.metric in run_config.get_task(plan.config.task).LOW
   best = (min if low else max)(rows, key=lambda row: row[metric])
   values = {key: best[key] for key in plan.values}

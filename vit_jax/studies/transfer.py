@@ -8,8 +8,7 @@ import ml_collections
 from vit_jax import console
 from vit_jax.configs import schema
 from vit_jax.run import config as run_config
-from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import summaries
+from vit_jax.studies import runs as runs_lib, summaries
 
 say = console.say
 # Key of a run's config -> its name in the table.
@@ -17,9 +16,7 @@ _NAMES = {'finetune': 'fine-tuned', 'scratch': 'from scratch'}
 _METRIC = 'accuracy_test'
 _TYPES = {
   'seeds': schema.Seeds,
-  **dict.fromkeys(
-    ('pretrain', 'finetune', 'scratch'), ml_collections.ConfigDict
-  ),
+  **dict.fromkeys(('pretrain', 'finetune', 'scratch'), ml_collections.ConfigDict),
 }
 
 
@@ -59,9 +56,7 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   )
   pairs = zip(*variants.values())
   outcome = runs_lib.train_all([run for pair in pairs for run in pair], workdir)
-  tuned, scratch = (
-    outcome.by_seed(found, _METRIC) for found in variants.values()
-  )
+  tuned, scratch = (outcome.by_seed(found, _METRIC) for found in variants.values())
   difference = {
     seed: None if None in (value, scratch[seed]) else value - scratch[seed]
     for seed, value in tuned.items()

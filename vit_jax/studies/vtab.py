@@ -4,22 +4,17 @@ python -m vit_jax.main --config=configs/vtab.py:b16 --workdir=/tmp/vtab
 """
 
 import statistics
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import ml_collections
 
 from vit_jax import console
-from vit_jax.configs import common
-from vit_jax.configs import schema
-from vit_jax.configs import vtab as vtab_config
-from vit_jax.data.tfds import vtab as data
-from vit_jax.data.tfds import vtab_tasks
+from vit_jax.configs import common, schema, vtab as vtab_config
+from vit_jax.data.tfds import vtab as data, vtab_tasks
 from vit_jax.distributed import processes
 from vit_jax.figures import studies
 from vit_jax.run import config as run_config
-from vit_jax.studies import runs as runs_lib
-from vit_jax.studies import summaries
+from vit_jax.studies import runs as runs_lib, summaries
 
 say = console.say
 TASKS = vtab_tasks.TASKS
@@ -67,9 +62,7 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     )
   say(f'{len(chosen)} runs in {workdir}:')
   outcome = runs_lib.train_all(chosen, workdir, config.checkpoints)
-  accuracies = {
-    task: outcome.by_seed(found, _METRIC) for task, found in runs.items()
-  }
+  accuracies = {task: outcome.by_seed(found, _METRIC) for task, found in runs.items()}
   rows = _report(config, accuracies, workdir)
   outcome.finish()
   return {'rows': rows, 'skipped': skipped}
@@ -86,9 +79,7 @@ def _by_task(config) -> dict[str, list[runs_lib.Run]]:
   for task in config.tasks:
     vtab_tasks.find_task(f'{task}', 'tasks')
   names = [task.removeprefix('vtab/') for task in config.tasks or TASKS]
-  return {
-    task: [_run(config, task, seed) for seed in config.seeds] for task in names
-  }
+  return {task: [_run(config, task, seed) for seed in config.seeds] for task in names}
 
 
 def _run(config, task: str, seed: int) -> runs_lib.Run:
@@ -112,9 +103,7 @@ def _skipped(config, runs, done) -> dict[str, str]:
   Tasks whose runs are all done need no data.
   """
   needed = [
-    task
-    for task, found in runs.items()
-    if not all(run.name in done for run in found)
+    task for task, found in runs.items() if not all(run.name in done for run in found)
   ]
   skipped = _missing(config.run, needed)
   if config.download:
@@ -216,8 +205,7 @@ def _mean(values) -> float | None:
 def _row(config, group, title, tasks, accuracies) -> dict:
   """Returns a row of the table, for a task or the mean over several."""
   by_seed = {
-    seed: _mean([accuracies[task].get(seed) for task in tasks])
-    for seed in config.seeds
+    seed: _mean([accuracies[task].get(seed) for task in tasks]) for seed in config.seeds
   }
   row = summaries.row({'group': group, 'task': title}, by_seed)
   if not config.validate:

@@ -36,22 +36,18 @@ returns beside them, and `batch` is a dict of arrays [B, ...].
 """
 
 import abc
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import input_pipeline
-from vit_jax import preprocess
+from vit_jax import input_pipeline, preprocess
 from vit_jax.distributed import sharding
-from vit_jax.evaluators import features
-from vit_jax.evaluators import means
+from vit_jax.evaluators import features, means
 from vit_jax.figures import grids
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.run import config as run_config
@@ -385,9 +381,7 @@ class Task(abc.ABC):
     """
     return self._draw('test_images', batch, outputs)
 
-  def captions_of(
-    self, batch: dict, outputs=None
-  ) -> Sequence[grids.Caption]:
+  def captions_of(self, batch: dict, outputs=None) -> Sequence[grids.Caption]:
     """Returns the captions of images to draw; () for none.
 
     For `outputs` see `draw_evaluation`; None in training.

@@ -9,14 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import input_pipeline
-from vit_jax import models
-from vit_jax.data.augmentation import mixing
+from vit_jax import input_pipeline, models
 from vit_jax.configs import schema
-from vit_jax.figures import internals
-from vit_jax.figures import grids
-from vit_jax.figures import drawing
-from vit_jax.figures import gallery
+from vit_jax.data.augmentation import mixing
+from vit_jax.figures import drawing, gallery, grids, internals
 from vit_jax.inference import tables
 from vit_jax.learning import losses
 from vit_jax.tasks import base
@@ -163,8 +159,7 @@ class Task(base.Task):
     best = np.argsort(-label, kind='stable')[: np.count_nonzero(label)]
     return grids.Caption(
       '\n'.join(
-        self.class_names[i]
-        + (f': {100 * label[i]:.0f} %' if label[i] < 1 else '')
+        self.class_names[i] + (f': {100 * label[i]:.0f} %' if label[i] < 1 else '')
         for i in best[:_NAMES]
       )
     )

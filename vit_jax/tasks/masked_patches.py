@@ -20,13 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import models
-from vit_jax import models_vit
+from vit_jax import models, models_vit
 from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
-from vit_jax.figures import grids
-from vit_jax.figures import charts
-from vit_jax.figures import gallery
+from vit_jax.figures import charts, gallery, grids
 from vit_jax.layers import patches as patches_lib
 from vit_jax.tasks import base
 
@@ -119,9 +116,7 @@ class Task(base.Task):
         "masked: use a Vision Transformer, 'b16' say (config.model)"
       )
     self.grid = models.patch_grid(config.model, self.image_size)  # (h, w)
-    self.patch = tuple(
-      size // count for size, count in zip(self.image_size, self.grid)
-    )
+    self.patch = tuple(size // count for size, count in zip(self.image_size, self.grid))
     if self.options.target == '4x4' and any(p % _CELLS for p in self.patch):
       raise ValueError(
         f"target='4x4' needs patches whose sides are multiples of {_CELLS}, not "
@@ -139,9 +134,7 @@ class Task(base.Task):
     outputs = self._cells**2 * self.num_colors
     if self.options.target == 'l2':
       outputs = math.prod(self.patch) * channels
-    self.model = models.make_model(
-      config.model, cls=MaskedViT, num_classes=outputs
-    )
+    self.model = models.make_model(config.model, cls=MaskedViT, num_classes=outputs)
     jax.eval_shape(self.init, jax.random.key(0))  # Raises errors of shape.
 
   def inputs(self, record, seed=None):
@@ -167,9 +160,7 @@ class Task(base.Task):
     return {'image': image, 'fate': patches, 'other': patches}
 
   def init(self, rng):
-    batch = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, x.dtype), self.batch_spec(1)
-    )
+    batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.batch_spec(1))
     return self.model.init(rng, **_arguments(batch), train=False)['params'], {}
 
   def _losses(self, outputs, batch):
@@ -211,9 +202,7 @@ class Task(base.Task):
 
   def outputs(self, params, extra, batch):
     """Returns logits of colours, or pixels, per patch: float32 [B, N, ...]."""
-    return self.model.apply(
-      {'params': params}, **_arguments(batch), train=False
-    )
+    return self.model.apply({'params': params}, **_arguments(batch), train=False)
 
   def intermediates(self, params, extra, batch, capture=False):
     """Reads the images as a plain Vision Transformer, without corruption."""
@@ -306,8 +295,7 @@ def _reconstructions(subject) -> list:
   outputs = jax.jit(task.outputs)(model.params, model.extra, subject.batch)
   pictures = task.pictures(subject.batch, outputs)
   return [
-    charts.reconstructions(pictures[part], _VERSIONS)
-    for part in gallery.pages(subject)
+    charts.reconstructions(pictures[part], _VERSIONS) for part in gallery.pages(subject)
   ]
 
 
@@ -331,9 +319,7 @@ def corrupt(seeds, num_patches: int, options):
   fate = tf.fill([num_patches], KEPT)
   for limit, kind in zip(limits[::-1], (UNCHANGED, SWAPPED, MASKED)):
     fate = tf.where(draw < limit, kind, fate)
-  step = tf.random.stateless_uniform(
-    [num_patches], seeds[1], 1, num_patches, tf.int32
-  )
+  step = tf.random.stateless_uniform([num_patches], seeds[1], 1, num_patches, tf.int32)
   other = (tf.range(num_patches) + step) % num_patches
   return tf.cast(fate, tf.int32), other
 

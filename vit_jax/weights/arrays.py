@@ -4,8 +4,7 @@ No code in a file is run, which NumPy, PyTorch and safetensors see to. Every fau
 of a file becomes a ValueError that names it.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import contextlib
 import errno
 import itertools
@@ -118,14 +117,10 @@ def read_safetensors(
           arrays[name] = _converted(f.get_tensor(name), dtype)
       return arrays
     except safetensors.SafetensorError as e:
-      raise ValueError(
-        f'it is no .safetensors file, or only part of one: {e}'
-      ) from e
+      raise ValueError(f'it is no .safetensors file, or only part of one: {e}') from e
 
 
-def read_torch(
-  file: epath.Path, dtype: str | None = None
-) -> dict[str, np.ndarray]:
+def read_torch(file: epath.Path, dtype: str | None = None) -> dict[str, np.ndarray]:
   """Reads a state dict of PyTorch; for `dtype` see read_npz."""
   torch = console.needed('torch', 'torch', f"reading '{file}'")
   with (
@@ -136,8 +131,7 @@ def read_torch(
     for name, value in state.items():
       _check_tensor(torch, name, value)
     return {
-      name: _converted(_to_numpy(torch, state.pop(name)), dtype)
-      for name in list(state)
+      name: _converted(_to_numpy(torch, state.pop(name)), dtype) for name in list(state)
     }
 
 

@@ -6,9 +6,11 @@ import re
 from etils import epath
 
 from vit_jax import console
-from vit_jax.run import config as run_config
-from vit_jax.run import metrics as metrics_lib
-from vit_jax.run import workdir as workdir_lib
+from vit_jax.run import (
+  config as run_config,
+  metrics as metrics_lib,
+  workdir as workdir_lib,
+)
 from vit_jax.weights import writing
 
 # Task -> what the hub calls it.
@@ -130,9 +132,7 @@ def _loading(library, name, fields, folder) -> str:
     f"model = transformers.{fields['architectures'][0]}.from_pretrained('{name}')\n"
   )
   if (folder / 'preprocessor_config.json').exists():
-    text += (
-      f"processor = transformers.AutoImageProcessor.from_pretrained('{name}')\n"
-    )
+    text += f"processor = transformers.AutoImageProcessor.from_pretrained('{name}')\n"
   text += '```\n\n'
   if fields['model_type'] == 'vit':
     text += (

@@ -14,18 +14,10 @@ import jax
 import ml_collections
 import numpy as np
 
-from vit_jax import console
 from vit_jax import models
 from vit_jax.distributed import files
-from vit_jax.layers import encoder
-from vit_jax.layers import positions
-from vit_jax.weights import arrays
-from vit_jax.weights import card
-from vit_jax.weights import fitting
-from vit_jax.weights import hub
-from vit_jax.weights import identify
-from vit_jax.weights import reading
-from vit_jax.weights import writing
+from vit_jax.layers import encoder, positions
+from vit_jax.weights import arrays, card, fitting, hub, identify, reading, writing
 from vit_jax.weights.families import families
 
 KINDS = tuple(writing.WRITERS)
@@ -95,9 +87,7 @@ def read(
     names = None
   with arrays.naming(src, 'cannot be used'):
     family = families.of(config)
-    size = family.image_size(
-      config, weights.params, image_size or weights.image_size
-    )
+    size = family.image_size(config, weights.params, image_size or weights.image_size)
     if weights.kind != 'workdir':
       _check_shapes(weights, config, num_classes, size)
     model = writing.Model(
@@ -209,9 +199,7 @@ def convert(
     ValueError: if the other library has no such model; and what `read` raises.
   """
   if hub.is_at(dst):
-    raise ValueError(
-      f"DST '{dst}' is on the hub: give --push={dst} in its place"
-    )
+    raise ValueError(f"DST '{dst}' is on the hub: give --push={dst} in its place")
   target = epath.Path(dst)
   if to is None:
     to = {'.npz': 'npz', '.pth': 'pth'}.get(target.suffix)
@@ -222,13 +210,9 @@ def convert(
     )
   endings = writing.FILES.get(to)
   if endings and target.suffix not in endings:
-    raise ValueError(
-      f"DST '{dst}' must end in {' or '.join(endings)} for --to={to}"
-    )
+    raise ValueError(f"DST '{dst}' must end in {' or '.join(endings)} for --to={to}")
   if target.exists():
-    raise FileExistsError(
-      f"DST '{dst}' exists: give another, or delete it first"
-    )
+    raise FileExistsError(f"DST '{dst}' exists: give another, or delete it first")
   model = read(src, class_names, image_size, num_heads, gelu=gelu)
   notes = writing.check(model, to)
   if to != 'workdir':
@@ -245,9 +229,7 @@ def convert(
   except FileExistsError:  # Its message says what to do.
     raise
   except OSError as e:
-    raise OSError(
-      f"DST '{dst}' cannot be written: {e}; give a place that can"
-    ) from e
+    raise OSError(f"DST '{dst}' cannot be written: {e}; give a place that can") from e
   return model, notes
 
 
@@ -283,8 +265,7 @@ def _names(path: str) -> list[str]:
   file = epath.Path(path)
   if not file.is_file():
     raise FileNotFoundError(
-      f"class_names='{path}' is no file: give one with a name per line "
-      '(--class_names)'
+      f"class_names='{path}' is no file: give one with a name per line (--class_names)"
     )
   with arrays.naming(file, 'holds no names of classes (--class_names)'):
     text = file.read_text()
@@ -314,7 +295,3 @@ def run(args) -> None:
   for note in notes:
     print(f'note: {note}')
   print(f'written to {args.push or args.dst}')
-
-
-if __name__ == '__main__':
-  console.run('convert')

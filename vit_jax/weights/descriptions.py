@@ -4,19 +4,15 @@ These are config.json of timm and of Hugging Face, and NAME.npz.json, which
 holds what an .npz cannot.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 import json
 import math
 import re
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 
-from vit_jax.weights import arrays
-from vit_jax.weights import fetch
+from vit_jax.weights import arrays, fetch
 
 
 class Description(NamedTuple):

@@ -9,8 +9,7 @@ by vit_jax/weights/hub.py.
 """
 
 import base64
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import contextlib
 import hashlib
 import os
@@ -51,8 +50,7 @@ def elsewhere(path: str) -> str:
   for name, repository in _REPOSITORIES.items():
     if name in path.rpartition('/')[2]:
       return (
-        f'. The same weights are on Hugging Face: hf://{repository} '
-        '(config.pretrained)'
+        f'. The same weights are on Hugging Face: hf://{repository} (config.pretrained)'
       )
   if is_remote(path) and path.endswith(('.npz', '.csv')):
     return (
@@ -122,9 +120,7 @@ def fetch(path: str) -> epath.Path:
       + elsewhere(path)
     ) from None
   except urllib.error.URLError as e:
-    raise OSError(
-      f"'{path}' cannot be fetched: {e.reason}{elsewhere(path)}"
-    ) from None
+    raise OSError(f"'{path}' cannot be fetched: {e.reason}{elsewhere(path)}") from None
   return target
 
 
@@ -155,9 +151,7 @@ def _hash_of(headers, moved: bool) -> tuple[str, str] | None:
   `headers` are those of the response, an email.message.Message; `moved` tells
   whether another server sent them, whose ETag may be anything.
   """
-  if (
-    _is_insecure() or headers.get('Content-Encoding', 'identity') != 'identity'
-  ):
+  if _is_insecure() or headers.get('Content-Encoding', 'identity') != 'identity':
     return None
   for part in ','.join(headers.get_all('x-goog-hash', [])).split(','):
     name, _, value = part.strip().partition('=')
@@ -190,9 +184,7 @@ def local_input(path: epath.Path) -> Iterator[epath.Path]:
     yield here
 
 
-def copy(
-  src: str, dst: str, progress: bool = True, block_size: int = 10 * 1024 * 1024
-):
+def copy(src: str, dst: str, progress: bool = True, block_size: int = 10 * 1024 * 1024):
   """Copies a file between any two places that etils.epath reaches.
 
   Args:

@@ -4,8 +4,7 @@ Names and shapes are compared leaf by leaf. Position embeddings are resized as
 in section 3.2 of the paper.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import math
 import re
@@ -17,8 +16,7 @@ import numpy as np
 from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import positions
-from vit_jax.weights import identify
-from vit_jax.weights import reading
+from vit_jax.weights import identify, reading
 from vit_jax.weights.families import families
 
 # A table of position embeddings, see vit_jax/layers/positions.py.
@@ -161,9 +159,7 @@ def _resized(have, want, grid, new_grid):
     elif (cls in have) != (cls in want) or len(old) != len(new):
       continue
     elif kind == 'pos' and old[::2] == new[::2] and (moved or old != new):
-      resized[path] = interpolate_posembed(
-        table, new[1], cls in have, grid, new_grid
-      )
+      resized[path] = interpolate_posembed(table, new[1], cls in have, grid, new_grid)
     elif kind in ('x', 'y') and old[1:] == new[1:] and old != new:
       table = positions.resize(np.asarray(table, np.float32), new[0])
       resized[path] = table.astype(np.float32)
@@ -192,14 +188,10 @@ def _note_parts(path, flat, want, taken, new):
     paths = sorted(key for key in paths if not key.startswith(new))
     if paths:
       more = f' and {len(paths) - 10} more' if len(paths) > 10 else ''
-      logging.warning(
-        f"Parameters that '{path}' {what}: {', '.join(paths[:10])}{more}"
-      )
+      logging.warning(f"Parameters that '{path}' {what}: {', '.join(paths[:10])}{more}")
 
 
-def fail_for(
-  misfits=(), missing=(), extra=(), what='the weights do not fit the model'
-):
+def fail_for(misfits=(), missing=(), extra=(), what='the weights do not fit the model'):
   """Raises a ValueError that lists what does not fit, if anything.
 
   `misfits` are lines of their own, `missing` and `extra` paths of leaves.

@@ -211,9 +211,7 @@ def _explaining(path, uri):
         f'{constants.HF_HUB_CACHE}: fetch it once with HF_HUB_OFFLINE=0'
       )
     else:
-      reason = (
-        f'the hub does not answer ({_short(e.__cause__ or e)}); try again'
-      )
+      reason = f'the hub does not answer ({_short(e.__cause__ or e)}); try again'
     raise OSError(f"'{path}' cannot be fetched: {reason}") from e
   except Exception as e:
     # The library's errors of HTTP are those of another library in each of its

@@ -31,13 +31,9 @@ import jax
 import numpy as np
 
 from vit_jax import console
-from vit_jax.distributed import files
-from vit_jax.distributed import processes
+from vit_jax.distributed import files, processes
 from vit_jax.run import workdir as workdir_lib
-from vit_jax.weights import arrays
-from vit_jax.weights import descriptions
-from vit_jax.weights import fetch
-from vit_jax.weights import hub
+from vit_jax.weights import arrays, descriptions, fetch, hub
 from vit_jax.weights.families import families
 
 # Name in a file -> name in Linen, of the layers in an encoder block. Files
@@ -209,9 +205,7 @@ def _read_npz(file, dtype):
     path: without_ones(path, leaf)
     for path, leaf in arrays.read_npz(file, _linen_name, dtype).items()
   }
-  found = descriptions.read(
-    descriptions.notes_file(file), descriptions.from_notes
-  )
+  found = descriptions.read(descriptions.notes_file(file), descriptions.from_notes)
   model = families.of_tree(flat).beside_npz(file, flat, found.model)
   return _weights(flat, 'npz', found._replace(model=model))
 
@@ -284,8 +278,7 @@ def _rename_block(key, names):
 
 def _read_workdir(folder):
   # Imported late: these modules import Orbax.
-  from vit_jax.run import checkpoints as checkpoints_lib
-  from vit_jax.run import config as run_config
+  from vit_jax.run import checkpoints as checkpoints_lib, config as run_config
 
   config, metadata = workdir_lib.load(folder)
   own = tuple(run_config.get_task(config.task).OWN_PARAMS)
@@ -326,9 +319,7 @@ def _read_part(part, file, others, dtype):
       'files of the weights into one folder'
     )
   is_torch = not part.name.endswith('.safetensors')
-  found = (arrays.read_torch if is_torch else arrays.read_safetensors)(
-    part, dtype
-  )
+  found = (arrays.read_torch if is_torch else arrays.read_safetensors)(part, dtype)
   if repeated := sorted(others.keys() & found):
     raise ValueError(
       f"'{part}' repeats {repeated[0]}, which another file of '{file}' has too"

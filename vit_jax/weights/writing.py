@@ -19,11 +19,8 @@ from vit_jax import console
 from vit_jax.configs import common
 from vit_jax.distributed import files
 from vit_jax.run import workdir as workdir_lib
-from vit_jax.weights import descriptions
-from vit_jax.weights import identify
-from vit_jax.weights import reading
-from vit_jax.weights.families import families
-from vit_jax.weights.families import vit
+from vit_jax.weights import descriptions, identify, reading
+from vit_jax.weights.families import families, vit
 
 
 class Model(NamedTuple):
@@ -191,8 +188,7 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
 
 def _write_workdir(model, dst):
   # Imported late: these modules import Orbax and optax.
-  from vit_jax.learning import optim
-  from vit_jax.learning import state as state_lib
+  from vit_jax.learning import optim, state as state_lib
   from vit_jax.run import checkpoints as checkpoints_lib
 
   model = scaled(model)

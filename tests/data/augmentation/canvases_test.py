@@ -9,10 +9,8 @@ import pytest
 import tensorflow as tf
 
 from vit_jax import preprocess
-from vit_jax.data.augmentation import canvases
-from vit_jax.data.augmentation import geometry
-from vit_jax.configs import common
-from vit_jax.configs import detr
+from vit_jax.configs import common, detr
+from vit_jax.data.augmentation import canvases, geometry
 
 
 def pp(**kwargs):

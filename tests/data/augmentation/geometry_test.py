@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from vit_jax import preprocess
-from vit_jax.data.augmentation import geometry
 from vit_jax.configs import common
+from vit_jax.data.augmentation import geometry
 from vit_jax.data.images import images
 
 H, W = 120, 160
@@ -97,9 +97,7 @@ def test_boxes_and_masks_follow_the_image(fields):
 
 def test_a_crop_of_the_same_shape_is_that_of_a_squared_image():
   """As in BiT (arXiv 1912.11370): resize to 448, crop 384 at random."""
-  config = pp(
-    crop=384, crop_area=((384 / 448) ** 2,) * 2, crop_ratio=None, flip=False
-  )
+  config = pp(crop=384, crop_area=((384 / 448) ** 2,) * 2, crop_ratio=None, flip=False)
   y, x = np.mgrid[:280, :700].astype(np.float32)
   image = np.stack([y, x, y * 0], axis=-1)
   squared = tf.image.resize(image, (448, 448)).numpy()
@@ -176,9 +174,7 @@ def test_a_flip_is_its_own_inverse():
   np.testing.assert_array_equal(geometry.to_masks(once, flip), masks)
   twice = geometry.to_boxes(geometry.to_boxes(boxes, flip)[0], flip)[0]
   np.testing.assert_allclose(twice, boxes, atol=1e-6)
-  np.testing.assert_array_equal(
-    to_image(image, flip), to_image(image[:, ::-1], plain)
-  )
+  np.testing.assert_array_equal(to_image(image, flip), to_image(image[:, ::-1], plain))
 
 
 @pytest.mark.parametrize('angle, turns', [(np.pi / 2, 1), (np.pi, 2)])
@@ -188,9 +184,7 @@ def test_right_angles_are_numpys(angle, turns):
   masks = rng.randint(0, 2, (2, 32, 32)).astype(np.uint8)
   drawn = geometry.whole((32, 32), (32, 32))
   drawn = drawn._replace(angle=tf.constant(angle, tf.float32))
-  np.testing.assert_allclose(
-    to_image(image, drawn), np.rot90(image, turns), atol=1e-4
-  )
+  np.testing.assert_allclose(to_image(image, drawn), np.rot90(image, turns), atol=1e-4)
   np.testing.assert_array_equal(
     geometry.to_masks(masks, drawn), np.rot90(masks, turns, axes=(1, 2))
   )
@@ -262,8 +256,7 @@ def test_the_draws_cover_what_the_config_says():
   config = pp(crop=32, crop_area=(0.2, 0.4), crop_ratio=(0.5, 2.0), rotate=30.0)
   draw = tf.function(lambda s: geometry.sample((H, W), s, config)[1:4])
   draws = [
-    np.concatenate([np.atleast_1d(v) for v in draw(seed(i))])
-    for i in range(300)
+    np.concatenate([np.atleast_1d(v) for v in draw(seed(i))]) for i in range(300)
   ]
   y, x, height, width, flip, angle = np.array(draws).T
   areas, ratios = height * width / (H * W), width / height

@@ -104,9 +104,7 @@ def draw(count, mixup, cutmix, size=(1, 1)):
   got = jax.jit(
     jax.vmap(lambda rng: mixing.mix(batch, rng, mixup=mixup, cutmix=cutmix))
   )(jax.random.split(jax.random.key(1), count))
-  return np.asarray(got['label'][:, 0, 0]), np.asarray(
-    got['image'][:, 0, ..., 0]
-  )
+  return np.asarray(got['label'][:, 0, 0]), np.asarray(got['image'][:, 0, ..., 0])
 
 
 @pytest.mark.parametrize('p', [0.2, 0.5, 0.8, 1.0])

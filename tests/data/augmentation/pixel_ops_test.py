@@ -4,16 +4,14 @@ import io
 import itertools
 
 import numpy as np
-from PIL import Image
-from PIL import ImageEnhance
-from PIL import ImageOps
+from PIL import Image, ImageEnhance, ImageOps
 import pytest
 from scipy import stats
 import tensorflow as tf
 
 from vit_jax import preprocess
-from vit_jax.data.augmentation import pixel_ops
 from vit_jax.configs import common
+from vit_jax.data.augmentation import pixel_ops
 from vit_jax.data.images import images
 
 
@@ -92,7 +90,7 @@ def test_solarize_add_in_closed_form(addition):
 @pytest.mark.parametrize('name', ['color', 'brightness', 'sharpness'])
 def test_enhancing_is_pillows(name, factor):
   enhance = getattr(ImageEnhance, name.capitalize())(PIL).enhance
-  got = getattr(pixels, name)(IMAGE, factor)
+  got = getattr(pixel_ops, name)(IMAGE, factor)
   np.testing.assert_array_equal(got, enhance(factor))
 
 
@@ -130,9 +128,7 @@ def test_shears_are_pillows(level):
     (pixel_ops.shear_x, (1, level, -level / 2, 0, 1, 0)),
     (pixel_ops.shear_y, (1, 0, 0, level, 1, -level / 2)),
   ):
-    want = PIL.transform(
-      PIL.size, Image.Transform.AFFINE, data, fillcolor=(128,) * 3
-    )
+    want = PIL.transform(PIL.size, Image.Transform.AFFINE, data, fillcolor=(128,) * 3)
     np.testing.assert_array_equal(function(IMAGE, level), want)
 
 
@@ -264,8 +260,7 @@ def test_magnitude_of_cutout():
 
 def test_all_operations_are_equally_frequent(monkeypatch):
   marks = {
-    str(i): lambda image, magnitude, seed, i=i: image * 16 + i
-    for i in range(16)
+    str(i): lambda image, magnitude, seed, i=i: image * 16 + i for i in range(16)
   }
   monkeypatch.setattr(pixel_ops, 'OPERATIONS', marks)
   black = tf.zeros([1, 1, 1], tf.uint8)
@@ -287,9 +282,7 @@ def test_randaugment_is_a_function_of_its_seed():
     eager = pixel_ops.randaugment(IMAGE, seed(number), 2, 9).numpy()
     np.testing.assert_array_equal(layers(seed(number), 2), eager)
     other += (
-      (eager != pixel_ops.randaugment(IMAGE, seed(number + 99), 2, 9))
-      .numpy()
-      .any()
+      (eager != pixel_ops.randaugment(IMAGE, seed(number + 99), 2, 9)).numpy().any()
     )
   assert other >= 11
 
@@ -489,8 +482,6 @@ def test_augmentation_changes_neither_crop_nor_flip():
 
 
 def test_all_of_it_in_grey():
-  got = train(
-    0, channels=1, randaugment=(3, 10), color_jitter=0.4, random_erasing=1.0
-  )
+  got = train(0, channels=1, randaugment=(3, 10), color_jitter=0.4, random_erasing=1.0)
   assert got.shape == (60, 80, 1)
   assert np.abs(got).max() <= 1

@@ -66,9 +66,7 @@ def test_whole_numbers_may_be_written_with_a_point_and_a_mark_may_come_first(
 ):
   found = drawn.content(1, [drawn.thing(1, 0, image_id=100.0)])
   assert read('\ufeff' + json.dumps(found)).image.tolist() == [0]
-  with pytest.raises(
-    ValueError, match=r"got 'float' - at 'annotations\[0\].image_id'"
-  ):
+  with pytest.raises(ValueError, match=r"got 'float' - at 'annotations\[0\].image_id'"):
     read(drawn.content(1, [drawn.thing(1, 0, image_id=100.5)]))
 
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from tests.data.coco import drawn
-from vit_jax.data.coco import box_checks
-from vit_jax.data.coco import annotation_files
+from vit_jax.data.coco import annotation_files, box_checks
 
 # Images are 60 x 40 pixels. A box, what is wrong with it, and what is left of it
 # (ymin, xmin, ymax, xmax in pixels).
@@ -43,9 +42,7 @@ def test_rounding_is_no_fault(tmp_path):
 
 
 @pytest.mark.parametrize(('box', 'said', 'left'), WRONG)
-def test_a_wrong_box_is_named_left_out_or_clipped(
-  tmp_path, capsys, box, said, left
-):
+def test_a_wrong_box_is_named_left_out_or_clipped(tmp_path, capsys, box, said, left):
   things = found(tmp_path, FINE, box)
   with pytest.raises(ValueError, match=said) as error:
     box_checks.check(things)

@@ -8,8 +8,7 @@ import pytest
 
 from vit_jax.configs import common
 from vit_jax.data import sources
-from vit_jax.tasks.image_text import captions
-from vit_jax.tasks.image_text import image_text
+from vit_jax.tasks.image_text import captions, image_text
 
 TEXTS = {3: ['A cat.', ' A small cat on a mat. '], 8: ['A dog.'], 9: []}
 
@@ -60,9 +59,7 @@ def test_each_image_has_its_captions(root, capsys):
 
 def test_a_caption_of_no_image(root):
   write(root, [(3, 'A cat.'), (4, 'A bird.')])
-  with pytest.raises(
-    ValueError, match="'A bird.' is of image 4, which 'images'"
-  ):
+  with pytest.raises(ValueError, match="'A bird.' is of image 4, which 'images'"):
     open_split(root)
 
 

@@ -4,13 +4,11 @@ from PIL import Image
 import pytest
 
 from tests import processes
-from tests.data.coco import detect_test
-from tests.data.coco import drawn
+from tests.data.coco import detect_test, drawn
+from vit_jax import predict, train
+from vit_jax.commands import predict as predict_command, visualize
 from vit_jax.evaluators import evaluation
 from vit_jax.planning import plan
-from vit_jax import train
-from vit_jax.commands import predict
-from vit_jax.commands import visualize
 from vit_jax.run import config as run_config
 
 THINGS = [drawn.thing(i, i % 4, (i, 0, 20, 20), 7) for i in range(6)]
@@ -19,9 +17,7 @@ THINGS = [drawn.thing(i, i % 4, (i, 0, 20, 20), 7) for i in range(6)]
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
   """A run of two updates: its folder, its data, and the last metrics."""
-  root = drawn.make(
-    tmp_path_factory.mktemp('data') / 'own', 4, THINGS, turned=(1,)
-  )
+  root = drawn.make(tmp_path_factory.mktemp('data') / 'own', 4, THINGS, turned=(1,))
   config = detect_test.on_canvases(root)
   config.update(eval_every=2, checkpoint_every=2)
   workdir = str(tmp_path_factory.mktemp('run'))
@@ -31,7 +27,7 @@ def run(tmp_path_factory):
 
 def test_the_evaluation_of_a_run_is_that_of_its_training(run):
   workdir, root, metrics = run
-  found = evaluation.evaluate(workdir, 'val')
+  found = evaluation.evaluate(predict.load(workdir), 'val')
   assert found['num_examples'] == 4
   for name in ('loss', 'AP', 'AP50', 'AR100'):
     assert found[name] == pytest.approx(metrics[f'{name}_test'], rel=1e-5)
@@ -39,7 +35,7 @@ def test_the_evaluation_of_a_run_is_that_of_its_training(run):
   other = drawn.content(4, THINGS, drawn.CATEGORIES[::-1])
   drawn.write(root / 'annotations' / 'instances_test2017.json', other)
   drawn.draw(root / 'test2017', other)
-  assert evaluation.evaluate(workdir, 'test')['num_examples'] == 4
+  assert evaluation.evaluate(predict.load(workdir), 'test')['num_examples'] == 4
 
 
 def test_data_of_other_classes_are_refused(run, tmp_path):
@@ -47,13 +43,13 @@ def test_data_of_other_classes_are_refused(run, tmp_path):
   drawn.write(tmp_path / 'annotations' / 'instances_val.json', found)
   drawn.draw(tmp_path / 'val', found)
   with pytest.raises(ValueError, match="lacks \\['cat', 'cup'\\]"):
-    evaluation.evaluate(run[0], 'val', str(tmp_path))
+    evaluation.evaluate(predict.load(run[0]), 'val', str(tmp_path))
 
 
 def test_the_modes_of_evaluation(run):
   """Without padding, on small canvases and on one square."""
   losses = [
-    evaluation.evaluate(run[0], 'val', options={'tight': tight})['loss']
+    evaluation.evaluate(predict.load(run[0]), 'val', options={'tight': tight})['loss']
     for tight in (1, 0)
   ]
   losses.append(run[2]['loss_test'])  # The run's own: tight=8.
@@ -73,7 +69,7 @@ def test_the_modes_of_evaluation(run):
 def test_wrong_options_are_named(run, option, said):
   def call():
     found = evaluation.parse_options([option])
-    evaluation.evaluate(run[0], 'val', options=found)
+    evaluation.evaluate(predict.load(run[0]), 'val', options=found)
 
   with pytest.raises(ValueError, match=said):
     call()
@@ -96,7 +92,7 @@ def test_the_command_predicts_and_draws(run, tmp_path, capsys):
   image = next(iter((root / 'val2017').iterdir()))
   out = tmp_path / 'boxes.png'
   flags = [f'--workdir={workdir}', str(image), f'--out={out}', '--threshold=0']
-  predict.main(flags)
+  predict_command.main(flags)
   said = capsys.readouterr().out
   assert any(name in said for name in ('cat', 'dog', 'cup'))
   with Image.open(out) as picture:

@@ -7,20 +7,15 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from tests import multiprocess_test
-from tests import processes
+from tests import multiprocess_test, processes
 from tests.data.coco import drawn
-from vit_jax import input_pipeline
-from vit_jax import train
-from vit_jax.configs import common
-from vit_jax.configs import detr_scenes
-from vit_jax.data import records
-from vit_jax.data import sources
+from vit_jax import input_pipeline, train
+from vit_jax.configs import common, detr_scenes
+from vit_jax.data import records, sources
 from vit_jax.data.images import images
 from vit_jax.data.tfds import parsing
 from vit_jax.distributed import sharding
-from vit_jax.run import config as run_config
-from vit_jax.run import metrics as metrics_lib
+from vit_jax.run import config as run_config, metrics as metrics_lib
 from vit_jax.tasks.detection import detect
 
 
@@ -123,9 +118,7 @@ def test_a_backbone_of_random_numbers_is_not_frozen(tmp_path):
 def test_more_objects_than_the_model_can_find(tmp_path):
   things = [drawn.thing(i, 2) for i in range(5)]
   root = drawn.make(tmp_path / 'own', 3, things)
-  with pytest.raises(
-    ValueError, match="train2017/2.jpg': 5, and max_objects=3"
-  ):
+  with pytest.raises(ValueError, match="train2017/2.jpg': 5, and max_objects=3"):
     train.prepare(tiny(root))
 
 
@@ -182,9 +175,7 @@ def evaluate(root, answers):
   """
   config = run_config.complete(tiny(root))
   names = ['cat', 'dog', 'cup']
-  source = sources.open_split(
-    config, 'val', (*Known.FEATURES, 'image/id'), names
-  )
+  source = sources.open_split(config, 'val', (*Known.FEATURES, 'image/id'), names)
   ids = source.lookup(np.arange(source.num_examples))['image/id'].numpy()
   logits = np.full((len(ids), 4, 4), -20.0, np.float32)
   logits[..., -1] = 0  # No object.
@@ -198,15 +189,11 @@ def evaluate(root, answers):
   mesh = sharding.make_mesh({'data': -1})
   task = Known(config, {'class_names': names})
   _, precision = task.evaluators(mesh, 'val', lambda split: source)
-  return precision.run(
-    {}, jax.device_put(extra, jax.NamedSharding(mesh, jax.P()))
-  )
+  return precision.run({}, jax.device_put(extra, jax.NamedSharding(mesh, jax.P())))
 
 
 @pytest.mark.parametrize('place', [0, 1, 2, 3])
-def test_detections_of_the_same_score_rank_by_the_id_of_their_image(
-  tmp_path, place
-):
+def test_detections_of_the_same_score_rank_by_the_id_of_their_image(tmp_path, place):
   """As in pycocotools; the images of a folder are in another order."""
   root = drawn.make(tmp_path, 4, [drawn.thing(1, place, (10, 4, 30, 20))])
   answers = {100 + i: [(0, 0.9, (10, 4, 40, 24))] for i in range(4)}

@@ -52,9 +52,7 @@ def draw(folder, found, grey=()):
     Image.fromarray(pixels).convert(mode).save(folder / entry['file_name'])
 
 
-def make(
-  root, images=3, things=(), splits=('train', 'val'), turned=(), **kwargs
-):
+def make(root, images=3, things=(), splits=('train', 'val'), turned=(), **kwargs):
   """Writes a folder as COCO is laid out, the same images in every split.
 
   Images whose numbers are in `turned` are higher than wide.

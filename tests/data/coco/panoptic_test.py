@@ -4,8 +4,7 @@ import numpy as np
 from PIL import Image
 import pytest
 
-from tests.data.coco import drawn
-from tests.data.coco import source_test
+from tests.data.coco import drawn, source_test
 from vit_jax.configs import common
 from vit_jax.data import sources
 from vit_jax.data.images import images

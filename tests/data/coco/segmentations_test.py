@@ -7,9 +7,7 @@ from pycocotools import mask as coco_mask
 import pytest
 import tensorflow as tf
 
-from tests.data.coco import drawn
-from tests.data.coco import panoptic_test
-from tests.data.coco import source_test
+from tests.data.coco import drawn, panoptic_test, source_test
 from vit_jax.data.coco import segmentations
 from vit_jax.data.images import images
 
@@ -131,9 +129,7 @@ def test_wrong_outlines_are_named_or_left_out(tmp_path, outline):
   with pytest.raises(ValueError, match='annotation 77 of image ') as caught:
     source_test.open_split(root, features=panoptic_test.FEATURES)
   file = root / 'annotations' / 'instances_train2017.json'
-  assert str(caught.value).startswith(
-    f"'{file}': 1 of 2 boxes or outlines are wrong"
-  )
+  assert str(caught.value).startswith(f"'{file}': 1 of 2 boxes or outlines are wrong")
   for how in ('skip', 'clip'):
     source = source_test.open_split(
       root, features=panoptic_test.FEATURES, broken_boxes=how
@@ -166,14 +162,10 @@ def test_panoptic_images_are_painted_from_outlines(tmp_path):
   np.testing.assert_array_equal(pixels, expected)
   assert not images.decode(found[100]['panoptic_image']).numpy().any()
 
-  source_test.change(
-    root, lambda f: f['annotations'][1].update(segmentation=small)
-  )
+  source_test.change(root, lambda f: f['annotations'][1].update(segmentation=small))
   other = source_test.open_split(root, features=panoptic_test.FEATURES)
   assert other.fingerprint() != source.fingerprint()
 
   source_test.change(root, lambda f: f['annotations'][1].pop('segmentation'))
-  with pytest.raises(
-    ValueError, match=r"field 'segmentation' - at 'annotations\[1\]'"
-  ):
+  with pytest.raises(ValueError, match=r"field 'segmentation' - at 'annotations\[1\]'"):
     source_test.open_split(root, features=panoptic_test.FEATURES)

@@ -9,12 +9,8 @@ import pytest
 import tensorflow as tf
 
 from tests.data.coco import drawn
-from vit_jax.data import indexing
 from vit_jax.configs import common
-from vit_jax.data import checking
-from vit_jax.data import mixture
-from vit_jax.data import records
-from vit_jax.data import sources
+from vit_jax.data import checking, indexing, mixture, records, sources
 from vit_jax.data.coco import layout
 from vit_jax.tasks.detection import detect
 
@@ -94,9 +90,7 @@ def test_slices_share_out_the_images(whole):
   assert sorted([*first, *second]) == sorted(both) == list(range(100, 110))
   for i, record in {**first, **second}.items():
     np.testing.assert_array_equal(record['image'], both[i]['image'])
-    np.testing.assert_array_equal(
-      record['objects/bbox'], both[i]['objects/bbox']
-    )
+    np.testing.assert_array_equal(record['objects/bbox'], both[i]['objects/bbox'])
 
 
 # Where the files of a split lie, and the split.
@@ -138,9 +132,7 @@ def test_parts_and_mixtures_know_how_many_objects_there_are(root):
   chosen = records.Subset(source, rows)
   np.testing.assert_array_equal(chosen.lengths('objects/label'), counts[rows])
   mixed = mixture.MixtureSource([source, source], (('a', 0.5), ('b', 0.5)))
-  np.testing.assert_array_equal(
-    mixed.lengths('objects/label'), np.tile(counts, 2)
-  )
+  np.testing.assert_array_equal(mixed.lengths('objects/label'), np.tile(counts, 2))
   assert mixed.name(4) == source.name(1)
   assert mixed.lengths('objects/depth') is None
 
@@ -225,24 +217,18 @@ def test_images_are_decoded_once(root, tmp_path, monkeypatch):
   assert open_split(root, 'train[:2]', workdir=workdir).num_examples == 2
 
 
-def test_the_command_that_lists_images_knows_annotated_folders(
-  root, monkeypatch
-):
+def test_the_command_that_lists_images_knows_annotated_folders(root, monkeypatch):
   assert layout.splits(str(root)) == ['train2017', 'val2017']
   path, count, broken = indexing.make(str(root), 'train')
   assert (count, broken) == (3, [])
   assert path == f'{root}/train.coco.index.npz'
-  monkeypatch.setattr(
-    checking.images, 'why_broken', lambda *args: 'looked at again'
-  )
+  monkeypatch.setattr(checking.images, 'why_broken', lambda *args: 'looked at again')
   assert open_split(root).num_examples == 3
 
 
 def test_wrong_boxes_are_refused_or_left_out(root, capsys):
   change(root, lambda found: found['annotations'][2].update(bbox=[1, 1, 0, 5]))
-  with pytest.raises(
-    ValueError, match=r"annotation 3 of image '2.jpg'.*no are"
-  ):
+  with pytest.raises(ValueError, match=r"annotation 3 of image '2.jpg'.*no are"):
     open_split(root)
   found = by_id(open_split(root, broken_boxes='skip'))
   assert found[102]['objects/id'].tolist() == [2]
@@ -266,9 +252,7 @@ def test_other_splits_have_the_classes_of_training_by_name(root):
     for split in ('train', 'validation')
   )
   for i in ours:
-    np.testing.assert_array_equal(
-      ours[i]['objects/label'], theirs[i]['objects/label']
-    )
+    np.testing.assert_array_equal(ours[i]['objects/label'], theirs[i]['objects/label'])
   both = open_split(root, 'train+validation')
   assert both.names['objects/label'] == names
 

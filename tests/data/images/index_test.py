@@ -10,13 +10,8 @@ import numpy as np
 import pytest
 
 from tests import processes
-from vit_jax.data import indexing
-from vit_jax.data import checking
-from vit_jax.data import folder
-from vit_jax.data import sources
-from vit_jax.data.images import images
-from vit_jax.data.images import index as index_lib
-from vit_jax.data.images import image_files
+from vit_jax.data import checking, folder, indexing, sources
+from vit_jax.data.images import image_files, images, index as index_lib
 
 
 @pytest.fixture
@@ -72,9 +67,7 @@ def test_every_image_is_looked_at_once(tiny_config, root, looked_at, tmp_path):
   first.store(workdir)
   again = open_split('train[:90%]')
   assert len(looked_at) == 33
-  assert [again.name(i) for i in range(30)] == [
-    first.name(i) for i in range(30)
-  ]
+  assert [again.name(i) for i in range(30)] == [first.name(i) for i in range(30)]
   assert open_split().fingerprint() == first.fingerprint()
   # A file that has changed is looked at again, and it alone.
   shutil.copy(root / 'train/ant/ant1.PNG', root / 'train/ant/new.png')
@@ -112,9 +105,7 @@ def test_a_list_made_ahead_is_taken_while_it_is_true(root, looked_at, capsys):
   assert len(looked_at) == 33 + 11
 
 
-def test_a_list_that_cannot_be_written_is_said_at_once(
-  root, looked_at, monkeypatch
-):
+def test_a_list_that_cannot_be_written_is_said_at_once(root, looked_at, monkeypatch):
   monkeypatch.setattr(index_lib, 'place', lambda *args: '/proc/train.index.npz')
   message = r"the list '/proc/train.index.npz' cannot be written: .*; make its"
   with pytest.raises(OSError, match=message):

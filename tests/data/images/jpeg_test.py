@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from vit_jax import preprocess
 from vit_jax.configs import common
-from vit_jax.data.images import images
-from vit_jax.data.images import jpeg
+from vit_jax.data.images import images, jpeg
 
 
 def encode(image, **kwargs):
@@ -62,9 +61,7 @@ def test_a_file_that_is_cut_is_no_image(kind):
 def test_a_crop_is_an_error_where_it_meets_what_is_missing():
   half = tf.constant(cut(encode(PICTURE), 0.5))
   above = jpeg.decode(half, window=tf.constant([0, 0, 60, 60]))
-  whole = jpeg.decode(
-    tf.constant(encode(PICTURE)), window=tf.constant([0, 0, 60, 60])
-  )
+  whole = jpeg.decode(tf.constant(encode(PICTURE)), window=tf.constant([0, 0, 60, 60]))
   np.testing.assert_array_equal(above, whole)
   with pytest.raises(images.DECODE_ERRORS, match='Invalid JPEG'):
     jpeg.decode(half, window=tf.constant([20, 20, 170, 60]))

@@ -3,8 +3,7 @@
 import io
 
 import numpy as np
-from PIL import Image
-from PIL import ImageOps
+from PIL import Image, ImageOps
 import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
@@ -13,8 +12,7 @@ from tests import preprocess_test
 from tests.data.images import jpeg_test
 from vit_jax import preprocess
 from vit_jax.data import sources
-from vit_jax.data.images import images
-from vit_jax.data.images import orientation
+from vit_jax.data.images import images, orientation
 
 PICTURE = jpeg_test.textured(201, 298)
 FORMATS = {
@@ -97,9 +95,9 @@ def test_a_jpeg_decoded_at_a_quarter_is_upright(number):
   upright = pixels(without_exif(encoded))
   for seed in range(5):
     config = pp(crop=(40, 56), crop_area=(0.3, 0.9))
-    got, drawn = in_graph(
-      preprocess.decode_with_geometry, (0, seed), config, True
-    )(encoded)
+    got, drawn = in_graph(preprocess.decode_with_geometry, (0, seed), config, True)(
+      encoded
+    )
     assert drawn.shape.numpy().tolist() == list(upright.shape[:2])
     y, x, height, width = drawn.window.numpy().tolist()
     assert height >= 80  # At most half of the pixels were decoded.

@@ -20,8 +20,7 @@ import transformers
 from transformers.models.bert import tokenization_bert_legacy
 
 from vit_jax.data.texts import tokenizers
-from vit_jax.weights import fetch
-from vit_jax.weights import hub
+from vit_jax.weights import fetch, hub
 
 # What texts are made of, by kind.
 _PIECES = (
@@ -319,9 +318,7 @@ def test_siglip2_reads_lower_case_and_always_ends_texts(gemma):
     ('special_tokens_map.json', {'content': '!!', 'lstrip': False}),
   ],
 )
-def test_the_padding_of_clip_is_what_a_file_beside_it_says(
-  clip, tmp_path, name, value
-):
+def test_the_padding_of_clip_is_what_a_file_beside_it_says(clip, tmp_path, name, value):
   """As that of Stable Diffusion 2, which is another token than that of end."""
   path, theirs = clip
   (tmp_path / 'tokenizer.json').write_bytes(path.read_bytes())
@@ -334,9 +331,7 @@ def test_the_padding_of_clip_is_what_a_file_beside_it_says(
   ours = tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 4)
   assert ours(['']).tolist() == [[start, end, other, other]]
   (tmp_path / name).write_text('[1]')
-  with pytest.raises(
-    ValueError, match=f"{name}', next to vocab_path=.* is not JSON"
-  ):
+  with pytest.raises(ValueError, match=f"{name}', next to vocab_path=.* is not JSON"):
     tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 4)
 
 
@@ -349,9 +344,7 @@ def test_the_content_of_clip_says_what_the_padding_is(clip, tmp_path):
   (tmp_path / 'tokenizer_config.json').unlink()
   alone.write_bytes(ours.content())
   assert_same(tokenizers.ClipTokenizer(alone, 16)(TEXTS), ours(TEXTS))
-  assert (
-    ours(['']).tolist() != tokenizers.ClipTokenizer(here, 16)(['']).tolist()
-  )
+  assert ours(['']).tolist() != tokenizers.ClipTokenizer(here, 16)(['']).tolist()
 
 
 @pytest.mark.parametrize('name', ['clip', 'siglip2'])
@@ -364,9 +357,7 @@ def test_a_tokenizer_json_that_draws_is_refused(clip, gemma, tmp_path, name):
     tokenizers.get_tokenizer(name)(tmp_path / 'tokenizer.json', 8)
 
 
-def test_what_is_stored_in_a_tokenizer_json_neither_clips_nor_pads(
-  clip, tmp_path
-):
+def test_what_is_stored_in_a_tokenizer_json_neither_clips_nor_pads(clip, tmp_path):
   path, _ = clip
   stored = json.loads(path.read_text())
   stored['truncation'] = {
@@ -465,9 +456,7 @@ def test_a_vocabulary_of_words_spells_what_it_does_not_have(tmp_path):
     ['[CLS]', 'g', '##o', '##t', '##h'],
     ['[CLS]', '[UNK]'],
   ]
-  with pytest.raises(
-    ValueError, match="texts='a cat' is not a list of texts: giv"
-  ):
+  with pytest.raises(ValueError, match="texts='a cat' is not a list of texts: giv"):
     tokenizers.word_vocabulary('a cat')
 
 
@@ -530,9 +519,7 @@ def test_vocabularies_that_cannot_be_read(tmp_path, name):
   tokenizer = tokenizers.get_tokenizer(name)
   nowhere = tmp_path / 'nowhere'
   for path in (nowhere, tmp_path):
-    with pytest.raises(
-      FileNotFoundError, match=f"vocab_path='{path}' is not a file"
-    ):
+    with pytest.raises(FileNotFoundError, match=f"vocab_path='{path}' is not a file"):
       tokenizer(path, 8)
   nowhere.write_bytes(b'')
   with pytest.raises(ValueError, match=f"'{nowhere}' is empty: give "):
@@ -557,9 +544,7 @@ def test_pipes_and_devices_are_refused_without_waiting(tmp_path, name, make):
 
 
 @pytest.mark.parametrize('make', [pipe, zeros])
-@pytest.mark.parametrize(
-  'name', ['tokenizer_config.json', 'special_tokens_map.json']
-)
+@pytest.mark.parametrize('name', ['tokenizer_config.json', 'special_tokens_map.json'])
 def test_pipes_and_devices_next_to_a_vocabulary(clip, tmp_path, name, make):
   (tmp_path / 'tokenizer.json').write_bytes(clip[0].read_bytes())
   make(tmp_path / name)
@@ -623,28 +608,20 @@ def test_dropout_of_byte_pairs_is_refused(tmp_path, clip):
 
 def test_models_that_lack_the_token_of_end(tmp_path, clip):
   path = train_sentencepiece(tmp_path / 'no_end.model', eos_id=-1)
-  with pytest.raises(
-    ValueError, match='has no token </s>: give a model of Sente'
-  ):
+  with pytest.raises(ValueError, match='has no token </s>: give a model of Sente'):
     tokenizers.SentencepieceTokenizer(path, 8)
   path = tmp_path / 'tokenizer.json'
   path.write_text(clip[0].read_text().replace('<|endoftext|>', '<|end|>'))
-  with pytest.raises(
-    ValueError, match=r'no token <\|endoftext\|>: give the token'
-  ):
+  with pytest.raises(ValueError, match=r'no token <\|endoftext\|>: give the token'):
     tokenizers.ClipTokenizer(path, 8)
 
 
 def test_a_single_text_is_no_list_of_texts(small):
   tokenizer = tokenizers.BertTokenizer(small, 3)
   for single in ('cafe', b'cafe', tf.constant('cafe'), np.array('cafe'), None):
-    with pytest.raises(
-      ValueError, match=r'is not a list of texts: give a list, \[te'
-    ):
+    with pytest.raises(ValueError, match=r'is not a list of texts: give a list, \[te'):
       tokenizer(single)
-  with pytest.raises(
-    ValueError, match='texts has 3, which is int: give strings'
-  ):
+  with pytest.raises(ValueError, match='texts has 3, which is int: give strings'):
     tokenizer(['cafe', 3])
 
 

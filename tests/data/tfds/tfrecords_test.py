@@ -13,8 +13,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.utils import shard_utils
 
-from tests import input_pipeline_test
-from tests import looked_up
+from tests import input_pipeline_test, looked_up
 from vit_jax import input_pipeline
 from vit_jax.data import sources
 from vit_jax.data.images import image_files
@@ -169,16 +168,13 @@ def test_files_in_a_bucket(opened, tmp_path):
       tf.io.gfile.makedirs(os.path.dirname(target))
       tf.io.gfile.copy(str(path), target, overwrite=True)
   paths = [
-    f'ram://records/shapes/{path.parent.name}/{path.name}'
-    for path in files(tmp_path)
+    f'ram://records/shapes/{path.parent.name}/{path.name}' for path in files(tmp_path)
   ]
   counts = [len(list(tf.data.TFRecordDataset(path))) for path in paths]
   remote = tfrecords.offsets(paths, counts)
   for got, path in zip(remote, files(tmp_path), strict=True):
     assert got[-1] == path.stat().st_size
-  assert tf.io.gfile.exists(
-    f'{os.path.dirname(paths[0])}/.tfrecord_offsets.npz'
-  )
+  assert tf.io.gfile.exists(f'{os.path.dirname(paths[0])}/.tfrecord_offsets.npz')
   infos = [
     shard_utils.FileInstruction(path, 0, count, count)
     for path, count in zip(paths, counts)
@@ -222,9 +218,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize('file_format, change, message', DAMAGE)
-def test_a_damaged_file_is_named(
-  opened, tmp_path, file_format, change, message
-):
+def test_a_damaged_file_is_named(opened, tmp_path, file_format, change, message):
   opened(file_format)
   path = files(tmp_path, file_format)[1]
   content = change(path.read_bytes())
@@ -291,9 +285,7 @@ def lie(key, value):
   ],
 )
 @pytest.mark.parametrize('file_format', FORMATS)
-def test_a_dataset_info_that_lies(
-  opened, tmp_path, file_format, change, message
-):
+def test_a_dataset_info_that_lies(opened, tmp_path, file_format, change, message):
   opened(file_format)
   [path] = (tmp_path / file_format).glob('shapes/*/dataset_info.json')
   info = json.loads(path.read_text())

@@ -8,16 +8,11 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from tests import looked_up
-from tests import vtab_data
-from vit_jax.planning import plan
+from tests import looked_up, vtab_data
 from vit_jax.configs import vit
-from vit_jax.data import slices
-from vit_jax.data import sources
-from vit_jax.data.tfds import builders
-from vit_jax.data.tfds import splits
-from vit_jax.data.tfds import vtab
-from vit_jax.data.tfds import vtab_tasks
+from vit_jax.data import slices, sources
+from vit_jax.data.tfds import builders, splits, vtab, vtab_tasks
+from vit_jax.planning import plan
 
 KITTI = (
   'Car',
@@ -61,10 +56,7 @@ def image(value, info):
 def write(name, data_dir, changes, **kwargs):
   """Writes records whose images are 0, 1, ... everywhere, with these changes."""
   info = tfds.builder(name, data_dir=str(data_dir)).info
-  made = [
-    {'image': image(i, info), **change(info)}
-    for i, change in enumerate(changes)
-  ]
+  made = [{'image': image(i, info), **change(info)} for i, change in enumerate(changes)]
   return vtab_data.write(name, data_dir, {'train': made}, **kwargs)
 
 
@@ -117,12 +109,8 @@ def test_objects_of_clevr_are_counted_and_the_nearest_is_placed(tmp_path):
     }
     for found in depths
   ])  # fmt: skip
-  assert labelled(builder, 'clevr_count') == dict(
-    enumerate([0, 1, 2, 3, 5, 6, 7])
-  )
-  assert labelled(builder, 'clevr_distance') == dict(
-    enumerate([2, 0, 1, 2, 4, 4, 5])
-  )
+  assert labelled(builder, 'clevr_count') == dict(enumerate([0, 1, 2, 3, 5, 6, 7]))
+  assert labelled(builder, 'clevr_distance') == dict(enumerate([2, 0, 1, 2, 4, 4, 5]))
   names = vtab_tasks.TASKS['clevr_distance'].label.class_names
   assert names[0] == 'up to 8'
   assert names[4:] == ('9.5 to 10', 'over 10')
@@ -166,12 +154,8 @@ def test_the_camera_of_smallnorb(tmp_path):
     }
     for i in range(18)
   ])  # fmt: skip
-  assert labelled(builder, 'smallnorb_azimuth') == {
-    i: 17 - i for i in range(18)
-  }
-  assert labelled(builder, 'smallnorb_elevation') == {
-    i: i // 2 for i in range(18)
-  }
+  assert labelled(builder, 'smallnorb_azimuth') == {i: 17 - i for i in range(18)}
+  assert labelled(builder, 'smallnorb_elevation') == {i: i // 2 for i in range(18)}
   names = vtab_tasks.TASKS['smallnorb_azimuth'].label.class_names
   assert (names[0], names[17]) == ('0 degrees', '340 degrees')
   names = vtab_tasks.TASKS['smallnorb_elevation'].label.class_names
@@ -250,9 +234,7 @@ def test_splits_are_those_of_vtab():
     spans = {}
     for split in ('train800', 'val200', 'test'):
       [(base, instruction)] = slices.parts(found[split])
-      spans.setdefault(base, []).append(
-        slices.bounds(info.splits[base], instruction)
-      )
+      spans.setdefault(base, []).append(slices.bounds(info.splits[base], instruction))
     for inside in spans.values():  # No example is in two splits.
       inside.sort()
       assert all(a[1] <= b[0] for a, b in itertools.pairwise(inside)), name
@@ -326,9 +308,7 @@ def test_a_package_that_tfds_lacks_is_named(tiny_config, tmp_path, monkeypatch):
 
 
 def test_wrong_names_are_told(tiny_config):
-  with pytest.raises(
-    ValueError, match=r"'vtab/clevr_count'\? The tasks are calt"
-  ):
+  with pytest.raises(ValueError, match=r"'vtab/clevr_count'\? The tasks are calt"):
     vtab_tasks.find_task('vtab/clevr')
   tiny_config.dataset = 'vtab/clevrcount'
   with pytest.raises(ValueError, match=r"mean 'vtab/clevr_count'\?"):
@@ -337,9 +317,7 @@ def test_wrong_names_are_told(tiny_config):
   for split in ('train', 'test[:50%]', 'train800+val'):
     with pytest.raises(ValueError, match='which cannot be cut'):
       vtab.tfds_split(info, 'vtab/svhn', split)
-  with pytest.raises(
-    ValueError, match="'train' of 'made_up/1.0.0' has 700 exa"
-  ):
+  with pytest.raises(ValueError, match="'train' of 'made_up/1.0.0' has 700 exa"):
     vtab.tfds_split(info, 'vtab/svhn', 'train800')
   with pytest.raises(ValueError, match="has no split 'validation': it has"):
     vtab.tfds_split(info, 'vtab/dtd', 'val200')

@@ -10,13 +10,11 @@ import transformers
 
 from tests import torch_models
 from tests.evaluators import features_test
-from vit_jax.weights import convert
-from vit_jax import models
-from vit_jax import models_detr
+from vit_jax import models, models_detr
 from vit_jax.configs import common
 from vit_jax.distributed import sharding
-from vit_jax.tasks.detection import detect
-from vit_jax.tasks.detection import attention_figures
+from vit_jax.tasks.detection import attention_figures, detect
+from vit_jax.weights import convert
 
 
 def hf_detr():
@@ -90,7 +88,11 @@ def test_kinds_of_boxes():
       (0.5, 0.5, 0.5, 0.5),
     ]
   )
-  small, wide, tall = attention_figures.SMALL, attention_figures.WIDE, attention_figures.TALL
+  small, wide, tall = (
+    attention_figures.SMALL,
+    attention_figures.WIDE,
+    attention_figures.TALL,
+  )
   assert attention_figures.kinds(boxes).tolist() == [small, wide, tall, small, wide]
 
 
@@ -149,6 +151,4 @@ def test_boxes_of_queries_are_in_the_order_of_the_images():
   source = features_test.grey(values)
   found = attention_figures.query_boxes(task, mesh, source, np.float32(3), {})
   assert found.shape == (11, 2, 4)
-  np.testing.assert_allclose(
-    found[:, 1, 2], 3 * (values / 127.5 - 1), atol=1e-5
-  )
+  np.testing.assert_allclose(found[:, 1, 2], 3 * (values / 127.5 - 1), atol=1e-5)

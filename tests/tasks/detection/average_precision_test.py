@@ -1,8 +1,7 @@
 """Tests of COCO's average precision against pycocotools."""
 
 import numpy as np
-from pycocotools import coco
-from pycocotools import cocoeval
+from pycocotools import coco, cocoeval
 import pytest
 
 from vit_jax.tasks.detection import average_precision as ap
@@ -21,9 +20,7 @@ def make_image(rng, objects, detections):
     return np.concatenate([corner, corner + size], axis=1)
 
   true = boxes(objects)
-  near = true[: detections // 2] + rng.normal(
-    0, 4, true[: detections // 2].shape
-  )
+  near = true[: detections // 2] + rng.normal(0, 4, true[: detections // 2].shape)
   found = np.concatenate([near, boxes(detections - len(near))])
   labels = rng.randint(0, CLASSES, objects)
   return {

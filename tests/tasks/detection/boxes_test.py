@@ -32,12 +32,8 @@ def test_corners():
   np.testing.assert_allclose(boxes.corners(box), [0.4, 0.2, 0.6, 0.3])
 
 
-@pytest.mark.parametrize(
-  'class_weight, no_object', [(1, boxes.NO_OBJECT), (3, 0.5)]
-)
-def test_losses_and_gradients_are_those_of_hugging_face(
-  class_weight, no_object
-):
+@pytest.mark.parametrize('class_weight, no_object', [(1, boxes.NO_OBJECT), (3, 0.5)])
+def test_losses_and_gradients_are_those_of_hugging_face(class_weight, no_object):
   from transformers.loss import loss_for_object_detection
 
   layers, images, queries, classes, most = 3, 4, 20, 5, 8
@@ -86,9 +82,7 @@ def test_losses_and_gradients_are_those_of_hugging_face(
       + (boxes.L1 * sums['l1'] + boxes.GIOU * sums['giou']) / counts.sum()
     ).sum()
 
-  got, slopes = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(
-    logits, predicted
-  )
+  got, slopes = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(logits, predicted)
   np.testing.assert_allclose(got, want.item(), rtol=1e-5)
   for ours, other in zip(slopes, theirs):
     np.testing.assert_allclose(ours, other.grad, atol=1e-5)

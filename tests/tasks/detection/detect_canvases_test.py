@@ -17,18 +17,13 @@ import numpy as np
 from PIL import Image
 import pytest
 
-from tests import processes
-from tests import trees
+from tests import processes, trees
 from tests.train_test import StopAfter
-from vit_jax import input_pipeline
-from vit_jax import models
-from vit_jax import predict
-from vit_jax import train
+from vit_jax import input_pipeline, models, predict, train
 from vit_jax.configs import common
 from vit_jax.data import sources
 from vit_jax.distributed import sharding
-from vit_jax.run import config as run_config
-from vit_jax.run import stopping
+from vit_jax.run import config as run_config, stopping
 from vit_jax.tasks.detection import detect
 
 SHAPES = ((48, 30), (30, 50), (40, 40), (60, 36))
@@ -244,9 +239,7 @@ def test_padding_has_no_influence_and_images_of_any_shape_fit(stopped):
       assert 0 <= score <= 1
       assert 0 <= x0 <= x1 <= width
       assert 0 <= y0 <= y1 <= height
-  [(_, inputs, outputs)] = model.stream(
-    images[:1], keep=('image', 'real'), parts=parts
-  )
+  [(_, inputs, outputs)] = model.stream(images[:1], keep=('image', 'real'), parts=parts)
   assert inputs['image'].shape == (32, 64, 3)
   real = np.stack([inputs['real'], np.zeros_like(inputs['real'])])
   garbage = np.where(real[..., None], inputs['image'], 0.7)
@@ -337,9 +330,7 @@ def evaluate(folder):
   for evaluator in task.evaluators(mesh, 'train', lambda _: source):
     found.update(evaluator.run(params, {}))
   found.pop('img_sec_core')
-  sizes = [
-    x['image'].shape for x in input_pipeline.task_batches(task, source, mesh)
-  ]
+  sizes = [x['image'].shape for x in input_pipeline.task_batches(task, source, mesh)]
   return {'sizes': sizes, **{name: float(x) for name, x in found.items()}}
 
 
@@ -375,9 +366,7 @@ def test_shapes_come_from_the_headers_of_the_files(task):
   'image_size, shape',
   [(40, (48, 80, 3)), ((24, 56), (24, 56, 3)), (None, (32, 64, 3))],
 )
-def test_the_network_sees_the_size_that_is_asked_for(
-  stopped, image_size, shape
-):
+def test_the_network_sees_the_size_that_is_asked_for(stopped, image_size, shape):
   model, image = stopped[1], np.zeros((30, 50, 3), np.uint8)
   parts = functools.partial(model.task.parts_at, image_size=image_size)
   [(_, inputs, _)] = model.stream([image], keep=('image', 'size'), parts=parts)

@@ -10,15 +10,15 @@ import ml_collections
 import numpy as np
 import pytest
 
-from tests import processes
-from tests import trees
-from vit_jax import predict
-from vit_jax import train
+from tests import processes, trees
+from vit_jax import predict, train
 from vit_jax.configs import common
 from vit_jax.distributed import sharding
-from vit_jax.run import checkpoints as checkpoints_lib
-from vit_jax.run import config as run_config
-from vit_jax.run import workdir as workdir_lib
+from vit_jax.run import (
+  checkpoints as checkpoints_lib,
+  config as run_config,
+  workdir as workdir_lib,
+)
 
 NAMES = {'class_names': ['ant', 'bee', 'cow']}
 MESH = {'data': 2, 'fsdp': 2, 'model': 2}
@@ -117,9 +117,7 @@ def test_a_mesh_and_micro_batches_make_the_update_of_one_device(
   """Images have up to four objects, and half of them none."""
   monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 64)
   split = compile_update(MESH, 8, accum_steps=2)
-  kinds = {
-    row['spec'] for row in sharding.report(split.program.abstract.params)
-  }
+  kinds = {row['spec'] for row in sharding.report(split.program.abstract.params)}
   assert {'fsdp', 'fsdp+model'} <= kinds
   assert not sharding.not_split(split.program.abstract.params, split.mesh)
   want, wanted = jax.device_get(alone(alone.place(first)))
@@ -164,9 +162,7 @@ def test_it_goes_on_exactly_and_predicts_on_a_mesh(alone, first, tmp_path):
   checkpoints = checkpoints_lib.Checkpoints(tmp_path)
   checkpoints.save(1, begun)
   checkpoints.close()
-  restored, step = checkpoints_lib.Checkpoints(tmp_path).restore(
-    alone.program.abstract
-  )
+  restored, step = checkpoints_lib.Checkpoints(tmp_path).restore(alone.program.abstract)
   assert step == 1
   images = [np.full((40, 30, 3), value, np.uint8) for value in (50, 200)]
   want = predict.load(str(tmp_path)).detect(images, 0.0)
@@ -179,9 +175,7 @@ def test_it_goes_on_exactly_and_predicts_on_a_mesh(alone, first, tmp_path):
     for (name, score, box), (*named, corners) in zip(ours, theirs, strict=True):
       assert [name, pytest.approx(score, abs=1e-4)] == named
       assert box == pytest.approx(corners, abs=1e-2)
-  trees.assert_same(
-    jax.device_get(alone(restored)[0]), jax.device_get(alone(begun)[0])
-  )
+  trees.assert_same(jax.device_get(alone(restored)[0]), jax.device_get(alone(begun)[0]))
 
 
 def test_half_precision_leaves_logits_and_boxes_alone():

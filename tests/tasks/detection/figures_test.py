@@ -10,13 +10,9 @@ import pytest
 from tests.tasks.detection import looking_test
 from vit_jax.commands import visualize as visualize_command
 from vit_jax.distributed import sharding
-from vit_jax.figures import colors as palette
-from vit_jax.figures import gallery
-from vit_jax.figures import results
+from vit_jax.figures import colors as palette, gallery, results
 from vit_jax.tasks import classify
-from vit_jax.tasks.detection import detect
-from vit_jax.tasks.detection import figures as detectors
-from vit_jax.tasks.detection import attention_figures
+from vit_jax.tasks.detection import attention_figures, detect, figures as detectors
 
 NAMES = ('ant', 'bee')
 

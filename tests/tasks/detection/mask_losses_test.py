@@ -29,9 +29,7 @@ def test_losses_and_gradients_are_those_of_hugging_face():
   ).flatten(1)
   boxes = len(pairs)
   want = {
-    'focal': loss_for_object_detection.sigmoid_focal_loss(
-      large, targets, boxes
-    ),
+    'focal': loss_for_object_detection.sigmoid_focal_loss(large, targets, boxes),
     'dice': loss_for_object_detection.dice_loss(large, targets, boxes),
   }
   sum(want.values()).backward()
@@ -51,9 +49,7 @@ def test_losses_are_finite_for_extreme_logits():
   logits = np.array([[[-1e4, 1e4], [1e4, -1e4]]], np.float32)
   target = np.array([[[1, 1], [0, 0]]], np.float32)
   for loss in (mask_losses.focal, mask_losses.dice):
-    value, slope = jax.value_and_grad(lambda x, f=loss: f(x, target).sum())(
-      logits
-    )
+    value, slope = jax.value_and_grad(lambda x, f=loss: f(x, target).sum())(logits)
     assert np.isfinite(value)
     assert np.isfinite(slope).all()
   # Half of the pixels are right; a wrong one costs its logit.

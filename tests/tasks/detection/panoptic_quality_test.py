@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from tests import processes
-from vit_jax.tasks.detection import panoptic_quality as pq
-from vit_jax.tasks.detection import segments
+from vit_jax.tasks.detection import panoptic_quality as pq, segments
 
 IS_THING = (True, True, False)
 
@@ -221,9 +220,7 @@ def test_two_processes_add_up_each_image_once():
   assert statuses == [0, 0], outputs
   first, second = processes.said(outputs)
   assert first == second
-  for (total, count), images in zip(
-    first, [(1, 4, 7, *range(8, 40)), range(3), ()]
-  ):
+  for (total, count), images in zip(first, [(1, 4, 7, *range(8, 40)), range(3), ()]):
     assert count == len(images)
     want = sum(map(image, images), np.zeros((4, 2)))
     np.testing.assert_allclose(total, want, rtol=1e-12)

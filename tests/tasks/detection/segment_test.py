@@ -14,17 +14,17 @@ import pytest
 from sklearn import datasets
 import tensorflow as tf
 
-from vit_jax.configs import common
-from vit_jax.configs import detr_panoptic_scenes
+from vit_jax.configs import common, detr_panoptic_scenes
 from vit_jax.data import records
 from vit_jax.data.tfds import scenes
 from vit_jax.distributed import sharding
-from vit_jax.inference import demo
-from vit_jax.inference import engine
+from vit_jax.inference import demo, engine
 from vit_jax.run import config as run_config
-from vit_jax.tasks.detection import mask_losses as masks_lib
-from vit_jax.tasks.detection import panoptic_quality as pq
-from vit_jax.tasks.detection import segment
+from vit_jax.tasks.detection import (
+  mask_losses as masks_lib,
+  panoptic_quality as pq,
+  segment,
+)
 
 NAMES = ['cat', 'dog', 'grass', 'sky']
 # A colour for each class; class 3 is that of the remaining pixels.
@@ -216,9 +216,7 @@ def test_the_loss_takes_the_masks_of_matched_queries(classes):
   assert want['dice'][0] < 0.5
   # Evaluation divides by the four objects, and by their class weights.
   others = ('l1', 'giou', 'focal', 'dice')
-  loss = (
-    sum(terms[name].sum() for name in others) / 2 + terms['class'].sum() / 4
-  )
+  loss = sum(terms[name].sum() for name in others) / 2 + terms['class'].sum() / 4
   assert weight == 1
   np.testing.assert_allclose(value, loss, rtol=1e-5)
 
@@ -261,9 +259,7 @@ def test_segments_are_shown_on_a_page(classes, tmp_path):
   path = str(tmp_path / 'image.png')
   Image.fromarray(image).save(path)
   out = str(tmp_path / 'out.png')
-  predictor.report(
-    [path], argparse.Namespace(out=out, threshold=None, image_size=None)
-  )
+  predictor.report([path], argparse.Namespace(out=out, threshold=None, image_size=None))
   with gradio.Blocks():
     show, [threshold], (_, picture, words) = predictor.page()
   assert threshold.value == predictor.LEAST
@@ -334,13 +330,9 @@ def test_digits_of_scenes_hide_little_of_each_other():
   digits = datasets.load_digits()
   counts = set()
   for seed in range(60):
-    scene = scenes.compose(
-      np.random.RandomState(seed), digits.images, digits.target
-    )
+    scene = scenes.compose(np.random.RandomState(seed), digits.images, digits.target)
     counts.add(len(scene.labels))
-    found = [
-      scenes._box(scene.segments == k + 2) for k in range(len(scene.labels))
-    ]
+    found = [scenes._box(scene.segments == k + 2) for k in range(len(scene.labels))]
     for a, b in itertools.combinations(found, 2):
       width = min(a.xmax, b.xmax) - max(a.xmin, b.xmin)
       height = min(a.ymax, b.ymax) - max(a.ymin, b.ymin)

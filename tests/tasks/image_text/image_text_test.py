@@ -10,25 +10,19 @@ from PIL import Image
 import pytest
 import sentencepiece
 
-from tests import conftest
-from tests import tiny_models
-from vit_jax.weights import convert
-from vit_jax.evaluators import evaluation
-from vit_jax import predict
-from vit_jax import train
+from tests import conftest, tiny_models
+from vit_jax import predict, train
 from vit_jax.commands import predict as predict_command
 from vit_jax.configs import lit_digits
 from vit_jax.data import sources
+from vit_jax.data.texts import tokenizers
 from vit_jax.data.tfds import digit_captions as digit_captions
 from vit_jax.distributed import sharding
+from vit_jax.evaluators import evaluation
 from vit_jax.inference import engine
-from vit_jax.run import config as run_config
-from vit_jax.run import workdir as workdir_lib
-from vit_jax.tasks.image_text import captions
-from vit_jax.tasks.image_text import image_text
-from vit_jax.tasks.image_text import precomputed
-from vit_jax.tasks.image_text import zero_shot
-from vit_jax.data.texts import tokenizers
+from vit_jax.run import config as run_config, workdir as workdir_lib
+from vit_jax.tasks.image_text import captions, image_text, precomputed, zero_shot
+from vit_jax.weights import convert
 
 WIDTH = 16
 WORDS = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', 'a', 'cat', 'dog', 'the']
@@ -42,9 +36,7 @@ def make_config(data_dir, **changes):
   config.model.image = tiny_models.config()
   config.model.image.patches.size = (4, 4)
   config.model.image.hidden_size = WIDTH
-  config.model.text.config.update(
-    width=WIDTH, num_layers=1, num_heads=2, mlp_dim=32
-  )
+  config.model.text.config.update(width=WIDTH, num_layers=1, num_heads=2, mlp_dim=32)
   config.model.out_dim = (None, WIDTH)
   config.pretrained = None
   config.evals = (('test', 'test[:40]'),)
@@ -119,9 +111,7 @@ def test_embeddings_that_are_computed_once_train_the_same(
   images = [source.read(source.record(i))['image'].numpy() for i in range(3)]
   np.testing.assert_allclose(rows[:3], model.embed(images), atol=1e-3)
   config.pp.flip = True
-  with pytest.raises(
-    ValueError, match='change from epoch to epoch: set .*flip'
-  ):
+  with pytest.raises(ValueError, match='change from epoch to epoch: set .*flip'):
     image_text.Task(run_config.complete(config), {'vocabulary': WORDS})
   config.update(lr_multipliers=())
   config.pp.flip = False
@@ -146,9 +136,7 @@ def test_embeddings_that_do_not_fit_are_computed_again(data_dir, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(precomputed, '_write', counted)
-      rows = precomputed.make(
-        task, params, extra, source, mesh, tmp_path, engine.never
-      )
+      rows = precomputed.make(task, params, extra, source, mesh, tmp_path, engine.never)
     return np.array(rows)
 
   want = make()
@@ -210,7 +198,7 @@ def test_zero_shot_beside_numpy(run):
   workdir = run[0]
   model = predict.load(workdir)
   options = {'templates': 'a photo of a {}', 'classes': ''}
-  found = evaluation.evaluate(workdir, 'test[:40]', options=options)
+  found = evaluation.evaluate(predict.load(workdir), 'test[:40]', options=options)
   config, _ = workdir_lib.load(workdir)
   source = sources.open_split(config, 'test[:40]', ('image', 'label'))
   records = [source.read(source.record(i)) for i in range(40)]
@@ -226,12 +214,8 @@ def test_zero_shot_beside_numpy(run):
   # Several templates: the mean of the vectors of length 1, which is shorter.
   names, templates = ['one', 'two'], ['a {}', 'the digit {}']
   means = model._embedder.classes(model.params, {}, names, templates)
-  whole = model.embed_texts(
-    ['a one', 'the digit one', 'a two', 'the digit two']
-  )
-  np.testing.assert_allclose(
-    means, whole.reshape(2, 2, -1).mean(axis=1), atol=1e-6
-  )
+  whole = model.embed_texts(['a one', 'the digit one', 'a two', 'the digit two'])
+  np.testing.assert_allclose(means, whole.reshape(2, 2, -1).mean(axis=1), atol=1e-6)
 
 
 def test_top_5_of_twelve_classes_beside_a_sort():
@@ -254,9 +238,7 @@ def test_recalls_of_a_small_case():
   zimg = np.eye(3)
   # Image 0 has texts 0 and 1, image 1 text 2, image 2 none.
   ztxt = np.array([[0.1, 0.9, 0.0], [0.8, 0.1, 0.0], [0.9, 0.5, 0.2]])
-  found = zero_shot.recalls(
-    zimg, ztxt, np.array([0, 0, 1]), np.array([0, 1, 2])
-  )
+  found = zero_shot.recalls(zimg, ztxt, np.array([0, 0, 1]), np.array([0, 1, 2]))
   # Image 0: text 2 is best, then text 1. Image 1: text 0, then 2.
   assert found['image_to_text_r1'] == 0
   assert found['image_to_text_r5'] == 1
@@ -427,9 +409,7 @@ def test_a_model_that_has_no_text_tower(data_dir):
   config = conftest.make_tiny_config(data_dir)
   config.task, config.best_metric = 'image_text', 'accuracy_test'
   config = run_config.complete(config)
-  with pytest.raises(
-    ValueError, match="task='image_text' needs an image and a"
-  ):
+  with pytest.raises(ValueError, match="task='image_text' needs an image and a"):
     image_text.Task(config, {'vocabulary': WORDS})
 
 
@@ -438,9 +418,7 @@ def test_a_best_metric_that_the_data_do_not_give(data_dir, tmp_path):
   evals = (('a', 'test'), ('b', 'train[:9]'))
   config = make_config(data_dir, evals=evals)
   config.best_metric = 'accuracy_top5_a'
-  with pytest.raises(
-    ValueError, match=r"'a': use one of accuracy_a, image_to_"
-  ):
+  with pytest.raises(ValueError, match=r"'a': use one of accuracy_a, image_to_"):
     train.prepare(config, str(tmp_path))
 
 
@@ -470,13 +448,9 @@ def test_pairs_from_a_manifest(data_dir, tmp_path):
   assert float(state.params['b'][0]) != -2.0
   model = predict.load(workdir)
   (row,) = model.predict([str(tmp_path / 'test0.png')], texts=['a', 'b'])
-  logits = model.logits(
-    [str(tmp_path / 'test0.png')], model.embed_texts(['a', 'b'])
-  )
+  logits = model.logits([str(tmp_path / 'test0.png')], model.embed_texts(['a', 'b']))
   # Each text alone: shares need not sum to 1.
-  assert dict(row)['a'] == pytest.approx(
-    1 / (1 + np.exp(-logits[0, 0])), rel=1e-4
-  )
+  assert dict(row)['a'] == pytest.approx(1 / (1 + np.exp(-logits[0, 0])), rel=1e-4)
 
 
 def test_the_command_that_a_run_suggests(data_dir):
@@ -518,9 +492,7 @@ def test_a_run_becomes_a_file_that_predicts_the_same(run, tmp_path):
   assert found == pytest.approx(want, abs=1e-5)
   (tmp_path / 'mine.txt').unlink()
   alone = predict.load_weights(path)
-  with pytest.raises(
-    ValueError, match=r'put the file beside its weights, .*txt'
-  ):
+  with pytest.raises(ValueError, match=r'put the file beside its weights, .*txt'):
     alone.embed_texts(['a one'])
 
 
@@ -529,9 +501,7 @@ def test_both_towers_are_exported(run, tmp_path):
   assert model.export(tmp_path / 'img', 'stablehlo') < 1e-4
   assert model.export(tmp_path / 'txt', 'onnx', texts=True) < 1e-4
   facts = json.loads((tmp_path / 'txt' / 'model.json').read_text())
-  assert facts['inputs'] == {
-    'tokens': {'shape': ['batch', 12], 'dtype': 'int32'}
-  }
+  assert facts['inputs'] == {'tokens': {'shape': ['batch', 12], 'dtype': 'int32'}}
   assert facts['outputs']['embedding']['shape'] == ['batch', WIDTH]
   pp = facts['preprocessing']
   assert pp == {

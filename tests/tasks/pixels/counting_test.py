@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from vit_jax.tasks.pixels import counting
-from vit_jax.tasks.pixels import sampling
+from vit_jax.tasks.pixels import counting, sampling
 
 COLORS = 3
 TRAIN = np.random.RandomState(0).randint(COLORS, size=(20, 4, 5))

@@ -112,9 +112,7 @@ def test_a_file_of_another_format_is_named(tmp_path):
 
 
 def test_a_palette_that_does_not_fit_is_named():
-  with pytest.raises(
-    ValueError, match='has 3 colours, and the model num_colors=5'
-  ):
+  with pytest.raises(ValueError, match='has 3 colours, and the model num_colors=5'):
     palette_lib.check(COLORS, 5, 3)
   with pytest.raises(ValueError, match=r'has 3 channels, .* pp\.channels=1'):
     palette_lib.check(COLORS, 3, 1)

@@ -13,19 +13,15 @@ from PIL import Image
 import pytest
 from scipy import special
 
-from tests import conftest
-from tests import looked_up
-from vit_jax import models_igpt
-from vit_jax import predict
-from vit_jax import train
+from tests import conftest, looked_up
+from vit_jax import models_igpt, predict, train
 from vit_jax.commands import predict as predict_command
 from vit_jax.configs import igpt_finetune
+from vit_jax.data import sources
 from vit_jax.figures import grids
 from vit_jax.inference import demo
-from vit_jax.run import config as run_config
-from vit_jax.run import metrics as metrics_lib
-from vit_jax.tasks.pixels import finetune as pixels_finetune
-from vit_jax.tasks.pixels import pixels
+from vit_jax.run import config as run_config, metrics as metrics_lib
+from vit_jax.tasks.pixels import finetune as pixels_finetune, pixels
 
 MODEL = dict(
   kind='igpt', num_colors=4, num_positions=64, hidden_size=16, num_layers=1,
@@ -97,9 +93,7 @@ def test_bits_are_those_of_the_logits(data_dir):
   (total, count), metrics = task.loss(params, {}, made, jax.random.key(0))
   assert float(total / count) == pytest.approx(nats.mean(), rel=1e-5)
   bits, _ = metrics['bits_per_dim']
-  assert float(bits / count) == pytest.approx(
-    nats.mean() / math.log(2), rel=1e-5
-  )
+  assert float(bits / count) == pytest.approx(nats.mean() / math.log(2), rel=1e-5)
   likely = task.read(params, {}, batch)['likely']
   np.testing.assert_array_equal(likely, np.argmax(logits, axis=-1))
 
@@ -226,9 +220,7 @@ def test_completions_keep_the_upper_rows(model):
     for image, completion in zip(given, completed):
       color = np.asarray(model.task.colors(image[None, ..., None] / 127.5 - 1))
       want = np.ravel(model.metadata['palette'])[color[0, 0]]
-      np.testing.assert_array_equal(
-        completion[:kept], np.round((want + 1) * 127.5)
-      )
+      np.testing.assert_array_equal(completion[:kept], np.round((want + 1) * 127.5))
 
 
 def test_an_image_that_is_low_for_its_width_is_an_upper_part(model):
@@ -241,7 +233,7 @@ def test_an_image_that_is_low_for_its_width_is_an_upper_part(model):
 
 def test_likelihoods_are_those_of_the_evaluation(finished, model):
   _, _, metrics = finished
-  source = train.open_for(model.config, type(model.task), {}, 'test')
+  source = sources.open_for(model.config, type(model.task), {}, 'test')
   encoded = looked_up.features(source)['image']
   bits = model.log_likelihood(encoded)
   assert bits.shape == (360,)
@@ -291,9 +283,7 @@ def test_the_command_samples_completes_and_measures(
   assert run('--sample=3', f'--out={out}') == f'3 sample(s): {out}\n'
   with Image.open(out) as picture:
     assert picture.size == (3 * 104 + 8, 112)
-    first = np.asarray(picture)[
-      8:104:12, 8:104:12
-    ]  # Pixels, 12 times as large.
+    first = np.asarray(picture)[8:104:12, 8:104:12]  # Pixels, 12 times as large.
   np.testing.assert_array_equal(first, model.sample(3)[0])
   assert '4 of 8 rows kept' in run('--complete', image, f'--out={out}')
   with Image.open(out) as picture:
@@ -337,9 +327,7 @@ def test_joint_fine_tuning_adds_the_losses(data_dir):
   assert set(found) >= {'accuracy', 'loss', 'bits_per_dim'}
 
 
-def test_fine_tuning_starts_from_a_run_and_its_palette(
-  finished, data_dir, tmp_path
-):
+def test_fine_tuning_starts_from_a_run_and_its_palette(finished, data_dir, tmp_path):
   config, workdir, _ = finished
   config = make_config(data_dir)
   config.task = 'pixels_finetune'
@@ -349,9 +337,7 @@ def test_fine_tuning_starts_from_a_run_and_its_palette(
   state, metrics = train.train_and_evaluate(config, str(tmp_path / 'tuned'))
   before = predict.load(str(workdir))
   for name in before.params:
-    jax.tree.map(
-      np.testing.assert_array_equal, state.params[name], before.params[name]
-    )
+    jax.tree.map(np.testing.assert_array_equal, state.params[name], before.params[name])
   model = predict.load(str(tmp_path / 'tuned'))
   assert model.metadata['palette'] == before.metadata['palette']
   assert len(model.class_names) == 10
@@ -391,9 +377,7 @@ def test_palettes_that_do_not_fit_are_named(data_dir, tmp_path):
   np.save(tmp_path / 'greys.npy', np.array(GREYS))
   config = run_config.complete(make_config(data_dir, num_colors=5))
   config.task_options.palette = str(tmp_path / 'greys.npy')
-  with pytest.raises(
-    ValueError, match=r"greys\.npy' has 4 colours, and the mo"
-  ):
+  with pytest.raises(ValueError, match=r"greys\.npy' has 4 colours, and the mo"):
     pixels.Task.learn(config, None)
   config.model.num_colors = 4
   assert np.allclose(pixels.Task.learn(config, None)['palette'], GREYS)

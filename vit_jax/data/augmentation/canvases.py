@@ -71,9 +71,7 @@ def group_at(step, seed: int, pp):
   key = tf.random.experimental.stateless_fold_in(key, _GROUP)
   drawn = _index(key, len(pp.sides))
   counts = [len(group.sides) for group in groups(pp)]
-  return tf.gather(
-    np.repeat(np.arange(len(counts), dtype=np.int32), counts), drawn
-  )
+  return tf.gather(np.repeat(np.arange(len(counts), dtype=np.int32), counts), drawn)
 
 
 def _index(seed, count):
@@ -95,9 +93,7 @@ def fitted(shape, side, longest):
   side, longest = tf.cast(side, tf.float64), tf.cast(longest, tf.float64)
   least = tf.reduce_min(shape, axis=-1, keepdims=True)
   most = tf.reduce_max(shape, axis=-1, keepdims=True)
-  side = tf.where(
-    most / least * side > longest, tf.round(longest * least / most), side
-  )
+  side = tf.where(most / least * side > longest, tf.round(longest * least / most), side)
   side = tf.maximum(side, 1.0)
   size = tf.where(shape == least, side, tf.floor(side * shape / least))
   return tf.cast(size, tf.int32)

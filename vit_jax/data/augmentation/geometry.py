@@ -10,8 +10,7 @@ Positions are (y, x) from the upper left, as in TFDS: an image of h pixels
 reaches from 0 to h, and the centre of its first pixel is at 0.5.
 """
 
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -138,9 +137,7 @@ def to_boxes(boxes, geometry: Geometry):
   boxes; and bool [n], False for boxes that lie outside of the new image.
   """
   boxes = tf.convert_to_tensor(boxes, tf.float32)
-  begin, extent = tf.unstack(
-    tf.reshape(tf.cast(geometry.window, tf.float32), [2, 2])
-  )
+  begin, extent = tf.unstack(tf.reshape(tf.cast(geometry.window, tf.float32), [2, 2]))
   corners = tf.reshape(boxes, [-1, 2, 2])  # [n, lower or upper corner, (y, x)]
   corners = corners * tf.cast(geometry.shape, tf.float32) - begin
   corners = tf.clip_by_value(corners / extent, 0.0, 1.0)
@@ -203,9 +200,7 @@ def rotation(angle, height, width):
 
 
 def _flip(pixels, geometry, axis):
-  return tf.cond(
-    geometry.flip, lambda: tf.reverse(pixels, [axis]), lambda: pixels
-  )
+  return tf.cond(geometry.flip, lambda: tf.reverse(pixels, [axis]), lambda: pixels)
 
 
 def _turn(batch, geometry, interpolation, fill_mode):

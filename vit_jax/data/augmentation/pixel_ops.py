@@ -64,9 +64,7 @@ invert = tf.bitwise.invert  # A negative, as of PIL.ImageOps.invert.
 
 def posterize(image, bits: int):
   """Keeps the highest `bits` (1 to 8) of each value: PIL.ImageOps.posterize."""
-  return tf.bitwise.bitwise_and(
-    image, tf.constant(256 - 2 ** (8 - bits), 'uint8')
-  )
+  return tf.bitwise.bitwise_and(image, tf.constant(256 - 2 ** (8 - bits), 'uint8'))
 
 
 def solarize(image, threshold: int):
@@ -278,9 +276,7 @@ def randaugment(image, seed, layers: int, magnitude: int):
   for layer in range(layers):
     seeds = tf.random.experimental.stateless_fold_in(seed, layer)
     seeds = tf.random.experimental.stateless_split(seeds, 2)
-    number = tf.random.stateless_uniform(
-      [], seeds[0], 0, len(OPERATIONS), tf.int32
-    )
+    number = tf.random.stateless_uniform([], seeds[0], 0, len(OPERATIONS), tf.int32)
     shape = image.shape
     image = _choose(number, OPERATIONS.values(), image, magnitude, seeds[1])
     image = tf.ensure_shape(image, shape)
@@ -289,9 +285,7 @@ def randaugment(image, seed, layers: int, magnitude: int):
 
 def _choose(number, functions, *args):
   """Calls function `number` of the functions."""
-  return tf.switch_case(
-    number, [functools.partial(f, *args) for f in functions]
-  )
+  return tf.switch_case(number, [functools.partial(f, *args) for f in functions])
 
 
 # --- Colours and holes, on float32 [h, w, C] in [-1, 1] -----------------------
@@ -319,9 +313,7 @@ def color_jitter(image, seed, brightness, contrast, saturation):
       low, high = max(0.0, 1.0 - strength), 1.0 + strength
       factor = tf.random.stateless_uniform([], own, low, high)
       steps.append(functools.partial(_towards, start, factor))
-  order = tf.random.experimental.stateless_shuffle(
-    tf.range(len(steps)), seeds[3]
-  )
+  order = tf.random.experimental.stateless_shuffle(tf.range(len(steps)), seeds[3])
   for turn in range(len(steps)):
     image = _choose(order[turn], steps, image)
   return image
@@ -339,9 +331,7 @@ def _grey(image):
   return tf.tensordot(image, tf.constant([0.299, 0.587, 0.114]), 1)[..., None]
 
 
-def random_erasing(
-  image, seed, probability, area=(0.02, 1 / 3), ratio=(0.3, 3.3)
-):
+def random_erasing(image, seed, probability, area=(0.02, 1 / 3), ratio=(0.3, 3.3)):
   """Erases a random rectangle that lies within the image.
 
   Random Erasing (arXiv 1708.04896), with the defaults of torchvision and timm.

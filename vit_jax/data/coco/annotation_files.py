@@ -22,17 +22,13 @@ from collections.abc import Sequence
 import functools
 import itertools
 import os
-from typing import Annotated
-from typing import Any
-from typing import Generic
-from typing import NamedTuple
-from typing import TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
-from vit_jax.data.images import index as index_lib
 from vit_jax.data.images import image_files
+from vit_jax.distributed import files
 
 SHOWN = 5  # Number of faults that a message names.
 # Number of files that stay in memory: of a training and of a test split.
@@ -126,9 +122,7 @@ class Annotations(NamedTuple):
     """Returns the annotations without the objects whose `kept` [m] is False."""
     names = ('ids', 'image', 'label', 'boxes', 'area', 'crowd', 'outlines')
     columns = {name: getattr(self, name) for name in names}
-    return self._replace(
-      **{k: x[kept] for k, x in columns.items() if x is not None}
-    )
+    return self._replace(**{k: x[kept] for k, x in columns.items() if x is not None})
 
   def digest(self) -> str:
     """Returns a hash of everything but the place of the file."""
@@ -136,7 +130,7 @@ class Annotations(NamedTuple):
     texts = [text for x in lists for text in (*x, '')]
     arrays = (x for x in self[:-1] if isinstance(x, np.ndarray))
     outlines = () if self.outlines is None else self.outlines
-    return index_lib.digest(
+    return files.digest(
       ['\0'.join(texts).encode(errors='surrogatepass'), *arrays, *outlines]
     )
 
@@ -161,9 +155,7 @@ def _read(path, kind, stamp):
   else:  # A segment's id is its colour: others may have the same.
     ids = _unique(path, 'annotations', objects, 'id')
     owners = _numbers(path, objects, ids, 'image_id', image_ids, 'images')
-  label = _numbers(
-    path, objects, ids, 'category_id', category_ids, 'categories'
-  )
+  label = _numbers(path, objects, ids, 'category_id', category_ids, 'categories')
   boxes = np.array([x.bbox for x in objects], np.float64).reshape(-1, 4)
   area = np.array([x.area for x in objects], np.float64)  # None becomes NaN.
   area = np.where(np.isfinite(area), area, boxes[:, 2] * boxes[:, 3])
@@ -208,9 +200,7 @@ def _classes(path, categories):
   supercategory 'none'. It is left out if a class has the same name.
   """
   names = collections.Counter(x.name for x in categories)
-  chosen = [
-    x for x in categories if x.supercategory != 'none' or names[x.name] == 1
-  ]
+  chosen = [x for x in categories if x.supercategory != 'none' or names[x.name] == 1]
   chosen.sort(key=lambda category: category.id)
   names = _unique(path, 'categories', chosen, 'name')
   return _unique(path, 'categories', chosen, 'id'), tuple(names)

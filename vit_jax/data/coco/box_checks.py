@@ -7,8 +7,7 @@ them, by rounding: it is cut off at the border and counts as right.
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data.coco import segmentations
-from vit_jax.data.coco import annotation_files
+from vit_jax.data.coco import annotation_files, segmentations
 
 _ROUNDING = 1.0  # Pixels by which a right box may reach beyond its image.
 
@@ -57,9 +56,7 @@ def _clip(found):
   low = found.boxes[:, [1, 0]]
   high = low + found.boxes[:, [3, 2]]
   outside = (low < -_ROUNDING) | (high > sizes + _ROUNDING)
-  shares = np.concatenate(
-    [np.clip(low / sizes, 0, 1), np.clip(high / sizes, 0, 1)], 1
-  )
+  shares = np.concatenate([np.clip(low / sizes, 0, 1), np.clip(high / sizes, 0, 1)], 1)
   # In float32, in which the boxes are used.
   size = np.diff(shares.astype(np.float32).reshape(-1, 2, 2), axis=1)
   return shares, (size > 0).all(axis=(1, 2)), outside.any(axis=1)

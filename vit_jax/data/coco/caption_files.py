@@ -13,8 +13,7 @@ import os
 import msgspec
 
 from vit_jax import console
-from vit_jax.data import manifest
-from vit_jax.data import slices
+from vit_jax.data import manifest, slices
 from vit_jax.data.coco import layout
 from vit_jax.data.images import image_files
 
@@ -70,9 +69,7 @@ def lines(root: str, base: str) -> list[manifest.Line]:
     raise ValueError(f"'{place.path}' has no captions: give a file with some")
   if len(images) < len(found.images):
     lost = len(found.images) - len(images)
-    console.say(
-      f"{lost:,} images of '{place.path}' without a caption are left out."
-    )
+    console.say(f"{lost:,} images of '{place.path}' without a caption are left out.")
   files = [image.file_name for image in images]
   where = layout.folder_of(place.path, place.folders, files)
   return [

@@ -8,8 +8,7 @@ the id of each pixel's segment as R + 256 G + 65536 B.
 
 from collections.abc import Sequence
 import json
-from typing import Annotated
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np

@@ -20,16 +20,10 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax import console
-from vit_jax.data import checking
-from vit_jax.data import records
-from vit_jax.data import slices
-from vit_jax.data.coco import box_checks
-from vit_jax.data.coco import layout
-from vit_jax.data.coco import segmentations
-from vit_jax.data.coco import annotation_files
-from vit_jax.data.images import images
-from vit_jax.data.images import index as index_lib
-from vit_jax.distributed import processes
+from vit_jax.data import checking, records, slices
+from vit_jax.data.coco import annotation_files, box_checks, layout, segmentations
+from vit_jax.data.images import images, index as index_lib
+from vit_jax.distributed import files, processes
 
 SEGMENTS = 'panoptic_image'
 _VALUES = ('bbox', 'label', 'area', 'is_crowd', 'id')
@@ -52,9 +46,7 @@ class AnnotatedSource(records.FolderSource):
   `segments` are the paths of the PNGs of panoptic data, or None.
   """
 
-  def __init__(
-    self, columns, names, max_pixels, digest, shapes, segments, stuff
-  ):
+  def __init__(self, columns, names, max_pixels, digest, shapes, segments, stuff):
     super().__init__(columns, names, max_pixels)
     self._digest, self._shapes, self._segments = digest, shapes, segments
     self.stuff = tuple(stuff)
@@ -116,7 +108,7 @@ def open_split(
     if name.endswith('/label'):
       names[name] = tuple(classes)
   hashes = [part.found.digest().encode() for part in parts]
-  digest = index_lib.digest([*hashes, *(part.rows for part in parts), kept])
+  digest = files.digest([*hashes, *(part.rows for part in parts), kept])
   return AnnotatedSource(
     columns,
     names,
@@ -209,17 +201,19 @@ def _open_part(root, base, instruction, kind, broken_boxes) -> Part:
   place = layout.find(root, base, kind)
   if not place.name.startswith(base):
     console.say(f"Split '{base}' of '{root}' is '{place.path}'.")
-  found, shares = box_checks.check(annotation_files.read(place.path, kind), broken_boxes)
+  found, shares = box_checks.check(
+    annotation_files.read(place.path, kind), broken_boxes
+  )
   order = index_lib.hash_order(f'/{name}' for name in found.files)
   rows = slices.take(np.array(order), base, instruction)
   paths = {}
-  for name, folders, files in (
+  for name, folders, names in (
     ('image', place.folders, found.files),
     (SEGMENTS, place.segments, found.segments),
   ):
-    if files:
-      where = layout.folder_of(place.path, folders, files)
-      paths[name] = [os.path.join(where, files[i]) for i in rows]
+    if names:
+      where = layout.folder_of(place.path, folders, names)
+      paths[name] = [os.path.join(where, names[i]) for i in rows]
   return Part(found, shares, paths, rows)
 
 
@@ -238,7 +232,7 @@ def open_index(root, split, parts=None, feature='image', workdir=None):
   index = checking.open_listed(root, names, listed, workdir)
   # Those of the whole files, so that slices know of each other.
   every = [np.column_stack([p.found.image_ids, p.found.sizes]) for p in parts]
-  index.check_anew('sizes', index_lib.digest(every))
+  index.check_anew('sizes', files.digest(every))
   sizes = np.concatenate([part.found.sizes[part.rows] for part in parts])
   expected = dict(zip(index.paths(index.order), sizes))
 

@@ -62,9 +62,7 @@ def retried(path, function):
     except (OSError, tf.errors.OpError) as e:
       number = getattr(e, 'errno', None)
       if number == errno.ENOENT or isinstance(e, tf.errors.NotFoundError):
-        raise FileNotFoundError(
-          f"there is no image file '{display(path)}'"
-        ) from e
+        raise FileNotFoundError(f"there is no image file '{display(path)}'") from e
       if delay is None or number in _LASTING:
         reason = e.strerror if isinstance(e, OSError) else first_line(e)
         raise OSError(
@@ -80,9 +78,7 @@ def read_file(path) -> bytes:
 
 
 def _read(path):
-  with (
-    open(path, 'rb') if is_local(path) else tf.io.gfile.GFile(path, 'rb') as f
-  ):
+  with open(path, 'rb') if is_local(path) else tf.io.gfile.GFile(path, 'rb') as f:
     return f.read()
 
 
@@ -93,9 +89,7 @@ def first_line(error: Exception) -> str:
   own = [x for x in lines if x.strip() and not x.startswith(wrapping)]
   line = (own or lines or [type(error).__name__])[0]
   line = re.sub(r'^\{\{function_node .*?\}\} ', '', line)
-  line = re.sub(
-    r'^Error in user-defined function .*? iterator: \S+: ', '', line
-  )
+  line = re.sub(r'^Error in user-defined function .*? iterator: \S+: ', '', line)
   line = re.sub(r'^\w*Error: ', '', line)
   if line.startswith('jpeg::Uncompress failed'):
     line = 'its JPEG data are damaged or cut off'

@@ -10,10 +10,7 @@ import numpy as np
 from PIL import Image
 import tensorflow as tf
 
-from vit_jax.data.images import jpeg
-from vit_jax.data.images import orientation
-from vit_jax.data.images import image_files
-from vit_jax.data.images import rgb
+from vit_jax.data.images import image_files, jpeg, orientation, rgb
 
 # TensorFlow only reads images; JAX alone uses the GPUs.
 try:
@@ -137,9 +134,9 @@ def shape_of(encoded):
   def of_png():
     sizes = tf.strings.join([tf.strings.substr(encoded, 16, 8), b'\0' * 8])
     sizes = tf.strings.substr(sizes, 0, 8)
-    return tf.cast(
-      tf.io.decode_raw(sizes, tf.int32, little_endian=False), tf.int64
-    )[::-1]
+    return tf.cast(tf.io.decode_raw(sizes, tf.int32, little_endian=False), tf.int64)[
+      ::-1
+    ]
 
   def of_jpeg():
     return tf.cast(tf.io.extract_jpeg_shape(encoded)[:2], tf.int64)
@@ -215,9 +212,7 @@ def why_broken(path: bytes, max_pixels: int, size=None) -> str:
   )
 
 
-@tf.function(
-  input_signature=[tf.TensorSpec([], x) for x in (tf.string, tf.int64)]
-)
+@tf.function(input_signature=[tf.TensorSpec([], x) for x in (tf.string, tf.int64)])
 def _try(encoded, max_pixels):
   """Decodes an image, a JPEG at an eighth of its size; returns its shape."""
   encoded = bounded(encoded, max_pixels)

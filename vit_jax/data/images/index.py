@@ -6,9 +6,7 @@ Results of checking a file are valid as long as its size and modification time
 stay the same.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 import concurrent.futures
 import hashlib
 import io
@@ -92,18 +90,17 @@ class Index:
     """Returns the paths of images, by row."""
     top = os.fsencode(self.top)
     return [
-      name if b'://' in name else os.path.join(top, name)
-      for name in self.names(rows)
+      name if b'://' in name else os.path.join(top, name) for name in self.names(rows)
     ]
 
   def digest(self) -> str:
     """Returns a hash of all names, their order, and the broken ones."""
     bad = np.flatnonzero(self.status == BROKEN)
-    return digest([self.names_digest().encode(), self.order, bad])
+    return files.digest([self.names_digest().encode(), self.order, bad])
 
   def names_digest(self) -> str:
     """Returns a hash of all names."""
-    return digest([_lines(self.folders), self.counts, self._names])
+    return files.digest([_lines(self.folders), self.counts, self._names])
 
   # --- Status of the files ---
 
@@ -326,9 +323,7 @@ class Paths(Sequence):
     kept = np.ones(len(self), bool)
     kept[numbers] = False
     masks = np.split(kept, self._ends[:-1])
-    return Paths(
-      (index, rows[mask]) for (index, rows), mask in zip(self.parts, masks)
-    )
+    return Paths((index, rows[mask]) for (index, rows), mask in zip(self.parts, masks))
 
   def store(self, workdir):
     """Writes those indices to the workdir of a run that are not stored yet."""
@@ -339,7 +334,7 @@ class Paths(Sequence):
   def digest(self) -> str:
     """Returns a hash of the names, relative to their folders, in order."""
     if self._digest is None:
-      self._digest = digest(
+      self._digest = files.digest(
         _lines(index.names(rows[i : i + _BLOCK]))
         for index, rows in self.parts
         for i in range(0, len(rows), _BLOCK)
@@ -353,16 +348,8 @@ def place(workdir, root: str, base: str) -> str:
     alone = base in ('', '.')
     return (root.rstrip('/') if alone else f'{root}/{base}') + '.index.npz'
   name = ''.join(c if c.isalnum() else '_' for c in base)
-  key = digest([f'{root}/{base}'.encode()])[:8]
+  key = files.digest([f'{root}/{base}'.encode()])[:8]
   return f'{workdir}/data/{name}-{key}.npz'
-
-
-def digest(contents: Iterable) -> str:
-  """Returns a hash of bytes-like objects, as 32 digits."""
-  found = hashlib.blake2b(digest_size=16)
-  for content in contents:
-    found.update(content)
-  return found.hexdigest()
 
 
 def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:

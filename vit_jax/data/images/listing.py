@@ -18,14 +18,11 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax import console
-from vit_jax.data.images import index as index_lib
-from vit_jax.data.images import image_files
+from vit_jax.data.images import image_files, index as index_lib
 
 EXTENSIONS = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif')
 _ENDINGS = tuple(ending.encode() for ending in EXTENSIONS)
-ENDINGS = (
-  f'the known endings are {", ".join(EXTENSIONS)}, in upper or lower case'
-)
+ENDINGS = f'the known endings are {", ".join(EXTENSIONS)}, in upper or lower case'
 _LISTS = ('.txt', '.jsonl')
 # If a folder changed less than this many seconds before its listing, a later
 # change may have the same time stamp.
@@ -106,11 +103,7 @@ def _scan(top, name, local) -> _Piece:
       image = is_image(entry)
       if image and is_file:
         found.append(entry)
-      elif (
-        not image
-        and is_folder
-        and not (is_link and _is_loop(top, prefix + entry))
-      ):
+      elif not image and is_folder and not (is_link and _is_loop(top, prefix + entry)):
         inner.append(prefix + entry)
       else:
         others.append(entry)

@@ -15,9 +15,7 @@ pipeline.
 import io
 
 import numpy as np
-from PIL import ExifTags
-from PIL import Image
-from PIL import JpegImagePlugin
+from PIL import ExifTags, Image, JpegImagePlugin
 import tensorflow as tf
 
 from vit_jax.data.images import image_files

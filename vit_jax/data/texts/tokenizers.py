@@ -21,9 +21,7 @@ A vocabulary may be local, at gs:// or https://, or on the Hugging Face Hub.
 
 import abc
 import collections
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import json
 import os
@@ -37,8 +35,7 @@ import numpy as np
 
 from vit_jax import console
 from vit_jax.distributed import files
-from vit_jax.weights import fetch
-from vit_jax.weights import hub
+from vit_jax.weights import fetch, hub
 
 # The first tokens of a vocabulary of BERT, in this order.
 SPECIAL = ('[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]')
@@ -162,9 +159,7 @@ class Tokenizer(abc.ABC):
 
   def _wrong(self, what: str) -> ValueError:
     """Returns the error to raise for a vocabulary that cannot be used."""
-    return ValueError(
-      f"vocab_path='{self.vocab_path}' {what}: give {self._kind}"
-    )
+    return ValueError(f"vocab_path='{self.vocab_path}' {what}: give {self._kind}")
 
   def _needed(self, package: str):
     """Imports a package that this tokenizer needs."""
@@ -239,8 +234,7 @@ class BertTokenizer(Tokenizer):
     """Returns a function of a text that returns its words in lower case."""
     words = _words_of_tensorflow_text(package)
     return lambda text: [
-      word if len(word.encode()) <= _LONGEST else '[UNK]'
-      for word in words(text)
+      word if len(word.encode()) <= _LONGEST else '[UNK]' for word in words(text)
     ]
 
   def _tokens(self, text):
@@ -349,9 +343,7 @@ class ClipTokenizer(Tokenizer):
 
   def _load(self):
     tokenizer, path = self._read_json()
-    padding = _padding_beside(path) or (tokenizer.padding or {}).get(
-      'pad_token', _END
-    )
+    padding = _padding_beside(path) or (tokenizer.padding or {}).get('pad_token', _END)
     start, end, number = self._numbers(tokenizer, _START, _END, padding)
     tokenizer.no_truncation()
     tokenizer.enable_padding(pad_id=number, pad_token=padding)
@@ -400,9 +392,7 @@ class Siglip2Tokenizer(Tokenizer):
     tokenizer.no_truncation()
     tokenizer.no_padding()
     before = [tokenizer.normalizer] if tokenizer.normalizer else []
-    tokenizer.normalizer = normalizers.Sequence(
-      [normalizers.Lowercase(), *before]
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
     self._set(eos_token=end, _padding=padding, _tokenizer=tokenizer)
 
   def _tokens(self, text):
@@ -508,8 +498,7 @@ def _words_of_tensorflow_text(package) -> Callable[[str], list[str]]:
 def _split_by(splitter, normalizer) -> Callable[[str], list[str]]:
   """Returns a function of a text that returns its words."""
   return lambda text: [
-    word
-    for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))
+    word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))
   ]
 
 

@@ -69,9 +69,7 @@ def _prepare(config, dataset):
   try:
     with quiet:
       builder.download_and_prepare(
-        download_config=tfds.download.DownloadConfig(
-          manual_dir=config.tfds_manual_dir
-        )
+        download_config=tfds.download.DownloadConfig(manual_dir=config.tfds_manual_dir)
       )
   except Exception as e:
     faster = find_builder(config, dataset)

@@ -69,9 +69,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
       features=tfds.features.FeaturesDict(
         {
           'image': tfds.features.Image(shape=(8, 8, 1)),
-          'label': tfds.features.ClassLabel(
-            names=[str(i) for i in self._classes()]
-          ),
+          'label': tfds.features.ClassLabel(names=[str(i) for i in self._classes()]),
         }
       ),
       supervised_keys=('image', 'label'),
@@ -82,9 +80,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     splits = split_indices(self._classes())
     if self.builder_config.name in FEW:
       splits = self._few(**splits)
-    return {
-      name: self._generate_examples(indices) for name, indices in splits.items()
-    }
+    return {name: self._generate_examples(indices) for name, indices in splits.items()}
 
   def _few(self, train, test):
     """Returns the images of each split, in a builder config with few labels."""

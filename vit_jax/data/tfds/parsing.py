@@ -28,9 +28,7 @@ def features(info) -> dict[str, Feature]:
   found = dict(_leaves(info.features, ()))
   top = {name: found[name] for name in info.features if name in found}
   ranks = {name: _sequence_rank(info.features[name]) for name in top}
-  images = [
-    n for n, feature in top.items() if feature.is_image and not ranks[n]
-  ]
+  images = [n for n, feature in top.items() if feature.is_image and not ranks[n]]
   labels = [
     name
     for name, feature in top.items()
@@ -102,9 +100,7 @@ class Reader:
 
     'label' is int64 [L], also for data with one class per image.
     """
-    record = self._features.deserialize_example(
-      serialized, decoders=self._decoders
-    )
+    record = self._features.deserialize_example(serialized, decoders=self._decoders)
     found = {
       name: functools.reduce(operator.getitem, path, record)
       for name, path in self._paths.items()

@@ -14,8 +14,7 @@ quarter of the smaller of two boxes lies within the other one. The area of an
 object is that of its box in `scenes`, and of its segment in `scenes/panoptic`.
 """
 
-from typing import ClassVar
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -177,9 +176,7 @@ class Scenes(tfds.core.GeneratorBasedBuilder):
       }
     )
     features = {
-      'image': tfds.features.Image(
-        shape=(SIZE, SIZE, 3), encoding_format='jpeg'
-      ),
+      'image': tfds.features.Image(shape=(SIZE, SIZE, 3), encoding_format='jpeg'),
       'image/filename': tfds.features.Text(),
       'image/id': np.int64,
     }

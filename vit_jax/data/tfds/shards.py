@@ -5,8 +5,7 @@ order of the file. An error names the file.
 """
 
 import abc
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 import contextlib
 import errno
@@ -19,9 +18,7 @@ import tensorflow as tf
 
 from vit_jax import console
 from vit_jax.data import records
-from vit_jax.data.images import index as index_lib
-from vit_jax.data.images import orientation
-from vit_jax.data.images import image_files
+from vit_jax.data.images import image_files, index as index_lib, orientation
 from vit_jax.data.tfds import parsing
 
 _RECORD = 'record'  # Feature of `lookup`, which `read` parses.
@@ -183,8 +180,7 @@ def attempted(path: str, function: Callable):
 def wrong_count(path: str, found: int, expected: int) -> ValueError:
   """Returns the error of a file with another number of records than TFDS says."""
   return ValueError(
-    f"'{path}' has {found:,} records, but dataset_info.json says {expected:,}: "
-    f'{REMEDY}'
+    f"'{path}' has {found:,} records, but dataset_info.json says {expected:,}: {REMEDY}"
   )
 
 

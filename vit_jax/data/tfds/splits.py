@@ -3,12 +3,8 @@
 from etils import epath
 import tensorflow_datasets as tfds
 
-from vit_jax.data import records
-from vit_jax.data import slices
-from vit_jax.data.tfds import builders
-from vit_jax.data.tfds import parsing
-from vit_jax.data.tfds import shards
-from vit_jax.data.tfds import tfrecords
+from vit_jax.data import records, slices
+from vit_jax.data.tfds import builders, parsing, shards, tfrecords
 
 _SOURCES = {
   tfds.core.FileFormat.ARRAY_RECORD: shards.ArrayRecordSource,
@@ -38,9 +34,7 @@ def whole(info, dataset: str, split: str):
   return info.splits[split]
 
 
-def open_with(
-  info, dataset: str, split: str, reader: parsing.Reader
-) -> records.Source:
+def open_with(info, dataset: str, split: str, reader: parsing.Reader) -> records.Source:
   """Opens a split of a prepared TFDS data set, a tfds.core.DatasetInfo.
 
   `dataset` is its name for messages, and `split` is in the notation of TFDS.

@@ -14,8 +14,7 @@ package, and are valid as long as the size and the time of a file stay the same.
 With several processes, each reads the headers of some files for all.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import io
 import itertools
 import os
@@ -30,11 +29,9 @@ import numpy as np
 import tensorflow as tf
 
 from vit_jax import console
-from vit_jax.data.images import index as index_lib
 from vit_jax.data.images import image_files
-from vit_jax.data.tfds import parsing
-from vit_jax.data.tfds import shards
-from vit_jax.distributed import processes
+from vit_jax.data.tfds import parsing, shards
+from vit_jax.distributed import files, processes
 
 _HEADER, _FOOTER = 12, 4
 _LENGTH = struct.Struct('<QI')
@@ -63,8 +60,7 @@ class TfRecordSource(shards.ShardSource):
   def read_file(self, file, shard, places):
     ends, path = self._offsets[shard], self.paths[shard]
     return [
-      _data(file(int(ends[i]), int(ends[i + 1] - ends[i])), path, i)
-      for i in places
+      _data(file(int(ends[i]), int(ends[i + 1] - ends[i])), path, i) for i in places
     ]
 
 
@@ -128,9 +124,7 @@ def _scan(path: str, size: int, count: int) -> list[int]:
   found, begin = [], 0
   is_local = image_files.is_local(path)
   # A file in a bucket is read in large blocks, from begin to end.
-  with (
-    open(path, 'rb', 0) if is_local else tf.io.gfile.GFile(path, 'rb') as file
-  ):
+  with open(path, 'rb', 0) if is_local else tf.io.gfile.GFile(path, 'rb') as file:
     while begin < size:
       file.seek(begin)
       header = file.read(_HEADER)
@@ -191,7 +185,7 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
     {
       'number': sum(counts),
       'bytes': sum(size for size, _ in stamps),
-      'hash of their offsets': index_lib.digest(found),
+      'hash of their offsets': files.digest(found),
     },
   )
   # Processes with one disk write the same to it.
@@ -208,9 +202,7 @@ def _scan_all(what, paths, stamps, counts, todo) -> list[np.ndarray]:
   def scan():
     mine = [paths[i] for i in todo[me::count]]
     title = 'Reading the headers of tfrecord files'
-    made.extend(
-      shards.each(lambda path: _scan(path, *sizes[path]), mine, title)
-    )
+    made.extend(shards.each(lambda path: _scan(path, *sizes[path]), mine, title))
 
   processes.attempt(what, scan)
   found = {}
@@ -230,7 +222,7 @@ def _scan_all(what, paths, stamps, counts, todo) -> list[np.ndarray]:
 
 def _places(folder: str) -> list[str]:
   """Returns where the lengths of a folder may be stored, the best place first."""
-  key = index_lib.digest([folder.encode()])[:16]
+  key = files.digest([folder.encode()])[:16]
   return [
     os.path.join(folder, _FILE),
     str(console.cache_folder() / 'tfrecords' / f'{key}.npz'),

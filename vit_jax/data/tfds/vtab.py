@@ -15,12 +15,8 @@ import importlib.util
 
 import tensorflow as tf
 
-from vit_jax.data import records
-from vit_jax.data import slices
-from vit_jax.data.tfds import builders
-from vit_jax.data.tfds import parsing
-from vit_jax.data.tfds import splits
-from vit_jax.data.tfds import vtab_tasks
+from vit_jax.data import records, slices
+from vit_jax.data.tfds import builders, parsing, splits, vtab_tasks
 from vit_jax.distributed import processes
 
 
@@ -91,9 +87,7 @@ def _first(info, dataset, split, count) -> str:
 def open_split(config, dataset: str, split: str, features) -> records.Source:
   """Opens a split of a task; see vit_jax.data.sources.open_split."""
   task = vtab_tasks.find_task(dataset)
-  wanted = records.resolve(
-    features, ('image', 'label'), f"data set '{dataset}'"
-  )
+  wanted = records.resolve(features, ('image', 'label'), f"data set '{dataset}'")
   info = builders.get_builder(config, task.dataset).info
   chosen = tfds_split(info, dataset, split)
   source = splits.open_with(info, dataset, chosen, Reader(info, task, wanted))

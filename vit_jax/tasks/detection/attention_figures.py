@@ -108,9 +108,7 @@ def check_points(points) -> np.ndarray:
   return points
 
 
-def best_queries(
-  seen: Seen, index: int, threshold: float, most: int
-) -> np.ndarray:
+def best_queries(seen: Seen, index: int, threshold: float, most: int) -> np.ndarray:
   """Returns the queries of image `index` that detect an object, best first.
 
   At most `most`, int64 [n]; if no score reaches the threshold, the best alone.

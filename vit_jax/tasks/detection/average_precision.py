@@ -98,9 +98,7 @@ def average_precision(
       start=1,  # 0 would stand for none.
     )
   ]
-  results = [
-    {**line, 'score': float(score)} for line, score in _lines(found, 'scores')
-  ]
+  results = [{**line, 'score': float(score)} for line, score in _lines(found, 'scores')]
   reference = faster_coco_eval.COCO(
     {
       'info': {},

@@ -18,25 +18,23 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import input_pipeline
-from vit_jax import models
-from vit_jax import preprocess
-from vit_jax.data.augmentation import canvases
-from vit_jax.data.augmentation import geometry
-from vit_jax.configs import models as model_configs
-from vit_jax.configs import schema
+from vit_jax import input_pipeline, models, preprocess
+from vit_jax.configs import models as model_configs, schema
+from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.images import images as images_lib
 from vit_jax.evaluators import means
 from vit_jax.figures import grids
 from vit_jax.learning import optim
 from vit_jax.run import config as run_config
 from vit_jax.tasks import base
-from vit_jax.tasks.detection import average_precision as ap
-from vit_jax.tasks.detection import boxes as boxes_lib
-from vit_jax.tasks.detection import detectors
-from vit_jax.tasks.detection import overlays
-from vit_jax.tasks.detection import figures
-from vit_jax.tasks.detection import attention_figures
+from vit_jax.tasks.detection import (
+  attention_figures,
+  average_precision as ap,
+  boxes as boxes_lib,
+  detectors,
+  figures,
+  overlays,
+)
 from vit_jax.weights import fitting
 
 _ROUNDING = 1e-3  # Share of an image by which a box may reach beyond it.
@@ -80,9 +78,7 @@ class Task(base.Task):
 
   def __init__(self, config, metadata):
     super().__init__(config, metadata)
-    self.model = models.make_model(
-      config.model, num_classes=len(self.class_names)
-    )
+    self.model = models.make_model(config.model, num_classes=len(self.class_names))
     queries = self.model.num_queries
     if self.options.max_objects > queries:
       raise ValueError(
@@ -153,8 +149,7 @@ class Task(base.Task):
         for i in reversed(range(len(sizes)))
       ]
     return [
-      input_pipeline.Part(numbers, example(canvas), canvas)
-      for numbers, canvas in found
+      input_pipeline.Part(numbers, example(canvas), canvas) for numbers, canvas in found
     ]
 
   @property
@@ -349,9 +344,7 @@ class Task(base.Task):
 
   def _apply(self, params, extra, batch, **kwargs):
     variables = {'params': params, **extra}
-    return self.model.apply(
-      variables, batch['image'], batch.get('real'), **kwargs
-    )
+    return self.model.apply(variables, batch['image'], batch.get('real'), **kwargs)
 
   def augment(self, batch, rng):
     """Adds the shares of the losses, which depend on the global batch.
@@ -464,13 +457,9 @@ class Task(base.Task):
     ]
 
   def describe(self):
-    words = (
-      f'{len(self.class_names):,} classes, {self.model.num_queries} queries'
-    )
+    words = f'{len(self.class_names):,} classes, {self.model.num_queries} queries'
     if self.config.pp.sides:
-      sizes = ', '.join(
-        f'{height}x{width}' for height, width in self.image_sizes
-      )
+      sizes = ', '.join(f'{height}x{width}' for height, width in self.image_sizes)
       words += f', images on canvases of {sizes} pixels'
     return words
 

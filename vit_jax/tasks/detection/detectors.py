@@ -11,10 +11,8 @@ import numpy as np
 from vit_jax import preprocess
 from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
-from vit_jax.inference import predictor as predictor_lib
-from vit_jax.inference import tables
-from vit_jax.tasks.detection import overlays
-from vit_jax.tasks.detection import segments as segments_lib
+from vit_jax.inference import predictor as predictor_lib, tables
+from vit_jax.tasks.detection import overlays, segments as segments_lib
 
 THRESHOLD = 0.7  # Least score of an object that is shown.
 
@@ -77,9 +75,7 @@ class Detector(predictor_lib.Predictor):
     threshold = self.LEAST if threshold is None else threshold
     found = {
       number: make(inputs, outputs, threshold)
-      for number, inputs, outputs in self.stream(
-        images, keep=how.keep, parts=how.parts
-      )
+      for number, inputs, outputs in self.stream(images, keep=how.keep, parts=how.parts)
     }
     return [found[number] for number in range(len(images))]
 

@@ -10,11 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from vit_jax.distributed import sharding
-from vit_jax.figures import colors
-from vit_jax.figures import drawing
-from vit_jax.figures import gallery
-from vit_jax.tasks.detection import detectors
-from vit_jax.tasks.detection import attention_figures
+from vit_jax.figures import colors, drawing, gallery
+from vit_jax.tasks.detection import attention_figures, detectors
 
 MOST = 4  # Maximum number of images, points and objects of a figure.
 _ROWS = 5  # Panels below each other in the figure of the queries.
@@ -62,9 +59,7 @@ def encoder_attention(
     size = picture.shape[1::-1]
     row[0].imshow(picture)
     row[0].set_title(drawing.shorten(names[i], 22))
-    for number, (axes, weights, mark) in enumerate(
-      zip(row[1:], maps, marks), 1
-    ):
+    for number, (axes, weights, mark) in enumerate(zip(row[1:], maps, marks), 1):
       axes.imshow(drawing.overlay(picture, weights, seen.filled[i]))
       axes.plot(*(mark * size - 0.5), **_MARK)
       axes.set_title(f'point {number}')
@@ -102,9 +97,7 @@ def query_attention(
       _draw_box(row[0], box, picture, colour)
       _draw_box(axes, box, picture, colour)
       name = drawing.shorten(class_names[seen.labels[i, query]], 14)
-      axes.set_title(
-        f'{name}, {100 * seen.scores[i, query]:.0f} %', color=colour
-      )
+      axes.set_title(f'{name}, {100 * seen.scores[i, query]:.0f} %', color=colour)
   return fig
 
 
@@ -238,8 +231,7 @@ FIGURES = (
     'arXiv 2005.12872, section 4.3 and figure 6',
     gallery.needs_images,
     lambda subject: [
-      query_attention(*page, subject.model.class_names)
-      for page in _pages(subject)
+      query_attention(*page, subject.model.class_names) for page in _pages(subject)
     ],
   ),
   gallery.Entry(

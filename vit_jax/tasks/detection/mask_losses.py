@@ -59,8 +59,7 @@ def losses(logits, segments, counts) -> dict:
     exists = number < counts
     found = {'focal': focal(mask, target), 'dice': dice(mask, target)}
     return {
-      name: sums[name] + jnp.where(exists, loss, 0.0)
-      for name, loss in found.items()
+      name: sums[name] + jnp.where(exists, loss, 0.0) for name, loss in found.items()
     }, None
 
   zeros = jnp.zeros(len(counts))

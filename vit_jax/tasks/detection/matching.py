@@ -94,9 +94,7 @@ def _walk_back(state: _State, num) -> _State:
   owner = state.owner.at[state.column].set(state.owner[previous])
   moved = state._replace(owner=owner, column=previous)
   begun = _begin(moved, state.target + 1, num)
-  return jax.tree.map(
-    lambda a, b: jnp.where(previous == num, a, b), begun, moved
-  )
+  return jax.tree.map(lambda a, b: jnp.where(previous == num, a, b), begun, moved)
 
 
 def _match(cost, count):

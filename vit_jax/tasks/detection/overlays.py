@@ -4,14 +4,10 @@ from collections.abc import Sequence
 
 from etils import epath
 import numpy as np
-from PIL import Image
-from PIL import ImageColor
-from PIL import ImageDraw
+from PIL import Image, ImageColor, ImageDraw
 
 from vit_jax.data.images import images as images_lib
-from vit_jax.figures import colors
-from vit_jax.figures import drawing
-from vit_jax.figures import fonts
+from vit_jax.figures import colors, drawing, fonts
 
 _LEAST = 256  # Pixels to which the shorter side of an image is enlarged.
 

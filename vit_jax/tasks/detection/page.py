@@ -7,11 +7,9 @@ import gradio as gr
 import jax
 import numpy as np
 
-from vit_jax.figures import grids
-from vit_jax.figures import drawing as figures_drawing
+from vit_jax.figures import drawing as figures_drawing, grids
 from vit_jax.inference import demo
-from vit_jax.tasks.detection import overlays
-from vit_jax.tasks.detection import attention_figures
+from vit_jax.tasks.detection import attention_figures, overlays
 
 
 def of_objects(model):
@@ -87,9 +85,7 @@ def _page(model, compute, make):
 
   def show(photo, least):
     how = model.columns()
-    ((_, inputs, results),) = model.stream(
-      [photo.path], compute, how.keep, how.parts
-    )
+    ((_, inputs, results),) = model.stream([photo.path], compute, how.keep, how.parts)
     pixels = overlays.enlarged(photo.pixels)
     # Boxes and maps are then those of the picture.
     inputs = {**inputs, 'size': np.array(pixels.shape[:2])}

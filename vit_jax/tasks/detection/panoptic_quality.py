@@ -11,21 +11,17 @@ not count in the IoU, and a found segment more than half of which is void, or
 lies in a crowd of its class, is not counted as unmatched.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
-from vit_jax.distributed import processes
-from vit_jax.distributed import sharding
+from vit_jax.distributed import processes, sharding
 from vit_jax.inference import engine
 from vit_jax.tasks.detection import segments as segments_lib
 
 NAMES = tuple(
-  figure + group
-  for group in ('', '_things', '_stuff')
-  for figure in ('PQ', 'SQ', 'RQ')
+  figure + group for group in ('', '_things', '_stuff') for figure in ('PQ', 'SQ', 'RQ')
 )
 _TRUTH = ('index', 'mask', 'label', 'crowd', 'truth_size', 'truth_segments')
 
@@ -138,9 +134,7 @@ def compare(
   ).astype(np.float64)
 
 
-def panoptic_quality(
-  total: np.ndarray, is_thing: Sequence[bool]
-) -> dict[str, float]:
+def panoptic_quality(total: np.ndarray, is_thing: Sequence[bool]) -> dict[str, float]:
   """Computes NAMES of a split from the sum of the results of `compare`.
 
   `is_thing` tells which classes are of things. The figures, from 0 to 1, are

@@ -21,18 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from vit_jax.data.augmentation import canvases
-from vit_jax.data.augmentation import geometry
 from vit_jax.configs import schema
+from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.coco import panoptic
 from vit_jax.figures import grids
-from vit_jax.tasks.detection import boxes as boxes_lib
-from vit_jax.tasks.detection import detect
-from vit_jax.tasks.detection import detectors
-from vit_jax.tasks.detection import overlays
-from vit_jax.tasks.detection import mask_losses as masks_lib
-from vit_jax.tasks.detection import panoptic_quality as pq
-from vit_jax.tasks.detection import segments as segments_lib
+from vit_jax.tasks.detection import (
+  boxes as boxes_lib,
+  detect,
+  detectors,
+  mask_losses as masks_lib,
+  overlays,
+  panoptic_quality as pq,
+  segments as segments_lib,
+)
 
 _OBJECTS = 'panoptic_objects/'
 
@@ -44,9 +45,7 @@ class Task(detect.Task):
     'image',
     'image/id?',
     'panoptic_image',
-    *(
-      _OBJECTS + name for name in ('id', 'bbox', 'label', 'area?', 'is_crowd?')
-    ),
+    *(_OBJECTS + name for name in ('id', 'bbox', 'label', 'area?', 'is_crowd?')),
   )
 
   @dataclasses.dataclass
@@ -97,8 +96,7 @@ class Task(detect.Task):
     original, padded, with crowds, in the order of `label`.
     """
     objects = {
-      name.replace(_OBJECTS, 'objects/'): value
-      for name, value in record.items()
+      name.replace(_OBJECTS, 'objects/'): value for name, value in record.items()
     }
     return super().example(objects, seed, canvas)
 
@@ -122,13 +120,9 @@ class Task(detect.Task):
     size = tf.cast(tf.maximum(1.0, size), tf.int32)
     return {
       **example,
-      'segments': _padded(
-        panoptic.resize(numbers, _shown(example)), example['image']
-      ),
+      'segments': _padded(panoptic.resize(numbers, _shown(example)), example['image']),
       'truth_size': size,
-      'truth_segments': _padded(
-        panoptic.resize(truth, size), tf.zeros([most, most])
-      ),
+      'truth_segments': _padded(panoptic.resize(truth, size), tf.zeros([most, most])),
     }
 
   def batch_spec(self, size):

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from vit_jax import console
-from vit_jax.distributed import processes
 from vit_jax.data.texts import tokenizers
+from vit_jax.distributed import processes
 
 # Features that may hold the text of an image, or several, in the order in which
 # they are looked for; `captions/text` is that of COCO in TFDS.
@@ -78,7 +78,9 @@ def tokenize(tokenizer, texts, most: int):
   Rows after those of the texts are zeros.
   """
   count = tf.shape(texts)[0]
-  message = f'an image has more than {most} texts: raise --config.task_options.most_texts'
+  message = (
+    f'an image has more than {most} texts: raise --config.task_options.most_texts'
+  )
   check_ = tf.debugging.assert_less_equal(count, most, message)
   with tf.control_dependencies([check_]):
     texts = tf.identity(texts)

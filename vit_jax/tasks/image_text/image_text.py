@@ -26,22 +26,21 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import input_pipeline
-from vit_jax import models
-from vit_jax import preprocess
+from vit_jax import input_pipeline, models, preprocess
 from vit_jax.configs import schema
+from vit_jax.data.texts import templates as templates_lib, tokenizers
 from vit_jax.figures import grids as captions_lib
 from vit_jax.layers import text_towers
 from vit_jax.learning import optim
 from vit_jax.tasks import base
-from vit_jax.tasks.image_text import captions
-from vit_jax.tasks.image_text import contrastive
-from vit_jax.tasks.image_text import similarity_plots
-from vit_jax.tasks.image_text import precomputed
-from vit_jax.tasks.image_text import predicting
-from vit_jax.tasks.image_text import zero_shot
-from vit_jax.data.texts import templates as templates_lib
-from vit_jax.data.texts import tokenizers
+from vit_jax.tasks.image_text import (
+  captions,
+  contrastive,
+  precomputed,
+  predicting,
+  similarity_plots,
+  zero_shot,
+)
 
 
 class Task(base.Task):
@@ -322,9 +321,7 @@ class Task(base.Task):
   def captions_of(self, batch, outputs=None):
     if 'tokens' not in batch:
       return ()
-    return [
-      captions_lib.Caption(text) for text in self.texts_of(batch['tokens'])
-    ]
+    return [captions_lib.Caption(text) for text in self.texts_of(batch['tokens'])]
 
   def texts_of(self, tokens) -> list[str]:
     """Returns the texts that tokens [n, N] stand for, as far as is known."""

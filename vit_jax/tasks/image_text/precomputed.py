@@ -13,13 +13,9 @@ import google_crc32c
 import jax
 import numpy as np
 
-from vit_jax import console
-from vit_jax import input_pipeline
+from vit_jax import console, input_pipeline
 from vit_jax.data import records
-from vit_jax.data.images import index as index_lib
-from vit_jax.distributed import files
-from vit_jax.distributed import processes
-from vit_jax.distributed import sharding
+from vit_jax.distributed import files, processes, sharding
 from vit_jax.inference import engine
 
 NAME = 'image_embeddings.npy'
@@ -83,7 +79,7 @@ def _made_of(config, tower: str, source) -> str:
   if not files.is_remote(source.name(0)):  # There each would be a request.
     blocks = [range(i, min(i + 4096, count)) for i in range(0, count, 4096)]
     facts.append(records.stamps(source, blocks))
-  return index_lib.digest([json.dumps(facts, sort_keys=True).encode()])
+  return files.digest([json.dumps(facts, sort_keys=True).encode()])
 
 
 def _note_path(path: str) -> str:

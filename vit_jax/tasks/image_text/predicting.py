@@ -17,13 +17,10 @@ from scipy import special
 from vit_jax import console
 from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
-from vit_jax.distributed import files
-from vit_jax.distributed import sharding
-from vit_jax.inference import predictor as predictor_lib
-from vit_jax.inference import tables
-from vit_jax.tasks.image_text import similarity_plots
-from vit_jax.tasks.image_text import zero_shot
 from vit_jax.data.texts import templates as templates_lib
+from vit_jax.distributed import files, sharding
+from vit_jax.inference import predictor as predictor_lib, tables
+from vit_jax.tasks.image_text import similarity_plots, zero_shot
 
 _SHOWN = 5  # Texts on a page.
 
@@ -140,9 +137,7 @@ class Predictor(predictor_lib.Predictor):
   def table_options(self, args):
     return {**super().table_options(args), **self._given(args)}
 
-  def _columns(
-    self, top=5, threshold=None, image_size=None, classes=None, texts=None
-  ):
+  def _columns(self, top=5, threshold=None, image_size=None, classes=None, texts=None):
     if classes is None and texts is None:
       raise tables.NoColumns(
         'these are the towers of images and texts: for a table give the classes '
@@ -171,9 +166,7 @@ class Predictor(predictor_lib.Predictor):
     With `args.out` the matrix of similarities is drawn too.
     """
     words, embeddings = self._choices(**self._given(args))
-    for path, found in zip(
-      images, self._best(images, words, embeddings, args.top)
-    ):
+    for path, found in zip(images, self._best(images, words, embeddings, args.top)):
       lines = [f'  {100 * p:6.2f} %  {word}' for word, p in found]
       yield '\n'.join([path, *lines])
     if args.out:
@@ -205,9 +198,7 @@ class Predictor(predictor_lib.Predictor):
     """Shows which of the texts that are typed fit a photograph."""
     import gradio as gr
 
-    typed = gr.Textbox(
-      'a cat\na dog\na car', lines=6, label='Classes, one a line'
-    )
+    typed = gr.Textbox('a cat\na dog\na car', lines=6, label='Classes, one a line')
     label = gr.Label(label='What fits best', num_top_classes=_SHOWN)
 
     def show(photo, lines):

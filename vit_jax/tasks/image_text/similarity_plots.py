@@ -4,12 +4,10 @@ from collections.abc import Sequence
 import textwrap
 
 import numpy as np
-from PIL import Image
-from PIL import ImageDraw
+from PIL import Image, ImageDraw
 from scipy import special
 
-from vit_jax.figures import grids
-from vit_jax.figures import fonts
+from vit_jax.figures import fonts, grids
 
 _CELL, _GAP, _TEXT = 64, 4, 300  # Pixels: side of a cell, gap, width of texts.
 _LINE, _FONT_SIZE = 15, 12

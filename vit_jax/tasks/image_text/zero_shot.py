@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import console
+from vit_jax.data.texts import templates as templates_lib
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import means
 from vit_jax.inference import engine
 from vit_jax.tasks.image_text import captions
-from vit_jax.data.texts import templates as templates_lib
 
 TOP = (1, 5)
 RECALLS = (1, 5, 10)
@@ -106,9 +106,7 @@ def measure(zimg, classes, batch) -> dict:
   Takes the embeddings of images, [B, E], and of classes, [C, E], and a batch with
   `label`, float32 [B, C], and `mask`. Images without a label do not count.
   """
-  products = jnp.einsum(
-    'be,ce->bc', zimg, classes, precision=jax.lax.Precision.HIGHEST
-  )
+  products = jnp.einsum('be,ce->bc', zimg, classes, precision=jax.lax.Precision.HIGHEST)
   names = metrics_of(len(classes))
   _, best = jax.lax.top_k(products, TOP[len(names) - 1])
   right = jnp.take_along_axis(batch['label'], best, axis=-1) > 0  # [B, top]
@@ -146,9 +144,7 @@ class Retrieval:
 
     def compute(params, extra, batch):
       tokens = batch['tokens']  # [B, most, N].
-      ztxt = task.embed_tokens(
-        params, extra, tokens.reshape(-1, tokens.shape[-1])
-      )
+      ztxt = task.embed_tokens(params, extra, tokens.reshape(-1, tokens.shape[-1]))
       return {
         'image': task.outputs(params, extra, batch),
         'text': ztxt.reshape(*tokens.shape[:2], -1),
@@ -181,9 +177,7 @@ class Retrieval:
 
   def _example(self, record, seed):
     most = self._task.options.most_texts
-    tokens, count = captions.tokenize(
-      self._task.tokenizer, captions.of(record), most
-    )
+    tokens, count = captions.tokenize(self._task.tokenizer, captions.of(record), most)
     return {**self._task.inputs(record), 'tokens': tokens, 'count': count}
 
 

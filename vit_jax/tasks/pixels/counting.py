@@ -36,9 +36,7 @@ def context_bits(train: np.ndarray, test: np.ndarray, num_colors: int):
 
   def place(images):
     # What lies outside of an image is a colour of its own.
-    framed = np.pad(
-      images, ((0, 0), (1, 0), (1, 0)), constant_values=num_colors
-    )
+    framed = np.pad(images, ((0, 0), (1, 0), (1, 0)), constant_values=num_colors)
     return framed[:, 1:, :-1], framed[:, :-1, 1:], images
 
   shape = (num_colors + 1, num_colors + 1, num_colors)

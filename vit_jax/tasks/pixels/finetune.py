@@ -9,8 +9,7 @@ import dataclasses
 
 from vit_jax.configs import schema
 from vit_jax.tasks import classify
-from vit_jax.tasks.pixels import pixels
-from vit_jax.tasks.pixels import sampling
+from vit_jax.tasks.pixels import pixels, sampling
 
 
 class Task(pixels.Task, classify.Task):
@@ -35,9 +34,7 @@ class Task(pixels.Task, classify.Task):
     does not count.
     """
     inputs = {k: batch[k] for k in ('colors', 'masked') if k in batch}
-    logits, class_logits = self.model.apply(
-      {'params': params}, **inputs, train=True
-    )
+    logits, class_logits = self.model.apply({'params': params}, **inputs, train=True)
     nats, _ = self._means(*self._scores(logits, inputs))  # [B]
     means = {
       'generation': nats,

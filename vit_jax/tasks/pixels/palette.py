@@ -12,8 +12,7 @@ from collections.abc import Iterable
 import contextlib
 import json
 import os
-from typing import Annotated
-from typing import Any
+from typing import Annotated, Any
 
 from etils import epath
 import jax
@@ -24,8 +23,7 @@ from sklearn import cluster
 from vit_jax import console
 from vit_jax.configs import schema
 from vit_jax.distributed import processes
-from vit_jax.weights import fetch
-from vit_jax.weights import hub
+from vit_jax.weights import fetch, hub
 
 # Files beside weights, of a run and of Hugging Face, and the key of the palette.
 _FILES = {'palette.json': None, 'preprocessor_config.json': 'clusters'}

@@ -23,20 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax import console
-from vit_jax import input_pipeline
-from vit_jax import models
-from vit_jax import models_igpt
-from vit_jax import preprocess
+from vit_jax import console, input_pipeline, models, models_igpt, preprocess
 from vit_jax.configs import schema
-from vit_jax.data import feeding
-from vit_jax.data import order
+from vit_jax.data import feeding, order
 from vit_jax.distributed import processes
 from vit_jax.figures import grids
 from vit_jax.tasks import base
-from vit_jax.tasks.pixels import counting
-from vit_jax.tasks.pixels import palette as palette_lib
-from vit_jax.tasks.pixels import sampling
+from vit_jax.tasks.pixels import counting, palette as palette_lib, sampling
 
 # The palette is found in the first so many images of the run, and in so many
 # random pixels of each.
@@ -138,9 +131,7 @@ class Task(base.Task):
 
   def _scores(self, logits, inputs):
     """Returns nats of pixels, and 1 for those that count, float32 [B, N]."""
-    nats = optax.softmax_cross_entropy_with_integer_labels(
-      logits, inputs['colors']
-    )
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, inputs['colors'])
     counted = inputs.get('masked', jnp.ones(nats.shape))
     return nats, counted.astype(jnp.float32)
 
@@ -172,9 +163,7 @@ class Task(base.Task):
 
     def keys(count):
       index = batch.get('index', jnp.zeros(count, jnp.int32))
-      return jax.vmap(jax.random.fold_in, (None, 0))(
-        jax.random.key(_SEED), index
-      )
+      return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(_SEED), index)
 
     inputs = self._inputs(batch, keys)
     return inputs, self.model.apply({'params': params}, **inputs, train=False)
@@ -261,9 +250,7 @@ class Task(base.Task):
           }
         ),
       }
-    guessed = np.where(
-      outputs['counted'] > 0, outputs['likely'], outputs['colors']
-    )
+    guessed = np.where(outputs['counted'] > 0, outputs['likely'], outputs['colors'])
     masked = outputs['counted'].reshape(truth.shape[:-1]) > 0
     return {
       'masked_pixels': grids.beside(
@@ -319,9 +306,7 @@ def _find_palette(config, source) -> np.ndarray:
     return {'image': preprocess.prepare(record['image'], None, config.pp)}
 
   def indices(step):
-    return order.training_indices(
-      source, step * config.batch + rows, config.seed
-    )
+    return order.training_indices(source, step * config.batch + rows, config.seed)
 
   data = input_pipeline.train_dataset(config, source, example, rows)
   batches = feeding.read(data.take(steps), source, indices)
@@ -330,7 +315,5 @@ def _find_palette(config, source) -> np.ndarray:
   with console.bar(
     iterable=batches, total=steps, desc='Reading pixels', delay=3, leave=False
   ) as bar:
-    pixels = palette_lib.sample(
-      (batch['image'] for batch in bar), _PIXELS, config.seed
-    )
+    pixels = palette_lib.sample((batch['image'] for batch in bar), _PIXELS, config.seed)
   return palette_lib.fit(pixels, num_colors, config.seed)

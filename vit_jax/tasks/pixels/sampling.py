@@ -10,14 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from vit_jax import models_igpt
-from vit_jax import preprocess
+from vit_jax import models_igpt, preprocess
 from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
 from vit_jax.figures import grids
-from vit_jax.inference import engine
-from vit_jax.inference import predictor as predictor_lib
-from vit_jax.inference import tables
+from vit_jax.inference import engine, predictor as predictor_lib, tables
 
 _ACROSS = 8  # Samples in a row of a picture.
 _COMPLETIONS = 3  # Of an image on a page.
@@ -158,9 +155,7 @@ class Predictor(predictor_lib.Predictor):
     keys = jax.random.split(jax.random.key(seed), len(prefix))
 
     def drawn(rows):
-      return models_igpt.sample(
-        self.task.model, self.params, *rows, temperature, top_k
-      )
+      return models_igpt.sample(self.task.model, self.params, *rows, temperature, top_k)
 
     size = min(self.BATCH, len(prefix))
     return engine.by_parts(drawn, (jnp.asarray(prefix), keys), size)
@@ -170,9 +165,7 @@ class Predictor(predictor_lib.Predictor):
 
   def _columns(self, top=5, threshold=None, image_size=None):
     name = 'bits_per_dimension'
-    return tables.Columns(
-      {name: float}, lambda _, bits: {name: bits}, self._bits
-    )
+    return tables.Columns({name: float}, lambda _, bits: {name: bits}, self._bits)
 
   def describe(self, images, args) -> list[str]:
     """Returns lines of the bits of images; see `report`."""
@@ -190,9 +183,7 @@ class Predictor(predictor_lib.Predictor):
       lines = [f'{args.sample} sample(s): {args.out}']
     elif args.complete:
       given, completed, kept = self._complete(args.complete, args.rows, **how)
-      picture = grids.beside(
-        {'given': cut(given, kept), 'completed': completed}
-      )
+      picture = grids.beside({'given': cut(given, kept), 'completed': completed})
       lines = [
         f'{path}: {count} of {self.task.image_size[0]} rows kept'
         for path, count in zip(args.complete, kept)
@@ -230,9 +221,7 @@ class Predictor(predictor_lib.Predictor):
 def draw(images: np.ndarray) -> np.ndarray:
   """Draws samples, float [n, H, W, C] in [-1, 1], side by side."""
   across = min(_ACROSS, len(images))
-  return grids.grid(
-    grids.to_pixels(images), columns=across, most=grids.MOST
-  )
+  return grids.grid(grids.to_pixels(images), columns=across, most=grids.MOST)
 
 
 def cut(images: np.ndarray, rows) -> np.ndarray:

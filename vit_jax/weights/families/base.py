@@ -1,10 +1,7 @@
 """What reading, writing and identifying weights ask a family of models."""
 
 import abc
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import functools
 import math
 from typing import Any
@@ -60,9 +57,7 @@ class Family(abc.ABC):
     """
 
   @abc.abstractmethod
-  def dump(
-    self, flat: Mapping[str, np.ndarray], naming: str
-  ) -> dict[str, np.ndarray]:
+  def dump(self, flat: Mapping[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
     """Converts arrays by path to a state dict; ValueError if there is none."""
 
   @abc.abstractmethod

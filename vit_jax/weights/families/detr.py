@@ -17,13 +17,10 @@ import re
 import types
 
 from vit_jax import models_detr
-from vit_jax.configs import common
-from vit_jax.configs import detr as recipe
-from vit_jax.configs import schema
+from vit_jax.configs import common, detr as recipe, schema
 from vit_jax.layers import resnet
 from vit_jax.weights import descriptions
-from vit_jax.weights.families import base
-from vit_jax.weights.families import leaves
+from vit_jax.weights.families import base, leaves
 
 _MASK_HEAD = 'segmentation/'
 # Beginning of the backbone's names.
@@ -201,9 +198,7 @@ class Detrs(base.Family):
         del flat[name]
       return leaves.load(flat, table, None, 'ResNet of bottlenecks')
     pattern = rf'{_START[naming]}\.{{}}\.layers\.(\d+)\.'
-    counts = {
-      side: leaves.count(flat, pattern.format(side)) for side in _LAYERS
-    }
+    counts = {side: leaves.count(flat, pattern.format(side)) for side in _LAYERS}
     width, heads = _PUBLISHED
     if flat[_QUERIES[naming]].shape[-1:] == (width,):
       num_heads = num_heads or heads
@@ -227,9 +222,7 @@ class Detrs(base.Family):
     return leaves.join(state, *_JOINED) if naming == 'pth' else state
 
   def sizes(self, flat, told):
-    encoder, decoder = (
-      leaves.count(flat, rf'{side}_layer_(\d+)/') for side in _LAYERS
-    )
+    encoder, decoder = (leaves.count(flat, rf'{side}_layer_(\d+)/') for side in _LAYERS)
     masks = any(path.startswith(_MASK_HEAD) for path in flat)
     return {
       'kind': 'detr',
@@ -303,9 +296,7 @@ class Detrs(base.Family):
     masks = config.get('mask_head')
     fields = dict(
       model_type='detr',
-      architectures=[
-        f'DetrFor{"Segmentation" if masks else "ObjectDetection"}'
-      ],
+      architectures=[f'DetrFor{"Segmentation" if masks else "ObjectDetection"}'],
       d_model=config.hidden_size,
       num_queries=config.num_queries,
       **{f'{side}_layers': config[f'num_{side}_layers'] for side in _LAYERS},

@@ -3,17 +3,11 @@
 `weights` and `convert` know no kind of model; they ask this table.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vit_jax.weights import descriptions
-from vit_jax.weights.families import base
-from vit_jax.weights.families import detr
-from vit_jax.weights.families import igpt
-from vit_jax.weights.families import lit
-from vit_jax.weights.families import text
-from vit_jax.weights.families import vit
+from vit_jax.weights.families import base, detr, igpt, lit, text, vit
 
 # Of the last are all models that are of no other family.
 _FAMILIES: tuple[base.Family, ...] = (

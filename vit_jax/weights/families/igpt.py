@@ -16,10 +16,8 @@ import jax
 import numpy as np
 
 from vit_jax.layers import decoder
-from vit_jax.weights import arrays
-from vit_jax.weights import descriptions
-from vit_jax.weights.families import base
-from vit_jax.weights.families import leaves
+from vit_jax.weights import arrays, descriptions
+from vit_jax.weights.families import base, leaves
 
 _OLD_NAMES = ((r'^(wte|wpe|h|ln_f)\.', r'transformer.\1.'),)
 _COLORS = 'transformer.wte.weight'
@@ -153,9 +151,7 @@ class ImageGPTs(base.Family):
     processor = beside('preprocessor_config.json')
     with arrays.naming(processor, 'cannot be used'):
       palette = _palette(descriptions.load(processor))
-    return found._replace(
-      metadata={} if palette is None else {'palette': palette}
-    )
+    return found._replace(metadata={} if palette is None else {'palette': palette})
 
   def image_size(self, config, params, given):
     pixels = config.num_positions

@@ -18,10 +18,7 @@ kernel's layout there differs from that here:
 Conversions only transpose and reshape: they are exact in both directions.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import re
 import types
 from typing import Any
@@ -254,8 +251,7 @@ def split(flat: dict[str, np.ndarray], joined: str, parts: tuple[str, ...]):
     value = flat.pop(name)
     if not value.ndim or len(value) % len(parts):
       raise ValueError(
-        f"'{name}' of shape {value.shape} cannot be split into query, key and "
-        'value'
+        f"'{name}' of shape {value.shape} cannot be split into query, key and value"
       )
     for part, piece in zip(parts, np.split(value, len(parts))):
       flat[name.replace(joined, part)] = piece

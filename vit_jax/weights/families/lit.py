@@ -18,13 +18,8 @@ import numpy as np
 from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import text_towers
-from vit_jax.weights import arrays
-from vit_jax.weights import descriptions
-from vit_jax.weights.families import base
-from vit_jax.weights.families import leaves
-from vit_jax.weights.families import text
-from vit_jax.weights.families import vit
-from vit_jax.weights.families import vit_files
+from vit_jax.weights import arrays, descriptions
+from vit_jax.weights.families import base, leaves, text, vit, vit_files
 
 _IMAGE, _TEXT = 'img/', 'txt/'
 # Metadata: mean and deviation by which pixels from 0 to 1 were scaled.
@@ -329,9 +324,7 @@ class ImageTexts(base.Family):
     new = {name: x.astype(old[name].dtype) for name, x in new.items()}
     tower = {**model.params['img'], 'embedding': new}
     others = {k: x for k, x in model.metadata.items() if k not in _SCALES}
-    return model._replace(
-      params={**model.params, 'img': tower}, metadata=others
-    )
+    return model._replace(params={**model.params, 'img': tower}, metadata=others)
 
   def beside(self, model):
     words = model.metadata.get('vocabulary')
@@ -434,9 +427,7 @@ def _check_whole(names, naming):
       what = 'lacks'
       if 'classifier.weight' in names:
         what = 'is a classifier of images on one tower, and lacks'
-      raise ValueError(
-        f"it {what} '{name}': give the weights of a whole {_WHOLE}"
-      )
+      raise ValueError(f"it {what} '{name}': give the weights of a whole {_WHOLE}")
 
 
 def _below(flat, start):
@@ -569,8 +560,7 @@ def _from_open_clip(config):
   field = descriptions.field
   model = field(config, 'model_cfg', descriptions.OBJECT, {})
   image, tower = (
-    field(model, f'{side}_cfg', descriptions.OBJECT, {})
-    for side in ('vision', 'text')
+    field(model, f'{side}_cfg', descriptions.OBJECT, {}) for side in ('vision', 'text')
   )
   nothing = dict(norm_kwargs=None, act_kwargs=None)
   descriptions.only(

@@ -12,11 +12,9 @@ from typing import Any
 from absl import logging
 import ml_collections
 
-from vit_jax.layers import bert
-from vit_jax.layers import text_towers
+from vit_jax.layers import bert, text_towers
 from vit_jax.weights import descriptions
-from vit_jax.weights.families import base
-from vit_jax.weights.families import leaves
+from vit_jax.weights.families import base, leaves
 
 _BERT = 'BertEncoder_0/'
 _OLD_NAMES = (
@@ -55,8 +53,7 @@ def bert_fields(config: str | Mapping[str, Any]) -> dict[str, int]:
   """Returns all sizes of a BertModel's `config`."""
   given = text_towers.BERTS[config] if isinstance(config, str) else config
   return {
-    name: given.get(name, getattr(bert.BertEncoder, name))
-    for name in BERT_FIELDS
+    name: given.get(name, getattr(bert.BertEncoder, name)) for name in BERT_FIELDS
   }
 
 
@@ -169,10 +166,7 @@ class TextTransformers(_TextTowers):
     }
 
   def describe(self, fields):
-    return (
-      f'text transformer of {fields["num_layers"]} layers, width '
-      f'{fields["width"]}'
-    )
+    return f'text transformer of {fields["num_layers"]} layers, width {fields["width"]}'
 
 
 def _bert_table(names):

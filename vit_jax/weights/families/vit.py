@@ -4,19 +4,15 @@ The state dicts are those of timm and of Hugging Face; the files beside them are
 in vit_jax.weights.families.vit_files. The tree is the published one.
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import functools
 import math
 import re
 import types
 
 from vit_jax.configs import models as model_configs
-from vit_jax.weights import arrays
-from vit_jax.weights import descriptions
-from vit_jax.weights.families import base
-from vit_jax.weights.families import leaves
-from vit_jax.weights.families import vit_files
+from vit_jax.weights import arrays, descriptions
+from vit_jax.weights.families import base, leaves, vit_files
 
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
 _ATTENTION = 'MultiHeadDotProductAttention_0/'
@@ -197,9 +193,7 @@ class Classifiers(base.Family):
 
   def defaults(self, fields):
     name = 'mixer_b16' if 'num_blocks' in fields else 'b16'
-    return model_configs.get_config(
-      name if 'patches' in fields else 'bit_r50x1'
-    )
+    return model_configs.get_config(name if 'patches' in fields else 'bit_r50x1')
 
   def describe(self, fields):
     if 'patches' not in fields:
@@ -334,8 +328,7 @@ def _position_fields(flat):
 def _mixer_sizes(flat):
   down, across, _, width = flat['stem/kernel']
   tokens_mlp, channels_mlp = (
-    f'MixerBlock_0/{part}_mixing/Dense_0/kernel'
-    for part in ('token', 'channel')
+    f'MixerBlock_0/{part}_mixing/Dense_0/kernel' for part in ('token', 'channel')
   )
   return {
     'patches': {'size': (down, across)},

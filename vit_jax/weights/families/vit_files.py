@@ -91,9 +91,7 @@ def from_timm(config, pooling: str) -> descriptions.Description:
   gelu, heads = ('gelu', _TIMM_HEADS[usual[2]]) if usual else (None, None)
   gelu = field(args, 'act_layer', descriptions.one_of(GELUS), gelu)
   is_shape = lambda x: descriptions.COUNTS[0](x) and len(x) == 3
-  shape = field(
-    pretrained, 'input_size', (is_shape, '[channels, height, width]')
-  )
+  shape = field(pretrained, 'input_size', (is_shape, '[channels, height, width]'))
   size = field(args, 'img_size', descriptions.SIZE, shape and shape[1:])
   names = (descriptions.names(x, 'label_names') for x in (config, pretrained))
   return descriptions.Description(
@@ -136,9 +134,7 @@ def pair(size):
   return (size, size) if isinstance(size, int) else size and tuple(size)
 
 
-def image_size(
-  config, params, given: tuple[int, int] | None
-) -> tuple[int, int]:
+def image_size(config, params, given: tuple[int, int] | None) -> tuple[int, int]:
   """Returns (height, width) of a model's images, by default a square."""
   tokens = _tokens(params)
   size = given or square(tokens, config)

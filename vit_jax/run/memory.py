@@ -13,8 +13,7 @@ import jax
 
 from vit_jax import console
 from vit_jax.configs import models as model_configs
-from vit_jax.distributed import processes
-from vit_jax.distributed import sharding
+from vit_jax.distributed import processes, sharding
 
 # Operations that take no memory of their own: they rearrange one array.
 _VIEWS = (
@@ -66,9 +65,7 @@ def check(config, program, mesh):
 
 def remedy(config, image_size: tuple[int, int]) -> str:
   """Says which keys reduce the memory of an update, for a message."""
-  crop = (
-    'pp.sides and --config.pp.longest_side' if config.pp.sides else 'pp.crop'
-  )
+  crop = 'pp.sides and --config.pp.longest_side' if config.pp.sides else 'pp.crop'
   words = (
     f'lower --config.batch, raise --config.accum_steps, or '
     f'lower --config.{crop} (images of {image_size[0]}x{image_size[1]} pixels)'

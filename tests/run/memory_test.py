@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from vit_jax import console
-from vit_jax import train
-from vit_jax.planning import memory
-from vit_jax.run import loop
+from vit_jax import console, train
+from vit_jax.run import loop, memory
 from vit_jax.tasks import classify
 
 ROWS, WIDTH, DEPTH = 512, 64, 8
@@ -66,9 +64,7 @@ def test_what_the_compiler_refuses_is_said(tiny_config, tmp_path, monkeypatch):
     raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory')
 
   monkeypatch.setattr(loop.Run, '_update_once', fail)
-  with pytest.raises(
-    ValueError, match='batch=16.*memory.*--config.accum_steps'
-  ):
+  with pytest.raises(ValueError, match='batch=16.*memory.*--config.accum_steps'):
     train.train_and_evaluate(tiny_config, tmp_path / 'run')
 
 
