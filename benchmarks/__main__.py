@@ -106,7 +106,7 @@ def _text(row):
 
 if __name__ == '__main__':
   console.quiet()
-  console.avoid_absent_devices()
+  console.avoid_absent_gpus()
   try:
     main()
   except (ValueError, ImportError) as e:

@@ -47,7 +47,7 @@ def ready(checkout, extras: Sequence[str] = ('colab',), folders=()):
   from vit_jax import console
 
   console.quiet()
-  console.avoid_absent_devices()
+  console.avoid_absent_gpus()
   console.load_tensorflow()
   from IPython import get_ipython
   import jax

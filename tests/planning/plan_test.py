@@ -340,7 +340,7 @@ def test_topologies_and_what_does_not_fit_them(cache):
     # The compiler ended the process, with a division by 0.
     (['--topology=v3:0x4'], "topology='v3:0x4' is unknown"),
     (['--topology=v3:99999999999x2'], 'is unknown: give a version'),
-    (['--num_examples=0'], "num_examples: '0' .*integer l"),
+    (['--num_examples=0'], "num_examples: '0' .*integer"),
     (['--num_classes=-1'], "num_classes: '-1' .*integer"),
     (['--config=configs/vtab.py:b16'], "trainer='vtab': a plan needs the conf"),
     (['extra'], r"unknown arguments \['extra'\]"),

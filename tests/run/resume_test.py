@@ -149,7 +149,7 @@ def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(
   [
     ('--config.base_lrr=1', "no key 'base_lrr': did you mean 'base_lr'?"),
     ('--config.batch=big', 'batch'),
-    ('--config.batch=0', 'Error: batch=0 .*integer'),
+    ('--config.batch=0', 'Error: batch=0 must be an integer'),
     (
       '--config.dataset=/no/where',
       "Error: dataset='/no/where' is not a folder",

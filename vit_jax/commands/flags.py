@@ -17,10 +17,10 @@ _CONFIG = 'config'
 
 
 def count(text: str) -> int:
-  """Parses a whole number of at least 1."""
+  """Parses an integer of at least 1."""
   found = int(text) if text.replace('_', '').isdecimal() else 0
   if found < 1:
-    raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 1")
+    raise argparse.ArgumentTypeError(f"'{text}' must be an integer of at least 1")
   return found
 
 
