@@ -34,6 +34,10 @@ TASKS = {
 _GONE = ('model_type', 'shuffle_buffer')
 
 
+class ForeignTaskError(ValueError):
+  """A stored config names a module that is not in this package."""
+
+
 class UnknownTaskError(ValueError):
   """No module of a task's name can be found."""
 
@@ -76,10 +80,10 @@ def check_stored_task(name: str):
   """
   known = {*TASKS, *TASKS.values(), *console.named_tasks, *sys.modules}
   if isinstance(name, str) and name not in known:
-    raise ValueError(
-      f"its task is the module '{name}', which is not one of this package's: if "
-      f'you trust the code of that module, name it with --task={name} (in '
-      'Python: import it first)'
+    raise ForeignTaskError(
+      f"its task is the module '{name}', which is not in this package: if you trust "
+      f'the code of that module, name it with --task={name} (in Python: import it '
+      'first)'
     )
 
 
