@@ -128,7 +128,7 @@ def test_a_signal_to_one_process_stops_both_and_they_go_on(
   [step] = re.findall(r'Stopped at step (\d+)', ''.join(outputs))
   statuses, outputs = finish_pair(start_pair(config, tmp_path, data_dir=data_dir))
   assert statuses == [0, 0], outputs
-  assert f'Going on from the checkpoint of step {step}.' in outputs[0]
+  assert f'Resuming from step {step}.' in outputs[0]
   trees.assert_same(
     processes.load_state(tmp_path)[0], processes.load_state(two_processes)[0]
   )

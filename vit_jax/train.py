@@ -364,7 +364,7 @@ def start(prepared: Prepared, workdir, weights):
       workdir_lib.store_weights(workdir, weights)
       say(_describe_start(program.abstract.params, weights))
   elif step < config.total_steps:
-    say(f'Going on from the checkpoint of step {step}.')
+    say(f'Resuming from step {step}.')
   return checkpoints, state, step
 
 
@@ -445,7 +445,7 @@ def _train(prepared, workdir, held, checkpoints, state, step):
         say(f'Stopping: saving step {run.step} ...')
       if stop_now or run.due(config.checkpoint_every):
         held.check()
-        run.save(metrics)
+        run.save()
       if stop_now:
         checkpoints.close()
         raise Interrupted(run.step, stop.signal)

@@ -108,7 +108,7 @@ def test_it_stops_and_goes_on(trained, data_dir, tmp_path):
   assert process.wait() == 128 + signal.SIGTERM
   status, output = processes.finish(CONFIG, tmp_path, *FLAGS, data_dir=data_dir)
   assert status == 0, output
-  assert 'Going on from the checkpoint of step' in output
+  assert 'Resuming from step' in output
   trees.assert_same(
     processes.load_state(tmp_path)[0], processes.load_state(trained[0])[0]
   )

@@ -169,15 +169,14 @@ class Run:
     done = self.evaluate(stop)  # A signal had interrupted this evaluation.
     if done is None:
       raise stopping.Interrupted(self.step, stop.signal)
-    self.checkpoints.rate(self.step, done)
     return done
 
-  def save(self, metrics: dict | None):
+  def save(self):
     """Begins to write a checkpoint."""
     with self._progress.pause():
       self.fetch_metrics()  # Only states with finite metrics are saved.
       self._log.flush()
-      self.checkpoints.save(self.step, self.state, metrics)
+      self.checkpoints.save(self.step, self.state)
 
   def close(self):
     """Writes the remaining metrics, and leaves the bar as it is."""

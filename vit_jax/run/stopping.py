@@ -1,4 +1,4 @@
-"""Stops a run without loss on Ctrl-C, SIGTERM and preemption notices."""
+"""Saves and stops a run on Ctrl-C, SIGTERM and preemption notices."""
 
 import itertools
 import os
@@ -28,16 +28,14 @@ class Interrupted(Exception):
 
   def __init__(self, step: int, signal: int):
     super().__init__(
-      f'Stopped at step {step}, which is saved. The same command goes on there.'
+      f'Saved step {step} and stopped. Run the same command again to resume.'
     )
     self.step = step
     self.signal = signal
 
   def _render_traceback_(self) -> list[str]:
-    """Returns what a notebook shows: not where in the code the run was stopped."""
-    return [
-      f'Stopped at step {self.step}, which is saved. Run this cell again to go on.'
-    ]
+    """Returns what a notebook shows instead of a traceback."""
+    return [f'Saved step {self.step} and stopped. Run this cell again to resume.']
 
 
 class StopRequest:
@@ -89,7 +87,7 @@ class StopRequest:
   def _handle(self, number, _):
     if self.signal == signal.SIGINT == number:
       raise KeyboardInterrupt(
-        'Interrupted. The same command goes on from the last step that was saved.'
+        'Interrupted. Run the same command again to resume from the last saved step.'
       )
     self.signal = number
 
