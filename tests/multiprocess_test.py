@@ -50,7 +50,7 @@ def two_processes(config, data_dir, tmp_path_factory):
   workdir = tmp_path_factory.mktemp('two')
   statuses, outputs = finish_pair(start_pair(config, workdir, data_dir=data_dir))
   assert statuses == [0, 0], outputs
-  assert 'on 4 cpu device(s) in 2 process(es)' in outputs[0]
+  assert 'on 4 cpu devices in 2 processes' in outputs[0]
   assert 'Done in' in outputs[0]
   # One of them speaks.
   assert not re.search(r'^(step|Done|digits)', outputs[1], re.MULTILINE)

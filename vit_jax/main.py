@@ -1,4 +1,4 @@
-r"""Trains a Vision Transformer: the name that the original gives to this command.
+"""Trains a Vision Transformer, by the command of the original.
 
   python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
   python -m vit_jax.main --workdir=/tmp/digits --evaluate=test

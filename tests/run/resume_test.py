@@ -32,7 +32,7 @@ def test_what_a_user_sees(reference):
   assert 'loss' in first
   assert 'img/s' in first
   assert 'left' in first
-  assert 'Computed in float32, attention: default.' in output
+  assert 'Computing in float32 with default attention.' in output
   assert 'Done in' in output
   for name in ('checkpoints', 'metrics.jsonl', 'tensorboard --logdir='):
     assert name in output

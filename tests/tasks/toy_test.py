@@ -43,7 +43,7 @@ def test_it_is_a_small_file():
 def test_it_trains(trained):
   workdir, output = trained
   assert 'Done in' in output
-  assert 'Next, the prediction for an image' in output
+  assert 'vit_jax predict ' in output
   losses = [
     line['loss_test'] for line in metrics_lib.read(workdir) if 'loss_test' in line
   ]

@@ -333,7 +333,7 @@ def test_a_run_starts_from_the_resnet_of_a_classifier(program, tmp_path, monkeyp
   frozen = program.abstract.extra['frozen']
   assert len(weights) == len(jax.tree.leaves((backbone, frozen)))
   assert train._describe_start(program.abstract.params, weights) == (
-    'Starting from pre-trained weights of backbone; all else is new.'
+    'Starting from pre-trained weights of backbone; the rest is new.'
   )
   # What is frozen as published comes from these weights.
   frozen = (('^backbone/(conv_root|block1)/', 0.0),)

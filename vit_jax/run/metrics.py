@@ -1,11 +1,10 @@
 """Writes the metrics of a run to `workdir/metrics.jsonl` and to TensorBoard.
 
-TensorBoard also gets pictures and the config.
-
-On a local disk each line is appended at once. A file in a bucket can only be
-written as a whole: lines and events are collected on this machine, and uploaded
-before each checkpoint and at the end. A kill loses only metrics after the last
-checkpoint, which the resumed run computes again.
+TensorBoard also shows pictures and the config. On a local disk each line is
+appended at once. In a bucket files can only be written as a whole: lines and
+events are collected on this machine, and uploaded before each checkpoint and at
+the end. A kill loses only metrics after the last checkpoint, which the resumed run
+computes again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +22,10 @@ from vit_jax.run import workdir as workdir_lib
 
 
 class MetricsLog:
-  """Writes metrics by step, from the first process only.
+  """Writes metrics by step, from process 0 only.
 
-  Lines of steps after `start_step` are removed from the file, since the run
-  makes these steps again.
+  Lines of steps after `start_step` are removed from the file, because the run
+  repeats these steps.
   """
 
   def __init__(self, workdir, start_step: int = 0):
@@ -36,13 +35,8 @@ class MetricsLog:
       return
     self.path.parent.mkdir(parents=True, exist_ok=True)
     found, bad = _parse(self.path)
-    if bad:
-      logging.warning(
-        "'%s' has %d lines that are not metrics, the first %s: they are removed",
-        self.path,
-        len(bad),
-        bad[0][:80],
-      )
+    for text in bad:
+      logging.warning("'%s': removing %.80r, which is not metrics", self.path, text)
     lines = [_line(line) for line in found if line['step'] <= start_step]
     files.write(self.path, ''.join(lines))
     self._held = None  # Lines to upload, with the events in `self._folder`.
@@ -50,7 +44,7 @@ class MetricsLog:
     if files.is_remote(workdir):
       self._folder = tempfile.TemporaryDirectory()
       self._held, events = lines, self._folder.name
-    from clu import metric_writers  # Reading metrics does without it.
+    from clu import metric_writers  # Not needed to read metrics.
 
     self._writer = metric_writers.AsyncMultiWriter(
       [metric_writers.SummaryWriter(events)]
@@ -92,7 +86,7 @@ class MetricsLog:
       self._upload()
 
   def close(self):
-    """Writes everything that remains."""
+    """Writes what remains."""
     if self._writer is None:
       return
     self._writer.close()
@@ -108,7 +102,7 @@ class MetricsLog:
 
 
 def _cell(value) -> str:
-  """Writes a value as a cell of a Markdown table shows it."""
+  """Formats a value for a Markdown table."""
   text = json.dumps(value, ensure_ascii=False)
   return '`' + text.replace('|', '\\|').replace('`', "'") + '`'
 
@@ -120,25 +114,20 @@ def _line(scalars) -> str:
 def _parse(path) -> tuple[list[dict], list[bytes]]:
   """Returns the metrics in a metrics.jsonl, and the lines that are not metrics.
 
-  An incomplete last line belongs to neither; a line that occurs twice counts
-  once.
+  A kill may leave an incomplete last line, which is in neither.
   """
   texts = path.read_bytes().split(b'\n') if path.exists() else [b'']
-  found, bad = {}, []
+  found, bad = [], []
   for text in texts:
     try:
       line = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
       line = None
-    if (
-      isinstance(line, dict)
-      and type(line.get('step')) is int
-      and all(type(value) in (int, float) for value in line.values())
-    ):
-      found[text] = line
-    elif text.strip() and text is not texts[-1]:
+    if isinstance(line, dict) and 'step' in line:
+      found.append(line)
+    elif text and text is not texts[-1]:
       bad.append(text)
-  return list(found.values()), bad
+  return found, bad
 
 
 def read(workdir) -> list[dict]:
@@ -161,16 +150,15 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
 
 
 def is_share(name: str) -> bool:
-  """Returns whether a metric is a share from 0 to 1, by its name."""
+  """Returns whether a metric is a fraction, from 0 to 1, by its name."""
   recall = name.startswith(('image_to_text_', 'text_to_image_'))
   return 'accuracy' in name or name.startswith('fewshot_') or recall
 
 
 def format_metrics(metrics: dict) -> str:
-  """Formats metrics for people.
+  """Formats accuracies in percent, counts and large values as integers.
 
-  Accuracies are given in percent, counts and large values as whole numbers,
-  others with 4 digits.
+  Other values get 4 digits.
   """
 
   def words(name, value):
