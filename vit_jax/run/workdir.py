@@ -312,6 +312,8 @@ def _read_config(path) -> ml_collections.ConfigDict:
   """Returns the complete config of a run."""
   file = path / 'config.json'
   plain = _read(file)
+  if not isinstance(plain.get('model'), dict):
+    raise _damaged(file, "it has no key 'model'")
   try:
     run_config.check_stored_task(plain.get('task', 'classify'))
     return run_config.of_run(ml_collections.ConfigDict(plain))
