@@ -183,7 +183,7 @@ def test_a_recipe_is_chosen_apart_from_the_data():
 @pytest.mark.parametrize(
   'arg, message',
   [
-    ('heavy', "'heavy' is unknown: give recipe imagenet2012, imagenet21k, jft3"),
+    ('heavy', "'heavy' is unknown: use recipe imagenet2012, imagenet21k, jft3"),
     ('512', "'512' is unknown.* augmentation none, light1"),
     ('', "'' is unknown"),
     ('light1,light2', "'light1' and 'light2': .*one augmentation"),
