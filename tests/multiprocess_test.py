@@ -125,7 +125,7 @@ def test_a_signal_to_one_process_stops_both_and_they_go_on(
       break
   statuses, outputs = finish_pair(pair)
   assert statuses == [128 + signal.SIGTERM] * 2, outputs
-  [step] = re.findall(r'Stopped at step (\d+)', ''.join(outputs))
+  [step] = re.findall(r'Saved step (\d+)', ''.join(outputs))
   statuses, outputs = finish_pair(start_pair(config, tmp_path, data_dir=data_dir))
   assert statuses == [0, 0], outputs
   assert f'Resuming from step {step}.' in outputs[0]

@@ -155,7 +155,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch, step
   config, workdir, state, _ = finished
   with monkeypatch.context() as patch:
     patch.setattr(stopping, 'StopRequest', lambda: StopAfter(step))
-    with pytest.raises(train.Interrupted, match=f'Stopped at step {step}, which'):
+    with pytest.raises(train.Interrupted, match=f'Saved step {step} '):
       fit(config, tmp_path)
   again, _ = fit(config, tmp_path)
   trees.assert_same(again, state)
@@ -180,7 +180,7 @@ def test_a_signal_during_an_evaluation_loses_nothing(finished, tmp_path, monkeyp
   with monkeypatch.context() as patch:
     patch.setattr(stopping, 'StopRequest', lambda: StopInEvaluation(99))
     for _ in range(2):  # And again when the run goes on with it.
-      with pytest.raises(train.Interrupted, match='Stopped at step 6'):
+      with pytest.raises(train.Interrupted, match='Saved step 6 '):
         fit(config, tmp_path)
   again, found = fit(config, tmp_path)
   trees.assert_same(again, state)
