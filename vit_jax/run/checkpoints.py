@@ -202,8 +202,8 @@ class Checkpoints:
           if self._is_gone(candidate):
             continue
           raise ValueError(
-            f"checkpoint '{path.parent}' does not fit this model: {_short(e)}; use "
-            'another --workdir'
+            f"checkpoint '{path.parent}' cannot be restored: {_short(e)}; if it is from "
+            'another model, use another --workdir'
           ) from e
         if damages and not self._read_only:
           self._move_aside(list(damages))
@@ -273,14 +273,14 @@ class _NewestAndBest:
     if jax.process_index():
       return [True] * len(steps)  # Process 0 deletes.
     kept = steps[-self.keep :]
-    sign = -1 if self.low else 1
-    rated = [
-      (sign * line[self.metric], line['step'])
-      for line in metrics_lib.read(self.workdir)
-      if line['step'] in steps and math.isfinite(line.get(self.metric, math.nan))
-    ]
-    if rated:
-      kept.append(max(rated)[1])
+    if self.metric:
+      sign = -1 if self.low else 1
+      rated = [
+        (sign * line[self.metric], line['step'])
+        for line in metrics_lib.read(self.workdir)
+        if line['step'] in steps and math.isfinite(line.get(self.metric, math.nan))
+      ]
+      kept += [step for _, step in sorted(rated)[-1:]]
     return [step in kept for step in steps]
 
 
