@@ -303,10 +303,9 @@ def check_start(prepared: Prepared, workdir) -> dict:
   begun = processes.from_first(
     'looking for checkpoints', lambda: checkpoints_lib.has_checkpoint(workdir)
   )
-  if begun and not workdir_lib.has_moved_weights(workdir, config):
+  if begun:
     return {}
   weights = _pretrained(prepared)
-  workdir_lib.check_weights(workdir, config, weights)
   program = prepared.program
   program.task.check_weights(weights, program.abstract.params)
   memory.check(config, program, prepared.mesh)
@@ -354,7 +353,6 @@ def start(prepared: Prepared, workdir, weights):
     weights = weights or _pretrained(prepared)
     state = program.create_state(weights)
     if weights:
-      workdir_lib.store_weights(workdir, weights)
       say(_describe_start(program.abstract.params, weights))
   elif step < config.total_steps:
     say(f'Resuming from step {step}.')

@@ -74,8 +74,7 @@ def tokens(monkeypatch):
     ('auto', 'bfloat16 with cudnn attention'),
     (
       'float32',
-      'float32 with default attention; --config.model.dtype=auto (bfloat16) is '
-      'faster',
+      'float32 with default attention; --config.model.dtype=auto (bfloat16) is faster',
     ),
   ],
 )

@@ -4,11 +4,10 @@ import json
 import sys
 
 from absl import logging
-import numpy as np
 import pytest
 
-from tests import conftest, tiny_models
-from vit_jax import checkpoint, console, models, train
+from tests import conftest
+from vit_jax import console, train
 from vit_jax.run import config as run_config, workdir
 from vit_jax.studies import runs, summaries
 from vit_jax.weights import reading
@@ -134,26 +133,6 @@ def test_data_may_move_and_not_change(run, config):
     workdir.check(run, config, NAMES, {'train': {**DATA['train'], 'images': 'y'}})
   with pytest.raises(ValueError, match='dataset: digits there, /moved/there'):
     workdir.check_config(run, config, moved=False)
-
-
-def test_weights_may_move_and_not_change(tiny_config, tmp_path):
-  tiny_config.update(total_steps=1, warmup_steps=0)
-  tiny_config.pretrained = str(tmp_path / 'a.npz')
-  model = models.make_model(tiny_config.model, num_classes=5)
-  shapes = tiny_models.shapes(model, 8, channels=1)
-  params = checkpoint.recover_tree(
-    shapes, [np.full(x.shape, 0.1, np.float32) for x in shapes.values()]
-  )
-  checkpoint.save(params, tiny_config.pretrained)
-  train.train_and_evaluate(tiny_config, tmp_path / 'run')
-  (tmp_path / 'a.npz').rename(tmp_path / 'b.npz')
-  tiny_config.pretrained = str(tmp_path / 'b.npz')
-  train.train_and_evaluate(tiny_config, tmp_path / 'run')
-  params['cls'] = params['cls'] + 1
-  tiny_config.pretrained = str(tmp_path / 'c.npz')
-  checkpoint.save(params, tiny_config.pretrained)
-  with pytest.raises(ValueError, match='from other weights than .*c.npz'):
-    train.train_and_evaluate(tiny_config, tmp_path / 'run')
 
 
 def test_a_class_folder_that_is_renamed_stops_the_run(tmp_path):

@@ -1,16 +1,14 @@
 """Writes the metrics of a run to `workdir/metrics.jsonl` and to TensorBoard.
 
 TensorBoard also shows pictures and the config. On a local disk each line is
-appended at once. In a bucket files can only be written as a whole: lines and
-events are collected on this machine, and uploaded before each checkpoint and at
-the end. A kill loses only metrics after the last checkpoint, which the resumed run
-computes again.
+appended at once. In a bucket files can only be written as a whole: lines are
+collected, and written before each checkpoint and at the end. A kill loses only
+metrics after the last checkpoint, which the resumed run computes again.
 """
 
 from collections.abc import Mapping, Sequence
 import json
 import statistics
-import tempfile
 
 from absl import logging
 from etils import epath
@@ -39,15 +37,11 @@ class MetricsLog:
       logging.warning("'%s': removing %.80r, which is not metrics", self.path, text)
     lines = [_line(line) for line in found if line['step'] <= start_step]
     files.write(self.path, ''.join(lines))
-    self._held = None  # Lines to upload, with the events in `self._folder`.
-    events = str(workdir)
-    if files.is_remote(workdir):
-      self._folder = tempfile.TemporaryDirectory()
-      self._held, events = lines, self._folder.name
+    self._held = lines if files.is_remote(workdir) else None
     from clu import metric_writers  # Not needed to read metrics.
 
     self._writer = metric_writers.AsyncMultiWriter(
-      [metric_writers.SummaryWriter(events)]
+      [metric_writers.SummaryWriter(str(workdir))]
     )
 
   def write(self, step: int, scalars: dict):
@@ -78,27 +72,20 @@ class MetricsLog:
       self._writer.write_images(step, {k: v[None] for k, v in pictures.items()})
 
   def flush(self):
-    """Flushes, and uploads to a bucket; called before each checkpoint."""
+    """Writes what is collected; called before each checkpoint."""
     if self._writer is None:
       return
     self._writer.flush()
     if self._held is not None:
-      self._upload()
+      files.write(self.path, ''.join(self._held))
 
   def close(self):
     """Writes what remains."""
     if self._writer is None:
       return
+    self.flush()
     self._writer.close()
     self._writer = None
-    if self._held is not None:
-      self._upload()
-      self._folder.cleanup()
-
-  def _upload(self):
-    files.write(self.path, ''.join(self._held))
-    for file in epath.Path(self._folder.name).iterdir():
-      file.copy(self.path.parent / file.name, overwrite=True)
 
 
 def _cell(value) -> str:

@@ -5,7 +5,6 @@ class_names.json   for classification: names of the classes, in the order of the
                    logits; other tasks have other metadata, a NAME.json each
 data.json          fingerprints of the data (counts and hashes), and a hash of
                    the metadata
-weights.json       a hash of the weights that the run began with, if any
 versions.json      versions of Python and of important packages
 """
 
@@ -19,7 +18,6 @@ from typing import Any
 from absl import logging
 from etils import epath
 import ml_collections
-import numpy as np
 
 from vit_jax.configs import common
 from vit_jax.distributed import files, processes
@@ -44,12 +42,7 @@ FREE_KEYS = (
 )  # fmt: skip
 # Keys that are computed from the size of the data.
 _LENGTHS = ('total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs')
-# Keys that say where data and weights are, whose fingerprints are compared.
-_PLACES = {
-  'data.json': ('dataset',),
-  'weights.json': ('model_or_filename', 'pretrained', 'pretrained_dir'),
-}
-_DATA, _WEIGHTS = _PLACES
+_DATA = 'data.json'
 _SCHEMES = ('gs', 's3')  # Of places that are not on this machine.
 PACKAGES = (
   'vit_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorflow',
@@ -111,8 +104,8 @@ def check(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any])
 def check_config(workdir, config, moved: bool = True):
   """Checks a complete config as `check` does, except its lengths.
 
-  With `moved`, data and weights may be elsewhere than before: `check` and
-  `check_weights` compare their content later.
+  With `moved`, data may be elsewhere than before: `check` compares their
+  fingerprints later.
   """
   _check_config(folder(workdir), config, (*FREE_KEYS, *_LENGTHS), moved)
 
@@ -128,16 +121,10 @@ def _check_config(path, config, free, moved=True) -> bool:
       )
     return False
   old, new = to_plain(_read_config(path)), to_plain(config)
-  places = [
-    key
-    for name, keys in _PLACES.items()
-    for key in keys
-    if moved
-    and (path / name).exists()
-    # The weights of a mixture of data sets are not a place.
-    and all(isinstance(x.get(key), str | dict | None) for x in (old, new))
-  ]
-  differing = differences(old, new, (*free, *places))
+  # A mixture is a list of places and weights.
+  if moved and all(isinstance(x['dataset'], str) for x in (old, new)):
+    free = (*free, 'dataset')
+  differing = differences(old, new, free)
   if differing:
     raise ValueError(
       f"workdir='{path}' belongs to a run of another config:\n  "
@@ -145,48 +132,6 @@ def _check_config(path, config, free, moved=True) -> bool:
       + '\nUse another --workdir, or the same config to resume that run'
     )
   return True
-
-
-@processes.by_first('looking for the weights of the run')
-def has_moved_weights(workdir, config) -> bool:
-  """Returns whether a config names the weights of its run at another place."""
-  path = folder(workdir)
-  if not (path / _WEIGHTS).exists():
-    return False
-  old, new = (to_plain(x) for x in (_read_config(path), config))
-  return any(old.get(key) != new.get(key) for key in _PLACES[_WEIGHTS])
-
-
-@processes.by_first('comparing the weights')
-def check_weights(workdir, config, weights: Mapping[str, Any]):
-  """Raises ValueError if weights, by path, are not those that a run began with."""
-  file = folder(workdir) / _WEIGHTS
-  if not file.exists():
-    return
-  if _read(file).get('weights') != _digest_of_arrays(weights):
-    named = {key: config[key] for key in _PLACES[_WEIGHTS] if config[key]}
-    raise ValueError(
-      f"workdir='{workdir}' belongs to a run from other weights than "
-      f'{named or "config.pretrained=None"}: use its weights to resume that run, or '
-      'another --workdir'
-    )
-
-
-@processes.by_first('storing a hash of the weights')
-def store_weights(workdir, weights: Mapping[str, Any]):
-  """Stores a hash of the weights that a run begins with, for check_weights."""
-  content = json.dumps({'weights': _digest_of_arrays(weights)})
-  files.write(folder(workdir) / _WEIGHTS, content)
-
-
-def _digest_of_arrays(arrays) -> str:
-  def contents():
-    for name in sorted(arrays):
-      array = np.ascontiguousarray(arrays[name])
-      yield f'{name}{array.shape}{array.dtype}'.encode()
-      yield array.reshape(-1).view(np.uint8)
-
-  return files.digest(contents())
 
 
 def _check_metadata(file, value):
