@@ -183,7 +183,7 @@ GOOD = '{"image": "photos/0.png", "x": [1, 2]}'
     ('{"image": "photos/0.png", "x": [{"y": 1}, 2]}', "'x' lists objects and oth"),
     ('{"image": "photos/0.png", "x": [{"y": 1}, {}]}', "objects of 'x' must all"),
     ('{"image": "photos/none.png", "x": [1, 2]}', 'there is no image file .*none.png'),
-    ('{"image": "train.jsonl", "x": [1, 2]}', 'train.jsonl: no image of a known'),
+    ('{"image": "train.jsonl", "x": [1, 2]}', 'train.jsonl: not an image of a known'),
   ],
 )  # fmt: skip
 def test_errors_name_the_line(tmp_path, line, message):
