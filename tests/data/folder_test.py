@@ -106,19 +106,19 @@ def test_a_folder_without_images(tmp_path):
 def test_a_class_without_images_among_other_files(root):
   for path in (root / 'train' / 'bee').iterdir():
     path.rename(path.with_suffix('.txt'))
-  with pytest.raises(ValueError, match=r"train/bee' holds no image.*\.jpg"):
+  with pytest.raises(ValueError, match=r"train/bee' .*\.jpg"):
     folder.list_split(str(root), 'train')
 
 
 def test_a_class_that_test_lacks(root):
   shutil.rmtree(root / 'test' / 'bee')
-  with pytest.raises(ValueError, match=r"test' are not those .*it lacks \['bee'\]"):
+  with pytest.raises(ValueError, match=r"test' .*lacks \['bee'\]"):
     folder.list_split(str(root), 'test', ('ant', 'bee', 'cow'))
 
 
 def test_a_class_that_train_lacks(root):
   shutil.copytree(root / 'test' / 'bee', root / 'test' / 'wasp')
-  with pytest.raises(ValueError, match=r"is trained on, 3, .*it has \['wasp'\]"):
+  with pytest.raises(ValueError, match=r"differ from the 3 .*has \['wasp'\]"):
     folder.list_split(str(root), 'test', ('ant', 'bee', 'cow'))
 
 
