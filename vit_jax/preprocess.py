@@ -143,27 +143,20 @@ def _decode_crop(encoded, draw, pp, crops=True, upright=False):
     its size, windows begin and end at multiples of the ratio.
   """
   encoded = tf.convert_to_tensor(encoded)
-  is_jpeg = tf.io.is_jpeg(encoded)
   shape = tf.cast(images.shape_of(encoded), tf.int32)
   turned = orientation.read(encoded) if upright else None
   drawn = draw(orientation.turn_shape(shape, turned))
   ratio = window = None
   if pp.jpeg_shrink:
-    ratio = tf.where(is_jpeg, jpeg.ratio(drawn.window[2:], drawn.size), 1)
+    ratio = jpeg.ratio(drawn.window[2:], drawn.size)
+    ratio = tf.where(tf.io.is_jpeg(encoded), ratio, 1)
   if crops:
     window = orientation.stored_window(drawn.window, drawn.shape, turned)
     if ratio is not None:
       window = window // ratio  # In pixels of the decoded image.
       if not upright:
         drawn = drawn._replace(window=window * ratio)
-
-  def other():
-    image = images.decode_other(encoded)
-    return geometry.crop(image, window) if crops else image
-
-  image = tf.cond(is_jpeg, lambda: jpeg.decode(encoded, ratio, window), other)
-  image = orientation.turn(image, turned)
-  return image if pp.channels == 3 else images.to_grey(image), drawn
+  return images.decode_window(encoded, pp.channels, turned, ratio, window), drawn
 
 
 @_as_it_is

@@ -51,17 +51,32 @@ def decode(encoded, channels: int = 3, size=None, upright: bool = True):
   if size is not None:
     shape = orientation.turn_shape(shape_of(encoded), turned)
     ratio = jpeg.ratio(shape, size)
-  image = tf.cond(
-    tf.io.is_jpeg(encoded),
-    lambda: jpeg.decode(encoded, ratio),
-    lambda: decode_other(encoded),
-  )
+  return decode_window(encoded, channels, turned, ratio)
+
+
+def decode_window(encoded, channels: int, turned=None, ratio=None, window=None):
+  """Decodes a window of an image, see `decode`; only that part of a JPEG is decoded.
+
+  `turned` is the orientation in which the stored pixels are turned upright, `ratio`
+  the reduction of a JPEG, see `jpeg.decode`, and `window`, int32 [4], is (y, x,
+  height, width) in stored pixels at the reduced size; None: the whole image.
+  """
+
+  def other():
+    image = _decode_other(encoded)
+    if window is None:
+      return image
+    y, x, height, width = tf.unstack(window, num=4)
+    return image[y : y + height, x : x + width]
+
+  is_jpeg = tf.io.is_jpeg(encoded)
+  image = tf.cond(is_jpeg, lambda: jpeg.decode(encoded, ratio, window), other)
   image = orientation.turn(image, turned)
   return image if channels == 3 else to_grey(image)
 
 
 @image_files.traced
-def decode_other(encoded):
+def _decode_other(encoded):
   """Decodes all formats but JPEG as stored: common png in TensorFlow, else Pillow."""
   # Byte 24 of a png is its bit depth; TensorFlow is wrong on less than 8.
   head = tf.strings.join([tf.strings.substr(encoded, 0, 25), b'\0' * 25])
