@@ -202,40 +202,42 @@ def open_listed(
 def renew_index(root: str, base: str) -> index_lib.Index:
   """Lists a split anew, keeping the status of unchanged files."""
   _check_split(root, base)
+  return _list_anew(root, base, _stored(root, base))
+
+
+def _list_anew(root, base, stored):
   index = listing.list_folder(root, base)
-  for old in _stored(root, base):
+  for old in stored:
     index.recall(old)
   return index
 
 
-def _stored(root, base, workdir=None):
-  """Yields the stored indices of a split, first the one in the workdir."""
+def _stored(root, base, workdir=None) -> list[index_lib.Index]:
+  """Returns the stored indices of a split, first the one in the workdir."""
+  found = []
   for folder in dict.fromkeys((workdir, None)):
     with contextlib.suppress(FileNotFoundError):
       path = index_lib.place(folder, root, base)
-      found = index_lib.Index.load(path, root, base)
-      if found is not None:
-        yield found
+      found.append(index_lib.Index.load(path, root, base))
+  return [index for index in found if index is not None]
 
 
 def _find_index(root, base, workdir):
   """Returns the index in memory, a stored one, or a new one."""
   top = _check_split(root, base)
-  index, old = _recent.get(top), None
+  index = _recent.get(top)
   if index is not None and index.is_true():
     return index
-  for found in _stored(root, base, workdir):
-    if found.is_true():
-      date, path = found.facts['listed'], found.path
+  stored = _stored(root, base, workdir)
+  for index in stored:
+    if index.is_true():
+      date, path = index.facts['listed'], index.path
       console.say(f"Images of '{top}' as listed on {date} in '{path}'.")
-      return _remember(found)
-    old = old or found
-  if old is not None:
-    console.say(f"'{top}' has changed since {old.facts['listed']}: listing it anew.")
-  index = listing.list_folder(root, base)
-  if old is not None:
-    index.recall(old)
-  return _remember(index)
+      return _remember(index)
+  if stored:
+    date = stored[0].facts['listed']
+    console.say(f"'{top}' has changed since {date}: listing it anew.")
+  return _remember(_list_anew(root, base, stored))
 
 
 def _remember(index):

@@ -38,9 +38,7 @@ class Index:
   """Images below a folder, by row; the rows never change.
 
   Attributes:
-    root: the folder of the data set.
-    base: name of the split.
-    top: folder of the split.
+    root, base, top: folder of the data set, name of the split, and its folder.
     path: file with exactly this content; None if there is none.
     folders: paths of the folders with images, relative to `top`; bytes.
     counts: int64 [f], number of images in each folder.
@@ -119,12 +117,10 @@ class Index:
       stamp = image_files.stamp(path)
       return why(path, max_pixels), stamp
 
-    saved = time.monotonic()
-    pause = _SAVE_EVERY
+    saved, pause = time.monotonic(), _SAVE_EVERY
     for block, found in self._each(rows, look, 'Checking images'):
       whys, self.stamps[block] = zip(*found)
-      bad = np.array([bool(why) for why in whys])
-      self.status[block] = np.where(bad, BROKEN, DECODED)
+      self.status[block] = [BROKEN if why else DECODED for why in whys]
       reasons.update({str(row): why for row, why in zip(block, whys) if why})
       began = time.monotonic()
       if path and began - saved >= pause:
