@@ -145,7 +145,7 @@ def test_broken_images_are_named(root):
   assert '--config.broken_images=skip' in str(error.value)
 
 
-def test_what_was_looked_at_before_the_error_is_not_looked_at_again(
+def test_images_checked_before_an_error_are_not_checked_again(
   root, tmp_path, monkeypatch
 ):
   zero, cut, short = damage(root)
@@ -156,16 +156,16 @@ def test_what_was_looked_at_before_the_error_is_not_looked_at_again(
     path.unlink()
   shutil.copy(root / 'train' / 'ant' / 'ant5.jpg', zero)
   monkeypatch.setattr(checking, '_recent', {})  # As in another process.
-  looked, why_broken = [], images.why_broken
+  checked, why_broken = [], images.why_broken
 
   def count(path, max_pixels):
-    looked.append(path)
+    checked.append(path)
     return why_broken(path, max_pixels)
 
   monkeypatch.setattr(images, 'why_broken', count)
   paths, _, _ = folder.list_split(str(root), 'train', workdir=workdir)
   assert len(paths) == 31
-  assert looked == [str(zero).encode()]
+  assert checked == [str(zero).encode()]
 
 
 def test_broken_images_are_skipped_and_counted_where_the_config_says(root, caplog):

@@ -285,7 +285,7 @@ def test_ragged_features_from_each(tiny_config, tmp_path):
     12,
   ],
 )
-def test_what_is_no_mixture(dataset):
+def test_invalid_mixtures(dataset):
   assert not schema.accepts(dataset, schema.fields(common.Config)['dataset'])
 
 

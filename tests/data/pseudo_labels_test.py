@@ -1,4 +1,4 @@
-"""Tests of pseudo-labels as a data set, alone and beside labelled images."""
+"""Tests of pseudo-labels as a data set, with and without labelled images."""
 
 import json
 

@@ -33,7 +33,7 @@ def on_devices(batches: Iterable[dict], mesh, prefetch: int) -> Iterator[dict]:
 
 
 def read(data: tf.data.Dataset, source, indices: Callable) -> Iterator[dict]:
-  """Yields batches of tf.data as NumPy arrays; errors name the image at fault.
+  """Yields batches of tf.data as NumPy arrays; errors name the image that failed.
 
   `indices` maps the number of a batch to the numbers of its examples in `source`.
 

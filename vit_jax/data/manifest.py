@@ -76,7 +76,7 @@ def read_split(
       of `folder.list_split`; 'image' is an index.Paths, 'label' int64 [n, L].
     names: {feature: names of its classes} for features with class names.
   """
-  lines, taken = [], []  # All lines, and the numbers of those of the slice.
+  lines, taken = [], []  # All lines, and the numbers of the lines in the slice.
   for base, instruction in slices.parts(split):
     found, top = (parse or _parse)(root, base), os.path.join(root, base)
     order = index_lib.hash_order(line.key(top) for line in found)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from vit_jax.data.images import image_files, jpeg, orientation, rgb
 
-# TensorFlow only reads images; JAX alone uses the GPUs.
+# TensorFlow only reads images; the GPUs are for JAX.
 try:
   tf.config.set_visible_devices([], 'GPU')
 except RuntimeError:  # The calling program has initialised TensorFlow already.
