@@ -21,6 +21,7 @@ from PIL import Image
 from sklearn import datasets
 import tensorflow_datasets as tfds
 
+from vit_jax.data.coco import panoptic
 from vit_jax.data.tfds import digits
 
 # Split -> number of scenes.
@@ -224,12 +225,9 @@ class Scenes(tfds.core.GeneratorBasedBuilder):
       for k in (0, 1)
       if (scene.segments == k).any()
     ]
-    # COCO's colours of a number: R + 256 G + 256 * 256 B.
-    numbers = _number(i, scene.segments)[..., None]
-    colours = numbers // np.array([1, 256, 65_536]) % 256
     return {
       **example,
-      'panoptic_image': colours.astype(np.uint8),
+      'panoptic_image': panoptic.colours(_number(i, scene.segments)),
       'panoptic_image/filename': f'{i:06d}.png',
       'panoptic_objects': ground + objects,
     }
