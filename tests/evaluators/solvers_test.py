@@ -94,7 +94,7 @@ def test_too_few_images():
   with pytest.raises(ValueError, match='0 sample'):
     solvers.tuned(train, train)
   train = train._replace(labels=np.full(3, -1))
-  with pytest.raises(ValueError, match='no image of the split has one class'):
+  with pytest.raises(ValueError, match='no image .* class'):
     solvers.tuned(train, train)
 
 

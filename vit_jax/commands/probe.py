@@ -18,7 +18,7 @@ take more than an eighth of the memory.
 The features are the inputs of the head. --layer takes those of another layer:
 its number from 0, 'last', or the path of a module; tokens are averaged. With
 --layer=all, --linear probes each layer, prints a table of the accuracy by
-depth, and --json=FILE.json also writes FILE.csv and a plot, FILE.png. Images
+depth, and --json=FILE.json also writes a plot, FILE.png. Images
 are squeezed to 8/7 of the model's size, and the centre is cropped (--squeeze=1
 keeps all).
 

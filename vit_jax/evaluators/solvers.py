@@ -1,14 +1,10 @@
 """Linear classifiers of features: least squares, logistic regression, SGD.
 
-  least_squares  ridge regression to -1 or 1 for each class, in closed form
-  logistic       multinomial logistic regression with an L2 penalty, by L-BFGS
-  tuned          the same, with the penalty that suits held-out images best
-  sgd            logistic regression by SGD, without a penalty, for features
-                 that do not fit in memory; several layers at once
-
-scikit-learn's L-BFGS and `optax.lbfgs` take about the same time on a CPU: 4 to
-5 seconds of one core for 10,000 examples of 768 features in 100 classes. Here
-it is scikit-learn's.
+least_squares  ridge regression to -1 or 1 for each class, in closed form
+logistic       multinomial logistic regression with an L2 penalty, by L-BFGS
+tuned          the same, with the penalty that suits held-out images best
+sgd            logistic regression by SGD, without a penalty, for features
+               that do not fit in memory; several layers at once
 """
 
 from typing import NamedTuple
@@ -25,11 +21,11 @@ from vit_jax.distributed import processes, sharding
 from vit_jax.evaluators import features
 from vit_jax.inference import engine
 
-CONSTANT = 100.0  # A feature that is the same for all images, for the bias.
+CONSTANT = 100.0  # A constant feature, for the bias.
 # Factors of half of the squared weights, added to the mean cross-entropy.
 L2 = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 HELD_OUT = 0.2  # Share of the training images that choose the factor.
-# Images, and bytes of their features, that give mean and deviation for SGD.
+# Number of images, and bytes of their features, for mean and deviation with SGD.
 _SAMPLE = 10_000
 _SAMPLE_BYTES = 2**30
 # Added to standard deviations: by the published few-shot protocol, and for SGD.
@@ -67,14 +63,14 @@ def least_squares(train: features.Features, num_classes: int, l2: float) -> Line
   """Fits a linear classifier by least squares, in float64.
 
   Features are standardised by their mean and standard deviation; `l2` is the
-  factor of the squared weights, also that of the constant feature, added to the
-  sum of the squared errors. All examples have labels.
+  factor of the squared weights, including the weight of the constant feature,
+  added to the sum of the squared errors. All examples have labels.
   """
   x = train.values
   mean = x.mean(axis=0, dtype=np.float64)
   inputs = np.full((len(x), x.shape[1] + 1), CONSTANT)  # [n, D + 1]
   centred = np.subtract(x, mean, out=inputs[:, :-1])
-  # Without the copy of all of x in float64 that x.std makes.
+  # x.std would copy all of x in float64.
   scale = np.sqrt(np.einsum('nd,nd->d', centred, centred) / len(x)) + _EPS
   centred /= scale
   targets = np.where(train.labels[:, None] == np.arange(num_classes), 1.0, -1.0)
@@ -90,8 +86,8 @@ def logistic(
   """Fits a classifier by L-BFGS, on standardised features; all have labels.
 
   Each feature is divided by its standard deviation; without `each`, all by the
-  root mean square of their length, which suits one penalty to layers of any
-  width, and lets pixels keep their contrast.
+  root mean square of their length, so that one penalty suits layers of any width
+  and pixels keep their contrast.
   """
   x = train.values
   scaler = preprocessing.StandardScaler().fit(x)
@@ -104,7 +100,7 @@ def logistic(
 
 
 def tuned(train: features.Features, test: features.Features) -> Result:
-  """Fits by L-BFGS with the penalty of L2 that suits held-out images best.
+  """Fits by L-BFGS with the penalty in L2 that is best on held-out images.
 
   Images without a class do not count. Process 0 computes for all.
   """
@@ -121,7 +117,7 @@ def tuned(train: features.Features, test: features.Features) -> Result:
     asked = train.take(held)
     with console.bar(iterable=l2s, desc='L-BFGS', delay=3, leave=False) as bar:
       found = [score(rest, asked, l2) for l2 in bar]
-    best = l2s[int(np.argmax(found))]  # The strongest, of equal ones.
+    best = l2s[int(np.argmax(found))]  # The strongest on a tie.
     return [score(rows, test, best), best, found]
 
   accuracy, best, found = processes.from_first('the linear probe', solve)
@@ -141,10 +137,10 @@ def sgd(
 ) -> features.Features:
   """Trains by SGD, computing the features of each batch anew, and classifies.
 
-  Momentum is .9, and the learning rate, given for 256 images of a batch, falls
-  to 0 by a cosine. Means and deviations of the features come from a sample of
-  the training images. Returns the classes of the test images by each of the
-  extractor's L layers, int32 [n, L], and their labels.
+  Momentum is .9, and the learning rate, for a batch of 256 images, decays to 0 by a
+  cosine. Means and deviations of the features are of a sample of the training
+  images. Returns the classes of the test images by each of the extractor's L
+  layers, int32 [n, L], and their labels.
   """
   config, count = task.config, train.num_examples
   size = min(count, _SAMPLE, max(2, _SAMPLE_BYTES // (4 * extractor.width)))
@@ -154,7 +150,7 @@ def sgd(
   steps = max(1, round(epochs * count / config.batch))
   rate = learning_rate * config.batch / 256
   tx = optax.sgd(optax.cosine_decay_schedule(rate, steps), momentum=0.9)
-  # The kernel of each layer [D, C], and its bias in the last row.
+  # The kernel of each layer, with its bias in the last row: [D + 1, C].
   classes = len(train.class_names)
   weights = {
     name: jnp.zeros((width + 1, classes)) for name, width in extractor.widths.items()
