@@ -113,7 +113,7 @@ def test_layers_by_number(model, mesh, layer, name, monkeypatch):
 
   def linear(self, layers, params, extra):
     probed.extend(layers)
-    return {layers[0]: solvers.Result(0.5, 0.1, {}, 'L-BFGS')}
+    return {layers[0]: solvers.Result(0.5, 0.1, {})}
 
   monkeypatch.setattr(probes.FewShot, 'linear', linear)
   found = probe.probe(
@@ -158,6 +158,23 @@ def test_a_batch_that_no_memory_holds(model, mesh):
   model.config.batch_eval = 10**12
   with pytest.raises(ValueError, match='batch_eval=1000000000000 and prefetch'):
     probe.probe(model, mesh, dataset='digits', shots=(1,))
+
+
+def test_features_that_do_not_fit_in_memory(model, mesh, monkeypatch):
+  """Four copies of 1,437 x (16 + 10) numbers in half of the memory."""
+  made = probes.FewShot(model.task, mesh)
+  least = 2 * 4 * 4 * 1_437 * 26
+  monkeypatch.setattr(features, 'least_memory', lambda: least - 1)
+  with pytest.raises(ValueError, match='1,437 examples .*--train'):
+    made.linear(('features',), model.params, {})
+
+  def extract(*_):
+    raise InterruptedError('It fits.')
+
+  made._extract = extract
+  monkeypatch.setattr(features, 'least_memory', lambda: least)
+  with pytest.raises(InterruptedError):
+    made.linear(('features',), model.params, {})
 
 
 def test_a_run_probes_itself_in_its_first_evaluation(tiny_config, tmp_path):

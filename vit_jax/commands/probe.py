@@ -11,9 +11,8 @@ r"""Measures how good the features of a model are: few-shot and linear probes.
 The model stays as it is; only a linear classifier of its features is trained.
 A few-shot probe takes the given number of images per class and solves least
 squares in closed form, for each seed (arXiv 2010.11929, section 4.1). --linear
-trains on all training images: logistic regression by L-BFGS, whose penalty
-images held out of the training images choose; by SGD where features and logits
-take more than an eighth of the memory.
+trains on all training images: logistic regression by L-BFGS, with the penalty that
+is best on images held out of the training images.
 
 The features are the inputs of the head. --layer takes those of another layer:
 its number from 0, 'last', or the path of a module; tokens are averaged. With

@@ -159,7 +159,7 @@ class Extractor:
     source = source.evaluated
     if indices is not None:
       source = records.Subset(source, indices)
-    self._check_memory(source.num_examples)
+    check_memory(source.num_examples, self.width)
     found = engine.collect(
       self._config, self._mesh, source, self.example,
       lambda batch: self._compute(params, extra, batch), stop,
@@ -168,16 +168,17 @@ class Extractor:
     labels = found.get('label', np.full(source.num_examples, -1, np.int32))
     return Features(found['image'], labels)
 
-  def _check_memory(self, count):
-    needed = 4 * count * self.width
-    memory = least_memory()
-    if needed > memory / 2:
-      raise ValueError(
-        f'{count:,} examples with {self.width:,} features each take '
-        f'{console.size(needed)}, more than half of the {console.size(memory)} of a '
-        "machine: take a part of the split, such as --train='train[:10%]' or "
-        "--test='test[:10%]' (config.fewshot.train, config.fewshot.test)"
-      )
+
+def check_memory(count: int, width: int, copies: int = 1):
+  """Raises ValueError if copies of float32 [count, width] fill half of the memory."""
+  needed, memory = 4 * copies * count * width, least_memory()
+  if needed > memory / 2:
+    raise ValueError(
+      f'{count:,} examples with {width:,} features each take '
+      f'{console.size(needed)}, more than half of the {console.size(memory)} of a '
+      "machine: take a part of the split, such as --train='train[:10%]' or "
+      "--test='test[:10%]' (config.fewshot.train, config.fewshot.test)"
+    )
 
 
 def least_memory() -> int:

@@ -44,9 +44,9 @@ def probe(
     A dict for JSON: `dataset`, `train` and `test` (the splits), `num_train`,
     `num_test`, `num_classes`, `layer`, `num_features`; `fewshot`, a list of
     dicts of `shots`, `accuracies` (from 0 to 1, by seed), `mean` and `std`;
-    `linear`, None or a dict of `accuracy`, `method`, `l2` and `held_out`, a
-    list of (penalty, accuracy); and `layers`, None or a list of such dicts with
-    `layer`, for layer='all'.
+    `linear`, None or a dict of `accuracy`, `l2` and `held_out`, a list of
+    (penalty, accuracy); and `layers`, None or a list of such dicts with `layer`, for
+    layer='all'.
   """
   config = model.config
   if not model.workdir and not options.get('dataset'):
@@ -105,8 +105,7 @@ def table(result: dict) -> str:
     f"'{result['test']}' ({result['num_test']:,}); "
   )
   if result['layers']:
-    head += f'linear probes of all layers by {result["layers"][0]["method"]}.'
-    return f'{head}\n{probes.table(_by_layer(result))}'
+    return f'{head}linear probes of all layers.\n{probes.table(_by_layer(result))}'
   lines = [
     f"{head}{result['num_features']:,} features, '{result['layer']}'.",
     f'{"probe":<10} {"accuracy":>9}',
@@ -119,12 +118,10 @@ def table(result: dict) -> str:
     )
   linear = result['linear']
   if linear:
-    how = linear['method']
-    if linear['held_out']:
-      how += f', penalty {linear["l2"]:g} of ' + ', '.join(
-        f'{l2:g}' for l2, _ in linear['held_out']
-      )
-    lines.append(f'linear     {100 * linear["accuracy"]:7.2f} % ({how})')
+    l2s = ', '.join(f'{l2:g}' for l2, _ in linear['held_out'])
+    lines.append(
+      f'linear     {100 * linear["accuracy"]:7.2f} % (penalty {linear["l2"]:g} of {l2s})'
+    )
   return '\n'.join(lines)
 
 

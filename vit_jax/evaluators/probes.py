@@ -38,9 +38,9 @@ ALL = 'all'  # The name of all layers, see select.
 # Draws of LayerProbe, and its penalty, see solvers.logistic.
 DRAWS = 5
 L2 = 1e-3
-# Share of the memory for features of a layer and logits with L-BFGS, which keeps
-# several copies of both, and for the layers of one pass.
-_SHARE = 1 / 8
+# Copies of features and logits that L-BFGS keeps, and the share of the memory for the
+# layers of one pass.
+_COPIES = 4
 _GROUP = 1 / 4
 
 
@@ -127,26 +127,17 @@ class Probe:
   def linear(self, layers: Sequence[str], params, extra) -> dict[str, solvers.Result]:
     """Probes layers by logistic regression on all training images.
 
-    All layers are probed by one method, so that they are comparable: L-BFGS if the
-    features of the widest fit in memory, otherwise SGD, see solvers. With L-BFGS, a
-    pass over the images extracts as many layers as fit.
+    A pass over the images extracts as many layers as fit in memory.
     """
-    extractor, state, found = self._extractor(layers), (params, extra), {}
+    extractor, found = self._extractor(layers), {}
     count, widest = self.train.num_examples, max(extractor.widths.values())
-    # All processes must choose the same method and the same passes.
-    memory = features.least_memory()
-    if 4 * count * (widest + len(self.class_names)) > _SHARE * memory:
-      splits = self.train, self.test
-      test = solvers.sgd(self.task, self.mesh, extractor, *splits, *state)
-      test = self._named(test)
-      for layer, classes in zip(extractor.widths, test.values.T):
-        found[layer] = solvers.Result(test.accuracy(classes), 0.0, {}, 'SGD')
-      return found
+    features.check_memory(count, widest + len(self.class_names), _COPIES)
+    # All processes must choose the same passes.
     size = 4 * widest * (count + self.test.num_examples)
-    at_once = max(1, int(_GROUP * memory / size))
+    at_once = max(1, int(_GROUP * features.least_memory() / size))
     for begin in range(0, len(layers), at_once):
       extractor = self._extractor(layers[begin : begin + at_once])
-      known, asked = self._extract(extractor, *state)
+      known, asked = self._extract(extractor, params, extra)
       x, y = (extractor.split(part.values) for part in (known, asked))
       for layer in x:
         found[layer] = solvers.tuned(

@@ -1,36 +1,26 @@
-"""Linear classifiers of features: least squares, logistic regression, SGD.
+"""Linear classifiers of features: least squares and logistic regression.
 
 least_squares  ridge regression to -1 or 1 for each class, in closed form
 logistic       multinomial logistic regression with an L2 penalty, by L-BFGS
 tuned          the same, with the penalty that suits held-out images best
-sgd            logistic regression by SGD, without a penalty, for features
-               that do not fit in memory; several layers at once
 """
 
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from sklearn import linear_model, pipeline, preprocessing
 import threadpoolctl
 
-from vit_jax import console, input_pipeline
-from vit_jax.distributed import processes, sharding
+from vit_jax import console
+from vit_jax.distributed import processes
 from vit_jax.evaluators import features
-from vit_jax.inference import engine
 
 CONSTANT = 100.0  # A constant feature, for the bias.
 # Factors of half of the squared weights, added to the mean cross-entropy.
 L2 = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 HELD_OUT = 0.2  # Share of the training images that choose the factor.
-# Number of images, and bytes of their features, for mean and deviation with SGD.
-_SAMPLE = 10_000
-_SAMPLE_BYTES = 2**30
-# Added to standard deviations: by the published few-shot protocol, and for SGD.
+# Added to standard deviations by the published few-shot protocol.
 _EPS = 1e-5
-_EPS_SGD = 1e-6
 # Numbers of features up to which one thread is no slower than several.
 _SMALL = 1_000_000
 _ROWS = 8192  # Images that `Linear` classifies at a time.
@@ -54,9 +44,8 @@ class Result(NamedTuple):
   """A linear probe."""
 
   accuracy: float  # On the test images, from 0 to 1.
-  l2: float  # The chosen penalty, see L2; 0 for SGD.
-  held_out: dict[float, float]  # On held-out images by penalty; {} for SGD.
-  method: str  # 'L-BFGS' or 'SGD'.
+  l2: float  # The chosen penalty, see L2.
+  held_out: dict[float, float]  # Accuracy on held-out images by penalty.
 
 
 def least_squares(train: features.Features, num_classes: int, l2: float) -> Linear:
@@ -121,77 +110,4 @@ def tuned(train: features.Features, test: features.Features) -> Result:
     return [score(rows, test, best), best, found]
 
   accuracy, best, found = processes.from_first('the linear probe', solve)
-  return Result(accuracy, best, dict(zip(l2s, found)), 'L-BFGS')
-
-
-def sgd(
-  task,
-  mesh,
-  extractor: features.Extractor,
-  train,
-  test,
-  params,
-  extra,
-  epochs: float = 10,
-  learning_rate: float = 0.1,
-) -> features.Features:
-  """Trains by SGD, computing the features of each batch anew, and classifies.
-
-  Momentum is .9, and the learning rate, for a batch of 256 images, decays to 0 by a
-  cosine. Means and deviations of the features are of a sample of the training
-  images. Returns the classes of the test images by each of the extractor's L
-  layers, int32 [n, L], and their labels.
-  """
-  config, count = task.config, train.num_examples
-  size = min(count, _SAMPLE, max(2, _SAMPLE_BYTES // (4 * extractor.width)))
-  sample = np.random.default_rng(config.seed).choice(count, size, replace=False)
-  values = extractor.run(train, params, extra, np.sort(sample)).values
-  mean, scale = values.mean(axis=0), values.std(axis=0) + _EPS_SGD
-  steps = max(1, round(epochs * count / config.batch))
-  rate = learning_rate * config.batch / 256
-  tx = optax.sgd(optax.cosine_decay_schedule(rate, steps), momentum=0.9)
-  # The kernel of each layer, with its bias in the last row: [D + 1, C].
-  classes = len(train.class_names)
-  weights = {
-    name: jnp.zeros((width + 1, classes)) for name, width in extractor.widths.items()
-  }
-  state = tx.init(weights)
-
-  def logits(weights, params, extra, batch):
-    x = (extractor.compute(params, extra, batch) - mean) / scale
-    parts = [(x, weights[name]) for name, x in extractor.split(x).items()]
-    found = [x @ w[:-1] + w[-1] for x, w in parts]
-    return jnp.stack(found, axis=1)  # [B, L, C]
-
-  def loss(weights, params, extra, batch):
-    found = logits(weights, params, extra, batch)
-    labels = batch['label'][:, None]
-    counted = labels >= 0  # [B, 1]
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-      found, jnp.broadcast_to(labels.clip(0), found.shape[:2])
-    )
-    return (losses * counted).sum() / jnp.maximum(1, counted.sum())
-
-  def update(weights, state, params, extra, batch):
-    grads = jax.grad(loss)(weights, params, extra, batch)
-    updates, state = tx.update(grads, state)
-    return optax.apply_updates(weights, updates), state
-
-  def classify(weights, params, extra, batch):
-    best = logits(weights, params, extra, batch).argmax(axis=-1)
-    return {**batch, 'image': best}
-
-  update = jax.jit(update, out_shardings=sharding.replicated(mesh))
-  classify = engine.everywhere(mesh, classify)
-  batches = input_pipeline.train_batches(config, train, extractor.example, mesh)
-  with console.bar(total=steps, desc='SGD', unit='step', leave=False) as bar:
-    for _ in range(steps):
-      with jax.set_mesh(mesh):
-        weights, state = update(weights, state, params, extra, next(batches))
-      jax.block_until_ready(weights)
-      bar.update()
-  found = engine.collect(
-    config, mesh, test.evaluated, extractor.example,
-    lambda batch: classify(weights, params, extra, batch), what='Testing',
-  )  # fmt: skip
-  return features.Features(found['image'], found['label'])
+  return Result(accuracy, best, dict(zip(l2s, found)))
