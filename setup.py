@@ -12,7 +12,7 @@ _OTHER = "platform_system != 'Linux' or platform_machine != 'x86_64'"
 _TRAIN = [
   'array-record',
   'clu',
-  'faster-coco-eval',
+  'faster-coco-eval>=1.8',  # Checks run lengths.
   'google-crc32c',  # Checksums of tfrecords and checkpoints.
   'importlib_resources',  # Imported by tensorflow-datasets, not declared.
   'orbax-checkpoint',

@@ -437,7 +437,7 @@ class Config:
   # named after the first evaluation (vit_jax/evaluators/probes.py).
   fewshot: FewShot = dataclasses.field(default_factory=FewShot)
   # Training images per class of linear probes of all layers, after the last
-  # update: a table, and probe.png and probe.csv in the workdir
+  # update: a table, and probe.png and probe.json in the workdir
   # (vit_jax/evaluators/probes.py). 0: none.
   layer_probe: schema.Natural = 0
   # File of ImageNet ReaL labels (vit_jax/evaluators/real.py); adds

@@ -11,14 +11,13 @@ r"""Measures how good the features of a model are: few-shot and linear probes.
 The model stays as it is; only a linear classifier of its features is trained.
 A few-shot probe takes the given number of images per class and solves least
 squares in closed form, for each seed (arXiv 2010.11929, section 4.1). --linear
-trains on all training images: logistic regression by L-BFGS, whose penalty
-images held out of the training images choose; by SGD where features and logits
-take more than an eighth of the memory.
+trains on all training images: logistic regression by L-BFGS, with the penalty that
+is best on images held out of the training images.
 
 The features are the inputs of the head. --layer takes those of another layer:
 its number from 0, 'last', or the path of a module; tokens are averaged. With
 --layer=all, --linear probes each layer, prints a table of the accuracy by
-depth, and --json=FILE.json also writes FILE.csv and a plot, FILE.png. Images
+depth, and --json=FILE.json also writes a plot, FILE.png. Images
 are squeezed to 8/7 of the model's size, and the centre is cropped (--squeeze=1
 keeps all).
 
