@@ -391,7 +391,7 @@ def test_boxes_above_a_score_and_attention_of_one(browser, detector, photos, tmp
     [path], lambda *_: (), detector.task.input_spec(), parts
   )
   batch = jax.tree.map(lambda x: x[None], inputs)
-  seen = attention_figures.look(detector.task, detector.params, detector.extra, batch)
+  seen = attention_figures.compute(detector.task, detector.params, detector.extra, batch)
   areas = [(x1 - x0) * (y1 - y0) for *_, (x0, y0, x1, y1) in objects[:count]]
   number = int(np.argmin(areas))
   query = np.argsort(-seen.scores[0])[number]
