@@ -387,7 +387,7 @@ class Task(base.Task):
     return (total, rows), {k: (x[-1].sum(), rows) for k, x in terms.items()}
 
   def _terms(self, params, extra, batch, **kwargs):
-    """Returns all losses, see `_set_losses`; `kwargs` are those of the model."""
+    """Returns all losses, see `_set_losses`; `kwargs` are for the model."""
     outputs = self._apply(params, extra, batch, **kwargs)
     return self._set_losses(outputs, batch)[0]
 

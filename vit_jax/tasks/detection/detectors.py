@@ -72,7 +72,7 @@ class Detector(predictor_lib.Predictor):
     )
 
   def _find(self, images, threshold, image_size, make) -> list:
-    """Returns the result of `make`, such as that of a detector, for each image."""
+    """Returns the result of `make`, such as Detector.make, for each image."""
     how = self._columns(threshold=threshold, image_size=image_size)
     threshold = self.LEAST if threshold is None else threshold
     found = {
@@ -167,7 +167,7 @@ class Segmenter(Detector):
 
   @property
   def KEEP(self):
-    """All inputs: masks are those of a canvas."""
+    """All inputs: the masks cover the whole canvas."""
     return tuple(self.task.input_spec())
 
   def segment(

@@ -207,7 +207,7 @@ FIGURES = (
     'Each map shows how much the cell of the image at the white point attends to '
     'every other cell in the last layer of the encoder, averaged over the heads. '
     'In a trained detector the maps separate the objects from each other. The '
-    'points are the centres of the best boxes, or those of --points.',
+    'points are the centres of the best boxes, or the ones of --points.',
     'arXiv 2005.12872, section 4.3 and figure 3',
     gallery.needs_images,
     lambda subject: [

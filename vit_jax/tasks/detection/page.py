@@ -58,7 +58,7 @@ def _page(model, compute, make):
 
   For `compute` see Predictor.stream, for `make` Detector.make. Returns the result
   of `page`; the components of (pixels, inputs, results) and of the threshold; and
-  that of the picture.
+  the component of the picture.
   """
   what = model.WHAT
   threshold = gr.Slider(
@@ -84,7 +84,7 @@ def _page(model, compute, make):
     how = model.columns()
     ((_, inputs, results),) = model.stream([photo.path], compute, how.keep, how.parts)
     pixels = overlays.enlarged(photo.pixels)
-    # Boxes and maps are then those of the picture.
+    # Boxes and maps are made for the enlarged picture.
     inputs = {**inputs, 'size': np.array(pixels.shape[:2])}
     kept = pixels, inputs, results
     return {found: kept, **draw(kept, least)}
@@ -95,7 +95,7 @@ def _page(model, compute, make):
 
 
 def clicked(boxes, x: float, y: float) -> int | None:
-  """Returns the number of the smallest box in which a point lies, if any."""
+  """Returns the number of the smallest box that contains a point, if any."""
   areas = {
     (x1 - x0) * (y1 - y0): number
     for number, (x0, y0, x1, y1) in enumerate(boxes)

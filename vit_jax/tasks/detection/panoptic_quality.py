@@ -36,7 +36,7 @@ class PanopticQuality:
       found = task.masks(task.outputs(params, extra, batch), batch)
       return found, {name: batch[name] for name in _TRUTH}
 
-    # Masks are large: each process gets those of its own images.
+    # Masks are large: each process gets only the masks of its own images.
     self._found = jax.jit(compute, out_shardings=sharding.batch_sharding(mesh))
 
   def run(self, params, extra, stop=engine.never):

@@ -3,7 +3,7 @@
 Each pixel belongs to one segment: a thing, such as a person, or all stuff of a
 class, such as the sky. A detector finds the boxes of both, stuff being one
 object; a mask head then computes a mask for each query. The detector is trained
-first, by this task and a model without a mask head, and then the mask head alone:
+first, by this task and a model without a mask head, and then only the mask head:
 
   --config.model.mask_head=True --config.pretrained=WORKDIR_OF_THE_DETECTOR
   --config.lr_multipliers="(('segmentation/', 1.0), ('', 0.0))"

@@ -72,7 +72,7 @@ def assemble(
       break
     kept = kept[~is_small]
   chosen = np.array(list(dict.fromkeys(segment)), int)
-  number = np.zeros(len(scores) + 1, np.int32)  # The last one is that of -1.
+  number = np.zeros(len(scores) + 1, np.int32)  # The last is for pixels of none.
   number[chosen] = 1 + np.arange(len(chosen))
   return Segments(number[pixels], labels[chosen], scores[chosen])
 
