@@ -119,7 +119,7 @@ setuptools.setup(
     'docs': _DOCS,
     'demo': ['gradio>=6', 'matplotlib'],
     'plots': ['matplotlib'],
-    'interop': ['huggingface_hub>=1.31'],
+    'interop': ['huggingface_hub>=1.31', 'jinja2'],
     'tables': ['pyarrow'],
     'text': ['sentencepiece', 'tokenizers'],
     'torch': ['torch>=2.6'],  # Before, a .bin could run code of its own.

@@ -205,8 +205,7 @@ def add_trust_flags(parser: argparse.ArgumentParser):
     '--insecure',
     action=_Insecure,
     nargs=0,
-    help='allow files from http://, and files whose hash is not the one that '
-    'their server gives',
+    help='allow files from http://',
   )
   parser.add_argument(
     '--task',
