@@ -152,7 +152,7 @@ def test_threads_share_a_model(folder_run):
 def test_a_classifier_draws_nothing(folder_run, tmp_path):
   _, workdir, _ = folder_run
   argv = ['a.png', f'--workdir={workdir}', f'--out={tmp_path}/a.png']
-  with pytest.raises(ValueError, match="task 'classify' prints its predictions"):
+  with pytest.raises(ValueError, match="'classify'.*--out"):
     predict_command.main(argv)
 
 
@@ -258,7 +258,7 @@ def test_the_command_prints_the_classes(folder_run, image_folder):
   _, workdir, _ = folder_run
   image = next((image_folder / 'test' / 'bee').iterdir())
 
-  program = ('vit_jax.predict', f'--workdir={workdir}')
+  program = ('vit_jax', 'predict', f'--workdir={workdir}')
   status, output = processes.finish_module(*program, '--top=2', str(image))
   assert status == 0, output
   lines = output.splitlines()
@@ -279,7 +279,9 @@ def test_the_command_prints_the_classes(folder_run, image_folder):
     check=False,
   )
   assert missing.returncode == 1
-  assert missing.stderr == "Error: there is no image file '/no/such.png'\n"
+  [line] = missing.stderr.splitlines()
+  assert line.startswith('Error: ')
+  assert '/no/such.png' in line
 
 
 @pytest.mark.parametrize('count', [2, 9])
