@@ -171,26 +171,26 @@ class Task(base.Task):
     """
     if seed is None:
       return self._for_evaluation(record, canvas)
-    inputs, drawn = self._decode(record, seed)
-    found, kept = geometry.to_boxes(_boxes(record), drawn)
+    inputs, transform = self._decode(record, seed)
+    boxes, kept = geometry.to_boxes(_boxes(record), transform)
     kept = tf.logical_and(kept, ~self._crowd(record))
     return {
       **inputs,
-      **self._targets(found, record['objects/label'], kept),
-      **self._further(record, inputs, drawn, kept),
+      **self._targets(boxes, record['objects/label'], kept),
+      **self._more_targets(record, inputs, transform, kept),
     }
 
   def _decode(self, record, seed):
-    """Returns `image`, on canvases also `real`, of training, and their geometry."""
+    """Returns `image`, on canvases also `real`, of training, and their Geometry."""
     pp = self.config.pp
     if not pp.sides:
-      image, drawn = preprocess.decode_with_geometry(record['image'], seed, pp)
-      return {'image': image}, drawn
+      image, transform = preprocess.decode_with_geometry(record['image'], seed, pp)
+      return {'image': image}, transform
     step = seed[1] // self.config.batch  # `seed` holds the example's position.
     group = canvases.group_at(step, self.config.seed, pp)
     return preprocess.on_canvas_for_training(record['image'], seed, group, pp)
 
-  def _further(self, record, inputs, drawn, kept):
+  def _more_targets(self, record, inputs, transform, kept):
     """Returns further tensors of a training example, for subclasses."""
     return {}
 
@@ -202,8 +202,8 @@ class Task(base.Task):
   def inputs(self, record, seed=None, canvas=None):
     """Returns `image`, on canvases also `real`, and `size`, int32 [2].
 
-    `size` is the original height and width. An image without boxes is rotated as its EXIF
-    orientation says; boxes belong to the stored pixels. For `canvas` see
+    `size` is the original height and width. An image without boxes is rotated as
+    its EXIF orientation says; boxes belong to the stored pixels. For `canvas` see
     `example`.
     """
     del seed  # Training needs the objects too, see `example`.
@@ -220,33 +220,33 @@ class Task(base.Task):
       pixels = images_lib.decode(record['image'], pp.channels, upright=upright)
       image = preprocess.for_evaluation(pixels, pp)
       return {'image': image, 'size': tf.shape(pixels)[:2]}
-    inputs, drawn = preprocess.on_canvas_for_evaluation(
+    inputs, transform = preprocess.on_canvas_for_evaluation(
       record['image'], group, pp, upright=upright
     )
-    return {**inputs, 'size': drawn.shape}
+    return {**inputs, 'size': transform.shape}
 
   def _for_evaluation(self, record, canvas):
     inputs = self.inputs(record, canvas=canvas)
     crowd = self._crowd(record)
-    found, label = _boxes(record), record['objects/label']
+    boxes, label = _boxes(record), record['objects/label']
     area = record.get('objects/area')
     if area is None:
       pixels = tf.cast(tf.reduce_prod(inputs['size']), tf.float32)
-      area = tf.reduce_prod(found[:, 2:] - found[:, :2], axis=-1) * pixels
+      area = tf.reduce_prod(boxes[:, 2:] - boxes[:, :2], axis=-1) * pixels
     return {
       **inputs,
-      **self._targets(found, label, ~crowd),
-      'truth': self._padded(tf.gather(found, [1, 0, 3, 2], axis=-1)),
+      **self._targets(boxes, label, ~crowd),
+      'truth': self._padded(tf.gather(boxes, [1, 0, 3, 2], axis=-1)),
       'label': self._padded(tf.cast(label, tf.int32) + 1) - 1,
       'area': self._padded(tf.cast(area, tf.float32)),
       'crowd': self._padded(tf.cast(crowd, tf.int32)),
       'image_id': _image_id(record),
     }
 
-  def _targets(self, found, label, kept):
+  def _targets(self, boxes, label, kept):
     """Returns `box`, `class` and `count` of objects (ymin, xmin, ymax, xmax)."""
-    found, label = (tf.boolean_mask(x, kept) for x in (found, label))
-    y0, x0, y1, x1 = tf.unstack(tf.reshape(found, [-1, 4]), axis=-1)
+    boxes, label = (tf.boolean_mask(x, kept) for x in (boxes, label))
+    y0, x0, y1, x1 = tf.unstack(tf.reshape(boxes, [-1, 4]), axis=-1)
     box = tf.stack([x0 + x1, y0 + y1, 2 * (x1 - x0), 2 * (y1 - y0)], -1) / 2
     return {
       'box': self._padded(box),

@@ -100,10 +100,10 @@ class Task(detect.Task):
     }
     return super().example(objects, seed, canvas)
 
-  def _further(self, record, inputs, drawn, kept):
+  def _more_targets(self, record, inputs, transform, kept):
     ids = tf.boolean_mask(record['objects/id'], kept)
-    numbers = panoptic.read(record['panoptic_image'], ids, drawn.shape)
-    numbers = geometry.to_masks(numbers[None], drawn)[0]
+    numbers = panoptic.read(record['panoptic_image'], ids, transform.shape)
+    numbers = geometry.to_masks(numbers[None], transform)[0]
     return {'segments': _padded(numbers, inputs['image'])}
 
   def _for_evaluation(self, record, canvas):
