@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 import shutil
 
@@ -30,6 +31,22 @@ def test_only_floats_are_read(tmp_path, value, words):
   np.savez(path, cls=value)
   with pytest.raises(ValueError, match=f"a.npz'.*{words}"):
     checkpoint.load(str(path))
+
+
+@pytest.mark.parametrize('name', ['shard', 'index', 'config', 'bin'])
+def test_pipes_and_devices_are_not_read(tmp_path, good, name):
+  """A link to /dev/zero exists, but reading it never ends; nor does a pipe's."""
+  folder = tmp_path / 'a'
+  config, _, shard, index = conftest.write_shards(good, folder)
+  if name == 'bin':
+    (folder / index).unlink()
+  names = dict(shard=shard, index=index, config=config, bin='pytorch_model.bin')
+  path = folder / names[name]
+  for make in (lambda: path.symlink_to('/dev/zero'), lambda: os.mkfifo(path)):
+    path.unlink(missing_ok=True)
+    make()
+    with pytest.raises(ValueError, match=f"{path.name}' .*regular file"):
+      reading.read(str(folder))
 
 
 @pytest.mark.parametrize(

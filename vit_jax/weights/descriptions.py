@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from vit_jax.weights import arrays
+from vit_jax.weights import arrays, fetch
 
 
 class Description(NamedTuple):
@@ -47,7 +47,10 @@ def read(path: epath.Path, describe: Callable[[dict], Description]):
   ValueError if the file is damaged or a field has a wrong value; names both.
   """
   with arrays.naming(path):
-    content = json.loads(path.read_bytes()) if path.exists() else {}
+    content = {}
+    if path.exists():
+      with fetch.local_input(path) as here:
+        content = json.loads(here.read_bytes())
     if not isinstance(content, dict):
       raise ValueError(f'it holds {content!r:.80} and must hold an object: {{...}}')
     return describe(content)

@@ -1,5 +1,6 @@
 """The task of image and text towers: training, zero-shot, retrieval, prediction."""
 
+import io
 import json
 
 import jax
@@ -141,23 +142,37 @@ def test_embeddings_that_do_not_fit_are_computed_again(data_dir, tmp_path):
   want = make()
   np.testing.assert_array_equal(make(), want)
   assert len(written) == 1
-  note = tmp_path / 'image_embeddings.hash'
+  path, note = tmp_path / precomputed.NAME, tmp_path / 'image_embeddings.hash'
+  content, said = path.read_bytes(), note.read_text()
+  rows = np.load(io.BytesIO(content))
+  for damaged in (
+    0 * rows, np.roll(rows, 1), np.roll(rows, 1, axis=0), rows.astype(np.int8),
+    rows[:-1], rows.T, rows.byteswap().view('>f2'),
+  ):  # fmt: skip
+    np.save(path, damaged)
+    assert note.read_text() != f'{said.split()[0]} {precomputed._checksum(path)}'
+  for damaged in (b'', content[:-1], content + b'0'):
+    path.write_bytes(damaged)
+    np.testing.assert_array_equal(make(), want)
+  path.unlink()
+  np.testing.assert_array_equal(make(), want)
   note.write_text('of another tower')
   np.testing.assert_array_equal(make(), want)
-  assert len(written) == 2
+  assert len(written) == 6
+  assert (path.read_bytes(), note.read_text()) == (content, said)
   # Another model, other images, another preparation.
   other = dict(params, img=jax.tree.map(lambda x: x + 0.5, params['img']))
   assert np.abs(make(params=other) - want).max() > 0.01
   text = dict(params, txt=jax.tree.map(lambda x: x + 1, params['txt']))
   make(params=dict(other, txt=text['txt']))  # The text tower is not in it.
-  assert len(written) == 3
+  assert len(written) == 7
   config = make_config(data_dir, **changes)
   config.pp.resize = 9
   prepared = image_text.Task(run_config.complete(config), task.metadata)
   assert np.abs(make(task=prepared) - want).max() > 1e-3
   made = make(source=sources.open_split(config, 'train[:19]', ('image',)))
   np.testing.assert_array_equal(made, want[:19])
-  assert len(written) == 5
+  assert len(written) == 9
 
 
 def test_a_run_leaves_its_vocabulary_and_the_matrix(run):

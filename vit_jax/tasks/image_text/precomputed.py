@@ -1,15 +1,16 @@
 """Embeddings of training images that a locked tower computes once for a run.
 
 They are a file in the workdir, float16 [n, E], which each process maps into memory.
-A run that resumes reads the file, and computes it again if the tower, its images or
-their preparation have changed: a second file has a hash of what the embeddings were
-made of.
+A run that resumes reads the file, and computes it again if it is damaged, or if the
+tower, its images or their preparation have changed: a second file has a hash of what
+the embeddings were made of, and their checksum.
 """
 
 import json
 import os
 
 from etils import epath
+import google_crc32c
 import jax
 import numpy as np
 
@@ -66,12 +67,14 @@ def make(task, params, extra, source, mesh, workdir, stop) -> np.ndarray:
   note = epath.Path(workdir) / _MADE_OF
   is_current = processes.from_first(
     'reading the embeddings',
-    lambda: os.path.exists(path) and note.exists() and note.read_text() == made_of,
+    lambda: note.exists() and note.read_text() == f'{made_of} {_checksum(path)}',
   )
   if not is_current:
     note.unlink(missing_ok=True)
     _write(task, params, extra, source, mesh, path, stop)
-    processes.from_first('writing a hash', lambda: note.write_text(made_of))
+    processes.from_first(
+      'writing a hash', lambda: files.write(note, f'{made_of} {_checksum(path)}')
+    )
   return np.load(path, mmap_mode='r')
 
 
@@ -84,6 +87,15 @@ def _made_of(config, tower: str, source) -> str:
     blocks = [range(i, min(i + 4096, count)) for i in range(0, count, 4096)]
     facts.append(records.stamps(source, blocks))
   return files.digest([json.dumps(facts, sort_keys=True).encode()])
+
+
+def _checksum(path: str) -> str:
+  checksum = google_crc32c.Checksum()
+  if os.path.exists(path):
+    with open(path, 'rb') as file:
+      for _ in checksum.consume(file, 2**18):
+        pass
+  return checksum.hexdigest().decode()
 
 
 def _write(task, params, extra, source, mesh, path, stop):
