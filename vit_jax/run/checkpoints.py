@@ -199,15 +199,16 @@ class Checkpoints:
         try:
           found = read(path)
         except (ValueError, KeyError, TypeError, FileNotFoundError) as e:
-          if self._is_gone(candidate):
-            continue
-          raise ValueError(
-            f"checkpoint '{path.parent}' cannot be restored: {_short(e)}; if it is from "
-            'another model, use another --workdir'
-          ) from e
-        if damages and not self._read_only:
-          self._move_aside(list(damages))
-        return found, candidate
+          damage = _check(path, 0, 1)  # A run may delete what is being read.
+          if damage is None:
+            raise ValueError(
+              f"checkpoint '{path.parent}' cannot be restored: {_short(e)}; if it is "
+              'from another model, use another --workdir'
+            ) from e
+        else:
+          if damages and not self._read_only:
+            self._move_aside(list(damages))
+          return found, candidate
       if not self._is_gone(candidate):
         logging.warning('%s: checkpoint %d is not used', damage, candidate)
         damages[candidate] = damage
