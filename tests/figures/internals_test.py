@@ -262,7 +262,7 @@ def test_layers_come_in_the_order_of_their_numbers():
     (
       tiny_models.tiny(
         encoder=Layered, transformer=dict(num_layers=1, sows=False)
-      ), 'encoder=Layered sows no attention_weights: make its layers',
+      ), 'encoder=Layered sows no attention_weights',
     ),
   ],
 )  # fmt: skip
