@@ -15,6 +15,7 @@ _TRAIN = [
   'faster-coco-eval>=1.8',  # Checks run lengths.
   'google-crc32c',  # Checksums of tfrecords and checkpoints.
   'importlib_resources',  # Imported by tensorflow-datasets, not declared.
+  'matplotlib',  # Pictures in TensorBoard and in workdirs.
   'orbax-checkpoint',
   'scikit-learn',
   'tensorboard',  # Imported by clu.metric_writers, not declared.

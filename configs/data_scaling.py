@@ -5,20 +5,19 @@ r"""Figure 4 in small: a ViT, a ResNet and a hybrid on growing parts of the digi
 The paper pre-trains on subsets of JFT-300M with one recipe for all sizes and
 models (arXiv 2010.11929, section 4.3): ResNets are better with few images, ViTs
 with many. Here three models of about the same compute learn scikit-learn's
-digits from 50, 250 and all 1,437 training images, with the same number of
-updates, and are tested on the same 360 images. The 50 images are other ones for
-each seed.
+digits from 50, 250 and all 1,437 training images, with the same number of updates,
+and are tested on the same 360 images. Each seed has its own 50 images.
 
-Takes about ten minutes of processor time. Expected, mean and standard deviation of
-three seeds in percent:
+Takes about ten minutes of processor time. Expected mean and standard deviation over
+three seeds, in percent:
 
   images        ViT           BiT        hybrid
       50   61.7 +- 5.1   84.9 +- 3.1   79.3 +- 2.6
      250   90.4 +- 0.3   96.8 +- 0.4   96.6 +- 1.1
    1,437   93.9 +- 1.1   99.0 +- 0.4   98.7 +- 0.8
 
-The ViT is 23 points below the ResNet with few images, and 5 with all. It does not
-overtake the ResNet, as it does in the paper with the most images.
+The ViT is 23 points below the ResNet with few images, and 5 with all. Unlike in the
+paper, which has more images, it does not overtake the ResNet.
 """
 
 import ml_collections
@@ -34,7 +33,7 @@ SUBSETS = {
 
 
 def families() -> dict[str, ml_collections.ConfigDict]:
-  """Returns the models, whose forward passes take 9 to 10 MFLOPs each."""
+  """Returns models whose forward passes take 9 to 10 MFLOPs each."""
   vit, hybrid = models.get_config('ti16'), models.get_config('ti16')
   for config, layers in ((vit, 3), (hybrid, 2)):
     config.hidden_size = 96
@@ -53,7 +52,7 @@ def families() -> dict[str, ml_collections.ConfigDict]:
 def study(title: str, variants: tuple, x: tuple) -> ml_collections.ConfigDict:
   """Returns a study of `families`, which share the recipe of configs/digits.py.
 
-  `variants` are those of studies.get_config, and x the (name, place) of each.
+  `variants` as in studies.get_config; `x` has (name of the line, x) for each.
   """
   config = studies.get_config(title, variants)
   config.base = digits.get_config()

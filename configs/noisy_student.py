@@ -4,10 +4,10 @@ r"""Self-training with unlabelled images: Noisy Student (arXiv 1911.04252).
     --config=configs/noisy_student.py:b16,imagenet2012,/data/unlabelled
 
 The argument is MODEL,LABELLED,UNLABELLED, or MODEL,LABELLED,UNLABELLED,STUDENT
-for students of another, usually larger model. Models are short names from
-models.py (ti16, s16, b16, l16, bit_r50x1, ...). LABELLED and UNLABELLED are
-TFDS names or folders; labels of the unlabelled images are not read. To hide the
-labels of 90 % of a data set:
+for students with another, usually larger model. Models are short names of models.py
+(ti16, s16, b16, l16, bit_r50x1, ...). LABELLED and UNLABELLED are TFDS names or
+folders; labels of the unlabelled images are not read. To hide the labels of 90 % of a
+data set:
 
   python -m vit_jax.main --workdir=/tmp/ns \
     --config=configs/noisy_student.py:s16,imagenet2012,imagenet2012 \
@@ -15,16 +15,14 @@ labels of 90 % of a data set:
     --config.student.pp.train='train[:10%]' \
     --config.unlabelled_split='train[10%:]'
 
-vit_jax/studies/noisy_student.py describes the files in the workdir. Images of a
-folder are checked for each run anew unless vit_jax index has done
-so once.
+vit_jax/studies/noisy_student.py describes the files in the workdir. Run `vit_jax
+index` once on folders, or each run checks their images anew.
 
 docs/self_training.md has the published recipe: the defaults below, RandAugment
-(2, 27), stochastic depth of 0.2 in the last layer, 350 epochs of the labelled
-images; the loss is labelled + ratio * unlabelled. The paper trains
-EfficientNets; model, optimiser, weight decay and dropout here are those of
-configs/pretrain.py. The paper ends with an epoch and a half at a higher
-resolution, for which take configs/vit.py with
+(2, 27), stochastic depth of 0.2 in the last layer, 350 epochs of the labelled images;
+the loss is labelled + ratio * unlabelled. The paper trains EfficientNets; model,
+optimiser, weight decay and dropout here are from configs/pretrain.py. The paper ends
+with an epoch and a half at a higher resolution: use configs/vit.py with
 --config.pretrained=/tmp/ns/student_3_0.
 
 Published for EfficientNet-L2 with 300M unlabelled images: 88.4 % on ImageNet; for
@@ -51,7 +49,7 @@ def get_config(arg: str = 'b16,imagenet2012,imagenet21k'):
   config.student = _with_noise(pretrain.get_config(f'{student or model},{labelled}'))
   # Labelled images of a batch; the unlabelled ones are added.
   config.student.batch = 512
-  # Epochs of the labelled images.
+  # Epochs over the labelled images.
   config.student.total_epochs = 350.0
   return set_defaults(
     config, unlabelled, common.SPLITS.get(unlabelled, ('train', ''))[0]
@@ -71,26 +69,26 @@ def set_defaults(config, unlabelled: str, split: str):
   # A TFDS name or a folder, and the split; '{seed}' stands for the seed.
   config.unlabelled = unlabelled
   config.unlabelled_split = split
-  # Each seed has a teacher and students of its own. A seed also replaces
-  # '{seed}' in the names of splits, for draws of labels.
+  # Each seed has its own teacher and students. A seed also replaces '{seed}' in
+  # the names of splits, for draws of labels.
   config.seeds = (0,)
-  # Workdir of a run that is the first teacher; None: `teacher` is trained.
+  # Workdir of a run to use as the first teacher; None: train `teacher`.
   config.teacher_workdir = placeholder(str)
-  # Least probability of a pseudo-label.
+  # Minimum probability of a pseudo-label.
   config.confidence = 0.3
-  # Images of each class: the most confident ones, or all of them several times.
-  # None: every confident image once.
+  # Images per class: the most confident ones, or all of them several times. None:
+  # every confident image once.
   config.per_class = placeholder(int)
   config.per_class = 130_000
   # Whether a pseudo-label is the probability of each class, or the best class.
   config.soft = True
-  # Soft labels: number of the most probable classes whose probabilities are
-  # stored; the rest is spread evenly over the others. None: all classes, as in
-  # the paper; an image then takes 8 bytes a class on disk and in memory.
+  # Soft labels: number of top classes whose probabilities are stored; the rest is
+  # spread evenly over the others. None: all classes, as in the paper, which takes 8
+  # bytes per image and class on disk and in memory.
   config.soft_classes = placeholder(int)
   config.soft_classes = 32
-  # Unlabelled images for each labelled one of a batch, in each iteration.
+  # Unlabelled images per labelled image of a batch, for each iteration.
   config.ratios = (14.0, 14.0, 28.0)
-  # The metric that is compared.
+  # Metric to compare.
   config.metric = 'accuracy_test'
   return config

@@ -3,18 +3,17 @@ r"""Demonstrates Noisy Student on scikit-learn's digits, without a download.
   python -m vit_jax.main --config=configs/noisy_student_digits.py \
     --workdir=/tmp/noisy_student
 
-A small ViT learns from 10 labels a class, with three draws of the labels. It
-labels the other 1,337 training images, and a student of the same size learns
-from all of them, with crops, rotations, erased boxes, dropout and stochastic
-depth; then once more, with the student as the teacher. Expected on the 360 test
-images: teacher 87.5 %; first student 90.9 %, which is 3.4 points above the
-teacher of the same draw, with a standard deviation of 1.7 over the draws;
-second student 89.8 %, 2.3 points above, with 1.0: on so few images a second
-iteration gains nothing. With the labels alone, the student's noise and as many
-images per update give 86.2 %.
+A small ViT learns from 10 labels per class, with three draws of the labels. It labels
+the other 1,337 training images, and a student of the same size learns from all of
+them, with crops, rotations, erased boxes, dropout and stochastic depth; then once
+more, with the student as the teacher. Expected accuracy on the 360 test images:
+teacher 87.5 %; first student 90.9 %, 3.4 ± 1.7 points above the teacher of the same
+draw; second student 89.8 %, 2.3 ± 1.0 points above: with so few images a second
+iteration gains nothing. The student's noise and batch size with only the labels give
+86.2 %.
 
-Takes some minutes on two cores. The settings were chosen on few_3, tested
-on 300 of its unlabelled images:
+Takes a few minutes on two cores. The settings were chosen with few_3, on 300 of its
+unlabelled images:
 
   python -m vit_jax.main --config=configs/noisy_student_digits.py \
     --workdir=/tmp/chosen --config.seeds='(3,)' \

@@ -1,7 +1,6 @@
-"""What the studies on the embedded digits share: their run, and selecting.
+"""Studies of small models on scikit-learn's digits (vit_jax/studies/study.py).
 
-configs/position_embeddings.py and configs/pooling.py are examples. The program
-is vit_jax/studies/study.py.
+configs/position_embeddings.py and configs/pooling.py are examples.
 """
 
 from collections.abc import Iterable
@@ -35,7 +34,7 @@ def get_config(title: str, variants: tuple) -> ml_collections.ConfigDict:
 
 
 def select(known: Iterable[str], names: str) -> list[str]:
-  """Returns the chosen of the known names, separated by commas; '' for all."""
+  """Splits names at commas, and checks that they are known; '' stands for all."""
   chosen = [name.strip() for name in names.split(',')] if names else [*known]
   for name in chosen:
     if name not in known:

@@ -3,15 +3,14 @@ r"""Fine-tunes a model on the 19 tasks of VTAB-1k, as in the paper (table 4, B.1
   python -m vit_jax.main --config=configs/vtab.py:b16 \
     --config.run.pretrained=ViT-B_16.npz --workdir=/tmp/vtab
 
-The argument is MODEL or MODEL,SIZE, as in vit.py. Each task has 1,000 images to
-train on. Tasks whose data set is not on this machine are left out, and the
-command says how to get each of them. After an interruption the same command goes
-on. The keys below choose tasks, downloads and seeds; --config.run.base_lr=0.003
-sets any key of the runs.
+The argument is MODEL or MODEL,SIZE, as in vit.py. Each task has 1,000 training images.
+Tasks whose data set is not on this machine are left out, and the command says how to
+get each of them. The same command resumes after an interruption. The keys below choose
+tasks, downloads and seeds; --config.run.base_lr=0.003 sets a key of the runs.
 
 The paper has one setting for all tasks: 384 pixels, 2,500 updates of 512 images,
-learning rate .01, SGD with momentum, cosine decay, no weight decay. Warm-up is
-500 updates, as in the original code. Augmentation is that of BiT: common.VTAB.
+learning rate .01, SGD with momentum, cosine decay, no weight decay. Warm-up takes 500
+updates, as in the original code. Augmentation is as in BiT: common.VTAB.
 
 Expected (tables 2 and 9), mean over the 19 tasks: L/16 from ImageNet-21k 72.72,
 L/16 from JFT-300M 76.28, H/14 from JFT-300M 77.63; BiT-L has 76.29.
@@ -57,16 +56,16 @@ def get_config(model: str = 'b16'):
   config.tasks = ()
   # Seeds of the runs of each task.
   config.seeds = (0,)
-  # Train on train800 and test on val200, to choose settings; else train on both
-  # and test on the test images.
+  # Train on train800 and test on val200, to choose settings; otherwise train on
+  # both and test on the test images.
   config.validate = False
-  # Download the data sets that are missing and that TFDS can download, all of
-  # them about 90 GB, and prepare what lies in run.tfds_manual_dir.
+  # Download the missing data sets that TFDS can download, about 90 GB in total,
+  # and prepare the files in run.tfds_manual_dir.
   config.download = False
-  # Checkpoints to keep of a run that is done: 'all', 'newest' or 'none'.
+  # Checkpoints to keep of a finished run: 'all', 'newest' or 'none'.
   config.checkpoints = 'newest'
 
-  # The run of each task, except for the data and for what its labels do not allow.
+  # The run of each task, without the data and augmentation that its labels rule out.
   config.run = vit.get_config(f'{name},vtab/caltech101{comma}{size}')
   # Some tasks have more than 70,000 test images: only one evaluation.
   config.run.update(eval_every=0, progress_every=100)

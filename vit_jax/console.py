@@ -26,7 +26,7 @@ _EXPECTED = (ValueError, FloatingPointError, OSError, ImportError)
 # Modules of the extra `train`, which most commands import.
 TRAIN_MODULES = (
   'array_record', 'clu', 'faster_coco_eval', 'google_crc32c',
-  'importlib_resources', 'orbax', 'sklearn', 'tensorboard', 'tensorflow',
+  'importlib_resources', 'matplotlib', 'orbax', 'sklearn', 'tensorboard', 'tensorflow',
   'tensorflow_datasets', 'threadpoolctl',
 )  # fmt: skip
 _muted = False

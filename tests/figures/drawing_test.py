@@ -127,6 +127,14 @@ def test_long_names_are_cut_in_the_middle():
   assert len(cut) == 11
 
 
+def test_wrapped_labels_keep_their_end():
+  text = 'sulphur-crested cockatoo, Kakatoe galerita: 97 %\ntrue: bee'
+  assert drawing.wrapped(text, 60) == text
+  assert drawing.wrapped(text, 15) == (
+    'sulphur-crested\ncockatoo,…\ngalerita: 97 %\ntrue: bee'
+  )
+
+
 def test_no_matplotlib(monkeypatch):
   monkeypatch.setitem(sys.modules, 'matplotlib', None)
   with pytest.raises(ImportError, match=r"pip install -e '\.\[plots\]'"):

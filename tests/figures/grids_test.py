@@ -1,10 +1,10 @@
 """Tests of grids of images with captions."""
 
 import numpy as np
-from PIL import ImageColor, ImageDraw
+from PIL import ImageColor
 import pytest
 
-from vit_jax.figures import grids
+from vit_jax.figures import drawing, grids
 
 
 def images(*shape, seed=0):
@@ -69,28 +69,29 @@ def test_captions_have_their_colours_and_keep_to_their_image():
 @pytest.mark.parametrize(
   'name', ['sulphur-crested cockatoo, Kakatoe galerita', 'W' * 30, 'ñ' * 40]
 )
-def test_long_names_are_written_whole(monkeypatch, name):
+def test_long_names_wrap_within_their_image(monkeypatch, name):
   """Nothing is lost: neither letters nor the probability after them."""
   written = []
-  text = ImageDraw.ImageDraw.text
 
-  def watched(pen, place, line, *args):
-    written.append(line)
-    assert place[0] + args[1].getlength(line) <= 8 + 96
-    text(pen, place, line, *args)
+  def watched(canvas, texts, size):
+    written.extend(text for _, _, text, _ in texts)
+    return write(canvas, texts, size)
 
-  monkeypatch.setattr(ImageDraw.ImageDraw, 'text', watched)
+  write = drawing.write
+  monkeypatch.setattr(drawing, 'write', watched)
   black = np.zeros((1, 96, 96, 3), np.uint8)
   caption = f'{name}: 97 %\nis {name}'
-  grids.grid(black, [grids.Caption(caption)], 1)
+  picture = grids.grid(black, [grids.Caption(caption)], 1)
   assert ''.join(written).replace(' ', '') == ''.join(caption.split())
+  assert (picture[:, 8 + 96 + 1 :] == 255).all()
 
 
-@pytest.mark.parametrize('name', ['狗', 'ñandú', '🐝', 'كلب', 'a\udcff', '\0', ''])
-def test_any_name_can_be_written(name):
+@pytest.mark.parametrize('name', ['狗', 'ñandú', '🐝', 'كلب', '$x$', ''])
+def test_any_name_can_be_written(name, recwarn):
   black = np.zeros((1, 96, 96, 3), np.uint8)
   picture = grids.grid(black, [grids.Caption(f'{name}: 5 %')], 1)
   assert (picture[8 + 96 :] != 255).any()
+  assert not recwarn
 
 
 def test_heat_is_relative_to_the_largest_value_of_each_map():
@@ -99,6 +100,6 @@ def test_heat_is_relative_to_the_largest_value_of_each_map():
   assert got.shape == (2, 4, 6, 3)
   dark, yellow = (68, 1, 84), (253, 231, 37)  # The ends of viridis.
   np.testing.assert_array_equal(got[0, 0, 0], dark)
-  np.testing.assert_array_equal(got[0, 2:, 3:], np.full((2, 3, 3), yellow))
-  np.testing.assert_array_equal(got[0, 2, 0], (33, 145, 140))  # Its middle.
+  np.testing.assert_allclose(got[0, 2:, 3:], np.full((2, 3, 3), yellow), atol=1)
+  np.testing.assert_allclose(got[0, 2, 0], (33, 145, 140), atol=1)  # Its middle.
   assert (got[1] == dark).all()

@@ -64,7 +64,7 @@ def test_what_exists_is_not_overwritten(tmp_path):
   beside.rmdir()
   assert (empty / 'index.html').exists()
   for path in (empty, full, full / 'mine.txt'):
-    with pytest.raises(FileExistsError, match='give another folder') as error:
+    with pytest.raises(FileExistsError, match='pass another folder') as error:
       html_page.write(path, 'a', {}, [SECTION], {})
     assert str(path) in str(error.value)
   assert [p.name for p in full.iterdir()] == ['mine.txt']

@@ -256,13 +256,13 @@ def test_layers_come_in_the_order_of_their_numbers():
   [
     (
       models.get_model('Mixer-B_16', num_classes=5),
-      'model=MlpMixer has no attention weights .* give a VisionTransformer',
+      'model=MlpMixer has no attention weights .* VisionTransformer',
     ),
     (tiny_models.tiny(transformer=None), 'transformer=None'),
     (
       tiny_models.tiny(
         encoder=Layered, transformer=dict(num_layers=1, sows=False)
-      ), 'encoder=Layered sows no attention_weights: make its layers',
+      ), 'encoder=Layered sows no attention_weights',
     ),
   ],
 )  # fmt: skip

@@ -99,8 +99,8 @@ def test_the_command_draws_all_that_a_run_has(run, tmp_path, monkeypatch, capsys
   count = sum(x.size for x in jax.tree.leaves(predict.load(str(run)).params))
   assert f'{count:,}' in page
   said = capsys.readouterr().out
-  assert f'{len(without)} figure(s), and a page' in said
-  with pytest.raises(FileExistsError, match='give another folder'):
+  assert f'{len(without)} figures' in said
+  with pytest.raises(FileExistsError, match='pass another folder'):
     call(monkeypatch, f'--workdir={run}', f'--out={out}')
 
 
@@ -179,7 +179,7 @@ def test_flags_that_do_not_go_together(run, mixer, tmp_path, monkeypatch, capsys
   for i in range(257):
     (many / f'{i}.png').touch()
   for args, words in (
-    ([], 'there is nothing to draw'),
+    ([], 'nothing to draw'),
     (
       [f'--workdir={run}', '--images', many],
       'names 257 images: .* at most 256',
@@ -191,7 +191,7 @@ def test_flags_that_do_not_go_together(run, mixer, tmp_path, monkeypatch, capsys
     ([f'--weights={mixer}', '--split=test'], '--split=test needs a run'),
     ([f'--workdir={run}', '--num_images=0'], '--num_images=0 must be from 1'),
     ([f'--workdir={run}', '--num_images=1000000000'], 'must be from 1 to 256'),
-    ([f'--workdir={run}', '--split='], "--split='' must be a split"),
+    ([f'--workdir={run}', '--split='], "split='' must be a split"),
     ([f'--workdir={run}', '--out=/proc/x'], "out='/proc/x' cannot be written"),
     (['--inductive_bias', '--figures', 'filters'], '--figures=filters needs'),
   ):

@@ -95,7 +95,7 @@ def test_a_folder_in_place_of_a_file_is_named(run, name):
 def test_a_folder_in_place_of_a_table_stays(tmp_path):
   (tmp_path / 'study.json').mkdir()
   with pytest.raises(IsADirectoryError, match='study.json'):
-    summaries.write_table(tmp_path, 'study', [{'a': 1}])
+    summaries.write(tmp_path, 'study.json', '[]')
   assert [path.name for path in tmp_path.iterdir()] == ['study.json']
 
 

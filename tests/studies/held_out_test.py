@@ -49,13 +49,13 @@ def test_another_split_is_held_out():
 
 
 @pytest.mark.parametrize('split, amount, message', [
-  ('train', None, "pp.train='train' leaves no part .*: hold a part out"),
-  ('train[:90%]', None, "'train\\[90%:\\]', and pp.test='train\\[90%:\\]' have"),
+  ('train', None, "pp.train='train' leaves .*--held_out"),
+  ('train[:90%]', None, "'train\\[90%:\\]', overlaps with pp.test='train\\[90%:\\]'"),
   ('a+b', None, "pp.train='a\\+b' is a sum of splits: name the split"),
   ('a+b', '10%', 'is a sum of splits'),
-  ('train[:80%]', 'train[85%:95%]', "and pp.test='train"),
-  ('train', 'train[80%:90%]', "and pp.train='train' have examples in common"),
-  ('train[:500]', 'train[499:600]', "and pp.train='train"),
+  ('train[:80%]', 'train[85%:95%]', "overlaps with pp.test='train"),
+  ('train', 'train[80%:90%]', "overlaps with pp.train='train'"),
+  ('train[:500]', 'train[499:600]', "overlaps with pp.train='train"),
   ('train', '0%', "held_out='0%' leaves nothing .* to choose on"),
   ('train', '100%', "held_out='100%' leaves nothing"),
   ('train[:20]', '20', "leaves nothing of 'train\\[:20\\]' to train on"),

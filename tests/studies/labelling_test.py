@@ -1,6 +1,5 @@
 """Tests of which images get pseudo-labels, and how many of each class."""
 
-import json
 import types
 
 import numpy as np
@@ -86,12 +85,6 @@ def test_soft_labels_of_all_classes(tiny_config, tmp_path, monkeypatch):
     assert classes.shape == (5, count)
     np.testing.assert_allclose(np.take_along_axis(want, classes, 1), found, atol=1e-5)
     np.testing.assert_allclose(found, -np.sort(-want)[:, :count], atol=1e-5)
-  # Labels from before there was a choice are those of 32 classes.
-  path = folder / pseudo_labels.JSON
-  facts = json.loads(path.read_text())
-  del facts['settings']['soft_classes']
-  path.write_text(json.dumps(facts))
-  assert labelling.label(settings, source, str(folder), 8) == facts
   with pytest.raises(ValueError, match='soft_classes: 32 there, None here'):
     labelling.label(settings._replace(soft_classes=None), source, str(folder), 8)
 
@@ -107,7 +100,7 @@ def test_damage_of_an_interrupted_labelling_is_named(tmp_path):
   whole = block.read_bytes()
   for content in (whole, whole[:99], b'', whole.replace(b'images', b'imagfs')):
     block.write_bytes(content)
-    with pytest.raises(ValueError, match="0.npz' is damaged: .* labels these"):
+    with pytest.raises(ValueError, match="0.npz' is damaged: .*label these"):
       labelling._finish(tmp_path, {}, None)
 
 
@@ -120,6 +113,6 @@ def test_no_confident_label_at_all(tmp_path):
     pseudo_labels.write_arrays(labelling._block(tmp_path, begin), empty)
   task = types.SimpleNamespace(class_names=('a', 'b'))
   asked = {'teacher': '/run', 'confidence': 0.9}
-  with pytest.raises(ValueError, match=r'probability is 0\.800, and confidence=0'):
+  with pytest.raises(ValueError, match=r'confidence=0\.9.* 0\.800'):
     labelling._finish(tmp_path, asked, task)
   assert not pseudo_labels.exists(tmp_path)

@@ -150,11 +150,11 @@ def test_a_printed_command_trains_a_run_of_the_study(
   capsys.readouterr()
   study('printed', '--config.seeds=5')
   assert fake.trained == names * 2
-  assert capsys.readouterr().out.count('done before') == 2
+  assert capsys.readouterr().out.count('already done') == 2
   assert (tmp_path / 'printed/study.json').exists()
   study('printed', '--config.seeds=5', '--print')
   assert not capsys.readouterr().out
-  with pytest.raises(ValueError, match="run='slow_7' is none of the runs slow_"):
+  with pytest.raises(ValueError, match="run='slow_7' is not one of the runs slow_"):
     study('printed', '--run=slow_7')
 
 

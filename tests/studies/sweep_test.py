@@ -1,6 +1,5 @@
 """Tests of sweeps; only the last one trains."""
 
-import csv
 import json
 import math
 
@@ -62,10 +61,9 @@ def test_the_best_value_is_tested_over_seeds(config, fake, tmp_path, capsys):
   out = capsys.readouterr().out
   assert 'Chosen: base_lr=0.01.\n' in out
   assert 'accuracy_test (%)  91.00 ± 1.00  90.00 91.00 92.00' in out
-  with (tmp_path / 'choice.csv').open(newline='') as file:
-    rows = list(csv.DictReader(file))
-  assert [row['base_lr'] for row in rows] == ['0.001', '0.01', '0.1']
-  assert [float(row['accuracy_held_out']) for row in rows] == [0.8, 0.9, 0.8]
+  rows = json.loads((tmp_path / 'choice.json').read_text())
+  assert [row['base_lr'] for row in rows] == [0.001, 0.01, 0.1]
+  assert [row['accuracy_held_out'] for row in rows] == [0.8, 0.9, 0.8]
   assert json.loads((tmp_path / 'test.json').read_text()) == found['test']
   # Nothing is done twice; a value and a seed are added.
   more = {'base_lr': (*RATES['base_lr'], 0.02)}
@@ -114,7 +112,7 @@ def test_several_keys_make_a_grid(config, fake, tmp_path, capsys, monkeypatch):
   # The first of those that are equal, at the edge of the rates.
   assert found['best'] == {'base_lr': 0.01, 'model.classifier': 'token'}
   out = capsys.readouterr().out
-  assert 'Chosen: base_lr=0.01,classifier=token. 1 more are as good.' in out
+  assert 'Chosen: base_lr=0.01,classifier=token. 1 more are equally good.' in out
   assert 'base_lr=0.01 is at the edge of the values tried' in out
 
 
@@ -141,11 +139,11 @@ def test_one_run_of_a_sweep(config, fake, tmp_path):
   assert fake.trained == choice
   assert names() == ['base_lr=0.01,test_0', 'base_lr=0.01,test_1']
   sweep.sweep(config, workdir, RATES, seeds=2, only=names()[1])
-  assert not (tmp_path / 'choice.csv').exists()
+  assert not (tmp_path / 'choice.json').exists()
   found = sweep.sweep(config, workdir, RATES, seeds=2)
   assert fake.trained[3:] == ['base_lr=0.01,test_1', 'base_lr=0.01,test_0']
   assert found['test'][0]['mean'] == pytest.approx(0.905)
-  with pytest.raises(ValueError, match="run='base_lr=2' is none of the runs ba"):
+  with pytest.raises(ValueError, match="run='base_lr=2' is not one of the runs ba"):
     sweep.sweep(config, workdir, RATES, seeds=2, only='base_lr=2')
 
 
@@ -161,7 +159,7 @@ def test_values_that_diverge_lose(config, fake, tmp_path, capsys):
   assert [row['diverged'] for row in found['choice']] == [False, True, True]
   assert '0.1                   diverged' in capsys.readouterr().out
   limit = 0.0
-  with pytest.raises(ValueError, match='all combinations diverged: try smaller'):
+  with pytest.raises(ValueError, match='all combinations diverged'):
     sweep.sweep(config, str(tmp_path / 'other'), RATES)
 
 
@@ -183,14 +181,14 @@ def test_another_failure_ends_the_sweep_after_the_choice(config, fake, tmp_path)
     ({}, {'base_lrr': (1,)}, {}, "no key 'base_lrr': did you mean 'base_lr'"),
     ({}, {'base_lr': ('x',)}, {}, "base_lr='x' .*finite number"),
     ({}, {'batch': (16, 15)}, {}, 'batch=15 is not a multiple'),
-    ({}, {'seed': (0, 1)}, {}, "'seed' cannot be tried: a sweep sets this key"),
-    ({}, {'base_lr': ()}, {}, "'base_lr' needs one or more values"),
-    ({}, {'base_lr': (1, 1)}, {}, 'each of them once'),
+    ({}, {'seed': (0, 1)}, {}, "'seed' cannot be .*--values"),
+    ({}, {'base_lr': ()}, {}, "'base_lr' needs one or more distinct values"),
+    ({}, {'base_lr': (1, 1)}, {}, 'distinct'),
     (
       {},
       {'model.patches.size': ((4, 4), [4, 4])},
       {},
-      'occurs 2 times: the names of runs',
+      'occurs 2 times',
     ),
     ({'pretrained': '/no/such.npz'}, RATES, {}, 'no/such.npz'),
     ({}, RATES, {'refit': 'none'}, "refit='none' .*one of 'all'"),
@@ -202,7 +200,7 @@ def test_another_failure_ends_the_sweep_after_the_choice(config, fake, tmp_path)
       {'metric': 'bleu'},
       "metric='bleu' .*one of 'acc",
     ),
-    ({'pp.train': 'train'}, RATES, {}, 'leaves no part of the training data'),
+    ({'pp.train': 'train'}, RATES, {}, 'leaves no training data'),
     (
       {'trainer': 'study'},
       RATES,
@@ -247,11 +245,6 @@ def test_a_workdir_of_another_sweep_is_refused(config, fake, tmp_path):
     other = runs_lib.changed(config, changes)
     with pytest.raises(ValueError, match=f"'base_lr=0.001'(.|\n)*{message}"):
       sweep.sweep(other, str(tmp_path), RATES, seeds=1)
-  before = (tmp_path / 'choice.csv').read_bytes()
-  for other in ({'weight_decay': (0.1,)}, {**RATES, 'weight_decay': (0.1,)}):
-    with pytest.raises(ValueError, match='tables of another sweep, over base_lr:'):
-      sweep.sweep(config, str(tmp_path), other, seeds=1)
-  assert (tmp_path / 'choice.csv').read_bytes() == before
   assert len(fake.trained) == trained
   free = runs_lib.changed(config, {'progress_every': 1})
   sweep.sweep(free, str(tmp_path), RATES, seeds=1)

@@ -1,4 +1,4 @@
-"""Tests of fine-tuning beside training from scratch."""
+"""Tests of fine-tuning compared with training from scratch."""
 
 import contextlib
 import copy
@@ -76,12 +76,12 @@ def test_both_ways_and_what_is_left_behind(config, finished):
   tmp_path, result, out = finished
   assert json.loads((tmp_path / 'transfer.json').read_text()) == result
   tuned, scratch = ([row[f'seed_{seed}'] for seed in (0, 1)] for row in result[:2])
-  means = [row['mean'] for row in result]
+  means = [*(row['mean'] for row in result), result[0]['margin']]
   margin = (sum(tuned) - sum(scratch)) / 2
   assert means == pytest.approx([sum(tuned) / 2, sum(scratch) / 2, margin])
   assert result[1]['std'] == pytest.approx(statistics.stdev(scratch))
   rows = {line.split('  ')[0]: line for line in out.splitlines()}
-  for name, value in zip(('fine-tuned', 'from scratch', 'difference'), means):
+  for name, value in zip(('fine-tuned', 'from scratch', 'fine-tuned'), means):
     assert f' {100 * value:.2f} ± ' in rows[name]
   for seed in (0, 1):
     run = predict.load(str(tmp_path / f'finetune_{seed}'))

@@ -1,10 +1,10 @@
-r"""Counts the compute of pre-training, its time and its price.
+r"""Count the compute of pre-training, its time and its price.
 
   vit_jax compute
 
-counts the 18 pre-trainings of the paper's table 6 from the models themselves,
-beside the published exaFLOPs, and those of table 2 beside the core-days that
-the paper spent. No model is compiled or run: it takes seconds on any machine.
+counts the 18 pre-trainings of the paper's table 6 from the models themselves, next to
+the published exaFLOPs, and the pre-trainings of table 2 next to the published
+core-days. No model is compiled or run: it takes seconds on any machine.
 
 Any other pre-training, on a known data set or on data of any size:
 
@@ -12,14 +12,14 @@ Any other pre-training, on a known data set or on data of any size:
   vit_jax compute --model b16 --num_examples=5e6 --num_classes=400 \
     --epochs=30 --image_size=384 --chip=v5e --mfu=0.5 --price=1.2
 
-A device (a core of TPU v2 and v3, a chip of later versions) reaches --mfu of its
-peak: 61.5 TFLOP/s a core of v3, by Google Cloud's documentation. --price is that
-of an hour of one chip, which on v2 and v3 has two cores.
+A device (a core of TPU v2 and v3, a chip of later versions) reaches --mfu of its peak:
+61.5 TFLOP/s per core of v3, according to Google Cloud's documentation. --price is per
+hour and chip; chips of v2 and v3 have two cores.
 
-Counted are matrix products and convolutions: 2 FLOPs for each multiply-add of a
-forward pass, times 3 for forward and backward pass. Products with the zeros
-around an image do not count, and all tokens of the last layer do. The paper
-counts like this too: table 6 follows within 2.5 % in all rows but one.
+Matrix products and convolutions count: 2 FLOPs per multiply-add of a forward pass,
+times 3 for forward and backward pass. Products with padding do not count, all tokens
+of the last layer do. The paper counts in the same way: table 6 agrees within 2.5 % in
+all rows but one.
 """
 
 from collections.abc import Sequence
@@ -30,15 +30,15 @@ from vit_jax.commands import flags
 def make_parser() -> flags.Parser:
   parser = flags.Parser('compute', __doc__)
   parser.add_argument(
-    '--model', nargs='+', help='models to count (those of tables 6 and 2)'
+    '--model', nargs='+', help='models to count (the ones of tables 6 and 2)'
   )
   parser.add_argument('--epochs', type=float, help='epochs of the models')
   parser.add_argument('--dataset', help='data set of known size')
   parser.add_argument(
-    '--num_examples', type=float, help='images of an epoch, of any other data'
+    '--num_examples', type=float, help='images per epoch of any other data'
   )
   parser.add_argument(
-    '--num_classes', type=int, help='width of the head (that of the data set)'
+    '--num_classes', type=int, help='width of the head (classes of the data set)'
   )
   parser.add_argument(
     '--image_size',
@@ -53,10 +53,10 @@ def make_parser() -> flags.Parser:
     help="share of the devices' peak that the training reaches (0.4)",
   )
   parser.add_argument(
-    '--price', type=float, help='price of an hour of one chip, in any currency'
+    '--price', type=float, help='price per hour and chip, in any currency'
   )
   parser.add_argument(
-    '--json', help='file for the table: a JSON list with an object per row'
+    '--json', help='file for the table: a JSON list with one object per row'
   )
   return parser
 
@@ -64,7 +64,7 @@ def make_parser() -> flags.Parser:
 def main(argv: Sequence[str]) -> int:
   args = make_parser().parse_args(argv)
   flags.check_output('json', args.json)
-  from vit_jax.planning import compute
+  from vit_jax.planning import costs
 
-  compute.run(args)
+  costs.run(args)
   return 0

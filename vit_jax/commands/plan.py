@@ -1,29 +1,28 @@
-r"""Plans a training run for TPUs without a TPU: memory, speed, cost.
+r"""Plan a training run for TPUs without a TPU: memory, speed, cost.
 
   pip install -e '.[plan]'
   vit_jax plan --config=configs/pretrain.py:h14,imagenet21k \
     --topology=v3:4x4 --config.mesh.fsdp=32 --config.mesh.data=1
 
-Compiles the update of `vit_jax train` with the TPU compiler, which runs on any
-x86 Linux machine. Reports the memory of a core, the FLOPs, the compiler's
-estimate of the time of a step, and the resulting duration of the whole run.
-Estimated times serve to compare programs; they are not measurements. They
-exclude the network, for which a lower bound is reported separately.
+Compiles the update of `vit_jax train` with the TPU compiler, which runs on any x86
+Linux machine. Reports the memory per device, the FLOPs, the compiler's estimate of the
+time per step, and the resulting duration of the whole run. Estimated times are good
+for comparing programs; they are not measurements. They exclude the network, for which
+a lower bound is reported separately.
 
---search tries meshes (parameters split over all devices, over some, or copied;
-heads split over two) and, for each mesh, more and more micro-batches until the
-run fits, and rematerialisation where it could be faster. It ignores what the
-config says of these, and prints the best plans and the flags that select them.
-Plans are cached in $VIT_JAX_CACHE (by default ~/.cache/vit_jax), by the
-compiled program.
+--search tries meshes (parameters split over all devices, over some, or copied; heads
+split over two) and, for each mesh, increasing numbers of micro-batches until the run
+fits, and rematerialisation where it could be faster. It ignores these keys of the
+config, and prints the best plans and the flags that select them. Plans are cached in
+$VIT_JAX_CACHE (by default ~/.cache/vit_jax), by the compiled program.
 
-A topology is a TPU version (v2, v3, v4, v5e, v5p, v6e) and the number of chips
-along each axis, v3:4x4 or v4:2x2x4. A device is a core on v2 and v3, where a
-chip has two, and a chip on later versions. Compilation takes one to two minutes
-for v3 on two cores, and several for v5e and v6e.
+A topology is a TPU version (v2, v3, v4, v5e, v5p, v6e) and the number of chips along
+each axis, such as v3:4x4 or v4:2x2x4. A device is a core on v2 and v3, which have two
+per chip, and a chip on later versions. Compiling takes one to two minutes for v3 on
+two processor cores, and several for v5e and v6e.
 
-The data need not exist: the sizes of the paper's data sets are known, a folder
-is counted, and --num_examples and --num_classes give any other sizes.
+The data need not exist: the sizes of the paper's data sets are known, folders are
+counted, and --num_examples and --num_classes set any other sizes.
 """
 
 import argparse
@@ -48,8 +47,8 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     '--json',
     metavar='FILE',
-    help='file for the plan: an object, or with --search a list of objects, the '
-    'best first; bytes and FLOPs are those of one device',
+    help='file for the plan: an object, or with --search a list of objects, best '
+    'first; bytes and FLOPs are per device',
   )
   parser.add_argument(
     '--num_examples',

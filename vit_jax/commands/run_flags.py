@@ -1,4 +1,4 @@
-"""Flags of commands that train several runs: all, one of them, or none."""
+"""Flags of commands that train several runs: to train one, or print all."""
 
 from collections.abc import Sequence
 import shlex
@@ -12,19 +12,19 @@ def add_flags(parser: flags.Parser, what: str):
   parser.add_argument(
     '--print',
     action='store_true',
-    help=f'print the commands that train the runs of {what}, one a line, for a '
-    'scheduler; without those that are done; train nothing',
+    help=f'print a command for each unfinished run of {what}, one per line, for a '
+    'scheduler; train nothing',
   )
   parser.add_argument(
-    '--run', metavar='NAME', help=f'train one run of {what}, of that name'
+    '--run', metavar='NAME', help=f'train only the run of {what} with this name'
   )
 
 
 def print_commands(command: str, argv: Sequence[str], runs, workdir):
-  """Prints a command for each run in the folder `workdir` that is not done.
+  """Prints a command for each unfinished run in `workdir`.
 
-  `command` is the name of the command that trains all `runs`, with arguments
-  `argv`.
+  `command` and `argv` are the name and the arguments of the command that trains
+  all `runs`.
   """
   from vit_jax.studies import runs as runs_lib
 

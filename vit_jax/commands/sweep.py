@@ -1,30 +1,29 @@
-r"""Chooses a learning rate, or other values, and tests the best one.
+r"""Choose a learning rate, or other values, on held-out data, and test the best.
 
   vit_jax sweep --config=configs/vit.py:b16,cifar10 \
     --values='config.base_lr=.001,.003,.01,.03' --workdir=/tmp/sweep
 
-The protocol of the paper (table 4, B.1.1): each value is trained on a part of
-the training data and compared on the rest, which is held out. The best value is
-trained on all of the training data with several seeds, and tested. Prints the
-mean and the standard deviation, and writes choice.csv, test.csv (and the same as
-.json) and sweep.png to the workdir.
+Follows the protocol of the paper (table 4, B.1.1): a run with each value is trained
+on a part of the training data and compared on the held-out rest. The best value is
+then trained on all training data with several seeds, and tested. Prints the mean and
+the standard deviation, and writes choice.json, test.json and sweep.png to the workdir.
 
---values can be given several times: all combinations are tried. Without it, the
-learning rates are those of the paper for the data sets of its table.
+Repeat --values to try all combinations of several keys. The default are the learning
+rates of the paper, for the data sets of its table 4.
 
-What is held out is the part that config.pp.train leaves: 'train[98%:]' for
-'train[:98%]'. Of a folder or any other data hold out a part with
---held_out=10%, or name a split with --held_out=validation.
+By default the rest of config.pp.train is held out: 'train[98%:]' for 'train[:98%]'.
+For a folder or other data hold out a part with --held_out=10%, or name a split with
+--held_out=validation.
 
-All runs lie side by side in the workdir, each as if `vit_jax train` had trained
-it. The same command goes on after an interruption; runs that are done are not
-trained again, so that values and seeds can be added later. Any number of
-machines that see the workdir, a folder or gs://, can share it: start the same
-command on each. If a machine is lost, another one goes on with its run.
+All runs lie side by side in the workdir, as if `vit_jax train` had trained each.
+The same command resumes after an interruption; finished runs are not trained again,
+so values and seeds can be added later. To share the runs between machines that see
+the workdir (a folder or gs://), start the same command on each. If a machine is lost,
+another one resumes its run.
 
-For a scheduler (SLURM array, Kubernetes job), --print prints one command for each
-run of the choice, or once these are done, for each run of the test. The command
-without --print shows the tables.
+For a scheduler (SLURM array, Kubernetes job), --print prints one command per run of
+the choice or, once these are finished, per test run. The command without --print
+then shows the tables.
 """
 
 import argparse
@@ -38,41 +37,39 @@ from vit_jax.commands import flags, hosts, run_flags
 def make_parser() -> flags.Parser:
   parser = flags.Parser('sweep', __doc__)
   parser.add_config()
-  parser.add_argument('--workdir', help='folder for all runs; or gs://...')
+  parser.add_argument('--workdir', help='folder of all runs, or gs://...')
   parser.add_argument(
     '--values',
     action='append',
     metavar='KEY=VALUE,VALUE,...',
-    help="values to try: 'config.base_lr=.003,.01'; several times for a grid",
+    help="values to try: 'config.base_lr=.003,.01'; repeat for a grid",
   )
   parser.add_argument(
     '--held_out',
-    help="training data to choose on: '10%%' or '200' (examples) of the end of "
-    "config.pp.train, or a split, 'validation' (what config.pp.train leaves of "
-    'its split)',
+    help="training data to choose on: '10%%' or '200' (examples) from the end of "
+    "config.pp.train, or a split such as 'validation' (default: the rest of the "
+    'split of config.pp.train)',
   )
   parser.add_argument(
     '--metric',
-    help="metric to choose by: 'accuracy', 'loss' (that of config.best_metric)",
+    help="metric to choose by: 'accuracy', 'loss' (default: config.best_metric)",
   )
   parser.add_argument(
     '--seeds',
     type=int,
     default=3,
-    help='runs of the test, with the seeds config.seed, config.seed + 1, ... (3)',
+    help='number of test runs, with seeds config.seed, config.seed + 1, ... (3)',
   )
   parser.add_argument(
     '--refit',
     default='all',
-    help="data that the winner is trained on: 'all' of the training data, as in "
-    "the paper, or the same 'part' as for the choice, as in the original's "
-    'configs (all)',
+    help="data to train the winner on: 'all' training data, as in the paper, or "
+    "the same 'part' as for the choice, as in the original's configs (all)",
   )
   parser.add_argument(
     '--checkpoints',
     default='newest',
-    help="checkpoints to keep of a run that is done: 'all', the 'newest' or "
-    "'none' (newest)",
+    help="checkpoints to keep of a finished run: 'all', 'newest' or 'none' (newest)",
   )
   run_flags.add_flags(parser, 'the sweep')
   hosts.add_flags(parser)
@@ -82,10 +79,8 @@ def make_parser() -> flags.Parser:
 def parse_values(texts: Sequence[str]) -> dict[str, list]:
   """Parses 'config.base_lr=.001,.01' to {'base_lr': [0.001, 0.01]}.
 
-  Values are Python's, or words without quotes.
-
-  Raises:
-    ValueError: if a text has another form, or a key occurs twice.
+  Values are Python literals, or strings without quotes. Raises ValueError if a
+  string has another form, or a key occurs twice.
   """
   found = {}
   for text in texts:
@@ -97,7 +92,9 @@ def parse_values(texts: Sequence[str]) -> dict[str, list]:
         "'config.base_lr=.003,.01,.03' (--values)"
       )
     if key in found:
-      raise ValueError(f"'{key}' is given twice: give all its values at once")
+      raise ValueError(
+        f"'{key}' is given twice: list all its values at once (--values)"
+      )
     try:
       found[key] = list(ast.literal_eval(f'[{listed}]'))
     except (ValueError, SyntaxError):
@@ -118,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
   # Imported late, so that --help and errors in flags are fast.
   from vit_jax.run import config as run_config
 
-  # Others are refused later.
+  # The sweep itself rejects other programs.
   if args.config.get('trainer', 'train') == 'train':
     run_config.check_values(args.config)
 

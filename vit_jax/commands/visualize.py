@@ -1,4 +1,4 @@
-r"""Draws the paper's figures for a run or a file of weights.
+r"""Draw the paper's figures for a run or a file of weights.
 
   vit_jax visualize --workdir=/tmp/digits --out=/tmp/figures
   vit_jax visualize --workdir=/tmp/run --images a.jpg b.png --out=DIR
@@ -9,16 +9,16 @@ r"""Draws the paper's figures for a run or a file of weights.
     --figures encoder_attention query_attention --points 0.3,0.5 0.7,0.4
   vit_jax visualize --inductive_bias --out=DIR
 
-Each command writes one PNG per figure, and index.html, which contains all of
-them and opens without a network. It leaves out figures that the model cannot
-have, and says why. Without --images it draws the first images of the run's test
-split. Needs matplotlib: pip install -e '.[plots]'.
+Each command writes one PNG per figure, and index.html, which contains all of them and
+needs no network. It leaves out figures that the model cannot have, and says why.
+Without --images it draws the first images of the run's test split. Needs matplotlib:
+pip install -e '.[plots]'.
 
 The figures: attention_rollout, attention_maps, attention_distance, filters,
-position_similarity, reconstructions (of masked patches), learning_curves,
-confusion and mistakes (of a classifier, on the run's test split or --split); of
-a detector encoder_attention (of the centres of its boxes, or --points),
-query_attention, and query_boxes (on the whole split).
+position_similarity, reconstructions (of masked patches), learning_curves, confusion
+and mistakes (of a classifier, on the run's test split or --split); for a detector
+encoder_attention (at the centres of its boxes, or --points), query_attention, and
+query_boxes (on the whole split).
 """
 
 import argparse
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from vit_jax import console
 from vit_jax.commands import flags
 
-_MOST = 256  # Images: figures show each of them.
+_MOST = 256  # Maximum number of images.
 
 
 def make_parser() -> flags.Parser:
@@ -36,7 +36,7 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     '--images',
     nargs='+',
-    help='images of any size, folders of them or patterns (the first of the split)',
+    help='images of any size, folders or patterns (the first images of the split)',
   )
   parser.add_argument(
     '--split', help="split of the run's data set (the run's test split)"
@@ -55,12 +55,12 @@ def make_parser() -> flags.Parser:
     nargs='+',
     type=_point,
     metavar='X,Y',
-    help='points for encoder_attention, as shares of width and height (boxes)',
+    help='points for encoder_attention, as shares of width and height (box centres)',
   )
   parser.add_argument(
     '--inductive_bias',
     action='store_true',
-    help='draws how shifts and permuted patches change untrained models',
+    help='draw how shifts and permuted patches change untrained models',
   )
   parser.add_argument(
     '--out', required=True, help='new or empty folder for the figures'
@@ -74,7 +74,7 @@ def _point(text: str) -> tuple[float, float]:
     x, y = map(float, text.split(','))
   except ValueError as e:
     raise argparse.ArgumentTypeError(
-      f"'{text}' is no point: give x,y as shares of width and height, such as 0.3,0.5"
+      f"'{text}' is not a point: pass x,y as shares of width and height, such as 0.3,0.5"
     ) from e
   return x, y
 
@@ -83,16 +83,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   args = make_parser().parse_args(argv)
   if not (args.workdir or args.weights or args.inductive_bias):
     raise ValueError(
-      'there is nothing to draw: give --workdir=RUN, --weights=FILE or --inductive_bias'
+      'nothing to draw: pass --workdir=RUN, --weights=FILE or --inductive_bias'
     )
   if args.figures and not (args.workdir or args.weights):
     raise ValueError(
-      f'--figures={" ".join(args.figures)} needs a model: give --workdir=RUN or '
+      f'--figures={" ".join(args.figures)} needs a model: pass --workdir=RUN or '
       '--weights=FILE'
     )
   if args.split is not None and not args.workdir:
     raise ValueError(
-      f'--split={args.split} needs a run: give --workdir=RUN, or leave out --split'
+      f'--split={args.split} needs a run: pass --workdir=RUN, or omit --split'
     )
   if args.split is not None:
     from vit_jax.configs import schema  # Late: takes a second.
@@ -112,8 +112,8 @@ def main(argv: Sequence[str]) -> int:
     args.images = listing.expand(args.images)
     if len(args.images) > _MOST:
       raise ValueError(
-        f'--images names {len(args.images):,} images: figures show each of them, '
-        f'so name at most {_MOST}'
+        f'--images names {len(args.images):,} images: pass at most {_MOST}, since '
+        'figures show all of them'
       )
   _draw(args)
   return 0
@@ -153,4 +153,4 @@ def _draw(args):
     sections.append((entry, pictures))
   html_page.write(out, title, facts, sections, lacking)
   count = sum(len(pictures) for _, pictures in sections)
-  console.say(f'Wrote {count} figures and {out}/index.html, which shows all of them.')
+  console.say(f'Wrote {count} figures and {out}/index.html, which shows them all.')

@@ -13,7 +13,7 @@ import numpy as np
 from vit_jax.figures import colors, drawing, invariance, results
 from vit_jax.run import metrics as metrics_lib
 
-# Beginnings of the names of logged numbers that are left out.
+# Prefixes of the logged values that are not drawn.
 _NOT_DRAWN = ('grad_norm', 'img_sec_core', 'num_examples')
 # Maximum number of classes for which a confusion matrix shows names; counts.
 _MOST_NAMED, _MOST_COUNTED = 25, 12
@@ -27,8 +27,8 @@ _LEGEND = dict(loc='outside lower center', ncols=3, frameon=False)
 def attention_distances(distances, uniform: float, count: int):
   """Draws mean attention distances, one dot per head (figures 7 right and 11).
 
-  Distances [layers, heads] and that of uniform attention are in pixels;
-  `count` is the number of images that they are averaged over.
+  Distances [layers, heads] and the distance of uniform attention are in pixels;
+  `count` is the number of images averaged over.
   """
   layers, heads = distances.shape
   fig = drawing.new_figure(
@@ -56,7 +56,7 @@ def attention_distances(distances, uniform: float, count: int):
 
 @drawing.styled
 def learning_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]):
-  """Draws the losses, measures and learning rate that a run has logged.
+  """Draws the losses, metrics and learning rate that a run has logged.
 
   The curves are (steps, values) by name, see results.learning_curves.
   """
@@ -92,7 +92,7 @@ def learning_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]):
 
 
 def curve_panels(curves: Mapping) -> dict[str, list[str]]:
-  """Returns which curves share a panel: names of curves by its title."""
+  """Groups curves into panels: names of curves by title of the panel."""
   panels = {'loss': [], 'accuracy': []}
   for name in curves:
     if name == 'lr' or name.startswith(_NOT_DRAWN):
@@ -107,7 +107,7 @@ def curve_panels(curves: Mapping) -> dict[str, list[str]]:
 
 
 def _split_of(name):
-  """Returns the split of a logged number: 'train', 'test', ..."""
+  """Returns the split of a logged value: 'train', 'test', ..."""
   return 'train' if name.startswith('train_') else name.rpartition('_')[2]
 
 
@@ -120,13 +120,13 @@ def confusion(found: results.Results, class_names: Sequence[str], split: str):
   from matplotlib import colors as scales
 
   matrix = np.asarray(found.confusion)
-  total, right = matrix.sum(), np.trace(matrix)
+  total, correct = matrix.sum(), np.trace(matrix)
   fig = drawing.new_figure(
     7.2,
-    f"Confusion matrix of split '{split}': {right:,} of {total:,} right "
-    f'({100 * right / max(1, total):.2f} %)',
+    f"Confusion matrix of split '{split}': {correct:,} of {total:,} correct "
+    f'({100 * correct / max(1, total):.2f} %)',
   )
-  axes, beside = fig.subplots(1, 2, width_ratios=(1.7, 1))
+  axes, right = fig.subplots(1, 2, width_ratios=(1.7, 1))
   shares = matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
   count = len(class_names)
   block = -(-count // _MOST_CELLS)
@@ -157,7 +157,7 @@ def confusion(found: results.Results, class_names: Sequence[str], split: str):
     if block == 1
     else f'largest share of {block} x {block} classes (%)'
   )
-  _draw_pairs(beside, results.most_confused(matrix, _PAIRS), class_names)
+  _draw_pairs(right, results.most_confused(matrix, _PAIRS), class_names)
   return fig
 
 
@@ -181,7 +181,7 @@ def _draw_pairs(axes, pairs, class_names):
 
 @drawing.styled
 def mistakes(found: results.Results, class_names: Sequence[str], split: str):
-  """Draws the images that were predicted wrongly with the highest probability.
+  """Draws the most confident mistakes.
 
   For the arguments see `confusion`.
   """
@@ -192,27 +192,31 @@ def mistakes(found: results.Results, class_names: Sequence[str], split: str):
   columns = min(4, len(wrong))
   rows = -(-len(wrong) // columns)
   ratio = wrong[0].image.shape[0] / wrong[0].image.shape[1]
-  width = drawing.WIDTH / columns - 0.4  # Of the text of an image, in inches.
-  # Each image has three lines of text above it, and one below.
+  width = drawing.WIDTH / columns - 0.3  # Of the text of an image, in inches.
+  points, small = drawing.STYLE['font.size'], 12
+  titles, names = [], []
+  for mistake in wrong:
+    title = (
+      f'predicted with {100 * mistake.probability:.0f} %:\n'
+      f'{class_names[mistake.predicted]}\n'
+      f'true: {class_names[mistake.true]}'
+    )
+    titles.append(drawing.wrapped(title, drawing.letters(width, points)))
+    name = mistake.name.rpartition('/')[2]
+    names.append(drawing.wrapped(name, drawing.letters(width, small), 2))
+  lines = max(a.count('\n') + b.count('\n') for a, b in zip(titles, names)) + 2
   fig = drawing.new_figure(
-    0.6 + rows * (1.2 + min(3.2, drawing.WIDTH / columns * ratio)),
+    0.7 + rows * (0.25 * lines + min(3.2, drawing.WIDTH / columns * ratio)),
     f"The most confident mistakes on split '{split}'",
   )
   grid = fig.subplots(rows, columns, squeeze=False)
   for axes in grid.flat:
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
-  for axes, mistake in zip(grid.flat, wrong):
+  for axes, mistake, title, name in zip(grid.flat, wrong, titles, names):
     axes.imshow(drawing.as_pixels(mistake.image))
-    title = (
-      f'predicted with {100 * mistake.probability:.0f} %:\n'
-      f'{class_names[mistake.predicted]}\n'
-      f'true: {class_names[mistake.true]}'
-    )
-    points = drawing.STYLE['font.size']
-    axes.set_title(drawing.fitting(title, width, points), fontsize=points)
-    name = drawing.fitting(mistake.name.rpartition('/')[2], width, 12)
-    axes.set_xlabel(name, fontsize=12, color=colors.GREY)
+    axes.set_title(title, fontsize=points)
+    axes.set_xlabel(name, fontsize=small, color=colors.GREY)
   return fig
 
 
@@ -220,8 +224,8 @@ def mistakes(found: results.Results, class_names: Sequence[str], split: str):
 def reconstructions(pictures, titles: Sequence[str]):
   """Draws images, masked images and predictions below one another.
 
-  Pictures are float32 [B, rows, H, W, C] in [-1, 1], see
-  vit_jax.tasks.masked_patches.Task.pictures; titles are those of the rows.
+  Takes float32 [B, rows, H, W, C] in [-1, 1], see
+  vit_jax.tasks.masked_patches.Task.pictures, and the titles of the rows.
   """
   pixels = drawing.as_pixels(pictures).swapaxes(0, 1)  # [rows, B, H, W, 3]
   rows, columns, height, width = pixels.shape[:4]

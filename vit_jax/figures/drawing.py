@@ -1,14 +1,16 @@
 """Draws filters, position embeddings and attention from arrays.
 
 Each function takes arrays and returns a matplotlib Figure for a slide; `path`, if
-given, is a PNG to write. None uses pyplot, so all work in notebooks, in threads
-and without a screen. To restyle all figures, change STYLE; or draw the arrays
-with code of your own. vit_jax/figures/charts.py draws curves and results.
+given, is a PNG to write. None uses pyplot, so all of them work in notebooks, in
+threads and without a screen. To restyle all figures, change STYLE.
+vit_jax/figures/charts.py draws curves and results.
 """
 
 from collections.abc import Callable, Sequence
 import functools
 import io
+import textwrap
+import warnings
 
 from etils import epath
 import jax
@@ -31,15 +33,15 @@ STYLE = {
   'savefig.dpi': 150,
   'figure.dpi': 75,  # In notebooks.
 }
-# Smaller pictures are enlarged to at least this side in pixels, so that the
-# maps over them are smooth.
-_LEAST = 128
-# But not beyond this longer side, however narrow they are.
-_LARGEST = 2048
-_TILE = 32  # The same for pictures side by side, so that the gaps are narrow.
+# Small pictures are enlarged to at least this shorter side in pixels, so that maps
+# over them are smooth, but not beyond this longer side.
+_LEAST, _LARGEST = 128, 2048
+_TILE = 32  # Least side of pictures side by side, so that the gaps are narrow.
 _MOST_LAYERS = 12  # Maximum number of layers in a figure of attention maps.
 _ROW_LABEL = 1.6  # Greatest width of the label of a row, in inches.
 _MOST_MAPS = 8  # Maximum number of maps per row in a figure of similarity.
+_MOST_LINES = 3  # Maximum number of lines of a wrapped name.
+_DPI = 64  # A power of 2: sizes in pixels divided by it are exact.
 
 
 def require_matplotlib():
@@ -68,9 +70,9 @@ def styled(function):
 
 
 def to_file(make: Callable, *args, path, **kwargs):
-  """Draws into a file from the first process, or says what is missing.
+  """Calls a `styled` function on the first process to draw into a file.
 
-  `make` is a function that is `styled`, which gets the arguments.
+  Only prints a message if matplotlib is missing.
   """
   if jax.process_index():
     return
@@ -86,6 +88,31 @@ def png(figure) -> bytes:
   buffer = io.BytesIO()
   figure.savefig(buffer, format='png', dpi=STYLE['savefig.dpi'])
   return buffer.getvalue()
+
+
+def write(
+  pixels: np.ndarray, texts: Sequence[tuple[float, float, str, str]], size: float
+) -> np.ndarray:
+  """Writes texts on a picture, uint8 [H, W, 3], and returns the result.
+
+  Texts are (x, y, text, colour) with the left end of the baseline in pixels;
+  `size` is that of DejaVu Sans Mono in pixels.
+  """
+  require_matplotlib()
+  from matplotlib import figure
+  from matplotlib.backends import backend_agg
+
+  height, width = pixels.shape[:2]
+  fig = figure.Figure((width / _DPI, height / _DPI), dpi=_DPI)
+  fig.figimage(pixels, origin='upper')
+  font = dict(family='DejaVu Sans Mono', fontsize=72 / _DPI * size, parse_math=False)
+  for x, y, text, color in texts:
+    fig.text(x / width, 1 - y / height, text, color=color, **font)
+  canvas = backend_agg.FigureCanvasAgg(fig)
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # Letters that the font lacks become boxes.
+    canvas.draw()
+  return np.array(canvas.buffer_rgba())[..., :3]
 
 
 def new_figure(height: float, title: str, width: float = WIDTH):
@@ -185,21 +212,24 @@ def shorten(text: str, length: int = 18) -> str:
   return f'{text[: length - 1 - half]}…{text[-half:]}'
 
 
-def fitting(text: str, width: float, points: float) -> str:
-  """Shortens each line of a text to `width` inches in a font of `points`."""
-  from matplotlib import textpath
+def wrapped(text: str, letters: int, most: int = _MOST_LINES) -> str:
+  """Wraps each line of a text to lines of at most `letters`.
 
-  def cut(line):
-    found, length = line, min(len(line), 80)
-    while length > 3 and extent(found) > 72 * width:
-      length -= 1
-      found = shorten(line, length)
-    return found
+  A line that takes more than `most` lines loses its middle, not its end, which may
+  be a probability.
+  """
+  found = []
+  for line in text.replace(' %', '\xa0%').split('\n'):
+    lines = textwrap.wrap(line, max(2, letters)) or ['']
+    if len(lines) > most:
+      lines[most - 2 : -1] = [lines[most - 2][: letters - 1] + '…']
+    found += lines
+  return '\n'.join(found).replace('\xa0%', ' %')
 
-  def extent(line):
-    return textpath.TextPath((0, 0), line, points).get_extents().width
 
-  return '\n'.join(map(cut, text.split('\n')))
+def letters(width: float, points: float) -> int:
+  """Returns how many letters of a font of `points` fit into `width` inches."""
+  return int(72 * width / (0.7 * points))  # Of DejaVu Sans, on average.
 
 
 # --- Figures ---
@@ -331,16 +361,16 @@ def _over_pictures(heading, pictures, columns, rows, across, down):
 
   ratio = pictures.shape[2] / pictures.shape[3]
   cell = _cell(len(columns), len(rows), ratio)
+  points = STYLE['xtick.labelsize']
+  columns = [wrapped(label, letters(cell, points)) for label in columns]
+  rows = [wrapped(label, letters(_ROW_LABEL, points)) for label in rows]
   lines = 1 + max(label.count('\n') for label in columns) + bool(across)
   fig = new_figure(
-    max(3.2, 0.75 + 0.27 * lines + 1.06 * cell * len(rows) * ratio),
+    max(3.2, 0.85 + 0.27 * lines + 1.06 * cell * len(rows) * ratio),
     heading,
     width=max(8.0, 2.6 + 1.05 * cell * len(columns)),
   )
   axes = fig.subplots()
-  points = STYLE['xtick.labelsize']
-  columns = [fitting(label, cell, points) for label in columns]
-  rows = [fitting(label, _ROW_LABEL, points) for label in rows]
   show_tiles(axes, pictures, columns, rows)
   axes.set_xlabel(across, labelpad=8)
   axes.set_ylabel(down)

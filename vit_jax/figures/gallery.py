@@ -4,9 +4,8 @@
   found = visualize.figures(predict.load('/tmp/digits'), ['a.png', 'b.png'])
   found['attention_rollout']  # A matplotlib Figure; a notebook shows it.
 
-FIGURES is the list; a task adds those of its own (FIGURES in
-vit_jax/tasks/base.py). Each figure takes a Subject (a model and images),
-computes arrays, and draws them.
+FIGURES is the list, to which a task adds its own (FIGURES in vit_jax/tasks/base.py).
+Each figure takes a Subject (a model and images), computes arrays, and draws them.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +21,9 @@ from vit_jax.layers import positions
 
 _A_ROW = 8  # Maximum number of images per figure; more make further figures.
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
-# Kernels of the first layer of a BiT ResNet and a hybrid, which standardise them.
+# Kernels of the first layer of a BiT ResNet and a hybrid, which are standardised.
 _STANDARDISED = ('root_block/conv_root/kernel', 'conv_root/kernel')
-# And those of a detector, a detector with a ViT, a ViT, a Mixer.
+# And of a detector, a detector with a ViT, a ViT, a Mixer.
 _KERNELS = (
   *_STANDARDISED,
   'backbone/conv_root/kernel',
@@ -34,24 +33,24 @@ _KERNELS = (
 )
 
 
-# --- Requirements: each returns what is lacking for a figure, or None ---
+# --- Requirements: each returns what a figure lacks, or None ---
 
 
 def _needs_posemb(subject):
   fields = getattr(subject.model.task.model, 'transformer', None) or {}
   if fields.get('position_embedding') == 'relative':
-    return 'relative position embeddings are those of offsets, not of patches'
+    return 'relative position embeddings belong to offsets, not to patches'
   if _position_table(subject) is None:
     return 'the model has no position embeddings'
   return None
 
 
 def needs_images(subject) -> str | None:
-  """Returns what is lacking for a figure that shows images, in words."""
+  """Returns what a figure of images lacks, in words; None for nothing."""
   if subject.batch is not None:
     return None
   why = f' ({subject.lacking})' if subject.lacking else ''
-  return f'there are no images{why}: name some (--images a.jpg b.png)'
+  return f'there are no images{why}: pass --images a.jpg b.png'
 
 
 def _needs_attention(subject):
@@ -136,7 +135,7 @@ class Entry(NamedTuple):
   title: str  # The figure's content in a few words.
   caption: str  # An explanation in two or three sentences.
   source: str  # Sections and figures of the paper, or other sources.
-  # From a Subject to what is lacking for the figure, in words, or None.
+  # From a Subject to what the figure lacks, in words, or None.
   lacks: Callable[[Any], str | None]
   # From a Subject to a list of matplotlib Figures, one for each 8 images.
   # (INDUCTIVE_BIAS takes images, float32 [B, H, W, C].)
@@ -147,7 +146,7 @@ FIGURES = (
   Entry(
     'attention_rollout',
     'Attention rollout',
-    'The upper row shows the images, and above them what the model predicts. The '
+    'The upper row shows the images below the predictions of the model. The '
     'lower row shows how much each patch contributes to the output when attention '
     'is followed through all layers, relative to the largest value of each map.',
     'arXiv 2010.11929, section 4.5, figures 6 and 14; rollout: arXiv 2005.00928',
@@ -255,15 +254,15 @@ def of(task) -> tuple[Entry, ...]:
 def choose(subject: results.Subject, names: Sequence[str] | None = None):
   """Returns Entries that can be drawn, and {name: what others lack}.
 
-  `names` are those of figures of the model's task, see `of`; None for all. Raises
-  ValueError if a name is unknown, a named figure cannot be drawn, or none can.
+  `names` are names of figures of the model's task, see `of`; None for all. Raises
+  ValueError if a name is unknown, or if a named figure or no figure can be drawn.
   """
   entries = of(subject.model.task)
   known = [entry.name for entry in entries]
   unknown = sorted(set(names or ()) - set(known))
   if unknown:
     raise ValueError(
-      f'figures={unknown} are not among those of this model: choose among '
+      f'figures={unknown} are not among the figures of this model: choose among '
       f'{", ".join(known)} (--figures)'
     )
   wanted = [e for e in entries if names is None or e.name in names]

@@ -1,39 +1,33 @@
-"""Draws small images in a grid, with a caption below each; needs Pillow alone.
+"""Draws small images in a grid, with a caption below each.
 
-TensorBoard and the PNGs in a workdir show these grids. For figures of a paper,
+TensorBoard and the PNGs of a workdir show these grids. For the figures of a paper,
 draw the arrays that vit_jax/figures computes.
 """
 
 from collections.abc import Mapping, Sequence
-import textwrap
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image
 
-from vit_jax.figures import colors, fonts
+from vit_jax.figures import colors, drawing
 
 RIGHT, WRONG = colors.BLUE, colors.VERMILION  # Colours of predictions.
 # Images with a shorter side below this are enlarged; in pixels.
 LEAST = 96
 # Value of `most` for pictures that a run draws repeatedly; in pixels.
 MOST = 128
-_GAP, _TITLE, _LINE, _FONT_SIZE = 8, 20, 15, 12
-_MOST_LINES = 5  # Of one line of a caption; more lose their middle.
-# Points of the colour map viridis, from 0 to 1.
-_VIRIDIS = np.array(
-  [
-    (68, 1, 84), (71, 45, 123), (59, 82, 139), (44, 114, 142), (33, 145, 140),
-    (39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37),
-  ]
-)  # fmt: skip
+_GAP, _TITLE, _LINE = 8, 20, 15  # Pixels.
+# Size of the font in pixels, and width of a letter of DejaVu Sans Mono in this size.
+_FONT_SIZE, _LETTER = 10, 6
+_MOST_LINES = 5  # Maximum number of lines of a wrapped line of a caption.
 
 
 class Caption(NamedTuple):
   """Text below an image; lines wider than the image are wrapped."""
 
   text: str  # One or more lines.
-  color: str = 'black'  # As for Pillow, or RIGHT or WRONG.
+  color: str = 'black'  # A matplotlib colour, such as RIGHT or WRONG.
 
 
 def to_pixels(images) -> np.ndarray:
@@ -51,12 +45,12 @@ def heat(values, size: tuple[int, int]) -> np.ndarray:
 
   Takes float [n, h, w], not negative; returns uint8 [n, *size, 3].
   """
+  import matplotlib
+
   values = np.nan_to_num(np.asarray(values, np.float32))
   largest = values.max(axis=(1, 2), keepdims=True)
   shares = values / np.where(largest > 0, largest, 1.0)
-  points = np.linspace(0, 1, len(_VIRIDIS))
-  channels = [np.interp(shares, points, channel) for channel in _VIRIDIS.T]
-  pixels = np.stack(channels, axis=-1).round().astype(np.uint8)
+  pixels = matplotlib.colormaps['viridis'](shares, bytes=True)[..., :3]
   return _resized(pixels, *size, Image.Resampling.NEAREST)
 
 
@@ -74,7 +68,7 @@ def grid(
       a whole factor.
     captions: one for each image, or none at all.
     columns: number of images per row.
-    titles: text above each column, or none at all.
+    titles: one above each column, or none at all.
     most: maximum length of the shorter side in pixels, to which larger images
       are shrunk; None for no maximum.
   """
@@ -82,26 +76,30 @@ def grid(
   shrinks = height < images.shape[1]
   how = Image.Resampling.BOX if shrinks else Image.Resampling.NEAREST
   images = _resized(images, height, width, how)
-  texts = [_wrapped(caption.text, width) for caption in captions]
+  letters = width // _LETTER
+  texts = [
+    drawing.wrapped(caption.text, letters, _MOST_LINES).split('\n')
+    for caption in captions
+  ]
   lines = max(map(len, texts), default=0)
   top = _TITLE if titles else _GAP
   across, down = width + _GAP, height + _GAP + lines * _LINE
-  canvas = Image.new(
-    'RGB',
-    (columns * across + _GAP, -(-len(images) // columns) * down + top),
-    'white',
-  )
-  pen = ImageDraw.Draw(canvas)
-  for i, title in enumerate(titles):
-    _write(pen, (_GAP + i * across, 2), _wrapped(title, width)[:1])
+  size = (-(-len(images) // columns) * down + top, columns * across + _GAP, 3)
+  canvas = np.full(size, 255, np.uint8)
+  written = [
+    (_GAP + i * across, top - 6, title[:letters], 'black')
+    for i, title in enumerate(titles)
+  ]
   for i, image in enumerate(images):
     row, column = divmod(i, columns)
-    corner = (_GAP + column * across, top + row * down)
-    canvas.paste(Image.fromarray(image), corner)
+    x, y = _GAP + column * across, top + row * down
+    canvas[y : y + height, x : x + width] = image
     if captions:
-      place = (corner[0], corner[1] + height + 1)
-      _write(pen, place, texts[i], captions[i].color)
-  return np.asarray(canvas)
+      written += [
+        (x, y + height + number * _LINE - 2, line, captions[i].color)
+        for number, line in enumerate(texts[i], 1)
+      ]
+  return drawing.write(canvas, written, _FONT_SIZE) if written else canvas
 
 
 def beside(images: Mapping[str, np.ndarray], most: int | None = MOST) -> np.ndarray:
@@ -131,30 +129,5 @@ def _resized(images, height, width, how) -> np.ndarray:
   """Resizes images, and returns uint8 [n, height, width, 3]."""
   if images.shape[1:3] == (height, width):
     return images
-  found = np.zeros((len(images), height, width, 3), np.uint8)
-  for i, image in enumerate(images):
-    found[i] = Image.fromarray(image).resize((width, height), how)
-  return found
-
-
-def _write(pen, corner, lines, color='black'):
-  """Writes lines, as `_wrapped` returns them, below one another."""
-  for i, (line, font) in enumerate(lines):
-    pen.text((corner[0], corner[1] + i * _LINE), line, color, font)
-
-
-def _wrapped(text, width) -> list[tuple]:
-  """Returns lines of at most `width` pixels, each with its font."""
-  found = []
-  for line in text.split('\n'):
-    line, font = fonts.drawable(line, _FONT_SIZE)
-    letters = len(line) or 1
-    while letters > 1 and any(
-      font.getbbox(part)[2] > width for part in textwrap.wrap(line, letters)
-    ):
-      letters -= 1
-    parts = textwrap.wrap(line, letters) or ['']
-    if len(parts) > _MOST_LINES:  # The last may be a probability.
-      parts[_MOST_LINES - 2 : -1] = ['...']
-    found += [(part, font) for part in parts]
-  return found
+  resized = [Image.fromarray(image).resize((width, height), how) for image in images]
+  return np.stack(resized) if resized else np.zeros((0, height, width, 3), np.uint8)

@@ -1,4 +1,4 @@
-"""Writes figures as PNGs, and an HTML page that contains all of them."""
+"""Writes figures as PNGs, and a web page that contains all of them."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -46,12 +46,12 @@ _SECTION = """<section id="{name}">
 
 
 def check(out) -> epath.Path:
-  """Returns the path of a folder that is empty or can be made, to write to."""
+  """Returns the path of a folder to write to, which is empty or can be created."""
   path = epath.Path(out)
   if path.exists() and (not path.is_dir() or any(path.iterdir())):
     raise FileExistsError(
-      f"out='{path}' exists and is not an empty folder, and is not overwritten: "
-      'give another folder, or delete this one first (--out)'
+      f"out='{path}' exists and is not an empty folder: pass another folder, or delete "
+      'this one first (--out)'
     )
   try:
     trial = files.temporary_name(path)
@@ -59,8 +59,8 @@ def check(out) -> epath.Path:
     trial.rmtree()
   except OSError as e:
     raise OSError(
-      f"out='{path}' cannot be written: {e.strerror or e}; give a folder in "
-      'which you may write (--out)'
+      f"out='{path}' cannot be written: {e.strerror or e}; pass a writable folder "
+      '(--out)'
     ) from e
   return path
 
@@ -74,8 +74,8 @@ def write(
 ):
   """Writes PNGs and index.html to a folder, which appears when it is complete.
 
-  `facts` about the model and reasons why figures are `missing` are by name;
-  `sections` are pairs of a gallery.Entry and contents of PNG files by name.
+  `facts` about the model and reasons for `missing` figures are by name; `sections`
+  are pairs of a gallery.Entry and the contents of its PNG files by name.
   """
   with files.new_folder(check(out)) as folder:
     for _, pictures in sections:
@@ -102,7 +102,7 @@ def _make_html(title, facts, sections, missing) -> str:
     )
     return _SECTION.format(pictures='\n'.join(images), **words)
 
-  left_out = f'<h2>Figures that are left out</h2>{listed(missing)}'
+  left_out = f'<h2>Omitted figures</h2>{listed(missing)}'
   return _PAGE.format(
     title=escape(title),
     facts=listed(facts),

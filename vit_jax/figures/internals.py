@@ -1,4 +1,4 @@
-"""Computes what lies inside Vision Transformers: attention, filters, positions.
+"""Computes attention maps, filters and position similarities of Vision Transformers.
 
 Attention maps, rollout and distances; the principal components of the filters
 of the patch embedding; the similarity of the position embeddings. Source: arXiv
@@ -35,10 +35,10 @@ def attention(
 ) -> Attention:
   """Computes the attention weights and the outputs of a model.
 
-  The weights do not depend on the model's implementation of attention. Calls
-  `embed`, `encode` and `classify` alone, so that a model of masked patches
-  masks none. Takes a Vision Transformer, hybrid or not, or a subclass of it;
-  its parameters; and images, float [B, H, W, C] in [-1, 1].
+  The weights do not depend on the model's implementation of attention. Only `embed`,
+  `encode` and `classify` are called, so a model of masked patches masks nothing.
+  Takes a Vision Transformer, hybrid or not, or a subclass; its parameters; and
+  images, float [B, H, W, C] in [-1, 1].
 
   Raises:
     ValueError: if the model has no attention, or its encoder does not sow the
@@ -60,8 +60,8 @@ def lacks(model) -> str | None:
   if isinstance(model, models_vit.VisionTransformer) and model.transformer is not None:
     return None
   return (
-    f'model={type(model).__name__} has no attention weights to show: give a '
-    'VisionTransformer, and not transformer=None (config.model)'
+    f'model={type(model).__name__} has no attention weights to show: use a '
+    'VisionTransformer without transformer=None (config.model)'
   )
 
 
@@ -103,9 +103,8 @@ def forward(model, params, images) -> tuple[list[jax.Array], jax.Array]:
   if not weights:
     raise ValueError(
       f'encoder={getattr(model.encoder, "__name__", model.encoder)} sows no '
-      'attention_weights: make its layers of '
-      'vit_jax.layers.attention.MultiHeadDotProductAttention, and give it at '
-      'least one (config.model.transformer)'
+      'attention_weights: use at least one layer with '
+      'vit_jax.layers.attention.MultiHeadDotProductAttention (config.model.transformer)'
     )
   return [w.astype(jnp.float32) for w in weights], outputs.astype(jnp.float32)
 
@@ -210,7 +209,7 @@ def position_similarity(embeddings, grid: tuple[int, int]) -> np.ndarray:
   if len(table) < count:
     raise ValueError(
       f'grid={tuple(grid)} has {count} patches, but there are {len(table)} '
-      'position embeddings: give the grid of these embeddings'
+      'position embeddings: pass the grid of these embeddings'
     )
   table = table[-count:]  # [h*w, D]
   norms = np.linalg.norm(table, axis=1, keepdims=True)

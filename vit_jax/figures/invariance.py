@@ -4,12 +4,11 @@ A Vision Transformer uses the two-dimensional structure of images only in its
 patches and its position embeddings (arXiv 2010.11929, section 3.1, "Inductive
 bias"). Untrained models show the effect.
 
-Shifts are circular: columns that leave the image on the right enter it on the
-left. No content is lost, so two statements hold up to rounding. If images are
-shifted by whole patches, the tokens of the patch embedding are shifted by as
-many. Without position embeddings, permuting the patches (a shift by whole
-patches is a permutation) changes neither the class token nor the mean of the
-tokens.
+Shifts are circular: columns that leave the image on the right enter it on the left.
+No content is lost, so two statements hold up to rounding. Shifting images by whole
+patches shifts the tokens of the patch embedding equally. Without position embeddings,
+permuting the patches (a shift by whole patches is a permutation) changes neither the
+class token nor the mean of the tokens.
 
 Shapes: B images, H x W pixels, C channels, D width of the features, M models, S
 shifts.
@@ -61,8 +60,8 @@ def shuffle_patches(images: np.ndarray, patch: int, order: Any) -> np.ndarray:
 def compare(images: np.ndarray, patch: int = 16, seed: int = 0) -> Comparison:
   """Compares how the features of small, random models change with the images.
 
-  Position embeddings have the standard deviation 1: with the 0.02 of a model
-  before training they would have hardly any effect.
+  Position embeddings have standard deviation 1: with the usual 0.02 at initialisation
+  they would have hardly any effect.
 
   Args:
     images: float32 [B, H, W, C] in [-1, 1].

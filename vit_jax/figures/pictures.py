@@ -83,7 +83,7 @@ class Pictures:
     outputs = task.drawn_outputs(params, extra, batch)
     if self._grid is not None:
       weights, _ = internals.forward(task.model, params, batch['image'])
-      # The maps show the mean over heads; keeping each head takes much memory.
+      # The maps show the mean over heads; all heads would take much memory.
       weights = [w.mean(axis=1, keepdims=True) for w in weights]
     return jax.tree.map(lambda x: x[: self._count], (batch, outputs, weights))
 
@@ -101,7 +101,7 @@ class Pictures:
 def _attempt(draw) -> dict[str, np.ndarray]:
   """Returns what `draw` returns; {} and a warning if that fails.
 
-  A picture that cannot be drawn must not end a run of days.
+  A failed picture must not end a run.
   """
   try:
     return draw()

@@ -19,10 +19,10 @@ _MOST_UPRIGHT = 60  # Characters of all labels that fit below an axis.
 
 @drawing.styled
 def bars(groups: Mapping[str, Mapping[str, Values]], ylabel: str, title: str):
-  """Draws bars of means, lines of their standard deviations, dots of values.
+  """Draws means as bars, standard deviations as lines and values as dots.
 
-  Groups {group: {label: values}} have values of one or several runs each. A
-  label has one colour in all groups. A single group needs no name.
+  Groups are {group: {label: values of one or several runs}}. A label has the same
+  colour in all groups. A single group needs no name.
   """
   labels = list(dict.fromkeys(itertools.chain(*groups.values())))
   alone = len(groups) == 1
@@ -91,7 +91,7 @@ def curves(
 
 
 def _limits(values) -> tuple[float | None, float | None]:
-  """Returns limits of bars: from 0, or from nearer if all bars are as long."""
+  """Returns limits of the y axis: from 0, or closer if all bars are similar."""
   found = np.concatenate([np.asarray(v, np.float64) for v in values] or [[]])
   if not len(found):
     return None, None

@@ -36,8 +36,8 @@ def subject(
     split: split of the run's data set, for the images and the confusion
       matrix; by default the first split that the run is tested on.
     num_images: number of images to take from the split.
-    points: points (x, y) of every image for the attention of a detector's
-      encoder, as shares of width and height; by default the centres of boxes.
+    points: points (x, y) in every image for the attention of a detector's encoder,
+      as shares of width and height; by default the centres of boxes.
 
   Returns:
     A vit_jax.figures.results.Subject.
@@ -50,7 +50,7 @@ def subject(
   from vit_jax.figures import results
   from vit_jax.run import config as run_config
 
-  source, lacking = None, 'weights without a run come with no data'
+  source, lacking = None, 'weights without a run have no data'
   if model.workdir:
     _, wanted, dataset = run_config.evaluations(model.config)[0]
     try:
@@ -64,8 +64,8 @@ def subject(
       lacking = f'the data of the run cannot be opened: {e}'
   elif split is not None:
     raise ValueError(
-      f"split='{split}' needs a run, and these are weights without a run: name "
-      'images (--images)'
+      f"split='{split}' needs a run, and these weights have none: pass images "
+      '(--images)'
     )
   return results.Subject(model, images, source, split, num_images, lacking, points)
 
@@ -83,7 +83,7 @@ def figures(
   Args:
     model: see `subject`; likewise images, split, num_images, points and errors.
     names: names of figures, see vit_jax.figures.gallery.of; by default all that
-      can be drawn for the model.
+      the model can have.
 
   Returns:
     matplotlib Figures by name.
@@ -150,7 +150,7 @@ def describe(model) -> tuple[str, dict[str, str]]:
   height, width = model.task.image_size
   facts = {
     'parameters': f'{count:,}',
-    'images': f'{height} x {width} pixels, {config.pp.channels} channel(s)',
+    'images': f'{height} x {width} pixels, {config.pp.channels} channels',
   }
   if model.class_names:
     facts['classes'] = f'{len(model.class_names):,}'

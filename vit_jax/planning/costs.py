@@ -1,14 +1,22 @@
 """Pre-training in FLOPs, core-days and money, and what the paper reports.
 
-Sources: arXiv 2010.11929, tables 2 and 6. Table 6 counts 6 FLOPs for
-each multiply-add of a forward pass at 224 px (forward and backward pass), with
-a head of 18,291 classes, times 303 million images, times the epochs.
+Sources: arXiv 2010.11929, tables 2 and 6. Table 6 counts 6 FLOPs per multiply-add of
+a forward pass at 224 px (forward and backward pass), with a head of 18,291 classes,
+times 303 million images, times the epochs. `vit_jax compute`
+(vit_jax/commands/compute.py) is the command.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+import json
+import pathlib
+from typing import Annotated, Any, Literal, NamedTuple
 
-from vit_jax import console
+import jax
+import jax.numpy as jnp
+
+from vit_jax import console, models
+from vit_jax.configs import models as model_configs, schema
 from vit_jax.planning import flops, topology
 
 # Data set -> (training examples, classes).
@@ -47,10 +55,10 @@ TABLE_6 = {
   ('R50+ViT-L_16', 7): 859,
   ('R50+ViT-L_16', 14): 1668,
 }
-# The row of table 6 that its model does not explain, and why.
+# The row of table 6 that its model does not explain.
 NOTE_6 = (
-  'R50+ViT-L_16, 7 epochs: 859 is taken for an error of table 6. Half of its row '
-  'of 14 epochs is 834, and the other pairs of 7 and 14 epochs agree.'
+  'R50+ViT-L_16, 7 epochs: 859 is probably an error in table 6. Half of its row with '
+  '14 epochs is 834, and the other pairs of 7 and 14 epochs agree.'
 )
 
 
@@ -64,44 +72,80 @@ TABLE_2 = {
   ('ViT-L_16', 'imagenet21k', 90): 230,
   ('BiT-R152x4', 'jft300m', 40): 9_900,
 }
-# Noisy Student is an EfficientNet, which is no model of this package.
+# Noisy Student is an EfficientNet, which this package lacks.
 NOISY_STUDENT_CORE_DAYS = 12_300
 
 
 class Setting(NamedTuple):
-  """What models are trained on, and by what."""
+  """The data and the devices of a training."""
 
-  num_examples: int  # Images of an epoch.
-  num_classes: int
+  num_examples: float | None  # Images per epoch.
+  num_classes: int | None
   image_size: tuple[int, int] = PAPER_SIZE
   chip: str = 'v3'  # A key of topology.CHIPS.
   mfu: float = 0.4  # Share of a device's peak that the training reaches.
-  price: float | None = None  # Of an hour of a chip, on v2 and v3 of two cores.
+  price: float | None = None  # Per hour and chip (two cores on v2 and v3).
 
   @property
   def device(self) -> str:
-    """The device that computes: 'v3 core' or 'v4 chip'."""
+    """Kind of the device: 'v3 core' or 'v4 chip'."""
     kind = 'core' if topology.CHIPS[self.chip].per_chip > 1 else 'chip'
     return f'{self.chip} {kind}'
 
 
 def exaflops(forward: int, images: float) -> float:
-  """Returns the compute of a training on so many images in exaFLOPs.
+  """Returns the compute of a training on a number of images in exaFLOPs.
 
-  `forward` are FLOPs of a forward pass on one image, see flops.forward_flops.
+  `forward` are the FLOPs of a forward pass on one image, see flops.forward_flops.
   """
   return flops.training_flops(forward) * images / 1e18
+
+
+@functools.cache
+def forward_flops(name: str, num_classes: int | None, image_size) -> int:
+  """Counts the FLOPs of a forward pass of a named model on one image.
+
+  A third of the locked image tower of LiT counts: it has a forward pass only, and
+  training is counted as three.
+  """
+  if model_configs.kind_of(model_configs.get_config(name)) != 'lit':
+    model = models.get_model(name, num_classes=num_classes)
+    return flops.forward_flops(model, image_size, whole=True)
+  model = models.get_model(name)
+  tower = model.text_tower()
+  tokens = jax.ShapeDtypeStruct((1, model.pp['max_len']), jnp.int32)
+  text = jax.make_jaxpr(lambda x: tower.init(jax.random.key(0), x))(tokens)
+  image = flops.forward_flops(model.image_tower(), image_size, whole=True)
+  return round(image / 3) + flops.count_flops(text)
+
+
+def account_for(name: str, epochs: float, setting: Setting) -> dict[str, Any]:
+  """Accounts for the pre-training of a named model, see `account`.
+
+  Raises ValueError if the name is unknown, the model does not fit the images, or
+  the size of the data is missing.
+  """
+  name = model_configs.get_config(name).model_name
+  # LiT has no classes.
+  needed = setting[:1] if name in model_configs.LITS else setting[:2]
+  if None in needed:
+    raise ValueError(
+      f"model='{name}' needs the size of the data: pass --dataset=NAME, or "
+      '--num_examples and --num_classes'
+    )
+  count = forward_flops(name, setting.num_classes, setting.image_size)
+  return account(name, epochs, count, setting)
 
 
 def account(
   model: str, epochs: float, forward: int, setting: Setting
 ) -> dict[str, Any]:
-  """Accounts for a pre-training; `forward` is that of `exaflops`.
+  """Accounts for a pre-training with a `forward` pass as in `exaflops`.
 
-  Returns `model`, `epochs`, `exaflops`; `core_days` of devices of kind `chip`
-  at the share `mfu` of their peak; `price`; and what the paper reports of this
-  pre-training, `published_exaflops` (table 6) and `published_core_days` (table
-  2, of v3). None stands for no price, and for what was not published.
+  Returns `model`, `epochs`, `exaflops`; `core_days` on devices of kind `chip` at the
+  share `mfu` of their peak; `price`; and the paper's numbers for this pre-training,
+  `published_exaflops` (table 6) and `published_core_days` (table 2, on v3). None
+  stands for no price, and for unpublished numbers.
   """
   chip = topology.CHIPS[setting.chip]
   known = {(*sizes, PAPER_SIZE): name for name, sizes in DATASETS.items()}
@@ -125,6 +169,22 @@ def account(
   }
 
 
+def table_2(setting: Setting) -> list[dict]:
+  """Accounts for the pre-trainings of the paper's table 2.
+
+  Returns rows as from `account`, with `dataset` and `published_mfu`, the share of the
+  devices' peak that the published core-days imply.
+  """
+  rows = []
+  for (name, dataset, epochs), days in TABLE_2.items():
+    examples, classes = DATASETS[dataset]
+    data = setting._replace(num_examples=examples, num_classes=classes)
+    row = account_for(name, epochs, data)
+    mfu = row['mfu'] * row['core_days'] / days
+    rows.append({**row, 'dataset': dataset, 'published_mfu': mfu})
+  return rows
+
+
 # --- Tables ---
 
 
@@ -134,18 +194,18 @@ def number(value) -> str:
 
 
 def assumptions(setting: Setting) -> str:
-  """Says what times and prices rest on."""
+  """Describes the assumptions of times and prices."""
   text = (
-    f'Days are those of one {setting.device} at {100 * setting.mfu:g} % (--mfu) of '
-    f'its peak of {topology.CHIPS[setting.chip].peak / 1e12:g} TFLOP/s.'
+    f'Days of one {setting.device} at {100 * setting.mfu:g} % (--mfu) of its peak of '
+    f'{topology.CHIPS[setting.chip].peak / 1e12:g} TFLOP/s.'
   )
   if setting.price is not None:
-    text += f' Prices: {setting.price:g} an hour of a chip (--price).'
+    text += f' Prices at {setting.price:g} per hour and chip (--price).'
   return text
 
 
 def describe(rows: Sequence[dict], setting: Setting) -> str:
-  """Formats rows of `account`, or of compute's table 2, as a table."""
+  """Formats rows of `account` or `table_2` as a table."""
   lines = []
   for row in rows:
     known, share = row['published_exaflops'], row.get('published_mfu')
@@ -173,3 +233,66 @@ def describe(rows: Sequence[dict], setting: Setting) -> str:
   header = [name for name in longest if any(x.get(name) for x in lines)]
   cells = [[line.get(name) or '' for name in header] for line in lines]
   return console.table(header, cells)
+
+
+# --- The command ---
+
+_TYPES = {
+  'dataset': Literal[tuple(DATASETS)],
+  'chip': Literal[tuple(topology.CHIPS)],
+  'epochs': schema.Positive,
+  'num_examples': Annotated[float, schema.Range(ge=1)],
+  'num_classes': schema.Count,
+  'image_size': schema.HeightWidth,
+  'mfu': schema.Share,
+  'price': schema.NonNegative,
+}
+# Flags about the models of --model.
+_OF_MODEL = ('epochs', 'dataset', 'num_examples', 'num_classes', 'image_size')
+
+
+def _check(args):
+  """Raises ValueError if a flag is wrong, or flags do not fit together."""
+  for name, kind in _TYPES.items():
+    value = getattr(args, name)
+    if value is not None:
+      schema.check(name, value, kind, '--')
+  for name in _OF_MODEL:
+    if getattr(args, name) is not None and not args.model:
+      raise ValueError(
+        f'--{name}={getattr(args, name)} needs --model=NAME: tables 6 and 2 have their '
+        'own data'
+      )
+  if args.model and args.epochs is None:
+    raise ValueError('--model needs --epochs=NUMBER')
+
+
+def run(args) -> None:
+  """Runs `vit_jax compute` with parsed flags."""
+  _check(args)
+  known = DATASETS.get(args.dataset, (None, None))
+  setting = Setting(
+    args.num_examples or known[0],
+    args.num_classes or known[1],
+    args.image_size or PAPER_SIZE,
+    args.chip,
+    args.mfu,
+    args.price,
+  )
+  if args.model:
+    rows = [account_for(name, args.epochs, setting) for name in args.model]
+    console.say(f'{describe(rows, setting)}\n\n{assumptions(setting)}')
+  else:
+    setting = Setting(*DATASETS['jft300m'], *setting[2:])
+    tried = console.bar(iterable=list(TABLE_6), desc='Counting')
+    rows = [account_for(name, epochs, setting) for name, epochs in tried]
+    paper = setting._replace(chip='v3')
+    console.say(
+      'Table 6: pre-training on JFT-300M at 224 px\n\n'
+      f'{describe(rows, setting)}\n\n{NOTE_6}\n{assumptions(setting)}\n\n'
+      'Table 2: pre-training on cores of TPU v3\n\n'
+      f'{describe(table_2(paper), paper)}'
+    )
+  if args.json:
+    pathlib.Path(args.json).write_text(json.dumps(rows, indent=1) + '\n')
+    console.say(f'\nWrote {args.json}')

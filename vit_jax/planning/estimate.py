@@ -1,11 +1,11 @@
 """Compiles a training step for TPUs and estimates its time and memory.
 
-No TPU is needed, only its compiler. For each operation the compiler estimates
-the time of the arithmetic and that of the memory traffic; the longer one
-counts, and a program takes the sum over its operations. The compiler leaves out
-the network, which is estimated here on its own, and counts the body of a loop
-once. Loops over micro-batches and layers are therefore added here in full; in
-loops that the compiler made itself, only the matrix products are.
+No TPU is needed, only its compiler. For each operation the compiler estimates the
+times of arithmetic and of memory traffic, and takes the longer one; the time of a
+program is the sum over its operations. The compiler leaves out the network, which is
+estimated separately here, and counts the body of a loop once. Loops over micro-batches
+and layers are therefore added here in full, but only the matrix products of loops that
+the compiler creates.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,7 @@ _COLLECTIVES = (
   'all-to-all',
   'collective-permute',
 )
-# An operation that rearranges memory on v5e and newer; its time is not
-# estimated.
+# Rearranges memory on v5e and newer; the compiler does not estimate its time.
 _UNKNOWN = 'custom_call_target="ConcatBitcast"'
 _SIZES = {'f32': 4, 's32': 4, 'u32': 4, 'bf16': 2, 'f16': 2, 'pred': 1}
 
@@ -40,10 +39,10 @@ class Lowered(NamedTuple):
   """A program ready to be compiled."""
 
   update: jax.stages.Lowered  # The whole update.
-  # Programs whose costs are added to those of `update`, each so many times.
+  # (times, program): costs to add to the costs of `update`.
   loops: list[tuple[int, jax.stages.Lowered]]
   abstract: Any  # TrainState of shapes and shardings.
-  flops: int  # Of the matrix products of one update, over all devices.
+  flops: int  # Of the matrix products of an update, over all devices.
 
 
 def looped_layers(model) -> int:
@@ -101,8 +100,8 @@ def lower(config, make_program: Callable, devices) -> Lowered:
   loops = []
   if config.accum_steps > 1:
     loops.append((config.accum_steps - 1, gradient()))
-  # The difference between three layers and two is the cost of one. The last
-  # layer stands outside the loop, and the compiler counts one layer inside it.
+  # Three layers minus two are the cost of one. The last layer is outside the loop,
+  # and the compiler counts one layer inside it.
   times = config.accum_steps * (looped_layers(config.model) - 2)
   if times > 0:
     loops += [(times, gradient(3)), (-times, gradient(2))]
@@ -177,7 +176,7 @@ def _group_size(line):
 
 
 def _memory_needed(failure: Exception) -> float | None:
-  """Returns the bytes that a program needs that does not fit; None if unknown.
+  """Returns how many bytes an oversized program needs; None if unknown.
 
   Raises `failure` itself if it has another cause.
   """
@@ -194,10 +193,10 @@ def _memory_needed(failure: Exception) -> float | None:
 def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
   """Compiles a program; returns the compiler's memory and time estimates.
 
-  Returns a dict with `fits`, whether the program fits the device's memory. If it
-  does: `memory_per_core_bytes` and its parts, `bytes_accessed_per_core`,
+  Returns a dict with `fits`, whether the program fits into the device's memory. If
+  so: `memory_per_core_bytes` and its parts, `bytes_accessed_per_core`,
   `step_seconds`, `network_seconds` and `collectives`. If not:
-  `memory_per_core_bytes`, or None where the compiler does not report it.
+  `memory_per_core_bytes`, None where the compiler does not report it.
   """
   start = time.perf_counter()
   size = lambda tree: sum(x['bytes_per_device'] for x in sharding.report(tree))
@@ -206,7 +205,7 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
     'optimizer_bytes': size(lowered.abstract.opt_state),
   }
   try:
-    # The compiler logs a lot, most of all on failure.
+    # The compiler logs a lot, especially on failure.
     with topology.quiet_compiler():
       compiled = lowered.update.compile()
       seconds = time.perf_counter() - start
@@ -239,9 +238,9 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
       total = found.setdefault(kind, dict.fromkeys(row, 0))
       for key, value in row.items():
         total[key] += times * value
-  # The compiler counts an operation that it cannot estimate as minus one
-  # second. It counts matrix products in kernels and in its own loops only in
-  # part: the missing FLOPs are added at the peak of the device.
+  # The compiler counts an operation that it cannot estimate as minus one second, and
+  # only a part of the matrix products in kernels and in its own loops: the missing
+  # FLOPs are added at the peak of the device.
   missing = max(0, lowered.flops / devices - cost['flops'])
   result.update(
     step_seconds=cost['optimal_seconds'] + unknown + missing / chip.peak,

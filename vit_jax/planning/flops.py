@@ -1,8 +1,7 @@
 """Counts the FLOPs of the matrix products and convolutions in a program.
 
-Other operations (norms, softmax, activations) do not count, as is usual. The
-counts agree with the pre-training compute of arXiv 2010.11929, table 6; see
-vit_jax/planning/costs.py.
+Other operations (norms, softmax, activations) do not count, as usual. The counts
+agree with table 6 of arXiv 2010.11929; see vit_jax/planning/costs.py.
 """
 
 import math
@@ -18,16 +17,16 @@ def forward_flops(
 ) -> int:
   """Counts the FLOPs of one forward pass on one image, without compiling it.
 
-  `model` is a Linen module that is called with (images, train=False), and
-  `image_size` is (height, width) in pixels. `whole` counts all tokens of the
-  last layer, as published figures do: a Vision Transformer that reads its class
-  token alone computes no other token there.
+  `model` is a Linen module called with (images, train=False), and `image_size` is
+  (height, width) in pixels. `whole` counts all tokens of the last layer, as
+  published figures do; a Vision Transformer that reads only its class token computes
+  no other token there.
   """
   images = jax.ShapeDtypeStruct((1, *image_size, channels), jnp.float32)
 
   def init(images):
-    # Initialisers multiply no matrices. If intermediate values are wanted, the
-    # last layer computes all of its tokens.
+    # Initialisers multiply no matrices. With mutable `intermediates`, the last layer
+    # computes all tokens.
     mutable = True if whole else core.DenyList('intermediates')
     return model.init(jax.random.key(0), images, train=False, mutable=mutable)
 
@@ -42,10 +41,10 @@ def training_flops(forward: int) -> int:
 def count_flops(jaxpr) -> int:
   """Counts the FLOPs of the matrix products in a program, as it is written.
 
-  Recomputed products count again, and the body of a loop or kernel counts as
-  often as it runs. A compiler's own count does neither reliably. The zeros that
-  a convolution inserts (padding, dilation) are not counted, as XLA does. Takes a
-  Jaxpr or ClosedJaxpr, such as `jax.jit(f).trace(...).jaxpr`.
+  Recomputed products count again, and the body of a loop or kernel counts as often
+  as it runs; the compiler's own count does neither reliably. As in XLA, zeros that a
+  convolution inserts (padding, dilation) do not count. Takes a Jaxpr or ClosedJaxpr,
+  such as `jax.jit(f).trace(...).jaxpr`.
   """
   jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
   total = 0
@@ -69,7 +68,7 @@ def count_flops(jaxpr) -> int:
 
 
 def _convolution_flops(eqn) -> int:
-  """Counts the FLOPs of a convolution, products with inserted zeros left out."""
+  """Counts the FLOPs of a convolution without products with inserted zeros."""
   numbers, params = eqn.params['dimension_numbers'], eqn.params
   image, kernel = (v.aval.shape for v in eqn.invars)
   out = eqn.outvars[0].aval.shape

@@ -20,7 +20,7 @@ from vit_jax.planning import costs, estimate, search, topology as topology_lib
 
 say = console.say
 
-# Part of the cache's key; change it when the cached values change.
+# Part of the cache key; change it when the cached values change.
 _FORMAT = '4'
 
 
@@ -43,8 +43,8 @@ def make_plan(
     num_classes: number of classes, for tasks that classify.
 
   Returns:
-    A dict with the values of the table and of --json. Times and rates are
-    estimates of the compiler.
+    A dict with the values of the table and of --json. Times and rates are the
+    compiler's estimates.
 
   Raises:
     ValueError, ImportError, OSError: see
@@ -154,7 +154,7 @@ def table(plan: dict) -> str:
       ),
     }
     if spent := plan['paper_core_days']:
-      rows['the paper spent'] = f'{spent:,} TPU v3 core-days'
+      rows['the paper reports'] = f'{spent:,} TPU v3 core-days'
   else:
     helps = '--search tries meshes, micro-batches and recomputation'
     if plan['dtype'] == 'float32':
@@ -169,10 +169,10 @@ def data_size(
 ) -> tuple[int, int | None]:
   """Returns the numbers of examples and classes of a config's training data.
 
-  A folder is counted. The arguments are the sizes of data that are not known;
-  the number of classes may stay None, but that of examples is needed.
+  Folders are counted. The arguments override the sizes. ValueError if the number of
+  examples is unknown; the number of classes may be None.
   """
-  # Of a mixture nothing is known but what the flags say.
+  # The size of a mixture is unknown without flags.
   dataset = config.get('dataset')
   name = dataset if isinstance(dataset, str) else ''
   known = costs.DATASETS.get(name, (None, None))
@@ -194,34 +194,32 @@ def data_size(
   sizes = (num_examples or known[0], num_classes or known[1])
   if sizes[0] is None:
     raise ValueError(
-      f"dataset='{dataset}' is no folder that exists (config.dataset)"
+      f"dataset='{dataset}' does not exist (config.dataset)"
       if os.sep in name
       else f"dataset='{dataset}' is neither a data set of known size nor a "
-      'folder: give --num_examples and --num_classes'
+      'folder: pass --num_examples and --num_classes'
     )
   return sizes
 
 
 def run(args) -> None:
-  """Plans the run that the flags of `vit_jax plan` describe."""
+  """Runs `vit_jax plan` with parsed flags."""
   trainer = args.config.get('trainer', 'train')
   if trainer != 'train':
     raise ValueError(
-      f"trainer='{trainer}': a plan needs the config of one training (config.trainer)"
+      f"trainer='{trainer}': a plan needs the config of a single run (config.trainer)"
     )
   say(f'Config: {args.config_file}')
   sizes = data_size(args.config, args.num_examples, args.num_classes)
   # Before anything that takes long.
   devices = topology_lib.get_topology(args.topology)
-  # While the compiler runs, Python handles no signal, and libtpu prints its
-  # stack.
+  # Python handles no signals while the compiler runs, and libtpu prints its stack.
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_DFL)
   if args.search:
     say(
-      'Searching for the best mesh, accum_steps and remat; the config does not '
-      'limit the search. Plans are cached: the same command continues a stopped '
-      'search.'
+      'Searching for the best mesh, accum_steps and remat, whatever the config says. '
+      'Plans are cached: run the same command again to resume a stopped search.'
     )
     result = search.search(
       args.config,
@@ -233,4 +231,4 @@ def run(args) -> None:
     say(table(result))
   if args.json:
     pathlib.Path(args.json).write_text(json.dumps(result, indent=1))
-    say(f'Plan written to {args.json}')
+    say(f'Wrote {args.json}')

@@ -1,4 +1,4 @@
-"""Searches for the fastest settings that fit (`vit_jax.planning.plan --search`).
+"""Searches for the fastest settings that fit (`vit_jax plan --search`).
 
 The settings are the mesh, the number of micro-batches and rematerialisation.
 """
@@ -14,10 +14,10 @@ from vit_jax.configs import models as model_configs
 
 say = console.say
 
-_SHOWN = 5  # Plans that are printed.
-# (remat, share of the peak). A kind of rematerialisation is tried only while
-# the best plan so far stays below this share. 'dots' recomputes little, as
-# dense layers do most of the arithmetic; 'full' recomputes a quarter of it.
+_SHOWN = 5  # Number of plans to print.
+# (remat, share of the peak). A kind of rematerialisation is tried only while the best
+# plan so far is below this share. 'dots' recomputes little, since dense layers do most
+# of the arithmetic; 'full' recomputes a quarter of it.
 REMATS = (('', math.inf), ('dots', 0.75), ('full', 0.6))
 
 
@@ -40,14 +40,13 @@ def meshes(config, devices: int) -> Iterator[dict[str, int]]:
 def search(config, devices: int, plan: Callable[[Any], dict]) -> list[dict]:
   """Plans a run with many settings; prints the best plans and their flags.
 
-  For each mesh the search looks for the fewest micro-batches that fit, starting
-  from the number of the best plan so far. Rematerialisation leaves room for
-  larger micro-batches; it is tried unless the best plan is already so fast that
-  recomputing could not win.
+  For each mesh the search looks for the fewest micro-batches that fit, starting from
+  the number of the best plan so far. Rematerialisation makes room for larger
+  micro-batches; it is tried unless the best plan is too fast for recomputation to win.
 
-  `plan` is a function config -> plan, a dict as plan.make_plan returns it. Returns
-  the plans that fit, the fastest first; all plans if none fits. The order assumes
-  that communication does not overlap with computation. Each plan has its `flags`.
+  `plan` is a function from a config to the result of plan.make_plan. Returns the plans
+  that fit, the fastest first, or all plans if none fits. The order assumes that
+  communication does not overlap with computation. Each plan has its `flags`.
   """
   config = copy.deepcopy(config)
   config.model = model_configs.with_options(config.model)
@@ -69,7 +68,7 @@ def search(config, devices: int, plan: Callable[[Any], dict]) -> list[dict]:
         start = min(p['accum_steps'] for p in fit)
       best = sorted([*best, *fit], key=lambda p: -_images_per_second(p))
       if fit and start == 1:
-        break  # The whole batch fits: recomputing would only be slower.
+        break  # The whole batch fits: recomputation would only be slower.
   if not plans:
     raise ValueError(
       f'batch={config.batch} is not a multiple of the {devices} devices, nor of '
@@ -95,7 +94,7 @@ def _remats(model):
 
 
 def _fewest_that_fit(config, settings, plan, parts, start):
-  """Searches, from `start` on, for the fewest that fit; yields each plan made."""
+  """Yields the plans of a search for the fewest micro-batches that fit."""
   numbers = [
     2**i for i in range(config.batch.bit_length()) if config.batch % (parts * 2**i) == 0
   ]

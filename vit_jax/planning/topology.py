@@ -39,21 +39,21 @@ _EXAMPLES = ', '.join(chip.example for chip in CHIPS.values())
 def get_chip(name: str) -> Chip:
   """Returns the kind of device in a topology such as 'v3:4x4'."""
   version = name.split(':')[0]
-  # With 0 chips along an axis the compiler ends the process.
+  # The compiler ends the process with 0 chips along an axis.
   axis = '[1-9][0-9]{0,3}'
   if version not in CHIPS or not re.fullmatch(f'\\w+:{axis}(x{axis})*', name):
     raise ValueError(
-      f"topology='{name}' is unknown: give a version and the chips along each "
-      f'axis, for example {_EXAMPLES} (--topology)'
+      f"topology='{name}' is unknown: pass a version and the chips along each axis, "
+      f'for example {_EXAMPLES} (--topology)'
     )
   return CHIPS[version]
 
 
 @contextlib.contextmanager
 def quiet_compiler():
-  """Hides libtpu's output in a `with` block, and from libtpu others' XLA_FLAGS.
+  """Hides libtpu's output in a `with` block, and XLA_FLAGS of other backends from it.
 
-  libtpu ends the process, without a word, at a flag that it does not know.
+  libtpu silently ends the process at an unknown flag.
   """
   flags = os.environ.get('XLA_FLAGS', '')
   os.environ['XLA_FLAGS'] = ' '.join(
@@ -89,7 +89,7 @@ def get_topology(name: str):
     if 'already in use' in text or 'lockfile' in text:
       raise OSError(
         'libtpu is in use by another process: wait until that process ends, or '
-        'set ALLOW_MULTIPLE_LIBTPU_LOAD=1 to plan beside it'
+        'set ALLOW_MULTIPLE_LIBTPU_LOAD=1 to run both'
       ) from e
     raise ValueError(
       f"topology='{name}' is not available: {text[:200]}; use for example "

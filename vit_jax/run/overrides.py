@@ -26,7 +26,11 @@ from vit_jax import console
 from vit_jax.configs import common, models as model_configs, schema
 
 _MODULE = 'vit_jax_config_file'  # Name of a config file's module.
-_UNITS = {'steps': 'epochs', 'epochs': 'steps'}  # Of the length of a run.
+# Keys of the same length in other units.
+_LENGTHS = {
+  'total_steps': 'total_epochs', 'total_epochs': 'total_steps',
+  'warmup_steps': 'warmup_epochs', 'warmup_epochs': 'warmup_steps',
+}  # fmt: skip
 
 # --- Config files ---
 
@@ -116,15 +120,15 @@ def set_keys(
   for name, text in given.items():
     _set(config, name, text, known)
   for name, text in given.items():
-    start, _, unit = name.rpartition('_')
-    other = f'{start}_{_UNITS.get(unit)}'
-    if (
-      start.rpartition('.')[2] in ('total', 'warmup')
-      and other in known
-      and other not in given
-      and text != 'None'
-    ):
+    other = other_length(name)
+    if other in known and other not in given and text != 'None':
       _assign(config, other, None)
+
+
+def other_length(name: str) -> str | None:
+  """Returns the dotted key of the same length in other units, if there is one."""
+  group, dot, key = name.rpartition('.')
+  return f'{group}{dot}{_LENGTHS[key]}' if key in _LENGTHS else None
 
 
 def known_keys(config, nested: bool = False) -> dict[str, Any]:

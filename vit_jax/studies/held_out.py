@@ -1,4 +1,4 @@
-"""Divides training data into a part to train on and a part to choose on."""
+"""Splits training data into a part to train on and a held-out part."""
 
 import re
 from typing import NamedTuple
@@ -12,7 +12,7 @@ _LARGE = 10**9  # Number of examples by which slices are compared.
 
 
 class Parts(NamedTuple):
-  """Splits to train on and to compare on (held_out), and both together (all)."""
+  """Splits to train on and to compare on, and both together."""
 
   train: str
   held_out: str
@@ -20,21 +20,21 @@ class Parts(NamedTuple):
 
 
 def cut(split: str, test: str, held_out: str | None = None) -> Parts:
-  """Divides the training data into a part to train on and a held-out part.
+  """Splits the training data into a part to train on and a held-out part.
 
   Args:
     split: training split of the config, in the notation of TFDS.
     test: test split of the config, which must not be held out.
-    held_out: None for the part that `split` leaves of its base ('train[98%:]'
-      for 'train[:98%]'); '10%' (of the base) or '200' (examples) to cut off the
-      end of `split`; or another split, 'validation'.
+    held_out: None for the rest of the base of `split` ('train[98%:]' for
+      'train[:98%]'); '10%' (of the base) or '200' (examples) to cut off the end
+      of `split`; or another split, 'validation'.
 
-  Raises ValueError if nothing is left to train on or to hold out, or the part
-  that is held out has examples in common with the rest or the test split.
+  Raises ValueError if nothing is left to train on or to hold out, or the held-out
+  part overlaps with the rest or the test split.
   """
   (base, instruction), *more = slices.parts(split)
   remedy = (
-    'hold a part out with --held_out=10%, or name another split with '
+    'hold out a part with --held_out=10%, or name another split with '
     '--held_out=validation'
   )
   if held_out and not re.fullmatch(r'\d+|\d+(\.\d+)?%', held_out):
@@ -53,19 +53,19 @@ def cut(split: str, test: str, held_out: str | None = None) -> Parts:
     found = Parts(split, '+'.join(rest), base)
     if not rest:
       raise ValueError(
-        f"pp.train='{split}' leaves no part of the training data to choose on: {remedy}"
+        f"pp.train='{split}' leaves no training data to choose on: {remedy}"
       )
   for key, other in (('pp.train', found.train), ('pp.test', test)):
     if _overlap(found.held_out, other):
       raise ValueError(
-        f"the part to choose on, '{found.held_out}', and {key}='{other}' have "
-        f'examples in common: {remedy}'
+        f"the part to choose on, '{found.held_out}', overlaps with {key}='{other}': "
+        f'{remedy}'
       )
   return found
 
 
 def _overlap(split: str, other: str) -> bool:
-  """Returns whether two splits have examples in common, if they are large."""
+  """Returns whether two splits of large data sets overlap."""
 
   def ranges(split):
     for base, instruction in slices.parts(split):

@@ -1,9 +1,8 @@
 """Labels images with a trained model: the pseudo-labels of Noisy Student.
 
-The model sees each image once, without noise. Labels that it is confident of
-are kept and balanced over the classes (arXiv 1911.04252, section 3). Images are
-labelled block by block; after an interruption the same call continues with the
-first block that is missing.
+The model sees each image once, without noise. Confident labels are kept and
+balanced over the classes (arXiv 1911.04252, section 3). Images are labelled in
+blocks; after an interruption the same call resumes with the first missing block.
 """
 
 import functools
@@ -23,8 +22,8 @@ from vit_jax.inference import engine
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.tasks import classify
 
-# Number of classes whose probabilities are stored for an image, if a config does
-# not say; and number of images in a block of as many classes.
+# Number of classes whose probabilities are stored for an image by default, and
+# number of images in a block with as many classes.
 SOFT_CLASSES, BLOCK = 32, 2**18
 _LABELS = ('images', 'classes', 'probabilities')
 
@@ -35,23 +34,23 @@ class Settings(NamedTuple):
   teacher: str  # Workdir of a run, whose newest checkpoint labels the images.
   dataset: str
   split: str
-  confidence: float  # Labels of a lower probability are dropped.
-  per_class: int | None  # Images of each class, see `balance`; None for all.
-  soft: bool  # Whether a label is the probability of every class, or the best.
+  confidence: float  # Labels with a lower probability are dropped.
+  per_class: int | None  # Images per class, see `balance`; None for all.
+  soft: bool  # Whether a label is the probability of every class, or the best one.
   seed: int  # Of `balance`.
-  # Number of the most probable classes whose probabilities are stored.
-  soft_classes: int | None = SOFT_CLASSES  # None for all.
+  # Number of top classes whose probabilities are stored; None for all.
+  soft_classes: int | None = SOFT_CLASSES
 
 
 def label(settings: Settings, source, folder: str, batch: int) -> dict:
-  """Labels images and writes a folder of pseudo-labels, unless it is there.
+  """Labels images and writes a folder of pseudo-labels, unless it exists.
 
-  `source` are the images, and `batch` is their number per step, over all devices
-  and hosts. Returns the content of its pseudo_labels.json; `counts` has the
-  number of images that were seen (`images`), the confident labels of each class
-  (`by_class`), and the number of examples when balanced (`examples`). Refuses a
-  folder with pseudo-labels of other settings or images, a run that is no
-  classifier, and images of which none has a confident label.
+  Takes a source of images and the number of images per step, over all devices and
+  hosts. Returns the content of pseudo_labels.json; `counts` has the number of
+  images seen (`images`), of confident labels per class (`by_class`), and of
+  examples after balancing (`examples`). Raises ValueError for a folder with
+  pseudo-labels of other settings or images, a run that is not a classifier, and
+  images without any confident label.
   """
   path = epath.Path(folder)
   asked = {**settings._asdict(), 'images': source.fingerprint()}
@@ -78,13 +77,13 @@ def load_teacher(workdir: str):
   if not isinstance(model.task, classify.Task):
     raise ValueError(
       f"the run in '{workdir}' has the task '{model.config.task}': only a "
-      "classifier, config.task = 'classify', can label images"
+      "classifier (config.task = 'classify') can label images"
     )
   return model, mesh
 
 
 def _begin(path, asked, source) -> bool:
-  """Checks the settings against those of the folder; returns if it is done."""
+  """Checks the settings against the folder's; returns whether it is complete."""
   asked = json.loads(json.dumps(asked))
   done = pseudo_labels.exists(path)
   begun = path / 'settings.json'
@@ -93,25 +92,24 @@ def _begin(path, asked, source) -> bool:
     before = {**facts.get('settings', {}), 'images': facts['images']}
   elif begun.exists():
     before = pseudo_labels.read_json(
-      begun, f"delete the folder '{path}', to label its images anew"
+      begun, f"delete the folder '{path}' to label its images anew"
     )
   else:
     path.mkdir(parents=True, exist_ok=True)
     source.store(path)
     files.write(begun, json.dumps(asked, indent=1))
     return False
-  before.setdefault('soft_classes', SOFT_CLASSES)  # Older labels lack it.
   if differing := workdir_lib.differences(before, asked):
     raise ValueError(
       f"'{path}' has pseudo-labels of other settings:\n  "
       + '\n  '.join(differing)
-      + '\nUse another --workdir, or the same config to go on'
+      + '\nUse another --workdir, or the same config to resume'
     )
   return done
 
 
 def _label_blocks(model, mesh, settings, source, path):
-  """Writes a file of confident labels for each block that has none yet."""
+  """Writes a file of confident labels for each block that lacks one."""
   task = model.task
   count = len(task.class_names)
   known = min(settings.soft_classes or count, count)
@@ -156,10 +154,10 @@ def _block(path, begin):
 def confident(found, begin: int, confidence: float) -> dict[str, np.ndarray]:
   """Selects the images of a block that have a confident label.
 
-  `found` are `classes` [b, k] and `probabilities` [b, k] of all images of the
-  block, the most probable class first; its first image has the number `begin`.
-  Returns `images`, int64 [m], numbers of the images; `classes` and
-  `probabilities` [m, k]; and `highest`, the highest probability of all images.
+  `found` has `classes` and `probabilities` [b, k] of all images of the block, the
+  top class first; its first image has the number `begin`. Returns `images`, int64
+  [m], numbers of the images; `classes` and `probabilities` [m, k]; and `highest`,
+  the highest probability of all images.
   """
   first = found['probabilities'][:, 0]
   kept = np.flatnonzero(first >= confidence)
@@ -177,7 +175,7 @@ def _finish(path, asked: dict[str, Any], task):
     pseudo_labels.read_arrays(
       block,
       (*_LABELS, 'highest'),
-      'delete it, and the same command labels these images again',
+      'delete it and run the same command again to label these images anew',
     )
     for block in sorted((path / 'blocks').glob('*.npz'))
   ]
@@ -185,10 +183,9 @@ def _finish(path, asked: dict[str, Any], task):
   if not len(arrays['images']):
     highest = max(part['highest'] for part in found)
     raise ValueError(
-      f"the teacher in '{asked['teacher']}' is not confident of any image: the "
-      f'highest probability is {highest:.3f}, and confidence='
-      f'{asked["confidence"]}; lower --config.confidence, or train the teacher '
-      'longer'
+      f"no label of the teacher in '{asked['teacher']}' reaches confidence="
+      f'{asked["confidence"]}: the highest probability is {highest:.3f}; lower '
+      '--config.confidence, or train the teacher longer'
     )
   best = arrays['classes'][:, 0]
   arrays['rows'] = balance(
@@ -215,18 +212,18 @@ def balance(
 ) -> np.ndarray:
   """Chooses the same number of images of each class (arXiv 1911.04252, 3.1).
 
-  A class with too many images keeps those of the highest confidence. A class
-  with too few repeats its images, each as often as the others or once more, by
-  lot. A class without any image stays empty.
+  A class with too many images keeps the most confident ones. A class with too few
+  repeats its images equally often, and randomly chosen ones once more. A class
+  without images stays empty.
 
   Takes the class of each image, int [m], and its confidence, float [m]; returns
-  rows of these arrays, int64 [n], ascending by class. With `per_class` None every
+  rows of these arrays, int64 [n], ascending by class. With per_class=None every
   image is kept once.
   """
   if per_class is None:
     return np.arange(len(classes))
   chosen = []
-  order = np.lexsort((-confidence, classes))  # By class, the surest first.
+  order = np.lexsort((-confidence, classes))  # By class, most confident first.
   numbers, begins = np.unique(classes[order], return_index=True)
   for number, mine in zip(numbers, np.split(order, begins[1:])):
     times, rest = divmod(per_class, len(mine))

@@ -1,20 +1,19 @@
-"""Noisy Student: self-training with images that have no labels.
+"""Noisy Student: self-training with unlabelled images.
 
 python -m vit_jax.main --config=configs/noisy_student_digits.py --workdir=/tmp/ns
 
-A teacher learns from the labelled images, and labels the others, without noise.
-A student learns from both, with noise: RandAugment, dropout, stochastic depth.
-Then the student is the teacher of the next student (arXiv 1911.04252, algorithm
-1). Each seed has runs of its own, possibly on its own draw of labels:
+A teacher is trained on the labelled images and labels the others, without noise.
+A student is trained on both, with noise: RandAugment, dropout, stochastic depth.
+The student is then the teacher of the next student (arXiv 1911.04252, algorithm
+1). Each seed has its own runs, possibly on its own draw of labels:
 
   workdir/teacher_0    the run of the teacher of seed 0
   workdir/pseudo_1_0   its labels, see vit_jax/data/pseudo_labels.py
   workdir/student_1_0  the run of the first student, on labels and pseudo-labels
   workdir/pseudo_2_0   the labels of the first student, and so on
 
-After an interruption the same command continues where it was stopped. Machines
-that see the workdir share the runs; one labels the images of a seed, and the
-others wait for it.
+After an interruption the same command resumes. Machines that see the workdir share
+the runs; one labels the images of a seed while the others wait.
 """
 
 from typing import Annotated, Any
@@ -29,7 +28,7 @@ from vit_jax.run import config as run_config, workdir as workdir_lib
 from vit_jax.studies import labelling, runs as runs_lib, summaries
 
 say = console.say
-# Between the seeds of the runs of an iteration and the next.
+# Difference between the seeds of an iteration and the next.
 _SEEDS = 1000
 
 _KEYS: dict[str, Any] = {
@@ -52,24 +51,24 @@ _KEYS: dict[str, Any] = {
 
 
 def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
-  """Trains a teacher and its students for each seed, and compares them.
+  """Trains a teacher and its students with each seed, and compares them.
 
-  Returns the content of workdir/noisy_student.json: for the teacher and for the
-  students of each iteration the metric of each seed, its mean and standard
-  deviation, and those of the margin over the teacher of the same seed. A wrong
-  config, data or given teacher is refused before anything is trained.
+  Returns the rows of workdir/noisy_student.json, see summaries.report: the metric
+  of the teacher and of the students of each iteration, and the margin over the
+  teacher. A wrong config, data set or given teacher raises ValueError before
+  anything is trained.
   """
   _check(config)
   counts = [_check_data(config, seed) for seed in config.seeds]
   teachers, values = _teachers(config, workdir)
-  found = [values]
+  found = {'teacher': values}
   for iteration in range(1, len(config.ratios) + 1):
     say(f'\nStudents, iteration {iteration} of {len(config.ratios)}:')
     students = [
       _student(config, workdir, iteration, *each)
       for each in zip(config.seeds, teachers, counts)
     ]
-    found.append(_train(config, students, workdir))
+    found[f'student {iteration}'] = _train(config, students, workdir)
     teachers = [f'{workdir}/{run.name}' for run in students]
   return _report(config, found, workdir)
 
@@ -79,6 +78,20 @@ def _train(config, runs, workdir) -> list[float]:
   outcome = runs_lib.train_all(runs, workdir)
   outcome.finish()
   return list(outcome.by_seed(runs, config.metric).values())
+
+
+def _report(config, found, workdir) -> list[dict]:
+  """Reports the values of all seeds by model."""
+  return summaries.report(
+    workdir,
+    'noisy_student',
+    config.metric,
+    {model: dict(zip(config.seeds, values)) for model, values in found.items()},
+    'Noisy Student',
+    baseline='teacher',
+    places=[('mean over the seeds', iteration) for iteration in range(len(found))],
+    x_label='iteration',
+  )
 
 
 # --- Checking ---
@@ -92,9 +105,9 @@ def _check(config):
     known = run_config.metrics_of(run)
     whose = kind
     if config.teacher_workdir is not None:
-      # Its run may have been without them, and an evaluation leaves them out.
+      # Few-shot probes are part of a run, not of an evaluation.
       known = run_config.metrics_of_task(run)
-      whose = f'{kind} that a given teacher has too (config.teacher_workdir)'
+      whose = f'{kind} and of a given teacher (config.teacher_workdir)'
     if config.metric not in known:
       raise ValueError(
         f"metric='{config.metric}' is not among the metrics of the {whose}: use "
@@ -122,14 +135,14 @@ def _check_data(config, seed) -> int:
       raise ValueError(
         f"the teacher in '{config.teacher_workdir}' has {len(names)} classes, "
         f"{list(names[:5])}, and '{run.dataset}' has {len(labelled.class_names)}, "
-        f'{list(labelled.class_names[:5])}: pseudo-labels need a teacher of the '
+        f'{list(labelled.class_names[:5])}: pseudo-labels need a teacher with the '
         'same classes (config.teacher_workdir)'
       )
   return labelled.num_examples
 
 
 def _unlabelled(config, seed, run, workdir=None):
-  """Opens the unlabelled images of a seed; run has the other keys of the data."""
+  """Opens the unlabelled images of a seed; `run` has the other keys of the data."""
   split = runs_lib.with_seed(config.unlabelled_split, seed)
   return sources.open_split(
     run, split, ('image',), dataset=config.unlabelled, workdir=workdir
@@ -145,10 +158,7 @@ def _teachers(config, workdir) -> tuple[list[str], list[float]]:
     value = _evaluate(config.teacher_workdir, config)
     return [[x] * len(config.seeds) for x in (config.teacher_workdir, value)]
   say('Teachers:')
-  teachers = [
-    runs_lib.Run(f'teacher_{seed}', runs_lib.seeded(config.teacher, seed))
-    for seed in config.seeds
-  ]
+  teachers = runs_lib.over_seeds('teacher', config.teacher, config.seeds)
   values = _train(config, teachers, workdir)
   return [f'{workdir}/{run.name}' for run in teachers], values
 
@@ -190,7 +200,7 @@ def _student(config, workdir, iteration, seed, teacher, num_labelled):
 
 
 def _describe(facts, folder) -> str:
-  """Says how many images were labelled, and how evenly."""
+  """Describes how many images were labelled, and how evenly."""
   counts = facts['counts']
   each = counts['by_class']
   empty = [x for x, count in zip(facts['class_names'], each) if not count]
@@ -200,38 +210,3 @@ def _describe(facts, folder) -> str:
     f'{min(each):,} to {max(each):,} a class, and {counts["examples"]:,} when '
     f'balanced{none if empty else ""}.'
   )
-
-
-# --- The result ---
-
-
-def _report(config, found, workdir) -> list[dict[str, Any]]:
-  """Prints, writes and draws values by iteration and seed; returns rows."""
-  metric, rows, lines, points = config.metric, [], [], []
-  for iteration, values in enumerate(found):
-    margins = [value - first for value, first in zip(values, found[0])]
-    margin, std = summaries.mean_std(margins)
-    by_seed = dict(zip(config.seeds, values))
-    row = summaries.row(
-      {'model': f'student {iteration}' if iteration else 'teacher'},
-      by_seed,
-      margin=margin,
-      margin_std=std,
-    )
-    rows.append(row)
-    mean, each = summaries.cells(metric, row)
-    margin = summaries.format_values(metric, margins)
-    lines.append((row['model'], mean, margin, each))
-    points += [(f'seed {k}', iteration, [v]) for k, v in by_seed.items()]
-  summaries.publish(
-    workdir, 'noisy_student', rows,
-    f'{summaries.with_unit(metric)}, mean and standard deviation over '
-    f'{len(config.seeds)} seed(s), and the margin over the teacher of the same '
-    'seed:',
-    ('model', metric, 'margin', 'seeds'), lines,
-  )  # fmt: skip
-  summaries.plot(
-    metric, 'Noisy Student', points, f'{workdir}/noisy_student.png',
-    'iteration (0: the teacher)',
-  )  # fmt: skip
-  return rows

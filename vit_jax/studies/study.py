@@ -11,11 +11,12 @@ The config of a study has these keys:
                in pp.train and pp.test, for draws of labels.
   metric       metric to compare, such as 'accuracy_test'.
 
-and optionally those of _OPTIONS below. Any number of machines that see the
-workdir can start the same command: each takes the next run that is free.
+and optionally those of _OPTIONS below. To share the runs between machines that see
+the workdir, start the same command on each.
 """
 
 import copy
+import itertools
 import re
 from typing import Annotated, Literal
 
@@ -28,9 +29,6 @@ from vit_jax.data.augmentation import geometry
 from vit_jax.planning import costs, flops
 from vit_jax.run import config as run_config
 from vit_jax.studies import runs as runs_lib, summaries
-
-say = console.say
-
 
 _KEYS = {
   'base': ml_collections.ConfigDict,
@@ -46,13 +44,13 @@ _OPTIONS = {
   # Title of the plot.
   'title': ('Study', schema.Text),
   # For a plot of curves: (name of the line, x) for each variant. Without, the
-  # plot has a bar for each variant. 'exaflops' in place of an x stands for the
-  # compute of the variant's runs in exaFLOPs.
+  # plot has a bar for each variant. 'exaflops' as x stands for the compute of the
+  # variant's runs in exaFLOPs.
   'x': ((), tuple[tuple[str, float | Literal['exaflops']], ...]),
   # Label of the x axis, and whether the axis is logarithmic.
   'x_label': ('', str),
   'x_log': (False, bool),
-  # Checkpoints to keep of a run that is done: 'all', 'newest' or 'none'.
+  # Checkpoints to keep of a finished run: 'all', 'newest' or 'none'.
   'checkpoints': ('newest', Literal[tuple(runs_lib.CHECKPOINTS)]),
 }
 
@@ -60,33 +58,36 @@ _OPTIONS = {
 def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   """Trains each variant with each seed, and compares a metric.
 
-  The workdir has all runs, study.json, study.csv and study.png. Returns the
-  rows of study.json: `variant`, `mean` and `std` over the seeds, the value of
-  each seed, `seed_0`, ..., and for curves `line` and `x`. Raises ValueError if
-  the config is wrong, before anything is trained, and runs.Failed after the
-  table, if runs failed.
+  The workdir holds all runs, study.json and study.png. Returns the rows of
+  study.json, see summaries.report.
+
+  Raises:
+    ValueError: if the config is wrong, before anything is trained.
+    runs.Failed: after the table, if runs failed.
   """
   config = _complete(config)
-  runs = make_runs(config)
-  count = len(config.seeds)
-  variants = [runs[i : i + count] for i in range(0, len(runs), count)]
+  variants = _variants(config)
   # All seeds take the same compute.
   places = [
     (line, exaflops(found[0].config) if x == 'exaflops' else x)
-    for (line, x), found in zip(config.x, variants)
+    for (line, x), found in zip(config.x, variants.values())
   ]
-  say(f'{len(variants)} variants x {count} seeds = {len(runs)} runs in {workdir}:')
+  runs = [*itertools.chain(*variants.values())]
+  console.say(
+    f'{len(variants)} variants x {len(config.seeds)} seeds = {len(runs)} runs in '
+    f'{workdir}:'
+  )
   outcome = runs_lib.train_all(runs, workdir, config.checkpoints)
-  rows = [
-    summaries.row(
-      {'variant': name, 'metric': config.metric},
-      outcome.by_seed(found, config.metric),
-    )
-    for (name, _), found in zip(config.variants, variants)
-  ]
-  for row, (line, x) in zip(rows, places):
-    row.update(line=line, x=x)
-  _show(config, rows, workdir)
+  rows = summaries.report(
+    workdir,
+    'study',
+    config.metric,
+    {name: outcome.by_seed(found, config.metric) for name, found in variants.items()},
+    config.title,
+    places=places,
+    x_label=config.x_label,
+    log_x=config.x_log,
+  )
   outcome.finish()
   return rows
 
@@ -94,15 +95,21 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
 def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
   """Returns the runs of a study: all seeds of the first variant, and so on.
 
-  The study's config is checked, those of the runs are not.
+  Checks the study's config, but not those of the runs.
   """
-  config = _complete(config)
-  found = []
+  return [*itertools.chain(*_variants(_complete(config)).values())]
+
+
+def _variants(config) -> dict[str, list[runs_lib.Run]]:
+  """Returns the runs of each variant by its name."""
+  variants = {}
   for name, changes in config.variants:
     if 'seed' in changes:
       raise ValueError(
-        f"variant '{name}' sets the key 'seed': config.seeds does so for all variants"
+        f"variant '{name}' sets the key 'seed', which config.seeds sets for all variants"
       )
+    if name in variants:
+      raise ValueError(f"variant '{name}' occurs twice: names must differ")
     try:
       run = runs_lib.changed(config.base, changes)
     except ValueError as e:
@@ -113,12 +120,10 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
         f"metric='{config.metric}' is not among the metrics of variant '{name}': "
         f'use one of {known} (config.metric)'
       )
-    for seed in config.seeds:
-      # 'learned_1-D_0' for 'learned, 1-D'.
-      folder = re.sub(r'[^\w.=+-]+', '_', name).strip('._-')
-      seeded = runs_lib.seeded(run, seed)
-      found.append(runs_lib.Run(f'{folder}_{seed}', seeded))
-  return found
+    # 'learned_1-D_0' for 'learned, 1-D'.
+    folder = re.sub(r'[^\w.=+-]+', '_', name).strip('._-')
+    variants[name] = runs_lib.over_seeds(folder, run, config.seeds)
+  return variants
 
 
 def exaflops(config: ml_collections.ConfigDict) -> float:
@@ -149,26 +154,3 @@ def _complete(config):
       '(name of the line, x) for each variant (config.x)'
     )
   return config
-
-
-def _show(config, rows, workdir):
-  """Prints, writes and draws the table."""
-  x = [config.x_label] if config.x else []
-  lines, points = [], []
-  for row in rows:
-    mean, each = summaries.cells(config.metric, row)
-    place = [f'{row["x"]:.4g}'] if config.x else []
-    lines.append((row['variant'], *place, mean, each))
-    name = row.get('line', row['variant'])
-    points.append((name, row.get('x'), summaries.values(row)))
-  summaries.publish(
-    workdir, 'study', rows,
-    f'{summaries.with_unit(config.metric)}, mean and standard deviation over '
-    f'{len(config.seeds)} seeds:',
-    ('variant', *x, config.metric, 'seeds'), lines,
-  )  # fmt: skip
-  # Curves if the config gives places on the x axis, else bars.
-  summaries.plot(
-    config.metric, config.title, points, f'{workdir}/study.png',
-    config.x_label if config.x else None, config.x_log,
-  )  # fmt: skip

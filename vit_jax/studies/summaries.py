@@ -1,12 +1,10 @@
-"""Tables and plots of many runs: means, standard deviations, files.
+"""Tables and plots of many runs: means and standard deviations over seeds.
 
-What a job writes into its workdir, one process writes for all, and atomically:
-machines that share the workdir may write the same file at once.
+Process 0 writes the files for all processes, atomically, since machines that
+share a workdir may write the same file at once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-import csv
-import io
 import json
 from typing import Any
 
@@ -17,41 +15,37 @@ from vit_jax.distributed import files, processes
 from vit_jax.figures import drawing, studies
 from vit_jax.run import metrics as metrics_lib
 
-say = console.say
-mean_std = metrics_lib.mean_std
 draw = drawing.to_file
 
 
 def format_values(metric: str, values: Sequence[float]) -> str:
   """Formats the values of runs as the paper does: '99.15 ± 0.03', '-' for none.
 
-  Shares are in percent. There is no ± with a single value.
+  Shares are in percent. A single value has no ±.
   """
   if not values:
     return '-'
-  mean, std = mean_std(values)
+  mean, std = metrics_lib.mean_std(values)
   if metrics_lib.is_share(metric):
-    texts = f'{100 * mean:.2f}', f'{100 * std:.2f}'
+    parts = f'{100 * mean:.2f}', f'{100 * std:.2f}'
   else:
-    texts = f'{mean:.4g}', f'{std:.2g}'
-  return ' ± '.join(texts[: min(2, len(values))])
+    parts = f'{mean:.4g}', f'{std:.2g}'
+  return ' ± '.join(parts[: min(2, len(values))])
 
 
-def row(
-  names: Mapping[str, Any], by_seed: Mapping[int, float | None], **more
-) -> dict[str, Any]:
-  """Returns a row: names, `mean` and `std` over the seeds, more, `seed_0`, ...
+def row(names: Mapping[str, Any], by_seed: Mapping[int, float | None]) -> dict:
+  """Returns a row: names, `mean` and `std` over the seeds, `seed_0`, ...
 
-  Values that are missing are None; `mean` and `std` are None if all are.
+  Missing values are None; `mean` and `std` are None if all values are missing.
   """
   there = [value for value in by_seed.values() if value is not None]
-  mean, std = mean_std(there) if there else (None, None)
+  mean, std = metrics_lib.mean_std(there) if there else (None, None)
   seeds = {f'seed_{seed}': value for seed, value in by_seed.items()}
-  return {**names, 'mean': mean, 'std': std, **more, **seeds}
+  return {**names, 'mean': mean, 'std': std, **seeds}
 
 
 def values(row: Mapping[str, Any]) -> list[float]:
-  """Returns the values of a row's seeds, without those that are missing."""
+  """Returns the values of a row's seeds, without missing ones."""
   return [
     value
     for column, value in row.items()
@@ -60,10 +54,26 @@ def values(row: Mapping[str, Any]) -> list[float]:
 
 
 def cells(metric: str, row: Mapping[str, Any]) -> tuple[str, str]:
-  """Returns the mean of a row, and the values of its seeds, as texts."""
+  """Formats the mean of a row, and the values of its seeds."""
   found = values(row)
   each = ' '.join(format_values(metric, [value]) for value in found)
   return format_values(metric, found), each
+
+
+def with_unit(metric: str) -> str:
+  """Returns a metric's name with its unit: 'accuracy_test (%)'."""
+  return f'{metric} (%)' if metrics_lib.is_share(metric) else metric
+
+
+def write(workdir, name: str, text: str):
+  """Writes a file of a workdir."""
+
+  def do():
+    path = epath.Path(workdir) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write(path, text)
+
+  processes.from_first(f'writing {name}', do)
 
 
 def publish(
@@ -74,43 +84,13 @@ def publish(
   header: Sequence[str],
   lines: Sequence[Sequence[str]],
 ):
-  """Prints a table, `heading` above it, and writes its rows with `write_table`.
+  """Prints a table below a heading, and writes `rows` to NAME.json.
 
-  `header` and `lines` are the names of the columns and the cells as printed.
+  `header` and `lines` are the column names and the cells to print.
   """
-  say(f'\n{heading}\n{console.table(header, lines)}')
-  write_table(workdir, name, rows)
-  say(f'  table  {workdir}/{name}.csv, {workdir}/{name}.json')
-
-
-def write_table(workdir, name: str, rows: Sequence[Mapping[str, Any]]):
-  """Writes NAME.json, a list of objects, and NAME.csv.
-
-  A column that a row lacks stays empty in the CSV.
-  """
-  columns = list(dict.fromkeys(key for row in rows for key in row))
-  text = io.StringIO()
-  writer = csv.DictWriter(text, columns, lineterminator='\n')
-  writer.writeheader()
-  writer.writerows(rows)
+  console.say(f'\n{heading}\n{console.table(header, lines)}')
   write(workdir, f'{name}.json', json.dumps(list(rows), indent=1) + '\n')
-  write(workdir, f'{name}.csv', text.getvalue())
-
-
-def write(workdir, name: str, text: str):
-  """Writes a file of a workdir atomically; process 0 does so for all."""
-
-  def do():
-    path = epath.Path(workdir) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(path, text)
-
-  processes.from_first(f'writing {name}', do)
-
-
-def with_unit(metric: str) -> str:
-  """Returns a metric's name with its unit: 'accuracy_test (%)'."""
-  return f'{metric} (%)' if metrics_lib.is_share(metric) else metric
+  console.say(f'  table  {workdir}/{name}.json')
 
 
 def plot(
@@ -121,7 +101,7 @@ def plot(
   x_label: str | None = None,
   log_x: bool = False,
 ):
-  """Draws a metric of many runs: as curves over x, or without x_label as bars.
+  """Plots a metric of many runs: as curves over x, or without x_label as bars.
 
   `points` are (name of the curve or bar, x, values of one or several runs).
   """
@@ -139,3 +119,61 @@ def plot(
     draw(studies.bars, {'': bars}, label, title, path=path)
   else:
     draw(studies.curves, lines, x_label, label, title, log_x=log_x, path=path)
+
+
+def report(
+  workdir,
+  name: str,
+  metric: str,
+  found: Mapping[str, Mapping[int, float | None]],
+  title: str,
+  *,
+  baseline: str | None = None,
+  places: Sequence[tuple[str, float]] = (),
+  x_label: str = '',
+  log_x: bool = False,
+) -> list[dict]:
+  """Compares a metric of variants: prints a table, writes NAME.json and NAME.png.
+
+  Args:
+    workdir: folder of the files.
+    name: name of the files.
+    metric: name of the metric.
+    found: value of each seed, or None if it is missing, by variant.
+    title: title of the plot.
+    baseline: variant to compare the others with, seed by seed.
+    places: (name of the line, x) of each variant, to plot curves in place of bars.
+    x_label: label of the x axis, with its unit.
+    log_x: whether the x axis is logarithmic.
+
+  Returns:
+    The rows of NAME.json: `variant`, `metric`, `mean` and `std` over the seeds,
+    and `seed_0`, ...; with a baseline `margin` and `margin_std`, and for curves
+    `line` and `x`.
+  """
+  rows, lines, points = [], [], []
+  for i, (variant, by_seed) in enumerate(found.items()):
+    new = row({'variant': variant, 'metric': metric}, by_seed)
+    mean, each = cells(metric, new)
+    line, x = places[i] if places else (variant, None)
+    columns = {'variant': variant}
+    if places:
+      new.update(line=line, x=x)
+      columns[x_label] = f'{x:.4g}'
+    columns[metric] = mean
+    if baseline is not None:
+      pairs = [(by_seed[seed], other) for seed, other in found[baseline].items()]
+      margins = [a - b for a, b in pairs if a is not None and b is not None]
+      if margins:
+        new['margin'], new['margin_std'] = metrics_lib.mean_std(margins)
+      columns['margin'] = format_values(metric, margins)
+    rows.append(new)
+    lines.append([*columns.values(), each])
+    points.append((line, x, values(new)))
+  heading = f'{with_unit(metric)}, mean and standard deviation over the seeds'
+  if baseline is not None:
+    heading += f", and margin over '{baseline}' with the same seed"
+  publish(workdir, name, rows, f'{heading}:', [*columns, 'seeds'], lines)
+  axis = x_label if places else None
+  plot(metric, title, points, f'{workdir}/{name}.png', axis, log_x)
+  return rows

@@ -1,9 +1,8 @@
 """Chooses values of config keys on held-out data, and tests the best ones.
 
 The protocol of arXiv 2010.11929, B.1.1: a part of the training data is held out.
-Each combination of values is trained once on the rest, and the one that is best
-on the held-out part is trained with several seeds and tested. vit_jax.sweep is
-the command.
+Each combination of values is trained once on the rest; the best one on the held-out
+part is then trained with several seeds and tested. `vit_jax sweep` is the command.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,22 +11,20 @@ import itertools
 import re
 from typing import Annotated, Any, Literal, NamedTuple
 
-from etils import epath
 import ml_collections
 
 from vit_jax import console, train
 from vit_jax.configs import common, schema
 from vit_jax.data import sources
-from vit_jax.distributed import processes
 from vit_jax.run import config as run_config
 from vit_jax.studies import held_out as held_out_lib, runs as runs_lib, summaries
 
 say = console.say
-# What the winner is trained on: all of the training data, as in the paper, or
-# the part that the choice was trained on, as in the original's configs.
+# Data to train the winner on: all of the training data, as in the paper, or the part
+# that the choice was trained on, as in the original's configs.
 REFITS = ('all', 'part')
 HELD_OUT = 'held_out'  # Name of the evaluation of the choice.
-# Keys that a sweep sets itself.
+# Keys that the sweep sets.
 _OWN_KEYS = ('seed', 'evals', 'best_metric', 'pp.train', 'pp.test', 'trainer')
 # Numbers whose largest is at least this many times the smallest have a
 # logarithmic axis.
@@ -38,15 +35,15 @@ class Sweep(NamedTuple):
   """A sweep, checked."""
 
   config: ml_collections.ConfigDict  # Of a run, complete.
-  values: Mapping[str, Sequence[Any]]  # To try, by dotted key.
+  values: Mapping[str, Sequence[Any]]  # Values to try, by dotted key.
   parts: held_out_lib.Parts
-  metric: str  # Which chooses, without the name of an evaluation.
+  metric: str  # Chooses the winner; without the name of an evaluation.
   refit: str  # One of REFITS.
   seeds: Sequence[int]  # Of the test.
 
   @property
   def chosen_by(self) -> str:
-    """Name of the metric that chooses, with that of the evaluation."""
+    """Name of the metric that chooses, with the name of its evaluation."""
     return f'{self.metric}_{HELD_OUT}'
 
   def combinations(self) -> list[dict[str, Any]]:
@@ -55,28 +52,23 @@ class Sweep(NamedTuple):
     return [dict(zip(self.values, values)) for values in tried]
 
   def choice_runs(self) -> list[runs_lib.Run]:
-    """Returns the runs of the choice, which never see the test split."""
+    """Returns a run per combination; none of them sees the test split."""
     found = []
     for values in self.combinations():
       config = runs_lib.changed(self.config, values)
       config.pp.train = self.parts.train
       config.evals = ((HELD_OUT, self.parts.held_out),)
-      config.real_labels = None  # Those of the test split.
+      config.real_labels = None  # Of the test split.
       config.fewshot.shots = ()
       config.best_metric = self.chosen_by
       found.append(runs_lib.Run(_name(values), config))
     return found
 
   def test_runs(self, values: Mapping[str, Any]) -> list[runs_lib.Run]:
-    """Returns the runs of the test of a combination, one for each seed."""
-    found = []
-    for seed in self.seeds:
-      config = runs_lib.changed(self.config, values)
-      config.seed = seed
-      parts = self.parts
-      config.pp.train = parts.all if self.refit == 'all' else parts.train
-      found.append(runs_lib.Run(f'{_name(values)},test_{seed}', config))
-    return found
+    """Returns the runs that test a combination, one per seed."""
+    config = runs_lib.changed(self.config, values)
+    config.pp.train = self.parts.all if self.refit == 'all' else self.parts.train
+    return runs_lib.over_seeds(f'{_name(values)},test', config, self.seeds)
 
 
 def sweep(
@@ -93,32 +85,30 @@ def sweep(
 ) -> dict[str, Any]:
   """Chooses the best of several values, and tests it with several seeds.
 
-  All runs lie side by side in the workdir. Those that are done are not trained
-  again, so that values or seeds can be added later. Runs of the same name and
-  another config are refused, and so are the tables of a sweep over other keys.
+  All runs lie side by side in the workdir. Finished runs are not trained again, so
+  values and seeds can be added later. A run with the same name but another config
+  raises ValueError.
 
   Args:
     config: config of a run.
-    workdir: folder for all runs and for the tables, which several machines may
-      share.
+    workdir: folder of all runs and of the tables, which machines may share.
     values: values to try, by dotted key; several keys make a grid. By default
       the learning rates of the paper, for the data sets of common.FINE_TUNING.
     held_out: what to hold out of the training data, see held_out.cut.
-    seeds: number of runs of the test: seeds config.seed, config.seed + 1, ...
+    seeds: number of test runs: seeds config.seed, config.seed + 1, ...
     refit: one of REFITS.
-    metric: the metric that chooses, such as 'accuracy'; by default that of
+    metric: the metric that chooses, such as 'accuracy'; by default
       config.best_metric.
     checkpoints: see runs.train_all.
-    only: name of the one run to train; then nothing is compared.
+    only: name of a single run to train, without comparing anything.
 
   Returns:
-    `choice`, the rows of choice.csv; `best`, the values that won; and `test`,
-    the rows of test.csv.
+    `choice`, the rows of choice.json; `best`, the values that won; and `test`,
+    the rows of test.json.
 
   Raises:
     ValueError: if an argument is wrong, before anything is trained.
-    runs.Failed: after a table, if runs failed. Diverged runs of the choice only
-      lose.
+    runs.Failed: after a table, if runs failed. Diverged combinations just lose.
   """
   plan = make(config, values, held_out, seeds, refit, metric)
   runs = plan.choice_runs()
@@ -126,9 +116,8 @@ def sweep(
     tests = map(plan.test_runs, plan.combinations())
     runs = runs_lib.named([*runs, *itertools.chain(*tests)], only)
   runs_lib.check(runs, workdir, checkpoints)
-  _check_tables(plan, workdir)
   if held_out and not runs_lib.collect(runs, workdir).done:
-    # A split that does not exist is refused before anything is trained.
+    # A missing split is an error before anything is trained.
     task = run_config.get_task(plan.config.task)
     config = copy.deepcopy(plan.config)
     config.broken_images = 'trust'  # The runs check the images.
@@ -157,7 +146,7 @@ def sweep(
 
 
 def next_runs(plan: Sweep, workdir) -> list[runs_lib.Run]:
-  """Returns the runs of the choice, or once it is made those of the test."""
+  """Returns the runs of the choice, or once it is made the test runs."""
   runs = plan.choice_runs()
   runs_lib.check(runs, workdir)
   outcome = runs_lib.collect(runs, workdir)
@@ -176,7 +165,7 @@ def make(
   """Checks the arguments of `sweep`, and the configs of all its runs."""
   if config.get('trainer', 'train') != 'train':
     raise ValueError(
-      f"trainer='{config.trainer}': a sweep needs the config of one training "
+      f"trainer='{config.trainer}': a sweep needs the config of a single run "
       '(config.trainer)'
     )
   config = run_config.complete(config)
@@ -209,30 +198,14 @@ def _check_values(plan):
   for key, tried in plan.values.items():
     if key in _OWN_KEYS:
       raise ValueError(
-        f"values of '{key}' cannot be tried: a sweep sets this key itself (--values)"
+        f"'{key}' cannot be among the values: the sweep sets this key (--values)"
       )
     if not tried or any(tried.count(value) > 1 for value in tried):
       raise ValueError(
-        f"'{key}' needs one or more values, each of them once: {tried} (--values)"
+        f"'{key}' needs one or more distinct values, not {tried} (--values)"
       )
   for values in plan.combinations():
     train.check(plan.test_runs(values)[0].config)
-
-
-def _check_tables(plan, workdir):
-  """Refuses a workdir whose tables are of a sweep over other keys."""
-
-  def read():
-    file = epath.Path(workdir) / 'choice.csv'
-    first = file.read_text().partition('\n')[0] if file.exists() else ''
-    return [x for x in first.split(',') if x.partition('.')[0] in plan.config]
-
-  before = processes.from_first('reading the tables of the workdir', read)
-  if before and before != list(plan.values):
-    raise ValueError(
-      f"workdir='{workdir}' has the tables of another sweep, over "
-      f'{", ".join(before)}: use another --workdir, or the same keys'
-    )
 
 
 def _name(values) -> str:
@@ -249,12 +222,12 @@ def _name(values) -> str:
 
 
 def _choice(plan, outcome) -> list[dict]:
-  """Returns a row for each combination that is done."""
+  """Returns a row for each combination whose run is finished."""
   rows = []
   for values in plan.combinations():
     name = _name(values)
-    metrics = outcome.results.get(name, {plan.chosen_by: None})
     if name in outcome.done:
+      metrics = outcome.results.get(name, {plan.chosen_by: None})
       rows.append({**values, **metrics, 'diverged': name in outcome.diverged})
   return rows
 
@@ -262,41 +235,38 @@ def _choice(plan, outcome) -> list[dict]:
 def _show_choice(plan, rows, workdir):
   """Prints, writes and draws the metric of all combinations."""
   metric = plan.chosen_by
-  lines, points = [], []
   # Over the first key if its values are numbers, else as bars.
   first, *others = plan.values
   tried = plan.values[first]
   curves = all(map(schema.is_number, tried))
+  lines, points = [], []
   for row in rows:
     value = 'diverged'
     if not row['diverged']:
       value = summaries.format_values(metric, [row[metric]])
-      keys = others if curves else plan.values
-      name = _name({key: row[key] for key in keys})
+      name = _name({key: row[key] for key in (others if curves else plan.values)})
       points.append((name, row[first], [row[metric]]))
     lines.append([*(row[key] for key in plan.values), value])
-  summaries.publish(
-    workdir, 'choice', rows, 'Choice:',
-    (*plan.values, summaries.with_unit(metric)), lines,
-  )  # fmt: skip
+  header = (*plan.values, summaries.with_unit(metric))
+  summaries.publish(workdir, 'choice', rows, 'Choice:', header, lines)
   title = f"Choice on '{plan.parts.held_out}' of {plan.config.dataset}"
+  axis = first if curves else None
   log = curves and min(tried) > 0 and max(tried) >= _LOG_RANGE * min(tried)
-  summaries.plot(
-    metric, title, points, f'{workdir}/sweep.png', first if curves else None, log
-  )  # fmt: skip
+  summaries.plot(metric, title, points, f'{workdir}/sweep.png', axis, log)
 
 
 def _best(plan, rows) -> dict[str, Any]:
-  """Returns the values that won; of equal ones, the first."""
+  """Returns the values that won; the first ones in a tie."""
   metric = plan.chosen_by
   rows = [row for row in rows if not row['diverged']]
   if not rows:
-    raise ValueError('all combinations diverged: try smaller learning rates (--values)')
+    raise ValueError('all combinations diverged: try lower learning rates (--values)')
   low = plan.metric in run_config.get_task(plan.config.task).LOW
   best = (min if low else max)(rows, key=lambda row: row[metric])
   values = {key: best[key] for key in plan.values}
   equal = sum(row[metric] == best[metric] for row in rows) - 1
-  say(f'Chosen: {_name(values)}.' + f' {equal} more are as good.' * bool(equal))
+  tied = f' {equal} more are equally good.' if equal else ''
+  say(f'Chosen: {_name(values)}.{tied}')
   for key, tried in plan.values.items():
     ordered = all(map(schema.is_number, tried)) and len(tried) > 1
     if ordered and values[key] in (min(tried), max(tried)):
@@ -318,9 +288,6 @@ def _show_test(plan, best, runs, outcome, workdir) -> list[dict]:
     (summaries.with_unit(row['metric']), *summaries.cells(row['metric'], row))
     for row in rows
   ]
-  summaries.publish(
-    workdir, 'test', rows,
-    f'Mean and standard deviation over {len(runs)} seeds:',
-    ('metric', 'test', 'seeds'), lines,
-  )  # fmt: skip
+  heading = f'Mean and standard deviation over {len(runs)} seeds:'
+  summaries.publish(workdir, 'test', rows, heading, ('metric', 'test', 'seeds'), lines)
   return rows

@@ -3,6 +3,7 @@
 python -m vit_jax.main --config=configs/vtab.py:b16 --workdir=/tmp/vtab
 """
 
+import copy
 import statistics
 from typing import Any, Literal
 
@@ -37,15 +38,14 @@ _TYPES = {
 def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Fine-tunes on each task whose data are on this machine.
 
-  The workdir has all runs, and vtab.json, vtab.csv and vtab.png (vtab_val.* if
-  config.validate is set). Of machines that see it each takes the next run that is
-  free, of the tasks whose data it has.
+  The workdir holds all runs, vtab.json and vtab.png (vtab_val.* if config.validate
+  is set). Machines that see it share the runs; each trains on the tasks whose data
+  it has.
 
-  Returns `rows`, the content of vtab.json: one row for each task, each group
-  and all tasks, with `mean` and `std` over the seeds of the accuracy from 0 to
-  1, and `seed_0`, ...; and `skipped`, the reason for each task without data.
-  Raises as study.study does, and FileNotFoundError if the data of no task are
-  on this machine.
+  Returns `rows`, the content of vtab.json: one row per task, per group and for all
+  tasks, with `mean` and `std` over the seeds of the accuracy from 0 to 1, and
+  `seed_0`, ...; and `skipped`, the reason for each task without data. Raises as
+  study.study does, and FileNotFoundError if no task has data on this machine.
   """
   runs = _by_task(config)
   every = [run for found in runs.values() for run in found]
@@ -56,9 +56,8 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   chosen = [run for run in every if run.name not in left_out]
   if not chosen:
     raise FileNotFoundError(
-      'the data of no task of VTAB are on this machine: get them as said above, '
-      'or name the folder where TFDS has its data sets '
-      '(--config.run.tfds_data_dir)'
+      'no task of VTAB has data on this machine: get them as described above, or '
+      'name the folder of the TFDS data sets (--config.run.tfds_data_dir)'
     )
   say(f'{len(chosen)} runs in {workdir}:')
   outcome = runs_lib.train_all(chosen, workdir, config.checkpoints)
@@ -74,16 +73,17 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
 
 
 def _by_task(config) -> dict[str, list[runs_lib.Run]]:
-  """Checks the config except for that of the runs; returns the runs by task."""
+  """Checks the config except for the configs of the runs; returns them by task."""
   runs_lib.check_keys(config, _TYPES, 'VTAB')
   for task in config.tasks:
     vtab_tasks.find_task(f'{task}', 'tasks')
   names = [task.removeprefix('vtab/') for task in config.tasks or TASKS]
-  return {task: [_run(config, task, seed) for seed in config.seeds] for task in names}
+  return {task: _runs(config, task) for task in names}
 
 
-def _run(config, task: str, seed: int) -> runs_lib.Run:
-  run = runs_lib.seeded(config.run, seed)
+def _runs(config, task: str) -> list[runs_lib.Run]:
+  """Returns the runs of a task, one per seed."""
+  run = copy.deepcopy(config.run)
   common.set_dataset(run, f'vtab/{task}')
   common.keep_labels(run.pp, task)
   if config.validate:
@@ -91,16 +91,16 @@ def _run(config, task: str, seed: int) -> runs_lib.Run:
   if run.evals or _METRIC not in run_config.metrics_of(run):
     raise ValueError(
       f"evals={run.evals!r} and task='{run.task}': VTAB measures the accuracy on "
-      'its own splits; leave both as they are (config.run.evals, config.run.task)'
+      'its own splits; leave both unchanged (config.run.evals, config.run.task)'
     )
   part = '_val' if config.validate else ''
-  return runs_lib.Run(f'{task}{part}_{seed}', run)
+  return runs_lib.over_seeds(f'{task}{part}', run, config.seeds)
 
 
 def _skipped(config, runs, done) -> dict[str, str]:
-  """Returns {task: how to get its data} of the tasks without data, and says so.
+  """Returns and reports how to get the data of each task without data.
 
-  Tasks whose runs are all done need no data.
+  Tasks whose runs are all finished need no data.
   """
   needed = [
     task for task, found in runs.items() if not all(run.name in done for run in found)
@@ -117,7 +117,7 @@ def _skipped(config, runs, done) -> dict[str, str]:
     skipped = {**_missing(config.run, needed), **failures}
   if skipped:
     say(
-      f'{len(skipped)} of {len(runs)} tasks are left out, since their data are not '
+      f'{len(skipped)} of {len(runs)} tasks are left out because their data are not '
       'prepared on this machine:'
     )
     for reason in dict.fromkeys(skipped.values()):
@@ -125,14 +125,14 @@ def _skipped(config, runs, done) -> dict[str, str]:
       say(f'  {", ".join(tasks)}: {reason}')
     if not config.download:
       say(
-        '--config.download=True downloads what TFDS can download, and prepares what '
-        'lies in the manual_dir (--config.run.tfds_manual_dir).'
+        '--config.download=True downloads what TFDS can download, and prepares the '
+        'files in the manual_dir (--config.run.tfds_manual_dir).'
       )
   return skipped
 
 
 def _missing(run, tasks) -> dict[str, str]:
-  """Returns how to get the data of the tasks that some process lacks."""
+  """Returns how to get the data of the tasks that any process lacks."""
   found = processes.attempt(
     'looking for data sets',
     lambda: {task: data.missing(run, f'vtab/{task}') for task in tasks},
@@ -148,17 +148,13 @@ def _missing(run, tasks) -> dict[str, str]:
 
 
 def _report(config, accuracies, workdir: str) -> list[dict]:
-  """Prints, writes and draws the table beside that of the paper; returns its rows.
+  """Prints, writes and draws the table next to the paper's; returns its rows.
 
   `accuracies` are {task: {seed: accuracy from 0 to 1, None if it is missing}}.
   """
   rows = _rows(config, accuracies)
-  name, models, tested = (
-    'vtab',
-    list(PUBLISHED),
-    'the test images, beside those',
-  )
-  tested += ' of the paper (table 9; its means over the same tasks)'
+  name, models = 'vtab', list(PUBLISHED)
+  tested = "the test images, and the paper's (table 9, means over the same tasks)"
   if config.validate:
     name, models, tested = 'vtab_val', [], 'val200'
   lines = [
@@ -169,10 +165,11 @@ def _report(config, accuracies, workdir: str) -> list[dict]:
     )
     for row in rows
   ]
-  summaries.publish(
-    workdir, name, rows, f'VTAB-1k, accuracy (%) on {tested}:',
-    ('task', 'this model', *models), lines,
-  )  # fmt: skip
+  heading, header = (
+    f'VTAB-1k, accuracy (%) on {tested}:',
+    ('task', 'this model', *models),
+  )
+  summaries.publish(workdir, name, rows, heading, header, lines)
   if not config.validate:
     means = (f'{name} {mean:.2f}' for name, mean in vtab_config.MEANS.items())
     say(f'Table 2, mean over all {len(TASKS)} tasks: {", ".join(means)}.')
@@ -216,7 +213,7 @@ def _row(config, group, title, tasks, accuracies) -> dict:
 
 
 def _title(row) -> str:
-  """Names a row in the table: a group, or below it a task."""
+  """Returns the title of a row: a group, or indented a task."""
   if row['task'] in TASKS:
     return f'  {TASKS[row["task"]].title}'
   there, _, total = row['task'].partition(' of ')

@@ -124,5 +124,5 @@ def test_wrong_points():
   with pytest.raises(ValueError, match='encoder_attention.* not among those'):
     gallery.choose(subject, ['encoder_attention'])
   argv = '--workdir=/tmp/run --out=/tmp/out --points 0.5,0.5 0.3'
-  with pytest.raises(ValueError, match="--points: '0.3' is no point: give x,y"):
+  with pytest.raises(ValueError, match="--points: '0.3' is not a point"):
     visualize_command.main(argv.split())
