@@ -1,6 +1,6 @@
 r"""Fine-tunes a checkpoint of "How to train your ViT?" (arXiv 2106.10270).
 
-  python -m vit_jax.main --config=configs/augreg.py:R_Ti_16 \
+  vit_jax train --config=configs/augreg.py:R_Ti_16 \
     --config.dataset=oxford_iiit_pet --config.pp.train='train[:90%]' \
     --config.base_lr=0.01 --workdir=/tmp/vit
 

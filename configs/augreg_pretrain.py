@@ -1,8 +1,8 @@
 r"""Pre-trains a ViT as in "How to train your ViT?" (arXiv 2106.10270), AugReg.
 
-  python -m vit_jax.main --config=configs/augreg_pretrain.py:b16,imagenet21k \
+  vit_jax train --config=configs/augreg_pretrain.py:b16,imagenet21k \
     --workdir=/tmp/run
-  python -m vit_jax.main \
+  vit_jax train \
     --config=configs/augreg_pretrain.py:b16,imagenet2012,strong2,wd_0.1,do_0.1 \
     --workdir=/tmp/run
 

@@ -1,8 +1,8 @@
 r"""Fine-tunes by BiT-HyperRule (arXiv 1912.11370, section 3.3).
 
-  python -m vit_jax.main --config=configs/bit_hyperrule.py:bit_r50x1,cifar10 \
+  vit_jax train --config=configs/bit_hyperrule.py:bit_r50x1,cifar10 \
     --config.pretrained=BiT-M-R50x1.npz --workdir=/tmp/bit
-  python -m vit_jax.main --workdir=/tmp/bit --config.pretrained=BiT-M-R50x1.npz \
+  vit_jax train --workdir=/tmp/bit --config.pretrained=BiT-M-R50x1.npz \
     --config=configs/bit_hyperrule.py:bit_r50x1,/data/photos,5000,500
 
 The argument is MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS, and ,paper at its end

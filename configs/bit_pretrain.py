@@ -1,8 +1,8 @@
 r"""Trains a BiT ResNet from scratch (arXiv 1912.11370, section 3.2).
 
-  python -m vit_jax.main --config=configs/bit_pretrain.py:bit_r50x1,imagenet2012 \
+  vit_jax train --config=configs/bit_pretrain.py:bit_r50x1,imagenet2012 \
     --workdir=/tmp/bit
-  python -m vit_jax.main --workdir=/tmp/bit \
+  vit_jax train --workdir=/tmp/bit \
     --config=configs/bit_pretrain.py:bit_r101x3,/data/21k,imagenet21k
 
 The argument is MODEL,DATA or MODEL,DATA,RECIPE. MODEL is a short name from

@@ -1,8 +1,8 @@
 r"""Trains DETR as published, on COCO or on a folder (arXiv 2005.12872).
 
-  python -m vit_jax.main --config=configs/detr.py:r50,coco/2017 \
+  vit_jax train --config=configs/detr.py:r50,coco/2017 \
     --config.pretrained=resnet50.safetensors --workdir=/tmp/detr
-  python -m vit_jax.main --config=configs/detr.py:r50,/path/to/folder \
+  vit_jax train --config=configs/detr.py:r50,/path/to/folder \
     --config.pretrained=detr-resnet-50.safetensors \
     --config.total_epochs=50 --workdir=/tmp/own
 
@@ -35,7 +35,7 @@ vit_s16, vit_b16, vit_r50_b32 and the like put a Vision Transformer of
 configs/models.py in the place of the ResNet. It starts from its published weights in
 any format that the package reads, and the rest of the model is new:
 
-  python -m vit_jax.main --config=configs/detr.py:vit_s16,coco/2017 \
+  vit_jax train --config=configs/detr.py:vit_s16,coco/2017 \
     --config.pretrained=ViT-S_16.npz --config.model.dtype=bfloat16 \
     --workdir=/tmp/detr_vit
 

@@ -3,10 +3,10 @@ r"""Trains DETR to segment images as published (arXiv 2005.12872, section 4.4).
 The detector learns the boxes of things and of stuff, and then a mask head is
 trained while the detector is frozen:
 
-  python -m vit_jax.main \
+  vit_jax train \
     --config=configs/detr_panoptic.py:r50,coco/2017_panoptic,boxes \
     --config.pretrained=resnet50.safetensors --workdir=/tmp/boxes
-  python -m vit_jax.main \
+  vit_jax train \
     --config=configs/detr_panoptic.py:r50,coco/2017_panoptic,masks \
     --config.pretrained=/tmp/boxes --workdir=/tmp/masks
 

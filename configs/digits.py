@@ -1,6 +1,6 @@
 """Trains a small ViT from scratch on scikit-learn's digits, without a download.
 
-  python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
+  vit_jax train --config=configs/digits.py --workdir=/tmp/digits
 
 Takes about one and a half minutes on two cores of a laptop or a small virtual
 machine, and reaches 98.9 % on the 360 test images.

@@ -1,8 +1,8 @@
 r"""Trains iGPT to predict the pixels of images, without labels.
 
-  python -m vit_jax.main --config=configs/igpt.py:s,imagenet2012,32 \
+  vit_jax train --config=configs/igpt.py:s,imagenet2012,32 \
     --workdir=/tmp/igpt
-  python -m vit_jax.main --config=configs/igpt.py:l,/path/to/folder,48,bert \
+  vit_jax train --config=configs/igpt.py:l,/path/to/folder,48,bert \
     --workdir=/tmp/igpt
 
 The argument is SIZE,DATA,SIDE or SIZE,DATA,SIDE,OBJECTIVE: s, m, l or xl; a

@@ -1,8 +1,8 @@
 r"""Tunes a text tower to a locked image tower: LiT, on any images with texts.
 
-  python -m vit_jax.main --config=configs/lit.py:b16b,/path/to/pairs \
+  vit_jax train --config=configs/lit.py:b16b,/path/to/pairs \
     --workdir=/tmp/lit
-  python -m vit_jax.main --config=configs/lit.py:l16s,coco_captions,siglip \
+  vit_jax train --config=configs/lit.py:l16s,coco_captions,siglip \
     --config.pretrained="{'img': '/data/ViT-L_16.npz'}" --workdir=/tmp/lit
 
 The argument is MODEL,DATA, optionally followed by LOSS. MODEL is b16b, b16b_2,

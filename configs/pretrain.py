@@ -1,10 +1,10 @@
 r"""Trains a ViT from scratch with Adam, on any TFDS data set or folder.
 
-  python -m vit_jax.main --config=configs/pretrain.py:ti16,/path/to/folder \
+  vit_jax train --config=configs/pretrain.py:ti16,/path/to/folder \
     --workdir=/tmp/run
-  python -m vit_jax.main --config=configs/pretrain.py:s16,imagenet2012,light2 \
+  vit_jax train --config=configs/pretrain.py:s16,imagenet2012,light2 \
     --workdir=/tmp/run
-  python -m vit_jax.main --config=configs/pretrain.py:l16,/data/21k,imagenet21k,30ep \
+  vit_jax train --config=configs/pretrain.py:l16,/data/21k,imagenet21k,30ep \
     --workdir=/tmp/run
 
 The argument is MODEL,DATA, optionally followed by RECIPE, EPOCHS and

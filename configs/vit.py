@@ -1,8 +1,8 @@
 r"""Fine-tunes a Vision Transformer, as in the paper (table 4, B.1.1).
 
-  python -m vit_jax.main --config=configs/vit.py:b16,cifar10 \
+  vit_jax train --config=configs/vit.py:b16,cifar10 \
     --config.pretrained=ViT-B_16.npz --workdir=/tmp/vit
-  python -m vit_jax.main --config=configs/vit.py:b16,/path/to/folder \
+  vit_jax train --config=configs/vit.py:b16,/path/to/folder \
     --config.pretrained=model.safetensors --workdir=/tmp/vit
 
 The argument is MODEL,DATA or MODEL,DATA,SIZE. MODEL is a short name from

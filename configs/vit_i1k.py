@@ -1,7 +1,7 @@
 r"""Trains a ViT on ImageNet from scratch, by the recipe `vit_i1k` of big_vision.
 
-  python -m vit_jax.main --config=configs/vit_i1k.py:b16 --workdir=/tmp/run
-  python -m vit_jax.main --config=configs/vit_i1k.py:b32,imagenet2012,light1 \
+  vit_jax train --config=configs/vit_i1k.py:b16 --workdir=/tmp/run
+  vit_jax train --config=configs/vit_i1k.py:b32,imagenet2012,light1 \
     --workdir=/tmp/run
 
 The argument is MODEL, MODEL,DATA or MODEL,DATA,AUGMENTATION. MODEL is a short

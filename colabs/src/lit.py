@@ -253,7 +253,7 @@ colab_tools.show(
 # temple', 'a flower'])`. In a terminal, in the checkout of vit_jax:
 #
 # ```
-# python -m vit_jax predict --weights=LiT-B16B.npz --classes='a temple;a flower' photo.jpg
+# vit_jax predict --weights=LiT-B16B.npz --classes='a temple;a flower' photo.jpg
 # ```
 #
 # `docs/image_text.md` tells how to evaluate on any data set, and how to train on
