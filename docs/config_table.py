@@ -1,6 +1,6 @@
 """Writes docs/config.md, the table of config keys, from configs/common.py.
 
-  python docs/config_table.py
+python docs/config_table.py
 """
 
 import ast
@@ -55,7 +55,9 @@ def rows(group: type, prefix: str = ''):
   for section, key, default, comment in keys(group):
     inside = schema.group_of(kinds[key])
     if inside:
-      inner.append((f'{inside.__doc__.splitlines()[0].rstrip(".")}', inside, f'{prefix}{key}.'))
+      inner.append(
+        (f'{inside.__doc__.splitlines()[0].rstrip(".")}', inside, f'{prefix}{key}.')
+      )
       continue
     kind = _cell(schema.describe(kinds[key]))
     yield section, f'| `{prefix}{key}` | {kind} | `{default}` | {_cell(comment)} |'

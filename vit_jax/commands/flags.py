@@ -209,7 +209,7 @@ def add_trust_flags(parser: Parser):
       '--insecure': dict(
         action=_Insecure,
         nargs=0,
-        help="allow http:// and files whose hash differs from the server's",
+        help='allow files from http://',
       ),
       '--task': dict(
         type=_named_task,
