@@ -186,7 +186,7 @@ def test_a_signal_stops_a_table_that_then_goes_on(model, images, tmp_path, monke
 
   with monkeypatch.context() as patch:
     patch.setattr(tables.files, 'write', signalled)
-    with pytest.raises(stopping.Interrupted, match='resumes') as error:
+    with pytest.raises(stopping.Interrupted, match='resume.*table.csv') as error:
       write(model, images * 3, out)
   assert error.value.signal == signal.SIGTERM
   parts = sorted((tmp_path / 'table.csv.parts').glob('part-*'))
