@@ -15,8 +15,8 @@ Expected of BiT-L R152x4 after fine-tuning: see configs/bit_hyperrule.py.
 The learning rate is 0.03 for 256 images: with another --config.batch, also set
 --config.base_lr to 0.03 * batch / 256. Weight decay goes through the momentum
 (`l2_decay`), as usual for SGD. Several labels per image, as ImageNet-21k and
-JFT have, need the sigmoid and a low bias of the head, which the paper leaves
-open: they are those of big_vision's bit_i21k.
+JFT have, need the sigmoid and a low head bias, which the paper does not
+specify: they are taken from big_vision's bit_i21k.
 """
 
 from vit_jax.configs import common, models

@@ -1,6 +1,6 @@
 r"""Demonstrates transfer on scikit-learn's digits, without a download.
 
-  vit_jax train --config=configs/digits_transfer.py \
+  python -m vit_jax.main --config=configs/digits_transfer.py \
     --workdir=/tmp/transfer
 
 A small ViT is trained on the digits 0 to 4 at 16x16 pixels, then fine-tuned on

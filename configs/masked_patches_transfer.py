@@ -1,6 +1,6 @@
 r"""Demonstrates the gain from pre-training without labels, on digits.
 
-  vit_jax train --config=configs/masked_patches_transfer.py \
+  python -m vit_jax.main --config=configs/masked_patches_transfer.py \
     --workdir=/tmp/masked_transfer
 
 A small ViT learns to predict masked patches of scikit-learn's 1,437 training

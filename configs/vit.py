@@ -7,8 +7,8 @@ r"""Fine-tunes a Vision Transformer, as in the paper (table 4, B.1.1).
 
 The argument is MODEL,DATA or MODEL,DATA,SIZE. MODEL is a short name from
 models.py. DATA is a TFDS name, or a folder with train/<class>/* and
-test/<class>/*. SIZE is the size of the images in pixels: by default 384, or 378
-for patches of 14 pixels. From 512 on the weights are averaged with decay .9999,
+test/<class>/*. SIZE is the size of the images in pixels: 384 by default, or 378
+for patches of 14 pixels. At 512 and above, weights are averaged with decay .9999,
 as in table 2.
 
 --config.pretrained takes a published .npz, a .safetensors or .bin of timm or
