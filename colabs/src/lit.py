@@ -33,7 +33,7 @@ REPOSITORY = ''
 # Name of a published model: 'LiT-B16B', 'LiT-B16B_2', 'LiT-L16L', 'LiT-L16S' or
 # 'LiT-L16Ti'; or weights of your own: the path of a .npz, hf://OWNER/NAME, ...
 MODEL = 'LiT-B16B'
-# Path of the vocabulary; '' takes the published one, or the one that lies beside
+# Path of the vocabulary; '' uses the published one, or the one next to
 # your weights (weights.npz, weights.txt).
 VOCABULARY = ''
 # Paths of photographs; [] takes those of scikit-learn, a temple and a flower.
