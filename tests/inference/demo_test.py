@@ -23,7 +23,8 @@ from PIL import Image
 from playwright import sync_api
 import pytest
 
-from tests import conftest, visualize_test
+from tests import conftest
+from tests.figures import visualize_test
 from tests.inference import export_test
 from vit_jax import predict
 from vit_jax.commands import demo as command, visualize as visualize_command
