@@ -542,7 +542,7 @@ def test_the_command_says_who_else_can_reach_it(workdir, monkeypatch):
   [host] = re.findall(rf'on http://(.+):{port}/ until', output)
   assert host not in ('0.0.0.0', 'localhost', '127.0.0.1')
   socket.create_server((host, 0)).close()  # It is an address of this machine.
-  assert 'verybody who can reach this machine' in output
+  assert 'veryone who can reach this machine' in output
   assert 'password' in output
 
 
